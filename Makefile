@@ -1,0 +1,231 @@
+# The build of train_gpt. `make help` prints the lines of this file that begin with two hashes.
+#
+## make [TARGET...] [VARIABLE=value...]
+##
+## Targets
+##   train_gpt    build the trainer; what plain `make` does (also called all)
+##   run          from nothing to a trained model: install, build, prepare a book, train on it, plot
+##   test         install, build, see that every compiler here takes the source, run the tests
+##   test-long    the same with the long tests as well: tagged [long], or scripts named test/long_*
+##   check        floors, headers, formatting, shell and Python scripts
+##   bench        the benchmarks
+##   tests        build what `make test` runs, and run nothing
+##   smoke        compile train_gpt.cu by g++ and, where it is there, by nvcc
+##   config       show what was found on this machine and what is built of it
+##   reconfigure  look again
+##   deps         install all that is missing, optional parts as well (Debian packages)
+##   format       format all C++ sources in place
+##   clean        remove what make built
+##
+## Variables and their defaults
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+.DEFAULT_GOAL := train_gpt
+.DELETE_ON_ERROR:
+
+# The outer targets install what is missing and then start make again, so that it looks at the machine only after the
+# installation. They need to know nothing of the machine; all other targets do.
+OUTER_TARGETS := help run test test-long check bench reconfigure deps format clean
+INNER_TARGETS := all tests smoke config check-layers check-headers check-format check-shell check-python
+.PHONY: $(OUTER_TARGETS) $(INNER_TARGETS)
+ifneq ($(filter-out $(OUTER_TARGETS),$(or $(MAKECMDGOALS),train_gpt)),)
+include build/config.mk
+endif
+
+##   DEVICE=cpu|cuda            cuda where both nvcc and a GPU are there, else cpu; a cuda build runs on CPUs as well
+DEVICE ?= $(if $(and $(NVCC_VERSION),$(GPU)),cuda,cpu)
+##   ONEDNN=1|0                 1 where oneDNN is there; 0 builds a matmul of our own instead
+ONEDNN ?= $(if $(ONEDNN_VERSION),1,0)
+##   ARCH_FLAGS=-march=native   the processors that the trainer may run on
+ARCH_FLAGS ?= -march=native
+##   ARCH=sm_90                 the GPUs that it may run on; where there is one, the default is its architecture
+ARCH ?= $(or $(GPU_ARCH),sm_90)
+##   CXX=g++                    the C++ compiler; nvcc calls it too
+ifeq ($(origin CXX),default)
+CXX := g++
+endif
+##   NVCC=nvcc                  NVIDIA's compiler
+NVCC ?= $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc),nvcc)
+##   CPPFLAGS, CXXFLAGS, LDFLAGS, NVCCFLAGS   empty; they come last and so win: CXXFLAGS='-O1 -g'
+##   JOBS=N                     compilers at a time; as many as there are processors
+JOBS ?= $(shell nproc)
+##   TESTS=                     only these test cases, in Catch2's words: TESTS='[ops]', TESTS='a resumed run*'
+##   RUN_FLAGS=                 options of the trainer that `make run` adds to its own
+##   TEST_TIMEOUT=45m           a test program that takes longer hangs: it is stopped and has failed
+TEST_TIMEOUT ?= 45m
+export CXX NVCC CPPFLAGS CXXFLAGS LDFLAGS TESTS TEST_TIMEOUT
+
+comma := ,
+CUDA := $(filter cuda,$(DEVICE))
+ifeq ($(filter cpu cuda,$(DEVICE)),)
+$(error DEVICE=$(DEVICE) is unknown: use cpu or cuda)
+endif
+ifdef CXX_VERSION   # build/config.mk was read
+ifneq ($(and $(CUDA),$(if $(NVCC_VERSION),,without nvcc)),)
+$(error DEVICE=cuda needs an nvcc that takes C++20, and '$(NVCC)' does not: set NVCC=/path/to/nvcc, or DEVICE=cpu)
+endif
+ifneq ($(and $(filter 1,$(ONEDNN)),$(if $(ONEDNN_VERSION),,without oneDNN)),)
+$(error ONEDNN=1 needs oneDNN, dnnl.h and -ldnnl: `make deps` installs it; ONEDNN=0 builds without)
+endif
+endif
+
+# A rule that always runs, for a file whose time stamp says when its text last changed: $(call text_file,TEXT)
+define text_file
+$(shell mkdir -p $(@D))$(file >$@.new,$1)
+@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+endef
+FORCE:
+
+# ---- What this machine has: build/config.mk keeps the answers until the question changes -----------------------------
+
+build/config.question: FORCE
+	$(call text_file,$(CXX) $(CPPFLAGS) $(CXXFLAGS) $(LDFLAGS) $(shell $(CXX) --version 2>&1 | head -n 1) \
+	                 $(NVCC) $(shell $(NVCC) --version 2>&1 | tail -n 1))
+
+build/config.mk: Makefile scripts/configure.sh build/config.question
+	@scripts/configure.sh >$@.new && mv $@.new $@
+
+row = @printf '  %-14s %-40s %s\n' '$1' '$(or $2,-)' '$3'
+config:
+	$(call row,part,found,in this build)
+	$(call row,C++ compiler,$(CXX_VERSION),$(if $(CUDA),called by nvcc,the trainer) and the tests)
+	$(call row,CLI11,$(CLI11_VERSION),options)
+	$(call row,nlohmann/json,$(JSON_VERSION),JSON files)
+	$(call row,oneDNN,$(ONEDNN_VERSION),$(if $(filter 1,$(ONEDNN)),matmul on CPUs,-: a slower matmul of our own instead))
+	$(call row,nvcc,$(NVCC_VERSION),$(if $(CUDA),the trainer$(comma) for $(ARCH),$(if $(NVCC_VERSION),smoke test only,-)))
+	$(call row,GPU,$(GPU),$(if $(GPU),not used yet,-))
+	$(call row,cuBLASLt,$(CUBLASLT_VERSION),$(if $(CUBLASLT_VERSION),not used yet,-))
+	$(call row,NCCL,$(NCCL_VERSION),$(if $(NCCL_VERSION),not used yet,-))
+	$(call row,MPI,$(MPI_VERSION),$(if $(MPI_VERSION),not used yet,-))
+	$(call row,Catch2,$(CATCH2_VERSION),$(if $(CATCH2_VERSION),the tests,no tests before `make deps`))
+	@echo '  => train_gpt with DEVICE=$(DEVICE) ONEDNN=$(ONEDNN)$(if $(CUDA), ARCH=$(ARCH)) ARCH_FLAGS=$(ARCH_FLAGS)'
+
+# Whoever builds after a new look sees what was found.
+SHOW_CONFIG := $(if $(MAKE_RESTARTS),config)
+
+# ---- The trainer -----------------------------------------------------------------------------------------------------
+
+ifeq ($(ONEDNN),1)
+DEFINES += -DTRAIN_GPT_ONEDNN
+LIBS += -ldnnl
+endif
+
+# One source, two compilers; $1 is the optimisation level. What decides numbers is the same for trainer and tests. No
+# -ffast-math: it reorders sums. -fno-math-errno and -fno-trapping-math change no result and let loops be vectorised.
+HOST_FLAGS := $(ARCH_FLAGS) -fno-math-errno -fno-trapping-math -fopenmp -Wall -Wextra
+SOURCE_FLAGS = -std=c++20 $1 -Illmc $(DEFINES) $(CPPFLAGS)
+FLAGS_cpu = $(SOURCE_FLAGS) $(HOST_FLAGS) $(CXXFLAGS)
+FLAGS_cuda = $(SOURCE_FLAGS) -arch=$(ARCH) -ccbin $(lastword $(CXX)) $(call to_host,$(HOST_FLAGS) $(CXXFLAGS)) \
+             $(NVCCFLAGS)
+LINK_cpu = $(LDFLAGS) $(LIBS)
+LINK_cuda = $(if $(LDFLAGS),$(call to_host,$(LDFLAGS))) $(LIBS)
+to_host = -Xcompiler '$(subst $(comma),\$(comma),$(strip $1))'   # nvcc would split at commas
+COMPILER_cpu = $(CXX) -x c++
+COMPILER_cuda = $(NVCC) -x cu
+COMPILER_VERSION := $(if $(CUDA),nvcc $(NVCC_VERSION) with )$(CXX_VERSION)
+
+all: train_gpt
+train_gpt: train_gpt.cu build/build_info.h | $(SHOW_CONFIG)
+	@$(if $(filter 1,$(ONEDNN)),,echo 'notice: without oneDNN a matmul of our own is built, which is slower')
+	$(COMPILER_$(DEVICE)) $(call FLAGS_$(DEVICE),-O3) -Ibuild -MMD -MP -MF build/train_gpt.d -MT $@ $< -o $@ \
+	  $(LINK_$(DEVICE))
+
+# What --version reports. The tests and the smoke test do without (see __has_include), or they would all be compiled
+# anew after every commit.
+quoted = "$(subst ",\",$(subst \,\\,$(strip $1)))"
+define BUILD_INFO
+// Written by make.
+#pragma once
+#define TRAIN_GPT_GIT_HASH $(call quoted,$(or $(shell git describe --always --dirty --abbrev=12 --exclude '*' 2>&-),unknown))
+#define TRAIN_GPT_COMPILER $(call quoted,$(COMPILER_VERSION))
+#define TRAIN_GPT_FLAGS $(call quoted,$(call FLAGS_$(DEVICE),-O3) $(LINK_$(DEVICE)))
+endef
+build/build_info.h: FORCE
+	$(call text_file,$(BUILD_INFO))
+
+# One of the two compilers builds the trainer; the other one, where it is there, must take the source too.
+OTHER := $(if $(CUDA),cpu,$(if $(NVCC_VERSION),cuda))
+smoke: train_gpt $(OTHER:%=build/smoke_%.o)
+	@echo 'smoke: train_gpt.cu compiles by $(firstword $(COMPILER_$(DEVICE))) and $(if $(OTHER),by \
+	  $(firstword $(COMPILER_$(OTHER))),was not tried by nvcc$(comma) which is not here)'
+build/smoke_%.o: train_gpt.cu build/smoke_%.flags
+	$(COMPILER_$*) $(call FLAGS_$*,-O0) -MMD -MP -MF build/smoke_$*.d -MT $@ -c $< -o $@
+build/smoke_cpu.flags build/smoke_cuda.flags: build/smoke_%.flags: FORCE
+	$(call text_file,$(COMPILER_$*) $(call FLAGS_$*,-O0) $(CXX_VERSION) $(NVCC_VERSION))
+
+# ---- The tests: one binary, one precompiled header -------------------------------------------------------------------
+
+TEST_FLAGS = $(call FLAGS_cpu,-O2) -Itest
+TEST_OBJECTS := $(patsubst test/%.cpp,build/test/%.o,test/main.cpp $(wildcard test/test_*.cpp))
+
+tests: train_gpt build/test_train_gpt smoke
+build/test_train_gpt: $(TEST_OBJECTS) build/test_objects.list
+	@echo 'linking $@'
+	@$(CXX) $(HOST_FLAGS) $(CXXFLAGS) $(TEST_OBJECTS) -o $@ $(LDFLAGS) $(CATCH2_LIBS) $(LIBS)
+# g++ looks for pch.h.gch before it looks for pch.h; with build/pch before test/ it finds the precompiled one.
+build/test/test_%.o: test/test_%.cpp build/pch/pch.h.gch
+	@mkdir -p $(@D) && echo 'test/test_$*.cpp'
+	@$(CXX) -Ibuild/pch -include pch.h -Winvalid-pch $(TEST_FLAGS) -MMD -MP -MT $@ -c $< -o $@
+build/test/main.o: test/main.cpp test/catch2.h build/test.flags
+	@mkdir -p $(@D) && echo test/main.cpp
+	@$(CXX) $(TEST_FLAGS) -c $< -o $@
+build/pch/pch.h.gch: test/pch.h test/catch2.h build/test.flags | $(SHOW_CONFIG)
+	@mkdir -p $(@D) && echo 'test/pch.h'
+	@$(CXX) $(TEST_FLAGS) -x c++-header $< -o $@
+build/test.flags: FORCE
+	$(call text_file,$(CXX) $(TEST_FLAGS) $(CXX_VERSION) $(CATCH2_VERSION))
+build/test_objects.list: FORCE
+	$(call text_file,$(TEST_OBJECTS) $(LDFLAGS) $(LIBS))
+
+-include $(wildcard build/*.d build/test/*.d)
+
+# ---- Checks: each may be made alone ----------------------------------------------------------------------------------
+
+FIND_SOURCES = find . \( -name .git -o -name build -o -name '.venv*' \) -prune -o -type f
+CXX_SOURCES = $(FIND_SOURCES) \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' \) -print
+
+check-layers:
+	@scripts/check_layers.sh
+check-headers:
+	@FLAGS="$(call FLAGS_cpu,-O0)" $(if $(NVCC_VERSION),NVCC_FLAGS="$(call FLAGS_cuda,-O0)") JOBS=$(JOBS) \
+	  scripts/check_headers.sh
+check-format:
+	@$(CXX_SOURCES) | xargs -r clang-format --dry-run -Werror && echo 'check-format: ok'
+check-shell:
+	@($(FIND_SOURCES) -name '*.sh' -print; ls .ci/run) | xargs -r shellcheck && echo 'check-shell: ok'
+check-python:
+	@$(FIND_SOURCES) -name '*.py' -print | PYTHONPYCACHEPREFIX=build/pycache xargs -r python3 -m py_compile && \
+	  echo 'check-python: ok'
+
+# ---- The outer targets -----------------------------------------------------------------------------------------------
+
+INSTALL := scripts/install_deps.sh --if-needed
+AGAIN = $(MAKE) $(if $(findstring -j,$(MAKEFLAGS)),,-j$(JOBS))
+
+help:
+	@sed -n 's/^## \{0,1\}//p' Makefile
+deps:
+	@scripts/install_deps.sh
+run:
+	@$(INSTALL) build run
+	@$(AGAIN) train_gpt
+	@data/prepare_kjv.sh
+	@PYTHON="$$(scripts/find_python.sh matplotlib)" scripts/run_kjv.sh $(RUN_FLAGS)
+test test-long:
+	@$(INSTALL) build test
+	@$(AGAIN) tests
+	@scripts/run_tests.sh $(if $(filter test-long,$@),--long)
+check:
+	@$(INSTALL) build check
+	@$(MAKE) --keep-going check-layers check-headers check-format check-shell check-python
+	@echo 'check: all passed'
+bench:
+	@if [ -x dev/bench/run.sh ]; then $(INSTALL) build && $(AGAIN) train_gpt && dev/bench/run.sh; \
+	 else echo 'bench: the benchmarks come with a later version'; fi
+reconfigure:
+	@rm -f build/config.mk
+	@$(MAKE) config
+format:
+	@$(INSTALL) check
+	@$(CXX_SOURCES) | xargs -r clang-format -i
+clean:
+	rm -rf build train_gpt

@@ -1,0 +1,190 @@
+"""Documents out of files: which files are meant, and their text in chunks of bounded size.
+
+A chunk is what one worker tokenizes at a time. Chunk borders depend on the files alone, never on the number
+of workers, and a worker needs nothing but its chunk.
+"""
+
+import dataclasses
+import glob
+import json
+import os
+
+from token_shards import DataError
+
+CHUNK_BYTES = 1 << 20   # a document of this size or more is tokenized in pieces
+
+JSON_SUFFIXES = (".jsonl", ".ndjson")
+TEXT_SUFFIXES = (".txt", ".text", ".md")
+
+# First bytes of files whose text is packed away inside.
+PACKED = {
+    b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"BZh": "bzip2",
+    b"PK\x03\x04": "zip", b"PAR1": "parquet",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A stretch of one file: whole JSONL lines, or text cut where a document ends or at a safe place inside."""
+    path: str
+    line: int            # number of the first line, from 1
+    is_json: bool
+    new_document: bool   # text: the first byte begins a document; otherwise it continues the last chunk's
+    data: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A document, or the next part of a long one."""
+    path: str
+    line: int
+    new_document: bool
+    text: bytes          # UTF-8 if it came out of JSON, else as it stands in the file
+
+
+def find_files(names):
+    """Regular files and pipes meant by `names` (files, globs, folders), in order; DataError if a name means none.
+
+    A folder stands for the .txt, .text, .md, .jsonl and .ndjson files below it, hidden folders left out.
+    Globs and folders expand in sorted order.
+    """
+    paths = []
+    for name in names:
+        if os.path.isdir(name):
+            found = sorted(_walk(name))
+            remedy = f"no {' '.join(TEXT_SUFFIXES + JSON_SUFFIXES)} file below this folder; name the files by a glob"
+        elif os.path.exists(name):
+            found, remedy = [name], ""
+        else:
+            found = sorted(path for path in glob.glob(name, recursive=True) if not os.path.isdir(path))
+            remedy = "the pattern matches no file" if glob.has_magic(name) else "no such file"
+        if not found:
+            raise DataError(f"{name}: {remedy}")
+        paths += found
+    for path in paths:
+        _refuse_packed(path)
+    return paths
+
+
+def read_chunks(path, is_json, separator):
+    """Yields the chunks of a file in order, holding a few megabytes and, of JSONL, the longest line.
+
+    `separator`: bytes between the documents of a text file, None if it is one document. OSError: unreadable.
+    """
+    with open(path, "rb") as file:
+        yield from _json_chunks(file, path) if is_json else _text_chunks(file, path, separator)
+
+
+def documents(chunk, separator, json_field):
+    """Yields the pieces of a chunk that are not empty. DataError names the file and line that is no document."""
+    line = chunk.line
+    if chunk.is_json:
+        for number, row in enumerate(chunk.data.split(b"\n"), line):
+            if row.strip():
+                text = _json_text(row, json_field, f"{chunk.path}:{number}")
+                if text:
+                    yield Piece(chunk.path, number, True, text)
+        return
+    new_document = chunk.new_document
+    for text in chunk.data.split(separator) if separator else [chunk.data]:
+        if text:
+            yield Piece(chunk.path, line, new_document, text)
+        line += (text + (separator or b"")).count(b"\n")
+        new_document = True
+
+
+def _walk(folder):
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            if name.endswith(TEXT_SUFFIXES + JSON_SUFFIXES) and not name.startswith("."):
+                yield os.path.join(parent, name)
+
+
+def _refuse_packed(path):
+    if not os.path.isfile(path):
+        return   # a pipe can be read only once
+    with open(path, "rb") as file:
+        start = file.read(8)
+    for magic, kind in PACKED.items():
+        if start.startswith(magic):
+            raise DataError(f"{path}: a {kind} file, not text; unpack it to text or JSONL first")
+
+
+def _json_chunks(file, path):
+    line = 1
+    while data := file.read(CHUNK_BYTES) + file.readline():   # up to the end of a line
+        yield Chunk(path, line, True, True, data)
+        line += data.count(b"\n")
+
+
+def _text_chunks(file, path, separator):
+    line, new_document, rest = 1, True, b""
+    while block := file.read(CHUNK_BYTES):
+        rest += block
+        if len(rest) < CHUNK_BYTES:
+            break   # the end of the file
+        end, complete = _last_cut(rest, separator)
+        yield Chunk(path, line, False, new_document, rest[:end])
+        line += rest.count(b"\n", 0, end)
+        new_document, rest = complete, rest[end:]
+    if rest:
+        yield Chunk(path, line, False, new_document, rest)
+
+
+def _last_cut(data, separator):
+    """(length of the chunk to cut off the front of `data`, whether a document ends there)."""
+    if not separator:
+        return _cut_inside(data, len(data) - 1), False
+    unfinished = len(data.split(separator)[-1])   # split, not rfind: "\n\n\n" holds its "\n\n" on the left
+    if unfinished < len(data):
+        return len(data) - unfinished, True
+    return _cut_inside(data, len(data) - len(separator)), False   # half a separator may stand at the end
+
+
+def _cut_inside(data, limit):
+    """Where, at most at `limit`, tokens are least likely to straddle a cut.
+
+    Best before a line that begins with a letter or sign, then before a lone space: no token of GPT-2's or
+    Llama 3's pre-tokenizer crosses these. In text without either, between two UTF-8 characters.
+    """
+    for gap, first in ((b"\n", 1), (b" ", 0)):   # a line break ends its line, a space begins its word
+        at = data.rfind(gap, limit // 2, limit)
+        while at > 0:
+            if not data[at + 1:at + 2].isspace() and (first or not data[at - 1:at].isspace()):
+                return at + first
+            at = data.rfind(gap, limit // 2, at)
+    at = limit
+    while at > limit - 3 and data[at] & 0xC0 == 0x80:   # 10xxxxxx continues a character
+        at -= 1
+    return at
+
+
+def _json_text(row, field, where):
+    try:
+        document = json.loads(row.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: byte {row[error.start]:#04x} at column {error.start + 1} is not UTF-8; "
+                        "convert the file to UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not a JSON value ({error}): {_excerpt(row)}; each line must hold one object "
+                        "(--format text takes the file as plain text)") from None
+    if not isinstance(document, dict):
+        raise DataError(f"{where}: not a JSON object: {_excerpt(row)}; wanted {{\"{field}\": \"...\"}}")
+    if field not in document:
+        raise DataError(f"{where}: no field '{field}', only {', '.join(map(repr, list(document)[:8])) or 'none'}; "
+                        "name the one that holds the text with --json-field")
+    text = document[field]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: field '{field}' holds {_excerpt(json.dumps(text).encode())}, not a string; "
+                        "name the one that holds the text with --json-field")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: field '{field}' holds the lone surrogate {text[error.start]!r}, "
+                        "which is no character; correct the line") from None
+
+
+def _excerpt(data, size=40):
+    text = data[:size].decode(errors="replace").strip()
+    return repr(text + ("..." if len(data) > size else ""))

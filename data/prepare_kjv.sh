@@ -1,0 +1,35 @@
+#!/bin/sh
+# The corpus of `make run`, from this machine alone: the King James Bible (public domain) out of the Debian
+# package bible-kjv -> data/kjv/kjv_train_000000.bin and kjv_val_000000.bin, one token a byte, the last 5% for
+# validation. Each of the 1189 chapters is a document: a heading, then a verse on each line. Does nothing where
+# both shards stand already.
+set -eu
+cd "$(dirname "$0")/.."
+
+prefix=data/kjv/kjv
+if [ -s ${prefix}_train_000000.bin ] && [ -s ${prefix}_val_000000.bin ]; then
+    echo "${prefix}_train_000000.bin and ${prefix}_val_000000.bin are there already"
+    exit 0
+fi
+for program in bible:bible-kjv python3:python3; do
+    command -v "${program%:*}" >/dev/null || {
+        echo "prepare_kjv.sh: error: program '${program%:*}' not found; install it with: make deps" \
+             "(or: apt-get install ${program#*:})" >&2
+        exit 1
+    }
+done
+
+text=$(mktemp)
+trap 'rm -f "$text"' EXIT
+
+# bible prints "", "Genesis 1", "", "  1 In the beginning ...", "  2 And the earth ..."; -l: a verse on one line.
+bible -l 1000000 gen1:1-rev22:21 </dev/null | awk '
+    /^  [0-9]+ / { sub(/^  [0-9]+ /, ""); sub(/ +$/, ""); gsub(/  +/, " "); printf "\n%s", $0; verses++; next }
+    /./          { printf "%s%s", (chapters++ ? "\n\n" : ""), $0 }
+    END          { if (chapters != 1189 || verses != 31102) exit 1 }
+' >"$text" || {
+    echo "prepare_kjv.sh: error: 'bible gen1:1-rev22:21' did not print 1189 chapters of 31102 verses in all;" \
+         "reinstall it with: apt-get install --reinstall bible-kjv bible-kjv-text" >&2
+    exit 1
+}
+python3 data/tokenize_text.py "$text" --format text --split-on '\n\n' --val-fraction 0.05 --out $prefix --overwrite

@@ -1,0 +1,168 @@
+"""Token shards: the files that training reads, in the format of llm.c.
+
+A shard is a header of 256 little-endian int32 followed by the tokens, little-endian:
+
+    header[0]   magic: 20240520 (uint16 tokens) or 20240801 (uint32 tokens)
+    header[1]   version: 1 (uint16) or 7 (uint32)
+    header[2]   n, the number of tokens; n mod 2^32 where n needs more than 32 bits
+    header[3..] zero
+
+Source of the format: write_datafile() of llm.c's dev/data/data_common.py (GPT-2 and Llama 3 forms).
+"""
+
+import array
+import contextlib
+import glob
+import os
+import re
+import struct
+import sys
+
+HEADER_BYTES = 256 * 4
+MAX_SHARDS = 1_000_000   # six digits in the file names
+COPY_BYTES = 1 << 20
+
+
+class DataError(Exception):
+    """What is wrong with the input or the request, in one line that names the culprit and the remedy."""
+
+
+class TokenFormat:
+    """Width of a stored token, with the magic and version that announce it."""
+
+    def __init__(self, vocab_size):
+        """`vocab_size`: number of token ids; up to 65,536 they are stored as uint16, above as uint32."""
+        if not 0 < vocab_size <= 1 << 32:
+            raise DataError(f"a vocabulary of {vocab_size:,} tokens does not fit uint32 token ids")
+        narrow = vocab_size <= 1 << 16
+        self.magic, self.version, self.width = (20240520, 1, 2) if narrow else (20240801, 7, 4)
+        self.typecode = next(code for code in "HIL" if array.array(code).itemsize == self.width)
+
+    def header(self, count):
+        """The 1024 bytes in front of `count` tokens."""
+        return struct.pack("<256I", self.magic, self.version, count % (1 << 32), *[0] * 253)
+
+    def pack(self, ids):
+        """The token ids (an iterable of int) as they stand in a shard. OverflowError: an id does not fit."""
+        tokens = array.array(self.typecode, ids)
+        if sys.byteorder == "big":
+            tokens.byteswap()
+        return tokens.tobytes()
+
+
+def shard_path(prefix, split, index):
+    """Name of shard `index` of a split: PREFIX_train_000000.bin."""
+    return f"{prefix}_{split}_{index:06d}.bin"
+
+
+def existing_shards(prefix):
+    """Paths of the shards that stand under `prefix`, of both splits, sorted."""
+    numbered = re.compile(re.escape(os.path.basename(prefix)) + r"_(train|val)_\d{6}\.bin")
+    return sorted(path for path in glob.glob(glob.escape(prefix) + "_*.bin")
+                  if numbered.fullmatch(os.path.basename(path)))
+
+
+class ShardWriter:
+    """Writes one split as a row of shards of `shard_size` tokens, under temporary names until publish()."""
+
+    def __init__(self, prefix, split, token_format, shard_size):
+        self.prefix, self.split, self.format, self.shard_size = prefix, split, token_format, shard_size
+        self.count = 0     # tokens in all shards together
+        self.shards = 0    # shards begun; all but the last are full
+        self._file = None  # the last shard, while it is open
+
+    def final_paths(self):
+        return [shard_path(self.prefix, self.split, i) for i in range(self.shards)]
+
+    def append(self, packed):
+        """Adds tokens given as bytes in shard form (TokenFormat.pack)."""
+        packed = memoryview(packed)
+        while packed:
+            room = self.shards * self.shard_size - self.count   # in the last shard
+            if room == 0:
+                self._begin_shard()
+                continue
+            part = packed[:room * self.format.width]
+            self._file.write(part)
+            self.count += len(part) // self.format.width
+            packed = packed[len(part):]
+
+    def move_tail_to(self, other, tokens):
+        """Moves the last `tokens` tokens to the writer `other`; copies these and rewrites nothing else."""
+        self._close()
+        keep = self.count - tokens
+        for index in range(keep // self.shard_size, self.shards):
+            first = index * self.shard_size          # this shard's range within the split
+            with open(self._temporary_path(index), "r+b") as shard:
+                shard.seek(HEADER_BYTES + max(keep - first, 0) * self.format.width)
+                while block := shard.read(COPY_BYTES):
+                    other.append(block)
+                if keep > first:
+                    shard.truncate(HEADER_BYTES + (keep - first) * self.format.width)
+            if keep <= first:
+                os.remove(self._temporary_path(index))
+        self.count = keep
+        self.shards = -(-keep // self.shard_size)
+
+    def finish(self):
+        """Writes the headers and forces the shards to disk; they still have their temporary names."""
+        self._close()
+        for index in range(self.shards):
+            count = min(self.shard_size, self.count - index * self.shard_size)
+            with open(self._temporary_path(index), "r+b") as shard:
+                shard.write(self.format.header(count))
+                shard.flush()
+                os.fsync(shard.fileno())
+
+    def publish(self):
+        """Gives the finished shards their final names, replacing what stood there."""
+        for index, path in enumerate(self.final_paths()):
+            os.replace(self._temporary_path(index), path)
+
+    def discard(self):
+        """Removes every temporary file of this writer; harmless after publish()."""
+        with contextlib.suppress(OSError):   # closing flushes, which fails again on a full disk
+            self._close()
+        for path in glob.glob(glob.escape(self._temporary_stem()) + "*"):
+            with contextlib.suppress(OSError):
+                os.remove(path)
+
+    def _begin_shard(self):
+        self._close()
+        if self.shards == MAX_SHARDS:
+            raise DataError(f"more than {MAX_SHARDS:,} shards of {self.shard_size:,} tokens: raise --shard-size")
+        self._file = open(self._temporary_path(self.shards), "wb")
+        self._file.write(bytes(HEADER_BYTES))   # no magic: not a shard before finish()
+        self.shards += 1
+
+    def _close(self):
+        if self._file is not None:
+            file, self._file = self._file, None
+            file.close()
+
+    def _temporary_stem(self):
+        folder, name = os.path.split(self.prefix)
+        return os.path.join(folder, f".{name}_{self.split}.{os.getpid()}.tmp-")
+
+    def _temporary_path(self, index):
+        return f"{self._temporary_stem()}{index:06d}"
+
+
+def publish(prefix, writers):
+    """Makes `writers` the only shards under `prefix`: finishes all, drops stale shards, renames, syncs the folder.
+
+    Everything that can fail for want of space has been done before the first old shard goes.
+    """
+    for writer in writers:
+        writer.finish()
+    fresh = {path for writer in writers for path in writer.final_paths()}
+    for path in existing_shards(prefix):
+        if path not in fresh:   # a glob over the new shards must not find an older run's
+            os.remove(path)
+    for writer in writers:
+        writer.publish()
+    folder = os.open(os.path.dirname(prefix) or ".", os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

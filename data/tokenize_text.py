@@ -1,0 +1,338 @@
+#!/usr/bin/env python3
+"""Text or JSONL files -> token shards for training.
+
+    python3 data/tokenize_text.py book.txt --out data/book
+    python3 data/tokenize_text.py 'corpus/*.jsonl' --tokenizer gpt2/tokenizer.json --out data/corpus
+
+writes OUT_train_000000.bin, OUT_val_000000.bin, ... as data/README.md describes them. Every document is
+preceded by the end-of-text token, as in llm.c. The corpus streams through: memory is a few megabytes for each
+worker whatever its size, and the shards do not depend on the number of workers.
+
+Exit status: 0 done, 1 refused or failed with the reason in one line on stderr, 128+n ended by signal n.
+Unless all went well, nothing is left under the shards' names that was not there before.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+import typing
+
+sys.dont_write_bytecode = True   # data/ holds data
+from documents import JSON_SUFFIXES, documents, find_files, read_chunks   # noqa: E402
+from token_shards import DataError, ShardWriter, TokenFormat, existing_shards, publish   # noqa: E402
+
+# End-of-text of GPT-2 and Qwen; Llama 3; Llama 2 and Mistral; Gemma; others.
+USUAL_EOT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>")
+
+
+class ByteTokenizer:
+    """One token a byte: ids 0-255 are the bytes, 256 is end of text."""
+
+    def __init__(self):
+        self.name, self.eot, self.vocab_size = "bytes", 256, 257
+        self.format = TokenFormat(self.vocab_size)
+
+    def encode(self, piece):
+        packed = bytearray(2 * len(piece.text))
+        packed[::2] = piece.text   # the low bytes of little-endian uint16
+        return packed
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, by the package `tokenizers`. Names of special tokens inside the text are plain text."""
+
+    def __init__(self, path, eot_name=None):
+        """`eot_name`: the end-of-text token; None looks for the usual names. DataError: unusable."""
+        try:
+            import tokenizers
+        except ImportError:
+            raise DataError(f"--tokenizer {path} needs the Python package 'tokenizers'; install it with: "
+                            "python3 -m venv .venv && .venv/bin/pip install tokenizers, then run "
+                            ".venv/bin/python data/tokenize_text.py ...") from None
+        if os.path.isdir(path):
+            path = os.path.join(path, "tokenizer.json")
+        if not os.path.isfile(path):
+            raise DataError(f"{path}: no such file; --tokenizer takes 'bytes' or the path of a tokenizer.json")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(path)
+        except Exception as error:   # the package raises nothing narrower
+            raise DataError(f"{path}: not a Hugging Face tokenizer.json ({error})") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True   # as ordinary text: no document can fake an end of text
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.name = path
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.format = TokenFormat(self.vocab_size)
+        names = [eot_name] if eot_name else USUAL_EOT
+        self.eot = next((vocabulary[name] for name in names if name in vocabulary), None)
+        if self.eot is None:
+            raise DataError(f"{path}: the vocabulary has no token {' or '.join(names)}; "
+                            "name its end-of-text token with --eot")
+
+    def encode(self, piece):
+        try:
+            text = piece.text.decode()
+        except UnicodeDecodeError as error:
+            line = piece.line + piece.text.count(b"\n", 0, error.start)
+            raise DataError(f"{piece.path}:{line}: byte {piece.text[error.start]:#04x} is not UTF-8; convert the "
+                            "file to UTF-8, or use --tokenizer bytes") from None
+        return self.format.pack(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def make_tokenizer(options):
+    return ByteTokenizer() if options.tokenizer == "bytes" else HuggingFaceTokenizer(options.tokenizer, options.eot)
+
+
+class Encoded(typing.NamedTuple):
+    """The tokens of a chunk, and what it took from the input."""
+    packed: bytes      # in shard form
+    documents: int     # that begin in it
+    text_bytes: int    # tokenized
+    chunk_bytes: int   # read
+
+
+class Encoder:
+    """Turns chunks into tokens; every worker holds one."""
+
+    def __init__(self, options):
+        self.tokenizer = make_tokenizer(options)
+        self.eot = self.tokenizer.format.pack([self.tokenizer.eot])
+        self.separator, self.json_field = options.split_on, options.json_field
+
+    def encode(self, chunk):
+        packed, count, text_bytes = bytearray(), 0, 0
+        for piece in documents(chunk, self.separator, self.json_field):
+            if piece.new_document:
+                packed += self.eot
+                count += 1
+            packed += self.tokenizer.encode(piece)
+            text_bytes += len(piece.text)
+        return Encoded(bytes(packed), count, text_bytes, len(chunk.data))
+
+
+_encoder = None   # a worker process's own
+
+
+def start_worker(options):
+    global _encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)   # the parent, interrupted too, ends the pool
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"   # one thread a worker
+    _encoder = Encoder(options)
+
+
+def encode_in_worker(chunk):
+    return _encoder.encode(chunk)
+
+
+def encode_all(chunks, options):
+    """Yields every chunk's Encoded in order, from options.workers processes (one: this process)."""
+    if options.workers == 1:
+        yield from map(Encoder(options).encode, chunks)
+        return
+    pool = concurrent.futures.ProcessPoolExecutor(options.workers, initializer=start_worker, initargs=(options,))
+    pending = collections.deque()
+    try:
+        for chunk in chunks:
+            pending.append(pool.submit(encode_in_worker, chunk))
+            if len(pending) > 2 * options.workers:   # enough to keep all busy; bounds the memory
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except concurrent.futures.process.BrokenProcessPool:
+        raise DataError("a worker process died, perhaps for want of memory; try fewer --workers") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class Progress:
+    """Done, rate and time left on stderr: a live bar on a terminal, else a line every five seconds."""
+
+    def __init__(self, total_bytes):
+        """`total_bytes`: size of the input; None if a pipe is among it."""
+        self.total, self.done, self.tokens = total_bytes, 0, 0
+        self.live = sys.stderr.isatty()
+        self.start = time.monotonic()
+        self.next_line = self.start + (0.0 if self.live else 5.0)
+        self.shown = False
+
+    def add(self, chunk_bytes, tokens):
+        self.done += chunk_bytes
+        self.tokens += tokens
+        now = time.monotonic()
+        if now >= self.next_line:
+            self.next_line = now + (0.1 if self.live else 5.0)
+            line = self._line(now - self.start)
+            print(f"\r{line}\x1b[K" if self.live else line, end="" if self.live else "\n", file=sys.stderr, flush=True)
+            self.shown = True
+
+    def clear(self):
+        if self.live and self.shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def _line(self, seconds):
+        rate = self.done / max(seconds, 1e-3)
+        line = f"{self.done / 1e6:,.0f} MB  {self.tokens / 1e6:,.1f} M tokens  {rate / 1e6:.1f} MB/s"
+        if not self.total:
+            return line
+        share = min(self.done / self.total, 1.0)
+        left = int((self.total - self.done) / max(rate, 1.0))
+        bar = f"[{'#' * int(24 * share):24}] " if self.live else ""
+        return f"{bar}{share:4.0%}  {line}  {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+
+
+def tokenize(options, train_files, val_files):
+    """Writes all shards; returns the lines of the summary. DataError, OSError: nothing was written."""
+    token_format = make_tokenizer(options).format
+    sizes = [os.path.getsize(path) for path in train_files + val_files if os.path.isfile(path)]
+    progress = Progress(sum(sizes) if len(sizes) == len(train_files + val_files) else None)
+    writers = [ShardWriter(options.out, split, token_format, options.shard_size) for split in ("train", "val")]
+    documents_read = text_bytes = 0
+    began = time.monotonic()
+    try:
+        for writer, files in zip(writers, (train_files, val_files)):
+            chunks = (chunk for path in files for chunk in read_chunks(path, is_json(path, options), options.split_on))
+            for result in encode_all(chunks, options) if files else ():
+                writer.append(result.packed)
+                documents_read += result.documents
+                text_bytes += result.text_bytes
+                progress.add(result.chunk_bytes, len(result.packed) // token_format.width)
+        progress.clear()
+        train, val = writers
+        if not train.count or (val_files and not val.count):
+            raise DataError(f"no text in {' '.join(val_files if train.count else train_files)}")
+        if not val_files and options.val_fraction > 0:
+            tokens = int(train.count * options.val_fraction)
+            if tokens in (0, train.count):
+                raise DataError(f"--val-fraction {options.val_fraction} of {train.count:,} tokens leaves one side "
+                                "empty; give more text, or --val-fraction 0 for no validation shard")
+            train.move_tail_to(val, tokens)
+        publish(options.out, writers)
+    finally:
+        progress.clear()
+        for writer in writers:
+            writer.discard()
+    seconds = time.monotonic() - began
+    tokens = train.count + val.count
+    lines = [f"documents        {documents_read:,}",
+             f"tokens           {tokens:,} of {token_format.width} bytes ({options.tokenizer})",
+             f"bytes per token  {text_bytes / tokens:.3f}",
+             f"time             {seconds:.1f} s, {text_bytes / 1e6 / max(seconds, 1e-3):,.1f} MB/s"]
+    for writer in writers:
+        if paths := writer.final_paths():
+            last = f" ... {paths[-1]}" if len(paths) > 1 else ""
+            lines.append(f"{writer.split:16} {writer.count:,} tokens in {paths[0]}{last}")
+    return lines
+
+
+def is_json(path, options):
+    return options.format == "jsonl" or (options.format == "auto" and path.endswith(JSON_SUFFIXES))
+
+
+def unescape(text):
+    r"""The bytes meant by a command-line argument in which \n, \t, \r and \\ stand for what they do in C."""
+    meaning = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"\\": b"\\"}
+    separator = re.sub(rb"\\([ntr\\])", lambda match: meaning[match[1]], os.fsencode(text))
+    if not 1 <= len(separator) <= 1000:
+        raise argparse.ArgumentTypeError("wanted 1 to 1000 bytes")
+    return separator
+
+
+def count(text):
+    value = float(text) if "e" in text else int(text.replace("_", "").replace(",", ""))
+    if not 1 <= value <= 1 << 40 or value != int(value):
+        raise argparse.ArgumentTypeError(f"wanted a whole number from 1 to 2^40, got {text}")
+    return int(value)
+
+
+def fraction(text):
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"wanted 0 up to but not including 1, got {text}")
+    return value
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise DataError(f"{message}; see --help")
+
+
+def parse_options(arguments):
+    parser = Parser(prog="tokenize_text.py", allow_abbrev=False,
+                    description="Text or JSONL files -> token shards PREFIX_train_000000.bin, PREFIX_val_000000.bin.")
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="text or JSONL files, globs, folders")
+    parser.add_argument("--out", required=True, metavar="PREFIX", help="path and first part of the shards' names")
+    parser.add_argument("--tokenizer", default="bytes", help="'bytes' (the default) or a tokenizer.json")
+    parser.add_argument("--eot", metavar="TOKEN", help="end-of-text token of the tokenizer.json, if unusual")
+    parser.add_argument("--format", choices=("auto", "text", "jsonl"), default="auto",
+                        help="auto (the default): jsonl by the suffix .jsonl or .ndjson, else text")
+    parser.add_argument("--json-field", default="text", metavar="NAME", help="field of the text (default: text)")
+    parser.add_argument("--split-on", type=unescape, metavar="SEPARATOR",
+                        help=r"ends a document within a text file, e.g. '\n\n' (default: a file is a document)")
+    split = parser.add_mutually_exclusive_group()
+    split.add_argument("--val-fraction", type=fraction, default=0.05, metavar="F",
+                       help="the last F of the tokens are for validation (default: 0.05; 0: none)")
+    split.add_argument("--val-file", nargs="+", default=[], metavar="INPUT", help="these are for validation instead")
+    parser.add_argument("--shard-size", type=count, default=10**8, metavar="N", help="tokens a shard (default: 1e8)")
+    parser.add_argument("--workers", type=count, default=len(os.sched_getaffinity(0)), metavar="N",
+                        help="processes (default: one for each core)")
+    parser.add_argument("--overwrite", action="store_true", help="replace all shards that stand under PREFIX")
+    return parser.parse_args(arguments)
+
+
+def main(arguments):
+    options = parse_options(arguments)
+    folder, name = os.path.split(options.out)
+    if not name:
+        raise DataError(f"--out {options.out}: wanted a prefix such as {os.path.join(folder, 'corpus')}")
+    if options.eot and options.tokenizer == "bytes":
+        raise DataError("--eot goes with a tokenizer.json; the byte tokenizer has its own end of text, 256")
+    standing = existing_shards(options.out)
+    if standing and not options.overwrite:
+        raise DataError(f"{standing[0]} exists already; --overwrite replaces all shards under {options.out}")
+    train_files, val_files = find_files(options.inputs), find_files(options.val_file)
+    for path in val_files:
+        if any(os.path.samefile(path, other) for other in train_files):
+            raise DataError(f"{path}: both trained on and validated on; leave it out of one")
+    with made_folder(folder or "."):
+        summary = tokenize(options, train_files, val_files)
+    print(*summary, sep="\n")
+
+
+@contextlib.contextmanager
+def made_folder(folder):
+    """Makes a folder and those above it that are missing; unmakes these if the block fails."""
+    missing = []
+    while not os.path.isdir(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder) or "."
+    try:
+        for path in reversed(missing):
+            os.mkdir(path)
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for path in missing:
+                os.rmdir(path)
+        raise
+
+
+def end_by_signal(number, _frame):
+    signal.signal(number, signal.SIG_IGN)   # a second one must not interrupt the cleaning up
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, end_by_signal)
+    signal.signal(signal.SIGINT, end_by_signal)
+    try:
+        main(sys.argv[1:])
+    except (DataError, OSError) as problem:
+        sys.exit(f"tokenize_text.py: error: {problem}")

@@ -1,0 +1,110 @@
+// check.h: the error type, the formatter behind every message, and the CHECK macros.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <cstdio>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+namespace llmc {
+
+// Exit statuses of the program (see README.md, "Exit status").
+enum class ExitStatus : int { done = 0, refused = 1, diverged = 2, requeue = 75 };
+
+// What every refusal throws: the message names what was found, what was expected and the remedy. main() adds the rank
+// and the host and leaves with `status`.
+class Error : public std::runtime_error {
+ public:
+  explicit Error(const std::string& message, ExitStatus status = ExitStatus::refused)
+      : std::runtime_error(message), status_(status) {}
+  ExitStatus status() const { return status_; }
+
+ private:
+  ExitStatus status_;
+};
+
+namespace detail {
+
+// One formatted argument under its printf-like specification ("" for the plain form).
+inline std::string printf_string(const std::string& format, auto value) {
+  std::array<char, 128> buffer;
+  const int length = std::snprintf(buffer.data(), buffer.size(), format.c_str(), value);
+  if (length < static_cast<int>(buffer.size())) return std::string(buffer.data(), static_cast<size_t>(length));
+  std::string text(static_cast<size_t>(length) + 1, '\0');
+  std::snprintf(text.data(), text.size(), format.c_str(), value);
+  text.pop_back();
+  return text;
+}
+
+template <class T>
+std::string format_argument(const std::string& spec, const T& value) {
+  if constexpr (std::is_same_v<T, bool>) {
+    return value ? "true" : "false";
+  } else if constexpr (std::is_enum_v<T>) {
+    return format_argument(spec, name_of(value));  // found by argument-dependent lookup beside the enum
+  } else if constexpr (std::is_floating_point_v<T>) {
+    return printf_string("%" + (spec.empty() ? "g" : spec), static_cast<double>(value));
+  } else if constexpr (std::is_same_v<T, char>) {
+    return std::string(1, value);
+  } else if constexpr (std::is_integral_v<T> && std::is_signed_v<T>) {
+    return printf_string("%" + spec + "lld", static_cast<long long>(value));
+  } else if constexpr (std::is_integral_v<T>) {
+    return printf_string("%" + spec + "llu", static_cast<unsigned long long>(value));
+  } else if constexpr (std::is_convertible_v<T, std::string>) {
+    const std::string text = value;
+    return spec.empty() ? text : printf_string("%" + spec + "s", text.c_str());
+  } else if constexpr (std::is_convertible_v<T, std::string_view>) {
+    return format_argument(spec, std::string(std::string_view(value)));
+  } else {  // a range: its elements, separated by commas
+    std::string joined;
+    for (const auto& element : value) joined += (joined.empty() ? "" : ", ") + format_argument(spec, element);
+    return joined;
+  }
+}
+
+}  // namespace detail
+
+// "{}" takes the next argument; "{:SPEC}" formats it with printf's flags, width and precision: "{:8.4f}", "{:-20}" (a
+// string, left-aligned), "{:06}". std::format is not in g++ 12.
+template <class... Args>
+std::string format(std::string_view pattern, const Args&... args) {
+  std::string out;
+  size_t at = 0;
+  [[maybe_unused]] auto next = [&](const auto& value) {
+    const size_t open = pattern.find('{', at);
+    const size_t close = open == std::string_view::npos ? open : pattern.find('}', open);
+    if (close == std::string_view::npos) throw Error("format: more arguments than {} in: " + std::string(pattern));
+    out += pattern.substr(at, open - at);
+    std::string spec(pattern.substr(open + 1, close - open - 1));
+    if (!spec.empty()) spec.erase(0, 1);  // the colon
+    out += detail::format_argument(spec, value);
+    at = close + 1;
+  };
+  (next(args), ...);
+  out += pattern.substr(at);
+  return out;
+}
+
+namespace detail {
+
+[[noreturn]] inline void check_failed(const char* condition, const char* file, int line) {
+  throw Error(format("internal check failed: {} ({}:{}); please report it with the command line", condition, file, line));
+}
+template <class... Args>
+[[noreturn]] void check_failed(const char*, const char*, int, std::string_view pattern, const Args&... args) {
+  throw Error(format(pattern, args...));
+}
+
+}  // namespace detail
+
+// CHECK(condition, "what was found and what to do: {}", values...). Without a message it is an internal invariant.
+#define CHECK(condition, ...)                                                                      \
+  do {                                                                                             \
+    if (!(condition)) ::llmc::detail::check_failed(#condition, __FILE__, __LINE__ __VA_OPT__(, ) __VA_ARGS__); \
+  } while (false)
+
+}  // namespace llmc

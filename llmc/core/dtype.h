@@ -1,0 +1,111 @@
+// dtype.h: element types, their names and sizes, and conversions between fp32 and bf16.
+#pragma once
+#include <bit>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "core/check.h"
+
+namespace llmc {
+
+enum class DType : uint8_t { fp32, bf16, fp16, fp64, int32 };
+
+inline const char* name_of(DType dtype) {
+  switch (dtype) {
+    case DType::fp32: return "fp32";
+    case DType::bf16: return "bf16";
+    case DType::fp16: return "fp16";
+    case DType::fp64: return "fp64";
+    case DType::int32: return "int32";
+  }
+  return "?";
+}
+
+inline int64_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::bf16:
+    case DType::fp16: return 2;
+    case DType::fp64: return 8;
+    case DType::fp32:
+    case DType::int32: return 4;
+  }
+  return 0;
+}
+
+// bfloat16: the upper half of an fp32. Same bits as __nv_bfloat16. Arithmetic widens to fp32 first.
+struct bf16 {
+  uint16_t bits = 0;
+  bf16() = default;
+  explicit bf16(float value) : bits(rounded_bits(value)) {}
+  // To nearest even; a NaN stays a NaN.
+  static uint16_t rounded_bits(float value) {
+    const uint32_t u = std::bit_cast<uint32_t>(value);
+    const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? (u >> 16) | 0x40u : rounded);
+  }
+  explicit operator float() const { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+  explicit operator double() const { return static_cast<double>(static_cast<float>(*this)); }
+};
+static_assert(sizeof(bf16) == 2);
+
+// out = value, rounded to the type of out. Where loops must vectorise: g++ does not vectorise the assignment of a struct.
+inline void store(bf16& out, float value) { out.bits = bf16::rounded_bits(value); }
+inline void store(float& out, float value) { out = value; }
+inline void store(double& out, double value) { out = value; }
+
+// IEEE half precision, for reading files only.
+struct fp16 {
+  uint16_t bits = 0;
+  explicit operator float() const {
+    const uint32_t sign = (bits & 0x8000u) << 16, exponent = (bits >> 10) & 31u, mantissa = bits & 0x3ffu;
+    if (exponent == 31) return std::bit_cast<float>(sign | 0x7f800000u | (mantissa << 13));
+    if (exponent == 0) return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(static_cast<float>(mantissa) * 0x1p-24f));
+    return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
+  }
+};
+
+// The type in which ops compute and in which gradients accumulate: fp32, but double where an op is instantiated in
+// double for finite differences.
+template <class T>
+struct accumulator {
+  using type = float;
+};
+template <>
+struct accumulator<double> {
+  using type = double;
+};
+template <class T>
+using accumulator_t = typename accumulator<T>::type;
+
+template <class T>
+constexpr DType dtype_of();
+template <>
+constexpr DType dtype_of<float>() { return DType::fp32; }
+template <>
+constexpr DType dtype_of<bf16>() { return DType::bf16; }
+template <>
+constexpr DType dtype_of<fp16>() { return DType::fp16; }
+template <>
+constexpr DType dtype_of<double>() { return DType::fp64; }
+template <>
+constexpr DType dtype_of<int32_t>() { return DType::int32; }
+
+template <class T>
+struct type_tag {
+  using type = T;
+};
+
+// Calls f(type_tag<T>{}) with the C++ type of a floating-point dtype that ops compute with.
+template <class F>
+void with_type(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::fp32: return f(type_tag<float>{});
+    case DType::bf16: return f(type_tag<bf16>{});
+    case DType::fp64: return f(type_tag<double>{});
+    default: throw Error(format("no op computes in {}: use fp32 or bf16", dtype));
+  }
+}
+
+}  // namespace llmc

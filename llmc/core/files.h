@@ -1,0 +1,115 @@
+// files.h: POSIX files with every result checked; errors name the file, the operation and the system's reason.
+#pragma once
+#include <fcntl.h>
+#include <glob.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+
+namespace llmc {
+
+class File {
+ public:
+  static File open_read(const std::string& path) { return File(path, O_RDONLY, "open"); }
+  static File create(const std::string& path) { return File(path, O_WRONLY | O_CREAT | O_TRUNC, "create"); }
+  static File append(const std::string& path) { return File(path, O_WRONLY | O_CREAT | O_APPEND, "open"); }
+
+  File(File&& other) noexcept : path_(std::move(other.path_)), fd_(std::exchange(other.fd_, -1)) {}
+  File& operator=(File&&) = delete;
+  ~File() {
+    if (fd_ >= 0) ::close(fd_);  // close() reports errors; this is the path of an exception or of a reader
+  }
+
+  const std::string& path() const { return path_; }
+
+  int64_t size() const {
+    struct stat info{};
+    check(::fstat(fd_, &info) == 0, "stat");
+    return static_cast<int64_t>(info.st_size);
+  }
+
+  // Exactly `bytes` bytes from `offset`.
+  void read_at(void* out, int64_t bytes, int64_t offset) const {
+    char* to = static_cast<char*>(out);
+    while (bytes > 0) {
+      const ssize_t n = ::pread(fd_, to, static_cast<size_t>(bytes), offset);
+      if (n < 0 && errno == EINTR) continue;
+      check(n >= 0, "read");
+      CHECK(n > 0, "{}: ends at byte {}, {} more were expected; the file is truncated", path_, offset, bytes);
+      to += n;
+      offset += n;
+      bytes -= n;
+    }
+  }
+
+  void write(const void* data, int64_t bytes) {
+    const char* from = static_cast<const char*>(data);
+    while (bytes > 0) {
+      const ssize_t n = ::write(fd_, from, static_cast<size_t>(bytes));
+      if (n < 0 && errno == EINTR) continue;
+      check(n >= 0, "write to");
+      from += n;
+      bytes -= n;
+    }
+  }
+
+  // On the disk, then closed.
+  void sync_and_close() {
+    check(::fsync(fd_) == 0, "fsync");
+    check(::close(std::exchange(fd_, -1)) == 0, "close");
+  }
+
+ private:
+  File(const std::string& path, int flags, const char* operation) : path_(path), fd_(::open(path.c_str(), flags | O_CLOEXEC, 0644)) {
+    check(fd_ >= 0, operation);
+  }
+  void check(bool good, const char* operation) const {
+    CHECK(good, "cannot {} {}: {}", operation, path_, std::strerror(errno));
+  }
+
+  std::string path_;
+  int fd_;
+};
+
+inline std::string read_text(const std::string& path) {
+  const File file = File::open_read(path);
+  std::string text(static_cast<size_t>(file.size()), '\0');
+  file.read_at(text.data(), static_cast<int64_t>(text.size()), 0);
+  return text;
+}
+
+inline void write_text_durably(const std::string& path, std::string_view text) {
+  File file = File::create(path);
+  file.write(text.data(), static_cast<int64_t>(text.size()));
+  file.sync_and_close();
+}
+
+// A rename is on the disk only once its directory is.
+inline void fsync_directory(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  CHECK(fd >= 0, "cannot open directory {}: {}", path, std::strerror(errno));
+  const int status = ::fsync(fd);
+  ::close(fd);
+  CHECK(status == 0, "cannot fsync directory {}: {}", path, std::strerror(errno));
+}
+
+// The files that match, sorted; `option` is named when there are none.
+inline std::vector<std::string> expand_glob(const std::string& pattern, const char* option) {
+  glob_t found{};
+  const int status = ::glob(pattern.c_str(), 0, nullptr, &found);
+  std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + (status == 0 ? found.gl_pathc : 0));
+  ::globfree(&found);
+  CHECK(!paths.empty(), "{} {}: no file matches; check the path, and quote patterns so that the shell does not expand them", option, pattern);
+  return paths;
+}
+
+}  // namespace llmc

@@ -1,0 +1,108 @@
+// log.h: what the run says: aligned lines and tables on stdout, a live progress line on a terminal, and metrics.jsonl.
+#pragma once
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "core/files.h"
+
+namespace llmc {
+
+// 1234 -> "1,234"; 124439808 -> "124.4M"
+inline std::string human_count(int64_t n) {
+  if (n >= 10'000'000'000) return format("{:.1f}B", static_cast<double>(n) * 1e-9);
+  if (n >= 10'000'000) return format("{:.1f}M", static_cast<double>(n) * 1e-6);
+  std::string digits = format("{}", n);
+  for (size_t at = digits.size(); at > 3; at -= 3) digits.insert(at - 3, ",");
+  return digits;
+}
+
+inline std::string human_bytes(int64_t n) {
+  const double b = static_cast<double>(n);
+  if (b >= 1 << 30) return format("{:.2f} GiB", b / (1 << 30));
+  if (b >= 1 << 20) return format("{:.1f} MiB", b / (1 << 20));
+  return format("{:.1f} KiB", b / (1 << 10));
+}
+
+inline std::string human_duration(double seconds) {
+  const int64_t s = std::llround(seconds);
+  return s >= 3600 ? format("{}:{:02}:{:02}", s / 3600, s / 60 % 60, s % 60) : format("{}:{:02}", s / 60, s % 60);
+}
+
+struct TrainLine {
+  int64_t step, max_steps;
+  double loss, grad_norm, lr, ms, tokens_per_s;
+  double mfu;    // of 1
+  double eta_s;  // seconds left
+};
+struct ValLine {
+  int64_t step;
+  double loss;
+};
+
+class Log {
+ public:
+  enum class Metrics { none, truncate };
+
+  // metrics.jsonl goes into out_dir, which exists.
+  Log(const std::string& out_dir, Metrics metrics) : terminal_(isatty(STDOUT_FILENO) == 1) {
+    if (metrics == Metrics::truncate) metrics_.emplace(File::create(out_dir + "/metrics.jsonl"));
+  }
+
+  void line(const std::string& text) {
+    erase_progress();
+    std::printf("%s\n", text.c_str());
+    std::fflush(stdout);
+  }
+
+  // A title and rows of name and value.
+  void table(const std::string& title, const std::vector<std::pair<std::string, std::string>>& rows) {
+    line(title);
+    for (const auto& [name, value] : rows) line(format("  {:-22} {}", name, value));
+  }
+
+  void train(const TrainLine& t) {
+    const int digits = static_cast<int>(format("{}", t.max_steps).size());
+    line(format("step {:" + std::to_string(digits) + "}/{} | loss {:7.4f} | norm {:8.4f} | lr {:.2e} | {:8.1f} ms | {:9} tok/s | {:5.1f}% MFU | ETA {}",
+                t.step, t.max_steps, t.loss, t.grad_norm, t.lr, t.ms, human_count(std::llround(t.tokens_per_s)), 100 * t.mfu, human_duration(t.eta_s)));
+    write({{"kind", "train"}, {"step", t.step}, {"loss", t.loss}, {"grad_norm", t.grad_norm}, {"lr", t.lr}, {"ms", t.ms},
+           {"tokens_per_s", t.tokens_per_s}, {"mfu", t.mfu}});
+  }
+
+  void val(const ValLine& v) {
+    line(format("validation at step {} | loss {:.4f} | perplexity {:.3f}", v.step, v.loss, std::exp(v.loss)));
+    write({{"kind", "val"}, {"step", v.step}, {"loss", v.loss}});
+  }
+
+  // A line that the next one overwrites; nothing where stdout is no terminal.
+  void progress(const std::string& what, int64_t done, int64_t total) {
+    if (!terminal_) return;
+    std::printf("\r\033[K%s %lld/%lld", what.c_str(), static_cast<long long>(done), static_cast<long long>(total));
+    std::fflush(stdout);
+    progress_shown_ = true;
+  }
+
+ private:
+  void erase_progress() {
+    if (progress_shown_) std::printf("\r\033[K");
+    progress_shown_ = false;
+  }
+  // One object a line; doubles so that they read back as the same number, those that are not finite as null.
+  void write(const nlohmann::ordered_json& object) {
+    if (!metrics_) return;
+    const std::string text = object.dump() + "\n";
+    metrics_->write(text.data(), static_cast<int64_t>(text.size()));
+  }
+
+  bool terminal_, progress_shown_ = false;
+  std::optional<File> metrics_;
+};
+
+}  // namespace llmc

@@ -1,0 +1,365 @@
+// options.h: every option, once. One visitor names it, checks it, documents it, prints and reads it; what a resumed run
+// may change stands beside it.
+#pragma once
+#include <CLI/CLI.hpp>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "core/check.h"
+
+namespace llmc {
+
+struct Options {
+  std::string train_data, val_data;
+  bool shuffle = false;
+  std::string tokenizer = "bytes";
+
+  std::string model = "d12";
+  bool from_scratch = false;
+  std::optional<int64_t> n_layer, n_head, n_embd, n_ffn, vocab_size;
+
+  int64_t batch_size = 4, seq_len = 1024;
+  std::optional<int64_t> total_batch_size;
+
+  std::optional<int64_t> max_steps;  // none: one epoch
+  std::string out_dir = "out/run";
+  int64_t seed = 42;
+  bool overfit_batch = false;
+
+  double lr = 3e-4;
+  int64_t warmup_steps = 0;
+  std::string lr_schedule = "cosine";
+  double final_lr_frac = 0, weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, adam_eps = 1e-8, grad_clip = 1;
+
+  int64_t val_every = 250, val_steps = 20;
+  int64_t sample_every = 0, sample_tokens = 256;
+  std::string prompt;
+  double temperature = 1;
+  int64_t top_k = 0;
+  double top_p = 1;
+
+  int64_t checkpoint_every = 0;
+  std::string dtype = "fp32";
+  std::string schedule = "1f1b";
+  std::string device = "auto";
+  int64_t threads = 0;
+  bool generate = false, profile = false;
+};
+
+// When a run is resumed, an option must be what it was, may differ with a warning, or may differ freely.
+enum class ResumeRule { must_match, warn, free };
+inline const char* name_of(ResumeRule rule) {
+  constexpr const char* names[] = {"must match", "warns", "free"};
+  return names[static_cast<int>(rule)];
+}
+
+// Which values are taken: a closed interval, or one of a list.
+struct Limits {
+  double min = -std::numeric_limits<double>::infinity(), max = std::numeric_limits<double>::infinity();
+  std::vector<std::string> choices;
+};
+inline Limits at_least(double min) { return {.min = min, .choices = {}}; }
+inline Limits between(double min, double max) { return {.min = min, .max = max, .choices = {}}; }
+inline Limits one_of(std::vector<std::string> choices) { return {.choices = std::move(choices)}; }
+
+// visit(group) before each group, then visit(long name, letter or "", field, limits, rule, help) for each option.
+template <class O, class Visitor>
+void visit_options(O& o, Visitor&& visit) {
+  using enum ResumeRule;
+  visit("Data");
+  visit("--train-data", "-i", o.train_data, Limits{}, must_match, "token shards to train on: a file or a quoted pattern ('data/*_train_*.bin')");
+  visit("--val-data", "-j", o.val_data, Limits{}, warn, "token shards for validation; none: no validation");
+  visit("--shuffle", "", o.shuffle, Limits{}, must_match, "a new order of the samples in every epoch; without it they come in file order");
+  visit("--tokenizer", "", o.tokenizer, one_of({"bytes"}), warn, "what turns prompts into tokens and samples into text");
+  visit("Model");
+  visit("--model", "-e", o.model, Limits{}, must_match, "gpt2:124M; d<N>: N layers, N heads, 64 N channels; or a directory with a Hugging Face config.json (and weights)");
+  visit("--from-scratch", "", o.from_scratch, Limits{}, must_match, "new weights although --model is a directory");
+  visit("--n-layer", "", o.n_layer, at_least(1), must_match, "layers, instead of the model's");
+  visit("--n-head", "", o.n_head, at_least(1), must_match, "attention heads, instead of the model's");
+  visit("--n-embd", "", o.n_embd, at_least(1), must_match, "channels, instead of the model's; sets the feed-forward width to four times as many");
+  visit("--n-ffn", "", o.n_ffn, at_least(1), must_match, "feed-forward width, instead of the model's");
+  visit("--vocab-size", "", o.vocab_size, at_least(1), must_match, "vocabulary, instead of the model's: 257 for byte tokens");
+  visit("Batch");
+  visit("--batch-size", "-b", o.batch_size, at_least(1), warn, "sequences in a micro-batch; memory grows with it");
+  visit("--seq-len", "-t", o.seq_len, at_least(1), must_match, "tokens in a sequence; at most the model's positions");
+  visit("--total-batch-size", "-d", o.total_batch_size, at_least(1), must_match, "tokens in a step, by gradient accumulation; default: one micro-batch");
+  visit("Run");
+  visit("--max-steps", "-x", o.max_steps, at_least(1), must_match, "updates to do; default: one epoch");
+  visit("--out-dir", "-o", o.out_dir, Limits{}, free, "where metrics.jsonl and the checkpoints go; one run, one directory");
+  visit("--seed", "", o.seed, at_least(0), must_match, "of initial weights, data order and samples");
+  visit("--overfit-batch", "-a", o.overfit_batch, Limits{}, must_match, "train on the first batch again and again: the loss must fall towards zero");
+  visit("Optimizer");
+  visit("--lr", "-l", o.lr, between(0, 100), must_match, "peak learning rate of AdamW");
+  visit("--warmup-steps", "-u", o.warmup_steps, at_least(0), must_match, "updates over which the learning rate rises to its peak");
+  visit("--lr-schedule", "-k", o.lr_schedule, one_of({"constant", "cosine", "linear", "wsd"}), must_match, "how the learning rate falls after the warm-up; wsd: not before the last fifth");
+  visit("--final-lr-frac", "-q", o.final_lr_frac, between(0, 1), must_match, "learning rate at the end, as a share of the peak");
+  visit("--weight-decay", "-c", o.weight_decay, between(0, 100), must_match, "decoupled weight decay; matrices only, no biases and norms");
+  visit("--beta1", "", o.beta1, between(0, 0.9999999), must_match, "decay of AdamW's first moment");
+  visit("--beta2", "", o.beta2, between(0, 0.9999999), must_match, "decay of AdamW's second moment");
+  visit("--adam-eps", "", o.adam_eps, between(1e-30, 1), must_match, "added to the root of the second moment");
+  visit("--grad-clip", "", o.grad_clip, at_least(0), must_match, "largest gradient norm; longer gradients are scaled down; 0: never");
+  visit("Evaluation and samples");
+  visit("--val-every", "-v", o.val_every, at_least(0), free, "updates between validations (there is one at the start and one at the end, too); 0: none");
+  visit("--val-steps", "-m", o.val_steps, at_least(1), free, "size of a validation, in batches as large as a step's");
+  visit("--sample-every", "-s", o.sample_every, at_least(0), free, "updates between samples; 0: none");
+  visit("--sample-tokens", "-g", o.sample_tokens, at_least(1), free, "tokens in a sample");
+  visit("--prompt", "", o.prompt, Limits{}, free, "text that samples begin with");
+  visit("--temperature", "", o.temperature, between(0, 100), free, "of sampling; 0: always the likeliest token");
+  visit("--top-k", "", o.top_k, at_least(0), free, "sample from the k likeliest tokens; 0: from all");
+  visit("--top-p", "", o.top_p, between(0, 1), free, "sample from the likeliest tokens that together have this probability");
+  visit("Checkpoints");
+  visit("--checkpoint-every", "-n", o.checkpoint_every, at_least(0), free, "updates between checkpoints; 0: only at the end");
+  visit("Numerics and layout");
+  visit("--dtype", "", o.dtype, one_of({"fp32", "bf16"}), must_match, "of weights and activations; with bf16, master weights and optimizer state are fp32");
+  visit("--schedule", "", o.schedule, one_of({"gpipe", "1f1b"}), free, "order of forwards and backwards; 1f1b needs less memory, the numbers are the same");
+  visit("Machine");
+  visit("--device", "", o.device, one_of({"auto", "cpu"}), warn, "where to compute; this version has no CUDA kernels yet: auto is the CPU");
+  visit("--threads", "", o.threads, at_least(0), warn, "threads of this process; 0: all processors it may use");
+  visit("Modes");
+  visit("--generate", "", o.generate, Limits{}, free, "do not train: print what --model DIR makes of --prompt");
+  visit("--profile", "", o.profile, Limits{}, free, "time every op, and print the table at the end of the training");
+}
+
+namespace detail {
+
+template <class T>
+std::string option_text(const T& value) {
+  if constexpr (std::is_same_v<T, double>) {
+    const std::string brief = format("{}", value);  // the shortest that reads back as the same number
+    return std::stod(brief) == value ? brief : format("{:.17g}", value);
+  } else {
+    return format("{}", value);
+  }
+}
+template <class T>
+std::string option_text(const std::optional<T>& value) {
+  return value ? option_text(*value) : "";
+}
+
+template <class T>
+const char* type_text(const T&) {
+  if constexpr (std::is_same_v<T, bool>) return "";
+  else if constexpr (std::is_same_v<T, double>) return "NUMBER";
+  else if constexpr (std::is_same_v<T, std::string>) return "TEXT";
+  else return "N";
+}
+
+// Visits groups and options with two lambdas.
+template <class OnGroup, class OnOption>
+struct OptionVisitor {
+  OnGroup on_group;
+  OnOption on_option;
+  void operator()(const char* group) { on_group(group); }
+  template <class T>
+  void operator()(const char* name, const char* letter, T& field, const Limits& limits, ResumeRule rule, const char* help) {
+    on_option(name, letter, field, limits, rule, help);
+  }
+};
+template <class G, class F>
+OptionVisitor(G, F) -> OptionVisitor<G, F>;
+
+inline auto no_group = [](const char*) {};
+
+// The number of insertions, deletions and replacements between two words (Levenshtein 1966).
+inline size_t edit_distance(const std::string& a, const std::string& b) {
+  std::vector<size_t> row(b.size() + 1);
+  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = std::exchange(row[0], i);
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t replaced = diagonal + (a[i - 1] != b[j - 1]);
+      diagonal = std::exchange(row[j], std::min({row[j] + 1, row[j - 1] + 1, replaced}));
+    }
+  }
+  return row[b.size()];
+}
+
+struct ModeOption {
+  const char* name;
+  const char* help;
+};
+inline constexpr ModeOption mode_options[] = {
+    {"--config", "FILE: read options that --print-config wrote; the command line wins over the file"},
+    {"--print-config", "print all options as a file for --config, and stop"},
+    {"--print-options-markdown", "print the options as the table in README.md, and stop"},
+    {"--version", "print version, compiler, flags and libraries, and stop"},
+    {"--help", "print this, and stop"}};
+
+inline std::string wrapped(const std::string& text, size_t indent, size_t width = 110) {
+  std::string out;
+  size_t column = indent;
+  for (size_t at = 0; at < text.size();) {
+    const size_t end = std::min(text.find(' ', at), text.size());
+    if (column > indent && column + (end - at) > width) out += "\n" + std::string(indent, ' '), column = indent;
+    out += text.substr(at, end - at) + " ";
+    column += end - at + 1;
+    at = end + 1;
+  }
+  while (!out.empty() && out.back() == ' ') out.pop_back();
+  return out;
+}
+
+}  // namespace detail
+
+inline std::string help_text() {
+  std::string text =
+      "train_gpt pretrains GPT language models on token shards (make those with data/tokenize_text.py).\n\n"
+      "  ./train_gpt -i 'data/mine_train_*.bin' -j 'data/mine_val_*.bin' --model d6 --vocab-size 257 -t 256 -o out/mine\n"
+      "  ./train_gpt --generate --model out/mine/step-001000 --prompt 'Once upon'\n";
+  Options defaults;
+  auto line = [&](std::string left, const std::string& help) {
+    left.resize(std::max<size_t>(left.size() + 2, 34), ' ');
+    text += left + detail::wrapped(help, 34) + "\n";
+  };
+  visit_options(defaults, detail::OptionVisitor{
+      [&](const char* group) { text += "\n" + std::string(group) + "\n"; },
+      [&](const char* name, const char* letter, auto& field, const Limits& limits, ResumeRule, const char* help) {
+        const std::string type = limits.choices.empty() ? detail::type_text(field) : "TEXT";
+        const std::string value = detail::option_text(field);
+        std::string all = help;
+        if (!limits.choices.empty()) all += format(" ({})", limits.choices);
+        if (!type.empty() && !value.empty()) all += format(" [{}]", value);
+        line(format("  {} {} {}", *letter ? std::string(letter) + "," : std::string("   "), name, type), all);
+      }});
+  for (const auto& mode : detail::mode_options) line(format("      {}", mode.name), mode.help);
+  return text + "\nExit status: 0 done, 1 refused (the reason is on stderr), 2 diverged.";
+}
+
+inline std::string config_text(const Options& options) {
+  Options o = options;
+  std::string text;
+  visit_options(o, detail::OptionVisitor{
+      [&](const char* group) { text += format("{}# {}\n", text.empty() ? "" : "\n", group); },
+      [&](const char* name, const char*, auto& field, const Limits&, ResumeRule, const char*) {
+        using T = std::remove_reference_t<decltype(field)>;
+        const std::string value = detail::option_text(field);
+        if (value.empty()) return;  // absent
+        if constexpr (std::is_same_v<T, std::string>) {
+          CHECK(value.find_first_of("\"\n") == std::string::npos, "{}: a value with a quote or a line break cannot stand in a --config file", name);
+          text += format("{}=\"{}\"\n", name + 2, value);
+        } else {
+          text += format("{}={}\n", name + 2, value);
+        }
+      }});
+  if (!text.empty()) text.pop_back();
+  return text;
+}
+
+inline std::string options_markdown() {
+  std::string text;
+  Options defaults;
+  visit_options(defaults, detail::OptionVisitor{
+      [&](const char* group) { text += format("{}**{}**\n\n| option | default | meaning | on resume |\n| --- | --- | --- | --- |\n", text.empty() ? "" : "\n", group); },
+      [&](const char* name, const char* letter, auto& field, const Limits& limits, ResumeRule rule, const char* help) {
+        std::string all = help;
+        if (!limits.choices.empty()) all += format(" ({})", limits.choices);
+        text += format("| `{}`{} | {} | {} | {} |\n", name, *letter ? format(" `{}`", letter) : std::string(), detail::option_text(field), all, rule);
+      }});
+  text.pop_back();
+  return text;
+}
+
+// Each value by itself, right after parsing.
+inline void check_limits(Options& o) {
+  visit_options(o, detail::OptionVisitor{
+      detail::no_group,
+      [](const char* name, const char*, auto& field, const Limits& limits, ResumeRule, const char*) {
+        using T = std::remove_reference_t<decltype(field)>;
+        auto check_number = [&](auto value) {
+          const double v = static_cast<double>(value);
+          CHECK(std::isfinite(v) && v >= limits.min && v <= limits.max, "{} {}: expected a number {}{}", name, value,
+                std::isinf(limits.min) ? std::string() : format("from {}", limits.min),
+                std::isinf(limits.max) ? std::string(" on") : format(" to {}", limits.max));
+        };
+        if constexpr (std::is_same_v<T, std::string>) {
+          CHECK(limits.choices.empty() || std::find(limits.choices.begin(), limits.choices.end(), field) != limits.choices.end(),
+                "{} {}: expected one of {}", name, field, limits.choices);
+        } else if constexpr (std::is_same_v<T, std::optional<int64_t>>) {
+          if (field) check_number(*field);
+        } else if constexpr (!std::is_same_v<T, bool>) {
+          check_number(field);
+        }
+      }});
+}
+
+// Combinations, as far as the options alone tell.
+inline void validate(const Options& o) {
+  if (o.device == "cuda")
+    throw Error("--device cuda: this version has no CUDA kernels yet; use --device cpu");
+  if (o.generate) {
+    CHECK(!o.from_scratch, "--generate with --from-scratch: there would be nothing learnt to generate from; leave out one of them");
+    return;
+  }
+  CHECK(!o.train_data.empty(), "--train-data is missing: name the token shards to train on (data/tokenize_text.py makes them), or see --help");
+  CHECK(!o.out_dir.empty(), "--out-dir is empty: name a directory for metrics and checkpoints");
+  const int64_t micro = o.batch_size * o.seq_len;
+  CHECK(!o.total_batch_size || *o.total_batch_size % micro == 0,
+        "--total-batch-size {} is not a multiple of --batch-size {} x --seq-len {} = {} tokens: use {}", *o.total_batch_size, o.batch_size,
+        o.seq_len, micro, std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
+}
+
+// What the command line asks for.
+struct Command {
+  Options options;
+  bool print = false;    // print `text` and stop
+  bool version = false;  // print the version and stop
+  std::string text;
+};
+
+inline Command parse_command_line(int argc, const char* const* argv) {
+  Command command;
+  CLI::App app;
+  app.set_help_flag();
+  app.allow_extras();
+  app.set_config("--config");
+  std::vector<std::string> names;
+  visit_options(command.options, detail::OptionVisitor{
+      detail::no_group,
+      [&](const char* name, const char* letter, auto& field, const Limits&, ResumeRule, const char*) {
+        using T = std::remove_reference_t<decltype(field)>;
+        names.emplace_back(name);
+        const std::string both = *letter ? format("{},{}", letter, name) : std::string(name);
+        if constexpr (std::is_same_v<T, bool>) app.add_flag(both, field);
+        else app.add_option(both, field)->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+      }});
+  bool help = false, print_config = false, markdown = false;
+  app.add_flag("-h,--help", help)->configurable(false);
+  app.add_flag("--print-config", print_config)->configurable(false);
+  app.add_flag("--print-options-markdown", markdown)->configurable(false);
+  app.add_flag("--version", command.version)->configurable(false);
+  for (const auto& mode : detail::mode_options) names.emplace_back(mode.name);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    throw Error(format("{}; see --help", error.what()));
+  }
+  if (help || markdown) {
+    command.print = true;
+    command.text = help ? help_text() : options_markdown();
+    return command;
+  }
+  for (std::string word : app.remaining()) {
+    word = word.substr(0, word.find('='));
+    const auto nearest = std::min_element(names.begin(), names.end(), [&](const auto& a, const auto& b) {
+      return detail::edit_distance(a, word) < detail::edit_distance(b, word);
+    });
+    CHECK(word[0] == '-', "{}: an argument without an option; see --help", word);
+    throw Error(format("{}: there is no such option; the nearest is {}; see --help", word, *nearest));
+  }
+  if (command.version) return command;
+  check_limits(command.options);
+  if (print_config) {
+    command.print = true;
+    command.text = config_text(command.options);
+    return command;
+  }
+  validate(command.options);
+  return command;
+}
+
+}  // namespace llmc

@@ -1,0 +1,60 @@
+// shape.h: shapes of up to four axes, exact division, rounding up, checked narrowing.
+#pragma once
+#include <array>
+#include <initializer_list>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "core/check.h"
+
+namespace llmc {
+
+inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline constexpr int64_t round_up(int64_t a, int64_t multiple) { return ceil_div(a, multiple) * multiple; }
+
+// a / b where b must divide a; `what` names the two in the error.
+inline int64_t exact_div(int64_t a, int64_t b, const char* what) {
+  CHECK(b > 0 && a % b == 0, "{}: {} is not a multiple of {}", what, a, b);
+  return a / b;
+}
+
+template <class To>
+To narrow(int64_t value) {
+  CHECK(value >= static_cast<int64_t>(std::numeric_limits<To>::min()) &&
+            value <= static_cast<int64_t>(std::numeric_limits<To>::max()),
+        "{} does not fit into {} bytes", value, sizeof(To));
+  return static_cast<To>(value);
+}
+
+// The divisors of n in ascending order, for messages that propose one.
+inline std::vector<int64_t> divisors(int64_t n) {
+  std::vector<int64_t> found;
+  for (int64_t d = 1; d <= n; ++d)
+    if (n % d == 0) found.push_back(d);
+  return found;
+}
+
+class Shape {
+ public:
+  Shape() = default;
+  Shape(std::initializer_list<int64_t> dims) {
+    CHECK(dims.size() <= dims_.size());
+    for (int64_t d : dims) dims_[static_cast<size_t>(rank_++)] = d;
+  }
+  int rank() const { return rank_; }
+  int64_t operator[](int axis) const { return dims_[static_cast<size_t>(axis)]; }
+  int64_t& operator[](int axis) { return dims_[static_cast<size_t>(axis)]; }
+  int64_t numel() const { return dims_[0] * dims_[1] * dims_[2] * dims_[3]; }
+  bool operator==(const Shape&) const = default;
+  const int64_t* begin() const { return dims_.data(); }
+  const int64_t* end() const { return dims_.data() + rank_; }
+
+ private:
+  std::array<int64_t, 4> dims_{1, 1, 1, 1};
+  int rank_ = 0;
+};
+
+inline std::string to_string(const Shape& shape) { return "(" + format("{}", shape) + ")"; }
+
+}  // namespace llmc

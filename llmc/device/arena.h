@@ -1,0 +1,104 @@
+// arena.h: one block of memory, handed out by bumping an offset, with a name for every allocation, scopes that give back
+// in reverse order, and the table of what was live at the high-water mark.
+#pragma once
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "device/device.h"
+#include "device/tensor.h"
+
+namespace llmc {
+
+// One line of the memory table: all live bytes under one label.
+struct MemoryLine {
+  std::string label;
+  int64_t bytes = 0;
+};
+
+class Arena {
+ public:
+  static constexpr int64_t alignment = 256;
+
+  // capacity: bytes; the null device has no memory and no limit, and counts.
+  Arena(Device device, int64_t capacity = 0) : device_(device.kind), capacity_(round_up(capacity, alignment)) {
+    if (device_ == DeviceKind::null || capacity_ == 0) return;
+    void* memory = mmap(nullptr, static_cast<size_t>(capacity_), PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    CHECK(memory != MAP_FAILED, "cannot reserve {:.2f} GiB of memory for the arena: free memory, or lower --batch-size",
+          static_cast<double>(capacity_) / (1 << 30));
+    madvise(memory, static_cast<size_t>(capacity_), MADV_HUGEPAGE);
+    base_ = static_cast<std::byte*>(memory);
+  }
+  ~Arena() {
+    if (device_ != DeviceKind::null && capacity_ > 0) munmap(base_, static_cast<size_t>(capacity_));
+  }
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  // Uninitialised memory under `label` (the line of the table) for a tensor called `name`.
+  Tensor alloc(const char* label, const char* name, DType dtype, const Shape& shape) {
+    const int64_t bytes = round_up(shape.numel() * size_of(dtype), alignment);
+    CHECK(device_ == DeviceKind::null || used_ + bytes <= capacity_,
+          "the arena is full: {} ({}) needs {} bytes, {} of {} are in use; the plan missed this allocation", name, label,
+          bytes, used_, capacity_);
+    Tensor tensor{.name = name, .dtype = dtype, .shape = shape, .bytes = base_ + used_};
+    used_ += bytes;
+    line(label).bytes += bytes;
+    stack_.emplace_back(label, bytes);
+    if (used_ > high_water_) {
+      high_water_ = used_;
+      table_at_high_water_ = live_;
+    }
+    return tensor;
+  }
+
+  // Gives back everything allocated during its lifetime.
+  class Scope {
+   public:
+    explicit Scope(Arena& arena) : arena_(arena), mark_(arena.stack_.size()) {}
+    ~Scope() { arena_.release_to(mark_); }
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    Arena& arena_;
+    size_t mark_;
+  };
+  [[nodiscard]] Scope scope() { return Scope(*this); }
+
+  int64_t used() const { return used_; }
+  int64_t high_water() const { return high_water_; }
+  const std::vector<MemoryLine>& table() const { return table_at_high_water_; }
+
+  // Fills free memory with bytes that are a NaN in every floating-point dtype: tests find reads of memory not written.
+  void poison_free() {
+    if (capacity_ > 0 && device_ == DeviceKind::cpu) std::fill(base_ + used_, base_ + capacity_, std::byte{0xff});
+  }
+
+ private:
+  MemoryLine& line(const char* label) {
+    for (MemoryLine& l : live_)
+      if (l.label == label) return l;
+    return live_.emplace_back(MemoryLine{label, 0});
+  }
+  void release_to(size_t mark) {
+    while (stack_.size() > mark) {
+      const auto& [label, bytes] = stack_.back();
+      used_ -= bytes;
+      line(label).bytes -= bytes;
+      stack_.pop_back();
+    }
+  }
+
+  DeviceKind device_;
+  int64_t capacity_ = 0, used_ = 0, high_water_ = 0;
+  std::byte* base_ = reinterpret_cast<std::byte*>(uintptr_t{1} << 40);  // null device: an address nobody follows
+  std::vector<std::pair<const char*, int64_t>> stack_;
+  std::vector<MemoryLine> live_, table_at_high_water_;
+};
+
+}  // namespace llmc

@@ -1,0 +1,83 @@
+// schedule.h: in which order the forwards and backwards of a step run, as lists of actions: pure functions that can be
+// printed and tested. Schedules are only an order (contract 4): the backwards of every list come by micro-batch number.
+#pragma once
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "core/check.h"
+
+namespace llmc {
+
+enum class ActionKind : uint8_t { forward, backward };
+inline const char* name_of(ActionKind kind) { return kind == ActionKind::forward ? "F" : "B"; }
+
+struct Action {
+  ActionKind kind;
+  int chunk;
+  int64_t micro_batch;
+  bool operator==(const Action&) const = default;
+};
+
+enum class Schedule : uint8_t { gpipe, one_f_one_b };
+inline const char* name_of(Schedule s) { return s == Schedule::gpipe ? "gpipe" : "1f1b"; }
+inline Schedule schedule_from_name(const std::string& name) {
+  if (name == "gpipe") return Schedule::gpipe;
+  if (name == "1f1b") return Schedule::one_f_one_b;
+  throw Error(format("--schedule {}: expected gpipe or 1f1b", name));
+}
+
+// Forward-only lists: evaluation and generation.
+inline std::vector<Action> forward_only(int chunks, int64_t micro_batches) {
+  std::vector<Action> actions;
+  for (int64_t m = 0; m < micro_batches; ++m)
+    for (int c = 0; c < chunks; ++c) actions.push_back({ActionKind::forward, c, m});
+  return actions;
+}
+
+// The list of the one rank that holds all chunks.
+// gpipe: every forward, then every backward, first in first out (Huang et al. 2019).
+// 1f1b: the backward of a micro-batch as soon as it can run, so that one set of activations is enough
+// (Narayanan et al. 2019, PipeDream-Flush).
+inline std::vector<Action> training_actions(Schedule schedule, int chunks, int64_t micro_batches) {
+  std::vector<Action> actions;
+  auto backward = [&](int64_t m) {
+    for (int c = chunks - 1; c >= 0; --c) actions.push_back({ActionKind::backward, c, m});
+  };
+  if (schedule == Schedule::gpipe) {
+    actions = forward_only(chunks, micro_batches);
+    for (int64_t m = 0; m < micro_batches; ++m) backward(m);
+    return actions;
+  }
+  for (int64_t m = 0; m < micro_batches; ++m) {
+    for (int c = 0; c < chunks; ++c) actions.push_back({ActionKind::forward, c, m});
+    backward(m);
+  }
+  return actions;
+}
+
+// How many micro-batches are between their first forward and their last backward at one time: so many sets of
+// activations are needed. Micro-batch m uses set m modulo this number.
+inline int64_t micro_batches_in_flight(const std::vector<Action>& actions) {
+  int64_t live = 0, most = 0;
+  for (const Action& a : actions) {
+    if (a.kind == ActionKind::forward && a.chunk == 0) most = std::max(most, ++live);
+    if (a.kind == ActionKind::backward && a.chunk == 0) --live;
+  }
+  return std::max<int64_t>(most, 1);
+}
+
+// The layers [0, n_layer) in `chunks` runs as even as can be; the first chunk has the embedding, the last the head.
+struct Chunk {
+  std::vector<int64_t> layers;
+  bool has_embedding = false, has_head = false;
+};
+inline std::vector<Chunk> make_chunks(int64_t n_layer, int chunks) {
+  CHECK(chunks >= 1 && chunks <= n_layer, "{} layers cannot be cut into {} chunks", n_layer, chunks);
+  std::vector<Chunk> made(static_cast<size_t>(chunks));
+  for (int64_t l = 0; l < n_layer; ++l) made[static_cast<size_t>(l * chunks / n_layer)].layers.push_back(l);
+  made.front().has_embedding = made.back().has_head = true;
+  return made;
+}
+
+}  // namespace llmc

@@ -1,0 +1,142 @@
+// transformer.h: what is computed. The embedding, a block and the head, forward and backward, as sequences of ops.
+//
+// A block (GPT-2, pre-norm):        x1 = x  + proj(attention(qkv(ln1(x))))
+//                                   x2 = x1 + down(gelu(up(ln2(x1))))
+// Sizes: N = B T rows, C channels, F feed-forward, H heads, V vocabulary (stored padded).
+#pragma once
+#include <vector>
+
+#include "device/arena.h"
+#include "dist/zero.h"
+#include "model/config.h"
+#include "ops/ops.h"
+
+namespace llmc {
+
+struct BatchShape {
+  int64_t B, T;
+  int64_t rows() const { return B * T; }
+};
+
+// The inputs of a micro-batch on the device. Positions are an input, not an index.
+struct MicroBatch {
+  Tensor tokens, targets, positions;  // (N) int32
+  MicroBatch(const BatchShape& s, Arena& arena) {
+    auto rows = [&](const char* name) { return arena.alloc("inputs", name, DType::int32, {s.rows()}); };
+    tokens = rows("tokens");
+    targets = rows("targets");
+    positions = rows("positions");
+  }
+};
+
+// What the backward of a block needs from its forward.
+struct BlockActivations {
+  Tensor ln1, ln1_mean, ln1_rstd;  // (N, C) (N) (N)
+  Tensor qkv;                      // (N, 3 C): q heads, k heads, v heads
+  Tensor attention, lse;           // (N, C) (B, H, T)
+  Tensor middle;                   // (N, C) the residual stream between attention and MLP
+  Tensor ln2, ln2_mean, ln2_rstd;  // (N, C) (N) (N)
+  Tensor up, gelu;                 // (N, F) before and after GELU
+  Tensor out;                      // (N, C) the residual stream behind the block
+
+  BlockActivations(const ModelConfig& c, const BatchShape& s, DType dtype, Arena& arena) {
+    const int64_t N = s.rows(), C = c.n_embd, F = c.n_ffn;
+    const DType stat = accumulator_of(dtype);
+    auto alloc = [&](const char* name, DType d, const Shape& shape) { return arena.alloc("activations", name, d, shape); };
+    ln1 = alloc("ln1", dtype, {N, C});
+    ln1_mean = alloc("ln1 mean", stat, {N});
+    ln1_rstd = alloc("ln1 rstd", stat, {N});
+    qkv = alloc("qkv", dtype, {N, 3 * C});
+    attention = alloc("attention", dtype, {N, C});
+    lse = alloc("attention lse", stat, {s.B, c.n_head, s.T});
+    middle = alloc("middle", dtype, {N, C});
+    ln2 = alloc("ln2", dtype, {N, C});
+    ln2_mean = alloc("ln2 mean", stat, {N});
+    ln2_rstd = alloc("ln2 rstd", stat, {N});
+    up = alloc("up", dtype, {N, F});
+    gelu = alloc("gelu", dtype, {N, F});
+    out = alloc("out", dtype, {N, C});
+  }
+};
+
+inline AttentionShape attention_shape(const ModelConfig& c, const BatchShape& s) {
+  return {.B = s.B, .T = s.T, .Hq = c.n_head, .Hkv = c.n_head, .D = c.head_size()};
+}
+
+// a.out = block(x).   x (N, C)
+inline void block_forward(const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c,
+                          const BatchShape& s, Arena& arena, Stream& stream) {
+  auto scope = arena.scope();
+  const Tensor branch = arena.alloc("temporary", "residual branch", x.dtype, x.shape);  // (N, C)
+  layernorm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, x, unit.weight("ln1.weight"), unit.weight("ln1.bias"), c.norm_eps, stream);
+  linear_forward(a.qkv, a.ln1, unit.weight("attn.q.weight", 3), unit.weight("attn.q.bias", 3), stream);
+  attention_forward(a.attention, a.lse, a.qkv, attention_shape(c, s), stream);
+  linear_forward(branch, a.attention, unit.weight("attn.proj.weight"), unit.weight("attn.proj.bias"), stream);
+  residual_forward(a.middle, x, branch, stream);
+  layernorm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.middle, unit.weight("ln2.weight"), unit.weight("ln2.bias"), c.norm_eps, stream);
+  linear_forward(a.up, a.ln2, unit.weight("mlp.up.weight"), unit.weight("mlp.up.bias"), stream);
+  gelu_forward(a.gelu, a.up, stream);
+  linear_forward(branch, a.gelu, unit.weight("mlp.down.weight"), unit.weight("mlp.down.bias"), stream);
+  residual_forward(a.out, a.middle, branch, stream);
+}
+
+// dx: in, the gradient of a.out; out, the gradient of x. Gradients of the unit's weights are added to.
+inline void block_backward(Tensor dx, const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c,
+                           const BatchShape& s, Arena& arena, Stream& stream) {
+  auto scope = arena.scope();
+  auto temporary = [&](const char* name, const Shape& shape) { return arena.alloc("temporary", name, x.dtype, shape); };
+  const Tensor dbranch = temporary("gradient of a branch", x.shape);          // (N, C)
+  const Tensor dup = temporary("gradient of up", a.up.shape);                 // (N, F)
+  const Tensor dqkv = temporary("gradient of qkv", a.qkv.shape);              // (N, 3 C)
+
+  linear_backward_weight(unit.gradient("mlp.down.weight"), unit.gradient("mlp.down.bias"), dx, a.gelu, stream);
+  linear_backward_input(dup, dx, unit.weight("mlp.down.weight"), stream);
+  gelu_backward(dup, dup, a.up, stream);
+  linear_backward_weight(unit.gradient("mlp.up.weight"), unit.gradient("mlp.up.bias"), dup, a.ln2, stream);
+  linear_backward_input(dbranch, dup, unit.weight("mlp.up.weight"), stream);
+  layernorm_backward(dx, unit.gradient("ln2.weight"), unit.gradient("ln2.bias"), dbranch, a.middle, unit.weight("ln2.weight"),
+                     a.ln2_mean, a.ln2_rstd, Accumulate::yes, stream);
+
+  linear_backward_weight(unit.gradient("attn.proj.weight"), unit.gradient("attn.proj.bias"), dx, a.attention, stream);
+  linear_backward_input(dbranch, dx, unit.weight("attn.proj.weight"), stream);
+  attention_backward(dqkv, dbranch, a.attention, a.qkv, a.lse, attention_shape(c, s), stream);
+  linear_backward_weight(unit.gradient("attn.q.weight", 3), unit.gradient("attn.q.bias", 3), dqkv, a.ln1, stream);
+  linear_backward_input(dbranch, dqkv, unit.weight("attn.q.weight", 3), stream);
+  layernorm_backward(dx, unit.gradient("ln1.weight"), unit.gradient("ln1.bias"), dbranch, x, unit.weight("ln1.weight"),
+                     a.ln1_mean, a.ln1_rstd, Accumulate::yes, stream);
+}
+
+// logits (N, V padded) = head(ln_f(x)); the head's matrix is the token embedding's.
+struct HeadActivations {
+  Tensor ln, mean, rstd;  // (N, C) (N) (N)
+  Tensor logits;          // (N, V padded)
+  Tensor losses;          // (N)
+
+  HeadActivations(const ModelConfig& c, int64_t N, DType dtype, Arena& arena) {
+    const DType stat = accumulator_of(dtype);
+    ln = arena.alloc("head", "ln_f", dtype, {N, c.n_embd});
+    mean = arena.alloc("head", "ln_f mean", stat, {N});
+    rstd = arena.alloc("head", "ln_f rstd", stat, {N});
+    logits = arena.alloc("head", "logits", dtype, {N, c.padded_vocab()});
+    losses = arena.alloc("head", "losses", stat, {N});
+  }
+};
+
+inline void head_forward(const HeadActivations& a, Tensor x, const UnitState& head, const UnitState& embedding,
+                         const ModelConfig& c, Stream& stream) {
+  layernorm_forward(a.ln, a.mean, a.rstd, x, head.weight("ln_f.weight"), head.weight("ln_f.bias"), c.norm_eps, stream);
+  linear_forward(a.logits, a.ln, embedding.weight("wte.weight"), {}, stream);
+}
+
+// dx = gradient of x, from a.logits that hold their gradient already.
+inline void head_backward(Tensor dx, const HeadActivations& a, Tensor x, const UnitState& head, const UnitState& embedding,
+                          Arena& arena, Stream& stream) {
+  auto scope = arena.scope();
+  const Tensor dln = arena.alloc("temporary", "gradient of ln_f", x.dtype, x.shape);
+  linear_backward_weight(embedding.gradient("wte.weight"), {}, a.logits, a.ln, stream);
+  linear_backward_input(dln, a.logits, embedding.weight("wte.weight"), stream);
+  layernorm_backward(dx, head.gradient("ln_f.weight"), head.gradient("ln_f.bias"), dln, x, head.weight("ln_f.weight"), a.mean,
+                     a.rstd, Accumulate::no, stream);
+}
+
+}  // namespace llmc

@@ -1,0 +1,97 @@
+// elementwise.h: GELU, residual addition, zeroing, conversion, sums of squares. Contracts: ops/ops.h.
+#pragma once
+#include "core/rng.h"
+#include "ops/cpu/simd.h"
+
+namespace llmc::cpu {
+
+// GELU, tanh form: 0.5 x (1 + tanh u) = x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3).
+// Hendrycks & Gimpel 2016; GPT-2's "gelu_new".
+template <class A>
+struct Gelu {
+  A value, derivative;
+};
+template <class A>
+Gelu<A> gelu(A x) {
+  constexpr A root = A(0.7978845608028654), cubic = A(0.044715);
+  const A twice_u = A(2) * root * (x + cubic * x * x * x);
+  const A s = A(1) / (A(1) + exponential(-twice_u));
+  return {x * s, s + x * s * (A(1) - s) * A(2) * root * (A(1) + A(3) * cubic * x * x)};
+}
+
+template <class T>
+void gelu_forward(T* out, const T* x, int64_t n) {
+  using A = accumulator_t<T>;
+#pragma omp parallel for simd schedule(static)
+  for (int64_t i = 0; i < n; ++i) store(out[i], gelu(static_cast<A>(x[i])).value);
+}
+
+template <class T>
+void gelu_backward(T* dx, const T* dout, const T* x, int64_t n) {
+  using A = accumulator_t<T>;
+#pragma omp parallel for simd schedule(static)
+  for (int64_t i = 0; i < n; ++i) store(dx[i], static_cast<A>(dout[i]) * gelu(static_cast<A>(x[i])).derivative);
+}
+
+template <class T>
+void residual_forward(T* out, const T* a, const T* b, int64_t n) {
+  using A = accumulator_t<T>;
+#pragma omp parallel for simd schedule(static)
+  for (int64_t i = 0; i < n; ++i) store(out[i], static_cast<A>(a[i]) + static_cast<A>(b[i]));
+}
+
+template <class To, class From>
+void convert(To* out, const From* x, int64_t n) {
+  using A = accumulator_t<From>;
+#pragma omp parallel for simd schedule(static)
+  for (int64_t i = 0; i < n; ++i) store(out[i], static_cast<accumulator_t<To>>(static_cast<A>(x[i])));
+}
+
+inline void zero(std::byte* out, int64_t bytes) {
+  constexpr int64_t block = 1 << 20;
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < ceil_div(bytes, block); ++i)
+    std::memset(out + i * block, 0, static_cast<size_t>(std::min(block, bytes - i * block)));
+}
+
+// out (C) += the column sums of x (N, C).   partials: (row_partitions, C)
+template <class T, class A = accumulator_t<T>>
+void column_sum(A* out, A* partials, const T* x, int64_t N, int64_t C) {
+#pragma omp parallel for schedule(static)
+  for (int64_t part = 0; part < row_partitions; ++part) {
+    A* sum = partials + part * C;
+    std::fill(sum, sum + C, A(0));
+    for (int64_t n = partition_begin(N, part); n < partition_begin(N, part + 1); ++n)
+#pragma omp simd
+      for (int64_t c = 0; c < C; ++c) sum[c] += static_cast<A>(x[n * C + c]);
+  }
+  for (int64_t part = 0; part < row_partitions; ++part)
+    for (int64_t c = 0; c < C; ++c) out[c] += partials[part * C + c];
+}
+
+// out[i] = a normal number keyed by (seed, name, begin + i).
+inline void init_normal(float* out, int64_t begin, int64_t n, float stddev, const Philox& rng) {
+  constexpr int64_t block = 1 << 12;
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < ceil_div(n, block); ++i)
+    rng.fill_normal(out + i * block, begin + i * block, std::min(block, n - i * block), stddev);
+}
+
+// The sum of squares in double, in blocks added in order (contract 10). partials: ceil(n / square_sum_block) doubles.
+inline constexpr int64_t square_sum_block = 1 << 16;
+template <class G>
+void square_sum(double* out, double* partials, const G* x, int64_t n) {
+  const int64_t blocks = ceil_div(n, square_sum_block);
+#pragma omp parallel for schedule(static)
+  for (int64_t b = 0; b < blocks; ++b) {
+    double sum = 0;
+    const int64_t end = std::min(n, (b + 1) * square_sum_block);
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = b * square_sum_block; i < end; ++i) sum += static_cast<double>(x[i]) * static_cast<double>(x[i]);
+    partials[b] = sum;
+  }
+  *out = 0;
+  for (int64_t b = 0; b < blocks; ++b) *out += partials[b];
+}
+
+}  // namespace llmc::cpu

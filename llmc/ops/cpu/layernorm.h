@@ -1,0 +1,70 @@
+// layernorm.h: Ba, Kiros & Hinton 2016. Statistics in fp32. Contracts: ops/ops.h.
+#pragma once
+#include "ops/cpu/simd.h"
+
+namespace llmc::cpu {
+
+template <class T, class A = accumulator_t<T>>
+void layernorm_forward(T* out, A* mean, A* rstd, const T* x, const T* weight, const T* bias, float eps, int64_t N,
+                       int64_t C) {
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < N; ++n) {
+    const T* row = x + n * C;
+    A sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t c = 0; c < C; ++c) sum += static_cast<A>(row[c]);
+    const A m = sum / static_cast<A>(C);
+    A squares = 0;  // around the mean: no cancellation
+#pragma omp simd reduction(+ : squares)
+    for (int64_t c = 0; c < C; ++c) squares += (static_cast<A>(row[c]) - m) * (static_cast<A>(row[c]) - m);
+    const A r = A(1) / std::sqrt(squares / static_cast<A>(C) + static_cast<A>(eps));
+#pragma omp simd
+    for (int64_t c = 0; c < C; ++c)
+      store(out[n * C + c], (static_cast<A>(row[c]) - m) * r * static_cast<A>(weight[c]) + static_cast<A>(bias[c]));
+    mean[n] = m;
+    rstd[n] = r;
+  }
+}
+
+// partials: (row_partitions, 2 C)
+template <class T, class A = accumulator_t<T>>
+void layernorm_backward(T* dx, A* dweight, A* dbias, A* partials, const T* dout, const T* x, const T* weight,
+                        const A* mean, const A* rstd, int64_t N, int64_t C, Accumulate accumulate_dx) {
+#pragma omp parallel for schedule(static)
+  for (int64_t part = 0; part < row_partitions; ++part) {
+    A* dw = partials + part * 2 * C;
+    A* db = dw + C;
+    std::fill(dw, dw + 2 * C, A(0));
+    for (int64_t n = partition_begin(N, part); n < partition_begin(N, part + 1); ++n) {
+      const T* g = dout + n * C;
+      const T* row = x + n * C;
+      T* dxn = dx + n * C;
+      const A m = mean[n], r = rstd[n];
+      A sum_g = 0, sum_gx = 0;  // of g w and g w xhat
+#pragma omp simd reduction(+ : sum_g, sum_gx)
+      for (int64_t c = 0; c < C; ++c) {
+        const A normalized = (static_cast<A>(row[c]) - m) * r, gn = static_cast<A>(g[c]);
+        dw[c] += gn * normalized;
+        db[c] += gn;
+        sum_g += gn * static_cast<A>(weight[c]);
+        sum_gx += gn * static_cast<A>(weight[c]) * normalized;
+      }
+      const A mean_g = sum_g / static_cast<A>(C), mean_gx = sum_gx / static_cast<A>(C);
+      const A keep = accumulate_dx == Accumulate::yes ? A(1) : A(0);
+#pragma omp simd
+      for (int64_t c = 0; c < C; ++c) {
+        const A normalized = (static_cast<A>(row[c]) - m) * r;
+        const A d = (static_cast<A>(g[c]) * static_cast<A>(weight[c]) - mean_g - normalized * mean_gx) * r;
+        const A before = keep != A(0) ? static_cast<A>(dxn[c]) : A(0);
+        store(dxn[c], before + d);
+      }
+    }
+  }
+  for (int64_t part = 0; part < row_partitions; ++part)
+    for (int64_t c = 0; c < C; ++c) {
+      dweight[c] += partials[part * 2 * C + c];
+      dbias[c] += partials[part * 2 * C + C + c];
+    }
+}
+
+}  // namespace llmc::cpu

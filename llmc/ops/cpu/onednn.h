@@ -1,0 +1,153 @@
+// onednn.h: oneDNN's matmul primitive behind a small class; the one place that knows the differences of versions 2 and 3.
+// Through the C interface: nvcc cannot compile dnnl.hpp as C++20.
+#pragma once
+#include <dnnl.h>
+#include <omp.h>
+
+#include <string>
+#include <vector>
+
+#include "core/dtype.h"
+
+namespace llmc::cpu::onednn {
+
+inline std::string version() {
+  const dnnl_version_t* v = dnnl_version();
+  return format("oneDNN {}.{}.{}", v->major, v->minor, v->patch);
+}
+
+inline void check(dnnl_status_t status, const char* call, const std::string& what) {
+  CHECK(status == dnnl_success, "oneDNN: {} failed with status {} for {} ({}); build with ONEDNN=0 to do without it", call,
+        static_cast<int>(status), what, version());
+}
+
+// C (M, N) = or += op(A) op(B) + bias
+struct MatmulProblem {
+  int64_t M, N, K;
+  bool transpose_a, transpose_b, accumulate, bias;
+  DType in, out;
+  int threads;
+  std::string what;  // for messages
+};
+
+inline dnnl_engine_t engine() {
+  static const dnnl_engine_t cpu = [] {
+    dnnl_engine_t made = nullptr;
+    check(dnnl_engine_create(&made, dnnl_cpu, 0), "dnnl_engine_create", "the CPU");
+    return made;
+  }();
+  return cpu;
+}
+
+#if DNNL_VERSION_MAJOR >= 3
+using MemoryDesc = dnnl_memory_desc_t;
+using ConstMemoryDesc = const_dnnl_memory_desc_t;
+inline size_t desc_bytes(ConstMemoryDesc desc) { return dnnl_memory_desc_get_size(desc); }
+inline ConstMemoryDesc pointer(const MemoryDesc& desc) { return desc; }
+inline dnnl_status_t make_desc(MemoryDesc* desc, int rank, const dnnl_dims_t dims, dnnl_data_type_t type, const dnnl_dims_t strides) {
+  return dnnl_memory_desc_create_with_strides(desc, rank, dims, type, strides);
+}
+inline dnnl_status_t add_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_sum(ops, 1.0f, 0, dnnl_data_type_undef); }
+inline void destroy_desc(MemoryDesc& desc) { dnnl_memory_desc_destroy(desc); }
+#else
+using MemoryDesc = dnnl_memory_desc_t;
+using ConstMemoryDesc = const dnnl_memory_desc_t*;
+inline size_t desc_bytes(ConstMemoryDesc desc) { return dnnl_memory_desc_get_size(desc); }
+inline ConstMemoryDesc pointer(const MemoryDesc& desc) { return &desc; }
+inline dnnl_status_t make_desc(MemoryDesc* desc, int rank, const dnnl_dims_t dims, dnnl_data_type_t type, const dnnl_dims_t strides) {
+  return dnnl_memory_desc_init_by_strides(desc, rank, dims, type, strides);
+}
+inline dnnl_status_t add_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_sum(ops, 1.0f); }
+inline void destroy_desc(MemoryDesc&) {}
+#endif
+
+class Matmul {
+ public:
+  explicit Matmul(const MatmulProblem& p) : what_(p.what) {
+    const int threads_before = omp_get_max_threads();
+    omp_set_num_threads(p.threads);  // the primitive is made for the number of threads that is set now
+    make_matrix(a_, p.M, p.K, p.in, p.transpose_a);
+    make_matrix(b_, p.K, p.N, p.in, p.transpose_b);
+    make_matrix(c_, p.M, p.N, p.out, false);
+    if (p.bias) make_matrix(bias_, 1, p.N, p.in, false);
+    dnnl_primitive_attr_t attributes = nullptr;
+    dnnl_post_ops_t post_ops = nullptr;
+    check(dnnl_primitive_attr_create(&attributes), "dnnl_primitive_attr_create", what_);
+    check(dnnl_primitive_attr_set_scratchpad_mode(attributes, dnnl_scratchpad_mode_user), "set_scratchpad_mode", what_);
+    if (p.accumulate) {
+      check(dnnl_post_ops_create(&post_ops), "dnnl_post_ops_create", what_);
+      check(add_sum(post_ops), "dnnl_post_ops_append_sum", what_);
+      check(dnnl_primitive_attr_set_post_ops(attributes, post_ops), "dnnl_primitive_attr_set_post_ops", what_);
+      dnnl_post_ops_destroy(post_ops);
+    }
+    const ConstMemoryDesc bias = p.bias ? pointer(bias_) : nullptr;
+    dnnl_primitive_desc_t description = nullptr;
+#if DNNL_VERSION_MAJOR >= 3
+    check(dnnl_matmul_primitive_desc_create(&description, engine(), pointer(a_), pointer(b_), bias, pointer(c_), attributes),
+          "dnnl_matmul_primitive_desc_create", what_);
+#else
+    dnnl_matmul_desc_t operation;
+    check(dnnl_matmul_desc_init(&operation, pointer(a_), pointer(b_), bias, pointer(c_)), "dnnl_matmul_desc_init", what_);
+    check(dnnl_primitive_desc_create(&description, &operation, attributes, engine(), nullptr), "dnnl_primitive_desc_create", what_);
+#endif
+    scratch_ = dnnl_primitive_desc_query_md(description, dnnl_query_scratchpad_md, 0);
+    scratch_bytes_ = static_cast<int64_t>(desc_bytes(scratch_));
+    check(dnnl_primitive_create(&primitive_, description), "dnnl_primitive_create", what_);
+    description_ = description;
+    dnnl_primitive_attr_destroy(attributes);
+    omp_set_num_threads(threads_before);
+  }
+  ~Matmul() {
+    dnnl_primitive_destroy(primitive_);
+    dnnl_primitive_desc_destroy(description_);
+    for (MemoryDesc* desc : {&a_, &b_, &c_, &bias_}) destroy_desc(*desc);
+  }
+  Matmul(const Matmul&) = delete;
+  Matmul& operator=(const Matmul&) = delete;
+
+  int64_t scratch_bytes() const { return scratch_bytes_; }
+
+  void run(void* c, const void* a, const void* b, const void* bias, void* scratch) const {
+    thread_local const dnnl_stream_t stream = [] {
+      dnnl_stream_t made = nullptr;
+      check(dnnl_stream_create(&made, engine(), dnnl_stream_in_order), "dnnl_stream_create", "the CPU");
+      return made;
+    }();
+    std::vector<dnnl_exec_arg_t> arguments;
+    auto add = [&](int which, ConstMemoryDesc desc, const void* data) {
+      dnnl_memory_t memory = nullptr;
+      check(dnnl_memory_create(&memory, desc, engine(), const_cast<void*>(data)), "dnnl_memory_create", what_);
+      arguments.push_back({which, memory});
+    };
+    add(DNNL_ARG_SRC, pointer(a_), a);
+    add(DNNL_ARG_WEIGHTS, pointer(b_), b);
+    add(DNNL_ARG_DST, pointer(c_), c);
+    if (bias != nullptr) add(DNNL_ARG_BIAS, pointer(bias_), bias);
+    if (scratch_bytes_ > 0) add(DNNL_ARG_SCRATCHPAD, scratch_, scratch);
+    const dnnl_status_t status = dnnl_primitive_execute(primitive_, stream, static_cast<int>(arguments.size()), arguments.data());
+    for (const dnnl_exec_arg_t& argument : arguments) dnnl_memory_destroy(argument.memory);
+    check(status, "dnnl_primitive_execute", what_);
+    check(dnnl_stream_wait(stream), "dnnl_stream_wait", what_);
+  }
+
+ private:
+  void make_matrix(MemoryDesc& desc, int64_t rows, int64_t columns, DType dtype, bool transposed) {
+    const dnnl_dims_t dims = {rows, columns};
+    const dnnl_dims_t strides = {transposed ? 1 : columns, transposed ? rows : 1};
+    check(make_desc(&desc, 2, dims, dtype == DType::bf16 ? dnnl_bf16 : dnnl_f32, strides), "memory descriptor", what_);
+  }
+
+  std::string what_;
+  MemoryDesc a_{}, b_{}, c_{}, bias_{};
+  ConstMemoryDesc scratch_ = nullptr;
+  int64_t scratch_bytes_ = 0;
+  dnnl_primitive_desc_t description_ = nullptr;
+  dnnl_primitive_t primitive_ = nullptr;
+};
+
+inline bool bf16_is_native() {
+  static const bool native = __builtin_cpu_supports("avx512bf16");
+  return native;
+}
+
+}  // namespace llmc::cpu::onednn

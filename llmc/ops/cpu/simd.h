@@ -1,0 +1,115 @@
+// simd.h: what the CPU ops share: an exponential that vectorises, a small in-cache matrix product, and the fixed
+// partition that keeps sums independent of the number of threads.
+#pragma once
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "core/dtype.h"
+#include "core/shape.h"
+
+namespace llmc::cpu {
+
+// exp(x) for x in [-87, 88], clamped outside; NaN stays NaN. About 1 ulp (Cody-Waite reduction, degree 6 polynomial).
+// Inline and branchless, so that loops over it vectorise without -ffast-math.
+inline float exponential(float x) {
+  x = x < -87.0f ? -87.0f : x;
+  x = x > 88.0f ? 88.0f : x;
+  const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds x / ln 2 into the low bits
+  const float n = shifted - 12582912.0f;
+  const float r = (x - n * 0.693145751953125f) - n * 1.428606765330187e-6f;
+  float p = 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const uint32_t exponent = std::bit_cast<uint32_t>(shifted) << 23;
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(p) + exponent);
+}
+inline double exponential(double x) { return std::exp(x); }
+
+template <class A>
+struct simd;
+template <>
+struct simd<float> {
+  typedef float type __attribute__((vector_size(64)));
+};
+template <>
+struct simd<double> {
+  typedef double type __attribute__((vector_size(64)));
+};
+
+enum class Accumulate : uint8_t { no, yes };
+
+namespace detail {
+
+// Rows x (2 vectors) of C in registers.
+template <int Rows, class A>
+void matmul_kernel(A* c, int64_t ldc, const A* a, int64_t a_row, int64_t a_k, const A* b, int64_t ldb, int64_t K) {
+  using Vector = typename simd<A>::type;
+  constexpr int64_t width = sizeof(Vector) / sizeof(A);
+  Vector sum[Rows][2];
+  for (int r = 0; r < Rows; ++r) {
+    std::memcpy(&sum[r][0], c + r * ldc, sizeof(Vector));
+    std::memcpy(&sum[r][1], c + r * ldc + width, sizeof(Vector));
+  }
+  for (int64_t k = 0; k < K; ++k) {
+    Vector b0, b1;
+    std::memcpy(&b0, b + k * ldb, sizeof(Vector));
+    std::memcpy(&b1, b + k * ldb + width, sizeof(Vector));
+    for (int r = 0; r < Rows; ++r) {
+      const A scale = a[r * a_row + k * a_k];
+      sum[r][0] += scale * b0;
+      sum[r][1] += scale * b1;
+    }
+  }
+  for (int r = 0; r < Rows; ++r) {
+    std::memcpy(c + r * ldc, &sum[r][0], sizeof(Vector));
+    std::memcpy(c + r * ldc + width, &sum[r][1], sizeof(Vector));
+  }
+}
+
+}  // namespace detail
+
+// C (M, N) = or += A (M, K) B (K, N), for operands that fit into a cache. A is read through two strides, so that it may
+// be transposed; B and C have contiguous rows. Each element is added up in the order of k.
+template <class A>
+void small_matmul(A* c, int64_t ldc, const A* a, int64_t a_row, int64_t a_k, const A* b, int64_t ldb, int64_t M,
+                  int64_t N, int64_t K, Accumulate accumulate) {
+  constexpr int64_t width = 2 * sizeof(typename simd<A>::type) / sizeof(A);
+  if (accumulate == Accumulate::no)
+    for (int64_t m = 0; m < M; ++m) std::fill(c + m * ldc, c + m * ldc + N, A(0));
+  const int64_t N_vector = N / width * width;
+  int64_t m = 0;
+  auto rows = [&]<int Rows>() {
+    for (; m + Rows <= M; m += Rows)
+      for (int64_t n = 0; n < N_vector; n += width)
+        detail::matmul_kernel<Rows>(c + m * ldc + n, ldc, a + m * a_row, a_row, a_k, b + n, ldb, K);
+  };
+  rows.template operator()<8>();
+  rows.template operator()<4>();
+  rows.template operator()<1>();
+  if (N_vector == N) return;
+  for (m = 0; m < M; ++m)  // the ragged columns
+    for (int64_t k = 0; k < K; ++k) {
+      const A scale = a[m * a_row + k * a_k];
+#pragma omp simd
+      for (int64_t n = N_vector; n < N; ++n) c[m * ldc + n] += scale * b[k * ldb + n];
+    }
+}
+
+template <class A, class T>
+void widen(A* out, const T* x, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<A>(x[i]);
+}
+
+// Sums over rows are taken in this many partial sums, added in order: the same for any number of threads.
+inline constexpr int64_t row_partitions = 32;
+inline int64_t partition_begin(int64_t rows, int64_t part) { return rows * part / row_partitions; }
+
+}  // namespace llmc::cpu

@@ -1,0 +1,141 @@
+// dataloader.h: token shards in llm.c's format, and which sample comes when (contract 8 of the design: a shard of n tokens
+// holds floor((n-1)/T) samples; sample k is tokens [kT, kT+T]; the order depends on the seed, the epoch and the sample's
+// index alone). Format: 256 little-endian int32, {magic, version, token count}, then the tokens: 20240520, 1: uint16;
+// 20240801, 7: uint32.
+#pragma once
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/files.h"
+#include "core/rng.h"
+#include "core/shape.h"
+
+namespace llmc {
+
+class TokenShards {
+ public:
+  static constexpr int64_t header_bytes = 1024;
+
+  // Opens and checks every file that `pattern` matches; `option` names the pattern in errors.
+  TokenShards(const std::string& pattern, int64_t seq_len, const char* option = "--train-data") : seq_len_(seq_len) {
+    for (const std::string& path : expand_glob(pattern, option)) {
+      shards_.push_back(open_shard(path, samples_));
+      tokens_ += shards_.back().tokens;
+      samples_ += (shards_.back().tokens - 1) / seq_len;
+    }
+    CHECK(samples_ > 0, "{} {}: {} tokens in {} file(s) hold no sample of --seq-len {} + 1 tokens; shorten --seq-len or add data", option,
+          pattern, tokens_, shards_.size(), seq_len);
+  }
+
+  int64_t count() const { return static_cast<int64_t>(shards_.size()); }
+  int64_t tokens() const { return tokens_; }
+  int64_t samples() const { return samples_; }  // in one epoch
+  int64_t seq_len() const { return seq_len_; }
+
+  // out (T + 1) = the tokens of sample `index`, each below vocab_size.
+  void read_sample(int64_t index, int64_t vocab_size, std::vector<int32_t>& out) const {
+    CHECK(index >= 0 && index < samples_);
+    const auto after = std::upper_bound(shards_.begin(), shards_.end(), index, [](int64_t i, const Shard& s) { return i < s.first_sample; });
+    const Shard& shard = *std::prev(after);
+    const int64_t first = (index - shard.first_sample) * seq_len_, n = seq_len_ + 1;
+    out.resize(static_cast<size_t>(n));
+    if (shard.width == 4) {
+      shard.file.read_at(out.data(), n * 4, header_bytes + first * 4);
+    } else {  // read into the upper half, then widen in place from the front
+      uint16_t* narrow = reinterpret_cast<uint16_t*>(out.data()) + n;
+      shard.file.read_at(narrow, n * 2, header_bytes + first * 2);
+      for (int64_t i = 0; i < n; ++i) {
+        uint16_t token;
+        std::memcpy(&token, narrow + i, sizeof token);
+        out[static_cast<size_t>(i)] = token;
+      }
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      const uint32_t token = static_cast<uint32_t>(out[static_cast<size_t>(i)]);
+      CHECK(token < static_cast<uint64_t>(vocab_size),
+            "{}: token {} at position {} is outside the model's vocabulary of {}; the data was made with another tokenizer, or --vocab-size is too small",
+            shard.file.path(), token, first + i, vocab_size);
+    }
+  }
+
+ private:
+  struct Shard {
+    File file;
+    int64_t tokens, width, first_sample;
+  };
+
+  static Shard open_shard(const std::string& path, int64_t first_sample) {
+    File file = File::open_read(path);
+    const int64_t size = file.size();
+    CHECK(size >= header_bytes, "{}: {} bytes are too few for a token shard with its header of {}", path, size, header_bytes);
+    int32_t header[256];
+    file.read_at(header, header_bytes, 0);
+    const bool is_uint16 = header[0] == 20240520 && header[1] == 1, is_uint32 = header[0] == 20240801 && header[1] == 7;
+    CHECK(is_uint16 || is_uint32, "{}: magic {} version {}, expected 20240520 version 1 (uint16) or 20240801 version 7 (uint32); not a token shard",
+          path, header[0], header[1]);
+    const int64_t width = is_uint16 ? 2 : 4, payload = size - header_bytes;
+    const int64_t tokens = payload / width;
+    CHECK(payload % width == 0 && static_cast<uint32_t>(header[2]) == static_cast<uint32_t>(tokens),
+          "{}: the header says {} tokens, the file holds {} bytes of them ({} each); truncated or damaged: make it again", path,
+          static_cast<uint32_t>(header[2]), payload, width);
+    CHECK(tokens > 0, "{}: holds no tokens", path);
+    return {std::move(file), tokens, width, first_sample};
+  }
+
+  int64_t seq_len_, tokens_ = 0, samples_ = 0;
+  std::vector<Shard> shards_;
+};
+
+// The endless stream of samples, epoch after epoch.
+class DataLoader {
+ public:
+  struct Config {
+    uint64_t seed = 0;
+    bool shuffle = false;
+    int64_t vocab_size = 0;
+  };
+  // Who reads: rank `rank` of `ranks` that share a step, each with `batch_size` sequences in a micro-batch.
+  struct Reader {
+    int64_t rank = 0, ranks = 1, batch_size = 1;
+  };
+
+  DataLoader(const TokenShards& shards, const Config& config) : shards_(shards), config_(config) {}
+
+  // Where in the files the stream has its sample number `position`.
+  int64_t sample_at(int64_t position) {
+    const int64_t epoch = position / shards_.samples(), index = position % shards_.samples();
+    if (!config_.shuffle) return index;
+    if (epoch != epoch_ || !order_) {
+      order_.emplace(shards_.samples(), config_.seed, format("data order of epoch {}", epoch));
+      epoch_ = epoch;
+    }
+    return (*order_)(index);
+  }
+
+  // The micro-batch (batch_size T) of a step that begins at stream position `cursor`.
+  void read_batch(int64_t cursor, int64_t micro_batch, const Reader& who, std::vector<int32_t>& tokens, std::vector<int32_t>& targets,
+                  std::vector<int32_t>& positions) {
+    const size_t T = static_cast<size_t>(shards_.seq_len()), rows = static_cast<size_t>(who.batch_size);
+    for (std::vector<int32_t>* v : {&tokens, &targets, &positions}) v->resize(rows * T);
+    for (size_t b = 0; b < rows; ++b) {
+      const int64_t position = cursor + (micro_batch * who.ranks + who.rank) * who.batch_size + static_cast<int64_t>(b);
+      shards_.read_sample(sample_at(position), config_.vocab_size, sample_);
+      for (size_t t = 0; t < T; ++t) {
+        tokens[b * T + t] = sample_[t];
+        targets[b * T + t] = sample_[t + 1];
+        positions[b * T + t] = static_cast<int32_t>(t);
+      }
+    }
+  }
+
+ private:
+  const TokenShards& shards_;
+  Config config_;
+  int64_t epoch_ = -1;
+  std::optional<Permutation> order_;
+  std::vector<int32_t> sample_;
+};
+
+}  // namespace llmc

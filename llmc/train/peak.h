@@ -1,0 +1,74 @@
+// peak.h: the machine's matmul peak, measured once with the library that training uses, and cached: MFU is against this.
+#pragma once
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "core/files.h"
+#include "ops/ops.h"
+
+namespace llmc {
+
+inline std::string processor_name() {
+  std::ifstream info("/proc/cpuinfo");
+  for (std::string line; std::getline(info, line);)
+    if (line.starts_with("model name")) return line.substr(line.find(':') + 2);
+  return "unknown processor";
+}
+
+// Flops per second of the best of several square products of `size`, in `dtype`.
+inline double measure_matmul_peak(const Device& device, DType dtype, int64_t size = 1536) {
+  double best = 0;
+  int64_t scratch_bytes = 0;
+  for (const DeviceKind kind : {DeviceKind::null, device.kind}) {  // plan the scratch, then run
+    best = 0;
+    const Device on{kind, device.threads};
+    const int64_t matrix = round_up(size * size * size_of(dtype), Arena::alignment);
+    Arena arena(on, 3 * matrix), scratch(on, scratch_bytes);
+    Stream stream(on, scratch);
+    auto square = [&](const char* name) { return arena.alloc("peak", name, dtype, {size, size}); };
+    const Tensor out = square("out"), x = square("x"), weight = square("weight");
+    for (const Tensor& t : {x, weight}) zero(t, stream);
+    for (int i = 0; i < 6; ++i) {
+      stream.synchronize();
+      const auto begin = std::chrono::steady_clock::now();
+      linear_forward(out, x, weight, {}, stream);
+      stream.synchronize();
+      const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+      if (i > 0) best = std::max(best, 2.0 * static_cast<double>(size * size * size) / seconds);
+    }
+    scratch_bytes = scratch.high_water();
+  }
+  return best;
+}
+
+inline std::string peak_cache_file() {
+  const char* cache = std::getenv("XDG_CACHE_HOME");
+  const char* home = std::getenv("HOME");
+  if (cache != nullptr && *cache != '\0') return std::string(cache) + "/train_gpt/peak.json";
+  return std::string(home != nullptr && *home != '\0' ? home : "/tmp") + "/.cache/train_gpt/peak.json";
+}
+
+// From the cache where this processor, library, dtype and number of threads stand in it; a cache that cannot be read or
+// written costs half a second of measuring again, nothing else.
+inline double matmul_peak(const Device& device, DType dtype) {
+  const std::string key = format("{} | {} | {} | {} threads", processor_name(), cpu::matmul_library(), dtype, device.threads);
+  const std::string file = peak_cache_file();
+  nlohmann::json cache = nlohmann::json::object();
+  if (std::ifstream in(file); in) {
+    nlohmann::json found = nlohmann::json::parse(in, nullptr, false);
+    if (found.is_object()) cache = std::move(found);
+  }
+  if (cache.contains(key) && cache[key].is_number() && cache[key] > 0) return cache[key];
+  const double peak = measure_matmul_peak(device, dtype);
+  cache[key] = peak;
+  std::error_code ignored;
+  std::filesystem::create_directories(std::filesystem::path(file).parent_path(), ignored);
+  std::ofstream(file) << cache.dump(1) << "\n";
+  return peak;
+}
+
+}  // namespace llmc

@@ -1,0 +1,42 @@
+// planner.h: what a run needs, found by the trainer itself on the null device: nothing is computed, memory is counted by
+// name, work by op. The arenas of the real run are made exactly this large, so the plan cannot drift from the code.
+#pragma once
+#include <vector>
+
+#include "train/step.h"
+
+namespace llmc {
+
+struct Plan {
+  int64_t arena_bytes = 0, scratch_bytes = 0;
+  std::vector<MemoryLine> memory;  // what is live at the high-water mark, scratch last
+  OpLedger step_ops;               // calls, flops and bytes of one training step
+  int64_t total_bytes() const { return arena_bytes + scratch_bytes; }
+};
+
+// One training step, one evaluation and every length of a generation, on paper. `threads`: of the device planned for.
+inline Plan make_plan(const StepConfig& config, int threads) {
+  const Device device{DeviceKind::null, threads};
+  Arena arena(device), scratch(device);
+  Stream stream(device, scratch);
+  Trainer trainer(config, {arena, stream});
+  const BatchSource nothing = [](int64_t) { return HostBatch{}; };
+  Plan plan;
+  stream.set_ledger(&plan.step_ops);
+  trainer.step(nothing, {}, 1.0);
+  stream.set_ledger(nullptr);
+  trainer.evaluate(1, nothing);
+  std::vector<int32_t> tokens;
+  for (int64_t length = 1;; length = std::min(2 * length, config.batch.T)) {
+    tokens.resize(static_cast<size_t>(length));
+    trainer.next_token_logits(tokens);
+    if (length == config.batch.T) break;
+  }
+  plan.arena_bytes = arena.high_water();
+  plan.scratch_bytes = scratch.high_water();
+  plan.memory = arena.table();
+  plan.memory.push_back({"op scratch", plan.scratch_bytes});
+  return plan;
+}
+
+}  // namespace llmc

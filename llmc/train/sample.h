@@ -1,0 +1,63 @@
+// sample.h: generation: the next token from its logits by temperature, top-k and top-p.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <numeric>
+#include <span>
+#include <vector>
+
+#include "core/rng.h"
+#include "train/step.h"
+#include "train/tokenizer.h"
+
+namespace llmc {
+
+struct SampleOptions {
+  double temperature = 1.0;  // 0: always the likeliest token
+  int64_t top_k = 0;         // only the k likeliest; 0: all
+  double top_p = 1.0;        // only the smallest set with this much probability (Holtzman et al. 2020)
+};
+
+// `u` in [0, 1) decides. Ties go to the lower id.
+inline int32_t sample_token(std::span<const float> logits, const SampleOptions& o, double u) {
+  std::vector<int32_t> order(logits.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    return logits[static_cast<size_t>(a)] > logits[static_cast<size_t>(b)];
+  });
+  if (o.temperature == 0) return order[0];
+  if (o.top_k > 0 && o.top_k < static_cast<int64_t>(order.size())) order.resize(static_cast<size_t>(o.top_k));
+  std::vector<double> p(order.size());
+  double total = 0;
+  const double largest = logits[static_cast<size_t>(order[0])];
+  for (size_t i = 0; i < order.size(); ++i)
+    total += p[i] = std::exp((static_cast<double>(logits[static_cast<size_t>(order[i])]) - largest) / o.temperature);
+  double kept = 0;
+  size_t n = 0;
+  while (n < p.size() && (n == 0 || kept < o.top_p * total)) kept += p[n++];
+  double threshold = u * kept;
+  for (size_t i = 0; i < n; ++i) {
+    threshold -= p[i];
+    if (threshold < 0) return order[i];
+  }
+  return order[n - 1];
+}
+
+// `count` tokens behind the prompt (which may not be empty), each handed to `emit`; stops early when emit returns
+// false. Beyond the sequence length the oldest tokens are forgotten. Random numbers are keyed by (seed, stream).
+inline std::vector<int32_t> generate(Trainer& trainer, std::vector<int32_t> tokens, int64_t count, const SampleOptions& options,
+                                     uint64_t seed, std::string_view stream, const std::function<bool(int32_t)>& emit) {
+  const Philox rng(seed, stream);
+  const size_t window = static_cast<size_t>(trainer.config().batch.T);
+  for (int64_t i = 0; i < count; ++i) {
+    const size_t seen = std::min(tokens.size(), window);
+    const std::vector<float> logits = trainer.next_token_logits({tokens.data() + (tokens.size() - seen), seen});
+    const int32_t token = sample_token(logits, options, rng.uniform(static_cast<uint64_t>(i)));
+    tokens.push_back(token);
+    if (!emit(token)) break;
+  }
+  return tokens;
+}
+
+}  // namespace llmc

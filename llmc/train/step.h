@@ -1,0 +1,263 @@
+// step.h: the interpreter of actions: the only place that runs forward and backward. A training step is a list of
+// forwards and backwards, then the gradient norm, then the update; evaluation and generation are forward-only lists.
+//
+// The head (final norm, logits, loss and their gradients) runs at the start of the backward of the chunk that has it:
+// logits then live for one micro-batch only, whatever the schedule, and gradients of a tied table arrive by micro-batch.
+#pragma once
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "dist/schedule.h"
+#include "model/transformer.h"
+
+namespace llmc {
+
+// What an op needs besides its tensors.
+struct Context {
+  Arena& arena;
+  Stream& compute;
+};
+
+struct StepConfig {
+  ModelConfig model;
+  DType dtype = DType::fp32;
+  BatchShape batch{1, 1};        // one micro-batch: B sequences of T tokens
+  int64_t micro_batches = 1;     // of one step
+  Schedule schedule = Schedule::one_f_one_b;
+  int chunks = 1;
+};
+
+// One micro-batch of token ids on the host, each (B T).
+struct HostBatch {
+  std::vector<int32_t> tokens, targets, positions;
+};
+using BatchSource = std::function<HostBatch(int64_t micro_batch)>;
+
+struct StepResult {
+  double loss;       // mean over all target tokens
+  double grad_norm;  // before clipping
+  bool applied;      // false: the loss or the norm was not finite, and no weight changed
+};
+
+class Trainer {
+ public:
+  Trainer(const StepConfig& config, Context context)
+      : config_(config),
+        context_(context),
+        state_(parameter_table(config.model), config.dtype, context.arena),
+        chunks_(make_chunks(config.model.n_layer, config.chunks)),
+        actions_(training_actions(config.schedule, config.chunks, config.micro_batches)) {
+    Arena& arena = context_.arena;
+    loss_sum_ = arena.alloc("step scalars", "loss sum", DType::fp64, {1});
+    square_sums_ = arena.alloc("step scalars", "square sums", DType::fp64, {static_cast<int64_t>(state_.size())});
+    control_ = arena.alloc("step scalars", "update control", DType::fp64, {3});
+  }
+
+  const ModelState& state() const { return state_; }
+  const StepConfig& config() const { return config_; }
+  int64_t tokens_per_step() const { return config_.batch.rows() * config_.micro_batches; }
+
+  // One update. `optimizer.step` counts from 1; max_norm 0 does not clip.
+  StepResult step(const BatchSource& batches, const AdamWOptions& optimizer, double max_norm) {
+    accumulate_gradients(batches);
+    Stream& stream = context_.compute;
+    for (size_t u = 0; u < state_.size(); ++u)
+      square_sum(square_sums_.slice(static_cast<int64_t>(u), {1}), state_.unit(u).gradients(), stream);
+    clip_control(control_, square_sums_, loss_sum_, max_norm, stream);
+    for (size_t u = 0; u < state_.size(); ++u) state_.unit(u).update(control_, optimizer, stream);
+    stream.synchronize();
+    if (planning()) return {0, 0, true};
+    const double* control = control_.data<double>();
+    return {mean_loss(config_.micro_batches), control[0], control[2] != 0};
+  }
+
+  // Gradients of the mean loss of the whole step, left in state(). Public for tests.
+  void accumulate_gradients(const BatchSource& batches) {
+    for (size_t u = 0; u < state_.size(); ++u) zero(state_.unit(u).gradients(), context_.compute);
+    interpret(actions_, Purpose::train, config_.batch, batches);
+  }
+
+  // Mean loss over `micro_batches`, forward only.
+  double evaluate(int64_t micro_batches, const BatchSource& batches) {
+    interpret(forward_only(config_.chunks, micro_batches), Purpose::evaluate, config_.batch, batches);
+    context_.compute.synchronize();
+    return planning() ? 0 : mean_loss(micro_batches);
+  }
+
+  // The logits (V) of the token behind `tokens`, of which there are 1 to T. The rows are padded to a power of two: few
+  // shapes, and causal attention does not see what comes after.
+  std::vector<float> next_token_logits(std::span<const int32_t> tokens) {
+    const int64_t n = static_cast<int64_t>(tokens.size());
+    CHECK(n >= 1 && n <= config_.batch.T);
+    int64_t T = 1;
+    while (T < n) T *= 2;
+    T = std::min(T, config_.batch.T);
+    logits_row_ = n - 1;
+    interpret(forward_only(config_.chunks, 1), Purpose::generate, {1, T}, [&](int64_t) {
+      HostBatch batch;
+      batch.tokens.assign(tokens.begin(), tokens.end());
+      batch.tokens.resize(static_cast<size_t>(T), 0);
+      batch.targets.assign(static_cast<size_t>(T), 0);
+      for (int32_t t = 0; t < T; ++t) batch.positions.push_back(t);
+      return batch;
+    });
+    context_.compute.synchronize();
+    return host_logits_;
+  }
+
+ private:
+  enum class Purpose { train, evaluate, generate };
+
+  // The activations of one chunk for one micro-batch.
+  struct ChunkActivations {
+    Tensor embedded;  // (N, C), of the chunk with the embedding
+    std::vector<BlockActivations> blocks;
+  };
+  // Everything of one micro-batch in flight.
+  struct Slot {
+    MicroBatch inputs;
+    std::vector<ChunkActivations> chunks;
+    Tensor gradient;  // (N, C) of the residual stream, handed from chunk to chunk on the way back
+  };
+
+  bool planning() const { return context_.compute.device().kind == DeviceKind::null; }
+
+  double mean_loss(int64_t micro_batches) const {
+    return *loss_sum_.data<double>() / static_cast<double>(config_.batch.rows() * micro_batches);
+  }
+
+  Slot make_slot(const BatchShape& shape, Purpose purpose) {
+    Arena& arena = context_.arena;
+    const Shape stream_shape{shape.rows(), config_.model.n_embd};
+    Slot slot{MicroBatch(shape, arena), {}, {}};
+    for (const Chunk& chunk : chunks_) {
+      ChunkActivations& acts = slot.chunks.emplace_back();
+      if (chunk.has_embedding) acts.embedded = arena.alloc("activations", "embedded", config_.dtype, stream_shape);
+      for (size_t l = 0; l < chunk.layers.size(); ++l) {
+        // Forward only: nothing is kept for a backward, every block of the chunk writes to the same two sets in turn.
+        if (purpose != Purpose::train && l >= 2) acts.blocks.push_back(acts.blocks[l - 2]);
+        else acts.blocks.emplace_back(config_.model, shape, config_.dtype, arena);
+      }
+    }
+    if (purpose == Purpose::train) slot.gradient = arena.alloc("activations", "gradient", config_.dtype, stream_shape);
+    return slot;
+  }
+
+  void interpret(const std::vector<Action>& actions, Purpose purpose, const BatchShape& shape, const BatchSource& batches) {
+    auto scope = context_.arena.scope();
+    zero(loss_sum_, context_.compute);
+    const int64_t in_flight = purpose == Purpose::train ? micro_batches_in_flight(actions) : 1;
+    std::vector<Slot> slots;
+    for (int64_t i = 0; i < in_flight; ++i) slots.push_back(make_slot(shape, purpose));
+    for (const Action& action : actions) {
+      Slot& slot = slots[static_cast<size_t>(action.micro_batch % in_flight)];
+      const Chunk& chunk = chunks_[static_cast<size_t>(action.chunk)];
+      if (action.kind == ActionKind::forward) {
+        if (chunk.has_embedding) upload(slot.inputs, batches(action.micro_batch));
+        forward(action.chunk, slot, shape, purpose);
+      } else {
+        backward(action.chunk, slot, shape);
+      }
+    }
+  }
+
+  void upload(const MicroBatch& to, HostBatch from) {
+    if (planning()) return;
+    context_.compute.enqueue([to, from = std::move(from)] {
+      auto copy_rows = [](const Tensor& t, const std::vector<int32_t>& rows) {
+        CHECK(static_cast<int64_t>(rows.size()) == t.numel());
+        std::memcpy(t.bytes, rows.data(), static_cast<size_t>(t.size_bytes()));
+      };
+      copy_rows(to.tokens, from.tokens);
+      copy_rows(to.targets, from.targets);
+      copy_rows(to.positions, from.positions);
+    });
+  }
+
+  // The residual stream that enters block `l` of a chunk: the embedding, the block before, or the chunk before.
+  const Tensor& block_input(const Slot& slot, int chunk, size_t l) const {
+    const ChunkActivations& acts = slot.chunks[static_cast<size_t>(chunk)];
+    if (l > 0) return acts.blocks[l - 1].out;
+    return chunk == 0 ? acts.embedded : slot.chunks[static_cast<size_t>(chunk) - 1].blocks.back().out;
+  }
+
+  const UnitState& block_unit(int64_t layer) const { return state_.unit(static_cast<size_t>(1 + layer)); }
+
+  void forward(int chunk_index, const Slot& slot, const BatchShape& shape, Purpose purpose) {
+    Stream& stream = context_.compute;
+    const Chunk& chunk = chunks_[static_cast<size_t>(chunk_index)];
+    const ChunkActivations& acts = slot.chunks[static_cast<size_t>(chunk_index)];
+    if (chunk.has_embedding)
+      embedding_forward(acts.embedded, slot.inputs.tokens, slot.inputs.positions, state_.front().weight("wte.weight"),
+                        state_.front().weight("wpe.weight"), stream);
+    for (size_t l = 0; l < chunk.layers.size(); ++l)
+      block_forward(acts.blocks[l], block_input(slot, chunk_index, l), block_unit(chunk.layers[l]), config_.model, shape,
+                    context_.arena, stream);
+    if (!chunk.has_head || purpose == Purpose::train) return;
+    const Tensor& x = acts.blocks.back().out;
+    if (purpose == Purpose::evaluate) {
+      auto scope = context_.arena.scope();
+      const HeadActivations head(config_.model, x.shape[0], config_.dtype, context_.arena);
+      head_forward(head, x, state_.back(), state_.front(), config_.model, stream);
+      loss(head, slot.inputs.targets, Gradient::no);
+    } else {
+      generate_logits(x);
+    }
+  }
+
+  void backward(int chunk_index, const Slot& slot, const BatchShape& shape) {
+    Stream& stream = context_.compute;
+    Arena& arena = context_.arena;
+    const Chunk& chunk = chunks_[static_cast<size_t>(chunk_index)];
+    const ChunkActivations& acts = slot.chunks[static_cast<size_t>(chunk_index)];
+    if (chunk.has_head) {
+      auto scope = arena.scope();
+      const Tensor& x = acts.blocks.back().out;
+      const HeadActivations head(config_.model, x.shape[0], config_.dtype, arena);
+      head_forward(head, x, state_.back(), state_.front(), config_.model, stream);
+      loss(head, slot.inputs.targets, Gradient::yes);
+      head_backward(slot.gradient, head, x, state_.back(), state_.front(), arena, stream);
+    }
+    for (size_t l = chunk.layers.size(); l-- > 0;)
+      block_backward(slot.gradient, acts.blocks[l], block_input(slot, chunk_index, l), block_unit(chunk.layers[l]), config_.model,
+                     shape, arena, stream);
+    if (chunk.has_embedding)
+      embedding_backward(state_.front().gradient("wte.weight"), state_.front().gradient("wpe.weight"), slot.gradient,
+                         slot.inputs.tokens, slot.inputs.positions, stream);
+  }
+
+  // Adds the losses to the step's sum; with Gradient::yes the logits become the gradient of the step's mean loss.
+  void loss(const HeadActivations& head, const Tensor& targets, Gradient gradient) {
+    cross_entropy(head.losses, head.logits, targets, config_.model.vocab_size, 1.0 / static_cast<double>(tokens_per_step()),
+                  gradient, context_.compute);
+    add_losses(loss_sum_, head.losses, context_.compute);
+  }
+
+  // The head on one row only.
+  void generate_logits(const Tensor& x) {
+    auto scope = context_.arena.scope();
+    const int64_t C = config_.model.n_embd;
+    const HeadActivations head(config_.model, 1, config_.dtype, context_.arena);
+    head_forward(head, x.slice(logits_row_ * C, {1, C}), state_.back(), state_.front(), config_.model, context_.compute);
+    host_logits_.resize(static_cast<size_t>(config_.model.vocab_size));
+    context_.compute.enqueue([this, logits = head.logits] {
+      with_type(logits.dtype, [&](auto tag) {
+        const auto* row = logits.data<typename decltype(tag)::type>();
+        for (size_t v = 0; v < host_logits_.size(); ++v) host_logits_[v] = static_cast<float>(row[v]);
+      });
+    });
+  }
+
+  StepConfig config_;
+  Context context_;
+  ModelState state_;
+  std::vector<Chunk> chunks_;
+  std::vector<Action> actions_;
+  Tensor loss_sum_, square_sums_, control_;
+  int64_t logits_row_ = 0;
+  std::vector<float> host_logits_;
+};
+
+}  // namespace llmc

@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Asks this machine what it has, by linking against it, and prints the answers as make variables for build/config.mk:
+# a version where the part is there, nothing where it is not. Only a missing REQUIRED part is an error.
+#
+#   CXX=g++ NVCC=nvcc CPPFLAGS= CXXFLAGS= LDFLAGS= scripts/configure.sh >build/config.mk
+# shellcheck disable=SC2086    # compilers and flags are lists of words throughout
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+CXX=${CXX:-g++}
+MPICXX=${MPICXX:-mpicxx}
+NVCC="${NVCC:-nvcc} -ccbin ${CXX##* }"   # the compiler itself, where CXX is "ccache g++"
+flags="-std=c++20 -fopenmp ${CPPFLAGS:-} ${CXXFLAGS:-} ${LDFLAGS:-}"
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+
+answer() { echo "$1 := ${2:-}"; }
+
+missing() {
+  echo "configure: $1 was not found; 'make deps' installs what is missing" >&2
+  exit 1
+}
+
+# links COMPILER HEADER STATEMENT FLAGS...: does a program of this statement compile and link?
+links() {
+  local compiler=$1 header=$2 statement=$3
+  shift 3
+  printf '#include <%s>\nint main() { %s; }\n' "$header" "$statement" >"$dir/try.cpp"
+  $compiler "$dir/try.cpp" -o "$dir/try" "$@" >/dev/null 2>&1
+}
+
+# version COMPILER HEADER EXPRESSION: what the header's macros make of the expression; nothing if there is no such header
+version() {
+  printf '#include <%s>\n#define TEXT_(x) #x\n#define TEXT(x) TEXT_(x)\nTEXT(%s)\n' "$2" "$3" >"$dir/version.cpp"
+  { $1 -E "$dir/version.cpp" 2>/dev/null || true; } | tail -n 1 | tr -d '\\" ' | sed -n '/^[0-9][0-9.]*$/p'
+}
+
+echo "# Written by scripts/configure.sh: what this machine has. 'make reconfigure' asks again."
+
+# Required.
+links "$CXX" omp.h 'return omp_get_max_threads() < 1' $flags ||
+  missing "a C++20 compiler with OpenMP (tried: $CXX $flags)"
+answer CXX_VERSION "$($CXX --version | head -n 1)"
+cli11=$(version "$CXX $flags" CLI/CLI.hpp CLI11_VERSION)
+[ -n "$cli11" ] || missing 'CLI11 (CLI/CLI.hpp)'
+answer CLI11_VERSION "$cli11"
+json=$(version "$CXX $flags" nlohmann/json.hpp \
+  NLOHMANN_JSON_VERSION_MAJOR.NLOHMANN_JSON_VERSION_MINOR.NLOHMANN_JSON_VERSION_PATCH)
+[ -n "$json" ] || missing 'nlohmann/json (nlohmann/json.hpp)'
+answer JSON_VERSION "$json"
+
+# What the tests are written in: version 3 is a library, version 2 headers alone.
+catch2_header=catch2/catch.hpp
+if links "$CXX" catch2/catch_version.hpp 'Catch::libraryVersion()' $flags -lCatch2; then
+  catch2_header=catch2/catch_version_macros.hpp
+  answer CATCH2_LIBS -lCatch2
+fi
+answer CATCH2_VERSION "$(version "$CXX $flags" $catch2_header \
+  CATCH_VERSION_MAJOR.CATCH_VERSION_MINOR.CATCH_VERSION_PATCH)"
+
+# Optional: the CPU's matmul, and processes that talk to each other (its version is that of the MPI standard).
+! links "$CXX" dnnl.h 'return dnnl_version() == nullptr' $flags -ldnnl ||
+  answer ONEDNN_VERSION "$(version "$CXX $flags" dnnl.h DNNL_VERSION_MAJOR.DNNL_VERSION_MINOR.DNNL_VERSION_PATCH)"
+! links "$MPICXX" mpi.h 'return MPI_Init(nullptr, nullptr)' $flags ||
+  answer MPI_VERSION "$(version "$MPICXX $flags" mpi.h MPI_VERSION.MPI_SUBVERSION)"
+
+# Optional: NVIDIA's compiler and libraries, whose headers only nvcc knows where to find.
+echo '__global__ void kernel() {} int main() { return 0; }' >"$dir/try.cu"
+if $NVCC -std=c++20 "$dir/try.cu" -o "$dir/try" >/dev/null 2>&1; then
+  answer NVCC_VERSION "$($NVCC --version | sed -n 's/.*, V\([0-9.]*\)$/\1/p')"
+  ! links "$NVCC -x c++" cublasLt.h 'return cublasLtGetVersion() == 0' -lcublasLt ||
+    answer CUBLASLT_VERSION "$(version "$NVCC -x c++" cublasLt.h CUBLAS_VER_MAJOR.CUBLAS_VER_MINOR.CUBLAS_VER_PATCH)"
+  ! links "$NVCC -x c++" nccl.h 'int version; return ncclGetVersion(&version)' -lnccl ||
+    answer NCCL_VERSION "$(version "$NVCC -x c++" nccl.h NCCL_MAJOR.NCCL_MINOR.NCCL_PATCH)"
+fi
+
+# Optional: a GPU that answers. (Where there is a driver alone, nvidia-smi fails.)
+if gpus=$(nvidia-smi -L 2>/dev/null) && [ -n "$gpus" ]; then
+  answer GPU "$(sed -n '1s/^GPU 0: \(.*\) (UUID.*$/\1/p' <<<"$gpus")"
+  answer GPU_ARCH "sm_$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)"
+fi

@@ -1,0 +1,229 @@
+// The step: contracts 1 (reproducible), 4 (schedules are only an order), 7 (initial weights), the plan, and sampling.
+#include <cstring>
+
+#include "catch2.h"
+#include "train/planner.h"
+#include "train/sample.h"
+
+using namespace llmc;
+
+namespace {
+
+// A model with awkward sizes: odd vocabulary, odd head size, layers that do not divide.
+ModelConfig awkward_model() {
+  ModelConfig m;
+  m.n_layer = 3;
+  m.n_head = 3;
+  m.n_embd = 21;
+  m.n_ffn = 50;
+  m.vocab_size = 131;
+  m.n_positions = 19;
+  return m;
+}
+
+HostBatch random_batch(const StepConfig& c, int64_t micro_batch, std::string_view stream = "batch") {
+  const Philox rng(7, stream);
+  HostBatch batch;
+  for (int64_t i = 0; i < c.batch.rows(); ++i) {
+    const uint64_t index = static_cast<uint64_t>(micro_batch * c.batch.rows() + i);
+    batch.tokens.push_back(static_cast<int32_t>(rng.bits(2 * index) % static_cast<uint64_t>(c.model.vocab_size)));
+    batch.targets.push_back(static_cast<int32_t>(rng.bits(2 * index + 1) % static_cast<uint64_t>(c.model.vocab_size)));
+    batch.positions.push_back(static_cast<int32_t>(i % c.batch.T));
+  }
+  return batch;
+}
+
+// A trainer in arenas of exactly the planned size, poisoned.
+struct Fixture {
+  Plan plan;
+  Device device;
+  Arena arena, scratch;
+  Stream stream;
+  Trainer trainer;
+  explicit Fixture(const StepConfig& c, int threads = 2)
+      : plan(make_plan(c, threads)),
+        device{DeviceKind::cpu, threads},
+        arena(device, plan.arena_bytes),
+        scratch(device, plan.scratch_bytes),
+        stream(device, scratch),
+        trainer((arena.poison_free(), scratch.poison_free(), c), {arena, stream}) {
+    init_weights(trainer.state(), 42, stream);
+  }
+  BatchSource batches() {
+    return [this](int64_t m) { return random_batch(trainer.config(), m); };
+  }
+  // The losses and norms of `steps` updates, then every weight and moment.
+  std::vector<double> train(int steps) {
+    std::vector<double> seen;
+    for (int s = 1; s <= steps; ++s) {
+      const StepResult r = trainer.step(batches(), {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = s}, 1.0);
+      REQUIRE(r.applied);
+      seen.push_back(r.loss);
+      seen.push_back(r.grad_norm);
+    }
+    for (const StateEntry& e : trainer.state().state_table())
+      for (int64_t i = 0; i < e.tensor.numel(); ++i)
+        seen.push_back(e.tensor.dtype == DType::bf16 ? double(float(e.tensor.data<bf16>()[i])) : double(e.tensor.data<float>()[i]));
+    return seen;
+  }
+};
+
+bool bitwise_equal(const std::vector<double>& a, const std::vector<double>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(double)) == 0;
+}
+
+StepConfig awkward_step(DType dtype) {
+  return {.model = awkward_model(), .dtype = dtype, .batch = {2, 19}, .micro_batches = 3};
+}
+
+}  // namespace
+
+TEST_CASE("two runs with the same seed agree bitwise in losses, norms and weights") {
+  for (const DType dtype : {DType::fp32, DType::bf16}) {
+    INFO("dtype " << name_of(dtype));
+    const std::vector<double> first = Fixture(awkward_step(dtype)).train(3);
+    for (double x : first) REQUIRE(std::isfinite(x));
+    REQUIRE(bitwise_equal(first, Fixture(awkward_step(dtype)).train(3)));
+  }
+}
+
+TEST_CASE("schedules and chunks are only an order: gpipe, 1f1b, one to three chunks agree bitwise") {
+  for (const DType dtype : {DType::fp32, DType::bf16}) {
+    const std::vector<double> reference = Fixture(awkward_step(dtype)).train(2);
+    for (const Schedule schedule : {Schedule::one_f_one_b, Schedule::gpipe})
+      for (int chunks = 1; chunks <= 3; ++chunks) {
+        StepConfig c = awkward_step(dtype);
+        c.schedule = schedule;
+        c.chunks = chunks;
+        INFO(name_of(dtype) << " " << name_of(schedule) << ", " << chunks << " chunks");
+        REQUIRE(bitwise_equal(reference, Fixture(c).train(2)));
+      }
+  }
+}
+
+TEST_CASE("one large micro-batch and several small ones give the same gradients but for rounding") {
+  StepConfig small = awkward_step(DType::fp32), large = small;
+  large.batch.B = small.batch.B * small.micro_batches;
+  large.micro_batches = 1;
+  Fixture a(small), b(large);
+  const auto one = a.train(1), other = b.train(1);
+  REQUIRE(std::abs(one[0] - other[0]) < 1e-6 * one[0]);
+  REQUIRE(std::abs(one[1] - other[1]) < 1e-5 * one[1]);
+}
+
+TEST_CASE("the loss of a step is the mean over every target token, as evaluation finds it before the update") {
+  Fixture f(awkward_step(DType::fp32));
+  const double before = f.trainer.evaluate(3, f.batches());
+  const double step = f.train(1)[0];
+  REQUIRE(std::abs(before - step) < 1e-9);
+  REQUIRE(before > 0.9 * std::log(131));
+  REQUIRE(before < 1.1 * std::log(131));
+}
+
+TEST_CASE("the null device plans exactly the memory that the CPU uses") {
+  for (const DType dtype : {DType::fp32, DType::bf16})
+    for (const Schedule schedule : {Schedule::gpipe, Schedule::one_f_one_b})
+      for (const int64_t T : {1, 8, 19}) {
+        StepConfig c = awkward_step(dtype);
+        c.schedule = schedule;
+        c.batch.T = T;
+        c.chunks = 2;
+        Fixture f(c, 2);  // an arena of exactly the plan's size: one byte more would throw
+        f.train(1);
+        f.trainer.evaluate(1, f.batches());
+        std::vector<int32_t> tokens(static_cast<size_t>(T), 5);
+        f.trainer.next_token_logits(tokens);
+        f.trainer.next_token_logits({tokens.data(), 1});
+        REQUIRE(f.arena.high_water() == f.plan.arena_bytes);
+        REQUIRE(f.scratch.high_water() == f.plan.scratch_bytes);
+        int64_t total = 0;
+        for (const MemoryLine& line : f.plan.memory) total += line.bytes;
+        REQUIRE(total == f.plan.total_bytes());
+      }
+}
+
+TEST_CASE("1f1b needs one set of activations, gpipe one for each micro-batch") {
+  StepConfig c = awkward_step(DType::fp32);
+  auto activations = [&](Schedule schedule) {
+    c.schedule = schedule;
+    for (const MemoryLine& line : make_plan(c, 1).memory)
+      if (line.label == "activations") return line.bytes;
+    return int64_t{0};
+  };
+  REQUIRE(activations(Schedule::gpipe) == c.micro_batches * activations(Schedule::one_f_one_b));
+}
+
+TEST_CASE("initial weights depend on seed, name and index alone") {
+  StepConfig shallow = awkward_step(DType::fp32), deep = shallow;
+  deep.model.vocab_size = 300;  // more rows of the same table
+  Fixture a(shallow, 1), b(deep, 2);
+  a.stream.synchronize();
+  b.stream.synchronize();
+  const Tensor small = a.trainer.state().front().weight("wte.weight"), large = b.trainer.state().front().weight("wte.weight");
+  const int64_t n = shallow.model.vocab_size * shallow.model.n_embd;
+  REQUIRE(std::memcmp(small.bytes, large.bytes, static_cast<size_t>(n) * sizeof(float)) == 0);
+  for (int64_t i = n; i < small.numel(); ++i) REQUIRE(small.data<float>()[i] == 0);  // the padding rows
+  const Tensor q = a.trainer.state().unit(1).weight("attn.q.weight"), k = a.trainer.state().unit(1).weight("attn.k.weight");
+  REQUIRE(std::memcmp(q.bytes, k.bytes, static_cast<size_t>(q.size_bytes())) != 0);
+}
+
+TEST_CASE("vocabulary padding stays zero through training") {
+  Fixture f(awkward_step(DType::bf16));
+  f.train(3);
+  const ModelConfig m = awkward_model();
+  const Tensor wte = f.trainer.state().front().weight("wte.weight");
+  REQUIRE(wte.shape[0] == 256);
+  for (int64_t i = m.vocab_size * m.n_embd; i < wte.numel(); ++i) REQUIRE(float(wte.data<bf16>()[i]) == 0);
+}
+
+TEST_CASE("a loss that is not finite changes no weight and says so") {
+  Fixture f(awkward_step(DType::fp32));
+  f.stream.synchronize();
+  const UnitState& head = f.trainer.state().back();
+  head.weight("ln_f.bias").data<float>()[0] = std::numeric_limits<float>::quiet_NaN();
+  const Tensor q = f.trainer.state().unit(1).weights();
+  const std::vector<float> before(q.data<float>(), q.data<float>() + q.numel());
+  const StepResult r = f.trainer.step(f.batches(), {.lr = 0.1f, .beta1 = 0.9f, .beta2 = 0.9f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 1}, 1.0);
+  REQUIRE_FALSE(r.applied);
+  REQUIRE(std::memcmp(before.data(), q.bytes, before.size() * sizeof(float)) == 0);
+}
+
+TEST_CASE("the logits of the next token do not depend on how far the rows are padded") {
+  Fixture f(awkward_step(DType::fp32));
+  std::vector<int32_t> tokens = {3, 1, 4, 1, 5, 9, 2, 6};
+  const std::vector<float> eight = f.trainer.next_token_logits(tokens);
+  tokens.push_back(7);
+  const std::vector<float> nine = f.trainer.next_token_logits(tokens);  // 16 rows
+  tokens.pop_back();
+  const std::vector<float> again = f.trainer.next_token_logits(tokens);
+  REQUIRE(eight == again);
+  REQUIRE(eight != nine);
+  REQUIRE(eight.size() == 131);
+}
+
+TEST_CASE("sampling keeps to temperature, top-k and top-p") {
+  const std::vector<float> logits = {0.0f, 3.0f, 1.0f, 2.0f};
+  REQUIRE(sample_token(logits, {.temperature = 0}, 0.99) == 1);
+  REQUIRE(sample_token(logits, {.top_k = 2}, 0.999) == 3);
+  REQUIRE(sample_token(logits, {.top_p = 0.5}, 0.999) == 1);
+  REQUIRE(sample_token(logits, {}, 0.0) == 1);
+  REQUIRE(sample_token(logits, {}, 0.9999) == 0);
+  // Frequencies follow the softmax.
+  int ones = 0;
+  for (int i = 0; i < 1000; ++i) ones += sample_token(logits, {}, (i + 0.5) / 1000) == 1;
+  REQUIRE(std::abs(ones / 1000.0 - 0.6439) < 0.002);
+}
+
+TEST_CASE("gpipe and 1f1b lists hold each forward and backward once, backwards by micro-batch") {
+  for (const Schedule schedule : {Schedule::gpipe, Schedule::one_f_one_b}) {
+    const auto actions = training_actions(schedule, 2, 5);
+    REQUIRE(actions.size() == 20);
+    int64_t last = 0;
+    for (const Action& a : actions)
+      if (a.kind == ActionKind::backward) {
+        REQUIRE(a.micro_batch >= last);
+        last = a.micro_batch;
+      }
+    REQUIRE(micro_batches_in_flight(actions) == (schedule == Schedule::gpipe ? 5 : 1));
+  }
+}
