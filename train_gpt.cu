@@ -122,7 +122,7 @@ void run_training(const Options& o) {
   // The out directory belongs to one run.
   if (const std::optional<int64_t> newest = newest_checkpoint(o.out_dir); newest && *newest >= batch.max_steps) {
     Log log(o.out_dir, Log::Metrics::none);
-    log.line(format("already complete: {} is at step {} of {}", o.out_dir, *newest, batch.max_steps));
+    log.line(formatted("already complete: {} is at step {} of {}", o.out_dir, *newest, batch.max_steps));
     return report_next_steps(log, o, checkpoint_path(o.out_dir, *newest));
   }
   claim_out_dir(o.out_dir);
@@ -149,13 +149,13 @@ void run_training(const Options& o) {
   };
   auto sample = [&](int64_t step) {
     std::vector<int32_t> made;
-    generate(run.trainer, prompt_tokens(*tokenizer, o, config.model), o.sample_tokens, sample_options(o), seed, format("sample {}", step),
+    generate(run.trainer, prompt_tokens(*tokenizer, o, config.model), o.sample_tokens, sample_options(o), seed, formatted("sample {}", step),
              [&](int32_t token) {
                made.push_back(token);
                log.progress("sampling", static_cast<int64_t>(made.size()), o.sample_tokens);
                return token != tokenizer->end_of_text();
              });
-    log.line(format("sample at step {}: {}{}", step, o.prompt, tokenizer->decode(made)));
+    log.line(formatted("sample at step {}: {}{}", step, o.prompt, tokenizer->decode(made)));
   };
   std::string checkpoint;
   auto save = [&](int64_t step) {
@@ -197,7 +197,7 @@ void run_training(const Options& o) {
                .ms = seconds * 1e3, .tokens_per_s = static_cast<double>(batch.tokens) / seconds,
                .mfu = flops_per_step / seconds / peak, .eta_s = left});
     if (!result.applied)
-      throw Error(format("step {} diverged: loss {}, gradient norm {}; the weights were not updated. Lower --lr, add --warmup-steps or "
+      throw Error(formatted("step {} diverged: loss {} or gradient norm {} is not finite; the weights were not updated. Lower --lr, add --warmup-steps or "
                          "check the data; {}",
                          step, result.loss, result.grad_norm,
                          checkpoint.empty() ? "no checkpoint was written" : "the last checkpoint is " + checkpoint),
@@ -210,11 +210,11 @@ void run_training(const Options& o) {
   }
 
   log.table("done",
-            {{"time", format("{} in all, {} in training steps", human_duration(seconds_since(begin)), human_duration(step_seconds))},
-             {"throughput", format("{:.0f} tokens/s, {:.1f}% MFU", static_cast<double>(batch.tokens * batch.max_steps) / step_seconds,
+            {{"time", formatted("{} in all, {} in training steps", human_duration(seconds_since(begin)), human_duration(step_seconds))},
+             {"throughput", formatted("{:.0f} tokens/s, {:.1f}% MFU", static_cast<double>(batch.tokens * batch.max_steps) / step_seconds,
                                    100 * flops_per_step * static_cast<double>(batch.max_steps) / step_seconds / peak)},
-             {"training loss", format("{:.4f} at step {}", last_loss, batch.max_steps)},
-             {"validation loss", std::isfinite(best_val) ? format("{:.4f} at best, at step {}", best_val, best_step) : "not measured"},
+             {"training loss", formatted("{:.4f} at step {}", last_loss, batch.max_steps)},
+             {"validation loss", std::isfinite(best_val) ? formatted("{:.4f} at best, at step {}", best_val, best_step) : "not measured"},
              {"checkpoint", checkpoint},
              {"metrics", o.out_dir + "/metrics.jsonl"}});
   if (o.profile) report_profile(log, ops, batch.max_steps);

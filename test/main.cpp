@@ -17,24 +17,26 @@ class Notes : public Catch::EventListenerBase {
   using Catch::EventListenerBase::EventListenerBase;
 
   void testCaseStarting(const Catch::TestCaseInfo& test) override {
+    name_ = test.name;
     start_ = Clock::now();
-    write("started", "-", test.name);
+    write("started", "-");
   }
 
   void testCaseEnded(const Catch::TestCaseStats& stats) override {
     const Catch::Counts& cases = stats.totals.testCases;
     const double seconds = std::chrono::duration<double>(Clock::now() - start_).count();
     const char* fate = cases.failed ? "failed" : cases.passed || cases.failedButOk ? "passed" : "skipped";
-    write(fate, std::to_string(seconds), stats.testInfo.name);
+    write(fate, std::to_string(seconds));
   }
 
  private:
   using Clock = std::chrono::steady_clock;
 
-  void write(const std::string& fate, const std::string& seconds, const std::string& name) {
-    file_ << fate << ' ' << seconds << ' ' << name << std::endl;  // flushed: a crash loses what is in a buffer
+  void write(const std::string& fate, const std::string& seconds) {
+    file_ << fate << ' ' << seconds << ' ' << name_ << std::endl;  // flushed: a crash loses what is in a buffer
   }
 
+  std::string name_;
   Clock::time_point start_;
   std::ofstream file_{std::getenv("TEST_NOTES") ? std::getenv("TEST_NOTES") : "/dev/null"};
 };

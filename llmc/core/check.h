@@ -69,9 +69,9 @@ std::string format_argument(const std::string& spec, const T& value) {
 }  // namespace detail
 
 // "{}" takes the next argument; "{:SPEC}" formats it with printf's flags, width and precision: "{:8.4f}", "{:-20}" (a
-// string, left-aligned), "{:06}". std::format is not in g++ 12.
+// string, left-aligned), "{:06}". std::format is not in g++ 12; where it is, a function of its name would be ambiguous.
 template <class... Args>
-std::string format(std::string_view pattern, const Args&... args) {
+std::string formatted(std::string_view pattern, const Args&... args) {
   std::string out;
   size_t at = 0;
   [[maybe_unused]] auto next = [&](const auto& value) {
@@ -92,11 +92,11 @@ std::string format(std::string_view pattern, const Args&... args) {
 namespace detail {
 
 [[noreturn]] inline void check_failed(const char* condition, const char* file, int line) {
-  throw Error(format("internal check failed: {} ({}:{}); please report it with the command line", condition, file, line));
+  throw Error(formatted("internal check failed: {} ({}:{}); please report it with the command line", condition, file, line));
 }
 template <class... Args>
 [[noreturn]] void check_failed(const char*, const char*, int, std::string_view pattern, const Args&... args) {
-  throw Error(format(pattern, args...));
+  throw Error(formatted(pattern, args...));
 }
 
 }  // namespace detail

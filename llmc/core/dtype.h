@@ -104,7 +104,7 @@ void with_type(DType dtype, F&& f) {
     case DType::fp32: return f(type_tag<float>{});
     case DType::bf16: return f(type_tag<bf16>{});
     case DType::fp64: return f(type_tag<double>{});
-    default: throw Error(format("no op computes in {}: use fp32 or bf16", dtype));
+    default: throw Error(formatted("no op computes in {}: use fp32 or bf16", dtype));
   }
 }
 

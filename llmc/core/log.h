@@ -17,23 +17,23 @@ namespace llmc {
 
 // 1234 -> "1,234"; 124439808 -> "124.4M"
 inline std::string human_count(int64_t n) {
-  if (n >= 10'000'000'000) return format("{:.1f}B", static_cast<double>(n) * 1e-9);
-  if (n >= 10'000'000) return format("{:.1f}M", static_cast<double>(n) * 1e-6);
-  std::string digits = format("{}", n);
+  if (n >= 10'000'000'000) return formatted("{:.1f}B", static_cast<double>(n) * 1e-9);
+  if (n >= 10'000'000) return formatted("{:.1f}M", static_cast<double>(n) * 1e-6);
+  std::string digits = formatted("{}", n);
   for (size_t at = digits.size(); at > 3; at -= 3) digits.insert(at - 3, ",");
   return digits;
 }
 
 inline std::string human_bytes(int64_t n) {
   const double b = static_cast<double>(n);
-  if (b >= 1 << 30) return format("{:.2f} GiB", b / (1 << 30));
-  if (b >= 1 << 20) return format("{:.1f} MiB", b / (1 << 20));
-  return format("{:.1f} KiB", b / (1 << 10));
+  if (b >= 1 << 30) return formatted("{:.2f} GiB", b / (1 << 30));
+  if (b >= 1 << 20) return formatted("{:.1f} MiB", b / (1 << 20));
+  return formatted("{:.1f} KiB", b / (1 << 10));
 }
 
 inline std::string human_duration(double seconds) {
   const int64_t s = std::llround(seconds);
-  return s >= 3600 ? format("{}:{:02}:{:02}", s / 3600, s / 60 % 60, s % 60) : format("{}:{:02}", s / 60, s % 60);
+  return s >= 3600 ? formatted("{}:{:02}:{:02}", s / 3600, s / 60 % 60, s % 60) : formatted("{}:{:02}", s / 60, s % 60);
 }
 
 struct TrainLine {
@@ -65,19 +65,19 @@ class Log {
   // A title and rows of name and value.
   void table(const std::string& title, const std::vector<std::pair<std::string, std::string>>& rows) {
     line(title);
-    for (const auto& [name, value] : rows) line(format("  {:-22} {}", name, value));
+    for (const auto& [name, value] : rows) line(formatted("  {:-22} {}", name, value));
   }
 
   void train(const TrainLine& t) {
-    const int digits = static_cast<int>(format("{}", t.max_steps).size());
-    line(format("step {:" + std::to_string(digits) + "}/{} | loss {:7.4f} | norm {:8.4f} | lr {:.2e} | {:8.1f} ms | {:9} tok/s | {:5.1f}% MFU | ETA {}",
+    const int digits = static_cast<int>(formatted("{}", t.max_steps).size());
+    line(formatted("step {:" + std::to_string(digits) + "}/{} | loss {:7.4f} | norm {:8.4f} | lr {:.2e} | {:8.1f} ms | {:9} tok/s | {:5.1f}% MFU | ETA {}",
                 t.step, t.max_steps, t.loss, t.grad_norm, t.lr, t.ms, human_count(std::llround(t.tokens_per_s)), 100 * t.mfu, human_duration(t.eta_s)));
     write({{"kind", "train"}, {"step", t.step}, {"loss", t.loss}, {"grad_norm", t.grad_norm}, {"lr", t.lr}, {"ms", t.ms},
            {"tokens_per_s", t.tokens_per_s}, {"mfu", t.mfu}});
   }
 
   void val(const ValLine& v) {
-    line(format("validation at step {} | loss {:.4f} | perplexity {:.3f}", v.step, v.loss, std::exp(v.loss)));
+    line(formatted("validation at step {} | loss {:.4f} | perplexity {:.3f}", v.step, v.loss, std::exp(v.loss)));
     write({{"kind", "val"}, {"step", v.step}, {"loss", v.loss}});
   }
 

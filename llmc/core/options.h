@@ -130,10 +130,10 @@ namespace detail {
 template <class T>
 std::string option_text(const T& value) {
   if constexpr (std::is_same_v<T, double>) {
-    const std::string brief = format("{}", value);  // the shortest that reads back as the same number
-    return std::stod(brief) == value ? brief : format("{:.17g}", value);
+    const std::string brief = formatted("{}", value);  // the shortest that reads back as the same number
+    return std::stod(brief) == value ? brief : formatted("{:.17g}", value);
   } else {
-    return format("{}", value);
+    return formatted("{}", value);
   }
 }
 template <class T>
@@ -222,11 +222,11 @@ inline std::string help_text() {
         const std::string type = limits.choices.empty() ? detail::type_text(field) : "TEXT";
         const std::string value = detail::option_text(field);
         std::string all = help;
-        if (!limits.choices.empty()) all += format(" ({})", limits.choices);
-        if (!type.empty() && !value.empty()) all += format(" [{}]", value);
-        line(format("  {} {} {}", *letter ? std::string(letter) + "," : std::string("   "), name, type), all);
+        if (!limits.choices.empty()) all += formatted(" ({})", limits.choices);
+        if (!type.empty() && !value.empty()) all += formatted(" [{}]", value);
+        line(formatted("  {} {} {}", *letter ? std::string(letter) + "," : std::string("   "), name, type), all);
       }});
-  for (const auto& mode : detail::mode_options) line(format("      {}", mode.name), mode.help);
+  for (const auto& mode : detail::mode_options) line(formatted("      {}", mode.name), mode.help);
   return text + "\nExit status: 0 done, 1 refused (the reason is on stderr), 2 diverged.";
 }
 
@@ -234,16 +234,16 @@ inline std::string config_text(const Options& options) {
   Options o = options;
   std::string text;
   visit_options(o, detail::OptionVisitor{
-      [&](const char* group) { text += format("{}# {}\n", text.empty() ? "" : "\n", group); },
+      [&](const char* group) { text += formatted("{}# {}\n", text.empty() ? "" : "\n", group); },
       [&](const char* name, const char*, auto& field, const Limits&, ResumeRule, const char*) {
         using T = std::remove_reference_t<decltype(field)>;
         const std::string value = detail::option_text(field);
         if (value.empty()) return;  // absent
         if constexpr (std::is_same_v<T, std::string>) {
           CHECK(value.find_first_of("\"\n") == std::string::npos, "{}: a value with a quote or a line break cannot stand in a --config file", name);
-          text += format("{}=\"{}\"\n", name + 2, value);
+          text += formatted("{}=\"{}\"\n", name + 2, value);
         } else {
-          text += format("{}={}\n", name + 2, value);
+          text += formatted("{}={}\n", name + 2, value);
         }
       }});
   if (!text.empty()) text.pop_back();
@@ -254,11 +254,11 @@ inline std::string options_markdown() {
   std::string text;
   Options defaults;
   visit_options(defaults, detail::OptionVisitor{
-      [&](const char* group) { text += format("{}**{}**\n\n| option | default | meaning | on resume |\n| --- | --- | --- | --- |\n", text.empty() ? "" : "\n", group); },
+      [&](const char* group) { text += formatted("{}**{}**\n\n| option | default | meaning | on resume |\n| --- | --- | --- | --- |\n", text.empty() ? "" : "\n", group); },
       [&](const char* name, const char* letter, auto& field, const Limits& limits, ResumeRule rule, const char* help) {
         std::string all = help;
-        if (!limits.choices.empty()) all += format(" ({})", limits.choices);
-        text += format("| `{}`{} | {} | {} | {} |\n", name, *letter ? format(" `{}`", letter) : std::string(), detail::option_text(field), all, rule);
+        if (!limits.choices.empty()) all += formatted(" ({})", limits.choices);
+        text += formatted("| `{}`{} | {} | {} | {} |\n", name, *letter ? formatted(" `{}`", letter) : std::string(), detail::option_text(field), all, rule);
       }});
   text.pop_back();
   return text;
@@ -273,8 +273,8 @@ inline void check_limits(Options& o) {
         auto check_number = [&](auto value) {
           const double v = static_cast<double>(value);
           CHECK(std::isfinite(v) && v >= limits.min && v <= limits.max, "{} {}: expected a number {}{}", name, value,
-                std::isinf(limits.min) ? std::string() : format("from {}", limits.min),
-                std::isinf(limits.max) ? std::string(" on") : format(" to {}", limits.max));
+                std::isinf(limits.min) ? std::string() : formatted("from {}", limits.min),
+                std::isinf(limits.max) ? std::string(" on") : formatted(" to {}", limits.max));
         };
         if constexpr (std::is_same_v<T, std::string>) {
           CHECK(limits.choices.empty() || std::find(limits.choices.begin(), limits.choices.end(), field) != limits.choices.end(),
@@ -323,7 +323,7 @@ inline Command parse_command_line(int argc, const char* const* argv) {
       [&](const char* name, const char* letter, auto& field, const Limits&, ResumeRule, const char*) {
         using T = std::remove_reference_t<decltype(field)>;
         names.emplace_back(name);
-        const std::string both = *letter ? format("{},{}", letter, name) : std::string(name);
+        const std::string both = *letter ? formatted("{},{}", letter, name) : std::string(name);
         if constexpr (std::is_same_v<T, bool>) app.add_flag(both, field);
         else app.add_option(both, field)->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
       }});
@@ -336,7 +336,7 @@ inline Command parse_command_line(int argc, const char* const* argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    throw Error(format("{}; see --help", error.what()));
+    throw Error(formatted("{}; see --help", error.what()));
   }
   if (help || markdown) {
     command.print = true;
@@ -349,7 +349,7 @@ inline Command parse_command_line(int argc, const char* const* argv) {
       return detail::edit_distance(a, word) < detail::edit_distance(b, word);
     });
     CHECK(word[0] == '-', "{}: an argument without an option; see --help", word);
-    throw Error(format("{}: there is no such option; the nearest is {}; see --help", word, *nearest));
+    throw Error(formatted("{}: there is no such option; the nearest is {}; see --help", word, *nearest));
   }
   if (command.version) return command;
   check_limits(command.options);

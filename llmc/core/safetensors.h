@@ -114,7 +114,7 @@ class SafetensorsReader {
       e.begin = entry.at("data_offsets").at(0).get<int64_t>();
       end = entry.at("data_offsets").at(1).get<int64_t>();
     } catch (const nlohmann::json::exception&) {
-      throw Error(format("{}: the entry of tensor {} is {}, expected dtype, shape and data_offsets", path(), name, entry.dump()));
+      throw Error(formatted("{}: the entry of tensor {} is {}, expected dtype, shape and data_offsets", path(), name, entry.dump()));
     }
     const auto* known = std::find_if(std::begin(detail::safetensors_dtypes), std::end(detail::safetensors_dtypes),
                                      [&](const auto& d) { return dtype == d.second; });

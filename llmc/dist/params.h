@@ -81,7 +81,7 @@ struct UnitLayout {
 inline size_t param_index(const UnitSpec& unit, const std::string& suffix) {
   for (size_t i = 0; i < unit.params.size(); ++i)
     if (unit.params[i].name.ends_with(suffix)) return i;
-  throw Error(format("unit {} has no parameter ...{}", unit.name, suffix));
+  throw Error(formatted("unit {} has no parameter ...{}", unit.name, suffix));
 }
 
 }  // namespace llmc

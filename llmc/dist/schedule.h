@@ -24,7 +24,7 @@ inline const char* name_of(Schedule s) { return s == Schedule::gpipe ? "gpipe" :
 inline Schedule schedule_from_name(const std::string& name) {
   if (name == "gpipe") return Schedule::gpipe;
   if (name == "1f1b") return Schedule::one_f_one_b;
-  throw Error(format("--schedule {}: expected gpipe or 1f1b", name));
+  throw Error(formatted("--schedule {}: expected gpipe or 1f1b", name));
 }
 
 // Forward-only lists: evaluation and generation.

@@ -101,16 +101,24 @@ inline ModelConfig config_from_hf(const nlohmann::json& json, const std::string&
   return config;
 }
 
+// The end-of-text token of the vocabularies that are known by their size: GPT-2's, and bytes.
+inline nlohmann::json end_of_text_of(int64_t vocab_size) {
+  if (vocab_size == 50257 || vocab_size == 257) return vocab_size - 1;
+  return nullptr;
+}
+
 // config.json as transformers reads it; `dtype` is that of the weights beside it.
 inline nlohmann::ordered_json config_to_hf(const ModelConfig& c, DType dtype) {
   return {{"architectures", {"GPT2LMHeadModel"}},
           {"model_type", "gpt2"},
           {"activation_function", "gelu_new"},
+          {"bos_token_id", end_of_text_of(c.vocab_size)},
+          {"eos_token_id", end_of_text_of(c.vocab_size)},
           {"attn_pdrop", 0.0},
           {"embd_pdrop", 0.0},
           {"resid_pdrop", 0.0},
-          {"initializer_range", std::stod(format("{:.9g}", c.init_std))},
-          {"layer_norm_epsilon", std::stod(format("{:.9g}", c.norm_eps))},
+          {"initializer_range", std::stod(formatted("{:.9g}", c.init_std))},
+          {"layer_norm_epsilon", std::stod(formatted("{:.9g}", c.norm_eps))},
           {"n_ctx", c.n_positions},
           {"n_embd", c.n_embd},
           {"n_head", c.n_head},
@@ -159,7 +167,7 @@ inline ParamTable parameter_table(const ModelConfig& c) {
                      .padded_rows = c.padded_vocab()},
                     {.name = "wpe.weight", .shape = {c.n_positions, C}, .init_std = std, .decay = true}}});
   for (int64_t l = 0; l < c.n_layer; ++l) {
-    const std::string block = format("blocks.{}", l);
+    const std::string block = formatted("blocks.{}", l);
     auto vector = [&](const char* name, int64_t n, TensorSplit tp, Init init, Placement placement = aligned) {
       return ParamSpec{.name = block + name, .shape = {n}, .tp = tp, .init = init, .placement = placement};
     };

@@ -26,7 +26,7 @@ inline std::vector<HfTensor> hf_tensors(const ModelConfig& c) {
   std::vector<HfTensor> all = {{"transformer.wte.weight", {c.vocab_size, C}, false, {"wte.weight"}},
                                {"transformer.wpe.weight", {c.n_positions, C}, false, {"wpe.weight"}}};
   for (int64_t l = 0; l < c.n_layer; ++l) {
-    const std::string hf = format("transformer.h.{}", l), ours = format("blocks.{}", l);
+    const std::string hf = formatted("transformer.h.{}", l), ours = formatted("blocks.{}", l);
     auto vector = [&](const char* name, int64_t n, std::vector<std::string> parts) {
       for (std::string& part : parts) part = ours + part;
       all.push_back({hf + name, {n}, false, parts});
@@ -114,7 +114,7 @@ inline std::vector<std::string> match_hf_names(const SafetensorsReader& file, co
   for (const std::string& name : file.names()) {
     const bool buffer = name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias") || name == "lm_head.weight";
     if (buffer || std::find(names.begin(), names.end(), name) != names.end()) continue;
-    throw Error(format("{}: tensor {} is not part of the model that config.json describes", file.path(), name));
+    throw Error(formatted("{}: tensor {} is not part of the model that config.json describes", file.path(), name));
   }
   return names;
 }

@@ -13,7 +13,7 @@
 
 namespace llmc {
 
-inline std::string checkpoint_path(const std::string& out_dir, int64_t step) { return format("{}/step-{:06}", out_dir, step); }
+inline std::string checkpoint_path(const std::string& out_dir, int64_t step) { return formatted("{}/step-{:06}", out_dir, step); }
 
 // The largest step that has a whole checkpoint.
 inline std::optional<int64_t> newest_checkpoint(const std::string& out_dir) {
@@ -45,15 +45,15 @@ inline void claim_out_dir(const std::string& out_dir) {
         error ? error.message() : "a file has this name");
   if (std::filesystem::is_empty(out_dir)) return;
   const std::optional<int64_t> newest = newest_checkpoint(out_dir);
-  throw Error(format("--out-dir {} is not empty, and this version does not resume runs: choose another directory, or remove it first{}", out_dir,
-                     newest ? format("; --model {} starts from the weights of its last checkpoint", checkpoint_path(out_dir, *newest)) : std::string()));
+  throw Error(formatted("--out-dir {} is not empty, and this version does not resume runs: choose another directory, or remove it first{}", out_dir,
+                     newest ? formatted("; --model {} starts from the weights of its last checkpoint", checkpoint_path(out_dir, *newest)) : std::string()));
 }
 
 // Writes the checkpoint of `step` and returns its path. `trainer`: what trainer.json says.
 inline std::string write_checkpoint(const std::string& out_dir, int64_t step, const ModelConfig& config, const StateTable& table, DType dtype,
                                     const nlohmann::ordered_json& trainer, Stream& stream) {
   stream.synchronize();
-  const std::string path = checkpoint_path(out_dir, step), temporary = format("{}/.tmp-step-{:06}-{}", out_dir, step, getpid());
+  const std::string path = checkpoint_path(out_dir, step), temporary = formatted("{}/.tmp-step-{:06}-{}", out_dir, step, getpid());
   try {
     CHECK(!std::filesystem::exists(path), "{} exists already: remove it, or choose another --out-dir", path);
     std::error_code error;

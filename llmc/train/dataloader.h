@@ -108,7 +108,7 @@ class DataLoader {
     const int64_t epoch = position / shards_.samples(), index = position % shards_.samples();
     if (!config_.shuffle) return index;
     if (epoch != epoch_ || !order_) {
-      order_.emplace(shards_.samples(), config_.seed, format("data order of epoch {}", epoch));
+      order_.emplace(shards_.samples(), config_.seed, formatted("data order of epoch {}", epoch));
       epoch_ = epoch;
     }
     return (*order_)(index);

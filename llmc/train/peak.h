@@ -32,7 +32,7 @@ inline double measure_matmul_peak(const Device& device, DType dtype, int64_t siz
     auto square = [&](const char* name) { return arena.alloc("peak", name, dtype, {size, size}); };
     const Tensor out = square("out"), x = square("x"), weight = square("weight");
     for (const Tensor& t : {x, weight}) zero(t, stream);
-    for (int i = 0; i < 6; ++i) {
+    for (int i = 0; i < 8; ++i) {
       stream.synchronize();
       const auto begin = std::chrono::steady_clock::now();
       linear_forward(out, x, weight, {}, stream);
@@ -52,23 +52,25 @@ inline std::string peak_cache_file() {
   return std::string(home != nullptr && *home != '\0' ? home : "/tmp") + "/.cache/train_gpt/peak.json";
 }
 
-// From the cache where this processor, library, dtype and number of threads stand in it; a cache that cannot be read or
-// written costs half a second of measuring again, nothing else.
+// The best that was ever measured for this processor, library, dtype and number of threads: measured anew at every start
+// (a fraction of a second) and cached, because a machine that is busy at one start is not at all of them. A cache that
+// cannot be read or written is done without.
 inline double matmul_peak(const Device& device, DType dtype) {
-  const std::string key = format("{} | {} | {} | {} threads", processor_name(), cpu::matmul_library(), dtype, device.threads);
+  const std::string key = formatted("{} | {} | {} | {} threads", processor_name(), cpu::matmul_library(), dtype, device.threads);
   const std::string file = peak_cache_file();
   nlohmann::json cache = nlohmann::json::object();
   if (std::ifstream in(file); in) {
     nlohmann::json found = nlohmann::json::parse(in, nullptr, false);
     if (found.is_object()) cache = std::move(found);
   }
-  if (cache.contains(key) && cache[key].is_number() && cache[key] > 0) return cache[key];
-  const double peak = measure_matmul_peak(device, dtype);
-  cache[key] = peak;
+  const double cached = cache.contains(key) && cache[key].is_number() ? cache[key].get<double>() : 0;
+  const double measured = measure_matmul_peak(device, dtype);
+  if (measured <= cached) return cached;
+  cache[key] = measured;
   std::error_code ignored;
   std::filesystem::create_directories(std::filesystem::path(file).parent_path(), ignored);
   std::ofstream(file) << cache.dump(1) << "\n";
-  return peak;
+  return measured;
 }
 
 }  // namespace llmc

@@ -29,7 +29,7 @@ class ByteTokenizer final : public Tokenizer {
     std::string text;
     for (int32_t token : tokens) {
       if (token >= 0 && token < 256) text += static_cast<char>(token);
-      else text += token == 256 ? "<|endoftext|>" : format("<{}>", token);
+      else text += token == 256 ? "<|endoftext|>" : formatted("<{}>", token);
     }
     return text;
   }

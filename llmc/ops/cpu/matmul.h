@@ -30,7 +30,7 @@ struct MatmulShape {
 };
 
 inline std::string to_string(const MatmulShape& s) {
-  return format("{} matmul {} x {} x {} to {}", s.in, s.M, s.N, s.K, s.out);
+  return formatted("{} matmul {} x {} x {} to {}", s.in, s.M, s.N, s.K, s.out);
 }
 
 namespace detail {

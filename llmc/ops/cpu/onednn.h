@@ -5,7 +5,6 @@
 #include <omp.h>
 
 #include <string>
-#include <vector>
 
 #include "core/dtype.h"
 
@@ -13,7 +12,7 @@ namespace llmc::cpu::onednn {
 
 inline std::string version() {
   const dnnl_version_t* v = dnnl_version();
-  return format("oneDNN {}.{}.{}", v->major, v->minor, v->patch);
+  return formatted("oneDNN {}.{}.{}", v->major, v->minor, v->patch);
 }
 
 inline void check(dnnl_status_t status, const char* call, const std::string& what) {
@@ -113,19 +112,20 @@ class Matmul {
       check(dnnl_stream_create(&made, engine(), dnnl_stream_in_order), "dnnl_stream_create", "the CPU");
       return made;
     }();
-    std::vector<dnnl_exec_arg_t> arguments;
+    dnnl_exec_arg_t arguments[5];  // an array: nvcc crashes on a vector of this unnamed struct
+    int count = 0;
     auto add = [&](int which, ConstMemoryDesc desc, const void* data) {
       dnnl_memory_t memory = nullptr;
       check(dnnl_memory_create(&memory, desc, engine(), const_cast<void*>(data)), "dnnl_memory_create", what_);
-      arguments.push_back({which, memory});
+      arguments[count++] = {which, memory};
     };
     add(DNNL_ARG_SRC, pointer(a_), a);
     add(DNNL_ARG_WEIGHTS, pointer(b_), b);
     add(DNNL_ARG_DST, pointer(c_), c);
     if (bias != nullptr) add(DNNL_ARG_BIAS, pointer(bias_), bias);
     if (scratch_bytes_ > 0) add(DNNL_ARG_SCRATCHPAD, scratch_, scratch);
-    const dnnl_status_t status = dnnl_primitive_execute(primitive_, stream, static_cast<int>(arguments.size()), arguments.data());
-    for (const dnnl_exec_arg_t& argument : arguments) dnnl_memory_destroy(argument.memory);
+    const dnnl_status_t status = dnnl_primitive_execute(primitive_, stream, count, arguments);
+    for (int i = 0; i < count; ++i) dnnl_memory_destroy(arguments[i].memory);
     check(status, "dnnl_primitive_execute", what_);
     check(dnnl_stream_wait(stream), "dnnl_stream_wait", what_);
   }

@@ -1,0 +1,85 @@
+// helpers.h: what several tests share: temporary directories, token shards, expected errors, distances, running the program.
+#pragma once
+#include <sys/wait.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "catch2.h"
+#include "core/check.h"
+
+// A directory that is gone when the test is over.
+class TempDir {
+ public:
+  TempDir() {
+    char name[] = "/tmp/train_gpt_test_XXXXXX";
+    REQUIRE(mkdtemp(name) != nullptr);
+    path_ = name;
+  }
+  ~TempDir() { std::filesystem::remove_all(path_); }
+  TempDir(const TempDir&) = delete;
+  TempDir& operator=(const TempDir&) = delete;
+  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+inline std::string read_whole(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  std::stringstream text;
+  text << in.rdbuf();
+  return text.str();
+}
+
+// A token shard in llm.c's format; Token is uint16_t or uint32_t.
+template <class Token>
+void write_shard(const std::string& path, const std::vector<Token>& tokens) {
+  int32_t header[256] = {sizeof(Token) == 2 ? 20240520 : 20240801, sizeof(Token) == 2 ? 1 : 7, static_cast<int32_t>(tokens.size())};
+  std::ofstream out(path, std::ios::binary);
+  out.write(reinterpret_cast<const char*>(header), sizeof header);
+  out.write(reinterpret_cast<const char*>(tokens.data()), static_cast<std::streamsize>(tokens.size() * sizeof(Token)));
+}
+
+// The expression throws llmc::Error, and its message names what `part` says.
+#define REQUIRE_ERROR(expression, part)                        \
+  do {                                                         \
+    std::string message_ = "no error";                         \
+    try {                                                      \
+      (void)(expression);                                      \
+    } catch (const llmc::Error& error_) {                      \
+      message_ = error_.what();                                \
+    }                                                          \
+    INFO(message_);                                            \
+    REQUIRE(message_.find(part) != std::string::npos);         \
+  } while (false)
+
+// ||a - b|| / ||b||; NaN anywhere gives NaN, which no bound lets pass: compare with <.
+template <class A, class B>
+double relative_distance(const A* a, const B* b, int64_t n) {
+  double difference = 0, size = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const double x = static_cast<double>(a[i]), y = static_cast<double>(b[i]);
+    difference += (x - y) * (x - y);
+    size += y * y;
+  }
+  return size == 0 ? std::sqrt(difference) : std::sqrt(difference / size);
+}
+
+struct ProgramResult {
+  int status;  // 128 + signal if one ended it
+  std::string out, err;
+};
+
+// Runs ./train_gpt (the working directory is the root of the repository) with these arguments, quoted for a shell.
+inline ProgramResult run_program(const std::string& arguments) {
+  const TempDir dir;
+  const std::string command = "./train_gpt " + arguments + " >" + (dir / "out") + " 2>" + (dir / "err") + " </dev/null";
+  const int status = std::system(command.c_str());
+  return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_whole(dir / "out"), read_whole(dir / "err")};
+}
