@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+"""Plots metrics.jsonl of one or several runs: loss, learning rate, gradient norm and throughput over the steps.
+
+    python3 scripts/plot.py out/kjv                 writes out/kjv/plot.png
+    python3 scripts/plot.py out/a out/b -o ab.png   compares runs
+
+Lines of other kinds, and a last line that is still being written, are passed over. Needs matplotlib
+(Debian package python3-matplotlib).
+"""
+import argparse
+import json
+import math
+import os
+import sys
+
+
+def fail(message):
+    sys.exit(f"plot.py: {message}")
+
+
+def read_metrics(run):
+    """The lines of a run by kind. `run`: a directory with metrics.jsonl, or the file itself."""
+    path = os.path.join(run, "metrics.jsonl") if os.path.isdir(run) else run
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except OSError as error:
+        fail(f"cannot read {path}: {error.strerror}; expected a run's directory or its metrics.jsonl")
+    kinds = {"train": [], "val": []}
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            if number == len(lines):
+                continue  # still being written
+            fail(f"{path}, line {number}: not a JSON object: {line[:60]!r}")
+        if isinstance(entry, dict) and entry.get("kind") in kinds and "step" in entry:
+            kinds[entry["kind"]].append(entry)
+    if not kinds["train"] and not kinds["val"]:
+        fail(f"{path}: no training or validation line; has the run done its first step?")
+    return kinds
+
+
+def series(entries, field):
+    """Steps and values; a number that was not finite (null in the file) leaves a gap."""
+    pairs = [(e["step"], e.get(field)) for e in entries]
+    return [s for s, _ in pairs], [math.nan if v is None else v for _, v in pairs]
+
+
+def smoothed(values, window):
+    """A running mean over the last `window` values that are numbers."""
+    out = []
+    for i in range(len(values)):
+        recent = [v for v in values[max(0, i - window + 1):i + 1] if not math.isnan(v)]
+        out.append(sum(recent) / len(recent) if recent else math.nan)
+    return out
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="run directories or metrics.jsonl files")
+    parser.add_argument("-o", "--output", help="PNG to write (default: plot.png beside the metrics of a single run)")
+    options = parser.parse_args()
+    try:
+        import matplotlib
+    except ImportError:
+        fail("matplotlib is missing: apt-get install python3-matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    if options.output is None and len(options.runs) > 1:
+        fail("several runs: name the picture with -o FILE.png")
+    first = options.runs[0]
+    output = options.output or os.path.join(first if os.path.isdir(first) else os.path.dirname(first), "plot.png")
+
+    figure, axes = plt.subplots(2, 2, figsize=(12, 7.5), constrained_layout=True)
+    (loss, rate), (norm, speed) = axes
+    for index, run in enumerate(options.runs):
+        color, metrics = f"C{index}", read_metrics(run)
+        name = os.path.basename(os.path.normpath(run))
+        window = max(1, len(metrics["train"]) // 100)
+        steps, losses = series(metrics["train"], "loss")
+        loss.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
+        loss.plot(steps, smoothed(losses, window), color=color, linewidth=1.6, label=f"{name}: training")
+        if metrics["val"]:
+            loss.plot(*series(metrics["val"], "loss"), color=color, linestyle="--", marker="o", markersize=4,
+                      label=f"{name}: validation")
+        rate.plot(*series(metrics["train"], "lr"), color=color, label=name)
+        for axis, field in ((norm, "grad_norm"), (speed, "tokens_per_s")):
+            steps, values = series(metrics["train"], field)
+            axis.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
+            axis.plot(steps, smoothed(values, window), color=color, linewidth=1.6, label=name)
+    for axis, title in ((loss, "loss (nats per token)"), (rate, "learning rate"), (norm, "gradient norm, before clipping"),
+                        (speed, "tokens per second")):
+        axis.set_title(title)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+    norm.set_yscale("log")
+    speed.set_ylim(bottom=0)
+    loss.legend()
+    if len(options.runs) > 1:
+        rate.legend()
+    try:
+        figure.savefig(output, dpi=110)
+    except (OSError, ValueError) as error:
+        fail(f"cannot write {output}: {error}")
+    print(f"plot: {output}")
+
+
+if __name__ == "__main__":
+    main()
