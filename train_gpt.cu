@@ -44,15 +44,17 @@ struct Run {
   Stream stream;
   Trainer trainer;
   Run(const StepConfig& config, const Plan& plan, const Device& device)
-      : arena(device, plan.arena_bytes), scratch(device, plan.scratch_bytes), stream(device, scratch), trainer(config, {arena, stream}) {}
+      : arena(device, plan.arena_bytes),
+        scratch(device, plan.scratch_bytes),
+        stream(device, scratch),
+        trainer(config, {arena, stream}) {}
 };
 
 // The weights of a fresh run: a directory's, unless --from-scratch or a preset asks for new ones.
 void initialise(Run& run, const Options& o) {
   if (!o.from_scratch && !model_preset(o.model))
     load_model(o.model, run.trainer.config().model, run.trainer.state(), run.stream);
-  else
-    init_weights(run.trainer.state(), static_cast<uint64_t>(o.seed), run.stream);
+  else init_weights(run.trainer.state(), static_cast<uint64_t>(o.seed), run.stream);
   run.stream.synchronize();
 }
 
@@ -65,8 +67,9 @@ std::vector<int32_t> prompt_tokens(const Tokenizer& tokenizer, const Options& o,
   for (int32_t token : tokenizer.encode(o.prompt)) tokens.push_back(token);
   if (tokens.empty()) tokens.push_back(0);
   for (int32_t token : tokens)
-    CHECK(token < model.vocab_size, "--prompt: token {} is outside the model's vocabulary of {}; use a --tokenizer that fits the model",
-          token, model.vocab_size);
+    CHECK(token < model.vocab_size,
+          "--prompt: token {} is outside the model's vocabulary of {}; use a --tokenizer that fits the model", token,
+          model.vocab_size);
   return tokens;
 }
 
@@ -79,8 +82,8 @@ void run_generate(const Options& o) {
   Run run(config, make_plan(config, device.threads), device);
   initialise(run, o);
   std::printf("%s", o.prompt.c_str());
-  generate(run.trainer, prompt_tokens(*tokenizer, o, config.model), o.sample_tokens, sample_options(o), static_cast<uint64_t>(o.seed),
-           "generate", [&](int32_t token) {
+  generate(run.trainer, prompt_tokens(*tokenizer, o, config.model), o.sample_tokens, sample_options(o),
+           static_cast<uint64_t>(o.seed), "generate", [&](int32_t token) {
              if (token == tokenizer->end_of_text()) return false;
              std::printf("%s", tokenizer->decode({&token, 1}).c_str());
              std::fflush(stdout);
@@ -92,10 +95,12 @@ void run_generate(const Options& o) {
 void run_training(const Options& o) {
   // What to compute, on what, and from which data: everything is checked before anything is made.
   const Device device = choose_device(o);
-  StepConfig config{.model = choose_model(o), .dtype = choose_dtype(o), .batch = {o.batch_size, o.seq_len},
+  StepConfig config{.model = choose_model(o),
+                    .dtype = choose_dtype(o),
+                    .batch = {o.batch_size, o.seq_len},
                     .schedule = schedule_from_name(o.schedule)};
-  CHECK(o.seq_len <= config.model.n_positions, "--seq-len {} exceeds the {} positions of --model {}: use at most {}", o.seq_len,
-        config.model.n_positions, o.model, config.model.n_positions);
+  CHECK(o.seq_len <= config.model.n_positions, "--seq-len {} exceeds the {} positions of --model {}: use at most {}",
+        o.seq_len, config.model.n_positions, o.model, config.model.n_positions);
   const auto tokenizer = make_tokenizer(o.tokenizer);
   const TokenShards train_shards(o.train_data, o.seq_len);
   std::optional<TokenShards> val_shards;
@@ -105,17 +110,21 @@ void run_training(const Options& o) {
 
   const int64_t micro_tokens = o.batch_size * o.seq_len;
   BatchPlan batch{.micro_batches = 1, .tokens = o.total_batch_size.value_or(micro_tokens), .max_steps = 0};
-  config.micro_batches = batch.micro_batches = exact_div(batch.tokens, micro_tokens, "--total-batch-size over --batch-size x --seq-len");
+  config.micro_batches = batch.micro_batches =
+      exact_div(batch.tokens, micro_tokens, "--total-batch-size over --batch-size x --seq-len");
   const int64_t samples_per_step = batch.tokens / o.seq_len;
   batch.max_steps = o.max_steps.value_or(std::max<int64_t>(1, train_shards.samples() / samples_per_step));
-  CHECK(o.warmup_steps <= batch.max_steps, "--warmup-steps {} exceeds the {} steps of the run", o.warmup_steps, batch.max_steps);
+  CHECK(o.warmup_steps <= batch.max_steps, "--warmup-steps {} exceeds the {} steps of the run", o.warmup_steps,
+        batch.max_steps);
 
   int64_t val_micro_batches = 0;
   std::optional<DataLoader> val_loader;
   if (val_shards) {
-    val_loader.emplace(*val_shards, DataLoader::Config{.seed = seed, .shuffle = false, .vocab_size = config.model.vocab_size});
+    val_loader.emplace(*val_shards,
+                       DataLoader::Config{.seed = seed, .shuffle = false, .vocab_size = config.model.vocab_size});
     val_micro_batches = std::min(o.val_steps * batch.micro_batches, val_shards->samples() / o.batch_size);
-    CHECK(val_micro_batches > 0, "--val-data {} has {} samples of {} tokens, fewer than one batch of {}: lower --batch-size or add data",
+    CHECK(val_micro_batches > 0,
+          "--val-data {} has {} samples of {} tokens, fewer than one batch of {}: lower --batch-size or add data",
           o.val_data, val_shards->samples(), o.seq_len, o.batch_size);
   }
 
@@ -137,20 +146,22 @@ void run_training(const Options& o) {
 
   auto read_micro_batch = [&](DataLoader& loader, int64_t cursor, int64_t micro_batch) {
     HostBatch host;
-    loader.read_batch(cursor, micro_batch, {.rank = 0, .ranks = 1, .batch_size = o.batch_size}, host.tokens, host.targets, host.positions);
+    loader.read_batch(cursor, micro_batch, {.rank = 0, .ranks = 1, .batch_size = o.batch_size}, host.tokens,
+                      host.targets, host.positions);
     return host;
   };
   double best_val = std::numeric_limits<double>::infinity();
   int64_t best_step = 0;
   auto validate = [&](int64_t step) {
-    const double loss = run.trainer.evaluate(val_micro_batches, [&](int64_t m) { return read_micro_batch(*val_loader, 0, m); });
+    const double loss =
+        run.trainer.evaluate(val_micro_batches, [&](int64_t m) { return read_micro_batch(*val_loader, 0, m); });
     log.val({.step = step, .loss = loss});
     if (loss < best_val) best_val = loss, best_step = step;
   };
   auto sample = [&](int64_t step) {
     std::vector<int32_t> made;
-    generate(run.trainer, prompt_tokens(*tokenizer, o, config.model), o.sample_tokens, sample_options(o), seed, formatted("sample {}", step),
-             [&](int32_t token) {
+    generate(run.trainer, prompt_tokens(*tokenizer, o, config.model), o.sample_tokens, sample_options(o), seed,
+             formatted("sample {}", step), [&](int32_t token) {
                made.push_back(token);
                log.progress("sampling", static_cast<int64_t>(made.size()), o.sample_tokens);
                return token != tokenizer->end_of_text();
@@ -183,24 +194,34 @@ void run_training(const Options& o) {
     const double lr = learning_rate(schedule, step);
     const int64_t cursor = o.overfit_batch ? 0 : (step - 1) * samples_per_step;
     if (o.profile) run.stream.set_ledger(&ops);
-    const StepResult result = run.trainer.step(
-        [&](int64_t m) { return read_micro_batch(train_loader, cursor, m); },
-        {.lr = static_cast<float>(lr), .beta1 = static_cast<float>(o.beta1), .beta2 = static_cast<float>(o.beta2),
-         .eps = static_cast<float>(o.adam_eps), .weight_decay = static_cast<float>(o.weight_decay), .step = step},
-        o.grad_clip);
+    const StepResult result = run.trainer.step([&](int64_t m) { return read_micro_batch(train_loader, cursor, m); },
+                                               {.lr = static_cast<float>(lr),
+                                                .beta1 = static_cast<float>(o.beta1),
+                                                .beta2 = static_cast<float>(o.beta2),
+                                                .eps = static_cast<float>(o.adam_eps),
+                                                .weight_decay = static_cast<float>(o.weight_decay),
+                                                .step = step},
+                                               o.grad_clip);
     const double seconds = seconds_since(step_begin);
     run.stream.set_ledger(nullptr);
     step_seconds += seconds;
     last_loss = result.loss;
     const double left = seconds_since(begin) / static_cast<double>(step) * static_cast<double>(batch.max_steps - step);
-    log.train({.step = step, .max_steps = batch.max_steps, .loss = result.loss, .grad_norm = result.grad_norm, .lr = lr,
-               .ms = seconds * 1e3, .tokens_per_s = static_cast<double>(batch.tokens) / seconds,
-               .mfu = flops_per_step / seconds / peak, .eta_s = left});
+    log.train({.step = step,
+               .max_steps = batch.max_steps,
+               .loss = result.loss,
+               .grad_norm = result.grad_norm,
+               .lr = lr,
+               .ms = seconds * 1e3,
+               .tokens_per_s = static_cast<double>(batch.tokens) / seconds,
+               .mfu = flops_per_step / seconds / peak,
+               .eta_s = left});
     if (!result.applied)
-      throw Error(formatted("step {} diverged: loss {} or gradient norm {} is not finite; the weights were not updated. Lower --lr, add --warmup-steps or "
-                         "check the data; {}",
-                         step, result.loss, result.grad_norm,
-                         checkpoint.empty() ? "no checkpoint was written" : "the last checkpoint is " + checkpoint),
+      throw Error(formatted("step {} diverged: loss {} or gradient norm {} is not finite; the weights were not "
+                            "updated. Lower --lr, add --warmup-steps or "
+                            "check the data; {}",
+                            step, result.loss, result.grad_norm,
+                            checkpoint.empty() ? "no checkpoint was written" : "the last checkpoint is " + checkpoint),
                   ExitStatus::diverged);
     const bool last = step == batch.max_steps;
     auto due = [&](int64_t every) { return every > 0 && (last || step % every == 0); };
@@ -209,14 +230,18 @@ void run_training(const Options& o) {
     if (last || (o.checkpoint_every > 0 && step % o.checkpoint_every == 0)) save(step);
   }
 
-  log.table("done",
-            {{"time", formatted("{} in all, {} in training steps", human_duration(seconds_since(begin)), human_duration(step_seconds))},
-             {"throughput", formatted("{:.0f} tokens/s, {:.1f}% MFU", static_cast<double>(batch.tokens * batch.max_steps) / step_seconds,
-                                   100 * flops_per_step * static_cast<double>(batch.max_steps) / step_seconds / peak)},
-             {"training loss", formatted("{:.4f} at step {}", last_loss, batch.max_steps)},
-             {"validation loss", std::isfinite(best_val) ? formatted("{:.4f} at best, at step {}", best_val, best_step) : "not measured"},
-             {"checkpoint", checkpoint},
-             {"metrics", o.out_dir + "/metrics.jsonl"}});
+  log.table(
+      "done",
+      {{"time", formatted("{} in all, {} in training steps", human_duration(seconds_since(begin)),
+                          human_duration(step_seconds))},
+       {"throughput",
+        formatted("{:.0f} tokens/s, {:.1f}% MFU", static_cast<double>(batch.tokens * batch.max_steps) / step_seconds,
+                  100 * flops_per_step * static_cast<double>(batch.max_steps) / step_seconds / peak)},
+       {"training loss", formatted("{:.4f} at step {}", last_loss, batch.max_steps)},
+       {"validation loss",
+        std::isfinite(best_val) ? formatted("{:.4f} at best, at step {}", best_val, best_step) : "not measured"},
+       {"checkpoint", checkpoint},
+       {"metrics", o.out_dir + "/metrics.jsonl"}});
   if (o.profile) report_profile(log, ops, batch.max_steps);
   report_next_steps(log, o, checkpoint);
 }

@@ -1,4 +1,5 @@
-// helpers.h: what several tests share: temporary directories, token shards, expected errors, distances, running the program.
+// helpers.h: what several tests share: temporary directories, token shards, expected errors, distances, running the
+// program.
 #pragma once
 #include <sys/wait.h>
 
@@ -40,23 +41,24 @@ inline std::string read_whole(const std::string& path) {
 // A token shard in llm.c's format; Token is uint16_t or uint32_t.
 template <class Token>
 void write_shard(const std::string& path, const std::vector<Token>& tokens) {
-  int32_t header[256] = {sizeof(Token) == 2 ? 20240520 : 20240801, sizeof(Token) == 2 ? 1 : 7, static_cast<int32_t>(tokens.size())};
+  int32_t header[256] = {sizeof(Token) == 2 ? 20240520 : 20240801, sizeof(Token) == 2 ? 1 : 7,
+                         static_cast<int32_t>(tokens.size())};
   std::ofstream out(path, std::ios::binary);
   out.write(reinterpret_cast<const char*>(header), sizeof header);
   out.write(reinterpret_cast<const char*>(tokens.data()), static_cast<std::streamsize>(tokens.size() * sizeof(Token)));
 }
 
 // The expression throws llmc::Error, and its message names what `part` says.
-#define REQUIRE_ERROR(expression, part)                        \
-  do {                                                         \
-    std::string message_ = "no error";                         \
-    try {                                                      \
-      (void)(expression);                                      \
-    } catch (const llmc::Error& error_) {                      \
-      message_ = error_.what();                                \
-    }                                                          \
-    INFO(message_);                                            \
-    REQUIRE(message_.find(part) != std::string::npos);         \
+#define REQUIRE_ERROR(expression, part)                \
+  do {                                                 \
+    std::string message_ = "no error";                 \
+    try {                                              \
+      (void)(expression);                              \
+    } catch (const llmc::Error& error_) {              \
+      message_ = error_.what();                        \
+    }                                                  \
+    INFO(message_);                                    \
+    REQUIRE(message_.find(part) != std::string::npos); \
   } while (false)
 
 // ||a - b|| / ||b||; NaN anywhere gives NaN, which no bound lets pass: compare with <.
@@ -81,5 +83,6 @@ inline ProgramResult run_program(const std::string& arguments) {
   const TempDir dir;
   const std::string command = "./train_gpt " + arguments + " >" + (dir / "out") + " 2>" + (dir / "err") + " </dev/null";
   const int status = std::system(command.c_str());
-  return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_whole(dir / "out"), read_whole(dir / "err")};
+  return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_whole(dir / "out"),
+          read_whole(dir / "err")};
 }

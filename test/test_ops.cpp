@@ -1,4 +1,5 @@
-// Every op: by finite differences in double, against PyTorch (golden/ops.safetensors) in fp32 and bf16, and its contract.
+// Every op: by finite differences in double, against PyTorch (golden/ops.safetensors) in fp32 and bf16, and its
+// contract.
 #include <random>
 
 #include "catch2.h"
@@ -16,7 +17,8 @@ struct Bench {
   Arena arena, scratch;
   Stream stream;
   std::mt19937_64 random{3};
-  explicit Bench(int threads = 2) : device{DeviceKind::cpu, threads}, arena(device, 64 << 20), scratch(device, 64 << 20), stream(device, scratch) {
+  explicit Bench(int threads = 2)
+      : device{DeviceKind::cpu, threads}, arena(device, 64 << 20), scratch(device, 64 << 20), stream(device, scratch) {
     arena.poison_free();
     scratch.poison_free();
   }
@@ -99,7 +101,8 @@ struct Golden {
 TEST_CASE("embedding: finite differences") {
   Bench b;
   const Tensor tokens = b.integers({3, 0, 3, 6, 1}), positions = b.integers({0, 1, 2, 0, 1});
-  const Tensor wte = b.normal({7, 5}), wpe = b.normal({3, 5}), dout = b.normal({5, 5}), out = b.poisoned(DType::fp64, {5, 5});
+  const Tensor wte = b.normal({7, 5}), wpe = b.normal({3, 5}), dout = b.normal({5, 5}),
+               out = b.poisoned(DType::fp64, {5, 5});
   const Tensor dwte = b.zeros(DType::fp64, {7, 5}), dwpe = b.zeros(DType::fp64, {3, 5});
   embedding_backward(dwte, dwpe, dout, tokens, positions, b.stream);
   b.stream.synchronize();
@@ -116,7 +119,8 @@ TEST_CASE("layernorm: finite differences; dx overwrites or adds as asked, weight
   Bench b;
   const Shape NC{7, 5};
   const Tensor x = b.normal(NC), w = b.normal({5}), bias = b.normal({5}), dout = b.normal(NC);
-  const Tensor out = b.poisoned(DType::fp64, NC), mean = b.poisoned(DType::fp64, {7}), rstd = b.poisoned(DType::fp64, {7});
+  const Tensor out = b.poisoned(DType::fp64, NC), mean = b.poisoned(DType::fp64, {7}),
+               rstd = b.poisoned(DType::fp64, {7});
   const Tensor dx = b.poisoned(DType::fp64, NC), dw = b.zeros(DType::fp64, {5}), db = b.zeros(DType::fp64, {5});
   auto value = [&] {
     layernorm_forward(out, mean, rstd, x, w, bias, 1e-5f, b.stream);
@@ -162,7 +166,8 @@ TEST_CASE("linear: finite differences; weight and bias gradients add") {
 
 TEST_CASE("gelu: finite differences; the gradient may be computed in place") {
   Bench b;
-  const Tensor x = b.normal({7, 5}, 3), dout = b.normal({7, 5}), out = b.poisoned(DType::fp64, {7, 5}), dx = b.poisoned(DType::fp64, {7, 5});
+  const Tensor x = b.normal({7, 5}, 3), dout = b.normal({7, 5}), out = b.poisoned(DType::fp64, {7, 5}),
+               dx = b.poisoned(DType::fp64, {7, 5});
   gelu_backward(dx, dout, x, b.stream);
   b.stream.synchronize();
   require_gradient(x, dx, [&] {
@@ -176,11 +181,12 @@ TEST_CASE("gelu: finite differences; the gradient may be computed in place") {
 }
 
 TEST_CASE("attention: finite differences, plain and grouped heads, sequences around the size of a block") {
-  for (const AttentionShape s : {AttentionShape{2, 13, 3, 3, 5}, AttentionShape{1, 7, 4, 2, 3}, AttentionShape{1, 1, 1, 1, 2},
-                                 AttentionShape{1, 33, 2, 1, 3}}) {
+  for (const AttentionShape s : {AttentionShape{2, 13, 3, 3, 5}, AttentionShape{1, 7, 4, 2, 3},
+                                 AttentionShape{1, 1, 1, 1, 2}, AttentionShape{1, 33, 2, 1, 3}}) {
     Bench b;
     const int64_t N = s.B * s.T, width = (s.Hq + 2 * s.Hkv) * s.D;
-    const Tensor qkv = b.normal({N, width}), dout = b.normal({N, s.Hq * s.D}), out = b.poisoned(DType::fp64, dout.shape);
+    const Tensor qkv = b.normal({N, width}), dout = b.normal({N, s.Hq * s.D}),
+                 out = b.poisoned(DType::fp64, dout.shape);
     const Tensor lse = b.poisoned(DType::fp64, {s.B, s.Hq, s.T}), dqkv = b.poisoned(DType::fp64, qkv.shape);
     auto value = [&] {
       attention_forward(out, lse, qkv, s, b.stream);
@@ -198,7 +204,8 @@ TEST_CASE("cross-entropy: finite differences; padding columns become zero and ch
   Bench b;
   constexpr int64_t N = 6, V = 9, padded = 16;
   const Tensor targets = b.integers({0, 8, 3, 3, 5, 1});
-  const Tensor original = b.normal({N, padded}, 2), logits = b.poisoned(DType::fp64, {N, padded}), losses = b.poisoned(DType::fp64, {N});
+  const Tensor original = b.normal({N, padded}, 2), logits = b.poisoned(DType::fp64, {N, padded}),
+               losses = b.poisoned(DType::fp64, {N});
   for (int64_t n = 0; n < N; ++n)  // whatever stands in the padding
     for (int64_t v = V; v < padded; ++v) original.data<double>()[n * padded + v] = 1e30;
   auto value = [&] {
@@ -210,7 +217,8 @@ TEST_CASE("cross-entropy: finite differences; padding columns become zero and ch
     return sum;
   };
   value();
-  REQUIRE(relative_distance(logits.data<double>(), original.data<double>(), N * padded) == 0);  // untouched without Gradient::yes
+  REQUIRE(relative_distance(logits.data<double>(), original.data<double>(), N * padded) ==
+          0);  // untouched without Gradient::yes
   cross_entropy(losses, logits, targets, V, 0.25, Gradient::yes, b.stream);
   b.stream.synchronize();
   const Tensor gradient = b.poisoned(DType::fp64, {N, padded});
@@ -229,8 +237,10 @@ TEST_CASE("every op agrees with PyTorch in fp32 and bf16") {
     Golden golden;
     auto in = [&](const std::string& name, const Shape& shape) { return golden.load(b, name, d, shape); };
     {
-      const Tensor tokens = golden.integers(b, "embedding.tokens"), positions = golden.integers(b, "embedding.positions");
-      const Tensor out = b.poisoned(d, {7, 36}), dwte = b.zeros(DType::fp32, {11, 36}), dwpe = b.zeros(DType::fp32, {5, 36});
+      const Tensor tokens = golden.integers(b, "embedding.tokens"),
+                   positions = golden.integers(b, "embedding.positions");
+      const Tensor out = b.poisoned(d, {7, 36}), dwte = b.zeros(DType::fp32, {11, 36}),
+                   dwpe = b.zeros(DType::fp32, {5, 36});
       embedding_forward(out, tokens, positions, in("embedding.wte", {11, 36}), in("embedding.wpe", {5, 36}), b.stream);
       embedding_backward(dwte, dwpe, in("embedding.dout", {7, 36}), tokens, positions, b.stream);
       golden.require(b, out, "embedding.out", d);
@@ -238,8 +248,10 @@ TEST_CASE("every op agrees with PyTorch in fp32 and bf16") {
       golden.require(b, dwpe, "embedding.dwpe", d);
     }
     {
-      const Tensor x = in("layernorm.x", {7, 36}), w = in("layernorm.weight", {36}), dout = in("layernorm.dout", {7, 36});
-      const Tensor out = b.poisoned(d, {7, 36}), dx = b.poisoned(d, {7, 36}), mean = b.poisoned(DType::fp32, {7}), rstd = b.poisoned(DType::fp32, {7});
+      const Tensor x = in("layernorm.x", {7, 36}), w = in("layernorm.weight", {36}),
+                   dout = in("layernorm.dout", {7, 36});
+      const Tensor out = b.poisoned(d, {7, 36}), dx = b.poisoned(d, {7, 36}), mean = b.poisoned(DType::fp32, {7}),
+                   rstd = b.poisoned(DType::fp32, {7});
       const Tensor dw = b.zeros(DType::fp32, {36}), db = b.zeros(DType::fp32, {36});
       layernorm_forward(out, mean, rstd, x, w, in("layernorm.bias", {36}), 1e-5f, b.stream);
       layernorm_backward(dx, dw, db, dout, x, w, mean, rstd, Accumulate::no, b.stream);
@@ -250,7 +262,8 @@ TEST_CASE("every op agrees with PyTorch in fp32 and bf16") {
     }
     {
       const Tensor x = in("linear.x", {7, 36}), w = in("linear.weight", {50, 36}), dout = in("linear.dout", {7, 50});
-      const Tensor out = b.poisoned(d, {7, 50}), dx = b.poisoned(d, {7, 36}), dw = b.zeros(DType::fp32, {50, 36}), db = b.zeros(DType::fp32, {50});
+      const Tensor out = b.poisoned(d, {7, 50}), dx = b.poisoned(d, {7, 36}), dw = b.zeros(DType::fp32, {50, 36}),
+                   db = b.zeros(DType::fp32, {50});
       linear_forward(out, x, w, in("linear.bias", {50}), b.stream);
       linear_backward_input(dx, dout, w, b.stream);
       linear_backward_weight(dw, db, dout, x, b.stream);
@@ -266,9 +279,11 @@ TEST_CASE("every op agrees with PyTorch in fp32 and bf16") {
       golden.require(b, out, "gelu.out", d);
       golden.require(b, dx, "gelu.dx", d);
     }
-    for (const auto& [name, s] : {std::pair<std::string, AttentionShape>{"attention", {2, 37, 3, 3, 12}}, {"grouped_attention", {2, 37, 4, 2, 12}}}) {
+    for (const auto& [name, s] : {std::pair<std::string, AttentionShape>{"attention", {2, 37, 3, 3, 12}},
+                                  {"grouped_attention", {2, 37, 4, 2, 12}}}) {
       const int64_t N = s.B * s.T, width = (s.Hq + 2 * s.Hkv) * s.D;
-      const Tensor qkv = in(name + ".qkv", {N, width}), out = b.poisoned(d, {N, s.Hq * s.D}), dqkv = b.poisoned(d, {N, width});
+      const Tensor qkv = in(name + ".qkv", {N, width}), out = b.poisoned(d, {N, s.Hq * s.D}),
+                   dqkv = b.poisoned(d, {N, width});
       const Tensor lse = b.poisoned(DType::fp32, {s.B, s.Hq, s.T});
       attention_forward(out, lse, qkv, s, b.stream);
       attention_backward(dqkv, in(name + ".dout", {N, s.Hq * s.D}), out, qkv, lse, s, b.stream);
@@ -283,13 +298,16 @@ TEST_CASE("every op agrees with PyTorch in fp32 and bf16") {
     }
     {  // bf16 weights follow fp32 masters, which therefore agree as closely as fp32 weights do
       const bool rounded = d == DType::bf16;
-      const Tensor master = golden.load(b, "adamw.before", DType::fp32, {133}), weight = rounded ? b.as(d, master) : master;
-      const Tensor m = b.zeros(DType::fp32, {133}), v = b.zeros(DType::fp32, {133}), control = b.zeros(DType::fp64, {3});
+      const Tensor master = golden.load(b, "adamw.before", DType::fp32, {133}),
+                   weight = rounded ? b.as(d, master) : master;
+      const Tensor m = b.zeros(DType::fp32, {133}), v = b.zeros(DType::fp32, {133}),
+                   control = b.zeros(DType::fp64, {3});
       control.data<double>()[1] = control.data<double>()[2] = 1;
       for (int step = 1; step <= 3; ++step) {
         const Tensor g = golden.load(b, formatted("adamw.gradient{}", step), DType::fp32, {133});
         adamw_update(weight, rounded ? master : Tensor{}, m, v, g, control,
-                     {.lr = 0.01f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = step}, b.stream);
+                     {.lr = 0.01f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = step},
+                     b.stream);
         golden.require(b, master, formatted("adamw.after{}", step), DType::fp32);
         golden.require(b, weight, formatted("adamw.after{}", step), d);
       }
@@ -302,7 +320,8 @@ TEST_CASE("a control that forbids the update changes nothing") {
   const Tensor w = b.as(DType::fp32, b.normal({50})), m = b.zeros(DType::fp32, {50}), v = b.zeros(DType::fp32, {50});
   const Tensor g = b.as(DType::fp32, b.normal({50})), control = b.zeros(DType::fp64, {3});
   const std::vector<float> before(w.data<float>(), w.data<float>() + 50);
-  adamw_update(w, {}, m, v, g, control, {.lr = 1, .beta1 = 0.9f, .beta2 = 0.9f, .eps = 1e-8f, .weight_decay = 1, .step = 1}, b.stream);
+  adamw_update(w, {}, m, v, g, control,
+               {.lr = 1, .beta1 = 0.9f, .beta2 = 0.9f, .eps = 1e-8f, .weight_decay = 1, .step = 1}, b.stream);
   b.stream.synchronize();
   REQUIRE(std::memcmp(before.data(), w.bytes, 200) == 0);
   REQUIRE(m.data<float>()[7] == 0);
@@ -310,7 +329,8 @@ TEST_CASE("a control that forbids the update changes nothing") {
 
 TEST_CASE("the gradient norm adds in double, clips as torch does, and forbids what is not finite") {
   Bench b;
-  const Tensor x = b.poisoned(DType::fp32, {200003}), sums = b.poisoned(DType::fp64, {2}), control = b.poisoned(DType::fp64, {3}), loss = b.zeros(DType::fp64, {1});
+  const Tensor x = b.poisoned(DType::fp32, {200003}), sums = b.poisoned(DType::fp64, {2}),
+               control = b.poisoned(DType::fp64, {3}), loss = b.zeros(DType::fp64, {1});
   for (int64_t i = 0; i < x.numel(); ++i) x.data<float>()[i] = 0.001f;
   square_sum(sums.slice(0, {1}), x, b.stream);
   square_sum(sums.slice(1, {1}), x.slice(0, {1}), b.stream);
@@ -343,20 +363,24 @@ TEST_CASE("our ops give bitwise the same with 1, 2 and 3 threads") {
       const AttentionShape s{2, 70, 4, 2, 9};
       const int64_t N = 140, C = 36, W = (s.Hq + 2 * s.Hkv) * s.D;
       const Tensor x = b.as(d, b.normal({N, C})), w = b.as(d, b.normal({C})), dout = b.as(d, b.normal({N, C}));
-      const Tensor out = b.poisoned(d, {N, C}), dx = b.poisoned(d, {N, C}), mean = b.poisoned(DType::fp32, {N}), rstd = b.poisoned(DType::fp32, {N});
+      const Tensor out = b.poisoned(d, {N, C}), dx = b.poisoned(d, {N, C}), mean = b.poisoned(DType::fp32, {N}),
+                   rstd = b.poisoned(DType::fp32, {N});
       const Tensor dw = b.zeros(DType::fp32, {C}), db = b.zeros(DType::fp32, {C});
       layernorm_forward(out, mean, rstd, x, w, w, 1e-5f, b.stream);
       layernorm_backward(dx, dw, db, dout, x, w, mean, rstd, Accumulate::no, b.stream);
-      const Tensor qkv = b.as(d, b.normal({N, W})), dqkv = b.poisoned(d, {N, W}), lse = b.poisoned(DType::fp32, {s.B, s.Hq, s.T}), o = b.poisoned(d, {N, C});
+      const Tensor qkv = b.as(d, b.normal({N, W})), dqkv = b.poisoned(d, {N, W}),
+                   lse = b.poisoned(DType::fp32, {s.B, s.Hq, s.T}), o = b.poisoned(d, {N, C});
       attention_forward(o, lse, qkv, s, b.stream);
       attention_backward(dqkv, dout, o, qkv, lse, s, b.stream);
-      const Tensor wide = b.normal({N, 50}), big = b.as(DType::fp64, b.normal({50, C})), product = b.poisoned(DType::fp64, {N, 50});
+      const Tensor wide = b.normal({N, 50}), big = b.as(DType::fp64, b.normal({50, C})),
+                   product = b.poisoned(DType::fp64, {N, 50});
       linear_forward(product, b.as(DType::fp64, b.normal({N, C})), big, {}, b.stream);  // our own matmul
       const Tensor sums = b.poisoned(DType::fp64, {1});
       square_sum(sums, wide, b.stream);
       b.stream.synchronize();
       std::string all;
-      for (const Tensor& t : {out, dx, dw, db, o, dqkv, lse, product, sums}) all.append(reinterpret_cast<const char*>(t.bytes), static_cast<size_t>(t.size_bytes()));
+      for (const Tensor& t : {out, dx, dw, db, o, dqkv, lse, product, sums})
+        all.append(reinterpret_cast<const char*>(t.bytes), static_cast<size_t>(t.size_bytes()));
       results.push_back(all);
     }
     REQUIRE(results[0] == results[1]);
@@ -372,18 +396,30 @@ TEST_CASE("oneDNN and our own matmul agree, for all transposes, ragged sizes, bi
         for (const Accumulate add : {Accumulate::no, Accumulate::yes})
           for (const cpu::Bias bias : {cpu::Bias::no, cpu::Bias::yes}) {
             Bench b;
-            cpu::MatmulShape s{.M = 67, .N = 131, .K = 300, .a = ta, .b = tb, .accumulate = add, .in = d, .out = DType::fp32, .bias = bias, .threads = 2};
+            cpu::MatmulShape s{.M = 67,
+                               .N = 131,
+                               .K = 300,
+                               .a = ta,
+                               .b = tb,
+                               .accumulate = add,
+                               .in = d,
+                               .out = DType::fp32,
+                               .bias = bias,
+                               .threads = 2};
             if (bias == cpu::Bias::yes && add == Accumulate::yes) continue;
-            const Tensor a64 = b.normal({s.M * s.K}), b64 = b.normal({s.K * s.N}), bias64 = b.normal({s.N}), c64 = b.normal({s.M * s.N});
+            const Tensor a64 = b.normal({s.M * s.K}), b64 = b.normal({s.K * s.N}), bias64 = b.normal({s.N}),
+                         c64 = b.normal({s.M * s.N});
             const Tensor a = b.as(d, a64), m = b.as(d, b64), v = b.as(d, bias64), c = b.as(DType::fp32, c64);
-            const Tensor wa = b.as(DType::fp64, a), wm = b.as(DType::fp64, m), wv = b.as(DType::fp64, v), wc = b.as(DType::fp64, c);
+            const Tensor wa = b.as(DType::fp64, a), wm = b.as(DType::fp64, m), wv = b.as(DType::fp64, v),
+                         wc = b.as(DType::fp64, c);
             const auto fast = cpu::Matmul::prepare(s);
             cpu::MatmulShape wide = s;
             wide.in = wide.out = DType::fp64;
             const Tensor scratch = b.poisoned(DType::int32, {fast.scratch_bytes() / 4 + 1});
             b.stream.enqueue([&] {
               fast.run(c.bytes, a.bytes, m.bytes, bias == cpu::Bias::yes ? v.bytes : nullptr, scratch.bytes);
-              cpu::Matmul::prepare(wide).run(wc.bytes, wa.bytes, wm.bytes, bias == cpu::Bias::yes ? wv.bytes : nullptr, nullptr);
+              cpu::Matmul::prepare(wide).run(wc.bytes, wa.bytes, wm.bytes, bias == cpu::Bias::yes ? wv.bytes : nullptr,
+                                             nullptr);
             });
             b.stream.synchronize();
             REQUIRE(relative_distance(c.data<float>(), wc.data<double>(), c.numel()) < 1e-6);
@@ -392,8 +428,10 @@ TEST_CASE("oneDNN and our own matmul agree, for all transposes, ragged sizes, bi
 
 TEST_CASE("a wrong shape or dtype is refused, naming op and argument") {
   Bench b;
-  const Tensor x = b.zeros(DType::fp32, {4, 6}), w = b.zeros(DType::fp32, {6}), stat = b.zeros(DType::fp32, {4}), half = b.zeros(DType::bf16, {4, 6});
-  REQUIRE_ERROR(layernorm_forward(x, stat, stat, x, b.zeros(DType::fp32, {5}), w, 1e-5f, b.stream), "layernorm_forward: weight");
+  const Tensor x = b.zeros(DType::fp32, {4, 6}), w = b.zeros(DType::fp32, {6}), stat = b.zeros(DType::fp32, {4}),
+               half = b.zeros(DType::bf16, {4, 6});
+  REQUIRE_ERROR(layernorm_forward(x, stat, stat, x, b.zeros(DType::fp32, {5}), w, 1e-5f, b.stream),
+                "layernorm_forward: weight");
   REQUIRE_ERROR(layernorm_forward(half, stat, stat, x, w, w, 1e-5f, b.stream), "layernorm_forward: out");
   REQUIRE_ERROR(linear_forward(x, x, b.zeros(DType::fp32, {6, 7}), {}, b.stream), "linear_forward: weight");
   REQUIRE_ERROR(residual_forward(x, x, half, b.stream), "residual_forward: b");

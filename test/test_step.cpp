@@ -56,14 +56,16 @@ struct Fixture {
   std::vector<double> train(int steps) {
     std::vector<double> seen;
     for (int s = 1; s <= steps; ++s) {
-      const StepResult r = trainer.step(batches(), {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = s}, 1.0);
+      const StepResult r = trainer.step(
+          batches(), {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = s}, 1.0);
       REQUIRE(r.applied);
       seen.push_back(r.loss);
       seen.push_back(r.grad_norm);
     }
     for (const StateEntry& e : trainer.state().state_table())
       for (int64_t i = 0; i < e.tensor.numel(); ++i)
-        seen.push_back(e.tensor.dtype == DType::bf16 ? double(float(e.tensor.data<bf16>()[i])) : double(e.tensor.data<float>()[i]));
+        seen.push_back(e.tensor.dtype == DType::bf16 ? double(float(e.tensor.data<bf16>()[i]))
+                                                     : double(e.tensor.data<float>()[i]));
     return seen;
   }
 };
@@ -159,11 +161,13 @@ TEST_CASE("initial weights depend on seed, name and index alone") {
   Fixture a(shallow, 1), b(deep, 2);
   a.stream.synchronize();
   b.stream.synchronize();
-  const Tensor small = a.trainer.state().front().weight("wte.weight"), large = b.trainer.state().front().weight("wte.weight");
+  const Tensor small = a.trainer.state().front().weight("wte.weight"),
+               large = b.trainer.state().front().weight("wte.weight");
   const int64_t n = shallow.model.vocab_size * shallow.model.n_embd;
   REQUIRE(std::memcmp(small.bytes, large.bytes, static_cast<size_t>(n) * sizeof(float)) == 0);
   for (int64_t i = n; i < small.numel(); ++i) REQUIRE(small.data<float>()[i] == 0);  // the padding rows
-  const Tensor q = a.trainer.state().unit(1).weight("attn.q.weight"), k = a.trainer.state().unit(1).weight("attn.k.weight");
+  const Tensor q = a.trainer.state().unit(1).weight("attn.q.weight"),
+               k = a.trainer.state().unit(1).weight("attn.k.weight");
   REQUIRE(std::memcmp(q.bytes, k.bytes, static_cast<size_t>(q.size_bytes())) != 0);
 }
 
@@ -183,7 +187,8 @@ TEST_CASE("a loss that is not finite changes no weight and says so") {
   head.weight("ln_f.bias").data<float>()[0] = std::numeric_limits<float>::quiet_NaN();
   const Tensor q = f.trainer.state().unit(1).weights();
   const std::vector<float> before(q.data<float>(), q.data<float>() + q.numel());
-  const StepResult r = f.trainer.step(f.batches(), {.lr = 0.1f, .beta1 = 0.9f, .beta2 = 0.9f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 1}, 1.0);
+  const StepResult r = f.trainer.step(
+      f.batches(), {.lr = 0.1f, .beta1 = 0.9f, .beta2 = 0.9f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 1}, 1.0);
   REQUIRE_FALSE(r.applied);
   REQUIRE(std::memcmp(before.data(), q.bytes, before.size() * sizeof(float)) == 0);
 }

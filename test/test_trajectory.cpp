@@ -15,9 +15,11 @@ const std::string model = "test/golden/gpt2_tiny";
 
 // The options of the golden trajectory; those given in `more` win.
 std::string golden_options(const std::string& out_dir, const std::string& more = "") {
-  return "--model " + model + " --train-data " + model + "/train.bin --batch-size 4 --seq-len 33 --total-batch-size 264 --max-steps 20 " +
-         "--lr 1e-3 --warmup-steps 5 --lr-schedule cosine --final-lr-frac 0.1 --weight-decay 0.1 --grad-clip 1 --threads 2 " + more +
-         " --out-dir " + out_dir;
+  return "--model " + model + " --train-data " + model +
+         "/train.bin --batch-size 4 --seq-len 33 --total-batch-size 264 --max-steps 20 " +
+         "--lr 1e-3 --warmup-steps 5 --lr-schedule cosine --final-lr-frac 0.1 --weight-decay 0.1 --grad-clip 1 "
+         "--threads 2 " +
+         more + " --out-dir " + out_dir;
 }
 
 std::vector<json> metrics(const std::string& out_dir, const std::string& kind) {
@@ -67,7 +69,8 @@ TEST_CASE("twenty steps follow PyTorch's AdamW in loss, norm, learning rate and 
       REQUIRE(ours.info(name).shape == theirs.info(name).shape);
       ours.read(name, a.data());
       theirs.read(name, b.data());
-      if (name.ends_with("c_attn.bias")) {  // the true gradient of the key bias is zero: Adam makes a step of any rounding
+      if (name.ends_with(
+              "c_attn.bias")) {  // the true gradient of the key bias is zero: Adam makes a step of any rounding
         const size_t third = a.size() / 3;
         a.erase(a.begin() + static_cast<int64_t>(third), a.begin() + static_cast<int64_t>(2 * third));
         b.erase(b.begin() + static_cast<int64_t>(third), b.begin() + static_cast<int64_t>(2 * third));
@@ -100,7 +103,8 @@ TEST_CASE("bf16 follows fp32 within one percent of the loss") {
 
 TEST_CASE("--overfit-batch drives the loss down") {
   const TempDir dir;
-  run_well(golden_options(dir / "run", "--overfit-batch --max-steps 60 --lr 1e-2 --from-scratch --total-batch-size 132"));
+  run_well(
+      golden_options(dir / "run", "--overfit-batch --max-steps 60 --lr 1e-2 --from-scratch --total-batch-size 132"));
   const auto l = losses(dir / "run");
   REQUIRE(l.front() > 5);
   REQUIRE(l.back() < 0.5);
@@ -118,8 +122,10 @@ TEST_CASE("validation, checkpoints, sampling and continuing from a checkpoint fi
   run_well(golden_options(dir / "b", val + "--max-steps 1 --warmup-steps 0 --model " + (dir / "a/step-000020")));
   REQUIRE(metrics(dir / "b", "val")[0]["loss"] == first[2]["loss"]);  // starts from exactly those weights
 
-  const ProgramResult once = run_program("--generate --model " + (dir / "a/step-000020") + " --prompt '!' --sample-tokens 50 --seed 1");
-  const ProgramResult again = run_program("--generate --model " + (dir / "a/step-000020") + " --prompt '!' --sample-tokens 50 --seed 1");
+  const ProgramResult once =
+      run_program("--generate --model " + (dir / "a/step-000020") + " --prompt '!' --sample-tokens 50 --seed 1");
+  const ProgramResult again =
+      run_program("--generate --model " + (dir / "a/step-000020") + " --prompt '!' --sample-tokens 50 --seed 1");
   REQUIRE(once.status == 0);
   REQUIRE(once.out.size() > 40);
   REQUIRE(once.out == again.out);
@@ -157,7 +163,8 @@ TEST_CASE("bad input is refused with exit status 1, names the culprit, and leave
       {"--train-data /nowhere/x_*.bin", "/nowhere/x_*.bin"},
       {"--train-data " + (dir / "text.bin"), "text.bin"},
       {"--train-data " + (dir / "short.bin"), "--seq-len"},
-      {"--train-data " + (dir / "large.bin") + " --overfit-batch --total-batch-size 264 --batch-size 8", "token 300 at position"},
+      {"--train-data " + (dir / "large.bin") + " --overfit-batch --total-batch-size 264 --batch-size 8",
+       "token 300 at position"},
       {"--val-data /nowhere/y.bin", "--val-data"},
       {"--no-such-option 3", "--no-such-option"},
       {"--bach-size 3", "--batch-size"},
@@ -208,7 +215,8 @@ TEST_CASE("an out directory that holds something else is refused and not touched
 
 TEST_CASE("divergence ends the run with exit status 2") {
   const TempDir dir;
-  const ProgramResult r = run_program(golden_options(dir / "run", "--lr 100 --grad-clip 0 --warmup-steps 0 --max-steps 200 --overfit-batch --weight-decay 100"));
+  const ProgramResult r = run_program(golden_options(
+      dir / "run", "--lr 100 --grad-clip 0 --warmup-steps 0 --max-steps 200 --overfit-batch --weight-decay 100"));
   INFO(r.err);
   REQUIRE(r.status == 2);
   REQUIRE(r.err.find("not finite") != std::string::npos);

@@ -92,7 +92,8 @@ std::string formatted(std::string_view pattern, const Args&... args) {
 namespace detail {
 
 [[noreturn]] inline void check_failed(const char* condition, const char* file, int line) {
-  throw Error(formatted("internal check failed: {} ({}:{}); please report it with the command line", condition, file, line));
+  throw Error(
+      formatted("internal check failed: {} ({}:{}); please report it with the command line", condition, file, line));
 }
 template <class... Args>
 [[noreturn]] void check_failed(const char*, const char*, int, std::string_view pattern, const Args&... args) {
@@ -102,8 +103,8 @@ template <class... Args>
 }  // namespace detail
 
 // CHECK(condition, "what was found and what to do: {}", values...). Without a message it is an internal invariant.
-#define CHECK(condition, ...)                                                                      \
-  do {                                                                                             \
+#define CHECK(condition, ...)                                                                                  \
+  do {                                                                                                         \
     if (!(condition)) ::llmc::detail::check_failed(#condition, __FILE__, __LINE__ __VA_OPT__(, ) __VA_ARGS__); \
   } while (false)
 

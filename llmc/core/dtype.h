@@ -50,7 +50,8 @@ struct bf16 {
 };
 static_assert(sizeof(bf16) == 2);
 
-// out = value, rounded to the type of out. Where loops must vectorise: g++ does not vectorise the assignment of a struct.
+// out = value, rounded to the type of out. Where loops must vectorise: g++ does not vectorise the assignment of a
+// struct.
 inline void store(bf16& out, float value) { out.bits = bf16::rounded_bits(value); }
 inline void store(float& out, float value) { out = value; }
 inline void store(double& out, double value) { out = value; }
@@ -61,7 +62,8 @@ struct fp16 {
   explicit operator float() const {
     const uint32_t sign = (bits & 0x8000u) << 16, exponent = (bits >> 10) & 31u, mantissa = bits & 0x3ffu;
     if (exponent == 31) return std::bit_cast<float>(sign | 0x7f800000u | (mantissa << 13));
-    if (exponent == 0) return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(static_cast<float>(mantissa) * 0x1p-24f));
+    if (exponent == 0)
+      return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(static_cast<float>(mantissa) * 0x1p-24f));
     return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
   }
 };
@@ -82,15 +84,25 @@ using accumulator_t = typename accumulator<T>::type;
 template <class T>
 constexpr DType dtype_of();
 template <>
-constexpr DType dtype_of<float>() { return DType::fp32; }
+constexpr DType dtype_of<float>() {
+  return DType::fp32;
+}
 template <>
-constexpr DType dtype_of<bf16>() { return DType::bf16; }
+constexpr DType dtype_of<bf16>() {
+  return DType::bf16;
+}
 template <>
-constexpr DType dtype_of<fp16>() { return DType::fp16; }
+constexpr DType dtype_of<fp16>() {
+  return DType::fp16;
+}
 template <>
-constexpr DType dtype_of<double>() { return DType::fp64; }
+constexpr DType dtype_of<double>() {
+  return DType::fp64;
+}
 template <>
-constexpr DType dtype_of<int32_t>() { return DType::int32; }
+constexpr DType dtype_of<int32_t>() {
+  return DType::int32;
+}
 
 template <class T>
 struct type_tag {

@@ -32,7 +32,7 @@ class File {
   const std::string& path() const { return path_; }
 
   int64_t size() const {
-    struct stat info{};
+    struct stat info {};
     check(::fstat(fd_, &info) == 0, "stat");
     return static_cast<int64_t>(info.st_size);
   }
@@ -69,7 +69,8 @@ class File {
   }
 
  private:
-  File(const std::string& path, int flags, const char* operation) : path_(path), fd_(::open(path.c_str(), flags | O_CLOEXEC, 0644)) {
+  File(const std::string& path, int flags, const char* operation)
+      : path_(path), fd_(::open(path.c_str(), flags | O_CLOEXEC, 0644)) {
     check(fd_ >= 0, operation);
   }
   void check(bool good, const char* operation) const {
@@ -108,7 +109,9 @@ inline std::vector<std::string> expand_glob(const std::string& pattern, const ch
   const int status = ::glob(pattern.c_str(), 0, nullptr, &found);
   std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + (status == 0 ? found.gl_pathc : 0));
   ::globfree(&found);
-  CHECK(!paths.empty(), "{} {}: no file matches; check the path, and quote patterns so that the shell does not expand them", option, pattern);
+  CHECK(!paths.empty(),
+        "{} {}: no file matches; check the path, and quote patterns so that the shell does not expand them", option,
+        pattern);
   return paths;
 }
 

@@ -70,10 +70,19 @@ class Log {
 
   void train(const TrainLine& t) {
     const int digits = static_cast<int>(formatted("{}", t.max_steps).size());
-    line(formatted("step {:" + std::to_string(digits) + "}/{} | loss {:7.4f} | norm {:8.4f} | lr {:.2e} | {:8.1f} ms | {:9} tok/s | {:5.1f}% MFU | ETA {}",
-                t.step, t.max_steps, t.loss, t.grad_norm, t.lr, t.ms, human_count(std::llround(t.tokens_per_s)), 100 * t.mfu, human_duration(t.eta_s)));
-    write({{"kind", "train"}, {"step", t.step}, {"loss", t.loss}, {"grad_norm", t.grad_norm}, {"lr", t.lr}, {"ms", t.ms},
-           {"tokens_per_s", t.tokens_per_s}, {"mfu", t.mfu}});
+    line(formatted(
+        "step {:" + std::to_string(digits) +
+            "}/{} | loss {:7.4f} | norm {:8.4f} | lr {:.2e} | {:8.1f} ms | {:9} tok/s | {:5.1f}% MFU | ETA {}",
+        t.step, t.max_steps, t.loss, t.grad_norm, t.lr, t.ms, human_count(std::llround(t.tokens_per_s)), 100 * t.mfu,
+        human_duration(t.eta_s)));
+    write({{"kind", "train"},
+           {"step", t.step},
+           {"loss", t.loss},
+           {"grad_norm", t.grad_norm},
+           {"lr", t.lr},
+           {"ms", t.ms},
+           {"tokens_per_s", t.tokens_per_s},
+           {"mfu", t.mfu}});
   }
 
   void val(const ValLine& v) {

@@ -72,53 +72,74 @@ template <class O, class Visitor>
 void visit_options(O& o, Visitor&& visit) {
   using enum ResumeRule;
   visit("Data");
-  visit("--train-data", "-i", o.train_data, Limits{}, must_match, "token shards to train on: a file or a quoted pattern ('data/*_train_*.bin')");
+  visit("--train-data", "-i", o.train_data, Limits{}, must_match,
+        "token shards to train on: a file or a quoted pattern ('data/*_train_*.bin')");
   visit("--val-data", "-j", o.val_data, Limits{}, warn, "token shards for validation; none: no validation");
-  visit("--shuffle", "", o.shuffle, Limits{}, must_match, "a new order of the samples in every epoch; without it they come in file order");
-  visit("--tokenizer", "", o.tokenizer, one_of({"bytes"}), warn, "what turns prompts into tokens and samples into text");
+  visit("--shuffle", "", o.shuffle, Limits{}, must_match,
+        "a new order of the samples in every epoch; without it they come in file order");
+  visit("--tokenizer", "", o.tokenizer, one_of({"bytes"}), warn,
+        "what turns prompts into tokens and samples into text");
   visit("Model");
-  visit("--model", "-e", o.model, Limits{}, must_match, "gpt2:124M; d<N>: N layers, N heads, 64 N channels; or a directory with a Hugging Face config.json (and weights)");
+  visit("--model", "-e", o.model, Limits{}, must_match,
+        "gpt2:124M; d<N>: N layers, N heads, 64 N channels; or a directory with a Hugging Face config.json (and "
+        "weights)");
   visit("--from-scratch", "", o.from_scratch, Limits{}, must_match, "new weights although --model is a directory");
   visit("--n-layer", "", o.n_layer, at_least(1), must_match, "layers, instead of the model's");
   visit("--n-head", "", o.n_head, at_least(1), must_match, "attention heads, instead of the model's");
-  visit("--n-embd", "", o.n_embd, at_least(1), must_match, "channels, instead of the model's; sets the feed-forward width to four times as many");
+  visit("--n-embd", "", o.n_embd, at_least(1), must_match,
+        "channels, instead of the model's; sets the feed-forward width to four times as many");
   visit("--n-ffn", "", o.n_ffn, at_least(1), must_match, "feed-forward width, instead of the model's");
-  visit("--vocab-size", "", o.vocab_size, at_least(1), must_match, "vocabulary, instead of the model's: 257 for byte tokens");
+  visit("--vocab-size", "", o.vocab_size, at_least(1), must_match,
+        "vocabulary, instead of the model's: 257 for byte tokens");
   visit("Batch");
   visit("--batch-size", "-b", o.batch_size, at_least(1), warn, "sequences in a micro-batch; memory grows with it");
   visit("--seq-len", "-t", o.seq_len, at_least(1), must_match, "tokens in a sequence; at most the model's positions");
-  visit("--total-batch-size", "-d", o.total_batch_size, at_least(1), must_match, "tokens in a step, by gradient accumulation; default: one micro-batch");
+  visit("--total-batch-size", "-d", o.total_batch_size, at_least(1), must_match,
+        "tokens in a step, by gradient accumulation; default: one micro-batch");
   visit("Run");
   visit("--max-steps", "-x", o.max_steps, at_least(1), must_match, "updates to do; default: one epoch");
-  visit("--out-dir", "-o", o.out_dir, Limits{}, free, "where metrics.jsonl and the checkpoints go; one run, one directory");
+  visit("--out-dir", "-o", o.out_dir, Limits{}, free,
+        "where metrics.jsonl and the checkpoints go; one run, one directory");
   visit("--seed", "", o.seed, at_least(0), must_match, "of initial weights, data order and samples");
-  visit("--overfit-batch", "-a", o.overfit_batch, Limits{}, must_match, "train on the first batch again and again: the loss must fall towards zero");
+  visit("--overfit-batch", "-a", o.overfit_batch, Limits{}, must_match,
+        "train on the first batch again and again: the loss must fall towards zero");
   visit("Optimizer");
   visit("--lr", "-l", o.lr, between(0, 100), must_match, "peak learning rate of AdamW");
-  visit("--warmup-steps", "-u", o.warmup_steps, at_least(0), must_match, "updates over which the learning rate rises to its peak");
-  visit("--lr-schedule", "-k", o.lr_schedule, one_of({"constant", "cosine", "linear", "wsd"}), must_match, "how the learning rate falls after the warm-up; wsd: not before the last fifth");
-  visit("--final-lr-frac", "-q", o.final_lr_frac, between(0, 1), must_match, "learning rate at the end, as a share of the peak");
-  visit("--weight-decay", "-c", o.weight_decay, between(0, 100), must_match, "decoupled weight decay; matrices only, no biases and norms");
+  visit("--warmup-steps", "-u", o.warmup_steps, at_least(0), must_match,
+        "updates over which the learning rate rises to its peak");
+  visit("--lr-schedule", "-k", o.lr_schedule, one_of({"constant", "cosine", "linear", "wsd"}), must_match,
+        "how the learning rate falls after the warm-up; wsd: not before the last fifth");
+  visit("--final-lr-frac", "-q", o.final_lr_frac, between(0, 1), must_match,
+        "learning rate at the end, as a share of the peak");
+  visit("--weight-decay", "-c", o.weight_decay, between(0, 100), must_match,
+        "decoupled weight decay; matrices only, no biases and norms");
   visit("--beta1", "", o.beta1, between(0, 0.9999999), must_match, "decay of AdamW's first moment");
   visit("--beta2", "", o.beta2, between(0, 0.9999999), must_match, "decay of AdamW's second moment");
   visit("--adam-eps", "", o.adam_eps, between(1e-30, 1), must_match, "added to the root of the second moment");
-  visit("--grad-clip", "", o.grad_clip, at_least(0), must_match, "largest gradient norm; longer gradients are scaled down; 0: never");
+  visit("--grad-clip", "", o.grad_clip, at_least(0), must_match,
+        "largest gradient norm; longer gradients are scaled down; 0: never");
   visit("Evaluation and samples");
-  visit("--val-every", "-v", o.val_every, at_least(0), free, "updates between validations (there is one at the start and one at the end, too); 0: none");
+  visit("--val-every", "-v", o.val_every, at_least(0), free,
+        "updates between validations (there is one at the start and one at the end, too); 0: none");
   visit("--val-steps", "-m", o.val_steps, at_least(1), free, "size of a validation, in batches as large as a step's");
   visit("--sample-every", "-s", o.sample_every, at_least(0), free, "updates between samples; 0: none");
   visit("--sample-tokens", "-g", o.sample_tokens, at_least(1), free, "tokens in a sample");
   visit("--prompt", "", o.prompt, Limits{}, free, "text that samples begin with");
   visit("--temperature", "", o.temperature, between(0, 100), free, "of sampling; 0: always the likeliest token");
   visit("--top-k", "", o.top_k, at_least(0), free, "sample from the k likeliest tokens; 0: from all");
-  visit("--top-p", "", o.top_p, between(0, 1), free, "sample from the likeliest tokens that together have this probability");
+  visit("--top-p", "", o.top_p, between(0, 1), free,
+        "sample from the likeliest tokens that together have this probability");
   visit("Checkpoints");
-  visit("--checkpoint-every", "-n", o.checkpoint_every, at_least(0), free, "updates between checkpoints; 0: only at the end");
+  visit("--checkpoint-every", "-n", o.checkpoint_every, at_least(0), free,
+        "updates between checkpoints; 0: only at the end");
   visit("Numerics and layout");
-  visit("--dtype", "", o.dtype, one_of({"fp32", "bf16"}), must_match, "of weights and activations; with bf16, master weights and optimizer state are fp32");
-  visit("--schedule", "", o.schedule, one_of({"gpipe", "1f1b"}), free, "order of forwards and backwards; 1f1b needs less memory, the numbers are the same");
+  visit("--dtype", "", o.dtype, one_of({"fp32", "bf16"}), must_match,
+        "of weights and activations; with bf16, master weights and optimizer state are fp32");
+  visit("--schedule", "", o.schedule, one_of({"gpipe", "1f1b"}), free,
+        "order of forwards and backwards; 1f1b needs less memory, the numbers are the same");
   visit("Machine");
-  visit("--device", "", o.device, one_of({"auto", "cpu"}), warn, "where to compute; this version has no CUDA kernels yet: auto is the CPU");
+  visit("--device", "", o.device, one_of({"auto", "cpu"}), warn,
+        "where to compute; this version has no CUDA kernels yet: auto is the CPU");
   visit("--threads", "", o.threads, at_least(0), warn, "threads of this process; 0: all processors it may use");
   visit("Modes");
   visit("--generate", "", o.generate, Limits{}, free, "do not train: print what --model DIR makes of --prompt");
@@ -156,7 +177,8 @@ struct OptionVisitor {
   OnOption on_option;
   void operator()(const char* group) { on_group(group); }
   template <class T>
-  void operator()(const char* name, const char* letter, T& field, const Limits& limits, ResumeRule rule, const char* help) {
+  void operator()(const char* name, const char* letter, T& field, const Limits& limits, ResumeRule rule,
+                  const char* help) {
     on_option(name, letter, field, limits, rule, help);
   }
 };
@@ -209,23 +231,26 @@ inline std::string wrapped(const std::string& text, size_t indent, size_t width 
 inline std::string help_text() {
   std::string text =
       "train_gpt pretrains GPT language models on token shards (make those with data/tokenize_text.py).\n\n"
-      "  ./train_gpt -i 'data/mine_train_*.bin' -j 'data/mine_val_*.bin' --model d6 --vocab-size 257 -t 256 -o out/mine\n"
+      "  ./train_gpt -i 'data/mine_train_*.bin' -j 'data/mine_val_*.bin' --model d6 --vocab-size 257 -t 256 -o "
+      "out/mine\n"
       "  ./train_gpt --generate --model out/mine/step-001000 --prompt 'Once upon'\n";
   Options defaults;
   auto line = [&](std::string left, const std::string& help) {
     left.resize(std::max<size_t>(left.size() + 2, 34), ' ');
     text += left + detail::wrapped(help, 34) + "\n";
   };
-  visit_options(defaults, detail::OptionVisitor{
-      [&](const char* group) { text += "\n" + std::string(group) + "\n"; },
-      [&](const char* name, const char* letter, auto& field, const Limits& limits, ResumeRule, const char* help) {
-        const std::string type = limits.choices.empty() ? detail::type_text(field) : "TEXT";
-        const std::string value = detail::option_text(field);
-        std::string all = help;
-        if (!limits.choices.empty()) all += formatted(" ({})", limits.choices);
-        if (!type.empty() && !value.empty()) all += formatted(" [{}]", value);
-        line(formatted("  {} {} {}", *letter ? std::string(letter) + "," : std::string("   "), name, type), all);
-      }});
+  visit_options(
+      defaults,
+      detail::OptionVisitor{
+          [&](const char* group) { text += "\n" + std::string(group) + "\n"; },
+          [&](const char* name, const char* letter, auto& field, const Limits& limits, ResumeRule, const char* help) {
+            const std::string type = limits.choices.empty() ? detail::type_text(field) : "TEXT";
+            const std::string value = detail::option_text(field);
+            std::string all = help;
+            if (!limits.choices.empty()) all += formatted(" ({})", limits.choices);
+            if (!type.empty() && !value.empty()) all += formatted(" [{}]", value);
+            line(formatted("  {} {} {}", *letter ? std::string(letter) + "," : std::string("   "), name, type), all);
+          }});
   for (const auto& mode : detail::mode_options) line(formatted("      {}", mode.name), mode.help);
   return text + "\nExit status: 0 done, 1 refused (the reason is on stderr), 2 diverged.";
 }
@@ -234,18 +259,19 @@ inline std::string config_text(const Options& options) {
   Options o = options;
   std::string text;
   visit_options(o, detail::OptionVisitor{
-      [&](const char* group) { text += formatted("{}# {}\n", text.empty() ? "" : "\n", group); },
-      [&](const char* name, const char*, auto& field, const Limits&, ResumeRule, const char*) {
-        using T = std::remove_reference_t<decltype(field)>;
-        const std::string value = detail::option_text(field);
-        if (value.empty()) return;  // absent
-        if constexpr (std::is_same_v<T, std::string>) {
-          CHECK(value.find_first_of("\"\n") == std::string::npos, "{}: a value with a quote or a line break cannot stand in a --config file", name);
-          text += formatted("{}=\"{}\"\n", name + 2, value);
-        } else {
-          text += formatted("{}={}\n", name + 2, value);
-        }
-      }});
+                       [&](const char* group) { text += formatted("{}# {}\n", text.empty() ? "" : "\n", group); },
+                       [&](const char* name, const char*, auto& field, const Limits&, ResumeRule, const char*) {
+                         using T = std::remove_reference_t<decltype(field)>;
+                         const std::string value = detail::option_text(field);
+                         if (value.empty()) return;  // absent
+                         if constexpr (std::is_same_v<T, std::string>) {
+                           CHECK(value.find_first_of("\"\n") == std::string::npos,
+                                 "{}: a value with a quote or a line break cannot stand in a --config file", name);
+                           text += formatted("{}=\"{}\"\n", name + 2, value);
+                         } else {
+                           text += formatted("{}={}\n", name + 2, value);
+                         }
+                       }});
   if (!text.empty()) text.pop_back();
   return text;
 }
@@ -253,54 +279,66 @@ inline std::string config_text(const Options& options) {
 inline std::string options_markdown() {
   std::string text;
   Options defaults;
-  visit_options(defaults, detail::OptionVisitor{
-      [&](const char* group) { text += formatted("{}**{}**\n\n| option | default | meaning | on resume |\n| --- | --- | --- | --- |\n", text.empty() ? "" : "\n", group); },
-      [&](const char* name, const char* letter, auto& field, const Limits& limits, ResumeRule rule, const char* help) {
-        std::string all = help;
-        if (!limits.choices.empty()) all += formatted(" ({})", limits.choices);
-        text += formatted("| `{}`{} | {} | {} | {} |\n", name, *letter ? formatted(" `{}`", letter) : std::string(), detail::option_text(field), all, rule);
-      }});
+  visit_options(
+      defaults,
+      detail::OptionVisitor{
+          [&](const char* group) {
+            text += formatted("{}**{}**\n\n| option | default | meaning | on resume |\n| --- | --- | --- | --- |\n",
+                              text.empty() ? "" : "\n", group);
+          },
+          [&](const char* name, const char* letter, auto& field, const Limits& limits, ResumeRule rule,
+              const char* help) {
+            std::string all = help;
+            if (!limits.choices.empty()) all += formatted(" ({})", limits.choices);
+            text += formatted("| `{}`{} | {} | {} | {} |\n", name, *letter ? formatted(" `{}`", letter) : std::string(),
+                              detail::option_text(field), all, rule);
+          }});
   text.pop_back();
   return text;
 }
 
 // Each value by itself, right after parsing.
 inline void check_limits(Options& o) {
-  visit_options(o, detail::OptionVisitor{
-      detail::no_group,
-      [](const char* name, const char*, auto& field, const Limits& limits, ResumeRule, const char*) {
-        using T = std::remove_reference_t<decltype(field)>;
-        auto check_number = [&](auto value) {
-          const double v = static_cast<double>(value);
-          CHECK(std::isfinite(v) && v >= limits.min && v <= limits.max, "{} {}: expected a number {}{}", name, value,
-                std::isinf(limits.min) ? std::string() : formatted("from {}", limits.min),
-                std::isinf(limits.max) ? std::string(" on") : formatted(" to {}", limits.max));
-        };
-        if constexpr (std::is_same_v<T, std::string>) {
-          CHECK(limits.choices.empty() || std::find(limits.choices.begin(), limits.choices.end(), field) != limits.choices.end(),
-                "{} {}: expected one of {}", name, field, limits.choices);
-        } else if constexpr (std::is_same_v<T, std::optional<int64_t>>) {
-          if (field) check_number(*field);
-        } else if constexpr (!std::is_same_v<T, bool>) {
-          check_number(field);
-        }
-      }});
+  visit_options(
+      o, detail::OptionVisitor{
+             detail::no_group,
+             [](const char* name, const char*, auto& field, const Limits& limits, ResumeRule, const char*) {
+               using T = std::remove_reference_t<decltype(field)>;
+               auto check_number = [&](auto value) {
+                 const double v = static_cast<double>(value);
+                 if constexpr (std::is_integral_v<decltype(value)>)  // CLI11 stops at the largest number without a word
+                   CHECK(std::abs(v) < 9e18, "{}: the number does not fit into 64 bits", name);
+                 CHECK(std::isfinite(v) && v >= limits.min && v <= limits.max, "{} {}: expected a number {}{}", name,
+                       value, std::isinf(limits.min) ? std::string() : formatted("from {}", limits.min),
+                       std::isinf(limits.max) ? std::string(" on") : formatted(" to {}", limits.max));
+               };
+               if constexpr (std::is_same_v<T, std::string>) {
+                 CHECK(limits.choices.empty() ||
+                           std::find(limits.choices.begin(), limits.choices.end(), field) != limits.choices.end(),
+                       "{} {}: expected one of {}", name, field, limits.choices);
+               } else if constexpr (std::is_same_v<T, std::optional<int64_t>>) {
+                 if (field) check_number(*field);
+               } else if constexpr (!std::is_same_v<T, bool>) {
+                 check_number(field);
+               }
+             }});
 }
 
 // Combinations, as far as the options alone tell.
 inline void validate(const Options& o) {
-  if (o.device == "cuda")
-    throw Error("--device cuda: this version has no CUDA kernels yet; use --device cpu");
+  if (o.device == "cuda") throw Error("--device cuda: this version has no CUDA kernels yet; use --device cpu");
   if (o.generate) {
-    CHECK(!o.from_scratch, "--generate with --from-scratch: there would be nothing learnt to generate from; leave out one of them");
+    CHECK(!o.from_scratch,
+          "--generate with --from-scratch: there would be nothing learnt to generate from; leave out one of them");
     return;
   }
-  CHECK(!o.train_data.empty(), "--train-data is missing: name the token shards to train on (data/tokenize_text.py makes them), or see --help");
+  CHECK(!o.train_data.empty(),
+        "--train-data is missing: name the token shards to train on (data/tokenize_text.py makes them), or see --help");
   CHECK(!o.out_dir.empty(), "--out-dir is empty: name a directory for metrics and checkpoints");
   const int64_t micro = o.batch_size * o.seq_len;
   CHECK(!o.total_batch_size || *o.total_batch_size % micro == 0,
-        "--total-batch-size {} is not a multiple of --batch-size {} x --seq-len {} = {} tokens: use {}", *o.total_batch_size, o.batch_size,
-        o.seq_len, micro, std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
+        "--total-batch-size {} is not a multiple of --batch-size {} x --seq-len {} = {} tokens: use {}",
+        *o.total_batch_size, o.batch_size, o.seq_len, micro, std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
 }
 
 // What the command line asks for.
@@ -316,17 +354,19 @@ inline Command parse_command_line(int argc, const char* const* argv) {
   CLI::App app;
   app.set_help_flag();
   app.allow_extras();
+  app.allow_config_extras(CLI::config_extras_mode::error);
   app.set_config("--config");
   std::vector<std::string> names;
-  visit_options(command.options, detail::OptionVisitor{
-      detail::no_group,
-      [&](const char* name, const char* letter, auto& field, const Limits&, ResumeRule, const char*) {
-        using T = std::remove_reference_t<decltype(field)>;
-        names.emplace_back(name);
-        const std::string both = *letter ? formatted("{},{}", letter, name) : std::string(name);
-        if constexpr (std::is_same_v<T, bool>) app.add_flag(both, field);
-        else app.add_option(both, field)->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-      }});
+  visit_options(
+      command.options,
+      detail::OptionVisitor{detail::no_group, [&](const char* name, const char* letter, auto& field, const Limits&,
+                                                  ResumeRule, const char*) {
+                              using T = std::remove_reference_t<decltype(field)>;
+                              names.emplace_back(name);
+                              const std::string both = *letter ? formatted("{},{}", letter, name) : std::string(name);
+                              if constexpr (std::is_same_v<T, bool>) app.add_flag(both, field);
+                              else app.add_option(both, field)->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+                            }});
   bool help = false, print_config = false, markdown = false;
   app.add_flag("-h,--help", help)->configurable(false);
   app.add_flag("--print-config", print_config)->configurable(false);

@@ -1,5 +1,5 @@
-// rng.h: counter-based random numbers, keyed by (seed, stream name, index), so that a value depends on what it is for and
-// never on who draws it or in which order (contracts 7 and 8).
+// rng.h: counter-based random numbers, keyed by (seed, stream name, index), so that a value depends on what it is for
+// and never on who draws it or in which order (contracts 7 and 8).
 #pragma once
 #include <array>
 #include <cmath>
@@ -25,8 +25,11 @@ class Philox {
   Philox(uint64_t seed, std::string_view stream) : seed_(seed), stream_(hash_name(stream)) {}
 
   std::array<uint32_t, 4> words(uint64_t index) const {
-    std::array<uint32_t, 4> c = {lo(index), hi(index), lo(stream_), hi(stream_)};
-    uint32_t k0 = lo(seed_), k1 = hi(seed_);
+    return rounds({lo(index), hi(index), lo(stream_), hi(stream_)}, lo(seed_), hi(seed_));
+  }
+
+  // The block function itself: counter c, key (k0, k1).
+  static std::array<uint32_t, 4> rounds(std::array<uint32_t, 4> c, uint32_t k0, uint32_t k1) {
     for (int round = 0; round < 10; ++round) {
       const uint64_t p0 = 0xD2511F53ull * c[0], p1 = 0xCD9E8D57ull * c[2];
       c = {hi(p1) ^ c[1] ^ k0, lo(p1), hi(p0) ^ c[3] ^ k1, lo(p0)};

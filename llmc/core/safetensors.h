@@ -68,8 +68,8 @@ class SafetensorsReader {
     uint64_t length = 0;
     CHECK(size >= 8, "{}: {} bytes are too few for a safetensors file", path, size);
     file_.read_at(&length, 8, 0);
-    CHECK(length <= static_cast<uint64_t>(size - 8), "{}: a header of {} bytes in a file of {}; not a safetensors file, or truncated",
-          path, length, size);
+    CHECK(length <= static_cast<uint64_t>(size - 8),
+          "{}: a header of {} bytes in a file of {}; not a safetensors file, or truncated", path, length, size);
     std::string text(length, '\0');
     file_.read_at(text.data(), static_cast<int64_t>(length), 8);
     const nlohmann::json header = nlohmann::json::parse(text, nullptr, false);
@@ -114,16 +114,19 @@ class SafetensorsReader {
       e.begin = entry.at("data_offsets").at(0).get<int64_t>();
       end = entry.at("data_offsets").at(1).get<int64_t>();
     } catch (const nlohmann::json::exception&) {
-      throw Error(formatted("{}: the entry of tensor {} is {}, expected dtype, shape and data_offsets", path(), name, entry.dump()));
+      throw Error(formatted("{}: the entry of tensor {} is {}, expected dtype, shape and data_offsets", path(), name,
+                            entry.dump()));
     }
     const auto* known = std::find_if(std::begin(detail::safetensors_dtypes), std::end(detail::safetensors_dtypes),
                                      [&](const auto& d) { return dtype == d.second; });
-    CHECK(known != std::end(detail::safetensors_dtypes), "{}: tensor {} has dtype {}, supported are F32, BF16 and F16", path(), name, dtype);
+    CHECK(known != std::end(detail::safetensors_dtypes), "{}: tensor {} has dtype {}, supported are F32, BF16 and F16",
+          path(), name, dtype);
     e.info.dtype = known->first;
-    for (int64_t d : e.info.shape) CHECK(d >= 0 && d < (int64_t{1} << 48), "{}: tensor {} has the dimension {}", path(), name, d);
+    for (int64_t d : e.info.shape)
+      CHECK(d >= 0 && d < (int64_t{1} << 48), "{}: tensor {} has the dimension {}", path(), name, d);
     CHECK(e.begin >= 0 && end <= data_bytes && end - e.begin == e.info.bytes(),
-          "{}: tensor {} lies at bytes {} to {} of {}, but its shape ({}) needs {}; the file is truncated or damaged", path(), name,
-          e.begin, end, data_bytes, e.info.shape, e.info.bytes());
+          "{}: tensor {} lies at bytes {} to {} of {}, but its shape ({}) needs {}; the file is truncated or damaged",
+          path(), name, e.begin, end, data_bytes, e.info.shape, e.info.bytes());
     tensors_.emplace(name, std::move(e));
   }
 

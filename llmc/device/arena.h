@@ -1,5 +1,5 @@
-// arena.h: one block of memory, handed out by bumping an offset, with a name for every allocation, scopes that give back
-// in reverse order, and the table of what was live at the high-water mark.
+// arena.h: one block of memory, handed out by bumping an offset, with a name for every allocation, scopes that give
+// back in reverse order, and the table of what was live at the high-water mark.
 #pragma once
 #include <sys/mman.h>
 
@@ -43,8 +43,8 @@ class Arena {
   Tensor alloc(const char* label, const char* name, DType dtype, const Shape& shape) {
     const int64_t bytes = round_up(shape.numel() * size_of(dtype), alignment);
     CHECK(device_ == DeviceKind::null || used_ + bytes <= capacity_,
-          "the arena is full: {} ({}) needs {} bytes, {} of {} are in use; the plan missed this allocation", name, label,
-          bytes, used_, capacity_);
+          "the arena is full: {} ({}) needs {} bytes, {} of {} are in use; the plan missed this allocation", name,
+          label, bytes, used_, capacity_);
     Tensor tensor{.name = name, .dtype = dtype, .shape = shape, .bytes = base_ + used_};
     used_ += bytes;
     line(label).bytes += bytes;

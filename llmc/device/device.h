@@ -42,8 +42,8 @@ inline int available_processors() {
 }
 
 // OpenMP's threads wait for each other asleep, not spinning: ranks that share processors, or other programs beside this
-// one, would otherwise lose whole time slices at every barrier (measured: dev/LOG.md). The library reads this when it is
-// loaded, so the program starts itself once more, unless the user chose a policy.
+// one, would otherwise lose whole time slices at every barrier (measured: dev/LOG.md). The library reads this when it
+// is loaded, so the program starts itself once more, unless the user chose a policy.
 inline void wait_without_spinning(char** argv) {
   if (std::getenv("OMP_WAIT_POLICY") != nullptr || std::getenv("GOMP_SPINCOUNT") != nullptr) return;
   if (setenv("OMP_WAIT_POLICY", "passive", 1) == 0) execv("/proc/self/exe", argv);  // where that fails, go on as we are

@@ -35,8 +35,8 @@ struct ParamSpec {
   TensorSplit tp = TensorSplit::replicated;
   Init init = Init::normal;
   float init_std = 0.02f;
-  bool decay = false;         // weight decay: matrices only
-  int64_t padded_rows = 0;    // rows stored, the last of them always zero; 0: as many as shape has
+  bool decay = false;       // weight decay: matrices only
+  int64_t padded_rows = 0;  // rows stored, the last of them always zero; 0: as many as shape has
   Placement placement = Placement::aligned;
 
   int64_t numel() const { return shape.numel(); }

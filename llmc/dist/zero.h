@@ -1,6 +1,6 @@
-// zero.h: who holds what of each unit. Weights, gradients, master weights and moments of every unit, the slices that this
-// rank owns, and the StateTable that checkpoints iterate. Nobody outside this file computes an offset divided by ranks.
-// With one rank every unit is one slice and this rank owns it; gather and release then have nothing to move.
+// zero.h: who holds what of each unit. Weights, gradients, master weights and moments of every unit, the slices that
+// this rank owns, and the StateTable that checkpoints iterate. Nobody outside this file computes an offset divided by
+// ranks. With one rank every unit is one slice and this rank owns it; gather and release then have nothing to move.
 #pragma once
 #include <memory>
 #include <string>
@@ -67,14 +67,16 @@ class UnitState {
     for (const Segment& s : segments()) {
       auto part = [&](const Tensor& t) { return t.empty() ? t : t.slice(s.begin, {s.size}); };
       options.weight_decay = s.decay ? decay : 0.0f;
-      adamw_update(part(weights_), part(master_), part(moment1_), part(moment2_), part(gradients_), control, options, stream);
+      adamw_update(part(weights_), part(master_), part(moment1_), part(moment2_), part(gradients_), control, options,
+                   stream);
     }
   }
 
   void append_to(StateTable& table) const {
     for (size_t i = 0; i < spec_.params.size(); ++i) {
       auto add = [&](StateKind kind, const Tensor& t) {
-        if (!t.empty()) table.push_back({&spec_.params[i], kind, 0, t.slice(layout_.offsets[i], {spec_.params[i].numel()})});
+        if (!t.empty())
+          table.push_back({&spec_.params[i], kind, 0, t.slice(layout_.offsets[i], {spec_.params[i].numel()})});
       };
       add(StateKind::weight, weights_);
       add(StateKind::master, master_);
@@ -110,7 +112,8 @@ class UnitState {
 
   UnitSpec spec_;
   UnitLayout layout_;
-  Tensor weights_, master_, gradients_, moment1_, moment2_;  // (layout_.size): weights in the training dtype, the rest fp32
+  Tensor weights_, master_, gradients_, moment1_,
+      moment2_;  // (layout_.size): weights in the training dtype, the rest fp32
 };
 
 // All units of a model.
@@ -145,7 +148,8 @@ class ModelState {
 inline void init_weights(const ModelState& state, uint64_t seed, Stream& stream) {
   for (size_t u = 0; u < state.size(); ++u) state.unit(u).zero_all(stream);
   for (const StateEntry& e : state.state_table()) {
-    const bool is_master = e.kind == StateKind::master || (e.kind == StateKind::weight && e.tensor.dtype == DType::fp32);
+    const bool is_master =
+        e.kind == StateKind::master || (e.kind == StateKind::weight && e.tensor.dtype == DType::fp32);
     if (!is_master) continue;
     if (e.param->init == Init::normal) init_normal(e.tensor, e.param->init_std, e.begin, seed, e.param->name, stream);
     if (e.param->init == Init::ones) fill(e.tensor, 1.0f, stream);

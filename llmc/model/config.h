@@ -16,8 +16,8 @@ namespace llmc {
 struct ModelConfig {
   int64_t n_layer = 12;
   int64_t n_head = 12;
-  int64_t n_embd = 768;       // C
-  int64_t n_ffn = 3072;       // F
+  int64_t n_embd = 768;        // C
+  int64_t n_ffn = 3072;        // F
   int64_t vocab_size = 50257;  // V: what the outside sees
   int64_t n_positions = 1024;
   float norm_eps = 1e-5f;
@@ -49,7 +49,8 @@ inline ModelConfig gpt2_shape(int64_t layers, int64_t heads, int64_t channels) {
 // "gpt2:124M", or "d<N>": N layers, N heads, C = 64 N. None: not a preset (perhaps a directory).
 inline std::optional<ModelConfig> model_preset(const std::string& name) {
   if (name == "gpt2:124M") return detail::gpt2_shape(12, 12, 768);
-  if (name.size() > 1 && name.size() <= 4 && name[0] == 'd' && name.find_first_not_of("0123456789", 1) == std::string::npos) {
+  if (name.size() > 1 && name.size() <= 4 && name[0] == 'd' &&
+      name.find_first_not_of("0123456789", 1) == std::string::npos) {
     const int64_t depth = std::stoll(name.substr(1));
     CHECK(depth > 0, "--model {}: the depth must be at least 1", name);
     return detail::gpt2_shape(depth, depth, 64 * depth);
@@ -59,9 +60,11 @@ inline std::optional<ModelConfig> model_preset(const std::string& name) {
 
 inline void validate_model(const ModelConfig& c) {
   CHECK(c.n_layer > 0 && c.n_head > 0 && c.n_embd > 0 && c.n_ffn > 0 && c.vocab_size > 0 && c.n_positions > 0,
-        "the model has a size that is not positive: n_layer {}, n_head {}, n_embd {}, n_ffn {}, vocab_size {}, n_positions {}",
+        "the model has a size that is not positive: n_layer {}, n_head {}, n_embd {}, n_ffn {}, vocab_size {}, "
+        "n_positions {}",
         c.n_layer, c.n_head, c.n_embd, c.n_ffn, c.vocab_size, c.n_positions);
-  CHECK(c.n_embd % c.n_head == 0, "--n-head {} does not divide --n-embd {}: use one of {}", c.n_head, c.n_embd, divisors(c.n_embd));
+  CHECK(c.n_embd % c.n_head == 0, "--n-head {} does not divide --n-embd {}: use one of {}", c.n_head, c.n_embd,
+        divisors(c.n_embd));
 }
 
 // What a Hugging Face GPT-2 config.json says; a value that this program would compute differently is refused by name.
@@ -72,7 +75,8 @@ inline ModelConfig config_from_hf(const nlohmann::json& json, const std::string&
   };
   auto integer = [&](const char* field, const nlohmann::json& fallback) {
     const nlohmann::json found = json.contains(field) && !json[field].is_null() ? json[field] : fallback;
-    CHECK(found.is_number_integer() && found > 0, "{}: \"{}\" is {}, expected a positive whole number", file, field, found.dump());
+    CHECK(found.is_number_integer() && found > 0, "{}: \"{}\" is {}, expected a positive whole number", file, field,
+          found.dump());
     return found.get<int64_t>();
   };
   auto real = [&](const char* field, double fallback) {
@@ -163,7 +167,11 @@ inline ParamTable parameter_table(const ModelConfig& c) {
   using enum Placement;
   ParamTable table;
   table.push_back({"embedding",
-                   {{.name = "wte.weight", .shape = {c.vocab_size, C}, .tp = axis0, .init_std = std, .decay = true,
+                   {{.name = "wte.weight",
+                     .shape = {c.vocab_size, C},
+                     .tp = axis0,
+                     .init_std = std,
+                     .decay = true,
                      .padded_rows = c.padded_vocab()},
                     {.name = "wpe.weight", .shape = {c.n_positions, C}, .init_std = std, .decay = true}}});
   for (int64_t l = 0; l < c.n_layer; ++l) {
@@ -171,26 +179,27 @@ inline ParamTable parameter_table(const ModelConfig& c) {
     auto vector = [&](const char* name, int64_t n, TensorSplit tp, Init init, Placement placement = aligned) {
       return ParamSpec{.name = block + name, .shape = {n}, .tp = tp, .init = init, .placement = placement};
     };
-    auto matrix = [&](const char* name, int64_t out, int64_t in, TensorSplit tp, float stddev, Placement placement = aligned) {
-      return ParamSpec{.name = block + name, .shape = {out, in}, .tp = tp, .init_std = stddev, .decay = true, .placement = placement};
+    auto matrix = [&](const char* name, int64_t out, int64_t in, TensorSplit tp, float stddev,
+                      Placement placement = aligned) {
+      return ParamSpec{.name = block + name,
+                       .shape = {out, in},
+                       .tp = tp,
+                       .init_std = stddev,
+                       .decay = true,
+                       .placement = placement};
     };
-    table.push_back({block,
-                     {vector(".ln1.weight", C, replicated, Init::ones),
-                      vector(".ln1.bias", C, replicated, Init::zeros),
-                      matrix(".attn.q.weight", C, C, axis0, std),
-                      matrix(".attn.k.weight", C, C, axis0, std, adjacent),
-                      matrix(".attn.v.weight", C, C, axis0, std, adjacent),
-                      vector(".attn.q.bias", C, axis0, Init::zeros),
-                      vector(".attn.k.bias", C, axis0, Init::zeros, adjacent),
-                      vector(".attn.v.bias", C, axis0, Init::zeros, adjacent),
-                      matrix(".attn.proj.weight", C, C, axis1, residual_std),
-                      vector(".attn.proj.bias", C, replicated, Init::zeros),
-                      vector(".ln2.weight", C, replicated, Init::ones),
-                      vector(".ln2.bias", C, replicated, Init::zeros),
-                      matrix(".mlp.up.weight", F, C, axis0, std),
-                      vector(".mlp.up.bias", F, axis0, Init::zeros),
-                      matrix(".mlp.down.weight", C, F, axis1, residual_std),
-                      vector(".mlp.down.bias", C, replicated, Init::zeros)}});
+    table.push_back(
+        {block,
+         {vector(".ln1.weight", C, replicated, Init::ones), vector(".ln1.bias", C, replicated, Init::zeros),
+          matrix(".attn.q.weight", C, C, axis0, std), matrix(".attn.k.weight", C, C, axis0, std, adjacent),
+          matrix(".attn.v.weight", C, C, axis0, std, adjacent), vector(".attn.q.bias", C, axis0, Init::zeros),
+          vector(".attn.k.bias", C, axis0, Init::zeros, adjacent),
+          vector(".attn.v.bias", C, axis0, Init::zeros, adjacent),
+          matrix(".attn.proj.weight", C, C, axis1, residual_std), vector(".attn.proj.bias", C, replicated, Init::zeros),
+          vector(".ln2.weight", C, replicated, Init::ones), vector(".ln2.bias", C, replicated, Init::zeros),
+          matrix(".mlp.up.weight", F, C, axis0, std), vector(".mlp.up.bias", F, axis0, Init::zeros),
+          matrix(".mlp.down.weight", C, F, axis1, residual_std),
+          vector(".mlp.down.bias", C, replicated, Init::zeros)}});
   }
   table.push_back({"head",
                    {{.name = "ln_f.weight", .shape = {C}, .init = Init::ones},

@@ -1,5 +1,5 @@
-// hf.h: Hugging Face names and layouts of the parameters, both ways. transformers' GPT-2 keeps q, k and v as one matrix and
-// stores matrices (in, out) (its Conv1D); ours are (out, in), q, k and v by themselves.
+// hf.h: Hugging Face names and layouts of the parameters, both ways. transformers' GPT-2 keeps q, k and v as one matrix
+// and stores matrices (in, out) (its Conv1D); ours are (out, in), q, k and v by themselves.
 #pragma once
 #include <cstring>
 #include <map>
@@ -97,16 +97,19 @@ inline std::vector<std::byte> gather_hf(const HfTensor& hf, const std::map<std::
   return bytes;
 }
 
-// The names in a file, with and without "transformer.", for each tensor of the model; everything is checked, nothing read.
+// The names in a file, with and without "transformer.", for each tensor of the model; everything is checked, nothing
+// read.
 inline std::vector<std::string> match_hf_names(const SafetensorsReader& file, const std::vector<HfTensor>& tensors) {
   constexpr std::string_view prefix = "transformer.";
   std::vector<std::string> names;
   for (const HfTensor& hf : tensors) {
     const std::string bare = hf.name.substr(prefix.size());
     const std::string name = file.has(hf.name) ? hf.name : bare;
-    CHECK(file.has(name), "{}: has no tensor {} (nor {}); config.json describes another model", file.path(), hf.name, bare);
+    CHECK(file.has(name), "{}: has no tensor {} (nor {}); config.json describes another model", file.path(), hf.name,
+          bare);
     const TensorInfo& info = file.info(name);
-    CHECK(info.shape == hf.shape, "{}: tensor {} has the shape ({}), config.json and the options say ({})", file.path(), name, info.shape, hf.shape);
+    CHECK(info.shape == hf.shape, "{}: tensor {} has the shape ({}), config.json and the options say ({})", file.path(),
+          name, info.shape, hf.shape);
     CHECK(info.dtype == DType::fp32 || info.dtype == DType::bf16 || info.dtype == DType::fp16,
           "{}: tensor {} is {}, supported are fp32, bf16 and fp16", file.path(), name, info.dtype);
     names.push_back(name);
@@ -120,7 +123,8 @@ inline std::vector<std::string> match_hf_names(const SafetensorsReader& file, co
 }
 
 // parts (fp32) = the Hugging Face tensor `name` of the file, widened from its dtype.
-inline void scatter_hf(const HfTensor& hf, const SafetensorsReader& file, const std::string& name, const std::map<std::string, Tensor>& parts) {
+inline void scatter_hf(const HfTensor& hf, const SafetensorsReader& file, const std::string& name,
+                       const std::map<std::string, Tensor>& parts) {
   const TensorInfo& info = file.info(name);
   std::vector<std::byte> stored(static_cast<size_t>(info.bytes()));
   file.read(name, stored.data());

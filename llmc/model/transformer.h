@@ -42,7 +42,9 @@ struct BlockActivations {
   BlockActivations(const ModelConfig& c, const BatchShape& s, DType dtype, Arena& arena) {
     const int64_t N = s.rows(), C = c.n_embd, F = c.n_ffn;
     const DType stat = accumulator_of(dtype);
-    auto alloc = [&](const char* name, DType d, const Shape& shape) { return arena.alloc("activations", name, d, shape); };
+    auto alloc = [&](const char* name, DType d, const Shape& shape) {
+      return arena.alloc("activations", name, d, shape);
+    };
     ln1 = alloc("ln1", dtype, {N, C});
     ln1_mean = alloc("ln1 mean", stat, {N});
     ln1_rstd = alloc("ln1 rstd", stat, {N});
@@ -68,12 +70,14 @@ inline void block_forward(const BlockActivations& a, Tensor x, const UnitState& 
                           const BatchShape& s, Arena& arena, Stream& stream) {
   auto scope = arena.scope();
   const Tensor branch = arena.alloc("temporary", "residual branch", x.dtype, x.shape);  // (N, C)
-  layernorm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, x, unit.weight("ln1.weight"), unit.weight("ln1.bias"), c.norm_eps, stream);
+  layernorm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, x, unit.weight("ln1.weight"), unit.weight("ln1.bias"), c.norm_eps,
+                    stream);
   linear_forward(a.qkv, a.ln1, unit.weight("attn.q.weight", 3), unit.weight("attn.q.bias", 3), stream);
   attention_forward(a.attention, a.lse, a.qkv, attention_shape(c, s), stream);
   linear_forward(branch, a.attention, unit.weight("attn.proj.weight"), unit.weight("attn.proj.bias"), stream);
   residual_forward(a.middle, x, branch, stream);
-  layernorm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.middle, unit.weight("ln2.weight"), unit.weight("ln2.bias"), c.norm_eps, stream);
+  layernorm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.middle, unit.weight("ln2.weight"), unit.weight("ln2.bias"),
+                    c.norm_eps, stream);
   linear_forward(a.up, a.ln2, unit.weight("mlp.up.weight"), unit.weight("mlp.up.bias"), stream);
   gelu_forward(a.gelu, a.up, stream);
   linear_forward(branch, a.gelu, unit.weight("mlp.down.weight"), unit.weight("mlp.down.bias"), stream);
@@ -85,17 +89,17 @@ inline void block_backward(Tensor dx, const BlockActivations& a, Tensor x, const
                            const BatchShape& s, Arena& arena, Stream& stream) {
   auto scope = arena.scope();
   auto temporary = [&](const char* name, const Shape& shape) { return arena.alloc("temporary", name, x.dtype, shape); };
-  const Tensor dbranch = temporary("gradient of a branch", x.shape);          // (N, C)
-  const Tensor dup = temporary("gradient of up", a.up.shape);                 // (N, F)
-  const Tensor dqkv = temporary("gradient of qkv", a.qkv.shape);              // (N, 3 C)
+  const Tensor dbranch = temporary("gradient of a branch", x.shape);  // (N, C)
+  const Tensor dup = temporary("gradient of up", a.up.shape);         // (N, F)
+  const Tensor dqkv = temporary("gradient of qkv", a.qkv.shape);      // (N, 3 C)
 
   linear_backward_weight(unit.gradient("mlp.down.weight"), unit.gradient("mlp.down.bias"), dx, a.gelu, stream);
   linear_backward_input(dup, dx, unit.weight("mlp.down.weight"), stream);
   gelu_backward(dup, dup, a.up, stream);
   linear_backward_weight(unit.gradient("mlp.up.weight"), unit.gradient("mlp.up.bias"), dup, a.ln2, stream);
   linear_backward_input(dbranch, dup, unit.weight("mlp.up.weight"), stream);
-  layernorm_backward(dx, unit.gradient("ln2.weight"), unit.gradient("ln2.bias"), dbranch, a.middle, unit.weight("ln2.weight"),
-                     a.ln2_mean, a.ln2_rstd, Accumulate::yes, stream);
+  layernorm_backward(dx, unit.gradient("ln2.weight"), unit.gradient("ln2.bias"), dbranch, a.middle,
+                     unit.weight("ln2.weight"), a.ln2_mean, a.ln2_rstd, Accumulate::yes, stream);
 
   linear_backward_weight(unit.gradient("attn.proj.weight"), unit.gradient("attn.proj.bias"), dx, a.attention, stream);
   linear_backward_input(dbranch, dx, unit.weight("attn.proj.weight"), stream);
@@ -129,14 +133,14 @@ inline void head_forward(const HeadActivations& a, Tensor x, const UnitState& he
 }
 
 // dx = gradient of x, from a.logits that hold their gradient already.
-inline void head_backward(Tensor dx, const HeadActivations& a, Tensor x, const UnitState& head, const UnitState& embedding,
-                          Arena& arena, Stream& stream) {
+inline void head_backward(Tensor dx, const HeadActivations& a, Tensor x, const UnitState& head,
+                          const UnitState& embedding, Arena& arena, Stream& stream) {
   auto scope = arena.scope();
   const Tensor dln = arena.alloc("temporary", "gradient of ln_f", x.dtype, x.shape);
   linear_backward_weight(embedding.gradient("wte.weight"), {}, a.logits, a.ln, stream);
   linear_backward_input(dln, a.logits, embedding.weight("wte.weight"), stream);
-  layernorm_backward(dx, head.gradient("ln_f.weight"), head.gradient("ln_f.bias"), dln, x, head.weight("ln_f.weight"), a.mean,
-                     a.rstd, Accumulate::no, stream);
+  layernorm_backward(dx, head.gradient("ln_f.weight"), head.gradient("ln_f.bias"), dln, x, head.weight("ln_f.weight"),
+                     a.mean, a.rstd, Accumulate::no, stream);
 }
 
 }  // namespace llmc

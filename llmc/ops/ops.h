@@ -36,7 +36,8 @@ inline void check_tensor(const char* op, const char* argument, const Tensor& t, 
   CHECK(t.dtype == dtype && t.shape == shape, "{}: {} ({}) is {} {}, expected {} {}", op, argument, t.name, t.dtype,
         to_string(t.shape), dtype, to_string(shape));
 }
-#define CHECK_TENSOR(tensor, dtype, ...) ::llmc::detail::check_tensor(__func__, #tensor, tensor, dtype, Shape{__VA_ARGS__})
+#define CHECK_TENSOR(tensor, dtype, ...) \
+  ::llmc::detail::check_tensor(__func__, #tensor, tensor, dtype, Shape{__VA_ARGS__})
 
 inline double bytes_of(std::initializer_list<Tensor> tensors) {
   double bytes = 0;
@@ -54,7 +55,8 @@ inline void zero(Tensor out, Stream& stream) {
 // out = x, same dtype and shape
 inline void copy(Tensor out, Tensor x, Stream& stream) {
   detail::check_tensor("copy", "x", x, out.dtype, out.shape);
-  stream.run({"copy", 0, detail::bytes_of({out, x})}, [=] { std::memcpy(out.bytes, x.bytes, static_cast<size_t>(x.size_bytes())); });
+  stream.run({"copy", 0, detail::bytes_of({out, x})},
+             [=] { std::memcpy(out.bytes, x.bytes, static_cast<size_t>(x.size_bytes())); });
 }
 
 // out = x in the dtype of out, rounded to nearest even
@@ -91,7 +93,8 @@ inline void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tenso
   stream.run({"embedding_forward", 0, 3 * detail::bytes_of({out})}, [=] {
     with_type(out.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
-      cpu::embedding_forward(out.data<X>(), tokens.data<int32_t>(), positions.data<int32_t>(), wte.data<X>(), wpe.data<X>(), N, C);
+      cpu::embedding_forward(out.data<X>(), tokens.data<int32_t>(), positions.data<int32_t>(), wte.data<X>(),
+                             wpe.data<X>(), N, C);
     });
   });
 }
@@ -108,7 +111,8 @@ inline void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tok
     with_type(dout.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
-      cpu::embedding_backward(dwte.data<A>(), dwpe.data<A>(), dout.data<X>(), tokens.data<int32_t>(), positions.data<int32_t>(), N, C);
+      cpu::embedding_backward(dwte.data<A>(), dwpe.data<A>(), dout.data<X>(), tokens.data<int32_t>(),
+                              positions.data<int32_t>(), N, C);
     });
   });
 }
@@ -127,14 +131,15 @@ inline void layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Te
     with_type(x.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
-      cpu::layernorm_forward(out.data<X>(), mean.data<A>(), rstd.data<A>(), x.data<X>(), weight.data<X>(), bias.data<X>(), eps, N, C);
+      cpu::layernorm_forward(out.data<X>(), mean.data<A>(), rstd.data<A>(), x.data<X>(), weight.data<X>(),
+                             bias.data<X>(), eps, N, C);
     });
   });
 }
 
 // dx = or += (as asked), dweight += , dbias +=.
-inline void layernorm_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor weight, Tensor mean,
-                               Tensor rstd, Accumulate accumulate_dx, Stream& stream) {
+inline void layernorm_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor weight,
+                               Tensor mean, Tensor rstd, Accumulate accumulate_dx, Stream& stream) {
   const int64_t N = x.shape[0], C = x.shape[1];
   const DType stat = accumulator_of(x.dtype);
   CHECK_TENSOR(dx, x.dtype, N, C);
@@ -145,20 +150,22 @@ inline void layernorm_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor d
   CHECK_TENSOR(mean, stat, N);
   CHECK_TENSOR(rstd, stat, N);
   auto scope = stream.scratch().scope();
-  const Tensor partials = stream.scratch().alloc("scratch", "layernorm partial sums", stat, {cpu::row_partitions, 2 * C});
+  const Tensor partials =
+      stream.scratch().alloc("scratch", "layernorm partial sums", stat, {cpu::row_partitions, 2 * C});
   stream.run({"layernorm_backward", 0, detail::bytes_of({dx, dout, x})}, [=] {
     with_type(x.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
-      cpu::layernorm_backward(dx.data<X>(), dweight.data<A>(), dbias.data<A>(), partials.data<A>(), dout.data<X>(), x.data<X>(),
-                              weight.data<X>(), mean.data<A>(), rstd.data<A>(), N, C, accumulate_dx);
+      cpu::layernorm_backward(dx.data<X>(), dweight.data<A>(), dbias.data<A>(), partials.data<A>(), dout.data<X>(),
+                              x.data<X>(), weight.data<X>(), mean.data<A>(), rstd.data<A>(), N, C, accumulate_dx);
     });
   });
 }
 
 namespace detail {
 
-inline void matmul(const char* name, Tensor c, Tensor a, Tensor b, Tensor bias, const cpu::MatmulShape& shape, Stream& stream) {
+inline void matmul(const char* name, Tensor c, Tensor a, Tensor b, Tensor bias, const cpu::MatmulShape& shape,
+                   Stream& stream) {
   const cpu::Matmul product = cpu::Matmul::prepare(shape);
   auto scope = stream.scratch().scope();
   Tensor scratch;
@@ -178,8 +185,15 @@ inline void linear_forward(Tensor out, Tensor x, Tensor weight, Tensor bias, Str
   CHECK_TENSOR(weight, x.dtype, O, I);
   if (!bias.empty()) CHECK_TENSOR(bias, x.dtype, O);
   detail::matmul("linear_forward", out, x, weight, bias,
-                 {.M = N, .N = O, .K = I, .a = cpu::Transpose::no, .b = cpu::Transpose::yes, .accumulate = Accumulate::no,
-                  .in = x.dtype, .out = x.dtype, .bias = bias.empty() ? cpu::Bias::no : cpu::Bias::yes,
+                 {.M = N,
+                  .N = O,
+                  .K = I,
+                  .a = cpu::Transpose::no,
+                  .b = cpu::Transpose::yes,
+                  .accumulate = Accumulate::no,
+                  .in = x.dtype,
+                  .out = x.dtype,
+                  .bias = bias.empty() ? cpu::Bias::no : cpu::Bias::yes,
                   .threads = stream.device().threads},
                  stream);
 }
@@ -190,8 +204,16 @@ inline void linear_backward_input(Tensor dx, Tensor dout, Tensor weight, Stream&
   CHECK_TENSOR(dx, dout.dtype, N, I);
   CHECK_TENSOR(dout, weight.dtype, N, O);
   detail::matmul("linear_backward_input", dx, dout, weight, {},
-                 {.M = N, .N = I, .K = O, .a = cpu::Transpose::no, .b = cpu::Transpose::no, .accumulate = Accumulate::no,
-                  .in = dout.dtype, .out = dout.dtype, .bias = cpu::Bias::no, .threads = stream.device().threads},
+                 {.M = N,
+                  .N = I,
+                  .K = O,
+                  .a = cpu::Transpose::no,
+                  .b = cpu::Transpose::no,
+                  .accumulate = Accumulate::no,
+                  .in = dout.dtype,
+                  .out = dout.dtype,
+                  .bias = cpu::Bias::no,
+                  .threads = stream.device().threads},
                  stream);
 }
 
@@ -202,8 +224,16 @@ inline void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Te
   CHECK_TENSOR(dout, x.dtype, N, O);
   CHECK_TENSOR(dweight, grad, O, I);
   detail::matmul("linear_backward_weight", dweight, dout, x, {},
-                 {.M = O, .N = I, .K = N, .a = cpu::Transpose::yes, .b = cpu::Transpose::no, .accumulate = Accumulate::yes,
-                  .in = x.dtype, .out = grad, .bias = cpu::Bias::no, .threads = stream.device().threads},
+                 {.M = O,
+                  .N = I,
+                  .K = N,
+                  .a = cpu::Transpose::yes,
+                  .b = cpu::Transpose::no,
+                  .accumulate = Accumulate::yes,
+                  .in = x.dtype,
+                  .out = grad,
+                  .bias = cpu::Bias::no,
+                  .threads = stream.device().threads},
                  stream);
   if (dbias.empty()) return;
   CHECK_TENSOR(dbias, grad, O);
@@ -253,7 +283,8 @@ inline void residual_forward(Tensor out, Tensor a, Tensor b, Stream& stream) {
 
 namespace detail {
 
-inline void check_attention(const char* op, const Tensor& out, const Tensor& lse, const Tensor& qkv, const AttentionShape& s) {
+inline void check_attention(const char* op, const Tensor& out, const Tensor& lse, const Tensor& qkv,
+                            const AttentionShape& s) {
   CHECK(s.Hkv > 0 && s.Hq % s.Hkv == 0, "{}: {} query heads do not share {} key-value heads evenly", op, s.Hq, s.Hkv);
   check_tensor(op, "qkv", qkv, qkv.dtype, {s.B * s.T, (s.Hq + 2 * s.Hkv) * s.D});
   check_tensor(op, "out", out, qkv.dtype, {s.B * s.T, s.Hq * s.D});
@@ -261,7 +292,8 @@ inline void check_attention(const char* op, const Tensor& out, const Tensor& lse
 }
 // Causal attention: two products of 2 T T D / 2 flops a head.
 inline double attention_flops(const AttentionShape& s) {
-  return 2.0 * static_cast<double>(s.B * s.Hq) * static_cast<double>(s.T) * static_cast<double>(s.T + 1) * static_cast<double>(s.D);
+  return 2.0 * static_cast<double>(s.B * s.Hq) * static_cast<double>(s.T) * static_cast<double>(s.T + 1) *
+         static_cast<double>(s.D);
 }
 
 }  // namespace detail
@@ -272,7 +304,8 @@ inline void attention_forward(Tensor out, Tensor lse, Tensor qkv, const Attentio
   detail::check_attention("attention_forward", out, lse, qkv, shape);
   const int threads = stream.device().threads;
   auto scope = stream.scratch().scope();
-  const Tensor scratch = stream.scratch().alloc("scratch", "attention", lse.dtype, {cpu::attention_forward_scratch(shape, threads)});
+  const Tensor scratch =
+      stream.scratch().alloc("scratch", "attention", lse.dtype, {cpu::attention_forward_scratch(shape, threads)});
   stream.run({"attention_forward", detail::attention_flops(shape), detail::bytes_of({out, qkv})}, [=] {
     with_type(qkv.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
@@ -283,26 +316,30 @@ inline void attention_forward(Tensor out, Tensor lse, Tensor qkv, const Attentio
 }
 
 // dqkv = (all of it is written)
-inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, Tensor lse, const AttentionShape& shape,
-                               Stream& stream) {
+inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, Tensor lse,
+                               const AttentionShape& shape, Stream& stream) {
   detail::check_attention("attention_backward", out, lse, qkv, shape);
   detail::check_tensor("attention_backward", "dqkv", dqkv, qkv.dtype, qkv.shape);
   detail::check_tensor("attention_backward", "dout", dout, out.dtype, out.shape);
   const int threads = stream.device().threads;
   auto scope = stream.scratch().scope();
-  const Tensor scratch = stream.scratch().alloc("scratch", "attention", lse.dtype, {cpu::attention_backward_scratch(shape, threads)});
-  stream.run({"attention_backward", 2.5 * detail::attention_flops(shape), detail::bytes_of({dqkv, dout, out, qkv})}, [=] {
-    with_type(qkv.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      cpu::attention_backward(dqkv.data<X>(), dout.data<X>(), out.data<X>(), qkv.data<X>(), lse.data<A>(), scratch.data<A>(), shape, threads);
-    });
-  });
+  const Tensor scratch =
+      stream.scratch().alloc("scratch", "attention", lse.dtype, {cpu::attention_backward_scratch(shape, threads)});
+  stream.run({"attention_backward", 2.5 * detail::attention_flops(shape), detail::bytes_of({dqkv, dout, out, qkv})},
+             [=] {
+               with_type(qkv.dtype, [&](auto tag) {
+                 using X = typename decltype(tag)::type;
+                 using A = accumulator_t<X>;
+                 cpu::attention_backward(dqkv.data<X>(), dout.data<X>(), out.data<X>(), qkv.data<X>(), lse.data<A>(),
+                                         scratch.data<A>(), shape, threads);
+               });
+             });
 }
 
 // losses (N) = -log softmax(logits)[target] over the first V of the V_padded columns, in the accumulator dtype. With
 // Gradient::yes, logits become d(scale * sum of losses) / d logits, zero in the padding.   targets (N) int32
-inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, int64_t V, double scale, Gradient gradient, Stream& stream) {
+inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, int64_t V, double scale, Gradient gradient,
+                          Stream& stream) {
   const int64_t N = logits.shape[0], V_padded = logits.shape[1];
   CHECK_TENSOR(losses, accumulator_of(logits.dtype), N);
   CHECK_TENSOR(targets, DType::int32, N);
@@ -311,7 +348,8 @@ inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, int64_t 
     with_type(logits.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
-      cpu::cross_entropy(losses.data<A>(), logits.data<X>(), targets.data<int32_t>(), N, V, V_padded, A(scale), gradient);
+      cpu::cross_entropy(losses.data<A>(), logits.data<X>(), targets.data<int32_t>(), N, V, V_padded, A(scale),
+                         gradient);
     });
   });
 }
@@ -331,7 +369,8 @@ inline void add_losses(Tensor sum, Tensor losses, Stream& stream) {
 inline void square_sum(Tensor out, Tensor x, Stream& stream) {
   CHECK_TENSOR(out, DType::fp64, 1);
   auto scope = stream.scratch().scope();
-  const Tensor partials = stream.scratch().alloc("scratch", "square sum", DType::fp64, {ceil_div(x.numel(), cpu::square_sum_block)});
+  const Tensor partials =
+      stream.scratch().alloc("scratch", "square sum", DType::fp64, {ceil_div(x.numel(), cpu::square_sum_block)});
   stream.run({"square_sum", 0, detail::bytes_of({x})}, [=] {
     with_type(x.dtype, [&](auto tag) {
       using G = typename decltype(tag)::type;
@@ -374,8 +413,8 @@ inline void adamw_update(Tensor weight, Tensor master, Tensor moment1, Tensor mo
     with_type(weight.dtype, [&](auto tag) {
       using W = typename decltype(tag)::type;
       using A = accumulator_t<W>;
-      cpu::adamw_update(weight.data<W>(), master.empty() ? nullptr : master.data<A>(), moment1.data<A>(), moment2.data<A>(),
-                        gradient.data<A>(), n, options, A(control.data<double>()[1]));
+      cpu::adamw_update(weight.data<W>(), master.empty() ? nullptr : master.data<A>(), moment1.data<A>(),
+                        moment2.data<A>(), gradient.data<A>(), n, options, A(control.data<double>()[1]));
     });
   });
 }

@@ -13,7 +13,9 @@
 
 namespace llmc {
 
-inline std::string checkpoint_path(const std::string& out_dir, int64_t step) { return formatted("{}/step-{:06}", out_dir, step); }
+inline std::string checkpoint_path(const std::string& out_dir, int64_t step) {
+  return formatted("{}/step-{:06}", out_dir, step);
+}
 
 // The largest step that has a whole checkpoint.
 inline std::optional<int64_t> newest_checkpoint(const std::string& out_dir) {
@@ -21,19 +23,23 @@ inline std::optional<int64_t> newest_checkpoint(const std::string& out_dir) {
   std::error_code none;
   for (const auto& entry : std::filesystem::directory_iterator(out_dir, none)) {
     const std::string name = entry.path().filename();
-    if (!name.starts_with("step-") || name.size() < 6 || name.find_first_not_of("0123456789", 5) != std::string::npos) continue;
-    if (std::filesystem::exists(entry.path() / "trainer.json")) newest = std::max<int64_t>(newest.value_or(0), std::stoll(name.substr(5)));
+    if (!name.starts_with("step-") || name.size() < 6 || name.find_first_not_of("0123456789", 5) != std::string::npos)
+      continue;
+    if (std::filesystem::exists(entry.path() / "trainer.json"))
+      newest = std::max<int64_t>(newest.value_or(0), std::stoll(name.substr(5)));
   }
   return newest;
 }
 
-// The sequence length that a checkpoint of ours was trained with: positions beyond it have learnt nothing. None: not ours.
+// The sequence length that a checkpoint of ours was trained with: positions beyond it have learnt nothing. None: not
+// ours.
 inline std::optional<int64_t> trained_seq_len(const std::string& checkpoint) {
   const std::string file = checkpoint + "/trainer.json";
   if (!std::filesystem::exists(file)) return std::nullopt;
   const nlohmann::json json = nlohmann::json::parse(read_text(file), nullptr, false);
   const nlohmann::json length = json.is_object() ? json.value("seq_len", nlohmann::json()) : nlohmann::json();
-  CHECK(length.is_number_integer() && length > 0, "{}: \"seq_len\" is {}, expected a positive whole number; the checkpoint is damaged", file, length.dump());
+  CHECK(length.is_number_integer() && length > 0,
+        "{}: \"seq_len\" is {}, expected a positive whole number; the checkpoint is damaged", file, length.dump());
   return length;
 }
 
@@ -45,15 +51,22 @@ inline void claim_out_dir(const std::string& out_dir) {
         error ? error.message() : "a file has this name");
   if (std::filesystem::is_empty(out_dir)) return;
   const std::optional<int64_t> newest = newest_checkpoint(out_dir);
-  throw Error(formatted("--out-dir {} is not empty, and this version does not resume runs: choose another directory, or remove it first{}", out_dir,
-                     newest ? formatted("; --model {} starts from the weights of its last checkpoint", checkpoint_path(out_dir, *newest)) : std::string()));
+  throw Error(formatted(
+      "--out-dir {} is not empty, and this version does not resume runs: choose another directory, or remove it "
+      "first{}",
+      out_dir,
+      newest
+          ? formatted("; --model {} starts from the weights of its last checkpoint", checkpoint_path(out_dir, *newest))
+          : std::string()));
 }
 
 // Writes the checkpoint of `step` and returns its path. `trainer`: what trainer.json says.
-inline std::string write_checkpoint(const std::string& out_dir, int64_t step, const ModelConfig& config, const StateTable& table, DType dtype,
-                                    const nlohmann::ordered_json& trainer, Stream& stream) {
+inline std::string write_checkpoint(const std::string& out_dir, int64_t step, const ModelConfig& config,
+                                    const StateTable& table, DType dtype, const nlohmann::ordered_json& trainer,
+                                    Stream& stream) {
   stream.synchronize();
-  const std::string path = checkpoint_path(out_dir, step), temporary = formatted("{}/.tmp-step-{:06}-{}", out_dir, step, getpid());
+  const std::string path = checkpoint_path(out_dir, step),
+                    temporary = formatted("{}/.tmp-step-{:06}-{}", out_dir, step, getpid());
   try {
     CHECK(!std::filesystem::exists(path), "{} exists already: remove it, or choose another --out-dir", path);
     std::error_code error;
@@ -85,10 +98,13 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
 
 // The weights of a Hugging Face directory, rounded to the training dtype; optimizer state starts at zero. Everything is
 // checked before anything changes.
-inline void load_model(const std::string& directory, const ModelConfig& config, const ModelState& state, Stream& stream) {
+inline void load_model(const std::string& directory, const ModelConfig& config, const ModelState& state,
+                       Stream& stream) {
   const std::string path = directory + "/model.safetensors";
-  CHECK(!std::filesystem::exists(path + ".index.json"), "{}.index.json: weights in several files are not supported yet; save the model as one file", path);
-  CHECK(std::filesystem::exists(path), "--model {}: has no model.safetensors; --from-scratch makes new weights of this shape", directory);
+  CHECK(!std::filesystem::exists(path + ".index.json"),
+        "{}.index.json: weights in several files are not supported yet; save the model as one file", path);
+  CHECK(std::filesystem::exists(path),
+        "--model {}: has no model.safetensors; --from-scratch makes new weights of this shape", directory);
   const SafetensorsReader file(path);
   const std::vector<HfTensor> tensors = hf_tensors(config);
   const std::vector<std::string> names = match_hf_names(file, tensors);

@@ -1,7 +1,7 @@
-// dataloader.h: token shards in llm.c's format, and which sample comes when (contract 8 of the design: a shard of n tokens
-// holds floor((n-1)/T) samples; sample k is tokens [kT, kT+T]; the order depends on the seed, the epoch and the sample's
-// index alone). Format: 256 little-endian int32, {magic, version, token count}, then the tokens: 20240520, 1: uint16;
-// 20240801, 7: uint32.
+// dataloader.h: token shards in llm.c's format, and which sample comes when (contract 8 of the design: a shard of n
+// tokens holds floor((n-1)/T) samples; sample k is tokens [kT, kT+T]; the order depends on the seed, the epoch and the
+// sample's index alone). Format: 256 little-endian int32, {magic, version, token count}, then the tokens: 20240520, 1:
+// uint16; 20240801, 7: uint32.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -25,8 +25,9 @@ class TokenShards {
       tokens_ += shards_.back().tokens;
       samples_ += (shards_.back().tokens - 1) / seq_len;
     }
-    CHECK(samples_ > 0, "{} {}: {} tokens in {} file(s) hold no sample of --seq-len {} + 1 tokens; shorten --seq-len or add data", option,
-          pattern, tokens_, shards_.size(), seq_len);
+    CHECK(samples_ > 0,
+          "{} {}: {} tokens in {} file(s) hold no sample of --seq-len {} + 1 tokens; shorten --seq-len or add data",
+          option, pattern, tokens_, shards_.size(), seq_len);
   }
 
   int64_t count() const { return static_cast<int64_t>(shards_.size()); }
@@ -37,7 +38,8 @@ class TokenShards {
   // out (T + 1) = the tokens of sample `index`, each below vocab_size.
   void read_sample(int64_t index, int64_t vocab_size, std::vector<int32_t>& out) const {
     CHECK(index >= 0 && index < samples_);
-    const auto after = std::upper_bound(shards_.begin(), shards_.end(), index, [](int64_t i, const Shard& s) { return i < s.first_sample; });
+    const auto after = std::upper_bound(shards_.begin(), shards_.end(), index,
+                                        [](int64_t i, const Shard& s) { return i < s.first_sample; });
     const Shard& shard = *std::prev(after);
     const int64_t first = (index - shard.first_sample) * seq_len_, n = seq_len_ + 1;
     out.resize(static_cast<size_t>(n));
@@ -55,7 +57,8 @@ class TokenShards {
     for (int64_t i = 0; i < n; ++i) {
       const uint32_t token = static_cast<uint32_t>(out[static_cast<size_t>(i)]);
       CHECK(token < static_cast<uint64_t>(vocab_size),
-            "{}: token {} at position {} is outside the model's vocabulary of {}; the data was made with another tokenizer, or --vocab-size is too small",
+            "{}: token {} at position {} is outside the model's vocabulary of {}; the data was made with another "
+            "tokenizer, or --vocab-size is too small",
             shard.file.path(), token, first + i, vocab_size);
     }
   }
@@ -69,17 +72,21 @@ class TokenShards {
   static Shard open_shard(const std::string& path, int64_t first_sample) {
     File file = File::open_read(path);
     const int64_t size = file.size();
-    CHECK(size >= header_bytes, "{}: {} bytes are too few for a token shard with its header of {}", path, size, header_bytes);
+    CHECK(size >= header_bytes, "{}: {} bytes are too few for a token shard with its header of {}", path, size,
+          header_bytes);
     int32_t header[256];
     file.read_at(header, header_bytes, 0);
     const bool is_uint16 = header[0] == 20240520 && header[1] == 1, is_uint32 = header[0] == 20240801 && header[1] == 7;
-    CHECK(is_uint16 || is_uint32, "{}: magic {} version {}, expected 20240520 version 1 (uint16) or 20240801 version 7 (uint32); not a token shard",
+    CHECK(is_uint16 || is_uint32,
+          "{}: magic {} version {}, expected 20240520 version 1 (uint16) or 20240801 version 7 (uint32); not a token "
+          "shard",
           path, header[0], header[1]);
     const int64_t width = is_uint16 ? 2 : 4, payload = size - header_bytes;
     const int64_t tokens = payload / width;
-    CHECK(payload % width == 0 && static_cast<uint32_t>(header[2]) == static_cast<uint32_t>(tokens),
-          "{}: the header says {} tokens, the file holds {} bytes of them ({} each); truncated or damaged: make it again", path,
-          static_cast<uint32_t>(header[2]), payload, width);
+    CHECK(
+        payload % width == 0 && static_cast<uint32_t>(header[2]) == static_cast<uint32_t>(tokens),
+        "{}: the header says {} tokens, the file holds {} bytes of them ({} each); truncated or damaged: make it again",
+        path, static_cast<uint32_t>(header[2]), payload, width);
     CHECK(tokens > 0, "{}: holds no tokens", path);
     return {std::move(file), tokens, width, first_sample};
   }
@@ -115,8 +122,8 @@ class DataLoader {
   }
 
   // The micro-batch (batch_size T) of a step that begins at stream position `cursor`.
-  void read_batch(int64_t cursor, int64_t micro_batch, const Reader& who, std::vector<int32_t>& tokens, std::vector<int32_t>& targets,
-                  std::vector<int32_t>& positions) {
+  void read_batch(int64_t cursor, int64_t micro_batch, const Reader& who, std::vector<int32_t>& tokens,
+                  std::vector<int32_t>& targets, std::vector<int32_t>& positions) {
     const size_t T = static_cast<size_t>(shards_.seq_len()), rows = static_cast<size_t>(who.batch_size);
     for (std::vector<int32_t>* v : {&tokens, &targets, &positions}) v->resize(rows * T);
     for (size_t b = 0; b < rows; ++b) {

@@ -19,11 +19,13 @@ struct LrSchedule {
 // the remaining updates that came before this one:
 //   cosine    half a cosine from the peak to final_frac of it (Loshchilov & Hutter 2017)
 //   linear    a straight line
-//   wsd       warm-up, stable, decay: the peak, then in the last fifth of the run a fall as 1 - sqrt (Haegele et al. 2024)
+//   wsd       warm-up, stable, decay: the peak, then in the last fifth of the run a fall as 1 - sqrt (Haegele et al.
+//   2024)
 inline double learning_rate(const LrSchedule& s, int64_t step) {
   if (step <= s.warmup_steps) return s.peak * static_cast<double>(step) / static_cast<double>(s.warmup_steps);
   const double lowest = s.peak * s.final_frac;
-  const double done = static_cast<double>(step - 1 - s.warmup_steps) / static_cast<double>(std::max<int64_t>(1, s.max_steps - s.warmup_steps));
+  const double done = static_cast<double>(step - 1 - s.warmup_steps) /
+                      static_cast<double>(std::max<int64_t>(1, s.max_steps - s.warmup_steps));
   if (s.kind == "constant") return s.peak;
   if (s.kind == "cosine") return lowest + 0.5 * (1 + std::cos(3.14159265358979323846 * done)) * (s.peak - lowest);
   if (s.kind == "linear") return s.peak + (lowest - s.peak) * done;

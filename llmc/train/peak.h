@@ -1,4 +1,5 @@
-// peak.h: the machine's matmul peak, measured once with the library that training uses, and cached: MFU is against this.
+// peak.h: the machine's matmul peak, measured once with the library that training uses, and cached: MFU is against
+// this.
 #pragma once
 #include <chrono>
 #include <cstdlib>
@@ -52,11 +53,12 @@ inline std::string peak_cache_file() {
   return std::string(home != nullptr && *home != '\0' ? home : "/tmp") + "/.cache/train_gpt/peak.json";
 }
 
-// The best that was ever measured for this processor, library, dtype and number of threads: measured anew at every start
-// (a fraction of a second) and cached, because a machine that is busy at one start is not at all of them. A cache that
-// cannot be read or written is done without.
+// The best that was ever measured for this processor, library, dtype and number of threads: measured anew at every
+// start (a fraction of a second) and cached, because a machine that is busy at one start is not at all of them. A cache
+// that cannot be read or written is done without.
 inline double matmul_peak(const Device& device, DType dtype) {
-  const std::string key = formatted("{} | {} | {} | {} threads", processor_name(), cpu::matmul_library(), dtype, device.threads);
+  const std::string key =
+      formatted("{} | {} | {} | {} threads", processor_name(), cpu::matmul_library(), dtype, device.threads);
   const std::string file = peak_cache_file();
   nlohmann::json cache = nlohmann::json::object();
   if (std::ifstream in(file); in) {

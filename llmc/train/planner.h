@@ -1,5 +1,5 @@
-// planner.h: what a run needs, found by the trainer itself on the null device: nothing is computed, memory is counted by
-// name, work by op. The arenas of the real run are made exactly this large, so the plan cannot drift from the code.
+// planner.h: what a run needs, found by the trainer itself on the null device: nothing is computed, memory is counted
+// by name, work by op. The arenas of the real run are made exactly this large, so the plan cannot drift from the code.
 #pragma once
 #include <vector>
 

@@ -25,7 +25,7 @@ namespace llmc {
 
 inline std::string version_text() {
   return formatted("train_gpt {}\ncompiler: {}\nflags: {}\nmatmul: {}\ndevices: cpu, null", TRAIN_GPT_GIT_HASH,
-                TRAIN_GPT_COMPILER, TRAIN_GPT_FLAGS, cpu::matmul_library());
+                   TRAIN_GPT_COMPILER, TRAIN_GPT_FLAGS, cpu::matmul_library());
 }
 
 inline std::string host_name() {
@@ -41,26 +41,33 @@ struct BatchPlan {
   int64_t max_steps;
 };
 
-inline void report_header(Log& log, const Options& o, const Device& device, const ModelConfig& m, const TokenShards& train,
-                          const TokenShards* val, const BatchPlan& batch, const Plan& plan, double peak) {
+inline void report_header(Log& log, const Options& o, const Device& device, const ModelConfig& m,
+                          const TokenShards& train, const TokenShards* val, const BatchPlan& batch, const Plan& plan,
+                          double peak) {
   const int64_t parameters = count_parameters(parameter_table(m));
-  log.table("train_gpt " TRAIN_GPT_GIT_HASH,
-            {{"machine", formatted("{}: {}, {} threads", host_name(), processor_name(), device.threads)},
-             {"matmul", formatted("{}, {}, peak {:.1f} GFLOP/s measured here", cpu::matmul_library(), o.dtype, peak * 1e-9)},
-             {"model", formatted("{}: {} layers, {} heads, C {}, F {}, vocabulary {}, {} positions", o.model, m.n_layer, m.n_head,
-                              m.n_embd, m.n_ffn, m.vocab_size, m.n_positions)},
-             {"parameters", formatted("{} ({:.3f} MFLOP a token)", human_count(parameters),
-                                   training_flops_per_token(m, o.seq_len) * 1e-6)},
-             {"training data", formatted("{}: {} shard(s), {} tokens, {} samples of {}{}", o.train_data, train.count(),
-                                      human_count(train.tokens()), human_count(train.samples()), o.seq_len, o.shuffle ? ", shuffled" : "")},
-             {"validation data", val == nullptr ? "none" : formatted("{}: {} shard(s), {} tokens", o.val_data, val->count(), human_count(val->tokens()))},
-             {"batch", formatted("{} tokens a step = {} micro-batch(es) x {} sequences x {} tokens x 1 rank", human_count(batch.tokens),
-                              batch.micro_batches, o.batch_size, o.seq_len)},
-             {"steps", formatted("{} = {} tokens = {:.2f} epochs", batch.max_steps, human_count(batch.max_steps * batch.tokens),
-                              static_cast<double>(batch.max_steps * (batch.tokens / o.seq_len)) / static_cast<double>(train.samples()))},
-             {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr, o.lr_schedule,
-                                  o.warmup_steps, o.weight_decay, o.grad_clip)},
-             {"output", o.out_dir}});
+  log.table(
+      "train_gpt " TRAIN_GPT_GIT_HASH,
+      {{"machine", formatted("{}: {}, {} threads", host_name(), processor_name(), device.threads)},
+       {"matmul", formatted("{}, {}, peak {:.1f} GFLOP/s measured here", cpu::matmul_library(), o.dtype, peak * 1e-9)},
+       {"model", formatted("{}: {} layers, {} heads, C {}, F {}, vocabulary {}, {} positions", o.model, m.n_layer,
+                           m.n_head, m.n_embd, m.n_ffn, m.vocab_size, m.n_positions)},
+       {"parameters",
+        formatted("{} ({:.3f} MFLOP a token)", human_count(parameters), training_flops_per_token(m, o.seq_len) * 1e-6)},
+       {"training data",
+        formatted("{}: {} shard(s), {} tokens, {} samples of {}{}", o.train_data, train.count(),
+                  human_count(train.tokens()), human_count(train.samples()), o.seq_len, o.shuffle ? ", shuffled" : "")},
+       {"validation data",
+        val == nullptr ? "none"
+                       : formatted("{}: {} shard(s), {} tokens", o.val_data, val->count(), human_count(val->tokens()))},
+       {"batch", formatted("{} tokens a step = {} micro-batch(es) x {} sequences x {} tokens x 1 rank",
+                           human_count(batch.tokens), batch.micro_batches, o.batch_size, o.seq_len)},
+       {"steps",
+        formatted(
+            "{} = {} tokens = {:.2f} epochs", batch.max_steps, human_count(batch.max_steps * batch.tokens),
+            static_cast<double>(batch.max_steps * (batch.tokens / o.seq_len)) / static_cast<double>(train.samples()))},
+       {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
+                               o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip)},
+       {"output", o.out_dir}});
   std::vector<std::pair<std::string, std::string>> lines;
   for (const MemoryLine& line : plan.memory)
     if (line.bytes > 0) lines.emplace_back(line.label, human_bytes(line.bytes));
@@ -73,30 +80,36 @@ inline void report_header(Log& log, const Options& o, const Device& device, cons
 // Where the time of the training steps went, the longest op first.
 inline void report_profile(Log& log, const OpLedger& ops, int64_t steps) {
   std::vector<std::pair<std::string, OpTotals>> sorted(ops.begin(), ops.end());
-  std::sort(sorted.begin(), sorted.end(), [](const auto& a, const auto& b) { return a.second.seconds > b.second.seconds; });
+  std::sort(sorted.begin(), sorted.end(),
+            [](const auto& a, const auto& b) { return a.second.seconds > b.second.seconds; });
   double total = 0;
   for (const auto& [name, t] : sorted) total += t.seconds;
   std::vector<std::pair<std::string, std::string>> rows;
   for (const auto& [name, t] : sorted)
-    rows.emplace_back(name, formatted("{:8.3f} ms a step {:5.1f}% {:7} calls {:7.1f} GFLOP/s {:6.1f} GB/s", t.seconds * 1e3 / static_cast<double>(steps),
-                                   100 * t.seconds / total, t.calls / steps, t.flops * 1e-9 / t.seconds, t.bytes * 1e-9 / t.seconds));
+    rows.emplace_back(name, formatted("{:8.3f} ms a step {:5.1f}% {:7} calls {:7.1f} GFLOP/s {:6.1f} GB/s",
+                                      t.seconds * 1e3 / static_cast<double>(steps), 100 * t.seconds / total,
+                                      t.calls / steps, t.flops * 1e-9 / t.seconds, t.bytes * 1e-9 / t.seconds));
   log.table("ops", rows);
 }
 
 // Quotes a word for a shell where that is needed.
 inline std::string shell_word(const std::string& word) {
-  if (word.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./:,=+") == std::string::npos) return word;
+  if (word.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./:,=+") ==
+      std::string::npos)
+    return word;
   std::string quoted = "'";
   for (char c : word) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
   return quoted + "'";
 }
 
 inline void report_next_steps(Log& log, const Options& o, const std::string& checkpoint) {
-  log.table("next",
-            {{"continue", formatted("./train_gpt --model {} --train-data {} --seq-len {} --out-dir {} --max-steps N", shell_word(checkpoint),
-                                 shell_word(o.train_data), o.seq_len, shell_word(o.out_dir + "-continued"))},
-             {"generate", formatted("./train_gpt --generate --model {} --prompt 'In the beginning'", shell_word(checkpoint))},
-             {"plot", formatted("python3 scripts/plot.py {}", shell_word(o.out_dir))}});
+  log.table(
+      "next",
+      {{"continue",
+        formatted("./train_gpt --model {} --train-data {} --seq-len {} --out-dir {} --max-steps N",
+                  shell_word(checkpoint), shell_word(o.train_data), o.seq_len, shell_word(o.out_dir + "-continued"))},
+       {"generate", formatted("./train_gpt --generate --model {} --prompt 'In the beginning'", shell_word(checkpoint))},
+       {"plot", formatted("python3 scripts/plot.py {}", shell_word(o.out_dir))}});
 }
 
 }  // namespace llmc

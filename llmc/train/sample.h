@@ -46,8 +46,9 @@ inline int32_t sample_token(std::span<const float> logits, const SampleOptions& 
 
 // `count` tokens behind the prompt (which may not be empty), each handed to `emit`; stops early when emit returns
 // false. Beyond the sequence length the oldest tokens are forgotten. Random numbers are keyed by (seed, stream).
-inline std::vector<int32_t> generate(Trainer& trainer, std::vector<int32_t> tokens, int64_t count, const SampleOptions& options,
-                                     uint64_t seed, std::string_view stream, const std::function<bool(int32_t)>& emit) {
+inline std::vector<int32_t> generate(Trainer& trainer, std::vector<int32_t> tokens, int64_t count,
+                                     const SampleOptions& options, uint64_t seed, std::string_view stream,
+                                     const std::function<bool(int32_t)>& emit) {
   const Philox rng(seed, stream);
   const size_t window = static_cast<size_t>(trainer.config().batch.T);
   for (int64_t i = 0; i < count; ++i) {

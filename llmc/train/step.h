@@ -2,7 +2,8 @@
 // forwards and backwards, then the gradient norm, then the update; evaluation and generation are forward-only lists.
 //
 // The head (final norm, logits, loss and their gradients) runs at the start of the backward of the chunk that has it:
-// logits then live for one micro-batch only, whatever the schedule, and gradients of a tied table arrive by micro-batch.
+// logits then live for one micro-batch only, whatever the schedule, and gradients of a tied table arrive by
+// micro-batch.
 #pragma once
 #include <functional>
 #include <memory>
@@ -23,8 +24,8 @@ struct Context {
 struct StepConfig {
   ModelConfig model;
   DType dtype = DType::fp32;
-  BatchShape batch{1, 1};        // one micro-batch: B sequences of T tokens
-  int64_t micro_batches = 1;     // of one step
+  BatchShape batch{1, 1};     // one micro-batch: B sequences of T tokens
+  int64_t micro_batches = 1;  // of one step
   Schedule schedule = Schedule::one_f_one_b;
   int chunks = 1;
 };
@@ -145,7 +146,8 @@ class Trainer {
     return slot;
   }
 
-  void interpret(const std::vector<Action>& actions, Purpose purpose, const BatchShape& shape, const BatchSource& batches) {
+  void interpret(const std::vector<Action>& actions, Purpose purpose, const BatchShape& shape,
+                 const BatchSource& batches) {
     auto scope = context_.arena.scope();
     zero(loss_sum_, context_.compute);
     const int64_t in_flight = purpose == Purpose::train ? micro_batches_in_flight(actions) : 1;
@@ -193,8 +195,8 @@ class Trainer {
       embedding_forward(acts.embedded, slot.inputs.tokens, slot.inputs.positions, state_.front().weight("wte.weight"),
                         state_.front().weight("wpe.weight"), stream);
     for (size_t l = 0; l < chunk.layers.size(); ++l)
-      block_forward(acts.blocks[l], block_input(slot, chunk_index, l), block_unit(chunk.layers[l]), config_.model, shape,
-                    context_.arena, stream);
+      block_forward(acts.blocks[l], block_input(slot, chunk_index, l), block_unit(chunk.layers[l]), config_.model,
+                    shape, context_.arena, stream);
     if (!chunk.has_head || purpose == Purpose::train) return;
     const Tensor& x = acts.blocks.back().out;
     if (purpose == Purpose::evaluate) {
@@ -221,8 +223,8 @@ class Trainer {
       head_backward(slot.gradient, head, x, state_.back(), state_.front(), arena, stream);
     }
     for (size_t l = chunk.layers.size(); l-- > 0;)
-      block_backward(slot.gradient, acts.blocks[l], block_input(slot, chunk_index, l), block_unit(chunk.layers[l]), config_.model,
-                     shape, arena, stream);
+      block_backward(slot.gradient, acts.blocks[l], block_input(slot, chunk_index, l), block_unit(chunk.layers[l]),
+                     config_.model, shape, arena, stream);
     if (chunk.has_embedding)
       embedding_backward(state_.front().gradient("wte.weight"), state_.front().gradient("wpe.weight"), slot.gradient,
                          slot.inputs.tokens, slot.inputs.positions, stream);
@@ -230,8 +232,8 @@ class Trainer {
 
   // Adds the losses to the step's sum; with Gradient::yes the logits become the gradient of the step's mean loss.
   void loss(const HeadActivations& head, const Tensor& targets, Gradient gradient) {
-    cross_entropy(head.losses, head.logits, targets, config_.model.vocab_size, 1.0 / static_cast<double>(tokens_per_step()),
-                  gradient, context_.compute);
+    cross_entropy(head.losses, head.logits, targets, config_.model.vocab_size,
+                  1.0 / static_cast<double>(tokens_per_step()), gradient, context_.compute);
     add_losses(loss_sum_, head.losses, context_.compute);
   }
 
@@ -240,7 +242,8 @@ class Trainer {
     auto scope = context_.arena.scope();
     const int64_t C = config_.model.n_embd;
     const HeadActivations head(config_.model, 1, config_.dtype, context_.arena);
-    head_forward(head, x.slice(logits_row_ * C, {1, C}), state_.back(), state_.front(), config_.model, context_.compute);
+    head_forward(head, x.slice(logits_row_ * C, {1, C}), state_.back(), state_.front(), config_.model,
+                 context_.compute);
     host_logits_.resize(static_cast<size_t>(config_.model.vocab_size));
     context_.compute.enqueue([this, logits = head.logits] {
       with_type(logits.dtype, [&](auto tag) {

@@ -15,7 +15,8 @@ void adamw_update(W* weight, A* master, A* moment1, A* moment2, const A* gradien
                   A gradient_scale) {
   const A correction1 = A(1 - std::pow(static_cast<double>(o.beta1), static_cast<double>(o.step)));
   const A root2 = A(std::sqrt(1 - std::pow(static_cast<double>(o.beta2), static_cast<double>(o.step))));
-  const A b1 = o.beta1, b2 = o.beta2, eps = o.eps, decay = A(1) - A(o.lr) * A(o.weight_decay), rate = A(o.lr) / correction1;
+  const A b1 = o.beta1, b2 = o.beta2, eps = o.eps, decay = A(1) - A(o.lr) * A(o.weight_decay),
+          rate = A(o.lr) / correction1;
   auto update = [=](A& p, A& m, A& v, A g) {
     g *= gradient_scale;
     m = b1 * m + (A(1) - b1) * g;

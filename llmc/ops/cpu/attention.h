@@ -101,8 +101,8 @@ void attention_forward(T* out, A* lse, const T* qkv, A* scratch, const Attention
 //   dV = P^T dO,   dP = dO V^T,   dS = P (dP - rowsum(dO O)),   dQ = dS K / sqrt(D),   dK = dS^T Q / sqrt(D)
 // The query heads of a group add to dK and dV one after the other.
 template <class T, class A = accumulator_t<T>>
-void attention_backward(T* dqkv, const T* dout, const T* out, const T* qkv, const A* lse, A* scratch, const AttentionShape& s,
-                        int threads) {
+void attention_backward(T* dqkv, const T* dout, const T* out, const T* qkv, const A* lse, A* scratch,
+                        const AttentionShape& s, int threads) {
   const int64_t stride = (s.Hq + 2 * s.Hkv) * s.D, out_stride = s.Hq * s.D, group = s.Hq / s.Hkv;
   const int64_t per_thread = attention_backward_scratch(s, 1);
   const A scale = A(1) / std::sqrt(static_cast<A>(s.D));

@@ -17,8 +17,9 @@ namespace llmc::cpu {
 enum class Transpose : uint8_t { no, yes };
 enum class Bias : uint8_t { no, yes };
 
-// C (M, N) = or += op(A) op(B) + bias. Row-major and dense; A is stored (M, K) or, transposed, (K, M); B (K, N) or (N, K);
-// bias (N) in the dtype of A and B. C is in the same dtype, or fp32 where they are bf16. Sums are in fp32 (fp64 for fp64).
+// C (M, N) = or += op(A) op(B) + bias. Row-major and dense; A is stored (M, K) or, transposed, (K, M); B (K, N) or (N,
+// K); bias (N) in the dtype of A and B. C is in the same dtype, or fp32 where they are bf16. Sums are in fp32 (fp64 for
+// fp64).
 struct MatmulShape {
   int64_t M, N, K;
   Transpose a, b;
@@ -35,8 +36,8 @@ inline std::string to_string(const MatmulShape& s) {
 
 namespace detail {
 
-// Tiles of C in parallel; for each, panels of op(A) and op(B) are packed and widened, then multiplied in the cache. Each
-// element is added up in the order of k, whatever the number of threads.
+// Tiles of C in parallel; for each, panels of op(A) and op(B) are packed and widened, then multiplied in the cache.
+// Each element is added up in the order of k, whatever the number of threads.
 template <class T, class Out>
 void blocked_matmul(Out* c, const T* a, const T* b, const T* bias, const MatmulShape& s) {
   using A = accumulator_t<T>;
@@ -89,9 +90,10 @@ class Matmul {
     thread_local std::map<decltype(shape.key()), std::shared_ptr<const onednn::Matmul>> prepared;
     auto& entry = prepared[shape.key()];
     if (!entry)
-      entry = std::make_shared<const onednn::Matmul>(onednn::MatmulProblem{
-          shape.M, shape.N, shape.K, shape.a == Transpose::yes, shape.b == Transpose::yes, shape.accumulate == Accumulate::yes,
-          shape.bias == Bias::yes, shape.in, shape.out, shape.threads, to_string(shape)});
+      entry = std::make_shared<const onednn::Matmul>(
+          onednn::MatmulProblem{shape.M, shape.N, shape.K, shape.a == Transpose::yes, shape.b == Transpose::yes,
+                                shape.accumulate == Accumulate::yes, shape.bias == Bias::yes, shape.in, shape.out,
+                                shape.threads, to_string(shape)});
     product.onednn_ = entry;
 #endif
     return product;

@@ -1,5 +1,5 @@
-// onednn.h: oneDNN's matmul primitive behind a small class; the one place that knows the differences of versions 2 and 3.
-// Through the C interface: nvcc cannot compile dnnl.hpp as C++20.
+// onednn.h: oneDNN's matmul primitive behind a small class; the one place that knows the differences of versions 2
+// and 3. Through the C interface: nvcc cannot compile dnnl.hpp as C++20.
 #pragma once
 #include <dnnl.h>
 #include <omp.h>
@@ -16,8 +16,8 @@ inline std::string version() {
 }
 
 inline void check(dnnl_status_t status, const char* call, const std::string& what) {
-  CHECK(status == dnnl_success, "oneDNN: {} failed with status {} for {} ({}); build with ONEDNN=0 to do without it", call,
-        static_cast<int>(status), what, version());
+  CHECK(status == dnnl_success, "oneDNN: {} failed with status {} for {} ({}); build with ONEDNN=0 to do without it",
+        call, static_cast<int>(status), what, version());
 }
 
 // C (M, N) = or += op(A) op(B) + bias
@@ -43,17 +43,21 @@ using MemoryDesc = dnnl_memory_desc_t;
 using ConstMemoryDesc = const_dnnl_memory_desc_t;
 inline size_t desc_bytes(ConstMemoryDesc desc) { return dnnl_memory_desc_get_size(desc); }
 inline ConstMemoryDesc pointer(const MemoryDesc& desc) { return desc; }
-inline dnnl_status_t make_desc(MemoryDesc* desc, int rank, const dnnl_dims_t dims, dnnl_data_type_t type, const dnnl_dims_t strides) {
+inline dnnl_status_t make_desc(MemoryDesc* desc, int rank, const dnnl_dims_t dims, dnnl_data_type_t type,
+                               const dnnl_dims_t strides) {
   return dnnl_memory_desc_create_with_strides(desc, rank, dims, type, strides);
 }
-inline dnnl_status_t add_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_sum(ops, 1.0f, 0, dnnl_data_type_undef); }
+inline dnnl_status_t add_sum(dnnl_post_ops_t ops) {
+  return dnnl_post_ops_append_sum(ops, 1.0f, 0, dnnl_data_type_undef);
+}
 inline void destroy_desc(MemoryDesc& desc) { dnnl_memory_desc_destroy(desc); }
 #else
 using MemoryDesc = dnnl_memory_desc_t;
 using ConstMemoryDesc = const dnnl_memory_desc_t*;
 inline size_t desc_bytes(ConstMemoryDesc desc) { return dnnl_memory_desc_get_size(desc); }
 inline ConstMemoryDesc pointer(const MemoryDesc& desc) { return &desc; }
-inline dnnl_status_t make_desc(MemoryDesc* desc, int rank, const dnnl_dims_t dims, dnnl_data_type_t type, const dnnl_dims_t strides) {
+inline dnnl_status_t make_desc(MemoryDesc* desc, int rank, const dnnl_dims_t dims, dnnl_data_type_t type,
+                               const dnnl_dims_t strides) {
   return dnnl_memory_desc_init_by_strides(desc, rank, dims, type, strides);
 }
 inline dnnl_status_t add_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_sum(ops, 1.0f); }
@@ -82,12 +86,15 @@ class Matmul {
     const ConstMemoryDesc bias = p.bias ? pointer(bias_) : nullptr;
     dnnl_primitive_desc_t description = nullptr;
 #if DNNL_VERSION_MAJOR >= 3
-    check(dnnl_matmul_primitive_desc_create(&description, engine(), pointer(a_), pointer(b_), bias, pointer(c_), attributes),
+    check(dnnl_matmul_primitive_desc_create(&description, engine(), pointer(a_), pointer(b_), bias, pointer(c_),
+                                            attributes),
           "dnnl_matmul_primitive_desc_create", what_);
 #else
     dnnl_matmul_desc_t operation;
-    check(dnnl_matmul_desc_init(&operation, pointer(a_), pointer(b_), bias, pointer(c_)), "dnnl_matmul_desc_init", what_);
-    check(dnnl_primitive_desc_create(&description, &operation, attributes, engine(), nullptr), "dnnl_primitive_desc_create", what_);
+    check(dnnl_matmul_desc_init(&operation, pointer(a_), pointer(b_), bias, pointer(c_)), "dnnl_matmul_desc_init",
+          what_);
+    check(dnnl_primitive_desc_create(&description, &operation, attributes, engine(), nullptr),
+          "dnnl_primitive_desc_create", what_);
 #endif
     scratch_ = dnnl_primitive_desc_query_md(description, dnnl_query_scratchpad_md, 0);
     scratch_bytes_ = static_cast<int64_t>(desc_bytes(scratch_));

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Writes the table of options that ./train_gpt prints into README.md, between its two marks.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+{
+  sed '/^<!-- options:/q' README.md
+  echo
+  ./train_gpt --print-options-markdown
+  echo
+  sed -n '/^<!-- end of options/,$p' README.md
+} >build/README.md
+mv build/README.md README.md

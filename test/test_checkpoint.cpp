@@ -1,0 +1,181 @@
+// Checkpoints: Hugging Face directories both ways, whole or not at all; the table of parameters behind them.
+#include "catch2.h"
+#include "helpers.h"
+#include "train/checkpoint.h"
+#include "train/planner.h"
+
+using namespace llmc;
+
+namespace {
+
+ModelConfig odd_model() {
+  ModelConfig m;
+  m.n_layer = 2;
+  m.n_head = 3;
+  m.n_embd = 15;
+  m.n_ffn = 22;
+  m.vocab_size = 131;
+  m.n_positions = 9;
+  return m;
+}
+
+// A model with random numbers in every parameter.
+struct Model {
+  ModelConfig config = odd_model();
+  Device device{DeviceKind::cpu, 1};
+  Arena arena{device, 8 << 20}, scratch{device, 1 << 20};
+  Stream stream{device, scratch};
+  ModelState state;
+  DType dtype;
+  explicit Model(DType d, uint64_t seed) : state(parameter_table(odd_model()), d, arena), dtype(d) {
+    init_weights(state, seed, stream);
+    for (const StateEntry& e : state.state_table())  // biases and norms too
+      if (e.tensor.dtype == DType::fp32 &&
+          (e.kind == StateKind::master || (d == DType::fp32 && e.kind == StateKind::weight)))
+        init_normal(e.tensor, 0.5f, 0, seed, e.param->name, stream);
+    state.round_weights(stream);
+    stream.synchronize();
+  }
+  std::string save(const std::string& out, int64_t step = 1) {
+    std::filesystem::create_directories(out);
+    return write_checkpoint(out, step, config, state.state_table(), dtype, {{"seq_len", 7}}, stream);
+  }
+  void load(const std::string& path) { load_model(path, config, state, stream); }
+  std::string bytes() {
+    stream.synchronize();
+    std::string all;
+    for (const StateEntry& e : state.state_table())
+      if (e.kind == StateKind::weight)
+        all.append(reinterpret_cast<const char*>(e.tensor.bytes), static_cast<size_t>(e.tensor.size_bytes()));
+    return all;
+  }
+};
+
+// A copy of a safetensors file in which names and dtypes may change.
+template <class T, class Rename>
+void rewrite(const std::string& from, const std::string& to, Rename&& rename) {
+  const SafetensorsReader r(from);
+  std::vector<TensorInfo> infos;
+  for (const std::string& name : r.names())
+    if (!rename(name).empty()) infos.push_back({rename(name), dtype_of<T>(), r.info(name).shape});
+  SafetensorsWriter w(to, infos);
+  for (const std::string& name : r.names()) {
+    if (rename(name).empty()) continue;
+    std::vector<float> values(static_cast<size_t>(r.info(name).numel()));
+    r.read(name, values.data());
+    for (float v : values) {
+      const T stored(v);
+      w.write(&stored, sizeof stored);
+    }
+  }
+  w.finish();
+}
+
+}  // namespace
+
+TEST_CASE("a parameter table counts as GPT-2 was published, and presets have their shape") {
+  const ModelConfig gpt2 = resolve_model("gpt2:124M", {});
+  REQUIRE(count_parameters(parameter_table(gpt2)) == 124439808);
+  const ModelConfig d4 =
+      resolve_model("d4", {.n_layer = {}, .n_head = {}, .n_embd = 128, .n_ffn = {}, .vocab_size = 257});
+  REQUIRE(d4.n_layer == 4);
+  REQUIRE(d4.n_head == 4);
+  REQUIRE(d4.n_ffn == 512);
+  REQUIRE(resolve_model("d12", {}).n_embd == 768);
+}
+
+TEST_CASE("initialisation follows GPT-2: residual projections are scaled by 1 / sqrt(2 L)") {
+  for (const UnitSpec& unit : parameter_table(odd_model()))
+    for (const ParamSpec& p : unit.params) {
+      const bool residual = p.name.ends_with("proj.weight") || p.name.ends_with("down.weight");
+      if (p.init == Init::normal) REQUIRE(std::abs(p.init_std - (residual ? 0.01f : 0.02f)) < 1e-7);
+      REQUIRE(p.decay == (p.shape.rank() == 2));
+    }
+}
+
+TEST_CASE("the state table has every parameter once per kind, without padding, and buffers do not overlap") {
+  for (const DType d : {DType::fp32, DType::bf16}) {
+    Model m(d, 1);
+    std::map<StateKind, int64_t> elements;
+    std::vector<std::pair<const std::byte*, const std::byte*>> ranges;
+    for (const StateEntry& e : m.state.state_table()) {
+      elements[e.kind] += e.tensor.numel();
+      ranges.emplace_back(e.tensor.bytes, e.tensor.bytes + e.tensor.size_bytes());
+    }
+    REQUIRE(elements.size() == (d == DType::bf16 ? 4u : 3u));
+    for (const auto& [kind, n] : elements) REQUIRE(n == count_parameters(parameter_table(m.config)));
+    std::sort(ranges.begin(), ranges.end());
+    for (size_t i = 1; i < ranges.size(); ++i) REQUIRE(ranges[i - 1].second <= ranges[i].first);
+  }
+}
+
+TEST_CASE("write, read and write again gives the same bytes; the vocabulary's padding is never visible") {
+  for (const DType d : {DType::fp32, DType::bf16}) {
+    const TempDir dir;
+    Model a(d, 1), b(d, 2);
+    const std::string first = a.save(dir / "a");
+    REQUIRE(a.bytes() != b.bytes());
+    b.load(first);
+    REQUIRE(a.bytes() == b.bytes());
+    const std::string second = b.save(dir / "b");
+    REQUIRE(read_whole(first + "/model.safetensors") == read_whole(second + "/model.safetensors"));
+    const SafetensorsReader r(first + "/model.safetensors");
+    REQUIRE(r.info("transformer.wte.weight").shape == std::vector<int64_t>{131, 15});
+    REQUIRE(r.info("transformer.h.1.attn.c_attn.weight").shape == std::vector<int64_t>{15, 45});
+    REQUIRE(config_from_hf(nlohmann::json::parse(read_whole(first + "/config.json")), "config.json").n_ffn == 22);
+    REQUIRE(newest_checkpoint(dir / "a") == 1);
+    REQUIRE(trained_seq_len(first) == 7);
+  }
+}
+
+TEST_CASE("names without the prefix and weights stored in bf16 are read; buffers of old files are passed over") {
+  const TempDir dir;
+  Model a(DType::fp32, 1), b(DType::fp32, 2), rounded(DType::bf16, 3);
+  const std::string path = a.save(dir / "a");
+  std::filesystem::create_directories(dir / "bare");
+  rewrite<float>(path + "/model.safetensors", dir / "bare/model.safetensors",
+                 [](const std::string& n) { return n.substr(12); });
+  b.load(dir / "bare");
+  REQUIRE(a.bytes() == b.bytes());
+  std::filesystem::create_directories(dir / "half");
+  rewrite<bf16>(path + "/model.safetensors", dir / "half/model.safetensors", [](const std::string& n) { return n; });
+  rounded.load(dir / "half");
+  b.load(dir / "half");
+  const Tensor x = b.state.unit(1).weight("mlp.up.weight"), y = rounded.state.unit(1).weight("mlp.up.weight");
+  for (int64_t i = 0; i < x.numel(); ++i) REQUIRE(x.data<float>()[i] == static_cast<float>(y.data<bf16>()[i]));
+}
+
+TEST_CASE("a missing, unknown or misshapen tensor is refused by name, and nothing changes") {
+  const TempDir dir;
+  Model a(DType::fp32, 1), b(DType::fp32, 2);
+  const std::string path = a.save(dir / "a"), before = b.bytes(), file = path + "/model.safetensors";
+  auto refuse = [&](auto rename, const std::string& culprit) {
+    std::filesystem::create_directories(dir / "x");
+    rewrite<float>(file, dir / "x/model.safetensors", rename);
+    REQUIRE_ERROR(b.load(dir / "x"), culprit);
+    REQUIRE(b.bytes() == before);
+  };
+  refuse([](const std::string& n) { return n == "transformer.ln_f.bias" ? "" : n; }, "ln_f.bias");
+  refuse([](const std::string& n) { return n == "transformer.ln_f.bias" ? "something.else" : n; }, "ln_f.bias");
+  b.config.n_ffn = 23;
+  REQUIRE_ERROR(b.load(path), "mlp.c_fc.weight");
+  b.config = odd_model();
+  b.config.n_layer = 1;
+  REQUIRE_ERROR(b.load(path), "transformer.h.1.");
+  REQUIRE(b.bytes() == before);
+  std::ofstream(dir / "x/model.safetensors.index.json") << "{}";
+  REQUIRE_ERROR(b.load(dir / "x"), "several files");
+}
+
+TEST_CASE("a checkpoint that cannot be written leaves no trace and older ones alone") {
+  const TempDir dir;
+  Model m(DType::fp32, 1);
+  const std::string first = m.save(dir / "out", 1), before = read_whole(first + "/model.safetensors");
+  REQUIRE_ERROR(m.save(dir / "out", 1), "exists already");
+  REQUIRE(read_whole(first + "/model.safetensors") == before);
+  REQUIRE(std::distance(std::filesystem::directory_iterator(dir / "out"), {}) == 1);
+  std::ofstream(dir / "file") << "x";
+  REQUIRE_ERROR(write_checkpoint(dir / "file", 2, m.config, m.state.state_table(), m.dtype, {}, m.stream), "file");
+  REQUIRE_ERROR(claim_out_dir(dir / "file"), "--out-dir");
+  REQUIRE_ERROR(claim_out_dir(dir / "out"), "step-000001");
+}

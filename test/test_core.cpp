@@ -1,0 +1,190 @@
+// core/: formatting, bf16, counter-based random numbers, safetensors, options, the log.
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "catch2.h"
+#include "core/log.h"
+#include "core/options.h"
+#include "core/rng.h"
+#include "core/safetensors.h"
+#include "helpers.h"
+
+using namespace llmc;
+
+namespace {
+
+Options parse(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), "train_gpt");
+  arguments.insert(arguments.begin() + 1, {"--train-data", "x"});
+  std::vector<const char*> argv;
+  for (const std::string& a : arguments) argv.push_back(a.c_str());
+  return parse_command_line(static_cast<int>(argv.size()), argv.data()).options;
+}
+
+}  // namespace
+
+TEST_CASE("the formatter fills in values of all kinds and refuses more arguments than places") {
+  REQUIRE(formatted("{} {:.2f} {:5} {:-4}| {}", 3, 2.5, 7, "ab", std::vector<int>{1, 2}) == "3 2.50     7 ab  | 1, 2");
+  REQUIRE(formatted("{:06} {}", 42, true) == "000042 true");
+  REQUIRE_ERROR(formatted("{}", 1, 2), "more arguments");
+}
+
+TEST_CASE("bf16 rounds to nearest even, keeps NaN and infinity") {
+  auto round = [](float x) { return static_cast<float>(bf16(x)); };
+  REQUIRE(round(1.0f) == 1.0f);
+  REQUIRE(round(1.0f + 0x1p-8f) == 1.0f);  // a tie goes to even
+  REQUIRE(round(1.0f + 3 * 0x1p-8f) == 1.0f + 0x1p-6f);
+  REQUIRE(round(1.0f + 0x1p-8f + 0x1p-20f) == 1.0f + 0x1p-7f);
+  REQUIRE(std::isinf(round(std::numeric_limits<float>::infinity())));
+  REQUIRE(std::isnan(round(std::bit_cast<float>(0x7f800001u))));  // its payload lies in the bits that are cut
+  REQUIRE(round(-0.0f) == 0.0f);
+}
+
+TEST_CASE("Philox gives the published numbers") {  // kat_vectors of Random123, philox4x32 with 10 rounds
+  REQUIRE(Philox::rounds({0, 0, 0, 0}, 0, 0) ==
+          std::array<uint32_t, 4>{0x6627e8d5u, 0xe169c58du, 0xbc57ac4cu, 0x9b00dbd8u});
+  REQUIRE(Philox::rounds({~0u, ~0u, ~0u, ~0u}, ~0u, ~0u) ==
+          std::array<uint32_t, 4>{0x408f276du, 0x41c83b0eu, 0xa20bc7c6u, 0x6d5451fdu});
+}
+
+TEST_CASE("normal numbers are a pure function of the index, with the right mean and deviation") {
+  const Philox rng(5, "a parameter");
+  std::vector<float> whole(100000), part(1001);
+  rng.fill_normal(whole.data(), 0, 100000, 2.0f);
+  rng.fill_normal(part.data(), 777, 1001, 2.0f);
+  for (size_t i = 0; i < part.size(); ++i) REQUIRE(part[i] == whole[777 + i]);
+  double mean = 0, square = 0;
+  for (float x : whole) mean += x, square += double(x) * x;
+  REQUIRE(std::abs(mean / 1e5) < 0.03);
+  REQUIRE(std::abs(square / 1e5 - 4) < 0.08);
+}
+
+TEST_CASE("the keyed permutation is a bijection for any size, and another for another key") {
+  for (const int64_t n : {1, 2, 3, 16, 17, 1000}) {
+    const Permutation p(n, 1, "epoch 0"), q(n, 1, "epoch 1");
+    std::set<int64_t> seen;
+    int64_t same = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      REQUIRE(p(i) >= 0);
+      REQUIRE(p(i) < n);
+      seen.insert(p(i));
+      same += p(i) == q(i);
+    }
+    REQUIRE(seen.size() == static_cast<size_t>(n));
+    if (n == 1000) REQUIRE(same < 20);
+  }
+}
+
+TEST_CASE("safetensors come back as they were written; damaged files are refused by name") {
+  const TempDir dir;
+  const std::string path = dir / "t.safetensors";
+  const std::vector<float> a = {1, 2, 3, 4, 5, 6};
+  const std::vector<bf16> b = {bf16(1.5f), bf16(-2)};
+  {
+    SafetensorsWriter w(path, {{"a", DType::fp32, {2, 3}}, {"b", DType::bf16, {2}}, {"scalar", DType::fp32, {}}});
+    w.write(a.data(), 12);
+    w.write(a.data() + 3, 12);
+    w.write(b.data(), 4);
+    w.write(a.data(), 4);
+    w.finish();
+  }
+  {
+    const SafetensorsReader r(path);
+    REQUIRE(r.names() == std::vector<std::string>{"a", "b", "scalar"});
+    REQUIRE(r.info("a").shape == std::vector<int64_t>{2, 3});
+    std::vector<float> back(6);
+    r.read("a", back.data());
+    REQUIRE(back == a);
+    REQUIRE_ERROR(r.info("c"), "no tensor c");
+  }
+  const std::string whole = read_whole(path);
+  auto damaged = [&](const std::string& bytes) {
+    std::ofstream(path, std::ios::binary) << bytes;
+    return path;
+  };
+  REQUIRE_ERROR(SafetensorsReader(damaged(whole.substr(0, 5))), "t.safetensors");
+  REQUIRE_ERROR(SafetensorsReader(damaged(whole.substr(0, 40))), "truncated");
+  REQUIRE_ERROR(SafetensorsReader(damaged(whole.substr(0, whole.size() - 1))), "scalar");
+  REQUIRE_ERROR(SafetensorsReader(damaged(std::string(whole).replace(8, 1, "["))), "not JSON");
+  std::string other = whole;
+  REQUIRE_ERROR(SafetensorsReader(damaged(other.replace(other.find("\"F32\""), 5, "\"F12\""))), "F12");
+  REQUIRE_ERROR(SafetensorsReader(dir / "absent"), "absent");
+}
+
+TEST_CASE("what --print-config prints, --config reads back; the command line wins; the last one given wins") {
+  const TempDir dir;
+  Options o = parse({"--lr", "0.1", "-l", "0.0123456789012345678", "--n-layer", "7", "--shuffle", "--prompt",
+                     "two words", "-b", "3", "-t", "8"});
+  REQUIRE(o.lr == 0.0123456789012345678);
+  REQUIRE(o.batch_size == 3);
+  std::ofstream(dir / "c.ini") << config_text(o);
+  const Options back = parse({"--config", dir / "c.ini"});
+  REQUIRE(config_text(back) == config_text(o));
+  REQUIRE(back.lr == o.lr);
+  REQUIRE(back.n_layer == 7);
+  REQUIRE(back.shuffle);
+  REQUIRE(back.prompt == "two words");
+  REQUIRE(!back.max_steps);
+  REQUIRE(parse({"--config", dir / "c.ini", "--batch-size", "5"}).batch_size == 5);
+  std::ofstream(dir / "bad.ini") << "bach-size=3\n";
+  REQUIRE_ERROR(parse({"--config", dir / "bad.ini"}), "bach-size");
+}
+
+TEST_CASE("option errors name the option, what was found and what was expected") {
+  REQUIRE_ERROR(parse({"--bath-size", "3"}), "--batch-size");
+  REQUIRE_ERROR(parse({"--lr=inf"}), "--lr inf");
+  REQUIRE_ERROR(parse({"--beta1", "1"}), "--beta1 1");
+  REQUIRE_ERROR(parse({"--max-steps", "99999999999999999999"}), "--max-steps");
+  REQUIRE_ERROR(parse({"--dtype", "int8"}), "fp32, bf16");
+  REQUIRE_ERROR(parse({"--total-batch-size", "5000"}), "use 4096");
+  REQUIRE_ERROR(parse({"--generate", "--from-scratch"}), "--from-scratch");
+  REQUIRE_ERROR(parse({"--train-data", ""}), "--train-data");
+}
+
+TEST_CASE("help and the README's table know every option") {
+  const std::string help = help_text(), table = options_markdown();
+  Options o;
+  visit_options(o, detail::OptionVisitor{detail::no_group, [&](const char* name, const char*, auto&, const Limits&,
+                                                               ResumeRule, const char* text) {
+                                           REQUIRE(help.find(std::string(name) + " ") != std::string::npos);
+                                           REQUIRE(table.find(text) != std::string::npos);
+                                         }});
+  const std::string readme = read_whole("README.md");
+  INFO("scripts/update_readme.sh writes the options into README.md");
+  REQUIRE(readme.find(table) != std::string::npos);
+}
+
+TEST_CASE("metrics.jsonl holds every number exactly, null where one is not finite") {
+  const TempDir dir;
+  {
+    Log log(dir.path(), Log::Metrics::truncate);
+    log.train({.step = 3,
+               .max_steps = 10,
+               .loss = 1.0 / 3,
+               .grad_norm = std::nan(""),
+               .lr = 1e-3,
+               .ms = 5,
+               .tokens_per_s = 1e6,
+               .mfu = 0.5,
+               .eta_s = 9});
+    log.val({.step = 3, .loss = 2.0 / 3});
+  }
+  std::ifstream in(dir / "metrics.jsonl");
+  std::string line;
+  std::getline(in, line);
+  const auto train = nlohmann::json::parse(line);
+  REQUIRE(train["kind"] == "train");
+  REQUIRE(train["loss"].get<double>() == 1.0 / 3);
+  REQUIRE(train["grad_norm"].is_null());
+  std::getline(in, line);
+  REQUIRE(nlohmann::json::parse(line)["loss"].get<double>() == 2.0 / 3);
+}
+
+TEST_CASE("numbers for people") {
+  REQUIRE(human_count(999) == "999");
+  REQUIRE(human_count(1234567) == "1,234,567");
+  REQUIRE(human_count(124439808) == "124.4M");
+  REQUIRE(human_bytes(int64_t{3} << 30) == "3.00 GiB");
+  REQUIRE(human_duration(65.4) == "1:05");
+  REQUIRE(human_duration(3661) == "1:01:01");
+}

@@ -1,0 +1,179 @@
+// Which tokens come when (contract 8), refused shards, learning rates, the byte tokenizer.
+#include <map>
+
+#include "catch2.h"
+#include "helpers.h"
+#include "train/dataloader.h"
+#include "train/lr_schedule.h"
+#include "train/tokenizer.h"
+
+using namespace llmc;
+
+namespace {
+
+// Shards in which every token tells its place: 0, 1, 2 ... through all of them.
+struct CountingShards {
+  TempDir dir;
+  static constexpr int64_t T = 5;
+  // 23 tokens hold 4 samples, 31 hold 6, 4 hold none, 11 hold 2; one shard is uint32.
+  CountingShards() {
+    uint16_t next = 0;
+    auto take = [&](size_t n) {
+      std::vector<uint16_t> tokens(n);
+      for (uint16_t& t : tokens) t = next++;
+      return tokens;
+    };
+    write_shard(dir / "s_0.bin", take(23));
+    const auto second = take(31);
+    write_shard(dir / "s_1.bin", std::vector<uint32_t>(second.begin(), second.end()));
+    write_shard(dir / "s_2.bin", take(4));
+    write_shard(dir / "s_3.bin", take(11));
+  }
+  std::string pattern() const { return dir / "s_*.bin"; }
+};
+const std::vector<int32_t> first_tokens = {0, 5, 10, 15, 23, 28, 33, 38, 43, 48, 58, 63};
+
+struct Batch {
+  std::vector<int32_t> tokens, targets, positions;
+};
+
+Batch read(DataLoader& loader, int64_t cursor, int64_t micro_batch, const DataLoader::Reader& who) {
+  Batch b;
+  loader.read_batch(cursor, micro_batch, who, b.tokens, b.targets, b.positions);
+  return b;
+}
+
+// The first token of each of `n` samples from the stream position `cursor` on.
+std::vector<int32_t> stream_of(DataLoader& loader, int64_t cursor, int64_t n) {
+  std::vector<int32_t> firsts;
+  for (int64_t i = 0; i < n; ++i) firsts.push_back(read(loader, cursor + i, 0, {}).tokens[0]);
+  return firsts;
+}
+
+}  // namespace
+
+TEST_CASE("without shuffling samples come in file order, epoch after epoch, and targets are the next tokens") {
+  const CountingShards data;
+  const TokenShards shards(data.pattern(), data.T);
+  REQUIRE(shards.tokens() == 69);
+  REQUIRE(shards.samples() == 12);
+  DataLoader loader(shards, {.vocab_size = 69});
+  std::vector<int32_t> twice = first_tokens;
+  twice.insert(twice.end(), first_tokens.begin(), first_tokens.end());
+  REQUIRE(stream_of(loader, 0, 24) == twice);
+  const Batch b = read(loader, 11, 0, {.batch_size = 2});  // straddles the epochs
+  REQUIRE(b.tokens == std::vector<int32_t>{63, 64, 65, 66, 67, 0, 1, 2, 3, 4});
+  REQUIRE(b.targets == std::vector<int32_t>{64, 65, 66, 67, 68, 1, 2, 3, 4, 5});
+  REQUIRE(b.positions == std::vector<int32_t>{0, 1, 2, 3, 4, 0, 1, 2, 3, 4});
+}
+
+TEST_CASE("with shuffling every epoch has each sample once, in an order that depends on seed and epoch alone") {
+  const CountingShards data;
+  const TokenShards shards(data.pattern(), data.T);
+  DataLoader loader(shards, {.seed = 4, .shuffle = true, .vocab_size = 69}),
+      same(shards, {.seed = 4, .shuffle = true, .vocab_size = 69}),
+      other(shards, {.seed = 5, .shuffle = true, .vocab_size = 69});
+  std::vector<std::vector<int32_t>> epochs;
+  for (int64_t e = 0; e < 3; ++e) {
+    epochs.push_back(stream_of(loader, e * 12, 12));
+    std::vector<int32_t> sorted = epochs.back();
+    std::sort(sorted.begin(), sorted.end());
+    REQUIRE(sorted == first_tokens);
+  }
+  REQUIRE(epochs[0] != epochs[1]);
+  REQUIRE(epochs[1] != epochs[2]);
+  REQUIRE(stream_of(same, 24, 12) == epochs[2]);  // without having read the epochs before
+  REQUIRE(stream_of(other, 0, 12) != epochs[0]);
+}
+
+TEST_CASE("however a step is cut into micro-batches and ranks, the same samples come, none twice, none skipped") {
+  const CountingShards data;
+  const TokenShards shards(data.pattern(), data.T);
+  auto step_samples = [&](int64_t micro_batches, int64_t ranks, int64_t batch_size) {
+    DataLoader loader(shards, {.seed = 9, .shuffle = true, .vocab_size = 69});
+    std::vector<int32_t> all;
+    for (int64_t cursor : {0, 8, 16})
+      for (int64_t m = 0; m < micro_batches; ++m)
+        for (int64_t r = 0; r < ranks; ++r) {
+          const Batch b = read(loader, cursor, m, {.rank = r, .ranks = ranks, .batch_size = batch_size});
+          for (size_t row = 0; row < static_cast<size_t>(batch_size); ++row) all.push_back(b.tokens[row * data.T]);
+        }
+    return all;
+  };
+  const auto one = step_samples(1, 1, 8);
+  REQUIRE(one == step_samples(8, 1, 1));
+  REQUIRE(one == step_samples(2, 2, 2));
+  REQUIRE(one == step_samples(1, 4, 2));
+}
+
+TEST_CASE("shards that are not what they say are refused by name") {
+  const TempDir dir;
+  const std::string path = dir / "x.bin";
+  auto refuse = [&](const std::string& part) { REQUIRE_ERROR(TokenShards(path, 4), part); };
+  std::ofstream(path) << "short";
+  refuse("x.bin: 5 bytes");
+  write_shard<uint16_t>(path, std::vector<uint16_t>(100, 1));
+  const std::string good = read_whole(path);
+  REQUIRE(TokenShards(path, 4).samples() == 24);
+  auto with = [&](size_t at, int32_t value, size_t bytes) {
+    std::string changed = good.substr(0, bytes);
+    std::memcpy(changed.data() + at, &value, 4);
+    std::ofstream(path, std::ios::binary) << changed;
+  };
+  with(0, 7, good.size());
+  refuse("magic 7");
+  with(4, 2, good.size());
+  refuse("version 2");
+  with(8, 99, good.size());
+  refuse("says 99 tokens");
+  with(8, 100, good.size() - 2);
+  refuse("truncated");
+  with(8, 100, good.size() - 1);
+  refuse("truncated");
+  write_shard<uint16_t>(path, {});
+  refuse("no tokens");
+  write_shard<uint16_t>(path, {1, 2, 3, 4});
+  refuse("hold no sample");
+  REQUIRE_ERROR(TokenShards(dir / "none_*.bin", 4, "--val-data"), "--val-data");
+}
+
+TEST_CASE("a token outside the vocabulary is refused with file, position and value") {
+  const TempDir dir;
+  std::vector<uint32_t> tokens(20, 3);
+  tokens[13] = 4000000000u;
+  write_shard(dir / "x.bin", tokens);
+  const TokenShards shards(dir / "x.bin", 4);
+  DataLoader loader(shards, {.vocab_size = 4});
+  read(loader, 1, 0, {});
+  REQUIRE_ERROR(read(loader, 3, 0, {}), "token 4000000000 at position 13");
+}
+
+TEST_CASE("learning rates at their corners") {
+  const LrSchedule base{.kind = "cosine", .peak = 2, .warmup_steps = 4, .max_steps = 14, .final_frac = 0.1};
+  REQUIRE(learning_rate(base, 1) == 0.5);
+  REQUIRE(learning_rate(base, 4) == 2);
+  REQUIRE(learning_rate(base, 5) == 2);
+  REQUIRE(std::abs(learning_rate(base, 10) - 1.1) < 1e-12);  // half way
+  LrSchedule s = base;
+  s.kind = "linear";
+  REQUIRE(std::abs(learning_rate(s, 10) - 1.1) < 1e-12);
+  REQUIRE(std::abs(learning_rate(s, 15) - 0.2) < 1e-12);
+  s.kind = "constant";
+  REQUIRE(learning_rate(s, 14) == 2);
+  s = {.kind = "wsd", .peak = 1, .warmup_steps = 0, .max_steps = 100, .final_frac = 0};
+  REQUIRE(learning_rate(s, 1) == 1);
+  REQUIRE(learning_rate(s, 80) == 1);
+  REQUIRE(std::abs(learning_rate(s, 86) - 0.5) < 1e-12);  // a quarter into the decay
+  s.kind = "constant";
+  s.warmup_steps = 0;
+  REQUIRE(learning_rate(s, 1) == 1);
+}
+
+TEST_CASE("bytes become tokens and come back; the end of text and unknown ids are visible") {
+  const auto tokenizer = make_tokenizer("bytes");
+  const std::string text = "Grüße\n\xff";
+  REQUIRE(tokenizer->decode(tokenizer->encode(text)) == text);
+  const std::vector<int32_t> odd = {104, 256, 300};
+  REQUIRE(tokenizer->decode(odd) == "h<|endoftext|><300>");
+  REQUIRE_ERROR(make_tokenizer("gpt2"), "--tokenizer gpt2");
+}
