@@ -153,8 +153,10 @@ void run_training(const Options& o) {
   double best_val = std::numeric_limits<double>::infinity();
   int64_t best_step = 0;
   auto validate = [&](int64_t step) {
-    const double loss =
-        run.trainer.evaluate(val_micro_batches, [&](int64_t m) { return read_micro_batch(*val_loader, 0, m); });
+    const double loss = run.trainer.evaluate(val_micro_batches, [&](int64_t m) {
+      log.progress("validation: micro-batch", m + 1, val_micro_batches);
+      return read_micro_batch(*val_loader, 0, m);
+    });
     log.val({.step = step, .loss = loss});
     if (loss < best_val) best_val = loss, best_step = step;
   };
@@ -194,14 +196,19 @@ void run_training(const Options& o) {
     const double lr = learning_rate(schedule, step);
     const int64_t cursor = o.overfit_batch ? 0 : (step - 1) * samples_per_step;
     if (o.profile) run.stream.set_ledger(&ops);
-    const StepResult result = run.trainer.step([&](int64_t m) { return read_micro_batch(train_loader, cursor, m); },
-                                               {.lr = static_cast<float>(lr),
-                                                .beta1 = static_cast<float>(o.beta1),
-                                                .beta2 = static_cast<float>(o.beta2),
-                                                .eps = static_cast<float>(o.adam_eps),
-                                                .weight_decay = static_cast<float>(o.weight_decay),
-                                                .step = step},
-                                               o.grad_clip);
+    const StepResult result = run.trainer.step(
+        [&](int64_t m) {
+          if (batch.micro_batches > 1)
+            log.progress(formatted("step {}: micro-batch", step), m + 1, batch.micro_batches);
+          return read_micro_batch(train_loader, cursor, m);
+        },
+        {.lr = static_cast<float>(lr),
+         .beta1 = static_cast<float>(o.beta1),
+         .beta2 = static_cast<float>(o.beta2),
+         .eps = static_cast<float>(o.adam_eps),
+         .weight_decay = static_cast<float>(o.weight_decay),
+         .step = step},
+        o.grad_clip);
     const double seconds = seconds_since(step_begin);
     run.stream.set_ledger(nullptr);
     step_seconds += seconds;

@@ -128,6 +128,24 @@ TEST_CASE("write, read and write again gives the same bytes; the vocabulary's pa
   }
 }
 
+TEST_CASE("a model that transformers wrote gives the logits that transformers computes") {
+  const std::string directory = "test/golden/gpt2_tiny";
+  const StepConfig config{.model = resolve_model(directory, {}), .batch = {1, 48}};
+  const Plan plan = make_plan(config, 2);
+  const Device device{DeviceKind::cpu, 2};
+  Arena arena(device, plan.arena_bytes), scratch(device, plan.scratch_bytes);
+  Stream stream(device, scratch);
+  Trainer trainer(config, {arena, stream});
+  load_model(directory, config.model, trainer.state(), stream);
+  std::vector<uint16_t> shard(20);
+  std::memcpy(shard.data(), read_whole(directory + "/train.bin").data() + 1024, 40);
+  const std::vector<int32_t> tokens(shard.begin(), shard.end());
+  const std::vector<float> ours = trainer.next_token_logits(tokens);
+  std::vector<float> theirs(211);
+  SafetensorsReader(directory + "/logits.safetensors").read("logits", theirs.data());
+  for (size_t v = 0; v < theirs.size(); ++v) REQUIRE(std::abs(ours[v] - theirs[v]) < 1e-5);
+}
+
 TEST_CASE("names without the prefix and weights stored in bf16 are read; buffers of old files are passed over") {
   const TempDir dir;
   Model a(DType::fp32, 1), b(DType::fp32, 2), rounded(DType::bf16, 3);

@@ -114,10 +114,13 @@ class Stream {
   const Device& device() const { return device_; }
   Arena& scratch() { return scratch_; }
 
-  // Runs `task` after everything enqueued before. A task that throws ends the stream's work; synchronize() rethrows.
+  // Runs `task` after everything enqueued before; blocks while the host is far ahead, so that the queue stays short. A
+  // task that throws ends the stream's work; synchronize() rethrows.
   void enqueue(std::function<void()> task) {
     if (device_.kind == DeviceKind::null) return;
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    room_.wait(lock, [&] { return queue_.size() < max_queued || error_; });
+    if (error_) return;
     queue_.push_back(std::move(task));
     changed_.notify_all();
   }
@@ -173,6 +176,7 @@ class Stream {
       if (queue_.empty()) return;
       std::function<void()> task = std::move(queue_.front());
       queue_.pop_front();
+      room_.notify_all();
       busy_ = true;
       lock.unlock();
       std::exception_ptr failed;
@@ -187,17 +191,20 @@ class Stream {
       if (failed && !error_) {
         error_ = failed;
         queue_.clear();
+        room_.notify_all();
       }
       if (queue_.empty()) idle_.notify_all();
     }
   }
+
+  static constexpr size_t max_queued = 256;
 
   Device device_;
   Arena& scratch_;
   OpLedger* ledger_ = nullptr;
   std::thread worker_;
   std::mutex mutex_;
-  std::condition_variable changed_, idle_;
+  std::condition_variable changed_, idle_, room_;
   std::deque<std::function<void()>> queue_;
   bool busy_ = false, stopping_ = false;
   std::exception_ptr error_;

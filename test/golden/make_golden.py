@@ -7,7 +7,8 @@
 ops.safetensors   inputs, outputs and gradients of every op ("OP.NAME"), fp32
 gpt2_tiny/        a tiny GPT-2 with awkward sizes as transformers saves it (config.json, model.safetensors), tokens
                   (train.bin, a token shard), and what 20 steps of PyTorch's AdamW make of it in fp32: trajectory.json (loss,
-                  gradient norm, learning rate by step) and final.safetensors
+                  gradient norm, learning rate by step) and final.safetensors; logits.safetensors: those of the first model
+                  for the token behind the first 20
 
 The committed files were made with torch 2.15.0 and transformers 5.23.0 on a CPU.
 """
@@ -118,6 +119,8 @@ def make_trajectory():
         f.write(struct.pack(f"<{n}H", *tokens))
 
     data = torch.tensor(tokens)
+    with torch.no_grad():
+        save_file({"logits": model(data[None, :20]).logits[0, -1].contiguous()}, os.path.join(folder, "logits.safetensors"))
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
