@@ -7,7 +7,7 @@
 #include <memory>
 #include <tuple>
 
-#include "ops/cpu/simd.h"
+#include "ops/cpu/pack.h"
 #ifdef TRAIN_GPT_ONEDNN
 #include "ops/cpu/onednn.h"
 #endif
@@ -31,45 +31,71 @@ struct MatmulShape {
 };
 
 inline std::string to_string(const MatmulShape& s) {
-  return formatted("{} matmul {} x {} x {} to {}", s.in, s.M, s.N, s.K, s.out);
+  return formatted("C ({}, {}) {} {} {}{}, A and B in {}, C in {}, {} threads", s.M, s.N,
+                   s.accumulate == Accumulate::yes ? "+=" : "=",
+                   s.a == Transpose::yes ? formatted("A ({}, {})^T", s.K, s.M) : formatted("A ({}, {})", s.M, s.K),
+                   s.b == Transpose::yes ? formatted("B ({}, {})^T", s.N, s.K) : formatted("B ({}, {})", s.K, s.N),
+                   s.bias == Bias::yes ? " + bias" : "", s.in, s.out, s.threads);
 }
 
 namespace detail {
 
-// Tiles of C in parallel; for each, panels of op(A) and op(B) are packed and widened, then multiplied in the cache.
-// Each element is added up in the order of k, whatever the number of threads.
-template <class T, class Out>
+// The tiles of C follow from the shape alone, never from the number of threads: a tile is one thread's work, and each
+// element is added up in the order of k.
+struct MatmulTiles {
+  static constexpr int64_t depth = 192;  // of k: a panel of B, (192, 32) fp32, stays in an L1 cache of 32 KiB
+  static constexpr int64_t max_rows = 128;
+  int64_t rows, columns;
+
+  // A tile and its packed operands take at most 512 KiB of a thread's stack, and share an L2 cache.
+  static constexpr int64_t max_columns(int64_t element_bytes) { return element_bytes == 8 ? 128 : 256; }
+  explicit MatmulTiles(const MatmulShape& s) {
+    rows = std::min(max_rows, s.M);
+    columns = std::min(max_columns(size_of(s.in)), round_up(s.N, panel_width));
+    // At least 32 tiles, where that leaves them large enough to repay the packing.
+    while (columns > 64 && ceil_div(s.M, rows) * ceil_div(s.N, columns) < 32)
+      columns = round_up(columns / 2, panel_width);
+    while (rows > 64 && ceil_div(s.M, rows) * ceil_div(s.N, columns) < 32) rows /= 2;
+  }
+};
+
+template <class T, class Out, class A = accumulator_t<T>>
 void blocked_matmul(Out* c, const T* a, const T* b, const T* bias, const MatmulShape& s) {
-  using A = accumulator_t<T>;
-  constexpr int64_t MB = 64, NB = 64, KB = 256;
-#pragma omp parallel for collapse(2) schedule(static)
-  for (int64_t m0 = 0; m0 < s.M; m0 += MB)
-    for (int64_t n0 = 0; n0 < s.N; n0 += NB) {
-      alignas(64) A tile[MB * NB], panel_a[MB * KB], panel_b[KB * NB];
-      const int64_t m = std::min(MB, s.M - m0), n = std::min(NB, s.N - n0);
-      std::fill(tile, tile + MB * NB, A(0));
-      if (n < NB) std::fill(panel_b, panel_b + KB * NB, A(0));
-      for (int64_t k0 = 0; k0 < s.K; k0 += KB) {
-        const int64_t k = std::min(KB, s.K - k0);
+  const MatmulTiles tiles(s);
+  constexpr int64_t width = panel_width, depth = MatmulTiles::depth;
+  constexpr int64_t columns_at_most = MatmulTiles::max_columns(sizeof(A));
+#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(s.threads)
+  for (int64_t m0 = 0; m0 < s.M; m0 += tiles.rows)
+    for (int64_t n0 = 0; n0 < s.N; n0 += tiles.columns) {
+      alignas(64) A tile[MatmulTiles::max_rows * columns_at_most];  // (columns / 32, rows, 32)
+      alignas(64) A panels[depth * columns_at_most];
+      alignas(64) A packed_a[MatmulTiles::max_rows * depth];  // (rows, depth) or, of a transposed A, (depth, rows)
+      const int64_t m = std::min(tiles.rows, s.M - m0), n = std::min(tiles.columns, s.N - n0);
+      const int64_t a_row = s.a == Transpose::no ? depth : 1, a_k = s.a == Transpose::no ? 1 : tiles.rows;
+      for (int64_t k0 = 0; k0 == 0 || k0 < s.K; k0 += depth) {
+        const int64_t k = std::min(depth, s.K - k0);
         if (s.a == Transpose::no)
-          for (int64_t i = 0; i < m; ++i) widen(panel_a + i * KB, a + (m0 + i) * s.K + k0, k);
+          for (int64_t i = 0; i < m; ++i) widen(packed_a + i * depth, a + (m0 + i) * s.K + k0, k);
         else
-          for (int64_t j = 0; j < k; ++j)
-            for (int64_t i = 0; i < m; ++i) panel_a[i * KB + j] = static_cast<A>(a[(k0 + j) * s.M + m0 + i]);
-        if (s.b == Transpose::no)
-          for (int64_t j = 0; j < k; ++j) widen(panel_b + j * NB, b + (k0 + j) * s.N + n0, n);
-        else
-          for (int64_t i = 0; i < n; ++i)
-            for (int64_t j = 0; j < k; ++j) panel_b[j * NB + i] = static_cast<A>(b[(n0 + i) * s.K + k0 + j]);
-        small_matmul(tile, NB, panel_a, KB, int64_t{1}, panel_b, NB, m, NB, k, Accumulate::yes);
+          for (int64_t j = 0; j < k; ++j) widen(packed_a + j * tiles.rows, a + (k0 + j) * s.M + m0, m);
+        if (s.b == Transpose::no) panels_of(panels, b + k0 * s.N + n0, s.N, k, n);
+        else panels_of_transposed(panels, b + n0 * s.K + k0, s.K, k, n);
+        for (int64_t j = 0; j < n; j += width)
+          small_matmul(tile + j * tiles.rows, width, packed_a, a_row, a_k, panels + j * k, width, m, width, k,
+                       k0 == 0 ? Accumulate::no : Accumulate::yes);
       }
       for (int64_t i = 0; i < m; ++i)
-        for (int64_t j = 0; j < n; ++j) {
-          Out& to = c[(m0 + i) * s.N + n0 + j];
-          A value = tile[i * NB + j];
-          if (bias != nullptr) value += static_cast<A>(bias[n0 + j]);
-          if (s.accumulate == Accumulate::yes) value += static_cast<A>(to);
-          to = Out(value);
+        for (int64_t first = 0; first < n; first += width) {
+          const A* from = tile + first * tiles.rows + i * width;
+          Out* to = c + (m0 + i) * s.N + n0 + first;
+          const int64_t columns = std::min(width, n - first);
+#pragma omp simd
+          for (int64_t j = 0; j < columns; ++j) {
+            A value = from[j];
+            if (bias != nullptr) value += static_cast<A>(bias[n0 + first + j]);
+            if (s.accumulate == Accumulate::yes) value += static_cast<A>(to[j]);
+            store(to[j], value);
+          }
         }
     }
 }
@@ -82,11 +108,14 @@ class Matmul {
   // Remembered by shape, for each host thread.
   static Matmul prepare(const MatmulShape& shape) {
     const DType sum = shape.in == DType::fp64 ? DType::fp64 : DType::fp32;
-    CHECK(shape.out == shape.in || shape.out == sum, "no {}", to_string(shape));
+    CHECK(shape.out == shape.in || shape.out == sum, "no matmul writes {} from {}: use {} or {}; {}", shape.out,
+          shape.in, shape.in, sum, to_string(shape));
+    CHECK(shape.M >= 0 && shape.N >= 0 && shape.K >= 0 && shape.threads > 0, "matmul: {}", to_string(shape));
     Matmul product;
     product.shape_ = shape;
 #ifdef TRAIN_GPT_ONEDNN
-    if (shape.in == DType::fp64 || (shape.in == DType::bf16 && !onednn::bf16_is_native())) return product;
+    const bool empty = shape.M == 0 || shape.N == 0 || shape.K == 0;
+    if (empty || shape.in == DType::fp64 || (shape.in == DType::bf16 && !onednn::bf16_is_native())) return product;
     thread_local std::map<decltype(shape.key()), std::shared_ptr<const onednn::Matmul>> prepared;
     auto& entry = prepared[shape.key()];
     if (!entry)
@@ -108,6 +137,7 @@ class Matmul {
 
   // On a thread whose OpenMP thread count is shape.threads.
   void run(void* c, const void* a, const void* b, const void* bias, void* scratch) const {
+    if (shape_.M == 0 || shape_.N == 0) return;
 #ifdef TRAIN_GPT_ONEDNN
     if (onednn_) return onednn_->run(c, a, b, bias, scratch);
 #endif

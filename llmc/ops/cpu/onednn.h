@@ -64,11 +64,17 @@ inline dnnl_status_t add_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_
 inline void destroy_desc(MemoryDesc&) {}
 #endif
 
+// OpenMP's thread count of this thread, until the end of the scope.
+struct ThreadsScope {
+  int before = omp_get_max_threads();
+  explicit ThreadsScope(int threads) { omp_set_num_threads(threads); }
+  ~ThreadsScope() { omp_set_num_threads(before); }
+};
+
 class Matmul {
  public:
   explicit Matmul(const MatmulProblem& p) : what_(p.what) {
-    const int threads_before = omp_get_max_threads();
-    omp_set_num_threads(p.threads);  // the primitive is made for the number of threads that is set now
+    const ThreadsScope scope(p.threads);  // the primitive is made for the number of threads that is set now
     make_matrix(a_, p.M, p.K, p.in, p.transpose_a);
     make_matrix(b_, p.K, p.N, p.in, p.transpose_b);
     make_matrix(c_, p.M, p.N, p.out, false);
@@ -77,6 +83,8 @@ class Matmul {
     dnnl_post_ops_t post_ops = nullptr;
     check(dnnl_primitive_attr_create(&attributes), "dnnl_primitive_attr_create", what_);
     check(dnnl_primitive_attr_set_scratchpad_mode(attributes, dnnl_scratchpad_mode_user), "set_scratchpad_mode", what_);
+    // fp32 means fp32, whatever DNNL_DEFAULT_FPMATH_MODE says.
+    check(dnnl_primitive_attr_set_fpmath_mode(attributes, dnnl_fpmath_mode_strict), "set_fpmath_mode", what_);
     if (p.accumulate) {
       check(dnnl_post_ops_create(&post_ops), "dnnl_post_ops_create", what_);
       check(add_sum(post_ops), "dnnl_post_ops_append_sum", what_);
@@ -101,7 +109,6 @@ class Matmul {
     check(dnnl_primitive_create(&primitive_, description), "dnnl_primitive_create", what_);
     description_ = description;
     dnnl_primitive_attr_destroy(attributes);
-    omp_set_num_threads(threads_before);
   }
   ~Matmul() {
     dnnl_primitive_destroy(primitive_);

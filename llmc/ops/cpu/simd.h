@@ -32,15 +32,23 @@ inline float exponential(float x) {
 }
 inline double exponential(double x) { return std::exp(x); }
 
+// The widest vector that the processor has registers for: g++ 12 splits wider ones through memory, fifty times slower.
+#if defined(__AVX512F__)
+inline constexpr int vector_bytes = 64, kernel_rows = 8;
+#elif defined(__AVX__)
+inline constexpr int vector_bytes = 32, kernel_rows = 6;  // 2 x 6 sums, 2 of B and 1 of A in 16 registers
+#else
+inline constexpr int vector_bytes = 16, kernel_rows = 6;
+#endif
 template <class A>
 struct simd;
 template <>
 struct simd<float> {
-  typedef float type __attribute__((vector_size(64)));
+  typedef float type __attribute__((vector_size(vector_bytes)));
 };
 template <>
 struct simd<double> {
-  typedef double type __attribute__((vector_size(64)));
+  typedef double type __attribute__((vector_size(vector_bytes)));
 };
 
 enum class Accumulate : uint8_t { no, yes };
@@ -90,8 +98,9 @@ void small_matmul(A* c, int64_t ldc, const A* a, int64_t a_row, int64_t a_k, con
       for (int64_t n = 0; n < N_vector; n += width)
         detail::matmul_kernel<Rows>(c + m * ldc + n, ldc, a + m * a_row, a_row, a_k, b + n, ldb, K);
   };
-  rows.template operator()<8>();
+  rows.template operator()<kernel_rows>();
   rows.template operator()<4>();
+  rows.template operator()<2>();
   rows.template operator()<1>();
   if (N_vector == N) return;
   for (m = 0; m < M; ++m)  // the ragged columns
