@@ -128,21 +128,21 @@ void run_training(const Options& o) {
           o.val_data, val_shards->samples(), o.seq_len, o.batch_size);
   }
 
-  // The out directory belongs to one run.
+  // A finished run is left as it is.
   if (const std::optional<int64_t> newest = newest_checkpoint(o.out_dir); newest && *newest >= batch.max_steps) {
     Log log(o.out_dir, Log::Metrics::none);
     log.line(formatted("already complete: {} is at step {} of {}", o.out_dir, *newest, batch.max_steps));
     return report_next_steps(log, o, checkpoint_path(o.out_dir, *newest));
   }
-  claim_out_dir(o.out_dir);
 
   const Plan plan = make_plan(config, device.threads);
   const double peak = matmul_peak(device, config.dtype);
-  Log log(o.out_dir, Log::Metrics::truncate);
-  report_header(log, o, device, config.model, train_shards, val_shards ? &*val_shards : nullptr, batch, plan, peak);
-
   Run run(config, plan, device);
   initialise(run, o);
+
+  claim_out_dir(o.out_dir);
+  Log log(o.out_dir, Log::Metrics::truncate);
+  report_header(log, o, device, config.model, train_shards, val_shards ? &*val_shards : nullptr, batch, plan, peak);
 
   auto read_micro_batch = [&](DataLoader& loader, int64_t cursor, int64_t micro_batch) {
     HostBatch host;

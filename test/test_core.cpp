@@ -130,6 +130,11 @@ TEST_CASE("what --print-config prints, --config reads back; the command line win
   REQUIRE_ERROR(parse({"--config", dir / "bad.ini"}), "bach-size");
 }
 
+TEST_CASE("the command line of some options says what differs from the defaults, quoted for a shell") {
+  REQUIRE(command_line(parse({"--lr", "0.1", "--seed", "42", "--shuffle", "--prompt", "it's"})) ==
+          "./train_gpt --train-data x --shuffle --lr 0.1 --prompt 'it'\\''s'");
+}
+
 TEST_CASE("option errors name the option, what was found and what was expected") {
   REQUIRE_ERROR(parse({"--bath-size", "3"}), "--batch-size");
   REQUIRE_ERROR(parse({"--lr=inf"}), "--lr inf");

@@ -195,6 +195,7 @@ TEST_CASE("bad input is refused with exit status 1, names the culprit, and leave
     INFO(options << "\n" << r.err);
     REQUIRE(r.status == 1);
     REQUIRE(r.err.find(culprit) != std::string::npos);
+    REQUIRE(read_whole(dir / "out/metrics.jsonl").empty());  // and so the directory is free for the next try
     REQUIRE_FALSE(std::filesystem::exists(dir / "out/step-000020"));
     std::filesystem::remove_all(dir / "out");
   }

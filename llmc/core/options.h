@@ -276,6 +276,38 @@ inline std::string config_text(const Options& options) {
   return text;
 }
 
+// Quotes a word for a shell where that is needed.
+inline std::string shell_word(const std::string& word) {
+  const bool plain = !word.empty() && word.find_first_not_of(
+                                          "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+                                          "0123456789_-./:,=+") == std::string::npos;
+  if (plain) return word;
+  std::string quoted = "'";
+  for (char c : word) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return quoted + "'";
+}
+
+// The command line that gives these options: those that are not the default.
+inline std::string command_line(const Options& options) {
+  Options o = options, defaults;
+  std::map<std::string, std::string> usual;
+  visit_options(defaults, detail::OptionVisitor{detail::no_group, [&](const char* name, const char*, auto& field,
+                                                                      const Limits&, ResumeRule, const char*) {
+                                                  usual[name] = detail::option_text(field);
+                                                }});
+  std::string text = "./train_gpt";
+  visit_options(
+      o, detail::OptionVisitor{detail::no_group,
+                               [&](const char* name, const char*, auto& field, const Limits&, ResumeRule, const char*) {
+                                 const std::string value = detail::option_text(field);
+                                 if (value == usual[name]) return;
+                                 text += std::string(" ") + name;
+                                 if constexpr (!std::is_same_v<std::remove_reference_t<decltype(field)>, bool>)
+                                   text += " " + shell_word(value);
+                               }});
+  return text;
+}
+
 inline std::string options_markdown() {
   std::string text;
   Options defaults;

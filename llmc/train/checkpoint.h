@@ -49,7 +49,10 @@ inline void claim_out_dir(const std::string& out_dir) {
   std::filesystem::create_directories(out_dir, error);
   CHECK(!error && std::filesystem::is_directory(out_dir), "--out-dir {}: cannot make this directory: {}", out_dir,
         error ? error.message() : "a file has this name");
-  if (std::filesystem::is_empty(out_dir)) return;
+  bool used = false;  // by anything but a run that was refused before its first step
+  for (const auto& entry : std::filesystem::directory_iterator(out_dir))
+    used |= entry.path().filename() != "metrics.jsonl" || !entry.is_regular_file() || entry.file_size() > 0;
+  if (!used) return;
   const std::optional<int64_t> newest = newest_checkpoint(out_dir);
   throw Error(formatted(
       "--out-dir {} is not empty, and this version does not resume runs: choose another directory, or remove it "

@@ -92,24 +92,20 @@ inline void report_profile(Log& log, const OpLedger& ops, int64_t steps) {
   log.table("ops", rows);
 }
 
-// Quotes a word for a shell where that is needed.
-inline std::string shell_word(const std::string& word) {
-  if (word.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./:,=+") ==
-      std::string::npos)
-    return word;
-  std::string quoted = "'";
-  for (char c : word) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
-  return quoted + "'";
-}
-
 inline void report_next_steps(Log& log, const Options& o, const std::string& checkpoint) {
-  log.table(
-      "next",
-      {{"continue",
-        formatted("./train_gpt --model {} --train-data {} --seq-len {} --out-dir {} --max-steps N",
-                  shell_word(checkpoint), shell_word(o.train_data), o.seq_len, shell_word(o.out_dir + "-continued"))},
-       {"generate", formatted("./train_gpt --generate --model {} --prompt 'In the beginning'", shell_word(checkpoint))},
-       {"plot", formatted("python3 scripts/plot.py {}", shell_word(o.out_dir))}});
+  Options more = o, made;
+  more.model = checkpoint;  // which knows its own shape
+  more.from_scratch = false;
+  more.n_layer = more.n_head = more.n_embd = more.n_ffn = more.vocab_size = std::nullopt;
+  more.out_dir = o.out_dir + "-continued";
+  made.generate = true;
+  made.model = checkpoint;
+  made.dtype = o.dtype;
+  made.prompt = o.prompt.empty() ? "In the beginning" : o.prompt;
+  log.table("next: train on from these weights (the optimizer starts anew), generate, plot",
+            {{"train on", command_line(more)},
+             {"generate", command_line(made)},
+             {"plot", formatted("python3 scripts/plot.py {}", shell_word(o.out_dir))}});
 }
 
 }  // namespace llmc
