@@ -75,6 +75,8 @@ std::vector<int32_t> prompt_tokens(const Tokenizer& tokenizer, const Options& o,
 
 // --generate: load a model, print the continuation of the prompt as it comes.
 void run_generate(const Options& o) {
+  CHECK(!model_preset(o.model),
+        "--generate needs a trained model: --model {} is a preset; name a checkpoint's directory", o.model);
   StepConfig config{.model = choose_model(o), .dtype = choose_dtype(o)};
   config.batch = {1, std::min(trained_seq_len(o.model).value_or(o.seq_len), config.model.n_positions)};
   const Device device = choose_device(o);

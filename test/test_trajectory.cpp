@@ -189,6 +189,7 @@ TEST_CASE("bad input is refused with exit status 1, names the culprit, and leave
       {"--model " + (dir / "cut"), "truncated"},
       {"--config /nowhere/file.ini", "/nowhere/file.ini"},
       {"stray", "stray"},
+      {"--generate --model d2", "--model d2"},
   };
   for (const auto& [options, culprit] : cases) {
     const ProgramResult r = run_program(golden_options(dir / "out", options));

@@ -74,7 +74,7 @@ inline void report_header(Log& log, const Options& o, const Device& device, cons
   lines.emplace_back("total", human_bytes(plan.total_bytes()));
   log.table("memory", lines);
   if (o.dtype == "bf16" && !cpu::bf16_is_native())
-    log.line("notice: this processor has no bf16 arithmetic: bf16 is widened to fp32, which is right but slow");
+    log.line("notice: no bf16 products in this processor or this build: they are widened to fp32, right but slow");
 }
 
 // Where the time of the training steps went, the longest op first.
