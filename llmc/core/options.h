@@ -217,7 +217,11 @@ inline std::string wrapped(const std::string& text, size_t indent, size_t width 
   size_t column = indent;
   for (size_t at = 0; at < text.size();) {
     const size_t end = std::min(text.find(' ', at), text.size());
-    if (column > indent && column + (end - at) > width) out += "\n" + std::string(indent, ' '), column = indent;
+    if (column > indent && column + (end - at) > width) {
+      out.back() = '\n';  // instead of the space
+      out += std::string(indent, ' ');
+      column = indent;
+    }
     out += text.substr(at, end - at) + " ";
     column += end - at + 1;
     at = end + 1;
@@ -421,7 +425,9 @@ inline Command parse_command_line(int argc, const char* const* argv) {
       return detail::edit_distance(a, word) < detail::edit_distance(b, word);
     });
     CHECK(word[0] == '-', "{}: an argument without an option; see --help", word);
-    throw Error(formatted("{}: there is no such option; the nearest is {}; see --help", word, *nearest));
+    const bool close = 2 * detail::edit_distance(*nearest, word) <= word.size();
+    throw Error(
+        formatted("{}: there is no such option{}; see --help", word, close ? "; the nearest is " + *nearest : ""));
   }
   if (command.version) return command;
   check_limits(command.options);
