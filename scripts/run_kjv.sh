@@ -12,4 +12,4 @@ OUT=${OUT:-out/kjv}
   --weight-decay 0.1 --val-every 200 --val-steps 20 --sample-every 700 --sample-tokens 120 --top-p 0.9 \
   --out-dir "$OUT" "$@"
 
-"${PYTHON:-python3}" scripts/plot.py "$OUT"
+[ ! -e "$OUT/metrics.jsonl" ] || "${PYTHON:-python3}" scripts/plot.py "$OUT"

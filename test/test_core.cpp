@@ -113,8 +113,9 @@ TEST_CASE("safetensors come back as they were written; damaged files are refused
 
 TEST_CASE("what --print-config prints, --config reads back; the command line wins; the last one given wins") {
   const TempDir dir;
+  const std::string prompt = "  # two \"words\" = [1, 2]; ";
   Options o = parse({"--lr", "0.1", "-l", "0.0123456789012345678", "--n-layer", "7", "--shuffle", "--prompt",
-                     "two words", "-b", "3", "-t", "8"});
+                     prompt.c_str(), "-b", "3", "-t", "8", "--weight-decay", "1e-310", "--memory-limit", "1.5"});
   REQUIRE(o.lr == 0.0123456789012345678);
   REQUIRE(o.batch_size == 3);
   std::ofstream(dir / "c.ini") << config_text(o);
@@ -123,11 +124,23 @@ TEST_CASE("what --print-config prints, --config reads back; the command line win
   REQUIRE(back.lr == o.lr);
   REQUIRE(back.n_layer == 7);
   REQUIRE(back.shuffle);
-  REQUIRE(back.prompt == "two words");
+  REQUIRE(back.prompt == prompt);
+  REQUIRE(back.weight_decay == 1e-310);
+  REQUIRE(back.memory_limit == 1.5);
   REQUIRE(!back.max_steps);
   REQUIRE(parse({"--config", dir / "c.ini", "--batch-size", "5"}).batch_size == 5);
-  std::ofstream(dir / "bad.ini") << "bach-size=3\n";
-  REQUIRE_ERROR(parse({"--config", dir / "bad.ini"}), "bach-size");
+  std::ofstream(dir / "twice.ini") << "  # a comment\n\nlr=0.1 \nlr = 0.3\n";
+  REQUIRE(parse({"--config", dir / "twice.ini"}).lr == 0.3);
+  for (const auto& [line, culprit] : std::vector<std::pair<std::string, std::string>>{{"bach-size=3", "--batch-size"},
+                                                                                      {"lr", "bad.ini:1"},
+                                                                                      {"lr=", "--lr"},
+                                                                                      {"lr=[1,2]", "[1,2]"},
+                                                                                      {"shuffle=maybe", "shuffle"}}) {
+    std::ofstream(dir / "bad.ini") << line << "\n";
+    REQUIRE_ERROR(parse({"--config", dir / "bad.ini"}), culprit);
+  }
+  REQUIRE_ERROR(parse({"--config", dir / "none.ini"}), "none.ini");
+  REQUIRE_ERROR(parse({"--config"}), "--config");
 }
 
 TEST_CASE("the command line of some options says what differs from the defaults, quoted for a shell") {
@@ -140,6 +153,17 @@ TEST_CASE("option errors name the option, what was found and what was expected")
   REQUIRE_ERROR(parse({"--lr=inf"}), "--lr inf");
   REQUIRE_ERROR(parse({"--beta1", "1"}), "--beta1 1");
   REQUIRE_ERROR(parse({"--max-steps", "99999999999999999999"}), "--max-steps");
+  REQUIRE_ERROR(parse({"--max-steps", ""}), "--max-steps ''");
+  REQUIRE_ERROR(parse({"--lr", ""}), "--lr ''");
+  REQUIRE_ERROR(parse({"--lr", "1e400"}), "64 bits");
+  REQUIRE_ERROR(parse({"--lr", "-1"}), "--lr -1");
+  REQUIRE_ERROR(parse({"--lr", "0.1x"}), "0.1x");
+  REQUIRE_ERROR(parse({"--max-steps", "0x10"}), "0x10");
+  REQUIRE(parse({"--max-steps", "010"}).max_steps == 10);
+  REQUIRE_ERROR(parse({"--batch-size", "4611686018427387904", "--seq-len", "4"}), "--batch-size");
+  REQUIRE_ERROR(parse({"--threads", "4294967296"}), "--threads");
+  REQUIRE_ERROR(parse({"--device", "cuda"}), "--device cuda");
+  REQUIRE_ERROR(parse({"--plan", "--generate"}), "choose one");
   REQUIRE_ERROR(parse({"--dtype", "int8"}), "fp32, bf16");
   REQUIRE_ERROR(parse({"--total-batch-size", "5000"}), "use 4096");
   REQUIRE_ERROR(parse({"--generate", "--from-scratch"}), "--from-scratch");
@@ -162,7 +186,7 @@ TEST_CASE("help and the README's table know every option") {
 TEST_CASE("metrics.jsonl holds every number exactly, null where one is not finite") {
   const TempDir dir;
   {
-    Log log(dir.path(), Log::Metrics::truncate);
+    Log log(dir.path());
     log.train({.step = 3,
                .max_steps = 10,
                .loss = 1.0 / 3,

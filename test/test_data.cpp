@@ -6,6 +6,7 @@
 #include "train/dataloader.h"
 #include "train/lr_schedule.h"
 #include "train/tokenizer.h"
+#include "train/verify_data.h"
 
 using namespace llmc;
 
@@ -175,5 +176,105 @@ TEST_CASE("bytes become tokens and come back; the end of text and unknown ids ar
   REQUIRE(tokenizer->decode(tokenizer->encode(text)) == text);
   const std::vector<int32_t> odd = {104, 256, 300};
   REQUIRE(tokenizer->decode(odd) == "h<|endoftext|><300>");
+  REQUIRE_ERROR(make_tokenizer("gpt2"), "--tokenizer gpt2");
+}
+
+TEST_CASE("shards over 4 GiB and over 2^31 and 2^32 tokens are read to their ends") {
+  const TempDir dir;
+  // Sparse: the tokens between are zeros that take no space. One sample more than its size in the last one.
+  for (const int64_t tokens : {(int64_t{1} << 31) + 12, (int64_t{1} << 32) + 12}) {
+    const std::string path = dir / "large.bin";
+    write_shard<uint16_t>(path, {7, 8, 9});
+    std::filesystem::resize_file(path, static_cast<uintmax_t>(1024 + 2 * tokens));
+    std::fstream file(path, std::ios::binary | std::ios::in | std::ios::out);
+    const uint32_t count = static_cast<uint32_t>(tokens);  // modulo 2^32
+    file.seekp(8).write(reinterpret_cast<const char*>(&count), 4);
+    const uint16_t last[2] = {30, 31};
+    file.seekp(1024 + 2 * (tokens - 2)).write(reinterpret_cast<const char*>(last), 4);
+    file.close();
+    const int64_t T = 11;
+    const TokenShards shards(path, T);
+    REQUIRE(shards.tokens() == tokens);
+    REQUIRE(shards.samples() == (tokens - 1) / T);
+    std::vector<int32_t> sample;
+    shards.read_sample(0, 50, sample);
+    REQUIRE(sample[2] == 9);
+    shards.read_sample(shards.samples() - 1, 50, sample);
+    const int64_t first = (shards.samples() - 1) * T;
+    for (int64_t i = 0; i <= T; ++i)
+      REQUIRE(sample[static_cast<size_t>(i)] == (first + i == tokens - 2 ? 30 : first + i == tokens - 1 ? 31 : 0));
+    DataLoader shuffled(shards, {.seed = 1, .shuffle = true, .vocab_size = 50});
+    for (int64_t i = 0; i < 100; ++i) REQUIRE(shuffled.sample_at(shards.samples() + i) < shards.samples());
+    std::filesystem::remove(path);
+  }
+}
+
+TEST_CASE("every token of a shard over 2^31 tokens is verified", "[long]") {
+  const TempDir dir;
+  const int64_t tokens = (int64_t{1} << 31) + 12;
+  write_shard<uint16_t>(dir / "large.bin", {});
+  std::filesystem::resize_file(dir / "large.bin", static_cast<uintmax_t>(1024 + 2 * tokens));
+  std::fstream file(dir / "large.bin", std::ios::binary | std::ios::in | std::ios::out);
+  const uint32_t count = static_cast<uint32_t>(tokens);
+  file.seekp(8).write(reinterpret_cast<const char*>(&count), 4);
+  const uint16_t last = 300;
+  file.seekp(1024 + 2 * (tokens - 1)).write(reinterpret_cast<const char*>(&last), 2);
+  file.close();
+  REQUIRE(verify_shard(dir / "large.bin", 301, -1, [](int64_t) {}).error.empty());
+  const ShardReport r = verify_shard(dir / "large.bin", 300, -1, [](int64_t) {});
+  REQUIRE(r.tokens == tokens);
+  REQUIRE(r.outside == 1);
+  REQUIRE(r.error.find(formatted("position {}", tokens - 1)) != std::string::npos);
+}
+
+TEST_CASE("--verify-data counts, and names every bad shard with its fault") {
+  const TempDir dir;
+  write_shard<uint16_t>(dir / "a_0.bin", {256, 1, 2, 256, 3});
+  write_shard<uint32_t>(dir / "a_1.bin", {256, 255});
+  const std::string options = " --vocab-size 257 --verify-data --train-data '" + (dir / "a_*.bin") + "'";
+  const ProgramResult good = run_program(options + " --val-data '" + (dir / "a_1.bin") + "'");
+  INFO(good.out << good.err);
+  REQUIRE(good.status == 0);
+  REQUIRE(good.out.find("2 good, 0 bad") != std::string::npos);
+  REQUIRE(good.out.find("1 good, 0 bad") != std::string::npos);
+  REQUIRE(good.out.find("3 (end of text is 256)") != std::string::npos);
+  REQUIRE(good.out.find("256 of a vocabulary of 257") != std::string::npos);
+
+  write_shard<uint32_t>(dir / "a_2.bin", {256, 300, 301, 70000});
+  write_shard<uint32_t>(dir / "a_4.bin", {4000000000u});  // would be negative as int32
+  std::ofstream(dir / "a_3.bin") << "no shard";
+  const ProgramResult bad = run_program(options);
+  INFO(bad.err);
+  REQUIRE(bad.status == 1);
+  REQUIRE(bad.out.find("2 good, 3 bad") != std::string::npos);
+  REQUIRE(bad.err.find("a_2.bin: token 300 at position 1 ") != std::string::npos);
+  REQUIRE(bad.err.find("a_3.bin: 8 bytes") != std::string::npos);
+  REQUIRE(bad.err.find("token 4000000000") != std::string::npos);
+}
+
+TEST_CASE("llm.c's gpt2_tokenizer.bin prints tokens; damaged ones are refused") {
+  const TempDir dir;
+  const std::string path = dir / "gpt2_tokenizer.bin";
+  auto write = [&](uint32_t magic, uint32_t version, uint32_t count, const std::string& table) {
+    uint32_t header[256] = {magic, version, count, 2};
+    std::ofstream out(path, std::ios::binary);
+    out.write(reinterpret_cast<const char*>(header), sizeof header);
+    out << table;
+  };
+  write(20240328, 2, 3, std::string("\1a\4 b\n\xff\5<end>"));
+  const auto tokenizer = make_tokenizer(path);
+  REQUIRE(tokenizer->decode(std::vector<int32_t>{0, 1, 2, 3}) == "a b\n\xff<end><3>");
+  REQUIRE(tokenizer->end_of_text() == 2);
+  REQUIRE(tokenizer->encode("").empty());
+  REQUIRE_ERROR(tokenizer->encode("x"), "--prompt");
+  write(20240328, 1, 1, std::string("\1a"));
+  REQUIRE(make_tokenizer(path)->end_of_text() == 50256);
+  write(20240520, 1, 1, std::string("\1a"));
+  REQUIRE_ERROR(make_tokenizer(path), "20240520");
+  write(20240328, 2, 3, std::string("\1a\4 b"));
+  REQUIRE_ERROR(make_tokenizer(path), "token 1 of 3");
+  write(20240328, 2, 1, std::string("\1abc"));
+  REQUIRE_ERROR(make_tokenizer(path), "2 bytes");
+  REQUIRE_ERROR(make_tokenizer(dir / "none.bin"), "none.bin");
   REQUIRE_ERROR(make_tokenizer("gpt2"), "--tokenizer gpt2");
 }

@@ -103,6 +103,29 @@ TEST_CASE("schedules and chunks are only an order: gpipe, 1f1b, one to three chu
   }
 }
 
+TEST_CASE("recomputation is bitwise; each level needs less memory and more ops than the one before") {
+  for (const DType dtype : {DType::fp32, DType::bf16})
+    for (const Schedule schedule : {Schedule::one_f_one_b, Schedule::gpipe}) {
+      StepConfig c = awkward_step(dtype);
+      c.schedule = schedule;
+      c.chunks = 2;
+      const std::vector<double> reference = Fixture(c).train(2);
+      int64_t bytes = std::numeric_limits<int64_t>::max(), calls = 0;
+      for (const Recompute recompute : all_recompute) {
+        INFO(name_of(dtype) << " " << name_of(schedule) << ", recompute " << name_of(recompute));
+        c.recompute = recompute;
+        Fixture f(c);
+        REQUIRE(bitwise_equal(reference, f.train(2)));
+        REQUIRE(f.plan.arena_bytes < bytes);
+        bytes = f.plan.arena_bytes;
+        int64_t all_calls = 0;
+        for (const auto& [name, totals] : f.plan.step_ops) all_calls += totals.calls;
+        REQUIRE(all_calls > calls);
+        calls = all_calls;
+      }
+    }
+}
+
 TEST_CASE("one large micro-batch and several small ones give the same gradients but for rounding") {
   StepConfig small = awkward_step(DType::fp32), large = small;
   large.batch.B = small.batch.B * small.micro_batches;
@@ -124,10 +147,11 @@ TEST_CASE("the loss of a step is the mean over every target token, as evaluation
 
 TEST_CASE("the null device plans exactly the memory that the CPU uses") {
   for (const DType dtype : {DType::fp32, DType::bf16})
-    for (const Schedule schedule : {Schedule::gpipe, Schedule::one_f_one_b})
+    for (const Recompute recompute : all_recompute)
       for (const int64_t T : {1, 8, 19}) {
         StepConfig c = awkward_step(dtype);
-        c.schedule = schedule;
+        c.schedule = T == 8 ? Schedule::gpipe : Schedule::one_f_one_b;
+        c.recompute = recompute;
         c.batch.T = T;
         c.chunks = 2;
         Fixture f(c, 2);  // an arena of exactly the plan's size: one byte more would throw

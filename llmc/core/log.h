@@ -49,12 +49,9 @@ struct ValLine {
 
 class Log {
  public:
-  enum class Metrics { none, truncate };
-
-  // metrics.jsonl goes into out_dir, which exists.
-  Log(const std::string& out_dir, Metrics metrics) : terminal_(isatty(STDOUT_FILENO) == 1) {
-    if (metrics == Metrics::truncate) metrics_.emplace(File::create(out_dir + "/metrics.jsonl"));
-  }
+  Log() : terminal_(isatty(STDOUT_FILENO) == 1) {}
+  // With a new metrics.jsonl in out_dir, which exists.
+  explicit Log(const std::string& out_dir) : Log() { metrics_.emplace(File::create(out_dir + "/metrics.jsonl")); }
 
   void line(const std::string& text) {
     erase_progress();

@@ -2,15 +2,19 @@
 // may change stands beside it.
 #pragma once
 #include <CLI/CLI.hpp>
+#include <charconv>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <map>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <type_traits>
 #include <vector>
 
 #include "core/check.h"
+#include "core/files.h"
 
 namespace llmc {
 
@@ -45,10 +49,12 @@ struct Options {
 
   int64_t checkpoint_every = 0;
   std::string dtype = "fp32";
+  std::string recompute = "none";
+  std::optional<double> memory_limit;  // GiB; none: what the machine has
   std::string schedule = "1f1b";
   std::string device = "auto";
   int64_t threads = 0;
-  bool generate = false, profile = false;
+  bool generate = false, plan = false, verify_data = false, profile = false;
 };
 
 // When a run is resumed, an option must be what it was, may differ with a warning, or may differ freely.
@@ -67,6 +73,9 @@ inline Limits at_least(double min) { return {.min = min, .choices = {}}; }
 inline Limits between(double min, double max) { return {.min = min, .max = max, .choices = {}}; }
 inline Limits one_of(std::vector<std::string> choices) { return {.choices = std::move(choices)}; }
 
+// Of one dimension: the product of any two, and of these with a model's other sizes, stays far from 2^63.
+inline constexpr double largest_size = 1 << 24;
+
 // visit(group) before each group, then visit(long name, letter or "", field, limits, rule, help) for each option.
 template <class O, class Visitor>
 void visit_options(O& o, Visitor&& visit) {
@@ -77,23 +86,26 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--val-data", "-j", o.val_data, Limits{}, warn, "token shards for validation; none: no validation");
   visit("--shuffle", "", o.shuffle, Limits{}, must_match,
         "a new order of the samples in every epoch; without it they come in file order");
-  visit("--tokenizer", "", o.tokenizer, one_of({"bytes"}), warn,
-        "what turns prompts into tokens and samples into text");
+  visit("--tokenizer", "", o.tokenizer, Limits{}, warn,
+        "what turns prompts into tokens and samples into text: bytes, or a gpt2_tokenizer.bin, which prints samples "
+        "only");
   visit("Model");
   visit("--model", "-e", o.model, Limits{}, must_match,
-        "gpt2:124M; d<N>: N layers, N heads, 64 N channels; or a directory with a Hugging Face config.json (and "
-        "weights)");
+        "gpt2:124M and up, gpt3:125M and up; d<N>: N layers, N heads, 64 N channels; or a directory with a Hugging "
+        "Face config.json (and weights)");
   visit("--from-scratch", "", o.from_scratch, Limits{}, must_match, "new weights although --model is a directory");
-  visit("--n-layer", "", o.n_layer, at_least(1), must_match, "layers, instead of the model's");
-  visit("--n-head", "", o.n_head, at_least(1), must_match, "attention heads, instead of the model's");
-  visit("--n-embd", "", o.n_embd, at_least(1), must_match,
+  visit("--n-layer", "", o.n_layer, between(1, largest_size), must_match, "layers, instead of the model's");
+  visit("--n-head", "", o.n_head, between(1, largest_size), must_match, "attention heads, instead of the model's");
+  visit("--n-embd", "", o.n_embd, between(1, largest_size), must_match,
         "channels, instead of the model's; sets the feed-forward width to four times as many");
-  visit("--n-ffn", "", o.n_ffn, at_least(1), must_match, "feed-forward width, instead of the model's");
-  visit("--vocab-size", "", o.vocab_size, at_least(1), must_match,
+  visit("--n-ffn", "", o.n_ffn, between(1, largest_size), must_match, "feed-forward width, instead of the model's");
+  visit("--vocab-size", "", o.vocab_size, between(1, largest_size), must_match,
         "vocabulary, instead of the model's: 257 for byte tokens");
   visit("Batch");
-  visit("--batch-size", "-b", o.batch_size, at_least(1), warn, "sequences in a micro-batch; memory grows with it");
-  visit("--seq-len", "-t", o.seq_len, at_least(1), must_match, "tokens in a sequence; at most the model's positions");
+  visit("--batch-size", "-b", o.batch_size, between(1, largest_size), warn,
+        "sequences in a micro-batch; memory grows with it");
+  visit("--seq-len", "-t", o.seq_len, between(1, largest_size), must_match,
+        "tokens in a sequence; at most the model's positions");
   visit("--total-batch-size", "-d", o.total_batch_size, at_least(1), must_match,
         "tokens in a step, by gradient accumulation; default: one micro-batch");
   visit("Run");
@@ -135,14 +147,23 @@ void visit_options(O& o, Visitor&& visit) {
   visit("Numerics and layout");
   visit("--dtype", "", o.dtype, one_of({"fp32", "bf16"}), must_match,
         "of weights and activations; with bf16, master weights and optimizer state are fp32");
+  visit("--recompute", "-r", o.recompute, one_of({"none", "activation", "norm", "block"}), free,
+        "what the backward computes again instead of keeping it: the activation function, the norms too, or whole "
+        "blocks; the numbers are the same, memory goes down and time up");
+  visit("--memory-limit", "", o.memory_limit, at_least(0), free,
+        "GiB that the run may take: one that needs more is refused before it starts; default: the machine's memory");
   visit("--schedule", "", o.schedule, one_of({"gpipe", "1f1b"}), free,
         "order of forwards and backwards; 1f1b needs less memory, the numbers are the same");
   visit("Machine");
   visit("--device", "", o.device, one_of({"auto", "cpu"}), warn,
         "where to compute; this version has no CUDA kernels yet: auto is the CPU");
-  visit("--threads", "", o.threads, at_least(0), warn, "threads of this process; 0: all processors it may use");
+  visit("--threads", "", o.threads, between(0, 1024), warn, "threads of this process; 0: all processors it may use");
   visit("Modes");
   visit("--generate", "", o.generate, Limits{}, free, "do not train: print what --model DIR makes of --prompt");
+  visit("--plan", "", o.plan, Limits{}, free,
+        "do not train: print what the run would need, memory by name and work by op; needs no data");
+  visit("--verify-data", "", o.verify_data, Limits{}, free,
+        "do not train: read --train-data and --val-data whole, check every token against the vocabulary, and count");
   visit("--profile", "", o.profile, Limits{}, free, "time every op, and print the table at the end of the training");
 }
 
@@ -152,7 +173,7 @@ template <class T>
 std::string option_text(const T& value) {
   if constexpr (std::is_same_v<T, double>) {
     const std::string brief = formatted("{}", value);  // the shortest that reads back as the same number
-    return std::stod(brief) == value ? brief : formatted("{:.17g}", value);
+    return std::strtod(brief.c_str(), nullptr) == value ? brief : formatted("{:.17g}", value);
   } else {
     return formatted("{}", value);
   }
@@ -163,9 +184,33 @@ std::string option_text(const std::optional<T>& value) {
 }
 
 template <class T>
+inline constexpr bool is_optional = false;
+template <class T>
+inline constexpr bool is_optional<std::optional<T>> = true;
+
+// The value that `text` means: all of it, in decimal.
+inline void parse_value(const std::string&, const std::string& text, std::string& field) { field = text; }
+inline void parse_value(const std::string& name, const std::string& text, bool& field) {
+  CHECK(text == "true" || text == "false", "{} '{}': expected true or false", name, text);
+  field = text == "true";
+}
+template <class Number>
+void parse_value(const std::string& name, const std::string& text, Number& field) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), field);
+  const bool number = error == std::errc() && end == text.data() + text.size();
+  constexpr const char* expected = std::is_integral_v<Number> ? "a whole number" : "a number";
+  CHECK(number, "{} '{}': expected {}{}", name, text, expected,
+        error == std::errc::result_out_of_range ? ", and this one does not fit into 64 bits" : "");
+}
+template <class T>
+void parse_value(const std::string& name, const std::string& text, std::optional<T>& field) {
+  parse_value(name, text, field.emplace());
+}
+
+template <class T>
 const char* type_text(const T&) {
   if constexpr (std::is_same_v<T, bool>) return "";
-  else if constexpr (std::is_same_v<T, double>) return "NUMBER";
+  else if constexpr (std::is_same_v<T, double> || std::is_same_v<T, std::optional<double>>) return "NUMBER";
   else if constexpr (std::is_same_v<T, std::string>) return "TEXT";
   else return "N";
 }
@@ -268,13 +313,11 @@ inline std::string config_text(const Options& options) {
                          using T = std::remove_reference_t<decltype(field)>;
                          const std::string value = detail::option_text(field);
                          if (value.empty()) return;  // absent
-                         if constexpr (std::is_same_v<T, std::string>) {
-                           CHECK(value.find_first_of("\"\n") == std::string::npos,
-                                 "{}: a value with a quote or a line break cannot stand in a --config file", name);
+                         CHECK(value.find('\n') == std::string::npos,
+                               "{}: a value with a line break cannot stand in a --config file", name);
+                         if constexpr (std::is_same_v<T, std::string>)
                            text += formatted("{}=\"{}\"\n", name + 2, value);
-                         } else {
-                           text += formatted("{}={}\n", name + 2, value);
-                         }
+                         else text += formatted("{}={}\n", name + 2, value);
                        }});
   if (!text.empty()) text.pop_back();
   return text;
@@ -342,8 +385,6 @@ inline void check_limits(Options& o) {
                using T = std::remove_reference_t<decltype(field)>;
                auto check_number = [&](auto value) {
                  const double v = static_cast<double>(value);
-                 if constexpr (std::is_integral_v<decltype(value)>)  // CLI11 stops at the largest number without a word
-                   CHECK(std::abs(v) < 9e18, "{}: the number does not fit into 64 bits", name);
                  CHECK(std::isfinite(v) && v >= limits.min && v <= limits.max, "{} {}: expected a number {}{}", name,
                        value, std::isinf(limits.min) ? std::string() : formatted("from {}", limits.min),
                        std::isinf(limits.max) ? std::string(" on") : formatted(" to {}", limits.max));
@@ -352,7 +393,7 @@ inline void check_limits(Options& o) {
                  CHECK(limits.choices.empty() ||
                            std::find(limits.choices.begin(), limits.choices.end(), field) != limits.choices.end(),
                        "{} {}: expected one of {}", name, field, limits.choices);
-               } else if constexpr (std::is_same_v<T, std::optional<int64_t>>) {
+               } else if constexpr (detail::is_optional<T>) {
                  if (field) check_number(*field);
                } else if constexpr (!std::is_same_v<T, bool>) {
                  check_number(field);
@@ -362,19 +403,18 @@ inline void check_limits(Options& o) {
 
 // Combinations, as far as the options alone tell.
 inline void validate(const Options& o) {
-  if (o.device == "cuda") throw Error("--device cuda: this version has no CUDA kernels yet; use --device cpu");
-  if (o.generate) {
-    CHECK(!o.from_scratch,
-          "--generate with --from-scratch: there would be nothing learnt to generate from; leave out one of them");
-    return;
-  }
-  CHECK(!o.train_data.empty(),
-        "--train-data is missing: name the token shards to train on (data/tokenize_text.py makes them), or see --help");
-  CHECK(!o.out_dir.empty(), "--out-dir is empty: name a directory for metrics and checkpoints");
+  CHECK(o.generate + o.plan + o.verify_data <= 1, "--generate, --plan and --verify-data: choose one of them");
+  CHECK(!o.generate || !o.from_scratch,
+        "--generate with --from-scratch: there would be nothing learnt to generate from; leave out one of them");
+  if (o.generate) return;
   const int64_t micro = o.batch_size * o.seq_len;
   CHECK(!o.total_batch_size || *o.total_batch_size % micro == 0,
         "--total-batch-size {} is not a multiple of --batch-size {} x --seq-len {} = {} tokens: use {}",
         *o.total_batch_size, o.batch_size, o.seq_len, micro, std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
+  if (o.plan) return;
+  CHECK(!o.train_data.empty(),
+        "--train-data is missing: name the token shards to train on (data/tokenize_text.py makes them), or see --help");
+  CHECK(!o.out_dir.empty(), "--out-dir is empty: name a directory for metrics and checkpoints");
 }
 
 // What the command line asks for.
@@ -385,30 +425,74 @@ struct Command {
   std::string text;
 };
 
+namespace detail {
+
+// "there is no such option", and which name is near.
+[[noreturn]] inline void unknown_option(const std::string& word, const std::string& where) {
+  std::vector<std::string> names;
+  for (const ModeOption& mode : mode_options) names.emplace_back(mode.name);
+  Options o;
+  visit_options(o, OptionVisitor{no_group, [&](const char* name, const char*, auto&, const Limits&, ResumeRule,
+                                               const char*) { names.emplace_back(name); }});
+  const auto nearest = std::min_element(names.begin(), names.end(), [&](const auto& x, const auto& y) {
+    return edit_distance(x, word) < edit_distance(y, word);
+  });
+  const bool close = 2 * edit_distance(*nearest, word) <= word.size();
+  throw Error(formatted("{}{}: there is no such option{}; see --help", where, word,
+                        close ? "; the nearest is " + *nearest : ""));
+}
+
+// Reads a file that --print-config wrote: lines NAME=VALUE, text between quotes; a comment is a line that begins with
+// #.
+inline void read_config(Options& o, const std::string& path) {
+  std::istringstream lines(read_text(path));
+  int number = 0;
+  for (std::string line; std::getline(lines, line);) {
+    ++number;
+    line = CLI::detail::trim(line);
+    if (line.empty() || line[0] == '#') continue;
+    const std::string where = formatted("--config {}:{}: ", path, number);
+    const size_t equals = line.find('=');
+    CHECK(equals != std::string::npos, "{}'{}': expected NAME=VALUE as --print-config writes it", where, line);
+    const std::string name = "--" + CLI::detail::trim_copy(line.substr(0, equals));
+    std::string value = CLI::detail::trim_copy(line.substr(equals + 1));
+    if (value.size() >= 2 && value.front() == '"' && value.back() == '"') value = value.substr(1, value.size() - 2);
+    bool found = false;
+    auto set = [&](const char* option, const char*, auto& field, const Limits&, ResumeRule, const char*) {
+      if (name != option) return;
+      found = true;
+      parse_value(where + name, value, field);
+    };
+    visit_options(o, OptionVisitor{no_group, set});
+    if (!found) unknown_option(name, where);
+  }
+}
+
+}  // namespace detail
+
 inline Command parse_command_line(int argc, const char* const* argv) {
   Command command;
   CLI::App app;
   app.set_help_flag();
   app.allow_extras();
-  app.allow_config_extras(CLI::config_extras_mode::error);
-  app.set_config("--config");
-  std::vector<std::string> names;
+  std::map<std::string, std::string> given;  // CLI11 finds the words, parse_value() reads them
   visit_options(
       command.options,
-      detail::OptionVisitor{detail::no_group, [&](const char* name, const char* letter, auto& field, const Limits&,
-                                                  ResumeRule, const char*) {
-                              using T = std::remove_reference_t<decltype(field)>;
-                              names.emplace_back(name);
-                              const std::string both = *letter ? formatted("{},{}", letter, name) : std::string(name);
-                              if constexpr (std::is_same_v<T, bool>) app.add_flag(both, field);
-                              else app.add_option(both, field)->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-                            }});
+      detail::OptionVisitor{
+          detail::no_group,
+          [&](const char* name, const char* letter, auto& field, const Limits&, ResumeRule, const char*) {
+            const std::string both = *letter ? formatted("{},{}", letter, name) : std::string(name);
+            if constexpr (std::is_same_v<std::remove_reference_t<decltype(field)>, bool>)
+              app.add_flag(both + "{true}", given[name])->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+            else app.add_option(both, given[name])->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+          }});
   bool help = false, print_config = false, markdown = false;
-  app.add_flag("-h,--help", help)->configurable(false);
-  app.add_flag("--print-config", print_config)->configurable(false);
-  app.add_flag("--print-options-markdown", markdown)->configurable(false);
-  app.add_flag("--version", command.version)->configurable(false);
-  for (const auto& mode : detail::mode_options) names.emplace_back(mode.name);
+  std::vector<std::string> configs;
+  app.add_option("--config", configs)->allow_extra_args(false);
+  app.add_flag("-h,--help", help);
+  app.add_flag("--print-config", print_config);
+  app.add_flag("--print-options-markdown", markdown);
+  app.add_flag("--version", command.version);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -421,15 +505,16 @@ inline Command parse_command_line(int argc, const char* const* argv) {
   }
   for (std::string word : app.remaining()) {
     word = word.substr(0, word.find('='));
-    const auto nearest = std::min_element(names.begin(), names.end(), [&](const auto& a, const auto& b) {
-      return detail::edit_distance(a, word) < detail::edit_distance(b, word);
-    });
     CHECK(word[0] == '-', "{}: an argument without an option; see --help", word);
-    const bool close = 2 * detail::edit_distance(*nearest, word) <= word.size();
-    throw Error(
-        formatted("{}: there is no such option{}; see --help", word, close ? "; the nearest is " + *nearest : ""));
+    detail::unknown_option(word, "");
   }
   if (command.version) return command;
+  for (const std::string& path : configs) detail::read_config(command.options, path);
+  visit_options(command.options, detail::OptionVisitor{detail::no_group, [&](const char* name, const char*, auto& field,
+                                                                             const Limits&, ResumeRule, const char*) {
+                                                         if (app.count(name) > 0)
+                                                           detail::parse_value(name, given[name], field);
+                                                       }});
   check_limits(command.options);
   if (print_config) {
     command.print = true;

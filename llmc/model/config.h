@@ -33,27 +33,52 @@ struct ModelOverrides {
   std::optional<int64_t> n_layer, n_head, n_embd, n_ffn, vocab_size;
 };
 
-namespace detail {
+// The published shapes.
+struct Preset {
+  const char* name;
+  int64_t n_layer, n_head, n_embd, n_positions;
+  double parameters;  // as published
+};
+inline constexpr Preset presets[] = {
+    // Radford et al. 2019; the weights that were published have these counts.
+    {"gpt2:124M", 12, 12, 768, 1024, 124'439'808},
+    {"gpt2:350M", 24, 16, 1024, 1024, 354'823'168},
+    {"gpt2:774M", 36, 20, 1280, 1024, 774'030'080},
+    {"gpt2:1558M", 48, 25, 1600, 1024, 1'557'611'200},
+    // Brown et al. 2020, table 2.1; XL and 13B with head counts and channels that divide.
+    {"gpt3:125M", 12, 12, 768, 2048, 125e6},
+    {"gpt3:350M", 24, 16, 1024, 2048, 350e6},
+    {"gpt3:760M", 24, 16, 1536, 2048, 760e6},
+    {"gpt3:1.3B", 24, 16, 2048, 2048, 1.3e9},
+    {"gpt3:2.7B", 32, 32, 2560, 2048, 2.7e9},
+    {"gpt3:6.7B", 32, 32, 4096, 2048, 6.7e9},
+    {"gpt3:13B", 40, 40, 5120, 2048, 13e9},
+};
 
-inline ModelConfig gpt2_shape(int64_t layers, int64_t heads, int64_t channels) {
-  ModelConfig config;
-  config.n_layer = layers;
-  config.n_head = heads;
-  config.n_embd = channels;
-  config.n_ffn = 4 * channels;
-  return config;
+inline std::string preset_names() {
+  std::string names;
+  for (const Preset& p : presets) names += std::string(p.name) + ", ";
+  return names + "d<N> such as d12";
 }
 
-}  // namespace detail
-
-// "gpt2:124M", or "d<N>": N layers, N heads, C = 64 N. None: not a preset (perhaps a directory).
+// A published shape, or "d<N>": N layers, N heads, C = 64 N. None: not a preset (perhaps a directory).
 inline std::optional<ModelConfig> model_preset(const std::string& name) {
-  if (name == "gpt2:124M") return detail::gpt2_shape(12, 12, 768);
+  auto shape = [](int64_t layers, int64_t heads, int64_t channels, int64_t positions) {
+    ModelConfig config;
+    config.n_layer = layers;
+    config.n_head = heads;
+    config.n_embd = channels;
+    config.n_ffn = 4 * channels;
+    config.n_positions = positions;
+    return config;
+  };
+  for (const Preset& p : presets)
+    if (name == p.name) return shape(p.n_layer, p.n_head, p.n_embd, p.n_positions);
   if (name.size() > 1 && name.size() <= 4 && name[0] == 'd' &&
       name.find_first_not_of("0123456789", 1) == std::string::npos) {
     const int64_t depth = std::stoll(name.substr(1));
     CHECK(depth > 0, "--model {}: the depth must be at least 1", name);
-    return detail::gpt2_shape(depth, depth, 64 * depth);
+    return shape(depth, depth, 64 * depth, 1024);
   }
   return std::nullopt;
 }
@@ -106,18 +131,20 @@ inline ModelConfig config_from_hf(const nlohmann::json& json, const std::string&
 }
 
 // The end-of-text token of the vocabularies that are known by their size: GPT-2's, and bytes.
-inline nlohmann::json end_of_text_of(int64_t vocab_size) {
+inline std::optional<int64_t> end_of_text_of(int64_t vocab_size) {
   if (vocab_size == 50257 || vocab_size == 257) return vocab_size - 1;
-  return nullptr;
+  return std::nullopt;
 }
 
 // config.json as transformers reads it; `dtype` is that of the weights beside it.
 inline nlohmann::ordered_json config_to_hf(const ModelConfig& c, DType dtype) {
+  const std::optional<int64_t> known = end_of_text_of(c.vocab_size);
+  const nlohmann::ordered_json end_of_text = known ? nlohmann::ordered_json(*known) : nlohmann::ordered_json();
   return {{"architectures", {"GPT2LMHeadModel"}},
           {"model_type", "gpt2"},
           {"activation_function", "gelu_new"},
-          {"bos_token_id", end_of_text_of(c.vocab_size)},
-          {"eos_token_id", end_of_text_of(c.vocab_size)},
+          {"bos_token_id", end_of_text},
+          {"eos_token_id", end_of_text},
           {"attn_pdrop", 0.0},
           {"embd_pdrop", 0.0},
           {"resid_pdrop", 0.0},
@@ -142,8 +169,8 @@ inline ModelConfig resolve_model(const std::string& model, const ModelOverrides&
     config = *preset;
   } else {
     const std::string file = model + "/config.json";
-    CHECK(std::filesystem::exists(file),
-          "--model {}: neither a preset (gpt2:124M, d<N> such as d12) nor a directory with a config.json", model);
+    CHECK(std::filesystem::exists(file), "--model {}: neither a preset ({}) nor a directory with a config.json", model,
+          preset_names());
     const nlohmann::json json = nlohmann::json::parse(read_text(file), nullptr, false);
     CHECK(!json.is_discarded(), "{}: not valid JSON; expected a Hugging Face config.json", file);
     config = config_from_hf(json, file);

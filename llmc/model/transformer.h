@@ -4,6 +4,8 @@
 //                                   x2 = x1 + down(gelu(up(ln2(x1))))
 // Sizes: N = B T rows, C channels, F feed-forward, H heads, V vocabulary (stored padded).
 #pragma once
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "device/arena.h"
@@ -29,6 +31,21 @@ struct MicroBatch {
   }
 };
 
+// What the backward computes again instead of keeping it from the forward (contract 11: bitwise the same). Each level
+// includes those before it. Whole blocks: Chen et al. 2016; parts that are large and cheap: Korthikanti et al. 2022.
+enum class Recompute : uint8_t { none, activation, norm, block };
+inline const char* name_of(Recompute r) {
+  constexpr const char* names[] = {"none", "activation", "norm", "block"};
+  return names[static_cast<int>(r)];
+}
+inline constexpr Recompute all_recompute[] = {Recompute::none, Recompute::activation, Recompute::norm,
+                                              Recompute::block};
+inline Recompute recompute_from_name(const std::string& name) {
+  for (const Recompute r : all_recompute)
+    if (name == name_of(r)) return r;
+  throw Error(formatted("--recompute {}: expected one of none, activation, norm, block", name));
+}
+
 // What the backward of a block needs from its forward.
 struct BlockActivations {
   Tensor ln1, ln1_mean, ln1_rstd;  // (N, C) (N) (N)
@@ -39,25 +56,58 @@ struct BlockActivations {
   Tensor up, gelu;                 // (N, F) before and after GELU
   Tensor out;                      // (N, C) the residual stream behind the block
 
-  BlockActivations(const ModelConfig& c, const BatchShape& s, DType dtype, Arena& arena) {
+  // What is computed again: one set, which all blocks write in turn.
+  static BlockActivations recomputed(const ModelConfig& c, const BatchShape& s, DType dtype, Recompute recompute,
+                                     Arena& arena) {
+    return {c,
+            s,
+            dtype,
+            arena,
+            "recomputed",
+            {},
+            [=](std::optional<Recompute> from) {
+              return from && *from <= recompute; }};
+  }
+  // What each block keeps; the rest is in `shared`.
+  static BlockActivations kept(const ModelConfig& c, const BatchShape& s, DType dtype, Recompute recompute,
+                               const BlockActivations& shared, Arena& arena) {
+    return {c,
+            s,
+            dtype,
+            arena,
+            "activations",
+            shared,
+            [=](std::optional<Recompute> from) {
+              return !from || *from > recompute; }};
+  }
+
+  BlockActivations() = default;
+
+ private:
+  // `wanted`: of tensors that are computed again from this level on, or never.
+  template <class Wanted>
+  BlockActivations(const ModelConfig& c, const BatchShape& s, DType dtype, Arena& arena, const char* label,
+                   const BlockActivations& others, Wanted wanted)
+      : BlockActivations(others) {
     const int64_t N = s.rows(), C = c.n_embd, F = c.n_ffn;
     const DType stat = accumulator_of(dtype);
-    auto alloc = [&](const char* name, DType d, const Shape& shape) {
-      return arena.alloc("activations", name, d, shape);
+    auto alloc = [&](Tensor& tensor, const char* name, DType d, const Shape& shape, std::optional<Recompute> from) {
+      if (wanted(from)) tensor = arena.alloc(label, name, d, shape);
     };
-    ln1 = alloc("ln1", dtype, {N, C});
-    ln1_mean = alloc("ln1 mean", stat, {N});
-    ln1_rstd = alloc("ln1 rstd", stat, {N});
-    qkv = alloc("qkv", dtype, {N, 3 * C});
-    attention = alloc("attention", dtype, {N, C});
-    lse = alloc("attention lse", stat, {s.B, c.n_head, s.T});
-    middle = alloc("middle", dtype, {N, C});
-    ln2 = alloc("ln2", dtype, {N, C});
-    ln2_mean = alloc("ln2 mean", stat, {N});
-    ln2_rstd = alloc("ln2 rstd", stat, {N});
-    up = alloc("up", dtype, {N, F});
-    gelu = alloc("gelu", dtype, {N, F});
-    out = alloc("out", dtype, {N, C});
+    using enum Recompute;
+    alloc(ln1, "ln1", dtype, {N, C}, norm);
+    alloc(ln1_mean, "ln1 mean", stat, {N}, block);
+    alloc(ln1_rstd, "ln1 rstd", stat, {N}, block);
+    alloc(qkv, "qkv", dtype, {N, 3 * C}, block);
+    alloc(attention, "attention", dtype, {N, C}, block);
+    alloc(lse, "attention lse", stat, {s.B, c.n_head, s.T}, block);
+    alloc(middle, "middle", dtype, {N, C}, block);
+    alloc(ln2, "ln2", dtype, {N, C}, norm);
+    alloc(ln2_mean, "ln2 mean", stat, {N}, block);
+    alloc(ln2_rstd, "ln2 rstd", stat, {N}, block);
+    alloc(up, "up", dtype, {N, F}, block);
+    alloc(gelu, "gelu", dtype, {N, F}, activation);
+    alloc(out, "out", dtype, {N, C}, std::nullopt);
   }
 };
 
@@ -65,23 +115,56 @@ inline AttentionShape attention_shape(const ModelConfig& c, const BatchShape& s)
   return {.B = s.B, .T = s.T, .Hq = c.n_head, .Hkv = c.n_head, .D = c.head_size()};
 }
 
+namespace detail {
+
+// The residual branch behind attention, and behind the MLP: out = x + linear(branch input).   x, out (N, C)
+inline void add_branch(Tensor out, Tensor x, Tensor input, Tensor weight, Tensor bias, Arena& arena, Stream& stream) {
+  auto scope = arena.scope();
+  const Tensor branch = arena.alloc("temporary", "residual branch", x.dtype, x.shape);
+  linear_forward(branch, input, weight, bias, stream);
+  residual_forward(out, x, branch, stream);
+}
+
+inline void norm1(const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c, Stream& stream) {
+  layernorm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, x, unit.weight("ln1.weight"), unit.weight("ln1.bias"), c.norm_eps,
+                    stream);
+}
+inline void norm2(const BlockActivations& a, const UnitState& unit, const ModelConfig& c, Stream& stream) {
+  layernorm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.middle, unit.weight("ln2.weight"), unit.weight("ln2.bias"),
+                    c.norm_eps, stream);
+}
+
+// All of a block but what its backward does not need: the last product and the sum behind it.
+inline void block_interior(const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c,
+                           const BatchShape& s, Arena& arena, Stream& stream) {
+  norm1(a, x, unit, c, stream);
+  linear_forward(a.qkv, a.ln1, unit.weight("attn.q.weight", 3), unit.weight("attn.q.bias", 3), stream);
+  attention_forward(a.attention, a.lse, a.qkv, attention_shape(c, s), stream);
+  add_branch(a.middle, x, a.attention, unit.weight("attn.proj.weight"), unit.weight("attn.proj.bias"), arena, stream);
+  norm2(a, unit, c, stream);
+  linear_forward(a.up, a.ln2, unit.weight("mlp.up.weight"), unit.weight("mlp.up.bias"), stream);
+  gelu_forward(a.gelu, a.up, stream);
+}
+
+}  // namespace detail
+
 // a.out = block(x).   x (N, C)
 inline void block_forward(const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c,
                           const BatchShape& s, Arena& arena, Stream& stream) {
-  auto scope = arena.scope();
-  const Tensor branch = arena.alloc("temporary", "residual branch", x.dtype, x.shape);  // (N, C)
-  layernorm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, x, unit.weight("ln1.weight"), unit.weight("ln1.bias"), c.norm_eps,
-                    stream);
-  linear_forward(a.qkv, a.ln1, unit.weight("attn.q.weight", 3), unit.weight("attn.q.bias", 3), stream);
-  attention_forward(a.attention, a.lse, a.qkv, attention_shape(c, s), stream);
-  linear_forward(branch, a.attention, unit.weight("attn.proj.weight"), unit.weight("attn.proj.bias"), stream);
-  residual_forward(a.middle, x, branch, stream);
-  layernorm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.middle, unit.weight("ln2.weight"), unit.weight("ln2.bias"),
-                    c.norm_eps, stream);
-  linear_forward(a.up, a.ln2, unit.weight("mlp.up.weight"), unit.weight("mlp.up.bias"), stream);
-  gelu_forward(a.gelu, a.up, stream);
-  linear_forward(branch, a.gelu, unit.weight("mlp.down.weight"), unit.weight("mlp.down.bias"), stream);
-  residual_forward(a.out, a.middle, branch, stream);
+  detail::block_interior(a, x, unit, c, s, arena, stream);
+  detail::add_branch(a.out, a.middle, a.gelu, unit.weight("mlp.down.weight"), unit.weight("mlp.down.bias"), arena,
+                     stream);
+}
+
+// Before the backward of a block: what its forward did not keep, by the same ops on the same inputs.
+inline void block_recompute(const BlockActivations& a, Tensor x, Recompute recompute, const UnitState& unit,
+                            const ModelConfig& c, const BatchShape& s, Arena& arena, Stream& stream) {
+  if (recompute == Recompute::block) return detail::block_interior(a, x, unit, c, s, arena, stream);
+  if (recompute == Recompute::norm) {
+    detail::norm1(a, x, unit, c, stream);
+    detail::norm2(a, unit, c, stream);
+  }
+  if (recompute != Recompute::none) gelu_forward(a.gelu, a.up, stream);
 }
 
 // dx: in, the gradient of a.out; out, the gradient of x. Gradients of the unit's weights are added to.

@@ -14,16 +14,45 @@
 
 namespace llmc {
 
+// One file of tokens.
+struct Shard {
+  static constexpr int64_t header_bytes = 1024;
+  File file;
+  int64_t tokens;
+  int64_t width;  // bytes of a token: 2 or 4
+};
+
+// Opens a shard and checks its header against its size.
+inline Shard open_shard(const std::string& path) {
+  File file = File::open_read(path);
+  const int64_t size = file.size();
+  CHECK(size >= Shard::header_bytes, "{}: {} bytes are too few for a token shard with its header of {}", path, size,
+        Shard::header_bytes);
+  int32_t header[256];
+  file.read_at(header, Shard::header_bytes, 0);
+  const bool is_uint16 = header[0] == 20240520 && header[1] == 1, is_uint32 = header[0] == 20240801 && header[1] == 7;
+  CHECK(is_uint16 || is_uint32,
+        "{}: magic {} version {}, expected 20240520 version 1 (uint16) or 20240801 version 7 (uint32); not a token "
+        "shard",
+        path, header[0], header[1]);
+  const int64_t width = is_uint16 ? 2 : 4, payload = size - Shard::header_bytes, tokens = payload / width;
+  CHECK(payload % width == 0 && static_cast<uint32_t>(header[2]) == static_cast<uint32_t>(tokens),
+        "{}: the header says {} tokens, the file holds {} bytes of them ({} each); truncated or damaged: make it again",
+        path, static_cast<uint32_t>(header[2]), payload, width);
+  CHECK(tokens > 0, "{}: holds no tokens", path);
+  return {std::move(file), tokens, width};
+}
+
 class TokenShards {
  public:
-  static constexpr int64_t header_bytes = 1024;
-
   // Opens and checks every file that `pattern` matches; `option` names the pattern in errors.
   TokenShards(const std::string& pattern, int64_t seq_len, const char* option = "--train-data") : seq_len_(seq_len) {
     for (const std::string& path : expand_glob(pattern, option)) {
-      shards_.push_back(open_shard(path, samples_));
-      tokens_ += shards_.back().tokens;
-      samples_ += (shards_.back().tokens - 1) / seq_len;
+      Shard shard = open_shard(path);
+      const int64_t tokens = shard.tokens;
+      shards_.push_back({std::move(shard), samples_});
+      tokens_ += tokens;
+      samples_ += (tokens - 1) / seq_len;
     }
     CHECK(samples_ > 0,
           "{} {}: {} tokens in {} file(s) hold no sample of --seq-len {} + 1 tokens; shorten --seq-len or add data",
@@ -39,15 +68,15 @@ class TokenShards {
   void read_sample(int64_t index, int64_t vocab_size, std::vector<int32_t>& out) const {
     CHECK(index >= 0 && index < samples_);
     const auto after = std::upper_bound(shards_.begin(), shards_.end(), index,
-                                        [](int64_t i, const Shard& s) { return i < s.first_sample; });
-    const Shard& shard = *std::prev(after);
-    const int64_t first = (index - shard.first_sample) * seq_len_, n = seq_len_ + 1;
+                                        [](int64_t i, const Placed& p) { return i < p.first_sample; });
+    const Shard& shard = std::prev(after)->shard;
+    const int64_t first = (index - std::prev(after)->first_sample) * seq_len_, n = seq_len_ + 1;
     out.resize(static_cast<size_t>(n));
     if (shard.width == 4) {
-      shard.file.read_at(out.data(), n * 4, header_bytes + first * 4);
+      shard.file.read_at(out.data(), n * 4, Shard::header_bytes + first * 4);
     } else {  // read into the upper half, then widen in place from the front
       uint16_t* narrow = reinterpret_cast<uint16_t*>(out.data()) + n;
-      shard.file.read_at(narrow, n * 2, header_bytes + first * 2);
+      shard.file.read_at(narrow, n * 2, Shard::header_bytes + first * 2);
       for (int64_t i = 0; i < n; ++i) {
         uint16_t token;
         std::memcpy(&token, narrow + i, sizeof token);
@@ -64,35 +93,13 @@ class TokenShards {
   }
 
  private:
-  struct Shard {
-    File file;
-    int64_t tokens, width, first_sample;
+  struct Placed {
+    Shard shard;
+    int64_t first_sample;
   };
 
-  static Shard open_shard(const std::string& path, int64_t first_sample) {
-    File file = File::open_read(path);
-    const int64_t size = file.size();
-    CHECK(size >= header_bytes, "{}: {} bytes are too few for a token shard with its header of {}", path, size,
-          header_bytes);
-    int32_t header[256];
-    file.read_at(header, header_bytes, 0);
-    const bool is_uint16 = header[0] == 20240520 && header[1] == 1, is_uint32 = header[0] == 20240801 && header[1] == 7;
-    CHECK(is_uint16 || is_uint32,
-          "{}: magic {} version {}, expected 20240520 version 1 (uint16) or 20240801 version 7 (uint32); not a token "
-          "shard",
-          path, header[0], header[1]);
-    const int64_t width = is_uint16 ? 2 : 4, payload = size - header_bytes;
-    const int64_t tokens = payload / width;
-    CHECK(
-        payload % width == 0 && static_cast<uint32_t>(header[2]) == static_cast<uint32_t>(tokens),
-        "{}: the header says {} tokens, the file holds {} bytes of them ({} each); truncated or damaged: make it again",
-        path, static_cast<uint32_t>(header[2]), payload, width);
-    CHECK(tokens > 0, "{}: holds no tokens", path);
-    return {std::move(file), tokens, width, first_sample};
-  }
-
   int64_t seq_len_, tokens_ = 0, samples_ = 0;
-  std::vector<Shard> shards_;
+  std::vector<Placed> shards_;
 };
 
 // The endless stream of samples, epoch after epoch.

@@ -1,6 +1,7 @@
 // planner.h: what a run needs, found by the trainer itself on the null device: nothing is computed, memory is counted
 // by name, work by op. The arenas of the real run are made exactly this large, so the plan cannot drift from the code.
 #pragma once
+#include <optional>
 #include <vector>
 
 #include "train/step.h"
@@ -37,6 +38,33 @@ inline Plan make_plan(const StepConfig& config, int threads) {
   plan.memory = arena.table();
   plan.memory.push_back({"op scratch", plan.scratch_bytes});
   return plan;
+}
+
+// Does the plan fit into `limit` bytes?
+inline bool fits(const Plan& plan, int64_t limit) { return plan.total_bytes() <= limit; }
+
+// The first way to make a run fit into `limit` bytes with the same tokens in a step: more recomputation, which changes
+// no number; then smaller micro-batches, and both.
+struct Remedy {
+  int64_t batch_size;
+  Recompute recompute;
+  int64_t total_bytes;
+};
+inline std::optional<Remedy> first_fit(StepConfig config, int threads, int64_t limit) {
+  const int64_t sequences = config.batch.B * config.micro_batches;
+  const Recompute asked = config.recompute;
+  for (int64_t B = config.batch.B; B >= 1; --B) {
+    if (sequences % B != 0) continue;
+    config.batch.B = B;
+    config.micro_batches = sequences / B;
+    for (const Recompute recompute : all_recompute) {
+      if (recompute < asked) continue;
+      config.recompute = recompute;
+      if (const Plan plan = make_plan(config, threads); fits(plan, limit))
+        return Remedy{B, recompute, plan.total_bytes()};
+    }
+  }
+  return std::nullopt;
 }
 
 }  // namespace llmc

@@ -34,45 +34,99 @@ inline std::string host_name() {
   return name;
 }
 
-// How the tokens of a step come about.
-struct BatchPlan {
-  int64_t micro_batches;  // of a step
-  int64_t tokens;         // of a step
-  int64_t max_steps;
-};
+using Rows = std::vector<std::pair<std::string, std::string>>;
 
-inline void report_header(Log& log, const Options& o, const Device& device, const ModelConfig& m,
-                          const TokenShards& train, const TokenShards* val, const BatchPlan& batch, const Plan& plan,
-                          double peak) {
-  const int64_t parameters = count_parameters(parameter_table(m));
-  log.table(
-      "train_gpt " TRAIN_GPT_GIT_HASH,
-      {{"machine", formatted("{}: {}, {} threads", host_name(), processor_name(), device.threads)},
-       {"matmul", formatted("{}, {}, peak {:.1f} GFLOP/s measured here", cpu::matmul_library(), o.dtype, peak * 1e-9)},
-       {"model", formatted("{}: {} layers, {} heads, C {}, F {}, vocabulary {}, {} positions", o.model, m.n_layer,
-                           m.n_head, m.n_embd, m.n_ffn, m.vocab_size, m.n_positions)},
-       {"parameters",
-        formatted("{} ({:.3f} MFLOP a token)", human_count(parameters), training_flops_per_token(m, o.seq_len) * 1e-6)},
-       {"training data",
-        formatted("{}: {} shard(s), {} tokens, {} samples of {}{}", o.train_data, train.count(),
-                  human_count(train.tokens()), human_count(train.samples()), o.seq_len, o.shuffle ? ", shuffled" : "")},
-       {"validation data",
-        val == nullptr ? "none"
-                       : formatted("{}: {} shard(s), {} tokens", o.val_data, val->count(), human_count(val->tokens()))},
-       {"batch", formatted("{} tokens a step = {} micro-batch(es) x {} sequences x {} tokens x 1 rank",
-                           human_count(batch.tokens), batch.micro_batches, o.batch_size, o.seq_len)},
-       {"steps",
-        formatted(
-            "{} = {} tokens = {:.2f} epochs", batch.max_steps, human_count(batch.max_steps * batch.tokens),
-            static_cast<double>(batch.max_steps * (batch.tokens / o.seq_len)) / static_cast<double>(train.samples()))},
-       {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
-                               o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip)},
-       {"output", o.out_dir}});
-  std::vector<std::pair<std::string, std::string>> lines;
+namespace detail {
+
+// What a run is, as far as the options alone tell.
+inline Rows run_rows(const Options& o, const StepConfig& step) {
+  const ModelConfig& m = step.model;
+  return {{"model", formatted("{}: {} layers, {} heads, C {}, F {}, vocabulary {}, {} positions", o.model, m.n_layer,
+                              m.n_head, m.n_embd, m.n_ffn, m.vocab_size, m.n_positions)},
+          {"parameters", formatted("{} ({:.3f} MFLOP a token)", human_count(count_parameters(parameter_table(m))),
+                                   training_flops_per_token(m, o.seq_len) * 1e-6)},
+          {"numerics", formatted("{}, recompute {}", o.dtype, step.recompute)},
+          {"batch", formatted("{} tokens a step = {} micro-batch(es) x {} sequences x {} tokens x 1 rank",
+                              human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len)},
+          {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
+                                  o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip)}};
+}
+
+inline Rows memory_rows(const Plan& plan) {
+  Rows rows;
   for (const MemoryLine& line : plan.memory)
-    if (line.bytes > 0) lines.emplace_back(line.label, human_bytes(line.bytes));
-  lines.emplace_back("total", human_bytes(plan.total_bytes()));
-  log.table("memory", lines);
+    if (line.bytes > 0) rows.emplace_back(line.label, human_bytes(line.bytes));
+  rows.emplace_back("total", human_bytes(plan.total_bytes()));
+  return rows;
+}
+
+inline int64_t memory_limit(const Options& o) {
+  return o.memory_limit ? static_cast<int64_t>(*o.memory_limit * (1 << 30)) : host_memory();
+}
+
+inline std::string memory_verdict(const Options& o, const StepConfig& step, const Plan& plan, int threads) {
+  const int64_t limit = memory_limit(o);
+  const std::string what = (o.memory_limit ? "--memory-limit " : "this machine's ") + human_bytes(limit);
+  if (fits(plan, limit)) return "fits into " + what;
+  const std::optional<Remedy> remedy = first_fit(step, threads, limit);
+  if (!remedy)
+    return formatted(
+        "does not fit into {}, even with --batch-size 1 --recompute block: use a smaller --seq-len or "
+        "--model, or a larger machine",
+        what);
+  std::string change;
+  if (remedy->batch_size != step.batch.B)
+    change = formatted(" --batch-size {} --total-batch-size {}", remedy->batch_size, step.tokens());
+  if (remedy->recompute != step.recompute) change += formatted(" --recompute {}", remedy->recompute);
+  return formatted("does not fit into {}; it would with{} ({})", what, change, human_bytes(remedy->total_bytes));
+}
+
+}  // namespace detail
+
+// Refuses a run that needs more memory than --memory-limit or the machine gives it.
+inline void require_memory(const Options& o, const StepConfig& step, const Plan& plan, int threads) {
+  if (fits(plan, detail::memory_limit(o))) return;
+  std::string message = formatted("the run needs {} and {}", human_bytes(plan.total_bytes()),
+                                  detail::memory_verdict(o, step, plan, threads));
+  for (const auto& [name, value] : detail::memory_rows(plan)) message += formatted("\n  {:-22} {}", name, value);
+  throw Error(message);
+}
+
+// --plan: what the run needs, nothing run.
+inline void report_plan(Log& log, const Options& o, const Device& device, const StepConfig& step, const Plan& plan) {
+  log.table(formatted("plan for {} with {} threads", name_of(device.kind), device.threads), detail::run_rows(o, step));
+  log.table("memory", detail::memory_rows(plan));
+  Rows ops;
+  double flops = 0, bytes = 0;
+  for (const auto& [name, t] : plan.step_ops) {
+    ops.emplace_back(name, formatted("{:8} calls {:14.3f} GFLOP {:12.3f} GB", t.calls, t.flops * 1e-9, t.bytes * 1e-9));
+    flops += t.flops;
+    bytes += t.bytes;
+  }
+  ops.emplace_back("total", formatted("{:8}       {:14.3f} GFLOP {:12.3f} GB", "", flops * 1e-9, bytes * 1e-9));
+  log.table("work of a step", ops);
+  log.line("=> " + detail::memory_verdict(o, step, plan, device.threads));
+}
+
+inline void report_header(Log& log, const Options& o, const Device& device, const StepConfig& step, int64_t max_steps,
+                          const TokenShards& train, const TokenShards* val, const Plan& plan, double peak) {
+  Rows rows = {
+      {"machine", formatted("{}: {}, {} threads", host_name(), processor_name(), device.threads)},
+      {"matmul", formatted("{}, {}, peak {:.1f} GFLOP/s measured here", cpu::matmul_library(), o.dtype, peak * 1e-9)}};
+  for (auto& row : detail::run_rows(o, step)) rows.push_back(std::move(row));
+  rows.emplace_back(
+      "steps",
+      formatted("{} = {} tokens = {:.2f} epochs", max_steps, human_count(max_steps * step.tokens()),
+                static_cast<double>(max_steps * (step.tokens() / o.seq_len)) / static_cast<double>(train.samples())));
+  rows.emplace_back("training data", formatted("{}: {} shard(s), {} tokens, {} samples of {}{}", o.train_data,
+                                               train.count(), human_count(train.tokens()), human_count(train.samples()),
+                                               o.seq_len, o.shuffle ? ", shuffled" : ""));
+  rows.emplace_back("validation data", val == nullptr ? "none"
+                                                      : formatted("{}: {} shard(s), {} tokens", o.val_data,
+                                                                  val->count(), human_count(val->tokens())));
+  rows.emplace_back("output", o.out_dir);
+  log.table("train_gpt " TRAIN_GPT_GIT_HASH, rows);
+  log.table("memory", detail::memory_rows(plan));
   if (o.dtype == "bf16" && !cpu::bf16_is_native())
     log.line("notice: no bf16 products in this processor or this build: they are widened to fp32, right but slow");
 }
@@ -84,7 +138,7 @@ inline void report_profile(Log& log, const OpLedger& ops, int64_t steps) {
             [](const auto& a, const auto& b) { return a.second.seconds > b.second.seconds; });
   double total = 0;
   for (const auto& [name, t] : sorted) total += t.seconds;
-  std::vector<std::pair<std::string, std::string>> rows;
+  Rows rows;
   for (const auto& [name, t] : sorted)
     rows.emplace_back(name, formatted("{:8.3f} ms a step {:5.1f}% {:7} calls {:7.1f} GFLOP/s {:6.1f} GB/s",
                                       t.seconds * 1e3 / static_cast<double>(steps), 100 * t.seconds / total,

@@ -28,6 +28,9 @@ struct StepConfig {
   int64_t micro_batches = 1;  // of one step
   Schedule schedule = Schedule::one_f_one_b;
   int chunks = 1;
+  Recompute recompute = Recompute::none;
+
+  int64_t tokens() const { return batch.rows() * micro_batches; }  // of one step
 };
 
 // One micro-batch of token ids on the host, each (B T).
@@ -58,7 +61,6 @@ class Trainer {
 
   const ModelState& state() const { return state_; }
   const StepConfig& config() const { return config_; }
-  int64_t tokens_per_step() const { return config_.batch.rows() * config_.micro_batches; }
 
   // One update. `optimizer.step` counts from 1; max_norm 0 does not clip.
   StepResult step(const BatchSource& batches, const AdamWOptions& optimizer, double max_norm) {
@@ -129,7 +131,13 @@ class Trainer {
     return *loss_sum_.data<double>() / static_cast<double>(config_.batch.rows() * micro_batches);
   }
 
-  Slot make_slot(const BatchShape& shape, Purpose purpose) {
+  // Forward only is as if everything were to be computed again, and never is.
+  Recompute recompute_for(Purpose purpose) const {
+    return purpose == Purpose::train ? config_.recompute : Recompute::block;
+  }
+
+  // `shared`: what the backward computes again, for all blocks and slots.
+  Slot make_slot(const BatchShape& shape, Purpose purpose, const BlockActivations& shared) {
     Arena& arena = context_.arena;
     const Shape stream_shape{shape.rows(), config_.model.n_embd};
     Slot slot{MicroBatch(shape, arena), {}, {}};
@@ -137,9 +145,11 @@ class Trainer {
       ChunkActivations& acts = slot.chunks.emplace_back();
       if (chunk.has_embedding) acts.embedded = arena.alloc("activations", "embedded", config_.dtype, stream_shape);
       for (size_t l = 0; l < chunk.layers.size(); ++l) {
-        // Forward only: nothing is kept for a backward, every block of the chunk writes to the same two sets in turn.
+        // Forward only: nothing is kept for a backward, the blocks of a chunk write to two outputs in turn.
         if (purpose != Purpose::train && l >= 2) acts.blocks.push_back(acts.blocks[l - 2]);
-        else acts.blocks.emplace_back(config_.model, shape, config_.dtype, arena);
+        else
+          acts.blocks.push_back(
+              BlockActivations::kept(config_.model, shape, config_.dtype, recompute_for(purpose), shared, arena));
       }
     }
     if (purpose == Purpose::train) slot.gradient = arena.alloc("activations", "gradient", config_.dtype, stream_shape);
@@ -151,8 +161,10 @@ class Trainer {
     auto scope = context_.arena.scope();
     zero(loss_sum_, context_.compute);
     const int64_t in_flight = purpose == Purpose::train ? micro_batches_in_flight(actions) : 1;
+    const BlockActivations shared =
+        BlockActivations::recomputed(config_.model, shape, config_.dtype, recompute_for(purpose), context_.arena);
     std::vector<Slot> slots;
-    for (int64_t i = 0; i < in_flight; ++i) slots.push_back(make_slot(shape, purpose));
+    for (int64_t i = 0; i < in_flight; ++i) slots.push_back(make_slot(shape, purpose, shared));
     for (const Action& action : actions) {
       Slot& slot = slots[static_cast<size_t>(action.micro_batch % in_flight)];
       const Chunk& chunk = chunks_[static_cast<size_t>(action.chunk)];
@@ -222,9 +234,12 @@ class Trainer {
       loss(head, slot.inputs.targets, Gradient::yes);
       head_backward(slot.gradient, head, x, state_.back(), state_.front(), arena, stream);
     }
-    for (size_t l = chunk.layers.size(); l-- > 0;)
-      block_backward(slot.gradient, acts.blocks[l], block_input(slot, chunk_index, l), block_unit(chunk.layers[l]),
-                     config_.model, shape, arena, stream);
+    for (size_t l = chunk.layers.size(); l-- > 0;) {
+      const Tensor& x = block_input(slot, chunk_index, l);
+      const UnitState& unit = block_unit(chunk.layers[l]);
+      block_recompute(acts.blocks[l], x, config_.recompute, unit, config_.model, shape, arena, stream);
+      block_backward(slot.gradient, acts.blocks[l], x, unit, config_.model, shape, arena, stream);
+    }
     if (chunk.has_embedding)
       embedding_backward(state_.front().gradient("wte.weight"), state_.front().gradient("wpe.weight"), slot.gradient,
                          slot.inputs.tokens, slot.inputs.positions, stream);
@@ -233,7 +248,7 @@ class Trainer {
   // Adds the losses to the step's sum; with Gradient::yes the logits become the gradient of the step's mean loss.
   void loss(const HeadActivations& head, const Tensor& targets, Gradient gradient) {
     cross_entropy(head.losses, head.logits, targets, config_.model.vocab_size,
-                  1.0 / static_cast<double>(tokens_per_step()), gradient, context_.compute);
+                  1.0 / static_cast<double>(config_.tokens()), gradient, context_.compute);
     add_losses(loss_sum_, head.losses, context_.compute);
   }
 

@@ -1,0 +1,108 @@
+// verify_data.h: --verify-data: reads every shard whole and checks header, size and each token against the vocabulary.
+#pragma once
+#include <algorithm>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/log.h"
+#include "model/config.h"
+#include "train/dataloader.h"
+
+namespace llmc {
+
+// What shards hold, or why one is not good.
+struct ShardReport {
+  int64_t tokens = 0;
+  int64_t documents = 0;  // end-of-text tokens
+  int64_t outside = 0;    // tokens that are not in the vocabulary
+  int64_t largest = -1;   // the largest token
+  std::string error;      // empty: good
+};
+
+namespace detail {
+
+// Counts in tokens [0, n) of one block.   Token: uint16_t or uint32_t
+template <class Token>
+void count_tokens(const Token* tokens, int64_t n, int64_t vocab_size, int64_t end_of_text, ShardReport& report) {
+  int64_t documents = 0, outside = 0, largest = -1;
+#pragma omp parallel for simd reduction(+ : documents, outside) reduction(max : largest)
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t token = tokens[i];
+    documents += token == end_of_text;
+    outside += token >= vocab_size;
+    largest = std::max(largest, token);
+  }
+  report.documents += documents;
+  report.outside += outside;
+  report.largest = std::max(report.largest, largest);
+}
+
+}  // namespace detail
+
+// One shard. `progress`: called after each block with its bytes.
+inline ShardReport verify_shard(const std::string& path, int64_t vocab_size, int64_t end_of_text,
+                                const std::function<void(int64_t)>& progress) {
+  constexpr int64_t block = int64_t{1} << 22;  // tokens
+  ShardReport report;
+  try {
+    const Shard shard = open_shard(path);
+    report.tokens = shard.tokens;
+    std::vector<std::byte> bytes(static_cast<size_t>(std::min(block, shard.tokens) * shard.width));
+    for (int64_t first = 0; first < shard.tokens; first += block) {
+      const int64_t n = std::min(block, shard.tokens - first);
+      shard.file.read_at(bytes.data(), n * shard.width, Shard::header_bytes + first * shard.width);
+      const int64_t outside_before = report.outside;
+      auto count = [&]<class Token>(const Token* tokens) {
+        detail::count_tokens(tokens, n, vocab_size, end_of_text, report);
+        if (outside_before > 0 || report.outside == 0) return;
+        const Token* bad = std::find_if(tokens, tokens + n, [&](Token t) { return t >= vocab_size; });
+        report.error = formatted(
+            "{}: token {} at position {} is outside the vocabulary of {}; the data was made with another tokenizer, or "
+            "--vocab-size is too small",
+            path, int64_t{*bad}, first + (bad - tokens), vocab_size);
+      };
+      if (shard.width == 2) count(reinterpret_cast<const uint16_t*>(bytes.data()));
+      else count(reinterpret_cast<const uint32_t*>(bytes.data()));
+      progress(n * shard.width);
+    }
+  } catch (const Error& error) {
+    report.error = error.what();
+  }
+  return report;
+}
+
+// Every shard that `pattern` matches: a line each and a table. Returns the errors, each on a line of its own.
+inline std::string verify_data(Log& log, const char* option, const std::string& pattern, int64_t vocab_size) {
+  const std::optional<int64_t> end_of_text = end_of_text_of(vocab_size);
+  const std::vector<std::string> paths = expand_glob(pattern, option);
+  int64_t mebibytes = 0, bytes_read = 0, bad = 0;
+  for (const std::string& path : paths) {
+    std::error_code unreadable;  // open_shard() says why
+    const uintmax_t size = std::filesystem::file_size(path, unreadable);
+    if (!unreadable) mebibytes += static_cast<int64_t>(size >> 20);
+  }
+  ShardReport all;
+  for (const std::string& path : paths) {
+    const ShardReport r = verify_shard(path, vocab_size, end_of_text.value_or(-1), [&](int64_t bytes) {
+      bytes_read += bytes;
+      log.progress(formatted("{}: MiB", path), bytes_read >> 20, mebibytes);
+    });
+    all.tokens += r.tokens;
+    all.documents += r.documents;
+    all.largest = std::max(all.largest, r.largest);
+    if (!r.error.empty()) all.error += "\n  " + r.error, ++bad;
+    log.line(r.error.empty() ? formatted("good {}: {} tokens", path, human_count(r.tokens)) : "BAD  " + r.error);
+  }
+  log.table(formatted("{} {}", option, pattern),
+            {{"shards", formatted("{} good, {} bad", static_cast<int64_t>(paths.size()) - bad, bad)},
+             {"tokens", human_count(all.tokens)},
+             {"documents", end_of_text ? formatted("{} (end of text is {})", human_count(all.documents), *end_of_text)
+                                       : formatted("not counted: no end of text is known for {} tokens", vocab_size)},
+             {"largest token", formatted("{} of a vocabulary of {}", all.largest, vocab_size)}});
+  return all.error;
+}
+
+}  // namespace llmc

@@ -1,0 +1,79 @@
+// The planner: memory by name equals the sum of its parts, runs that do not fit are refused with what would fit.
+#include "catch2.h"
+#include "helpers.h"
+#include "train/planner.h"
+
+using namespace llmc;
+
+namespace {
+
+int64_t line(const Plan& plan, const std::string& label) {
+  for (const MemoryLine& l : plan.memory)
+    if (l.label == label) return l.bytes;
+  return 0;
+}
+
+}  // namespace
+
+TEST_CASE("the plan of gpt3:13B is the sum of its parts by hand") {
+  const int64_t L = 40, C = 5120, F = 20480, H = 40, V = 50304, P = 2048, B = 2, T = 2048, N = B * T;
+  const StepConfig config{
+      .model = resolve_model("gpt3:13B", {}), .dtype = DType::bf16, .batch = {B, T}, .micro_batches = 4};
+  const Plan plan = make_plan(config, 2);
+  // Every size here is a multiple of the arena's 256 bytes, but for the head unit's two vectors, which are too.
+  const int64_t block = 3 * C * C + 3 * C + C * C + C + 4 * C + F * C + F + C * F + C;
+  const int64_t elements = V * C + P * C + L * block + 2 * C;
+  REQUIRE(line(plan, "weights") == 2 * elements);
+  for (const char* fp32 : {"master weights", "gradients", "AdamW first moment", "AdamW second moment"})
+    REQUIRE(line(plan, fp32) == 4 * elements);
+  // A block keeps ln1, qkv (3), attention, middle, ln2, out: 8 N C; up, gelu: 2 N F; four statistics and the lse in
+  // fp32.
+  const int64_t kept = 2 * (8 * N * C + 2 * N * F) + 4 * (4 * N + H * N);
+  const int64_t embedded_and_gradient = 2 * 2 * N * C;
+  REQUIRE(line(plan, "activations") == L * kept + embedded_and_gradient);
+  REQUIRE(line(plan, "inputs") == 3 * 4 * N);
+  REQUIRE(line(plan, "head") == 2 * (N * C + N * V) + 4 * 3 * N);
+  int64_t sum = 0;
+  for (const MemoryLine& l : plan.memory) sum += l.bytes;
+  REQUIRE(sum == plan.total_bytes());
+  // The matrices: 6 flops a parameter and token, of which the padded vocabulary is a part.
+  double flops = 0;
+  for (const char* op : {"linear_forward", "linear_backward_input", "linear_backward_weight"})
+    flops += plan.step_ops.at(op).flops;
+  const double matrices = static_cast<double>(V * C + L * (4 * C * C + 2 * C * F));
+  REQUIRE(flops == 6 * matrices * static_cast<double>(4 * N));
+}
+
+TEST_CASE("--plan needs no data and no GPU, and --memory-limit refuses with what would fit") {
+  const ProgramResult plan = run_program("--plan --model gpt3:13B --seq-len 2048 --dtype bf16 --threads 2");
+  INFO(plan.out << plan.err);
+  REQUIRE(plan.status == 0);
+  REQUIRE(plan.out.find("activations") != std::string::npos);
+  const std::string shape = "--model gpt2:124M --seq-len 1024 --batch-size 4 --threads 2 ";
+  const ProgramResult refused = run_program("--plan --memory-limit 2.5 " + shape);
+  INFO(refused.err);
+  REQUIRE(refused.status == 1);
+  REQUIRE(refused.err.find("--memory-limit") != std::string::npos);
+  REQUIRE(refused.err.find("AdamW first moment") != std::string::npos);
+  // What it proposes does fit, and nothing that comes before it in the list would.
+  const size_t begin = refused.err.find("it would with ") + 14, end = refused.err.find(" (", begin);
+  const std::string proposed = refused.err.substr(begin, end - begin);
+  REQUIRE(proposed == "--batch-size 2 --total-batch-size 4096 --recompute block");
+  REQUIRE(run_program("--plan --memory-limit 2.5 " + shape + proposed).status == 0);
+  REQUIRE(run_program("--plan --memory-limit 2.5 " + shape + "--recompute block").status == 1);
+  REQUIRE(run_program("--plan --memory-limit 2.5 " + shape + "-b 2 -d 4096 --recompute norm").status == 1);
+  const ProgramResult hopeless = run_program("--plan --memory-limit 1 " + shape);
+  REQUIRE(hopeless.status == 1);
+  REQUIRE(hopeless.err.find("--seq-len") != std::string::npos);
+}
+
+TEST_CASE("a run beyond the memory limit is refused before anything is made") {
+  const TempDir dir;
+  write_shard<uint16_t>(dir / "t.bin", std::vector<uint16_t>(1000, 5));
+  const ProgramResult r = run_program("--model d2 --vocab-size 257 -t 64 -x 2 --memory-limit 0.001 -i " +
+                                      (dir / "t.bin") + " -o " + (dir / "out"));
+  INFO(r.err);
+  REQUIRE(r.status == 1);
+  REQUIRE(r.err.find("--memory-limit") != std::string::npos);
+  REQUIRE_FALSE(std::filesystem::exists(dir / "out"));
+}
