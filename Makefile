@@ -90,6 +90,7 @@ config:
 	$(call row,C++ compiler,$(CXX_VERSION),$(if $(CUDA),called by nvcc,the trainer) and the tests)
 	$(call row,CLI11,$(CLI11_VERSION),options)
 	$(call row,nlohmann/json,$(JSON_VERSION),JSON files)
+	$(call row,xxHash,$(XXHASH_VERSION),checksums)
 	$(call row,oneDNN,$(ONEDNN_VERSION),$(if $(filter 1,$(ONEDNN)),matmul on CPUs,-: a slower matmul of our own instead))
 	$(call row,nvcc,$(NVCC_VERSION),$(if $(CUDA),the trainer$(comma) for $(ARCH),$(if $(NVCC_VERSION),smoke test only,-)))
 	$(call row,GPU,$(GPU),$(if $(GPU),not used yet,-))
@@ -104,6 +105,7 @@ SHOW_CONFIG := $(if $(MAKE_RESTARTS),config)
 
 # ---- The trainer -----------------------------------------------------------------------------------------------------
 
+LIBS := -lxxhash
 ifeq ($(ONEDNN),1)
 DEFINES += -DTRAIN_GPT_ONEDNN
 LIBS += -ldnnl
@@ -157,7 +159,9 @@ build/smoke_cpu.flags build/smoke_cuda.flags: build/smoke_%.flags: FORCE
 TEST_FLAGS = $(call FLAGS_cpu,-O2) -Itest
 TEST_OBJECTS := $(patsubst test/%.cpp,build/test/%.o,test/main.cpp $(wildcard test/test_*.cpp))
 
-tests: train_gpt build/test_train_gpt smoke
+tests: train_gpt build/test_train_gpt build/file_ops.so smoke
+build/file_ops.so: test/file_ops.cpp
+	@echo $< && $(CXX) -std=c++20 -O1 -Wall -Wextra -shared -fPIC $< -o $@ -ldl
 build/test_train_gpt: $(TEST_OBJECTS) build/test_objects.list
 	@echo 'linking $@'
 	@$(CXX) $(HOST_FLAGS) $(CXXFLAGS) $(TEST_OBJECTS) -o $@ $(LDFLAGS) $(CATCH2_LIBS) $(LIBS)

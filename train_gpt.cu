@@ -7,12 +7,15 @@
 
 #include "core/log.h"
 #include "core/options.h"
+#include "core/signals.h"
 #include "train/checkpoint.h"
 #include "train/dataloader.h"
+#include "train/detector.h"
 #include "train/lr_schedule.h"
 #include "train/peak.h"
 #include "train/planner.h"
 #include "train/report.h"
+#include "train/run_dir.h"
 #include "train/sample.h"
 #include "train/step.h"
 #include "train/tokenizer.h"
@@ -128,156 +131,312 @@ void run_plan(const Options& o) {
   report_plan(log, o, device, config, plan);
 }
 
-void run_training(const Options& o) {
-  // What to compute, on what, and from which data: everything is checked before anything is made.
-  const Device device = choose_device(o);
-  const StepConfig config = choose_step(o);
-  const auto tokenizer = make_tokenizer(o.tokenizer);
-  const TokenShards train_shards(o.train_data, o.seq_len);
-  std::optional<TokenShards> val_shards;
-  if (!o.val_data.empty()) val_shards.emplace(o.val_data, o.seq_len, "--val-data");
-  const uint64_t seed = static_cast<uint64_t>(o.seed);
-  DataLoader train_loader(train_shards, {.seed = seed, .shuffle = o.shuffle, .vocab_size = config.model.vocab_size});
+// What is to be done. Everything is checked here, before anything is made.
+struct Job {
+  Options options;
+  Device device;
+  StepConfig step;
+  std::unique_ptr<Tokenizer> tokenizer;
+  TokenShards train;
+  std::optional<TokenShards> val;
+  int64_t samples_per_step, max_steps, val_micro_batches = 0;
+  Plan plan;
 
-  const int64_t samples_per_step = config.tokens() / o.seq_len;
-  const int64_t max_steps = o.max_steps.value_or(std::max<int64_t>(1, train_shards.samples() / samples_per_step));
-  CHECK(o.warmup_steps <= max_steps, "--warmup-steps {} exceeds the {} steps of the run", o.warmup_steps, max_steps);
+  explicit Job(const Options& o)
+      : options(o),
+        device(choose_device(o)),
+        step(choose_step(o)),
+        tokenizer(make_tokenizer(o.tokenizer)),
+        train(o.train_data, o.seq_len),
+        samples_per_step(step.tokens() / o.seq_len),
+        max_steps(o.max_steps.value_or(std::max<int64_t>(1, train.samples() / samples_per_step))) {
+    CHECK(o.warmup_steps <= max_steps, "--warmup-steps {} exceeds the {} steps of the run", o.warmup_steps, max_steps);
+    if (!o.val_data.empty()) {
+      val.emplace(o.val_data, o.seq_len, "--val-data");
+      val_micro_batches = std::min(o.val_steps * step.micro_batches, val->samples() / o.batch_size);
+      CHECK(val_micro_batches > 0,
+            "--val-data {} has {} samples of {} tokens, fewer than one batch of {}: lower --batch-size or add data",
+            o.val_data, val->samples(), o.seq_len, o.batch_size);
+    }
+    CHECK(!o.keep_best || (val && o.val_every > 0), "--keep-best needs --val-data and --val-every");
+    plan = make_plan(step, device.threads);
+    require_memory(o, step, plan, device.threads);
+  }
+};
 
-  int64_t val_micro_batches = 0;
-  std::optional<DataLoader> val_loader;
-  if (val_shards) {
-    val_loader.emplace(*val_shards,
-                       DataLoader::Config{.seed = seed, .shuffle = false, .vocab_size = config.model.vocab_size});
-    val_micro_batches = std::min(o.val_steps * config.micro_batches, val_shards->samples() / o.batch_size);
-    CHECK(val_micro_batches > 0,
-          "--val-data {} has {} samples of {} tokens, fewer than one batch of {}: lower --batch-size or add data",
-          o.val_data, val_shards->samples(), o.seq_len, o.batch_size);
+// A run from its first update, or from a checkpoint, to its last. Step s is the s-th update.
+class Training {
+ public:
+  Training(const Job& job, RunDirectory& directory, Log& log, const std::optional<ResumePoint>& resume)
+      : job_(job),
+        o_(job.options),
+        directory_(directory),
+        log_(log),
+        peak_(matmul_peak(job.device, job.step.dtype)),
+        run_(job.step, job.plan, job.device),
+        schedule_(choose_lr_schedule(o_, job.max_steps)),
+        train_(job.train, loader_config(o_.shuffle)) {
+    if (job.val) val_.emplace(*job.val, loader_config(false));
+    if (resume) restore(*resume);
+    else initialise(run_, o_);
+    detail::require_space(o_.out_dir, checkpoint_bytes(run_.trainer.state().state_table()));
+    directory.claim(o_);
+    validated_ = directory.cut_metrics(done_);
+    log.open_metrics(o_.out_dir);
+    report_header(log, o_, job.device, job.step, job.max_steps, job.train, job.val ? &*job.val : nullptr, job.plan,
+                  peak_);
+    if (resume) log.line(formatted("resuming behind step {} from {}", done_, resume->path));
   }
 
-  // A finished run is left as it is.
-  if (const std::optional<int64_t> newest = newest_checkpoint(o.out_dir); newest && *newest >= max_steps) {
-    Log log;
-    log.line(formatted("already complete: {} is at step {} of {}", o.out_dir, *newest, max_steps));
-    return report_next_steps(log, o, checkpoint_path(o.out_dir, *newest));
+  void run() {
+    first_ = done_;
+    try {
+      duties();  // validation at step 0 shows where the run starts; a resumed run does what was left undone
+      while (done_ < job_.max_steps) {
+        poll();
+        update();
+        duties();
+      }
+    } catch (const Interrupted& stop) {
+      if (done_ > 0) save();
+      throw Error(formatted("stopped by {} after step {} of {}{}; the same command goes on from there", stop.reason,
+                            done_, job_.max_steps, done_ > 0 ? ", which is saved as " + checkpoint_ : std::string()),
+                  ExitStatus::requeue);
+    }
+    report_summary();
   }
 
-  const Plan plan = make_plan(config, device.threads);
-  require_memory(o, config, plan, device.threads);
-  const double peak = matmul_peak(device, config.dtype);
-  Run run(config, plan, device);
-  initialise(run, o);
+ private:
+  DataLoader::Config loader_config(bool shuffle) const {
+    return {.seed = seed(), .shuffle = shuffle, .vocab_size = job_.step.model.vocab_size};
+  }
+  uint64_t seed() const { return static_cast<uint64_t>(o_.seed); }
 
-  claim_out_dir(o.out_dir);
-  Log log(o.out_dir);
-  report_header(log, o, device, config, max_steps, train_shards, val_shards ? &*val_shards : nullptr, plan, peak);
+  // Leaves if it is time to; asked between micro-steps, tokens of a sample and updates.
+  void poll() const { stop_.poll(1.5 * save_seconds_); }
 
-  auto read_micro_batch = [&](DataLoader& loader, int64_t cursor, int64_t micro_batch) {
+  HostBatch read(DataLoader& loader, int64_t cursor, int64_t micro_batch) {
+    poll();
     HostBatch host;
-    loader.read_batch(cursor, micro_batch, {.rank = 0, .ranks = 1, .batch_size = o.batch_size}, host.tokens,
+    loader.read_batch(cursor, micro_batch, {.rank = 0, .ranks = 1, .batch_size = o_.batch_size}, host.tokens,
                       host.targets, host.positions);
     return host;
-  };
-  double best_val = std::numeric_limits<double>::infinity();
-  int64_t best_step = 0;
-  auto validate = [&](int64_t step) {
-    const double loss = run.trainer.evaluate(val_micro_batches, [&](int64_t m) {
-      log.progress("validation: micro-batch", m + 1, val_micro_batches);
-      return read_micro_batch(*val_loader, 0, m);
-    });
-    log.val({.step = step, .loss = loss});
-    if (loss < best_val) best_val = loss, best_step = step;
-  };
-  auto sample = [&](int64_t step) {
-    std::vector<int32_t> made;
-    generate(run.trainer, prompt_tokens(*tokenizer, o, config.model), o.sample_tokens, sample_options(o), seed,
-             formatted("sample {}", step), [&](int32_t token) {
-               made.push_back(token);
-               log.progress("sampling", static_cast<int64_t>(made.size()), o.sample_tokens);
-               return token != tokenizer->end_of_text();
-             });
-    log.line(formatted("sample at step {}: {}{}", step, o.prompt, tokenizer->decode(made)));
-  };
-  std::string checkpoint;
-  auto save = [&](int64_t step) {
-    log.progress("writing checkpoint", 0, 1);
-    checkpoint = write_checkpoint(o.out_dir, step, config.model, run.trainer.state().state_table(), config.dtype,
-                                  {{"step", step},
-                                   {"tokens", step * config.tokens()},
-                                   {"data_cursor", step * samples_per_step},
-                                   {"seq_len", o.seq_len},
-                                   {"seed", o.seed}},
-                                  run.stream);
-    log.line("checkpoint: " + checkpoint);
-  };
-
-  // The loop. Step s is the s-th update; validation at step 0 shows where the run starts.
-  const LrSchedule schedule = choose_lr_schedule(o, max_steps);
-  const double flops_per_step =
-      training_flops_per_token(config.model, o.seq_len) * static_cast<double>(config.tokens());
-  const auto begin = std::chrono::steady_clock::now();
-  double step_seconds = 0;  // of all steps, without validation, sampling and checkpoints
-  double last_loss = 0;
-  OpLedger ops;
-  if (val_loader && o.val_every > 0) validate(0);
-  for (int64_t step = 1; step <= max_steps; ++step) {
-    const auto step_begin = std::chrono::steady_clock::now();
-    const double lr = learning_rate(schedule, step);
-    const int64_t cursor = o.overfit_batch ? 0 : (step - 1) * samples_per_step;
-    if (o.profile) run.stream.set_ledger(&ops);
-    const StepResult result = run.trainer.step(
-        [&](int64_t m) {
-          if (config.micro_batches > 1)
-            log.progress(formatted("step {}: micro-batch", step), m + 1, config.micro_batches);
-          return read_micro_batch(train_loader, cursor, m);
-        },
-        {.lr = static_cast<float>(lr),
-         .beta1 = static_cast<float>(o.beta1),
-         .beta2 = static_cast<float>(o.beta2),
-         .eps = static_cast<float>(o.adam_eps),
-         .weight_decay = static_cast<float>(o.weight_decay),
-         .step = step},
-        o.grad_clip);
-    const double seconds = seconds_since(step_begin);
-    run.stream.set_ledger(nullptr);
-    step_seconds += seconds;
-    last_loss = result.loss;
-    const double left = seconds_since(begin) / static_cast<double>(step) * static_cast<double>(max_steps - step);
-    log.train({.step = step,
-               .max_steps = max_steps,
-               .loss = result.loss,
-               .grad_norm = result.grad_norm,
-               .lr = lr,
-               .ms = seconds * 1e3,
-               .tokens_per_s = static_cast<double>(config.tokens()) / seconds,
-               .mfu = flops_per_step / seconds / peak,
-               .eta_s = left});
-    if (!result.applied)
-      throw Error(formatted("step {} diverged: loss {} or gradient norm {} is not finite; the weights were not "
-                            "updated. Lower --lr, add --warmup-steps or "
-                            "check the data; {}",
-                            step, result.loss, result.grad_norm,
-                            checkpoint.empty() ? "no checkpoint was written" : "the last checkpoint is " + checkpoint),
-                  ExitStatus::diverged);
-    const bool last = step == max_steps;
-    auto due = [&](int64_t every) { return every > 0 && (last || step % every == 0); };
-    if (val_loader && due(o.val_every)) validate(step);
-    if (due(o.sample_every)) sample(step);
-    if (last || (o.checkpoint_every > 0 && step % o.checkpoint_every == 0)) save(step);
   }
 
-  log.table("done",
-            {{"time", formatted("{} in all, {} in training steps", human_duration(seconds_since(begin)),
-                                human_duration(step_seconds))},
-             {"throughput",
-              formatted("{:.0f} tokens/s, {:.1f}% MFU", static_cast<double>(config.tokens() * max_steps) / step_seconds,
-                        100 * flops_per_step * static_cast<double>(max_steps) / step_seconds / peak)},
-             {"training loss", formatted("{:.4f} at step {}", last_loss, max_steps)},
-             {"validation loss",
-              std::isfinite(best_val) ? formatted("{:.4f} at best, at step {}", best_val, best_step) : "not measured"},
-             {"checkpoint", checkpoint},
-             {"metrics", o.out_dir + "/metrics.jsonl"}});
-  if (o.profile) report_profile(log, ops, max_steps);
-  report_next_steps(log, o, checkpoint);
+  int64_t cursor(int64_t step) const { return o_.overfit_batch ? 0 : (step - 1) * job_.samples_per_step; }
+
+  // One update: step done_ + 1.
+  void update() {
+    const int64_t step = done_ + 1;
+    const auto begin = std::chrono::steady_clock::now();
+    const double lr = learning_rate(schedule_, step);
+    const BatchSource batches = [&](int64_t m) {
+      if (job_.step.micro_batches > 1)
+        log_.progress(formatted("step {}: micro-batch", step), m + 1, job_.step.micro_batches);
+      return read(train_, cursor(step), m);
+    };
+    const double infinity = std::numeric_limits<double>::infinity();
+    if (o_.profile) run_.stream.set_ledger(&ops_);
+    const StepResult result =
+        run_.trainer.step(batches,
+                          {.lr = static_cast<float>(lr),
+                           .beta1 = static_cast<float>(o_.beta1),
+                           .beta2 = static_cast<float>(o_.beta2),
+                           .eps = static_cast<float>(o_.adam_eps),
+                           .weight_decay = static_cast<float>(o_.weight_decay),
+                           .step = step},
+                          {.max_norm = o_.grad_clip,
+                           .largest_loss = o_.skip_loss_z ? losses_.limit(*o_.skip_loss_z) : infinity,
+                           .largest_norm = o_.skip_grad_z ? norms_.limit(*o_.skip_grad_z) : infinity});
+    run_.stream.set_ledger(nullptr);
+    const double seconds = seconds_since(begin);
+    step_seconds_ += seconds;
+    losses_.add(result.loss);
+    norms_.add(result.grad_norm);
+    last_loss_ = result.loss;
+    const double tokens = static_cast<double>(job_.step.tokens());
+    const double left =
+        seconds_since(begin_) / static_cast<double>(step - first_) * static_cast<double>(job_.max_steps - step);
+    log_.train({.step = step,
+                .max_steps = job_.max_steps,
+                .loss = result.loss,
+                .grad_norm = result.grad_norm,
+                .lr = lr,
+                .ms = seconds * 1e3,
+                .tokens_per_s = tokens / seconds,
+                .mfu = flops_per_step() / seconds / peak_,
+                .eta_s = left,
+                .skipped = !result.applied});
+    if (!result.finite()) diverged(step, result, batches);
+    if (!result.applied) log_.line(formatted("step {} is an outlier: its update was skipped", step));
+    done_ = step;
+    validated_ = false;
+  }
+
+  double flops_per_step() const {
+    return training_flops_per_token(job_.step.model, o_.seq_len) * static_cast<double>(job_.step.tokens());
+  }
+
+  // The step is done again, with a look at every tensor, to say where it began.
+  [[noreturn]] void diverged(int64_t step, const StepResult& result, const BatchSource& batches) {
+    log_.line("looking for the first number that is not finite ...");
+    const std::optional<NotFinite> first = run_.trainer.find_not_finite(batches);
+    std::string where = "no tensor holds one: a sum overflowed";
+    if (first && first->micro_batch < 0) where = formatted("{} ({}) holds one", first->tensor, first->op);
+    if (first && first->micro_batch >= 0) {
+      std::vector<int64_t> samples;
+      for (int64_t b = 0; b < o_.batch_size; ++b)
+        if (first->sequences.empty() ||
+            std::find(first->sequences.begin(), first->sequences.end(), b) != first->sequences.end())
+          samples.push_back(train_.sample_at(cursor(step) + first->micro_batch * o_.batch_size + b));
+      where =
+          formatted("the first such number is in {}, written by {} in the {}, micro-batch {}, {} {}", first->tensor,
+                    first->op, first->place, first->micro_batch, samples.size() == 1 ? "sample" : "samples", samples);
+    }
+    throw Error(formatted("step {} diverged: loss {} or gradient norm {} is not finite; {}. The weights were not "
+                          "updated. Lower --lr, add "
+                          "--warmup-steps or check the data; {}",
+                          step, result.loss, result.grad_norm, where,
+                          checkpoint_.empty() ? "no checkpoint was written" : "the last checkpoint is " + checkpoint_),
+                ExitStatus::diverged);
+  }
+
+  // What is due behind step done_.
+  void duties() {
+    const bool last = done_ == job_.max_steps;
+    auto due = [&](int64_t every) { return every > 0 && (last || done_ % every == 0); };
+    if (val_ && due(o_.val_every) && !validated_) validate();
+    if (done_ == 0) return;
+    if (done_ > first_ && due(o_.sample_every)) sample();
+    const bool best = o_.keep_best && best_step_ == done_;
+    if (!last && !best && !(o_.checkpoint_every > 0 && done_ % o_.checkpoint_every == 0)) return;
+    save();
+    if (best) directory_.link_best(done_);
+    directory_.prune(o_.keep_checkpoints, o_.keep_every, o_.keep_best ? std::optional(best_step_) : std::nullopt);
+  }
+
+  void validate() {
+    const double loss = run_.trainer.evaluate(job_.val_micro_batches, [&](int64_t m) {
+      log_.progress("validation: micro-batch", m + 1, job_.val_micro_batches);
+      return read(*val_, 0, m);
+    });
+    log_.val({.step = done_, .loss = loss});
+    if (loss < best_val_) best_val_ = loss, best_step_ = done_;
+    validated_ = true;
+  }
+
+  void sample() {
+    std::vector<int32_t> made;
+    generate(run_.trainer, prompt_tokens(*job_.tokenizer, o_, job_.step.model), o_.sample_tokens, sample_options(o_),
+             seed(), formatted("sample {}", done_), [&](int32_t token) {
+               poll();
+               made.push_back(token);
+               log_.progress("sampling", static_cast<int64_t>(made.size()), o_.sample_tokens);
+               return token != job_.tokenizer->end_of_text();
+             });
+    log_.line(formatted("sample at step {}: {}{}", done_, o_.prompt, job_.tokenizer->decode(made)));
+  }
+
+  // The checkpoint of step done_, unless there is one.
+  void save() {
+    if (checkpoint_ == checkpoint_path(o_.out_dir, done_)) return;
+    const auto begin = std::chrono::steady_clock::now();
+    log_.progress("writing checkpoint", 0, 1);
+    log_.sync_metrics();  // what a resumed run finds in front of it
+    nlohmann::ordered_json best;
+    if (std::isfinite(best_val_)) best = {{"step", best_step_}, {"loss", best_val_}};
+    checkpoint_ =
+        write_checkpoint(o_.out_dir, done_, job_.step.model, run_.trainer.state().state_table(), job_.step.dtype,
+                         {{"format", 1},
+                          {"step", done_},
+                          {"tokens", done_ * job_.step.tokens()},
+                          {"tokens_per_step", job_.step.tokens()},
+                          {"data_cursor", done_ * job_.samples_per_step},
+                          {"data_samples", job_.train.samples()},
+                          {"seq_len", o_.seq_len},
+                          {"seed", o_.seed},
+                          {"best_validation", best},
+                          {"detectors", {{"loss", losses_.values()}, {"grad_norm", norms_.values()}}},
+                          {"layout", {{"ranks", 1}}},
+                          {"options", options_json(o_)}},
+                         run_.stream);
+    save_seconds_ = seconds_since(begin);
+    log_.line("checkpoint: " + checkpoint_);
+  }
+
+  void restore(const ResumePoint& from) {
+    const std::string file = from.path + "/trainer.json";
+    auto expect = [&](const char* field, int64_t now, const char* what) {
+      const nlohmann::json then = from.trainer.value(field, nlohmann::json());
+      CHECK(then == now, "{}: \"{}\" is {}, and is {} in this run: {}", file, field, then.dump(), now, what);
+    };
+    expect("step", from.step, "the directory was renamed");
+    expect("tokens_per_step", job_.step.tokens(), "give the same --total-batch-size");
+    expect("data_samples", job_.train.samples(), "--train-data has changed");
+    load_checkpoint(from.path, job_.step.model, run_.trainer.state(), run_.stream);
+    run_.stream.synchronize();
+    try {
+      losses_ = OutlierDetector(from.trainer.at("detectors").at("loss").get<std::vector<double>>());
+      norms_ = OutlierDetector(from.trainer.at("detectors").at("grad_norm").get<std::vector<double>>());
+      if (const auto& best = from.trainer.at("best_validation"); best.is_object())
+        best.at("step").get_to(best_step_), best.at("loss").get_to(best_val_);
+    } catch (const nlohmann::json::exception& error) {
+      throw Error(formatted("{} is damaged: {}", file, error.what()));
+    }
+    done_ = from.step;
+    if (from.path == checkpoint_path(o_.out_dir, done_)) checkpoint_ = from.path;
+  }
+
+  void report_summary() {
+    const double steps = static_cast<double>(job_.max_steps - first_), tokens = static_cast<double>(job_.step.tokens());
+    log_.table("done", {{"time", formatted("{} in all, {} in training steps", human_duration(seconds_since(begin_)),
+                                           human_duration(step_seconds_))},
+                        {"throughput", formatted("{:.0f} tokens/s, {:.1f}% MFU", tokens * steps / step_seconds_,
+                                                 100 * flops_per_step() * steps / step_seconds_ / peak_)},
+                        {"training loss", formatted("{:.4f} at step {}", last_loss_, job_.max_steps)},
+                        {"validation loss", std::isfinite(best_val_)
+                                                ? formatted("{:.4f} at best, at step {}", best_val_, best_step_)
+                                                : "not measured"},
+                        {"checkpoint", checkpoint_},
+                        {"metrics", o_.out_dir + "/metrics.jsonl"}});
+    if (o_.profile) report_profile(log_, ops_, job_.max_steps - first_);
+    report_next_steps(log_, o_, checkpoint_);
+  }
+
+  const Job& job_;
+  const Options& o_;
+  RunDirectory& directory_;
+  Log& log_;
+  StopCondition stop_{job_.options.time_limit};
+  double peak_;
+  Run run_;
+  LrSchedule schedule_;
+  DataLoader train_;
+  std::optional<DataLoader> val_;
+
+  int64_t done_ = 0, first_ = 0;  // updates done, and done when this process began
+  bool validated_ = false;        // behind step done_
+  OutlierDetector losses_, norms_;
+  double best_val_ = std::numeric_limits<double>::infinity();
+  int64_t best_step_ = -1;
+  std::string checkpoint_;  // the last one in the out directory
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  double step_seconds_ = 0;  // of all steps, without validation, sampling and checkpoints
+  double save_seconds_ = 0, last_loss_ = 0;
+  OpLedger ops_;
+};
+
+void run_training(const Options& o) {
+  note_stop_signals();
+  const Job job(o);
+  Log log;
+  RunDirectory directory(log, o);
+  const std::optional<ResumePoint> resume = directory.resume_point(log, o);
+  if (resume && resume->step >= job.max_steps) {
+    log.line(formatted("already complete: {} is at step {} of {}", o.out_dir, resume->step, job.max_steps));
+    return report_next_steps(log, o, resume->path);
+  }
+  Training(job, directory, log, resume).run();
 }
 
 }  // namespace

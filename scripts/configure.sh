@@ -48,6 +48,9 @@ json=$(version "$CXX $flags" nlohmann/json.hpp \
   NLOHMANN_JSON_VERSION_MAJOR.NLOHMANN_JSON_VERSION_MINOR.NLOHMANN_JSON_VERSION_PATCH)
 [ -n "$json" ] || missing 'nlohmann/json (nlohmann/json.hpp)'
 answer JSON_VERSION "$json"
+links "$CXX" xxhash.h 'return XXH3_64bits("", 0) == 0' $flags -lxxhash || missing 'xxHash 0.8 (xxhash.h, -lxxhash)'
+answer XXHASH_VERSION \
+  "$(version "$CXX $flags" xxhash.h XXH_VERSION_MAJOR.XXH_VERSION_MINOR.XXH_VERSION_RELEASE)"
 
 # What the tests are written in: version 3 is a library, version 2 headers alone.
 catch2_header=catch2/catch.hpp

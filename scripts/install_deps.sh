@@ -16,6 +16,7 @@ packages='
     build  g++                  required   command g++
     build  libcli11-dev         required   header  CLI/CLI.hpp
     build  nlohmann-json3-dev   required   header  nlohmann/json.hpp
+    build  libxxhash-dev        required   header  xxhash.h
     build  libdnnl-dev          optional   header  dnnl.h
     test   catch2               required   header  catch2/catch.hpp catch2/catch_all.hpp
     test   python3              required   command python3

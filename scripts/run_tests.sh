@@ -58,7 +58,7 @@ if [ -z "${TESTS:-}" ]; then
   done
 fi
 
-slow=$(awk '$1 != "started" && $2 >= 5 { printf "%8.1f s  %s\n", $2, substr($0, index($0, $3)) }' "$notes" |
+slow=$(awk '$1 != "started" && $2 >= 5 { seconds = $2; sub(/^[^ ]+ [^ ]+ /, ""); printf "%8.1f s  %s\n", seconds, $0 }' "$notes" |
   sort -k1,1nr | head -n 5)
 [ -z "$slow" ] || printf 'the slowest test cases:\n%s\n' "$slow"
 [ "$skipped" -eq 0 ] || echo "$skipped skipped"

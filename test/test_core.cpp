@@ -186,7 +186,8 @@ TEST_CASE("help and the README's table know every option") {
 TEST_CASE("metrics.jsonl holds every number exactly, null where one is not finite") {
   const TempDir dir;
   {
-    Log log(dir.path());
+    Log log;
+    log.open_metrics(dir.path());
     log.train({.step = 3,
                .max_steps = 10,
                .loss = 1.0 / 3,

@@ -334,23 +334,23 @@ TEST_CASE("the gradient norm adds in double, clips as torch does, and forbids wh
   for (int64_t i = 0; i < x.numel(); ++i) x.data<float>()[i] = 0.001f;
   square_sum(sums.slice(0, {1}), x, b.stream);
   square_sum(sums.slice(1, {1}), x.slice(0, {1}), b.stream);
-  clip_control(control, sums, loss, 0.1, b.stream);
+  clip_control(control, sums, loss, {.max_norm = 0.1}, b.stream);
   b.stream.synchronize();
   const double norm = std::sqrt(200004.0) * double(0.001f);
   REQUIRE(std::abs(control.data<double>()[0] / norm - 1) < 1e-12);
   REQUIRE(std::abs(control.data<double>()[1] - 0.1 / (norm + 1e-6)) < 1e-12);
   REQUIRE(control.data<double>()[2] == 1);
-  clip_control(control, sums, loss, 0, b.stream);
+  clip_control(control, sums, loss, {.max_norm = 0}, b.stream);
   b.stream.synchronize();
   REQUIRE(control.data<double>()[1] == 1);
   loss.data<double>()[0] = std::numeric_limits<double>::infinity();
-  clip_control(control, sums, loss, 0, b.stream);
+  clip_control(control, sums, loss, {.max_norm = 0}, b.stream);
   b.stream.synchronize();
   REQUIRE(control.data<double>()[2] == 0);
   loss.data<double>()[0] = 0;
   x.data<float>()[100000] = std::numeric_limits<float>::quiet_NaN();
   square_sum(sums.slice(0, {1}), x, b.stream);
-  clip_control(control, sums, loss, 1, b.stream);
+  clip_control(control, sums, loss, {.max_norm = 1}, b.stream);
   b.stream.synchronize();
   REQUIRE(control.data<double>()[2] == 0);
 }

@@ -57,7 +57,8 @@ struct Fixture {
     std::vector<double> seen;
     for (int s = 1; s <= steps; ++s) {
       const StepResult r = trainer.step(
-          batches(), {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = s}, 1.0);
+          batches(), {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = s},
+          {.max_norm = 1});
       REQUIRE(r.applied);
       seen.push_back(r.loss);
       seen.push_back(r.grad_norm);
@@ -212,7 +213,8 @@ TEST_CASE("a loss that is not finite changes no weight and says so") {
   const Tensor q = f.trainer.state().unit(1).weights();
   const std::vector<float> before(q.data<float>(), q.data<float>() + q.numel());
   const StepResult r = f.trainer.step(
-      f.batches(), {.lr = 0.1f, .beta1 = 0.9f, .beta2 = 0.9f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 1}, 1.0);
+      f.batches(), {.lr = 0.1f, .beta1 = 0.9f, .beta2 = 0.9f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 1},
+      {.max_norm = 1});
   REQUIRE_FALSE(r.applied);
   REQUIRE(std::memcmp(before.data(), q.bytes, before.size() * sizeof(float)) == 0);
 }

@@ -62,9 +62,10 @@ class File {
     }
   }
 
+  void sync() { check(::fsync(fd_) == 0, "fsync"); }
   // On the disk, then closed.
   void sync_and_close() {
-    check(::fsync(fd_) == 0, "fsync");
+    sync();
     check(::close(std::exchange(fd_, -1)) == 0, "close");
   }
 

@@ -39,8 +39,9 @@ inline std::string human_duration(double seconds) {
 struct TrainLine {
   int64_t step, max_steps;
   double loss, grad_norm, lr, ms, tokens_per_s;
-  double mfu;    // of 1
-  double eta_s;  // seconds left
+  double mfu;            // of 1
+  double eta_s;          // seconds left
+  bool skipped = false;  // the update
 };
 struct ValLine {
   int64_t step;
@@ -50,8 +51,13 @@ struct ValLine {
 class Log {
  public:
   Log() : terminal_(isatty(STDOUT_FILENO) == 1) {}
-  // With a new metrics.jsonl in out_dir, which exists.
-  explicit Log(const std::string& out_dir) : Log() { metrics_.emplace(File::create(out_dir + "/metrics.jsonl")); }
+
+  // From now on also writes to out_dir/metrics.jsonl, behind what is there.
+  void open_metrics(const std::string& out_dir) { metrics_.emplace(File::append(out_dir + "/metrics.jsonl")); }
+  // The metrics so far are on the disk.
+  void sync_metrics() {
+    if (metrics_) metrics_->sync();
+  }
 
   void line(const std::string& text) {
     erase_progress();
@@ -72,14 +78,16 @@ class Log {
             "}/{} | loss {:7.4f} | norm {:8.4f} | lr {:.2e} | {:8.1f} ms | {:9} tok/s | {:5.1f}% MFU | ETA {}",
         t.step, t.max_steps, t.loss, t.grad_norm, t.lr, t.ms, human_count(std::llround(t.tokens_per_s)), 100 * t.mfu,
         human_duration(t.eta_s)));
-    write({{"kind", "train"},
-           {"step", t.step},
-           {"loss", t.loss},
-           {"grad_norm", t.grad_norm},
-           {"lr", t.lr},
-           {"ms", t.ms},
-           {"tokens_per_s", t.tokens_per_s},
-           {"mfu", t.mfu}});
+    nlohmann::ordered_json object = {{"kind", "train"},
+                                     {"step", t.step},
+                                     {"loss", t.loss},
+                                     {"grad_norm", t.grad_norm},
+                                     {"lr", t.lr},
+                                     {"ms", t.ms},
+                                     {"tokens_per_s", t.tokens_per_s},
+                                     {"mfu", t.mfu}};
+    if (t.skipped) object["skipped"] = true;
+    write(object);
   }
 
   void val(const ValLine& v) {

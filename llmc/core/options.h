@@ -32,6 +32,8 @@ struct Options {
 
   std::optional<int64_t> max_steps;  // none: one epoch
   std::string out_dir = "out/run";
+  std::string resume = "auto";
+  std::optional<double> time_limit;  // minutes
   int64_t seed = 42;
   bool overfit_batch = false;
 
@@ -39,6 +41,7 @@ struct Options {
   int64_t warmup_steps = 0;
   std::string lr_schedule = "cosine";
   double final_lr_frac = 0, weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, adam_eps = 1e-8, grad_clip = 1;
+  std::optional<double> skip_loss_z, skip_grad_z;  // none: outliers are not skipped
 
   int64_t val_every = 250, val_steps = 20;
   int64_t sample_every = 0, sample_tokens = 256;
@@ -47,7 +50,8 @@ struct Options {
   int64_t top_k = 0;
   double top_p = 1;
 
-  int64_t checkpoint_every = 0;
+  int64_t checkpoint_every = 0, keep_checkpoints = 0, keep_every = 0;
+  bool keep_best = false;
   std::string dtype = "fp32";
   std::string recompute = "none";
   std::optional<double> memory_limit;  // GiB; none: what the machine has
@@ -109,9 +113,14 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--total-batch-size", "-d", o.total_batch_size, at_least(1), must_match,
         "tokens in a step, by gradient accumulation; default: one micro-batch");
   visit("Run");
-  visit("--max-steps", "-x", o.max_steps, at_least(1), must_match, "updates to do; default: one epoch");
+  visit("--max-steps", "-x", o.max_steps, at_least(1), warn, "updates to do; default: one epoch");
   visit("--out-dir", "-o", o.out_dir, Limits{}, free,
         "where metrics.jsonl and the checkpoints go; one run, one directory");
+  visit("--resume", "", o.resume, Limits{}, free,
+        "auto: go on from the newest whole checkpoint of --out-dir, or begin there; never: refuse a directory with a "
+        "run; or a checkpoint's directory to go on from");
+  visit("--time-limit", "", o.time_limit, at_least(0), free,
+        "minutes after which the run saves and leaves with exit status 75, as it does at SIGINT, SIGTERM and SIGUSR1");
   visit("--seed", "", o.seed, at_least(0), must_match, "of initial weights, data order and samples");
   visit("--overfit-batch", "-a", o.overfit_batch, Limits{}, must_match,
         "train on the first batch again and again: the loss must fall towards zero");
@@ -130,6 +139,9 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--adam-eps", "", o.adam_eps, between(1e-30, 1), must_match, "added to the root of the second moment");
   visit("--grad-clip", "", o.grad_clip, at_least(0), must_match,
         "largest gradient norm; longer gradients are scaled down; 0: never");
+  visit("--skip-loss-z", "", o.skip_loss_z, at_least(0), must_match,
+        "skip the update where the loss is more than so many standard deviations above the mean of the last 128");
+  visit("--skip-grad-z", "", o.skip_grad_z, at_least(0), must_match, "the same for the gradient norm");
   visit("Evaluation and samples");
   visit("--val-every", "-v", o.val_every, at_least(0), free,
         "updates between validations (there is one at the start and one at the end, too); 0: none");
@@ -144,6 +156,12 @@ void visit_options(O& o, Visitor&& visit) {
   visit("Checkpoints");
   visit("--checkpoint-every", "-n", o.checkpoint_every, at_least(0), free,
         "updates between checkpoints; 0: only at the end");
+  visit("--keep-checkpoints", "", o.keep_checkpoints, at_least(0), free,
+        "keep so many of the newest checkpoints and delete older ones; 0: keep all");
+  visit("--keep-every", "", o.keep_every, at_least(0), free,
+        "never delete the checkpoints of these multiples; 0: none");
+  visit("--keep-best", "", o.keep_best, Limits{}, free,
+        "write a checkpoint whenever the validation loss is the best so far, keep it, and let OUT/best lead to it");
   visit("Numerics and layout");
   visit("--dtype", "", o.dtype, one_of({"fp32", "bf16"}), must_match,
         "of weights and activations; with bf16, master weights and optimizer state are fp32");
@@ -301,7 +319,9 @@ inline std::string help_text() {
             line(formatted("  {} {} {}", *letter ? std::string(letter) + "," : std::string("   "), name, type), all);
           }});
   for (const auto& mode : detail::mode_options) line(formatted("      {}", mode.name), mode.help);
-  return text + "\nExit status: 0 done, 1 refused (the reason is on stderr), 2 diverged.";
+  return text +
+         "\nExit status: 0 done, 1 refused (the reason is on stderr), 2 diverged, 75 stopped early and saved: start "
+         "again.";
 }
 
 inline std::string config_text(const Options& options) {
@@ -334,24 +354,35 @@ inline std::string shell_word(const std::string& word) {
   return quoted + "'";
 }
 
+// Every option as text, the default's text, and its rule.
+struct OptionText {
+  std::string name, text, usual;
+  ResumeRule rule;
+  bool flag;
+};
+inline std::vector<OptionText> option_texts(const Options& options) {
+  Options o = options, defaults;
+  std::vector<OptionText> all;
+  auto add = [&](const char* name, const char*, auto& field, const Limits&, ResumeRule rule, const char*) {
+    all.push_back({name, detail::option_text(field), "", rule, std::is_same_v<decltype(field), bool&>});
+  };
+  visit_options(o, detail::OptionVisitor{detail::no_group, add});
+  size_t i = 0;
+  auto add_usual = [&](const char*, const char*, auto& field, const Limits&, ResumeRule, const char*) {
+    all[i++].usual = detail::option_text(field);
+  };
+  visit_options(defaults, detail::OptionVisitor{detail::no_group, add_usual});
+  return all;
+}
+
 // The command line that gives these options: those that are not the default.
 inline std::string command_line(const Options& options) {
-  Options o = options, defaults;
-  std::map<std::string, std::string> usual;
-  visit_options(defaults, detail::OptionVisitor{detail::no_group, [&](const char* name, const char*, auto& field,
-                                                                      const Limits&, ResumeRule, const char*) {
-                                                  usual[name] = detail::option_text(field);
-                                                }});
   std::string text = "./train_gpt";
-  visit_options(
-      o, detail::OptionVisitor{detail::no_group,
-                               [&](const char* name, const char*, auto& field, const Limits&, ResumeRule, const char*) {
-                                 const std::string value = detail::option_text(field);
-                                 if (value == usual[name]) return;
-                                 text += std::string(" ") + name;
-                                 if constexpr (!std::is_same_v<std::remove_reference_t<decltype(field)>, bool>)
-                                   text += " " + shell_word(value);
-                               }});
+  for (const OptionText& o : option_texts(options)) {
+    if (o.text == o.usual) continue;
+    text += " " + o.name;
+    if (!o.flag) text += " " + shell_word(o.text);
+  }
   return text;
 }
 

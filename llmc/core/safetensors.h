@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "core/checksum.h"
 #include "core/dtype.h"
-#include "core/files.h"
 
 namespace llmc {
 
@@ -31,7 +31,7 @@ inline constexpr std::pair<DType, const char*> safetensors_dtypes[] = {
 // Tensors are written in the order of the list, each in any number of pieces.
 class SafetensorsWriter {
  public:
-  SafetensorsWriter(const std::string& path, const std::vector<TensorInfo>& tensors) : file_(File::create(path)) {
+  SafetensorsWriter(const std::string& path, const std::vector<TensorInfo>& tensors) : file_(path) {
     nlohmann::ordered_json header;
     header["__metadata__"] = {{"format", "pt"}};
     for (const TensorInfo& t : tensors) {
@@ -51,13 +51,13 @@ class SafetensorsWriter {
     file_.write(data, bytes);
     left_ -= bytes;
   }
-  void finish() {
+  FileRecord finish() {
     CHECK(left_ == 0);
-    file_.sync_and_close();
+    return file_.finish();
   }
 
  private:
-  File file_;
+  RecordedFile file_;
   int64_t left_ = 0;
 };
 
@@ -90,6 +90,12 @@ class SafetensorsReader {
   void read(const std::string& name, void* out) const {
     const Entry& e = find(name);
     file_.read_at(out, e.info.bytes(), data_begin_ + e.begin);
+  }
+  // `n` elements from element `first` of the flat contents.
+  void read(const std::string& name, void* out, int64_t first, int64_t n) const {
+    const Entry& e = find(name);
+    CHECK(first >= 0 && first + n <= e.info.numel());
+    file_.read_at(out, n * size_of(e.info.dtype), data_begin_ + e.begin + first * size_of(e.info.dtype));
   }
 
  private:

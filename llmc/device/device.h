@@ -13,14 +13,17 @@
 #include <exception>
 #include <fstream>
 #include <functional>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "core/check.h"
+#include "device/tensor.h"
 
 namespace llmc {
 
@@ -134,9 +137,16 @@ class Stream {
     changed_.notify_all();
   }
 
-  // An op: its cost is booked, its work enqueued.
+  // An op: its cost is booked, its work enqueued. `outputs`: what it writes or adds to.
   template <class F>
-  void run(const OpCost& cost, F&& task) {
+  void run(const OpCost& cost, std::initializer_list<Tensor> outputs, F&& task) {
+    if (inspector_ && device_.kind != DeviceKind::null) {
+      enqueue(std::forward<F>(task));
+      synchronize();
+      for (const Tensor& t : outputs)
+        if (!t.empty()) inspector_(cost.name, t);
+      return;
+    }
     if (ledger_ != nullptr && device_.kind == DeviceKind::null) book(cost, 0);
     if (device_.kind == DeviceKind::null) return;
     if (ledger_ == nullptr) return enqueue(std::forward<F>(task));
@@ -164,6 +174,11 @@ class Stream {
   void wait(const Event& event) {
     enqueue([event] { event.wait(); });
   }
+
+  // From now on (until nullptr is set) called on the stream with each op's name and each tensor it wrote, right behind
+  // it.
+  using Inspector = std::function<void(const char* op, const Tensor& output)>;
+  void set_inspector(Inspector inspector) { inspector_ = std::move(inspector); }
 
   // From now on (until nullptr is set) each op is booked here. Call with the stream idle.
   void set_ledger(OpLedger* ledger) { ledger_ = ledger; }
@@ -211,6 +226,7 @@ class Stream {
   Device device_;
   Arena& scratch_;
   OpLedger* ledger_ = nullptr;
+  Inspector inspector_;
   std::thread worker_;
   std::mutex mutex_;
   std::condition_variable changed_, idle_, room_;

@@ -94,7 +94,9 @@ class UnitState {
       CHECK(next.placement == Placement::adjacent);
       shape[0] += next.stored_shape()[0];
     }
-    return buffer.slice(layout_.offsets[first], shape);
+    Tensor part = buffer.slice(layout_.offsets[first], shape);
+    part.name = spec_.params[first].name.c_str();
+    return part;
   }
 
   // Neighbours that are treated alike are one segment; the gaps between parameters hold zeros and stay zero.

@@ -7,6 +7,7 @@
 // softmax, losses and weight gradients are in its accumulator type: fp32, or fp64 for fp64.
 #pragma once
 #include <functional>
+#include <limits>
 #include <optional>
 #include <string_view>
 
@@ -49,20 +50,20 @@ inline double bytes_of(std::initializer_list<Tensor> tensors) {
 
 // out = 0
 inline void zero(Tensor out, Stream& stream) {
-  stream.run({"zero", 0, detail::bytes_of({out})}, [=] { cpu::zero(out.bytes, out.size_bytes()); });
+  stream.run({"zero", 0, detail::bytes_of({out})}, {out}, [=] { cpu::zero(out.bytes, out.size_bytes()); });
 }
 
 // out = x, same dtype and shape
 inline void copy(Tensor out, Tensor x, Stream& stream) {
   detail::check_tensor("copy", "x", x, out.dtype, out.shape);
-  stream.run({"copy", 0, detail::bytes_of({out, x})},
+  stream.run({"copy", 0, detail::bytes_of({out, x})}, {out},
              [=] { std::memcpy(out.bytes, x.bytes, static_cast<size_t>(x.size_bytes())); });
 }
 
 // out = x in the dtype of out, rounded to nearest even
 inline void convert(Tensor out, Tensor x, Stream& stream) {
   CHECK(out.shape == x.shape, "convert: {} against {}", to_string(out.shape), to_string(x.shape));
-  stream.run({"convert", 0, detail::bytes_of({out, x})}, [=] {
+  stream.run({"convert", 0, detail::bytes_of({out, x})}, {out}, [=] {
     with_type(out.dtype, [&](auto to) {
       with_type(x.dtype, [&](auto from) {
         cpu::convert(out.data<typename decltype(to)::type>(), x.data<typename decltype(from)::type>(), x.numel());
@@ -73,13 +74,13 @@ inline void convert(Tensor out, Tensor x, Stream& stream) {
 
 // out (fp32) = constant
 inline void fill(Tensor out, float value, Stream& stream) {
-  stream.run({"fill", 0, detail::bytes_of({out})}, [=] { std::fill_n(out.data<float>(), out.numel(), value); });
+  stream.run({"fill", 0, detail::bytes_of({out})}, {out}, [=] { std::fill_n(out.data<float>(), out.numel(), value); });
 }
 
 // out (fp32) = normal numbers keyed by (seed, name, global index); out holds the elements from `begin` on (contract 7).
 inline void init_normal(Tensor out, float stddev, int64_t begin, uint64_t seed, std::string_view name, Stream& stream) {
   const Philox rng(seed, name);
-  stream.run({"init_normal", 0, detail::bytes_of({out})},
+  stream.run({"init_normal", 0, detail::bytes_of({out})}, {out},
              [=] { cpu::init_normal(out.data<float>(), begin, out.numel(), stddev, rng); });
 }
 
@@ -90,7 +91,7 @@ inline void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tenso
   CHECK_TENSOR(positions, DType::int32, N);
   CHECK_TENSOR(wte, out.dtype, wte.shape[0], C);
   CHECK_TENSOR(wpe, out.dtype, wpe.shape[0], C);
-  stream.run({"embedding_forward", 0, 3 * detail::bytes_of({out})}, [=] {
+  stream.run({"embedding_forward", 0, 3 * detail::bytes_of({out})}, {out}, [=] {
     with_type(out.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       cpu::embedding_forward(out.data<X>(), tokens.data<int32_t>(), positions.data<int32_t>(), wte.data<X>(),
@@ -107,7 +108,7 @@ inline void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tok
   CHECK_TENSOR(positions, DType::int32, N);
   CHECK_TENSOR(dwte, grad, dwte.shape[0], C);
   CHECK_TENSOR(dwpe, grad, dwpe.shape[0], C);
-  stream.run({"embedding_backward", 0, 5 * detail::bytes_of({dout})}, [=] {
+  stream.run({"embedding_backward", 0, 5 * detail::bytes_of({dout})}, {dwte, dwpe}, [=] {
     with_type(dout.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
@@ -127,7 +128,7 @@ inline void layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Te
   CHECK_TENSOR(rstd, stat, N);
   CHECK_TENSOR(weight, x.dtype, C);
   CHECK_TENSOR(bias, x.dtype, C);
-  stream.run({"layernorm_forward", 0, detail::bytes_of({out, x})}, [=] {
+  stream.run({"layernorm_forward", 0, detail::bytes_of({out, x})}, {out, mean, rstd}, [=] {
     with_type(x.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
@@ -152,7 +153,7 @@ inline void layernorm_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor d
   auto scope = stream.scratch().scope();
   const Tensor partials =
       stream.scratch().alloc("scratch", "layernorm partial sums", stat, {cpu::row_partitions, 2 * C});
-  stream.run({"layernorm_backward", 0, detail::bytes_of({dx, dout, x})}, [=] {
+  stream.run({"layernorm_backward", 0, detail::bytes_of({dx, dout, x})}, {dx, dweight, dbias}, [=] {
     with_type(x.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
@@ -172,7 +173,7 @@ inline void matmul(const char* name, Tensor c, Tensor a, Tensor b, Tensor bias, 
   if (product.scratch_bytes() > 0)
     scratch = stream.scratch().alloc("scratch", "matmul", DType::int32, {ceil_div(product.scratch_bytes(), 4)});
   const double flops = 2.0 * static_cast<double>(shape.M) * static_cast<double>(shape.N) * static_cast<double>(shape.K);
-  stream.run({name, flops, bytes_of({a, b, c})},
+  stream.run({name, flops, bytes_of({a, b, c})}, {c},
              [=] { product.run(c.bytes, a.bytes, b.bytes, bias.bytes, scratch.bytes); });
 }
 
@@ -239,7 +240,7 @@ inline void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Te
   CHECK_TENSOR(dbias, grad, O);
   auto scope = stream.scratch().scope();
   const Tensor partials = stream.scratch().alloc("scratch", "bias partial sums", grad, {cpu::row_partitions, O});
-  stream.run({"linear_backward_bias", 0, detail::bytes_of({dout})}, [=] {
+  stream.run({"linear_backward_bias", 0, detail::bytes_of({dout})}, {dbias}, [=] {
     with_type(dout.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
@@ -251,7 +252,7 @@ inline void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Te
 // GELU, tanh form, elementwise; dx may be dout.
 inline void gelu_forward(Tensor out, Tensor x, Stream& stream) {
   detail::check_tensor("gelu_forward", "out", out, x.dtype, x.shape);
-  stream.run({"gelu_forward", 0, detail::bytes_of({out, x})}, [=] {
+  stream.run({"gelu_forward", 0, detail::bytes_of({out, x})}, {out}, [=] {
     with_type(x.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       cpu::gelu_forward(out.data<X>(), x.data<X>(), x.numel());
@@ -261,7 +262,7 @@ inline void gelu_forward(Tensor out, Tensor x, Stream& stream) {
 inline void gelu_backward(Tensor dx, Tensor dout, Tensor x, Stream& stream) {
   detail::check_tensor("gelu_backward", "dx", dx, x.dtype, x.shape);
   detail::check_tensor("gelu_backward", "dout", dout, x.dtype, x.shape);
-  stream.run({"gelu_backward", 0, detail::bytes_of({dx, dout, x})}, [=] {
+  stream.run({"gelu_backward", 0, detail::bytes_of({dx, dout, x})}, {dx}, [=] {
     with_type(x.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       cpu::gelu_backward(dx.data<X>(), dout.data<X>(), x.data<X>(), x.numel());
@@ -273,7 +274,7 @@ inline void gelu_backward(Tensor dx, Tensor dout, Tensor x, Stream& stream) {
 inline void residual_forward(Tensor out, Tensor a, Tensor b, Stream& stream) {
   detail::check_tensor("residual_forward", "a", a, out.dtype, out.shape);
   detail::check_tensor("residual_forward", "b", b, out.dtype, out.shape);
-  stream.run({"residual_forward", 0, detail::bytes_of({out, a, b})}, [=] {
+  stream.run({"residual_forward", 0, detail::bytes_of({out, a, b})}, {out}, [=] {
     with_type(out.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       cpu::residual_forward(out.data<X>(), a.data<X>(), b.data<X>(), out.numel());
@@ -306,7 +307,7 @@ inline void attention_forward(Tensor out, Tensor lse, Tensor qkv, const Attentio
   auto scope = stream.scratch().scope();
   const Tensor scratch =
       stream.scratch().alloc("scratch", "attention", lse.dtype, {cpu::attention_forward_scratch(shape, threads)});
-  stream.run({"attention_forward", detail::attention_flops(shape), detail::bytes_of({out, qkv})}, [=] {
+  stream.run({"attention_forward", detail::attention_flops(shape), detail::bytes_of({out, qkv})}, {out, lse}, [=] {
     with_type(qkv.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
@@ -326,7 +327,7 @@ inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv,
   const Tensor scratch =
       stream.scratch().alloc("scratch", "attention", lse.dtype, {cpu::attention_backward_scratch(shape, threads)});
   stream.run({"attention_backward", 2.5 * detail::attention_flops(shape), detail::bytes_of({dqkv, dout, out, qkv})},
-             [=] {
+             {dqkv}, [=] {
                with_type(qkv.dtype, [&](auto tag) {
                  using X = typename decltype(tag)::type;
                  using A = accumulator_t<X>;
@@ -344,7 +345,7 @@ inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, int64_t 
   CHECK_TENSOR(losses, accumulator_of(logits.dtype), N);
   CHECK_TENSOR(targets, DType::int32, N);
   CHECK(V <= V_padded, "cross_entropy: vocabulary {} exceeds the {} columns of the logits", V, V_padded);
-  stream.run({"cross_entropy", 0, 2 * detail::bytes_of({logits})}, [=] {
+  stream.run({"cross_entropy", 0, 2 * detail::bytes_of({logits})}, {losses, logits}, [=] {
     with_type(logits.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
@@ -357,7 +358,7 @@ inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, int64_t 
 // sum (1) fp64 += all of losses (N), in order
 inline void add_losses(Tensor sum, Tensor losses, Stream& stream) {
   CHECK_TENSOR(sum, DType::fp64, 1);
-  stream.run({"add_losses", 0, detail::bytes_of({losses})}, [=] {
+  stream.run({"add_losses", 0, detail::bytes_of({losses})}, {sum}, [=] {
     with_type(losses.dtype, [&](auto tag) {
       using A = typename decltype(tag)::type;
       for (int64_t n = 0; n < losses.numel(); ++n) *sum.data<double>() += static_cast<double>(losses.data<A>()[n]);
@@ -371,7 +372,7 @@ inline void square_sum(Tensor out, Tensor x, Stream& stream) {
   auto scope = stream.scratch().scope();
   const Tensor partials =
       stream.scratch().alloc("scratch", "square sum", DType::fp64, {ceil_div(x.numel(), cpu::square_sum_block)});
-  stream.run({"square_sum", 0, detail::bytes_of({x})}, [=] {
+  stream.run({"square_sum", 0, detail::bytes_of({x})}, {out}, [=] {
     with_type(x.dtype, [&](auto tag) {
       using G = typename decltype(tag)::type;
       cpu::square_sum(out.data<double>(), partials.data<double>(), x.data<G>(), x.numel());
@@ -381,18 +382,24 @@ inline void square_sum(Tensor out, Tensor x, Stream& stream) {
 
 // What the update reads, on the device, so that the host need not wait: control (3) fp64 = {gradient norm, factor on
 // the gradients, 1 if the update may happen}. The factor clips to max_norm (0: never) as torch's clip_grad_norm_ does;
-// a loss or norm that is not finite forbids the update.   square_sums (units) fp64, added in order; loss (1) fp64
-inline void clip_control(Tensor control, Tensor square_sums, Tensor loss, double max_norm, Stream& stream) {
+// a loss or norm that is not finite, or beyond its largest value, forbids the update.   square_sums (units) fp64, added
+// in order; loss (1) fp64
+struct UpdateRule {
+  double max_norm = 0;
+  double largest_loss = std::numeric_limits<double>::infinity(), largest_norm = largest_loss;
+};
+inline void clip_control(Tensor control, Tensor square_sums, Tensor loss, const UpdateRule& rule, Stream& stream) {
   CHECK_TENSOR(control, DType::fp64, 3);
   CHECK_TENSOR(loss, DType::fp64, 1);
-  stream.run({"clip_control", 0, detail::bytes_of({square_sums})}, [=] {
+  stream.run({"clip_control", 0, detail::bytes_of({square_sums})}, {}, [=] {
     double total = 0;
     for (int64_t i = 0; i < square_sums.numel(); ++i) total += square_sums.data<double>()[i];
     const double norm = std::sqrt(total);
     double* c = control.data<double>();
     c[0] = norm;
-    c[1] = max_norm > 0 ? std::min(1.0, max_norm / (norm + 1e-6)) : 1.0;
-    c[2] = std::isfinite(norm) && std::isfinite(loss.data<double>()[0]) ? 1.0 : 0.0;
+    c[1] = rule.max_norm > 0 ? std::min(1.0, rule.max_norm / (norm + 1e-6)) : 1.0;
+    const double l = loss.data<double>()[0];
+    c[2] = std::isfinite(norm) && std::isfinite(l) && l <= rule.largest_loss && norm <= rule.largest_norm ? 1.0 : 0.0;
   });
 }
 
@@ -408,15 +415,16 @@ inline void adamw_update(Tensor weight, Tensor master, Tensor moment1, Tensor mo
   CHECK_TENSOR(moment2, state, n);
   CHECK_TENSOR(gradient, state, n);
   CHECK_TENSOR(control, DType::fp64, 3);
-  stream.run({"adamw_update", 0, 2 * detail::bytes_of({weight, moment1, moment2}) + detail::bytes_of({gradient})}, [=] {
-    if (control.data<double>()[2] == 0) return;
-    with_type(weight.dtype, [&](auto tag) {
-      using W = typename decltype(tag)::type;
-      using A = accumulator_t<W>;
-      cpu::adamw_update(weight.data<W>(), master.empty() ? nullptr : master.data<A>(), moment1.data<A>(),
-                        moment2.data<A>(), gradient.data<A>(), n, options, A(control.data<double>()[1]));
-    });
-  });
+  stream.run({"adamw_update", 0, 2 * detail::bytes_of({weight, moment1, moment2}) + detail::bytes_of({gradient})},
+             {weight, master, moment1, moment2}, [=] {
+               if (control.data<double>()[2] == 0) return;
+               with_type(weight.dtype, [&](auto tag) {
+                 using W = typename decltype(tag)::type;
+                 using A = accumulator_t<W>;
+                 cpu::adamw_update(weight.data<W>(), master.empty() ? nullptr : master.data<A>(), moment1.data<A>(),
+                                   moment2.data<A>(), gradient.data<A>(), n, options, A(control.data<double>()[1]));
+               });
+             });
 }
 
 }  // namespace llmc

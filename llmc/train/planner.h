@@ -24,7 +24,7 @@ inline Plan make_plan(const StepConfig& config, int threads) {
   const BatchSource nothing = [](int64_t) { return HostBatch{}; };
   Plan plan;
   stream.set_ledger(&plan.step_ops);
-  trainer.step(nothing, {}, 1.0);
+  trainer.step(nothing, {}, {.max_norm = 1});
   stream.set_ledger(nullptr);
   trainer.evaluate(1, nothing);
   std::vector<int32_t> tokens;

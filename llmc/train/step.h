@@ -37,12 +37,33 @@ struct StepConfig {
 struct HostBatch {
   std::vector<int32_t> tokens, targets, positions;
 };
+
+inline bool all_finite(const Tensor& t) {
+  bool finite = true;
+  if (t.dtype == DType::int32) return finite;
+  with_type(t.dtype, [&](auto tag) {
+    using X = typename decltype(tag)::type;
+    const X* x = t.data<X>();
+    for (int64_t i = 0; i < t.numel() && finite; ++i) finite = std::isfinite(static_cast<double>(x[i]));
+  });
+  return finite;
+}
+
 using BatchSource = std::function<HostBatch(int64_t micro_batch)>;
 
 struct StepResult {
   double loss;       // mean over all target tokens
   double grad_norm;  // before clipping
-  bool applied;      // false: the loss or the norm was not finite, and no weight changed
+  bool applied;      // false: the loss or the norm was not finite or beyond its largest value, and no weight changed
+  bool finite() const { return std::isfinite(loss) && std::isfinite(grad_norm); }
+};
+
+// The first tensor of a step that holds a number that is not finite.
+struct NotFinite {
+  std::string tensor, op;
+  std::string place;               // "forward of blocks.3"
+  int64_t micro_batch = -1;        // -1: none, it was there before the step
+  std::vector<int64_t> sequences;  // of the micro-batch, that hold one; empty: the tensor is not of sequences
 };
 
 class Trainer {
@@ -62,13 +83,14 @@ class Trainer {
   const ModelState& state() const { return state_; }
   const StepConfig& config() const { return config_; }
 
-  // One update. `optimizer.step` counts from 1; max_norm 0 does not clip.
-  StepResult step(const BatchSource& batches, const AdamWOptions& optimizer, double max_norm) {
+  // One update. `optimizer.step` counts from 1. rule.largest_loss: of the mean.
+  StepResult step(const BatchSource& batches, const AdamWOptions& optimizer, UpdateRule rule) {
     accumulate_gradients(batches);
     Stream& stream = context_.compute;
     for (size_t u = 0; u < state_.size(); ++u)
       square_sum(square_sums_.slice(static_cast<int64_t>(u), {1}), state_.unit(u).gradients(), stream);
-    clip_control(control_, square_sums_, loss_sum_, max_norm, stream);
+    rule.largest_loss *= static_cast<double>(config_.tokens());
+    clip_control(control_, square_sums_, loss_sum_, rule, stream);
     for (size_t u = 0; u < state_.size(); ++u) state_.unit(u).update(control_, optimizer, stream);
     stream.synchronize();
     if (planning()) return {0, 0, true};
@@ -80,6 +102,27 @@ class Trainer {
   void accumulate_gradients(const BatchSource& batches) {
     for (size_t u = 0; u < state_.size(); ++u) zero(state_.unit(u).gradients(), context_.compute);
     interpret(actions_, Purpose::train, config_.batch, batches);
+  }
+
+  // Does a step's forwards and backwards once more, looking at everything that is written. The weights stay.
+  std::optional<NotFinite> find_not_finite(const BatchSource& batches) {
+    Stream& stream = context_.compute;
+    stream.synchronize();
+    for (const StateEntry& e : state_.state_table())
+      if (!all_finite(e.tensor)) return NotFinite{e.param->name, formatted("{}, before the step", e.kind), "", -1, {}};
+    std::optional<NotFinite> found;
+    stream.set_inspector([&, this](const char* op, const Tensor& t) {
+      if (found || all_finite(t)) return;
+      found = NotFinite{t.name, op, place_.what, place_.micro_batch, {}};
+      const int64_t B = config_.batch.B, each = t.numel() / B;  // elements of a sequence, where it is of sequences
+      if (is_gradient(t) || t.numel() < config_.batch.rows()) return;
+      for (int64_t b = 0; b < B; ++b)
+        if (!all_finite(t.slice(b * each, {each}))) found->sequences.push_back(b);
+    });
+    accumulate_gradients(batches);
+    stream.synchronize();
+    stream.set_inspector(nullptr);
+    return found;
   }
 
   // Mean loss over `micro_batches`, forward only.
@@ -125,6 +168,14 @@ class Trainer {
     Tensor gradient;  // (N, C) of the residual stream, handed from chunk to chunk on the way back
   };
 
+  bool is_gradient(const Tensor& t) const {
+    for (size_t u = 0; u < state_.size(); ++u) {
+      const Tensor all = state_.unit(u).gradients();
+      if (t.bytes >= all.bytes && t.bytes < all.bytes + all.size_bytes()) return true;
+    }
+    return false;
+  }
+
   bool planning() const { return context_.compute.device().kind == DeviceKind::null; }
 
   double mean_loss(int64_t micro_batches) const {
@@ -168,6 +219,7 @@ class Trainer {
     for (const Action& action : actions) {
       Slot& slot = slots[static_cast<size_t>(action.micro_batch % in_flight)];
       const Chunk& chunk = chunks_[static_cast<size_t>(action.chunk)];
+      place_.micro_batch = action.micro_batch;
       if (action.kind == ActionKind::forward) {
         if (chunk.has_embedding) upload(slot.inputs, batches(action.micro_batch));
         forward(action.chunk, slot, shape, purpose);
@@ -203,12 +255,16 @@ class Trainer {
     Stream& stream = context_.compute;
     const Chunk& chunk = chunks_[static_cast<size_t>(chunk_index)];
     const ChunkActivations& acts = slot.chunks[static_cast<size_t>(chunk_index)];
+    place_.what = "forward of the embedding";
     if (chunk.has_embedding)
       embedding_forward(acts.embedded, slot.inputs.tokens, slot.inputs.positions, state_.front().weight("wte.weight"),
                         state_.front().weight("wpe.weight"), stream);
-    for (size_t l = 0; l < chunk.layers.size(); ++l)
-      block_forward(acts.blocks[l], block_input(slot, chunk_index, l), block_unit(chunk.layers[l]), config_.model,
-                    shape, context_.arena, stream);
+    for (size_t l = 0; l < chunk.layers.size(); ++l) {
+      const UnitState& unit = block_unit(chunk.layers[l]);
+      place_.what = "forward of " + unit.spec().name;
+      block_forward(acts.blocks[l], block_input(slot, chunk_index, l), unit, config_.model, shape, context_.arena,
+                    stream);
+    }
     if (!chunk.has_head || purpose == Purpose::train) return;
     const Tensor& x = acts.blocks.back().out;
     if (purpose == Purpose::evaluate) {
@@ -227,6 +283,7 @@ class Trainer {
     const Chunk& chunk = chunks_[static_cast<size_t>(chunk_index)];
     const ChunkActivations& acts = slot.chunks[static_cast<size_t>(chunk_index)];
     if (chunk.has_head) {
+      place_.what = "the head";
       auto scope = arena.scope();
       const Tensor& x = acts.blocks.back().out;
       const HeadActivations head(config_.model, x.shape[0], config_.dtype, arena);
@@ -237,9 +294,11 @@ class Trainer {
     for (size_t l = chunk.layers.size(); l-- > 0;) {
       const Tensor& x = block_input(slot, chunk_index, l);
       const UnitState& unit = block_unit(chunk.layers[l]);
+      place_.what = "backward of " + unit.spec().name;
       block_recompute(acts.blocks[l], x, config_.recompute, unit, config_.model, shape, arena, stream);
       block_backward(slot.gradient, acts.blocks[l], x, unit, config_.model, shape, arena, stream);
     }
+    place_.what = "backward of the embedding";
     if (chunk.has_embedding)
       embedding_backward(state_.front().gradient("wte.weight"), state_.front().gradient("wpe.weight"), slot.gradient,
                          slot.inputs.tokens, slot.inputs.positions, stream);
@@ -274,6 +333,10 @@ class Trainer {
   std::vector<Chunk> chunks_;
   std::vector<Action> actions_;
   Tensor loss_sum_, square_sums_, control_;
+  struct {
+    std::string what;
+    int64_t micro_batch = -1;
+  } place_;  // where the interpreter is: for find_not_finite()
   int64_t logits_row_ = 0;
   std::vector<float> host_logits_;
 };

@@ -1,0 +1,93 @@
+// checksum.h: files with a checksum for every slice, so that several threads or ranks verify one file together. The
+// checksums find damage, they do not withstand forgery: XXH3, 64 bits (https://xxhash.com).
+#pragma once
+#include <xxhash.h>
+
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/files.h"
+#include "core/shape.h"
+
+namespace llmc {
+
+// What a manifest says about a file.
+struct FileRecord {
+  static constexpr int64_t slice_bytes = int64_t{64} << 20;
+  int64_t size = 0;
+  std::vector<std::string> slices;  // 16 hexadecimal digits each
+
+  nlohmann::ordered_json to_json() const { return {{"size", size}, {"xxh3", slices}}; }
+  static FileRecord from_json(const nlohmann::json& json) { return {json.at("size"), json.at("xxh3")}; }
+};
+
+inline std::string hex_digits(uint64_t hash) {
+  return detail::printf_string("%016llx", static_cast<unsigned long long>(hash));
+}
+
+// Writes a file and its record in one pass.
+class RecordedFile {
+ public:
+  explicit RecordedFile(const std::string& path)
+      : file_(File::create(path)), state_(XXH3_createState(), XXH3_freeState) {
+    CHECK(state_ != nullptr, "no memory for the checksum of {}", path);
+    XXH3_64bits_reset(state_.get());
+  }
+  void write(const void* data, int64_t bytes) {
+    file_.write(data, bytes);
+    for (const char* from = static_cast<const char*>(data); bytes > 0;) {
+      const int64_t room = FileRecord::slice_bytes - record_.size % FileRecord::slice_bytes, n = std::min(bytes, room);
+      XXH3_64bits_update(state_.get(), from, static_cast<size_t>(n));
+      record_.size += n;
+      from += n;
+      bytes -= n;
+      if (n == room) end_slice();
+    }
+  }
+  // On the disk, closed.
+  FileRecord finish() {
+    if (record_.size % FileRecord::slice_bytes != 0) end_slice();
+    file_.sync_and_close();
+    return std::move(record_);
+  }
+
+ private:
+  void end_slice() {
+    record_.slices.push_back(hex_digits(XXH3_64bits_digest(state_.get())));
+    XXH3_64bits_reset(state_.get());
+  }
+  File file_;
+  std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> state_;
+  FileRecord record_;
+};
+
+inline FileRecord write_recorded_text(const std::string& path, std::string_view text) {
+  RecordedFile file(path);
+  file.write(text.data(), static_cast<int64_t>(text.size()));
+  return file.finish();
+}
+
+// What is wrong with a file that should be as recorded; nothing: it is.
+inline std::optional<std::string> file_fault(const std::string& path, const FileRecord& record) try {
+  const File file = File::open_read(path);
+  if (file.size() != record.size)
+    return formatted("{} has {} bytes, its manifest says {}", path, file.size(), record.size);
+  const int64_t slices = ceil_div(record.size, FileRecord::slice_bytes);
+  if (slices != static_cast<int64_t>(record.slices.size()))
+    return formatted("{}: the manifest has {} checksums for {} slices", path, record.slices.size(), slices);
+  std::vector<char> bytes(static_cast<size_t>(std::min(record.size, FileRecord::slice_bytes)));
+  for (int64_t i = 0; i < slices; ++i) {
+    const int64_t begin = i * FileRecord::slice_bytes, n = std::min(FileRecord::slice_bytes, record.size - begin);
+    file.read_at(bytes.data(), n, begin);
+    if (hex_digits(XXH3_64bits(bytes.data(), static_cast<size_t>(n))) != record.slices[static_cast<size_t>(i)])
+      return formatted("{}: bytes {} to {} do not have the checksum of the manifest", path, begin, begin + n);
+  }
+  return std::nullopt;
+} catch (const Error& error) {
+  return error.what();
+}
+
+}  // namespace llmc

@@ -1,0 +1,55 @@
+// signals.h: the wish to stop: SIGINT, SIGTERM and SIGUSR1 (Slurm's warning before a job ends) are noted and asked for
+// between micro-steps; a second signal ends the process at once. And the time limit, which is the same wish.
+#pragma once
+#include <chrono>
+#include <csignal>
+#include <optional>
+#include <string>
+
+#include "core/check.h"
+
+namespace llmc {
+
+namespace detail {
+// A handler can reach nothing but a global. One process has one.
+inline volatile std::sig_atomic_t signal_received = 0;
+}  // namespace detail
+
+inline void note_stop_signals() {
+  struct sigaction action {};
+  action.sa_handler = [](int signal) {
+    if (detail::signal_received != 0) {  // the second one has its default effect, behind this handler
+      std::signal(signal, SIG_DFL);
+      std::raise(signal);
+    }
+    detail::signal_received = signal;
+  };
+  action.sa_flags = SA_RESTART;
+  for (int signal : {SIGINT, SIGTERM, SIGUSR1}) sigaction(signal, &action, nullptr);
+}
+
+// Thrown where a stop is asked for; what() says by whom.
+struct Interrupted {
+  std::string reason;
+};
+
+class StopCondition {
+ public:
+  // limit: minutes of the process; none: no limit.
+  explicit StopCondition(std::optional<double> limit_minutes) : limit_(limit_minutes) {}
+
+  // Throws Interrupted if it is time to save and leave. `reserve`: seconds that saving will take.
+  void poll(double reserve) const {
+    if (const int signal = detail::signal_received; signal != 0)
+      throw Interrupted{signal == SIGINT ? "SIGINT" : signal == SIGTERM ? "SIGTERM" : "SIGUSR1"};
+    const double minutes = std::chrono::duration<double, std::ratio<60>>(Clock::now() - begin_).count();
+    if (limit_ && minutes + reserve / 60 >= *limit_) throw Interrupted{formatted("--time-limit {} minutes", *limit_)};
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point begin_ = Clock::now();
+  std::optional<double> limit_;
+};
+
+}  // namespace llmc

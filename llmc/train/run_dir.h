@@ -1,0 +1,212 @@
+// run_dir.h: the out directory of one run: whose it is (run.json), who writes to it (a lock), which checkpoint a start
+// goes on from, which ones are kept, and where metrics.jsonl is cut.
+#pragma once
+#include <sys/file.h>
+
+#include <filesystem>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "core/log.h"
+#include "core/options.h"
+#include "train/checkpoint.h"
+
+namespace llmc {
+
+// Where a run goes on.
+struct ResumePoint {
+  std::string path;
+  int64_t step;
+  nlohmann::json trainer;  // its trainer.json
+};
+
+// Refuses options that must be what they were; says on `log` which others changed.
+inline void check_resumed_options(Log& log, const std::string& file, const nlohmann::json& then, const Options& now) {
+  CHECK(then.is_object(), "{}: the options are missing; the file is damaged", file);
+  std::string broken;
+  for (const OptionText& o : option_texts(now)) {
+    const nlohmann::json found = then.value(o.name, nlohmann::json(o.usual));  // of an older version: the default
+    const std::string before = found.is_string() ? found.get<std::string>() : found.dump();
+    if (before == o.text || o.rule == ResumeRule::free) continue;
+    const std::string change = formatted("{} was '{}' and is '{}'", o.name, before, o.text);
+    if (o.rule == ResumeRule::warn) log.line("notice: " + change);
+    else broken += "\n  " + change;
+  }
+  CHECK(
+      broken.empty(),
+      "{} belongs to a run with other options:{}\ngive the same options to go on with it, or choose another --out-dir",
+      file, broken);
+}
+
+inline nlohmann::ordered_json options_json(const Options& o) {
+  nlohmann::ordered_json json;
+  for (const OptionText& t : option_texts(o)) json[t.name] = t.text;
+  return json;
+}
+
+// The newest whole checkpoint of an out directory; damaged ones are passed over, with a warning for each. None: there
+// is none at all. That all of them are damaged is an error.
+inline std::optional<ResumePoint> newest_checkpoint(const std::string& out_dir,
+                                                    const std::function<void(const std::string&)>& warn) {
+  std::vector<int64_t> steps = checkpoint_steps(out_dir);
+  std::string faults;
+  for (; !steps.empty(); steps.pop_back()) {
+    const std::string path = checkpoint_path(out_dir, steps.back());
+    const std::optional<std::string> fault = checkpoint_fault(path);
+    if (!fault) return ResumePoint{path, steps.back(), read_json(path + "/trainer.json")};
+    warn("a damaged checkpoint is passed over: " + *fault);
+    faults += "\n  " + *fault;
+  }
+  CHECK(faults.empty(),
+        "--out-dir {}: none of its checkpoints is whole, and nothing was overwritten:{}\nremove the directory to begin "
+        "anew",
+        out_dir, faults);
+  return std::nullopt;
+}
+
+class RunDirectory {
+ public:
+  // Makes the directory if need be and locks it. One that holds anything but a run of these options is refused.
+  RunDirectory(Log& log, const Options& o) : path_(o.out_dir) {
+    std::error_code error;
+    std::filesystem::create_directories(path_, error);
+    CHECK(!error && std::filesystem::is_directory(path_), "--out-dir {}: cannot make this directory: {}", path_,
+          error ? error.message() : "a file has this name");
+    if (!std::filesystem::exists(run_file())) {
+      for (const auto& entry : std::filesystem::directory_iterator(path_)) {
+        const std::string name = entry.path().filename();
+        const bool empty_file = entry.is_regular_file() && entry.file_size() == 0;
+        CHECK(name.starts_with(".tmp-") || empty_file,
+              "--out-dir {} holds {}, which is not of a run: choose another directory, or empty it", path_, name);
+      }
+    }
+    lock();
+    if (std::filesystem::exists(run_file())) {
+      CHECK(o.resume != "never", "--resume never: --out-dir {} holds a run already; choose another one, or remove it",
+            path_);
+      check_resumed_options(log, run_file(), read_json(run_file()).value("options", nlohmann::json()), o);
+    }
+    for (const auto& entry : std::filesystem::directory_iterator(path_))  // of a run that was killed; we hold the lock
+      if (entry.path().filename().string().starts_with(".tmp-")) std::filesystem::remove_all(entry.path(), error);
+  }
+  ~RunDirectory() {
+    if (lock_ >= 0) ::close(lock_);  // which releases it
+  }
+  RunDirectory(const RunDirectory&) = delete;
+  RunDirectory& operator=(const RunDirectory&) = delete;
+
+  // What --resume asks for; none: a fresh start.
+  std::optional<ResumePoint> resume_point(Log& log, const Options& o) const {
+    if (o.resume == "auto" || o.resume == "never") {
+      auto newest = newest_checkpoint(path_, [&](const std::string& warning) { log.line("WARNING: " + warning); });
+      for (const int64_t step : checkpoint_steps(path_))
+        if (newest && step > newest->step) set_aside(log, step);
+      return newest;
+    }
+    const std::filesystem::path asked(o.resume);
+    const std::optional<int64_t> step = checkpoint_step(asked.has_filename() ? asked : asked.parent_path());
+    CHECK(step, "--resume {}: expected auto, never, or a checkpoint's directory OUT/step-NNNNNN", o.resume);
+    if (const auto fault = checkpoint_fault(o.resume))
+      throw Error(formatted("--resume {}: this checkpoint is not whole: {}", o.resume, *fault));
+    const std::vector<int64_t> steps = checkpoint_steps(path_);
+    CHECK(steps.empty() || steps.back() <= *step,
+          "--resume {}: --out-dir {} holds a later checkpoint, of step {}: choose another --out-dir, or move it away",
+          o.resume, path_, steps.back());
+    ResumePoint point{o.resume, *step, read_json(o.resume + "/trainer.json")};
+    check_resumed_options(log, o.resume + "/trainer.json", point.trainer.value("options", nlohmann::json()), o);
+    return point;
+  }
+
+  // From now on this is the directory of a run with these options.
+  void claim(const Options& o) const {
+    if (std::filesystem::exists(run_file())) return;
+    const std::string temporary = path_ + "/.tmp-run.json";
+    write_text_durably(temporary, nlohmann::ordered_json{{"format", 1}, {"options", options_json(o)}}.dump(1) + "\n");
+    std::error_code error;
+    std::filesystem::rename(temporary, run_file(), error);
+    CHECK(!error, "cannot rename {} to {}: {}", temporary, run_file(), error.message());
+    fsync_directory(path_);
+  }
+
+  // Deletes checkpoints but the newest `keep` (0: all are kept), milestones, and the one of step `best`.
+  void prune(int64_t keep, int64_t keep_every, std::optional<int64_t> best) const {
+    if (keep == 0) return;
+    std::vector<int64_t> steps = checkpoint_steps(path_);
+    steps.resize(steps.size() - std::min(steps.size(), static_cast<size_t>(keep)));
+    for (const int64_t step : steps)
+      if (!(keep_every > 0 && step % keep_every == 0) && step != best) remove(step);
+  }
+
+  // OUT/best leads to the checkpoint with the best validation loss.
+  void link_best(int64_t step) const {
+    const std::string temporary = path_ + "/.tmp-best";
+    std::error_code error;
+    std::filesystem::remove(temporary, error);
+    std::filesystem::create_symlink(std::filesystem::path(checkpoint_path(path_, step)).filename(), temporary, error);
+    if (!error) std::filesystem::rename(temporary, path_ + "/best", error);
+    CHECK(!error, "cannot link {}/best: {}", path_, error.message());
+  }
+
+  // Cuts metrics.jsonl behind the lines of `step`, and what is half a line; returns whether a validation of that step
+  // is in it.
+  bool cut_metrics(int64_t step) const {
+    const std::string file = path_ + "/metrics.jsonl", temporary = path_ + "/.tmp-metrics.jsonl";
+    std::string kept;
+    bool validated = false;
+    if (std::filesystem::exists(file)) {
+      std::istringstream lines(read_text(file));
+      for (std::string line; std::getline(lines, line);) {
+        const nlohmann::json object = nlohmann::json::parse(line, nullptr, false);
+        const nlohmann::json at = object.is_object() ? object.value("step", nlohmann::json()) : nlohmann::json();
+        if (!at.is_number_integer() || at > step) continue;
+        validated |= at == step && object.value("kind", "") == "val";
+        kept += line + "\n";
+      }
+    }
+    write_text_durably(temporary, kept);
+    std::error_code error;
+    std::filesystem::rename(temporary, file, error);
+    CHECK(!error, "cannot rename {} to {}: {}", temporary, file, error.message());
+    return validated;
+  }
+
+ private:
+  std::string run_file() const { return path_ + "/run.json"; }
+
+  void lock() {
+    const std::string file = path_ + "/.lock";
+    lock_ = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+    CHECK(lock_ >= 0, "--out-dir {}: cannot write there: {}", path_, std::strerror(errno));
+    const bool locked = flock(lock_, LOCK_EX | LOCK_NB) == 0;
+    CHECK(locked || errno != EWOULDBLOCK,
+          "--out-dir {}: another run is writing to it; wait for its end, or choose another directory", path_);
+  }
+
+  // A damaged checkpoint makes room for the one that will be written again.
+  void set_aside(Log& log, int64_t step) const {
+    const std::string from = checkpoint_path(path_, step);
+    std::string to = formatted("{}/damaged-step-{:06}", path_, step);
+    for (int i = 2; std::filesystem::exists(to); ++i) to = formatted("{}/damaged-step-{:06}-{}", path_, step, i);
+    std::error_code error;
+    std::filesystem::rename(from, to, error);
+    CHECK(!error, "cannot rename {} to {}: {}", from, to, error.message());
+    log.line(formatted("WARNING: {} is now {}", from, to));
+  }
+
+  void remove(int64_t step) const {
+    const std::string path = checkpoint_path(path_, step), gone = formatted("{}/.tmp-removed-{:06}", path_, step);
+    std::error_code error;
+    std::filesystem::rename(path, gone, error);  // first, so that half of it is never taken for a checkpoint
+    if (!error) std::filesystem::remove_all(gone, error);
+    CHECK(!error, "cannot remove {}: {}", path, error.message());
+  }
+
+  std::string path_;
+  int lock_ = -1;
+};
+
+}  // namespace llmc
