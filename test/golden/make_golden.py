@@ -5,10 +5,13 @@
     python3 test/golden/make_golden.py
 
 ops.safetensors   inputs, outputs and gradients of every op ("OP.NAME"), fp32
+ops_bf16.safetensors   the same in bf16: "OP.NAME" inputs rounded to bf16, and what double arithmetic makes of these;
+                  "torch.OP.NAME" what PyTorch makes of them in bf16
 gpt2_tiny/        a tiny GPT-2 with awkward sizes as transformers saves it (config.json, model.safetensors), tokens
                   (train.bin, a token shard), and what 20 steps of PyTorch's AdamW make of it in fp32: trajectory.json (loss,
                   gradient norm, learning rate by step) and final.safetensors; logits.safetensors: those of the first model
-                  for the token behind the first 20
+                  for the token behind the first 20; trajectory_bf16.json and final_bf16_*.safetensors: the same steps with
+                  bf16 weights and activations, fp32 master weights and accumulated gradients, in micro-batches of 4 and of 8
 
 The committed files were made with torch 2.15.0 and transformers 5.23.0 on a CPU.
 """
@@ -29,60 +32,78 @@ def random(*shape, scale=1.0):
     return (torch.randn(*shape) * scale).requires_grad_()
 
 
-def make_ops():
-    """One case an op; upstream gradients are random, "d" names a gradient."""
-    torch.manual_seed(1)
-    golden = {}
-
-    def record(op, tensors):
-        for name, tensor in tensors.items():
-            golden[f"{op}.{name}"] = tensor.detach().clone().contiguous()
-
-    def case(op, inputs, out, extra=None):
-        dout = torch.randn_like(out)
-        out.backward(dout)
-        tensors = {**inputs, "out": out, "dout": dout, **(extra or {})}
-        tensors.update({"d" + k: v.grad for k, v in inputs.items() if v.grad is not None})
-        record(op, tensors)
-
+def op_cases():
+    """(op, its float inputs, function of these, other inputs) of every op with a gradient."""
     tokens = torch.tensor([3, 0, 10, 3, 3, 7, 1], dtype=torch.int32)
     positions = torch.tensor([0, 1, 2, 3, 0, 1, 2], dtype=torch.int32)
-    wte, wpe = random(11, 36), random(5, 36)
-    case("embedding", {"wte": wte, "wpe": wpe}, wte[tokens.long()] + wpe[positions.long()],
-         {"tokens": tokens, "positions": positions})
-
-    x, weight, bias = random(7, 36), random(36), random(36)
-    case("layernorm", {"x": x, "weight": weight, "bias": bias}, F.layer_norm(x, (36,), weight, bias, 1e-5))
-
-    x, weight, bias = random(7, 36), random(50, 36), random(50)
-    case("linear", {"x": x, "weight": weight, "bias": bias}, F.linear(x, weight, bias))
-
-    x = random(7, 36, scale=3)
-    case("gelu", {"x": x}, F.gelu(x, approximate="tanh"))
-
+    yield ("embedding", {"wte": random(11, 36), "wpe": random(5, 36)},
+           lambda wte, wpe: wte[tokens.long()] + wpe[positions.long()], {"tokens": tokens, "positions": positions})
+    yield ("layernorm", {"x": random(7, 36), "weight": random(36), "bias": random(36)},
+           lambda x, weight, bias: F.layer_norm(x, (36,), weight, bias, 1e-5), {})
+    yield "linear", {"x": random(7, 36), "weight": random(50, 36), "bias": random(50)}, F.linear, {}
+    yield "gelu", {"x": random(7, 36, scale=3)}, lambda x: F.gelu(x, approximate="tanh"), {}
     for name, heads, kv_heads in (("attention", 3, 3), ("grouped_attention", 4, 2)):
         B, T, D = 2, 37, 12
-        qkv = random(B * T, (heads + 2 * kv_heads) * D)
-        q, k, v = qkv.view(B, T, -1, D).transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
-        k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        case(name, {"qkv": qkv}, out.transpose(1, 2).reshape(B * T, heads * D))
+
+        def attention(qkv, heads=heads, kv_heads=kv_heads):
+            q, k, v = qkv.view(B, T, -1, D).transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
+            k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return out.transpose(1, 2).reshape(B * T, heads * D)
+        yield name, {"qkv": random(B * T, (heads + 2 * kv_heads) * D)}, attention, {}
+    yield "residual", {"a": random(7, 36), "b": random(7, 36)}, torch.add, {}
+
+
+def make_ops():
+    """Upstream gradients are random, "d" names a gradient."""
+    torch.manual_seed(1)
+    golden, golden_bf16 = {}, {}
+
+    def record(into, op, tensors):
+        for name, tensor in tensors.items():
+            into[f"{op}.{name}"] = tensor.detach().clone().contiguous()
+
+    def results(inputs, dout, function, dtype):
+        """Output and gradients of function at these inputs, computed in dtype."""
+        leaves = {k: v.detach().to(dtype).requires_grad_() for k, v in inputs.items()}
+        out = function(*leaves.values())
+        out.backward(dout.to(dtype))
+        return {"out": out, **{"d" + k: v.grad for k, v in leaves.items()}}
+
+    for op, inputs, function, others in op_cases():
+        dout = torch.randn_like(function(*inputs.values()))
+        record(golden, op, {**inputs, **others, "dout": dout, **results(inputs, dout, function, torch.float32)})
+        rounded, dout = {k: v.detach().bfloat16() for k, v in inputs.items()}, dout.bfloat16()
+        exact = {k: v.float() for k, v in results(rounded, dout, function, torch.float64).items()}
+        record(golden_bf16, op, {**rounded, **others, "dout": dout, **exact})
+        record(golden_bf16, "torch." + op, results(rounded, dout, function, torch.bfloat16))
+
+    targets = torch.tensor([0, 30, 5, 5, 17, 2, 9], dtype=torch.int32)
+
+    def cross_entropy(logits, dtype, sum_in):
+        leaf = logits.detach().to(dtype).requires_grad_()
+        losses = F.cross_entropy(leaf.to(sum_in), targets.long(), reduction="none")
+        losses.mean().backward()
+        return {"losses": losses.float(), "dlogits": leaf.grad}
 
     logits = random(7, 31, scale=2)
-    targets = torch.tensor([0, 30, 5, 5, 17, 2, 9], dtype=torch.int32)
-    losses = F.cross_entropy(logits, targets.long(), reduction="none")
-    losses.mean().backward()
-    record("cross_entropy", {"logits": logits, "targets": targets, "losses": losses, "dlogits": logits.grad})
+    inputs = {"logits": logits, "targets": targets}
+    record(golden, "cross_entropy", {**inputs, **cross_entropy(logits, torch.float32, torch.float32)})
+    rounded = logits.detach().bfloat16()
+    exact = {k: v.float() for k, v in cross_entropy(rounded, torch.float64, torch.float64).items()}
+    record(golden_bf16, "cross_entropy", {"logits": rounded, "targets": targets, **exact})
+    record(golden_bf16, "torch.cross_entropy", cross_entropy(rounded, torch.bfloat16, torch.float32))
 
     p = random(133)
-    record("adamw", {"before": p})
+    record(golden, "adamw", {"before": p})
     optimizer = torch.optim.AdamW([p], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     for step in (1, 2, 3):
         p.grad = torch.randn_like(p)
-        record("adamw", {f"gradient{step}": p.grad})
+        record(golden, "adamw", {f"gradient{step}": p.grad})
         optimizer.step()
-        record("adamw", {f"after{step}": p})
+        record(golden, "adamw", {f"after{step}": p})
     save_file(golden, os.path.join(HERE, "ops.safetensors"))
+    save_file(golden_bf16, os.path.join(HERE, "ops_bf16.safetensors"))
 
 
 def learning_rate(step, peak=1e-3, warmup=5, max_steps=20, final_frac=0.1):
@@ -145,7 +166,54 @@ def make_trajectory():
     save_file(state, os.path.join(folder, "final.safetensors"))
 
 
+def make_trajectory_bf16():
+    """The steps of make_trajectory() in mixed precision, with two sizes of micro-batches."""
+    T, batch, steps, vocab = 33, 8, 20, 211
+    folder = os.path.join(HERE, "gpt2_tiny")
+    with open(os.path.join(folder, "train.bin"), "rb") as f:
+        tokens = struct.unpack(f"<{T * batch * steps + 1}H", f.read()[1024:])
+    data = torch.tensor(tokens)
+    trajectory = {}
+    for micro in (4, 8):
+        masters = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32)
+        model = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.bfloat16)
+        pairs = list(zip(masters.parameters(), model.parameters()))
+        optimizer = torch.optim.AdamW(
+            [{"params": [p for p, _ in pairs if p.dim() >= 2], "weight_decay": 0.1},
+             {"params": [p for p, _ in pairs if p.dim() < 2], "weight_decay": 0.0}],
+            lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+        lines = {"loss": [], "grad_norm": []}
+        for step in range(1, steps + 1):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step)
+            for master, _ in pairs:
+                master.grad = torch.zeros_like(master)
+            total = 0.0
+            for first in range((step - 1) * batch, step * batch, micro):
+                rows = torch.stack([data[k * T:k * T + T + 1] for k in range(first, first + micro)])
+                logits = model(rows[:, :-1]).logits.float()
+                loss = F.cross_entropy(logits.reshape(-1, vocab), rows[:, 1:].reshape(-1)) * micro / batch
+                model.zero_grad()
+                loss.backward()
+                total += loss.item()
+                for master, weight in pairs:
+                    master.grad += weight.grad.float()
+            norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), 1.0)
+            optimizer.step()
+            with torch.no_grad():
+                for master, weight in pairs:
+                    weight.copy_(master)
+            lines["loss"].append(total)
+            lines["grad_norm"].append(norm.item())
+        trajectory[f"micro-batches of {micro}"] = lines
+        state = {k: v.detach().contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
+        save_file(state, os.path.join(folder, f"final_bf16_{micro}.safetensors"))
+    with open(os.path.join(folder, "trajectory_bf16.json"), "w") as f:
+        json.dump(trajectory, f, indent=1)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     make_ops()
     make_trajectory()
+    make_trajectory_bf16()
