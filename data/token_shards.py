@@ -65,14 +65,16 @@ def existing_shards(prefix):
 class ShardWriter:
     """Writes one split as a row of shards of `shard_size` tokens, under temporary names until publish()."""
 
-    def __init__(self, prefix, split, token_format, shard_size):
+    def __init__(self, prefix, split, token_format, shard_size, first=0):
+        """`first`: number in the name of the first shard."""
         self.prefix, self.split, self.format, self.shard_size = prefix, split, token_format, shard_size
+        self.first = first
         self.count = 0     # tokens in all shards together
         self.shards = 0    # shards begun; all but the last are full
         self._file = None  # the last shard, while it is open
 
     def final_paths(self):
-        return [shard_path(self.prefix, self.split, i) for i in range(self.shards)]
+        return [shard_path(self.prefix, self.split, self.first + i) for i in range(self.shards)]
 
     def append(self, packed):
         """Adds tokens given as bytes in shard form (TokenFormat.pack)."""
@@ -161,7 +163,12 @@ def publish(prefix, writers):
             os.remove(path)
     for writer in writers:
         writer.publish()
-    folder = os.open(os.path.dirname(prefix) or ".", os.O_RDONLY)
+    sync_folder(os.path.dirname(prefix))
+
+
+def sync_folder(path):
+    """New names in a folder are on the disk only once the folder is."""
+    folder = os.open(path or ".", os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

@@ -43,6 +43,43 @@ class ByteTokenizer:
         packed[::2] = piece.text   # the low bytes of little-endian uint16
         return packed
 
+    def token_bytes(self, token):
+        return bytes([token]) if token < 256 else b"<|endoftext|>"
+
+
+class TiktokenTokenizer:
+    """GPT-2's tokenizer by the package `tiktoken`, or one with GPT-2's pattern and the ranks of a .tiktoken file."""
+
+    GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+    def __init__(self, name):
+        """`name`: "gpt2" (its vocabulary is downloaded once), or the path of a file of ranks. DataError: unusable."""
+        try:
+            import tiktoken
+            import tiktoken.load
+        except ImportError:
+            raise DataError(f"--tokenizer {name} needs the Python package 'tiktoken'; install it with: "
+                            "python3 -m venv .venv && .venv/bin/pip install tiktoken, then run .venv/bin/python "
+                            "data/...") from None
+        try:
+            if name == "gpt2":
+                self._encoding = tiktoken.get_encoding("gpt2")
+            else:
+                ranks = tiktoken.load.load_tiktoken_bpe(name)
+                self._encoding = tiktoken.Encoding(name, pat_str=self.GPT2_PATTERN, mergeable_ranks=ranks,
+                                                   special_tokens={"<|endoftext|>": len(ranks)})
+        except Exception as error:   # the package raises nothing narrower
+            raise DataError(f"--tokenizer {name}: {error}; without a network give a .tiktoken file or a tokenizer.json"
+                            ) from None
+        self.name, self.eot, self.vocab_size = name, self._encoding.eot_token, self._encoding.n_vocab
+        self.format = TokenFormat(self.vocab_size)
+
+    def encode(self, piece):
+        return self.format.pack(self._encoding.encode_ordinary(utf8(piece)))
+
+    def token_bytes(self, token):
+        return self._encoding.decode_single_token_bytes(token)
+
 
 class HuggingFaceTokenizer:
     """A tokenizer.json, by the package `tokenizers`. Names of special tokens inside the text are plain text."""
@@ -77,17 +114,45 @@ class HuggingFaceTokenizer:
                             "name its end-of-text token with --eot")
 
     def encode(self, piece):
+        return self.format.pack(self._tokenizer.encode(utf8(piece), add_special_tokens=False).ids)
+
+    def token_bytes(self, token):
+        """DataError: not a byte-level vocabulary, in which every character stands for a byte."""
+        text = self._tokenizer.id_to_token(token) or ""
+        if token in self._tokenizer.get_added_tokens_decoder():
+            return text.encode()
         try:
-            text = piece.text.decode()
-        except UnicodeDecodeError as error:
-            line = piece.line + piece.text.count(b"\n", 0, error.start)
-            raise DataError(f"{piece.path}:{line}: byte {piece.text[error.start]:#04x} is not UTF-8; convert the "
-                            "file to UTF-8, or use --tokenizer bytes") from None
-        return self.format.pack(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            return bytes(BYTE_OF_CHARACTER[character] for character in text)
+        except KeyError as error:
+            raise DataError(f"{self.name}: token {token} holds {error}, which stands for no byte; only byte-level "
+                            "vocabularies such as GPT-2's can be written") from None
+
+
+def byte_level_characters():
+    """GPT-2's visible character for each byte: itself where it is visible, else the next unused one from 256 on."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {**{chr(byte): byte for byte in visible}, **{chr(256 + i): byte for i, byte in enumerate(hidden)}}
+
+
+BYTE_OF_CHARACTER = byte_level_characters()
+
+
+def utf8(piece):
+    try:
+        return piece.text.decode()
+    except UnicodeDecodeError as error:
+        line = piece.line + piece.text.count(b"\n", 0, error.start)
+        raise DataError(f"{piece.path}:{line}: byte {piece.text[error.start]:#04x} is not UTF-8; convert the "
+                        "file to UTF-8, or use --tokenizer bytes") from None
 
 
 def make_tokenizer(options):
-    return ByteTokenizer() if options.tokenizer == "bytes" else HuggingFaceTokenizer(options.tokenizer, options.eot)
+    if options.tokenizer == "bytes":
+        return ByteTokenizer()
+    if options.tokenizer == "gpt2" or options.tokenizer.endswith(".tiktoken"):
+        return TiktokenTokenizer(options.tokenizer)
+    return HuggingFaceTokenizer(options.tokenizer, options.eot)
 
 
 class Encoded(typing.NamedTuple):
@@ -155,9 +220,9 @@ def encode_all(chunks, options):
 class Progress:
     """Done, rate and time left on stderr: a live bar on a terminal, else a line every five seconds."""
 
-    def __init__(self, total_bytes):
+    def __init__(self, total_bytes, title=""):
         """`total_bytes`: size of the input; None if a pipe is among it."""
-        self.total, self.done, self.tokens = total_bytes, 0, 0
+        self.total, self.done, self.tokens, self.title, self.skipped = total_bytes, 0, 0, title, 0
         self.live = sys.stderr.isatty()
         self.start = time.monotonic()
         self.next_line = self.start + (0.0 if self.live else 5.0)
@@ -173,13 +238,18 @@ class Progress:
             print(f"\r{line}\x1b[K" if self.live else line, end="" if self.live else "\n", file=sys.stderr, flush=True)
             self.shown = True
 
+    def skip(self, done_bytes):
+        """So many were done before: they do not count for the rate."""
+        self.done = self.skipped = done_bytes
+
     def clear(self):
         if self.live and self.shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     def _line(self, seconds):
-        rate = self.done / max(seconds, 1e-3)
-        line = f"{self.done / 1e6:,.0f} MB  {self.tokens / 1e6:,.1f} M tokens  {rate / 1e6:.1f} MB/s"
+        rate = (self.done - self.skipped) / max(seconds, 1e-3)
+        tokens = f"{self.tokens / 1e6:,.1f} M tokens  " if self.tokens else ""
+        line = f"{self.title}{self.done / 1e6:,.0f} MB  {tokens}{rate / 1e6:.1f} MB/s"
         if not self.total:
             return line
         share = min(self.done / self.total, 1.0)
@@ -269,7 +339,8 @@ def parse_options(arguments):
                     description="Text or JSONL files -> token shards PREFIX_train_000000.bin, PREFIX_val_000000.bin.")
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="text or JSONL files, globs, folders")
     parser.add_argument("--out", required=True, metavar="PREFIX", help="path and first part of the shards' names")
-    parser.add_argument("--tokenizer", default="bytes", help="'bytes' (the default) or a tokenizer.json")
+    parser.add_argument("--tokenizer", default="bytes", help="'bytes' (the default), 'gpt2' or a .tiktoken file (package tiktoken), or a tokenizer.json "
+                             "(package tokenizers)")
     parser.add_argument("--eot", metavar="TOKEN", help="end-of-text token of the tokenizer.json, if unusual")
     parser.add_argument("--format", choices=("auto", "text", "jsonl"), default="auto",
                         help="auto (the default): jsonl by the suffix .jsonl or .ndjson, else text")
@@ -292,8 +363,8 @@ def main(arguments):
     folder, name = os.path.split(options.out)
     if not name:
         raise DataError(f"--out {options.out}: wanted a prefix such as {os.path.join(folder, 'corpus')}")
-    if options.eot and options.tokenizer == "bytes":
-        raise DataError("--eot goes with a tokenizer.json; the byte tokenizer has its own end of text, 256")
+    if options.eot and not os.path.exists(options.tokenizer):
+        raise DataError(f"--eot goes with a tokenizer.json; --tokenizer {options.tokenizer} has its own end of text")
     standing = existing_shards(options.out)
     if standing and not options.overwrite:
         raise DataError(f"{standing[0]} exists already; --overwrite replaces all shards under {options.out}")

@@ -1,0 +1,294 @@
+#!/usr/bin/env python3
+"""Downloads a dataset and makes token shards of it, with GPT-2's tokenizer.
+
+    python3 data/prepare.py shakespeare
+    python3 data/prepare.py tinystories
+    python3 data/prepare.py fineweb-edu --tokens 10e9
+
+writes data/NAME/NAME_train_000000.bin, NAME_val_000000.bin, ... and gpt2_tokenizer.bin beside them. The sources are
+downloaded and tokenized one by one. What is interrupted goes on where it stood when it is started again: a download at
+the byte where it broke off, tokenizing with the first source that is not done. The shards do not depend on it.
+
+Exit status: 0 done, 1 refused or failed with the reason in one line on stderr, 128+n ended by signal n.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+
+sys.dont_write_bytecode = True   # data/ holds data
+from documents import CHUNK_BYTES, Chunk, read_chunks   # noqa: E402
+from tokenize_text import Parser, Progress, count, encode_all, end_by_signal, make_tokenizer   # noqa: E402
+from token_shards import DataError, ShardWriter, existing_shards, sync_folder   # noqa: E402
+from write_tokenizer import write_tokenizer   # noqa: E402
+
+SHARDS_OF_A_SOURCE = 100   # numbers set aside in the names for the shards of one source
+RETRIES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    base: str                  # of all addresses
+    about: str
+    train: tuple = ()          # addresses below base
+    val: tuple = ()            # none: the first val_tokens of the training data
+    val_tokens: int = 0
+    separator: bytes = None    # between the documents of a text file; None: parquet
+    listing: str = ""          # below base: a list of the files, instead of `train`; {config} is filled in
+
+
+DATASETS = {
+    "shakespeare": Dataset(
+        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data", "tiny Shakespeare, 1 MB",
+        train=("tinyshakespeare/input.txt",), val_tokens=32768, separator=b"\n\n"),
+    "tinystories": Dataset(
+        "https://huggingface.co/datasets/roneneldan/TinyStories", "TinyStories (Eldan & Li 2023), 2 GB",
+        train=("resolve/main/TinyStoriesV2-GPT4-train.txt",), val=("resolve/main/TinyStoriesV2-GPT4-valid.txt",),
+        separator=b"<|endoftext|>\n"),
+    "fineweb-edu": Dataset(
+        "https://huggingface.co", "FineWeb-Edu (Penedo et al. 2024), 10 to 1300 billion tokens", val_tokens=10**8,
+        listing="api/datasets/HuggingFaceFW/fineweb-edu/tree/main/{config}"),
+}
+CONFIGS = {"all": "data", "sample-10BT": "sample/10BT", "sample-100BT": "sample/100BT", 
+           "sample-350BT": "sample/350BT"}
+
+
+# ---- Downloads ----------------------------------------------------------------------------------
+
+
+def fetch(url, headers=None):
+    """The response. DataError: the server says no; OSError: the connection broke, which may pass."""
+    try:
+        return urllib.request.urlopen(urllib.request.Request(url, headers=headers or {}), timeout=60)
+    except urllib.error.HTTPError as error:
+        if error.code in (408, 429) or error.code >= 500:
+            raise OSError(f"status {error.code} {error.reason}") from None
+        raise DataError(f"{url}: the server answers {error.code} {error.reason}; is the address right? --base-url names "
+                        "another server") from None
+
+
+def with_retries(url, action, progress=lambda: 0):
+    """action(), again after a pause where the connection breaks; DataError after RETRIES times without progress."""
+    attempt, before = 0, progress()
+    while True:
+        try:
+            return action()
+        except OSError as error:
+            attempt = 0 if progress() > before else attempt + 1
+            before = progress()
+            if attempt == RETRIES:
+                raise DataError(f"{url}: {getattr(error, 'reason', error)}; check the network and start again: it goes on "
+                                "where it stopped") from None
+            time.sleep(0.1 * 3**attempt)
+
+
+def download(url, path):
+    """The file at `path`, downloaded unless it is there; what is there of PATH.part is not downloaded again."""
+    if os.path.exists(path):
+        return
+    part = path + ".part"
+
+    def size():
+        return os.path.getsize(part) if os.path.exists(part) else 0
+
+    def rest():
+        have = size()
+        with fetch(url, {"Range": f"bytes={have}-"} if have else {}) as response:
+            resumed = response.status == 206
+            total = int(response.headers.get("Content-Length", -1)) + (have if resumed else 0)
+            with open(part, "ab" if resumed else "wb") as file:
+                progress = Progress(total if total > 0 else None, f"{os.path.basename(path)}: ")
+                progress.skip(file.tell())
+                while block := response.read(1 << 18):
+                    file.write(block)
+                    progress.add(len(block), 0)
+                progress.clear()
+                done = file.tell()
+        if 0 <= total != done:
+            raise OSError(f"the connection ended after {done:,} of {total:,} bytes")
+
+    with_retries(url, rest, size)
+    os.replace(part, path)
+
+
+def list_parquet(dataset, base, config):
+    """Addresses of the parquet files, sorted, from the Hugging Face API."""
+    first = url = f"{base}/{dataset.listing.format(config=config)}?recursive=true"
+    paths = []
+    while url:   # page by page
+        def page(url=url):
+            with fetch(url) as response:
+                return json.loads(response.read()), response.headers.get("Link", "")
+        entries, link = with_retries(url, page)
+        paths += [entry["path"] for entry in entries if entry["path"].endswith(".parquet")]
+        more = re.search(r'<([^>]+)>; *rel="next"', link)
+        url = more[1] if more else None
+    if not paths:
+        raise DataError(f"{first}: lists no parquet file")
+    return [f"{base}/datasets/HuggingFaceFW/fineweb-edu/resolve/main/{path}" for path in sorted(paths)]
+
+
+# ---- Tokens -------------------------------------------------------------------------------------
+
+
+def parquet_chunks(path):
+    """The column "text" as chunks of JSONL, a few row groups in memory at a time."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError("parquet files need the Python package 'pyarrow'; install it with: python3 -m venv .venv && "
+                        ".venv/bin/pip install pyarrow tiktoken, then run .venv/bin/python data/prepare.py ...") from None
+    rows, size, line = [], 0, 1
+    for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1000, columns=["text"]):
+        for text in batch.column(0).to_pylist():
+            rows.append(json.dumps({"text": text or ""}).encode())
+            size += len(rows[-1])
+            if size >= CHUNK_BYTES:
+                yield Chunk(path, line, True, True, b"\n".join(rows))
+                line, rows, size = line + len(rows), [], 0
+    if rows:
+        yield Chunk(path, line, True, True, b"\n".join(rows))
+
+
+def tokenize_source(index, split, path, dataset, options, prefix, room):
+    """Shards of one source; `room`: tokens wanted yet by split; val is filled first.
+
+    Returns the tokens by split, and whether some were left over."""
+    token_format = make_tokenizer(options).format
+    writers = {name: ShardWriter(prefix, name, token_format, options.shard_size, index * SHARDS_OF_A_SOURCE)
+               for name in ("val", "train")}
+    chunks = read_chunks(path, False, dataset.separator) if dataset.separator else parquet_chunks(path)
+    progress = Progress(os.path.getsize(path) if dataset.separator else None, f"{os.path.basename(path)}: ")
+    packed = b""
+    try:
+        for result in encode_all(chunks, options):
+            packed = result.packed
+            for name, writer in writers.items():
+                if split in (None, name):
+                    part = packed[:max(0, room[name] - writer.count) * token_format.width]
+                    writer.append(part)
+                    packed = packed[len(part):]
+            progress.add(result.chunk_bytes, len(result.packed) // token_format.width)
+            if packed:
+                break   # there is more than was asked for
+        progress.clear()
+        for writer in writers.values():
+            if writer.shards > SHARDS_OF_A_SOURCE:
+                raise DataError(f"{path} gives {writer.shards} shards, more than {SHARDS_OF_A_SOURCE}: raise --shard-size")
+            writer.finish()
+        for writer in writers.values():
+            writer.publish()
+        sync_folder(os.path.dirname(prefix))
+    finally:
+        progress.clear()
+        for writer in writers.values():
+            writer.discard()
+    return {**{name: writer.count for name, writer in writers.items()}, "cut": len(packed) > 0}
+
+
+def read_json(path):
+    """None if there is no such file."""
+    try:
+        with open(path) as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return None
+
+
+def write_json(path, value):
+    temporary = f"{path}.{os.getpid()}.tmp"
+    with open(temporary, "w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def claim(prefix, options):
+    """Records what the shards under `prefix` are made of. DataError: there are others."""
+    path = f"{prefix}.prepare.json"
+    settings = {name: getattr(options, name) for name in ("dataset", "config", "tokenizer", "shard_size")}
+    found = read_json(path)
+    if found is None and existing_shards(prefix):
+        raise DataError(f"{existing_shards(prefix)[0]} exists already, and not from here; give another --out")
+    if found not in (None, settings):
+        raise DataError(f"{path}: these shards are made with {found}, now it is {settings}; give another --out")
+    write_json(path, settings)
+
+
+def prepare(options):
+    dataset = DATASETS[options.dataset]
+    base = (options.base_url or dataset.base).rstrip("/")
+    prefix = options.out or os.path.join(os.path.dirname(os.path.abspath(__file__)), options.dataset, options.dataset)
+    folder = os.path.dirname(prefix) or "."
+    os.makedirs(folder, exist_ok=True)
+    tokenizer = make_tokenizer(options)   # before anything is downloaded: is it usable?
+    claim(prefix, options)
+    if dataset.listing:
+        sources = [(None, url) for url in list_parquet(dataset, base, CONFIGS[options.config])]
+    else:
+        sources = [("val", f"{base}/{name}") for name in dataset.val]
+        sources += [("train" if dataset.val else None, f"{base}/{name}") for name in dataset.train]
+    every = 1 << 62
+    wanted = {"train": options.tokens or every, "val": dataset.val_tokens if not dataset.val else every}
+    if options.tokens and not dataset.val:
+        wanted["val"] = min(wanted["val"], max(options.tokens // 20, 1))
+    have = {"train": 0, "val": 0}
+    for index, (split, url) in enumerate(sources):
+        if have["train"] >= wanted["train"]:
+            break
+        marker = f"{prefix}.done-{index:04}.json"
+        record = read_json(marker)
+        room = {name: wanted[name] - have[name] for name in wanted}
+        if record is None or (record["cut"] and record["train"] < room["train"]):
+            print(f"source {index + 1} of {len(sources)}: {url}", flush=True)
+            path = os.path.join(folder, os.path.basename(url))
+            download(url, path)
+            record = tokenize_source(index, split, path, dataset, options, prefix, room)
+            write_json(marker, record)
+            if dataset.listing and not options.keep_downloads:   # large, and needed no more
+                os.remove(path)
+        for name in have:
+            have[name] += record[name]
+    write_tokenizer(tokenizer, os.path.join(folder, "gpt2_tokenizer.bin"))
+    if have["train"] < (options.tokens or 0):
+        print(f"notice: the whole dataset has {have['train']:,} training tokens, fewer than {options.tokens:,}")
+    for name in ("train", "val"):
+        print(f"{name:6} {have[name]:,} tokens in {prefix}_{name}_*.bin")
+
+
+def main(arguments):
+    parser = Parser(prog="prepare.py", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+                    description="Downloads a dataset and makes token shards of it:\n" +
+                    "\n".join(f"  {name:12} {dataset.about}" for name, dataset in DATASETS.items()))
+    parser.add_argument("dataset", choices=DATASETS)
+    parser.add_argument("--tokens", type=count, metavar="N", help="stop at so many training tokens (default: all)")
+    parser.add_argument("--config", choices=CONFIGS, default="sample-10BT", help="which part of fineweb-edu")
+    parser.add_argument("--out", metavar="PREFIX", help="first part of the shards' names (default: data/NAME/NAME)")
+    parser.add_argument("--tokenizer", default="gpt2", help="'gpt2' (the default), a .tiktoken file, a tokenizer.json, 'bytes'")
+    parser.add_argument("--eot", metavar="TOKEN", help="end-of-text token of the tokenizer.json, if unusual")
+    parser.add_argument("--shard-size", type=count, default=10**8, metavar="N", help="tokens a shard (default: 1e8)")
+    parser.add_argument("--workers", type=count, default=len(os.sched_getaffinity(0)), metavar="N",
+                        help="processes (default: one for each core)")
+    parser.add_argument("--base-url", metavar="URL", help="another server with the same paths")
+    parser.add_argument("--keep-downloads", action="store_true", help="keep the parquet files of fineweb-edu")
+    options = parser.parse_args(arguments)
+    dataset = DATASETS[options.dataset]
+    options.split_on, options.json_field = dataset.separator, "text"
+    prepare(options)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, end_by_signal)
+    signal.signal(signal.SIGINT, end_by_signal)
+    try:
+        main(sys.argv[1:])
+    except (DataError, OSError) as problem:
+        sys.exit(f"prepare.py: error: {problem}")

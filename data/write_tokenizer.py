@@ -1,0 +1,51 @@
+#!/usr/bin/env python3
+"""Writes the vocabulary of a tokenizer as llm.c's gpt2_tokenizer.bin, with which the trainer prints samples.
+
+    python3 data/write_tokenizer.py gpt2 data/gpt2_tokenizer.bin
+    python3 data/write_tokenizer.py tokenizer.json data/gpt2_tokenizer.bin
+
+Format: 256 little-endian uint32, {20240328, 2, number of tokens, end-of-text token}; then for each token a byte with its
+length, and its bytes. Source: write_tokenizer() of llm.c's train_gpt2.py.
+
+Exit status: 0 done, 1 refused with the reason in one line on stderr.
+"""
+
+import argparse
+import os
+import struct
+import sys
+
+sys.dont_write_bytecode = True   # data/ holds data
+from tokenize_text import make_tokenizer   # noqa: E402
+from token_shards import DataError   # noqa: E402
+
+
+def write_tokenizer(tokenizer, path):
+    """DataError: a token of more than 255 bytes. The file is there whole, or not at all."""
+    tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+    too_long = next((i for i, token in enumerate(tokens) if len(token) > 255), None)
+    if too_long is not None:
+        raise DataError(f"token {too_long} has {len(tokens[too_long])} bytes; the format holds tokens of at most 255")
+    temporary = f"{path}.{os.getpid()}.tmp"
+    with open(temporary, "wb") as file:
+        file.write(struct.pack("<256I", 20240328, 2, len(tokens), tokenizer.eot, *[0] * 252))
+        file.writelines(bytes([len(token)]) + token for token in tokens)
+    os.replace(temporary, path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Writes a vocabulary as llm.c's gpt2_tokenizer.bin.")
+    parser.add_argument("tokenizer", help="'gpt2', a .tiktoken file, a tokenizer.json, or 'bytes'")
+    parser.add_argument("out", metavar="OUT.bin")
+    parser.add_argument("--eot", metavar="TOKEN", help="end-of-text token of the tokenizer.json, if unusual")
+    options = parser.parse_args()
+    tokenizer = make_tokenizer(options)
+    write_tokenizer(tokenizer, options.out)
+    print(f"{options.out}: {tokenizer.vocab_size:,} tokens, end of text {tokenizer.eot}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (DataError, OSError) as problem:
+        sys.exit(f"write_tokenizer.py: error: {problem}")
