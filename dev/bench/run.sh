@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# `make bench`: training steps beside PyTorch's. Arguments are those of dev/bench/compare.py.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=$(scripts/find_python.sh torch) || {
+  echo "run.sh: no Python here has torch; install it with: python3 -m venv .venv && .venv/bin/pip install torch" \
+    "--index-url https://download.pytorch.org/whl/cpu, then run PYTHON=.venv/bin/python make bench" >&2
+  exit 1
+}
+exec "$python" dev/bench/compare.py "$@"
