@@ -3,7 +3,9 @@
 #include <cstdio>
 #include <filesystem>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <thread>
 
 #include "core/log.h"
 #include "core/options.h"
@@ -38,16 +40,34 @@ ModelConfig choose_model(const Options& o) {
 
 DType choose_dtype(const Options& o) { return o.dtype == "bf16" ? DType::bf16 : DType::fp32; }
 
+// How the ranks share the state.
+ZeroConfig choose_layout(const Options& o) {
+  ZeroConfig zero;
+  zero.replicas = static_cast<int>(o.dp_replicate);
+  zero.shards = static_cast<int>(o.local_ranks / o.dp_replicate);
+  zero.reduce_by_stage = o.grad_reduce == "auto";
+  zero.set_stage(static_cast<int>(o.zero_stage));
+  if (o.grad_reduce != "auto") zero.grad_reduce = o.grad_reduce == "micro" ? GradReduce::micro : GradReduce::step;
+  return zero;
+}
+
+// One rank's part of the device.
+Device rank_device(const Device& device, int64_t ranks) {
+  return {device.kind, std::max(1, device.threads / static_cast<int>(ranks))};
+}
+
 // What a step computes; everything that the options alone can tell is checked here.
 StepConfig choose_step(const Options& o) {
   StepConfig step{.model = choose_model(o),
                   .dtype = choose_dtype(o),
                   .batch = {o.batch_size, o.seq_len},
                   .schedule = schedule_from_name(o.schedule),
-                  .recompute = recompute_from_name(o.recompute)};
+                  .recompute = recompute_from_name(o.recompute),
+                  .zero = choose_layout(o)};
   CHECK(o.seq_len <= step.model.n_positions, "--seq-len {} exceeds the {} positions of --model {}: use at most {}",
         o.seq_len, step.model.n_positions, o.model, step.model.n_positions);
-  if (o.total_batch_size) step.micro_batches = *o.total_batch_size / step.batch.rows();  // validated with the options
+  if (o.total_batch_size)
+    step.micro_batches = *o.total_batch_size / (step.batch.rows() * o.local_ranks);  // validated with the options
   return step;
 }
 
@@ -59,13 +79,39 @@ LrSchedule choose_lr_schedule(const Options& o, int64_t max_steps) {
 struct Run {
   Arena arena, scratch;
   Stream stream;
+  DataParallel dp;
   Trainer trainer;
-  Run(const StepConfig& config, const Plan& plan, const Device& device)
+  Run(const StepConfig& config, const Plan& plan, const Device& device, World& world, int rank)
       : arena(device, plan.arena_bytes),
         scratch(device, plan.scratch_bytes),
         stream(device, scratch),
-        trainer(config, {arena, stream}) {}
+        dp(world.mesh(), rank, device,
+           [&](const std::string& name, const std::vector<Axis>& along) { return world.join(rank, name, along); }),
+        trainer(config, {arena, stream, &dp}) {}
 };
+
+// Runs `rank_main(rank)` as so many threads of this process; the first error of any ends all, and is thrown on.
+template <class F>
+void run_ranks(World& world, F&& rank_main) {
+  std::mutex mutex;
+  std::exception_ptr first;
+  auto guarded = [&](int rank) {
+    try {
+      rank_main(rank);
+    } catch (...) {
+      {
+        std::lock_guard lock(mutex);
+        if (!first) first = std::current_exception();
+      }
+      world.abort();
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int rank = 1; rank < world.mesh().size(); ++rank) threads.emplace_back(guarded, rank);
+  guarded(0);
+  for (std::thread& thread : threads) thread.join();
+  if (first) std::rethrow_exception(first);
+}
 
 // The weights of a fresh run: a directory's, unless --from-scratch or a preset asks for new ones.
 void initialise(Run& run, const Options& o) {
@@ -98,7 +144,8 @@ void run_generate(const Options& o) {
   config.batch = {1, std::min(trained_seq_len(o.model).value_or(o.seq_len), config.model.n_positions)};
   const Device device = choose_device(o);
   const auto tokenizer = make_tokenizer(o.tokenizer);
-  Run run(config, make_plan(config, device.threads), device);
+  World world{Mesh()};
+  Run run(config, make_plan(config, device.threads), device, world, 0);
   initialise(run, o);
   std::printf("%s", o.prompt.c_str());
   generate(run.trainer, prompt_tokens(*tokenizer, o, config.model), o.sample_tokens, sample_options(o),
@@ -125,26 +172,28 @@ void run_verify_data(const Options& o) {
 void run_plan(const Options& o) {
   const Device device = choose_device(o);
   const StepConfig config = choose_step(o);
-  const Plan plan = make_plan(config, device.threads);
-  if (o.memory_limit) require_memory(o, config, plan, device.threads);
+  const Device rank = rank_device(device, o.local_ranks);
+  const Plan plan = make_plan(config, rank.threads);
+  if (o.memory_limit) require_memory(o, config, plan, rank.threads);
   Log log;
-  report_plan(log, o, device, config, plan);
+  report_plan(log, o, rank, config, plan);
 }
 
 // What is to be done. Everything is checked here, before anything is made.
 struct Job {
   Options options;
-  Device device;
+  Device device, rank_device;  // of the process, of a rank
   StepConfig step;
   std::unique_ptr<Tokenizer> tokenizer;
   TokenShards train;
   std::optional<TokenShards> val;
-  int64_t samples_per_step, max_steps, val_micro_batches = 0;
+  int64_t samples_per_step, max_steps, val_samples = 0;
   Plan plan;
 
   explicit Job(const Options& o)
       : options(o),
         device(choose_device(o)),
+        rank_device(llmc::rank_device(device, o.local_ranks)),
         step(choose_step(o)),
         tokenizer(make_tokenizer(o.tokenizer)),
         train(o.train_data, o.seq_len),
@@ -153,38 +202,40 @@ struct Job {
     CHECK(o.warmup_steps <= max_steps, "--warmup-steps {} exceeds the {} steps of the run", o.warmup_steps, max_steps);
     if (!o.val_data.empty()) {
       val.emplace(o.val_data, o.seq_len, "--val-data");
-      val_micro_batches = std::min(o.val_steps * step.micro_batches, val->samples() / o.batch_size);
-      CHECK(val_micro_batches > 0,
-            "--val-data {} has {} samples of {} tokens, fewer than one batch of {}: lower --batch-size or add data",
-            o.val_data, val->samples(), o.seq_len, o.batch_size);
+      val_samples = std::min(o.val_steps * samples_per_step, val->samples());
     }
     CHECK(!o.keep_best || (val && o.val_every > 0), "--keep-best needs --val-data and --val-every");
-    plan = make_plan(step, device.threads);
-    require_memory(o, step, plan, device.threads);
+    plan = make_plan(step, rank_device.threads);
+    require_memory(o, step, plan, rank_device.threads);
   }
 };
 
 // A run from its first update, or from a checkpoint, to its last. Step s is the s-th update.
 class Training {
  public:
-  Training(const Job& job, RunDirectory& directory, Log& log, const std::optional<ResumePoint>& resume)
+  Training(const Job& job, RunDirectory& directory, Log& log, const std::optional<ResumePoint>& resume, double peak,
+           World& world, int rank)
       : job_(job),
         o_(job.options),
         directory_(directory),
         log_(log),
-        peak_(matmul_peak(job.device, job.step.dtype)),
-        run_(job.step, job.plan, job.device),
+        peak_(peak),
+        rank_(rank),
+        run_(job.step, job.plan, job.rank_device, world, rank),
         schedule_(choose_lr_schedule(o_, job.max_steps)),
         train_(job.train, loader_config(o_.shuffle)) {
     if (job.val) val_.emplace(*job.val, loader_config(false));
     if (resume) restore(*resume);
     else initialise(run_, o_);
-    detail::require_space(o_.out_dir, checkpoint_bytes(run_.trainer.state().state_table()));
-    directory.claim(o_);
-    validated_ = directory.cut_metrics(done_);
-    log.open_metrics(o_.out_dir);
-    report_header(log, o_, job.device, job.step, job.max_steps, job.train, job.val ? &*job.val : nullptr, job.plan,
-                  peak_);
+    if (rank_ == 0) {
+      detail::require_space(o_.out_dir, checkpoint_bytes(job.step.model, job.step.dtype));
+      directory.claim(o_);
+      validated_ = directory.cut_metrics(done_);
+      log.open_metrics(o_.out_dir);
+      report_header(log, o_, job.device, job.step, job.max_steps, job.train, job.val ? &*job.val : nullptr, job.plan,
+                    peak_);
+    }
+    validated_ = !run_.dp.control->all_gather_text(validated_ ? "yes" : "")[0].empty();
     if (resume) log.line(formatted("resuming behind step {} from {}", done_, resume->path));
   }
 
@@ -213,15 +264,21 @@ class Training {
   uint64_t seed() const { return static_cast<uint64_t>(o_.seed); }
 
   // Leaves if it is time to; asked between micro-steps, tokens of a sample and updates.
-  void poll() const { stop_.poll(1.5 * save_seconds_); }
+  // All ranks leave together, if one of them is to.
+  void poll() const {
+    std::string reason = stop_.reason(1.5 * save_seconds_);
+    for (const std::string& other : run_.dp.control->all_gather_text(reason))
+      if (!other.empty()) throw Interrupted{other};
+  }
 
   HostBatch read(DataLoader& loader, int64_t cursor, int64_t micro_batch) {
     poll();
     HostBatch host;
-    loader.read_batch(cursor, micro_batch, {.rank = 0, .ranks = 1, .batch_size = o_.batch_size}, host.tokens,
+    loader.read_batch(cursor, micro_batch, {.rank = rank_, .ranks = ranks(), .batch_size = o_.batch_size}, host.tokens,
                       host.targets, host.positions);
     return host;
   }
+  int64_t ranks() const { return job_.step.zero.ranks(); }
 
   int64_t cursor(int64_t step) const { return o_.overfit_batch ? 0 : (step - 1) * job_.samples_per_step; }
 
@@ -281,18 +338,24 @@ class Training {
   [[noreturn]] void diverged(int64_t step, const StepResult& result, const BatchSource& batches) {
     log_.line("looking for the first number that is not finite ...");
     const std::optional<NotFinite> first = run_.trainer.find_not_finite(batches);
-    std::string where = "no tensor holds one: a sum overflowed";
-    if (first && first->micro_batch < 0) where = formatted("{} ({}) holds one", first->tensor, first->op);
+    std::string mine;
+    if (first && first->micro_batch < 0) mine = formatted("{} ({}) holds one", first->tensor, first->op);
     if (first && first->micro_batch >= 0) {
       std::vector<int64_t> samples;
       for (int64_t b = 0; b < o_.batch_size; ++b)
         if (first->sequences.empty() ||
             std::find(first->sequences.begin(), first->sequences.end(), b) != first->sequences.end())
-          samples.push_back(train_.sample_at(cursor(step) + first->micro_batch * o_.batch_size + b));
-      where =
-          formatted("the first such number is in {}, written by {} in the {}, micro-batch {}, {} {}", first->tensor,
-                    first->op, first->place, first->micro_batch, samples.size() == 1 ? "sample" : "samples", samples);
+          samples.push_back(
+              train_.sample_at(cursor(step) + (first->micro_batch * ranks() + rank_) * o_.batch_size + b));
+      mine =
+          formatted("the first such number is in {}, written by {} in the {}, {}micro-batch {}, {} {}", first->tensor,
+                    first->op, first->place, ranks() > 1 ? formatted("rank {}, ", rank_) : std::string(),
+                    first->micro_batch, samples.size() == 1 ? "sample" : "samples", samples);
     }
+    std::string where = "no tensor holds one: a sum overflowed";
+    const std::vector<std::string> all = run_.dp.control->all_gather_text(mine);
+    for (size_t r = all.size(); r-- > 0;)
+      if (!all[r].empty()) where = all[r];
     throw Error(formatted("step {} diverged: loss {} or gradient norm {} is not finite; {}. The weights were not "
                           "updated. Lower --lr, add "
                           "--warmup-steps or check the data; {}",
@@ -311,14 +374,21 @@ class Training {
     const bool best = o_.keep_best && best_step_ == done_;
     if (!last && !best && !(o_.checkpoint_every > 0 && done_ % o_.checkpoint_every == 0)) return;
     save();
+    if (rank_ != 0) return;
     if (best) directory_.link_best(done_);
     directory_.prune(o_.keep_checkpoints, o_.keep_every, o_.keep_best ? std::optional(best_step_) : std::nullopt);
   }
 
   void validate() {
-    const double loss = run_.trainer.evaluate(job_.val_micro_batches, [&](int64_t m) {
-      log_.progress("validation: micro-batch", m + 1, job_.val_micro_batches);
-      return read(*val_, 0, m);
+    // Every sample once, whatever the layout: rows behind the last one do not count.
+    const int64_t micro_batches = ceil_div(job_.val_samples, o_.batch_size * ranks());
+    const double loss = run_.trainer.evaluate(micro_batches, job_.val_samples * o_.seq_len, [&](int64_t m) {
+      log_.progress("validation: micro-batch", m + 1, micro_batches);
+      HostBatch host = read(*val_, 0, m);
+      const int64_t rows = job_.val_samples - (m * ranks() + rank_) * o_.batch_size;
+      for (int64_t b = std::max<int64_t>(rows, 0); b < o_.batch_size; ++b)
+        std::fill_n(host.targets.begin() + b * o_.seq_len, o_.seq_len, -1);
+      return host;
     });
     log_.val({.step = done_, .loss = loss});
     if (loss < best_val_) best_val_ = loss, best_step_ = done_;
@@ -346,7 +416,7 @@ class Training {
     nlohmann::ordered_json best;
     if (std::isfinite(best_val_)) best = {{"step", best_step_}, {"loss", best_val_}};
     checkpoint_ =
-        write_checkpoint(o_.out_dir, done_, job_.step.model, run_.trainer.state().state_table(), job_.step.dtype,
+        write_checkpoint(o_.out_dir, done_, job_.step.model, run_.trainer.state(), job_.step.dtype,
                          {{"format", 1},
                           {"step", done_},
                           {"tokens", done_ * job_.step.tokens()},
@@ -357,7 +427,7 @@ class Training {
                           {"seed", o_.seed},
                           {"best_validation", best},
                           {"detectors", {{"loss", losses_.values()}, {"grad_norm", norms_.values()}}},
-                          {"layout", {{"ranks", 1}}},
+                          {"layout", detail::layout_text(job_.step.zero)},
                           {"options", options_json(o_)}},
                          run_.stream);
     save_seconds_ = seconds_since(begin);
@@ -409,6 +479,7 @@ class Training {
   Log& log_;
   StopCondition stop_{job_.options.time_limit};
   double peak_;
+  int64_t rank_;
   Run run_;
   LrSchedule schedule_;
   DataLoader train_;
@@ -436,7 +507,12 @@ void run_training(const Options& o) {
     log.line(formatted("already complete: {} is at step {} of {}", o.out_dir, resume->step, job.max_steps));
     return report_next_steps(log, o, resume->path);
   }
-  Training(job, directory, log, resume).run();
+  const double peak = matmul_peak(job.device, job.step.dtype);
+  World world(job.step.zero.mesh());
+  run_ranks(world, [&](int rank) {
+    Log silent = Log::silent();
+    Training(job, directory, rank == 0 ? log : silent, resume, peak, world, rank).run();
+  });
 }
 
 }  // namespace

@@ -139,7 +139,7 @@ TEST_CASE("one large micro-batch and several small ones give the same gradients 
 
 TEST_CASE("the loss of a step is the mean over every target token, as evaluation finds it before the update") {
   Fixture f(awkward_step(DType::fp32));
-  const double before = f.trainer.evaluate(3, f.batches());
+  const double before = f.trainer.evaluate(3, 3 * 38, f.batches());
   const double step = f.train(1)[0];
   REQUIRE(std::abs(before - step) < 1e-9);
   REQUIRE(before > 0.9 * std::log(131));
@@ -157,7 +157,7 @@ TEST_CASE("the null device plans exactly the memory that the CPU uses") {
         c.chunks = 2;
         Fixture f(c, 2);  // an arena of exactly the plan's size: one byte more would throw
         f.train(1);
-        f.trainer.evaluate(1, f.batches());
+        f.trainer.evaluate(1, 38, f.batches());
         std::vector<int32_t> tokens(static_cast<size_t>(T), 5);
         f.trainer.next_token_logits(tokens);
         f.trainer.next_token_logits({tokens.data(), 1});

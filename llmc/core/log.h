@@ -51,6 +51,13 @@ struct ValLine {
 class Log {
  public:
   Log() : terminal_(isatty(STDOUT_FILENO) == 1) {}
+  // Of the ranks that say nothing.
+  static Log silent() {
+    Log log;
+    log.silent_ = true;
+    log.terminal_ = false;
+    return log;
+  }
 
   // From now on also writes to out_dir/metrics.jsonl, behind what is there.
   void open_metrics(const std::string& out_dir) { metrics_.emplace(File::append(out_dir + "/metrics.jsonl")); }
@@ -60,6 +67,7 @@ class Log {
   }
 
   void line(const std::string& text) {
+    if (silent_) return;
     erase_progress();
     std::printf("%s\n", text.c_str());
     std::fflush(stdout);
@@ -115,7 +123,7 @@ class Log {
     metrics_->write(text.data(), static_cast<int64_t>(text.size()));
   }
 
-  bool terminal_, progress_shown_ = false;
+  bool terminal_, progress_shown_ = false, silent_ = false;
   std::optional<File> metrics_;
 };
 

@@ -56,9 +56,11 @@ struct Options {
   std::string recompute = "none";
   std::optional<double> memory_limit;  // GiB; none: what the machine has
   std::string schedule = "1f1b";
+  int64_t local_ranks = 1, zero_stage = 0, dp_replicate = 1;
+  std::string grad_reduce = "auto";
   std::string device = "auto";
   int64_t threads = 0;
-  bool generate = false, plan = false, verify_data = false, profile = false;
+  bool generate = false, plan = false, selftest = false, verify_data = false, profile = false;
 };
 
 // When a run is resumed, an option must be what it was, may differ with a warning, or may differ freely.
@@ -169,17 +171,32 @@ void visit_options(O& o, Visitor&& visit) {
         "what the backward computes again instead of keeping it: the activation function, the norms too, or whole "
         "blocks; the numbers are the same, memory goes down and time up");
   visit("--memory-limit", "", o.memory_limit, at_least(0), free,
-        "GiB that the run may take: one that needs more is refused before it starts; default: the machine's memory");
+        "GiB that each rank may take: a run that needs more is refused before it starts; default: its part of the "
+        "machine's memory");
   visit("--schedule", "", o.schedule, one_of({"gpipe", "1f1b"}), free,
         "order of forwards and backwards; 1f1b needs less memory, the numbers are the same");
+  visit(
+      "--zero-stage", "-z", o.zero_stage, between(0, 3), free,
+      "what the data-parallel ranks share out: 1 optimizer state, 2 gradients too, 3 weights too; the numbers are the "
+      "same");
+  visit("--dp-replicate", "", o.dp_replicate, between(1, 1 << 20), warn,
+        "hybrid sharding: so many replicas, each of which is shared out over the other ranks");
+  visit("--grad-reduce", "", o.grad_reduce, one_of({"auto", "step", "micro"}), warn,
+        "reduce the gradients accumulated in a step, or those of every micro-batch, which needs less memory and more "
+        "traffic; auto: step, and micro from stage 2 on");
   visit("Machine");
+  visit("--local-ranks", "", o.local_ranks, between(1, 1024), warn,
+        "ranks that share the batch, as threads of this process; --batch-size is that of each");
   visit("--device", "", o.device, one_of({"auto", "cpu"}), warn,
         "where to compute; this version has no CUDA kernels yet: auto is the CPU");
-  visit("--threads", "", o.threads, between(0, 1024), warn, "threads of this process; 0: all processors it may use");
+  visit("--threads", "", o.threads, between(0, 1024), warn,
+        "threads of this process, shared out over its ranks; 0: all processors it may use");
   visit("Modes");
   visit("--generate", "", o.generate, Limits{}, free, "do not train: print what --model DIR makes of --prompt");
   visit("--plan", "", o.plan, Limits{}, free,
         "do not train: print what the run would need, memory by name and work by op; needs no data");
+  visit("--selftest", "", o.selftest, Limits{}, free,
+        "do not train: a tiny model in every layout that --local-ranks allow, against one rank");
   visit("--verify-data", "", o.verify_data, Limits{}, free,
         "do not train: read --train-data and --val-data whole, check every token against the vocabulary, and count");
   visit("--profile", "", o.profile, Limits{}, free, "time every op, and print the table at the end of the training");
@@ -434,14 +451,19 @@ inline void check_limits(Options& o) {
 
 // Combinations, as far as the options alone tell.
 inline void validate(const Options& o) {
-  CHECK(o.generate + o.plan + o.verify_data <= 1, "--generate, --plan and --verify-data: choose one of them");
+  CHECK(o.generate + o.plan + o.selftest + o.verify_data <= 1,
+        "--generate, --plan, --selftest and --verify-data: choose one of them");
+  if (o.selftest) return;
   CHECK(!o.generate || !o.from_scratch,
         "--generate with --from-scratch: there would be nothing learnt to generate from; leave out one of them");
   if (o.generate) return;
-  const int64_t micro = o.batch_size * o.seq_len;
+  CHECK(o.local_ranks % o.dp_replicate == 0, "--dp-replicate {} does not divide the {} ranks", o.dp_replicate,
+        o.local_ranks);
+  const int64_t micro = o.batch_size * o.seq_len * o.local_ranks;
   CHECK(!o.total_batch_size || *o.total_batch_size % micro == 0,
-        "--total-batch-size {} is not a multiple of --batch-size {} x --seq-len {} = {} tokens: use {}",
-        *o.total_batch_size, o.batch_size, o.seq_len, micro, std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
+        "--total-batch-size {} is not a multiple of --batch-size {} x --seq-len {} x {} rank(s) = {} tokens: use {}",
+        *o.total_batch_size, o.batch_size, o.seq_len, o.local_ranks, micro,
+        std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
   if (o.plan) return;
   CHECK(!o.train_data.empty(),
         "--train-data is missing: name the token shards to train on (data/tokenize_text.py makes them), or see --help");

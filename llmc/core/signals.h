@@ -28,7 +28,7 @@ inline void note_stop_signals() {
   for (int signal : {SIGINT, SIGTERM, SIGUSR1}) sigaction(signal, &action, nullptr);
 }
 
-// Thrown where a stop is asked for; what() says by whom.
+// Thrown where the run stops early.
 struct Interrupted {
   std::string reason;
 };
@@ -38,12 +38,12 @@ class StopCondition {
   // limit: minutes of the process; none: no limit.
   explicit StopCondition(std::optional<double> limit_minutes) : limit_(limit_minutes) {}
 
-  // Throws Interrupted if it is time to save and leave. `reserve`: seconds that saving will take.
-  void poll(double reserve) const {
+  // Why it is time to save and leave; empty: it is not. `reserve`: seconds that saving will take.
+  std::string reason(double reserve) const {
     if (const int signal = detail::signal_received; signal != 0)
-      throw Interrupted{signal == SIGINT ? "SIGINT" : signal == SIGTERM ? "SIGTERM" : "SIGUSR1"};
+      return signal == SIGINT ? "SIGINT" : signal == SIGTERM ? "SIGTERM" : "SIGUSR1";
     const double minutes = std::chrono::duration<double, std::ratio<60>>(Clock::now() - begin_).count();
-    if (limit_ && minutes + reserve / 60 >= *limit_) throw Interrupted{formatted("--time-limit {} minutes", *limit_)};
+    return limit_ && minutes + reserve / 60 >= *limit_ ? formatted("--time-limit {} minutes", *limit_) : std::string();
   }
 
  private:

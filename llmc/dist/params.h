@@ -61,17 +61,17 @@ inline int64_t count_parameters(const ParamTable& table) {
   return n;
 }
 
-// A unit's flat buffer, in elements.
+// A unit's flat buffer, in elements, padded so that it falls into equal aligned parts.
 struct UnitLayout {
   static constexpr int64_t alignment = 64;
 
-  explicit UnitLayout(const UnitSpec& unit) {
+  explicit UnitLayout(const UnitSpec& unit, int64_t parts = 1) {
     for (const ParamSpec& p : unit.params) {
       const int64_t begin = p.placement == Placement::adjacent ? size : round_up(size, alignment);
       offsets.push_back(begin);
       size = begin + p.stored_shape().numel();
     }
-    size = round_up(size, alignment);
+    size = round_up(size, alignment * parts);
   }
 
   std::vector<int64_t> offsets;  // of each parameter

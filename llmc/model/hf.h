@@ -3,6 +3,8 @@
 #pragma once
 #include <cstring>
 #include <map>
+#include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -53,92 +55,111 @@ inline std::vector<HfTensor> hf_tensors(const ModelConfig& c) {
   return all;
 }
 
-// The whole tensors of one kind, by canonical name.
-inline std::map<std::string, Tensor> tensors_of_kind(const StateTable& table, StateKind kind) {
-  std::map<std::string, Tensor> found;
-  for (const StateEntry& e : table)
-    if (e.kind == kind) {
-      CHECK(e.begin == 0 && e.tensor.numel() == e.param->numel());
-      found.emplace(e.param->name, e.tensor);
-    }
-  return found;
-}
-
 namespace detail {
 
-// Calls f(flat index in the Hugging Face tensor, bytes of the canonical element) for all elements.
-template <class F>
-void for_each_element(const HfTensor& hf, const std::map<std::string, Tensor>& parts, F&& f) {
-  int64_t out_begin = 0;
-  for (const std::string& part : hf.parts) {
-    const Tensor& t = parts.at(part);
-    const int64_t width = size_of(t.dtype);
-    const int64_t rows = hf.transposed ? t.numel() / hf.shape[0] : t.numel(), columns = hf.transposed ? hf.shape[0] : 1;
-    for (int64_t o = 0; o < rows; ++o)
-      for (int64_t i = 0; i < columns; ++i)
-        f(hf.transposed ? i * hf.shape[1] + out_begin + o : out_begin + o, t.bytes + (o * columns + i) * width);
-    out_begin += rows;
-  }
+// Where element `e` of a part's flat contents stands in the Hugging Face tensor; `row`: the part's first output.
+inline int64_t hf_index(const HfTensor& hf, int64_t row, int64_t e) {
+  if (!hf.transposed) return row + e;
+  const int64_t in = hf.shape[0], out = hf.shape[1];
+  return e % in * out + row + e / in;
+}
+// How many outputs a part has.
+inline int64_t hf_rows(const HfTensor& hf, int64_t part_elements) {
+  return hf.transposed ? part_elements / hf.shape[0] : part_elements;
 }
 
 }  // namespace detail
 
-// The bytes of one Hugging Face tensor, in the dtype of the parts.
+// The bytes of one Hugging Face tensor, in the dtype of the parts, which are whole and flat.
 inline std::vector<std::byte> gather_hf(const HfTensor& hf, const std::map<std::string, Tensor>& parts) {
   const int64_t width = size_of(parts.at(hf.parts[0]).dtype);
   std::vector<std::byte> bytes(static_cast<size_t>(TensorInfo{"", DType::fp32, hf.shape}.numel() * width));
-  if (hf.parts.size() == 1 && !hf.transposed) {
-    std::memcpy(bytes.data(), parts.at(hf.parts[0]).bytes, bytes.size());
-    return bytes;
+  int64_t row = 0;
+  for (const std::string& part : hf.parts) {
+    const Tensor& t = parts.at(part);
+    if (!hf.transposed) std::memcpy(bytes.data() + row * width, t.bytes, static_cast<size_t>(t.size_bytes()));
+    else
+      for (int64_t e = 0; e < t.numel(); ++e)
+        std::memcpy(bytes.data() + detail::hf_index(hf, row, e) * width, t.bytes + e * width,
+                    static_cast<size_t>(width));
+    row += detail::hf_rows(hf, t.numel());
   }
-  detail::for_each_element(hf, parts, [&](int64_t index, const std::byte* element) {
-    std::memcpy(bytes.data() + index * width, element, static_cast<size_t>(width));
-  });
   return bytes;
 }
 
-// The names in a file, with and without "transformer.", for each tensor of the model; everything is checked, nothing
-// read.
-inline std::vector<std::string> match_hf_names(const SafetensorsReader& file, const std::vector<HfTensor>& tensors) {
+// Where a tensor of the model is stored.
+struct HfPlace {
+  const SafetensorsReader* file;
+  std::string name;  // with or without "transformer."
+};
+
+// For each tensor of the model; everything is checked, nothing read.
+inline std::vector<HfPlace> match_hf_names(const std::vector<std::unique_ptr<SafetensorsReader>>& files,
+                                           const std::vector<HfTensor>& tensors) {
   constexpr std::string_view prefix = "transformer.";
-  std::vector<std::string> names;
+  std::vector<HfPlace> places;
+  std::set<std::string> known;
   for (const HfTensor& hf : tensors) {
     const std::string bare = hf.name.substr(prefix.size());
-    const std::string name = file.has(hf.name) ? hf.name : bare;
-    CHECK(file.has(name), "{}: has no tensor {} (nor {}); config.json describes another model", file.path(), hf.name,
-          bare);
-    const TensorInfo& info = file.info(name);
-    CHECK(info.shape == hf.shape, "{}: tensor {} has the shape ({}), config.json and the options say ({})", file.path(),
-          name, info.shape, hf.shape);
+    HfPlace place{nullptr, ""};
+    for (const auto& file : files)
+      for (const std::string& name : {hf.name, bare})
+        if (place.file == nullptr && file->has(name)) place = {file.get(), name};
+    CHECK(place.file != nullptr, "{}: has no tensor {} (nor {}); config.json describes another model", files[0]->path(),
+          hf.name, bare);
+    const TensorInfo& info = place.file->info(place.name);
+    CHECK(info.shape == hf.shape, "{}: tensor {} has the shape ({}), config.json and the options say ({})",
+          place.file->path(), place.name, info.shape, hf.shape);
     CHECK(info.dtype == DType::fp32 || info.dtype == DType::bf16 || info.dtype == DType::fp16,
-          "{}: tensor {} is {}, supported are fp32, bf16 and fp16", file.path(), name, info.dtype);
-    names.push_back(name);
+          "{}: tensor {} is {}, supported are fp32, bf16 and fp16", place.file->path(), place.name, info.dtype);
+    known.insert(place.name);
+    places.push_back(place);
   }
-  for (const std::string& name : file.names()) {
-    const bool buffer = name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias") || name == "lm_head.weight";
-    if (buffer || std::find(names.begin(), names.end(), name) != names.end()) continue;
-    throw Error(formatted("{}: tensor {} is not part of the model that config.json describes", file.path(), name));
-  }
-  return names;
+  for (const auto& file : files)
+    for (const std::string& name : file->names()) {
+      const bool buffer =
+          name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias") || name == "lm_head.weight";
+      CHECK(buffer || known.count(name) > 0, "{}: tensor {} is not part of the model that config.json describes",
+            file->path(), name);
+    }
+  return places;
 }
 
-// parts (fp32) = the Hugging Face tensor `name` of the file, widened from its dtype.
+// What this rank holds of the parts, weights and masters = the Hugging Face tensor `name` of the file, each rounded to
+// its own dtype.
 inline void scatter_hf(const HfTensor& hf, const SafetensorsReader& file, const std::string& name,
-                       const std::map<std::string, Tensor>& parts) {
+                       const StateTable& table) {
   const TensorInfo& info = file.info(name);
-  std::vector<std::byte> stored(static_cast<size_t>(info.bytes()));
-  file.read(name, stored.data());
-  auto scatter = [&]<class T>(type_tag<T>) {
-    detail::for_each_element(hf, parts, [&](int64_t index, std::byte* element) {
-      T value;
-      std::memcpy(&value, stored.data() + index * static_cast<int64_t>(sizeof(T)), sizeof(T));
-      const float wide = static_cast<float>(value);
-      std::memcpy(element, &wide, sizeof wide);
-    });
-  };
-  if (info.dtype == DType::fp32) scatter(type_tag<float>{});
-  if (info.dtype == DType::bf16) scatter(type_tag<bf16>{});
-  if (info.dtype == DType::fp16) scatter(type_tag<fp16>{});
+  std::vector<std::byte> stored;
+  int64_t row = 0;
+  for (const std::string& part : hf.parts) {
+    int64_t part_elements = 0;
+    for (const StateEntry& e : table) {
+      if (e.param->name != part) continue;
+      part_elements = e.param->numel();
+      if (e.kind != StateKind::weight && e.kind != StateKind::master) continue;
+      if (stored.empty()) {
+        stored.resize(static_cast<size_t>(info.bytes()));
+        file.read(name, stored.data());
+      }
+      auto copy = [&]<class From, class To>(type_tag<From>, type_tag<To>) {
+        for (int64_t i = 0; i < e.tensor.numel(); ++i) {
+          From value;
+          std::memcpy(&value,
+                      stored.data() + detail::hf_index(hf, row, e.begin + i) * static_cast<int64_t>(sizeof(From)),
+                      sizeof(From));
+          e.tensor.data<To>()[i] = To(static_cast<float>(value));
+        }
+      };
+      with_type(e.tensor.dtype, [&](auto to) {
+        if (info.dtype == DType::fp32) copy(type_tag<float>{}, to);
+        if (info.dtype == DType::bf16) copy(type_tag<bf16>{}, to);
+        if (info.dtype == DType::fp16) copy(type_tag<fp16>{}, to);
+      });
+    }
+    if (part_elements == 0) return;  // this rank holds nothing of it
+    row += detail::hf_rows(hf, part_elements);
+  }
 }
 
 }  // namespace llmc

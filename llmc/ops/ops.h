@@ -72,16 +72,54 @@ inline void convert(Tensor out, Tensor x, Stream& stream) {
   });
 }
 
-// out (fp32) = constant
+// out = constant
 inline void fill(Tensor out, float value, Stream& stream) {
-  stream.run({"fill", 0, detail::bytes_of({out})}, {out}, [=] { std::fill_n(out.data<float>(), out.numel(), value); });
+  stream.run({"fill", 0, detail::bytes_of({out})}, {out}, [=] {
+    with_type(out.dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      std::fill_n(out.data<T>(), out.numel(), T(value));
+    });
+  });
 }
 
-// out (fp32) = normal numbers keyed by (seed, name, global index); out holds the elements from `begin` on (contract 7).
+// out = NaN, bit by bit: what is not to be read any longer shows where it is.
+inline void poison(Tensor out, Stream& stream) {
+  stream.run({"poison", 0, detail::bytes_of({out})}, {},
+             [=] { std::fill_n(out.bytes, static_cast<size_t>(out.size_bytes()), std::byte{0xff}); });
+}
+
+// out += x   (n)
+inline void add_to(Tensor out, Tensor x, Stream& stream) {
+  detail::check_tensor("add_to", "x", x, out.dtype, out.shape);
+  stream.run({"add_to", 0, detail::bytes_of({out, out, x})}, {out}, [=] {
+    with_type(out.dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      cpu::residual_forward(out.data<T>(), out.data<T>(), x.data<T>(), out.numel());
+    });
+  });
+}
+
+// out *= factor
+inline void scale(Tensor out, float factor, Stream& stream) {
+  stream.run({"scale", 0, 2 * detail::bytes_of({out})}, {out}, [=] {
+    with_type(out.dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      for (int64_t i = 0; i < out.numel(); ++i)
+        out.data<T>()[i] = T(static_cast<accumulator_t<T>>(out.data<T>()[i]) * accumulator_t<T>(factor));
+    });
+  });
+}
+
+// out = normal numbers keyed by (seed, name, global index), rounded to its dtype; it holds the elements from `begin` on
+// (contract 7).
 inline void init_normal(Tensor out, float stddev, int64_t begin, uint64_t seed, std::string_view name, Stream& stream) {
   const Philox rng(seed, name);
-  stream.run({"init_normal", 0, detail::bytes_of({out})}, {out},
-             [=] { cpu::init_normal(out.data<float>(), begin, out.numel(), stddev, rng); });
+  stream.run({"init_normal", 0, detail::bytes_of({out})}, {out}, [=] {
+    with_type(out.dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      cpu::init_normal(out.data<T>(), begin, out.numel(), stddev, rng);
+    });
+  });
 }
 
 // out (N, C) = wte[tokens] + wpe[positions].   tokens, positions (N) int32; wte (V, C); wpe (P, C)
@@ -338,7 +376,8 @@ inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv,
 }
 
 // losses (N) = -log softmax(logits)[target] over the first V of the V_padded columns, in the accumulator dtype. With
-// Gradient::yes, logits become d(scale * sum of losses) / d logits, zero in the padding.   targets (N) int32
+// Gradient::yes, logits become d(scale * sum of losses) / d logits, zero in the padding. A target of -1 does not count:
+// its loss and its gradients are zero.   targets (N) int32
 inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, int64_t V, double scale, Gradient gradient,
                           Stream& stream) {
   const int64_t N = logits.shape[0], V_padded = logits.shape[1];
@@ -380,10 +419,27 @@ inline void square_sum(Tensor out, Tensor x, Stream& stream) {
   });
 }
 
+// The scalars of all ranks become one: loss (1) fp64 = the sum over the ranks; square_sums (units shards) fp64, unit by
+// unit and within a unit shard by shard (contract 10). gathered (ranks, 1 + units): each rank's loss, then the sums of
+// its shards; the first `shards` ranks have one shard each, further ones are replicas.
+inline void combine_scalars(Tensor loss, Tensor square_sums, Tensor gathered, int64_t shards, Stream& stream) {
+  const int64_t ranks = gathered.shape[0], units = gathered.shape[1] - 1;
+  CHECK_TENSOR(loss, DType::fp64, 1);
+  CHECK_TENSOR(square_sums, DType::fp64, units * shards);
+  stream.run({"combine_scalars", 0, detail::bytes_of({gathered})}, {}, [=] {
+    const double* all = gathered.data<double>();
+    double total = 0;
+    for (int64_t r = 0; r < ranks; ++r) total += all[r * (1 + units)];
+    *loss.data<double>() = total;
+    for (int64_t u = 0; u < units; ++u)
+      for (int64_t s = 0; s < shards; ++s) square_sums.data<double>()[u * shards + s] = all[s * (1 + units) + 1 + u];
+  });
+}
+
 // What the update reads, on the device, so that the host need not wait: control (3) fp64 = {gradient norm, factor on
 // the gradients, 1 if the update may happen}. The factor clips to max_norm (0: never) as torch's clip_grad_norm_ does;
-// a loss or norm that is not finite, or beyond its largest value, forbids the update.   square_sums (units) fp64, added
-// in order; loss (1) fp64
+// a loss or norm that is not finite, or beyond its largest value, forbids the update.   square_sums fp64, added in
+// order; loss (1) fp64
 struct UpdateRule {
   double max_norm = 0;
   double largest_loss = std::numeric_limits<double>::infinity(), largest_norm = largest_loss;

@@ -49,7 +49,7 @@ inline nlohmann::json read_json(const std::string& path) {
 inline std::optional<std::string> checkpoint_fault(const std::string& path) try {
   if (!std::filesystem::exists(path + "/manifest.json")) return path + " has no manifest.json";
   const nlohmann::json manifest = read_json(path + "/manifest.json");
-  for (const char* file : {"config.json", "trainer.json", "model.safetensors"})
+  for (const char* file : {"config.json", "trainer.json"})
     if (!manifest.at("files").contains(file)) return formatted("{}/manifest.json does not name {}", path, file);
   for (const auto& [name, record] : manifest.at("files").items())
     if (auto fault = file_fault(path + "/" + name, FileRecord::from_json(record))) return fault;
@@ -90,59 +90,118 @@ inline void require_space(const std::string& directory, int64_t bytes) {
 
 }  // namespace detail
 
-// What a checkpoint of this state takes on the disk, but for some kilobytes.
-inline int64_t checkpoint_bytes(const StateTable& table) {
-  int64_t bytes = 0;
-  for (const StateEntry& e : table) bytes += e.tensor.size_bytes();
-  return bytes;
+// What a checkpoint takes on the disk, but for some kilobytes: weights in the training dtype, masters and two moments.
+inline int64_t checkpoint_bytes(const ModelConfig& config, DType dtype) {
+  const int64_t state = size_of(accumulator_of(dtype)) * (dtype == accumulator_of(dtype) ? 2 : 3);
+  return count_parameters(parameter_table(config)) * (size_of(dtype) + state);
 }
 
-// Writes the checkpoint of `step` and returns its path. `trainer`: what trainer.json says.
+namespace detail {
+
+// Which rank writes each Hugging Face tensor: a unit goes to the rank that has the fewest bytes so far.
+struct WritePlan {
+  std::vector<HfTensor> tensors;
+  std::vector<size_t> unit;  // of each tensor
+  std::vector<int> writer;   // of each unit
+  int writers = 0;           // ranks that write anything
+
+  WritePlan(const ModelConfig& config, const ModelState& state, int ranks) : tensors(hf_tensors(config)) {
+    std::map<std::string, size_t> unit_of;
+    std::vector<int64_t> bytes(static_cast<size_t>(ranks), 0);
+    for (size_t u = 0; u < state.size(); ++u) {
+      for (const ParamSpec& p : state.unit(u).spec().params) unit_of[p.name] = u;
+      const auto least = std::min_element(bytes.begin(), bytes.end());
+      *least += state.unit(u).size();
+      writer.push_back(static_cast<int>(least - bytes.begin()));
+      writers = std::max(writers, writer.back() + 1);
+    }
+    for (const HfTensor& t : tensors) unit.push_back(unit_of.at(t.parts[0]));
+  }
+  std::string file(int rank) const {
+    return writers == 1 ? "model.safetensors" : formatted("model-{:05}-of-{:05}.safetensors", rank + 1, writers);
+  }
+};
+
+}  // namespace detail
+
+// Writes the checkpoint of `step` and returns its path; all ranks call it. Each writes some of the weights, and the
+// slices of the optimizer's state that it owns; rank 0 does the rest. `trainer`: what trainer.json says.
 inline std::string write_checkpoint(const std::string& out_dir, int64_t step, const ModelConfig& config,
-                                    const StateTable& table, DType dtype, const nlohmann::ordered_json& trainer,
+                                    ModelState& state, DType dtype, const nlohmann::ordered_json& trainer,
                                     Stream& stream) {
   stream.synchronize();
-  const std::string path = checkpoint_path(out_dir, step),
-                    temporary = formatted("{}/.tmp-step-{:06}-{}", out_dir, step, getpid());
+  DataParallel& dp = state.dp();
+  const std::string path = checkpoint_path(out_dir, step), temporary = formatted("{}/.tmp-step-{:06}", out_dir, step);
   CHECK(!std::filesystem::exists(path), "{} exists already: remove it, or choose another --out-dir", path);
-  detail::require_space(out_dir, checkpoint_bytes(table));
   try {
     std::error_code error;
-    std::filesystem::create_directory(temporary, error);
-    CHECK(!error, "cannot make {}: {}", temporary, error.message());
-    nlohmann::ordered_json files;
-    auto record = [&](const char* name, const FileRecord& r) { files[name] = r.to_json(); };
-    auto record_text = [&](const char* name, const std::string& text) {
-      record(name, write_recorded_text(temporary + "/" + name, text));
-    };
-    record_text("config.json", config_to_hf(config, dtype).dump(2) + "\n");
-
-    const std::vector<HfTensor> tensors = hf_tensors(config);
-    const std::map<std::string, Tensor> weights = tensors_of_kind(table, StateKind::weight);
-    std::vector<TensorInfo> infos;
-    for (const HfTensor& t : tensors) infos.push_back({t.name, dtype, t.shape});
-    SafetensorsWriter model(temporary + "/model.safetensors", infos);
-    for (const HfTensor& t : tensors) {  // one tensor in host memory at a time
-      const std::vector<std::byte> bytes = gather_hf(t, weights);
-      model.write(bytes.data(), static_cast<int64_t>(bytes.size()));
+    if (dp.first()) {
+      detail::require_space(out_dir, checkpoint_bytes(config, dtype));
+      std::filesystem::create_directory(temporary, error);
+      CHECK(!error, "cannot make {}: {}", temporary, error.message());
     }
-    record("model.safetensors", model.finish());
+    dp.control->barrier();
+    nlohmann::ordered_json files = nlohmann::ordered_json::object();  // that this rank writes
 
-    infos.clear();
-    for (const StateEntry& e : table)
-      if (e.kind != StateKind::weight) infos.push_back({detail::slice_name(e), e.tensor.dtype, {e.tensor.numel()}});
-    SafetensorsWriter optimizer(temporary + "/optimizer-00001-of-00001.safetensors", infos);
-    for (const StateEntry& e : table)
-      if (e.kind != StateKind::weight) optimizer.write(e.tensor.bytes, e.tensor.size_bytes());
-    record("optimizer-00001-of-00001.safetensors", optimizer.finish());
+    const detail::WritePlan plan(config, state, dp.ranks());
+    std::vector<TensorInfo> infos;
+    for (size_t i = 0; i < plan.tensors.size(); ++i)
+      if (plan.writer[plan.unit[i]] == dp.rank) infos.push_back({plan.tensors[i].name, dtype, plan.tensors[i].shape});
+    std::optional<SafetensorsWriter> model;
+    if (!infos.empty()) model.emplace(temporary + "/" + plan.file(dp.rank), infos);
+    for (size_t u = 0; u < state.size(); ++u)  // one unit gathered, one tensor in host memory at a time
+      state.with_whole_unit(u, stream, [&](const UnitState& unit) {
+        if (plan.writer[u] != dp.rank) return;
+        const std::map<std::string, Tensor> weights = unit.whole_weights();
+        for (size_t i = 0; i < plan.tensors.size(); ++i) {
+          if (plan.unit[i] != u) continue;
+          const std::vector<std::byte> bytes = gather_hf(plan.tensors[i], weights);
+          model->write(bytes.data(), static_cast<int64_t>(bytes.size()));
+        }
+      });
+    if (model) files[plan.file(dp.rank)] = model->finish().to_json();
 
-    record_text("trainer.json", trainer.dump(2) + "\n");
-    write_text_durably(temporary + "/manifest.json",
-                       nlohmann::ordered_json{{"format", 1}, {"step", step}, {"files", files}}.dump(1) + "\n");
-    fsync_directory(temporary);
-    std::filesystem::rename(temporary, path, error);
-    CHECK(!error, "cannot rename {} to {}: {}", temporary, path, error.message());
-    fsync_directory(out_dir);
+    const StateTable table = state.state_table();
+    const bool owner = dp.replica == 0 && (state.zero_config().stage > 0 || dp.shard == 0);
+    const int owners = state.zero_config().stage > 0 ? state.zero_config().shards : 1;
+    if (owner) {
+      infos.clear();
+      for (const StateEntry& e : table)
+        if (e.kind != StateKind::weight) infos.push_back({detail::slice_name(e), e.tensor.dtype, {e.tensor.numel()}});
+      const std::string name = formatted("optimizer-{:05}-of-{:05}.safetensors", dp.shard + 1, owners);
+      SafetensorsWriter optimizer(temporary + "/" + name, infos);
+      for (const StateEntry& e : table)
+        if (e.kind != StateKind::weight) optimizer.write(e.tensor.bytes, e.tensor.size_bytes());
+      files[name] = optimizer.finish().to_json();
+    }
+
+    const std::vector<std::string> written = dp.control->all_gather_text(files.dump());
+    if (dp.first()) {
+      nlohmann::ordered_json all;
+      auto record_text = [&](const char* name, const std::string& text) {
+        all[name] = write_recorded_text(temporary + "/" + name, text).to_json();
+      };
+      record_text("config.json", config_to_hf(config, dtype).dump(2) + "\n");
+      record_text("trainer.json", trainer.dump(2) + "\n");
+      if (plan.writers > 1) {
+        nlohmann::ordered_json map;
+        int64_t bytes = 0;
+        for (size_t i = 0; i < plan.tensors.size(); ++i) {
+          map[plan.tensors[i].name] = plan.file(plan.writer[plan.unit[i]]);
+          bytes += TensorInfo{"", dtype, plan.tensors[i].shape}.bytes();
+        }
+        record_text("model.safetensors.index.json",
+                    nlohmann::ordered_json{{"metadata", {{"total_size", bytes}}}, {"weight_map", map}}.dump(2) + "\n");
+      }
+      for (const std::string& text : written) all.update(nlohmann::ordered_json::parse(text));
+      write_text_durably(temporary + "/manifest.json",
+                         nlohmann::ordered_json{{"format", 1}, {"step", step}, {"files", all}}.dump(1) + "\n");
+      fsync_directory(temporary);
+      std::filesystem::rename(temporary, path, error);
+      CHECK(!error, "cannot rename {} to {}: {}", temporary, path, error.message());
+      fsync_directory(out_dir);
+    }
+    dp.control->barrier();
   } catch (...) {
     std::error_code ignored;
     std::filesystem::remove_all(temporary, ignored);
@@ -151,26 +210,35 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   return path;
 }
 
-// The weights of a Hugging Face directory, rounded to the training dtype; optimizer state starts at zero. Everything is
-// checked before anything changes.
+// The weights of a Hugging Face directory, in one file or in several: what this rank holds of them, rounded to the
+// training dtype; optimizer state starts at zero. Everything is checked before anything changes.
 inline void load_model(const std::string& directory, const ModelConfig& config, const ModelState& state,
                        Stream& stream) {
-  const std::string path = directory + "/model.safetensors";
-  CHECK(!std::filesystem::exists(path + ".index.json"),
-        "{}.index.json: weights in several files are not supported yet; save the model as one file", path);
-  CHECK(std::filesystem::exists(path),
-        "--model {}: has no model.safetensors; --from-scratch makes new weights of this shape", directory);
-  const SafetensorsReader file(path);
+  const std::string one = directory + "/model.safetensors", index = one + ".index.json";
+  std::vector<std::string> paths;
+  if (std::filesystem::exists(index)) {
+    const nlohmann::json map = read_json(index).value("weight_map", nlohmann::json());
+    CHECK(map.is_object() && !map.empty(), "{}: has no \"weight_map\"", index);
+    for (const auto& [tensor, file] : map.items()) {
+      CHECK(file.is_string() && file.get<std::string>().find('/') == std::string::npos,
+            "{}: tensor {} is in {}, expected the name of a file beside it", index, tensor, file.dump());
+      const std::string path = directory + "/" + file.get<std::string>();
+      if (std::find(paths.begin(), paths.end(), path) == paths.end()) paths.push_back(path);
+    }
+  } else {
+    CHECK(std::filesystem::exists(one),
+          "--model {}: has no model.safetensors; --from-scratch makes new weights of this shape", directory);
+    paths.push_back(one);
+  }
+  std::vector<std::unique_ptr<SafetensorsReader>> files;
+  for (const std::string& path : paths) files.push_back(std::make_unique<SafetensorsReader>(path));
   const std::vector<HfTensor> tensors = hf_tensors(config);
-  const std::vector<std::string> names = match_hf_names(file, tensors);
+  const std::vector<HfPlace> places = match_hf_names(files, tensors);
 
   for (size_t u = 0; u < state.size(); ++u) state.unit(u).zero_all(stream);
   stream.synchronize();
   const StateTable table = state.state_table();
-  std::map<std::string, Tensor> masters = tensors_of_kind(table, StateKind::master);
-  if (masters.empty()) masters = tensors_of_kind(table, StateKind::weight);  // fp32 weights are their own masters
-  for (size_t i = 0; i < tensors.size(); ++i) scatter_hf(tensors[i], file, names[i], masters);
-  state.round_weights(stream);
+  for (size_t i = 0; i < tensors.size(); ++i) scatter_hf(tensors[i], *places[i].file, places[i].name, table);
 }
 
 // The whole state of a checkpoint, bit for bit: weights, then the optimizer's slices, from whatever layout wrote them.
@@ -209,7 +277,6 @@ inline void load_checkpoint(const std::string& path, const ModelConfig& config, 
     CHECK(filled == e.tensor.numel(), "{}: {} of {} has {} of {} elements; it was made by another kind of training",
           path, e.kind, e.param->name, filled, e.tensor.numel());
   }
-  state.round_weights(stream);
 }
 
 }  // namespace llmc

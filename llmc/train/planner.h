@@ -2,6 +2,8 @@
 // by name, work by op. The arenas of the real run are made exactly this large, so the plan cannot drift from the code.
 #pragma once
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "train/step.h"
@@ -10,23 +12,33 @@ namespace llmc {
 
 struct Plan {
   int64_t arena_bytes = 0, scratch_bytes = 0;
-  std::vector<MemoryLine> memory;  // what is live at the high-water mark, scratch last
-  OpLedger step_ops;               // calls, flops and bytes of one training step
-  int64_t total_bytes() const { return arena_bytes + scratch_bytes; }
+  std::vector<MemoryLine> memory;  // of a rank: what is live at the high-water mark, scratch last
+  OpLedger step_ops;               // calls, flops and bytes of one training step of a rank
+  std::vector<std::pair<std::string, int64_t>> step_traffic;  // bytes that a rank sends in a step, by group
+  int64_t total_bytes() const {
+    int64_t bytes = 0;
+    for (const MemoryLine& line : memory) bytes += line.bytes;
+    return bytes;
+  }
 };
 
-// One training step, one evaluation and every length of a generation, on paper. `threads`: of the device planned for.
+// One training step, one evaluation and every length of a generation of rank 0, on paper. `threads`: of a rank's
+// device.
 inline Plan make_plan(const StepConfig& config, int threads) {
   const Device device{DeviceKind::null, threads};
+  const Mesh mesh = config.zero.mesh();
   Arena arena(device), scratch(device);
   Stream stream(device, scratch);
-  Trainer trainer(config, {arena, stream});
+  DataParallel dp(mesh, 0, device, DataParallel::on_paper(mesh, 0));
+  Trainer trainer(config, {arena, stream, &dp});
   const BatchSource nothing = [](int64_t) { return HostBatch{}; };
   Plan plan;
   stream.set_ledger(&plan.step_ops);
   trainer.step(nothing, {}, {.max_norm = 1});
   stream.set_ledger(nullptr);
-  trainer.evaluate(1, nothing);
+  for (const auto& comm : {&dp.gradients, &dp.replicas, &dp.weights, &dp.scalars})
+    plan.step_traffic.emplace_back((*comm)->name(), (*comm)->bytes_sent());
+  trainer.evaluate(1, 1, nothing);
   std::vector<int32_t> tokens;
   for (int64_t length = 1;; length = std::min(2 * length, config.batch.T)) {
     tokens.resize(static_cast<size_t>(length));
@@ -37,31 +49,36 @@ inline Plan make_plan(const StepConfig& config, int threads) {
   plan.scratch_bytes = scratch.high_water();
   plan.memory = arena.table();
   plan.memory.push_back({"op scratch", plan.scratch_bytes});
+  if (dp.ranks() > 1) plan.memory.push_back({"ring chunks", 2 * DataParallel::scratch_bytes});
   return plan;
 }
 
 // Does the plan fit into `limit` bytes?
 inline bool fits(const Plan& plan, int64_t limit) { return plan.total_bytes() <= limit; }
 
-// The first way to make a run fit into `limit` bytes with the same tokens in a step: more recomputation, which changes
-// no number; then smaller micro-batches, and both.
+// The first way to make a run fit into `limit` bytes a rank with the same tokens in a step: a higher ZeRO stage and
+// more recomputation, which change no number; then smaller micro-batches too.
 struct Remedy {
   int64_t batch_size;
+  int stage;
   Recompute recompute;
   int64_t total_bytes;
 };
 inline std::optional<Remedy> first_fit(StepConfig config, int threads, int64_t limit) {
   const int64_t sequences = config.batch.B * config.micro_batches;
-  const Recompute asked = config.recompute;
+  const StepConfig asked = config;
   for (int64_t B = config.batch.B; B >= 1; --B) {
     if (sequences % B != 0) continue;
     config.batch.B = B;
     config.micro_batches = sequences / B;
     for (const Recompute recompute : all_recompute) {
-      if (recompute < asked) continue;
+      if (recompute < asked.recompute) continue;
       config.recompute = recompute;
-      if (const Plan plan = make_plan(config, threads); fits(plan, limit))
-        return Remedy{B, recompute, plan.total_bytes()};
+      for (int stage = asked.zero.stage; stage <= (asked.zero.ranks() > 1 ? 3 : asked.zero.stage); ++stage) {
+        config.zero.set_stage(stage);
+        if (const Plan plan = make_plan(config, threads); fits(plan, limit))
+          return Remedy{B, stage, recompute, plan.total_bytes()};
+      }
     }
   }
   return std::nullopt;

@@ -38,18 +38,27 @@ using Rows = std::vector<std::pair<std::string, std::string>>;
 
 namespace detail {
 
+inline std::string layout_text(const ZeroConfig& zero) {
+  if (zero.ranks() == 1) return "1 rank";
+  return formatted("{} data-parallel ranks: {} replica(s) x {} shard(s), ZeRO stage {}, gradients reduced every {}",
+                   zero.ranks(), zero.replicas, zero.shards, zero.stage,
+                   zero.grad_reduce == GradReduce::step ? "step" : "micro-step");
+}
+
 // What a run is, as far as the options alone tell.
 inline Rows run_rows(const Options& o, const StepConfig& step) {
   const ModelConfig& m = step.model;
-  return {{"model", formatted("{}: {} layers, {} heads, C {}, F {}, vocabulary {}, {} positions", o.model, m.n_layer,
-                              m.n_head, m.n_embd, m.n_ffn, m.vocab_size, m.n_positions)},
-          {"parameters", formatted("{} ({:.3f} MFLOP a token)", human_count(count_parameters(parameter_table(m))),
-                                   training_flops_per_token(m, o.seq_len) * 1e-6)},
-          {"numerics", formatted("{}, recompute {}", o.dtype, step.recompute)},
-          {"batch", formatted("{} tokens a step = {} micro-batch(es) x {} sequences x {} tokens x 1 rank",
-                              human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len)},
-          {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
-                                  o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip)}};
+  return {
+      {"model", formatted("{}: {} layers, {} heads, C {}, F {}, vocabulary {}, {} positions", o.model, m.n_layer,
+                          m.n_head, m.n_embd, m.n_ffn, m.vocab_size, m.n_positions)},
+      {"parameters", formatted("{} ({:.3f} MFLOP a token)", human_count(count_parameters(parameter_table(m))),
+                               training_flops_per_token(m, o.seq_len) * 1e-6)},
+      {"numerics", formatted("{}, recompute {}", o.dtype, step.recompute)},
+      {"batch", formatted("{} tokens a step = {} micro-batch(es) x {} sequences x {} tokens x {} rank(s)",
+                          human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.zero.ranks())},
+      {"layout", layout_text(step.zero)},
+      {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
+                              o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip)}};
 }
 
 inline Rows memory_rows(const Plan& plan) {
@@ -61,22 +70,26 @@ inline Rows memory_rows(const Plan& plan) {
 }
 
 inline int64_t memory_limit(const Options& o) {
-  return o.memory_limit ? static_cast<int64_t>(*o.memory_limit * (1 << 30)) : host_memory();
+  return o.memory_limit ? static_cast<int64_t>(*o.memory_limit * (1 << 30)) : host_memory() / o.local_ranks;
 }
 
 inline std::string memory_verdict(const Options& o, const StepConfig& step, const Plan& plan, int threads) {
   const int64_t limit = memory_limit(o);
-  const std::string what = (o.memory_limit ? "--memory-limit " : "this machine's ") + human_bytes(limit);
+  const std::string what = (o.memory_limit       ? "--memory-limit "
+                            : o.local_ranks == 1 ? "this machine's "
+                                                 : "a rank's part of this machine, ") +
+                           human_bytes(limit);
   if (fits(plan, limit)) return "fits into " + what;
   const std::optional<Remedy> remedy = first_fit(step, threads, limit);
   if (!remedy)
     return formatted(
-        "does not fit into {}, even with --batch-size 1 --recompute block: use a smaller --seq-len or "
+        "does not fit into {}, even with --batch-size 1 --recompute block{}: use a smaller --seq-len or "
         "--model, or a larger machine",
         what);
   std::string change;
   if (remedy->batch_size != step.batch.B)
     change = formatted(" --batch-size {} --total-batch-size {}", remedy->batch_size, step.tokens());
+  if (remedy->stage != step.zero.stage) change += formatted(" --zero-stage {}", remedy->stage);
   if (remedy->recompute != step.recompute) change += formatted(" --recompute {}", remedy->recompute);
   return formatted("does not fit into {}; it would with{} ({})", what, change, human_bytes(remedy->total_bytes));
 }
@@ -86,8 +99,8 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
 // Refuses a run that needs more memory than --memory-limit or the machine gives it.
 inline void require_memory(const Options& o, const StepConfig& step, const Plan& plan, int threads) {
   if (fits(plan, detail::memory_limit(o))) return;
-  std::string message = formatted("the run needs {} and {}", human_bytes(plan.total_bytes()),
-                                  detail::memory_verdict(o, step, plan, threads));
+  std::string message = formatted("{} needs {} and {}", o.local_ranks == 1 ? "the run" : "each rank",
+                                  human_bytes(plan.total_bytes()), detail::memory_verdict(o, step, plan, threads));
   for (const auto& [name, value] : detail::memory_rows(plan)) message += formatted("\n  {:-22} {}", name, value);
   throw Error(message);
 }
@@ -95,7 +108,12 @@ inline void require_memory(const Options& o, const StepConfig& step, const Plan&
 // --plan: what the run needs, nothing run.
 inline void report_plan(Log& log, const Options& o, const Device& device, const StepConfig& step, const Plan& plan) {
   log.table(formatted("plan for {} with {} threads", name_of(device.kind), device.threads), detail::run_rows(o, step));
-  log.table("memory", detail::memory_rows(plan));
+  log.table(o.local_ranks == 1 ? "memory" : "memory of a rank", detail::memory_rows(plan));
+  if (step.zero.ranks() > 1) {
+    Rows traffic;
+    for (const auto& [group, bytes] : plan.step_traffic) traffic.emplace_back(group, human_bytes(bytes));
+    log.table("sent by a rank in a step", traffic);
+  }
   Rows ops;
   double flops = 0, bytes = 0;
   for (const auto& [name, t] : plan.step_ops) {
@@ -104,7 +122,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
     bytes += t.bytes;
   }
   ops.emplace_back("total", formatted("{:8}       {:14.3f} GFLOP {:12.3f} GB", "", flops * 1e-9, bytes * 1e-9));
-  log.table("work of a step", ops);
+  log.table(o.local_ranks == 1 ? "work of a step" : "work of a rank in a step", ops);
   log.line("=> " + detail::memory_verdict(o, step, plan, device.threads));
 }
 
@@ -126,7 +144,16 @@ inline void report_header(Log& log, const Options& o, const Device& device, cons
                                                                   val->count(), human_count(val->tokens())));
   rows.emplace_back("output", o.out_dir);
   log.table("train_gpt " TRAIN_GPT_GIT_HASH, rows);
-  log.table("memory", detail::memory_rows(plan));
+  if (step.zero.ranks() > 1) {
+    Rows who;
+    const Mesh mesh = step.zero.mesh();
+    for (int rank = 0; rank < mesh.size(); ++rank) {
+      const std::string text = mesh.who_is(rank);
+      who.emplace_back(text.substr(0, text.find(':')), text.substr(text.find(':') + 2));
+    }
+    log.table("ranks, threads of this process", who);
+  }
+  log.table(o.local_ranks == 1 ? "memory" : "memory of a rank", detail::memory_rows(plan));
   if (o.dtype == "bf16" && !cpu::bf16_is_native())
     log.line("notice: no bf16 products in this processor or this build: they are widened to fp32, right but slow");
 }

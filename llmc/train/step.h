@@ -19,6 +19,7 @@ namespace llmc {
 struct Context {
   Arena& arena;
   Stream& compute;
+  DataParallel* dp = nullptr;  // none: this rank is alone
 };
 
 struct StepConfig {
@@ -29,8 +30,9 @@ struct StepConfig {
   Schedule schedule = Schedule::one_f_one_b;
   int chunks = 1;
   Recompute recompute = Recompute::none;
+  ZeroConfig zero = {};
 
-  int64_t tokens() const { return batch.rows() * micro_batches; }  // of one step
+  int64_t tokens() const { return batch.rows() * micro_batches * zero.ranks(); }  // of one step, all ranks
 };
 
 // One micro-batch of token ids on the host, each (B T).
@@ -71,16 +73,24 @@ class Trainer {
   Trainer(const StepConfig& config, Context context)
       : config_(config),
         context_(context),
-        state_(parameter_table(config.model), config.dtype, context.arena),
+        alone_(context.dp ? nullptr
+                          : std::make_unique<DataParallel>(Mesh(), 0, context.compute.device(),
+                                                           DataParallel::on_paper(Mesh(), 0))),
+        dp_(context.dp ? *context.dp : *alone_),
+        state_(parameter_table(config.model), config.dtype, config.zero, dp_, context.arena),
         chunks_(make_chunks(config.model.n_layer, config.chunks)),
         actions_(training_actions(config.schedule, config.chunks, config.micro_batches)) {
     Arena& arena = context_.arena;
-    loss_sum_ = arena.alloc("step scalars", "loss sum", DType::fp64, {1});
-    square_sums_ = arena.alloc("step scalars", "square sums", DType::fp64, {static_cast<int64_t>(state_.size())});
+    CHECK(dp_.ranks() == config.zero.ranks() && (config.zero.stage >= 0 && config.zero.stage <= 3));
+    const int64_t units = static_cast<int64_t>(state_.size());
+    scalars_ = arena.alloc("step scalars", "scalars of all ranks", DType::fp64, {dp_.ranks(), 1 + units});
+    loss_ = arena.alloc("step scalars", "loss", DType::fp64, {1});
+    square_sums_ = arena.alloc("step scalars", "square sums", DType::fp64, {units * config.zero.shards});
     control_ = arena.alloc("step scalars", "update control", DType::fp64, {3});
   }
 
   const ModelState& state() const { return state_; }
+  ModelState& state() { return state_; }
   const StepConfig& config() const { return config_; }
 
   // One update. `optimizer.step` counts from 1. rule.largest_loss: of the mean.
@@ -88,20 +98,22 @@ class Trainer {
     accumulate_gradients(batches);
     Stream& stream = context_.compute;
     for (size_t u = 0; u < state_.size(); ++u)
-      square_sum(square_sums_.slice(static_cast<int64_t>(u), {1}), state_.unit(u).gradients(), stream);
+      square_sum(my_scalars().slice(1 + static_cast<int64_t>(u), {1}), state_.unit(u).reduced_shard(), stream);
+    combine();
     rule.largest_loss *= static_cast<double>(config_.tokens());
-    clip_control(control_, square_sums_, loss_sum_, rule, stream);
-    for (size_t u = 0; u < state_.size(); ++u) state_.unit(u).update(control_, optimizer, stream);
+    clip_control(control_, square_sums_, loss_, rule, stream);
+    state_.update(control_, optimizer, stream);
     stream.synchronize();
     if (planning()) return {0, 0, true};
     const double* control = control_.data<double>();
-    return {mean_loss(config_.micro_batches), control[0], control[2] != 0};
+    return {*loss_.data<double>() / static_cast<double>(config_.tokens()), control[0], control[2] != 0};
   }
 
-  // Gradients of the mean loss of the whole step, left in state(). Public for tests.
+  // Gradients of the mean loss of the whole step, summed over the ranks, left in state(). Public for tests.
   void accumulate_gradients(const BatchSource& batches) {
-    for (size_t u = 0; u < state_.size(); ++u) zero(state_.unit(u).gradients(), context_.compute);
+    state_.zero_gradients(context_.compute);
     interpret(actions_, Purpose::train, config_.batch, batches);
+    state_.finish_gradients(context_.compute);
   }
 
   // Does a step's forwards and backwards once more, looking at everything that is written. The weights stay.
@@ -125,11 +137,13 @@ class Trainer {
     return found;
   }
 
-  // Mean loss over `micro_batches`, forward only.
-  double evaluate(int64_t micro_batches, const BatchSource& batches) {
+  // Mean loss over `targets` tokens, forward only; `micro_batches`: of each rank, all ranks do as many. Rows whose
+  // target is -1 do not count.
+  double evaluate(int64_t micro_batches, int64_t targets, const BatchSource& batches) {
     interpret(forward_only(config_.chunks, micro_batches), Purpose::evaluate, config_.batch, batches);
+    combine();
     context_.compute.synchronize();
-    return planning() ? 0 : mean_loss(micro_batches);
+    return planning() ? 0 : *loss_.data<double>() / static_cast<double>(targets);
   }
 
   // The logits (V) of the token behind `tokens`, of which there are 1 to T. The rows are padded to a power of two: few
@@ -171,15 +185,20 @@ class Trainer {
   bool is_gradient(const Tensor& t) const {
     for (size_t u = 0; u < state_.size(); ++u) {
       const Tensor all = state_.unit(u).gradients();
-      if (t.bytes >= all.bytes && t.bytes < all.bytes + all.size_bytes()) return true;
+      if (!all.empty() && t.bytes >= all.bytes && t.bytes < all.bytes + all.size_bytes()) return true;
     }
     return false;
   }
 
   bool planning() const { return context_.compute.device().kind == DeviceKind::null; }
 
-  double mean_loss(int64_t micro_batches) const {
-    return *loss_sum_.data<double>() / static_cast<double>(config_.batch.rows() * micro_batches);
+  // This rank's row of the scalars: its loss, then the square sum of its shard of each unit.
+  Tensor my_scalars() const { return scalars_.slice(dp_.rank * scalars_.shape[1], {scalars_.shape[1]}); }
+  Tensor loss_sum() const { return my_scalars().slice(0, {1}); }
+
+  void combine() {
+    dp_.scalars->all_gather(scalars_, context_.compute);
+    combine_scalars(loss_, square_sums_, scalars_, config_.zero.shards, context_.compute);
   }
 
   // Forward only is as if everything were to be computed again, and never is.
@@ -210,12 +229,13 @@ class Trainer {
   void interpret(const std::vector<Action>& actions, Purpose purpose, const BatchShape& shape,
                  const BatchSource& batches) {
     auto scope = context_.arena.scope();
-    zero(loss_sum_, context_.compute);
+    zero(my_scalars(), context_.compute);
     const int64_t in_flight = purpose == Purpose::train ? micro_batches_in_flight(actions) : 1;
     const BlockActivations shared =
         BlockActivations::recomputed(config_.model, shape, config_.dtype, recompute_for(purpose), context_.arena);
     std::vector<Slot> slots;
     for (int64_t i = 0; i < in_flight; ++i) slots.push_back(make_slot(shape, purpose, shared));
+    state_.start_pass(unit_uses(actions, purpose), context_.compute);
     for (const Action& action : actions) {
       Slot& slot = slots[static_cast<size_t>(action.micro_batch % in_flight)];
       const Chunk& chunk = chunks_[static_cast<size_t>(action.chunk)];
@@ -224,9 +244,32 @@ class Trainer {
         if (chunk.has_embedding) upload(slot.inputs, batches(action.micro_batch));
         forward(action.chunk, slot, shape, purpose);
       } else {
-        backward(action.chunk, slot, shape);
+        backward(action.chunk, slot, shape, action.micro_batch + 1 == config_.micro_batches);
       }
     }
+  }
+
+  static constexpr size_t embedding_unit = 0;
+  static size_t block_unit(int64_t layer) { return static_cast<size_t>(1 + layer); }
+  size_t head_unit() const { return state_.size() - 1; }
+
+  // The units in the order in which the actions use them.
+  std::vector<size_t> unit_uses(const std::vector<Action>& actions, Purpose purpose) const {
+    std::vector<size_t> uses;
+    for (const Action& action : actions) {
+      const Chunk& chunk = chunks_[static_cast<size_t>(action.chunk)];
+      const bool forward = action.kind == ActionKind::forward;
+      const bool head = chunk.has_head && (!forward || purpose != Purpose::train);
+      auto use_head = [&] {
+        if (head) uses.push_back(head_unit()), uses.push_back(embedding_unit);
+      };
+      if (!forward) use_head();
+      if (forward && chunk.has_embedding) uses.push_back(embedding_unit);
+      for (size_t i = 0; i < chunk.layers.size(); ++i)
+        uses.push_back(block_unit(chunk.layers[forward ? i : chunk.layers.size() - 1 - i]));
+      if (forward) use_head();
+    }
+    return uses;
   }
 
   void upload(const MicroBatch& to, HostBatch from) {
@@ -249,35 +292,42 @@ class Trainer {
     return chunk == 0 ? acts.embedded : slot.chunks[static_cast<size_t>(chunk) - 1].blocks.back().out;
   }
 
-  const UnitState& block_unit(int64_t layer) const { return state_.unit(static_cast<size_t>(1 + layer)); }
-
   void forward(int chunk_index, const Slot& slot, const BatchShape& shape, Purpose purpose) {
     Stream& stream = context_.compute;
     const Chunk& chunk = chunks_[static_cast<size_t>(chunk_index)];
     const ChunkActivations& acts = slot.chunks[static_cast<size_t>(chunk_index)];
     place_.what = "forward of the embedding";
-    if (chunk.has_embedding)
-      embedding_forward(acts.embedded, slot.inputs.tokens, slot.inputs.positions, state_.front().weight("wte.weight"),
-                        state_.front().weight("wpe.weight"), stream);
+    if (chunk.has_embedding) {
+      const UnitState& unit = state_.acquire(embedding_unit, stream);
+      embedding_forward(acts.embedded, slot.inputs.tokens, slot.inputs.positions, unit.weight("wte.weight"),
+                        unit.weight("wpe.weight"), stream);
+      state_.release(embedding_unit, stream);
+    }
     for (size_t l = 0; l < chunk.layers.size(); ++l) {
-      const UnitState& unit = block_unit(chunk.layers[l]);
+      const size_t u = block_unit(chunk.layers[l]);
+      const UnitState& unit = state_.acquire(u, stream);
       place_.what = "forward of " + unit.spec().name;
       block_forward(acts.blocks[l], block_input(slot, chunk_index, l), unit, config_.model, shape, context_.arena,
                     stream);
+      state_.release(u, stream);
     }
     if (!chunk.has_head || purpose == Purpose::train) return;
     const Tensor& x = acts.blocks.back().out;
+    const UnitState &head_state = state_.acquire(head_unit(), stream),
+                    &embedding = state_.acquire(embedding_unit, stream);
     if (purpose == Purpose::evaluate) {
       auto scope = context_.arena.scope();
       const HeadActivations head(config_.model, x.shape[0], config_.dtype, context_.arena);
-      head_forward(head, x, state_.back(), state_.front(), config_.model, stream);
+      head_forward(head, x, head_state, embedding, config_.model, stream);
       loss(head, slot.inputs.targets, Gradient::no);
     } else {
-      generate_logits(x);
+      generate_logits(x, head_state, embedding);
     }
+    state_.release(head_unit(), stream);
+    state_.release(embedding_unit, stream);
   }
 
-  void backward(int chunk_index, const Slot& slot, const BatchShape& shape) {
+  void backward(int chunk_index, const Slot& slot, const BatchShape& shape, bool last_micro_batch) {
     Stream& stream = context_.compute;
     Arena& arena = context_.arena;
     const Chunk& chunk = chunks_[static_cast<size_t>(chunk_index)];
@@ -286,38 +336,50 @@ class Trainer {
       place_.what = "the head";
       auto scope = arena.scope();
       const Tensor& x = acts.blocks.back().out;
+      const UnitState &unit = state_.acquire(head_unit(), stream), &embedding = state_.acquire(embedding_unit, stream);
+      state_.start_gradients(head_unit(), stream);
+      state_.start_gradients(embedding_unit, stream);  // the tied table's come in two parts, here and at the very end
       const HeadActivations head(config_.model, x.shape[0], config_.dtype, arena);
-      head_forward(head, x, state_.back(), state_.front(), config_.model, stream);
+      head_forward(head, x, unit, embedding, config_.model, stream);
       loss(head, slot.inputs.targets, Gradient::yes);
-      head_backward(slot.gradient, head, x, state_.back(), state_.front(), arena, stream);
+      head_backward(slot.gradient, head, x, unit, embedding, arena, stream);
+      state_.reduce_gradients(head_unit(), last_micro_batch, stream);
+      state_.release(head_unit(), stream);
+      state_.release(embedding_unit, stream);
     }
     for (size_t l = chunk.layers.size(); l-- > 0;) {
       const Tensor& x = block_input(slot, chunk_index, l);
-      const UnitState& unit = block_unit(chunk.layers[l]);
+      const size_t u = block_unit(chunk.layers[l]);
+      const UnitState& unit = state_.acquire(u, stream);
       place_.what = "backward of " + unit.spec().name;
+      state_.start_gradients(u, stream);
       block_recompute(acts.blocks[l], x, config_.recompute, unit, config_.model, shape, arena, stream);
       block_backward(slot.gradient, acts.blocks[l], x, unit, config_.model, shape, arena, stream);
+      state_.reduce_gradients(u, last_micro_batch, stream);
+      state_.release(u, stream);
     }
     place_.what = "backward of the embedding";
-    if (chunk.has_embedding)
-      embedding_backward(state_.front().gradient("wte.weight"), state_.front().gradient("wpe.weight"), slot.gradient,
-                         slot.inputs.tokens, slot.inputs.positions, stream);
+    if (chunk.has_embedding) {
+      const UnitState& unit = state_.unit(embedding_unit);
+      embedding_backward(unit.gradient("wte.weight"), unit.gradient("wpe.weight"), slot.gradient, slot.inputs.tokens,
+                         slot.inputs.positions, stream);
+      state_.reduce_gradients(embedding_unit, last_micro_batch, stream);
+    }
   }
 
   // Adds the losses to the step's sum; with Gradient::yes the logits become the gradient of the step's mean loss.
   void loss(const HeadActivations& head, const Tensor& targets, Gradient gradient) {
     cross_entropy(head.losses, head.logits, targets, config_.model.vocab_size,
                   1.0 / static_cast<double>(config_.tokens()), gradient, context_.compute);
-    add_losses(loss_sum_, head.losses, context_.compute);
+    add_losses(loss_sum(), head.losses, context_.compute);
   }
 
   // The head on one row only.
-  void generate_logits(const Tensor& x) {
+  void generate_logits(const Tensor& x, const UnitState& head_state, const UnitState& embedding) {
     auto scope = context_.arena.scope();
     const int64_t C = config_.model.n_embd;
     const HeadActivations head(config_.model, 1, config_.dtype, context_.arena);
-    head_forward(head, x.slice(logits_row_ * C, {1, C}), state_.back(), state_.front(), config_.model,
-                 context_.compute);
+    head_forward(head, x.slice(logits_row_ * C, {1, C}), head_state, embedding, config_.model, context_.compute);
     host_logits_.resize(static_cast<size_t>(config_.model.vocab_size));
     context_.compute.enqueue([this, logits = head.logits] {
       with_type(logits.dtype, [&](auto tag) {
@@ -329,10 +391,12 @@ class Trainer {
 
   StepConfig config_;
   Context context_;
+  std::unique_ptr<DataParallel> alone_;
+  DataParallel& dp_;
   ModelState state_;
   std::vector<Chunk> chunks_;
   std::vector<Action> actions_;
-  Tensor loss_sum_, square_sums_, control_;
+  Tensor scalars_, loss_, square_sums_, control_;
   struct {
     std::string what;
     int64_t micro_batch = -1;

@@ -12,6 +12,11 @@ void cross_entropy(A* losses, T* logits, const int32_t* targets, int64_t N, int6
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < N; ++n) {
     T* row = logits + n * V_padded;
+    if (targets[n] < 0) {
+      losses[n] = 0;
+      if (gradient == Gradient::yes) std::fill(row, row + V_padded, T(A(0)));
+      continue;
+    }
     A largest = static_cast<A>(row[0]);
 #pragma omp simd reduction(max : largest)
     for (int64_t v = 0; v < V; ++v) largest = std::max(largest, static_cast<A>(row[v]));

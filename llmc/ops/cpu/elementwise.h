@@ -70,11 +70,16 @@ void column_sum(A* out, A* partials, const T* x, int64_t N, int64_t C) {
 }
 
 // out[i] = a normal number keyed by (seed, name, begin + i).
-inline void init_normal(float* out, int64_t begin, int64_t n, float stddev, const Philox& rng) {
+template <class T>
+void init_normal(T* out, int64_t begin, int64_t n, float stddev, const Philox& rng) {
   constexpr int64_t block = 1 << 12;
 #pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < ceil_div(n, block); ++i)
-    rng.fill_normal(out + i * block, begin + i * block, std::min(block, n - i * block), stddev);
+  for (int64_t i = 0; i < ceil_div(n, block); ++i) {
+    float numbers[block];
+    const int64_t first = i * block, count = std::min(block, n - first);
+    rng.fill_normal(numbers, begin + first, count, stddev);
+    for (int64_t j = 0; j < count; ++j) out[first + j] = T(numbers[j]);
+  }
 }
 
 // The sum of squares in double, in blocks added in order (contract 10). partials: ceil(n / square_sum_block) doubles.

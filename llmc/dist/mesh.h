@@ -1,0 +1,77 @@
+// mesh.h: which rank is who. The ranks form a grid of named axes; a group is the ranks along some of them. The order of
+// the axes is data: the innermost neighbours have successive ranks, and so share the fastest links.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+
+namespace llmc {
+
+// Data parallelism is replicate x shard: the shards of a replica together hold one copy of what ZeRO shards.
+enum class Axis : uint8_t { pp, replicate, shard, cp, tp };
+inline const char* name_of(Axis axis) {
+  constexpr const char* names[] = {"pp", "replicate", "shard", "cp", "tp"};
+  return names[static_cast<int>(axis)];
+}
+
+class Mesh {
+ public:
+  // The axes from the outermost to the innermost, with their sizes; an axis that is not named has size 1.
+  explicit Mesh(std::vector<std::pair<Axis, int>> order = {}) : order_(std::move(order)) {
+    for (size_t i = 0; i < order_.size(); ++i) {
+      CHECK(order_[i].second >= 1, "mesh: the axis {} has size {}", order_[i].first, order_[i].second);
+      for (size_t j = 0; j < i; ++j) CHECK(order_[i].first != order_[j].first, "mesh: {} twice", order_[i].first);
+    }
+  }
+
+  int size() const {
+    int ranks = 1;
+    for (const auto& [axis, n] : order_) ranks *= n;
+    return ranks;
+  }
+  int size(Axis axis) const {
+    for (const auto& [a, n] : order_)
+      if (a == axis) return n;
+    return 1;
+  }
+
+  // The coordinate of a rank along an axis.
+  int at(int rank, Axis axis) const {
+    for (size_t i = order_.size(); i-- > 0;) {
+      if (order_[i].first == axis) return rank % order_[i].second;
+      rank /= order_[i].second;
+    }
+    return 0;
+  }
+
+  // The ranks that differ from `rank` along these axes alone, ascending; itself is one of them.
+  std::vector<int> group(int rank, const std::vector<Axis>& along) const {
+    std::vector<int> members;
+    for (int other = 0; other < size(); ++other) {
+      bool same = true;
+      for (const auto& [axis, n] : order_) {
+        bool free = false;
+        for (Axis a : along) free |= a == axis;
+        same &= free || at(other, axis) == at(rank, axis);
+      }
+      if (same) members.push_back(other);
+    }
+    return members;
+  }
+
+  // "rank 3: replicate 1, shard 0" for the axes wider than 1.
+  std::string who_is(int rank) const {
+    std::string text;
+    for (const auto& [axis, n] : order_)
+      if (n > 1) text += formatted("{}{} {}", text.empty() ? "" : ", ", axis, at(rank, axis));
+    return formatted("rank {}: {}", rank, text.empty() ? "alone" : text);
+  }
+
+ private:
+  std::vector<std::pair<Axis, int>> order_;
+};
+
+}  // namespace llmc

@@ -1,0 +1,122 @@
+// ring.h: collectives over send and receive, as the textbooks draw them (Patarasu & Yuan 2009; chunked, so that a rank
+// hands on the first chunk while the next one arrives). Every rank sends to the next one of its group and receives from
+// the one before. Written once for all transports that are ours; dev/comm has the naive and the tree forms beside it.
+//
+// A buffer of P shards of n elements: rank r of P owns shard r.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+
+#include "core/dtype.h"
+#include "core/shape.h"
+
+namespace llmc {
+
+// One member's connections to its group. Bytes are counted as they are sent.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  // Sends and receives at the same time; nobody: rank -1. Returns when both are done.
+  virtual void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes) = 0;
+  virtual bool moves_data() const { return true; }  // false: on paper, only counted
+};
+
+namespace ring {
+
+inline constexpr int64_t chunk_elements = 1 << 16;
+
+namespace detail {
+
+inline int wrap(int rank, int size) { return (rank % size + size) % size; }
+
+// f(first element, elements) for the chunks of n elements.
+template <class F>
+void for_chunks(int64_t n, F&& f) {
+  for (int64_t begin = 0; begin < n; begin += chunk_elements) f(begin, std::min(chunk_elements, n - begin));
+}
+
+// to += x, added in the accumulator type and rounded once.
+template <class T>
+void add(T* to, const T* x, int64_t n) {
+  using A = accumulator_t<T>;
+  for (int64_t i = 0; i < n; ++i) to[i] = T(static_cast<A>(x[i]) + static_cast<A>(to[i]));
+}
+
+}  // namespace detail
+
+// Shard r becomes the sum over the ranks; the other shards are left with partial sums. Shard k is added up from rank k
+// + 1 round the ring to rank k, so that the sum does not depend on timing. scratch: chunk_elements. Sent by each rank:
+// (P - 1) n elements.
+template <class T>
+void reduce_scatter(Transport& t, T* buffer, int64_t n, T* scratch) {
+  const int P = t.size(), r = t.rank(), next = detail::wrap(r + 1, P), before = detail::wrap(r - 1, P);
+  for (int s = 0; s < P - 1; ++s) {
+    T* out = buffer + detail::wrap(r - 1 - s, P) * n;
+    T* in = buffer + detail::wrap(r - 2 - s, P) * n;
+    detail::for_chunks(n, [&](int64_t begin, int64_t count) {
+      const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+      t.exchange(next, out + begin, bytes, before, scratch, bytes);
+      if (t.moves_data()) detail::add(in + begin, scratch, count);
+    });
+  }
+}
+
+// Every rank gets the shards of all. Sent by each rank: (P - 1) n elements.
+template <class T>
+void all_gather(Transport& t, T* buffer, int64_t n) {
+  const int P = t.size(), r = t.rank(), next = detail::wrap(r + 1, P), before = detail::wrap(r - 1, P);
+  for (int s = 0; s < P - 1; ++s) {
+    const T* out = buffer + detail::wrap(r - s, P) * n;
+    T* in = buffer + detail::wrap(r - s - 1, P) * n;
+    detail::for_chunks(n, [&](int64_t begin, int64_t count) {
+      const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+      t.exchange(next, out + begin, bytes, before, in + begin, bytes);
+    });
+  }
+}
+
+// buffer (n) becomes the root's, handed on chunk by chunk. Sent: n elements, by the last rank none.
+template <class T>
+void broadcast(Transport& t, T* buffer, int64_t n, int root) {
+  const int P = t.size(), place = detail::wrap(t.rank() - root, P);
+  const int next = place + 1 < P ? detail::wrap(t.rank() + 1, P) : -1,
+            before = place > 0 ? detail::wrap(t.rank() - 1, P) : -1;
+  detail::for_chunks(n, [&](int64_t begin, int64_t count) {
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+    if (before >= 0) t.exchange(-1, nullptr, 0, before, buffer + begin, bytes);
+    if (next >= 0) t.exchange(next, buffer + begin, bytes, -1, nullptr, 0);
+  });
+}
+
+// The root's buffer (n) becomes the sum over the ranks, added up round the ring; the others' become partial sums.
+template <class T>
+void reduce(Transport& t, T* buffer, int64_t n, int root, T* scratch) {
+  const int P = t.size(), place = detail::wrap(t.rank() - root - 1, P);  // the root comes last
+  const int next = place + 1 < P ? detail::wrap(t.rank() + 1, P) : -1,
+            before = place > 0 ? detail::wrap(t.rank() - 1, P) : -1;
+  detail::for_chunks(n, [&](int64_t begin, int64_t count) {
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+    if (before >= 0) {
+      t.exchange(-1, nullptr, 0, before, scratch, bytes);
+      if (t.moves_data()) detail::add(buffer + begin, scratch, count);
+    }
+    if (next >= 0) t.exchange(next, buffer + begin, bytes, -1, nullptr, 0);
+  });
+}
+
+// out: shard k from rank k; in: shard k for rank k. In step s each rank sends s places on. Sent: (P - 1) n elements.
+template <class T>
+void all_to_all(Transport& t, T* out, const T* in, int64_t n) {
+  const int P = t.size(), r = t.rank();
+  if (t.moves_data()) std::copy_n(in + r * n, n, out + r * n);
+  for (int s = 1; s < P; ++s) {
+    const int to = detail::wrap(r + s, P), from = detail::wrap(r - s, P);
+    const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
+    t.exchange(to, in + to * n, bytes, from, out + from * n, bytes);
+  }
+}
+
+}  // namespace ring
+}  // namespace llmc
