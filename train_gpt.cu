@@ -3,9 +3,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <thread>
 
 #include "core/log.h"
 #include "core/options.h"
@@ -15,10 +13,11 @@
 #include "train/detector.h"
 #include "train/lr_schedule.h"
 #include "train/peak.h"
-#include "train/planner.h"
 #include "train/report.h"
+#include "train/run.h"
 #include "train/run_dir.h"
 #include "train/sample.h"
+#include "train/selftest.h"
 #include "train/step.h"
 #include "train/tokenizer.h"
 #include "train/verify_data.h"
@@ -75,44 +74,6 @@ LrSchedule choose_lr_schedule(const Options& o, int64_t max_steps) {
   return {o.lr_schedule, o.lr, o.warmup_steps, max_steps, o.final_lr_frac};
 }
 
-// Everything that lives on the device, made exactly as large as the plan says.
-struct Run {
-  Arena arena, scratch;
-  Stream stream;
-  DataParallel dp;
-  Trainer trainer;
-  Run(const StepConfig& config, const Plan& plan, const Device& device, World& world, int rank)
-      : arena(device, plan.arena_bytes),
-        scratch(device, plan.scratch_bytes),
-        stream(device, scratch),
-        dp(world.mesh(), rank, device,
-           [&](const std::string& name, const std::vector<Axis>& along) { return world.join(rank, name, along); }),
-        trainer(config, {arena, stream, &dp}) {}
-};
-
-// Runs `rank_main(rank)` as so many threads of this process; the first error of any ends all, and is thrown on.
-template <class F>
-void run_ranks(World& world, F&& rank_main) {
-  std::mutex mutex;
-  std::exception_ptr first;
-  auto guarded = [&](int rank) {
-    try {
-      rank_main(rank);
-    } catch (...) {
-      {
-        std::lock_guard lock(mutex);
-        if (!first) first = std::current_exception();
-      }
-      world.abort();
-    }
-  };
-  std::vector<std::thread> threads;
-  for (int rank = 1; rank < world.mesh().size(); ++rank) threads.emplace_back(guarded, rank);
-  guarded(0);
-  for (std::thread& thread : threads) thread.join();
-  if (first) std::rethrow_exception(first);
-}
-
 // The weights of a fresh run: a directory's, unless --from-scratch or a preset asks for new ones.
 void initialise(Run& run, const Options& o) {
   if (!o.from_scratch && !model_preset(o.model))
@@ -156,6 +117,13 @@ void run_generate(const Options& o) {
              return true;
            });
   std::printf("\n");
+}
+
+// --selftest: every layout of the ranks at hand against one rank.
+void run_selftest_mode(const Options& o) {
+  Log log;
+  if (!run_selftest(log, o.local_ranks))
+    throw Error("--selftest: the layouts above that say FAILED differ from one rank", ExitStatus::diverged);
 }
 
 // --verify-data: what the shards hold; every bad one is named.
@@ -415,21 +383,20 @@ class Training {
     log_.sync_metrics();  // what a resumed run finds in front of it
     nlohmann::ordered_json best;
     if (std::isfinite(best_val_)) best = {{"step", best_step_}, {"loss", best_val_}};
-    checkpoint_ =
-        write_checkpoint(o_.out_dir, done_, job_.step.model, run_.trainer.state(), job_.step.dtype,
-                         {{"format", 1},
-                          {"step", done_},
-                          {"tokens", done_ * job_.step.tokens()},
-                          {"tokens_per_step", job_.step.tokens()},
-                          {"data_cursor", done_ * job_.samples_per_step},
-                          {"data_samples", job_.train.samples()},
-                          {"seq_len", o_.seq_len},
-                          {"seed", o_.seed},
-                          {"best_validation", best},
-                          {"detectors", {{"loss", losses_.values()}, {"grad_norm", norms_.values()}}},
-                          {"layout", detail::layout_text(job_.step.zero)},
-                          {"options", options_json(o_)}},
-                         run_.stream);
+    checkpoint_ = write_checkpoint(o_.out_dir, done_, job_.step.model, run_.trainer.state(), job_.step.dtype,
+                                   {{"format", 1},
+                                    {"step", done_},
+                                    {"tokens", done_ * job_.step.tokens()},
+                                    {"tokens_per_step", job_.step.tokens()},
+                                    {"data_cursor", done_ * job_.samples_per_step},
+                                    {"data_samples", job_.train.samples()},
+                                    {"seq_len", o_.seq_len},
+                                    {"seed", o_.seed},
+                                    {"best_validation", best},
+                                    {"detectors", {{"loss", losses_.values()}, {"grad_norm", norms_.values()}}},
+                                    {"layout", detail::layout_text(job_.step.zero)},
+                                    {"options", options_json(o_)}},
+                                   run_.stream);
     save_seconds_ = seconds_since(begin);
     log_.line("checkpoint: " + checkpoint_);
   }
@@ -525,6 +492,7 @@ int main(int argc, char** argv) {
     const Command command = parse_command_line(argc, argv);
     if (command.print) std::printf("%s\n", command.text.c_str());  // --help, --print-config and the like
     else if (command.version) std::printf("%s\n", version_text().c_str());
+    else if (command.options.selftest) run_selftest_mode(command.options);
     else if (command.options.verify_data) run_verify_data(command.options);
     else if (command.options.plan) run_plan(command.options);
     else if (command.options.generate) run_generate(command.options);

@@ -27,6 +27,12 @@ class Error : public std::runtime_error {
   ExitStatus status_;
 };
 
+// What a rank throws that only stops because another one has failed: never the reason.
+class PeerError : public Error {
+ public:
+  PeerError() : Error("another rank has failed") {}
+};
+
 namespace detail {
 
 // One formatted argument under its printf-like specification ("" for the plain form).

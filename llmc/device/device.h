@@ -80,6 +80,12 @@ struct OpTotals {
 };
 using OpLedger = std::map<std::string, OpTotals>;
 
+// When an op ran; for traces of what overlaps with what.
+struct Span {
+  const char* op;
+  std::chrono::steady_clock::time_point begin, end;
+};
+
 class Arena;
 
 // A point in a stream's work. Waiting for it blocks, it does not spin.
@@ -128,14 +134,7 @@ class Stream {
 
   // Runs `task` after everything enqueued before; blocks while the host is far ahead, so that the queue stays short. A
   // task that throws ends the stream's work; synchronize() rethrows.
-  void enqueue(std::function<void()> task) {
-    if (device_.kind == DeviceKind::null) return;
-    std::unique_lock lock(mutex_);
-    room_.wait(lock, [&] { return queue_.size() < max_queued || error_; });
-    if (error_) return;
-    queue_.push_back(std::move(task));
-    changed_.notify_all();
-  }
+  void enqueue(std::function<void()> task) { enqueue({std::move(task), Needed::no}); }
 
   // An op: its cost is booked, its work enqueued. `outputs`: what it writes or adds to.
   template <class F>
@@ -149,6 +148,12 @@ class Stream {
     }
     if (ledger_ != nullptr && device_.kind == DeviceKind::null) book(cost, 0);
     if (device_.kind == DeviceKind::null) return;
+    if (trace_ != nullptr)
+      return enqueue([this, name = cost.name, task = std::forward<F>(task)] {
+        const auto begin = std::chrono::steady_clock::now();
+        task();
+        trace_->push_back({name, begin, std::chrono::steady_clock::now()});
+      });
     if (ledger_ == nullptr) return enqueue(std::forward<F>(task));
     enqueue([this, cost, task = std::forward<F>(task)] {
       const auto begin = std::chrono::steady_clock::now();
@@ -168,7 +173,7 @@ class Stream {
   Event record() {
     Event event;
     if (device_.kind == DeviceKind::null) event.signal();
-    else enqueue([event] { event.signal(); });
+    else enqueue({[event] { event.signal(); }, Needed::yes});
     return event;
   }
   void wait(const Event& event) {
@@ -182,8 +187,29 @@ class Stream {
 
   // From now on (until nullptr is set) each op is booked here. Call with the stream idle.
   void set_ledger(OpLedger* ledger) { ledger_ = ledger; }
+  // The same for when each op ran.
+  void set_trace(std::vector<Span>* trace) { trace_ = trace; }
 
  private:
+  // Signals are needed even where an error has ended the work: another stream may wait for them.
+  enum class Needed { no, yes };
+  struct Task {
+    std::function<void()> run;
+    Needed needed;
+  };
+
+  void enqueue(Task task) {
+    if (device_.kind == DeviceKind::null) return;
+    std::unique_lock lock(mutex_);
+    room_.wait(lock, [&] { return queue_.size() < max_queued || error_; });
+    if (error_) {
+      if (task.needed == Needed::yes) task.run();
+      return;
+    }
+    queue_.push_back(std::move(task));
+    changed_.notify_all();
+  }
+
   void book(const OpCost& cost, double seconds) {
     OpTotals& totals = (*ledger_)[cost.name];
     ++totals.calls;
@@ -198,22 +224,24 @@ class Stream {
     for (;;) {
       changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
       if (queue_.empty()) return;
-      std::function<void()> task = std::move(queue_.front());
+      Task task = std::move(queue_.front());
       queue_.pop_front();
       room_.notify_all();
       busy_ = true;
       lock.unlock();
       std::exception_ptr failed;
       try {
-        task();
+        task.run();
       } catch (...) {
         failed = std::current_exception();
       }
-      task = nullptr;
+      task.run = nullptr;
       lock.lock();
       busy_ = false;
       if (failed && !error_) {
         error_ = failed;
+        for (const Task& left : queue_)
+          if (left.needed == Needed::yes) left.run();
         queue_.clear();
         room_.notify_all();
       }
@@ -226,11 +254,12 @@ class Stream {
   Device device_;
   Arena& scratch_;
   OpLedger* ledger_ = nullptr;
+  std::vector<Span>* trace_ = nullptr;
   Inspector inspector_;
   std::thread worker_;
   std::mutex mutex_;
   std::condition_variable changed_, idle_, room_;
-  std::deque<std::function<void()>> queue_;
+  std::deque<Task> queue_;
   bool busy_ = false, stopping_ = false;
   std::exception_ptr error_;
 };

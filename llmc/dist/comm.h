@@ -137,7 +137,7 @@ class World {
     int place = 0;
     while (members[static_cast<size_t>(place)] != rank) ++place;
     std::lock_guard lock(mutex_);
-    CHECK(!failed_, "another rank has failed");
+    if (failed_) throw PeerError();
     auto& hub = hubs_[formatted("{} of rank {}", name, members[0])];
     if (!hub) {
       hub = std::make_shared<ThreadsHub>(static_cast<int>(members.size()));

@@ -128,16 +128,13 @@ inline std::vector<HfPlace> match_hf_names(const std::vector<std::unique_ptr<Saf
 // What this rank holds of the parts, weights and masters = the Hugging Face tensor `name` of the file, each rounded to
 // its own dtype.
 inline void scatter_hf(const HfTensor& hf, const SafetensorsReader& file, const std::string& name,
-                       const StateTable& table) {
+                       const StateTable& table, const std::map<std::string, int64_t>& elements) {
   const TensorInfo& info = file.info(name);
   std::vector<std::byte> stored;
   int64_t row = 0;
   for (const std::string& part : hf.parts) {
-    int64_t part_elements = 0;
     for (const StateEntry& e : table) {
-      if (e.param->name != part) continue;
-      part_elements = e.param->numel();
-      if (e.kind != StateKind::weight && e.kind != StateKind::master) continue;
+      if (e.param->name != part || (e.kind != StateKind::weight && e.kind != StateKind::master)) continue;
       if (stored.empty()) {
         stored.resize(static_cast<size_t>(info.bytes()));
         file.read(name, stored.data());
@@ -157,8 +154,7 @@ inline void scatter_hf(const HfTensor& hf, const SafetensorsReader& file, const 
         if (info.dtype == DType::fp16) copy(type_tag<fp16>{}, to);
       });
     }
-    if (part_elements == 0) return;  // this rank holds nothing of it
-    row += detail::hf_rows(hf, part_elements);
+    row += detail::hf_rows(hf, elements.at(part));
   }
 }
 

@@ -238,7 +238,10 @@ inline void load_model(const std::string& directory, const ModelConfig& config, 
   for (size_t u = 0; u < state.size(); ++u) state.unit(u).zero_all(stream);
   stream.synchronize();
   const StateTable table = state.state_table();
-  for (size_t i = 0; i < tensors.size(); ++i) scatter_hf(tensors[i], *places[i].file, places[i].name, table);
+  std::map<std::string, int64_t> elements;
+  for (size_t u = 0; u < state.size(); ++u)
+    for (const ParamSpec& p : state.unit(u).spec().params) elements[p.name] = p.numel();
+  for (size_t i = 0; i < tensors.size(); ++i) scatter_hf(tensors[i], *places[i].file, places[i].name, table, elements);
 }
 
 // The whole state of a checkpoint, bit for bit: weights, then the optimizer's slices, from whatever layout wrote them.

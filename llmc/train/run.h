@@ -1,0 +1,68 @@
+// run.h: one rank, whole: memory made exactly as large as the plan says, its stream, its groups and its trainer; and
+// how many ranks run as threads of this process.
+#pragma once
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "train/planner.h"
+
+namespace llmc {
+
+struct Run {
+  Arena arena, scratch;
+  Stream stream;
+  DataParallel dp;
+  Trainer trainer;
+  Run(const StepConfig& config, const Plan& plan, const Device& device, World& world, int rank)
+      : arena(device, plan.arena_bytes),
+        scratch(device, plan.scratch_bytes),
+        stream(device, scratch),
+        dp(world.mesh(), rank, device,
+           [&](const std::string& name, const std::vector<Axis>& along) { return world.join(rank, name, along); }),
+        trainer((poison_if(config.zero.poison), config), {arena, stream, &dp}),
+        world_(world) {}
+  // Where this rank ends by an error, the others are told before its streams wait for them.
+  ~Run() {
+    if (std::uncaught_exceptions() > exceptions_) world_.abort();
+  }
+  Run(const Run&) = delete;
+  Run& operator=(const Run&) = delete;
+
+ private:
+  World& world_;
+  int exceptions_ = std::uncaught_exceptions();
+  void poison_if(bool yes) {
+    if (yes) arena.poison_free(), scratch.poison_free();
+  }
+};
+
+// Runs rank_main(rank) for every rank of the world, as threads of this process; the first error of any ends all, and is
+// thrown on.
+template <class F>
+void run_ranks(World& world, F&& rank_main) {
+  std::mutex mutex;
+  std::exception_ptr first, other;  // the reason, and what followed from it
+  auto guarded = [&](int rank) {
+    try {
+      rank_main(rank);
+    } catch (const PeerError&) {
+      std::lock_guard lock(mutex);
+      other = std::current_exception();
+    } catch (...) {
+      {
+        std::lock_guard lock(mutex);
+        if (!first) first = std::current_exception();
+      }
+      world.abort();
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int rank = 1; rank < world.mesh().size(); ++rank) threads.emplace_back(guarded, rank);
+  guarded(0);
+  for (std::thread& thread : threads) thread.join();
+  if (first || other) std::rethrow_exception(first ? first : other);
+}
+
+}  // namespace llmc

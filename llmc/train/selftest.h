@@ -1,0 +1,204 @@
+// selftest.h: --selftest: a tiny model with awkward sizes in every layout that the ranks at hand allow, against one
+// rank: loss, gradient norm, every gradient, the resulting weights (contracts 3 and 5). A further axis of parallelism
+// is a further line of layouts().
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "core/log.h"
+#include "train/run.h"
+
+namespace llmc {
+
+namespace selftest {
+
+inline constexpr int64_t sequences = 24, seq_len = 19;  // of a step, for whatever number of ranks divides it
+inline constexpr int steps = 2;
+
+inline ModelConfig awkward_model() {
+  ModelConfig m;
+  m.n_layer = 3;
+  m.n_head = 3;
+  m.n_embd = 21;
+  m.n_ffn = 50;
+  m.vocab_size = 131;
+  m.n_positions = seq_len;
+  return m;
+}
+
+inline StepConfig step_config(DType dtype, int64_t batch_size, const ZeroConfig& zero) {
+  return {.model = awkward_model(),
+          .dtype = dtype,
+          .batch = {batch_size, seq_len},
+          .micro_batches = sequences / batch_size / zero.ranks(),
+          .zero = zero};
+}
+
+// Every layout of up to so many ranks.
+inline std::vector<ZeroConfig> layouts(int64_t max_ranks) {
+  std::vector<ZeroConfig> all;
+  for (int ranks = 1; ranks <= max_ranks; ++ranks)
+    for (int replicas = 1; replicas <= ranks; ++replicas)
+      for (const GradReduce reduce : {GradReduce::step, GradReduce::micro})
+        for (int stage = 0; stage <= 3; ++stage)
+          if (sequences % ranks == 0 && ranks % replicas == 0)
+            all.push_back({.stage = stage,
+                           .grad_reduce = reduce,
+                           .shards = ranks / replicas,
+                           .replicas = replicas,
+                           .poison = true});
+  return all;
+}
+
+// What a layout computed: parameters and gradients whole, put together from all ranks.
+struct Outcome {
+  std::vector<double> losses, norms;
+  std::map<std::string, std::vector<float>> gradients, weights;
+  std::string fault;  // ranks that hold the same and differ
+};
+
+// Every rank's slices into whole tensors; where two ranks hold the same elements they must be the same.
+inline void collect(std::map<std::string, std::vector<float>>& whole, std::string& fault, const StateTable& table,
+                    int rank) {
+  for (const StateEntry& e : table) {
+    if (e.kind != StateKind::weight) continue;
+    std::vector<float>& to = whole[e.param->name];
+    to.resize(static_cast<size_t>(e.param->numel()), std::numeric_limits<float>::infinity());  // nobody's so far
+    with_type(e.tensor.dtype, [&](auto tag) {
+      const auto* from = e.tensor.data<typename decltype(tag)::type>();
+      for (int64_t i = 0; i < e.tensor.numel(); ++i) {
+        float& element = to[static_cast<size_t>(e.begin + i)];
+        const float value = static_cast<float>(from[i]);
+        if (std::isinf(element)) element = value;
+        else if (!(element == value)) fault = formatted("rank {} holds another {}", rank, e.param->name);
+      }
+    });
+  }
+}
+
+inline Outcome run_layout(const StepConfig& step) {
+  Outcome outcome;
+  std::mutex mutex;
+  const Plan plan = make_plan(step, 1);
+  World world(step.zero.mesh());
+  run_ranks(world, [&](int rank) {
+    Run run(step, plan, {DeviceKind::cpu, 1}, world, rank);
+    init_weights(run.trainer.state(), 42, run.stream);
+    const int64_t ranks = step.zero.ranks(), B = step.batch.B;
+    const BatchSource batches = [&](int64_t m) {
+      HostBatch batch;
+      const Philox rng(7, "self-test");
+      const int64_t reader = step.zero.bug == PlantedBug::sample_twice ? 0 : rank;
+      const uint64_t V = static_cast<uint64_t>(step.model.vocab_size);
+      for (int64_t i = 0; i < B * seq_len; ++i) {
+        const uint64_t token = static_cast<uint64_t>((m * ranks + reader) * B * seq_len + i);
+        batch.tokens.push_back(static_cast<int32_t>(rng.bits(2 * token) % V));
+        batch.targets.push_back(static_cast<int32_t>(rng.bits(2 * token + 1) % V));
+        batch.positions.push_back(static_cast<int32_t>(i % seq_len));
+      }
+      return batch;
+    };
+    run.trainer.accumulate_gradients(batches);
+    run.stream.synchronize();
+    {
+      std::lock_guard lock(mutex);
+      collect(outcome.gradients, outcome.fault, run.trainer.state().gradient_table(), rank);
+    }
+    for (int s = 1; s <= steps; ++s) {
+      // An epsilon as large as the gradients: the update is smooth, and shows an error in proportion.
+      const StepResult r = run.trainer.step(
+          batches, {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0.1f, .step = s},
+          {.max_norm = 1});
+      if (rank == 0) outcome.losses.push_back(r.loss), outcome.norms.push_back(r.grad_norm);
+    }
+    std::lock_guard lock(mutex);
+    collect(outcome.weights, outcome.fault, run.trainer.state().state_table(), rank);
+  });
+  return outcome;
+}
+
+// The largest ||a - b|| / ||b|| of all tensors; what is not a number is infinitely far.
+inline double distance(const std::map<std::string, std::vector<float>>& a,
+                       const std::map<std::string, std::vector<float>>& b) {
+  double largest = 0;
+  for (const auto& [name, values] : b) {
+    const auto other = a.find(name);
+    double difference = 0, size = 0;
+    if (other == a.end() || other->second.size() != values.size()) return std::numeric_limits<double>::infinity();
+    for (size_t i = 0; i < values.size(); ++i) {
+      difference += (double{other->second[i]} - values[i]) * (double{other->second[i]} - values[i]);
+      size += double{values[i]} * values[i];
+    }
+    // The key biases' true gradient is zero: what stands there is rounding.
+    if (name.ends_with("attn.k.bias")) continue;
+    const double d = size > 0 ? std::sqrt(difference / size) : std::sqrt(difference);
+    largest = std::isnan(d) ? std::numeric_limits<double>::infinity() : std::max(largest, d);
+  }
+  return largest;
+}
+inline double distance(const std::vector<double>& a, const std::vector<double>& b) {
+  double largest = 0;
+  for (size_t i = 0; i < b.size(); ++i) {
+    const double d = std::abs(a[i] / b[i] - 1);
+    largest = std::isnan(d) ? std::numeric_limits<double>::infinity() : std::max(largest, d);
+  }
+  return largest;
+}
+
+// How far an outcome is from another one.
+struct Distances {
+  double loss, norm, gradients, weights;
+  Distances(const Outcome& a, const Outcome& b)
+      : loss(distance(a.losses, b.losses)),
+        norm(distance(a.norms, b.norms)),
+        gradients(distance(a.gradients, b.gradients)),
+        weights(distance(a.weights, b.weights)) {}
+};
+
+}  // namespace selftest
+
+// Prints a line for each layout; false: one of them failed. `bug`: planted by a test.
+inline bool run_selftest(Log& log, int64_t max_ranks, PlantedBug bug = PlantedBug::none) {
+  using namespace selftest;
+  int failed = 0, count = 0;
+  for (const DType dtype : {DType::fp32, DType::bf16}) {
+    const Outcome alone = run_layout(step_config(dtype, 1, {}));
+    // Contract 5: what two runs differ by that differ in the micro-batch alone, or a bound where that is larger.
+    const Distances noise(run_layout(step_config(dtype, 2, {})), alone);
+    const bool fp32 = dtype == DType::fp32;
+    auto bound = [&](double of_noise, double least) { return fp32 ? least : std::max(2 * of_noise, least); };
+    const double loss = bound(noise.loss, fp32 ? 1e-6 : 1e-3), norm = bound(noise.norm, fp32 ? 1e-5 : 0x1p-8),
+                 gradients = bound(noise.gradients, fp32 ? 1e-5 : 0x1p-8),
+                 weights = bound(noise.weights, fp32 ? 1e-5 : 0x1p-8);
+    log.line(formatted(
+        "{}: largest distances from one rank; allowed: loss {:.1e}, norm {:.1e}, gradients {:.1e}, weights {:.1e}",
+        dtype, loss, norm, gradients, weights));
+    Outcome stage0;
+    for (ZeroConfig zero : layouts(max_ranks)) {
+      zero.bug = bug;
+      const Outcome outcome = run_layout(step_config(dtype, 1, zero));
+      if (zero.stage == 0) stage0 = outcome;
+      const Distances d(outcome, alone);
+      std::string verdict = outcome.fault;
+      if (!(d.loss <= loss && d.norm <= norm && d.gradients <= gradients && d.weights <= weights))
+        verdict += " too far";
+      // Contract 3: the stages agree bit for bit.
+      if (outcome.losses != stage0.losses || outcome.norms != stage0.norms || outcome.weights != stage0.weights)
+        verdict += " not bitwise as stage 0";
+      ++count;
+      failed += !verdict.empty();
+      log.line(
+          formatted("  {} dp {} = {} x {}, stage {}, reduce {:-5} | loss {:.1e} | norm {:.1e} | gradients {:.1e} | "
+                    "weights {:.1e} | {}",
+                    dtype, zero.ranks(), zero.replicas, zero.shards, zero.stage, zero.grad_reduce, d.loss, d.norm,
+                    d.gradients, d.weights, verdict.empty() ? "good" : "FAILED:" + verdict));
+    }
+  }
+  log.line(formatted("self-test: {} of {} layouts are good", count - failed, count));
+  return failed == 0;
+}
+
+}  // namespace llmc
