@@ -8,7 +8,8 @@
 ##   test         install, build, see that every compiler here takes the source, run the tests
 ##   test-long    the same with the long tests as well: tagged [long], or scripts named test/long_*
 ##   check        floors, headers, formatting, shell and Python scripts
-##   bench        the benchmarks
+##   bench        training steps beside PyTorch's; BENCH_FLAGS are dev/bench/compare.py's
+##   comm-bench   build/comm_bench: the collectives, in the manner of nccl-tests
 ##   tests        build what `make test` runs, and run nothing
 ##   smoke        compile train_gpt.cu by g++ and, where it is there, by nvcc
 ##   config       show what was found on this machine and what is built of it
@@ -131,6 +132,12 @@ train_gpt: train_gpt.cu build/build_info.h | $(SHOW_CONFIG)
 	$(COMPILER_$(DEVICE)) $(call FLAGS_$(DEVICE),-O3) -Ibuild -MMD -MP -MF build/train_gpt.d -MT $@ $< -o $@ \
 	  $(LINK_$(DEVICE))
 
+# The collectives in the manner of nccl-tests.
+comm-bench: build/comm_bench
+build/comm_bench: dev/comm/comm_bench.cpp dev/comm/forms.h llmc/dist/*.h | $(SHOW_CONFIG)
+	@mkdir -p $(@D)
+	$(CXX) $(call FLAGS_cpu,-O3) $< -o $@ $(LDFLAGS) $(LIBS)
+
 # What --version reports. The tests and the smoke test do without (see __has_include), or they would all be compiled
 # anew after every commit.
 quoted = "$(subst ",\",$(subst \,\\,$(strip $1)))"
@@ -223,8 +230,9 @@ check:
 	@$(MAKE) --keep-going check-layers check-headers check-format check-shell check-python
 	@echo 'check: all passed'
 bench:
-	@if [ -x dev/bench/run.sh ]; then $(INSTALL) build && $(AGAIN) train_gpt && dev/bench/run.sh; \
-	 else echo 'bench: the benchmarks come with a later version'; fi
+	@$(INSTALL) build
+	@$(AGAIN) train_gpt
+	@dev/bench/run.sh $(BENCH_FLAGS)
 reconfigure:
 	@rm -f build/config.mk
 	@$(MAKE) config

@@ -30,7 +30,7 @@ with_timeout() {
 
 status=0
 if [ -n "${TESTS:-}" ]; then filter=$TESTS; elif [ $long = yes ]; then filter='*'; else filter='~[long]'; fi
-TEST_NOTES=$notes with_timeout build/test_train_gpt "$filter" || status=$?
+OMP_WAIT_POLICY=passive TEST_NOTES=$notes with_timeout build/test_train_gpt "$filter" || status=$?
 
 # A test case that started and never ended is the one that the program died in.
 read -r passed failed skipped unended < <(awk '

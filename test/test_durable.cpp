@@ -99,7 +99,7 @@ TEST_CASE("a run stopped by signals at arbitrary moments and resumed is bitwise 
     const Philox rng(3, dtype);
     const char* signals[] = {"TERM", "INT", "USR1"};
     const int stopped = run_until_done(tiny(dir / "cut", options), [&](int i) {
-      const double seconds = 0.3 + 0.02 * i + 0.5 * rng.uniform(static_cast<uint64_t>(i));
+      const double seconds = 0.3 + 0.06 * i + 0.5 * rng.uniform(static_cast<uint64_t>(i));
       return formatted("timeout --preserve-status --signal {} {:.3f}", signals[i % 3], seconds);
     });
     INFO(dtype << ", stopped " << stopped << " times");

@@ -1,189 +1,86 @@
 #!/usr/bin/env python3
-"""The training step of train_gpt's GPT-2 models in PyTorch, for comparison: the same sizes, the same batch.
+"""The peer: the trainer's step of GPT-2 in PyTorch. Prints one line of JSON: the milliseconds of each timed step.
 
-    python3 dev/bench/pytorch_gpt2.py --n-layer 4 --n-head 4 --n-embd 128 --vocab-size 257 -b 16 -t 128
-    python3 dev/bench/pytorch_gpt2.py --dtype bf16 --weights fp32 --compile -b 4 -t 256 --steps 5
+    python3 dev/bench/pytorch_gpt2.py --layers 12 --heads 12 --channels 768 --vocab 50257 --batch 4 --seq-len 256
 
-One JSON object a line on stdout: {"kind":"ready",..} after the warm-up, {"kind":"step","loss":..,"ms":..,
-"tokens_per_s":..} for each step, {"kind":"turn",..} with the median of the steps. With --serve it stays, idle, and takes
-commands on stdin, one a line: `steps N` or `profile N`; so two programs can take turns without starting anew.
-
-The model is written as PyTorch's users write it (after Karpathy's nanoGPT): a tied table, no dropout, fused causal
-attention, AdamW's fused kernel, gradients as None between steps.
+The same model (pre-norm blocks, tied table, no dropout), loss, gradient clipping and AdamW with decay on matrices only, on
+random tokens. Attention is F.scaled_dot_product_attention, AdamW is fused.
 """
-
 import argparse
-import array
+import contextlib
 import json
-import math
-import statistics
-import sys
 import time
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 
 
 class Block(nn.Module):
-    def __init__(self, n_head, C):
+    def __init__(self, channels, heads):
         super().__init__()
-        self.n_head = n_head
-        self.ln1, self.ln2 = nn.LayerNorm(C), nn.LayerNorm(C)
-        self.qkv, self.proj = nn.Linear(C, 3 * C), nn.Linear(C, C)
-        self.up, self.down = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
-
-    def attention(self, x):   # (B, T, C)
-        B, T, C = x.shape
-        q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2) for y in self.qkv(x).split(C, dim=2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)   # (B, H, T, D)
-        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+        self.heads = heads
+        self.ln1, self.ln2 = nn.LayerNorm(channels), nn.LayerNorm(channels)
+        self.qkv, self.proj = nn.Linear(channels, 3 * channels), nn.Linear(channels, channels)
+        self.up, self.down = nn.Linear(channels, 4 * channels), nn.Linear(4 * channels, channels)
 
     def forward(self, x):
-        x = x + self.attention(self.ln1(x))
+        B, T, C = x.shape
+        q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in self.qkv(self.ln1(x)).split(C, dim=2))
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, C))
         return x + self.down(F.gelu(self.up(self.ln2(x)), approximate="tanh"))
 
 
 class GPT2(nn.Module):
-    def __init__(self, n_layer, n_head, C, V, n_positions):
+    def __init__(self, layers, heads, channels, vocab, positions):
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(V, C), nn.Embedding(n_positions, C)
-        self.blocks = nn.ModuleList(Block(n_head, C) for _ in range(n_layer))
-        self.ln_f = nn.LayerNorm(C)
-        for name, p in self.named_parameters():
-            if p.dim() == 2:
-                residual = name.endswith(("proj.weight", "down.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer) if residual else 0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
+        self.wte, self.wpe = nn.Embedding(vocab, channels), nn.Embedding(positions, channels)
+        self.blocks = nn.ModuleList(Block(channels, heads) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(channels)
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.02) if p.dim() > 1 else None
 
-    def forward(self, tokens, targets):   # (B, T) (B, T) -> mean loss
+    def forward(self, tokens, targets):
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.ln_f(x), self.wte.weight)   # the head's matrix is the token embedding's
+        logits = self.ln_f(x) @ self.wte.weight.T
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def read_batch(path, B, T, vocab_size):
-    """The first B (T + 1 overlapping) samples of a token shard, as train_gpt reads them; no path: random tokens."""
-    n = B * T + 1
-    if path is None:
-        tokens = torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(1))
-    else:
-        with open(path, "rb") as file:
-            file.seek(1024)   # the header
-            values = array.array("H")
-            values.frombytes(file.read(2 * n))
-        if len(values) < n:
-            sys.exit(f"pytorch_gpt2.py: {path} has {len(values)} tokens, and {B} x {T} + 1 are needed")
-        tokens = torch.tensor(values.tolist())
-    return tokens[:-1].view(B, T), tokens[1:].view(B, T)
-
-
-def make_optimizer(model):
-    """AdamW with train_gpt's defaults: decay for matrices only. Fused where this PyTorch has it for CPUs."""
-    groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
-              {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
-    settings = dict(lr=3e-4, betas=(0.9, 0.95), eps=1e-8)
-    try:
-        return torch.optim.AdamW(groups, fused=True, **settings), "fused"
-    except (RuntimeError, ValueError):
-        return torch.optim.AdamW(groups, foreach=True, **settings), "foreach"
-
-
-class Training:
-    def __init__(self, o):
-        torch.manual_seed(42)
-        self.tokens, self.targets = read_batch(o.tokens, o.batch_size, o.seq_len, o.vocab_size)
-        self.model = GPT2(o.n_layer, o.n_head, o.n_embd, o.vocab_size, max(o.n_positions, o.seq_len))
-        if o.dtype == "bf16" and o.weights == "bf16":
-            self.model.bfloat16()
-        self.autocast = o.dtype == "bf16" and o.weights == "fp32"
-        self.optimizer, self.optimizer_kind = make_optimizer(self.model)
-        self.loss = torch.compile(self.model) if o.compile else self.model
-
-    def step(self):
-        """One update; returns the loss before it."""
-        self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            loss = self.loss(self.tokens, self.targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        return loss.item()
-
-
-def emit(kind, **fields):
-    print(json.dumps({"kind": kind, **fields}), flush=True)
-
-
-def run_steps(training, n):
-    times = []
-    tokens = training.tokens.numel()
-    for step in range(1, n + 1):
-        begin = time.perf_counter()
-        loss = training.step()
-        ms = (time.perf_counter() - begin) * 1e3
-        times.append(ms)
-        emit("step", step=step, loss=loss, ms=ms, tokens_per_s=tokens / ms * 1e3)
-    ms = statistics.median(times)
-    emit("turn", steps=n, ms=ms, tokens_per_s=tokens / ms * 1e3)
-
-
-def run_profile(training, n):
-    """Milliseconds a step by PyTorch's own names of operators, without what they call."""
-    begin = time.perf_counter()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for _ in range(n):
-            training.step()
-    seconds = time.perf_counter() - begin
-    rows = sorted(profile.key_averages(), key=lambda row: -row.self_cpu_time_total)
-    emit("ops", step_ms=seconds / n * 1e3,
-         ops=[{"name": r.key, "ms": r.self_cpu_time_total / n / 1e3, "calls": r.count // n} for r in rows])
-
-
-def parse_options():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    def number(name, default, meaning, short=()):
-        parser.add_argument(*short, name, type=int, default=default, metavar="N", help=f"{meaning} [%(default)s]")
-    number("--n-layer", 12, "layers")
-    number("--n-head", 12, "attention heads")
-    number("--n-embd", 768, "channels")
-    number("--vocab-size", 50304, "vocabulary; 50304, which is 50257 rounded up, is faster")
-    number("--n-positions", 1024, "rows of the position table")
-    number("--batch-size", 4, "sequences", ["-b"])
-    number("--seq-len", 256, "tokens in a sequence", ["-t"])
-    number("--threads", torch.get_num_threads(), "threads")
-    number("--steps", 10, "steps to measure")
-    number("--warmup", 2, "steps before; compilation is in the first one")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the computation [%(default)s]")
-    parser.add_argument("--weights", choices=("fp32", "bf16"), default="fp32",
-                        help="with --dtype bf16: fp32 weights under autocast, or all in bf16 [%(default)s]")
-    parser.add_argument("--compile", action="store_true", help="torch.compile; without it, eager")
-    parser.add_argument("--tokens", metavar="FILE", help="token shard; without it, random tokens")
-    parser.add_argument("--profile", action="store_true", help="print the time by operator, too")
-    parser.add_argument("--serve", action="store_true", help="take commands on stdin: steps N, profile N")
-    return parser.parse_args()
-
-
 def main():
-    o = parse_options()
+    parser = argparse.ArgumentParser()
+    for name, default in (("layers", 12), ("heads", 12), ("channels", 768), ("vocab", 50257), ("batch", 4),
+                          ("seq-len", 256), ("threads", 2), ("steps", 5), ("warmup", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--precision", choices=("fp32", "autocast", "bf16"), default="fp32",
+                        help="autocast: fp32 weights, bf16 products; bf16: weights and everything else in bf16")
+    parser.add_argument("--compile", action="store_true")
+    o = parser.parse_args()
     torch.set_num_threads(o.threads)
-    begin = time.perf_counter()
-    training = Training(o)
-    losses = [training.step() for _ in range(o.warmup)]
-    emit("ready", torch=torch.__version__, optimizer=training.optimizer_kind, losses=losses,
-         parameters=sum(p.numel() for p in training.model.parameters()), seconds=time.perf_counter() - begin)
-    commands = {"steps": run_steps, "profile": run_profile}
-    if not o.serve:
-        run_steps(training, o.steps)
-        if o.profile:
-            run_profile(training, o.steps)
-        return
-    for line in sys.stdin:
-        name, n = line.split()
-        commands[name](training, int(n))
+    torch.manual_seed(1)
+    model = GPT2(o.layers, o.heads, o.channels, o.vocab, max(o.seq_len, 1024))
+    if o.precision == "bf16":
+        model = model.bfloat16()
+    groups = [{"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+              {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
+    loss_of = torch.compile(model) if o.compile else model
+    precision = (torch.autocast("cpu", torch.bfloat16) if o.precision == "autocast" else contextlib.nullcontext())
+    milliseconds = []
+    for step in range(o.warmup + o.steps):
+        tokens = torch.randint(o.vocab, (o.batch, o.seq_len + 1))
+        begin = time.perf_counter()
+        with precision:
+            loss = loss_of(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        if step >= o.warmup:
+            milliseconds.append((time.perf_counter() - begin) * 1e3)
+    print(json.dumps({"ms": milliseconds, "torch": torch.__version__}))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ class Comm {
   int rank() const { return transport_->rank(); }
   int size() const { return transport_->size(); }
   const std::string& name() const { return name_; }
+  Transport& transport() { return *transport_; }           // for other forms of collectives (dev/comm)
   int64_t bytes_sent() const { return transport_->sent; }  // by this rank; call with the streams idle
   void reset_bytes_sent() { transport_->sent = 0; }
 

@@ -20,6 +20,7 @@ struct ModelConfig {
   int64_t n_ffn = 3072;        // F
   int64_t vocab_size = 50257;  // V: what the outside sees
   int64_t n_positions = 1024;
+  bool tied = true;  // the head's matrix is the token embedding
   float norm_eps = 1e-5f;
   float init_std = 0.02f;
 
@@ -117,7 +118,6 @@ inline ModelConfig config_from_hf(const nlohmann::json& json, const std::string&
   expect("scale_attn_by_inverse_layer_idx", false);
   expect("reorder_and_upcast_attn", false);
   expect("add_cross_attention", false);
-  expect("tie_word_embeddings", true);
   ModelConfig config;
   config.n_layer = integer("n_layer", 12);
   config.n_head = integer("n_head", 12);
@@ -125,6 +125,9 @@ inline ModelConfig config_from_hf(const nlohmann::json& json, const std::string&
   config.n_ffn = integer("n_inner", 4 * config.n_embd);
   config.vocab_size = integer("vocab_size", 50257);
   config.n_positions = integer("n_positions", 1024);
+  const nlohmann::json tied = json.value("tie_word_embeddings", nlohmann::json(true));
+  CHECK(tied.is_boolean(), "{}: \"tie_word_embeddings\" is {}, expected true or false", file, tied.dump());
+  config.tied = tied;
   config.norm_eps = real("layer_norm_epsilon", 1e-5);
   config.init_std = real("initializer_range", 0.02);
   return config;
@@ -156,7 +159,7 @@ inline nlohmann::ordered_json config_to_hf(const ModelConfig& c, DType dtype) {
           {"n_inner", c.n_ffn},
           {"n_layer", c.n_layer},
           {"n_positions", c.n_positions},
-          {"tie_word_embeddings", true},
+          {"tie_word_embeddings", c.tied},
           {"torch_dtype", dtype == DType::bf16 ? "bfloat16" : "float32"},
           {"vocab_size", c.vocab_size}};
 }
@@ -185,7 +188,7 @@ inline ModelConfig resolve_model(const std::string& model, const ModelOverrides&
 }
 
 // The parameters of GPT-2, with its initialisation: normal 0.02, projections into the residual stream scaled by
-// 1 / sqrt(2 L) (Radford et al. 2019). The token embedding is tied: one parameter, used by the embedding and the head.
+// 1 / sqrt(2 L) (Radford et al. 2019). A tied token embedding is one parameter, used by the embedding and the head.
 inline ParamTable parameter_table(const ModelConfig& c) {
   const int64_t C = c.n_embd, F = c.n_ffn;
   const float std = c.init_std;
@@ -231,12 +234,20 @@ inline ParamTable parameter_table(const ModelConfig& c) {
   table.push_back({"head",
                    {{.name = "ln_f.weight", .shape = {C}, .init = Init::ones},
                     {.name = "ln_f.bias", .shape = {C}, .init = Init::zeros}}});
+  if (!c.tied)
+    table.back().params.push_back({.name = "lm_head.weight",
+                                   .shape = {c.vocab_size, C},
+                                   .tp = axis0,
+                                   .init_std = std,
+                                   .decay = true,
+                                   .padded_rows = c.padded_vocab()});
   return table;
 }
 
-// Parameters that multiply activations: the tied table once, as the head; positions not.
+// Parameters that multiply activations: a tied table once, as the head; lookups not.
 inline int64_t matmul_parameters(const ModelConfig& c) {
-  return count_parameters(parameter_table(c)) - c.n_positions * c.n_embd;
+  const int64_t lookups = c.n_positions + (c.tied ? 0 : c.vocab_size);
+  return count_parameters(parameter_table(c)) - lookups * c.n_embd;
 }
 
 // 6 N + 6 L C T: forward and backward of the matrices, and of causal attention.

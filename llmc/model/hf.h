@@ -22,7 +22,7 @@ struct HfTensor {
   std::vector<std::string> parts;
 };
 
-// All tensors of a GPT-2, in the order of the forward pass. The head is tied and not stored.
+// All tensors of a GPT-2, in the order of the forward pass. A tied head is not stored.
 inline std::vector<HfTensor> hf_tensors(const ModelConfig& c) {
   const int64_t C = c.n_embd, F = c.n_ffn;
   std::vector<HfTensor> all = {{"transformer.wte.weight", {c.vocab_size, C}, false, {"wte.weight"}},
@@ -52,6 +52,7 @@ inline std::vector<HfTensor> hf_tensors(const ModelConfig& c) {
   }
   all.push_back({"transformer.ln_f.weight", {C}, false, {"ln_f.weight"}});
   all.push_back({"transformer.ln_f.bias", {C}, false, {"ln_f.bias"}});
+  if (!c.tied) all.push_back({"lm_head.weight", {c.vocab_size, C}, false, {"lm_head.weight"}});
   return all;
 }
 
@@ -100,7 +101,7 @@ inline std::vector<HfPlace> match_hf_names(const std::vector<std::unique_ptr<Saf
   std::vector<HfPlace> places;
   std::set<std::string> known;
   for (const HfTensor& hf : tensors) {
-    const std::string bare = hf.name.substr(prefix.size());
+    const std::string bare = hf.name.starts_with(prefix) ? hf.name.substr(prefix.size()) : hf.name;
     HfPlace place{nullptr, ""};
     for (const auto& file : files)
       for (const std::string& name : {hf.name, bare})

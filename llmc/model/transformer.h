@@ -193,7 +193,7 @@ inline void block_backward(Tensor dx, const BlockActivations& a, Tensor x, const
                      a.ln1_mean, a.ln1_rstd, Accumulate::yes, stream);
 }
 
-// logits (N, V padded) = head(ln_f(x)); the head's matrix is the token embedding's.
+// logits (N, V padded) = head(ln_f(x)).
 struct HeadActivations {
   Tensor ln, mean, rstd;  // (N, C) (N) (N)
   Tensor logits;          // (N, V padded)
@@ -209,19 +209,25 @@ struct HeadActivations {
   }
 };
 
+// The head's matrix: the token embedding where the model ties them.   `embedding`: read only if tied
+inline Tensor head_matrix(const UnitState& head, const UnitState& embedding, const ModelConfig& c) {
+  return c.tied ? embedding.weight("wte.weight") : head.weight("lm_head.weight");
+}
+
 inline void head_forward(const HeadActivations& a, Tensor x, const UnitState& head, const UnitState& embedding,
                          const ModelConfig& c, Stream& stream) {
   layernorm_forward(a.ln, a.mean, a.rstd, x, head.weight("ln_f.weight"), head.weight("ln_f.bias"), c.norm_eps, stream);
-  linear_forward(a.logits, a.ln, embedding.weight("wte.weight"), {}, stream);
+  linear_forward(a.logits, a.ln, head_matrix(head, embedding, c), {}, stream);
 }
 
 // dx = gradient of x, from a.logits that hold their gradient already.
 inline void head_backward(Tensor dx, const HeadActivations& a, Tensor x, const UnitState& head,
-                          const UnitState& embedding, Arena& arena, Stream& stream) {
+                          const UnitState& embedding, const ModelConfig& c, Arena& arena, Stream& stream) {
   auto scope = arena.scope();
   const Tensor dln = arena.alloc("temporary", "gradient of ln_f", x.dtype, x.shape);
-  linear_backward_weight(embedding.gradient("wte.weight"), {}, a.logits, a.ln, stream);
-  linear_backward_input(dln, a.logits, embedding.weight("wte.weight"), stream);
+  const Tensor dmatrix = c.tied ? embedding.gradient("wte.weight") : head.gradient("lm_head.weight");
+  linear_backward_weight(dmatrix, {}, a.logits, a.ln, stream);
+  linear_backward_input(dln, a.logits, head_matrix(head, embedding, c), stream);
   layernorm_backward(dx, head.gradient("ln_f.weight"), head.gradient("ln_f.bias"), dln, x, head.weight("ln_f.weight"),
                      a.mean, a.rstd, Accumulate::no, stream);
 }

@@ -29,8 +29,12 @@ inline ModelConfig awkward_model() {
   return m;
 }
 
-inline StepConfig step_config(DType dtype, int64_t batch_size, const ZeroConfig& zero) {
-  return {.model = awkward_model(),
+enum class Tied : uint8_t { no, yes };
+
+inline StepConfig step_config(DType dtype, int64_t batch_size, const ZeroConfig& zero, Tied tied = Tied::yes) {
+  ModelConfig model = awkward_model();
+  model.tied = tied == Tied::yes;
+  return {.model = model,
           .dtype = dtype,
           .batch = {batch_size, seq_len},
           .micro_batches = sequences / batch_size / zero.ranks(),
@@ -164,22 +168,26 @@ struct Distances {
 inline bool run_selftest(Log& log, int64_t max_ranks, PlantedBug bug = PlantedBug::none) {
   using namespace selftest;
   int failed = 0, count = 0;
-  for (const DType dtype : {DType::fp32, DType::bf16}) {
-    const Outcome alone = run_layout(step_config(dtype, 1, {}));
+  for (const auto& [dtype, tied] : {std::pair{DType::fp32, Tied::yes},
+                                    {DType::fp32, Tied::no},
+                                    {DType::bf16, Tied::yes},
+                                    {DType::bf16, Tied::no}}) {
+    const Outcome alone = run_layout(step_config(dtype, 1, {}, tied));
     // Contract 5: what two runs differ by that differ in the micro-batch alone, or a bound where that is larger.
-    const Distances noise(run_layout(step_config(dtype, 2, {})), alone);
+    const Distances noise(run_layout(step_config(dtype, 2, {}, tied)), alone);
     const bool fp32 = dtype == DType::fp32;
     auto bound = [&](double of_noise, double least) { return fp32 ? least : std::max(2 * of_noise, least); };
     const double loss = bound(noise.loss, fp32 ? 1e-6 : 1e-3), norm = bound(noise.norm, fp32 ? 1e-5 : 0x1p-8),
                  gradients = bound(noise.gradients, fp32 ? 1e-5 : 0x1p-8),
                  weights = bound(noise.weights, fp32 ? 1e-5 : 0x1p-8);
-    log.line(formatted(
-        "{}: largest distances from one rank; allowed: loss {:.1e}, norm {:.1e}, gradients {:.1e}, weights {:.1e}",
-        dtype, loss, norm, gradients, weights));
+    log.line(
+        formatted("{}, {} embeddings: largest distances from one rank; allowed: loss {:.1e}, norm {:.1e}, gradients "
+                  "{:.1e}, weights {:.1e}",
+                  dtype, tied == Tied::yes ? "tied" : "untied", loss, norm, gradients, weights));
     Outcome stage0;
     for (ZeroConfig zero : layouts(max_ranks)) {
       zero.bug = bug;
-      const Outcome outcome = run_layout(step_config(dtype, 1, zero));
+      const Outcome outcome = run_layout(step_config(dtype, 1, zero, tied));
       if (zero.stage == 0) stage0 = outcome;
       const Distances d(outcome, alone);
       std::string verdict = outcome.fault;

@@ -253,6 +253,14 @@ class Trainer {
   static size_t block_unit(int64_t layer) { return static_cast<size_t>(1 + layer); }
   size_t head_unit() const { return state_.size() - 1; }
 
+  // The embedding where the head uses it, too.
+  const UnitState& acquire_tied() {
+    return config_.model.tied ? state_.acquire(embedding_unit, context_.compute) : state_.unit(embedding_unit);
+  }
+  void release_tied() {
+    if (config_.model.tied) state_.release(embedding_unit, context_.compute);
+  }
+
   // The units in the order in which the actions use them.
   std::vector<size_t> unit_uses(const std::vector<Action>& actions, Purpose purpose) const {
     std::vector<size_t> uses;
@@ -261,7 +269,9 @@ class Trainer {
       const bool forward = action.kind == ActionKind::forward;
       const bool head = chunk.has_head && (!forward || purpose != Purpose::train);
       auto use_head = [&] {
-        if (head) uses.push_back(head_unit()), uses.push_back(embedding_unit);
+        if (!head) return;
+        uses.push_back(head_unit());
+        if (config_.model.tied) uses.push_back(embedding_unit);
       };
       if (!forward) use_head();
       if (forward && chunk.has_embedding) uses.push_back(embedding_unit);
@@ -313,8 +323,7 @@ class Trainer {
     }
     if (!chunk.has_head || purpose == Purpose::train) return;
     const Tensor& x = acts.blocks.back().out;
-    const UnitState &head_state = state_.acquire(head_unit(), stream),
-                    &embedding = state_.acquire(embedding_unit, stream);
+    const UnitState &head_state = state_.acquire(head_unit(), stream), &embedding = acquire_tied();
     if (purpose == Purpose::evaluate) {
       auto scope = context_.arena.scope();
       const HeadActivations head(config_.model, x.shape[0], config_.dtype, context_.arena);
@@ -324,7 +333,7 @@ class Trainer {
       generate_logits(x, head_state, embedding);
     }
     state_.release(head_unit(), stream);
-    state_.release(embedding_unit, stream);
+    release_tied();
   }
 
   void backward(int chunk_index, const Slot& slot, const BatchShape& shape, bool last_micro_batch) {
@@ -336,16 +345,16 @@ class Trainer {
       place_.what = "the head";
       auto scope = arena.scope();
       const Tensor& x = acts.blocks.back().out;
-      const UnitState &unit = state_.acquire(head_unit(), stream), &embedding = state_.acquire(embedding_unit, stream);
+      const UnitState &unit = state_.acquire(head_unit(), stream), &embedding = acquire_tied();
       state_.start_gradients(head_unit(), stream);
-      state_.start_gradients(embedding_unit, stream);  // the tied table's come in two parts, here and at the very end
+      if (config_.model.tied) state_.start_gradients(embedding_unit, stream);  // they come in two parts, here and last
       const HeadActivations head(config_.model, x.shape[0], config_.dtype, arena);
       head_forward(head, x, unit, embedding, config_.model, stream);
       loss(head, slot.inputs.targets, Gradient::yes);
-      head_backward(slot.gradient, head, x, unit, embedding, arena, stream);
+      head_backward(slot.gradient, head, x, unit, embedding, config_.model, arena, stream);
       state_.reduce_gradients(head_unit(), last_micro_batch, stream);
       state_.release(head_unit(), stream);
-      state_.release(embedding_unit, stream);
+      release_tied();
     }
     for (size_t l = chunk.layers.size(); l-- > 0;) {
       const Tensor& x = block_input(slot, chunk_index, l);
@@ -360,6 +369,7 @@ class Trainer {
     }
     place_.what = "backward of the embedding";
     if (chunk.has_embedding) {
+      if (!config_.model.tied) state_.start_gradients(embedding_unit, stream);
       const UnitState& unit = state_.unit(embedding_unit);
       embedding_backward(unit.gradient("wte.weight"), unit.gradient("wpe.weight"), slot.gradient, slot.inputs.tokens,
                          slot.inputs.positions, stream);

@@ -11,7 +11,8 @@ gpt2_tiny/        a tiny GPT-2 with awkward sizes as transformers saves it (conf
                   (train.bin, a token shard), and what 20 steps of PyTorch's AdamW make of it in fp32: trajectory.json (loss,
                   gradient norm, learning rate by step) and final.safetensors; logits.safetensors: those of the first model
                   for the token behind the first 20; trajectory_bf16.json and final_bf16_*.safetensors: the same steps with
-                  bf16 weights and activations, fp32 master weights and accumulated gradients, in micro-batches of 4 and of 8
+                  bf16 weights and activations, fp32 master weights and accumulated gradients, in micro-batches of 4 and
+                  of 8; masters_bf16_*.safetensors: the master weights that final_bf16_*.safetensors are the rounding of
 
 The committed files were made with torch 2.15.0 and transformers 5.23.0 on a CPU.
 """
@@ -52,6 +53,9 @@ def op_cases():
             return out.transpose(1, 2).reshape(B * T, heads * D)
         yield name, {"qkv": random(B * T, (heads + 2 * kv_heads) * D)}, attention, {}
     yield "residual", {"a": random(7, 36), "b": random(7, 36)}, torch.add, {}
+    # A norm in a residual branch: its dx is added to the gradient that is already there.
+    yield ("residual_layernorm", {"x": random(7, 36), "weight": random(36), "bias": random(36)},
+           lambda x, weight, bias: x + F.layer_norm(x, (36,), weight, bias, 1e-5), {})
 
 
 def make_ops():
@@ -94,14 +98,23 @@ def make_ops():
     record(golden_bf16, "cross_entropy", {"logits": rounded, "targets": targets, **exact})
     record(golden_bf16, "torch.cross_entropy", cross_entropy(rounded, torch.bfloat16, torch.float32))
 
-    p = random(133)
-    record(golden, "adamw", {"before": p})
-    optimizer = torch.optim.AdamW([p], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    for step in (1, 2, 3):
-        p.grad = torch.randn_like(p)
-        record(golden, "adamw", {f"gradient{step}": p.grad})
-        optimizer.step()
-        record(golden, "adamw", {f"after{step}": p})
+    # clipped_adamw: the first gradient is too short to be clipped, the others are clipped by different factors, which
+    # AdamW, blind to a constant factor, does feel. Its gradient is that of two parameters, with one norm.
+    for op, max_norm, scales in (("adamw", math.inf, (1, 1, 1)), ("clipped_adamw", 1.0, (0.03, 1, 8))):
+        p, q = random(100), random(33)
+        record(golden, op, {"before": torch.cat([p, q])})
+        optimizer = torch.optim.AdamW([p, q], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        for step, scale in enumerate(scales, start=1):
+            p.grad, q.grad = scale * torch.randn_like(p), scale * torch.randn_like(q)
+            record(golden, op, {f"gradient{step}": torch.cat([p.grad, q.grad])})
+            norm = torch.nn.utils.clip_grad_norm_([p, q], max_norm)
+            record(golden, op, {f"norm{step}": norm.reshape(1)})
+            optimizer.step()
+            record(golden, op, {f"after{step}": torch.cat([p, q])})
+
+    gradient = torch.randn(133).bfloat16()
+    record(golden_bf16, "gradient_norm", {"gradient": gradient, "norm": gradient.double().norm().float().reshape(1)})
+    record(golden_bf16, "torch.gradient_norm", {"norm": gradient.norm().reshape(1)})
     save_file(golden, os.path.join(HERE, "ops.safetensors"))
     save_file(golden_bf16, os.path.join(HERE, "ops_bf16.safetensors"))
 
@@ -206,8 +219,9 @@ def make_trajectory_bf16():
             lines["loss"].append(total)
             lines["grad_norm"].append(norm.item())
         trajectory[f"micro-batches of {micro}"] = lines
-        state = {k: v.detach().contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
-        save_file(state, os.path.join(folder, f"final_bf16_{micro}.safetensors"))
+        for name, of in (("final", model), ("masters", masters)):
+            state = {k: v.detach().contiguous() for k, v in of.state_dict().items() if k != "lm_head.weight"}
+            save_file(state, os.path.join(folder, f"{name}_bf16_{micro}.safetensors"))
     with open(os.path.join(folder, "trajectory_bf16.json"), "w") as f:
         json.dump(trajectory, f, indent=1)
 

@@ -1,0 +1,47 @@
+// forms.h: other ways to all-reduce than the ring of llmc/dist/ring.h, over the same transport, for comparison. Both
+// send more bytes than the ring through one rank; the tree needs fewer steps, and so wins for small buffers.
+#pragma once
+#include "dist/ring.h"
+
+namespace llmc::forms {
+
+// Everybody sends everything to rank 0, which adds it up and sends the sum to everybody. Rank 0 sends and receives (P -
+// 1) n.
+template <class T>
+void naive_all_reduce(Transport& t, T* buffer, int64_t n, T* scratch) {
+  const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
+  if (t.rank() > 0) {
+    t.exchange(0, buffer, bytes, -1, nullptr, 0);
+    t.exchange(-1, nullptr, 0, 0, buffer, bytes);
+    return;
+  }
+  for (int other = 1; other < t.size(); ++other) {
+    t.exchange(-1, nullptr, 0, other, scratch, bytes);
+    ring::detail::add(buffer, scratch, n);
+  }
+  for (int other = 1; other < t.size(); ++other) t.exchange(other, buffer, bytes, -1, nullptr, 0);
+}
+
+// A binomial tree: in round k the ranks that are odd multiples of 2^k hand their sum to the one 2^k below, then the sum
+// goes back the same way. 2 log2(P) rounds, each of n.
+template <class T>
+void tree_all_reduce(Transport& t, T* buffer, int64_t n, T* scratch) {
+  const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
+  const int P = t.size(), r = t.rank();
+  int reach = 1;
+  for (; reach < P; reach *= 2) {
+    if (r % (2 * reach) == reach) {
+      t.exchange(r - reach, buffer, bytes, -1, nullptr, 0);
+      break;
+    }
+    if (r + reach < P) {
+      t.exchange(-1, nullptr, 0, r + reach, scratch, bytes);
+      ring::detail::add(buffer, scratch, n);
+    }
+  }
+  if (r % (2 * reach) == reach && reach < P) t.exchange(-1, nullptr, 0, r - reach, buffer, bytes);
+  for (reach /= 2; reach >= 1; reach /= 2)
+    if (r % (2 * reach) == 0 && r + reach < P) t.exchange(r + reach, buffer, bytes, -1, nullptr, 0);
+}
+
+}  // namespace llmc::forms
