@@ -447,6 +447,7 @@ class Training {
   StopCondition stop_{job_.options.time_limit};
   double peak_;
   int64_t rank_;
+  OpLedger ops_;  // before the stream that books in it
   Run run_;
   LrSchedule schedule_;
   DataLoader train_;
@@ -461,7 +462,6 @@ class Training {
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   double step_seconds_ = 0;  // of all steps, without validation, sampling and checkpoints
   double save_seconds_ = 0, last_loss_ = 0;
-  OpLedger ops_;
 };
 
 void run_training(const Options& o) {

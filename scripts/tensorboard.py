@@ -1,32 +1,38 @@
 #!/usr/bin/env python3
-"""Exports metrics.jsonl to TensorBoard event files, with the standard library alone.
+"""Exports metrics.jsonl of one or several runs to TensorBoard event files, with the standard library alone.
 
-    scripts/tensorboard.py out/run [out/other ...]      writes out/run/tensorboard/events.out.tfevents..., then:
-    tensorboard --logdir out
-    scripts/tensorboard.py out/run --follow             goes on as the run goes on
+    python3 scripts/tensorboard.py out/kjv                        writes out/kjv/tensorboard/events.out.tfevents...
+    python3 scripts/tensorboard.py out/a out/b --logdir out/tb    writes to out/tb/a and out/tb/b
+    python3 scripts/tensorboard.py out/kjv --follow               goes on as the run goes on, until Ctrl-C
+    tensorboard --logdir out                                      shows them
 
-Every numeric field of a line is the scalar KIND/FIELD at its step: train/loss, train/grad_norm, val/loss ... What is null
-(not finite) or half a line is left out. A second export replaces the first one's file.
+Every numeric field of a line is the scalar KIND/FIELD at its step: train/loss, train/grad_norm, train/lr, train/mfu,
+val/loss ... as 32-bit floats, as event files hold them. What is null (not finite), objects without kind and step,
+and a last line that is still being written are passed over. A new export takes the place of the last one.
 
-Format: TFRecord (length, masked CRC-32C of the length, the record, masked CRC-32C of the record) of Event messages in
-protobuf: https://github.com/tensorflow/tensorboard/blob/master/tensorboard/compat/proto/event.proto.
-
-Exit status: 0 done, 1 refused with the reason in one line on stderr, 130 ended by Ctrl-C while following.
+Exit status: 0 done, 1 refused with the reason in one line, 130 ended by Ctrl-C.
 """
-
 import argparse
 import json
 import os
+import re
 import struct
 import sys
 import time
+
+
+def fail(message):
+    sys.exit(f"tensorboard.py: {message}")
+
+
+# TFRecord: length, masked CRC-32C of the length, the record, masked CRC-32C of the record; little-endian.
 
 
 def crc_table():
     table = []
     for value in range(256):
         for _ in range(8):
-            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)   # Castagnoli, reflected
+            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)  # Castagnoli's polynomial, reflected
         table.append(value)
     return table
 
@@ -51,7 +57,10 @@ def record(data):
     return length + struct.pack("<I", masked_crc(length)) + data + struct.pack("<I", masked_crc(data))
 
 
-# ---- Protobuf: a field is a tag (number << 3 | wire type) and a value ----------------------------
+# Protobuf: a field is a tag (number << 3 | wire type) and a value. The messages are Event and SessionLog of
+# TensorBoard's tensorboard/compat/proto/event.proto, and Summary of summary.proto beside it.
+
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
 def varint(value):
@@ -59,130 +68,242 @@ def varint(value):
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
         value >>= 7
-    return bytes(out) + bytes([value])
+    out.append(value)
+    return bytes(out)
 
 
-def bytes_field(number, data):
-    return varint(number << 3 | 2) + varint(len(data)) + data
+def field(number, wire_type, value):
+    """`value`: a number for VARINT, else its bytes."""
+    if wire_type == VARINT:
+        value = varint(value)
+    elif wire_type == BYTES:
+        value = varint(len(value)) + value
+    return varint(number << 3 | wire_type) + value
 
 
 def event(wall_time, step, body):
-    return record(varint(1 << 3 | 1) + struct.pack("<d", wall_time) + varint(2 << 3 | 0) + varint(step) + body)
+    return record(field(1, FIXED64, struct.pack("<d", wall_time)) + field(2, VARINT, step) + body)
 
 
-def version_event(wall_time):
-    return event(wall_time, 0, bytes_field(3, b"brain.Event:2"))
+def opening(wall_time):
+    """What a file begins with: the format's version, and SessionLog START at step 0.
 
-
-def start_event(wall_time, step):
-    """SessionLog START at a step: TensorBoard forgets what it has read at this step and behind it."""
-    return event(wall_time, step, bytes_field(7, varint(1 << 3 | 0) + varint(1)))
+    At a START TensorBoard forgets what it has read of this run at that step and behind it, in this file and in those
+    whose names sort before; that is how a file of ours supersedes the one before also in a TensorBoard that is looking
+    at both. Its Python reader takes the first START of a run for the run's beginning and purges at later ones only:
+    therefore every file has one, the first one too. Its Rust reader has no eye for START; there a point takes the place
+    of those of its tag at the same and later steps, and as our files hold a run from its beginning, that comes to the
+    same (but for a tag that does not come again: it goes when TensorBoard starts again).
+    """
+    return event(wall_time, 0, field(3, BYTES, b"brain.Event:2")) + event(
+        wall_time, 0, field(7, BYTES, field(1, VARINT, 1)))
 
 
 def scalar_event(wall_time, step, values):
-    summary = b"".join(bytes_field(1, bytes_field(1, tag.encode()) + varint(2 << 3 | 5) + struct.pack("<f", value))
-                       for tag, value in values.items())
-    return event(wall_time, step, bytes_field(5, summary))
+    summary = b"".join(
+        field(1, BYTES, field(1, BYTES, tag.encode(errors="replace")) + field(2, FIXED32, struct.pack("<f", value)))
+        for tag, value in values.items())
+    return event(wall_time, step, field(5, BYTES, summary))
 
 
-# ---- Runs ------------------------------------------------------------------------------------------
+# metrics.jsonl: its lines, and what they say of time.
+
+FLOAT_MAX = (2 - 2**-23) * 2.0**127
 
 
-def scalars(line):
-    """(step, {tag: value}) of a line of metrics.jsonl, or None if it is half a line or not one of ours."""
+def scalars(entry):
+    """(step, {tag: value}) of an object of metrics.jsonl; None where it holds nothing to show."""
+    kind, step = entry.get("kind"), entry.get("step")
+    if not isinstance(kind, str) or type(step) is not int or not 0 <= step < 2**63:
+        return None
+    values = {f"{kind}/{name}": value for name, value in entry.items()
+              if name != "step" and type(value) in (int, float) and abs(value) <= FLOAT_MAX}
+    return (step, values) if values else None
+
+
+def parse(path, data, number):
+    """The points in `data`, which begins in line `number` of the file, and how many bytes of it are done with."""
+    *lines, last = data.split(b"\n")
+    points, used = [], len(data) - len(last)
+    for number, line in enumerate(lines, number):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        if not isinstance(entry, dict):
+            fail(f"{path}, line {number}: not a JSON object: {line[:60].decode(errors='replace')!r}")
+        points.append(scalars(entry))
     try:
-        fields = json.loads(line)
-        kind, step = fields["kind"], fields["step"]
-    except (ValueError, TypeError, KeyError):
-        return None
-    if not isinstance(step, int) or step < 0:
-        return None
-    values = {f"{kind}/{name}": value for name, value in fields.items()
-              if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 3.4e38}
-    return step, values
+        entry = json.loads(last)  # without its newline: an object has its last brace or does not parse
+    except ValueError:
+        entry = None
+    if isinstance(entry, dict):
+        points.append(scalars(entry))
+        used = len(data)
+    return [point for point in points if point], used
+
+
+def timed(points, modified):
+    """(wall time, step, values) of each point. The lines hold no times, but how long a training step took, and the last
+    one was written when the file was."""
+    times, now = [], modified
+    for _, values in reversed(points):
+        times.append(now)
+        now -= max(0.0, values.get("train/ms", 0.0)) * 1e-3
+    return [(wall_time, *point) for wall_time, point in zip(reversed(times), points)]
 
 
 class Export:
     """One run's metrics.jsonl and the event file made of it."""
 
+    NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.train_gpt")  # "tfevents" is what TensorBoard goes by
+
     def __init__(self, run, logdir):
-        self.source = os.path.join(run, "metrics.jsonl")
-        if not os.path.isfile(self.source):
-            raise OSError(f"{self.source}: no such file; name the --out-dir of a run")
-        os.makedirs(logdir, exist_ok=True)
-        # TensorBoard knows event files by this part of the name; the number is fixed, so that an export replaces the last.
-        self.target = os.path.join(logdir, "events.out.tfevents.0000000001.train_gpt")
-        self.offset, self.identity, self.last_step = 0, None, -1
+        self.source = os.path.join(run, "metrics.jsonl") if os.path.isdir(run) else run
+        self.logdir = logdir
+        self.target = None  # the event file, once there is one
+        self.size = 0  # bytes in it
+        self.inode = None  # of the file that was read; a resume puts another one in its place
+        self.offset = 0  # bytes of it that are exported
+        self.lines = 0  # newlines among them
+        self.seen = b""  # the last of them
 
-    def write_all(self):
-        """The whole file anew. Times: the lines have none; the last one was written when the file was."""
-        with open(self.source, "rb") as file:
-            data = file.read()
-            self.identity = os.fstat(file.fileno()).st_ino
-            modified = os.fstat(file.fileno()).st_mtime
-        self.offset = data.rfind(b"\n") + 1
-        lines = [found for found in map(scalars, data[:self.offset].splitlines()) if found]
-        left = [0.0]
-        for _, values in reversed(lines):
-            left.append(left[-1] + values.get("train/ms", 0.0) * 1e-3)
-        begin = modified - left[-1]
-        temporary = f"{self.target}.{os.getpid()}.tmp"
-        with open(temporary, "wb") as out:
-            out.write(version_event(begin))
-            for (step, values), seconds in zip(lines, reversed(left[:-1])):
-                out.write(scalar_event(modified - seconds, step, values))
-        os.replace(temporary, self.target)
-        self.last_step = lines[-1][0] if lines else -1
-        return len(lines)
-
-    def write_more(self):
-        """What came since; after a resume, which cuts the file, first a note from which step on it is anew."""
+    def read(self, start):
+        """The bytes from `start` on, and the file's status."""
         try:
-            status = os.stat(self.source)
-        except FileNotFoundError:
-            return   # between two starts
-        if status.st_ino != self.identity or status.st_size < self.offset:
-            self.offset, self.identity = 0, status.st_ino
-        with open(self.source, "rb") as file:
-            file.seek(self.offset)
-            data = file.read()
-        whole = data[:data.rfind(b"\n") + 1]
-        lines = [found for found in map(scalars, whole.splitlines()) if found]
-        if lines:
-            with open(self.target, "ab") as out:
-                if lines[0][0] < self.last_step:
-                    out.write(start_event(time.time(), lines[0][0]))
-                for step, values in lines:
-                    out.write(scalar_event(time.time(), step, values))
-            self.last_step = lines[-1][0]
-        self.offset += len(whole)
+            with open(self.source, "rb") as file:
+                file.seek(start)
+                return file.read(), os.fstat(file.fileno())
+        except OSError as error:
+            fail(f"cannot read {self.source}: {error.strerror}; expected a run's directory or its metrics.jsonl")
+
+    def advance(self, data, used):
+        self.offset += used
+        self.lines += data.count(b"\n", 0, used)
+        self.seen = (self.seen + data[:used])[-256:]
+
+    def begin(self):
+        """Writes the whole run to a new event file in place of earlier ones. Returns the number of lines."""
+        data, status = self.read(0)
+        points, used = parse(self.source, data, 1)
+        self.inode, self.offset, self.lines, self.seen = status.st_ino, 0, 0, b""
+        self.advance(data, used)
+        points = timed(points, status.st_mtime)
+        body = opening(points[0][0] if points else status.st_mtime) + b"".join(scalar_event(*point) for point in points)
+        temporary = os.path.join(self.logdir, f".tmp-export-{os.getpid()}")
+        try:
+            os.makedirs(self.logdir, exist_ok=True)
+            earlier = [match for name in os.listdir(self.logdir) if (match := self.NAME.fullmatch(name))]
+            # A new name that sorts last: a TensorBoard that is running moves on to such a file, never to one before.
+            serial = max([int(time.time()), *(int(match[1]) + 1 for match in earlier)])
+            self.target = os.path.join(self.logdir, f"events.out.tfevents.{serial:010d}.train_gpt")
+            try:
+                with open(temporary, "wb") as out:
+                    out.write(body)
+                os.replace(temporary, self.target)
+            finally:
+                if os.path.exists(temporary):
+                    os.remove(temporary)
+            for match in earlier:
+                retire(os.path.join(self.logdir, match[0]))
+        except OSError as error:
+            fail(f"cannot write to {self.logdir}: {error.strerror}; choose another place with --logdir")
+        self.size = len(body)
+        return len(points)
+
+    def go_on(self):
+        """Appends what came since. True: the file had been cut or replaced, as a resume does, and was begun anew."""
+        if not os.path.exists(self.source):
+            return False  # the run has not started yet, or starts again
+        if self.target is None:
+            self.begin()
+            return True
+        data, status = self.read(self.offset - len(self.seen))
+        # Cut, it is shorter or, grown again, reads differently before where we stood.
+        if status.st_ino != self.inode or not data.startswith(self.seen):
+            self.begin()
+            return True
+        data = data[len(self.seen):]
+        points, used = parse(self.source, data, self.lines + 1)
+        self.advance(data, used)
+        body = b"".join(scalar_event(*point) for point in timed(points, status.st_mtime))
+        try:
+            with open(self.target, "r+b") as out:  # does not create: without its opening a file means nothing
+                if out.seek(0, os.SEEK_END) != self.size:
+                    fail(f"{self.target} is not as it was left; another export of this run took its place")
+                out.write(body)
+        except OSError as error:
+            fail(f"cannot write {self.target}: {error.strerror}")
+        self.size += len(body)
+        return False
+
+
+def retire(path):
+    """Empties an earlier event file. A TensorBoard that is reading it opens it by its name at each look, and would not
+    go on to the next one if it were gone; an hour later it has."""
+    status = os.stat(path)
+    if status.st_size > 0:
+        os.truncate(path, 0)
+    elif status.st_mtime < time.time() - 3600:
+        os.remove(path)
+
+
+def seconds(text):
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise ValueError
+    return value
+
+
+def exports(runs, logdir, follow):
+    """An Export for each run, all of them looked at before any is written."""
+    found = []
+    for run in runs:
+        directory = run if os.path.isdir(run) else os.path.dirname(run)
+        to = logdir or os.path.join(directory, "tensorboard")
+        if logdir and len(runs) > 1:
+            to = os.path.join(logdir, os.path.basename(os.path.abspath(directory)))
+        export = Export(run, to)
+        for other in found:
+            if os.path.realpath(other.logdir) == os.path.realpath(to):
+                fail(f"{other.source} and {export.source} would both go to {to}; export them one by one, each with its "
+                     "own --logdir")
+        if not follow or not os.path.isdir(run):  # a run that is about to start has a directory and no metrics yet
+            points, _ = parse(export.source, export.read(0)[0], 1)
+            if not points and not follow:
+                fail(f"{export.source}: no line with numbers; has the run done its first step?")
+        found.append(export)
+    return found
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Exports metrics.jsonl to TensorBoard event files.")
-    parser.add_argument("runs", nargs="+", metavar="OUT", help="the --out-dir of a run")
-    parser.add_argument("--logdir", help="where the event files go (default: OUT/tensorboard); several runs: below it")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = fail  # one line and status 1, as all other errors
+    parser.add_argument("runs", nargs="+", metavar="OUT", help="run directories or metrics.jsonl files")
+    parser.add_argument("--logdir", help="where to (default: OUT/tensorboard); several runs: a directory each")
     parser.add_argument("--follow", action="store_true", help="go on with a running run, until Ctrl-C")
-    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="between looks, with --follow")
+    parser.add_argument("--every", type=seconds, default=2.0, metavar="SECONDS",
+                        help="between looks at the file (default: %(default)s)")
     options = parser.parse_args()
-    exports = []
-    for run in options.runs:
-        logdir = options.logdir or os.path.join(run, "tensorboard")
-        if options.logdir and len(options.runs) > 1:
-            logdir = os.path.join(options.logdir, os.path.basename(os.path.normpath(run)))
-        exports.append(Export(run, logdir))
-    for export in exports:
-        print(f"{export.target}: {export.write_all()} lines", flush=True)
+
+    found = exports(options.runs, options.logdir, options.follow)
+    for export in found:
+        if not os.path.exists(export.source):
+            print(f"tensorboard: waiting for {export.source}", flush=True)
+            continue
+        count = export.begin()
+        print(f"tensorboard: {export.target}: {count} lines", flush=True)
     while options.follow:
         time.sleep(options.every)
-        for export in exports:
-            export.write_more()
+        for export in found:
+            if export.go_on():
+                print(f"tensorboard: {export.target}: begun anew", flush=True)
 
 
 if __name__ == "__main__":
     try:
         main()
-    except OSError as problem:
-        sys.exit(f"tensorboard.py: error: {problem}")
     except KeyboardInterrupt:
         sys.exit(130)

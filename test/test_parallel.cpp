@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "catch2.h"
+#include "core/signals.h"
 #include "helpers.h"
 #include "train/checkpoint.h"
 #include "train/selftest.h"
@@ -454,6 +455,32 @@ TEST_CASE("a run of several ranks is the run of one: losses, validation, resume 
     REQUIRE((r.status == 75 || r.status > 128));
   }
   REQUIRE(metrics(dir / "cut") == metrics(dir / "whole"));
+}
+
+TEST_CASE("a step that is interrupted in the middle can be saved, in every stage") {
+  const TempDir dir;
+  for (int stage = 0; stage <= 3; ++stage) {
+    const StepConfig config = layout(2, stage, DType::fp32);
+    const Plan plan = make_plan(config, 1);
+    World world(config.zero.mesh());
+    run_ranks(world, [&](int rank) {
+      Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
+      init_weights(run.trainer.state(), 3, run.stream);
+      try {
+        run.trainer.accumulate_gradients([&](int64_t m) -> HostBatch {
+          if (m == 1) throw Interrupted{"test"};
+          HostBatch batch;
+          for (int32_t i = 0; i < 19; ++i)
+            batch.tokens.push_back(i), batch.targets.push_back(i), batch.positions.push_back(i);
+          return batch;
+        });
+      } catch (const Interrupted&) {
+      }
+      write_checkpoint(dir.path(), stage + 1, config.model, run.trainer.state(), config.dtype, {{"seq_len", 19}},
+                       run.stream);
+    });
+    REQUIRE_FALSE(checkpoint_fault(checkpoint_path(dir.path(), stage + 1)));
+  }
 }
 
 TEST_CASE("a bad token that one rank reads ends all of them with its message") {

@@ -1,5 +1,5 @@
-// signals.h: the wish to stop: SIGINT, SIGTERM and SIGUSR1 (Slurm's warning before a job ends) are noted and asked for
-// between micro-steps; a second signal ends the process at once. And the time limit, which is the same wish.
+// signals.h: the wish to stop: SIGINT, SIGTERM, SIGHUP and SIGUSR1 (Slurm's warning before a job ends) are noted and
+// asked for between micro-steps; a second signal ends the process at once. And the time limit, which is the same wish.
 #pragma once
 #include <chrono>
 #include <csignal>
@@ -25,7 +25,9 @@ inline void note_stop_signals() {
     detail::signal_received = signal;
   };
   action.sa_flags = SA_RESTART;
-  for (int signal : {SIGINT, SIGTERM, SIGUSR1}) sigaction(signal, &action, nullptr);
+  for (int signal : {SIGINT, SIGTERM, SIGUSR1, SIGHUP}) sigaction(signal, &action, nullptr);
+  std::signal(SIGPIPE,
+              SIG_IGN);  // a reader of our output that ends (Ctrl-C ends `| tee` too) must not end the run unsaved
 }
 
 // Thrown where the run stops early.
@@ -41,7 +43,7 @@ class StopCondition {
   // Why it is time to save and leave; empty: it is not. `reserve`: seconds that saving will take.
   std::string reason(double reserve) const {
     if (const int signal = detail::signal_received; signal != 0)
-      return signal == SIGINT ? "SIGINT" : signal == SIGTERM ? "SIGTERM" : "SIGUSR1";
+      return signal == SIGINT ? "SIGINT" : signal == SIGTERM ? "SIGTERM" : signal == SIGHUP ? "SIGHUP" : "SIGUSR1";
     const double minutes = std::chrono::duration<double, std::ratio<60>>(Clock::now() - begin_).count();
     return limit_ && minutes + reserve / 60 >= *limit_ ? formatted("--time-limit {} minutes", *limit_) : std::string();
   }

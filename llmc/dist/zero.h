@@ -219,6 +219,15 @@ class ModelState {
   // `uses`: the units in the order in which acquire() will ask for them.
   void start_pass(std::vector<size_t> uses, Stream& compute) {
     if (zero_.stage < 3) return;
+    // What a pass that was interrupted had gathered ahead or held is let go.
+    for (const size_t b : gathered_) holding_.emplace_back(0, b);
+    gathered_.clear();
+    for (const auto& [u, b] : holding_) {
+      compute.wait(weight_buffers_[b].ready);
+      weight_buffers_[b].free = compute.record();
+      weight_buffers_[b].in_use = false;
+    }
+    holding_.clear();
     uses_ = std::move(uses);
     next_use_ = issued_ = 0;
     updated_weights_ = compute.record();
@@ -262,6 +271,8 @@ class ModelState {
 
   // Before the first micro-batch of a step.
   void zero_gradients(Stream& compute) {
+    for (const auto& [u, buffer] : current_gradients_) buffer->free = compute.record();  // of an interrupted step
+    current_gradients_.clear();
     for (const auto& unit : units_)
       zero(zero_.grad_reduce == GradReduce::step ? unit->gradients() : unit->gradient_sum(), compute);
   }

@@ -204,7 +204,8 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
     dp.control->barrier();
   } catch (...) {
     std::error_code ignored;
-    std::filesystem::remove_all(temporary, ignored);
+    if (dp.ranks() == 1)
+      std::filesystem::remove_all(temporary, ignored);  // others may still write: the next start does it
     throw;
   }
   return path;

@@ -26,6 +26,13 @@ struct Run {
   // Where this rank ends by an error, the others are told before its streams wait for them.
   ~Run() {
     if (std::uncaught_exceptions() > exceptions_) world_.abort();
+    for (Stream* s :
+         {&stream, &dp.reduce_stream, &dp.gather_stream}) {  // before the groups that their tasks use are gone
+      try {
+        s->synchronize();
+      } catch (...) {  // known already, or of a peer
+      }
+    }
   }
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;

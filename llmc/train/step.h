@@ -104,6 +104,8 @@ class Trainer {
     clip_control(control_, square_sums_, loss_, rule, stream);
     state_.update(control_, optimizer, stream);
     stream.synchronize();
+    dp_.reduce_stream.synchronize();  // their errors too
+    dp_.gather_stream.synchronize();
     if (planning()) return {0, 0, true};
     const double* control = control_.data<double>();
     return {*loss_.data<double>() / static_cast<double>(config_.tokens()), control[0], control[2] != 0};
