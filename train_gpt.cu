@@ -203,7 +203,7 @@ class Training {
       report_header(log, o_, job.device, job.step, job.max_steps, job.train, job.val ? &*job.val : nullptr, job.plan,
                     peak_);
     }
-    validated_ = !run_.dp.control->all_gather_text(validated_ ? "yes" : "")[0].empty();
+    validated_ = !run_.dp.control->all_gather_text("validated", validated_ ? "yes" : "")[0].empty();
     if (resume) log.line(formatted("resuming behind step {} from {}", done_, resume->path));
   }
 
@@ -235,7 +235,7 @@ class Training {
   // All ranks leave together, if one of them is to.
   void poll() const {
     std::string reason = stop_.reason(1.5 * save_seconds_);
-    for (const std::string& other : run_.dp.control->all_gather_text(reason))
+    for (const std::string& other : run_.dp.control->all_gather_text("time to stop", reason))
       if (!other.empty()) throw Interrupted{other};
   }
 
@@ -305,8 +305,13 @@ class Training {
   // The step is done again, with a look at every tensor, to say where it began.
   [[noreturn]] void diverged(int64_t step, const StepResult& result, const BatchSource& batches) {
     log_.line("looking for the first number that is not finite ...");
-    const std::optional<NotFinite> first = run_.trainer.find_not_finite(batches);
+    std::optional<NotFinite> first;
     std::string mine;
+    try {
+      first = run_.trainer.find_not_finite(batches);
+    } catch (const Interrupted& stop) {  // on all ranks alike
+      mine = formatted("the search for its origin was interrupted by {}", stop.reason);
+    }
     if (first && first->micro_batch < 0) mine = formatted("{} ({}) holds one", first->tensor, first->op);
     if (first && first->micro_batch >= 0) {
       std::vector<int64_t> samples;
@@ -321,7 +326,7 @@ class Training {
                     first->micro_batch, samples.size() == 1 ? "sample" : "samples", samples);
     }
     std::string where = "no tensor holds one: a sum overflowed";
-    const std::vector<std::string> all = run_.dp.control->all_gather_text(mine);
+    const std::vector<std::string> all = run_.dp.control->all_gather_text("first not finite", mine);
     for (size_t r = all.size(); r-- > 0;)
       if (!all[r].empty()) where = all[r];
     throw Error(formatted("step {} diverged: loss {} or gradient norm {} is not finite; {}. The weights were not "

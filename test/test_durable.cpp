@@ -463,6 +463,13 @@ TEST_CASE(
   REQUIRE(bad.err.find(
               "in embedded, written by embedding_forward in the forward of the embedding, micro-batch 1, sample 3.") !=
           std::string::npos);
+  const ProgramResult ranks = run_program("--model " + (dir / "broken") + " --train-data " + (dir / "data.bin") +
+                                          " --seq-len 33 --batch-size 2 --total-batch-size 264 --max-steps 2 "
+                                          "--local-ranks 2 --zero-stage 3 --out-dir " +
+                                          (dir / "ranks"));
+  INFO(ranks.err);
+  REQUIRE(ranks.status == 2);
+  REQUIRE(ranks.err.find("in the forward of the embedding, rank 1, micro-batch 0, sample 3.") != std::string::npos);
   REQUIRE(checkpoint_steps(dir / "run").empty());
 }
 

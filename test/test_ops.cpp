@@ -131,6 +131,11 @@ struct Golden {
 
 }  // namespace
 
+TEST_CASE("the exponential of every NaN is a NaN") {
+  for (const uint32_t bits : {0xffffffffu, 0x7fffffffu, 0x7fc00000u, 0xffc00000u, 0xff800001u, 0x7f812345u})
+    REQUIRE(std::isnan(cpu::exponential(std::bit_cast<float>(bits))));
+}
+
 TEST_CASE("embedding: finite differences") {
   Bench b;
   const Tensor tokens = b.integers({3, 0, 3, 6, 1}), positions = b.integers({0, 1, 2, 0, 1});

@@ -70,7 +70,7 @@ TEST_CASE("a mesh knows coordinates and groups in any order of its axes") {
   REQUIRE(mesh.group(7, {Axis::replicate}) == std::vector<int>{7, 10});
   REQUIRE(mesh.group(7, {Axis::pp}) == std::vector<int>{1, 7});
   REQUIRE(mesh.group(7, {Axis::replicate, Axis::shard}) == std::vector<int>{6, 7, 8, 9, 10, 11});
-  REQUIRE(mesh.who_is(7) == "rank 7: pp 1, replicate 0, shard 1");
+  REQUIRE(mesh.coordinates(7) == "pp 1, replicate 0, shard 1");
   const Mesh other({{Axis::shard, 3}, {Axis::pp, 2}});
   REQUIRE(other.group(2, {Axis::shard}) == std::vector<int>{0, 2, 4});
   REQUIRE_ERROR(Mesh({{Axis::shard, 3}, {Axis::shard, 2}}), "twice");
@@ -126,7 +126,7 @@ TEST_CASE(
           stream.synchronize();
           comm.barrier();
           for (int64_t i = 0; i < n; ++i) wrong.expect(at(token, i) == value(0, i), "send and receive");
-          const auto words = comm.all_gather_text(std::string(static_cast<size_t>(rank), 'x'));
+          const auto words = comm.all_gather_text("words", std::string(static_cast<size_t>(rank), 'x'));
           for (int k = 0; k < P; ++k)
             wrong.expect(words[static_cast<size_t>(k)].size() == static_cast<size_t>(k), "text");
         });
@@ -483,6 +483,74 @@ TEST_CASE("a step that is interrupted in the middle can be saved, in every stage
   }
 }
 
+TEST_CASE("an error while gradients travel keeps the update from happening, on every rank") {
+  const StepConfig config = layout(2, 2, DType::fp32);
+  const Plan plan = make_plan(config, 1);
+  World world(config.zero.mesh());
+  std::mutex mutex;
+  int unchanged = 0;
+  REQUIRE_THROWS_WITH(
+      run_ranks(world,
+                [&](int rank) {
+                  Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
+                  init_weights(run.trainer.state(), 3, run.stream);
+                  run.stream.synchronize();
+                  auto weights = [&] {
+                    const Tensor t = run.trainer.state().front().weights();
+                    return std::vector<float>(t.data<float>(), t.data<float>() + t.numel());
+                  };
+                  const std::vector<float> before = weights();
+                  run.dp.reduce_stream.enqueue([&] {
+                    if (rank == 1) throw Error("the wire was cut");
+                  });
+                  try {
+                    run.trainer.step(
+                        [&](int64_t) {
+                          HostBatch b;
+                          for (int32_t i = 0; i < 19; ++i)
+                            b.tokens.push_back(i), b.targets.push_back(i), b.positions.push_back(i);
+                          return b;
+                        },
+                        {.lr = 1, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = 1},
+                        {.max_norm = 1});
+                  } catch (const Error&) {
+                    world.abort();
+                    for (Stream* s : {&run.stream, &run.dp.reduce_stream, &run.dp.gather_stream})
+                      REQUIRE_THROWS_AS(s->synchronize(), Error);
+                    std::lock_guard lock(mutex);
+                    unchanged += weights() == before;
+                    throw;
+                  }
+                }),
+      Catch::Matchers::Contains("rank 1 on ") && Catch::Matchers::Contains("the wire was cut"));
+  REQUIRE(unchanged == 2);
+}
+
+TEST_CASE("a weight that is not a number on one rank of a stage-3 run: all ranks leave with status 2 and name it") {
+  const TempDir dir;
+  std::vector<uint16_t> tokens(33 * 8 + 1, 5);
+  write_shard<uint16_t>(dir / "data.bin", tokens);
+  const std::string options =
+      "--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --batch-size 1 --local-ranks 2 --zero-stage 3 "
+      "--train-data " +
+      (dir / "data.bin") + " --out-dir " + (dir / "run");
+  // A weight of the last unit, which one rank of the two holds, is not a number in the checkpoint.
+  REQUIRE(run_program(options + " --max-steps 1 --local-ranks 1").status == 0);
+  const std::string file = dir / "run/step-000001/model.safetensors";
+  std::string bytes = read_text(file);
+  bytes.replace(bytes.size() - 4, 4, "\xff\xff\xff\x7f");
+  const std::string model = dir / "bad";
+  std::filesystem::create_directory(model);
+  std::ofstream(model + "/model.safetensors", std::ios::binary) << bytes;
+  std::filesystem::copy(dir / "run/step-000001/config.json", model + "/config.json");
+  const ProgramResult weight =
+      run_program("--seq-len 33 --batch-size 1 --local-ranks 2 --zero-stage 3 --max-steps 3 --train-data " +
+                  (dir / "data.bin") + " --model " + model + " --out-dir " + (dir / "weight"));
+  INFO(weight.err);
+  REQUIRE(weight.status == 2);
+  REQUIRE(weight.err.find("before the step) holds one") != std::string::npos);
+}
+
 TEST_CASE("a bad token that one rank reads ends all of them with its message") {
   const TempDir dir;
   std::vector<uint16_t> tokens(33 * 8 + 1, 5);
@@ -495,4 +563,5 @@ TEST_CASE("a bad token that one rank reads ends all of them with its message") {
   INFO(r.err);
   REQUIRE(r.status == 1);
   REQUIRE(r.err.find("token 250 at position 103") != std::string::npos);
+  REQUIRE(r.err.find("rank 3 on ") != std::string::npos);
 }

@@ -15,8 +15,8 @@ namespace llmc {
 // Exit statuses of the program (see README.md, "Exit status").
 enum class ExitStatus : int { done = 0, refused = 1, diverged = 2, requeue = 75 };
 
-// What every refusal throws: the message names what was found, what was expected and the remedy. main() adds the rank
-// and the host and leaves with `status`.
+// What every refusal throws: the message names what was found, what was expected and the remedy. Where there are
+// several ranks, run_ranks() adds the rank and the host; main() leaves with `status`.
 class Error : public std::runtime_error {
  public:
   explicit Error(const std::string& message, ExitStatus status = ExitStatus::refused)

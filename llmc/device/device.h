@@ -61,6 +61,12 @@ inline void wait_without_spinning(char** argv) {
   if (setenv("OMP_WAIT_POLICY", "passive", 1) == 0) execv("/proc/self/exe", argv);  // where that fails, go on as we are
 }
 
+inline std::string host_name() {
+  char name[256] = "unknown host";
+  gethostname(name, sizeof name - 1);
+  return name;
+}
+
 struct Device {
   DeviceKind kind = DeviceKind::cpu;
   int threads = 1;  // of the ops; the null device plans for a CPU with so many
@@ -88,18 +94,21 @@ struct Span {
 
 class Arena;
 
-// A point in a stream's work. Waiting for it blocks, it does not spin.
+// A point in a stream's work. Waiting for it blocks, it does not spin; an error that kept the work from getting there
+// is thrown where it is waited for.
 class Event {
  public:
   Event() : state_(std::make_shared<State>()) {}
-  void signal() const {
+  void signal(std::exception_ptr error = nullptr) const {
     std::lock_guard lock(state_->mutex);
     state_->done = true;
+    state_->error = error;
     state_->changed.notify_all();
   }
   void wait() const {
     std::unique_lock lock(state_->mutex);
     state_->changed.wait(lock, [&] { return state_->done; });
+    if (state_->error) std::rethrow_exception(state_->error);
   }
 
  private:
@@ -107,6 +116,7 @@ class Event {
     std::mutex mutex;
     std::condition_variable changed;
     bool done = false;
+    std::exception_ptr error;
   };
   std::shared_ptr<State> state_;
 };
@@ -173,15 +183,14 @@ class Stream {
   Event record() {
     Event event;
     if (device_.kind == DeviceKind::null) event.signal();
-    else enqueue({[event] { event.signal(); }, Needed::yes});
+    else enqueue({[this, event] { event.signal(error_); }, Needed::yes});
     return event;
   }
   void wait(const Event& event) {
     enqueue([event] { event.wait(); });
   }
 
-  // From now on (until nullptr is set) called on the stream with each op's name and each tensor it wrote, right behind
-  // it.
+  // From now on (until nullptr is set) called with each op's name and each tensor it wrote, before the next op begins.
   using Inspector = std::function<void(const char* op, const Tensor& output)>;
   void set_inspector(Inspector inspector) { inspector_ = std::move(inspector); }
 
@@ -191,7 +200,7 @@ class Stream {
   void set_trace(std::vector<Span>* trace) { trace_ = trace; }
 
  private:
-  // Signals are needed even where an error has ended the work: another stream may wait for them.
+  // Signals are needed even where an error has ended the work: another stream may wait for them, and learns the error.
   enum class Needed { no, yes };
   struct Task {
     std::function<void()> run;
@@ -261,7 +270,7 @@ class Stream {
   std::condition_variable changed_, idle_, room_;
   std::deque<Task> queue_;
   bool busy_ = false, stopping_ = false;
-  std::exception_ptr error_;
+  std::exception_ptr error_;  // written by the worker, under the mutex
 };
 
 }  // namespace llmc

@@ -74,10 +74,22 @@ class Comm {
     });
   }
 
-  // The host's own words, not on a stream: every rank gets every rank's text, by rank.
-  std::vector<std::string> all_gather_text(const std::string& text) {
-    std::vector<std::string> all(static_cast<size_t>(size()));
-    all[static_cast<size_t>(rank())] = text;
+  // The host's own words, not on a stream: every rank gets every rank's text, by rank. `topic`: what it is about, the
+  // same on all ranks.
+  std::vector<std::string> all_gather_text(const std::string& topic, const std::string& text) {
+    std::vector<std::string> all = gather_words(topic + '\n' + text);
+    for (size_t r = 0; r < all.size(); ++r) {
+      CHECK(all[r].starts_with(topic + '\n'), "rank {} of {} speaks of \"{}\" while rank {} speaks of \"{}\"", r, name_,
+            all[r].substr(0, all[r].find('\n')), rank(), topic);
+      all[r].erase(0, topic.size() + 1);
+    }
+    return all;
+  }
+  void barrier() { all_gather_text("barrier", ""); }
+
+ private:
+  std::vector<std::string> gather_words(const std::string& text) {
+    std::vector<std::string> all(static_cast<size_t>(size()), text);
     if (!transport_->moves_data()) return all;
     for (int s = 1; s < size(); ++s) {
       const int to = (rank() + s) % size(), from = (rank() - s + size()) % size();
@@ -90,9 +102,7 @@ class Comm {
     }
     return all;
   }
-  void barrier() { all_gather_text(""); }
 
- private:
   // Counts what goes through.
   struct Counter final : Transport {
     explicit Counter(std::unique_ptr<Transport> t) : inner(std::move(t)) {}

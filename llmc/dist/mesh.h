@@ -62,12 +62,12 @@ class Mesh {
     return members;
   }
 
-  // "rank 3: replicate 1, shard 0" for the axes wider than 1.
-  std::string who_is(int rank) const {
+  // "replicate 1, shard 0": the axes wider than 1.
+  std::string coordinates(int rank) const {
     std::string text;
     for (const auto& [axis, n] : order_)
       if (n > 1) text += formatted("{}{} {}", text.empty() ? "" : ", ", axis, at(rank, axis));
-    return formatted("rank {}: {}", rank, text.empty() ? "alone" : text);
+    return text;
   }
 
  private:

@@ -175,7 +175,7 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
       files[name] = optimizer.finish().to_json();
     }
 
-    const std::vector<std::string> written = dp.control->all_gather_text(files.dump());
+    const std::vector<std::string> written = dp.control->all_gather_text("checkpoint files", files.dump());
     if (dp.first()) {
       nlohmann::ordered_json all;
       auto record_text = [&](const char* name, const std::string& text) {

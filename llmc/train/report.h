@@ -28,12 +28,6 @@ inline std::string version_text() {
                    TRAIN_GPT_COMPILER, TRAIN_GPT_FLAGS, cpu::matmul_library());
 }
 
-inline std::string host_name() {
-  char name[256] = "unknown host";
-  gethostname(name, sizeof name - 1);
-  return name;
-}
-
 using Rows = std::vector<std::pair<std::string, std::string>>;
 
 namespace detail {
@@ -148,8 +142,7 @@ inline void report_header(Log& log, const Options& o, const Device& device, cons
     Rows who;
     const Mesh mesh = step.zero.mesh();
     for (int rank = 0; rank < mesh.size(); ++rank) {
-      const std::string text = mesh.who_is(rank);
-      who.emplace_back(text.substr(0, text.find(':')), text.substr(text.find(':') + 2));
+      who.emplace_back(formatted("rank {}", rank), mesh.coordinates(rank));
     }
     log.table("ranks, threads of this process", who);
   }

@@ -51,18 +51,25 @@ template <class F>
 void run_ranks(World& world, F&& rank_main) {
   std::mutex mutex;
   std::exception_ptr first, other;  // the reason, and what followed from it
+  auto stop_all = [&](std::exception_ptr reason) {
+    {
+      std::lock_guard lock(mutex);
+      if (!first) first = reason;
+    }
+    world.abort();
+  };
   auto guarded = [&](int rank) {
     try {
       rank_main(rank);
     } catch (const PeerError&) {
       std::lock_guard lock(mutex);
       other = std::current_exception();
+    } catch (const Error& error) {  // one of many says which it is
+      const bool many = world.mesh().size() > 1 && error.status() == ExitStatus::refused;
+      stop_all(std::make_exception_ptr(many ? Error(formatted("rank {} on {}: {}", rank, host_name(), error.what()))
+                                            : error));
     } catch (...) {
-      {
-        std::lock_guard lock(mutex);
-        if (!first) first = std::current_exception();
-      }
-      world.abort();
+      stop_all(std::current_exception());
     }
   };
   std::vector<std::thread> threads;

@@ -122,9 +122,17 @@ class Trainer {
   std::optional<NotFinite> find_not_finite(const BatchSource& batches) {
     Stream& stream = context_.compute;
     stream.synchronize();
-    for (const StateEntry& e : state_.state_table())
-      if (!all_finite(e.tensor)) return NotFinite{e.param->name, formatted("{}, before the step", e.kind), "", -1, {}};
     std::optional<NotFinite> found;
+    for (const StateEntry& e : state_.state_table())
+      if (!found && !all_finite(e.tensor))
+        found = NotFinite{e.param->name, formatted("{}, before the step", e.kind), "", -1, {}};
+    // Where one rank's state is bad already, no rank does the step again.
+    for (const std::string& bad : dp_.control->all_gather_text("bad state", found ? "yes" : ""))
+      if (!bad.empty()) return found;
+    struct Inspection {
+      Stream& stream;
+      ~Inspection() { stream.set_inspector(nullptr); }
+    } inspection{stream};
     stream.set_inspector([&, this](const char* op, const Tensor& t) {
       if (found || all_finite(t)) return;
       found = NotFinite{t.name, op, place_.what, place_.micro_batch, {}};
@@ -135,7 +143,6 @@ class Trainer {
     });
     accumulate_gradients(batches);
     stream.synchronize();
-    stream.set_inspector(nullptr);
     return found;
   }
 

@@ -28,7 +28,8 @@ inline float exponential(float x) {
   p = p * r + 1.0f;
   p = p * r + 1.0f;
   const uint32_t exponent = std::bit_cast<uint32_t>(shifted) << 23;
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(p) + exponent);
+  const float result = std::bit_cast<float>(std::bit_cast<uint32_t>(p) + exponent);
+  return x != x ? x : result;  // added to a NaN's bits, the exponent could make it a number
 }
 inline double exponential(double x) { return std::exp(x); }
 
