@@ -34,7 +34,7 @@ Device choose_device(const Options& o) {
 }
 
 ModelConfig choose_model(const Options& o) {
-  return resolve_model(o.model, {o.n_layer, o.n_head, o.n_embd, o.n_ffn, o.vocab_size});
+  return resolve_model(o.model, {o.n_layer, o.n_head, o.n_kv_head, o.n_embd, o.n_ffn, o.vocab_size});
 }
 
 DType choose_dtype(const Options& o) { return o.dtype == "bf16" ? DType::bf16 : DType::fp32; }
@@ -62,7 +62,8 @@ StepConfig choose_step(const Options& o) {
                   .batch = {o.batch_size, o.seq_len},
                   .schedule = schedule_from_name(o.schedule),
                   .recompute = recompute_from_name(o.recompute),
-                  .zero = choose_layout(o)};
+                  .zero = choose_layout(o),
+                  .documents = o.mask_documents ? Documents::apart : Documents::together};
   CHECK(o.seq_len <= step.model.n_positions, "--seq-len {} exceeds the {} positions of --model {}: use at most {}",
         o.seq_len, step.model.n_positions, o.model, step.model.n_positions);
   if (o.total_batch_size)
@@ -172,6 +173,9 @@ struct Job {
       val.emplace(o.val_data, o.seq_len, "--val-data");
       val_samples = std::min(o.val_steps * samples_per_step, val->samples());
     }
+    CHECK(!o.mask_documents || tokenizer->end_of_text() < step.model.vocab_size,
+          "--mask-documents: the end of text of --tokenizer {}, {}, is outside the model's vocabulary of {}",
+          o.tokenizer, tokenizer->end_of_text(), step.model.vocab_size);
     CHECK(!o.keep_best || (val && o.val_every > 0), "--keep-best needs --val-data and --val-every");
     plan = make_plan(step, rank_device.threads);
     require_memory(o, step, plan, rank_device.threads);
@@ -227,7 +231,10 @@ class Training {
 
  private:
   DataLoader::Config loader_config(bool shuffle) const {
-    return {.seed = seed(), .shuffle = shuffle, .vocab_size = job_.step.model.vocab_size};
+    return {.seed = seed(),
+            .shuffle = shuffle,
+            .vocab_size = job_.step.model.vocab_size,
+            .end_of_text = o_.mask_documents ? std::optional(job_.tokenizer->end_of_text()) : std::nullopt};
   }
   uint64_t seed() const { return static_cast<uint64_t>(o_.seed); }
 

@@ -11,7 +11,8 @@ namespace {
 ModelConfig odd_model() {
   ModelConfig m;
   m.n_layer = 2;
-  m.n_head = 3;
+  m.n_head = m.n_kv_head = 3;
+  m.head_size = 5;
   m.n_embd = 15;
   m.n_ffn = 22;
   m.vocab_size = 131;
@@ -80,8 +81,8 @@ TEST_CASE("a parameter table counts as GPT-2 was published, and presets have the
     else REQUIRE(std::abs(n - p.parameters) < 0.02 * p.parameters);  // the paper's counts have two digits
   }
   REQUIRE_ERROR(resolve_model("gpt2:125M", {}), "gpt2:124M");
-  const ModelConfig d4 =
-      resolve_model("d4", {.n_layer = {}, .n_head = {}, .n_embd = 128, .n_ffn = {}, .vocab_size = 257});
+  const ModelConfig d4 = resolve_model(
+      "d4", {.n_layer = {}, .n_head = {}, .n_kv_head = {}, .n_embd = 128, .n_ffn = {}, .vocab_size = 257});
   REQUIRE(d4.n_layer == 4);
   REQUIRE(d4.n_head == 4);
   REQUIRE(d4.n_ffn == 512);

@@ -170,10 +170,9 @@ TEST_CASE("bytes sent in a step follow the law, on paper and between threads ali
   for (const auto& [shards, replicas] : {std::pair{1, 1}, {2, 1}, {4, 1}, {2, 2}, {1, 3}, {3, 2}})
     for (const GradReduce reduce : {GradReduce::step, GradReduce::micro})
       for (int stage = 0; stage <= 3; ++stage)
-        for (const auto& [dtype, tied] :
-             {std::pair{DType::fp32, selftest::Tied::yes}, {DType::bf16, selftest::Tied::no}}) {
+        for (const auto& [dtype, tied] : {std::pair{DType::fp32, true}, {DType::bf16, false}}) {
           const ZeroConfig zero{.stage = stage, .grad_reduce = reduce, .shards = shards, .replicas = replicas};
-          const StepConfig config = selftest::step_config(dtype, 1, zero, tied);
+          const StepConfig config = selftest::step_config(selftest::awkward_model("gpt2", tied), dtype, 1, zero);
           INFO(shards << " shards, " << replicas << " replicas, stage " << stage << ", reduce " << name_of(reduce));
           // By hand: padded elements of a unit are a multiple of 64 x ranks.
           const int64_t P = shards, Q = replicas, M = config.micro_batches, R = reduce == GradReduce::step ? 1 : M;
@@ -182,7 +181,7 @@ TEST_CASE("bytes sent in a step follow the law, on paper and between threads ali
             const int64_t size = UnitLayout(unit, P * Q).size;
             REQUIRE(size % (64 * P * Q) == 0);
             elements += size;
-            if (unit.name == "head" || (unit.name == "embedding" && tied == selftest::Tied::no)) once += size;
+            if (unit.name == "head" || (unit.name == "embedding" && !tied)) once += size;
           }
           const int64_t G = 4 * elements, W = size_of(dtype) * elements, W_once = size_of(dtype) * once;
           auto f = [&](int64_t bytes) { return bytes / P * (P - 1); };
@@ -266,9 +265,9 @@ TEST_CASE("with --memory-limit a little above what stage 3 needs, stage 3 runs a
       "--model d8 --n-embd 256 --n-head 4 --vocab-size 257 --seq-len 16 --batch-size 1 --local-ranks 8 "
       "--threads 2 --max-steps 2 --train-data " +
       (dir / "t.bin");
-  StepConfig c{
-      .model = resolve_model("d8", {.n_layer = {}, .n_head = 4, .n_embd = 256, .n_ffn = {}, .vocab_size = 257}),
-      .batch = {1, 16}};
+  StepConfig c{.model = resolve_model(
+                   "d8", {.n_layer = {}, .n_head = 4, .n_kv_head = {}, .n_embd = 256, .n_ffn = {}, .vocab_size = 257}),
+               .batch = {1, 16}};
   c.zero.shards = 8;
   c.zero.set_stage(3);
   const double limit = 1.2 * static_cast<double>(make_plan(c, 1).total_bytes()) / (1 << 30);
@@ -291,7 +290,7 @@ using WholeState = std::map<std::string, std::vector<float>>;
 StepConfig layout(int ranks, int stage, DType dtype) {
   ZeroConfig zero{.shards = ranks, .poison = true};
   zero.set_stage(stage);
-  return selftest::step_config(dtype, 1, zero);
+  return selftest::step_config(selftest::awkward_model(), dtype, 1, zero);
 }
 
 // Loads `from` (or makes new weights), saves to `out` as step `step`, and returns the state.
@@ -358,7 +357,7 @@ TEST_CASE("checkpoints know no layout: what any layout wrote any layout reads, b
 
 TEST_CASE("gradients of a unit travel while the backward of the next one computes") {
   const ZeroConfig zero{.stage = 2, .grad_reduce = GradReduce::micro, .shards = 2};
-  StepConfig config = selftest::step_config(DType::fp32, 12, zero);
+  StepConfig config = selftest::step_config(selftest::awkward_model(), DType::fp32, 12, zero);
   const Plan plan = make_plan(config, 1);
   World world(zero.mesh());
   world.throttle(2e-6);  // a slow wire: a block's gradients take tens of milliseconds

@@ -1,6 +1,7 @@
 // The planner: memory by name equals the sum of its parts, runs that do not fit are refused with what would fit.
 #include "catch2.h"
 #include "helpers.h"
+#include "model/hf_config.h"
 #include "train/planner.h"
 
 using namespace llmc;

@@ -13,7 +13,8 @@ namespace {
 ModelConfig awkward_model() {
   ModelConfig m;
   m.n_layer = 3;
-  m.n_head = 3;
+  m.n_head = m.n_kv_head = 3;
+  m.head_size = 7;
   m.n_embd = 21;
   m.n_ffn = 50;
   m.vocab_size = 131;

@@ -183,7 +183,12 @@ TEST_CASE("bad input is refused with exit status 1, names the culprit, and leave
   write_shard(dir / "large.bin", large);
   std::filesystem::create_directories(dir / "empty");
   std::filesystem::create_directories(dir / "other");
-  std::ofstream(dir / "other/config.json") << R"({"model_type": "llama"})";
+  std::filesystem::create_directories(dir / "yarn");
+  std::ofstream(dir / "yarn/config.json")
+      << R"({"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 4}})";
+  std::filesystem::create_directories(dir / "window");
+  std::ofstream(dir / "window/config.json") << R"({"model_type": "qwen2", "use_sliding_window": true})";
+  std::ofstream(dir / "other/config.json") << R"({"model_type": "mamba"})";
   std::filesystem::create_directories(dir / "relu");
   std::ofstream(dir / "relu/config.json") << R"({"model_type": "gpt2", "activation_function": "relu"})";
   std::filesystem::create_directories(dir / "garbage");
@@ -216,8 +221,11 @@ TEST_CASE("bad input is refused with exit status 1, names the culprit, and leave
       {"--tokenizer words", "--tokenizer"},
       {"--model gpt5:1T", "gpt5:1T"},
       {"--model " + (dir / "empty"), "config.json"},
-      {"--model " + (dir / "other"), "llama"},
+      {"--model " + (dir / "other"), "mamba"},
       {"--model " + (dir / "relu"), "relu"},
+      {"--model " + (dir / "yarn"), "yarn"},
+      {"--model " + (dir / "window"), "use_sliding_window"},
+      {"--n-kv-head 1", "--n-kv-head 1"},
       {"--model " + (dir / "garbage"), "not valid JSON"},
       {"--model " + (dir / "cut"), "truncated"},
       {"--config /nowhere/file.ini", "/nowhere/file.ini"},

@@ -20,12 +20,12 @@ namespace llmc {
 
 struct Options {
   std::string train_data, val_data;
-  bool shuffle = false;
+  bool shuffle = false, mask_documents = false;
   std::string tokenizer = "bytes";
 
   std::string model = "d12";
   bool from_scratch = false;
-  std::optional<int64_t> n_layer, n_head, n_embd, n_ffn, vocab_size;
+  std::optional<int64_t> n_layer, n_head, n_kv_head, n_embd, n_ffn, vocab_size;
 
   int64_t batch_size = 4, seq_len = 1024;
   std::optional<int64_t> total_batch_size;
@@ -92,18 +92,25 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--val-data", "-j", o.val_data, Limits{}, warn, "token shards for validation; none: no validation");
   visit("--shuffle", "", o.shuffle, Limits{}, must_match,
         "a new order of the samples in every epoch; without it they come in file order");
+  visit("--mask-documents", "", o.mask_documents, Limits{}, must_match,
+        "documents packed into one sequence do not see each other: each begins behind the tokenizer's end of text, at "
+        "position 0; without it attention runs across them");
   visit("--tokenizer", "", o.tokenizer, Limits{}, warn,
         "what turns prompts into tokens and samples into text: bytes, or a gpt2_tokenizer.bin, which prints samples "
         "only");
   visit("Model");
-  visit("--model", "-e", o.model, Limits{}, must_match,
-        "gpt2:124M and up, gpt3:125M and up; d<N>: N layers, N heads, 64 N channels; or a directory with a Hugging "
-        "Face config.json (and weights)");
+  visit(
+      "--model", "-e", o.model, Limits{}, must_match,
+      "gpt2:124M and up, gpt3:, llama2:, llama3:, qwen2.5:, qwen3:, smollm2: and a size (a wrong one lists all); "
+      "d<N>: GPT-2 with N layers, N heads, 64 N channels; or a directory with a Hugging Face config.json (and weights) "
+      "of one of these families");
   visit("--from-scratch", "", o.from_scratch, Limits{}, must_match, "new weights although --model is a directory");
   visit("--n-layer", "", o.n_layer, between(1, largest_size), must_match, "layers, instead of the model's");
   visit("--n-head", "", o.n_head, between(1, largest_size), must_match, "attention heads, instead of the model's");
+  visit("--n-kv-head", "", o.n_kv_head, between(1, largest_size), must_match,
+        "key-value heads, which groups of attention heads share; instead of the model's (not GPT-2)");
   visit("--n-embd", "", o.n_embd, between(1, largest_size), must_match,
-        "channels, instead of the model's; sets the feed-forward width to four times as many");
+        "channels, instead of the model's; the feed-forward width keeps its proportion to them");
   visit("--n-ffn", "", o.n_ffn, between(1, largest_size), must_match, "feed-forward width, instead of the model's");
   visit("--vocab-size", "", o.vocab_size, between(1, largest_size), must_match,
         "vocabulary, instead of the model's: 257 for byte tokens");

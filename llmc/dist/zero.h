@@ -72,8 +72,13 @@ class UnitState {
   const Range& owned() const { return owned_; }  // this rank's shard
 
   // A parameter by the end of its name; `fused`: with so many adjacent ones behind it, as one matrix or vector.
-  Tensor weight(const char* suffix, int fused = 1) const { return view(weights_, suffix, fused); }
-  Tensor gradient(const char* suffix, int fused = 1) const { return view(gradients_, suffix, fused); }
+  Tensor weight(const std::string& suffix, int fused = 1) const { return view(weights_, suffix, fused); }
+  Tensor gradient(const std::string& suffix, int fused = 1) const { return view(gradients_, suffix, fused); }
+  bool has(const std::string& suffix) const {
+    for (const ParamSpec& p : spec_.params)
+      if (p.name.ends_with(suffix)) return true;
+    return false;
+  }
 
   Tensor weights() const { return weights_; }  // the whole unit; stage 3: while it is gathered
   Tensor weight_shard() const { return weight_shard_; }
@@ -150,7 +155,7 @@ class UnitState {
     return t.slice(r.begin - held.begin, {r.size});
   }
 
-  Tensor view(const Tensor& buffer, const char* suffix, int fused) const {
+  Tensor view(const Tensor& buffer, const std::string& suffix, int fused) const {
     CHECK(!buffer.empty(), "unit {} is asked for {} while it is not gathered", spec_.name, suffix);
     const size_t first = param_index(spec_, suffix);
     Shape shape = spec_.params[first].stored_shape();

@@ -1,5 +1,6 @@
 // hf.h: Hugging Face names and layouts of the parameters, both ways. transformers' GPT-2 keeps q, k and v as one matrix
-// and stores matrices (in, out) (its Conv1D); ours are (out, in), q, k and v by themselves.
+// and stores matrices (in, out) (its Conv1D); ours, like those of the other families, are (out, in), q, k and v by
+// themselves.
 #pragma once
 #include <cstring>
 #include <map>
@@ -10,7 +11,7 @@
 
 #include "core/safetensors.h"
 #include "dist/zero.h"
-#include "model/config.h"
+#include "model/hf_config.h"
 
 namespace llmc {
 
@@ -22,8 +23,9 @@ struct HfTensor {
   std::vector<std::string> parts;
 };
 
-// All tensors of a GPT-2, in the order of the forward pass. A tied head is not stored.
-inline std::vector<HfTensor> hf_tensors(const ModelConfig& c) {
+namespace detail {
+
+inline std::vector<HfTensor> gpt2_tensors(const ModelConfig& c) {
   const int64_t C = c.n_embd, F = c.n_ffn;
   std::vector<HfTensor> all = {{"transformer.wte.weight", {c.vocab_size, C}, false, {"wte.weight"}},
                                {"transformer.wpe.weight", {c.n_positions, C}, false, {"wpe.weight"}}};
@@ -54,6 +56,57 @@ inline std::vector<HfTensor> hf_tensors(const ModelConfig& c) {
   all.push_back({"transformer.ln_f.bias", {C}, false, {"ln_f.bias"}});
   if (!c.tied) all.push_back({"lm_head.weight", {c.vocab_size, C}, false, {"lm_head.weight"}});
   return all;
+}
+
+// The names of Llama, Qwen2 and Qwen3: each parameter by itself, as the table has it.
+inline std::string llama_name(const std::string& ours) {
+  static constexpr std::pair<const char*, const char*> names[] = {
+      {"wte.weight", "model.embed_tokens.weight"},
+      {"ln_f.weight", "model.norm.weight"},
+      {"lm_head.weight", "lm_head.weight"},
+      {"ln1.weight", "input_layernorm.weight"},
+      {"attn.q.weight", "self_attn.q_proj.weight"},
+      {"attn.k.weight", "self_attn.k_proj.weight"},
+      {"attn.v.weight", "self_attn.v_proj.weight"},
+      {"attn.q.bias", "self_attn.q_proj.bias"},
+      {"attn.k.bias", "self_attn.k_proj.bias"},
+      {"attn.v.bias", "self_attn.v_proj.bias"},
+      {"attn.q_norm.weight", "self_attn.q_norm.weight"},
+      {"attn.k_norm.weight", "self_attn.k_norm.weight"},
+      {"attn.proj.weight", "self_attn.o_proj.weight"},
+      {"ln2.weight", "post_attention_layernorm.weight"},
+      {"mlp.gate.weight", "mlp.gate_proj.weight"},
+      {"mlp.up.weight", "mlp.up_proj.weight"},
+      {"mlp.down.weight", "mlp.down_proj.weight"},
+  };
+  constexpr std::string_view blocks = "blocks.";
+  std::string prefix, suffix = ours;
+  if (ours.starts_with(blocks)) {
+    const size_t dot = ours.find('.', blocks.size());
+    prefix = "model.layers." + ours.substr(blocks.size(), dot + 1 - blocks.size());
+    suffix = ours.substr(dot + 1);
+  }
+  for (const auto& [from, to] : names)
+    if (suffix == from) return prefix + to;
+  throw Error(formatted("parameter {} has no name in transformers' models of this family", ours));
+}
+
+inline std::vector<HfTensor> llama_tensors(const ModelConfig& c) {
+  std::vector<HfTensor> all;
+  for (const UnitSpec& unit : parameter_table(c))
+    for (const ParamSpec& p : unit.params) {
+      std::vector<int64_t> shape;
+      for (int64_t d : p.shape) shape.push_back(d);
+      all.push_back({llama_name(p.name), shape, false, {p.name}});
+    }
+  return all;
+}
+
+}  // namespace detail
+
+// All tensors of a model, in the order of the forward pass. A tied head is not stored.
+inline std::vector<HfTensor> hf_tensors(const ModelConfig& c) {
+  return std::string_view(c.family.model_type) == "gpt2" ? detail::gpt2_tensors(c) : detail::llama_tensors(c);
 }
 
 namespace detail {
@@ -91,17 +144,17 @@ inline std::vector<std::byte> gather_hf(const HfTensor& hf, const std::map<std::
 // Where a tensor of the model is stored.
 struct HfPlace {
   const SafetensorsReader* file;
-  std::string name;  // with or without "transformer."
+  std::string name;  // with or without "transformer." or "model."
 };
 
 // For each tensor of the model; everything is checked, nothing read.
 inline std::vector<HfPlace> match_hf_names(const std::vector<std::unique_ptr<SafetensorsReader>>& files,
                                            const std::vector<HfTensor>& tensors) {
-  constexpr std::string_view prefix = "transformer.";
   std::vector<HfPlace> places;
   std::set<std::string> known;
   for (const HfTensor& hf : tensors) {
-    const std::string bare = hf.name.starts_with(prefix) ? hf.name.substr(prefix.size()) : hf.name;
+    const bool prefixed = hf.name.starts_with("transformer.") || hf.name.starts_with("model.");
+    const std::string bare = prefixed ? hf.name.substr(hf.name.find('.') + 1) : hf.name;
     HfPlace place{nullptr, ""};
     for (const auto& file : files)
       for (const std::string& name : {hf.name, bare})
@@ -118,8 +171,8 @@ inline std::vector<HfPlace> match_hf_names(const std::vector<std::unique_ptr<Saf
   }
   for (const auto& file : files)
     for (const std::string& name : file->names()) {
-      const bool buffer =
-          name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias") || name == "lm_head.weight";
+      const bool buffer = name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias") ||
+                          name.ends_with("rotary_emb.inv_freq") || name == "lm_head.weight";
       CHECK(buffer || known.count(name) > 0, "{}: tensor {} is not part of the model that config.json describes",
             file->path(), name);
     }

@@ -1,8 +1,9 @@
 // transformer.h: what is computed. The embedding, a block and the head, forward and backward, as sequences of ops.
 //
-// A block (GPT-2, pre-norm):        x1 = x  + proj(attention(qkv(ln1(x))))
-//                                   x2 = x1 + down(gelu(up(ln2(x1))))
-// Sizes: N = B T rows, C channels, F feed-forward, H heads, V vocabulary (stored padded).
+// A block (pre-norm):   x1 = x  + proj(attention(heads(qkv(norm1(x)))))     heads: query-key norm, rotary positions
+//                       x2 = x1 + down(activation(up(norm2(x1))))         activation: GELU; SwiGLU of gate and up
+// Which of them a model has, its config.h says. Sizes: N = B T rows, C channels, F feed-forward, Hq query heads, Hkv
+// key-value heads, D head size, V vocabulary (stored padded).
 #pragma once
 #include <optional>
 #include <string>
@@ -20,7 +21,20 @@ struct BatchShape {
   int64_t rows() const { return B * T; }
 };
 
-// The inputs of a micro-batch on the device. Positions are an input, not an index.
+// Do packed documents see each other?
+enum class Documents : uint8_t { together, apart };
+
+// What all blocks share besides their weights.
+struct Sequences {
+  BatchShape shape;
+  Tensor positions;     // (N) int32
+  Tensor rotary_table;  // (positions, D); empty without rotary positions
+  Documents documents = Documents::together;
+  Tensor boundaries() const { return documents == Documents::apart ? positions : Tensor{}; }  // for attention
+};
+
+// The inputs of a micro-batch on the device. Positions are an input, not an index; each document begins at 0 where
+// documents do not see each other.
 struct MicroBatch {
   Tensor tokens, targets, positions;  // (N) int32
   MicroBatch(const BatchShape& s, Arena& arena) {
@@ -48,37 +62,26 @@ inline Recompute recompute_from_name(const std::string& name) {
 
 // What the backward of a block needs from its forward.
 struct BlockActivations {
-  Tensor ln1, ln1_mean, ln1_rstd;  // (N, C) (N) (N)
-  Tensor qkv;                      // (N, 3 C): q heads, k heads, v heads
-  Tensor attention, lse;           // (N, C) (B, H, T)
-  Tensor middle;                   // (N, C) the residual stream between attention and MLP
-  Tensor ln2, ln2_mean, ln2_rstd;  // (N, C) (N) (N)
-  Tensor up, gelu;                 // (N, F) before and after GELU
-  Tensor out;                      // (N, C) the residual stream behind the block
+  Tensor norm1, norm1_mean, norm1_rstd;  // (N, C) (N) (N); no mean with rmsnorm
+  Tensor qkv;                            // (N, (Hq + 2 Hkv) D): q heads, k heads, v heads
+  Tensor heads, heads_rstd;              // the same, what attention reads; qkv itself without query-key norm
+  Tensor attention, lse;                 // (N, Hq D) (B, Hq, T)
+  Tensor middle;                         // (N, C) the residual stream between attention and MLP
+  Tensor norm2, norm2_mean, norm2_rstd;  // (N, C) (N) (N)
+  Tensor up, activated;                  // (N, F or 2 F: gates, ups) (N, F)
+  Tensor out;                            // (N, C) the residual stream behind the block
 
   // What is computed again: one set, which all blocks write in turn.
   static BlockActivations recomputed(const ModelConfig& c, const BatchShape& s, DType dtype, Recompute recompute,
                                      Arena& arena) {
-    return {c,
-            s,
-            dtype,
-            arena,
-            "recomputed",
-            {},
-            [=](std::optional<Recompute> from) {
-              return from && *from <= recompute; }};
+    auto wanted = [=](std::optional<Recompute> from) { return from && *from <= recompute; };
+    return {c, s, dtype, arena, "recomputed", {}, wanted};
   }
   // What each block keeps; the rest is in `shared`.
   static BlockActivations kept(const ModelConfig& c, const BatchShape& s, DType dtype, Recompute recompute,
                                const BlockActivations& shared, Arena& arena) {
-    return {c,
-            s,
-            dtype,
-            arena,
-            "activations",
-            shared,
-            [=](std::optional<Recompute> from) {
-              return !from || *from > recompute; }};
+    auto wanted = [=](std::optional<Recompute> from) { return !from || *from > recompute; };
+    return {c, s, dtype, arena, "activations", shared, wanted};
   }
 
   BlockActivations() = default;
@@ -89,120 +92,206 @@ struct BlockActivations {
   BlockActivations(const ModelConfig& c, const BatchShape& s, DType dtype, Arena& arena, const char* label,
                    const BlockActivations& others, Wanted wanted)
       : BlockActivations(others) {
-    const int64_t N = s.rows(), C = c.n_embd, F = c.n_ffn;
+    const int64_t N = s.rows(), C = c.n_embd;
     const DType stat = accumulator_of(dtype);
     auto alloc = [&](Tensor& tensor, const char* name, DType d, const Shape& shape, std::optional<Recompute> from) {
       if (wanted(from)) tensor = arena.alloc(label, name, d, shape);
     };
+    const bool means = c.family.norm == Norm::layernorm;
     using enum Recompute;
-    alloc(ln1, "ln1", dtype, {N, C}, norm);
-    alloc(ln1_mean, "ln1 mean", stat, {N}, block);
-    alloc(ln1_rstd, "ln1 rstd", stat, {N}, block);
-    alloc(qkv, "qkv", dtype, {N, 3 * C}, block);
-    alloc(attention, "attention", dtype, {N, C}, block);
+    alloc(norm1, "norm1", dtype, {N, C}, norm);
+    if (means) alloc(norm1_mean, "norm1 mean", stat, {N}, block);
+    alloc(norm1_rstd, "norm1 rstd", stat, {N}, block);
+    alloc(qkv, "qkv", dtype, {N, c.qkv_size()}, block);
+    if (c.family.qk_norm) {
+      alloc(heads, "heads", dtype, {N, c.qkv_size()}, norm);
+      alloc(heads_rstd, "heads rstd", stat, {N, c.n_head + c.n_kv_head}, block);
+    } else {
+      heads = qkv;
+    }
+    alloc(attention, "attention", dtype, {N, c.q_size()}, block);
     alloc(lse, "attention lse", stat, {s.B, c.n_head, s.T}, block);
     alloc(middle, "middle", dtype, {N, C}, block);
-    alloc(ln2, "ln2", dtype, {N, C}, norm);
-    alloc(ln2_mean, "ln2 mean", stat, {N}, block);
-    alloc(ln2_rstd, "ln2 rstd", stat, {N}, block);
-    alloc(up, "up", dtype, {N, F}, block);
-    alloc(gelu, "gelu", dtype, {N, F}, activation);
+    alloc(norm2, "norm2", dtype, {N, C}, norm);
+    if (means) alloc(norm2_mean, "norm2 mean", stat, {N}, block);
+    alloc(norm2_rstd, "norm2 rstd", stat, {N}, block);
+    alloc(up, "up", dtype, {N, c.mlp_in_size()}, block);
+    alloc(activated, "activated", dtype, {N, c.n_ffn}, activation);
     alloc(out, "out", dtype, {N, C}, std::nullopt);
   }
 };
 
 inline AttentionShape attention_shape(const ModelConfig& c, const BatchShape& s) {
-  return {.B = s.B, .T = s.T, .Hq = c.n_head, .Hkv = c.n_head, .D = c.head_size()};
+  return {.B = s.B, .T = s.T, .Hq = c.n_head, .Hkv = c.n_kv_head, .D = c.head_size};
 }
 
 namespace detail {
 
+// The norm called `name` of a unit, forward and backward. mean: unused with rmsnorm
+inline void norm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, const std::string& name, const UnitState& unit,
+                         const ModelConfig& c, Stream& stream) {
+  const Tensor weight = unit.weight(name + ".weight");
+  if (c.family.norm == Norm::rmsnorm) rmsnorm_forward(out, rstd, x, weight, c.norm_eps, stream);
+  else layernorm_forward(out, mean, rstd, x, weight, unit.weight(name + ".bias"), c.norm_eps, stream);
+}
+inline void norm_backward(Tensor dx, Tensor dout, Tensor x, Tensor mean, Tensor rstd, const std::string& name,
+                          const UnitState& unit, const ModelConfig& c, Accumulate accumulate_dx, Stream& stream) {
+  const Tensor weight = unit.weight(name + ".weight"), dweight = unit.gradient(name + ".weight");
+  if (c.family.norm == Norm::rmsnorm) rmsnorm_backward(dx, dweight, dout, x, weight, rstd, accumulate_dx, stream);
+  else
+    layernorm_backward(dx, dweight, unit.gradient(name + ".bias"), dout, x, weight, mean, rstd, accumulate_dx, stream);
+}
+
+// The linear layer that begins with the parameter `name` and `fused` - 1 adjacent ones; its bias where it has one.
+inline void linear(Tensor out, Tensor x, const std::string& name, int fused, const UnitState& unit, Stream& stream) {
+  const Tensor bias = unit.has(name + ".bias") ? unit.weight(name + ".bias", fused) : Tensor{};
+  linear_forward(out, x, unit.weight(name + ".weight", fused), bias, stream);
+}
+// dx =, and the gradients of its weight and bias +=.
+inline void linear_backward(Tensor dx, Tensor dout, Tensor x, const std::string& name, int fused, const UnitState& unit,
+                            Stream& stream) {
+  const Tensor dbias = unit.has(name + ".bias") ? unit.gradient(name + ".bias", fused) : Tensor{};
+  linear_backward_weight(unit.gradient(name + ".weight", fused), dbias, dout, x, stream);
+  linear_backward_input(dx, dout, unit.weight(name + ".weight", fused), stream);
+}
+
+// The MLP's first product: its parameters' first name, and how many are one matrix.
+struct MlpInput {
+  const char* name;
+  int fused;
+  explicit MlpInput(const ModelConfig& c)
+      : name(c.family.mlp == Mlp::swiglu ? "mlp.gate" : "mlp.up"), fused(c.family.mlp == Mlp::swiglu ? 2 : 1) {}
+};
+
 // The residual branch behind attention, and behind the MLP: out = x + linear(branch input).   x, out (N, C)
-inline void add_branch(Tensor out, Tensor x, Tensor input, Tensor weight, Tensor bias, Arena& arena, Stream& stream) {
+inline void add_branch(Tensor out, Tensor x, Tensor input, const char* name, const UnitState& unit, Arena& arena,
+                       Stream& stream) {
   auto scope = arena.scope();
   const Tensor branch = arena.alloc("temporary", "residual branch", x.dtype, x.shape);
-  linear_forward(branch, input, weight, bias, stream);
+  linear(branch, input, name, 1, unit, stream);
   residual_forward(out, x, branch, stream);
 }
 
 inline void norm1(const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c, Stream& stream) {
-  layernorm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, x, unit.weight("ln1.weight"), unit.weight("ln1.bias"), c.norm_eps,
-                    stream);
+  norm_forward(a.norm1, a.norm1_mean, a.norm1_rstd, x, "ln1", unit, c, stream);
 }
 inline void norm2(const BlockActivations& a, const UnitState& unit, const ModelConfig& c, Stream& stream) {
-  layernorm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.middle, unit.weight("ln2.weight"), unit.weight("ln2.bias"),
-                    c.norm_eps, stream);
+  norm_forward(a.norm2, a.norm2_mean, a.norm2_rstd, a.middle, "ln2", unit, c, stream);
+}
+inline void activation(const BlockActivations& a, const ModelConfig& c, Stream& stream) {
+  if (c.family.mlp == Mlp::swiglu) swiglu_forward(a.activated, a.up, stream);
+  else gelu_forward(a.activated, a.up, stream);
+}
+// What attention reads out of qkv: in place without query-key norm.
+inline void heads(const BlockActivations& a, const UnitState& unit, const ModelConfig& c, const Sequences& s,
+                  Stream& stream) {
+  const AttentionShape shape = attention_shape(c, s.shape);
+  if (c.family.qk_norm)
+    qk_norm_forward(a.heads, a.heads_rstd, a.qkv, unit.weight("attn.q_norm.weight"), unit.weight("attn.k_norm.weight"),
+                    c.norm_eps, shape, stream);
+  if (c.family.positions == Positions::rotary)
+    rotary_embedding(a.heads, s.rotary_table, s.positions, shape, Turn::forward, stream);
 }
 
-// All of a block but what its backward does not need: the last product and the sum behind it.
-inline void block_interior(const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c,
-                           const BatchShape& s, Arena& arena, Stream& stream) {
+// All of a block but what its backward does not need: the last product and the sum behind it. `attend` is attention: of
+// the whole sequences, or against a cache.
+template <class Attend>
+void block_interior(const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c,
+                    const Sequences& s, Attend&& attend, Arena& arena, Stream& stream) {
   norm1(a, x, unit, c, stream);
-  linear_forward(a.qkv, a.ln1, unit.weight("attn.q.weight", 3), unit.weight("attn.q.bias", 3), stream);
-  attention_forward(a.attention, a.lse, a.qkv, attention_shape(c, s), stream);
-  add_branch(a.middle, x, a.attention, unit.weight("attn.proj.weight"), unit.weight("attn.proj.bias"), arena, stream);
+  linear(a.qkv, a.norm1, "attn.q", 3, unit, stream);
+  heads(a, unit, c, s, stream);
+  attend();
+  add_branch(a.middle, x, a.attention, "attn.proj", unit, arena, stream);
   norm2(a, unit, c, stream);
-  linear_forward(a.up, a.ln2, unit.weight("mlp.up.weight"), unit.weight("mlp.up.bias"), stream);
-  gelu_forward(a.gelu, a.up, stream);
+  const MlpInput mlp(c);
+  linear(a.up, a.norm2, mlp.name, mlp.fused, unit, stream);
+  activation(a, c, stream);
+}
+inline void block_interior(const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c,
+                           const Sequences& s, Arena& arena, Stream& stream) {
+  auto attend = [&] {
+    attention_forward(a.attention, a.lse, a.heads, s.boundaries(), attention_shape(c, s.shape), stream);
+  };
+  block_interior(a, x, unit, c, s, attend, arena, stream);
 }
 
 }  // namespace detail
 
-// a.out = block(x).   x (N, C)
+// a.out = the block's output for x (N, C).
 inline void block_forward(const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c,
-                          const BatchShape& s, Arena& arena, Stream& stream) {
+                          const Sequences& s, Arena& arena, Stream& stream) {
   detail::block_interior(a, x, unit, c, s, arena, stream);
-  detail::add_branch(a.out, a.middle, a.gelu, unit.weight("mlp.down.weight"), unit.weight("mlp.down.bias"), arena,
-                     stream);
+  detail::add_branch(a.out, a.middle, a.activated, "mlp.down", unit, arena, stream);
 }
 
-// Before the backward of a block: what its forward did not keep, by the same ops on the same inputs.
+// The same for the rows of one sequence from `begin` on; the keys and values of the rows before are in `cache`
+// (rows, 2 Hkv D), which gets those of the new ones.
+inline void block_forward_cached(const BlockActivations& a, Tensor x, Tensor cache, int64_t begin,
+                                 const UnitState& unit, const ModelConfig& c, const Sequences& s, Arena& arena,
+                                 Stream& stream) {
+  const AttentionShape shape = attention_shape(c, s.shape);
+  auto attend = [&] {
+    cache_append(cache, a.heads, begin, shape, stream);
+    attention_cached(a.attention, a.heads, cache, begin, shape, stream);
+  };
+  detail::block_interior(a, x, unit, c, s, attend, arena, stream);
+  detail::add_branch(a.out, a.middle, a.activated, "mlp.down", unit, arena, stream);
+}
+
+// Computes again what the forward of the block did not keep.
 inline void block_recompute(const BlockActivations& a, Tensor x, Recompute recompute, const UnitState& unit,
-                            const ModelConfig& c, const BatchShape& s, Arena& arena, Stream& stream) {
+                            const ModelConfig& c, const Sequences& s, Arena& arena, Stream& stream) {
   if (recompute == Recompute::block) return detail::block_interior(a, x, unit, c, s, arena, stream);
   if (recompute == Recompute::norm) {
     detail::norm1(a, x, unit, c, stream);
+    if (c.family.qk_norm) detail::heads(a, unit, c, s, stream);
     detail::norm2(a, unit, c, stream);
   }
-  if (recompute != Recompute::none) gelu_forward(a.gelu, a.up, stream);
+  if (recompute != Recompute::none) detail::activation(a, c, stream);
 }
 
 // dx: in, the gradient of a.out; out, the gradient of x. Gradients of the unit's weights are added to.
 inline void block_backward(Tensor dx, const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c,
-                           const BatchShape& s, Arena& arena, Stream& stream) {
+                           const Sequences& s, Arena& arena, Stream& stream) {
   auto scope = arena.scope();
   auto temporary = [&](const char* name, const Shape& shape) { return arena.alloc("temporary", name, x.dtype, shape); };
-  const Tensor dbranch = temporary("gradient of a branch", x.shape);  // (N, C)
-  const Tensor dup = temporary("gradient of up", a.up.shape);         // (N, F)
-  const Tensor dqkv = temporary("gradient of qkv", a.qkv.shape);      // (N, 3 C)
+  const Tensor dbranch = temporary("gradient of a branch", x.shape);                // (N, C)
+  const Tensor dactivated = temporary("gradient of activated", a.activated.shape);  // (N, F)
+  const Tensor dqkv = temporary("gradient of qkv", a.qkv.shape);                    // (N, (Hq + 2 Hkv) D)
+  const bool gated = c.family.mlp == Mlp::swiglu;
+  const Tensor dup = gated ? temporary("gradient of up", a.up.shape) : dactivated;
+  const Tensor dattention = c.q_size() == c.n_embd ? dbranch : temporary("gradient of attention", a.attention.shape);
+  const AttentionShape shape = attention_shape(c, s.shape);
 
-  linear_backward_weight(unit.gradient("mlp.down.weight"), unit.gradient("mlp.down.bias"), dx, a.gelu, stream);
-  linear_backward_input(dup, dx, unit.weight("mlp.down.weight"), stream);
-  gelu_backward(dup, dup, a.up, stream);
-  linear_backward_weight(unit.gradient("mlp.up.weight"), unit.gradient("mlp.up.bias"), dup, a.ln2, stream);
-  linear_backward_input(dbranch, dup, unit.weight("mlp.up.weight"), stream);
-  layernorm_backward(dx, unit.gradient("ln2.weight"), unit.gradient("ln2.bias"), dbranch, a.middle,
-                     unit.weight("ln2.weight"), a.ln2_mean, a.ln2_rstd, Accumulate::yes, stream);
+  detail::linear_backward(dactivated, dx, a.activated, "mlp.down", 1, unit, stream);
+  if (gated) swiglu_backward(dup, dactivated, a.up, stream);
+  else gelu_backward(dup, dactivated, a.up, stream);
+  const detail::MlpInput mlp(c);
+  detail::linear_backward(dbranch, dup, a.norm2, mlp.name, mlp.fused, unit, stream);
+  detail::norm_backward(dx, dbranch, a.middle, a.norm2_mean, a.norm2_rstd, "ln2", unit, c, Accumulate::yes, stream);
 
-  linear_backward_weight(unit.gradient("attn.proj.weight"), unit.gradient("attn.proj.bias"), dx, a.attention, stream);
-  linear_backward_input(dbranch, dx, unit.weight("attn.proj.weight"), stream);
-  attention_backward(dqkv, dbranch, a.attention, a.qkv, a.lse, attention_shape(c, s), stream);
-  linear_backward_weight(unit.gradient("attn.q.weight", 3), unit.gradient("attn.q.bias", 3), dqkv, a.ln1, stream);
-  linear_backward_input(dbranch, dqkv, unit.weight("attn.q.weight", 3), stream);
-  layernorm_backward(dx, unit.gradient("ln1.weight"), unit.gradient("ln1.bias"), dbranch, x, unit.weight("ln1.weight"),
-                     a.ln1_mean, a.ln1_rstd, Accumulate::yes, stream);
+  detail::linear_backward(dattention, dx, a.attention, "attn.proj", 1, unit, stream);
+  attention_backward(dqkv, dattention, a.attention, a.heads, a.lse, s.boundaries(), shape, stream);
+  if (c.family.positions == Positions::rotary)
+    rotary_embedding(dqkv, s.rotary_table, s.positions, shape, Turn::backward, stream);
+  if (c.family.qk_norm)
+    qk_norm_backward(dqkv, unit.gradient("attn.q_norm.weight"), unit.gradient("attn.k_norm.weight"), a.qkv,
+                     unit.weight("attn.q_norm.weight"), unit.weight("attn.k_norm.weight"), a.heads_rstd, shape, stream);
+  detail::linear_backward(dbranch, dqkv, a.norm1, "attn.q", 3, unit, stream);
+  detail::norm_backward(dx, dbranch, x, a.norm1_mean, a.norm1_rstd, "ln1", unit, c, Accumulate::yes, stream);
 }
 
-// logits (N, V padded) = head(ln_f(x)).
+// logits (N, V padded) = head(norm(x)).
 struct HeadActivations {
-  Tensor ln, mean, rstd;  // (N, C) (N) (N)
-  Tensor logits;          // (N, V padded)
-  Tensor losses;          // (N)
+  Tensor norm, mean, rstd;  // (N, C) (N) (N); no mean with rmsnorm
+  Tensor logits;            // (N, V padded)
+  Tensor losses;            // (N)
 
   HeadActivations(const ModelConfig& c, int64_t N, DType dtype, Arena& arena) {
     const DType stat = accumulator_of(dtype);
-    ln = arena.alloc("head", "ln_f", dtype, {N, c.n_embd});
-    mean = arena.alloc("head", "ln_f mean", stat, {N});
+    norm = arena.alloc("head", "ln_f", dtype, {N, c.n_embd});
+    if (c.family.norm == Norm::layernorm) mean = arena.alloc("head", "ln_f mean", stat, {N});
     rstd = arena.alloc("head", "ln_f rstd", stat, {N});
     logits = arena.alloc("head", "logits", dtype, {N, c.padded_vocab()});
     losses = arena.alloc("head", "losses", stat, {N});
@@ -216,20 +305,19 @@ inline Tensor head_matrix(const UnitState& head, const UnitState& embedding, con
 
 inline void head_forward(const HeadActivations& a, Tensor x, const UnitState& head, const UnitState& embedding,
                          const ModelConfig& c, Stream& stream) {
-  layernorm_forward(a.ln, a.mean, a.rstd, x, head.weight("ln_f.weight"), head.weight("ln_f.bias"), c.norm_eps, stream);
-  linear_forward(a.logits, a.ln, head_matrix(head, embedding, c), {}, stream);
+  detail::norm_forward(a.norm, a.mean, a.rstd, x, "ln_f", head, c, stream);
+  linear_forward(a.logits, a.norm, head_matrix(head, embedding, c), {}, stream);
 }
 
 // dx = gradient of x, from a.logits that hold their gradient already.
 inline void head_backward(Tensor dx, const HeadActivations& a, Tensor x, const UnitState& head,
                           const UnitState& embedding, const ModelConfig& c, Arena& arena, Stream& stream) {
   auto scope = arena.scope();
-  const Tensor dln = arena.alloc("temporary", "gradient of ln_f", x.dtype, x.shape);
+  const Tensor dnorm = arena.alloc("temporary", "gradient of ln_f", x.dtype, x.shape);
   const Tensor dmatrix = c.tied ? embedding.gradient("wte.weight") : head.gradient("lm_head.weight");
-  linear_backward_weight(dmatrix, {}, a.logits, a.ln, stream);
-  linear_backward_input(dln, a.logits, head_matrix(head, embedding, c), stream);
-  layernorm_backward(dx, head.gradient("ln_f.weight"), head.gradient("ln_f.bias"), dln, x, head.weight("ln_f.weight"),
-                     a.mean, a.rstd, Accumulate::no, stream);
+  linear_backward_weight(dmatrix, {}, a.logits, a.norm, stream);
+  linear_backward_input(dnorm, a.logits, head_matrix(head, embedding, c), stream);
+  detail::norm_backward(dx, dnorm, x, a.mean, a.rstd, "ln_f", head, c, Accumulate::no, stream);
 }
 
 }  // namespace llmc

@@ -45,6 +45,11 @@ inline Plan make_plan(const StepConfig& config, int threads) {
     trainer.next_token_logits(tokens);
     if (length == config.batch.T) break;
   }
+  Trainer::Continuation sequence(trainer);
+  for (tokens.resize(1); static_cast<int64_t>(tokens.size()) <= config.batch.T; tokens.resize(2 * tokens.size())) {
+    sequence.restart(config.batch.T - static_cast<int64_t>(tokens.size()));
+    sequence.feed(tokens);
+  }
   plan.arena_bytes = arena.high_water();
   plan.scratch_bytes = scratch.high_water();
   plan.memory = arena.table();

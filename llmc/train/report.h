@@ -10,7 +10,7 @@
 
 #include "core/log.h"
 #include "core/options.h"
-#include "model/config.h"
+#include "model/hf_config.h"
 #include "train/dataloader.h"
 #include "train/peak.h"
 #include "train/planner.h"
@@ -43,8 +43,10 @@ inline std::string layout_text(const ZeroConfig& zero) {
 inline Rows run_rows(const Options& o, const StepConfig& step) {
   const ModelConfig& m = step.model;
   return {
-      {"model", formatted("{}: {} layers, {} heads, C {}, F {}, vocabulary {}, {} positions", o.model, m.n_layer,
-                          m.n_head, m.n_embd, m.n_ffn, m.vocab_size, m.n_positions)},
+      {"model", formatted("{} ({}): {} layers, {} heads{} of {}, C {}, F {}, vocabulary {}, {} positions", o.model,
+                          m.family.model_type, m.n_layer, m.n_head,
+                          m.n_kv_head == m.n_head ? "" : formatted(" ({} key-value heads)", m.n_kv_head), m.head_size,
+                          m.n_embd, m.n_ffn, m.vocab_size, m.n_positions)},
       {"parameters", formatted("{} ({:.3f} MFLOP a token)", human_count(count_parameters(parameter_table(m))),
                                training_flops_per_token(m, o.seq_len) * 1e-6)},
       {"numerics", formatted("{}, recompute {}", o.dtype, step.recompute)},
@@ -79,7 +81,7 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
     return formatted(
         "does not fit into {}, even with --batch-size 1 --recompute block{}: use a smaller --seq-len or "
         "--model, or a larger machine",
-        what);
+        what, step.zero.ranks() > 1 ? " --zero-stage 3" : "");
   std::string change;
   if (remedy->batch_size != step.batch.B)
     change = formatted(" --batch-size {} --total-batch-size {}", remedy->batch_size, step.tokens());
@@ -133,6 +135,7 @@ inline void report_header(Log& log, const Options& o, const Device& device, cons
   rows.emplace_back("training data", formatted("{}: {} shard(s), {} tokens, {} samples of {}{}", o.train_data,
                                                train.count(), human_count(train.tokens()), human_count(train.samples()),
                                                o.seq_len, o.shuffle ? ", shuffled" : ""));
+  rows.emplace_back("documents in a sequence", o.mask_documents ? "do not see each other" : "see each other");
   rows.emplace_back("validation data", val == nullptr ? "none"
                                                       : formatted("{}: {} shard(s), {} tokens", o.val_data,
                                                                   val->count(), human_count(val->tokens())));
@@ -170,7 +173,7 @@ inline void report_next_steps(Log& log, const Options& o, const std::string& che
   Options more = o, made;
   more.model = checkpoint;  // which knows its own shape
   more.from_scratch = false;
-  more.n_layer = more.n_head = more.n_embd = more.n_ffn = more.vocab_size = std::nullopt;
+  more.n_layer = more.n_head = more.n_kv_head = more.n_embd = more.n_ffn = more.vocab_size = std::nullopt;
   more.out_dir = o.out_dir + "-continued";
   made.generate = true;
   made.model = checkpoint;

@@ -45,15 +45,21 @@ inline int32_t sample_token(std::span<const float> logits, const SampleOptions& 
 }
 
 // `count` tokens behind the prompt (which may not be empty), each handed to `emit`; stops early when emit returns
-// false. Beyond the sequence length the oldest tokens are forgotten. Random numbers are keyed by (seed, stream).
+// false. At the sequence length the older half of the tokens is forgotten. Random numbers are keyed by (seed, stream).
 inline std::vector<int32_t> generate(Trainer& trainer, std::vector<int32_t> tokens, int64_t count,
                                      const SampleOptions& options, uint64_t seed, std::string_view stream,
                                      const std::function<bool(int32_t)>& emit) {
   const Philox rng(seed, stream);
   const size_t window = static_cast<size_t>(trainer.config().batch.T);
+  Trainer::Continuation sequence(trainer);
+  size_t fed = tokens.size() - std::min(tokens.size(), window);  // tokens that the sequence has, or will never have
   for (int64_t i = 0; i < count; ++i) {
-    const size_t seen = std::min(tokens.size(), window);
-    const std::vector<float> logits = trainer.next_token_logits({tokens.data() + (tokens.size() - seen), seen});
+    if (static_cast<size_t>(sequence.rows()) == window) {
+      sequence.restart();
+      fed = tokens.size() - (window + 1) / 2;
+    }
+    const std::vector<float> logits = sequence.feed(std::span(tokens).subspan(fed));
+    fed = tokens.size();
     const int32_t token = sample_token(logits, options, rng.uniform(static_cast<uint64_t>(i)));
     tokens.push_back(token);
     if (!emit(token)) break;

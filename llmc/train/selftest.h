@@ -18,22 +18,26 @@ namespace selftest {
 inline constexpr int64_t sequences = 24, seq_len = 19;  // of a step, for whatever number of ranks divides it
 inline constexpr int steps = 2;
 
-inline ModelConfig awkward_model() {
+// A tiny model with odd sizes: uneven layers, grouped heads, a vocabulary that divides nothing.
+inline ModelConfig awkward_model(const char* family = "gpt2", bool tied = true) {
   ModelConfig m;
+  m.family = *find_family(family);
   m.n_layer = 3;
-  m.n_head = 3;
-  m.n_embd = 21;
+  const bool grouped = m.family.norm == Norm::rmsnorm;
+  m.n_head = grouped ? 6 : 3;
+  m.n_kv_head = grouped ? 2 : 3;
+  m.head_size = grouped ? 6 : 7;
+  m.n_embd = m.family.own_head_size ? 22 : m.q_size();
   m.n_ffn = 50;
   m.vocab_size = 131;
   m.n_positions = seq_len;
+  m.tied = tied;
+  m.rotary.scaled = m.family.model_type == std::string_view("llama");
+  m.rotary.scaling.original_positions = 8;  // so that a short sequence sees the scaling
   return m;
 }
 
-enum class Tied : uint8_t { no, yes };
-
-inline StepConfig step_config(DType dtype, int64_t batch_size, const ZeroConfig& zero, Tied tied = Tied::yes) {
-  ModelConfig model = awkward_model();
-  model.tied = tied == Tied::yes;
+inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t batch_size, const ZeroConfig& zero) {
   return {.model = model,
           .dtype = dtype,
           .batch = {batch_size, seq_len},
@@ -168,26 +172,35 @@ struct Distances {
 inline bool run_selftest(Log& log, int64_t max_ranks, PlantedBug bug = PlantedBug::none) {
   using namespace selftest;
   int failed = 0, count = 0;
-  for (const auto& [dtype, tied] : {std::pair{DType::fp32, Tied::yes},
-                                    {DType::fp32, Tied::no},
-                                    {DType::bf16, Tied::yes},
-                                    {DType::bf16, Tied::no}}) {
-    const Outcome alone = run_layout(step_config(dtype, 1, {}, tied));
+  struct Case {
+    const char* family;
+    bool tied;
+    DType dtype;
+  };
+  std::vector<Case> cases;
+  for (const DType dtype : {DType::fp32, DType::bf16}) {
+    bool tied = true;  // GPT-2 both ways, the others in turn
+    cases.push_back({"gpt2", false, dtype});
+    for (const Family& f : families) cases.push_back({f.model_type, std::exchange(tied, !tied), dtype});
+  }
+  for (const auto& [family, tied, dtype] : cases) {
+    const ModelConfig model = awkward_model(family, tied);
+    const Outcome alone = run_layout(step_config(model, dtype, 1, {}));
     // Contract 5: what two runs differ by that differ in the micro-batch alone, or a bound where that is larger.
-    const Distances noise(run_layout(step_config(dtype, 2, {}, tied)), alone);
+    const Distances noise(run_layout(step_config(model, dtype, 2, {})), alone);
     const bool fp32 = dtype == DType::fp32;
     auto bound = [&](double of_noise, double least) { return fp32 ? least : std::max(2 * of_noise, least); };
     const double loss = bound(noise.loss, fp32 ? 1e-6 : 1e-3), norm = bound(noise.norm, fp32 ? 1e-5 : 0x1p-8),
                  gradients = bound(noise.gradients, fp32 ? 1e-5 : 0x1p-8),
                  weights = bound(noise.weights, fp32 ? 1e-5 : 0x1p-8);
-    log.line(
-        formatted("{}, {} embeddings: largest distances from one rank; allowed: loss {:.1e}, norm {:.1e}, gradients "
-                  "{:.1e}, weights {:.1e}",
-                  dtype, tied == Tied::yes ? "tied" : "untied", loss, norm, gradients, weights));
+    log.line(formatted(
+        "{} in {}, {} embeddings: largest distances from one rank; allowed: loss {:.1e}, norm {:.1e}, gradients "
+        "{:.1e}, weights {:.1e}",
+        family, dtype, tied ? "tied" : "untied", loss, norm, gradients, weights));
     Outcome stage0;
     for (ZeroConfig zero : layouts(max_ranks)) {
       zero.bug = bug;
-      const Outcome outcome = run_layout(step_config(dtype, 1, zero, tied));
+      const Outcome outcome = run_layout(step_config(model, dtype, 1, zero));
       if (zero.stage == 0) stage0 = outcome;
       const Distances d(outcome, alone);
       std::string verdict = outcome.fault;

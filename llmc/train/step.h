@@ -5,6 +5,7 @@
 // logits then live for one micro-batch only, whatever the schedule, and gradients of a tied table arrive by
 // micro-batch.
 #pragma once
+#include <bit>
 #include <functional>
 #include <memory>
 #include <span>
@@ -31,6 +32,7 @@ struct StepConfig {
   int chunks = 1;
   Recompute recompute = Recompute::none;
   ZeroConfig zero = {};
+  Documents documents = Documents::together;
 
   int64_t tokens() const { return batch.rows() * micro_batches * zero.ranks(); }  // of one step, all ranks
 };
@@ -52,6 +54,9 @@ inline bool all_finite(const Tensor& t) {
 }
 
 using BatchSource = std::function<HostBatch(int64_t micro_batch)>;
+
+// Gets the loss of every row (N) of a micro-batch of this rank; called on the stream.
+using RowLosses = std::function<void(int64_t micro_batch, std::span<const float> losses)>;
 
 struct StepResult {
   double loss;       // mean over all target tokens
@@ -87,6 +92,11 @@ class Trainer {
     loss_ = arena.alloc("step scalars", "loss", DType::fp64, {1});
     square_sums_ = arena.alloc("step scalars", "square sums", DType::fp64, {units * config.zero.shards});
     control_ = arena.alloc("step scalars", "update control", DType::fp64, {3});
+    if (config.model.family.positions == Positions::rotary) {
+      rotary_table_ = arena.alloc("rotary table", "rotary table", accumulator_of(config.dtype),
+                                  {config.batch.T, config.model.head_size});
+      rotary_table(rotary_table_, config.model.rotary, context_.compute);
+    }
   }
 
   const ModelState& state() const { return state_; }
@@ -148,15 +158,52 @@ class Trainer {
 
   // Mean loss over `targets` tokens, forward only; `micro_batches`: of each rank, all ranks do as many. Rows whose
   // target is -1 do not count.
-  double evaluate(int64_t micro_batches, int64_t targets, const BatchSource& batches) {
+  double evaluate(int64_t micro_batches, int64_t targets, const BatchSource& batches,
+                  const RowLosses& row_losses = {}) {
+    row_losses_ = row_losses;
     interpret(forward_only(config_.chunks, micro_batches), Purpose::evaluate, config_.batch, batches);
     combine();
     context_.compute.synchronize();
     return planning() ? 0 : *loss_.data<double>() / static_cast<double>(targets);
   }
 
-  // The logits (V) of the token behind `tokens`, of which there are 1 to T. The rows are padded to a power of two: few
-  // shapes, and causal attention does not see what comes after.
+  // A sequence that grows: the keys and values of its tokens are kept, so that each token is computed once. The caches
+  // live in the arena as long as this object does.
+  class Continuation {
+   public:
+    explicit Continuation(Trainer& trainer) : trainer_(trainer), scope_(trainer.context_.arena.scope()) {
+      const ModelConfig& c = trainer.config_.model;
+      for (int64_t l = 0; l < c.n_layer; ++l)
+        layers_.push_back(trainer.context_.arena.alloc("key-value cache", "keys and values", trainer.config_.dtype,
+                                                       {trainer.config_.batch.T, 2 * c.kv_size()}));
+    }
+    int64_t rows() const { return rows_; }
+    void restart(int64_t rows = 0) { rows_ = rows; }
+
+    // The logits (V) behind the last of these tokens, which follow those before; at most T in all. They go through in
+    // powers of two: few shapes.
+    std::vector<float> feed(std::span<const int32_t> tokens) {
+      CHECK(!tokens.empty() && rows_ + static_cast<int64_t>(tokens.size()) <= trainer_.config_.batch.T);
+      while (!tokens.empty()) {
+        const size_t n = std::bit_floor(tokens.size());
+        trainer_.continue_with(*this, tokens.first(n));
+        rows_ += static_cast<int64_t>(n);
+        tokens = tokens.subspan(n);
+      }
+      trainer_.context_.compute.synchronize();
+      return trainer_.host_logits_;
+    }
+
+   private:
+    friend class Trainer;
+    Trainer& trainer_;
+    Arena::Scope scope_;
+    std::vector<Tensor> layers_;
+    int64_t rows_ = 0;
+  };
+
+  // The same without a cache, for comparison. The rows are padded to a power of two: causal attention does not see what
+  // comes after.
   std::vector<float> next_token_logits(std::span<const int32_t> tokens) {
     const int64_t n = static_cast<int64_t>(tokens.size());
     CHECK(n >= 1 && n <= config_.batch.T);
@@ -178,6 +225,23 @@ class Trainer {
 
  private:
   enum class Purpose { train, evaluate, generate };
+
+  void continue_with(Continuation& sequence, std::span<const int32_t> tokens) {
+    const int64_t n = static_cast<int64_t>(tokens.size());
+    logits_row_ = n - 1;
+    continuation_ = &sequence;
+    struct Done {
+      Continuation*& continuation;
+      ~Done() { continuation = nullptr; }
+    } done{continuation_};
+    interpret(forward_only(config_.chunks, 1), Purpose::generate, {1, n}, [&](int64_t) {
+      HostBatch batch;
+      batch.tokens.assign(tokens.begin(), tokens.end());
+      batch.targets.assign(tokens.size(), 0);
+      for (int64_t t = 0; t < n; ++t) batch.positions.push_back(static_cast<int32_t>(sequence.rows_ + t));
+      return batch;
+    });
+  }
 
   // The activations of one chunk for one micro-batch.
   struct ChunkActivations {
@@ -251,7 +315,7 @@ class Trainer {
       place_.micro_batch = action.micro_batch;
       if (action.kind == ActionKind::forward) {
         if (chunk.has_embedding) upload(slot.inputs, batches(action.micro_batch));
-        forward(action.chunk, slot, shape, purpose);
+        forward(action.chunk, slot, shape, purpose, action.micro_batch);
       } else {
         backward(action.chunk, slot, shape, action.micro_batch + 1 == config_.micro_batches);
       }
@@ -311,23 +375,33 @@ class Trainer {
     return chunk == 0 ? acts.embedded : slot.chunks[static_cast<size_t>(chunk) - 1].blocks.back().out;
   }
 
-  void forward(int chunk_index, const Slot& slot, const BatchShape& shape, Purpose purpose) {
+  // What the blocks need besides their weights; a generated text is one document.
+  Sequences sequences(const Slot& slot, const BatchShape& shape, Purpose purpose) const {
+    return {shape, slot.inputs.positions, rotary_table_,
+            purpose == Purpose::generate ? Documents::together : config_.documents};
+  }
+
+  void forward(int chunk_index, const Slot& slot, const BatchShape& shape, Purpose purpose, int64_t micro_batch) {
     Stream& stream = context_.compute;
+    const Sequences sequence = sequences(slot, shape, purpose);
     const Chunk& chunk = chunks_[static_cast<size_t>(chunk_index)];
     const ChunkActivations& acts = slot.chunks[static_cast<size_t>(chunk_index)];
     place_.what = "forward of the embedding";
     if (chunk.has_embedding) {
       const UnitState& unit = state_.acquire(embedding_unit, stream);
       embedding_forward(acts.embedded, slot.inputs.tokens, slot.inputs.positions, unit.weight("wte.weight"),
-                        unit.weight("wpe.weight"), stream);
+                        unit.has("wpe.weight") ? unit.weight("wpe.weight") : Tensor{}, stream);
       state_.release(embedding_unit, stream);
     }
     for (size_t l = 0; l < chunk.layers.size(); ++l) {
       const size_t u = block_unit(chunk.layers[l]);
       const UnitState& unit = state_.acquire(u, stream);
       place_.what = "forward of " + unit.spec().name;
-      block_forward(acts.blocks[l], block_input(slot, chunk_index, l), unit, config_.model, shape, context_.arena,
-                    stream);
+      const Tensor& x = block_input(slot, chunk_index, l);
+      if (continuation_ != nullptr)
+        block_forward_cached(acts.blocks[l], x, continuation_->layers_[static_cast<size_t>(chunk.layers[l])],
+                             continuation_->rows_, unit, config_.model, sequence, context_.arena, stream);
+      else block_forward(acts.blocks[l], x, unit, config_.model, sequence, context_.arena, stream);
       state_.release(u, stream);
     }
     if (!chunk.has_head || purpose == Purpose::train) return;
@@ -338,6 +412,7 @@ class Trainer {
       const HeadActivations head(config_.model, x.shape[0], config_.dtype, context_.arena);
       head_forward(head, x, head_state, embedding, config_.model, stream);
       loss(head, slot.inputs.targets, Gradient::no);
+      if (row_losses_) report_rows(head.losses, micro_batch);
     } else {
       generate_logits(x, head_state, embedding);
     }
@@ -348,6 +423,7 @@ class Trainer {
   void backward(int chunk_index, const Slot& slot, const BatchShape& shape, bool last_micro_batch) {
     Stream& stream = context_.compute;
     Arena& arena = context_.arena;
+    const Sequences sequence = sequences(slot, shape, Purpose::train);
     const Chunk& chunk = chunks_[static_cast<size_t>(chunk_index)];
     const ChunkActivations& acts = slot.chunks[static_cast<size_t>(chunk_index)];
     if (chunk.has_head) {
@@ -371,8 +447,8 @@ class Trainer {
       const UnitState& unit = state_.acquire(u, stream);
       place_.what = "backward of " + unit.spec().name;
       state_.start_gradients(u, stream);
-      block_recompute(acts.blocks[l], x, config_.recompute, unit, config_.model, shape, arena, stream);
-      block_backward(slot.gradient, acts.blocks[l], x, unit, config_.model, shape, arena, stream);
+      block_recompute(acts.blocks[l], x, config_.recompute, unit, config_.model, sequence, arena, stream);
+      block_backward(slot.gradient, acts.blocks[l], x, unit, config_.model, sequence, arena, stream);
       state_.reduce_gradients(u, last_micro_batch, stream);
       state_.release(u, stream);
     }
@@ -380,10 +456,23 @@ class Trainer {
     if (chunk.has_embedding) {
       if (!config_.model.tied) state_.start_gradients(embedding_unit, stream);
       const UnitState& unit = state_.unit(embedding_unit);
-      embedding_backward(unit.gradient("wte.weight"), unit.gradient("wpe.weight"), slot.gradient, slot.inputs.tokens,
-                         slot.inputs.positions, stream);
+      const Tensor dwpe = unit.has("wpe.weight") ? unit.gradient("wpe.weight") : Tensor{};
+      embedding_backward(unit.gradient("wte.weight"), dwpe, slot.gradient, slot.inputs.tokens, slot.inputs.positions,
+                         stream);
       state_.reduce_gradients(embedding_unit, last_micro_batch, stream);
     }
+  }
+
+  void report_rows(const Tensor& losses, int64_t micro_batch) {
+    if (planning()) return;
+    context_.compute.enqueue([this, losses, micro_batch] {
+      std::vector<float> host(static_cast<size_t>(losses.numel()));
+      with_type(losses.dtype, [&](auto tag) {
+        const auto* from = losses.data<typename decltype(tag)::type>();
+        for (size_t i = 0; i < host.size(); ++i) host[i] = static_cast<float>(from[i]);
+      });
+      row_losses_(micro_batch, host);
+    });
   }
 
   // Adds the losses to the step's sum; with Gradient::yes the logits become the gradient of the step's mean loss.
@@ -415,7 +504,9 @@ class Trainer {
   ModelState state_;
   std::vector<Chunk> chunks_;
   std::vector<Action> actions_;
-  Tensor scalars_, loss_, square_sums_, control_;
+  Tensor scalars_, loss_, square_sums_, control_, rotary_table_;
+  RowLosses row_losses_;
+  Continuation* continuation_ = nullptr;  // while it is fed
   struct {
     std::string what;
     int64_t micro_batch = -1;

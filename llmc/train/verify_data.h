@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/log.h"
-#include "model/config.h"
+#include "model/hf_config.h"
 #include "train/dataloader.h"
 
 namespace llmc {

@@ -88,17 +88,31 @@ void add_outer_products(A* panels, int64_t panel_rows, const A* a, int64_t lda, 
                  Accumulate::yes);
 }
 
-// row = exp(row - its largest) where a key is visible, 0 behind it up to `end` (a multiple of the panel width).
+// The keys that a block of query rows looks at: whole panels from `start` to `end`.
+struct KeyRange {
+  int64_t start, visible, end;
+  // `positions` of the sequence, or nullptr: row t sees the keys from t - positions[t] on.
+  KeyRange(const int32_t* positions, int64_t begin, int64_t rows)
+      : start(positions == nullptr ? 0 : begin), visible(begin + rows), end(round_up(visible, panel_width)) {
+    for (int64_t t = begin; t < begin + rows && positions != nullptr; ++t) start = std::min(start, t - positions[t]);
+    start = start / panel_width * panel_width;
+  }
+};
+inline int64_t first_key(const int32_t* positions, int64_t t) { return positions == nullptr ? 0 : t - positions[t]; }
+
+// row = exp(row - its largest) where a key is visible, from `first` to `keys`; 0 elsewhere up to `end` (a multiple of
+// the panel width).
 template <class A>
 struct RowSum {
   A largest, sum;
 };
 template <class A>
-RowSum<A> exponentiate_row(A* row, int64_t keys, int64_t end) {
+RowSum<A> exponentiate_row(A* row, int64_t first, int64_t keys, int64_t end) {
   const int64_t panels = end / panel_width;
-  std::fill(row + keys, row + end, row[0]);  // changes no maximum, and whole vectors are faster than a remainder
+  std::fill(row, row + first, row[first]);  // changes no maximum, and whole vectors are faster than a remainder
+  std::fill(row + keys, row + end, row[first]);
   A lanes[panel_width];
-  std::fill(lanes, lanes + panel_width, row[0]);
+  std::fill(lanes, lanes + panel_width, row[first]);
   for (int64_t j = 0; j < panels; ++j)
 #pragma omp simd
     for (int64_t l = 0; l < panel_width; ++l)
@@ -106,6 +120,7 @@ RowSum<A> exponentiate_row(A* row, int64_t keys, int64_t end) {
   const A largest = *std::max_element(lanes, lanes + panel_width);
 #pragma omp simd
   for (int64_t j = 0; j < panels * panel_width; ++j) row[j] = exponential(row[j] - largest);
+  std::fill(row, row + first, A(0));
   std::fill(row + keys, row + end, A(0));
   A sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -113,15 +128,17 @@ RowSum<A> exponentiate_row(A* row, int64_t keys, int64_t end) {
   return {largest, sum};
 }
 
-// p = exp(p - lse), dp = p * (dp - delta): P and dS out of the scores and dP; 0 behind the visible keys.
+// p = exp(p - lse), dp = p * (dp - delta): P and dS out of the scores and dP; 0 where no key is visible.
 template <class A>
-void score_gradient_row(A* p, A* dp, A lse, A delta, int64_t keys, int64_t end) {
+void score_gradient_row(A* p, A* dp, A lse, A delta, int64_t first, int64_t keys, int64_t end) {
   const int64_t panels = end / panel_width;
 #pragma omp simd
   for (int64_t j = 0; j < panels * panel_width; ++j) {
     p[j] = exponential(p[j] - lse);
     dp[j] = p[j] * (dp[j] - delta);
   }
+  std::fill(p, p + first, A(0));
+  std::fill(dp, dp + first, A(0));
   std::fill(p + keys, p + end, A(0));
   std::fill(dp + keys, dp + end, A(0));
 }
@@ -139,7 +156,8 @@ inline int64_t attention_backward_scratch(const AttentionShape& s, int threads) 
 // Each (sequence, query head) is one thread's work; the heads of a group follow each other and share the packed K and
 // V.
 template <class T, class A = accumulator_t<T>>
-void attention_forward(T* out, A* lse, const T* qkv, A* scratch, const AttentionShape& s, int threads) {
+void attention_forward(T* out, A* lse, const T* qkv, const int32_t* positions, A* scratch, const AttentionShape& s,
+                       int threads) {
   using namespace detail;
   const AttentionLayout l(s);
   const A scale = A(1) / std::sqrt(static_cast<A>(s.D));
@@ -153,24 +171,26 @@ void attention_forward(T* out, A* lse, const T* qkv, A* scratch, const Attention
     for (int64_t task = 0; task < s.B * s.Hq; ++task) {
       const int64_t b = task / s.Hq, h = task % s.Hq, hk = h / l.group;
       const T* tokens = qkv + b * s.T * l.qkv_stride;
+      const int32_t* places = positions == nullptr ? nullptr : positions + b * s.T;
       if (packed != b * s.Hkv + hk) {
         panels_of_transposed(k_t, tokens + l.k_offset + hk * s.D, l.qkv_stride, s.D, s.T);
         panels_of(v, tokens + l.v_offset + hk * s.D, l.qkv_stride, s.T, s.D);
         packed = b * s.Hkv + hk;
       }
       for (int64_t begin = 0; begin < s.T; begin += attention_rows) {
-        const int64_t n = std::min(attention_rows, s.T - begin), visible = begin + n,
-                      end = round_up(visible, panel_width);
+        const int64_t n = std::min(attention_rows, s.T - begin);
+        const auto [start, visible, end] = KeyRange(places, begin, n);
         T* out_block = out + (b * s.T + begin) * l.out_stride + h * s.D;
         load_block(q, l.D_padded, tokens + begin * l.qkv_stride + h * s.D, l.qkv_stride, n, s.D, scale);
-        multiply_panels(p, l.T_padded, q, l.D_padded, k_t, s.D, n, end, s.D);
+        multiply_panels(p, l.T_padded, q, l.D_padded, k_t + start * s.D, s.D, n, end - start, s.D);
         A sums[attention_rows];
         for (int64_t i = 0; i < n; ++i) {
-          const auto [largest, sum] = exponentiate_row(p + i * l.T_padded, begin + i + 1, end);
+          const auto [largest, sum] = exponentiate_row(p + i * l.T_padded, first_key(places, begin + i) - start,
+                                                       begin + i + 1 - start, end - start);
           lse[(b * s.Hq + h) * s.T + begin + i] = largest + std::log(sum);
           sums[i] = sum;
         }
-        multiply_panels(o, l.D_padded, p, l.T_padded, v, s.T, n, l.D_padded, visible);
+        multiply_panels(o, l.D_padded, p, l.T_padded, v + start * panel_width, s.T, n, l.D_padded, visible - start);
         for (int64_t i = 0; i < n; ++i) {
           const A inverse = A(1) / sums[i];
 #pragma omp simd
@@ -186,8 +206,8 @@ void attention_forward(T* out, A* lse, const T* qkv, A* scratch, const Attention
 // Each (sequence, key-value head) is one thread's work; the query heads of a group add to dK and dV one after the
 // other.
 template <class T, class A = accumulator_t<T>>
-void attention_backward(T* dqkv, const T* dout, const T* out, const T* qkv, const A* lse, A* scratch,
-                        const AttentionShape& s, int threads) {
+void attention_backward(T* dqkv, const T* dout, const T* out, const T* qkv, const A* lse, const int32_t* positions,
+                        A* scratch, const AttentionShape& s, int threads) {
   using namespace detail;
   const AttentionLayout l(s);
   const A scale = A(1) / std::sqrt(static_cast<A>(s.D));
@@ -202,6 +222,7 @@ void attention_backward(T* dqkv, const T* dout, const T* out, const T* qkv, cons
       A *p = cursor.take(l.scores()), *dp = cursor.take(l.scores());
       const T* tokens = qkv + b * s.T * l.qkv_stride;
       T* dtokens = dqkv + b * s.T * l.qkv_stride;
+      const int32_t* places = positions == nullptr ? nullptr : positions + b * s.T;
       panels_of_transposed(k_t, tokens + l.k_offset + hk * s.D, l.qkv_stride, s.D, s.T);
       panels_of_transposed(v_t, tokens + l.v_offset + hk * s.D, l.qkv_stride, s.D, s.T);
       panels_of(k, tokens + l.k_offset + hk * s.D, l.qkv_stride, s.T, s.D);
@@ -209,24 +230,25 @@ void attention_backward(T* dqkv, const T* dout, const T* out, const T* qkv, cons
       std::fill(dv, dv + l.rows_panels(), A(0));
       for (int64_t h = hk * l.group; h < (hk + 1) * l.group; ++h)
         for (int64_t begin = 0; begin < s.T; begin += attention_rows) {
-          const int64_t n = std::min(attention_rows, s.T - begin), visible = begin + n,
-                        end = round_up(visible, panel_width);
+          const int64_t n = std::min(attention_rows, s.T - begin);
+          const auto [start, visible, end] = KeyRange(places, begin, n);
           const int64_t block = (b * s.T + begin) * l.out_stride + h * s.D;
           load_block(q, l.D_padded, tokens + begin * l.qkv_stride + h * s.D, l.qkv_stride, n, s.D, scale);
           load_block(g, l.D_padded, dout + block, l.out_stride, n, s.D);
-          multiply_panels(p, l.T_padded, q, l.D_padded, k_t, s.D, n, end, s.D);
-          multiply_panels(dp, l.T_padded, g, l.D_padded, v_t, s.D, n, end, s.D);
+          multiply_panels(p, l.T_padded, q, l.D_padded, k_t + start * s.D, s.D, n, end - start, s.D);
+          multiply_panels(dp, l.T_padded, g, l.D_padded, v_t + start * s.D, s.D, n, end - start, s.D);
           for (int64_t i = 0; i < n; ++i) {
             A delta = 0;
 #pragma omp simd reduction(+ : delta)
             for (int64_t d = 0; d < s.D; ++d)
               delta += g[i * l.D_padded + d] * static_cast<A>(out[block + i * l.out_stride + d]);
             score_gradient_row(p + i * l.T_padded, dp + i * l.T_padded, lse[(b * s.Hq + h) * s.T + begin + i], delta,
-                               begin + i + 1, end);
+                               first_key(places, begin + i) - start, begin + i + 1 - start, end - start);
           }
-          add_outer_products(dv, s.T, p, l.T_padded, g, l.D_padded, visible, l.D_padded, n);
-          add_outer_products(dk, s.T, dp, l.T_padded, q, l.D_padded, visible, l.D_padded, n);  // q is scaled
-          multiply_panels(dq, l.D_padded, dp, l.T_padded, k, s.T, n, l.D_padded, visible);
+          const int64_t keys = visible - start, skipped = start * panel_width;
+          add_outer_products(dv + skipped, s.T, p, l.T_padded, g, l.D_padded, keys, l.D_padded, n);
+          add_outer_products(dk + skipped, s.T, dp, l.T_padded, q, l.D_padded, keys, l.D_padded, n);  // q is scaled
+          multiply_panels(dq, l.D_padded, dp, l.T_padded, k + skipped, s.T, n, l.D_padded, keys);
           for (int64_t i = 0; i < n; ++i)
 #pragma omp simd
             for (int64_t d = 0; d < s.D; ++d)
@@ -235,6 +257,50 @@ void attention_backward(T* dqkv, const T* dout, const T* out, const T* qkv, cons
       store_panels(dtokens + l.k_offset + hk * s.D, l.qkv_stride, dk, s.T, s.D);
       store_panels(dtokens + l.v_offset + hk * s.D, l.qkv_stride, dv, s.T, s.D);
     }
+}
+
+// A few new rows against the keys and values of all rows up to them. qkv (T, (Hq + 2 Hkv) D): rows begin to begin + T
+// of a sequence, whose keys and values are the last rows of cache (begin + T, 2 Hkv D). Each query head is one thread's
+// work.
+inline int64_t attention_cached_scratch(const AttentionShape& s, int64_t begin, int threads) {
+  return threads * (s.D + begin + s.T);
+}
+template <class T, class A = accumulator_t<T>>
+void attention_cached(T* out, const T* qkv, const T* cache, A* scratch, int64_t begin, const AttentionShape& s,
+                      int threads) {
+  const int64_t group = s.Hq / s.Hkv, kv_stride = 2 * s.Hkv * s.D;
+  const A scale = A(1) / std::sqrt(static_cast<A>(s.D));
+  const int64_t scratch_of_thread = attention_cached_scratch(s, begin, 1);
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+  for (int64_t t = 0; t < s.T; ++t)
+    for (int64_t h = 0; h < s.Hq; ++h) {
+      A *sums = scratch + omp_get_thread_num() * scratch_of_thread, *p = sums + s.D;
+      const T* q = qkv + t * (s.Hq + 2 * s.Hkv) * s.D + h * s.D;
+      const T *k = cache + h / group * s.D, *v = k + s.Hkv * s.D;
+      const int64_t keys = begin + t + 1;
+      for (int64_t j = 0; j < keys; ++j) {
+        A score = 0;
+#pragma omp simd reduction(+ : score)
+        for (int64_t d = 0; d < s.D; ++d) score += static_cast<A>(q[d]) * static_cast<A>(k[j * kv_stride + d]);
+        p[j] = score * scale;
+      }
+      const A largest = *std::max_element(p, p + keys);
+      A sum = 0;
+      for (int64_t j = 0; j < keys; ++j) sum += p[j] = exponential(p[j] - largest);
+      T* o = out + (t * s.Hq + h) * s.D;
+      std::fill(sums, sums + s.D, A(0));
+      for (int64_t j = 0; j < keys; ++j)
+#pragma omp simd
+        for (int64_t d = 0; d < s.D; ++d) sums[d] += p[j] * static_cast<A>(v[j * kv_stride + d]);
+      for (int64_t d = 0; d < s.D; ++d) store(o[d], sums[d] / sum);
+    }
+}
+
+// The keys and values of new rows = rows of the cache.
+template <class T>
+void cache_append(T* cache_rows, const T* qkv, const AttentionShape& s) {
+  const int64_t row = (s.Hq + 2 * s.Hkv) * s.D, kept = 2 * s.Hkv * s.D;
+  for (int64_t t = 0; t < s.T; ++t) std::copy(qkv + t * row + s.Hq * s.D, qkv + (t + 1) * row, cache_rows + t * kept);
 }
 
 }  // namespace llmc::cpu

@@ -1,4 +1,4 @@
-// embedding.h: token plus position embedding. Contracts: ops/ops.h.
+// embedding.h: token embedding, plus position embedding where a model has one. Contracts: ops/ops.h.
 #pragma once
 #include "ops/cpu/simd.h"
 
@@ -11,6 +11,10 @@ void embedding_forward(T* out, const int32_t* tokens, const int32_t* positions, 
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < N; ++n) {
     const T* token = wte + tokens[n] * C;
+    if (wpe == nullptr) {
+      std::copy(token, token + C, out + n * C);
+      continue;
+    }
     const T* position = wpe + positions[n] * C;
 #pragma omp simd
     for (int64_t c = 0; c < C; ++c) store(out[n * C + c], static_cast<A>(token[c]) + static_cast<A>(position[c]));
@@ -28,12 +32,12 @@ void embedding_backward(G* dwte, G* dwpe, const T* dout, const int32_t* tokens, 
     const int64_t begin = block * columns, end = std::min(C, begin + columns);
     for (int64_t n = 0; n < N; ++n) {
       G* token = dwte + tokens[n] * C;
+#pragma omp simd
+      for (int64_t c = begin; c < end; ++c) token[c] += static_cast<G>(dout[n * C + c]);
+      if (dwpe == nullptr) continue;
       G* position = dwpe + positions[n] * C;
 #pragma omp simd
-      for (int64_t c = begin; c < end; ++c) {
-        token[c] += static_cast<G>(dout[n * C + c]);
-        position[c] += static_cast<G>(dout[n * C + c]);
-      }
+      for (int64_t c = begin; c < end; ++c) position[c] += static_cast<G>(dout[n * C + c]);
     }
   }
 }

@@ -1,0 +1,248 @@
+// hf_config.h: Hugging Face's config.json, both ways, and --model: a preset or a directory that has one. A value that
+// this program would compute differently is refused by name.
+#pragma once
+#include <array>
+#include <charconv>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/files.h"
+#include "model/presets.h"
+
+namespace llmc {
+
+namespace detail {
+
+// Reads fields of one config.json; a field that is missing or null has the default that transformers gives it.
+struct HfFields {
+  const nlohmann::json& json;
+  const std::string& file;
+
+  nlohmann::json get(const char* field, const nlohmann::json& fallback) const {
+    return json.contains(field) && !json[field].is_null() ? json[field] : fallback;
+  }
+  void expect(const char* field, const nlohmann::json& supported) const {
+    const nlohmann::json found = get(field, supported);
+    CHECK(found == supported, "{}: \"{}\" is {}, supported is {}", file, field, found.dump(), supported.dump());
+  }
+  int64_t integer(const char* field, const nlohmann::json& fallback) const {
+    const nlohmann::json found = get(field, fallback);
+    CHECK(found.is_number_integer() && found > 0 && found < (int64_t{1} << 40),
+          "{}: \"{}\" is {}, expected a positive whole number", file, field, found.dump());
+    return found.get<int64_t>();
+  }
+  double real(const char* field, const nlohmann::json& fallback) const {
+    const nlohmann::json found = get(field, fallback);
+    CHECK(found.is_number() && found >= 0, "{}: \"{}\" is {}, expected a number", file, field, found.dump());
+    return found.get<double>();
+  }
+  bool flag(const char* field, bool fallback) const {
+    const nlohmann::json found = get(field, fallback);
+    CHECK(found.is_boolean(), "{}: \"{}\" is {}, expected true or false", file, field, found.dump());
+    return found.get<bool>();
+  }
+};
+
+inline void read_gpt2(ModelConfig& c, const HfFields& f) {
+  f.expect("activation_function", "gelu_new");
+  f.expect("scale_attn_weights", true);
+  f.expect("scale_attn_by_inverse_layer_idx", false);
+  f.expect("reorder_and_upcast_attn", false);
+  f.expect("add_cross_attention", false);
+  c.n_layer = f.integer("n_layer", 12);
+  c.n_head = c.n_kv_head = f.integer("n_head", 12);
+  c.n_embd = f.integer("n_embd", 768);
+  c.n_ffn = f.integer("n_inner", 4 * c.n_embd);
+  c.vocab_size = f.integer("vocab_size", 50257);
+  c.n_positions = f.integer("n_positions", 1024);
+  c.tied = f.flag("tie_word_embeddings", true);
+  c.norm_eps = static_cast<float>(f.real("layer_norm_epsilon", 1e-5));
+  CHECK(c.n_embd % c.n_head == 0, "{}: \"n_head\" {} does not divide \"n_embd\" {}", f.file, c.n_head, c.n_embd);
+  c.head_size = c.n_embd / c.n_head;
+}
+
+// transformers 5 keeps theta and scaling in "rope_parameters"; before, they were "rope_theta" and "rope_scaling".
+inline Rotary read_rotary(const HfFields& f) {
+  const nlohmann::json parameters = f.get("rope_parameters", f.get("rope_scaling", nlohmann::json::object()));
+  CHECK(parameters.is_object(), "{}: \"rope_parameters\" is {}, expected an object", f.file, parameters.dump());
+  const HfFields p{parameters, f.file};
+  Rotary rotary;
+  rotary.theta = p.real("rope_theta", f.real("rope_theta", 10000.0));
+  const nlohmann::json type = p.get("rope_type", p.get("type", "default"));
+  rotary.scaled = type == "llama3";
+  CHECK(rotary.scaled || type == "default", "{}: \"rope_type\" is {}, supported are \"default\" and \"llama3\"", f.file,
+        type.dump());
+  CHECK(rotary.theta > 0, "{}: \"rope_theta\" is {}, expected a positive number", f.file, rotary.theta);
+  p.expect("partial_rotary_factor", 1.0);
+  if (!rotary.scaled) return rotary;
+  for (const char* field : {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
+    CHECK(parameters.contains(field), "{}: rotary scaling of type llama3 has no \"{}\"", f.file, field);
+  rotary.scaling = {.factor = p.real("factor", 0),
+                    .low_freq_factor = p.real("low_freq_factor", 0),
+                    .high_freq_factor = p.real("high_freq_factor", 0),
+                    .original_positions = p.real("original_max_position_embeddings", 0)};
+  CHECK(rotary.scaling.factor >= 1 && rotary.scaling.high_freq_factor > rotary.scaling.low_freq_factor &&
+            rotary.scaling.low_freq_factor > 0,
+        "{}: rotary scaling needs factor >= 1 and high_freq_factor > low_freq_factor > 0; it is {}", f.file,
+        parameters.dump());
+  return rotary;
+}
+
+// Llama, Qwen2 and Qwen3 use the same fields.
+inline void read_llama_like(ModelConfig& c, const HfFields& f) {
+  const std::string type = c.family.model_type;
+  const bool qwen3 = type == "qwen3";
+  f.expect("hidden_act", "silu");
+  if (type != "qwen2") f.expect("attention_bias", false);
+  f.expect("mlp_bias", false);
+  f.expect("use_sliding_window", false);
+  f.expect("pretraining_tp", 1);
+  for (const nlohmann::json& layer : f.get("layer_types", nlohmann::json::array()))
+    CHECK(layer == "full_attention", "{}: \"layer_types\" has {}, supported is \"full_attention\"", f.file,
+          layer.dump());
+  c.n_layer = f.integer("num_hidden_layers", 32);
+  c.n_head = f.integer("num_attention_heads", 32);
+  c.n_kv_head = f.integer("num_key_value_heads", type == "llama" ? nlohmann::json(c.n_head) : nlohmann::json(32));
+  c.n_embd = f.integer("hidden_size", 4096);
+  c.n_ffn = f.integer("intermediate_size", type == "llama" ? 11008 : 22016);
+  c.vocab_size = f.integer("vocab_size", type == "llama" ? 32000 : 151936);
+  c.n_positions = f.integer("max_position_embeddings", type == "llama" ? 2048 : 32768);
+  c.tied = f.flag("tie_word_embeddings", false);
+  c.norm_eps = static_cast<float>(f.real("rms_norm_eps", 1e-6));
+  c.rotary = read_rotary(f);
+  const bool given = !f.get("head_dim", nullptr).is_null();
+  CHECK(given || qwen3 || c.n_embd % c.n_head == 0, "{}: \"num_attention_heads\" {} does not divide \"hidden_size\" {}",
+        f.file, c.n_head, c.n_embd);
+  c.head_size = f.integer("head_dim", qwen3 ? 128 : std::max<int64_t>(1, c.n_embd / c.n_head));
+}
+
+}  // namespace detail
+
+inline ModelConfig config_from_hf(const nlohmann::json& json, const std::string& file) {
+  CHECK(json.is_object(), "{}: expected a JSON object", file);
+  const nlohmann::json type = json.value("model_type", nlohmann::json());
+  const std::optional<Family> family = type.is_string() ? find_family(type.get<std::string>()) : std::nullopt;
+  CHECK(family, "{}: \"model_type\" is {}, supported are {}", file, type.dump(), family_names());
+  const detail::HfFields fields{json, file};
+  ModelConfig c;
+  c.family = *family;
+  if (c.family.positions == Positions::learned) detail::read_gpt2(c, fields);
+  else detail::read_llama_like(c, fields);
+  c.init_std = static_cast<float>(fields.real("initializer_range", 0.02));
+  if (json.contains("bos_token_id")) c.bos_token_id = json["bos_token_id"].dump();
+  if (json.contains("eos_token_id")) c.eos_token_id = json["eos_token_id"].dump();
+  return c;
+}
+
+// The end-of-text token of the vocabularies that are known by their size: GPT-2's, bytes, Llama 3's, Qwen's, SmolLM2's.
+inline std::optional<int64_t> end_of_text_of(int64_t vocab_size) {
+  switch (vocab_size) {
+    case 257: return 256;
+    case 50257: return 50256;
+    case 128256: return 128001;
+    case 151936:
+    case 152064: return 151643;
+    case 49152: return 0;
+    default: return std::nullopt;
+  }
+}
+
+// config.json as transformers reads it; `dtype` is that of the weights beside it.
+inline nlohmann::ordered_json config_to_hf(const ModelConfig& c, DType dtype) {
+  const std::optional<int64_t> known = end_of_text_of(c.vocab_size);
+  auto special_token = [&](const std::string& kept) {
+    if (!kept.empty()) return nlohmann::ordered_json::parse(kept);
+    return known ? nlohmann::ordered_json(*known) : nlohmann::ordered_json();
+  };
+  auto shortest = [](float x) {  // the decimal number with the fewest digits that is this one
+    std::array<char, 64> digits;
+    return std::stod(std::string(digits.data(), std::to_chars(digits.data(), digits.data() + digits.size(), x).ptr));
+  };
+  nlohmann::ordered_json json = {{"architectures", {c.family.architecture}},
+                                 {"model_type", c.family.model_type},
+                                 {"bos_token_id", special_token(c.bos_token_id)},
+                                 {"eos_token_id", special_token(c.eos_token_id)},
+                                 {"initializer_range", shortest(c.init_std)},
+                                 {"tie_word_embeddings", c.tied},
+                                 {"torch_dtype", dtype == DType::bf16 ? "bfloat16" : "float32"},
+                                 {"vocab_size", c.vocab_size}};
+  if (c.family.positions == Positions::learned) {
+    json.update({{"activation_function", "gelu_new"},
+                 {"attn_pdrop", 0.0},
+                 {"embd_pdrop", 0.0},
+                 {"resid_pdrop", 0.0},
+                 {"layer_norm_epsilon", shortest(c.norm_eps)},
+                 {"n_ctx", c.n_positions},
+                 {"n_embd", c.n_embd},
+                 {"n_head", c.n_head},
+                 {"n_inner", c.n_ffn},
+                 {"n_layer", c.n_layer},
+                 {"n_positions", c.n_positions}});
+    return json;
+  }
+  json.update({{"attention_bias", c.family.biases == Biases::qkv},
+               {"attention_dropout", 0.0},
+               {"head_dim", c.head_size},
+               {"hidden_act", "silu"},
+               {"hidden_size", c.n_embd},
+               {"intermediate_size", c.n_ffn},
+               {"max_position_embeddings", c.n_positions},
+               {"mlp_bias", false},
+               {"num_attention_heads", c.n_head},
+               {"num_hidden_layers", c.n_layer},
+               {"num_key_value_heads", c.n_kv_head},
+               {"rms_norm_eps", shortest(c.norm_eps)},
+               {"rope_theta", c.rotary.theta},
+               {"rope_scaling", nullptr},
+               {"use_sliding_window", false}});
+  if (c.family.biases == Biases::qkv) json.erase("attention_bias");  // Qwen2 has no such field: it always has them
+  if (c.rotary.scaled)
+    json["rope_scaling"] = {
+        {"rope_type", "llama3"},
+        {"factor", c.rotary.scaling.factor},
+        {"low_freq_factor", c.rotary.scaling.low_freq_factor},
+        {"high_freq_factor", c.rotary.scaling.high_freq_factor},
+        {"original_max_position_embeddings", static_cast<int64_t>(c.rotary.scaling.original_positions)}};
+  return json;
+}
+
+// Overrides of single numbers, from --n-layer and its siblings.
+struct ModelOverrides {
+  std::optional<int64_t> n_layer, n_head, n_kv_head, n_embd, n_ffn, vocab_size;
+};
+
+// A preset or a directory with config.json, then the overrides. A feed-forward layer that is not given keeps its
+// proportion to the channels, key-value heads theirs to the heads, and heads share the channels.
+inline ModelConfig resolve_model(const std::string& model, const ModelOverrides& o) {
+  const std::optional<ModelConfig> preset = model_preset(model);
+  ModelConfig c;
+  if (preset) {
+    c = *preset;
+  } else {
+    const std::string file = model + "/config.json";
+    CHECK(std::filesystem::exists(file), "--model {}: neither a preset ({}) nor a directory with a config.json", model,
+          preset_names());
+    const nlohmann::json json = nlohmann::json::parse(read_text(file), nullptr, false);
+    CHECK(!json.is_discarded(), "{}: not valid JSON; expected a Hugging Face config.json", file);
+    c = config_from_hf(json, file);
+  }
+  if (o.n_layer) c.n_layer = *o.n_layer;
+  if (o.n_head && !o.n_kv_head) c.n_kv_head = c.n_kv_head == c.n_head ? *o.n_head : c.n_kv_head;
+  if (o.n_kv_head) c.n_kv_head = *o.n_kv_head;
+  if (o.n_head) c.n_head = *o.n_head;
+  if (o.n_embd) c.n_ffn = std::max<int64_t>(1, c.n_ffn * *o.n_embd / c.n_embd), c.n_embd = *o.n_embd;
+  if (o.n_ffn) c.n_ffn = *o.n_ffn;
+  if (o.vocab_size) c.vocab_size = *o.vocab_size;
+  if ((o.n_head || o.n_embd) && !c.family.own_head_size) {
+    CHECK(c.n_embd % c.n_head == 0, "--n-head {} does not divide --n-embd {}: use one of {}", c.n_head, c.n_embd,
+          divisors(c.n_embd));
+    c.head_size = c.n_embd / c.n_head;
+  }
+  validate_model(c);
+  return c;
+}
+
+}  // namespace llmc

@@ -1,0 +1,108 @@
+// presets.h: the published shapes, by name.
+#pragma once
+#include <optional>
+#include <string>
+
+#include "model/config.h"
+
+namespace llmc {
+
+struct Preset {
+  const char* name;
+  const char* family;
+  int64_t n_layer, n_head, n_kv_head, head_size, n_embd, n_ffn, vocab_size, n_positions;
+  bool tied;
+  float norm_eps;
+  double theta;          // of rotary positions; 0: learned ones
+  double rotary_factor;  // of Llama 3's scaling; 0: none
+  double parameters;     // as published
+};
+inline constexpr Preset presets[] = {
+    // clang-format off
+    // Radford et al. 2019; the weights that were published have these counts.
+    {"gpt2:124M",  "gpt2", 12, 12, 12, 64,  768, 3072, 50257, 1024, true, 1e-5f, 0, 0, 124'439'808},
+    {"gpt2:350M",  "gpt2", 24, 16, 16, 64, 1024, 4096, 50257, 1024, true, 1e-5f, 0, 0, 354'823'168},
+    {"gpt2:774M",  "gpt2", 36, 20, 20, 64, 1280, 5120, 50257, 1024, true, 1e-5f, 0, 0, 774'030'080},
+    {"gpt2:1558M", "gpt2", 48, 25, 25, 64, 1600, 6400, 50257, 1024, true, 1e-5f, 0, 0, 1'557'611'200},
+    // Brown et al. 2020, table 2.1; XL and 13B with head counts and channels that divide.
+    {"gpt3:125M", "gpt2", 12, 12, 12,  64,  768,  3072, 50257, 2048, true, 1e-5f, 0, 0, 125e6},
+    {"gpt3:350M", "gpt2", 24, 16, 16,  64, 1024,  4096, 50257, 2048, true, 1e-5f, 0, 0, 350e6},
+    {"gpt3:760M", "gpt2", 24, 16, 16,  96, 1536,  6144, 50257, 2048, true, 1e-5f, 0, 0, 760e6},
+    {"gpt3:1.3B", "gpt2", 24, 16, 16, 128, 2048,  8192, 50257, 2048, true, 1e-5f, 0, 0, 1.3e9},
+    {"gpt3:2.7B", "gpt2", 32, 32, 32,  80, 2560, 10240, 50257, 2048, true, 1e-5f, 0, 0, 2.7e9},
+    {"gpt3:6.7B", "gpt2", 32, 32, 32, 128, 4096, 16384, 50257, 2048, true, 1e-5f, 0, 0, 6.7e9},
+    {"gpt3:13B",  "gpt2", 40, 40, 40, 128, 5120, 20480, 50257, 2048, true, 1e-5f, 0, 0, 13e9},
+    // Touvron et al. 2023; Llama 3.1 (8B and above) and 3.2 (1B and 3B), Meta 2024. Counts of the published weights.
+    {"llama2:7B",   "llama",  32,  32, 32, 128,  4096, 11008,  32000,   4096, false, 1e-5f, 1e4,  0,   6'738'415'616},
+    {"llama2:13B",  "llama",  40,  40, 40, 128,  5120, 13824,  32000,   4096, false, 1e-5f, 1e4,  0,  13'015'864'320},
+    {"llama2:70B",  "llama",  80,  64,  8, 128,  8192, 28672,  32000,   4096, false, 1e-5f, 1e4,  0,  68'976'648'192},
+    {"llama3:1B",   "llama",  16,  32,  8,  64,  2048,  8192, 128256, 131072, true,  1e-5f, 5e5, 32,   1'235'814'400},
+    {"llama3:3B",   "llama",  28,  24,  8, 128,  3072,  8192, 128256, 131072, true,  1e-5f, 5e5, 32,   3'212'749'824},
+    {"llama3:8B",   "llama",  32,  32,  8, 128,  4096, 14336, 128256, 131072, false, 1e-5f, 5e5,  8,   8'030'261'248},
+    {"llama3:70B",  "llama",  80,  64,  8, 128,  8192, 28672, 128256, 131072, false, 1e-5f, 5e5,  8,  70'553'706'496},
+    {"llama3:405B", "llama", 126, 128,  8, 128, 16384, 53248, 128256, 131072, false, 1e-5f, 5e5,  8, 405'853'388'800},
+    // Qwen team 2024.
+    {"qwen2.5:0.5B", "qwen2", 24, 14, 2,  64,  896,  4864, 151936,  32768, true,  1e-6f, 1e6, 0,    494'032'768},
+    {"qwen2.5:1.5B", "qwen2", 28, 12, 2, 128, 1536,  8960, 151936, 131072, true,  1e-6f, 1e6, 0,  1'543'714'304},
+    {"qwen2.5:3B",   "qwen2", 36, 16, 2, 128, 2048, 11008, 151936,  32768, true,  1e-6f, 1e6, 0,  3'085'938'688},
+    {"qwen2.5:7B",   "qwen2", 28, 28, 4, 128, 3584, 18944, 152064, 131072, false, 1e-6f, 1e6, 0,  7'615'616'512},
+    {"qwen2.5:14B",  "qwen2", 48, 40, 8, 128, 5120, 13824, 152064, 131072, false, 1e-5f, 1e6, 0, 14'770'033'664},
+    {"qwen2.5:32B",  "qwen2", 64, 40, 8, 128, 5120, 27648, 152064, 131072, false, 1e-5f, 1e6, 0, 32'763'876'352},
+    {"qwen2.5:72B",  "qwen2", 80, 64, 8, 128, 8192, 29568, 152064, 131072, false, 1e-5f, 1e6, 0, 72'706'203'648},
+    // Qwen team 2025, the base models.
+    {"qwen3:0.6B", "qwen3", 28, 16, 8, 128, 1024,  3072, 151936, 32768, true,  1e-6f, 1e6, 0,    596'049'920},
+    {"qwen3:1.7B", "qwen3", 28, 16, 8, 128, 2048,  6144, 151936, 32768, true,  1e-6f, 1e6, 0,  1'720'574'976},
+    {"qwen3:4B",   "qwen3", 36, 32, 8, 128, 2560,  9728, 151936, 32768, true,  1e-6f, 1e6, 0,  4'022'468'096},
+    {"qwen3:8B",   "qwen3", 36, 32, 8, 128, 4096, 12288, 151936, 32768, false, 1e-6f, 1e6, 0,  8'190'735'360},
+    {"qwen3:14B",  "qwen3", 40, 40, 8, 128, 5120, 17408, 151936, 32768, false, 1e-6f, 1e6, 0, 14'768'307'200},
+    {"qwen3:32B",  "qwen3", 64, 64, 8, 128, 5120, 25600, 151936, 40960, false, 1e-6f, 1e6, 0, 32'762'123'264},
+    // Ben Allal et al. 2025.
+    {"smollm2:135M", "llama", 30,  9,  3, 64,  576, 1536, 49152, 8192, true, 1e-5f, 1e5,   0,   134'515'008},
+    {"smollm2:360M", "llama", 32, 15,  5, 64,  960, 2560, 49152, 8192, true, 1e-5f, 1e5,   0,   361'821'120},
+    {"smollm2:1.7B", "llama", 24, 32, 32, 64, 2048, 8192, 49152, 8192, true, 1e-5f, 1.3e5, 0, 1'711'376'384},
+    // clang-format on
+};
+
+inline std::string preset_names() {
+  std::string names;
+  for (const Preset& p : presets) names += std::string(p.name) + ", ";
+  return names + "d<N> such as d12";
+}
+
+inline ModelConfig config_of(const Preset& p) {
+  ModelConfig c;
+  c.family = *find_family(p.family);
+  c.n_layer = p.n_layer;
+  c.n_head = p.n_head;
+  c.n_kv_head = p.n_kv_head;
+  c.head_size = p.head_size;
+  c.n_embd = p.n_embd;
+  c.n_ffn = p.n_ffn;
+  c.vocab_size = p.vocab_size;
+  c.n_positions = p.n_positions;
+  c.tied = p.tied;
+  c.norm_eps = p.norm_eps;
+  if (p.theta > 0) c.rotary.theta = p.theta;
+  c.rotary.scaled = p.rotary_factor > 0;
+  if (c.rotary.scaled) c.rotary.scaling.factor = p.rotary_factor;
+  return c;
+}
+
+// A published shape, or "d<N>": GPT-2 with N layers, N heads, C = 64 N. None: not a preset (perhaps a directory).
+inline std::optional<ModelConfig> model_preset(const std::string& name) {
+  for (const Preset& p : presets)
+    if (name == p.name) return config_of(p);
+  if (name.size() > 1 && name.size() <= 4 && name[0] == 'd' &&
+      name.find_first_not_of("0123456789", 1) == std::string::npos) {
+    const int64_t depth = std::stoll(name.substr(1));
+    CHECK(depth > 0, "--model {}: the depth must be at least 1", name);
+    ModelConfig c;
+    c.n_layer = c.n_head = c.n_kv_head = depth;
+    c.n_embd = 64 * depth;
+    c.n_ffn = 4 * c.n_embd;
+    return c;
+  }
+  return std::nullopt;
+}
+
+}  // namespace llmc

@@ -1,0 +1,106 @@
+// rmsnorm.h: Zhang & Sennrich 2019, of whole rows and of the query and key heads (Henry et al. 2020; Qwen3). Statistics
+// in fp32. Contracts: ops/ops.h.
+#pragma once
+#include "ops/cpu/attention.h"
+
+namespace llmc::cpu {
+
+namespace detail {
+
+// out = x rstd weight; returns rstd.
+template <class T, class A = accumulator_t<T>>
+A rmsnorm_row(T* out, const T* x, const T* weight, float eps, int64_t C) {
+  A squares = 0;
+#pragma omp simd reduction(+ : squares)
+  for (int64_t c = 0; c < C; ++c) squares += static_cast<A>(x[c]) * static_cast<A>(x[c]);
+  const A r = A(1) / std::sqrt(squares / static_cast<A>(C) + static_cast<A>(eps));
+#pragma omp simd
+  for (int64_t c = 0; c < C; ++c) store(out[c], static_cast<A>(x[c]) * r * static_cast<A>(weight[c]));
+  return r;
+}
+
+// dx = or +=, dweight +=; dx may be dout.
+template <class T, class A = accumulator_t<T>>
+void rmsnorm_row_backward(T* dx, A* dweight, const T* dout, const T* x, const T* weight, A r, int64_t C,
+                          Accumulate accumulate_dx) {
+  A sum = 0;  // of g w xhat
+#pragma omp simd reduction(+ : sum)
+  for (int64_t c = 0; c < C; ++c) {
+    const A normalized = static_cast<A>(x[c]) * r, g = static_cast<A>(dout[c]);
+    dweight[c] += g * normalized;
+    sum += g * static_cast<A>(weight[c]) * normalized;
+  }
+  const A mean = sum / static_cast<A>(C);
+  const bool keep = accumulate_dx == Accumulate::yes;
+#pragma omp simd
+  for (int64_t c = 0; c < C; ++c) {
+    const A d = (static_cast<A>(dout[c]) * static_cast<A>(weight[c]) - static_cast<A>(x[c]) * r * mean) * r;
+    store(dx[c], (keep ? static_cast<A>(dx[c]) : A(0)) + d);
+  }
+}
+
+// sum (n) += the partitions' parts, in order.   partials (row_partitions, stride)
+template <class A>
+void add_partials(A* sum, const A* partials, int64_t stride, int64_t n) {
+  for (int64_t part = 0; part < row_partitions; ++part)
+    for (int64_t c = 0; c < n; ++c) sum[c] += partials[part * stride + c];
+}
+
+}  // namespace detail
+
+template <class T, class A = accumulator_t<T>>
+void rmsnorm_forward(T* out, A* rstd, const T* x, const T* weight, float eps, int64_t N, int64_t C) {
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < N; ++n) rstd[n] = detail::rmsnorm_row(out + n * C, x + n * C, weight, eps, C);
+}
+
+// partials: (row_partitions, C)
+template <class T, class A = accumulator_t<T>>
+void rmsnorm_backward(T* dx, A* dweight, A* partials, const T* dout, const T* x, const T* weight, const A* rstd,
+                      int64_t N, int64_t C, Accumulate accumulate_dx) {
+#pragma omp parallel for schedule(static)
+  for (int64_t part = 0; part < row_partitions; ++part) {
+    A* dw = partials + part * C;
+    std::fill(dw, dw + C, A(0));
+    for (int64_t n = partition_begin(N, part); n < partition_begin(N, part + 1); ++n)
+      detail::rmsnorm_row_backward(dx + n * C, dw, dout + n * C, x + n * C, weight, rstd[n], C, accumulate_dx);
+  }
+  detail::add_partials(dweight, partials, C, C);
+}
+
+// Each query and key head of a row by itself; the values are copied.
+template <class T, class A = accumulator_t<T>>
+void qk_norm_forward(T* out, A* rstd, const T* qkv, const T* q_weight, const T* k_weight, float eps,
+                     const AttentionShape& s) {
+  const int64_t normed = s.Hq + s.Hkv, row = (s.Hq + 2 * s.Hkv) * s.D;
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < s.B * s.T; ++n) {
+    for (int64_t h = 0; h < normed; ++h)
+      rstd[n * normed + h] = detail::rmsnorm_row(out + n * row + h * s.D, qkv + n * row + h * s.D,
+                                                 h < s.Hq ? q_weight : k_weight, eps, s.D);
+    std::copy(qkv + n * row + normed * s.D, qkv + (n + 1) * row, out + n * row + normed * s.D);
+  }
+}
+
+// partials: (row_partitions, 2 D)
+template <class T, class A = accumulator_t<T>>
+void qk_norm_backward(T* dqkv, A* dq_weight, A* dk_weight, A* partials, const T* qkv, const T* q_weight,
+                      const T* k_weight, const A* rstd, const AttentionShape& s) {
+  const int64_t normed = s.Hq + s.Hkv, row = (s.Hq + 2 * s.Hkv) * s.D, N = s.B * s.T;
+#pragma omp parallel for schedule(static)
+  for (int64_t part = 0; part < row_partitions; ++part) {
+    A* dw = partials + part * 2 * s.D;
+    std::fill(dw, dw + 2 * s.D, A(0));
+    for (int64_t n = partition_begin(N, part); n < partition_begin(N, part + 1); ++n)
+      for (int64_t h = 0; h < normed; ++h) {
+        T* d = dqkv + n * row + h * s.D;
+        const bool query = h < s.Hq;
+        detail::rmsnorm_row_backward(d, query ? dw : dw + s.D, d, qkv + n * row + h * s.D, query ? q_weight : k_weight,
+                                     rstd[n * normed + h], s.D, Accumulate::no);
+      }
+  }
+  detail::add_partials(dq_weight, partials, 2 * s.D, s.D);
+  detail::add_partials(dk_weight, partials + s.D, 2 * s.D, s.D);
+}
+
+}  // namespace llmc::cpu

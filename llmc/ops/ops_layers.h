@@ -1,0 +1,270 @@
+// ops_layers.h: embedding, norms, linear layers, activations. Conventions: ops.h.
+#pragma once
+#include "ops/cpu/embedding.h"
+#include "ops/cpu/layernorm.h"
+#include "ops/cpu/matmul.h"
+#include "ops/cpu/rmsnorm.h"
+#include "ops/cpu/swiglu.h"
+#include "ops/ops_memory.h"
+
+namespace llmc {
+
+// out (N, C) = wte[tokens] + wpe[positions].   tokens, positions (N) int32; wte (V, C); wpe (P, C), or an empty tensor
+inline void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, Stream& stream) {
+  const int64_t N = out.shape[0], C = out.shape[1];
+  CHECK_TENSOR(tokens, DType::int32, N);
+  CHECK_TENSOR(positions, DType::int32, N);
+  CHECK_TENSOR(wte, out.dtype, wte.shape[0], C);
+  if (!wpe.empty()) CHECK_TENSOR(wpe, out.dtype, wpe.shape[0], C);
+  stream.run({"embedding_forward", 0, 3 * detail::bytes_of({out})}, {out}, [=] {
+    with_type(out.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      cpu::embedding_forward(out.data<X>(), tokens.data<int32_t>(), positions.data<int32_t>(), wte.data<X>(),
+                             wpe.empty() ? nullptr : wpe.data<X>(), N, C);
+    });
+  });
+}
+
+// dwte[tokens] += dout, dwpe[positions] += dout (dwpe may be empty), in the order of the rows.
+inline void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, Stream& stream) {
+  const int64_t N = dout.shape[0], C = dout.shape[1];
+  const DType grad = accumulator_of(dout.dtype);
+  CHECK_TENSOR(tokens, DType::int32, N);
+  CHECK_TENSOR(positions, DType::int32, N);
+  CHECK_TENSOR(dwte, grad, dwte.shape[0], C);
+  if (!dwpe.empty()) CHECK_TENSOR(dwpe, grad, dwpe.shape[0], C);
+  stream.run({"embedding_backward", 0, 5 * detail::bytes_of({dout})}, {dwte, dwpe}, [=] {
+    with_type(dout.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      using A = accumulator_t<X>;
+      cpu::embedding_backward(dwte.data<A>(), dwpe.empty() ? nullptr : dwpe.data<A>(), dout.data<X>(),
+                              tokens.data<int32_t>(), positions.data<int32_t>(), N, C);
+    });
+  });
+}
+
+// out = (x - mean) rstd weight + bias over the last axis.   x, out (N, C); mean, rstd (N); weight, bias (C)
+inline void layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor weight, Tensor bias, float eps,
+                              Stream& stream) {
+  const int64_t N = x.shape[0], C = x.shape[1];
+  const DType stat = accumulator_of(x.dtype);
+  CHECK_TENSOR(out, x.dtype, N, C);
+  CHECK_TENSOR(mean, stat, N);
+  CHECK_TENSOR(rstd, stat, N);
+  CHECK_TENSOR(weight, x.dtype, C);
+  CHECK_TENSOR(bias, x.dtype, C);
+  stream.run({"layernorm_forward", 0, detail::bytes_of({out, x})}, {out, mean, rstd}, [=] {
+    with_type(x.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      using A = accumulator_t<X>;
+      cpu::layernorm_forward(out.data<X>(), mean.data<A>(), rstd.data<A>(), x.data<X>(), weight.data<X>(),
+                             bias.data<X>(), eps, N, C);
+    });
+  });
+}
+
+// dx = or += (as asked), dweight += , dbias +=.
+inline void layernorm_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor weight,
+                               Tensor mean, Tensor rstd, Accumulate accumulate_dx, Stream& stream) {
+  const int64_t N = x.shape[0], C = x.shape[1];
+  const DType stat = accumulator_of(x.dtype);
+  CHECK_TENSOR(dx, x.dtype, N, C);
+  CHECK_TENSOR(dout, x.dtype, N, C);
+  CHECK_TENSOR(dweight, stat, C);
+  CHECK_TENSOR(dbias, stat, C);
+  CHECK_TENSOR(weight, x.dtype, C);
+  CHECK_TENSOR(mean, stat, N);
+  CHECK_TENSOR(rstd, stat, N);
+  auto scope = stream.scratch().scope();
+  const Tensor partials =
+      stream.scratch().alloc("scratch", "layernorm partial sums", stat, {cpu::row_partitions, 2 * C});
+  stream.run({"layernorm_backward", 0, detail::bytes_of({dx, dout, x})}, {dx, dweight, dbias}, [=] {
+    with_type(x.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      using A = accumulator_t<X>;
+      cpu::layernorm_backward(dx.data<X>(), dweight.data<A>(), dbias.data<A>(), partials.data<A>(), dout.data<X>(),
+                              x.data<X>(), weight.data<X>(), mean.data<A>(), rstd.data<A>(), N, C, accumulate_dx);
+    });
+  });
+}
+
+// out = x rstd weight over the last axis, rstd = 1 / sqrt(mean of x^2 + eps).   x, out (N, C); rstd (N); weight (C)
+inline void rmsnorm_forward(Tensor out, Tensor rstd, Tensor x, Tensor weight, float eps, Stream& stream) {
+  const int64_t N = x.shape[0], C = x.shape[1];
+  CHECK_TENSOR(out, x.dtype, N, C);
+  CHECK_TENSOR(rstd, accumulator_of(x.dtype), N);
+  CHECK_TENSOR(weight, x.dtype, C);
+  stream.run({"rmsnorm_forward", 0, detail::bytes_of({out, x})}, {out, rstd}, [=] {
+    with_type(x.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      using A = accumulator_t<X>;
+      cpu::rmsnorm_forward(out.data<X>(), rstd.data<A>(), x.data<X>(), weight.data<X>(), eps, N, C);
+    });
+  });
+}
+
+// dx = or += (as asked), dweight +=.
+inline void rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dout, Tensor x, Tensor weight, Tensor rstd,
+                             Accumulate accumulate_dx, Stream& stream) {
+  const int64_t N = x.shape[0], C = x.shape[1];
+  const DType stat = accumulator_of(x.dtype);
+  CHECK_TENSOR(dx, x.dtype, N, C);
+  CHECK_TENSOR(dout, x.dtype, N, C);
+  CHECK_TENSOR(dweight, stat, C);
+  CHECK_TENSOR(weight, x.dtype, C);
+  CHECK_TENSOR(rstd, stat, N);
+  auto scope = stream.scratch().scope();
+  const Tensor partials = stream.scratch().alloc("scratch", "rmsnorm partial sums", stat, {cpu::row_partitions, C});
+  stream.run({"rmsnorm_backward", 0, detail::bytes_of({dx, dout, x})}, {dx, dweight}, [=] {
+    with_type(x.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      using A = accumulator_t<X>;
+      cpu::rmsnorm_backward(dx.data<X>(), dweight.data<A>(), partials.data<A>(), dout.data<X>(), x.data<X>(),
+                            weight.data<X>(), rstd.data<A>(), N, C, accumulate_dx);
+    });
+  });
+}
+
+namespace detail {
+
+inline void matmul(const char* name, Tensor c, Tensor a, Tensor b, Tensor bias, const cpu::MatmulShape& shape,
+                   Stream& stream) {
+  const cpu::Matmul product = cpu::Matmul::prepare(shape);
+  auto scope = stream.scratch().scope();
+  Tensor scratch;
+  if (product.scratch_bytes() > 0)
+    scratch = stream.scratch().alloc("scratch", "matmul", DType::int32, {ceil_div(product.scratch_bytes(), 4)});
+  const double flops = 2.0 * static_cast<double>(shape.M) * static_cast<double>(shape.N) * static_cast<double>(shape.K);
+  const double bytes = bytes_of({a, b, c}) + (shape.accumulate == Accumulate::yes ? bytes_of({c}) : 0);
+  stream.run({name, flops, bytes}, {c}, [=] { product.run(c.bytes, a.bytes, b.bytes, bias.bytes, scratch.bytes); });
+}
+
+}  // namespace detail
+
+// out = x weight^T + bias.   out (N, O); x (N, I); weight (O, I); bias (O), or an empty tensor
+inline void linear_forward(Tensor out, Tensor x, Tensor weight, Tensor bias, Stream& stream) {
+  const int64_t N = x.shape[0], I = x.shape[1], O = weight.shape[0];
+  CHECK_TENSOR(out, x.dtype, N, O);
+  CHECK_TENSOR(weight, x.dtype, O, I);
+  if (!bias.empty()) CHECK_TENSOR(bias, x.dtype, O);
+  detail::matmul("linear_forward", out, x, weight, bias,
+                 {.M = N,
+                  .N = O,
+                  .K = I,
+                  .a = cpu::Transpose::no,
+                  .b = cpu::Transpose::yes,
+                  .accumulate = Accumulate::no,
+                  .in = x.dtype,
+                  .out = x.dtype,
+                  .bias = bias.empty() ? cpu::Bias::no : cpu::Bias::yes,
+                  .threads = stream.device().threads},
+                 stream);
+}
+
+// dx = dout weight.
+inline void linear_backward_input(Tensor dx, Tensor dout, Tensor weight, Stream& stream) {
+  const int64_t N = dout.shape[0], I = weight.shape[1], O = weight.shape[0];
+  CHECK_TENSOR(dx, dout.dtype, N, I);
+  CHECK_TENSOR(dout, weight.dtype, N, O);
+  detail::matmul("linear_backward_input", dx, dout, weight, {},
+                 {.M = N,
+                  .N = I,
+                  .K = O,
+                  .a = cpu::Transpose::no,
+                  .b = cpu::Transpose::no,
+                  .accumulate = Accumulate::no,
+                  .in = dout.dtype,
+                  .out = dout.dtype,
+                  .bias = cpu::Bias::no,
+                  .threads = stream.device().threads},
+                 stream);
+}
+
+// dweight += dout^T x, dbias += column sums of dout (dbias may be empty).
+inline void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Stream& stream) {
+  const int64_t N = x.shape[0], I = x.shape[1], O = dout.shape[1];
+  const DType grad = accumulator_of(x.dtype);
+  CHECK_TENSOR(dout, x.dtype, N, O);
+  CHECK_TENSOR(dweight, grad, O, I);
+  detail::matmul("linear_backward_weight", dweight, dout, x, {},
+                 {.M = O,
+                  .N = I,
+                  .K = N,
+                  .a = cpu::Transpose::yes,
+                  .b = cpu::Transpose::no,
+                  .accumulate = Accumulate::yes,
+                  .in = x.dtype,
+                  .out = grad,
+                  .bias = cpu::Bias::no,
+                  .threads = stream.device().threads},
+                 stream);
+  if (dbias.empty()) return;
+  CHECK_TENSOR(dbias, grad, O);
+  auto scope = stream.scratch().scope();
+  const Tensor partials = stream.scratch().alloc("scratch", "bias partial sums", grad, {cpu::row_partitions, O});
+  stream.run({"linear_backward_bias", 0, detail::bytes_of({dout})}, {dbias}, [=] {
+    with_type(dout.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      using A = accumulator_t<X>;
+      cpu::column_sum(dbias.data<A>(), partials.data<A>(), dout.data<X>(), N, O);
+    });
+  });
+}
+
+// GELU, tanh form, elementwise; dx may be dout.
+inline void gelu_forward(Tensor out, Tensor x, Stream& stream) {
+  detail::check_tensor("gelu_forward", "out", out, x.dtype, x.shape);
+  stream.run({"gelu_forward", 0, detail::bytes_of({out, x})}, {out}, [=] {
+    with_type(x.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      cpu::gelu_forward(out.data<X>(), x.data<X>(), x.numel());
+    });
+  });
+}
+inline void gelu_backward(Tensor dx, Tensor dout, Tensor x, Stream& stream) {
+  detail::check_tensor("gelu_backward", "dx", dx, x.dtype, x.shape);
+  detail::check_tensor("gelu_backward", "dout", dout, x.dtype, x.shape);
+  stream.run({"gelu_backward", 0, detail::bytes_of({dx, dout, x})}, {dx}, [=] {
+    with_type(x.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      cpu::gelu_backward(dx.data<X>(), dout.data<X>(), x.data<X>(), x.numel());
+    });
+  });
+}
+
+// out = silu(gate) up.   out (N, F); gate_up (N, 2 F): the gates of a row, then its ups
+inline void swiglu_forward(Tensor out, Tensor gate_up, Stream& stream) {
+  const int64_t N = out.shape[0], F = out.shape[1];
+  CHECK_TENSOR(gate_up, out.dtype, N, 2 * F);
+  stream.run({"swiglu_forward", 0, detail::bytes_of({out, gate_up})}, {out}, [=] {
+    with_type(out.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      cpu::swiglu_forward(out.data<X>(), gate_up.data<X>(), N, F);
+    });
+  });
+}
+inline void swiglu_backward(Tensor dgate_up, Tensor dout, Tensor gate_up, Stream& stream) {
+  const int64_t N = dout.shape[0], F = dout.shape[1];
+  CHECK_TENSOR(gate_up, dout.dtype, N, 2 * F);
+  CHECK_TENSOR(dgate_up, dout.dtype, N, 2 * F);
+  stream.run({"swiglu_backward", 0, detail::bytes_of({dgate_up, dout, gate_up})}, {dgate_up}, [=] {
+    with_type(dout.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      cpu::swiglu_backward(dgate_up.data<X>(), dout.data<X>(), gate_up.data<X>(), N, F);
+    });
+  });
+}
+
+// out = a + b
+inline void residual_forward(Tensor out, Tensor a, Tensor b, Stream& stream) {
+  detail::check_tensor("residual_forward", "a", a, out.dtype, out.shape);
+  detail::check_tensor("residual_forward", "b", b, out.dtype, out.shape);
+  stream.run({"residual_forward", 0, detail::bytes_of({out, a, b})}, {out}, [=] {
+    with_type(out.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      cpu::residual_forward(out.data<X>(), a.data<X>(), b.data<X>(), out.numel());
+    });
+  });
+}
+
+}  // namespace llmc

@@ -1,0 +1,123 @@
+// ops_step.h: the ops of a step's end: loss, gradient norm, clipping, update. Conventions: ops.h.
+#pragma once
+#include <limits>
+
+#include "ops/cpu/adamw.h"
+#include "ops/cpu/cross_entropy.h"
+#include "ops/ops_memory.h"
+
+namespace llmc {
+
+using cpu::Gradient;
+using AdamWOptions = cpu::AdamW;
+
+// losses (N) = -log softmax(logits)[target] over the first V of the V_padded columns, in the accumulator dtype. With
+// Gradient::yes, logits become d(scale * sum of losses) / d logits, zero in the padding. A target of -1 does not count:
+// its loss and its gradients are zero.   targets (N) int32
+inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, int64_t V, double scale, Gradient gradient,
+                          Stream& stream) {
+  const int64_t N = logits.shape[0], V_padded = logits.shape[1];
+  CHECK_TENSOR(losses, accumulator_of(logits.dtype), N);
+  CHECK_TENSOR(targets, DType::int32, N);
+  CHECK(V <= V_padded, "cross_entropy: vocabulary {} exceeds the {} columns of the logits", V, V_padded);
+  stream.run({"cross_entropy", 0, 2 * detail::bytes_of({logits})}, {losses, logits}, [=] {
+    with_type(logits.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      using A = accumulator_t<X>;
+      cpu::cross_entropy(losses.data<A>(), logits.data<X>(), targets.data<int32_t>(), N, V, V_padded, A(scale),
+                         gradient);
+    });
+  });
+}
+
+// sum (1) fp64 += all of losses (N), in order
+inline void add_losses(Tensor sum, Tensor losses, Stream& stream) {
+  CHECK_TENSOR(sum, DType::fp64, 1);
+  stream.run({"add_losses", 0, detail::bytes_of({losses})}, {sum}, [=] {
+    with_type(losses.dtype, [&](auto tag) {
+      using A = typename decltype(tag)::type;
+      for (int64_t n = 0; n < losses.numel(); ++n) *sum.data<double>() += static_cast<double>(losses.data<A>()[n]);
+    });
+  });
+}
+
+// out (1) fp64 = sum of squares of x (n), added in a fixed order (contract 10)
+inline void square_sum(Tensor out, Tensor x, Stream& stream) {
+  CHECK_TENSOR(out, DType::fp64, 1);
+  auto scope = stream.scratch().scope();
+  const Tensor partials =
+      stream.scratch().alloc("scratch", "square sum", DType::fp64, {ceil_div(x.numel(), cpu::square_sum_block)});
+  stream.run({"square_sum", 0, detail::bytes_of({x})}, {out}, [=] {
+    with_type(x.dtype, [&](auto tag) {
+      using G = typename decltype(tag)::type;
+      cpu::square_sum(out.data<double>(), partials.data<double>(), x.data<G>(), x.numel());
+    });
+  });
+}
+
+// The scalars of all ranks become one: loss (1) fp64 = the sum over the ranks; square_sums (units shards) fp64, unit by
+// unit and within a unit shard by shard (contract 10). gathered (ranks, 1 + units): each rank's loss, then the sums of
+// its shards; the first `shards` ranks have one shard each, further ones are replicas.
+inline void combine_scalars(Tensor loss, Tensor square_sums, Tensor gathered, int64_t shards, Stream& stream) {
+  const int64_t ranks = gathered.shape[0], units = gathered.shape[1] - 1;
+  CHECK_TENSOR(loss, DType::fp64, 1);
+  CHECK_TENSOR(square_sums, DType::fp64, units * shards);
+  stream.run({"combine_scalars", 0, detail::bytes_of({gathered})}, {}, [=] {
+    const double* all = gathered.data<double>();
+    double total = 0;
+    for (int64_t r = 0; r < ranks; ++r) total += all[r * (1 + units)];
+    *loss.data<double>() = total;
+    for (int64_t u = 0; u < units; ++u)
+      for (int64_t s = 0; s < shards; ++s) square_sums.data<double>()[u * shards + s] = all[s * (1 + units) + 1 + u];
+  });
+}
+
+// What the update reads, on the device, so that the host need not wait: control (3) fp64 = {gradient norm, factor on
+// the gradients, 1 if the update may happen}. The factor clips to max_norm (0: never) as torch's clip_grad_norm_ does;
+// a loss or norm that is not finite, or beyond its largest value, forbids the update.   square_sums fp64, added in
+// order; loss (1) fp64
+struct UpdateRule {
+  double max_norm = 0;
+  double largest_loss = std::numeric_limits<double>::infinity(), largest_norm = largest_loss;
+};
+inline void clip_control(Tensor control, Tensor square_sums, Tensor loss, const UpdateRule& rule, Stream& stream) {
+  CHECK_TENSOR(control, DType::fp64, 3);
+  CHECK_TENSOR(loss, DType::fp64, 1);
+  stream.run({"clip_control", 0, detail::bytes_of({square_sums})}, {}, [=] {
+    double total = 0;
+    for (int64_t i = 0; i < square_sums.numel(); ++i) total += square_sums.data<double>()[i];
+    const double norm = std::sqrt(total);
+    double* c = control.data<double>();
+    c[0] = norm;
+    c[1] = rule.max_norm > 0 ? std::min(1.0, rule.max_norm / (norm + 1e-6)) : 1.0;
+    const double l = loss.data<double>()[0];
+    c[2] = std::isfinite(norm) && std::isfinite(l) && l <= rule.largest_loss && norm <= rule.largest_norm ? 1.0 : 0.0;
+  });
+}
+
+// AdamW on one segment: weight, master, moment1, moment2 change in place; gradient is read. master is fp32 when weight
+// is bf16, else empty (the weight is its own master copy). Nothing changes where control forbids the update.
+inline void adamw_update(Tensor weight, Tensor master, Tensor moment1, Tensor moment2, Tensor gradient, Tensor control,
+                         const AdamWOptions& options, Stream& stream) {
+  const DType state = accumulator_of(weight.dtype);
+  const int64_t n = weight.numel();
+  CHECK(master.empty() == (weight.dtype == state), "adamw_update: weights in {} {} a master copy", weight.dtype,
+        master.empty() ? "need" : "are their own and need not");
+  CHECK_TENSOR(moment1, state, n);
+  CHECK_TENSOR(moment2, state, n);
+  CHECK_TENSOR(gradient, state, n);
+  CHECK_TENSOR(control, DType::fp64, 3);
+  stream.run(
+      {"adamw_update", 0, 2 * detail::bytes_of({weight, master, moment1, moment2}) + detail::bytes_of({gradient})},
+      {weight, master, moment1, moment2}, [=] {
+        if (control.data<double>()[2] == 0) return;
+        with_type(weight.dtype, [&](auto tag) {
+          using W = typename decltype(tag)::type;
+          using A = accumulator_t<W>;
+          cpu::adamw_update(weight.data<W>(), master.empty() ? nullptr : master.data<A>(), moment1.data<A>(),
+                            moment2.data<A>(), gradient.data<A>(), n, options, A(control.data<double>()[1]));
+        });
+      });
+}
+
+}  // namespace llmc
