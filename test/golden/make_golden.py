@@ -128,6 +128,59 @@ def learning_rate(step, peak=1e-3, warmup=5, max_steps=20, final_frac=0.1):
     return lowest + 0.5 * (1 + math.cos(math.pi * done)) * (peak - lowest)
 
 
+def noisy_sequence(vocab, n):
+    """Tokens to learn, with noise: each follows from the one before."""
+    tokens = [7]
+    noise = torch.rand(n)
+    for i in range(1, n):
+        tokens.append((tokens[-1] * 5 + 3) % vocab if noise[i] < 0.8 else int(noise[i] * 1e6) % vocab)
+    return tokens
+
+
+def write_shard(path, tokens):
+    with open(path, "wb") as f:
+        f.write(struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253))
+        f.write(struct.pack(f"<{len(tokens)}H", *tokens))
+
+
+def adamw(parameters):
+    """Matrices decay, vectors do not."""
+    decayed = [p for p in parameters if p.dim() >= 2]
+    others = [p for p in parameters if p.dim() < 2]
+    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+                             lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+
+
+def mean_loss(model, data, samples, T):
+    """Over every target token of these samples of the shard."""
+    rows = torch.stack([data[k * T:k * T + T + 1] for k in samples])
+    logits = model(rows[:, :-1]).logits
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), rows[:, 1:].reshape(-1))
+
+
+def train(model, data, T, batch, steps):
+    """The trajectory of `steps` updates: loss, gradient norm and learning rate of each."""
+    optimizer = adamw(list(model.parameters()))
+    trajectory = {"loss": [], "grad_norm": [], "lr": []}
+    for step in range(1, steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        loss = mean_loss(model, data, range((step - 1) * batch, step * batch), T)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        for key, value in (("loss", loss.item()), ("grad_norm", norm.item()), ("lr", learning_rate(step))):
+            trajectory[key].append(value)
+    return trajectory
+
+
+def stored_weights(model):
+    """A tied head is not stored."""
+    tied = model.config.tie_word_embeddings
+    return {k: v.detach().contiguous() for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
+
+
 def make_trajectory():
     T, batch, steps, vocab = 33, 8, 20, 211
     folder = os.path.join(HERE, "gpt2_tiny")
@@ -142,41 +195,14 @@ def make_trajectory():
     model.save_pretrained(folder)
     os.path.exists(os.path.join(folder, "generation_config.json")) and os.remove(os.path.join(folder, "generation_config.json"))
 
-    # A sequence to learn, with noise: each token follows from the one before.
-    n = T * batch * steps + 1
-    tokens = [7]
-    noise = torch.rand(n)
-    for i in range(1, n):
-        tokens.append((tokens[-1] * 5 + 3) % vocab if noise[i] < 0.8 else int(noise[i] * 1e6) % vocab)
-    with open(os.path.join(folder, "train.bin"), "wb") as f:
-        f.write(struct.pack("<256i", 20240520, 1, n, *[0] * 253))
-        f.write(struct.pack(f"<{n}H", *tokens))
-
+    tokens = noisy_sequence(vocab, T * batch * steps + 1)
+    write_shard(os.path.join(folder, "train.bin"), tokens)
     data = torch.tensor(tokens)
     with torch.no_grad():
         save_file({"logits": model(data[None, :20]).logits[0, -1].contiguous()}, os.path.join(folder, "logits.safetensors"))
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-                                  lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
-    trajectory = {"loss": [], "grad_norm": [], "lr": []}
-    for step in range(1, steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step)
-        first = (step - 1) * batch
-        rows = torch.stack([data[k * T:k * T + T + 1] for k in range(first, first + batch)])
-        logits = model(rows[:, :-1]).logits
-        loss = F.cross_entropy(logits.reshape(-1, vocab), rows[:, 1:].reshape(-1))
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        for key, value in (("loss", loss.item()), ("grad_norm", norm.item()), ("lr", learning_rate(step))):
-            trajectory[key].append(value)
     with open(os.path.join(folder, "trajectory.json"), "w") as f:
-        json.dump(trajectory, f, indent=1)
-    state = {k: v.detach().contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
-    save_file(state, os.path.join(folder, "final.safetensors"))
+        json.dump(train(model, data, T, batch, steps), f, indent=1)
+    save_file(stored_weights(model), os.path.join(folder, "final.safetensors"))
 
 
 def make_trajectory_bf16():
@@ -191,10 +217,7 @@ def make_trajectory_bf16():
         masters = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32)
         model = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.bfloat16)
         pairs = list(zip(masters.parameters(), model.parameters()))
-        optimizer = torch.optim.AdamW(
-            [{"params": [p for p, _ in pairs if p.dim() >= 2], "weight_decay": 0.1},
-             {"params": [p for p, _ in pairs if p.dim() < 2], "weight_decay": 0.0}],
-            lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+        optimizer = adamw([p for p, _ in pairs])
         lines = {"loss": [], "grad_norm": []}
         for step in range(1, steps + 1):
             for group in optimizer.param_groups:
@@ -220,8 +243,7 @@ def make_trajectory_bf16():
             lines["grad_norm"].append(norm.item())
         trajectory[f"micro-batches of {micro}"] = lines
         for name, of in (("final", model), ("masters", masters)):
-            state = {k: v.detach().contiguous() for k, v in of.state_dict().items() if k != "lm_head.weight"}
-            save_file(state, os.path.join(folder, f"{name}_bf16_{micro}.safetensors"))
+            save_file(stored_weights(of), os.path.join(folder, f"{name}_bf16_{micro}.safetensors"))
     with open(os.path.join(folder, "trajectory_bf16.json"), "w") as f:
         json.dump(trajectory, f, indent=1)
 
