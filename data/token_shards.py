@@ -49,6 +49,14 @@ class TokenFormat:
             tokens.byteswap()
         return tokens.tobytes()
 
+    def unpack(self, packed):
+        """The token ids of which pack() made `packed`."""
+        tokens = array.array(self.typecode)
+        tokens.frombytes(packed)
+        if sys.byteorder == "big":
+            tokens.byteswap()
+        return tokens.tolist()
+
 
 def shard_path(prefix, split, index):
     """Name of shard `index` of a split: PREFIX_train_000000.bin."""
