@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Trains models of every family, with random weights and awkward sizes, by the trainer and by PyTorch's AdamW, and compares
-loss, gradient norm and learning rate at each of 20 steps. Loads the trainer's checkpoint with transformers and compares
-configuration, weights and logits with PyTorch's.
+"""Trains models of every family, with random weights and awkward sizes, by the trainer and by PyTorch's AdamW, and
+compares loss, gradient norm and learning rate at each of 20 steps. Loads the trainer's checkpoint with transformers and
+compares configuration, weights and logits with PyTorch's.
 
     python3 test/check_families.py --seed 7 [--family qwen3] [--trainer-options '--local-ranks 2 --zero-stage 3']
 
-golden/make_families.py makes the models, which depend on seed and family alone. --model DIR takes a directory of it as it is.
+golden/make_families.py makes the models, which depend on seed and family alone. --model DIR takes a directory of it as
+it is.
 Exit status: 0 all agree, 1 with what differs. Needs torch and transformers.
 """
 import argparse

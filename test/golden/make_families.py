@@ -8,14 +8,15 @@ A directory holds
     config.json, model.safetensors   the model, as transformers saves it; in parts with an index where it is "sharded".
                                      config.json has the form of transformers 5 or the one of the published models
     logits.safetensors               tokens (B, T) int32, and the model's logits (B, T, V) for them
-    logits_documents.safetensors     where the model has an end of text: tokens (B, T) int32 with several of these in a row,
-                                     positions (B, T) int32, and logits (B, T, V), each document computed by itself. An end of
-                                     text belongs to the document that it ends. Its id: config.json's eos_token_id, and the
-                                     file's metadata
+    logits_documents.safetensors     where the model has an end of text: tokens (B, T) int32 with several of these in a
+                                     row, positions (B, T) int32, and logits (B, T, V), each document computed by itself.
+                                     An end of text belongs to the document that it ends. Its id: config.json's
+                                     eos_token_id, and the file's metadata
     train.bin                        a token shard
-    trajectory.json                  options: the run, in the trainer's words; loss, grad_norm, lr by step; zero_gradient:
-                                     [tensor, first, last] of the elements first to last - 1 whose true gradient is zero or
-                                     next to it. What Adam makes of these is made of rounding and cannot be compared
+    trajectory.json                  options: the run, in the trainer's words; loss, grad_norm, lr by step;
+                                     zero_gradient: [tensor, first, last] of the elements first to last - 1 whose true
+                                     gradient is zero or next to it. What Adam makes of these is made of rounding and
+                                     cannot be compared
     final.safetensors                the weights after the last step
 
 Matrices decay, vectors (norms, biases) do not. fp32 on a CPU, one thread, attention written out ("eager").
@@ -80,8 +81,8 @@ def llama3_scaling(factor, original):
                 original_max_position_embeddings=original)
 
 
-# Of the wavelengths 2 pi theta^(2 i / D), here 6.3, 167, 4443 and 118143, the scaling leaves the first, blends the second,
-# which lies between 400 / 4 and 400, and stretches the others.
+# llama3_tiny: of the wavelengths 2 pi theta^(2 i / D), 6.3, 167, 4443 and 118143, the scaling leaves the first, blends
+# the second, which lies between 400 / 4 and 400, and stretches the others.
 COMMITTED = {
     "llama2_tiny": Recipe("llama2", llama(131, 20, 5, 5, 4, 2, 31, 41, tied=False, theta=1e4), 15, 4, 2),
     "llama3_tiny": Recipe("llama3", llama(137, 24, 3, 1, 8, 2, 27, 3200, tied=True, theta=5e5, end_of_text=17,
@@ -90,7 +91,8 @@ COMMITTED = {
                          published=True),
     "qwen3_tiny": Recipe("qwen3", qwen3(131, 23, 4, 2, 10, 2, 29, 47, tied=True, theta=1e6, eps=1e-6), 15, 4, 2,
                          sharded=True),
-    "smollm2_tiny": Recipe("smollm2", llama(149, 18, 3, 3, 6, 3, 29, 53, tied=True, theta=1e5), 16, 4, 2, published=True),
+    "smollm2_tiny": Recipe("smollm2", llama(149, 18, 3, 3, 6, 3, 29, 53, tied=True, theta=1e5), 16, 4, 2,
+                           published=True),
 }
 
 
@@ -167,8 +169,8 @@ def load_model(folder):
 def zero_gradients(model, data, recipe):
     """[tensor, first, last] where the true gradient is zero or next to it.
 
-    A key's bias adds the same to all scores of a query, to which the softmax is blind: everywhere without rotary positions;
-    with them in the channels that the whole sequence turns by less than a hundredth of a radian."""
+    A key's bias adds the same to all scores of a query, to which the softmax is blind: everywhere without rotary
+    positions; with them in the channels that the whole sequence turns by less than a hundredth of a radian."""
     ranges = []
     for name, p in model.named_parameters():
         n = p.numel()
