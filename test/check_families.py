@@ -82,6 +82,9 @@ def compare_checkpoint(checkpoint, folder, golden, report):
             report(f"transformers loads the checkpoint with {kind}: {names}")
     oracle = load_model(folder)
     ours, theirs = (m.config.to_dict() for m in (model, oracle))
+    for config in (ours, theirs):
+        if "hidden_size" in config and config.get("head_dim") is None:   # what Qwen2 then takes
+            config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     for name in sorted((ours.keys() | theirs.keys()) - FREE_SETTINGS):
         if not same(ours.get(name), theirs.get(name)):
             report(f"config.json: {name} is {ours.get(name)}, of the original {theirs.get(name)}")

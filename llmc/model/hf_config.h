@@ -183,22 +183,22 @@ inline nlohmann::ordered_json config_to_hf(const ModelConfig& c, DType dtype) {
                  {"n_positions", c.n_positions}});
     return json;
   }
-  json.update({{"attention_bias", c.family.biases == Biases::qkv},
-               {"attention_dropout", 0.0},
-               {"head_dim", c.head_size},
+  json.update({{"attention_dropout", 0.0},
                {"hidden_act", "silu"},
                {"hidden_size", c.n_embd},
                {"intermediate_size", c.n_ffn},
                {"max_position_embeddings", c.n_positions},
-               {"mlp_bias", false},
                {"num_attention_heads", c.n_head},
                {"num_hidden_layers", c.n_layer},
                {"num_key_value_heads", c.n_kv_head},
                {"rms_norm_eps", shortest(c.norm_eps)},
                {"rope_theta", c.rotary.theta},
-               {"rope_scaling", nullptr},
-               {"use_sliding_window", false}});
-  if (c.family.biases == Biases::qkv) json.erase("attention_bias");  // Qwen2 has no such field: it always has them
+               {"rope_scaling", nullptr}});
+  const std::string_view type = c.family.model_type;  // the fields that not all of them have
+  if (type != "qwen2") json["attention_bias"] = false;
+  if (type != "qwen2" || c.q_size() != c.n_embd) json["head_dim"] = c.head_size;
+  if (type == "llama") json["mlp_bias"] = false;
+  else json["use_sliding_window"] = false;
   if (c.rotary.scaled)
     json["rope_scaling"] = {
         {"rope_type", "llama3"},

@@ -56,6 +56,53 @@ def op_cases():
     # A norm in a residual branch: its dx is added to the gradient that is already there.
     yield ("residual_layernorm", {"x": random(7, 36), "weight": random(36), "bias": random(36)},
            lambda x, weight, bias: x + F.layer_norm(x, (36,), weight, bias, 1e-5), {})
+    yield from llama_op_cases()
+
+
+def llama_op_cases():
+    """The ops that GPT-2 does not have."""
+    def rmsnorm(x, weight):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+
+    yield "rmsnorm", {"x": random(7, 36), "weight": random(36)}, rmsnorm, {}
+    yield ("residual_rmsnorm", {"x": random(7, 36), "weight": random(36)},
+           lambda x, weight: x + rmsnorm(x, weight), {})
+    yield ("swiglu", {"gate_up": random(7, 36, scale=3)},
+           lambda gate_up: F.silu(gate_up[:, :18]) * gate_up[:, 18:], {})
+
+    heads, kv_heads, D = 4, 2, 12
+    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 19, 5, 2], dtype=torch.int32)
+
+    def rotary(qkv):
+        frequencies = 500.0 ** (-torch.arange(0, D, 2).float() / D)
+        angle = torch.cat(2 * [positions[:, None].float() * frequencies], dim=1)[:, None]
+        x, values = qkv.view(len(positions), -1, D).split([heads + kv_heads, kv_heads], dim=1)
+        turned = torch.cat([-x[..., D // 2:], x[..., :D // 2]], dim=-1)
+        # In double the fp32 angle counts as exact, as it does for the trainer.
+        wide = angle.double() if qkv.dtype == torch.float64 else angle
+        x = x * wide.cos().to(qkv.dtype) + turned * wide.sin().to(qkv.dtype)
+        return torch.cat([x, values], dim=1).reshape(qkv.shape)
+    yield "rotary", {"qkv": random(10, (heads + 2 * kv_heads) * D)}, rotary, {"positions": positions}
+
+    def qk_norm(qkv, q_weight, k_weight):
+        q, k, v = qkv.view(7, -1, D).split([heads, kv_heads, kv_heads], dim=1)
+        return torch.cat([rmsnorm(q, q_weight), rmsnorm(k, k_weight), v], dim=1).reshape(qkv.shape)
+    yield ("qk_norm", {"qkv": random(7, (heads + 2 * kv_heads) * D), "q_weight": random(D), "k_weight": random(D)},
+           qk_norm, {})
+
+    # Documents of 40, 1, 30 and 2 tokens packed into a sequence, one of 73 in the other.
+    B, T, D = 2, 73, 8
+    places = torch.cat([torch.arange(n) for n in (40, 1, 30, 2, 73)]).to(torch.int32)
+
+    def document_attention(qkv):
+        q, k, v = qkv.view(B, T, -1, D).transpose(1, 2).split([2, 1, 1], dim=1)
+        k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
+        rows = torch.arange(T)
+        first = rows - places.view(B, 1, T).transpose(1, 2)[:, :, 0].long()
+        mask = (rows[None, None] <= rows[None, :, None]) & (rows[None, None] >= first[:, :, None])
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+        return out.transpose(1, 2).reshape(B * T, 2 * D)
+    yield "document_attention", {"qkv": random(B * T, 4 * D)}, document_attention, {"positions": places}
 
 
 def make_ops():
