@@ -6,7 +6,7 @@
 ##   train_gpt    build the trainer; what plain `make` does (also called all)
 ##   run          from nothing to a trained model: install, build, prepare a book, train on it, plot
 ##   test         install, build, see that every compiler here takes the source, run the tests
-##   test-long    the same with the long tests as well: tagged [long], or scripts named test/long_*
+##   test-long    the same with the long tests as well: tagged [long], scripts named test/long_*, ThreadSanitizer
 ##   check        floors, headers, formatting, shell and Python scripts
 ##   bench        training steps beside PyTorch's; BENCH_FLAGS are dev/bench/compare.py's
 ##   comm-bench   build/comm_bench: the collectives, in the manner of nccl-tests
@@ -99,6 +99,7 @@ config:
 	$(call row,NCCL,$(NCCL_VERSION),$(if $(NCCL_VERSION),not used yet,-))
 	$(call row,MPI,$(MPI_VERSION),$(if $(MPI_VERSION),not used yet,-))
 	$(call row,Catch2,$(CATCH2_VERSION),$(if $(CATCH2_VERSION),the tests,no tests before `make deps`))
+	$(call row,Boost.Context,$(BOOST_VERSION),$(if $(BOOST_VERSION),tests of CUDA kernels on the CPU,no tests before `make deps`))
 	@echo '  => train_gpt with DEVICE=$(DEVICE) ONEDNN=$(ONEDNN)$(if $(CUDA), ARCH=$(ARCH)) ARCH_FLAGS=$(ARCH_FLAGS)'
 
 # Whoever builds after a new look sees what was found.
@@ -166,7 +167,7 @@ build/smoke_cpu.flags build/smoke_cuda.flags: build/smoke_%.flags: FORCE
 TEST_FLAGS = $(call FLAGS_cpu,-O2) -Itest
 TEST_OBJECTS := $(patsubst test/%.cpp,build/test/%.o,test/main.cpp $(wildcard test/test_*.cpp))
 
-tests: train_gpt build/test_train_gpt build/file_ops.so smoke
+tests: train_gpt build/test_train_gpt build/test_cuda_on_cpu build/file_ops.so smoke
 build/file_ops.so: test/file_ops.cpp
 	@echo $< && $(CXX) -std=c++20 -O1 -Wall -Wextra -shared -fPIC $< -o $@ -ldl
 build/test_train_gpt: $(TEST_OBJECTS) build/test_objects.list
@@ -187,7 +188,37 @@ build/test.flags: FORCE
 build/test_objects.list: FORCE
 	$(call text_file,$(TEST_OBJECTS) $(LDFLAGS) $(LIBS))
 
--include $(wildcard build/*.d build/test/*.d)
+# ---- CUDA kernels on a CPU: test/cuda_on_cpu/README.md ---------------------------------------------------------------
+
+# By the C++ compiler, twice: with AddressSanitizer, which also runs all orders of threads, and with ThreadSanitizer. The
+# sources have no OpenMP here: its threads are not the subject.
+CUDA_TEST_SOURCES := $(wildcard test/cuda_on_cpu/*.cpp test/cuda/test_*.cpp)
+CUDA_TEST_FLAGS = -std=c++20 -O1 -g $(ARCH_FLAGS) -Illmc -Itest -Itest/cuda_on_cpu -Wall -Wextra -Wno-unknown-pragmas \
+                  -fno-strict-aliasing -fno-omit-frame-pointer $(CPPFLAGS) $(CXXFLAGS)
+SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize-recover=undefined
+SANITIZE_tsan := -fsanitize=thread
+
+define CUDA_TESTS   # $1: the program, $2: asan or tsan
+$1: $(CUDA_TEST_SOURCES:%.cpp=build/$2/%.o) build/test/main.o build/cuda_test_sources.list
+	@echo 'linking $1'
+	@$$(CXX) $(SANITIZE_$2) -rdynamic $$(filter %.o,$$^) -o $$@ $$(LDFLAGS) $$(CATCH2_LIBS) -lboost_context -ldl
+build/$2/%.o: %.cpp build/cuda_test.flags
+	@mkdir -p $$(@D) && echo '$$< ($2)'
+	@$$(CXX) $(SANITIZE_$2) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@
+endef
+$(eval $(call CUDA_TESTS,build/test_cuda_on_cpu,asan))
+$(eval $(call CUDA_TESTS,build/test_cuda_on_cpu_tsan,tsan))
+build/cuda_test.flags: FORCE
+	$(call text_file,$(CXX) $(CUDA_TEST_FLAGS) $(CXX_VERSION) $(CATCH2_VERSION) $(BOOST_VERSION))
+build/cuda_test_sources.list: FORCE
+	$(call text_file,$(CUDA_TEST_SOURCES) $(LDFLAGS))
+
+# The same kernels by nvcc, without a warning.
+smoke: $(if $(NVCC_VERSION),build/all_kernels.o)
+build/all_kernels.o: test/cuda/all_kernels.cu build/smoke_cuda.flags
+	$(NVCC) -x cu $(call FLAGS_cuda,-O0) -Werror all-warnings -MMD -MP -c $< -o $@
+
+-include $(wildcard build/*.d build/test/*.d build/[at]san/test/*/*.d)
 
 # ---- Checks: each may be made alone ----------------------------------------------------------------------------------
 
@@ -223,7 +254,7 @@ run:
 	@PYTHON="$$(scripts/find_python.sh matplotlib)" scripts/run_kjv.sh $(RUN_FLAGS)
 test test-long:
 	@$(INSTALL) build test
-	@$(AGAIN) tests
+	@$(AGAIN) tests $(if $(filter test-long,$@),build/test_cuda_on_cpu_tsan)
 	@scripts/run_tests.sh $(if $(filter test-long,$@),--long)
 check:
 	@$(INSTALL) build check

@@ -61,6 +61,9 @@ fi
 answer CATCH2_VERSION "$(version "$CXX $flags" $catch2_header \
   CATCH_VERSION_MAJOR.CATCH_VERSION_MINOR.CATCH_VERSION_PATCH)"
 
+# The tests of CUDA kernels run them as fibers.
+answer BOOST_VERSION "$(version "$CXX $flags" boost/version.hpp BOOST_LIB_VERSION | tr _ .)"
+
 # Optional: the CPU's matmul, and processes that talk to each other (its version is that of the MPI standard).
 ! links "$CXX" dnnl.h 'return dnnl_version() == nullptr' $flags -ldnnl ||
   answer ONEDNN_VERSION "$(version "$CXX $flags" dnnl.h DNNL_VERSION_MAJOR.DNNL_VERSION_MINOR.DNNL_VERSION_PATCH)"

@@ -19,6 +19,7 @@ packages='
     build  libxxhash-dev        required   header  xxhash.h
     build  libdnnl-dev          optional   header  dnnl.h
     test   catch2               required   header  catch2/catch.hpp catch2/catch_all.hpp
+    test   libboost-context-dev required   header  boost/context/detail/fcontext.hpp
     test   python3              required   command python3
     run    bible-kjv            required   command bible
     run    python3              required   command python3

@@ -38,7 +38,7 @@ class Notes : public Catch::EventListenerBase {
 
   std::string name_;
   Clock::time_point start_;
-  std::ofstream file_{std::getenv("TEST_NOTES") ? std::getenv("TEST_NOTES") : "/dev/null"};
+  std::ofstream file_{std::getenv("TEST_NOTES") ? std::getenv("TEST_NOTES") : "/dev/null", std::ios::app};
 };
 CATCH_REGISTER_LISTENER(Notes)
 

@@ -7,10 +7,6 @@
 
 namespace llmc {
 
-using cpu::AttentionShape;
-using cpu::Rotary;
-using cpu::Turn;
-
 namespace detail {
 
 inline void check_qkv(const char* op, const char* argument, const Tensor& qkv, const AttentionShape& s) {

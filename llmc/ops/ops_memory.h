@@ -8,10 +8,9 @@
 #include "device/device.h"
 #include "device/tensor.h"
 #include "ops/cpu/elementwise.h"
+#include "ops/types.h"
 
 namespace llmc {
-
-using cpu::Accumulate;
 
 inline DType accumulator_of(DType dtype) { return dtype == DType::fp64 ? DType::fp64 : DType::fp32; }
 

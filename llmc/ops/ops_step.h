@@ -8,9 +8,6 @@
 
 namespace llmc {
 
-using cpu::Gradient;
-using AdamWOptions = cpu::AdamW;
-
 // losses (N) = -log softmax(logits)[target] over the first V of the V_padded columns, in the accumulator dtype. With
 // Gradient::yes, logits become d(scale * sum of losses) / d logits, zero in the padding. A target of -1 does not count:
 // its loss and its gradients are zero.   targets (N) int32

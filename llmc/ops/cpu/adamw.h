@@ -1,17 +1,13 @@
 // adamw.h: Loshchilov & Hutter 2019, as torch.optim.AdamW computes it. Contracts: ops/ops.h.
 #pragma once
 #include "ops/cpu/simd.h"
+#include "ops/types.h"
 
 namespace llmc::cpu {
 
-struct AdamW {
-  float lr, beta1, beta2, eps, weight_decay;
-  int64_t step;  // counts from 1
-};
-
 // master == nullptr: the weights are their own master copy.
 template <class W, class A>
-void adamw_update(W* weight, A* master, A* moment1, A* moment2, const A* gradient, int64_t n, const AdamW& o,
+void adamw_update(W* weight, A* master, A* moment1, A* moment2, const A* gradient, int64_t n, const AdamWOptions& o,
                   A gradient_scale) {
   const A correction1 = A(1 - std::pow(static_cast<double>(o.beta1), static_cast<double>(o.step)));
   const A root2 = A(std::sqrt(1 - std::pow(static_cast<double>(o.beta2), static_cast<double>(o.step))));

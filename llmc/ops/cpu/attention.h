@@ -7,12 +7,6 @@
 
 namespace llmc::cpu {
 
-// qkv (B, T, (Hq + 2 Hkv) D): all query heads, then the keys', then the values'; query head h reads key-value head
-// h / (Hq / Hkv). out (B, T, Hq D); lse (B, Hq, T)
-struct AttentionShape {
-  int64_t B, T, Hq, Hkv, D;
-};
-
 namespace detail {
 
 inline constexpr int64_t attention_rows = 32;  // query rows in a block

@@ -1,10 +1,9 @@
 // cross_entropy.h: softmax, cross-entropy and its gradient, in place on the logits. Contracts: ops/ops.h.
 #pragma once
 #include "ops/cpu/simd.h"
+#include "ops/types.h"
 
 namespace llmc::cpu {
-
-enum class Gradient : uint8_t { no, yes };
 
 template <class T, class A = accumulator_t<T>>
 void cross_entropy(A* losses, T* logits, const int32_t* targets, int64_t N, int64_t V, int64_t V_padded, A scale,

@@ -1,7 +1,7 @@
 // rmsnorm.h: Zhang & Sennrich 2019, of whole rows and of the query and key heads (Henry et al. 2020; Qwen3). Statistics
 // in fp32. Contracts: ops/ops.h.
 #pragma once
-#include "ops/cpu/attention.h"
+#include "ops/cpu/simd.h"
 
 namespace llmc::cpu {
 

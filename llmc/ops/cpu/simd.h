@@ -9,6 +9,7 @@
 
 #include "core/dtype.h"
 #include "core/shape.h"
+#include "ops/types.h"
 
 namespace llmc::cpu {
 
@@ -51,8 +52,6 @@ template <>
 struct simd<double> {
   typedef double type __attribute__((vector_size(vector_bytes)));
 };
-
-enum class Accumulate : uint8_t { no, yes };
 
 namespace detail {
 

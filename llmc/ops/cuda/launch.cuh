@@ -1,0 +1,79 @@
+// launch.cuh: how kernels are launched, how they ask for shared memory, and how errors of the CUDA runtime become ours.
+// The kernels' sources compile by nvcc, and by a C++ compiler against test/cuda_on_cpu/, which runs them on a CPU. What
+// the two must write differently is here, in vec.cuh and in mma.cuh, chosen by __CUDACC__, and nowhere else.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "core/check.h"
+#include "core/shape.h"
+
+namespace llmc::cuda {
+
+namespace detail {
+
+inline void cuda_failed(cudaError_t status, const char* call, const char* file, int line) {
+  throw Error(
+      formatted("{} failed: {} ({}) at {}:{}", call, cudaGetErrorString(status), cudaGetErrorName(status), file, line));
+}
+
+}  // namespace detail
+
+// A call of the CUDA runtime; throws Error where it does not succeed.
+#define CUDA_CHECK(call)                                                     \
+  do {                                                                       \
+    if (const cudaError_t status_ = (call); status_ != cudaSuccess)          \
+      ::llmc::cuda::detail::cuda_failed(status_, #call, __FILE__, __LINE__); \
+  } while (false)
+
+// `name`: an array of N elements of T, one for the block, aligned to 16 bytes and not initialised.
+// (As bytes, because CUDA refuses shared arrays of types with default values for their members, such as bf16.)
+#ifdef __CUDACC__
+#define SHARED(T, name, N)                                              \
+  __shared__ __align__(16) unsigned char name##_bytes[sizeof(T) * (N)]; \
+  T(&name)[N] = reinterpret_cast<T(&)[N]>(name##_bytes)
+#else
+#define SHARED(T, name, N)          \
+  static const char name##_key = 0; \
+  T(&name)[N] = ::cuda_on_cpu::shared_array<T, (N)>(&name##_key)
+#endif
+
+// `name`: a pointer to the shared memory whose size the launch gives, as T; aligned to 128 bytes.
+#ifdef __CUDACC__
+#define DYN_SHARED(T, name)                                        \
+  extern __shared__ __align__(128) unsigned char dynamic_shared[]; \
+  T* name = reinterpret_cast<T*>(dynamic_shared)
+#else
+#define DYN_SHARED(T, name) T* name = static_cast<T*>(::cuda_on_cpu::dynamic_shared_memory())
+#endif
+
+inline constexpr int warp_size = 32;
+// Dynamic shared memory of a block, in bytes: what every kernel may use, and what it may ask for on sm_90.
+inline constexpr int64_t default_shared_bytes = 48 << 10, max_shared_bytes = 227 << 10;
+
+// Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...). An empty grid is nothing to do.
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t stream,
+            Arguments&&... arguments) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  cudaError_t status = cudaSuccess;
+  if (shared_bytes > default_shared_bytes)
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+  if (status == cudaSuccess) {
+    const cudaLaunchConfig_t config{grid, block, static_cast<size_t>(shared_bytes), stream, nullptr, 0};
+    status = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+  }
+  if (status == cudaSuccess) return;
+  const char* name = nullptr;
+  if (cudaFuncGetName(&name, reinterpret_cast<const void*>(kernel)) != cudaSuccess) name = "a kernel";
+  cudaGetLastError();  // it is reported here, not by the next call
+  throw Error(
+      formatted("launching {} with a grid of {} x {} x {}, {} x {} x {} threads and {} bytes of dynamic shared "
+                "memory failed: {} ({})",
+                name, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes, cudaGetErrorString(status),
+                cudaGetErrorName(status)));
+}
+
+}  // namespace llmc::cuda

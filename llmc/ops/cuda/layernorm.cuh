@@ -1,0 +1,183 @@
+// layernorm.cuh: Ba, Kiros & Hinton 2016. A block takes a row: x is read once and kept in shared memory, each thread
+// its own packs. Statistics in fp32. Contracts: ops/ops.h.
+#pragma once
+#include <algorithm>
+
+#include "ops/cuda/launch.cuh"
+#include "ops/cuda/reduce.cuh"
+#include "ops/cuda/vec.cuh"
+#include "ops/types.h"
+
+namespace llmc::cuda {
+
+// Grid N; dynamic shared memory: a row of x. The row that a thread keeps is read by itself alone: no barrier.
+template <class T, int pack>
+__global__ void layernorm_forward_kernel(T* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd,
+                                         const T* __restrict__ x, const T* __restrict__ weight,
+                                         const T* __restrict__ bias, float eps, int64_t C) {
+  using Pack = Packed<T, pack>;
+  DYN_SHARED(T, row);  // (C)
+  const int64_t begin = blockIdx.x * C, first = threadIdx.x * pack, step = blockDim.x * pack;
+
+  float sum = 0;
+  for (int64_t c = first; c < C; c += step) {
+    const Pack xs = Pack::load_streaming(x + begin + c);
+    xs.store(row + c);
+    for (int i = 0; i < pack; ++i) sum += xs[i];
+  }
+  const float m = block_sum(sum) / static_cast<float>(C);
+
+  float squares = 0;  // around the mean: no cancellation
+  for (int64_t c = first; c < C; c += step) {
+    const Pack xs = Pack::load(row + c);
+    for (int i = 0; i < pack; ++i) squares += (xs[i] - m) * (xs[i] - m);
+  }
+  const float r = 1.0f / sqrtf(block_sum(squares) / static_cast<float>(C) + eps);
+
+  for (int64_t c = first; c < C; c += step) {
+    const Pack xs = Pack::load(row + c), ws = Pack::load(weight + c), bs = Pack::load(bias + c);
+    Pack outs;
+    for (int i = 0; i < pack; ++i) outs.set(i, (xs[i] - m) * r * ws[i] + bs[i]);
+    outs.store(out + begin + c);  // kept in the cache: the next op reads it
+  }
+  if (threadIdx.x == 0) {
+    mean[blockIdx.x] = m;
+    rstd[blockIdx.x] = r;
+  }
+}
+
+// A block takes a contiguous part of the rows and adds up dweight and dbias over it, each thread its own columns.
+// partials (parts, 2 C): dweight, then dbias. Dynamic shared memory: those sums of the block, a row of x and one of
+// dout. The sums lie there as (pack, C / pack), so that neighbouring threads meet neighbouring banks.
+template <class T, int pack, Accumulate accumulate_dx>
+__global__ void layernorm_backward_kernel(T* __restrict__ dx, float* __restrict__ partials, const T* __restrict__ dout,
+                                          const T* __restrict__ x, const T* __restrict__ weight,
+                                          const float* __restrict__ mean, const float* __restrict__ rstd, int64_t N,
+                                          int64_t C) {
+  using Pack = Packed<T, pack>;
+  const int64_t packs = C / pack, first = threadIdx.x, step = blockDim.x;
+  DYN_SHARED(float, dweight);  // (pack, packs)
+  float* dbias = dweight + C;  // (pack, packs)
+  T* x_row = reinterpret_cast<T*>(dbias + C);
+  T* g_row = x_row + C;
+  for (int64_t p = first; p < packs; p += step)
+    for (int i = 0; i < pack; ++i) dweight[i * packs + p] = dbias[i * packs + p] = 0;
+
+  const int64_t end = N * (blockIdx.x + 1) / gridDim.x;
+  for (int64_t n = N * blockIdx.x / gridDim.x; n < end; ++n) {
+    const float m = mean[n], r = rstd[n];
+    float sums[2] = {0, 0};  // of g w and of g w normalized
+    for (int64_t p = first; p < packs; p += step) {
+      const int64_t c = p * pack;
+      const Pack xs = Pack::load_streaming(x + n * C + c), gs = Pack::load_streaming(dout + n * C + c),
+                 ws = Pack::load(weight + c);
+      xs.store(x_row + c);
+      gs.store(g_row + c);
+      for (int i = 0; i < pack; ++i) {
+        const float normalized = (xs[i] - m) * r;
+        dweight[i * packs + p] += gs[i] * normalized;
+        dbias[i * packs + p] += gs[i];
+        sums[0] += gs[i] * ws[i];
+        sums[1] += gs[i] * ws[i] * normalized;
+      }
+    }
+    block_reduce(sums, Sum{});
+    const float mean_g = sums[0] / static_cast<float>(C), mean_gx = sums[1] / static_cast<float>(C);
+    for (int64_t p = first; p < packs; p += step) {
+      const int64_t c = p * pack;
+      const Pack xs = Pack::load(x_row + c), gs = Pack::load(g_row + c), ws = Pack::load(weight + c);
+      Pack dxs;
+      if constexpr (accumulate_dx == Accumulate::yes) dxs = Pack::load(dx + n * C + c);
+      for (int i = 0; i < pack; ++i) {
+        const float d = (gs[i] * ws[i] - mean_g - (xs[i] - m) * r * mean_gx) * r;
+        if constexpr (accumulate_dx == Accumulate::yes) dxs.set(i, dxs[i] + d);
+        else dxs.set(i, d);
+      }
+      dxs.store(dx + n * C + c);
+    }
+  }
+
+  float* partial = partials + blockIdx.x * 2 * C;
+  for (int64_t p = first; p < packs; p += step)
+    for (int i = 0; i < pack; ++i) {
+      partial[p * pack + i] = dweight[i * packs + p];
+      partial[C + p * pack + i] = dbias[i * packs + p];
+    }
+}
+
+// dweight, dbias += the sums of partials over the parts, in a fixed order. A block of (warp_size, rows) threads takes
+// warp_size of the 2 C columns.
+template <int rows>
+__global__ void layernorm_add_partials_kernel(float* __restrict__ dweight, float* __restrict__ dbias,
+                                              const float* __restrict__ partials, int64_t parts, int64_t C) {
+  constexpr int size = rows * warp_size;
+  SHARED(float, sums, size);  // (rows, warp_size)
+  const int64_t column = blockIdx.x * warp_size + threadIdx.x;
+  float sum = 0;
+  if (column < 2 * C)
+    for (int64_t part = threadIdx.y; part < parts; part += rows) sum += partials[part * 2 * C + column];
+  sums[threadIdx.y * warp_size + threadIdx.x] = sum;
+  __syncthreads();  // all rows of sums are there
+  if (threadIdx.y != 0 || column >= 2 * C) return;
+  float total = 0;
+  for (int row = 0; row < rows; ++row) total += sums[row * warp_size + threadIdx.x];
+  if (column < C) dweight[column] += total;
+  else dbias[column - C] += total;
+}
+
+namespace detail {
+
+// Whole warps, a thread for each pack of a row as far as a block has them.
+inline unsigned layernorm_threads(int64_t C, int pack) {
+  return static_cast<unsigned>(std::min<int64_t>(round_up(ceil_div(C, pack), warp_size), 1024));
+}
+
+inline void check_shared(const char* op, int64_t C, int64_t bytes) {
+  CHECK(bytes <= max_shared_bytes, "{}: {} channels take {} bytes of shared memory, a block has {}; use fewer", op, C,
+        bytes, max_shared_bytes);
+}
+
+}  // namespace detail
+
+// out (N, C), mean (N), rstd (N) = ; x (N, C); weight, bias (C)
+template <class T>
+void layernorm_forward(T* out, float* mean, float* rstd, const T* x, const T* weight, const T* bias, float eps,
+                       int64_t N, int64_t C, cudaStream_t stream) {
+  const int64_t shared = C * static_cast<int64_t>(sizeof(T));
+  detail::check_shared("layernorm_forward", C, shared);
+  const auto run = [&]<int pack>() {
+    launch(layernorm_forward_kernel<T, pack>, static_cast<unsigned>(N), detail::layernorm_threads(C, pack), shared,
+           stream, out, mean, rstd, x, weight, bias, eps, C);
+  };
+  if (rows_fit_packs(C, full_pack<T>, out, x, weight, bias)) run.template operator()<full_pack<T>>();
+  else run.template operator()<1>();
+}
+
+// The rows are taken in so many parts: a function of N alone, so that sums do not depend on the GPU.
+inline int64_t layernorm_parts(int64_t N) { return std::min<int64_t>(ceil_div(N, 8), 512); }
+// Floats that layernorm_backward takes as `partials`.
+inline int64_t layernorm_backward_scratch(int64_t N, int64_t C) { return layernorm_parts(N) * 2 * C; }
+
+// dx (N, C) = or += ; dweight (C), dbias (C) += ; partials: scratch
+template <class T>
+void layernorm_backward(T* dx, float* dweight, float* dbias, float* partials, const T* dout, const T* x,
+                        const T* weight, const float* mean, const float* rstd, int64_t N, int64_t C,
+                        Accumulate accumulate_dx, cudaStream_t stream) {
+  const int64_t parts = layernorm_parts(N), shared = 2 * C * static_cast<int64_t>(sizeof(float) + sizeof(T));
+  detail::check_shared("layernorm_backward", C, shared);
+  const auto run = [&]<int pack, Accumulate accumulate>() {
+    launch(layernorm_backward_kernel<T, pack, accumulate>, static_cast<unsigned>(parts),
+           detail::layernorm_threads(C, pack), shared, stream, dx, partials, dout, x, weight, mean, rstd, N, C);
+  };
+  const auto run_packed = [&]<int pack>() {
+    if (accumulate_dx == Accumulate::yes) run.template operator()<pack, Accumulate::yes>();
+    else run.template operator()<pack, Accumulate::no>();
+  };
+  if (rows_fit_packs(C, full_pack<T>, dx, dout, x, weight)) run_packed.template operator()<full_pack<T>>();
+  else run_packed.template operator()<1>();
+  constexpr int rows = 8;
+  launch(layernorm_add_partials_kernel<rows>, static_cast<unsigned>(ceil_div(2 * C, warp_size)), dim3(warp_size, rows),
+         0, stream, dweight, dbias, partials, parts, C);
+}
+
+}  // namespace llmc::cuda

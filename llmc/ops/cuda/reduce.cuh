@@ -1,0 +1,56 @@
+// reduce.cuh: sums and maxima over a warp and over a block, in an order that depends on the block's size alone.
+#pragma once
+#include <cmath>
+
+#include "ops/cuda/launch.cuh"
+
+namespace llmc::cuda {
+
+inline constexpr unsigned all_lanes = 0xffffffffu;
+
+struct Sum {
+  static constexpr float neutral = 0;
+  __device__ float operator()(float a, float b) const { return a + b; }
+};
+struct Max {
+  static constexpr float neutral = -INFINITY;
+  __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+// Every lane gets the result, the same bits: at each step two lanes add the same two numbers. All lanes take part.
+template <class Op>
+__device__ float warp_reduce(float x, Op op) {
+#pragma unroll
+  for (int lanes = warp_size / 2; lanes > 0; lanes /= 2) x = op(x, __shfl_xor_sync(all_lanes, x, lanes));
+  return x;
+}
+__device__ inline float warp_sum(float x) { return warp_reduce(x, Sum{}); }
+__device__ inline float warp_max(float x) { return warp_reduce(x, Max{}); }
+
+// Each of the N values over all threads of a block of one axis and whole warps; every thread gets the results. A
+// barrier: what the block wrote to shared memory before is visible after.
+template <class Op, int N>
+__device__ void block_reduce(float (&values)[N], Op op) {
+  constexpr int most = N * warp_size;
+  SHARED(float, partial, most);  // (N, warps)
+  const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size, warps = blockDim.x / warp_size;
+  for (int i = 0; i < N; ++i) {
+    values[i] = warp_reduce(values[i], op);
+    if (lane == 0) partial[i * warp_size + warp] = values[i];
+  }
+  __syncthreads();  // partial is complete
+  for (int i = 0; i < N; ++i) values[i] = warp_reduce(lane < warps ? partial[i * warp_size + lane] : Op::neutral, op);
+  __syncthreads();  // partial is read; the next call may write it
+}
+__device__ inline float block_sum(float x) {
+  float values[1] = {x};
+  block_reduce(values, Sum{});
+  return values[0];
+}
+__device__ inline float block_max(float x) {
+  float values[1] = {x};
+  block_reduce(values, Max{});
+  return values[0];
+}
+
+}  // namespace llmc::cuda

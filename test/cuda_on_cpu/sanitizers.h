@@ -1,0 +1,73 @@
+// sanitizers.h: what AddressSanitizer and ThreadSanitizer must be told about fibers, shared memory and barriers;
+// nothing at all in a build without them.
+#pragma once
+#include <cstddef>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#elif defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+extern "C" {
+void AnnotateIgnoreReadsBegin(const char* file, int line);
+void AnnotateIgnoreReadsEnd(const char* file, int line);
+void AnnotateIgnoreWritesBegin(const char* file, int line);
+void AnnotateIgnoreWritesEnd(const char* file, int line);
+}
+#endif
+
+namespace cuda_on_cpu {
+
+#if defined(__SANITIZE_ADDRESS__)
+inline constexpr bool address_sanitizer = true, thread_sanitizer = false;
+inline void poison_memory(const void* p, size_t bytes) { __asan_poison_memory_region(p, bytes); }
+inline void unpoison_memory(const void* p, size_t bytes) { __asan_unpoison_memory_region(p, bytes); }
+#else
+inline constexpr bool address_sanitizer = false;
+inline void poison_memory(const void*, size_t) {}
+inline void unpoison_memory(const void*, size_t) {}
+#endif
+
+#if defined(__SANITIZE_THREAD__)
+inline constexpr bool thread_sanitizer = true;
+
+// What was done before a release, by any context, is seen after an acquire of the same address.
+inline void release(void* address) { __tsan_release(address); }
+inline void acquire(void* address) { __tsan_acquire(address); }
+
+inline void* current_context() { return __tsan_get_current_fiber(); }
+inline void* create_context() { return __tsan_create_fiber(0); }
+inline void destroy_context(void* context) { __tsan_destroy_fiber(context); }
+// From here on memory is accessed by another context. The switch itself orders nothing: only acquire and release do.
+inline void switch_context(void* context) { __tsan_switch_to_fiber(context, __tsan_switch_to_fiber_no_sync); }
+
+// The emulator's own accesses, as long as this lives, are no one's race.
+class Unobserved {
+ public:
+  Unobserved() {
+    AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+    AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+  }
+  ~Unobserved() {
+    AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+    AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+  }
+  Unobserved(const Unobserved&) = delete;
+  Unobserved& operator=(const Unobserved&) = delete;
+};
+#else
+#if !defined(__SANITIZE_ADDRESS__)
+inline constexpr bool thread_sanitizer = false;
+#endif
+inline void release(void*) {}
+inline void acquire(void*) {}
+inline void* current_context() { return nullptr; }
+inline void* create_context() { return nullptr; }
+inline void destroy_context(void*) {}
+inline void switch_context(void*) {}
+struct Unobserved {
+  Unobserved() {}  // not trivial: no warning about a variable that is not used
+};
+#endif
+
+}  // namespace cuda_on_cpu

@@ -1,0 +1,73 @@
+// warp_matrix.h: the tensor-core instructions of a warp, as ops/cuda/mma.cuh names them. The layouts of the fragments
+// are those of the PTX manual, "Matrix Fragments for mma.m16n8k16" and "ldmatrix".
+#pragma once
+#include <bit>
+#include <cstring>
+
+#include "cuda_on_cpu/emulator.h"
+
+namespace cuda_on_cpu {
+
+// The two bf16 of a register, the lower half first.
+inline float bf16_half(uint32_t packed, int half) {
+  return std::bit_cast<float>(half == 0 ? packed << 16 : packed & 0xffff0000u);
+}
+
+// d (16 x 8, fp32) += a (16 x 16, bf16) b (16 x 8, bf16). The products of a row are added in the order of k; hardware
+// keeps another order and fewer bits, so that only tolerances hold for both.
+inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const Location& where) {
+  struct Fragments {
+    uint32_t a[4], b[2];
+    float d[4];
+  } record{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {d[0], d[1], d[2], d[3]}};
+  const auto multiply = [](Fragments* const* lanes, uint32_t) {
+    float A[16][16], B[8][16];  // B by columns
+    for (int lane = 0; lane < 32; ++lane) {
+      const int group = lane / 4, within = lane % 4;
+      for (int half = 0; half < 2; ++half) {
+        for (int r = 0; r < 4; ++r)
+          A[group + r % 2 * 8][2 * within + half + r / 2 * 8] = bf16_half(lanes[lane]->a[r], half);
+        for (int r = 0; r < 2; ++r) B[group][2 * within + half + r * 8] = bf16_half(lanes[lane]->b[r], half);
+      }
+    }
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        float sum = 0;
+        for (int k = 0; k < 16; ++k) sum += A[row][k] * B[column][k];
+        lanes[lane]->d[i] += sum;
+      }
+  };
+  meet_warp("mma.sync.m16n8k16", ~0u, record, multiply, where);
+  for (int i = 0; i < 4; ++i) d[i] = record.d[i];
+}
+
+// Four 8 x 8 matrices of 16-bit elements; lane 8 i + r passes the address of row r of matrix i. Each lane gets of each
+// matrix row lane / 4, elements 2 (lane % 4) and the next; transposed: that of the transposed matrix.
+enum class Transpose : uint8_t { no, yes };
+template <Transpose transpose>
+void ldmatrix_x4(uint32_t (&r)[4], const void* row, const Location& where) {
+  if (reinterpret_cast<uintptr_t>(row) % 16 != 0) fail("ldmatrix: the address of a row is no multiple of 16", where);
+  struct Rows {
+    uint16_t row[8];
+    uint32_t result[4];
+  } record{};
+  std::memcpy(record.row, row, sizeof record.row);  // by the lane that names it, so that reports name that lane
+  const auto distribute = [](Rows* const* lanes, uint32_t) {
+    for (int lane = 0; lane < 32; ++lane)
+      for (int matrix = 0; matrix < 4; ++matrix) {
+        uint32_t pair = 0;
+        for (int half = 0; half < 2; ++half) {
+          const int i = lane / 4, j = lane % 4 * 2 + half;
+          const uint16_t element =
+              transpose == Transpose::yes ? lanes[matrix * 8 + j]->row[i] : lanes[matrix * 8 + i]->row[j];
+          pair |= static_cast<uint32_t>(element) << (16 * half);
+        }
+        lanes[lane]->result[matrix] = pair;
+      }
+  };
+  meet_warp("ldmatrix", ~0u, record, distribute, where);
+  for (int i = 0; i < 4; ++i) r[i] = record.result[i];
+}
+
+}  // namespace cuda_on_cpu
