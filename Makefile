@@ -195,13 +195,15 @@ build/test_objects.list: FORCE
 CUDA_TEST_SOURCES := $(wildcard test/cuda_on_cpu/*.cpp test/cuda/test_*.cpp)
 CUDA_TEST_FLAGS = -std=c++20 -O1 -g $(ARCH_FLAGS) -Illmc -Itest -Itest/cuda_on_cpu -Wall -Wextra -Wno-unknown-pragmas \
                   -fno-strict-aliasing -fno-omit-frame-pointer $(CPPFLAGS) $(CXXFLAGS)
+# -rdynamic: kernels are named by their symbols. Sorted: else g++ 12's sanitizers miss the lines of some templates.
+CUDA_TEST_LINK_FLAGS := -rdynamic -Wl,--sort-section=name
 SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZE_tsan := -fsanitize=thread
 
 define CUDA_TESTS   # $1: the program, $2: asan or tsan
 $1: $(CUDA_TEST_SOURCES:%.cpp=build/$2/%.o) build/test/main.o build/cuda_test_sources.list
 	@echo 'linking $1'
-	@$$(CXX) $(SANITIZE_$2) -rdynamic $$(filter %.o,$$^) -o $$@ $$(LDFLAGS) $$(CATCH2_LIBS) -lboost_context -ldl
+	@$$(CXX) $(SANITIZE_$2) $(CUDA_TEST_LINK_FLAGS) $$(filter %.o,$$^) -o $$@ $$(LDFLAGS) $$(CATCH2_LIBS) -lboost_context -ldl
 build/$2/%.o: %.cpp build/cuda_test.flags
 	@mkdir -p $$(@D) && echo '$$< ($2)'
 	@$$(CXX) $(SANITIZE_$2) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@
@@ -211,7 +213,7 @@ $(eval $(call CUDA_TESTS,build/test_cuda_on_cpu_tsan,tsan))
 build/cuda_test.flags: FORCE
 	$(call text_file,$(CXX) $(CUDA_TEST_FLAGS) $(CXX_VERSION) $(CATCH2_VERSION) $(BOOST_VERSION))
 build/cuda_test_sources.list: FORCE
-	$(call text_file,$(CUDA_TEST_SOURCES) $(LDFLAGS))
+	$(call text_file,$(CUDA_TEST_SOURCES) $(CUDA_TEST_LINK_FLAGS) $(LDFLAGS))
 
 # The same kernels by nvcc, without a warning.
 smoke: $(if $(NVCC_VERSION),build/all_kernels.o)

@@ -31,13 +31,14 @@ with_timeout() {
 # How many lines of the notes begin with a word.
 count() { awk -v word="$1" '$1 == word { ++n } END { print n + 0 }' "$notes"; }
 
-if [ -n "${TESTS:-}" ]; then filter=$TESTS; elif [ $long = yes ]; then filter='*'; else filter='~[long]'; fi
+filter=()
+if [ -n "${TESTS:-}" ]; then filter=("$TESTS"); elif [ $long = no ]; then filter=('~[long]~[.]'); fi
 programs=(build/test_train_gpt build/test_cuda_on_cpu)
 [ $long = no ] || programs+=(build/test_cuda_on_cpu_tsan)
 died=0
 for program in "${programs[@]}"; do
   status=0 failed_before=$(count failed) started_before=$(count started)
-  OMP_WAIT_POLICY=passive TEST_NOTES=$notes with_timeout "$program" "$filter" || status=$?
+  OMP_WAIT_POLICY=passive TEST_NOTES=$notes with_timeout "$program" "${filter[@]}" || status=$?
   # A test case that started and never ended is the one that the program died in. It may also die between test cases or
   # at exit, and must not pass for that.
   if [[ $(tail -n 1 "$notes") == 'started - '* ]]; then

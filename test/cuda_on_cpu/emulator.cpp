@@ -13,6 +13,12 @@
 #include <memory>
 #include <random>
 
+// Options that the environment (ASAN_OPTIONS, TSAN_OPTIONS) may override. A wrong kernel ends the program at once.
+extern "C" {
+const char* __asan_default_options() { return "detect_stack_use_after_return=0"; }
+const char* __tsan_default_options() { return "halt_on_error=1:atexit_sleep_ms=0"; }
+}
+
 namespace cuda_on_cpu {
 namespace {
 
@@ -139,7 +145,7 @@ class Machine {
 
   const Launch* launch_ = nullptr;
   uint3 block_{};
-  unsigned size_ = 0, unfinished_ = 0;
+  unsigned size_ = 0, unfinished_ = 0, blocks_run_ = 0;
   std::vector<std::unique_ptr<Thread>> fibers_;
   std::array<Thread*, max_block_threads> threads_{};      // by their number in the block
   std::array<uint64_t, max_block_threads / 64> ready_{};  // a bit for each thread
@@ -330,8 +336,8 @@ void Machine::run(const Launch& launch) {
 }
 
 void Machine::prepare_threads() {
-  // Each block begins with another fiber, so that to ThreadSanitizer the same thread of two blocks is not the same.
-  const unsigned shift = block_.x + block_.y + block_.z;
+  // Each block begins with another fiber: to ThreadSanitizer the same thread of two blocks or launches is not the same.
+  const unsigned shift = blocks_run_++;
   const dim3& shape = launch_->block;
   for (unsigned number = 0; number < size_; ++number) {
     Thread& thread = *fibers_[(number + shift) % size_];
@@ -373,6 +379,7 @@ void Machine::run_block() {
     else set_waiting(thread, State::done);
   }
   ready_ = {};
+  acquire(&launch_sync_->end);
   std::exception_ptr error = std::exchange(error_, nullptr);
   std::rethrow_exception(error);
 }
@@ -533,6 +540,10 @@ std::vector<Schedule> all_schedules() {
   std::vector<Schedule> all;
   for (const AsyncCopy copies : {AsyncCopy::eager, AsyncCopy::lazy}) {
     if (copies == AsyncCopy::lazy && !async_copy_used) break;
+    if (thread_sanitizer) {  // sees races in any order
+      all.push_back({Order::depth_first, copies, 0});
+      continue;
+    }
     for (const Order order : {Order::forward, Order::reverse, Order::depth_first, Order::depth_first_reverse})
       all.push_back({order, copies, 0});
     for (const uint64_t seed : {1, 2}) all.push_back({Order::random, copies, seed});
@@ -574,10 +585,10 @@ void async_copy(void* to, const void* from, int size, int bytes, const Location&
   if (misaligned(to) || misaligned(from)) fail("cp.async: an address is no multiple of " + std::to_string(size), where);
   if (bytes < 0 || bytes > size) fail("cp.async: " + std::to_string(bytes) + " bytes are asked for", where);
   const PendingCopy copy{to, from, size, bytes};
-  async_copy_used = true;
-  if (the_schedule.async_copy == AsyncCopy::eager) return copy.complete();
+  if (the_schedule.async_copy == AsyncCopy::eager) copy.complete();
   Unobserved unobserved;
-  machine().self().copies.back().push_back(copy);
+  async_copy_used = true;
+  if (the_schedule.async_copy == AsyncCopy::lazy) machine().self().copies.back().push_back(copy);
 }
 void async_commit() {
   Unobserved unobserved;

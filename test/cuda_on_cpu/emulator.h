@@ -40,8 +40,8 @@ struct Schedule {
   uint64_t seed = 0;  // of Order::random
 };
 std::string to_string(const Schedule& schedule);
-// Every order, the random one with two seeds; and if kernels have used cp.async so far, all of them with lazy copies
-// too.
+// Every order, the random one with two seeds; and, if kernels have used cp.async so far, all of them with lazy copies
+// too. Under ThreadSanitizer, which sees races whatever the order, one order.
 std::vector<Schedule> all_schedules();
 
 void set_schedule(const Schedule& schedule);
@@ -115,9 +115,11 @@ void sync_warp(uint32_t mask, const Location& where);
 // with redzones around them.
 void* shared_memory(const void* key, size_t bytes);
 void* dynamic_shared_memory();
-template <class T, size_t N>
-auto shared_array(const void* key) -> T (&)[N] {
-  return *static_cast<T(*)[N]>(shared_memory(key, sizeof(T) * N));
+template <class Where>
+inline char shared_key;  // `Where`, a type that only one place in the source has, stands for that place
+template <class T, size_t N, class Where>
+auto shared_array() -> T (&)[N] {
+  return *static_cast<T(*)[N]>(shared_memory(&shared_key<Where>, sizeof(T) * N));
 }
 
 // cp.async: `bytes` bytes are copied, then zeros up to `size`.

@@ -19,6 +19,7 @@
 namespace {
 
 using cuda_on_cpu::Failure;
+using cuda_on_cpu::Observed;
 using cuda_on_cpu::Order;
 using cuda_on_cpu::Unobserved;
 
@@ -100,16 +101,20 @@ void open_device_memory(bool open) {
 void run_first_task(CUstream_st& stream) {
   std::unique_ptr<Task> task = std::move(stream.tasks.front());
   stream.tasks.pop_front();
+  const std::function<void()>& run = task->run;
   void* host = cuda_on_cpu::current_context();
-  cuda_on_cpu::switch_context(stream.observer);
   std::exception_ptr error;
-  cuda_on_cpu::acquire(&task->enqueued);
-  try {
-    task->run();
-  } catch (...) {
-    error = std::current_exception();
+  cuda_on_cpu::switch_context(stream.observer);
+  {
+    Unobserved unobserved;  // of the stream's context, which is on the host's stack
+    cuda_on_cpu::acquire(&task->enqueued);
+    try {
+      run();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    cuda_on_cpu::release(&stream.done);
   }
-  cuda_on_cpu::release(&stream.done);
   cuda_on_cpu::switch_context(host);
   if (error) std::rethrow_exception(error);
 }
@@ -139,6 +144,7 @@ CUstream_st* next_stream(const CUstream_st* wanted) {
 
 // Runs streams until `done`. Where a task fails, all that is left is dropped.
 void run_until(const CUstream_st* wanted, const std::function<bool()>& done) {
+  Unobserved unobserved;
   Runtime& r = runtime();
   if (r.running) throw Failure("a task of a stream must not wait for streams");
   if (done()) return;
@@ -152,7 +158,10 @@ void run_until(const CUstream_st* wanted, const std::function<bool()>& done) {
       if (stream == nullptr) throw Failure("the host waits for a stream that waits for an event which never comes");
       run_first_task(*stream);
     } catch (...) {
-      for (CUstream_st* each : r.streams) each->tasks.clear();
+      for (CUstream_st* each : r.streams) {
+        each->tasks.clear();
+        cuda_on_cpu::acquire(&each->done);
+      }
       throw;
     }
   }
@@ -389,13 +398,19 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
     check_side(to, bytes, to_device, "cudaMemcpy, destination");
     check_side(from, bytes, from_device, "cudaMemcpy, source");
   }
-  return enqueue(stream, [=] { std::memcpy(to, from, bytes); });
+  return enqueue(stream, [=] {
+    Observed observed;
+    std::memcpy(to, from, bytes);
+  });
 }
 cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream) {
   std::lock_guard lock(runtime().mutex);
   if (bytes == 0) return cudaSuccess;
   check_side(p, bytes, true, "cudaMemset");
-  return enqueue(stream, [=] { std::memset(p, value, bytes); });
+  return enqueue(stream, [=] {
+    Observed observed;
+    std::memset(p, value, bytes);
+  });
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
   const cudaError_t status = cudaMemcpyAsync(to, from, bytes, kind, nullptr);

@@ -41,20 +41,24 @@ inline void destroy_context(void* context) { __tsan_destroy_fiber(context); }
 // From here on memory is accessed by another context. The switch itself orders nothing: only acquire and release do.
 inline void switch_context(void* context) { __tsan_switch_to_fiber(context, __tsan_switch_to_fiber_no_sync); }
 
-// The emulator's own accesses, as long as this lives, are no one's race.
-class Unobserved {
+// The emulator's own accesses, as long as an Unobserved lives, are no one's race; but those within an Observed again
+// are.
+template <bool observed>
+class Observation {
  public:
-  Unobserved() {
-    AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
-    AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+  Observation() { set(observed); }
+  ~Observation() { set(!observed); }
+  Observation(const Observation&) = delete;
+  Observation& operator=(const Observation&) = delete;
+
+ private:
+  static void set(bool on) {
+    (on ? AnnotateIgnoreReadsEnd : AnnotateIgnoreReadsBegin)(__FILE__, __LINE__);
+    (on ? AnnotateIgnoreWritesEnd : AnnotateIgnoreWritesBegin)(__FILE__, __LINE__);
   }
-  ~Unobserved() {
-    AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
-    AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
-  }
-  Unobserved(const Unobserved&) = delete;
-  Unobserved& operator=(const Unobserved&) = delete;
 };
+using Unobserved = Observation<false>;
+using Observed = Observation<true>;
 #else
 #if !defined(__SANITIZE_ADDRESS__)
 inline constexpr bool thread_sanitizer = false;
@@ -68,6 +72,7 @@ inline void switch_context(void*) {}
 struct Unobserved {
   Unobserved() {}  // not trivial: no warning about a variable that is not used
 };
+using Observed = Unobserved;
 #endif
 
 }  // namespace cuda_on_cpu

@@ -35,9 +35,7 @@ inline void cuda_failed(cudaError_t status, const char* call, const char* file, 
   __shared__ __align__(16) unsigned char name##_bytes[sizeof(T) * (N)]; \
   T(&name)[N] = reinterpret_cast<T(&)[N]>(name##_bytes)
 #else
-#define SHARED(T, name, N)          \
-  static const char name##_key = 0; \
-  T(&name)[N] = ::cuda_on_cpu::shared_array<T, (N)>(&name##_key)
+#define SHARED(T, name, N) T(&name)[N] = ::cuda_on_cpu::shared_array<T, (N), decltype([] {})>()
 #endif
 
 // `name`: a pointer to the shared memory whose size the launch gives, as T; aligned to 128 bytes.
