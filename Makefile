@@ -11,6 +11,7 @@
 ##   bench        training steps beside PyTorch's; BENCH_FLAGS are dev/bench/compare.py's
 ##   comm-bench   build/comm_bench: the collectives, in the manner of nccl-tests
 ##   tests        build what `make test` runs, and run nothing
+##   cuda-test    the tests of the CUDA kernels, on a GPU; `make test` runs them on the CPU
 ##   smoke        compile train_gpt.cu by g++ and, where it is there, by nvcc
 ##   config       show what was found on this machine and what is built of it
 ##   reconfigure  look again
@@ -26,7 +27,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 # The outer targets install what is missing and then start make again, so that it looks at the machine only after the
 # installation. They need to know nothing of the machine; all other targets do.
 OUTER_TARGETS := help run test test-long check bench reconfigure deps format clean
-INNER_TARGETS := all tests smoke config check-layers check-headers check-format check-shell check-python
+INNER_TARGETS := all tests cuda-test smoke config check-layers check-headers check-format check-shell check-python
 .PHONY: $(OUTER_TARGETS) $(INNER_TARGETS)
 ifneq ($(filter-out $(OUTER_TARGETS),$(or $(MAKECMDGOALS),train_gpt)),)
 include build/config.mk
@@ -215,12 +216,22 @@ build/cuda_test.flags: FORCE
 build/cuda_test_sources.list: FORCE
 	$(call text_file,$(CUDA_TEST_SOURCES) $(CUDA_TEST_LINK_FLAGS) $(LDFLAGS))
 
+# The same tests on a GPU, once instead of under all schedules.
+cuda-test: build/test_cuda_on_gpu
+	build/test_cuda_on_gpu
+build/test_cuda_on_gpu: $(patsubst test/%.cpp,build/gpu/%.o,$(filter-out %/test_emulator.cpp,$(wildcard test/cuda/test_*.cpp))) \
+                        build/test/main.o
+	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $^ -o $@ $(CATCH2_LIBS)
+build/gpu/%.o: test/%.cpp build/smoke_cuda.flags
+	@mkdir -p $(@D)
+	$(NVCC) -x cu $(call FLAGS_cuda,-O3) -Itest -MMD -MP -c $< -o $@
+
 # The same kernels by nvcc, without a warning.
 smoke: $(if $(NVCC_VERSION),build/all_kernels.o)
 build/all_kernels.o: test/cuda/all_kernels.cu build/smoke_cuda.flags
 	$(NVCC) -x cu $(call FLAGS_cuda,-O0) -Werror all-warnings -MMD -MP -c $< -o $@
 
--include $(wildcard build/*.d build/test/*.d build/[at]san/test/*/*.d)
+-include $(wildcard build/*.d build/test/*.d build/[at]san/test/*/*.d build/gpu/cuda/*.d)
 
 # ---- Checks: each may be made alone ----------------------------------------------------------------------------------
 

@@ -91,6 +91,9 @@ inline double relative_error(const std::vector<float>& got, const std::vector<fl
 // `run` launches kernels on fresh, poisoned outputs and returns these. They must be within `tolerance` of `reference`,
 // and on the emulator the same bits under every schedule. Returns them.
 inline Outputs check_kernel(const std::function<Outputs()>& run, const Outputs& reference, double tolerance) {
+#ifndef __CUDACC__
+  cuda_on_cpu::set_schedule({});
+#endif
   const Outputs first = run();
   REQUIRE(first.size() == reference.size());
   for (size_t i = 0; i < first.size(); ++i) {

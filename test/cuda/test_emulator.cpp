@@ -1,6 +1,7 @@
 // The emulator itself: it computes what a GPU would, and finds each kind of bug.
 #include <cstdio>
 #include <filesystem>
+#include <thread>
 
 #include "cuda/device_test.h"
 #include "cuda/planted_bugs.h"
@@ -270,6 +271,30 @@ TEST_CASE("other misuse is reported", "[cuda]") {
                ContainsSubstring("132 bytes from byte 0 of an allocation of 128"));
   REQUIRE_THAT(failure_of([&] { cudaMemcpy(host, host + 32, 4, cudaMemcpyDeviceToHost); }),
                ContainsSubstring("not device memory"));
+}
+
+TEST_CASE("several host threads launch kernels, each on its stream", "[cuda]") {
+  std::vector<std::vector<float>> results(3);
+  std::vector<std::thread> hosts;
+  for (auto& result : results)
+    hosts.emplace_back([&result] {
+      cudaStream_t stream;
+      cudaStreamCreate(&stream);
+      {
+        DeviceArray<float> x(counted(threads)), y(threads), z(threads);
+        for (int i = 0; i < 5; ++i) {
+          launch(reverse<Bug::none>, 1, threads, 0, stream, y, x);
+          launch(add_neighbours<Bug::none, false>, 1, threads, 0, stream, z, y);
+          cudaStreamSynchronize(stream);
+        }
+        result = z.host();
+      }
+      cudaStreamDestroy(stream);
+    });
+  for (std::thread& host : hosts) host.join();
+  REQUIRE(results[0][0] == 128 + 3 * 127 + 3 * 126 + 125);
+  REQUIRE(results[1] == results[0]);
+  REQUIRE(results[2] == results[0]);
 }
 
 // ---- Bugs that a sanitizer reports: each is a hidden test case, run by this program again

@@ -40,6 +40,12 @@ std::byte* map_memory(size_t bytes) {
   return static_cast<std::byte*>(memory);
 }
 
+// AddressSanitizer would keep what it knows of the memory for whoever gets these addresses next.
+void unmap_memory(std::byte* memory, size_t bytes) {
+  unpoison_memory(memory, bytes);
+  munmap(memory, bytes);
+}
+
 // Thrown through a fiber to end it when another one has failed.
 struct Unwind {};
 
@@ -51,7 +57,7 @@ class Stack {
       : memory_(map_memory(page + size + page)), top_(memory_ + page + size + number % 63 * 64) {
     mprotect(memory_, page, PROT_NONE);
   }
-  ~Stack() { munmap(memory_, page + size + page); }
+  ~Stack() { unmap_memory(memory_, page + size + page); }
   Stack(const Stack&) = delete;
   Stack& operator=(const Stack&) = delete;
   std::byte* top() const { return top_; }
@@ -108,7 +114,7 @@ struct SharedArray {
 class Machine {
  public:
   ~Machine() {
-    if (shared_ != nullptr) munmap(shared_, shared_mapped);
+    if (shared_ != nullptr) unmap_memory(shared_, shared_mapped);
     for (const auto& thread : fibers_) destroy_context(thread->observer);
   }
 
@@ -488,7 +494,7 @@ void Machine::report_stuck() {
 
 void Machine::prepare_shared() {
   if (shared_ != nullptr && thread_sanitizer) {  // forgets who used it: another block's threads are no race
-    munmap(shared_, shared_mapped);
+    unmap_memory(shared_, shared_mapped);
     shared_ = nullptr;
   }
   if (shared_ == nullptr) shared_ = map_memory(shared_mapped);
@@ -552,6 +558,7 @@ std::vector<Schedule> all_schedules() {
 }
 void set_schedule(const Schedule& schedule) {
   the_schedule = schedule;
+  async_copy_used = false;
   make_machine().reseed();
 }
 const Schedule& schedule() { return the_schedule; }

@@ -40,8 +40,8 @@ struct Schedule {
   uint64_t seed = 0;  // of Order::random
 };
 std::string to_string(const Schedule& schedule);
-// Every order, the random one with two seeds; and, if kernels have used cp.async so far, all of them with lazy copies
-// too. Under ThreadSanitizer, which sees races whatever the order, one order.
+// Every order, the random one with two seeds; all of them with lazy copies too if a kernel has used cp.async since
+// set_schedule was called. Under ThreadSanitizer, which sees races whatever the order, one order.
 std::vector<Schedule> all_schedules();
 
 void set_schedule(const Schedule& schedule);

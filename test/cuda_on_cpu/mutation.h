@@ -33,6 +33,7 @@ Mutants find_mutants(Test&& passes) {
       set_schedule({});
     }
   } restored;
+  passes_under({});  // shows whether cp.async is used
   const std::vector<Schedule> schedules = all_schedules();
   std::vector<Site> sites;
   record_sites(&sites);
