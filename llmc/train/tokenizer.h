@@ -1,13 +1,18 @@
 // tokenizer.h: tokens to text and back, for prompts and samples.
 #pragma once
 #include <cstring>
+#include <filesystem>
+#include <map>
 #include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "core/files.h"
 #include "core/shape.h"
+#include "train/bpe.h"
 
 namespace llmc {
 
@@ -17,6 +22,10 @@ class Tokenizer {
   virtual std::vector<int32_t> encode(const std::string& text) const = 0;
   virtual std::string decode(std::span<const int32_t> tokens) const = 0;
   virtual int32_t end_of_text() const = 0;
+  // What stands in front of the text of a prompt.
+  virtual std::vector<int32_t> prefix() const { return {end_of_text()}; }
+  // What a checkpoint holds of the tokenizer: names and contents of files.
+  virtual std::map<std::string, std::string> files() const { return {}; }
 };
 
 // Ids 0 to 255 are bytes, 256 is the end of text.
@@ -84,11 +93,96 @@ class TableTokenizer final : public Tokenizer {
   int32_t end_of_text_;
 };
 
+// A Hugging Face tokenizer.json of byte-level BPE (bpe.h), with what is beside it.
+//
+// The end of text is the token with the first of the usual names, as in data/tokenize_text.py, which puts it in front
+// of every document of a shard; if there is none of these, what tokenizer_config.json, generation_config.json or
+// config.json beside it calls the end of a sequence. A prompt begins with what the file's template puts there, such as
+// <|begin_of_text|>, or else with the end of text. A token that is half a character is printed as the bytes it is:
+// those of its neighbours complete it.
+class HuggingFaceTokenizer final : public Tokenizer {
+ public:
+  explicit HuggingFaceTokenizer(const std::string& path)
+      : path_(path), bpe_(read(path)), end_of_text_(find_end_of_text()) {}
+
+  std::vector<int32_t> encode(const std::string& text) const override {
+    const std::optional<size_t> fault = utf8_fault(text);
+    CHECK(!fault, "--tokenizer {} takes UTF-8, and byte {} of the text is none: convert it, or use --tokenizer bytes",
+          path_, *fault);
+    return bpe_.encode(text);
+  }
+  std::string decode(std::span<const int32_t> tokens) const override {
+    std::string text;
+    for (int32_t token : tokens) text += bpe_.text_of(token).empty() ? formatted("<{}>", token) : bpe_.text_of(token);
+    return text;
+  }
+  int32_t end_of_text() const override { return end_of_text_; }
+  std::vector<int32_t> prefix() const override {
+    return bpe_.prefix().empty() ? std::vector<int32_t>{end_of_text_} : bpe_.prefix();
+  }
+  std::map<std::string, std::string> files() const override {
+    std::map<std::string, std::string> files{{"tokenizer.json", read_text(path_)}};
+    for (const char* name : {"tokenizer_config.json", "special_tokens_map.json", "generation_config.json"})
+      if (std::filesystem::exists(beside(name))) files[name] = read_text(beside(name));
+    return files;
+  }
+  const Bpe& bpe() const { return bpe_; }
+
+ private:
+  static Bpe read(const std::string& path) try {
+    return Bpe(nlohmann::json::parse(read_text(path)), "--tokenizer " + path);
+  } catch (const nlohmann::json::exception& error) {
+    throw Error(formatted("--tokenizer {}: not a whole Hugging Face tokenizer.json: {}", path, error.what()));
+  }
+  std::string beside(const char* name) const { return std::filesystem::path(path_).replace_filename(name); }
+
+  int32_t find_end_of_text() const {
+    for (const char* name : {"<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<|im_end|>"})
+      if (const std::optional<int32_t> id = bpe_.find(name)) return *id;
+    for (const char* name : {"tokenizer_config.json", "generation_config.json", "config.json"}) {
+      if (!std::filesystem::exists(beside(name))) continue;
+      const nlohmann::json json = nlohmann::json::parse(read_text(beside(name)), nullptr, false);
+      CHECK(json.is_object(), "{}: not a JSON object; the file is damaged", beside(name));
+      const nlohmann::json none;
+      nlohmann::json token = json.value("eos_token", none), id = json.value("eos_token_id", none);
+      if (token.is_object()) token = token.value("content", none);
+      if (id.is_array() && !id.empty()) id = id.front();
+      if (token.is_string())
+        if (const std::optional<int32_t> found = bpe_.find(token.get_ref<const std::string&>())) return *found;
+      if (id.is_number_integer() && id >= 0 && id < bpe_.vocab_size()) return id;
+    }
+    throw Error(
+        formatted("--tokenizer {}: no token has a usual name of the end of text, such as <|endoftext|>, and no "
+                  "file beside it names one: add a generation_config.json with its \"eos_token_id\"",
+                  path_));
+  }
+
+  std::string path_;
+  Bpe bpe_;
+  int32_t end_of_text_;
+};
+
 inline std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name) {
   if (name == "bytes") return std::make_unique<ByteTokenizer>();
-  CHECK(name.ends_with(".bin"),
-        "--tokenizer {}: expected bytes (ids 0-255, end of text 256) or a gpt2_tokenizer.bin (data/README.md)", name);
-  return std::make_unique<TableTokenizer>(name);
+  if (name.ends_with(".bin")) return std::make_unique<TableTokenizer>(name);
+  if (std::filesystem::is_directory(name)) return std::make_unique<HuggingFaceTokenizer>(name + "/tokenizer.json");
+  CHECK(name.ends_with(".json"),
+        "--tokenizer {}: expected bytes (ids 0-255, end of text 256), a Hugging Face tokenizer.json or its directory, "
+        "or a gpt2_tokenizer.bin (data/README.md)",
+        name);
+  return std::make_unique<HuggingFaceTokenizer>(name);
+}
+
+// "auto": the tokenizer.json of the model's directory (none: the model is a preset), if there is one and the model's
+// vocabulary has all its tokens; else bytes.
+inline std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name, const std::optional<std::string>& directory,
+                                                 int64_t vocab_size) {
+  if (name != "auto") return make_tokenizer(name);
+  if (directory && std::filesystem::exists(*directory + "/tokenizer.json")) {
+    auto tokenizer = std::make_unique<HuggingFaceTokenizer>(*directory + "/tokenizer.json");
+    if (tokenizer->bpe().vocab_size() <= vocab_size) return tokenizer;
+  }
+  return make_tokenizer("bytes");
 }
 
 }  // namespace llmc

@@ -1,0 +1,223 @@
+// bpe.h: a byte-level BPE tokenizer as Hugging Face's tokenizer.json describes it: added tokens are cut out of the
+// text, what is between them is normalised (NFC), cut into pieces by patterns, and encoded piece by piece. Kinds of
+// these steps that are not known here are refused by name. "truncation" and "padding" are for batches, and passed over.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/check.h"
+#include "core/files.h"
+#include "core/unicode.h"
+#include "train/bpe_vocabulary.h"
+#include "train/split_pattern.h"
+
+namespace llmc {
+
+// Tokens that are found in a text as they are written, before all else.
+class AddedTokens {
+ public:
+  struct Token {
+    std::string text;
+    int32_t id;
+    bool strip_left, strip_right;  // white space there belongs to the token
+  };
+  void add(const Token& token) {
+    if (token.text.empty()) return;
+    auto& bucket = by_first_byte_[static_cast<unsigned char>(token.text[0])];
+    bucket.push_back(token);
+    std::stable_sort(bucket.begin(), bucket.end(),
+                     [](const Token& a, const Token& b) { return a.text.size() > b.text.size(); });
+  }
+
+  // Cuts the text at its tokens, the leftmost first and of those the longest, and hands their ids to on_token, and what
+  // is between them to on_text.
+  template <class OnToken, class OnText>
+  void split(std::string_view text, OnToken&& on_token, OnText&& on_text) const {
+    size_t cut = 0;
+    for (size_t at = 0; at < text.size();) {
+      const Token* token = find(text.substr(at));
+      if (!token) {
+        ++at;
+        continue;
+      }
+      size_t begin = at, end = at += token->text.size();
+      if (token->strip_left)
+        while (begin > cut && is_space(text, utf8_before(text, begin))) begin = utf8_before(text, begin);
+      if (token->strip_right)
+        while (end < text.size() && is_space(text, end)) end += utf8_at(text, end).width;
+      if (cut < begin) on_text(text.substr(cut, begin - cut));
+      on_token(token->id);
+      cut = end;
+    }
+    if (cut < text.size()) on_text(text.substr(cut));
+  }
+
+ private:
+  static bool is_space(std::string_view text, size_t at) {
+    return (traits_of(utf8_at(text, at).code) & white_space_trait) != 0;
+  }
+  const Token* find(std::string_view text) const {
+    for (const Token& token : by_first_byte_[static_cast<unsigned char>(text[0])])
+      if (text.starts_with(token.text)) return &token;
+    return nullptr;
+  }
+  std::array<std::vector<Token>, 256> by_first_byte_;  // the longest first
+};
+
+// Whether encode() puts the tokens around a text that "post_processor" asks for, such as Llama's <|begin_of_text|>.
+enum class Template { omit, apply };
+
+class Bpe {
+ public:
+  // `where`: what errors name, "--tokenizer PATH".
+  Bpe(const nlohmann::json& file, const std::string& where) : where_(where), vocabulary_(file.at("model"), where) {
+    tokens_ = vocabulary_.tokens();
+    read_normalizer(file.value("normalizer", nlohmann::json()));
+    for (const nlohmann::json& token : file.value("added_tokens", nlohmann::json::array())) read_added_token(token);
+    read_pre_tokenizer(file.value("pre_tokenizer", nlohmann::json()));
+    if (steps_.empty() || !steps_.back().is_byte_level) refuse("\"pre_tokenizer\" without ByteLevel at its end");
+    read_post_processor(file.value("post_processor", nlohmann::json()));
+    const nlohmann::json decoder = file.value("decoder", nlohmann::json());
+    if (type_of(decoder) != "ByteLevel") refuse(formatted("\"decoder\" {}", type_of(decoder)));
+  }
+
+  // Of valid UTF-8.
+  std::vector<int32_t> encode(std::string_view text, Template around = Template::omit) const {
+    std::vector<int32_t> ids;
+    BpeVocabulary::Encoder encoder(vocabulary_, ids);
+    auto on_token = [&](int32_t id) { ids.push_back(id); };
+    if (around == Template::apply) ids = prefix_;
+    added_.split(text, on_token, [&](std::string_view part) {
+      const std::string normalised = nfc_ ? nfc(part) : std::string(part);
+      added_normalised_.split(normalised, on_token, [&](std::string_view between) {
+        cut(between, 0, [&](std::string_view piece) { encoder.append(piece); });
+      });
+    });
+    if (around == Template::apply) ids.insert(ids.end(), suffix_.begin(), suffix_.end());
+    return ids;
+  }
+
+  // The bytes of a token; empty: there is no such token. Those of one character may be spread over several tokens.
+  const std::string& text_of(int32_t id) const {
+    static const std::string none;
+    return id >= 0 && static_cast<size_t>(id) < tokens_.size() ? tokens_[static_cast<size_t>(id)] : none;
+  }
+  int32_t vocab_size() const { return narrow<int32_t>(static_cast<int64_t>(tokens_.size())); }
+  // What the template puts in front of a text.
+  const std::vector<int32_t>& prefix() const { return prefix_; }
+
+  // The id of an added or ordinary token by its text; none: there is none.
+  std::optional<int32_t> find(std::string_view text) const {
+    const auto found = std::find(tokens_.begin(), tokens_.end(), text);
+    return found == tokens_.end() ? std::nullopt : std::optional(static_cast<int32_t>(found - tokens_.begin()));
+  }
+
+ private:
+  // One pre-tokenizer: a prefix, and what the text is cut by.
+  struct Step {
+    bool is_byte_level = false;
+    bool prefix_space = false;
+    std::optional<SplitPattern> pattern;
+  };
+
+  [[noreturn]] void refuse(const std::string& what) const {
+    throw Error(
+        formatted("{}: {} is not supported; byte-level BPE as of GPT-2, Llama 3, Qwen and SmolLM is", where_, what));
+  }
+  static std::string type_of(const nlohmann::json& json) {
+    return json.is_null() ? "null" : json.at("type").get<std::string>();
+  }
+
+  // Hands on the pieces that step `s` and those after it make of a text.
+  template <class F>
+  void cut(std::string_view text, size_t s, F&& on_piece) const {
+    if (s == steps_.size()) return on_piece(text);
+    const Step& step = steps_[s];
+    std::string prefixed;
+    if (step.prefix_space && !text.starts_with(' ')) text = prefixed = " " + std::string(text);
+    if (step.pattern) step.pattern->split(text, [&](std::string_view piece) { cut(piece, s + 1, on_piece); });
+    else cut(text, s + 1, on_piece);
+  }
+
+  void read_normalizer(const nlohmann::json& json) {
+    const std::string type = type_of(json);
+    if (type == "NFC") nfc_ = true;
+    else if (type == "Sequence")
+      for (const nlohmann::json& one : json.at("normalizers")) read_normalizer(one);
+    else if (type != "null") refuse("\"normalizer\" " + type);
+  }
+
+  void read_added_token(const nlohmann::json& json) {
+    const bool normalised = json.value("normalized", !json.value("special", false));
+    const std::string content = json.at("content");
+    const AddedTokens::Token token{normalised && nfc_ ? nfc(content) : content, json.at("id"),
+                                   json.value("lstrip", false), json.value("rstrip", false)};
+    if (json.value("single_word", false)) refuse(formatted("added token '{}' with \"single_word\"", content));
+    CHECK(token.id >= 0 && token.id < (1 << 24), "{}: added token '{}' has the id {}, expected one below 2^24", where_,
+          content, token.id);
+    const size_t i = static_cast<size_t>(token.id);
+    if (i >= tokens_.size()) tokens_.resize(i + 1);
+    CHECK(tokens_[i].empty() || tokens_[i] == content, "{}: added token '{}' has the id {} of token '{}'", where_,
+          content, token.id, tokens_[i]);
+    tokens_[i] = token.text;  // as it is: the library reads an e with an accent in it as GPT-2's sign for byte 0xe9
+    (normalised ? added_normalised_ : added_).add(token);
+  }
+
+  void read_pre_tokenizer(const nlohmann::json& json) {
+    const std::string type = type_of(json);
+    if (!steps_.empty() && steps_.back().is_byte_level) refuse("a pre-tokenizer behind ByteLevel");
+    if (type == "Sequence") {
+      for (const nlohmann::json& one : json.at("pretokenizers")) read_pre_tokenizer(one);
+    } else if (type == "ByteLevel") {
+      Step step{.is_byte_level = true, .prefix_space = json.value("add_prefix_space", true), .pattern = {}};
+      if (json.value("use_regex", true))
+        step.pattern.emplace(R"('(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)", where_);
+      steps_.push_back(std::move(step));
+    } else if (type == "Split") {
+      const nlohmann::json& pattern = json.at("pattern");
+      if (!pattern.contains("Regex")) refuse("a Split by " + pattern.dump());
+      if (json.at("behavior") != "Isolated") refuse("a Split with behavior " + json.at("behavior").dump());
+      steps_.push_back({.pattern = SplitPattern(pattern.at("Regex"), where_)});
+    } else if (type == "Digits") {
+      steps_.push_back(
+          {.pattern = SplitPattern(json.value("individual_digits", false) ? R"(\p{N})" : R"(\p{N}+)", where_)});
+    } else {
+      refuse("\"pre_tokenizer\" " + type);
+    }
+  }
+
+  void read_post_processor(const nlohmann::json& json) {
+    const std::string type = type_of(json);
+    if (type == "Sequence") {
+      for (const nlohmann::json& one : json.at("processors")) read_post_processor(one);
+    } else if (type == "TemplateProcessing") {
+      std::vector<int32_t>* side = &prefix_;
+      for (const nlohmann::json& part : json.at("single")) {
+        if (part.contains("Sequence")) {
+          side = &suffix_;
+          continue;
+        }
+        const std::string& name = part.at("SpecialToken").at("id").get_ref<const std::string&>();
+        for (const nlohmann::json& id : json.at("special_tokens").at(name).at("ids")) side->push_back(id);
+      }
+    } else if (type != "null" && type != "ByteLevel") {  // the latter trims offsets, which are not used here
+      refuse("\"post_processor\" " + type);
+    }
+  }
+
+  std::string where_;
+  BpeVocabulary vocabulary_;
+  std::vector<std::string> tokens_;       // with the added ones
+  AddedTokens added_, added_normalised_;  // found in the text as it is, and in the normalised text
+  bool nfc_ = false;
+  std::vector<Step> steps_;
+  std::vector<int32_t> prefix_, suffix_;
+};
+
+}  // namespace llmc

@@ -1,0 +1,214 @@
+// bpe_vocabulary.h: byte pair encoding (Sennrich et al. 2016) over bytes (Radford et al. 2019): a piece of text begins
+// as its bytes, and pairs of neighbours are merged in the order in which training found them.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <queue>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "core/check.h"
+#include "core/shape.h"
+#include "core/unicode.h"
+
+namespace llmc {
+
+// The bytes that a token of a byte-level vocabulary stands for. GPT-2 writes each byte as a visible character: itself
+// where it is one, or else the next of U+0100, U+0101, ...; none: the token holds another character.
+inline std::optional<std::string> bytes_of_byte_level(std::string_view token) {
+  static const std::unordered_map<char32_t, char> byte_of = [] {
+    std::unordered_map<char32_t, char> map;
+    char32_t next = 0x100;
+    for (int byte = 0; byte < 256; ++byte) {
+      const bool visible = (byte > 0x20 && byte < 0x7f) || (byte > 0xa0 && byte != 0xad);
+      map[visible ? static_cast<char32_t>(byte) : next++] = static_cast<char>(byte);
+    }
+    return map;
+  }();
+  std::string bytes;
+  for (size_t at = 0; at < token.size();) {
+    const Utf8Character c = utf8_at(token, at);
+    const auto found = byte_of.find(c.code);
+    if (found == byte_of.end()) return std::nullopt;
+    bytes += found->second;
+    at += c.width;
+  }
+  return bytes;
+}
+
+class BpeVocabulary {
+ public:
+  // `model`: "model" of a tokenizer.json; `where` is named by errors.
+  BpeVocabulary(const nlohmann::json& model, const std::string& where) : where_(where) {
+    check_kind(model);
+    std::unordered_map<std::string, int32_t> ids;
+    for (const auto& [token, json] : model.at("vocab").items()) {
+      CHECK(json.is_number_integer() && json >= 0 && json < (1 << 24),
+            "{}: token '{}' of the vocabulary has the id {}, expected a whole number below 2^24", where_, token,
+            json.dump());
+      const int32_t id = json;
+      ids[token] = id;
+      if (static_cast<size_t>(id) >= tokens_.size()) tokens_.resize(static_cast<size_t>(id) + 1);
+      const std::optional<std::string> bytes = bytes_of_byte_level(token);
+      tokens_[static_cast<size_t>(id)] = bytes.value_or(token);  // what is none stands for itself
+      if (!bytes) continue;
+      id_of_[*bytes] = id;
+      if (bytes->size() == 1) id_of_byte_[static_cast<unsigned char>((*bytes)[0])] = id;
+    }
+    read_merges(model.at("merges"), ids);
+    whole_pieces_first_ = model.value("ignore_merges", false);
+  }
+
+  // The text of each id; empty: there is no such token.
+  const std::vector<std::string>& tokens() const { return tokens_; }
+
+  // Appends the tokens of pieces of text. It remembers what it has seen: a text has few different words.
+  class Encoder {
+   public:
+    Encoder(const BpeVocabulary& vocabulary, std::vector<int32_t>& out) : vocabulary_(vocabulary), out_(out) {}
+
+    void append(std::string_view piece) {
+      if (piece.size() > longest_remembered) return vocabulary_.append_merged(piece, out_);
+      const auto known = known_.find(piece);
+      if (known != known_.end()) {
+        out_.insert(out_.end(), known->second.begin(), known->second.end());
+        return;
+      }
+      const auto begin = static_cast<std::ptrdiff_t>(out_.size());
+      vocabulary_.append_merged(piece, out_);
+      if (known_.size() < most_remembered)
+        known_.emplace(piece, std::vector<int32_t>(out_.begin() + begin, out_.end()));
+    }
+
+   private:
+    static constexpr size_t longest_remembered = 64, most_remembered = 1 << 18;
+    struct Hash : std::hash<std::string_view> {
+      using is_transparent = void;  // looks up what is no std::string
+    };
+    const BpeVocabulary& vocabulary_;
+    std::vector<int32_t>& out_;
+    std::unordered_map<std::string, std::vector<int32_t>, Hash, std::equal_to<>> known_;
+  };
+
+ private:
+  struct Merge {
+    int32_t rank, id;  // the lower rank goes first
+  };
+  static uint64_t pair(int32_t a, int32_t b) {
+    return uint64_t{static_cast<uint32_t>(a)} << 32 | static_cast<uint32_t>(b);
+  }
+
+  void check_kind(const nlohmann::json& model) const {
+    const nlohmann::json none;
+    auto refuse_unless = [&](bool good, const char* field, const char* expected) {
+      CHECK(good, "{}: the model has \"{}\": {}, expected {}: only byte-level BPE is supported", where_, field,
+            model.value(field, none).dump(), expected);
+    };
+    CHECK(model.is_object(), "{}: has no \"model\": not a Hugging Face tokenizer.json", where_);
+    const nlohmann::json type = model.value("type", none), dropout = model.value("dropout", none);
+    refuse_unless(type == "BPE" || (type.is_null() && model.contains("merges")), "type", "\"BPE\"");
+    refuse_unless(dropout.is_null() || dropout == 0, "dropout", "null");
+    for (const char* field : {"continuing_subword_prefix", "end_of_word_suffix"})
+      refuse_unless(model.value(field, none).is_null() || model[field] == "", field, "null or \"\"");
+    refuse_unless(!model.value("byte_fallback", false), "byte_fallback", "false");
+  }
+
+  // Two forms: "a b", and ["a", "b"].
+  void read_merges(const nlohmann::json& merges, const std::unordered_map<std::string, int32_t>& ids) {
+    int32_t rank = 0;
+    for (const nlohmann::json& merge : merges) {
+      std::string a, b;
+      if (merge.is_string()) {
+        const std::string& text = merge.get_ref<const std::string&>();
+        if (text.starts_with("#version")) continue;
+        const size_t space = std::min(text.find(' '), text.size());
+        a = text.substr(0, space);
+        b = text.substr(std::min(space + 1, text.size()));
+      } else if (merge.is_array() && merge.size() == 2 && merge[0].is_string() && merge[1].is_string()) {
+        a = merge[0];
+        b = merge[1];
+      }
+      CHECK(!a.empty() && !b.empty() && (merge.is_array() || b.find(' ') == b.npos),
+            "{}: merge {} is {}, expected \"a b\" or [\"a\", \"b\"]", where_, rank, merge.dump());
+      auto id = [&](const std::string& token) {
+        const auto found = ids.find(token);
+        CHECK(found != ids.end(), "{}: merge {}, {}: the token '{}' is not in the vocabulary; the file is damaged",
+              where_, rank, merge.dump(), token);
+        return found->second;
+      };
+      merges_[pair(id(a), id(b))] = {rank, id(a + b)};
+      ++rank;
+    }
+  }
+
+  // Merges by rank, and from left to right among equals: a heap of candidates over a linked list of symbols, of which
+  // those that have changed since are passed over. n log n, however long the piece.
+  void append_merged(std::string_view piece, std::vector<int32_t>& out) const {
+    if (whole_pieces_first_)
+      if (const auto whole = id_of_.find(piece); whole != id_of_.end()) return out.push_back(whole->second);
+    struct Symbol {
+      int32_t id, before, after;  // neighbours; -1: none. id -1: merged into the one before
+    };
+    struct Candidate {
+      int32_t rank, left, merged;
+      uint64_t ids;  // what both were when they were found
+      bool operator>(const Candidate& o) const { return rank != o.rank ? rank > o.rank : left > o.left; }
+    };
+    const int32_t n = narrow<int32_t>(piece.size());
+    std::vector<Symbol> symbols(piece.size());
+    for (int32_t i = 0; i < n; ++i) {
+      const unsigned char byte = static_cast<unsigned char>(piece[static_cast<size_t>(i)]);
+      CHECK(id_of_byte_[byte] >= 0, "{}: its vocabulary has no token for byte {}, which is in the text", where_,
+            static_cast<int>(byte));
+      symbols[static_cast<size_t>(i)] = {id_of_byte_[byte], i - 1, i + 1 < n ? i + 1 : -1};
+    }
+    auto at = [&](int32_t i) -> Symbol& { return symbols[static_cast<size_t>(i)]; };
+    std::vector<Candidate> heap;
+    auto consider = [&](int32_t left) {
+      if (left < 0 || at(left).after < 0) return;
+      const uint64_t ids = pair(at(left).id, at(at(left).after).id);
+      const auto merge = merges_.find(ids);
+      if (merge == merges_.end()) return;
+      heap.push_back({merge->second.rank, left, merge->second.id, ids});
+      std::push_heap(heap.begin(), heap.end(), std::greater<>());
+    };
+    for (int32_t i = 0; i + 1 < n; ++i) consider(i);
+    while (!heap.empty()) {
+      std::pop_heap(heap.begin(), heap.end(), std::greater<>());
+      const Candidate c = heap.back();
+      heap.pop_back();
+      Symbol& left = at(c.left);
+      if (left.id < 0 || left.after < 0 || pair(left.id, at(left.after).id) != c.ids) continue;
+      const int32_t right = left.after;
+      left.id = c.merged;
+      left.after = at(right).after;
+      at(right).id = -1;
+      if (left.after >= 0) at(left.after).before = c.left;
+      consider(left.before);
+      consider(c.left);
+    }
+    for (int32_t i = n > 0 ? 0 : -1; i >= 0; i = at(i).after) out.push_back(at(i).id);
+  }
+
+  struct Hash : std::hash<std::string_view> {
+    using is_transparent = void;
+  };
+  std::string where_;
+  std::vector<std::string> tokens_;
+  std::unordered_map<std::string, int32_t, Hash, std::equal_to<>> id_of_;  // by bytes
+  std::array<int32_t, 256> id_of_byte_ = [] {
+    std::array<int32_t, 256> none;
+    none.fill(-1);
+    return none;
+  }();
+  std::unordered_map<uint64_t, Merge> merges_;
+  bool whole_pieces_first_ = false;
+};
+
+}  // namespace llmc
