@@ -85,10 +85,15 @@ void initialise(Run& run, const Options& o) {
 
 SampleOptions sample_options(const Options& o) { return {o.temperature, o.top_k, o.top_p}; }
 
-// The prompt in tokens: end of text, then the text; a vocabulary without the end of text starts at its first token.
+std::unique_ptr<Tokenizer> choose_tokenizer(const Options& o, const ModelConfig& model) {
+  return make_tokenizer(o.tokenizer, model_preset(o.model) ? std::nullopt : std::optional(o.model), model.vocab_size);
+}
+
+// The prompt in tokens: what begins a text, then the text; a vocabulary without the former starts at its first token.
 std::vector<int32_t> prompt_tokens(const Tokenizer& tokenizer, const Options& o, const ModelConfig& model) {
   std::vector<int32_t> tokens;
-  if (tokenizer.end_of_text() < model.vocab_size) tokens.push_back(tokenizer.end_of_text());
+  for (int32_t token : tokenizer.prefix())
+    if (token < model.vocab_size) tokens.push_back(token);
   for (int32_t token : tokenizer.encode(o.prompt)) tokens.push_back(token);
   if (tokens.empty()) tokens.push_back(0);
   for (int32_t token : tokens)
@@ -105,7 +110,7 @@ void run_generate(const Options& o) {
   StepConfig config{.model = choose_model(o), .dtype = choose_dtype(o)};
   config.batch = {1, std::min(trained_seq_len(o.model).value_or(o.seq_len), config.model.n_positions)};
   const Device device = choose_device(o);
-  const auto tokenizer = make_tokenizer(o.tokenizer);
+  const auto tokenizer = choose_tokenizer(o, config.model);
   World world{Mesh()};
   Run run(config, make_plan(config, device.threads), device, world, 0);
   initialise(run, o);
@@ -154,6 +159,7 @@ struct Job {
   Device device, rank_device;  // of the process, of a rank
   StepConfig step;
   std::unique_ptr<Tokenizer> tokenizer;
+  std::map<std::string, std::string> tokenizer_files;  // read once: every checkpoint of a run has the same
   TokenShards train;
   std::optional<TokenShards> val;
   int64_t samples_per_step, max_steps, val_samples = 0;
@@ -164,7 +170,8 @@ struct Job {
         device(choose_device(o)),
         rank_device(llmc::rank_device(device, o.local_ranks)),
         step(choose_step(o)),
-        tokenizer(make_tokenizer(o.tokenizer)),
+        tokenizer(choose_tokenizer(o, step.model)),
+        tokenizer_files(tokenizer->files()),
         train(o.train_data, o.seq_len),
         samples_per_step(step.tokens() / o.seq_len),
         max_steps(o.max_steps.value_or(std::max<int64_t>(1, train.samples() / samples_per_step))) {
@@ -408,7 +415,7 @@ class Training {
                                     {"detectors", {{"loss", losses_.values()}, {"grad_norm", norms_.values()}}},
                                     {"layout", detail::layout_text(job_.step.zero)},
                                     {"options", options_json(o_)}},
-                                   run_.stream);
+                                   run_.stream, job_.tokenizer_files);
     save_seconds_ = seconds_since(begin);
     log_.line("checkpoint: " + checkpoint_);
   }

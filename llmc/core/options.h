@@ -21,7 +21,7 @@ namespace llmc {
 struct Options {
   std::string train_data, val_data;
   bool shuffle = false, mask_documents = false;
-  std::string tokenizer = "bytes";
+  std::string tokenizer = "auto";
 
   std::string model = "d12";
   bool from_scratch = false;
@@ -95,9 +95,11 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--mask-documents", "", o.mask_documents, Limits{}, must_match,
         "documents packed into one sequence do not see each other: each begins behind the tokenizer's end of text, at "
         "position 0; without it attention runs across them");
-  visit("--tokenizer", "", o.tokenizer, Limits{}, warn,
-        "what turns prompts into tokens and samples into text: bytes, or a gpt2_tokenizer.bin, which prints samples "
-        "only");
+  visit(
+      "--tokenizer", "", o.tokenizer, Limits{}, warn,
+      "what turns prompts into tokens and samples into text: bytes, a Hugging Face tokenizer.json (byte-level BPE) or "
+      "its directory, or a gpt2_tokenizer.bin, which prints samples only; auto: the tokenizer.json of a --model "
+      "directory if the vocabulary has its tokens, else bytes");
   visit("Model");
   visit(
       "--model", "-e", o.model, Limits{}, must_match,

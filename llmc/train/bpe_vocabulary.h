@@ -6,8 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <nlohmann/json.hpp>
-#include <queue>
-#include <span>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -43,6 +42,10 @@ inline std::optional<std::string> bytes_of_byte_level(std::string_view token) {
 }
 
 class BpeVocabulary {
+  struct Hash : std::hash<std::string_view> {
+    using is_transparent = void;  // looks up what is no std::string
+  };
+
  public:
   // `model`: "model" of a tokenizer.json; `where` is named by errors.
   BpeVocabulary(const nlohmann::json& model, const std::string& where) : where_(where) {
@@ -74,31 +77,83 @@ class BpeVocabulary {
     Encoder(const BpeVocabulary& vocabulary, std::vector<int32_t>& out) : vocabulary_(vocabulary), out_(out) {}
 
     void append(std::string_view piece) {
-      if (piece.size() > longest_remembered) return vocabulary_.append_merged(piece, out_);
-      const auto known = known_.find(piece);
-      if (known != known_.end()) {
+      if (piece.size() > longest_remembered) return append_new(piece);
+      if (const auto known = known_.find(piece); known != known_.end()) {
         out_.insert(out_.end(), known->second.begin(), known->second.end());
         return;
       }
       const auto begin = static_cast<std::ptrdiff_t>(out_.size());
-      vocabulary_.append_merged(piece, out_);
-      if (known_.size() < most_remembered)
-        known_.emplace(piece, std::vector<int32_t>(out_.begin() + begin, out_.end()));
+      append_new(piece);
+      if (known_.size() < most_remembered) known_.emplace(piece, std::vector(out_.begin() + begin, out_.end()));
     }
 
    private:
     static constexpr size_t longest_remembered = 64, most_remembered = 1 << 18;
-    struct Hash : std::hash<std::string_view> {
-      using is_transparent = void;  // looks up what is no std::string
+    struct Symbol {
+      int32_t id, before, after;  // neighbours; -1: none. id -1: merged into the one before
     };
+    struct Candidate {
+      int32_t rank, left, merged;
+      uint64_t ids;  // what both were when they were found
+      // The lower rank goes first, and from left to right among equals.
+      bool operator>(const Candidate& o) const { return rank != o.rank ? rank > o.rank : left > o.left; }
+    };
+
+    void append_new(std::string_view piece) {
+      if (vocabulary_.whole_pieces_first_)
+        if (const auto whole = vocabulary_.id_of_.find(piece); whole != vocabulary_.id_of_.end())
+          return out_.push_back(whole->second);
+      const int32_t n = narrow<int32_t>(static_cast<int64_t>(piece.size()));
+      symbols_.resize(piece.size());
+      for (int32_t i = 0; i < n; ++i)
+        at(i) = {vocabulary_.id_of_byte(piece[static_cast<size_t>(i)]), i - 1, i + 1 < n ? i + 1 : -1};
+      heap_.clear();
+      for (int32_t i = 0; i + 1 < n; ++i) consider(i);
+      std::make_heap(heap_.begin(), heap_.end(), std::greater<>());
+      merge_all();
+      for (int32_t i = n > 0 ? 0 : -1; i >= 0; i = at(i).after) out_.push_back(at(i).id);
+    }
+
+    // A heap of candidates over a linked list of symbols; candidates that have changed since are passed over. n log n,
+    // however long the piece.
+    void merge_all() {
+      while (!heap_.empty()) {
+        std::pop_heap(heap_.begin(), heap_.end(), std::greater<>());
+        const Candidate c = heap_.back();
+        heap_.pop_back();
+        Symbol& left = at(c.left);
+        if (left.id < 0 || left.after < 0 || pair(left.id, at(left.after).id) != c.ids) continue;
+        Symbol& right = at(left.after);
+        left.id = c.merged;
+        left.after = right.after;
+        right.id = -1;
+        if (left.after >= 0) at(left.after).before = c.left;
+        if (consider(left.before)) std::push_heap(heap_.begin(), heap_.end(), std::greater<>());
+        if (consider(c.left)) std::push_heap(heap_.begin(), heap_.end(), std::greater<>());
+      }
+    }
+
+    // Puts a symbol and the one after it behind the heap, if they merge.
+    bool consider(int32_t left) {
+      if (left < 0 || at(left).after < 0) return false;
+      const uint64_t ids = pair(at(left).id, at(at(left).after).id);
+      const auto merge = vocabulary_.merges_.find(ids);
+      if (merge == vocabulary_.merges_.end()) return false;
+      heap_.push_back({merge->second.rank, left, merge->second.id, ids});
+      return true;
+    }
+    Symbol& at(int32_t i) { return symbols_[static_cast<size_t>(i)]; }
+
     const BpeVocabulary& vocabulary_;
     std::vector<int32_t>& out_;
     std::unordered_map<std::string, std::vector<int32_t>, Hash, std::equal_to<>> known_;
+    std::vector<Symbol> symbols_;
+    std::vector<Candidate> heap_;
   };
 
  private:
   struct Merge {
-    int32_t rank, id;  // the lower rank goes first
+    int32_t rank, id;
   };
   static uint64_t pair(int32_t a, int32_t b) {
     return uint64_t{static_cast<uint32_t>(a)} << 32 | static_cast<uint32_t>(b);
@@ -147,58 +202,13 @@ class BpeVocabulary {
     }
   }
 
-  // Merges by rank, and from left to right among equals: a heap of candidates over a linked list of symbols, of which
-  // those that have changed since are passed over. n log n, however long the piece.
-  void append_merged(std::string_view piece, std::vector<int32_t>& out) const {
-    if (whole_pieces_first_)
-      if (const auto whole = id_of_.find(piece); whole != id_of_.end()) return out.push_back(whole->second);
-    struct Symbol {
-      int32_t id, before, after;  // neighbours; -1: none. id -1: merged into the one before
-    };
-    struct Candidate {
-      int32_t rank, left, merged;
-      uint64_t ids;  // what both were when they were found
-      bool operator>(const Candidate& o) const { return rank != o.rank ? rank > o.rank : left > o.left; }
-    };
-    const int32_t n = narrow<int32_t>(piece.size());
-    std::vector<Symbol> symbols(piece.size());
-    for (int32_t i = 0; i < n; ++i) {
-      const unsigned char byte = static_cast<unsigned char>(piece[static_cast<size_t>(i)]);
-      CHECK(id_of_byte_[byte] >= 0, "{}: its vocabulary has no token for byte {}, which is in the text", where_,
-            static_cast<int>(byte));
-      symbols[static_cast<size_t>(i)] = {id_of_byte_[byte], i - 1, i + 1 < n ? i + 1 : -1};
-    }
-    auto at = [&](int32_t i) -> Symbol& { return symbols[static_cast<size_t>(i)]; };
-    std::vector<Candidate> heap;
-    auto consider = [&](int32_t left) {
-      if (left < 0 || at(left).after < 0) return;
-      const uint64_t ids = pair(at(left).id, at(at(left).after).id);
-      const auto merge = merges_.find(ids);
-      if (merge == merges_.end()) return;
-      heap.push_back({merge->second.rank, left, merge->second.id, ids});
-      std::push_heap(heap.begin(), heap.end(), std::greater<>());
-    };
-    for (int32_t i = 0; i + 1 < n; ++i) consider(i);
-    while (!heap.empty()) {
-      std::pop_heap(heap.begin(), heap.end(), std::greater<>());
-      const Candidate c = heap.back();
-      heap.pop_back();
-      Symbol& left = at(c.left);
-      if (left.id < 0 || left.after < 0 || pair(left.id, at(left.after).id) != c.ids) continue;
-      const int32_t right = left.after;
-      left.id = c.merged;
-      left.after = at(right).after;
-      at(right).id = -1;
-      if (left.after >= 0) at(left.after).before = c.left;
-      consider(left.before);
-      consider(c.left);
-    }
-    for (int32_t i = n > 0 ? 0 : -1; i >= 0; i = at(i).after) out.push_back(at(i).id);
+  int32_t id_of_byte(char byte) const {
+    const int32_t id = id_of_byte_[static_cast<unsigned char>(byte)];
+    CHECK(id >= 0, "{}: the vocabulary has no token for byte {}, which is in the text", where_,
+          static_cast<int>(static_cast<unsigned char>(byte)));
+    return id;
   }
 
-  struct Hash : std::hash<std::string_view> {
-    using is_transparent = void;
-  };
   std::string where_;
   std::vector<std::string> tokens_;
   std::unordered_map<std::string, int32_t, Hash, std::equal_to<>> id_of_;  // by bytes

@@ -1,7 +1,8 @@
 // checkpoint.h: checkpoints as Hugging Face directories, whole or not at all. OUT/step-000500/ holds config.json and
 // model.safetensors as transformers loads them, optimizer-*.safetensors with slices of master weights and moments,
-// trainer.json, and manifest.json with the size and the checksums of each. Written to a temporary directory, every
-// write, fsync and close checked, renamed, and the parent directory synced: nothing half-written is ever read.
+// trainer.json, the files of the tokenizer, and manifest.json with the size and the checksums of each. Written to a
+// temporary directory, every write, fsync and close checked, renamed, and the parent directory synced: nothing
+// half-written is ever read.
 #pragma once
 #include <sys/statvfs.h>
 
@@ -125,10 +126,11 @@ struct WritePlan {
 }  // namespace detail
 
 // Writes the checkpoint of `step` and returns its path; all ranks call it. Each writes some of the weights, and the
-// slices of the optimizer's state that it owns; rank 0 does the rest. `trainer`: what trainer.json says.
+// slices of the optimizer's state that it owns; rank 0 does the rest. `trainer`: what trainer.json says; `more`: names
+// and contents of further files, such as the tokenizer's.
 inline std::string write_checkpoint(const std::string& out_dir, int64_t step, const ModelConfig& config,
                                     ModelState& state, DType dtype, const nlohmann::ordered_json& trainer,
-                                    Stream& stream) {
+                                    Stream& stream, const std::map<std::string, std::string>& more = {}) {
   stream.synchronize();
   DataParallel& dp = state.dp();
   const std::string path = checkpoint_path(out_dir, step), temporary = formatted("{}/.tmp-step-{:06}", out_dir, step);
@@ -178,9 +180,10 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
     const std::vector<std::string> written = dp.control->all_gather_text("checkpoint files", files.dump());
     if (dp.first()) {
       nlohmann::ordered_json all;
-      auto record_text = [&](const char* name, const std::string& text) {
+      auto record_text = [&](const std::string& name, const std::string& text) {
         all[name] = write_recorded_text(temporary + "/" + name, text).to_json();
       };
+      for (const auto& [name, text] : more) record_text(name, text);
       record_text("config.json", config_to_hf(config, dtype).dump(2) + "\n");
       record_text("trainer.json", trainer.dump(2) + "\n");
       if (plan.writers > 1) {
