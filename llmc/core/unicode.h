@@ -218,7 +218,7 @@ inline void append_normalised(std::string& out, std::string_view text) {
   size_t kept = 0, starter = marked.size();  // none yet
   uint8_t last = 0;                          // class of the last character kept behind the starter; 0: there is none
   for (const auto& [c, mark] : marked) {
-    const bool blocked = last != 0 ? last >= mark : starter + 1 != kept;
+    const bool blocked = last != 0 && last >= mark;  // by a mark between that goes to the same place
     const char32_t both = starter < kept && !blocked ? compose(marked[starter].first, c) : 0;
     if (both != 0) {
       marked[starter].first = both;

@@ -167,8 +167,8 @@ inline std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name) {
   if (name.ends_with(".bin")) return std::make_unique<TableTokenizer>(name);
   if (std::filesystem::is_directory(name)) return std::make_unique<HuggingFaceTokenizer>(name + "/tokenizer.json");
   CHECK(name.ends_with(".json"),
-        "--tokenizer {}: expected bytes (ids 0-255, end of text 256), a Hugging Face tokenizer.json or its directory, "
-        "or a gpt2_tokenizer.bin (data/README.md)",
+        "--tokenizer {}: expected auto, bytes (ids 0-255, end of text 256), a Hugging Face tokenizer.json or its "
+        "directory, or a gpt2_tokenizer.bin (data/README.md)",
         name);
   return std::make_unique<HuggingFaceTokenizer>(name);
 }
