@@ -197,7 +197,8 @@ class BpeVocabulary {
               where_, rank, merge.dump(), token);
         return found->second;
       };
-      merges_[pair(id(a), id(b))] = {rank, id(a + b)};
+      const int32_t left = id(a), right = id(b);
+      merges_[pair(left, right)] = {rank, id(a + b)};
       ++rank;
     }
   }
