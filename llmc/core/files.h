@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -136,6 +137,25 @@ inline void fsync_directory(const std::string& path) {
   const int status = ::fsync(fd);
   ::close(fd);
   CHECK(status == 0, "cannot fsync directory {}: {}", path, std::strerror(errno));
+}
+
+// Is there such a file or directory? It is an error where the system does not tell.
+inline bool path_exists(const std::string& path) {
+  struct stat info {};
+  if (::stat(path.c_str(), &info) == 0) return true;
+  CHECK(errno == ENOENT || errno == ENOTDIR, "cannot look at {}: {}", path, std::strerror(errno));
+  return false;
+}
+
+// The names in a directory, sorted.
+inline std::vector<std::string> names_in(const std::string& directory) {
+  std::vector<std::string> names;
+  std::error_code error;
+  for (std::filesystem::directory_iterator entry(directory, error), end; !error && entry != end; entry.increment(error))
+    names.push_back(entry->path().filename());
+  CHECK(!error, "cannot read directory {}: {}", directory, error.message());
+  std::sort(names.begin(), names.end());
+  return names;
 }
 
 // The files that match, sorted; `option` is named when there are none.
