@@ -1,0 +1,98 @@
+// The directory of a run: what stands in it, which checkpoint a start goes on from however it is spelled, the commands
+// that come next.
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <nlohmann/json.hpp>
+
+#include "catch2.h"
+#include "helpers.h"
+#include "train/run_dir.h"
+
+using namespace llmc;
+using nlohmann::json;
+namespace fs = std::filesystem;
+
+namespace {
+
+std::string tiny(const std::string& out, const std::string& more) {
+  return "--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --train-data test/golden/gpt2_tiny/train.bin --seq-len 33 "
+         "--batch-size 2 --shuffle --lr 1e-2 --threads 1 --out-dir " +
+         out + " " + more;
+}
+
+Options in(const std::string& out) {
+  Options o;
+  o.out_dir = out;
+  return o;
+}
+
+// Not root, whom no permission holds back, until the end of the scope.
+class OrdinaryUser {
+ public:
+  OrdinaryUser() : root_(geteuid() == 0) {
+    if (root_) REQUIRE(seteuid(65534) == 0);
+  }
+  ~OrdinaryUser() {
+    if (root_) REQUIRE(seteuid(0) == 0);
+  }
+  OrdinaryUser(const OrdinaryUser&) = delete;
+  OrdinaryUser& operator=(const OrdinaryUser&) = delete;
+
+ private:
+  bool root_;
+};
+
+void run_well(const std::string& arguments) {
+  const ProgramResult r = run_program(arguments);
+  INFO(r.err);
+  REQUIRE(r.status == 0);
+}
+
+// Changes trainer.json of a checkpoint, which stays whole.
+template <class Change>
+void edit_trainer(const std::string& checkpoint, Change&& change) {
+  json trainer = read_json(checkpoint + "/trainer.json"), manifest = read_json(checkpoint + "/manifest.json");
+  change(trainer);
+  manifest["files"]["trainer.json"] = write_recorded_text(checkpoint + "/trainer.json", trainer.dump()).to_json();
+  std::ofstream(checkpoint + "/manifest.json") << manifest;
+}
+
+}  // namespace
+
+TEST_CASE("an out directory that cannot be read, and odd things in it, are refused by name") {
+  const TempDir dir;
+  REQUIRE(chmod(dir.path().c_str(), 0755) == 0);
+  Log log = Log::silent();
+  const std::string hidden = dir / "hidden", odd = dir / "odd";
+  for (const std::string& made : {hidden, odd}) fs::create_directory(made);
+  for (const mode_t mode : {0000, 0111, 0333}) {  // nothing; names that are known; writing, too
+    REQUIRE(chmod(hidden.c_str(), mode) == 0);
+    const OrdinaryUser user;
+    REQUIRE_ERROR(RunDirectory(log, in(hidden)), hidden);
+    REQUIRE_ERROR(RunDirectory(log, in(hidden)), "Permission denied");
+  }
+  REQUIRE(chmod(hidden.c_str(), 0755) == 0);
+  fs::create_symlink("loop", odd + "/loop");
+  REQUIRE_ERROR(RunDirectory(log, in(odd)), "holds loop, which is not of a run");
+  fs::remove(odd + "/loop");
+  fs::create_symlink("run.json", odd + "/run.json");
+  REQUIRE_ERROR(RunDirectory(log, in(odd)), "odd/run.json: Too many levels");
+  fs::remove(odd + "/run.json");
+  std::ofstream(dir / "file") << "x";
+  REQUIRE_ERROR(RunDirectory(log, in(dir / "file")), "cannot make this directory");
+  REQUIRE_ERROR(RunDirectory(log, in(dir / "file/below")), "cannot make this directory");
+  const RunDirectory good(log, in(odd));
+}
+
+TEST_CASE("metrics are cut behind the step, whatever stands in their lines") {
+  const TempDir dir;
+  Log log = Log::silent();
+  const RunDirectory directory(log, in(dir / "run"));
+  const std::string kept =
+      "{\"kind\":\"train\",\"step\":1}\n{\"kind\":3,\"step\":2}\n{\"step\":2}\n{\"kind\":null,\"step\":2}\n";
+  std::ofstream(dir / "run/metrics.jsonl") << kept << "{\"kind\":\"val\",\"step\":3}\n{\"kind\":\"val\",\"step\":\"2\"}"
+                                           << "\n[2]\n\n{\"kind\":\"val\",\"st";
+  REQUIRE_FALSE(directory.cut_metrics(2));
+  REQUIRE(read_whole(dir / "run/metrics.jsonl") == kept);
+}
