@@ -96,3 +96,39 @@ TEST_CASE("metrics are cut behind the step, whatever stands in their lines") {
   REQUIRE_FALSE(directory.cut_metrics(2));
   REQUIRE(read_whole(dir / "run/metrics.jsonl") == kept);
 }
+
+TEST_CASE("--resume takes a checkpoint of its own out directory however it is spelled") {
+  const TempDir dir;
+  const std::string more = "--max-steps 6 --checkpoint-every 2 ";
+  run_well(tiny(dir / "whole", more));
+  fs::create_directory_symlink(dir.path(), dir / "link");
+  fs::create_directory_symlink(dir / "run/step-000004", dir / "four");
+  for (const char* spelled : {"run/step-000004", "run/step-000004/", "run/step-000004//", "./run/../run/step-000004",
+                              "link/run/step-000004", "four", "four/"}) {
+    INFO(spelled);
+    fs::remove_all(dir / "run");
+    fs::copy(dir / "whole", dir / "run", fs::copy_options::recursive);
+    fs::remove_all(dir / "run/step-000006");
+    run_well(tiny(dir / "run", more + "--resume " + (dir / spelled)));
+    REQUIRE(read_whole(dir / "run/step-000006/model.safetensors") ==
+            read_whole(dir / "whole/step-000006/model.safetensors"));
+  }
+}
+
+TEST_CASE("--resume refuses a checkpoint of a step that the out directory has another one of") {
+  const TempDir dir;
+  for (const char* run : {"a", "b"}) run_well(tiny(dir / run, "--max-steps 4 --lr-schedule constant"));
+  auto refused = [&](const std::string& resume, const std::string& why) {
+    const ProgramResult r =
+        run_program(tiny(dir / "a", "--max-steps 6 --lr-schedule constant --resume " + (dir / resume)));
+    INFO(r.err);
+    REQUIRE(r.status == 1);
+    REQUIRE(r.err.find(why) != std::string::npos);
+  };
+  refused("b/step-000004", "/a holds another checkpoint, of step 4");
+  refused("b", "/b; expected auto, never, or a checkpoint's directory");
+  refused("c", "No such file or directory; expected auto, never");
+  run_well(tiny(dir / "b", "--max-steps 5 --lr-schedule constant"));
+  REQUIRE(run_program(tiny(dir / "a", "--max-steps 6 --lr-schedule constant --resume " + (dir / "b/step-000005")))
+              .status == 0);
+}

@@ -103,16 +103,21 @@ class RunDirectory {
         if (newest && step > newest->step) set_aside(log, step);
       return newest;
     }
-    const std::filesystem::path asked(o.resume);
-    const std::optional<int64_t> step = checkpoint_step(asked.has_filename() ? asked : asked.parent_path());
-    CHECK(step, "--resume {}: expected auto, never, or a checkpoint's directory OUT/step-NNNNNN", o.resume);
-    if (const auto fault = checkpoint_fault(o.resume))
+    // The same directory may be spelled in many ways: links, a slash at the end.
+    std::error_code error, none;
+    const std::filesystem::path asked = std::filesystem::canonical(o.resume, error);
+    const std::optional<int64_t> step = checkpoint_step(asked);
+    CHECK(step, "--resume {}: {}; expected auto, never, or a checkpoint's directory OUT/step-NNNNNN", o.resume,
+          error ? error.message() : formatted("this is {}", asked.string()));
+    if (const auto fault = checkpoint_fault(asked))
       throw Error(formatted("--resume {}: this checkpoint is not whole: {}", o.resume, *fault));
     const std::vector<int64_t> steps = checkpoint_steps(path_);
-    CHECK(steps.empty() || steps.back() <= *step,
-          "--resume {}: --out-dir {} holds a later checkpoint, of step {}: choose another --out-dir, or move it away",
-          o.resume, path_, steps.back());
-    ResumePoint point{o.resume, *step, read_json(o.resume + "/trainer.json")};
+    const std::string own = checkpoint_path(path_, *step);
+    const bool is_own = std::filesystem::equivalent(asked, own, none);
+    CHECK(steps.empty() || steps.back() < *step || (steps.back() == *step && is_own),
+          "--resume {}: --out-dir {} holds {} checkpoint, of step {}: choose another --out-dir, or move it away",
+          o.resume, path_, steps.back() == *step ? "another" : "a later", steps.back());
+    ResumePoint point{is_own ? own : asked.string(), *step, read_json(asked.string() + "/trainer.json")};
     check_resumed_options(log, o.resume + "/trainer.json", point.trainer.value("options", nlohmann::json()), o);
     return point;
   }
