@@ -410,6 +410,7 @@ class Training {
     expect("step", from.step, "the directory was renamed");
     expect("tokens_per_step", job_.step.tokens(), "give the same --total-batch-size");
     expect("data_samples", job_.train.samples(), "--train-data has changed");
+    expect("data_cursor", from.step * job_.samples_per_step, "the checkpoint is damaged, or of another program");
     load_checkpoint(from.path, job_.step.model, run_.trainer.state(), run_.stream);
     run_.stream.synchronize();
     try {

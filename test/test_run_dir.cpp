@@ -132,3 +132,17 @@ TEST_CASE("--resume refuses a checkpoint of a step that the out directory has an
   REQUIRE(run_program(tiny(dir / "a", "--max-steps 6 --lr-schedule constant --resume " + (dir / "b/step-000005")))
               .status == 0);
 }
+
+TEST_CASE("a checkpoint whose data cursor is not that of its step is refused") {
+  const TempDir dir;
+  run_well(tiny(dir / "run", "--max-steps 4 --total-batch-size 264"));
+  const json before = read_json(dir / "run/step-000004/trainer.json");
+  REQUIRE(before["data_cursor"] == 4 * 8);
+  for (const json& cursor : {json(24), json("32"), json(), json(32.5)}) {
+    edit_trainer(dir / "run/step-000004", [&](json& trainer) { trainer["data_cursor"] = cursor; });
+    const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 8 --total-batch-size 264"));
+    INFO(r.err);
+    REQUIRE(r.status == 1);
+    REQUIRE(r.err.find("trainer.json: \"data_cursor\" is " + cursor.dump() + ", and is 32") != std::string::npos);
+  }
+}
