@@ -1,4 +1,5 @@
 // train_gpt.cu: the trainer. main() reads straight down: options -> plan -> model -> loop.
+#include <cerrno>  // program_invocation_name, of glibc
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
@@ -84,7 +85,8 @@ void initialise(Run& run, const Options& o) {
 
 SampleOptions sample_options(const Options& o) { return {o.temperature, o.top_k, o.top_p}; }
 
-// The prompt in tokens: end of text, then the text; a vocabulary without the end of text starts at its first token.
+// The prompt in tokens: end of text, then the text; a vocabulary without the end of text starts at its first token. A
+// prompt that the tokenizer or the model does not take is refused.
 std::vector<int32_t> prompt_tokens(const Tokenizer& tokenizer, const Options& o, const ModelConfig& model) {
   std::vector<int32_t> tokens;
   if (tokenizer.end_of_text() < model.vocab_size) tokens.push_back(tokenizer.end_of_text());
@@ -167,6 +169,7 @@ struct Job {
         train(o.train_data, o.seq_len),
         samples_per_step(step.tokens() / o.seq_len),
         max_steps(o.max_steps.value_or(std::max<int64_t>(1, train.samples() / samples_per_step))) {
+    prompt_tokens(*tokenizer, o, step.model);  // which the samples, and the commands that come next, begin with
     CHECK(o.warmup_steps <= max_steps, "--warmup-steps {} exceeds the {} steps of the run", o.warmup_steps, max_steps);
     if (!o.val_data.empty()) {
       val.emplace(o.val_data, o.seq_len, "--val-data");
@@ -438,7 +441,7 @@ class Training {
                         {"checkpoint", checkpoint_},
                         {"metrics", o_.out_dir + "/metrics.jsonl"}});
     if (o_.profile) report_profile(log_, ops_, job_.max_steps - first_);
-    report_next_steps(log_, o_, checkpoint_);
+    report_next_steps(log_, o_, checkpoint_, program_invocation_name);
   }
 
   const Job& job_;
@@ -473,7 +476,7 @@ void run_training(const Options& o) {
   const std::optional<ResumePoint> resume = directory.resume_point(log, o);
   if (resume && resume->step >= job.max_steps) {
     log.line(formatted("already complete: {} is at step {} of {}", o.out_dir, resume->step, job.max_steps));
-    return report_next_steps(log, o, resume->path);
+    return report_next_steps(log, o, resume->path, program_invocation_name);
   }
   const double peak = matmul_peak(job.device, job.step.dtype);
   World world(job.step.zero.mesh());

@@ -146,3 +146,71 @@ TEST_CASE("a checkpoint whose data cursor is not that of its step is refused") {
     REQUIRE(r.err.find("trainer.json: \"data_cursor\" is " + cursor.dump() + ", and is 32") != std::string::npos);
   }
 }
+
+namespace {
+
+// The command behind `title` in what a run said last.
+std::string next_command(const ProgramResult& r, const std::string& title) {
+  const size_t table = r.out.rfind("\nnext: "), line = r.out.find("\n  " + title + " ", table);
+  REQUIRE(table != std::string::npos);
+  REQUIRE(line != std::string::npos);
+  const size_t begin = r.out.find_first_not_of(' ', line + 3 + title.size());
+  return r.out.substr(begin, r.out.find('\n', begin) - begin);
+}
+
+// Pastes a command line into a shell.
+ProgramResult run_shell(const std::string& command) {
+  const std::string program = "./train_gpt ";
+  REQUIRE(command.starts_with(program));
+  return run_program(command.substr(program.size()));
+}
+
+}  // namespace
+
+TEST_CASE("the commands that a run ends with work when they are pasted") {
+  const TempDir dir;
+  // A table of 211 one-byte tokens: it can print, and cannot encode a prompt.
+  std::string table(1024, '\0');
+  const uint32_t header[4] = {20240328, 2, 211, 3};
+  std::memcpy(table.data(), header, sizeof header);
+  for (int i = 0; i < 211; ++i) table += std::string("\1") + static_cast<char>('a' + i % 26);
+  std::ofstream(dir / "table.bin", std::ios::binary) << table;
+  for (const std::string& more :
+       {std::string("--prompt=\"--it's \\$HOME\""), "--tokenizer " + (dir / "table.bin"), std::string("--prompt []")}) {
+    INFO(more);
+    const std::string out = dir / "it's [1] $x";
+    fs::remove_all(out);
+    fs::remove_all(out + "-continued");
+    run_well(tiny("\"" + dir.path() + "/it's [1] \\$x/\"", "--max-steps 2 " + more));
+    const ProgramResult first = run_program(tiny("\"" + dir.path() + "/it's [1] \\$x//\"",
+                                                 "--max-steps 3 --resume \"" + dir.path() +
+                                                     "/it's [1] \\$x/step-000002\" " + more));
+    INFO(first.out << first.err);
+    REQUIRE(first.status == 0);
+
+    const ProgramResult generated = run_shell(next_command(first, "generate"));
+    INFO(generated.err);
+    REQUIRE(generated.status == 0);
+    if (more.starts_with("--prompt=")) REQUIRE(generated.out.starts_with("--it's $HOME"));
+    if (more.starts_with("--tokenizer")) REQUIRE(generated.out.find('<') == std::string::npos);  // all are known
+
+    const ProgramResult on = run_shell(next_command(first, "train on"));
+    INFO(on.err);
+    REQUIRE(on.status == 0);
+    REQUIRE(fs::exists(out + "-continued/step-000003"));
+    // Where that directory is taken, another one is named.
+    const ProgramResult again = run_program(tiny("\"" + dir.path() + "/it's [1] \\$x/\"", "--max-steps 3 " + more));
+    REQUIRE(again.out.find("already complete") != std::string::npos);
+    REQUIRE(next_command(again, "train on").find("-continued-2'") != std::string::npos);
+    REQUIRE(next_command(again, "plot").starts_with("python3 scripts/plot.py '" + dir.path()));
+  }
+}
+
+TEST_CASE("a prompt that the tokenizer or the model does not take is refused before anything is made") {
+  const TempDir dir;
+  const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 2 --prompt \"\xff\""));
+  INFO(r.err);
+  REQUIRE(r.status == 1);
+  REQUIRE(r.err.find("--prompt: token 255") != std::string::npos);
+  REQUIRE_FALSE(fs::exists(dir / "run"));
+}

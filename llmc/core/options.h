@@ -392,13 +392,13 @@ inline std::vector<OptionText> option_texts(const Options& options) {
   return all;
 }
 
-// The command line that gives these options: those that are not the default.
-inline std::string command_line(const Options& options) {
-  std::string text = "./train_gpt";
+// The command line that gives these options: those that are not the default. `program`: as it is called.
+inline std::string command_line(const Options& options, const std::string& program = "./train_gpt") {
+  std::string text = shell_word(program);
   for (const OptionText& o : option_texts(options)) {
     if (o.text == o.usual) continue;
     text += " " + o.name;
-    if (!o.flag) text += " " + shell_word(o.text);
+    if (!o.flag) text += (o.text.starts_with("-") ? "=" : " ") + shell_word(o.text);  // no option is taken for a value
   }
   return text;
 }

@@ -6,6 +6,7 @@
 #endif
 #include <unistd.h>
 
+#include <filesystem>
 #include <string>
 
 #include "core/log.h"
@@ -173,20 +174,25 @@ inline void report_profile(Log& log, const OpLedger& ops, int64_t steps) {
   log.table("ops", rows);
 }
 
-inline void report_next_steps(Log& log, const Options& o, const std::string& checkpoint) {
+// The commands that come next, to be pasted where `program` was called: each works as it stands.
+inline void report_next_steps(Log& log, const Options& o, const std::string& checkpoint, const std::string& program) {
   Options more = o, made;
   more.model = checkpoint;  // which knows its own shape
   more.from_scratch = false;
   more.n_layer = more.n_head = more.n_embd = more.n_ffn = more.vocab_size = std::nullopt;
-  more.out_dir = o.out_dir + "-continued";
+  more.resume = Options().resume;
+  const std::string out = o.out_dir.substr(0, o.out_dir.find_last_not_of('/') + 1);
+  more.out_dir = out + "-continued";
+  for (int i = 2; path_exists(more.out_dir); ++i) more.out_dir = formatted("{}-continued-{}", out, i);
   made.generate = true;
   made.model = checkpoint;
   made.dtype = o.dtype;
-  made.prompt = o.prompt.empty() ? "In the beginning" : o.prompt;
-  log.table("next: train on from these weights (the optimizer starts anew), generate, plot",
-            {{"train on", command_line(more)},
-             {"generate", command_line(made)},
-             {"plot", formatted("python3 scripts/plot.py {}", shell_word(o.out_dir))}});
+  made.tokenizer = o.tokenizer;
+  made.prompt = o.prompt;
+  Rows rows = {{"train on", command_line(more, program)}, {"generate", command_line(made, program)}};
+  const std::string plot = (std::filesystem::path(program).parent_path() / "scripts/plot.py").lexically_normal();
+  if (path_exists(plot)) rows.emplace_back("plot", formatted("python3 {} {}", shell_word(plot), shell_word(out)));
+  log.table("next: train on from these weights (the optimizer starts anew), generate, plot", rows);
 }
 
 }  // namespace llmc
