@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
+#include <limits>
 #include <memory>
 #include <optional>
 
@@ -68,6 +69,7 @@ StepConfig choose_step(const Options& o) {
         o.seq_len, step.model.n_positions, o.model, step.model.n_positions);
   if (o.total_batch_size)
     step.micro_batches = *o.total_batch_size / (step.batch.rows() * o.local_ranks);  // validated with the options
+  require_countable(step);
   return step;
 }
 
@@ -170,10 +172,13 @@ struct Job {
         samples_per_step(step.tokens() / o.seq_len),
         max_steps(o.max_steps.value_or(std::max<int64_t>(1, train.samples() / samples_per_step))) {
     prompt_tokens(*tokenizer, o, step.model);  // which the samples, and the commands that come next, begin with
+    const int64_t most_steps = std::numeric_limits<int64_t>::max() / step.tokens();
+    CHECK(max_steps <= most_steps, "--max-steps {} x {} tokens a step are more than can be counted: use at most {}",
+          max_steps, step.tokens(), most_steps);
     CHECK(o.warmup_steps <= max_steps, "--warmup-steps {} exceeds the {} steps of the run", o.warmup_steps, max_steps);
     if (!o.val_data.empty()) {
       val.emplace(o.val_data, o.seq_len, "--val-data");
-      val_samples = std::min(o.val_steps * samples_per_step, val->samples());
+      val_samples = o.val_steps > val->samples() / samples_per_step ? val->samples() : o.val_steps * samples_per_step;
     }
     CHECK(!o.keep_best || (val && o.val_every > 0), "--keep-best needs --val-data and --val-every");
     plan = make_plan(step, rank_device.threads);
@@ -353,14 +358,18 @@ class Training {
   void validate() {
     // Every sample once, whatever the layout: rows behind the last one do not count.
     const int64_t micro_batches = ceil_div(job_.val_samples, o_.batch_size * ranks());
-    const double loss = run_.trainer.evaluate(micro_batches, job_.val_samples * o_.seq_len, [&](int64_t m) {
-      log_.progress("validation: micro-batch", m + 1, micro_batches);
-      HostBatch host = read(*val_, 0, m);
-      const int64_t rows = job_.val_samples - (m * ranks() + rank_) * o_.batch_size;
-      for (int64_t b = std::max<int64_t>(rows, 0); b < o_.batch_size; ++b)
-        std::fill_n(host.targets.begin() + b * o_.seq_len, o_.seq_len, -1);
-      return host;
-    });
+    double sum = 0;
+    for (int64_t begin = 0; begin < micro_batches; begin += validation_pass)
+      sum += run_.trainer.evaluate(std::min(validation_pass, micro_batches - begin), 1, [&](int64_t in_pass) {
+        const int64_t m = begin + in_pass;
+        log_.progress("validation: micro-batch", m + 1, micro_batches);
+        HostBatch host = read(*val_, 0, m);
+        const int64_t rows = job_.val_samples - (m * ranks() + rank_) * o_.batch_size;
+        for (int64_t b = std::max<int64_t>(rows, 0); b < o_.batch_size; ++b)
+          std::fill_n(host.targets.begin() + b * o_.seq_len, o_.seq_len, -1);
+        return host;
+      });
+    const double loss = sum / static_cast<double>(job_.val_samples * o_.seq_len);
     log_.val({.step = done_, .loss = loss});
     if (loss < best_val_) best_val_ = loss, best_step_ = done_;
     validated_ = true;
@@ -443,6 +452,8 @@ class Training {
     if (o_.profile) report_profile(log_, ops_, job_.max_steps - first_);
     report_next_steps(log_, o_, checkpoint_, program_invocation_name);
   }
+
+  static constexpr int64_t validation_pass = 4096;  // micro-batches whose actions are listed at a time
 
   const Job& job_;
   const Options& o_;

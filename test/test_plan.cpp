@@ -1,4 +1,6 @@
 // The planner: memory by name equals the sum of its parts, runs that do not fit are refused with what would fit.
+#include <nlohmann/json.hpp>
+
 #include "catch2.h"
 #include "helpers.h"
 #include "train/planner.h"
@@ -76,4 +78,53 @@ TEST_CASE("a run beyond the memory limit is refused before anything is made") {
   REQUIRE(r.status == 1);
   REQUIRE(r.err.find("--memory-limit") != std::string::npos);
   REQUIRE_FALSE(std::filesystem::exists(dir / "out"));
+}
+
+TEST_CASE("sizes beyond counting are refused at once, not multiplied") {
+  auto refused = [](const std::string& options, const std::string& why) {
+    const ProgramResult r = run_program("--plan " + options, "timeout 10");
+    INFO(options << "\n" << r.err);
+    REQUIRE(r.status == 1);
+    REQUIRE(r.err.find(why) != std::string::npos);
+  };
+  const std::string one = "--model d1 --vocab-size 257 --batch-size 1 --seq-len 4 ", most = "4611686018427387904";
+  refused(one + "--total-batch-size " + most, "1152921504606846976 micro-batches");
+  refused(one + "--schedule gpipe --total-batch-size " + most, "are more than 262144 passes");
+  refused("--model d4 -b 1 -t 4 --total-batch-size 262148", "65537 micro-batches");
+  refused("--model d1 --n-layer 16777216", "a model of 16777216 layers");
+  refused("--model gpt3:13B --batch-size 16777216 --seq-len 2048", "use a smaller --batch-size, --seq-len or --model");
+  refused("--model d1 --n-layer 16384 --n-head 1 --n-embd 16777216", "use a smaller --model");
+
+  const TempDir dir;
+  write_shard<uint16_t>(dir / "t.bin", std::vector<uint16_t>(5001, 5));
+  const std::string run = one + "--threads 1 -i " + (dir / "t.bin") + " -o " + (dir / "out");
+  const ProgramResult r = run_program(run + " --max-steps " + most);
+  INFO(r.err);
+  REQUIRE(r.status == 1);
+  REQUIRE(r.err.find("use at most 2305843009213693951") != std::string::npos);
+  REQUIRE_FALSE(std::filesystem::exists(dir / "out"));
+}
+
+TEST_CASE("a validation of more steps than there is data takes all of it, however many micro-batches that is") {
+  const TempDir dir;
+  std::vector<uint16_t> tokens(10001);
+  for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<uint16_t>(i * i % 100);
+  write_shard<uint16_t>(dir / "t.bin", tokens);
+  auto loss = [&](const std::string& name, const std::string& more) {
+    const ProgramResult r = run_program("--model d1 --n-embd 8 --n-head 1 --vocab-size 101 --seq-len 2 --threads 1 -x 1 "
+                                        "--total-batch-size 20 -i " +
+                                        (dir / "t.bin") + " -j " + (dir / "t.bin") + " -o " + (dir / name) + more);
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    std::ifstream in(dir / (name + "/metrics.jsonl"));
+    std::string line;
+    std::getline(in, line);
+    const auto object = nlohmann::json::parse(line);
+    REQUIRE(object["kind"] == "val");
+    return object["loss"].get<double>();
+  };
+  const double whole = loss("whole", " --val-steps 500 --batch-size 10");
+  REQUIRE(std::isfinite(whole));
+  REQUIRE(loss("most", " --val-steps 4611686018427387904 --batch-size 10") == whole);
+  REQUIRE(std::abs(loss("small", " --val-steps 4611686018427387904 --batch-size 1") / whole - 1) < 1e-9);
 }

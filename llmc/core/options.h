@@ -79,7 +79,7 @@ inline Limits at_least(double min) { return {.min = min, .choices = {}}; }
 inline Limits between(double min, double max) { return {.min = min, .max = max, .choices = {}}; }
 inline Limits one_of(std::vector<std::string> choices) { return {.choices = std::move(choices)}; }
 
-// Of one dimension: the product of any two, and of these with a model's other sizes, stays far from 2^63.
+// Of one dimension. The products of several are bounded where they are known: require_countable() of the planner.
 inline constexpr double largest_size = 1 << 24;
 
 // visit(group) before each group, then visit(long name, letter or "", field, limits, rule, help) for each option.
@@ -170,7 +170,7 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--recompute", "-r", o.recompute, one_of({"none", "activation", "norm", "block"}), free,
         "what the backward computes again instead of keeping it: the activation function, the norms too, or whole "
         "blocks; the numbers are the same, memory goes down and time up");
-  visit("--memory-limit", "", o.memory_limit, at_least(0), free,
+  visit("--memory-limit", "", o.memory_limit, between(0, 1 << 30), free,
         "GiB that each rank may take: a run that needs more is refused before it starts; default: its part of the "
         "machine's memory");
   visit("--schedule", "", o.schedule, one_of({"gpipe", "1f1b"}), free,

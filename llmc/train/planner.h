@@ -1,6 +1,7 @@
 // planner.h: what a run needs, found by the trainer itself on the null device: nothing is computed, memory is counted
 // by name, work by op. The arenas of the real run are made exactly this large, so the plan cannot drift from the code.
 #pragma once
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <utility>
@@ -53,6 +54,30 @@ inline Plan make_plan(const StepConfig& config, int threads) {
   return plan;
 }
 
+// More than any run has: layers, whose parameters are listed by name, and layers times the micro-batches of a step,
+// whose actions and activations are listed before it begins.
+inline constexpr int64_t most_layers = 1 << 14, most_passes = 1 << 18;
+
+// Refuses what could not even be planned: a step of more actions than can be listed, sizes whose products would leave
+// 64 bits. Generous bounds, in floating point, of all bytes of a plan and of the operations of its largest op.
+inline void require_countable(const StepConfig& config) {
+  const ModelConfig& m = config.model;
+  CHECK(m.n_layer <= most_layers, "a model of {} layers is beyond planning: at most {}", m.n_layer, most_layers);
+  CHECK(config.micro_batches <= most_passes / m.n_layer,
+        "{} micro-batches of each rank in a step, through {} layers each, are more than {} passes: use a larger "
+        "--batch-size or a smaller --total-batch-size",
+        config.micro_batches, m.n_layer, most_passes);
+  const double L = static_cast<double>(m.n_layer), C = static_cast<double>(m.n_embd), F = static_cast<double>(m.n_ffn),
+               V = static_cast<double>(m.vocab_size) + ModelConfig::vocab_multiple,
+               T = static_cast<double>(config.batch.T), N = static_cast<double>(config.batch.B) * T,
+               in_flight = config.schedule == Schedule::gpipe ? static_cast<double>(config.micro_batches) : 1;
+  const double parameters = (2 * V + static_cast<double>(m.n_positions)) * C + L * (8 * C * C + 4 * C * F);
+  const double activations = in_flight * N * (L * (16 * C + 4 * F) + 4 * C + 4 * V);
+  const double largest = std::max(64 * (parameters + activations), 16 * N * std::max({C * C, C * F, C * V, C * T}));
+  CHECK(largest < 0x1p62, "a step of about {:.1e} bytes or operations is beyond counting: use a smaller {}", largest,
+        64 * parameters >= 0x1p62 ? "--model" : "--batch-size, --seq-len or --model");
+}
+
 // Does the plan fit into `limit` bytes?
 inline bool fits(const Plan& plan, int64_t limit) { return plan.total_bytes() <= limit; }
 
@@ -68,7 +93,7 @@ inline std::optional<Remedy> first_fit(StepConfig config, int threads, int64_t l
   const int64_t sequences = config.batch.B * config.micro_batches;
   const StepConfig asked = config;
   for (int64_t B = config.batch.B; B >= 1; --B) {
-    if (sequences % B != 0) continue;
+    if (sequences % B != 0 || sequences / B > most_passes / config.model.n_layer) continue;
     config.batch.B = B;
     config.micro_batches = sequences / B;
     for (const Recompute recompute : all_recompute) {
