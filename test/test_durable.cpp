@@ -420,14 +420,6 @@ TEST_CASE("--time-limit saves and leaves with 75; the next start goes on") {
   if (first && first->step > 7) REQUIRE(fs::exists(checkpoint_path(dir / "run", 7)));  // the periodic ones stay
 }
 
-TEST_CASE("a second signal ends the program at once") {
-  const TempDir dir;
-  const ProgramResult r = run_program(tiny(dir / "run",
-                                           "--max-steps 1000000 >/dev/null 2>&1 & sleep 1; kill -STOP $!; kill -TERM "
-                                           "$!; kill -INT $!; kill -CONT $!; wait $!"));
-  REQUIRE((r.status == 128 + SIGTERM || r.status == 128 + SIGINT));
-}
-
 // ---- Not finite, and outliers ---------------------------------------------------------------------------------------
 
 TEST_CASE(

@@ -1,8 +1,11 @@
 // signals.h: the wish to stop: SIGINT, SIGTERM, SIGHUP and SIGUSR1 (Slurm's warning before a job ends) are noted and
-// asked for between micro-steps; a second signal ends the process at once. And the time limit, which is the same wish.
+// asked for between micro-steps; a signal that comes more than a second behind the first ends the process at once. And
+// the time limit, which is the same wish.
 #pragma once
+#include <atomic>
 #include <chrono>
 #include <csignal>
+#include <ctime>
 #include <optional>
 #include <string>
 
@@ -13,16 +16,28 @@ namespace llmc {
 namespace detail {
 // A handler can reach nothing but a global. One process has one.
 inline volatile std::sig_atomic_t signal_received = 0;
+inline std::atomic<int64_t> signal_time = 0;  // of the first one
+static_assert(std::atomic<int64_t>::is_always_lock_free);
+
+// Of the steady clock, by a function that a handler may call.
+inline int64_t nanoseconds_now() {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+}
 }  // namespace detail
 
 inline void note_stop_signals() {
   struct sigaction action {};
   action.sa_handler = [](int signal) {
-    if (detail::signal_received != 0) {  // the second one has its default effect, behind this handler
-      std::signal(signal, SIG_DFL);
+    const int64_t now = detail::nanoseconds_now();
+    if (detail::signal_received == 0) {
+      detail::signal_time = now;
+      detail::signal_received = signal;
+    } else if (now - detail::signal_time > 1'000'000'000) {  // earlier it is the same wish: a terminal and mpirun both
+      std::signal(signal, SIG_DFL);                          // deliver one Ctrl-C
       std::raise(signal);
     }
-    detail::signal_received = signal;
   };
   action.sa_flags = SA_RESTART;
   for (int signal : {SIGINT, SIGTERM, SIGUSR1, SIGHUP}) sigaction(signal, &action, nullptr);
