@@ -154,6 +154,7 @@ void run_plan(const Options& o) {
 // What is to be done. Everything is checked here, before anything is made.
 struct Job {
   Options options;
+  StopCondition::Clock::time_point begin;  // of the process
   Device device, rank_device;  // of the process, of a rank
   StepConfig step;
   std::unique_ptr<Tokenizer> tokenizer;
@@ -162,8 +163,9 @@ struct Job {
   int64_t samples_per_step, max_steps, val_samples = 0;
   Plan plan;
 
-  explicit Job(const Options& o)
+  Job(const Options& o, StopCondition::Clock::time_point process_begin)
       : options(o),
+        begin(process_begin),
         device(choose_device(o)),
         rank_device(llmc::rank_device(device, o.local_ranks)),
         step(choose_step(o)),
@@ -195,6 +197,8 @@ class Training {
         o_(job.options),
         directory_(directory),
         log_(log),
+        stop_(o_.time_limit, job.begin,
+              static_cast<double>(checkpoint_bytes(job.step.model, job.step.dtype)) / assumed_bytes_per_second),
         peak_(peak),
         rank_(rank),
         run_(job.step, job.plan, job.rank_device, world, rank),
@@ -242,7 +246,7 @@ class Training {
   // Leaves if it is time to; asked between micro-steps, tokens of a sample and updates.
   // All ranks leave together, if one of them is to.
   void poll() const {
-    std::string reason = stop_.reason(1.5 * save_seconds_);
+    const std::string reason = stop_.reason();
     for (const std::string& other : run_.dp.control->all_gather_text(reason))
       if (!other.empty()) throw Interrupted{other};
   }
@@ -409,7 +413,7 @@ class Training {
                                     {"layout", detail::layout_text(job_.step.zero)},
                                     {"options", options_json(o_)}},
                                    run_.stream);
-    save_seconds_ = seconds_since(begin);
+    stop_.saved(seconds_since(begin));
     log_.line("checkpoint: " + checkpoint_);
   }
 
@@ -459,7 +463,7 @@ class Training {
   const Options& o_;
   RunDirectory& directory_;
   Log& log_;
-  StopCondition stop_{job_.options.time_limit};
+  StopCondition stop_;
   double peak_;
   int64_t rank_;
   OpLedger ops_;  // before the stream that books in it
@@ -476,12 +480,12 @@ class Training {
   std::string checkpoint_;  // the last one in the out directory
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   double step_seconds_ = 0;  // of all steps, without validation, sampling and checkpoints
-  double save_seconds_ = 0, last_loss_ = 0;
+  double last_loss_ = 0;
 };
 
-void run_training(const Options& o) {
+void run_training(const Options& o, StopCondition::Clock::time_point process_begin) {
   note_stop_signals();
-  const Job job(o);
+  const Job job(o, process_begin);
   Log log;
   RunDirectory directory(log, o);
   const std::optional<ResumePoint> resume = directory.resume_point(log, o);
@@ -502,6 +506,7 @@ void run_training(const Options& o) {
 
 int main(int argc, char** argv) {
   using namespace llmc;
+  const auto begin = StopCondition::Clock::now();
   wait_without_spinning(argv);
   try {
     const Command command = parse_command_line(argc, argv);
@@ -511,7 +516,7 @@ int main(int argc, char** argv) {
     else if (command.options.verify_data) run_verify_data(command.options);
     else if (command.options.plan) run_plan(command.options);
     else if (command.options.generate) run_generate(command.options);
-    else run_training(command.options);
+    else run_training(command.options, begin);
     return static_cast<int>(ExitStatus::done);
   } catch (const Error& error) {
     std::fprintf(stderr, "train_gpt: %s\n", error.what());

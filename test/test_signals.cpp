@@ -88,3 +88,48 @@ TEST_CASE("a Ctrl-C that is delivered twice saves the run") {
   REQUIRE(r.status == 75);
   REQUIRE(newest_checkpoint(dir / "run", [](const std::string& w) { FAIL(w); }));
 }
+
+TEST_CASE("the time limit counts from the beginning of the process and leaves room for a save") {
+  using Clock = StopCondition::Clock;
+  const auto ago = [](int seconds) { return Clock::now() - std::chrono::seconds(seconds); };
+  REQUIRE(StopCondition(std::nullopt, ago(100000), 1e9).reason().empty());
+  REQUIRE(StopCondition(1.0, ago(50), 0).reason().empty());
+  REQUIRE(StopCondition(1.0, ago(61), 0).reason() == "--time-limit 1 minutes");
+  // A save of 20 seconds is thought to take half as long again.
+  REQUIRE(StopCondition(2.0, ago(85), 20).reason().empty());
+  REQUIRE_FALSE(StopCondition(2.0, ago(91), 20).reason().empty());
+  // However slow a save is thought to be, half of the time is for training; one that was measured counts in full.
+  StopCondition slow(2.0, ago(55), 1e6);
+  REQUIRE(slow.reason().empty());
+  slow.saved(50);
+  REQUIRE_FALSE(slow.reason().empty());
+  slow.saved(1);
+  REQUIRE(slow.reason().empty());
+}
+
+TEST_CASE("--time-limit saves and leaves with 75; the next start goes on") {
+  const TempDir dir;
+  const std::string options = "--max-steps 100000000 --checkpoint-every 7 --time-limit 0.05 ";  // 3 s
+  std::optional<ResumePoint> last;
+  for (int start = 0; start < 2; ++start) {
+    const ProgramResult r = run_program(tiny(dir / "run", options));
+    INFO(r.err);
+    REQUIRE(r.status == 75);
+    REQUIRE(r.err.find("--time-limit 0.05 minutes") != std::string::npos);
+    const auto now = newest_checkpoint(dir / "run", [](const std::string& w) { FAIL(w); });
+    REQUIRE(now);
+    REQUIRE(now->step > (last ? last->step : 7));
+    REQUIRE(std::filesystem::exists(checkpoint_path(dir / "run", 7)));  // the periodic ones stay
+    last = now;
+  }
+}
+
+TEST_CASE("a start that takes all of --time-limit does not train") {
+  const TempDir dir;
+  const ProgramResult r = run_program(
+      tiny(dir / "run", "--max-steps 1000 --time-limit 0.02"),
+      "FILE_OPS_ROOT=" + dir.path() + " FILE_OPS_SLEEP=1.5 LD_PRELOAD=build/file_ops.so");
+  INFO(r.err);
+  REQUIRE(r.status == 75);
+  REQUIRE(r.err.find("after step 0 of 1000") != std::string::npos);
+}

@@ -2,6 +2,7 @@
 // asked for between micro-steps; a signal that comes more than a second behind the first ends the process at once. And
 // the time limit, which is the same wish.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <csignal>
@@ -52,21 +53,32 @@ struct Interrupted {
 
 class StopCondition {
  public:
-  // limit: minutes of the process; none: no limit.
-  explicit StopCondition(std::optional<double> limit_minutes) : limit_(limit_minutes) {}
+  using Clock = std::chrono::steady_clock;
 
-  // Why it is time to save and leave; empty: it is not. `reserve`: seconds that saving will take.
-  std::string reason(double reserve) const {
+  // limit: minutes of the process, which began at `begin`; none: no limit. save_seconds: what a save may take, as long
+  // as none was measured; of such a guess no more than half of the limit is kept free.
+  StopCondition(std::optional<double> limit_minutes, Clock::time_point begin, double save_seconds)
+      : begin_(begin), limit_(limit_minutes), reserve_(margin * save_seconds) {
+    if (limit_) reserve_ = std::min(reserve_, 30 * *limit_);
+  }
+
+  // A save took so long.
+  void saved(double seconds) { reserve_ = margin * seconds; }
+
+  // Why it is time to save and leave; empty: it is not.
+  std::string reason() const {
     if (const int signal = detail::signal_received; signal != 0)
       return signal == SIGINT ? "SIGINT" : signal == SIGTERM ? "SIGTERM" : signal == SIGHUP ? "SIGHUP" : "SIGUSR1";
     const double minutes = std::chrono::duration<double, std::ratio<60>>(Clock::now() - begin_).count();
-    return limit_ && minutes + reserve / 60 >= *limit_ ? formatted("--time-limit {} minutes", *limit_) : std::string();
+    return limit_ && minutes + reserve_ / 60 >= *limit_ ? formatted("--time-limit {} minutes", *limit_)
+                                                        : std::string();
   }
 
  private:
-  using Clock = std::chrono::steady_clock;
-  Clock::time_point begin_ = Clock::now();
+  static constexpr double margin = 1.5;  // one save may take longer than another
+  Clock::time_point begin_;
   std::optional<double> limit_;
+  double reserve_;  // seconds
 };
 
 }  // namespace llmc

@@ -110,6 +110,9 @@ inline int64_t checkpoint_bytes(const ModelConfig& config, DType dtype) {
   return count_parameters(parameter_table(config)) * (size_of(dtype) + state);
 }
 
+// How fast a checkpoint is written, before one was: what a slow disk or a busy shared file system does.
+inline constexpr double assumed_bytes_per_second = 100e6;
+
 namespace detail {
 
 // Which rank writes each Hugging Face tensor: a unit goes to the rank that has the fewest bytes so far.
