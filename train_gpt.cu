@@ -105,12 +105,15 @@ std::vector<int32_t> prompt_tokens(const Tokenizer& tokenizer, const Options& o,
 void run_generate(const Options& o) {
   CHECK(!model_preset(o.model),
         "--generate needs a trained model: --model {} is a preset; name a checkpoint's directory", o.model);
-  StepConfig config{.model = choose_model(o), .dtype = choose_dtype(o)};
+  StepConfig config{.model = choose_model(o), .dtype = choose_dtype(o), .zero = {.holds = Holds::weights}};
   config.batch = {1, std::min(trained_seq_len(o.model).value_or(o.seq_len), config.model.n_positions)};
+  require_countable(config);
   const Device device = choose_device(o);
   const auto tokenizer = make_tokenizer(o.tokenizer);
+  const Plan plan = make_plan(config, device.threads);
+  require_memory(o, config, plan, device.threads);
   World world{Mesh()};
-  Run run(config, make_plan(config, device.threads), device, world, 0);
+  Run run(config, plan, device, world, 0);
   initialise(run, o);
   std::printf("%s", o.prompt.c_str());
   generate(run.trainer, prompt_tokens(*tokenizer, o, config.model), o.sample_tokens, sample_options(o),
@@ -155,7 +158,7 @@ void run_plan(const Options& o) {
 struct Job {
   Options options;
   StopCondition::Clock::time_point begin;  // of the process
-  Device device, rank_device;  // of the process, of a rank
+  Device device, rank_device;              // of the process, of a rank
   StepConfig step;
   std::unique_ptr<Tokenizer> tokenizer;
   TokenShards train;

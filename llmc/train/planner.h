@@ -14,7 +14,7 @@ namespace llmc {
 struct Plan {
   int64_t arena_bytes = 0, scratch_bytes = 0;
   std::vector<MemoryLine> memory;  // of a rank: what is live at the high-water mark, scratch last
-  OpLedger step_ops;               // calls, flops and bytes of one training step of a rank
+  OpLedger step_ops;               // calls, flops and bytes of one training step of a rank, if it is to train
   std::vector<std::pair<std::string, int64_t>> step_traffic;  // bytes that a rank sends in a step, by group
   int64_t total_bytes() const {
     int64_t bytes = 0;
@@ -23,8 +23,8 @@ struct Plan {
   }
 };
 
-// One training step, one evaluation and every length of a generation of rank 0, on paper. `threads`: of a rank's
-// device.
+// One training step and one evaluation, if the rank is to train, and every length of a generation of rank 0, on paper.
+// `threads`: of a rank's device.
 inline Plan make_plan(const StepConfig& config, int threads) {
   const Device device{DeviceKind::null, threads};
   const Mesh mesh = config.zero.mesh();
@@ -34,12 +34,14 @@ inline Plan make_plan(const StepConfig& config, int threads) {
   Trainer trainer(config, {arena, stream, &dp});
   const BatchSource nothing = [](int64_t) { return HostBatch{}; };
   Plan plan;
-  stream.set_ledger(&plan.step_ops);
-  trainer.step(nothing, {}, {.max_norm = 1});
-  stream.set_ledger(nullptr);
-  for (const auto& comm : {&dp.gradients, &dp.replicas, &dp.weights, &dp.scalars})
-    plan.step_traffic.emplace_back((*comm)->name(), (*comm)->bytes_sent());
-  trainer.evaluate(1, 1, nothing);
+  if (config.zero.holds == Holds::training_state) {
+    stream.set_ledger(&plan.step_ops);
+    trainer.step(nothing, {}, {.max_norm = 1});
+    stream.set_ledger(nullptr);
+    for (const auto& comm : {&dp.gradients, &dp.replicas, &dp.weights, &dp.scalars})
+      plan.step_traffic.emplace_back((*comm)->name(), (*comm)->bytes_sent());
+    trainer.evaluate(1, 1, nothing);
+  }
   std::vector<int32_t> tokens;
   for (int64_t length = 1;; length = std::min(2 * length, config.batch.T)) {
     tokens.resize(static_cast<size_t>(length));

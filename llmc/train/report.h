@@ -70,23 +70,27 @@ inline Rows memory_rows(const Plan& plan) {
   return rows;
 }
 
-inline int64_t memory_limit(const Options& o) {
-  return o.memory_limit ? static_cast<int64_t>(*o.memory_limit * (1 << 30)) : host_memory() / o.local_ranks;
+// Of a rank.
+inline int64_t memory_limit(const Options& o, const StepConfig& step) {
+  return o.memory_limit ? static_cast<int64_t>(*o.memory_limit * (1 << 30)) : host_memory() / step.zero.ranks();
 }
 
 inline std::string memory_verdict(const Options& o, const StepConfig& step, const Plan& plan, int threads) {
-  const int64_t limit = memory_limit(o);
-  const std::string what = (o.memory_limit       ? "--memory-limit "
-                            : o.local_ranks == 1 ? "this machine's "
-                                                 : "a rank's part of this machine, ") +
+  const int64_t limit = memory_limit(o, step);
+  const std::string what = (o.memory_limit           ? "--memory-limit "
+                            : step.zero.ranks() == 1 ? "this machine's "
+                                                     : "a rank's part of this machine, ") +
                            human_bytes(limit);
   if (fits(plan, limit)) return "fits into " + what;
+  if (step.zero.holds == Holds::weights)
+    return formatted("does not fit into {}: use {}a smaller model, or a larger machine", what,
+                     step.dtype == DType::bf16 ? "" : "--dtype bf16, ");
   const std::optional<Remedy> remedy = first_fit(step, threads, limit);
   if (!remedy)
     return formatted(
         "does not fit into {}, even with --batch-size 1 --recompute block{}: use a smaller --seq-len or "
         "--model, or a larger machine",
-        what);
+        what, step.zero.ranks() > 1 ? " --zero-stage 3" : "");
   std::string change;
   if (remedy->batch_size != step.batch.B)
     change = formatted(" --batch-size {} --total-batch-size {}", remedy->batch_size, step.tokens());
@@ -97,10 +101,10 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
 
 }  // namespace detail
 
-// Refuses a run that needs more memory than --memory-limit or the machine gives it.
+// Refuses a run, or a generation, that needs more memory than --memory-limit or the machine gives it.
 inline void require_memory(const Options& o, const StepConfig& step, const Plan& plan, int threads) {
-  if (fits(plan, detail::memory_limit(o))) return;
-  std::string message = formatted("{} needs {} and {}", o.local_ranks == 1 ? "the run" : "each rank",
+  if (fits(plan, detail::memory_limit(o, step))) return;
+  std::string message = formatted("{} needs {} and {}", step.zero.ranks() == 1 ? "the run" : "each rank",
                                   human_bytes(plan.total_bytes()), detail::memory_verdict(o, step, plan, threads));
   for (const auto& [name, value] : detail::memory_rows(plan)) message += formatted("\n  {:-22} {}", name, value);
   throw Error(message);
