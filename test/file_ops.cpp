@@ -1,8 +1,8 @@
 // file_ops.so: stands between the trainer and the C library (LD_PRELOAD) and numbers the file operations that change
 // anything under $FILE_OPS_ROOT.
-//   FILE_OPS_KILL=n    the process is killed (SIGKILL) in front of operation n; half of the bytes of a write are written
-//   FILE_OPS_LOG=f     records each operation in file f, with the bytes of writes: test_durable.cpp replays them
-//   FILE_OPS_SLEEP=s   the first operation takes so many seconds
+//   FILE_OPS_KILL=n    the process is killed (SIGKILL) in front of operation n; half of the bytes of a write are
+//   written FILE_OPS_LOG=f     records each operation in file f, with the bytes of writes: test_durable.cpp replays
+//   them FILE_OPS_SLEEP=s   the first operation takes so many seconds
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/syscall.h>

@@ -157,9 +157,10 @@ TEST_CASE("more shards than files may be open train as ever, shuffled and by sev
     write_shard(dir / formatted("s_{:03}.bin", int{shard}), tokens);
   }
   auto train = [&](const std::string& out) {
-    return run_program("--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 8 --batch-size 5 --local-ranks 2 "
-                       "--max-steps 45 --shuffle --threads 2 --train-data '" +
-                       (dir / "s_*.bin") + "' --val-data '" + (dir / "s_0*.bin") + "' --out-dir " + (dir / out));
+    return run_program(
+        "--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 8 --batch-size 5 --local-ranks 2 "
+        "--max-steps 45 --shuffle --threads 2 --train-data '" +
+        (dir / "s_*.bin") + "' --val-data '" + (dir / "s_0*.bin") + "' --out-dir " + (dir / out));
   };
   const ProgramResult many = train("many");
   INFO(many.err);

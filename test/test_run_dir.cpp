@@ -129,8 +129,9 @@ TEST_CASE("--resume refuses a checkpoint of a step that the out directory has an
   refused("b", "/b; expected auto, never, or a checkpoint's directory");
   refused("c", "No such file or directory; expected auto, never");
   run_well(tiny(dir / "b", "--max-steps 5 --lr-schedule constant"));
-  REQUIRE(run_program(tiny(dir / "a", "--max-steps 6 --lr-schedule constant --resume " + (dir / "b/step-000005")))
-              .status == 0);
+  REQUIRE(
+      run_program(tiny(dir / "a", "--max-steps 6 --lr-schedule constant --resume " + (dir / "b/step-000005"))).status ==
+      0);
 }
 
 TEST_CASE("a checkpoint whose data cursor is not that of its step is refused") {
@@ -182,9 +183,9 @@ TEST_CASE("the commands that a run ends with work when they are pasted") {
     fs::remove_all(out);
     fs::remove_all(out + "-continued");
     run_well(tiny("\"" + dir.path() + "/it's [1] \\$x/\"", "--max-steps 2 " + more));
-    const ProgramResult first = run_program(tiny("\"" + dir.path() + "/it's [1] \\$x//\"",
-                                                 "--max-steps 3 --resume \"" + dir.path() +
-                                                     "/it's [1] \\$x/step-000002\" " + more));
+    const ProgramResult first =
+        run_program(tiny("\"" + dir.path() + "/it's [1] \\$x//\"",
+                         "--max-steps 3 --resume \"" + dir.path() + "/it's [1] \\$x/step-000002\" " + more));
     INFO(first.out << first.err);
     REQUIRE(first.status == 0);
 

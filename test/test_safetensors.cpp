@@ -92,10 +92,12 @@ TEST_CASE("each fault of a safetensors header has an error of its own") {
   refused(tensor("[2]", "[0,4]"), "its shape (2) needs 8");
   refused(tensor("[2]", "[4,12]"), "bytes 0 to 4, in front of tensor a, are of no tensor", 12);
   refused(tensor("[2]", "[0,8]"), "bytes 8 to 12 at the end are of no tensor", 12);
-  refused(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}})",
-          "tensor b begins at byte 4, where another one ends at 8", 12);
-  refused(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})",
-          "names a twice");
+  refused(
+      R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}})",
+      "tensor b begins at byte 4, where another one ends at 8", 12);
+  refused(
+      R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})",
+      "names a twice");
   refused(R"({"a":{"dtype":"F16","dtype":"F32","shape":[2],"data_offsets":[0,8]}})", "names dtype twice");
   refused(R"({"a":{"dtype":"I64","shape":[1],"data_offsets":[0,8]}})", "has dtype I64");
   refused(R"({"a":{"dtype":3,"shape":[1],"data_offsets":[0,8]}})", "expected dtype, shape and data_offsets");
@@ -117,8 +119,23 @@ TEST_CASE("a safetensors file with random damage is refused, or what it says can
     w.finish();
   }
   const std::string whole = read_whole(path);
-  const std::string pieces[] = {"9", "-", "0", "\"", ",", "[", "]", "{", "}", ":", "e9", ".5", "99999999999999999999",
-                                "\"a\":", "null", "\xff", std::string(1, '\0')};
+  const std::string pieces[] = {"9",
+                                "-",
+                                "0",
+                                "\"",
+                                ",",
+                                "[",
+                                "]",
+                                "{",
+                                "}",
+                                ":",
+                                "e9",
+                                ".5",
+                                "99999999999999999999",
+                                "\"a\":",
+                                "null",
+                                "\xff",
+                                std::string(1, '\0')};
   const Philox rng(1, "damage");
   int refused = 0, read = 0;
   for (uint64_t i = 0; i < 3000; ++i) {

@@ -126,9 +126,9 @@ TEST_CASE("--time-limit saves and leaves with 75; the next start goes on") {
 
 TEST_CASE("a start that takes all of --time-limit does not train") {
   const TempDir dir;
-  const ProgramResult r = run_program(
-      tiny(dir / "run", "--max-steps 1000 --time-limit 0.02"),
-      "FILE_OPS_ROOT=" + dir.path() + " FILE_OPS_SLEEP=1.5 LD_PRELOAD=build/file_ops.so");
+  const ProgramResult r =
+      run_program(tiny(dir / "run", "--max-steps 1000 --time-limit 0.02"),
+                  "FILE_OPS_ROOT=" + dir.path() + " FILE_OPS_SLEEP=1.5 LD_PRELOAD=build/file_ops.so");
   INFO(r.err);
   REQUIRE(r.status == 75);
   REQUIRE(r.err.find("after step 0 of 1000") != std::string::npos);

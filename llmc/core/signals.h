@@ -70,8 +70,7 @@ class StopCondition {
     if (const int signal = detail::signal_received; signal != 0)
       return signal == SIGINT ? "SIGINT" : signal == SIGTERM ? "SIGTERM" : signal == SIGHUP ? "SIGHUP" : "SIGUSR1";
     const double minutes = std::chrono::duration<double, std::ratio<60>>(Clock::now() - begin_).count();
-    return limit_ && minutes + reserve_ / 60 >= *limit_ ? formatted("--time-limit {} minutes", *limit_)
-                                                        : std::string();
+    return limit_ && minutes + reserve_ / 60 >= *limit_ ? formatted("--time-limit {} minutes", *limit_) : std::string();
   }
 
  private:
