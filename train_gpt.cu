@@ -48,7 +48,7 @@ ZeroConfig choose_layout(const Options& o) {
   zero.shards = static_cast<int>(o.local_ranks / o.dp_replicate);
   zero.reduce_by_stage = o.grad_reduce == "auto";
   zero.set_stage(static_cast<int>(o.zero_stage));
-  if (o.grad_reduce != "auto") zero.grad_reduce = o.grad_reduce == "micro" ? GradReduce::micro : GradReduce::step;
+  if (o.grad_reduce != "auto") zero.grad_reduce = grad_reduce_from_name(o.grad_reduce);
   return zero;
 }
 
@@ -187,7 +187,30 @@ struct Job {
     }
     CHECK(!o.keep_best || (val && o.val_every > 0), "--keep-best needs --val-data and --val-every");
     plan = make_plan(step, rank_device.threads);
-    require_memory(o, step, plan, rank_device.threads);
+    // What a checkpoint records may take less.
+    if (o.resume == "never" || (o.resume == "auto" && checkpoint_steps(o.out_dir).empty()))
+      require_memory(o, step, plan, rank_device.threads);
+  }
+
+  // Where --grad-reduce is auto, gradients go on being reduced as they were, because the other way rounds otherwise; if
+  // that does not fit into memory, as the stage has it.
+  void go_on(const ResumePoint& from, Log& log) {
+    const nlohmann::json choices = from.trainer.value("choices", nlohmann::json::object());
+    const bool recorded = choices.is_object() && choices.value("grad_reduce", nlohmann::json()).is_string();
+    if (recorded && step.zero.reduce_by_stage) {
+      StepConfig as_before = step;
+      as_before.zero.grad_reduce = grad_reduce_from_name(choices["grad_reduce"]);
+      if (as_before.zero.grad_reduce != step.zero.grad_reduce) {
+        const Plan planned = make_plan(as_before, rank_device.threads);
+        if (fits(planned, memory_limit(options, step))) step = as_before, plan = planned;
+        else
+          log.line(
+              formatted("notice: --grad-reduce {}, with which the run began, needs {}, which does not fit: "
+                        "gradients are now reduced every {}, and round otherwise",
+                        as_before.zero.grad_reduce, human_bytes(planned.total_bytes()), step.zero.grad_reduce));
+      }
+    }
+    require_memory(options, step, plan, rank_device.threads);
   }
 };
 
@@ -413,6 +436,7 @@ class Training {
                                     {"seed", o_.seed},
                                     {"best_validation", best},
                                     {"detectors", {{"loss", losses_.values()}, {"grad_norm", norms_.values()}}},
+                                    {"choices", {{"grad_reduce", name_of(job_.step.zero.grad_reduce)}}},
                                     {"layout", detail::layout_text(job_.step.zero)},
                                     {"options", options_json(o_)}},
                                    run_.stream);
@@ -488,7 +512,7 @@ class Training {
 
 void run_training(const Options& o, StopCondition::Clock::time_point process_begin) {
   note_stop_signals();
-  const Job job(o, process_begin);
+  Job job(o, process_begin);
   Log log;
   RunDirectory directory(log, o);
   const std::optional<ResumePoint> resume = directory.resume_point(log, o);
@@ -496,6 +520,7 @@ void run_training(const Options& o, StopCondition::Clock::time_point process_beg
     log.line(formatted("already complete: {} is at step {} of {}", o.out_dir, resume->step, job.max_steps));
     return report_next_steps(log, o, resume->path, program_invocation_name);
   }
+  if (resume) job.go_on(*resume, log);
   const double peak = matmul_peak(job.device, job.step.dtype);
   World world(job.step.zero.mesh());
   run_ranks(world, [&](int rank) {

@@ -178,12 +178,13 @@ void visit_options(O& o, Visitor&& visit) {
   visit(
       "--zero-stage", "-z", o.zero_stage, between(0, 3), free,
       "what the data-parallel ranks share out: 1 optimizer state, 2 gradients too, 3 weights too; the numbers are the "
-      "same");
+      "same at equal --grad-reduce");
   visit("--dp-replicate", "", o.dp_replicate, between(1, 1 << 20), warn,
         "hybrid sharding: so many replicas, each of which is shared out over the other ranks");
-  visit("--grad-reduce", "", o.grad_reduce, one_of({"auto", "step", "micro"}), warn,
-        "reduce the gradients accumulated in a step, or those of every micro-batch, which needs less memory and more "
-        "traffic; auto: step, and micro from stage 2 on");
+  visit(
+      "--grad-reduce", "", o.grad_reduce, one_of({"auto", "step", "micro"}), warn,
+      "reduce the gradients accumulated in a step, or those of every micro-batch, which needs less memory and more "
+      "traffic; the two round differently; auto: as before where a run goes on, else step, and micro from stage 2 on");
   visit("Machine");
   visit("--local-ranks", "", o.local_ranks, between(1, 1024), warn,
         "ranks that share the batch, as threads of this process; --batch-size is that of each");

@@ -83,11 +83,13 @@ inline void require_countable(const StepConfig& config) {
 // Does the plan fit into `limit` bytes?
 inline bool fits(const Plan& plan, int64_t limit) { return plan.total_bytes() <= limit; }
 
-// The first way to make a run fit into `limit` bytes a rank with the same tokens in a step: a higher ZeRO stage and
-// more recomputation, which change no number; then smaller micro-batches too.
+// The first way to make a run fit into `limit` bytes a rank with the same tokens in a step: more recomputation, which
+// changes no number, and a higher ZeRO stage, which changes none at equal --grad-reduce (where that follows the stage,
+// from 2 on gradients are reduced every micro-step, and round otherwise); then smaller micro-batches too.
 struct Remedy {
   int64_t batch_size;
   int stage;
+  GradReduce grad_reduce;
   Recompute recompute;
   int64_t total_bytes;
 };
@@ -104,7 +106,7 @@ inline std::optional<Remedy> first_fit(StepConfig config, int threads, int64_t l
       for (int stage = asked.zero.stage; stage <= (asked.zero.ranks() > 1 ? 3 : asked.zero.stage); ++stage) {
         config.zero.set_stage(stage);
         if (const Plan plan = make_plan(config, threads); fits(plan, limit))
-          return Remedy{B, stage, recompute, plan.total_bytes()};
+          return Remedy{B, stage, config.zero.grad_reduce, recompute, plan.total_bytes()};
       }
     }
   }

@@ -37,6 +37,11 @@ inline std::string host_name() {
 
 using Rows = std::vector<std::pair<std::string, std::string>>;
 
+// Bytes that a rank may take.
+inline int64_t memory_limit(const Options& o, const StepConfig& step) {
+  return o.memory_limit ? static_cast<int64_t>(*o.memory_limit * (1 << 30)) : host_memory() / step.zero.ranks();
+}
+
 namespace detail {
 
 inline std::string layout_text(const ZeroConfig& zero) {
@@ -70,11 +75,6 @@ inline Rows memory_rows(const Plan& plan) {
   return rows;
 }
 
-// Of a rank.
-inline int64_t memory_limit(const Options& o, const StepConfig& step) {
-  return o.memory_limit ? static_cast<int64_t>(*o.memory_limit * (1 << 30)) : host_memory() / step.zero.ranks();
-}
-
 inline std::string memory_verdict(const Options& o, const StepConfig& step, const Plan& plan, int threads) {
   const int64_t limit = memory_limit(o, step);
   const std::string what = (o.memory_limit           ? "--memory-limit "
@@ -96,14 +96,17 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
     change = formatted(" --batch-size {} --total-batch-size {}", remedy->batch_size, step.tokens());
   if (remedy->stage != step.zero.stage) change += formatted(" --zero-stage {}", remedy->stage);
   if (remedy->recompute != step.recompute) change += formatted(" --recompute {}", remedy->recompute);
-  return formatted("does not fit into {}; it would with{} ({})", what, change, human_bytes(remedy->total_bytes));
+  return formatted("does not fit into {}; it would with{} ({}{})", what, change, human_bytes(remedy->total_bytes),
+                   remedy->grad_reduce == step.zero.grad_reduce
+                       ? ""
+                       : "; gradients are then reduced every micro-step, which rounds otherwise");
 }
 
 }  // namespace detail
 
 // Refuses a run, or a generation, that needs more memory than --memory-limit or the machine gives it.
 inline void require_memory(const Options& o, const StepConfig& step, const Plan& plan, int threads) {
-  if (fits(plan, detail::memory_limit(o, step))) return;
+  if (fits(plan, memory_limit(o, step))) return;
   std::string message = formatted("{} needs {} and {}", step.zero.ranks() == 1 ? "the run" : "each rank",
                                   human_bytes(plan.total_bytes()), detail::memory_verdict(o, step, plan, threads));
   for (const auto& [name, value] : detail::memory_rows(plan)) message += formatted("\n  {:-22} {}", name, value);
