@@ -35,10 +35,10 @@ inline void note_stop_signals() {
     if (detail::signal_received == 0) {
       detail::signal_time = now;
       detail::signal_received = signal;
-    } else if (now - detail::signal_time > 1'000'000'000) {  // earlier it is the same wish: a terminal and mpirun both
-      std::signal(signal, SIG_DFL);                          // deliver one Ctrl-C
+    } else if (now - detail::signal_time > 1'000'000'000) {
+      std::signal(signal, SIG_DFL);  // the default effect, behind this handler
       std::raise(signal);
-    }
+    }  // else the same wish again: a terminal and mpirun both deliver one Ctrl-C
   };
   action.sa_flags = SA_RESTART;
   for (int signal : {SIGINT, SIGTERM, SIGUSR1, SIGHUP}) sigaction(signal, &action, nullptr);
