@@ -1,7 +1,9 @@
 // train_gpt.cu: the trainer. main() reads straight down: options -> plan -> model -> loop.
+#include <cerrno>  // program_invocation_name, of glibc
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
+#include <limits>
 #include <memory>
 #include <optional>
 
@@ -46,7 +48,7 @@ ZeroConfig choose_layout(const Options& o) {
   zero.shards = static_cast<int>(o.local_ranks / o.dp_replicate);
   zero.reduce_by_stage = o.grad_reduce == "auto";
   zero.set_stage(static_cast<int>(o.zero_stage));
-  if (o.grad_reduce != "auto") zero.grad_reduce = o.grad_reduce == "micro" ? GradReduce::micro : GradReduce::step;
+  if (o.grad_reduce != "auto") zero.grad_reduce = grad_reduce_from_name(o.grad_reduce);
   return zero;
 }
 
@@ -68,6 +70,7 @@ StepConfig choose_step(const Options& o) {
         o.seq_len, step.model.n_positions, o.model, step.model.n_positions);
   if (o.total_batch_size)
     step.micro_batches = *o.total_batch_size / (step.batch.rows() * o.local_ranks);  // validated with the options
+  require_countable(step);
   return step;
 }
 
@@ -89,7 +92,8 @@ std::unique_ptr<Tokenizer> choose_tokenizer(const Options& o, const ModelConfig&
   return make_tokenizer(o.tokenizer, model_preset(o.model) ? std::nullopt : std::optional(o.model), model.vocab_size);
 }
 
-// The prompt in tokens: what begins a text, then the text; a vocabulary without the former starts at its first token.
+// The prompt in tokens: what begins a text, then the text; a vocabulary without the former starts at its first token. A
+// prompt that the tokenizer or the model does not take is refused.
 std::vector<int32_t> prompt_tokens(const Tokenizer& tokenizer, const Options& o, const ModelConfig& model) {
   std::vector<int32_t> tokens;
   for (int32_t token : tokenizer.prefix())
@@ -107,12 +111,15 @@ std::vector<int32_t> prompt_tokens(const Tokenizer& tokenizer, const Options& o,
 void run_generate(const Options& o) {
   CHECK(!model_preset(o.model),
         "--generate needs a trained model: --model {} is a preset; name a checkpoint's directory", o.model);
-  StepConfig config{.model = choose_model(o), .dtype = choose_dtype(o)};
+  StepConfig config{.model = choose_model(o), .dtype = choose_dtype(o), .zero = {.holds = Holds::weights}};
   config.batch = {1, std::min(trained_seq_len(o.model).value_or(o.seq_len), config.model.n_positions)};
+  require_countable(config);
   const Device device = choose_device(o);
   const auto tokenizer = choose_tokenizer(o, config.model);
+  const Plan plan = make_plan(config, device.threads);
+  require_memory(o, config, plan, device.threads);
   World world{Mesh()};
-  Run run(config, make_plan(config, device.threads), device, world, 0);
+  Run run(config, plan, device, world, 0);
   initialise(run, o);
   std::printf("%s", o.prompt.c_str());
   generate(run.trainer, prompt_tokens(*tokenizer, o, config.model), o.sample_tokens, sample_options(o),
@@ -156,7 +163,8 @@ void run_plan(const Options& o) {
 // What is to be done. Everything is checked here, before anything is made.
 struct Job {
   Options options;
-  Device device, rank_device;  // of the process, of a rank
+  StopCondition::Clock::time_point begin;  // of the process
+  Device device, rank_device;              // of the process, of a rank
   StepConfig step;
   std::unique_ptr<Tokenizer> tokenizer;
   std::map<std::string, std::string> tokenizer_files;  // read once: every checkpoint of a run has the same
@@ -165,8 +173,9 @@ struct Job {
   int64_t samples_per_step, max_steps, val_samples = 0;
   Plan plan;
 
-  explicit Job(const Options& o)
+  Job(const Options& o, StopCondition::Clock::time_point process_begin)
       : options(o),
+        begin(process_begin),
         device(choose_device(o)),
         rank_device(llmc::rank_device(device, o.local_ranks)),
         step(choose_step(o)),
@@ -175,17 +184,44 @@ struct Job {
         train(o.train_data, o.seq_len),
         samples_per_step(step.tokens() / o.seq_len),
         max_steps(o.max_steps.value_or(std::max<int64_t>(1, train.samples() / samples_per_step))) {
+    prompt_tokens(*tokenizer, o, step.model);  // which the samples, and the commands that come next, begin with
+    const int64_t most_steps = std::numeric_limits<int64_t>::max() / step.tokens();
+    CHECK(max_steps <= most_steps, "--max-steps {} x {} tokens a step are more than can be counted: use at most {}",
+          max_steps, step.tokens(), most_steps);
     CHECK(o.warmup_steps <= max_steps, "--warmup-steps {} exceeds the {} steps of the run", o.warmup_steps, max_steps);
     if (!o.val_data.empty()) {
       val.emplace(o.val_data, o.seq_len, "--val-data");
-      val_samples = std::min(o.val_steps * samples_per_step, val->samples());
+      val_samples = o.val_steps > val->samples() / samples_per_step ? val->samples() : o.val_steps * samples_per_step;
     }
     CHECK(!o.mask_documents || tokenizer->end_of_text() < step.model.vocab_size,
           "--mask-documents: the end of text of --tokenizer {}, {}, is outside the model's vocabulary of {}",
           o.tokenizer, tokenizer->end_of_text(), step.model.vocab_size);
     CHECK(!o.keep_best || (val && o.val_every > 0), "--keep-best needs --val-data and --val-every");
     plan = make_plan(step, rank_device.threads);
-    require_memory(o, step, plan, rank_device.threads);
+    // What a checkpoint records may take less.
+    if (o.resume == "never" || (o.resume == "auto" && checkpoint_steps(o.out_dir).empty()))
+      require_memory(o, step, plan, rank_device.threads);
+  }
+
+  // Where --grad-reduce is auto, gradients go on being reduced as they were, because the other way rounds otherwise; if
+  // that does not fit into memory, as the stage has it.
+  void go_on(const ResumePoint& from, Log& log) {
+    const nlohmann::json choices = from.trainer.value("choices", nlohmann::json::object());
+    const bool recorded = choices.is_object() && choices.value("grad_reduce", nlohmann::json()).is_string();
+    if (recorded && step.zero.reduce_by_stage) {
+      StepConfig as_before = step;
+      as_before.zero.grad_reduce = grad_reduce_from_name(choices["grad_reduce"]);
+      if (as_before.zero.grad_reduce != step.zero.grad_reduce) {
+        const Plan planned = make_plan(as_before, rank_device.threads);
+        if (fits(planned, memory_limit(options, step))) step = as_before, plan = planned;
+        else
+          log.line(
+              formatted("notice: --grad-reduce {}, with which the run began, needs {}, which does not fit: "
+                        "gradients are now reduced every {}, and round otherwise",
+                        as_before.zero.grad_reduce, human_bytes(planned.total_bytes()), step.zero.grad_reduce));
+      }
+    }
+    require_memory(options, step, plan, rank_device.threads);
   }
 };
 
@@ -198,6 +234,8 @@ class Training {
         o_(job.options),
         directory_(directory),
         log_(log),
+        stop_(o_.time_limit, job.begin,
+              static_cast<double>(checkpoint_bytes(job.step.model, job.step.dtype)) / assumed_bytes_per_second),
         peak_(peak),
         rank_(rank),
         run_(job.step, job.plan, job.rank_device, world, rank),
@@ -248,7 +286,7 @@ class Training {
   // Leaves if it is time to; asked between micro-steps, tokens of a sample and updates.
   // All ranks leave together, if one of them is to.
   void poll() const {
-    std::string reason = stop_.reason(1.5 * save_seconds_);
+    const std::string reason = stop_.reason();
     for (const std::string& other : run_.dp.control->all_gather_text("time to stop", reason))
       if (!other.empty()) throw Interrupted{other};
   }
@@ -369,14 +407,18 @@ class Training {
   void validate() {
     // Every sample once, whatever the layout: rows behind the last one do not count.
     const int64_t micro_batches = ceil_div(job_.val_samples, o_.batch_size * ranks());
-    const double loss = run_.trainer.evaluate(micro_batches, job_.val_samples * o_.seq_len, [&](int64_t m) {
-      log_.progress("validation: micro-batch", m + 1, micro_batches);
-      HostBatch host = read(*val_, 0, m);
-      const int64_t rows = job_.val_samples - (m * ranks() + rank_) * o_.batch_size;
-      for (int64_t b = std::max<int64_t>(rows, 0); b < o_.batch_size; ++b)
-        std::fill_n(host.targets.begin() + b * o_.seq_len, o_.seq_len, -1);
-      return host;
-    });
+    double sum = 0;
+    for (int64_t begin = 0; begin < micro_batches; begin += validation_pass)
+      sum += run_.trainer.evaluate(std::min(validation_pass, micro_batches - begin), 1, [&](int64_t in_pass) {
+        const int64_t m = begin + in_pass;
+        log_.progress("validation: micro-batch", m + 1, micro_batches);
+        HostBatch host = read(*val_, 0, m);
+        const int64_t rows = job_.val_samples - (m * ranks() + rank_) * o_.batch_size;
+        for (int64_t b = std::max<int64_t>(rows, 0); b < o_.batch_size; ++b)
+          std::fill_n(host.targets.begin() + b * o_.seq_len, o_.seq_len, -1);
+        return host;
+      });
+    const double loss = sum / static_cast<double>(job_.val_samples * o_.seq_len);
     log_.val({.step = done_, .loss = loss});
     if (loss < best_val_) best_val_ = loss, best_step_ = done_;
     validated_ = true;
@@ -413,10 +455,11 @@ class Training {
                                     {"seed", o_.seed},
                                     {"best_validation", best},
                                     {"detectors", {{"loss", losses_.values()}, {"grad_norm", norms_.values()}}},
+                                    {"choices", {{"grad_reduce", name_of(job_.step.zero.grad_reduce)}}},
                                     {"layout", detail::layout_text(job_.step.zero)},
                                     {"options", options_json(o_)}},
                                    run_.stream, job_.tokenizer_files);
-    save_seconds_ = seconds_since(begin);
+    stop_.saved(seconds_since(begin));
     log_.line("checkpoint: " + checkpoint_);
   }
 
@@ -429,6 +472,7 @@ class Training {
     expect("step", from.step, "the directory was renamed");
     expect("tokens_per_step", job_.step.tokens(), "give the same --total-batch-size");
     expect("data_samples", job_.train.samples(), "--train-data has changed");
+    expect("data_cursor", from.step * job_.samples_per_step, "the checkpoint is damaged, or of another program");
     load_checkpoint(from.path, job_.step.model, run_.trainer.state(), run_.stream);
     run_.stream.synchronize();
     try {
@@ -456,14 +500,16 @@ class Training {
                         {"checkpoint", checkpoint_},
                         {"metrics", o_.out_dir + "/metrics.jsonl"}});
     if (o_.profile) report_profile(log_, ops_, job_.max_steps - first_);
-    report_next_steps(log_, o_, checkpoint_);
+    report_next_steps(log_, o_, checkpoint_, program_invocation_name);
   }
+
+  static constexpr int64_t validation_pass = 4096;  // micro-batches whose actions are listed at a time
 
   const Job& job_;
   const Options& o_;
   RunDirectory& directory_;
   Log& log_;
-  StopCondition stop_{job_.options.time_limit};
+  StopCondition stop_;
   double peak_;
   int64_t rank_;
   OpLedger ops_;  // before the stream that books in it
@@ -480,19 +526,20 @@ class Training {
   std::string checkpoint_;  // the last one in the out directory
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   double step_seconds_ = 0;  // of all steps, without validation, sampling and checkpoints
-  double save_seconds_ = 0, last_loss_ = 0;
+  double last_loss_ = 0;
 };
 
-void run_training(const Options& o) {
+void run_training(const Options& o, StopCondition::Clock::time_point process_begin) {
   note_stop_signals();
-  const Job job(o);
+  Job job(o, process_begin);
   Log log;
   RunDirectory directory(log, o);
   const std::optional<ResumePoint> resume = directory.resume_point(log, o);
   if (resume && resume->step >= job.max_steps) {
     log.line(formatted("already complete: {} is at step {} of {}", o.out_dir, resume->step, job.max_steps));
-    return report_next_steps(log, o, resume->path);
+    return report_next_steps(log, o, resume->path, program_invocation_name);
   }
+  if (resume) job.go_on(*resume, log);
   const double peak = matmul_peak(job.device, job.step.dtype);
   World world(job.step.zero.mesh());
   run_ranks(world, [&](int rank) {
@@ -506,6 +553,7 @@ void run_training(const Options& o) {
 
 int main(int argc, char** argv) {
   using namespace llmc;
+  const auto begin = StopCondition::Clock::now();
   wait_without_spinning(argv);
   try {
     const Command command = parse_command_line(argc, argv);
@@ -515,7 +563,7 @@ int main(int argc, char** argv) {
     else if (command.options.verify_data) run_verify_data(command.options);
     else if (command.options.plan) run_plan(command.options);
     else if (command.options.generate) run_generate(command.options);
-    else run_training(command.options);
+    else run_training(command.options, begin);
     return static_cast<int>(ExitStatus::done);
   } catch (const Error& error) {
     std::fprintf(stderr, "train_gpt: %s\n", error.what());

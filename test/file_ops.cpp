@@ -1,7 +1,8 @@
 // file_ops.so: stands between the trainer and the C library (LD_PRELOAD) and numbers the file operations that change
 // anything under $FILE_OPS_ROOT.
-//   FILE_OPS_KILL=n   the process is killed (SIGKILL) in front of operation n, and half of the bytes of a write are
-//   written FILE_OPS_LOG=f    records each operation in file f, with the bytes of writes: test_durable.cpp replays them
+//   FILE_OPS_KILL=n    the process is killed (SIGKILL) in front of operation n; half of the bytes of a write are
+//   written FILE_OPS_LOG=f     records each operation in file f, with the bytes of writes: test_durable.cpp replays
+//   them FILE_OPS_SLEEP=s   the first operation takes so many seconds
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/syscall.h>
@@ -49,6 +50,8 @@ bool operation(const std::string& words, const void* bytes = nullptr, size_t n =
     if (n > 0) syscall(SYS_write, fd, bytes, n);
     syscall(SYS_close, fd);
   }
+  if (const char* seconds = getenv("FILE_OPS_SLEEP"); seconds != nullptr && count == 0)
+    usleep(static_cast<useconds_t>(1e6 * atof(seconds)));
   const char* kill_at = getenv("FILE_OPS_KILL");
   return ++count == (kill_at != nullptr ? atol(kill_at) : -1);
 }

@@ -1,6 +1,7 @@
 // helpers.h: what several tests share: temporary directories, token shards, expected errors, distances, running the
 // program.
 #pragma once
+#include <sys/resource.h>
 #include <sys/wait.h>
 
 #include <cstdlib>
@@ -72,6 +73,22 @@ double relative_distance(const A* a, const B* b, int64_t n) {
   }
   return size == 0 ? std::sqrt(difference) : std::sqrt(difference / size);
 }
+
+// This process, and what it starts, can open so few files; until the end of the scope.
+class FewOpenFiles {
+ public:
+  explicit FewOpenFiles(rlim_t most) {
+    REQUIRE(getrlimit(RLIMIT_NOFILE, &before_) == 0);
+    const rlimit few{most, before_.rlim_max};
+    REQUIRE(setrlimit(RLIMIT_NOFILE, &few) == 0);
+  }
+  ~FewOpenFiles() { setrlimit(RLIMIT_NOFILE, &before_); }
+  FewOpenFiles(const FewOpenFiles&) = delete;
+  FewOpenFiles& operator=(const FewOpenFiles&) = delete;
+
+ private:
+  rlimit before_{};
+};
 
 struct ProgramResult {
   int status;  // 128 + signal if one ended it

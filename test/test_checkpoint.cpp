@@ -201,3 +201,34 @@ TEST_CASE("a checkpoint that cannot be written leaves no trace and older ones al
   std::ofstream(dir / "file") << "x";
   REQUIRE_ERROR(write_checkpoint(dir / "file", 2, m.config, m.state, m.dtype, {}, m.stream), "file");
 }
+
+TEST_CASE("a checkpoint is read as its manifest names it, wherever it lies and whatever lies beside it") {
+  const TempDir dir;
+  const std::string out = dir / "a [1] *? {2}";
+  Model a(DType::fp32, 1), b(DType::fp32, 2);
+  for (const StateEntry& e : a.state.state_table())
+    if (e.kind == StateKind::moment1) init_normal(e.tensor, 0.5f, 0, 9, e.param->name, a.stream);
+  const std::string path = a.save(out);
+  // What an interrupted copy or another run may leave there.
+  std::ofstream(path + "/optimizer-00002-of-00002.safetensors") << "garbage";
+  std::ofstream(path + "/model-00001-of-00002.safetensors") << "garbage";
+  std::ofstream(path + "/model.safetensors.index.json")
+      << R"({"weight_map": {"transformer.wte.weight": "model-00001-of-00002.safetensors"}})";
+  REQUIRE_FALSE(checkpoint_fault(path));
+  load_checkpoint(path, b.config, b.state, b.stream);
+  b.stream.synchronize();
+  const StateTable x = a.state.state_table(), y = b.state.state_table();
+  for (size_t i = 0; i < x.size(); ++i)
+    REQUIRE(std::memcmp(x[i].tensor.bytes, y[i].tensor.bytes, static_cast<size_t>(x[i].tensor.size_bytes())) == 0);
+
+  auto with_manifest = [&](const std::string& text) {
+    std::ofstream(path + "/manifest.json") << text;
+    load_checkpoint(path, b.config, b.state, b.stream);
+  };
+  REQUIRE_ERROR(with_manifest(R"({"files": {}})"), "names no model.safetensors");
+  REQUIRE_ERROR(with_manifest(R"({"files": {"model.safetensors": {"size": 1, "xxh3": []}}})"), "no optimizer");
+  REQUIRE_ERROR(with_manifest(R"({"files": {"../x": {"size": 1, "xxh3": []}}})"), "names ../x");
+  REQUIRE_ERROR(with_manifest(R"({"files": {"x": {"size": "1"}}})"), "manifest.json is damaged");
+  std::filesystem::remove(path + "/manifest.json");
+  REQUIRE_ERROR(load_checkpoint(path, b.config, b.state, b.stream), "has no manifest.json");
+}

@@ -1,12 +1,12 @@
-// core/: formatting, bf16, counter-based random numbers, safetensors, options, the log.
+// core/: formatting, bf16, counter-based random numbers, options, the log.
 #include <nlohmann/json.hpp>
 #include <set>
 
 #include "catch2.h"
+#include "core/dtype.h"
 #include "core/log.h"
 #include "core/options.h"
 #include "core/rng.h"
-#include "core/safetensors.h"
 #include "helpers.h"
 
 using namespace llmc;
@@ -75,42 +75,6 @@ TEST_CASE("the keyed permutation is a bijection for any size, and another for an
   }
 }
 
-TEST_CASE("safetensors come back as they were written; damaged files are refused by name") {
-  const TempDir dir;
-  const std::string path = dir / "t.safetensors";
-  const std::vector<float> a = {1, 2, 3, 4, 5, 6};
-  const std::vector<bf16> b = {bf16(1.5f), bf16(-2)};
-  {
-    SafetensorsWriter w(path, {{"a", DType::fp32, {2, 3}}, {"b", DType::bf16, {2}}, {"scalar", DType::fp32, {}}});
-    w.write(a.data(), 12);
-    w.write(a.data() + 3, 12);
-    w.write(b.data(), 4);
-    w.write(a.data(), 4);
-    w.finish();
-  }
-  {
-    const SafetensorsReader r(path);
-    REQUIRE(r.names() == std::vector<std::string>{"a", "b", "scalar"});
-    REQUIRE(r.info("a").shape == std::vector<int64_t>{2, 3});
-    std::vector<float> back(6);
-    r.read("a", back.data());
-    REQUIRE(back == a);
-    REQUIRE_ERROR(r.info("c"), "no tensor c");
-  }
-  const std::string whole = read_whole(path);
-  auto damaged = [&](const std::string& bytes) {
-    std::ofstream(path, std::ios::binary) << bytes;
-    return path;
-  };
-  REQUIRE_ERROR(SafetensorsReader(damaged(whole.substr(0, 5))), "t.safetensors");
-  REQUIRE_ERROR(SafetensorsReader(damaged(whole.substr(0, 40))), "truncated");
-  REQUIRE_ERROR(SafetensorsReader(damaged(whole.substr(0, whole.size() - 1))), "scalar");
-  REQUIRE_ERROR(SafetensorsReader(damaged(std::string(whole).replace(8, 1, "["))), "not JSON");
-  std::string other = whole;
-  REQUIRE_ERROR(SafetensorsReader(damaged(other.replace(other.find("\"F32\""), 5, "\"F12\""))), "F12");
-  REQUIRE_ERROR(SafetensorsReader(dir / "absent"), "absent");
-}
-
 TEST_CASE("what --print-config prints, --config reads back; the command line wins; the last one given wins") {
   const TempDir dir;
   const std::string prompt = "  # two \"words\" = [1, 2]; ";
@@ -162,6 +126,7 @@ TEST_CASE("option errors name the option, what was found and what was expected")
   REQUIRE(parse({"--max-steps", "010"}).max_steps == 10);
   REQUIRE_ERROR(parse({"--batch-size", "4611686018427387904", "--seq-len", "4"}), "--batch-size");
   REQUIRE_ERROR(parse({"--threads", "4294967296"}), "--threads");
+  REQUIRE_ERROR(parse({"--memory-limit", "1e300"}), "--memory-limit");
   REQUIRE_ERROR(parse({"--device", "cuda"}), "--device cuda");
   REQUIRE_ERROR(parse({"--plan", "--generate"}), "choose one");
   REQUIRE_ERROR(parse({"--dtype", "int8"}), "fp32, bf16");

@@ -149,6 +149,48 @@ TEST_CASE("a token outside the vocabulary is refused with file, position and val
   REQUIRE_ERROR(read(loader, 3, 0, {}), "token 4000000000 at position 13");
 }
 
+TEST_CASE("more shards than files may be open train as ever, shuffled and by several ranks") {
+  const TempDir dir;
+  for (uint16_t shard = 0; shard < 200; ++shard) {
+    std::vector<uint16_t> tokens(17);  // two samples of 8
+    for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<uint16_t>((shard * 31 + i * 7) % 211);
+    write_shard(dir / formatted("s_{:03}.bin", int{shard}), tokens);
+  }
+  auto train = [&](const std::string& out) {
+    return run_program(
+        "--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 8 --batch-size 5 --local-ranks 2 "
+        "--max-steps 45 --shuffle --threads 2 --train-data '" +
+        (dir / "s_*.bin") + "' --val-data '" + (dir / "s_0*.bin") + "' --out-dir " + (dir / out));
+  };
+  const ProgramResult many = train("many");
+  INFO(many.err);
+  REQUIRE(many.status == 0);
+  {
+    const FewOpenFiles limit(64);
+    const ProgramResult few = train("few");
+    INFO(few.err);
+    REQUIRE(few.status == 0);
+    const TokenShards shards(dir / "s_*.bin", 8);
+    std::vector<int32_t> sample;
+    for (int64_t i = 0; i < 400; ++i) {
+      shards.read_sample(i * 7 % 400, 211, sample);
+      REQUIRE(sample[1] == (i * 7 % 400 / 2 * 31 + i * 7 % 2 * 56 + 7) % 211);
+    }
+    REQUIRE(std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}) < 40);
+  }
+  REQUIRE(read_whole(dir / "few/step-000045/model.safetensors") ==
+          read_whole(dir / "many/step-000045/model.safetensors"));
+}
+
+TEST_CASE("a shard that is replaced while a run reads it is noticed") {
+  const TempDir dir;
+  write_shard<uint16_t>(dir / "x.bin", std::vector<uint16_t>(20, 3));
+  const TokenShards shards(dir / "x.bin", 4);
+  write_shard<uint16_t>(dir / "x.bin", std::vector<uint16_t>(40, 3));
+  std::vector<int32_t> sample;
+  REQUIRE_ERROR(shards.read_sample(0, 4, sample), "x.bin: its size has changed");
+}
+
 TEST_CASE("learning rates at their corners") {
   const LrSchedule base{.kind = "cosine", .peak = 2, .warmup_steps = 4, .max_steps = 14, .final_frac = 0.1};
   REQUIRE(learning_rate(base, 1) == 0.5);

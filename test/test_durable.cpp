@@ -408,26 +408,6 @@ TEST_CASE("retention keeps the newest, the milestones and the best, and best lea
   REQUIRE_FALSE(checkpoint_fault(dir / "run/best"));
 }
 
-TEST_CASE("--time-limit saves and leaves with 75; the next start goes on") {
-  const TempDir dir;
-  const std::string options = "--max-steps 100000 --checkpoint-every 7 --time-limit 0.01 ";  // 0.6 s
-  const ProgramResult r = run_program(tiny(dir / "run", options));
-  INFO(r.err);
-  REQUIRE(r.status == 75);
-  REQUIRE(r.err.find("--time-limit") != std::string::npos);
-  const auto first = newest_checkpoint(dir / "run", [](const std::string& w) { FAIL(w); });
-  if (first) REQUIRE(static_cast<int64_t>(losses(dir / "run").size()) == first->step);
-  if (first && first->step > 7) REQUIRE(fs::exists(checkpoint_path(dir / "run", 7)));  // the periodic ones stay
-}
-
-TEST_CASE("a second signal ends the program at once") {
-  const TempDir dir;
-  const ProgramResult r = run_program(tiny(dir / "run",
-                                           "--max-steps 1000000 >/dev/null 2>&1 & sleep 1; kill -STOP $!; kill -TERM "
-                                           "$!; kill -INT $!; kill -CONT $!; wait $!"));
-  REQUIRE((r.status == 128 + SIGTERM || r.status == 128 + SIGINT));
-}
-
 // ---- Not finite, and outliers ---------------------------------------------------------------------------------------
 
 TEST_CASE(

@@ -456,6 +456,69 @@ TEST_CASE("a run of several ranks is the run of one: losses, validation, resume 
   REQUIRE(metrics(dir / "cut") == metrics(dir / "whole"));
 }
 
+TEST_CASE("a run that goes on in another stage reduces gradients as before, bit for bit, if memory allows") {
+  const TempDir dir;
+  const std::string steps = "--n-layer 12 --max-steps 8 --checkpoint-every 4 --batch-size 2 --local-ranks 2 ";
+  namespace fs = std::filesystem;
+  for (const auto& [begun, moved] : {std::pair{1, 2}, {2, 1}}) {
+    const std::string whole = formatted("{}/whole-{}", dir.path(), begun), first = formatted("--zero-stage {} ", begun),
+                      then = formatted("--zero-stage {} ", moved), cut = dir / "cut";
+    REQUIRE(run_program(tiny(whole, steps + first)).status == 0);
+    auto go_on = [&](const std::string& more) {
+      fs::remove_all(cut);
+      fs::copy(whole, cut, fs::copy_options::recursive);
+      fs::remove_all(cut + "/step-000008");
+      const ProgramResult r = run_program(tiny(cut, steps + more));
+      INFO(r.err);
+      REQUIRE(r.status == 0);
+      return r.out;
+    };
+    const char* recorded = begun == 1 ? "step" : "micro";
+    go_on(then);
+    REQUIRE(metrics(cut) == metrics(whole));
+    REQUIRE(json::parse(read_whole(cut + "/step-000008/trainer.json"))["choices"]["grad_reduce"] == recorded);
+    // An option that says so wins, and rounds otherwise.
+    go_on(then + (begun == 1 ? "--grad-reduce micro" : "--grad-reduce step"));
+    REQUIRE(metrics(cut) != metrics(whole));
+    if (begun == 2) continue;
+    // Where there is no memory for it, the stage's own way, with a notice.
+    StepConfig c{.model = resolve_model(
+                     "d2", {.n_layer = 12, .n_head = 2, .n_kv_head = {}, .n_embd = 24, .n_ffn = {}, .vocab_size = 211}),
+                 .batch = {2, 33},
+                 .micro_batches = 2};
+    c.zero.shards = 2;
+    c.zero.set_stage(2);
+    const int64_t micro = make_plan(c, 1).total_bytes();
+    c.zero.grad_reduce = GradReduce::step;
+    REQUIRE(micro < make_plan(c, 1).total_bytes());
+    const std::string out = go_on(then + formatted("--memory-limit {:.17g}", static_cast<double>(micro) / (1 << 30)));
+    REQUIRE(out.find("notice: --grad-reduce step, with which the run began, needs") != std::string::npos);
+    REQUIRE(json::parse(read_whole(cut + "/step-000008/trainer.json"))["choices"]["grad_reduce"] == "micro");
+  }
+}
+
+TEST_CASE("a resumed run that fits only as it was recorded goes on; one that does not fit at all is refused") {
+  const TempDir dir;
+  const std::string steps = "--n-layer 12 --checkpoint-every 4 --batch-size 2 --local-ranks 2 --lr-schedule constant ";
+  REQUIRE(run_program(tiny(dir / "run", steps + "--max-steps 4 --zero-stage 2")).status == 0);
+  StepConfig c{.model = resolve_model(
+                   "d2", {.n_layer = 12, .n_head = 2, .n_kv_head = {}, .n_embd = 24, .n_ffn = {}, .vocab_size = 211}),
+               .batch = {2, 33},
+               .micro_batches = 2};
+  c.zero.shards = 2;
+  c.zero.set_stage(1);
+  c.zero.grad_reduce = GradReduce::micro;
+  const double limit = static_cast<double>(make_plan(c, 1).total_bytes());
+  const std::string one = steps + "--max-steps 8 --zero-stage 1 --memory-limit ";
+  const ProgramResult small = run_program(tiny(dir / "run", one + formatted("{:.17g}", 0.99 * limit / (1 << 30))));
+  INFO(small.err);
+  REQUIRE(small.status == 1);
+  REQUIRE(small.err.find("does not fit into --memory-limit") != std::string::npos);
+  const ProgramResult good = run_program(tiny(dir / "run", one + formatted("{:.17g}", limit / (1 << 30))));
+  INFO(good.err);
+  REQUIRE(good.status == 0);
+}
+
 TEST_CASE("a step that is interrupted in the middle can be saved, in every stage") {
   const TempDir dir;
   for (int stage = 0; stage <= 3; ++stage) {

@@ -1,4 +1,6 @@
 // The planner: memory by name equals the sum of its parts, runs that do not fit are refused with what would fit.
+#include <nlohmann/json.hpp>
+
 #include "catch2.h"
 #include "helpers.h"
 #include "model/hf_config.h"
@@ -68,6 +70,37 @@ TEST_CASE("--plan needs no data and no GPU, and --memory-limit refuses with what
   REQUIRE(hopeless.err.find("--seq-len") != std::string::npos);
 }
 
+TEST_CASE("generation holds the weights alone, and is refused where they do not fit") {
+  const TempDir dir;
+  write_shard<uint16_t>(dir / "t.bin", std::vector<uint16_t>(1000, 5));
+  const std::string shape = "--vocab-size 257 --n-layer 4 --n-embd 96 --n-head 4 -t 64 ";
+  REQUIRE(run_program("--model d4 -x 1 " + shape + "-i " + (dir / "t.bin") + " -o " + (dir / "out")).status == 0);
+  const std::string model = dir / "out/step-000001";
+  StepConfig config{.model = resolve_model(model, {}), .batch = {1, 64}};
+  const Plan training = make_plan(config, 1);
+  config.zero.holds = Holds::weights;
+  const Plan plan = make_plan(config, 1);
+  REQUIRE(line(plan, "weights") == line(training, "weights"));
+  for (const char* held : {"gradients", "AdamW first moment", "AdamW second moment"}) REQUIRE(line(training, held) > 0);
+  for (const char* gone : {"gradients", "master weights", "AdamW first moment", "AdamW second moment"})
+    REQUIRE(line(plan, gone) == 0);
+  REQUIRE(3 * plan.total_bytes() < training.total_bytes());
+
+  auto generate = [&](int64_t bytes, const std::string& more) {
+    return run_program("--generate --sample-tokens 70 --threads 1 --local-ranks 4 --model " + model +
+                       formatted(" --memory-limit {:.17g} ", static_cast<double>(bytes) / (1 << 30)) + more);
+  };
+  const ProgramResult good = generate(plan.total_bytes() + 1, "");
+  INFO(good.err);
+  REQUIRE(good.status == 0);
+  const ProgramResult refused = generate(plan.total_bytes() - 1, "");
+  INFO(refused.err);
+  REQUIRE(refused.status == 1);
+  REQUIRE(refused.err.find("--memory-limit") != std::string::npos);
+  REQUIRE(refused.err.find("use --dtype bf16, a smaller model") != std::string::npos);
+  REQUIRE(generate(plan.total_bytes() - 1, "--dtype bf16").status == 0);
+}
+
 TEST_CASE("a run beyond the memory limit is refused before anything is made") {
   const TempDir dir;
   write_shard<uint16_t>(dir / "t.bin", std::vector<uint16_t>(1000, 5));
@@ -77,4 +110,54 @@ TEST_CASE("a run beyond the memory limit is refused before anything is made") {
   REQUIRE(r.status == 1);
   REQUIRE(r.err.find("--memory-limit") != std::string::npos);
   REQUIRE_FALSE(std::filesystem::exists(dir / "out"));
+}
+
+TEST_CASE("sizes beyond counting are refused at once, not multiplied") {
+  auto refused = [](const std::string& options, const std::string& why) {
+    const ProgramResult r = run_program("--plan " + options, "timeout 10");
+    INFO(options << "\n" << r.err);
+    REQUIRE(r.status == 1);
+    REQUIRE(r.err.find(why) != std::string::npos);
+  };
+  const std::string one = "--model d1 --vocab-size 257 --batch-size 1 --seq-len 4 ", most = "4611686018427387904";
+  refused(one + "--total-batch-size " + most, "1152921504606846976 micro-batches");
+  refused(one + "--schedule gpipe --total-batch-size " + most, "are more than 262144 passes");
+  refused("--model d4 -b 1 -t 4 --total-batch-size 262148", "65537 micro-batches");
+  refused("--model d1 --n-layer 16777216", "a model of 16777216 layers");
+  refused("--model gpt3:13B --batch-size 16777216 --seq-len 2048", "use a smaller --batch-size, --seq-len or --model");
+  refused("--model d1 --n-layer 16384 --n-head 1 --n-embd 16777216", "use a smaller --model");
+
+  const TempDir dir;
+  write_shard<uint16_t>(dir / "t.bin", std::vector<uint16_t>(5001, 5));
+  const std::string run = one + "--threads 1 -i " + (dir / "t.bin") + " -o " + (dir / "out");
+  const ProgramResult r = run_program(run + " --max-steps " + most);
+  INFO(r.err);
+  REQUIRE(r.status == 1);
+  REQUIRE(r.err.find("use at most 2305843009213693951") != std::string::npos);
+  REQUIRE_FALSE(std::filesystem::exists(dir / "out"));
+}
+
+TEST_CASE("a validation of more steps than there is data takes all of it, however many micro-batches that is") {
+  const TempDir dir;
+  std::vector<uint16_t> tokens(10001);
+  for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<uint16_t>(i * i % 100);
+  write_shard<uint16_t>(dir / "t.bin", tokens);
+  auto loss = [&](const std::string& name, const std::string& more) {
+    const ProgramResult r = run_program(
+        "--model d1 --n-embd 8 --n-head 1 --vocab-size 101 --seq-len 2 --threads 1 -x 1 "
+        "--total-batch-size 20 -i " +
+        (dir / "t.bin") + " -j " + (dir / "t.bin") + " -o " + (dir / name) + more);
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    std::ifstream in(dir / (name + "/metrics.jsonl"));
+    std::string line;
+    std::getline(in, line);
+    const auto object = nlohmann::json::parse(line);
+    REQUIRE(object["kind"] == "val");
+    return object["loss"].get<double>();
+  };
+  const double whole = loss("whole", " --val-steps 500 --batch-size 10");
+  REQUIRE(std::isfinite(whole));
+  REQUIRE(loss("most", " --val-steps 4611686018427387904 --batch-size 10") == whole);
+  REQUIRE(std::abs(loss("small", " --val-steps 4611686018427387904 --batch-size 1") / whole - 1) < 1e-9);
 }

@@ -2,12 +2,17 @@
 #pragma once
 #include <fcntl.h>
 #include <glob.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
+#include <list>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -82,6 +87,36 @@ class File {
   int fd_;
 };
 
+// Files of which many are read now and then: the few that were read last stay open, within what the process may open.
+// Several threads may ask.
+class OpenFiles {
+ public:
+  explicit OpenFiles(size_t most = default_most()) : most_(most) {}
+
+  std::shared_ptr<const File> open_read(const std::string& path) {
+    std::lock_guard lock(mutex_);
+    auto found = std::find_if(files_.begin(), files_.end(), [&](const auto& file) { return file->path() == path; });
+    if (found == files_.end()) {
+      if (files_.size() >= most_) files_.pop_back();  // a thread that still reads it keeps it open
+      found = files_.insert(files_.begin(), std::make_shared<const File>(File::open_read(path)));
+    }
+    files_.splice(files_.begin(), files_, found);
+    return files_.front();
+  }
+
+ private:
+  // A quarter of the limit: training and validation data take one each, the rest is for everything else.
+  static size_t default_most() {
+    rlimit limit{};
+    const bool known = ::getrlimit(RLIMIT_NOFILE, &limit) == 0;
+    return std::clamp<size_t>(known ? limit.rlim_cur / 4 : 64, 1, 256);
+  }
+
+  size_t most_;
+  std::mutex mutex_;
+  std::list<std::shared_ptr<const File>> files_;  // the one that was used last comes first
+};
+
 inline std::string read_text(const std::string& path) {
   const File file = File::open_read(path);
   std::string text(static_cast<size_t>(file.size()), '\0');
@@ -102,6 +137,25 @@ inline void fsync_directory(const std::string& path) {
   const int status = ::fsync(fd);
   ::close(fd);
   CHECK(status == 0, "cannot fsync directory {}: {}", path, std::strerror(errno));
+}
+
+// Is there such a file or directory? It is an error where the system does not tell.
+inline bool path_exists(const std::string& path) {
+  struct stat info {};
+  if (::stat(path.c_str(), &info) == 0) return true;
+  CHECK(errno == ENOENT || errno == ENOTDIR, "cannot look at {}: {}", path, std::strerror(errno));
+  return false;
+}
+
+// The names in a directory, sorted.
+inline std::vector<std::string> names_in(const std::string& directory) {
+  std::vector<std::string> names;
+  std::error_code error;
+  for (std::filesystem::directory_iterator entry(directory, error), end; !error && entry != end; entry.increment(error))
+    names.push_back(entry->path().filename());
+  CHECK(!error, "cannot read directory {}: {}", directory, error.message());
+  std::sort(names.begin(), names.end());
+  return names;
 }
 
 // The files that match, sorted; `option` is named when there are none.

@@ -79,7 +79,7 @@ inline Limits at_least(double min) { return {.min = min, .choices = {}}; }
 inline Limits between(double min, double max) { return {.min = min, .max = max, .choices = {}}; }
 inline Limits one_of(std::vector<std::string> choices) { return {.choices = std::move(choices)}; }
 
-// Of one dimension: the product of any two, and of these with a model's other sizes, stays far from 2^63.
+// Of one dimension. The products of several are bounded where they are known: require_countable() of the planner.
 inline constexpr double largest_size = 1 << 24;
 
 // visit(group) before each group, then visit(long name, letter or "", field, limits, rule, help) for each option.
@@ -179,7 +179,7 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--recompute", "-r", o.recompute, one_of({"none", "activation", "norm", "block"}), free,
         "what the backward computes again instead of keeping it: the activation function, the norms too, or whole "
         "blocks; the numbers are the same, memory goes down and time up");
-  visit("--memory-limit", "", o.memory_limit, at_least(0), free,
+  visit("--memory-limit", "", o.memory_limit, between(0, 1 << 30), free,
         "GiB that each rank may take: a run that needs more is refused before it starts; default: its part of the "
         "machine's memory");
   visit("--schedule", "", o.schedule, one_of({"gpipe", "1f1b"}), free,
@@ -187,12 +187,13 @@ void visit_options(O& o, Visitor&& visit) {
   visit(
       "--zero-stage", "-z", o.zero_stage, between(0, 3), free,
       "what the data-parallel ranks share out: 1 optimizer state, 2 gradients too, 3 weights too; the numbers are the "
-      "same");
+      "same at equal --grad-reduce");
   visit("--dp-replicate", "", o.dp_replicate, between(1, 1 << 20), warn,
         "hybrid sharding: so many replicas, each of which is shared out over the other ranks");
-  visit("--grad-reduce", "", o.grad_reduce, one_of({"auto", "step", "micro"}), warn,
-        "reduce the gradients accumulated in a step, or those of every micro-batch, which needs less memory and more "
-        "traffic; auto: step, and micro from stage 2 on");
+  visit(
+      "--grad-reduce", "", o.grad_reduce, one_of({"auto", "step", "micro"}), warn,
+      "reduce the gradients accumulated in a step, or those of every micro-batch, which needs less memory and more "
+      "traffic; the two round differently; auto: as before where a run goes on, else step, and micro from stage 2 on");
   visit("Machine");
   visit("--local-ranks", "", o.local_ranks, between(1, 1024), warn,
         "ranks that share the batch, as threads of this process; --batch-size is that of each");
@@ -401,13 +402,13 @@ inline std::vector<OptionText> option_texts(const Options& options) {
   return all;
 }
 
-// The command line that gives these options: those that are not the default.
-inline std::string command_line(const Options& options) {
-  std::string text = "./train_gpt";
+// The command line that gives these options: those that are not the default. `program`: as it is called.
+inline std::string command_line(const Options& options, const std::string& program = "./train_gpt") {
+  std::string text = shell_word(program);
   for (const OptionText& o : option_texts(options)) {
     if (o.text == o.usual) continue;
     text += " " + o.name;
-    if (!o.flag) text += " " + shell_word(o.text);
+    if (!o.flag) text += (o.text.starts_with("-") ? "=" : " ") + shell_word(o.text);  // no option is taken for a value
   }
   return text;
 }

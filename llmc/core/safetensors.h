@@ -1,8 +1,11 @@
 // safetensors.h: the safetensors format: 8 bytes little-endian header length, a JSON header, then the tensors' bytes.
 // https://huggingface.co/docs/safetensors. Knows no model.
 #pragma once
+#include <algorithm>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -26,6 +29,28 @@ struct TensorInfo {
 namespace detail {
 inline constexpr std::pair<DType, const char*> safetensors_dtypes[] = {
     {DType::fp32, "F32"}, {DType::bf16, "BF16"}, {DType::fp16, "F16"}, {DType::fp64, "F64"}, {DType::int32, "I32"}};
+
+// JSON in which every name comes once: of two the library would take the last.
+inline nlohmann::json parse_unique(const std::string& text, const std::string& path) {
+  using Event = nlohmann::json::parse_event_t;
+  std::map<int, std::set<std::string>> names;  // of the object that is read, by its depth
+  return nlohmann::json::parse(
+      text,
+      [&](int depth, Event event, nlohmann::json& parsed) {
+        if (event == Event::object_start) names[depth + 1].clear();
+        if (event == Event::key)
+          CHECK(names[depth].insert(parsed.get<std::string>()).second,
+                "{}: the header names {} twice; the file is damaged", path, parsed.get<std::string>());
+        return true;
+      },
+      false);
+}
+
+// A whole number from 0 on that 64 bits hold; none: it is something else.
+inline std::optional<int64_t> whole_number(const nlohmann::json& json) {
+  const bool whole = json.is_number_unsigned() && json.get<uint64_t>() <= uint64_t{INT64_MAX};
+  return whole ? std::optional(json.get<int64_t>()) : std::nullopt;
+}
 }  // namespace detail
 
 // Tensors are written in the order of the list, each in any number of pieces.
@@ -68,15 +93,16 @@ class SafetensorsReader {
     uint64_t length = 0;
     CHECK(size >= 8, "{}: {} bytes are too few for a safetensors file", path, size);
     file_.read_at(&length, 8, 0);
-    CHECK(length <= static_cast<uint64_t>(size - 8),
+    CHECK(length <= static_cast<uint64_t>(size - 8) && length <= largest_header,
           "{}: a header of {} bytes in a file of {}; not a safetensors file, or truncated", path, length, size);
     std::string text(length, '\0');
     file_.read_at(text.data(), static_cast<int64_t>(length), 8);
-    const nlohmann::json header = nlohmann::json::parse(text, nullptr, false);
+    const nlohmann::json header = detail::parse_unique(text, path);
     CHECK(header.is_object(), "{}: the header is not JSON; not a safetensors file, or damaged", path);
     data_begin_ = 8 + static_cast<int64_t>(length);
     for (const auto& [name, entry] : header.items())
       if (name != "__metadata__") add(name, entry, size - data_begin_);
+    check_places(size - data_begin_);
   }
 
   const std::string& path() const { return file_.path(); }
@@ -99,6 +125,8 @@ class SafetensorsReader {
   }
 
  private:
+  static constexpr uint64_t largest_header = 100'000'000;  // as the format has it
+
   struct Entry {
     TensorInfo info;
     int64_t begin;
@@ -111,29 +139,50 @@ class SafetensorsReader {
   }
 
   void add(const std::string& name, const nlohmann::json& entry, int64_t data_bytes) {
-    Entry e{{name, DType::fp32, {}}, 0};
-    int64_t end = 0;
-    std::string dtype;
-    try {
-      dtype = entry.at("dtype").get<std::string>();
-      e.info.shape = entry.at("shape").get<std::vector<int64_t>>();
-      e.begin = entry.at("data_offsets").at(0).get<int64_t>();
-      end = entry.at("data_offsets").at(1).get<int64_t>();
-    } catch (const nlohmann::json::exception&) {
-      throw Error(formatted("{}: the entry of tensor {} is {}, expected dtype, shape and data_offsets", path(), name,
-                            entry.dump()));
-    }
+    auto field = [&](const char* key) { return entry.is_object() ? entry.value(key, nlohmann::json()) : entry; };
+    const nlohmann::json dtype = field("dtype"), shape = field("shape"), offsets = field("data_offsets");
+    CHECK(dtype.is_string() && shape.is_array() && offsets.is_array(),
+          "{}: the entry of tensor {} is {}, expected dtype, shape and data_offsets", path(), name, entry.dump());
     const auto* known = std::find_if(std::begin(detail::safetensors_dtypes), std::end(detail::safetensors_dtypes),
                                      [&](const auto& d) { return dtype == d.second; });
     CHECK(known != std::end(detail::safetensors_dtypes), "{}: tensor {} has dtype {}, supported are F32, BF16 and F16",
-          path(), name, dtype);
-    e.info.dtype = known->first;
-    for (int64_t d : e.info.shape)
-      CHECK(d >= 0 && d < (int64_t{1} << 48), "{}: tensor {} has the dimension {}", path(), name, d);
-    CHECK(e.begin >= 0 && end <= data_bytes && end - e.begin == e.info.bytes(),
+          path(), name, dtype.get<std::string>());
+    Entry e{{name, known->first, {}}, 0};
+    int64_t bytes = size_of(known->first);
+    for (const nlohmann::json& d : shape) {
+      const std::optional<int64_t> dimension = detail::whole_number(d);
+      CHECK(dimension, "{}: tensor {} has the dimension {}, expected a whole number from 0 on", path(), name, d.dump());
+      CHECK(!__builtin_mul_overflow(bytes, *dimension, &bytes), "{}: tensor {} has more bytes than 64 bits count: {}",
+            path(), name, shape.dump());
+      e.info.shape.push_back(*dimension);
+    }
+    const std::optional<int64_t> begin = offsets.size() == 2 ? detail::whole_number(offsets[0]) : std::nullopt,
+                                 end = offsets.size() == 2 ? detail::whole_number(offsets[1]) : std::nullopt;
+    CHECK(begin && end, "{}: tensor {} has the data_offsets {}, expected two whole numbers from 0 on", path(), name,
+          offsets.dump());
+    CHECK(*end <= data_bytes && *end - *begin == bytes,
           "{}: tensor {} lies at bytes {} to {} of {}, but its shape ({}) needs {}; the file is truncated or damaged",
-          path(), name, e.begin, end, data_bytes, e.info.shape, e.info.bytes());
+          path(), name, *begin, *end, data_bytes, e.info.shape, bytes);
+    e.begin = *begin;
     tensors_.emplace(name, std::move(e));
+  }
+
+  // Every byte is of one tensor, as the format has it.
+  void check_places(int64_t data_bytes) const {
+    std::vector<const Entry*> order;
+    for (const auto& [name, entry] : tensors_) order.push_back(&entry);
+    std::sort(order.begin(), order.end(), [](const Entry* a, const Entry* b) {
+      return std::pair(a->begin, a->info.bytes()) < std::pair(b->begin, b->info.bytes());
+    });
+    int64_t at = 0;
+    for (const Entry* e : order) {
+      CHECK(e->begin >= at, "{}: tensor {} begins at byte {}, where another one ends at {}: they overlap; damaged",
+            path(), e->info.name, e->begin, at);
+      CHECK(e->begin == at, "{}: bytes {} to {}, in front of tensor {}, are of no tensor; damaged", path(), at,
+            e->begin, e->info.name);
+      at += e->info.bytes();
+    }
+    CHECK(at == data_bytes, "{}: bytes {} to {} at the end are of no tensor; damaged", path(), at, data_bytes);
   }
 
   File file_;

@@ -1,8 +1,12 @@
 // signals.h: the wish to stop: SIGINT, SIGTERM, SIGHUP and SIGUSR1 (Slurm's warning before a job ends) are noted and
-// asked for between micro-steps; a second signal ends the process at once. And the time limit, which is the same wish.
+// asked for between micro-steps; a signal that comes more than a second behind the first ends the process at once. And
+// the time limit, which is the same wish.
 #pragma once
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <csignal>
+#include <ctime>
 #include <optional>
 #include <string>
 
@@ -13,16 +17,28 @@ namespace llmc {
 namespace detail {
 // A handler can reach nothing but a global. One process has one.
 inline volatile std::sig_atomic_t signal_received = 0;
+inline std::atomic<int64_t> signal_time = 0;  // of the first one
+static_assert(std::atomic<int64_t>::is_always_lock_free);
+
+// Of the steady clock, by a function that a handler may call.
+inline int64_t nanoseconds_now() {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+}
 }  // namespace detail
 
 inline void note_stop_signals() {
   struct sigaction action {};
   action.sa_handler = [](int signal) {
-    if (detail::signal_received != 0) {  // the second one has its default effect, behind this handler
-      std::signal(signal, SIG_DFL);
+    const int64_t now = detail::nanoseconds_now();
+    if (detail::signal_received == 0) {
+      detail::signal_time = now;
+      detail::signal_received = signal;
+    } else if (now - detail::signal_time > 1'000'000'000) {
+      std::signal(signal, SIG_DFL);  // the default effect, behind this handler
       std::raise(signal);
-    }
-    detail::signal_received = signal;
+    }  // else the same wish again: a terminal and mpirun both deliver one Ctrl-C
   };
   action.sa_flags = SA_RESTART;
   for (int signal : {SIGINT, SIGTERM, SIGUSR1, SIGHUP}) sigaction(signal, &action, nullptr);
@@ -37,21 +53,31 @@ struct Interrupted {
 
 class StopCondition {
  public:
-  // limit: minutes of the process; none: no limit.
-  explicit StopCondition(std::optional<double> limit_minutes) : limit_(limit_minutes) {}
+  using Clock = std::chrono::steady_clock;
 
-  // Why it is time to save and leave; empty: it is not. `reserve`: seconds that saving will take.
-  std::string reason(double reserve) const {
+  // limit: minutes of the process, which began at `begin`; none: no limit. save_seconds: what a save may take, as long
+  // as none was measured; of such a guess no more than half of the limit is kept free.
+  StopCondition(std::optional<double> limit_minutes, Clock::time_point begin, double save_seconds)
+      : begin_(begin), limit_(limit_minutes), reserve_(margin * save_seconds) {
+    if (limit_) reserve_ = std::min(reserve_, 30 * *limit_);
+  }
+
+  // A save took so long.
+  void saved(double seconds) { reserve_ = margin * seconds; }
+
+  // Why it is time to save and leave; empty: it is not.
+  std::string reason() const {
     if (const int signal = detail::signal_received; signal != 0)
       return signal == SIGINT ? "SIGINT" : signal == SIGTERM ? "SIGTERM" : signal == SIGHUP ? "SIGHUP" : "SIGUSR1";
     const double minutes = std::chrono::duration<double, std::ratio<60>>(Clock::now() - begin_).count();
-    return limit_ && minutes + reserve / 60 >= *limit_ ? formatted("--time-limit {} minutes", *limit_) : std::string();
+    return limit_ && minutes + reserve_ / 60 >= *limit_ ? formatted("--time-limit {} minutes", *limit_) : std::string();
   }
 
  private:
-  using Clock = std::chrono::steady_clock;
-  Clock::time_point begin_ = Clock::now();
+  static constexpr double margin = 1.5;  // one save may take longer than another
+  Clock::time_point begin_;
   std::optional<double> limit_;
+  double reserve_;  // seconds
 };
 
 }  // namespace llmc

@@ -2,7 +2,6 @@
 // first-in first-out worker thread, on the null device nothing runs and only the cost of each op is booked.
 #pragma once
 #include <omp.h>
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,7 +10,6 @@
 #include <cstdlib>
 #include <deque>
 #include <exception>
-#include <fstream>
 #include <functional>
 #include <initializer_list>
 #include <map>
@@ -23,6 +21,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "device/host.h"
 #include "device/tensor.h"
 
 namespace llmc {
@@ -36,21 +35,6 @@ inline const char* name_of(DeviceKind kind) {
     case DeviceKind::null: return "null";
   }
   return "?";
-}
-
-// The processors that this process may use (a container or taskset can leave fewer than the machine has).
-inline int available_processors() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  return sched_getaffinity(0, sizeof set, &set) == 0 ? std::max(1, CPU_COUNT(&set)) : omp_get_num_procs();
-}
-
-// Bytes of memory that this process may use: the machine's, or its container's limit where that is less.
-inline int64_t host_memory() {
-  int64_t bytes = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGE_SIZE);
-  for (const char* limit_file : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"})
-    if (int64_t limit = 0; std::ifstream(limit_file) >> limit && limit > 0) bytes = std::min(bytes, limit);  // or "max"
-  return bytes;
 }
 
 // OpenMP's threads wait for each other asleep, not spinning: ranks that share processors, or other programs beside this

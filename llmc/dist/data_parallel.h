@@ -17,6 +17,15 @@ enum class PlantedBug : uint8_t { none, skipped_reduction, mean_instead_of_sum, 
 enum class GradReduce : uint8_t { step, micro };
 inline const char* name_of(GradReduce r) { return r == GradReduce::step ? "step" : "micro"; }
 
+inline GradReduce grad_reduce_from_name(const std::string& name) {
+  if (name == "step") return GradReduce::step;
+  if (name == "micro") return GradReduce::micro;
+  throw Error(formatted("--grad-reduce {}: expected step or micro", name));
+}
+
+// What is held of a model: all that training needs, or the weights alone, for generation.
+enum class Holds : uint8_t { training_state, weights };
+
 // How the data-parallel ranks share the state: ZeRO's stages (Rajbhandari et al. 2020): 0 everyone holds everything, 1
 // optimizer state and masters are sharded, 2 gradients too, 3 weights too. Hybrid sharding: replicas of the shard
 // group.
@@ -25,7 +34,8 @@ struct ZeroConfig {
   GradReduce grad_reduce = GradReduce::step;
   int shards = 1, replicas = 1;
   bool reduce_by_stage = true;  // grad_reduce follows the stage
-  bool poison = false;          // what is released or not owned is filled with NaN
+  Holds holds = Holds::training_state;
+  bool poison = false;  // what is released or not owned is filled with NaN
   PlantedBug bug = PlantedBug::none;
 
   // With the stage's usual way of reducing: micro where gradients are sharded, whose memory it is.

@@ -60,6 +60,7 @@ class UnitState {
       weights_ = flat("weights", dtype, all_);
       weight_shard_ = weights_.slice(owned_.begin, {owned_.size});
     }
+    if (zero.holds == Holds::weights) return;
     if (dtype != state) master_ = flat("master weights", state, updated_);
     if (zero.grad_reduce == GradReduce::step) gradients_ = flat("gradients", state, all_);
     else gradient_sum_ = flat("gradients", state, updated_);

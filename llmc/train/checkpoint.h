@@ -32,9 +32,9 @@ inline std::optional<int64_t> checkpoint_step(const std::filesystem::path& path)
 // The steps that have a checkpoint, whole or damaged, in ascending order.
 inline std::vector<int64_t> checkpoint_steps(const std::string& out_dir) {
   std::vector<int64_t> steps;
-  std::error_code none;
-  for (const auto& entry : std::filesystem::directory_iterator(out_dir, none))
-    if (const std::optional<int64_t> step = checkpoint_step(entry.path())) steps.push_back(*step);
+  if (!path_exists(out_dir)) return steps;
+  for (const std::string& name : names_in(out_dir))
+    if (const std::optional<int64_t> step = checkpoint_step(name)) steps.push_back(*step);
   std::sort(steps.begin(), steps.end());
   return steps;
 }
@@ -46,17 +46,31 @@ inline nlohmann::json read_json(const std::string& path) {
   return json;
 }
 
+// What the manifest of a checkpoint says about each of its files: what it does not name is not of the checkpoint.
+inline std::map<std::string, FileRecord> read_manifest(const std::string& path) {
+  const std::string file = path + "/manifest.json";
+  CHECK(path_exists(file), "{} has no manifest.json", path);
+  const nlohmann::json manifest = read_json(file);
+  std::map<std::string, FileRecord> files;
+  try {
+    for (const auto& [name, record] : manifest.at("files").items()) {
+      CHECK(name.find('/') == std::string::npos, "{} names {}, expected files beside it", file, name);
+      files.emplace(name, FileRecord::from_json(record));
+    }
+  } catch (const nlohmann::json::exception& error) {
+    throw Error(formatted("{} is damaged: {}", file, error.what()));
+  }
+  return files;
+}
+
 // What is wrong with a checkpoint; nothing: every file is there and has its checksums.
 inline std::optional<std::string> checkpoint_fault(const std::string& path) try {
-  if (!std::filesystem::exists(path + "/manifest.json")) return path + " has no manifest.json";
-  const nlohmann::json manifest = read_json(path + "/manifest.json");
+  const std::map<std::string, FileRecord> files = read_manifest(path);
   for (const char* file : {"config.json", "trainer.json"})
-    if (!manifest.at("files").contains(file)) return formatted("{}/manifest.json does not name {}", path, file);
-  for (const auto& [name, record] : manifest.at("files").items())
-    if (auto fault = file_fault(path + "/" + name, FileRecord::from_json(record))) return fault;
+    if (!files.contains(file)) return formatted("{}/manifest.json does not name {}", path, file);
+  for (const auto& [name, record] : files)
+    if (auto fault = file_fault(path + "/" + name, record)) return fault;
   return std::nullopt;
-} catch (const nlohmann::json::exception& error) {
-  return formatted("{}/manifest.json is damaged: {}", path, error.what());
 } catch (const Error& error) {
   return error.what();
 }
@@ -65,7 +79,7 @@ inline std::optional<std::string> checkpoint_fault(const std::string& path) try 
 // ours.
 inline std::optional<int64_t> trained_seq_len(const std::string& checkpoint) {
   const std::string file = checkpoint + "/trainer.json";
-  if (!std::filesystem::exists(file)) return std::nullopt;
+  if (!path_exists(file)) return std::nullopt;
   const nlohmann::json length = read_json(file).value("seq_len", nlohmann::json());
   CHECK(length.is_number_integer() && length > 0,
         "{}: \"seq_len\" is {}, expected a positive whole number; the checkpoint is damaged", file, length.dump());
@@ -96,6 +110,9 @@ inline int64_t checkpoint_bytes(const ModelConfig& config, DType dtype) {
   const int64_t state = size_of(accumulator_of(dtype)) * (dtype == accumulator_of(dtype) ? 2 : 3);
   return count_parameters(parameter_table(config)) * (size_of(dtype) + state);
 }
+
+// How fast a checkpoint is written, before one was: what a slow disk or a busy shared file system does.
+inline constexpr double assumed_bytes_per_second = 100e6;
 
 namespace detail {
 
@@ -134,7 +151,7 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   stream.synchronize();
   DataParallel& dp = state.dp();
   const std::string path = checkpoint_path(out_dir, step), temporary = formatted("{}/.tmp-step-{:06}", out_dir, step);
-  CHECK(!std::filesystem::exists(path), "{} exists already: remove it, or choose another --out-dir", path);
+  CHECK(!path_exists(path), "{} exists already: remove it, or choose another --out-dir", path);
   try {
     std::error_code error;
     if (dp.first()) {
@@ -214,26 +231,30 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   return path;
 }
 
-// The weights of a Hugging Face directory, in one file or in several: what this rank holds of them, rounded to the
-// training dtype; optimizer state starts at zero. Everything is checked before anything changes.
-inline void load_model(const std::string& directory, const ModelConfig& config, const ModelState& state,
-                       Stream& stream) {
+// The files with the weights of a Hugging Face directory: one, or those that its index names.
+inline std::vector<std::string> model_files(const std::string& directory) {
   const std::string one = directory + "/model.safetensors", index = one + ".index.json";
-  std::vector<std::string> paths;
-  if (std::filesystem::exists(index)) {
-    const nlohmann::json map = read_json(index).value("weight_map", nlohmann::json());
-    CHECK(map.is_object() && !map.empty(), "{}: has no \"weight_map\"", index);
-    for (const auto& [tensor, file] : map.items()) {
-      CHECK(file.is_string() && file.get<std::string>().find('/') == std::string::npos,
-            "{}: tensor {} is in {}, expected the name of a file beside it", index, tensor, file.dump());
-      const std::string path = directory + "/" + file.get<std::string>();
-      if (std::find(paths.begin(), paths.end(), path) == paths.end()) paths.push_back(path);
-    }
-  } else {
-    CHECK(std::filesystem::exists(one),
-          "--model {}: has no model.safetensors; --from-scratch makes new weights of this shape", directory);
-    paths.push_back(one);
+  if (!path_exists(index)) {
+    CHECK(path_exists(one), "--model {}: has no model.safetensors; --from-scratch makes new weights of this shape",
+          directory);
+    return {one};
   }
+  const nlohmann::json map = read_json(index).value("weight_map", nlohmann::json());
+  CHECK(map.is_object() && !map.empty(), "{}: has no \"weight_map\"", index);
+  std::vector<std::string> paths;
+  for (const auto& [tensor, file] : map.items()) {
+    CHECK(file.is_string() && file.get<std::string>().find('/') == std::string::npos,
+          "{}: tensor {} is in {}, expected the name of a file beside it", index, tensor, file.dump());
+    const std::string path = directory + "/" + file.get<std::string>();
+    if (std::find(paths.begin(), paths.end(), path) == paths.end()) paths.push_back(path);
+  }
+  return paths;
+}
+
+// The weights in these files: what this rank holds of them, rounded to the training dtype; optimizer state starts at
+// zero. Everything is checked before anything changes.
+inline void load_weights(const std::vector<std::string>& paths, const ModelConfig& config, const ModelState& state,
+                         Stream& stream) {
   std::vector<std::unique_ptr<SafetensorsReader>> files;
   for (const std::string& path : paths) files.push_back(std::make_unique<SafetensorsReader>(path));
   const std::vector<HfTensor> tensors = hf_tensors(config);
@@ -248,10 +269,23 @@ inline void load_model(const std::string& directory, const ModelConfig& config, 
   for (size_t i = 0; i < tensors.size(); ++i) scatter_hf(tensors[i], *places[i].file, places[i].name, table, elements);
 }
 
+inline void load_model(const std::string& directory, const ModelConfig& config, const ModelState& state,
+                       Stream& stream) {
+  load_weights(model_files(directory), config, state, stream);
+}
+
 // The whole state of a checkpoint, bit for bit: weights, then the optimizer's slices, from whatever layout wrote them.
 inline void load_checkpoint(const std::string& path, const ModelConfig& config, const ModelState& state,
                             Stream& stream) {
-  load_model(path, config, state, stream);
+  std::vector<std::string> models, optimizers;
+  for (const auto& [name, record] : read_manifest(path)) {
+    if (!name.ends_with(".safetensors")) continue;
+    if (name.starts_with("model")) models.push_back(path + "/" + name);
+    if (name.starts_with("optimizer-")) optimizers.push_back(path + "/" + name);
+  }
+  CHECK(!models.empty() && !optimizers.empty(), "{}/manifest.json names no {}.safetensors", path,
+        models.empty() ? "model" : "optimizer");
+  load_weights(models, config, state, stream);
   stream.synchronize();
   struct Slice {
     int64_t begin, end;
@@ -260,7 +294,7 @@ inline void load_checkpoint(const std::string& path, const ModelConfig& config, 
   };
   std::vector<std::unique_ptr<SafetensorsReader>> files;
   std::map<std::string, std::vector<Slice>> slices;  // by "PARAMETER:KIND"
-  for (const std::string& name : expand_glob(path + "/optimizer-*.safetensors", "--resume")) {
+  for (const std::string& name : optimizers) {
     const auto& file = files.emplace_back(std::make_unique<SafetensorsReader>(name));
     for (const std::string& tensor : file->names()) {
       long long begin = 0, end = 0;

@@ -4,6 +4,7 @@
 // uint16; 20240801, 7: uint32.
 #pragma once
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -45,14 +46,14 @@ inline Shard open_shard(const std::string& path) {
 
 class TokenShards {
  public:
-  // Opens and checks every file that `pattern` matches; `option` names the pattern in errors.
+  // Checks every file that `pattern` matches, of which there may be more than a process can have open; `option` names
+  // the pattern in errors.
   TokenShards(const std::string& pattern, int64_t seq_len, const char* option = "--train-data") : seq_len_(seq_len) {
     for (const std::string& path : expand_glob(pattern, option)) {
-      Shard shard = open_shard(path);
-      const int64_t tokens = shard.tokens;
-      shards_.push_back({std::move(shard), samples_});
-      tokens_ += tokens;
-      samples_ += (tokens - 1) / seq_len;
+      const Shard shard = open_shard(path);
+      shards_.push_back({path, shard.tokens, shard.width, samples_});
+      tokens_ += shard.tokens;
+      samples_ += (shard.tokens - 1) / seq_len;
     }
     CHECK(samples_ > 0,
           "{} {}: {} tokens in {} file(s) hold no sample of --seq-len {} + 1 tokens; shorten --seq-len or add data",
@@ -64,19 +65,22 @@ class TokenShards {
   int64_t samples() const { return samples_; }  // in one epoch
   int64_t seq_len() const { return seq_len_; }
 
-  // out (T + 1) = the tokens of sample `index`, each below vocab_size.
+  // out (T + 1) = the tokens of sample `index`, each below vocab_size. Several ranks may ask at a time.
   void read_sample(int64_t index, int64_t vocab_size, std::vector<int32_t>& out) const {
     CHECK(index >= 0 && index < samples_);
     const auto after = std::upper_bound(shards_.begin(), shards_.end(), index,
                                         [](int64_t i, const Placed& p) { return i < p.first_sample; });
-    const Shard& shard = std::prev(after)->shard;
-    const int64_t first = (index - std::prev(after)->first_sample) * seq_len_, n = seq_len_ + 1;
+    const Placed& shard = *std::prev(after);
+    const std::shared_ptr<const File> file = files_->open_read(shard.path);
+    CHECK(file->size() == Shard::header_bytes + shard.tokens * shard.width,
+          "{}: its size has changed since the run began: start again", shard.path);
+    const int64_t first = (index - shard.first_sample) * seq_len_, n = seq_len_ + 1;
     out.resize(static_cast<size_t>(n));
     if (shard.width == 4) {
-      shard.file.read_at(out.data(), n * 4, Shard::header_bytes + first * 4);
+      file->read_at(out.data(), n * 4, Shard::header_bytes + first * 4);
     } else {  // read into the upper half, then widen in place from the front
       uint16_t* narrow = reinterpret_cast<uint16_t*>(out.data()) + n;
-      shard.file.read_at(narrow, n * 2, Shard::header_bytes + first * 2);
+      file->read_at(narrow, n * 2, Shard::header_bytes + first * 2);
       for (int64_t i = 0; i < n; ++i) {
         uint16_t token;
         std::memcpy(&token, narrow + i, sizeof token);
@@ -88,18 +92,19 @@ class TokenShards {
       CHECK(token < static_cast<uint64_t>(vocab_size),
             "{}: token {} at position {} is outside the model's vocabulary of {}; the data was made with another "
             "tokenizer, or --vocab-size is too small",
-            shard.file.path(), token, first + i, vocab_size);
+            shard.path, token, first + i, vocab_size);
     }
   }
 
  private:
   struct Placed {
-    Shard shard;
-    int64_t first_sample;
+    std::string path;
+    int64_t tokens, width, first_sample;
   };
 
   int64_t seq_len_, tokens_ = 0, samples_ = 0;
   std::vector<Placed> shards_;
+  std::unique_ptr<OpenFiles> files_ = std::make_unique<OpenFiles>();
 };
 
 // The endless stream of samples, epoch after epoch.

@@ -1,6 +1,7 @@
 // planner.h: what a run needs, found by the trainer itself on the null device: nothing is computed, memory is counted
 // by name, work by op. The arenas of the real run are made exactly this large, so the plan cannot drift from the code.
 #pragma once
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <utility>
@@ -13,7 +14,7 @@ namespace llmc {
 struct Plan {
   int64_t arena_bytes = 0, scratch_bytes = 0;
   std::vector<MemoryLine> memory;  // of a rank: what is live at the high-water mark, scratch last
-  OpLedger step_ops;               // calls, flops and bytes of one training step of a rank
+  OpLedger step_ops;               // calls, flops and bytes of one training step of a rank, if it is to train
   std::vector<std::pair<std::string, int64_t>> step_traffic;  // bytes that a rank sends in a step, by group
   int64_t total_bytes() const {
     int64_t bytes = 0;
@@ -22,8 +23,8 @@ struct Plan {
   }
 };
 
-// One training step, one evaluation and every length of a generation of rank 0, on paper. `threads`: of a rank's
-// device.
+// One training step and one evaluation, if the rank is to train, and every length of a generation of rank 0, on paper.
+// `threads`: of a rank's device.
 inline Plan make_plan(const StepConfig& config, int threads) {
   const Device device{DeviceKind::null, threads};
   const Mesh mesh = config.zero.mesh();
@@ -33,12 +34,14 @@ inline Plan make_plan(const StepConfig& config, int threads) {
   Trainer trainer(config, {arena, stream, &dp});
   const BatchSource nothing = [](int64_t) { return HostBatch{}; };
   Plan plan;
-  stream.set_ledger(&plan.step_ops);
-  trainer.step(nothing, {}, {.max_norm = 1});
-  stream.set_ledger(nullptr);
-  for (const auto& comm : {&dp.gradients, &dp.replicas, &dp.weights, &dp.scalars})
-    plan.step_traffic.emplace_back((*comm)->name(), (*comm)->bytes_sent());
-  trainer.evaluate(1, 1, nothing);
+  if (config.zero.holds == Holds::training_state) {
+    stream.set_ledger(&plan.step_ops);
+    trainer.step(nothing, {}, {.max_norm = 1});
+    stream.set_ledger(nullptr);
+    for (const auto& comm : {&dp.gradients, &dp.replicas, &dp.weights, &dp.scalars})
+      plan.step_traffic.emplace_back((*comm)->name(), (*comm)->bytes_sent());
+    trainer.evaluate(1, 1, nothing);
+  }
   std::vector<int32_t> tokens;
   for (int64_t length = 1;; length = std::min(2 * length, config.batch.T)) {
     tokens.resize(static_cast<size_t>(length));
@@ -58,14 +61,40 @@ inline Plan make_plan(const StepConfig& config, int threads) {
   return plan;
 }
 
+// More than any run has: layers, whose parameters are listed by name, and layers times the micro-batches of a step,
+// whose actions and activations are listed before it begins.
+inline constexpr int64_t most_layers = 1 << 14, most_passes = 1 << 18;
+
+// Refuses what could not even be planned: a step of more actions than can be listed, sizes whose products would leave
+// 64 bits. Generous bounds, in floating point, of all bytes of a plan and of the operations of its largest op.
+inline void require_countable(const StepConfig& config) {
+  const ModelConfig& m = config.model;
+  CHECK(m.n_layer <= most_layers, "a model of {} layers is beyond planning: at most {}", m.n_layer, most_layers);
+  CHECK(config.micro_batches <= most_passes / m.n_layer,
+        "{} micro-batches of each rank in a step, through {} layers each, are more than {} passes: use a larger "
+        "--batch-size or a smaller --total-batch-size",
+        config.micro_batches, m.n_layer, most_passes);
+  const double L = static_cast<double>(m.n_layer), C = static_cast<double>(m.n_embd), F = static_cast<double>(m.n_ffn),
+               V = static_cast<double>(m.vocab_size) + ModelConfig::vocab_multiple,
+               T = static_cast<double>(config.batch.T), N = static_cast<double>(config.batch.B) * T,
+               in_flight = config.schedule == Schedule::gpipe ? static_cast<double>(config.micro_batches) : 1;
+  const double parameters = (2 * V + static_cast<double>(m.n_positions)) * C + L * (8 * C * C + 4 * C * F);
+  const double activations = in_flight * N * (L * (16 * C + 4 * F) + 4 * C + 4 * V);
+  const double largest = std::max(64 * (parameters + activations), 16 * N * std::max({C * C, C * F, C * V, C * T}));
+  CHECK(largest < 0x1p62, "a step of about {:.1e} bytes or operations is beyond counting: use a smaller {}", largest,
+        64 * parameters >= 0x1p62 ? "--model" : "--batch-size, --seq-len or --model");
+}
+
 // Does the plan fit into `limit` bytes?
 inline bool fits(const Plan& plan, int64_t limit) { return plan.total_bytes() <= limit; }
 
-// The first way to make a run fit into `limit` bytes a rank with the same tokens in a step: a higher ZeRO stage and
-// more recomputation, which change no number; then smaller micro-batches too.
+// The first way to make a run fit into `limit` bytes a rank with the same tokens in a step: more recomputation, which
+// changes no number, and a higher ZeRO stage, which changes none at equal --grad-reduce (where that follows the stage,
+// from 2 on gradients are reduced every micro-step, and round otherwise); then smaller micro-batches too.
 struct Remedy {
   int64_t batch_size;
   int stage;
+  GradReduce grad_reduce;
   Recompute recompute;
   int64_t total_bytes;
 };
@@ -73,7 +102,7 @@ inline std::optional<Remedy> first_fit(StepConfig config, int threads, int64_t l
   const int64_t sequences = config.batch.B * config.micro_batches;
   const StepConfig asked = config;
   for (int64_t B = config.batch.B; B >= 1; --B) {
-    if (sequences % B != 0) continue;
+    if (sequences % B != 0 || sequences / B > most_passes / config.model.n_layer) continue;
     config.batch.B = B;
     config.micro_batches = sequences / B;
     for (const Recompute recompute : all_recompute) {
@@ -82,7 +111,7 @@ inline std::optional<Remedy> first_fit(StepConfig config, int threads, int64_t l
       for (int stage = asked.zero.stage; stage <= (asked.zero.ranks() > 1 ? 3 : asked.zero.stage); ++stage) {
         config.zero.set_stage(stage);
         if (const Plan plan = make_plan(config, threads); fits(plan, limit))
-          return Remedy{B, stage, recompute, plan.total_bytes()};
+          return Remedy{B, stage, config.zero.grad_reduce, recompute, plan.total_bytes()};
       }
     }
   }

@@ -6,6 +6,7 @@
 #endif
 #include <unistd.h>
 
+#include <filesystem>
 #include <string>
 
 #include "core/log.h"
@@ -29,6 +30,11 @@ inline std::string version_text() {
 }
 
 using Rows = std::vector<std::pair<std::string, std::string>>;
+
+// Bytes that a rank may take.
+inline int64_t memory_limit(const Options& o, const StepConfig& step) {
+  return o.memory_limit ? static_cast<int64_t>(*o.memory_limit * (1 << 30)) : host_memory() / step.zero.ranks();
+}
 
 namespace detail {
 
@@ -65,17 +71,16 @@ inline Rows memory_rows(const Plan& plan) {
   return rows;
 }
 
-inline int64_t memory_limit(const Options& o) {
-  return o.memory_limit ? static_cast<int64_t>(*o.memory_limit * (1 << 30)) : host_memory() / o.local_ranks;
-}
-
 inline std::string memory_verdict(const Options& o, const StepConfig& step, const Plan& plan, int threads) {
-  const int64_t limit = memory_limit(o);
-  const std::string what = (o.memory_limit       ? "--memory-limit "
-                            : o.local_ranks == 1 ? "this machine's "
-                                                 : "a rank's part of this machine, ") +
+  const int64_t limit = memory_limit(o, step);
+  const std::string what = (o.memory_limit           ? "--memory-limit "
+                            : step.zero.ranks() == 1 ? "this machine's "
+                                                     : "a rank's part of this machine, ") +
                            human_bytes(limit);
   if (fits(plan, limit)) return "fits into " + what;
+  if (step.zero.holds == Holds::weights)
+    return formatted("does not fit into {}: use {}a smaller model, or a larger machine", what,
+                     step.dtype == DType::bf16 ? "" : "--dtype bf16, ");
   const std::optional<Remedy> remedy = first_fit(step, threads, limit);
   if (!remedy)
     return formatted(
@@ -87,15 +92,18 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
     change = formatted(" --batch-size {} --total-batch-size {}", remedy->batch_size, step.tokens());
   if (remedy->stage != step.zero.stage) change += formatted(" --zero-stage {}", remedy->stage);
   if (remedy->recompute != step.recompute) change += formatted(" --recompute {}", remedy->recompute);
-  return formatted("does not fit into {}; it would with{} ({})", what, change, human_bytes(remedy->total_bytes));
+  return formatted("does not fit into {}; it would with{} ({}{})", what, change, human_bytes(remedy->total_bytes),
+                   remedy->grad_reduce == step.zero.grad_reduce
+                       ? ""
+                       : "; gradients are then reduced every micro-step, which rounds otherwise");
 }
 
 }  // namespace detail
 
-// Refuses a run that needs more memory than --memory-limit or the machine gives it.
+// Refuses a run, or a generation, that needs more memory than --memory-limit or the machine gives it.
 inline void require_memory(const Options& o, const StepConfig& step, const Plan& plan, int threads) {
-  if (fits(plan, detail::memory_limit(o))) return;
-  std::string message = formatted("{} needs {} and {}", o.local_ranks == 1 ? "the run" : "each rank",
+  if (fits(plan, memory_limit(o, step))) return;
+  std::string message = formatted("{} needs {} and {}", step.zero.ranks() == 1 ? "the run" : "each rank",
                                   human_bytes(plan.total_bytes()), detail::memory_verdict(o, step, plan, threads));
   for (const auto& [name, value] : detail::memory_rows(plan)) message += formatted("\n  {:-22} {}", name, value);
   throw Error(message);
@@ -169,20 +177,25 @@ inline void report_profile(Log& log, const OpLedger& ops, int64_t steps) {
   log.table("ops", rows);
 }
 
-inline void report_next_steps(Log& log, const Options& o, const std::string& checkpoint) {
+// The commands that come next, to be pasted where `program` was called: each works as it stands.
+inline void report_next_steps(Log& log, const Options& o, const std::string& checkpoint, const std::string& program) {
   Options more = o, made;
   more.model = checkpoint;  // which knows its own shape
   more.from_scratch = false;
   more.n_layer = more.n_head = more.n_kv_head = more.n_embd = more.n_ffn = more.vocab_size = std::nullopt;
-  more.out_dir = o.out_dir + "-continued";
+  more.resume = Options().resume;
+  const std::string out = o.out_dir.substr(0, o.out_dir.find_last_not_of('/') + 1);
+  more.out_dir = out + "-continued";
+  for (int i = 2; path_exists(more.out_dir); ++i) more.out_dir = formatted("{}-continued-{}", out, i);
   made.generate = true;
   made.model = checkpoint;
   made.dtype = o.dtype;
-  made.prompt = o.prompt.empty() ? "In the beginning" : o.prompt;
-  log.table("next: train on from these weights (the optimizer starts anew), generate, plot",
-            {{"train on", command_line(more)},
-             {"generate", command_line(made)},
-             {"plot", formatted("python3 scripts/plot.py {}", shell_word(o.out_dir))}});
+  made.tokenizer = o.tokenizer;
+  made.prompt = o.prompt;
+  Rows rows = {{"train on", command_line(more, program)}, {"generate", command_line(made, program)}};
+  const std::string plot = (std::filesystem::path(program).parent_path() / "scripts/plot.py").lexically_normal();
+  if (path_exists(plot)) rows.emplace_back("plot", formatted("python3 {} {}", shell_word(plot), shell_word(out)));
+  log.table("next: train on from these weights (the optimizer starts anew), generate, plot", rows);
 }
 
 }  // namespace llmc

@@ -72,26 +72,22 @@ class RunDirectory {
  public:
   // Makes the directory if need be and locks it. One that holds anything but a run of these options is refused.
   RunDirectory(Log& log, const Options& o) : path_(o.out_dir) {
-    std::error_code error;
+    std::error_code error, unknown;
     std::filesystem::create_directories(path_, error);
-    CHECK(!error && std::filesystem::is_directory(path_), "--out-dir {}: cannot make this directory: {}", path_,
-          error ? error.message() : "a file has this name");
-    if (!std::filesystem::exists(run_file())) {
-      for (const auto& entry : std::filesystem::directory_iterator(path_)) {
-        const std::string name = entry.path().filename();
-        const bool empty_file = entry.is_regular_file() && entry.file_size() == 0;
-        CHECK(name.starts_with(".tmp-") || empty_file,
+    CHECK(!error && std::filesystem::is_directory(path_, unknown), "--out-dir {}: cannot make this directory: {}",
+          path_, error ? error.message() : "a file has this name");
+    if (!path_exists(run_file()))
+      for (const std::string& name : names_in(path_))
+        CHECK(name.starts_with(".tmp-") || nothing_in(name),
               "--out-dir {} holds {}, which is not of a run: choose another directory, or empty it", path_, name);
-      }
-    }
     lock();
-    if (std::filesystem::exists(run_file())) {
+    if (path_exists(run_file())) {
       CHECK(o.resume != "never", "--resume never: --out-dir {} holds a run already; choose another one, or remove it",
             path_);
       check_resumed_options(log, run_file(), read_json(run_file()).value("options", nlohmann::json()), o);
     }
-    for (const auto& entry : std::filesystem::directory_iterator(path_))  // of a run that was killed; we hold the lock
-      if (entry.path().filename().string().starts_with(".tmp-")) std::filesystem::remove_all(entry.path(), error);
+    for (const std::string& name : names_in(path_))  // of a run that was killed; we hold the lock
+      if (name.starts_with(".tmp-")) std::filesystem::remove_all(path_ + "/" + name, error);
   }
   ~RunDirectory() {
     if (lock_ >= 0) ::close(lock_);  // which releases it
@@ -107,23 +103,28 @@ class RunDirectory {
         if (newest && step > newest->step) set_aside(log, step);
       return newest;
     }
-    const std::filesystem::path asked(o.resume);
-    const std::optional<int64_t> step = checkpoint_step(asked.has_filename() ? asked : asked.parent_path());
-    CHECK(step, "--resume {}: expected auto, never, or a checkpoint's directory OUT/step-NNNNNN", o.resume);
-    if (const auto fault = checkpoint_fault(o.resume))
+    // The same directory may be spelled in many ways: links, a slash at the end.
+    std::error_code error, none;
+    const std::filesystem::path asked = std::filesystem::canonical(o.resume, error);
+    const std::optional<int64_t> step = checkpoint_step(asked);
+    CHECK(step, "--resume {}: {}; expected auto, never, or a checkpoint's directory OUT/step-NNNNNN", o.resume,
+          error ? error.message() : formatted("this is {}", asked.string()));
+    if (const auto fault = checkpoint_fault(asked))
       throw Error(formatted("--resume {}: this checkpoint is not whole: {}", o.resume, *fault));
     const std::vector<int64_t> steps = checkpoint_steps(path_);
-    CHECK(steps.empty() || steps.back() <= *step,
-          "--resume {}: --out-dir {} holds a later checkpoint, of step {}: choose another --out-dir, or move it away",
-          o.resume, path_, steps.back());
-    ResumePoint point{o.resume, *step, read_json(o.resume + "/trainer.json")};
+    const std::string own = checkpoint_path(path_, *step);
+    const bool is_own = std::filesystem::equivalent(asked, own, none);
+    CHECK(steps.empty() || steps.back() < *step || (steps.back() == *step && is_own),
+          "--resume {}: --out-dir {} holds {} checkpoint, of step {}: choose another --out-dir, or move it away",
+          o.resume, path_, steps.back() == *step ? "another" : "a later", steps.back());
+    ResumePoint point{is_own ? own : asked.string(), *step, read_json(asked.string() + "/trainer.json")};
     check_resumed_options(log, o.resume + "/trainer.json", point.trainer.value("options", nlohmann::json()), o);
     return point;
   }
 
   // From now on this is the directory of a run with these options.
   void claim(const Options& o) const {
-    if (std::filesystem::exists(run_file())) return;
+    if (path_exists(run_file())) return;
     const std::string temporary = path_ + "/.tmp-run.json";
     write_text_durably(temporary, nlohmann::ordered_json{{"format", 1}, {"options", options_json(o)}}.dump(1) + "\n");
     std::error_code error;
@@ -157,13 +158,13 @@ class RunDirectory {
     const std::string file = path_ + "/metrics.jsonl", temporary = path_ + "/.tmp-metrics.jsonl";
     std::string kept;
     bool validated = false;
-    if (std::filesystem::exists(file)) {
+    if (path_exists(file)) {
       std::istringstream lines(read_text(file));
       for (std::string line; std::getline(lines, line);) {
         const nlohmann::json object = nlohmann::json::parse(line, nullptr, false);
         const nlohmann::json at = object.is_object() ? object.value("step", nlohmann::json()) : nlohmann::json();
         if (!at.is_number_integer() || at > step) continue;
-        validated |= at == step && object.value("kind", "") == "val";
+        validated |= at == step && object.value("kind", nlohmann::json()) == "val";
         kept += line + "\n";
       }
     }
@@ -176,6 +177,13 @@ class RunDirectory {
 
  private:
   std::string run_file() const { return path_ + "/run.json"; }
+
+  // An empty file, such as the lock, or one that is gone by now.
+  bool nothing_in(const std::string& name) const {
+    struct stat info {};
+    if (::lstat((path_ + "/" + name).c_str(), &info) != 0) return errno == ENOENT;
+    return S_ISREG(info.st_mode) && info.st_size == 0;
+  }
 
   void lock() {
     const std::string file = path_ + "/.lock";
@@ -190,7 +198,7 @@ class RunDirectory {
   void set_aside(Log& log, int64_t step) const {
     const std::string from = checkpoint_path(path_, step);
     std::string to = formatted("{}/damaged-step-{:06}", path_, step);
-    for (int i = 2; std::filesystem::exists(to); ++i) to = formatted("{}/damaged-step-{:06}-{}", path_, step, i);
+    for (int i = 2; path_exists(to); ++i) to = formatted("{}/damaged-step-{:06}-{}", path_, step, i);
     std::error_code error;
     std::filesystem::rename(from, to, error);
     CHECK(!error, "cannot rename {} to {}: {}", from, to, error.message());

@@ -1,0 +1,94 @@
+// host.h: what of this machine the process may use: its processors and its memory, within the limits of the control
+// groups (cgroups) that it is in. A container or a batch system sets these, and limits nest: the tightest one holds.
+#pragma once
+#include <omp.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <fstream>
+#include <limits>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace llmc {
+
+struct HostLimits {
+  int64_t memory = std::numeric_limits<int64_t>::max();         // bytes
+  double processors = std::numeric_limits<double>::infinity();  // time on so many, in the mean
+};
+
+namespace detail {
+
+// The directories of a group and of all groups around it, where a controller is mounted. Inside of a container the
+// mount may begin at the container's own group, and the path be the host's: what is not there is passed over.
+inline std::vector<std::string> group_directories(const std::string& mount, std::string group) {
+  std::vector<std::string> directories;
+  for (;;) {
+    directories.push_back(mount + group);
+    const size_t slash = group.rfind('/');
+    if (slash == std::string::npos) return directories;
+    group.resize(slash);
+  }
+}
+
+inline void limit_memory(HostLimits& limits, const std::string& file) {
+  int64_t bytes = 0;  // or "max", which does not read as a number
+  if (std::ifstream(file) >> bytes && bytes > 0) limits.memory = std::min(limits.memory, bytes);
+}
+inline void limit_processors(HostLimits& limits, double quota, double period) {
+  if (quota > 0 && period > 0) limits.processors = std::min(limits.processors, quota / period);
+}
+
+}  // namespace detail
+
+// The limits of the groups of this process. `root`: in front of /proc and /sys; tests lay out their own.
+inline HostLimits group_limits(const std::string& root = "") {
+  HostLimits limits;
+  std::ifstream groups(root + "/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {  // NUMBER:CONTROLLERS:GROUP; version 2 has no controllers
+    const size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    const std::string group = line.substr(second + 1);
+    const std::string mounts = root + "/sys/fs/cgroup";
+    std::istringstream controllers(line.substr(first + 1, second - first - 1));
+    if (first + 1 == second)
+      for (const std::string& mount : {mounts, mounts + "/unified"})
+        for (const std::string& directory : detail::group_directories(mount, group)) {
+          detail::limit_memory(limits, directory + "/memory.max");
+          double quota = 0, period = 0;  // "max" does not read as a number
+          std::ifstream(directory + "/cpu.max") >> quota >> period;
+          detail::limit_processors(limits, quota, period);
+        }
+    for (std::string controller; std::getline(controllers, controller, ',');)
+      for (const std::string& directory : detail::group_directories(mounts + "/" + controller, group)) {
+        if (controller == "memory") detail::limit_memory(limits, directory + "/memory.limit_in_bytes");
+        if (controller != "cpu") continue;
+        double quota = 0, period = 0;  // a quota of -1: none
+        std::ifstream(directory + "/cpu.cfs_quota_us") >> quota;
+        std::ifstream(directory + "/cpu.cfs_period_us") >> period;
+        detail::limit_processors(limits, quota, period);
+      }
+  }
+  return limits;
+}
+
+// The processors that this process may use: taskset and containers leave fewer than the machine has. Of a part of one
+// a whole thread makes use.
+inline int available_processors(const std::string& root = "") {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  const int processors = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : omp_get_num_procs();
+  return std::max(1, static_cast<int>(std::min<double>(processors, std::ceil(group_limits(root).processors))));
+}
+
+// Bytes of memory that this process may use: the machine's, or its groups' limit where that is less.
+inline int64_t host_memory(const std::string& root = "") {
+  const int64_t bytes = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGE_SIZE);
+  return std::min(bytes, group_limits(root).memory);
+}
+
+}  // namespace llmc

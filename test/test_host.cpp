@@ -1,0 +1,84 @@
+// Processors and memory of the machine, within control groups of both versions, laid out in a directory.
+#include "catch2.h"
+#include "device/device.h"
+#include "helpers.h"
+
+using namespace llmc;
+
+namespace {
+
+struct FakeRoot {
+  TempDir dir;
+  void put(const std::string& path, const std::string& text) const {
+    std::filesystem::create_directories(std::filesystem::path(dir / path).parent_path());
+    std::ofstream(dir / path) << text << "\n";
+  }
+  HostLimits limits() const { return group_limits(dir.path()); }
+};
+
+constexpr int64_t MiB = 1 << 20;
+
+}  // namespace
+
+TEST_CASE("the tightest of nested groups of version 2 holds, whichever level it is on") {
+  const FakeRoot root;
+  root.put("proc/self/cgroup", "0::/system.slice/slurm/job_7/step_0");
+  const std::string top = "sys/fs/cgroup/system.slice";
+  REQUIRE(root.limits().memory == std::numeric_limits<int64_t>::max());
+  REQUIRE(std::isinf(root.limits().processors));
+  root.put(top + "/slurm/job_7/step_0/memory.max", "max");
+  root.put(top + "/slurm/job_7/memory.max", std::to_string(64 * MiB));
+  root.put(top + "/slurm/memory.max", std::to_string(96 * MiB));
+  root.put(top + "/slurm/cpu.max", "150000 100000");
+  root.put(top + "/slurm/job_7/cpu.max", "max 100000");
+  root.put("sys/fs/cgroup/elsewhere/memory.max", "1");
+  REQUIRE(root.limits().memory == 64 * MiB);
+  REQUIRE(root.limits().processors == 1.5);
+  root.put(top + "/memory.max", std::to_string(32 * MiB));
+  root.put("sys/fs/cgroup/cpu.max", "50000 200000");
+  REQUIRE(root.limits().memory == 32 * MiB);
+  REQUIRE(root.limits().processors == 0.25);
+  REQUIRE(host_memory(root.dir.path()) == 32 * MiB);
+  REQUIRE(available_processors(root.dir.path()) == 1);
+}
+
+TEST_CASE("groups of version 1 are found by their controllers, beside version 2 too") {
+  const FakeRoot root;
+  root.put("proc/self/cgroup",
+           "12:pids:/a\n4:memory:/slurm/uid_1/job_2\n3:cpu,cpuacct:/slurm/uid_1/job_2\n1:name=systemd:/a:b\n0::/s/t");
+  const std::string memory = "sys/fs/cgroup/memory/slurm", cpu = "sys/fs/cgroup/cpu/slurm";
+  root.put(memory + "/uid_1/job_2/memory.limit_in_bytes", "9223372036854771712");  // none
+  root.put(memory + "/uid_1/memory.limit_in_bytes", std::to_string(48 * MiB));
+  root.put("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712");
+  root.put(cpu + "/uid_1/job_2/cpu.cfs_quota_us", "-1");
+  root.put(cpu + "/uid_1/job_2/cpu.cfs_period_us", "100000");
+  root.put(cpu + "/cpu.cfs_quota_us", "300000");
+  root.put(cpu + "/cpu.cfs_period_us", "100000");
+  REQUIRE(root.limits().memory == 48 * MiB);
+  REQUIRE(root.limits().processors == 3);
+  root.put("sys/fs/cgroup/unified/s/memory.max", std::to_string(40 * MiB));
+  REQUIRE(root.limits().memory == 40 * MiB);
+}
+
+TEST_CASE("in a container whose mount begins at its own group the host's path is passed over") {
+  const FakeRoot root;
+  root.put("proc/self/cgroup", "5:memory:/docker/0123abc\n0::/docker/0123abc");
+  root.put("sys/fs/cgroup/memory/memory.limit_in_bytes", std::to_string(80 * MiB));
+  root.put("sys/fs/cgroup/cpu.max", "200000 100000");
+  REQUIRE(root.limits().memory == 80 * MiB);
+  REQUIRE(root.limits().processors == 2);
+}
+
+TEST_CASE("files of groups that are missing or make no sense limit nothing") {
+  const FakeRoot root;
+  const int processors = available_processors(root.dir.path());
+  REQUIRE(processors >= 1);
+  REQUIRE(host_memory(root.dir.path()) > 0);
+  root.put("proc/self/cgroup", "\nx\n1\n0::\n:\n7:cpu\n0:::\n0::/..");
+  root.put("sys/fs/cgroup/memory.max", "-5");
+  root.put("sys/fs/cgroup/cpu.max", "0 0");
+  REQUIRE(root.limits().memory == std::numeric_limits<int64_t>::max());
+  REQUIRE(available_processors(root.dir.path()) == processors);
+  root.put("sys/fs/cgroup/cpu.max", "1000000000000 100000");
+  REQUIRE(available_processors(root.dir.path()) == processors);
+}

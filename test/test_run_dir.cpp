@@ -1,0 +1,217 @@
+// The directory of a run: what stands in it, which checkpoint a start goes on from however it is spelled, the commands
+// that come next.
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <nlohmann/json.hpp>
+
+#include "catch2.h"
+#include "helpers.h"
+#include "train/run_dir.h"
+
+using namespace llmc;
+using nlohmann::json;
+namespace fs = std::filesystem;
+
+namespace {
+
+std::string tiny(const std::string& out, const std::string& more) {
+  return "--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --train-data test/golden/gpt2_tiny/train.bin --seq-len 33 "
+         "--batch-size 2 --shuffle --lr 1e-2 --threads 1 --out-dir " +
+         out + " " + more;
+}
+
+Options in(const std::string& out) {
+  Options o;
+  o.out_dir = out;
+  return o;
+}
+
+// Not root, whom no permission holds back, until the end of the scope.
+class OrdinaryUser {
+ public:
+  OrdinaryUser() : root_(geteuid() == 0) {
+    if (root_) REQUIRE(seteuid(65534) == 0);
+  }
+  ~OrdinaryUser() {
+    if (root_) REQUIRE(seteuid(0) == 0);
+  }
+  OrdinaryUser(const OrdinaryUser&) = delete;
+  OrdinaryUser& operator=(const OrdinaryUser&) = delete;
+
+ private:
+  bool root_;
+};
+
+void run_well(const std::string& arguments) {
+  const ProgramResult r = run_program(arguments);
+  INFO(r.err);
+  REQUIRE(r.status == 0);
+}
+
+// Changes trainer.json of a checkpoint, which stays whole.
+template <class Change>
+void edit_trainer(const std::string& checkpoint, Change&& change) {
+  json trainer = read_json(checkpoint + "/trainer.json"), manifest = read_json(checkpoint + "/manifest.json");
+  change(trainer);
+  manifest["files"]["trainer.json"] = write_recorded_text(checkpoint + "/trainer.json", trainer.dump()).to_json();
+  std::ofstream(checkpoint + "/manifest.json") << manifest;
+}
+
+}  // namespace
+
+TEST_CASE("an out directory that cannot be read, and odd things in it, are refused by name") {
+  const TempDir dir;
+  REQUIRE(chmod(dir.path().c_str(), 0755) == 0);
+  Log log = Log::silent();
+  const std::string hidden = dir / "hidden", odd = dir / "odd";
+  for (const std::string& made : {hidden, odd}) fs::create_directory(made);
+  for (const mode_t mode : {0000, 0111, 0333}) {  // nothing; names that are known; writing, too
+    REQUIRE(chmod(hidden.c_str(), mode) == 0);
+    const OrdinaryUser user;
+    REQUIRE_ERROR(RunDirectory(log, in(hidden)), hidden);
+    REQUIRE_ERROR(RunDirectory(log, in(hidden)), "Permission denied");
+  }
+  REQUIRE(chmod(hidden.c_str(), 0755) == 0);
+  fs::create_symlink("loop", odd + "/loop");
+  REQUIRE_ERROR(RunDirectory(log, in(odd)), "holds loop, which is not of a run");
+  fs::remove(odd + "/loop");
+  fs::create_symlink("run.json", odd + "/run.json");
+  REQUIRE_ERROR(RunDirectory(log, in(odd)), "odd/run.json: Too many levels");
+  fs::remove(odd + "/run.json");
+  std::ofstream(dir / "file") << "x";
+  REQUIRE_ERROR(RunDirectory(log, in(dir / "file")), "cannot make this directory");
+  REQUIRE_ERROR(RunDirectory(log, in(dir / "file/below")), "cannot make this directory");
+  const RunDirectory good(log, in(odd));
+}
+
+TEST_CASE("metrics are cut behind the step, whatever stands in their lines") {
+  const TempDir dir;
+  Log log = Log::silent();
+  const RunDirectory directory(log, in(dir / "run"));
+  const std::string kept =
+      "{\"kind\":\"train\",\"step\":1}\n{\"kind\":3,\"step\":2}\n{\"step\":2}\n{\"kind\":null,\"step\":2}\n";
+  std::ofstream(dir / "run/metrics.jsonl") << kept << "{\"kind\":\"val\",\"step\":3}\n{\"kind\":\"val\",\"step\":\"2\"}"
+                                           << "\n[2]\n\n{\"kind\":\"val\",\"st";
+  REQUIRE_FALSE(directory.cut_metrics(2));
+  REQUIRE(read_whole(dir / "run/metrics.jsonl") == kept);
+}
+
+TEST_CASE("--resume takes a checkpoint of its own out directory however it is spelled") {
+  const TempDir dir;
+  const std::string more = "--max-steps 6 --checkpoint-every 2 ";
+  run_well(tiny(dir / "whole", more));
+  fs::create_directory_symlink(dir.path(), dir / "link");
+  fs::create_directory_symlink(dir / "run/step-000004", dir / "four");
+  for (const char* spelled : {"run/step-000004", "run/step-000004/", "run/step-000004//", "./run/../run/step-000004",
+                              "link/run/step-000004", "four", "four/"}) {
+    INFO(spelled);
+    fs::remove_all(dir / "run");
+    fs::copy(dir / "whole", dir / "run", fs::copy_options::recursive);
+    fs::remove_all(dir / "run/step-000006");
+    run_well(tiny(dir / "run", more + "--resume " + (dir / spelled)));
+    REQUIRE(read_whole(dir / "run/step-000006/model.safetensors") ==
+            read_whole(dir / "whole/step-000006/model.safetensors"));
+  }
+}
+
+TEST_CASE("--resume refuses a checkpoint of a step that the out directory has another one of") {
+  const TempDir dir;
+  for (const char* run : {"a", "b"}) run_well(tiny(dir / run, "--max-steps 4 --lr-schedule constant"));
+  auto refused = [&](const std::string& resume, const std::string& why) {
+    const ProgramResult r =
+        run_program(tiny(dir / "a", "--max-steps 6 --lr-schedule constant --resume " + (dir / resume)));
+    INFO(r.err);
+    REQUIRE(r.status == 1);
+    REQUIRE(r.err.find(why) != std::string::npos);
+  };
+  refused("b/step-000004", "/a holds another checkpoint, of step 4");
+  refused("b", "/b; expected auto, never, or a checkpoint's directory");
+  refused("c", "No such file or directory; expected auto, never");
+  run_well(tiny(dir / "b", "--max-steps 5 --lr-schedule constant"));
+  REQUIRE(
+      run_program(tiny(dir / "a", "--max-steps 6 --lr-schedule constant --resume " + (dir / "b/step-000005"))).status ==
+      0);
+}
+
+TEST_CASE("a checkpoint whose data cursor is not that of its step is refused") {
+  const TempDir dir;
+  run_well(tiny(dir / "run", "--max-steps 4 --total-batch-size 264"));
+  const json before = read_json(dir / "run/step-000004/trainer.json");
+  REQUIRE(before["data_cursor"] == 4 * 8);
+  for (const json& cursor : {json(24), json("32"), json(), json(32.5)}) {
+    edit_trainer(dir / "run/step-000004", [&](json& trainer) { trainer["data_cursor"] = cursor; });
+    const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 8 --total-batch-size 264"));
+    INFO(r.err);
+    REQUIRE(r.status == 1);
+    REQUIRE(r.err.find("trainer.json: \"data_cursor\" is " + cursor.dump() + ", and is 32") != std::string::npos);
+  }
+}
+
+namespace {
+
+// The command behind `title` in what a run said last.
+std::string next_command(const ProgramResult& r, const std::string& title) {
+  const size_t table = r.out.rfind("\nnext: "), line = r.out.find("\n  " + title + " ", table);
+  REQUIRE(table != std::string::npos);
+  REQUIRE(line != std::string::npos);
+  const size_t begin = r.out.find_first_not_of(' ', line + 3 + title.size());
+  return r.out.substr(begin, r.out.find('\n', begin) - begin);
+}
+
+// Pastes a command line into a shell.
+ProgramResult run_shell(const std::string& command) {
+  const std::string program = "./train_gpt ";
+  REQUIRE(command.starts_with(program));
+  return run_program(command.substr(program.size()));
+}
+
+}  // namespace
+
+TEST_CASE("the commands that a run ends with work when they are pasted") {
+  const TempDir dir;
+  // A table of 211 one-byte tokens: it can print, and cannot encode a prompt.
+  std::string table(1024, '\0');
+  const uint32_t header[4] = {20240328, 2, 211, 3};
+  std::memcpy(table.data(), header, sizeof header);
+  for (int i = 0; i < 211; ++i) table += std::string("\1") + static_cast<char>('a' + i % 26);
+  std::ofstream(dir / "table.bin", std::ios::binary) << table;
+  for (const std::string& more :
+       {std::string("--prompt=\"--it's \\$HOME\""), "--tokenizer " + (dir / "table.bin"), std::string("--prompt []")}) {
+    INFO(more);
+    const std::string out = dir / "it's [1] $x";
+    fs::remove_all(out);
+    fs::remove_all(out + "-continued");
+    run_well(tiny("\"" + dir.path() + "/it's [1] \\$x/\"", "--max-steps 2 " + more));
+    const ProgramResult first =
+        run_program(tiny("\"" + dir.path() + "/it's [1] \\$x//\"",
+                         "--max-steps 3 --resume \"" + dir.path() + "/it's [1] \\$x/step-000002\" " + more));
+    INFO(first.out << first.err);
+    REQUIRE(first.status == 0);
+
+    const ProgramResult generated = run_shell(next_command(first, "generate"));
+    INFO(generated.err);
+    REQUIRE(generated.status == 0);
+    if (more.starts_with("--prompt=")) REQUIRE(generated.out.starts_with("--it's $HOME"));
+    if (more.starts_with("--tokenizer")) REQUIRE(generated.out.find('<') == std::string::npos);  // all are known
+
+    const ProgramResult on = run_shell(next_command(first, "train on"));
+    INFO(on.err);
+    REQUIRE(on.status == 0);
+    REQUIRE(fs::exists(out + "-continued/step-000003"));
+    // Where that directory is taken, another one is named.
+    const ProgramResult again = run_program(tiny("\"" + dir.path() + "/it's [1] \\$x/\"", "--max-steps 3 " + more));
+    REQUIRE(again.out.find("already complete") != std::string::npos);
+    REQUIRE(next_command(again, "train on").find("-continued-2'") != std::string::npos);
+    REQUIRE(next_command(again, "plot").starts_with("python3 scripts/plot.py '" + dir.path()));
+  }
+}
+
+TEST_CASE("a prompt that the tokenizer or the model does not take is refused before anything is made") {
+  const TempDir dir;
+  const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 2 --prompt \"\xff\""));
+  INFO(r.err);
+  REQUIRE(r.status == 1);
+  REQUIRE(r.err.find("--prompt: token 255") != std::string::npos);
+  REQUIRE_FALSE(fs::exists(dir / "run"));
+}

@@ -1,0 +1,135 @@
+// The wish to stop: signals, once and again, and the time limit.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <thread>
+
+#include "catch2.h"
+#include "core/signals.h"
+#include "helpers.h"
+#include "train/run_dir.h"
+
+using namespace llmc;
+
+namespace {
+
+std::string tiny(const std::string& out, const std::string& more) {
+  return "--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --train-data test/golden/gpt2_tiny/train.bin --seq-len 33 "
+         "--batch-size 2 --threads 1 --out-dir " +
+         out + " " + more;
+}
+
+// A process that notes stop signals and does nothing else.
+class Sleeper {
+ public:
+  Sleeper() {
+    int ready[2];
+    REQUIRE(pipe(ready) == 0);
+    pid_ = fork();
+    REQUIRE(pid_ >= 0);
+    if (pid_ == 0) {
+      note_stop_signals();
+      if (write(ready[1], "x", 1) != 1) _exit(1);
+      for (;;) pause();
+    }
+    char x;
+    REQUIRE(read(ready[0], &x, 1) == 1);
+    close(ready[0]);
+    close(ready[1]);
+  }
+  ~Sleeper() {
+    if (pid_ == 0) return;
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+  Sleeper(const Sleeper&) = delete;
+  Sleeper& operator=(const Sleeper&) = delete;
+
+  void send(int signal) const { REQUIRE(kill(pid_, signal) == 0); }
+  bool alive() const { return waitpid(pid_, nullptr, WNOHANG) == 0; }
+  // The signal that ends it.
+  int ended_by() {
+    int status = 0;
+    REQUIRE(waitpid(std::exchange(pid_, 0), &status, 0) > 0);
+    return WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+  }
+
+ private:
+  pid_t pid_;
+};
+
+void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
+
+}  // namespace
+
+TEST_CASE("signals that repeat the first within a second are one wish to stop; a later one ends the process at once") {
+  for (const int again : {SIGINT, SIGTERM, SIGUSR1, SIGHUP}) {
+    Sleeper sleeper;
+    sleeper.send(SIGINT);
+    for (int i = 0; i < 4; ++i) {
+      sleep_ms(50);
+      sleeper.send(i % 2 == 0 ? SIGINT : again);
+    }
+    sleep_ms(50);
+    REQUIRE(sleeper.alive());
+    sleep_ms(1000);
+    REQUIRE(sleeper.alive());
+    sleeper.send(again);
+    REQUIRE(sleeper.ended_by() == again);
+  }
+}
+
+TEST_CASE("a Ctrl-C that is delivered twice saves the run") {
+  const TempDir dir;
+  const ProgramResult r = run_program(
+      tiny(dir / "run", "--max-steps 100000000 >/dev/null 2>&1 & while [ ! -s " + (dir / "run/metrics.jsonl") +
+                            " ]; do sleep 0.05; done; kill -INT $!; kill -INT $!; kill -TERM $!; wait $!"));
+  REQUIRE(r.status == 75);
+  REQUIRE(newest_checkpoint(dir / "run", [](const std::string& w) { FAIL(w); }));
+}
+
+TEST_CASE("the time limit counts from the beginning of the process and leaves room for a save") {
+  using Clock = StopCondition::Clock;
+  const auto ago = [](int seconds) { return Clock::now() - std::chrono::seconds(seconds); };
+  REQUIRE(StopCondition(std::nullopt, ago(100000), 1e9).reason().empty());
+  REQUIRE(StopCondition(1.0, ago(50), 0).reason().empty());
+  REQUIRE(StopCondition(1.0, ago(61), 0).reason() == "--time-limit 1 minutes");
+  // A save of 20 seconds is thought to take half as long again.
+  REQUIRE(StopCondition(2.0, ago(85), 20).reason().empty());
+  REQUIRE_FALSE(StopCondition(2.0, ago(91), 20).reason().empty());
+  // However slow a save is thought to be, half of the time is for training; one that was measured counts in full.
+  StopCondition slow(2.0, ago(55), 1e6);
+  REQUIRE(slow.reason().empty());
+  slow.saved(50);
+  REQUIRE_FALSE(slow.reason().empty());
+  slow.saved(1);
+  REQUIRE(slow.reason().empty());
+}
+
+TEST_CASE("--time-limit saves and leaves with 75; the next start goes on") {
+  const TempDir dir;
+  const std::string options = "--max-steps 100000000 --checkpoint-every 7 --time-limit 0.05 ";  // 3 s
+  std::optional<ResumePoint> last;
+  for (int start = 0; start < 2; ++start) {
+    const ProgramResult r = run_program(tiny(dir / "run", options));
+    INFO(r.err);
+    REQUIRE(r.status == 75);
+    REQUIRE(r.err.find("--time-limit 0.05 minutes") != std::string::npos);
+    const auto now = newest_checkpoint(dir / "run", [](const std::string& w) { FAIL(w); });
+    REQUIRE(now);
+    REQUIRE(now->step > (last ? last->step : 7));
+    REQUIRE(std::filesystem::exists(checkpoint_path(dir / "run", 7)));  // the periodic ones stay
+    last = now;
+  }
+}
+
+TEST_CASE("a start that takes all of --time-limit does not train") {
+  const TempDir dir;
+  const ProgramResult r =
+      run_program(tiny(dir / "run", "--max-steps 1000 --time-limit 0.02"),
+                  "FILE_OPS_ROOT=" + dir.path() + " FILE_OPS_SLEEP=1.5 LD_PRELOAD=build/file_ops.so");
+  INFO(r.err);
+  REQUIRE(r.status == 75);
+  REQUIRE(r.err.find("after step 0 of 1000") != std::string::npos);
+}
