@@ -124,6 +124,7 @@ inline void check_barriers(const std::function<Outputs()>& run, std::vector<std:
     return;
   }
   const cuda_on_cpu::Mutants mutants = cuda_on_cpu::find_mutants([&] { return same_bits(run(), right); });
+  SUCCEED(mutants.killed.size() << " barriers and waits are missed, " << mutants.survivors.size() << " are not");
   std::vector<std::string> survivors;
   for (const cuda_on_cpu::Site& site : mutants.survivors) {
     survivors.push_back(site.source());

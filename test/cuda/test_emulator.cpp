@@ -105,8 +105,7 @@ std::string output_of_failing(const std::string& test_case) {
 
 }  // namespace
 
-// ---- Bugs that some schedule shows
-// -----------------------------------------------------------------------------------
+// ---- Bugs that some schedule shows ----------------------------------------------------------------------------------
 
 TEST_CASE("kernels without a bug give the same under every schedule", "[cuda]") {
   std::vector<float> reversed = counted(threads), sums = counted(threads), forth = counted(64);
@@ -213,8 +212,7 @@ TEST_CASE("a host that does not wait reads what was there before", "[cuda]") {
 
 #endif
 
-// ---- Misuse that ends a kernel or is refused
-// ------------------------------------------------------------------------------------------
+// ---- Misuse that ends a kernel or is refused ------------------------------------------------------------------------
 
 namespace planted {
 
@@ -297,8 +295,7 @@ TEST_CASE("several host threads launch kernels, each on its stream", "[cuda]") {
   REQUIRE(results[2] == results[0]);
 }
 
-// ---- Bugs that a sanitizer reports: each is a hidden test case, run by this program again
-// ----------------------------
+// ---- Bugs that a sanitizer reports: each is a hidden test case, run by this program again ---------------------------
 
 #ifdef __SANITIZE_ADDRESS__
 

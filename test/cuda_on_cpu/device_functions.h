@@ -10,8 +10,7 @@
 
 inline constexpr int warpSize = 32;
 
-// ---- Barriers
-// --------------------------------------------------------------------------------------------------------
+// ---- Barriers -------------------------------------------------------------------------------------------------------
 
 inline void __syncthreads(const cuda_on_cpu::Location& where = cuda_on_cpu::Location::current()) {
   if (!cuda_on_cpu::is_switched_off("__syncthreads", where)) cuda_on_cpu::meet_block("__syncthreads", where);
@@ -22,8 +21,7 @@ inline void __syncwarp(unsigned mask = ~0u, const cuda_on_cpu::Location& where =
 inline void __threadfence() { cuda_on_cpu::thread_fence(); }
 inline void __threadfence_block() { cuda_on_cpu::thread_fence(); }
 
-// ---- Shuffles and votes
-// ----------------------------------------------------------------------------------------------
+// ---- Shuffles and votes ---------------------------------------------------------------------------------------------
 
 namespace cuda_on_cpu {
 
@@ -156,8 +154,7 @@ inline unsigned atomicInc(unsigned* address, unsigned limit) {
   return cuda_on_cpu::atomic_update(address, [=](unsigned old) { return old >= limit ? 0 : old + 1; });
 }
 
-// ---- Intrinsics
-// ------------------------------------------------------------------------------------------------------
+// ---- Intrinsics -----------------------------------------------------------------------------------------------------
 
 // Loads and stores with a hint to the cache.
 template <class T>

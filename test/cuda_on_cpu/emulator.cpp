@@ -180,20 +180,24 @@ class Machine {
   std::unique_ptr<LaunchSync> launch_sync_;
 };
 
-constinit thread_local Machine* the_machine = nullptr;  // found faster than an object with a constructor
+constinit thread_local Machine* the_machine = nullptr;  // found faster than an object with a destructor
 
 Machine& make_machine() {
-  thread_local Machine machine;
-  the_machine = &machine;
-  return machine;
+  thread_local std::unique_ptr<Machine> owner;
+  Unobserved unobserved;
+  if (owner == nullptr) {
+    owner = std::make_unique<Machine>();
+    the_machine = owner.get();
+  }
+  return *owner;
 }
-Machine& machine() {
+// Not observed: to ThreadSanitizer the variables of a host thread are nothing that its fibers may read.
+__attribute__((no_sanitize("thread"))) Machine& machine() {
   if (the_machine == nullptr) throw Failure("a function of the device was called outside of any kernel");
   return *the_machine;
 }
 
-// ---- Fibers
-// ----------------------------------------------------------------------------------------------------------
+// ---- Fibers ---------------------------------------------------------------------------------------------------------
 
 void Machine::fiber_main(context::transfer_t from) {
   Machine& machine = *static_cast<Machine*>(from.data);
@@ -267,8 +271,7 @@ void Machine::wait(State state, const char* what, uint32_t mask, void* record, c
   if (error_) throw Unwind{};
 }
 
-// ---- The scheduler
-// ---------------------------------------------------------------------------------------------------
+// ---- The scheduler --------------------------------------------------------------------------------------------------
 
 void Machine::set_ready(Thread& thread) {
   thread.state = State::ready;
@@ -390,8 +393,7 @@ void Machine::run_block() {
   std::rethrow_exception(error);
 }
 
-// ---- Meetings
-// --------------------------------------------------------------------------------------------------------
+// ---- Meetings -------------------------------------------------------------------------------------------------------
 
 void Machine::meet_block(const char* what, const Location& where) {
   Unobserved unobserved;
@@ -458,8 +460,7 @@ void Machine::sync_warp(uint32_t mask, const Location& where) {
   acquire(sync);
 }
 
-// ---- Failures
-// --------------------------------------------------------------------------------------------------------
+// ---- Failures -------------------------------------------------------------------------------------------------------
 
 void Machine::fail(const std::string& what, const std::string& where) {
   const uint3& t = running_->index;
@@ -489,8 +490,7 @@ void Machine::report_stuck() {
   throw Failure(text);
 }
 
-// ---- Shared memory
-// ---------------------------------------------------------------------------------------------------
+// ---- Shared memory --------------------------------------------------------------------------------------------------
 
 void Machine::prepare_shared() {
   if (shared_ != nullptr && thread_sanitizer) {  // forgets who used it: another block's threads are no race
@@ -533,8 +533,7 @@ bool Machine::in_shared(const void* p, size_t bytes) const {
 
 }  // namespace
 
-// ---- The interface
-// ---------------------------------------------------------------------------------------------------
+// ---- The interface --------------------------------------------------------------------------------------------------
 
 std::string to_string(const Schedule& schedule) {
   static constexpr const char* orders[] = {"forward", "reverse", "depth first", "depth first, reverse", "random"};

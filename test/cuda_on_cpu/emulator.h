@@ -24,8 +24,7 @@ class Failure : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// ---- Schedules
-// -------------------------------------------------------------------------------------------------------
+// ---- Schedules ------------------------------------------------------------------------------------------------------
 
 // Which thread goes on where several could. forward and reverse sweep over all of them, so that nobody passes a barrier
 // of any kind before the others have come near; the depth-first ones let the first (last) warp run as far ahead of the
@@ -47,8 +46,7 @@ std::vector<Schedule> all_schedules();
 void set_schedule(const Schedule& schedule);
 const Schedule& schedule();
 
-// ---- Sites: the places that order threads or streams
-// -----------------------------------------------------------------
+// ---- Sites: the places that order threads or streams ----------------------------------------------------------------
 
 // A call of __syncthreads, __syncwarp, cp_async_wait or cudaStreamWaitEvent in the source.
 struct Site {
@@ -67,8 +65,7 @@ void switch_off(std::optional<Site> site);
 // Called by a site: is it the one that is switched off?
 bool is_switched_off(const char* what, const Location& where);
 
-// ---- Running a kernel
-// ------------------------------------------------------------------------------------------------
+// ---- Running a kernel -----------------------------------------------------------------------------------------------
 
 inline constexpr unsigned max_block_threads = 1024;
 inline constexpr size_t max_static_shared = 48 << 10, max_shared = 227 << 10;  // bytes for one block, sm_90
@@ -83,8 +80,7 @@ struct Launch {
 // Runs all blocks, one after the other, on the calling host thread.
 void run(const Launch& launch);
 
-// ---- What a running CUDA thread asks for
-// -----------------------------------------------------------------------------
+// ---- What a running CUDA thread asks for ----------------------------------------------------------------------------
 
 const uint3& thread_index();
 const uint3& block_index();

@@ -216,8 +216,7 @@ cudaError_t deallocate(void* p, bool device) {
 
 }  // namespace
 
-// ---- Errors and devices
-// ----------------------------------------------------------------------------------------------
+// ---- Errors and devices ---------------------------------------------------------------------------------------------
 
 const char* cudaGetErrorName(cudaError_t error) {
   switch (error) {
@@ -297,8 +296,7 @@ cudaError_t cudaDeviceSynchronize() {
   return cudaSuccess;
 }
 
-// ---- Streams and events
-// ----------------------------------------------------------------------------------------------
+// ---- Streams and events ---------------------------------------------------------------------------------------------
 
 cudaError_t cudaStreamCreate(cudaStream_t* stream) {
   std::lock_guard lock(runtime().mutex);
@@ -377,8 +375,7 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEve
   return cudaSuccess;
 }
 
-// ---- Memory
-// ----------------------------------------------------------------------------------------------------------
+// ---- Memory ---------------------------------------------------------------------------------------------------------
 
 cudaError_t cudaMalloc(void** p, size_t bytes) { return allocate(p, bytes, true); }
 cudaError_t cudaFree(void* p) { return deallocate(p, true); }
@@ -421,8 +418,7 @@ cudaError_t cudaMemset(void* p, int value, size_t bytes) {
   return status == cudaSuccess ? cudaStreamSynchronize(nullptr) : status;
 }
 
-// ---- Kernels
-// ---------------------------------------------------------------------------------------------------------
+// ---- Kernels --------------------------------------------------------------------------------------------------------
 
 cudaError_t cudaFuncGetName(const char** name, const void* function) {
   std::lock_guard lock(runtime().mutex);

@@ -97,11 +97,17 @@ __global__ void layernorm_backward_kernel(T* __restrict__ dx, float* __restrict_
     }
   }
 
+  using Sums = Packed<float, (pack < 4 ? pack : 4)>;
   float* partial = partials + blockIdx.x * 2 * C;
   for (int64_t p = first; p < packs; p += step)
-    for (int i = 0; i < pack; ++i) {
-      partial[p * pack + i] = dweight[i * packs + p];
-      partial[C + p * pack + i] = dbias[i * packs + p];
+    for (int i = 0; i < pack; i += Sums::size) {
+      Sums dws, dbs;
+      for (int j = 0; j < Sums::size; ++j) {
+        dws.set(j, dweight[(i + j) * packs + p]);
+        dbs.set(j, dbias[(i + j) * packs + p]);
+      }
+      dws.store(partial + p * pack + i);
+      dbs.store(partial + C + p * pack + i);
     }
 }
 
@@ -173,7 +179,7 @@ void layernorm_backward(T* dx, float* dweight, float* dbias, float* partials, co
     if (accumulate_dx == Accumulate::yes) run.template operator()<pack, Accumulate::yes>();
     else run.template operator()<pack, Accumulate::no>();
   };
-  if (rows_fit_packs(C, full_pack<T>, dx, dout, x, weight)) run_packed.template operator()<full_pack<T>>();
+  if (rows_fit_packs(C, full_pack<T>, dx, partials, dout, x, weight)) run_packed.template operator()<full_pack<T>>();
   else run_packed.template operator()<1>();
   constexpr int rows = 8;
   launch(layernorm_add_partials_kernel<rows>, static_cast<unsigned>(ceil_div(2 * C, warp_size)), dim3(warp_size, rows),

@@ -12,7 +12,7 @@ struct Sum {
   static constexpr float neutral = 0;
   __device__ float operator()(float a, float b) const { return a + b; }
 };
-struct Max {
+struct Max {  // passes over NaN
   static constexpr float neutral = -INFINITY;
   __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
