@@ -1,17 +1,9 @@
-// emulator.cpp: fibers, the scheduler of a block's threads, its shared memory and asynchronous copies.
+// emulator.cpp: schedules, and what kernels ask of the machine that runs them.
 #include "cuda_on_cpu/emulator.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <array>
-#include <bit>
-#include <boost/context/detail/fcontext.hpp>
-#include <cstring>
-#include <exception>
-#include <map>
-#include <memory>
-#include <random>
+
+#include "cuda_on_cpu/machine.h"
 
 // Options that the environment (ASAN_OPTIONS, TSAN_OPTIONS) may override. A wrong kernel ends the program at once.
 extern "C" {
@@ -20,520 +12,15 @@ const char* __tsan_default_options() { return "halt_on_error=1:atexit_sleep_ms=0
 }
 
 namespace cuda_on_cpu {
-namespace {
 
-namespace context = boost::context::detail;
+using detail::machine;
+
+namespace {
 
 Schedule the_schedule;
 bool async_copy_used = false;
 
-std::string triple(unsigned x, unsigned y, unsigned z) {
-  return "(" + std::to_string(x) + ", " + std::to_string(y) + ", " + std::to_string(z) + ")";
-}
-std::string at(const Location& where) {
-  return std::string(where.file_name()) + ":" + std::to_string(where.line()) + " in " + where.function_name();
-}
-
-std::byte* map_memory(size_t bytes) {
-  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  return static_cast<std::byte*>(memory);
-}
-
-// AddressSanitizer would keep what it knows of the memory for whoever gets these addresses next.
-void unmap_memory(std::byte* memory, size_t bytes) {
-  unpoison_memory(memory, bytes);
-  munmap(memory, bytes);
-}
-
-// Thrown through a fiber to end it when another one has failed.
-struct Unwind {};
-
-// The stack of one fiber, above a page that faults. Stacks begin at different cache lines: at equal ones, the frames of
-// a thousand fibers would compete for the same sets of the cache.
-class Stack {
- public:
-  explicit Stack(unsigned number)
-      : memory_(map_memory(page + size + page)), top_(memory_ + page + size + number % 63 * 64) {
-    mprotect(memory_, page, PROT_NONE);
-  }
-  ~Stack() { unmap_memory(memory_, page + size + page); }
-  Stack(const Stack&) = delete;
-  Stack& operator=(const Stack&) = delete;
-  std::byte* top() const { return top_; }
-  std::byte* bottom() const { return memory_ + page; }
-  size_t bytes() const { return static_cast<size_t>(top() - bottom()); }
-
- private:
-  static constexpr size_t page = 4096, size = 256 << 10;
-  std::byte *memory_, *top_;
-};
-
-struct PendingCopy {
-  void* to;
-  const void* from;
-  int size, bytes;
-  void complete() const {
-    std::memcpy(to, from, static_cast<size_t>(bytes));
-    std::memset(static_cast<std::byte*>(to) + bytes, 0, static_cast<size_t>(size - bytes));
-  }
-};
-
-enum class State : uint8_t { ready, at_block, at_warp, done };
-
-// A CUDA thread, and the fiber that it runs on. Fibers live on from block to block and from launch to launch.
-struct Thread {
-  explicit Thread(unsigned fiber) : stack(fiber) {}
-
-  Stack stack;
-  context::fcontext_t resume_at = nullptr;
-  void* fake_stack = nullptr;  // AddressSanitizer's
-  void* observer = nullptr;    // ThreadSanitizer's context
-
-  uint3 index{};
-  unsigned number = 0;  // in the block
-  State state = State::done;
-  bool started = false;
-  // What it waits for.
-  const char* what = nullptr;
-  Location where;
-  uint32_t mask = 0;
-  void* record = nullptr;
-
-  unsigned block_meetings = 0, warp_meetings = 0;  // so far; neighbours in time have different sanitizer addresses
-  std::vector<std::vector<PendingCopy>> copies;    // cp.async: committed groups, oldest first; the last one is open
-};
-
-struct SharedArray {
-  const void* key;
-  std::byte* memory;
-  size_t bytes;
-};
-
-// What one host thread needs to run kernels. A fiber never leaves its host thread.
-class Machine {
- public:
-  ~Machine() {
-    if (shared_ != nullptr) unmap_memory(shared_, shared_mapped);
-    for (const auto& thread : fibers_) destroy_context(thread->observer);
-  }
-
-  void run(const Launch& launch);
-  void reseed() { random_.seed(the_schedule.seed); }
-
-  // Called by fibers.
-  Thread& self() { return *running_; }
-  const Launch& launch() const { return *launch_; }
-  const uint3& block_index() const { return block_; }
-  [[noreturn]] void fail(const std::string& what, const std::string& where);
-  void meet_block(const char* what, const Location& where);
-  void meet_warp(const char* what, uint32_t mask, void* record, Exchange exchange, const Location& where);
-  void* shared_memory(const void* key, size_t bytes);
-  bool in_shared(const void* p, size_t bytes) const;
-
-  void sync_warp(uint32_t mask, const Location& where);
-
- private:
-  static constexpr size_t shared_mapped = 1 << 20, redzone = 1024;
-
-  void run_block();
-  void prepare_threads();
-  void prepare_shared();
-  unsigned pick();
-  void resume(Thread& thread);
-  void wait(State state, const char* what, uint32_t mask, void* record, const Location& where);
-  void set_ready(Thread& thread);
-  void set_waiting(Thread& thread, State state);
-  static void fiber_main(context::transfer_t from);
-  [[noreturn]] void report_stuck();
-  std::string describe(const std::vector<const Thread*>& group) const;
-  std::string place() const { return "kernel " + launch_->kernel + ", block " + triple(block_.x, block_.y, block_.z); }
-
-  const Launch* launch_ = nullptr;
-  uint3 block_{};
-  unsigned size_ = 0, unfinished_ = 0, blocks_run_ = 0;
-  std::vector<std::unique_ptr<Thread>> fibers_;
-  std::array<Thread*, max_block_threads> threads_{};      // by their number in the block
-  std::array<uint64_t, max_block_threads / 64> ready_{};  // a bit for each thread
-  std::array<unsigned, max_block_threads / 32> warp_waiting_{};
-  unsigned block_waiting_ = 0, last_ = 0;
-  Thread* running_ = nullptr;
-  std::exception_ptr error_;
-  std::mt19937_64 random_;
-
-  context::fcontext_t scheduler_ = nullptr;
-  void* scheduler_observer_ = nullptr;
-  const void* scheduler_stack_ = nullptr;
-  size_t scheduler_stack_bytes_ = 0;
-
-  std::byte* shared_ = nullptr;
-  size_t shared_used_ = 0, shared_held_ = 0;  // with and without redzones
-  std::vector<SharedArray> arrays_;
-
-  // Addresses that only ThreadSanitizer looks at. Those of a block lie in front of its shared memory and are forgotten
-  // with it, those of a launch are new for each.
-  void* block_sync(unsigned i) { return shared_ + 8 * i; }
-  void* warp_sync(unsigned warp, unsigned i) { return shared_ + 16 + 24 * warp + 8 * i; }
-  struct LaunchSync {
-    uint64_t begin, end;
-  };
-  std::unique_ptr<LaunchSync> launch_sync_;
-};
-
-constinit thread_local Machine* the_machine = nullptr;  // found faster than an object with a destructor
-
-Machine& make_machine() {
-  thread_local std::unique_ptr<Machine> owner;
-  Unobserved unobserved;
-  if (owner == nullptr) {
-    owner = std::make_unique<Machine>();
-    the_machine = owner.get();
-  }
-  return *owner;
-}
-// Not observed: to ThreadSanitizer the variables of a host thread are nothing that its fibers may read.
-__attribute__((no_sanitize("thread"))) Machine& machine() {
-  if (the_machine == nullptr) throw Failure("a function of the device was called outside of any kernel");
-  return *the_machine;
-}
-
-// ---- Fibers ---------------------------------------------------------------------------------------------------------
-
-void Machine::fiber_main(context::transfer_t from) {
-  Machine& machine = *static_cast<Machine*>(from.data);
-  for (;;) {
-#ifdef __SANITIZE_ADDRESS__
-    __sanitizer_finish_switch_fiber(machine.self().fake_stack, &machine.scheduler_stack_,
-                                    &machine.scheduler_stack_bytes_);
-#endif
-    Thread* thread;
-    {
-      Unobserved unobserved;
-      machine.scheduler_ = from.fctx;
-      thread = machine.running_;
-    }
-    acquire(&machine.launch_sync_->begin);
-    std::exception_ptr error;
-    try {
-      machine.launch_->call();
-    } catch (const Unwind&) {
-    } catch (...) {
-      error = std::current_exception();
-    }
-    release(&machine.launch_sync_->end);
-    {
-      Unobserved unobserved;
-      if (error && !machine.error_) machine.error_ = error;
-      error = nullptr;
-      machine.set_waiting(*thread, State::done);
-      --machine.unfinished_;
-    }
-    switch_context(machine.scheduler_observer_);
-#ifdef __SANITIZE_ADDRESS__
-    __sanitizer_start_switch_fiber(&thread->fake_stack, machine.scheduler_stack_, machine.scheduler_stack_bytes_);
-#endif
-    from = context::jump_fcontext(machine.scheduler_, nullptr);
-  }
-}
-
-// From the scheduler to a fiber, and back when that waits or has ended.
-void Machine::resume(Thread& thread) {
-  running_ = &thread;
-  thread.started = true;
-  [[maybe_unused]] void* fake_stack = nullptr;
-#ifdef __SANITIZE_ADDRESS__
-  __sanitizer_start_switch_fiber(&fake_stack, thread.stack.bottom(), thread.stack.bytes());
-#endif
-  switch_context(thread.observer);
-  thread.resume_at = context::jump_fcontext(thread.resume_at, this).fctx;
-#ifdef __SANITIZE_ADDRESS__
-  __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
-#endif
-  running_ = nullptr;
-}
-
-// From a fiber to the scheduler; returns when the thread may go on.
-void Machine::wait(State state, const char* what, uint32_t mask, void* record, const Location& where) {
-  Thread& thread = *running_;
-  thread.what = what;
-  thread.where = where;
-  thread.mask = mask;
-  thread.record = record;
-  if (state != State::ready) set_waiting(thread, state);
-  switch_context(scheduler_observer_);
-#ifdef __SANITIZE_ADDRESS__
-  __sanitizer_start_switch_fiber(&thread.fake_stack, scheduler_stack_, scheduler_stack_bytes_);
-#endif
-  scheduler_ = context::jump_fcontext(scheduler_, nullptr).fctx;
-#ifdef __SANITIZE_ADDRESS__
-  __sanitizer_finish_switch_fiber(thread.fake_stack, &scheduler_stack_, &scheduler_stack_bytes_);
-#endif
-  if (error_) throw Unwind{};
-}
-
-// ---- The scheduler --------------------------------------------------------------------------------------------------
-
-void Machine::set_ready(Thread& thread) {
-  thread.state = State::ready;
-  ready_[thread.number / 64] |= uint64_t{1} << thread.number % 64;
-}
-void Machine::set_waiting(Thread& thread, State state) {
-  thread.state = state;
-  ready_[thread.number / 64] &= ~(uint64_t{1} << thread.number % 64);
-}
-
-// The number of the thread that goes on; size_ if none can.
-unsigned Machine::pick() {
-  const auto up_from = [&](unsigned first) {  // the lowest one that is ready, from `first` on
-    for (unsigned word = first / 64; word < ready_.size(); ++word) {
-      const uint64_t bits = ready_[word] & (word == first / 64 ? ~uint64_t{0} << first % 64 : ~uint64_t{0});
-      if (bits != 0) return word * 64 + static_cast<unsigned>(std::countr_zero(bits));
-    }
-    return size_;
-  };
-  const auto down_from = [&](unsigned last) {  // the highest one, down from `last`
-    for (unsigned word = last / 64 + 1; word-- > 0;) {
-      const uint64_t bits = ready_[word] & (word == last / 64 ? ~uint64_t{0} >> (63 - last % 64) : ~uint64_t{0});
-      if (bits != 0) return word * 64 + 63 - static_cast<unsigned>(std::countl_zero(bits));
-    }
-    return size_;
-  };
-  unsigned next = size_;
-  switch (the_schedule.order) {
-    case Order::forward:
-      if (last_ + 1 < size_) next = up_from(last_ + 1);
-      return next < size_ ? next : up_from(0);
-    case Order::reverse:
-      if (last_ > 0) next = down_from(last_ - 1);
-      return next < size_ ? next : down_from(size_ - 1);
-    case Order::depth_first: return up_from(0);
-    case Order::depth_first_reverse: return down_from(size_ - 1);
-    case Order::random: break;
-  }
-  const unsigned start = static_cast<unsigned>(random_() % size_);
-  next = up_from(start);
-  return next < size_ ? next : up_from(0);
-}
-
-void Machine::run(const Launch& launch) {
-  Unobserved unobserved;
-  launch_ = &launch;
-  size_ = launch.block.x * launch.block.y * launch.block.z;
-  scheduler_observer_ = current_context();
-  while (fibers_.size() < size_) {
-    fibers_.push_back(std::make_unique<Thread>(static_cast<unsigned>(fibers_.size())));
-    Thread& thread = *fibers_.back();
-    thread.resume_at = context::make_fcontext(thread.stack.top(), thread.stack.bytes(), fiber_main);
-    thread.observer = create_context();
-  }
-  launch_sync_ = std::make_unique<LaunchSync>();
-  release(&launch_sync_->begin);
-
-  const uint64_t blocks = uint64_t{launch.grid.x} * launch.grid.y * launch.grid.z;
-  std::vector<uint64_t> order(blocks);
-  for (uint64_t i = 0; i < blocks; ++i) order[i] = i;
-  if (the_schedule.order == Order::reverse || the_schedule.order == Order::depth_first_reverse)
-    std::reverse(order.begin(), order.end());
-  if (the_schedule.order == Order::random) std::shuffle(order.begin(), order.end(), random_);
-  for (const uint64_t i : order) {
-    block_ = {static_cast<unsigned>(i % launch.grid.x), static_cast<unsigned>(i / launch.grid.x % launch.grid.y),
-              static_cast<unsigned>(i / launch.grid.x / launch.grid.y)};
-    run_block();
-  }
-  acquire(&launch_sync_->end);
-  launch_sync_.reset();
-}
-
-void Machine::prepare_threads() {
-  // Each block begins with another fiber: to ThreadSanitizer the same thread of two blocks or launches is not the same.
-  const unsigned shift = blocks_run_++;
-  const dim3& shape = launch_->block;
-  for (unsigned number = 0; number < size_; ++number) {
-    Thread& thread = *fibers_[(number + shift) % size_];
-    threads_[number] = &thread;
-    thread.index = {number % shape.x, number / shape.x % shape.y, number / shape.x / shape.y};
-    thread.number = number;
-    thread.started = false;
-    thread.block_meetings = thread.warp_meetings = 0;
-    thread.copies.assign(1, {});
-    set_ready(thread);
-  }
-  warp_waiting_ = {};
-  block_waiting_ = 0;
-  unfinished_ = size_;
-  last_ = the_schedule.order == Order::forward ? size_ - 1 : 0;
-}
-
-void Machine::run_block() {
-  prepare_threads();
-  prepare_shared();
-  error_ = nullptr;
-  while (unfinished_ > 0 && !error_) {
-    last_ = pick();
-    if (last_ == size_) {
-      try {
-        report_stuck();
-      } catch (...) {
-        error_ = std::current_exception();
-      }
-      break;
-    }
-    resume(*threads_[last_]);
-  }
-  if (!error_) return;
-  for (unsigned number = 0; number < size_; ++number) {  // those under way unwind, the others never begin
-    Thread& thread = *threads_[number];
-    if (thread.state == State::done) continue;
-    if (thread.started) resume(thread);
-    else set_waiting(thread, State::done);
-  }
-  ready_ = {};
-  acquire(&launch_sync_->end);
-  std::exception_ptr error = std::exchange(error_, nullptr);
-  std::rethrow_exception(error);
-}
-
-// ---- Meetings -------------------------------------------------------------------------------------------------------
-
-void Machine::meet_block(const char* what, const Location& where) {
-  Unobserved unobserved;
-  Thread& thread = *running_;
-  void* sync = block_sync(thread.block_meetings++ & 1);
-  release(sync);
-  if (++block_waiting_ == size_) {
-    block_waiting_ = 0;
-    thread.where = where;
-    thread.what = what;
-    thread.state = State::at_block;
-    for (unsigned number = 0; number < size_; ++number)
-      if (threads_[number]->where.line() != where.line() ||
-          std::strcmp(threads_[number]->where.file_name(), where.file_name()) != 0)
-        report_stuck();
-    for (unsigned number = 0; number < size_; ++number) set_ready(*threads_[number]);
-    wait(State::ready, what, 0, nullptr, where);
-  } else {
-    wait(State::at_block, what, 0, nullptr, where);
-  }
-  acquire(sync);
-}
-
-void Machine::meet_warp(const char* what, uint32_t mask, void* record, Exchange exchange, const Location& where) {
-  Unobserved unobserved;
-  Thread& thread = *running_;
-  const unsigned lane = thread.number % 32, first = thread.number - lane;
-  if ((mask >> lane & 1) == 0)
-    cuda_on_cpu::fail(std::string(what) + ": its mask does not name lane " + std::to_string(lane) + ", which calls it",
-                      where);
-  thread.what = what;
-  thread.where = where;
-  thread.mask = mask;
-  thread.record = record;
-  thread.state = State::at_warp;
-  unsigned& waiting = warp_waiting_[first / 32];
-  const unsigned wanted = static_cast<unsigned>(std::popcount(mask));
-  const auto is_here = [&](const Thread& other) {
-    return other.state == State::at_warp && other.mask == mask && other.what == what &&
-           other.where.line() == where.line() && std::strcmp(other.where.file_name(), where.file_name()) == 0;
-  };
-  bool all = ++waiting >= wanted;
-  for (unsigned l = 0; all && l < 32; ++l)
-    if (mask >> l & 1) all = first + l < size_ && is_here(*threads_[first + l]);
-  if (!all) return wait(State::at_warp, what, mask, record, where);
-
-  waiting -= wanted;
-  void* records[32] = {};
-  for (unsigned l = 0; l < 32; ++l)
-    if (mask >> l & 1) records[l] = threads_[first + l]->record;
-  if (exchange != nullptr) exchange(records, mask);
-  for (unsigned l = 0; l < 32; ++l)
-    if (mask >> l & 1) set_ready(*threads_[first + l]);
-  wait(State::ready, what, mask, record, where);
-}
-
-// Meetings that follow each other have different addresses, or a late thread would acquire what an early one did after
-// it.
-void Machine::sync_warp(uint32_t mask, const Location& where) {
-  Thread& thread = *running_;
-  void* sync = warp_sync(thread.number / 32, mask == ~0u ? thread.warp_meetings++ & 1 : 2);
-  release(sync);
-  meet_warp("__syncwarp", mask, nullptr, nullptr, where);
-  acquire(sync);
-}
-
-// ---- Failures -------------------------------------------------------------------------------------------------------
-
-void Machine::fail(const std::string& what, const std::string& where) {
-  const uint3& t = running_->index;
-  throw Failure(place() + ", thread " + triple(t.x, t.y, t.z) + ": " + what + " (" + where + ")");
-}
-
-std::string Machine::describe(const std::vector<const Thread*>& group) const {
-  const Thread& one = *group.front();
-  std::string text = std::to_string(group.size()) + " of " + std::to_string(size_) + " threads, the first is thread " +
-                     triple(one.index.x, one.index.y, one.index.z) + ", ";
-  if (one.state == State::done) return text + "have ended";
-  text += std::string("wait in ") + one.what + " at " + at(one.where);
-  if (one.state != State::at_warp) return text;
-  char mask[16];
-  std::snprintf(mask, sizeof mask, "0x%08x", one.mask);
-  return text + " for the lanes " + mask;
-}
-
-void Machine::report_stuck() {
-  std::map<std::string, std::vector<const Thread*>> groups;
-  for (unsigned number = 0; number < size_; ++number) {
-    const Thread& t = *threads_[number];
-    groups[t.state == State::done ? "" : at(t.where) + std::to_string(t.mask)].push_back(&t);
-  }
-  std::string text = place() + ": divergent barrier, nobody can go on:";
-  for (const auto& [key, group] : groups) text += "\n  " + describe(group);
-  throw Failure(text);
-}
-
-// ---- Shared memory --------------------------------------------------------------------------------------------------
-
-void Machine::prepare_shared() {
-  if (shared_ != nullptr && thread_sanitizer) {  // forgets who used it: another block's threads are no race
-    unmap_memory(shared_, shared_mapped);
-    shared_ = nullptr;
-  }
-  if (shared_ == nullptr) shared_ = map_memory(shared_mapped);
-  poison_memory(shared_, std::max(shared_used_, size_t{1} << 16));
-  arrays_.clear();
-  shared_used_ = redzone;
-  shared_held_ = 0;
-  if (launch_->dynamic_shared > 0) shared_memory(nullptr, launch_->dynamic_shared);
-}
-
-void* Machine::shared_memory(const void* key, size_t bytes) {
-  Unobserved unobserved;
-  for (const SharedArray& array : arrays_)
-    if (array.key == key) return array.memory;
-  shared_held_ += (bytes + 15) / 16 * 16;
-  const size_t fixed = shared_held_ - (launch_->dynamic_shared + 15) / 16 * 16;
-  if (key != nullptr && (fixed > max_static_shared || shared_held_ > max_shared))
-    throw Failure(place() + ": " + std::to_string(fixed) + " bytes of shared arrays and " +
-                  std::to_string(launch_->dynamic_shared) + " dynamic ones; a block has " +
-                  std::to_string(max_static_shared) + " for arrays and " + std::to_string(max_shared) + " in all");
-  std::byte* memory = shared_ + shared_used_;
-  shared_used_ += (bytes + redzone + 127) / 128 * 128;
-  poison_memory(memory, shared_ + shared_used_ - memory);
-  unpoison_memory(memory, bytes);
-  std::memset(memory, 0xff, bytes);
-  arrays_.push_back({key, memory, bytes});
-  return memory;
-}
-
-bool Machine::in_shared(const void* p, size_t bytes) const {
-  const auto* address = static_cast<const std::byte*>(p);
-  return std::any_of(arrays_.begin(), arrays_.end(), [&](const SharedArray& array) {
-    return address >= array.memory && address + bytes <= array.memory + array.bytes;
-  });
-}
-
 }  // namespace
-
-// ---- The interface --------------------------------------------------------------------------------------------------
 
 std::string to_string(const Schedule& schedule) {
   static constexpr const char* orders[] = {"forward", "reverse", "depth first", "depth first, reverse", "random"};
@@ -558,11 +45,11 @@ std::vector<Schedule> all_schedules() {
 void set_schedule(const Schedule& schedule) {
   the_schedule = schedule;
   async_copy_used = false;
-  make_machine().reseed();
+  detail::make_machine().reseed();
 }
 const Schedule& schedule() { return the_schedule; }
 
-void run(const Launch& launch) { make_machine().run(launch); }
+void run(const Launch& launch) { detail::make_machine().run(launch); }
 
 const uint3& thread_index() { return machine().self().index; }
 const uint3& block_index() { return machine().block_index(); }
@@ -570,7 +57,7 @@ const dim3& block_size() { return machine().launch().block; }
 const dim3& grid_size() { return machine().launch().grid; }
 unsigned lane() { return machine().self().number % 32; }
 
-void fail(const std::string& what, const Location& where) { machine().fail(what, at(where)); }
+void fail(const std::string& what, const Location& where) { machine().fail(what, detail::at(where)); }
 void meet_block(const char* what, const Location& where) { machine().meet_block(what, where); }
 void meet_warp(const char* what, uint32_t mask, void* record, Exchange exchange, const Location& where) {
   machine().meet_warp(what, mask, record, exchange, where);
@@ -590,7 +77,7 @@ void async_copy(void* to, const void* from, int size, int bytes, const Location&
     fail("cp.async: what it writes is not inside one array of shared memory", where);
   if (misaligned(to) || misaligned(from)) fail("cp.async: an address is no multiple of " + std::to_string(size), where);
   if (bytes < 0 || bytes > size) fail("cp.async: " + std::to_string(bytes) + " bytes are asked for", where);
-  const PendingCopy copy{to, from, size, bytes};
+  const detail::PendingCopy copy{to, from, size, bytes};
   if (the_schedule.async_copy == AsyncCopy::eager) copy.complete();
   Unobserved unobserved;
   async_copy_used = true;
@@ -601,7 +88,7 @@ void async_commit() {
   machine().self().copies.emplace_back();
 }
 void async_wait(int groups_left) {
-  std::vector<PendingCopy> due;
+  std::vector<detail::PendingCopy> due;
   {
     Unobserved unobserved;
     auto& groups = machine().self().copies;  // the last one is still open and not waited for
@@ -610,7 +97,7 @@ void async_wait(int groups_left) {
     for (auto group = groups.begin(); group != end; ++group) due.insert(due.end(), group->begin(), group->end());
     groups.erase(groups.begin(), end);
   }
-  for (const PendingCopy& copy : due) copy.complete();
+  for (const detail::PendingCopy& copy : due) copy.complete();
 }
 
 void thread_fence() {
