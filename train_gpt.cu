@@ -11,6 +11,7 @@
 #include "core/options.h"
 #include "core/signals.h"
 #include "train/checkpoint.h"
+#include "train/choices.h"
 #include "train/dataloader.h"
 #include "train/detector.h"
 #include "train/lr_schedule.h"
@@ -170,6 +171,7 @@ struct Job {
   std::map<std::string, std::string> tokenizer_files;  // read once: every checkpoint of a run has the same
   TokenShards train;
   std::optional<TokenShards> val;
+  std::optional<ChoiceSet> choices;
   int64_t samples_per_step, max_steps, val_samples = 0;
   Plan plan;
 
@@ -192,6 +194,11 @@ struct Job {
     if (!o.val_data.empty()) {
       val.emplace(o.val_data, o.seq_len, "--val-data");
       val_samples = o.val_steps > val->samples() / samples_per_step ? val->samples() : o.val_steps * samples_per_step;
+    }
+    if (!o.eval_choices.empty()) {
+      CHECK(val && o.val_every > 0,
+            "--eval-choices is asked with every validation: it needs --val-data and --val-every");
+      choices.emplace(o.eval_choices, *tokenizer, step.model.vocab_size, o.seq_len);
     }
     CHECK(!o.mask_documents || tokenizer->end_of_text() < step.model.vocab_size,
           "--mask-documents: the end of text of --tokenizer {}, {}, is outside the model's vocabulary of {}",
@@ -419,7 +426,16 @@ class Training {
         return host;
       });
     const double loss = sum / static_cast<double>(job_.val_samples * o_.seq_len);
-    log_.val({.step = done_, .loss = loss});
+    std::optional<ChoiceScore> score;
+    if (job_.choices)
+      score = evaluate_choices(run_.trainer, *job_.choices, run_.dp, [&](int64_t m, int64_t count) {
+        poll();
+        log_.progress("multiple choice: micro-batch", m + 1, count);
+      });
+    log_.val({.step = done_,
+              .loss = loss,
+              .choices = score ? std::optional(score->accuracy) : std::nullopt,
+              .choices_normalized = score ? std::optional(score->normalized_accuracy) : std::nullopt});
     if (loss < best_val_) best_val_ = loss, best_step_ = done_;
     validated_ = true;
   }

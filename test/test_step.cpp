@@ -2,25 +2,12 @@
 #include <cstring>
 
 #include "catch2.h"
-#include "train/planner.h"
 #include "train/sample.h"
+#include "train/selftest.h"
 
 using namespace llmc;
 
 namespace {
-
-// A model with awkward sizes: odd vocabulary, odd head size, layers that do not divide.
-ModelConfig awkward_model() {
-  ModelConfig m;
-  m.n_layer = 3;
-  m.n_head = m.n_kv_head = 3;
-  m.head_size = 7;
-  m.n_embd = 21;
-  m.n_ffn = 50;
-  m.vocab_size = 131;
-  m.n_positions = 19;
-  return m;
-}
 
 HostBatch random_batch(const StepConfig& c, int64_t micro_batch, std::string_view stream = "batch") {
   const Philox rng(7, stream);
@@ -76,8 +63,8 @@ bool bitwise_equal(const std::vector<double>& a, const std::vector<double>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(double)) == 0;
 }
 
-StepConfig awkward_step(DType dtype) {
-  return {.model = awkward_model(), .dtype = dtype, .batch = {2, 19}, .micro_batches = 3};
+StepConfig awkward_step(DType dtype, const char* family = "gpt2") {
+  return {.model = selftest::awkward_model(family), .dtype = dtype, .batch = {2, 19}, .micro_batches = 3};
 }
 
 }  // namespace
@@ -105,10 +92,14 @@ TEST_CASE("schedules and chunks are only an order: gpipe, 1f1b, one to three chu
   }
 }
 
-TEST_CASE("recomputation is bitwise; each level needs less memory and more ops than the one before") {
-  for (const DType dtype : {DType::fp32, DType::bf16})
+TEST_CASE("recomputation is bitwise in every family; each level needs less memory and more ops than the one before") {
+  for (const auto& [dtype, family] : {std::pair{DType::fp32, "gpt2"},
+                                      {DType::bf16, "gpt2"},
+                                      {DType::bf16, "llama"},
+                                      {DType::fp32, "qwen2"},
+                                      {DType::bf16, "qwen3"}})
     for (const Schedule schedule : {Schedule::one_f_one_b, Schedule::gpipe}) {
-      StepConfig c = awkward_step(dtype);
+      StepConfig c = awkward_step(dtype, family);
       c.schedule = schedule;
       c.chunks = 2;
       const std::vector<double> reference = Fixture(c).train(2);
@@ -151,7 +142,7 @@ TEST_CASE("the null device plans exactly the memory that the CPU uses") {
   for (const DType dtype : {DType::fp32, DType::bf16})
     for (const Recompute recompute : all_recompute)
       for (const int64_t T : {1, 8, 19}) {
-        StepConfig c = awkward_step(dtype);
+        StepConfig c = awkward_step(dtype, T == 1 ? "llama" : T == 8 ? "gpt2" : "qwen3");
         c.schedule = T == 8 ? Schedule::gpipe : Schedule::one_f_one_b;
         c.recompute = recompute;
         c.batch.T = T;
@@ -162,6 +153,12 @@ TEST_CASE("the null device plans exactly the memory that the CPU uses") {
         std::vector<int32_t> tokens(static_cast<size_t>(T), 5);
         f.trainer.next_token_logits(tokens);
         f.trainer.next_token_logits({tokens.data(), 1});
+        {
+          Trainer::Continuation sequence(f.trainer);
+          sequence.feed(tokens);
+          sequence.restart();
+          for (const int32_t& token : tokens) sequence.feed({&token, 1});
+        }
         REQUIRE(f.arena.high_water() == f.plan.arena_bytes);
         REQUIRE(f.scratch.high_water() == f.plan.scratch_bytes);
         int64_t total = 0;
@@ -200,7 +197,7 @@ TEST_CASE("initial weights depend on seed, name and index alone") {
 TEST_CASE("vocabulary padding stays zero through training") {
   Fixture f(awkward_step(DType::bf16));
   f.train(3);
-  const ModelConfig m = awkward_model();
+  const ModelConfig m = selftest::awkward_model();
   const Tensor wte = f.trainer.state().front().weight("wte.weight");
   REQUIRE(wte.shape[0] == 256);
   for (int64_t i = m.vocab_size * m.n_embd; i < wte.numel(); ++i) REQUIRE(float(wte.data<bf16>()[i]) == 0);

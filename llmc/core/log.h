@@ -46,6 +46,8 @@ struct TrainLine {
 struct ValLine {
   int64_t step;
   double loss;
+  std::optional<double> choices = std::nullopt,
+                        choices_normalized = std::nullopt;  // shares of questions answered right
 };
 
 class Log {
@@ -99,8 +101,15 @@ class Log {
   }
 
   void val(const ValLine& v) {
-    line(formatted("validation at step {} | loss {:.4f} | perplexity {:.3f}", v.step, v.loss, std::exp(v.loss)));
-    write({{"kind", "val"}, {"step", v.step}, {"loss", v.loss}});
+    std::string text =
+        formatted("validation at step {} | loss {:.4f} | perplexity {:.3f}", v.step, v.loss, std::exp(v.loss));
+    nlohmann::ordered_json object = {{"kind", "val"}, {"step", v.step}, {"loss", v.loss}};
+    if (v.choices) {
+      text += formatted(" | choices {:.2f}%, by length {:.2f}%", 100 * *v.choices, 100 * *v.choices_normalized);
+      object.update({{"choices_acc", *v.choices}, {"choices_acc_norm", *v.choices_normalized}});
+    }
+    line(text);
+    write(object);
   }
 
   // A line that the next one overwrites; nothing where stdout is no terminal.

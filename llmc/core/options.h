@@ -44,6 +44,7 @@ struct Options {
   std::optional<double> skip_loss_z, skip_grad_z;  // none: outliers are not skipped
 
   int64_t val_every = 250, val_steps = 20;
+  std::string eval_choices;
   int64_t sample_every = 0, sample_tokens = 256;
   std::string prompt;
   double temperature = 1;
@@ -157,6 +158,8 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--val-every", "-v", o.val_every, at_least(0), free,
         "updates between validations (there is one at the start and one at the end, too); 0: none");
   visit("--val-steps", "-m", o.val_steps, at_least(1), free, "size of a validation, in batches as large as a step's");
+  visit("--eval-choices", "", o.eval_choices, Limits{}, free,
+        "multiple-choice questions to ask with every validation, as data/hellaswag.py writes them; none: no questions");
   visit("--sample-every", "-s", o.sample_every, at_least(0), free, "updates between samples; 0: none");
   visit("--sample-tokens", "-g", o.sample_tokens, at_least(1), free, "tokens in a sample");
   visit("--prompt", "", o.prompt, Limits{}, free, "text that samples begin with");

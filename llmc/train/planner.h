@@ -46,6 +46,7 @@ inline Plan make_plan(const StepConfig& config, int threads) {
   for (int64_t length = 1;; length = std::min(2 * length, config.batch.T)) {
     tokens.resize(static_cast<size_t>(length));
     trainer.next_token_logits(tokens);
+    trainer.evaluate(1, 1, nothing, {}, length);
     if (length == config.batch.T) break;
   }
   Trainer::Continuation sequence(trainer);

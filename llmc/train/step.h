@@ -157,11 +157,12 @@ class Trainer {
   }
 
   // Mean loss over `targets` tokens, forward only; `micro_batches`: of each rank, all ranks do as many. Rows whose
-  // target is -1 do not count.
-  double evaluate(int64_t micro_batches, int64_t targets, const BatchSource& batches,
-                  const RowLosses& row_losses = {}) {
+  // target is -1 do not count. `T`: tokens in a sequence, a power of two below the step's; none: as many as in a step.
+  double evaluate(int64_t micro_batches, int64_t targets, const BatchSource& batches, const RowLosses& row_losses = {},
+                  std::optional<int64_t> T = std::nullopt) {
     row_losses_ = row_losses;
-    interpret(forward_only(config_.chunks, micro_batches), Purpose::evaluate, config_.batch, batches);
+    interpret(forward_only(config_.chunks, micro_batches), Purpose::evaluate,
+              {config_.batch.B, T.value_or(config_.batch.T)}, batches);
     combine();
     context_.compute.synchronize();
     return planning() ? 0 : *loss_.data<double>() / static_cast<double>(targets);

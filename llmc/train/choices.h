@@ -1,0 +1,168 @@
+// choices.h: multiple choice in the manner of HellaSwag (Zellers et al. 2019): of several ways to go on from a context,
+// the one that the model finds likeliest counts as its answer. File format: data/README.md.
+#pragma once
+#include <algorithm>
+#include <fstream>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "train/step.h"
+#include "train/tokenizer.h"
+
+namespace llmc {
+
+// How many questions are answered right; the normalized score divides by the length of the answer's text, as the
+// lm-evaluation-harness does.
+struct ChoiceScore {
+  double accuracy = 0, normalized_accuracy = 0;
+};
+
+class ChoiceSet {
+ public:
+  // Reads and checks the file. T: tokens in a sequence; of a longer context the end is kept.
+  ChoiceSet(const std::string& file, const Tokenizer& tokenizer, int64_t vocab_size, int64_t T) {
+    std::ifstream in(file);
+    CHECK(in, "--eval-choices {}: cannot be read", file);
+    int64_t line_number = 0;
+    for (std::string line; std::getline(in, line);) {
+      const std::string where = formatted("--eval-choices {}, line {}", file, ++line_number);
+      const nlohmann::json json = nlohmann::json::parse(line, nullptr, false);
+      CHECK(json.is_object() && json.contains("choices") && json["choices"].is_array() && json.contains("label"),
+            "{}: expected an object with \"context\", \"choices\" and \"label\"; data/hellaswag.py makes such a file",
+            where);
+      const std::vector<int32_t> context = read_tokens(json.value("context", nlohmann::json()), vocab_size, where);
+      CHECK(!context.empty(), "{}: the context is empty", where);
+      const int64_t count = static_cast<int64_t>(json["choices"].size());
+      CHECK(count >= 2 && json["label"].is_number_integer() && json["label"] >= 0 && json["label"] < count,
+            "{}: label {} of {} choices; expected at least two, and a label among them from 0", where,
+            json["label"].dump(), count);
+      questions_.push_back({static_cast<int64_t>(rows_.size()), count, json["label"].get<int64_t>()});
+      for (const nlohmann::json& choice : json["choices"])
+        add_row(context, read_tokens(choice, vocab_size, where), tokenizer, T, where);
+    }
+    CHECK(!rows_.empty(), "--eval-choices {}: holds no question", file);
+  }
+
+  int64_t questions() const { return static_cast<int64_t>(questions_.size()); }
+  int64_t rows() const { return static_cast<int64_t>(rows_.size()); }
+  // Tokens of the longest row, rounded up to a power of two: the length at which rows are evaluated.
+  int64_t length(int64_t T) const {
+    size_t longest = 0;
+    for (const Row& row : rows_) longest = std::max(longest, row.tokens.size() - 1);
+    return std::min(T, static_cast<int64_t>(std::bit_ceil(longest)));
+  }
+
+  // Rows `first` to first + B as a batch of B x T; only tokens of the choice are targets, rows behind the last have
+  // none.
+  HostBatch batch(int64_t first, int64_t B, int64_t T) const {
+    HostBatch host;
+    for (int64_t b = 0; b < B; ++b) {
+      const Row* row = first + b < rows() ? &rows_[static_cast<size_t>(first + b)] : nullptr;
+      const int64_t inputs = row ? static_cast<int64_t>(row->tokens.size()) - 1 : 0;
+      for (int64_t t = 0; t < T; ++t) {
+        const bool inside = t < inputs, asked = inside && t >= inputs - row->asked;
+        host.tokens.push_back(inside ? row->tokens[static_cast<size_t>(t)] : 0);
+        host.targets.push_back(asked ? row->tokens[static_cast<size_t>(t) + 1] : -1);
+        host.positions.push_back(static_cast<int32_t>(t));
+      }
+    }
+    return host;
+  }
+
+  // losses: of each row, the sum over its choice.
+  ChoiceScore score(std::span<const double> losses) const {
+    int64_t right = 0, right_normalized = 0;
+    for (const Question& q : questions_) {
+      auto best = [&](auto&& cost) {  // the first of equals
+        int64_t least = 0;
+        for (int64_t c = 1; c < q.choices; ++c)
+          if (cost(q.first_row + c) < cost(q.first_row + least)) least = c;
+        return least;
+      };
+      auto loss = [&](int64_t r) { return losses[static_cast<size_t>(r)]; };
+      right += best(loss) == q.label;
+      right_normalized +=
+          best([&](int64_t r) { return loss(r) / rows_[static_cast<size_t>(r)].characters; }) == q.label;
+    }
+    const double n = static_cast<double>(questions());
+    return {static_cast<double>(right) / n, static_cast<double>(right_normalized) / n};
+  }
+
+ private:
+  struct Row {
+    std::vector<int32_t> tokens;  // context and choice
+    int64_t asked;                // tokens of the choice
+    double characters;            // of its text, without the space in front
+  };
+  struct Question {
+    int64_t first_row, choices, label;
+  };
+
+  static std::vector<int32_t> read_tokens(const nlohmann::json& list, int64_t vocab_size, const std::string& where) {
+    CHECK(list.is_array(), "{}: found {}, expected a list of token ids", where, list.dump());
+    std::vector<int32_t> tokens;
+    for (const nlohmann::json& id : list) {
+      CHECK(id.is_number_integer() && id >= 0 && id < vocab_size,
+            "{}: token {} is outside the model's vocabulary of {}; make the file with the model's tokenizer", where,
+            id.dump(), vocab_size);
+      tokens.push_back(id);
+    }
+    return tokens;
+  }
+
+  void add_row(const std::vector<int32_t>& context, const std::vector<int32_t>& choice, const Tokenizer& tokenizer,
+               int64_t T, const std::string& where) {
+    const int64_t asked = static_cast<int64_t>(choice.size());
+    CHECK(asked > 0, "{}: an empty choice", where);
+    CHECK(asked <= T, "{}: a choice of {} tokens does not fit into --seq-len {}: raise it", where, asked, T);
+    Row row{context, asked, 0};
+    row.tokens.insert(row.tokens.end(), choice.begin(), choice.end());
+    if (const int64_t spare = static_cast<int64_t>(row.tokens.size()) - (T + 1); spare > 0)
+      row.tokens.erase(row.tokens.begin(), row.tokens.begin() + spare);
+    const std::string text = tokenizer.decode(choice);
+    int64_t characters = 0;
+    for (const char byte : text) characters += (byte & 0xc0) != 0x80;
+    row.characters = static_cast<double>(std::max<int64_t>(1, characters - text.starts_with(' ')));
+    rows_.push_back(std::move(row));
+  }
+
+  std::vector<Row> rows_;
+  std::vector<Question> questions_;
+};
+
+// Asks all questions, each row once whatever the batch and the layout; all ranks call it. `before`: called before each
+// micro-batch
+template <class Before>
+ChoiceScore evaluate_choices(Trainer& trainer, const ChoiceSet& set, DataParallel& dp, Before&& before) {
+  const int64_t B = trainer.config().batch.B, ranks = dp.ranks(), T = set.length(trainer.config().batch.T);
+  const int64_t micro_batches = ceil_div(set.rows(), B * ranks);
+  auto first_row = [&](int64_t m) { return (m * ranks + dp.rank) * B; };
+  std::vector<double> losses(static_cast<size_t>(micro_batches * ranks * B), 0);
+  trainer.evaluate(
+      micro_batches, 1,
+      [&](int64_t m) {
+        before(m, micro_batches);
+        return set.batch(first_row(m), B, T);
+      },
+      [&](int64_t m, std::span<const float> rows) {
+        for (int64_t b = 0; b < B; ++b)
+          for (int64_t t = 0; t < T; ++t)
+            losses[static_cast<size_t>(first_row(m) + b)] += static_cast<double>(rows[static_cast<size_t>(b * T + t)]);
+      },
+      T);
+  // Each rank has its own rows, zeros elsewhere.
+  const std::string mine(reinterpret_cast<const char*>(losses.data()), losses.size() * sizeof(double));
+  std::vector<double> all(losses.size(), 0);
+  for (const std::string& theirs : dp.control->all_gather_text("choices", mine))
+    for (size_t i = 0; i < all.size(); ++i) {
+      double loss;
+      std::memcpy(&loss, theirs.data() + i * sizeof loss, sizeof loss);
+      all[i] += loss;
+    }
+  return set.score(all);
+}
+
+}  // namespace llmc
