@@ -505,6 +505,7 @@ class Training {
 
   void report_summary() {
     const double steps = static_cast<double>(job_.max_steps - first_), tokens = static_cast<double>(job_.step.tokens());
+    if (done_ == first_) return log_.line("done: only the validation was left");
     log_.table("done", {{"time", formatted("{} in all, {} in training steps", human_duration(seconds_since(begin_)),
                                            human_duration(step_seconds_))},
                         {"throughput", formatted("{:.0f} tokens/s, {:.1f}% MFU", tokens * steps / step_seconds_,
@@ -551,7 +552,10 @@ void run_training(const Options& o, StopCondition::Clock::time_point process_beg
   Log log;
   RunDirectory directory(log, o);
   const std::optional<ResumePoint> resume = directory.resume_point(log, o);
-  if (resume && resume->step >= job.max_steps) {
+  // Stopped behind the last update, a run may still lack its last validation.
+  const bool validation_left =
+      resume && resume->step == job.max_steps && job.val && o.val_every > 0 && !directory.validated(resume->step);
+  if (resume && resume->step >= job.max_steps && !validation_left) {
     log.line(formatted("already complete: {} is at step {} of {}", o.out_dir, resume->step, job.max_steps));
     return report_next_steps(log, o, resume->path, program_invocation_name);
   }

@@ -97,6 +97,21 @@ TEST_CASE("metrics are cut behind the step, whatever stands in their lines") {
   REQUIRE(read_whole(dir / "run/metrics.jsonl") == kept);
 }
 
+TEST_CASE("a run that was stopped between its last update and its last validation does that validation") {
+  const TempDir dir;
+  const std::string options = tiny(dir / "run",
+                                   "--max-steps 3 --val-every 2 --val-steps 4 --keep-best --val-data "
+                                   "test/golden/gpt2_tiny/train.bin");
+  run_well(options);
+  const std::string whole = read_whole(dir / "run/metrics.jsonl"), last = whole.substr(whole.rfind("{\"kind\""));
+  REQUIRE(last.starts_with("{\"kind\":\"val\",\"step\":3,"));
+  std::ofstream(dir / "run/metrics.jsonl") << whole.substr(0, whole.size() - last.size());
+  run_well(options);
+  REQUIRE(read_whole(dir / "run/metrics.jsonl") == whole);
+  REQUIRE(run_program(options).out.find("already complete") != std::string::npos);
+  REQUIRE(read_whole(dir / "run/metrics.jsonl") == whole);
+}
+
 TEST_CASE("--resume takes a checkpoint of its own out directory however it is spelled") {
   const TempDir dir;
   const std::string more = "--max-steps 6 --checkpoint-every 2 ";

@@ -155,28 +155,37 @@ class RunDirectory {
   // Cuts metrics.jsonl behind the lines of `step`, and what is half a line; returns whether a validation of that step
   // is in it.
   bool cut_metrics(int64_t step) const {
-    const std::string file = path_ + "/metrics.jsonl", temporary = path_ + "/.tmp-metrics.jsonl";
-    std::string kept;
-    bool validated = false;
-    if (path_exists(file)) {
-      std::istringstream lines(read_text(file));
-      for (std::string line; std::getline(lines, line);) {
-        const nlohmann::json object = nlohmann::json::parse(line, nullptr, false);
-        const nlohmann::json at = object.is_object() ? object.value("step", nlohmann::json()) : nlohmann::json();
-        if (!at.is_number_integer() || at > step) continue;
-        validated |= at == step && object.value("kind", nlohmann::json()) == "val";
-        kept += line + "\n";
-      }
-    }
-    write_text_durably(temporary, kept);
+    const std::string temporary = path_ + "/.tmp-metrics.jsonl";
+    const Metrics metrics = metrics_until(step);
+    write_text_durably(temporary, metrics.lines);
     std::error_code error;
-    std::filesystem::rename(temporary, file, error);
-    CHECK(!error, "cannot rename {} to {}: {}", temporary, file, error.message());
-    return validated;
+    std::filesystem::rename(temporary, metrics_file(), error);
+    CHECK(!error, "cannot rename {} to {}: {}", temporary, metrics_file(), error.message());
+    return metrics.validated;
   }
+  bool validated(int64_t step) const { return metrics_until(step).validated; }
 
  private:
   std::string run_file() const { return path_ + "/run.json"; }
+  std::string metrics_file() const { return path_ + "/metrics.jsonl"; }
+
+  struct Metrics {
+    std::string lines;       // whole ones, of no later step
+    bool validated = false;  // that very step
+  };
+  Metrics metrics_until(int64_t step) const {
+    Metrics metrics;
+    if (!path_exists(metrics_file())) return metrics;
+    std::istringstream lines(read_text(metrics_file()));
+    for (std::string line; std::getline(lines, line);) {
+      const nlohmann::json object = nlohmann::json::parse(line, nullptr, false);
+      const nlohmann::json at = object.is_object() ? object.value("step", nlohmann::json()) : nlohmann::json();
+      if (!at.is_number_integer() || at > step) continue;
+      metrics.validated |= at == step && object.value("kind", nlohmann::json()) == "val";
+      metrics.lines += line + "\n";
+    }
+    return metrics;
+  }
 
   // An empty file, such as the lock, or one that is gone by now.
   bool nothing_in(const std::string& name) const {
