@@ -45,12 +45,6 @@ inline void wait_without_spinning(char** argv) {
   if (setenv("OMP_WAIT_POLICY", "passive", 1) == 0) execv("/proc/self/exe", argv);  // where that fails, go on as we are
 }
 
-inline std::string host_name() {
-  char name[256] = "unknown host";
-  gethostname(name, sizeof name - 1);
-  return name;
-}
-
 struct Device {
   DeviceKind kind = DeviceKind::cpu;
   int threads = 1;  // of the ops; the null device plans for a CPU with so many

@@ -91,4 +91,10 @@ inline int64_t host_memory(const std::string& root = "") {
   return std::min(bytes, group_limits(root).memory);
 }
 
+inline std::string host_name() {
+  char name[256] = "unknown host";
+  gethostname(name, sizeof name - 1);
+  return name;
+}
+
 }  // namespace llmc
