@@ -99,6 +99,7 @@ inline void read_llama_like(ModelConfig& c, const HfFields& f) {
   if (type != "qwen2") f.expect("attention_bias", false);
   f.expect("mlp_bias", false);
   f.expect("use_sliding_window", false);
+  if (!f.json.contains("use_sliding_window")) f.expect("sliding_window", nullptr);  // in use where it is given
   f.expect("pretraining_tp", 1);
   for (const nlohmann::json& layer : f.get("layer_types", nlohmann::json::array()))
     CHECK(layer == "full_attention", "{}: \"layer_types\" has {}, supported is \"full_attention\"", f.file,
