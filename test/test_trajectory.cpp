@@ -183,6 +183,8 @@ TEST_CASE("bad input is refused with exit status 1, names the culprit, and leave
   write_shard(dir / "large.bin", large);
   std::filesystem::create_directories(dir / "empty");
   std::filesystem::create_directories(dir / "other");
+  std::filesystem::create_directories(dir / "huge");
+  std::ofstream(dir / "huge/config.json") << R"({"model_type": "gpt2", "n_embd": 1000000000000})";
   std::filesystem::create_directories(dir / "yarn");
   std::ofstream(dir / "yarn/config.json")
       << R"({"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 4}})";
@@ -230,6 +232,8 @@ TEST_CASE("bad input is refused with exit status 1, names the culprit, and leave
       {"--model " + (dir / "cut"), "truncated"},
       {"--config /nowhere/file.ini", "/nowhere/file.ini"},
       {"stray", "stray"},
+      {"--prompt \"$(printf 'a\\377')\"", "--prompt: byte 2 is not UTF-8"},
+      {"--model " + (dir / "huge"), "n_embd"},
       {"--generate --model d2", "--model d2"},
   };
   for (const auto& [options, culprit] : cases) {

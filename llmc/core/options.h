@@ -15,6 +15,7 @@
 
 #include "core/check.h"
 #include "core/files.h"
+#include "core/unicode.h"
 
 namespace llmc {
 
@@ -237,7 +238,11 @@ template <class T>
 inline constexpr bool is_optional<std::optional<T>> = true;
 
 // The value that `text` means: all of it, in decimal.
-inline void parse_value(const std::string&, const std::string& text, std::string& field) { field = text; }
+inline void parse_value(const std::string& name, const std::string& text, std::string& field) {
+  const std::optional<size_t> fault = utf8_fault(text);  // it is written into JSON
+  CHECK(!fault, "{}: byte {} is not UTF-8; give the text, or the path, in UTF-8", name, fault.value_or(0) + 1);
+  field = text;
+}
 inline void parse_value(const std::string& name, const std::string& text, bool& field) {
   CHECK(text == "true" || text == "false", "{} '{}': expected true or false", name, text);
   field = text == "true";

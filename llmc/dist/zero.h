@@ -116,11 +116,11 @@ class UnitState {
     }
   }
 
-  // Every parameter, flat and without padding, while the unit is gathered.
-  std::map<std::string, Tensor> whole_weights() const {
+  // Every parameter, flat and without padding, out of the whole unit `weights`: weights(), or a copy of them.
+  std::map<std::string, Tensor> whole_weights(const Tensor& weights) const {
     std::map<std::string, Tensor> all;
     for (size_t i = 0; i < spec_.params.size(); ++i)
-      all.emplace(spec_.params[i].name, weights_.slice(layout_.offsets[i], {spec_.params[i].numel()}));
+      all.emplace(spec_.params[i].name, weights.slice(layout_.offsets[i], {spec_.params[i].numel()}));
     return all;
   }
 

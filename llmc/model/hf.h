@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/safetensors.h"
+#include "device/host_copy.h"
 #include "dist/zero.h"
 #include "model/hf_config.h"
 
@@ -124,7 +125,7 @@ inline int64_t hf_rows(const HfTensor& hf, int64_t part_elements) {
 
 }  // namespace detail
 
-// The bytes of one Hugging Face tensor, in the dtype of the parts, which are whole and flat.
+// The bytes of one Hugging Face tensor, in the dtype of the parts, which are whole and flat and in the host's memory.
 inline std::vector<std::byte> gather_hf(const HfTensor& hf, const std::map<std::string, Tensor>& parts) {
   const int64_t width = size_of(parts.at(hf.parts[0]).dtype);
   std::vector<std::byte> bytes(static_cast<size_t>(TensorInfo{"", DType::fp32, hf.shape}.numel() * width));
@@ -182,7 +183,7 @@ inline std::vector<HfPlace> match_hf_names(const std::vector<std::unique_ptr<Saf
 // What this rank holds of the parts, weights and masters = the Hugging Face tensor `name` of the file, each rounded to
 // its own dtype.
 inline void scatter_hf(const HfTensor& hf, const SafetensorsReader& file, const std::string& name,
-                       const StateTable& table, const std::map<std::string, int64_t>& elements) {
+                       const StateTable& table, const std::map<std::string, int64_t>& elements, Stream& stream) {
   const TensorInfo& info = file.info(name);
   std::vector<std::byte> stored;
   int64_t row = 0;
@@ -193,19 +194,21 @@ inline void scatter_hf(const HfTensor& hf, const SafetensorsReader& file, const 
         stored.resize(static_cast<size_t>(info.bytes()));
         file.read(name, stored.data());
       }
-      auto copy = [&]<class From, class To>(type_tag<From>, type_tag<To>) {
-        for (int64_t i = 0; i < e.tensor.numel(); ++i) {
+      auto copy = [&]<class From, class To>(const Tensor& host, type_tag<From>, type_tag<To>) {
+        for (int64_t i = 0; i < host.numel(); ++i) {
           From value;
           std::memcpy(&value,
                       stored.data() + detail::hf_index(hf, row, e.begin + i) * static_cast<int64_t>(sizeof(From)),
                       sizeof(From));
-          e.tensor.data<To>()[i] = To(static_cast<float>(value));
+          host.data<To>()[i] = To(static_cast<float>(value));
         }
       };
-      with_type(e.tensor.dtype, [&](auto to) {
-        if (info.dtype == DType::fp32) copy(type_tag<float>{}, to);
-        if (info.dtype == DType::bf16) copy(type_tag<bf16>{}, to);
-        if (info.dtype == DType::fp16) copy(type_tag<fp16>{}, to);
+      write_on_host(e.tensor, stream, [&](const Tensor& host) {
+        with_type(host.dtype, [&](auto to) {
+          if (info.dtype == DType::fp32) copy(host, type_tag<float>{}, to);
+          if (info.dtype == DType::bf16) copy(host, type_tag<bf16>{}, to);
+          if (info.dtype == DType::fp16) copy(host, type_tag<fp16>{}, to);
+        });
       });
     }
     row += detail::hf_rows(hf, elements.at(part));

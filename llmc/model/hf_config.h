@@ -30,8 +30,8 @@ struct HfFields {
   }
   int64_t integer(const char* field, const nlohmann::json& fallback) const {
     const nlohmann::json found = get(field, fallback);
-    CHECK(found.is_number_integer() && found > 0 && found < (int64_t{1} << 40),
-          "{}: \"{}\" is {}, expected a positive whole number", file, field, found.dump());
+    CHECK(found.is_number_integer() && found > 0 && found <= (1 << 24),
+          "{}: \"{}\" is {}, expected a whole number from 1 to {}", file, field, found.dump(), 1 << 24);
     return found.get<int64_t>();
   }
   double real(const char* field, const nlohmann::json& fallback) const {

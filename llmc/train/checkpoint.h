@@ -171,7 +171,8 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
     for (size_t u = 0; u < state.size(); ++u)  // one unit gathered, one tensor in host memory at a time
       state.with_whole_unit(u, stream, [&](const UnitState& unit) {
         if (plan.writer[u] != dp.rank) return;
-        const std::map<std::string, Tensor> weights = unit.whole_weights();
+        const HostView whole(unit.weights(), stream);
+        const std::map<std::string, Tensor> weights = unit.whole_weights(whole.tensor());
         for (size_t i = 0; i < plan.tensors.size(); ++i) {
           if (plan.unit[i] != u) continue;
           const std::vector<std::byte> bytes = gather_hf(plan.tensors[i], weights);
@@ -190,7 +191,8 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
       const std::string name = formatted("optimizer-{:05}-of-{:05}.safetensors", dp.shard + 1, owners);
       SafetensorsWriter optimizer(temporary + "/" + name, infos);
       for (const StateEntry& e : table)
-        if (e.kind != StateKind::weight) optimizer.write(e.tensor.bytes, e.tensor.size_bytes());
+        if (e.kind != StateKind::weight)
+          optimizer.write(HostView(e.tensor, stream).tensor().bytes, e.tensor.size_bytes());
       files[name] = optimizer.finish().to_json();
     }
 
@@ -266,7 +268,8 @@ inline void load_weights(const std::vector<std::string>& paths, const ModelConfi
   std::map<std::string, int64_t> elements;
   for (size_t u = 0; u < state.size(); ++u)
     for (const ParamSpec& p : state.unit(u).spec().params) elements[p.name] = p.numel();
-  for (size_t i = 0; i < tensors.size(); ++i) scatter_hf(tensors[i], *places[i].file, places[i].name, table, elements);
+  for (size_t i = 0; i < tensors.size(); ++i)
+    scatter_hf(tensors[i], *places[i].file, places[i].name, table, elements, stream);
 }
 
 inline void load_model(const std::string& directory, const ModelConfig& config, const ModelState& state,
@@ -312,7 +315,8 @@ inline void load_checkpoint(const std::string& path, const ModelConfig& config, 
     for (const Slice& s : slices[formatted("{}:{}", e.param->name, e.kind)]) {
       const int64_t from = std::max(s.begin, e.begin), to = std::min(s.end, end);
       if (from >= to) continue;
-      s.file->read(s.name, e.tensor.slice(from - e.begin, {to - from}).bytes, from - s.begin, to - from);
+      write_on_host(e.tensor.slice(from - e.begin, {to - from}), stream,
+                    [&](const Tensor& host) { s.file->read(s.name, host.bytes, from - s.begin, to - from); });
       filled += to - from;
     }
     CHECK(filled == e.tensor.numel(), "{}: {} of {} has {} of {} elements; it was made by another kind of training",

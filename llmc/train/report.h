@@ -158,6 +158,9 @@ inline void report_header(Log& log, const Options& o, const Device& device, cons
     log.table("ranks, threads of this process", who);
   }
   log.table(o.local_ranks == 1 ? "memory" : "memory of a rank", detail::memory_rows(plan));
+  if (o.local_ranks > device.threads)
+    log.line(formatted("notice: {} ranks share {} processors: right for tests and for learning, slower than one rank",
+                       o.local_ranks, device.threads));
   if (o.dtype == "bf16" && !cpu::bf16_is_native())
     log.line("notice: no bf16 products in this processor or this build: they are widened to fp32, right but slow");
 }

@@ -70,13 +70,14 @@ struct Outcome {
 
 // Every rank's slices into whole tensors; where two ranks hold the same elements they must be the same.
 inline void collect(std::map<std::string, std::vector<float>>& whole, std::string& fault, const StateTable& table,
-                    int rank) {
+                    int rank, Stream& stream) {
   for (const StateEntry& e : table) {
     if (e.kind != StateKind::weight) continue;
     std::vector<float>& to = whole[e.param->name];
     to.resize(static_cast<size_t>(e.param->numel()), std::numeric_limits<float>::infinity());  // nobody's so far
+    const HostView held(e.tensor, stream);
     with_type(e.tensor.dtype, [&](auto tag) {
-      const auto* from = e.tensor.data<typename decltype(tag)::type>();
+      const auto* from = held.data<typename decltype(tag)::type>();
       for (int64_t i = 0; i < e.tensor.numel(); ++i) {
         float& element = to[static_cast<size_t>(e.begin + i)];
         const float value = static_cast<float>(from[i]);
@@ -113,7 +114,7 @@ inline Outcome run_layout(const StepConfig& step) {
     run.stream.synchronize();
     {
       std::lock_guard lock(mutex);
-      collect(outcome.gradients, outcome.fault, run.trainer.state().gradient_table(), rank);
+      collect(outcome.gradients, outcome.fault, run.trainer.state().gradient_table(), rank, run.stream);
     }
     for (int s = 1; s <= steps; ++s) {
       // An epsilon as large as the gradients: the update is smooth, and shows an error in proportion.
@@ -123,7 +124,7 @@ inline Outcome run_layout(const StepConfig& step) {
       if (rank == 0) outcome.losses.push_back(r.loss), outcome.norms.push_back(r.grad_norm);
     }
     std::lock_guard lock(mutex);
-    collect(outcome.weights, outcome.fault, run.trainer.state().state_table(), rank);
+    collect(outcome.weights, outcome.fault, run.trainer.state().state_table(), rank, run.stream);
   });
   return outcome;
 }

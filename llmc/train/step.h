@@ -11,6 +11,7 @@
 #include <span>
 #include <vector>
 
+#include "device/host_copy.h"
 #include "dist/schedule.h"
 #include "model/transformer.h"
 
@@ -42,13 +43,14 @@ struct HostBatch {
   std::vector<int32_t> tokens, targets, positions;
 };
 
-inline bool all_finite(const Tensor& t) {
+inline bool all_finite(const Tensor& tensor, Stream& stream) {
   bool finite = true;
-  if (t.dtype == DType::int32) return finite;
-  with_type(t.dtype, [&](auto tag) {
+  if (tensor.dtype == DType::int32) return finite;
+  const HostView t(tensor, stream);
+  with_type(tensor.dtype, [&](auto tag) {
     using X = typename decltype(tag)::type;
     const X* x = t.data<X>();
-    for (int64_t i = 0; i < t.numel() && finite; ++i) finite = std::isfinite(static_cast<double>(x[i]));
+    for (int64_t i = 0; i < tensor.numel() && finite; ++i) finite = std::isfinite(static_cast<double>(x[i]));
   });
   return finite;
 }
@@ -117,8 +119,9 @@ class Trainer {
     dp_.reduce_stream.synchronize();  // their errors too
     dp_.gather_stream.synchronize();
     if (planning()) return {0, 0, true};
-    const double* control = control_.data<double>();
-    return {*loss_.data<double>() / static_cast<double>(config_.tokens()), control[0], control[2] != 0};
+    const HostView loss(loss_, stream), control(control_, stream);
+    return {*loss.data<double>() / static_cast<double>(config_.tokens()), control.data<double>()[0],
+            control.data<double>()[2] != 0};
   }
 
   // Gradients of the mean loss of the whole step, summed over the ranks, left in state(). Public for tests.
@@ -134,7 +137,7 @@ class Trainer {
     stream.synchronize();
     std::optional<NotFinite> found;
     for (const StateEntry& e : state_.state_table())
-      if (!found && !all_finite(e.tensor))
+      if (!found && !all_finite(e.tensor, stream))
         found = NotFinite{e.param->name, formatted("{}, before the step", e.kind), "", -1, {}};
     // Where one rank's state is bad already, no rank does the step again.
     for (const std::string& bad : dp_.control->all_gather_text("bad state", found ? "yes" : ""))
@@ -144,12 +147,12 @@ class Trainer {
       ~Inspection() { stream.set_inspector(nullptr); }
     } inspection{stream};
     stream.set_inspector([&, this](const char* op, const Tensor& t) {
-      if (found || all_finite(t)) return;
+      if (found || all_finite(t, stream)) return;
       found = NotFinite{t.name, op, place_.what, place_.micro_batch, {}};
       const int64_t B = config_.batch.B, each = t.numel() / B;  // elements of a sequence, where it is of sequences
       if (is_gradient(t) || t.numel() < config_.batch.rows()) return;
       for (int64_t b = 0; b < B; ++b)
-        if (!all_finite(t.slice(b * each, {each}))) found->sequences.push_back(b);
+        if (!all_finite(t.slice(b * each, {each}), stream)) found->sequences.push_back(b);
     });
     accumulate_gradients(batches);
     stream.synchronize();
@@ -165,7 +168,7 @@ class Trainer {
               {config_.batch.B, T.value_or(config_.batch.T)}, batches);
     combine();
     context_.compute.synchronize();
-    return planning() ? 0 : *loss_.data<double>() / static_cast<double>(targets);
+    return planning() ? 0 : *HostView(loss_, context_.compute).data<double>() / static_cast<double>(targets);
   }
 
   // A sequence that grows: the keys and values of its tokens are kept, so that each token is computed once. The caches
@@ -315,7 +318,7 @@ class Trainer {
       const Chunk& chunk = chunks_[static_cast<size_t>(action.chunk)];
       place_.micro_batch = action.micro_batch;
       if (action.kind == ActionKind::forward) {
-        if (chunk.has_embedding) upload(slot.inputs, batches(action.micro_batch));
+        if (chunk.has_embedding) upload_batch(slot.inputs, batches(action.micro_batch));
         forward(action.chunk, slot, shape, purpose, action.micro_batch);
       } else {
         backward(action.chunk, slot, shape, action.micro_batch + 1 == config_.micro_batches);
@@ -356,17 +359,10 @@ class Trainer {
     return uses;
   }
 
-  void upload(const MicroBatch& to, HostBatch from) {
-    if (planning()) return;
-    context_.compute.enqueue([to, from = std::move(from)] {
-      auto copy_rows = [](const Tensor& t, const std::vector<int32_t>& rows) {
-        CHECK(static_cast<int64_t>(rows.size()) == t.numel());
-        std::memcpy(t.bytes, rows.data(), static_cast<size_t>(t.size_bytes()));
-      };
-      copy_rows(to.tokens, from.tokens);
-      copy_rows(to.targets, from.targets);
-      copy_rows(to.positions, from.positions);
-    });
+  void upload_batch(const MicroBatch& to, HostBatch from) {
+    upload(to.tokens, std::move(from.tokens), context_.compute);
+    upload(to.targets, std::move(from.targets), context_.compute);
+    upload(to.positions, std::move(from.positions), context_.compute);
   }
 
   // The residual stream that enters block `l` of a chunk: the embedding, the block before, or the chunk before.
@@ -465,15 +461,8 @@ class Trainer {
   }
 
   void report_rows(const Tensor& losses, int64_t micro_batch) {
-    if (planning()) return;
-    context_.compute.enqueue([this, losses, micro_batch] {
-      std::vector<float> host(static_cast<size_t>(losses.numel()));
-      with_type(losses.dtype, [&](auto tag) {
-        const auto* from = losses.data<typename decltype(tag)::type>();
-        for (size_t i = 0; i < host.size(); ++i) host[i] = static_cast<float>(from[i]);
-      });
-      row_losses_(micro_batch, host);
-    });
+    download(losses, context_.compute,
+             [this, micro_batch](const std::vector<float>& host) { row_losses_(micro_batch, host); });
   }
 
   // Adds the losses to the step's sum; with Gradient::yes the logits become the gradient of the step's mean loss.
@@ -489,13 +478,8 @@ class Trainer {
     const int64_t C = config_.model.n_embd;
     const HeadActivations head(config_.model, 1, config_.dtype, context_.arena);
     head_forward(head, x.slice(logits_row_ * C, {1, C}), head_state, embedding, config_.model, context_.compute);
-    host_logits_.resize(static_cast<size_t>(config_.model.vocab_size));
-    context_.compute.enqueue([this, logits = head.logits] {
-      with_type(logits.dtype, [&](auto tag) {
-        const auto* row = logits.data<typename decltype(tag)::type>();
-        for (size_t v = 0; v < host_logits_.size(); ++v) host_logits_[v] = static_cast<float>(row[v]);
-      });
-    });
+    download(head.logits.slice(0, {config_.model.vocab_size}), context_.compute,
+             [this](std::vector<float> host) { host_logits_ = std::move(host); });
   }
 
   StepConfig config_;
