@@ -66,6 +66,7 @@ StepConfig choose_step(const Options& o) {
                   .schedule = schedule_from_name(o.schedule),
                   .recompute = recompute_from_name(o.recompute),
                   .zero = choose_layout(o),
+                  .generates = o.sample_every > 0,
                   .documents = o.mask_documents ? Documents::apart : Documents::together};
   CHECK(o.seq_len <= step.model.n_positions, "--seq-len {} exceeds the {} positions of --model {}: use at most {}",
         o.seq_len, step.model.n_positions, o.model, step.model.n_positions);
@@ -172,6 +173,7 @@ struct Job {
   TokenShards train;
   std::optional<TokenShards> val;
   std::optional<ChoiceSet> choices;
+  std::optional<int32_t> document_end;  // the token behind which --mask-documents begins a document
   int64_t samples_per_step, max_steps, val_samples = 0;
   Plan plan;
 
@@ -198,16 +200,28 @@ struct Job {
     if (!o.eval_choices.empty()) {
       CHECK(val && o.val_every > 0,
             "--eval-choices is asked with every validation: it needs --val-data and --val-every");
-      choices.emplace(o.eval_choices, *tokenizer, step.model.vocab_size, o.seq_len);
+      choices.emplace(o.eval_choices, step.model.vocab_size, o.seq_len);
     }
-    CHECK(!o.mask_documents || tokenizer->end_of_text() < step.model.vocab_size,
-          "--mask-documents: the end of text of --tokenizer {}, {}, is outside the model's vocabulary of {}",
-          o.tokenizer, tokenizer->end_of_text(), step.model.vocab_size);
+    if (o.mask_documents) document_end = choose_document_end();
     CHECK(!o.keep_best || (val && o.val_every > 0), "--keep-best needs --val-data and --val-every");
     plan = make_plan(step, rank_device.threads);
     // What a checkpoint records may take less.
     if (o.resume == "never" || (o.resume == "auto" && checkpoint_steps(o.out_dir).empty()))
       require_memory(o, step, plan, rank_device.threads);
+  }
+
+  // Without a tokenizer that says so, the end of text is that of the vocabulary, where its size tells which it is.
+  int32_t choose_document_end() const {
+    const bool guessed = options.tokenizer == "auto" && tokenizer_files.empty();
+    const std::optional<int64_t> known = end_of_text_of(step.model.vocab_size);
+    CHECK(!guessed || known,
+          "--mask-documents needs the end of text of a vocabulary of {}: give the data's --tokenizer",
+          step.model.vocab_size);
+    const int64_t end = guessed ? *known : tokenizer->end_of_text();
+    CHECK(end < step.model.vocab_size,
+          "--mask-documents: the end of text of --tokenizer {}, {}, is outside the model's vocabulary of {}",
+          options.tokenizer, end, step.model.vocab_size);
+    return static_cast<int32_t>(end);
   }
 
   // Where --grad-reduce is auto, gradients go on being reduced as they were, because the other way rounds otherwise; if
@@ -257,7 +271,7 @@ class Training {
       validated_ = directory.cut_metrics(done_);
       log.open_metrics(o_.out_dir);
       report_header(log, o_, job.device, job.step, job.max_steps, job.train, job.val ? &*job.val : nullptr, job.plan,
-                    peak_);
+                    peak_, job_.document_end);
     }
     validated_ = !run_.dp.control->all_gather_text("validated", validated_ ? "yes" : "")[0].empty();
     if (resume) log.line(formatted("resuming behind step {} from {}", done_, resume->path));
@@ -283,10 +297,8 @@ class Training {
 
  private:
   DataLoader::Config loader_config(bool shuffle) const {
-    return {.seed = seed(),
-            .shuffle = shuffle,
-            .vocab_size = job_.step.model.vocab_size,
-            .end_of_text = o_.mask_documents ? std::optional(job_.tokenizer->end_of_text()) : std::nullopt};
+    return {
+        .seed = seed(), .shuffle = shuffle, .vocab_size = job_.step.model.vocab_size, .end_of_text = job_.document_end};
   }
   uint64_t seed() const { return static_cast<uint64_t>(o_.seed); }
 
@@ -435,7 +447,7 @@ class Training {
     log_.val({.step = done_,
               .loss = loss,
               .choices = score ? std::optional(score->accuracy) : std::nullopt,
-              .choices_normalized = score ? std::optional(score->normalized_accuracy) : std::nullopt});
+              .choices_normalized = score ? score->normalized_accuracy : std::nullopt});
     if (loss < best_val_) best_val_ = loss, best_step_ = done_;
     validated_ = true;
   }
@@ -460,21 +472,23 @@ class Training {
     log_.sync_metrics();  // what a resumed run finds in front of it
     nlohmann::ordered_json best;
     if (std::isfinite(best_val_)) best = {{"step", best_step_}, {"loss", best_val_}};
-    checkpoint_ = write_checkpoint(o_.out_dir, done_, job_.step.model, run_.trainer.state(), job_.step.dtype,
-                                   {{"format", 1},
-                                    {"step", done_},
-                                    {"tokens", done_ * job_.step.tokens()},
-                                    {"tokens_per_step", job_.step.tokens()},
-                                    {"data_cursor", done_ * job_.samples_per_step},
-                                    {"data_samples", job_.train.samples()},
-                                    {"seq_len", o_.seq_len},
-                                    {"seed", o_.seed},
-                                    {"best_validation", best},
-                                    {"detectors", {{"loss", losses_.values()}, {"grad_norm", norms_.values()}}},
-                                    {"choices", {{"grad_reduce", name_of(job_.step.zero.grad_reduce)}}},
-                                    {"layout", detail::layout_text(job_.step.zero)},
-                                    {"options", options_json(o_)}},
-                                   run_.stream, job_.tokenizer_files);
+    checkpoint_ = write_checkpoint(
+        o_.out_dir, done_, job_.step.model, run_.trainer.state(), job_.step.dtype,
+        {{"format", 1},
+         {"step", done_},
+         {"tokens", done_ * job_.step.tokens()},
+         {"tokens_per_step", job_.step.tokens()},
+         {"data_cursor", done_ * job_.samples_per_step},
+         {"data_samples", job_.train.samples()},
+         {"seq_len", o_.seq_len},
+         {"document_end", job_.document_end ? nlohmann::ordered_json(*job_.document_end) : nlohmann::ordered_json()},
+         {"seed", o_.seed},
+         {"best_validation", best},
+         {"detectors", {{"loss", losses_.values()}, {"grad_norm", norms_.values()}}},
+         {"choices", {{"grad_reduce", name_of(job_.step.zero.grad_reduce)}}},
+         {"layout", detail::layout_text(job_.step.zero)},
+         {"options", options_json(o_)}},
+        run_.stream, job_.tokenizer_files);
     stop_.saved(seconds_since(begin));
     log_.line("checkpoint: " + checkpoint_);
   }
@@ -486,7 +500,19 @@ class Training {
       CHECK(then == now, "{}: \"{}\" is {}, and is {} in this run: {}", file, field, then.dump(), now, what);
     };
     expect("step", from.step, "the directory was renamed");
-    expect("tokens_per_step", job_.step.tokens(), "give the same --total-batch-size");
+    expect("tokens_per_step", job_.step.tokens(), "give the former as --total-batch-size");
+    if (job_.document_end)
+      expect("document_end", *job_.document_end,
+             "--mask-documents needs the same end of text: give the same --tokenizer");
+    const nlohmann::json before = config_to_hf(
+                             config_from_hf(read_json(from.path + "/config.json"), from.path + "/config.json"),
+                             job_.step.dtype),
+                         now = config_to_hf(job_.step.model, job_.step.dtype);
+    for (const auto& [field, value] : before.items())
+      CHECK(now.value(field, nlohmann::json()) == value,
+            "{}/config.json: \"{}\" is {}, and is {} in --model {} now: {}", from.path, field, value.dump(),
+            now.value(field, nlohmann::json()).dump(), o_.model,
+            "the model's directory has changed; --resume never and another --out-dir begin anew");
     expect("data_samples", job_.train.samples(), "--train-data has changed");
     expect("data_cursor", from.step * job_.samples_per_step, "the checkpoint is damaged, or of another program");
     load_checkpoint(from.path, job_.step.model, run_.trainer.state(), run_.stream);

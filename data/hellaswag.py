@@ -82,7 +82,7 @@ def tokenize(path, tokenizer, out):
                 choices = [choice for _, choice in pairs]
                 if not all(choices):
                     raise DataError(f"{where}: an ending has no tokens: {endings}; correct the line or take it out")
-                row = {"context": pairs[0][0], "choices": choices, "label": label}
+                row = {"context": pairs[0][0], "choices": choices, "lengths": [len(e) for e in endings], "label": label}
                 file.write(json.dumps(row, separators=(",", ":")) + "\n")
                 questions += 1
                 tokens += len(row["context"]) + sum(map(len, choices))

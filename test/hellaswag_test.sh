@@ -31,7 +31,8 @@ cat >"$dir/show.py" <<'PY'
 import json, sys
 for line in open(sys.argv[1]):
     row = json.loads(line)
-    assert list(row) == ["context", "choices", "label"], row
+    assert list(row) == ["context", "choices", "lengths", "label"], row
+    assert len(row["lengths"]) == len(row["choices"]) and min(row["lengths"]) > 0, row
     texts = [bytes(ids).decode() for ids in [row["context"], *row["choices"]]]
     print("|".join([*texts, str(row["label"])]))
 PY

@@ -1,6 +1,7 @@
 // Llama, Qwen2.5, Qwen3 and SmolLM2 as transformers has them (golden/families): logits, training, documents, files; the
 // key-value cache; multiple choice.
 #include <nlohmann/json.hpp>
+#include <tuple>
 
 #include "catch2.h"
 #include "core/safetensors.h"
@@ -243,21 +244,24 @@ TEST_CASE("multiple choice: exact for any batch and layout, and what adding up b
   struct Question {
     std::vector<int32_t> context;
     std::vector<std::vector<int32_t>> choices;
+    std::vector<int64_t> lengths;
     int64_t label;
   };
   std::vector<Question> questions;
   for (size_t i = 0; i < 13; ++i) {
-    Question q{words(1 + i % 9), {}, static_cast<int64_t>(i % 3)};
-    for (size_t c = 0; c < 3 + i % 2; ++c) q.choices.push_back(words(1 + (i + c) % 5));
-    out << json{{"context", q.context}, {"choices", q.choices}, {"label", q.label}} << "\n";
+    Question q{words(1 + i % 9), {}, {}, static_cast<int64_t>(i % 3)};
+    for (size_t c = 0; c < 3 + i % 2; ++c) {
+      q.choices.push_back(words(1 + (i + c) % 5));
+      q.lengths.push_back(static_cast<int64_t>(3 + (5 * i + 7 * c) % 11));
+    }
+    out << json{{"context", q.context}, {"choices", q.choices}, {"lengths", q.lengths}, {"label", q.label}} << "\n";
     questions.push_back(q);
   }
   out.close();
   const ModelConfig model = selftest::awkward_model("qwen3");
-  const ByteTokenizer bytes;
-  const ChoiceSet set(dir / "questions.jsonl", bytes, model.vocab_size, 19);
+  const ChoiceSet set(dir / "questions.jsonl", model.vocab_size, 19);
   REQUIRE(set.questions() == 13);
-  ChoiceScore by_hand;
+  ChoiceScore by_hand{0, 0.0};
   {
     const StepConfig config{.model = model, .batch = {1, 19}};
     World world{Mesh()};
@@ -272,15 +276,14 @@ TEST_CASE("multiple choice: exact for any batch and layout, and what adding up b
           loss += loss_of(run.trainer.next_token_logits(seen), token);
           seen.push_back(token);
         }
-        const double space = choice[0] == ' ' ? 1 : 0;
         sums.push_back(loss);
-        means.push_back(loss / std::max(1.0, static_cast<double>(choice.size()) - space));
+        means.push_back(loss / static_cast<double>(q.lengths[means.size()]));
       }
       auto right = [&](const std::vector<double>& costs) {
         return std::min_element(costs.begin(), costs.end()) - costs.begin() == q.label ? 1.0 / 13 : 0;
       };
       by_hand.accuracy += right(sums);
-      by_hand.normalized_accuracy += right(means);
+      *by_hand.normalized_accuracy += right(means);
     }
   }
   for (const auto& [ranks, B] : {std::pair{1, 1}, {1, 5}, {2, 2}, {3, 4}}) {
@@ -294,14 +297,14 @@ TEST_CASE("multiple choice: exact for any batch and layout, and what adding up b
       init_weights(run.trainer.state(), 5, run.stream);
       const ChoiceScore score = evaluate_choices(run.trainer, set, run.dp, [](int64_t, int64_t) {});
       if (std::abs(score.accuracy - by_hand.accuracy) > 1e-9 ||
-          std::abs(score.normalized_accuracy - by_hand.normalized_accuracy) > 1e-9)
+          std::abs(score.normalized_accuracy.value() - *by_hand.normalized_accuracy) > 1e-9)
         throw Error(formatted("{} and {} by rank {} of {}, {} and {} by hand", score.accuracy,
-                              score.normalized_accuracy, rank, ranks, by_hand.accuracy, by_hand.normalized_accuracy));
+                              *score.normalized_accuracy, rank, ranks, by_hand.accuracy, *by_hand.normalized_accuracy));
     });
   }
   auto refused = [&](const std::string& line, const std::string& part) {
     std::ofstream(dir / "bad.jsonl") << line << "\n";
-    REQUIRE_ERROR(ChoiceSet(dir / "bad.jsonl", bytes, model.vocab_size, 19), part);
+    REQUIRE_ERROR(ChoiceSet(dir / "bad.jsonl", model.vocab_size, 19), part);
   };
   refused("not json", "line 1");
   refused(R"({"context": [1], "choices": [[1], [2]], "label": 2})", "label 2 of 2");
@@ -309,4 +312,111 @@ TEST_CASE("multiple choice: exact for any batch and layout, and what adding up b
   refused(R"({"context": [1], "choices": [[1], [131]], "label": 0})", "token 131");
   refused(R"({"context": [1], "choices": [[1], []], "label": 0})", "empty choice");
   refused("", "expected an object");
+}
+
+TEST_CASE("a field of config.json that would be computed otherwise is refused by name") {
+  for (const auto& [family, field, value, part] :
+       {std::tuple<std::string, std::string, json, std::string>{"llama3_tiny", "attention_bias", true,
+                                                                "attention_bias"},
+        {"llama3_tiny", "mlp_bias", true, "mlp_bias"},
+        {"llama3_tiny", "hidden_act", "gelu", "hidden_act"},
+        {"llama3_tiny", "attention_dropout", 0.1, "attention_dropout"},
+        {"llama3_tiny", "sliding_window", 8, "sliding_window"},
+        {"llama3_tiny", "partial_rotary_factor", 0.5, "partial_rotary_factor"},
+        {"llama3_tiny", "original_max_position_embeddings", 20, "original_max_position_embeddings"},
+        {"llama3_tiny", "rope_parameters", {{"rope_type", "default"}, {"rope_theta", 1e4}}, "keep one of them"},
+        {"llama3_tiny", "rope_scaling", {{"rope_type", "llama3"}, {"factor", 8.0}}, "low_freq_factor"},
+        {"llama2_tiny", "rope_scaling", {{"type", "linear"}, {"factor", 2.0}}, "keep one of them"},
+        {"smollm2_tiny", "rope_scaling", {{"type", "linear"}, {"factor", 2.0}}, "linear"},
+        {"smollm2_tiny", "rope_scaling", {{"full_attention", {{"rope_theta", 77}}}}, "full_attention"},
+        {"smollm2_tiny", "rope_scaling", json::array(), "rope_scaling"},
+        {"qwen3_tiny", "layer_types", {"full_attention", "sliding_attention"}, "sliding_attention"},
+        {"qwen3_tiny", "use_sliding_window", true, "use_sliding_window"},
+        {"qwen3_tiny", "head_dim", int64_t{1} << 33, "head_dim"},
+        {"qwen2_tiny", "quantization_config", {{"bits", 4}}, "quantization_config"},
+        {"qwen2_tiny", "rms_norm_eps", 1e300, "rms_norm_eps"},
+        {"qwen2_tiny", "num_key_value_heads", 5, "num_key_value_heads"},
+        {"qwen2_tiny", "model_type", "qwen2_moe", "qwen2_moe"}}) {
+    json config = json::parse(read_whole(folder_of(family) + "/config.json"));
+    config_from_hf(config, "config.json");  // as it is, it is read
+    config[field] = value;
+    INFO(family << ": " << field << " " << value.dump());
+    REQUIRE_ERROR(config_from_hf(config, "config.json"), part);
+  }
+}
+
+TEST_CASE("a tied model whose file has another head is refused; the same head is passed over") {
+  const std::string folder = folder_of("smollm2_tiny");
+  const ModelConfig config = resolve_model(folder, {});
+  REQUIRE(config.tied);
+  for (const bool same : {true, false}) {
+    const TempDir dir;
+    const SafetensorsReader from(folder + "/model.safetensors");
+    std::vector<TensorInfo> infos;
+    for (const std::string& name : from.names()) infos.push_back(from.info(name));
+    infos.push_back({"lm_head.weight", DType::fp32, {config.vocab_size, config.n_embd}});
+    SafetensorsWriter to(dir / "model.safetensors", infos);
+    for (const TensorInfo& info : infos) {
+      const bool head = info.name == "lm_head.weight";
+      auto values = read_tensor<float>(folder + "/model.safetensors", head ? "model.embed_tokens.weight" : info.name);
+      if (head && !same) values[7] += 1;
+      to.write(values.data(), info.bytes());
+    }
+    to.finish();
+    const StepConfig step{.model = config, .batch = {1, 8}};
+    World world{Mesh()};
+    Run run(step, make_plan(step, 1), {DeviceKind::cpu, 1}, world, 0);
+    if (same) load_model(dir.path(), config, run.trainer.state(), run.stream);
+    else REQUIRE_ERROR(load_model(dir.path(), config, run.trainer.state(), run.stream), "lm_head.weight differs");
+  }
+}
+
+TEST_CASE("the program keeps documents apart and asks questions, the same by one rank and by two") {
+  const TempDir dir;
+  std::vector<uint16_t> tokens;
+  const Philox rng(3, "program");
+  for (uint64_t i = 0; i < 16 * 12 + 1; ++i)
+    tokens.push_back(i % 7 == 3 ? 256 : static_cast<uint16_t>(rng.bits(i) % 256));
+  write_shard<uint16_t>(dir / "data.bin", tokens);
+  std::ofstream(dir / "questions.jsonl")
+      << R"({"context": [1, 2], "choices": [[3], [4, 5], [6]], "lengths": [1, 2, 1], "label": 1})"
+      << "\n"
+      << R"({"context": [7], "choices": [[3], [9]], "lengths": [4, 2], "label": 0})"
+      << "\n";
+  auto run = [&](const std::string& name, const std::string& more) {
+    const ProgramResult r = run_program(
+        "--model smollm2:135M --n-layer 2 --n-head 3 --n-embd 12 --vocab-size 257 "
+        "--seq-len 12 --total-batch-size 48 --max-steps 3 --lr 1e-2 --train-data " +
+        (dir / "data.bin") + " --val-data " + (dir / "data.bin") + " --eval-choices " + (dir / "questions.jsonl") +
+        " " + more + " --out-dir " + (dir / name));
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    std::vector<json> lines;
+    std::ifstream in(dir / (name + "/metrics.jsonl"));
+    for (std::string line; std::getline(in, line);) lines.push_back(json::parse(line));
+    return lines;
+  };
+  const auto one = run("one", "--batch-size 4 --mask-documents"),
+             two = run("two", "--batch-size 2 --local-ranks 2 --zero-stage 3 --mask-documents"),
+             together = run("together", "--batch-size 4");
+  REQUIRE(one.size() == 5);
+  REQUIRE(two.size() == 5);
+  bool differs = false;
+  for (size_t i = 0; i < one.size(); ++i) {
+    REQUIRE(std::abs(one[i]["loss"].get<double>() / two[i]["loss"].get<double>() - 1) < 1e-5);
+    differs |= std::abs(one[i]["loss"].get<double>() / together[i]["loss"].get<double>() - 1) > 1e-4;
+    REQUIRE(one[i].contains("choices_acc") == (one[i]["kind"] == "val"));
+    if (one[i]["kind"] == "val") {
+      REQUIRE(one[i]["choices_acc"] == two[i]["choices_acc"]);
+      REQUIRE(one[i]["choices_acc_norm"] == two[i]["choices_acc_norm"]);
+    }
+  }
+  REQUIRE(differs);
+  const ProgramResult guess = run_program(
+      "--model d1 --vocab-size 300 --seq-len 12 --batch-size 1 --mask-documents "
+      "--train-data " +
+      (dir / "data.bin") + " --out-dir " + (dir / "guess"));
+  INFO(guess.err);
+  REQUIRE(guess.status == 1);
+  REQUIRE(guess.err.find("give the data's --tokenizer") != std::string::npos);
 }

@@ -105,8 +105,12 @@ class Log {
         formatted("validation at step {} | loss {:.4f} | perplexity {:.3f}", v.step, v.loss, std::exp(v.loss));
     nlohmann::ordered_json object = {{"kind", "val"}, {"step", v.step}, {"loss", v.loss}};
     if (v.choices) {
-      text += formatted(" | choices {:.2f}%, by length {:.2f}%", 100 * *v.choices, 100 * *v.choices_normalized);
-      object.update({{"choices_acc", *v.choices}, {"choices_acc_norm", *v.choices_normalized}});
+      text += formatted(" | choices_acc {:.2f}%", 100 * *v.choices);
+      object["choices_acc"] = *v.choices;
+    }
+    if (v.choices_normalized) {
+      text += formatted(", choices_acc_norm {:.2f}%", 100 * *v.choices_normalized);
+      object["choices_acc_norm"] = *v.choices_normalized;
     }
     line(text);
     write(object);

@@ -123,8 +123,10 @@ void visit_options(O& o, Visitor&& visit) {
         "sequences in a micro-batch; memory grows with it");
   visit("--seq-len", "-t", o.seq_len, between(1, largest_size), must_match,
         "tokens in a sequence; at most the model's positions");
-  visit("--total-batch-size", "-d", o.total_batch_size, at_least(1), must_match,
-        "tokens in a step, by gradient accumulation; default: one micro-batch");
+  visit("--total-batch-size", "-d", o.total_batch_size, at_least(1), free,
+        "tokens in a step, by gradient accumulation; default: one micro-batch of all ranks. A resumed run must have as "
+        "many "
+        "as before, in whatever layout");
   visit("Run");
   visit("--max-steps", "-x", o.max_steps, at_least(1), warn, "updates to do; default: one epoch");
   visit("--out-dir", "-o", o.out_dir, Limits{}, free,

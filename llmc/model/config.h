@@ -3,6 +3,7 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -63,8 +64,9 @@ struct ModelConfig {
   float norm_eps = 1e-5f;
   float init_std = 0.02f;
   Rotary rotary = {};
-  // Special tokens as config.json has them (a number, a list, null), kept for the next one; empty: not known.
-  std::string bos_token_id = {}, eos_token_id = {};
+  // Special tokens by their names in config.json, as JSON (a number, a list, null), kept for the next one; "": it had
+  // none.
+  std::map<std::string, std::string> special_tokens = {};
 
   static constexpr int64_t vocab_multiple = 128;
   int64_t padded_vocab() const { return round_up(vocab_size, vocab_multiple); }
@@ -82,6 +84,10 @@ inline void validate_model(const ModelConfig& c) {
       "the model has a size that is not positive: n_layer {}, n_head {}, n_kv_head {}, head size {}, n_embd {}, n_ffn "
       "{}, vocab_size {}, n_positions {}",
       c.n_layer, c.n_head, c.n_kv_head, c.head_size, c.n_embd, c.n_ffn, c.vocab_size, c.n_positions);
+  constexpr int64_t largest = 1 << 24;  // of one dimension: products of two are far from 2^63
+  CHECK(c.n_head <= largest / c.head_size && c.n_kv_head <= c.n_head && c.n_embd <= largest && c.n_ffn <= 4 * largest,
+        "the model has a dimension beyond {}: {} heads and {} key-value heads of {}, n_embd {}, n_ffn {}", largest,
+        c.n_head, c.n_kv_head, c.head_size, c.n_embd, c.n_ffn);
   CHECK(c.family.norm == Norm::rmsnorm || c.q_size() == c.n_embd,
         "--n-head {} does not divide --n-embd {}: use one of {}", c.n_head, c.n_embd, divisors(c.n_embd));
   CHECK(c.n_head % c.n_kv_head == 0, "--n-kv-head {} does not divide --n-head {}: use one of {}", c.n_kv_head, c.n_head,

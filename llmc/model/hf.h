@@ -180,6 +180,23 @@ inline std::vector<HfPlace> match_hf_names(const std::vector<std::unique_ptr<Saf
   return places;
 }
 
+// A tied model's file may hold its head as well, which must then be the embedding (at `embedding`).
+inline void require_same_head(const std::vector<std::unique_ptr<SafetensorsReader>>& files, const HfPlace& embedding) {
+  for (const auto& file : files) {
+    if (!file->has("lm_head.weight")) continue;
+    auto contents = [](const SafetensorsReader& from, const std::string& name) {
+      std::vector<std::byte> bytes(static_cast<size_t>(from.info(name).bytes()));
+      from.read(name, bytes.data());
+      return bytes;
+    };
+    CHECK(
+        contents(*file, "lm_head.weight") == contents(*embedding.file, embedding.name),
+        "{}: lm_head.weight differs from {}, and config.json ties them: set \"tie_word_embeddings\" to false there, or "
+        "take lm_head.weight out",
+        file->path(), embedding.name);
+  }
+}
+
 // What this rank holds of the parts, weights and masters = the Hugging Face tensor `name` of the file, each rounded to
 // its own dtype.
 inline void scatter_hf(const HfTensor& hf, const SafetensorsReader& file, const std::string& name,

@@ -34,9 +34,10 @@ struct HfFields {
           "{}: \"{}\" is {}, expected a whole number from 1 to {}", file, field, found.dump(), 1 << 24);
     return found.get<int64_t>();
   }
-  double real(const char* field, const nlohmann::json& fallback) const {
+  double real(const char* field, const nlohmann::json& fallback, double most = 1e12) const {
     const nlohmann::json found = get(field, fallback);
-    CHECK(found.is_number() && found >= 0, "{}: \"{}\" is {}, expected a number", file, field, found.dump());
+    CHECK(found.is_number() && found >= 0 && found <= most, "{}: \"{}\" is {}, expected a number from 0 to {}", file,
+          field, found.dump(), most);
     return found.get<double>();
   }
   bool flag(const char* field, bool fallback) const {
@@ -59,16 +60,33 @@ inline void read_gpt2(ModelConfig& c, const HfFields& f) {
   c.vocab_size = f.integer("vocab_size", 50257);
   c.n_positions = f.integer("n_positions", 1024);
   c.tied = f.flag("tie_word_embeddings", true);
-  c.norm_eps = static_cast<float>(f.real("layer_norm_epsilon", 1e-5));
+  c.norm_eps = static_cast<float>(f.real("layer_norm_epsilon", 1e-5, 1));
   CHECK(c.n_embd % c.n_head == 0, "{}: \"n_head\" {} does not divide \"n_embd\" {}", f.file, c.n_head, c.n_embd);
   c.head_size = c.n_embd / c.n_head;
 }
 
-// transformers 5 keeps theta and scaling in "rope_parameters"; before, they were "rope_theta" and "rope_scaling".
+// transformers 5 keeps theta and scaling in "rope_parameters"; before, they were "rope_theta" and "rope_scaling". Where
+// a file says two things, or something unknown, it is refused.
 inline Rotary read_rotary(const HfFields& f) {
-  const nlohmann::json parameters = f.get("rope_parameters", f.get("rope_scaling", nlohmann::json::object()));
-  CHECK(parameters.is_object(), "{}: \"rope_parameters\" is {}, expected an object", f.file, parameters.dump());
-  const HfFields p{parameters, f.file};
+  auto object = [&](const char* field) {
+    const nlohmann::json found = f.get(field, nlohmann::json::object());
+    CHECK(found.is_object(), "{}: \"{}\" is {}, expected an object", f.file, field, found.dump());
+    return found;
+  };
+  const nlohmann::json scaling = object("rope_scaling"), parameters = object("rope_parameters");
+  CHECK(scaling.empty() || parameters.empty() || scaling == parameters,
+        "{}: \"rope_scaling\" is {} and \"rope_parameters\" is {}: keep one of them", f.file, scaling.dump(),
+        parameters.dump());
+  const HfFields p{scaling.empty() ? parameters : scaling, f.file};
+  for (const auto& [key, value] : p.json.items())
+    CHECK(key == "rope_theta" || key == "rope_type" || key == "type" || key == "factor" || key == "low_freq_factor" ||
+              key == "high_freq_factor" || key == "original_max_position_embeddings" || key == "partial_rotary_factor",
+          "{}: rotary positions have \"{}\": {}, which is not supported", f.file, key, value.dump());
+  for (const HfFields& fields : {f, p}) fields.expect("partial_rotary_factor", 1.0);
+  for (const char* field : {"rope_theta", "original_max_position_embeddings"})
+    CHECK(!f.json.contains(field) || !p.json.contains(field) || f.json[field] == p.json[field],
+          "{}: \"{}\" is {}, and {} among the rotary parameters: keep one of them", f.file, field, f.json[field].dump(),
+          p.json.contains(field) ? p.json[field].dump() : "");
   Rotary rotary;
   rotary.theta = p.real("rope_theta", f.real("rope_theta", 10000.0));
   const nlohmann::json type = p.get("rope_type", p.get("type", "default"));
@@ -76,10 +94,9 @@ inline Rotary read_rotary(const HfFields& f) {
   CHECK(rotary.scaled || type == "default", "{}: \"rope_type\" is {}, supported are \"default\" and \"llama3\"", f.file,
         type.dump());
   CHECK(rotary.theta > 0, "{}: \"rope_theta\" is {}, expected a positive number", f.file, rotary.theta);
-  p.expect("partial_rotary_factor", 1.0);
   if (!rotary.scaled) return rotary;
   for (const char* field : {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
-    CHECK(parameters.contains(field), "{}: rotary scaling of type llama3 has no \"{}\"", f.file, field);
+    CHECK(p.json.contains(field), "{}: rotary scaling of type llama3 has no \"{}\"", f.file, field);
   rotary.scaling = {.factor = p.real("factor", 0),
                     .low_freq_factor = p.real("low_freq_factor", 0),
                     .high_freq_factor = p.real("high_freq_factor", 0),
@@ -87,7 +104,7 @@ inline Rotary read_rotary(const HfFields& f) {
   CHECK(rotary.scaling.factor >= 1 && rotary.scaling.high_freq_factor > rotary.scaling.low_freq_factor &&
             rotary.scaling.low_freq_factor > 0,
         "{}: rotary scaling needs factor >= 1 and high_freq_factor > low_freq_factor > 0; it is {}", f.file,
-        parameters.dump());
+        p.json.dump());
   return rotary;
 }
 
@@ -101,18 +118,22 @@ inline void read_llama_like(ModelConfig& c, const HfFields& f) {
   f.expect("use_sliding_window", false);
   if (!f.json.contains("use_sliding_window")) f.expect("sliding_window", nullptr);  // in use where it is given
   f.expect("pretraining_tp", 1);
+  f.expect("attention_dropout", 0.0);
   for (const nlohmann::json& layer : f.get("layer_types", nlohmann::json::array()))
     CHECK(layer == "full_attention", "{}: \"layer_types\" has {}, supported is \"full_attention\"", f.file,
           layer.dump());
   c.n_layer = f.integer("num_hidden_layers", 32);
   c.n_head = f.integer("num_attention_heads", 32);
-  c.n_kv_head = f.integer("num_key_value_heads", type == "llama" ? nlohmann::json(c.n_head) : nlohmann::json(32));
+  const bool has_groups = type != "llama" && !f.json.contains("num_key_value_heads");  // null: as many as heads
+  c.n_kv_head = f.integer("num_key_value_heads", has_groups ? 32 : c.n_head);
+  CHECK(c.n_head % c.n_kv_head == 0, "{}: \"num_key_value_heads\" {} does not divide \"num_attention_heads\" {}",
+        f.file, c.n_kv_head, c.n_head);
   c.n_embd = f.integer("hidden_size", 4096);
   c.n_ffn = f.integer("intermediate_size", type == "llama" ? 11008 : 22016);
   c.vocab_size = f.integer("vocab_size", type == "llama" ? 32000 : 151936);
   c.n_positions = f.integer("max_position_embeddings", type == "llama" ? 2048 : 32768);
   c.tied = f.flag("tie_word_embeddings", false);
-  c.norm_eps = static_cast<float>(f.real("rms_norm_eps", 1e-6));
+  c.norm_eps = static_cast<float>(f.real("rms_norm_eps", 1e-6, 1));
   c.rotary = read_rotary(f);
   const bool given = !f.get("head_dim", nullptr).is_null();
   CHECK(given || qwen3 || c.n_embd % c.n_head == 0, "{}: \"num_attention_heads\" {} does not divide \"hidden_size\" {}",
@@ -121,6 +142,8 @@ inline void read_llama_like(ModelConfig& c, const HfFields& f) {
 }
 
 }  // namespace detail
+
+inline constexpr const char* special_tokens[] = {"bos_token_id", "eos_token_id", "pad_token_id"};
 
 inline ModelConfig config_from_hf(const nlohmann::json& json, const std::string& file) {
   CHECK(json.is_object(), "{}: expected a JSON object", file);
@@ -132,9 +155,9 @@ inline ModelConfig config_from_hf(const nlohmann::json& json, const std::string&
   c.family = *family;
   if (c.family.positions == Positions::learned) detail::read_gpt2(c, fields);
   else detail::read_llama_like(c, fields);
-  c.init_std = static_cast<float>(fields.real("initializer_range", 0.02));
-  if (json.contains("bos_token_id")) c.bos_token_id = json["bos_token_id"].dump();
-  if (json.contains("eos_token_id")) c.eos_token_id = json["eos_token_id"].dump();
+  c.init_std = static_cast<float>(fields.real("initializer_range", 0.02, 1));
+  fields.expect("quantization_config", nullptr);
+  for (const char* token : special_tokens) c.special_tokens[token] = json.contains(token) ? json[token].dump() : "";
   return c;
 }
 
@@ -154,22 +177,22 @@ inline std::optional<int64_t> end_of_text_of(int64_t vocab_size) {
 // config.json as transformers reads it; `dtype` is that of the weights beside it.
 inline nlohmann::ordered_json config_to_hf(const ModelConfig& c, DType dtype) {
   const std::optional<int64_t> known = end_of_text_of(c.vocab_size);
-  auto special_token = [&](const std::string& kept) {
-    if (!kept.empty()) return nlohmann::ordered_json::parse(kept);
-    return known ? nlohmann::ordered_json(*known) : nlohmann::ordered_json();
-  };
   auto shortest = [](float x) {  // the decimal number with the fewest digits that is this one
     std::array<char, 64> digits;
     return std::stod(std::string(digits.data(), std::to_chars(digits.data(), digits.data() + digits.size(), x).ptr));
   };
   nlohmann::ordered_json json = {{"architectures", {c.family.architecture}},
                                  {"model_type", c.family.model_type},
-                                 {"bos_token_id", special_token(c.bos_token_id)},
-                                 {"eos_token_id", special_token(c.eos_token_id)},
                                  {"initializer_range", shortest(c.init_std)},
                                  {"tie_word_embeddings", c.tied},
                                  {"torch_dtype", dtype == DType::bf16 ? "bfloat16" : "float32"},
                                  {"vocab_size", c.vocab_size}};
+  for (const auto& [token, value] : c.special_tokens)
+    if (!value.empty()) json[token] = nlohmann::ordered_json::parse(value);
+  if (c.special_tokens.empty() && known) {  // a preset's; Llama 3 begins texts with the token before its end of text
+    json["bos_token_id"] = c.vocab_size == 128256 ? 128000 : *known;
+    json["eos_token_id"] = *known;
+  }
   if (c.family.positions == Positions::learned) {
     json.update({{"activation_function", "gelu_new"},
                  {"attn_pdrop", 0.0},
@@ -194,7 +217,8 @@ inline nlohmann::ordered_json config_to_hf(const ModelConfig& c, DType dtype) {
                {"num_key_value_heads", c.n_kv_head},
                {"rms_norm_eps", shortest(c.norm_eps)},
                {"rope_theta", c.rotary.theta},
-               {"rope_scaling", nullptr}});
+               {"rope_scaling", nullptr},
+               {"sliding_window", nullptr}});
   const std::string_view type = c.family.model_type;  // the fields that not all of them have
   if (type != "qwen2") json["attention_bias"] = false;
   if (type != "qwen2" || c.q_size() != c.n_embd) json["head_dim"] = c.head_size;
@@ -215,8 +239,8 @@ struct ModelOverrides {
   std::optional<int64_t> n_layer, n_head, n_kv_head, n_embd, n_ffn, vocab_size;
 };
 
-// A preset or a directory with config.json, then the overrides. A feed-forward layer that is not given keeps its
-// proportion to the channels, key-value heads theirs to the heads, and heads share the channels.
+// A preset or a directory with config.json, then the overrides. What is not given keeps its proportion where that is a
+// whole number: the feed-forward width to the channels, key-value heads to the heads; heads share the channels.
 inline ModelConfig resolve_model(const std::string& model, const ModelOverrides& o) {
   const std::optional<ModelConfig> preset = model_preset(model);
   ModelConfig c;
@@ -231,7 +255,7 @@ inline ModelConfig resolve_model(const std::string& model, const ModelOverrides&
     c = config_from_hf(json, file);
   }
   if (o.n_layer) c.n_layer = *o.n_layer;
-  if (o.n_head && !o.n_kv_head) c.n_kv_head = c.n_kv_head == c.n_head ? *o.n_head : c.n_kv_head;
+  if (o.n_head && *o.n_head * c.n_kv_head % c.n_head == 0) c.n_kv_head = *o.n_head * c.n_kv_head / c.n_head;
   if (o.n_kv_head) c.n_kv_head = *o.n_kv_head;
   if (o.n_head) c.n_head = *o.n_head;
   if (o.n_embd) c.n_ffn = std::max<int64_t>(1, c.n_ffn * *o.n_embd / c.n_embd), c.n_embd = *o.n_embd;

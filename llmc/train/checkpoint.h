@@ -236,7 +236,7 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
 // The files with the weights of a Hugging Face directory: one, or those that its index names.
 inline std::vector<std::string> model_files(const std::string& directory) {
   const std::string one = directory + "/model.safetensors", index = one + ".index.json";
-  if (!path_exists(index)) {
+  if (path_exists(one) || !path_exists(index)) {  // where both are, transformers takes the one
     CHECK(path_exists(one), "--model {}: has no model.safetensors; --from-scratch makes new weights of this shape",
           directory);
     return {one};
@@ -261,6 +261,7 @@ inline void load_weights(const std::vector<std::string>& paths, const ModelConfi
   for (const std::string& path : paths) files.push_back(std::make_unique<SafetensorsReader>(path));
   const std::vector<HfTensor> tensors = hf_tensors(config);
   const std::vector<HfPlace> places = match_hf_names(files, tensors);
+  if (config.tied) require_same_head(files, places[0]);
 
   for (size_t u = 0; u < state.size(); ++u) state.unit(u).zero_all(stream);
   stream.synchronize();

@@ -2,28 +2,31 @@
 // the one that the model finds likeliest counts as its answer. File format: data/README.md.
 #pragma once
 #include <algorithm>
+#include <bit>
+#include <cstring>
 #include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "train/step.h"
-#include "train/tokenizer.h"
 
 namespace llmc {
 
-// How many questions are answered right; the normalized score divides by the length of the answer's text, as the
-// lm-evaluation-harness does.
+// How many questions are answered right; the normalized score divides by the characters of the answer, as the
+// lm-evaluation-harness does, where the file has them.
 struct ChoiceScore {
-  double accuracy = 0, normalized_accuracy = 0;
+  double accuracy = 0;
+  std::optional<double> normalized_accuracy;
 };
 
 class ChoiceSet {
  public:
   // Reads and checks the file. T: tokens in a sequence; of a longer context the end is kept.
-  ChoiceSet(const std::string& file, const Tokenizer& tokenizer, int64_t vocab_size, int64_t T) {
+  ChoiceSet(const std::string& file, int64_t vocab_size, int64_t T) {
     std::ifstream in(file);
     CHECK(in, "--eval-choices {}: cannot be read", file);
     int64_t line_number = 0;
@@ -40,8 +43,15 @@ class ChoiceSet {
             "{}: label {} of {} choices; expected at least two, and a label among them from 0", where,
             json["label"].dump(), count);
       questions_.push_back({static_cast<int64_t>(rows_.size()), count, json["label"].get<int64_t>()});
-      for (const nlohmann::json& choice : json["choices"])
-        add_row(context, read_tokens(choice, vocab_size, where), tokenizer, T, where);
+      const nlohmann::json lengths = json.value("lengths", nlohmann::json::array());
+      CHECK(lengths.is_array() && (lengths.empty() || lengths.size() == json["choices"].size()),
+            "{}: \"lengths\" is {}, expected the characters of each of the {} choices", where, lengths.dump(), count);
+      for (size_t c = 0; c < json["choices"].size(); ++c) {
+        CHECK(lengths.empty() || (lengths[c].is_number() && lengths[c] > 0),
+              "{}: length {}, expected a positive number", where, lengths.empty() ? "" : lengths[c].dump());
+        add_row(context, read_tokens(json["choices"][c], vocab_size, where),
+                lengths.empty() ? 0.0 : lengths[c].get<double>(), T, where);
+      }
     }
     CHECK(!rows_.empty(), "--eval-choices {}: holds no question", file);
   }
@@ -75,6 +85,8 @@ class ChoiceSet {
   // losses: of each row, the sum over its choice.
   ChoiceScore score(std::span<const double> losses) const {
     int64_t right = 0, right_normalized = 0;
+    const auto unknown = [](const Row& row) { return row.characters == 0; };
+    const bool lengths = std::none_of(rows_.begin(), rows_.end(), unknown);
     for (const Question& q : questions_) {
       auto best = [&](auto&& cost) {  // the first of equals
         int64_t least = 0;
@@ -88,14 +100,15 @@ class ChoiceSet {
           best([&](int64_t r) { return loss(r) / rows_[static_cast<size_t>(r)].characters; }) == q.label;
     }
     const double n = static_cast<double>(questions());
-    return {static_cast<double>(right) / n, static_cast<double>(right_normalized) / n};
+    return {static_cast<double>(right) / n,
+            lengths ? std::optional(static_cast<double>(right_normalized) / n) : std::nullopt};
   }
 
  private:
   struct Row {
     std::vector<int32_t> tokens;  // context and choice
     int64_t asked;                // tokens of the choice
-    double characters;            // of its text, without the space in front
+    double characters;            // of its text; 0: the file does not say
   };
   struct Question {
     int64_t first_row, choices, label;
@@ -113,19 +126,15 @@ class ChoiceSet {
     return tokens;
   }
 
-  void add_row(const std::vector<int32_t>& context, const std::vector<int32_t>& choice, const Tokenizer& tokenizer,
-               int64_t T, const std::string& where) {
+  void add_row(const std::vector<int32_t>& context, const std::vector<int32_t>& choice, double characters, int64_t T,
+               const std::string& where) {
     const int64_t asked = static_cast<int64_t>(choice.size());
     CHECK(asked > 0, "{}: an empty choice", where);
     CHECK(asked <= T, "{}: a choice of {} tokens does not fit into --seq-len {}: raise it", where, asked, T);
-    Row row{context, asked, 0};
+    Row row{context, asked, characters};
     row.tokens.insert(row.tokens.end(), choice.begin(), choice.end());
     if (const int64_t spare = static_cast<int64_t>(row.tokens.size()) - (T + 1); spare > 0)
       row.tokens.erase(row.tokens.begin(), row.tokens.begin() + spare);
-    const std::string text = tokenizer.decode(choice);
-    int64_t characters = 0;
-    for (const char byte : text) characters += (byte & 0xc0) != 0x80;
-    row.characters = static_cast<double>(std::max<int64_t>(1, characters - text.starts_with(' ')));
     rows_.push_back(std::move(row));
   }
 
@@ -141,18 +150,21 @@ ChoiceScore evaluate_choices(Trainer& trainer, const ChoiceSet& set, DataParalle
   const int64_t micro_batches = ceil_div(set.rows(), B * ranks);
   auto first_row = [&](int64_t m) { return (m * ranks + dp.rank) * B; };
   std::vector<double> losses(static_cast<size_t>(micro_batches * ranks * B), 0);
-  trainer.evaluate(
-      micro_batches, 1,
-      [&](int64_t m) {
-        before(m, micro_batches);
-        return set.batch(first_row(m), B, T);
-      },
-      [&](int64_t m, std::span<const float> rows) {
-        for (int64_t b = 0; b < B; ++b)
-          for (int64_t t = 0; t < T; ++t)
-            losses[static_cast<size_t>(first_row(m) + b)] += static_cast<double>(rows[static_cast<size_t>(b * T + t)]);
-      },
-      T);
+  constexpr int64_t piece = 4096;  // micro-batches that are listed at a time
+  for (int64_t begin = 0; begin < micro_batches; begin += piece)
+    trainer.evaluate(
+        std::min(piece, micro_batches - begin), 1,
+        [&](int64_t m) {
+          before(begin + m, micro_batches);
+          return set.batch(first_row(begin + m), B, T);
+        },
+        [&](int64_t m, std::span<const float> rows) {
+          for (int64_t b = 0; b < B; ++b)
+            for (int64_t t = 0; t < T; ++t)
+              losses[static_cast<size_t>(first_row(begin + m) + b)] +=
+                  static_cast<double>(rows[static_cast<size_t>(b * T + t)]);
+        },
+        T);
   // Each rank has its own rows, zeros elsewhere.
   const std::string mine(reinterpret_cast<const char*>(losses.data()), losses.size() * sizeof(double));
   std::vector<double> all(losses.size(), 0);

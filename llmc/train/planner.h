@@ -42,17 +42,19 @@ inline Plan make_plan(const StepConfig& config, int threads) {
       plan.step_traffic.emplace_back((*comm)->name(), (*comm)->bytes_sent());
     trainer.evaluate(1, 1, nothing);
   }
-  std::vector<int32_t> tokens;
-  for (int64_t length = 1;; length = std::min(2 * length, config.batch.T)) {
-    tokens.resize(static_cast<size_t>(length));
-    trainer.next_token_logits(tokens);
-    trainer.evaluate(1, 1, nothing, {}, length);
-    if (length == config.batch.T) break;
-  }
-  Trainer::Continuation sequence(trainer);
-  for (tokens.resize(1); static_cast<int64_t>(tokens.size()) <= config.batch.T; tokens.resize(2 * tokens.size())) {
-    sequence.restart(config.batch.T - static_cast<int64_t>(tokens.size()));
-    sequence.feed(tokens);
+  for (int64_t length = 1; length < config.batch.T; length *= 2) trainer.evaluate(1, 1, nothing, {}, length);
+  if (config.generates) {
+    std::vector<int32_t> tokens;
+    for (int64_t length = 1;; length = std::min(2 * length, config.batch.T)) {
+      tokens.resize(static_cast<size_t>(length));
+      trainer.next_token_logits(tokens);
+      if (length == config.batch.T) break;
+    }
+    Trainer::Continuation sequence(trainer);
+    for (tokens.resize(1); static_cast<int64_t>(tokens.size()) <= config.batch.T; tokens.resize(2 * tokens.size())) {
+      sequence.restart(config.batch.T - static_cast<int64_t>(tokens.size()));
+      sequence.feed(tokens);
+    }
   }
   plan.arena_bytes = arena.high_water();
   plan.scratch_bytes = scratch.high_water();

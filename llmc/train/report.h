@@ -131,7 +131,8 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
 }
 
 inline void report_header(Log& log, const Options& o, const Device& device, const StepConfig& step, int64_t max_steps,
-                          const TokenShards& train, const TokenShards* val, const Plan& plan, double peak) {
+                          const TokenShards& train, const TokenShards* val, const Plan& plan, double peak,
+                          std::optional<int32_t> document_end) {
   Rows rows = {
       {"machine", formatted("{}: {}, {} threads", host_name(), processor_name(), device.threads)},
       {"matmul", formatted("{}, {}, peak {:.1f} GFLOP/s measured here", cpu::matmul_library(), o.dtype, peak * 1e-9)}};
@@ -143,7 +144,9 @@ inline void report_header(Log& log, const Options& o, const Device& device, cons
   rows.emplace_back("training data", formatted("{}: {} shard(s), {} tokens, {} samples of {}{}", o.train_data,
                                                train.count(), human_count(train.tokens()), human_count(train.samples()),
                                                o.seq_len, o.shuffle ? ", shuffled" : ""));
-  rows.emplace_back("documents in a sequence", o.mask_documents ? "do not see each other" : "see each other");
+  rows.emplace_back("documents",
+                    document_end ? formatted("of a sequence do not see each other; token {} ends one", *document_end)
+                                 : std::string("of a sequence see each other"));
   rows.emplace_back("validation data", val == nullptr ? "none"
                                                       : formatted("{}: {} shard(s), {} tokens", o.val_data,
                                                                   val->count(), human_count(val->tokens())));

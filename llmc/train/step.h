@@ -33,6 +33,7 @@ struct StepConfig {
   int chunks = 1;
   Recompute recompute = Recompute::none;
   ZeroConfig zero = {};
+  bool generates = true;  // the plan has room for a text and its cache
   Documents documents = Documents::together;
 
   int64_t tokens() const { return batch.rows() * micro_batches * zero.ranks(); }  // of one step, all ranks
