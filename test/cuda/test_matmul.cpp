@@ -108,6 +108,12 @@ TEST_CASE("matrix products of arrays that begin anywhere", "[cuda]") {
   check_all<bf16, float>(8, 16, 24, 4);
 }
 
+TEST_CASE("an algorithm that needs more than the workspace is not taken", "[cuda]") {
+  const Case<bf16, float> c{shape_of(16, 24, 32, DType::bf16, DType::fp32)};
+  MatmulPlans none(0);
+  check_kernel([&] { return c.cuda(none); }, c.cpu(), tolerance<float>);
+}
+
 TEST_CASE("a product in bf16 is rounded once", "[cuda]") {
   const Case<bf16, bf16> rounded{shape_of(48, 40, 256, DType::bf16, DType::bf16)};
   const Case<bf16, float> exact{shape_of(48, 40, 256, DType::bf16, DType::fp32)};

@@ -82,19 +82,18 @@ inline void check(cublasStatus_t status, const char* call, const MatmulShape* sh
                         remedy(status)));
 }
 
-template <auto destroy>
 struct Destroy {
-  template <class T>
-  void operator()(T* object) const {
-    destroy(object);
-  }
+  void operator()(cublasLtHandle_t library) const { cublasLtDestroy(library); }
+  void operator()(cublasLtMatmulDesc_t operation) const { cublasLtMatmulDescDestroy(operation); }
+  void operator()(cublasLtMatrixLayout_t layout) const { cublasLtMatrixLayoutDestroy(layout); }
+  void operator()(cublasLtMatmulPreference_t preference) const { cublasLtMatmulPreferenceDestroy(preference); }
 };
-template <class Handle, auto destroy>
-using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Destroy<destroy>>;
-using MatmulLibrary = Owned<cublasLtHandle_t, cublasLtDestroy>;
-using MatmulOperation = Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
-using MatrixLayout = Owned<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
-using MatmulPreference = Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
+template <class Handle>
+using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Destroy>;
+using MatmulLibrary = Owned<cublasLtHandle_t>;
+using MatmulOperation = Owned<cublasLtMatmulDesc_t>;
+using MatrixLayout = Owned<cublasLtMatrixLayout_t>;
+using MatmulPreference = Owned<cublasLtMatmulPreference_t>;
 
 // A shape in cuBLASLt's words.
 struct MatmulProblem {
@@ -137,25 +136,31 @@ struct MatmulProblem {
   }
 };
 
+// (nvcc 13.0 crashes in C++20 where a container holds a struct without a name of its own, as cuBLASLt's are.)
+struct MatmulAlgorithm {
+  cublasLtMatmulAlgo_t value{};
+};
+
 // A problem, and the algorithm that solves it.
 struct MatmulPlan {
   MatmulProblem problem;
   cublasLtHandle_t library;
   int64_t workspace_bytes;
-  cublasLtMatmulAlgo_t algorithm{};
+  MatmulAlgorithm algorithm = {};
 
   void run(void* c, const void* a, const void* b, const void* bias, void* workspace, cudaStream_t stream) const {
     const MatmulShape& s = problem.shape;
     const float alpha = 1, beta = s.accumulate == Accumulate::yes ? 1 : 0;
     if (s.bias == Bias::yes) problem.set_bias(bias);
     check(cublasLtMatmul(library, problem.operation.get(), &alpha, b, problem.b.get(), a, problem.a.get(), &beta, c,
-                         problem.c.get(), c, problem.c.get(), &algorithm, workspace,
+                         problem.c.get(), c, problem.c.get(), &algorithm.value, workspace,
                          static_cast<size_t>(workspace_bytes), stream),
           "cublasLtMatmul", &s);
   }
 
-  // What cuBLASLt's heuristic offers, what it thinks the fastest first; at most `count`.
-  std::vector<cublasLtMatmulAlgo_t> candidates(int count) const {
+  // What cuBLASLt's heuristic offers, what it thinks the fastest first.
+  std::vector<MatmulAlgorithm> candidates() const {
+    constexpr int most = 16;
     const MatmulShape& s = problem.shape;
     cublasLtMatmulPreference_t created = nullptr;
     check(cublasLtMatmulPreferenceCreate(&created), "cublasLtMatmulPreferenceCreate", &s);
@@ -174,15 +179,15 @@ struct MatmulPlan {
     // Where k is split among blocks, the parts meet in fp32: in C they would be rounded to bf16 first.
     set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
 
-    std::vector<cublasLtMatmulHeuristicResult_t> results(static_cast<size_t>(count));
+    cublasLtMatmulHeuristicResult_t results[most];
     int found = 0;
     check(cublasLtMatmulAlgoGetHeuristic(library, problem.operation.get(), problem.b.get(), problem.a.get(),
-                                         problem.c.get(), problem.c.get(), created, count, results.data(), &found),
+                                         problem.c.get(), problem.c.get(), created, most, results, &found),
           "cublasLtMatmulAlgoGetHeuristic", &s);
-    std::vector<cublasLtMatmulAlgo_t> usable;
+    std::vector<MatmulAlgorithm> usable;
     for (const auto& result : std::span(results).first(static_cast<size_t>(found)))
       if (result.state == CUBLAS_STATUS_SUCCESS && result.workspaceSize <= static_cast<size_t>(workspace_bytes))
-        usable.push_back(result.algo);
+        usable.push_back({result.algo});
     CHECK(!usable.empty(), "cuBLASLt {} has no algorithm for {} with {} bytes of workspace; {}", cublasLtGetVersion(),
           to_string(s), workspace_bytes, remedy(CUBLAS_STATUS_NOT_SUPPORTED));
     return usable;
@@ -193,7 +198,7 @@ struct MatmulPlan {
     cublasLtMatmulHeuristicResult_t result{};
     const cublasStatus_t status =
         cublasLtMatmulAlgoCheck(library, problem.operation.get(), problem.b.get(), problem.a.get(), problem.c.get(),
-                                problem.c.get(), &algorithm, &result);
+                                problem.c.get(), &algorithm.value, &result);
     CHECK(status == CUBLAS_STATUS_SUCCESS, "the recorded algorithm does not compute {}: {} ({}); delete its line",
           to_string(problem.shape), cublasLtGetStatusString(status), cublasLtGetStatusName(status));
     CHECK(result.workspaceSize <= static_cast<size_t>(workspace_bytes),
@@ -278,13 +283,13 @@ class MatmulPlans {
                     cudaStream_t stream) {
     const Matmul product = prepare(shape);
     if (product.plan_ == nullptr) return {};
-    constexpr int most_candidates = 16, repeats = 10;
+    constexpr int repeats = 10;
     detail::MatmulPlan& chosen = plans_.at(product.shape_);
-    const auto candidates = chosen.candidates(most_candidates);
+    const auto candidates = chosen.candidates();
     const detail::Event begin, end;
     MatmulTiming timing{static_cast<int>(candidates.size()), 0, 0};
-    cublasLtMatmulAlgo_t best = candidates.front();
-    for (const cublasLtMatmulAlgo_t& candidate : candidates) {
+    detail::MatmulAlgorithm best = candidates.front();
+    for (const detail::MatmulAlgorithm& candidate : candidates) {
       chosen.algorithm = candidate;
       product.run(c, a, b, bias, scratch, stream);  // loads the kernel
       CUDA_CHECK(cudaEventRecord(begin, stream));
@@ -310,7 +315,7 @@ class MatmulPlans {
     std::string text = title_ + "\n";
     for (const auto& [shape, algorithm] : chosen) {
       text += shape + ":";
-      for (const uint64_t word : algorithm.data) text += " " + std::to_string(word);
+      for (const uint64_t word : algorithm.value.data) text += formatted(" {}", word);
       text += "\n";
     }
     return text;
@@ -327,11 +332,11 @@ class MatmulPlans {
     for (int number = 2; std::getline(lines, line); ++number) {
       const size_t colon = line.find(':');
       std::istringstream words(colon == std::string::npos ? "" : line.substr(colon + 1));
-      cublasLtMatmulAlgo_t algorithm{};
-      for (uint64_t& word : algorithm.data) words >> word;
+      detail::MatmulAlgorithm algorithm;
+      for (uint64_t& word : algorithm.value.data) words >> word;
       std::string more;
       CHECK(words && !(words >> more), "line {} of the recorded matmul algorithms is '{}', not 'SHAPE: {} numbers'",
-            number, line, std::size(algorithm.data));
+            number, line, std::size(algorithm.value.data));
       CHECK(restored_.emplace(line.substr(0, colon), algorithm).second,
             "line {} of the recorded matmul algorithms has '{}' a second time; delete one", number,
             line.substr(0, colon));
@@ -361,7 +366,7 @@ class MatmulPlans {
       made.algorithm = restored->second;
       made.check_algorithm();
     } else {
-      made.algorithm = made.candidates(1).front();
+      made.algorithm = made.candidates().front();
     }
     return plans_.emplace(shape, std::move(made)).first->second;
   }
@@ -370,7 +375,7 @@ class MatmulPlans {
   detail::MatmulLibrary library_;
   std::string title_;
   std::map<MatmulShape, detail::MatmulPlan> plans_;
-  std::map<std::string, cublasLtMatmulAlgo_t> restored_;  // by the shape's text
+  std::map<std::string, detail::MatmulAlgorithm> restored_;  // by the shape's text
 };
 
 }  // namespace llmc::cuda
