@@ -224,7 +224,7 @@ cuda-test: build/test_cuda_on_gpu
 	build/test_cuda_on_gpu
 build/test_cuda_on_gpu: $(patsubst test/%.cpp,build/gpu/%.o,$(filter-out %/test_emulator.cpp,$(wildcard test/cuda/test_*.cpp))) \
                         build/test/main.o
-	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $^ -o $@ $(CATCH2_LIBS) -lcublasLt
+	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $^ -o $@ $(CATCH2_LIBS) $(LIBS) -lcublasLt
 build/gpu/%.o: test/%.cpp build/smoke_cuda.flags
 	@mkdir -p $(@D)
 	$(NVCC) -x cu $(call FLAGS_cuda,-O3) -Itest -MMD -MP -c $< -o $@
