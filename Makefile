@@ -33,8 +33,8 @@ ifneq ($(filter-out $(OUTER_TARGETS),$(or $(MAKECMDGOALS),train_gpt)),)
 include build/config.mk
 endif
 
-##   DEVICE=cpu|cuda            cuda where both nvcc and a GPU are there, else cpu; a cuda build runs on CPUs as well
-DEVICE ?= $(if $(and $(NVCC_VERSION),$(GPU)),cuda,cpu)
+##   DEVICE=cpu|cuda            cuda where nvcc, cuBLASLt and a GPU are there, else cpu; a cuda build runs on CPUs too
+DEVICE ?= $(if $(and $(NVCC_VERSION),$(CUBLASLT_VERSION),$(GPU)),cuda,cpu)
 ##   ONEDNN=1|0                 1 where oneDNN is there; 0 builds a matmul of our own instead
 ONEDNN ?= $(if $(ONEDNN_VERSION),1,0)
 ##   ARCH_FLAGS=-march=native   the processors that the trainer may run on
@@ -64,6 +64,9 @@ endif
 ifdef CXX_VERSION   # build/config.mk was read
 ifneq ($(and $(CUDA),$(if $(NVCC_VERSION),,without nvcc)),)
 $(error DEVICE=cuda needs an nvcc that takes C++20, and '$(NVCC)' does not: set NVCC=/path/to/nvcc, or DEVICE=cpu)
+endif
+ifneq ($(and $(CUDA),$(if $(CUBLASLT_VERSION),,without cuBLASLt)),)
+$(error DEVICE=cuda needs cuBLASLt, cublasLt.h and -lcublasLt, which come with the CUDA toolkit: install it, or DEVICE=cpu)
 endif
 ifneq ($(and $(filter 1,$(ONEDNN)),$(if $(ONEDNN_VERSION),,without oneDNN)),)
 $(error ONEDNN=1 needs oneDNN, dnnl.h and -ldnnl: `make deps` installs it; ONEDNN=0 builds without)
@@ -96,7 +99,7 @@ config:
 	$(call row,oneDNN,$(ONEDNN_VERSION),$(if $(filter 1,$(ONEDNN)),matmul on CPUs,-: a slower matmul of our own instead))
 	$(call row,nvcc,$(NVCC_VERSION),$(if $(CUDA),the trainer$(comma) for $(ARCH),$(if $(NVCC_VERSION),smoke test only,-)))
 	$(call row,GPU,$(GPU),$(if $(GPU),not used yet,-))
-	$(call row,cuBLASLt,$(CUBLASLT_VERSION),$(if $(CUBLASLT_VERSION),not used yet,-))
+	$(call row,cuBLASLt,$(CUBLASLT_VERSION),$(if $(CUBLASLT_VERSION),matmul on GPUs,-))
 	$(call row,NCCL,$(NCCL_VERSION),$(if $(NCCL_VERSION),not used yet,-))
 	$(call row,MPI,$(MPI_VERSION),$(if $(MPI_VERSION),not used yet,-))
 	$(call row,Catch2,$(CATCH2_VERSION),$(if $(CATCH2_VERSION),the tests,no tests before `make deps`))
@@ -122,7 +125,7 @@ FLAGS_cpu = $(SOURCE_FLAGS) $(HOST_FLAGS) $(CXXFLAGS)
 FLAGS_cuda = $(SOURCE_FLAGS) -arch=$(ARCH) -ccbin $(lastword $(CXX)) $(call to_host,$(HOST_FLAGS) $(CXXFLAGS)) \
              $(NVCCFLAGS)
 LINK_cpu = $(LDFLAGS) $(LIBS)
-LINK_cuda = $(if $(LDFLAGS),$(call to_host,$(LDFLAGS))) $(LIBS)
+LINK_cuda = $(if $(LDFLAGS),$(call to_host,$(LDFLAGS))) $(LIBS) -lcublasLt
 to_host = -Xcompiler '$(subst $(comma),\$(comma),$(strip $1))'   # nvcc would split at commas
 COMPILER_cpu = $(CXX) -x c++
 COMPILER_cuda = $(NVCC) -x cu
@@ -221,13 +224,13 @@ cuda-test: build/test_cuda_on_gpu
 	build/test_cuda_on_gpu
 build/test_cuda_on_gpu: $(patsubst test/%.cpp,build/gpu/%.o,$(filter-out %/test_emulator.cpp,$(wildcard test/cuda/test_*.cpp))) \
                         build/test/main.o
-	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $^ -o $@ $(CATCH2_LIBS)
+	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $^ -o $@ $(CATCH2_LIBS) $(LIBS) -lcublasLt
 build/gpu/%.o: test/%.cpp build/smoke_cuda.flags
 	@mkdir -p $(@D)
 	$(NVCC) -x cu $(call FLAGS_cuda,-O3) -Itest -MMD -MP -c $< -o $@
 
 # The same kernels by nvcc, without a warning.
-smoke: $(if $(NVCC_VERSION),build/all_kernels.o)
+smoke: $(if $(and $(NVCC_VERSION),$(CUBLASLT_VERSION)),build/all_kernels.o)
 build/all_kernels.o: test/cuda/all_kernels.cu build/smoke_cuda.flags
 	$(NVCC) -x cu $(call FLAGS_cuda,-O0) -Werror all-warnings -MMD -MP -c $< -o $@
 

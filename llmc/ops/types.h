@@ -8,6 +8,8 @@ namespace llmc {
 
 enum class Accumulate : uint8_t { no, yes };  // is the output written, or added to?
 enum class Gradient : uint8_t { no, yes };
+enum class Transpose : uint8_t { no, yes };
+enum class Bias : uint8_t { no, yes };
 
 // qkv (B, T, (Hq + 2 Hkv) D): all query heads, then the keys', then the values'; query head h reads key-value head
 // h / (Hq / Hkv). out (B, T, Hq D); lse (B, Hq, T)

@@ -1,6 +1,7 @@
 // all_kernels.cu: every kernel, instantiated for all that its launcher takes. `make smoke` compiles it by nvcc, for the
 // warnings; nothing links it.
 #include "ops/cuda/layernorm.cuh"
+#include "ops/cuda/matmul.cuh"
 #include "ops/cuda/mma.cuh"
 
 namespace llmc::cuda {
@@ -31,6 +32,13 @@ __global__ void all_instructions(float* out, const uint4* in, int bytes) {
 
 void launch_all_instructions(float* out, const uint4* in, cudaStream_t stream) {
   launch(all_instructions, 1, warp_size, warp_size * sizeof(uint4), stream, out, in, 16);
+}
+
+// All of the host's side of the matrix products.
+void use_matmul(MatmulPlans& plans, const MatmulShape& shape, float* c, const bf16* ab, void* scratch) {
+  plans.restore(plans.exported());
+  plans.tune(shape, c, ab, ab, nullptr, scratch, nullptr);
+  plans.prepare(shape).run(c, ab, ab, nullptr, scratch, nullptr);
 }
 
 }  // namespace llmc::cuda

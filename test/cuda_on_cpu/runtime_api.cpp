@@ -464,4 +464,16 @@ cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, const void* functio
                  [launch = Launch{name, grid, block, config.dynamicSmemBytes, std::move(call)}] { run(launch); });
 }
 
+cudaError_t enqueue_call(cudaStream_t stream, std::function<void()> call) {
+  std::lock_guard lock(runtime().mutex);
+  return enqueue(stream, [call = std::move(call)] {
+    Observed observed;
+    call();
+  });
+}
+void require_device_memory(const void* p, size_t bytes, const char* what) {
+  std::lock_guard lock(runtime().mutex);
+  check_side(p, bytes, true, what);
+}
+
 }  // namespace cuda_on_cpu

@@ -125,7 +125,10 @@ cudaError_t cudaFuncSetAttribute(T* function, cudaFuncAttribute attribute, int v
 
 namespace cuda_on_cpu {
 cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, const void* function, std::function<void()> call);
-}
+// For stand-ins of libraries, whose work on a stream is a call on the host; and what they must be given, else Failure.
+cudaError_t enqueue_call(cudaStream_t stream, std::function<void()> call);
+void require_device_memory(const void* p, size_t bytes, const char* what);
+}  // namespace cuda_on_cpu
 
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),

@@ -14,8 +14,8 @@
 
 namespace llmc::cpu {
 
-enum class Transpose : uint8_t { no, yes };
-enum class Bias : uint8_t { no, yes };
+using llmc::Bias;
+using llmc::Transpose;
 
 // C (M, N) = or += op(A) op(B) + bias. Row-major and dense; A is stored (M, K) or, transposed, (K, M); B (K, N) or (N,
 // K); bias (N) in the dtype of A and B. C is in the same dtype, or fp32 where they are bf16. Sums are in fp32 (fp64 for

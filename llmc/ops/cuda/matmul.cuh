@@ -1,0 +1,381 @@
+// matmul.cuh: C = op(A) op(B) on a GPU, by cuBLASLt. The contract is that of cpu/matmul.h.
+//
+// cuBLASLt's matrices are stored by columns. A row-major (M, N) read so is an (N, M): its own transpose. What cuBLASLt
+// is asked for is therefore C^T = op(B)^T op(A)^T: our B comes first and our A second, the sizes are N, M, K, leading
+// dimensions are the lengths of our rows, whether an operand is transposed stays as it is, and a bias along our N lies
+// along cuBLASLt's rows, where its epilogue adds it.
+//
+// The gradient of a bias is column_sum's. cuBLASLt has an epilogue for it (BGRADB, in the product of the weight's
+// gradient), but that one overwrites, and gradients accumulate over micro-batches.
+#pragma once
+#include <cublasLt.h>
+
+#include <algorithm>
+#include <initializer_list>
+#include <map>
+#include <memory>
+#include <span>
+#include <sstream>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "ops/cuda/launch.cuh"
+#include "ops/types.h"
+
+namespace llmc::cuda {
+
+enum class Tf32 : uint8_t { no, yes };
+
+// C (M, N) = or += op(A) op(B) + bias. Row-major and dense; A is stored (M, K) or, transposed, (K, M); B (K, N) or (N,
+// K). A and B are fp32 or bf16; C is in the same dtype or fp32; bias (N) is in the dtype of all three. Sums are in
+// fp32; Tf32::yes lets tensor cores multiply fp32 as if its mantissas had 10 bits.
+struct MatmulShape {
+  int64_t M, N, K;
+  Transpose a, b;
+  Accumulate accumulate;
+  DType in, out;
+  Bias bias;
+  Tf32 tf32 = Tf32::no;
+  int alignment = 16;  // bytes; divides all addresses
+  auto operator<=>(const MatmulShape&) const = default;
+};
+
+// The largest power of two that divides all addresses, up to 16: no algorithm asks for more. A null pointer counts as
+// aligned.
+inline int alignment_of(std::initializer_list<const void*> arrays) {
+  uintptr_t bits = 16;
+  for (const void* array : arrays) bits |= reinterpret_cast<uintptr_t>(array);
+  return static_cast<int>(bits & (~bits + 1));
+}
+
+inline std::string to_string(const MatmulShape& s) {
+  return formatted("C ({}, {}) {} {} {}{}, A and B in {}, C in {}, aligned to {} bytes", s.M, s.N,
+                   s.accumulate == Accumulate::yes ? "+=" : "=",
+                   s.a == Transpose::yes ? formatted("A ({}, {})^T", s.K, s.M) : formatted("A ({}, {})", s.M, s.K),
+                   s.b == Transpose::yes ? formatted("B ({}, {})^T", s.N, s.K) : formatted("B ({}, {})", s.K, s.N),
+                   s.bias == Bias::yes ? " + bias" : "", s.tf32 == Tf32::yes ? "tf32" : name_of(s.in), s.out,
+                   s.alignment);
+}
+
+// What NVIDIA recommends for Hopper. Its alignment is that of the arena.
+inline constexpr int64_t default_matmul_workspace = 32 << 20, matmul_workspace_alignment = 256;
+
+namespace detail {
+
+inline const char* remedy(cublasStatus_t status) {
+  switch (status) {
+    case CUBLAS_STATUS_NOT_INITIALIZED: return "see that `nvidia-smi` works and that its driver is not older than CUDA";
+    case CUBLAS_STATUS_ALLOC_FAILED: return "leave cuBLASLt some device memory";
+    case CUBLAS_STATUS_ARCH_MISMATCH:
+    case CUBLAS_STATUS_NOT_SUPPORTED: return "make its sizes multiples of 8, or use a newer cuBLASLt";
+    case CUBLAS_STATUS_EXECUTION_FAILED:
+      return "an earlier kernel may be the cause: CUDA_LAUNCH_BLOCKING=1 lets each report its own errors";
+    default: return "please report it with the command line";
+  }
+}
+
+inline void check(cublasStatus_t status, const char* call, const MatmulShape* shape) {
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  throw Error(formatted("{} failed: {} ({}){}; {}", call, cublasLtGetStatusString(status),
+                        cublasLtGetStatusName(status), shape == nullptr ? "" : " for " + to_string(*shape),
+                        remedy(status)));
+}
+
+struct Destroy {
+  void operator()(cublasLtHandle_t library) const { cublasLtDestroy(library); }
+  void operator()(cublasLtMatmulDesc_t operation) const { cublasLtMatmulDescDestroy(operation); }
+  void operator()(cublasLtMatrixLayout_t layout) const { cublasLtMatrixLayoutDestroy(layout); }
+  void operator()(cublasLtMatmulPreference_t preference) const { cublasLtMatmulPreferenceDestroy(preference); }
+};
+template <class Handle>
+using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Destroy>;
+using MatmulLibrary = Owned<cublasLtHandle_t>;
+using MatmulOperation = Owned<cublasLtMatmulDesc_t>;
+using MatrixLayout = Owned<cublasLtMatrixLayout_t>;
+using MatmulPreference = Owned<cublasLtMatmulPreference_t>;
+
+// A shape in cuBLASLt's words.
+struct MatmulProblem {
+  MatmulShape shape;
+  MatmulOperation operation;
+  MatrixLayout a, b, c;
+
+  explicit MatmulProblem(const MatmulShape& s)
+      : shape(s),
+        a(s.a == Transpose::no ? layout(s.in, s.M, s.K) : layout(s.in, s.K, s.M)),
+        b(s.b == Transpose::no ? layout(s.in, s.K, s.N) : layout(s.in, s.N, s.K)),
+        c(layout(s.out, s.M, s.N)) {
+    cublasLtMatmulDesc_t created = nullptr;
+    check(cublasLtMatmulDescCreate(&created, s.tf32 == Tf32::yes ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
+                                   CUDA_R_32F),
+          "cublasLtMatmulDescCreate", &shape);
+    operation.reset(created);
+    set(CUBLASLT_MATMUL_DESC_TRANSA, operation_of(s.b));
+    set(CUBLASLT_MATMUL_DESC_TRANSB, operation_of(s.a));
+    if (s.bias == Bias::no) return;
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t{CUBLASLT_EPILOGUE_BIAS});
+    set_bias(reinterpret_cast<const void*>(static_cast<uintptr_t>(s.alignment)));  // the heuristic sees how aligned
+  }
+
+  void set_bias(const void* bias) const { set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias); }
+
+ private:
+  static int32_t operation_of(Transpose transpose) { return transpose == Transpose::yes ? CUBLAS_OP_T : CUBLAS_OP_N; }
+  template <class T>
+  void set(cublasLtMatmulDescAttributes_t attribute, T value) const {
+    check(cublasLtMatmulDescSetAttribute(operation.get(), attribute, &value, sizeof value),
+          "cublasLtMatmulDescSetAttribute", &shape);
+  }
+  MatrixLayout layout(DType dtype, int64_t rows, int64_t columns) const {
+    cublasLtMatrixLayout_t created = nullptr;
+    check(cublasLtMatrixLayoutCreate(&created, dtype == DType::bf16 ? CUDA_R_16BF : CUDA_R_32F,
+                                     static_cast<uint64_t>(columns), static_cast<uint64_t>(rows), columns),
+          "cublasLtMatrixLayoutCreate", &shape);
+    return MatrixLayout(created);
+  }
+};
+
+// (nvcc 13.0 crashes in C++20 where a container holds a struct without a name of its own, as cuBLASLt's are.)
+struct MatmulAlgorithm {
+  cublasLtMatmulAlgo_t value{};
+};
+
+// A problem, and the algorithm that solves it.
+struct MatmulPlan {
+  MatmulProblem problem;
+  cublasLtHandle_t library;
+  int64_t workspace_bytes;
+  MatmulAlgorithm algorithm = {};
+
+  void run(void* c, const void* a, const void* b, const void* bias, void* workspace, cudaStream_t stream) const {
+    const MatmulShape& s = problem.shape;
+    const float alpha = 1, beta = s.accumulate == Accumulate::yes ? 1 : 0;
+    if (s.bias == Bias::yes) problem.set_bias(bias);
+    check(cublasLtMatmul(library, problem.operation.get(), &alpha, b, problem.b.get(), a, problem.a.get(), &beta, c,
+                         problem.c.get(), c, problem.c.get(), &algorithm.value, workspace,
+                         static_cast<size_t>(workspace_bytes), stream),
+          "cublasLtMatmul", &s);
+  }
+
+  // What cuBLASLt's heuristic offers, what it thinks the fastest first.
+  std::vector<MatmulAlgorithm> candidates() const {
+    constexpr int most = 16;
+    const MatmulShape& s = problem.shape;
+    cublasLtMatmulPreference_t created = nullptr;
+    check(cublasLtMatmulPreferenceCreate(&created), "cublasLtMatmulPreferenceCreate", &s);
+    const MatmulPreference preference(created);
+    const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+      check(cublasLtMatmulPreferenceSetAttribute(created, attribute, &value, sizeof value),
+            "cublasLtMatmulPreferenceSetAttribute", &s);
+    };
+    set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(workspace_bytes));
+    const auto alignment = static_cast<uint32_t>(s.alignment);
+    const auto c_alignment = std::max(alignment, static_cast<uint32_t>(size_of(s.out)));
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c_alignment);
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, c_alignment);
+    // Where k is split among blocks, the parts meet in fp32: in C they would be rounded to bf16 first.
+    set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
+
+    cublasLtMatmulHeuristicResult_t results[most];
+    int found = 0;
+    check(cublasLtMatmulAlgoGetHeuristic(library, problem.operation.get(), problem.b.get(), problem.a.get(),
+                                         problem.c.get(), problem.c.get(), created, most, results, &found),
+          "cublasLtMatmulAlgoGetHeuristic", &s);
+    std::vector<MatmulAlgorithm> usable;
+    for (const auto& result : std::span(results).first(static_cast<size_t>(found)))
+      if (result.state == CUBLAS_STATUS_SUCCESS && result.workspaceSize <= static_cast<size_t>(workspace_bytes))
+        usable.push_back({result.algo});
+    CHECK(!usable.empty(), "cuBLASLt {} has no algorithm for {} with {} bytes of workspace; {}", cublasLtGetVersion(),
+          to_string(s), workspace_bytes, remedy(CUBLAS_STATUS_NOT_SUPPORTED));
+    return usable;
+  }
+
+  // Can the algorithm, which comes from a file, solve the problem?
+  void check_algorithm() const {
+    cublasLtMatmulHeuristicResult_t result{};
+    const cublasStatus_t status =
+        cublasLtMatmulAlgoCheck(library, problem.operation.get(), problem.b.get(), problem.a.get(), problem.c.get(),
+                                problem.c.get(), &algorithm.value, &result);
+    CHECK(status == CUBLAS_STATUS_SUCCESS, "the recorded algorithm does not compute {}: {} ({}); delete its line",
+          to_string(problem.shape), cublasLtGetStatusString(status), cublasLtGetStatusName(status));
+    CHECK(result.workspaceSize <= static_cast<size_t>(workspace_bytes),
+          "the recorded algorithm for {} needs {} bytes of workspace and gets {}; delete its line",
+          to_string(problem.shape), result.workspaceSize, workspace_bytes);
+  }
+};
+
+class Event {
+ public:
+  Event() { CUDA_CHECK(cudaEventCreate(&event_)); }
+  ~Event() { cudaEventDestroy(event_); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  operator cudaEvent_t() const { return event_; }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+}  // namespace detail
+
+// A prepared product; cheap to copy. Its MatmulPlans must outlive it.
+class Matmul {
+ public:
+  // Fixed, and not what the algorithm needs: it can be planned without a GPU.
+  int64_t scratch_bytes() const { return plan_ == nullptr ? 0 : plan_->workspace_bytes; }
+
+  // `scratch` is aligned to matmul_workspace_alignment, and no other stream uses it meanwhile.
+  void run(void* c, const void* a, const void* b, const void* bias, void* scratch, cudaStream_t stream) const {
+    if (plan_ != nullptr) {
+      CHECK(alignment_of({c, a, b, bias}) >= shape_.alignment,
+            "an array is aligned to {} bytes only for {}; prepare it with alignment_of its arrays",
+            alignment_of({c, a, b, bias}), to_string(shape_));
+      CHECK((bias != nullptr) == (shape_.bias == Bias::yes), "a bias is {} for {}", bias ? "given" : "missing",
+            to_string(shape_));
+      plan_->run(c, a, b, bias, scratch, stream);
+    } else if (shape_.accumulate == Accumulate::no) {  // an empty sum
+      CUDA_CHECK(cudaMemsetAsync(c, 0, static_cast<size_t>(shape_.M * shape_.N * size_of(shape_.out)), stream));
+    }
+  }
+
+ private:
+  friend class MatmulPlans;
+  Matmul(const MatmulShape& shape, const detail::MatmulPlan* plan) : shape_(shape), plan_(plan) {}
+  MatmulShape shape_;
+  const detail::MatmulPlan* plan_;  // null: A and B are empty
+};
+
+struct MatmulTiming {
+  int candidates;
+  float first_ms, best_ms;  // of the heuristic's first choice, and of the one chosen
+};
+
+// The library, and the algorithm chosen for each shape. For the current device and one host thread at a time.
+class MatmulPlans {
+ public:
+  explicit MatmulPlans(int64_t workspace_bytes = default_matmul_workspace) : workspace_bytes_(workspace_bytes) {
+    cublasLtHandle_t created = nullptr;
+    detail::check(cublasLtCreate(&created), "cublasLtCreate", nullptr);
+    library_.reset(created);
+    int device = 0;
+    cudaDeviceProp properties;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
+    title_ = formatted("cuBLASLt {} on {} with {} bytes of workspace", cublasLtGetVersion(), properties.name,
+                       workspace_bytes);
+  }
+
+  // The algorithm is the one that was restored or tuned for this shape, else the heuristic's first.
+  Matmul prepare(MatmulShape shape) {
+    check_shape(shape);
+    if (shape.in != DType::fp32) shape.tf32 = Tf32::no;
+    if (shape.M == 0 || shape.N == 0 || shape.K == 0) return Matmul(shape, nullptr);
+    return Matmul(shape, &plan(shape));
+  }
+
+  // Times the heuristic's candidates on these arrays, and from now on the fastest is this shape's. C is overwritten,
+  // and the host waits. Ranks must not each tune: clocks differ, and with them the bits of the results. One tunes, the
+  // others restore what it has exported.
+  MatmulTiming tune(const MatmulShape& shape, void* c, const void* a, const void* b, const void* bias, void* scratch,
+                    cudaStream_t stream) {
+    const Matmul product = prepare(shape);
+    if (product.plan_ == nullptr) return {};
+    constexpr int repeats = 10;
+    detail::MatmulPlan& chosen = plans_.at(product.shape_);
+    const auto candidates = chosen.candidates();
+    const detail::Event begin, end;
+    MatmulTiming timing{static_cast<int>(candidates.size()), 0, 0};
+    detail::MatmulAlgorithm best = candidates.front();
+    for (const detail::MatmulAlgorithm& candidate : candidates) {
+      chosen.algorithm = candidate;
+      product.run(c, a, b, bias, scratch, stream);  // loads the kernel
+      CUDA_CHECK(cudaEventRecord(begin, stream));
+      for (int i = 0; i < repeats; ++i) product.run(c, a, b, bias, scratch, stream);
+      CUDA_CHECK(cudaEventRecord(end, stream));
+      CUDA_CHECK(cudaEventSynchronize(end));
+      float ms = 0;
+      CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));
+      ms /= repeats;
+      if (&candidate == &candidates.front()) timing.first_ms = timing.best_ms = ms;
+      if (ms >= timing.best_ms) continue;
+      timing.best_ms = ms;
+      best = candidate;
+    }
+    chosen.algorithm = best;
+    return timing;
+  }
+
+  // What was chosen so far and what was restored, as text: a title, then a line for each shape.
+  std::string exported() const {
+    auto chosen = restored_;
+    for (const auto& [shape, plan] : plans_) chosen[to_string(shape)] = plan.algorithm;
+    std::string text = title_ + "\n";
+    for (const auto& [shape, algorithm] : chosen) {
+      text += shape + ":";
+      for (const uint64_t word : algorithm.value.data) text += formatted(" {}", word);
+      text += "\n";
+    }
+    return text;
+  }
+
+  // Takes over what another MatmulPlans has exported: before the first product, for all come from one source then.
+  void restore(const std::string& text) {
+    CHECK(plans_.empty(), "matmul algorithms are restored after {} were chosen; restore them first", plans_.size());
+    std::istringstream lines(text);
+    std::string line;
+    std::getline(lines, line);
+    CHECK(line == title_, "the recorded matmul algorithms are for '{}', this is '{}'; let them be chosen anew", line,
+          title_);
+    for (int number = 2; std::getline(lines, line); ++number) {
+      const size_t colon = line.find(':');
+      std::istringstream words(colon == std::string::npos ? "" : line.substr(colon + 1));
+      detail::MatmulAlgorithm algorithm;
+      for (uint64_t& word : algorithm.value.data) words >> word;
+      std::string more;
+      CHECK(words && !(words >> more), "line {} of the recorded matmul algorithms is '{}', not 'SHAPE: {} numbers'",
+            number, line, std::size(algorithm.value.data));
+      CHECK(restored_.emplace(line.substr(0, colon), algorithm).second,
+            "line {} of the recorded matmul algorithms has '{}' a second time; delete one", number,
+            line.substr(0, colon));
+    }
+  }
+
+ private:
+  static void check_shape(const MatmulShape& s) {
+    CHECK(s.in == DType::fp32 || s.in == DType::bf16, "no matmul on GPUs reads {}: use fp32 or bf16; {}", s.in,
+          to_string(s));
+    CHECK(s.out == s.in || s.out == DType::fp32, "no matmul writes {} from {}: use {} or fp32; {}", s.out, s.in, s.in,
+          to_string(s));
+    CHECK(s.bias == Bias::no || s.out == s.in, "cuBLASLt adds a bias in the dtype of C, which is {}, not {}; {}", s.out,
+          s.in, to_string(s));
+    CHECK(s.M >= 0 && s.N >= 0 && s.K >= 0, "matmul: a size is negative; {}", to_string(s));
+    CHECK(s.K > 0 || s.bias == Bias::no, "matmul: an empty sum has no bias; {}", to_string(s));
+    CHECK(s.alignment >= size_of(s.in) && s.alignment <= 16 && (s.alignment & (s.alignment - 1)) == 0,
+          "matmul: arrays aligned to {} bytes; use alignment_of; {}", s.alignment, to_string(s));
+  }
+
+  const detail::MatmulPlan& plan(const MatmulShape& shape) {
+    const auto known = plans_.find(shape);
+    if (known != plans_.end()) return known->second;
+    detail::MatmulPlan made{detail::MatmulProblem(shape), library_.get(), workspace_bytes_};
+    const auto restored = restored_.find(to_string(shape));
+    if (restored != restored_.end()) {
+      made.algorithm = restored->second;
+      made.check_algorithm();
+    } else {
+      made.algorithm = made.candidates().front();
+    }
+    return plans_.emplace(shape, std::move(made)).first->second;
+  }
+
+  int64_t workspace_bytes_;
+  detail::MatmulLibrary library_;
+  std::string title_;
+  std::map<MatmulShape, detail::MatmulPlan> plans_;
+  std::map<std::string, detail::MatmulAlgorithm> restored_;  // by the shape's text
+};
+
+}  // namespace llmc::cuda

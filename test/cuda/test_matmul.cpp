@@ -1,0 +1,325 @@
+// Matrix products by cuBLASLt, or on the CPU by its stand-in, against the CPU's op.
+#include "cuda/device_test.h"
+#include "ops/cpu/matmul.h"
+#include "ops/cuda/matmul.cuh"
+
+using namespace llmc;
+using Catch::Matchers::ContainsSubstring;
+using cuda::alignment_of;
+using cuda::MatmulPlans;
+using cuda::MatmulShape;
+
+namespace {
+
+constexpr int64_t workspace_bytes = 1 << 20;
+using Workspace = DeviceArray<char>;
+
+MatmulShape shape_of(int64_t M, int64_t N, int64_t K, DType in, DType out) {
+  return {M, N, K, Transpose::no, Transpose::no, Accumulate::no, in, out, Bias::no};
+}
+
+// Inputs of one shape, and what the CPU makes of them. `offset`: elements before each array, of memory that is aligned.
+template <class T, class Out>
+struct Case {
+  MatmulShape shape;
+  int64_t offset = 0;
+  std::vector<T> a = normal_values<T>(offset + shape.M * shape.K, 1),
+                 b = normal_values<T>(offset + shape.K * shape.N, 2), bias = normal_values<T>(offset + shape.N, 3);
+  std::vector<Out> c = normal_values<Out>(offset + shape.M * shape.N, 4);
+
+  bool has_bias() const { return shape.bias == Bias::yes; }
+
+  Outputs cpu() const {
+    std::vector<Out> sum = c;
+    cpu::Matmul::prepare(
+        {shape.M, shape.N, shape.K, shape.a, shape.b, shape.accumulate, shape.in, shape.out, shape.bias, 1})
+        .run(sum.data() + offset, a.data() + offset, b.data() + offset, has_bias() ? bias.data() + offset : nullptr,
+             nullptr);
+    return {{"c", std::vector<Out>(sum.begin() + offset, sum.end())}};
+  }
+
+  Outputs cuda(MatmulPlans& plans) const {
+    DeviceArray<T> as(a), bs(b), biases(bias);
+    DeviceArray<Out> cs(shape.accumulate == Accumulate::yes ? c : std::vector<Out>(c.size(), Out(NAN)));
+    Workspace workspace(workspace_bytes);
+    MatmulShape aligned = shape;
+    const T* bias_at = has_bias() ? biases + offset : nullptr;
+    aligned.alignment = alignment_of({cs + offset, as + offset, bs + offset, bias_at});
+    plans.prepare(aligned).run(cs + offset, as + offset, bs + offset, bias_at, workspace, nullptr);
+    const std::vector<Out> sum = cs.host();
+    return {{"c", std::vector<Out>(sum.begin() + offset, sum.end())}};
+  }
+};
+
+template <class T>
+constexpr double tolerance = sizeof(T) == 2 ? 1e-3 : 2e-6;
+
+template <class T, class Out>
+void check_all(int64_t M, int64_t N, int64_t K, int64_t offset = 0) {
+  for (const Transpose a : {Transpose::no, Transpose::yes})
+    for (const Transpose b : {Transpose::no, Transpose::yes})
+      for (const Accumulate accumulate : {Accumulate::no, Accumulate::yes})
+        for (const Bias bias : {Bias::no, Bias::yes}) {
+          if (bias == Bias::yes && !std::is_same_v<T, Out>) continue;
+          const Case<T, Out> c{{M, N, K, a, b, accumulate, dtype_of<T>(), dtype_of<Out>(), bias}, offset};
+          INFO(to_string(c.shape) << ", " << offset << " elements away from it");
+          MatmulPlans plans(workspace_bytes);
+          check_kernel([&] { return c.cuda(plans); }, c.cpu(), tolerance<Out>);
+        }
+}
+
+template <class F>
+std::string error_of(F&& run) {
+  try {
+    run();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+// One product in the heuristic's first choice and in every transposition, as a text that a run would record.
+std::string exported_plans() {
+  MatmulPlans plans(workspace_bytes);
+  for (const Transpose b : {Transpose::no, Transpose::yes}) {
+    MatmulShape shape = shape_of(16, 24, 32, DType::bf16, DType::bf16);
+    shape.b = b;
+    plans.prepare(shape);
+  }
+  return plans.exported();
+}
+
+}  // namespace
+
+TEST_CASE("matrix products are the CPU's in every transposition and dtype", "[cuda]") {
+  // One element; multiples of 8; rows that begin at odd addresses, as heads of 21 or 50 channels make them; a padded
+  // vocabulary.
+  const auto [M, N, K] = GENERATE(std::tuple{1, 1, 1}, std::tuple{16, 64, 32}, std::tuple{5, 21, 50},
+                                  std::tuple{33, 104, 7}, std::tuple{3, 50, 264}, std::tuple{24, 320, 16});
+  check_all<float, float>(M, N, K);
+  check_all<bf16, bf16>(M, N, K);
+  check_all<bf16, float>(M, N, K);
+}
+
+TEST_CASE("matrix products of arrays that begin anywhere", "[cuda]") {
+  check_all<float, float>(8, 16, 24, 1);
+  check_all<bf16, bf16>(8, 16, 24, 1);
+  check_all<bf16, float>(8, 16, 24, 1);
+  check_all<bf16, float>(8, 16, 24, 4);
+}
+
+TEST_CASE("an algorithm that needs more than the workspace is not taken", "[cuda]") {
+  const Case<bf16, float> c{shape_of(16, 24, 32, DType::bf16, DType::fp32)};
+  MatmulPlans none(0);
+  check_kernel([&] { return c.cuda(none); }, c.cpu(), tolerance<float>);
+}
+
+TEST_CASE("a product in bf16 is rounded once", "[cuda]") {
+  const Case<bf16, bf16> rounded{shape_of(48, 40, 256, DType::bf16, DType::bf16)};
+  const Case<bf16, float> exact{shape_of(48, 40, 256, DType::bf16, DType::fp32)};
+  MatmulPlans plans(workspace_bytes);
+  std::vector<float> once = exact.cuda(plans)[0].values;
+  for (float& x : once) x = static_cast<float>(bf16(x));
+  REQUIRE(relative_error(rounded.cuda(plans)[0].values, once) < 3e-4);
+}
+
+TEST_CASE("fp32 is multiplied as fp32 unless TF32 is asked for", "[cuda]") {
+  Case<float, float> c{shape_of(32, 48, 64, DType::fp32, DType::fp32)};
+  MatmulPlans plans(workspace_bytes);
+  REQUIRE(relative_error(c.cuda(plans)[0].values, c.cpu()[0].values) < 1e-6);
+  c.shape.tf32 = cuda::Tf32::yes;
+  const double error = relative_error(c.cuda(plans)[0].values, c.cpu()[0].values);
+  REQUIRE(error > 1e-5);
+  REQUIRE(error < 2e-3);
+}
+
+TEST_CASE("products of empty matrices", "[cuda]") {
+  MatmulPlans plans(workspace_bytes);
+  MatmulShape shape = shape_of(4, 8, 0, DType::bf16, DType::fp32);
+  const auto sum = [&] {
+    DeviceArray<float> c(std::vector<float>(32, 3.0f));
+    REQUIRE(plans.prepare(shape).scratch_bytes() == 0);
+    plans.prepare(shape).run(c, nullptr, nullptr, nullptr, nullptr, nullptr);
+    return c.host();
+  };
+  REQUIRE(sum() == std::vector<float>(32, 0.0f));
+  shape.accumulate = Accumulate::yes;
+  REQUIRE(sum() == std::vector<float>(32, 3.0f));
+  shape.M = 0;
+  plans.prepare(shape).run(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
+}
+
+TEST_CASE("a product on one stream waits for what another one writes, and for its workspace", "[cuda]") {
+  constexpr int64_t n = 16;
+  const auto x = normal_values<float>(n * n, 1), y = normal_values<float>(n * n, 2);
+  MatmulPlans plans(workspace_bytes);
+  const auto product = plans.prepare(shape_of(n, n, n, DType::fp32, DType::fp32));
+  const auto run = [&] {
+    cudaStream_t first, second;
+    cudaEvent_t written, read;
+    CUDA_CHECK(cudaStreamCreate(&first));
+    CUDA_CHECK(cudaStreamCreate(&second));
+    CUDA_CHECK(cudaEventCreate(&written));
+    CUDA_CHECK(cudaEventCreate(&read));
+    const Outputs out = [&]() -> Outputs {
+      DeviceArray<float> xs(x), ys(y), xy(n * n), xyy(n * n);
+      Workspace workspace(workspace_bytes);
+      product.run(xy, xs, ys, nullptr, workspace, first);
+      CUDA_CHECK(cudaEventRecord(written, first));
+      CUDA_CHECK(cudaStreamWaitEvent(second, written));  // xy is there
+      product.run(xyy, xy, ys, nullptr, workspace, second);
+      CUDA_CHECK(cudaEventRecord(read, second));
+      CUDA_CHECK(cudaStreamWaitEvent(first, read));  // xy is free again, and so is the workspace
+      product.run(xy, ys, xs, nullptr, workspace, first);
+      return {{"xyy", xyy.host()}, {"yx", xy.host()}};
+    }();
+    CUDA_CHECK(cudaEventDestroy(written));
+    CUDA_CHECK(cudaEventDestroy(read));
+    CUDA_CHECK(cudaStreamDestroy(first));
+    CUDA_CHECK(cudaStreamDestroy(second));
+    return out;
+  };
+  check_barriers(run);
+}
+
+TEST_CASE("recorded algorithms are used again", "[cuda]") {
+  Case<bf16, float> c{shape_of(16, 24, 32, DType::bf16, DType::fp32)};
+  c.shape.accumulate = Accumulate::yes;
+  MatmulPlans tuned(workspace_bytes);
+  DeviceArray<bf16> a(c.a), b(c.b);
+  DeviceArray<float> sum(c.c);
+  Workspace workspace(workspace_bytes);
+  const cuda::MatmulTiming timing = tuned.tune(c.shape, sum, a, b, nullptr, workspace, nullptr);
+  REQUIRE(timing.candidates >= 1);
+  REQUIRE(timing.best_ms > 0);
+  REQUIRE(timing.best_ms <= timing.first_ms);
+  const Outputs first = c.cuda(tuned);
+  REQUIRE(relative_error(first[0].values, c.cpu()[0].values) < tolerance<float>);
+
+  const std::string text = tuned.exported();
+  REQUIRE_THAT(text,
+               ContainsSubstring("C (16, 24) += A (16, 32) B (32, 24), A and B in bf16, C in fp32, aligned to 16"));
+  MatmulPlans restored(workspace_bytes);
+  restored.restore(text);
+  REQUIRE(restored.exported() == text);
+  REQUIRE(same_bits(c.cuda(restored), first));
+  REQUIRE(restored.exported() == text);
+  REQUIRE_THAT(error_of([&] { restored.restore(text); }), ContainsSubstring("restored after 1 were chosen"));
+}
+
+TEST_CASE("recorded algorithms of another library, device or workspace are refused, and damaged ones", "[cuda]") {
+  const std::string text = exported_plans();
+  MatmulPlans other(workspace_bytes / 2);
+  REQUIRE_THAT(error_of([&] { other.restore(text); }), ContainsSubstring("with 524288 bytes of workspace'; let them"));
+  MatmulPlans plans(workspace_bytes);
+  const auto refusal = [&](const std::string& damaged) {
+    return error_of([&] { MatmulPlans(workspace_bytes).restore(damaged); });
+  };
+  REQUIRE(refusal(text) == "no error");
+  REQUIRE_THAT(refusal(text.substr(0, text.size() - 4)), ContainsSubstring("line 3 of the recorded"));
+  REQUIRE_THAT(refusal(text + "anything\n"), ContainsSubstring("is 'anything', not 'SHAPE: 8 numbers'"));
+  const std::string last_line = text.substr(text.rfind('\n', text.size() - 2) + 1);
+  REQUIRE_THAT(refusal(text + last_line), ContainsSubstring("a second time"));
+}
+
+TEST_CASE("a product that cuBLASLt cannot do is refused", "[cuda]") {
+  MatmulPlans plans(workspace_bytes);
+  const auto refusal = [&](auto change) {
+    MatmulShape shape = shape_of(8, 16, 24, DType::bf16, DType::bf16);
+    change(shape);
+    return error_of([&] { plans.prepare(shape); });
+  };
+  REQUIRE(refusal([](MatmulShape&) {}) == "no error");
+  REQUIRE_THAT(refusal([](MatmulShape& s) { s.in = DType::fp64; }),
+               ContainsSubstring("on GPUs reads fp64: use fp32 or"));
+  REQUIRE_THAT(refusal([](MatmulShape& s) { s.in = DType::fp32; }), ContainsSubstring("writes bf16 from fp32"));
+  REQUIRE_THAT(refusal([](MatmulShape& s) { s.out = DType::fp32, s.bias = Bias::yes; }),
+               ContainsSubstring("adds a bias in the dtype of C, which is fp32, not bf16; C (8, 16) = A (8, 24) B"));
+  REQUIRE_THAT(refusal([](MatmulShape& s) { s.N = -1; }), ContainsSubstring("a size is negative"));
+  REQUIRE_THAT(refusal([](MatmulShape& s) { s.K = 0, s.bias = Bias::yes; }), ContainsSubstring("an empty sum"));
+  REQUIRE_THAT(refusal([](MatmulShape& s) { s.alignment = 12; }), ContainsSubstring("use alignment_of"));
+
+  Case<bf16, bf16> c{shape_of(8, 16, 24, DType::bf16, DType::bf16), 1};
+  DeviceArray<bf16> a(c.a), b(c.b), sum(c.c);
+  Workspace workspace(workspace_bytes);
+  const cuda::Matmul product = plans.prepare(c.shape);
+  REQUIRE(product.scratch_bytes() == workspace_bytes);
+  REQUIRE_THAT(error_of([&] { product.run(sum, a + 1, b, nullptr, workspace, nullptr); }),
+               ContainsSubstring("an array is aligned to 2 bytes only"));
+  REQUIRE_THAT(error_of([&] { product.run(sum, a, b, a, workspace, nullptr); }), ContainsSubstring("a bias is given"));
+}
+
+#ifndef __CUDACC__
+TEST_CASE("the stand-in of cuBLASLt refuses what the library refuses", "[cuda]") {
+  MatmulPlans plans(workspace_bytes);
+  const MatmulShape shape = shape_of(8, 16, 24, DType::bf16, DType::bf16);
+  const Case<bf16, bf16> c{shape};
+  const cuda::Matmul product = plans.prepare(shape);
+  DeviceArray<bf16> a(c.a), b(c.b), sum(c.c);
+  Workspace workspace(workspace_bytes), small(256);
+  REQUIRE_THAT(error_of([&] { product.run(sum, a, b, nullptr, workspace + 64, nullptr); }),
+               ContainsSubstring("cublasLtMatmul failed: an invalid value was used as an argument "
+                                 "(CUBLAS_STATUS_INVALID_VALUE) for C (8, 16) = A (8, 24) B (24, 16)"));
+  REQUIRE_THROWS_WITH(
+      product.run(sum, a, b, nullptr, small, nullptr),
+      ContainsSubstring("cublasLtMatmul, workspace: 1048576 bytes from byte 0 of an allocation of 256"));
+  REQUIRE_THROWS_WITH(product.run(sum, b + 8 * 25, b, nullptr, workspace, nullptr),
+                      ContainsSubstring("cublasLtMatmul, B: 384 bytes from byte 400 of"));  // our A is its B
+  alignas(16) bf16 on_host[8 * 24];
+  REQUIRE_THROWS_WITH(product.run(sum, on_host, b, nullptr, workspace, nullptr),
+                      ContainsSubstring("not device memory"));
+
+  // An algorithm that is not one, from a file.
+  std::string text = plans.exported();
+  text = text.substr(0, text.find(':')) + ": 1 2 3 4 5 6 7 8\n";
+  MatmulPlans restored(workspace_bytes);
+  restored.restore(text);
+  REQUIRE_THAT(error_of([&] { restored.prepare(shape); }),
+               ContainsSubstring("the recorded algorithm does not compute C (8, 16) = A (8, 24) B (24, 16)"));
+}
+
+TEST_CASE("the stand-in of cuBLASLt checks sizes, types and attributes", "[cuda]") {
+  using cuda::detail::MatmulOperation;
+  using cuda::detail::MatrixLayout;
+  cublasLtHandle_t created = nullptr;
+  REQUIRE(cublasLtCreate(&created) == CUBLAS_STATUS_SUCCESS);
+  const cuda::detail::MatmulLibrary library(created);
+  const auto layout = [](cudaDataType_t type, uint64_t rows, uint64_t columns, int64_t ld) {
+    cublasLtMatrixLayout_t made = nullptr;
+    REQUIRE(cublasLtMatrixLayoutCreate(&made, type, rows, columns, ld) == CUBLAS_STATUS_SUCCESS);
+    return MatrixLayout(made);
+  };
+  cublasLtMatmulDesc_t described = nullptr;
+  REQUIRE(cublasLtMatmulDescCreate(&described, CUBLAS_COMPUTE_32F, CUDA_R_32F) == CUBLAS_STATUS_SUCCESS);
+  const MatmulOperation operation(described);
+  const auto status = [&](const MatrixLayout& a, const MatrixLayout& b, const MatrixLayout& d) {
+    cublasLtMatmulAlgo_t algorithm{};
+    cublasLtMatmulHeuristicResult_t result{};
+    return cublasLtMatmulAlgoCheck(created, described, a.get(), b.get(), d.get(), d.get(), &algorithm, &result);
+  };
+  const MatrixLayout a = layout(CUDA_R_16BF, 4, 6, 4), b = layout(CUDA_R_16BF, 6, 8, 6),
+                     d = layout(CUDA_R_32F, 4, 8, 4);
+  REQUIRE(status(a, b, d) == CUBLAS_STATUS_NOT_SUPPORTED);  // the algorithm is none
+  REQUIRE(status(layout(CUDA_R_16BF, 4, 6, 3), b, d) == CUBLAS_STATUS_INVALID_VALUE);
+  REQUIRE(status(a, layout(CUDA_R_16BF, 8, 6, 8), d) == CUBLAS_STATUS_INVALID_VALUE);
+  REQUIRE(status(a, b, layout(CUDA_R_32F, 4, 7, 4)) == CUBLAS_STATUS_INVALID_VALUE);
+  const int32_t transposed = CUBLAS_OP_T;
+  REQUIRE(cublasLtMatmulDescSetAttribute(described, CUBLASLT_MATMUL_DESC_TRANSB, &transposed, 8) ==
+          CUBLAS_STATUS_INVALID_VALUE);
+  REQUIRE(cublasLtMatmulDescSetAttribute(described, CUBLASLT_MATMUL_DESC_TRANSB, &transposed, 4) ==
+          CUBLAS_STATUS_SUCCESS);
+  REQUIRE(status(a, b, d) == CUBLAS_STATUS_INVALID_VALUE);
+
+  // An operation of which nothing was set, with preferences of which nothing was set: no workspace, full alignment.
+  cublasLtMatmulPreference_t preference = nullptr;
+  REQUIRE(cublasLtMatmulPreferenceCreate(&preference) == CUBLAS_STATUS_SUCCESS);
+  const cuda::detail::MatmulPreference owned(preference);
+  cublasLtMatmulHeuristicResult_t results[4];
+  int found = 0;
+  const MatrixLayout b_turned = layout(CUDA_R_16BF, 8, 6, 8);
+  REQUIRE(cublasLtMatmulAlgoGetHeuristic(created, described, a.get(), b_turned.get(), d.get(), d.get(), preference, 4,
+                                         results, &found) == CUBLAS_STATUS_SUCCESS);
+  REQUIRE(found == 1);  // columns of 8 bytes leave one, and that one takes no workspace
+  REQUIRE(results[0].workspaceSize == 0);
+}
+#endif

@@ -1,0 +1,325 @@
+// cublasLt.cpp: matrix products as cuBLASLt defines them. Each is one task of its stream: sums in fp32 in the order of
+// k, rounded once to the output's type. What the real library reports as a status is reported so, the rest is a
+// Failure.
+//
+// It offers algorithms that differ as real ones do, the most demanding first, so that a caller who states its needs
+// wrongly gets one that refuses to run or rounds too often.
+#include "cuda_on_cpu/cublasLt.h"
+
+#include <bit>
+#include <cstring>
+#include <utility>
+
+#include "core/dtype.h"
+
+struct cublasLtContext {};
+struct cublasLtMatrixLayout {
+  cudaDataType_t type;
+  int64_t rows, columns, ld;
+};
+struct cublasLtMatmulDesc {
+  cublasComputeType_t compute;
+  cudaDataType_t scale;
+  int32_t transpose_a = CUBLAS_OP_N, transpose_b = CUBLAS_OP_N;
+  uint32_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+  void* bias = nullptr;
+};
+struct cublasLtMatmulPreference {
+  uint64_t workspace = 0;
+  uint32_t reduction_schemes = CUBLASLT_REDUCTION_SCHEME_MASK;
+  uint32_t alignment[4] = {256, 256, 256, 256};  // A, B, C, D
+};
+
+namespace {
+
+using llmc::bf16;
+
+size_t size_of(cudaDataType_t type) { return type == CUDA_R_16BF ? 2 : 4; }
+
+struct Algorithm {
+  uint64_t parts;  // of k, which are added up at the end
+  uint32_t reduction_scheme;
+  uintptr_t alignment;  // of every column
+};
+constexpr Algorithm algorithms[] = {{2, CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE, 16},
+                                    {2, CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, 16},
+                                    {1, CUBLASLT_REDUCTION_SCHEME_NONE, 16},
+                                    {1, CUBLASLT_REDUCTION_SCHEME_NONE, 1}};
+constexpr uint64_t algorithm_mark = 0x637562616c676f00;  // what an algorithm's data begins with, plus its number
+
+const Algorithm* algorithm_of(const cublasLtMatmulAlgo_t& algo) {
+  const uint64_t number = algo.data[0] - algorithm_mark;
+  return number < std::size(algorithms) ? &algorithms[number] : nullptr;
+}
+
+// All that a product is: op(A) (m, k), op(B) (k, n), D (m, n).
+struct Problem {
+  cublasLtMatmulDesc operation;
+  cublasLtMatrixLayout a, b, d;
+  int64_t m, n, k;
+
+  size_t workspace(const Algorithm& algorithm) const {
+    const size_t part = algorithm.reduction_scheme == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE ? size_of(d.type) : 4;
+    return algorithm.parts == 1 ? 0 : algorithm.parts * static_cast<size_t>(m * n) * part;
+  }
+  // Whether all columns begin at multiples of what the algorithm needs if the first ones have these alignments.
+  bool suits(const Algorithm& algorithm, uintptr_t a_at, uintptr_t b_at, uintptr_t c_at, uintptr_t d_at) const {
+    const auto aligned = [&](uintptr_t at, const cublasLtMatrixLayout& layout) {
+      return (at | (static_cast<uintptr_t>(layout.ld) * size_of(layout.type))) % algorithm.alignment == 0;
+    };
+    const bool bias_aligned = operation.epilogue == CUBLASLT_EPILOGUE_DEFAULT ||
+                              reinterpret_cast<uintptr_t>(operation.bias) % algorithm.alignment == 0;
+    return bias_aligned && aligned(a_at, a) && aligned(b_at, b) && aligned(c_at, d) && aligned(d_at, d);
+  }
+};
+
+cublasStatus_t make_problem(Problem* problem, cublasLtHandle_t handle, cublasLtMatmulDesc_t operation,
+                            cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c,
+                            cublasLtMatrixLayout_t d) {
+  if (handle == nullptr) return CUBLAS_STATUS_NOT_INITIALIZED;
+  if (operation == nullptr || a == nullptr || b == nullptr || c == nullptr || d == nullptr)
+    return CUBLAS_STATUS_INVALID_VALUE;
+  const bool turn_a = operation->transpose_a != CUBLAS_OP_N, turn_b = operation->transpose_b != CUBLAS_OP_N;
+  *problem = {*operation, *a, *b, *d, d->rows, d->columns, turn_a ? a->rows : a->columns};
+  const auto is = [](cublasLtMatrixLayout_t layout, int64_t rows, int64_t columns) {
+    return layout->rows == rows && layout->columns == columns && rows > 0 && columns > 0 && layout->ld >= rows;
+  };
+  const int64_t m = problem->m, n = problem->n, k = problem->k;
+  if (!is(a, turn_a ? k : m, turn_a ? m : k) || !is(b, turn_b ? n : k, turn_b ? k : n) || !is(c, m, n) || !is(d, m, n))
+    return CUBLAS_STATUS_INVALID_VALUE;
+  if (a->type != b->type || c->type != d->type || c->ld != d->ld || (d->type != a->type && d->type != CUDA_R_32F) ||
+      operation->scale != CUDA_R_32F || (operation->compute == CUBLAS_COMPUTE_32F_FAST_TF32 && a->type != CUDA_R_32F))
+    return CUBLAS_STATUS_NOT_SUPPORTED;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+// ---- The products ---------------------------------------------------------------------------------------------------
+
+struct Arrays {
+  const void *a, *b, *c;
+  void *d, *workspace;
+  float alpha, beta;
+};
+
+// The 10 bits of a mantissa that TF32 keeps, to nearest.
+float tf32(float x) { return std::bit_cast<float>((std::bit_cast<uint32_t>(x) + 0x1000u) & 0xffffe000u); }
+
+template <class In, class Out, class Part>
+void multiply(const Problem& p, const Arrays& arrays, int64_t parts) {
+  const bool round_inputs = p.operation.compute == CUBLAS_COMPUTE_32F_FAST_TF32;
+  const auto* a = static_cast<const In*>(arrays.a);
+  const auto* b = static_cast<const In*>(arrays.b);
+  const auto* c = static_cast<const Out*>(arrays.c);
+  auto* d = static_cast<Out*>(arrays.d);
+  const auto* bias = static_cast<const Out*>(p.operation.bias);
+  auto* partial = static_cast<Part*>(arrays.workspace);
+  const auto read = [&](In x) { return round_inputs ? tf32(static_cast<float>(x)) : static_cast<float>(x); };
+  const auto strides = [](int32_t transpose, int64_t ld) {  // from row to row, and from column to column
+    return transpose == CUBLAS_OP_N ? std::pair<int64_t, int64_t>(1, ld) : std::pair<int64_t, int64_t>(ld, 1);
+  };
+  const auto [a_row, a_column] = strides(p.operation.transpose_a, p.a.ld);
+  const auto [b_row, b_column] = strides(p.operation.transpose_b, p.b.ld);
+  const auto dot = [&](int64_t i, int64_t j, int64_t begin, int64_t end) {
+    float sum = 0;
+    for (int64_t k = begin; k < end; ++k) sum += read(a[i * a_row + k * a_column]) * read(b[k * b_row + j * b_column]);
+    return sum;
+  };
+  const auto put = [&](int64_t i, int64_t j, float sum) {
+    float value = arrays.alpha * sum;
+    if (arrays.beta != 0) value += arrays.beta * static_cast<float>(c[i + j * p.d.ld]);
+    if (p.operation.epilogue == CUBLASLT_EPILOGUE_BIAS) value += static_cast<float>(bias[i]);
+    d[i + j * p.d.ld] = Out(value);
+  };
+  for (int64_t part = 0; part < parts && parts > 1; ++part)
+    for (int64_t i = 0; i < p.m; ++i)
+      for (int64_t j = 0; j < p.n; ++j)
+        partial[(part * p.n + j) * p.m + i] = Part(dot(i, j, part * p.k / parts, (part + 1) * p.k / parts));
+  for (int64_t i = 0; i < p.m; ++i)
+    for (int64_t j = 0; j < p.n; ++j) {
+      float sum = parts == 1 ? dot(i, j, 0, p.k) : 0;
+      for (int64_t part = 0; part < parts && parts > 1; ++part)
+        sum += static_cast<float>(partial[(part * p.n + j) * p.m + i]);
+      put(i, j, sum);
+    }
+}
+
+template <class In, class Out>
+void solve(const Problem& p, const Arrays& arrays, const Algorithm& algorithm) {
+  const auto parts = static_cast<int64_t>(algorithm.parts);
+  if (algorithm.reduction_scheme == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE) multiply<In, Out, Out>(p, arrays, parts);
+  else multiply<In, Out, float>(p, arrays, parts);
+}
+
+void require_matrix(const void* first, const cublasLtMatrixLayout& layout, const char* what) {
+  const auto elements = static_cast<size_t>((layout.columns - 1) * layout.ld + layout.rows);
+  cuda_on_cpu::require_device_memory(first, elements * size_of(layout.type), what);
+}
+
+template <class Object, class... Values>
+cublasStatus_t create(Object** object, Values... values) {
+  if (object == nullptr) return CUBLAS_STATUS_INVALID_VALUE;
+  *object = new Object{values...};
+  return CUBLAS_STATUS_SUCCESS;
+}
+template <class Object>
+cublasStatus_t destroy(Object* object) {
+  delete object;
+  return CUBLAS_STATUS_SUCCESS;
+}
+template <class T>
+cublasStatus_t set(T& attribute, const void* value, size_t bytes) {
+  if (value == nullptr || bytes != sizeof attribute) return CUBLAS_STATUS_INVALID_VALUE;
+  std::memcpy(&attribute, value, bytes);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+}  // namespace
+
+// ---- The library's functions ----------------------------------------------------------------------------------------
+
+const char* cublasLtGetStatusName(cublasStatus_t status) {
+  switch (status) {
+    case CUBLAS_STATUS_SUCCESS: return "CUBLAS_STATUS_SUCCESS";
+    case CUBLAS_STATUS_NOT_INITIALIZED: return "CUBLAS_STATUS_NOT_INITIALIZED";
+    case CUBLAS_STATUS_ALLOC_FAILED: return "CUBLAS_STATUS_ALLOC_FAILED";
+    case CUBLAS_STATUS_INVALID_VALUE: return "CUBLAS_STATUS_INVALID_VALUE";
+    case CUBLAS_STATUS_ARCH_MISMATCH: return "CUBLAS_STATUS_ARCH_MISMATCH";
+    case CUBLAS_STATUS_EXECUTION_FAILED: return "CUBLAS_STATUS_EXECUTION_FAILED";
+    case CUBLAS_STATUS_INTERNAL_ERROR: return "CUBLAS_STATUS_INTERNAL_ERROR";
+    case CUBLAS_STATUS_NOT_SUPPORTED: return "CUBLAS_STATUS_NOT_SUPPORTED";
+  }
+  return "unknown";
+}
+const char* cublasLtGetStatusString(cublasStatus_t status) {
+  switch (status) {
+    case CUBLAS_STATUS_SUCCESS: return "success";
+    case CUBLAS_STATUS_NOT_INITIALIZED: return "the library was not initialized";
+    case CUBLAS_STATUS_ALLOC_FAILED: return "the resource allocation failed";
+    case CUBLAS_STATUS_INVALID_VALUE: return "an invalid value was used as an argument";
+    case CUBLAS_STATUS_ARCH_MISMATCH: return "the device architecture does not have this feature";
+    case CUBLAS_STATUS_EXECUTION_FAILED: return "the function failed to launch on the device";
+    case CUBLAS_STATUS_INTERNAL_ERROR: return "an internal operation failed";
+    case CUBLAS_STATUS_NOT_SUPPORTED: return "the functionality is not supported";
+  }
+  return "unknown";
+}
+size_t cublasLtGetVersion() { return 0; }
+cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) { return create(handle); }
+cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle) { return destroy(handle); }
+
+cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* layout, cudaDataType_t type, uint64_t rows,
+                                          uint64_t columns, int64_t ld) {
+  return create(layout, type, static_cast<int64_t>(rows), static_cast<int64_t>(columns), ld);
+}
+cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) { return destroy(layout); }
+
+cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* operation, cublasComputeType_t compute,
+                                        cudaDataType_t scale) {
+  return create(operation, compute, scale);
+}
+cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t operation) { return destroy(operation); }
+cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t attribute,
+                                              const void* value, size_t bytes) {
+  switch (attribute) {
+    case CUBLASLT_MATMUL_DESC_TRANSA: return set(operation->transpose_a, value, bytes);
+    case CUBLASLT_MATMUL_DESC_TRANSB: return set(operation->transpose_b, value, bytes);
+    case CUBLASLT_MATMUL_DESC_EPILOGUE: return set(operation->epilogue, value, bytes);
+    case CUBLASLT_MATMUL_DESC_BIAS_POINTER: return set(operation->bias, value, bytes);
+  }
+  return CUBLAS_STATUS_INVALID_VALUE;
+}
+
+cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* preference) { return create(preference); }
+cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t preference) { return destroy(preference); }
+cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t preference,
+                                                    cublasLtMatmulPreferenceAttributes_t attribute, const void* value,
+                                                    size_t bytes) {
+  switch (attribute) {
+    case CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES: return set(preference->workspace, value, bytes);
+    case CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK: return set(preference->reduction_schemes, value, bytes);
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES:
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES:
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES:
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES:
+      return set(preference->alignment[attribute - CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES], value, bytes);
+  }
+  return CUBLAS_STATUS_INVALID_VALUE;
+}
+
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t operation,
+                                              cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
+                                              cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
+                                              cublasLtMatmulPreference_t preference, int requested,
+                                              cublasLtMatmulHeuristicResult_t results[], int* found) {
+  if (preference == nullptr || results == nullptr || found == nullptr || requested <= 0)
+    return CUBLAS_STATUS_INVALID_VALUE;
+  *found = 0;
+  Problem problem;
+  const cublasStatus_t status = make_problem(&problem, handle, operation, a, b, c, d);
+  if (status != CUBLAS_STATUS_SUCCESS) return status;
+  const auto& aligned = preference->alignment;
+  for (uint64_t number = 0; number < std::size(algorithms) && *found < requested; ++number) {
+    const Algorithm& algorithm = algorithms[number];
+    const bool scheme_allowed = (algorithm.reduction_scheme & ~preference->reduction_schemes) == 0;
+    if (!scheme_allowed || problem.workspace(algorithm) > preference->workspace ||
+        !problem.suits(algorithm, aligned[0], aligned[1], aligned[2], aligned[3]))
+      continue;
+    results[(*found)++] = {{{algorithm_mark + number}}, problem.workspace(algorithm), CUBLAS_STATUS_SUCCESS, 1, {}};
+  }
+  return *found > 0 ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
+}
+
+cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t handle, cublasLtMatmulDesc_t operation,
+                                       cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c,
+                                       cublasLtMatrixLayout_t d, const cublasLtMatmulAlgo_t* algorithm,
+                                       cublasLtMatmulHeuristicResult_t* result) {
+  if (algorithm == nullptr || result == nullptr) return CUBLAS_STATUS_INVALID_VALUE;
+  Problem problem;
+  const cublasStatus_t status = make_problem(&problem, handle, operation, a, b, c, d);
+  if (status != CUBLAS_STATUS_SUCCESS) return status;
+  const Algorithm* known = algorithm_of(*algorithm);
+  if (known == nullptr) return CUBLAS_STATUS_NOT_SUPPORTED;
+  result->workspaceSize = problem.workspace(*known);
+  result->state = CUBLAS_STATUS_SUCCESS;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t operation, const void* alpha, const void* a,
+                              cublasLtMatrixLayout_t a_layout, const void* b, cublasLtMatrixLayout_t b_layout,
+                              const void* beta, const void* c, cublasLtMatrixLayout_t c_layout, void* d,
+                              cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t* algorithm, void* workspace,
+                              size_t workspace_bytes, cudaStream_t stream) {
+  if (algorithm == nullptr) throw cuda_on_cpu::Failure("cublasLtMatmul: without an algorithm it is not emulated");
+  Problem problem;
+  const cublasStatus_t status = make_problem(&problem, handle, operation, a_layout, b_layout, c_layout, d_layout);
+  if (status != CUBLAS_STATUS_SUCCESS) return status;
+  const Algorithm* known = algorithm_of(*algorithm);
+  if (known == nullptr) return CUBLAS_STATUS_NOT_SUPPORTED;
+  const auto at = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
+  const bool has_bias = operation->epilogue == CUBLASLT_EPILOGUE_BIAS;
+  if (alpha == nullptr || beta == nullptr || a == nullptr || b == nullptr || c == nullptr || d == nullptr ||
+      (!has_bias && operation->epilogue != CUBLASLT_EPILOGUE_DEFAULT) || (has_bias && operation->bias == nullptr) ||
+      at(workspace) % 256 != 0 || workspace_bytes < problem.workspace(*known))
+    return CUBLAS_STATUS_INVALID_VALUE;
+  if (!problem.suits(*known, at(a), at(b), at(c), at(d))) return CUBLAS_STATUS_NOT_SUPPORTED;
+
+  require_matrix(a, *a_layout, "cublasLtMatmul, A");
+  require_matrix(b, *b_layout, "cublasLtMatmul, B");
+  require_matrix(c, *c_layout, "cublasLtMatmul, C");
+  require_matrix(d, *d_layout, "cublasLtMatmul, D");
+  if (has_bias)
+    cuda_on_cpu::require_device_memory(operation->bias, static_cast<size_t>(problem.m) * size_of(d_layout->type),
+                                       "cublasLtMatmul, bias");
+  if (problem.workspace(*known) > 0)
+    cuda_on_cpu::require_device_memory(workspace, workspace_bytes, "cublasLtMatmul, workspace");
+
+  Arrays arrays{a, b, c, d, workspace, 0, 0};
+  std::memcpy(&arrays.alpha, alpha, sizeof arrays.alpha);
+  std::memcpy(&arrays.beta, beta, sizeof arrays.beta);
+  auto* run = a_layout->type == CUDA_R_32F   ? solve<float, float>
+              : d_layout->type == CUDA_R_32F ? solve<bf16, float>
+                                             : solve<bf16, bf16>;
+  const cudaError_t enqueued =
+      cuda_on_cpu::enqueue_call(stream, [problem, arrays, known, run] { run(problem, arrays, *known); });
+  return enqueued == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
+}
