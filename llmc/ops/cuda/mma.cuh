@@ -1,9 +1,10 @@
 // mma.cuh: the instructions that C++ has no words for: matrix products of a warp, loads of their operands, and
-// asynchronous copies to shared memory. PTX is written here and nowhere else. Layouts of the operands: PTX manual,
-// "Warp-level matrix instructions".
+// asynchronous copies to shared memory, a fast power of two. PTX is written here and nowhere else. Layouts of the
+// operands: PTX manual, "Warp-level matrix instructions".
 #pragma once
 #include <cuda_runtime.h>
 
+#include <cmath>
 #include <cstdint>
 
 namespace llmc::cuda {
@@ -53,6 +54,13 @@ __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// 2^x to 2 units in the last place; below 2^-126 it is 0.
+__device__ inline float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 #else  // the same on a CPU
 
 using Location = cuda_on_cpu::Location;
@@ -76,6 +84,7 @@ template <int N>
 void cp_async_wait(const Location& where = Location::current()) {
   if (!cuda_on_cpu::is_switched_off("cp_async_wait", where)) cuda_on_cpu::async_wait(N);
 }
+inline float fast_exp2(float x) { return std::exp2(x); }
 
 #endif
 
