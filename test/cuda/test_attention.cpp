@@ -1,6 +1,7 @@
 // Attention's kernels against the CPU's op.
 #include "cuda/device_test.h"
 #include "ops/cpu/attention.h"
+#include "ops/cuda/attention_backward.cuh"
 #include "ops/cuda/attention_forward.cuh"
 
 using namespace llmc;
@@ -35,20 +36,23 @@ struct Case {
   int64_t out_size() const { return s.B * s.T * s.Hq * s.D; }
   int64_t lse_size() const { return s.B * s.Hq * s.T; }
 
-  Outputs cpu_forward() const {
-    std::vector<T> out(static_cast<size_t>(out_size()));
-    std::vector<float> lse(static_cast<size_t>(lse_size())), scratch(cpu::attention_forward_scratch(s, 1));
-    cpu::attention_forward(out.data(), lse.data(), qkv.data(), documents == Documents::yes ? positions.data() : nullptr,
-                           scratch.data(), s, 1);
-    return {{"out", out}, {"lse", lse}};
+  Outputs cpu() const {
+    const int32_t* places = documents == Documents::yes ? positions.data() : nullptr;
+    std::vector<T> out(static_cast<size_t>(out_size())), dqkv(qkv.size());
+    std::vector<float> lse(static_cast<size_t>(lse_size())),
+        scratch(std::max(cpu::attention_forward_scratch(s, 1), cpu::attention_backward_scratch(s, 1)));
+    cpu::attention_forward(out.data(), lse.data(), qkv.data(), places, scratch.data(), s, 1);
+    cpu::attention_backward(dqkv.data(), dout.data(), out.data(), qkv.data(), lse.data(), places, scratch.data(), s, 1);
+    return {{"out", out}, {"lse", lse}, {"dqkv", dqkv}};
   }
-  Outputs cuda_forward() const {
-    DeviceArray<T> out(out_size()), in(qkv);
-    DeviceArray<float> lse(lse_size());
-    DeviceArray<int32_t> places(positions);
-    cuda::attention_forward<T>(out, lse, in, documents == Documents::yes ? static_cast<int32_t*>(places) : nullptr, s,
-                               nullptr);
-    return {{"out", out.host()}, {"lse", lse.host()}};
+  Outputs cuda() const {
+    DeviceArray<T> out(out_size()), dqkv(static_cast<int64_t>(qkv.size())), in(qkv), douts(dout);
+    DeviceArray<float> lse(lse_size()), scratch(cuda::attention_backward_scratch(s));
+    DeviceArray<int32_t> all_places(positions);
+    const int32_t* places = documents == Documents::yes ? static_cast<int32_t*>(all_places) : nullptr;
+    cuda::attention_forward<T>(out, lse, in, places, s, nullptr);
+    cuda::attention_backward<T>(dqkv, douts, out, in, lse, places, scratch, s, nullptr);
+    return {{"out", out.host()}, {"lse", lse.host()}, {"dqkv", dqkv.host()}};
   }
 };
 
@@ -71,10 +75,10 @@ TEMPLATE_TEST_CASE("attention's kernels compute what the CPU does", "[cuda]", fl
   }));
   INFO("B = " << s.B << ", T = " << s.T << ", Hq = " << s.Hq << ", Hkv = " << s.Hkv << ", D = " << s.D);
   const Case<TestType> c{s, documents};
-  check_kernel([&] { return c.cuda_forward(); }, c.cpu_forward(), tolerance<TestType>);
+  check_kernel([&] { return c.cuda(); }, c.cpu(), tolerance<TestType>);
 }
 
 TEMPLATE_TEST_CASE("attention's kernels have no barrier too many", "[cuda]", float, bf16) {
   const Case<TestType> c{{1, 200, 1, 1, 16}};
-  check_barriers([&] { return c.cuda_forward(); });
+  check_barriers([&] { return c.cuda(); });
 }

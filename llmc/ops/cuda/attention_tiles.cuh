@@ -55,6 +55,15 @@ __device__ void for_each(Sums<M, N>& sums, F f) {
       for (int i = 0; i < 4; ++i) f(sums[m][n][i], m, n, i);
 }
 
+// The row that elements 2 half and the next of sums[m] are of, times a factor.
+template <int M, int N>
+__device__ void scale_row(Sums<M, N>& sums, int m, int half, float factor) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) sums[m][n][i] *= factor;
+}
+
 template <class Op>
 __device__ float quad_reduce(float x, Op op) {
   x = op(x, __shfl_xor_sync(all_lanes, x, 1));
@@ -115,9 +124,8 @@ __device__ void load_rows(const Tile<T, DP>& tile, const Head<const T>& from, in
     if constexpr (copy == Copy::packs) {
       cp_async_16(tile.at(row, c), there ? x : from.data, there ? 16 : 0);
     } else {
-      Packed<T> pack;
-      for (int e = 0; e < chunk; ++e) pack.elements[e] = there && d + e < from.D ? x[e] : T{};
-      pack.store(tile.at(row, c));
+#pragma unroll 1
+      for (int e = 0; e < chunk; ++e) tile.at(row, c)[e] = there && d + e < from.D ? x[e] : T{};
     }
   }
 }
@@ -164,6 +172,7 @@ __device__ void multiply_transposed(Sums<M, N>& sums, const Tile<bf16, DP>& a, i
 template <int M, int N, int DP>
 __device__ void multiply_transposed(Sums<M, N>& sums, const Tile<float, DP>& a, int row, const Tile<float, DP>& b) {
   using Pack = Packed<float>;
+#pragma unroll 1
   for (int c = 0; c < DP / 4; ++c) {
     Pack as[M][2];
 #pragma unroll
@@ -212,27 +221,57 @@ __device__ void multiply(Sums<M, N>& sums, const Sums<M, K>& p, const Tile<bf16,
 template <int M, int K, int N, int DP>
 __device__ void multiply(Sums<M, N>& sums, const Sums<M, K>& p, const Tile<float, DP>& b) {
   using Pair = Packed<float, 2>;
+  const int odd = fragment_column(0) / 4;  // is this lane's pair of each 8 columns in the second chunk of the two?
 #pragma unroll
   for (int k = 0; k < K; ++k)
 #pragma unroll
-    for (int source = 0; source < 4; ++source)  // the lane of the quad that holds columns 2 source and the next
+    for (int r = 0; r < 8; ++r) {
+      float ps[M][2];  // column 8 k + r of p; the lane r / 2 of the quad holds it
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float ps[M][2];
+      for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) ps[m][half] = __shfl_sync(all_lanes, p[m][k][2 * half + r % 2], r / 2, 4);
+      const float* row = b.data + (8 * k + r) * DP + (odd ^ (r & 1)) * 4 + fragment_column(0) % 4;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        const Pair bs = Pair::load(row + ((2 * n) ^ (r & 6)) * 4);  // chunk (2 n + odd) ^ r
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
-          for (int half = 0; half < 2; ++half) ps[m][half] = __shfl_sync(all_lanes, p[m][k][2 * half + i], source, 4);
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-          const int column = 8 * n + fragment_column(0);
-          const Pair bs = Pair::load(b.after(8 * k).at(2 * source + i, column / 4) + column % 4);
-#pragma unroll
-          for (int m = 0; m < M; ++m)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) sums[m][n][j] += ps[m][j / 2] * bs[j % 2];
-        }
+          for (int j = 0; j < 4; ++j) sums[m][n][j] += ps[m][j / 2] * bs[j % 2];
       }
+    }
+}
+
+// ---- Sizes
+// -----------------------------------------------------------------------------------------------------------
+
+// A block of `warps` warps holds 16 M rows of a head in each, of queries or of keys, and takes `others` rows at a time
+// of what they meet.
+template <int M_, int warps_, int others_, int DP, class T>
+struct BlockSize {
+  static constexpr int M = M_, others = others_, rows = 16 * M * warps_, threads = warps_ * warp_size;
+  static constexpr int N = others / 8, ND = DP / 8;  // of 8 columns: scores and outputs
+  // Shared memory: `operands` tiles of rows, and two buffers of two tiles of others.
+  static constexpr int64_t shared_bytes(int operands) {
+    return (operands * rows + 4 * others) * DP * static_cast<int64_t>(sizeof(T));
+  }
+};
+
+inline constexpr int64_t largest_head = 128;
+
+// Calls f.operator()<DP, copy>(), with DP the head size that the kernels are made for; `arrays`: those of rows of
+// heads.
+template <class T, class F, class... Pointers>
+void with_head_size(const char* op, const AttentionShape& s, F&& f, const Pointers*... arrays) {
+  CHECK(s.D <= largest_head, "{}: heads of {} channels are more than the kernels hold; use heads of up to {}", op, s.D,
+        largest_head);
+  const auto with_copy = [&]<int DP>() {
+    if (rows_fit_packs(s.D, full_pack<T>, arrays...)) f.template operator()<DP, Copy::packs>();
+    else f.template operator()<DP, Copy::elements>();
+  };
+  if (s.D <= 64) with_copy.template operator()<64>();
+  else with_copy.template operator()<128>();
 }
 
 // ---- Which keys a row sees
@@ -266,5 +305,45 @@ struct RowRange {
     return positions == nullptr || row >= end ? 0 : row - positions[row];
   }
 };
+
+// One past the last row from `begin` on that sees a key up to `last`. All lanes of a warp ask together.
+__device__ inline int end_of_rows_that_see(const int32_t* positions, int begin, int rows, int last) {
+  if (positions == nullptr) return rows;
+  int end = begin;
+#pragma unroll 4
+  for (int row = begin + lane_of_thread(); row < rows; row += warp_size)
+    if (row - positions[row] <= last) end = row + 1;
+#pragma unroll
+  for (int lanes = warp_size / 2; lanes > 0; lanes /= 2) end = max(end, __shfl_xor_sync(all_lanes, end, lanes));
+  return end;
+}
+
+// What a block of queries is of: blockIdx.x counts (sequence, query head), so that heads that share keys run together;
+// blockIdx.y counts the rows from the last ones, which have the most keys, so that short blocks fill the gaps at the
+// end.
+struct BlockOfQueries {
+  unsigned b, h, kv;
+  int first;  // row
+  __device__ BlockOfQueries(const AttentionShape& s, int rows)
+      : b(blockIdx.x / static_cast<unsigned>(s.Hq)),
+        h(blockIdx.x % static_cast<unsigned>(s.Hq)),
+        kv(h / static_cast<unsigned>(s.Hq / s.Hkv)),
+        first(static_cast<int>(gridDim.y - 1 - blockIdx.y) * rows) {}
+};
+
+// Calls use(keys, values, first key) for the tiles of keys that any of `rows` sees; `buffers` holds two pairs of tiles.
+template <class Block, Copy copy, class T, int DP, class Use>
+__device__ void for_tiles_of_keys(const Tile<T, DP>& buffers, const Head<const T>& keys, const Head<const T>& values,
+                                  const RowRange& rows, Use use) {
+  constexpr int n = Block::others;
+  const auto tile = [&](int i, int which) { return buffers.after((2 * (i & 1) + which) * n); };
+  double_buffered(
+      rows.smallest / n, (rows.end + n - 1) / n,
+      [&](int i) {
+        load_rows<n, Block::threads, copy>(tile(i, 0), keys, i * n);
+        load_rows<n, Block::threads, copy>(tile(i, 1), values, i * n);
+      },
+      [&](int i) { use(tile(i, 0), tile(i, 1), i * n); });
+}
 
 }  // namespace llmc::cuda
