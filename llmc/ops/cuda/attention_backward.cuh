@@ -139,18 +139,14 @@ __global__ void __launch_bounds__(Block::threads, 2)
     for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = first + 16 * m + fragment_row(2 * half),
-                  first_seen = all_seen ? 0 : warp_rows.first_key(positions, row);
-        const RowTerms row_terms = terms[row];
+        const RowTerms row_terms = terms[first + 16 * m + fragment_row(2 * half)];
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            const int k = key + 8 * n + fragment_column(i);
+          for (int i = 2 * half; i < 2 * half + 2; ++i)
             ds[m][n][i] =
                 fast_exp2(p[m][n][i] * (scale * log2_e) - row_terms.lse_log2) * (ds[m][n][i] - row_terms.delta);
-            if (!all_seen && (k > row || k < first_seen)) ds[m][n][i] = 0;
-          }
+        if (!all_seen) for_unseen(ds, m, half, warp_rows, positions, first, key, [](float& x) { x = 0; });
       }
     multiply(dq, ds, keys);
   };

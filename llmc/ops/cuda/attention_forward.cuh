@@ -6,68 +6,71 @@
 
 namespace llmc::cuda {
 
-// Grid (B Hq, blocks of rows).
+// Of the rows that a lane holds: the largest of their scores so far, and this lane's part of the sum of the
+// exponentials.
+template <int M>
+struct OnlineSoftmax {
+  float largest[M][2], sum[M][2];
+
+  __device__ OnlineSoftmax() {
+#pragma unroll
+    for (int i = 0; i < 2 * M; ++i) {
+      largest[i / 2][i % 2] = -INFINITY;
+      sum[i / 2][i % 2] = 0;
+    }
+  }
+  // scores = 2^(scores scale - the largest), and outs, which was added up with a smaller one, is scaled to it.
+  template <int N, int ND>
+  __device__ void update(Sums<M, N>& scores, Sums<M, ND>& outs, int m, int half, float scale) {
+    float most = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < N; ++n) most = fmaxf(most, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+    most = fmaxf(largest[m][half], quad_reduce(most, Max{}));
+    const float shift = most == -INFINITY ? 0 : most * scale;  // a row may have seen no key yet
+    const float correction = fast_exp2(largest[m][half] * scale - shift);
+    largest[m][half] = most;
+    sum[m][half] *= correction;
+    scale_row(outs, m, half, correction);
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 2 * half; i < 2 * half + 2; ++i) {
+        scores[m][n][i] = fast_exp2(scores[m][n][i] * scale - shift);
+        sum[m][half] += scores[m][n][i];
+      }
+  }
+};
+
+// Grid (B Hq, blocks of rows). Two blocks on a multiprocessor.
 template <class T, class Block, int DP, Copy copy>
 __global__ void __launch_bounds__(Block::threads, 2)
     attention_forward_kernel(T* __restrict__ out, float* __restrict__ lse, const T* __restrict__ qkv,
                              const int32_t* __restrict__ positions, AttentionShape s) {
-  constexpr int M = Block::M, N = Block::N, ND = Block::ND;
+  constexpr int M = Block::M;
   const BlockOfQueries at(s, Block::rows);
+  const int T_ = static_cast<int>(s.T), warp_row = 16 * M * warp_of_thread(), first = at.first + warp_row;
   const int64_t heads = s.Hq + 2 * s.Hkv;
   if (positions != nullptr) positions += at.b * s.T;
   DYN_SHARED(T, memory);
   const Tile<T, DP> queries{memory};
   load_rows<Block::rows, Block::threads, copy>(queries, head_of(qkv, s, heads, at.b, at.h), at.first);
 
-  const int T_ = static_cast<int>(s.T), warp_row = 16 * M * warp_of_thread(), first = at.first + warp_row;
   const RowRange block_rows(positions, at.first, min(at.first + Block::rows, T_));
   const RowRange warp_rows(positions, first, min(first + 16 * M, T_));
-  float largest[M][2], sum[M][2];  // of this lane's rows: of their scores, and of this lane's part of the exponentials
-#pragma unroll
-  for (int m = 0; m < M; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      largest[m][half] = -INFINITY;
-      sum[m][half] = 0;
-    }
-  Sums<M, ND> outs = {};
   const float scale = log2_e / sqrtf(static_cast<float>(s.D));  // exp(x / sqrt(D)) = 2^(x scale)
-
+  OnlineSoftmax<M> softmax;
+  Sums<M, Block::ND> outs = {};
   const auto use = [&](const Tile<T, DP>& keys, const Tile<T, DP>& values, int key) {
     if (!warp_rows.sees_any(key, key + Block::others - 1)) return;
-    Sums<M, N> p = {};
-    multiply_transposed(p, queries, warp_row, keys);
     const bool all_seen = warp_rows.sees_all(key, key + Block::others - 1);
+    Sums<M, Block::N> p = {};
+    multiply_transposed(p, queries, warp_row, keys);
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (!all_seen) {
-          const int row = first + 16 * m + fragment_row(2 * half), first_seen = warp_rows.first_key(positions, row);
-#pragma unroll
-          for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const int k = key + 8 * n + fragment_column(i);
-              if (k > row || k < first_seen) p[m][n][2 * half + i] = -INFINITY;
-            }
-        }
-        float most = -INFINITY;
-#pragma unroll
-        for (int n = 0; n < N; ++n) most = fmaxf(most, fmaxf(p[m][n][2 * half], p[m][n][2 * half + 1]));
-        most = fmaxf(largest[m][half], quad_reduce(most, Max{}));
-        const float shift = most == -INFINITY ? 0 : most * scale;  // a row may have seen no key yet
-        const float correction = fast_exp2(largest[m][half] * scale - shift);
-        largest[m][half] = most;
-        sum[m][half] *= correction;
-        scale_row(outs, m, half, correction);
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            p[m][n][i] = fast_exp2(p[m][n][i] * scale - shift);
-            sum[m][half] += p[m][n][i];
-          }
+        if (!all_seen) for_unseen(p, m, half, warp_rows, positions, first, key, [](float& x) { x = -INFINITY; });
+        softmax.update(p, outs, m, half, scale);
       }
     multiply(outs, p, values);
   };
@@ -78,18 +81,19 @@ __global__ void __launch_bounds__(Block::threads, 2)
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float total = quad_reduce(sum[m][half], Sum{});
+      const float total = quad_reduce(softmax.sum[m][half], Sum{});
       scale_row(outs, m, half, 1.0f / total);
       const int row = first + 16 * m + fragment_row(2 * half);
       if (row < warp_rows.end && fragment_column(0) == 0)
-        lse[(at.b * s.Hq + at.h) * s.T + row] = largest[m][half] * scale * ln_2 + logf(total);
+        lse[(at.b * s.Hq + at.h) * s.T + row] = softmax.largest[m][half] * scale * ln_2 + logf(total);
     }
   store_rows<copy>(head_of(out, s, s.Hq, at.b, at.h), first, outs);
 }
 
 namespace detail {
 
-// Two blocks on a multiprocessor, within the registers: the rows are as many as these hold.
+// As many rows as the registers of two blocks hold: the more rows a warp has, the less often keys and values are read
+// out of shared memory.
 template <class T, int DP>
 struct ForwardBlock : BlockSize<1, 4, 32, DP, T> {};
 template <>

@@ -260,12 +260,16 @@ struct BlockSize {
 
 inline constexpr int64_t largest_head = 128;
 
+inline void check_head_size(const char* op, const AttentionShape& s) {
+  CHECK(s.D <= largest_head, "{}: heads of {} channels are more than the kernels hold; use heads of up to {}", op, s.D,
+        largest_head);
+}
+
 // Calls f.operator()<DP, copy>(), with DP the head size that the kernels are made for; `arrays`: those of rows of
 // heads.
 template <class T, class F, class... Pointers>
 void with_head_size(const char* op, const AttentionShape& s, F&& f, const Pointers*... arrays) {
-  CHECK(s.D <= largest_head, "{}: heads of {} channels are more than the kernels hold; use heads of up to {}", op, s.D,
-        largest_head);
+  check_head_size(op, s);
   const auto with_copy = [&]<int DP>() {
     if (rows_fit_packs(s.D, full_pack<T>, arrays...)) f.template operator()<DP, Copy::packs>();
     else f.template operator()<DP, Copy::elements>();
@@ -305,6 +309,21 @@ struct RowRange {
     return positions == nullptr || row >= end ? 0 : row - positions[row];
   }
 };
+
+// f(score) for the keys, from `key` on, that the row of elements 2 half and the next of scores[m] does not see; row 0
+// of scores is row `first`, one of `rows`.
+template <int M, int N, class F>
+__device__ void for_unseen(Sums<M, N>& scores, int m, int half, const RowRange& rows, const int32_t* positions,
+                           int first, int key, F f) {
+  const int row = first + 16 * m + fragment_row(2 * half), first_seen = rows.first_key(positions, row);
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int k = key + 8 * n + fragment_column(i);
+      if (k > row || k < first_seen) f(scores[m][n][2 * half + i]);
+    }
+}
 
 // One past the last row from `begin` on that sees a key up to `last`. All lanes of a warp ask together.
 __device__ inline int end_of_rows_that_see(const int32_t* positions, int begin, int rows, int last) {
