@@ -161,11 +161,13 @@ namespace detail {
 // As many rows as the registers of two blocks on a multiprocessor hold: the more rows a warp has, the less often the
 // others are read out of shared memory.
 template <class T, int DP>
-struct BackwardKeysBlock : BlockSize<1, 4, 32, DP, T> {};
+    struct BackwardKeysBlock : BlockSize < 1,
+    4, DP<256 ? 32 : 16, DP, T> {};
 template <>
 struct BackwardKeysBlock<bf16, 64> : BlockSize<2, 4, 32, 64, bf16> {};
 template <class T, int DP>
-struct BackwardQueriesBlock : BlockSize<1, 4, 32, DP, T> {};
+    struct BackwardQueriesBlock : BlockSize < 1,
+    4, DP<256 ? 32 : 16, DP, T> {};
 template <>
 struct BackwardQueriesBlock<bf16, 64> : BlockSize<2, 4, 64, 64, bf16> {};
 template <>

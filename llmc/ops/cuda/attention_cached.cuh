@@ -8,10 +8,10 @@ namespace llmc::cuda {
 
 namespace detail {
 
-inline constexpr int cached_part = 256, cached_threads = 128;  // keys of a block
+inline constexpr int cached_part = 256;  // keys, and threads, of a block; no head is larger
 
 // Blocks that share a row of D take so many threads for each pack of it.
-__host__ __device__ constexpr int64_t cached_groups(int64_t D, int pack) { return cached_threads / (D / pack); }
+__host__ __device__ constexpr int64_t cached_groups(int64_t D, int pack) { return cached_part / (D / pack); }
 
 }  // namespace detail
 
@@ -21,7 +21,7 @@ template <class T, int pack>
 __global__ void attention_cached_kernel(float* __restrict__ partials, const T* __restrict__ qkv,
                                         const T* __restrict__ cache, int64_t begin, AttentionShape s) {
   using Pack = Packed<T, pack>;
-  constexpr int part = detail::cached_part, threads = detail::cached_threads;
+  constexpr int part = detail::cached_part;
   const int64_t t = blockIdx.x / s.Hq, h = blockIdx.x % s.Hq, stride = 2 * s.Hkv * s.D;
   const int64_t first = blockIdx.y * int64_t{part}, keys = min(begin + t + 1 - first, int64_t{part});
   if (keys <= 0) return;
@@ -32,23 +32,18 @@ __global__ void attention_cached_kernel(float* __restrict__ partials, const T* _
   const float scale = log2_e / sqrtf(static_cast<float>(D));
   SHARED(float, p, part);
 
-  float largest = -INFINITY;
-  for (int j = thread; j < keys; j += threads) {
-    float score = 0;
+  float score = -INFINITY;  // of this thread's key
+  if (thread < keys) {
+    score = 0;
     for (int d = 0; d < D; d += pack) {
-      const Pack qs = Pack::load(q + d), ks = Pack::load(k + j * stride + d);
+      const Pack qs = Pack::load(q + d), ks = Pack::load(k + thread * stride + d);
       for (int i = 0; i < pack; ++i) score += qs[i] * ks[i];
     }
-    p[j] = score * scale;
-    largest = fmaxf(largest, p[j]);
+    score *= scale;
   }
-  largest = block_max(largest);
-  float sum = 0;
-  for (int j = thread; j < keys; j += threads) {
-    p[j] = fast_exp2(p[j] - largest);
-    sum += p[j];
-  }
-  sum = block_sum(sum);  // and p is complete
+  const float largest = block_max(score);
+  p[thread] = fast_exp2(score - largest);
+  const float sum = block_sum(p[thread]);  // and p is complete
 
   // Each group of threads takes every so many keys, each thread of it a pack of the row.
   DYN_SHARED(float, sums);  // (groups, D)
@@ -118,11 +113,11 @@ inline int64_t attention_cached_scratch(const AttentionShape& s, int64_t begin) 
 template <class T>
 void attention_cached(T* out, const T* qkv, const T* cache, float* scratch, int64_t begin, const AttentionShape& s,
                       cudaStream_t stream) {
-  check_head_size("attention_cached", s);
+  check_head_size<T>("attention_cached", s);
   const int64_t parts = detail::cached_parts(s, begin);
   const unsigned rows = static_cast<unsigned>(s.T * s.Hq);
   const auto run = [&]<int pack>() {
-    launch(attention_cached_kernel<T, pack>, dim3(rows, static_cast<unsigned>(parts)), detail::cached_threads,
+    launch(attention_cached_kernel<T, pack>, dim3(rows, static_cast<unsigned>(parts)), detail::cached_part,
            detail::cached_groups(s.D, pack) * s.D * static_cast<int64_t>(sizeof(float)), stream, scratch, qkv, cache,
            begin, s);
   };

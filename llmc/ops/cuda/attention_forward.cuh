@@ -95,7 +95,8 @@ namespace detail {
 // As many rows as the registers of two blocks hold: the more rows a warp has, the less often keys and values are read
 // out of shared memory.
 template <class T, int DP>
-struct ForwardBlock : BlockSize<1, 4, 32, DP, T> {};
+    struct ForwardBlock : BlockSize < 1,
+    4, DP<256 ? 32 : 16, DP, T> {};
 template <>
 struct ForwardBlock<bf16, 64> : BlockSize<2, 4, 64, 64, bf16> {};
 template <>

@@ -16,7 +16,8 @@ namespace llmc::cuda {
 
 inline constexpr float log2_e = std::numbers::log2e_v<float>, ln_2 = std::numbers::ln2_v<float>;
 
-// How heads are read and written: 16 bytes at a time, where their rows are whole packs, or by elements.
+// How heads are read: 16 bytes at a time, where their rows are whole packs, or by elements. In fp32 always by elements:
+// the time goes elsewhere, and half of the kernels need not be compiled.
 enum class Copy : uint8_t { packs, elements };
 
 // Rows of one head in an array (B, T, heads, D): row t is at data + t * stride.
@@ -125,7 +126,12 @@ __device__ void load_rows(const Tile<T, DP>& tile, const Head<const T>& from, in
       cp_async_16(tile.at(row, c), there ? x : from.data, there ? 16 : 0);
     } else {
 #pragma unroll 1
-      for (int e = 0; e < chunk; ++e) tile.at(row, c)[e] = there && d + e < from.D ? x[e] : T{};
+      for (int e = 0; e < chunk; ++e) {
+        const bool element_there = there && d + e < from.D;
+        if constexpr (sizeof(T) == 4)
+          cp_async_4(tile.at(row, c) + e, element_there ? x + e : from.data, element_there ? 4 : 0);
+        else tile.at(row, c)[e] = element_there ? x[e] : T{};
+      }
     }
   }
 }
@@ -258,24 +264,30 @@ struct BlockSize {
   }
 };
 
-inline constexpr int64_t largest_head = 128;
+template <class T>
+inline constexpr int64_t largest_head = sizeof(T) == 2 ? 128 : 256;
 
-inline void check_head_size(const char* op, const AttentionShape& s) {
-  CHECK(s.D <= largest_head, "{}: heads of {} channels are more than the kernels hold; use heads of up to {}", op, s.D,
-        largest_head);
+template <class T>
+void check_head_size(const char* op, const AttentionShape& s) {
+  CHECK(s.D <= largest_head<T>,
+        "{}: the kernels hold heads of up to {} channels in {}, not {}: use more and smaller ones", op, largest_head<T>,
+        dtype_of<T>(), s.D);
 }
 
 // Calls f.operator()<DP, copy>(), with DP the head size that the kernels are made for; `arrays`: those of rows of
 // heads.
 template <class T, class F, class... Pointers>
 void with_head_size(const char* op, const AttentionShape& s, F&& f, const Pointers*... arrays) {
-  check_head_size(op, s);
+  check_head_size<T>(op, s);
   const auto with_copy = [&]<int DP>() {
-    if (rows_fit_packs(s.D, full_pack<T>, arrays...)) f.template operator()<DP, Copy::packs>();
-    else f.template operator()<DP, Copy::elements>();
+    if constexpr (sizeof(T) == 2) {
+      if (rows_fit_packs(s.D, full_pack<T>, arrays...)) return f.template operator()<DP, Copy::packs>();
+    }
+    f.template operator()<DP, Copy::elements>();
   };
   if (s.D <= 64) with_copy.template operator()<64>();
-  else with_copy.template operator()<128>();
+  else if (s.D <= 128) with_copy.template operator()<128>();
+  else if constexpr (largest_head<T> > 128) with_copy.template operator()<256>();
 }
 
 // ---- Which keys a row sees

@@ -46,6 +46,13 @@ __device__ inline void cp_async_16(void* shared, const void* global, int source_
       "l"(__cvta_generic_to_global(global)), "r"(source_bytes)
       : "memory");
 }
+// The same of 4 bytes, or of none and then zeros. It does not bypass the first cache, as the one of 16 does.
+__device__ inline void cp_async_4(void* shared, const void* global, int source_bytes = 4) {
+  asm volatile(
+      "cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+      "l"(__cvta_generic_to_global(global)), "r"(source_bytes)
+      : "memory");
+}
 // Closes a group: this thread's copies since the last one.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most N of this thread's groups are under way. Other threads see what was copied behind a barrier.
@@ -78,6 +85,10 @@ inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row, const Location&
 inline void cp_async_16(void* shared, const void* global, int source_bytes = 16,
                         const Location& where = Location::current()) {
   cuda_on_cpu::async_copy(shared, global, 16, source_bytes, where);
+}
+inline void cp_async_4(void* shared, const void* global, int source_bytes = 4,
+                       const Location& where = Location::current()) {
+  cuda_on_cpu::async_copy(shared, global, 4, source_bytes, where);
 }
 inline void cp_async_commit() { cuda_on_cpu::async_commit(); }
 template <int N>
