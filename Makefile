@@ -195,12 +195,13 @@ build/test_objects.list: FORCE
 # ---- CUDA kernels on a CPU: test/cuda_on_cpu/README.md ---------------------------------------------------------------
 
 # By the C++ compiler, twice: with AddressSanitizer, which also runs all orders of threads, and with ThreadSanitizer. The
-# sources have no OpenMP here: its threads are not the subject.
+# sources have no OpenMP here: its threads are not the subject. Only its library is linked: the CPU's ops ask it who they
+# are.
 CUDA_TEST_SOURCES := $(wildcard test/cuda_on_cpu/*.cpp test/cuda/test_*.cpp)
 CUDA_TEST_FLAGS = -std=c++20 -O1 -g $(ARCH_FLAGS) -Illmc -Itest -Itest/cuda_on_cpu -Wall -Wextra -Wno-unknown-pragmas \
-                  -fno-strict-aliasing -fno-omit-frame-pointer $(CPPFLAGS) $(CXXFLAGS)
+                  -Wno-unused-parameter -fno-strict-aliasing -fno-omit-frame-pointer $(CPPFLAGS) $(CXXFLAGS)
 # -rdynamic: kernels are named by their symbols. Sorted: else g++ 12's sanitizers miss the lines of some templates.
-CUDA_TEST_LINK_FLAGS := -rdynamic -Wl,--sort-section=name
+CUDA_TEST_LINK_FLAGS := -fopenmp -rdynamic -Wl,--sort-section=name
 SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZE_tsan := -fsanitize=thread
 

@@ -1,5 +1,6 @@
 // all_kernels.cu: every kernel, instantiated for all that its launcher takes. `make smoke` compiles it by nvcc, for the
 // warnings; nothing links it.
+#include "ops/cuda/attention.cuh"
 #include "ops/cuda/layernorm.cuh"
 #include "ops/cuda/matmul.cuh"
 #include "ops/cuda/mma.cuh"
@@ -14,6 +15,18 @@ template void layernorm_backward(float*, float*, float*, float*, const float*, c
                                  const float*, int64_t, int64_t, Accumulate, cudaStream_t);
 template void layernorm_backward(bf16*, float*, float*, float*, const bf16*, const bf16*, const bf16*, const float*,
                                  const float*, int64_t, int64_t, Accumulate, cudaStream_t);
+
+template void attention_forward(float*, float*, const float*, const int32_t*, const AttentionShape&, cudaStream_t);
+template void attention_forward(bf16*, float*, const bf16*, const int32_t*, const AttentionShape&, cudaStream_t);
+template void attention_backward(float*, const float*, const float*, const float*, const float*, const int32_t*, float*,
+                                 const AttentionShape&, cudaStream_t);
+template void attention_backward(bf16*, const bf16*, const bf16*, const bf16*, const float*, const int32_t*, float*,
+                                 const AttentionShape&, cudaStream_t);
+template void attention_cached(float*, const float*, const float*, float*, int64_t, const AttentionShape&,
+                               cudaStream_t);
+template void attention_cached(bf16*, const bf16*, const bf16*, float*, int64_t, const AttentionShape&, cudaStream_t);
+template void cache_append(float*, const float*, const AttentionShape&, cudaStream_t);
+template void cache_append(bf16*, const bf16*, const AttentionShape&, cudaStream_t);
 
 // The wrappers of mma.cuh, as a kernel of several stages uses them.
 __global__ void all_instructions(float* out, const uint4* in, int bytes) {

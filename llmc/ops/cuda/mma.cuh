@@ -1,9 +1,10 @@
 // mma.cuh: the instructions that C++ has no words for: matrix products of a warp, loads of their operands, and
-// asynchronous copies to shared memory. PTX is written here and nowhere else. Layouts of the operands: PTX manual,
-// "Warp-level matrix instructions".
+// asynchronous copies to shared memory, a fast power of two. PTX is written here and nowhere else. Layouts of the
+// operands: PTX manual, "Warp-level matrix instructions".
 #pragma once
 #include <cuda_runtime.h>
 
+#include <cmath>
 #include <cstdint>
 
 namespace llmc::cuda {
@@ -45,12 +46,26 @@ __device__ inline void cp_async_16(void* shared, const void* global, int source_
       "l"(__cvta_generic_to_global(global)), "r"(source_bytes)
       : "memory");
 }
+// The same of 4 bytes, or of none and then zeros. It does not bypass the first cache, as the one of 16 does.
+__device__ inline void cp_async_4(void* shared, const void* global, int source_bytes = 4) {
+  asm volatile(
+      "cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+      "l"(__cvta_generic_to_global(global)), "r"(source_bytes)
+      : "memory");
+}
 // Closes a group: this thread's copies since the last one.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most N of this thread's groups are under way. Other threads see what was copied behind a barrier.
 template <int N>
 __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// 2^x to 2 units in the last place; below 2^-126 it is 0.
+__device__ inline float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 #else  // the same on a CPU
@@ -71,11 +86,16 @@ inline void cp_async_16(void* shared, const void* global, int source_bytes = 16,
                         const Location& where = Location::current()) {
   cuda_on_cpu::async_copy(shared, global, 16, source_bytes, where);
 }
+inline void cp_async_4(void* shared, const void* global, int source_bytes = 4,
+                       const Location& where = Location::current()) {
+  cuda_on_cpu::async_copy(shared, global, 4, source_bytes, where);
+}
 inline void cp_async_commit() { cuda_on_cpu::async_commit(); }
 template <int N>
 void cp_async_wait(const Location& where = Location::current()) {
   if (!cuda_on_cpu::is_switched_off("cp_async_wait", where)) cuda_on_cpu::async_wait(N);
 }
+inline float fast_exp2(float x) { return std::exp2(x); }
 
 #endif
 

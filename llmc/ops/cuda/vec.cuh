@@ -33,6 +33,16 @@ __device__ inline bf16 from_float<bf16>(float x) {
   return rounded;
 }
 
+// Two bf16 in a register, the first in the lower half.
+__device__ inline uint32_t bf16_pair(float first, float second) {
+#ifdef __CUDACC__
+  const __nv_bfloat162_raw pair = __floats2bfloat162_rn(first, second);  // one instruction
+  return pair.x | static_cast<uint32_t>(pair.y) << 16;
+#else
+  return bf16::rounded_bits(first) | static_cast<uint32_t>(bf16::rounded_bits(second)) << 16;
+#endif
+}
+
 // N neighbours of an array, in registers. Arrays that packs are read from or written to are aligned to the pack's size.
 template <class T, int N = 16 / sizeof(T)>
 struct alignas(sizeof(T) * N) Packed {

@@ -1,0 +1,208 @@
+// attention_backward.cuh: the gradients of attention, from probabilities recomputed out of the saved log-sum-exp (Dao
+// 2023). With P the probabilities and dO the gradient of the output:
+//   dV = P^T dO,   dP = dO V^T,   dS = P (dP - delta),   dQ = dS K / sqrt(D),   dK = dS^T Q / sqrt(D)
+// where delta = rowsum(dO O). One kernel holds keys and adds up dK and dV over the queries, another one holds queries
+// and adds up dQ over the keys: S and dP are computed twice, and every sum has one order. Contracts:
+// ops/ops_attention.h.
+#pragma once
+#include <algorithm>
+#include <bit>
+
+#include "ops/cuda/attention_tiles.cuh"
+
+namespace llmc::cuda {
+
+// What the kernels must know of a row of queries: P = 2^(S scale - lse_log2).
+struct alignas(8) RowTerms {
+  float lse_log2, delta;
+};
+
+namespace detail {
+
+// Rows that the terms of a head have: whole tiles of every kernel; those past T are {infinity, 0}, so that P and dS are
+// 0.
+__host__ __device__ constexpr int64_t terms_rows(int64_t T) { return (T + 127) / 128 * 128; }
+
+}  // namespace detail
+
+// terms (B, Hq, terms_rows(T)); a row for each `lanes` threads, a power of two up to a warp.
+template <class T, int pack>
+__global__ void attention_row_terms_kernel(RowTerms* __restrict__ terms, const T* __restrict__ dout,
+                                           const T* __restrict__ out, const float* __restrict__ lse, AttentionShape s,
+                                           int lanes) {
+  using Pack = Packed<T, pack>;
+  const int64_t thread = blockIdx.x * int64_t{blockDim.x} + threadIdx.x, index = thread / lanes;
+  const int64_t rows = detail::terms_rows(s.T), b = index / s.Hq / rows, t = index / s.Hq % rows, h = index % s.Hq;
+  const bool there = b < s.B && t < s.T;
+  float delta = 0;
+  if (there) {
+    const int64_t begin = ((b * s.T + t) * s.Hq + h) * s.D;
+    for (int64_t d = thread % lanes * pack; d < s.D; d += lanes * pack) {
+      const Pack gs = Pack::load(dout + begin + d), os = Pack::load(out + begin + d);
+      for (int i = 0; i < pack; ++i) delta += gs[i] * os[i];
+    }
+  }
+  for (int step = lanes / 2; step > 0; step /= 2) delta += __shfl_xor_sync(all_lanes, delta, step);
+  if (b < s.B && thread % lanes == 0)
+    terms[(b * s.Hq + h) * rows + t] = {there ? lse[(b * s.Hq + h) * s.T + t] * log2_e : INFINITY, delta};
+}
+
+// dK and dV. Grid (B Hkv, blocks of keys), the first ones, which the most rows see, first.
+template <class T, class Block, int DP, Copy copy>
+__global__ void __launch_bounds__(Block::threads, 2)
+    attention_backward_keys_kernel(T* __restrict__ dqkv, const T* __restrict__ dout, const T* __restrict__ qkv,
+                                   const RowTerms* __restrict__ terms, const int32_t* __restrict__ positions,
+                                   AttentionShape s) {
+  constexpr int M = Block::M, N = Block::N, ND = Block::ND, n = Block::others;
+  const unsigned b = blockIdx.x / static_cast<unsigned>(s.Hkv), kv = blockIdx.x % static_cast<unsigned>(s.Hkv);
+  const int T_ = static_cast<int>(s.T), group = static_cast<int>(s.Hq / s.Hkv);
+  const int begin = static_cast<int>(blockIdx.y) * Block::rows, warp_row = 16 * M * warp_of_thread();
+  const int first = begin + warp_row, last = first + 16 * M - 1;  // the warp's keys
+  const int64_t heads = s.Hq + 2 * s.Hkv, terms_rows = detail::terms_rows(s.T);
+  if (positions != nullptr) positions += b * s.T;
+
+  DYN_SHARED(T, memory);
+  const Tile<T, DP> keys{memory}, values = keys.after(Block::rows), buffers = values.after(Block::rows);
+  RowTerms* terms_buffers = reinterpret_cast<RowTerms*>(buffers.after(4 * n).data);
+  load_rows<Block::rows, Block::threads, copy>(keys, head_of(qkv, s, heads, b, s.Hq + kv), begin);
+  load_rows<Block::rows, Block::threads, copy>(values, head_of(qkv, s, heads, b, s.Hq + s.Hkv + kv), begin);
+
+  Sums<M, ND> dk = {}, dv = {};
+  const float scale = 1.0f / sqrtf(static_cast<float>(s.D));
+  // Tiles of queries of the first head, of the second, ...
+  const int first_tile = begin / n,
+            tiles = (end_of_rows_that_see(positions, begin, T_, begin + Block::rows - 1) + n - 1) / n - first_tile;
+  const auto load = [&](int i) {
+    const int h = static_cast<int>(kv) * group + i / tiles, row = (first_tile + i % tiles) * n;
+    const Tile<T, DP> queries = buffers.after((i & 1) * 2 * n);
+    load_rows<n, Block::threads, copy>(queries, head_of(qkv, s, heads, b, h), row);
+    load_rows<n, Block::threads, copy>(queries.after(n), head_of(dout, s, s.Hq, b, h), row);
+    if (threadIdx.x < n / 2)
+      cp_async_16(terms_buffers + (i & 1) * n + threadIdx.x * 2,
+                  terms + (b * s.Hq + h) * terms_rows + row + threadIdx.x * 2);
+  };
+  const auto use = [&](int i) {
+    const int row = (first_tile + i % tiles) * n;
+    const RowRange rows(positions, row, min(row + n, T_));
+    if (!rows.sees_any(first, last)) return;
+    const Tile<T, DP> queries = buffers.after((i & 1) * 2 * n), douts = queries.after(n);
+    const RowTerms* row_terms = terms_buffers + (i & 1) * n;
+    const bool all_seen = rows.sees_all(first, last);
+    Sums<M, N> p = {}, ds = {};  // transposed: the keys are the rows
+    multiply_transposed(p, keys, warp_row, queries);
+    for_each(p, [&](float& x, int m, int j, int i) {
+      const int column = 8 * j + fragment_column(i), key = first + 16 * m + fragment_row(i);
+      x = fast_exp2(x * (scale * log2_e) - row_terms[column].lse_log2);
+      if (!all_seen && (key > row + column || key < rows.first_key(positions, row + column))) x = 0;
+    });
+    multiply(dv, p, douts);
+    multiply_transposed(ds, values, warp_row, douts);
+    for_each(
+        ds, [&](float& x, int m, int j, int i) { x = p[m][j][i] * (x - row_terms[8 * j + fragment_column(i)].delta); });
+    multiply(dk, ds, queries);
+  };
+  double_buffered(0, group * tiles, load, use);
+
+  for_each(dk, [&](float& x, int, int, int) { x *= scale; });
+  store_rows<copy>(head_of(dqkv, s, heads, b, s.Hq + kv), first, dk);
+  store_rows<copy>(head_of(dqkv, s, heads, b, s.Hq + s.Hkv + kv), first, dv);
+}
+
+// dQ. Grid (B Hq, blocks of rows).
+template <class T, class Block, int DP, Copy copy>
+__global__ void __launch_bounds__(Block::threads, 2)
+    attention_backward_queries_kernel(T* __restrict__ dqkv, const T* __restrict__ dout, const T* __restrict__ qkv,
+                                      const RowTerms* __restrict__ terms, const int32_t* __restrict__ positions,
+                                      AttentionShape s) {
+  constexpr int M = Block::M, N = Block::N, ND = Block::ND;
+  const BlockOfQueries at(s, Block::rows);
+  const int T_ = static_cast<int>(s.T), warp_row = 16 * M * warp_of_thread(), first = at.first + warp_row;
+  const int64_t heads = s.Hq + 2 * s.Hkv;
+  if (positions != nullptr) positions += at.b * s.T;
+  terms += (at.b * s.Hq + at.h) * detail::terms_rows(s.T);
+  DYN_SHARED(T, memory);
+  const Tile<T, DP> queries{memory}, douts = queries.after(Block::rows);
+  load_rows<Block::rows, Block::threads, copy>(queries, head_of(qkv, s, heads, at.b, at.h), at.first);
+  load_rows<Block::rows, Block::threads, copy>(douts, head_of(dout, s, s.Hq, at.b, at.h), at.first);
+
+  const RowRange block_rows(positions, at.first, min(at.first + Block::rows, T_));
+  const RowRange warp_rows(positions, first, min(first + 16 * M, T_));
+  Sums<M, ND> dq = {};
+  const float scale = 1.0f / sqrtf(static_cast<float>(s.D));
+  const auto use = [&](const Tile<T, DP>& keys, const Tile<T, DP>& values, int key) {
+    if (!warp_rows.sees_any(key, key + Block::others - 1)) return;
+    const bool all_seen = warp_rows.sees_all(key, key + Block::others - 1);
+    Sums<M, N> p = {}, ds = {};
+    multiply_transposed(p, queries, warp_row, keys);
+    multiply_transposed(ds, douts, warp_row, values);
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const RowTerms row_terms = terms[first + 16 * m + fragment_row(2 * half)];
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i)
+            ds[m][n][i] =
+                fast_exp2(p[m][n][i] * (scale * log2_e) - row_terms.lse_log2) * (ds[m][n][i] - row_terms.delta);
+        if (!all_seen) for_unseen(ds, m, half, warp_rows, positions, first, key, [](float& x) { x = 0; });
+      }
+    multiply(dq, ds, keys);
+  };
+  for_tiles_of_keys<Block, copy>(douts.after(Block::rows), head_of(qkv, s, heads, at.b, s.Hq + at.kv),
+                                 head_of(qkv, s, heads, at.b, s.Hq + s.Hkv + at.kv), block_rows, use);
+  for_each(dq, [&](float& x, int, int, int) { x *= scale; });
+  store_rows<copy>(head_of(dqkv, s, heads, at.b, at.h), first, dq);
+}
+
+namespace detail {
+
+// As many rows as the registers of two blocks on a multiprocessor hold: the more rows a warp has, the less often the
+// others are read out of shared memory.
+template <class T, int DP>
+    struct BackwardKeysBlock : BlockSize < 1,
+    4, DP<256 ? 32 : 16, DP, T> {};
+template <>
+struct BackwardKeysBlock<bf16, 64> : BlockSize<2, 4, 32, 64, bf16> {};
+template <class T, int DP>
+    struct BackwardQueriesBlock : BlockSize < 1,
+    4, DP<256 ? 32 : 16, DP, T> {};
+template <>
+struct BackwardQueriesBlock<bf16, 64> : BlockSize<2, 4, 64, 64, bf16> {};
+template <>
+struct BackwardQueriesBlock<bf16, 128> : BlockSize<2, 4, 32, 128, bf16> {};
+
+}  // namespace detail
+
+// Floats that attention_backward takes as scratch, which is aligned to 16 bytes.
+inline int64_t attention_backward_scratch(const AttentionShape& s) {
+  return s.B * s.Hq * detail::terms_rows(s.T) * static_cast<int64_t>(sizeof(RowTerms) / sizeof(float));
+}
+
+// dqkv = (all of it is written)
+template <class T>
+void attention_backward(T* dqkv, const T* dout, const T* out, const T* qkv, const float* lse, const int32_t* positions,
+                        float* scratch, const AttentionShape& s, cudaStream_t stream) {
+  RowTerms* terms = reinterpret_cast<RowTerms*>(scratch);
+  const auto run = [&]<int DP, Copy copy>() {
+    constexpr int pack = copy == Copy::packs ? full_pack<T> : 1, threads = 256;
+    const int lanes =
+        static_cast<int>(std::min<int64_t>(std::bit_ceil(static_cast<uint64_t>(ceil_div(s.D, pack))), warp_size));
+    launch(attention_row_terms_kernel<T, pack>,
+           static_cast<unsigned>(ceil_div(s.B * s.Hq * detail::terms_rows(s.T) * lanes, threads)), threads, 0, stream,
+           terms, dout, out, lse, s, lanes);
+    using Keys = detail::BackwardKeysBlock<T, DP>;
+    const dim3 keys_grid(static_cast<unsigned>(s.B * s.Hkv), static_cast<unsigned>(ceil_div(s.T, Keys::rows)));
+    launch(attention_backward_keys_kernel<T, Keys, DP, copy>, keys_grid, Keys::threads,
+           Keys::shared_bytes(2) + 2 * Keys::others * static_cast<int64_t>(sizeof(RowTerms)), stream, dqkv, dout, qkv,
+           terms, positions, s);
+    using Queries = detail::BackwardQueriesBlock<T, DP>;
+    const dim3 queries_grid(static_cast<unsigned>(s.B * s.Hq), static_cast<unsigned>(ceil_div(s.T, Queries::rows)));
+    launch(attention_backward_queries_kernel<T, Queries, DP, copy>, queries_grid, Queries::threads,
+           Queries::shared_bytes(2), stream, dqkv, dout, qkv, terms, positions, s);
+  };
+  with_head_size<T>("attention_backward", s, run, dqkv, dout, out, qkv);
+}
+
+}  // namespace llmc::cuda

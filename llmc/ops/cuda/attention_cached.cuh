@@ -1,0 +1,142 @@
+// attention_cached.cuh: attention of a few new rows against the cached keys and values of all rows up to them. The keys
+// are taken in parts, a block for each, so that one row fills a GPU; a second kernel puts the parts together, in their
+// order. Contracts: ops/ops_attention.h.
+#pragma once
+#include "ops/cuda/attention_tiles.cuh"
+
+namespace llmc::cuda {
+
+namespace detail {
+
+inline constexpr int cached_part = 256;  // keys, and threads, of a block; no head is larger
+
+// Blocks that share a row of D take so many threads for each pack of it.
+__host__ __device__ constexpr int64_t cached_groups(int64_t D, int pack) { return cached_part / (D / pack); }
+
+}  // namespace detail
+
+// partials (T, Hq, parts, D + 2): sums of exponentials times values, then the largest score (in powers of two) and the
+// sum of the exponentials. Grid (T Hq, parts). Dynamic shared memory: groups rows of D.
+template <class T, int pack>
+__global__ void attention_cached_kernel(float* __restrict__ partials, const T* __restrict__ qkv,
+                                        const T* __restrict__ cache, int64_t begin, AttentionShape s) {
+  using Pack = Packed<T, pack>;
+  constexpr int part = detail::cached_part;
+  const int64_t t = blockIdx.x / s.Hq, h = blockIdx.x % s.Hq, stride = 2 * s.Hkv * s.D;
+  const int64_t first = blockIdx.y * int64_t{part}, keys = min(begin + t + 1 - first, int64_t{part});
+  if (keys <= 0) return;
+  const int D = static_cast<int>(s.D), thread = static_cast<int>(threadIdx.x);
+  const T* q = qkv + t * (s.Hq + 2 * s.Hkv) * D + h * D;
+  const T* k = cache + first * stride + h / (s.Hq / s.Hkv) * D;
+  const T* v = k + s.Hkv * D;
+  const float scale = log2_e / sqrtf(static_cast<float>(D));
+  SHARED(float, p, part);
+
+  float score = -INFINITY;  // of this thread's key
+  if (thread < keys) {
+    score = 0;
+    for (int d = 0; d < D; d += pack) {
+      const Pack qs = Pack::load(q + d), ks = Pack::load(k + thread * stride + d);
+      for (int i = 0; i < pack; ++i) score += qs[i] * ks[i];
+    }
+    score *= scale;
+  }
+  const float largest = block_max(score);
+  p[thread] = fast_exp2(score - largest);
+  const float sum = block_sum(p[thread]);  // and p is complete
+
+  // Each group of threads takes every so many keys, each thread of it a pack of the row.
+  DYN_SHARED(float, sums);  // (groups, D)
+  const int packs = D / pack, groups = static_cast<int>(detail::cached_groups(D, pack)), group = thread / packs;
+  if (group < groups) {
+    const int d = thread % packs * pack;
+    float outs[pack] = {};
+    for (int j = group; j < keys; j += groups) {
+      const Pack vs = Pack::load(v + j * stride + d);
+      for (int i = 0; i < pack; ++i) outs[i] += p[j] * vs[i];
+    }
+    for (int i = 0; i < pack; ++i) sums[group * D + d + i] = outs[i];
+  }
+  __syncthreads();  // sums is complete
+  float* partial = partials + (blockIdx.x * int64_t{gridDim.y} + blockIdx.y) * (D + 2);
+  if (thread < D) {
+    float total = 0;
+    for (int g = 0; g < groups; ++g) total += sums[g * D + thread];
+    partial[thread] = total;
+  }
+  if (thread == 0) {
+    partial[D] = largest;
+    partial[D + 1] = sum;
+  }
+}
+
+// Grid T Hq; a thread for each d.
+template <class T>
+__global__ void attention_cached_combine_kernel(T* __restrict__ out, const float* __restrict__ partials, int64_t parts,
+                                                int64_t begin, AttentionShape s) {
+  const int64_t D = s.D, d = threadIdx.x, keys = begin + blockIdx.x / s.Hq + 1;
+  const int64_t used = (keys + detail::cached_part - 1) / detail::cached_part;
+  const float* partial = partials + blockIdx.x * parts * (D + 2);
+  if (d >= D) return;
+  float largest = -INFINITY;
+  for (int64_t i = 0; i < used; ++i) largest = fmaxf(largest, partial[i * (D + 2) + D]);
+  float total = 0, sum = 0;
+  for (int64_t i = 0; i < used; ++i) {
+    const float weight = fast_exp2(partial[i * (D + 2) + D] - largest);
+    total += weight * partial[i * (D + 2) + d];
+    sum += weight * partial[i * (D + 2) + D + 1];
+  }
+  out[blockIdx.x * D + d] = from_float<T>(total / sum);
+}
+
+// A thread for each pack of what is copied.
+template <class T, int pack>
+__global__ void cache_append_kernel(T* __restrict__ cache_rows, const T* __restrict__ qkv, AttentionShape s) {
+  const int64_t kept = 2 * s.Hkv * s.D, row = s.Hq * s.D + kept;
+  const int64_t i = (blockIdx.x * int64_t{blockDim.x} + threadIdx.x) * pack, t = i / kept;
+  if (t < s.T) Packed<T, pack>::load(qkv + t * row + s.Hq * s.D + i % kept).store(cache_rows + i);
+}
+
+namespace detail {
+
+inline int64_t cached_parts(const AttentionShape& s, int64_t begin) { return ceil_div(begin + s.T, cached_part); }
+
+}  // namespace detail
+
+// Floats that attention_cached takes as scratch.
+inline int64_t attention_cached_scratch(const AttentionShape& s, int64_t begin) {
+  return s.T * s.Hq * detail::cached_parts(s, begin) * (s.D + 2);
+}
+
+// out (T, Hq D) = ; qkv (T, (Hq + 2 Hkv) D): rows begin to begin + T of a sequence, whose keys and values are the last
+// rows of cache (begin + T, 2 Hkv D)
+template <class T>
+void attention_cached(T* out, const T* qkv, const T* cache, float* scratch, int64_t begin, const AttentionShape& s,
+                      cudaStream_t stream) {
+  check_head_size<T>("attention_cached", s);
+  const int64_t parts = detail::cached_parts(s, begin);
+  const unsigned rows = static_cast<unsigned>(s.T * s.Hq);
+  const auto run = [&]<int pack>() {
+    launch(attention_cached_kernel<T, pack>, dim3(rows, static_cast<unsigned>(parts)), detail::cached_part,
+           detail::cached_groups(s.D, pack) * s.D * static_cast<int64_t>(sizeof(float)), stream, scratch, qkv, cache,
+           begin, s);
+  };
+  if (rows_fit_packs(s.D, full_pack<T>, qkv, cache)) run.template operator()<full_pack<T>>();
+  else run.template operator()<1>();
+  launch(attention_cached_combine_kernel<T>, rows, static_cast<unsigned>(round_up(s.D, warp_size)), 0, stream, out,
+         scratch, parts, begin, s);
+}
+
+// The keys and values of new rows = rows of the cache.   cache_rows (T, 2 Hkv D); qkv (T, (Hq + 2 Hkv) D)
+template <class T>
+void cache_append(T* cache_rows, const T* qkv, const AttentionShape& s, cudaStream_t stream) {
+  const auto run = [&]<int pack>() {
+    constexpr int threads = 256;
+    launch(cache_append_kernel<T, pack>, static_cast<unsigned>(ceil_div(s.T * 2 * s.Hkv * s.D, threads * pack)),
+           threads, 0, stream, cache_rows, qkv, s);
+  };
+  if (rows_fit_packs(s.D, full_pack<T>, cache_rows, qkv)) run.template operator()<full_pack<T>>();
+  else run.template operator()<1>();
+}
+
+}  // namespace llmc::cuda

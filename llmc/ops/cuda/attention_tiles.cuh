@@ -1,0 +1,380 @@
+// attention_tiles.cuh: what the attention kernels are made of: tiles of rows in shared memory, products that a warp
+// makes of them, the pipeline that fills them, and which keys a row sees. The kernels are written once for fp32 and
+// bf16: only the products differ, tensor cores for bf16, FMAs for fp32, with the same layout of the sums.
+#pragma once
+#include <climits>
+#include <cmath>
+#include <numbers>
+
+#include "ops/cuda/launch.cuh"
+#include "ops/cuda/mma.cuh"
+#include "ops/cuda/reduce.cuh"
+#include "ops/cuda/vec.cuh"
+#include "ops/types.h"
+
+namespace llmc::cuda {
+
+inline constexpr float log2_e = std::numbers::log2e_v<float>, ln_2 = std::numbers::ln2_v<float>;
+
+// How heads are read: 16 bytes at a time, where their rows are whole packs, or by elements. In fp32 always by elements:
+// the time goes elsewhere, and half of the kernels need not be compiled.
+enum class Copy : uint8_t { packs, elements };
+
+// Rows of one head in an array (B, T, heads, D): row t is at data + t * stride.
+template <class T>
+struct Head {
+  T* data;
+  int64_t stride;
+  int rows, D;
+};
+template <class T>
+__device__ Head<T> head_of(T* array, const AttentionShape& s, int64_t heads, int64_t b, int64_t h) {
+  return {array + (b * s.T * heads + h) * s.D, heads * s.D, static_cast<int>(s.T), static_cast<int>(s.D)};
+}
+
+// ---- Sums that a warp holds
+// ------------------------------------------------------------------------------------------
+
+// 16 M rows, 8 N columns, as mma leaves them: element i of sums[m][n] is at row 16 m + fragment_row(i), column
+// 8 n + fragment_column(i). The four lanes of a quad hold two rows of each 16.
+template <int M, int N>
+using Sums = float[M][N][4];
+
+__device__ inline int lane_of_thread() { return static_cast<int>(threadIdx.x) % warp_size; }
+__device__ inline int warp_of_thread() { return static_cast<int>(threadIdx.x) / warp_size; }
+__device__ inline int fragment_row(int i) { return lane_of_thread() / 4 + i / 2 * 8; }
+__device__ inline int fragment_column(int i) { return lane_of_thread() % 4 * 2 + i % 2; }
+
+// f(sum, m, n, i) for all that this lane holds.
+template <int M, int N, class F>
+__device__ void for_each(Sums<M, N>& sums, F f) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f(sums[m][n][i], m, n, i);
+}
+
+// The row that elements 2 half and the next of sums[m] are of, times a factor.
+template <int M, int N>
+__device__ void scale_row(Sums<M, N>& sums, int m, int half, float factor) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) sums[m][n][i] *= factor;
+}
+
+template <class Op>
+__device__ float quad_reduce(float x, Op op) {
+  x = op(x, __shfl_xor_sync(all_lanes, x, 1));
+  return op(x, __shfl_xor_sync(all_lanes, x, 2));
+}
+
+// The rows of `to` from `first` on = sums; what is past the head's rows or its D is not there.
+template <Copy copy, int M, int N, class T>
+__device__ void store_rows(const Head<T>& to, int first, const Sums<M, N>& sums) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first + 16 * m + fragment_row(2 * half);
+      if (row >= to.rows) continue;
+      T* out = to.data + row * to.stride + fragment_column(0);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        if (8 * n >= to.D) break;
+        Packed<T, 2> pair;
+        for (int i = 0; i < 2; ++i) pair.set(i, sums[m][n][2 * half + i]);
+        if constexpr (copy == Copy::packs) {
+          pair.store(out + 8 * n);
+        } else {
+          for (int i = 0; i < 2; ++i)
+            if (8 * n + fragment_column(i) < to.D) out[8 * n + i] = pair.elements[i];
+        }
+      }
+    }
+}
+
+// ---- Tiles
+// -----------------------------------------------------------------------------------------------------------
+
+// Rows of DP elements in shared memory, in chunks of 16 bytes. Chunk c of row r lies at place c ^ (r & 7): the same
+// chunk of eight rows that follow each other lies in all banks.
+template <class T, int DP>
+struct Tile {
+  static constexpr int chunk = 16 / sizeof(T), chunks = DP / chunk;
+  T* data;
+  __device__ T* at(int row, int c) const { return data + (row * chunks + (c ^ (row & 7))) * chunk; }
+  // The tile that begins `rows` rows further, a multiple of 8, so that chunks keep their places.
+  __device__ Tile after(int rows) const { return {data + rows * DP}; }
+};
+
+// The block copies `rows` rows of a head, from `first` on, to the tile; zeros past the head's rows and its D. The
+// copies belong to the thread's group of cp.async. Each thread copies the same chunk of several rows.
+template <int rows, int threads, Copy copy, class T, int DP>
+__device__ void load_rows(const Tile<T, DP>& tile, const Head<const T>& from, int first) {
+  constexpr int chunk = Tile<T, DP>::chunk, chunks = Tile<T, DP>::chunks, step = threads / chunks;
+  static_assert(threads % chunks == 0);
+  const int c = static_cast<int>(threadIdx.x) % chunks, d = c * chunk;
+  int row = static_cast<int>(threadIdx.x) / chunks;
+  const T* x = from.data + (first + row) * from.stride + d;
+#pragma unroll 1  // else the addresses of all rows take registers
+  for (; row < rows; row += step, x += step * from.stride) {
+    const bool there = first + row < from.rows && d < from.D;
+    if constexpr (copy == Copy::packs) {
+      cp_async_16(tile.at(row, c), there ? x : from.data, there ? 16 : 0);
+    } else {
+#pragma unroll 1
+      for (int e = 0; e < chunk; ++e) {
+        const bool element_there = there && d + e < from.D;
+        if constexpr (sizeof(T) == 4)
+          cp_async_4(tile.at(row, c) + e, element_there ? x + e : from.data, element_there ? 4 : 0);
+        else tile.at(row, c)[e] = element_there ? x[e] : T{};
+      }
+    }
+  }
+}
+
+// Calls load(i) and use(i) for i from `begin` to `end`; load(i + 1) fills one of two buffers while use(i) reads the
+// other. What the block began to copy before is there as well at the first use.
+template <class Load, class Use>
+__device__ void double_buffered(int begin, int end, Load load, Use use) {
+  if (begin < end) load(begin);
+  cp_async_commit();
+  for (int i = begin; i < end; ++i) {
+    cp_async_wait<0>();  // this thread's copies of i are there
+    __syncthreads();     // everyone's are; and nobody reads the other buffer any more
+    if (i + 1 < end) load(i + 1);
+    cp_async_commit();
+    use(i);
+  }
+}
+
+// ---- Products
+// --------------------------------------------------------------------------------------------------------
+
+// sums += rows [row, row + 16 M) of a times (rows [0, 8 N) of b)^T
+template <int M, int N, int DP>
+__device__ void multiply_transposed(Sums<M, N>& sums, const Tile<bf16, DP>& a, int row, const Tile<bf16, DP>& b) {
+  const int lane = lane_of_thread();
+#pragma unroll
+  for (int k = 0; k < DP / 16; ++k) {
+    uint32_t as[M][4];
+#pragma unroll
+    for (int m = 0; m < M; ++m) ldmatrix_x4(as[m], a.after(row + 16 * m).at(lane % 16, 2 * k + lane / 16));
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      uint32_t bs[4];
+      ldmatrix_x4(bs, b.after(8 * n).at(lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        mma_m16n8k16_bf16(sums[m][n], as[m], {bs[0], bs[1]});
+        mma_m16n8k16_bf16(sums[m][n + 1], as[m], {bs[2], bs[3]});
+      }
+    }
+  }
+}
+template <int M, int N, int DP>
+__device__ void multiply_transposed(Sums<M, N>& sums, const Tile<float, DP>& a, int row, const Tile<float, DP>& b) {
+  using Pack = Packed<float>;
+#pragma unroll 1
+  for (int c = 0; c < DP / 4; ++c) {
+    Pack as[M][2];
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        as[m][half] = Pack::load(a.after(row + 16 * m + 8 * half).at(fragment_row(0), c));
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const Pack bs = Pack::load(b.after(8 * n).at(fragment_column(i), c));
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sums[m][n][2 * half + i] += as[m][half][e] * bs[e];
+      }
+  }
+}
+
+// sums (16 M, 8 N) += p (16 M, 8 K) times rows [0, 8 K) of b, of which columns [0, 8 N) count; p is rounded to b's type
+template <int M, int K, int N, int DP>
+__device__ void multiply(Sums<M, N>& sums, const Sums<M, K>& p, const Tile<bf16, DP>& b) {
+  const int lane = lane_of_thread();
+#pragma unroll
+  for (int k = 0; k < K; k += 2) {
+    uint32_t as[M][4];  // the sums of two products of 8 columns lie as one operand of 16 does
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) as[m][i] = bf16_pair(p[m][k + i / 2][i % 2 * 2], p[m][k + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      uint32_t bs[4];
+      ldmatrix_x4_trans(bs, b.after(8 * k).at(lane % 16, n + lane / 16));
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        mma_m16n8k16_bf16(sums[m][n], as[m], {bs[0], bs[1]});
+        mma_m16n8k16_bf16(sums[m][n + 1], as[m], {bs[2], bs[3]});
+      }
+    }
+  }
+}
+template <int M, int K, int N, int DP>
+__device__ void multiply(Sums<M, N>& sums, const Sums<M, K>& p, const Tile<float, DP>& b) {
+  using Pair = Packed<float, 2>;
+  const int odd = fragment_column(0) / 4;  // is this lane's pair of each 8 columns in the second chunk of the two?
+#pragma unroll
+  for (int k = 0; k < K; ++k)
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+      float ps[M][2];  // column 8 k + r of p; the lane r / 2 of the quad holds it
+#pragma unroll
+      for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) ps[m][half] = __shfl_sync(all_lanes, p[m][k][2 * half + r % 2], r / 2, 4);
+      const float* row = b.data + (8 * k + r) * DP + (odd ^ (r & 1)) * 4 + fragment_column(0) % 4;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        const Pair bs = Pair::load(row + ((2 * n) ^ (r & 6)) * 4);  // chunk (2 n + odd) ^ r
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+          for (int j = 0; j < 4; ++j) sums[m][n][j] += ps[m][j / 2] * bs[j % 2];
+      }
+    }
+}
+
+// ---- Sizes
+// -----------------------------------------------------------------------------------------------------------
+
+// A block of `warps` warps holds 16 M rows of a head in each, of queries or of keys, and takes `others` rows at a time
+// of what they meet.
+template <int M_, int warps_, int others_, int DP, class T>
+struct BlockSize {
+  static constexpr int M = M_, others = others_, rows = 16 * M * warps_, threads = warps_ * warp_size;
+  static constexpr int N = others / 8, ND = DP / 8;  // of 8 columns: scores and outputs
+  // Shared memory: `operands` tiles of rows, and two buffers of two tiles of others.
+  static constexpr int64_t shared_bytes(int operands) {
+    return (operands * rows + 4 * others) * DP * static_cast<int64_t>(sizeof(T));
+  }
+};
+
+template <class T>
+inline constexpr int64_t largest_head = sizeof(T) == 2 ? 128 : 256;
+
+template <class T>
+void check_head_size(const char* op, const AttentionShape& s) {
+  CHECK(s.D <= largest_head<T>,
+        "{}: the kernels hold heads of up to {} channels in {}, not {}: use more and smaller ones", op, largest_head<T>,
+        dtype_of<T>(), s.D);
+}
+
+// Calls f.operator()<DP, copy>(), with DP the head size that the kernels are made for; `arrays`: those of rows of
+// heads.
+template <class T, class F, class... Pointers>
+void with_head_size(const char* op, const AttentionShape& s, F&& f, const Pointers*... arrays) {
+  check_head_size<T>(op, s);
+  const auto with_copy = [&]<int DP>() {
+    if constexpr (sizeof(T) == 2) {
+      if (rows_fit_packs(s.D, full_pack<T>, arrays...)) return f.template operator()<DP, Copy::packs>();
+    }
+    f.template operator()<DP, Copy::elements>();
+  };
+  if (s.D <= 64) with_copy.template operator()<64>();
+  else if (s.D <= 128) with_copy.template operator()<128>();
+  else if constexpr (largest_head<T> > 128) with_copy.template operator()<256>();
+}
+
+// ---- Which keys a row sees
+// -------------------------------------------------------------------------------------------
+
+// Rows [begin, end), maybe none. Each sees the keys from its first one to itself; of those first ones the smallest and
+// the largest. positions: of a sequence of packed documents, or nullptr.
+struct RowRange {
+  int begin, end, smallest = 0, largest = 0;
+
+  // All lanes of a warp ask together.
+  __device__ RowRange(const int32_t* positions, int begin_, int end_) : begin(begin_), end(end_) {
+    if (positions == nullptr) return;
+    smallest = INT_MAX;
+#pragma unroll 1
+    for (int row = begin + lane_of_thread(); row < end; row += warp_size) {
+      smallest = min(smallest, row - positions[row]);
+      largest = max(largest, row - positions[row]);
+    }
+#pragma unroll
+    for (int lanes = warp_size / 2; lanes > 0; lanes /= 2) {
+      smallest = min(smallest, __shfl_xor_sync(all_lanes, smallest, lanes));
+      largest = max(largest, __shfl_xor_sync(all_lanes, largest, lanes));
+    }
+  }
+  // Does any row see any key of [first, last], does every row see all of them?
+  __device__ bool sees_any(int first, int last) const { return begin < end && first < end && last >= smallest; }
+  __device__ bool sees_all(int first, int last) const { return last <= begin && first >= largest; }
+  // Of one row; something for a row past the end.
+  __device__ int first_key(const int32_t* positions, int row) const {
+    return positions == nullptr || row >= end ? 0 : row - positions[row];
+  }
+};
+
+// f(score) for the keys, from `key` on, that the row of elements 2 half and the next of scores[m] does not see; row 0
+// of scores is row `first`, one of `rows`.
+template <int M, int N, class F>
+__device__ void for_unseen(Sums<M, N>& scores, int m, int half, const RowRange& rows, const int32_t* positions,
+                           int first, int key, F f) {
+  const int row = first + 16 * m + fragment_row(2 * half), first_seen = rows.first_key(positions, row);
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int k = key + 8 * n + fragment_column(i);
+      if (k > row || k < first_seen) f(scores[m][n][2 * half + i]);
+    }
+}
+
+// One past the last row from `begin` on that sees a key up to `last`. All lanes of a warp ask together.
+__device__ inline int end_of_rows_that_see(const int32_t* positions, int begin, int rows, int last) {
+  if (positions == nullptr) return rows;
+  int end = begin;
+#pragma unroll 4
+  for (int row = begin + lane_of_thread(); row < rows; row += warp_size)
+    if (row - positions[row] <= last) end = row + 1;
+#pragma unroll
+  for (int lanes = warp_size / 2; lanes > 0; lanes /= 2) end = max(end, __shfl_xor_sync(all_lanes, end, lanes));
+  return end;
+}
+
+// What a block of queries is of: blockIdx.x counts (sequence, query head), so that heads that share keys run together;
+// blockIdx.y counts the rows from the last ones, which have the most keys, so that short blocks fill the gaps at the
+// end.
+struct BlockOfQueries {
+  unsigned b, h, kv;
+  int first;  // row
+  __device__ BlockOfQueries(const AttentionShape& s, int rows)
+      : b(blockIdx.x / static_cast<unsigned>(s.Hq)),
+        h(blockIdx.x % static_cast<unsigned>(s.Hq)),
+        kv(h / static_cast<unsigned>(s.Hq / s.Hkv)),
+        first(static_cast<int>(gridDim.y - 1 - blockIdx.y) * rows) {}
+};
+
+// Calls use(keys, values, first key) for the tiles of keys that any of `rows` sees; `buffers` holds two pairs of tiles.
+template <class Block, Copy copy, class T, int DP, class Use>
+__device__ void for_tiles_of_keys(const Tile<T, DP>& buffers, const Head<const T>& keys, const Head<const T>& values,
+                                  const RowRange& rows, Use use) {
+  constexpr int n = Block::others;
+  const auto tile = [&](int i, int which) { return buffers.after((2 * (i & 1) + which) * n); };
+  double_buffered(
+      rows.smallest / n, (rows.end + n - 1) / n,
+      [&](int i) {
+        load_rows<n, Block::threads, copy>(tile(i, 0), keys, i * n);
+        load_rows<n, Block::threads, copy>(tile(i, 1), values, i * n);
+      },
+      [&](int i) { use(tile(i, 0), tile(i, 1), i * n); });
+}
+
+}  // namespace llmc::cuda

@@ -1,0 +1,187 @@
+// Attention's kernels against the CPU's op.
+#include "cuda/device_test.h"
+#include "ops/cpu/attention.h"
+#include "ops/cuda/attention.cuh"
+
+using namespace llmc;
+
+namespace {
+
+enum class Documents : uint8_t { no, yes };
+
+// Positions of packed documents of uneven lengths: of one row, of less than a tile, of several tiles.
+std::vector<int32_t> document_positions(const AttentionShape& s) {
+  std::vector<int32_t> positions;
+  const int64_t lengths[] = {37, 1, 90, 11, 70};
+  for (int64_t b = 0; b < s.B; ++b) {
+    int64_t left = 0, document = b;
+    for (int64_t t = 0, position = 0; t < s.T; ++t, ++position, --left) {
+      if (left == 0) left = lengths[document++ % 5], position = 0;
+      positions.push_back(static_cast<int32_t>(position));
+    }
+  }
+  return positions;
+}
+
+// Inputs of one size, and what the CPU makes of them.
+template <class T>
+struct Case {
+  AttentionShape s;
+  Documents documents = Documents::no;
+  std::vector<T> qkv = normal_values<T>(s.B * s.T * (s.Hq + 2 * s.Hkv) * s.D, 1),
+                 dout = normal_values<T>(s.B * s.T * s.Hq * s.D, 2);
+  std::vector<int32_t> positions = document_positions(s);
+
+  struct Forward {
+    std::vector<T> out;
+    std::vector<float> lse;
+  } forward = cpu_forward();
+
+  const int32_t* places() const { return documents == Documents::yes ? positions.data() : nullptr; }
+  Forward cpu_forward() const {
+    Forward f{std::vector<T>(dout.size()), std::vector<float>(static_cast<size_t>(s.B * s.Hq * s.T))};
+    std::vector<float> scratch(static_cast<size_t>(cpu::attention_forward_scratch(s, 1)));
+    cpu::attention_forward(f.out.data(), f.lse.data(), qkv.data(), places(), scratch.data(), s, 1);
+    return f;
+  }
+  Outputs cpu() const {
+    std::vector<T> dqkv(qkv.size());
+    std::vector<float> scratch(static_cast<size_t>(cpu::attention_backward_scratch(s, 1)));
+    cpu::attention_backward(dqkv.data(), dout.data(), forward.out.data(), qkv.data(), forward.lse.data(), places(),
+                            scratch.data(), s, 1);
+    Outputs outputs = gradients(dqkv);
+    outputs.insert(outputs.end(), {{"out", forward.out}, {"lse", forward.lse}});
+    return outputs;
+  }
+  Outputs cuda() const {
+    Outputs outputs = cuda_backward();
+    const Outputs others = cuda_forward();
+    outputs.insert(outputs.end(), others.begin(), others.end());
+    return outputs;
+  }
+  Outputs cuda_forward() const {
+    DeviceArray<T> out(static_cast<int64_t>(dout.size())), in(qkv);
+    DeviceArray<float> lse(s.B * s.Hq * s.T);
+    DeviceArray<int32_t> device_positions(positions);
+    cuda::attention_forward<T>(
+        out, lse, in, documents == Documents::yes ? static_cast<int32_t*>(device_positions) : nullptr, s, nullptr);
+    return {{"out", out.host()}, {"lse", lse.host()}};
+  }
+  // From the CPU's outputs.
+  Outputs cuda_backward() const {
+    DeviceArray<T> dqkv(static_cast<int64_t>(qkv.size())), douts(dout), out(forward.out), in(qkv);
+    DeviceArray<float> lse(forward.lse), scratch(cuda::attention_backward_scratch(s));
+    DeviceArray<int32_t> device_positions(positions);
+    cuda::attention_backward<T>(dqkv, douts, out, in, lse,
+                                documents == Documents::yes ? static_cast<int32_t*>(device_positions) : nullptr,
+                                scratch, s, nullptr);
+    return gradients(dqkv.host());
+  }
+
+  Outputs gradients(const std::vector<T>& dqkv) const {
+    const auto heads = [&](int64_t begin, int64_t end) {
+      std::vector<T> part;
+      for (int64_t row = 0; row < s.B * s.T; ++row) {
+        const auto first = dqkv.begin() + row * (s.Hq + 2 * s.Hkv) * s.D;
+        part.insert(part.end(), first + begin * s.D, first + end * s.D);
+      }
+      return part;
+    };
+    return {{"dq", heads(0, s.Hq)}, {"dk", heads(s.Hq, s.Hq + s.Hkv)}, {"dv", heads(s.Hq + s.Hkv, s.Hq + 2 * s.Hkv)}};
+  }
+};
+
+// New rows behind `begin` others of a sequence, whose keys and values are in the cache.
+template <class T>
+struct CachedCase {
+  AttentionShape s;
+  int64_t begin;
+  std::vector<T> qkv = normal_values<T>(s.T * (s.Hq + 2 * s.Hkv) * s.D, 1),
+                 cache = normal_values<T>((begin + s.T) * 2 * s.Hkv * s.D, 2);
+
+  Outputs cpu() const {
+    std::vector<T> rows = cache, out(static_cast<size_t>(s.T * s.Hq * s.D));
+    std::vector<float> scratch(static_cast<size_t>(cpu::attention_cached_scratch(s, begin, 1)));
+    cpu::cache_append(rows.data() + begin * 2 * s.Hkv * s.D, qkv.data(), s);
+    cpu::attention_cached(out.data(), qkv.data(), rows.data(), scratch.data(), begin, s, 1);
+    return {{"cache", rows}, {"out", out}};
+  }
+  Outputs cuda() const {
+    DeviceArray<T> rows(cache), in(qkv), out(s.T * s.Hq * s.D);
+    DeviceArray<float> scratch(cuda::attention_cached_scratch(s, begin));
+    cuda::cache_append<T>(rows + begin * 2 * s.Hkv * s.D, in, s, nullptr);
+    cuda::attention_cached<T>(out, in, rows, scratch, begin, s, nullptr);
+    return {{"cache", rows.host()}, {"out", out.host()}};
+  }
+};
+
+// In bf16 probabilities and their gradients are rounded for the tensor cores, which the CPU does not do.
+template <class T>
+constexpr double tolerance = sizeof(T) == 2 ? 0x1p-7 : 2e-6;
+
+}  // namespace
+
+TEMPLATE_TEST_CASE("attention's kernels compute what the CPU does", "[cuda]", float, bf16) {
+  // One row; a head that is no whole pack; an odd one; heads that need zeros; a row more than a tile; the last tile
+  // ragged; several blocks; documents that end within tiles and skip some.
+  const auto [s, documents] = GENERATE(table<AttentionShape, Documents>({
+      {{2, 1, 6, 1, 64}, Documents::no},
+      {{1, 7, 4, 2, 6}, Documents::yes},
+      {{2, 33, 2, 1, 16}, Documents::yes},
+      {{1, 64, 1, 1, 128}, Documents::no},
+      {{1, 65, 1, 1, 80}, Documents::no},
+      {{1, 130, 2, 1, 7}, Documents::yes},
+      {{1, 200, 1, 1, 64}, Documents::no},
+      {{1, 200, 1, 1, 64}, Documents::yes},
+  }));
+  INFO("B = " << s.B << ", T = " << s.T << ", Hq = " << s.Hq << ", Hkv = " << s.Hkv << ", D = " << s.D);
+  const Case<TestType> c{s, documents};
+  check_kernel([&] { return c.cuda(); }, c.cpu(), tolerance<TestType>);
+}
+
+TEST_CASE("attention's kernels compute what the CPU does with the largest heads", "[cuda]") {
+  const int64_t D = GENERATE(256, 129);
+  INFO("D = " << D);
+  const Case<float> c{{1, 33, 1, 1, D}};
+  check_kernel([&] { return c.cuda(); }, c.cpu(), tolerance<float>);
+  const CachedCase<float> cached{{1, 1, 1, 1, D}, 5};
+  check_kernel([&] { return cached.cuda(); }, cached.cpu(), tolerance<float>);
+}
+
+TEMPLATE_TEST_CASE("attention's kernels have no barrier too many", "[cuda]", float, bf16) {
+  const Case<TestType> c{{1, 130, 1, 1, 16}};  // three tiles
+  // The kernels share their pipeline; each of them must notice.
+  check_barriers([&] { return c.cuda_forward(); });
+  for (const bool of_queries : {true, false}) {
+    INFO("of the kernel that writes " << (of_queries ? "dq" : "dk and dv"));
+    check_barriers([&] {
+      Outputs gradients = c.cuda_backward();
+      std::erase_if(gradients, [&](const Output& o) { return (o.name == "dq") != of_queries; });
+      return gradients;
+    });
+  }
+}
+
+TEMPLATE_TEST_CASE("attention of new rows to a cache computes what the CPU does", "[cuda]", float, bf16) {
+  // The first row of all; several; one against a whole part, and one more; against three parts.
+  const auto [s, begin] = GENERATE(table<AttentionShape, int64_t>({
+      {{1, 1, 2, 1, 64}, 0},
+      {{1, 5, 6, 1, 6}, 0},
+      {{1, 1, 4, 2, 80}, 255},
+      {{1, 2, 2, 2, 128}, 256},
+      {{1, 3, 1, 1, 7}, 600},
+  }));
+  INFO("T = " << s.T << ", begin = " << begin << ", Hq = " << s.Hq << ", Hkv = " << s.Hkv << ", D = " << s.D);
+  const CachedCase<TestType> c{s, begin};
+  check_kernel([&] { return c.cuda(); }, c.cpu(), tolerance<TestType>);
+  // The maximum and the sum over a block lie in two arrays: between the one and the other nothing is written again.
+  if (begin == 600)
+    check_barriers([&] { return c.cuda(); },
+                   {"reduce.cuh: __syncthreads();  // partial is read; the next call may write it"});
+}
+
+TEST_CASE("attention refuses heads that its kernels cannot hold", "[cuda]") {
+  REQUIRE_THROWS_WITH(
+      cuda::attention_forward<bf16>(nullptr, nullptr, nullptr, nullptr, AttentionShape{1, 1, 1, 1, 160}, nullptr),
+      Catch::Matchers::ContainsSubstring("heads of up to 128 channels in bf16, not 160"));
+}
