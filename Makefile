@@ -119,8 +119,9 @@ endif
 HOST_FLAGS := $(ARCH_FLAGS) -fno-math-errno -fno-trapping-math -fopenmp -Wall -Wextra
 SOURCE_FLAGS = -std=c++20 $1 -Illmc $(DEFINES) $(CPPFLAGS)
 FLAGS_cpu = $(SOURCE_FLAGS) $(HOST_FLAGS) $(CXXFLAGS)
-FLAGS_cuda = $(SOURCE_FLAGS) -arch=$(ARCH) -ccbin $(lastword $(CXX)) $(call to_host,$(HOST_FLAGS) $(CXXFLAGS)) \
-             $(NVCCFLAGS)
+# Kernels call constexpr functions of the host's code, such as Philox.
+FLAGS_cuda = $(SOURCE_FLAGS) --expt-relaxed-constexpr -arch=$(ARCH) -ccbin $(lastword $(CXX)) \
+             $(call to_host,$(HOST_FLAGS) $(CXXFLAGS)) $(NVCCFLAGS)
 LINK_cpu = $(LDFLAGS) $(LIBS)
 LINK_cuda = $(if $(LDFLAGS),$(call to_host,$(LDFLAGS))) $(LIBS)
 to_host = -Xcompiler '$(subst $(comma),\$(comma),$(strip $1))'   # nvcc would split at commas
