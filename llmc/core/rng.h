@@ -73,9 +73,9 @@ class Philox {
   static constexpr uint32_t lo(uint64_t x) { return static_cast<uint32_t>(x); }
   static constexpr uint32_t hi(uint64_t x) { return static_cast<uint32_t>(x >> 32); }
 
-  // Two normal numbers out of two words (Box & Muller 1958), by operations that IEEE 754 rounds in one way only, so that
-  // every compiler, processor and GPU gets the same bits; the functions of a libm differ. Wherever a sum has a product
-  // in it an fma is written out, or compilers would choose.
+  // Two normal numbers out of two words (Box & Muller 1958), by operations that IEEE 754 rounds in one way only, so
+  // that every compiler, processor and GPU gets the same bits; the functions of a libm differ. Wherever a sum has a
+  // product in it an fma is written out, or compilers would choose.
   static constexpr std::array<float, 2> box_muller(uint32_t a, uint32_t b) {
     const float u = (static_cast<float>(a >> 8) + 0.5f) * 0x1p-24f;  // in (0, 1]: its logarithm is finite
     const float radius = std::sqrt(-2.0f * logarithm(u));

@@ -1,8 +1,12 @@
 // all_kernels.cu: every kernel, instantiated for all that its launcher takes. `make smoke` compiles it by nvcc, for the
 // warnings; dev/cuda/kernel_resources.sh lists what each kernel takes; nothing links it.
+#include "ops/cuda/adamw.cuh"
+#include "ops/cuda/column_sum.cuh"
 #include "ops/cuda/elementwise.cuh"
 #include "ops/cuda/layernorm.cuh"
 #include "ops/cuda/mma.cuh"
+#include "ops/cuda/rmsnorm.cuh"
+#include "ops/cuda/step.cuh"
 
 namespace llmc::cuda {
 
@@ -10,7 +14,7 @@ namespace llmc::cuda {
 template <class T>
 void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, cudaStream_t stream) {
   const Philox rng(0, "");
-  (void)d, (void)ids;
+  (void)ids;
   gelu_forward(x, x, N, stream);
   gelu_backward(x, x, x, N, stream);
   residual_forward(x, x, x, N, stream);
@@ -19,8 +23,18 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   scale(x, 1, N, stream);
   fill(x, 1, N, stream);
   init_normal(x, 0, N, 1, rng, stream);
+  column_sum(f, f, x, N, C, stream);
+  square_sum(d, d, x, N, stream);
+  add_losses(d, f, N, stream);
+  combine_scalars(d, d, d, N, N, N, stream);
+  adamw_update(x, f, f, f, f, d, N, {}, stream);
+  clip_control(d, d, N, d, {}, stream);
   layernorm_forward(x, f, f, x, x, x, 0, N, C, stream);
+  residual_layernorm_forward(x, f, f, x, x, x, x, x, 0, N, C, stream);
   layernorm_backward(x, f, f, f, x, x, x, f, f, N, C, Accumulate::no, stream);
+  rmsnorm_forward(x, f, x, x, 0, N, C, stream);
+  residual_rmsnorm_forward(x, f, x, x, x, x, 0, N, C, stream);
+  rmsnorm_backward(x, f, f, x, x, x, f, N, C, Accumulate::no, stream);
 }
 template void all_kernels(float*, float*, double*, int32_t*, int64_t, int64_t, cudaStream_t);
 template void all_kernels(bf16*, float*, double*, int32_t*, int64_t, int64_t, cudaStream_t);
