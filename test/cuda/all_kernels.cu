@@ -5,8 +5,10 @@
 #include "ops/cuda/elementwise.cuh"
 #include "ops/cuda/layernorm.cuh"
 #include "ops/cuda/mma.cuh"
+#include "ops/cuda/qk_norm.cuh"
 #include "ops/cuda/rmsnorm.cuh"
 #include "ops/cuda/step.cuh"
+#include "ops/cuda/swiglu.cuh"
 
 namespace llmc::cuda {
 
@@ -14,7 +16,6 @@ namespace llmc::cuda {
 template <class T>
 void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, cudaStream_t stream) {
   const Philox rng(0, "");
-  (void)ids;
   gelu_forward(x, x, N, stream);
   gelu_backward(x, x, x, N, stream);
   residual_forward(x, x, x, N, stream);
@@ -35,6 +36,13 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   rmsnorm_forward(x, f, x, x, 0, N, C, stream);
   residual_rmsnorm_forward(x, f, x, x, x, x, 0, N, C, stream);
   rmsnorm_backward(x, f, f, x, x, x, f, N, C, Accumulate::no, stream);
+  const AttentionShape shape = {N, 1, 1, 1, C};
+  rotary_table(f, {}, N, C, stream);
+  rotary(x, f, ids, shape, Turn::forward, stream);
+  qk_norm_rotary_forward(x, f, x, x, x, f, ids, 0, shape, stream);
+  qk_norm_rotary_backward(x, f, f, f, x, x, x, f, f, ids, shape, stream);
+  swiglu_forward(x, x, N, C, stream);
+  swiglu_backward(x, x, x, N, C, stream);
 }
 template void all_kernels(float*, float*, double*, int32_t*, int64_t, int64_t, cudaStream_t);
 template void all_kernels(bf16*, float*, double*, int32_t*, int64_t, int64_t, cudaStream_t);
