@@ -2,6 +2,7 @@
 // warnings; dev/cuda/kernel_resources.sh lists what each kernel takes; nothing links it.
 #include "ops/cuda/adamw.cuh"
 #include "ops/cuda/column_sum.cuh"
+#include "ops/cuda/cross_entropy.cuh"
 #include "ops/cuda/elementwise.cuh"
 #include "ops/cuda/layernorm.cuh"
 #include "ops/cuda/mma.cuh"
@@ -30,6 +31,7 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   combine_scalars(d, d, d, N, N, N, stream);
   adamw_update(x, f, f, f, f, d, N, {}, stream);
   clip_control(d, d, N, d, {}, stream);
+  cross_entropy(f, x, ids, N, C, C, 1, Gradient::yes, stream);
   layernorm_forward(x, f, f, x, x, x, 0, N, C, stream);
   residual_layernorm_forward(x, f, f, x, x, x, x, x, 0, N, C, stream);
   layernorm_backward(x, f, f, f, x, x, x, f, f, N, C, Accumulate::no, stream);
