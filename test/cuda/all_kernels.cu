@@ -4,6 +4,7 @@
 #include "ops/cuda/column_sum.cuh"
 #include "ops/cuda/cross_entropy.cuh"
 #include "ops/cuda/elementwise.cuh"
+#include "ops/cuda/embedding.cuh"
 #include "ops/cuda/layernorm.cuh"
 #include "ops/cuda/mma.cuh"
 #include "ops/cuda/qk_norm.cuh"
@@ -32,6 +33,8 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   adamw_update(x, f, f, f, f, d, N, {}, stream);
   clip_control(d, d, N, d, {}, stream);
   cross_entropy(f, x, ids, N, C, C, 1, Gradient::yes, stream);
+  embedding_forward(x, ids, ids, x, x, N, C, stream);
+  embedding_backward(f, f, ids, x, ids, ids, N, C, N, N, stream);
   layernorm_forward(x, f, f, x, x, x, 0, N, C, stream);
   residual_layernorm_forward(x, f, f, x, x, x, x, x, 0, N, C, stream);
   layernorm_backward(x, f, f, f, x, x, x, f, f, N, C, Accumulate::no, stream);
