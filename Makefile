@@ -12,6 +12,7 @@
 ##   comm-bench   build/comm_bench: the collectives, in the manner of nccl-tests
 ##   tests        build what `make test` runs, and run nothing
 ##   cuda-test    the tests of the CUDA kernels, on a GPU; `make test` runs them on the CPU
+##   ladders      build/ladders: the versions of the kernels in dev/cuda/, timed on a GPU
 ##   smoke        compile train_gpt.cu by g++ and, where it is there, by nvcc
 ##   config       show what was found on this machine and what is built of it
 ##   reconfigure  look again
@@ -27,7 +28,8 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 # The outer targets install what is missing and then start make again, so that it looks at the machine only after the
 # installation. They need to know nothing of the machine; all other targets do.
 OUTER_TARGETS := help run test test-long check bench reconfigure deps format clean
-INNER_TARGETS := all tests cuda-test smoke config check-layers check-headers check-format check-shell check-python
+INNER_TARGETS := all tests cuda-test ladders smoke config \
+                 check-layers check-headers check-format check-shell check-python
 .PHONY: $(OUTER_TARGETS) $(INNER_TARGETS)
 ifneq ($(filter-out $(OUTER_TARGETS),$(or $(MAKECMDGOALS),train_gpt)),)
 include build/config.mk
@@ -122,8 +124,9 @@ endif
 HOST_FLAGS := $(ARCH_FLAGS) -fno-math-errno -fno-trapping-math -fopenmp -Wall -Wextra
 SOURCE_FLAGS = -std=c++20 $1 -Illmc $(DEFINES) $(CPPFLAGS)
 FLAGS_cpu = $(SOURCE_FLAGS) $(HOST_FLAGS) $(CXXFLAGS)
-FLAGS_cuda = $(SOURCE_FLAGS) -arch=$(ARCH) -ccbin $(lastword $(CXX)) $(call to_host,$(HOST_FLAGS) $(CXXFLAGS)) \
-             $(NVCCFLAGS)
+# Kernels call constexpr functions of the host's code, such as Philox.
+FLAGS_cuda = $(SOURCE_FLAGS) --expt-relaxed-constexpr -arch=$(ARCH) -ccbin $(lastword $(CXX)) \
+             $(call to_host,$(HOST_FLAGS) $(CXXFLAGS)) $(NVCCFLAGS)
 LINK_cpu = $(LDFLAGS) $(LIBS)
 LINK_cuda = $(if $(LDFLAGS),$(call to_host,$(LDFLAGS))) $(LIBS) -lcublasLt
 to_host = -Xcompiler '$(subst $(comma),\$(comma),$(strip $1))'   # nvcc would split at commas
@@ -197,7 +200,8 @@ build/test_objects.list: FORCE
 # By the C++ compiler, twice: with AddressSanitizer, which also runs all orders of threads, and with ThreadSanitizer. The
 # sources have no OpenMP here: its threads are not the subject. Only its library is linked: the CPU's ops ask it who they
 # are.
-CUDA_TEST_SOURCES := $(wildcard test/cuda_on_cpu/*.cpp test/cuda/test_*.cpp)
+LADDERS := dev/cuda/layernorm.cu dev/cuda/classifier.cu dev/cuda/adamw.cu
+CUDA_TEST_SOURCES := $(wildcard test/cuda_on_cpu/*.cpp test/cuda/test_*.cpp) $(LADDERS)
 CUDA_TEST_FLAGS = -std=c++20 -O1 -g $(ARCH_FLAGS) -Illmc -Itest -Itest/cuda_on_cpu -Wall -Wextra -Wno-unknown-pragmas \
                   -Wno-unused-parameter -fno-strict-aliasing -fno-omit-frame-pointer $(CPPFLAGS) $(CXXFLAGS)
 # -rdynamic: kernels are named by their symbols. Sorted: else g++ 12's sanitizers miss the lines of some templates.
@@ -206,12 +210,15 @@ SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZE_tsan := -fsanitize=thread
 
 define CUDA_TESTS   # $1: the program, $2: asan or tsan
-$1: $(CUDA_TEST_SOURCES:%.cpp=build/$2/%.o) build/test/main.o build/cuda_test_sources.list
+$1: $(patsubst %,build/$2/%.o,$(basename $(CUDA_TEST_SOURCES))) build/test/main.o build/cuda_test_sources.list
 	@echo 'linking $1'
 	@$$(CXX) $(SANITIZE_$2) $(CUDA_TEST_LINK_FLAGS) $$(filter %.o,$$^) -o $$@ $$(LDFLAGS) $$(CATCH2_LIBS) -lboost_context -ldl
 build/$2/%.o: %.cpp build/cuda_test.flags
 	@mkdir -p $$(@D) && echo '$$< ($2)'
 	@$$(CXX) $(SANITIZE_$2) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@
+build/$2/%.o: %.cu build/cuda_test.flags
+	@mkdir -p $$(@D) && echo '$$< ($2)'
+	@$$(CXX) -x c++ $(SANITIZE_$2) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@
 endef
 $(eval $(call CUDA_TESTS,build/test_cuda_on_cpu,asan))
 $(eval $(call CUDA_TESTS,build/test_cuda_on_cpu_tsan,tsan))
@@ -223,19 +230,28 @@ build/cuda_test_sources.list: FORCE
 # The same tests on a GPU, once instead of under all schedules.
 cuda-test: build/test_cuda_on_gpu
 	build/test_cuda_on_gpu
-build/test_cuda_on_gpu: $(patsubst test/%.cpp,build/gpu/%.o,$(filter-out %/test_emulator.cpp,$(wildcard test/cuda/test_*.cpp))) \
-                        build/test/main.o
+GPU_TEST_SOURCES := $(filter-out test/cuda_on_cpu/% %/test_emulator.cpp,$(CUDA_TEST_SOURCES))
+build/test_cuda_on_gpu: $(patsubst %,build/gpu/%.o,$(basename $(GPU_TEST_SOURCES))) build/test/main.o
 	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $^ -o $@ $(CATCH2_LIBS) $(LIBS) -lcublasLt
-build/gpu/%.o: test/%.cpp build/smoke_cuda.flags
+gpu_object = $(NVCC) -x cu $(call FLAGS_cuda,-O3) -Itest -MMD -MP -c $< -o $@
+build/gpu/%.o: %.cpp build/smoke_cuda.flags
 	@mkdir -p $(@D)
-	$(NVCC) -x cu $(call FLAGS_cuda,-O3) -Itest -MMD -MP -c $< -o $@
+	$(gpu_object)
+build/gpu/%.o: %.cu build/smoke_cuda.flags
+	@mkdir -p $(@D)
+	$(gpu_object)
+
+# Every version of the kernels in dev/cuda/, timed on a GPU.
+ladders: build/ladders
+build/ladders: $(patsubst %.cu,build/gpu/%.o,dev/cuda/ladders.cu $(LADDERS))
+	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $^ -o $@
 
 # The same kernels by nvcc, without a warning.
 smoke: $(if $(and $(NVCC_VERSION),$(CUBLASLT_VERSION)),build/all_kernels.o)
 build/all_kernels.o: test/cuda/all_kernels.cu build/smoke_cuda.flags
 	$(NVCC) -x cu $(call FLAGS_cuda,-O0) -Werror all-warnings -MMD -MP -c $< -o $@
 
--include $(wildcard build/*.d build/test/*.d build/[at]san/test/*/*.d build/gpu/cuda/*.d)
+-include $(wildcard build/*.d build/test/*.d build/[at]san/*/*/*.d build/gpu/*/*/*.d)
 
 # ---- Checks: each may be made alone ----------------------------------------------------------------------------------
 

@@ -59,6 +59,21 @@ TEST_CASE("normal numbers are a pure function of the index, with the right mean 
   REQUIRE(std::abs(square / 1e5 - 4) < 0.08);
 }
 
+TEST_CASE("normal numbers are those of Box and Muller, in double and with the functions of the libm") {
+  const Philox rng(5, "a parameter");
+  for (uint64_t block = 0; block < 20000; ++block) {
+    const auto w = rng.words(block);
+    const auto z = rng.normals(block);
+    for (size_t pair = 0; pair < 2; ++pair) {
+      const float u = (static_cast<float>(w[2 * pair] >> 8) + 0.5f) * 0x1p-24f;
+      const double radius = std::sqrt(-2 * std::log(double{u}));
+      const double angle = 2 * std::numbers::pi * static_cast<double>(w[2 * pair + 1] >> 8) * 0x1p-24;
+      REQUIRE(std::abs(z[2 * pair] - radius * std::cos(angle)) < 3e-7 * radius);
+      REQUIRE(std::abs(z[2 * pair + 1] - radius * std::sin(angle)) < 3e-7 * radius);
+    }
+  }
+}
+
 TEST_CASE("the keyed permutation is a bijection for any size, and another for another key") {
   for (const int64_t n : {1, 2, 3, 16, 17, 1000}) {
     const Permutation p(n, 1, "epoch 0"), q(n, 1, "epoch 1");

@@ -40,10 +40,16 @@ struct bf16 {
   bf16() = default;
   explicit bf16(float value) : bits(rounded_bits(value)) {}
   // To nearest even; a NaN stays a NaN.
-  static uint16_t rounded_bits(float value) {
+  static constexpr uint16_t rounded_bits(float value) {
     const uint32_t u = std::bit_cast<uint32_t>(value);
     const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
     return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? (u >> 16) | 0x40u : rounded);
+  }
+  // Up or down by chance, so that `value` is the expectation; of `random`, 16 bits are used. Whatever is not finite
+  // stays.
+  static constexpr uint16_t stochastic_bits(float value, uint32_t random) {
+    const uint32_t u = std::bit_cast<uint32_t>(value);
+    return (u & 0x7f800000u) == 0x7f800000u ? rounded_bits(value) : static_cast<uint16_t>((u + (random >> 16)) >> 16);
   }
   explicit operator float() const { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
   explicit operator double() const { return static_cast<double>(static_cast<float>(*this)); }

@@ -1,9 +1,8 @@
 // ops_step.h: the ops of a step's end: loss, gradient norm, clipping, update. Conventions: ops.h.
 #pragma once
-#include <limits>
-
 #include "ops/cpu/adamw.h"
 #include "ops/cpu/cross_entropy.h"
+#include "ops/cpu/step.h"
 #include "ops/ops_memory.h"
 
 namespace llmc {
@@ -27,13 +26,13 @@ inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, int64_t 
   });
 }
 
-// sum (1) fp64 += all of losses (N), in order
+// sum (1) fp64 += all of losses (N), added in a fixed order
 inline void add_losses(Tensor sum, Tensor losses, Stream& stream) {
   CHECK_TENSOR(sum, DType::fp64, 1);
   stream.run({"add_losses", 0, detail::bytes_of({losses})}, {sum}, [=] {
     with_type(losses.dtype, [&](auto tag) {
       using A = typename decltype(tag)::type;
-      for (int64_t n = 0; n < losses.numel(); ++n) *sum.data<double>() += static_cast<double>(losses.data<A>()[n]);
+      cpu::add_losses(sum.data<double>(), losses.data<A>(), losses.numel());
     });
   });
 }
@@ -43,7 +42,7 @@ inline void square_sum(Tensor out, Tensor x, Stream& stream) {
   CHECK_TENSOR(out, DType::fp64, 1);
   auto scope = stream.scratch().scope();
   const Tensor partials =
-      stream.scratch().alloc("scratch", "square sum", DType::fp64, {ceil_div(x.numel(), cpu::square_sum_block)});
+      stream.scratch().alloc("scratch", "square sum", DType::fp64, {ceil_div(x.numel(), square_sum_block)});
   stream.run({"square_sum", 0, detail::bytes_of({x})}, {out}, [=] {
     with_type(x.dtype, [&](auto tag) {
       using G = typename decltype(tag)::type;
@@ -60,12 +59,8 @@ inline void combine_scalars(Tensor loss, Tensor square_sums, Tensor gathered, in
   CHECK_TENSOR(loss, DType::fp64, 1);
   CHECK_TENSOR(square_sums, DType::fp64, units * shards);
   stream.run({"combine_scalars", 0, detail::bytes_of({gathered})}, {}, [=] {
-    const double* all = gathered.data<double>();
-    double total = 0;
-    for (int64_t r = 0; r < ranks; ++r) total += all[r * (1 + units)];
-    *loss.data<double>() = total;
-    for (int64_t u = 0; u < units; ++u)
-      for (int64_t s = 0; s < shards; ++s) square_sums.data<double>()[u * shards + s] = all[s * (1 + units) + 1 + u];
+    cpu::combine_scalars(loss.data<double>(), square_sums.data<double>(), gathered.data<double>(), ranks, units,
+                         shards);
   });
 }
 
@@ -73,22 +68,12 @@ inline void combine_scalars(Tensor loss, Tensor square_sums, Tensor gathered, in
 // the gradients, 1 if the update may happen}. The factor clips to max_norm (0: never) as torch's clip_grad_norm_ does;
 // a loss or norm that is not finite, or beyond its largest value, forbids the update.   square_sums fp64, added in
 // order; loss (1) fp64
-struct UpdateRule {
-  double max_norm = 0;
-  double largest_loss = std::numeric_limits<double>::infinity(), largest_norm = largest_loss;
-};
 inline void clip_control(Tensor control, Tensor square_sums, Tensor loss, const UpdateRule& rule, Stream& stream) {
   CHECK_TENSOR(control, DType::fp64, 3);
   CHECK_TENSOR(loss, DType::fp64, 1);
   stream.run({"clip_control", 0, detail::bytes_of({square_sums})}, {}, [=] {
-    double total = 0;
-    for (int64_t i = 0; i < square_sums.numel(); ++i) total += square_sums.data<double>()[i];
-    const double norm = std::sqrt(total);
-    double* c = control.data<double>();
-    c[0] = norm;
-    c[1] = rule.max_norm > 0 ? std::min(1.0, rule.max_norm / (norm + 1e-6)) : 1.0;
-    const double l = loss.data<double>()[0];
-    c[2] = std::isfinite(norm) && std::isfinite(l) && l <= rule.largest_loss && norm <= rule.largest_norm ? 1.0 : 0.0;
+    cpu::clip_control(control.data<double>(), square_sums.data<double>(), square_sums.numel(), loss.data<double>(),
+                      rule);
   });
 }
 

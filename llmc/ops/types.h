@@ -2,6 +2,7 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <numbers>
 
 namespace llmc {
@@ -43,6 +44,17 @@ struct Rotary {
                           (scaling.high_freq_factor - scaling.low_freq_factor);
     return static_cast<float>((1 - smooth) * f / scaling.factor + smooth * f);
   }
+};
+
+// Sums in double that all devices and vector widths add in the same order (contract 10): running sums in so many lanes,
+// element i in lane i % sum_lanes; then neighbouring lanes by pairs, these by pairs, and so on. Squares are added so in
+// blocks of square_sum_block elements, and then the blocks' sums.
+inline constexpr int64_t sum_lanes = 1024, square_sum_block = 1 << 16;
+
+// When the update may happen, and how its gradients are scaled.
+struct UpdateRule {
+  double max_norm = 0;
+  double largest_loss = std::numeric_limits<double>::infinity(), largest_norm = largest_loss;
 };
 
 struct AdamWOptions {

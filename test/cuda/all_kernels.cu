@@ -1,20 +1,58 @@
 // all_kernels.cu: every kernel, instantiated for all that its launcher takes. `make smoke` compiles it by nvcc, for the
-// warnings; nothing links it.
+// warnings; dev/cuda/kernel_resources.sh lists what each kernel takes; nothing links it.
+#include "ops/cuda/adamw.cuh"
 #include "ops/cuda/attention.cuh"
+#include "ops/cuda/column_sum.cuh"
+#include "ops/cuda/cross_entropy.cuh"
+#include "ops/cuda/elementwise.cuh"
+#include "ops/cuda/embedding.cuh"
 #include "ops/cuda/layernorm.cuh"
 #include "ops/cuda/matmul.cuh"
 #include "ops/cuda/mma.cuh"
+#include "ops/cuda/qk_norm.cuh"
+#include "ops/cuda/rmsnorm.cuh"
+#include "ops/cuda/step.cuh"
+#include "ops/cuda/swiglu.cuh"
 
 namespace llmc::cuda {
 
-template void layernorm_forward(float*, float*, float*, const float*, const float*, const float*, float, int64_t,
-                                int64_t, cudaStream_t);
-template void layernorm_forward(bf16*, float*, float*, const bf16*, const bf16*, const bf16*, float, int64_t, int64_t,
-                                cudaStream_t);
-template void layernorm_backward(float*, float*, float*, float*, const float*, const float*, const float*, const float*,
-                                 const float*, int64_t, int64_t, Accumulate, cudaStream_t);
-template void layernorm_backward(bf16*, float*, float*, float*, const bf16*, const bf16*, const bf16*, const float*,
-                                 const float*, int64_t, int64_t, Accumulate, cudaStream_t);
+// Never called: a call is the shortest instantiation. x: anything of the dtype; f: floats; N, C: any sizes
+template <class T>
+void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, cudaStream_t stream) {
+  const Philox rng(0, "");
+  gelu_forward(x, x, N, stream);
+  gelu_backward(x, x, x, N, stream);
+  residual_forward(x, x, x, N, stream);
+  convert(x, f, N, stream);
+  convert(f, x, N, stream);
+  scale(x, 1, N, stream);
+  fill(x, 1, N, stream);
+  init_normal(x, 0, N, 1, rng, stream);
+  column_sum(f, f, x, N, C, stream);
+  square_sum(d, d, x, N, stream);
+  add_losses(d, f, N, stream);
+  combine_scalars(d, d, d, N, N, N, stream);
+  adamw_update(x, f, f, f, f, d, N, {}, stream);
+  clip_control(d, d, N, d, {}, stream);
+  cross_entropy(f, x, ids, N, C, C, 1, Gradient::yes, stream);
+  embedding_forward(x, ids, ids, x, x, N, C, stream);
+  embedding_backward(f, f, ids, x, ids, ids, N, C, N, N, stream);
+  layernorm_forward(x, f, f, x, x, x, 0, N, C, stream);
+  residual_layernorm_forward(x, f, f, x, x, x, x, x, 0, N, C, stream);
+  layernorm_backward(x, f, f, f, x, x, x, f, f, N, C, Accumulate::no, stream);
+  rmsnorm_forward(x, f, x, x, 0, N, C, stream);
+  residual_rmsnorm_forward(x, f, x, x, x, x, 0, N, C, stream);
+  rmsnorm_backward(x, f, f, x, x, x, f, N, C, Accumulate::no, stream);
+  const AttentionShape shape = {N, 1, 1, 1, C};
+  rotary_table(f, {}, N, C, stream);
+  rotary(x, f, ids, shape, Turn::forward, stream);
+  qk_norm_rotary_forward(x, f, x, x, x, f, ids, 0, shape, stream);
+  qk_norm_rotary_backward(x, f, f, f, x, x, x, f, f, ids, shape, stream);
+  swiglu_forward(x, x, N, C, stream);
+  swiglu_backward(x, x, x, N, C, stream);
+}
+template void all_kernels(float*, float*, double*, int32_t*, int64_t, int64_t, cudaStream_t);
+template void all_kernels(bf16*, float*, double*, int32_t*, int64_t, int64_t, cudaStream_t);
 
 template void attention_forward(float*, float*, const float*, const int32_t*, const AttentionShape&, cudaStream_t);
 template void attention_forward(bf16*, float*, const bf16*, const int32_t*, const AttentionShape&, cudaStream_t);

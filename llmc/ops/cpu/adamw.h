@@ -1,35 +1,43 @@
-// adamw.h: Loshchilov & Hutter 2019, as torch.optim.AdamW computes it. Contracts: ops/ops.h.
+// adamw.h: the update of a segment. Contracts: ops/ops.h.
 #pragma once
+#include "ops/adamw_step.h"
 #include "ops/cpu/simd.h"
-#include "ops/types.h"
 
 namespace llmc::cpu {
 
 // master == nullptr: the weights are their own master copy.
 template <class W, class A>
-void adamw_update(W* weight, A* master, A* moment1, A* moment2, const A* gradient, int64_t n, const AdamWOptions& o,
-                  A gradient_scale) {
-  const A correction1 = A(1 - std::pow(static_cast<double>(o.beta1), static_cast<double>(o.step)));
-  const A root2 = A(std::sqrt(1 - std::pow(static_cast<double>(o.beta2), static_cast<double>(o.step))));
-  const A b1 = o.beta1, b2 = o.beta2, eps = o.eps, decay = A(1) - A(o.lr) * A(o.weight_decay),
-          rate = A(o.lr) / correction1;
-  auto update = [=](A& p, A& m, A& v, A g) {
-    g *= gradient_scale;
-    m = b1 * m + (A(1) - b1) * g;
-    v = b2 * v + (A(1) - b2) * g * g;
-    p = p * decay - rate * m / (std::sqrt(v) / root2 + eps);
-  };
+void adamw_update(W* weight, A* master, A* moment1, A* moment2, const A* gradient, int64_t n,
+                  const AdamWOptions& options, A gradient_scale) {
+  const AdamWStep<A> update(options);
   if (master == nullptr) {
     if constexpr (std::is_same_v<W, A>) {
 #pragma omp parallel for simd schedule(static)
-      for (int64_t i = 0; i < n; ++i) update(weight[i], moment1[i], moment2[i], gradient[i]);
+      for (int64_t i = 0; i < n; ++i) update(weight[i], moment1[i], moment2[i], gradient[i] * gradient_scale);
     }
     return;
   }
 #pragma omp parallel for simd schedule(static)
   for (int64_t i = 0; i < n; ++i) {
-    update(master[i], moment1[i], moment2[i], gradient[i]);
+    update(master[i], moment1[i], moment2[i], gradient[i] * gradient_scale);
     store(weight[i], master[i]);
+  }
+}
+
+// Weights in bf16 without a master copy: what an update adds to a weight is often less than half a bf16 apart from it
+// and would always be rounded away; rounded by chance, it counts in the mean. The segment begins at element `begin` of
+// the parameter that `words` are for.
+inline void adamw_update_stochastic(bf16* weight, float* moment1, float* moment2, const float* gradient, int64_t begin,
+                                    int64_t n, const AdamWOptions& options, float gradient_scale, const Philox& words) {
+  const AdamWStep<float> update(options);
+#pragma omp parallel for schedule(static)
+  for (int64_t block = begin / 4; block < ceil_div(begin + n, 4); ++block) {
+    const auto random = words.words(static_cast<uint64_t>(block));
+    for (int64_t i = std::max<int64_t>(block * 4 - begin, 0); i < std::min(block * 4 + 4 - begin, n); ++i) {
+      float w = static_cast<float>(weight[i]);
+      update(w, moment1[i], moment2[i], gradient[i] * gradient_scale);
+      weight[i].bits = bf16::stochastic_bits(w, random[static_cast<size_t>((begin + i) % 4)]);
+    }
   }
 }
 

@@ -1,4 +1,4 @@
-// elementwise.h: GELU, residual addition, zeroing, conversion, sums of squares. Contracts: ops/ops.h.
+// elementwise.h: GELU, residual addition, zeroing, conversion, column sums, initial numbers. Contracts: ops/ops.h.
 #pragma once
 #include "core/rng.h"
 #include "ops/cpu/simd.h"
@@ -80,23 +80,6 @@ void init_normal(T* out, int64_t begin, int64_t n, float stddev, const Philox& r
     rng.fill_normal(numbers, begin + first, count, stddev);
     for (int64_t j = 0; j < count; ++j) out[first + j] = T(numbers[j]);
   }
-}
-
-// The sum of squares in double, in blocks added in order (contract 10). partials: ceil(n / square_sum_block) doubles.
-inline constexpr int64_t square_sum_block = 1 << 16;
-template <class G>
-void square_sum(double* out, double* partials, const G* x, int64_t n) {
-  const int64_t blocks = ceil_div(n, square_sum_block);
-#pragma omp parallel for schedule(static)
-  for (int64_t b = 0; b < blocks; ++b) {
-    double sum = 0;
-    const int64_t end = std::min(n, (b + 1) * square_sum_block);
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = b * square_sum_block; i < end; ++i) sum += static_cast<double>(x[i]) * static_cast<double>(x[i]);
-    partials[b] = sum;
-  }
-  *out = 0;
-  for (int64_t b = 0; b < blocks; ++b) *out += partials[b];
 }
 
 }  // namespace llmc::cpu

@@ -51,6 +51,14 @@ inline constexpr int warp_size = 32;
 // Dynamic shared memory of a block, in bytes: what every kernel may use, and what it may ask for on sm_90.
 inline constexpr int64_t default_shared_bytes = 48 << 10, max_shared_bytes = 227 << 10;
 
+// Shared memory that a block may have on the current device, in bytes.
+inline int64_t device_shared_bytes() {
+  int device = 0, bytes = 0;
+  CUDA_CHECK(cudaGetDevice(&device));
+  CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  return bytes;
+}
+
 // Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...). An empty grid is nothing to do.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t stream,

@@ -1,27 +1,25 @@
 // layernorm.cuh: Ba, Kiros & Hinton 2016. A block takes a row: x is read once and kept in shared memory, each thread
 // its own packs. Statistics in fp32. Contracts: ops/ops.h.
 #pragma once
-#include <algorithm>
-
-#include "ops/cuda/launch.cuh"
+#include "ops/cuda/column_sum.cuh"
 #include "ops/cuda/reduce.cuh"
-#include "ops/cuda/vec.cuh"
+#include "ops/cuda/rows.cuh"
 #include "ops/types.h"
 
 namespace llmc::cuda {
 
 // Grid N; dynamic shared memory: a row of x. The row that a thread keeps is read by itself alone: no barrier.
-template <class T, int pack>
-__global__ void layernorm_forward_kernel(T* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd,
-                                         const T* __restrict__ x, const T* __restrict__ weight,
-                                         const T* __restrict__ bias, float eps, int64_t C) {
+template <class T, int pack, class Row>
+__global__ void layernorm_forward_kernel(T* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd, Row x,
+                                         const T* __restrict__ weight, const T* __restrict__ bias, float eps,
+                                         int64_t C) {
   using Pack = Packed<T, pack>;
   DYN_SHARED(T, row);  // (C)
   const int64_t begin = blockIdx.x * C, first = threadIdx.x * pack, step = blockDim.x * pack;
 
   float sum = 0;
   for (int64_t c = first; c < C; c += step) {
-    const Pack xs = Pack::load_streaming(x + begin + c);
+    const Pack xs = x.template load<pack>(begin + c);
     xs.store(row + c);
     for (int i = 0; i < pack; ++i) sum += xs[i];
   }
@@ -63,8 +61,8 @@ __global__ void layernorm_backward_kernel(T* __restrict__ dx, float* __restrict_
   for (int64_t p = first; p < packs; p += step)
     for (int i = 0; i < pack; ++i) dweight[i * packs + p] = dbias[i * packs + p] = 0;
 
-  const int64_t end = N * (blockIdx.x + 1) / gridDim.x;
-  for (int64_t n = N * blockIdx.x / gridDim.x; n < end; ++n) {
+  const int64_t end = row_part_begin(N, blockIdx.x + 1, gridDim.x);
+  for (int64_t n = row_part_begin(N, blockIdx.x, gridDim.x); n < end; ++n) {
     const float m = mean[n], r = rstd[n];
     float sums[2] = {0, 0};  // of g w and of g w normalized
     for (int64_t p = first; p < packs; p += step) {
@@ -111,36 +109,19 @@ __global__ void layernorm_backward_kernel(T* __restrict__ dx, float* __restrict_
     }
 }
 
-// dweight, dbias += the sums of partials over the parts, in a fixed order. A block of (warp_size, rows) threads takes
-// warp_size of the 2 C columns.
-template <int rows>
-__global__ void layernorm_add_partials_kernel(float* __restrict__ dweight, float* __restrict__ dbias,
-                                              const float* __restrict__ partials, int64_t parts, int64_t C) {
-  constexpr int size = rows * warp_size;
-  SHARED(float, sums, size);  // (rows, warp_size)
-  const int64_t column = blockIdx.x * warp_size + threadIdx.x;
-  float sum = 0;
-  if (column < 2 * C)
-    for (int64_t part = threadIdx.y; part < parts; part += rows) sum += partials[part * 2 * C + column];
-  sums[threadIdx.y * warp_size + threadIdx.x] = sum;
-  __syncthreads();  // all rows of sums are there
-  if (threadIdx.y != 0 || column >= 2 * C) return;
-  float total = 0;
-  for (int row = 0; row < rows; ++row) total += sums[row * warp_size + threadIdx.x];
-  if (column < C) dweight[column] += total;
-  else dbias[column - C] += total;
-}
-
 namespace detail {
 
-// Whole warps, a thread for each pack of a row as far as a block has them.
-inline unsigned layernorm_threads(int64_t C, int pack) {
-  return static_cast<unsigned>(std::min<int64_t>(round_up(ceil_div(C, pack), warp_size), 1024));
-}
-
-inline void check_shared(const char* op, int64_t C, int64_t bytes) {
-  CHECK(bytes <= max_shared_bytes, "{}: {} channels take {} bytes of shared memory, a block has {}; use fewer", op, C,
-        bytes, max_shared_bytes);
+template <class T, class Row>
+void layernorm_forward(T* out, float* mean, float* rstd, Row x, const T* weight, const T* bias, float eps, int64_t N,
+                       int64_t C, cudaStream_t stream) {
+  const int64_t shared = C * static_cast<int64_t>(sizeof(T));
+  check_row_fits("layernorm_forward", C, shared);
+  const auto run = [&]<int pack>() {
+    launch(layernorm_forward_kernel<T, pack, Row>, static_cast<unsigned>(N), row_threads(C, pack), shared, stream, out,
+           mean, rstd, x, weight, bias, eps, C);
+  };
+  if (rows_fit_packs(C, full_pack<T>, out, weight, bias) && x.fits_packs()) run.template operator()<full_pack<T>>();
+  else run.template operator()<1>();
 }
 
 }  // namespace detail
@@ -149,31 +130,30 @@ inline void check_shared(const char* op, int64_t C, int64_t bytes) {
 template <class T>
 void layernorm_forward(T* out, float* mean, float* rstd, const T* x, const T* weight, const T* bias, float eps,
                        int64_t N, int64_t C, cudaStream_t stream) {
-  const int64_t shared = C * static_cast<int64_t>(sizeof(T));
-  detail::check_shared("layernorm_forward", C, shared);
-  const auto run = [&]<int pack>() {
-    launch(layernorm_forward_kernel<T, pack>, static_cast<unsigned>(N), detail::layernorm_threads(C, pack), shared,
-           stream, out, mean, rstd, x, weight, bias, eps, C);
-  };
-  if (rows_fit_packs(C, full_pack<T>, out, x, weight, bias)) run.template operator()<full_pack<T>>();
-  else run.template operator()<1>();
+  detail::layernorm_forward(out, mean, rstd, PlainRows<T>{x}, weight, bias, eps, N, C, stream);
 }
 
-// The rows are taken in so many parts: a function of N alone, so that sums do not depend on the GPU.
-inline int64_t layernorm_parts(int64_t N) { return std::min<int64_t>(ceil_div(N, 8), 512); }
+// sum (N, C) = a + b, and its layernorm; bitwise residual_forward and layernorm_forward of the sum (contract 11). The
+// sum is not read again: a pass over it is saved. No array may be another.
+template <class T>
+void residual_layernorm_forward(T* out, float* mean, float* rstd, T* sum, const T* a, const T* b, const T* weight,
+                                const T* bias, float eps, int64_t N, int64_t C, cudaStream_t stream) {
+  detail::layernorm_forward(out, mean, rstd, SummedRows<T>{sum, a, b}, weight, bias, eps, N, C, stream);
+}
+
 // Floats that layernorm_backward takes as `partials`.
-inline int64_t layernorm_backward_scratch(int64_t N, int64_t C) { return layernorm_parts(N) * 2 * C; }
+inline int64_t layernorm_backward_scratch(int64_t N, int64_t C) { return row_parts(N) * 2 * C; }
 
 // dx (N, C) = or += ; dweight (C), dbias (C) += ; partials: scratch
 template <class T>
 void layernorm_backward(T* dx, float* dweight, float* dbias, float* partials, const T* dout, const T* x,
                         const T* weight, const float* mean, const float* rstd, int64_t N, int64_t C,
                         Accumulate accumulate_dx, cudaStream_t stream) {
-  const int64_t parts = layernorm_parts(N), shared = 2 * C * static_cast<int64_t>(sizeof(float) + sizeof(T));
-  detail::check_shared("layernorm_backward", C, shared);
+  const int64_t parts = row_parts(N), shared = 2 * C * static_cast<int64_t>(sizeof(float) + sizeof(T));
+  check_row_fits("layernorm_backward", C, shared);
   const auto run = [&]<int pack, Accumulate accumulate>() {
-    launch(layernorm_backward_kernel<T, pack, accumulate>, static_cast<unsigned>(parts),
-           detail::layernorm_threads(C, pack), shared, stream, dx, partials, dout, x, weight, mean, rstd, N, C);
+    launch(layernorm_backward_kernel<T, pack, accumulate>, static_cast<unsigned>(parts), row_threads(C, pack), shared,
+           stream, dx, partials, dout, x, weight, mean, rstd, N, C);
   };
   const auto run_packed = [&]<int pack>() {
     if (accumulate_dx == Accumulate::yes) run.template operator()<pack, Accumulate::yes>();
@@ -181,9 +161,7 @@ void layernorm_backward(T* dx, float* dweight, float* dbias, float* partials, co
   };
   if (rows_fit_packs(C, full_pack<T>, dx, partials, dout, x, weight)) run_packed.template operator()<full_pack<T>>();
   else run_packed.template operator()<1>();
-  constexpr int rows = 8;
-  launch(layernorm_add_partials_kernel<rows>, static_cast<unsigned>(ceil_div(2 * C, warp_size)), dim3(warp_size, rows),
-         0, stream, dweight, dbias, partials, parts, C);
+  add_partials(dweight, dbias, partials, parts, C, stream);
 }
 
 }  // namespace llmc::cuda

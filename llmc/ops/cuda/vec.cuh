@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #endif
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -43,6 +44,19 @@ __device__ inline uint32_t bf16_pair(float first, float second) {
 #endif
 }
 
+// exp x and 1 / (1 + exp -x), as exactly as T can tell: a bf16 has 8 bits, the fast instructions about 21.
+template <class T>
+__device__ float exponential(float x) {
+  if constexpr (sizeof(T) == sizeof(bf16)) return __expf(x);
+  else return expf(x);
+}
+template <class T>
+__device__ float sigmoid(float x) {
+  const float y = 1.0f + exponential<T>(-x);
+  if constexpr (sizeof(T) == sizeof(bf16)) return __fdividef(1.0f, y);
+  else return 1.0f / y;
+}
+
 // N neighbours of an array, in registers. Arrays that packs are read from or written to are aligned to the pack's size.
 template <class T, int N = 16 / sizeof(T)>
 struct alignas(sizeof(T) * N) Packed {
@@ -78,12 +92,17 @@ struct alignas(sizeof(T) * N) Packed {
   }
 };
 
-// The elements of a pack for rows of C: 16 bytes' worth where every row begins at a multiple of 16 bytes, else one.
-template <class T>
-inline constexpr int full_pack = 16 / sizeof(T);
+// The elements of a pack: 16 bytes' worth, of the widest type where there are several; one by one where an array, or a
+// row of C in it, does not begin at a multiple of 16 bytes.
+template <class... T>
+inline constexpr int full_pack = 16 / std::max({sizeof(T)...});
+template <class... Pointers>
+bool fit_packs(const Pointers*... arrays) {
+  return ((reinterpret_cast<uintptr_t>(arrays) % 16 == 0) && ...);
+}
 template <class... Pointers>
 bool rows_fit_packs(int64_t C, int pack, const Pointers*... arrays) {
-  return C % pack == 0 && ((reinterpret_cast<uintptr_t>(arrays) % 16 == 0) && ...);
+  return C % pack == 0 && fit_packs(arrays...);
 }
 
 }  // namespace llmc::cuda

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# What each kernel takes of a multiprocessor, as ptxas reports it: registers a thread, static shared memory a block,
+# bytes of stack and of registers spilled to memory a thread. Writes a table; fails where a kernel spills.
+#
+#   dev/cuda/kernel_resources.sh [OUTPUT]     default: dev/results/kernel-resources-$ARCH.md
+#
+# Environment: ARCH=sm_90  NVCC=nvcc  CXX=g++
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+arch=${ARCH:-sm_90} nvcc=${NVCC:-nvcc} output=${1:-}
+: "${output:=dev/results/kernel-resources-$arch.md}"
+
+report=$(mktemp)
+trap 'rm -f "$report"' EXIT
+"$nvcc" -x cu -std=c++20 --expt-relaxed-constexpr -Illmc -arch="$arch" -ccbin "${CXX:-g++}" -Xptxas -v -cubin \
+  test/cuda/all_kernels.cu -o /dev/null 2>"$report" || { cat "$report" >&2; exit 1; }
+
+# ptxas writes three lines a kernel: its name, "N bytes stack frame, N bytes spill stores, ...", "Used N registers, ...".
+{
+  echo "# Registers, shared memory and spills of every kernel"
+  echo
+  echo "$("$nvcc" --version | sed -n 's/.*release \([0-9.]*\),.*/nvcc \1/p'), $arch; made by \`dev/cuda/kernel_resources.sh\`." \
+    "Dynamic shared memory, which a launch gives, is not in it."
+  echo
+  echo "| kernel | registers | shared bytes | stack bytes | spilled bytes |"
+  echo "| --- | --- | --- | --- | --- |"
+  c++filt <"$report" | awk '
+    /Compiling entry function/ {
+      sub(/^[^\x27]*\x27/, ""); sub(/\x27 for \x27sm_[0-9a-z]+\x27.*/, "")
+      name = $0
+    }
+    /bytes stack frame/ { stack = $1; spilled = $5 + $9 }
+    /Used [0-9]+ registers/ {
+      match($0, /Used [0-9]+/); registers = substr($0, RSTART + 5, RLENGTH - 5)
+      shared = match($0, /[0-9]+ bytes smem/) ? substr($0, RSTART, RLENGTH - 11) : 0
+      sub(/^void /, "", name); gsub(/llmc::cuda::detail::|llmc::cuda::|llmc::/, "", name)
+      depth = 0   # the parameters begin at the last parenthesis outside of <>
+      for (i = 1; i <= length(name); ++i) {
+        c = substr(name, i, 1)
+        if (c == "<") ++depth
+        if (c == ">") --depth
+        if (c == "(" && depth == 0) { name = substr(name, 1, i - 1); break }
+      }
+      printf "| %s | %d | %d | %d | %d |\n", name, registers, shared, stack, spilled
+    }' | LC_ALL=C sort
+} >"$output"
+echo "$output: $(grep -c '^| .* | [0-9]' "$output") kernels"
+if grep -v ' | 0 |$' "$output" | grep '| [0-9]* |$'; then
+  echo "kernel_resources.sh: these kernels spill registers" >&2
+  exit 1
+fi

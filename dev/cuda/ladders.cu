@@ -1,0 +1,55 @@
+// ladders.cu: times every version of every ladder on the GPU; `make ladders && build/ladders`. A version is run some
+// 200 ms long; the arrays are larger than the caches.
+#include <algorithm>
+#include <cstdio>
+
+#include "cuda/ladder.h"
+
+using namespace llmc;
+
+namespace {
+
+float milliseconds_of(const std::function<void()>& work) {
+  cudaEvent_t begin, end;
+  CUDA_CHECK(cudaEventCreate(&begin));
+  CUDA_CHECK(cudaEventCreate(&end));
+  CUDA_CHECK(cudaEventRecord(begin));
+  work();
+  CUDA_CHECK(cudaEventRecord(end));
+  CUDA_CHECK(cudaEventSynchronize(end));
+  float ms = 0;
+  CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  return ms;
+}
+
+void time_versions(const Ladder& ladder) {
+  std::printf("\n| %s | us | GB/s |\n| --- | --- | --- |\n", ladder.op);
+  for (const Ladder::Version& version : ladder.versions) {
+    ladder.prepare();
+    version.run();
+    const Outputs got = ladder.outputs();
+    for (size_t i = 0; i < got.size(); ++i)
+      if (!(relative_error(got[i].values, ladder.reference[i].values) < ladder.tolerance))
+        throw Error(formatted("{}: {} is wrong: {}", ladder.op, ladder.reference[i].name, version.idea));
+    const float once = milliseconds_of(version.run);
+    const int times = std::clamp(static_cast<int>(200 / once), 3, 1000);
+    const float ms = milliseconds_of([&] {
+                       for (int i = 0; i < times; ++i) version.run();
+                     }) /
+                     static_cast<float>(times);
+    std::printf("| %s | %.1f | %.0f |\n", version.idea, 1e3 * ms, ladder.bytes / ms * 1e-6);
+  }
+}
+
+}  // namespace
+
+int main() {
+  cudaDeviceProp properties;
+  CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+  std::printf("%s\n", properties.name);
+  time_versions(layernorm_ladder(65536, 768));
+  time_versions(classifier_ladder(8192, 50257));
+  time_versions(adamw_ladder(1 << 26));
+}

@@ -1,0 +1,64 @@
+// step.h: the scalars of a step: losses, sums of squares, the control of the update. Contracts: ops/ops.h.
+#pragma once
+#include <array>
+
+#include "ops/cpu/simd.h"
+
+namespace llmc::cpu {
+
+// The sum of f(0) ... f(n - 1) in the order of ops/types.h.
+template <class F>
+double ordered_sum(int64_t n, F f) {
+  std::array<double, sum_lanes> lanes = {};
+  double* sums = lanes.data();
+  for (int64_t begin = 0; begin < n; begin += sum_lanes) {
+    const int64_t count = std::min(sum_lanes, n - begin);
+#pragma omp simd
+    for (int64_t lane = 0; lane < count; ++lane) sums[lane] += f(begin + lane);
+  }
+  for (int64_t pairs = sum_lanes / 2; pairs > 0; pairs /= 2)
+    for (int64_t i = 0; i < pairs; ++i) sums[i] = sums[2 * i] + sums[2 * i + 1];
+  return sums[0];
+}
+
+// partials: ceil(n / square_sum_block) doubles
+template <class G>
+void square_sum(double* out, double* partials, const G* x, int64_t n) {
+  const int64_t blocks = ceil_div(n, square_sum_block);
+#pragma omp parallel for schedule(static)
+  for (int64_t b = 0; b < blocks; ++b) {
+    const G* block = x + b * square_sum_block;
+    partials[b] = ordered_sum(std::min(square_sum_block, n - b * square_sum_block), [=](int64_t i) {
+      const double value = static_cast<double>(block[i]);
+      return value * value;  // exact for fp32 and bf16: an fma changes nothing
+    });
+  }
+  *out = ordered_sum(blocks, [=](int64_t b) { return partials[b]; });
+}
+
+template <class A>
+void add_losses(double* sum, const A* losses, int64_t N) {
+  *sum += ordered_sum(N, [=](int64_t n) { return static_cast<double>(losses[n]); });
+}
+
+inline void combine_scalars(double* loss, double* square_sums, const double* gathered, int64_t ranks, int64_t units,
+                            int64_t shards) {
+  double total = 0;
+  for (int64_t r = 0; r < ranks; ++r) total += gathered[r * (1 + units)];
+  *loss = total;
+  for (int64_t u = 0; u < units; ++u)
+    for (int64_t s = 0; s < shards; ++s) square_sums[u * shards + s] = gathered[s * (1 + units) + 1 + u];
+}
+
+inline void clip_control(double* control, const double* square_sums, int64_t n, const double* loss,
+                         const UpdateRule& rule) {
+  double total = 0;
+  for (int64_t i = 0; i < n; ++i) total += square_sums[i];
+  const double norm = std::sqrt(total);
+  control[0] = norm;
+  control[1] = rule.max_norm > 0 ? std::min(1.0, rule.max_norm / (norm + 1e-6)) : 1.0;
+  control[2] =
+      std::isfinite(norm) && std::isfinite(*loss) && *loss <= rule.largest_loss && norm <= rule.largest_norm ? 1 : 0;
+}
+
+}  // namespace llmc::cpu

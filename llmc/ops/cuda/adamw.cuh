@@ -1,0 +1,91 @@
+// adamw.cuh: the update of a segment, each array read once and written once. Contracts: ops/ops.h.
+#pragma once
+#include "ops/adamw_step.h"
+#include "ops/cuda/launch.cuh"
+#include "ops/cuda/vec.cuh"
+
+namespace llmc::cuda {
+
+// Where the fp32 weights are: in the weights themselves, in a copy beside them, or nowhere: stochastic rounding.
+enum class Master : uint8_t { weights, copy, none };
+
+// A thread takes a pack; the last one has fewer elements and takes them one by one. The segment begins at element
+// `begin` of its parameter; packs begin at its multiples of four.
+template <class W, Master where, int pack>
+__global__ void adamw_kernel(W* __restrict__ weight, float* __restrict__ master, float* __restrict__ moment1,
+                             float* __restrict__ moment2, const float* __restrict__ gradient,
+                             const double* __restrict__ control, int64_t begin, int64_t n, AdamWStep<float> update,
+                             Philox words) {
+  if (control[2] == 0) return;
+  const float gradient_scale = static_cast<float>(control[1]);
+  const auto apply = [&]<int size>(int64_t at) {
+    using Pack = Packed<float, size>;
+    const Pack gs = Pack::load_streaming(gradient + at);
+    Pack ms = Pack::load_streaming(moment1 + at), vs = Pack::load_streaming(moment2 + at), ps;
+    Packed<W, size> ws;
+    if constexpr (where == Master::copy) {
+      ps = Pack::load_streaming(master + at);
+    } else {
+      ws = Packed<W, size>::load(weight + at);
+      for (int i = 0; i < size; ++i) ps.set(i, ws[i]);
+    }
+    for (int i = 0; i < size; ++i) update(ps.elements[i], ms.elements[i], vs.elements[i], gs[i] * gradient_scale);
+    if constexpr (where == Master::none) {
+      const auto random = words.words(static_cast<uint64_t>((begin + at) / 4));
+      const int64_t first = (begin + at) % 4;
+      for (int i = 0; i < size; ++i)
+        for (int j = 0; j < 4; ++j)  // a constant index: an array in registers has no other
+          if (first + i == j) ws.elements[i].bits = bf16::stochastic_bits(ps[i], random[static_cast<size_t>(j)]);
+    } else {
+      for (int i = 0; i < size; ++i) ws.set(i, ps[i]);
+    }
+    ws.store(weight + at);
+    if constexpr (where == Master::copy) ps.store_streaming(master + at);
+    ms.store_streaming(moment1 + at);
+    vs.store_streaming(moment2 + at);
+  };
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * pack;
+  if (first + pack <= n) apply.template operator()<pack>(first);
+  else
+    for (int64_t i = first; i < n; ++i) apply.template operator()<1>(i);
+}
+
+namespace detail {
+
+template <Master where, class W>
+void adamw_update(W* weight, float* master, float* moment1, float* moment2, const float* gradient,
+                  const double* control, int64_t begin, int64_t n, const AdamWOptions& options, const Philox& words,
+                  cudaStream_t stream) {
+  constexpr int64_t threads = 256;
+  const auto run = [&]<int pack>() {
+    launch(adamw_kernel<W, where, pack>, static_cast<unsigned>(ceil_div(n, pack * threads)), threads, 0, stream, weight,
+           master, moment1, moment2, gradient, control, begin, n, AdamWStep<float>(options), words);
+  };
+  if (fit_packs(weight, master, moment1, moment2, gradient) && begin % 4 == 0) run.template operator()<4>();
+  else run.template operator()<1>();
+}
+
+}  // namespace detail
+
+// weight, master, moment1, moment2 (n) change in place, unless control (3) forbids it. master: nullptr where the
+// weights are fp32 and their own master copy.
+template <class W>
+void adamw_update(W* weight, float* master, float* moment1, float* moment2, const float* gradient,
+                  const double* control, int64_t n, const AdamWOptions& options, cudaStream_t stream) {
+  constexpr bool fp32 = std::is_same_v<W, float>;
+  CHECK((master == nullptr) == fp32, "adamw_update: weights in {} {}", fp32 ? "fp32" : "bf16",
+        fp32 ? "are their own master copy" : "need a master copy, or adamw_update_stochastic");
+  detail::adamw_update<fp32 ? Master::weights : Master::copy>(weight, master, moment1, moment2, gradient, control, 0, n,
+                                                              options, Philox(0, "unused"), stream);
+}
+
+// Weights in bf16 without a master copy; see cpu/adamw.h. words: rounding_words(seed, parameter, step); the segment
+// begins at the parameter's element `begin`
+inline void adamw_update_stochastic(bf16* weight, float* moment1, float* moment2, const float* gradient,
+                                    const double* control, int64_t begin, int64_t n, const AdamWOptions& options,
+                                    const Philox& words, cudaStream_t stream) {
+  detail::adamw_update<Master::none, bf16>(weight, nullptr, moment1, moment2, gradient, control, begin, n, options,
+                                           words, stream);
+}
+
+}  // namespace llmc::cuda

@@ -1,0 +1,85 @@
+// column_sum.cuh: sums over rows in two steps, both in a fixed order: of each part of the rows, which a block takes,
+// and of the parts. For the gradients of biases and of the norms' weights. Contracts: ops/ops.h.
+#pragma once
+#include <algorithm>
+
+#include "ops/cuda/launch.cuh"
+#include "ops/cuda/vec.cuh"
+
+namespace llmc::cuda {
+
+// The rows are taken in so many parts: a function of N alone, so that sums do not depend on the GPU.
+inline int64_t row_parts(int64_t N) { return std::min<int64_t>(ceil_div(N, 8), 512); }
+__device__ inline int64_t row_part_begin(int64_t N, int64_t part, int64_t parts) { return N * part / parts; }
+
+// first (C) += the sums of partials (parts, width) over the parts; where width is 2 C, its second half goes to
+// `second`. A block of (warp_size, rows) threads takes warp_size columns.
+template <int rows>
+__global__ void add_partials_kernel(float* __restrict__ first, float* __restrict__ second,
+                                    const float* __restrict__ partials, int64_t parts, int64_t C, int64_t width) {
+  constexpr int size = rows * warp_size;
+  SHARED(float, sums, size);  // (rows, warp_size)
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * warp_size + threadIdx.x;
+  float sum = 0;
+  if (column < width)
+    for (int64_t part = threadIdx.y; part < parts; part += rows) sum += partials[part * width + column];
+  sums[threadIdx.y * warp_size + threadIdx.x] = sum;
+  __syncthreads();  // all rows of sums are there
+  if (threadIdx.y != 0 || column >= width) return;
+  float total = 0;
+  for (int row = 0; row < rows; ++row) total += sums[row * warp_size + threadIdx.x];
+  if (column < C) first[column] += total;
+  else second[column - C] += total;
+}
+
+// first (C), second (C) += the sums of partials (parts, 2 C); without a second one, of partials (parts, C).
+inline void add_partials(float* first, float* second, const float* partials, int64_t parts, int64_t C,
+                         cudaStream_t stream) {
+  constexpr int rows = 8;
+  const int64_t width = second == nullptr ? C : 2 * C;
+  launch(add_partials_kernel<rows>, static_cast<unsigned>(ceil_div(width, warp_size)), dim3(warp_size, rows), 0, stream,
+         first, second, partials, parts, C, width);
+}
+
+// partials (parts, C) = the sums of the rows of each part. A block of (warp_size, rows) threads takes a pack of columns
+// for each lane, and the part blockIdx.y.
+template <class T, int pack, int rows>
+__global__ void column_sum_kernel(float* __restrict__ partials, const T* __restrict__ x, int64_t N, int64_t C) {
+  constexpr int size = rows * pack * warp_size;
+  SHARED(float, sums, size);  // (rows, pack, warp_size)
+  const int64_t part = blockIdx.y, end = row_part_begin(N, part + 1, gridDim.y);
+  const int64_t column = (static_cast<int64_t>(blockIdx.x) * warp_size + threadIdx.x) * pack;
+  float sum[pack] = {};
+  if (column < C) {
+#pragma unroll 4
+    for (int64_t n = row_part_begin(N, part, gridDim.y) + threadIdx.y; n < end; n += rows) {
+      const auto xs = Packed<T, pack>::load(x + n * C + column);
+      for (int i = 0; i < pack; ++i) sum[i] += xs[i];
+    }
+  }
+  for (int i = 0; i < pack; ++i) sums[(threadIdx.y * pack + i) * warp_size + threadIdx.x] = sum[i];
+  __syncthreads();  // all rows of sums are there
+  if (threadIdx.y != 0 || column >= C) return;
+  for (int row = 1; row < rows; ++row)
+    for (int i = 0; i < pack; ++i) sum[i] += sums[(row * pack + i) * warp_size + threadIdx.x];
+  for (int i = 0; i < pack; ++i) partials[part * C + column + i] = sum[i];
+}
+
+// Floats that column_sum takes as `partials`.
+inline int64_t column_sum_scratch(int64_t N, int64_t C) { return row_parts(N) * C; }
+
+// out (C) += the column sums of x (N, C); partials: scratch
+template <class T>
+void column_sum(float* out, float* partials, const T* x, int64_t N, int64_t C, cudaStream_t stream) {
+  constexpr int rows = 8;
+  const int64_t parts = row_parts(N);
+  const auto run = [&]<int pack>() {
+    const dim3 grid(static_cast<unsigned>(ceil_div(C, pack * warp_size)), static_cast<unsigned>(parts));
+    launch(column_sum_kernel<T, pack, rows>, grid, dim3(warp_size, rows), 0, stream, partials, x, N, C);
+  };
+  if (rows_fit_packs(C, full_pack<T>, x)) run.template operator()<full_pack<T>>();
+  else run.template operator()<1>();
+  add_partials(out, nullptr, partials, parts, C, stream);
+}
+
+}  // namespace llmc::cuda

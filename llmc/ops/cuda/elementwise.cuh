@@ -1,0 +1,142 @@
+// elementwise.cuh: ops that make each element of their output out of the same element of their inputs: GELU, residual
+// addition, conversion, filling, scaling, initial numbers. Contracts: ops/ops.h.
+#pragma once
+#include "core/rng.h"
+#include "ops/cuda/launch.cuh"
+#include "ops/cuda/vec.cuh"
+
+namespace llmc::cuda {
+
+// out[i] = f(in[i]...), computed in fp32. A thread takes a pack; the last one has fewer elements and takes them one by
+// one. An input may be the output.
+template <int pack, class Out, class F, class... In>
+__global__ void map_kernel(Out* out, int64_t n, F f, const In*... in) {
+  const int64_t begin = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * pack;
+  const auto apply = [&]<int size>(int64_t at, auto... packs) {
+    Packed<Out, size> outs;
+    for (int i = 0; i < size; ++i) outs.set(i, f(packs[i]...));
+    outs.store(out + at);
+  };
+  if (begin + pack <= n) apply.template operator()<pack>(begin, Packed<In, pack>::load(in + begin)...);
+  else
+    for (int64_t i = begin; i < n; ++i) apply.template operator()<1>(i, Packed<In, 1>::load(in + i)...);
+}
+
+namespace detail {
+
+inline constexpr int64_t elementwise_threads = 256;
+
+template <class Out, class F, class... In>
+void map(Out* out, F f, int64_t n, cudaStream_t stream, const In*... in) {
+  const auto run = [&]<int pack>() {
+    launch(map_kernel<pack, Out, F, In...>, static_cast<unsigned>(ceil_div(n, pack * elementwise_threads)),
+           elementwise_threads, 0, stream, out, n, f, in...);
+  };
+  constexpr int pack = full_pack<Out, In...>;
+  if (fit_packs(out, in...)) run.template operator()<pack>();
+  else run.template operator()<1>();
+}
+
+// GELU, tanh form: x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3). Hendrycks & Gimpel 2016; GPT-2's "gelu_new".
+inline constexpr float gelu_root = 0.7978845608028654f, gelu_cubic = 0.044715f;
+template <class T>
+__device__ float gelu_gate(float x) {
+  return sigmoid<T>(2.0f * gelu_root * (x + gelu_cubic * x * x * x));
+}
+template <class T>
+struct GeluForward {
+  __device__ float operator()(float x) const { return x * gelu_gate<T>(x); }
+};
+template <class T>
+struct GeluBackward {
+  __device__ float operator()(float dout, float x) const {
+    const float s = gelu_gate<T>(x);
+    return dout * (s + x * s * (1.0f - s) * 2.0f * gelu_root * (1.0f + 3.0f * gelu_cubic * x * x));
+  }
+};
+struct Add {
+  __device__ float operator()(float a, float b) const { return a + b; }
+};
+struct Same {
+  __device__ float operator()(float x) const { return x; }
+};
+struct Scaled {
+  float factor;
+  __device__ float operator()(float x) const { return x * factor; }
+};
+struct Constant {
+  float value;
+  __device__ float operator()() const { return value; }
+};
+
+}  // namespace detail
+
+// out (n) = gelu(x)
+template <class T>
+void gelu_forward(T* out, const T* x, int64_t n, cudaStream_t stream) {
+  detail::map(out, detail::GeluForward<T>{}, n, stream, x);
+}
+
+// dx (n) = dout gelu'(x); dx may be dout
+template <class T>
+void gelu_backward(T* dx, const T* dout, const T* x, int64_t n, cudaStream_t stream) {
+  detail::map(dx, detail::GeluBackward<T>{}, n, stream, dout, x);
+}
+
+// out (n) = a + b; out may be either
+template <class T>
+void residual_forward(T* out, const T* a, const T* b, int64_t n, cudaStream_t stream) {
+  detail::map(out, detail::Add{}, n, stream, a, b);
+}
+
+// out (n) += x
+template <class T>
+void add_to(T* out, const T* x, int64_t n, cudaStream_t stream) {
+  residual_forward(out, out, x, n, stream);
+}
+
+// out (n) = x, rounded to nearest even
+template <class To, class From>
+void convert(To* out, const From* x, int64_t n, cudaStream_t stream) {
+  detail::map(out, detail::Same{}, n, stream, x);
+}
+
+// out (n) *= factor
+template <class T>
+void scale(T* out, float factor, int64_t n, cudaStream_t stream) {
+  detail::map(out, detail::Scaled{factor}, n, stream, out);
+}
+
+// out (n) = value
+template <class T>
+void fill(T* out, float value, int64_t n, cudaStream_t stream) {
+  detail::map(out, detail::Constant{value}, n, stream);
+}
+
+// Each thread takes a block of four elements of the whole tensor: what one call of Philox gives.
+template <class T, int pack>
+__global__ void init_normal_kernel(T* __restrict__ out, int64_t begin, int64_t n, float stddev, Philox rng) {
+  const int64_t block = begin / 4 + static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t first = block * 4 - begin;
+  if (first >= n) return;
+  const auto z = rng.normals(static_cast<uint64_t>(block));
+  Packed<T, 4> numbers;
+  for (int i = 0; i < 4; ++i) numbers.set(i, stddev * z[static_cast<size_t>(i)]);
+  if (pack == 4 && first + 4 <= n) return numbers.store(out + first);
+  for (int i = 0; i < 4; ++i)
+    if (first + i >= 0 && first + i < n) out[first + i] = numbers.elements[i];
+}
+
+// out (n) = the normal numbers of the elements begin ... begin + n - 1 of the tensor that rng is keyed for: the bits of
+// the CPU (contract 7)
+template <class T>
+void init_normal(T* out, int64_t begin, int64_t n, float stddev, const Philox& rng, cudaStream_t stream) {
+  const auto run = [&]<int pack>() {
+    launch(init_normal_kernel<T, pack>, static_cast<unsigned>(ceil_div(begin % 4 + n, 4 * detail::elementwise_threads)),
+           detail::elementwise_threads, 0, stream, out, begin, n, stddev, rng);
+  };
+  if (begin % 4 == 0 && fit_packs(out)) run.template operator()<4>();
+  else run.template operator()<1>();
+}
+
+}  // namespace llmc::cuda

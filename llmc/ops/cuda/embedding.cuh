@@ -1,0 +1,188 @@
+// embedding.cuh: token embedding, plus position embedding where a model has one. Backward, the rows of dout are sorted
+// by the row of the table that they belong to, and added up in that order: no atomics, and no token is too frequent.
+// Contracts: ops/ops.h.
+#pragma once
+#include "ops/cuda/rows.cuh"
+#include "ops/cuda/sort.cuh"
+
+namespace llmc::cuda {
+
+// Grid: (N, blocks of packs in C). wpe: nullptr without position embeddings.
+template <class T, int pack>
+__global__ void embedding_forward_kernel(T* __restrict__ out, const int32_t* __restrict__ tokens,
+                                         const int32_t* __restrict__ positions, const T* __restrict__ wte,
+                                         const T* __restrict__ wpe, int64_t C) {
+  using Pack = Packed<T, pack>;
+  const int64_t n = blockIdx.x, c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
+  if (c >= C) return;
+  Pack row = Pack::load(wte + tokens[n] * C + c);
+  if (wpe != nullptr) {
+    const Pack position = Pack::load(wpe + positions[n] * C + c);
+    for (int i = 0; i < pack; ++i) row.set(i, row[i] + position[i]);
+  }
+  row.store(out + n * C + c);
+}
+
+namespace detail {
+
+// fp32 sums of a pack of columns.
+template <int pack>
+struct Sums {
+  static constexpr int floats = pack < 4 ? pack : 4;
+  float values[pack];
+  __device__ static Sums load(const float* from) {
+    Sums sums;
+    for (int i = 0; i < pack; i += floats) {
+      const auto some = Packed<float, floats>::load(from + i);
+      for (int j = 0; j < floats; ++j) sums.values[i + j] = some[j];
+    }
+    return sums;
+  }
+  __device__ void store(float* to) const {
+    for (int i = 0; i < pack; i += floats) {
+      Packed<float, floats> some;
+      for (int j = 0; j < floats; ++j) some.set(j, values[i + j]);
+      some.store(to + i);
+    }
+  }
+  template <class X>
+  __device__ void add(const X& x) {
+    for (int i = 0; i < pack; ++i) values[i] += x[i];
+  }
+  __device__ float operator[](int i) const { return values[i]; }
+};
+
+// The sorted rows are taken in segments of so many; in a segment, so many rows are loaded together.
+inline constexpr int64_t embedding_segment = 32;
+inline constexpr int embedding_batch = 4;
+
+}  // namespace detail
+
+// dtable[id] += the rows of dout with that id, in their order. Grid: (segments, blocks of packs in C). What a segment
+// has of an id that began in an earlier one goes to carried (segments, C), for the next kernel.
+template <class T, int pack>
+__global__ void add_sorted_rows_kernel(float* __restrict__ dtable, float* __restrict__ carried,
+                                       const T* __restrict__ dout, const int32_t* __restrict__ ids,
+                                       const int32_t* __restrict__ rows, int64_t N, int64_t C) {
+  using Pack = Packed<T, pack>;
+  using Sums = detail::Sums<pack>;
+  constexpr int batch = detail::embedding_batch;
+  const int64_t c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
+  if (c >= C) return;
+  const int64_t begin = blockIdx.x * detail::embedding_segment, end = min(N, begin + detail::embedding_segment);
+  const int32_t before = begin == 0 ? -1 : ids[begin - 1];  // no id is negative
+  float* to = carried + blockIdx.x * C + c;
+  Sums sum = {};
+  int32_t current = before;
+  for (int64_t k = begin; k < end; k += batch) {
+    Pack gradients[batch];
+    Sums starts[batch];
+    int32_t id[batch];
+#pragma unroll
+    for (int j = 0; j < batch; ++j)
+      if (k + j < end) {
+        id[j] = ids[k + j];
+        gradients[j] = Pack::load_streaming(dout + rows[k + j] * C + c);
+        if (id[j] != (j == 0 ? current : id[j - 1])) starts[j] = Sums::load(dtable + id[j] * C + c);
+      }
+#pragma unroll
+    for (int j = 0; j < batch; ++j)
+      if (k + j < end) {
+        if (id[j] != current) {
+          if (k + j > begin) sum.store(to);
+          to = dtable + id[j] * C + c;
+          sum = starts[j];
+          current = id[j];
+        }
+        sum.add(gradients[j]);
+      }
+  }
+  sum.store(to);
+}
+
+// dtable[id] += what the segments carry of an id, in their order. Grid as before; the first segment that carries an id
+// does it.
+template <int pack>
+__global__ void add_carried_kernel(float* __restrict__ dtable, const float* __restrict__ carried,
+                                   const int32_t* __restrict__ ids, int64_t segments, int64_t C) {
+  using Sums = detail::Sums<pack>;
+  constexpr int batch = 2 * detail::embedding_batch;
+  constexpr int64_t rows = detail::embedding_segment;
+  const int64_t c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack, first = blockIdx.x;
+  if (c >= C || first == 0) return;
+  const int32_t id = ids[first * rows];
+  if (ids[first * rows - 1] != id) return;                     // nothing is carried into this segment
+  if (first > 1 && ids[(first - 1) * rows - 1] == id) return;  // nor is it the first
+  Sums sum = Sums::load(dtable + id * C + c);
+  bool more = true;
+  for (int64_t segment = first; more; segment += batch) {
+    Sums parts[batch];
+    bool there[batch];
+#pragma unroll
+    for (int j = 0; j < batch; ++j) {
+      there[j] = segment + j < segments && ids[(segment + j) * rows] == id;
+      if (there[j]) parts[j] = Sums::load(carried + (segment + j) * C + c);
+    }
+#pragma unroll
+    for (int j = 0; j < batch; ++j)
+      if (there[j]) sum.add(parts[j]);
+    more = there[batch - 1];
+  }
+  sum.store(dtable + id * C + c);
+}
+
+namespace detail {
+
+inline unsigned embedding_threads(int64_t C, int pack) { return std::min(row_threads(C, pack), 128u); }
+
+inline dim3 embedding_grid(int64_t rows, int64_t C, int pack) {
+  return {static_cast<unsigned>(rows), static_cast<unsigned>(ceil_div(C, pack * embedding_threads(C, pack)))};
+}
+
+}  // namespace detail
+
+// out (N, C) = wte[tokens] + wpe[positions]; wpe may be nullptr
+template <class T>
+void embedding_forward(T* out, const int32_t* tokens, const int32_t* positions, const T* wte, const T* wpe, int64_t N,
+                       int64_t C, cudaStream_t stream) {
+  const auto run = [&]<int pack>() {
+    launch(embedding_forward_kernel<T, pack>, detail::embedding_grid(N, C, pack), detail::embedding_threads(C, pack), 0,
+           stream, out, tokens, positions, wte, wpe, C);
+  };
+  if (rows_fit_packs(C, full_pack<T>, out, wte, wpe)) run.template operator()<full_pack<T>>();
+  else run.template operator()<1>();
+}
+
+// Four-byte elements that embedding_backward takes as `scratch`, at an address that is a multiple of 16.
+inline int64_t embedding_backward_scratch(int64_t N, int64_t C) {
+  return round_up(sort_rows_scratch(N), 4) + ceil_div(N, detail::embedding_segment) * C;
+}
+
+// dtable (V, C) += the rows of dout (N, C) that ids (N) name. The rows of an id are added in their order, 32 of them
+// and then sums of 32: an order that depends on the ids alone.
+template <class T>
+void add_rows(float* dtable, int32_t* scratch, const T* dout, const int32_t* ids, int64_t N, int64_t C, int64_t V,
+              cudaStream_t stream) {
+  const detail::RowIds sorted = sort_rows(scratch, ids, N, V, stream);
+  float* carried = reinterpret_cast<float*>(scratch + round_up(sort_rows_scratch(N), 4));
+  const int64_t segments = ceil_div(N, detail::embedding_segment);
+  const auto run = [&]<int pack>() {
+    const dim3 grid = detail::embedding_grid(segments, C, pack);
+    const unsigned threads = detail::embedding_threads(C, pack);
+    launch(add_sorted_rows_kernel<T, pack>, grid, threads, 0, stream, dtable, carried, dout, sorted.ids, sorted.rows, N,
+           C);
+    launch(add_carried_kernel<pack>, grid, threads, 0, stream, dtable, carried, sorted.ids, segments, C);
+  };
+  if (rows_fit_packs(C, full_pack<T>, dtable, carried, dout)) run.template operator()<full_pack<T>>();
+  else run.template operator()<1>();
+}
+
+// dwte (V, C)[tokens] += dout (N, C), dwpe (P, C)[positions] += dout; dwpe may be nullptr
+template <class T>
+void embedding_backward(float* dwte, float* dwpe, int32_t* scratch, const T* dout, const int32_t* tokens,
+                        const int32_t* positions, int64_t N, int64_t C, int64_t V, int64_t P, cudaStream_t stream) {
+  add_rows(dwte, scratch, dout, tokens, N, C, V, stream);
+  if (dwpe != nullptr) add_rows(dwpe, scratch, dout, positions, N, C, P, stream);
+}
+
+}  // namespace llmc::cuda

@@ -1,0 +1,139 @@
+// rmsnorm.cuh: Zhang & Sennrich 2019, of whole rows. A block takes a row: x is read once and kept in shared memory,
+// each thread its own packs. Statistics in fp32. Contracts: ops/ops.h.
+#pragma once
+#include "ops/cuda/column_sum.cuh"
+#include "ops/cuda/reduce.cuh"
+#include "ops/cuda/rows.cuh"
+#include "ops/types.h"
+
+namespace llmc::cuda {
+
+// Grid N; dynamic shared memory: a row of x. The row that a thread keeps is read by itself alone: no barrier.
+template <class T, int pack, class Row>
+__global__ void rmsnorm_forward_kernel(T* __restrict__ out, float* __restrict__ rstd, Row x,
+                                       const T* __restrict__ weight, float eps, int64_t C) {
+  using Pack = Packed<T, pack>;
+  DYN_SHARED(T, row);  // (C)
+  const int64_t begin = blockIdx.x * C, first = threadIdx.x * pack, step = blockDim.x * pack;
+
+  float squares = 0;
+  for (int64_t c = first; c < C; c += step) {
+    const Pack xs = x.template load<pack>(begin + c);
+    xs.store(row + c);
+    for (int i = 0; i < pack; ++i) squares += xs[i] * xs[i];
+  }
+  const float r = 1.0f / sqrtf(block_sum(squares) / static_cast<float>(C) + eps);
+
+  for (int64_t c = first; c < C; c += step) {
+    const Pack xs = Pack::load(row + c), ws = Pack::load(weight + c);
+    Pack outs;
+    for (int i = 0; i < pack; ++i) outs.set(i, xs[i] * r * ws[i]);
+    outs.store(out + begin + c);  // kept in the cache: the next op reads it
+  }
+  if (threadIdx.x == 0) rstd[blockIdx.x] = r;
+}
+
+// A block takes a contiguous part of the rows and adds up dweight over it, each thread its own columns. partials
+// (parts, C). Dynamic shared memory: those sums of the block, a row of x and one of dout. The sums lie there as
+// (pack, C / pack), so that neighbouring threads meet neighbouring banks.
+template <class T, int pack, Accumulate accumulate_dx>
+__global__ void rmsnorm_backward_kernel(T* __restrict__ dx, float* __restrict__ partials, const T* __restrict__ dout,
+                                        const T* __restrict__ x, const T* __restrict__ weight,
+                                        const float* __restrict__ rstd, int64_t N, int64_t C) {
+  using Pack = Packed<T, pack>;
+  const int64_t packs = C / pack, first = threadIdx.x, step = blockDim.x;
+  DYN_SHARED(float, dweight);  // (pack, packs)
+  T* x_row = reinterpret_cast<T*>(dweight + C);
+  T* g_row = x_row + C;
+  for (int64_t p = first; p < packs; p += step)
+    for (int i = 0; i < pack; ++i) dweight[i * packs + p] = 0;
+
+  const int64_t end = row_part_begin(N, blockIdx.x + 1, gridDim.x);
+  for (int64_t n = row_part_begin(N, blockIdx.x, gridDim.x); n < end; ++n) {
+    const float r = rstd[n];
+    float sum = 0;  // of g w normalized
+    for (int64_t p = first; p < packs; p += step) {
+      const int64_t c = p * pack;
+      const Pack xs = Pack::load_streaming(x + n * C + c), gs = Pack::load_streaming(dout + n * C + c),
+                 ws = Pack::load(weight + c);
+      xs.store(x_row + c);
+      gs.store(g_row + c);
+      for (int i = 0; i < pack; ++i) {
+        dweight[i * packs + p] += gs[i] * (xs[i] * r);
+        sum += gs[i] * ws[i] * (xs[i] * r);
+      }
+    }
+    const float mean = block_sum(sum) / static_cast<float>(C);
+    for (int64_t p = first; p < packs; p += step) {
+      const int64_t c = p * pack;
+      const Pack xs = Pack::load(x_row + c), gs = Pack::load(g_row + c), ws = Pack::load(weight + c);
+      Pack dxs;
+      if constexpr (accumulate_dx == Accumulate::yes) dxs = Pack::load(dx + n * C + c);
+      for (int i = 0; i < pack; ++i) {
+        const float d = (gs[i] * ws[i] - xs[i] * r * mean) * r;
+        if constexpr (accumulate_dx == Accumulate::yes) dxs.set(i, dxs[i] + d);
+        else dxs.set(i, d);
+      }
+      dxs.store(dx + n * C + c);
+    }
+  }
+
+  for (int64_t p = first; p < packs; p += step)
+    for (int i = 0; i < pack; ++i) partials[blockIdx.x * C + p * pack + i] = dweight[i * packs + p];
+}
+
+namespace detail {
+
+template <class T, class Row>
+void rmsnorm_forward(T* out, float* rstd, Row x, const T* weight, float eps, int64_t N, int64_t C,
+                     cudaStream_t stream) {
+  const int64_t shared = C * static_cast<int64_t>(sizeof(T));
+  check_row_fits("rmsnorm_forward", C, shared);
+  const auto run = [&]<int pack>() {
+    launch(rmsnorm_forward_kernel<T, pack, Row>, static_cast<unsigned>(N), row_threads(C, pack), shared, stream, out,
+           rstd, x, weight, eps, C);
+  };
+  if (rows_fit_packs(C, full_pack<T>, out, weight) && x.fits_packs()) run.template operator()<full_pack<T>>();
+  else run.template operator()<1>();
+}
+
+}  // namespace detail
+
+// out (N, C), rstd (N) = ; x (N, C); weight (C)
+template <class T>
+void rmsnorm_forward(T* out, float* rstd, const T* x, const T* weight, float eps, int64_t N, int64_t C,
+                     cudaStream_t stream) {
+  detail::rmsnorm_forward(out, rstd, PlainRows<T>{x}, weight, eps, N, C, stream);
+}
+
+// sum (N, C) = a + b, and its rmsnorm; bitwise residual_forward and rmsnorm_forward of the sum (contract 11). The sum
+// is not read again: a pass over it is saved. No array may be another.
+template <class T>
+void residual_rmsnorm_forward(T* out, float* rstd, T* sum, const T* a, const T* b, const T* weight, float eps,
+                              int64_t N, int64_t C, cudaStream_t stream) {
+  detail::rmsnorm_forward(out, rstd, SummedRows<T>{sum, a, b}, weight, eps, N, C, stream);
+}
+
+// Floats that rmsnorm_backward takes as `partials`.
+inline int64_t rmsnorm_backward_scratch(int64_t N, int64_t C) { return row_parts(N) * C; }
+
+// dx (N, C) = or += ; dweight (C) += ; partials: scratch
+template <class T>
+void rmsnorm_backward(T* dx, float* dweight, float* partials, const T* dout, const T* x, const T* weight,
+                      const float* rstd, int64_t N, int64_t C, Accumulate accumulate_dx, cudaStream_t stream) {
+  const int64_t parts = row_parts(N), shared = C * static_cast<int64_t>(sizeof(float) + 2 * sizeof(T));
+  check_row_fits("rmsnorm_backward", C, shared);
+  const auto run = [&]<int pack, Accumulate accumulate>() {
+    launch(rmsnorm_backward_kernel<T, pack, accumulate>, static_cast<unsigned>(parts), row_threads(C, pack), shared,
+           stream, dx, partials, dout, x, weight, rstd, N, C);
+  };
+  const auto run_packed = [&]<int pack>() {
+    if (accumulate_dx == Accumulate::yes) run.template operator()<pack, Accumulate::yes>();
+    else run.template operator()<pack, Accumulate::no>();
+  };
+  if (rows_fit_packs(C, full_pack<T>, dx, dout, x, weight)) run_packed.template operator()<full_pack<T>>();
+  else run_packed.template operator()<1>();
+  add_partials(dweight, nullptr, partials, parts, C, stream);
+}
+
+}  // namespace llmc::cuda

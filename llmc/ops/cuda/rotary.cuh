@@ -1,0 +1,108 @@
+// rotary.cuh: rotary position embedding (Su et al. 2021), in the convention of transformers: element i of a head turns
+// with element i + D / 2. Contracts: ops/ops.h.
+#pragma once
+#include <algorithm>
+#include <array>
+
+#include "ops/cuda/launch.cuh"
+#include "ops/cuda/vec.cuh"
+#include "ops/types.h"
+
+namespace llmc::cuda {
+
+namespace detail {
+
+inline constexpr int64_t max_head_size = 512;
+
+// The cosines and sines by which the pairs begin ... begin + pack - 1 turn.
+template <int pack>
+struct Angles {
+  float cosines[pack], sines[pack];
+
+  // table (P, D): the cosines of position p, then the sines.
+  __device__ static Angles load(const float* table, int64_t position, int64_t D, int64_t begin, Turn turn) {
+    constexpr int floats = pack < 4 ? pack : 4;
+    Angles angles;
+    const float* from = table + position * D + begin;
+    for (int i = 0; i < pack; i += floats) {
+      const auto cs = Packed<float, floats>::load(from + i), ss = Packed<float, floats>::load(from + D / 2 + i);
+      for (int j = 0; j < floats; ++j) {
+        angles.cosines[i + j] = cs[j];
+        angles.sines[i + j] = turn == Turn::forward ? ss[j] : -ss[j];
+      }
+    }
+    return angles;
+  }
+
+  // The fma are written out: whoever turns gets the same bits.
+  template <class T>
+  __device__ void turn(Packed<T, pack>& as, Packed<T, pack>& bs) const {
+    for (int i = 0; i < pack; ++i) {
+      const float a = as[i], b = bs[i];
+      as.set(i, fmaf(a, cosines[i], -(b * sines[i])));
+      bs.set(i, fmaf(b, cosines[i], a * sines[i]));
+    }
+  }
+};
+
+}  // namespace detail
+
+// A block of (half a head's packs, heads) threads takes a row; a thread turns the same pairs of several heads.
+template <class T, int pack>
+__global__ void rotary_kernel(T* __restrict__ qkv, const float* __restrict__ table,
+                              const int32_t* __restrict__ positions, AttentionShape s, Turn turn) {
+  using Pack = Packed<T, pack>;
+  const int64_t half = s.D / 2, begin = static_cast<int64_t>(threadIdx.x) * pack;
+  T* row = qkv + blockIdx.x * (s.Hq + 2 * s.Hkv) * s.D;
+  const auto angles = detail::Angles<pack>::load(table, positions[blockIdx.x], s.D, begin, turn);
+  for (int64_t h = threadIdx.y; h < s.Hq + s.Hkv; h += blockDim.y) {
+    T* x = row + h * s.D + begin;
+    Pack as = Pack::load(x), bs = Pack::load(x + half);
+    angles.turn(as, bs);
+    as.store(x);
+    bs.store(x + half);
+  }
+}
+
+// In place. qkv (B T, (Hq + 2 Hkv) D); table (P, D); positions (B T)
+template <class T>
+void rotary(T* qkv, const float* table, const int32_t* positions, const AttentionShape& s, Turn turn,
+            cudaStream_t stream) {
+  CHECK(s.D % 2 == 0 && s.D <= detail::max_head_size, "rotary: the head size {} is not an even number up to {}", s.D,
+        detail::max_head_size);
+  const auto run = [&]<int pack>() {
+    const int64_t lanes = s.D / 2 / pack, heads = std::min(s.Hq + s.Hkv, ceil_div(256, lanes));
+    launch(rotary_kernel<T, pack>, static_cast<unsigned>(s.B * s.T),
+           dim3(static_cast<unsigned>(lanes), static_cast<unsigned>(heads)), 0, stream, qkv, table, positions, s, turn);
+  };
+  if (rows_fit_packs(s.D / 2, full_pack<T>, qkv, table)) run.template operator()<full_pack<T>>();
+  else run.template operator()<1>();
+}
+
+namespace detail {
+using Frequencies = std::array<float, max_head_size / 2>;
+}
+
+// A thread takes a pair of a position. Block: 256 threads.
+template <class Float>
+__global__ void rotary_table_kernel(Float* __restrict__ table, const __grid_constant__ detail::Frequencies frequencies,
+                                    int64_t P, int64_t D) {
+  const int64_t half = D / 2, index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (index >= P * half) return;
+  const int64_t p = index / half, i = index % half;
+  const Float angle = static_cast<Float>(p) * frequencies[static_cast<size_t>(i)];  // rounded, as transformers does
+  table[p * D + i] = static_cast<Float>(cos(static_cast<double>(angle)));
+  table[p * D + half + i] = static_cast<Float>(sin(static_cast<double>(angle)));
+}
+
+// table (P, D): the cosines of position p, then the sines, D / 2 each. The frequencies are the CPU's.
+inline void rotary_table(float* table, const Rotary& rotary, int64_t P, int64_t D, cudaStream_t stream) {
+  CHECK(D % 2 == 0 && D <= detail::max_head_size, "rotary_table: the head size {} is not an even number up to {}", D,
+        detail::max_head_size);
+  detail::Frequencies frequencies = {};
+  for (int64_t i = 0; i < D / 2; ++i) frequencies[static_cast<size_t>(i)] = rotary.frequency(i, D);
+  launch(rotary_table_kernel<float>, static_cast<unsigned>(ceil_div(P * D / 2, 256)), 256, 0, stream, table,
+         frequencies, P, D);
+}
+
+}  // namespace llmc::cuda

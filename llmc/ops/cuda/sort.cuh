@@ -1,0 +1,136 @@
+// sort.cuh: rows in the order of their ids, and rows of one id in their own order: a radix sort by digits, the lowest
+// first, each pass stable. For sums over the rows of one token; no atomics whose order would show.
+#pragma once
+#include <bit>
+
+#include "ops/cuda/reduce.cuh"
+
+namespace llmc::cuda {
+
+namespace detail {
+
+// A warp takes a tile of so many rows; a digit has up to so many bits.
+inline constexpr int64_t sort_tile = 1024;
+inline constexpr int max_digit_bits = 9, max_digits = 1 << max_digit_bits, sort_warps = 4;
+
+// ids, and which row each belongs to; without rows: still in the order of the rows.
+struct RowIds {
+  const int32_t *ids, *rows;
+};
+struct SortTile {
+  int64_t index, begin, end;
+  int lane, warp;
+  __device__ explicit SortTile(int64_t N) : lane(threadIdx.x % warp_size), warp(threadIdx.x / warp_size) {
+    index = static_cast<int64_t>(blockIdx.x) * sort_warps + warp;
+    begin = min(N, index * sort_tile);
+    end = min(N, begin + sort_tile);
+  }
+};
+
+}  // namespace detail
+
+// counts (digits, tiles) = how often each digit occurs in each tile.
+template <int warps>
+__global__ void count_digits_kernel(int32_t* __restrict__ counts, const int32_t* __restrict__ ids, int64_t N,
+                                    int64_t tiles, int shift, int digits) {
+  constexpr int size = warps * detail::max_digits;
+  SHARED(int32_t, shared, size);
+  const detail::SortTile tile(N);
+  int32_t* count = shared + tile.warp * detail::max_digits;
+  for (int digit = tile.lane; digit < digits; digit += warp_size) count[digit] = 0;
+  __syncwarp();  // all counts begin at zero
+  for (int64_t i = tile.begin + tile.lane; i < tile.end; i += warp_size)
+    atomicAdd(&count[ids[i] >> shift & (digits - 1)], 1);
+  __syncwarp();  // the tile is counted
+  if (tile.begin == tile.end) return;
+  for (int digit = tile.lane; digit < digits; digit += warp_size) counts[digit * tiles + tile.index] = count[digit];
+}
+
+// counts (n) = the sums of those before. One block, in which each thread takes its share.
+template <int threads>
+__global__ void sums_before_kernel(int32_t* counts, int64_t n) {
+  const int64_t share = (n + threads - 1) / threads, begin = min(n, threadIdx.x * share), end = min(n, begin + share);
+  int32_t sum = 0;
+  for (int64_t i = begin; i < end; ++i) sum += counts[i];
+  const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
+  int32_t up_to_mine = sum;
+  for (int distance = 1; distance < warp_size; distance *= 2) {
+    const int32_t below = __shfl_up_sync(all_lanes, up_to_mine, distance);
+    if (lane >= distance) up_to_mine += below;
+  }
+  constexpr int warps = threads / warp_size;
+  SHARED(int32_t, of_warp, warps);
+  if (lane == warp_size - 1) of_warp[warp] = up_to_mine;
+  __syncthreads();  // the sums of all warps are there
+  int32_t before = up_to_mine - sum;
+  for (int w = 0; w < warp; ++w) before += of_warp[w];
+  for (int64_t i = begin; i < end; ++i) {
+    const int32_t count = counts[i];
+    counts[i] = before;
+    before += count;
+  }
+}
+
+// Each row goes to its place: places (digits, tiles) says where those of a tile with one digit begin.
+template <int warps>
+__global__ void place_rows_kernel(int32_t* __restrict__ sorted_ids, int32_t* __restrict__ sorted_rows,
+                                  detail::RowIds from, const int32_t* __restrict__ places, int64_t N, int64_t tiles,
+                                  int shift, int digit_bits) {
+  constexpr int size = warps * detail::max_digits;
+  SHARED(int32_t, shared, size);
+  const detail::SortTile tile(N);
+  if (tile.begin == tile.end) return;
+  const int digits = 1 << digit_bits;
+  int32_t* place = shared + tile.warp * detail::max_digits;
+  for (int digit = tile.lane; digit < digits; digit += warp_size) place[digit] = places[digit * tiles + tile.index];
+  __syncwarp();  // all places are there
+  for (int64_t begin = tile.begin; begin < tile.end; begin += warp_size) {
+    const int64_t i = begin + tile.lane;
+    const bool there = i < tile.end;
+    const int32_t id = there ? from.ids[i] : 0;
+    const int digit = id >> shift & (digits - 1);
+    unsigned same = __ballot_sync(all_lanes, there);  // lanes with my digit
+    for (int bit = 0; bit < digit_bits; ++bit) {
+      const unsigned set = __ballot_sync(all_lanes, digit >> bit & 1);
+      same &= digit >> bit & 1 ? set : ~set;
+    }
+    const int before = __popc(same & ((1u << tile.lane) - 1));
+    const int32_t to = place[digit] + before;
+    __syncwarp();  // all lanes have read their places
+    if (there) {
+      sorted_ids[to] = id;
+      sorted_rows[to] = from.rows == nullptr ? static_cast<int32_t>(i) : from.rows[i];
+      if (before == 0) place[digit] += __popc(same);
+    }
+    __syncwarp();  // the places are those behind these rows
+  }
+}
+
+// Integers that sort_rows takes as `scratch`.
+inline int64_t sort_rows_scratch(int64_t N) { return 4 * N + detail::max_digits * ceil_div(N, detail::sort_tile); }
+
+// The order of rows 0 ... N - 1 by ids (N), each at least 0 and less than V; returned: where in scratch the sorted ids
+// and their rows are.
+inline detail::RowIds sort_rows(int32_t* scratch, const int32_t* ids, int64_t N, int64_t V, cudaStream_t stream) {
+  using namespace detail;
+  const int bits = std::max(1, static_cast<int>(std::bit_width(static_cast<uint64_t>(V - 1))));
+  const int passes = static_cast<int>(ceil_div(bits, max_digit_bits));
+  const int digit_bits = static_cast<int>(ceil_div(bits, passes)), digits = 1 << digit_bits;
+  const int64_t tiles = ceil_div(N, sort_tile);
+  const unsigned blocks = static_cast<unsigned>(ceil_div(tiles, sort_warps));
+  int32_t* counts = scratch + 4 * N;
+  RowIds from = {ids, nullptr};
+  for (int pass = 0; pass < passes; ++pass) {
+    int32_t* sorted = scratch + pass % 2 * 2 * N;
+    const int shift = pass * digit_bits;
+    launch(count_digits_kernel<sort_warps>, blocks, sort_warps * warp_size, 0, stream, counts, from.ids, N, tiles,
+           shift, digits);
+    launch(sums_before_kernel<1024>, 1, 1024, 0, stream, counts, digits * tiles);
+    launch(place_rows_kernel<sort_warps>, blocks, sort_warps * warp_size, 0, stream, sorted, sorted + N, from, counts,
+           N, tiles, shift, digit_bits);
+    from = {sorted, sorted + N};
+  }
+  return from;
+}
+
+}  // namespace llmc::cuda

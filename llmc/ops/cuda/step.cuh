@@ -1,0 +1,142 @@
+// step.cuh: the scalars of a step: losses, sums of squares, the control of the update. Small kernels, so that the host
+// waits for none of them; the bits of the CPU. Contracts: ops/ops.h.
+#pragma once
+#include "ops/cuda/reduce.cuh"
+#include "ops/cuda/vec.cuh"
+#include "ops/types.h"
+
+namespace llmc::cuda {
+
+namespace detail {
+
+inline constexpr int sum_threads = sum_lanes / 4;  // each has four lanes: one load where a pack has four elements
+
+__device__ inline double to_double(double x) { return x; }
+template <class T>
+__device__ double to_double(T x) {
+  return to_float(x);
+}
+
+struct Identity {
+  __device__ double operator()(double x) const { return x; }
+};
+struct Square {
+  __device__ double operator()(double x) const { return x * x; }  // exact for fp32 and bf16: an fma changes nothing
+};
+
+// The sum of f(x[0]) ... f(x[n - 1]) in the order of ops/types.h, by a block of sum_threads; in every thread.
+template <int pack, class T, class F>
+__device__ double ordered_sum(const T* x, int64_t n, F f) {
+  double lanes[4] = {};
+  int64_t first = 4 * threadIdx.x;
+#pragma unroll 8
+  for (; first + 4 <= n; first += sum_lanes) {
+    if constexpr (pack == 4) {
+      const auto xs = Packed<T, 4>::load_streaming(x + first);
+      for (int i = 0; i < 4; ++i) lanes[i] += f(to_double(xs.elements[i]));
+    } else {
+      for (int i = 0; i < 4; ++i) lanes[i] += f(to_double(x[first + i]));
+    }
+  }
+  for (int i = 0; i < 4; ++i)
+    if (first + i < n) lanes[i] += f(to_double(x[first + i]));
+
+  double sum = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+#pragma unroll
+  for (int neighbour = 1; neighbour < warp_size; neighbour *= 2) sum += __shfl_xor_sync(all_lanes, sum, neighbour);
+  constexpr int warps = sum_threads / warp_size;
+  SHARED(double, partial, warps);
+  if (threadIdx.x % warp_size == 0) partial[threadIdx.x / warp_size] = sum;
+  __syncthreads();  // partial is complete
+  sum = partial[threadIdx.x % warps];
+#pragma unroll
+  for (int neighbour = 1; neighbour < warps; neighbour *= 2) sum += __shfl_xor_sync(all_lanes, sum, neighbour);
+  return sum;
+}
+
+}  // namespace detail
+
+// A block for each square_sum_block elements.
+template <int pack, class G>
+__global__ void square_sum_kernel(double* __restrict__ partials, const G* __restrict__ x, int64_t n) {
+  const int64_t begin = blockIdx.x * square_sum_block;
+  const double sum = detail::ordered_sum<pack>(x + begin, min(square_sum_block, n - begin), detail::Square{});
+  if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+}
+
+// out = or += the sum of x, by one block.
+template <Accumulate accumulate, class T>
+__global__ void ordered_sum_kernel(double* __restrict__ out, const T* __restrict__ x, int64_t n) {
+  const double sum = detail::ordered_sum<1>(x, n, detail::Identity{});
+  if (threadIdx.x == 0) *out = (accumulate == Accumulate::yes ? *out : 0) + sum;
+}
+
+// out = the sum of squares of x (n); partials: ceil(n / square_sum_block) doubles
+template <class G>
+void square_sum(double* out, double* partials, const G* x, int64_t n, cudaStream_t stream) {
+  const int64_t blocks = ceil_div(n, square_sum_block);
+  const auto run = [&]<int pack>() {
+    launch(square_sum_kernel<pack, G>, static_cast<unsigned>(blocks), detail::sum_threads, 0, stream, partials, x, n);
+  };
+  if (fit_packs(x)) run.template operator()<4>();
+  else run.template operator()<1>();
+  launch(ordered_sum_kernel<Accumulate::no, double>, 1, detail::sum_threads, 0, stream, out, partials, blocks);
+}
+
+// sum += all of losses (N)
+template <class A>
+void add_losses(double* sum, const A* losses, int64_t N, cudaStream_t stream) {
+  launch(ordered_sum_kernel<Accumulate::yes, A>, 1, detail::sum_threads, 0, stream, sum, losses, N);
+}
+
+namespace detail {
+
+// x[0] + x[stride] + ... in order, by one warp; in every lane. The lanes load together what is then added one by one.
+__device__ inline double sum_in_order(const double* x, int64_t stride, int64_t n) {
+  const int lane = threadIdx.x % warp_size;
+  double total = 0;
+  for (int64_t begin = 0; begin < n; begin += warp_size) {
+    const double mine = begin + lane < n ? x[(begin + lane) * stride] : 0;
+    for (int i = 0; i < warp_size && begin + i < n; ++i) total += __shfl_sync(all_lanes, mine, i);
+  }
+  return total;
+}
+
+}  // namespace detail
+
+// One warp.
+template <class Double>
+__global__ void combine_scalars_kernel(Double* __restrict__ loss, Double* __restrict__ square_sums,
+                                       const Double* __restrict__ gathered, int64_t ranks, int64_t units,
+                                       int64_t shards) {
+  const Double total = detail::sum_in_order(gathered, 1 + units, ranks);
+  if (threadIdx.x == 0) *loss = total;
+  for (int64_t i = threadIdx.x; i < units * shards; i += warp_size)
+    square_sums[i] = gathered[i % shards * (1 + units) + 1 + i / shards];
+}
+
+// loss (1) = the sum over the ranks; square_sums (units, shards) = ; gathered (ranks, 1 + units)
+inline void combine_scalars(double* loss, double* square_sums, const double* gathered, int64_t ranks, int64_t units,
+                            int64_t shards, cudaStream_t stream) {
+  launch(combine_scalars_kernel<double>, 1, warp_size, 0, stream, loss, square_sums, gathered, ranks, units, shards);
+}
+
+// One warp.
+template <class Double>
+__global__ void clip_control_kernel(Double* __restrict__ control, const Double* __restrict__ square_sums, int64_t n,
+                                    const Double* __restrict__ loss, UpdateRule rule) {
+  const Double norm = sqrt(detail::sum_in_order(square_sums, 1, n)), l = *loss;
+  if (threadIdx.x != 0) return;
+  constexpr Double largest = std::numeric_limits<Double>::max();
+  control[0] = norm;
+  control[1] = rule.max_norm > 0 ? fmin(1.0, rule.max_norm / (norm + 1e-6)) : 1.0;
+  control[2] = norm <= largest && l >= -largest && l <= largest && l <= rule.largest_loss && norm <= rule.largest_norm;
+}
+
+// control (3) = {gradient norm, factor on the gradients, 1 if the update may happen}; square_sums (n); loss (1)
+inline void clip_control(double* control, const double* square_sums, int64_t n, const double* loss,
+                         const UpdateRule& rule, cudaStream_t stream) {
+  launch(clip_control_kernel<double>, 1, warp_size, 0, stream, control, square_sums, n, loss, rule);
+}
+
+}  // namespace llmc::cuda

@@ -1,0 +1,84 @@
+// device_array.h: arrays in device memory, random inputs and comparable outputs, for tests and benchmarks of kernels.
+#pragma once
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "ops/cuda/launch.cuh"
+#include "ops/cuda/vec.cuh"
+
+namespace llmc {
+
+// An array in device memory: NaN, or a copy of the host's.
+template <class T>
+class DeviceArray {
+ public:
+  explicit DeviceArray(int64_t n) : n_(n) {
+    CUDA_CHECK(cudaMalloc(&data_, bytes()));
+    CUDA_CHECK(cudaMemset(data_, 0xff, bytes()));
+  }
+  explicit DeviceArray(const std::vector<T>& from) : DeviceArray(static_cast<int64_t>(from.size())) {
+    CUDA_CHECK(cudaMemcpy(data_, from.data(), bytes(), cudaMemcpyHostToDevice));
+  }
+  ~DeviceArray() { cudaFree(data_); }
+  DeviceArray(const DeviceArray&) = delete;
+  DeviceArray& operator=(const DeviceArray&) = delete;
+
+  operator T*() { return data_; }
+  size_t bytes() const { return static_cast<size_t>(n_) * sizeof(T); }
+  // Waits for the whole device first.
+  std::vector<T> host() const {
+    std::vector<T> copy(static_cast<size_t>(n_));
+    CUDA_CHECK(cudaDeviceSynchronize());
+    CUDA_CHECK(cudaMemcpy(copy.data(), data_, bytes(), cudaMemcpyDeviceToHost));
+    return copy;
+  }
+
+ private:
+  int64_t n_;
+  T* data_ = nullptr;
+};
+
+// Normal numbers, rounded to T.
+template <class T>
+std::vector<T> normal_values(int64_t n, uint64_t seed, float mean = 0, float scale = 1) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> draw(mean, scale);
+  std::vector<T> values(static_cast<size_t>(n));
+  for (T& value : values) value = T(draw(random));
+  return values;
+}
+
+// What a kernel has computed, or should have.
+struct Output {
+  std::string name;
+  std::vector<float> values;
+  template <class T>
+  Output(std::string name_, const std::vector<T>& from) : name(std::move(name_)), values(from.size()) {
+    for (size_t i = 0; i < from.size(); ++i) values[i] = static_cast<float>(from[i]);
+  }
+};
+using Outputs = std::vector<Output>;
+
+// A NaN in an output counts as different from anything but the same NaN.
+inline bool same_bits(const Outputs& a, const Outputs& b) {
+  for (size_t i = 0; i < a.size(); ++i)
+    if (a[i].values.size() != b[i].values.size() ||
+        std::memcmp(a[i].values.data(), b[i].values.data(), a[i].values.size() * sizeof(float)) != 0)
+      return false;
+  return a.size() == b.size();
+}
+
+// ||got - wanted|| / ||wanted||; NaN where there is a NaN.
+inline double relative_error(const std::vector<float>& got, const std::vector<float>& wanted) {
+  double difference = 0, size = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    difference += (double{got[i]} - wanted[i]) * (double{got[i]} - wanted[i]);
+    size += double{wanted[i]} * wanted[i];
+  }
+  return size == 0 ? std::sqrt(difference) : std::sqrt(difference / size);
+}
+
+}  // namespace llmc

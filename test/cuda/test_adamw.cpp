@@ -1,0 +1,109 @@
+// AdamW's kernels against the CPU's op.
+#include "cuda/device_test.h"
+#include "ops/cpu/adamw.h"
+#include "ops/cuda/adamw.cuh"
+
+using namespace llmc;
+
+namespace {
+
+constexpr AdamWOptions options = {
+    .lr = 0.01f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 3};
+constexpr float factor = 0.5f;
+
+struct Case {
+  int64_t n;
+  std::vector<float> weight = normal_values<float>(n, 1), moment1 = normal_values<float>(n, 2),
+                     moment2 = squares(normal_values<float>(n, 3)), gradient = normal_values<float>(n, 4);
+  static std::vector<float> squares(std::vector<float> x) {
+    for (float& value : x) value *= value;
+    return x;
+  }
+  template <class T>
+  std::vector<T> weight_as() const {
+    std::vector<T> out;
+    for (const float w : weight) out.push_back(T(w));
+    return out;
+  }
+};
+
+int64_t some_size() { return GENERATE(1, 3, 4, 1000, 1031); }
+
+DeviceArray<double> control_of(bool allowed) {
+  return DeviceArray<double>(std::vector<double>{7.0, factor, allowed ? 1.0 : 0.0});
+}
+
+}  // namespace
+
+TEMPLATE_TEST_CASE("AdamW's kernels compute what the CPU does", "[cuda]", float, bf16) {
+  using W = TestType;
+  constexpr bool copy = sizeof(W) == 2;
+  const Case c{some_size()};
+  const int64_t shift = c.n > 1000 ? GENERATE(0, 1) : 0;
+  std::vector<W> weight = c.weight_as<W>();
+  std::vector<float> master = c.weight, m = c.moment1, v = c.moment2;
+  cpu::adamw_update(weight.data() + shift, copy ? master.data() + shift : nullptr, m.data() + shift, v.data() + shift,
+                    c.gradient.data() + shift, c.n - shift, options, factor);
+  const auto run = [&]() -> Outputs {
+    DeviceArray<W> weights(c.weight_as<W>());
+    DeviceArray<float> masters(c.weight), ms(c.moment1), vs(c.moment2), gradients(c.gradient);
+    cuda::adamw_update<W>(weights + shift, copy ? masters + shift : nullptr, ms + shift, vs + shift, gradients + shift,
+                          control_of(true), c.n - shift, options, nullptr);
+    return {{"weight", weights.host()}, {"master", masters.host()}, {"moment1", ms.host()}, {"moment2", vs.host()}};
+  };
+  check_kernel(run, {{"weight", weight}, {"master", master}, {"moment1", m}, {"moment2", v}}, copy ? 1e-3 : 1e-6);
+}
+
+TEST_CASE("AdamW with stochastic rounding draws the numbers of the CPU", "[cuda]") {
+  const Case c{some_size()};
+  const int64_t begin = GENERATE(0, 1, (int64_t{5} << 33) + 2);
+  const Philox words = rounding_words(5, "a parameter", options.step);
+  std::vector<bf16> weight = c.weight_as<bf16>();
+  std::vector<float> m = c.moment1, v = c.moment2;
+  cpu::adamw_update_stochastic(weight.data(), m.data(), v.data(), c.gradient.data(), begin, c.n, options, factor,
+                               words);
+  const auto run = [&]() -> Outputs {
+    DeviceArray<bf16> weights(c.weight_as<bf16>());
+    DeviceArray<float> ms(c.moment1), vs(c.moment2), gradients(c.gradient);
+    cuda::adamw_update_stochastic(weights, ms, vs, gradients, control_of(true), begin, c.n, options, words, nullptr);
+    return {{"weight", weights.host()}, {"moment1", ms.host()}, {"moment2", vs.host()}};
+  };
+  // With other numbers half of the weights would be one bf16 off: 2e-3.
+  check_kernel(run, {{"weight", weight}, {"moment1", m}, {"moment2", v}}, 1e-4);
+}
+
+TEST_CASE("stochastic rounding keeps the mean of updates that rounding to nearest would lose") {
+  constexpr int64_t n = 4096;
+  std::vector<bf16> weight(n, bf16(1));
+  std::vector<float> m(n, 0.0f), v(n, 0.0f), gradient(n, 1.0f);
+  for (int64_t step = 1; step <= 8; ++step)  // each moves a weight by 2^-12, a 16th of the distance to the next bf16
+    cpu::adamw_update_stochastic(
+        weight.data(), m.data(), v.data(), gradient.data(), 0, n,
+        {.lr = 0x1p-12f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = step}, 1,
+        rounding_words(5, "a parameter", step));
+  double mean = 0;
+  for (const bf16 w : weight) mean += static_cast<double>(w) / n;
+  REQUIRE(std::abs((1 - mean) / 0x1p-9 - 1) < 0.05);  // deviation of the mean: 1.3%
+}
+
+TEST_CASE("AdamW's kernels change nothing where the control forbids the update", "[cuda]") {
+  const Case c{1003};
+  const auto narrow = c.weight_as<bf16>();
+  const auto run = [&]() -> Outputs {
+    DeviceArray<float> weights(c.weight), ms(c.moment1), vs(c.moment2), gradients(c.gradient);
+    DeviceArray<bf16> rounded(narrow);
+    DeviceArray<double> control = control_of(false);
+    cuda::adamw_update<float>(weights, nullptr, ms, vs, gradients, control, c.n, options, nullptr);
+    cuda::adamw_update<bf16>(rounded, weights, ms, vs, gradients, control, c.n, options, nullptr);
+    cuda::adamw_update_stochastic(rounded, ms, vs, gradients, control, 0, c.n, options, Philox(1, ""), nullptr);
+    return {{"fp32", weights.host()}, {"bf16", rounded.host()}, {"moment1", ms.host()}, {"moment2", vs.host()}};
+  };
+  const Outputs before = {{"fp32", c.weight}, {"bf16", narrow}, {"moment1", c.moment1}, {"moment2", c.moment2}};
+  REQUIRE(same_bits(check_kernel(run, before, 1e-30), before));
+}
+
+TEST_CASE("AdamW refuses bf16 weights without a master copy", "[cuda]") {
+  REQUIRE_THROWS_WITH(
+      cuda::adamw_update<bf16>(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 8, options, nullptr),
+      Catch::Matchers::ContainsSubstring("need a master copy"));
+}

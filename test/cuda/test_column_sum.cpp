@@ -1,0 +1,41 @@
+// Sums over rows against the CPU's op.
+#include "cuda/device_test.h"
+#include "ops/cpu/elementwise.h"
+#include "ops/cuda/column_sum.cuh"
+
+using namespace llmc;
+
+namespace {
+
+template <class T>
+struct Case {
+  int64_t N, C;
+  std::vector<T> x = normal_values<T>(N * C, 1);
+  std::vector<float> before = normal_values<float>(C, 2);
+
+  Outputs cpu() const {
+    std::vector<float> out = before, partials(static_cast<size_t>(cpu::row_partitions * C));
+    cpu::column_sum(out.data(), partials.data(), x.data(), N, C);
+    return {{"out", out}};
+  }
+  Outputs cuda() const {
+    DeviceArray<T> xs(x);
+    DeviceArray<float> out(before), partials(cuda::column_sum_scratch(N, C));
+    cuda::column_sum<T>(out, partials, xs, N, C, nullptr);
+    return {{"out", out.host()}};
+  }
+};
+
+}  // namespace
+
+TEMPLATE_TEST_CASE("column sums are those of the CPU", "[cuda]", float, bf16) {
+  // One column, ragged, several blocks of columns, many parts of the rows.
+  const auto [N, C] = GENERATE(std::pair{1, 1}, std::pair{7, 40}, std::pair{50, 333}, std::pair{130, 520});
+  const Case<TestType> c{N, C};
+  check_kernel([&] { return c.cuda(); }, c.cpu(), 1e-6);
+}
+
+TEMPLATE_TEST_CASE("column sums have no barrier too many", "[cuda]", float, bf16) {
+  const Case<TestType> c{40, 24};
+  check_barriers([&] { return c.cuda(); });
+}

@@ -1,0 +1,112 @@
+// Elementwise kernels against the CPU's ops.
+#include "cuda/device_test.h"
+#include "ops/cpu/elementwise.h"
+#include "ops/cuda/elementwise.cuh"
+
+using namespace llmc;
+
+namespace {
+
+// One element, less than a pack, whole packs, ragged, several blocks. With `shift` the arrays begin between packs.
+struct Size {
+  int64_t n, shift;
+};
+Size size_of_array() {
+  return GENERATE(Size{1, 0}, Size{3, 0}, Size{8, 0}, Size{1000, 0}, Size{5000, 0}, Size{1003, 0}, Size{1003, 1});
+}
+
+// The elements behind the first `shift` ones, which must be left as they were: NaN.
+template <class T>
+std::vector<T> behind(const DeviceArray<T>& array, int64_t shift) {
+  std::vector<T> values = array.host();
+  for (int64_t i = 0; i < shift; ++i) REQUIRE(std::isnan(static_cast<float>(values[static_cast<size_t>(i)])));
+  values.erase(values.begin(), values.begin() + shift);
+  return values;
+}
+
+template <class T>
+std::vector<T> with_space(std::vector<T> x, int64_t shift) {
+  x.insert(x.begin(), static_cast<size_t>(shift), T(std::numeric_limits<float>::quiet_NaN()));
+  return x;
+}
+
+template <class T>
+constexpr double tolerance = sizeof(T) == 2 ? 1e-3 : 1e-6;
+
+}  // namespace
+
+TEMPLATE_TEST_CASE("GELU's kernels compute what the CPU does", "[cuda]", float, bf16) {
+  using T = TestType;
+  const auto [n, shift] = size_of_array();
+  const auto x = normal_values<T>(n, 1, 0, 3), dout = normal_values<T>(n, 2);
+  std::vector<T> out(x.size()), dx(x.size());
+  cpu::gelu_forward(out.data(), x.data(), n);
+  cpu::gelu_backward(dx.data(), dout.data(), x.data(), n);
+  const auto run = [&, n = n, shift = shift]() -> Outputs {
+    DeviceArray<T> xs(with_space(x, shift)), gradient(with_space(dout, shift)), outs(n + shift);
+    cuda::gelu_forward<T>(outs + shift, xs + shift, n, nullptr);
+    cuda::gelu_backward<T>(gradient + shift, gradient + shift, xs + shift, n, nullptr);
+    return {{"out", behind(outs, shift)}, {"dx", behind(gradient, shift)}};
+  };
+  check_kernel(run, {{"out", out}, {"dx", dx}}, tolerance<T>);
+}
+
+TEMPLATE_TEST_CASE("residual addition, scaling and filling round as the CPU does", "[cuda]", float, bf16) {
+  using T = TestType;
+  const auto [n, shift] = size_of_array();
+  const auto a = normal_values<T>(n, 1), b = normal_values<T>(n, 2);
+  std::vector<T> sum(a.size()), twice(a.size()), scaled;
+  cpu::residual_forward(sum.data(), a.data(), b.data(), n);
+  cpu::residual_forward(twice.data(), sum.data(), b.data(), n);
+  for (const T x : a) scaled.push_back(T(static_cast<float>(x) * 0.3f));
+  const auto run = [&, n = n, shift = shift]() -> Outputs {
+    DeviceArray<T> as(with_space(a, shift)), bs(with_space(b, shift)), sums(n + shift), constant(n + shift);
+    cuda::residual_forward<T>(sums + shift, as + shift, bs + shift, n, nullptr);
+    const std::vector<T> first = behind(sums, shift);
+    cuda::add_to<T>(sums + shift, bs + shift, n, nullptr);
+    cuda::scale<T>(as + shift, 0.3f, n, nullptr);
+    cuda::fill<T>(constant + shift, 0.7f, n, nullptr);
+    return {{"sum", first},
+            {"sum with b again", behind(sums, shift)},
+            {"scaled", behind(as, shift)},
+            {"constant", behind(constant, shift)}};
+  };
+  const Outputs right = {
+      {"sum", sum}, {"sum with b again", twice}, {"scaled", scaled}, {"constant", std::vector<T>(a.size(), T(0.7f))}};
+  REQUIRE(same_bits(check_kernel(run, right, 1e-30), right));
+}
+
+TEMPLATE_TEST_CASE("conversions between fp32 and bf16 round as the CPU does", "[cuda]", float, bf16) {
+  using From = TestType;
+  const auto [n, shift] = size_of_array();
+  auto x = normal_values<From>(n, 1);
+  x[0] = From(std::numeric_limits<float>::infinity());
+  std::vector<float> wide(x.size());
+  std::vector<bf16> narrow(x.size());
+  cpu::convert(wide.data(), x.data(), n);
+  cpu::convert(narrow.data(), x.data(), n);
+  const auto run = [&, n = n, shift = shift]() -> Outputs {
+    DeviceArray<From> xs(with_space(x, shift));
+    DeviceArray<float> to_fp32(n + shift);
+    DeviceArray<bf16> to_bf16(n + shift);
+    cuda::convert<float, From>(to_fp32 + shift, xs + shift, n, nullptr);
+    cuda::convert<bf16, From>(to_bf16 + shift, xs + shift, n, nullptr);
+    return {{"fp32", behind(to_fp32, shift)}, {"bf16", behind(to_bf16, shift)}};
+  };
+  REQUIRE(same_bits(run(), {{"fp32", wide}, {"bf16", narrow}}));
+}
+
+TEMPLATE_TEST_CASE("initial numbers on the GPU are the bits of the CPU", "[cuda]", float, bf16) {
+  using T = TestType;
+  const auto [n, shift] = size_of_array();
+  const int64_t begin = GENERATE(0, 4, 4095, int64_t{3} << 40);
+  const Philox rng(5, "a parameter");
+  std::vector<T> numbers(static_cast<size_t>(n));
+  cpu::init_normal(numbers.data(), begin, n, 0.02f, rng);
+  const auto run = [&, n = n, shift = shift]() -> Outputs {
+    DeviceArray<T> out(n + shift);
+    cuda::init_normal<T>(out + shift, begin, n, 0.02f, rng, nullptr);
+    return {{"numbers", behind(out, shift)}};
+  };
+  REQUIRE(same_bits(check_kernel(run, {{"numbers", numbers}}, 1e-30), {{"numbers", numbers}}));
+}

@@ -1,0 +1,137 @@
+// Rotary positions and the query-key norm, each by itself and both in one pass.
+#include <numeric>
+
+#include "cuda/device_test.h"
+#include "ops/cpu/rmsnorm.h"
+#include "ops/cpu/rotary.h"
+#include "ops/cuda/qk_norm.cuh"
+
+using namespace llmc;
+
+namespace {
+
+constexpr float eps = 1e-6f;
+constexpr int64_t max_positions = 50;
+
+template <class T>
+struct Case {
+  AttentionShape s;
+  int64_t rows = s.B * s.T, width = (s.Hq + 2 * s.Hkv) * s.D;
+  std::vector<T> qkv = normal_values<T>(rows * width, 1, 1), dout = normal_values<T>(rows * width, 2),
+                 q_weight = normal_values<T>(s.D, 3, 1), k_weight = normal_values<T>(s.D, 4, 1);
+  std::vector<float> dq_weight = normal_values<float>(s.D, 5), dk_weight = normal_values<float>(s.D, 6);
+  std::vector<float> table = std::vector<float>(static_cast<size_t>(max_positions * s.D));
+  std::vector<int32_t> positions = std::vector<int32_t>(static_cast<size_t>(rows));
+
+  explicit Case(const AttentionShape& shape) : s(shape) {
+    cpu::rotary_table(table.data(), Rotary{}, max_positions, s.D);
+    for (int64_t n = 0; n < rows; ++n) positions[static_cast<size_t>(n)] = static_cast<int32_t>(n * 7 % max_positions);
+  }
+
+  Outputs cpu_rotary() const {
+    std::vector<T> turned = qkv, back = dout;
+    cpu::rotary(turned.data(), table.data(), positions.data(), s, Turn::forward);
+    cpu::rotary(back.data(), table.data(), positions.data(), s, Turn::backward);
+    return {{"turned", turned}, {"turned back", back}};
+  }
+  Outputs cuda_rotary() const {
+    DeviceArray<T> turned(qkv), back(dout);
+    DeviceArray<float> angles(table);
+    DeviceArray<int32_t> where(positions);
+    cuda::rotary<T>(turned, angles, where, s, Turn::forward, nullptr);
+    cuda::rotary<T>(back, angles, where, s, Turn::backward, nullptr);
+    return {{"turned", turned.host()}, {"turned back", back.host()}};
+  }
+
+  // The norm and then the turn, and both backward.
+  Outputs cpu_norm(bool turning) const {
+    std::vector<T> out(qkv.size()), dqkv = dout;
+    std::vector<float> rstd(static_cast<size_t>(rows * (s.Hq + s.Hkv))),
+        dq = dq_weight, dk = dk_weight, partials(static_cast<size_t>(cpu::row_partitions * 2 * s.D));
+    cpu::qk_norm_forward(out.data(), rstd.data(), qkv.data(), q_weight.data(), k_weight.data(), eps, s);
+    if (turning) cpu::rotary(out.data(), table.data(), positions.data(), s, Turn::forward);
+    if (turning) cpu::rotary(dqkv.data(), table.data(), positions.data(), s, Turn::backward);
+    cpu::qk_norm_backward(dqkv.data(), dq.data(), dk.data(), partials.data(), qkv.data(), q_weight.data(),
+                          k_weight.data(), rstd.data(), s);
+    return {{"out", out}, {"rstd", rstd}, {"dqkv", dqkv}, {"dq_weight", dq}, {"dk_weight", dk}};
+  }
+  enum class Passes { norm, two, one };
+  Outputs cuda_norm(Passes passes) const {
+    DeviceArray<T> out(rows * width), in(qkv), dqkv(dout), qw(q_weight), kw(k_weight);
+    DeviceArray<float> rstd(rows * (s.Hq + s.Hkv)), dq(dq_weight), dk(dk_weight), angles(table),
+        partials(cuda::qk_norm_backward_scratch(s));
+    DeviceArray<int32_t> where(positions);
+    if (passes == Passes::one) {
+      cuda::qk_norm_rotary_forward<T>(out, rstd, in, qw, kw, angles, where, eps, s, nullptr);
+      cuda::qk_norm_rotary_backward<T>(dqkv, dq, dk, partials, in, qw, kw, rstd, angles, where, s, nullptr);
+    } else {
+      cuda::qk_norm_forward<T>(out, rstd, in, qw, kw, eps, s, nullptr);
+      if (passes == Passes::two) {
+        cuda::rotary<T>(out, angles, where, s, Turn::forward, nullptr);
+        cuda::rotary<T>(dqkv, angles, where, s, Turn::backward, nullptr);
+      }
+      cuda::qk_norm_backward<T>(dqkv, dq, dk, partials, in, qw, kw, rstd, s, nullptr);
+    }
+    return {{"out", out.host()},
+            {"rstd", rstd.host()},
+            {"dqkv", dqkv.host()},
+            {"dq_weight", dq.host()},
+            {"dk_weight", dk.host()}};
+  }
+};
+
+// Pairs by themselves, ragged, grouped heads, groups of lanes that are not full, more heads than a block takes at a
+// time, the largest head.
+AttentionShape some_shape() {
+  return GENERATE(AttentionShape{.B = 1, .T = 1, .Hq = 1, .Hkv = 1, .D = 2},
+                  AttentionShape{.B = 2, .T = 5, .Hq = 3, .Hkv = 1, .D = 6},
+                  AttentionShape{.B = 1, .T = 9, .Hq = 4, .Hkv = 2, .D = 32},
+                  AttentionShape{.B = 1, .T = 3, .Hq = 2, .Hkv = 2, .D = 100},
+                  AttentionShape{.B = 1, .T = 2, .Hq = 40, .Hkv = 8, .D = 64},
+                  AttentionShape{.B = 1, .T = 3, .Hq = 2, .Hkv = 1, .D = 512});
+}
+
+template <class T>
+constexpr double tolerance = sizeof(T) == 2 ? 2e-3 : 2e-6;
+
+}  // namespace
+
+TEST_CASE("the table of rotary positions is that of the CPU", "[cuda]") {
+  const int64_t P = 37, D = GENERATE(2, 30, 512);
+  const Rotary rotary = {.theta = 500000, .scaled = true};
+  std::vector<float> table(static_cast<size_t>(P * D));
+  cpu::rotary_table(table.data(), rotary, P, D);
+  const auto run = [&]() -> Outputs {
+    DeviceArray<float> out(P * D);
+    cuda::rotary_table(out, rotary, P, D, nullptr);
+    return {{"table", out.host()}};
+  };
+  check_kernel(run, {{"table", table}}, 1e-7);
+}
+
+TEMPLATE_TEST_CASE("the rotary kernel computes what the CPU does", "[cuda]", float, bf16) {
+  const Case<TestType> c(some_shape());
+  check_kernel([&] { return c.cuda_rotary(); }, c.cpu_rotary(), tolerance<TestType>);
+}
+
+TEMPLATE_TEST_CASE("query-key norm's kernels compute what the CPU does", "[cuda]", float, bf16) {
+  using Passes = typename Case<TestType>::Passes;
+  const Case<TestType> c(some_shape());
+  check_kernel([&] { return c.cuda_norm(Passes::norm); }, c.cpu_norm(false), tolerance<TestType>);
+  const Outputs two = check_kernel([&] { return c.cuda_norm(Passes::two); }, c.cpu_norm(true), 2 * tolerance<TestType>);
+  REQUIRE(same_bits(check_kernel([&] { return c.cuda_norm(Passes::one); }, two, 1e-30), two));
+}
+
+TEMPLATE_TEST_CASE("query-key norm's kernels have no barrier too many", "[cuda]", float, bf16) {
+  const Case<TestType> c({.B = 1, .T = 5, .Hq = 3, .Hkv = 1, .D = 32});
+  check_barriers([&] { return c.cuda_norm(Case<TestType>::Passes::one); });
+}
+
+TEST_CASE("heads of an odd or too large size are refused", "[cuda]") {
+  const AttentionShape odd = {.B = 1, .T = 1, .Hq = 1, .Hkv = 1, .D = 7},
+                       large = {.B = 1, .T = 1, .Hq = 1, .Hkv = 1, .D = 514};
+  REQUIRE_THROWS_WITH(cuda::rotary<float>(nullptr, nullptr, nullptr, odd, Turn::forward, nullptr),
+                      Catch::Matchers::ContainsSubstring("the head size 7 is not an even number up to 512"));
+  REQUIRE_THROWS_WITH(cuda::qk_norm_forward<float>(nullptr, nullptr, nullptr, nullptr, nullptr, eps, large, nullptr),
+                      Catch::Matchers::ContainsSubstring("the head size 514 is not an even number up to 512"));
+}
