@@ -125,7 +125,7 @@ HOST_FLAGS := $(ARCH_FLAGS) -fno-math-errno -fno-trapping-math -fopenmp -Wall -W
 SOURCE_FLAGS = -std=c++20 $1 -Illmc $(DEFINES) $(CPPFLAGS)
 FLAGS_cpu = $(SOURCE_FLAGS) $(HOST_FLAGS) $(CXXFLAGS)
 # Kernels call constexpr functions of the host's code, such as Philox.
-FLAGS_cuda = $(SOURCE_FLAGS) --expt-relaxed-constexpr -arch=$(ARCH) -ccbin $(lastword $(CXX)) \
+FLAGS_cuda = $(SOURCE_FLAGS) -DTRAIN_GPT_CUDA --expt-relaxed-constexpr -arch=$(ARCH) -ccbin $(lastword $(CXX)) \
              $(call to_host,$(HOST_FLAGS) $(CXXFLAGS)) $(NVCCFLAGS)
 LINK_cpu = $(LDFLAGS) $(LIBS)
 LINK_cuda = $(if $(LDFLAGS),$(call to_host,$(LDFLAGS))) $(LIBS) -lcublasLt
@@ -202,8 +202,8 @@ build/test_objects.list: FORCE
 # are.
 LADDERS := dev/cuda/layernorm.cu dev/cuda/classifier.cu dev/cuda/adamw.cu
 CUDA_TEST_SOURCES := $(wildcard test/cuda_on_cpu/*.cpp test/cuda/test_*.cpp) $(LADDERS)
-CUDA_TEST_FLAGS = -std=c++20 -O1 -g $(ARCH_FLAGS) -Illmc -Itest -Itest/cuda_on_cpu -Wall -Wextra -Wno-unknown-pragmas \
-                  -Wno-unused-parameter -fno-strict-aliasing -fno-omit-frame-pointer $(CPPFLAGS) $(CXXFLAGS)
+CUDA_TEST_FLAGS = -std=c++20 -O1 -g $(ARCH_FLAGS) -DTRAIN_GPT_CUDA -Illmc -Itest -Itest/cuda_on_cpu -Wall -Wextra -Wno-unknown-pragmas \
+                  -Wno-unused-parameter -Wno-restrict -fno-strict-aliasing -fno-omit-frame-pointer $(CPPFLAGS) $(CXXFLAGS)
 # -rdynamic: kernels are named by their symbols. Sorted: else g++ 12's sanitizers miss the lines of some templates.
 CUDA_TEST_LINK_FLAGS := -fopenmp -rdynamic -Wl,--sort-section=name
 SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize-recover=undefined
@@ -212,7 +212,7 @@ SANITIZE_tsan := -fsanitize=thread
 define CUDA_TESTS   # $1: the program, $2: asan or tsan
 $1: $(patsubst %,build/$2/%.o,$(basename $(CUDA_TEST_SOURCES))) build/test/main.o build/cuda_test_sources.list
 	@echo 'linking $1'
-	@$$(CXX) $(SANITIZE_$2) $(CUDA_TEST_LINK_FLAGS) $$(filter %.o,$$^) -o $$@ $$(LDFLAGS) $$(CATCH2_LIBS) -lboost_context -ldl
+	@$$(CXX) $(SANITIZE_$2) $(CUDA_TEST_LINK_FLAGS) $$(filter %.o,$$^) -o $$@ $$(LDFLAGS) $$(CATCH2_LIBS) -lboost_context -lxxhash -ldl
 build/$2/%.o: %.cpp build/cuda_test.flags
 	@mkdir -p $$(@D) && echo '$$< ($2)'
 	@$$(CXX) $(SANITIZE_$2) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@

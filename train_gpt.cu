@@ -10,6 +10,7 @@
 #include "core/log.h"
 #include "core/options.h"
 #include "core/signals.h"
+#include "device/gpu.h"
 #include "train/checkpoint.h"
 #include "train/choices.h"
 #include "train/dataloader.h"
@@ -33,7 +34,13 @@ double seconds_since(std::chrono::steady_clock::time_point begin) {
 }
 
 Device choose_device(const Options& o) {
-  return {DeviceKind::cpu, o.threads > 0 ? static_cast<int>(o.threads) : available_processors()};
+  Device device{DeviceKind::cpu, o.threads > 0 ? static_cast<int>(o.threads) : available_processors()};
+  device.tf32 = o.tf32 ? Tf32::yes : Tf32::no;
+  if (o.device == "cpu") return device;
+  const VisibleGpus gpus = visible_gpus();
+  CHECK(gpus.count > 0 || o.device == "auto", "--device cuda: {}", gpus.why_none);
+  if (gpus.count > 0) device.kind = DeviceKind::cuda;
+  return device;
 }
 
 ModelConfig choose_model(const Options& o) {
@@ -54,8 +61,9 @@ ZeroConfig choose_layout(const Options& o) {
 }
 
 // One rank's part of the device.
-Device rank_device(const Device& device, int64_t ranks) {
-  return {device.kind, std::max(1, device.threads / static_cast<int>(ranks))};
+Device rank_device(Device device, int64_t ranks) {
+  device.threads = std::max(1, device.threads / static_cast<int>(ranks));
+  return device;
 }
 
 // What a step computes; everything that the options alone can tell is checked here.
@@ -118,8 +126,8 @@ void run_generate(const Options& o) {
   require_countable(config);
   const Device device = choose_device(o);
   const auto tokenizer = choose_tokenizer(o, config.model);
-  const Plan plan = make_plan(config, device.threads);
-  require_memory(o, config, plan, device.threads);
+  const Plan plan = make_plan(config, device);
+  require_memory(o, config, plan, device);
   World world{Mesh()};
   Run run(config, plan, device, world, 0);
   initialise(run, o);
@@ -156,8 +164,8 @@ void run_plan(const Options& o) {
   const Device device = choose_device(o);
   const StepConfig config = choose_step(o);
   const Device rank = rank_device(device, o.local_ranks);
-  const Plan plan = make_plan(config, rank.threads);
-  if (o.memory_limit) require_memory(o, config, plan, rank.threads);
+  const Plan plan = make_plan(config, rank);
+  if (o.memory_limit) require_memory(o, config, plan, rank);
   Log log;
   report_plan(log, o, rank, config, plan);
 }
@@ -204,10 +212,10 @@ struct Job {
     }
     if (o.mask_documents) document_end = choose_document_end();
     CHECK(!o.keep_best || (val && o.val_every > 0), "--keep-best needs --val-data and --val-every");
-    plan = make_plan(step, rank_device.threads);
+    plan = make_plan(step, rank_device);
     // What a checkpoint records may take less.
     if (o.resume == "never" || (o.resume == "auto" && checkpoint_steps(o.out_dir).empty()))
-      require_memory(o, step, plan, rank_device.threads);
+      require_memory(o, step, plan, rank_device);
   }
 
   // Without a tokenizer that says so, the end of text is that of the vocabulary, where its size tells which it is.
@@ -233,8 +241,8 @@ struct Job {
       StepConfig as_before = step;
       as_before.zero.grad_reduce = grad_reduce_from_name(choices["grad_reduce"]);
       if (as_before.zero.grad_reduce != step.zero.grad_reduce) {
-        const Plan planned = make_plan(as_before, rank_device.threads);
-        if (fits(planned, memory_limit(options, step))) step = as_before, plan = planned;
+        const Plan planned = make_plan(as_before, rank_device);
+        if (fits(planned, memory_limit(options, step, rank_device))) step = as_before, plan = planned;
         else
           log.line(
               formatted("notice: --grad-reduce {}, with which the run began, needs {}, which does not fit: "
@@ -242,7 +250,7 @@ struct Job {
                         as_before.zero.grad_reduce, human_bytes(planned.total_bytes()), step.zero.grad_reduce));
       }
     }
-    require_memory(options, step, plan, rank_device.threads);
+    require_memory(options, step, plan, rank_device);
   }
 };
 

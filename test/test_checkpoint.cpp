@@ -138,7 +138,7 @@ TEST_CASE("write, read and write again gives the same bytes; the vocabulary's pa
 TEST_CASE("a model that transformers wrote gives the logits that transformers computes") {
   const std::string directory = "test/golden/gpt2_tiny";
   const StepConfig config{.model = resolve_model(directory, {}), .batch = {1, 48}};
-  const Plan plan = make_plan(config, 2);
+  const Plan plan = make_plan(config, {DeviceKind::cpu, 2});
   const Device device{DeviceKind::cpu, 2};
   Arena arena(device, plan.arena_bytes), scratch(device, plan.scratch_bytes);
   Stream stream(device, scratch);

@@ -37,7 +37,7 @@ struct Loaded {
   Loaded(const std::string& folder, const BatchShape& batch, DType dtype = DType::fp32,
          Documents documents = Documents::together)
       : config{.model = resolve_model(folder, {}), .dtype = dtype, .batch = batch, .documents = documents},
-        run(config, make_plan(config, 1), {DeviceKind::cpu, 1}, world, 0) {
+        run(config, make_plan(config, {DeviceKind::cpu, 1}), {DeviceKind::cpu, 1}, world, 0) {
     load_model(folder, config.model, run.trainer.state(), run.stream);
     run.stream.synchronize();
   }
@@ -163,7 +163,7 @@ TEST_CASE("a sequence that grows against its cache has the logits of the whole o
       const StepConfig config{
           .model = selftest::awkward_model(family.model_type), .dtype = dtype, .batch = {1, 19}, .chunks = 2};
       World world{Mesh()};
-      Run run(config, make_plan(config, 2), {DeviceKind::cpu, 2}, world, 0);
+      Run run(config, make_plan(config, {DeviceKind::cpu, 2}), {DeviceKind::cpu, 2}, world, 0);
       init_weights(run.trainer.state(), 5, run.stream);
       const std::vector<int32_t> tokens = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8};
       Trainer::Continuation sequence(run.trainer);
@@ -181,7 +181,7 @@ TEST_CASE("a sequence that grows against its cache has the logits of the whole o
 TEST_CASE("generation beyond the sequence length forgets the older half and goes on") {
   const StepConfig config{.model = selftest::awkward_model("llama"), .batch = {1, 8}};
   World world{Mesh()};
-  Run run(config, make_plan(config, 1), {DeviceKind::cpu, 1}, world, 0);
+  Run run(config, make_plan(config, {DeviceKind::cpu, 1}), {DeviceKind::cpu, 1}, world, 0);
   init_weights(run.trainer.state(), 5, run.stream);
   const auto made = generate(run.trainer, {1, 2, 3}, 20, {.temperature = 0}, 1, "test", [](int32_t) { return true; });
   REQUIRE(made.size() == 23);
@@ -206,7 +206,7 @@ TEST_CASE("what transformers wrote is written again bit for bit, from any layout
       zero.set_stage(ranks == 1 ? 0 : 3);
       const StepConfig config{.model = resolve_model(folder, {}), .batch = {1, 8}, .zero = zero};
       const TempDir dir;
-      const Plan plan = make_plan(config, 1);
+      const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
       World world(zero.mesh());
       run_ranks(world, [&](int rank) {
         Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
@@ -265,7 +265,7 @@ TEST_CASE("multiple choice: exact for any batch and layout, and what adding up b
   {
     const StepConfig config{.model = model, .batch = {1, 19}};
     World world{Mesh()};
-    Run run(config, make_plan(config, 1), {DeviceKind::cpu, 1}, world, 0);
+    Run run(config, make_plan(config, {DeviceKind::cpu, 1}), {DeviceKind::cpu, 1}, world, 0);
     init_weights(run.trainer.state(), 5, run.stream);
     for (const Question& q : questions) {
       std::vector<double> sums, means;
@@ -290,7 +290,7 @@ TEST_CASE("multiple choice: exact for any batch and layout, and what adding up b
     ZeroConfig zero{.shards = ranks};
     zero.set_stage(ranks == 1 ? 0 : 3);
     const StepConfig config{.model = model, .batch = {B, 19}, .zero = zero};
-    const Plan plan = make_plan(config, 1);
+    const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
     World world(zero.mesh());
     run_ranks(world, [&](int rank) {
       Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
@@ -365,7 +365,7 @@ TEST_CASE("a tied model whose file has another head is refused; the same head is
     to.finish();
     const StepConfig step{.model = config, .batch = {1, 8}};
     World world{Mesh()};
-    Run run(step, make_plan(step, 1), {DeviceKind::cpu, 1}, world, 0);
+    Run run(step, make_plan(step, {DeviceKind::cpu, 1}), {DeviceKind::cpu, 1}, world, 0);
     if (same) load_model(dir.path(), config, run.trainer.state(), run.stream);
     else REQUIRE_ERROR(load_model(dir.path(), config, run.trainer.state(), run.stream), "lm_head.weight differs");
   }

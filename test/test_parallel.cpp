@@ -190,7 +190,7 @@ TEST_CASE("bytes sent in a step follow the law, on paper and between threads ali
           law["replicas"] = 2 * (G / P / Q * (Q - 1)) * R;
           law["weights"] = stage == 3 ? f(2 * W - W_once) * M : stage > 0 ? f(W) : 0;
           law["scalars"] = (P * Q - 1) * 8 * 6;  // loss and five units
-          const Plan plan = make_plan(config, 1);
+          const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
           for (const auto& [group, bytes] : plan.step_traffic) {
             INFO(group);
             REQUIRE(bytes == law[group]);
@@ -238,7 +238,7 @@ TEST_CASE("memory of model states by stage is the ZeRO paper's, for the dtypes i
     c.zero.shards = 8;
     c.zero.set_stage(stage);
     int64_t bytes = 0;
-    for (const MemoryLine& line : make_plan(c, 1).memory)
+    for (const MemoryLine& line : make_plan(c, {DeviceKind::cpu, 1}).memory)
       for (const char* label : {"weights", "master weights", "gradients", "AdamW first moment", "AdamW second moment"})
         if (line.label == label) bytes += line.bytes;
     return bytes;
@@ -252,7 +252,7 @@ TEST_CASE("memory of model states by stage is the ZeRO paper's, for the dtypes i
   StepConfig c = alone;
   c.zero.shards = 8;
   c.zero.set_stage(3);
-  for (const MemoryLine& line : make_plan(c, 1).memory) {
+  for (const MemoryLine& line : make_plan(c, {DeviceKind::cpu, 1}).memory) {
     if (line.label == "gathered weights") REQUIRE(line.bytes == 2 * in_flight);
     if (line.label == "gradients in flight") REQUIRE(line.bytes == 4 * in_flight);
   }
@@ -270,7 +270,7 @@ TEST_CASE("with --memory-limit a little above what stage 3 needs, stage 3 runs a
                .batch = {1, 16}};
   c.zero.shards = 8;
   c.zero.set_stage(3);
-  const double limit = 1.2 * static_cast<double>(make_plan(c, 1).total_bytes()) / (1 << 30);
+  const double limit = 1.2 * static_cast<double>(make_plan(c, {DeviceKind::cpu, 1}).total_bytes()) / (1 << 30);
   const std::string with_limit = shape + formatted(" --memory-limit {:.6f} ", limit);
   const ProgramResult three = run_program(with_limit + "--zero-stage 3 --out-dir " + (dir / "three"));
   INFO(three.err);
@@ -295,7 +295,7 @@ StepConfig layout(int ranks, int stage, DType dtype) {
 
 // Loads `from` (or makes new weights), saves to `out` as step `step`, and returns the state.
 WholeState pass_through(const StepConfig& config, const std::string& from, const std::string& out, int64_t step) {
-  const Plan plan = make_plan(config, 1);
+  const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
   World world(config.zero.mesh());
   WholeState whole;
   std::mutex mutex;
@@ -358,7 +358,7 @@ TEST_CASE("checkpoints know no layout: what any layout wrote any layout reads, b
 TEST_CASE("gradients of a unit travel while the backward of the next one computes") {
   const ZeroConfig zero{.stage = 2, .grad_reduce = GradReduce::micro, .shards = 2};
   StepConfig config = selftest::step_config(selftest::awkward_model(), DType::fp32, 12, zero);
-  const Plan plan = make_plan(config, 1);
+  const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
   World world(zero.mesh());
   world.throttle(2e-6);  // a slow wire: a block's gradients take tens of milliseconds
   std::vector<Span> compute, reduce;
@@ -488,9 +488,9 @@ TEST_CASE("a run that goes on in another stage reduces gradients as before, bit 
                  .micro_batches = 2};
     c.zero.shards = 2;
     c.zero.set_stage(2);
-    const int64_t micro = make_plan(c, 1).total_bytes();
+    const int64_t micro = make_plan(c, {DeviceKind::cpu, 1}).total_bytes();
     c.zero.grad_reduce = GradReduce::step;
-    REQUIRE(micro < make_plan(c, 1).total_bytes());
+    REQUIRE(micro < make_plan(c, {DeviceKind::cpu, 1}).total_bytes());
     const std::string out = go_on(then + formatted("--memory-limit {:.17g}", static_cast<double>(micro) / (1 << 30)));
     REQUIRE(out.find("notice: --grad-reduce step, with which the run began, needs") != std::string::npos);
     REQUIRE(json::parse(read_whole(cut + "/step-000008/trainer.json"))["choices"]["grad_reduce"] == "micro");
@@ -508,7 +508,7 @@ TEST_CASE("a resumed run that fits only as it was recorded goes on; one that doe
   c.zero.shards = 2;
   c.zero.set_stage(1);
   c.zero.grad_reduce = GradReduce::micro;
-  const double limit = static_cast<double>(make_plan(c, 1).total_bytes());
+  const double limit = static_cast<double>(make_plan(c, {DeviceKind::cpu, 1}).total_bytes());
   const std::string one = steps + "--max-steps 8 --zero-stage 1 --memory-limit ";
   const ProgramResult small = run_program(tiny(dir / "run", one + formatted("{:.17g}", 0.99 * limit / (1 << 30))));
   INFO(small.err);
@@ -523,7 +523,7 @@ TEST_CASE("a step that is interrupted in the middle can be saved, in every stage
   const TempDir dir;
   for (int stage = 0; stage <= 3; ++stage) {
     const StepConfig config = layout(2, stage, DType::fp32);
-    const Plan plan = make_plan(config, 1);
+    const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
     World world(config.zero.mesh());
     run_ranks(world, [&](int rank) {
       Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
@@ -547,7 +547,7 @@ TEST_CASE("a step that is interrupted in the middle can be saved, in every stage
 
 TEST_CASE("an error while gradients travel keeps the update from happening, on every rank") {
   const StepConfig config = layout(2, 2, DType::fp32);
-  const Plan plan = make_plan(config, 1);
+  const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
   World world(config.zero.mesh());
   std::mutex mutex;
   int unchanged = 0;

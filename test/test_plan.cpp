@@ -22,7 +22,7 @@ TEST_CASE("the plan of gpt3:13B is the sum of its parts by hand") {
   const int64_t L = 40, C = 5120, F = 20480, H = 40, V = 50304, P = 2048, B = 2, T = 2048, N = B * T;
   const StepConfig config{
       .model = resolve_model("gpt3:13B", {}), .dtype = DType::bf16, .batch = {B, T}, .micro_batches = 4};
-  const Plan plan = make_plan(config, 2);
+  const Plan plan = make_plan(config, {DeviceKind::cpu, 2});
   // Every size here is a multiple of the arena's 256 bytes, but for the head unit's two vectors, which are too.
   const int64_t block = 3 * C * C + 3 * C + C * C + C + 4 * C + F * C + F + C * F + C;
   const int64_t elements = V * C + P * C + L * block + 2 * C;
@@ -77,9 +77,9 @@ TEST_CASE("generation holds the weights alone, and is refused where they do not 
   REQUIRE(run_program("--model d4 -x 1 " + shape + "-i " + (dir / "t.bin") + " -o " + (dir / "out")).status == 0);
   const std::string model = dir / "out/step-000001";
   StepConfig config{.model = resolve_model(model, {}), .batch = {1, 64}};
-  const Plan training = make_plan(config, 1);
+  const Plan training = make_plan(config, {DeviceKind::cpu, 1});
   config.zero.holds = Holds::weights;
-  const Plan plan = make_plan(config, 1);
+  const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
   REQUIRE(line(plan, "weights") == line(training, "weights"));
   for (const char* held : {"gradients", "AdamW first moment", "AdamW second moment"}) REQUIRE(line(training, held) > 0);
   for (const char* gone : {"gradients", "master weights", "AdamW first moment", "AdamW second moment"})

@@ -29,7 +29,7 @@ struct Fixture {
   Stream stream;
   Trainer trainer;
   explicit Fixture(const StepConfig& c, int threads = 2)
-      : plan(make_plan(c, threads)),
+      : plan(make_plan(c, {DeviceKind::cpu, threads})),
         device{DeviceKind::cpu, threads},
         arena(device, plan.arena_bytes),
         scratch(device, plan.scratch_bytes),
@@ -171,7 +171,7 @@ TEST_CASE("1f1b needs one set of activations, gpipe one for each micro-batch") {
   StepConfig c = awkward_step(DType::fp32);
   auto activations = [&](Schedule schedule) {
     c.schedule = schedule;
-    for (const MemoryLine& line : make_plan(c, 1).memory)
+    for (const MemoryLine& line : make_plan(c, {DeviceKind::cpu, 1}).memory)
       if (line.label == "activations") return line.bytes;
     return int64_t{0};
   };

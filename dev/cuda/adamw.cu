@@ -45,7 +45,8 @@ Ladder adamw_ladder(int64_t n) {
   const auto p = std::make_shared<Problem>(n);
   std::vector<float> master = p->weight, m = p->m, v = p->v;
   std::vector<bf16> weight(master.size());
-  cpu::adamw_update(weight.data(), master.data(), m.data(), v.data(), p->g.data(), n, options, clip);
+  const double clipped[] = {1, clip, 1};
+  cpu::adamw_update(weight.data(), master.data(), m.data(), v.data(), p->g.data(), clipped, n, options);
   const AdamWStep<float> update(options);
   constexpr int64_t threads = 256;
   const unsigned blocks = static_cast<unsigned>(ceil_div(n, threads));

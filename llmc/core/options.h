@@ -61,6 +61,7 @@ struct Options {
   int64_t local_ranks = 1, zero_stage = 0, dp_replicate = 1;
   std::string grad_reduce = "auto";
   std::string device = "auto";
+  bool tf32 = false;
   int64_t threads = 0;
   bool generate = false, plan = false, selftest = false, verify_data = false, profile = false;
 };
@@ -203,8 +204,10 @@ void visit_options(O& o, Visitor&& visit) {
   visit("Machine");
   visit("--local-ranks", "", o.local_ranks, between(1, 1024), warn,
         "ranks that share the batch, as threads of this process; --batch-size is that of each");
-  visit("--device", "", o.device, one_of({"auto", "cpu"}), warn,
-        "where to compute; this version has no CUDA kernels yet: auto is the CPU");
+  visit("--device", "", o.device, one_of({"auto", "cpu", "cuda"}), warn,
+        "where to compute: on GPUs or on the CPU; auto: on GPUs where this build and this machine have them");
+  visit("--tf32", "", o.tf32, Limits{}, warn,
+        "GPUs multiply fp32 on tensor cores, with 10 bits of mantissa: faster, and no longer the numbers of fp32");
   visit("--threads", "", o.threads, between(0, 1024), warn,
         "threads of this process, shared out over its ranks; 0: all processors it may use");
   visit("Modes");

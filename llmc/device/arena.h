@@ -24,8 +24,14 @@ class Arena {
   static constexpr int64_t alignment = 256;
 
   // capacity: bytes; the null device has no memory and no limit, and counts.
-  Arena(Device device, int64_t capacity = 0) : device_(device.kind), capacity_(round_up(capacity, alignment)) {
-    if (device_ == DeviceKind::null || capacity_ == 0) return;
+  Arena(Device device, int64_t capacity = 0) : device_(device), capacity_(round_up(capacity, alignment)) {
+    if (device_.kind == DeviceKind::null || capacity_ == 0) return;
+#ifdef TRAIN_GPT_CUDA
+    if (device_.kind == DeviceKind::cuda) {
+      base_ = cuda::allocate(device_.gpu, static_cast<size_t>(capacity_));
+      return;
+    }
+#endif
     void* memory = mmap(nullptr, static_cast<size_t>(capacity_), PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     CHECK(memory != MAP_FAILED, "cannot reserve {:.2f} GiB of memory for the arena: free memory, or lower --batch-size",
@@ -34,7 +40,11 @@ class Arena {
     base_ = static_cast<std::byte*>(memory);
   }
   ~Arena() {
-    if (device_ != DeviceKind::null && capacity_ > 0) munmap(base_, static_cast<size_t>(capacity_));
+    if (device_.kind == DeviceKind::null || capacity_ == 0) return;
+#ifdef TRAIN_GPT_CUDA
+    if (device_.kind == DeviceKind::cuda) cuda::release(base_);
+#endif
+    if (device_.kind == DeviceKind::cpu) munmap(base_, static_cast<size_t>(capacity_));
   }
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
@@ -42,7 +52,7 @@ class Arena {
   // Uninitialised memory under `label` (the line of the table) for a tensor called `name`.
   Tensor alloc(const char* label, const char* name, DType dtype, const Shape& shape) {
     const int64_t bytes = round_up(shape.numel() * size_of(dtype), alignment);
-    CHECK(device_ == DeviceKind::null || used_ + bytes <= capacity_,
+    CHECK(device_.kind == DeviceKind::null || used_ + bytes <= capacity_,
           "the arena is full: {} ({}) needs {} bytes, {} of {} are in use; the plan missed this allocation", name,
           label, bytes, used_, capacity_);
     Tensor tensor{.name = name, .dtype = dtype, .shape = shape, .bytes = base_ + used_};
@@ -76,7 +86,11 @@ class Arena {
 
   // Fills free memory with bytes that are a NaN in every floating-point dtype: tests find reads of memory not written.
   void poison_free() {
-    if (capacity_ > 0 && device_ == DeviceKind::cpu) std::fill(base_ + used_, base_ + capacity_, std::byte{0xff});
+    if (capacity_ == 0 || device_.kind == DeviceKind::null) return;
+#ifdef TRAIN_GPT_CUDA
+    if (device_.kind == DeviceKind::cuda) return cuda::fill_now(base_ + used_, 0xff, capacity_ - used_);
+#endif
+    std::fill(base_ + used_, base_ + capacity_, std::byte{0xff});
   }
 
  private:
@@ -94,7 +108,7 @@ class Arena {
     }
   }
 
-  DeviceKind device_;
+  Device device_;
   int64_t capacity_ = 0, used_ = 0, high_water_ = 0;
   std::byte* base_ = reinterpret_cast<std::byte*>(uintptr_t{1} << 40);  // null device: an address nobody follows
   std::vector<std::pair<const char*, int64_t>> stack_;

@@ -1,30 +1,32 @@
 // device.h: devices, streams and events. A stream runs work in order, asynchronously to the host; on the CPU it is a
-// first-in first-out worker thread, on the null device nothing runs and only the cost of each op is booked.
+// first-in first-out worker thread, on a GPU a stream of CUDA's; on the null device nothing runs and only the cost of
+// each op is booked.
 #pragma once
-#include <omp.h>
 #include <unistd.h>
 
-#include <algorithm>
+#include <any>
 #include <chrono>
-#include <condition_variable>
 #include <cstdlib>
-#include <deque>
-#include <exception>
 #include <functional>
 #include <initializer_list>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "core/check.h"
+#include "device/cpu_queue.h"
 #include "device/host.h"
 #include "device/tensor.h"
+#ifdef TRAIN_GPT_CUDA
+#include "device/cuda_queue.h"
+#endif
 
 namespace llmc {
+
+// May tensor cores multiply fp32 as if its mantissas had 10 bits?
+enum class Tf32 : uint8_t { no, yes };
 
 enum class DeviceKind { cpu, cuda, null };
 
@@ -47,7 +49,20 @@ inline void wait_without_spinning(char** argv) {
 
 struct Device {
   DeviceKind kind = DeviceKind::cpu;
-  int threads = 1;  // of the ops; the null device plans for a CPU with so many
+  int threads = 1;  // of the ops on a CPU
+  int gpu = 0;      // its number in this process
+  Tf32 tf32 = Tf32::no;
+  DeviceKind planned = DeviceKind::cpu;  // what the null device plans for
+
+  // The same on paper.
+  Device on_paper() const {
+    Device paper = *this;
+    paper.planned = computes_as();
+    paper.kind = DeviceKind::null;
+    return paper;
+  }
+  // Whose ops and work space these are.
+  DeviceKind computes_as() const { return kind == DeviceKind::null ? planned : kind; }
 };
 
 // What an op costs, computed from its shapes alone: the null device adds these up.
@@ -72,47 +87,14 @@ struct Span {
 
 class Arena;
 
-// A point in a stream's work. Waiting for it blocks, it does not spin; an error that kept the work from getting there
-// is thrown where it is waited for.
-class Event {
- public:
-  Event() : state_(std::make_shared<State>()) {}
-  void signal(std::exception_ptr error = nullptr) const {
-    std::lock_guard lock(state_->mutex);
-    state_->done = true;
-    state_->error = error;
-    state_->changed.notify_all();
-  }
-  void wait() const {
-    std::unique_lock lock(state_->mutex);
-    state_->changed.wait(lock, [&] { return state_->done; });
-    if (state_->error) std::rethrow_exception(state_->error);
-  }
-
- private:
-  struct State {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool done = false;
-    std::exception_ptr error;
-  };
-  std::shared_ptr<State> state_;
-};
-
 class Stream {
  public:
   // `scratch`: work space of the ops on this stream. They run in order, so all of them may use the same bytes.
   Stream(Device device, Arena& scratch) : device_(device), scratch_(scratch) {
-    if (device_.kind == DeviceKind::cpu) worker_ = std::thread([this] { work(); });
-  }
-  ~Stream() {
-    if (!worker_.joinable()) return;
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-    }
-    changed_.notify_all();
-    worker_.join();
+    if (device_.kind == DeviceKind::cpu) cpu_ = std::make_unique<CpuQueue>(device_.threads);
+#ifdef TRAIN_GPT_CUDA
+    if (device_.kind == DeviceKind::cuda) gpu_ = std::make_unique<cuda::Queue>(device_.gpu);
+#endif
   }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
@@ -120,53 +102,71 @@ class Stream {
   const Device& device() const { return device_; }
   Arena& scratch() { return scratch_; }
 
-  // Runs `task` after everything enqueued before; blocks while the host is far ahead, so that the queue stays short. A
-  // task that throws ends the stream's work; synchronize() rethrows.
-  void enqueue(std::function<void()> task) { enqueue({std::move(task), Needed::no}); }
-
   // An op: its cost is booked, its work enqueued. `outputs`: what it writes or adds to.
   template <class F>
   void run(const OpCost& cost, std::initializer_list<Tensor> outputs, F&& task) {
-    if (inspector_ && device_.kind != DeviceKind::null) {
+    if (device_.kind == DeviceKind::null) {
+      if (ledger_ != nullptr) book(cost, 0);
+    } else if (inspector_) {
       enqueue(std::forward<F>(task));
       synchronize();
       for (const Tensor& t : outputs)
         if (!t.empty()) inspector_(cost.name, t);
-      return;
-    }
-    if (ledger_ != nullptr && device_.kind == DeviceKind::null) book(cost, 0);
-    if (device_.kind == DeviceKind::null) return;
-    if (trace_ != nullptr)
-      return enqueue([this, name = cost.name, task = std::forward<F>(task)] {
+    } else if (ledger_ != nullptr) {
+      enqueue_timed(cost, std::forward<F>(task));
+    } else if (trace_ != nullptr) {
+      enqueue([this, name = cost.name, task = std::forward<F>(task)] {
         const auto begin = std::chrono::steady_clock::now();
         task();
         trace_->push_back({name, begin, std::chrono::steady_clock::now()});
       });
-    if (ledger_ == nullptr) return enqueue(std::forward<F>(task));
-    enqueue([this, cost, task = std::forward<F>(task)] {
-      const auto begin = std::chrono::steady_clock::now();
-      task();
-      book(cost, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
-    });
+    } else {
+      enqueue(std::forward<F>(task));
+    }
+  }
+
+  // What is not an op: on the CPU `task` runs when the stream gets there; on a GPU it is called at once, to launch.
+  template <class F>
+  void enqueue(F&& task) {
+    if (cpu_) cpu_->enqueue(std::forward<F>(task));
+    else if (device_.kind != DeviceKind::null) task();
   }
 
   // The host waits until all enqueued work is done; rethrows the first error of that work.
   void synchronize() {
-    if (device_.kind == DeviceKind::null) return;
-    std::unique_lock lock(mutex_);
-    idle_.wait(lock, [&] { return (queue_.empty() && !busy_) || error_; });
-    if (error_) std::rethrow_exception(error_);
+    if (cpu_) cpu_->synchronize();
+#ifdef TRAIN_GPT_CUDA
+    if (gpu_) gpu_->synchronize();
+#endif
   }
 
   Event record() {
+    if (cpu_) return cpu_->record();
+#ifdef TRAIN_GPT_CUDA
+    if (gpu_) return gpu_->record();
+#endif
     Event event;
-    if (device_.kind == DeviceKind::null) event.signal();
-    else enqueue({[this, event] { event.signal(error_); }, Needed::yes});
+    event.signal();
     return event;
   }
   void wait(const Event& event) {
-    enqueue([event] { event.wait(); });
+    if (cpu_) cpu_->wait(event);
+#ifdef TRAIN_GPT_CUDA
+    if (gpu_ && event.gpu() != nullptr) gpu_->wait(*event.gpu());
+#endif
   }
+
+#ifdef TRAIN_GPT_CUDA
+  cuda::Queue& gpu() { return *gpu_; }
+  cudaStream_t cuda() { return gpu_->stream(); }
+
+  // What a library keeps from call to call on this stream, made when it is first asked for.
+  template <class T>
+  T& kept() {
+    if (!kept_.has_value()) kept_ = std::make_shared<T>();
+    return *std::any_cast<std::shared_ptr<T>&>(kept_);
+  }
+#endif
 
   // From now on (until nullptr is set) called with each op's name and each tensor it wrote, before the next op begins.
   using Inspector = std::function<void(const char* op, const Tensor& output)>;
@@ -174,27 +174,20 @@ class Stream {
 
   // From now on (until nullptr is set) each op is booked here. Call with the stream idle.
   void set_ledger(OpLedger* ledger) { ledger_ = ledger; }
-  // The same for when each op ran.
+  // The same for when each op ran on the CPU.
   void set_trace(std::vector<Span>* trace) { trace_ = trace; }
 
  private:
-  // Signals are needed even where an error has ended the work: another stream may wait for them, and learns the error.
-  enum class Needed { no, yes };
-  struct Task {
-    std::function<void()> run;
-    Needed needed;
-  };
-
-  void enqueue(Task task) {
-    if (device_.kind == DeviceKind::null) return;
-    std::unique_lock lock(mutex_);
-    room_.wait(lock, [&] { return queue_.size() < max_queued || error_; });
-    if (error_) {
-      if (task.needed == Needed::yes) task.run();
-      return;
-    }
-    queue_.push_back(std::move(task));
-    changed_.notify_all();
+  template <class F>
+  void enqueue_timed(const OpCost& cost, F&& task) {
+#ifdef TRAIN_GPT_CUDA
+    if (gpu_) return gpu_->timed(task, [this, cost](double seconds) { book(cost, seconds); });
+#endif
+    enqueue([this, cost, task = std::forward<F>(task)] {
+      const auto begin = std::chrono::steady_clock::now();
+      task();
+      book(cost, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+    });
   }
 
   void book(const OpCost& cost, double seconds) {
@@ -205,50 +198,16 @@ class Stream {
     totals.seconds += seconds;
   }
 
-  void work() {
-    omp_set_num_threads(device_.threads);  // a setting of this thread, so that each rank has its own
-    std::unique_lock lock(mutex_);
-    for (;;) {
-      changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
-      if (queue_.empty()) return;
-      Task task = std::move(queue_.front());
-      queue_.pop_front();
-      room_.notify_all();
-      busy_ = true;
-      lock.unlock();
-      std::exception_ptr failed;
-      try {
-        task.run();
-      } catch (...) {
-        failed = std::current_exception();
-      }
-      task.run = nullptr;
-      lock.lock();
-      busy_ = false;
-      if (failed && !error_) {
-        error_ = failed;
-        for (const Task& left : queue_)
-          if (left.needed == Needed::yes) left.run();
-        queue_.clear();
-        room_.notify_all();
-      }
-      if (queue_.empty()) idle_.notify_all();
-    }
-  }
-
-  static constexpr size_t max_queued = 256;
-
   Device device_;
   Arena& scratch_;
   OpLedger* ledger_ = nullptr;
   std::vector<Span>* trace_ = nullptr;
   Inspector inspector_;
-  std::thread worker_;
-  std::mutex mutex_;
-  std::condition_variable changed_, idle_, room_;
-  std::deque<Task> queue_;
-  bool busy_ = false, stopping_ = false;
-  std::exception_ptr error_;  // written by the worker, under the mutex
+  std::unique_ptr<CpuQueue> cpu_;
+#ifdef TRAIN_GPT_CUDA
+  std::any kept_;
+  std::unique_ptr<cuda::Queue> gpu_;
+#endif
 };
 
 }  // namespace llmc

@@ -2,6 +2,7 @@
 // else goes through these.
 #pragma once
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -9,11 +10,32 @@
 
 namespace llmc {
 
+namespace detail {
+
+inline size_t bytes_of(const Tensor& t) { return static_cast<size_t>(t.size_bytes()); }
+
+// `t` as it looks in memory of the host.
+inline Tensor at_host(Tensor t, std::byte* host) {
+  t.bytes = host;
+  return t;
+}
+
+}  // namespace detail
+
 // The contents of `t` behind everything enqueued so far, as a tensor in the host's memory, to be read: `t` itself where
 // the device works in the host's memory.
 class HostView {
  public:
-  HostView(const Tensor& t, Stream& stream) : tensor_(t) { stream.synchronize(); }
+  HostView(const Tensor& t, Stream& stream) : tensor_(t) {
+#ifdef TRAIN_GPT_CUDA
+    if (stream.device().kind == DeviceKind::cuda) {
+      copy_ = std::make_unique_for_overwrite<std::byte[]>(detail::bytes_of(t));
+      CUDA_CHECK(cudaMemcpyAsync(copy_.get(), t.bytes, detail::bytes_of(t), cudaMemcpyDeviceToHost, stream.cuda()));
+      tensor_ = detail::at_host(t, copy_.get());
+    }
+#endif
+    stream.synchronize();
+  }
   const Tensor& tensor() const { return tensor_; }
   template <class T>
   const T* data() const {
@@ -22,12 +44,21 @@ class HostView {
 
  private:
   Tensor tensor_;
+  std::unique_ptr<std::byte[]> copy_;  // of what is not in the host's memory
 };
 
 // f(host tensor) writes all of `t`, behind everything enqueued so far.
 template <class F>
 void write_on_host(const Tensor& t, Stream& stream, F&& f) {
   stream.synchronize();
+#ifdef TRAIN_GPT_CUDA
+  if (stream.device().kind == DeviceKind::cuda) {
+    const auto host = std::make_unique_for_overwrite<std::byte[]>(detail::bytes_of(t));
+    f(detail::at_host(t, host.get()));
+    CUDA_CHECK(cudaMemcpyAsync(t.bytes, host.get(), detail::bytes_of(t), cudaMemcpyHostToDevice, stream.cuda()));
+    return stream.synchronize();
+  }
+#endif
   f(t);
 }
 
@@ -37,22 +68,30 @@ void upload(const Tensor& t, std::vector<T> values, Stream& stream) {
   if (stream.device().kind == DeviceKind::null) return;
   CHECK(t.dtype == dtype_of<T>() && static_cast<int64_t>(values.size()) == t.numel(),
         "{} values for tensor {} of {} {}", values.size(), t.name, t.numel(), t.dtype);
-  stream.enqueue(
-      [t, values = std::move(values)] { std::memcpy(t.bytes, values.data(), static_cast<size_t>(t.size_bytes())); });
+#ifdef TRAIN_GPT_CUDA
+  if (stream.device().kind == DeviceKind::cuda) return stream.gpu().upload(t.bytes, values.data(), detail::bytes_of(t));
+#endif
+  stream.enqueue([t, values = std::move(values)] { std::memcpy(t.bytes, values.data(), detail::bytes_of(t)); });
 }
 
-// f(floats of t) is called when the stream gets there. `t` is of a floating-point dtype.
+// f(floats of t) is called when the stream has got there, at the latest when the host waits for it. `t` is of a
+// floating-point dtype.
 template <class F>
 void download(const Tensor& t, Stream& stream, F&& f) {
   if (stream.device().kind == DeviceKind::null) return;
-  stream.enqueue([t, f = std::forward<F>(f)]() mutable {
+  auto hand_over = [t, f = std::forward<F>(f)](const std::byte* bytes) mutable {
     std::vector<float> host(static_cast<size_t>(t.numel()));
     with_type(t.dtype, [&](auto tag) {
-      const auto* from = t.data<typename decltype(tag)::type>();
+      const auto* from = reinterpret_cast<const typename decltype(tag)::type*>(bytes);
       for (size_t i = 0; i < host.size(); ++i) host[i] = static_cast<float>(from[i]);
     });
     f(std::move(host));
-  });
+  };
+#ifdef TRAIN_GPT_CUDA
+  if (stream.device().kind == DeviceKind::cuda)
+    return stream.gpu().download(t.bytes, detail::bytes_of(t), std::move(hand_over));
+#endif
+  stream.enqueue([t, hand_over = std::move(hand_over)]() mutable { hand_over(t.bytes); });
 }
 
 }  // namespace llmc

@@ -32,9 +32,11 @@ inline double attention_flops(const AttentionShape& s) {
 inline void rotary_table(Tensor table, const Rotary& rotary, Stream& stream) {
   const int64_t P = table.shape[0], D = table.shape[1];
   CHECK(D % 2 == 0, "rotary positions turn pairs: the head size {} is odd", D);
-  stream.run({"rotary_table", 0, detail::bytes_of({table})}, {table}, [=] {
-    with_type(table.dtype,
-              [&](auto tag) { cpu::rotary_table(table.data<typename decltype(tag)::type>(), rotary, P, D); });
+  stream.run({"rotary_table", 0, detail::bytes_of({table})}, {table}, [=, &stream] {
+    with_type(table.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      if constexpr (!std::is_same_v<X, bf16>) CALL_OP(stream, X, rotary_table, table.data<X>(), rotary, P, D);
+    });
   });
 }
 
@@ -45,10 +47,10 @@ inline void rotary_embedding(Tensor qkv, Tensor table, Tensor positions, const A
   detail::check_qkv("rotary_embedding", "qkv", qkv, shape);
   CHECK_TENSOR(positions, DType::int32, shape.B * shape.T);
   CHECK_TENSOR(table, accumulator_of(qkv.dtype), table.shape[0], shape.D);
-  stream.run({"rotary_embedding", 0, 2 * detail::bytes_of({qkv})}, {qkv}, [=] {
+  stream.run({"rotary_embedding", 0, 2 * detail::bytes_of({qkv})}, {qkv}, [=, &stream] {
     with_type(qkv.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
-      cpu::rotary(qkv.data<X>(), table.data<accumulator_t<X>>(), positions.data<int32_t>(), shape, turn);
+      CALL_OP(stream, X, rotary, qkv.data<X>(), table.data<accumulator_t<X>>(), positions.data<int32_t>(), shape, turn);
     });
   });
 }
@@ -62,11 +64,11 @@ inline void qk_norm_forward(Tensor out, Tensor rstd, Tensor qkv, Tensor q_weight
   CHECK_TENSOR(rstd, accumulator_of(qkv.dtype), shape.B * shape.T, shape.Hq + shape.Hkv);
   CHECK_TENSOR(q_weight, qkv.dtype, shape.D);
   CHECK_TENSOR(k_weight, qkv.dtype, shape.D);
-  stream.run({"qk_norm_forward", 0, detail::bytes_of({out, qkv})}, {out, rstd}, [=] {
+  stream.run({"qk_norm_forward", 0, detail::bytes_of({out, qkv})}, {out, rstd}, [=, &stream] {
     with_type(qkv.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
-      cpu::qk_norm_forward(out.data<X>(), rstd.data<accumulator_t<X>>(), qkv.data<X>(), q_weight.data<X>(),
-                           k_weight.data<X>(), eps, shape);
+      CALL_OP(stream, X, qk_norm_forward, out.data<X>(), rstd.data<accumulator_t<X>>(), qkv.data<X>(),
+              q_weight.data<X>(), k_weight.data<X>(), eps, shape);
     });
   });
 }
@@ -82,13 +84,14 @@ inline void qk_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_weight, Te
   CHECK_TENSOR(dk_weight, stat, shape.D);
   auto scope = stream.scratch().scope();
   const Tensor partials =
-      stream.scratch().alloc("scratch", "query-key norm partial sums", stat, {cpu::row_partitions, 2 * shape.D});
-  stream.run({"qk_norm_backward", 0, detail::bytes_of({dqkv, dqkv, qkv})}, {dqkv, dq_weight, dk_weight}, [=] {
+      detail::scratch(stream, "query-key norm partial sums", stat, cpu::row_partitions * 2 * shape.D,
+                      ON_GPU(cuda::qk_norm_backward_scratch(shape)));
+  stream.run({"qk_norm_backward", 0, detail::bytes_of({dqkv, dqkv, qkv})}, {dqkv, dq_weight, dk_weight}, [=, &stream] {
     with_type(qkv.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
-      cpu::qk_norm_backward(dqkv.data<X>(), dq_weight.data<A>(), dk_weight.data<A>(), partials.data<A>(), qkv.data<X>(),
-                            q_weight.data<X>(), k_weight.data<X>(), rstd.data<A>(), shape);
+      CALL_OP(stream, X, qk_norm_backward, dqkv.data<X>(), dq_weight.data<A>(), dk_weight.data<A>(), partials.data<A>(),
+              qkv.data<X>(), q_weight.data<X>(), k_weight.data<X>(), rstd.data<A>(), shape);
     });
   });
 }
@@ -103,16 +106,20 @@ inline void attention_forward(Tensor out, Tensor lse, Tensor qkv, Tensor positio
   const int threads = stream.device().threads;
   auto scope = stream.scratch().scope();
   const Tensor scratch =
-      stream.scratch().alloc("scratch", "attention", lse.dtype, {cpu::attention_forward_scratch(shape, threads)});
-  stream.run({"attention_forward", detail::attention_flops(shape), detail::bytes_of({out, qkv})}, {out, lse}, [=] {
-    with_type(qkv.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      cpu::attention_forward(out.data<X>(), lse.data<A>(), qkv.data<X>(),
-                             positions.empty() ? nullptr : positions.data<int32_t>(), scratch.data<A>(), shape,
-                             threads);
-    });
-  });
+      detail::scratch(stream, "attention", lse.dtype, cpu::attention_forward_scratch(shape, threads), 0);
+  stream.run(
+      {"attention_forward", detail::attention_flops(shape), detail::bytes_of({out, qkv})}, {out, lse}, [=, &stream] {
+        with_type(qkv.dtype, [&](auto tag) {
+          using X = typename decltype(tag)::type;
+          using A = accumulator_t<X>;
+          const int32_t* documents = positions.empty() ? nullptr : positions.data<int32_t>();
+          RUN_ON_DEVICE(
+              stream, X,
+              cuda::attention_forward(out.data<X>(), lse.data<A>(), qkv.data<X>(), documents, shape, stream.cuda()),
+              cpu::attention_forward(out.data<X>(), lse.data<A>(), qkv.data<X>(), documents, scratch.data<A>(), shape,
+                                     threads));
+        });
+      });
 }
 
 // dqkv = (all of it is written)
@@ -124,15 +131,20 @@ inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv,
   const int threads = stream.device().threads;
   auto scope = stream.scratch().scope();
   const Tensor scratch =
-      stream.scratch().alloc("scratch", "attention", lse.dtype, {cpu::attention_backward_scratch(shape, threads)});
+      detail::scratch(stream, "attention", lse.dtype, cpu::attention_backward_scratch(shape, threads),
+                      ON_GPU(cuda::attention_backward_scratch(shape)));
   stream.run({"attention_backward", 2.5 * detail::attention_flops(shape), detail::bytes_of({dqkv, dout, out, qkv})},
-             {dqkv}, [=] {
+             {dqkv}, [=, &stream] {
                with_type(qkv.dtype, [&](auto tag) {
                  using X = typename decltype(tag)::type;
                  using A = accumulator_t<X>;
-                 cpu::attention_backward(dqkv.data<X>(), dout.data<X>(), out.data<X>(), qkv.data<X>(), lse.data<A>(),
-                                         positions.empty() ? nullptr : positions.data<int32_t>(), scratch.data<A>(),
-                                         shape, threads);
+                 const int32_t* documents = positions.empty() ? nullptr : positions.data<int32_t>();
+                 RUN_ON_DEVICE(
+                     stream, X,
+                     cuda::attention_backward(dqkv.data<X>(), dout.data<X>(), out.data<X>(), qkv.data<X>(),
+                                              lse.data<A>(), documents, scratch.data<A>(), shape, stream.cuda()),
+                     cpu::attention_backward(dqkv.data<X>(), dout.data<X>(), out.data<X>(), qkv.data<X>(),
+                                             lse.data<A>(), documents, scratch.data<A>(), shape, threads));
                });
              });
 }
@@ -145,10 +157,10 @@ inline void cache_append(Tensor cache, Tensor qkv, int64_t begin, const Attentio
   CHECK(shape.B == 1);
   CHECK_TENSOR(cache, qkv.dtype, cache.shape[0], width);
   const Tensor rows = cache.slice(begin * width, {shape.T, width});
-  stream.run({"cache_append", 0, 2 * detail::bytes_of({rows})}, {rows}, [=] {
+  stream.run({"cache_append", 0, 2 * detail::bytes_of({rows})}, {rows}, [=, &stream] {
     with_type(qkv.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
-      cpu::cache_append(rows.data<X>(), qkv.data<X>(), shape);
+      CALL_OP(stream, X, cache_append, rows.data<X>(), qkv.data<X>(), shape);
     });
   });
 }
@@ -163,14 +175,19 @@ inline void attention_cached(Tensor out, Tensor qkv, Tensor cache, int64_t begin
   CHECK_TENSOR(out, qkv.dtype, shape.T, shape.Hq * shape.D);
   const int threads = stream.device().threads;
   auto scope = stream.scratch().scope();
-  const Tensor scratch = stream.scratch().alloc("scratch", "attention", accumulator_of(qkv.dtype),
-                                                {cpu::attention_cached_scratch(shape, begin, threads)});
+  const Tensor scratch = detail::scratch(stream, "attention", accumulator_of(qkv.dtype),
+                                         cpu::attention_cached_scratch(shape, begin, threads),
+                                         ON_GPU(cuda::attention_cached_scratch(shape, begin)));
   const double flops = 4.0 * static_cast<double>(shape.Hq * shape.D * shape.T * (begin + shape.T));
-  stream.run({"attention_cached", flops, detail::bytes_of({out, qkv, cache})}, {out}, [=] {
+  stream.run({"attention_cached", flops, detail::bytes_of({out, qkv, cache})}, {out}, [=, &stream] {
     with_type(qkv.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
-      cpu::attention_cached(out.data<X>(), qkv.data<X>(), cache.data<X>(), scratch.data<A>(), begin, shape, threads);
+      RUN_ON_DEVICE(stream, X,
+                    cuda::attention_cached(out.data<X>(), qkv.data<X>(), cache.data<X>(), scratch.data<A>(), begin,
+                                           shape, stream.cuda()),
+                    cpu::attention_cached(out.data<X>(), qkv.data<X>(), cache.data<X>(), scratch.data<A>(), begin,
+                                          shape, threads));
     });
   });
 }

@@ -9,6 +9,14 @@
 
 namespace llmc {
 
+// What multiplies matrices on this device, and its version.
+inline std::string matmul_library([[maybe_unused]] const Device& device) {
+#ifdef TRAIN_GPT_CUDA
+  if (device.computes_as() == DeviceKind::cuda) return formatted("cuBLASLt {}", cublasLtGetVersion());
+#endif
+  return cpu::matmul_library();
+}
+
 // out (N, C) = wte[tokens] + wpe[positions].   tokens, positions (N) int32; wte (V, C); wpe (P, C), or an empty tensor
 inline void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, Stream& stream) {
   const int64_t N = out.shape[0], C = out.shape[1];
@@ -16,11 +24,11 @@ inline void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tenso
   CHECK_TENSOR(positions, DType::int32, N);
   CHECK_TENSOR(wte, out.dtype, wte.shape[0], C);
   if (!wpe.empty()) CHECK_TENSOR(wpe, out.dtype, wpe.shape[0], C);
-  stream.run({"embedding_forward", 0, 3 * detail::bytes_of({out})}, {out}, [=] {
+  stream.run({"embedding_forward", 0, 3 * detail::bytes_of({out})}, {out}, [=, &stream] {
     with_type(out.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
-      cpu::embedding_forward(out.data<X>(), tokens.data<int32_t>(), positions.data<int32_t>(), wte.data<X>(),
-                             wpe.empty() ? nullptr : wpe.data<X>(), N, C);
+      CALL_OP(stream, X, embedding_forward, out.data<X>(), tokens.data<int32_t>(), positions.data<int32_t>(),
+              wte.data<X>(), wpe.empty() ? nullptr : wpe.data<X>(), N, C);
     });
   });
 }
@@ -33,12 +41,20 @@ inline void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tok
   CHECK_TENSOR(positions, DType::int32, N);
   CHECK_TENSOR(dwte, grad, dwte.shape[0], C);
   if (!dwpe.empty()) CHECK_TENSOR(dwpe, grad, dwpe.shape[0], C);
-  stream.run({"embedding_backward", 0, 5 * detail::bytes_of({dout})}, {dwte, dwpe}, [=] {
+  [[maybe_unused]] const int64_t V = dwte.shape[0], P = dwpe.empty() ? 0 : dwpe.shape[0];
+  auto scope = stream.scratch().scope();
+  [[maybe_unused]] const Tensor scratch = detail::scratch(stream, "embedding rows in order", DType::int32, 0,
+                                                          ON_GPU(cuda::embedding_backward_scratch(N, C)));
+  stream.run({"embedding_backward", 0, 5 * detail::bytes_of({dout})}, {dwte, dwpe}, [=, &stream] {
     with_type(dout.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
-      cpu::embedding_backward(dwte.data<A>(), dwpe.empty() ? nullptr : dwpe.data<A>(), dout.data<X>(),
-                              tokens.data<int32_t>(), positions.data<int32_t>(), N, C);
+      A* const dwpe_data = dwpe.empty() ? nullptr : dwpe.data<A>();
+      const int32_t *ids = tokens.data<int32_t>(), *places = positions.data<int32_t>();
+      RUN_ON_DEVICE(stream, X,
+                    cuda::embedding_backward(dwte.data<A>(), dwpe_data, scratch.data<int32_t>(), dout.data<X>(), ids,
+                                             places, N, C, V, P, stream.cuda()),
+                    cpu::embedding_backward(dwte.data<A>(), dwpe_data, dout.data<X>(), ids, places, N, C));
     });
   });
 }
@@ -53,12 +69,12 @@ inline void layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Te
   CHECK_TENSOR(rstd, stat, N);
   CHECK_TENSOR(weight, x.dtype, C);
   CHECK_TENSOR(bias, x.dtype, C);
-  stream.run({"layernorm_forward", 0, detail::bytes_of({out, x})}, {out, mean, rstd}, [=] {
+  stream.run({"layernorm_forward", 0, detail::bytes_of({out, x})}, {out, mean, rstd}, [=, &stream] {
     with_type(x.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
-      cpu::layernorm_forward(out.data<X>(), mean.data<A>(), rstd.data<A>(), x.data<X>(), weight.data<X>(),
-                             bias.data<X>(), eps, N, C);
+      CALL_OP(stream, X, layernorm_forward, out.data<X>(), mean.data<A>(), rstd.data<A>(), x.data<X>(),
+              weight.data<X>(), bias.data<X>(), eps, N, C);
     });
   });
 }
@@ -76,14 +92,14 @@ inline void layernorm_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor d
   CHECK_TENSOR(mean, stat, N);
   CHECK_TENSOR(rstd, stat, N);
   auto scope = stream.scratch().scope();
-  const Tensor partials =
-      stream.scratch().alloc("scratch", "layernorm partial sums", stat, {cpu::row_partitions, 2 * C});
-  stream.run({"layernorm_backward", 0, detail::bytes_of({dx, dout, x})}, {dx, dweight, dbias}, [=] {
+  const Tensor partials = detail::scratch(stream, "layernorm partial sums", stat, cpu::row_partitions * 2 * C,
+                                          ON_GPU(cuda::layernorm_backward_scratch(N, C)));
+  stream.run({"layernorm_backward", 0, detail::bytes_of({dx, dout, x})}, {dx, dweight, dbias}, [=, &stream] {
     with_type(x.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
-      cpu::layernorm_backward(dx.data<X>(), dweight.data<A>(), dbias.data<A>(), partials.data<A>(), dout.data<X>(),
-                              x.data<X>(), weight.data<X>(), mean.data<A>(), rstd.data<A>(), N, C, accumulate_dx);
+      CALL_OP(stream, X, layernorm_backward, dx.data<X>(), dweight.data<A>(), dbias.data<A>(), partials.data<A>(),
+              dout.data<X>(), x.data<X>(), weight.data<X>(), mean.data<A>(), rstd.data<A>(), N, C, accumulate_dx);
     });
   });
 }
@@ -94,11 +110,11 @@ inline void rmsnorm_forward(Tensor out, Tensor rstd, Tensor x, Tensor weight, fl
   CHECK_TENSOR(out, x.dtype, N, C);
   CHECK_TENSOR(rstd, accumulator_of(x.dtype), N);
   CHECK_TENSOR(weight, x.dtype, C);
-  stream.run({"rmsnorm_forward", 0, detail::bytes_of({out, x})}, {out, rstd}, [=] {
+  stream.run({"rmsnorm_forward", 0, detail::bytes_of({out, x})}, {out, rstd}, [=, &stream] {
     with_type(x.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
-      cpu::rmsnorm_forward(out.data<X>(), rstd.data<A>(), x.data<X>(), weight.data<X>(), eps, N, C);
+      CALL_OP(stream, X, rmsnorm_forward, out.data<X>(), rstd.data<A>(), x.data<X>(), weight.data<X>(), eps, N, C);
     });
   });
 }
@@ -114,28 +130,46 @@ inline void rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dout, Tensor x, T
   CHECK_TENSOR(weight, x.dtype, C);
   CHECK_TENSOR(rstd, stat, N);
   auto scope = stream.scratch().scope();
-  const Tensor partials = stream.scratch().alloc("scratch", "rmsnorm partial sums", stat, {cpu::row_partitions, C});
-  stream.run({"rmsnorm_backward", 0, detail::bytes_of({dx, dout, x})}, {dx, dweight}, [=] {
+  const Tensor partials = detail::scratch(stream, "rmsnorm partial sums", stat, cpu::row_partitions * C,
+                                          ON_GPU(cuda::rmsnorm_backward_scratch(N, C)));
+  stream.run({"rmsnorm_backward", 0, detail::bytes_of({dx, dout, x})}, {dx, dweight}, [=, &stream] {
     with_type(x.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
-      cpu::rmsnorm_backward(dx.data<X>(), dweight.data<A>(), partials.data<A>(), dout.data<X>(), x.data<X>(),
-                            weight.data<X>(), rstd.data<A>(), N, C, accumulate_dx);
+      CALL_OP(stream, X, rmsnorm_backward, dx.data<X>(), dweight.data<A>(), partials.data<A>(), dout.data<X>(),
+              x.data<X>(), weight.data<X>(), rstd.data<A>(), N, C, accumulate_dx);
     });
   });
 }
 
 namespace detail {
 
-inline void matmul(const char* name, Tensor c, Tensor a, Tensor b, Tensor bias, const cpu::MatmulShape& shape,
-                   Stream& stream) {
-  const cpu::Matmul product = cpu::Matmul::prepare(shape);
+// c (M, N) = or += op(a) op(b) + bias, K products each.   bias (N), or an empty tensor
+inline void matmul(const char* name, Tensor c, Tensor a, Transpose a_as, Tensor b, Transpose b_as, int64_t K,
+                   Tensor bias, Accumulate accumulate, Stream& stream) {
+  const int64_t M = c.shape[0], N = c.shape[1];
+  const Bias with_bias = bias.empty() ? Bias::no : Bias::yes;
+  const double flops = 2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K);
+  const double bytes = bytes_of({a, b, c}) + (accumulate == Accumulate::yes ? bytes_of({c}) : 0);
   auto scope = stream.scratch().scope();
+#ifdef TRAIN_GPT_CUDA
+  if (stream.device().computes_as() == DeviceKind::cuda) {
+    const Tensor workspace =
+        stream.scratch().alloc("scratch", "matmul", DType::int32, {cuda::default_matmul_workspace / 4});
+    return stream.run({name, flops, bytes}, {c}, [=, &stream] {
+      if (a.dtype == DType::fp64) refuse_fp64();
+      const int alignment = cuda::alignment_of({c.bytes, a.bytes, b.bytes, bias.bytes});
+      stream.kept<cuda::MatmulPlans>()
+          .prepare({M, N, K, a_as, b_as, accumulate, a.dtype, c.dtype, with_bias, stream.device().tf32, alignment})
+          .run(c.bytes, a.bytes, b.bytes, bias.bytes, workspace.bytes, stream.cuda());
+    });
+  }
+#endif
+  const cpu::Matmul product =
+      cpu::Matmul::prepare({M, N, K, a_as, b_as, accumulate, a.dtype, c.dtype, with_bias, stream.device().threads});
   Tensor scratch;
   if (product.scratch_bytes() > 0)
     scratch = stream.scratch().alloc("scratch", "matmul", DType::int32, {ceil_div(product.scratch_bytes(), 4)});
-  const double flops = 2.0 * static_cast<double>(shape.M) * static_cast<double>(shape.N) * static_cast<double>(shape.K);
-  const double bytes = bytes_of({a, b, c}) + (shape.accumulate == Accumulate::yes ? bytes_of({c}) : 0);
   stream.run({name, flops, bytes}, {c}, [=] { product.run(c.bytes, a.bytes, b.bytes, bias.bytes, scratch.bytes); });
 }
 
@@ -147,18 +181,7 @@ inline void linear_forward(Tensor out, Tensor x, Tensor weight, Tensor bias, Str
   CHECK_TENSOR(out, x.dtype, N, O);
   CHECK_TENSOR(weight, x.dtype, O, I);
   if (!bias.empty()) CHECK_TENSOR(bias, x.dtype, O);
-  detail::matmul("linear_forward", out, x, weight, bias,
-                 {.M = N,
-                  .N = O,
-                  .K = I,
-                  .a = cpu::Transpose::no,
-                  .b = cpu::Transpose::yes,
-                  .accumulate = Accumulate::no,
-                  .in = x.dtype,
-                  .out = x.dtype,
-                  .bias = bias.empty() ? cpu::Bias::no : cpu::Bias::yes,
-                  .threads = stream.device().threads},
-                 stream);
+  detail::matmul("linear_forward", out, x, Transpose::no, weight, Transpose::yes, I, bias, Accumulate::no, stream);
 }
 
 // dx = dout weight.
@@ -166,17 +189,7 @@ inline void linear_backward_input(Tensor dx, Tensor dout, Tensor weight, Stream&
   const int64_t N = dout.shape[0], I = weight.shape[1], O = weight.shape[0];
   CHECK_TENSOR(dx, dout.dtype, N, I);
   CHECK_TENSOR(dout, weight.dtype, N, O);
-  detail::matmul("linear_backward_input", dx, dout, weight, {},
-                 {.M = N,
-                  .N = I,
-                  .K = O,
-                  .a = cpu::Transpose::no,
-                  .b = cpu::Transpose::no,
-                  .accumulate = Accumulate::no,
-                  .in = dout.dtype,
-                  .out = dout.dtype,
-                  .bias = cpu::Bias::no,
-                  .threads = stream.device().threads},
+  detail::matmul("linear_backward_input", dx, dout, Transpose::no, weight, Transpose::no, O, {}, Accumulate::no,
                  stream);
 }
 
@@ -186,27 +199,18 @@ inline void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Te
   const DType grad = accumulator_of(x.dtype);
   CHECK_TENSOR(dout, x.dtype, N, O);
   CHECK_TENSOR(dweight, grad, O, I);
-  detail::matmul("linear_backward_weight", dweight, dout, x, {},
-                 {.M = O,
-                  .N = I,
-                  .K = N,
-                  .a = cpu::Transpose::yes,
-                  .b = cpu::Transpose::no,
-                  .accumulate = Accumulate::yes,
-                  .in = x.dtype,
-                  .out = grad,
-                  .bias = cpu::Bias::no,
-                  .threads = stream.device().threads},
+  detail::matmul("linear_backward_weight", dweight, dout, Transpose::yes, x, Transpose::no, N, {}, Accumulate::yes,
                  stream);
   if (dbias.empty()) return;
   CHECK_TENSOR(dbias, grad, O);
   auto scope = stream.scratch().scope();
-  const Tensor partials = stream.scratch().alloc("scratch", "bias partial sums", grad, {cpu::row_partitions, O});
-  stream.run({"linear_backward_bias", 0, detail::bytes_of({dout})}, {dbias}, [=] {
+  const Tensor partials = detail::scratch(stream, "bias partial sums", grad, cpu::row_partitions * O,
+                                          ON_GPU(cuda::column_sum_scratch(N, O)));
+  stream.run({"linear_backward_bias", 0, detail::bytes_of({dout})}, {dbias}, [=, &stream] {
     with_type(dout.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
-      cpu::column_sum(dbias.data<A>(), partials.data<A>(), dout.data<X>(), N, O);
+      CALL_OP(stream, X, column_sum, dbias.data<A>(), partials.data<A>(), dout.data<X>(), N, O);
     });
   });
 }
@@ -214,20 +218,20 @@ inline void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Te
 // GELU, tanh form, elementwise; dx may be dout.
 inline void gelu_forward(Tensor out, Tensor x, Stream& stream) {
   detail::check_tensor("gelu_forward", "out", out, x.dtype, x.shape);
-  stream.run({"gelu_forward", 0, detail::bytes_of({out, x})}, {out}, [=] {
+  stream.run({"gelu_forward", 0, detail::bytes_of({out, x})}, {out}, [=, &stream] {
     with_type(x.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
-      cpu::gelu_forward(out.data<X>(), x.data<X>(), x.numel());
+      CALL_OP(stream, X, gelu_forward, out.data<X>(), x.data<X>(), x.numel());
     });
   });
 }
 inline void gelu_backward(Tensor dx, Tensor dout, Tensor x, Stream& stream) {
   detail::check_tensor("gelu_backward", "dx", dx, x.dtype, x.shape);
   detail::check_tensor("gelu_backward", "dout", dout, x.dtype, x.shape);
-  stream.run({"gelu_backward", 0, detail::bytes_of({dx, dout, x})}, {dx}, [=] {
+  stream.run({"gelu_backward", 0, detail::bytes_of({dx, dout, x})}, {dx}, [=, &stream] {
     with_type(x.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
-      cpu::gelu_backward(dx.data<X>(), dout.data<X>(), x.data<X>(), x.numel());
+      CALL_OP(stream, X, gelu_backward, dx.data<X>(), dout.data<X>(), x.data<X>(), x.numel());
     });
   });
 }
@@ -236,10 +240,10 @@ inline void gelu_backward(Tensor dx, Tensor dout, Tensor x, Stream& stream) {
 inline void swiglu_forward(Tensor out, Tensor gate_up, Stream& stream) {
   const int64_t N = out.shape[0], F = out.shape[1];
   CHECK_TENSOR(gate_up, out.dtype, N, 2 * F);
-  stream.run({"swiglu_forward", 0, detail::bytes_of({out, gate_up})}, {out}, [=] {
+  stream.run({"swiglu_forward", 0, detail::bytes_of({out, gate_up})}, {out}, [=, &stream] {
     with_type(out.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
-      cpu::swiglu_forward(out.data<X>(), gate_up.data<X>(), N, F);
+      CALL_OP(stream, X, swiglu_forward, out.data<X>(), gate_up.data<X>(), N, F);
     });
   });
 }
@@ -247,10 +251,10 @@ inline void swiglu_backward(Tensor dgate_up, Tensor dout, Tensor gate_up, Stream
   const int64_t N = dout.shape[0], F = dout.shape[1];
   CHECK_TENSOR(gate_up, dout.dtype, N, 2 * F);
   CHECK_TENSOR(dgate_up, dout.dtype, N, 2 * F);
-  stream.run({"swiglu_backward", 0, detail::bytes_of({dgate_up, dout, gate_up})}, {dgate_up}, [=] {
+  stream.run({"swiglu_backward", 0, detail::bytes_of({dgate_up, dout, gate_up})}, {dgate_up}, [=, &stream] {
     with_type(dout.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
-      cpu::swiglu_backward(dgate_up.data<X>(), dout.data<X>(), gate_up.data<X>(), N, F);
+      CALL_OP(stream, X, swiglu_backward, dgate_up.data<X>(), dout.data<X>(), gate_up.data<X>(), N, F);
     });
   });
 }
@@ -259,10 +263,10 @@ inline void swiglu_backward(Tensor dgate_up, Tensor dout, Tensor gate_up, Stream
 inline void residual_forward(Tensor out, Tensor a, Tensor b, Stream& stream) {
   detail::check_tensor("residual_forward", "a", a, out.dtype, out.shape);
   detail::check_tensor("residual_forward", "b", b, out.dtype, out.shape);
-  stream.run({"residual_forward", 0, detail::bytes_of({out, a, b})}, {out}, [=] {
+  stream.run({"residual_forward", 0, detail::bytes_of({out, a, b})}, {out}, [=, &stream] {
     with_type(out.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
-      cpu::residual_forward(out.data<X>(), a.data<X>(), b.data<X>(), out.numel());
+      CALL_OP(stream, X, residual_forward, out.data<X>(), a.data<X>(), b.data<X>(), out.numel());
     });
   });
 }

@@ -1,13 +1,10 @@
 // ops_memory.h: ops on flat memory, and what all ops share. Conventions: ops.h.
 #pragma once
-#include <cstring>
 #include <initializer_list>
 #include <string_view>
 
-#include "device/arena.h"
-#include "device/device.h"
-#include "device/tensor.h"
 #include "ops/cpu/elementwise.h"
+#include "ops/dispatch.h"
 #include "ops/types.h"
 
 namespace llmc {
@@ -23,6 +20,12 @@ inline void check_tensor(const char* op, const char* argument, const Tensor& t, 
 #define CHECK_TENSOR(tensor, dtype, ...) \
   ::llmc::detail::check_tensor(__func__, #tensor, tensor, dtype, Shape{__VA_ARGS__})
 
+// Work space of the op that is about to run, of as many elements as its source for the stream's device asks for.
+inline Tensor scratch(Stream& stream, const char* name, DType dtype, int64_t on_cpu, int64_t on_gpu) {
+  const int64_t n = stream.device().computes_as() == DeviceKind::cuda ? on_gpu : on_cpu;
+  return stream.scratch().alloc("scratch", name, dtype, {n});
+}
+
 inline double bytes_of(std::initializer_list<Tensor> tensors) {
   double bytes = 0;
   for (const Tensor& t : tensors) bytes += static_cast<double>(t.size_bytes());
@@ -33,23 +36,27 @@ inline double bytes_of(std::initializer_list<Tensor> tensors) {
 
 // out = 0
 inline void zero(Tensor out, Stream& stream) {
-  stream.run({"zero", 0, detail::bytes_of({out})}, {out}, [=] { cpu::zero(out.bytes, out.size_bytes()); });
+  stream.run({"zero", 0, detail::bytes_of({out})}, {out},
+             [=, &stream] { CALL_OP(stream, void, zero, out.bytes, out.size_bytes()); });
 }
 
 // out = x, same dtype and shape
 inline void copy(Tensor out, Tensor x, Stream& stream) {
   detail::check_tensor("copy", "x", x, out.dtype, out.shape);
   stream.run({"copy", 0, detail::bytes_of({out, x})}, {out},
-             [=] { std::memcpy(out.bytes, x.bytes, static_cast<size_t>(x.size_bytes())); });
+             [=, &stream] { CALL_OP(stream, void, copy, out.bytes, x.bytes, x.size_bytes()); });
 }
 
 // out = x in the dtype of out, rounded to nearest even
 inline void convert(Tensor out, Tensor x, Stream& stream) {
   CHECK(out.shape == x.shape, "convert: {} against {}", to_string(out.shape), to_string(x.shape));
-  stream.run({"convert", 0, detail::bytes_of({out, x})}, {out}, [=] {
+  stream.run({"convert", 0, detail::bytes_of({out, x})}, {out}, [=, &stream] {
     with_type(out.dtype, [&](auto to) {
       with_type(x.dtype, [&](auto from) {
-        cpu::convert(out.data<typename decltype(to)::type>(), x.data<typename decltype(from)::type>(), x.numel());
+        using X = typename decltype(from)::type;
+        using Out = typename decltype(to)::type;
+        using Both = std::conditional_t<std::is_same_v<Out, double>, double, X>;
+        CALL_OP(stream, Both, convert, out.data<Out>(), x.data<X>(), x.numel());
       });
     });
   });
@@ -57,10 +64,10 @@ inline void convert(Tensor out, Tensor x, Stream& stream) {
 
 // out = constant
 inline void fill(Tensor out, float value, Stream& stream) {
-  stream.run({"fill", 0, detail::bytes_of({out})}, {out}, [=] {
+  stream.run({"fill", 0, detail::bytes_of({out})}, {out}, [=, &stream] {
     with_type(out.dtype, [&](auto tag) {
-      using T = typename decltype(tag)::type;
-      std::fill_n(out.data<T>(), out.numel(), T(value));
+      using X = typename decltype(tag)::type;
+      CALL_OP(stream, X, fill, out.data<X>(), value, out.numel());
     });
   });
 }
@@ -68,27 +75,26 @@ inline void fill(Tensor out, float value, Stream& stream) {
 // out = NaN, bit by bit: what is not to be read any longer shows where it is.
 inline void poison(Tensor out, Stream& stream) {
   stream.run({"poison", 0, detail::bytes_of({out})}, {},
-             [=] { std::fill_n(out.bytes, static_cast<size_t>(out.size_bytes()), std::byte{0xff}); });
+             [=, &stream] { CALL_OP(stream, void, poison, out.bytes, out.size_bytes()); });
 }
 
 // out += x   (n)
 inline void add_to(Tensor out, Tensor x, Stream& stream) {
   detail::check_tensor("add_to", "x", x, out.dtype, out.shape);
-  stream.run({"add_to", 0, detail::bytes_of({out, out, x})}, {out}, [=] {
+  stream.run({"add_to", 0, detail::bytes_of({out, out, x})}, {out}, [=, &stream] {
     with_type(out.dtype, [&](auto tag) {
-      using T = typename decltype(tag)::type;
-      cpu::residual_forward(out.data<T>(), out.data<T>(), x.data<T>(), out.numel());
+      using X = typename decltype(tag)::type;
+      CALL_OP(stream, X, residual_forward, out.data<X>(), out.data<X>(), x.data<X>(), out.numel());
     });
   });
 }
 
 // out *= factor
 inline void scale(Tensor out, float factor, Stream& stream) {
-  stream.run({"scale", 0, 2 * detail::bytes_of({out})}, {out}, [=] {
+  stream.run({"scale", 0, 2 * detail::bytes_of({out})}, {out}, [=, &stream] {
     with_type(out.dtype, [&](auto tag) {
-      using T = typename decltype(tag)::type;
-      for (int64_t i = 0; i < out.numel(); ++i)
-        out.data<T>()[i] = T(static_cast<accumulator_t<T>>(out.data<T>()[i]) * accumulator_t<T>(factor));
+      using X = typename decltype(tag)::type;
+      CALL_OP(stream, X, scale, out.data<X>(), factor, out.numel());
     });
   });
 }
@@ -97,10 +103,10 @@ inline void scale(Tensor out, float factor, Stream& stream) {
 // (contract 7).
 inline void init_normal(Tensor out, float stddev, int64_t begin, uint64_t seed, std::string_view name, Stream& stream) {
   const Philox rng(seed, name);
-  stream.run({"init_normal", 0, detail::bytes_of({out})}, {out}, [=] {
+  stream.run({"init_normal", 0, detail::bytes_of({out})}, {out}, [=, &stream] {
     with_type(out.dtype, [&](auto tag) {
-      using T = typename decltype(tag)::type;
-      cpu::init_normal(out.data<T>(), begin, out.numel(), stddev, rng);
+      using X = typename decltype(tag)::type;
+      CALL_OP(stream, X, init_normal, out.data<X>(), begin, out.numel(), stddev, rng);
     });
   });
 }

@@ -16,12 +16,12 @@ inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, int64_t 
   CHECK_TENSOR(losses, accumulator_of(logits.dtype), N);
   CHECK_TENSOR(targets, DType::int32, N);
   CHECK(V <= V_padded, "cross_entropy: vocabulary {} exceeds the {} columns of the logits", V, V_padded);
-  stream.run({"cross_entropy", 0, 2 * detail::bytes_of({logits})}, {losses, logits}, [=] {
+  stream.run({"cross_entropy", 0, 2 * detail::bytes_of({logits})}, {losses, logits}, [=, &stream] {
     with_type(logits.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
-      cpu::cross_entropy(losses.data<A>(), logits.data<X>(), targets.data<int32_t>(), N, V, V_padded, A(scale),
-                         gradient);
+      CALL_OP(stream, X, cross_entropy, losses.data<A>(), logits.data<X>(), targets.data<int32_t>(), N, V, V_padded,
+              A(scale), gradient);
     });
   });
 }
@@ -29,10 +29,10 @@ inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, int64_t 
 // sum (1) fp64 += all of losses (N), added in a fixed order
 inline void add_losses(Tensor sum, Tensor losses, Stream& stream) {
   CHECK_TENSOR(sum, DType::fp64, 1);
-  stream.run({"add_losses", 0, detail::bytes_of({losses})}, {sum}, [=] {
+  stream.run({"add_losses", 0, detail::bytes_of({losses})}, {sum}, [=, &stream] {
     with_type(losses.dtype, [&](auto tag) {
       using A = typename decltype(tag)::type;
-      cpu::add_losses(sum.data<double>(), losses.data<A>(), losses.numel());
+      CALL_OP(stream, A, add_losses, sum.data<double>(), losses.data<A>(), losses.numel());
     });
   });
 }
@@ -43,10 +43,10 @@ inline void square_sum(Tensor out, Tensor x, Stream& stream) {
   auto scope = stream.scratch().scope();
   const Tensor partials =
       stream.scratch().alloc("scratch", "square sum", DType::fp64, {ceil_div(x.numel(), square_sum_block)});
-  stream.run({"square_sum", 0, detail::bytes_of({x})}, {out}, [=] {
+  stream.run({"square_sum", 0, detail::bytes_of({x})}, {out}, [=, &stream] {
     with_type(x.dtype, [&](auto tag) {
       using G = typename decltype(tag)::type;
-      cpu::square_sum(out.data<double>(), partials.data<double>(), x.data<G>(), x.numel());
+      CALL_OP(stream, G, square_sum, out.data<double>(), partials.data<double>(), x.data<G>(), x.numel());
     });
   });
 }
@@ -58,9 +58,9 @@ inline void combine_scalars(Tensor loss, Tensor square_sums, Tensor gathered, in
   const int64_t ranks = gathered.shape[0], units = gathered.shape[1] - 1;
   CHECK_TENSOR(loss, DType::fp64, 1);
   CHECK_TENSOR(square_sums, DType::fp64, units * shards);
-  stream.run({"combine_scalars", 0, detail::bytes_of({gathered})}, {}, [=] {
-    cpu::combine_scalars(loss.data<double>(), square_sums.data<double>(), gathered.data<double>(), ranks, units,
-                         shards);
+  stream.run({"combine_scalars", 0, detail::bytes_of({gathered})}, {}, [=, &stream] {
+    CALL_OP(stream, void, combine_scalars, loss.data<double>(), square_sums.data<double>(), gathered.data<double>(),
+            ranks, units, shards);
   });
 }
 
@@ -71,9 +71,9 @@ inline void combine_scalars(Tensor loss, Tensor square_sums, Tensor gathered, in
 inline void clip_control(Tensor control, Tensor square_sums, Tensor loss, const UpdateRule& rule, Stream& stream) {
   CHECK_TENSOR(control, DType::fp64, 3);
   CHECK_TENSOR(loss, DType::fp64, 1);
-  stream.run({"clip_control", 0, detail::bytes_of({square_sums})}, {}, [=] {
-    cpu::clip_control(control.data<double>(), square_sums.data<double>(), square_sums.numel(), loss.data<double>(),
-                      rule);
+  stream.run({"clip_control", 0, detail::bytes_of({square_sums})}, {}, [=, &stream] {
+    CALL_OP(stream, void, clip_control, control.data<double>(), square_sums.data<double>(), square_sums.numel(),
+            loss.data<double>(), rule);
   });
 }
 
@@ -91,13 +91,12 @@ inline void adamw_update(Tensor weight, Tensor master, Tensor moment1, Tensor mo
   CHECK_TENSOR(control, DType::fp64, 3);
   stream.run(
       {"adamw_update", 0, 2 * detail::bytes_of({weight, master, moment1, moment2}) + detail::bytes_of({gradient})},
-      {weight, master, moment1, moment2}, [=] {
-        if (control.data<double>()[2] == 0) return;
+      {weight, master, moment1, moment2}, [=, &stream] {
         with_type(weight.dtype, [&](auto tag) {
           using W = typename decltype(tag)::type;
           using A = accumulator_t<W>;
-          cpu::adamw_update(weight.data<W>(), master.empty() ? nullptr : master.data<A>(), moment1.data<A>(),
-                            moment2.data<A>(), gradient.data<A>(), n, options, A(control.data<double>()[1]));
+          CALL_OP(stream, W, adamw_update, weight.data<W>(), master.empty() ? nullptr : master.data<A>(),
+                  moment1.data<A>(), moment2.data<A>(), gradient.data<A>(), control.data<double>(), n, options);
         });
       });
 }

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "core/files.h"
+#include "device/gpu.h"
 #include "ops/ops.h"
 
 namespace llmc {
@@ -20,19 +21,19 @@ inline std::string processor_name() {
   return "unknown processor";
 }
 
-// Flops per second of the best of several square products of `size`, in `dtype`.
-inline double measure_matmul_peak(const Device& device, DType dtype, int64_t size = 1536) {
+// Flops per second of the best of several square products in `dtype`.
+inline double measure_matmul_peak(const Device& device, DType dtype) {
+  const int64_t size = device.kind == DeviceKind::cuda ? 8192 : 1536;
   double best = 0;
   int64_t scratch_bytes = 0;
-  for (const DeviceKind kind : {DeviceKind::null, device.kind}) {  // plan the scratch, then run
+  for (const Device& on : {device.on_paper(), device}) {  // plan the scratch, then run
     best = 0;
-    const Device on{kind, device.threads};
     const int64_t matrix = round_up(size * size * size_of(dtype), Arena::alignment);
     Arena arena(on, 3 * matrix), scratch(on, scratch_bytes);
     Stream stream(on, scratch);
     auto square = [&](const char* name) { return arena.alloc("peak", name, dtype, {size, size}); };
     const Tensor out = square("out"), x = square("x"), weight = square("weight");
-    for (const Tensor& t : {x, weight}) zero(t, stream);
+    for (const Tensor& t : {x, weight}) init_normal(t, 1, 0, 0, t.name, stream);  // zeros would cost less power
     for (int i = 0; i < 8; ++i) {
       stream.synchronize();
       const auto begin = std::chrono::steady_clock::now();
@@ -58,7 +59,10 @@ inline std::string peak_cache_file() {
 // that cannot be read or written is done without.
 inline double matmul_peak(const Device& device, DType dtype) {
   const std::string key =
-      formatted("{} | {} | {} | {} threads", processor_name(), cpu::matmul_library(), dtype, device.threads);
+      device.kind == DeviceKind::cuda
+          ? formatted("{} | {} | {}{}", gpu_info(device.gpu).name, matmul_library(device), dtype,
+                      device.tf32 == Tf32::yes ? " | tf32" : "")
+          : formatted("{} | {} | {} | {} threads", processor_name(), matmul_library(device), dtype, device.threads);
   const std::string file = peak_cache_file();
   nlohmann::json cache = nlohmann::json::object();
   if (std::ifstream in(file); in) {

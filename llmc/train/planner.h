@@ -24,9 +24,9 @@ struct Plan {
 };
 
 // One training step and one evaluation, if the rank is to train, and every length of a generation of rank 0, on paper.
-// `threads`: of a rank's device.
-inline Plan make_plan(const StepConfig& config, int threads) {
-  const Device device{DeviceKind::null, threads};
+// `target`: a rank's device.
+inline Plan make_plan(const StepConfig& config, const Device& target) {
+  const Device device = target.on_paper();
   const Mesh mesh = config.zero.mesh();
   Arena arena(device), scratch(device);
   Stream stream(device, scratch);
@@ -101,7 +101,7 @@ struct Remedy {
   Recompute recompute;
   int64_t total_bytes;
 };
-inline std::optional<Remedy> first_fit(StepConfig config, int threads, int64_t limit) {
+inline std::optional<Remedy> first_fit(StepConfig config, const Device& device, int64_t limit) {
   const int64_t sequences = config.batch.B * config.micro_batches;
   const StepConfig asked = config;
   for (int64_t B = config.batch.B; B >= 1; --B) {
@@ -113,7 +113,7 @@ inline std::optional<Remedy> first_fit(StepConfig config, int threads, int64_t l
       config.recompute = recompute;
       for (int stage = asked.zero.stage; stage <= (asked.zero.ranks() > 1 ? 3 : asked.zero.stage); ++stage) {
         config.zero.set_stage(stage);
-        if (const Plan plan = make_plan(config, threads); fits(plan, limit))
+        if (const Plan plan = make_plan(config, device); fits(plan, limit))
           return Remedy{B, stage, config.zero.grad_reduce, recompute, plan.total_bytes()};
       }
     }

@@ -25,15 +25,24 @@
 namespace llmc {
 
 inline std::string version_text() {
-  return formatted("train_gpt {}\ncompiler: {}\nflags: {}\nmatmul: {}\ndevices: cpu, null", TRAIN_GPT_GIT_HASH,
-                   TRAIN_GPT_COMPILER, TRAIN_GPT_FLAGS, cpu::matmul_library());
+  return formatted("train_gpt {}\ncompiler: {}\nflags: {}\nmatmul: {}\ndevices: {}", TRAIN_GPT_GIT_HASH,
+                   TRAIN_GPT_COMPILER, TRAIN_GPT_FLAGS, matmul_library({}),
+                   built_for_gpus ? "cpu, cuda, null" : "cpu, null");
+}
+
+// What computes: "NVIDIA H200 (sm_90, 139.8 GiB)".
+inline std::string describe(const Device& device) {
+  if (device.computes_as() != DeviceKind::cuda) return formatted("{}, {} threads", processor_name(), device.threads);
+  const GpuInfo gpu = gpu_info(device.gpu);
+  return formatted("GPU {}: {} (sm_{}{}), {}, {}", device.gpu, gpu.name, gpu.major, gpu.minor,
+                   human_bytes(gpu.total_bytes), gpu.software);
 }
 
 using Rows = std::vector<std::pair<std::string, std::string>>;
 
 // Bytes that a rank may take.
-inline int64_t memory_limit(const Options& o, const StepConfig& step) {
-  return o.memory_limit ? static_cast<int64_t>(*o.memory_limit * (1 << 30)) : host_memory() / step.zero.ranks();
+inline int64_t memory_limit(const Options& o, const StepConfig& step, const Device& device) {
+  return o.memory_limit ? static_cast<int64_t>(*o.memory_limit * (1 << 30)) : device_memory(device) / step.zero.ranks();
 }
 
 namespace detail {
@@ -71,17 +80,18 @@ inline Rows memory_rows(const Plan& plan) {
   return rows;
 }
 
-inline std::string memory_verdict(const Options& o, const StepConfig& step, const Plan& plan, int threads) {
-  const int64_t limit = memory_limit(o, step);
-  const std::string what = (o.memory_limit           ? "--memory-limit "
-                            : step.zero.ranks() == 1 ? "this machine's "
-                                                     : "a rank's part of this machine, ") +
+inline std::string memory_verdict(const Options& o, const StepConfig& step, const Plan& plan, const Device& device) {
+  const int64_t limit = memory_limit(o, step, device);
+  const std::string where = device.computes_as() == DeviceKind::cuda ? "GPU" : "machine";
+  const std::string what = (o.memory_limit           ? std::string("--memory-limit ")
+                            : step.zero.ranks() == 1 ? "this " + where + "'s "
+                                                     : "a rank's part of this " + where + ", ") +
                            human_bytes(limit);
   if (fits(plan, limit)) return "fits into " + what;
   if (step.zero.holds == Holds::weights)
     return formatted("does not fit into {}: use {}a smaller model, or a larger machine", what,
                      step.dtype == DType::bf16 ? "" : "--dtype bf16, ");
-  const std::optional<Remedy> remedy = first_fit(step, threads, limit);
+  const std::optional<Remedy> remedy = first_fit(step, device, limit);
   if (!remedy)
     return formatted(
         "does not fit into {}, even with --batch-size 1 --recompute block{}: use a smaller --seq-len or "
@@ -101,17 +111,17 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
 }  // namespace detail
 
 // Refuses a run, or a generation, that needs more memory than --memory-limit or the machine gives it.
-inline void require_memory(const Options& o, const StepConfig& step, const Plan& plan, int threads) {
-  if (fits(plan, memory_limit(o, step))) return;
+inline void require_memory(const Options& o, const StepConfig& step, const Plan& plan, const Device& device) {
+  if (fits(plan, memory_limit(o, step, device))) return;
   std::string message = formatted("{} needs {} and {}", step.zero.ranks() == 1 ? "the run" : "each rank",
-                                  human_bytes(plan.total_bytes()), detail::memory_verdict(o, step, plan, threads));
+                                  human_bytes(plan.total_bytes()), detail::memory_verdict(o, step, plan, device));
   for (const auto& [name, value] : detail::memory_rows(plan)) message += formatted("\n  {:-22} {}", name, value);
   throw Error(message);
 }
 
 // --plan: what the run needs, nothing run.
 inline void report_plan(Log& log, const Options& o, const Device& device, const StepConfig& step, const Plan& plan) {
-  log.table(formatted("plan for {} with {} threads", name_of(device.kind), device.threads), detail::run_rows(o, step));
+  log.table("plan for " + describe(device), detail::run_rows(o, step));
   log.table(o.local_ranks == 1 ? "memory" : "memory of a rank", detail::memory_rows(plan));
   if (step.zero.ranks() > 1) {
     Rows traffic;
@@ -127,15 +137,15 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
   }
   ops.emplace_back("total", formatted("{:8}       {:14.3f} GFLOP {:12.3f} GB", "", flops * 1e-9, bytes * 1e-9));
   log.table(o.local_ranks == 1 ? "work of a step" : "work of a rank in a step", ops);
-  log.line("=> " + detail::memory_verdict(o, step, plan, device.threads));
+  log.line("=> " + detail::memory_verdict(o, step, plan, device));
 }
 
 inline void report_header(Log& log, const Options& o, const Device& device, const StepConfig& step, int64_t max_steps,
                           const TokenShards& train, const TokenShards* val, const Plan& plan, double peak,
                           std::optional<int32_t> document_end) {
   Rows rows = {
-      {"machine", formatted("{}: {}, {} threads", host_name(), processor_name(), device.threads)},
-      {"matmul", formatted("{}, {}, peak {:.1f} GFLOP/s measured here", cpu::matmul_library(), o.dtype, peak * 1e-9)}};
+      {"machine", formatted("{}: {}", host_name(), describe(device))},
+      {"matmul", formatted("{}, {}, peak {:.1f} GFLOP/s measured here", matmul_library(device), o.dtype, peak * 1e-9)}};
   for (auto& row : detail::run_rows(o, step)) rows.push_back(std::move(row));
   rows.emplace_back(
       "steps",

@@ -88,13 +88,13 @@ inline void collect(std::map<std::string, std::vector<float>>& whole, std::strin
   }
 }
 
-inline Outcome run_layout(const StepConfig& step) {
+inline Outcome run_layout(const StepConfig& step, const Device& device = {}) {
   Outcome outcome;
   std::mutex mutex;
-  const Plan plan = make_plan(step, 1);
+  const Plan plan = make_plan(step, device);
   World world(step.zero.mesh());
   run_ranks(world, [&](int rank) {
-    Run run(step, plan, {DeviceKind::cpu, 1}, world, rank);
+    Run run(step, plan, device, world, rank);
     init_weights(run.trainer.state(), 42, run.stream);
     const int64_t ranks = step.zero.ranks(), B = step.batch.B;
     const BatchSource batches = [&](int64_t m) {

@@ -29,8 +29,10 @@ struct Case {
 
 int64_t some_size() { return GENERATE(1, 3, 4, 1000, 1031); }
 
-DeviceArray<double> control_of(bool allowed) {
-  return DeviceArray<double>(std::vector<double>{7.0, factor, allowed ? 1.0 : 0.0});
+constexpr double allowed[] = {7.0, factor, 1.0}, unclipped[] = {7.0, 1.0, 1.0};
+
+DeviceArray<double> control_of(bool allow) {
+  return DeviceArray<double>(std::vector<double>{7.0, factor, allow ? 1.0 : 0.0});
 }
 
 }  // namespace
@@ -43,7 +45,7 @@ TEMPLATE_TEST_CASE("AdamW's kernels compute what the CPU does", "[cuda]", float,
   std::vector<W> weight = c.weight_as<W>();
   std::vector<float> master = c.weight, m = c.moment1, v = c.moment2;
   cpu::adamw_update(weight.data() + shift, copy ? master.data() + shift : nullptr, m.data() + shift, v.data() + shift,
-                    c.gradient.data() + shift, c.n - shift, options, factor);
+                    c.gradient.data() + shift, allowed, c.n - shift, options);
   const auto run = [&]() -> Outputs {
     DeviceArray<W> weights(c.weight_as<W>());
     DeviceArray<float> masters(c.weight), ms(c.moment1), vs(c.moment2), gradients(c.gradient);
@@ -60,7 +62,7 @@ TEST_CASE("AdamW with stochastic rounding draws the numbers of the CPU", "[cuda]
   const Philox words = rounding_words(5, "a parameter", options.step);
   std::vector<bf16> weight = c.weight_as<bf16>();
   std::vector<float> m = c.moment1, v = c.moment2;
-  cpu::adamw_update_stochastic(weight.data(), m.data(), v.data(), c.gradient.data(), begin, c.n, options, factor,
+  cpu::adamw_update_stochastic(weight.data(), m.data(), v.data(), c.gradient.data(), allowed, begin, c.n, options,
                                words);
   const auto run = [&]() -> Outputs {
     DeviceArray<bf16> weights(c.weight_as<bf16>());
@@ -78,8 +80,8 @@ TEST_CASE("stochastic rounding keeps the mean of updates that rounding to neares
   std::vector<float> m(n, 0.0f), v(n, 0.0f), gradient(n, 1.0f);
   for (int64_t step = 1; step <= 8; ++step)  // each moves a weight by 2^-12, a 16th of the distance to the next bf16
     cpu::adamw_update_stochastic(
-        weight.data(), m.data(), v.data(), gradient.data(), 0, n,
-        {.lr = 0x1p-12f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = step}, 1,
+        weight.data(), m.data(), v.data(), gradient.data(), unclipped, 0, n,
+        {.lr = 0x1p-12f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = step},
         rounding_words(5, "a parameter", step));
   double mean = 0;
   for (const bf16 w : weight) mean += static_cast<double>(w) / n;

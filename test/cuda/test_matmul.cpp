@@ -127,7 +127,7 @@ TEST_CASE("fp32 is multiplied as fp32 unless TF32 is asked for", "[cuda]") {
   Case<float, float> c{shape_of(32, 48, 64, DType::fp32, DType::fp32)};
   MatmulPlans plans(workspace_bytes);
   REQUIRE(relative_error(c.cuda(plans)[0].values, c.cpu()[0].values) < 1e-6);
-  c.shape.tf32 = cuda::Tf32::yes;
+  c.shape.tf32 = Tf32::yes;
   const double error = relative_error(c.cuda(plans)[0].values, c.cpu()[0].values);
   REQUIRE(error > 1e-5);
   REQUIRE(error < 2e-3);

@@ -5,10 +5,12 @@
 
 namespace llmc::cpu {
 
-// master == nullptr: the weights are their own master copy.
+// master == nullptr: the weights are their own master copy. Nothing changes where control (3) forbids it.
 template <class W, class A>
-void adamw_update(W* weight, A* master, A* moment1, A* moment2, const A* gradient, int64_t n,
-                  const AdamWOptions& options, A gradient_scale) {
+void adamw_update(W* weight, A* master, A* moment1, A* moment2, const A* gradient, const double* control, int64_t n,
+                  const AdamWOptions& options) {
+  if (control[2] == 0) return;
+  const A gradient_scale = static_cast<A>(control[1]);
   const AdamWStep<A> update(options);
   if (master == nullptr) {
     if constexpr (std::is_same_v<W, A>) {
@@ -27,8 +29,11 @@ void adamw_update(W* weight, A* master, A* moment1, A* moment2, const A* gradien
 // Weights in bf16 without a master copy: what an update adds to a weight is often less than half a bf16 apart from it
 // and would always be rounded away; rounded by chance, it counts in the mean. The segment begins at element `begin` of
 // the parameter that `words` are for.
-inline void adamw_update_stochastic(bf16* weight, float* moment1, float* moment2, const float* gradient, int64_t begin,
-                                    int64_t n, const AdamWOptions& options, float gradient_scale, const Philox& words) {
+inline void adamw_update_stochastic(bf16* weight, float* moment1, float* moment2, const float* gradient,
+                                    const double* control, int64_t begin, int64_t n, const AdamWOptions& options,
+                                    const Philox& words) {
+  if (control[2] == 0) return;
+  const float gradient_scale = static_cast<float>(control[1]);
   const AdamWStep<float> update(options);
 #pragma omp parallel for schedule(static)
   for (int64_t block = begin / 4; block < ceil_div(begin + n, 4); ++block) {

@@ -54,6 +54,22 @@ inline void zero(std::byte* out, int64_t bytes) {
     std::memset(out + i * block, 0, static_cast<size_t>(std::min(block, bytes - i * block)));
 }
 
+inline void copy(std::byte* out, const std::byte* x, int64_t bytes) { std::memcpy(out, x, static_cast<size_t>(bytes)); }
+
+// All bits set: a NaN in every floating-point dtype.
+inline void poison(std::byte* out, int64_t bytes) { std::memset(out, 0xff, static_cast<size_t>(bytes)); }
+
+template <class T>
+void fill(T* out, float value, int64_t n) {
+  std::fill_n(out, n, T(value));
+}
+
+template <class T>
+void scale(T* out, float factor, int64_t n) {
+  using A = accumulator_t<T>;
+  for (int64_t i = 0; i < n; ++i) out[i] = T(static_cast<A>(out[i]) * A(factor));
+}
+
 // out (C) += the column sums of x (N, C).   partials: (row_partitions, C)
 template <class T, class A = accumulator_t<T>>
 void column_sum(A* out, A* partials, const T* x, int64_t N, int64_t C) {

@@ -71,6 +71,19 @@ struct Constant {
 
 }  // namespace detail
 
+inline void zero(std::byte* out, int64_t bytes, cudaStream_t stream) {
+  CUDA_CHECK(cudaMemsetAsync(out, 0, static_cast<size_t>(bytes), stream));
+}
+
+inline void copy(std::byte* out, const std::byte* x, int64_t bytes, cudaStream_t stream) {
+  CUDA_CHECK(cudaMemcpyAsync(out, x, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream));
+}
+
+// All bits set: a NaN in every floating-point dtype.
+inline void poison(std::byte* out, int64_t bytes, cudaStream_t stream) {
+  CUDA_CHECK(cudaMemsetAsync(out, 0xff, static_cast<size_t>(bytes), stream));
+}
+
 // out (n) = gelu(x)
 template <class T>
 void gelu_forward(T* out, const T* x, int64_t n, cudaStream_t stream) {

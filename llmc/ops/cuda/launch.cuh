@@ -1,32 +1,14 @@
-// launch.cuh: how kernels are launched, how they ask for shared memory, and how errors of the CUDA runtime become ours.
+// launch.cuh: how kernels are launched, and how they ask for shared memory.
 // The kernels' sources compile by nvcc, and by a C++ compiler against test/cuda_on_cpu/, which runs them on a CPU. What
 // the two must write differently is here, in vec.cuh and in mma.cuh, chosen by __CUDACC__, and nowhere else.
 #pragma once
-#include <cuda_runtime.h>
-
 #include <cstdint>
 #include <utility>
 
-#include "core/check.h"
 #include "core/shape.h"
+#include "device/cuda_api.h"
 
 namespace llmc::cuda {
-
-namespace detail {
-
-inline void cuda_failed(cudaError_t status, const char* call, const char* file, int line) {
-  throw Error(
-      formatted("{} failed: {} ({}) at {}:{}", call, cudaGetErrorString(status), cudaGetErrorName(status), file, line));
-}
-
-}  // namespace detail
-
-// A call of the CUDA runtime; throws Error where it does not succeed.
-#define CUDA_CHECK(call)                                                     \
-  do {                                                                       \
-    if (const cudaError_t status_ = (call); status_ != cudaSuccess)          \
-      ::llmc::cuda::detail::cuda_failed(status_, #call, __FILE__, __LINE__); \
-  } while (false)
 
 // `name`: an array of N elements of T, one for the block, aligned to 16 bytes and not initialised.
 // (As bytes, because CUDA refuses shared arrays of types with default values for their members, such as bf16.)

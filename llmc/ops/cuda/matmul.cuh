@@ -20,12 +20,11 @@
 #include <type_traits>
 #include <vector>
 
+#include "device/device.h"
 #include "ops/cuda/launch.cuh"
 #include "ops/types.h"
 
 namespace llmc::cuda {
-
-enum class Tf32 : uint8_t { no, yes };
 
 // C (M, N) = or += op(A) op(B) + bias. Row-major and dense; A is stored (M, K) or, transposed, (K, M); B (K, N) or (N,
 // K). A and B are fp32 or bf16; C is in the same dtype or fp32; bias (N) is in the dtype of all three. Sums are in
@@ -207,18 +206,6 @@ struct MatmulPlan {
   }
 };
 
-class Event {
- public:
-  Event() { CUDA_CHECK(cudaEventCreate(&event_)); }
-  ~Event() { cudaEventDestroy(event_); }
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
-  operator cudaEvent_t() const { return event_; }
-
- private:
-  cudaEvent_t event_ = nullptr;
-};
-
 }  // namespace detail
 
 // A prepared product; cheap to copy. Its MatmulPlans must outlive it.
@@ -286,7 +273,7 @@ class MatmulPlans {
     constexpr int repeats = 10;
     detail::MatmulPlan& chosen = plans_.at(product.shape_);
     const auto candidates = chosen.candidates();
-    const detail::Event begin, end;
+    const Event begin(Event::Timing::yes), end(Event::Timing::yes);
     MatmulTiming timing{static_cast<int>(candidates.size()), 0, 0};
     detail::MatmulAlgorithm best = candidates.front();
     for (const detail::MatmulAlgorithm& candidate : candidates) {
@@ -296,9 +283,7 @@ class MatmulPlans {
       for (int i = 0; i < repeats; ++i) product.run(c, a, b, bias, scratch, stream);
       CUDA_CHECK(cudaEventRecord(end, stream));
       CUDA_CHECK(cudaEventSynchronize(end));
-      float ms = 0;
-      CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));
-      ms /= repeats;
+      const float ms = milliseconds(begin, end) / repeats;
       if (&candidate == &candidates.front()) timing.first_ms = timing.best_ms = ms;
       if (ms >= timing.best_ms) continue;
       timing.best_ms = ms;

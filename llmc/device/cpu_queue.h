@@ -1,0 +1,149 @@
+// cpu_queue.h: a stream of the CPU: a first-in first-out queue and the thread that works on it; and what other streams
+// and the host wait for.
+#pragma once
+#include <omp.h>
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#ifdef TRAIN_GPT_CUDA
+#include "device/cuda_api.h"
+#endif
+
+namespace llmc {
+
+// A point in a stream's work. Waiting for it blocks, it does not spin; an error that kept the work from getting there
+// is thrown where it is waited for. Of a GPU's stream only another one can wait for it.
+class Event {
+ public:
+  Event() : state_(std::make_shared<State>()) {}
+  void signal(std::exception_ptr error = nullptr) const {
+    std::lock_guard lock(state_->mutex);
+    state_->done = true;
+    state_->error = error;
+    state_->changed.notify_all();
+  }
+  void wait() const {
+    std::unique_lock lock(state_->mutex);
+    state_->changed.wait(lock, [&] { return state_->done; });
+    if (state_->error) std::rethrow_exception(state_->error);
+  }
+#ifdef TRAIN_GPT_CUDA
+  explicit Event(cuda::Event event) : gpu_(std::make_shared<cuda::Event>(std::move(event))) {}
+  const cuda::Event* gpu() const { return gpu_.get(); }  // none: it has happened
+#endif
+
+ private:
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false;
+    std::exception_ptr error;
+  };
+  std::shared_ptr<State> state_;
+#ifdef TRAIN_GPT_CUDA
+  std::shared_ptr<cuda::Event> gpu_;
+#endif
+};
+
+class CpuQueue {
+ public:
+  // `threads`: of the ops.
+  explicit CpuQueue(int threads) : worker_([this, threads] { work(threads); }) {}
+  ~CpuQueue() {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    changed_.notify_all();
+    worker_.join();
+  }
+  CpuQueue(const CpuQueue&) = delete;
+  CpuQueue& operator=(const CpuQueue&) = delete;
+
+  // Runs `task` after everything enqueued before; blocks while the host is far ahead, so that the queue stays short. A
+  // task that throws ends the queue's work; synchronize() rethrows.
+  void enqueue(std::function<void()> task) { enqueue({std::move(task), Needed::no}); }
+
+  void synchronize() {
+    std::unique_lock lock(mutex_);
+    idle_.wait(lock, [&] { return (queue_.empty() && !busy_) || error_; });
+    if (error_) std::rethrow_exception(error_);
+  }
+
+  Event record() {
+    Event event;
+    enqueue({[this, event] { event.signal(error_); }, Needed::yes});
+    return event;
+  }
+  void wait(const Event& event) {
+    enqueue([event] { event.wait(); });
+  }
+
+ private:
+  // Signals are needed even where an error has ended the work: another stream may wait for them, and learns the error.
+  enum class Needed { no, yes };
+  struct Task {
+    std::function<void()> run;
+    Needed needed;
+  };
+
+  void enqueue(Task task) {
+    std::unique_lock lock(mutex_);
+    room_.wait(lock, [&] { return queue_.size() < max_queued || error_; });
+    if (error_) {
+      if (task.needed == Needed::yes) task.run();
+      return;
+    }
+    queue_.push_back(std::move(task));
+    changed_.notify_all();
+  }
+
+  void work(int threads) {
+    omp_set_num_threads(threads);  // a setting of this thread, so that each rank has its own
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
+      if (queue_.empty()) return;
+      Task task = std::move(queue_.front());
+      queue_.pop_front();
+      room_.notify_all();
+      busy_ = true;
+      lock.unlock();
+      std::exception_ptr failed;
+      try {
+        task.run();
+      } catch (...) {
+        failed = std::current_exception();
+      }
+      task.run = nullptr;
+      lock.lock();
+      busy_ = false;
+      if (failed && !error_) {
+        error_ = failed;
+        for (const Task& left : queue_)
+          if (left.needed == Needed::yes) left.run();
+        queue_.clear();
+        room_.notify_all();
+      }
+      if (queue_.empty()) idle_.notify_all();
+    }
+  }
+
+  static constexpr size_t max_queued = 256;
+
+  std::mutex mutex_;
+  std::condition_variable changed_, idle_, room_;
+  std::deque<Task> queue_;
+  bool busy_ = false, stopping_ = false;
+  std::exception_ptr error_;  // written by the worker, under the mutex
+  std::thread worker_;        // last: it uses the others
+};
+
+}  // namespace llmc

@@ -1,0 +1,84 @@
+// gpu.h: the GPUs of this process, in words that need no CUDA.
+#pragma once
+#include <algorithm>
+#include <string>
+
+#include "device/device.h"
+
+namespace llmc {
+
+// How many GPUs this process may use; if none, why.
+struct VisibleGpus {
+  int count = 0;
+  std::string why_none;
+};
+
+struct GpuInfo {
+  std::string name;  // "NVIDIA H200"
+  int major = 0, minor = 0;
+  int64_t free_bytes = 0, total_bytes = 0;
+  std::string bus_id;    // for NVML
+  std::string software;  // driver and runtime
+};
+
+// Memory of a GPU that no plan counts: what libraries load when they are first called.
+inline constexpr int64_t gpu_reserve = 512 << 20;
+
+#ifdef TRAIN_GPT_CUDA
+inline constexpr bool built_for_gpus = true;
+
+namespace detail {
+
+inline std::string cuda_versions() {
+  int driver = 0, runtime = 0;
+  cudaDriverGetVersion(&driver);
+  cudaRuntimeGetVersion(&runtime);
+  const auto text = [](int v) { return formatted("{}.{}", v / 1000, v % 1000 / 10); };
+  return formatted("driver for CUDA {}, built with CUDA {}", driver == 0 ? "none" : text(driver), text(runtime));
+}
+
+}  // namespace detail
+
+inline VisibleGpus visible_gpus() {
+  VisibleGpus gpus;
+  const cudaError_t status = cudaGetDeviceCount(&gpus.count);
+  if (status == cudaSuccess && gpus.count > 0) return gpus;
+  cudaGetLastError();
+  gpus.count = 0;
+  gpus.why_none = formatted(
+      "{} ({}): see that `nvidia-smi` works, that the driver is not older than CUDA, and that "
+      "CUDA_VISIBLE_DEVICES names a GPU",
+      status == cudaSuccess ? "no device" : cudaGetErrorString(status), detail::cuda_versions());
+  return gpus;
+}
+
+inline GpuInfo gpu_info(int gpu) {
+  CUDA_CHECK(cudaSetDevice(gpu));
+  cudaDeviceProp properties;
+  CUDA_CHECK(cudaGetDeviceProperties(&properties, gpu));
+  size_t free = 0, total = 0;
+  CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  char bus_id[32] = {};
+  CUDA_CHECK(cudaDeviceGetPCIBusId(bus_id, sizeof bus_id, gpu));
+  return {properties.name,
+          properties.major,
+          properties.minor,
+          static_cast<int64_t>(free),
+          static_cast<int64_t>(total),
+          bus_id,
+          detail::cuda_versions()};
+}
+#else
+inline constexpr bool built_for_gpus = false;
+
+inline VisibleGpus visible_gpus() { return {0, "this train_gpt was built without CUDA: `make DEVICE=cuda`"}; }
+inline GpuInfo gpu_info(int) { throw Error(visible_gpus().why_none); }
+#endif
+
+// Bytes that a run's arenas may take on this device, all ranks that share it together.
+inline int64_t device_memory(const Device& device) {
+  if (device.computes_as() != DeviceKind::cuda) return host_memory();
+  return std::max<int64_t>(0, gpu_info(device.gpu).free_bytes - gpu_reserve);
+}
+
+}  // namespace llmc

@@ -1,0 +1,15 @@
+// all_ops.cuh: what ops/dispatch.h calls on GPUs.
+#pragma once
+#include "ops/cuda/adamw.cuh"
+#include "ops/cuda/attention.cuh"
+#include "ops/cuda/column_sum.cuh"
+#include "ops/cuda/cross_entropy.cuh"
+#include "ops/cuda/elementwise.cuh"
+#include "ops/cuda/embedding.cuh"
+#include "ops/cuda/layernorm.cuh"
+#include "ops/cuda/matmul.cuh"
+#include "ops/cuda/qk_norm.cuh"
+#include "ops/cuda/rmsnorm.cuh"
+#include "ops/cuda/rotary.cuh"
+#include "ops/cuda/step.cuh"
+#include "ops/cuda/swiglu.cuh"
