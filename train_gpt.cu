@@ -36,6 +36,7 @@ double seconds_since(std::chrono::steady_clock::time_point begin) {
 Device choose_device(const Options& o) {
   Device device{DeviceKind::cpu, o.threads > 0 ? static_cast<int>(o.threads) : available_processors()};
   device.tf32 = o.tf32 ? Tf32::yes : Tf32::no;
+  device.graphs = o.cuda_graphs == "on";
   if (o.device == "cpu") return device;
   const VisibleGpus gpus = visible_gpus();
   CHECK(gpus.count > 0 || o.device == "auto", "--device cuda: {}", gpus.why_none);
@@ -80,6 +81,8 @@ StepConfig choose_step(const Options& o) {
         o.seq_len, step.model.n_positions, o.model, step.model.n_positions);
   if (o.total_batch_size)
     step.micro_batches = *o.total_batch_size / (step.batch.rows() * o.local_ranks);  // validated with the options
+  step.head_chunks = o.head_chunks > 0 ? std::min(o.head_chunks, step.batch.rows())
+                                       : default_head_chunks(step.model, step.batch, step.dtype);
   require_countable(step);
   return step;
 }
@@ -286,15 +289,18 @@ class Training {
   }
 
   void run() {
-    first_ = done_;
+    first_ = begun_ = done_;
     try {
       duties();  // validation at step 0 shows where the run starts; a resumed run does what was left undone
-      while (done_ < job_.max_steps) {
+      while (begun_ < job_.max_steps) {
         poll();
         update();
+        if (!something_due(begun_)) continue;
+        finish();
         duties();
       }
     } catch (const Interrupted& stop) {
+      finish();
       if (done_ > 0) save();
       throw Error(formatted("stopped by {} after step {} of {}{}; the same command goes on from there", stop.reason,
                             done_, job_.max_steps, done_ > 0 ? ", which is saved as " + checkpoint_ : std::string()),
@@ -329,31 +335,56 @@ class Training {
 
   int64_t cursor(int64_t step) const { return o_.overfit_batch ? 0 : (step - 1) * job_.samples_per_step; }
 
-  // One update: step done_ + 1.
-  void update() {
-    const int64_t step = done_ + 1;
-    const auto begin = std::chrono::steady_clock::now();
-    const double lr = learning_rate(schedule_, step);
-    const BatchSource batches = [&](int64_t m) {
+  BatchSource batches_of(int64_t step) {
+    return [this, step](int64_t m) {
       if (job_.step.micro_batches > 1)
         log_.progress(formatted("step {}: micro-batch", step), m + 1, job_.step.micro_batches);
       return read(train_, cursor(step), m);
     };
+  }
+
+  // An update that was begun and not yet reported.
+  struct Update {
+    int64_t step;
+    double lr;
+    PendingStep result;
+  };
+
+  // Begins one update: step begun_ + 1. While it runs, the one before is reported; where the host must know how a step
+  // went before it begins the next one, it is reported itself.
+  void update() {
+    const int64_t step = begun_ + 1;
+    if (!under_way_) clock_ = std::chrono::steady_clock::now();
+    const double lr = learning_rate(schedule_, step);
     const double infinity = std::numeric_limits<double>::infinity();
     if (o_.profile) run_.stream.set_ledger(&ops_);
-    const StepResult result =
-        run_.trainer.step(batches,
-                          {.lr = static_cast<float>(lr),
-                           .beta1 = static_cast<float>(o_.beta1),
-                           .beta2 = static_cast<float>(o_.beta2),
-                           .eps = static_cast<float>(o_.adam_eps),
-                           .weight_decay = static_cast<float>(o_.weight_decay),
-                           .step = step},
-                          {.max_norm = o_.grad_clip,
-                           .largest_loss = o_.skip_loss_z ? losses_.limit(*o_.skip_loss_z) : infinity,
-                           .largest_norm = o_.skip_grad_z ? norms_.limit(*o_.skip_grad_z) : infinity});
-    run_.stream.set_ledger(nullptr);
-    const double seconds = seconds_since(begin);
+    PendingStep result =
+        run_.trainer.begin_step(batches_of(step),
+                                {.lr = static_cast<float>(lr),
+                                 .beta1 = static_cast<float>(o_.beta1),
+                                 .beta2 = static_cast<float>(o_.beta2),
+                                 .eps = static_cast<float>(o_.adam_eps),
+                                 .weight_decay = static_cast<float>(o_.weight_decay),
+                                 .step = step},
+                                {.max_norm = o_.grad_clip,
+                                 .largest_loss = o_.skip_loss_z ? losses_.limit(*o_.skip_loss_z) : infinity,
+                                 .largest_norm = o_.skip_grad_z ? norms_.limit(*o_.skip_grad_z) : infinity});
+    finish();
+    under_way_.emplace(Update{step, lr, std::move(result)});
+    begun_ = step;
+    if (o_.profile || o_.skip_loss_z || o_.skip_grad_z) finish();
+  }
+
+  // Waits for the update under way, if there is one, and reports it.
+  void finish() {
+    if (!under_way_) return;
+    const Update update = std::move(*under_way_);
+    under_way_.reset();
+    const StepResult result = update.result.wait();
+    if (o_.profile) run_.stream.synchronize(), run_.stream.set_ledger(nullptr);
+    const int64_t step = update.step;
+    const double seconds = seconds_since(clock_);
+    clock_ = std::chrono::steady_clock::now();
     step_seconds_ += seconds;
     losses_.add(result.loss);
     norms_.add(result.grad_norm);
@@ -365,13 +396,13 @@ class Training {
                 .max_steps = job_.max_steps,
                 .loss = result.loss,
                 .grad_norm = result.grad_norm,
-                .lr = lr,
+                .lr = update.lr,
                 .ms = seconds * 1e3,
                 .tokens_per_s = tokens / seconds,
                 .mfu = flops_per_step() / seconds / peak_,
                 .eta_s = left,
                 .skipped = !result.applied});
-    if (!result.finite()) diverged(step, result, batches);
+    if (!result.finite()) diverged(step, result, batches_of(step));
     if (!result.applied) log_.line(formatted("step {} is an outlier: its update was skipped", step));
     done_ = step;
     validated_ = false;
@@ -416,15 +447,20 @@ class Training {
                 ExitStatus::diverged);
   }
 
+  // Behind a step, is there anything to do for which it must be finished?
+  bool something_due(int64_t step) const {
+    return due(step, val_ ? o_.val_every : 0) || due(step, o_.sample_every) || due(step, o_.checkpoint_every) ||
+           step == job_.max_steps;
+  }
+  bool due(int64_t step, int64_t every) const { return every > 0 && (step == job_.max_steps || step % every == 0); }
+
   // What is due behind step done_.
   void duties() {
-    const bool last = done_ == job_.max_steps;
-    auto due = [&](int64_t every) { return every > 0 && (last || done_ % every == 0); };
-    if (val_ && due(o_.val_every) && !validated_) validate();
+    if (val_ && due(done_, o_.val_every) && !validated_) validate();
     if (done_ == 0) return;
-    if (done_ > first_ && due(o_.sample_every)) sample();
+    if (done_ > first_ && due(done_, o_.sample_every)) sample();
     const bool best = o_.keep_best && best_step_ == done_;
-    if (!last && !best && !(o_.checkpoint_every > 0 && done_ % o_.checkpoint_every == 0)) return;
+    if (done_ != job_.max_steps && !best && !due(done_, o_.checkpoint_every)) return;
     save();
     if (rank_ != 0) return;
     if (best) directory_.link_best(done_);
@@ -569,8 +605,10 @@ class Training {
   DataLoader train_;
   std::optional<DataLoader> val_;
 
-  int64_t done_ = 0, first_ = 0;  // updates done, and done when this process began
-  bool validated_ = false;        // behind step done_
+  int64_t done_ = 0, begun_ = 0, first_ = 0;  // updates done, begun, and done when this process began
+  std::optional<Update> under_way_;
+  std::chrono::steady_clock::time_point clock_;  // when the last update was finished, or this one begun
+  bool validated_ = false;                       // behind step done_
   OutlierDetector losses_, norms_;
   double best_val_ = std::numeric_limits<double>::infinity();
   int64_t best_step_ = -1;

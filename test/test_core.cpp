@@ -142,7 +142,7 @@ TEST_CASE("option errors name the option, what was found and what was expected")
   REQUIRE_ERROR(parse({"--batch-size", "4611686018427387904", "--seq-len", "4"}), "--batch-size");
   REQUIRE_ERROR(parse({"--threads", "4294967296"}), "--threads");
   REQUIRE_ERROR(parse({"--memory-limit", "1e300"}), "--memory-limit");
-  REQUIRE_ERROR(parse({"--device", "cuda"}), "--device cuda");
+  REQUIRE_ERROR(parse({"--device", "gpu"}), "--device gpu");
   REQUIRE_ERROR(parse({"--plan", "--generate"}), "choose one");
   REQUIRE_ERROR(parse({"--dtype", "int8"}), "fp32, bf16");
   REQUIRE_ERROR(parse({"--total-batch-size", "5000"}), "use 4096");

@@ -8,7 +8,7 @@ namespace llmc::forms {
 // Everybody sends everything to rank 0, which adds it up and sends the sum to everybody. Rank 0 sends and receives (P -
 // 1) n.
 template <class T>
-void naive_all_reduce(Transport& t, T* buffer, int64_t n, T* scratch) {
+void naive_all_reduce(const Link& t, T* buffer, int64_t n, T* scratch) {
   const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
   if (t.rank() > 0) {
     t.exchange(0, buffer, bytes, -1, nullptr, 0);
@@ -17,7 +17,7 @@ void naive_all_reduce(Transport& t, T* buffer, int64_t n, T* scratch) {
   }
   for (int other = 1; other < t.size(); ++other) {
     t.exchange(-1, nullptr, 0, other, scratch, bytes);
-    ring::detail::add(buffer, scratch, n);
+    t.add(buffer, scratch, n);
   }
   for (int other = 1; other < t.size(); ++other) t.exchange(other, buffer, bytes, -1, nullptr, 0);
 }
@@ -25,7 +25,7 @@ void naive_all_reduce(Transport& t, T* buffer, int64_t n, T* scratch) {
 // A binomial tree: in round k the ranks that are odd multiples of 2^k hand their sum to the one 2^k below, then the sum
 // goes back the same way. 2 log2(P) rounds, each of n.
 template <class T>
-void tree_all_reduce(Transport& t, T* buffer, int64_t n, T* scratch) {
+void tree_all_reduce(const Link& t, T* buffer, int64_t n, T* scratch) {
   const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
   const int P = t.size(), r = t.rank();
   int reach = 1;
@@ -36,7 +36,7 @@ void tree_all_reduce(Transport& t, T* buffer, int64_t n, T* scratch) {
     }
     if (r + reach < P) {
       t.exchange(-1, nullptr, 0, r + reach, scratch, bytes);
-      ring::detail::add(buffer, scratch, n);
+      t.add(buffer, scratch, n);
     }
   }
   if (r % (2 * reach) == reach && reach < P) t.exchange(-1, nullptr, 0, r - reach, buffer, bytes);

@@ -56,12 +56,14 @@ struct Options {
   bool keep_best = false;
   std::string dtype = "fp32";
   std::string recompute = "none";
+  int64_t head_chunks = 0;
   std::optional<double> memory_limit;  // GiB; none: what the machine has
   std::string schedule = "1f1b";
   int64_t local_ranks = 1, zero_stage = 0, dp_replicate = 1;
   std::string grad_reduce = "auto";
   std::string device = "auto";
   bool tf32 = false;
+  std::string cuda_graphs = "on";
   int64_t threads = 0;
   bool generate = false, plan = false, selftest = false, verify_data = false, profile = false;
 };
@@ -183,6 +185,10 @@ void visit_options(O& o, Visitor&& visit) {
   visit("Numerics and layout");
   visit("--dtype", "", o.dtype, one_of({"fp32", "bf16"}), must_match,
         "of weights and activations; with bf16, master weights and optimizer state are fp32");
+  visit(
+      "--head-chunks", "", o.head_chunks, between(0, 1 << 20), warn,
+      "the head takes the rows of a micro-batch in so many parts, so that the logits of one alone exist at a time; 0: "
+      "as few as keep them below 1 GiB");
   visit("--recompute", "-r", o.recompute, one_of({"none", "activation", "norm", "block"}), free,
         "what the backward computes again instead of keeping it: the activation function, the norms too, or whole "
         "blocks; the numbers are the same, memory goes down and time up");
@@ -206,6 +212,8 @@ void visit_options(O& o, Visitor&& visit) {
         "ranks that share the batch, as threads of this process; --batch-size is that of each");
   visit("--device", "", o.device, one_of({"auto", "cpu", "cuda"}), warn,
         "where to compute: on GPUs or on the CPU; auto: on GPUs where this build and this machine have them");
+  visit("--cuda-graphs", "", o.cuda_graphs, one_of({"on", "off"}), free,
+        "on GPUs the forwards and backwards of a micro-batch are launched as one CUDA graph each");
   visit("--tf32", "", o.tf32, Limits{}, warn,
         "GPUs multiply fp32 on tensor cores, with 10 bits of mantissa: faster, and no longer the numbers of fp32");
   visit("--threads", "", o.threads, between(0, 1024), warn,

@@ -2,11 +2,14 @@
 // is to do behind it is done when that thread next waits. Included only where the trainer is built for GPUs.
 #pragma once
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <functional>
 #include <list>
 #include <memory>
+#include <optional>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -15,7 +18,33 @@
 
 namespace llmc::cuda {
 
+// Work that was captured once, to be launched as a whole.
+class Graph {
+ public:
+  explicit Graph(cudaGraph_t captured) {
+    const cudaError_t status = cudaGraphInstantiate(&graph_, captured, 0);
+    cudaGraphDestroy(captured);
+    CUDA_CHECK(status);
+  }
+  ~Graph() {
+    if (graph_ != nullptr) cudaGraphExecDestroy(graph_);
+  }
+  Graph(Graph&& other) noexcept : graph_(std::exchange(other.graph_, nullptr)) {}
+  Graph& operator=(Graph&&) = delete;
+  operator cudaGraphExec_t() const { return graph_; }
+
+ private:
+  cudaGraphExec_t graph_ = nullptr;
+};
+
 class Queue {
+  // Pinned memory of a copy; free again when the copy is done and nobody holds what it brought.
+  struct Staging {
+    PinnedMemory memory;
+    Event copied = Event();
+    bool held = false;
+  };
+
  public:
   explicit Queue(int gpu) {
     CUDA_CHECK(cudaSetDevice(gpu));  // of this host thread: each rank is one
@@ -30,8 +59,12 @@ class Queue {
 
   cudaStream_t stream() const { return stream_; }
 
+  // Asked now and then while the host waits for this stream, and behind it; throws to end the waiting.
+  void set_watch(std::function<void()> watch) { watch_ = std::move(watch); }
+
   void synchronize() {
-    CUDA_CHECK(cudaStreamSynchronize(stream_));
+    if (watch_) wait_watching([&] { return cudaStreamQuery(stream_); });
+    else CUDA_CHECK(cudaStreamSynchronize(stream_));
     while (!left_to_host_.empty()) {
       const auto task = std::move(left_to_host_.front());
       left_to_host_.pop_front();
@@ -55,18 +88,53 @@ class Queue {
     CUDA_CHECK(cudaEventRecord(staging.copied, stream_));
   }
 
+  // A copy on its way to the host.
+  class Arrival {
+   public:
+    Arrival(Queue& queue, Staging& staging) : queue_(queue), staging_(staging) { staging_.held = true; }
+    ~Arrival() { staging_.held = false; }
+    Arrival(const Arrival&) = delete;
+    Arrival& operator=(const Arrival&) = delete;
+    const std::byte* wait() const {
+      queue_.wait_on_host(staging_.copied);
+      return staging_.memory.data();
+    }
+
+   private:
+    Queue& queue_;
+    Staging& staging_;
+  };
+  std::unique_ptr<Arrival> download(const void* from, size_t bytes) {
+    Staging& staging = staging_for(bytes);
+    CUDA_CHECK(cudaMemcpyAsync(staging.memory.data(), from, bytes, cudaMemcpyDeviceToHost, stream_));
+    CUDA_CHECK(cudaEventRecord(staging.copied, stream_));
+    return std::make_unique<Arrival>(*this, staging);
+  }
+
   // f(bytes on the host) is called by the host thread that waits for this stream.
   void download(const void* from, size_t bytes, std::function<void(const std::byte*)> f) {
     if (left_to_host_.size() >= most_downloads) synchronize();
-    Staging& staging = staging_for(bytes);
-    staging.held = true;
-    CUDA_CHECK(cudaMemcpyAsync(staging.memory.data(), from, bytes, cudaMemcpyDeviceToHost, stream_));
-    CUDA_CHECK(cudaEventRecord(staging.copied, stream_));
-    left_to_host_.push_back([&staging, f = std::move(f)] {
-      staging.held = false;
-      f(staging.memory.data());
-    });
+    left_to_host_.push_back(
+        [arrival = std::shared_ptr(download(from, bytes)), f = std::move(f)] { f(arrival->wait()); });
   }
+
+  // The work that `enqueue` puts on this stream, and on streams that it makes wait for this one and this one wait for,
+  // as one piece that can be launched again; nothing is run now.
+  template <class F>
+  Graph capture(F&& enqueue) {
+    CUDA_CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+    cudaGraph_t captured = nullptr;
+    try {
+      enqueue();
+    } catch (...) {
+      cudaStreamEndCapture(stream_, &captured);
+      if (captured != nullptr) cudaGraphDestroy(captured);
+      throw;
+    }
+    CUDA_CHECK(cudaStreamEndCapture(stream_, &captured));
+    return Graph(captured);
+  }
+  void launch(const Graph& graph) { CUDA_CHECK(cudaGraphLaunch(graph, stream_)); }
 
   // f(seconds on the GPU of what `work` launches) is called by the host thread that waits for this stream.
   template <class Work>
@@ -80,12 +148,23 @@ class Queue {
   }
 
  private:
-  // Pinned memory of a copy; free again when the copy is done and nobody holds what it brought.
-  struct Staging {
-    PinnedMemory memory;
-    Event copied = Event();
-    bool held = false;
-  };
+  // `status`: of what is waited for.
+  template <class F>
+  void wait_watching(F&& status) {
+    cudaError_t now;
+    while ((now = status()) == cudaErrorNotReady) {
+      cudaGetLastError();  // that it is not ready is no error
+      watch_();
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    CUDA_CHECK(now);
+    watch_();
+  }
+  void wait_on_host(const Event& event) {
+    if (watch_) wait_watching([&] { return cudaEventQuery(event); });
+    else CUDA_CHECK(cudaEventSynchronize(event));
+  }
+
   Staging& staging_for(size_t bytes) {
     Staging* first_fit = nullptr;
     int fit = 0;
@@ -107,6 +186,7 @@ class Queue {
   static constexpr int most_staging = 8;
 
   cudaStream_t stream_ = nullptr;
+  std::function<void()> watch_;
   std::list<Staging> staging_;
   std::deque<std::function<void()>> left_to_host_;
 };

@@ -11,6 +11,7 @@
 #include <initializer_list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,6 +19,7 @@
 #include "core/check.h"
 #include "device/cpu_queue.h"
 #include "device/host.h"
+#include "device/profiler_range.h"
 #include "device/tensor.h"
 #ifdef TRAIN_GPT_CUDA
 #include "device/cuda_queue.h"
@@ -52,6 +54,7 @@ struct Device {
   int threads = 1;  // of the ops on a CPU
   int gpu = 0;      // its number in this process
   Tf32 tf32 = Tf32::no;
+  bool graphs = true;                    // what is enqueued again and again becomes a CUDA graph
   DeviceKind planned = DeviceKind::cpu;  // what the null device plans for
 
   // The same on paper.
@@ -87,6 +90,14 @@ struct Span {
 
 class Arena;
 
+// A piece of work that is enqueued again and again, on the same tensors.
+struct Replay {
+  int64_t times = 0;  // that it was enqueued
+#ifdef TRAIN_GPT_CUDA
+  std::optional<cuda::Graph> graph;
+#endif
+};
+
 class Stream {
  public:
   // `scratch`: work space of the ops on this stream. They run in order, so all of them may use the same bytes.
@@ -105,6 +116,7 @@ class Stream {
   // An op: its cost is booked, its work enqueued. `outputs`: what it writes or adds to.
   template <class F>
   void run(const OpCost& cost, std::initializer_list<Tensor> outputs, F&& task) {
+    const ProfilerRange range(cost.name);
     if (device_.kind == DeviceKind::null) {
       if (ledger_ != nullptr) book(cost, 0);
     } else if (inspector_) {
@@ -130,6 +142,20 @@ class Stream {
   void enqueue(F&& task) {
     if (cpu_) cpu_->enqueue(std::forward<F>(task));
     else if (device_.kind != DeviceKind::null) task();
+  }
+
+  // What `enqueue` puts on this stream. On a GPU the first time as it comes, which also loads what must be loaded, from
+  // then on as a graph: one launch.
+  template <class F>
+  void replayed(Replay& replay, F&& enqueue) {
+#ifdef TRAIN_GPT_CUDA
+    if (gpu_ && device_.graphs && !inspector_ && ledger_ == nullptr && replay.times++ > 0) {
+      if (!replay.graph) replay.graph.emplace(gpu_->capture(enqueue));
+      return gpu_->launch(*replay.graph);
+    }
+#endif
+    (void)replay;
+    enqueue();
   }
 
   // The host waits until all enqueued work is done; rethrows the first error of that work.
@@ -167,6 +193,13 @@ class Stream {
     return *std::any_cast<std::shared_ptr<T>&>(kept_);
   }
 #endif
+
+  // Asked while the host waits for a GPU's stream, and behind it; throws to end the waiting.
+  void set_watch([[maybe_unused]] std::function<void()> watch) {
+#ifdef TRAIN_GPT_CUDA
+    if (gpu_) gpu_->set_watch(std::move(watch));
+#endif
+  }
 
   // From now on (until nullptr is set) called with each op's name and each tensor it wrote, before the next op begins.
   using Inspector = std::function<void(const char* op, const Tensor& output)>;

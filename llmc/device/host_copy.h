@@ -47,6 +47,44 @@ class HostView {
   std::unique_ptr<std::byte[]> copy_;  // of what is not in the host's memory
 };
 
+// The numbers of a small fp64 tensor behind everything enqueued so far, on their way to the host, which need not wait
+// for them before it goes on.
+class Readback {
+ public:
+  Readback() = default;
+  Readback(const Tensor& t, Stream& stream) : size_(static_cast<size_t>(t.numel())) {
+    CHECK(t.dtype == DType::fp64);
+    if (stream.device().kind == DeviceKind::null) return;
+#ifdef TRAIN_GPT_CUDA
+    if (stream.device().kind == DeviceKind::cuda) {
+      arrival_ = stream.gpu().download(t.bytes, detail::bytes_of(t));
+      return;
+    }
+#endif
+    host_ = std::make_shared<std::vector<double>>(size_);
+    stream.enqueue([t, host = host_] { std::memcpy(host->data(), t.bytes, detail::bytes_of(t)); });
+    copied_ = stream.record();
+  }
+
+  // Waits for them; errors of the work before are thrown here. Zeros on paper.
+  std::vector<double> values() const {
+    std::vector<double> all(size_);
+#ifdef TRAIN_GPT_CUDA
+    if (arrival_) std::memcpy(all.data(), arrival_->wait(), size_ * sizeof(double));
+#endif
+    if (host_) copied_.wait(), all = *host_;
+    return all;
+  }
+
+ private:
+  size_t size_ = 0;
+  std::shared_ptr<std::vector<double>> host_;
+  Event copied_;
+#ifdef TRAIN_GPT_CUDA
+  std::unique_ptr<cuda::Queue::Arrival> arrival_;
+#endif
+};
+
 // f(host tensor) writes all of `t`, behind everything enqueued so far.
 template <class F>
 void write_on_host(const Tensor& t, Stream& stream, F&& f) {
@@ -72,6 +110,17 @@ void upload(const Tensor& t, std::vector<T> values, Stream& stream) {
   if (stream.device().kind == DeviceKind::cuda) return stream.gpu().upload(t.bytes, values.data(), detail::bytes_of(t));
 #endif
   stream.enqueue([t, values = std::move(values)] { std::memcpy(t.bytes, values.data(), detail::bytes_of(t)); });
+}
+
+// to = from, done when this returns. gpu: a stream of the GPU whose memory both are in; none: the host's memory.
+inline void copy_now(void* to, const void* from, int64_t bytes, [[maybe_unused]] Stream* gpu) {
+#ifdef TRAIN_GPT_CUDA
+  if (gpu != nullptr) {
+    CUDA_CHECK(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, gpu->cuda()));
+    return gpu->synchronize();
+  }
+#endif
+  std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
 // f(floats of t) is called when the stream has got there, at the latest when the host waits for it. `t` is of a

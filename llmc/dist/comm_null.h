@@ -9,7 +9,7 @@ class NullTransport final : public Transport {
   NullTransport(int rank, int size) : rank_(rank), size_(size) {}
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  void exchange(int, const void*, int64_t, int, void*, int64_t) override {}
+  void exchange(int, const void*, int64_t, int, void*, int64_t, Stream*) override {}
   bool moves_data() const override { return false; }
 
  private:

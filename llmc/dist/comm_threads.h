@@ -3,7 +3,6 @@
 #pragma once
 #include <chrono>
 #include <condition_variable>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -40,7 +39,7 @@ class ThreadsHub {
     s.bytes = bytes;
     s.changed.notify_all();
   }
-  void take(int from, int to, void* data, int64_t bytes) {
+  void take(int from, int to, void* data, int64_t bytes, Stream* gpu) {
     Slot& s = slot(from, to);
     std::unique_lock lock(s.mutex);
     s.changed.wait(lock, [&] { return s.aborted || s.data != nullptr; });
@@ -48,7 +47,7 @@ class ThreadsHub {
     CHECK(s.bytes == bytes, "rank {} of a group sends {} bytes to rank {}, which expects {}", from, s.bytes, to, bytes);
     if (seconds_per_byte_ > 0)
       std::this_thread::sleep_for(std::chrono::duration<double>(seconds_per_byte_ * static_cast<double>(bytes)));
-    std::memcpy(data, s.data, static_cast<size_t>(bytes));
+    copy_now(data, s.data, bytes, gpu);
     s.data = nullptr;
     s.changed.notify_all();
   }
@@ -83,10 +82,11 @@ class ThreadsTransport final : public Transport {
   ThreadsTransport(std::shared_ptr<ThreadsHub> hub, int rank) : hub_(std::move(hub)), rank_(rank) {}
   int rank() const override { return rank_; }
   int size() const override { return hub_->size(); }
-  void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes) override {
+  void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
+                Stream* gpu) override {
     const bool sends = to >= 0 && out_bytes > 0, receives = from >= 0 && in_bytes > 0;
     if (sends) hub_->post(rank_, to, out, out_bytes);
-    if (receives) hub_->take(from, rank_, in, in_bytes);
+    if (receives) hub_->take(from, rank_, in, in_bytes, gpu);
     if (sends) hub_->wait_taken(rank_, to);
   }
 

@@ -73,6 +73,11 @@ struct DataParallel {
         scalars(join("scalars", {Axis::replicate, Axis::shard})),
         control(join("control", {Axis::replicate, Axis::shard})) {}
 
+  // Throws what went wrong between the ranks; asked while the host waits for a stream.
+  void check() const {
+    for (const auto* comm : {&gradients, &replicas, &weights, &scalars}) (*comm)->check();
+  }
+
   int ranks() const { return scalars->size(); }
   bool first() const { return rank == 0; }
 

@@ -9,6 +9,8 @@
 
 #include "core/dtype.h"
 #include "core/shape.h"
+#include "device/host_copy.h"
+#include "ops/ops_memory.h"
 
 namespace llmc {
 
@@ -18,9 +20,34 @@ class Transport {
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // Sends and receives at the same time; nobody: rank -1. Returns when both are done.
-  virtual void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes) = 0;
+  // Sends and receives at the same time; nobody: rank -1. Returns when both are done. gpu: a stream of the GPU whose
+  // memory both are in, with nothing left to do; none: the host's memory.
+  virtual void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
+                        Stream* gpu = nullptr) = 0;
   virtual bool moves_data() const { return true; }  // false: on paper, only counted
+};
+
+// A member's connections, and where the buffers of a collective are.
+struct Link {
+  Transport& transport;
+  Stream* gpu = nullptr;  // as in exchange()
+
+  int rank() const { return transport.rank(); }
+  int size() const { return transport.size(); }
+  bool moves_data() const { return transport.moves_data(); }
+  void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes) const {
+    if (gpu != nullptr) gpu->synchronize();
+    transport.exchange(to, out, out_bytes, from, in, in_bytes, gpu);
+  }
+  // to += x, added in the accumulator type and rounded once.
+  template <class T>
+  void add(T* to, const T* x, int64_t n) const {
+    if (moves_data()) detail::add_arrays(to, x, n, gpu);
+  }
+  template <class T>
+  void copy(T* to, const T* x, int64_t n) const {
+    if (moves_data()) copy_now(to, x, n * static_cast<int64_t>(sizeof(T)), gpu);
+  }
 };
 
 namespace ring {
@@ -37,20 +64,13 @@ void for_chunks(int64_t n, F&& f) {
   for (int64_t begin = 0; begin < n; begin += chunk_elements) f(begin, std::min(chunk_elements, n - begin));
 }
 
-// to += x, added in the accumulator type and rounded once.
-template <class T>
-void add(T* to, const T* x, int64_t n) {
-  using A = accumulator_t<T>;
-  for (int64_t i = 0; i < n; ++i) to[i] = T(static_cast<A>(x[i]) + static_cast<A>(to[i]));
-}
-
 }  // namespace detail
 
 // Shard r becomes the sum over the ranks; the other shards are left with partial sums. Shard k is added up from rank k
 // + 1 round the ring to rank k, so that the sum does not depend on timing. scratch: chunk_elements. Sent by each rank:
 // (P - 1) n elements.
 template <class T>
-void reduce_scatter(Transport& t, T* buffer, int64_t n, T* scratch) {
+void reduce_scatter(const Link& t, T* buffer, int64_t n, T* scratch) {
   const int P = t.size(), r = t.rank(), next = detail::wrap(r + 1, P), before = detail::wrap(r - 1, P);
   for (int s = 0; s < P - 1; ++s) {
     T* out = buffer + detail::wrap(r - 1 - s, P) * n;
@@ -58,14 +78,14 @@ void reduce_scatter(Transport& t, T* buffer, int64_t n, T* scratch) {
     detail::for_chunks(n, [&](int64_t begin, int64_t count) {
       const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
       t.exchange(next, out + begin, bytes, before, scratch, bytes);
-      if (t.moves_data()) detail::add(in + begin, scratch, count);
+      t.add(in + begin, scratch, count);
     });
   }
 }
 
 // Every rank gets the shards of all. Sent by each rank: (P - 1) n elements.
 template <class T>
-void all_gather(Transport& t, T* buffer, int64_t n) {
+void all_gather(const Link& t, T* buffer, int64_t n) {
   const int P = t.size(), r = t.rank(), next = detail::wrap(r + 1, P), before = detail::wrap(r - 1, P);
   for (int s = 0; s < P - 1; ++s) {
     const T* out = buffer + detail::wrap(r - s, P) * n;
@@ -79,7 +99,7 @@ void all_gather(Transport& t, T* buffer, int64_t n) {
 
 // buffer (n) becomes the root's, handed on chunk by chunk. Sent: n elements, by the last rank none.
 template <class T>
-void broadcast(Transport& t, T* buffer, int64_t n, int root) {
+void broadcast(const Link& t, T* buffer, int64_t n, int root) {
   const int P = t.size(), place = detail::wrap(t.rank() - root, P);
   const int next = place + 1 < P ? detail::wrap(t.rank() + 1, P) : -1,
             before = place > 0 ? detail::wrap(t.rank() - 1, P) : -1;
@@ -92,7 +112,7 @@ void broadcast(Transport& t, T* buffer, int64_t n, int root) {
 
 // The root's buffer (n) becomes the sum over the ranks, added up round the ring; the others' become partial sums.
 template <class T>
-void reduce(Transport& t, T* buffer, int64_t n, int root, T* scratch) {
+void reduce(const Link& t, T* buffer, int64_t n, int root, T* scratch) {
   const int P = t.size(), place = detail::wrap(t.rank() - root - 1, P);  // the root comes last
   const int next = place + 1 < P ? detail::wrap(t.rank() + 1, P) : -1,
             before = place > 0 ? detail::wrap(t.rank() - 1, P) : -1;
@@ -100,7 +120,7 @@ void reduce(Transport& t, T* buffer, int64_t n, int root, T* scratch) {
     const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
     if (before >= 0) {
       t.exchange(-1, nullptr, 0, before, scratch, bytes);
-      if (t.moves_data()) detail::add(buffer + begin, scratch, count);
+      t.add(buffer + begin, scratch, count);
     }
     if (next >= 0) t.exchange(next, buffer + begin, bytes, -1, nullptr, 0);
   });
@@ -108,9 +128,9 @@ void reduce(Transport& t, T* buffer, int64_t n, int root, T* scratch) {
 
 // out: shard k from rank k; in: shard k for rank k. In step s each rank sends s places on. Sent: (P - 1) n elements.
 template <class T>
-void all_to_all(Transport& t, T* out, const T* in, int64_t n) {
+void all_to_all(const Link& t, T* out, const T* in, int64_t n) {
   const int P = t.size(), r = t.rank();
-  if (t.moves_data()) std::copy_n(in + r * n, n, out + r * n);
+  t.copy(out + r * n, in + r * n, n);
   for (int s = 1; s < P; ++s) {
     const int to = detail::wrap(r + s, P), from = detail::wrap(r - s, P);
     const int64_t bytes = n * static_cast<int64_t>(sizeof(T));

@@ -89,6 +89,18 @@ inline void add_to(Tensor out, Tensor x, Stream& stream) {
   });
 }
 
+namespace detail {
+
+// The same for arrays of `n` elements, in the order of the stream's launches: of a GPU, or at once in the host's
+// memory.
+template <class T>
+void add_arrays(T* out, const T* x, int64_t n, Stream* gpu) {
+  if (gpu == nullptr) return cpu::residual_forward(out, out, x, n);
+  RUN_ON_DEVICE(*gpu, T, cuda::add_to(out, x, n, gpu->cuda()), cpu::residual_forward(out, out, x, n));
+}
+
+}  // namespace detail
+
 // out *= factor
 inline void scale(Tensor out, float factor, Stream& stream) {
   stream.run({"scale", 0, 2 * detail::bytes_of({out})}, {out}, [=, &stream] {

@@ -64,12 +64,13 @@ inline void combine_scalars(Tensor loss, Tensor square_sums, Tensor gathered, in
   });
 }
 
-// What the update reads, on the device, so that the host need not wait: control (3) fp64 = {gradient norm, factor on
-// the gradients, 1 if the update may happen}. The factor clips to max_norm (0: never) as torch's clip_grad_norm_ does;
-// a loss or norm that is not finite, or beyond its largest value, forbids the update.   square_sums fp64, added in
-// order; loss (1) fp64
+// What the update reads, on the device, so that the host need not wait: control (4) fp64 = {gradient norm, factor on
+// the gradients, 1 if the update may happen, 1 once a step was not finite}. The factor clips to max_norm (0: never) as
+// torch's clip_grad_norm_ does. A loss or norm beyond its largest value forbids the update; one that is not finite, all
+// that follow as well: the host learns late, and finds the weights as they were. control[3] is 0 at first.
+// square_sums fp64, added in order; loss (1) fp64
 inline void clip_control(Tensor control, Tensor square_sums, Tensor loss, const UpdateRule& rule, Stream& stream) {
-  CHECK_TENSOR(control, DType::fp64, 3);
+  CHECK_TENSOR(control, DType::fp64, 4);
   CHECK_TENSOR(loss, DType::fp64, 1);
   stream.run({"clip_control", 0, detail::bytes_of({square_sums})}, {}, [=, &stream] {
     CALL_OP(stream, void, clip_control, control.data<double>(), square_sums.data<double>(), square_sums.numel(),
@@ -88,7 +89,7 @@ inline void adamw_update(Tensor weight, Tensor master, Tensor moment1, Tensor mo
   CHECK_TENSOR(moment1, state, n);
   CHECK_TENSOR(moment2, state, n);
   CHECK_TENSOR(gradient, state, n);
-  CHECK_TENSOR(control, DType::fp64, 3);
+  CHECK_TENSOR(control, DType::fp64, 4);
   stream.run(
       {"adamw_update", 0, 2 * detail::bytes_of({weight, master, moment1, moment2}) + detail::bytes_of({gradient})},
       {weight, master, moment1, moment2}, [=, &stream] {

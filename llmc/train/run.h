@@ -1,7 +1,9 @@
 // run.h: one rank, whole: memory made exactly as large as the plan says, its stream, its groups and its trainer; and
 // how many ranks run as threads of this process.
 #pragma once
+#include <array>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -13,21 +15,28 @@ namespace llmc {
 struct Run {
   Arena arena, scratch;
   Stream stream;
+  std::unique_ptr<Stream> copies;  // of a GPU
   DataParallel dp;
   Trainer trainer;
   Run(const StepConfig& config, const Plan& plan, const Device& device, World& world, int rank)
       : arena(device, plan.arena_bytes),
         scratch(device, plan.scratch_bytes),
         stream(device, scratch),
+        copies(device.kind == DeviceKind::cuda ? std::make_unique<Stream>(device, scratch) : nullptr),
         dp(world.mesh(), rank, device,
-           [&](const std::string& name, const std::vector<Axis>& along) { return world.join(rank, name, along); }),
-        trainer((poison_if(config.zero.poison), config), {arena, stream, &dp}),
-        world_(world) {}
+           [&](const std::string& name, const std::vector<Axis>& along) {
+             return world.join(rank, name, along, device, name != "control");
+           }),
+        trainer((poison_if(config.zero.poison), config), {arena, stream, &dp, copies.get()}),
+        world_(world) {
+    if (world.backend() == Backend::nccl)
+      for (Stream* s : streams()) s->set_watch([this] { dp.check(); });
+  }
   // Where this rank ends by an error, the others are told before its streams wait for them.
   ~Run() {
     if (std::uncaught_exceptions() > exceptions_) world_.abort();
-    for (Stream* s :
-         {&stream, &dp.reduce_stream, &dp.gather_stream}) {  // before the groups that their tasks use are gone
+    if (copies) copies->synchronize();
+    for (Stream* s : streams()) {  // before the groups that their tasks use are gone
       try {
         s->synchronize();
       } catch (...) {  // known already, or of a peer
@@ -38,6 +47,8 @@ struct Run {
   Run& operator=(const Run&) = delete;
 
  private:
+  std::array<Stream*, 3> streams() { return {&stream, &dp.reduce_stream, &dp.gather_stream}; }
+
   World& world_;
   int exceptions_ = std::uncaught_exceptions();
   void poison_if(bool yes) {

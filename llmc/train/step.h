@@ -6,75 +6,15 @@
 // micro-batch.
 #pragma once
 #include <bit>
-#include <functional>
+#include <map>
 #include <memory>
 #include <span>
 #include <vector>
 
-#include "device/host_copy.h"
-#include "dist/schedule.h"
-#include "model/transformer.h"
+#include "device/profiler_range.h"
+#include "train/step_config.h"
 
 namespace llmc {
-
-// What an op needs besides its tensors.
-struct Context {
-  Arena& arena;
-  Stream& compute;
-  DataParallel* dp = nullptr;  // none: this rank is alone
-};
-
-struct StepConfig {
-  ModelConfig model;
-  DType dtype = DType::fp32;
-  BatchShape batch{1, 1};     // one micro-batch: B sequences of T tokens
-  int64_t micro_batches = 1;  // of one step
-  Schedule schedule = Schedule::one_f_one_b;
-  int chunks = 1;
-  Recompute recompute = Recompute::none;
-  ZeroConfig zero = {};
-  bool generates = true;  // the plan has room for a text and its cache
-  Documents documents = Documents::together;
-
-  int64_t tokens() const { return batch.rows() * micro_batches * zero.ranks(); }  // of one step, all ranks
-};
-
-// One micro-batch of token ids on the host, each (B T).
-struct HostBatch {
-  std::vector<int32_t> tokens, targets, positions;
-};
-
-inline bool all_finite(const Tensor& tensor, Stream& stream) {
-  bool finite = true;
-  if (tensor.dtype == DType::int32) return finite;
-  const HostView t(tensor, stream);
-  with_type(tensor.dtype, [&](auto tag) {
-    using X = typename decltype(tag)::type;
-    const X* x = t.data<X>();
-    for (int64_t i = 0; i < tensor.numel() && finite; ++i) finite = std::isfinite(static_cast<double>(x[i]));
-  });
-  return finite;
-}
-
-using BatchSource = std::function<HostBatch(int64_t micro_batch)>;
-
-// Gets the loss of every row (N) of a micro-batch of this rank; called on the stream.
-using RowLosses = std::function<void(int64_t micro_batch, std::span<const float> losses)>;
-
-struct StepResult {
-  double loss;       // mean over all target tokens
-  double grad_norm;  // before clipping
-  bool applied;      // false: the loss or the norm was not finite or beyond its largest value, and no weight changed
-  bool finite() const { return std::isfinite(loss) && std::isfinite(grad_norm); }
-};
-
-// The first tensor of a step that holds a number that is not finite.
-struct NotFinite {
-  std::string tensor, op;
-  std::string place;               // "forward of blocks.3"
-  int64_t micro_batch = -1;        // -1: none, it was there before the step
-  std::vector<int64_t> sequences;  // of the micro-batch, that hold one; empty: the tensor is not of sequences
-};
 
 class Trainer {
  public:
@@ -94,7 +34,10 @@ class Trainer {
     scalars_ = arena.alloc("step scalars", "scalars of all ranks", DType::fp64, {dp_.ranks(), 1 + units});
     loss_ = arena.alloc("step scalars", "loss", DType::fp64, {1});
     square_sums_ = arena.alloc("step scalars", "square sums", DType::fp64, {units * config.zero.shards});
-    control_ = arena.alloc("step scalars", "update control", DType::fp64, {3});
+    control_ = arena.alloc("step scalars", "update control", DType::fp64, {4});
+    zero(control_, context_.compute);
+    if (context_.compute.device().computes_as() == DeviceKind::cuda)
+      for (int i = 0; i < 2; ++i) arriving_.emplace_back(config.batch, arena);
     if (config.model.family.positions == Positions::rotary) {
       rotary_table_ = arena.alloc("rotary table", "rotary table", accumulator_of(config.dtype),
                                   {config.batch.T, config.model.head_size});
@@ -107,7 +50,8 @@ class Trainer {
   const StepConfig& config() const { return config_; }
 
   // One update. `optimizer.step` counts from 1. rule.largest_loss: of the mean.
-  StepResult step(const BatchSource& batches, const AdamWOptions& optimizer, UpdateRule rule) {
+  PendingStep begin_step(const BatchSource& batches, const AdamWOptions& optimizer, UpdateRule rule) {
+    const ProfilerRange range("step");
     accumulate_gradients(batches);
     Stream& stream = context_.compute;
     for (size_t u = 0; u < state_.size(); ++u)
@@ -116,13 +60,10 @@ class Trainer {
     rule.largest_loss *= static_cast<double>(config_.tokens());
     clip_control(control_, square_sums_, loss_, rule, stream);
     state_.update(control_, optimizer, stream);
-    stream.synchronize();
-    dp_.reduce_stream.synchronize();  // their errors too
-    dp_.gather_stream.synchronize();
-    if (planning()) return {0, 0, true};
-    const HostView loss(loss_, stream), control(control_, stream);
-    return {*loss.data<double>() / static_cast<double>(config_.tokens()), control.data<double>()[0],
-            control.data<double>()[2] != 0};
+    return {loss_, control_, config_.tokens(), stream};
+  }
+  StepResult step(const BatchSource& batches, const AdamWOptions& optimizer, UpdateRule rule) {
+    return begin_step(batches, optimizer, rule).wait();
   }
 
   // Gradients of the mean loss of the whole step, summed over the ranks, left in state(). Public for tests.
@@ -253,6 +194,12 @@ class Trainer {
     Tensor embedded;  // (N, C), of the chunk with the embedding
     std::vector<BlockActivations> blocks;
   };
+  // Inputs on their way to a GPU.
+  struct Arriving {
+    MicroBatch inputs;
+    Event free;
+    Arriving(const BatchShape& shape, Arena& arena) : inputs(shape, arena) { free.signal(); }
+  };
   // Everything of one micro-batch in flight.
   struct Slot {
     MicroBatch inputs;
@@ -266,6 +213,12 @@ class Trainer {
       if (!all.empty() && t.bytes >= all.bytes && t.bytes < all.bytes + all.size_bytes()) return true;
     }
     return false;
+  }
+
+  // From here on the interpreter is at `what`.
+  ProfilerRange at(std::string what) {
+    place_.what = std::move(what);
+    return ProfilerRange(place_.what.c_str());
   }
 
   bool planning() const { return context_.compute.device().kind == DeviceKind::null; }
@@ -318,13 +271,22 @@ class Trainer {
       Slot& slot = slots[static_cast<size_t>(action.micro_batch % in_flight)];
       const Chunk& chunk = chunks_[static_cast<size_t>(action.chunk)];
       place_.micro_batch = action.micro_batch;
-      if (action.kind == ActionKind::forward) {
-        if (chunk.has_embedding) upload_batch(slot.inputs, batches(action.micro_batch));
-        forward(action.chunk, slot, shape, purpose, action.micro_batch);
-      } else {
-        backward(action.chunk, slot, shape, action.micro_batch + 1 == config_.micro_batches);
-      }
+      if (action.kind == ActionKind::forward && chunk.has_embedding)
+        upload_batch(slot.inputs, batches(action.micro_batch));
+      const bool last = action.micro_batch + 1 == config_.micro_batches;
+      auto enqueue = [&] {
+        if (action.kind == ActionKind::forward) forward(action.chunk, slot, shape, purpose, action.micro_batch);
+        else backward(action.chunk, slot, shape, last);
+      };
+      if (purpose != Purpose::train || meets_other_streams(action, last)) enqueue();
+      else context_.compute.replayed(replays_[{action.kind, action.chunk, slot.inputs.tokens.bytes}], enqueue);
     }
+  }
+
+  // Does the action wait for other streams, or they for it? Else it does the same every time.
+  bool meets_other_streams(const Action& action, bool last_micro_batch) const {
+    if (config_.zero.stage == 3 || config_.zero.grad_reduce == GradReduce::micro) return true;
+    return action.kind != ActionKind::forward && last_micro_batch && dp_.ranks() > 1;
   }
 
   static constexpr size_t embedding_unit = 0;
@@ -360,10 +322,27 @@ class Trainer {
     return uses;
   }
 
+  // On a GPU the copies from the host go to buffers that take turns, while the micro-batch before is computed.
   void upload_batch(const MicroBatch& to, HostBatch from) {
-    upload(to.tokens, std::move(from.tokens), context_.compute);
-    upload(to.targets, std::move(from.targets), context_.compute);
-    upload(to.positions, std::move(from.positions), context_.compute);
+    Stream& compute = context_.compute;
+    if (context_.copies == nullptr) {
+      upload(to.tokens, std::move(from.tokens), compute);
+      upload(to.targets, std::move(from.targets), compute);
+      upload(to.positions, std::move(from.positions), compute);
+      return;
+    }
+    Arriving& next = arriving_[static_cast<size_t>(uploads_++ % 2)];
+    Stream& copies = *context_.copies;
+    auto first_rows = [&](const Tensor& t) { return t.slice(0, to.tokens.shape); };
+    copies.wait(next.free);
+    upload(first_rows(next.inputs.tokens), std::move(from.tokens), copies);
+    upload(first_rows(next.inputs.targets), std::move(from.targets), copies);
+    upload(first_rows(next.inputs.positions), std::move(from.positions), copies);
+    compute.wait(copies.record());
+    copy(to.tokens, first_rows(next.inputs.tokens), compute);
+    copy(to.targets, first_rows(next.inputs.targets), compute);
+    copy(to.positions, first_rows(next.inputs.positions), compute);
+    next.free = compute.record();
   }
 
   // The residual stream that enters block `l` of a chunk: the embedding, the block before, or the chunk before.
@@ -384,8 +363,8 @@ class Trainer {
     const Sequences sequence = sequences(slot, shape, purpose);
     const Chunk& chunk = chunks_[static_cast<size_t>(chunk_index)];
     const ChunkActivations& acts = slot.chunks[static_cast<size_t>(chunk_index)];
-    place_.what = "forward of the embedding";
     if (chunk.has_embedding) {
+      const ProfilerRange range = at("forward of the embedding");
       const UnitState& unit = state_.acquire(embedding_unit, stream);
       embedding_forward(acts.embedded, slot.inputs.tokens, slot.inputs.positions, unit.weight("wte.weight"),
                         unit.has("wpe.weight") ? unit.weight("wpe.weight") : Tensor{}, stream);
@@ -394,7 +373,7 @@ class Trainer {
     for (size_t l = 0; l < chunk.layers.size(); ++l) {
       const size_t u = block_unit(chunk.layers[l]);
       const UnitState& unit = state_.acquire(u, stream);
-      place_.what = "forward of " + unit.spec().name;
+      const ProfilerRange range = at("forward of " + unit.spec().name);
       const Tensor& x = block_input(slot, chunk_index, l);
       if (continuation_ != nullptr)
         block_forward_cached(acts.blocks[l], x, continuation_->layers_[static_cast<size_t>(chunk.layers[l])],
@@ -406,11 +385,11 @@ class Trainer {
     const Tensor& x = acts.blocks.back().out;
     const UnitState &head_state = state_.acquire(head_unit(), stream), &embedding = acquire_tied();
     if (purpose == Purpose::evaluate) {
-      auto scope = context_.arena.scope();
-      const HeadActivations head(config_.model, x.shape[0], config_.dtype, context_.arena);
-      head_forward(head, x, head_state, embedding, config_.model, stream);
-      loss(head, slot.inputs.targets, Gradient::no);
-      if (row_losses_) report_rows(head.losses, micro_batch);
+      for_head_chunks(x, [&](const HeadActivations& head, int64_t begin, const Shape& rows) {
+        head_forward(head, x.slice(begin * rows[1], rows), head_state, embedding, config_.model, stream);
+        loss(head, slot.inputs.targets.slice(begin, {rows[0]}), Gradient::no);
+        if (row_losses_) report_rows(head.losses, begin + rows[0] == x.shape[0], micro_batch);
+      });
     } else {
       generate_logits(x, head_state, embedding);
     }
@@ -425,16 +404,18 @@ class Trainer {
     const Chunk& chunk = chunks_[static_cast<size_t>(chunk_index)];
     const ChunkActivations& acts = slot.chunks[static_cast<size_t>(chunk_index)];
     if (chunk.has_head) {
-      place_.what = "the head";
-      auto scope = arena.scope();
+      const ProfilerRange range = at("the head");
       const Tensor& x = acts.blocks.back().out;
       const UnitState &unit = state_.acquire(head_unit(), stream), &embedding = acquire_tied();
       state_.start_gradients(head_unit(), stream);
       if (config_.model.tied) state_.start_gradients(embedding_unit, stream);  // they come in two parts, here and last
-      const HeadActivations head(config_.model, x.shape[0], config_.dtype, arena);
-      head_forward(head, x, unit, embedding, config_.model, stream);
-      loss(head, slot.inputs.targets, Gradient::yes);
-      head_backward(slot.gradient, head, x, unit, embedding, config_.model, arena, stream);
+      for_head_chunks(x, [&](const HeadActivations& head, int64_t begin, const Shape& rows) {
+        const Tensor part = x.slice(begin * rows[1], rows);
+        head_forward(head, part, unit, embedding, config_.model, stream);
+        loss(head, slot.inputs.targets.slice(begin, {rows[0]}), Gradient::yes);
+        head_backward(slot.gradient.slice(begin * rows[1], rows), head, part, unit, embedding, config_.model, arena,
+                      stream);
+      });
       state_.reduce_gradients(head_unit(), last_micro_batch, stream);
       state_.release(head_unit(), stream);
       release_tied();
@@ -443,15 +424,15 @@ class Trainer {
       const Tensor& x = block_input(slot, chunk_index, l);
       const size_t u = block_unit(chunk.layers[l]);
       const UnitState& unit = state_.acquire(u, stream);
-      place_.what = "backward of " + unit.spec().name;
+      const ProfilerRange range = at("backward of " + unit.spec().name);
       state_.start_gradients(u, stream);
       block_recompute(acts.blocks[l], x, config_.recompute, unit, config_.model, sequence, arena, stream);
       block_backward(slot.gradient, acts.blocks[l], x, unit, config_.model, sequence, arena, stream);
       state_.reduce_gradients(u, last_micro_batch, stream);
       state_.release(u, stream);
     }
-    place_.what = "backward of the embedding";
     if (chunk.has_embedding) {
+      const ProfilerRange range = at("backward of the embedding");
       if (!config_.model.tied) state_.start_gradients(embedding_unit, stream);
       const UnitState& unit = state_.unit(embedding_unit);
       const Tensor dwpe = unit.has("wpe.weight") ? unit.gradient("wpe.weight") : Tensor{};
@@ -461,9 +442,25 @@ class Trainer {
     }
   }
 
-  void report_rows(const Tensor& losses, int64_t micro_batch) {
-    download(losses, context_.compute,
-             [this, micro_batch](const std::vector<float>& host) { row_losses_(micro_batch, host); });
+  // f(head, first row, shape of its rows of x) for the chunks of x (N, C), with activations of the head for each.
+  template <class F>
+  void for_head_chunks(const Tensor& x, F&& f) {
+    const int64_t N = x.shape[0], most = ceil_div(N, config_.head_chunks);
+    for (int64_t begin = 0; begin < N; begin += most) {
+      const int64_t rows = std::min(most, N - begin);
+      auto scope = context_.arena.scope();
+      f(HeadActivations(config_.model, rows, config_.dtype, context_.arena), begin, Shape{rows, x.shape[1]});
+    }
+  }
+
+  // The losses of a micro-batch come chunk by chunk.
+  void report_rows(const Tensor& losses, bool last_chunk, int64_t micro_batch) {
+    download(losses, context_.compute, [this, last_chunk, micro_batch](const std::vector<float>& host) {
+      host_losses_.insert(host_losses_.end(), host.begin(), host.end());
+      if (!last_chunk) return;
+      row_losses_(micro_batch, host_losses_);
+      host_losses_.clear();
+    });
   }
 
   // Adds the losses to the step's sum; with Gradient::yes the logits become the gradient of the step's mean loss.
@@ -491,7 +488,12 @@ class Trainer {
   std::vector<Chunk> chunks_;
   std::vector<Action> actions_;
   Tensor scalars_, loss_, square_sums_, control_, rotary_table_;
+  std::vector<Arriving> arriving_;  // of a GPU
+  int64_t uploads_ = 0;
+  // Actions by kind, chunk, and where their slot is.
+  std::map<std::tuple<ActionKind, int, const std::byte*>, Replay> replays_;
   RowLosses row_losses_;
+  std::vector<float> host_losses_;        // of the chunks so far
   Continuation* continuation_ = nullptr;  // while it is fed
   struct {
     std::string what;

@@ -130,10 +130,13 @@ __global__ void clip_control_kernel(Double* __restrict__ control, const Double* 
   constexpr Double largest = std::numeric_limits<Double>::max();
   control[0] = norm;
   control[1] = rule.max_norm > 0 ? fmin(1.0, rule.max_norm / (norm + 1e-6)) : 1.0;
-  control[2] = norm <= largest && l >= -largest && l <= largest && l <= rule.largest_loss && norm <= rule.largest_norm;
+  const bool finite = norm <= largest && l >= -largest && l <= largest;
+  if (!finite) control[3] = 1;
+  control[2] = control[3] == 0 && l <= rule.largest_loss && norm <= rule.largest_norm;
 }
 
-// control (3) = {gradient norm, factor on the gradients, 1 if the update may happen}; square_sums (n); loss (1)
+// control (4) = {gradient norm, factor on the gradients, 1 if the update may happen, and no longer 0 when a number was
+// not finite}; square_sums (n); loss (1)
 inline void clip_control(double* control, const double* square_sums, int64_t n, const double* loss,
                          const UpdateRule& rule, cudaStream_t stream) {
   launch(clip_control_kernel<double>, 1, warp_size, 0, stream, control, square_sums, n, loss, rule);

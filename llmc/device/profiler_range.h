@@ -1,0 +1,23 @@
+// profiler_range.h: names for what happens meanwhile, in NVIDIA's profilers (NVTX). Elsewhere they cost nothing.
+#pragma once
+#if defined(TRAIN_GPT_CUDA) && __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#define TRAIN_GPT_CUDA_NVTX
+#endif
+
+namespace llmc {
+
+class [[nodiscard]] ProfilerRange {
+ public:
+#ifdef TRAIN_GPT_CUDA_NVTX
+  explicit ProfilerRange(const char* name) { nvtxRangePushA(name); }
+  ~ProfilerRange() { nvtxRangePop(); }
+#else
+  explicit ProfilerRange(const char*) {}
+  ~ProfilerRange() {}
+#endif
+  ProfilerRange(const ProfilerRange&) = delete;
+  ProfilerRange& operator=(const ProfilerRange&) = delete;
+};
+
+}  // namespace llmc

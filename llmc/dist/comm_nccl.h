@@ -1,0 +1,156 @@
+// comm_nccl.h: NCCL's collectives between GPUs, one rank for each, on the streams of their callers. Private to comm.h.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <string>
+
+#include "dist/ring.h"
+#ifdef TRAIN_GPT_NCCL
+#include <nccl.h>
+#endif
+
+namespace llmc {
+
+// What a library does in the place of ring.h. Buffers and counts are those of Comm, which see; `n`: elements of a
+// shard, or of the buffer where nothing is sharded.
+class GpuCollectives {
+ public:
+  virtual ~GpuCollectives() = default;
+  virtual void reduce_scatter(Tensor buffer, int64_t n, Stream& stream) = 0;
+  virtual void all_gather(Tensor buffer, int64_t n, Stream& stream) = 0;
+  virtual void broadcast(Tensor buffer, int64_t n, int root, Stream& stream) = 0;
+  virtual void reduce(Tensor buffer, int64_t n, int root, Stream& stream) = 0;
+  virtual void all_to_all(Tensor out, Tensor in, int64_t n, Stream& stream) = 0;
+  virtual void send(Tensor buffer, int to, Stream& stream) = 0;
+  virtual void receive(Tensor buffer, int from, Stream& stream) = 0;
+  // Throws what went wrong meanwhile, here or at a peer; asked while the host waits for a stream.
+  virtual void check() = 0;
+  // From any thread: whoever waits in a collective is let go.
+  virtual void abort() = 0;
+};
+
+#ifdef TRAIN_GPT_NCCL
+inline constexpr bool built_with_nccl = true;
+
+namespace detail {
+
+inline void check_nccl(ncclResult_t status, const char* call, ncclComm_t comm = nullptr) {
+  if (status == ncclSuccess || status == ncclInProgress) return;
+  throw Error(formatted("{} failed: {} ({}); NCCL_DEBUG=WARN tells more", call, ncclGetErrorString(status),
+                        ncclGetLastError(comm)));
+}
+
+inline ncclDataType_t nccl_type(DType dtype) {
+  switch (dtype) {
+    case DType::fp32: return ncclFloat32;
+    case DType::bf16: return ncclBfloat16;
+    case DType::fp16: return ncclFloat16;
+    case DType::fp64: return ncclFloat64;
+    case DType::int32: return ncclInt32;
+  }
+  throw Error("NCCL has no such type");
+}
+
+}  // namespace detail
+
+class NcclGroup final : public GpuCollectives {
+ public:
+  // `id`: unique_id() of one member, the same for all, who all call this at the same time.
+  NcclGroup(const std::string& id, int rank, int size, int gpu) : rank_(rank), size_(size) {
+    CHECK(id.size() == sizeof(ncclUniqueId), "an id of NCCL has {} bytes, expected {}", id.size(),
+          sizeof(ncclUniqueId));
+    ncclUniqueId bytes;
+    std::memcpy(&bytes, id.data(), sizeof bytes);
+    CUDA_CHECK(cudaSetDevice(gpu));
+    detail::check_nccl(ncclCommInitRank(&comm_, size, bytes, rank), "ncclCommInitRank");
+  }
+  ~NcclGroup() override {
+    if (!aborted_.exchange(true)) ncclCommDestroy(comm_);
+  }
+
+  static std::string unique_id() {
+    ncclUniqueId id;
+    detail::check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId");
+    return {reinterpret_cast<const char*>(&id), sizeof id};
+  }
+
+  void reduce_scatter(Tensor buffer, int64_t n, Stream& stream) override {
+    std::byte* mine = buffer.bytes + rank_ * n * size_of(buffer.dtype);
+    done(ncclReduceScatter(buffer.bytes, mine, static_cast<size_t>(n), type(buffer), ncclSum, comm_, stream.cuda()),
+         "ncclReduceScatter");
+  }
+  void all_gather(Tensor buffer, int64_t n, Stream& stream) override {
+    const std::byte* mine = buffer.bytes + rank_ * n * size_of(buffer.dtype);
+    done(ncclAllGather(mine, buffer.bytes, static_cast<size_t>(n), type(buffer), comm_, stream.cuda()),
+         "ncclAllGather");
+  }
+  void broadcast(Tensor buffer, int64_t n, int root, Stream& stream) override {
+    done(ncclBroadcast(buffer.bytes, buffer.bytes, static_cast<size_t>(n), type(buffer), root, comm_, stream.cuda()),
+         "ncclBroadcast");
+  }
+  void reduce(Tensor buffer, int64_t n, int root, Stream& stream) override {
+    done(ncclReduce(buffer.bytes, buffer.bytes, static_cast<size_t>(n), type(buffer), ncclSum, root, comm_,
+                    stream.cuda()),
+         "ncclReduce");
+  }
+  void all_to_all(Tensor out, Tensor in, int64_t n, Stream& stream) override {
+    const int64_t bytes = n * size_of(in.dtype);
+    done(ncclGroupStart(), "ncclGroupStart");
+    for (int k = 0; k < size_; ++k) {
+      done(ncclSend(in.bytes + k * bytes, static_cast<size_t>(n), type(in), k, comm_, stream.cuda()), "ncclSend");
+      done(ncclRecv(out.bytes + k * bytes, static_cast<size_t>(n), type(out), k, comm_, stream.cuda()), "ncclRecv");
+    }
+    done(ncclGroupEnd(), "ncclGroupEnd");
+  }
+  void send(Tensor buffer, int to, Stream& stream) override {
+    done(ncclSend(buffer.bytes, static_cast<size_t>(buffer.numel()), type(buffer), to, comm_, stream.cuda()),
+         "ncclSend");
+  }
+  void receive(Tensor buffer, int from, Stream& stream) override {
+    done(ncclRecv(buffer.bytes, static_cast<size_t>(buffer.numel()), type(buffer), from, comm_, stream.cuda()),
+         "ncclRecv");
+  }
+
+  void check() override {
+    if (aborted_) throw PeerError();
+    ncclResult_t state = ncclSuccess;
+    done(ncclCommGetAsyncError(comm_, &state), "ncclCommGetAsyncError");
+    done(state, "a collective of NCCL");
+  }
+  void abort() override {
+    if (!aborted_.exchange(true)) ncclCommAbort(comm_);
+  }
+
+ private:
+  static ncclDataType_t type(const Tensor& t) { return detail::nccl_type(t.dtype); }
+  void done(ncclResult_t status, const char* call) const {
+    if (aborted_) throw PeerError();  // what follows from a peer's failure is not the reason
+    detail::check_nccl(status, call, comm_);
+  }
+
+  int rank_, size_;
+  ncclComm_t comm_ = nullptr;
+  std::atomic<bool> aborted_ = false;
+};
+
+inline std::string nccl_version() {
+  int version = 0;
+  detail::check_nccl(ncclGetVersion(&version), "ncclGetVersion");
+  return formatted("NCCL {}.{}.{}", version / 10000, version / 100 % 100, version % 100);
+}
+inline std::string nccl_unique_id() { return NcclGroup::unique_id(); }
+inline std::unique_ptr<GpuCollectives> make_nccl_group(const std::string& id, int rank, int size, int gpu) {
+  return std::make_unique<NcclGroup>(id, rank, size, gpu);
+}
+#else
+inline constexpr bool built_with_nccl = false;
+
+inline std::string nccl_version() { return "no NCCL"; }
+[[noreturn]] inline void refuse_nccl() {
+  throw Error("this train_gpt was built without NCCL: install libnccl-dev and build anew, or use --comm threads");
+}
+inline std::string nccl_unique_id() { refuse_nccl(); }
+inline std::unique_ptr<GpuCollectives> make_nccl_group(const std::string&, int, int, int) { refuse_nccl(); }
+#endif
+
+}  // namespace llmc

@@ -1,0 +1,95 @@
+// step_config.h: what a step is, what goes into it and what comes out of it.
+#pragma once
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "device/host_copy.h"
+#include "dist/schedule.h"
+#include "model/transformer.h"
+
+namespace llmc {
+
+// What an op needs besides its tensors.
+struct Context {
+  Arena& arena;
+  Stream& compute;
+  DataParallel* dp = nullptr;  // none: this rank is alone
+  Stream* copies = nullptr;    // brings the inputs of a GPU while it computes; none: the compute stream does
+};
+
+struct StepConfig {
+  ModelConfig model;
+  DType dtype = DType::fp32;
+  BatchShape batch{1, 1};     // one micro-batch: B sequences of T tokens
+  int64_t micro_batches = 1;  // of one step
+  Schedule schedule = Schedule::one_f_one_b;
+  int chunks = 1;
+  Recompute recompute = Recompute::none;
+  ZeroConfig zero = {};
+  int64_t head_chunks = 1;  // of a micro-batch's rows, whose logits exist one after the other
+  bool generates = true;    // the plan has room for a text and its cache
+  Documents documents = Documents::together;
+
+  int64_t tokens() const { return batch.rows() * micro_batches * zero.ranks(); }  // of one step, all ranks
+};
+
+// One micro-batch of token ids on the host, each (B T).
+struct HostBatch {
+  std::vector<int32_t> tokens, targets, positions;
+};
+
+inline bool all_finite(const Tensor& tensor, Stream& stream) {
+  bool finite = true;
+  if (tensor.dtype == DType::int32) return finite;
+  const HostView t(tensor, stream);
+  with_type(tensor.dtype, [&](auto tag) {
+    using X = typename decltype(tag)::type;
+    const X* x = t.data<X>();
+    for (int64_t i = 0; i < tensor.numel() && finite; ++i) finite = std::isfinite(static_cast<double>(x[i]));
+  });
+  return finite;
+}
+
+using BatchSource = std::function<HostBatch(int64_t micro_batch)>;
+
+// Gets the loss of every row (N) of a micro-batch of this rank; called on the stream.
+using RowLosses = std::function<void(int64_t micro_batch, std::span<const float> losses)>;
+
+struct StepResult {
+  double loss;       // mean over all target tokens
+  double grad_norm;  // before clipping
+  bool applied;      // false: the loss or the norm was not finite or beyond its largest value, and no weight changed
+  bool finite() const { return std::isfinite(loss) && std::isfinite(grad_norm); }
+};
+
+// A step that is under way. The host need not wait for it before it begins the next one.
+class PendingStep {
+ public:
+  PendingStep(const Tensor& loss, const Tensor& control, int64_t tokens, Stream& stream)
+      : loss_(loss, stream), control_(control, stream), tokens_(static_cast<double>(tokens)) {}
+  StepResult wait() const {
+    const std::vector<double> control = control_.values();
+    return {loss_.values()[0] / tokens_, control[0], control[2] != 0};
+  }
+
+ private:
+  Readback loss_, control_;
+  double tokens_;
+};
+
+// The first tensor of a step that holds a number that is not finite.
+struct NotFinite {
+  std::string tensor, op;
+  std::string place;               // "forward of blocks.3"
+  int64_t micro_batch = -1;        // -1: none, it was there before the step
+  std::vector<int64_t> sequences;  // of the micro-batch, that hold one; empty: the tensor is not of sequences
+};
+
+// So many chunks that the logits of one take at most 1 GiB.
+inline int64_t default_head_chunks(const ModelConfig& model, const BatchShape& batch, DType dtype) {
+  return ceil_div(batch.rows() * model.padded_vocab() * size_of(dtype), int64_t{1} << 30);
+}
+
+}  // namespace llmc
