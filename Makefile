@@ -113,7 +113,7 @@ SHOW_CONFIG := $(if $(MAKE_RESTARTS),config)
 
 # ---- The trainer -----------------------------------------------------------------------------------------------------
 
-LIBS := -lxxhash
+LIBS := -lxxhash -ldl
 ifeq ($(ONEDNN),1)
 DEFINES += -DTRAIN_GPT_ONEDNN
 LIBS += -ldnnl
@@ -174,8 +174,9 @@ build/smoke_cpu.flags build/smoke_cuda.flags: build/smoke_%.flags: FORCE
 TEST_FLAGS = $(call FLAGS_cpu,-O2) -Itest
 TEST_OBJECTS := $(patsubst test/%.cpp,build/test/%.o,test/main.cpp $(wildcard test/test_*.cpp))
 
-tests: train_gpt build/test_train_gpt build/test_cuda_on_cpu build/file_ops.so smoke
-build/file_ops.so: test/file_ops.cpp
+tests: train_gpt build/test_train_gpt build/test_cuda_on_cpu build/file_ops.so build/nvml_stand_in.so smoke
+build/nvml_stand_in.so: test/nvml_stand_in.h
+build/file_ops.so build/nvml_stand_in.so: build/%.so: test/%.cpp
 	@echo $< && $(CXX) -std=c++20 -O1 -Wall -Wextra -shared -fPIC $< -o $@ -ldl
 build/test_train_gpt: $(TEST_OBJECTS) build/test_objects.list
 	@echo 'linking $@'
