@@ -1,0 +1,100 @@
+// Datasheet peaks by the names that drivers give GPUs.
+#include "catch2.h"
+#include "train/gpu_peaks.h"
+
+using namespace llmc;
+
+namespace {
+
+struct Chip {
+  const char* name;
+  std::optional<double> bf16, fp8, bandwidth;
+};
+
+}  // namespace
+
+TEST_CASE("a GPU is known by the driver's name for it", "[peaks]") {
+  const std::optional<double> na;
+  const Chip chips[] = {
+      {"NVIDIA H100 80GB HBM3", 989.5, 1979, 3350},
+      {"NVIDIA H100 PCIe", 756.5, 1513, 2000},
+      {"NVIDIA H100 NVL", 835.5, 1670.5, 3900},
+      {"NVIDIA H200", 989.5, 1979, 4800},
+      {"NVIDIA H200 NVL", 835.5, 1670.5, 4800},
+      {"NVIDIA GH200 480GB", 989.5, 1979, 4000},
+      {"NVIDIA GH200 120GB", 989.5, 1979, 4000},
+      {"NVIDIA GH200 144G HBM3e", 989.5, 1979, 4900},
+      {"NVIDIA B200", 2250, 4500, 8000},
+      {"NVIDIA GB200", 2500, 5000, 8000},
+      {"NVIDIA B300 SXM6 AC", 2250, 4500, 8000},
+      {"NVIDIA A100-SXM4-80GB", 312, na, 2039},
+      {"NVIDIA A100-SXM4-40GB", 312, na, 1555},
+      {"A100-SXM4-40GB", 312, na, 1555},  // as drivers of 2020 have it
+      {"NVIDIA A100 80GB PCIe", 312, na, 1935},
+      {"NVIDIA A100-PCIE-40GB", 312, na, 1555},
+      {"NVIDIA A10", 125, na, 600},
+      {"NVIDIA L4", 121, 242.5, 300},
+      {"NVIDIA L40", 181.05, 362, 864},
+      {"NVIDIA L40S", 362.05, 733, 864},
+      {"Tesla T4", na, na, 320},
+      {"Tesla V100-SXM2-16GB", na, na, 900},
+      {"Tesla V100-SXM2-32GB", na, na, 900},
+      {"NVIDIA GeForce RTX 3090", 71, na, 936},
+      {"NVIDIA GeForce RTX 4090", 165.2, 330.3, 1008},
+      {"NVIDIA GeForce RTX 4070", 58.2, 116.5, 504},
+      {"NVIDIA GeForce RTX 4070 Ti", 80.1, 160.2, 504},
+      {"NVIDIA GeForce RTX 4070 SUPER", 71, 142, 504},
+      {"NVIDIA GeForce RTX 4070 Ti SUPER", 88.2, 176.5, 672},
+      {"NVIDIA GeForce RTX 5090", 209.5, 419, 1792},
+      {"NVIDIA RTX A6000", 154.8, na, 768},
+      {"NVIDIA RTX 6000 Ada Generation", 364.2, 728.5, 960},
+      {"NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 438.9, 877.8, 1792},
+      {"NVIDIA GB10", na, na, 273},
+  };
+  for (const Chip& chip : chips) {
+    INFO(chip.name);
+    const auto peaks = gpu_peaks(chip.name);
+    REQUIRE(peaks.has_value());
+    EXPECT(peaks->bf16 == chip.bf16);
+    EXPECT(peaks->fp8 == chip.fp8);
+    EXPECT(peaks->bandwidth == chip.bandwidth);
+  }
+}
+
+TEST_CASE("a GPU that is no row's is not taken for its neighbour", "[peaks]") {
+  for (const char* name : {"NVIDIA GeForce RTX 4090 Laptop GPU",
+                           "NVIDIA GeForce RTX 4090 D",
+                           "NVIDIA GeForce RTX 5090 D v2",
+                           "NVIDIA GeForce RTX 3060 Lite",
+                           "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+                           "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+                           "NVIDIA A100-SXM-64GB",
+                           "NVIDIA A100X",
+                           "NVIDIA A10G",
+                           "NVIDIA A10-24Q",
+                           "GRID A100-10C",
+                           "NVIDIA H20-3e",
+                           "NVIDIA H100",
+                           "NVIDIA RTX PRO 6000 Blackwell",
+                           "NVIDIA RTX 6000",
+                           "Quadro RTX 6000",
+                           "NVIDIA Thor",
+                           "AMD Instinct MI300X",
+                           "NVIDIA",
+                           ""}) {
+    INFO(name);
+    EXPECT(!gpu_peaks(name).has_value());
+  }
+}
+
+TEST_CASE("the rows of the table are what they say of each other", "[peaks]") {
+  for (const GpuPeaks& row : detail::gpu_peaks_table) {
+    INFO(row.name);
+    const auto peaks = gpu_peaks(row.name);
+    REQUIRE(peaks.has_value());
+    EXPECT(std::string(peaks->name) == row.name);  // no row hides another one
+    EXPECT(*row.bandwidth > 0);
+    // Products in fp8 take half the time of those in bf16; datasheets round both.
+    if (row.fp8) EXPECT(*row.fp8 / *row.bf16 == Catch::Approx(2).epsilon(0.015));
+  }
+}
