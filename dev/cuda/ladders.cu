@@ -45,11 +45,14 @@ void time_versions(const Ladder& ladder) {
 
 }  // namespace
 
-int main() {
+int main() try {
   cudaDeviceProp properties;
   CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
   std::printf("%s\n", properties.name);
   time_versions(layernorm_ladder(65536, 768));
   time_versions(classifier_ladder(8192, 50257));
   time_versions(adamw_ladder(1 << 26));
+} catch (const Error& error) {
+  std::fprintf(stderr, "ladders: %s\n", error.what());
+  return 1;
 }
