@@ -19,32 +19,30 @@ struct alignas(8) RowTerms {
 
 namespace detail {
 
-// Rows that the terms of a head have: whole tiles of every kernel; those past T are {infinity, 0}, so that P and dS are
-// 0.
+// Rows that the terms of a head have: whole tiles of every kernel. Those past T are {infinity, 0}: P and dS are 0.
 __host__ __device__ constexpr int64_t terms_rows(int64_t T) { return (T + 127) / 128 * 128; }
 
 }  // namespace detail
 
-// terms (B, Hq, terms_rows(T)); a row for each `lanes` threads, a power of two up to a warp.
+// terms (B, Hq, terms_rows(T)). Grid (rows of (terms_rows(T), Hq), B); a block's x, a power of two up to a warp, takes
+// a row.
 template <class T, int pack>
 __global__ void attention_row_terms_kernel(RowTerms* __restrict__ terms, const T* __restrict__ dout,
-                                           const T* __restrict__ out, const float* __restrict__ lse, AttentionShape s,
-                                           int lanes) {
+                                           const T* __restrict__ out, const float* __restrict__ lse, AttentionShape s) {
   using Pack = Packed<T, pack>;
-  const int64_t thread = blockIdx.x * int64_t{blockDim.x} + threadIdx.x, index = thread / lanes;
-  const int64_t rows = detail::terms_rows(s.T), b = index / s.Hq / rows, t = index / s.Hq % rows, h = index % s.Hq;
-  const bool there = b < s.B && t < s.T;
+  const unsigned index = blockIdx.x * blockDim.y + threadIdx.y, Hq = static_cast<unsigned>(s.Hq);
+  const int64_t rows = detail::terms_rows(s.T), t = index / Hq, h = index % Hq, b = blockIdx.y;
   float delta = 0;
-  if (there) {
+  if (t < s.T) {
     const int64_t begin = ((b * s.T + t) * s.Hq + h) * s.D;
-    for (int64_t d = thread % lanes * pack; d < s.D; d += lanes * pack) {
+    for (int64_t d = threadIdx.x * pack; d < s.D; d += blockDim.x * pack) {
       const Pack gs = Pack::load(dout + begin + d), os = Pack::load(out + begin + d);
       for (int i = 0; i < pack; ++i) delta += gs[i] * os[i];
     }
   }
-  for (int step = lanes / 2; step > 0; step /= 2) delta += __shfl_xor_sync(all_lanes, delta, step);
-  if (b < s.B && thread % lanes == 0)
-    terms[(b * s.Hq + h) * rows + t] = {there ? lse[(b * s.Hq + h) * s.T + t] * log2_e : INFINITY, delta};
+  for (unsigned lanes = blockDim.x / 2; lanes > 0; lanes /= 2) delta += __shfl_xor_sync(all_lanes, delta, lanes);
+  if (t < rows && threadIdx.x == 0)
+    terms[(b * s.Hq + h) * rows + t] = {t < s.T ? lse[(b * s.Hq + h) * s.T + t] * log2_e : INFINITY, delta};
 }
 
 // dK and dV. Grid (B Hkv, blocks of keys), the first ones, which the most rows see, first.
@@ -186,12 +184,12 @@ void attention_backward(T* dqkv, const T* dout, const T* out, const T* qkv, cons
                         float* scratch, const AttentionShape& s, cudaStream_t stream) {
   RowTerms* terms = reinterpret_cast<RowTerms*>(scratch);
   const auto run = [&]<int DP, Copy copy>() {
-    constexpr int pack = copy == Copy::packs ? full_pack<T> : 1, threads = 256;
-    const int lanes =
-        static_cast<int>(std::min<int64_t>(std::bit_ceil(static_cast<uint64_t>(ceil_div(s.D, pack))), warp_size));
-    launch(attention_row_terms_kernel<T, pack>,
-           static_cast<unsigned>(ceil_div(s.B * s.Hq * detail::terms_rows(s.T) * lanes, threads)), threads, 0, stream,
-           terms, dout, out, lse, s, lanes);
+    constexpr int pack = copy == Copy::packs ? full_pack<T> : 1;
+    const unsigned lanes = std::min(std::bit_ceil(static_cast<unsigned>(ceil_div(s.D, pack))), 32u);
+    const dim3 block(lanes, 256 / lanes);
+    const dim3 terms_grid(static_cast<unsigned>(ceil_div(detail::terms_rows(s.T) * s.Hq, block.y)),
+                          static_cast<unsigned>(s.B));
+    launch(attention_row_terms_kernel<T, pack>, terms_grid, block, 0, stream, terms, dout, out, lse, s);
     using Keys = detail::BackwardKeysBlock<T, DP>;
     const dim3 keys_grid(static_cast<unsigned>(s.B * s.Hkv), static_cast<unsigned>(ceil_div(s.T, Keys::rows)));
     launch(attention_backward_keys_kernel<T, Keys, DP, copy>, keys_grid, Keys::threads,

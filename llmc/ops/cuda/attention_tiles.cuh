@@ -32,8 +32,7 @@ __device__ Head<T> head_of(T* array, const AttentionShape& s, int64_t heads, int
   return {array + (b * s.T * heads + h) * s.D, heads * s.D, static_cast<int>(s.T), static_cast<int>(s.D)};
 }
 
-// ---- Sums that a warp holds
-// ------------------------------------------------------------------------------------------
+// ---- Sums that a warp holds -----------------------------------------------------------------------------------------
 
 // 16 M rows, 8 N columns, as mma leaves them: element i of sums[m][n] is at row 16 m + fragment_row(i), column
 // 8 n + fragment_column(i). The four lanes of a quad hold two rows of each 16.
@@ -96,8 +95,7 @@ __device__ void store_rows(const Head<T>& to, int first, const Sums<M, N>& sums)
     }
 }
 
-// ---- Tiles
-// -----------------------------------------------------------------------------------------------------------
+// ---- Tiles ----------------------------------------------------------------------------------------------------------
 
 // Rows of DP elements in shared memory, in chunks of 16 bytes. Chunk c of row r lies at place c ^ (r & 7): the same
 // chunk of eight rows that follow each other lies in all banks.
@@ -151,8 +149,7 @@ __device__ void double_buffered(int begin, int end, Load load, Use use) {
   }
 }
 
-// ---- Products
-// --------------------------------------------------------------------------------------------------------
+// ---- Products -------------------------------------------------------------------------------------------------------
 
 // sums += rows [row, row + 16 M) of a times (rows [0, 8 N) of b)^T
 template <int M, int N, int DP>
@@ -249,8 +246,7 @@ __device__ void multiply(Sums<M, N>& sums, const Sums<M, K>& p, const Tile<float
     }
 }
 
-// ---- Sizes
-// -----------------------------------------------------------------------------------------------------------
+// ---- Sizes ----------------------------------------------------------------------------------------------------------
 
 // A block of `warps` warps holds 16 M rows of a head in each, of queries or of keys, and takes `others` rows at a time
 // of what they meet.
@@ -290,8 +286,7 @@ void with_head_size(const char* op, const AttentionShape& s, F&& f, const Pointe
   else if constexpr (largest_head<T> > 128) with_copy.template operator()<256>();
 }
 
-// ---- Which keys a row sees
-// -------------------------------------------------------------------------------------------
+// ---- Which keys a row sees ------------------------------------------------------------------------------------------
 
 // Rows [begin, end), maybe none. Each sees the keys from its first one to itself; of those first ones the smallest and
 // the largest. positions: of a sequence of packed documents, or nullptr.
