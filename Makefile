@@ -11,7 +11,7 @@
 ##   bench        training steps beside PyTorch's; BENCH_FLAGS are dev/bench/compare.py's
 ##   comm-bench   build/comm_bench: the collectives, in the manner of nccl-tests
 ##   tests        build what `make test` runs, and run nothing
-##   cuda-test    the tests of the CUDA kernels, on a GPU; `make test` runs them on the CPU
+##   test-cuda    the tests of the CUDA kernels, on a GPU; `make test` runs them on the CPU
 ##   ladders      build/ladders: the versions of the kernels in dev/cuda/, timed on a GPU
 ##   smoke        compile train_gpt.cu by g++ and, where it is there, by nvcc
 ##   config       show what was found on this machine and what is built of it
@@ -28,7 +28,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 # The outer targets install what is missing and then start make again, so that it looks at the machine only after the
 # installation. They need to know nothing of the machine; all other targets do.
 OUTER_TARGETS := help run test test-long check bench reconfigure deps format clean
-INNER_TARGETS := all tests cuda-test ladders smoke config \
+INNER_TARGETS := all tests test-cuda ladders smoke config \
                  check-layers check-headers check-format check-shell check-python
 .PHONY: $(OUTER_TARGETS) $(INNER_TARGETS)
 ifneq ($(filter-out $(OUTER_TARGETS),$(or $(MAKECMDGOALS),train_gpt)),)
@@ -201,7 +201,7 @@ build/test_objects.list: FORCE
 # By the C++ compiler, twice: with AddressSanitizer, which also runs all orders of threads, and with ThreadSanitizer. The
 # sources have no OpenMP here: its threads are not the subject. Only its library is linked: the CPU's ops ask it who they
 # are.
-LADDERS := dev/cuda/layernorm.cu dev/cuda/classifier.cu dev/cuda/adamw.cu
+LADDERS := dev/cuda/layernorm.cu dev/cuda/classifier.cu dev/cuda/adamw.cu dev/cuda/attention.cu
 CUDA_TEST_SOURCES := $(wildcard test/cuda_on_cpu/*.cpp test/cuda/test_*.cpp) $(LADDERS)
 CUDA_TEST_FLAGS = -std=c++20 -O1 -g $(ARCH_FLAGS) -DTRAIN_GPT_CUDA -Illmc -Itest -Itest/cuda_on_cpu -Wall -Wextra -Wno-unknown-pragmas \
                   -Wno-unused-parameter -Wno-restrict -fno-strict-aliasing -fno-omit-frame-pointer $(CPPFLAGS) $(CXXFLAGS)
@@ -229,7 +229,7 @@ build/cuda_test_sources.list: FORCE
 	$(call text_file,$(CUDA_TEST_SOURCES) $(CUDA_TEST_LINK_FLAGS) $(LDFLAGS))
 
 # The same tests on a GPU, once instead of under all schedules.
-cuda-test: build/test_cuda_on_gpu
+test-cuda: build/test_cuda_on_gpu
 	build/test_cuda_on_gpu
 GPU_TEST_SOURCES := $(filter-out test/cuda_on_cpu/% %/test_emulator.cpp,$(CUDA_TEST_SOURCES))
 build/test_cuda_on_gpu: $(patsubst %,build/gpu/%.o,$(basename $(GPU_TEST_SOURCES))) build/test/main.o

@@ -5,10 +5,8 @@
 #include "ops/cpu/adamw.h"
 #include "ops/cuda/adamw.cuh"
 
-namespace llmc {
+namespace llmc::cuda {
 namespace {
-
-using namespace cuda;
 
 constexpr AdamWOptions options = {
     .lr = 0.01f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 3};
@@ -88,4 +86,4 @@ Ladder adamw_ladder(int64_t n) {
           .bytes = (7.0 * sizeof(float) + sizeof(bf16)) * static_cast<double>(n)};
 }
 
-}  // namespace llmc
+}  // namespace llmc::cuda

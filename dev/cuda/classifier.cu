@@ -5,10 +5,8 @@
 #include "ops/cpu/cross_entropy.h"
 #include "ops/cuda/cross_entropy.cuh"
 
-namespace llmc {
+namespace llmc::cuda {
 namespace {
-
-using namespace cuda;
 
 constexpr float gradient_scale = 0.25f;
 
@@ -131,4 +129,4 @@ Ladder classifier_ladder(int64_t N, int64_t V) {
           .bytes = 2.0 * sizeof(bf16) * static_cast<double>(N * V_padded)};
 }
 
-}  // namespace llmc
+}  // namespace llmc::cuda

@@ -6,6 +6,7 @@
 #include "cuda/ladder.h"
 
 using namespace llmc;
+using namespace llmc::cuda;
 
 namespace {
 
@@ -25,7 +26,8 @@ float milliseconds_of(const std::function<void()>& work) {
 }
 
 void time_versions(const Ladder& ladder) {
-  std::printf("\n| %s | us | GB/s |\n| --- | --- | --- |\n", ladder.op);
+  const bool moves = ladder.flops == 0;
+  std::printf("\n| %s | us | %s |\n| --- | --- | --- |\n", ladder.op, moves ? "GB/s" : "TFLOP/s");
   for (const Ladder::Version& version : ladder.versions) {
     ladder.prepare();
     version.run();
@@ -39,7 +41,8 @@ void time_versions(const Ladder& ladder) {
                        for (int i = 0; i < times; ++i) version.run();
                      }) /
                      static_cast<float>(times);
-    std::printf("| %s | %.1f | %.0f |\n", version.idea, 1e3 * ms, ladder.bytes / ms * 1e-6);
+    std::printf("| %s | %.1f | %.*f |\n", version.idea, 1e3 * ms, moves ? 0 : 1,
+                moves ? ladder.bytes / ms * 1e-6 : ladder.flops / ms * 1e-9);
   }
 }
 
@@ -52,6 +55,7 @@ int main() try {
   time_versions(layernorm_ladder(65536, 768));
   time_versions(classifier_ladder(8192, 50257));
   time_versions(adamw_ladder(1 << 26));
+  time_versions(attention_ladder(4, 1024, 12));
 } catch (const Error& error) {
   std::fprintf(stderr, "ladders: %s\n", error.what());
   return 1;

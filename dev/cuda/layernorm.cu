@@ -5,10 +5,8 @@
 #include "ops/cpu/layernorm.h"
 #include "ops/cuda/layernorm.cuh"
 
-namespace llmc {
+namespace llmc::cuda {
 namespace {
-
-using namespace cuda;
 
 constexpr float eps = 1e-5f;
 
@@ -141,4 +139,4 @@ Ladder layernorm_ladder(int64_t N, int64_t C) {
       .bytes = 2.0 * sizeof(bf16) * static_cast<double>(N * C)};
 }
 
-}  // namespace llmc
+}  // namespace llmc::cuda

@@ -6,7 +6,7 @@
 
 #include "cuda/device_array.h"
 
-namespace llmc {
+namespace llmc::cuda {
 
 struct Ladder {
   struct Version {
@@ -19,13 +19,14 @@ struct Ladder {
   std::function<Outputs()> outputs;
   Outputs reference;  // what they should be
   double tolerance;
-  double bytes;  // that a version has to move at least
+  double bytes = 0, flops = 0;  // that a version has to move at least, or to compute: what its speed is counted in
 };
 
 // Activations and weights in bf16. layernorm: x (N, C); classifier: logits (N, V), padded to full packs; adamw: n
-// weights
+// weights; attention: qkv (B, T, 3 H D), D = 64
 Ladder layernorm_ladder(int64_t N, int64_t C);
 Ladder classifier_ladder(int64_t N, int64_t V);
 Ladder adamw_ladder(int64_t n);
+Ladder attention_ladder(int64_t B, int64_t T, int64_t H);
 
-}  // namespace llmc
+}  // namespace llmc::cuda
