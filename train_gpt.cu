@@ -11,6 +11,7 @@
 #include "core/options.h"
 #include "core/signals.h"
 #include "device/gpu.h"
+#include "device/nvml.h"
 #include "train/checkpoint.h"
 #include "train/choices.h"
 #include "train/dataloader.h"
@@ -61,10 +62,25 @@ ZeroConfig choose_layout(const Options& o) {
   return zero;
 }
 
-// One rank's part of the device.
-Device rank_device(Device device, int64_t ranks) {
+// One rank's part of the device: some of the threads, or the GPU whose turn it is.
+Device rank_device(Device device, int64_t ranks, int64_t rank = 0) {
+  const int64_t parts = device.kind == DeviceKind::cuda ? visible_gpus().count : 1;
   device.threads = std::max(1, device.threads / static_cast<int>(ranks));
+  device.gpu = static_cast<int>(rank % parts);
+  device.sharers = static_cast<int>(ceil_div(ranks, parts));
   return device;
+}
+
+// Who moves tensors between the ranks.
+Backend choose_backend(const Options& o, const Device& rank_device) {
+  const bool own_gpus = rank_device.kind == DeviceKind::cuda && rank_device.sharers == 1;
+  if (o.comm == "nccl") {
+    CHECK(built_with_nccl, "--comm nccl: this train_gpt was built without NCCL; install libnccl-dev and build anew");
+    CHECK(own_gpus,
+          "--comm nccl needs a GPU for each rank: --local-ranks {} on {} GPU(s), --device {}; use --comm auto",
+          o.local_ranks, visible_gpus().count, rank_device.kind);
+  }
+  return o.comm != "threads" && own_gpus && built_with_nccl && o.local_ranks > 1 ? Backend::nccl : Backend::threads;
 }
 
 // What a step computes; everything that the options alone can tell is checked here.
@@ -177,7 +193,8 @@ void run_plan(const Options& o) {
 struct Job {
   Options options;
   StopCondition::Clock::time_point begin;  // of the process
-  Device device, rank_device;              // of the process, of a rank
+  Device device, rank_device;              // of the process, of rank 0
+  Backend backend;                         // between ranks
   StepConfig step;
   std::unique_ptr<Tokenizer> tokenizer;
   std::map<std::string, std::string> tokenizer_files;  // read once: every checkpoint of a run has the same
@@ -193,6 +210,7 @@ struct Job {
         begin(process_begin),
         device(choose_device(o)),
         rank_device(llmc::rank_device(device, o.local_ranks)),
+        backend(choose_backend(o, rank_device)),
         step(choose_step(o)),
         tokenizer(choose_tokenizer(o, step.model)),
         tokenizer_files(tokenizer->files()),
@@ -215,6 +233,8 @@ struct Job {
     }
     if (o.mask_documents) document_end = choose_document_end();
     CHECK(!o.keep_best || (val && o.val_every > 0), "--keep-best needs --val-data and --val-every");
+    CHECK(o.log_gpu_every == 0 || device.kind == DeviceKind::cuda, "--log-gpu-every {}: this run is not on a GPU{}",
+          o.log_gpu_every, o.device == "cpu" ? ", by --device cpu" : "; " + visible_gpus().why_none);
     plan = make_plan(step, rank_device);
     // What a checkpoint records may take less.
     if (o.resume == "never" || (o.resume == "auto" && checkpoint_steps(o.out_dir).empty()))
@@ -245,7 +265,7 @@ struct Job {
       as_before.zero.grad_reduce = grad_reduce_from_name(choices["grad_reduce"]);
       if (as_before.zero.grad_reduce != step.zero.grad_reduce) {
         const Plan planned = make_plan(as_before, rank_device);
-        if (fits(planned, memory_limit(options, step, rank_device))) step = as_before, plan = planned;
+        if (fits(planned, memory_limit(options, rank_device))) step = as_before, plan = planned;
         else
           log.line(
               formatted("notice: --grad-reduce {}, with which the run began, needs {}, which does not fit: "
@@ -260,29 +280,30 @@ struct Job {
 // A run from its first update, or from a checkpoint, to its last. Step s is the s-th update.
 class Training {
  public:
-  Training(const Job& job, RunDirectory& directory, Log& log, const std::optional<ResumePoint>& resume, double peak,
-           World& world, int rank)
+  Training(const Job& job, RunDirectory& directory, Log& log, const std::optional<ResumePoint>& resume,
+           const Peaks& peaks, World& world, int rank)
       : job_(job),
         o_(job.options),
         directory_(directory),
         log_(log),
         stop_(o_.time_limit, job.begin,
               static_cast<double>(checkpoint_bytes(job.step.model, job.step.dtype)) / assumed_bytes_per_second),
-        peak_(peak),
+        peaks_(peaks),
         rank_(rank),
-        run_(job.step, job.plan, job.rank_device, world, rank),
+        run_(job.step, job.plan, rank_device(job.device, o_.local_ranks, rank), world, rank),
         schedule_(choose_lr_schedule(o_, job.max_steps)),
         train_(job.train, loader_config(o_.shuffle)) {
     if (job.val) val_.emplace(*job.val, loader_config(false));
     if (resume) restore(*resume);
     else initialise(run_, o_);
+    if (rank_ == 0 && o_.log_gpu_every > 0) monitor_.emplace(gpu_info(job.rank_device.gpu).bus_id);
     if (rank_ == 0) {
       detail::require_space(o_.out_dir, checkpoint_bytes(job.step.model, job.step.dtype));
       directory.claim(o_);
       validated_ = directory.cut_metrics(done_);
       log.open_metrics(o_.out_dir);
       report_header(log, o_, job.device, job.step, job.max_steps, job.train, job.val ? &*job.val : nullptr, job.plan,
-                    peak_, job_.document_end);
+                    peaks_, job_.document_end);
     }
     validated_ = !run_.dp.control->all_gather_text("validated", validated_ ? "yes" : "")[0].empty();
     if (resume) log.line(formatted("resuming behind step {} from {}", done_, resume->path));
@@ -375,6 +396,12 @@ class Training {
     if (o_.profile || o_.skip_loss_z || o_.skip_grad_z) finish();
   }
 
+  void log_gpu(int64_t step) {
+    if (const auto reading = monitor_->read()) return log_.gpu(step, to_string(*reading), to_json_object(*reading));
+    log_.line("notice: " + monitor_->why_not());
+    monitor_.reset();
+  }
+
   // Waits for the update under way, if there is one, and reports it.
   void finish() {
     if (!under_way_) return;
@@ -392,20 +419,28 @@ class Training {
     const double tokens = static_cast<double>(job_.step.tokens());
     const double left =
         seconds_since(begin_) / static_cast<double>(step - first_) * static_cast<double>(job_.max_steps - step);
-    log_.train({.step = step,
-                .max_steps = job_.max_steps,
-                .loss = result.loss,
-                .grad_norm = result.grad_norm,
-                .lr = update.lr,
-                .ms = seconds * 1e3,
-                .tokens_per_s = tokens / seconds,
-                .mfu = flops_per_step() / seconds / peak_,
-                .eta_s = left,
-                .skipped = !result.applied});
+    log_.train(
+        {.step = step,
+         .max_steps = job_.max_steps,
+         .loss = result.loss,
+         .grad_norm = result.grad_norm,
+         .lr = update.lr,
+         .ms = seconds * 1e3,
+         .tokens_per_s = tokens / seconds,
+         .mfu = share_of(peaks_.promised, seconds),
+         .speed_of_light = job_.device.kind == DeviceKind::cuda ? share_of(peaks_.measured, seconds) : std::nullopt,
+         .eta_s = left,
+         .skipped = !result.applied});
     if (!result.finite()) diverged(step, result, batches_of(step));
+    if (monitor_ && step % o_.log_gpu_every == 0) log_gpu(step);
     if (!result.applied) log_.line(formatted("step {} is an outlier: its update was skipped", step));
     done_ = step;
     validated_ = false;
+  }
+
+  // Of the flops that a peak would allow in so many seconds, what a step needs.
+  std::optional<double> share_of(std::optional<double> peak, double seconds) const {
+    return peak ? std::optional(flops_per_step() / seconds / *peak) : std::nullopt;
   }
 
   double flops_per_step() const {
@@ -576,17 +611,22 @@ class Training {
   void report_summary() {
     const double steps = static_cast<double>(job_.max_steps - first_), tokens = static_cast<double>(job_.step.tokens());
     if (done_ == first_) return log_.line("done: only the validation was left");
-    log_.table("done", {{"time", formatted("{} in all, {} in training steps", human_duration(seconds_since(begin_)),
-                                           human_duration(step_seconds_))},
-                        {"throughput", formatted("{:.0f} tokens/s, {:.1f}% MFU", tokens * steps / step_seconds_,
-                                                 100 * flops_per_step() * steps / step_seconds_ / peak_)},
-                        {"training loss", formatted("{:.4f} at step {}", last_loss_, job_.max_steps)},
-                        {"validation loss", std::isfinite(best_val_)
-                                                ? formatted("{:.4f} at best, at step {}", best_val_, best_step_)
-                                                : "not measured"},
-                        {"checkpoint", checkpoint_},
-                        {"metrics", o_.out_dir + "/metrics.jsonl"}});
-    if (o_.profile) report_profile(log_, ops_, job_.max_steps - first_);
+    log_.table(
+        "done",
+        {{"time", formatted("{} in all, {} in training steps", human_duration(seconds_since(begin_)),
+                            human_duration(step_seconds_))},
+         {"throughput",
+          formatted("{:.0f} tokens/s, {}", tokens * steps / step_seconds_,
+                    peaks_.promised ? formatted("{:.1f}% MFU", 100 * *share_of(peaks_.promised, step_seconds_ / steps))
+                                    : std::string("MFU n/a"))},
+         {"training loss", formatted("{:.4f} at step {}", last_loss_, job_.max_steps)},
+         {"validation loss",
+          std::isfinite(best_val_) ? formatted("{:.4f} at best, at step {}", best_val_, best_step_) : "not measured"},
+         {"checkpoint", checkpoint_},
+         {"metrics", o_.out_dir + "/metrics.jsonl"}});
+    if (o_.profile)
+      report_profile(log_, ops_, job_.max_steps - first_, peaks_.measured / static_cast<double>(ranks()),
+                     measure_bandwidth(job_.device) / job_.rank_device.sharers);
     report_next_steps(log_, o_, checkpoint_, program_invocation_name);
   }
 
@@ -597,8 +637,9 @@ class Training {
   RunDirectory& directory_;
   Log& log_;
   StopCondition stop_;
-  double peak_;
+  Peaks peaks_;
   int64_t rank_;
+  std::optional<GpuMonitor> monitor_;
   OpLedger ops_;  // before the stream that books in it
   Run run_;
   LrSchedule schedule_;
@@ -632,11 +673,12 @@ void run_training(const Options& o, StopCondition::Clock::time_point process_beg
     return report_next_steps(log, o, resume->path, program_invocation_name);
   }
   if (resume) job.go_on(*resume, log);
-  const double peak = matmul_peak(job.device, job.step.dtype);
-  World world(job.step.zero.mesh());
+  const Peaks peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops)
+                          .times(static_cast<int>(o.local_ranks) / job.rank_device.sharers);
+  World world(job.step.zero.mesh(), job.backend);
   run_ranks(world, [&](int rank) {
     Log silent = Log::silent();
-    Training(job, directory, rank == 0 ? log : silent, resume, peak, world, rank).run();
+    Training(job, directory, rank == 0 ? log : silent, resume, peaks, world, rank).run();
   });
 }
 

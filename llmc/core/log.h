@@ -39,9 +39,10 @@ inline std::string human_duration(double seconds) {
 struct TrainLine {
   int64_t step, max_steps;
   double loss, grad_norm, lr, ms, tokens_per_s;
-  double mfu;            // of 1
-  double eta_s;          // seconds left
-  bool skipped = false;  // the update
+  std::optional<double> mfu;             // of 1; none: the peak is not known
+  std::optional<double> speed_of_light;  // of 1: share of the measured peak, where that is not MFU's
+  double eta_s;                          // seconds left
+  bool skipped = false;                  // the update
 };
 struct ValLine {
   int64_t step;
@@ -83,11 +84,11 @@ class Log {
 
   void train(const TrainLine& t) {
     const int digits = static_cast<int>(formatted("{}", t.max_steps).size());
-    line(formatted(
-        "step {:" + std::to_string(digits) +
-            "}/{} | loss {:7.4f} | norm {:8.4f} | lr {:.2e} | {:8.1f} ms | {:9} tok/s | {:5.1f}% MFU | ETA {}",
-        t.step, t.max_steps, t.loss, t.grad_norm, t.lr, t.ms, human_count(std::llround(t.tokens_per_s)), 100 * t.mfu,
-        human_duration(t.eta_s)));
+    line(formatted("step {:" + std::to_string(digits) +
+                       "}/{} | loss {:7.4f} | norm {:8.4f} | lr {:.2e} | {:8.1f} ms | {:9} tok/s | {} MFU{} | ETA {}",
+                   t.step, t.max_steps, t.loss, t.grad_norm, t.lr, t.ms, human_count(std::llround(t.tokens_per_s)),
+                   share(t.mfu), t.speed_of_light ? formatted(" | {} SOL", share(t.speed_of_light)) : std::string(),
+                   human_duration(t.eta_s)));
     nlohmann::ordered_json object = {{"kind", "train"},
                                      {"step", t.step},
                                      {"loss", t.loss},
@@ -95,7 +96,8 @@ class Log {
                                      {"lr", t.lr},
                                      {"ms", t.ms},
                                      {"tokens_per_s", t.tokens_per_s},
-                                     {"mfu", t.mfu}};
+                                     {"mfu", t.mfu ? nlohmann::ordered_json(*t.mfu) : nlohmann::ordered_json()}};
+    if (t.speed_of_light) object["speed_of_light"] = *t.speed_of_light;
     if (t.skipped) object["skipped"] = true;
     write(object);
   }
@@ -116,6 +118,14 @@ class Log {
     write(object);
   }
 
+  // What the GPU said of itself behind a step.
+  void gpu(int64_t step, const std::string& text, const nlohmann::ordered_json& readings) {
+    line(text);
+    nlohmann::ordered_json object = {{"kind", "gpu"}, {"step", step}};
+    object.update(readings);
+    write(object);
+  }
+
   // A line that the next one overwrites; nothing where stdout is no terminal.
   void progress(const std::string& what, int64_t done, int64_t total) {
     if (!terminal_) return;
@@ -125,6 +135,9 @@ class Log {
   }
 
  private:
+  static std::string share(const std::optional<double>& of_one) {
+    return of_one ? formatted("{:5.1f}%", 100 * *of_one) : std::string("  n/a");
+  }
   void erase_progress() {
     if (progress_shown_) std::printf("\r\033[K");
     progress_shown_ = false;

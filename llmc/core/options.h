@@ -61,9 +61,11 @@ struct Options {
   std::string schedule = "1f1b";
   int64_t local_ranks = 1, zero_stage = 0, dp_replicate = 1;
   std::string grad_reduce = "auto";
-  std::string device = "auto";
+  std::string device = "auto", comm = "auto";
   bool tf32 = false;
   std::string cuda_graphs = "on";
+  std::optional<double> peak_tflops;
+  int64_t log_gpu_every = 0;
   int64_t threads = 0;
   bool generate = false, plan = false, selftest = false, verify_data = false, profile = false;
 };
@@ -210,6 +212,8 @@ void visit_options(O& o, Visitor&& visit) {
   visit("Machine");
   visit("--local-ranks", "", o.local_ranks, between(1, 1024), warn,
         "ranks that share the batch, as threads of this process; --batch-size is that of each");
+  visit("--comm", "", o.comm, one_of({"auto", "threads", "nccl"}), warn,
+        "who moves tensors between ranks; auto: NCCL where each rank has a GPU of its own, else threads");
   visit("--device", "", o.device, one_of({"auto", "cpu", "cuda"}), warn,
         "where to compute: on GPUs or on the CPU; auto: on GPUs where this build and this machine have them");
   visit("--cuda-graphs", "", o.cuda_graphs, one_of({"on", "off"}), free,
@@ -226,7 +230,13 @@ void visit_options(O& o, Visitor&& visit) {
         "do not train: a tiny model in every layout that --local-ranks allow, against one rank");
   visit("--verify-data", "", o.verify_data, Limits{}, free,
         "do not train: read --train-data and --val-data whole, check every token against the vocabulary, and count");
-  visit("--profile", "", o.profile, Limits{}, free, "time every op, and print the table at the end of the training");
+  visit("--profile", "", o.profile, Limits{}, free,
+        "time every op, and print the table at the end of the training: slower, for ops then wait for each other");
+  visit("--peak-tflops", "", o.peak_tflops, between(1e-6, 1e9), free,
+        "what MFU is a share of, in TFLOP/s of a GPU or of this CPU; default: the GPU's datasheet (dense), the CPU's "
+        "measured matmul");
+  visit("--log-gpu-every", "", o.log_gpu_every, at_least(0), free,
+        "print use, memory, clock, power, temperature and throttling of the GPU every so many steps; 0: never");
 }
 
 namespace detail {

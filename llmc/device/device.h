@@ -53,6 +53,7 @@ struct Device {
   DeviceKind kind = DeviceKind::cpu;
   int threads = 1;  // of the ops on a CPU
   int gpu = 0;      // its number in this process
+  int sharers = 1;  // ranks of this process on the same one
   Tf32 tf32 = Tf32::no;
   bool graphs = true;                    // what is enqueued again and again becomes a CUDA graph
   DeviceKind planned = DeviceKind::cpu;  // what the null device plans for

@@ -5,12 +5,15 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 
 #include "core/files.h"
 #include "device/gpu.h"
 #include "ops/ops.h"
+#include "train/gpu_peaks.h"
 
 namespace llmc {
 
@@ -21,30 +24,45 @@ inline std::string processor_name() {
   return "unknown processor";
 }
 
-// Flops per second of the best of several square products in `dtype`.
-inline double measure_matmul_peak(const Device& device, DType dtype) {
-  const int64_t size = device.kind == DeviceKind::cuda ? 8192 : 1536;
-  double best = 0;
+// Seconds of the best of several calls of op(tensors of `shape`, stream).
+template <class Op>
+double best_seconds(const Device& device, DType dtype, const Shape& shape, Op&& op) {
+  double best = std::numeric_limits<double>::infinity();
   int64_t scratch_bytes = 0;
   for (const Device& on : {device.on_paper(), device}) {  // plan the scratch, then run
-    best = 0;
-    const int64_t matrix = round_up(size * size * size_of(dtype), Arena::alignment);
-    Arena arena(on, 3 * matrix), scratch(on, scratch_bytes);
+    const int64_t bytes = round_up(shape.numel() * size_of(dtype), Arena::alignment);
+    Arena arena(on, 3 * bytes), scratch(on, scratch_bytes);
     Stream stream(on, scratch);
-    auto square = [&](const char* name) { return arena.alloc("peak", name, dtype, {size, size}); };
-    const Tensor out = square("out"), x = square("x"), weight = square("weight");
-    for (const Tensor& t : {x, weight}) init_normal(t, 1, 0, 0, t.name, stream);  // zeros would cost less power
+    auto tensor = [&](const char* name) { return arena.alloc("peak", name, dtype, shape); };
+    const Tensor out = tensor("out"), x = tensor("x"), y = tensor("y");
+    for (const Tensor& t : {x, y}) init_normal(t, 1, 0, 0, t.name, stream);  // zeros would cost less power
     for (int i = 0; i < 8; ++i) {
       stream.synchronize();
       const auto begin = std::chrono::steady_clock::now();
-      linear_forward(out, x, weight, {}, stream);
+      op(out, x, y, stream);
       stream.synchronize();
       const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-      if (i > 0) best = std::max(best, 2.0 * static_cast<double>(size * size * size) / seconds);
+      if (i > 0 && on.kind != DeviceKind::null) best = std::min(best, seconds);
     }
     scratch_bytes = scratch.high_water();
   }
   return best;
+}
+
+// Flops per second of a square product in `dtype`.
+inline double measure_matmul_peak(const Device& device, DType dtype) {
+  const int64_t size = device.kind == DeviceKind::cuda ? 8192 : 1536;
+  return 2.0 * static_cast<double>(size * size * size) /
+         best_seconds(device, dtype, {size, size},
+                      [](Tensor out, Tensor x, Tensor y, Stream& stream) { linear_forward(out, x, y, {}, stream); });
+}
+
+// Bytes per second of a copy, those read and those written.
+inline double measure_bandwidth(const Device& device) {
+  const int64_t n = device.kind == DeviceKind::cuda ? int64_t{1} << 28 : int64_t{1} << 26;
+  return 8.0 * static_cast<double>(n) /
+         best_seconds(device, DType::fp32, {n},
+                      [](Tensor out, Tensor x, Tensor, Stream& stream) { copy(out, x, stream); });
 }
 
 inline std::string peak_cache_file() {
@@ -77,6 +95,30 @@ inline double matmul_peak(const Device& device, DType dtype) {
   std::filesystem::create_directories(std::filesystem::path(file).parent_path(), ignored);
   std::ofstream(file) << cache.dump(1) << "\n";
   return measured;
+}
+
+// What the speed of a run is held against, in flops per second.
+struct Peaks {
+  double measured = 0;             // of matmul, here: the speed of light
+  std::optional<double> promised;  // what MFU is a share of; none: not known
+  std::string source;              // of what is promised
+
+  Peaks times(int devices) const {
+    return {measured * devices, promised ? std::optional(*promised * devices) : std::nullopt, source};
+  }
+};
+
+// Of one device. MFU is against the datasheet of a GPU, or --peak-tflops; against what was measured on a CPU, which has
+// none.
+inline Peaks find_peaks(const Device& device, DType dtype, const std::optional<double>& peak_tflops) {
+  Peaks peaks;
+  peaks.measured = matmul_peak(device, dtype);
+  if (peak_tflops) return peaks.promised = *peak_tflops * 1e12, peaks.source = "--peak-tflops", peaks;
+  if (device.kind != DeviceKind::cuda) return peaks.promised = peaks.measured, peaks.source = "measured", peaks;
+  const std::optional<GpuPeaks> chip = gpu_peaks(gpu_info(device.gpu).name);
+  peaks.source = "no datasheet that this program knows";
+  if (dtype == DType::bf16 && chip && chip->bf16) peaks.promised = *chip->bf16 * 1e12, peaks.source = chip->source;
+  return peaks;
 }
 
 }  // namespace llmc

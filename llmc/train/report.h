@@ -41,8 +41,8 @@ inline std::string describe(const Device& device) {
 using Rows = std::vector<std::pair<std::string, std::string>>;
 
 // Bytes that a rank may take.
-inline int64_t memory_limit(const Options& o, const StepConfig& step, const Device& device) {
-  return o.memory_limit ? static_cast<int64_t>(*o.memory_limit * (1 << 30)) : device_memory(device) / step.zero.ranks();
+inline int64_t memory_limit(const Options& o, const Device& device) {
+  return o.memory_limit ? static_cast<int64_t>(*o.memory_limit * (1 << 30)) : device_memory(device) / device.sharers;
 }
 
 namespace detail {
@@ -81,7 +81,7 @@ inline Rows memory_rows(const Plan& plan) {
 }
 
 inline std::string memory_verdict(const Options& o, const StepConfig& step, const Plan& plan, const Device& device) {
-  const int64_t limit = memory_limit(o, step, device);
+  const int64_t limit = memory_limit(o, device);
   const std::string where = device.computes_as() == DeviceKind::cuda ? "GPU" : "machine";
   const std::string what = (o.memory_limit           ? std::string("--memory-limit ")
                             : step.zero.ranks() == 1 ? "this " + where + "'s "
@@ -112,7 +112,7 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
 
 // Refuses a run, or a generation, that needs more memory than --memory-limit or the machine gives it.
 inline void require_memory(const Options& o, const StepConfig& step, const Plan& plan, const Device& device) {
-  if (fits(plan, memory_limit(o, step, device))) return;
+  if (fits(plan, memory_limit(o, device))) return;
   std::string message = formatted("{} needs {} and {}", step.zero.ranks() == 1 ? "the run" : "each rank",
                                   human_bytes(plan.total_bytes()), detail::memory_verdict(o, step, plan, device));
   for (const auto& [name, value] : detail::memory_rows(plan)) message += formatted("\n  {:-22} {}", name, value);
@@ -141,11 +141,14 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
 }
 
 inline void report_header(Log& log, const Options& o, const Device& device, const StepConfig& step, int64_t max_steps,
-                          const TokenShards& train, const TokenShards* val, const Plan& plan, double peak,
+                          const TokenShards& train, const TokenShards* val, const Plan& plan, const Peaks& peaks,
                           std::optional<int32_t> document_end) {
   Rows rows = {
       {"machine", formatted("{}: {}", host_name(), describe(device))},
-      {"matmul", formatted("{}, {}, peak {:.1f} GFLOP/s measured here", matmul_library(device), o.dtype, peak * 1e-9)}};
+      {"matmul",
+       formatted("{}, {}, peak {:.1f} TFLOP/s measured here", matmul_library(device), o.dtype, peaks.measured * 1e-12)},
+      {"MFU", peaks.promised ? formatted("a share of {:.1f} TFLOP/s: {}", *peaks.promised * 1e-12, peaks.source)
+                             : formatted("n/a: {}; --peak-tflops says it", peaks.source)}};
   for (auto& row : detail::run_rows(o, step)) rows.push_back(std::move(row));
   rows.emplace_back(
       "steps",
@@ -178,8 +181,9 @@ inline void report_header(Log& log, const Options& o, const Device& device, cons
     log.line("notice: no bf16 products in this processor or this build: they are widened to fp32, right but slow");
 }
 
-// Where the time of the training steps went, the longest op first.
-inline void report_profile(Log& log, const OpLedger& ops, int64_t steps) {
+// Where the time of the training steps of a rank went, the longest op first, and what share of its roof each reached:
+// the time that its flops take at the peak of matmul, or its bytes at that of a copy, whichever is longer.
+inline void report_profile(Log& log, const OpLedger& ops, int64_t steps, double peak, double bandwidth) {
   std::vector<std::pair<std::string, OpTotals>> sorted(ops.begin(), ops.end());
   std::sort(sorted.begin(), sorted.end(),
             [](const auto& a, const auto& b) { return a.second.seconds > b.second.seconds; });
@@ -187,10 +191,14 @@ inline void report_profile(Log& log, const OpLedger& ops, int64_t steps) {
   for (const auto& [name, t] : sorted) total += t.seconds;
   Rows rows;
   for (const auto& [name, t] : sorted)
-    rows.emplace_back(name, formatted("{:8.3f} ms a step {:5.1f}% {:7} calls {:7.1f} GFLOP/s {:6.1f} GB/s",
-                                      t.seconds * 1e3 / static_cast<double>(steps), 100 * t.seconds / total,
-                                      t.calls / steps, t.flops * 1e-9 / t.seconds, t.bytes * 1e-9 / t.seconds));
-  log.table("ops", rows);
+    rows.emplace_back(name,
+                      formatted("{:8.3f} ms a step {:5.1f}% {:7} calls {:9.1f} GFLOP/s {:7.1f} GB/s {:5.1f}% of roof",
+                                t.seconds * 1e3 / static_cast<double>(steps), 100 * t.seconds / total, t.calls / steps,
+                                t.flops * 1e-9 / t.seconds, t.bytes * 1e-9 / t.seconds,
+                                100 * std::max(t.flops / peak, t.bytes / bandwidth) / t.seconds));
+  log.table(formatted("ops of a rank; roof: {:.1f} TFLOP/s of matmul, {:.1f} GB/s of a copy, measured here",
+                      peak * 1e-12, bandwidth * 1e-9),
+            rows);
 }
 
 // The commands that come next, to be pasted where `program` was called: each works as it stands.
