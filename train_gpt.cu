@@ -59,6 +59,7 @@ ZeroConfig choose_layout(const Options& o) {
   zero.reduce_by_stage = o.grad_reduce == "auto";
   zero.set_stage(static_cast<int>(o.zero_stage));
   if (o.grad_reduce != "auto") zero.grad_reduce = grad_reduce_from_name(o.grad_reduce);
+  zero.master_weights = o.master_weights == "fp32";
   return zero;
 }
 
@@ -386,7 +387,8 @@ class Training {
                                  .beta2 = static_cast<float>(o_.beta2),
                                  .eps = static_cast<float>(o_.adam_eps),
                                  .weight_decay = static_cast<float>(o_.weight_decay),
-                                 .step = step},
+                                 .step = step,
+                                 .seed = seed()},
                                 {.max_norm = o_.grad_clip,
                                  .largest_loss = o_.skip_loss_z ? losses_.limit(*o_.skip_loss_z) : infinity,
                                  .largest_norm = o_.skip_grad_z ? norms_.limit(*o_.skip_grad_z) : infinity});

@@ -627,3 +627,23 @@ TEST_CASE("a bad token that one rank reads ends all of them with its message") {
   REQUIRE(r.err.find("token 250 at position 103") != std::string::npos);
   REQUIRE(r.err.find("rank 3 on ") != std::string::npos);
 }
+
+TEST_CASE("bf16 weights without master weights are rounded alike in every layout", "[parallel]") {
+  selftest::Outcome alone;
+  for (const ZeroConfig& layout : selftest::layouts(2)) {
+    if (layout.shards == 1 && layout.ranks() > 1) continue;
+    ZeroConfig zero = layout;
+    zero.master_weights = false;
+    const StepConfig step = selftest::step_config(selftest::awkward_model(), DType::bf16, 4, zero);
+    for (const MemoryLine& line : make_plan(step, {DeviceKind::cpu, 1}).memory) REQUIRE(line.label != "master weights");
+    const selftest::Outcome outcome = selftest::run_layout(step);
+    REQUIRE(outcome.fault == "");
+    if (zero.stage == 0) alone = outcome;
+    REQUIRE(outcome.losses == alone.losses);
+    REQUIRE(outcome.weights == alone.weights);
+  }
+  // The updates are those of master weights but for the rounding, which is right in the mean.
+  const selftest::Outcome masters =
+      selftest::run_layout(selftest::step_config(selftest::awkward_model(), DType::bf16, 4, {.shards = 2}));
+  REQUIRE(selftest::distance(alone.weights, masters.weights) < 0x1p-7);
+}

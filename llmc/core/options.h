@@ -57,6 +57,7 @@ struct Options {
   std::string dtype = "fp32";
   std::string recompute = "none";
   int64_t head_chunks = 0;
+  std::string master_weights = "fp32";
   std::optional<double> memory_limit;  // GiB; none: what the machine has
   std::string schedule = "1f1b";
   int64_t local_ranks = 1, zero_stage = 0, dp_replicate = 1;
@@ -187,6 +188,10 @@ void visit_options(O& o, Visitor&& visit) {
   visit("Numerics and layout");
   visit("--dtype", "", o.dtype, one_of({"fp32", "bf16"}), must_match,
         "of weights and activations; with bf16, master weights and optimizer state are fp32");
+  visit(
+      "--master-weights", "-w", o.master_weights, one_of({"fp32", "none"}), must_match,
+      "beside weights in bf16; none: the optimizer updates bf16 itself and rounds up or down by chance, which takes 4 "
+      "bytes a parameter less");
   visit(
       "--head-chunks", "", o.head_chunks, between(0, 1 << 20), warn,
       "the head takes the rows of a micro-batch in so many parts, so that the logits of one alone exist at a time; 0: "

@@ -186,8 +186,8 @@ class World {
   Backend backend() const { return backend_; }
 
   // Rank `rank`'s part in the group along these axes; `name` tells groups of the same axes apart. All members call it
-  // at the same time. moves_tensors: else words alone.
-  std::unique_ptr<Comm> join(int rank, const std::string& name, const std::vector<Axis>& along, const Device& device,
+  // at the same time. gpu: the rank's own; moves_tensors: else words alone.
+  std::unique_ptr<Comm> join(int rank, const std::string& name, const std::vector<Axis>& along, int gpu = 0,
                              bool moves_tensors = true) {
     const std::vector<int> members = mesh_.group(rank, along);
     const int size = static_cast<int>(members.size());
@@ -196,7 +196,7 @@ class World {
     auto comm = std::make_unique<Comm>(name, transport(formatted("{} of rank {}", name, members[0]), place, size));
     if (backend_ == Backend::threads || size == 1 || !moves_tensors) return comm;
     const std::string id = comm->all_gather_text("id of " + name, place == 0 ? nccl_unique_id() : "")[0];
-    std::shared_ptr<GpuCollectives> group = make_nccl_group(id, place, size, device.gpu);
+    std::shared_ptr<GpuCollectives> group = make_nccl_group(id, place, size, gpu);
     {
       std::lock_guard lock(mutex_);
       if (failed_) throw PeerError();

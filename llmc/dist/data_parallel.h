@@ -35,7 +35,8 @@ struct ZeroConfig {
   int shards = 1, replicas = 1;
   bool reduce_by_stage = true;  // grad_reduce follows the stage
   Holds holds = Holds::training_state;
-  bool poison = false;  // what is released or not owned is filled with NaN
+  bool master_weights = true;  // fp32 ones beside those in bf16; else bf16 alone, rounded by chance
+  bool poison = false;         // what is released or not owned is filled with NaN
   PlantedBug bug = PlantedBug::none;
 
   // With the stage's usual way of reducing: micro where gradients are sharded, whose memory it is.

@@ -61,7 +61,7 @@ class UnitState {
       weight_shard_ = weights_.slice(owned_.begin, {owned_.size});
     }
     if (zero.holds == Holds::weights) return;
-    if (dtype != state) master_ = flat("master weights", state, updated_);
+    if (dtype != state && zero.master_weights) master_ = flat("master weights", state, updated_);
     if (zero.grad_reduce == GradReduce::step) gradients_ = flat("gradients", state, all_);
     else gradient_sum_ = flat("gradients", state, updated_);
     moment1_ = flat("AdamW first moment", state, updated_);
@@ -101,6 +101,7 @@ class UnitState {
   }
 
   void update(Tensor control, AdamWOptions options, Stream& stream) const {
+    if (rounds_by_chance()) return update_stochastic(control, options, stream);
     const float decay = options.weight_decay;
     for (size_t i = 0; i < spec_.params.size();) {  // neighbours that are treated alike in one go, gaps with them
       const size_t first = i;
@@ -151,6 +152,22 @@ class UnitState {
   }
 
  private:
+  bool rounds_by_chance() const { return master_.empty() && weight_shard_.dtype == DType::bf16; }
+
+  // Parameter by parameter: each has random numbers of its own.
+  void update_stochastic(Tensor control, AdamWOptions options, Stream& stream) const {
+    const float decay = options.weight_decay;
+    for (size_t i = 0; i < spec_.params.size(); ++i) {
+      const Range r = overlap({layout_.offsets[i], spec_.params[i].numel()}, updated_);
+      if (r.size == 0) continue;
+      options.weight_decay = spec_.params[i].decay ? decay : 0.0f;
+      adamw_update_stochastic(part(sharded_ == Sharded::nothing ? weights_ : weight_shard_, updated_, r),
+                              part(moment1_, updated_, r), part(moment2_, updated_, r),
+                              part(reduced_gradients(), updated_, r), control, spec_.params[i].name,
+                              r.begin - layout_.offsets[i], options, stream);
+    }
+  }
+
   // The elements `r` of the unit out of a tensor that holds the elements `held`.
   static Tensor part(const Tensor& t, const Range& held, const Range& r) {
     return t.slice(r.begin - held.begin, {r.size});

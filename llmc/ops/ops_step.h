@@ -78,6 +78,23 @@ inline void clip_control(Tensor control, Tensor square_sums, Tensor loss, const 
   });
 }
 
+// AdamW on one segment of bf16 weights that have no master copy: rounded up or down by chance (contract 1: keyed by the
+// seed, the parameter's name, the step and the element). The segment begins at the parameter's element `begin`.
+inline void adamw_update_stochastic(Tensor weight, Tensor moment1, Tensor moment2, Tensor gradient, Tensor control,
+                                    std::string_view parameter, int64_t begin, const AdamWOptions& options,
+                                    Stream& stream) {
+  const int64_t n = weight.numel();
+  CHECK_TENSOR(weight, DType::bf16, n);
+  for (const Tensor& t : {moment1, moment2, gradient}) CHECK_TENSOR(t, DType::fp32, n);
+  CHECK_TENSOR(control, DType::fp64, 4);
+  const Philox words = rounding_words(options.seed, parameter, options.step);
+  stream.run({"adamw_update", 0, 2 * detail::bytes_of({weight, moment1, moment2}) + detail::bytes_of({gradient})},
+             {weight, moment1, moment2}, [=, &stream] {
+               CALL_OP(stream, bf16, adamw_update_stochastic, weight.data<bf16>(), moment1.data<float>(),
+                       moment2.data<float>(), gradient.data<float>(), control.data<double>(), begin, n, options, words);
+             });
+}
+
 // AdamW on one segment: weight, master, moment1, moment2 change in place; gradient is read. master is fp32 when weight
 // is bf16, else empty (the weight is its own master copy). Nothing changes where control forbids the update.
 inline void adamw_update(Tensor weight, Tensor master, Tensor moment1, Tensor moment2, Tensor gradient, Tensor control,

@@ -59,7 +59,8 @@ struct UpdateRule {
 
 struct AdamWOptions {
   float lr, beta1, beta2, eps, weight_decay;
-  int64_t step;  // counts from 1
+  int64_t step;       // counts from 1
+  uint64_t seed = 0;  // of stochastic rounding
 };
 
 }  // namespace llmc

@@ -25,7 +25,7 @@ struct Run {
         copies(device.kind == DeviceKind::cuda ? std::make_unique<Stream>(device, scratch) : nullptr),
         dp(world.mesh(), rank, device,
            [&](const std::string& name, const std::vector<Axis>& along) {
-             return world.join(rank, name, along, device, name != "control");
+             return world.join(rank, name, along, device.gpu, name != "control");
            }),
         trainer((poison_if(config.zero.poison), config), {arena, stream, &dp, copies.get()}),
         world_(world) {
