@@ -48,6 +48,17 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
+// What is enqueued on the stream from now on runs behind the event. where: the place in our source that asks for it,
+// which tests without a GPU switch off.
+inline void wait_for_event(cudaStream_t stream, const Event& event,
+                           [[maybe_unused]] const std::source_location& where) {
+#ifdef __CUDACC__
+  CUDA_CHECK(cudaStreamWaitEvent(stream, event, 0));
+#else
+  CUDA_CHECK(cudaStreamWaitEvent(stream, event, 0, where));
+#endif
+}
+
 // Milliseconds between two events with times that have happened.
 inline float milliseconds(const Event& begin, const Event& end) {
   float ms = 0;

@@ -77,7 +77,7 @@ class Queue {
     CUDA_CHECK(cudaEventRecord(event, stream_));
     return llmc::Event(std::move(event));
   }
-  void wait(const Event& event) { CUDA_CHECK(cudaStreamWaitEvent(stream_, event, 0)); }
+  void wait(const Event& event, const std::source_location& where) { wait_for_event(stream_, event, where); }
 
   // to = from, bytes of the host that may change as soon as this returns.
   void upload(void* to, const void* from, size_t bytes) {

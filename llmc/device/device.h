@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <source_location>
 #include <string>
 #include <utility>
 #include <vector>
@@ -176,10 +177,11 @@ class Stream {
     event.signal();
     return event;
   }
-  void wait(const Event& event) {
+  // where: see cuda::wait_for_event.
+  void wait(const Event& event, [[maybe_unused]] const std::source_location& where = std::source_location::current()) {
     if (cpu_) cpu_->wait(event);
 #ifdef TRAIN_GPT_CUDA
-    if (gpu_ && event.gpu() != nullptr) gpu_->wait(*event.gpu());
+    if (gpu_ && event.gpu() != nullptr) gpu_->wait(*event.gpu(), where);
 #endif
   }
 

@@ -1,4 +1,7 @@
-// The trainer in its CUDA form against the CPU device: contract 5.
+// The trainer in its CUDA form against the CPU device (contract 5), in several ranks, with and without graphs; and
+// every wait of a stream for another one is needed.
+#include <set>
+
 #include "cuda/device_test.h"
 #include "train/selftest.h"
 
@@ -6,29 +9,88 @@ using namespace llmc;
 
 namespace {
 
-constexpr Device gpu{.kind = DeviceKind::cuda};
+constexpr Device gpu{.kind = DeviceKind::cuda}, gpu_without_graphs{.kind = DeviceKind::cuda, .graphs = false};
 
-// Two micro-batches of two short sequences.
+// Three micro-batches of every rank, of two short sequences.
 StepConfig small_step(const char* family, DType dtype, const ZeroConfig& zero = {}) {
   StepConfig step = selftest::step_config(selftest::awkward_model(family), dtype, 2, zero);
-  step.micro_batches = 2;
+  step.micro_batches = 3;
   return step;
 }
 
-selftest::Distances distances_from_cpu(const StepConfig& step) {
-  return {selftest::run_layout(step, gpu), selftest::run_layout(step)};
+void require_close(const selftest::Outcome& outcome, const selftest::Outcome& wanted, DType dtype) {
+  const bool fp32 = dtype == DType::fp32;
+  const selftest::Distances d(outcome, wanted);
+  CAPTURE(d.loss, d.norm, d.gradients, d.weights);
+  REQUIRE(outcome.fault == "");
+  REQUIRE(d.loss < (fp32 ? 1e-6 : 1e-3));
+  REQUIRE(d.norm < (fp32 ? 1e-5 : 0x1p-7));
+  REQUIRE(d.gradients < (fp32 ? 1e-5 : 0x1p-6));
+  REQUIRE(d.weights < (fp32 ? 1e-5 : 0x1p-8));
+}
+
+// Bit by bit.
+bool same(const selftest::Outcome& a, const selftest::Outcome& b) {
+  return a.losses == b.losses && a.norms == b.norms && a.gradients == b.gradients && a.weights == b.weights;
 }
 
 }  // namespace
 
 TEST_CASE("the trainer computes on a GPU what it does on the CPU", "[cuda][trainer]") {
   const char* family = GENERATE("gpt2", "llama", "qwen3");
-  CAPTURE(family);
-  const StepConfig step = small_step(family, DType::fp32);
-  const selftest::Distances d = distances_from_cpu(step);
-  CAPTURE(d.loss, d.norm, d.gradients, d.weights);
-  REQUIRE(d.loss < 1e-6);
-  REQUIRE(d.norm < 1e-5);
-  REQUIRE(d.gradients < 1e-5);
-  REQUIRE(d.weights < 1e-5);
+  const DType dtype = GENERATE(DType::fp32, DType::bf16);
+  CAPTURE(family, name_of(dtype));
+  const StepConfig step = small_step(family, dtype);
+  const selftest::Outcome outcome = selftest::run_layout(step, gpu);
+  require_close(outcome, selftest::run_layout(step), dtype);
+  REQUIRE(same(selftest::run_layout(step, gpu_without_graphs), outcome));
 }
+
+TEST_CASE("on a GPU, too, what is computed again, in chunks, or in another layout is the same", "[cuda][trainer]") {
+  const char* family = GENERATE("gpt2", "llama");
+  const StepConfig step = small_step(family, DType::fp32);
+  const selftest::Outcome alone = selftest::run_layout(step, gpu);
+  for (const Recompute recompute : all_recompute) {
+    StepConfig again = step;
+    again.recompute = recompute;
+    REQUIRE(same(selftest::run_layout(again, gpu), alone));  // contract 11
+  }
+  StepConfig chunked = step;
+  chunked.head_chunks = 3;
+  require_close(selftest::run_layout(chunked, gpu), alone, DType::fp32);
+
+  selftest::Outcome stage0;
+  for (const int stage : {0, 1, 2, 3})
+    for (const GradReduce reduce : {GradReduce::step, GradReduce::micro}) {
+      CAPTURE(stage, name_of(reduce));
+      StepConfig shared =
+          small_step(family, DType::fp32, {.stage = stage, .grad_reduce = reduce, .shards = 3, .poison = true});
+      shared.micro_batches = 1;
+      const selftest::Outcome outcome = selftest::run_layout(shared, gpu);
+      require_close(outcome, alone, DType::fp32);
+      if (stage == 0) stage0 = outcome;
+      REQUIRE(outcome.weights == stage0.weights);  // contract 3
+    }
+}
+
+#ifndef __CUDACC__
+TEST_CASE("each wait of a stream for another one is missed where it does not happen", "[cuda][trainer]") {
+  // What may be switched off without harm, and why.
+  const std::vector<std::string> redundant = {};
+  std::set<std::string> needed, not_missed;
+  for (const int stage : {1, 3}) {
+    StepConfig step = small_step("gpt2", DType::fp32, {.stage = stage, .shards = 2, .poison = true});
+    step.zero.grad_reduce = stage == 3 ? GradReduce::micro : GradReduce::step;
+    step.batch.B = 1;
+    const selftest::Outcome right = selftest::run_layout(step, gpu);
+    const cuda_on_cpu::Mutants mutants =
+        cuda_on_cpu::find_mutants([&] { return same(selftest::run_layout(step, gpu), right); }, "cudaStreamWaitEvent");
+    for (const cuda_on_cpu::Site& site : mutants.killed) needed.insert(site.source());
+    for (const cuda_on_cpu::Site& site : mutants.survivors) not_missed.insert(site.source());
+  }
+  for (const std::string& site : needed) not_missed.erase(site);  // one of the stages needs it
+  CAPTURE(needed);
+  REQUIRE(std::vector<std::string>(not_missed.begin(), not_missed.end()) == redundant);
+  REQUIRE(!needed.empty());
+}
+#endif

@@ -15,9 +15,10 @@ struct Mutants {
 
 // `passes`, a bool(), runs kernels and says whether the outcome is right; an exception means that it is not. Runs it
 // under every schedule with one barrier (or wait) that it executes switched off, for each of them. Such a mutant is
-// killed if the outcome is wrong under at least one schedule.
+// killed if the outcome is wrong under at least one schedule. kind: only sites of this name, "cudaStreamWaitEvent" say;
+// empty: all.
 template <class Test>
-Mutants find_mutants(Test&& passes) {
+Mutants find_mutants(Test&& passes, const std::string& kind = "") {
   const auto passes_under = [&](const Schedule& schedule) {
     set_schedule(schedule);
     try {
@@ -40,6 +41,7 @@ Mutants find_mutants(Test&& passes) {
   for (const Schedule& schedule : schedules)
     if (!passes_under(schedule)) throw Failure("fails with nothing switched off, under " + to_string(schedule));
   record_sites(nullptr);
+  if (!kind.empty()) std::erase_if(sites, [&](const Site& site) { return site.what != kind; });
   std::sort(sites.begin(), sites.end());
 
   Mutants mutants;
