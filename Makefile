@@ -100,9 +100,9 @@ config:
 	$(call row,xxHash,$(XXHASH_VERSION),checksums)
 	$(call row,oneDNN,$(ONEDNN_VERSION),$(if $(filter 1,$(ONEDNN)),matmul on CPUs,-: a slower matmul of our own instead))
 	$(call row,nvcc,$(NVCC_VERSION),$(if $(CUDA),the trainer$(comma) for $(ARCH),$(if $(NVCC_VERSION),smoke test only,-)))
-	$(call row,GPU,$(GPU),$(if $(GPU),not used yet,-))
+	$(call row,GPU,$(GPU),$(if $(GPU),$(if $(CUDA),the trainer$(comma) tests by `make test-cuda`,not in this build),-))
 	$(call row,cuBLASLt,$(CUBLASLT_VERSION),$(if $(CUBLASLT_VERSION),matmul on GPUs,-))
-	$(call row,NCCL,$(NCCL_VERSION),$(if $(NCCL_VERSION),not used yet,-))
+	$(call row,NCCL,$(NCCL_VERSION),$(if $(NCCL_VERSION),collectives between GPUs,-))
 	$(call row,MPI,$(MPI_VERSION),$(if $(MPI_VERSION),not used yet,-))
 	$(call row,Catch2,$(CATCH2_VERSION),$(if $(CATCH2_VERSION),the tests,no tests before `make deps`))
 	$(call row,Boost.Context,$(BOOST_VERSION),$(if $(BOOST_VERSION),tests of CUDA kernels on the CPU,no tests before `make deps`))
@@ -125,10 +125,10 @@ HOST_FLAGS := $(ARCH_FLAGS) -fno-math-errno -fno-trapping-math -fopenmp -Wall -W
 SOURCE_FLAGS = -std=c++20 $1 -Illmc $(DEFINES) $(CPPFLAGS)
 FLAGS_cpu = $(SOURCE_FLAGS) $(HOST_FLAGS) $(CXXFLAGS)
 # Kernels call constexpr functions of the host's code, such as Philox.
-FLAGS_cuda = $(SOURCE_FLAGS) -DTRAIN_GPT_CUDA --expt-relaxed-constexpr -arch=$(ARCH) -ccbin $(lastword $(CXX)) \
+FLAGS_cuda = $(SOURCE_FLAGS) -DTRAIN_GPT_CUDA $(if $(NCCL_VERSION),-DTRAIN_GPT_NCCL) --expt-relaxed-constexpr -arch=$(ARCH) -ccbin $(lastword $(CXX)) \
              $(call to_host,$(HOST_FLAGS) $(CXXFLAGS)) $(NVCCFLAGS)
 LINK_cpu = $(LDFLAGS) $(LIBS)
-LINK_cuda = $(if $(LDFLAGS),$(call to_host,$(LDFLAGS))) $(LIBS) -lcublasLt
+LINK_cuda = $(if $(LDFLAGS),$(call to_host,$(LDFLAGS))) $(LIBS) -lcublasLt $(if $(NCCL_VERSION),-lnccl)
 to_host = -Xcompiler '$(subst $(comma),\$(comma),$(strip $1))'   # nvcc would split at commas
 COMPILER_cpu = $(CXX) -x c++
 COMPILER_cuda = $(NVCC) -x cu

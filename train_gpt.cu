@@ -162,10 +162,14 @@ void run_generate(const Options& o) {
   std::printf("\n");
 }
 
-// --selftest: every layout of the ranks at hand against one rank.
+// --selftest: every layout of the ranks at hand against one rank of the CPU.
 void run_selftest_mode(const Options& o) {
   Log log;
-  if (!run_selftest(log, o.local_ranks))
+  selftest::Machine machine{.device = rank_device(choose_device(o), o.local_ranks)};
+  machine.device.threads = 1;
+  machine.backend = choose_backend(o, machine.device);
+  if (machine.device.kind == DeviceKind::cuda) machine.gpus = visible_gpus().count;
+  if (!run_selftest(log, o.local_ranks, PlantedBug::none, machine))
     throw Error("--selftest: the layouts above that say FAILED differ from one rank", ExitStatus::diverged);
 }
 

@@ -39,10 +39,10 @@ inline std::string human_duration(double seconds) {
 struct TrainLine {
   int64_t step, max_steps;
   double loss, grad_norm, lr, ms, tokens_per_s;
-  std::optional<double> mfu;             // of 1; none: the peak is not known
-  std::optional<double> speed_of_light;  // of 1: share of the measured peak, where that is not MFU's
-  double eta_s;                          // seconds left
-  bool skipped = false;                  // the update
+  std::optional<double> mfu;                            // of 1; none: the peak is not known
+  std::optional<double> speed_of_light = std::nullopt;  // of 1: share of the measured peak, where that is not MFU's
+  double eta_s;                                         // seconds left
+  bool skipped = false;                                 // the update
 };
 struct ValLine {
   int64_t step;

@@ -88,13 +88,26 @@ inline void collect(std::map<std::string, std::vector<float>>& whole, std::strin
   }
 }
 
-inline Outcome run_layout(const StepConfig& step, const Device& device = {}) {
+// Where a layout is run.
+struct Machine {
+  Device device = {};  // of rank 0
+  Backend backend = Backend::threads;
+  int gpus = 1;
+
+  Device of_rank(int rank) const {
+    Device its = device;
+    its.gpu = rank % gpus;
+    return its;
+  }
+};
+
+inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}) {
   Outcome outcome;
   std::mutex mutex;
-  const Plan plan = make_plan(step, device);
-  World world(step.zero.mesh());
+  const Plan plan = make_plan(step, machine.device);
+  World world(step.zero.mesh(), machine.backend);
   run_ranks(world, [&](int rank) {
-    Run run(step, plan, device, world, rank);
+    Run run(step, plan, machine.of_rank(rank), world, rank);
     init_weights(run.trainer.state(), 42, run.stream);
     const int64_t ranks = step.zero.ranks(), B = step.batch.B;
     const BatchSource batches = [&](int64_t m) {
@@ -169,8 +182,10 @@ struct Distances {
 
 }  // namespace selftest
 
-// Prints a line for each layout; false: one of them failed. `bug`: planted by a test.
-inline bool run_selftest(Log& log, int64_t max_ranks, PlantedBug bug = PlantedBug::none) {
+// Prints a line for each layout on the machine, against one rank on the CPU; false: one of them failed. `bug`: planted
+// by a test.
+inline bool run_selftest(Log& log, int64_t max_ranks, PlantedBug bug = PlantedBug::none,
+                         const selftest::Machine& machine = {}) {
   using namespace selftest;
   int failed = 0, count = 0;
   struct Case {
@@ -201,7 +216,7 @@ inline bool run_selftest(Log& log, int64_t max_ranks, PlantedBug bug = PlantedBu
     Outcome stage0;
     for (ZeroConfig zero : layouts(max_ranks)) {
       zero.bug = bug;
-      const Outcome outcome = run_layout(step_config(model, dtype, 1, zero));
+      const Outcome outcome = run_layout(step_config(model, dtype, 1, zero), machine);
       if (zero.stage == 0) stage0 = outcome;
       const Distances d(outcome, alone);
       std::string verdict = outcome.fault;

@@ -9,7 +9,8 @@ using namespace llmc;
 
 namespace {
 
-constexpr Device gpu{.kind = DeviceKind::cuda}, gpu_without_graphs{.kind = DeviceKind::cuda, .graphs = false};
+constexpr selftest::Machine gpu{.device = {.kind = DeviceKind::cuda}},
+    gpu_without_graphs{.device = {.kind = DeviceKind::cuda, .graphs = false}};
 
 // Three micro-batches of every rank, of two short sequences.
 StepConfig small_step(const char* family, DType dtype, const ZeroConfig& zero = {}) {
