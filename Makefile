@@ -47,6 +47,9 @@ ARCH ?= $(or $(GPU_ARCH),sm_90)
 ifeq ($(origin CXX),default)
 CXX := g++
 endif
+##   USE_CUDNN=0|1              1: attention on GPUs by cuDNN instead of our own kernels
+USE_CUDNN ?= 0
+##   CUDNN_HOME=, CUDNN_FRONTEND_HOME=   where cuDNN and the headers of cudnn-frontend are, if not in the usual places
 ##   NVCC=nvcc                  NVIDIA's compiler
 NVCC ?= $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc),nvcc)
 ##   CPPFLAGS, CXXFLAGS, LDFLAGS, NVCCFLAGS   empty; they come last and so win: CXXFLAGS='-O1 -g'
@@ -56,14 +59,22 @@ JOBS ?= $(shell nproc)
 ##   RUN_FLAGS=                 options of the trainer that `make run` adds to its own
 ##   TEST_TIMEOUT=45m           a test program that takes longer hangs: it is stopped and has failed
 TEST_TIMEOUT ?= 45m
-export CXX NVCC CPPFLAGS CXXFLAGS LDFLAGS TESTS TEST_TIMEOUT
+export CUDNN_HOME CUDNN_FRONTEND_HOME CXX NVCC CPPFLAGS CXXFLAGS LDFLAGS TESTS TEST_TIMEOUT
 
 comma := ,
 CUDA := $(filter cuda,$(DEVICE))
+CUDNN := $(filter 1,$(USE_CUDNN))
 ifeq ($(filter cpu cuda,$(DEVICE)),)
 $(error DEVICE=$(DEVICE) is unknown: use cpu or cuda)
 endif
+ifeq ($(filter 0 1,$(USE_CUDNN)),)
+$(error USE_CUDNN=$(USE_CUDNN) is unknown: use 0 or 1)
+endif
+# What build/config.mk answers. It may be the answer to another question: then make reads a new one, and looks again.
+QUESTION = $(strip $(CXX) $(CPPFLAGS) $(CXXFLAGS) $(LDFLAGS) $(shell $(CXX) --version 2>&1 | head -n 1) \
+                   $(NVCC) $(shell $(NVCC) --version 2>&1 | tail -n 1) '$(CUDNN_HOME)' '$(CUDNN_FRONTEND_HOME)')
 ifdef CXX_VERSION   # build/config.mk was read
+ifeq ($(QUESTION),$(file <build/config.question))
 ifneq ($(and $(CUDA),$(if $(NVCC_VERSION),,without nvcc)),)
 $(error DEVICE=cuda needs an nvcc that takes C++20, and '$(NVCC)' does not: set NVCC=/path/to/nvcc, or DEVICE=cpu)
 endif
@@ -72,6 +83,16 @@ $(error DEVICE=cuda needs cuBLASLt, cublasLt.h and -lcublasLt, which come with t
 endif
 ifneq ($(and $(filter 1,$(ONEDNN)),$(if $(ONEDNN_VERSION),,without oneDNN)),)
 $(error ONEDNN=1 needs oneDNN, dnnl.h and -ldnnl: `make deps` installs it; ONEDNN=0 builds without)
+endif
+ifneq ($(and $(CUDNN),$(if $(CUDA),,without GPUs)),)
+$(error USE_CUDNN=1 is for GPUs, and this is a build for DEVICE=$(DEVICE): add DEVICE=cuda, or leave USE_CUDNN=1 out)
+endif
+ifneq ($(and $(CUDNN),$(if $(and $(CUDNN_VERSION),$(CUDNN_FRONTEND_VERSION)),,without cuDNN)),)
+$(error USE_CUDNN=1 needs cuDNN 9 (cudnn.h, libcudnn.so.9), $(or $(CUDNN_VERSION:%=found),not found), and \
+  cudnn-frontend (cudnn_frontend.h), $(or $(CUDNN_FRONTEND_VERSION:%=found),not found). Install NVIDIA's Debian package \
+  libcudnn9-dev-cuda-13; or `pip install nvidia-cudnn-cu13` and CUDNN_HOME=SITE-PACKAGES/nvidia/cudnn. And `pip install \
+  nvidia-cudnn-frontend` and CUDNN_FRONTEND_HOME=SITE-PACKAGES (Debian's libcudnn-frontend-dev is too old))
+endif
 endif
 endif
 
@@ -85,8 +106,7 @@ FORCE:
 # ---- What this machine has: build/config.mk keeps the answers until the question changes -----------------------------
 
 build/config.question: FORCE
-	$(call text_file,$(CXX) $(CPPFLAGS) $(CXXFLAGS) $(LDFLAGS) $(shell $(CXX) --version 2>&1 | head -n 1) \
-	                 $(NVCC) $(shell $(NVCC) --version 2>&1 | tail -n 1))
+	$(call text_file,$(QUESTION))
 
 build/config.mk: Makefile scripts/configure.sh build/config.question
 	@scripts/configure.sh >$@.new && mv $@.new $@
@@ -102,11 +122,14 @@ config:
 	$(call row,nvcc,$(NVCC_VERSION),$(if $(CUDA),the trainer$(comma) for $(ARCH),$(if $(NVCC_VERSION),smoke test only,-)))
 	$(call row,GPU,$(GPU),$(if $(GPU),$(if $(CUDA),the trainer$(comma) tests by `make test-cuda`,not in this build),-))
 	$(call row,cuBLASLt,$(CUBLASLT_VERSION),$(if $(CUBLASLT_VERSION),matmul on GPUs,-))
+	$(call row,cuDNN,$(CUDNN_VERSION),$(if $(CUDNN),attention on GPUs,- without USE_CUDNN=1))
+	$(call row,cudnn-frontend,$(CUDNN_FRONTEND_VERSION),$(if $(CUDNN),attention on GPUs,- without USE_CUDNN=1))
 	$(call row,NCCL,$(NCCL_VERSION),$(if $(NCCL_VERSION),collectives between GPUs,-))
 	$(call row,MPI,$(MPI_VERSION),$(if $(MPI_VERSION),not used yet,-))
 	$(call row,Catch2,$(CATCH2_VERSION),$(if $(CATCH2_VERSION),the tests,no tests before `make deps`))
 	$(call row,Boost.Context,$(BOOST_VERSION),$(if $(BOOST_VERSION),tests of CUDA kernels on the CPU,no tests before `make deps`))
-	@echo '  => train_gpt with DEVICE=$(DEVICE) ONEDNN=$(ONEDNN)$(if $(CUDA), ARCH=$(ARCH)) ARCH_FLAGS=$(ARCH_FLAGS)'
+	@echo '  => train_gpt with DEVICE=$(DEVICE) ONEDNN=$(ONEDNN)$(if $(CUDA), USE_CUDNN=$(USE_CUDNN) ARCH=$(ARCH))' \
+	  'ARCH_FLAGS=$(ARCH_FLAGS)'
 
 # Whoever builds after a new look sees what was found.
 SHOW_CONFIG := $(if $(MAKE_RESTARTS),config)
@@ -125,10 +148,12 @@ HOST_FLAGS := $(ARCH_FLAGS) -fno-math-errno -fno-trapping-math -fopenmp -Wall -W
 SOURCE_FLAGS = -std=c++20 $1 -Illmc $(DEFINES) $(CPPFLAGS)
 FLAGS_cpu = $(SOURCE_FLAGS) $(HOST_FLAGS) $(CXXFLAGS)
 # Kernels call constexpr functions of the host's code, such as Philox.
-FLAGS_cuda = $(SOURCE_FLAGS) -DTRAIN_GPT_CUDA $(if $(NCCL_VERSION),-DTRAIN_GPT_NCCL) --expt-relaxed-constexpr -arch=$(ARCH) -ccbin $(lastword $(CXX)) \
+CUDA_DEFINES = -DTRAIN_GPT_CUDA $(if $(NCCL_VERSION),-DTRAIN_GPT_NCCL) $(if $(CUDNN),-DTRAIN_GPT_CUDNN $(CUDNN_FLAGS))
+FLAGS_cuda = $(SOURCE_FLAGS) $(CUDA_DEFINES) --expt-relaxed-constexpr -arch=$(ARCH) -ccbin $(lastword $(CXX)) \
              $(call to_host,$(HOST_FLAGS) $(CXXFLAGS)) $(NVCCFLAGS)
 LINK_cpu = $(LDFLAGS) $(LIBS)
-LINK_cuda = $(if $(LDFLAGS),$(call to_host,$(LDFLAGS))) $(LIBS) -lcublasLt $(if $(NCCL_VERSION),-lnccl)
+CUDA_LIBS = -lcublasLt $(if $(NCCL_VERSION),-lnccl) $(if $(CUDNN),$(CUDNN_LIBS))
+LINK_cuda = $(if $(LDFLAGS),$(call to_host,$(LDFLAGS))) $(LIBS) $(CUDA_LIBS)
 to_host = -Xcompiler '$(subst $(comma),\$(comma),$(strip $1))'   # nvcc would split at commas
 COMPILER_cpu = $(CXX) -x c++
 COMPILER_cuda = $(NVCC) -x cu
@@ -202,9 +227,12 @@ build/test_objects.list: FORCE
 # sources have no OpenMP here: its threads are not the subject. Only its library is linked: the CPU's ops ask it who they
 # are.
 LADDERS := dev/cuda/layernorm.cu dev/cuda/classifier.cu dev/cuda/adamw.cu dev/cuda/attention.cu
-CUDA_TEST_SOURCES := $(wildcard test/cuda_on_cpu/*.cpp test/cuda/test_*.cpp) $(LADDERS)
-CUDA_TEST_FLAGS = -std=c++20 -O1 -g $(ARCH_FLAGS) -DTRAIN_GPT_CUDA -Illmc -Itest -Itest/cuda_on_cpu -Wall -Wextra -Wno-unknown-pragmas \
-                  -Wno-unused-parameter -Wno-restrict -fno-strict-aliasing -fno-omit-frame-pointer $(CPPFLAGS) $(CXXFLAGS)
+# Not here: what tests a library for GPUs.
+CUDNN_TEST := test/cuda/test_attention_cudnn.cpp
+CUDA_TEST_SOURCES := $(filter-out $(CUDNN_TEST),$(wildcard test/cuda_on_cpu/*.cpp test/cuda/test_*.cpp)) $(LADDERS)
+CUDA_TEST_FLAGS = -std=c++20 -O1 -g $(ARCH_FLAGS) -DTRAIN_GPT_CUDA -Illmc -Itest -Itest/cuda_on_cpu -Wall -Wextra \
+                  -Wno-unknown-pragmas -Wno-unused-parameter -Wno-restrict -fno-strict-aliasing \
+                  -fno-omit-frame-pointer $(CPPFLAGS) $(CXXFLAGS)
 # -rdynamic: kernels are named by their symbols. Sorted: else g++ 12's sanitizers miss the lines of some templates.
 CUDA_TEST_LINK_FLAGS := -fopenmp -rdynamic -Wl,--sort-section=name
 SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize-recover=undefined
@@ -231,9 +259,10 @@ build/cuda_test_sources.list: FORCE
 # The same tests on a GPU, once instead of under all schedules.
 test-cuda: build/test_cuda_on_gpu
 	build/test_cuda_on_gpu
-GPU_TEST_SOURCES := $(filter-out test/cuda_on_cpu/% %/test_emulator.cpp,$(CUDA_TEST_SOURCES))
+GPU_TEST_SOURCES := $(filter-out test/cuda_on_cpu/% %/test_emulator.cpp,$(CUDA_TEST_SOURCES)) \
+                    $(if $(CUDNN),$(CUDNN_TEST))
 build/test_cuda_on_gpu: $(patsubst %,build/gpu/%.o,$(basename $(GPU_TEST_SOURCES))) build/test/main.o
-	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $^ -o $@ $(CATCH2_LIBS) $(LIBS) -lcublasLt
+	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $^ -o $@ $(CATCH2_LIBS) $(LIBS) $(CUDA_LIBS)
 gpu_object = $(NVCC) -x cu $(call FLAGS_cuda,-O3) -Itest -MMD -MP -c $< -o $@
 build/gpu/%.o: %.cpp build/smoke_cuda.flags
 	@mkdir -p $(@D)

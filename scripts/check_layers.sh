@@ -21,7 +21,7 @@ find llmc test train_gpt.cu -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.
     for (i = 1; i <= floors; ++i) rank[name[i]] = i
     top = floors + 1   # train_gpt.cu and test/
     device_macro = "(__CUDA|__NVCC__|CUDA_VERSION|CUDART_VERSION|NCCL_|OMPI_|MPICH_|MPI_VERSION|DNNL_|" \
-                   "TRAIN_GPT_(CUDA|CUBLASLT|NCCL|MPI|ONEDNN))"
+                   "TRAIN_GPT_(CUDA|CUBLASLT|CUDNN|NCCL|MPI|ONEDNN))"
     device_header = "^(cuda[^/]*|cublas[^/]*|curand[^/]*|cudnn[^/]*|nccl[^/]*|nvml|mma|mpi|(oneapi/)?dnnl.*|" \
                     "cooperative_groups.*|cub/.*)\\.(h|hpp|cuh)$|^cooperative_groups$"
   }

@@ -2,7 +2,8 @@
 # Asks this machine what it has, by linking against it, and prints the answers as make variables for build/config.mk:
 # a version where the part is there, nothing where it is not. Only a missing REQUIRED part is an error.
 #
-#   CXX=g++ NVCC=nvcc CPPFLAGS= CXXFLAGS= LDFLAGS= scripts/configure.sh >build/config.mk
+#   CXX=g++ NVCC=nvcc CPPFLAGS= CXXFLAGS= LDFLAGS= CUDNN_HOME= CUDNN_FRONTEND_HOME= scripts/configure.sh \
+#     >build/config.mk
 # shellcheck disable=SC2086    # compilers and flags are lists of words throughout
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -81,6 +82,21 @@ if $NVCC -std=c++20 "$dir/try.cu" -o "$dir/try" >/dev/null 2>&1; then
     answer CUBLASLT_VERSION "$(version "$NVCC -x c++" cublasLt.h CUBLAS_VER_MAJOR.CUBLAS_VER_MINOR.CUBLAS_VER_PATCH)"
   ! links "$NVCC -x c++" nccl.h 'int version; return ncclGetVersion(&version)' -lnccl ||
     answer NCCL_VERSION "$(version "$NVCC -x c++" nccl.h NCCL_MAJOR.NCCL_MINOR.NCCL_PATCH)"
+
+  # Attention by cuDNN. Its wheels have no libcudnn.so, only libcudnn.so.9; -I, because nvcc looks into the toolkit before
+  # any -isystem, and some toolkits have a cuDNN. cudnn-frontend is headers alone, which call NVIDIA's run-time compiler.
+  cudnn_flags="${CUDNN_HOME:+-I$CUDNN_HOME/include} ${CUDNN_FRONTEND_HOME:+-isystem $CUDNN_FRONTEND_HOME/include}"
+  cudnn_libs='-l:libcudnn.so.9 -lnvrtc'
+  for lib in ${CUDNN_HOME:+"$CUDNN_HOME/lib" "$CUDNN_HOME/lib64"}; do
+    [ ! -e "$lib/libcudnn.so.9" ] || cudnn_libs="-L$lib -Xlinker -rpath=$lib $cudnn_libs"
+  done
+  if links "$NVCC -x c++ $cudnn_flags" cudnn.h 'return cudnnGetVersion() == 0' $cudnn_libs; then
+    answer CUDNN_VERSION "$(version "$NVCC -x c++ $cudnn_flags" cudnn.h CUDNN_MAJOR.CUDNN_MINOR.CUDNN_PATCHLEVEL)"
+    answer CUDNN_FLAGS "$cudnn_flags"
+    answer CUDNN_LIBS "$cudnn_libs"
+  fi
+  answer CUDNN_FRONTEND_VERSION "$(version "$NVCC -x c++ $cudnn_flags" cudnn_frontend_version.h \
+    CUDNN_FRONTEND_MAJOR_VERSION.CUDNN_FRONTEND_MINOR_VERSION.CUDNN_FRONTEND_PATCH_VERSION)"
 fi
 
 # Optional: a GPU that answers. (Where there is a driver alone, nvidia-smi fails.)
