@@ -38,6 +38,10 @@ Device choose_device(const Options& o) {
   Device device{DeviceKind::cpu, o.threads > 0 ? static_cast<int>(o.threads) : available_processors()};
   device.tf32 = o.tf32 ? Tf32::yes : Tf32::no;
   device.graphs = o.cuda_graphs == "on";
+  device.cudnn = o.attention == "cudnn";
+  CHECK(built_with_cudnn || !device.cudnn,
+        "--attention cudnn: this train_gpt was built without cuDNN; build with `make USE_CUDNN=1`, or use --attention "
+        "own");
   if (o.device == "cpu") return device;
   const VisibleGpus gpus = visible_gpus();
   CHECK(gpus.count > 0 || o.device == "auto", "--device cuda: {}", gpus.why_none);

@@ -62,7 +62,7 @@ struct Options {
   std::string schedule = "1f1b";
   int64_t local_ranks = 1, zero_stage = 0, dp_replicate = 1;
   std::string grad_reduce = "auto";
-  std::string device = "auto", comm = "auto";
+  std::string device = "auto", comm = "auto", attention = "own";
   bool tf32 = false;
   std::string cuda_graphs = "on";
   std::optional<double> peak_tflops;
@@ -221,6 +221,8 @@ void visit_options(O& o, Visitor&& visit) {
         "who moves tensors between ranks; auto: NCCL where each rank has a GPU of its own, else threads");
   visit("--device", "", o.device, one_of({"auto", "cpu", "cuda"}), warn,
         "where to compute: on GPUs or on the CPU; auto: on GPUs where this build and this machine have them");
+  visit("--attention", "", o.attention, one_of({"own", "cudnn"}), warn,
+        "whose attention GPUs use: this program's, or cuDNN's, in bf16, where it was built with USE_CUDNN=1");
   visit("--cuda-graphs", "", o.cuda_graphs, one_of({"on", "off"}), free,
         "on GPUs the forwards and backwards of a micro-batch are launched as one CUDA graph each");
   visit("--tf32", "", o.tf32, Limits{}, warn,

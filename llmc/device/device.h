@@ -4,7 +4,6 @@
 #pragma once
 #include <unistd.h>
 
-#include <any>
 #include <chrono>
 #include <cstdlib>
 #include <functional>
@@ -14,6 +13,7 @@
 #include <optional>
 #include <source_location>
 #include <string>
+#include <typeindex>
 #include <utility>
 #include <vector>
 
@@ -56,6 +56,7 @@ struct Device {
   int gpu = 0;      // its number in this process
   int sharers = 1;  // ranks of this process on the same one
   Tf32 tf32 = Tf32::no;
+  bool cudnn = false;                    // its attention instead of our own
   bool graphs = true;                    // what is enqueued again and again becomes a CUDA graph
   DeviceKind planned = DeviceKind::cpu;  // what the null device plans for
 
@@ -192,8 +193,9 @@ class Stream {
   // What a library keeps from call to call on this stream, made when it is first asked for.
   template <class T>
   T& kept() {
-    if (!kept_.has_value()) kept_ = std::make_shared<T>();
-    return *std::any_cast<std::shared_ptr<T>&>(kept_);
+    std::shared_ptr<void>& kept = kept_[typeid(T)];
+    if (!kept) kept = std::make_shared<T>();
+    return *static_cast<T*>(kept.get());
   }
 #endif
 
@@ -241,7 +243,7 @@ class Stream {
   Inspector inspector_;
   std::unique_ptr<CpuQueue> cpu_;
 #ifdef TRAIN_GPT_CUDA
-  std::any kept_;
+  std::map<std::type_index, std::shared_ptr<void>> kept_;
   std::unique_ptr<cuda::Queue> gpu_;
 #endif
 };

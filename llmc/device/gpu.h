@@ -7,6 +7,12 @@
 
 namespace llmc {
 
+#ifdef TRAIN_GPT_CUDNN
+inline constexpr bool built_with_cudnn = true;
+#else
+inline constexpr bool built_with_cudnn = false;
+#endif
+
 // How many GPUs this process may use; if none, why.
 struct VisibleGpus {
   int count = 0;

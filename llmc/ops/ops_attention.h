@@ -96,6 +96,24 @@ inline void qk_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_weight, Te
   });
 }
 
+#ifdef TRAIN_GPT_CUDNN
+namespace detail {
+
+// Is attention cuDNN's? Its work space, under `scratch`.
+inline bool by_cudnn(Stream& stream, DType dtype) {
+  if (stream.device().computes_as() != DeviceKind::cuda || !stream.device().cudnn) return false;
+  CHECK(dtype == DType::bf16, "--attention cudnn computes in bf16 alone, not in {}: use --attention own", dtype);
+  return true;
+}
+inline Tensor cudnn_scratch(Stream& stream, cuda::AttentionPass pass, const AttentionShape& shape) {
+  const int64_t bytes = stream.kept<cuda::AttentionPlans>().workspace_bytes(pass, shape);
+  return stream.scratch().alloc("scratch", "cuDNN attention", DType::int32, {ceil_div(bytes, 4)});
+}
+inline const int32_t* data_or_null(const Tensor& ids) { return ids.empty() ? nullptr : ids.data<int32_t>(); }
+
+}  // namespace detail
+#endif
+
 // Causal softmax(q k^T / sqrt(D)) v by heads; query head h reads key-value head h / (Hq / Hkv).
 // out (B T, Hq D); lse (B, Hq, T): log of the sum of exponentials, for the backward; qkv (B T, (Hq + 2 Hkv) D);
 // positions (B T) int32, or an empty tensor: of packed documents, which do not see each other: a row at position p sees
@@ -105,6 +123,17 @@ inline void attention_forward(Tensor out, Tensor lse, Tensor qkv, Tensor positio
   detail::check_attention("attention_forward", out, lse, qkv, positions, shape);
   const int threads = stream.device().threads;
   auto scope = stream.scratch().scope();
+#ifdef TRAIN_GPT_CUDNN
+  if (detail::by_cudnn(stream, qkv.dtype)) {
+    const Tensor work = detail::cudnn_scratch(stream, cuda::AttentionPass::forward, shape);
+    return stream.run({"attention_forward", detail::attention_flops(shape), detail::bytes_of({out, qkv})}, {out, lse},
+                      [=, &stream] {
+                        stream.kept<cuda::AttentionPlans>().forward(out.data<bf16>(), lse.data<float>(),
+                                                                    qkv.data<bf16>(), detail::data_or_null(positions),
+                                                                    work.bytes, shape, stream.cuda());
+                      });
+  }
+#endif
   const Tensor scratch =
       detail::scratch(stream, "attention", lse.dtype, cpu::attention_forward_scratch(shape, threads), 0);
   stream.run(
@@ -130,6 +159,18 @@ inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv,
   detail::check_tensor("attention_backward", "dout", dout, out.dtype, out.shape);
   const int threads = stream.device().threads;
   auto scope = stream.scratch().scope();
+#ifdef TRAIN_GPT_CUDNN
+  if (detail::by_cudnn(stream, qkv.dtype)) {
+    const Tensor work = detail::cudnn_scratch(stream, cuda::AttentionPass::backward, shape);
+    return stream.run(
+        {"attention_backward", 2.5 * detail::attention_flops(shape), detail::bytes_of({dqkv, dout, out, qkv})}, {dqkv},
+        [=, &stream] {
+          stream.kept<cuda::AttentionPlans>().backward(
+              dqkv.data<bf16>(), dout.data<bf16>(), out.data<bf16>(), qkv.data<bf16>(), lse.data<float>(),
+              detail::data_or_null(positions), work.bytes, shape, stream.cuda());
+        });
+  }
+#endif
   const Tensor scratch =
       detail::scratch(stream, "attention", lse.dtype, cpu::attention_backward_scratch(shape, threads),
                       ON_GPU(cuda::attention_backward_scratch(shape)));
