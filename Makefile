@@ -89,9 +89,9 @@ $(error USE_CUDNN=1 is for GPUs, and this is a build for DEVICE=$(DEVICE): add D
 endif
 ifneq ($(and $(CUDNN),$(if $(and $(CUDNN_VERSION),$(CUDNN_FRONTEND_VERSION)),,without cuDNN)),)
 $(error USE_CUDNN=1 needs cuDNN 9 (cudnn.h, libcudnn.so.9), $(or $(CUDNN_VERSION:%=found),not found), and \
-  cudnn-frontend (cudnn_frontend.h), $(or $(CUDNN_FRONTEND_VERSION:%=found),not found). Install NVIDIA's Debian package \
-  libcudnn9-dev-cuda-13; or `pip install nvidia-cudnn-cu13` and CUDNN_HOME=SITE-PACKAGES/nvidia/cudnn. And `pip install \
-  nvidia-cudnn-frontend` and CUDNN_FRONTEND_HOME=SITE-PACKAGES (Debian's libcudnn-frontend-dev is too old))
+  cudnn-frontend (cudnn_frontend.h), $(or $(CUDNN_FRONTEND_VERSION:%=found),not found). Install NVIDIA's Debian \
+  package libcudnn9-dev-cuda-13; or `pip install nvidia-cudnn-cu13` and CUDNN_HOME=SITE-PACKAGES/nvidia/cudnn. And \
+  `pip install nvidia-cudnn-frontend` and CUDNN_FRONTEND_HOME=SITE-PACKAGES (Debian's libcudnn-frontend-dev is too old))
 endif
 endif
 endif
