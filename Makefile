@@ -259,7 +259,7 @@ build/cuda_test_sources.list: FORCE
 # The same tests on a GPU, once instead of under all schedules.
 test-cuda: build/test_cuda_on_gpu
 	build/test_cuda_on_gpu
-GPU_TEST_SOURCES := $(filter-out test/cuda_on_cpu/% %/test_emulator.cpp,$(CUDA_TEST_SOURCES)) \
+GPU_TEST_SOURCES := $(filter-out test/cuda_on_cpu/% test/cuda/test_emulator%,$(CUDA_TEST_SOURCES)) \
                     $(if $(CUDNN),$(CUDNN_TEST))
 build/test_cuda_on_gpu: $(patsubst %,build/gpu/%.o,$(basename $(GPU_TEST_SOURCES))) build/test/main.o
 	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $^ -o $@ $(CATCH2_LIBS) $(LIBS) $(CUDA_LIBS)

@@ -1,25 +1,15 @@
 // The emulator itself: it computes what a GPU would, and finds each kind of bug.
-#include <cstdio>
-#include <filesystem>
 #include <thread>
 
-#include "cuda/device_test.h"
-#include "cuda/planted_bugs.h"
+#include "cuda/emulator_test.h"
 #include "ops/cuda/reduce.cuh"
 
 using namespace llmc;
 using namespace planted;
-using Catch::Matchers::ContainsSubstring;
 
 namespace {
 
 constexpr unsigned threads = 128;
-
-std::vector<float> counted(int64_t n) {
-  std::vector<float> values(static_cast<size_t>(n));
-  for (int64_t i = 0; i < n; ++i) values[static_cast<size_t>(i)] = static_cast<float>(i + 1);
-  return values;
-}
 
 template <class F>
 Outputs outputs(int64_t n, F&& launch_on) {
@@ -83,26 +73,6 @@ Outputs run_two_streams() {
   return out;
 }
 
-template <class F>
-std::string failure_of(F&& run) {
-  try {
-    run();
-  } catch (const cuda_on_cpu::Failure& failure) {
-    return failure.what();
-  }
-  return "no failure";
-}
-
-// This program once more, for one hidden test case: what it printed, if it failed.
-std::string output_of_failing(const std::string& test_case) {
-  const std::string program = std::filesystem::read_symlink("/proc/self/exe");
-  FILE* out = popen((program + " '" + test_case + "' 2>&1").c_str(), "r");
-  REQUIRE(out != nullptr);
-  std::string text;
-  for (int c = 0; (c = fgetc(out)) != EOF;) text += static_cast<char>(c);
-  return pclose(out) == 0 ? "it passed" : text;
-}
-
 }  // namespace
 
 // ---- Bugs that some schedule shows ----------------------------------------------------------------------------------
@@ -130,17 +100,6 @@ TEST_CASE("kernels without a bug give the same under every schedule", "[cuda]") 
 }
 
 #ifndef __SANITIZE_THREAD__  // which ends the program at these bugs: see below
-
-// What the schedules make of a kernel: the same bits as `right` under each, or not.
-static bool differs(Outputs (*run)(), const Outputs& right) {
-  bool any = false;
-  for (const cuda_on_cpu::Schedule& schedule : cuda_on_cpu::all_schedules()) {
-    cuda_on_cpu::set_schedule(schedule);
-    any = any || !same_bits(run(), right);
-  }
-  cuda_on_cpu::set_schedule({});
-  return any;
-}
 
 TEST_CASE("a missing barrier shows under some schedule", "[cuda]") {
   REQUIRE(differs(run_reverse<Bug::no_barrier>, run_reverse<Bug::none>()));
@@ -198,16 +157,6 @@ TEST_CASE("a barrier that not all threads reach is reported with kernel, block, 
   const std::string early = failure_of(run_reverse<Bug::early_return>);
   REQUIRE_THAT(early, ContainsSubstring("1 of 128 threads, the first is thread (70, 0, 0), have ended"));
   check_kernel(run_reverse<Bug::none>, run_reverse<Bug::none>(), 1e-30);  // a failure leaves nothing behind
-}
-
-TEST_CASE("a host that does not wait reads what was there before", "[cuda]") {
-  DeviceArray<float> out(64), x(counted(64));
-  std::vector<float> host(64, 0.0f);
-  launch(add_one<Bug::none>, 1, 32, 0, nullptr, out, x, 64);
-  CUDA_CHECK(cudaMemcpyAsync(host.data(), out, out.bytes(), cudaMemcpyDeviceToHost, nullptr));
-  REQUIRE(host[0] == 0);
-  CUDA_CHECK(cudaStreamSynchronize(nullptr));
-  REQUIRE(host[0] == 2);
 }
 
 #endif

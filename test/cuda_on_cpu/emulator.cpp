@@ -2,6 +2,7 @@
 #include "cuda_on_cpu/emulator.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include "cuda_on_cpu/machine.h"
 
@@ -18,7 +19,8 @@ using detail::machine;
 namespace {
 
 Schedule the_schedule;
-bool async_copy_used = false;
+uint64_t the_schedule_number = 1;
+std::atomic<bool> async_copy_used = false;
 
 }  // namespace
 
@@ -44,10 +46,11 @@ std::vector<Schedule> all_schedules() {
 }
 void set_schedule(const Schedule& schedule) {
   the_schedule = schedule;
+  ++the_schedule_number;
   async_copy_used = false;
-  detail::make_machine().reseed();
 }
 const Schedule& schedule() { return the_schedule; }
+uint64_t detail::schedule_number() { return the_schedule_number; }
 
 void run(const Launch& launch) { detail::make_machine().run(launch); }
 

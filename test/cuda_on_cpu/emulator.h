@@ -71,7 +71,7 @@ inline constexpr unsigned max_block_threads = 1024;
 inline constexpr size_t max_static_shared = 48 << 10, max_shared = 227 << 10;  // bytes for one block, sm_90
 
 struct Launch {
-  std::string kernel;  // its name, for messages
+  const char* kernel;  // its name, for messages
   dim3 grid, block;
   size_t dynamic_shared;       // bytes
   std::function<void()> call;  // the kernel with its arguments, as one thread runs it

@@ -61,9 +61,10 @@ enum class State : uint8_t { ready, at_block, at_warp, done };
 
 // A CUDA thread, and the fiber that it runs on. Fibers live on from block to block and from launch to launch.
 struct Thread {
-  explicit Thread(unsigned fiber) : stack(fiber) {}
+  explicit Thread(unsigned fiber_) : fiber(fiber_) {}
 
-  Stack stack;
+  unsigned fiber;
+  std::optional<Stack> stack;  // since it first ran
   context::fcontext_t resume_at = nullptr;
   void* fake_stack = nullptr;  // AddressSanitizer's
   void* observer = nullptr;    // ThreadSanitizer's context
@@ -71,7 +72,6 @@ struct Thread {
   uint3 index{};
   unsigned number = 0;  // in the block
   State state = State::done;
-  bool started = false;
   // What it waits for.
   const char* what = nullptr;
   Location where;
@@ -88,7 +88,7 @@ struct SharedArray {
   size_t bytes;
 };
 
-// What one host thread needs to run kernels. A fiber never leaves its host thread.
+// What one host thread needs to run kernels. A fiber stays on one host thread as long as a kernel runs.
 class Machine {
  public:
   ~Machine() {
@@ -97,7 +97,6 @@ class Machine {
   }
 
   void run(const Launch& launch);
-  void reseed() { random_.seed(schedule().seed); }
 
   // Called by fibers.
   Thread& self() { return *running_; }
@@ -116,6 +115,13 @@ class Machine {
 
   void run_block();
   void prepare_threads();
+  void begin(Thread& thread, unsigned number);
+  uint3 index_of(unsigned number) const;
+  // Where it matters, nobody is left who has not begun.
+  bool has_ended(unsigned number) const {
+    return threads_[number] == nullptr || threads_[number]->state == State::done;
+  }
+  bool goes_on_as_another(Thread& thread);
   void prepare_shared();
   unsigned pick();
   void resume(Thread& thread);
@@ -124,20 +130,22 @@ class Machine {
   void set_waiting(Thread& thread, State state);
   static void fiber_main(context::transfer_t from);
   [[noreturn]] void report_stuck();
-  std::string describe(const std::vector<const Thread*>& group) const;
+  std::string describe(const std::vector<unsigned>& group) const;
   std::string place() const;
 
   const Launch* launch_ = nullptr;
   uint3 block_{};
   unsigned size_ = 0, unfinished_ = 0, blocks_run_ = 0;
   std::vector<std::unique_ptr<Thread>> fibers_;
-  std::array<Thread*, max_block_threads> threads_{};      // by their number in the block
+  unsigned fibers_used_ = 0;                              // by this block
+  std::array<Thread*, max_block_threads> threads_{};      // by their number in the block; none: not begun, or ended
   std::array<uint64_t, max_block_threads / 64> ready_{};  // a bit for each thread
   std::array<unsigned, max_block_threads / 32> warp_waiting_{};
   unsigned block_waiting_ = 0, last_ = 0;
   Thread* running_ = nullptr;
   std::exception_ptr error_;
   std::mt19937_64 random_;
+  uint64_t seeded_ = 0;  // since this schedule
 
   context::fcontext_t scheduler_ = nullptr;
   void* scheduler_observer_ = nullptr;
@@ -165,5 +173,8 @@ Machine& machine();
 
 // Where in the source, for messages.
 std::string at(const Location& where);
+
+// Counts set_schedule(): random orders begin anew with each.
+uint64_t schedule_number();
 
 }  // namespace cuda_on_cpu::detail

@@ -13,6 +13,8 @@ void AnnotateIgnoreReadsBegin(const char* file, int line);
 void AnnotateIgnoreReadsEnd(const char* file, int line);
 void AnnotateIgnoreWritesBegin(const char* file, int line);
 void AnnotateIgnoreWritesEnd(const char* file, int line);
+void AnnotateIgnoreSyncBegin(const char* file, int line);
+void AnnotateIgnoreSyncEnd(const char* file, int line);
 }
 #endif
 
@@ -22,10 +24,16 @@ namespace cuda_on_cpu {
 inline constexpr bool address_sanitizer = true, thread_sanitizer = false;
 inline void poison_memory(const void* p, size_t bytes) { __asan_poison_memory_region(p, bytes); }
 inline void unpoison_memory(const void* p, size_t bytes) { __asan_unpoison_memory_region(p, bytes); }
+// As if all of it were read.
+inline void check_host_memory(const void* p, size_t bytes) {
+  if (const void* bad = __asan_region_is_poisoned(const_cast<void*>(p), bytes)) [[maybe_unused]]
+    const char read = *static_cast<const volatile char*>(bad);
+}
 #else
 inline constexpr bool address_sanitizer = false;
 inline void poison_memory(const void*, size_t) {}
 inline void unpoison_memory(const void*, size_t) {}
+inline void check_host_memory(const void*, size_t) {}
 #endif
 
 #if defined(__SANITIZE_THREAD__)
@@ -59,6 +67,16 @@ class Observation {
 };
 using Unobserved = Observation<false>;
 using Observed = Observation<true>;
+
+// Mutexes, while an Unordered lives, order nothing: that two host threads have used the emulator one after the other
+// hides no race of theirs.
+class Unordered {
+ public:
+  Unordered() { AnnotateIgnoreSyncBegin(__FILE__, __LINE__); }
+  ~Unordered() { AnnotateIgnoreSyncEnd(__FILE__, __LINE__); }
+  Unordered(const Unordered&) = delete;
+  Unordered& operator=(const Unordered&) = delete;
+};
 #else
 #if !defined(__SANITIZE_ADDRESS__)
 inline constexpr bool thread_sanitizer = false;
@@ -73,6 +91,7 @@ struct Unobserved {
   Unobserved() {}  // not trivial: no warning about a variable that is not used
 };
 using Observed = Unobserved;
+using Unordered = Unobserved;
 #endif
 
 }  // namespace cuda_on_cpu

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <fstream>
+#include <mutex>
 
 #include "cuda_on_cpu/emulator.h"
 
@@ -30,6 +31,8 @@ void switch_off(std::optional<Site> site) { off = std::move(site); }
 bool is_switched_off(const char* what, const Location& where) {
   if (recorded == nullptr && !off) return false;
   Unobserved unobserved;
+  static std::mutex mutex;  // several host threads may run kernels
+  const std::lock_guard lock(mutex);
   const auto is_here = [&](const Site& site) {
     return site.line == static_cast<int>(where.line()) && site.file == where.file_name() && site.what == what;
   };
