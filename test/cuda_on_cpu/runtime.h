@@ -211,6 +211,7 @@ cudaError_t check_unsafe_call();
 cudaError_t check_device_wait(const Device& device);
 cudaError_t check_implicit(const CUstream_st& stream);
 cudaError_t capture(CUstream_st& stream, Work work);
+void leave_capture(CUstream_st& stream);  // it is destroyed, which spoils the capture
 cudaError_t capture_record(CUevent_st& event, CUstream_st& stream);
 cudaError_t capture_wait(CUstream_st& stream, CUevent_st& event);
 

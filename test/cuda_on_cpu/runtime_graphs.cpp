@@ -55,6 +55,22 @@ bool all_joined(const Capture& capture) {
 
 }  // namespace
 
+static void end_capture(const std::shared_ptr<Capture>& capture) {
+  std::erase(runtime().captures, capture);
+  capture->origin = nullptr;
+  for (CUstream_st* stream : capture->streams) {
+    stream->capture = nullptr;
+    stream->tail.clear();
+  }
+}
+void leave_capture(CUstream_st& stream) {
+  const std::shared_ptr<Capture> capture = stream.capture;
+  capture->spoilt = true;
+  if (capture->origin == &stream) return end_capture(capture);
+  stream.capture = nullptr;
+  std::erase(capture->streams, &stream);
+}
+
 bool is_capturing(const CUstream_st& stream) { return stream.capture != nullptr; }
 
 cudaError_t refuse_capture(CUstream_st& stream) { return spoil(*stream.capture, cudaErrorStreamCaptureUnsupported); }
@@ -147,12 +163,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   if (capture->mode != cudaStreamCaptureModeRelaxed && capture->thread != std::this_thread::get_id())
     return spoil(*capture, cudaErrorStreamCaptureWrongThread);
   const bool joined = all_joined(*capture);
-  std::erase(runtime().captures, capture);
-  capture->origin = nullptr;
-  for (CUstream_st* each : capture->streams) {
-    each->capture = nullptr;
-    each->tail.clear();
-  }
+  end_capture(capture);
   if (capture->spoilt) return note(cudaErrorStreamCaptureInvalidated);
   if (!joined) return note(cudaErrorStreamCaptureUnjoined);
   capture->graph.lanes = static_cast<int>(capture->streams.size());

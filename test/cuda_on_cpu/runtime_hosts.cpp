@@ -203,7 +203,10 @@ void poke(Lock& lock, Device& device, CUstream_st* wanted) {
 }
 void wait_for_hosts(Lock& lock, const std::function<bool()>& done, const std::function<std::string()>& what) {
   Patience patience;
+  const uint64_t failures = runtime().failures;
   while (!done()) {
+    if (runtime().failures != failures)
+      throw Failure(what() + "; this failed on another host thread: " + runtime().last_failure);
     if (patience.is_over()) throw Failure(patience.text() + what());
     lock.wait(std::min(runtime().patience, std::chrono::duration<double>(1)));
   }

@@ -27,7 +27,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   Lock lock;
   CUstream_st& s = stream_of(stream);
   if (stream == nullptr) return note(cudaErrorInvalidResourceHandle);
-  if (is_capturing(s)) return refuse_capture(s);
+  if (is_capturing(s)) leave_capture(s);
   finish([&] { wait_for_stream(lock, s); });
   std::erase(s.device->streams, stream);
   runtime().streams.erase(stream);

@@ -168,7 +168,9 @@ static void complete(Task& task) {
 
 static void run_meeting(Lock& lock, Task& task, Part& part, OpenedMemory& memory) {
   const std::shared_ptr<Meeting> meeting = part.meeting;
-  const std::vector<Task*> parties = meeting->parties;
+  std::vector<Task*> parties = meeting->parties;  // one task may be both: a rank that sends to itself
+  std::sort(parties.begin(), parties.end());
+  parties.erase(std::unique(parties.begin(), parties.end()), parties.end());
   for (Task* party : parties) {
     party->device->busy = true;
     memory.open(*party->device);

@@ -1,0 +1,37 @@
+// nccl_call.h: private to nccl.cpp: one rank's call of a collective, and what all ranks' calls together compute.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "cuda_on_cpu/nccl.h"
+
+namespace cuda_on_cpu::detail {
+
+enum class Kind : uint8_t { all_reduce, reduce, broadcast, reduce_scatter, all_gather, send, receive };
+
+struct Call {
+  Kind kind;
+  const void* send;
+  void* receive;
+  size_t count;  // as the call has it
+  ncclDataType_t type;
+  ncclRedOp_t op;
+  int other;  // the root, or the peer
+  int rank = 0, ranks = 0;
+};
+std::string to_string(const Call& call);  // "ncclBroadcast(count 8, ncclFloat32, root 0)"
+
+// The error that NCCL would return for these arguments.
+ncclResult_t check_arguments(const Call& call);
+// What it reads and writes; 0 where this rank's buffer is not used.
+size_t bytes_sent(const Call& call);
+size_t bytes_received(const Call& call);
+// Either the buffers are apart or one is where the in-place form has it; else Failure.
+void check_overlap(const Call& call);
+// May these be two ranks' parts of the same collective?
+bool agree(const Call& a, const Call& b);
+
+// By rank; or a send and its receive.
+void perform(const std::vector<Call>& calls);
+
+}  // namespace cuda_on_cpu::detail
