@@ -49,6 +49,11 @@ inline std::string output_of_failing(const std::string& test_case) {
   return pclose(out) == 0 ? "it passed" : text;
 }
 
+// REQUIRE for threads other than the test's own: Catch2 takes assertions of one thread only.
+inline void demand(bool holds, const cuda_on_cpu::Location& where = cuda_on_cpu::Location::current()) {
+  if (!holds) throw std::runtime_error("not as demanded at line " + std::to_string(where.line()));
+}
+
 // Emulated devices, and one of the usual size again at the end.
 struct Devices {
   explicit Devices(int count, size_t bytes_each = size_t{1} << 20) { cuda_on_cpu::set_devices(count, bytes_each); }

@@ -162,7 +162,7 @@ TEST_CASE("what fails on one host thread is told to the others", "[cuda]") {
     if (r == 0) told[r] = failure_of([&] { cudaStreamSynchronize(stream); });
     step.arrive_and_wait();
     if (r == 1) told[r] = failure_of([&] { cudaStreamSynchronize(stream); });
-    REQUIRE(failure_of([&] { cudaStreamSynchronize(stream); }) == "no failure");  // once
+    demand(failure_of([&] { cudaStreamSynchronize(stream); }) == "no failure");  // once
   };
   std::thread first(rank, 0), second(rank, 1);
   first.join();
@@ -207,7 +207,7 @@ TEST_CASE("a host function runs when it is its turn", "[cuda]") {
         *pair->second = pair->first[0];
       },
       &places));
-  REQUIRE(seen == 0);
+  if (!cuda_on_cpu::thread_sanitizer) REQUIRE(seen == 0);  // to read it now is the race that it looks like
   CUDA_CHECK(cudaStreamSynchronize(stream));
   REQUIRE(seen == 2);
   CUDA_CHECK(cudaLaunchHostFunc(
@@ -298,7 +298,7 @@ TEST_CASE("planted: the host overwrites too early", "[.planted]") {
   host[0] = 2;
   CUDA_CHECK(cudaStreamSynchronize(stream));
 }
-TEST_CASE("planted: one rank does not wait for another's event", "[.planted]") {
+TEST_CASE("planted: one rank does not wait for the event of another", "[.planted]") {
   const Devices devices(2);
   DeviceArray<float> x(counted(n));
   TestStream stream;
@@ -314,8 +314,8 @@ TEST_CASE("planted: one rank does not wait for another's event", "[.planted]") {
 }
 
 TEST_CASE("ThreadSanitizer ends the program where a host or another device does not wait", "[cuda]") {
-  for (const char* bug :
-       {"the host reads too early", "the host overwrites too early", "one rank does not wait for another's event"}) {
+  for (const char* bug : {"the host reads too early", "the host overwrites too early",
+                          "one rank does not wait for the event of another"}) {
     INFO(bug);
     REQUIRE_THAT(output_of_failing(std::string("planted: ") + bug),
                  ContainsSubstring("ThreadSanitizer: data race") && ContainsSubstring("test_emulator_runtime.cpp:"));

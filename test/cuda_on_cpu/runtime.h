@@ -145,19 +145,20 @@ struct Host {
 };
 Host& host();
 
-// Holds the mutex. To ThreadSanitizer nothing that is done under it is observed, and it orders nothing.
+// Holds the mutex. To ThreadSanitizer nothing that is done under it is observed, and the mutex orders nothing.
 class Lock {
  public:
   Lock();
-  void unlock() { lock_.unlock(); }
-  void lock() { lock_.lock(); }
+  ~Lock() { unlock(); }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+  void lock();
+  void unlock();
   // Blocks until something has changed, or for so long.
   void wait(std::chrono::duration<double> longest);
 
  private:
   Unobserved unobserved_;
-  Unordered unordered_;
-  std::unique_lock<std::mutex> lock_;
 };
 
 cudaError_t note(cudaError_t status);  // for cudaGetLastError

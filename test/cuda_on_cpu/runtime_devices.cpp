@@ -30,15 +30,27 @@ Host& host() {
   return the_host;
 }
 
-Lock::Lock() : lock_(runtime().mutex) {
+Lock::Lock() {
   if (host().in_task) throw Failure("a task of a stream, such as a host function, must not call the CUDA runtime");
+  lock();
+}
+void Lock::lock() {
+  Unordered unordered;
+  runtime().mutex.lock();
+}
+void Lock::unlock() {
+  Unordered unordered;
+  runtime().mutex.unlock();
 }
 void Lock::wait(std::chrono::duration<double> longest) {
+  Unordered unordered;
+  std::unique_lock held(runtime().mutex, std::adopt_lock);
   ++runtime().blocked;
   // By the system's clock, because that wait is known to ThreadSanitizer.
-  runtime().changed.wait_until(lock_, std::chrono::system_clock::now() +
-                                          std::chrono::duration_cast<std::chrono::system_clock::duration>(longest));
+  runtime().changed.wait_until(held, std::chrono::system_clock::now() +
+                                         std::chrono::duration_cast<std::chrono::system_clock::duration>(longest));
   --runtime().blocked;
+  held.release();
 }
 
 cudaError_t note(cudaError_t status) {

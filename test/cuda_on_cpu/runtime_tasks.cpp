@@ -187,6 +187,7 @@ static void run_meeting(Lock& lock, Task& task, Part& part, OpenedMemory& memory
       meeting->run();
     } catch (...) {
       error = std::current_exception();
+      release(&task.stream->done);  // the host reads it
     }
     release(&meeting->done);
   });
@@ -218,6 +219,7 @@ void run_task(Lock& lock, Task& task, OpenedMemory& memory) {
           work->run();
         } catch (...) {
           error = std::current_exception();
+          release(&task.stream->done);
         }
       });
       host().in_task = false;
