@@ -230,7 +230,7 @@ LADDERS := dev/cuda/layernorm.cu dev/cuda/classifier.cu dev/cuda/adamw.cu dev/cu
 # Not here: what tests a library for GPUs.
 CUDNN_TEST := test/cuda/test_attention_cudnn.cpp
 CUDA_TEST_SOURCES := $(filter-out $(CUDNN_TEST),$(wildcard test/cuda_on_cpu/*.cpp test/cuda/test_*.cpp)) $(LADDERS)
-CUDA_TEST_FLAGS = -std=c++20 -O1 -g $(ARCH_FLAGS) -DTRAIN_GPT_CUDA -Illmc -Itest -Itest/cuda_on_cpu -Wall -Wextra \
+CUDA_TEST_FLAGS = -std=c++20 -O1 -g $(ARCH_FLAGS) -DTRAIN_GPT_CUDA -DTRAIN_GPT_NCCL -Illmc -Itest -Itest/cuda_on_cpu -Wall -Wextra \
                   -Wno-unknown-pragmas -Wno-unused-parameter -Wno-restrict -fno-strict-aliasing \
                   -fno-omit-frame-pointer $(CPPFLAGS) $(CXXFLAGS)
 # -rdynamic: kernels are named by their symbols. Sorted: else g++ 12's sanitizers miss the lines of some templates.

@@ -239,7 +239,7 @@ TEST_CASE("every op agrees with PyTorch in fp32 and bf16") {
                    weight = rounded ? b.as(d, master) : master;
       const Tensor m = b.zeros(DType::fp32, {133}), v = b.zeros(DType::fp32, {133}),
                    sums = b.poisoned(DType::fp64, {2}), loss = b.zeros(DType::fp64, {1}),
-                   control = b.poisoned(DType::fp64, {3});
+                   control = b.zeros(DType::fp64, {4});
       for (int step = 1; step <= 3; ++step) {
         const Tensor g = golden.load(b, formatted("{}.gradient{}", op, step), DType::fp32, {133});
         square_sum(sums.slice(0, {1}), g.slice(0, {100}), b.stream);
@@ -268,7 +268,7 @@ TEST_CASE("every op agrees with PyTorch in fp32 and bf16") {
 TEST_CASE("a control that forbids the update changes nothing") {
   Bench b;
   const Tensor w = b.as(DType::fp32, b.normal({50})), m = b.zeros(DType::fp32, {50}), v = b.zeros(DType::fp32, {50});
-  const Tensor g = b.as(DType::fp32, b.normal({50})), control = b.zeros(DType::fp64, {3});
+  const Tensor g = b.as(DType::fp32, b.normal({50})), control = b.zeros(DType::fp64, {4});
   const std::vector<float> before(w.data<float>(), w.data<float>() + 50);
   adamw_update(w, {}, m, v, g, control,
                {.lr = 1, .beta1 = 0.9f, .beta2 = 0.9f, .eps = 1e-8f, .weight_decay = 1, .step = 1}, b.stream);
@@ -280,7 +280,7 @@ TEST_CASE("a control that forbids the update changes nothing") {
 TEST_CASE("the gradient norm adds in double, clips as torch does, and forbids what is not finite") {
   Bench b;
   const Tensor x = b.poisoned(DType::fp32, {200003}), sums = b.poisoned(DType::fp64, {2}),
-               control = b.poisoned(DType::fp64, {3}), loss = b.zeros(DType::fp64, {1});
+               control = b.zeros(DType::fp64, {4}), loss = b.zeros(DType::fp64, {1});
   for (int64_t i = 0; i < x.numel(); ++i) x.data<float>()[i] = 0.001f;
   square_sum(sums.slice(0, {1}), x, b.stream);
   square_sum(sums.slice(1, {1}), x.slice(0, {1}), b.stream);
@@ -300,9 +300,22 @@ TEST_CASE("the gradient norm adds in double, clips as torch does, and forbids wh
   loss.data<double>()[0] = 0;
   x.data<float>()[100000] = std::numeric_limits<float>::quiet_NaN();
   square_sum(sums.slice(0, {1}), x, b.stream);
+  zero(control, b.stream);
   clip_control(control, sums, loss, {.max_norm = 1}, b.stream);
   b.stream.synchronize();
   REQUIRE(control.data<double>()[2] == 0);
+  // From then on nothing is allowed, until it is made 0 again; a number that is only too large forbids one update.
+  x.data<float>()[100000] = 0;
+  square_sum(sums.slice(0, {1}), x, b.stream);
+  clip_control(control, sums, loss, {}, b.stream);
+  b.stream.synchronize();
+  REQUIRE(control.data<double>()[2] == 0);
+  zero(control, b.stream);
+  for (const double allowed : {0.0, 1.0}) {
+    clip_control(control, sums, loss, {.largest_loss = allowed - 0.5}, b.stream);
+    b.stream.synchronize();
+    REQUIRE(control.data<double>()[2] == allowed);
+  }
 }
 
 TEST_CASE("our ops give bitwise the same with 1, 2 and 3 threads") {

@@ -89,10 +89,12 @@ TEST_CASE("the control of the update has the bits of the CPU", "[cuda]") {
   std::vector<double> sums(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; ++i) sums[static_cast<size_t>(i)] = 1.0 / static_cast<double>(i + 1);
   sums.back() = bad_sum;
-  std::vector<double> control(3);
+  const double halted = GENERATE(0.0, 1.0);
+  const std::vector<double> before{0, 0, 0, halted};
+  std::vector<double> control = before;
   cpu::clip_control(control.data(), sums.data(), n, &loss, rule);
   const auto run = [&]() -> Outputs {
-    DeviceArray<double> out(3), squares(sums), losses(std::vector<double>{loss});
+    DeviceArray<double> out(before), squares(sums), losses(std::vector<double>{loss});
     cuda::clip_control(out, squares, n, losses, rule, nullptr);
     std::vector<double> got = out.host();
     if (std::isnan(control[0]) && std::isnan(got[0])) got[0] = control[0];  // of NaNs, any

@@ -56,11 +56,10 @@ TEST_CASE("the trainer computes on a GPU what it does on the CPU", "[cuda][train
   REQUIRE(same(selftest::run_layout(step, gpu_without_graphs), outcome));
 }
 
-TEST_CASE("on a GPU, too, what is computed again, in chunks, or in another layout is the same", "[cuda][trainer]") {
-  const char* family = GENERATE("gpt2", "llama");
-  const StepConfig step = small_step(family, DType::fp32);
+TEST_CASE("on a GPU, too, what is computed again or in chunks is the same", "[cuda][trainer]") {
+  const StepConfig step = small_step(GENERATE("gpt2", "llama"), DType::fp32);
   const selftest::Outcome alone = selftest::run_layout(step, gpu);
-  for (const Recompute recompute : all_recompute) {
+  for (const Recompute recompute : {Recompute::activation, Recompute::norm, Recompute::block}) {
     StepConfig again = step;
     again.recompute = recompute;
     REQUIRE(same(selftest::run_layout(again, gpu), alone));  // contract 11
@@ -68,22 +67,39 @@ TEST_CASE("on a GPU, too, what is computed again, in chunks, or in another layou
   StepConfig chunked = step;
   chunked.head_chunks = 3;
   require_close(selftest::run_layout(chunked, gpu), chunked, alone);
+}
 
-  selftest::Outcome stage0;
-  for (const int stage : {0, 1, 2, 3})
-    for (const GradReduce reduce : {GradReduce::step, GradReduce::micro}) {
-      CAPTURE(stage, name_of(reduce));
-      StepConfig shared =
-          small_step(family, DType::fp32, {.stage = stage, .grad_reduce = reduce, .shards = 3, .poison = true});
+#ifndef __CUDACC__  // a real machine's GPUs are not as many as a test wants
+
+TEST_CASE("ranks share a GPU, or have one each and NCCL between them", "[cuda][trainer]") {
+  const selftest::Outcome alone = selftest::run_layout(small_step("gpt2", DType::fp32), gpu);
+  cuda_on_cpu::set_devices(4);
+  selftest::Machine own_gpus = gpu;
+  own_gpus.backend = Backend::nccl;
+  own_gpus.gpus = 4;
+  for (const selftest::Machine& machine : {gpu, own_gpus}) {
+    selftest::Outcome stage0;
+    for (const int stage : {0, 1, 2, 3}) {
+      CAPTURE(stage, name_of(machine.backend));
+      ZeroConfig zero{.shards = 3, .poison = true};
+      zero.set_stage(stage);
+      StepConfig shared = small_step("gpt2", DType::fp32, zero);
       shared.micro_batches = 1;
-      const selftest::Outcome outcome = selftest::run_layout(shared, gpu);
+      const selftest::Outcome outcome = selftest::run_layout(shared, machine);
       require_close(outcome, shared, alone);
       if (stage == 0) stage0 = outcome;
       REQUIRE(outcome.weights == stage0.weights);  // contract 3
     }
+    // Replicas of shards: four ranks.
+    StepConfig hybrid = small_step("gpt2", DType::fp32, {.stage = 3, .shards = 2, .replicas = 2, .poison = true});
+    hybrid.batch.B = 1;
+    StepConfig same_samples = small_step("gpt2", DType::fp32);
+    same_samples.batch.B = 4;
+    require_close(selftest::run_layout(hybrid, machine), hybrid, selftest::run_layout(same_samples, gpu));
+  }
+  cuda_on_cpu::set_devices(1);
 }
 
-#ifndef __CUDACC__
 TEST_CASE("each wait of a stream for another one is missed where it does not happen", "[cuda][trainer]") {
   // What may be switched off without harm, and why.
   const std::vector<std::string> redundant = {};
@@ -91,7 +107,9 @@ TEST_CASE("each wait of a stream for another one is missed where it does not hap
   for (const int stage : {1, 3}) {
     StepConfig step = small_step("gpt2", DType::fp32, {.stage = stage, .shards = 2, .poison = true});
     step.zero.grad_reduce = stage == 3 ? GradReduce::micro : GradReduce::step;
+    step.model.n_layer = 2;
     step.batch.B = 1;
+    step.micro_batches = 2;
     const selftest::Outcome right = selftest::run_layout(step, gpu);
     const cuda_on_cpu::Mutants mutants =
         cuda_on_cpu::find_mutants([&] { return same(selftest::run_layout(step, gpu), right); }, "cudaStreamWaitEvent");
@@ -103,4 +121,5 @@ TEST_CASE("each wait of a stream for another one is missed where it does not hap
   REQUIRE(std::vector<std::string>(not_missed.begin(), not_missed.end()) == redundant);
   REQUIRE(!needed.empty());
 }
+
 #endif
