@@ -321,6 +321,7 @@ class Training {
   void run() {
     first_ = begun_ = done_;
     try {
+      choose_matmuls();
       duties();  // validation at step 0 shows where the run starts; a resumed run does what was left undone
       while (begun_ < job_.max_steps) {
         poll();
@@ -499,6 +500,20 @@ class Training {
   }
   bool due(int64_t step, int64_t every) const { return every > 0 && (step == job_.max_steps || step % every == 0); }
 
+  // Algorithms of a GPU's products that a checkpoint of the same GPU and library recorded, or by --tune-matmul.
+  void choose_matmuls() {
+    if (job_.device.kind != DeviceKind::cuda) return;
+    const std::string here = matmul_choices(run_.stream);  // nothing is chosen yet: its title alone
+    if (matmul_choices_.starts_with(here)) return set_matmul_choices(matmul_choices_, run_.stream);
+    if (!matmul_choices_.empty())
+      log_.line(
+          "notice: the checkpoint's matmul algorithms are for another GPU or cuBLASLt: products may round otherwise");
+    matmul_choices_.clear();
+    if (!o_.tune_matmul || begun_ == job_.max_steps) return;
+    log_.line("timing matmul algorithms ...");
+    matmul_choices_ = run_.trainer.tune(batches_of(begun_ + 1));
+  }
+
   // What is due behind step done_.
   void duties() {
     if (val_ && due(done_, o_.val_every) && !validated_) validate();
@@ -574,7 +589,7 @@ class Training {
          {"seed", o_.seed},
          {"best_validation", best},
          {"detectors", {{"loss", losses_.values()}, {"grad_norm", norms_.values()}}},
-         {"choices", {{"grad_reduce", name_of(job_.step.zero.grad_reduce)}}},
+         {"choices", {{"grad_reduce", name_of(job_.step.zero.grad_reduce)}, {"matmul", matmul_choices_}}},
          {"layout", detail::layout_text(job_.step.zero)},
          {"options", options_json(o_)}},
         run_.stream, job_.tokenizer_files);
@@ -614,6 +629,9 @@ class Training {
     } catch (const nlohmann::json::exception& error) {
       throw Error(formatted("{} is damaged: {}", file, error.what()));
     }
+    if (const nlohmann::json choices = from.trainer.value("choices", nlohmann::json::object());
+        choices.is_object() && choices.value("matmul", nlohmann::json()).is_string())
+      matmul_choices_ = choices["matmul"];
     done_ = from.step;
     if (from.path == checkpoint_path(o_.out_dir, done_)) checkpoint_ = from.path;
   }
@@ -663,7 +681,8 @@ class Training {
   OutlierDetector losses_, norms_;
   double best_val_ = std::numeric_limits<double>::infinity();
   int64_t best_step_ = -1;
-  std::string checkpoint_;  // the last one in the out directory
+  std::string matmul_choices_;  // recorded with the run: tuned ones
+  std::string checkpoint_;      // the last one in the out directory
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   double step_seconds_ = 0;  // of all steps, without validation, sampling and checkpoints
   double last_loss_ = 0;

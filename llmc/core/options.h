@@ -63,7 +63,7 @@ struct Options {
   int64_t local_ranks = 1, zero_stage = 0, dp_replicate = 1;
   std::string grad_reduce = "auto";
   std::string device = "auto", comm = "auto", attention = "own";
-  bool tf32 = false;
+  bool tf32 = false, tune_matmul = false;
   std::string cuda_graphs = "on";
   std::optional<double> peak_tflops;
   int64_t log_gpu_every = 0;
@@ -225,6 +225,10 @@ void visit_options(O& o, Visitor&& visit) {
         "whose attention GPUs use: this program's, or cuDNN's, in bf16, where it was built with USE_CUDNN=1");
   visit("--cuda-graphs", "", o.cuda_graphs, one_of({"on", "off"}), free,
         "on GPUs the forwards and backwards of a micro-batch are launched as one CUDA graph each");
+  visit(
+      "--tune-matmul", "", o.tune_matmul, Limits{}, warn,
+      "before the first step, time what cuBLASLt offers for each product of a step and choose the fastest; recorded in "
+      "the checkpoints, and kept by a run that goes on");
   visit("--tf32", "", o.tf32, Limits{}, warn,
         "GPUs multiply fp32 on tensor cores, with 10 bits of mantissa: faster, and no longer the numbers of fp32");
   visit("--threads", "", o.threads, between(0, 1024), warn,

@@ -17,6 +17,29 @@ inline std::string matmul_library([[maybe_unused]] const Device& device) {
   return cpu::matmul_library();
 }
 
+// A GPU's products: which algorithm computes each shape. While `on`, the first product of each shape is run by all that
+// the library offers, its output is lost, and the fastest is chosen.
+inline void tune_matmuls([[maybe_unused]] bool on, [[maybe_unused]] Stream& stream) {
+#ifdef TRAIN_GPT_CUDA
+  if (stream.device().kind == DeviceKind::cuda) stream.kept<cuda::MatmulPlans>().set_tuning(on);
+#endif
+}
+// What was chosen so far, as text; empty on a CPU.
+inline std::string matmul_choices([[maybe_unused]] Stream& stream) {
+#ifdef TRAIN_GPT_CUDA
+  if (stream.device().kind == DeviceKind::cuda) return stream.kept<cuda::MatmulPlans>().exported();
+#endif
+  return "";
+}
+// From now on these are the choices, and no others.
+inline void set_matmul_choices([[maybe_unused]] const std::string& choices, [[maybe_unused]] Stream& stream) {
+#ifdef TRAIN_GPT_CUDA
+  if (stream.device().kind != DeviceKind::cuda) return;
+  stream.kept<cuda::MatmulPlans>().forget();
+  stream.kept<cuda::MatmulPlans>().restore(choices);
+#endif
+}
+
 // out (N, C) = wte[tokens] + wpe[positions].   tokens, positions (N) int32; wte (V, C); wpe (P, C), or an empty tensor
 inline void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, Stream& stream) {
   const int64_t N = out.shape[0], C = out.shape[1];
@@ -159,9 +182,9 @@ inline void matmul(const char* name, Tensor c, Tensor a, Transpose a_as, Tensor 
     return stream.run({name, flops, bytes}, {c}, [=, &stream] {
       if (a.dtype == DType::fp64) refuse_fp64();
       const int alignment = cuda::alignment_of({c.bytes, a.bytes, b.bytes, bias.bytes});
-      stream.kept<cuda::MatmulPlans>()
-          .prepare({M, N, K, a_as, b_as, accumulate, a.dtype, c.dtype, with_bias, stream.device().tf32, alignment})
-          .run(c.bytes, a.bytes, b.bytes, bias.bytes, workspace.bytes, stream.cuda());
+      stream.kept<cuda::MatmulPlans>().run(
+          {M, N, K, a_as, b_as, accumulate, a.dtype, c.dtype, with_bias, stream.device().tf32, alignment}, c.bytes,
+          a.bytes, b.bytes, bias.bytes, workspace.bytes, stream.cuda());
     });
   }
 #endif

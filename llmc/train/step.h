@@ -66,6 +66,21 @@ class Trainer {
     return begin_step(batches, optimizer, rule).wait();
   }
 
+  // A step's forwards and backwards as a rehearsal, in which rank 0 times the algorithms for every product and the
+  // others learn what it has chosen, which is returned. Weights and optimizer stay.
+  std::string tune(const BatchSource& batches) {
+    Stream& stream = context_.compute;
+    rehearsal_ = true;
+    tune_matmuls(dp_.first(), stream);
+    accumulate_gradients(batches);
+    stream.synchronize();
+    tune_matmuls(false, stream);
+    rehearsal_ = false;
+    const std::string choices = dp_.control->all_gather_text("matmul algorithms", matmul_choices(stream))[0];
+    set_matmul_choices(choices, stream);
+    return choices;
+  }
+
   // Gradients of the mean loss of the whole step, summed over the ranks, left in state(). Public for tests.
   void accumulate_gradients(const BatchSource& batches) {
     state_.zero_gradients(context_.compute);
@@ -278,7 +293,7 @@ class Trainer {
         if (action.kind == ActionKind::forward) forward(action.chunk, slot, shape, purpose, action.micro_batch);
         else backward(action.chunk, slot, shape, last);
       };
-      if (purpose != Purpose::train || meets_other_streams(action, last)) enqueue();
+      if (purpose != Purpose::train || rehearsal_ || meets_other_streams(action, last)) enqueue();
       else context_.compute.replayed(replays_[{action.kind, action.chunk, slot.inputs.tokens.bytes}], enqueue);
     }
   }
@@ -490,6 +505,7 @@ class Trainer {
   Tensor scalars_, loss_, square_sums_, control_, rotary_table_;
   std::vector<Arriving> arriving_;  // of a GPU
   int64_t uploads_ = 0;
+  bool rehearsal_ = false;
   // Actions by kind, chunk, and where their slot is.
   std::map<std::tuple<ActionKind, int, const std::byte*>, Replay> replays_;
   RowLosses row_losses_;

@@ -306,6 +306,17 @@ class MatmulPlans {
     return text;
   }
 
+  // While it is on, each shape is tuned when its first product is run, on the product's own arrays: for a rehearsal,
+  // whose results nobody wants.
+  void set_tuning(bool on) { tuning_ = on; }
+  void run(const MatmulShape& shape, void* c, const void* a, const void* b, const void* bias, void* scratch,
+           cudaStream_t stream) {
+    if (tuning_ && !plans_.contains(shape)) tune(shape, c, a, b, bias, scratch, stream);
+    prepare(shape).run(c, a, b, bias, scratch, stream);
+  }
+  // Nothing is chosen any longer.
+  void forget() { plans_.clear(), restored_.clear(); }
+
   // Takes over what another MatmulPlans has exported: before the first product, for all come from one source then.
   void restore(const std::string& text) {
     CHECK(plans_.empty(), "matmul algorithms are restored after {} were chosen; restore them first", plans_.size());
@@ -357,6 +368,7 @@ class MatmulPlans {
   }
 
   int64_t workspace_bytes_;
+  bool tuning_ = false;
   detail::MatmulLibrary library_;
   std::string title_;
   std::map<MatmulShape, detail::MatmulPlan> plans_;
