@@ -13,7 +13,7 @@
 #include <utility>
 
 #ifdef TRAIN_GPT_CUDA
-#include "device/cuda_api.h"
+#include "device/cuda_api.cuh"
 #endif
 
 namespace llmc {

@@ -23,7 +23,7 @@
 #include "device/profiler_range.h"
 #include "device/tensor.h"
 #ifdef TRAIN_GPT_CUDA
-#include "device/cuda_queue.h"
+#include "device/cuda_queue.cuh"
 #endif
 
 namespace llmc {

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "core/shape.h"
-#include "device/cuda_api.h"
+#include "device/cuda_api.cuh"
 
 namespace llmc::cuda {
 

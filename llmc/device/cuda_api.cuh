@@ -1,4 +1,4 @@
-// cuda_api.h: the CUDA runtime as the rest of the trainer sees it: errors become ours, what is created is owned.
+// cuda_api.cuh: the CUDA runtime as the rest of the trainer sees it: errors become ours, what is created is owned.
 // Included only where the trainer is built for GPUs.
 #pragma once
 #include <cuda_runtime.h>

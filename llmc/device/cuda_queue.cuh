@@ -1,4 +1,4 @@
-// cuda_queue.h: a stream of a GPU. What is enqueued is launched at once, by the host thread that calls; what the host
+// cuda_queue.cuh: a stream of a GPU. What is enqueued is launched at once, by the host thread that calls; what the host
 // is to do behind it is done when that thread next waits. Included only where the trainer is built for GPUs.
 #pragma once
 #include <algorithm>
@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "device/cpu_queue.h"
-#include "device/cuda_api.h"
+#include "device/cuda_api.cuh"
 
 namespace llmc::cuda {
 

@@ -1,0 +1,138 @@
+// What outlives a step of the CUDA trainer: checkpoints (contract 6), generated text, validation, chosen algorithms,
+// and a run that has diverged.
+#include "cuda/device_test.h"
+#include "helpers.h"
+#include "train/checkpoint.h"
+#include "train/selftest.h"
+
+using namespace llmc;
+
+namespace {
+
+constexpr Device cpu_device{}, gpu_device{.kind = DeviceKind::cuda};
+const AdamWOptions options{.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0.1f, .step = 1};
+
+StepConfig small_step(DType dtype) {
+  return {.model = selftest::awkward_model("qwen3"), .dtype = dtype, .batch = {2, 19}, .micro_batches = 2};
+}
+
+// One rank, alone on a device, with fresh weights.
+struct Alone {
+  World world{Mesh()};
+  StepConfig config;
+  Run run;
+  Alone(const StepConfig& c, const Device& device, uint64_t seed)
+      : config(c), run(c, make_plan(c, device), device, world, 0) {
+    init_weights(run.trainer.state(), seed, run.stream);
+  }
+  BatchSource batches() const {
+    return [this](int64_t m) {
+      HostBatch batch;
+      const Philox rng(3, "state");
+      for (int64_t i = 0; i < config.batch.rows(); ++i) {
+        const uint64_t index = static_cast<uint64_t>(m * config.batch.rows() + i);
+        batch.tokens.push_back(static_cast<int32_t>(rng.bits(2 * index) % 131));
+        batch.targets.push_back(static_cast<int32_t>(rng.bits(2 * index + 1) % 131));
+        batch.positions.push_back(static_cast<int32_t>(i % config.batch.T));
+      }
+      return batch;
+    };
+  }
+  StepResult train(int64_t step) {
+    AdamWOptions its = options;
+    its.step = step;
+    return run.trainer.step(batches(), its, {.max_norm = 1});
+  }
+  // Every byte of the state.
+  std::string bytes() {
+    std::string all;
+    for (const StateEntry& e : run.trainer.state().state_table()) {
+      const HostView held(e.tensor, run.stream);
+      all.append(reinterpret_cast<const char*>(held.tensor().bytes), static_cast<size_t>(e.tensor.size_bytes()));
+    }
+    return all;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("what a GPU wrote a CPU reads, and the other way round, bit for bit", "[cuda][trainer]") {
+  const DType dtype = GENERATE(DType::fp32, DType::bf16);
+  const bool from_gpu = GENERATE(true, false);
+  const TempDir dir;
+  Alone from(small_step(dtype), from_gpu ? gpu_device : cpu_device, 1),
+      to(small_step(dtype), from_gpu ? cpu_device : gpu_device, 2);
+  from.train(1);
+  std::filesystem::create_directories(dir / "out");
+  const std::string path = write_checkpoint(dir / "out", 1, from.config.model, from.run.trainer.state(), dtype,
+                                            {{"seq_len", 19}}, from.run.stream);
+  REQUIRE(from.bytes() != to.bytes());
+  load_checkpoint(path, to.config.model, to.run.trainer.state(), to.run.stream);
+  REQUIRE(from.bytes() == to.bytes());
+  // And goes on from there to rounding.
+  const StepResult a = from.train(2), b = to.train(2);
+  REQUIRE(std::abs(a.loss / b.loss - 1) < (dtype == DType::fp32 ? 1e-5 : 1e-3));
+}
+
+TEST_CASE("on a GPU a text grows with a cache as it would without, and as on the CPU", "[cuda][trainer]") {
+  Alone gpu(small_step(DType::fp32), gpu_device, 5), cpu(small_step(DType::fp32), cpu_device, 5);
+  const std::vector<int32_t> tokens = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5};
+  Trainer::Continuation sequence(gpu.run.trainer);
+  std::vector<float> grown = sequence.feed(std::span(tokens).first(6));
+  for (size_t n = 6; n < tokens.size(); ++n) grown = sequence.feed(std::span(tokens).subspan(n, 1));
+  REQUIRE(relative_error(gpu.run.trainer.next_token_logits(tokens), cpu.run.trainer.next_token_logits(tokens)) < 1e-5);
+  REQUIRE(relative_error(grown, cpu.run.trainer.next_token_logits(tokens)) < 1e-5);
+}
+
+TEST_CASE("on a GPU validation is that of the CPU, row by row, whole or in chunks", "[cuda][trainer]") {
+  StepConfig chunked = small_step(DType::fp32);
+  chunked.head_chunks = 3;
+  Alone gpu(chunked, gpu_device, 5), cpu(small_step(DType::fp32), cpu_device, 5);
+  std::vector<float> rows[2];
+  double losses[2];
+  for (Alone* a : {&gpu, &cpu}) {
+    std::vector<float>& mine = rows[a == &cpu];
+    losses[a == &cpu] = a->run.trainer.evaluate(2, 76, a->batches(), [&](int64_t m, std::span<const float> of_batch) {
+      REQUIRE(static_cast<int64_t>(mine.size()) == m * 38);
+      mine.insert(mine.end(), of_batch.begin(), of_batch.end());
+    });
+  }
+  REQUIRE(rows[0].size() == 76);
+  REQUIRE(relative_error(rows[0], rows[1]) < 1e-5);
+  REQUIRE(std::abs(losses[0] / losses[1] - 1) < 1e-6);
+}
+
+TEST_CASE("algorithms of products that were tuned are computed with again where they are restored", "[cuda][trainer]") {
+  Alone tuned(small_step(DType::fp32), gpu_device, 5), restored(small_step(DType::fp32), gpu_device, 5);
+  const std::string before = tuned.bytes(), title = matmul_choices(restored.run.stream);
+  const std::string choices = tuned.run.trainer.tune(tuned.batches());
+  REQUIRE(tuned.bytes() == before);
+  REQUIRE(choices.starts_with(title));
+  REQUIRE(std::count(choices.begin(), choices.end(), '\n') > 8);
+  set_matmul_choices(choices, restored.run.stream);
+  for (const int64_t step : {1, 2}) tuned.train(step), restored.train(step);
+  REQUIRE(tuned.bytes() == restored.bytes());
+  // All that were used are among those that were recorded.
+  std::istringstream used(matmul_choices(restored.run.stream));
+  for (std::string line; std::getline(used, line);) REQUIRE(choices.find(line) != std::string::npos);
+}
+
+TEST_CASE("steps that were begun before the host learns of one that is not finite change nothing", "[cuda][trainer]") {
+  const Device device = GENERATE(cpu_device, gpu_device);
+  Alone run(small_step(DType::fp32), device, 5);
+  run.train(1);
+  Tensor bias = run.run.trainer.state().unit(1).weight("attn.q_norm.weight");
+  const HostView good(bias, run.run.stream);
+  const std::vector<float> values(good.data<float>(), good.data<float>() + bias.numel());
+  std::vector<float> bad = values;
+  bad[0] = std::numeric_limits<float>::quiet_NaN();
+  upload(bias, bad, run.run.stream);
+  const std::string before = run.bytes();
+  const PendingStep first = run.run.trainer.begin_step(run.batches(), options, {});
+  upload(bias, values, run.run.stream);  // the step behind it is finite again
+  const PendingStep second = run.run.trainer.begin_step(run.batches(), options, {});
+  REQUIRE(!first.wait().finite());
+  REQUIRE((second.wait().finite() && !second.wait().applied));
+  upload(bias, bad, run.run.stream);
+  REQUIRE(run.bytes() == before);
+}
