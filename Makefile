@@ -14,6 +14,7 @@
 ##   test-cuda    the tests of the CUDA kernels, on a GPU; `make test` runs them on the CPU
 ##   ladders      build/ladders: the versions of the kernels in dev/cuda/, timed on a GPU
 ##   smoke        compile train_gpt.cu by g++ and, where it is there, by nvcc
+##   check-archs  compile all CUDA kernels by nvcc for sm_80, sm_90 and sm_100; takes minutes
 ##   config       show what was found on this machine and what is built of it
 ##   reconfigure  look again
 ##   deps         install all that is missing, optional parts as well (Debian packages)
@@ -28,7 +29,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 # The outer targets install what is missing and then start make again, so that it looks at the machine only after the
 # installation. They need to know nothing of the machine; all other targets do.
 OUTER_TARGETS := help run test test-long check bench reconfigure deps format clean
-INNER_TARGETS := all tests test-cuda ladders smoke config \
+INNER_TARGETS := all tests test-cuda ladders smoke check-archs config \
                  check-layers check-headers check-format check-shell check-python
 .PHONY: $(OUTER_TARGETS) $(INNER_TARGETS)
 ifneq ($(filter-out $(OUTER_TARGETS),$(or $(MAKECMDGOALS),train_gpt)),)
@@ -142,14 +143,14 @@ DEFINES += -DTRAIN_GPT_ONEDNN
 LIBS += -ldnnl
 endif
 
-# One source, two compilers; $1 is the optimisation level. What decides numbers is the same for trainer and tests. No
+# One source, two compilers; $1 is the optimisation level, $2 a GPU other than ARCH. What decides numbers is the same for trainer and tests. No
 # -ffast-math: it reorders sums. -fno-math-errno and -fno-trapping-math change no result and let loops be vectorised.
 HOST_FLAGS := $(ARCH_FLAGS) -fno-math-errno -fno-trapping-math -fopenmp -Wall -Wextra
 SOURCE_FLAGS = -std=c++20 $1 -Illmc $(DEFINES) $(CPPFLAGS)
 FLAGS_cpu = $(SOURCE_FLAGS) $(HOST_FLAGS) $(CXXFLAGS)
 # Kernels call constexpr functions of the host's code, such as Philox.
 CUDA_DEFINES = -DTRAIN_GPT_CUDA $(if $(NCCL_VERSION),-DTRAIN_GPT_NCCL) $(if $(CUDNN),-DTRAIN_GPT_CUDNN $(CUDNN_FLAGS))
-FLAGS_cuda = $(SOURCE_FLAGS) $(CUDA_DEFINES) --expt-relaxed-constexpr -arch=$(ARCH) -ccbin $(lastword $(CXX)) \
+FLAGS_cuda = $(SOURCE_FLAGS) $(CUDA_DEFINES) --expt-relaxed-constexpr -arch=$(or $2,$(ARCH)) -ccbin $(lastword $(CXX)) \
              $(call to_host,$(HOST_FLAGS) $(CXXFLAGS)) $(NVCCFLAGS)
 LINK_cpu = $(LDFLAGS) $(LIBS)
 CUDA_LIBS = -lcublasLt $(if $(NCCL_VERSION),-lnccl) $(if $(CUDNN),$(CUDNN_LIBS))
@@ -280,6 +281,12 @@ build/ladders: $(patsubst %.cu,build/gpu/%.o,dev/cuda/ladders.cu $(LADDERS))
 smoke: $(if $(and $(NVCC_VERSION),$(CUBLASLT_VERSION)),build/all_kernels.o)
 build/all_kernels.o: test/cuda/all_kernels.cu build/smoke_cuda.flags
 	$(NVCC) -x cu $(call FLAGS_cuda,-O0) -Werror all-warnings -MMD -MP -c $< -o $@
+
+# And for every generation of GPUs that they are written for: minutes, and so not among the tests.
+check-archs: $(patsubst %,build/all_kernels_%.o,sm_80 sm_90 sm_100)
+	@echo 'check-archs: $(^:build/all_kernels_%.o=%) take all kernels without a warning'
+build/all_kernels_sm_%.o: test/cuda/all_kernels.cu build/smoke_cuda.flags
+	$(NVCC) -x cu $(call FLAGS_cuda,-O0,sm_$*) -Werror all-warnings -MMD -MP -c $< -o $@
 
 -include $(wildcard build/*.d build/test/*.d build/[at]san/*/*/*.d build/gpu/*/*/*.d)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What each kernel takes of a multiprocessor, as ptxas reports it: registers a thread, static shared memory a block,
-# bytes of stack and of registers spilled to memory a thread. Writes a table; fails where a kernel spills.
+# bytes of stack and of registers spilled to memory a thread. Writes a table; fails where a kernel spills that need not.
 #
 #   dev/cuda/kernel_resources.sh [OUTPUT]     default: dev/results/kernel-resources-$ARCH.md
 #
@@ -45,7 +45,9 @@ trap 'rm -f "$report"' EXIT
     }' | LC_ALL=C sort
 } >"$output"
 echo "$output: $(grep -c '^| .* | [0-9]' "$output") kernels"
-if grep -v ' | 0 |$' "$output" | grep '| [0-9]* |$'; then
+# Attention's backward holds two sums of D columns for every key: with D = 256 more than a thread's 255 registers, and
+# with D = 64, where a warp has twice as many keys, a few too many. All other kernels have to do without.
+if grep -v -e ' | 0 |$' -e '^| attention_backward_keys_kernel<' "$output" | grep '| [0-9]* |$'; then
   echo "kernel_resources.sh: these kernels spill registers" >&2
   exit 1
 fi
