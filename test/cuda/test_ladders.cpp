@@ -5,6 +5,16 @@
 using namespace llmc;
 using namespace llmc::cuda;
 
+namespace {
+
+Outputs outputs_of(const Ladder& ladder, const Ladder::Version& version) {
+  ladder.prepare();
+  version.run();
+  return ladder.outputs();
+}
+
+}  // namespace
+
 TEST_CASE("every version of a ladder computes what the CPU does", "[cuda]") {
   const int which = GENERATE(0, 1, 2, 3);
   const Ladder ladder = which == 0   ? layernorm_ladder(5, 264)
@@ -13,11 +23,13 @@ TEST_CASE("every version of a ladder computes what the CPU does", "[cuda]") {
                                      : attention_ladder(2, 75, 2);
   for (const Ladder::Version& version : ladder.versions) {
     INFO(ladder.op << ": " << version.idea);
-    const auto run = [&] {
-      ladder.prepare();
-      version.run();
-      return ladder.outputs();
-    };
-    check_kernel(run, ladder.reference, ladder.tolerance);
+    check_kernel([&] { return outputs_of(ladder, version); }, ladder.reference, ladder.tolerance);
   }
+}
+
+TEST_CASE("the versions of a ladder have no barrier too many", "[cuda]") {
+  const Ladder layernorm = layernorm_ladder(3, 264), attention = attention_ladder(1, 75, 1);
+  check_barriers([&] { return outputs_of(layernorm, layernorm.versions[1]); });
+  for (const size_t in_tiles : {2, 3})
+    check_barriers([&] { return outputs_of(attention, attention.versions[in_tiles]); });
 }

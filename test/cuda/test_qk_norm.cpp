@@ -81,13 +81,14 @@ struct Case {
 };
 
 // Pairs by themselves, ragged, grouped heads, groups of lanes that are not full, more heads than a block takes at a
-// time, the largest head.
+// time, a head that just needs a whole warp, the largest head.
 AttentionShape some_shape() {
   return GENERATE(AttentionShape{.B = 1, .T = 1, .Hq = 1, .Hkv = 1, .D = 2},
-                  AttentionShape{.B = 2, .T = 5, .Hq = 3, .Hkv = 1, .D = 6},
+                  AttentionShape{.B = 2, .T = 4, .Hq = 3, .Hkv = 1, .D = 6},
                   AttentionShape{.B = 1, .T = 9, .Hq = 4, .Hkv = 2, .D = 32},
                   AttentionShape{.B = 1, .T = 3, .Hq = 2, .Hkv = 2, .D = 100},
                   AttentionShape{.B = 1, .T = 2, .Hq = 40, .Hkv = 8, .D = 64},
+                  AttentionShape{.B = 1, .T = 2, .Hq = 1, .Hkv = 1, .D = 272},
                   AttentionShape{.B = 1, .T = 3, .Hq = 2, .Hkv = 1, .D = 512});
 }
 
