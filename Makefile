@@ -9,6 +9,7 @@
 ##   test-long    the same with the long tests as well: tagged [long], scripts named test/long_*, ThreadSanitizer
 ##   check        floors, headers, formatting, shell and Python scripts
 ##   bench        training steps beside PyTorch's; BENCH_FLAGS are dev/bench/compare.py's
+##   bench-cuda   each op of a training step on a GPU beside what the GPU can do, and training steps beside PyTorch's
 ##   comm-bench   build/comm_bench: the collectives, in the manner of nccl-tests
 ##   tests        build what `make test` runs, and run nothing
 ##   test-cuda    the tests of the CUDA kernels, on a GPU; `make test` runs them on the CPU
@@ -28,7 +29,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 
 # The outer targets install what is missing and then start make again, so that it looks at the machine only after the
 # installation. They need to know nothing of the machine; all other targets do.
-OUTER_TARGETS := help run test test-long check bench reconfigure deps format clean
+OUTER_TARGETS := help run test test-long check bench bench-cuda reconfigure deps format clean
 INNER_TARGETS := all tests test-cuda ladders smoke check-archs config \
                  check-layers check-headers check-format check-shell check-python
 .PHONY: $(OUTER_TARGETS) $(INNER_TARGETS)
@@ -57,6 +58,7 @@ NVCC ?= $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc),nvcc)
 ##   JOBS=N                     compilers at a time; as many as there are processors
 JOBS ?= $(shell nproc)
 ##   TESTS=                     only these test cases, in Catch2's words: TESTS='[ops]', TESTS='a resumed run*'
+##   BENCH_FLAGS=, OP_TABLE_FLAGS=   options of dev/bench/compare.py, and of build/op_table, for the benchmarks
 ##   RUN_FLAGS=                 options of the trainer that `make run` adds to its own
 ##   TEST_TIMEOUT=45m           a test program that takes longer hangs: it is stopped and has failed
 TEST_TIMEOUT ?= 45m
@@ -277,6 +279,10 @@ ladders: build/ladders
 build/ladders: $(patsubst %.cu,build/gpu/%.o,dev/cuda/ladders.cu $(LADDERS))
 	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $^ -o $@
 
+# Each op of a training step, timed on a GPU. At -O3 g++ 12 sees an array overrun that is none.
+build/op_table: dev/bench/cuda/op_table.cu build/smoke_cuda.flags
+	$(NVCC) -x cu $(call FLAGS_cuda,-O2) -MMD -MP -MF build/op_table.d -MT $@ $< -o $@ $(LINK_cuda)
+
 # The same kernels by nvcc, without a warning.
 smoke: $(if $(and $(NVCC_VERSION),$(CUBLASLT_VERSION)),build/all_kernels.o)
 build/all_kernels.o: test/cuda/all_kernels.cu build/smoke_cuda.flags
@@ -334,6 +340,11 @@ bench:
 	@$(INSTALL) build
 	@$(AGAIN) train_gpt
 	@dev/bench/run.sh $(BENCH_FLAGS)
+bench-cuda:
+	@$(INSTALL) build
+	@$(AGAIN) DEVICE=cuda train_gpt build/op_table
+	build/op_table $(OP_TABLE_FLAGS)
+	@dev/bench/run.sh --device cuda $(BENCH_FLAGS)
 reconfigure:
 	@rm -f build/config.mk
 	@$(MAKE) config

@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
 """Training steps beside PyTorch's, alternating on the same machine: tokens per second, ratios, and the trainer's time by op.
 
-    python3 dev/bench/compare.py [--rounds 3] [--cases kjv gpt2_124M] [--out dev/results/DATE-name.md]
+    python3 dev/bench/compare.py [--device cuda] [--rounds 3] [--cases NAME ...] [--out dev/results/DATE-name.md]
 
-PyTorch runs eager and compiled, and in bf16 with autocast and with bf16 weights; its best is whichever was fastest. The
-figures are medians over all timed steps of all rounds; "spread" is the distance of the quartiles over the median.
+PyTorch runs eager (on a CPU) and compiled, and in bf16 with autocast, with bf16 weights and, on a GPU, with bf16 weights of
+fp32 masters; its best is whichever was fastest. The figures are medians over all timed steps of all rounds; "spread" is the
+distance of the quartiles over the median. A case may also be a directory with a config.json that both can read.
 """
 import argparse
+import dataclasses
 import json
 import os
 import platform
+import shutil
 import statistics
 import struct
 import subprocess
@@ -18,55 +21,119 @@ import tempfile
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-# layers, heads, channels, vocabulary, batch, sequence; steps to time in a run, ours and PyTorch's
-CASES = {"kjv": (4, 4, 128, 257, 16, 128, 40), "gpt2_124M": (12, 12, 768, 50257, 4, 256, 4)}
-WARMUP = 2
+WARMUP = {"cpu": 2, "cuda": 5}
+LEARNING_RATE = "1e-4"
 
 
-def run(command, **more):
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **more)
+@dataclasses.dataclass(frozen=True)
+class Case:
+    model: str
+    batch: int
+    length: int
+    steps: int            # to time in a run
+    shape: tuple = ()     # options that override numbers of the model
+    vocab: int = 50257
+
+
+CASES = {
+    "cpu": {"kjv": Case("gpt2:124M", 16, 128, 40, ("--n-layer", 4, "--n-head", 4, "--n-embd", 128, "--vocab-size", 257), 257),
+            "gpt2_124M": Case("gpt2:124M", 4, 256, 4)},
+    # batches for GPUs of 120 GiB and more; smaller ones get half of it
+    "cuda": {"gpt2:124M": Case("gpt2:124M", 64, 1024, 20),
+             "gpt2:1558M": Case("gpt2:1558M", 16, 1024, 10),
+             "qwen2.5:1.5B": Case("qwen2.5:1.5B", 16, 1024, 10, vocab=151936)}}
+
+
+class Failed(Exception):
+    """A run failed; the reason."""
+
+
+def failure(command, status, text):
+    return Failed(f"{' '.join(command)} failed with status {status}:\n" + "\n".join(text.strip().splitlines()[-5:]))
+
+
+def run(command):
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if result.returncode != 0:
-        sys.exit(f"compare.py: error: {' '.join(command)} failed with status {result.returncode}:\n{result.stderr}")
+        raise failure(command, result.returncode, result.stderr)
     return result.stdout
 
 
-def write_shard(path, vocab, tokens=100_000):
+def write_shard(path, vocab, tokens):
+    magic, version, letter = (20240520, 1, "H") if vocab <= 1 << 16 else (20240801, 7, "I")
     with open(path, "wb") as file:
-        file.write(struct.pack("<256i", 20240520, 1, tokens, *[0] * 253))
-        file.write(struct.pack(f"<{tokens}H", *((i * 7919 + i // 257) % vocab for i in range(tokens))))
+        file.write(struct.pack("<256i", magic, version, tokens, *[0] * 253))
+        file.write(struct.pack(f"<{tokens}{letter}", *((i * 7919 + i // 257) % vocab for i in range(tokens))))
 
 
-def ours(case, dtype, threads, folder):
-    """Milliseconds of the timed steps, and the lines of the profile."""
-    layers, heads, channels, vocab, batch, length, steps = CASES[case]
-    shard, out = f"{folder}/{case}.bin", tempfile.mkdtemp(dir=folder)
-    if not os.path.exists(shard):
-        write_shard(shard, vocab)
-    shape = ["--n-layer", layers, "--n-head", heads, "--n-embd", channels, "--vocab-size", vocab, "-b", batch, "-t", length]
-    text = run(["./train_gpt", "-i", shard, "--model", "d12", *map(str, shape), "--dtype", dtype, "--threads", str(threads),
-                "-x", str(WARMUP + steps), "-o", out, "--profile"])
-    with open(f"{out}/metrics.jsonl") as file:
-        milliseconds = [json.loads(line)["ms"] for line in file][WARMUP:]
-    profile = text[text.index("\nops\n") + 5:].split("\nnext:")[0].splitlines()
-    run(["rm", "-rf", out])
-    return milliseconds, profile
+def read_steps(path):
+    """The finished lines of metrics.jsonl."""
+    if not os.path.exists(path):
+        return []
+    with open(path) as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
 
 
-def torch_variants(dtype):
-    for compiled in (False, True):
-        for precision in ("fp32",) if dtype == "fp32" else ("autocast", "bf16"):
-            yield precision, compiled
+class Bench:
+    def __init__(self, options, folder):
+        self.o, self.folder = options, folder
 
+    def shard(self, case):
+        path = f"{self.folder}/{case.vocab}.bin"
+        if not os.path.exists(path):
+            write_shard(path, case.vocab, 2_000_000)
+        return path
 
-def pytorch(case, variant, threads):
-    layers, heads, channels, vocab, batch, length, steps = CASES[case]
-    numbers = {"layers": layers, "heads": heads, "channels": channels, "vocab": vocab, "batch": batch, "seq-len": length,
-               "threads": threads, "steps": steps, "warmup": WARMUP}
-    command = [sys.executable, "dev/bench/pytorch_gpt2.py", "--precision", variant[0]]
-    for name, value in numbers.items():
-        command += [f"--{name}", str(value)]
-    result = json.loads(run(command + ["--compile"] * variant[1]))
-    return result["ms"], result["torch"]
+    def trainer(self, case, dtype, steps, *more):
+        """The command, and the directory that it writes."""
+        out = tempfile.mkdtemp(dir=self.folder)
+        return ["./train_gpt", "-i", self.shard(case), "--model", case.model, *map(str, case.shape), "-b", str(case.batch),
+                "-t", str(case.length), "--dtype", dtype, "--device", self.o.device, "--threads", str(self.o.threads),
+                "-l", LEARNING_RATE, "-k", "constant", "-x", str(steps), "-o", out, *more], out
+
+    def profile(self, case, dtype, steps):
+        """The steps of a whole run and its time by op."""
+        command, out = self.trainer(case, dtype, steps, "--profile")
+        text = run(command)
+        lines = read_steps(f"{out}/metrics.jsonl")
+        shutil.rmtree(out)
+        return lines, text[text.index("\nops\n") + 5:].split("\nnext:")[0].splitlines()
+
+    def ours(self, case, dtype):
+        """The steps, and on a CPU the time by op."""
+        steps = WARMUP[self.o.device] + case.steps
+        if self.o.device == "cpu":
+            return self.profile(case, dtype, steps)
+        # Timing every op would cost time here, and a checkpoint of a large model more: it ends when it has been timed.
+        command, out = self.trainer(case, dtype, 1000 * steps)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        while process.poll() is None and len(read_steps(f"{out}/metrics.jsonl")) < steps:
+            time.sleep(0.05)
+        finished = process.poll()
+        process.kill()
+        _, errors = process.communicate()
+        lines = read_steps(f"{out}/metrics.jsonl")[:steps]
+        shutil.rmtree(out)
+        if finished is not None and len(lines) < steps:
+            raise failure(command, finished, errors)
+        return lines, []
+
+    def pytorch(self, case, variant):
+        precision, compiled = variant
+        command = [sys.executable, "dev/bench/torch_train.py", "--train-data", self.shard(case), "--model", case.model,
+                   *map(str, case.shape), "--batch-size", str(case.batch), "--seq-len", str(case.length), "--precision",
+                   precision, "--device", self.o.device, "--threads", str(self.o.threads), "--lr", LEARNING_RATE,
+                   "--warmup", str(WARMUP[self.o.device]), "--steps", str(case.steps)]
+        return json.loads(run(command + ["--compile"] * compiled))
+
+    def variants(self, dtype):
+        precisions = ("fp32",) if dtype == "fp32" else ("autocast", "bf16") if self.o.device == "cpu" else \
+            ("autocast", "master")
+        return [(precision, compiled) for compiled in ((False, True) if self.o.device == "cpu" else (True,))
+                for precision in precisions]
+
+    def in_time(self, longest):
+        return time.monotonic() + longest < self.o.deadline
 
 
 def name_of(variant):
@@ -78,55 +145,116 @@ def spread(values):
     return (high - low) / statistics.median(values)
 
 
+def compare(bench, name, case, dtype):
+    """A row of the table, the losses of both, and the time by op."""
+    variants, times, longest = bench.variants(dtype), {"ours": []}, 0.0
+    mine, profile, theirs = [], [], {}
+    for round_number in range(bench.o.rounds):
+        if round_number > 0 and not bench.in_time(longest):
+            print(f"{name} {dtype}: no time is left for round {round_number + 1}", file=sys.stderr)
+            break
+        print(f"{name} {dtype}: round {round_number + 1} of {bench.o.rounds}", file=sys.stderr, flush=True)
+        begin = time.monotonic()
+        mine, profile = bench.ours(case, dtype)
+        times["ours"] += [line["ms"] for line in mine[WARMUP[bench.o.device]:]]
+        for i, variant in enumerate(variants):
+            if i > 0 and round_number == 0 and not bench.in_time(time.monotonic() - begin):
+                print(f"{name} {dtype}: no time is left for PyTorch {name_of(variant)}", file=sys.stderr)
+                continue
+            theirs[name_of(variant)] = result = bench.pytorch(case, variant)
+            times.setdefault(name_of(variant), []).extend(result["ms"])
+        if round_number == 0 and len(variants) > 1:   # the faster of each kind goes on
+            variants = [min((v for v in variants if v[1] == compiled and name_of(v) in times),
+                            key=lambda v: statistics.median(times[name_of(v)]))
+                        for compiled in sorted({v[1] for v in variants})]
+        longest = time.monotonic() - begin
+    rate = {name: case.batch * case.length / statistics.median(ms) * 1e3 for name, ms in times.items()}
+    best = max((name for name in rate if name != "ours"), key=rate.get)
+    peer = theirs[best]
+    if bench.o.device == "cuda" and peer["parameters"] < 5e8 and bench.in_time(longest):
+        _, profile = bench.profile(case, dtype, WARMUP["cuda"] + 3)
+    tera = peer["flops_per_token"] * 1e-12
+    row = (f"| {name} | {dtype} | {case.batch} x {case.length} | {rate['ours']:,.0f} | {rate[best]:,.0f} ({best}) | "
+           f"{rate['ours'] / rate[best]:.2f} | {tera * rate['ours']:.3g}, {tera * rate[best]:.3g} | "
+           f"{spread(times['ours']):.0%}, {spread(times[best]):.0%} | " +
+           ", ".join(f"{name} {r:,.0f}" for name, r in rate.items() if name not in ("ours", best)) + " |")
+    losses = (f"{name} {dtype}: ours {mine[0]['loss']:.4f} to {mine[-1]['loss']:.4f}, PyTorch {peer['losses'][0]:.4f} to "
+              f"{peer['losses'][-1]:.4f}")
+    if peer["attention_ms"]:
+        losses += f"; attention by {peer['attention']}, ms of a layer {peer['attention_ms']}; {peer['gib']:.1f} GiB"
+    return row, losses, f"{name} {dtype}\n" + "\n".join(profile), peer
+
+
 def processor():
     with open("/proc/cpuinfo") as file:
         return next((line.split(": ")[1].strip() for line in file if line.startswith("model name")), platform.machine())
 
 
+def gpu(field):
+    return run(["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]).splitlines()[0].strip()
+
+
+def choose_case(name, o):
+    case = CASES[o.device].get(name)
+    if case is None:
+        with open(f"{ROOT}/{name}/config.json") as file:
+            config = json.load(file)
+        case = Case(name, 2, config.get("n_positions") or min(config["max_position_embeddings"], 1024), 4,
+                    vocab=config["vocab_size"])
+    elif o.device == "cuda" and float(gpu("memory.total")) < 120 * 1024:
+        case = dataclasses.replace(case, batch=case.batch // 2)
+    return dataclasses.replace(case, **{k: v for k, v in (("batch", o.batch_size), ("steps", o.steps)) if v})
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=CASES, default="cpu")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--cases", nargs="+", metavar="NAME", help="default: " + "; ".join(f"on {device} {' '.join(c)}" for device, c in CASES.items()))
+    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), help="default: both on a CPU, bf16 on a GPU")
+    parser.add_argument("--batch-size", type=int, help="sequences, instead of the cases'")
+    parser.add_argument("--steps", type=int, help="timed in a run, instead of the cases'")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further round after so many")
     parser.add_argument("--out", metavar="FILE", help="write the tables to this file, too")
     o = parser.parse_args()
-    rows, profiles, version = [], [], ""
+    o.deadline = time.monotonic() + o.seconds
+    machine = f"{processor()}, {o.threads} threads"
+    if o.device == "cuda":
+        if not shutil.which("nvidia-smi"):
+            sys.exit("compare.py: error: --device cuda: there is no nvidia-smi, and so no GPU here")
+        machine = f"{gpu('name')}, driver {gpu('driver_version')}"
+    rows, losses, profiles, version, failed = [], [], [], "", []
+
+    def report():
+        text = "\n".join([
+            f"{time.strftime('%Y-%m-%d')}, {machine}, {run(['./train_gpt', '--version']).splitlines()[0]}, {version}; "
+            f"medians of up to {o.rounds} alternating rounds.", "",
+            "| model | dtype | batch | ours, tokens/s | PyTorch's best | ratio | model TFLOP/s | spread | PyTorch otherwise |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |", *rows, "",
+            "Loss of the first step and of the last, other initial weights, the same data:", "", *(f"- {x}" for x in losses),
+            "", "Time by op:", "", "```", "\n\n".join(p for p in profiles if "\n" in p.strip()), "```", *failed, ""])
+        if o.out:
+            with open(o.out, "w") as file:
+                file.write("# Training steps beside PyTorch\n\n`python3 dev/bench/compare.py "
+                           f"{' '.join(sys.argv[1:])}`\n\n{text}")
+        return text
+
     with tempfile.TemporaryDirectory() as folder:
-        for case in o.cases:
-            for dtype in o.dtypes:
-                variants = list(torch_variants(dtype))
-                times, profile = {"ours": []}, []
-                for round_number in range(o.rounds):
-                    print(f"{case} {dtype}: round {round_number + 1} of {o.rounds}", file=sys.stderr, flush=True)
-                    mine, profile = ours(case, dtype, o.threads, folder)
-                    times["ours"] += mine
-                    for variant in variants:
-                        theirs, version = pytorch(case, variant, o.threads)
-                        times.setdefault(name_of(variant), []).extend(theirs)
-                    if round_number == 0 and len(variants) > 2:   # the faster of each kind goes on
-                        def fastest(compiled):
-                            return min((v for v in variants if v[1] == compiled),
-                                       key=lambda v: statistics.median(times[name_of(v)]))
-                        variants = [fastest(False), fastest(True)]
-                tokens = CASES[case][4] * CASES[case][5]
-                rate = {name: tokens / statistics.median(ms) * 1e3 for name, ms in times.items()}
-                best = max((name for name in rate if name != "ours"), key=rate.get)
-                rows.append(f"| {case} | {dtype} | {rate['ours']:,.0f} | {rate[best]:,.0f} ({best}) | "
-                            f"{rate['ours'] / rate[best]:.2f} | {spread(times['ours']):.0%}, {spread(times[best]):.0%} | " +
-                            ", ".join(f"{name} {r:,.0f}" for name, r in rate.items() if name not in ("ours", best)) + " |")
-                profiles.append(f"{case} {dtype}\n" + "\n".join(profile))
-    text = "\n".join([
-        f"{time.strftime('%Y-%m-%d')}, {processor()}, {o.threads} threads, {run(['./train_gpt', '--version']).splitlines()[0]}, "
-        f"PyTorch {version}; medians of {o.rounds} alternating rounds.", "",
-        "| model | dtype | ours, tokens/s | PyTorch's best | ratio | spread | PyTorch otherwise |",
-        "| --- | --- | --- | --- | --- | --- | --- |", *rows, "",
-        "Time by op, last round:", "", "```", "\n\n".join(profiles), "```", ""])
-    print(text)
-    if o.out:
-        with open(o.out, "w") as file:
-            file.write(f"# Training steps beside PyTorch\n\n`make bench`, which runs `dev/bench/compare.py`.\n\n{text}")
+        bench = Bench(o, folder)
+        for name in o.cases or CASES[o.device]:
+            for dtype in o.dtypes or (["fp32", "bf16"] if o.device == "cpu" else ["bf16"]):
+                try:
+                    row, loss, profile, peer = compare(bench, name, choose_case(name, o), dtype)
+                    rows.append(row), losses.append(loss), profiles.append(profile)
+                    version = f"PyTorch {peer['torch']}" + (f", CUDA {peer['cuda']}" if o.device == "cuda" else "")
+                except Failed as error:
+                    print(f"compare.py: error: {name} {dtype}: {error}", file=sys.stderr)
+                    failed += ["", f"{name} {dtype} failed: `{str(error).splitlines()[-1]}`"]
+                report()
+    print(report())
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
