@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Training steps beside PyTorch's, alternating on the same machine: tokens per second, ratios, and the trainer's time by op.
+"""Training steps beside PyTorch's, alternating on one machine: tokens per second, ratios, the trainer's time by op.
 
     python3 dev/bench/compare.py [--device cuda] [--rounds 3] [--cases NAME ...] [--out dev/results/DATE-name.md]
 
-PyTorch runs eager (on a CPU) and compiled, and in bf16 with autocast, with bf16 weights and, on a GPU, with bf16 weights of
-fp32 masters; its best is whichever was fastest. The figures are medians over all timed steps of all rounds; "spread" is the
-distance of the quartiles over the median. A case may also be a directory with a config.json that both can read.
+PyTorch runs compiled, on a CPU eager too; in bf16 with autocast, and on a CPU with bf16 weights, on a GPU with bf16
+weights that follow fp32 ones. Its best is whichever was fastest. The figures are medians over all timed steps of all
+rounds; "spread" is the distance of the quartiles over the median. A case may also be a directory with a config.json.
 """
 import argparse
 import dataclasses
@@ -36,7 +36,8 @@ class Case:
 
 
 CASES = {
-    "cpu": {"kjv": Case("gpt2:124M", 16, 128, 40, ("--n-layer", 4, "--n-head", 4, "--n-embd", 128, "--vocab-size", 257), 257),
+    "cpu": {"kjv": Case("gpt2:124M", 16, 128, 40,
+                        ("--n-layer", 4, "--n-head", 4, "--n-embd", 128, "--vocab-size", 257), 257),
             "gpt2_124M": Case("gpt2:124M", 4, 256, 4)},
     # batches for GPUs of 120 GiB and more; smaller ones get half of it
     "cuda": {"gpt2:124M": Case("gpt2:124M", 64, 1024, 20),
@@ -49,7 +50,10 @@ class Failed(Exception):
 
 
 def failure(command, status, text):
-    return Failed(f"{' '.join(command)} failed with status {status}:\n" + "\n".join(text.strip().splitlines()[-5:]))
+    lines = text.strip().splitlines() or ["it says nothing"]
+    reason = next((line for line in lines if line.startswith("train_gpt:")), lines[-1])   # else a Python error
+    print(f"compare.py: {' '.join(command)} failed with status {status}:", *lines[-20:], sep="\n", file=sys.stderr)
+    return Failed(reason)
 
 
 def run(command):
@@ -87,9 +91,9 @@ class Bench:
     def trainer(self, case, dtype, steps, *more):
         """The command, and the directory that it writes."""
         out = tempfile.mkdtemp(dir=self.folder)
-        return ["./train_gpt", "-i", self.shard(case), "--model", case.model, *map(str, case.shape), "-b", str(case.batch),
-                "-t", str(case.length), "--dtype", dtype, "--device", self.o.device, "--threads", str(self.o.threads),
-                "-l", LEARNING_RATE, "-k", "constant", "-x", str(steps), "-o", out, *more], out
+        return ["./train_gpt", "-i", self.shard(case), "--model", case.model, *map(str, case.shape),
+                "-b", str(case.batch), "-t", str(case.length), "--dtype", dtype, "--device", self.o.device, "--threads",
+                str(self.o.threads), "-l", LEARNING_RATE, "-k", "constant", "-x", str(steps), "-o", out, *more], out
 
     def profile(self, case, dtype, steps):
         """The steps of a whole run and its time by op."""
@@ -148,7 +152,7 @@ def spread(values):
 def compare(bench, name, case, dtype):
     """A row of the table, the losses of both, and the time by op."""
     variants, times, longest = bench.variants(dtype), {"ours": []}, 0.0
-    mine, profile, theirs = [], [], {}
+    mine, profile, theirs, reason = [], [], {}, "no time was left"
     for round_number in range(bench.o.rounds):
         if round_number > 0 and not bench.in_time(longest):
             print(f"{name} {dtype}: no time is left for round {round_number + 1}", file=sys.stderr)
@@ -161,12 +165,17 @@ def compare(bench, name, case, dtype):
             if i > 0 and round_number == 0 and not bench.in_time(time.monotonic() - begin):
                 print(f"{name} {dtype}: no time is left for PyTorch {name_of(variant)}", file=sys.stderr)
                 continue
-            theirs[name_of(variant)] = result = bench.pytorch(case, variant)
-            times.setdefault(name_of(variant), []).extend(result["ms"])
-        if round_number == 0 and len(variants) > 1:   # the faster of each kind goes on
-            variants = [min((v for v in variants if v[1] == compiled and name_of(v) in times),
-                            key=lambda v: statistics.median(times[name_of(v)]))
-                        for compiled in sorted({v[1] for v in variants})]
+            try:
+                theirs[name_of(variant)] = result = bench.pytorch(case, variant)
+                times.setdefault(name_of(variant), []).extend(result["ms"])
+            except Failed as error:   # out of memory, perhaps, where another variant is not
+                reason = error
+        if not theirs:
+            raise Failed(f"PyTorch: {reason}; ours took {statistics.median(times['ours']):.1f} ms a step")
+        if round_number == 0:   # the faster of each kind goes on
+            ran = [v for v in variants if name_of(v) in times]
+            variants = [min((v for v in ran if v[1] == compiled), key=lambda v: statistics.median(times[name_of(v)]))
+                        for compiled in sorted({v[1] for v in ran})]
         longest = time.monotonic() - begin
     rate = {name: case.batch * case.length / statistics.median(ms) * 1e3 for name, ms in times.items()}
     best = max((name for name in rate if name != "ours"), key=rate.get)
@@ -178,8 +187,8 @@ def compare(bench, name, case, dtype):
            f"{rate['ours'] / rate[best]:.2f} | {tera * rate['ours']:.3g}, {tera * rate[best]:.3g} | "
            f"{spread(times['ours']):.0%}, {spread(times[best]):.0%} | " +
            ", ".join(f"{name} {r:,.0f}" for name, r in rate.items() if name not in ("ours", best)) + " |")
-    losses = (f"{name} {dtype}: ours {mine[0]['loss']:.4f} to {mine[-1]['loss']:.4f}, PyTorch {peer['losses'][0]:.4f} to "
-              f"{peer['losses'][-1]:.4f}")
+    losses = (f"{name} {dtype}: ours {mine[0]['loss']:.4f} to {mine[-1]['loss']:.4f}, "
+              f"PyTorch {peer['losses'][0]:.4f} to {peer['losses'][-1]:.4f}")
     if peer["attention_ms"]:
         losses += f"; attention by {peer['attention']}, ms of a layer {peer['attention_ms']}; {peer['gib']:.1f} GiB"
     return row, losses, f"{name} {dtype}\n" + "\n".join(profile), peer
@@ -210,7 +219,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=CASES, default="cpu")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cases", nargs="+", metavar="NAME", help="default: " + "; ".join(f"on {device} {' '.join(c)}" for device, c in CASES.items()))
+    parser.add_argument("--cases", nargs="+", metavar="NAME",
+                        help="default: " + "; ".join(f"on {device} {' '.join(c)}" for device, c in CASES.items()))
     parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), help="default: both on a CPU, bf16 on a GPU")
     parser.add_argument("--batch-size", type=int, help="sequences, instead of the cases'")
     parser.add_argument("--steps", type=int, help="timed in a run, instead of the cases'")
@@ -230,10 +240,11 @@ def main():
         text = "\n".join([
             f"{time.strftime('%Y-%m-%d')}, {machine}, {run(['./train_gpt', '--version']).splitlines()[0]}, {version}; "
             f"medians of up to {o.rounds} alternating rounds.", "",
-            "| model | dtype | batch | ours, tokens/s | PyTorch's best | ratio | model TFLOP/s | spread | PyTorch otherwise |",
+            "| model | dtype | batch | ours, tokens/s | PyTorch's best | ratio | model TFLOP/s | spread | otherwise |",
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- |", *rows, "",
-            "Loss of the first step and of the last, other initial weights, the same data:", "", *(f"- {x}" for x in losses),
-            "", "Time by op:", "", "```", "\n\n".join(p for p in profiles if "\n" in p.strip()), "```", *failed, ""])
+            "Loss of the first step and of the last, other initial weights, the same data:", "",
+            *(f"- {x}" for x in losses), "", "Time by op:", "", "```",
+            "\n\n".join(p for p in profiles if "\n" in p.strip()), "```", *failed, ""])
         if o.out:
             with open(o.out, "w") as file:
                 file.write("# Training steps beside PyTorch\n\n`python3 dev/bench/compare.py "
@@ -250,7 +261,7 @@ def main():
                     version = f"PyTorch {peer['torch']}" + (f", CUDA {peer['cuda']}" if o.device == "cuda" else "")
                 except Failed as error:
                     print(f"compare.py: error: {name} {dtype}: {error}", file=sys.stderr)
-                    failed += ["", f"{name} {dtype} failed: `{str(error).splitlines()[-1]}`"]
+                    failed += ["", f"{name} {dtype} failed: `{error}`"]
                 report()
     print(report())
     return 1 if failed else 0

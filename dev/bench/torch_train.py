@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""The peer: the trainer's step in PyTorch alone, on a CPU or a GPU. Prints one line of JSON: the milliseconds, the loss and
-the gradient norm of each step.
+"""The peer: the trainer's step in PyTorch alone, on a CPU or a GPU. Prints one line of JSON: the milliseconds, the loss
+and the gradient norm of each step, and more.
 
     python3 dev/bench/torch_train.py --model gpt2:124M --train-data SHARD --batch-size 64 --device cuda --compile
 
-The same model, loss, gradient clipping and AdamW with decay on matrices only, the same tokens in the same order. Attention
-is F.scaled_dot_product_attention, on a GPU by the fastest of its kernels; AdamW is fused. --model may be a directory with
-a Hugging Face config.json of GPT-2, Llama or Qwen 2; weights in it are read.
+The same model, loss, gradient clipping and AdamW with decay on matrices only, the same tokens in the same order: from
+the same weights it computes the trainer's losses. Attention is F.scaled_dot_product_attention, on a GPU by the fastest of
+its kernels; AdamW is fused. --model may be a directory with a Hugging Face config.json of GPT-2, Llama or Qwen 2; weights
+in it are read.
 """
 import argparse
 import contextlib
@@ -61,7 +62,8 @@ def shape_of(model):
         return Shape("gpt2", c["n_layer"], c["n_head"], c["n_head"], c["n_embd"], c.get("n_inner") or 4 * c["n_embd"],
                      c["vocab_size"], c["n_positions"], c["layer_norm_epsilon"], c.get("tie_word_embeddings", True))
     rope = c.get("rope_parameters") or {}
-    if c["model_type"] not in ("llama", "qwen2") or c.get("rope_scaling") or rope.get("rope_type", "default") != "default":
+    scaled = c.get("rope_scaling") or rope.get("rope_type", "default") != "default"
+    if c["model_type"] not in ("llama", "qwen2") or scaled:
         raise SystemExit(f"torch_train.py: error: {model}/config.json is none of gpt2, qwen2 and unscaled llama")
     return Shape("llama", c["num_hidden_layers"], c["num_attention_heads"], c["num_key_value_heads"], c["hidden_size"],
                  c["intermediate_size"], c["vocab_size"], c["max_position_embeddings"], c["rms_norm_eps"],
@@ -69,7 +71,7 @@ def shape_of(model):
                  c["model_type"] == "qwen2")
 
 
-# ---- The model -----------------------------------------------------------------------------------------------------------
+# ---- The model ------------------------------------------------------------------------------------------------------
 
 class Block(nn.Module):
     def __init__(self, s, repeat_heads):
@@ -107,7 +109,7 @@ def turn(x, cos, sin):
 
 
 class Model(nn.Module):
-    """Returns the loss. The tables are padded to a multiple of 128 rows, which is faster; the loss does not see them."""
+    """Returns the loss. The tables are padded to a multiple of 128 rows, which is faster; the loss is without."""
 
     def __init__(self, s, T, repeat_heads=False):
         super().__init__()
@@ -150,7 +152,7 @@ def count_parameters(model):
     return count, count - lookups * s.n_embd
 
 
-# ---- Weights and data ----------------------------------------------------------------------------------------------------
+# ---- Weights and data -----------------------------------------------------------------------------------------------
 
 def read_safetensors(path):
     dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -171,7 +173,8 @@ def load_weights(model, path):
     sources = {"wte": ["wte" if gpt2 else "embed_tokens"], "wpe": ["wpe"], "norm": ["ln_f" if gpt2 else "norm"],
                "head": ["lm_head"]}
     for i in range(s.n_layer):
-        sources |= {f"blocks.{i}.{ours}": [f"{'h' if gpt2 else 'layers'}.{i}.{t}" for t in theirs] for ours, theirs in blocks}
+        for ours, theirs in blocks:
+            sources[f"blocks.{i}.{ours}"] = [f"{'h' if gpt2 else 'layers'}.{i}.{name}" for name in theirs]
     with torch.no_grad():
         for name, p in model.named_parameters():
             module, kind = name.rsplit(".", 1)
@@ -201,7 +204,7 @@ def batches(tokens, B, T, device):
         yield tuple(t.pin_memory().to(device, non_blocking=True) for t in pair) if device == "cuda" else pair
 
 
-# ---- The step ------------------------------------------------------------------------------------------------------------
+# ---- The step -------------------------------------------------------------------------------------------------------
 
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
            "efficient": SDPBackend.EFFICIENT_ATTENTION}
@@ -209,13 +212,14 @@ KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENT
 
 def attention_ms(s, B, T, dtype, kernel, repeat_heads):
     """Forward and backward of one layer; infinite where the kernel does not take the shape."""
-    q = torch.randn(B, s.n_head, T, s.head_size(), device="cuda", dtype=dtype, requires_grad=True)
-    k, v = (torch.randn(B, s.n_kv_head, T, s.head_size(), device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
+    q, k, v = (torch.randn(B, heads, T, s.head_size(), device="cuda", dtype=dtype, requires_grad=True)
+               for heads in (s.n_head, s.n_kv_head, s.n_kv_head))
     groups = s.n_head // s.n_kv_head if repeat_heads else 1
 
     def once():
         wide = [t.repeat_interleave(groups, 1) for t in (k, v)]
-        F.scaled_dot_product_attention(q, *wide, is_causal=True, enable_gqa=wide[0].shape[1] < s.n_head).sum().backward()
+        out = F.scaled_dot_product_attention(q, *wide, is_causal=True, enable_gqa=wide[0].shape[1] < s.n_head)
+        out.backward(out)
 
     try:
         with sdpa_kernel(KERNELS[kernel]):
@@ -241,7 +245,8 @@ def choose_attention(s, o):
     best = min(times, key=times.get)
     if math.isinf(times[best]):
         raise SystemExit(f"torch_train.py: error: none of the attention kernels {kernels} takes this shape")
-    return *best, {f"{k}{', heads repeated' if r else ''}": round(ms, 4) for (k, r), ms in times.items() if ms < math.inf}
+    names = {(kernel, repeat): f"{kernel}{', heads repeated' if repeat else ''}" for kernel, repeat in times}
+    return *best, {names[way]: round(ms, 4) for way, ms in times.items() if ms < math.inf}
 
 
 class Optimizer:
@@ -283,8 +288,8 @@ def main():
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("fp32", "autocast", "master", "bf16"), default="fp32",
-                        help="autocast: fp32 weights, bf16 products; master: bf16 weights that follow fp32 ones; bf16: all "
-                             "in bf16, the optimizer too")
+                        help="autocast: fp32 weights, bf16 products; master: bf16 weights that follow fp32 ones; bf16: "
+                             "all in bf16, the optimizer too")
     parser.add_argument("--attention", choices=("auto", *KERNELS), default="auto", help="on a GPU")
     parser.add_argument("--compile", action="store_true")
     o = parser.parse_args()

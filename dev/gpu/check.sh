@@ -1,0 +1,240 @@
+#!/usr/bin/env bash
+# All that only a GPU can tell, in parts that take less than ten minutes each, build included, and run alone:
+#
+#   dev/gpu/check.sh [PART...]      default: all, in this order
+#
+#   build      the trainer, the tests, the ladders and the table of ops, by nvcc
+#   ops        every op and kernel against the CPU's
+#   train      short runs against the CPU's, twice, stopped and resumed; the self-test
+#   sanitize   compute-sanitizer's tools on the ops and on short runs: the parts sanitize-ops and sanitize-train
+#   kernels    the ladders; each op beside the GPU's roofs
+#   e2e        training steps beside PyTorch's: the parts e2e-124M, e2e-1558M and e2e-qwen
+#
+# A part goes on behind a check that fails, and ends with a table; the tables of all parts come last. Each leaves
+# OUT/PART.log and OUT/PART.json, kernels and e2e their Markdown tables too. Exit status 1: something failed.
+#
+# Environment: OUT=build/gpu-out  DEPS=build/gpu-deps (of dev/gpu/pack_deps.sh, where the machine lacks packages)
+# PART_SECONDS=570  JOBS=processors  PYTHON=python3 (with torch, for e2e)  ARCH=the GPU's
+# NO_BUILD=1: the programs were built elsewhere and are here   DEVICE=cpu: tries this script where there is no GPU
+set -uo pipefail
+cd "$(dirname "$0")/../.." || exit
+
+OUT=${OUT:-build/gpu-out} DEPS=${DEPS:-build/gpu-deps} JOBS=${JOBS:-$(nproc)} DEVICE=${DEVICE:-cuda}
+PART_SECONDS=${PART_SECONDS:-570}
+PYTHON=${PYTHON:-python3}
+RUNS=build/gpu-runs output=build/gpu-runs/output   # output: of the last check
+export XDG_CACHE_HOME=$PWD/build/cache
+export OMP_WAIT_POLICY=passive   # else the trainer starts itself again to set it, which sanitizers follow badly
+if [ -d "$DEPS" ]; then
+  DEPS=$(cd "$DEPS" && pwd)
+  export CPLUS_INCLUDE_PATH=$DEPS/include${CPLUS_INCLUDE_PATH:+:$CPLUS_INCLUDE_PATH}
+  export LIBRARY_PATH=$DEPS/lib${LIBRARY_PATH:+:$LIBRARY_PATH}
+  export LD_LIBRARY_PATH=$DEPS/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+fi
+mkdir -p "$OUT" "$RUNS"
+
+# ---- Checks and their table ------------------------------------------------------------------------------------------
+
+# One line for each check of a part: status, seconds, name, note.
+rows='' tables='' failed=0
+
+row() {
+  rows+="$1"$'\t'"$2"$'\t'"$3"$'\t'"$4"$'\n'
+  [ "$1" != FAILED ] || failed=1
+  printf '%-7s %5s s  %-32s %s\n' "$1" "$2" "$3" "$4"
+}
+
+# check NAME SECONDS COMMAND...: a status of 0 is right. Its note is the last line that begins with "note:" or sums up
+# the work of a test program or a sanitizer; else what went wrong. It is stopped after so many seconds, or when the
+# part's time is up.
+summaries='^note:|^========= .*SUMMARY|^All tests passed|^test cases:'
+check() {
+  local name=$1 limit=$2 left status=0 begin=$SECONDS note
+  shift 2
+  left=$((part_end - SECONDS))
+  [ "$limit" -le "$left" ] || limit=$left
+  if [ "$limit" -le 0 ]; then
+    row FAILED 0 "$name" "no time was left of the part's $PART_SECONDS s"
+    return 1
+  fi
+  printf '\n==== %s: %s\n' "$name" "$*" >>"$log"
+  timeout --kill-after=10 "$limit" "$@" >"$output" 2>&1 </dev/null || status=$?
+  cat "$output" >>"$log"
+  note=$(grep -aE "$summaries" "$output" | tail -n 1 | sed -E 's/^(note:|=========) *//')
+  case $status in
+    0) row ok $((SECONDS - begin)) "$name" "$note" ;;
+    124 | 137) row FAILED $((SECONDS - begin)) "$name" "stopped after $limit s" ;;
+    *) [ -n "$note" ] || note=$(grep -av '^ *$' "$output" | tail -n 1 | cut -c 1-160)
+      row FAILED $((SECONDS - begin)) "$name" "status $status: $note" ;;
+  esac
+  [ "$status" -eq 0 ]
+}
+skip() { row skipped 0 "$1" "$2"; }
+
+# made TARGET...: builds what a part needs; NO_BUILD: sees that it is there.
+made() {
+  if [ -n "${NO_BUILD:-}" ]; then
+    check 'programs built elsewhere' 5 ls -l "$@"
+  else
+    local onednn=0
+    [ ! -e "$DEPS/lib/libdnnl.so" ] || onednn=1
+    # shellcheck disable=SC2086    # words
+    check "build $*" 540 make -j"$JOBS" DEVICE="$DEVICE" ONEDNN="${ONEDNN:-$onednn}" ${ARCH:+ARCH=$ARCH} "$@"
+  fi
+}
+
+one_line() { "$@" 2>/dev/null | head -n 1 | tr '\t' ' '; }
+machine() {
+  printf 'host\t%s, %s processors, %s\n' "$(uname -sr)" "$(nproc)" \
+    "$(one_line sed -n 's/^model name.*: //p' /proc/cpuinfo)"
+  printf 'gpu\t%s\n' "$(one_line nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader)"
+  printf 'nvcc\t%s\n' "$("${NVCC:-nvcc}" --version 2>/dev/null | sed -n 's/.*, V//p')"
+  printf 'c++\t%s\n' "$(one_line "${CXX:-g++}" --version)"
+  printf 'train_gpt\t%s\n' "$([ ! -x train_gpt ] || one_line ./train_gpt --version)"
+}
+
+# part NAME
+part() {
+  local name=$1 begin=$SECONDS summary
+  log=$OUT/$name.log part_end=$((SECONDS + PART_SECONDS)) rows=''
+  printf '\n%s, at most %s s\n' "$name" "$PART_SECONDS"
+  machine >"$log"
+  case $name in
+    build) made train_gpt build/test_cuda_on_gpu build/ladders build/op_table ;;
+    ops) ops ;;
+    train) train ;;
+    sanitize-ops) sanitize_ops ;;
+    sanitize-train) sanitize_train ;;
+    kernels) kernels ;;
+    e2e-124M) beside_pytorch gpt2:124M ;;
+    e2e-1558M) beside_pytorch gpt2:1558M ;;
+    e2e-qwen) beside_pytorch qwen2.5:1.5B ;;
+  esac
+  summary=$(printf '%s: %s ok, %s failed, %s skipped, %s s' "$name" "$(grep -c '^ok' <<<"$rows")" \
+    "$(grep -c '^FAILED' <<<"$rows")" "$(grep -c '^skipped' <<<"$rows")" $((SECONDS - begin)))
+  tables+=$'\n'$summary$'\n'$(awk -F '\t' 'NF { printf "  %-7s %5s s  %-32s %s\n", $1, $2, $3, $4 }' <<<"$rows")$'\n'
+  PART=$name SUMMARY=$summary MACHINE=$(machine) "$PYTHON" -c '
+import json, os, sys
+rows = [line.rstrip("\n").split("\t") for line in sys.stdin if line.strip()]
+print(json.dumps({"part": os.environ["PART"], "summary": os.environ["SUMMARY"],
+                  "machine": dict(line.split("\t", 1) for line in os.environ["MACHINE"].splitlines()),
+                  "checks": [{"status": status, "seconds": int(seconds), "check": check, "note": note}
+                             for status, seconds, check, note in rows]}, indent=1))' <<<"$rows" >"$OUT/$name.json"
+}
+
+# ---- The parts -------------------------------------------------------------------------------------------------------
+
+ops() {
+  made build/test_cuda_on_gpu || return
+  check 'every op against the CPU' 400 build/test_cuda_on_gpu --durations yes
+}
+
+train() {
+  made train_gpt || return
+  local what model dtype
+  for what in against-cpu repeat resume; do
+    for model in gpt2 llama; do
+      for dtype in fp32 bf16; do
+        check "$what $model $dtype" 120 "$PYTHON" dev/gpu/check_training.py "$what" --model "$model" --dtype "$dtype" \
+          --device "$DEVICE" --folder "$RUNS" ${STEPS:+--steps "$STEPS"}
+      done
+    done
+  done
+  for model in gpt2 llama; do
+    check "generate $model fp32" 120 "$PYTHON" dev/gpu/check_training.py generate --model "$model" --device "$DEVICE" \
+      --folder "$RUNS" ${STEPS:+--steps "$STEPS"}
+  done
+  # A self-test that knows of devices says so.
+  if ./train_gpt --help | grep -A 3 -e ' --selftest ' | grep -qi -e '--device\|GPU'; then
+    check 'self-test' 200 ./train_gpt --selftest --device "$DEVICE" --local-ranks 2
+  else
+    skip 'self-test' 'this train_gpt tests layouts on the CPU alone'
+  fi
+}
+
+# sanitized NAME SECONDS TOOL COMMAND...
+sanitized() {
+  local name=$1 limit=$2 tool=$3 options=()
+  shift 3
+  # Other libraries' kernels, which are large, are their own affair; initcheck must see what they write.
+  [ "$tool" != racecheck ] || ! compute-sanitizer --help | grep -q -e --kernel-name || options=(--kernel-name kns=llmc)
+  check "$name" "$limit" compute-sanitizer --tool "$tool" "${options[@]}" --error-exitcode 9 --print-limit 20 \
+    --report-api-errors no "$@"
+}
+
+# with_sanitizer PROGRAM...
+with_sanitizer() {
+  command -v compute-sanitizer >/dev/null || {
+    skip 'compute-sanitizer' 'is not installed'
+    return 1
+  }
+  made "$@"
+}
+
+sanitize_ops() {
+  with_sanitizer build/test_cuda_on_gpu || return
+  local tool
+  for tool in memcheck racecheck initcheck; do
+    sanitized "$tool: the ops" 150 "$tool" build/test_cuda_on_gpu '[cuda]~[trainer]'
+  done
+}
+
+sanitize_train() {
+  with_sanitizer train_gpt || return
+  "$PYTHON" - "$RUNS/tokens.bin" <<'PYTHON'
+import struct, sys
+with open(sys.argv[1], "wb") as file:
+    file.write(struct.pack("<256i", 20240520, 1, 4000, *[0] * 253))
+    file.write(struct.pack("<4000H", *(i * 7919 % 257 for i in range(4000))))
+PYTHON
+  local tool dtype shape
+  for tool in memcheck racecheck initcheck synccheck; do
+    for shape in 'd2 --n-embd 128' 'qwen3:0.6B --n-layer 2 --n-embd 128 --n-head 4 --n-kv-head 2'; do
+      for dtype in bf16 fp32; do
+        [[ $tool != synccheck || $dtype = bf16 ]] || continue
+        rm -rf "$RUNS/sanitized"
+        # shellcheck disable=SC2086    # words
+        sanitized "$tool: ${shape%% *} $dtype" 60 "$tool" ./train_gpt --device "$DEVICE" -i "$RUNS/tokens.bin" \
+          --model $shape --vocab-size 257 --dtype "$dtype" -b 2 -t 64 -x 2 -o "$RUNS/sanitized"
+      done
+    done
+  done
+}
+
+kernels() {
+  made build/ladders build/op_table || return
+  check 'ladders' 120 build/ladders
+  cp "$output" "$OUT/ladders.md"
+  # shellcheck disable=SC2086    # words
+  check 'each op beside the roofs' 400 build/op_table --json "$OUT/op_table.jsonl" ${OP_TABLE_FLAGS:-}
+  cp "$output" "$OUT/op_table.md"
+  grep -a '^A step of these ops' "$output"
+}
+
+# beside_pytorch CASE
+beside_pytorch() {
+  made train_gpt || return
+  if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
+    skip "$1 beside PyTorch" "PYTHON=$PYTHON has no torch"
+    return
+  fi
+  # shellcheck disable=SC2086    # words
+  check "$1 beside PyTorch" 540 "$PYTHON" dev/bench/compare.py --device "$DEVICE" --cases "$1" --rounds 2 \
+    --seconds $((part_end - SECONDS - 20)) --out "$OUT/$name.md" ${BENCH_FLAGS:-}
+  [ ! -s "$OUT/$name.md" ] || grep -a '^|\|^- ' "$OUT/$name.md"
+}
+
+parts=()
+[ $# -gt 0 ] || set -- build ops train sanitize kernels e2e
+for argument in "$@"; do
+  case $argument in
+    sanitize) parts+=(sanitize-ops sanitize-train) ;;
+    e2e) parts+=(e2e-124M e2e-1558M e2e-qwen) ;;
+    build | ops | train | sanitize-ops | sanitize-train | kernels | e2e-124M | e2e-1558M | e2e-qwen)
+      parts+=("$argument") ;;
+    *) echo "check.sh: no part is called '$argument'; they are build ops train sanitize kernels e2e" >&2; exit 1 ;;
+  esac
+done
+for argument in "${parts[@]}"; do part "$argument"; done
+printf '%s' "$tables"
+exit $failed

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Gathers, on a machine with Debian's packages, what a build for GPUs needs and a bare GPU machine lacks: headers, and
+# libraries to link. The folder is then copied there with the sources; dev/gpu/check.sh finds it, and
+#
+#   CPLUS_INCLUDE_PATH=build/gpu-deps/include LIBRARY_PATH=build/gpu-deps/lib make DEVICE=cuda ONEDNN=0
+#
+# builds with it. (CPPFLAGS='-isystem build/gpu-deps/include' LDFLAGS=-Lbuild/gpu-deps/lib does the same.)
+#
+#   dev/gpu/pack_deps.sh [--onednn] [FOLDER]      default: build/gpu-deps
+#
+# --onednn: oneDNN as well, 40 MB, for a faster matmul of the CPU; programs that use it need LD_LIBRARY_PATH=FOLDER/lib.
+# A package that is not installed is downloaded, without being installed. xxHash is linked statically.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+packages=(libcli11-dev nlohmann-json3-dev libxxhash-dev catch2)
+if [ "${1:-}" = --onednn ]; then
+  packages+=(libdnnl-dev libdnnl2 ocl-icd-libopencl1)
+  shift
+fi
+folder=${1:-build/gpu-deps}
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+rm -rf "$folder"
+mkdir -p "$folder/include" "$folder/lib"
+for package in "${packages[@]}"; do
+  root=
+  if [ "$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null)" != installed ]; then
+    root=$scratch/$package
+    mkdir -p "$root"
+    # apt drops its rights to a user of its own, who may not write into our folder
+    (cd "$root" && apt-get -q -o APT::Sandbox::User=root download "$package" >/dev/null && dpkg-deb -x ./*.deb .) || {
+      echo "pack_deps.sh: $package is neither installed nor to be had: run apt-get update, or install it" >&2
+      exit 1
+    }
+  fi
+  # Paths below include/, and libraries without the folder of the architecture.
+  while IFS= read -r file; do
+    case $file in
+      */usr/include/*)
+        mkdir -p "$folder/include/$(dirname "${file#*/usr/include/}")"
+        cp -L "$file" "$folder/include/${file#*/usr/include/}" ;;
+      */libxxhash.a | */libdnnl.so | */libdnnl.so.2 | */libOpenCL.so.1) cp -L "$file" "$folder/lib/" ;;
+    esac
+  done < <(if [ -n "$root" ]; then find "$root" -not -type d; else
+    dpkg -L "$package" | while IFS= read -r file; do [ -d "$file" ] || echo "$file"; done
+  fi)
+done
+# What is linked and what is loaded are one file.
+[ ! -e "$folder/lib/libdnnl.so.2" ] || ln -sf libdnnl.so.2 "$folder/lib/libdnnl.so"
+echo "$folder: ${packages[*]}, $(du -sm "$folder" | cut -f 1) MB"
