@@ -5,9 +5,9 @@ and the gradient norm of each step, and more.
     python3 dev/bench/torch_train.py --model gpt2:124M --train-data SHARD --batch-size 64 --device cuda --compile
 
 The same model, loss, gradient clipping and AdamW with decay on matrices only, the same tokens in the same order: from
-the same weights it computes the trainer's losses. Attention is F.scaled_dot_product_attention, on a GPU by the fastest of
-its kernels; AdamW is fused. --model may be a directory with a Hugging Face config.json of GPT-2, Llama or Qwen 2; weights
-in it are read.
+the same weights it computes the trainer's losses. Attention is F.scaled_dot_product_attention, on a GPU by the
+fastest of its kernels; AdamW is fused. --model may be a directory with a Hugging Face config.json of GPT-2, Llama or
+Qwen 2; weights in it are read.
 """
 import argparse
 import contextlib
