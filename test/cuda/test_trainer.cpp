@@ -12,31 +12,33 @@ namespace {
 constexpr selftest::Machine gpu{.device = {.kind = DeviceKind::cuda}},
     gpu_without_graphs{.device = {.kind = DeviceKind::cuda, .graphs = false}};
 
-// Three micro-batches of every rank, of two short sequences.
+// Two micro-batches of every rank, of a short sequence.
 StepConfig small_step(const char* family, DType dtype, const ZeroConfig& zero = {}) {
-  StepConfig step = selftest::step_config(selftest::awkward_model(family), dtype, 2, zero);
-  step.micro_batches = 3;
+  StepConfig step = selftest::step_config(selftest::awkward_model(family), dtype, 1, zero);
+  step.micro_batches = 2;
   return step;
 }
 
-// Contract 5. In bf16 the bound is what two runs on the CPU differ by whose micro-batches differ.
-void require_close(const selftest::Outcome& outcome, const StepConfig& step, const selftest::Outcome& wanted) {
+// Contract 5 in fp32.
+void require_close(const selftest::Outcome& outcome, const selftest::Outcome& wanted) {
   const selftest::Distances d(outcome, wanted);
   CAPTURE(d.loss, d.norm, d.gradients, d.weights);
   REQUIRE(outcome.fault == "");
-  if (step.dtype == DType::fp32) {
-    REQUIRE(d.loss < 1e-6);
-    REQUIRE(std::max({d.norm, d.gradients, d.weights}) < 1e-5);
-    return;
-  }
-  StepConfig smaller = step;
-  smaller.batch.B = 1;
-  smaller.micro_batches *= step.batch.B;
-  const selftest::Distances noise(selftest::run_layout(smaller), wanted);
-  REQUIRE(d.loss < std::max(2 * noise.loss, 1e-3));
-  REQUIRE(d.norm < std::max(2 * noise.norm, 0x1p-8));
-  REQUIRE(d.gradients < std::max(2 * noise.gradients, 0x1p-8));
-  REQUIRE(d.weights < std::max(2 * noise.weights, 0x1p-8));
+  REQUIRE(d.loss < 1e-6);
+  REQUIRE(std::max({d.norm, d.gradients, d.weights}) < 1e-5);
+}
+
+// In bf16 two devices round at other places (attention's probabilities are bf16 on tensor cores): the GPU is not
+// farther from fp32 than the CPU by much.
+void require_as_good(const selftest::Outcome& gpu_bf16, const selftest::Outcome& cpu_bf16,
+                     const selftest::Outcome& fp32) {
+  const selftest::Distances d(gpu_bf16, fp32), usual(cpu_bf16, fp32);
+  CAPTURE(d.loss, d.norm, d.gradients, d.weights, usual.loss, usual.norm, usual.gradients, usual.weights);
+  REQUIRE(gpu_bf16.fault == "");
+  REQUIRE(d.loss < std::max(1.5 * usual.loss, 1e-3));
+  REQUIRE(d.norm < std::max(1.5 * usual.norm, 0x1p-8));
+  REQUIRE(d.gradients < std::max(1.5 * usual.gradients, 0x1p-8));
+  REQUIRE(d.weights < std::max(1.5 * usual.weights, 0x1p-8));
 }
 
 // Bit by bit.
@@ -48,12 +50,15 @@ bool same(const selftest::Outcome& a, const selftest::Outcome& b) {
 
 TEST_CASE("the trainer computes on a GPU what it does on the CPU", "[cuda][trainer]") {
   const char* family = GENERATE("gpt2", "llama", "qwen3");
-  const DType dtype = GENERATE(DType::fp32, DType::bf16);
-  CAPTURE(family, name_of(dtype));
-  const StepConfig step = small_step(family, dtype);
-  const selftest::Outcome outcome = selftest::run_layout(step, gpu);
-  require_close(outcome, step, selftest::run_layout(step));
-  REQUIRE(same(selftest::run_layout(step, gpu_without_graphs), outcome));
+  CAPTURE(family);
+  const StepConfig step = small_step(family, DType::fp32), narrow = small_step(family, DType::bf16);
+  const selftest::Outcome fp32 = selftest::run_layout(step);
+  for (const StepConfig& config : {step, narrow}) {
+    const selftest::Outcome outcome = selftest::run_layout(config, gpu);
+    if (config.dtype == DType::fp32) require_close(outcome, fp32);
+    else require_as_good(outcome, selftest::run_layout(config), fp32);
+    REQUIRE(same(selftest::run_layout(config, gpu_without_graphs), outcome));
+  }
 }
 
 TEST_CASE("on a GPU, too, what is computed again or in chunks is the same", "[cuda][trainer]") {
@@ -66,36 +71,32 @@ TEST_CASE("on a GPU, too, what is computed again or in chunks is the same", "[cu
   }
   StepConfig chunked = step;
   chunked.head_chunks = 3;
-  require_close(selftest::run_layout(chunked, gpu), chunked, alone);
+  require_close(selftest::run_layout(chunked, gpu), alone);
 }
 
 #ifndef __CUDACC__  // a real machine's GPUs are not as many as a test wants
 
 TEST_CASE("ranks share a GPU, or have one each and NCCL between them", "[cuda][trainer]") {
-  const selftest::Outcome alone = selftest::run_layout(small_step("gpt2", DType::fp32), gpu);
+  StepConfig one_rank = small_step("gpt2", DType::fp32);
+  one_rank.micro_batches = 4;
+  const selftest::Outcome alone = selftest::run_layout(one_rank, gpu);
   cuda_on_cpu::set_devices(4);
   selftest::Machine own_gpus = gpu;
   own_gpus.backend = Backend::nccl;
   own_gpus.gpus = 4;
   for (const selftest::Machine& machine : {gpu, own_gpus}) {
     selftest::Outcome stage0;
-    for (const int stage : {0, 1, 2, 3}) {
+    for (const int stage : {0, 3}) {
       CAPTURE(stage, name_of(machine.backend));
-      ZeroConfig zero{.shards = 3, .poison = true};
-      zero.set_stage(stage);
+      ZeroConfig zero{.grad_reduce = GradReduce::micro, .shards = 2, .replicas = 2, .poison = true};
+      zero.stage = stage;
       StepConfig shared = small_step("gpt2", DType::fp32, zero);
       shared.micro_batches = 1;
       const selftest::Outcome outcome = selftest::run_layout(shared, machine);
-      require_close(outcome, shared, alone);
+      require_close(outcome, alone);
       if (stage == 0) stage0 = outcome;
-      REQUIRE(outcome.weights == stage0.weights);  // contract 3
+      REQUIRE(same(outcome, stage0));  // contract 3
     }
-    // Replicas of shards: four ranks.
-    StepConfig hybrid = small_step("gpt2", DType::fp32, {.stage = 3, .shards = 2, .replicas = 2, .poison = true});
-    hybrid.batch.B = 1;
-    StepConfig same_samples = small_step("gpt2", DType::fp32);
-    same_samples.batch.B = 4;
-    require_close(selftest::run_layout(hybrid, machine), hybrid, selftest::run_layout(same_samples, gpu));
   }
   cuda_on_cpu::set_devices(1);
 }
@@ -107,9 +108,6 @@ TEST_CASE("each wait of a stream for another one is missed where it does not hap
   for (const int stage : {1, 3}) {
     StepConfig step = small_step("gpt2", DType::fp32, {.stage = stage, .shards = 2, .poison = true});
     step.zero.grad_reduce = stage == 3 ? GradReduce::micro : GradReduce::step;
-    step.model.n_layer = 2;
-    step.batch.B = 1;
-    step.micro_batches = 2;
     const selftest::Outcome right = selftest::run_layout(step, gpu);
     const cuda_on_cpu::Mutants mutants =
         cuda_on_cpu::find_mutants([&] { return same(selftest::run_layout(step, gpu), right); }, "cudaStreamWaitEvent");
