@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda/device_test.h"
@@ -54,10 +55,27 @@ inline void demand(bool holds, const cuda_on_cpu::Location& where = cuda_on_cpu:
   if (!holds) throw std::runtime_error("not as demanded at line " + std::to_string(where.line()));
 }
 
-// Emulated devices, and one of the usual size again at the end.
-struct Devices {
+// Emulated devices, and one of the usual size again at the end; the test fails if streams or memory are left then.
+class Devices {
+ public:
   explicit Devices(int count, size_t bytes_each = size_t{1} << 20) { cuda_on_cpu::set_devices(count, bytes_each); }
-  ~Devices() { cuda_on_cpu::set_devices(1); }
+  ~Devices() {
+    if (const std::string left = close(); !left.empty()) FAIL_CHECK(left);
+  }
+  Devices(const Devices&) = delete;
+  Devices& operator=(const Devices&) = delete;
+  std::string close() {  // what is left
+    const bool first = std::exchange(open_, false);
+    try {
+      if (first) cuda_on_cpu::set_devices(1);
+    } catch (const cuda_on_cpu::Failure& failure) {
+      return failure.what();
+    }
+    return "";
+  }
+
+ private:
+  bool open_ = true;
 };
 
 class TestStream {

@@ -77,7 +77,7 @@ Outputs run_two_streams() {
 
 // ---- Bugs that some schedule shows ----------------------------------------------------------------------------------
 
-TEST_CASE("kernels without a bug give the same under every schedule", "[cuda]") {
+TEST_CASE("kernels without a bug give the same under every schedule", "[cuda][emulator]") {
   std::vector<float> reversed = counted(threads), sums = counted(threads), forth = counted(64);
   std::reverse(reversed.begin(), reversed.end());
   check_kernel(run_reverse<Bug::none>, {{"out", reversed}}, 1e-30);
@@ -101,35 +101,35 @@ TEST_CASE("kernels without a bug give the same under every schedule", "[cuda]") 
 
 #ifndef __SANITIZE_THREAD__  // which ends the program at these bugs: see below
 
-TEST_CASE("a missing barrier shows under some schedule", "[cuda]") {
+TEST_CASE("a missing barrier shows under some schedule", "[cuda][emulator]") {
   REQUIRE(differs(run_reverse<Bug::no_barrier>, run_reverse<Bug::none>()));
   REQUIRE(differs(run_add_neighbours<Bug::no_barrier, false>, run_add_neighbours<Bug::none, false>()));
   REQUIRE(differs(run_add_neighbours<Bug::no_barrier, true>, run_add_neighbours<Bug::none, true>()));
   REQUIRE(differs([] { return run_pipeline<Bug::no_barrier>(); }, run_pipeline<Bug::none>()));
 }
 
-TEST_CASE("a write that overtakes a read shows under some schedule", "[cuda]") {
+TEST_CASE("a write that overtakes a read shows under some schedule", "[cuda][emulator]") {
   REQUIRE(differs(run_add_neighbours<Bug::no_second_barrier, false>, run_add_neighbours<Bug::none, false>()));
   REQUIRE(differs(run_add_neighbours<Bug::no_second_barrier, true>, run_add_neighbours<Bug::none, true>()));
   REQUIRE(differs([] { return run_pipeline<Bug::no_second_barrier>(); }, run_pipeline<Bug::none>()));
 }
 
-TEST_CASE("a missing wait for cp.async shows under some schedule", "[cuda]") {
+TEST_CASE("a missing wait for cp.async shows under some schedule", "[cuda][emulator]") {
   REQUIRE(differs([] { return run_pipeline<Bug::no_copy_wait>(); }, run_pipeline<Bug::none>()));
 }
 
-TEST_CASE("a race between blocks shows under some schedule", "[cuda]") {
+TEST_CASE("a race between blocks shows under some schedule", "[cuda][emulator]") {
   REQUIRE(differs(run_chain_of_blocks<Bug::no_barrier>, run_chain_of_blocks<Bug::no_barrier>()));
   REQUIRE(differs(run_last_block_wins<Bug::no_barrier>, run_last_block_wins<Bug::no_barrier>()));
   REQUIRE_FALSE(differs(run_last_block_wins<Bug::none>, run_last_block_wins<Bug::none>()));
 }
 
-TEST_CASE("a missing wait for an event shows under some schedule", "[cuda]") {
+TEST_CASE("a missing wait for an event shows under some schedule", "[cuda][emulator]") {
   REQUIRE(differs(run_two_streams<false, true>, run_two_streams<true, true>()));
   REQUIRE(differs(run_two_streams<true, false>, run_two_streams<true, true>()));
 }
 
-TEST_CASE("barriers and waits that are switched off are missed", "[cuda]") {
+TEST_CASE("barriers and waits that are switched off are missed", "[cuda][emulator]") {
   check_barriers(run_reverse<Bug::none>);
   check_barriers([] { return run_pipeline<Bug::none>(); });
   check_barriers(run_two_streams<true, true>);
@@ -146,7 +146,7 @@ TEST_CASE("barriers and waits that are switched off are missed", "[cuda]") {
                   "the next fetch may overwrite it"});
 }
 
-TEST_CASE("a barrier that not all threads reach is reported with kernel, block, threads and line", "[cuda]") {
+TEST_CASE("a barrier that not all threads reach is reported with kernel, block, threads and line", "[cuda][emulator]") {
   const std::string divergent = failure_of(run_reverse<Bug::too_few_threads>);
   REQUIRE_THAT(divergent, ContainsSubstring("kernel void planted::reverse<(planted::Bug)5>(float*, float const*)"));
   REQUIRE_THAT(divergent, ContainsSubstring("block (0, 0, 0): divergent barrier"));
@@ -193,7 +193,7 @@ __global__ void unwritten_shared(float* out) {
 
 }  // namespace planted
 
-TEST_CASE("other misuse is reported", "[cuda]") {
+TEST_CASE("other misuse is reported", "[cuda][emulator]") {
   const auto finish = [] { CUDA_CHECK(cudaDeviceSynchronize()); };
   REQUIRE_THAT(failure_of([&] { launch(two_lines<2>, 1, 64, 0, nullptr), finish(); }), ContainsSubstring("divergent"));
   REQUIRE_THAT(failure_of([&] { launch(half_a_warp<~0u>, 1, 32, 0, nullptr), finish(); }),
@@ -220,7 +220,7 @@ TEST_CASE("other misuse is reported", "[cuda]") {
                ContainsSubstring("not device memory"));
 }
 
-TEST_CASE("several host threads launch kernels, each on its stream", "[cuda]") {
+TEST_CASE("several host threads launch kernels, each on its stream", "[cuda][emulator]") {
   std::vector<std::vector<float>> results(3);
   std::vector<std::thread> hosts;
   for (auto& result : results)
@@ -266,7 +266,7 @@ TEST_CASE("planted: the host reads device memory", "[.planted]") {
   REQUIRE(static_cast<float*>(x)[0] == 1);
 }
 
-TEST_CASE("AddressSanitizer and UndefinedBehaviorSanitizer end the program at bad addresses", "[cuda]") {
+TEST_CASE("AddressSanitizer and UndefinedBehaviorSanitizer end the program at bad addresses", "[cuda][emulator]") {
   REQUIRE(outputs(31, [](float* out) { launch(past_global<Bug::none>, 1, 32, 0, nullptr, out, 31); }).size() == 1);
   REQUIRE(outputs(32, [](float* out) { launch(past_shared<Bug::none, true>, 1, 32, 128, nullptr, out); }).size() == 1);
   for (const auto& [bug, report] : {
@@ -295,7 +295,7 @@ TEST_CASE("planted: missing wait forth", "[.planted]") { run_two_streams<false, 
 TEST_CASE("planted: missing wait back", "[.planted]") { run_two_streams<true, false>(); }
 TEST_CASE("planted: pipeline overtaken", "[.planted]") { run_pipeline<Bug::no_second_barrier>(); }
 
-TEST_CASE("ThreadSanitizer ends the program at races", "[cuda]") {
+TEST_CASE("ThreadSanitizer ends the program at races", "[cuda][emulator]") {
   for (const char* bug : {"missing barrier", "missing barrier of a warp", "write after read",
                           "write after read in a warp", "blocks in a chain", "blocks that write the same",
                           "missing wait forth", "missing wait back", "pipeline overtaken"}) {

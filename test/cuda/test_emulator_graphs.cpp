@@ -67,7 +67,7 @@ Outputs run_fork_and_join() {
 
 }  // namespace
 
-TEST_CASE("a captured graph does what its streams would have done", "[cuda]") {
+TEST_CASE("a captured graph does what its streams would have done", "[cuda][emulator]") {
   std::vector<float> w = counted(n), x = w, y = w, z = w;
   for (size_t i = 0; i < n; ++i) w[i] += 2, x[i] += 4, y[i] += 4, z[i] += 6;
   check_kernel(run_fork_and_join<true, true>, {{"w", w}, {"x", x}, {"y", y}, {"z", z}}, 1e-30);
@@ -75,19 +75,19 @@ TEST_CASE("a captured graph does what its streams would have done", "[cuda]") {
 
 #ifndef __SANITIZE_THREAD__  // which ends the program at these bugs
 
-TEST_CASE("a missing wait for an event shows under some schedule when it was captured", "[cuda]") {
+TEST_CASE("a missing wait for an event shows under some schedule when it was captured", "[cuda][emulator]") {
   REQUIRE(differs(run_fork_and_join<false, true>, run_fork_and_join<true, true>()));
   REQUIRE(differs(run_fork_and_join<true, false>, run_fork_and_join<true, true>()));
 }
 
 #endif
 
-TEST_CASE("waits that are switched off while a graph is captured are missed", "[cuda]") {
+TEST_CASE("waits that are switched off while a graph is captured are missed", "[cuda][emulator]") {
   check_barriers(run_fork_and_join<true, true>);
 }
 
 TEST_CASE("nothing that is captured runs before the graph is launched, and then with the arguments of its capture",
-          "[cuda]") {
+          "[cuda][emulator]") {
   TestStream stream;
   DeviceArray<float> x(counted(n)), y(n);
   Pinned host(n, 0);
@@ -109,7 +109,7 @@ TEST_CASE("nothing that is captured runs before the graph is launched, and then 
   REQUIRE(host[0] == 2);
 }
 
-TEST_CASE("launches of one executable follow each other on whatever streams", "[cuda]") {
+TEST_CASE("launches of one executable follow each other on whatever streams", "[cuda][emulator]") {
   const auto run = []() -> Outputs {
     TestStream a, b;
     DeviceArray<float> x(counted(n)), y(n);
@@ -128,7 +128,7 @@ TEST_CASE("launches of one executable follow each other on whatever streams", "[
   check_kernel(run, {{"x", right}}, 1e-30);
 }
 
-TEST_CASE("a graph has the nodes that were captured, and takes new arguments but no new shape", "[cuda]") {
+TEST_CASE("a graph has the nodes that were captured, and takes new arguments but no new shape", "[cuda][emulator]") {
   TestStream stream;
   DeviceArray<float> x(counted(n)), y(n), z(n);
   const auto capture = [&](float* out, bool more) {
@@ -164,7 +164,7 @@ TEST_CASE("a graph has the nodes that were captured, and takes new arguments but
 
 // ---- What CUDA refuses ----------------------------------------------------------------------------------------------
 
-TEST_CASE("what cannot be captured is refused and spoils the capture", "[cuda]") {
+TEST_CASE("what cannot be captured is refused and spoils the capture", "[cuda][emulator]") {
   TestStream stream, other;
   TestEvent before, inside;
   DeviceArray<float> x(counted(n)), y(n);
@@ -244,7 +244,7 @@ TEST_CASE("what cannot be captured is refused and spoils the capture", "[cuda]")
   cudaGetLastError();
 }
 
-TEST_CASE("a capture may be given up by destroying its streams", "[cuda]") {
+TEST_CASE("a capture may be given up by destroying its streams", "[cuda][emulator]") {
   const Devices devices(1);  // which tells if a stream is left
   TestEvent fork;
   for (const bool origin_first : {true, false}) {
@@ -259,7 +259,7 @@ TEST_CASE("a capture may be given up by destroying its streams", "[cuda]") {
   }
 }
 
-TEST_CASE("the default stream cannot be used while a stream that it waits for is captured", "[cuda]") {
+TEST_CASE("the default stream cannot be used while a stream that it waits for is captured", "[cuda][emulator]") {
   for (const unsigned flags : {cudaStreamDefault, cudaStreamNonBlocking}) {
     TestStream stream(flags);
     DeviceArray<float> x(counted(n));
@@ -280,7 +280,7 @@ TEST_CASE("the default stream cannot be used while a stream that it waits for is
 TEST_CASE("planted: missing wait forth in a graph", "[.planted]") { run_fork_and_join<false, true>(); }
 TEST_CASE("planted: missing wait back in a graph", "[.planted]") { run_fork_and_join<true, false>(); }
 
-TEST_CASE("ThreadSanitizer ends the program at races within a graph", "[cuda]") {
+TEST_CASE("ThreadSanitizer ends the program at races within a graph", "[cuda][emulator]") {
   for (const char* bug : {"missing wait forth in a graph", "missing wait back in a graph"}) {
     INFO(bug);
     REQUIRE_THAT(output_of_failing(std::string("planted: ") + bug),

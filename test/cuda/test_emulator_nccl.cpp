@@ -40,7 +40,7 @@ struct Rank {
 // Calls f(Rank&) on as many host threads; what each of them threw, or "".
 template <class F>
 std::vector<std::string> run_ranks(int ranks, F&& f) {
-  const Devices devices(ranks);
+  Devices devices(ranks);
   std::vector<std::string> thrown(static_cast<size_t>(ranks));
   ncclUniqueId id;
   NCCL_OK(ncclGetUniqueId(&id));
@@ -66,6 +66,7 @@ std::vector<std::string> run_ranks(int ranks, F&& f) {
       }
     });
   for (std::thread& host : hosts) host.join();
+  thrown[0] += devices.close();
   return thrown;
 }
 // The same, where nothing may be thrown; f returns outputs, which are those of all ranks.
@@ -91,7 +92,8 @@ std::vector<T> values(size_t count, int rank) {
 
 // ---- What the collectives compute -----------------------------------------------------------------------------------
 
-TEMPLATE_TEST_CASE("emulated collectives compute what NCCL defines, in place or not", "[cuda]", float, bf16, int32_t) {
+TEMPLATE_TEST_CASE("emulated collectives compute what NCCL defines, in place or not", "[cuda][emulator]", float, bf16,
+                   int32_t) {
   using T = TestType;
   const ncclDataType_t type = type_of<T>;
   constexpr int ranks = 3;
@@ -152,7 +154,7 @@ TEMPLATE_TEST_CASE("emulated collectives compute what NCCL defines, in place or 
   check_kernel(run, right, 1e-30);
 }
 
-TEST_CASE("emulated sums of bf16 are rounded once", "[cuda]") {
+TEST_CASE("emulated sums of bf16 are rounded once", "[cuda][emulator]") {
   const Outputs out = outputs_of_ranks(3, [](Rank& self) -> Outputs {
     DeviceArray<bf16> x(std::vector<bf16>{bf16(self.rank == 0 ? 256.0f : 1.0f)});  // 257 would be rounded to 256
     NCCL_OK(ncclAllReduce(x, x, 1, ncclBfloat16, ncclSum, self.comm, self.stream));
@@ -204,7 +206,7 @@ Outputs run_between_streams() {
 
 }  // namespace
 
-TEST_CASE("a collective and its neighbours on other streams wait for events", "[cuda]") {
+TEST_CASE("a collective and its neighbours on other streams wait for events", "[cuda][emulator]") {
   std::vector<float> x(n), y(n);
   for (size_t i = 0; i < n; ++i) {
     y[i] = 2 * static_cast<float>(i % 7) + 3 + 2;
@@ -224,7 +226,7 @@ TEST_CASE("a collective and its neighbours on other streams wait for events", "[
 
 #ifndef __SANITIZE_THREAD__  // which ends the program at these bugs: see below
 
-TEST_CASE("a missing wait before or after a collective shows under some schedule", "[cuda]") {
+TEST_CASE("a missing wait before or after a collective shows under some schedule", "[cuda][emulator]") {
   const Outputs right = run_between_streams<true, true, false>(), captured = run_between_streams<true, true, true>();
   REQUIRE(differs(run_between_streams<false, true, false>, right));
   REQUIRE(differs(run_between_streams<true, false, false>, right));
@@ -234,12 +236,12 @@ TEST_CASE("a missing wait before or after a collective shows under some schedule
 
 #endif
 
-TEST_CASE("waits around collectives that are switched off are missed", "[cuda]") {
+TEST_CASE("waits around collectives that are switched off are missed", "[cuda][emulator]") {
   check_barriers(run_between_streams<true, true, false>);
   check_barriers(run_between_streams<true, true, true>);
 }
 
-TEST_CASE("a rank that waits runs what other ranks have enqueued", "[cuda]") {
+TEST_CASE("a rank that waits runs what other ranks have enqueued", "[cuda][emulator]") {
   std::barrier<> rest(2);
   const auto thrown = run_ranks(2, [&](Rank& self) {
     DeviceArray<float> x(values<float>(n, self.rank));
@@ -252,7 +254,7 @@ TEST_CASE("a rank that waits runs what other ranks have enqueued", "[cuda]") {
   REQUIRE(thrown == std::vector<std::string>{"", ""});
 }
 
-TEST_CASE("one host thread may have all ranks if it groups their calls", "[cuda]") {
+TEST_CASE("one host thread may have all ranks if it groups their calls", "[cuda][emulator]") {
   const Devices devices(2);
   ncclComm_t comms[2];
   const int same[2] = {1, 1};
@@ -283,7 +285,7 @@ TEST_CASE("one host thread may have all ranks if it groups their calls", "[cuda]
   CUDA_CHECK(cudaSetDevice(0));
 }
 
-TEST_CASE("a communicator that does not block says when all ranks have come", "[cuda]") {
+TEST_CASE("a communicator that does not block says when all ranks have come", "[cuda][emulator]") {
   const Devices devices(2);
   ncclUniqueId id;
   NCCL_OK(ncclGetUniqueId(&id));
@@ -326,7 +328,7 @@ std::vector<std::string> told(F&& f) {
 
 }  // namespace
 
-TEST_CASE("calls of two ranks that do not fit each other are reported with both", "[cuda]") {
+TEST_CASE("calls of two ranks that do not fit each other are reported with both", "[cuda][emulator]") {
   const auto both_say = [](const auto& f, const std::string& first, const std::string& second) {
     for (const std::string& text : told(f)) {
       CHECK_THAT(text, ContainsSubstring("collective 1: rank ") && ContainsSubstring("rank 0 calls " + first) &&
@@ -366,7 +368,7 @@ TEST_CASE("calls of two ranks that do not fit each other are reported with both"
                          ContainsSubstring("rank 1 calls ncclRecv(count 64, ncclFloat32, peer 0)"));
 }
 
-TEST_CASE("a rank that never comes is named", "[cuda]") {
+TEST_CASE("a rank that never comes is named", "[cuda][emulator]") {
   const Patience patience(0.3);
   std::barrier<> end(2);
   const auto thrown = run_ranks(2, [&](Rank& self) {
@@ -391,7 +393,7 @@ TEST_CASE("a rank that never comes is named", "[cuda]") {
                ContainsSubstring("of 3 ranks these have not come: 0 2"));
 }
 
-TEST_CASE("ranks that wait for each other in a ring are told at once", "[cuda]") {
+TEST_CASE("ranks that wait for each other in a ring are told at once", "[cuda][emulator]") {
   const auto send_first = told([](Rank& r, float* x) {  // each sends before it receives, without a group
     NCCL_OK(ncclSend(x, n, ncclFloat32, 1 - r.rank, r.comm, r.stream));
     NCCL_OK(ncclRecv(x, n, ncclFloat32, 1 - r.rank, r.comm, r.stream));
@@ -417,7 +419,7 @@ TEST_CASE("ranks that wait for each other in a ring are told at once", "[cuda]")
   for (const std::string& text : crossed) CHECK_THAT(text, ContainsSubstring("the host waits for what never comes"));
 }
 
-TEST_CASE("buffers of collectives are device memory of the rank, large enough and apart", "[cuda]") {
+TEST_CASE("buffers of collectives are device memory of the rank, large enough and apart", "[cuda][emulator]") {
   const auto first_says = [](auto&& f, const std::string& wanted) {
     const auto thrown = run_ranks(1, [&](Rank& self) {
       DeviceArray<float> x(values<float>(n, self.rank));
@@ -448,7 +450,7 @@ TEST_CASE("buffers of collectives are device memory of the rank, large enough an
   REQUIRE(thrown == std::vector<std::string>{"", ""});
 }
 
-TEST_CASE("a communicator that is aborted lets its rank's streams go on", "[cuda]") {
+TEST_CASE("a communicator that is aborted lets its rank's streams go on", "[cuda][emulator]") {
   std::barrier<> end(2);
   ncclComm_t waiting = nullptr;
   const auto thrown = run_ranks(2, [&](Rank& self) {
@@ -485,7 +487,7 @@ TEST_CASE("planted: missing wait before a captured collective", "[.planted]") {
   run_between_streams<false, true, true>();
 }
 
-TEST_CASE("ThreadSanitizer ends the program at races with a collective", "[cuda]") {
+TEST_CASE("ThreadSanitizer ends the program at races with a collective", "[cuda][emulator]") {
   for (const char* bug : {"missing wait before a collective", "missing wait after a collective",
                           "missing wait before a captured collective"}) {
     INFO(bug);

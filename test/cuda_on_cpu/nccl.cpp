@@ -1,182 +1,19 @@
-// nccl.cpp: communicators, and how the ranks' calls find each other. What the real library reports as an error code is
+// nccl.cpp: the library's functions: communicators, groups and calls. What the real library reports as an error code is
 // reported so; calls that do not fit each other, on which it would hang or mix up data, throw Failure.
 #include "cuda_on_cpu/nccl.h"
 
-#include <algorithm>
 #include <cstring>
 #include <utility>
 
-#include "cuda_on_cpu/nccl_call.h"
-#include "cuda_on_cpu/runtime.h"
+#include "cuda_on_cpu/nccl_clique.h"
 
 namespace cuda_on_cpu::detail {
 namespace {
-
-// What some ranks' calls come together in; party i is rank ranks[i] of the clique.
-struct Gathering : Meeting {
-  Gathering(std::string name_, std::vector<int> ranks_) : name(std::move(name_)), ranks(std::move(ranks_)) {
-    parties.resize(ranks.size());
-    calls.resize(ranks.size());
-  }
-  void run() override {
-    std::vector<Call> all;
-    for (const auto& call : calls) all.push_back(*call);
-    Observed observed;
-    perform(all);
-  }
-  std::string waits_for() const override {
-    std::string text = name;
-    for (size_t i = 0; i < ranks.size(); ++i)
-      text += (i == 0 ? ": " : "; ") + ("rank " + std::to_string(ranks[i])) +
-              (calls[i] ? " calls " + to_string(*calls[i]) : " has not come");
-    return text + remark + (nobody_comes ? ", and will not: " + *nobody_comes : "");
-  }
-  std::string name;
-  std::vector<int> ranks;
-  std::vector<std::optional<Call>> calls;
-  std::string remark;
-};
-using GatheringPtr = std::shared_ptr<Gathering>;
-
-// All ranks of a communicator.
-struct Clique {
-  int number, ranks;
-  uint64_t failures;
-  std::vector<ncclComm*> members;                // null: has not joined
-  std::vector<std::optional<std::string>> gone;  // why a member is no more
-  std::map<uint64_t, GatheringPtr> collectives;  // by their number; those that wait for calls
-  std::map<std::pair<int, int>, std::deque<GatheringPtr>> sends, receives;  // from and to; those without the other
-  bool aborted = false, refused = false;
-  std::optional<std::string> broken;
-
-  bool complete() const { return std::count(members.begin(), members.end(), nullptr) == 0; }
-  std::string name() const { return "communicator " + std::to_string(number); }
-};
-
-}  // namespace
-}  // namespace cuda_on_cpu::detail
-
-struct ncclComm {
-  std::shared_ptr<cuda_on_cpu::detail::Clique> clique;
-  int rank, device;
-  bool needs_group = false;  // its host thread has other ranks, too
-  uint64_t collectives = 0;  // called so far
-  cuda_on_cpu::detail::MarkPtr last = nullptr;
-};
-
-namespace cuda_on_cpu::detail {
-namespace {
-
-struct Library {  // guarded by the runtime's mutex
-  int cliques = 0;
-  std::map<std::string, std::shared_ptr<Clique>> joining;  // by unique id
-  std::set<const ncclComm*> live;
-};
-Library& library() {
-  static auto* the_library = new Library;
-  return *the_library;
-}
 
 thread_local std::string last_error;
 ncclResult_t error(ncclResult_t result, const std::string& text) {
   last_error = text;
   return result;
-}
-
-ncclComm& check(ncclComm* comm) {
-  if (library().live.count(comm) == 0)
-    throw Failure("a communicator is used that was never made, or is destroyed or aborted");
-  return *comm;
-}
-std::string name_of(const ncclComm& comm) { return "rank " + std::to_string(comm.rank) + " of " + comm.clique->name(); }
-
-// ---- Where calls meet -----------------------------------------------------------------------------------------------
-
-// The gathering that this call belongs to; `ahead`: calls of the same task before it that are not joined yet.
-GatheringPtr find_gathering(const ncclComm& comm, const Call& call, size_t ahead) {
-  Clique& clique = *comm.clique;
-  if (call.kind != Kind::send && call.kind != Kind::receive) {
-    const auto found = clique.collectives.find(comm.collectives + ahead);
-    return found == clique.collectives.end() ? nullptr : found->second;
-  }
-  const bool sends = call.kind == Kind::send;
-  const auto& others = sends ? clique.receives : clique.sends;
-  const auto found = others.find(sends ? std::pair(comm.rank, call.other) : std::pair(call.other, comm.rank));
-  return found == others.end() || found->second.size() <= ahead ? nullptr : found->second[ahead];
-}
-
-void check_agreement(const ncclComm& comm, const std::vector<Call>& calls) {
-  std::map<std::pair<Kind, int>, size_t> ahead;  // collectives count together
-  for (const Call& call : calls) {
-    const bool between_two = call.kind == Kind::send || call.kind == Kind::receive;
-    size_t& before = ahead[between_two ? std::pair(call.kind, call.other) : std::pair(Kind::all_reduce, -1)];
-    const GatheringPtr gathering = find_gathering(comm, call, before++);
-    if (gathering == nullptr) continue;
-    for (size_t i = 0; i < gathering->ranks.size(); ++i) {
-      if (!gathering->calls[i] || agree(*gathering->calls[i], call)) continue;
-      Clique& clique = *comm.clique;
-      clique.broken = gathering->name + ": rank " + std::to_string(comm.rank) + " calls " + to_string(call) +
-                      " where rank " + std::to_string(gathering->ranks[i]) + " calls " +
-                      to_string(*gathering->calls[i]);
-      gathering->nobody_comes = clique.broken;
-      throw Failure(*clique.broken);
-    }
-  }
-}
-
-void leave_open(Clique& clique, Gathering& gathering) {
-  for (const int rank : gathering.ranks)
-    if (const auto& gone = clique.gone[static_cast<size_t>(rank)]) gathering.nobody_comes = gone;
-}
-
-void join(ncclComm& comm, const Call& call, Task& task) {
-  Clique& clique = *comm.clique;
-  GatheringPtr gathering = find_gathering(comm, call, 0);
-  size_t party = static_cast<size_t>(comm.rank);
-  if (call.kind == Kind::send || call.kind == Kind::receive) {
-    const bool sends = call.kind == Kind::send;
-    const std::pair path = sends ? std::pair(comm.rank, call.other) : std::pair(call.other, comm.rank);
-    party = sends ? 0 : 1;
-    if (gathering != nullptr) {
-      (sends ? clique.receives : clique.sends)[path].pop_front();
-    } else {
-      gathering = std::make_shared<Gathering>(
-          clique.name() + ", from rank " + std::to_string(path.first) + " to " + std::to_string(path.second),
-          std::vector{path.first, path.second});
-      (sends ? clique.sends : clique.receives)[path].push_back(gathering);
-    }
-  } else {
-    const uint64_t number = comm.collectives++;
-    if (gathering == nullptr) {
-      std::vector<int> ranks;
-      for (int rank = 0; rank < clique.ranks; ++rank) ranks.push_back(rank);
-      gathering = std::make_shared<Gathering>(clique.name() + ", collective " + std::to_string(number + 1), ranks);
-      clique.collectives[number] = gathering;
-    }
-  }
-  gathering->parties[party] = &task;
-  gathering->calls[party] = call;
-  const auto& calls = gathering->calls;
-  if (std::all_of(calls.begin(), calls.end(), [](const auto& each) { return each.has_value(); }))
-    std::erase_if(clique.collectives, [&](const auto& each) { return each.second == gathering; });
-  else leave_open(clique, *gathering);
-  task.parts.push_back({gathering});
-}
-
-// These calls of one rank have their turn on a stream, or are launched as a node of a graph.
-void meet(ncclComm* live_or_not, const std::vector<Call>& calls, Task& task) {
-  ncclComm& comm = check(live_or_not);
-  const Clique& clique = *comm.clique;
-  if (clique.aborted) throw Failure(clique.name() + " is used after a rank of it was aborted");
-  if (clique.broken) throw Failure(clique.name() + " is broken: " + *clique.broken);
-  if (clique.failures != runtime().failures)
-    throw Failure(clique.name() + " is broken since this failed: " + runtime().last_failure);
-  check_agreement(comm, calls);
-  for (const Call& call : calls) join(comm, call, task);
-  if (comm.last != nullptr && !comm.last->reached) task.after.push_back(comm.last);
-  if (task.mark == nullptr) task.mark = std::make_shared<Mark>();
-  task.mark->stream = task.stream;
-  comm.last = task.mark;
 }
 
 // ---- Groups ---------------------------------------------------------------------------------------------------------
@@ -197,7 +34,7 @@ ncclResult_t post(Batch batch) {
   const cudaError_t status =
       submit(*batch.stream,
              {.type = cudaGraphNodeTypeKernel,
-              .meet = [comm = batch.comm, calls = std::move(batch.calls)](Task& task) { meet(comm, calls, task); }});
+              .meet = [comm = batch.comm, calls = std::move(batch.calls)](Task& task) { gather(comm, calls, task); }});
   return status == cudaSuccess ? ncclSuccess : error(ncclUnhandledCudaError, cudaGetErrorString(status));
 }
 

@@ -166,6 +166,8 @@ Device* current_device();              // null where there is none: return no_de
 cudaError_t no_device();               // the reason, noted
 CUstream_st& stream_of(cudaStream_t stream);
 std::string name_of(const CUstream_st& stream);
+void destroy(CUstream_st* stream);  // it is idle
+void free_all();                    // memory of devices
 // The allocation that p is in; null if in none. Failure, about `what`, if [p, p + bytes) reaches past its end.
 const Allocation* allocation_of(const void* p, size_t bytes, const char* what);
 // Failure if it is not memory of this device.

@@ -44,7 +44,8 @@ cudaError_t cudaPeekAtLastError();
 
 namespace cuda_on_cpu {
 // From now on there are `count` devices with so much memory each (one with 4 GiB at first). Where there are none,
-// cudaGetDeviceCount and the like return `why_none`. Failure if streams, memory or communicators are still in use.
+// cudaGetDeviceCount and the like return `why_none`. Streams and memory that are left of the devices before are gone,
+// and are reported by a Failure.
 void set_devices(int count, size_t bytes_each = size_t{4} << 30, cudaError_t why_none = cudaErrorNoDevice);
 // How long a host waits, with nothing running anywhere, for what another host thread has to enqueue (60 s at first):
 // then the wait throws Failure.

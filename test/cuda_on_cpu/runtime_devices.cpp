@@ -173,8 +173,10 @@ void cuda_on_cpu::set_devices(int count, size_t bytes_each, cudaError_t why_none
       left += " " + std::to_string(streams) + " streams and " + std::to_string(device->bytes_used) +
               " bytes of device " + std::to_string(device->number) + ";";
   }
-  if (!left.empty()) throw Failure("set_devices: there still are" + left + " destroy and free them first");
-  for (const auto& device : r.devices) r.streams.erase(device->stream0.get());
+  free_all();
+  for (const auto& device : r.devices)
+    while (device->streams.size() > 1) destroy(device->streams.back());
+  r.streams.clear();
   r.devices.clear();
   r.why_no_device = why_none;
   for (int number = 0; number < count; ++number) {
@@ -182,6 +184,7 @@ void cuda_on_cpu::set_devices(int count, size_t bytes_each, cudaError_t why_none
     r.streams.insert(r.devices.back()->stream0.get());
   }
   host().device = 0;
+  if (!left.empty()) throw Failure("set_devices: there still were" + left + " destroy and free them first");
 }
 void cuda_on_cpu::set_patience(double seconds) {
   Lock lock;

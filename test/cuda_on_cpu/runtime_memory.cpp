@@ -1,6 +1,7 @@
 // runtime_memory.cpp: memory of the devices, pinned memory of the host, and copies.
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "cuda_on_cpu/runtime.h"
 
@@ -82,6 +83,15 @@ cudaError_t allocate(void** p, size_t bytes, bool on_device) {
   return cudaSuccess;
 }
 
+void release_memory(decltype(Runtime::allocations)::iterator allocation) {
+  const auto [bytes, device] = allocation->second;
+  void* p = const_cast<std::byte*>(allocation->first);
+  if (device != nullptr) device->bytes_used -= bytes;
+  unpoison_memory(p, bytes);
+  runtime().allocations.erase(allocation);
+  std::free(p);
+}
+
 // CUDA waits for the device; a failure of what it waits for is thrown, except by a destructor while another exception
 // is on its way.
 cudaError_t deallocate(void* p, bool on_device) {
@@ -91,15 +101,11 @@ cudaError_t deallocate(void* p, bool on_device) {
   const auto found = runtime().allocations.find(static_cast<std::byte*>(p));
   if (found == runtime().allocations.end() || (found->second.device != nullptr) != on_device)
     return note(cudaErrorInvalidValue);
-  const auto [bytes, device] = found->second;
-  finish([&] {
+  finish([&, device = found->second.device] {
     if (device != nullptr) return wait_for_device(lock, *device);
     for (const auto& each : runtime().devices) wait_for_device(lock, *each);
   });
-  if (device != nullptr) device->bytes_used -= bytes;
-  unpoison_memory(p, bytes);
-  runtime().allocations.erase(static_cast<std::byte*>(p));
-  std::free(p);
+  release_memory(found);  // no other host may free it meanwhile
   return cudaSuccess;
 }
 
@@ -114,6 +120,12 @@ void check_side(const Allocation* allocation, bool on_device, const char* what) 
 
 using namespace cuda_on_cpu::detail;
 
+void cuda_on_cpu::detail::free_all() {
+  auto& all = runtime().allocations;
+  for (auto each = all.begin(); each != all.end();)
+    if (const auto next = std::next(each); each->second.device != nullptr) release_memory(std::exchange(each, next));
+    else each = next;
+}
 void cuda_on_cpu::detail::require_memory_of(const Device* device, const void* p, size_t bytes, const char* what) {
   const Allocation* allocation = allocation_of(p, bytes, what);
   check_side(allocation, true, what);

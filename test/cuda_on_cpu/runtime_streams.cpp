@@ -5,6 +5,14 @@
 
 using namespace cuda_on_cpu::detail;
 
+void cuda_on_cpu::detail::destroy(CUstream_st* stream) {
+  if (is_capturing(*stream)) leave_capture(*stream);
+  std::erase(stream->device->streams, stream);
+  runtime().streams.erase(stream);
+  destroy_context(stream->context);
+  delete stream;
+}
+
 // ---- Streams --------------------------------------------------------------------------------------------------------
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
@@ -27,12 +35,8 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   Lock lock;
   CUstream_st& s = stream_of(stream);
   if (stream == nullptr) return note(cudaErrorInvalidResourceHandle);
-  if (is_capturing(s)) leave_capture(s);
   finish([&] { wait_for_stream(lock, s); });
-  std::erase(s.device->streams, stream);
-  runtime().streams.erase(stream);
-  cuda_on_cpu::destroy_context(s.context);
-  delete stream;
+  destroy(stream);
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
