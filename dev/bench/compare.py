@@ -4,8 +4,9 @@
     python3 dev/bench/compare.py [--device cuda] [--rounds 3] [--cases NAME ...] [--out dev/results/DATE-name.md]
 
 PyTorch runs compiled, on a CPU eager too; in bf16 with autocast, and on a CPU with bf16 weights, on a GPU with bf16
-weights that follow fp32 ones. Its best is whichever was fastest. The figures are medians over all timed steps of all
-rounds; "spread" is the distance of the quartiles over the median. A case may also be a directory with a config.json.
+weights that follow fp32 ones; the trainer runs as it is, on a GPU with --tune-matmul too. The best of each is whichever
+was fastest in the first round, and goes on. The figures are medians over all timed steps of all rounds; "spread" is the
+distance of the quartiles over the median. A case may also be a directory with a config.json.
 """
 import argparse
 import dataclasses
@@ -95,21 +96,21 @@ class Bench:
                 "-b", str(case.batch), "-t", str(case.length), "--dtype", dtype, "--device", self.o.device, "--threads",
                 str(self.o.threads), "-l", LEARNING_RATE, "-k", "constant", "-x", str(steps), "-o", out, *more], out
 
-    def profile(self, case, dtype, steps):
+    def profile(self, case, dtype, steps, *more):
         """The steps of a whole run and its time by op."""
-        command, out = self.trainer(case, dtype, steps, "--profile")
+        command, out = self.trainer(case, dtype, steps, "--profile", *more)
         text = run(command)
         lines = read_steps(f"{out}/metrics.jsonl")
         shutil.rmtree(out)
-        return lines, text[text.index("\nops\n") + 5:].split("\nnext:")[0].splitlines()
+        return lines, text[text.index("\nops") + 1:].split("\nnext:")[0].splitlines()
 
-    def ours(self, case, dtype):
+    def ours(self, case, dtype, more):
         """The steps, and on a CPU the time by op."""
         steps = WARMUP[self.o.device] + case.steps
         if self.o.device == "cpu":
-            return self.profile(case, dtype, steps)
+            return self.profile(case, dtype, steps, *more)
         # Timing every op would cost time here, and a checkpoint of a large model more: it ends when it has been timed.
-        command, out = self.trainer(case, dtype, 1000 * steps)
+        command, out = self.trainer(case, dtype, 1000 * steps, *more)
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         while process.poll() is None and len(read_steps(f"{out}/metrics.jsonl")) < steps:
             time.sleep(0.05)
@@ -122,8 +123,8 @@ class Bench:
             raise failure(command, finished, errors)
         return lines, []
 
-    def pytorch(self, case, variant):
-        precision, compiled = variant
+    def pytorch(self, case, options):
+        precision, compiled = options
         command = [sys.executable, "dev/bench/torch_train.py", "--train-data", self.shard(case), "--model", case.model,
                    *map(str, case.shape), "--batch-size", str(case.batch), "--seq-len", str(case.length), "--precision",
                    precision, "--device", self.o.device, "--threads", str(self.o.threads), "--lr", LEARNING_RATE,
@@ -131,17 +132,20 @@ class Bench:
         return json.loads(run(command + ["--compile"] * compiled))
 
     def variants(self, dtype):
+        """Ways to run, by name: options of the trainer, or PyTorch's precision and whether it compiles."""
+        ways = {"ours": (), "ours --tune-matmul": ("--tune-matmul",)} if self.o.device == "cuda" else {"ours": ()}
         precisions = ("fp32",) if dtype == "fp32" else ("autocast", "bf16") if self.o.device == "cpu" else \
             ("autocast", "master")
-        return [(precision, compiled) for compiled in ((False, True) if self.o.device == "cpu" else (True,))
-                for precision in precisions]
+        for compiled in (False, True) if self.o.device == "cpu" else (True,):
+            ways |= {f"{'compiled' if compiled else 'eager'} {p}": (p, compiled) for p in precisions}
+        return ways
 
     def in_time(self, longest):
         return time.monotonic() + longest < self.o.deadline
 
 
-def name_of(variant):
-    return f"{'compiled' if variant[1] else 'eager'} {variant[0]}"
+def kind_of(name):
+    return name.split()[0]   # ours, eager, compiled
 
 
 def spread(values):
@@ -151,47 +155,56 @@ def spread(values):
 
 def compare(bench, name, case, dtype):
     """A row of the table, the losses of both, and the time by op."""
-    variants, times, longest = bench.variants(dtype), {"ours": []}, 0.0
-    mine, profile, theirs, reason = [], [], {}, "no time was left"
+    ways, longest, warmup = bench.variants(dtype), 0.0, WARMUP[bench.o.device]
+    times, losses, profile, peer, reasons = {}, {}, [], {}, {"ours": "no time was left"}
     for round_number in range(bench.o.rounds):
         if round_number > 0 and not bench.in_time(longest):
             print(f"{name} {dtype}: no time is left for round {round_number + 1}", file=sys.stderr)
             break
         print(f"{name} {dtype}: round {round_number + 1} of {bench.o.rounds}", file=sys.stderr, flush=True)
-        begin = time.monotonic()
-        mine, profile = bench.ours(case, dtype)
-        times["ours"] += [line["ms"] for line in mine[WARMUP[bench.o.device]:]]
-        for i, variant in enumerate(variants):
-            if i > 0 and round_number == 0 and not bench.in_time(time.monotonic() - begin):
-                print(f"{name} {dtype}: no time is left for PyTorch {name_of(variant)}", file=sys.stderr)
+        begin, longest_run = time.monotonic(), 0.0
+        for way, options in ways.items():
+            if not bench.in_time(longest_run) and any(kind_of(way) == kind_of(done) for done in times):
+                print(f"{name} {dtype}: no time is left for {way}", file=sys.stderr)
                 continue
+            run_begin = time.monotonic()
             try:
-                theirs[name_of(variant)] = result = bench.pytorch(case, variant)
-                times.setdefault(name_of(variant), []).extend(result["ms"])
+                if kind_of(way) == "ours":
+                    lines, profile = bench.ours(case, dtype, options)
+                    milliseconds = [line["ms"] for line in lines[warmup:]]
+                    losses[way] = [line["loss"] for line in lines]
+                else:
+                    peer = bench.pytorch(case, options)
+                    milliseconds, losses[way] = peer["ms"], peer["losses"]
+                times.setdefault(way, []).extend(milliseconds)
             except Failed as error:   # out of memory, perhaps, where another variant is not
-                reason = error
-        if not theirs:
-            raise Failed(f"PyTorch: {reason}; ours took {statistics.median(times['ours']):.1f} ms a step")
-        if round_number == 0:   # the faster of each kind goes on
-            ran = [v for v in variants if name_of(v) in times]
-            variants = [min((v for v in ran if v[1] == compiled), key=lambda v: statistics.median(times[name_of(v)]))
-                        for compiled in sorted({v[1] for v in ran})]
+                reasons["ours" if kind_of(way) == "ours" else "PyTorch"] = error
+            longest_run = max(longest_run, time.monotonic() - run_begin)
+        if round_number == 0:   # the fastest of each kind goes on
+            best = {}
+            for way in sorted(times, key=lambda way: statistics.median(times[way])):
+                best.setdefault(kind_of(way), way)
+            ways = {way: ways[way] for way in best.values()}
         longest = time.monotonic() - begin
-    rate = {name: case.batch * case.length / statistics.median(ms) * 1e3 for name, ms in times.items()}
-    best = max((name for name in rate if name != "ours"), key=rate.get)
-    peer = theirs[best]
+    rate = {way: case.batch * case.length / statistics.median(ms) * 1e3 for way, ms in times.items()}
+    if len({kind_of(way) == "ours" for way in rate}) < 2:
+        raise Failed("; ".join([f"{who}: {why}" for who, why in reasons.items() if who != "ours" or not rate] +
+                               [f"{way} {r:,.0f} tokens/s" for way, r in rate.items()]))
+    mine = max((way for way in rate if kind_of(way) == "ours"), key=rate.get)
+    theirs = max((way for way in rate if kind_of(way) != "ours"), key=rate.get)
     if bench.o.device == "cuda" and peer["parameters"] < 5e8 and bench.in_time(longest):
-        _, profile = bench.profile(case, dtype, WARMUP["cuda"] + 3)
+        _, profile = bench.profile(case, dtype, warmup + 3, *ways[mine])
     tera = peer["flops_per_token"] * 1e-12
-    row = (f"| {name} | {dtype} | {case.batch} x {case.length} | {rate['ours']:,.0f} | {rate[best]:,.0f} ({best}) | "
-           f"{rate['ours'] / rate[best]:.2f} | {tera * rate['ours']:.3g}, {tera * rate[best]:.3g} | "
-           f"{spread(times['ours']):.0%}, {spread(times[best]):.0%} | " +
-           ", ".join(f"{name} {r:,.0f}" for name, r in rate.items() if name not in ("ours", best)) + " |")
-    losses = (f"{name} {dtype}: ours {mine[0]['loss']:.4f} to {mine[-1]['loss']:.4f}, "
-              f"PyTorch {peer['losses'][0]:.4f} to {peer['losses'][-1]:.4f}")
+    row = (f"| {name} | {dtype} | {case.batch} x {case.length} | {rate[mine]:,.0f}{mine.removeprefix('ours')} | "
+           f"{rate[theirs]:,.0f} ({theirs}) | {rate[mine] / rate[theirs]:.2f} | "
+           f"{tera * rate[mine]:.3g}, {tera * rate[theirs]:.3g} | "
+           f"{spread(times[mine]):.0%}, {spread(times[theirs]):.0%} | " +
+           ", ".join(f"{way} {r:,.0f}" for way, r in rate.items() if way not in (mine, theirs)) + " |")
+    text = f"{name} {dtype}: ours {losses[mine][0]:.4f} to {losses[mine][-1]:.4f}, " \
+           f"PyTorch {losses[theirs][0]:.4f} to {losses[theirs][-1]:.4f}"
     if peer["attention_ms"]:
-        losses += f"; attention by {peer['attention']}, ms of a layer {peer['attention_ms']}; {peer['gib']:.1f} GiB"
-    return row, losses, f"{name} {dtype}\n" + "\n".join(profile), peer
+        text += f"; attention by {peer['attention']}, ms of a layer {peer['attention_ms']}; {peer['gib']:.1f} GiB"
+    return row, text, f"{name} {dtype}\n" + "\n".join(profile), peer
 
 
 def processor():

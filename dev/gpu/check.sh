@@ -5,7 +5,7 @@
 #
 #   build      the trainer, the tests, the ladders and the table of ops, by nvcc
 #   ops        every op and kernel against the CPU's
-#   train      short runs against the CPU's, twice, stopped and resumed; the self-test
+#   train      short runs against the CPU's, twice, stopped and resumed, without graphs; the self-test
 #   sanitize   compute-sanitizer's tools on the ops and on short runs: the parts sanitize-ops and sanitize-train
 #   kernels    the ladders; each op beside the GPU's roofs
 #   e2e        training steps beside PyTorch's: the parts e2e-124M, e2e-1558M and e2e-qwen
@@ -132,7 +132,7 @@ ops() {
 train() {
   made train_gpt || return
   local what model dtype
-  for what in against-cpu repeat resume; do
+  for what in against-cpu repeat resume graphs; do
     for model in gpt2 llama; do
       for dtype in fp32 bf16; do
         check "$what $model $dtype" 120 "$PYTHON" dev/gpu/check_training.py "$what" --model "$model" --dtype "$dtype" \
@@ -144,12 +144,9 @@ train() {
     check "generate $model fp32" 120 "$PYTHON" dev/gpu/check_training.py generate --model "$model" --device "$DEVICE" \
       --folder "$RUNS" ${STEPS:+--steps "$STEPS"}
   done
-  # A self-test that knows of devices says so.
-  if ./train_gpt --help | grep -A 3 -e ' --selftest ' | grep -qi -e '--device\|GPU'; then
-    check 'self-test' 200 ./train_gpt --selftest --device "$DEVICE" --local-ranks 2
-  else
-    skip 'self-test' 'this train_gpt tests layouts on the CPU alone'
-  fi
+  check 'resume with --tune-matmul' 120 "$PYTHON" dev/gpu/check_training.py resume --dtype bf16 --device "$DEVICE" \
+    --folder "$RUNS" --options=--tune-matmul ${STEPS:+--steps "$STEPS"}
+  check 'self-test' 200 ./train_gpt --selftest --device "$DEVICE" --local-ranks 2
 }
 
 # sanitized NAME SECONDS TOOL COMMAND...

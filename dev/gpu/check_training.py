@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """One check of the trainer on a GPU; dev/gpu/check.sh runs them all. Exit status 0: it holds; 1: it does not.
 
-    python3 dev/gpu/check_training.py against-cpu|repeat|resume|generate --model gpt2 --dtype fp32
+    python3 dev/gpu/check_training.py against-cpu|repeat|resume|graphs|generate --model gpt2 --dtype fp32
 
-against-cpu: the losses and gradient norms of a short run are those of the CPU, as near as those of two layouts must be.
-repeat: a run twice gives the same bits. resume: stopped by a signal and started again it gives the bits of the run that
-was not. generate: the weights that it learned continue a prompt as they do on the CPU. Data: the project's own sources.
+against-cpu: the losses and gradient norms of a short run are those of the CPU, as near as those of two layouts must
+be. repeat: a run twice gives the same bits. resume: stopped by a signal and started again it gives the bits of the
+run that was not. graphs: with CUDA graphs and without, the bits are the same. generate: the weights that it learned
+continue a prompt as they do on the CPU. Data: the project's own sources.
 The last line begins with "note:" and has the figures.
 """
 import argparse
@@ -52,7 +53,7 @@ class Check:
     def command(self, out, device, *more):
         return ["./train_gpt", "-i", self.shard, *MODELS[self.o.model], "--dtype", self.o.dtype, "--device", device,
                 "-b", "4", "-t", "128", "-d", "1024", "-l", "1e-3", "-u", "5", "-o", f"{self.folder}/{out}",
-                *map(str, more)]
+                *self.o.options.split(), *map(str, more)]
 
     def train(self, out, device, *more, expected=0):
         self.finish(self.start(out, device, *more), expected)
@@ -129,6 +130,11 @@ class Check:
         self.train("stopped", self.o.device, *steps)
         return f"stopped behind step {at}; {self.require_same('whole', 'stopped', self.o.steps)}"
 
+    def graphs(self):
+        for way in ("on", "off"):
+            self.train(way, self.o.device, "-x", self.o.steps, "--cuda-graphs", way)
+        return self.require_same("on", "off", self.o.steps)
+
     def generate(self):
         self.train("run", self.o.device, "-x", self.o.steps)
         texts = []
@@ -158,11 +164,12 @@ def distances(run, reference):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("check", choices=("against-cpu", "repeat", "resume", "generate"))
+    parser.add_argument("check", choices=("against-cpu", "repeat", "resume", "graphs", "generate"))
     parser.add_argument("--model", choices=MODELS, default="gpt2")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--device", default="cuda", help="cpu tries this script itself, without a GPU")
+    parser.add_argument("--options", default="", metavar="WORDS", help="more options of the trainer")
     parser.add_argument("--folder", default="build/gpu-runs")
     o = parser.parse_args()
     check = Check(o)

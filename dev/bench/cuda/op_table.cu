@@ -163,10 +163,10 @@ void measure_update(OpTimer& timer, const ModelConfig& c) {
   const Tensor weight = timer.normal({n}, 0.02f), master = timer.tensor(DType::fp32, {n}),
                gradient = timer.tensor(DType::fp32, {n}), moment1 = timer.filled(0, {n}),
                moment2 = timer.filled(0, {n}), sum = timer.tensor(DType::fp64, {1}),
-               control = timer.tensor(DType::fp64, {3});
+               control = timer.tensor(DType::fp64, {4});
   convert(master, weight, stream);
   convert(gradient, weight, stream);
-  upload(control, std::vector<double>{1, 1, 1}, stream);  // norm 1, factor 1, the update may happen
+  upload(control, std::vector<double>{1, 1, 1, 0}, stream);  // norm 1, factor 1, the update may happen
   const AdamWOptions options{.lr = 1e-4f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 1};
   const std::string shape = formatted("{}", n);
   timer.measure(shape, calls, [&] { square_sum(sum, gradient, stream); });
