@@ -350,7 +350,7 @@ class Training {
   // Leaves if it is time to; asked between micro-steps, tokens of a sample and updates.
   // All ranks leave together, if one of them is to.
   void poll() const {
-    const std::string reason = stop_.reason();
+    const std::string reason = stop_.reason(under_way_ ? last_seconds_ : 0);
     for (const std::string& other : run_.dp.control->all_gather_text("time to stop", reason))
       if (!other.empty()) throw Interrupted{other};
   }
@@ -423,6 +423,7 @@ class Training {
     const int64_t step = update.step;
     const double seconds = seconds_since(clock_);
     clock_ = std::chrono::steady_clock::now();
+    last_seconds_ = seconds;
     step_seconds_ += seconds;
     losses_.add(result.loss);
     norms_.add(result.grad_norm);
@@ -652,9 +653,7 @@ class Training {
           std::isfinite(best_val_) ? formatted("{:.4f} at best, at step {}", best_val_, best_step_) : "not measured"},
          {"checkpoint", checkpoint_},
          {"metrics", o_.out_dir + "/metrics.jsonl"}});
-    if (o_.profile)
-      report_profile(log_, ops_, job_.max_steps - first_, peaks_.measured / static_cast<double>(ranks()),
-                     measure_bandwidth(job_.device) / job_.rank_device.sharers);
+    if (o_.profile) report_profile(log_, ops_, job_.max_steps - first_, peaks_.of_rank(ranks()));
     report_next_steps(log_, o_, checkpoint_, program_invocation_name);
   }
 
@@ -685,7 +684,7 @@ class Training {
   std::string checkpoint_;      // the last one in the out directory
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   double step_seconds_ = 0;  // of all steps, without validation, sampling and checkpoints
-  double last_loss_ = 0;
+  double last_loss_ = 0, last_seconds_ = 0;
 };
 
 void run_training(const Options& o, StopCondition::Clock::time_point process_begin) {
@@ -702,7 +701,7 @@ void run_training(const Options& o, StopCondition::Clock::time_point process_beg
     return report_next_steps(log, o, resume->path, program_invocation_name);
   }
   if (resume) job.go_on(*resume, log);
-  const Peaks peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops)
+  const Peaks peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops, o.profile)
                           .times(static_cast<int>(o.local_ranks) / job.rank_device.sharers);
   World world(job.step.zero.mesh(), job.backend);
   run_ranks(world, [&](int rank) {

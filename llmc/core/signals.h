@@ -65,12 +65,13 @@ class StopCondition {
   // A save took so long.
   void saved(double seconds) { reserve_ = margin * seconds; }
 
-  // Why it is time to save and leave; empty: it is not.
-  std::string reason() const {
+  // Why it is time to save and leave; empty: it is not. under_way: seconds of what will be waited for first.
+  std::string reason(double under_way = 0) const {
     if (const int signal = detail::signal_received; signal != 0)
       return signal == SIGINT ? "SIGINT" : signal == SIGTERM ? "SIGTERM" : signal == SIGHUP ? "SIGHUP" : "SIGUSR1";
     const double minutes = std::chrono::duration<double, std::ratio<60>>(Clock::now() - begin_).count();
-    return limit_ && minutes + reserve_ / 60 >= *limit_ ? formatted("--time-limit {} minutes", *limit_) : std::string();
+    return limit_ && minutes + (reserve_ + under_way) / 60 >= *limit_ ? formatted("--time-limit {} minutes", *limit_)
+                                                                      : std::string();
   }
 
  private:

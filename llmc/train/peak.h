@@ -97,22 +97,26 @@ inline double matmul_peak(const Device& device, DType dtype) {
   return measured;
 }
 
-// What the speed of a run is held against, in flops per second.
+// What the speed of a run, or of a rank, is held against.
 struct Peaks {
-  double measured = 0;             // of matmul, here: the speed of light
-  std::optional<double> promised;  // what MFU is a share of; none: not known
+  double measured = 0;             // flops per second of matmul, here: the speed of light
+  double bandwidth = 0;            // bytes per second of a copy, here, if it was asked for
+  std::optional<double> promised;  // flops per second that MFU is a share of; none: not known
   std::string source;              // of what is promised
 
-  Peaks times(int devices) const {
-    return {measured * devices, promised ? std::optional(*promised * devices) : std::nullopt, source};
+  Peaks times(double factor) const {
+    return {measured * factor, bandwidth * factor, promised ? std::optional(*promised * factor) : std::nullopt, source};
   }
+  Peaks of_rank(int64_t ranks) const { return times(1 / static_cast<double>(ranks)); }
 };
 
 // Of one device. MFU is against the datasheet of a GPU, or --peak-tflops; against what was measured on a CPU, which has
 // none.
-inline Peaks find_peaks(const Device& device, DType dtype, const std::optional<double>& peak_tflops) {
+inline Peaks find_peaks(const Device& device, DType dtype, const std::optional<double>& peak_tflops,
+                        bool with_bandwidth = false) {
   Peaks peaks;
   peaks.measured = matmul_peak(device, dtype);
+  if (with_bandwidth) peaks.bandwidth = measure_bandwidth(device);
   if (peak_tflops) return peaks.promised = *peak_tflops * 1e12, peaks.source = "--peak-tflops", peaks;
   if (device.kind != DeviceKind::cuda) return peaks.promised = peaks.measured, peaks.source = "measured", peaks;
   const std::optional<GpuPeaks> chip = gpu_peaks(gpu_info(device.gpu).name);

@@ -183,7 +183,7 @@ inline void report_header(Log& log, const Options& o, const Device& device, cons
 
 // Where the time of the training steps of a rank went, the longest op first, and what share of its roof each reached:
 // the time that its flops take at the peak of matmul, or its bytes at that of a copy, whichever is longer.
-inline void report_profile(Log& log, const OpLedger& ops, int64_t steps, double peak, double bandwidth) {
+inline void report_profile(Log& log, const OpLedger& ops, int64_t steps, const Peaks& roof) {
   std::vector<std::pair<std::string, OpTotals>> sorted(ops.begin(), ops.end());
   std::sort(sorted.begin(), sorted.end(),
             [](const auto& a, const auto& b) { return a.second.seconds > b.second.seconds; });
@@ -195,9 +195,9 @@ inline void report_profile(Log& log, const OpLedger& ops, int64_t steps, double 
                       formatted("{:8.3f} ms a step {:5.1f}% {:7} calls {:9.1f} GFLOP/s {:7.1f} GB/s {:5.1f}% of roof",
                                 t.seconds * 1e3 / static_cast<double>(steps), 100 * t.seconds / total, t.calls / steps,
                                 t.flops * 1e-9 / t.seconds, t.bytes * 1e-9 / t.seconds,
-                                100 * std::max(t.flops / peak, t.bytes / bandwidth) / t.seconds));
+                                100 * std::max(t.flops / roof.measured, t.bytes / roof.bandwidth) / t.seconds));
   log.table(formatted("ops of a rank; roof: {:.1f} TFLOP/s of matmul, {:.1f} GB/s of a copy, measured here",
-                      peak * 1e-12, bandwidth * 1e-9),
+                      roof.measured * 1e-12, roof.bandwidth * 1e-9),
             rows);
 }
 
