@@ -50,13 +50,11 @@ class Event {
 
 // What is enqueued on the stream from now on runs behind the event. where: the place in our source that asks for it,
 // which tests without a GPU switch off.
-inline void wait_for_event(cudaStream_t stream, const Event& event,
-                           [[maybe_unused]] const std::source_location& where) {
-#ifdef __CUDACC__
-  CUDA_CHECK(cudaStreamWaitEvent(stream, event, 0));
-#else
-  CUDA_CHECK(cudaStreamWaitEvent(stream, event, 0, where));
-#endif
+template <class Where>
+void wait_for_event(cudaStream_t stream, cudaEvent_t event, [[maybe_unused]] const Where& where) {
+  if constexpr (requires { cudaStreamWaitEvent(stream, event, 0, where); })
+    CUDA_CHECK(cudaStreamWaitEvent(stream, event, 0, where));
+  else CUDA_CHECK(cudaStreamWaitEvent(stream, event, 0));
 }
 
 // Milliseconds between two events with times that have happened.

@@ -20,6 +20,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "core/dtype.h"
 #include "device/device.h"
 #include "ops/cuda/launch.cuh"
 #include "ops/types.h"
