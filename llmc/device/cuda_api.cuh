@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <memory>
 #include <source_location>
+#include <utility>
 
 #include "core/check.h"
 
