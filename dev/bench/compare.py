@@ -155,7 +155,8 @@ def spread(values):
 
 def compare(bench, name, case, dtype):
     """A row of the table, the losses of both, and the time by op."""
-    ways, longest, warmup = bench.variants(dtype), 0.0, WARMUP[bench.o.device]
+    all_ways, longest, warmup = bench.variants(dtype), 0.0, WARMUP[bench.o.device]
+    ways = all_ways
     times, losses, profile, peer, reasons = {}, {}, [], {}, {"ours": "no time was left"}
     for round_number in range(bench.o.rounds):
         if round_number > 0 and not bench.in_time(longest):
@@ -184,7 +185,7 @@ def compare(bench, name, case, dtype):
             best = {}
             for way in sorted(times, key=lambda way: statistics.median(times[way])):
                 best.setdefault(kind_of(way), way)
-            ways = {way: ways[way] for way in best.values()}
+            ways = {way: all_ways[way] for way in best.values()}
         longest = time.monotonic() - begin
     rate = {way: case.batch * case.length / statistics.median(ms) * 1e3 for way, ms in times.items()}
     if len({kind_of(way) == "ours" for way in rate}) < 2:
@@ -193,7 +194,7 @@ def compare(bench, name, case, dtype):
     mine = max((way for way in rate if kind_of(way) == "ours"), key=rate.get)
     theirs = max((way for way in rate if kind_of(way) != "ours"), key=rate.get)
     if bench.o.device == "cuda" and peer["parameters"] < 5e8 and bench.in_time(longest):
-        _, profile = bench.profile(case, dtype, warmup + 3, *ways[mine])
+        _, profile = bench.profile(case, dtype, warmup + 3, *all_ways[mine])
     tera = peer["flops_per_token"] * 1e-12
     row = (f"| {name} | {dtype} | {case.batch} x {case.length} | {rate[mine]:,.0f}{mine.removeprefix('ours')} | "
            f"{rate[theirs]:,.0f} ({theirs}) | {rate[mine] / rate[theirs]:.2f} | "
