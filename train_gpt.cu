@@ -76,6 +76,11 @@ Device rank_device(Device device, int64_t ranks, int64_t rank = 0) {
   return device;
 }
 
+// GPUs that the ranks compute on; a CPU is one.
+int64_t devices_in_use(const Device& device, int64_t ranks) {
+  return device.kind == DeviceKind::cuda ? std::min<int64_t>(ranks, visible_gpus().count) : 1;
+}
+
 // Who moves tensors between the ranks.
 Backend choose_backend(const Options& o, const Device& rank_device) {
   const bool own_gpus = rank_device.kind == DeviceKind::cuda && rank_device.sharers == 1;
@@ -102,8 +107,7 @@ StepConfig choose_step(const Options& o) {
         o.seq_len, step.model.n_positions, o.model, step.model.n_positions);
   if (o.total_batch_size)
     step.micro_batches = *o.total_batch_size / (step.batch.rows() * o.local_ranks);  // validated with the options
-  step.head_chunks = o.head_chunks > 0 ? std::min(o.head_chunks, step.batch.rows())
-                                       : default_head_chunks(step.model, step.batch, step.dtype);
+  step.head_chunks = o.head_chunks;
   require_countable(step);
   return step;
 }
@@ -242,12 +246,23 @@ struct Job {
     }
     if (o.mask_documents) document_end = choose_document_end();
     CHECK(!o.keep_best || (val && o.val_every > 0), "--keep-best needs --val-data and --val-every");
-    CHECK(o.log_gpu_every == 0 || device.kind == DeviceKind::cuda, "--log-gpu-every {}: this run is not on a GPU{}",
-          o.log_gpu_every, o.device == "cpu" ? ", by --device cpu" : "; " + visible_gpus().why_none);
+    require_gpu_for("--log-gpu-every", o.log_gpu_every > 0);
+    require_gpu_for("--tf32", o.tf32);
+    require_gpu_for("--tune-matmul", o.tune_matmul);
+    require_gpu_for("--attention cudnn", device.cudnn);
+    CHECK(
+        !device.cudnn || (step.dtype == DType::bf16 && !o.mask_documents),
+        "--attention cudnn computes in bf16 and lets documents see each other: leave out --mask-documents, use --dtype "
+        "bf16, or --attention own");
     plan = make_plan(step, rank_device);
     // What a checkpoint records may take less.
     if (o.resume == "never" || (o.resume == "auto" && checkpoint_steps(o.out_dir).empty()))
       require_memory(o, step, plan, rank_device);
+  }
+
+  void require_gpu_for(const char* option, bool asked) const {
+    CHECK(!asked || device.kind == DeviceKind::cuda, "{} is for GPUs, and this run is not on one{}", option,
+          options.device == "cpu" ? ", by --device cpu" : ": " + visible_gpus().why_none);
   }
 
   // Without a tokenizer that says so, the end of text is that of the vocabulary, where its size tells which it is.
@@ -296,7 +311,8 @@ class Training {
         directory_(directory),
         log_(log),
         stop_(o_.time_limit, job.begin,
-              static_cast<double>(checkpoint_bytes(job.step.model, job.step.dtype)) / assumed_bytes_per_second),
+              static_cast<double>(checkpoint_bytes(job.step.model, job.step.dtype, job.step.zero.master_weights)) /
+                  assumed_bytes_per_second),
         peaks_(peaks),
         rank_(rank),
         run_(job.step, job.plan, rank_device(job.device, o_.local_ranks, rank), world, rank),
@@ -307,12 +323,12 @@ class Training {
     else initialise(run_, o_);
     if (rank_ == 0 && o_.log_gpu_every > 0) monitor_.emplace(gpu_info(job.rank_device.gpu).bus_id);
     if (rank_ == 0) {
-      detail::require_space(o_.out_dir, checkpoint_bytes(job.step.model, job.step.dtype));
+      detail::require_space(o_.out_dir, checkpoint_bytes(job.step.model, job.step.dtype, job.step.zero.master_weights));
       directory.claim(o_);
       validated_ = directory.cut_metrics(done_);
       log.open_metrics(o_.out_dir);
-      report_header(log, o_, job.device, job.step, job.max_steps, job.train, job.val ? &*job.val : nullptr, job.plan,
-                    peaks_, job_.document_end);
+      report_header(log, o_, job.device, job.backend, job.step, job.max_steps, job.train, job.val ? &*job.val : nullptr,
+                    job.plan, peaks_, job_.document_end);
     }
     validated_ = !run_.dp.control->all_gather_text("validated", validated_ ? "yes" : "")[0].empty();
     if (resume) log.line(formatted("resuming behind step {} from {}", done_, resume->path));
@@ -505,7 +521,11 @@ class Training {
   void choose_matmuls() {
     if (job_.device.kind != DeviceKind::cuda) return;
     const std::string here = matmul_choices(run_.stream);  // nothing is chosen yet: its title alone
-    if (matmul_choices_.starts_with(here)) return set_matmul_choices(matmul_choices_, run_.stream);
+    const bool fits = !matmul_choices_.empty() && matmul_choices_.starts_with(here);
+    bool all_fit = true;
+    for (const std::string& other : run_.dp.control->all_gather_text("matmul algorithms fit", fits ? "yes" : "no"))
+      all_fit &= other == "yes";
+    if (all_fit) return set_matmul_choices(matmul_choices_, run_.stream);
     if (!matmul_choices_.empty())
       log_.line(
           "notice: the checkpoint's matmul algorithms are for another GPU or cuBLASLt: products may round otherwise");
@@ -702,7 +722,7 @@ void run_training(const Options& o, StopCondition::Clock::time_point process_beg
   }
   if (resume) job.go_on(*resume, log);
   const Peaks peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops, o.profile)
-                          .times(static_cast<int>(o.local_ranks) / job.rank_device.sharers);
+                          .times(static_cast<double>(devices_in_use(job.device, o.local_ranks)));
   World world(job.step.zero.mesh(), job.backend);
   run_ranks(world, [&](int rank) {
     Log silent = Log::silent();

@@ -144,8 +144,6 @@ train() {
     check "generate $model fp32" 120 "$PYTHON" dev/gpu/check_training.py generate --model "$model" --device "$DEVICE" \
       --folder "$RUNS" ${STEPS:+--steps "$STEPS"}
   done
-  check 'resume with --tune-matmul' 120 "$PYTHON" dev/gpu/check_training.py resume --dtype bf16 --device "$DEVICE" \
-    --folder "$RUNS" --options=--tune-matmul ${STEPS:+--steps "$STEPS"}
   check 'self-test' 200 ./train_gpt --selftest --device "$DEVICE" --local-ranks 2
 }
 

@@ -201,7 +201,7 @@ void visit_options(O& o, Visitor&& visit) {
         "blocks; the numbers are the same, memory goes down and time up");
   visit("--memory-limit", "", o.memory_limit, between(0, 1 << 30), free,
         "GiB that each rank may take: a run that needs more is refused before it starts; default: its part of the "
-        "machine's memory");
+        "memory of the machine, or of what is free on the GPU");
   visit("--schedule", "", o.schedule, one_of({"gpipe", "1f1b"}), free,
         "order of forwards and backwards; 1f1b needs less memory, the numbers are the same");
   visit(
@@ -223,12 +223,14 @@ void visit_options(O& o, Visitor&& visit) {
         "where to compute: on GPUs or on the CPU; auto: on GPUs where this build and this machine have them");
   visit("--attention", "", o.attention, one_of({"own", "cudnn"}), warn,
         "whose attention GPUs use: this program's, or cuDNN's, in bf16, where it was built with USE_CUDNN=1");
-  visit("--cuda-graphs", "", o.cuda_graphs, one_of({"on", "off"}), free,
-        "on GPUs the forwards and backwards of a micro-batch are launched as one CUDA graph each");
+  visit(
+      "--cuda-graphs", "", o.cuda_graphs, one_of({"on", "off"}), free,
+      "on GPUs a micro-batch's forward, and its backward, is launched as one CUDA graph, where it does not meet other "
+      "ranks: not in stage 3, not with --grad-reduce micro, nor in the last backward of several ranks");
   visit(
       "--tune-matmul", "", o.tune_matmul, Limits{}, warn,
       "before the first step, time what cuBLASLt offers for each product of a step and choose the fastest; recorded in "
-      "the checkpoints, and kept by a run that goes on");
+      "the checkpoints, and kept by a run that goes on; two runs from the start may choose, and round, otherwise");
   visit("--tf32", "", o.tf32, Limits{}, warn,
         "GPUs multiply fp32 on tensor cores, with 10 bits of mantissa: faster, and no longer the numbers of fp32");
   visit("--threads", "", o.threads, between(0, 1024), warn,

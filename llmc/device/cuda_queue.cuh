@@ -178,7 +178,7 @@ class Queue {
     }
     if (fit < most_staging)
       return staging_.emplace_back(Staging{.memory = PinnedMemory(std::max(bytes, least_staging))});
-    CUDA_CHECK(cudaEventSynchronize(first_fit->copied));
+    wait_on_host(first_fit->copied);
     return *first_fit;
   }
 

@@ -1,6 +1,7 @@
 // gpu.h: the GPUs of this process, in words that need no CUDA.
 #pragma once
 #include <algorithm>
+#include <limits>
 #include <string>
 
 #include "device/device.h"
@@ -29,6 +30,8 @@ struct GpuInfo {
 
 // Memory of a GPU that no plan counts: what libraries load when they are first called.
 inline constexpr int64_t gpu_reserve = 512 << 20;
+// And what NCCL takes for the groups of a rank.
+inline constexpr int64_t nccl_reserve = int64_t{1} << 30;
 
 #ifdef TRAIN_GPT_CUDA
 inline constexpr bool built_for_gpus = true;
@@ -81,10 +84,13 @@ inline VisibleGpus visible_gpus() { return {0, "this train_gpt was built without
 inline GpuInfo gpu_info(int) { throw Error(visible_gpus().why_none); }
 #endif
 
-// Bytes that a run's arenas may take on this device, all ranks that share it together.
-inline int64_t device_memory(const Device& device) {
-  if (device.computes_as() != DeviceKind::cuda) return host_memory();
-  return std::max<int64_t>(0, gpu_info(device.gpu).free_bytes - gpu_reserve);
+// Bytes that the ranks' arenas may take on each of the GPUs that so many ranks use: what is free on the fullest, but
+// for what libraries load.
+inline int64_t gpu_memory(int64_t ranks) {
+  const int64_t gpus = std::min<int64_t>(ranks, visible_gpus().count);
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (int64_t gpu = gpus; gpu-- > 0;) least = std::min(least, gpu_info(static_cast<int>(gpu)).free_bytes);
+  return std::max<int64_t>(0, least - gpu_reserve - (gpus > 1 ? nccl_reserve : 0));
 }
 
 }  // namespace llmc

@@ -29,6 +29,7 @@ class HostView {
   HostView(const Tensor& t, Stream& stream) : tensor_(t) {
 #ifdef TRAIN_GPT_CUDA
     if (stream.device().kind == DeviceKind::cuda) {
+      stream.synchronize();  // which errors of peers end; the copy to pageable memory would wait for the stream itself
       copy_ = std::make_unique_for_overwrite<std::byte[]>(detail::bytes_of(t));
       CUDA_CHECK(cudaMemcpyAsync(copy_.get(), t.bytes, detail::bytes_of(t), cudaMemcpyDeviceToHost, stream.cuda()));
       tensor_ = detail::at_host(t, copy_.get());

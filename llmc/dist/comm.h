@@ -210,8 +210,11 @@ class World {
     std::lock_guard lock(mutex_);
     failed_ = true;
     for (auto& [name, hub] : hubs_) hub->abort();
+    std::vector<std::shared_ptr<GpuCollectives>> alive;
     for (const auto& group : groups_)
-      if (const auto alive = group.lock()) alive->abort();
+      if (auto its = group.lock()) alive.push_back(std::move(its));
+    for (const auto& group : alive) group->expect_abort();
+    for (const auto& group : alive) group->abort();
   }
   void throttle(double seconds_per_byte) { seconds_per_byte_ = seconds_per_byte; }
 

@@ -1,8 +1,12 @@
 // comm_nccl.h: NCCL's collectives between GPUs, one rank for each, on the streams of their callers. Private to comm.h.
 #pragma once
 #include <atomic>
+#include <cstdlib>
+#include <cstring>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
 
 #include "dist/ring.h"
 #ifdef TRAIN_GPT_NCCL
@@ -25,7 +29,8 @@ class GpuCollectives {
   virtual void receive(Tensor buffer, int from, Stream& stream) = 0;
   // Throws what went wrong meanwhile, here or at a peer; asked while the host waits for a stream.
   virtual void check() = 0;
-  // From any thread: whoever waits in a collective is let go.
+  // From any thread, both: from now on a peer has failed; and whoever waits in a collective is let go.
+  virtual void expect_abort() = 0;
   virtual void abort() = 0;
 };
 
@@ -62,10 +67,13 @@ class NcclGroup final : public GpuCollectives {
     ncclUniqueId bytes;
     std::memcpy(&bytes, id.data(), sizeof bytes);
     CUDA_CHECK(cudaSetDevice(gpu));
+    // Gradients and weights travel at the same time, in groups of their own: NCCL is to run them in the order in which
+    // they were enqueued, which is the same on all ranks.
+    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
     detail::check_nccl(ncclCommInitRank(&comm_, size, bytes, rank), "ncclCommInitRank");
   }
   ~NcclGroup() override {
-    if (!aborted_.exchange(true)) ncclCommDestroy(comm_);
+    if (!aborted_) ncclCommDestroy(comm_);
   }
 
   static std::string unique_id() {
@@ -76,61 +84,68 @@ class NcclGroup final : public GpuCollectives {
 
   void reduce_scatter(Tensor buffer, int64_t n, Stream& stream) override {
     std::byte* mine = buffer.bytes + rank_ * n * size_of(buffer.dtype);
-    done(ncclReduceScatter(buffer.bytes, mine, static_cast<size_t>(n), type(buffer), ncclSum, comm_, stream.cuda()),
-         "ncclReduceScatter");
+    call("ncclReduceScatter",
+         [&] { return ncclReduceScatter(buffer.bytes, mine, count(n), type(buffer), ncclSum, comm_, stream.cuda()); });
   }
   void all_gather(Tensor buffer, int64_t n, Stream& stream) override {
     const std::byte* mine = buffer.bytes + rank_ * n * size_of(buffer.dtype);
-    done(ncclAllGather(mine, buffer.bytes, static_cast<size_t>(n), type(buffer), comm_, stream.cuda()),
-         "ncclAllGather");
+    call("ncclAllGather",
+         [&] { return ncclAllGather(mine, buffer.bytes, count(n), type(buffer), comm_, stream.cuda()); });
   }
   void broadcast(Tensor buffer, int64_t n, int root, Stream& stream) override {
-    done(ncclBroadcast(buffer.bytes, buffer.bytes, static_cast<size_t>(n), type(buffer), root, comm_, stream.cuda()),
-         "ncclBroadcast");
+    call("ncclBroadcast",
+         [&] { return ncclBroadcast(buffer.bytes, buffer.bytes, count(n), type(buffer), root, comm_, stream.cuda()); });
   }
   void reduce(Tensor buffer, int64_t n, int root, Stream& stream) override {
-    done(ncclReduce(buffer.bytes, buffer.bytes, static_cast<size_t>(n), type(buffer), ncclSum, root, comm_,
-                    stream.cuda()),
-         "ncclReduce");
+    call("ncclReduce", [&] {
+      return ncclReduce(buffer.bytes, buffer.bytes, count(n), type(buffer), ncclSum, root, comm_, stream.cuda());
+    });
   }
   void all_to_all(Tensor out, Tensor in, int64_t n, Stream& stream) override {
     const int64_t bytes = n * size_of(in.dtype);
-    done(ncclGroupStart(), "ncclGroupStart");
+    call("ncclGroupStart", [] { return ncclGroupStart(); });
     for (int k = 0; k < size_; ++k) {
-      done(ncclSend(in.bytes + k * bytes, static_cast<size_t>(n), type(in), k, comm_, stream.cuda()), "ncclSend");
-      done(ncclRecv(out.bytes + k * bytes, static_cast<size_t>(n), type(out), k, comm_, stream.cuda()), "ncclRecv");
+      call("ncclSend", [&] { return ncclSend(in.bytes + k * bytes, count(n), type(in), k, comm_, stream.cuda()); });
+      call("ncclRecv", [&] { return ncclRecv(out.bytes + k * bytes, count(n), type(out), k, comm_, stream.cuda()); });
     }
-    done(ncclGroupEnd(), "ncclGroupEnd");
+    call("ncclGroupEnd", [] { return ncclGroupEnd(); });
   }
   void send(Tensor buffer, int to, Stream& stream) override {
-    done(ncclSend(buffer.bytes, static_cast<size_t>(buffer.numel()), type(buffer), to, comm_, stream.cuda()),
-         "ncclSend");
+    call("ncclSend",
+         [&] { return ncclSend(buffer.bytes, count(buffer.numel()), type(buffer), to, comm_, stream.cuda()); });
   }
   void receive(Tensor buffer, int from, Stream& stream) override {
-    done(ncclRecv(buffer.bytes, static_cast<size_t>(buffer.numel()), type(buffer), from, comm_, stream.cuda()),
-         "ncclRecv");
+    call("ncclRecv",
+         [&] { return ncclRecv(buffer.bytes, count(buffer.numel()), type(buffer), from, comm_, stream.cuda()); });
   }
 
   void check() override {
-    if (aborted_) throw PeerError();
     ncclResult_t state = ncclSuccess;
-    done(ncclCommGetAsyncError(comm_, &state), "ncclCommGetAsyncError");
-    done(state, "a collective of NCCL");
+    call("ncclCommGetAsyncError", [&] { return ncclCommGetAsyncError(comm_, &state); });
+    call("a collective of NCCL", [&] { return state; });
   }
+  void expect_abort() override { failed_ = true; }
   void abort() override {
-    if (!aborted_.exchange(true)) ncclCommAbort(comm_);
+    std::lock_guard lock(mutex_);  // nobody is inside a call on the communicator, which this frees
+    if (!std::exchange(aborted_, true)) ncclCommAbort(comm_);
   }
 
  private:
+  static size_t count(int64_t n) { return static_cast<size_t>(n); }
   static ncclDataType_t type(const Tensor& t) { return detail::nccl_type(t.dtype); }
-  void done(ncclResult_t status, const char* call) const {
-    if (aborted_) throw PeerError();  // what follows from a peer's failure is not the reason
-    detail::check_nccl(status, call, comm_);
+  template <class F>
+  void call(const char* what, F&& f) {
+    std::lock_guard lock(mutex_);
+    const ncclResult_t status = aborted_ ? ncclSuccess : f();
+    if (failed_) throw PeerError();  // what follows from a peer's failure is not the reason
+    detail::check_nccl(status, what, comm_);
   }
 
   int rank_, size_;
   ncclComm_t comm_ = nullptr;
-  std::atomic<bool> aborted_ = false;
+  std::atomic<bool> failed_ = false;  // a rank has
+  std::mutex mutex_;                  // of the communicator
+  bool aborted_ = false;
 };
 
 inline std::string nccl_version() {

@@ -106,8 +106,8 @@ inline void require_space(const std::string& directory, int64_t bytes) {
 }  // namespace detail
 
 // What a checkpoint takes on the disk, but for some kilobytes: weights in the training dtype, masters and two moments.
-inline int64_t checkpoint_bytes(const ModelConfig& config, DType dtype) {
-  const int64_t state = size_of(accumulator_of(dtype)) * (dtype == accumulator_of(dtype) ? 2 : 3);
+inline int64_t checkpoint_bytes(const ModelConfig& config, DType dtype, bool master_weights = true) {
+  const int64_t state = size_of(accumulator_of(dtype)) * (dtype == accumulator_of(dtype) || !master_weights ? 2 : 3);
   return count_parameters(parameter_table(config)) * (size_of(dtype) + state);
 }
 

@@ -35,7 +35,10 @@ double best_seconds(const Device& device, DType dtype, const Shape& shape, Op&& 
     Stream stream(on, scratch);
     auto tensor = [&](const char* name) { return arena.alloc("peak", name, dtype, shape); };
     const Tensor out = tensor("out"), x = tensor("x"), y = tensor("y");
-    for (const Tensor& t : {x, y}) init_normal(t, 1, 0, 0, t.name, stream);  // zeros would cost less power
+    for (const Tensor& t : {x, y}) {
+      if (on.kind == DeviceKind::cuda) init_normal(t, 1, 0, 0, t.name, stream);  // zeros would cost less power
+      else zero(t, stream);
+    }
     for (int i = 0; i < 8; ++i) {
       stream.synchronize();
       const auto begin = std::chrono::steady_clock::now();

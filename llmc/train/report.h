@@ -27,7 +27,7 @@ namespace llmc {
 inline std::string version_text() {
   return formatted("train_gpt {}\ncompiler: {}\nflags: {}\nmatmul: {}\ndevices: {}", TRAIN_GPT_GIT_HASH,
                    TRAIN_GPT_COMPILER, TRAIN_GPT_FLAGS, matmul_library({}),
-                   built_for_gpus ? "cpu, cuda, null" : "cpu, null");
+                   built_for_gpus ? formatted("cpu, cuda ({}), null", nccl_version()) : std::string("cpu, null"));
 }
 
 // What computes: "NVIDIA H200 (sm_90, 139.8 GiB)".
@@ -42,7 +42,9 @@ using Rows = std::vector<std::pair<std::string, std::string>>;
 
 // Bytes that a rank may take.
 inline int64_t memory_limit(const Options& o, const Device& device) {
-  return o.memory_limit ? static_cast<int64_t>(*o.memory_limit * (1 << 30)) : device_memory(device) / device.sharers;
+  if (o.memory_limit) return static_cast<int64_t>(*o.memory_limit * (1 << 30));
+  if (device.computes_as() != DeviceKind::cuda) return host_memory() / device.sharers;
+  return gpu_memory(o.local_ranks) / device.sharers;
 }
 
 namespace detail {
@@ -140,9 +142,9 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
   log.line("=> " + detail::memory_verdict(o, step, plan, device));
 }
 
-inline void report_header(Log& log, const Options& o, const Device& device, const StepConfig& step, int64_t max_steps,
-                          const TokenShards& train, const TokenShards* val, const Plan& plan, const Peaks& peaks,
-                          std::optional<int32_t> document_end) {
+inline void report_header(Log& log, const Options& o, const Device& device, Backend backend, const StepConfig& step,
+                          int64_t max_steps, const TokenShards& train, const TokenShards* val, const Plan& plan,
+                          const Peaks& peaks, std::optional<int32_t> document_end) {
   Rows rows = {
       {"machine", formatted("{}: {}", host_name(), describe(device))},
       {"matmul",
@@ -171,13 +173,17 @@ inline void report_header(Log& log, const Options& o, const Device& device, cons
     for (int rank = 0; rank < mesh.size(); ++rank) {
       who.emplace_back(formatted("rank {}", rank), mesh.coordinates(rank));
     }
-    log.table("ranks, threads of this process", who);
+    log.table("ranks, threads of this process; tensors go through " +
+                  (backend == Backend::nccl ? nccl_version() : std::string("the process's memory, thread to thread")),
+              who);
+    if (device.kind == DeviceKind::cuda && backend == Backend::threads)
+      log.line("notice: ranks share GPUs, or this build has no NCCL: every exchange waits for the GPU; right and slow");
   }
   log.table(o.local_ranks == 1 ? "memory" : "memory of a rank", detail::memory_rows(plan));
-  if (o.local_ranks > device.threads)
+  if (device.kind == DeviceKind::cpu && o.local_ranks > device.threads)
     log.line(formatted("notice: {} ranks share {} processors: right for tests and for learning, slower than one rank",
                        o.local_ranks, device.threads));
-  if (o.dtype == "bf16" && !cpu::bf16_is_native())
+  if (device.kind == DeviceKind::cpu && o.dtype == "bf16" && !cpu::bf16_is_native())
     log.line("notice: no bf16 products in this processor or this build: they are widened to fp32, right but slow");
 }
 

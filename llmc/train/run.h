@@ -1,7 +1,6 @@
 // run.h: one rank, whole: memory made exactly as large as the plan says, its stream, its groups and its trainer; and
 // how many ranks run as threads of this process.
 #pragma once
-#include <array>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -19,7 +18,7 @@ struct Run {
   DataParallel dp;
   Trainer trainer;
   Run(const StepConfig& config, const Plan& plan, const Device& device, World& world, int rank)
-      : arena(device, plan.arena_bytes),
+      : arena(planned_arena(plan, device)),
         scratch(device, plan.scratch_bytes),
         stream(device, scratch),
         copies(device.kind == DeviceKind::cuda ? std::make_unique<Stream>(device, scratch) : nullptr),
@@ -35,7 +34,6 @@ struct Run {
   // Where this rank ends by an error, the others are told before its streams wait for them.
   ~Run() {
     if (std::uncaught_exceptions() > exceptions_) world_.abort();
-    if (copies) copies->synchronize();
     for (Stream* s : streams()) {  // before the groups that their tasks use are gone
       try {
         s->synchronize();
@@ -47,10 +45,24 @@ struct Run {
   Run& operator=(const Run&) = delete;
 
  private:
-  std::array<Stream*, 3> streams() { return {&stream, &dp.reduce_stream, &dp.gather_stream}; }
+  std::vector<Stream*> streams() {
+    std::vector<Stream*> all = {&stream, &dp.reduce_stream, &dp.gather_stream};
+    if (copies) all.push_back(copies.get());
+    return all;
+  }
 
   World& world_;
   int exceptions_ = std::uncaught_exceptions();
+  // Where there is no memory after all, the error says what all of it was for.
+  static Arena planned_arena(const Plan& plan, const Device& device) {
+    try {
+      return Arena(device, plan.arena_bytes);
+    } catch (const Error& error) {
+      std::string message = error.what();
+      for (const MemoryLine& line : plan.memory) message += formatted("\n  {:-22} {} bytes", line.label, line.bytes);
+      throw Error(message);
+    }
+  }
   void poison_if(bool yes) {
     if (yes) arena.poison_free(), scratch.poison_free();
   }

@@ -121,6 +121,17 @@ class Trainer {
   double evaluate(int64_t micro_batches, int64_t targets, const BatchSource& batches, const RowLosses& row_losses = {},
                   std::optional<int64_t> T = std::nullopt) {
     row_losses_ = row_losses;
+    struct Told {  // of no row once this has returned, or thrown
+      Trainer& trainer;
+      ~Told() {
+        try {
+          trainer.context_.compute.synchronize();
+        } catch (...) {  // who waits for the result is told, or it is on its way already
+        }
+        trainer.row_losses_ = {};
+        trainer.host_losses_.clear();
+      }
+    } told{*this};
     interpret(forward_only(config_.chunks, micro_batches), Purpose::evaluate,
               {config_.batch.B, T.value_or(config_.batch.T)}, batches);
     combine();
@@ -460,7 +471,7 @@ class Trainer {
   // f(head, first row, shape of its rows of x) for the chunks of x (N, C), with activations of the head for each.
   template <class F>
   void for_head_chunks(const Tensor& x, F&& f) {
-    const int64_t N = x.shape[0], most = ceil_div(N, config_.head_chunks);
+    const int64_t N = x.shape[0], most = config_.head_rows(N);
     for (int64_t begin = 0; begin < N; begin += most) {
       const int64_t rows = std::min(most, N - begin);
       auto scope = context_.arena.scope();

@@ -28,10 +28,16 @@ struct StepConfig {
   int chunks = 1;
   Recompute recompute = Recompute::none;
   ZeroConfig zero = {};
-  int64_t head_chunks = 1;  // of a micro-batch's rows, whose logits exist one after the other
+  int64_t head_chunks = 0;  // of a micro-batch's rows, whose logits exist one after the other; 0: as few as are small
   bool generates = true;    // the plan has room for a text and its cache
   Documents documents = Documents::together;
 
+  // Rows of such a chunk of N: as asked, or so many that their logits take at most 1 GiB.
+  int64_t head_rows(int64_t N) const {
+    const int64_t row_bytes = model.padded_vocab() * size_of(dtype);
+    const int64_t chunks = head_chunks > 0 ? std::min(head_chunks, N) : ceil_div(N * row_bytes, int64_t{1} << 30);
+    return ceil_div(N, chunks);
+  }
   int64_t tokens() const { return batch.rows() * micro_batches * zero.ranks(); }  // of one step, all ranks
 };
 
@@ -86,10 +92,5 @@ struct NotFinite {
   int64_t micro_batch = -1;        // -1: none, it was there before the step
   std::vector<int64_t> sequences;  // of the micro-batch, that hold one; empty: the tensor is not of sequences
 };
-
-// So many chunks that the logits of one take at most 1 GiB.
-inline int64_t default_head_chunks(const ModelConfig& model, const BatchShape& batch, DType dtype) {
-  return ceil_div(batch.rows() * model.padded_vocab() * size_of(dtype), int64_t{1} << 30);
-}
 
 }  // namespace llmc

@@ -110,7 +110,7 @@ TEST_CASE("each wait of a stream for another one is missed where it does not hap
     step.zero.grad_reduce = stage == 3 ? GradReduce::micro : GradReduce::step;
     const selftest::Outcome right = selftest::run_layout(step, gpu);
     const cuda_on_cpu::Mutants mutants =
-        cuda_on_cpu::find_mutants([&] { return same(selftest::run_layout(step, gpu), right); }, "cudaStreamWaitEvent");
+        cuda_on_cpu::find_event_mutants([&] { return same(selftest::run_layout(step, gpu), right); });
     for (const cuda_on_cpu::Site& site : mutants.killed) needed.insert(site.source());
     for (const cuda_on_cpu::Site& site : mutants.survivors) not_missed.insert(site.source());
   }

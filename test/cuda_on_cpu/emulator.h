@@ -74,6 +74,7 @@ struct Launch {
   const char* kernel;  // its name, for messages
   dim3 grid, block;
   size_t dynamic_shared;       // bytes
+  size_t shared_limit;         // bytes of dynamic and fixed arrays together
   std::function<void()> call;  // the kernel with its arguments, as one thread runs it
 };
 

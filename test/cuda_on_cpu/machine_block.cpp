@@ -138,10 +138,11 @@ void* Machine::shared_memory(const void* key, size_t bytes) {
     if (array.key == key) return array.memory;
   shared_held_ += (bytes + 15) / 16 * 16;
   const size_t fixed = shared_held_ - (launch_->dynamic_shared + 15) / 16 * 16;
-  if (key != nullptr && (fixed > max_static_shared || shared_held_ > max_shared))
+  if (key != nullptr && (fixed > max_static_shared || shared_held_ > launch_->shared_limit))
     throw Failure(place() + ": " + std::to_string(fixed) + " bytes of shared arrays and " +
                   std::to_string(launch_->dynamic_shared) + " dynamic ones; a block has " +
-                  std::to_string(max_static_shared) + " for arrays and " + std::to_string(max_shared) + " in all");
+                  std::to_string(max_static_shared) + " for arrays and " + std::to_string(launch_->shared_limit) +
+                  " in all, unless more was asked for");
   std::byte* memory = shared_ + shared_used_;
   shared_used_ += (bytes + redzone + 127) / 128 * 128;
   poison_memory(memory, shared_ + shared_used_ - memory);

@@ -64,13 +64,16 @@ cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, const void* functio
     return note(cudaErrorInvalidValue);
   CUstream_st& stream = stream_of(config.stream);
   const char* name = ::name_of(function).c_str();
+  const bool asked_for_more = kernel_of(function).dynamic_shared_limit > max_static_shared;
+  const size_t limit = asked_for_more ? max_shared : max_static_shared;
   if (stream.device != current_device())
     throw Failure("kernel " + std::string(name) + " is launched on " + detail::name_of(stream) + " while device " +
                   std::to_string(host().device) + " is the current one");
-  return submit(
-      stream, {.type = cudaGraphNodeTypeKernel,
-               .opens_memory = true,
-               .run = [launch = Launch{name, grid, block, config.dynamicSmemBytes, std::move(call)}] { run(launch); }});
+  return submit(stream, {.type = cudaGraphNodeTypeKernel,
+                         .opens_memory = true,
+                         .run = [launch = Launch{name, grid, block, config.dynamicSmemBytes, limit, std::move(call)}] {
+                           run(launch);
+                         }});
 }
 
 cudaError_t enqueue_call(cudaStream_t stream, std::function<void()> call) {

@@ -171,7 +171,7 @@ class AttentionPlans {
   struct Destroy {
     void operator()(cudnnHandle_t library) const { cudnnDestroy(library); }
   };
-  static constexpr const char* remedy = "go without cuDNN: build without USE_CUDNN=1";
+  static constexpr const char* remedy = "use --attention own";
 
   static void refuse_documents(const int32_t* positions) {
     CHECK(positions == nullptr,

@@ -2,6 +2,7 @@
 // The kernels' sources compile by nvcc, and by a C++ compiler against test/cuda_on_cpu/, which runs them on a CPU. What
 // the two must write differently is here, in vec.cuh and in mma.cuh, chosen by __CUDACC__, and nowhere else.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 
@@ -32,6 +33,8 @@ namespace llmc::cuda {
 inline constexpr int warp_size = 32;
 // Dynamic shared memory of a block, in bytes: what every kernel may use, and what it may ask for on sm_90.
 inline constexpr int64_t default_shared_bytes = 48 << 10, max_shared_bytes = 227 << 10;
+// More than the arrays of fixed size of a kernel with dynamic shared memory take together.
+inline constexpr int64_t most_static_shared_bytes = 2 << 10;
 
 // Shared memory that a block may have on the current device, in bytes.
 inline int64_t device_shared_bytes() {
@@ -47,8 +50,11 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, int64_t shared
             Arguments&&... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   cudaError_t status = cudaSuccess;
-  if (shared_bytes > default_shared_bytes)
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+  // Arrays of fixed size count as well. The limit is one for all launches: ranks in other threads may set it meanwhile.
+  if (shared_bytes > default_shared_bytes - most_static_shared_bytes) {
+    const int64_t limit = std::max(shared_bytes, device_shared_bytes() - most_static_shared_bytes);
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit));
+  }
   if (status == cudaSuccess) {
     const cudaLaunchConfig_t config{grid, block, static_cast<size_t>(shared_bytes), stream, nullptr, 0};
     status = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);

@@ -199,10 +199,11 @@ struct MatmulPlan {
     const cublasStatus_t status =
         cublasLtMatmulAlgoCheck(library, problem.operation.get(), problem.b.get(), problem.a.get(), problem.c.get(),
                                 problem.c.get(), &algorithm.value, &result);
-    CHECK(status == CUBLAS_STATUS_SUCCESS, "the recorded algorithm does not compute {}: {} ({}); delete its line",
+    CHECK(status == CUBLAS_STATUS_SUCCESS,
+          "the recorded algorithm does not compute {}: {} ({}); begin anew with --resume never",
           to_string(problem.shape), cublasLtGetStatusString(status), cublasLtGetStatusName(status));
     CHECK(result.workspaceSize <= static_cast<size_t>(workspace_bytes),
-          "the recorded algorithm for {} needs {} bytes of workspace and gets {}; delete its line",
+          "the recorded algorithm for {} needs {} bytes of workspace and gets {}; begin anew with --resume never",
           to_string(problem.shape), result.workspaceSize, workspace_bytes);
   }
 };
