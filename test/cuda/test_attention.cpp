@@ -28,7 +28,8 @@ template <class T>
 struct Case {
   AttentionShape s;
   Documents documents = Documents::no;
-  std::vector<T> qkv = normal_values<T>(s.B * s.T * (s.Hq + 2 * s.Hkv) * s.D, 1),
+  float size = 1;  // of queries, keys and values
+  std::vector<T> qkv = normal_values<T>(s.B * s.T * (s.Hq + 2 * s.Hkv) * s.D, 1, 0, size),
                  dout = normal_values<T>(s.B * s.T * s.Hq * s.D, 2);
   std::vector<int32_t> positions = document_positions(s);
 
@@ -97,8 +98,9 @@ template <class T>
 struct CachedCase {
   AttentionShape s;
   int64_t begin;
-  std::vector<T> qkv = normal_values<T>(s.T * (s.Hq + 2 * s.Hkv) * s.D, 1),
-                 cache = normal_values<T>((begin + s.T) * 2 * s.Hkv * s.D, 2);
+  float size = 1;
+  std::vector<T> qkv = normal_values<T>(s.T * (s.Hq + 2 * s.Hkv) * s.D, 1, 0, size),
+                 cache = normal_values<T>((begin + s.T) * 2 * s.Hkv * s.D, 2, 0, size);
 
   Outputs cpu() const {
     std::vector<T> rows = cache, out(static_cast<size_t>(s.T * s.Hq * s.D));
@@ -175,10 +177,21 @@ TEMPLATE_TEST_CASE("attention of new rows to a cache computes what the CPU does"
   INFO("T = " << s.T << ", begin = " << begin << ", Hq = " << s.Hq << ", Hkv = " << s.Hkv << ", D = " << s.D);
   const CachedCase<TestType> c{s, begin};
   check_kernel([&] { return c.cuda(); }, c.cpu(), tolerance<TestType>);
+}
+
+TEMPLATE_TEST_CASE("attention takes scores whose exponentials no float holds", "[cuda]", float, bf16) {
+  constexpr float size = 20;  // scores of some hundreds
+  const Case<TestType> c{{1, 70, 1, 1, 64}, Documents::no, size};
+  check_kernel([&] { return c.cuda_forward(); }, {{"out", c.forward.out}, {"lse", c.forward.lse}}, 0x1p-7);
+  const CachedCase<TestType> cached{{1, 2, 1, 1, 64}, 600, size};
+  check_kernel([&] { return cached.cuda(); }, cached.cpu(), 0x1p-7);
+}
+
+TEMPLATE_TEST_CASE("attention of new rows to a cache has no barrier too many", "[cuda]", float, bf16) {
+  const CachedCase<TestType> c{{1, 3, 1, 1, 7}, 600};
   // The maximum and the sum over a block lie in two arrays: between the one and the other nothing is written again.
-  if (begin == 600)
-    check_barriers([&] { return c.cuda(); },
-                   {"reduce.cuh: __syncthreads();  // partial is read; the next call may write it"});
+  check_barriers([&] { return c.cuda(); },
+                 {"reduce.cuh: __syncthreads();  // partial is read; the next call may write it"});
 }
 
 TEST_CASE("attention refuses heads that its kernels cannot hold", "[cuda]") {
