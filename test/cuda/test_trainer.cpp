@@ -102,22 +102,34 @@ TEST_CASE("ranks share a GPU, or have one each and NCCL between them", "[cuda][t
 }
 
 TEST_CASE("each wait of a stream for another one is missed where it does not happen", "[cuda][trainer]") {
-  // What may be switched off without harm, and why.
-  const std::vector<std::string> redundant = {};
+  cuda_on_cpu::set_devices(2);
+  cuda_on_cpu::set_patience(2);
+  selftest::Machine own_gpus = gpu;
+  own_gpus.backend = Backend::nccl;  // between threads the host waits at every exchange
+  own_gpus.gpus = 2;
   std::set<std::string> needed, not_missed;
-  for (const int stage : {1, 3}) {
-    StepConfig step = small_step("gpt2", DType::fp32, {.stage = stage, .shards = 2, .poison = true});
-    step.zero.grad_reduce = stage == 3 ? GradReduce::micro : GradReduce::step;
-    const selftest::Outcome right = selftest::run_layout(step, gpu);
+  for (const int stage : {0, 1, 3}) {
+    StepConfig step = small_step("gpt2", DType::fp32);
+    step.micro_batches = 3;  // inputs take turns
+    if (stage > 0) {
+      step.zero = {.stage = stage, .shards = 2, .poison = true};
+      step.zero.grad_reduce = stage == 3 ? GradReduce::micro : GradReduce::step;
+      step.micro_batches = 1;
+    }
+    const selftest::Machine& machine = stage == 0 ? gpu : own_gpus;
+    const selftest::Outcome right = selftest::run_layout(step, machine);
     const cuda_on_cpu::Mutants mutants =
-        cuda_on_cpu::find_event_mutants([&] { return same(selftest::run_layout(step, gpu), right); });
+        cuda_on_cpu::find_event_mutants([&] { return same(selftest::run_layout(step, machine), right); });
     for (const cuda_on_cpu::Site& site : mutants.killed) needed.insert(site.source());
     for (const cuda_on_cpu::Site& site : mutants.survivors) not_missed.insert(site.source());
   }
   for (const std::string& site : needed) not_missed.erase(site);  // one of the stages needs it
+  cuda_on_cpu::set_patience(60);
+  cuda_on_cpu::set_devices(1);
   CAPTURE(needed);
-  REQUIRE(std::vector<std::string>(not_missed.begin(), not_missed.end()) == redundant);
-  REQUIRE(!needed.empty());
+  // What may be switched off without harm.
+  REQUIRE(not_missed == std::set<std::string>{});
+  REQUIRE(needed.size() > 5);
 }
 
 #endif

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <exception>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "cuda_on_cpu/emulator.h"
@@ -56,29 +57,32 @@ Mutants find_mutants(Test&& passes) {
   return mutants;
 }
 
-// bool() in a process of its own, whose memory errors, hanging and words do no harm here: they are a false. To be
-// called while no other thread runs.
+// Calls bool() in a process of its own, whose memory errors, hanging and words do no harm here. To be called while no
+// other thread runs.
 template <class Test>
-bool passes_apart(Test&& passes) {
-  constexpr unsigned most_seconds = 120;
+pid_t start_apart(Test&& passes) {
+  constexpr unsigned most_seconds = 240;
   const pid_t child = fork();
   if (child < 0) throw Failure("cannot fork");
-  if (child == 0) {
-    if (std::freopen("/dev/null", "w", stderr) == nullptr) _exit(2);
-    alarm(most_seconds);
-    bool passed = false;
-    try {
-      passed = static_cast<bool>(passes());
-    } catch (const std::exception&) {
-    }
-    _exit(passed ? 0 : 1);
+  if (child > 0) return child;
+  if (std::freopen("/dev/null", "w", stderr) == nullptr) _exit(2);
+  alarm(most_seconds);
+  bool passed = false;
+  try {
+    passed = static_cast<bool>(passes());
+  } catch (const std::exception&) {
   }
+  _exit(passed ? 0 : 1);
+}
+// What it returned; false where it did not come so far.
+inline bool passed_apart(pid_t child) {
   int status = 0;
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
   return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
-// The waits of streams for events that `passes` executes, as find_mutants has it, each mutant in a process of its own.
+// The waits of streams for events that `passes` executes, as find_mutants has it; each mutant in a process of its own,
+// as many at a time as there are processors.
 template <class Test>
 Mutants find_event_mutants(Test&& passes) {
   std::vector<Site> sites;
@@ -91,17 +95,22 @@ Mutants find_event_mutants(Test&& passes) {
   for (const Schedule& schedule : schedules)
     if (!passes_under(schedule)) throw Failure("fails with nothing switched off, under " + to_string(schedule));
   record_sites(nullptr);
-  std::erase_if(sites, [&](const Site& site) { return site.what != "cudaStreamWaitEvent"; });
+  std::erase_if(sites, [](const Site& site) { return site.what != "cudaStreamWaitEvent"; });
   std::sort(sites.begin(), sites.end());
+  std::vector<pid_t> children;
   Mutants mutants;
-  for (const Site& site : sites) {
-    switch_off(site);
-    const bool killed = !std::all_of(schedules.begin(), schedules.end(), [&](const Schedule& schedule) {
-      return passes_apart([&] { return passes_under(schedule); });
-    });
-    (killed ? mutants.killed : mutants.survivors).push_back(site);
+  const auto note = [&](size_t i) {
+    (passed_apart(children[i]) ? mutants.survivors : mutants.killed).push_back(sites[i]);
+  };
+  const size_t at_a_time = std::max(1u, std::thread::hardware_concurrency());
+  for (size_t i = 0; i < sites.size(); ++i) {
+    if (i >= at_a_time) note(i - at_a_time);
+    children.push_back(start_apart([&] {
+      switch_off(sites[i]);
+      return std::all_of(schedules.begin(), schedules.end(), passes_under);
+    }));
   }
-  switch_off({});
+  for (size_t i = sites.size() - std::min(sites.size(), at_a_time); i < sites.size(); ++i) note(i);
   set_schedule({});
   return mutants;
 }
