@@ -1,5 +1,6 @@
 // The emulated CUDA runtime: devices, host threads, streams and events, memory.
 #include <barrier>
+#include <chrono>
 #include <source_location>
 #include <thread>
 
@@ -171,6 +172,37 @@ TEST_CASE("what fails on one host thread is told to the others", "[cuda][emulato
   REQUIRE_THAT(told[0], ContainsSubstring("planted::reverse") && ContainsSubstring("divergent barrier"));
   REQUIRE_THAT(told[1], ContainsSubstring("the work of stream 1 of device 1 was dropped when this failed on another "
                                           "host thread: kernel void planted::reverse"));
+}
+
+TEST_CASE("where hosts come first, the schedule alone orders the tasks of all devices", "[cuda][emulator]") {
+  const Devices devices(2);
+  cuda_on_cpu::set_hosts_first(true);
+  std::string order;
+  std::pair<std::string*, char> letters[2][2] = {{{&order, 'a'}, {&order, 'b'}}, {{&order, 'A'}, {&order, 'B'}}};
+  const auto rank = [&](int r) {
+    CUDA_CHECK(cudaSetDevice(r));
+    TestStream streams[2];
+    const auto begin = std::chrono::steady_clock::now();  // one host is late: it works, and does not sleep
+    while (r == 1 && std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(50)) {
+    }
+    for (int i = 0; i < 4; ++i)
+      CUDA_CHECK(cudaLaunchHostFunc(
+          streams[i % 2],
+          [](void* argument) {
+            const auto& [text, letter] = *static_cast<std::pair<std::string*, char>*>(argument);
+            *text += letter;
+          },
+          &letters[r][i % 2]));
+    if (r == 1) CUDA_CHECK(cudaStreamSynchronize(streams[0]));
+    else
+      while (cudaStreamQuery(streams[1]) == cudaErrorNotReady) {
+      }
+  };
+  std::thread first(rank, 0), second(rank, 1);
+  first.join();
+  second.join();
+  cuda_on_cpu::set_hosts_first(false);
+  REQUIRE(order == "aaAAbbBB");
 }
 
 // ---- Streams and events ---------------------------------------------------------------------------------------------

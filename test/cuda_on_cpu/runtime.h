@@ -117,6 +117,26 @@ struct Device {
   int open = 0;                       // those whose tasks need its memory readable
 };
 
+// What each host thread has of its own.
+struct Host {
+  Host();
+  ~Host();
+  int device = 0;
+  cudaError_t last_error = cudaSuccess;
+  bool in_task = false;
+  const void* asked = nullptr;  // what it has asked about, and enqueued nothing since: it may be polling
+
+  // What it waits for, if it waits in the runtime; others look at this.
+  const std::function<bool()>* done = nullptr;
+  const CUstream_st* wanted = nullptr;
+  std::atomic<bool> enters = false;  // it waits for the mutex
+  // And what the system says of it: how often it has gone to sleep, as it was seen first at a time.
+  pid_t thread;
+  std::string sleeps;
+  Clock::time_point since;
+};
+Host& host();
+
 struct Runtime {
   std::mutex mutex;
   std::condition_variable changed;  // something was enqueued, has run, or was given up
@@ -125,8 +145,10 @@ struct Runtime {
   std::unordered_set<CUstream_st*> streams;
   std::map<const std::byte*, Allocation> allocations;  // by their first byte
   std::vector<std::shared_ptr<Capture>> captures;      // those under way
-  std::atomic<int> hosts = 0;                          // threads that have used the runtime and still live
-  int blocked = 0;                                     // of those, how many wait on `changed`
+  std::set<Host*> hosts;                               // threads that have used the runtime and still live
+  bool has_code = true;                                // the program, for the devices
+  bool hosts_first = false;                            // see set_hosts_first
+  int blocked = 0;                                     // of the hosts, how many wait on `changed`
   uint64_t progress = 0;                               // tasks that have run
   bool failing = false;                                // nothing more is begun
   uint64_t failures = 0;                               // tasks that have failed
@@ -134,16 +156,6 @@ struct Runtime {
   std::chrono::duration<double> patience{60};
 };
 Runtime& runtime();
-
-// What each host thread has of its own.
-struct Host {
-  Host();
-  ~Host();
-  int device = 0;
-  cudaError_t last_error = cudaSuccess;
-  bool in_task = false;
-};
-Host& host();
 
 // Holds the mutex. To ThreadSanitizer nothing that is done under it is observed, and the mutex orders nothing.
 class Lock {
@@ -184,8 +196,10 @@ cudaError_t submit(CUstream_st& stream, Work work);
 void wait_until(Lock& lock, Device& device, CUstream_st* wanted, const std::function<bool()>& done);
 void wait_for_stream(Lock& lock, CUstream_st& stream);
 void wait_for_device(Lock& lock, Device& device);
-// Runs one task, if one can run, for a host that only asks whether something is done.
-void poke(Lock& lock, Device& device, CUstream_st* wanted);
+// For a host that only asks whether something is done: runs one task, if one can run, and says whether it is done now.
+// Where hosts come first it runs nothing for who asks once, and who asks again and again waits. `what`: that it asks
+// of.
+bool poll(Lock& lock, Device& device, CUstream_st* wanted, const void* what, const std::function<bool()>& done);
 // For a host that waits for other hosts, not for streams. `what` tells, in a Failure, what it has waited for.
 void wait_for_hosts(Lock& lock, const std::function<bool()>& done, const std::function<std::string()>& what);
 void something_changed();

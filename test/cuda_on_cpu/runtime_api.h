@@ -21,9 +21,14 @@ enum cudaError_t {
   cudaErrorInsufficientDriver = 35,
   cudaErrorNoDevice = 100,
   cudaErrorInvalidDevice = 101,
+  cudaErrorNoKernelImageForDevice = 209,
   cudaErrorInvalidResourceHandle = 400,
   cudaErrorIllegalState = 401,
   cudaErrorNotReady = 600,
+  cudaErrorIllegalAddress = 700,
+  cudaErrorAssert = 710,
+  cudaErrorMisalignedAddress = 716,
+  cudaErrorLaunchFailure = 719,
   cudaErrorStreamCaptureUnsupported = 900,
   cudaErrorStreamCaptureInvalidated = 901,
   cudaErrorStreamCaptureMerge = 902,
@@ -47,9 +52,16 @@ namespace cuda_on_cpu {
 // cudaGetDeviceCount and the like return `why_none`. Streams and memory that are left of the devices before are gone,
 // and are reported by a Failure.
 void set_devices(int count, size_t bytes_each = size_t{4} << 30, cudaError_t why_none = cudaErrorNoDevice);
+// From now on the program has code for these devices, or has not.
+void set_code(bool there);
 // How long a host waits, with nothing running anywhere, for what another host thread has to enqueue (60 s at first):
 // then the wait throws Failure.
 void set_patience(double seconds);
+// With true, streams run only while every host thread waits, for a stream or for another thread, and one task at a time
+// on all devices: the order of all tasks follows from the schedule alone, and each runs as late as it can.
+// Order::random then ranks the streams, by their numbers: with each of `stream_orders` seeds another one comes last.
+void set_hosts_first(bool on);
+inline constexpr uint64_t stream_orders = 8;
 }  // namespace cuda_on_cpu
 
 struct cudaDeviceProp {
@@ -68,6 +80,8 @@ cudaError_t cudaDriverGetVersion(int* version);
 cudaError_t cudaRuntimeGetVersion(int* version);
 cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaSetDevice(int device);  // of this host thread
+inline constexpr unsigned cudaDeviceScheduleBlockingSync = 4;
+cudaError_t cudaSetDeviceFlags(unsigned flags);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
@@ -197,6 +211,12 @@ struct cudaLaunchConfig_t {
 };
 
 cudaError_t cudaFuncGetName(const char** name, const void* function);
+struct cudaFuncAttributes {};  // all that is asked for is whether there is code: see set_code
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function);
+template <class T>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, T* function) {
+  return cudaFuncGetAttributes(attributes, reinterpret_cast<const void*>(function));
+}
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value);
 template <class T>
 cudaError_t cudaFuncSetAttribute(T* function, cudaFuncAttribute attribute, int value) {

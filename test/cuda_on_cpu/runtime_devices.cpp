@@ -1,4 +1,7 @@
 // runtime_devices.cpp: errors, the emulated devices, and what each host thread has of its own.
+#include <pthread.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <utility>
@@ -23,8 +26,16 @@ Device::Device(int number_, size_t bytes_) : number(number_), bytes(bytes_), str
 }
 Device::~Device() { destroy_context(stream0->context); }
 
-Host::Host() { ++runtime().hosts; }
-Host::~Host() { --runtime().hosts; }
+Host::Host() : thread(gettid()) {
+  static const int renamed_by_fork = pthread_atfork(nullptr, nullptr, [] { host().thread = gettid(); });
+  (void)renamed_by_fork;
+  const std::lock_guard lock(runtime().mutex);
+  runtime().hosts.insert(this);
+}
+Host::~Host() {
+  const std::lock_guard lock(runtime().mutex);
+  runtime().hosts.erase(this);
+}
 Host& host() {
   thread_local Host the_host;
   return the_host;
@@ -36,7 +47,9 @@ Lock::Lock() {
 }
 void Lock::lock() {
   Unordered unordered;
+  host().enters = true;
   runtime().mutex.lock();
+  host().enters = false;
 }
 void Lock::unlock() {
   Unordered unordered;
@@ -98,6 +111,11 @@ constexpr ErrorText error_texts[] = {
     ERROR_TEXT(cudaErrorInsufficientDriver, "CUDA driver version is insufficient for CUDA runtime version"),
     ERROR_TEXT(cudaErrorNoDevice, "no CUDA-capable device is detected"),
     ERROR_TEXT(cudaErrorInvalidDevice, "invalid device ordinal"),
+    ERROR_TEXT(cudaErrorNoKernelImageForDevice, "no kernel image is available for execution on the device"),
+    ERROR_TEXT(cudaErrorIllegalAddress, "an illegal memory access was encountered"),
+    ERROR_TEXT(cudaErrorAssert, "device-side assert triggered"),
+    ERROR_TEXT(cudaErrorMisalignedAddress, "misaligned address"),
+    ERROR_TEXT(cudaErrorLaunchFailure, "unspecified launch failure"),
     ERROR_TEXT(cudaErrorInvalidResourceHandle, "invalid resource handle"),
     ERROR_TEXT(cudaErrorIllegalState, "the operation cannot be performed in the present state"),
     ERROR_TEXT(cudaErrorNotReady, "device not ready"),
@@ -191,6 +209,15 @@ void cuda_on_cpu::set_patience(double seconds) {
   runtime().patience = std::chrono::duration<double>(seconds);
 }
 
+void cuda_on_cpu::set_code(bool there) {
+  Lock lock;
+  runtime().has_code = there;
+}
+void cuda_on_cpu::set_hosts_first(bool on) {
+  Lock lock;
+  runtime().hosts_first = on;
+}
+
 cudaError_t cudaRuntimeGetVersion(int* version) {
   *version = CUDART_VERSION;
   return cudaSuccess;
@@ -212,6 +239,10 @@ cudaError_t cudaSetDevice(int device) {
     host().device = device;
     return cudaSuccess;
   });
+}
+cudaError_t cudaSetDeviceFlags(unsigned) {  // hosts wait as they do
+  Lock lock;
+  return runtime().devices.empty() ? no_device() : cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device) {
   Lock lock;

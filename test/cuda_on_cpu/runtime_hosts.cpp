@@ -2,6 +2,7 @@
 //
 // A host thread that waits runs the streams of the device that it waits for. Where these wait for streams of another
 // device (an event, a collective) whose own host does not wait for it now, it runs those too, as far as it needs them.
+#include <fstream>
 #include <sstream>
 #include <utility>
 
@@ -116,6 +117,42 @@ void tell_what_is_lost(Device& device, CUstream_st* wanted) {
     for (CUstream_st* stream : device.streams) tell(*stream);
 }
 
+// What a host waits for, for others to see.
+class Waiting {
+ public:
+  Waiting(const std::function<bool()>& done, const CUstream_st* wanted) {
+    host().done = &done;
+    host().wanted = wanted;
+    something_changed();
+  }
+  ~Waiting() {
+    host().done = nullptr;
+    host().wanted = nullptr;
+  }
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+};
+
+// Does it wait for a thread, outside the runtime? The system says so, and that it has not woken up for a while.
+bool sleeps(Host& other) {
+  if (other.enters) return false;
+  std::ifstream status("/proc/self/task/" + std::to_string(other.thread) + "/status");
+  std::string line, count;
+  bool asleep = false;
+  while (std::getline(status, line)) {
+    if (line.starts_with("State:")) asleep = line.find("sleeping") != std::string::npos;
+    if (line.starts_with("voluntary_ctxt_switches:")) count = line;
+  }
+  if (count != other.sleeps) other.sleeps = count, other.since = Clock::now();
+  return asleep && Clock::now() - other.since > std::chrono::milliseconds(1);
+}
+bool all_hosts_wait() {
+  const Runtime& r = runtime();
+  return std::none_of(r.devices.begin(), r.devices.end(), [](const auto& device) { return device->busy; }) &&
+         std::all_of(r.hosts.begin(), r.hosts.end(),
+                     [](Host* each) { return each->done != nullptr ? !(*each->done)() : sleeps(*each); });
+}
+
 // Has nothing happened anywhere for the runtime's patience?
 class Patience {
  public:
@@ -151,6 +188,7 @@ void wait_until(Lock& lock, Device& device, CUstream_st* wanted, const std::func
     }
     Device& device;
   } attended(device);
+  const Waiting waiting(done, wanted);
   OpenedMemory memory;
   Patience patience;
   const Clock::time_point begin = Clock::now();
@@ -159,12 +197,16 @@ void wait_until(Lock& lock, Device& device, CUstream_st* wanted, const std::func
       lock.wait(std::chrono::seconds(1));
       continue;
     }
+    if (r.hosts_first && !all_hosts_wait() && !patience.is_over()) {
+      lock.wait(std::chrono::milliseconds(1));
+      continue;
+    }
     if (Task* task = choose(device, wanted)) {
       run_task(lock, *task, memory);
       continue;
     }
     const Outlook out = outlook(device, wanted);
-    if (out.helpful != nullptr && (r.hosts == 1 || Clock::now() - begin >= grace)) {
+    if (out.helpful != nullptr && (r.hosts.size() == 1 || Clock::now() - begin >= grace)) {
       run_task(lock, *out.helpful, memory);
       continue;
     }
@@ -193,15 +235,23 @@ void wait_for_device(Lock& lock, Device& device) {
   });
   for (CUstream_st* stream : device.streams) acquire(&stream->done);
 }
-void poke(Lock& lock, Device& device, CUstream_st* wanted) {
+bool poll(Lock& lock, Device& device, CUstream_st* wanted, const void* what, const std::function<bool()>& done) {
+  if (done()) return true;
+  if (runtime().hosts_first) {
+    if (std::exchange(host().asked, what) != what) return false;
+    wait_until(lock, device, wanted, done);
+    return true;
+  }
   OpenedMemory memory;
-  if (runtime().failing) return;
+  if (runtime().failing) return false;
   Task* task = choose(device, wanted);
   if (task == nullptr) task = outlook(device, wanted).helpful;
   if (task != nullptr) run_task(lock, *task, memory);
   tell_what_is_lost(device, wanted);
+  return false;
 }
 void wait_for_hosts(Lock& lock, const std::function<bool()>& done, const std::function<std::string()>& what) {
+  const Waiting waiting(done, nullptr);
   Patience patience;
   const uint64_t failures = runtime().failures;
   while (!done()) {

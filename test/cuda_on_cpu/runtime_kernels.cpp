@@ -42,6 +42,10 @@ cudaError_t cudaFuncGetName(const char** name, const void* function) {
   *name = name_of(function).c_str();
   return cudaSuccess;
 }
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) {
+  Lock lock;
+  return runtime().has_code ? cudaSuccess : note(cudaErrorNoKernelImageForDevice);
+}
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
   Lock lock;
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;

@@ -52,12 +52,9 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   CUstream_st& s = stream_of(stream);
   if (is_capturing(s)) return refuse_capture(s);
   if (const cudaError_t error = check_unsafe_call(); error != cudaSuccess) return error;
-  if (s.tasks.empty()) {
-    cuda_on_cpu::acquire(&s.done);
-    return cudaSuccess;
-  }
-  poke(lock, *s.device, &s);
-  return cudaErrorNotReady;
+  if (!poll(lock, *s.device, &s, &s, [&s] { return s.tasks.empty(); })) return cudaErrorNotReady;
+  cuda_on_cpu::acquire(&s.done);
+  return cudaSuccess;
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*function)(void*), void* argument) {
   Lock lock;
@@ -125,9 +122,8 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   return ask(event, [](Lock& lock, const Mark& mark) {
-    if (mark.reached) return cudaSuccess;
-    poke(lock, *mark.stream->device, mark.stream);
-    return cudaErrorNotReady;
+    const bool reached = poll(lock, *mark.stream->device, mark.stream, &mark, [&] { return mark.reached; });
+    return reached ? cudaSuccess : cudaErrorNotReady;
   });
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {

@@ -25,6 +25,7 @@ void enqueue(CUstream_st& stream, Task task) {
     something_changed();
     throw;
   }
+  host().asked = nullptr;
   release(&owned->enqueued);
   stream.tasks.push_back(std::move(owned));
   ++stream.enqueued;
@@ -67,21 +68,14 @@ static int lane_of(const Task& task) {
   return task.run == nullptr ? 0 : task.run->graph->nodes[static_cast<size_t>(task.node)].lane;
 }
 
-Task* choose(Device& device, const CUstream_st* wanted) {
-  if (device.busy) return nullptr;
-  thread_local std::vector<Task*> able;
-  able.clear();
-  for (CUstream_st* stream : device.streams)
-    for_each_turn(*stream, [](Task& task) {
-      if (can_run(task)) able.push_back(&task);
-    });
+static Task* choose_of(Device& device, std::vector<Task*>& able, const std::function<bool(const Task*)>& is_wanted) {
   if (able.empty()) return nullptr;
   if (device.seeded != schedule_number()) {
     device.seeded = schedule_number();
     device.random.seed(schedule().seed);
   }
   const Order order = schedule().order;
-  const auto not_wanted_first = [&](Task* a, Task* b) { return (a->stream == wanted) < (b->stream == wanted); };
+  const auto not_wanted_first = [&](Task* a, Task* b) { return is_wanted(a) < is_wanted(b); };
   const auto by_lane = [&](Task* a, Task* b) {
     return a->stream == b->stream ? lane_of(*a) < lane_of(*b) : a->stream->number < b->stream->number;
   };
@@ -99,6 +93,33 @@ Task* choose(Device& device, const CUstream_st* wanted) {
     case Order::random: break;
   }
   return able[device.random() % able.size()];
+}
+static void add_able(std::vector<Task*>& able, const Device& device) {
+  if (device.busy) return;
+  for (CUstream_st* stream : device.streams)
+    for_each_turn(*stream, [&](Task& task) {
+      if (can_run(task)) able.push_back(&task);
+    });
+}
+Task* choose(Device& device, const CUstream_st* wanted) {
+  thread_local std::vector<Task*> able;
+  able.clear();
+  const Runtime& r = runtime();
+  if (!r.hosts_first) {
+    add_able(able, device);
+    return choose_of(device, able, [&](const Task* task) { return task->stream == wanted; });
+  }
+  for (const auto& each : r.devices) add_able(able, *each);
+  const bool by_seed = schedule().order == Order::random;  // each stream comes last with one of `stream_orders` seeds
+  const auto rank = [&](const Task* task) {
+    const auto number = static_cast<uint64_t>(task->stream->number);
+    return by_seed ? (number + schedule().seed) % cuda_on_cpu::stream_orders : number;
+  };
+  std::stable_sort(able.begin(), able.end(), [&](const Task* a, const Task* b) { return rank(a) < rank(b); });
+  if (by_seed) return able.empty() ? nullptr : able.front();
+  return choose_of(*r.devices[0], able, [&](const Task* task) {
+    return std::any_of(r.hosts.begin(), r.hosts.end(), [&](const Host* each) { return each->wanted == task->stream; });
+  });
 }
 
 // ---- Running a task -------------------------------------------------------------------------------------------------

@@ -44,8 +44,8 @@ void for_each_turn(CUstream_st& stream, F&& f) {
   for (const int node : first.graph->ready) f(first.graph->nodes[static_cast<size_t>(node)]);
 }
 
-// Of the device's tasks that can run, the one that the schedule takes; null if none can. `wanted` is the stream that
-// the host waits for, if it is one.
+// Of the device's tasks that can run (of all devices' where hosts come first), the one that the schedule takes; null if
+// none can. `wanted` is the stream that the host waits for, if it is one.
 Task* choose(Device& device, const CUstream_st* wanted);
 // Runs it, with its meeting's parties if it has one, without the mutex.
 void run_task(Lock& lock, Task& task, OpenedMemory& memory);
