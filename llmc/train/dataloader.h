@@ -114,8 +114,7 @@ class DataLoader {
     uint64_t seed = 0;
     bool shuffle = false;
     int64_t vocab_size = 0;
-    std::optional<int32_t> end_of_text =
-        std::nullopt;  // the next token begins a document, at position 0; none: nothing does
+    std::optional<int32_t> end_of_text = std::nullopt;  // begins a document, at position 0; none: nothing does
   };
   // Who reads: rank `rank` of `ranks` that share a step, each with `batch_size` sequences in a micro-batch.
   struct Reader {
@@ -145,10 +144,10 @@ class DataLoader {
       shards_.read_sample(sample_at(position), config_.vocab_size, sample_);
       int32_t place = 0;
       for (size_t t = 0; t < T; ++t) {
+        if (sample_[t] == config_.end_of_text) place = 0;
         tokens[b * T + t] = sample_[t];
         targets[b * T + t] = sample_[t + 1];
-        positions[b * T + t] = place;
-        place = sample_[t] == config_.end_of_text ? 0 : place + 1;
+        positions[b * T + t] = place++;
       }
     }
   }

@@ -10,7 +10,7 @@ A directory holds
     logits.safetensors               tokens (B, T) int32, and the model's logits (B, T, V) for them
     logits_documents.safetensors     where the model has an end of text: tokens (B, T) int32 with several of these in a
                                      row, positions (B, T) int32, and logits (B, T, V), each document computed by itself.
-                                     An end of text belongs to the document that it ends. Its id: config.json's
+                                     A document begins with an end of text. Its id: config.json's
                                      eos_token_id, and the file's metadata
     train.bin                        a token shard
     trajectory.json                  options: the run, in the trainer's words; loss, grad_norm, lr by step;
@@ -198,11 +198,11 @@ def document_logits(model, end_of_text):
     positions, logits = torch.zeros(B, T, dtype=torch.int32), torch.zeros(B, T, V)
     for row in range(B):
         first = 0
-        for last in [*(tokens[row] == end_of_text).nonzero().flatten().tolist(), T - 1]:
-            if first <= last:
-                positions[row, first:last + 1] = torch.arange(last + 1 - first)
-                logits[row, first:last + 1] = model(tokens[None, row, first:last + 1]).logits[0]
-            first = last + 1
+        for begin in [*(tokens[row] == end_of_text).nonzero().flatten().tolist(), T]:
+            if first < begin:
+                positions[row, first:begin] = torch.arange(begin - first)
+                logits[row, first:begin] = model(tokens[None, row, first:begin]).logits[0]
+            first = begin
     assert (model(tokens).logits - logits).abs().max() > 0.1, "documents do not matter here"
     return {"tokens": tokens.int(), "positions": positions, "logits": logits}
 
