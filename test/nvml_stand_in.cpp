@@ -2,7 +2,6 @@
 // with the signatures of the "NVML API Reference Guide". The answers are those in nvml_stand_in.h.
 #include "nvml_stand_in.h"
 
-#include <cstdio>
 #include <cstring>
 
 namespace {
@@ -66,11 +65,6 @@ const char* nvmlErrorString(int status) {
     case lost: return "GPU is lost";
   }
   return "Unknown Error";
-}
-int nvmlSystemGetDriverVersion(char* version, unsigned length) {
-  if (nvml_stand_in.sessions == 0) return uninitialized;
-  std::snprintf(version, length, "%s", nvml_stand_in.driver.c_str());
-  return status_of(__func__);
 }
 int nvmlDeviceGetHandleByPciBusId_v2(const char* id, void** handle) {
   if (nvml_stand_in.sessions == 0) return uninitialized;

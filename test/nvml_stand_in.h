@@ -5,9 +5,8 @@
 #include <string>
 
 struct NvmlStandIn {
-  int sessions = 0;                     // started and not shut down
-  std::map<std::string, int> statuses;  // by function; those not named succeed
-  std::string driver = "580.65.06";
+  int sessions = 0;                         // started and not shut down
+  std::map<std::string, int> statuses;      // by function; those not named succeed
   std::string pci_bus_id = "0000:3b:00.0";  // of the only GPU
   unsigned busy_percent = 97, sm_mhz = 1410, sm_mhz_max = 1980, milliwatts = 698'600, milliwatts_limit = 700'000,
            celsius = 71;

@@ -37,7 +37,6 @@ TEST_CASE("a GPU is read by its address on the bus, in the units of the fields' 
   {
     GpuMonitor monitor("0000:3b:00.0", library);
     INFO(monitor.why_not());
-    REQUIRE(monitor.driver_version() == "580.65.06");
     const auto reading = monitor.read();
     REQUIRE(reading.has_value());
     REQUIRE(*reading == GpuReading{97, 64ll << 30, 80ll << 30, 1410, 1980, 698'600 * 1e-3, 700.0, 71, "power cap"});
@@ -96,13 +95,11 @@ TEST_CASE("without library, driver or GPU there are no readings, and a reason", 
   GpuMonitor elsewhere("0000:5e:00.0", library);
   REQUIRE_THAT(reason(elsewhere), Catch::Matchers::ContainsSubstring("GPU 0000:5e:00.0") &&
                                       Catch::Matchers::ContainsSubstring("does not find it: Not Found (status 6)"));
-  REQUIRE(elsewhere.driver_version() == "580.65.06");
   GpuMonitor machine("ffff:ff:1f.0");  // with the machine's own library, where it has one: no GPU is there
   REQUIRE_THAT(reason(machine), Catch::Matchers::ContainsSubstring("no readings of GPU ffff:ff:1f.0"));
   gpu->statuses["nvmlInit_v2"] = 9;
   GpuMonitor unstarted("0000:3b:00.0", library);
   REQUIRE_THAT(reason(unstarted), Catch::Matchers::ContainsSubstring("does not start: Unknown Error (status 9)"));
-  REQUIRE(!unstarted.driver_version());
 }
 
 TEST_CASE("a GPU that falls off the bus during a run ends its readings, not the run", "[nvml]") {

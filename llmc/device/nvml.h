@@ -106,9 +106,6 @@ class GpuMonitor {
     }
     if (!succeeds(call("nvmlInit_v2"), "does not start")) return;
     started_ = true;
-    char version[80] = "";
-    if (call("nvmlSystemGetDriverVersion", &version[0], static_cast<unsigned>(sizeof version)) == 0)
-      driver_version_ = version;
     void* device = nullptr;
     if (succeeds(call("nvmlDeviceGetHandleByPciBusId_v2", pci_bus_id.c_str(), &device), "does not find it"))
       device_ = device;
@@ -151,7 +148,6 @@ class GpuMonitor {
   }
 
   const std::string& why_not() const { return why_not_; }
-  const std::optional<std::string>& driver_version() const { return driver_version_; }
 
  private:
   struct Utilization {
@@ -183,7 +179,6 @@ class GpuMonitor {
   std::string title_, why_not_;
   std::unique_ptr<void, Close> library_;
   bool started_ = false;
-  std::optional<std::string> driver_version_;
   void* device_ = nullptr;  // the library's handle
 };
 

@@ -1,6 +1,7 @@
-// gpu_peaks.h: what datasheets promise of NVIDIA's GPUs, by the name that the driver gives them: dense peaks of the
-// tensor cores and bandwidth of the memory. A datasheet in tables with "*with sparsity" has twice these; GeForce cards
-// add in fp32 at half the rate of fp16, which is the one that their advertised TOPS are of.
+// gpu_peaks.h: what datasheets promise of NVIDIA's GPUs that run the kernels (since sm_80), by the name that the driver
+// gives them: dense peaks of the tensor cores and bandwidth of the memory. A datasheet in tables with "*with sparsity"
+// has twice these; GeForce cards add in fp32 at half the rate of fp16, which is the one that their advertised TOPS are
+// of.
 #pragma once
 #include <algorithm>
 #include <cctype>
@@ -34,11 +35,9 @@ inline constexpr std::nullopt_t na = std::nullopt;
 
 inline constexpr GpuPeaks gpu_peaks_table[] = {
     // Data centres.
-    {"V100 PCIE", na, na, 900, "NVIDIA V100 datasheet"},
-    {"V100 SXM2", na, na, 900, "NVIDIA V100 datasheet"},
-    {"T4", na, na, 320, "NVIDIA T4 datasheet"},
     {"A100 SXM4 40GB", 312, na, 1555, "NVIDIA A100 datasheet"},
     {"A100 PCIE 40GB", 312, na, 1555, "NVIDIA A100 datasheet"},
+    {"A100 SXM 80GB", 312, na, 2039, "NVIDIA A100 80GB datasheet"},  // what drivers called it first
     {"A100 SXM4 80GB", 312, na, 2039, "NVIDIA A100 80GB datasheet"},
     {"A100 80GB PCIe", 312, na, 1935, "NVIDIA A100 80GB datasheet"},
     {"A30", 165, na, 933, "NVIDIA A30 datasheet"},

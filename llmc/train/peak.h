@@ -1,6 +1,7 @@
 // peak.h: the machine's matmul peak, measured once with the library that training uses, and cached: MFU is against
 // this.
 #pragma once
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
@@ -24,7 +25,7 @@ inline std::string processor_name() {
   return "unknown processor";
 }
 
-// Seconds of the best of several calls of op(tensors of `shape`, stream).
+// Seconds of op(tensors of `shape`, stream), at its best: of a GPU as one of several in a row.
 template <class Op>
 double best_seconds(const Device& device, DType dtype, const Shape& shape, Op&& op) {
   double best = std::numeric_limits<double>::infinity();
@@ -39,12 +40,13 @@ double best_seconds(const Device& device, DType dtype, const Shape& shape, Op&& 
       if (on.kind == DeviceKind::cuda) init_normal(t, 1, 0, 0, t.name, stream);  // zeros would cost less power
       else zero(t, stream);
     }
+    const int calls = on.kind == DeviceKind::cuda ? 4 : 1;
     for (int i = 0; i < 8; ++i) {
       stream.synchronize();
       const auto begin = std::chrono::steady_clock::now();
-      op(out, x, y, stream);
+      for (int call = 0; call < calls; ++call) op(out, x, y, stream);
       stream.synchronize();
-      const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+      const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() / calls;
       if (i > 0 && on.kind != DeviceKind::null) best = std::min(best, seconds);
     }
     scratch_bytes = scratch.high_water();
@@ -52,9 +54,15 @@ double best_seconds(const Device& device, DType dtype, const Shape& shape, Op&& 
   return best;
 }
 
+// As many elements as take half of a GPU's free memory, in three tensors: other programs may use the GPU, too.
+inline int64_t most_elements(const Device& device, DType dtype) {
+  return gpu_info(device.gpu).free_bytes / 2 / 3 / size_of(dtype);
+}
+
 // Flops per second of a square product in `dtype`.
 inline double measure_matmul_peak(const Device& device, DType dtype) {
-  const int64_t size = device.kind == DeviceKind::cuda ? 8192 : 1536;
+  int64_t size = device.kind != DeviceKind::cuda ? 1536 : dtype == DType::fp32 ? 4096 : 8192;
+  while (device.kind == DeviceKind::cuda && size > 64 && size * size > most_elements(device, dtype)) size /= 2;
   return 2.0 * static_cast<double>(size * size * size) /
          best_seconds(device, dtype, {size, size},
                       [](Tensor out, Tensor x, Tensor y, Stream& stream) { linear_forward(out, x, y, {}, stream); });
@@ -62,7 +70,8 @@ inline double measure_matmul_peak(const Device& device, DType dtype) {
 
 // Bytes per second of a copy, those read and those written.
 inline double measure_bandwidth(const Device& device) {
-  const int64_t n = device.kind == DeviceKind::cuda ? int64_t{1} << 28 : int64_t{1} << 26;
+  int64_t n = int64_t{1} << 26;
+  if (device.kind == DeviceKind::cuda) n = std::min(4 * n, most_elements(device, DType::fp32));
   return 8.0 * static_cast<double>(n) /
          best_seconds(device, DType::fp32, {n},
                       [](Tensor out, Tensor x, Tensor, Stream& stream) { copy(out, x, stream); });

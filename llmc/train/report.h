@@ -38,6 +38,13 @@ inline std::string describe(const Device& device) {
                    human_bytes(gpu.total_bytes), gpu.software);
 }
 
+// What its datasheet promises: "989.5 TFLOP/s of bf16, 1979.0 of fp8, dense; 4800.0 GB/s of memory".
+inline std::string describe(const GpuPeaks& chip) {
+  const auto number = [](const std::optional<double>& n) { return n ? formatted("{:.1f}", *n) : std::string("n/a"); };
+  return formatted("{} TFLOP/s of bf16, {} of fp8, dense; {} GB/s of memory", number(chip.bf16), number(chip.fp8),
+                   number(chip.bandwidth));
+}
+
 using Rows = std::vector<std::pair<std::string, std::string>>;
 
 // Bytes that a rank may take.
@@ -151,6 +158,8 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
        formatted("{}, {}, peak {:.1f} TFLOP/s measured here", matmul_library(device), o.dtype, peaks.measured * 1e-12)},
       {"MFU", peaks.promised ? formatted("a share of {:.1f} TFLOP/s: {}", *peaks.promised * 1e-12, peaks.source)
                              : formatted("n/a: {}; --peak-tflops says it", peaks.source)}};
+  if (device.kind == DeviceKind::cuda)
+    if (const auto chip = gpu_peaks(gpu_info(device.gpu).name)) rows.emplace_back("datasheet", describe(*chip));
   for (auto& row : detail::run_rows(o, step)) rows.push_back(std::move(row));
   rows.emplace_back(
       "steps",
@@ -160,7 +169,7 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
                                                train.count(), human_count(train.tokens()), human_count(train.samples()),
                                                o.seq_len, o.shuffle ? ", shuffled" : ""));
   rows.emplace_back("documents",
-                    document_end ? formatted("of a sequence do not see each other; token {} ends one", *document_end)
+                    document_end ? formatted("of a sequence do not see each other; token {} begins one", *document_end)
                                  : std::string("of a sequence see each other"));
   rows.emplace_back("validation data", val == nullptr ? "none"
                                                       : formatted("{}: {} shard(s), {} tokens", o.val_data,
