@@ -265,7 +265,7 @@ test-cuda: build/test_cuda_on_gpu
 GPU_TEST_SOURCES := $(filter-out test/cuda_on_cpu/% test/cuda/test_emulator%,$(CUDA_TEST_SOURCES)) \
                     $(if $(CUDNN),$(CUDNN_TEST))
 build/test_cuda_on_gpu: $(patsubst %,build/gpu/%.o,$(basename $(GPU_TEST_SOURCES))) build/test/main.o
-	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $^ -o $@ $(CATCH2_LIBS) $(LIBS) $(CUDA_LIBS)
+	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $^ -o $@ $(CATCH2_LIBS) $(LINK_cuda)
 gpu_object = $(NVCC) -x cu $(call FLAGS_cuda,-O3) -Itest -MMD -MP -c $< -o $@
 build/gpu/%.o: %.cpp build/smoke_cuda.flags
 	@mkdir -p $(@D)
@@ -277,7 +277,7 @@ build/gpu/%.o: %.cu build/smoke_cuda.flags
 # Every version of the kernels in dev/cuda/, timed on a GPU.
 ladders: build/ladders
 build/ladders: $(patsubst %.cu,build/gpu/%.o,dev/cuda/ladders.cu $(LADDERS))
-	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $^ -o $@
+	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $^ -o $@ $(if $(LDFLAGS),$(call to_host,$(LDFLAGS)))
 
 # Each op of a training step, timed on a GPU. At -O3 g++ 12 sees an array overrun that is none.
 build/op_table: dev/bench/cuda/op_table.cu build/smoke_cuda.flags

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <memory>
 #include <source_location>
+#include <string>
 #include <utility>
 
 #include "core/check.h"
@@ -14,9 +15,15 @@ namespace llmc::cuda {
 
 namespace detail {
 
+// "unspecified launch failure (cudaErrorLaunchFailure)". What a kernel does wrong is told by a later call, any one.
+inline std::string describe(cudaError_t status) {
+  const bool late = status == cudaErrorIllegalAddress || status == cudaErrorLaunchFailure ||
+                    status == cudaErrorMisalignedAddress || status == cudaErrorAssert;
+  return formatted("{} ({}){}", cudaGetErrorString(status), cudaGetErrorName(status),
+                   late ? ", of a kernel launched earlier: CUDA_LAUNCH_BLOCKING=1 in the environment tells which" : "");
+}
 [[noreturn]] inline void cuda_failed(cudaError_t status, const char* call, const char* file, int line) {
-  throw Error(
-      formatted("{} failed: {} ({}) at {}:{}", call, cudaGetErrorString(status), cudaGetErrorName(status), file, line));
+  throw Error(formatted("{} failed: {} at {}:{}", call, describe(status), file, line));
 }
 
 }  // namespace detail
@@ -84,10 +91,16 @@ inline std::byte* allocate(int gpu, size_t bytes) {
   return static_cast<std::byte*>(memory);
 }
 inline void release(std::byte* memory) { cudaFree(memory); }
-// Every byte, before this returns.
+// Every byte, before this returns. On a stream of its own: to wait for the device would spoil what another rank
+// captures.
 inline void fill_now(std::byte* memory, int value, int64_t bytes) {
-  CUDA_CHECK(cudaMemset(memory, value, static_cast<size_t>(bytes)));
-  CUDA_CHECK(cudaDeviceSynchronize());
+  cudaStream_t stream = nullptr;
+  CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  const cudaError_t begun = cudaMemsetAsync(memory, value, static_cast<size_t>(bytes), stream);
+  const cudaError_t done = cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  CUDA_CHECK(begun);
+  CUDA_CHECK(done);
 }
 
 // Host memory that the GPU copies from and to by itself.
@@ -95,7 +108,11 @@ class PinnedMemory {
  public:
   explicit PinnedMemory(size_t bytes) : bytes_(bytes) {
     void* memory = nullptr;
-    CUDA_CHECK(cudaMallocHost(&memory, bytes));
+    const cudaError_t status = cudaMallocHost(&memory, bytes);
+    CHECK(status == cudaSuccess,
+          "{} bytes of the host's memory cannot be locked for copies to the GPU: {}; raise `ulimit -l` or the "
+          "container's limit of memory",
+          bytes, detail::describe(status));
     memory_.reset(static_cast<std::byte*>(memory));
   }
   std::byte* data() const { return memory_.get(); }

@@ -47,8 +47,10 @@ class Queue {
 
  public:
   explicit Queue(int gpu) {
-    CUDA_CHECK(cudaSetDevice(gpu));  // of this host thread: each rank is one
+    CUDA_CHECK(cudaSetDevice(gpu));                                  // of this host thread: each rank is one
+    CUDA_CHECK(cudaSetDeviceFlags(cudaDeviceScheduleBlockingSync));  // waiting leaves the processor to others
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    reserve(least_staging);
   }
   ~Queue() {
     cudaStreamSynchronize(stream_);
@@ -58,6 +60,14 @@ class Queue {
   Queue& operator=(const Queue&) = delete;
 
   cudaStream_t stream() const { return stream_; }
+
+  // Pinned memory for copies of up to so many bytes. Without it the first ones allocate it: inside a step, where that
+  // may wait for kernels that wait for other ranks.
+  void reserve(size_t bytes) {
+    auto fit =
+        std::count_if(staging_.begin(), staging_.end(), [&](const Staging& s) { return s.memory.size() >= bytes; });
+    for (; fit < most_staging; ++fit) staging_.push_back({.memory = PinnedMemory(bytes)});
+  }
 
   // Asked now and then while the host waits for this stream, and behind it; throws to end the waiting.
   void set_watch(std::function<void()> watch) { watch_ = std::move(watch); }

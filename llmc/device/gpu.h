@@ -77,11 +77,37 @@ inline GpuInfo gpu_info(int gpu) {
           bus_id,
           detail::cuda_versions()};
 }
+
+namespace detail {
+
+template <class>
+__global__ void code_probe() {}
+
+}  // namespace detail
+
+// Refuses GPUs that this program has no code for.
+inline void require_code_for_gpus() {
+  for (int gpu = 0; gpu < visible_gpus().count; ++gpu) {
+    CUDA_CHECK(cudaSetDevice(gpu));
+    cudaFuncAttributes attributes;
+    const cudaError_t status = cudaFuncGetAttributes(&attributes, detail::code_probe<void>);
+    if (status == cudaSuccess) continue;
+    cudaGetLastError();
+    const GpuInfo info = gpu_info(gpu);
+    const std::string remedy =
+        info.major < 8
+            ? std::string("the kernels need sm_80 or later; use --device cpu")
+            : formatted("build it with `make DEVICE=cuda ARCH=sm_{}{}`, or use --device cpu", info.major, info.minor);
+    throw Error(formatted("this train_gpt has no code for GPU {}, {} (sm_{}{}): {}: {}", gpu, info.name, info.major,
+                          info.minor, cudaGetErrorString(status), remedy));
+  }
+}
 #else
 inline constexpr bool built_for_gpus = false;
 
 inline VisibleGpus visible_gpus() { return {0, "this train_gpt was built without CUDA: `make DEVICE=cuda`"}; }
 inline GpuInfo gpu_info(int) { throw Error(visible_gpus().why_none); }
+inline void require_code_for_gpus() {}
 #endif
 
 // Bytes that the ranks' arenas may take on each of the GPUs that so many ranks use: what is free on the fullest, but

@@ -181,7 +181,9 @@ inline const char* name_of(Backend b) { return b == Backend::threads ? "threads"
 // All ranks of a run, and the meeting points of their groups. One object, shared by the ranks' threads.
 class World {
  public:
-  explicit World(Mesh mesh, Backend backend = Backend::threads) : mesh_(std::move(mesh)), backend_(backend) {}
+  explicit World(Mesh mesh, Backend backend = Backend::threads) : mesh_(std::move(mesh)), backend_(backend) {
+    if (backend == Backend::nccl) prepare_nccl();
+  }
   const Mesh& mesh() const { return mesh_; }
   Backend backend() const { return backend_; }
 

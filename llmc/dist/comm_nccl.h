@@ -45,6 +45,9 @@ inline void check_nccl(ncclResult_t status, const char* call, ncclComm_t comm = 
                         ncclGetLastError(comm)));
 }
 
+inline constexpr int least_nccl = 22600;
+static_assert(NCCL_VERSION_CODE >= least_nccl, "NCCL 2.26 or newer is needed; `make NCCL_VERSION=` builds without");
+
 inline ncclDataType_t nccl_type(DType dtype) {
   switch (dtype) {
     case DType::fp32: return ncclFloat32;
@@ -58,6 +61,22 @@ inline ncclDataType_t nccl_type(DType dtype) {
 
 }  // namespace detail
 
+// Before the first group, while no other thread reads the environment.
+inline void prepare_nccl() {
+  int version = 0;
+  detail::check_nccl(ncclGetVersion(&version), "ncclGetVersion");
+  CHECK(version >= detail::least_nccl,
+        "--comm nccl: the NCCL library found is {}, too old: 2.26 or newer is needed, or "
+        "--comm threads",
+        version);
+  // Gradients and weights travel at the same time, in groups of their own: NCCL is to run them in the order in which
+  // they were enqueued, which is the same on all ranks.
+  setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
+  // And peers connect when a group is made. A first collective that connects would block its caller, out of reach of
+  // abort().
+  setenv("NCCL_RUNTIME_CONNECT", "0", 0);
+}
+
 class NcclGroup final : public GpuCollectives {
  public:
   // `id`: unique_id() of one member, the same for all, who all call this at the same time.
@@ -67,9 +86,6 @@ class NcclGroup final : public GpuCollectives {
     ncclUniqueId bytes;
     std::memcpy(&bytes, id.data(), sizeof bytes);
     CUDA_CHECK(cudaSetDevice(gpu));
-    // Gradients and weights travel at the same time, in groups of their own: NCCL is to run them in the order in which
-    // they were enqueued, which is the same on all ranks.
-    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
     detail::check_nccl(ncclCommInitRank(&comm_, size, bytes, rank), "ncclCommInitRank");
   }
   ~NcclGroup() override {
@@ -164,6 +180,7 @@ inline std::string nccl_version() { return "no NCCL"; }
 [[noreturn]] inline void refuse_nccl() {
   throw Error("this train_gpt was built without NCCL: install libnccl-dev and build anew, or use --comm threads");
 }
+[[noreturn]] inline void prepare_nccl() { refuse_nccl(); }
 inline std::string nccl_unique_id() { refuse_nccl(); }
 inline std::unique_ptr<GpuCollectives> make_nccl_group(const std::string&, int, int, int) { refuse_nccl(); }
 #endif

@@ -26,6 +26,15 @@ inline double attention_flops(const AttentionShape& s) {
          static_cast<double>(s.D);
 }
 
+// Also on paper: a plan is refused as the run would be.
+inline void check_heads_of_gpu([[maybe_unused]] Stream& stream, [[maybe_unused]] DType dtype,
+                               [[maybe_unused]] const AttentionShape& shape) {
+#ifdef TRAIN_GPT_CUDA
+  if (stream.device().computes_as() != DeviceKind::cuda || dtype == DType::fp64) return;
+  dtype == DType::bf16 ? cuda::check_head_size<bf16>(shape) : cuda::check_head_size<float>(shape);
+#endif
+}
+
 }  // namespace detail
 
 // table (P, D) = the cosines and sines of P positions, for rotary_embedding.
@@ -134,6 +143,7 @@ inline void attention_forward(Tensor out, Tensor lse, Tensor qkv, Tensor positio
                       });
   }
 #endif
+  detail::check_heads_of_gpu(stream, qkv.dtype, shape);
   const Tensor scratch =
       detail::scratch(stream, "attention", lse.dtype, cpu::attention_forward_scratch(shape, threads), 0);
   stream.run(

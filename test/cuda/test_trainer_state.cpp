@@ -3,6 +3,7 @@
 #include "cuda/device_test.h"
 #include "helpers.h"
 #include "train/checkpoint.h"
+#include "train/report.h"
 #include "train/selftest.h"
 
 using namespace llmc;
@@ -136,3 +137,46 @@ TEST_CASE("steps that were begun before the host learns of one that is not finit
   upload(bias, bad, run.run.stream);
   REQUIRE(run.bytes() == before);
 }
+
+#ifndef __CUDACC__  // a real GPU is as large as it is
+
+TEST_CASE("a run that a GPU has no room for is refused with the table of what it needs", "[cuda][trainer]") {
+  using Catch::Matchers::ContainsSubstring;
+  cuda_on_cpu::set_devices(1, static_cast<size_t>(gpu_reserve) + (64 << 20));
+  const auto refusal = [](const Options& o, const StepConfig& step) -> std::string {
+    try {
+      require_memory(o, step, make_plan(step, gpu_device), gpu_device);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  StepConfig step = small_step(DType::bf16);
+  step.batch.B = 512;
+  step.micro_batches = 1;
+  const std::string text = refusal({}, step);
+  cuda_on_cpu::set_devices(1);
+  REQUIRE_THAT(text, ContainsSubstring("the run needs ") &&
+                         ContainsSubstring("does not fit into this GPU's 64.0 MiB; it "
+                                           "would with --batch-size ") &&
+                         ContainsSubstring("\n  activations") && ContainsSubstring("\n  total "));
+  REQUIRE(refusal({}, step) == "");  // 4 GiB
+}
+
+TEST_CASE("a program without code for the GPU says so before it begins", "[cuda][trainer]") {
+  REQUIRE_NOTHROW(require_code_for_gpus());
+  cuda_on_cpu::set_code(false);
+  REQUIRE_THROWS_WITH(require_code_for_gpus(), Catch::Matchers::ContainsSubstring("no code for GPU 0, ") &&
+                                                   Catch::Matchers::ContainsSubstring("ARCH=sm_90"));
+  cuda_on_cpu::set_code(true);
+}
+
+TEST_CASE("heads that the kernels cannot hold are refused with the plan", "[cuda][trainer]") {
+  StepConfig step = small_step(DType::bf16);
+  step.model.head_size = 130;
+  REQUIRE_THROWS_WITH(make_plan(step, gpu_device),
+                      Catch::Matchers::ContainsSubstring("up to 128 channels in bf16, not 130"));
+  REQUIRE_NOTHROW(make_plan(step, cpu_device));
+}
+
+#endif

@@ -157,19 +157,22 @@ __global__ void __launch_bounds__(Block::threads, 2)
 namespace detail {
 
 // As many rows as the registers of two blocks on a multiprocessor hold: the more rows a warp has, the less often the
-// others are read out of shared memory.
+// others are read out of shared memory. In fp32 heads of up to 128 channels fit into the shared memory of every GPU
+// since Ampere, 99 KiB; those of 256 into that of an A100, 163 KiB.
 template <class T, int DP>
-    struct BackwardKeysBlock : BlockSize < 1,
-    4, DP<256 ? 32 : 16, DP, T> {};
+using SmallBlock = BlockSize<1, sizeof(T) * DP <= 512 ? 4 : 2, sizeof(T) * DP <= 256 ? 32 : 16, DP, T>;
+template <class T, int DP>
+struct BackwardKeysBlock : SmallBlock<T, DP> {};
 template <>
 struct BackwardKeysBlock<bf16, 64> : BlockSize<2, 4, 32, 64, bf16> {};
 template <class T, int DP>
-    struct BackwardQueriesBlock : BlockSize < 1,
-    4, DP<256 ? 32 : 16, DP, T> {};
+struct BackwardQueriesBlock : SmallBlock<T, DP> {};
 template <>
 struct BackwardQueriesBlock<bf16, 64> : BlockSize<2, 4, 64, 64, bf16> {};
 template <>
 struct BackwardQueriesBlock<bf16, 128> : BlockSize<2, 4, 32, 128, bf16> {};
+static_assert(BackwardKeysBlock<float, 128>::shared_bytes(2) + (1 << 10) <= 99 << 10);
+static_assert(BackwardKeysBlock<float, 256>::shared_bytes(2) + (1 << 10) <= 163 << 10);
 
 }  // namespace detail
 
@@ -200,7 +203,7 @@ void attention_backward(T* dqkv, const T* dout, const T* out, const T* qkv, cons
     launch(attention_backward_queries_kernel<T, Queries, DP, copy>, queries_grid, Queries::threads,
            Queries::shared_bytes(2), stream, dqkv, dout, qkv, terms, positions, s);
   };
-  with_head_size<T>("attention_backward", s, run, dqkv, dout, out, qkv);
+  with_head_size<T>(s, run, dqkv, dout, out, qkv);
 }
 
 }  // namespace llmc::cuda

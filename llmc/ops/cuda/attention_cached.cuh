@@ -113,7 +113,7 @@ inline int64_t attention_cached_scratch(const AttentionShape& s, int64_t begin) 
 template <class T>
 void attention_cached(T* out, const T* qkv, const T* cache, float* scratch, int64_t begin, const AttentionShape& s,
                       cudaStream_t stream) {
-  check_head_size<T>("attention_cached", s);
+  check_head_size<T>(s);
   const int64_t parts = detail::cached_parts(s, begin);
   const unsigned rows = static_cast<unsigned>(s.T * s.Hq);
   const auto run = [&]<int pack>() {

@@ -114,7 +114,7 @@ void attention_forward(T* out, float* lse, const T* qkv, const int32_t* position
     launch(attention_forward_kernel<T, Block, DP, copy>, grid, Block::threads, Block::shared_bytes(1), stream, out, lse,
            qkv, positions, s);
   };
-  with_head_size<T>("attention_forward", s, run, out, qkv);
+  with_head_size<T>(s, run, out, qkv);
 }
 
 }  // namespace llmc::cuda

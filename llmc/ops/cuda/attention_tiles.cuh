@@ -263,18 +263,19 @@ struct BlockSize {
 template <class T>
 inline constexpr int64_t largest_head = sizeof(T) == 2 ? 128 : 256;
 
+// Heads of the model that the kernels can hold; else Error.
 template <class T>
-void check_head_size(const char* op, const AttentionShape& s) {
+void check_head_size(const AttentionShape& s) {
   CHECK(s.D <= largest_head<T>,
-        "{}: the kernels hold heads of up to {} channels in {}, not {}: use more and smaller ones", op, largest_head<T>,
-        dtype_of<T>(), s.D);
+        "attention on GPUs holds heads of up to {} channels in {}, not {}: use --n-head with more and smaller ones{}",
+        largest_head<T>, dtype_of<T>(), s.D, sizeof(T) == 2 && s.D <= largest_head<float> ? ", or --dtype fp32" : "");
 }
 
 // Calls f.operator()<DP, copy>(), with DP the head size that the kernels are made for; `arrays`: those of rows of
 // heads.
 template <class T, class F, class... Pointers>
-void with_head_size(const char* op, const AttentionShape& s, F&& f, const Pointers*... arrays) {
-  check_head_size<T>(op, s);
+void with_head_size(const AttentionShape& s, F&& f, const Pointers*... arrays) {
+  check_head_size<T>(s);
   const auto with_copy = [&]<int DP>() {
     if constexpr (sizeof(T) == 2) {
       if (rows_fit_packs(s.D, full_pack<T>, arrays...)) return f.template operator()<DP, Copy::packs>();
