@@ -8,7 +8,7 @@
 #include <optional>
 
 #include "core/log.h"
-#include "core/options.h"
+#include "core/options_parse.h"
 #include "core/signals.h"
 #include "device/gpu.h"
 #include "device/nvml.h"

@@ -5,7 +5,7 @@
 #include "catch2.h"
 #include "core/dtype.h"
 #include "core/log.h"
-#include "core/options.h"
+#include "core/options_parse.h"
 #include "core/rng.h"
 #include "helpers.h"
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "device/arena.h"
-#include "dist/zero.h"
+#include "dist/unit_state.h"
 #include "model/config.h"
 #include "ops/ops.h"
 

@@ -10,7 +10,7 @@
 #include <string>
 
 #include "core/log.h"
-#include "core/options.h"
+#include "core/options_print.h"
 #include "model/hf_config.h"
 #include "train/dataloader.h"
 #include "train/peak.h"

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "core/log.h"
-#include "core/options.h"
+#include "core/options_print.h"
 #include "train/checkpoint.h"
 
 namespace llmc {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "device/profiler_range.h"
+#include "dist/zero.h"
 #include "train/step_config.h"
 
 namespace llmc {

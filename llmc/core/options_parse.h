@@ -1,0 +1,218 @@
+// options_parse.h: reads options from the command line and from --config files, and refuses what is wrong with them.
+#pragma once
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <map>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "core/files.h"
+#include "core/options_print.h"
+#include "core/unicode.h"
+
+namespace llmc {
+
+namespace detail {
+
+template <class T>
+inline constexpr bool is_optional = false;
+template <class T>
+inline constexpr bool is_optional<std::optional<T>> = true;
+
+// The value that `text` means: all of it, in decimal.
+inline void parse_value(const std::string& name, const std::string& text, std::string& field) {
+  const std::optional<size_t> fault = utf8_fault(text);  // it is written into JSON
+  CHECK(!fault, "{}: byte {} is not UTF-8; give the text, or the path, in UTF-8", name, fault.value_or(0) + 1);
+  field = text;
+}
+inline void parse_value(const std::string& name, const std::string& text, bool& field) {
+  CHECK(text == "true" || text == "false", "{} '{}': expected true or false", name, text);
+  field = text == "true";
+}
+template <class Number>
+void parse_value(const std::string& name, const std::string& text, Number& field) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), field);
+  const bool number = error == std::errc() && end == text.data() + text.size();
+  constexpr const char* expected = std::is_integral_v<Number> ? "a whole number" : "a number";
+  CHECK(number, "{} '{}': expected {}{}", name, text, expected,
+        error == std::errc::result_out_of_range ? ", and this one does not fit into 64 bits" : "");
+}
+template <class T>
+void parse_value(const std::string& name, const std::string& text, std::optional<T>& field) {
+  parse_value(name, text, field.emplace());
+}
+
+// The number of insertions, deletions and replacements between two words (Levenshtein 1966).
+inline size_t edit_distance(const std::string& a, const std::string& b) {
+  std::vector<size_t> row(b.size() + 1);
+  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = std::exchange(row[0], i);
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t replaced = diagonal + (a[i - 1] != b[j - 1]);
+      diagonal = std::exchange(row[j], std::min({row[j] + 1, row[j - 1] + 1, replaced}));
+    }
+  }
+  return row[b.size()];
+}
+
+// "there is no such option", and which name is near.
+[[noreturn]] inline void unknown_option(const std::string& word, const std::string& where) {
+  std::vector<std::string> names;
+  for (const ModeOption& mode : mode_options) names.emplace_back(mode.name);
+  Options o;
+  visit_options(o, OptionVisitor{no_group, [&](const char* name, const char*, auto&, const Limits&, ResumeRule,
+                                               const char*) { names.emplace_back(name); }});
+  const auto nearest = std::min_element(names.begin(), names.end(), [&](const auto& x, const auto& y) {
+    return edit_distance(x, word) < edit_distance(y, word);
+  });
+  const bool close = 2 * edit_distance(*nearest, word) <= word.size();
+  throw Error(formatted("{}{}: there is no such option{}; see --help", where, word,
+                        close ? "; the nearest is " + *nearest : ""));
+}
+
+// Reads a file that --print-config wrote: lines NAME=VALUE, text between quotes; a comment is a line that begins with
+// #.
+inline void read_config(Options& o, const std::string& path) {
+  std::istringstream lines(read_text(path));
+  int number = 0;
+  for (std::string line; std::getline(lines, line);) {
+    ++number;
+    line = CLI::detail::trim(line);
+    if (line.empty() || line[0] == '#') continue;
+    const std::string where = formatted("--config {}:{}: ", path, number);
+    const size_t equals = line.find('=');
+    CHECK(equals != std::string::npos, "{}'{}': expected NAME=VALUE as --print-config writes it", where, line);
+    const std::string name = "--" + CLI::detail::trim_copy(line.substr(0, equals));
+    std::string value = CLI::detail::trim_copy(line.substr(equals + 1));
+    if (value.size() >= 2 && value.front() == '"' && value.back() == '"') value = value.substr(1, value.size() - 2);
+    bool found = false;
+    auto set = [&](const char* option, const char*, auto& field, const Limits&, ResumeRule, const char*) {
+      if (name != option) return;
+      found = true;
+      parse_value(where + name, value, field);
+    };
+    visit_options(o, OptionVisitor{no_group, set});
+    if (!found) unknown_option(name, where);
+  }
+}
+
+}  // namespace detail
+
+// Each value by itself, right after parsing.
+inline void check_limits(Options& o) {
+  visit_options(
+      o, detail::OptionVisitor{
+             detail::no_group,
+             [](const char* name, const char*, auto& field, const Limits& limits, ResumeRule, const char*) {
+               using T = std::remove_reference_t<decltype(field)>;
+               auto check_number = [&](auto value) {
+                 const double v = static_cast<double>(value);
+                 CHECK(std::isfinite(v) && v >= limits.min && v <= limits.max, "{} {}: expected a number {}{}", name,
+                       value, std::isinf(limits.min) ? std::string() : formatted("from {}", limits.min),
+                       std::isinf(limits.max) ? std::string(" on") : formatted(" to {}", limits.max));
+               };
+               if constexpr (std::is_same_v<T, std::string>) {
+                 CHECK(limits.choices.empty() ||
+                           std::find(limits.choices.begin(), limits.choices.end(), field) != limits.choices.end(),
+                       "{} {}: expected one of {}", name, field, limits.choices);
+               } else if constexpr (detail::is_optional<T>) {
+                 if (field) check_number(*field);
+               } else if constexpr (!std::is_same_v<T, bool>) {
+                 check_number(field);
+               }
+             }});
+}
+
+// Combinations, as far as the options alone tell.
+inline void validate(const Options& o) {
+  CHECK(o.generate + o.plan + o.selftest + o.verify_data <= 1,
+        "--generate, --plan, --selftest and --verify-data: choose one of them");
+  if (o.selftest) return;
+  CHECK(!o.generate || !o.from_scratch,
+        "--generate with --from-scratch: there would be nothing learnt to generate from; leave out one of them");
+  if (o.generate) return;
+  CHECK(o.local_ranks % o.dp_replicate == 0, "--dp-replicate {} does not divide the {} ranks", o.dp_replicate,
+        o.local_ranks);
+  const int64_t micro = o.batch_size * o.seq_len * o.local_ranks;
+  CHECK(!o.total_batch_size || *o.total_batch_size % micro == 0,
+        "--total-batch-size {} is not a multiple of --batch-size {} x --seq-len {} x {} rank(s) = {} tokens: use {}",
+        *o.total_batch_size, o.batch_size, o.seq_len, o.local_ranks, micro,
+        std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
+  if (o.plan) return;
+  CHECK(!o.train_data.empty(),
+        "--train-data is missing: name the token shards to train on (data/tokenize_text.py makes them), or see --help");
+  CHECK(!o.out_dir.empty(), "--out-dir is empty: name a directory for metrics and checkpoints");
+}
+
+// What the command line asks for.
+struct Command {
+  Options options;
+  bool print = false;    // print `text` and stop
+  bool version = false;  // print the version and stop
+  std::string text;
+};
+
+inline Command parse_command_line(int argc, const char* const* argv) {
+  Command command;
+  CLI::App app;
+  app.set_help_flag();
+  app.allow_extras();
+  std::map<std::string, std::string> given;  // CLI11 finds the words, parse_value() reads them
+  visit_options(
+      command.options,
+      detail::OptionVisitor{
+          detail::no_group,
+          [&](const char* name, const char* letter, auto& field, const Limits&, ResumeRule, const char*) {
+            const std::string both = *letter ? formatted("{},{}", letter, name) : std::string(name);
+            if constexpr (std::is_same_v<std::remove_reference_t<decltype(field)>, bool>)
+              app.add_flag(both + "{true}", given[name])->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+            else app.add_option(both, given[name])->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+          }});
+  bool help = false, print_config = false, markdown = false;
+  std::vector<std::string> configs;
+  app.add_option("--config", configs)->allow_extra_args(false);
+  app.add_flag("-h,--help", help);
+  app.add_flag("--print-config", print_config);
+  app.add_flag("--print-options-markdown", markdown);
+  app.add_flag("--version", command.version);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    throw Error(formatted("{}; see --help", error.what()));
+  }
+  if (help || markdown) {
+    command.print = true;
+    command.text = help ? help_text() : options_markdown();
+    return command;
+  }
+  for (std::string word : app.remaining()) {
+    word = word.substr(0, word.find('='));
+    CHECK(word[0] == '-', "{}: an argument without an option; see --help", word);
+    detail::unknown_option(word, "");
+  }
+  if (command.version) return command;
+  for (const std::string& path : configs) detail::read_config(command.options, path);
+  visit_options(command.options, detail::OptionVisitor{detail::no_group, [&](const char* name, const char*, auto& field,
+                                                                             const Limits&, ResumeRule, const char*) {
+                                                         if (app.count(name) > 0)
+                                                           detail::parse_value(name, given[name], field);
+                                                       }});
+  check_limits(command.options);
+  if (print_config) {
+    command.print = true;
+    command.text = config_text(command.options);
+    return command;
+  }
+  validate(command.options);
+  return command;
+}
+
+}  // namespace llmc

@@ -1,0 +1,181 @@
+// options_print.h: the options as text: help, a file for --config, a command line, the table in README.md.
+#pragma once
+#include <algorithm>
+#include <cstdlib>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "core/options.h"
+
+namespace llmc {
+
+namespace detail {
+
+template <class T>
+std::string option_text(const T& value) {
+  if constexpr (std::is_same_v<T, double>) {
+    const std::string brief = formatted("{}", value);  // the shortest that reads back as the same number
+    return std::strtod(brief.c_str(), nullptr) == value ? brief : formatted("{:.17g}", value);
+  } else {
+    return formatted("{}", value);
+  }
+}
+template <class T>
+std::string option_text(const std::optional<T>& value) {
+  return value ? option_text(*value) : "";
+}
+
+template <class T>
+const char* type_text(const T&) {
+  if constexpr (std::is_same_v<T, bool>) return "";
+  else if constexpr (std::is_same_v<T, double> || std::is_same_v<T, std::optional<double>>) return "NUMBER";
+  else if constexpr (std::is_same_v<T, std::string>) return "TEXT";
+  else return "N";
+}
+
+struct ModeOption {
+  const char* name;
+  const char* help;
+};
+inline constexpr ModeOption mode_options[] = {
+    {"--config", "FILE: read options that --print-config wrote; the command line wins over the file"},
+    {"--print-config", "print all options as a file for --config, and stop"},
+    {"--print-options-markdown", "print the options as the table in README.md, and stop"},
+    {"--version", "print version, compiler, flags and libraries, and stop"},
+    {"--help", "print this, and stop"}};
+
+inline std::string wrapped(const std::string& text, size_t indent, size_t width = 110) {
+  std::string out;
+  size_t column = indent;
+  for (size_t at = 0; at < text.size();) {
+    const size_t end = std::min(text.find(' ', at), text.size());
+    if (column > indent && column + (end - at) > width) {
+      out.back() = '\n';  // instead of the space
+      out += std::string(indent, ' ');
+      column = indent;
+    }
+    out += text.substr(at, end - at) + " ";
+    column += end - at + 1;
+    at = end + 1;
+  }
+  while (!out.empty() && out.back() == ' ') out.pop_back();
+  return out;
+}
+
+}  // namespace detail
+
+inline std::string help_text() {
+  std::string text =
+      "train_gpt pretrains GPT language models on token shards (make those with data/tokenize_text.py).\n\n"
+      "  ./train_gpt -i 'data/mine_train_*.bin' -j 'data/mine_val_*.bin' --model d6 --vocab-size 257 -t 256 -o "
+      "out/mine\n"
+      "  ./train_gpt --generate --model out/mine/step-001000 --prompt 'Once upon'\n";
+  Options defaults;
+  auto line = [&](std::string left, const std::string& help) {
+    left.resize(std::max<size_t>(left.size() + 2, 34), ' ');
+    text += left + detail::wrapped(help, 34) + "\n";
+  };
+  visit_options(
+      defaults,
+      detail::OptionVisitor{
+          [&](const char* group) { text += "\n" + std::string(group) + "\n"; },
+          [&](const char* name, const char* letter, auto& field, const Limits& limits, ResumeRule, const char* help) {
+            const std::string type = limits.choices.empty() ? detail::type_text(field) : "TEXT";
+            const std::string value = detail::option_text(field);
+            std::string all = help;
+            if (!limits.choices.empty()) all += formatted(" ({})", limits.choices);
+            if (!type.empty() && !value.empty()) all += formatted(" [{}]", value);
+            line(formatted("  {} {} {}", *letter ? std::string(letter) + "," : std::string("   "), name, type), all);
+          }});
+  for (const auto& mode : detail::mode_options) line(formatted("      {}", mode.name), mode.help);
+  return text +
+         "\nExit status: 0 done, 1 refused (the reason is on stderr), 2 diverged, 75 stopped early and saved: start "
+         "again.";
+}
+
+inline std::string config_text(const Options& options) {
+  Options o = options;
+  std::string text;
+  visit_options(o, detail::OptionVisitor{
+                       [&](const char* group) { text += formatted("{}# {}\n", text.empty() ? "" : "\n", group); },
+                       [&](const char* name, const char*, auto& field, const Limits&, ResumeRule, const char*) {
+                         using T = std::remove_reference_t<decltype(field)>;
+                         const std::string value = detail::option_text(field);
+                         if (value.empty()) return;  // absent
+                         CHECK(value.find('\n') == std::string::npos,
+                               "{}: a value with a line break cannot stand in a --config file", name);
+                         if constexpr (std::is_same_v<T, std::string>)
+                           text += formatted("{}=\"{}\"\n", name + 2, value);
+                         else text += formatted("{}={}\n", name + 2, value);
+                       }});
+  if (!text.empty()) text.pop_back();
+  return text;
+}
+
+// Quotes a word for a shell where that is needed.
+inline std::string shell_word(const std::string& word) {
+  const bool plain = !word.empty() && word.find_first_not_of(
+                                          "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+                                          "0123456789_-./:,=+") == std::string::npos;
+  if (plain) return word;
+  std::string quoted = "'";
+  for (char c : word) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return quoted + "'";
+}
+
+// Every option as text, the default's text, and its rule.
+struct OptionText {
+  std::string name, text, usual;
+  ResumeRule rule;
+  bool flag;
+};
+inline std::vector<OptionText> option_texts(const Options& options) {
+  Options o = options, defaults;
+  std::vector<OptionText> all;
+  auto add = [&](const char* name, const char*, auto& field, const Limits&, ResumeRule rule, const char*) {
+    all.push_back({name, detail::option_text(field), "", rule, std::is_same_v<decltype(field), bool&>});
+  };
+  visit_options(o, detail::OptionVisitor{detail::no_group, add});
+  size_t i = 0;
+  auto add_usual = [&](const char*, const char*, auto& field, const Limits&, ResumeRule, const char*) {
+    all[i++].usual = detail::option_text(field);
+  };
+  visit_options(defaults, detail::OptionVisitor{detail::no_group, add_usual});
+  return all;
+}
+
+// The command line that gives these options: those that are not the default. `program`: as it is called.
+inline std::string command_line(const Options& options, const std::string& program = "./train_gpt") {
+  std::string text = shell_word(program);
+  for (const OptionText& o : option_texts(options)) {
+    if (o.text == o.usual) continue;
+    text += " " + o.name;
+    if (!o.flag) text += (o.text.starts_with("-") ? "=" : " ") + shell_word(o.text);  // no option is taken for a value
+  }
+  return text;
+}
+
+inline std::string options_markdown() {
+  std::string text;
+  Options defaults;
+  visit_options(
+      defaults,
+      detail::OptionVisitor{
+          [&](const char* group) {
+            text += formatted("{}**{}**\n\n| option | default | meaning | on resume |\n| --- | --- | --- | --- |\n",
+                              text.empty() ? "" : "\n", group);
+          },
+          [&](const char* name, const char* letter, auto& field, const Limits& limits, ResumeRule rule,
+              const char* help) {
+            std::string all = help;
+            if (!limits.choices.empty()) all += formatted(" ({})", limits.choices);
+            text += formatted("| `{}`{} | {} | {} | {} |\n", name, *letter ? formatted(" `{}`", letter) : std::string(),
+                              detail::option_text(field), all, rule);
+          }});
+  text.pop_back();
+  return text;
+}
+
+}  // namespace llmc
