@@ -17,13 +17,13 @@
 #include "train/dataloader.h"
 #include "train/detector.h"
 #include "train/lr_schedule.h"
+#include "train/not_finite.h"
 #include "train/peak.h"
 #include "train/report.h"
 #include "train/run.h"
 #include "train/run_dir.h"
 #include "train/sample.h"
 #include "train/selftest.h"
-#include "train/step.h"
 #include "train/tokenizer.h"
 #include "train/verify_data.h"
 
@@ -481,7 +481,7 @@ class Training {
     std::optional<NotFinite> first;
     std::string mine;
     try {
-      first = run_.trainer.find_not_finite(batches);
+      first = find_not_finite(run_.trainer, batches);
     } catch (const Interrupted& stop) {  // on all ranks alike
       mine = formatted("the search for its origin was interrupted by {}", stop.reason);
     }

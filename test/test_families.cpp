@@ -166,7 +166,7 @@ TEST_CASE("a sequence that grows against its cache has the logits of the whole o
       Run run(config, make_plan(config, {DeviceKind::cpu, 2}), {DeviceKind::cpu, 2}, world, 0);
       init_weights(run.trainer.state(), 5, run.stream);
       const std::vector<int32_t> tokens = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8};
-      Trainer::Continuation sequence(run.trainer);
+      Continuation sequence(run.trainer);
       std::vector<std::vector<float>> grown;  // 5 tokens, then one after the other
       grown.push_back(sequence.feed(std::span(tokens).first(5)));
       for (size_t n = 5; n < tokens.size(); ++n) grown.push_back(sequence.feed(std::span(tokens).subspan(n, 1)));

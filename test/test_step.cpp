@@ -154,7 +154,7 @@ TEST_CASE("the null device plans exactly the memory that the CPU uses") {
         f.trainer.next_token_logits(tokens);
         f.trainer.next_token_logits({tokens.data(), 1});
         {
-          Trainer::Continuation sequence(f.trainer);
+          Continuation sequence(f.trainer);
           sequence.feed(tokens);
           sequence.restart();
           for (const int32_t& token : tokens) sequence.feed({&token, 1});

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "train/step.h"
+#include "train/continuation.h"
 
 namespace llmc {
 
@@ -50,7 +50,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target) {
       trainer.next_token_logits(tokens);
       if (length == config.batch.T) break;
     }
-    Trainer::Continuation sequence(trainer);
+    Continuation sequence(trainer);
     for (tokens.resize(1); static_cast<int64_t>(tokens.size()) <= config.batch.T; tokens.resize(2 * tokens.size())) {
       sequence.restart(config.batch.T - static_cast<int64_t>(tokens.size()));
       sequence.feed(tokens);

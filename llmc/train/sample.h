@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/rng.h"
-#include "train/step.h"
+#include "train/continuation.h"
 #include "train/tokenizer.h"
 
 namespace llmc {
@@ -51,7 +51,7 @@ inline std::vector<int32_t> generate(Trainer& trainer, std::vector<int32_t> toke
                                      const std::function<bool(int32_t)>& emit) {
   const Philox rng(seed, stream);
   const size_t window = static_cast<size_t>(trainer.config().batch.T);
-  Trainer::Continuation sequence(trainer);
+  Continuation sequence(trainer);
   size_t fed = tokens.size() - std::min(tokens.size(), window);  // tokens that the sequence has, or will never have
   for (int64_t i = 0; i < count; ++i) {
     if (static_cast<size_t>(sequence.rows()) == window) {

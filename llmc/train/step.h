@@ -5,14 +5,19 @@
 // logits then live for one micro-batch only, whatever the schedule, and gradients of a tied table arrive by
 // micro-batch.
 #pragma once
-#include <bit>
+#include <algorithm>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
+#include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "device/profiler_range.h"
 #include "dist/zero.h"
+#include "train/in_flight.h"
 #include "train/step_config.h"
 
 namespace llmc {
@@ -28,20 +33,17 @@ class Trainer {
         dp_(context.dp ? *context.dp : *alone_),
         state_(parameter_table(config.model), config.dtype, config.zero, dp_, context.arena),
         chunks_(make_chunks(config.model.n_layer, config.chunks)),
-        actions_(training_actions(config.schedule, config.chunks, config.micro_batches)) {
-    Arena& arena = context_.arena;
+        actions_(training_actions(config.schedule, config.chunks, config.micro_batches)),
+        scalars_(scalar("scalars of all ranks", {dp_.ranks(), 1 + static_cast<int64_t>(state_.size())})),
+        loss_(scalar("loss", {1})),
+        square_sums_(scalar("square sums", {static_cast<int64_t>(state_.size()) * config.zero.shards})),
+        control_(scalar("update control", {4})),
+        uploads_(config.batch, context) {
     CHECK(dp_.ranks() == config.zero.ranks() && (config.zero.stage >= 0 && config.zero.stage <= 3));
-    const int64_t units = static_cast<int64_t>(state_.size());
-    scalars_ = arena.alloc("step scalars", "scalars of all ranks", DType::fp64, {dp_.ranks(), 1 + units});
-    loss_ = arena.alloc("step scalars", "loss", DType::fp64, {1});
-    square_sums_ = arena.alloc("step scalars", "square sums", DType::fp64, {units * config.zero.shards});
-    control_ = arena.alloc("step scalars", "update control", DType::fp64, {4});
     zero(control_, context_.compute);
-    if (context_.compute.device().computes_as() == DeviceKind::cuda)
-      for (int i = 0; i < 2; ++i) arriving_.emplace_back(config.batch, arena);
     if (config.model.family.positions == Positions::rotary) {
-      rotary_table_ = arena.alloc("rotary table", "rotary table", accumulator_of(config.dtype),
-                                  {config.batch.T, config.model.head_size});
+      rotary_table_ = context_.arena.alloc("rotary table", "rotary table", accumulator_of(config.dtype),
+                                           {config.batch.T, config.model.head_size});
       rotary_table(rotary_table_, config.model.rotary, context_.compute);
     }
   }
@@ -49,6 +51,15 @@ class Trainer {
   const ModelState& state() const { return state_; }
   ModelState& state() { return state_; }
   const StepConfig& config() const { return config_; }
+  Stream& stream() const { return context_.compute; }
+  Arena& arena() const { return context_.arena; }
+
+  // Where the interpreter is.
+  struct Place {
+    std::string what;  // "forward of blocks.3"
+    int64_t micro_batch = -1;
+  };
+  const Place& place() const { return place_; }
 
   // One update. `optimizer.step` counts from 1. rule.largest_loss: of the mean.
   PendingStep begin_step(const BatchSource& batches, const AdamWOptions& optimizer, UpdateRule rule) {
@@ -82,39 +93,11 @@ class Trainer {
     return choices;
   }
 
-  // Gradients of the mean loss of the whole step, summed over the ranks, left in state(). Public for tests.
+  // Gradients of the mean loss of the whole step, summed over the ranks, left in state().
   void accumulate_gradients(const BatchSource& batches) {
     state_.zero_gradients(context_.compute);
     interpret(actions_, Purpose::train, config_.batch, batches);
     state_.finish_gradients(context_.compute);
-  }
-
-  // Does a step's forwards and backwards once more, looking at everything that is written. The weights stay.
-  std::optional<NotFinite> find_not_finite(const BatchSource& batches) {
-    Stream& stream = context_.compute;
-    stream.synchronize();
-    std::optional<NotFinite> found;
-    for (const StateEntry& e : state_.state_table())
-      if (!found && !all_finite(e.tensor, stream))
-        found = NotFinite{e.param->name, formatted("{}, before the step", e.kind), "", -1, {}};
-    // Where one rank's state is bad already, no rank does the step again.
-    for (const std::string& bad : dp_.control->all_gather_text("bad state", found ? "yes" : ""))
-      if (!bad.empty()) return found;
-    struct Inspection {
-      Stream& stream;
-      ~Inspection() { stream.set_inspector(nullptr); }
-    } inspection{stream};
-    stream.set_inspector([&, this](const char* op, const Tensor& t) {
-      if (found || all_finite(t, stream)) return;
-      found = NotFinite{t.name, op, place_.what, place_.micro_batch, {}};
-      const int64_t B = config_.batch.B, each = t.numel() / B;  // elements of a sequence, where it is of sequences
-      if (is_gradient(t) || t.numel() < config_.batch.rows()) return;
-      for (int64_t b = 0; b < B; ++b)
-        if (!all_finite(t.slice(b * each, {each}), stream)) found->sequences.push_back(b);
-    });
-    accumulate_gradients(batches);
-    stream.synchronize();
-    return found;
   }
 
   // Mean loss over `targets` tokens, forward only; `micro_batches`: of each rank, all ranks do as many. Rows whose
@@ -137,109 +120,51 @@ class Trainer {
               {config_.batch.B, T.value_or(config_.batch.T)}, batches);
     combine();
     context_.compute.synchronize();
-    return planning() ? 0 : *HostView(loss_, context_.compute).data<double>() / static_cast<double>(targets);
+    const bool on_paper = context_.compute.device().kind == DeviceKind::null;
+    return on_paper ? 0 : *HostView(loss_, context_.compute).data<double>() / static_cast<double>(targets);
   }
 
-  // A sequence that grows: the keys and values of its tokens are kept, so that each token is computed once. The caches
-  // live in the arena as long as this object does.
-  class Continuation {
-   public:
-    explicit Continuation(Trainer& trainer) : trainer_(trainer), scope_(trainer.context_.arena.scope()) {
-      const ModelConfig& c = trainer.config_.model;
-      for (int64_t l = 0; l < c.n_layer; ++l)
-        layers_.push_back(trainer.context_.arena.alloc("key-value cache", "keys and values", trainer.config_.dtype,
-                                                       {trainer.config_.batch.T, 2 * c.kv_size()}));
-    }
-    int64_t rows() const { return rows_; }
-    void restart(int64_t rows = 0) { rows_ = rows; }
-
-    // The logits (V) behind the last of these tokens, which follow those before; at most T in all. They go through in
-    // powers of two: few shapes.
-    std::vector<float> feed(std::span<const int32_t> tokens) {
-      CHECK(!tokens.empty() && rows_ + static_cast<int64_t>(tokens.size()) <= trainer_.config_.batch.T);
-      while (!tokens.empty()) {
-        const size_t n = std::bit_floor(tokens.size());
-        trainer_.continue_with(*this, tokens.first(n));
-        rows_ += static_cast<int64_t>(n);
-        tokens = tokens.subspan(n);
-      }
-      trainer_.context_.compute.synchronize();
-      return trainer_.host_logits_;
-    }
-
-   private:
-    friend class Trainer;
-    Trainer& trainer_;
-    Arena::Scope scope_;
-    std::vector<Tensor> layers_;
-    int64_t rows_ = 0;
-  };
-
-  // The same without a cache, for comparison. The rows are padded to a power of two: causal attention does not see what
-  // comes after.
+  // The logits (V) behind the last of these tokens. The rows are padded to a power of two: causal attention does not
+  // see what comes after.
   std::vector<float> next_token_logits(std::span<const int32_t> tokens) {
     const int64_t n = static_cast<int64_t>(tokens.size());
     CHECK(n >= 1 && n <= config_.batch.T);
     int64_t T = 1;
     while (T < n) T *= 2;
-    T = std::min(T, config_.batch.T);
-    logits_row_ = n - 1;
-    interpret(forward_only(config_.chunks, 1), Purpose::generate, {1, T}, [&](int64_t) {
-      HostBatch batch;
-      batch.tokens.assign(tokens.begin(), tokens.end());
-      batch.tokens.resize(static_cast<size_t>(T), 0);
-      batch.targets.assign(static_cast<size_t>(T), 0);
-      for (int32_t t = 0; t < T; ++t) batch.positions.push_back(t);
-      return batch;
-    });
+    std::vector<int32_t> padded(tokens.begin(), tokens.end());
+    padded.resize(static_cast<size_t>(std::min(T, config_.batch.T)), 0);
+    forward_text(padded, 0, n - 1);
+    return logits();
+  }
+  // Lets these tokens follow those that the cache holds: continuation.h.
+  void continue_text(std::span<const int32_t> tokens, KeyValueCache& cache) {
+    cache_ = &cache;
+    struct Done {
+      KeyValueCache*& cache;
+      ~Done() { cache = nullptr; }
+    } done{cache_};
+    const int64_t n = static_cast<int64_t>(tokens.size());
+    forward_text(tokens, cache.rows, n - 1);
+    cache.rows += n;
+  }
+  // Of the text that was computed last.
+  std::vector<float> logits() {
     context_.compute.synchronize();
     return host_logits_;
   }
 
  private:
-  enum class Purpose { train, evaluate, generate };
-
-  void continue_with(Continuation& sequence, std::span<const int32_t> tokens) {
-    const int64_t n = static_cast<int64_t>(tokens.size());
-    logits_row_ = n - 1;
-    continuation_ = &sequence;
-    struct Done {
-      Continuation*& continuation;
-      ~Done() { continuation = nullptr; }
-    } done{continuation_};
-    interpret(forward_only(config_.chunks, 1), Purpose::generate, {1, n}, [&](int64_t) {
+  // One sequence, whose first token is at this position, up to the logits of a row.
+  void forward_text(std::span<const int32_t> tokens, int64_t first_position, int64_t logits_row) {
+    logits_row_ = logits_row;
+    const int64_t T = static_cast<int64_t>(tokens.size());
+    interpret(forward_only(config_.chunks, 1), Purpose::generate, {1, T}, [&](int64_t) {
       HostBatch batch;
       batch.tokens.assign(tokens.begin(), tokens.end());
       batch.targets.assign(tokens.size(), 0);
-      for (int64_t t = 0; t < n; ++t) batch.positions.push_back(static_cast<int32_t>(sequence.rows_ + t));
+      for (int64_t t = 0; t < T; ++t) batch.positions.push_back(static_cast<int32_t>(first_position + t));
       return batch;
     });
-  }
-
-  // The activations of one chunk for one micro-batch.
-  struct ChunkActivations {
-    Tensor embedded;  // (N, C), of the chunk with the embedding
-    std::vector<BlockActivations> blocks;
-  };
-  // Inputs on their way to a GPU.
-  struct Arriving {
-    MicroBatch inputs;
-    Event free;
-    Arriving(const BatchShape& shape, Arena& arena) : inputs(shape, arena) { free.signal(); }
-  };
-  // Everything of one micro-batch in flight.
-  struct Slot {
-    MicroBatch inputs;
-    std::vector<ChunkActivations> chunks;
-    Tensor gradient;  // (N, C) of the residual stream, handed from chunk to chunk on the way back
-  };
-
-  bool is_gradient(const Tensor& t) const {
-    for (size_t u = 0; u < state_.size(); ++u) {
-      const Tensor all = state_.unit(u).gradients();
-      if (!all.empty() && t.bytes >= all.bytes && t.bytes < all.bytes + all.size_bytes()) return true;
-    }
-    return false;
   }
 
   // From here on the interpreter is at `what`.
@@ -248,40 +173,16 @@ class Trainer {
     return ProfilerRange(place_.what.c_str());
   }
 
-  bool planning() const { return context_.compute.device().kind == DeviceKind::null; }
+  Tensor scalar(const char* name, const Shape& shape) const {
+    return context_.arena.alloc("step scalars", name, DType::fp64, shape);
+  }
 
   // This rank's row of the scalars: its loss, then the square sum of its shard of each unit.
   Tensor my_scalars() const { return scalars_.slice(dp_.rank * scalars_.shape[1], {scalars_.shape[1]}); }
-  Tensor loss_sum() const { return my_scalars().slice(0, {1}); }
 
   void combine() {
     dp_.scalars->all_gather(scalars_, context_.compute);
     combine_scalars(loss_, square_sums_, scalars_, config_.zero.shards, context_.compute);
-  }
-
-  // Forward only is as if everything were to be computed again, and never is.
-  Recompute recompute_for(Purpose purpose) const {
-    return purpose == Purpose::train ? config_.recompute : Recompute::block;
-  }
-
-  // `shared`: what the backward computes again, for all blocks and slots.
-  Slot make_slot(const BatchShape& shape, Purpose purpose, const BlockActivations& shared) {
-    Arena& arena = context_.arena;
-    const Shape stream_shape{shape.rows(), config_.model.n_embd};
-    Slot slot{MicroBatch(shape, arena), {}, {}};
-    for (const Chunk& chunk : chunks_) {
-      ChunkActivations& acts = slot.chunks.emplace_back();
-      if (chunk.has_embedding) acts.embedded = arena.alloc("activations", "embedded", config_.dtype, stream_shape);
-      for (size_t l = 0; l < chunk.layers.size(); ++l) {
-        // Forward only: nothing is kept for a backward, the blocks of a chunk write to two outputs in turn.
-        if (purpose != Purpose::train && l >= 2) acts.blocks.push_back(acts.blocks[l - 2]);
-        else
-          acts.blocks.push_back(
-              BlockActivations::kept(config_.model, shape, config_.dtype, recompute_for(purpose), shared, arena));
-      }
-    }
-    if (purpose == Purpose::train) slot.gradient = arena.alloc("activations", "gradient", config_.dtype, stream_shape);
-    return slot;
   }
 
   void interpret(const std::vector<Action>& actions, Purpose purpose, const BatchShape& shape,
@@ -289,17 +190,18 @@ class Trainer {
     auto scope = context_.arena.scope();
     zero(my_scalars(), context_.compute);
     const int64_t in_flight = purpose == Purpose::train ? micro_batches_in_flight(actions) : 1;
-    const BlockActivations shared =
-        BlockActivations::recomputed(config_.model, shape, config_.dtype, recompute_for(purpose), context_.arena);
+    const BlockActivations shared = BlockActivations::recomputed(config_.model, shape, config_.dtype,
+                                                                 config_.recompute_for(purpose), context_.arena);
     std::vector<Slot> slots;
-    for (int64_t i = 0; i < in_flight; ++i) slots.push_back(make_slot(shape, purpose, shared));
+    for (int64_t i = 0; i < in_flight; ++i)
+      slots.emplace_back(config_, chunks_, shape, purpose, shared, context_.arena);
     state_.start_pass(unit_uses(actions, purpose), context_.compute);
     for (const Action& action : actions) {
       Slot& slot = slots[static_cast<size_t>(action.micro_batch % in_flight)];
       const Chunk& chunk = chunks_[static_cast<size_t>(action.chunk)];
       place_.micro_batch = action.micro_batch;
       if (action.kind == ActionKind::forward && chunk.has_embedding)
-        upload_batch(slot.inputs, batches(action.micro_batch));
+        uploads_.bring(slot.inputs, batches(action.micro_batch), context_);
       const bool last = action.micro_batch + 1 == config_.micro_batches;
       auto enqueue = [&] {
         if (action.kind == ActionKind::forward) forward(action.chunk, slot, shape, purpose, action.micro_batch);
@@ -349,36 +251,6 @@ class Trainer {
     return uses;
   }
 
-  // On a GPU the copies from the host go to buffers that take turns, while the micro-batch before is computed.
-  void upload_batch(const MicroBatch& to, HostBatch from) {
-    Stream& compute = context_.compute;
-    if (context_.copies == nullptr) {
-      upload(to.tokens, std::move(from.tokens), compute);
-      upload(to.targets, std::move(from.targets), compute);
-      upload(to.positions, std::move(from.positions), compute);
-      return;
-    }
-    Arriving& next = arriving_[static_cast<size_t>(uploads_++ % 2)];
-    Stream& copies = *context_.copies;
-    auto first_rows = [&](const Tensor& t) { return t.slice(0, to.tokens.shape); };
-    copies.wait(next.free);
-    upload(first_rows(next.inputs.tokens), std::move(from.tokens), copies);
-    upload(first_rows(next.inputs.targets), std::move(from.targets), copies);
-    upload(first_rows(next.inputs.positions), std::move(from.positions), copies);
-    compute.wait(copies.record());
-    copy(to.tokens, first_rows(next.inputs.tokens), compute);
-    copy(to.targets, first_rows(next.inputs.targets), compute);
-    copy(to.positions, first_rows(next.inputs.positions), compute);
-    next.free = compute.record();
-  }
-
-  // The residual stream that enters block `l` of a chunk: the embedding, the block before, or the chunk before.
-  const Tensor& block_input(const Slot& slot, int chunk, size_t l) const {
-    const ChunkActivations& acts = slot.chunks[static_cast<size_t>(chunk)];
-    if (l > 0) return acts.blocks[l - 1].out;
-    return chunk == 0 ? acts.embedded : slot.chunks[static_cast<size_t>(chunk) - 1].blocks.back().out;
-  }
-
   // What the blocks need besides their weights; a generated text is one document.
   Sequences sequences(const Slot& slot, const BatchShape& shape, Purpose purpose) const {
     return {shape, slot.inputs.positions, rotary_table_,
@@ -401,10 +273,10 @@ class Trainer {
       const size_t u = block_unit(chunk.layers[l]);
       const UnitState& unit = state_.acquire(u, stream);
       const ProfilerRange range = at("forward of " + unit.spec().name);
-      const Tensor& x = block_input(slot, chunk_index, l);
-      if (continuation_ != nullptr)
-        block_forward_cached(acts.blocks[l], x, continuation_->layers_[static_cast<size_t>(chunk.layers[l])],
-                             continuation_->rows_, unit, config_.model, sequence, context_.arena, stream);
+      const Tensor& x = slot.block_input(chunk_index, l);
+      if (cache_ != nullptr)
+        block_forward_cached(acts.blocks[l], x, cache_->layers[static_cast<size_t>(chunk.layers[l])], cache_->rows,
+                             unit, config_.model, sequence, context_.arena, stream);
       else block_forward(acts.blocks[l], x, unit, config_.model, sequence, context_.arena, stream);
       state_.release(u, stream);
     }
@@ -448,7 +320,7 @@ class Trainer {
       release_tied();
     }
     for (size_t l = chunk.layers.size(); l-- > 0;) {
-      const Tensor& x = block_input(slot, chunk_index, l);
+      const Tensor& x = slot.block_input(chunk_index, l);
       const size_t u = block_unit(chunk.layers[l]);
       const UnitState& unit = state_.acquire(u, stream);
       const ProfilerRange range = at("backward of " + unit.spec().name);
@@ -494,7 +366,7 @@ class Trainer {
   void loss(const HeadActivations& head, const Tensor& targets, Gradient gradient) {
     cross_entropy(head.losses, head.logits, targets, config_.model.vocab_size,
                   1.0 / static_cast<double>(config_.tokens()), gradient, context_.compute);
-    add_losses(loss_sum(), head.losses, context_.compute);
+    add_losses(my_scalars().slice(0, {1}), head.losses, context_.compute);
   }
 
   // The head on one row only.
@@ -514,19 +386,16 @@ class Trainer {
   ModelState state_;
   std::vector<Chunk> chunks_;
   std::vector<Action> actions_;
-  Tensor scalars_, loss_, square_sums_, control_, rotary_table_;
-  std::vector<Arriving> arriving_;  // of a GPU
-  int64_t uploads_ = 0;
+  Tensor scalars_, loss_, square_sums_, control_;
+  Uploads uploads_;
+  Tensor rotary_table_;
   bool rehearsal_ = false;
   // Actions by kind, chunk, and where their slot is.
   std::map<std::tuple<ActionKind, int, const std::byte*>, Replay> replays_;
   RowLosses row_losses_;
-  std::vector<float> host_losses_;        // of the chunks so far
-  Continuation* continuation_ = nullptr;  // while it is fed
-  struct {
-    std::string what;
-    int64_t micro_batch = -1;
-  } place_;  // where the interpreter is: for find_not_finite()
+  std::vector<float> host_losses_;  // of the chunks so far
+  KeyValueCache* cache_ = nullptr;  // while a text goes on
+  Place place_;
   int64_t logits_row_ = 0;
   std::vector<float> host_logits_;
 };

@@ -19,6 +19,9 @@ struct Context {
   Stream* copies = nullptr;    // brings the inputs of a GPU while it computes; none: the compute stream does
 };
 
+// What actions are run for.
+enum class Purpose { train, evaluate, generate };
+
 struct StepConfig {
   ModelConfig model;
   DType dtype = DType::fp32;
@@ -38,6 +41,8 @@ struct StepConfig {
     const int64_t chunks = head_chunks > 0 ? std::min(head_chunks, N) : ceil_div(N * row_bytes, int64_t{1} << 30);
     return ceil_div(N, chunks);
   }
+  // Forward only is as if everything were to be computed again, and never is.
+  Recompute recompute_for(Purpose purpose) const { return purpose == Purpose::train ? recompute : Recompute::block; }
   int64_t tokens() const { return batch.rows() * micro_batches * zero.ranks(); }  // of one step, all ranks
 };
 
@@ -45,18 +50,6 @@ struct StepConfig {
 struct HostBatch {
   std::vector<int32_t> tokens, targets, positions;
 };
-
-inline bool all_finite(const Tensor& tensor, Stream& stream) {
-  bool finite = true;
-  if (tensor.dtype == DType::int32) return finite;
-  const HostView t(tensor, stream);
-  with_type(tensor.dtype, [&](auto tag) {
-    using X = typename decltype(tag)::type;
-    const X* x = t.data<X>();
-    for (int64_t i = 0; i < tensor.numel() && finite; ++i) finite = std::isfinite(static_cast<double>(x[i]));
-  });
-  return finite;
-}
 
 using BatchSource = std::function<HostBatch(int64_t micro_batch)>;
 
@@ -83,14 +76,6 @@ class PendingStep {
  private:
   Readback loss_, control_;
   double tokens_;
-};
-
-// The first tensor of a step that holds a number that is not finite.
-struct NotFinite {
-  std::string tensor, op;
-  std::string place;               // "forward of blocks.3"
-  int64_t micro_batch = -1;        // -1: none, it was there before the step
-  std::vector<int64_t> sequences;  // of the micro-batch, that hold one; empty: the tensor is not of sequences
 };
 
 }  // namespace llmc

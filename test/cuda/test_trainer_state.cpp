@@ -78,7 +78,7 @@ TEST_CASE("what a GPU wrote a CPU reads, and the other way round, bit for bit", 
 TEST_CASE("on a GPU a text grows with a cache as it would without, and as on the CPU", "[cuda][trainer]") {
   Alone gpu(small_step(DType::fp32), gpu_device, 5), cpu(small_step(DType::fp32), cpu_device, 5);
   const std::vector<int32_t> tokens = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5};
-  Trainer::Continuation sequence(gpu.run.trainer);
+  Continuation sequence(gpu.run.trainer);
   std::vector<float> grown = sequence.feed(std::span(tokens).first(6));
   for (size_t n = 6; n < tokens.size(); ++n) grown = sequence.feed(std::span(tokens).subspan(n, 1));
   REQUIRE(relative_error(gpu.run.trainer.next_token_logits(tokens), cpu.run.trainer.next_token_logits(tokens)) < 1e-5);

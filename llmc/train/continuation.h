@@ -1,0 +1,37 @@
+// continuation.h: a text that grows: the keys and values of its tokens are kept, so that each token is computed once.
+#pragma once
+#include <bit>
+#include <span>
+#include <vector>
+
+#include "train/step.h"
+
+namespace llmc {
+
+// The caches live in the arena as long as this object does.
+class Continuation {
+ public:
+  explicit Continuation(Trainer& trainer)
+      : trainer_(trainer), scope_(trainer.arena().scope()), cache_(trainer.config(), trainer.arena()) {}
+  int64_t rows() const { return cache_.rows; }
+  void restart(int64_t rows = 0) { cache_.rows = rows; }
+
+  // The logits (V) behind the last of these tokens, which follow those before; at most T in all. They go through in
+  // powers of two: few shapes.
+  std::vector<float> feed(std::span<const int32_t> tokens) {
+    CHECK(!tokens.empty() && rows() + static_cast<int64_t>(tokens.size()) <= trainer_.config().batch.T);
+    while (!tokens.empty()) {
+      const size_t n = std::bit_floor(tokens.size());
+      trainer_.continue_text(tokens.first(n), cache_);
+      tokens = tokens.subspan(n);
+    }
+    return trainer_.logits();
+  }
+
+ private:
+  Trainer& trainer_;
+  Arena::Scope scope_;
+  KeyValueCache cache_;
+};
+
+}  // namespace llmc

@@ -1,0 +1,103 @@
+// in_flight.h: what a micro-batch holds while it is in flight: its inputs, which may still be on their way to a GPU,
+// its activations, and the keys and values of the tokens before it where a text grows.
+#pragma once
+#include <utility>
+#include <vector>
+
+#include "train/step_config.h"
+
+namespace llmc {
+
+// The activations of one chunk for one micro-batch.
+struct ChunkActivations {
+  Tensor embedded;  // (N, C), of the chunk with the embedding
+  std::vector<BlockActivations> blocks;
+};
+
+// Everything of one micro-batch in flight.
+struct Slot {
+  MicroBatch inputs;
+  std::vector<ChunkActivations> chunks;
+  Tensor gradient;  // (N, C) of the residual stream, handed from chunk to chunk on the way back
+
+  // `shared`: what the backward computes again, for all blocks and slots.
+  Slot(const StepConfig& config, const std::vector<Chunk>& of_chunks, const BatchShape& shape, Purpose purpose,
+       const BlockActivations& shared, Arena& arena)
+      : inputs(shape, arena) {
+    const Shape stream_shape{shape.rows(), config.model.n_embd};
+    for (const Chunk& chunk : of_chunks) {
+      ChunkActivations& acts = chunks.emplace_back();
+      if (chunk.has_embedding) acts.embedded = arena.alloc("activations", "embedded", config.dtype, stream_shape);
+      for (size_t l = 0; l < chunk.layers.size(); ++l) {
+        // Forward only: nothing is kept for a backward, the blocks of a chunk write to two outputs in turn.
+        if (purpose != Purpose::train && l >= 2) acts.blocks.push_back(acts.blocks[l - 2]);
+        else
+          acts.blocks.push_back(
+              BlockActivations::kept(config.model, shape, config.dtype, config.recompute_for(purpose), shared, arena));
+      }
+    }
+    if (purpose == Purpose::train) gradient = arena.alloc("activations", "gradient", config.dtype, stream_shape);
+  }
+
+  // The residual stream that enters block `l` of a chunk: the embedding, the block before, or the chunk before.
+  const Tensor& block_input(int chunk, size_t l) const {
+    const ChunkActivations& acts = chunks[static_cast<size_t>(chunk)];
+    if (l > 0) return acts.blocks[l - 1].out;
+    return chunk == 0 ? acts.embedded : chunks[static_cast<size_t>(chunk) - 1].blocks.back().out;
+  }
+};
+
+// Brings inputs to the device. On a GPU the copies from the host go to buffers that take turns, while the micro-batch
+// before is computed.
+class Uploads {
+ public:
+  Uploads(const BatchShape& shape, const Context& context) {
+    if (context.compute.device().computes_as() == DeviceKind::cuda)
+      for (int i = 0; i < 2; ++i) arriving_.emplace_back(shape, context.arena);
+  }
+
+  void bring(const MicroBatch& to, HostBatch from, const Context& context) {
+    Stream& compute = context.compute;
+    if (context.copies == nullptr) {
+      upload(to.tokens, std::move(from.tokens), compute);
+      upload(to.targets, std::move(from.targets), compute);
+      upload(to.positions, std::move(from.positions), compute);
+      return;
+    }
+    Arriving& next = arriving_[static_cast<size_t>(uploads_++ % 2)];
+    Stream& copies = *context.copies;
+    auto first_rows = [&](const Tensor& t) { return t.slice(0, to.tokens.shape); };
+    copies.wait(next.free);
+    upload(first_rows(next.inputs.tokens), std::move(from.tokens), copies);
+    upload(first_rows(next.inputs.targets), std::move(from.targets), copies);
+    upload(first_rows(next.inputs.positions), std::move(from.positions), copies);
+    compute.wait(copies.record());
+    copy(to.tokens, first_rows(next.inputs.tokens), compute);
+    copy(to.targets, first_rows(next.inputs.targets), compute);
+    copy(to.positions, first_rows(next.inputs.positions), compute);
+    next.free = compute.record();
+  }
+
+ private:
+  struct Arriving {
+    MicroBatch inputs;
+    Event free;
+    Arriving(const BatchShape& shape, Arena& arena) : inputs(shape, arena) { free.signal(); }
+  };
+  std::vector<Arriving> arriving_;  // of a GPU
+  int64_t uploads_ = 0;
+};
+
+// The keys and values of one sequence's tokens so far.
+struct KeyValueCache {
+  std::vector<Tensor> layers;  // each (T, 2 Hkv D)
+  int64_t rows = 0;            // that hold some
+
+  KeyValueCache(const StepConfig& config, Arena& arena) {
+    for (int64_t l = 0; l < config.model.n_layer; ++l)
+      layers.push_back(arena.alloc("key-value cache", "keys and values", config.dtype,
+                                   {config.batch.T, 2 * config.model.kv_size()}));
+  }
+};
+
+}  // namespace llmc
