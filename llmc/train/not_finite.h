@@ -1,11 +1,13 @@
 // not_finite.h: where the first number of a step that is not finite comes from, found by doing the step again with a
 // look at every tensor that is written.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "core/signals.h"
 #include "device/host_copy.h"
 #include "train/step.h"
 
@@ -70,6 +72,36 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
   trainer.accumulate_gradients(batches);
   stream.synchronize();
   return found;
+}
+
+// Where it is, in words. sample_of(micro-batch, sequence of it): the sample of the data that this was.
+template <class SampleOf>
+std::string describe(const NotFinite& first, const Trainer& trainer, SampleOf&& sample_of) {
+  if (first.micro_batch < 0) return formatted("{} ({}) holds one", first.tensor, first.op);
+  const DataParallel& dp = trainer.state().dp();
+  std::vector<int64_t> samples;
+  for (int64_t b = 0; b < trainer.config().batch.B; ++b)
+    if (first.sequences.empty() ||
+        std::find(first.sequences.begin(), first.sequences.end(), b) != first.sequences.end())
+      samples.push_back(sample_of(first.micro_batch, b));
+  return formatted("the first such number is in {}, written by {} in the {}, {}micro-batch {}, {} {}", first.tensor,
+                   first.op, first.place, dp.ranks() > 1 ? formatted("rank {}, ", dp.rank) : std::string(),
+                   first.micro_batch, samples.size() == 1 ? "sample" : "samples", samples);
+}
+
+// The same, of the lowest rank that finds one; all ranks call it.
+template <class SampleOf>
+std::string where_not_finite(Trainer& trainer, const BatchSource& batches, SampleOf&& sample_of) {
+  std::string mine;
+  try {
+    if (const std::optional<NotFinite> first = find_not_finite(trainer, batches))
+      mine = describe(*first, trainer, sample_of);
+  } catch (const Interrupted& stop) {  // on all ranks alike
+    mine = formatted("the search for its origin was interrupted by {}", stop.reason);
+  }
+  for (const std::string& found : trainer.state().dp().control->all_gather_text("first not finite", mine))
+    if (!found.empty()) return found;
+  return "no tensor holds one: a sum overflowed";
 }
 
 }  // namespace llmc

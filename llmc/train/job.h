@@ -1,0 +1,125 @@
+// job.h: what a training run is to do: everything that is chosen, read and refused before anything is made.
+#pragma once
+#include <limits>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+
+#include "core/log.h"
+#include "core/options.h"
+#include "core/signals.h"
+#include "train/checkpoint.h"
+#include "train/choices.h"
+#include "train/dataloader.h"
+#include "train/report.h"
+#include "train/run_dir.h"
+#include "train/setup.h"
+
+namespace llmc {
+
+struct Job {
+  Options options;
+  StopCondition::Clock::time_point begin;  // of the process
+  Device device, rank_device;              // of the process, of rank 0
+  Backend backend;                         // between ranks
+  StepConfig step;
+  std::unique_ptr<Tokenizer> tokenizer;
+  std::map<std::string, std::string> tokenizer_files;  // read once: every checkpoint of a run has the same
+  TokenShards train;
+  std::optional<TokenShards> val;
+  std::optional<ChoiceSet> choices;
+  std::optional<int32_t> document_end;  // the token behind which --mask-documents begins a document
+  int64_t samples_per_step, max_steps, val_samples = 0;
+  Plan plan;
+
+  Job(const Options& o, StopCondition::Clock::time_point process_begin)
+      : options(o),
+        begin(process_begin),
+        device(choose_device(o)),
+        rank_device(llmc::rank_device(device, o.local_ranks)),
+        backend(choose_backend(o, rank_device)),
+        step(choose_step(o)),
+        tokenizer(choose_tokenizer(o, step.model)),
+        tokenizer_files(tokenizer->files()),
+        train(o.train_data, o.seq_len),
+        samples_per_step(step.tokens() / o.seq_len),
+        max_steps(o.max_steps.value_or(std::max<int64_t>(1, train.samples() / samples_per_step))) {
+    prompt_tokens(*tokenizer, o, step.model);  // which the samples, and the commands that come next, begin with
+    const int64_t most_steps = std::numeric_limits<int64_t>::max() / step.tokens();
+    CHECK(max_steps <= most_steps, "--max-steps {} x {} tokens a step are more than can be counted: use at most {}",
+          max_steps, step.tokens(), most_steps);
+    CHECK(o.warmup_steps <= max_steps, "--warmup-steps {} exceeds the {} steps of the run", o.warmup_steps, max_steps);
+    if (!o.val_data.empty()) {
+      val.emplace(o.val_data, o.seq_len, "--val-data");
+      val_samples = o.val_steps > val->samples() / samples_per_step ? val->samples() : o.val_steps * samples_per_step;
+    }
+    if (!o.eval_choices.empty()) {
+      CHECK(val && o.val_every > 0,
+            "--eval-choices is asked with every validation: it needs --val-data and --val-every");
+      choices.emplace(o.eval_choices, step.model.vocab_size, o.seq_len);
+    }
+    if (o.mask_documents) document_end = choose_document_end();
+    CHECK(!o.keep_best || (val && o.val_every > 0), "--keep-best needs --val-data and --val-every");
+    require_gpu_for("--log-gpu-every", o.log_gpu_every > 0);
+    require_gpu_for("--tf32", o.tf32);
+    require_gpu_for("--tune-matmul", o.tune_matmul);
+    require_gpu_for("--attention cudnn", device.cudnn);
+    CHECK(
+        !device.cudnn || (step.dtype == DType::bf16 && !o.mask_documents),
+        "--attention cudnn computes in bf16 and lets documents see each other: leave out --mask-documents, use --dtype "
+        "bf16, or --attention own");
+    plan = make_plan(step, rank_device);
+    // What a checkpoint records may take less.
+    if (o.resume == "never" || (o.resume == "auto" && checkpoint_steps(o.out_dir).empty()))
+      require_memory(o, step, plan, rank_device);
+  }
+
+  int64_t checkpoint_bytes() const { return llmc::checkpoint_bytes(step.model, step.dtype, step.zero.master_weights); }
+  double flops_per_step() const {
+    return training_flops_per_token(step.model, options.seq_len) * static_cast<double>(step.tokens());
+  }
+
+  void require_gpu_for(const char* option, bool asked) const {
+    CHECK(!asked || device.kind == DeviceKind::cuda, "{} is for GPUs, and this run is not on one{}", option,
+          options.device == "cpu" ? ", by --device cpu" : ": " + visible_gpus().why_none);
+  }
+
+  // Without a tokenizer that says so, the end of text is that of the vocabulary, where its size tells which it is.
+  int32_t choose_document_end() const {
+    const bool guessed = options.tokenizer == "auto" && tokenizer_files.empty();
+    const std::optional<int64_t> known = end_of_text_of(step.model.vocab_size);
+    CHECK(!guessed || known,
+          "--mask-documents needs the end of text of a vocabulary of {}: give the data's --tokenizer",
+          step.model.vocab_size);
+    const int64_t end = guessed ? *known : tokenizer->end_of_text();
+    CHECK(end < step.model.vocab_size,
+          "--mask-documents: the end of text of --tokenizer {}, {}, is outside the model's vocabulary of {}",
+          options.tokenizer, end, step.model.vocab_size);
+    return static_cast<int32_t>(end);
+  }
+
+  // Where --grad-reduce is auto, gradients go on being reduced as they were, because the other way rounds otherwise; if
+  // that does not fit into memory, as the stage has it.
+  void go_on(const ResumePoint& from, Log& log) {
+    const nlohmann::json choices = from.trainer.value("choices", nlohmann::json::object());
+    const bool recorded = choices.is_object() && choices.value("grad_reduce", nlohmann::json()).is_string();
+    if (recorded && step.zero.reduce_by_stage) {
+      StepConfig as_before = step;
+      as_before.zero.grad_reduce = grad_reduce_from_name(choices["grad_reduce"]);
+      if (as_before.zero.grad_reduce != step.zero.grad_reduce) {
+        const Plan planned = make_plan(as_before, rank_device);
+        if (fits(planned, memory_limit(options, rank_device))) step = as_before, plan = planned;
+        else
+          log.line(
+              formatted("notice: --grad-reduce {}, with which the run began, needs {}, which does not fit: "
+                        "gradients are now reduced every {}, and round otherwise",
+                        as_before.zero.grad_reduce, human_bytes(planned.total_bytes()), step.zero.grad_reduce));
+      }
+    }
+    require_memory(options, step, plan, rank_device);
+  }
+};
+
+}  // namespace llmc

@@ -1,0 +1,72 @@
+// modes.h: what the program does instead of training: --generate, --selftest, --verify-data, --plan.
+#pragma once
+#include <cstdio>
+
+#include "core/log.h"
+#include "core/options.h"
+#include "train/report.h"
+#include "train/sample.h"
+#include "train/selftest.h"
+#include "train/setup.h"
+#include "train/verify_data.h"
+
+namespace llmc {
+
+// --generate: load a model, print the continuation of the prompt as it comes.
+inline void run_generate(const Options& o) {
+  CHECK(!model_preset(o.model),
+        "--generate needs a trained model: --model {} is a preset; name a checkpoint's directory", o.model);
+  StepConfig config{.model = choose_model(o), .dtype = choose_dtype(o), .zero = {.holds = Holds::weights}};
+  config.batch = {1, std::min(trained_seq_len(o.model).value_or(o.seq_len), config.model.n_positions)};
+  require_countable(config);
+  const Device device = choose_device(o);
+  const auto tokenizer = choose_tokenizer(o, config.model);
+  const Plan plan = make_plan(config, device);
+  require_memory(o, config, plan, device);
+  World world{Mesh()};
+  Run run(config, plan, device, world, 0);
+  initialise(run, o);
+  std::printf("%s", o.prompt.c_str());
+  generate(run.trainer, prompt_tokens(*tokenizer, o, config.model), o.sample_tokens, sample_options(o),
+           static_cast<uint64_t>(o.seed), "generate", [&](int32_t token) {
+             if (token == tokenizer->end_of_text()) return false;
+             std::printf("%s", tokenizer->decode({&token, 1}).c_str());
+             std::fflush(stdout);
+             return true;
+           });
+  std::printf("\n");
+}
+
+// --selftest: every layout of the ranks at hand against one rank of the CPU.
+inline void run_selftest_mode(const Options& o) {
+  Log log;
+  selftest::Machine machine{.device = rank_device(choose_device(o), o.local_ranks)};
+  machine.device.threads = 1;
+  machine.backend = choose_backend(o, machine.device);
+  if (machine.device.kind == DeviceKind::cuda) machine.gpus = visible_gpus().count;
+  if (!run_selftest(log, o.local_ranks, PlantedBug::none, machine))
+    throw Error("--selftest: the layouts above that say FAILED differ from one rank", ExitStatus::diverged);
+}
+
+// --verify-data: what the shards hold; every bad one is named.
+inline void run_verify_data(const Options& o) {
+  const ModelConfig model = choose_model(o);
+  omp_set_num_threads(choose_device(o).threads);
+  Log log;
+  std::string bad = verify_data(log, "--train-data", o.train_data, model.vocab_size);
+  if (!o.val_data.empty()) bad += verify_data(log, "--val-data", o.val_data, model.vocab_size);
+  CHECK(bad.empty(), "--verify-data found bad shards:{}", bad);
+}
+
+// --plan: the memory by name and the work by op of a step, from the null device.
+inline void run_plan(const Options& o) {
+  const Device device = choose_device(o);
+  const StepConfig config = choose_step(o);
+  const Device rank = rank_device(device, o.local_ranks);
+  const Plan plan = make_plan(config, rank);
+  if (o.memory_limit) require_memory(o, config, plan, rank);
+  Log log;
+  report_plan(log, o, rank, config, plan);
+}
+
+}  // namespace llmc

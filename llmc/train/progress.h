@@ -1,0 +1,84 @@
+// progress.h: how far a run is, besides its tensors: trainer.json, which each checkpoint holds and a resumed run reads.
+#pragma once
+#include <cmath>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "model/hf_config.h"
+#include "train/detector.h"
+#include "train/job.h"
+
+namespace llmc {
+
+struct Progress {
+  int64_t done = 0;  // updates
+  OutlierDetector losses, norms;
+  double best_val = std::numeric_limits<double>::infinity();
+  int64_t best_step = -1;
+  std::string matmul_choices;  // tuned ones
+};
+
+// trainer.json
+inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job& job) {
+  nlohmann::ordered_json best;
+  if (std::isfinite(progress.best_val)) best = {{"step", progress.best_step}, {"loss", progress.best_val}};
+  return {{"format", 1},
+          {"step", progress.done},
+          {"tokens", progress.done * job.step.tokens()},
+          {"tokens_per_step", job.step.tokens()},
+          {"data_cursor", progress.done * job.samples_per_step},
+          {"data_samples", job.train.samples()},
+          {"seq_len", job.options.seq_len},
+          {"document_end", job.document_end ? nlohmann::ordered_json(*job.document_end) : nlohmann::ordered_json()},
+          {"seed", job.options.seed},
+          {"best_validation", best},
+          {"detectors", {{"loss", progress.losses.values()}, {"grad_norm", progress.norms.values()}}},
+          {"choices", {{"grad_reduce", name_of(job.step.zero.grad_reduce)}, {"matmul", progress.matmul_choices}}},
+          {"layout", detail::layout_text(job.step.zero)},
+          {"options", options_json(job.options)}};
+}
+
+// Refuses a checkpoint with which the job would not go on as it began.
+inline void require_same_run(const ResumePoint& from, const Job& job) {
+  const std::string file = from.path + "/trainer.json";
+  auto expect = [&](const char* field, int64_t now, const char* what) {
+    const nlohmann::json then = from.trainer.value(field, nlohmann::json());
+    CHECK(then == now, "{}: \"{}\" is {}, and is {} in this run: {}", file, field, then.dump(), now, what);
+  };
+  expect("step", from.step, "the directory was renamed");
+  expect("tokens_per_step", job.step.tokens(), "give the former as --total-batch-size");
+  if (job.document_end)
+    expect("document_end", *job.document_end, "--mask-documents needs the same end of text: give the same --tokenizer");
+  const nlohmann::json before = config_to_hf(
+                           config_from_hf(read_json(from.path + "/config.json"), from.path + "/config.json"),
+                           job.step.dtype),
+                       now = config_to_hf(job.step.model, job.step.dtype);
+  for (const auto& [field, value] : before.items())
+    CHECK(now.value(field, nlohmann::json()) == value, "{}/config.json: \"{}\" is {}, and is {} in --model {} now: {}",
+          from.path, field, value.dump(), now.value(field, nlohmann::json()).dump(), job.options.model,
+          "the model's directory has changed; --resume never and another --out-dir begin anew");
+  expect("data_samples", job.train.samples(), "--train-data has changed");
+  expect("data_cursor", from.step * job.samples_per_step, "the checkpoint is damaged, or of another program");
+}
+
+inline Progress progress_at(const ResumePoint& from) {
+  Progress progress;
+  progress.done = from.step;
+  try {
+    const nlohmann::json& detectors = from.trainer.at("detectors");
+    progress.losses = OutlierDetector(detectors.at("loss").get<std::vector<double>>());
+    progress.norms = OutlierDetector(detectors.at("grad_norm").get<std::vector<double>>());
+    if (const auto& best = from.trainer.at("best_validation"); best.is_object())
+      best.at("step").get_to(progress.best_step), best.at("loss").get_to(progress.best_val);
+  } catch (const nlohmann::json::exception& error) {
+    throw Error(formatted("{}/trainer.json is damaged: {}", from.path, error.what()));
+  }
+  if (const nlohmann::json choices = from.trainer.value("choices", nlohmann::json::object());
+      choices.is_object() && choices.value("matmul", nlohmann::json()).is_string())
+    progress.matmul_choices = choices["matmul"];
+  return progress;
+}
+
+}  // namespace llmc

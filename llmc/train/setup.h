@@ -1,0 +1,147 @@
+// setup.h: what the options ask for, in the trainer's own terms: the device and each rank's part of it, the model, the
+// layout, the step, the schedule, the tokenizer, the first weights.
+#pragma once
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/log.h"
+#include "core/options.h"
+#include "device/gpu.h"
+#include "train/checkpoint.h"
+#include "train/lr_schedule.h"
+#include "train/run.h"
+#include "train/sample.h"
+#include "train/tokenizer.h"
+
+namespace llmc {
+
+inline Device choose_device(const Options& o) {
+  Device device{DeviceKind::cpu, o.threads > 0 ? static_cast<int>(o.threads) : available_processors()};
+  device.tf32 = o.tf32 ? Tf32::yes : Tf32::no;
+  device.graphs = o.cuda_graphs == "on";
+  device.cudnn = o.attention == "cudnn";
+  CHECK(built_with_cudnn || !device.cudnn,
+        "--attention cudnn: this train_gpt was built without cuDNN; build with `make USE_CUDNN=1`, or use --attention "
+        "own");
+  if (o.device == "cpu") return device;
+  const VisibleGpus gpus = visible_gpus();
+  CHECK(gpus.count > 0 || o.device == "auto", "--device cuda: {}", gpus.why_none);
+  if (gpus.count > 0) device.kind = DeviceKind::cuda;
+  return device;
+}
+
+inline ModelConfig choose_model(const Options& o) {
+  return resolve_model(o.model, {o.n_layer, o.n_head, o.n_kv_head, o.n_embd, o.n_ffn, o.vocab_size});
+}
+
+inline DType choose_dtype(const Options& o) { return o.dtype == "bf16" ? DType::bf16 : DType::fp32; }
+
+// How the ranks share the state.
+inline ZeroConfig choose_layout(const Options& o) {
+  ZeroConfig zero;
+  zero.replicas = static_cast<int>(o.dp_replicate);
+  zero.shards = static_cast<int>(o.local_ranks / o.dp_replicate);
+  zero.reduce_by_stage = o.grad_reduce == "auto";
+  zero.set_stage(static_cast<int>(o.zero_stage));
+  if (o.grad_reduce != "auto") zero.grad_reduce = grad_reduce_from_name(o.grad_reduce);
+  zero.master_weights = o.master_weights == "fp32";
+  return zero;
+}
+
+// One rank's part of the device: some of the threads, or the GPU whose turn it is.
+inline Device rank_device(Device device, int64_t ranks, int64_t rank = 0) {
+  const int64_t parts = device.kind == DeviceKind::cuda ? visible_gpus().count : 1;
+  device.threads = std::max(1, device.threads / static_cast<int>(ranks));
+  device.gpu = static_cast<int>(rank % parts);
+  device.sharers = static_cast<int>(ceil_div(ranks, parts));
+  return device;
+}
+
+// GPUs that the ranks compute on; a CPU is one.
+inline int64_t devices_in_use(const Device& device, int64_t ranks) {
+  return device.kind == DeviceKind::cuda ? std::min<int64_t>(ranks, visible_gpus().count) : 1;
+}
+
+// Who moves tensors between the ranks.
+inline Backend choose_backend(const Options& o, const Device& rank_device) {
+  const bool own_gpus = rank_device.kind == DeviceKind::cuda && rank_device.sharers == 1;
+  if (o.comm == "nccl") {
+    CHECK(built_with_nccl, "--comm nccl: this train_gpt was built without NCCL; install libnccl-dev and build anew");
+    CHECK(own_gpus,
+          "--comm nccl needs a GPU for each rank: --local-ranks {} on {} GPU(s), --device {}; use --comm auto",
+          o.local_ranks, visible_gpus().count, rank_device.kind);
+  }
+  return o.comm != "threads" && own_gpus && built_with_nccl && o.local_ranks > 1 ? Backend::nccl : Backend::threads;
+}
+
+// What a step computes; everything that the options alone can tell is checked here.
+inline StepConfig choose_step(const Options& o) {
+  StepConfig step{.model = choose_model(o),
+                  .dtype = choose_dtype(o),
+                  .batch = {o.batch_size, o.seq_len},
+                  .schedule = schedule_from_name(o.schedule),
+                  .recompute = recompute_from_name(o.recompute),
+                  .zero = choose_layout(o),
+                  .generates = o.sample_every > 0,
+                  .documents = o.mask_documents ? Documents::apart : Documents::together};
+  CHECK(o.seq_len <= step.model.n_positions, "--seq-len {} exceeds the {} positions of --model {}: use at most {}",
+        o.seq_len, step.model.n_positions, o.model, step.model.n_positions);
+  if (o.total_batch_size)
+    step.micro_batches = *o.total_batch_size / (step.batch.rows() * o.local_ranks);  // validated with the options
+  step.head_chunks = o.head_chunks;
+  require_countable(step);
+  return step;
+}
+
+inline LrSchedule choose_lr_schedule(const Options& o, int64_t max_steps) {
+  return {o.lr_schedule, o.lr, o.warmup_steps, max_steps, o.final_lr_frac};
+}
+
+// The weights of a fresh run: a directory's, unless --from-scratch or a preset asks for new ones.
+inline void initialise(Run& run, const Options& o) {
+  if (!o.from_scratch && !model_preset(o.model))
+    load_model(o.model, run.trainer.config().model, run.trainer.state(), run.stream);
+  else init_weights(run.trainer.state(), static_cast<uint64_t>(o.seed), run.stream);
+  run.stream.synchronize();
+}
+
+// Algorithms of a GPU's products that a checkpoint recorded: taken, if they are there on all ranks, for this GPU and
+// library.
+inline bool take_recorded_matmuls(Run& run, const std::string& recorded, Log& log) {
+  const std::string here = matmul_choices(run.stream);  // nothing is chosen yet: its title alone
+  const bool fits = !recorded.empty() && recorded.starts_with(here);
+  bool all_fit = true;
+  for (const std::string& other : run.dp.control->all_gather_text("matmul algorithms fit", fits ? "yes" : "no"))
+    all_fit &= other == "yes";
+  if (all_fit) set_matmul_choices(recorded, run.stream);
+  else if (!recorded.empty())
+    log.line(
+        "notice: the checkpoint's matmul algorithms are for another GPU or cuBLASLt: products may round otherwise");
+  return all_fit;
+}
+
+inline SampleOptions sample_options(const Options& o) { return {o.temperature, o.top_k, o.top_p}; }
+
+inline std::unique_ptr<Tokenizer> choose_tokenizer(const Options& o, const ModelConfig& model) {
+  return make_tokenizer(o.tokenizer, model_preset(o.model) ? std::nullopt : std::optional(o.model), model.vocab_size);
+}
+
+// The prompt in tokens: what begins a text, then the text; a vocabulary without the former starts at its first token. A
+// prompt that the tokenizer or the model does not take is refused.
+inline std::vector<int32_t> prompt_tokens(const Tokenizer& tokenizer, const Options& o, const ModelConfig& model) {
+  std::vector<int32_t> tokens;
+  for (int32_t token : tokenizer.prefix())
+    if (token < model.vocab_size) tokens.push_back(token);
+  for (int32_t token : tokenizer.encode(o.prompt)) tokens.push_back(token);
+  if (tokens.empty()) tokens.push_back(0);
+  for (int32_t token : tokens)
+    CHECK(token < model.vocab_size,
+          "--prompt: token {} is outside the model's vocabulary of {}; use a --tokenizer that fits the model", token,
+          model.vocab_size);
+  return tokens;
+}
+
+}  // namespace llmc
