@@ -4,9 +4,11 @@
 #include <sys/resource.h>
 #include <sys/wait.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <span>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -72,6 +74,13 @@ double relative_distance(const A* a, const B* b, int64_t n) {
     size += y * y;
   }
   return size == 0 ? std::sqrt(difference) : std::sqrt(difference / size);
+}
+
+// The cross-entropy of these logits, which are small.
+inline double loss_of(std::span<const float> logits, int32_t target) {
+  double sum = 0;
+  for (const float x : logits) sum += std::exp(static_cast<double>(x));
+  return std::log(sum) - static_cast<double>(logits[static_cast<size_t>(target)]);
 }
 
 // This process, and what it starts, can open so few files; until the end of the scope.

@@ -1,0 +1,149 @@
+// The mesh, and collectives between the ranks of a process: what they give, what they send, how they fail.
+#include <mutex>
+
+#include "catch2.h"
+#include "dist/ring.h"
+#include "helpers.h"
+#include "train/run.h"
+
+using namespace llmc;
+
+namespace {
+
+// Runs f(comm, stream, arena, rank) on `ranks` threads; returns the bytes that each rank sent.
+template <class F>
+std::vector<int64_t> on_ranks(int ranks, F&& f) {
+  World world(Mesh({{Axis::shard, ranks}}));
+  std::vector<int64_t> sent(static_cast<size_t>(ranks));
+  run_ranks(world, [&](int rank) {
+    const Device device{DeviceKind::cpu, 1};
+    Arena arena(device, 64 << 20), scratch(device, 4 << 20);
+    Stream stream(device, scratch);
+    const auto comm = world.join(rank, "test", {Axis::shard});
+    f(*comm, stream, arena, rank);
+    stream.synchronize();
+    sent[static_cast<size_t>(rank)] = comm->bytes_sent();
+  });
+  return sent;
+}
+
+float value(int rank, int64_t i) { return static_cast<float>((rank * 31 + i * 7) % 101) - 50; }  // exact sums
+
+Tensor filled(Arena& arena, DType dtype, int64_t n, int rank) {
+  const Tensor t = arena.alloc("test", "buffer", dtype, {n});
+  with_type(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    for (int64_t i = 0; i < n; ++i) t.data<T>()[i] = T(value(rank, i));
+  });
+  return t;
+}
+
+double at(const Tensor& t, int64_t i) {
+  double x = 0;
+  with_type(t.dtype, [&](auto tag) { x = static_cast<double>(t.data<typename decltype(tag)::type>()[i]); });
+  return x;
+}
+
+// Checked on the test's own thread: Catch2's macros are not for several.
+struct Differences {
+  std::mutex mutex;
+  std::vector<std::string> found;
+  void expect(bool good, const std::string& what) {
+    std::lock_guard lock(mutex);
+    if (!good) found.push_back(what);
+  }
+};
+
+}  // namespace
+
+TEST_CASE("a mesh knows coordinates and groups in any order of its axes") {
+  const Mesh mesh({{Axis::pp, 2}, {Axis::replicate, 2}, {Axis::shard, 3}});
+  REQUIRE(mesh.size() == 12);
+  REQUIRE(mesh.at(7, Axis::pp) == 1);
+  REQUIRE(mesh.at(7, Axis::shard) == 1);
+  REQUIRE(mesh.at(7, Axis::tp) == 0);
+  REQUIRE(mesh.group(7, {Axis::shard}) == std::vector<int>{6, 7, 8});
+  REQUIRE(mesh.group(7, {Axis::replicate}) == std::vector<int>{7, 10});
+  REQUIRE(mesh.group(7, {Axis::pp}) == std::vector<int>{1, 7});
+  REQUIRE(mesh.group(7, {Axis::replicate, Axis::shard}) == std::vector<int>{6, 7, 8, 9, 10, 11});
+  REQUIRE(mesh.coordinates(7) == "pp 1, replicate 0, shard 1");
+  const Mesh other({{Axis::shard, 3}, {Axis::pp, 2}});
+  REQUIRE(other.group(2, {Axis::shard}) == std::vector<int>{0, 2, 4});
+  REQUIRE_ERROR(Mesh({{Axis::shard, 3}, {Axis::shard, 2}}), "twice");
+}
+
+TEST_CASE(
+    "collectives over threads give what their names say, for any number of ranks and size, and count their bytes") {
+  for (const int P : {1, 2, 3, 5, 8})
+    for (const DType dtype : {DType::fp32, DType::bf16})
+      for (const int64_t n : {int64_t{1}, int64_t{130}, ring::chunk_elements + 3}) {
+        INFO(P << " ranks, " << name_of(dtype) << ", " << n);
+        const int64_t width = size_of(dtype);
+        Differences wrong;
+        auto sum = [&](int64_t i) {
+          double total = 0;
+          for (int r = 0; r < P; ++r) total += value(r, i);
+          return total;
+        };
+        auto sent = on_ranks(P, [&](Comm& comm, Stream& stream, Arena& arena, int rank) {
+          const Tensor t = filled(arena, dtype, n * P, rank);
+          comm.reduce_scatter(t, stream);
+          stream.synchronize();
+          for (int64_t i = n * rank; i < n * (rank + 1); ++i) wrong.expect(at(t, i) == sum(i), "reduce_scatter");
+          comm.all_gather(t, stream);
+          stream.synchronize();
+          for (int64_t i = 0; i < n * P; ++i) wrong.expect(at(t, i) == sum(i), "all_gather");
+        });
+        for (int64_t bytes : sent) REQUIRE(bytes == 2 * (P - 1) * n * width);
+        const int root = P / 2;
+        sent = on_ranks(P, [&](Comm& comm, Stream& stream, Arena& arena, int rank) {
+          const Tensor t = filled(arena, dtype, n, rank);
+          comm.broadcast(t, root, stream);
+          stream.synchronize();
+          for (int64_t i = 0; i < n; ++i) wrong.expect(at(t, i) == value(root, i), "broadcast");
+        });
+        int64_t all = 0;
+        for (int64_t bytes : sent) all += bytes;
+        REQUIRE(all == (P - 1) * n * width);
+        on_ranks(P, [&](Comm& comm, Stream& stream, Arena& arena, int rank) {
+          const Tensor t = filled(arena, dtype, n, rank);
+          comm.reduce(t, root, stream);
+          stream.synchronize();
+          for (int64_t i = 0; rank == root && i < n; ++i) wrong.expect(at(t, i) == sum(i), "reduce");
+          const Tensor in = filled(arena, dtype, n * P, rank), out = filled(arena, dtype, n * P, -1);
+          comm.all_to_all(out, in, stream);
+          stream.synchronize();
+          for (int k = 0; k < P; ++k)
+            for (int64_t i = 0; i < n; ++i) wrong.expect(at(out, k * n + i) == value(k, rank * n + i), "all_to_all");
+          if (P == 1) return;
+          const Tensor token = filled(arena, dtype, n, rank);  // round the ring
+          if (rank > 0) comm.receive(token, rank - 1, stream);
+          if (rank + 1 < P) comm.send(token, rank + 1, stream);
+          stream.synchronize();
+          comm.barrier();
+          for (int64_t i = 0; i < n; ++i) wrong.expect(at(token, i) == value(0, i), "send and receive");
+          const auto words = comm.all_gather_text("words", std::string(static_cast<size_t>(rank), 'x'));
+          for (int k = 0; k < P; ++k)
+            wrong.expect(words[static_cast<size_t>(k)].size() == static_cast<size_t>(k), "text");
+        });
+        INFO(formatted("{}", wrong.found));
+        REQUIRE(wrong.found.empty());
+      }
+}
+
+TEST_CASE("sizes that do not match, and a rank that fails, end all ranks with the reason") {
+  World world(Mesh({{Axis::shard, 3}}));
+  REQUIRE_ERROR(run_ranks(world,
+                          [&](int rank) {
+                            const auto comm = world.join(rank, "test", {Axis::shard});
+                            if (rank == 1) throw Error("rank 1 has no more disk");
+                            comm->barrier();
+                          }),
+                "no more disk");
+  REQUIRE_ERROR(on_ranks(2,
+                         [&](Comm& comm, Stream& stream, Arena& arena, int rank) {
+                           comm.all_gather(filled(arena, DType::fp32, rank == 0 ? 20 : 40, rank), stream);
+                           stream.synchronize();
+                         }),
+                "which expects");
+}

@@ -1,0 +1,173 @@
+// What a run meets on the disk: damaged checkpoints, other options, another run, no room, no right to write; and which
+// checkpoints it keeps.
+#include <fcntl.h>
+#include <sys/file.h>
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "catch2.h"
+#include "tiny_run.h"
+#include "train/run_dir.h"
+
+using namespace llmc;
+using nlohmann::json;
+namespace fs = std::filesystem;
+
+namespace {
+
+void flip_byte(const std::string& file, int64_t at) {
+  std::fstream f(file, std::ios::binary | std::ios::in | std::ios::out);
+  f.seekg(at);
+  const char byte = static_cast<char>(f.get() ^ 1);
+  f.seekp(at).put(byte);
+}
+
+// A directory under which something is mounted, until the end of the scope; tests may run as root, or be passed over.
+struct Mount {
+  std::string path;
+  bool there;
+  Mount(const std::string& at, const std::string& how) : path(at) {
+    fs::create_directories(at);
+    there = std::system(("mount " + how + " " + at + " 2>/dev/null").c_str()) == 0;
+    if (!there) WARN("passed over: this process may not mount");
+  }
+  ~Mount() {
+    if (there) REQUIRE(std::system(("umount -l " + path).c_str()) == 0);
+  }
+};
+
+}  // namespace
+
+TEST_CASE("--resume auto passes over damaged checkpoints, loudly; an explicit one is never replaced by another") {
+  const TempDir dir;
+  const std::string options = "--max-steps 9 --checkpoint-every 3 ";
+  run_well(tiny(dir / "whole", options));
+  const std::map<std::string, std::function<void(const std::string&)>> damages = {
+      {"model.safetensors: bytes", [](const std::string& c) { flip_byte(c + "/model.safetensors", 2000); }},
+      {"optimizer-00001-of-00001.safetensors has",
+       [](const std::string& c) { fs::resize_file(c + "/optimizer-00001-of-00001.safetensors", 3000); }},
+      {"cannot open", [](const std::string& c) { fs::remove(c + "/trainer.json"); }},
+      {"has no manifest.json", [](const std::string& c) { fs::remove(c + "/manifest.json"); }},
+      {"manifest.json", [](const std::string& c) { std::ofstream(c + "/manifest.json") << "{\"files\": 3}"; }},
+      {"config.json: bytes", [](const std::string& c) { flip_byte(c + "/config.json", 20); }}};
+  for (const auto& [message, damage] : damages) {
+    INFO(message);
+    fs::remove_all(dir / "run");
+    fs::copy(dir / "whole", dir / "run", fs::copy_options::recursive);
+    fs::remove_all(dir / "run/step-000009");
+    fs::create_directories(dir / "run/.tmp-step-000009-123/x");  // stale, of a run that was killed
+    damage(dir / "run/step-000006");
+
+    const ProgramResult asked = run_program(tiny(dir / "run", options + "--resume " + (dir / "run/step-000006")));
+    REQUIRE(asked.status == 1);
+    INFO(asked.err);
+    REQUIRE(asked.err.find(message) != std::string::npos);
+    REQUIRE_FALSE(fs::exists(dir / "run/step-000009"));
+
+    const ProgramResult automatic = run_program(tiny(dir / "run", options));
+    REQUIRE(automatic.out.find("WARNING") != std::string::npos);
+    REQUIRE(automatic.out.find(message) != std::string::npos);
+    REQUIRE(automatic.out.find("resuming behind step 3") != std::string::npos);
+    INFO(automatic.err);
+    REQUIRE(automatic.status == 0);
+    REQUIRE(losses(dir / "run") == losses(dir / "whole"));
+    REQUIRE(state_of(dir / "run/step-000009") == state_of(dir / "whole/step-000009"));
+    REQUIRE(fs::exists(dir / "run/damaged-step-000006"));
+    REQUIRE_FALSE(fs::exists(dir / "run/.tmp-step-000009-123"));
+  }
+}
+
+TEST_CASE("where every checkpoint is damaged nothing is begun anew") {
+  const TempDir dir;
+  run_well(tiny(dir / "run", "--max-steps 3"));
+  flip_byte(dir / "run/step-000003/model.safetensors", 3000);
+  const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 3"));
+  REQUIRE(r.status == 1);
+  REQUIRE(r.err.find("none of its checkpoints is whole") != std::string::npos);
+  REQUIRE(losses(dir / "run").size() == 3);
+}
+
+TEST_CASE("a resume with options that must match is refused by name; others warn or change freely") {
+  const TempDir dir;
+  run_well(tiny(dir / "run", "--max-steps 4"));
+  const std::string before = read_whole(dir / "run/metrics.jsonl");
+  auto refused = [&](const std::string& more, const std::string& culprit) {
+    const ProgramResult r = run_program(tiny(dir / "run", more));
+    INFO(more << "\n" << r.err);
+    REQUIRE(r.status == 1);
+    REQUIRE(r.err.find(culprit) != std::string::npos);
+    REQUIRE(read_whole(dir / "run/metrics.jsonl") == before);
+  };
+  refused("--max-steps 8 --lr 0.5", "--lr was '0.01' and is '0.5'");
+  refused("--max-steps 8 --seed 7", "--seed");
+  refused("--max-steps 8 --dtype bf16", "--dtype");
+  refused("--max-steps 8 --total-batch-size 528", "--total-batch-size");
+  refused("--max-steps 8 --resume never", "--resume never");
+  refused("--max-steps 8 --resume " + (dir / "run/step-000009"), "step-000009");
+  refused("--max-steps 8 --resume sometimes", "--resume sometimes");
+  const ProgramResult longer = run_program(tiny(dir / "run", "--max-steps 8 --batch-size 4"));
+  REQUIRE(longer.status == 0);
+  REQUIRE(longer.out.find("notice: --max-steps was '4' and is '8'") != std::string::npos);
+  REQUIRE(losses(dir / "run").size() == 8);
+  // A branch: another directory goes on from a checkpoint of this one.
+  run_well(tiny(dir / "branch", "--max-steps 8 --resume " + (dir / "run/step-000004")));
+  REQUIRE(losses(dir / "branch").size() == 4);
+  REQUIRE(run_program(tiny(dir / "run", "--max-steps 9 --resume " + (dir / "run/step-000004"))).status ==
+          1);  // 8 is there
+}
+
+TEST_CASE("two runs on one out directory are refused") {
+  const TempDir dir;
+  fs::create_directory(dir / "run");
+  const int lock = ::open((dir / "run/.lock").c_str(), O_RDWR | O_CREAT, 0644);
+  REQUIRE(flock(lock, LOCK_EX) == 0);
+  const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 3"));
+  REQUIRE(r.status == 1);
+  REQUIRE(r.err.find("another run is writing") != std::string::npos);
+  ::close(lock);
+  run_well(tiny(dir / "run", "--max-steps 3"));
+}
+
+TEST_CASE("a full disk ends the run with the last checkpoint whole; with room it goes on") {
+  const TempDir dir;
+  const Mount disk(dir / "small", "-t tmpfs -o size=400k tmpfs");
+  if (!disk.there) return;
+  const std::string options = "--max-steps 12 --checkpoint-every 2 ";
+  const ProgramResult full = run_program(tiny(disk.path + "/run", options));
+  INFO(full.err);
+  REQUIRE(full.status == 1);
+  REQUIRE(full.err.find("small/run") != std::string::npos);
+  REQUIRE(newest_checkpoint(disk.path + "/run", [](const std::string& w) { FAIL(w); }));
+  REQUIRE(std::system(("mount -o remount,size=4m " + disk.path).c_str()) == 0);
+  run_well(tiny(disk.path + "/run", options));
+  run_well(tiny(dir / "whole", options));
+  REQUIRE(losses(disk.path + "/run") == losses(dir / "whole"));
+  REQUIRE(state_of(disk.path + "/run/step-000012") == state_of(dir / "whole/step-000012"));
+}
+
+TEST_CASE("a read-only file system is refused before training") {
+  const TempDir dir;
+  fs::create_directories(dir / "real/run");
+  const Mount disk(dir / "read-only", "-o bind,ro " + (dir / "real"));
+  if (!disk.there) return;
+  const ProgramResult r = run_program(tiny(disk.path + "/run", "--max-steps 3"));
+  INFO(r.err);
+  REQUIRE(r.status == 1);
+  REQUIRE(r.err.find("Read-only file system") != std::string::npos);
+}
+
+TEST_CASE("retention keeps the newest, the milestones and the best, and best leads to it") {
+  const TempDir dir;
+  run_well(tiny(dir / "run",
+                "--max-steps 20 --checkpoint-every 2 --keep-checkpoints 2 --keep-every 8 --keep-best --val-data " +
+                    tiny_data + " --val-every 5 --val-steps 4"));
+  const std::vector<int64_t> steps = checkpoint_steps(dir / "run");
+  const json best = json::parse(read_whole(dir / "run/step-000020/trainer.json"))["best_validation"];
+  std::set<int64_t> expected = {8, 16, 18, 20};
+  expected.insert(best["step"].get<int64_t>());
+  REQUIRE(std::set<int64_t>(steps.begin(), steps.end()) == expected);
+  REQUIRE(fs::read_symlink(dir / "run/best") == formatted("step-{:06}", best["step"].get<int64_t>()));
+  REQUIRE_FALSE(checkpoint_fault(dir / "run/best"));
+}

@@ -1,0 +1,42 @@
+// tiny_run.h: a run of the program that takes a second, and what it left behind.
+#pragma once
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "helpers.h"
+#include "train/checkpoint.h"
+
+inline const std::string tiny_data = "test/golden/gpt2_tiny/train.bin";
+
+// A tiny model, accumulation, shuffling; epochs end in the middle of steps.
+inline std::string tiny(const std::string& out, const std::string& more) {
+  return "--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --train-data " + tiny_data +
+         " --seq-len 33 --batch-size 2 --total-batch-size 264 --shuffle --lr 1e-2 --threads 1 --out-dir " + out + " " +
+         more;
+}
+
+inline std::map<int64_t, double> losses(const std::string& out) {
+  std::map<int64_t, double> found;
+  std::ifstream in(out + "/metrics.jsonl");
+  for (std::string line; std::getline(in, line);) {
+    const nlohmann::json object = nlohmann::json::parse(line);
+    if (object["kind"] != "train") continue;
+    REQUIRE(found.emplace(object["step"], object["loss"]).second);  // each step once
+  }
+  return found;
+}
+
+// The bytes of everything that a checkpoint says about the state.
+inline std::string state_of(const std::string& checkpoint) {
+  REQUIRE_FALSE(llmc::checkpoint_fault(checkpoint));
+  return read_whole(checkpoint + "/model.safetensors") +
+         read_whole(checkpoint + "/optimizer-00001-of-00001.safetensors");
+}
+
+inline void run_well(const std::string& arguments) {
+  const ProgramResult r = run_program(arguments);
+  INFO(r.err);
+  REQUIRE(r.status == 0);
+}
