@@ -44,7 +44,7 @@ class Training {
         stop_(o_.time_limit, job.begin, static_cast<double>(job.checkpoint_bytes()) / assumed_bytes_per_second),
         peaks_(peaks),
         rank_(rank),
-        run_(job.step, job.plan, rank_device(job.device, o_.local_ranks, rank), world, rank),
+        run_(job.step, job.plan, rank_device(job.device, o_.ranks, rank), world, rank),
         schedule_(choose_lr_schedule(o_, job.max_steps)),
         train_(job.train, loader_config(o_.shuffle)) {
     if (job.val) val_.emplace(*job.val, loader_config(false));
@@ -57,7 +57,7 @@ class Training {
       validated_ = directory.cut_metrics(progress_.done);
       log.open_metrics(o_.out_dir);
       report_header(log, o_, job.device, job.backend, job.step, job.max_steps, job.train, job.val ? &*job.val : nullptr,
-                    job.plan, peaks_, job_.document_end);
+                    job.plan, peaks_, job_.document_begin);
     }
     validated_ = !run_.dp.control->all_gather_text("validated", validated_ ? "yes" : "")[0].empty();
     if (resume) log.line(formatted("resuming behind step {} from {}", progress_.done, resume->path));
@@ -88,8 +88,10 @@ class Training {
 
  private:
   DataLoader::Config loader_config(bool shuffle) const {
-    return {
-        .seed = seed(), .shuffle = shuffle, .vocab_size = job_.step.model.vocab_size, .end_of_text = job_.document_end};
+    return {.seed = seed(),
+            .shuffle = shuffle,
+            .vocab_size = job_.step.model.vocab_size,
+            .end_of_text = job_.document_begin};
   }
   uint64_t seed() const { return static_cast<uint64_t>(o_.seed); }
 
@@ -367,7 +369,7 @@ void run_training(const Options& o, StopCondition::Clock::time_point process_beg
   }
   if (resume) job.go_on(*resume, log);
   const Peaks peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops, o.profile)
-                          .times(static_cast<double>(devices_in_use(job.device, o.local_ranks)));
+                          .times(static_cast<double>(devices_in_use(job.device, o.ranks)));
   World world(job.step.zero.mesh(), job.backend);
   run_ranks(world, [&](int rank) {
     Log silent = Log::silent();
@@ -383,7 +385,7 @@ int main(int argc, char** argv) {
   const auto begin = StopCondition::Clock::now();
   wait_without_spinning(argv);
   try {
-    const Command command = parse_command_line(argc, argv);
+    const Command command = parse_command_line(argc, argv, default_ranks);
     if (command.print) std::printf("%s\n", command.text.c_str());  // --help, --print-config and the like
     else if (command.version) std::printf("%s\n", version_text().c_str());
     else if (command.options.selftest) run_selftest_mode(command.options);

@@ -51,7 +51,7 @@ struct Options {
   std::string master_weights = "fp32";
   std::optional<double> memory_limit;  // GiB; none: what the machine has
   std::string schedule = "1f1b";
-  int64_t local_ranks = 1, zero_stage = 0, dp_replicate = 1;
+  int64_t local_ranks = 0, zero_stage = 0, dp_replicate = 1;
   std::string grad_reduce = "auto";
   std::string device = "auto", comm = "auto", attention = "own";
   bool tf32 = false, tune_matmul = false;
@@ -60,6 +60,8 @@ struct Options {
   int64_t log_gpu_every = 0;
   int64_t threads = 0;
   bool generate = false, plan = false, selftest = false, verify_data = false, profile = false;
+
+  int64_t ranks = 1;  // not an option: what --local-ranks says, or what it stands for on this machine
 };
 
 // When a run is resumed, an option must be what it was, may differ with a warning, or may differ freely.
@@ -92,7 +94,7 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--shuffle", "", o.shuffle, Limits{}, must_match,
         "a new order of the samples in every epoch; without it they come in file order");
   visit("--mask-documents", "", o.mask_documents, Limits{}, must_match,
-        "documents packed into one sequence do not see each other: each begins behind the tokenizer's end of text, at "
+        "documents packed into one sequence do not see each other: each begins with the tokenizer's end of text, at "
         "position 0; without it attention runs across them");
   visit(
       "--tokenizer", "", o.tokenizer, Limits{}, warn,
@@ -206,8 +208,9 @@ void visit_options(O& o, Visitor&& visit) {
       "reduce the gradients accumulated in a step, or those of every micro-batch, which needs less memory and more "
       "traffic; the two round differently; auto: as before where a run goes on, else step, and micro from stage 2 on");
   visit("Machine");
-  visit("--local-ranks", "", o.local_ranks, between(1, 1024), warn,
-        "ranks that share the batch, as threads of this process; --batch-size is that of each");
+  visit("--local-ranks", "", o.local_ranks, between(0, 1024), warn,
+        "ranks that share the batch, as threads of this process; --batch-size is that of each; 0: one for each visible "
+        "GPU, one on a CPU");
   visit("--comm", "", o.comm, one_of({"auto", "threads", "nccl"}), warn,
         "who moves tensors between ranks; auto: NCCL where each rank has a GPU of its own, else threads");
   visit("--device", "", o.device, one_of({"auto", "cpu", "cuda"}), warn,

@@ -139,12 +139,11 @@ inline void validate(const Options& o) {
   CHECK(!o.generate || !o.from_scratch,
         "--generate with --from-scratch: there would be nothing learnt to generate from; leave out one of them");
   if (o.generate) return;
-  CHECK(o.local_ranks % o.dp_replicate == 0, "--dp-replicate {} does not divide the {} ranks", o.dp_replicate,
-        o.local_ranks);
-  const int64_t micro = o.batch_size * o.seq_len * o.local_ranks;
+  CHECK(o.ranks % o.dp_replicate == 0, "--dp-replicate {} does not divide the {} ranks", o.dp_replicate, o.ranks);
+  const int64_t micro = o.batch_size * o.seq_len * o.ranks;
   CHECK(!o.total_batch_size || *o.total_batch_size % micro == 0,
         "--total-batch-size {} is not a multiple of --batch-size {} x --seq-len {} x {} rank(s) = {} tokens: use {}",
-        *o.total_batch_size, o.batch_size, o.seq_len, o.local_ranks, micro,
+        *o.total_batch_size, o.batch_size, o.seq_len, o.ranks, micro,
         std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
   if (o.plan) return;
   CHECK(!o.train_data.empty(),
@@ -160,7 +159,9 @@ struct Command {
   std::string text;
 };
 
-inline Command parse_command_line(int argc, const char* const* argv) {
+// default_ranks(options): --local-ranks where it is 0.
+template <class Ranks>
+Command parse_command_line(int argc, const char* const* argv, Ranks&& default_ranks) {
   Command command;
   CLI::App app;
   app.set_help_flag();
@@ -211,6 +212,8 @@ inline Command parse_command_line(int argc, const char* const* argv) {
     command.text = config_text(command.options);
     return command;
   }
+  command.options.ranks =
+      command.options.local_ranks > 0 ? command.options.local_ranks : default_ranks(command.options);
   validate(command.options);
   return command;
 }

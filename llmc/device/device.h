@@ -199,6 +199,13 @@ class Stream {
   }
 #endif
 
+  // Uploads of up to so many bytes will not allocate memory.
+  void reserve_uploads([[maybe_unused]] int64_t bytes) {
+#ifdef TRAIN_GPT_CUDA
+    if (gpu_) gpu_->reserve(static_cast<size_t>(bytes));
+#endif
+  }
+
   // Asked while the host waits for a GPU's stream, and behind it; throws to end the waiting.
   void set_watch([[maybe_unused]] std::function<void()> watch) {
 #ifdef TRAIN_GPT_CUDA

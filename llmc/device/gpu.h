@@ -85,9 +85,9 @@ __global__ void code_probe() {}
 
 }  // namespace detail
 
-// Refuses GPUs that this program has no code for.
-inline void require_code_for_gpus() {
-  for (int gpu = 0; gpu < visible_gpus().count; ++gpu) {
+// Refuses the first so many GPUs if this program has no code for one.
+inline void require_code_for_gpus(int64_t gpus) {
+  for (int gpu = 0; gpu < gpus; ++gpu) {
     CUDA_CHECK(cudaSetDevice(gpu));
     cudaFuncAttributes attributes;
     const cudaError_t status = cudaFuncGetAttributes(&attributes, detail::code_probe<void>);
@@ -107,7 +107,7 @@ inline constexpr bool built_for_gpus = false;
 
 inline VisibleGpus visible_gpus() { return {0, "this train_gpt was built without CUDA: `make DEVICE=cuda`"}; }
 inline GpuInfo gpu_info(int) { throw Error(visible_gpus().why_none); }
-inline void require_code_for_gpus() {}
+inline void require_code_for_gpus(int64_t) {}
 #endif
 
 // Bytes that the ranks' arenas may take on each of the GPUs that so many ranks use: what is free on the fullest, but

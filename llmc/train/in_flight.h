@@ -54,6 +54,7 @@ class Uploads {
   Uploads(const BatchShape& shape, const Context& context) {
     if (context.compute.device().computes_as() == DeviceKind::cuda)
       for (int i = 0; i < 2; ++i) arriving_.emplace_back(shape, context.arena);
+    if (context.copies != nullptr) context.copies->reserve_uploads(arriving_[0].inputs.tokens.size_bytes());
   }
 
   void bring(const MicroBatch& to, HostBatch from, const Context& context) {

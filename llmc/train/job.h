@@ -30,7 +30,7 @@ struct Job {
   TokenShards train;
   std::optional<TokenShards> val;
   std::optional<ChoiceSet> choices;
-  std::optional<int32_t> document_end;  // the token behind which --mask-documents begins a document
+  std::optional<int32_t> document_begin;  // the token that begins one, of --mask-documents
   int64_t samples_per_step, max_steps, val_samples = 0;
   Plan plan;
 
@@ -38,7 +38,7 @@ struct Job {
       : options(o),
         begin(process_begin),
         device(choose_device(o)),
-        rank_device(llmc::rank_device(device, o.local_ranks)),
+        rank_device(llmc::rank_device(device, o.ranks)),
         backend(choose_backend(o, rank_device)),
         step(choose_step(o)),
         tokenizer(choose_tokenizer(o, step.model)),
@@ -60,7 +60,7 @@ struct Job {
             "--eval-choices is asked with every validation: it needs --val-data and --val-every");
       choices.emplace(o.eval_choices, step.model.vocab_size, o.seq_len);
     }
-    if (o.mask_documents) document_end = choose_document_end();
+    if (o.mask_documents) document_begin = choose_document_begin();
     CHECK(!o.keep_best || (val && o.val_every > 0), "--keep-best needs --val-data and --val-every");
     require_gpu_for("--log-gpu-every", o.log_gpu_every > 0);
     require_gpu_for("--tf32", o.tf32);
@@ -87,7 +87,7 @@ struct Job {
   }
 
   // Without a tokenizer that says so, the end of text is that of the vocabulary, where its size tells which it is.
-  int32_t choose_document_end() const {
+  int32_t choose_document_begin() const {
     const bool guessed = options.tokenizer == "auto" && tokenizer_files.empty();
     const std::optional<int64_t> known = end_of_text_of(step.model.vocab_size);
     CHECK(!guessed || known,

@@ -40,11 +40,11 @@ inline void run_generate(const Options& o) {
 // --selftest: every layout of the ranks at hand against one rank of the CPU.
 inline void run_selftest_mode(const Options& o) {
   Log log;
-  selftest::Machine machine{.device = rank_device(choose_device(o), o.local_ranks)};
+  selftest::Machine machine{.device = rank_device(choose_device(o), o.ranks)};
   machine.device.threads = 1;
   machine.backend = choose_backend(o, machine.device);
   if (machine.device.kind == DeviceKind::cuda) machine.gpus = visible_gpus().count;
-  if (!run_selftest(log, o.local_ranks, PlantedBug::none, machine))
+  if (!run_selftest(log, o.ranks, PlantedBug::none, machine))
     throw Error("--selftest: the layouts above that say FAILED differ from one rank", ExitStatus::diverged);
 }
 
@@ -62,7 +62,7 @@ inline void run_verify_data(const Options& o) {
 inline void run_plan(const Options& o) {
   const Device device = choose_device(o);
   const StepConfig config = choose_step(o);
-  const Device rank = rank_device(device, o.local_ranks);
+  const Device rank = rank_device(device, o.ranks);
   const Plan plan = make_plan(config, rank);
   if (o.memory_limit) require_memory(o, config, plan, rank);
   Log log;

@@ -24,20 +24,21 @@ struct Progress {
 inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job& job) {
   nlohmann::ordered_json best;
   if (std::isfinite(progress.best_val)) best = {{"step", progress.best_step}, {"loss", progress.best_val}};
-  return {{"format", 1},
-          {"step", progress.done},
-          {"tokens", progress.done * job.step.tokens()},
-          {"tokens_per_step", job.step.tokens()},
-          {"data_cursor", progress.done * job.samples_per_step},
-          {"data_samples", job.train.samples()},
-          {"seq_len", job.options.seq_len},
-          {"document_end", job.document_end ? nlohmann::ordered_json(*job.document_end) : nlohmann::ordered_json()},
-          {"seed", job.options.seed},
-          {"best_validation", best},
-          {"detectors", {{"loss", progress.losses.values()}, {"grad_norm", progress.norms.values()}}},
-          {"choices", {{"grad_reduce", name_of(job.step.zero.grad_reduce)}, {"matmul", progress.matmul_choices}}},
-          {"layout", detail::layout_text(job.step.zero)},
-          {"options", options_json(job.options)}};
+  return {
+      {"format", 1},
+      {"step", progress.done},
+      {"tokens", progress.done * job.step.tokens()},
+      {"tokens_per_step", job.step.tokens()},
+      {"data_cursor", progress.done * job.samples_per_step},
+      {"data_samples", job.train.samples()},
+      {"seq_len", job.options.seq_len},
+      {"document_begin", job.document_begin ? nlohmann::ordered_json(*job.document_begin) : nlohmann::ordered_json()},
+      {"seed", job.options.seed},
+      {"best_validation", best},
+      {"detectors", {{"loss", progress.losses.values()}, {"grad_norm", progress.norms.values()}}},
+      {"choices", {{"grad_reduce", name_of(job.step.zero.grad_reduce)}, {"matmul", progress.matmul_choices}}},
+      {"layout", detail::layout_text(job.step.zero)},
+      {"options", options_json(job.options)}};
 }
 
 // Refuses a checkpoint with which the job would not go on as it began.
@@ -49,8 +50,9 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
   };
   expect("step", from.step, "the directory was renamed");
   expect("tokens_per_step", job.step.tokens(), "give the former as --total-batch-size");
-  if (job.document_end)
-    expect("document_end", *job.document_end, "--mask-documents needs the same end of text: give the same --tokenizer");
+  if (job.document_begin)
+    expect("document_begin", *job.document_begin,
+           "--mask-documents needs the same end of text: give the same --tokenizer");
   const nlohmann::json before = config_to_hf(
                            config_from_hf(read_json(from.path + "/config.json"), from.path + "/config.json"),
                            job.step.dtype),

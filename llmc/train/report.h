@@ -51,7 +51,7 @@ using Rows = std::vector<std::pair<std::string, std::string>>;
 inline int64_t memory_limit(const Options& o, const Device& device) {
   if (o.memory_limit) return static_cast<int64_t>(*o.memory_limit * (1 << 30));
   if (device.computes_as() != DeviceKind::cuda) return host_memory() / device.sharers;
-  return gpu_memory(o.local_ranks) / device.sharers;
+  return gpu_memory(o.ranks) / device.sharers;
 }
 
 namespace detail {
@@ -131,7 +131,7 @@ inline void require_memory(const Options& o, const StepConfig& step, const Plan&
 // --plan: what the run needs, nothing run.
 inline void report_plan(Log& log, const Options& o, const Device& device, const StepConfig& step, const Plan& plan) {
   log.table("plan for " + describe(device), detail::run_rows(o, step));
-  log.table(o.local_ranks == 1 ? "memory" : "memory of a rank", detail::memory_rows(plan));
+  log.table(o.ranks == 1 ? "memory" : "memory of a rank", detail::memory_rows(plan));
   if (step.zero.ranks() > 1) {
     Rows traffic;
     for (const auto& [group, bytes] : plan.step_traffic) traffic.emplace_back(group, human_bytes(bytes));
@@ -145,13 +145,13 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
     bytes += t.bytes;
   }
   ops.emplace_back("total", formatted("{:8}       {:14.3f} GFLOP {:12.3f} GB", "", flops * 1e-9, bytes * 1e-9));
-  log.table(o.local_ranks == 1 ? "work of a step" : "work of a rank in a step", ops);
+  log.table(o.ranks == 1 ? "work of a step" : "work of a rank in a step", ops);
   log.line("=> " + detail::memory_verdict(o, step, plan, device));
 }
 
 inline void report_header(Log& log, const Options& o, const Device& device, Backend backend, const StepConfig& step,
                           int64_t max_steps, const TokenShards& train, const TokenShards* val, const Plan& plan,
-                          const Peaks& peaks, std::optional<int32_t> document_end) {
+                          const Peaks& peaks, std::optional<int32_t> document_begin) {
   Rows rows = {
       {"machine", formatted("{}: {}", host_name(), describe(device))},
       {"matmul",
@@ -168,9 +168,9 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
   rows.emplace_back("training data", formatted("{}: {} shard(s), {} tokens, {} samples of {}{}", o.train_data,
                                                train.count(), human_count(train.tokens()), human_count(train.samples()),
                                                o.seq_len, o.shuffle ? ", shuffled" : ""));
-  rows.emplace_back("documents",
-                    document_end ? formatted("of a sequence do not see each other; token {} begins one", *document_end)
-                                 : std::string("of a sequence see each other"));
+  rows.emplace_back("documents", document_begin ? formatted("of a sequence do not see each other; token {} begins one",
+                                                            *document_begin)
+                                                : std::string("of a sequence see each other"));
   rows.emplace_back("validation data", val == nullptr ? "none"
                                                       : formatted("{}: {} shard(s), {} tokens", o.val_data,
                                                                   val->count(), human_count(val->tokens())));
@@ -188,10 +188,10 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
     if (device.kind == DeviceKind::cuda && backend == Backend::threads)
       log.line("notice: ranks share GPUs, or this build has no NCCL: every exchange waits for the GPU; right and slow");
   }
-  log.table(o.local_ranks == 1 ? "memory" : "memory of a rank", detail::memory_rows(plan));
-  if (device.kind == DeviceKind::cpu && o.local_ranks > device.threads)
+  log.table(o.ranks == 1 ? "memory" : "memory of a rank", detail::memory_rows(plan));
+  if (device.kind == DeviceKind::cpu && o.ranks > device.threads)
     log.line(formatted("notice: {} ranks share {} processors: right for tests and for learning, slower than one rank",
-                       o.local_ranks, device.threads));
+                       o.ranks, device.threads));
   if (device.kind == DeviceKind::cpu && o.dtype == "bf16" && !cpu::bf16_is_native())
     log.line("notice: no bf16 products in this processor or this build: they are widened to fp32, right but slow");
 }

@@ -30,7 +30,14 @@ inline Device choose_device(const Options& o) {
   const VisibleGpus gpus = visible_gpus();
   CHECK(gpus.count > 0 || o.device == "auto", "--device cuda: {}", gpus.why_none);
   if (gpus.count > 0) device.kind = DeviceKind::cuda;
+  require_code_for_gpus(std::min<int64_t>(o.ranks, gpus.count));
   return device;
+}
+
+// One for each visible GPU; one on a CPU, and for what one rank does alone.
+inline int64_t default_ranks(const Options& o) {
+  if (o.device == "cpu" || o.generate || o.verify_data) return 1;
+  return std::max(1, visible_gpus().count);
 }
 
 inline ModelConfig choose_model(const Options& o) {
@@ -43,7 +50,7 @@ inline DType choose_dtype(const Options& o) { return o.dtype == "bf16" ? DType::
 inline ZeroConfig choose_layout(const Options& o) {
   ZeroConfig zero;
   zero.replicas = static_cast<int>(o.dp_replicate);
-  zero.shards = static_cast<int>(o.local_ranks / o.dp_replicate);
+  zero.shards = static_cast<int>(o.ranks / o.dp_replicate);
   zero.reduce_by_stage = o.grad_reduce == "auto";
   zero.set_stage(static_cast<int>(o.zero_stage));
   if (o.grad_reduce != "auto") zero.grad_reduce = grad_reduce_from_name(o.grad_reduce);
@@ -71,10 +78,10 @@ inline Backend choose_backend(const Options& o, const Device& rank_device) {
   if (o.comm == "nccl") {
     CHECK(built_with_nccl, "--comm nccl: this train_gpt was built without NCCL; install libnccl-dev and build anew");
     CHECK(own_gpus,
-          "--comm nccl needs a GPU for each rank: --local-ranks {} on {} GPU(s), --device {}; use --comm auto",
-          o.local_ranks, visible_gpus().count, rank_device.kind);
+          "--comm nccl needs a GPU for each rank: --local-ranks {} on {} GPU(s), --device {}; use --comm auto", o.ranks,
+          visible_gpus().count, rank_device.kind);
   }
-  return o.comm != "threads" && own_gpus && built_with_nccl && o.local_ranks > 1 ? Backend::nccl : Backend::threads;
+  return o.comm != "threads" && own_gpus && built_with_nccl && o.ranks > 1 ? Backend::nccl : Backend::threads;
 }
 
 // What a step computes; everything that the options alone can tell is checked here.
@@ -90,7 +97,7 @@ inline StepConfig choose_step(const Options& o) {
   CHECK(o.seq_len <= step.model.n_positions, "--seq-len {} exceeds the {} positions of --model {}: use at most {}",
         o.seq_len, step.model.n_positions, o.model, step.model.n_positions);
   if (o.total_batch_size)
-    step.micro_batches = *o.total_batch_size / (step.batch.rows() * o.local_ranks);  // validated with the options
+    step.micro_batches = *o.total_batch_size / (step.batch.rows() * o.ranks);  // validated with the options
   step.head_chunks = o.head_chunks;
   require_countable(step);
   return step;

@@ -5,6 +5,7 @@
 #include "train/checkpoint.h"
 #include "train/report.h"
 #include "train/selftest.h"
+#include "train/setup.h"
 
 using namespace llmc;
 
@@ -164,11 +165,23 @@ TEST_CASE("a run that a GPU has no room for is refused with the table of what it
 }
 
 TEST_CASE("a program without code for the GPU says so before it begins", "[cuda][trainer]") {
-  REQUIRE_NOTHROW(require_code_for_gpus());
+  REQUIRE_NOTHROW(require_code_for_gpus(1));
   cuda_on_cpu::set_code(false);
-  REQUIRE_THROWS_WITH(require_code_for_gpus(), Catch::Matchers::ContainsSubstring("no code for GPU 0, ") &&
-                                                   Catch::Matchers::ContainsSubstring("ARCH=sm_90"));
+  REQUIRE_THROWS_WITH(require_code_for_gpus(1), Catch::Matchers::ContainsSubstring("no code for GPU 0, ") &&
+                                                    Catch::Matchers::ContainsSubstring("ARCH=sm_90"));
   cuda_on_cpu::set_code(true);
+}
+
+TEST_CASE("without --local-ranks there is a rank for each visible GPU", "[cuda][trainer]") {
+  cuda_on_cpu::set_devices(3);
+  Options cpu, generate;
+  cpu.device = "cpu";
+  generate.generate = true;
+  const int64_t all = default_ranks({}), on_cpu = default_ranks(cpu), of_a_text = default_ranks(generate);
+  cuda_on_cpu::set_devices(0, 0);
+  const int64_t without = default_ranks({});
+  cuda_on_cpu::set_devices(1);
+  REQUIRE((all == 3 && on_cpu == 1 && of_a_text == 1 && without == 1));
 }
 
 TEST_CASE("heads that the kernels cannot hold are refused with the plan", "[cuda][trainer]") {
