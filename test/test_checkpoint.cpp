@@ -73,6 +73,11 @@ void rewrite(const std::string& from, const std::string& to, Rename&& rename) {
 
 }  // namespace
 
+TEST_CASE("a --model that is nothing is told which preset is near") {
+  REQUIRE_ERROR(resolve_model("gpt2:125M", {}), "the nearest is gpt2:124M");
+  REQUIRE_ERROR(resolve_model("out/run", {}), "llama3:8B, ");
+}
+
 TEST_CASE("every preset has the published count of parameters") {
   for (const Preset& p : presets) {
     INFO(p.name);

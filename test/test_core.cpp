@@ -130,6 +130,7 @@ TEST_CASE("the command line of some options says what differs from the defaults,
 
 TEST_CASE("option errors name the option, what was found and what was expected") {
   REQUIRE_ERROR(parse({"--bath-size", "3"}), "--batch-size");
+  REQUIRE_ERROR(parse({"--lr"}), "--lr needs a value");
   REQUIRE_ERROR(parse({"--lr=inf"}), "--lr inf");
   REQUIRE_ERROR(parse({"--beta1", "1"}), "--beta1 1");
   REQUIRE_ERROR(parse({"--max-steps", "99999999999999999999"}), "--max-steps");

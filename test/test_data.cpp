@@ -182,6 +182,32 @@ TEST_CASE("more shards than files may be open train as ever, shuffled and by sev
           read_whole(dir / "many/step-000045/model.safetensors"));
 }
 
+TEST_CASE("data that hardly are what was meant get a notice, and right ones none") {
+  const TempDir dir;
+  std::vector<uint16_t> bytes(97), words(97);  // 12 samples of 8
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    bytes[i] = static_cast<uint16_t>(i * 5 % 250);
+    words[i] = static_cast<uint16_t>(i * 7 % 600);
+  }
+  write_shard(dir / "bytes.bin", bytes);
+  write_shard(dir / "words.bin", words);
+  auto train = [&](const std::string& data, const std::string& val, int batch_size) {
+    const ProgramResult r = run_program(formatted(
+        "--model d1 --n-embd 12 --n-head 2 --vocab-size 600 --seq-len 8 --max-steps 1 --threads 1 --train-data "
+        "{} --val-data {} --batch-size {} --out-dir {}",
+        dir / data, dir / val, batch_size, dir / formatted("out{}", batch_size)));
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    return r.out;
+  };
+  const std::string wrong = train("bytes.bin", "./bytes.bin", 13), right = train("words.bin", "bytes.bin", 12);
+  REQUIRE_THAT(wrong, Catch::Matchers::Contains("13 samples and the training data have 12") &&
+                          Catch::Matchers::Contains("look like bytes") &&
+                          Catch::Matchers::Contains("is training data as well"));
+  for (const char* word : {"samples and the training", "look like bytes", "as well"})
+    REQUIRE_THAT(right, !Catch::Matchers::Contains(word));
+}
+
 TEST_CASE("a shard that is replaced while a run reads it is noticed") {
   const TempDir dir;
   write_shard<uint16_t>(dir / "x.bin", std::vector<uint16_t>(20, 3));

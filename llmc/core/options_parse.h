@@ -16,6 +16,7 @@
 #include "core/files.h"
 #include "core/options_print.h"
 #include "core/unicode.h"
+#include "core/words.h"
 
 namespace llmc {
 
@@ -49,20 +50,6 @@ void parse_value(const std::string& name, const std::string& text, std::optional
   parse_value(name, text, field.emplace());
 }
 
-// The number of insertions, deletions and replacements between two words (Levenshtein 1966).
-inline size_t edit_distance(const std::string& a, const std::string& b) {
-  std::vector<size_t> row(b.size() + 1);
-  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
-  for (size_t i = 1; i <= a.size(); ++i) {
-    size_t diagonal = std::exchange(row[0], i);
-    for (size_t j = 1; j <= b.size(); ++j) {
-      const size_t replaced = diagonal + (a[i - 1] != b[j - 1]);
-      diagonal = std::exchange(row[j], std::min({row[j] + 1, row[j - 1] + 1, replaced}));
-    }
-  }
-  return row[b.size()];
-}
-
 // "there is no such option", and which name is near.
 [[noreturn]] inline void unknown_option(const std::string& word, const std::string& where) {
   std::vector<std::string> names;
@@ -70,12 +57,9 @@ inline size_t edit_distance(const std::string& a, const std::string& b) {
   Options o;
   visit_options(o, OptionVisitor{no_group, [&](const char* name, const char*, auto&, const Limits&, ResumeRule,
                                                const char*) { names.emplace_back(name); }});
-  const auto nearest = std::min_element(names.begin(), names.end(), [&](const auto& x, const auto& y) {
-    return edit_distance(x, word) < edit_distance(y, word);
-  });
-  const bool close = 2 * edit_distance(*nearest, word) <= word.size();
+  const std::string nearest = nearest_name(word, names);
   throw Error(formatted("{}{}: there is no such option{}; see --help", where, word,
-                        close ? "; the nearest is " + *nearest : ""));
+                        nearest.empty() ? "" : "; the nearest is " + nearest));
 }
 
 // Reads a file that --print-config wrote: lines NAME=VALUE, text between quotes; a comment is a line that begins with
@@ -186,6 +170,9 @@ Command parse_command_line(int argc, const char* const* argv, Ranks&& default_ra
   app.add_flag("--version", command.version);
   try {
     app.parse(argc, argv);
+  } catch (const CLI::ArgumentMismatch& error) {  // "--lr: 1 required TEXT missing"
+    const std::string text = error.what();
+    throw Error(formatted("{} needs a value; see --help", text.substr(0, text.find(':'))));
   } catch (const CLI::ParseError& error) {
     throw Error(formatted("{}; see --help", error.what()));
   }

@@ -249,7 +249,7 @@ inline ModelConfig resolve_model(const std::string& model, const ModelOverrides&
   } else {
     const std::string file = model + "/config.json";
     CHECK(std::filesystem::exists(file), "--model {}: neither a preset ({}) nor a directory with a config.json", model,
-          preset_names());
+          presets_like(model));
     const nlohmann::json json = nlohmann::json::parse(read_text(file), nullptr, false);
     CHECK(!json.is_discarded(), "{}: not valid JSON; expected a Hugging Face config.json", file);
     c = config_from_hf(json, file);

@@ -2,7 +2,9 @@
 #pragma once
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "core/words.h"
 #include "model/config.h"
 
 namespace llmc {
@@ -63,10 +65,14 @@ inline constexpr Preset presets[] = {
     // clang-format on
 };
 
-inline std::string preset_names() {
-  std::string names;
-  for (const Preset& p : presets) names += std::string(p.name) + ", ";
-  return names + "d<N> such as d12";
+// "the nearest is gpt2:124M", or all of them where none is near.
+inline std::string presets_like(const std::string& name) {
+  std::vector<std::string> names;
+  for (const Preset& p : presets) names.emplace_back(p.name);
+  if (const std::string nearest = nearest_name(name, names); !nearest.empty()) return "the nearest is " + nearest;
+  std::string all;
+  for (const std::string& each : names) all += each + ", ";
+  return all + "d<N> such as d12";
 }
 
 inline ModelConfig config_of(const Preset& p) {

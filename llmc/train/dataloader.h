@@ -4,6 +4,7 @@
 // uint16; 20240801, 7: uint32.
 #pragma once
 #include <algorithm>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>
@@ -64,6 +65,16 @@ class TokenShards {
   int64_t tokens() const { return tokens_; }
   int64_t samples() const { return samples_; }  // in one epoch
   int64_t seq_len() const { return seq_len_; }
+  std::vector<std::string> paths() const {
+    std::vector<std::string> all;
+    for (const Placed& shard : shards_) all.push_back(shard.path);
+    return all;
+  }
+  bool has(const std::string& path) const {  // the same file, whatever it is called
+    std::error_code ignored;
+    return std::any_of(shards_.begin(), shards_.end(),
+                       [&](const Placed& shard) { return std::filesystem::equivalent(shard.path, path, ignored); });
+  }
 
   // out (T + 1) = the tokens of sample `index`, each below vocab_size. Several ranks may ask at a time.
   void read_sample(int64_t index, int64_t vocab_size, std::vector<int32_t>& out) const {

@@ -149,6 +149,37 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
   log.line("=> " + detail::memory_verdict(o, step, plan, device));
 }
 
+namespace detail {
+
+// Data that can be trained on and hardly are what was meant.
+inline void report_unlikely_data(Log& log, const Options& o, const StepConfig& step, const TokenShards& train,
+                                 const TokenShards* val) {
+  const int64_t samples = step.tokens() / o.seq_len, V = step.model.vocab_size;
+  if (samples > train.samples())
+    log.line(formatted("notice: a step takes {} samples and the training data have {}: it sees some more than once",
+                       samples, train.samples()));
+  int32_t largest = 0;
+  std::vector<int32_t> sample;
+  constexpr int64_t looked_at = 64;
+  for (int64_t i = 0; i < std::min(looked_at, train.samples()); ++i) {
+    train.read_sample(i, V, sample);
+    largest = std::max(largest, *std::max_element(sample.begin(), sample.end()));
+  }
+  if (largest <= 256 && V > 2 * 257)
+    log.line(
+        formatted("notice: the first tokens of the training data look like bytes, and the model has a vocabulary of "
+                  "{}: for bytes --vocab-size 257 is enough",
+                  V));
+  if (val == nullptr) return;
+  for (const std::string& path : val->paths())
+    if (train.has(path)) {
+      log.line(formatted("notice: {} is training data as well: the validation loss will look too good", path));
+      break;
+    }
+}
+
+}  // namespace detail
+
 inline void report_header(Log& log, const Options& o, const Device& device, Backend backend, const StepConfig& step,
                           int64_t max_steps, const TokenShards& train, const TokenShards* val, const Plan& plan,
                           const Peaks& peaks, std::optional<int32_t> document_begin) {
@@ -189,6 +220,7 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
       log.line("notice: ranks share GPUs, or this build has no NCCL: every exchange waits for the GPU; right and slow");
   }
   log.table(o.ranks == 1 ? "memory" : "memory of a rank", detail::memory_rows(plan));
+  detail::report_unlikely_data(log, o, step, train, val);
   if (device.kind == DeviceKind::cpu && o.ranks > device.threads)
     log.line(formatted("notice: {} ranks share {} processors: right for tests and for learning, slower than one rank",
                        o.ranks, device.threads));
@@ -216,6 +248,18 @@ inline void report_profile(Log& log, const OpLedger& ops, int64_t steps, const P
             rows);
 }
 
+namespace detail {
+
+// "out/run" for "out/run-continued" and "out/run-continued-2".
+inline std::string without_continued(const std::string& out) {
+  const size_t digits = out.find_last_not_of("0123456789") + 1;
+  const bool numbered = digits < out.size() && out[digits - 1] == '-';
+  const std::string name = numbered ? out.substr(0, digits - 1) : out, ending = "-continued";
+  return name.ends_with(ending) ? name.substr(0, name.size() - ending.size()) : out;
+}
+
+}  // namespace detail
+
 // The commands that come next, to be pasted where `program` was called: each works as it stands.
 inline void report_next_steps(Log& log, const Options& o, const std::string& checkpoint, const std::string& program) {
   Options more = o, made;
@@ -224,8 +268,9 @@ inline void report_next_steps(Log& log, const Options& o, const std::string& che
   more.n_layer = more.n_head = more.n_kv_head = more.n_embd = more.n_ffn = more.vocab_size = std::nullopt;
   more.resume = Options().resume;
   const std::string out = o.out_dir.substr(0, o.out_dir.find_last_not_of('/') + 1);
-  more.out_dir = out + "-continued";
-  for (int i = 2; path_exists(more.out_dir); ++i) more.out_dir = formatted("{}-continued-{}", out, i);
+  const std::string first = detail::without_continued(out);
+  more.out_dir = first + "-continued";
+  for (int i = 2; path_exists(more.out_dir); ++i) more.out_dir = formatted("{}-continued-{}", first, i);
   made.generate = true;
   made.model = checkpoint;
   made.dtype = o.dtype;

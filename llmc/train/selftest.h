@@ -45,19 +45,18 @@ inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t bat
           .zero = zero};
 }
 
-// Every layout of up to so many ranks.
-inline std::vector<ZeroConfig> layouts(int64_t max_ranks) {
+// Every layout of so many ranks; none where they cannot share a step equally.
+inline std::vector<ZeroConfig> layouts(int ranks) {
   std::vector<ZeroConfig> all;
-  for (int ranks = 1; ranks <= max_ranks; ++ranks)
-    for (int replicas = 1; replicas <= ranks; ++replicas)
-      for (const GradReduce reduce : {GradReduce::step, GradReduce::micro})
-        for (int stage = 0; stage <= 3; ++stage)
-          if (sequences % ranks == 0 && ranks % replicas == 0)
-            all.push_back({.stage = stage,
-                           .grad_reduce = reduce,
-                           .shards = ranks / replicas,
-                           .replicas = replicas,
-                           .poison = true});
+  for (int replicas = 1; replicas <= ranks; ++replicas)
+    for (const GradReduce reduce : {GradReduce::step, GradReduce::micro})
+      for (int stage = 0; stage <= 3; ++stage)
+        if (sequences % ranks == 0 && ranks % replicas == 0)
+          all.push_back({.stage = stage,
+                         .grad_reduce = reduce,
+                         .shards = ranks / replicas,
+                         .replicas = replicas,
+                         .poison = true});
   return all;
 }
 
@@ -178,12 +177,18 @@ struct Distances {
         norm(distance(a.norms, b.norms)),
         gradients(distance(a.gradients, b.gradients)),
         weights(distance(a.weights, b.weights)) {}
+  Distances or_larger(const Distances& other) const {
+    Distances both = *this;
+    for (double Distances::*which : {&Distances::loss, &Distances::norm, &Distances::gradients, &Distances::weights})
+      both.*which = std::max(both.*which, other.*which);
+    return both;
+  }
 };
 
 }  // namespace selftest
 
-// Prints a line for each layout on the machine, against one rank on the CPU; false: one of them failed. `bug`: planted
-// by a test.
+// Every layout on the machine against one rank on the CPU: prints a line for each number of ranks, and one for each
+// layout that failed; false: there is one. `bug`: planted by a test.
 inline bool run_selftest(Log& log, int64_t max_ranks, PlantedBug bug = PlantedBug::none,
                          const selftest::Machine& machine = {}) {
   using namespace selftest;
@@ -219,25 +224,38 @@ inline bool run_selftest(Log& log, int64_t max_ranks, PlantedBug bug = PlantedBu
         "{} in {}, {} embeddings: largest distances from one rank; allowed: loss {:.1e}, norm {:.1e}, gradients "
         "{:.1e}, weights {:.1e}",
         family, dtype, tied ? "tied" : "untied", loss, norm, gradients, weights));
-    Outcome stage0;
-    for (ZeroConfig zero : layouts(max_ranks)) {
-      zero.bug = bug;
-      const Outcome outcome = run_layout(step_config(model, dtype, 1, zero), machine);
-      if (zero.stage == 0) stage0 = outcome;
-      const Distances d(outcome, alone);
-      std::string verdict = outcome.fault;
-      if (!(d.loss <= loss && d.norm <= norm && d.gradients <= gradients && d.weights <= weights))
-        verdict += " too far";
-      // Contract 3: the stages agree bit for bit.
-      if (outcome.losses != stage0.losses || outcome.norms != stage0.norms || outcome.weights != stage0.weights)
-        verdict += " not bitwise as stage 0";
-      ++count;
-      failed += !verdict.empty();
-      log.line(
-          formatted("  {} dp {} = {} x {}, stage {}, reduce {:-5} | loss {:.1e} | norm {:.1e} | gradients {:.1e} | "
-                    "weights {:.1e} | {}",
-                    dtype, zero.ranks(), zero.replicas, zero.shards, zero.stage, zero.grad_reduce, d.loss, d.norm,
-                    d.gradients, d.weights, verdict.empty() ? "good" : "FAILED:" + verdict));
+    const auto text = [](const Distances& d) {
+      return formatted("loss {:.1e} | norm {:.1e} | gradients {:.1e} | weights {:.1e}", d.loss, d.norm, d.gradients,
+                       d.weights);
+    };
+    for (int ranks = 1; ranks <= max_ranks; ++ranks) {
+      const std::vector<ZeroConfig> all = layouts(ranks);
+      Distances largest(alone, alone);
+      int good = 0;
+      Outcome stage0;
+      int64_t number = 0;
+      for (ZeroConfig zero : all) {
+        log.progress(formatted("  {} rank(s): layout", ranks), ++number, static_cast<int64_t>(all.size()));
+        zero.bug = bug;
+        const Outcome outcome = run_layout(step_config(model, dtype, 1, zero), machine);
+        if (zero.stage == 0) stage0 = outcome;
+        const Distances d(outcome, alone);
+        largest = largest.or_larger(d);
+        std::string verdict = outcome.fault;
+        if (!(d.loss <= loss && d.norm <= norm && d.gradients <= gradients && d.weights <= weights))
+          verdict += " too far";
+        // Contract 3: the stages agree bit for bit.
+        if (outcome.losses != stage0.losses || outcome.norms != stage0.norms || outcome.weights != stage0.weights)
+          verdict += " not bitwise as stage 0";
+        good += verdict.empty();
+        if (!verdict.empty())
+          log.line(formatted("  dp {} = {} x {}, stage {}, reduce {} | {} | FAILED:{}", ranks, zero.replicas,
+                             zero.shards, zero.stage, zero.grad_reduce, text(d), verdict));
+      }
+      count += static_cast<int>(all.size());
+      failed += static_cast<int>(all.size()) - good;
+      if (!all.empty())
+        log.line(formatted("  {:2} rank(s): {} of {} layouts good | {}", ranks, good, all.size(), text(largest)));
     }
   }
   log.line(formatted("self-test: {} of {} layouts are good", count - failed, count));

@@ -3,6 +3,7 @@
 #include <set>
 
 #include "cuda/device_test.h"
+#include "device/gpu.h"
 #include "train/selftest.h"
 
 using namespace llmc;
