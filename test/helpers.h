@@ -104,12 +104,12 @@ struct ProgramResult {
   std::string out, err;
 };
 
-// Runs ./train_gpt (the working directory is the root of the repository) with these arguments, quoted for a shell;
-// `prefix`: settings or a program in front of it.
+// Runs ./train_gpt (the working directory is the root of the repository), on the CPU, with these arguments, quoted for
+// a shell; `prefix`: settings or a program in front of it.
 inline ProgramResult run_program(const std::string& arguments, const std::string& prefix = "") {
   const TempDir dir;
-  const std::string command = "XDG_CACHE_HOME=build/cache " + prefix + " ./train_gpt " + arguments + " >" +
-                              (dir / "out") + " 2>" + (dir / "err") + " </dev/null";
+  const std::string command = "XDG_CACHE_HOME=build/cache CUDA_VISIBLE_DEVICES= " + prefix + " ./train_gpt " +
+                              arguments + " >" + (dir / "out") + " 2>" + (dir / "err") + " </dev/null";
   const int status = std::system(command.c_str());
   return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_whole(dir / "out"),
           read_whole(dir / "err")};

@@ -13,7 +13,7 @@ using nlohmann::json;
 
 namespace {
 
-std::string tiny(const std::string& out, const std::string& more) {
+std::string small_run(const std::string& out, const std::string& more) {
   return "--model d2 --n-embd 24 --n-head 2 --vocab-size 211 --train-data test/golden/gpt2_tiny/train.bin --val-data "
          "test/golden/gpt2_tiny/train.bin --val-every 10 --val-steps 2 --seq-len 33 --total-batch-size 264 --shuffle "
          "--lr 1e-2 "
@@ -35,8 +35,9 @@ std::vector<std::string> metrics(const std::string& out) {
 
 TEST_CASE("a run of several ranks is the run of one: losses, validation, resume in another layout, signals") {
   const TempDir dir;
-  REQUIRE(run_program(tiny(dir / "one", "--max-steps 20 --batch-size 4")).status == 0);
-  REQUIRE(run_program(tiny(dir / "four", "--max-steps 20 --batch-size 2 --local-ranks 4 --zero-stage 3")).status == 0);
+  REQUIRE(run_program(small_run(dir / "one", "--max-steps 20 --batch-size 4")).status == 0);
+  REQUIRE(run_program(small_run(dir / "four", "--max-steps 20 --batch-size 2 --local-ranks 4 --zero-stage 3")).status ==
+          0);
   auto near = [&](const std::string& a, const std::string& b) {
     const auto x = metrics(a), y = metrics(b);
     REQUIRE(x.size() == y.size());
@@ -49,14 +50,14 @@ TEST_CASE("a run of several ranks is the run of one: losses, validation, resume 
   };
   near(dir / "four", dir / "one");
   // Begun by one rank, gone on by four in stage 2, then by two in stage 1: the same run.
-  REQUIRE(run_program(tiny(dir / "moved", "--max-steps 7 --lr-schedule constant --batch-size 4")).status == 0);
-  REQUIRE(run_program(tiny(dir / "moved",
-                           "--max-steps 13 --lr-schedule constant --batch-size 1 --local-ranks 4 --zero-stage 2"))
+  REQUIRE(run_program(small_run(dir / "moved", "--max-steps 7 --lr-schedule constant --batch-size 4")).status == 0);
+  REQUIRE(run_program(small_run(dir / "moved",
+                                "--max-steps 13 --lr-schedule constant --batch-size 1 --local-ranks 4 --zero-stage 2"))
               .status == 0);
-  REQUIRE(run_program(tiny(dir / "moved",
-                           "--max-steps 20 --lr-schedule constant --batch-size 2 --local-ranks 2 --zero-stage 1"))
+  REQUIRE(run_program(small_run(dir / "moved",
+                                "--max-steps 20 --lr-schedule constant --batch-size 2 --local-ranks 2 --zero-stage 1"))
               .status == 0);
-  REQUIRE(run_program(tiny(dir / "stayed", "--max-steps 20 --lr-schedule constant --batch-size 4")).status == 0);
+  REQUIRE(run_program(small_run(dir / "stayed", "--max-steps 20 --lr-schedule constant --batch-size 4")).status == 0);
   auto train_only = [](const std::string& out) {
     std::vector<double> losses;
     for (const std::string& line : metrics(out))
@@ -69,12 +70,12 @@ TEST_CASE("a run of several ranks is the run of one: losses, validation, resume 
   for (size_t i = 0; i < 20; ++i) REQUIRE(std::abs(moved[i] / stayed[i] - 1) < 1e-4);
   // Stopped by signals and by kill, the layout kept: bit for bit.
   const std::string four = "--max-steps 60 --batch-size 2 --local-ranks 4 --zero-stage 2 --checkpoint-every 9";
-  REQUIRE(run_program(tiny(dir / "whole", four)).status == 0);
+  REQUIRE(run_program(small_run(dir / "whole", four)).status == 0);
   for (int attempt = 0;; ++attempt) {
     REQUIRE(attempt < 40);
     const ProgramResult r =
-        run_program(tiny(dir / "cut", four), formatted("timeout --preserve-status --signal {} {:.2f}",
-                                                       attempt % 3 == 2 ? "KILL" : "TERM", 0.4 + 0.1 * attempt));
+        run_program(small_run(dir / "cut", four), formatted("timeout --preserve-status --signal {} {:.2f}",
+                                                            attempt % 3 == 2 ? "KILL" : "TERM", 0.4 + 0.1 * attempt));
     INFO(r.err);
     if (r.status == 0) break;
     REQUIRE((r.status == 75 || r.status > 128));
@@ -89,12 +90,12 @@ TEST_CASE("a run that goes on in another stage reduces gradients as before, bit 
   for (const auto& [begun, moved] : {std::pair{1, 2}, {2, 1}}) {
     const std::string whole = formatted("{}/whole-{}", dir.path(), begun), first = formatted("--zero-stage {} ", begun),
                       then = formatted("--zero-stage {} ", moved), cut = dir / "cut";
-    REQUIRE(run_program(tiny(whole, steps + first)).status == 0);
+    REQUIRE(run_program(small_run(whole, steps + first)).status == 0);
     auto go_on = [&](const std::string& more) {
       fs::remove_all(cut);
       fs::copy(whole, cut, fs::copy_options::recursive);
       fs::remove_all(cut + "/step-000008");
-      const ProgramResult r = run_program(tiny(cut, steps + more));
+      const ProgramResult r = run_program(small_run(cut, steps + more));
       INFO(r.err);
       REQUIRE(r.status == 0);
       return r.out;
@@ -126,7 +127,7 @@ TEST_CASE("a run that goes on in another stage reduces gradients as before, bit 
 TEST_CASE("a resumed run that fits only as it was recorded goes on; one that does not fit at all is refused") {
   const TempDir dir;
   const std::string steps = "--n-layer 12 --checkpoint-every 4 --batch-size 2 --local-ranks 2 --lr-schedule constant ";
-  REQUIRE(run_program(tiny(dir / "run", steps + "--max-steps 4 --zero-stage 2")).status == 0);
+  REQUIRE(run_program(small_run(dir / "run", steps + "--max-steps 4 --zero-stage 2")).status == 0);
   StepConfig c{.model = resolve_model(
                    "d2", {.n_layer = 12, .n_head = 2, .n_kv_head = {}, .n_embd = 24, .n_ffn = {}, .vocab_size = 211}),
                .batch = {2, 33},
@@ -136,11 +137,11 @@ TEST_CASE("a resumed run that fits only as it was recorded goes on; one that doe
   c.zero.grad_reduce = GradReduce::micro;
   const double limit = static_cast<double>(make_plan(c, {DeviceKind::cpu, 1}).total_bytes());
   const std::string one = steps + "--max-steps 8 --zero-stage 1 --memory-limit ";
-  const ProgramResult small = run_program(tiny(dir / "run", one + formatted("{:.17g}", 0.99 * limit / (1 << 30))));
+  const ProgramResult small = run_program(small_run(dir / "run", one + formatted("{:.17g}", 0.99 * limit / (1 << 30))));
   INFO(small.err);
   REQUIRE(small.status == 1);
   REQUIRE(small.err.find("does not fit into --memory-limit") != std::string::npos);
-  const ProgramResult good = run_program(tiny(dir / "run", one + formatted("{:.17g}", limit / (1 << 30))));
+  const ProgramResult good = run_program(small_run(dir / "run", one + formatted("{:.17g}", limit / (1 << 30))));
   INFO(good.err);
   REQUIRE(good.status == 0);
 }

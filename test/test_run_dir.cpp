@@ -7,6 +7,7 @@
 
 #include "catch2.h"
 #include "helpers.h"
+#include "train/report.h"
 #include "train/run_dir.h"
 
 using namespace llmc;
@@ -229,4 +230,18 @@ TEST_CASE("a prompt that the tokenizer or the model does not take is refused bef
   REQUIRE(r.status == 1);
   REQUIRE(r.err.find("--prompt: token 244") != std::string::npos);
   REQUIRE_FALSE(fs::exists(dir / "run"));
+}
+
+TEST_CASE("a run records how many ranks it has, not that it was left to choose") {
+  Options o;
+  o.ranks = 4;
+  REQUIRE(options_json(o)["--local-ranks"] == "4");
+  REQUIRE(command_line(o).find("--local-ranks") == std::string::npos);
+}
+
+TEST_CASE("what goes on from a continued run is called by the first one's name") {
+  for (const char* name : {"out/run", "out/run-continued", "out/run-continued-12"})
+    REQUIRE(detail::without_continued(name) == "out/run");
+  for (const char* name : {"42", "out/run-2", "a-continued/b", "continued"})
+    REQUIRE(detail::without_continued(name) == name);
 }

@@ -190,7 +190,7 @@ PYTHON
         rm -rf "$RUNS/sanitized"
         # shellcheck disable=SC2086    # words
         sanitized "$tool: ${shape%% *} $dtype" 60 "$tool" ./train_gpt --device "$DEVICE" -i "$RUNS/tokens.bin" \
-          --model $shape --vocab-size 257 --dtype "$dtype" -b 2 -t 64 -x 2 -o "$RUNS/sanitized"
+          --model $shape --vocab-size 257 --dtype "$dtype" --local-ranks 1 -b 2 -t 64 -x 2 -o "$RUNS/sanitized"
       done
     done
   done

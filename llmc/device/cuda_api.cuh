@@ -35,13 +35,15 @@ inline std::string describe(cudaError_t status) {
       ::llmc::cuda::detail::cuda_failed(status_, #call, __FILE__, __LINE__); \
   } while (false)
 
-// A point in a stream's work, with or without a time.
+// A point in a stream's work.
 class Event {
  public:
-  enum class Timing : uint8_t { no, yes };
-  explicit Event(Timing timing = Timing::no) {
-    CUDA_CHECK(cudaEventCreateWithFlags(&event_, timing == Timing::yes ? cudaEventDefault : cudaEventDisableTiming));
-  }
+  enum class For : unsigned {
+    streams = cudaEventDisableTiming,
+    host = cudaEventDisableTiming | cudaEventBlockingSync,  // which sleeps while it waits
+    timing = cudaEventDefault,
+  };
+  explicit Event(For use = For::streams) { CUDA_CHECK(cudaEventCreateWithFlags(&event_, static_cast<unsigned>(use))); }
   ~Event() {
     if (event_ != nullptr) cudaEventDestroy(event_);
   }

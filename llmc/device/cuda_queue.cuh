@@ -41,7 +41,7 @@ class Queue {
   // Pinned memory of a copy; free again when the copy is done and nobody holds what it brought.
   struct Staging {
     PinnedMemory memory;
-    Event copied = Event();
+    Event copied = Event(Event::For::host);
     bool held = false;
   };
 
@@ -150,7 +150,7 @@ class Queue {
   template <class Work>
   void timed(Work&& work, std::function<void(double seconds)> f) {
     if (left_to_host_.size() >= most_timed) synchronize();
-    auto begin = std::make_shared<Event>(Event::Timing::yes), end = std::make_shared<Event>(Event::Timing::yes);
+    auto begin = std::make_shared<Event>(Event::For::timing), end = std::make_shared<Event>(Event::For::timing);
     CUDA_CHECK(cudaEventRecord(*begin, stream_));
     work();
     CUDA_CHECK(cudaEventRecord(*end, stream_));

@@ -224,6 +224,7 @@ inline void attention_cached(Tensor out, Tensor qkv, Tensor cache, int64_t begin
   CHECK(shape.B == 1 && begin + shape.T <= cache.shape[0]);
   CHECK_TENSOR(cache, qkv.dtype, cache.shape[0], 2 * shape.Hkv * shape.D);
   CHECK_TENSOR(out, qkv.dtype, shape.T, shape.Hq * shape.D);
+  detail::check_heads_of_gpu(stream, qkv.dtype, shape);
   const int threads = stream.device().threads;
   auto scope = stream.scratch().scope();
   const Tensor scratch = detail::scratch(stream, "attention", accumulator_of(qkv.dtype),

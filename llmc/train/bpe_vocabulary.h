@@ -162,8 +162,10 @@ class BpeVocabulary {
   void check_kind(const nlohmann::json& model) const {
     const nlohmann::json none;
     auto refuse_unless = [&](bool good, const char* field, const char* expected) {
-      CHECK(good, "{}: the model has \"{}\": {}, expected {}: only byte-level BPE is supported", where_, field,
-            model.value(field, none).dump(), expected);
+      CHECK(good,
+            "{}: the model has \"{}\": {}, expected {}: only byte-level BPE is supported; --tokenizer bytes trains on "
+            "tokens made elsewhere, and samples are then not in words",
+            where_, field, model.value(field, none).dump(), expected);
     };
     CHECK(model.is_object(), "{}: has no \"model\": not a Hugging Face tokenizer.json", where_);
     const nlohmann::json type = model.value("type", none), dropout = model.value("dropout", none);

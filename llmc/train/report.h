@@ -162,7 +162,7 @@ inline void report_unlikely_data(Log& log, const Options& o, const StepConfig& s
   std::vector<int32_t> sample;
   constexpr int64_t looked_at = 64;
   for (int64_t i = 0; i < std::min(looked_at, train.samples()); ++i) {
-    train.read_sample(i, V, sample);
+    train.read_sample(i, std::numeric_limits<int64_t>::max(), sample);  // whoever trains on it refuses what is outside
     largest = std::max(largest, *std::max_element(sample.begin(), sample.end()));
   }
   if (largest <= 256 && V > 2 * 257)
@@ -253,7 +253,7 @@ namespace detail {
 // "out/run" for "out/run-continued" and "out/run-continued-2".
 inline std::string without_continued(const std::string& out) {
   const size_t digits = out.find_last_not_of("0123456789") + 1;
-  const bool numbered = digits < out.size() && out[digits - 1] == '-';
+  const bool numbered = digits > 0 && digits < out.size() && out[digits - 1] == '-';
   const std::string name = numbered ? out.substr(0, digits - 1) : out, ending = "-continued";
   return name.ends_with(ending) ? name.substr(0, name.size() - ending.size()) : out;
 }

@@ -24,11 +24,17 @@ struct ResumePoint {
   nlohmann::json trainer;  // its trainer.json
 };
 
+// The options of a run; --local-ranks is what it stands for on this machine.
+inline std::vector<OptionText> recorded_options(Options o) {
+  o.local_ranks = o.ranks;
+  return option_texts(o);
+}
+
 // Refuses options that must be what they were; says on `log` which others changed.
 inline void check_resumed_options(Log& log, const std::string& file, const nlohmann::json& then, const Options& now) {
   CHECK(then.is_object(), "{}: the options are missing; the file is damaged", file);
   std::string broken;
-  for (const OptionText& o : option_texts(now)) {
+  for (const OptionText& o : recorded_options(now)) {
     const nlohmann::json found = then.value(o.name, nlohmann::json(o.usual));  // of an older version: the default
     const std::string before = found.is_string() ? found.get<std::string>() : found.dump();
     if (before == o.text || o.rule == ResumeRule::free) continue;
@@ -44,7 +50,7 @@ inline void check_resumed_options(Log& log, const std::string& file, const nlohm
 
 inline nlohmann::ordered_json options_json(const Options& o) {
   nlohmann::ordered_json json;
-  for (const OptionText& t : option_texts(o)) json[t.name] = t.text;
+  for (const OptionText& t : recorded_options(o)) json[t.name] = t.text;
   return json;
 }
 

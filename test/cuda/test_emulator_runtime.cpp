@@ -179,9 +179,11 @@ TEST_CASE("where hosts come first, the schedule alone orders the tasks of all de
   cuda_on_cpu::set_hosts_first(true);
   std::string order;
   std::pair<std::string*, char> letters[2][2] = {{{&order, 'a'}, {&order, 'b'}}, {{&order, 'A'}, {&order, 'B'}}};
+  std::barrier<> known(2);
   const auto rank = [&](int r) {
     CUDA_CHECK(cudaSetDevice(r));
     TestStream streams[2];
+    known.arrive_and_wait();
     const auto begin = std::chrono::steady_clock::now();  // one host is late: it works, and does not sleep
     while (r == 1 && std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(50)) {
     }

@@ -207,6 +207,25 @@ TEST_CASE("recorded algorithms are used again", "[cuda]") {
   REQUIRE_THAT(error_of([&] { restored.restore(text); }), ContainsSubstring("restored after 1 were chosen"));
 }
 
+#ifndef __CUDACC__
+
+TEST_CASE("an algorithm that the library proposes and then refuses is passed over by the search", "[cuda]") {
+  Case<bf16, float> c{shape_of(16, 24, 32, DType::bf16, DType::fp32)};
+  DeviceArray<bf16> a(c.a), b(c.b);
+  DeviceArray<float> out(c.c);
+  Workspace workspace(workspace_bytes);
+  for (uint64_t refused = 0; refused < 4; ++refused) {
+    cuda_on_cpu::refused_algorithm = refused;
+    MatmulPlans plans(workspace_bytes);
+    plans.tune(c.shape, out, a, b, nullptr, workspace, nullptr);
+    const Outputs computed = c.cuda(plans);
+    cuda_on_cpu::refused_algorithm = ~uint64_t{0};
+    REQUIRE(relative_error(computed[0].values, c.cpu()[0].values) < tolerance<float>);
+  }
+}
+
+#endif
+
 TEST_CASE("recorded algorithms of another library, device or workspace are refused, and damaged ones", "[cuda]") {
   const std::string text = exported_plans();
   MatmulPlans other(workspace_bytes / 2);

@@ -164,6 +164,32 @@ TEST_CASE("a run that a GPU has no room for is refused with the table of what it
   REQUIRE(refusal({}, step) == "");  // 4 GiB
 }
 
+TEST_CASE("a step allocates nothing, and another one neither", "[cuda][trainer]") {
+  Alone alone(small_step(DType::bf16), gpu_device, 1);
+  const uint64_t before = cuda_on_cpu::allocations();
+  for (int64_t step = 1; step <= 3; ++step) alone.train(step);
+  REQUIRE(cuda_on_cpu::allocations() == before);
+}
+
+TEST_CASE("--device auto takes the CPU where there is no GPU, and cuda says why not", "[cuda][trainer]") {
+  Options automatic, cuda;
+  cuda.device = "cuda";
+  REQUIRE(choose_device(automatic).kind == DeviceKind::cuda);
+  cuda_on_cpu::set_devices(0, 0, cudaErrorInsufficientDriver);
+  const DeviceKind without = choose_device(automatic).kind;
+  std::string why;
+  try {
+    choose_device(cuda);
+  } catch (const Error& error) {
+    why = error.what();
+  }
+  cuda_on_cpu::set_devices(1);
+  cudaGetLastError();
+  REQUIRE(without == DeviceKind::cpu);
+  REQUIRE_THAT(why, Catch::Matchers::ContainsSubstring("--device cuda: CUDA driver version is insufficient") &&
+                        Catch::Matchers::ContainsSubstring("driver for CUDA 12.0, built with CUDA 13.0"));
+}
+
 TEST_CASE("a program without code for the GPU says so before it begins", "[cuda][trainer]") {
   REQUIRE_NOTHROW(require_code_for_gpus(1));
   cuda_on_cpu::set_code(false);

@@ -294,7 +294,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
   const cublasStatus_t status = make_problem(&problem, handle, operation, a_layout, b_layout, c_layout, d_layout);
   if (status != CUBLAS_STATUS_SUCCESS) return status;
   const Algorithm* known = algorithm_of(*algorithm);
-  if (known == nullptr) return CUBLAS_STATUS_NOT_SUPPORTED;
+  if (known == nullptr || algorithm->data[0] - algorithm_mark == cuda_on_cpu::refused_algorithm)
+    return CUBLAS_STATUS_NOT_SUPPORTED;
   const auto at = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
   const bool has_bias = operation->epilogue == CUBLASLT_EPILOGUE_BIAS;
   if (alpha == nullptr || beta == nullptr || a == nullptr || b == nullptr || c == nullptr || d == nullptr ||

@@ -21,6 +21,9 @@ using cublasLtHandle_t = struct cublasLtContext*;
 const char* cublasLtGetStatusName(cublasStatus_t status);
 const char* cublasLtGetStatusString(cublasStatus_t status);
 size_t cublasLtGetVersion();
+namespace cuda_on_cpu {
+inline uint64_t refused_algorithm = ~uint64_t{0};  // by the product, though the heuristic proposes it; none
+}
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle);
 cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle);
 

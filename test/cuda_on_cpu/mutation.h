@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <exception>
 #include <string>
@@ -17,6 +18,15 @@ namespace cuda_on_cpu {
 
 struct Mutants {
   std::vector<Site> killed, survivors;
+};
+
+struct Restored {  // whatever happens, later tests run with all barriers
+  ~Restored() {
+    record_sites(nullptr);
+    switch_off({});
+    set_schedule({});
+    set_hosts_first(false);
+  }
 };
 
 // `passes`, a bool(), runs kernels and says whether the outcome is right; an exception means that it is not. Runs it
@@ -32,13 +42,7 @@ Mutants find_mutants(Test&& passes) {
       return false;
     }
   };
-  struct Restored {  // whatever happens, later tests run with all barriers
-    ~Restored() {
-      record_sites(nullptr);
-      switch_off({});
-      set_schedule({});
-    }
-  } restored;
+  const Restored restored;
   passes_under({});  // shows whether cp.async is used
   const std::vector<Schedule> schedules = all_schedules();
   std::vector<Site> sites;
@@ -78,6 +82,8 @@ pid_t start_apart(Test&& passes) {
 inline bool passed_apart(pid_t child) {
   int status = 0;
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
+  if (WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM)
+    throw Failure("the machine is too slow to tell what a wait is for");
   return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
@@ -94,6 +100,7 @@ Mutants find_event_mutants(Test&& passes, const std::vector<Site>& known) {
     set_schedule({Order::reverse, AsyncCopy::eager, 0});
     return static_cast<bool>(passes());
   };
+  const Restored restored;
   set_hosts_first(true);
   std::vector<Site> sites;
   record_sites(&sites);
@@ -120,7 +127,6 @@ Mutants find_event_mutants(Test&& passes, const std::vector<Site>& known) {
     }));
   }
   while (finished < children.size()) finish(finished++);
-  set_hosts_first(false);
   return mutants;
 }
 

@@ -146,6 +146,7 @@ struct Runtime {
   std::map<const std::byte*, Allocation> allocations;  // by their first byte
   std::vector<std::shared_ptr<Capture>> captures;      // those under way
   std::set<Host*> hosts;                               // threads that have used the runtime and still live
+  uint64_t allocated = 0;                              // how many there were so far
   bool has_code = true;                                // the program, for the devices
   bool hosts_first = false;                            // see set_hosts_first
   int blocked = 0;                                     // of the hosts, how many wait on `changed`

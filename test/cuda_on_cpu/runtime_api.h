@@ -54,10 +54,13 @@ namespace cuda_on_cpu {
 void set_devices(int count, size_t bytes_each = size_t{4} << 30, cudaError_t why_none = cudaErrorNoDevice);
 // From now on the program has code for these devices, or has not.
 void set_code(bool there);
+// How often memory was allocated so far, of devices and pinned.
+uint64_t allocations();
 // How long a host waits, with nothing running anywhere, for what another host thread has to enqueue (60 s at first):
 // then the wait throws Failure.
 void set_patience(double seconds);
-// With true, streams run only while every host thread waits, for a stream or for another thread, and one task at a time
+// With true, streams run only while every host thread that has used the runtime waits, for a stream or for another
+// thread, and one task at a time
 // on all devices: the order of all tasks follows from the schedule alone, and each runs as late as it can.
 // Order::random then ranks the streams, by their numbers: with each of `stream_orders` seeds another one comes last.
 void set_hosts_first(bool on);

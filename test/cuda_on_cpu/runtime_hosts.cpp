@@ -197,7 +197,10 @@ void wait_until(Lock& lock, Device& device, CUstream_st* wanted, const std::func
       lock.wait(std::chrono::seconds(1));
       continue;
     }
-    if (r.hosts_first && !all_hosts_wait() && !patience.is_over()) {
+    if (r.hosts_first && !all_hosts_wait()) {
+      if (patience.is_over())
+        fail(lock,
+             std::make_exception_ptr(Failure(patience.text() + "other host threads, which neither wait nor end")));
       lock.wait(std::chrono::milliseconds(1));
       continue;
     }

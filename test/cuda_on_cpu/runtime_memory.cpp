@@ -76,6 +76,7 @@ cudaError_t allocate(void** p, size_t bytes, bool on_device) {
   if (on_device && bytes > device->bytes - device->bytes_used) return note(cudaErrorMemoryAllocation);
   if (posix_memalign(p, 256, bytes) != 0) return note(cudaErrorMemoryAllocation);
   std::memset(*p, 0xff, bytes);  // NaN
+  ++runtime().allocated;
   runtime().allocations[static_cast<std::byte*>(*p)] = {bytes, on_device ? device : nullptr};
   if (!on_device) return cudaSuccess;
   device->bytes_used += bytes;
@@ -138,6 +139,10 @@ void cuda_on_cpu::require_device_memory(const void* p, size_t bytes, const char*
   require_memory_of(current_device(), p, bytes, what);
 }
 
+uint64_t cuda_on_cpu::allocations() {
+  Lock lock;
+  return runtime().allocated;
+}
 cudaError_t cudaMalloc(void** p, size_t bytes) { return allocate(p, bytes, true); }
 cudaError_t cudaFree(void* p) { return deallocate(p, true); }
 cudaError_t cudaMallocHost(void** p, size_t bytes, unsigned) { return allocate(p, bytes, false); }

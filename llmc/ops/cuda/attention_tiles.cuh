@@ -268,7 +268,9 @@ template <class T>
 void check_head_size(const AttentionShape& s) {
   CHECK(s.D <= largest_head<T>,
         "attention on GPUs holds heads of up to {} channels in {}, not {}: use --n-head with more and smaller ones{}",
-        largest_head<T>, dtype_of<T>(), s.D, sizeof(T) == 2 && s.D <= largest_head<float> ? ", or --dtype fp32" : "");
+        largest_head<T>, dtype_of<T>(), s.D,
+        sizeof(T) == 2 && s.D <= largest_head<float> ? ", or, on an A100 or a data centre's later GPU, --dtype fp32"
+                                                     : "");
 }
 
 // Calls f.operator()<DP, copy>(), with DP the head size that the kernels are made for; `arrays`: those of rows of

@@ -60,18 +60,19 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, int64_t shared
     status = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
   }
   if (status == cudaSuccess) return;
-  const int64_t most_shared = device_shared_bytes();
   const char* name = nullptr;
   if (cudaFuncGetName(&name, reinterpret_cast<const void*>(kernel)) != cudaSuccess) name = "a kernel";
   cudaGetLastError();  // it is reported here, not by the next call
+  const int64_t most_shared = shared_bytes > default_shared_bytes ? device_shared_bytes() : default_shared_bytes;
   throw Error(
       formatted("launching {} with a grid of {} x {} x {}, {} x {} x {} threads and {} bytes of dynamic shared "
                 "memory failed: {}{}",
                 name, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes, detail::describe(status),
-                shared_bytes > most_shared ? formatted("; on this GPU a block has {}: use --dtype bf16, or a model of "
-                                                       "fewer channels or smaller heads",
-                                                       most_shared)
-                                           : ""));
+                shared_bytes > most_shared
+                    ? formatted("; on this GPU a block has {}: use --dtype bf16 (heads of up to 128), or a model of "
+                                "fewer channels or smaller heads",
+                                most_shared)
+                    : ""));
 }
 
 }  // namespace llmc::cuda

@@ -276,7 +276,7 @@ class MatmulPlans {
     constexpr int repeats = 10;
     detail::MatmulPlan& chosen = plans_.at(product.shape_);
     const auto candidates = chosen.candidates();
-    const Event begin(Event::Timing::yes), end(Event::Timing::yes);
+    const Event begin(Event::For::timing), end(Event::For::timing);
     MatmulTiming timing{static_cast<int>(candidates.size()), 0, std::numeric_limits<float>::infinity()};
     detail::MatmulAlgorithm best = candidates.front();
     size_t refused = 0;
