@@ -86,6 +86,19 @@ TEST_CASE("an out directory that cannot be read, and odd things in it, are refus
   const RunDirectory good(log, in(odd));
 }
 
+TEST_CASE("a run that came to no step makes room for one with other options; one that did a step does not") {
+  const TempDir dir;
+  Log log = Log::silent();
+  Options first = in(dir / "run"), other = first;
+  other.seq_len = first.seq_len + 1;
+  RunDirectory(log, first).claim(first);
+  std::ofstream(dir / "run/metrics.jsonl") << "{\"kind\":\"val\",\"step\":0}\n";
+  RunDirectory(log, other).claim(other);
+  std::ofstream(dir / "run/metrics.jsonl") << "{\"kind\":\"train\",\"step\":1}\n";
+  REQUIRE_ERROR(RunDirectory(log, first), "--seq-len was");
+  const RunDirectory same(log, other);
+}
+
 TEST_CASE("metrics are cut behind the step, whatever stands in their lines") {
   const TempDir dir;
   Log log = Log::silent();

@@ -5,6 +5,7 @@
 
 #include <filesystem>
 #include <functional>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
@@ -76,7 +77,8 @@ inline std::optional<ResumePoint> newest_checkpoint(const std::string& out_dir,
 
 class RunDirectory {
  public:
-  // Makes the directory if need be and locks it. One that holds anything but a run of these options is refused.
+  // Makes the directory if need be and locks it. One that holds anything but a run of these options, or one that came
+  // to no step, is refused.
   RunDirectory(Log& log, const Options& o) : path_(o.out_dir) {
     std::error_code error, unknown;
     std::filesystem::create_directories(path_, error);
@@ -88,9 +90,14 @@ class RunDirectory {
               "--out-dir {} holds {}, which is not of a run: choose another directory, or empty it", path_, name);
     lock();
     if (path_exists(run_file())) {
-      CHECK(o.resume != "never", "--resume never: --out-dir {} holds a run already; choose another one, or remove it",
-            path_);
-      check_resumed_options(log, run_file(), read_json(run_file()).value("options", nlohmann::json()), o);
+      const nlohmann::json options = read_json(run_file()).value("options", nlohmann::json());
+      if (has_steps()) {
+        CHECK(o.resume != "never", "--resume never: --out-dir {} holds a run already; choose another one, or remove it",
+              path_);
+        check_resumed_options(log, run_file(), options, o);
+      } else {  // it was mistyped, perhaps
+        std::filesystem::remove(run_file(), error);
+      }
     }
     for (const std::string& name : names_in(path_))  // of a run that was killed; we hold the lock
       if (name.starts_with(".tmp-")) std::filesystem::remove_all(path_ + "/" + name, error);
@@ -194,6 +201,12 @@ class RunDirectory {
   }
 
   // An empty file, such as the lock, or one that is gone by now.
+  // Has the run done anything that is worth keeping?
+  bool has_steps() const {
+    return !checkpoint_steps(path_).empty() ||
+           metrics_until(std::numeric_limits<int64_t>::max()).lines.find("\"kind\":\"train\"") != std::string::npos;
+  }
+
   bool nothing_in(const std::string& name) const {
     struct stat info {};
     if (::lstat((path_ + "/" + name).c_str(), &info) != 0) return errno == ENOENT;

@@ -1,6 +1,7 @@
 // Twenty steps on a GPU against PyTorch's AdamW (golden/), as the tests of the CPU have it.
 #include <nlohmann/json.hpp>
 
+#include "catch2.h"
 #include "core/safetensors.h"
 #include "cuda/device_test.h"
 #include "helpers.h"
