@@ -102,9 +102,6 @@ class RunDirectory {
     for (const std::string& name : names_in(path_))  // of a run that was killed; we hold the lock
       if (name.starts_with(".tmp-")) std::filesystem::remove_all(path_ + "/" + name, error);
   }
-  ~RunDirectory() {
-    if (lock_ >= 0) ::close(lock_);  // which releases it
-  }
   RunDirectory(const RunDirectory&) = delete;
   RunDirectory& operator=(const RunDirectory&) = delete;
 
@@ -215,9 +212,9 @@ class RunDirectory {
 
   void lock() {
     const std::string file = path_ + "/.lock";
-    lock_ = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
-    CHECK(lock_ >= 0, "--out-dir {}: cannot write there: {}", path_, std::strerror(errno));
-    const bool locked = flock(lock_, LOCK_EX | LOCK_NB) == 0;
+    lock_.fd = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+    CHECK(lock_.fd >= 0, "--out-dir {}: cannot write there: {}", path_, std::strerror(errno));
+    const bool locked = flock(lock_.fd, LOCK_EX | LOCK_NB) == 0;
     CHECK(locked || errno != EWOULDBLOCK,
           "--out-dir {}: another run is writing to it; wait for its end, or choose another directory", path_);
   }
@@ -242,7 +239,12 @@ class RunDirectory {
   }
 
   std::string path_;
-  int lock_ = -1;
+  struct LockFile {
+    int fd = -1;
+    ~LockFile() {
+      if (fd >= 0) ::close(fd);  // which releases it
+    }
+  } lock_;
 };
 
 }  // namespace llmc
