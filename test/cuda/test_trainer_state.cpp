@@ -153,7 +153,7 @@ TEST_CASE("a run that a GPU has no room for is refused with the table of what it
     return "";
   };
   StepConfig step = small_step(DType::bf16);
-  step.batch.B = 512;
+  step.batch.B = 8192;
   step.micro_batches = 1;
   const std::string text = refusal({}, step);
   cuda_on_cpu::set_devices(1);
