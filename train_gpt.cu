@@ -188,7 +188,8 @@ class Training {
          .mfu = share_of(peaks_.promised, seconds),
          .speed_of_light = job_.device.kind == DeviceKind::cuda ? share_of(peaks_.measured, seconds) : std::nullopt,
          .eta_s = a_step * static_cast<double>(job_.max_steps - step),
-         .skipped = !result.applied});
+         .skipped = !result.applied},
+        step % o_.log_every == 0 || step == first_ + 1 || step == job_.max_steps);
     if (!result.finite()) diverged(step, result, batches_of(step));
     if (monitor_ && step % o_.log_gpu_every == 0) log_gpu(step);
     if (!result.applied) log_.line(formatted("step {} is an outlier: its update was skipped", step));
@@ -368,6 +369,7 @@ void run_training(const Options& o, StopCondition::Clock::time_point process_beg
     return report_next_steps(log, o, resume->path, program_invocation_name);
   }
   if (resume) job.go_on(*resume, log);
+  else require_whole_weights(o);
   const Peaks peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops, o.profile)
                           .times(static_cast<double>(devices_in_use(job.device, o.ranks)));
   World world(job.step.zero.mesh(), job.backend);

@@ -64,6 +64,9 @@ def main():
     try:
         import matplotlib
     except ImportError:
+        other = "/usr/bin/python3"   # Debian's, for which its package is
+        if os.path.exists(other) and os.path.realpath(sys.executable) != os.path.realpath(other):
+            os.execv(other, [other, *sys.argv])
         fail("matplotlib is missing: apt-get install python3-matplotlib")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

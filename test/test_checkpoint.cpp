@@ -75,7 +75,10 @@ void rewrite(const std::string& from, const std::string& to, Rename&& rename) {
 
 TEST_CASE("a --model that is nothing is told which preset is near") {
   REQUIRE_ERROR(resolve_model("gpt2:125M", {}), "the nearest is gpt2:124M");
-  REQUIRE_ERROR(resolve_model("out/run", {}), "llama3:8B, ");
+  REQUIRE_ERROR(resolve_model("nothing-of-ours", {}), "llama3:8B, ");
+  REQUIRE_ERROR(resolve_model("out/nowhere", {}), "there is no such directory");
+  REQUIRE_ERROR(resolve_model("test/golden/families", {}), "did you mean test/golden/families/smollm2_tiny?");
+  REQUIRE_ERROR(resolve_model("test/golden/tokenizers", {}), "this directory has no config.json: it is no model");
 }
 
 TEST_CASE("every preset has the published count of parameters") {

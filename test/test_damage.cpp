@@ -89,6 +89,33 @@ TEST_CASE("where every checkpoint is damaged nothing is begun anew") {
   REQUIRE(losses(dir / "run").size() == 3);
 }
 
+TEST_CASE("a --model of ours whose weights have changed is not taken, unless its manifest is gone") {
+  const TempDir dir;
+  run_well(tiny(dir / "run", "--max-steps 3 --log-every 2"));
+  const std::string checkpoint = dir / "run/step-000003",
+                    generate = "--generate --sample-tokens 2 --model " + checkpoint;
+  run_well(generate);
+  flip_byte(checkpoint + "/model.safetensors", 3000);
+  for (const std::string& command : {generate, tiny(dir / "other", "--max-steps 1 --model " + checkpoint)}) {
+    const ProgramResult r = run_program(command);
+    REQUIRE(r.status == 1);
+    REQUIRE(r.err.find("model.safetensors: bytes") != std::string::npos);
+    REQUIRE(r.err.find("remove manifest.json if the files were changed on purpose") != std::string::npos);
+  }
+  fs::remove(checkpoint + "/manifest.json");
+  run_well(generate);
+}
+
+TEST_CASE("--log-every thins the console, not the metrics") {
+  const TempDir dir;
+  const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 8 --log-every 3"));
+  REQUIRE(r.status == 0);
+  for (const int64_t step : {1, 2, 3, 4, 5, 6, 7, 8})
+    REQUIRE((r.out.find(formatted("step {}/8", step)) != std::string::npos) ==
+            (step == 1 || step % 3 == 0 || step == 8));
+  REQUIRE(losses(dir / "run").size() == 8);
+}
+
 TEST_CASE("a resume with options that must match is refused by name; others warn or change freely") {
   const TempDir dir;
   run_well(tiny(dir / "run", "--max-steps 4"));

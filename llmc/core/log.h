@@ -20,7 +20,7 @@ inline std::string human_count(int64_t n) {
   if (n >= 10'000'000'000) return formatted("{:.1f}B", static_cast<double>(n) * 1e-9);
   if (n >= 10'000'000) return formatted("{:.1f}M", static_cast<double>(n) * 1e-6);
   std::string digits = formatted("{}", n);
-  for (size_t at = digits.size(); at > 3; at -= 3) digits.insert(at - 3, ",");
+  for (size_t at = digits.size(); at > 3; at -= 3) digits.insert(at - 3, 1, ',');
   return digits;
 }
 
@@ -82,13 +82,15 @@ class Log {
     for (const auto& [name, value] : rows) line(formatted("  {:-22} {}", name, value));
   }
 
-  void train(const TrainLine& t) {
+  // print: also on the console.
+  void train(const TrainLine& t, bool print = true) {
     const int digits = static_cast<int>(formatted("{}", t.max_steps).size());
-    line(formatted("step {:" + std::to_string(digits) +
-                       "}/{} | loss {:7.4f} | norm {:8.4f} | lr {:.2e} | {:8.1f} ms | {:9} tok/s | {} MFU{} | ETA {}",
-                   t.step, t.max_steps, t.loss, t.grad_norm, t.lr, t.ms, human_count(std::llround(t.tokens_per_s)),
-                   share(t.mfu), t.speed_of_light ? formatted(" | {} SOL", share(t.speed_of_light)) : std::string(),
-                   human_duration(t.eta_s)));
+    if (print)
+      line(formatted("step {:" + std::to_string(digits) +
+                         "}/{} | loss {:7.4f} | norm {:8.4f} | lr {:.2e} | {:8.1f} ms | {:9} tok/s | {} MFU{} | ETA {}",
+                     t.step, t.max_steps, t.loss, t.grad_norm, t.lr, t.ms, human_count(std::llround(t.tokens_per_s)),
+                     share(t.mfu), t.speed_of_light ? formatted(" | {} SOL", share(t.speed_of_light)) : std::string(),
+                     human_duration(t.eta_s)));
     nlohmann::ordered_json object = {{"kind", "train"},
                                      {"step", t.step},
                                      {"loss", t.loss},

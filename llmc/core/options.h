@@ -25,6 +25,7 @@ struct Options {
   std::optional<int64_t> max_steps;  // none: one epoch
   std::string out_dir = "out/run";
   std::string resume = "auto";
+  int64_t log_every = 1;
   std::optional<double> time_limit;  // minutes
   int64_t seed = 42;
   bool overfit_batch = false;
@@ -77,6 +78,7 @@ struct Limits {
   std::vector<std::string> choices;
 };
 inline Limits at_least(double min) { return {.min = min, .choices = {}}; }
+inline Limits above_zero() { return {.min = std::numeric_limits<double>::min(), .choices = {}}; }
 inline Limits between(double min, double max) { return {.min = min, .max = max, .choices = {}}; }
 inline Limits one_of(std::vector<std::string> choices) { return {.choices = std::move(choices)}; }
 
@@ -104,7 +106,7 @@ void visit_options(O& o, Visitor&& visit) {
   visit("Model");
   visit(
       "--model", "-e", o.model, Limits{}, must_match,
-      "gpt2:124M and up, gpt3:, llama2:, llama3:, qwen2.5:, qwen3:, smollm2: and a size (a wrong one lists all); "
+      "gpt2:124M and up, gpt3:, llama2:, llama3:, qwen2.5:, qwen3:, smollm2: and a size, as in llama3:8B; "
       "d<N>: GPT-2 with N layers, N heads, 64 N channels; or a directory with a Hugging Face config.json (and weights) "
       "of one of these families");
   visit("--from-scratch", "", o.from_scratch, Limits{}, must_match, "new weights although --model is a directory");
@@ -133,7 +135,9 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--resume", "", o.resume, Limits{}, free,
         "auto: go on from the newest whole checkpoint of --out-dir, or begin there; never: refuse a directory with a "
         "run; or a checkpoint's directory to go on from");
-  visit("--time-limit", "", o.time_limit, at_least(0), free,
+  visit("--log-every", "", o.log_every, at_least(1), free,
+        "updates between two lines on the console; metrics.jsonl has one for each");
+  visit("--time-limit", "", o.time_limit, above_zero(), free,
         "minutes after which the run saves and leaves with exit status 75, as it does at SIGINT, SIGTERM and SIGUSR1");
   visit("--seed", "", o.seed, at_least(0), must_match, "of initial weights, data order and samples");
   visit("--overfit-batch", "-a", o.overfit_batch, Limits{}, must_match,

@@ -62,6 +62,20 @@ void parse_value(const std::string& name, const std::string& text, std::optional
                         nearest.empty() ? "" : "; the nearest is " + nearest));
 }
 
+// " from 1 to 16777216", " from 0 to below 1", " above 0".
+inline std::string range_text(const Limits& limits) {
+  const auto number = [](double v) {
+    return std::abs(v) >= 1e5 && v == std::floor(v) ? formatted("{:.0f}", v) : formatted("{}", v);
+  };
+  const double infinity = std::numeric_limits<double>::infinity(), next = std::nextafter(limits.max, infinity);
+  std::string text;
+  if (limits.min == std::numeric_limits<double>::min()) text = " above 0";
+  else if (!std::isinf(limits.min)) text = " from " + number(limits.min);
+  if (std::isinf(limits.max)) return text == " above 0" ? text : text + " on";
+  return text + (next == std::floor(next) && limits.max != std::floor(limits.max) ? " to below " + number(next)
+                                                                                  : " to " + number(limits.max));
+}
+
 // Reads a file that --print-config wrote: lines NAME=VALUE, text between quotes; a comment is a line that begins with
 // #.
 inline void read_config(Options& o, const std::string& path) {
@@ -92,27 +106,25 @@ inline void read_config(Options& o, const std::string& path) {
 
 // Each value by itself, right after parsing.
 inline void check_limits(Options& o) {
-  visit_options(
-      o, detail::OptionVisitor{
-             detail::no_group,
-             [](const char* name, const char*, auto& field, const Limits& limits, ResumeRule, const char*) {
-               using T = std::remove_reference_t<decltype(field)>;
-               auto check_number = [&](auto value) {
-                 const double v = static_cast<double>(value);
-                 CHECK(std::isfinite(v) && v >= limits.min && v <= limits.max, "{} {}: expected a number {}{}", name,
-                       value, std::isinf(limits.min) ? std::string() : formatted("from {}", limits.min),
-                       std::isinf(limits.max) ? std::string(" on") : formatted(" to {}", limits.max));
-               };
-               if constexpr (std::is_same_v<T, std::string>) {
-                 CHECK(limits.choices.empty() ||
-                           std::find(limits.choices.begin(), limits.choices.end(), field) != limits.choices.end(),
-                       "{} {}: expected one of {}", name, field, limits.choices);
-               } else if constexpr (detail::is_optional<T>) {
-                 if (field) check_number(*field);
-               } else if constexpr (!std::is_same_v<T, bool>) {
-                 check_number(field);
-               }
-             }});
+  visit_options(o, detail::OptionVisitor{
+                       detail::no_group,
+                       [](const char* name, const char*, auto& field, const Limits& limits, ResumeRule, const char*) {
+                         using T = std::remove_reference_t<decltype(field)>;
+                         auto check_number = [&](auto value) {
+                           const double v = static_cast<double>(value);
+                           CHECK(std::isfinite(v) && v >= limits.min && v <= limits.max, "{} {}: expected a number{}",
+                                 name, value, detail::range_text(limits));
+                         };
+                         if constexpr (std::is_same_v<T, std::string>) {
+                           CHECK(limits.choices.empty() || std::find(limits.choices.begin(), limits.choices.end(),
+                                                                     field) != limits.choices.end(),
+                                 "{} {}: expected one of {}", name, field, limits.choices);
+                         } else if constexpr (detail::is_optional<T>) {
+                           if (field) check_number(*field);
+                         } else if constexpr (!std::is_same_v<T, bool>) {
+                           check_number(field);
+                         }
+                       }});
 }
 
 // Combinations, as far as the options alone tell.
@@ -125,10 +137,12 @@ inline void validate(const Options& o) {
   if (o.generate) return;
   CHECK(o.ranks % o.dp_replicate == 0, "--dp-replicate {} does not divide the {} ranks", o.dp_replicate, o.ranks);
   const int64_t micro = o.batch_size * o.seq_len * o.ranks;
-  CHECK(!o.total_batch_size || *o.total_batch_size % micro == 0,
-        "--total-batch-size {} is not a multiple of --batch-size {} x --seq-len {} x {} rank(s) = {} tokens: use {}",
-        *o.total_batch_size, o.batch_size, o.seq_len, o.ranks, micro,
-        std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
+  CHECK(
+      !o.total_batch_size || *o.total_batch_size % micro == 0,
+      "--total-batch-size {} is not a multiple of --batch-size {} x --seq-len {} x {} rank(s) = {} tokens: use {}, or "
+      "another --batch-size",
+      *o.total_batch_size, o.batch_size, o.seq_len, o.ranks, micro,
+      std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
   if (o.plan) return;
   CHECK(!o.train_data.empty(),
         "--train-data is missing: name the token shards to train on (data/tokenize_text.py makes them), or see --help");
@@ -183,7 +197,8 @@ Command parse_command_line(int argc, const char* const* argv, Ranks&& default_ra
   }
   for (std::string word : app.remaining()) {
     word = word.substr(0, word.find('='));
-    CHECK(word[0] == '-', "{}: an argument without an option; see --help", word);
+    CHECK(word[0] == '-',
+          "{}: an argument without an option; patterns of files are quoted ('data/*_train_*.bin'); see --help", word);
     detail::unknown_option(word, "");
   }
   if (command.version) return command;

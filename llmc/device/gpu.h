@@ -38,9 +38,15 @@ inline constexpr bool built_for_gpus = true;
 
 namespace detail {
 
+// Of the newest CUDA that the driver can run, as 13000; 0 without a driver.
+inline int driver_version() {
+  int version = 0;
+  cudaDriverGetVersion(&version);
+  return version;
+}
 inline std::string cuda_versions() {
-  int driver = 0, runtime = 0;
-  cudaDriverGetVersion(&driver);
+  const int driver = driver_version();
+  int runtime = 0;
   cudaRuntimeGetVersion(&runtime);
   const auto text = [](int v) { return formatted("{}.{}", v / 1000, v % 1000 / 10); };
   return formatted("driver for CUDA {}, built with CUDA {}", driver == 0 ? "none" : text(driver), text(runtime));
@@ -57,7 +63,10 @@ inline VisibleGpus visible_gpus() {
   gpus.why_none = formatted(
       "{} ({}): see that `nvidia-smi` works, that the driver is not older than CUDA, and that "
       "CUDA_VISIBLE_DEVICES names a GPU",
-      status == cudaSuccess ? "no device" : cudaGetErrorString(status), detail::cuda_versions());
+      status == cudaSuccess           ? "no device"
+      : detail::driver_version() == 0 ? "no NVIDIA driver"
+                                      : cudaGetErrorString(status),
+      detail::cuda_versions());
   return gpus;
 }
 

@@ -239,6 +239,22 @@ struct ModelOverrides {
   std::optional<int64_t> n_layer, n_head, n_kv_head, n_embd, n_ffn, vocab_size;
 };
 
+namespace detail {
+
+// What is wrong with a --model that is neither a preset nor a directory with a config.json.
+inline std::string why_no_model(const std::string& model) {
+  std::string newest;
+  std::error_code none;
+  for (const auto& entry : std::filesystem::directory_iterator(model, none))
+    if (std::filesystem::exists(entry.path() / "config.json", none)) newest = std::max(newest, entry.path().string());
+  if (!newest.empty()) return "this directory has no config.json; did you mean " + newest + "?";
+  if (std::filesystem::is_directory(model, none)) return "this directory has no config.json: it is no model";
+  if (model.find('/') != std::string::npos) return "there is no such directory";
+  return formatted("neither a preset ({}) nor a directory with a config.json", presets_like(model));
+}
+
+}  // namespace detail
+
 // A preset or a directory with config.json, then the overrides. What is not given keeps its proportion where that is a
 // whole number: the feed-forward width to the channels, key-value heads to the heads; heads share the channels.
 inline ModelConfig resolve_model(const std::string& model, const ModelOverrides& o) {
@@ -248,8 +264,7 @@ inline ModelConfig resolve_model(const std::string& model, const ModelOverrides&
     c = *preset;
   } else {
     const std::string file = model + "/config.json";
-    CHECK(std::filesystem::exists(file), "--model {}: neither a preset ({}) nor a directory with a config.json", model,
-          presets_like(model));
+    CHECK(std::filesystem::exists(file), "--model {}: {}", model, detail::why_no_model(model));
     const nlohmann::json json = nlohmann::json::parse(read_text(file), nullptr, false);
     CHECK(!json.is_discarded(), "{}: not valid JSON; expected a Hugging Face config.json", file);
     c = config_from_hf(json, file);

@@ -75,6 +75,16 @@ inline std::optional<std::string> checkpoint_fault(const std::string& path) try 
   return error.what();
 }
 
+// The same for what a model is loaded from: its shape and its weights.
+inline std::optional<std::string> weights_fault(const std::string& path) try {
+  for (const auto& [name, record] : read_manifest(path))
+    if (name == "config.json" || name.starts_with("model"))
+      if (auto fault = file_fault(path + "/" + name, record)) return fault;
+  return std::nullopt;
+} catch (const Error& error) {
+  return error.what();
+}
+
 // The sequence length that a checkpoint of ours was trained with: positions beyond it have learnt nothing. None: not
 // ours.
 inline std::optional<int64_t> trained_seq_len(const std::string& checkpoint) {

@@ -23,6 +23,7 @@ inline void run_generate(const Options& o) {
   const auto tokenizer = choose_tokenizer(o, config.model);
   const Plan plan = make_plan(config, device);
   require_memory(o, config, plan, device);
+  require_whole_weights(o);
   World world{Mesh()};
   Run run(config, plan, device, world, 0);
   initialise(run, o);

@@ -49,7 +49,8 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
     CHECK(then == now, "{}: \"{}\" is {}, and is {} in this run: {}", file, field, then.dump(), now, what);
   };
   expect("step", from.step, "the directory was renamed");
-  expect("tokens_per_step", job.step.tokens(), "give the former as --total-batch-size");
+  expect("tokens_per_step", job.step.tokens(),
+         "give the former as --total-batch-size, and a --batch-size that divides it");
   if (job.document_begin)
     expect("document_begin", *job.document_begin,
            "--mask-documents needs the same end of text: give the same --tokenizer");
@@ -61,7 +62,7 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
     CHECK(now.value(field, nlohmann::json()) == value, "{}/config.json: \"{}\" is {}, and is {} in --model {} now: {}",
           from.path, field, value.dump(), now.value(field, nlohmann::json()).dump(), job.options.model,
           "the model's directory has changed; --resume never and another --out-dir begin anew");
-  expect("data_samples", job.train.samples(), "--train-data has changed");
+  expect("data_samples", job.train.samples(), "--train-data has changed: give the former shards, or another --out-dir");
   expect("data_cursor", from.step * job.samples_per_step, "the checkpoint is damaged, or of another program");
 }
 

@@ -276,6 +276,9 @@ inline void report_next_steps(Log& log, const Options& o, const std::string& che
   made.dtype = o.dtype;
   made.tokenizer = o.tokenizer;
   made.prompt = o.prompt;
+  made.temperature = o.temperature;
+  made.top_k = o.top_k;
+  made.top_p = o.top_p;
   Rows rows = {{"train on", command_line(more, program)}, {"generate", command_line(made, program)}};
   const std::string plot = (std::filesystem::path(program).parent_path() / "scripts/plot.py").lexically_normal();
   if (path_exists(plot)) rows.emplace_back("plot", formatted("python3 {} {}", shell_word(plot), shell_word(out)));

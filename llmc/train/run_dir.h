@@ -69,8 +69,8 @@ inline std::optional<ResumePoint> newest_checkpoint(const std::string& out_dir,
     faults += "\n  " + *fault;
   }
   CHECK(faults.empty(),
-        "--out-dir {}: none of its checkpoints is whole, and nothing was overwritten:{}\nremove the directory to begin "
-        "anew",
+        "--out-dir {}: none of its checkpoints is whole, and nothing was overwritten:{}\nto begin anew remove the "
+        "directory, or choose another one",
         out_dir, faults);
   return std::nullopt;
 }

@@ -179,8 +179,10 @@ struct Distances {
         weights(distance(a.weights, b.weights)) {}
   Distances or_larger(const Distances& other) const {
     Distances both = *this;
-    for (double Distances::*which : {&Distances::loss, &Distances::norm, &Distances::gradients, &Distances::weights})
-      both.*which = std::max(both.*which, other.*which);
+    both.loss = std::max(loss, other.loss);
+    both.norm = std::max(norm, other.norm);
+    both.gradients = std::max(gradients, other.gradients);
+    both.weights = std::max(weights, other.weights);
     return both;
   }
 };

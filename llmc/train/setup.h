@@ -76,6 +76,7 @@ inline int64_t devices_in_use(const Device& device, int64_t ranks) {
 inline Backend choose_backend(const Options& o, const Device& rank_device) {
   const bool own_gpus = rank_device.kind == DeviceKind::cuda && rank_device.sharers == 1;
   if (o.comm == "nccl") {
+    CHECK(built_for_gpus, "--comm nccl: {}", visible_gpus().why_none);
     CHECK(built_with_nccl, "--comm nccl: this train_gpt was built without NCCL; install libnccl-dev and build anew");
     CHECK(own_gpus,
           "--comm nccl needs a GPU for each rank: --local-ranks {} on {} GPU(s), --device {}; use --comm auto", o.ranks,
@@ -105,6 +106,16 @@ inline StepConfig choose_step(const Options& o) {
 
 inline LrSchedule choose_lr_schedule(const Options& o, int64_t max_steps) {
   return {o.lr_schedule, o.lr, o.warmup_steps, max_steps, o.final_lr_frac};
+}
+
+// Refuses a --model directory of ours whose weights are not what was written.
+inline void require_whole_weights(const Options& o) {
+  if (o.from_scratch || model_preset(o.model) || !path_exists(o.model + "/manifest.json")) return;
+  if (const auto fault = weights_fault(o.model))
+    throw Error(
+        formatted("--model {}: {}; take another checkpoint, or remove manifest.json if the files were changed "
+                  "on purpose",
+                  o.model, *fault));
 }
 
 // The weights of a fresh run: a directory's, unless --from-scratch or a preset asks for new ones.

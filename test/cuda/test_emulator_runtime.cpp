@@ -1,4 +1,5 @@
 // The emulated CUDA runtime: devices, host threads, streams and events, memory.
+#include <atomic>
 #include <barrier>
 #include <chrono>
 #include <source_location>
@@ -177,8 +178,11 @@ TEST_CASE("what fails on one host thread is told to the others", "[cuda][emulato
 TEST_CASE("where hosts come first, the schedule alone orders the tasks of all devices", "[cuda][emulator]") {
   const Devices devices(2);
   cuda_on_cpu::set_hosts_first(true);
-  std::string order;
-  std::pair<std::string*, char> letters[2][2] = {{{&order, 'a'}, {&order, 'b'}}, {{&order, 'A'}, {&order, 'B'}}};
+  struct Order {
+    std::string letters = "--------";
+    std::atomic<size_t> next = 0;  // streams write at the same time, for all that ThreadSanitizer knows
+  } order;
+  std::pair<Order*, char> letters[2][2] = {{{&order, 'a'}, {&order, 'b'}}, {{&order, 'A'}, {&order, 'B'}}};
   std::barrier<> known(2);
   const auto rank = [&](int r) {
     CUDA_CHECK(cudaSetDevice(r));
@@ -191,8 +195,8 @@ TEST_CASE("where hosts come first, the schedule alone orders the tasks of all de
       CUDA_CHECK(cudaLaunchHostFunc(
           streams[i % 2],
           [](void* argument) {
-            const auto& [text, letter] = *static_cast<std::pair<std::string*, char>*>(argument);
-            *text += letter;
+            const auto& [all, letter] = *static_cast<std::pair<Order*, char>*>(argument);
+            all->letters[all->next++] = letter;
           },
           &letters[r][i % 2]));
     if (r == 1) CUDA_CHECK(cudaStreamSynchronize(streams[0]));
@@ -204,7 +208,7 @@ TEST_CASE("where hosts come first, the schedule alone orders the tasks of all de
   first.join();
   second.join();
   cuda_on_cpu::set_hosts_first(false);
-  REQUIRE(order == "aaAAbbBB");
+  REQUIRE(order.letters == "aaAAbbBB");
 }
 
 // ---- Streams and events ---------------------------------------------------------------------------------------------
