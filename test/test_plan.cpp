@@ -57,7 +57,7 @@ TEST_CASE("--plan needs no data and no GPU, and --memory-limit refuses with what
   INFO(refused.err);
   REQUIRE(refused.status == 1);
   REQUIRE(refused.err.find("--memory-limit") != std::string::npos);
-  REQUIRE(refused.err.find("AdamW first moment") != std::string::npos);
+  REQUIRE(refused.out.find("AdamW first moment") != std::string::npos);
   // What it proposes does fit, and nothing that comes before it in the list would.
   const size_t begin = refused.err.find("it would with ") + 14, end = refused.err.find(" (", begin);
   const std::string proposed = refused.err.substr(begin, end - begin);

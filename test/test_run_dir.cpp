@@ -155,7 +155,7 @@ TEST_CASE("--resume refuses a checkpoint of a step that the out directory has an
     REQUIRE(r.err.find(why) != std::string::npos);
   };
   refused("b/step-000004", "/a holds another checkpoint, of step 4");
-  refused("b", "/b; expected auto, never, or a checkpoint's directory");
+  refused("b", "this is no checkpoint; expected auto, never, or a checkpoint's directory, " + (dir / "b/step-000004"));
   refused("c", "No such file or directory; expected auto, never");
   run_well(tiny(dir / "b", "--max-steps 5 --lr-schedule constant"));
   REQUIRE(

@@ -167,6 +167,11 @@ inline std::vector<std::string> expand_glob(const std::string& pattern, const ch
   CHECK(!paths.empty(),
         "{} {}: no file matches; check the path, and quote patterns so that the shell does not expand them", option,
         pattern);
+  for (const std::string& path : paths) {
+    std::error_code none;
+    CHECK(!std::filesystem::is_directory(path, none),
+          "{} {} is a directory: name the files in it by a quoted pattern, such as '{}/*.bin'", option, path, path);
+  }
   return paths;
 }
 

@@ -72,8 +72,9 @@ struct Job {
         "bf16, or --attention own");
     plan = make_plan(step, rank_device);
     // What a checkpoint records may take less.
-    if (o.resume == "never" || (o.resume == "auto" && checkpoint_steps(o.out_dir).empty()))
-      require_memory(o, step, plan, rank_device);
+    std::error_code none;
+    const bool begun = std::filesystem::is_directory(o.out_dir, none) && !checkpoint_steps(o.out_dir).empty();
+    if (o.resume == "never" || (o.resume == "auto" && !begun)) require_memory(o, step, plan, rank_device);
   }
 
   int64_t checkpoint_bytes() const { return llmc::checkpoint_bytes(step.model, step.dtype, step.zero.master_weights); }

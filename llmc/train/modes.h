@@ -65,7 +65,6 @@ inline void run_plan(const Options& o) {
   const StepConfig config = choose_step(o);
   const Device rank = rank_device(device, o.ranks);
   const Plan plan = make_plan(config, rank);
-  if (o.memory_limit) require_memory(o, config, plan, rank);
   Log log;
   report_plan(log, o, rank, config, plan);
 }

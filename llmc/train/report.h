@@ -32,7 +32,9 @@ inline std::string version_text() {
 
 // What computes: "NVIDIA H200 (sm_90, 139.8 GiB)".
 inline std::string describe(const Device& device) {
-  if (device.computes_as() != DeviceKind::cuda) return formatted("{}, {} threads", processor_name(), device.threads);
+  if (device.computes_as() != DeviceKind::cuda) {
+    return formatted("{}, {} thread{}", processor_name(), device.threads, device.threads == 1 ? "" : "s");
+  }
   const GpuInfo gpu = gpu_info(device.gpu);
   return formatted("GPU {}: {} (sm_{}{}), {}, {}", device.gpu, gpu.name, gpu.major, gpu.minor,
                    human_bytes(gpu.total_bytes), gpu.software);
@@ -98,14 +100,15 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
                            human_bytes(limit);
   if (fits(plan, limit)) return "fits into " + what;
   if (step.zero.holds == Holds::weights)
-    return formatted("does not fit into {}: use {}a smaller model, or a larger machine", what,
-                     step.dtype == DType::bf16 ? "" : "--dtype bf16, ");
+    return formatted("does not fit into {}: use {}a smaller model, or a larger {}", what,
+                     step.dtype == DType::bf16 ? "" : "--dtype bf16, ", o.memory_limit ? "--memory-limit" : "machine");
   const std::optional<Remedy> remedy = first_fit(step, device, limit);
   if (!remedy)
     return formatted(
         "does not fit into {}, even with --batch-size 1 --recompute block{}: use a smaller --seq-len or "
-        "--model, or a larger machine",
-        what, step.zero.ranks() > 1 ? " --zero-stage 3" : "");
+        "--model, {}or a larger {}",
+        what, step.zero.ranks() > 1 ? " --zero-stage 3" : "", step.dtype == DType::bf16 ? "" : "--dtype bf16, ",
+        o.memory_limit ? "--memory-limit" : "machine");
   std::string change;
   if (remedy->batch_size != step.batch.B)
     change = formatted(" --batch-size {} --total-batch-size {}", remedy->batch_size, step.tokens());
@@ -128,7 +131,7 @@ inline void require_memory(const Options& o, const StepConfig& step, const Plan&
   throw Error(message);
 }
 
-// --plan: what the run needs, nothing run.
+// --plan: what the run needs, nothing run; refused where it exceeds --memory-limit.
 inline void report_plan(Log& log, const Options& o, const Device& device, const StepConfig& step, const Plan& plan) {
   log.table("plan for " + describe(device), detail::run_rows(o, step));
   log.table(o.ranks == 1 ? "memory" : "memory of a rank", detail::memory_rows(plan));
@@ -140,13 +143,16 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
   Rows ops;
   double flops = 0, bytes = 0;
   for (const auto& [name, t] : plan.step_ops) {
+    if (t.flops == 0 && t.bytes < 1e4) continue;  // a few numbers that ranks exchange
     ops.emplace_back(name, formatted("{:8} calls {:14.3f} GFLOP {:12.3f} GB", t.calls, t.flops * 1e-9, t.bytes * 1e-9));
     flops += t.flops;
     bytes += t.bytes;
   }
   ops.emplace_back("total", formatted("{:8}       {:14.3f} GFLOP {:12.3f} GB", "", flops * 1e-9, bytes * 1e-9));
   log.table(o.ranks == 1 ? "work of a step" : "work of a rank in a step", ops);
-  log.line("=> " + detail::memory_verdict(o, step, plan, device));
+  const std::string verdict = detail::memory_verdict(o, step, plan, device);
+  if (o.memory_limit && !fits(plan, memory_limit(o, device))) throw Error(verdict);
+  log.line("=> " + verdict);
 }
 
 namespace detail {

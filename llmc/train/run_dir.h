@@ -117,8 +117,10 @@ class RunDirectory {
     std::error_code error, none;
     const std::filesystem::path asked = std::filesystem::canonical(o.resume, error);
     const std::optional<int64_t> step = checkpoint_step(asked);
-    CHECK(step, "--resume {}: {}; expected auto, never, or a checkpoint's directory OUT/step-NNNNNN", o.resume,
-          error ? error.message() : formatted("this is {}", asked.string()));
+    const std::vector<int64_t> inside = step || error ? std::vector<int64_t>() : checkpoint_steps(asked);
+    CHECK(step, "--resume {}: {}; expected auto, never, or a checkpoint's directory, {}", o.resume,
+          error ? error.message() : std::string("this is no checkpoint"),
+          inside.empty() ? "OUT/step-NNNNNN" : checkpoint_path(o.resume, inside.back()));
     if (const auto fault = checkpoint_fault(asked))
       throw Error(formatted("--resume {}: this checkpoint is not whole: {}", o.resume, *fault));
     const std::vector<int64_t> steps = checkpoint_steps(path_);
