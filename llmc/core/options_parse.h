@@ -62,18 +62,14 @@ void parse_value(const std::string& name, const std::string& text, std::optional
                         nearest.empty() ? "" : "; the nearest is " + nearest));
 }
 
-// " from 1 to 16777216", " from 0 to below 1", " above 0".
+// " from 1 to 16777216", " from 0 to 0.9999999", " above 0".
 inline std::string range_text(const Limits& limits) {
-  const auto number = [](double v) {
-    return std::abs(v) >= 1e5 && v == std::floor(v) ? formatted("{:.0f}", v) : formatted("{}", v);
-  };
-  const double infinity = std::numeric_limits<double>::infinity(), next = std::nextafter(limits.max, infinity);
-  std::string text;
-  if (limits.min == std::numeric_limits<double>::min()) text = " above 0";
-  else if (!std::isinf(limits.min)) text = " from " + number(limits.min);
-  if (std::isinf(limits.max)) return text == " above 0" ? text : text + " on";
-  return text + (next == std::floor(next) && limits.max != std::floor(limits.max) ? " to below " + number(next)
-                                                                                  : " to " + number(limits.max));
+  const bool above_zero = limits.min == std::numeric_limits<double>::min();
+  if (std::isinf(limits.min)) return "";
+  return (above_zero ? " above 0" : formatted(" from {:.9g}", limits.min)) + (!std::isinf(limits.max)
+                                                                                  ? formatted(" to {:.9g}", limits.max)
+                                                                              : above_zero ? ""
+                                                                                           : " on");
 }
 
 // Reads a file that --print-config wrote: lines NAME=VALUE, text between quotes; a comment is a line that begins with
