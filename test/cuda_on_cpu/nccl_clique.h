@@ -19,7 +19,7 @@ struct Gathering : Meeting {
     std::vector<Call> all;
     for (const auto& call : calls) all.push_back(*call);
     Observed observed;
-    perform(all);
+    perform(all, result);
   }
   std::string waits_for() const override {
     std::string text = name;
@@ -31,6 +31,7 @@ struct Gathering : Meeting {
   std::string name;
   std::vector<int> ranks;
   std::vector<std::optional<Call>> calls;
+  std::vector<std::byte> result;  // not on a stack: ThreadSanitizer takes that of one host for one of many streams
   std::string remark;
 };
 using GatheringPtr = std::shared_ptr<Gathering>;
