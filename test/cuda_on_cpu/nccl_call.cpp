@@ -124,9 +124,10 @@ bool agree(const Call& a, const Call& b) {
 
 // ---- All of them ----------------------------------------------------------------------------------------------------
 
-void perform(const std::vector<Call>& calls, std::vector<std::byte>& result) {
+void perform(const std::vector<Call>& calls) {
   const Call& first = calls[0];
   const size_t bytes = bytes_of(first), ranks = calls.size();
+  std::vector<std::byte> result;  // of all ranks, before any receives it: the forms in place need no more care
   const auto receive = [&](const Call& call, size_t from) {
     std::memcpy(call.receive, result.data() + from, bytes_received(call));
   };

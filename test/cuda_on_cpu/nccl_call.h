@@ -31,8 +31,7 @@ void check_overlap(const Call& call);
 // May these be two ranks' parts of the same collective?
 bool agree(const Call& a, const Call& b);
 
-// By rank; or a send and its receive. `result`: room for what all ranks give, before any receives it: the forms in
-// place need no more care.
-void perform(const std::vector<Call>& calls, std::vector<std::byte>& result);
+// By rank; or a send and its receive.
+void perform(const std::vector<Call>& calls);
 
 }  // namespace cuda_on_cpu::detail

@@ -15,6 +15,8 @@ void AnnotateIgnoreWritesBegin(const char* file, int line);
 void AnnotateIgnoreWritesEnd(const char* file, int line);
 void AnnotateIgnoreSyncBegin(const char* file, int line);
 void AnnotateIgnoreSyncEnd(const char* file, int line);
+void __tsan_read_range(void* p, unsigned long bytes);
+void __tsan_write_range(void* p, unsigned long bytes);
 }
 #endif
 
@@ -68,6 +70,16 @@ class Observation {
 using Unobserved = Observation<false>;
 using Observed = Observation<true>;
 
+// What the emulator has done for the context: it has read (written) all of this.
+inline void observe_read(const void* p, size_t bytes) {
+  const Observed observed;
+  __tsan_read_range(const_cast<void*>(p), bytes);
+}
+inline void observe_write(void* p, size_t bytes) {
+  const Observed observed;
+  __tsan_write_range(p, bytes);
+}
+
 // Mutexes, while an Unordered lives, order nothing: that two host threads have used the emulator one after the other
 // hides no race of theirs.
 class Unordered {
@@ -92,6 +104,8 @@ struct Unobserved {
 };
 using Observed = Unobserved;
 using Unordered = Unobserved;
+inline void observe_read(const void*, size_t) {}
+inline void observe_write(void*, size_t) {}
 #endif
 
 }  // namespace cuda_on_cpu
