@@ -138,6 +138,10 @@ TEST_CASE("each wait of a stream for another one is missed where it does not hap
     }
     const selftest::Machine& machine = stage == 0 ? gpu : own_gpus;
     const selftest::Outcome right = selftest::run_layout(step, machine);
+    if (cuda_on_cpu::thread_sanitizer) {  // it would stop at the first mutant: that is what it is there for
+      REQUIRE(same(selftest::run_layout(step, machine), right));
+      continue;
+    }
     const cuda_on_cpu::Mutants mutants =
         cuda_on_cpu::find_event_mutants([&] { return same(selftest::run_layout(step, machine), right); }, needed);
     needed.insert(needed.end(), mutants.killed.begin(), mutants.killed.end());
@@ -145,7 +149,7 @@ TEST_CASE("each wait of a stream for another one is missed where it does not hap
   }
   for (const cuda_on_cpu::Site& site : needed) not_missed.erase(site.source());  // one of the stages needs it
   REQUIRE(not_missed == std::set<std::string>{});
-  REQUIRE(needed.size() > 5);
+  REQUIRE((needed.size() > 5 || cuda_on_cpu::thread_sanitizer));
 }
 
 #endif
