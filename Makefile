@@ -52,6 +52,7 @@ endif
 ##   USE_CUDNN=0|1              1: attention on GPUs by cuDNN instead of our own kernels
 USE_CUDNN ?= 0
 ##   CUDNN_HOME=, CUDNN_FRONTEND_HOME=   where cuDNN and the headers of cudnn-frontend are, if not in the usual places
+##   NCCL_VERSION=              empty: without NCCL, though it is there
 ##   NVCC=nvcc                  NVIDIA's compiler
 NVCC ?= $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc),nvcc)
 ##   CPPFLAGS, CXXFLAGS, LDFLAGS, NVCCFLAGS   empty; they come last and so win: CXXFLAGS='-O1 -g'

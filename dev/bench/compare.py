@@ -93,8 +93,9 @@ class Bench:
         """The command, and the directory that it writes."""
         out = tempfile.mkdtemp(dir=self.folder)
         return ["./train_gpt", "-i", self.shard(case), "--model", case.model, *map(str, case.shape),
-                "--local-ranks", "1", "-b", str(case.batch), "-t", str(case.length), "--dtype", dtype, "--device", self.o.device, "--threads",
-                str(self.o.threads), "-l", LEARNING_RATE, "-k", "constant", "-x", str(steps), "-o", out, *more], out
+                "-b", str(case.batch), "-t", str(case.length), "--dtype", dtype, "--device", self.o.device,
+                "--local-ranks", "1", "--threads", str(self.o.threads), "-l", LEARNING_RATE, "-k", "constant",
+                "-x", str(steps), "-o", out, *more], out
 
     def profile(self, case, dtype, steps, *more):
         """The steps of a whole run and its time by op."""

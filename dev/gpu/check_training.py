@@ -52,8 +52,8 @@ class Check:
 
     def command(self, out, device, *more):
         return ["./train_gpt", "-i", self.shard, *MODELS[self.o.model], "--dtype", self.o.dtype, "--device", device,
-                "--local-ranks", "1", "-b", "4", "-t", "128", "-d", "1024", "-l", "1e-3", "-u", "5", "-o", f"{self.folder}/{out}",
-                *self.o.options.split(), *map(str, more)]
+                "--local-ranks", "1", "-b", "4", "-t", "128", "-d", "1024", "-l", "1e-3", "-u", "5",
+                "-o", f"{self.folder}/{out}", *self.o.options.split(), *map(str, more)]
 
     def train(self, out, device, *more, expected=0):
         self.finish(self.start(out, device, *more), expected)

@@ -63,22 +63,16 @@ inline std::map<std::string, FileRecord> read_manifest(const std::string& path) 
   return files;
 }
 
-// What is wrong with a checkpoint; nothing: every file is there and has its checksums.
-inline std::optional<std::string> checkpoint_fault(const std::string& path) try {
+// What of a checkpoint is looked at: all of it, or what a model is loaded from, its shape and its weights.
+enum class Part : uint8_t { all, model };
+
+// What is wrong with a checkpoint; nothing: every file of the part is there and has its checksums.
+inline std::optional<std::string> checkpoint_fault(const std::string& path, Part part = Part::all) try {
   const std::map<std::string, FileRecord> files = read_manifest(path);
   for (const char* file : {"config.json", "trainer.json"})
     if (!files.contains(file)) return formatted("{}/manifest.json does not name {}", path, file);
   for (const auto& [name, record] : files)
-    if (auto fault = file_fault(path + "/" + name, record)) return fault;
-  return std::nullopt;
-} catch (const Error& error) {
-  return error.what();
-}
-
-// The same for what a model is loaded from: its shape and its weights.
-inline std::optional<std::string> weights_fault(const std::string& path) try {
-  for (const auto& [name, record] : read_manifest(path))
-    if (name == "config.json" || name.starts_with("model"))
+    if (part == Part::all || name == "config.json" || name.starts_with("model"))
       if (auto fault = file_fault(path + "/" + name, record)) return fault;
   return std::nullopt;
 } catch (const Error& error) {

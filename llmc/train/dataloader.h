@@ -45,6 +45,11 @@ inline Shard open_shard(const std::string& path) {
   return {std::move(file), tokens, width};
 }
 
+// Are these bytes (data/tokenize_text.py: 0 to 255, and 256 for the end of text), in a far larger vocabulary?
+inline bool look_like_bytes(int64_t largest_token, int64_t vocab_size) {
+  return largest_token <= 256 && vocab_size > 2 * 257;
+}
+
 class TokenShards {
  public:
   // Checks every file that `pattern` matches, of which there may be more than a process can have open; `option` names

@@ -32,9 +32,8 @@ inline std::string version_text() {
 
 // What computes: "NVIDIA H200 (sm_90, 139.8 GiB)".
 inline std::string describe(const Device& device) {
-  if (device.computes_as() != DeviceKind::cuda) {
+  if (device.computes_as() != DeviceKind::cuda)
     return formatted("{}, {} thread{}", processor_name(), device.threads, device.threads == 1 ? "" : "s");
-  }
   const GpuInfo gpu = gpu_info(device.gpu);
   return formatted("GPU {}: {} (sm_{}{}), {}, {}", device.gpu, gpu.name, gpu.major, gpu.minor,
                    human_bytes(gpu.total_bytes), gpu.software);
@@ -171,7 +170,7 @@ inline void report_unlikely_data(Log& log, const Options& o, const StepConfig& s
     train.read_sample(i, std::numeric_limits<int64_t>::max(), sample);  // whoever trains on it refuses what is outside
     largest = std::max(largest, *std::max_element(sample.begin(), sample.end()));
   }
-  if (largest <= 256 && V > 2 * 257)
+  if (look_like_bytes(largest, V))
     log.line(
         formatted("notice: the first tokens of the training data look like bytes, and the model has a vocabulary of "
                   "{}: for bytes --vocab-size 257 is enough",

@@ -111,7 +111,7 @@ inline LrSchedule choose_lr_schedule(const Options& o, int64_t max_steps) {
 // Refuses a --model directory of ours whose weights are not what was written.
 inline void require_whole_weights(const Options& o) {
   if (o.from_scratch || model_preset(o.model) || !path_exists(o.model + "/manifest.json")) return;
-  if (const auto fault = weights_fault(o.model))
+  if (const auto fault = checkpoint_fault(o.model, Part::model))
     throw Error(
         formatted("--model {}: {}; take another checkpoint, or remove manifest.json if the files were changed "
                   "on purpose",

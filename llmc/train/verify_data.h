@@ -103,7 +103,7 @@ inline std::string verify_data(Log& log, const char* option, const std::string& 
                                        : formatted("not counted: no end of text is known for {} tokens", vocab_size)},
              {"largest token",
               all.largest < 0 ? "none was read" : formatted("{} of a vocabulary of {}", all.largest, vocab_size)}});
-  if (all.largest >= 0 && all.largest <= 256 && vocab_size > 2 * 257)
+  if (all.largest >= 0 && look_like_bytes(all.largest, vocab_size))
     log.line("notice: these look like bytes, for which --vocab-size 257 is enough");
   return all.error;
 }
