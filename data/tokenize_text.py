@@ -27,7 +27,7 @@ sys.dont_write_bytecode = True   # data/ holds data
 from documents import JSON_SUFFIXES, documents, find_files, read_chunks   # noqa: E402
 from token_shards import DataError, ShardWriter, TokenFormat, existing_shards, publish   # noqa: E402
 
-# End-of-text of GPT-2 and Qwen; Llama 3; Llama 2 and Mistral; Gemma; others. llmc/train/tokenizer.h looks for the same.
+# End-of-text of GPT-2 and Qwen; Llama 3; Llama 2 and Mistral; Gemma; others. llmc/text/tokenizer.h looks for the same.
 USUAL_EOT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<|im_end|>")
 
 

@@ -3,8 +3,8 @@
 #
 #   scripts/check_layers.sh [ROOT]          ROOT: the tree to check, by default the one that this script is in
 #
-# 1. Folders are floors: a file in llmc/ includes files of its own floor and of lower ones only. train_gpt.cu and the
-#    tests stand on top and may include everything.
+# 1. Folders are floors: a file in llmc/ includes files of its own floor and of those it stands on, which llmc/README.md
+#    draws. train_gpt.cu and the tests stand on top and may include everything.
 # 2. Includes in quotes are written from llmc/ ("core/check.h"), without "..", and exist.
 # 3. Devices and libraries show only in llmc/device, llmc/ops and the transports llmc/dist/comm_*: nowhere else is
 #    there an #if on their macros or an include of their headers.
@@ -16,14 +16,26 @@ cd "${1:-$(dirname "$0")/..}"
 find llmc test train_gpt.cu -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' \) 2>/dev/null |
   LC_ALL=C sort | xargs -r awk '
   BEGIN {
-    order = "core device ops dist model train"
-    floors = split(order, name, " ")
-    for (i = 1; i <= floors; ++i) rank[name[i]] = i
-    top = floors + 1   # train_gpt.cu and test/
+    floor("core")
+    floor("text", "core")
+    floor("device", "core")
+    floor("ops", "device core")
+    floor("dist", "ops device core")
+    floor("model", "dist ops device core")
+    floor("data", "core")
+    floor("train", "model dist ops device core")
+    floor("run", "train data model dist ops device text core")
     device_macro = "(__CUDA|__NVCC__|CUDA_VERSION|CUDART_VERSION|NCCL_|OMPI_|MPICH_|MPI_VERSION|DNNL_|" \
                    "TRAIN_GPT_(CUDA|CUBLASLT|CUDNN|NCCL|MPI|ONEDNN))"
     device_header = "^(cuda[^/]*|cublas[^/]*|curand[^/]*|cudnn[^/]*|nccl[^/]*|nvml|mma|mpi|(oneapi/)?dnnl.*|" \
                     "cooperative_groups.*|cub/.*)\\.(h|hpp|cuh)$|^cooperative_groups$"
+  }
+
+  function floor(name, below,   i, names, n) {
+    is_floor[name] = 1
+    order = order (order ? " " : "") name
+    n = split(name " " below, names, " ")
+    for (i = 1; i <= n; ++i) stands_on[name, names[i]] = 1
   }
 
   function breach(text) { printf "%s:%d: %s\n", FILENAME, FNR, text; ++breaches }
@@ -31,8 +43,8 @@ find llmc test train_gpt.cu -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.
   FNR == 1 {
     split(FILENAME, path, "/")
     is_test = path[1] == "test"
-    here = path[1] == "llmc" ? rank[path[2]] : top
-    if (!here) breach("llmc/" path[2] " is no floor; the floors are, from below: " order)
+    here = path[1] == "llmc" ? path[2] : ""   # none: train_gpt.cu and test/, which stand on top
+    if (here && !is_floor[here]) breach("llmc/" here " is no floor; the floors are, from below: " order)
     may_see_devices = is_test || FILENAME ~ /^llmc\/(device|ops)\// || FILENAME ~ /^llmc\/dist\/comm_/
     continued = 0
   }
@@ -55,10 +67,10 @@ find llmc test train_gpt.cu -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.
     if (!quoted || target == "build_info.h") next   # the latter is written by make
     if (target ~ /(^|\/)\.\.?\//) { breach("include of \"" target "\": write it from llmc/, as in \"core/check.h\""); next }
     split(target, path_there, "/")
-    there = rank[path_there[1]]
-    if (there > here)
-      breach("include of \"" target "\": " path_there[1] " is a higher floor than " path[2] "; from below: " order)
-    if (target ~ /^dist\/comm_/ && !is_test && here != rank["dist"])
+    there = path_there[1]
+    if (is_floor[here] && is_floor[there] && !stands_on[here, there])
+      breach("include of \"" target "\": " here " does not stand on " there "; from below: " order)
+    if (target ~ /^dist\/comm_/ && !is_test && here != "dist")
       breach("include of \"" target "\": the transports are private to llmc/dist; include \"dist/comm.h\"")
 
     exists = (getline line < ("llmc/" target)) >= 0

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes llmc/core/unicode_tables.h: what splitting and normalising text must know of each Unicode character.
+"""Writes llmc/text/unicode_tables.h: what splitting and normalising text must know of each Unicode character.
 
     pip install tokenizers unicodedata2==16.0.0
-    python3 scripts/make_unicode_tables.py llmc/core/unicode_tables.h
+    python3 scripts/make_unicode_tables.py llmc/text/unicode_tables.h
 
 Tokens must be those of Hugging Face's tokenizers, so its versions of Unicode are taken: its regular expressions
 (Oniguruma) have the categories of Unicode 16.0; its NFC is older, and what it does not know is left out: marks since
@@ -99,7 +99,7 @@ def main():
 
     with open(sys.argv[1], "w", encoding="ascii") as file:
         file.write(f"""\
-// unicode_tables.h: written by scripts/make_unicode_tables.py, which says from what; read by core/unicode.h. Categories
+// unicode_tables.h: written by scripts/make_unicode_tables.py, which says from what; read by text/unicode.h. Categories
 // are of Unicode {VERSION}.
 #pragma once
 

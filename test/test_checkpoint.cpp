@@ -1,8 +1,8 @@
 // Checkpoints: Hugging Face directories both ways, whole or not at all; the table of parameters behind them.
 #include "catch2.h"
 #include "helpers.h"
-#include "train/checkpoint.h"
-#include "train/planner.h"
+#include "run/checkpoint.h"
+#include "run/planner.h"
 
 using namespace llmc;
 

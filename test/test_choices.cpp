@@ -3,8 +3,8 @@
 
 #include "catch2.h"
 #include "helpers.h"
+#include "run/selftest.h"
 #include "train/choices.h"
-#include "train/selftest.h"
 
 using namespace llmc;
 using nlohmann::json;

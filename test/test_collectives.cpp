@@ -4,7 +4,7 @@
 #include "catch2.h"
 #include "dist/ring.h"
 #include "helpers.h"
-#include "train/run.h"
+#include "run/ranks.h"
 
 using namespace llmc;
 

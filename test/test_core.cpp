@@ -5,9 +5,9 @@
 #include "catch2.h"
 #include "core/dtype.h"
 #include "core/log.h"
-#include "core/options_parse.h"
 #include "core/rng.h"
 #include "helpers.h"
+#include "run/options_parse.h"
 
 using namespace llmc;
 

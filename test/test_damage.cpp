@@ -8,8 +8,8 @@
 #include <set>
 
 #include "catch2.h"
+#include "run/run_dir.h"
 #include "tiny_run.h"
-#include "train/run_dir.h"
 
 using namespace llmc;
 using nlohmann::json;

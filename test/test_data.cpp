@@ -2,11 +2,11 @@
 #include <map>
 
 #include "catch2.h"
+#include "data/dataloader.h"
+#include "data/verify_data.h"
 #include "helpers.h"
-#include "train/dataloader.h"
+#include "text/tokenizer.h"
 #include "train/lr_schedule.h"
-#include "train/tokenizer.h"
-#include "train/verify_data.h"
 
 using namespace llmc;
 

@@ -5,8 +5,8 @@
 
 #include "catch2.h"
 #include "core/rng.h"
+#include "run/run_dir.h"
 #include "tiny_run.h"
-#include "train/run_dir.h"
 
 using namespace llmc;
 namespace fs = std::filesystem;

@@ -5,12 +5,12 @@
 
 #include "catch2.h"
 #include "core/safetensors.h"
+#include "data/dataloader.h"
 #include "helpers.h"
-#include "train/checkpoint.h"
-#include "train/dataloader.h"
-#include "train/run.h"
+#include "run/checkpoint.h"
+#include "run/ranks.h"
+#include "run/selftest.h"
 #include "train/sample.h"
-#include "train/selftest.h"
 
 using namespace llmc;
 using nlohmann::json;

@@ -1,6 +1,6 @@
 // Datasheet peaks by the names that drivers give GPUs.
 #include "catch2.h"
-#include "train/gpu_peaks.h"
+#include "run/gpu_peaks.h"
 
 using namespace llmc;
 

@@ -5,8 +5,8 @@
 #include "catch2.h"
 #include "core/signals.h"
 #include "helpers.h"
-#include "train/checkpoint.h"
-#include "train/selftest.h"
+#include "run/checkpoint.h"
+#include "run/selftest.h"
 
 using namespace llmc;
 

@@ -4,7 +4,7 @@
 #include "catch2.h"
 #include "helpers.h"
 #include "model/hf_config.h"
-#include "train/planner.h"
+#include "run/planner.h"
 
 using namespace llmc;
 

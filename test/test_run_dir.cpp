@@ -7,8 +7,8 @@
 
 #include "catch2.h"
 #include "helpers.h"
-#include "train/report.h"
-#include "train/run_dir.h"
+#include "run/report.h"
+#include "run/run_dir.h"
 
 using namespace llmc;
 using nlohmann::json;

@@ -2,8 +2,8 @@
 #include <cstring>
 
 #include "catch2.h"
+#include "run/selftest.h"
 #include "train/sample.h"
-#include "train/selftest.h"
 
 using namespace llmc;
 

@@ -1,7 +1,7 @@
 // Tokenizers of tokenizer.json: ids and text beside Hugging Face's library, Unicode, patterns, refusals by name.
 #include "catch2.h"
 #include "helpers.h"
-#include "train/tokenizer.h"
+#include "text/tokenizer.h"
 
 using namespace llmc;
 

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "helpers.h"
-#include "train/checkpoint.h"
+#include "run/checkpoint.h"
 
 inline const std::string tiny_data = "test/golden/gpt2_tiny/train.bin";
 

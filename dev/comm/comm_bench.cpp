@@ -10,7 +10,7 @@
 
 #include "../dev/comm/forms.h"
 #include "core/log.h"
-#include "train/run.h"
+#include "run/ranks.h"
 
 using namespace llmc;
 

@@ -9,7 +9,6 @@
 
 #include "core/rng.h"
 #include "train/continuation.h"
-#include "train/tokenizer.h"
 
 namespace llmc {
 

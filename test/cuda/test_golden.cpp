@@ -4,11 +4,11 @@
 #include "catch2.h"
 #include "core/safetensors.h"
 #include "cuda/device_test.h"
+#include "data/dataloader.h"
 #include "helpers.h"
-#include "train/checkpoint.h"
-#include "train/dataloader.h"
+#include "run/checkpoint.h"
+#include "run/ranks.h"
 #include "train/lr_schedule.h"
-#include "train/run.h"
 
 using namespace llmc;
 using nlohmann::json;

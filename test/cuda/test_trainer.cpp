@@ -4,7 +4,7 @@
 
 #include "cuda/device_test.h"
 #include "device/gpu.h"
-#include "train/selftest.h"
+#include "run/selftest.h"
 
 using namespace llmc;
 

@@ -2,10 +2,10 @@
 // and a run that has diverged.
 #include "cuda/device_test.h"
 #include "helpers.h"
-#include "train/checkpoint.h"
-#include "train/report.h"
-#include "train/selftest.h"
-#include "train/setup.h"
+#include "run/checkpoint.h"
+#include "run/report.h"
+#include "run/selftest.h"
+#include "run/setup.h"
 
 using namespace llmc;
 

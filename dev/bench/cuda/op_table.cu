@@ -7,7 +7,7 @@
 
 #include "model/hf_config.h"
 #include "op_timer.h"
-#include "train/planner.h"
+#include "run/planner.h"
 
 namespace llmc {
 namespace {

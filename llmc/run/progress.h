@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "model/hf_config.h"
+#include "run/job.h"
 #include "train/detector.h"
-#include "train/job.h"
 
 namespace llmc {
 

@@ -8,13 +8,13 @@
 #include <vector>
 
 #include "core/log.h"
-#include "core/options.h"
 #include "device/gpu.h"
-#include "train/checkpoint.h"
+#include "run/checkpoint.h"
+#include "run/options.h"
+#include "run/ranks.h"
+#include "text/tokenizer.h"
 #include "train/lr_schedule.h"
-#include "train/run.h"
 #include "train/sample.h"
-#include "train/tokenizer.h"
 
 namespace llmc {
 

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "core/log.h"
-#include "core/options_print.h"
-#include "train/checkpoint.h"
+#include "run/checkpoint.h"
+#include "run/options_print.h"
 
 namespace llmc {
 

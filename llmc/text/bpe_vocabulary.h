@@ -14,7 +14,7 @@
 
 #include "core/check.h"
 #include "core/shape.h"
-#include "core/unicode.h"
+#include "text/unicode.h"
 
 namespace llmc {
 

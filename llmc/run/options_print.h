@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "core/options.h"
+#include "run/options.h"
 
 namespace llmc {
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/log.h"
-#include "train/run.h"
+#include "run/ranks.h"
 
 namespace llmc {
 

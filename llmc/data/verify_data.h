@@ -8,8 +8,7 @@
 #include <vector>
 
 #include "core/log.h"
-#include "model/hf_config.h"
-#include "train/dataloader.h"
+#include "data/dataloader.h"
 
 namespace llmc {
 
@@ -75,8 +74,9 @@ inline ShardReport verify_shard(const std::string& path, int64_t vocab_size, int
 }
 
 // Every shard that `pattern` matches: a line each and a table. Returns the errors, each on a line of its own.
-inline std::string verify_data(Log& log, const char* option, const std::string& pattern, int64_t vocab_size) {
-  const std::optional<int64_t> end_of_text = end_of_text_of(vocab_size);
+// end_of_text: the token that begins a document; none: documents are not counted.
+inline std::string verify_data(Log& log, const char* option, const std::string& pattern, int64_t vocab_size,
+                               std::optional<int64_t> end_of_text) {
   const std::vector<std::string> paths = expand_glob(pattern, option);
   int64_t mebibytes = 0, bytes_read = 0, bad = 0;
   for (const std::string& path : paths) {

@@ -14,7 +14,7 @@
 #include "core/files.h"
 #include "device/gpu.h"
 #include "ops/ops.h"
-#include "train/gpu_peaks.h"
+#include "run/gpu_peaks.h"
 
 namespace llmc {
 

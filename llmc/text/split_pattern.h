@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "core/unicode.h"
+#include "text/unicode.h"
 
 namespace llmc {
 

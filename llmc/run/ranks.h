@@ -1,4 +1,4 @@
-// run.h: one rank, whole: memory made exactly as large as the plan says, its stream, its groups and its trainer; and
+// ranks.h: one rank, whole: memory made exactly as large as the plan says, its stream, its groups and its trainer; and
 // how many ranks run as threads of this process.
 #pragma once
 #include <exception>
@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "train/planner.h"
+#include "run/planner.h"
 
 namespace llmc {
 

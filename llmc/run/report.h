@@ -10,11 +10,11 @@
 #include <string>
 
 #include "core/log.h"
-#include "core/options_print.h"
+#include "data/dataloader.h"
 #include "model/hf_config.h"
-#include "train/dataloader.h"
-#include "train/peak.h"
-#include "train/planner.h"
+#include "run/options_print.h"
+#include "run/peak.h"
+#include "run/planner.h"
 
 #ifndef TRAIN_GPT_GIT_HASH
 #define TRAIN_GPT_GIT_HASH "unknown"

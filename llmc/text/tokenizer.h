@@ -12,7 +12,7 @@
 
 #include "core/files.h"
 #include "core/shape.h"
-#include "train/bpe.h"
+#include "text/bpe.h"
 
 namespace llmc {
 

@@ -8,14 +8,14 @@
 #include <string>
 
 #include "core/log.h"
-#include "core/options.h"
 #include "core/signals.h"
-#include "train/checkpoint.h"
+#include "data/dataloader.h"
+#include "run/checkpoint.h"
+#include "run/options.h"
+#include "run/report.h"
+#include "run/run_dir.h"
+#include "run/setup.h"
 #include "train/choices.h"
-#include "train/dataloader.h"
-#include "train/report.h"
-#include "train/run_dir.h"
-#include "train/setup.h"
 
 namespace llmc {
 

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/unicode_tables.h"
+#include "text/unicode_tables.h"
 
 namespace llmc {
 

@@ -13,9 +13,9 @@
 
 #include "core/check.h"
 #include "core/files.h"
-#include "core/unicode.h"
-#include "train/bpe_vocabulary.h"
-#include "train/split_pattern.h"
+#include "text/bpe_vocabulary.h"
+#include "text/split_pattern.h"
+#include "text/unicode.h"
 
 namespace llmc {
 

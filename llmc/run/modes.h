@@ -3,12 +3,12 @@
 #include <cstdio>
 
 #include "core/log.h"
-#include "core/options.h"
-#include "train/report.h"
+#include "data/verify_data.h"
+#include "run/options.h"
+#include "run/report.h"
+#include "run/selftest.h"
+#include "run/setup.h"
 #include "train/sample.h"
-#include "train/selftest.h"
-#include "train/setup.h"
-#include "train/verify_data.h"
 
 namespace llmc {
 
@@ -54,8 +54,9 @@ inline void run_verify_data(const Options& o) {
   const ModelConfig model = choose_model(o);
   omp_set_num_threads(choose_device(o).threads);
   Log log;
-  std::string bad = verify_data(log, "--train-data", o.train_data, model.vocab_size);
-  if (!o.val_data.empty()) bad += verify_data(log, "--val-data", o.val_data, model.vocab_size);
+  const std::optional<int64_t> end_of_text = end_of_text_of(model.vocab_size);
+  std::string bad = verify_data(log, "--train-data", o.train_data, model.vocab_size, end_of_text);
+  if (!o.val_data.empty()) bad += verify_data(log, "--val-data", o.val_data, model.vocab_size, end_of_text);
   CHECK(bad.empty(), "--verify-data found bad shards:{}", bad);
 }
 

@@ -14,9 +14,9 @@
 
 #include "core/check.h"
 #include "core/files.h"
-#include "core/options_print.h"
-#include "core/unicode.h"
 #include "core/words.h"
+#include "run/options_print.h"
+#include "text/unicode.h"
 
 namespace llmc {
 
