@@ -6,7 +6,7 @@
 ##   train_gpt    build the trainer; what plain `make` does (also called all)
 ##   run          from nothing to a trained model: install, build, prepare a book, train on it, plot
 ##   test         install, build, see that every compiler here takes the source, run the tests
-##   test-long    the same with the long tests as well: tagged [long], scripts named test/long_*, ThreadSanitizer
+##   test-long    the same with the long tests as well: tagged [long], scripts named test/scripts/long_*, ThreadSanitizer
 ##   check        floors, headers, formatting, shell and Python scripts
 ##   bench        training steps beside PyTorch's; BENCH_FLAGS are dev/bench/compare.py's
 ##   bench-cuda   each op of a training step on a GPU beside what the GPU can do, and training steps beside PyTorch's
@@ -30,7 +30,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 # The outer targets install what is missing and then start make again, so that it looks at the machine only after the
 # installation. They need to know nothing of the machine; all other targets do.
 OUTER_TARGETS := help run test test-long check bench bench-cuda reconfigure deps format clean
-INNER_TARGETS := all tests test-cuda ladders smoke check-archs config \
+INNER_TARGETS := all tests test-runs test-sum test-cuda ladders smoke check-archs config \
                  check-layers check-headers check-format check-shell check-python
 .PHONY: $(OUTER_TARGETS) $(INNER_TARGETS)
 ifneq ($(filter-out $(OUTER_TARGETS),$(or $(MAKECMDGOALS),train_gpt)),)
@@ -198,22 +198,29 @@ build/smoke_%.o: train_gpt.cu build/smoke_%.flags
 build/smoke_cpu.flags build/smoke_cuda.flags: build/smoke_%.flags: FORCE
 	$(call text_file,$(COMPILER_$*) $(call FLAGS_$*,-O0) $(CXX_VERSION) $(NVCC_VERSION))
 
-# ---- The tests: one binary, one precompiled header -------------------------------------------------------------------
+# ---- The tests: each folder of test/ is one program, compiled in one go ------------------------------------------------
 
-TEST_FLAGS = $(call FLAGS_cpu,-O2) -Itest
-TEST_OBJECTS := $(patsubst test/%.cpp,build/test/%.o,test/main.cpp $(wildcard test/test_*.cpp))
+# `make test` runs a program as soon as it is built, while the others are compiled: cheap ones come first.
+TEST_FOLDERS := core text device data ops dist train run
+TEST_FLAGS = $(call FLAGS_cpu,-O2) -Itest -I.
 
-tests: train_gpt build/test_train_gpt build/test_cuda_on_cpu build/file_ops.so build/nvml_stand_in.so smoke
 build/nvml_stand_in.so: test/nvml_stand_in.h
 build/file_ops.so build/nvml_stand_in.so: build/%.so: test/%.cpp
 	@echo $< && $(CXX) -std=c++20 -O1 -Wall -Wextra -shared -fPIC $< -o $@ -ldl
-build/test_train_gpt: $(TEST_OBJECTS) build/test_objects.list
-	@echo 'linking $@'
-	@$(CXX) $(HOST_FLAGS) $(CXXFLAGS) $(TEST_OBJECTS) -o $@ $(LDFLAGS) $(CATCH2_LIBS) $(LIBS)
+
+# $(call joined,SOURCES): a rule's recipe that writes them as one source.
+define joined
+@mkdir -p $(@D) && scripts/join_tests.sh $1 >$@.new
+@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+endef
+$(TEST_FOLDERS:%=build/test/%.cpp): build/test/%.cpp: FORCE
+	$(call joined,$(wildcard test/$*/test_*.cpp))
 # g++ looks for pch.h.gch before it looks for pch.h; with build/pch before test/ it finds the precompiled one.
-build/test/test_%.o: test/test_%.cpp build/pch/pch.h.gch
-	@mkdir -p $(@D) && echo 'test/test_$*.cpp'
+$(TEST_FOLDERS:%=build/test/%.o): build/test/%.o: build/test/%.cpp build/pch/pch.h.gch
+	@echo 'test/$*'
 	@$(CXX) -Ibuild/pch -include pch.h -Winvalid-pch $(TEST_FLAGS) -MMD -MP -MT $@ -c $< -o $@
+$(TEST_FOLDERS:%=build/test/%): build/test/%: build/test/%.o build/test/main.o build/test_link.list
+	@$(CXX) $(HOST_FLAGS) $(CXXFLAGS) $(filter %.o,$^) -o $@ $(LDFLAGS) $(CATCH2_LIBS) $(LIBS)
 build/test/main.o: test/main.cpp test/catch2.h build/test.flags
 	@mkdir -p $(@D) && echo test/main.cpp
 	@$(CXX) $(TEST_FLAGS) -c $< -o $@
@@ -222,8 +229,8 @@ build/pch/pch.h.gch: test/pch.h test/catch2.h build/test.flags | $(SHOW_CONFIG)
 	@$(CXX) $(TEST_FLAGS) -x c++-header $< -o $@
 build/test.flags: FORCE
 	$(call text_file,$(CXX) $(TEST_FLAGS) $(CXX_VERSION) $(CATCH2_VERSION))
-build/test_objects.list: FORCE
-	$(call text_file,$(TEST_OBJECTS) $(LDFLAGS) $(LIBS))
+build/test_link.list: FORCE
+	$(call text_file,$(LDFLAGS) $(CATCH2_LIBS) $(LIBS))
 
 # ---- CUDA kernels on a CPU: test/cuda_on_cpu/README.md ---------------------------------------------------------------
 
@@ -233,8 +240,12 @@ build/test_objects.list: FORCE
 LADDERS := dev/cuda/layernorm.cu dev/cuda/classifier.cu dev/cuda/adamw.cu dev/cuda/attention.cu
 # Not here: what tests a library for GPUs.
 CUDNN_TEST := test/cuda/test_attention_cudnn.cpp
-CUDA_TEST_SOURCES := $(filter-out $(CUDNN_TEST),$(wildcard test/cuda_on_cpu/*.cpp test/cuda/test_*.cpp)) $(LADDERS)
-CUDA_TEST_FLAGS = -std=c++20 -O1 -g $(ARCH_FLAGS) -DTRAIN_GPT_CUDA -DTRAIN_GPT_NCCL -Illmc -Itest -Itest/cuda_on_cpu -Wall -Wextra \
+CUDA_TESTS := kernels emulator trainer
+SOURCES_kernels := $(filter-out $(CUDNN_TEST),$(wildcard test/cuda/test_*.cpp))
+SOURCES_emulator := $(wildcard test/cuda/emulator/test_*.cpp)
+SOURCES_trainer := $(wildcard test/cuda/trainer/test_*.cpp)
+STAND_INS := $(wildcard test/cuda_on_cpu/*.cpp test/cuda_on_cpu/*/*.cpp)
+CUDA_TEST_FLAGS = -std=c++20 -O1 -g1 $(ARCH_FLAGS) -DTRAIN_GPT_CUDA -DTRAIN_GPT_NCCL -Illmc -Itest -Itest/cuda_on_cpu -I. -Wall -Wextra \
                   -Wno-unknown-pragmas -Wno-unused-parameter -Wno-restrict -fno-strict-aliasing \
                   -fno-omit-frame-pointer $(CPPFLAGS) $(CXXFLAGS)
 # -rdynamic: kernels are named by their symbols. Sorted: else g++ 12's sanitizers miss the lines of some templates.
@@ -242,29 +253,50 @@ CUDA_TEST_LINK_FLAGS := -fopenmp -rdynamic -Wl,--sort-section=name
 SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZE_tsan := -fsanitize=thread
 
-define CUDA_TESTS   # $1: the program, $2: asan or tsan
-$1: $(patsubst %,build/$2/%.o,$(basename $(CUDA_TEST_SOURCES))) build/test/main.o build/cuda_test_sources.list
-	@echo 'linking $1'
-	@$$(CXX) $(SANITIZE_$2) $(CUDA_TEST_LINK_FLAGS) $$(filter %.o,$$^) -o $$@ $$(LDFLAGS) $$(CATCH2_LIBS) -lboost_context -lxxhash -ldl
-build/$2/%.o: %.cpp build/cuda_test.flags
-	@mkdir -p $$(@D) && echo '$$< ($2)'
-	@$$(CXX) $(SANITIZE_$2) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@
-build/$2/%.o: %.cu build/cuda_test.flags
-	@mkdir -p $$(@D) && echo '$$< ($2)'
-	@$$(CXX) -x c++ $(SANITIZE_$2) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@
+$(CUDA_TESTS:%=build/cuda/%.cpp): build/cuda/%.cpp: FORCE
+	$(call joined,$(SOURCES_$*))
+define CUDA_TEST_RULES   # $1: asan or tsan
+build/$1/kernels: $(LADDERS:%.cu=build/$1/%.o)
+$(CUDA_TESTS:%=build/$1/%): build/$1/%: build/$1/%.o $(STAND_INS:%.cpp=build/$1/%.o) build/test/main.o build/cuda_test_link.list
+	@$$(CXX) $(SANITIZE_$1) $(CUDA_TEST_LINK_FLAGS) $$(filter %.o,$$^) -o $$@ $$(LDFLAGS) $$(CATCH2_LIBS) -lboost_context -lxxhash -ldl
+$(CUDA_TESTS:%=build/$1/%.o): build/$1/%.o: build/cuda/%.cpp build/cuda_test.flags
+	@mkdir -p $$(@D) && echo 'test/cuda: $$* ($1)'
+	@$$(CXX) $(SANITIZE_$1) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@
+build/$1/test/%.o: test/%.cpp build/cuda_test.flags
+	@mkdir -p $$(@D) && echo '$$< ($1)'
+	@$$(CXX) $(SANITIZE_$1) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@
+build/$1/dev/%.o: dev/%.cu build/cuda_test.flags
+	@mkdir -p $$(@D) && echo '$$< ($1)'
+	@$$(CXX) -x c++ $(SANITIZE_$1) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@
 endef
-$(eval $(call CUDA_TESTS,build/test_cuda_on_cpu,asan))
-$(eval $(call CUDA_TESTS,build/test_cuda_on_cpu_tsan,tsan))
+$(eval $(call CUDA_TEST_RULES,asan))
+$(eval $(call CUDA_TEST_RULES,tsan))
 build/cuda_test.flags: FORCE
 	$(call text_file,$(CXX) $(CUDA_TEST_FLAGS) $(CXX_VERSION) $(CATCH2_VERSION) $(BOOST_VERSION))
-build/cuda_test_sources.list: FORCE
-	$(call text_file,$(CUDA_TEST_SOURCES) $(CUDA_TEST_LINK_FLAGS) $(LDFLAGS))
+build/cuda_test_link.list: FORCE
+	$(call text_file,$(STAND_INS) $(CUDA_TEST_LINK_FLAGS) $(LDFLAGS))
+
+# ---- Running them: scripts/run_tests.sh -------------------------------------------------------------------------------
+
+TEST_PROGRAMS := $(TEST_FOLDERS:%=build/test/%) $(CUDA_TESTS:%=build/asan/%) $(if $(LONG),$(CUDA_TESTS:%=build/tsan/%))
+TEST_SCRIPTS := $(if $(TESTS),,$(filter-out $(if $(LONG),,test/scripts/long_%),$(wildcard test/scripts/*_test.sh)))
+TEST_RUNS := $(TEST_PROGRAMS:build/%=run/%) $(TEST_SCRIPTS:test/scripts/%=run/%)
+.PHONY: $(TEST_RUNS)
+$(TEST_PROGRAMS:build/%=run/%): run/%: build/% build/file_ops.so build/nvml_stand_in.so
+	@scripts/run_tests.sh run $(subst /,-,$*) build/$*
+$(TEST_SCRIPTS:test/scripts/%=run/%): run/%: train_gpt build/test/text
+	@scripts/run_tests.sh run $* test/scripts/$*
+# What starts the trainer.
+$(patsubst %,run/test/%,core text data train run): train_gpt
+test-runs: train_gpt $(TEST_RUNS) smoke
+tests: train_gpt $(TEST_PROGRAMS) build/file_ops.so build/nvml_stand_in.so smoke
+test-sum:
+	@scripts/run_tests.sh sum $(STATUS) $(subst /,-,$(TEST_RUNS:run/%=%))
 
 # The same tests on a GPU, once instead of under all schedules.
 test-cuda: build/test_cuda_on_gpu
 	build/test_cuda_on_gpu
-GPU_TEST_SOURCES := $(filter-out test/cuda_on_cpu/% test/cuda/test_emulator%,$(CUDA_TEST_SOURCES)) \
-                    $(if $(CUDNN),$(CUDNN_TEST))
+GPU_TEST_SOURCES := $(SOURCES_kernels) $(SOURCES_trainer) $(LADDERS) $(if $(CUDNN),$(CUDNN_TEST))
 build/test_cuda_on_gpu: $(patsubst %,build/gpu/%.o,$(basename $(GPU_TEST_SOURCES))) build/test/main.o
 	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $^ -o $@ $(CATCH2_LIBS) $(LINK_cuda)
 gpu_object = $(NVCC) -x cu $(call FLAGS_cuda,-O3) -Itest -MMD -MP -c $< -o $@
@@ -295,7 +327,7 @@ check-archs: $(patsubst %,build/all_kernels_%.o,sm_80 sm_90 sm_100)
 build/all_kernels_sm_%.o: test/cuda/all_kernels.cu build/smoke_cuda.flags
 	$(NVCC) -x cu $(call FLAGS_cuda,-O0,sm_$*) -Werror all-warnings -MMD -MP -c $< -o $@
 
--include $(wildcard build/*.d build/test/*.d build/[at]san/*/*/*.d build/gpu/*/*/*.d)
+-include $(wildcard build/*.d build/test/*.d $(foreach d,/ /*/*/ /*/*/*/,build/[at]san$d*.d build/gpu$d*.d))
 
 # ---- Checks: each may be made alone ----------------------------------------------------------------------------------
 
@@ -329,10 +361,11 @@ run:
 	@$(AGAIN) train_gpt
 	@data/prepare_kjv.sh
 	@PYTHON="$$(scripts/find_python.sh matplotlib)" scripts/run_kjv.sh $(RUN_FLAGS)
+test test-long: export LONG = $(filter test-long,$@)
 test test-long:
 	@$(INSTALL) build test
-	@$(AGAIN) tests $(if $(filter test-long,$@),build/test_cuda_on_cpu_tsan)
-	@scripts/run_tests.sh $(if $(filter test-long,$@),--long)
+	@rm -rf build/results
+	@status=0; $(AGAIN) --keep-going test-runs || status=$$?; $(MAKE) test-sum STATUS=$$status
 check:
 	@$(INSTALL) build check
 	@$(MAKE) --keep-going check-layers check-headers check-format check-shell check-python

@@ -1,76 +1,98 @@
 #!/usr/bin/env bash
-# Runs the built tests and counts test cases; the last line is "N passed, N failed". Exits 1 if anything failed.
+# Runs one test program or script and notes how its test cases ended; adds up what was noted. `make test` calls it, for
+# each program as soon as it is built.
 #
-#   scripts/run_tests.sh [--long]
+#   scripts/run_tests.sh run NAME COMMAND...    the result goes to build/results/NAME.notes, the output to NAME.log; what
+#                                               fails is printed at once
+#   scripts/run_tests.sh sum STATUS NAME...     adds up; STATUS is make's. The last line is "N passed, N failed". Exits 1
+#                                               if anything failed
 #
-# The tests are those of build/test_train_gpt and build/test_cuda_on_cpu and every executable test/*_test.sh and
-# test/*_test.py, each of which counts as one. Only with --long run test cases tagged [long], scripts named test/long_*,
-# and the CUDA kernels under ThreadSanitizer. TESTS, in the environment, picks test cases of the programs in Catch2's
-# words; the scripts are then left out.
+# A test program writes a line to the file TEST_NOTES when a test case begins and one when it ends (test/main.cpp). A
+# script (*.sh) counts as one test case. From the environment: TESTS, test cases in Catch2's words; LONG=1, also those
+# tagged [long]; TEST_TIMEOUT.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+results=build/results
 
-long=no
-[ "${1:-}" != --long ] || long=yes
-timeout=${TEST_TIMEOUT:-45m}
-notes=$(mktemp)
-trap 'rm -f "$notes"' EXIT
-
-# with_timeout COMMAND...: stops a command that hangs and whatever it has started. `timeout` gives it a process group
+# with_timeout COMMAND...: stops a command that hangs, and whatever it has started. `timeout` gives it a process group
 # of its own for that, which a Ctrl-C at the terminal does not reach: so wait for it here and pass the signal on.
 with_timeout() {
-  local status=0
-  timeout --kill-after=10 "$timeout" "$@" </dev/null &
+  local status=0 limit=${TEST_TIMEOUT:-45m}
+  timeout --kill-after=10 "$limit" "$@" </dev/null &
   trap 'kill $!; exit 130' INT TERM
   wait $! || status=$?
   trap - INT TERM
-  [ $status -ne 124 ] || echo "run_tests.sh: stopped after $timeout (TEST_TIMEOUT): $*"
+  [ $status -ne 124 ] || echo "run_tests.sh: stopped after $limit (TEST_TIMEOUT): $*"
   return $status
 }
 
-# How many lines of the notes begin with a word.
-count() { awk -v word="$1" '$1 == word { ++n } END { print n + 0 }' "$notes"; }
+# count WORD FILE...: the lines that begin with the word
+count() {
+  local word=$1
+  shift
+  awk -v word="$word" '$1 == word { ++n } END { print n + 0 }' "$@" </dev/null
+}
 
-filter=()
-if [ -n "${TESTS:-}" ]; then filter=("$TESTS"); elif [ $long = no ]; then filter=('~[long]~[.]'); fi
-programs=(build/test_train_gpt build/test_cuda_on_cpu)
-[ $long = no ] || programs+=(build/test_cuda_on_cpu_tsan)
-died=0
-for program in "${programs[@]}"; do
-  status=0 failed_before=$(count failed) started_before=$(count started)
-  OMP_WAIT_POLICY=passive TEST_NOTES=$notes with_timeout "$program" "${filter[@]}" || status=$?
-  # A test case that started and never ended is the one that the program died in. It may also die between test cases or
-  # at exit, and must not pass for that.
-  if [[ $(tail -n 1 "$notes") == 'started - '* ]]; then
-    echo "run_tests.sh: $program ended with status $status in '$(sed -n '$s/^started - //p' "$notes")';" \
-      "the test cases after it did not run"
-    sed -i '$s/^started/& died/' "$notes"
-    died=$((died + 1))
-  elif [ "$status" -ne 0 ] && [ "$(count failed)" -eq "$failed_before" ] &&
-    [[ -z ${TESTS:-} || $(count started) -gt $started_before ]]; then   # Catch2 3 minds a filter that matches nothing
-    echo "run_tests.sh: $program ended with status $status, and not in a test case"
-    died=$((died + 1))
-  fi
-done
-passed=$(count passed) skipped=$(count skipped) failed=$(($(count failed) + died))
-if [ $((passed + failed)) -eq 0 ]; then   # nor may a filter that matches nothing
-  echo "run_tests.sh: no test case ran"
-  failed=1
-fi
-
-if [ -z "${TESTS:-}" ]; then
-  for script in test/*_test.sh test/*_test.py; do
-    [[ -x $script && ($long = yes || $script != test/long_*) ]] || continue
-    if with_timeout "$script"; then passed=$((passed + 1)); else
-      echo "FAILED: $script"
-      failed=$((failed + 1))
+run() {
+  local name=$1 status=0 start=$SECONDS filter=()
+  shift
+  local notes=$results/$name.notes log=$results/$name.log
+  mkdir -p "$results"
+  : >"$notes"
+  if [[ $1 == *.sh ]]; then
+    with_timeout "$@" >"$log" 2>&1 || status=$?
+    echo "started - $name" >>"$notes"
+    echo "$([ $status -eq 0 ] && echo passed || echo failed) $((SECONDS - start)) $name" >>"$notes"
+  else
+    if [ -n "${TESTS:-}" ]; then filter=("$TESTS"); elif [ -z "${LONG:-}" ]; then filter=('~[long]~[.]'); fi
+    OMP_WAIT_POLICY=passive TEST_NOTES=$notes with_timeout "$@" "${filter[@]}" >"$log" 2>&1 || status=$?
+    # A test case that began and never ended is the one that the program died in. It may also die between test cases or
+    # at exit, and must not pass for that.
+    if [[ $(tail -n 1 "$notes") == 'started - '* ]]; then
+      echo "run_tests.sh: $* ended with status $status in '$(sed -n '$s/^started - //p' "$notes")';" \
+        "the test cases after it did not run" >>"$log"
+      echo "failed 0 $(sed -n '$s/^started - //p' "$notes")" >>"$notes"
+    elif [ $status -ne 0 ] && [ "$(count failed "$notes")" -eq 0 ] &&
+      [[ -z ${TESTS:-} || $(count started "$notes") -gt 0 ]]; then   # Catch2 3 minds a filter that matches nothing
+      echo "run_tests.sh: $* ended with status $status, and not in a test case" >>"$log"
+      echo "failed 0 $name: status $status outside of its test cases" >>"$notes"
     fi
-  done
-fi
+  fi
+  local failed
+  failed=$(count failed "$notes")
+  [ "$failed" -eq 0 ] || sed "s/^/$name: /" "$log"
+  echo "$name: $(count passed "$notes") passed, $failed failed, $((SECONDS - start)) s"
+}
 
-slow=$(awk '$1 != "started" && $2 >= 5 { seconds = $2; sub(/^[^ ]+ [^ ]+ /, ""); printf "%8.1f s  %s\n", seconds, $0 }' "$notes" |
-  sort -k1,1nr | head -n 5)
-[ -z "$slow" ] || printf 'the slowest test cases:\n%s\n' "$slow"
-[ "$skipped" -eq 0 ] || echo "$skipped skipped"
-echo "$passed passed, $failed failed"
-[ "$failed" -eq 0 ]
+sum() {
+  local status=$1 name passed failed skipped slow notes=()
+  shift
+  for name in "$@"; do
+    [ -e "$results/$name.notes" ] || {
+      echo "run_tests.sh: $name was not run, because it was not built"
+      echo "failed 0 $name: not built" >"$results/$name.notes"
+    }
+    notes+=("$results/$name.notes")
+  done
+  passed=$(count passed "${notes[@]}") failed=$(count failed "${notes[@]}") skipped=$(count skipped "${notes[@]}")
+  if [ "$status" -ne 0 ] && [ "$failed" -eq 0 ]; then
+    echo "run_tests.sh: make ended with status $status"
+    failed=1
+  elif [ $((passed + failed)) -eq 0 ]; then   # a filter may match nothing
+    echo "run_tests.sh: no test case ran"
+    failed=1
+  fi
+  slow=$(awk '$1 != "started" && $2 >= 5 { seconds = $2; sub(/^[^ ]+ [^ ]+ /, ""); printf "%8.1f s  %s\n", seconds, $0 }' \
+    "${notes[@]}" | sort -k1,1nr | head -n 8)
+  [ -z "$slow" ] || printf 'the slowest test cases:\n%s\n' "$slow"
+  if [ "$failed" -gt 0 ]; then
+    echo 'failed:'
+    awk '$1 == "failed" { sub(/^[^ ]+ [^ ]+ /, ""); print "  " FILENAME ": " $0 }' "${notes[@]}" |
+      sed "s,$results/\(.*\)\.notes: ,\1: ,"
+  fi
+  [ "$skipped" -eq 0 ] || echo "$skipped skipped"
+  echo "$passed passed, $failed failed"
+  [ "$failed" -eq 0 ]
+}
+
+"$@"

@@ -1,0 +1,416 @@
+// Every op: by finite differences in double, against PyTorch (golden/ops.safetensors) in fp32 and bf16, and its
+// contract.
+#include "catch2.h"
+#include "ops/op_bench.h"
+
+using namespace llmc;
+
+TEST_CASE("the exponential of every NaN is a NaN") {
+  for (const uint32_t bits : {0xffffffffu, 0x7fffffffu, 0x7fc00000u, 0xffc00000u, 0xff800001u, 0x7f812345u})
+    REQUIRE(std::isnan(cpu::exponential(std::bit_cast<float>(bits))));
+}
+
+TEST_CASE("embedding: finite differences") {
+  Bench b;
+  const Tensor tokens = b.integers({3, 0, 3, 6, 1}), positions = b.integers({0, 1, 2, 0, 1});
+  const Tensor wte = b.normal({7, 5}), wpe = b.normal({3, 5}), dout = b.normal({5, 5}),
+               out = b.poisoned(DType::fp64, {5, 5});
+  const Tensor dwte = b.zeros(DType::fp64, {7, 5}), dwpe = b.zeros(DType::fp64, {3, 5});
+  embedding_backward(dwte, dwpe, dout, tokens, positions, b.stream);
+  b.stream.synchronize();
+  auto value = [&] {
+    embedding_forward(out, tokens, positions, wte, wpe, b.stream);
+    b.stream.synchronize();
+    return dot(out, dout);
+  };
+  require_gradient(wte, dwte, value);
+  require_gradient(wpe, dwpe, value);
+}
+
+TEST_CASE("layernorm: finite differences; dx overwrites or adds as asked, weights always add") {
+  Bench b;
+  const Shape NC{7, 5};
+  const Tensor x = b.normal(NC), w = b.normal({5}), bias = b.normal({5}), dout = b.normal(NC);
+  const Tensor out = b.poisoned(DType::fp64, NC), mean = b.poisoned(DType::fp64, {7}),
+               rstd = b.poisoned(DType::fp64, {7});
+  const Tensor dx = b.poisoned(DType::fp64, NC), dw = b.zeros(DType::fp64, {5}), db = b.zeros(DType::fp64, {5});
+  auto value = [&] {
+    layernorm_forward(out, mean, rstd, x, w, bias, 1e-5f, b.stream);
+    b.stream.synchronize();
+    return dot(out, dout);
+  };
+  value();
+  layernorm_backward(dx, dw, db, dout, x, w, mean, rstd, Accumulate::no, b.stream);
+  b.stream.synchronize();
+  require_gradient(x, dx, value);
+  require_gradient(w, dw, value);
+  require_gradient(bias, db, value);
+  const std::vector<double> once(dx.data<double>(), dx.data<double>() + dx.numel());
+  const double dw0 = dw.data<double>()[0];
+  value();
+  layernorm_backward(dx, dw, db, dout, x, w, mean, rstd, Accumulate::yes, b.stream);
+  b.stream.synchronize();
+  for (size_t i = 0; i < once.size(); ++i) REQUIRE(std::abs(dx.data<double>()[i] - 2 * once[i]) < 1e-12);
+  REQUIRE(std::abs(dw.data<double>()[0] - 2 * dw0) < 1e-12);
+}
+
+TEST_CASE("linear: finite differences; weight and bias gradients add") {
+  Bench b;
+  const Tensor x = b.normal({7, 5}), w = b.normal({9, 5}), bias = b.normal({9}), dout = b.normal({7, 9});
+  const Tensor out = b.poisoned(DType::fp64, {7, 9}), dx = b.poisoned(DType::fp64, {7, 5});
+  const Tensor dw = b.zeros(DType::fp64, {9, 5}), db = b.zeros(DType::fp64, {9});
+  auto value = [&] {
+    linear_forward(out, x, w, bias, b.stream);
+    b.stream.synchronize();
+    return dot(out, dout);
+  };
+  linear_backward_input(dx, dout, w, b.stream);
+  linear_backward_weight(dw, db, dout, x, b.stream);
+  b.stream.synchronize();
+  require_gradient(x, dx, value);
+  require_gradient(w, dw, value);
+  require_gradient(bias, db, value);
+  const double before = dw.data<double>()[3];
+  linear_backward_weight(dw, {}, dout, x, b.stream);
+  b.stream.synchronize();
+  REQUIRE(std::abs(dw.data<double>()[3] - 2 * before) < 1e-12);
+}
+
+TEST_CASE("gelu: finite differences; the gradient may be computed in place") {
+  Bench b;
+  const Tensor x = b.normal({7, 5}, 3), dout = b.normal({7, 5}), out = b.poisoned(DType::fp64, {7, 5}),
+               dx = b.poisoned(DType::fp64, {7, 5});
+  gelu_backward(dx, dout, x, b.stream);
+  b.stream.synchronize();
+  require_gradient(x, dx, [&] {
+    gelu_forward(out, x, b.stream);
+    b.stream.synchronize();
+    return dot(out, dout);
+  });
+  gelu_backward(dout, dout, x, b.stream);
+  b.stream.synchronize();
+  REQUIRE(relative_distance(dout.data<double>(), dx.data<double>(), dx.numel()) == 0);
+}
+
+TEST_CASE("attention: finite differences, plain and grouped heads, sequences around the size of a block") {
+  for (const AttentionShape s : {AttentionShape{2, 13, 3, 3, 5}, AttentionShape{1, 7, 4, 2, 3},
+                                 AttentionShape{1, 1, 1, 1, 2}, AttentionShape{1, 33, 2, 1, 3}}) {
+    Bench b;
+    const int64_t N = s.B * s.T, width = (s.Hq + 2 * s.Hkv) * s.D;
+    const Tensor qkv = b.normal({N, width}), dout = b.normal({N, s.Hq * s.D}),
+                 out = b.poisoned(DType::fp64, dout.shape);
+    const Tensor lse = b.poisoned(DType::fp64, {s.B, s.Hq, s.T}), dqkv = b.poisoned(DType::fp64, qkv.shape);
+    auto value = [&] {
+      attention_forward(out, lse, qkv, {}, s, b.stream);
+      b.stream.synchronize();
+      return dot(out, dout);
+    };
+    value();
+    attention_backward(dqkv, dout, out, qkv, lse, {}, s, b.stream);
+    b.stream.synchronize();
+    require_gradient(qkv, dqkv, value);
+  }
+}
+
+TEST_CASE("cross-entropy: finite differences; padding columns become zero and change nothing") {
+  Bench b;
+  constexpr int64_t N = 6, V = 9, padded = 16;
+  const Tensor targets = b.integers({0, 8, 3, 3, 5, 1});
+  const Tensor original = b.normal({N, padded}, 2), logits = b.poisoned(DType::fp64, {N, padded}),
+               losses = b.poisoned(DType::fp64, {N});
+  for (int64_t n = 0; n < N; ++n)  // whatever stands in the padding
+    for (int64_t v = V; v < padded; ++v) original.data<double>()[n * padded + v] = 1e30;
+  auto value = [&] {
+    copy(logits, original, b.stream);
+    cross_entropy(losses, logits, targets, V, 0.25, Gradient::no, b.stream);
+    b.stream.synchronize();
+    double sum = 0;
+    for (int64_t n = 0; n < N; ++n) sum += 0.25 * losses.data<double>()[n];
+    return sum;
+  };
+  value();
+  REQUIRE(relative_distance(logits.data<double>(), original.data<double>(), N * padded) ==
+          0);  // untouched without Gradient::yes
+  cross_entropy(losses, logits, targets, V, 0.25, Gradient::yes, b.stream);
+  b.stream.synchronize();
+  const Tensor gradient = b.poisoned(DType::fp64, {N, padded});
+  copy(gradient, logits, b.stream);
+  b.stream.synchronize();
+  for (int64_t n = 0; n < N; ++n)
+    for (int64_t v = V; v < padded; ++v) REQUIRE(gradient.data<double>()[n * padded + v] == 0);
+  for (int64_t n = 0; n < N; ++n)
+    for (int64_t v = V; v < padded; ++v) original.data<double>()[n * padded + v] = 0;
+  require_gradient(original, gradient, value);
+}
+
+TEST_CASE("every op agrees with PyTorch in fp32 and bf16") {
+  for (const DType d : {DType::fp32, DType::bf16}) {
+    Bench b;
+    const Golden golden(d);
+    auto in = [&](const std::string& name, const Shape& shape) { return golden.load(b, name, d, shape); };
+    {
+      const Tensor tokens = golden.integers(b, "embedding.tokens"),
+                   positions = golden.integers(b, "embedding.positions");
+      const Tensor out = b.poisoned(d, {7, 36}), dwte = b.zeros(DType::fp32, {11, 36}),
+                   dwpe = b.zeros(DType::fp32, {5, 36});
+      embedding_forward(out, tokens, positions, in("embedding.wte", {11, 36}), in("embedding.wpe", {5, 36}), b.stream);
+      embedding_backward(dwte, dwpe, in("embedding.dout", {7, 36}), tokens, positions, b.stream);
+      golden.require(b, out, "embedding.out");
+      golden.require(b, dwte, "embedding.dwte");
+      golden.require(b, dwpe, "embedding.dwpe");
+    }
+    {
+      const Tensor x = in("layernorm.x", {7, 36}), w = in("layernorm.weight", {36}),
+                   dout = in("layernorm.dout", {7, 36});
+      const Tensor out = b.poisoned(d, {7, 36}), dx = b.poisoned(d, {7, 36}), mean = b.poisoned(DType::fp32, {7}),
+                   rstd = b.poisoned(DType::fp32, {7});
+      const Tensor dw = b.zeros(DType::fp32, {36}), db = b.zeros(DType::fp32, {36});
+      layernorm_forward(out, mean, rstd, x, w, in("layernorm.bias", {36}), 1e-5f, b.stream);
+      layernorm_backward(dx, dw, db, dout, x, w, mean, rstd, Accumulate::no, b.stream);
+      golden.require(b, out, "layernorm.out");
+      golden.require(b, dx, "layernorm.dx");
+      golden.require(b, dw, "layernorm.dweight");
+      golden.require(b, db, "layernorm.dbias");
+    }
+    {  // the gradient of a residual stream: added to in bf16, rounded once
+      const std::string op = "residual_layernorm.";
+      const Tensor x = in(op + "x", {7, 36}), w = in(op + "weight", {36}), dout = in(op + "dout", {7, 36});
+      const Tensor branch = b.poisoned(d, {7, 36}), mean = b.poisoned(DType::fp32, {7}),
+                   rstd = b.poisoned(DType::fp32, {7});
+      const Tensor dx = in(op + "dout", {7, 36}), dw = b.zeros(DType::fp32, {36}), db = b.zeros(DType::fp32, {36});
+      layernorm_forward(branch, mean, rstd, x, w, in(op + "bias", {36}), 1e-5f, b.stream);
+      layernorm_backward(dx, dw, db, dout, x, w, mean, rstd, Accumulate::yes, b.stream);
+      golden.require(b, dx, op + "dx");
+      golden.require(b, dw, op + "dweight");
+      golden.require(b, db, op + "dbias");
+      residual_forward(branch, x, branch, b.stream);
+      golden.require(b, branch, op + "out", Rounding::inside_too);  // the branch was rounded
+    }
+    {
+      const Tensor x = in("linear.x", {7, 36}), w = in("linear.weight", {50, 36}), dout = in("linear.dout", {7, 50});
+      const Tensor out = b.poisoned(d, {7, 50}), dx = b.poisoned(d, {7, 36}), dw = b.zeros(DType::fp32, {50, 36}),
+                   db = b.zeros(DType::fp32, {50});
+      linear_forward(out, x, w, in("linear.bias", {50}), b.stream);
+      linear_backward_input(dx, dout, w, b.stream);
+      linear_backward_weight(dw, db, dout, x, b.stream);
+      golden.require(b, out, "linear.out");
+      golden.require(b, dx, "linear.dx");
+      golden.require(b, dw, "linear.dweight");
+      golden.require(b, db, "linear.dbias");
+      linear_backward_weight(dw, db, dout, x, b.stream);  // a second micro-batch adds in fp32
+      scale(dw, 0.5f, b.stream);
+      scale(db, 0.5f, b.stream);
+      golden.require(b, dw, "linear.dweight");
+      golden.require(b, db, "linear.dbias");
+    }
+    {
+      const Tensor x = in("gelu.x", {7, 36}), out = b.poisoned(d, {7, 36}), dx = b.poisoned(d, {7, 36});
+      gelu_forward(out, x, b.stream);
+      gelu_backward(dx, in("gelu.dout", {7, 36}), x, b.stream);
+      golden.require(b, out, "gelu.out");
+      golden.require(b, dx, "gelu.dx");
+    }
+    for (const auto& [name, s] : {std::pair<std::string, AttentionShape>{"attention", {2, 37, 3, 3, 12}},
+                                  {"grouped_attention", {2, 37, 4, 2, 12}}}) {
+      const int64_t N = s.B * s.T, width = (s.Hq + 2 * s.Hkv) * s.D;
+      const Tensor qkv = in(name + ".qkv", {N, width}), out = b.poisoned(d, {N, s.Hq * s.D}),
+                   dqkv = b.poisoned(d, {N, width});
+      const Tensor lse = b.poisoned(DType::fp32, {s.B, s.Hq, s.T});
+      attention_forward(out, lse, qkv, {}, s, b.stream);
+      attention_backward(dqkv, in(name + ".dout", {N, s.Hq * s.D}), out, qkv, lse, {}, s, b.stream);
+      golden.require(b, out, name + ".out");
+      golden.require(b, dqkv, name + ".dqkv", Rounding::inside_too);  // it reads the rounded out
+    }
+    {
+      const Tensor out = b.poisoned(d, {7, 36});
+      residual_forward(out, in("residual.a", {7, 36}), in("residual.b", {7, 36}), b.stream);
+      golden.require(b, out, "residual.out");
+    }
+    {
+      const Tensor logits = in("cross_entropy.logits", {7, 31}), losses = b.poisoned(DType::fp32, {7});
+      cross_entropy(losses, logits, golden.integers(b, "cross_entropy.targets"), 31, 1.0 / 7, Gradient::yes, b.stream);
+      golden.require(b, losses, "cross_entropy.losses");
+      golden.require(b, logits, "cross_entropy.dlogits");
+    }
+    // bf16 weights are the rounding of fp32 masters, which agree with PyTorch as closely as fp32 weights do.
+    for (const auto& [op, max_norm] : {std::pair<std::string, double>{"adamw", 0}, {"clipped_adamw", 1}}) {
+      const bool rounded = d == DType::bf16;
+      const Tensor master = golden.load(b, op + ".before", DType::fp32, {133}),
+                   weight = rounded ? b.as(d, master) : master;
+      const Tensor m = b.zeros(DType::fp32, {133}), v = b.zeros(DType::fp32, {133}),
+                   sums = b.poisoned(DType::fp64, {2}), loss = b.zeros(DType::fp64, {1}),
+                   control = b.zeros(DType::fp64, {4});
+      for (int step = 1; step <= 3; ++step) {
+        const Tensor g = golden.load(b, formatted("{}.gradient{}", op, step), DType::fp32, {133});
+        square_sum(sums.slice(0, {1}), g.slice(0, {100}), b.stream);
+        square_sum(sums.slice(1, {1}), g.slice(100, {33}), b.stream);
+        clip_control(control, sums, loss, {.max_norm = max_norm}, b.stream);
+        adamw_update(weight, rounded ? master : Tensor{}, m, v, g, control,
+                     {.lr = 0.01f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = step},
+                     b.stream);
+        golden.require(b, control.slice(0, {1}), formatted("{}.norm{}", op, step));
+        golden.require(b, master, formatted("{}.after{}", op, step));
+        golden.require(b, weight, formatted("{}.after{}", op, step));
+        REQUIRE(std::memcmp(weight.bytes, b.as(d, master).bytes, static_cast<size_t>(weight.size_bytes())) == 0);
+        REQUIRE((control.data<double>()[1] < 1) == (max_norm > 0 && step > 1));
+      }
+    }
+    if (d == DType::bf16) {  // of a gradient in bf16: the sum is in double all the same
+      const Tensor norm = b.poisoned(DType::fp64, {1});
+      square_sum(norm, in("gradient_norm.gradient", {133}), b.stream);
+      b.stream.synchronize();
+      *norm.data<double>() = std::sqrt(*norm.data<double>());
+      golden.require(b, norm, "gradient_norm.norm");
+    }
+  }
+}
+
+TEST_CASE("a control that forbids the update changes nothing") {
+  Bench b;
+  const Tensor w = b.as(DType::fp32, b.normal({50})), m = b.zeros(DType::fp32, {50}), v = b.zeros(DType::fp32, {50});
+  const Tensor g = b.as(DType::fp32, b.normal({50})), control = b.zeros(DType::fp64, {4});
+  const std::vector<float> before(w.data<float>(), w.data<float>() + 50);
+  adamw_update(w, {}, m, v, g, control,
+               {.lr = 1, .beta1 = 0.9f, .beta2 = 0.9f, .eps = 1e-8f, .weight_decay = 1, .step = 1}, b.stream);
+  b.stream.synchronize();
+  REQUIRE(std::memcmp(before.data(), w.bytes, 200) == 0);
+  REQUIRE(m.data<float>()[7] == 0);
+}
+
+TEST_CASE("the gradient norm adds in double, clips as torch does, and forbids what is not finite") {
+  Bench b;
+  const Tensor x = b.poisoned(DType::fp32, {200003}), sums = b.poisoned(DType::fp64, {2}),
+               control = b.zeros(DType::fp64, {4}), loss = b.zeros(DType::fp64, {1});
+  for (int64_t i = 0; i < x.numel(); ++i) x.data<float>()[i] = 0.001f;
+  square_sum(sums.slice(0, {1}), x, b.stream);
+  square_sum(sums.slice(1, {1}), x.slice(0, {1}), b.stream);
+  clip_control(control, sums, loss, {.max_norm = 0.1}, b.stream);
+  b.stream.synchronize();
+  const double norm = std::sqrt(200004.0) * double(0.001f);
+  REQUIRE(std::abs(control.data<double>()[0] / norm - 1) < 1e-12);
+  REQUIRE(std::abs(control.data<double>()[1] - 0.1 / (norm + 1e-6)) < 1e-12);
+  REQUIRE(control.data<double>()[2] == 1);
+  clip_control(control, sums, loss, {.max_norm = 0}, b.stream);
+  b.stream.synchronize();
+  REQUIRE(control.data<double>()[1] == 1);
+  loss.data<double>()[0] = std::numeric_limits<double>::infinity();
+  clip_control(control, sums, loss, {.max_norm = 0}, b.stream);
+  b.stream.synchronize();
+  REQUIRE(control.data<double>()[2] == 0);
+  loss.data<double>()[0] = 0;
+  x.data<float>()[100000] = std::numeric_limits<float>::quiet_NaN();
+  square_sum(sums.slice(0, {1}), x, b.stream);
+  zero(control, b.stream);
+  clip_control(control, sums, loss, {.max_norm = 1}, b.stream);
+  b.stream.synchronize();
+  REQUIRE(control.data<double>()[2] == 0);
+  // From then on nothing is allowed, until it is made 0 again; a number that is only too large forbids one update.
+  x.data<float>()[100000] = 0;
+  square_sum(sums.slice(0, {1}), x, b.stream);
+  clip_control(control, sums, loss, {}, b.stream);
+  b.stream.synchronize();
+  REQUIRE(control.data<double>()[2] == 0);
+  zero(control, b.stream);
+  for (const double allowed : {0.0, 1.0}) {
+    clip_control(control, sums, loss, {.largest_loss = allowed - 0.5}, b.stream);
+    b.stream.synchronize();
+    REQUIRE(control.data<double>()[2] == allowed);
+  }
+}
+
+TEST_CASE("our ops give bitwise the same with 1, 2 and 3 threads") {
+  for (const DType d : {DType::fp32, DType::bf16}) {
+    std::vector<std::string> results;
+    for (int threads = 1; threads <= 3; ++threads) {
+      Bench b(threads);
+      const AttentionShape s{2, 70, 4, 2, 9};
+      const int64_t N = 140, C = 36, W = (s.Hq + 2 * s.Hkv) * s.D;
+      const Tensor x = b.as(d, b.normal({N, C})), w = b.as(d, b.normal({C})), dout = b.as(d, b.normal({N, C}));
+      const Tensor out = b.poisoned(d, {N, C}), dx = b.poisoned(d, {N, C}), mean = b.poisoned(DType::fp32, {N}),
+                   rstd = b.poisoned(DType::fp32, {N});
+      const Tensor dw = b.zeros(DType::fp32, {C}), db = b.zeros(DType::fp32, {C});
+      layernorm_forward(out, mean, rstd, x, w, w, 1e-5f, b.stream);
+      layernorm_backward(dx, dw, db, dout, x, w, mean, rstd, Accumulate::no, b.stream);
+      const Tensor qkv = b.as(d, b.normal({N, W})), dqkv = b.poisoned(d, {N, W}),
+                   lse = b.poisoned(DType::fp32, {s.B, s.Hq, s.T}), o = b.poisoned(d, {N, C});
+      attention_forward(o, lse, qkv, {}, s, b.stream);
+      attention_backward(dqkv, dout, o, qkv, lse, {}, s, b.stream);
+      const Tensor wide = b.normal({N, 50}), big = b.as(DType::fp64, b.normal({50, C})),
+                   product = b.poisoned(DType::fp64, {N, 50});
+      linear_forward(product, b.as(DType::fp64, b.normal({N, C})), big, {}, b.stream);  // our own matmul
+      const Tensor sums = b.poisoned(DType::fp64, {1});
+      square_sum(sums, wide, b.stream);
+      b.stream.synchronize();
+      std::string all;
+      for (const Tensor& t : {out, dx, dw, db, o, dqkv, lse, product, sums})
+        all.append(reinterpret_cast<const char*>(t.bytes), static_cast<size_t>(t.size_bytes()));
+      results.push_back(all);
+    }
+    REQUIRE(results[0] == results[1]);
+    REQUIRE(results[0] == results[2]);
+  }
+}
+
+TEST_CASE("oneDNN and our own matmul agree, for all transposes, ragged sizes, bias and accumulation") {
+  using cpu::Transpose;
+  for (const DType d : {DType::fp32, DType::bf16})
+    for (const Transpose ta : {Transpose::no, Transpose::yes})
+      for (const Transpose tb : {Transpose::no, Transpose::yes})
+        for (const Accumulate add : {Accumulate::no, Accumulate::yes})
+          for (const cpu::Bias bias : {cpu::Bias::no, cpu::Bias::yes}) {
+            Bench b;
+            cpu::MatmulShape s{.M = 67,
+                               .N = 131,
+                               .K = 300,
+                               .a = ta,
+                               .b = tb,
+                               .accumulate = add,
+                               .in = d,
+                               .out = DType::fp32,
+                               .bias = bias,
+                               .threads = 2};
+            if (bias == cpu::Bias::yes && add == Accumulate::yes) continue;
+            const Tensor a64 = b.normal({s.M * s.K}), b64 = b.normal({s.K * s.N}), bias64 = b.normal({s.N}),
+                         c64 = b.normal({s.M * s.N});
+            const Tensor a = b.as(d, a64), m = b.as(d, b64), v = b.as(d, bias64), c = b.as(DType::fp32, c64);
+            const Tensor wa = b.as(DType::fp64, a), wm = b.as(DType::fp64, m), wv = b.as(DType::fp64, v),
+                         wc = b.as(DType::fp64, c);
+            const auto fast = cpu::Matmul::prepare(s);
+            cpu::MatmulShape wide = s;
+            wide.in = wide.out = DType::fp64;
+            const Tensor scratch = b.poisoned(DType::int32, {fast.scratch_bytes() / 4 + 1});
+            b.stream.enqueue([&] {
+              fast.run(c.bytes, a.bytes, m.bytes, bias == cpu::Bias::yes ? v.bytes : nullptr, scratch.bytes);
+              cpu::Matmul::prepare(wide).run(wc.bytes, wa.bytes, wm.bytes, bias == cpu::Bias::yes ? wv.bytes : nullptr,
+                                             nullptr);
+            });
+            b.stream.synchronize();
+            REQUIRE(relative_distance(c.data<float>(), wc.data<double>(), c.numel()) < 1e-6);
+          }
+}
+
+TEST_CASE("a wrong shape or dtype is refused, naming op and argument") {
+  Bench b;
+  const Tensor x = b.zeros(DType::fp32, {4, 6}), w = b.zeros(DType::fp32, {6}), stat = b.zeros(DType::fp32, {4}),
+               half = b.zeros(DType::bf16, {4, 6});
+  REQUIRE_ERROR(layernorm_forward(x, stat, stat, x, b.zeros(DType::fp32, {5}), w, 1e-5f, b.stream),
+                "layernorm_forward: weight");
+  REQUIRE_ERROR(layernorm_forward(half, stat, stat, x, w, w, 1e-5f, b.stream), "layernorm_forward: out");
+  REQUIRE_ERROR(linear_forward(x, x, b.zeros(DType::fp32, {6, 7}), {}, b.stream), "linear_forward: weight");
+  REQUIRE_ERROR(residual_forward(x, x, half, b.stream), "residual_forward: b");
+  REQUIRE_ERROR(attention_forward(x, stat, x, {}, {1, 4, 3, 2, 1}, b.stream), "3 query heads");
+}
+
+TEST_CASE("the null device books flops and bytes and computes nothing") {
+  const Device device{DeviceKind::null, 2};
+  Arena arena(device), scratch(device);
+  Stream stream(device, scratch);
+  OpLedger ledger;
+  stream.set_ledger(&ledger);
+  auto tensor = [&](const Shape& s) { return arena.alloc("test", "test", DType::fp32, s); };
+  linear_forward(tensor({10, 20}), tensor({10, 30}), tensor({20, 30}), {}, stream);
+  REQUIRE(ledger.at("linear_forward").calls == 1);
+  REQUIRE(ledger.at("linear_forward").flops == 2.0 * 10 * 20 * 30);
+  REQUIRE(ledger.at("linear_forward").bytes == 4.0 * (200 + 300 + 600));
+  REQUIRE(arena.high_water() == 1024 + 1280 + 2560);
+}

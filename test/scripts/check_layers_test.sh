@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# The floors hold: scripts/check_layers.sh passes this tree, and refuses each breach that is planted in a copy of it.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+copy=$(mktemp -d)
+trap 'rm -rf "$copy"' EXIT
+fail() { echo "check_layers_test.sh: $*"; exit 1; }
+
+scripts/check_layers.sh || fail "this tree breaks the rules above"
+
+# refuses FILE LINE EXPECTED: with LINE at the end of FILE the check fails, naming FILE, the line and EXPECTED
+refuses() {
+  local file=$1 line=$2 expected=$3 output number
+  rm -rf "$copy/tree" && mkdir "$copy/tree" && cp -r llmc train_gpt.cu "$copy/tree"
+  mkdir -p "$copy/tree/$(dirname "$file")"
+  printf '%s\n' "$line" >>"$copy/tree/$file"
+  number=$(wc -l <"$copy/tree/$file")
+  ! output=$(scripts/check_layers.sh "$copy/tree") || fail "'$line' in $file passed"
+  [[ $output == *"$file:$number: "*"$expected"* ]] || fail "'$line' in $file was refused with: $output"
+}
+
+refuses llmc/core/planted.h '#include "train/step.h"' 'core does not stand on train'
+refuses llmc/data/planted.h '#include "train/trainer.h"' 'data does not stand on train'
+refuses llmc/core/planted.h '#include "core/planted.hpp" // "core/check.h"' 'there is no llmc/core/planted.hpp'
+refuses train_gpt.cu '#include "dist/comm_threads.h"' 'the transports are private'
+refuses llmc/ops/planted.h '#  include "dist/mesh_that_is_not_there.h"' 'there is no llmc/dist/mesh_that_is_not_there.h'
+refuses llmc/model/planted.h '#include "../core/check.h"' 'write it from llmc/'
+refuses llmc/core/planted.h '#include "check.h"' 'there is no llmc/check.h'
+refuses llmc/attic/planted.h '// a header' 'llmc/attic is no floor'
+refuses llmc/model/planted.h '#ifdef __CUDACC__' 'an #if on __CUDACC__'
+refuses llmc/train/planted.h '#elif defined(TRAIN_GPT_ONEDNN)' 'an #if on TRAIN_GPT_ONEDNN'
+refuses llmc/train/planted.h $'#if 1 || \\\n    __CUDA_ARCH__ >= 900' 'an #if on __CUDA_ARCH__'
+refuses llmc/train/planted.h '#include <cuda_runtime.h>' 'include of cuda_runtime.h'
+refuses llmc/dist/planted.h '#include <mpi.h>' 'include of mpi.h'
+refuses train_gpt.cu '#include "dnnl.h"' 'include of dnnl.h'

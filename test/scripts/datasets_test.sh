@@ -1,0 +1,161 @@
+#!/usr/bin/env bash
+# data/prepare.py against a server of this machine: downloads that break off go on, killed runs too, with the same shards;
+# data/write_tokenizer.py. What needs tiktoken or pyarrow is tried where a Python has them.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+dir=$(mktemp -d)
+trap 'kill "$server" 2>/dev/null; rm -rf "$dir"' EXIT
+fail() {
+  echo "datasets_test: $1" >&2
+  cat "$dir/err" "$dir/out" >&2
+  exit 1
+}
+
+# The server: the paths below $dir/www; /flaky/ is the same, but breaks off after 30,000 bytes; a list of parquet files.
+mkdir -p "$dir/www/tinyshakespeare" "$dir/www/resolve/main"
+cat >"$dir/server.py" <<'PY'
+import http.server, json, os, re, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        path = self.path.split("?")[0]
+        flaky, path = path.startswith("/flaky"), path.removeprefix("/flaky")
+        if path.startswith("/api/"):
+            page = "page=2" in self.path
+            body = json.dumps([{"path": f"sample/10BT/00{int(page)}_00000.parquet"}]).encode()
+            self.send_response(200)
+            if not page:
+                self.send_header("Link", f'<http://{self.headers["Host"]}{path}?page=2>; rel="next"')
+        else:
+            file = sys.argv[1] + re.sub(r"/datasets/HuggingFaceFW/fineweb-edu/resolve/main/.*/", "/", path)
+            if not os.path.exists(file):
+                return self.send_error(404)
+            body = open(file, "rb").read()
+            start = int(re.match(r"bytes=(\d+)-", self.headers.get("Range", "bytes=0-"))[1])
+            self.send_response(206 if start else 200)
+            body = body[start:]
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[:30000] if flaky else body)
+        print(self.path, self.headers.get("Range", ""), file=sys.stderr, flush=True)
+
+    def log_message(self, *_):
+        pass
+
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_address[1], flush=True)
+server.serve_forever()
+PY
+python3 "$dir/server.py" "$dir/www" >"$dir/port" 2>"$dir/requests" &
+server=$!
+for i in $(seq 3000); do printf 'First Citizen %d:\nBefore we proceed any further, hear me speak.\n\n' "$i"; done \
+  >"$dir/www/tinyshakespeare/input.txt"
+for i in $(seq 20000); do printf 'Once upon a time, there was story number %d.\n<|endoftext|>\n' "$i"; done \
+  >"$dir/www/resolve/main/TinyStoriesV2-GPT4-train.txt"
+printf 'A small story.\n<|endoftext|>\nAnother one.\n<|endoftext|>\n' >"$dir/www/resolve/main/TinyStoriesV2-GPT4-valid.txt"
+until [ -s "$dir/port" ]; do sleep 0.05; done
+url=http://127.0.0.1:$(cat "$dir/port")
+
+prepare() { python3 data/prepare.py "$@" >"$dir/out" 2>"$dir/err"; }
+same_shards() { # PREFIX PREFIX
+  local file
+  for file in "$1"_*.bin; do cmp -s "$file" "$2${file#"$1"}" || fail "$file and $2${file#"$1"} differ"; done
+  [ "$(compgen -G "$1_*.bin" | wc -l)" = "$(compgen -G "$2_*.bin" | wc -l)" ] || fail "$1 and $2: not as many shards"
+}
+
+# Tiny Shakespeare: the first tokens are for validation, nothing is lost between the splits.
+prepare shakespeare --tokenizer bytes --base-url "$url" --out "$dir/s/s" || fail "shakespeare failed"
+python3 - "$dir" <<'PY' || fail "the shards do not hold the text"
+import struct, sys
+directory = sys.argv[1]
+def tokens(path):
+    data = open(path, "rb").read()
+    header = struct.unpack("<3i", data[:12])
+    assert header[:2] == (20240520, 1) and header[2] == (len(data) - 1024) // 2
+    return list(struct.unpack(f"<{header[2]}H", data[1024:]))
+val, train = (tokens(f"{directory}/s/s_{split}_000000.bin") for split in ("val", "train"))
+text = open(f"{directory}/www/tinyshakespeare/input.txt", "rb").read()
+expected = [token for document in text.split(b"\n\n") if document for token in (256, *document)]
+assert len(val) == 32768 and val + train == expected
+assert open(f"{directory}/s/gpt2_tokenizer.bin", "rb").read(16) == struct.pack("<4I", 20240328, 2, 257, 256)
+PY
+
+# A connection that breaks off again and again: the download goes on where it stood.
+prepare shakespeare --tokenizer bytes --base-url "$url/flaky" --out "$dir/f/s" || fail "a flaky connection was not overcome"
+grep -q 'flaky.*bytes=60000-' "$dir/requests" || fail "the download did not go on where it broke off"
+same_shards "$dir/s/s" "$dir/f/s"
+
+# kill -9 at any time: the next start goes on, and the shards are the same; in several processes too.
+prepare tinystories --tokenizer bytes --base-url "$url" --out "$dir/t/t" --shard-size 100000 || fail "tinystories failed"
+[ "$(compgen -G "$dir/t/t_train_*.bin" | wc -l)" -gt 5 ] || fail "no shards were cut"
+for seconds in 0.15 0.2 0.25 0.3 0.35; do
+  { timeout -s KILL $seconds python3 data/prepare.py tinystories --tokenizer bytes --base-url "$url" --out "$dir/k/t" \
+    --shard-size 100000 --workers 1 >"$dir/out"; } 2>/dev/null || true
+done
+prepare tinystories --tokenizer bytes --base-url "$url" --out "$dir/k/t" --shard-size 100000 || fail "no way on after kill -9"
+same_shards "$dir/t/t" "$dir/k/t"
+prepare tinystories --tokenizer bytes --base-url "$url/none" --out "$dir/k/t" --shard-size 100000 || fail "done, and downloads"
+
+# Only so many tokens; then more of them.
+prepare tinystories --tokenizer bytes --base-url "$url" --out "$dir/m/t" --shard-size 100000 --tokens 150000 || fail "--tokens"
+[ "$(stat -c %s "$dir/m/t_train_000101.bin")" = $((1024 + 2 * 50000)) ] || fail "--tokens was not kept"
+prepare tinystories --tokenizer bytes --base-url "$url" --out "$dir/m/t" --shard-size 100000 || fail "no more tokens"
+same_shards "$dir/t/t" "$dir/m/t"
+
+# Refusals, in one line each, with nothing lost.
+refused() { # WORD ARGUMENTS...
+  local word=$1 status=0
+  shift
+  prepare "$@" || status=$?
+  [ "$status" = 1 ] || fail "status $status instead of 1: $*"
+  grep -q -- "$word" "$dir/err" || fail "the error does not name '$word': $*"
+  [ "$(wc -l <"$dir/err")" = 1 ] || fail "more than one line: $*"
+}
+refused 404 shakespeare --tokenizer bytes --base-url "$url/nowhere" --out "$dir/r/r"
+refused 'another --out' tinystories --tokenizer bytes --base-url "$url" --out "$dir/t/t" --shard-size 50000
+mkdir "$dir/o" && echo mine >"$dir/o/s_train_000000.bin"
+refused 'exists already' shakespeare --tokenizer bytes --base-url "$url" --out "$dir/o/s"
+[ "$(cat "$dir/o/s_train_000000.bin")" = mine ] || fail "a shard of another origin was overwritten"
+refused 'goes on where it stopped' shakespeare --tokenizer bytes --base-url http://127.0.0.1:1 --out "$dir/u/s"
+
+# A vocabulary of GPT-2's kind, and parquet.
+if python=$(scripts/find_python.sh tiktoken); then
+  python3 - "$dir" <<'PY'
+import base64, sys
+tokens = [bytes([b]) for b in range(256)] + [b"on", b"st", b" st", b"or", b"ory", b" story", b"\xc3\xa9"]
+with open(sys.argv[1] + "/toy.tiktoken", "wb") as file:
+    for rank, token in enumerate(tokens):
+        file.write(base64.b64encode(token) + b" %d\n" % rank)
+PY
+  "$python" data/write_tokenizer.py "$dir/toy.tiktoken" "$dir/toy.bin" >"$dir/out" 2>"$dir/err" || fail "write_tokenizer failed"
+  python3 - "$dir/toy.bin" <<'PY' || fail "toy.bin is wrong"
+import struct, sys
+data = open(sys.argv[1], "rb").read()
+assert struct.unpack("<4I", data[:16]) == (20240328, 2, 264, 263)
+tokens, at = [], 1024
+while at < len(data):
+    tokens.append(data[at + 1:at + 1 + data[at]])
+    at += 1 + data[at]
+assert len(tokens) == 264 and tokens[65] == b"A" and tokens[261] == b" story" and tokens[263] == b"<|endoftext|>"
+PY
+  "$python" data/prepare.py tinystories --tokenizer "$dir/toy.tiktoken" --base-url "$url" --out "$dir/b/t" --tokens 1000 \
+    >"$dir/out" 2>"$dir/err" || fail "tiktoken failed"
+else
+  echo "datasets_test: tiktoken was not tried: no Python here has it"
+fi
+if python=$(scripts/find_python.sh pyarrow); then
+  "$python" - "$dir" <<'PY'
+import sys, pyarrow, pyarrow.parquet
+for index in (0, 1):
+    rows = [f"document {index} {i}\nof the web" for i in range(3000)]
+    pyarrow.parquet.write_table(pyarrow.table({"id": list(range(3000)), "text": rows}), f"{sys.argv[1]}/www/00{index}_00000.parquet")
+PY
+  "$python" data/prepare.py fineweb-edu --tokenizer bytes --base-url "$url" --out "$dir/p/p" --tokens 80000 \
+    >"$dir/out" 2>"$dir/err" || fail "fineweb-edu failed"
+  grep -q 'source 2 of 2' "$dir/out" || fail "the second page of the list was not read"
+  grep -q 'train  80,000 tokens' "$dir/out" || fail "wrong number of tokens"
+  grep -q 'val    4,000 tokens' "$dir/out" || fail "wrong number of tokens for validation"
+else
+  echo "datasets_test: parquet was not tried: no Python here has pyarrow"
+fi
+echo "datasets_test: ok"

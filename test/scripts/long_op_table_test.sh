@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# The table of ops, dev/bench/cuda/op_table.cu, on the CPU's stand-in of a GPU, at tiny sizes: it compiles without a
+# warning, times every op of a planned step that is not a matter of scalars, and has all of the step's flops.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+# shellcheck disable=SC2206    # lists of words
+flags=(-std=c++20 -O1 -DTRAIN_GPT_CUDA -Illmc -Itest -Itest/cuda_on_cpu -Wall -Wextra -Wno-unknown-pragmas
+  -Wno-unused-parameter -Wno-restrict -fno-strict-aliasing ${CPPFLAGS:-} ${CXXFLAGS:-})
+# shellcheck disable=SC2086
+${CXX:-g++} "${flags[@]}" -Werror -fopenmp -rdynamic test/cuda_on_cpu/*.cpp -x c++ dev/bench/cuda/op_table.cu -x none \
+  -o "$dir/op_table" ${LDFLAGS:-} -lboost_context -lxxhash -ldl
+
+models=(d1 test/golden/families/qwen2_tiny test/golden/families/qwen3_tiny)
+"$dir/op_table" --models "${models[@]}" -b 1 -t 16 --repeats 1 --peak-size 64 --copy-mib 1 --flush-mib 1 \
+  --long-sequence 32 --json "$dir/rows" >"$dir/table"
+fail() {
+  cat "$dir/table"
+  echo "$0: $*"
+  exit 1
+}
+whole='The table has 100.0% of the flops .* it lacks add_losses clip_control combine_scalars$'
+[ "$(grep -c "$whole" "$dir/table")" -eq ${#models[@]} ] || fail 'a table lacks ops, or flops, of a planned step'
+[ "$(grep -c '^| [a-z]' "$dir/table")" -eq $(($(wc -l <"$dir/rows") + ${#models[@]} + 1)) ] ||
+  fail 'the table and the rows of --json are not as many'
+! grep -E '\| (-?nan|inf|-[0-9])' "$dir/table" || fail 'a time is no number'

@@ -1,0 +1,279 @@
+// Tokenizers of tokenizer.json: ids and text beside Hugging Face's library, Unicode, patterns, refusals by name.
+#include "catch2.h"
+#include "helpers.h"
+#include "text/tokenizer.h"
+
+using namespace llmc;
+
+namespace {
+
+using Json = nlohmann::json;
+const std::string golden = "test/golden/tokenizers/";
+
+Json read_golden(const std::string& file) { return Json::parse(read_whole(golden + file)); }
+
+std::string text_of(const Bpe& bpe, const std::vector<int32_t>& ids) {
+  std::string text;
+  for (int32_t id : ids) text += bpe.text_of(id);
+  return text;
+}
+
+// A tokenizer.json of GPT-2's form with `patch`, and what is beside it.
+std::string write_tokenizer(const TempDir& dir, const Json& patch) {
+  Json json = read_golden("gpt2.json");
+  json.merge_patch(patch);
+  std::ofstream(dir / "tokenizer.json") << json.dump();
+  return dir / "tokenizer.json";
+}
+
+std::vector<std::string> pieces(const std::string& pattern, const std::string& text) {
+  std::vector<std::string> all;
+  SplitPattern(pattern, "test").split(text, [&](std::string_view piece) { all.emplace_back(piece); });
+  return all;
+}
+
+}  // namespace
+
+// TOKENIZER_CASES names another file of cases: test/scripts/tokenizer_test.sh compares random texts by it.
+TEST_CASE("texts have the tokens of Hugging Face's library, and come back from them", "[tokenizer-cases]") {
+  const char* other = std::getenv("TOKENIZER_CASES");
+  const Json cases = Json::parse(read_whole(other ? other : golden + "cases.json"));
+  const std::vector<std::string> texts = cases.at("texts");
+  for (const Json& tokenizer : cases.at("tokenizers")) {
+    Json json = read_golden(tokenizer.at("file"));
+    for (const auto& [name, value] : tokenizer.at("patch").items()) json[name] = value;
+    const Bpe bpe(json, "test");
+    for (size_t i = 0; i < texts.size(); ++i) {
+      const std::vector<int32_t> theirs = tokenizer.at("ids")[i], ours = bpe.encode(texts[i]);
+      INFO(tokenizer.at("name") << ": text " << i << ", " << Json(texts[i]).dump(-1, ' ', true));
+      REQUIRE(ours == theirs);
+      const Json& decoded = tokenizer.at("decoded")[i];
+      REQUIRE(text_of(bpe, ours) == (decoded.is_null() ? texts[i] : decoded.get<std::string>()));
+    }
+    REQUIRE(bpe.encode(texts[0], Template::apply) == tokenizer.at("templated").get<std::vector<int32_t>>());
+  }
+}
+
+TEST_CASE("NFC orders marks and composes what composes, and leaves all else as it is") {
+  const std::pair<const char*, const char*> cases[] = {
+      {"plain", "plain"},
+      {"e\u0301", "\u00e9"},
+      {"e\u0323\u0302", "\u1ec7"},                    // two steps
+      {"a\u0315\u0300", "\u00e0\u0315"},              // the accent passes a mark of a higher class
+      {"\u0301e\u0301\u0301", "\u0301\u00e9\u0301"},  // no base, and a second accent
+      {"\u212b\u2126", "\u00c5\u03a9"},               // signs that are letters
+      {"\u0958", "\u0915\u093c"},                     // never composed
+      {"\u1112\u1161\u11ab\u1100\u1161", "\ud55c\uac00"},
+      {"\uac00\u11a7", "\uac00\u11a7"},  // U+11A7 is no final consonant
+      {"\ufb01\u00bd", "\ufb01\u00bd"},  // compatibility is another form's business
+  };
+  for (const auto& [text, normal] : cases) {
+    INFO(text);
+    REQUIRE(nfc(text) == normal);
+    REQUIRE(nfc(std::string("x") + text + "\u4e16") == std::string("x") + normal + "\u4e16");
+    REQUIRE(nfc(normal) == normal);
+  }
+}
+
+TEST_CASE("bytes that are not UTF-8 are found") {
+  REQUIRE_FALSE(utf8_fault("a\u00e9\u4e16\U0001f600\U0010ffff"));
+  for (const char* bad : {"\x80", "\xc0\x80", "\xc3", "\xe0\x80\x80", "\xed\xa0\x80", "\xf0\x80\x80\x80",
+                          "\xf4\x90\x80\x80", "\xff", "\xe4\xb8"}) {
+    REQUIRE(utf8_fault(std::string("ab") + bad) == 2);
+    REQUIRE(utf8_fault(std::string("ab") + bad + "c") == 2);
+  }
+  const HuggingFaceTokenizer tokenizer(golden + "gpt2.json");
+  REQUIRE_ERROR(tokenizer.encode("ab\xff"), "byte 2");
+}
+
+TEST_CASE("patterns match greedily, go back where they must, and not where they may not") {
+  using Pieces = std::vector<std::string>;
+  REQUIRE(pieces(R"(\s+(?!\S)|\s+)", "a   b ") == Pieces{"a", "  ", " ", "b", " "});
+  REQUIRE(pieces(R"(\d{1,3})", "x12345") == Pieces{"x", "123", "45"});
+  REQUIRE(pieces(R"(a{2})", "aaaaa") == Pieces{"aa", "aa", "a"});
+  REQUIRE(pieces(R"(a{2,}b)", "abaaab") == Pieces{"ab", "aaab"});
+  REQUIRE(pieces(R"(a+ab)", "aaab") == Pieces{"aaab"});
+  REQUIRE(pieces(R"(a++ab)", "aaab") == Pieces{"aaab"});  // never matched: one piece of what is between
+  REQUIRE(pieces(R"(a++ab|b)", "aaab") == Pieces{"aaa", "b"});
+  REQUIRE(pieces(R"((?:ab|a)(bc)?)", "abcx") == Pieces{"ab", "cx"});
+  REQUIRE(pieces(R"((?:ab|a)bc)", "abcx") == Pieces{"abc", "x"});
+  REQUIRE(pieces(R"(x(?=y))", "xxy") == Pieces{"x", "x", "y"});
+  REQUIRE(pieces(R"([^\P{L}a-c]+|[\]\-x])", "abcdef]-") == Pieces{"abc", "def", "]", "-"});
+  REQUIRE(pieces(R"((?i:'s|k))", "'S'\u017f\u212a") == Pieces{"'S", "'\u017f", "\u212a"});
+  REQUIRE(pieces(R"([\D])", "1\u0663a") == Pieces{"1\u0663", "a"});
+  const std::string blanks(1 << 20, ' ');  // deep, were each character a call
+  REQUIRE(pieces(R"(\s*\n|\s+(?!\S)|\s+)", blanks + "x").size() == 3);
+}
+
+TEST_CASE("what a pattern may not hold is refused with the pattern") {
+  for (const auto& [pattern, what] : std::vector<std::pair<std::string, std::string>>{
+           {R"(\w+)", R"('\w' at byte 0)"},
+           {R"(a\b)", R"('\b' at byte 1)"},
+           {R"(\p{Han})", R"('\p{Han}')"},
+           {R"(a.)", "'.' at byte 1"},
+           {R"(^a)", "'^'"},
+           {R"(a$)", "'$'"},
+           {R"(a+?)", "a second quantifier"},
+           {R"(a{1,3}+)", "a second quantifier"},
+           {R"((?:ab)+)", "a repeated group"},
+           {R"((?<=a)b)", "the group '(?<=' at byte 0"},
+           {R"([a[b]])", "a class in a class"},
+           {R"([a-\d])", "a range to a class"},
+           {R"((?i:\p{Lu}))", "a class without regard to case"},
+           {R"((?i:ä))", "a character beyond ASCII"},
+           {R"((?i:'ss))", "'ss' without regard to case"},
+           {R"(a|b*)", "matches an empty text"},
+           {R"((a)", "'(' at byte 0 is not closed"},
+           {R"(a))", "')' at byte 1 closes nothing"},
+           {R"([ab)", "ends in the middle"},
+           {R"(a{2,1})", "the count at byte 1"},
+           {R"([b-a])", "the range at byte 1 is empty"},
+       }) {
+    REQUIRE_ERROR(SplitPattern(pattern, "FILE"), "FILE: pattern '" + pattern + "'");
+    REQUIRE_ERROR(SplitPattern(pattern, "FILE"), what);
+  }
+}
+
+TEST_CASE("kinds of tokenizer.json that are not supported are refused by name") {
+  const TempDir dir;
+  for (const auto& [patch, what] : std::vector<std::pair<Json, std::string>>{
+           {{{"model", {{"type", "Unigram"}}}}, R"("type": "Unigram")"},
+           {{{"model", {{"type", "WordPiece"}}}}, "WordPiece"},
+           {{{"model", {{"dropout", 0.1}}}}, R"("dropout": 0.1)"},
+           {{{"model", {{"byte_fallback", true}}}}, R"("byte_fallback": true)"},
+           {{{"model", {{"continuing_subword_prefix", "##"}}}}, R"("continuing_subword_prefix": "##")"},
+           {{{"model", {{"end_of_word_suffix", "</w>"}}}}, R"("end_of_word_suffix": "</w>")"},
+           {{{"model", {{"merges", {"Ġ t", "Ġ nowhere"}}}}}, R"(merge 1, "Ġ nowhere": the token 'nowhere')"},
+           {{{"model", {{"merges", Json::array({Json::array({"t", "Q"})})}}}}, "the token 'tQ'"},
+           {{{"model", {{"merges", {"t"}}}}}, R"(merge 0 is "t")"},
+           {{{"model", {{"merges", {"a b c"}}}}}, R"(merge 0 is "a b c")"},
+           {{{"model", {{"vocab", {{"a", "one"}}}}}}, R"(token 'a' of the vocabulary has the id "one")"},
+           {{{"model", nullptr}}, "model"},
+           {{{"normalizer", {{"type", "NFKC"}}}}, R"("normalizer" NFKC)"},
+           {{{"normalizer", {{"type", "Sequence"}, {"normalizers", {{{"type", "Lowercase"}}}}}}}, "Lowercase"},
+           {{{"pre_tokenizer", {{"type", "Metaspace"}}}}, R"("pre_tokenizer" Metaspace)"},
+           {{{"pre_tokenizer", nullptr}}, "\"pre_tokenizer\" null"},
+           {{{"pre_tokenizer", {{"type", "Digits"}}}}, "without ByteLevel"},
+           {{{"pre_tokenizer", {{"type", "Split"}, {"pattern", {{"String", "x"}}}, {"behavior", "Isolated"}}}},
+            R"(a Split by {"String":"x"})"},
+           {{{"pre_tokenizer", {{"type", "Split"}, {"pattern", {{"Regex", "x"}}}, {"behavior", "Removed"}}}},
+            R"(behavior "Removed")"},
+           {{{"pre_tokenizer", {{"type", "Split"}, {"pattern", {{"Regex", "\\w"}}}, {"behavior", "Isolated"}}}},
+            R"(pattern '\w')"},
+           {{{"post_processor", {{"type", "RobertaProcessing"}}}}, R"("post_processor" RobertaProcessing)"},
+           {{{"decoder", {{"type", "WordPiece"}}}}, R"("decoder" WordPiece)"},
+           {{{"decoder", nullptr}}, R"("decoder" null)"},
+           {{{"added_tokens", {{{"id", 656}, {"content", "<x>"}, {"single_word", true}}}}},
+            R"(added token '<x>' with "single_word")"},
+           {{{"added_tokens", {{{"id", 3}, {"content", "<x>"}}}}}, "added token '<x>' has the id 3 of token '$'"},
+           {{{"added_tokens", {{{"id", 3}}}}}, "content"},
+       }) {
+    const std::string path = write_tokenizer(dir, patch);
+    REQUIRE_ERROR(make_tokenizer(path), "--tokenizer " + path);
+    REQUIRE_ERROR(make_tokenizer(path), what);
+  }
+  const std::string whole = read_whole(golden + "gpt2.json");
+  std::ofstream(dir / "half.json") << whole.substr(0, whole.size() / 2);
+  REQUIRE_ERROR(make_tokenizer(dir / "half.json"), "half.json: not a whole Hugging Face tokenizer.json");
+  std::ofstream(dir / "other.json") << "[1, 2]";
+  REQUIRE_ERROR(make_tokenizer(dir / "other.json"), "other.json: not a whole Hugging Face tokenizer.json");
+  REQUIRE_ERROR(make_tokenizer(dir / "none.json"), "none.json");
+  REQUIRE_ERROR(make_tokenizer("tokenizer.model"), "--tokenizer tokenizer.model");
+}
+
+TEST_CASE("a token for every byte is needed only where the byte is in the text") {
+  Json json = read_golden("gpt2.json");
+  json["model"]["vocab"].erase("!");
+  json["model"]["merges"] = Json::array();
+  const Bpe bpe(json, "FILE");
+  REQUIRE(text_of(bpe, bpe.encode("abc")) == "abc");
+  REQUIRE_ERROR(bpe.encode("abc!"), "FILE: the vocabulary has no token for byte 33");
+}
+
+TEST_CASE("a token that is half a character prints its bytes; an unknown one its number") {
+  const HuggingFaceTokenizer tokenizer(golden + "gpt2.json");
+  const std::vector<int32_t> ids = tokenizer.encode("\U00012000");  // cuneiform, of four tokens
+  REQUIRE(ids.size() == 4);
+  std::string text;
+  for (int32_t id : ids) text += tokenizer.decode({&id, 1});
+  REQUIRE(text == "\U00012000");
+  REQUIRE(tokenizer.decode(std::vector<int32_t>{ids[0], 100000, -1}) == "\xf0<100000><-1>");
+}
+
+TEST_CASE("the end of text is the token of a usual name, or what the files beside it name") {
+  REQUIRE(make_tokenizer(golden + "gpt2.json")->end_of_text() == 656);
+  REQUIRE(make_tokenizer(golden + "smollm2.json")->end_of_text() == 0);
+  const auto llama = make_tokenizer(golden + "llama3.json");
+  REQUIRE(llama->decode(std::vector<int32_t>{llama->end_of_text()}) == "<|end_of_text|>");
+  REQUIRE(llama->decode(llama->prefix()) == "<|begin_of_text|>");
+  REQUIRE(make_tokenizer(golden + "gpt2.json")->prefix() == std::vector<int32_t>{656});
+
+  const TempDir dir;
+  Json json = read_golden("gpt2.json");
+  json["added_tokens"] = Json::array();
+  json["model"]["vocab"].erase("<|endoftext|>");
+  std::ofstream(dir / "tokenizer.json") << json.dump();
+  REQUIRE_ERROR(make_tokenizer(dir.path()), "eos_token_id");
+  std::ofstream(dir / "config.json") << R"({"eos_token_id": 5})";
+  REQUIRE(make_tokenizer(dir.path())->end_of_text() == 5);
+  std::ofstream(dir / "generation_config.json") << R"({"eos_token_id": [7, 8]})";
+  REQUIRE(make_tokenizer(dir.path())->end_of_text() == 7);
+  std::ofstream(dir / "tokenizer_config.json") << R"({"eos_token": {"content": "!"}})";
+  REQUIRE(make_tokenizer(dir.path())->end_of_text() == 0);
+  std::ofstream(dir / "tokenizer_config.json") << R"({"eos_token": null})";
+  REQUIRE(make_tokenizer(dir.path())->end_of_text() == 7);
+  std::ofstream(dir / "tokenizer_config.json") << "{";
+  REQUIRE_ERROR(make_tokenizer(dir.path()), "tokenizer_config.json");
+}
+
+TEST_CASE("a long piece is encoded in n log n") {
+  const Bpe bpe(read_golden("gpt2.json"), "test");
+  std::string text;  // 4 MiB without a blank: hours, were each merge a walk over all of it
+  while (text.size() < (size_t{1} << 22)) text += "thethereand";
+  const std::vector<int32_t> ids = bpe.encode(text);
+  REQUIRE(ids.size() < text.size());
+  REQUIRE(text_of(bpe, ids) == text);
+}
+
+TEST_CASE("a checkpoint holds the tokenizer's files, and --generate finds them there") {
+  const TempDir dir;
+  const std::string tokenizer = write_tokenizer(dir, Json::object());
+  std::ofstream(dir / "tokenizer_config.json") << "{\"model_max_length\": 64}";
+  const auto encoded = make_tokenizer(tokenizer)->encode("the people of the other number");
+  std::vector<uint16_t> tokens;
+  for (int i = 0; i < 20; ++i) tokens.insert(tokens.end(), encoded.begin(), encoded.end());
+  write_shard(dir / "train.bin", tokens);
+  const std::string out = dir / "out";
+  const ProgramResult trained = run_program(
+      "--model d1 --n-embd 16 --n-head 2 --vocab-size 657 --seq-len 8 --batch-size 2 --max-steps 2 --sample-every 2 "
+      "--sample-tokens 4 --prompt 'the people' --train-data " +
+      (dir / "train.bin") + " --tokenizer " + dir.path() + " --out-dir " + out);
+  INFO(trained.out << trained.err);
+  REQUIRE(trained.status == 0);
+  const std::string checkpoint = out + "/step-000002/";
+  for (const char* file : {"tokenizer.json", "tokenizer_config.json"}) {
+    REQUIRE(read_whole(checkpoint + file) == read_whole(dir / file));
+    REQUIRE(Json::parse(read_whole(checkpoint + "manifest.json")).at("files").contains(file));
+  }
+  REQUIRE_FALSE(std::filesystem::exists(checkpoint + "special_tokens_map.json"));
+
+  auto generate = [&](const std::string& more) {
+    return run_program("--generate --model " + checkpoint + " --prompt 'the people' --temperature 0 -g 3 " + more);
+  };
+  const ProgramResult found = generate(""), named = generate("--tokenizer " + tokenizer);
+  INFO(found.out << found.err);
+  REQUIRE(found.status == 0);
+  REQUIRE(found.out == named.out);
+  const ProgramResult bytes = generate("--tokenizer bytes");
+  REQUIRE(bytes.status == 0);
+  REQUIRE(bytes.out != found.out);
+  // A tokenizer with more tokens than the model is passed over, unless it is asked for.
+  Json larger = Json::parse(read_whole(tokenizer));
+  larger["added_tokens"].push_back({{"id", 657}, {"content", "<more>"}});
+  std::ofstream(checkpoint + "tokenizer.json") << larger.dump();
+  REQUIRE(generate("").out == bytes.out);
+  const ProgramResult outside = run_program("--generate --model " + checkpoint +
+                                            " --prompt '<more>' -g 3 --tokenizer " + checkpoint + "tokenizer.json");
+  REQUIRE(outside.status == 1);
+  REQUIRE(outside.err.find("token 657") != std::string::npos);
+}
