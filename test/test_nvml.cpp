@@ -111,7 +111,7 @@ TEST_CASE("a GPU that falls off the bus during a run ends its readings, not the 
                            "EnforcedPowerLimit", "CurrentClocksThrottleReasons"})
     gpu->statuses[std::string("nvmlDeviceGet") + what] = lost;
   REQUIRE(!monitor.read());
-  REQUIRE_THAT(monitor.why_not(), Catch::Matchers::ContainsSubstring("answers nothing: GPU is lost (status 15)"));
+  REQUIRE_THAT(monitor.why_not(), Catch::Matchers::ContainsSubstring("returned no readings: GPU is lost (status 15)"));
   gpu->statuses.clear();
   REQUIRE(monitor.read().has_value());
 }
