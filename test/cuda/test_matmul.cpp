@@ -238,7 +238,7 @@ TEST_CASE("recorded algorithms of another library, device or workspace are refus
   REQUIRE_THAT(refusal(text.substr(0, text.size() - 4)), ContainsSubstring("line 3 of the recorded"));
   REQUIRE_THAT(refusal(text + "anything\n"), ContainsSubstring("is 'anything', not 'SHAPE: 8 numbers'"));
   const std::string last_line = text.substr(text.rfind('\n', text.size() - 2) + 1);
-  REQUIRE_THAT(refusal(text + last_line), ContainsSubstring("a second time"));
+  REQUIRE_THAT(refusal(text + last_line), ContainsSubstring("repeats '"));
 }
 
 TEST_CASE("a product that cuBLASLt cannot do is refused", "[cuda]") {
@@ -255,7 +255,7 @@ TEST_CASE("a product that cuBLASLt cannot do is refused", "[cuda]") {
   REQUIRE_THAT(refusal([](MatmulShape& s) { s.out = DType::fp32, s.bias = Bias::yes; }),
                ContainsSubstring("adds a bias in the dtype of C, which is fp32, not bf16; C (8, 16) = A (8, 24) B"));
   REQUIRE_THAT(refusal([](MatmulShape& s) { s.N = -1; }), ContainsSubstring("a size is negative"));
-  REQUIRE_THAT(refusal([](MatmulShape& s) { s.K = 0, s.bias = Bias::yes; }), ContainsSubstring("an empty sum"));
+  REQUIRE_THAT(refusal([](MatmulShape& s) { s.K = 0, s.bias = Bias::yes; }), ContainsSubstring("with K = 0"));
   REQUIRE_THAT(refusal([](MatmulShape& s) { s.alignment = 12; }), ContainsSubstring("use alignment_of"));
 
   Case<bf16, bf16> c{shape_of(8, 16, 24, DType::bf16, DType::bf16), 1};
