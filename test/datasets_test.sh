@@ -116,7 +116,7 @@ refused 'another --out' tinystories --tokenizer bytes --base-url "$url" --out "$
 mkdir "$dir/o" && echo mine >"$dir/o/s_train_000000.bin"
 refused 'exists already' shakespeare --tokenizer bytes --base-url "$url" --out "$dir/o/s"
 [ "$(cat "$dir/o/s_train_000000.bin")" = mine ] || fail "a shard of another origin was overwritten"
-refused 'goes on where it stopped' shakespeare --tokenizer bytes --base-url http://127.0.0.1:1 --out "$dir/u/s"
+refused 'resumes where it stopped' shakespeare --tokenizer bytes --base-url http://127.0.0.1:1 --out "$dir/u/s"
 
 # A vocabulary of GPT-2's kind, and parquet.
 if python=$(scripts/find_python.sh tiktoken); then
