@@ -61,5 +61,5 @@ TEMPLATE_TEST_CASE("layernorm kernels need every barrier", "[cuda]", float, bf16
 TEST_CASE("layernorm refuses a row that does not fit into shared memory", "[cuda]") {
   REQUIRE_THROWS_WITH(
       cuda::layernorm_forward<float>(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, eps, 1, 60000, nullptr),
-      Catch::Matchers::ContainsSubstring("60000 channels take 240000 bytes of shared memory"));
+      Catch::Matchers::ContainsSubstring("60000 channels need 240000 bytes of shared memory"));
 }

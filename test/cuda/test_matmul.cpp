@@ -229,7 +229,7 @@ TEST_CASE("recorded algorithms of another library, device or workspace are refus
           "[cuda]") {
   const std::string text = exported_plans();
   MatmulPlans other(workspace_bytes / 2);
-  REQUIRE_THAT(error_of([&] { other.restore(text); }), ContainsSubstring("with 524288 bytes of workspace'; let them"));
+  REQUIRE_THAT(error_of([&] { other.restore(text); }), ContainsSubstring("with 524288 bytes of workspace'; choose"));
   MatmulPlans plans(workspace_bytes);
   const auto refusal = [&](const std::string& damaged) {
     return error_of([&] { MatmulPlans(workspace_bytes).restore(damaged); });
@@ -250,8 +250,8 @@ TEST_CASE("a product that cuBLASLt cannot do is refused", "[cuda]") {
   };
   REQUIRE(refusal([](MatmulShape&) {}) == "no error");
   REQUIRE_THAT(refusal([](MatmulShape& s) { s.in = DType::fp64; }),
-               ContainsSubstring("on GPUs reads fp64: use fp32 or"));
-  REQUIRE_THAT(refusal([](MatmulShape& s) { s.in = DType::fp32; }), ContainsSubstring("writes bf16 from fp32"));
+               ContainsSubstring("on GPUs cannot read fp64: use fp32 or"));
+  REQUIRE_THAT(refusal([](MatmulShape& s) { s.in = DType::fp32; }), ContainsSubstring("write bf16 from fp32"));
   REQUIRE_THAT(refusal([](MatmulShape& s) { s.out = DType::fp32, s.bias = Bias::yes; }),
                ContainsSubstring("adds a bias in the dtype of C, which is fp32, not bf16; C (8, 16) = A (8, 24) B"));
   REQUIRE_THAT(refusal([](MatmulShape& s) { s.N = -1; }), ContainsSubstring("a size is negative"));
