@@ -1,6 +1,6 @@
-"""Documents out of files: which files are meant, and their text in chunks of bounded size.
+"""Finds the input files and splits them into documents, in chunks of bounded size.
 
-A chunk is what one worker tokenizes at a time. Chunk borders depend on the files alone, never on the number
+A worker tokenizes one chunk at a time. Chunk boundaries depend on the files alone, never on the number
 of workers, and a worker needs nothing but its chunk.
 """
 
@@ -16,7 +16,7 @@ CHUNK_BYTES = 1 << 20   # a document of this size or more is tokenized in pieces
 JSON_SUFFIXES = (".jsonl", ".ndjson")
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 
-# First bytes of files whose text is packed away inside.
+# Magic bytes of compressed files.
 PACKED = {
     b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"BZh": "bzip2",
     b"PK\x03\x04": "zip", b"PAR1": "parquet",
@@ -25,7 +25,7 @@ PACKED = {
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A stretch of one file: whole JSONL lines, or text cut where a document ends or at a safe place inside."""
+    """A section of one file: whole JSONL lines, or text cut at a document's end or at a safe place within one."""
     path: str
     line: int            # number of the first line, from 1
     is_json: bool
@@ -39,11 +39,11 @@ class Piece:
     path: str
     line: int
     new_document: bool
-    text: bytes          # UTF-8 if it came out of JSON, else as it stands in the file
+    text: bytes          # UTF-8 if from JSON, else as in the file
 
 
 def find_files(names):
-    """Regular files and pipes meant by `names` (files, globs, folders), in order; DataError if a name means none.
+    """Regular files and pipes that `names` (files, globs, folders) match, in order; DataError if a name matches none.
 
     A folder stands for the .txt, .text, .md, .jsonl and .ndjson files below it, hidden folders left out.
     Globs and folders expand in sorted order.
@@ -52,7 +52,7 @@ def find_files(names):
     for name in names:
         if os.path.isdir(name):
             found = sorted(_walk(name))
-            remedy = f"no {' '.join(TEXT_SUFFIXES + JSON_SUFFIXES)} file below this folder; name the files by a glob"
+            remedy = f"no {' '.join(TEXT_SUFFIXES + JSON_SUFFIXES)} file below this folder; name the files with a glob"
         elif os.path.exists(name):
             found, remedy = [name], ""
         else:
@@ -67,7 +67,7 @@ def find_files(names):
 
 
 def read_chunks(path, is_json, separator):
-    """Yields the chunks of a file in order, holding a few megabytes and, of JSONL, the longest line.
+    """Yields the chunks of a file in order; holds a few megabytes, or the longest JSONL line.
 
     `separator`: bytes between the documents of a text file, None if it is one document. OSError: unreadable.
     """
@@ -76,7 +76,7 @@ def read_chunks(path, is_json, separator):
 
 
 def documents(chunk, separator, json_field):
-    """Yields the pieces of a chunk that are not empty. DataError names the file and line that is no document."""
+    """Yields the non-empty pieces of a chunk. DataError names the file and line that is not a document."""
     line = chunk.line
     if chunk.is_json:
         for number, row in enumerate(chunk.data.split(b"\n"), line):
@@ -136,16 +136,16 @@ def _last_cut(data, separator):
     """(length of the chunk to cut off the front of `data`, whether a document ends there)."""
     if not separator:
         return _cut_inside(data, len(data) - 1), False
-    unfinished = len(data.split(separator)[-1])   # split, not rfind: "\n\n\n" holds its "\n\n" on the left
+    unfinished = len(data.split(separator)[-1])   # split, not rfind: "\n\n\n" is "\n\n", then "\n"
     if unfinished < len(data):
         return len(data) - unfinished, True
-    return _cut_inside(data, len(data) - len(separator)), False   # half a separator may stand at the end
+    return _cut_inside(data, len(data) - len(separator)), False   # the end may hold part of a separator
 
 
 def _cut_inside(data, limit):
-    """Where, at most at `limit`, tokens are least likely to straddle a cut.
+    """The best position up to `limit` for a cut, where tokens are least likely to straddle it.
 
-    Best before a line that begins with a letter or sign, then before a lone space: no token of GPT-2's or
+    Best before a line that begins with a letter or symbol, then before a single space: no token of GPT-2's or
     Llama 3's pre-tokenizer crosses these. In text without either, between two UTF-8 characters.
     """
     for gap, first in ((b"\n", 1), (b" ", 0)):   # a line break ends its line, a space begins its word
@@ -168,21 +168,21 @@ def _json_text(row, field, where):
                         "convert the file to UTF-8") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not a JSON value ({error}): {_excerpt(row)}; each line must hold one object "
-                        "(--format text takes the file as plain text)") from None
+                        "(--format text reads the file as plain text)") from None
     if not isinstance(document, dict):
-        raise DataError(f"{where}: not a JSON object: {_excerpt(row)}; wanted {{\"{field}\": \"...\"}}")
+        raise DataError(f"{where}: not a JSON object: {_excerpt(row)}; expected {{\"{field}\": \"...\"}}")
     if field not in document:
         raise DataError(f"{where}: no field '{field}', only {', '.join(map(repr, list(document)[:8])) or 'none'}; "
-                        "name the one that holds the text with --json-field")
+                        "name the text field with --json-field")
     text = document[field]
     if not isinstance(text, str):
         raise DataError(f"{where}: field '{field}' holds {_excerpt(json.dumps(text).encode())}, not a string; "
-                        "name the one that holds the text with --json-field")
+                        "name the text field with --json-field")
     try:
         return text.encode()
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: field '{field}' holds the lone surrogate {text[error.start]!r}, "
-                        "which is no character; correct the line") from None
+                        "which is not a character; correct the line") from None
 
 
 def _excerpt(data, size=40):

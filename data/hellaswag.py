@@ -4,8 +4,8 @@
     python3 data/hellaswag.py
     python3 data/hellaswag.py --tokenizer tokenizer.json --out data/hellaswag/mine.jsonl
 
-writes one JSON object a line, as data/README.md describes it. The texts, and where a context ends and its endings begin,
-are those of the lm-evaluation-harness (task hellaswag): its scores and those of these tokens can be compared.
+writes one JSON object per line, as described in data/README.md. The texts, and where a context ends and its endings
+begin, are the lm-evaluation-harness's (task hellaswag), so scores are comparable.
 
 Exit status: 0 done, 1 refused or failed with the reason in one line on stderr, 128+n ended by signal n.
 """
@@ -29,7 +29,7 @@ FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hellaswag")
 
 
 def clean(text):
-    """Without the marks that WikiHow's articles left in the questions: [header], [title], [step] and [substeps]."""
+    """Removes WikiHow's marks from a question: [header], [title], [step] and [substeps]."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -41,8 +41,8 @@ def texts(question):
 
 
 def split_tokens(encode, context, ending):
-    """The tokens of context and " " + ending, tokenized as one text. White space that ends the context belongs to the
-    ending, with whose first word it makes a token."""
+    """The tokens of context and " " + ending, tokenized as one text. White space at the end of the context belongs to
+    the ending, with whose first word it forms a token."""
     kept = context.rstrip()
     first, whole = encode(kept), encode(f"{context} {ending}")
     return first, whole[len(first):]
@@ -50,7 +50,7 @@ def split_tokens(encode, context, ending):
 
 def read_questions(path):
     """Yields (where, context, endings, label). DataError: a line is not a question."""
-    wanted = "wanted an object with the texts activity_label, ctx_a, ctx_b, four endings and a label from 0 to 3"
+    wanted = "expected an object with the strings activity_label, ctx_a, ctx_b, four endings and a label from 0 to 3"
     with open(path, encoding="utf-8") as file:
         try:
             for number, row in enumerate(file, start=1):
@@ -69,7 +69,7 @@ def read_questions(path):
 
 
 def tokenize(path, tokenizer, out):
-    """Writes the questions of `path` to `out`, all or none; how many there are, and their tokens."""
+    """Writes the questions of `path` to `out`, all or none; returns the numbers of questions and tokens."""
     def encode(text):
         return tokenizer.format.unpack(tokenizer.encode(Piece(path, 1, True, text.encode())))
 
@@ -81,7 +81,7 @@ def tokenize(path, tokenizer, out):
                 pairs = [split_tokens(encode, context, ending) for ending in endings]
                 choices = [choice for _, choice in pairs]
                 if not all(choices):
-                    raise DataError(f"{where}: an ending has no tokens: {endings}; correct the line or take it out")
+                    raise DataError(f"{where}: an ending has no tokens: {endings}; correct or remove the line")
                 row = {"context": pairs[0][0], "choices": choices, "lengths": [len(e) for e in endings], "label": label}
                 file.write(json.dumps(row, separators=(",", ":")) + "\n")
                 questions += 1
@@ -100,19 +100,19 @@ def tokenize(path, tokenizer, out):
 def main(arguments):
     parser = Parser(prog="hellaswag.py", allow_abbrev=False,
                     description="Downloads HellaSwag and tokenizes its 10,042 validation questions.")
-    parser.add_argument("--input", metavar="FILE", help=f"a file of the form of {FILE}, instead of the download")
+    parser.add_argument("--input", metavar="FILE", help=f"a file in the format of {FILE}, instead of downloading it")
     parser.add_argument("--out", metavar="FILE", default=os.path.join(FOLDER, "hellaswag.jsonl"),
-                        help="is replaced (default: data/hellaswag/hellaswag.jsonl)")
+                        help="output, replaced if it exists (default: data/hellaswag/hellaswag.jsonl)")
     parser.add_argument("--tokenizer", default="gpt2", help="'gpt2' (the default), a .tiktoken file, a tokenizer.json, "
-                        "'bytes'; the one that the model is trained with")
+                        "'bytes'; use the model's")
     parser.add_argument("--eot", metavar="TOKEN", help="end-of-text token of the tokenizer.json, if unusual")
     parser.add_argument("--base-url", metavar="URL", default=BASE, help="another server")
     options = parser.parse_args(arguments)
-    tokenizer = make_tokenizer(options)   # before anything is downloaded: is it usable?
+    tokenizer = make_tokenizer(options)   # fail before downloading if it is unusable
     folder = os.path.dirname(options.out) or "."
     path = options.input or os.path.join(folder, FILE)
     if os.path.realpath(path) == os.path.realpath(options.out):
-        raise DataError(f"--out {options.out} is the file of the questions themselves; give another name")
+        raise DataError(f"--out {options.out} is the input file itself; give another name")
     os.makedirs(folder, exist_ok=True)
     if not options.input:
         download(f"{options.base_url.rstrip('/')}/{FILE}", path)

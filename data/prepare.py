@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Downloads a dataset and makes token shards of it, with GPT-2's tokenizer.
+"""Downloads a dataset and tokenizes it to shards, with GPT-2's tokenizer.
 
     python3 data/prepare.py shakespeare
     python3 data/prepare.py tinystories
     python3 data/prepare.py fineweb-edu --tokens 10e9
 
-writes data/NAME/NAME_train_000000.bin, NAME_val_000000.bin, ... and gpt2_tokenizer.bin beside them. The sources are
-downloaded and tokenized one by one. What is interrupted goes on where it stood when it is started again: a download at
-the byte where it broke off, tokenizing with the first source that is not done. The shards do not depend on it.
+writes data/NAME/NAME_train_000000.bin, NAME_val_000000.bin, ... and gpt2_tokenizer.bin in the same folder. Sources are
+downloaded and tokenized one by one. Run the same command again after an interruption: a download resumes at its byte,
+tokenizing at the first unfinished source, and the shards come out the same.
 
 Exit status: 0 done, 1 refused or failed with the reason in one line on stderr, 128+n ended by signal n.
 """
@@ -29,19 +29,19 @@ from tokenize_text import Parser, Progress, count, encode_all, end_by_signal, ma
 from token_shards import DataError, ShardWriter, existing_shards, sync_folder   # noqa: E402
 from write_tokenizer import write_tokenizer   # noqa: E402
 
-SHARDS_OF_A_SOURCE = 100   # numbers set aside in the names for the shards of one source
+SHARDS_OF_A_SOURCE = 100   # shard numbers reserved for each source
 RETRIES = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    base: str                  # of all addresses
+    base: str                  # of all URLs
     about: str
-    train: tuple = ()          # addresses below base
-    val: tuple = ()            # none: the first val_tokens of the training data
+    train: tuple = ()          # URLs relative to base
+    val: tuple = ()            # empty: the first val_tokens of the training data
     val_tokens: int = 0
     separator: bytes = None    # between the documents of a text file; None: parquet
-    listing: str = ""          # below base: a list of the files, instead of `train`; {config} is filled in
+    listing: str = ""          # relative to base: a list of the files, instead of `train`; {config} is substituted
 
 
 DATASETS = {
@@ -64,18 +64,18 @@ CONFIGS = {"all": "data", "sample-10BT": "sample/10BT", "sample-100BT": "sample/
 
 
 def fetch(url, headers=None):
-    """The response. DataError: the server says no; OSError: the connection broke, which may pass."""
+    """The response. DataError: the server refuses; OSError: a connection error that may be temporary."""
     try:
         return urllib.request.urlopen(urllib.request.Request(url, headers=headers or {}), timeout=60)
     except urllib.error.HTTPError as error:
         if error.code in (408, 429) or error.code >= 500:
             raise OSError(f"status {error.code} {error.reason}") from None
-        raise DataError(f"{url}: the server answers {error.code} {error.reason}; is the address right? --base-url names "
+        raise DataError(f"{url}: the server returned {error.code} {error.reason}; check the URL; --base-url sets "
                         "another server") from None
 
 
 def with_retries(url, action, progress=lambda: 0):
-    """action(), again after a pause where the connection breaks; DataError after RETRIES times without progress."""
+    """action(), retried after a pause when the connection breaks; DataError after RETRIES tries without progress."""
     attempt, before = 0, progress()
     while True:
         try:
@@ -84,13 +84,13 @@ def with_retries(url, action, progress=lambda: 0):
             attempt = 0 if progress() > before else attempt + 1
             before = progress()
             if attempt == RETRIES:
-                raise DataError(f"{url}: {getattr(error, 'reason', error)}; check the network and start again: it goes on "
+                raise DataError(f"{url}: {getattr(error, 'reason', error)}; check the network and retry: it resumes "
                                 "where it stopped") from None
             time.sleep(0.1 * 3**attempt)
 
 
 def download(url, path):
-    """The file at `path`, downloaded unless it is there; what is there of PATH.part is not downloaded again."""
+    """Downloads the file at `path` unless it exists; resumes from PATH.part."""
     if os.path.exists(path):
         return
     part = path + ".part"
@@ -119,10 +119,10 @@ def download(url, path):
 
 
 def list_parquet(dataset, base, config):
-    """Addresses of the parquet files, sorted, from the Hugging Face API."""
+    """URLs of the parquet files, sorted, from the Hugging Face API."""
     first = url = f"{base}/{dataset.listing.format(config=config)}?recursive=true"
     paths = []
-    while url:   # page by page
+    while url:   # paginated
         def page(url=url):
             with fetch(url) as response:
                 return json.loads(response.read()), response.headers.get("Link", "")
@@ -131,7 +131,7 @@ def list_parquet(dataset, base, config):
         more = re.search(r'<([^>]+)>; *rel="next"', link)
         url = more[1] if more else None
     if not paths:
-        raise DataError(f"{first}: lists no parquet file")
+        raise DataError(f"no parquet file listed at {first}")
     return [f"{base}/datasets/HuggingFaceFW/fineweb-edu/resolve/main/{path}" for path in sorted(paths)]
 
 
@@ -158,9 +158,9 @@ def parquet_chunks(path):
 
 
 def tokenize_source(index, split, path, dataset, options, prefix, room):
-    """Shards of one source; `room`: tokens wanted yet by split; val is filled first.
+    """Writes the shards of one source; `room`: tokens still wanted per split; val is filled first.
 
-    Returns the tokens by split, and whether some were left over."""
+    Returns the tokens per split, and whether some were left over."""
     token_format = make_tokenizer(options).format
     writers = {name: ShardWriter(prefix, name, token_format, options.shard_size, index * SHARDS_OF_A_SOURCE)
                for name in ("val", "train")}
@@ -177,11 +177,11 @@ def tokenize_source(index, split, path, dataset, options, prefix, room):
                     packed = packed[len(part):]
             progress.add(result.chunk_bytes, len(result.packed) // token_format.width)
             if packed:
-                break   # there is more than was asked for
+                break   # more than requested
         progress.clear()
         for writer in writers.values():
             if writer.shards > SHARDS_OF_A_SOURCE:
-                raise DataError(f"{path} gives {writer.shards} shards, more than {SHARDS_OF_A_SOURCE}: raise --shard-size")
+                raise DataError(f"{path} yields {writer.shards} shards, over {SHARDS_OF_A_SOURCE}: raise --shard-size")
             writer.finish()
         for writer in writers.values():
             writer.publish()
@@ -212,14 +212,14 @@ def write_json(path, value):
 
 
 def claim(prefix, options):
-    """Records what the shards under `prefix` are made of. DataError: there are others."""
+    """Records the settings of the shards under `prefix`. DataError: shards with other settings exist."""
     path = f"{prefix}.prepare.json"
     settings = {name: getattr(options, name) for name in ("dataset", "config", "tokenizer", "shard_size")}
     found = read_json(path)
     if found is None and existing_shards(prefix):
-        raise DataError(f"{existing_shards(prefix)[0]} exists already, and not from here; give another --out")
+        raise DataError(f"{existing_shards(prefix)[0]} exists already, not from prepare.py; give another --out")
     if found not in (None, settings):
-        raise DataError(f"{path}: these shards are made with {found}, now it is {settings}; give another --out")
+        raise DataError(f"{path}: these shards were made with {found}, not {settings}; give another --out")
     write_json(path, settings)
 
 
@@ -229,7 +229,7 @@ def prepare(options):
     prefix = options.out or os.path.join(os.path.dirname(os.path.abspath(__file__)), options.dataset, options.dataset)
     folder = os.path.dirname(prefix) or "."
     os.makedirs(folder, exist_ok=True)
-    tokenizer = make_tokenizer(options)   # before anything is downloaded: is it usable?
+    tokenizer = make_tokenizer(options)   # fail before downloading if it is unusable
     claim(prefix, options)
     if dataset.listing:
         sources = [(None, url) for url in list_parquet(dataset, base, CONFIGS[options.config])]
@@ -253,7 +253,7 @@ def prepare(options):
             download(url, path)
             record = tokenize_source(index, split, path, dataset, options, prefix, room)
             write_json(marker, record)
-            if dataset.listing and not options.keep_downloads:   # large, and needed no more
+            if dataset.listing and not options.keep_downloads:   # large, and no longer needed
                 os.remove(path)
         for name in have:
             have[name] += record[name]
@@ -266,17 +266,17 @@ def prepare(options):
 
 def main(arguments):
     parser = Parser(prog="prepare.py", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-                    description="Downloads a dataset and makes token shards of it:\n" +
+                    description="Downloads a dataset and tokenizes it to shards:\n" +
                     "\n".join(f"  {name:12} {dataset.about}" for name, dataset in DATASETS.items()))
     parser.add_argument("dataset", choices=DATASETS)
-    parser.add_argument("--tokens", type=count, metavar="N", help="stop at so many training tokens (default: all)")
+    parser.add_argument("--tokens", type=count, metavar="N", help="stop after N training tokens (default: all)")
     parser.add_argument("--config", choices=CONFIGS, default="sample-10BT", help="which part of fineweb-edu")
     parser.add_argument("--out", metavar="PREFIX", help="first part of the shards' names (default: data/NAME/NAME)")
     parser.add_argument("--tokenizer", default="gpt2", help="'gpt2' (the default), a .tiktoken file, a tokenizer.json, 'bytes'")
     parser.add_argument("--eot", metavar="TOKEN", help="end-of-text token of the tokenizer.json, if unusual")
-    parser.add_argument("--shard-size", type=count, default=10**8, metavar="N", help="tokens a shard (default: 1e8)")
+    parser.add_argument("--shard-size", type=count, default=10**8, metavar="N", help="tokens per shard (default: 1e8)")
     parser.add_argument("--workers", type=count, default=len(os.sched_getaffinity(0)), metavar="N",
-                        help="processes (default: one for each core)")
+                        help="processes (default: one per core)")
     parser.add_argument("--base-url", metavar="URL", help="another server with the same paths")
     parser.add_argument("--keep-downloads", action="store_true", help="keep the parquet files of fineweb-edu")
     options = parser.parse_args(arguments)

@@ -1,14 +1,13 @@
 #!/bin/sh
-# The corpus of `make run`, from this machine alone: the King James Bible (public domain) out of the Debian
-# package bible-kjv -> data/kjv/kjv_train_000000.bin and kjv_val_000000.bin, one token a byte, the last 5% for
-# validation. Each of the 1189 chapters is a document: a heading, then a verse on each line. Does nothing where
-# both shards stand already.
+# Makes the corpus of `make run` without network access: the King James Bible (public domain) from the Debian package
+# bible-kjv -> data/kjv/kjv_train_000000.bin and kjv_val_000000.bin, one token per byte, the last 5% for validation.
+# Each of the 1189 chapters is a document: a heading, then one verse per line. Does nothing if both shards exist.
 set -eu
 cd "$(dirname "$0")/.."
 
 prefix=data/kjv/kjv
 if [ -s ${prefix}_train_000000.bin ] && [ -s ${prefix}_val_000000.bin ]; then
-    echo "${prefix}_train_000000.bin and ${prefix}_val_000000.bin are there already"
+    echo "${prefix}_train_000000.bin and ${prefix}_val_000000.bin already exist"
     exit 0
 fi
 for program in bible:bible-kjv python3:python3; do
@@ -22,7 +21,7 @@ done
 text=$(mktemp)
 trap 'rm -f "$text"' EXIT
 
-# bible prints "", "Genesis 1", "", "  1 In the beginning ...", "  2 And the earth ..."; -l: a verse on one line.
+# bible prints "", "Genesis 1", "", "  1 In the beginning ...", "  2 And the earth ..."; -l: one verse per line.
 bible -l 1000000 gen1:1-rev22:21 </dev/null | awk '
     /^  [0-9]+ / { sub(/^  [0-9]+ /, ""); sub(/ +$/, ""); gsub(/  +/, " "); printf "\n%s", $0; verses++; next }
     /./          { printf "%s%s", (chapters++ ? "\n\n" : ""), $0 }

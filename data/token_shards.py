@@ -1,4 +1,4 @@
-"""Token shards: the files that training reads, in the format of llm.c.
+"""Writes token shards, the files that training reads, in llm.c's format.
 
 A shard is a header of 256 little-endian int32 followed by the tokens, little-endian:
 
@@ -24,14 +24,14 @@ COPY_BYTES = 1 << 20
 
 
 class DataError(Exception):
-    """What is wrong with the input or the request, in one line that names the culprit and the remedy."""
+    """A problem with the input or the arguments, in one line with cause and remedy."""
 
 
 class TokenFormat:
-    """Width of a stored token, with the magic and version that announce it."""
+    """Width of a stored token, and the header's magic and version for it."""
 
     def __init__(self, vocab_size):
-        """`vocab_size`: number of token ids; up to 65,536 they are stored as uint16, above as uint32."""
+        """`vocab_size`: number of token ids; up to 65,536 they are stored as uint16, otherwise as uint32."""
         if not 0 < vocab_size <= 1 << 32:
             raise DataError(f"a vocabulary of {vocab_size:,} tokens does not fit uint32 token ids")
         narrow = vocab_size <= 1 << 16
@@ -43,14 +43,14 @@ class TokenFormat:
         return struct.pack("<256I", self.magic, self.version, count % (1 << 32), *[0] * 253)
 
     def pack(self, ids):
-        """The token ids (an iterable of int) as they stand in a shard. OverflowError: an id does not fit."""
+        """The token ids (an iterable of int) as stored in a shard. OverflowError: an id does not fit."""
         tokens = array.array(self.typecode, ids)
         if sys.byteorder == "big":
             tokens.byteswap()
         return tokens.tobytes()
 
     def unpack(self, packed):
-        """The token ids of which pack() made `packed`."""
+        """The inverse of pack()."""
         tokens = array.array(self.typecode)
         tokens.frombytes(packed)
         if sys.byteorder == "big":
@@ -64,20 +64,20 @@ def shard_path(prefix, split, index):
 
 
 def existing_shards(prefix):
-    """Paths of the shards that stand under `prefix`, of both splits, sorted."""
+    """Paths of the existing shards of `prefix`, of both splits, sorted."""
     numbered = re.compile(re.escape(os.path.basename(prefix)) + r"_(train|val)_\d{6}\.bin")
     return sorted(path for path in glob.glob(glob.escape(prefix) + "_*.bin")
                   if numbered.fullmatch(os.path.basename(path)))
 
 
 class ShardWriter:
-    """Writes one split as a row of shards of `shard_size` tokens, under temporary names until publish()."""
+    """Writes one split as shards of `shard_size` tokens, under temporary names until publish()."""
 
     def __init__(self, prefix, split, token_format, shard_size, first=0):
-        """`first`: number in the name of the first shard."""
+        """`first`: the number of the first shard."""
         self.prefix, self.split, self.format, self.shard_size = prefix, split, token_format, shard_size
         self.first = first
-        self.count = 0     # tokens in all shards together
+        self.count = 0     # tokens in all shards
         self.shards = 0    # shards begun; all but the last are full
         self._file = None  # the last shard, while it is open
 
@@ -85,7 +85,7 @@ class ShardWriter:
         return [shard_path(self.prefix, self.split, self.first + i) for i in range(self.shards)]
 
     def append(self, packed):
-        """Adds tokens given as bytes in shard form (TokenFormat.pack)."""
+        """Appends tokens in packed form (TokenFormat.pack)."""
         packed = memoryview(packed)
         while packed:
             room = self.shards * self.shard_size - self.count   # in the last shard
@@ -98,7 +98,7 @@ class ShardWriter:
             packed = packed[len(part):]
 
     def move_tail_to(self, other, tokens):
-        """Moves the last `tokens` tokens to the writer `other`; copies these and rewrites nothing else."""
+        """Moves the last `tokens` tokens to the writer `other`; only these are copied."""
         self._close()
         keep = self.count - tokens
         for index in range(keep // self.shard_size, self.shards):
@@ -115,7 +115,7 @@ class ShardWriter:
         self.shards = -(-keep // self.shard_size)
 
     def finish(self):
-        """Writes the headers and forces the shards to disk; they still have their temporary names."""
+        """Writes the headers and syncs the shards to disk, still under their temporary names."""
         self._close()
         for index in range(self.shards):
             count = min(self.shard_size, self.count - index * self.shard_size)
@@ -125,7 +125,7 @@ class ShardWriter:
                 os.fsync(shard.fileno())
 
     def publish(self):
-        """Gives the finished shards their final names, replacing what stood there."""
+        """Renames the finished shards to their final names, replacing existing ones."""
         for index, path in enumerate(self.final_paths()):
             os.replace(self._temporary_path(index), path)
 
@@ -142,7 +142,7 @@ class ShardWriter:
         if self.shards == MAX_SHARDS:
             raise DataError(f"more than {MAX_SHARDS:,} shards of {self.shard_size:,} tokens: raise --shard-size")
         self._file = open(self._temporary_path(self.shards), "wb")
-        self._file.write(bytes(HEADER_BYTES))   # no magic: not a shard before finish()
+        self._file.write(bytes(HEADER_BYTES))   # no magic: not a valid shard until finish()
         self.shards += 1
 
     def _close(self):
@@ -159,15 +159,15 @@ class ShardWriter:
 
 
 def publish(prefix, writers):
-    """Makes `writers` the only shards under `prefix`: finishes all, drops stale shards, renames, syncs the folder.
+    """Makes the writers' shards the only ones of `prefix`: finishes, removes stale shards, renames, syncs the folder.
 
-    Everything that can fail for want of space has been done before the first old shard goes.
+    Everything that can run out of space is done before the first old shard is removed.
     """
     for writer in writers:
         writer.finish()
     fresh = {path for writer in writers for path in writer.final_paths()}
     for path in existing_shards(prefix):
-        if path not in fresh:   # a glob over the new shards must not find an older run's
+        if path not in fresh:   # a glob for the new shards must not match old ones
             os.remove(path)
     for writer in writers:
         writer.publish()
@@ -175,7 +175,7 @@ def publish(prefix, writers):
 
 
 def sync_folder(path):
-    """New names in a folder are on the disk only once the folder is."""
+    """Syncs a folder, so that new names in it are on disk."""
     folder = os.open(path or ".", os.O_RDONLY)
     try:
         os.fsync(folder)

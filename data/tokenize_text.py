@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Text or JSONL files -> token shards for training.
+"""Tokenizes text or JSONL files to shards for training.
 
     python3 data/tokenize_text.py book.txt --out data/book
     python3 data/tokenize_text.py 'corpus/*.jsonl' --tokenizer gpt2/tokenizer.json --out data/corpus
 
-writes OUT_train_000000.bin, OUT_val_000000.bin, ... as data/README.md describes them. Every document is
-preceded by the end-of-text token, as in llm.c. The corpus streams through: memory is a few megabytes for each
-worker whatever its size, and the shards do not depend on the number of workers.
+writes OUT_train_000000.bin, OUT_val_000000.bin, ... as described in data/README.md. The end-of-text token precedes
+every document, as in llm.c. The corpus is streamed: each worker takes a few megabytes of memory whatever its size, and
+the shards do not depend on the number of workers.
 
 Exit status: 0 done, 1 refused or failed with the reason in one line on stderr, 128+n ended by signal n.
-Unless all went well, nothing is left under the shards' names that was not there before.
+On failure, existing shards are unchanged and no new ones appear.
 """
 
 import argparse
@@ -27,12 +27,12 @@ sys.dont_write_bytecode = True   # data/ holds data
 from documents import JSON_SUFFIXES, documents, find_files, read_chunks   # noqa: E402
 from token_shards import DataError, ShardWriter, TokenFormat, existing_shards, publish   # noqa: E402
 
-# End-of-text of GPT-2 and Qwen; Llama 3; Llama 2 and Mistral; Gemma; others. llmc/text/tokenizer.h looks for the same.
+# End-of-text of GPT-2 and Qwen; Llama 3; Llama 2 and Mistral; Gemma; others. llmc/text/tokenizer.h has the same list.
 USUAL_EOT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<|im_end|>")
 
 
 class ByteTokenizer:
-    """One token a byte: ids 0-255 are the bytes, 256 is end of text."""
+    """One token per byte: ids 0-255 are the bytes, 256 is end of text."""
 
     def __init__(self):
         self.name, self.eot, self.vocab_size = "bytes", 256, 257
@@ -48,12 +48,12 @@ class ByteTokenizer:
 
 
 class TiktokenTokenizer:
-    """GPT-2's tokenizer by the package `tiktoken`, or one with GPT-2's pattern and the ranks of a .tiktoken file."""
+    """GPT-2's tokenizer from the package `tiktoken`, or GPT-2's pattern with the ranks of a .tiktoken file."""
 
     GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
     def __init__(self, name):
-        """`name`: "gpt2" (its vocabulary is downloaded once), or the path of a file of ranks. DataError: unusable."""
+        """`name`: "gpt2" (the vocabulary is downloaded once), or the path of a .tiktoken file. DataError: unusable."""
         try:
             import tiktoken
             import tiktoken.load
@@ -69,7 +69,7 @@ class TiktokenTokenizer:
                 self._encoding = tiktoken.Encoding(name, pat_str=self.GPT2_PATTERN, mergeable_ranks=ranks,
                                                    special_tokens={"<|endoftext|>": len(ranks)})
         except Exception as error:   # the package raises nothing narrower
-            raise DataError(f"--tokenizer {name}: {error}; without a network give a .tiktoken file or a tokenizer.json"
+            raise DataError(f"--tokenizer {name}: {error}; offline, give a .tiktoken file or a tokenizer.json"
                             ) from None
         self.name, self.eot, self.vocab_size = name, self._encoding.eot_token, self._encoding.n_vocab
         self.format = TokenFormat(self.vocab_size)
@@ -82,7 +82,7 @@ class TiktokenTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, by the package `tokenizers`. Names of special tokens inside the text are plain text."""
+    """A tokenizer.json, by the package `tokenizers`. Special tokens in the text are encoded as plain text."""
 
     def __init__(self, path, eot_name=None):
         """`eot_name`: the end-of-text token; None looks for the usual names. DataError: unusable."""
@@ -102,7 +102,7 @@ class HuggingFaceTokenizer:
             raise DataError(f"{path}: not a Hugging Face tokenizer.json ({error})") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True   # as ordinary text: no document can fake an end of text
+        self._tokenizer.encode_special_tokens = True   # as plain text: no document can forge an end-of-text token
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.name = path
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -117,14 +117,14 @@ class HuggingFaceTokenizer:
         return self.format.pack(self._tokenizer.encode(utf8(piece), add_special_tokens=False).ids)
 
     def token_bytes(self, token):
-        """DataError: not a byte-level vocabulary, in which every character stands for a byte."""
+        """DataError: not a byte-level vocabulary, where every character stands for a byte."""
         text = self._tokenizer.id_to_token(token) or ""
         if token in self._tokenizer.get_added_tokens_decoder():
             return text.encode()
         try:
             return bytes(BYTE_OF_CHARACTER[character] for character in text)
         except KeyError as error:
-            raise DataError(f"{self.name}: token {token} holds {error}, which stands for no byte; only byte-level "
+            raise DataError(f"{self.name}: token {token} contains {error}, which stands for no byte; only byte-level "
                             "vocabularies such as GPT-2's can be written") from None
 
 
@@ -156,7 +156,7 @@ def make_tokenizer(options):
 
 
 class Encoded(typing.NamedTuple):
-    """The tokens of a chunk, and what it took from the input."""
+    """The tokens of a chunk, and its size in the input."""
     packed: bytes      # in shard form
     documents: int     # that begin in it
     text_bytes: int    # tokenized
@@ -164,7 +164,7 @@ class Encoded(typing.NamedTuple):
 
 
 class Encoder:
-    """Turns chunks into tokens; every worker holds one."""
+    """Turns chunks into tokens; one per worker."""
 
     def __init__(self, options):
         self.tokenizer = make_tokenizer(options)
@@ -187,9 +187,9 @@ _encoder = None   # a worker process's own
 
 def start_worker(options):
     global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)   # the parent, interrupted too, ends the pool
+    signal.signal(signal.SIGINT, signal.SIG_IGN)   # the parent gets the signal too and ends the pool
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"   # one thread a worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"   # one thread per worker
     _encoder = Encoder(options)
 
 
@@ -212,7 +212,7 @@ def encode_all(chunks, options):
         while pending:
             yield pending.popleft().result()
     except concurrent.futures.process.BrokenProcessPool:
-        raise DataError("a worker process died, perhaps for want of memory; try fewer --workers") from None
+        raise DataError("a worker process died, possibly out of memory; try fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -221,7 +221,7 @@ class Progress:
     """Done, rate and time left on stderr: a live bar on a terminal, else a line every five seconds."""
 
     def __init__(self, total_bytes, title=""):
-        """`total_bytes`: size of the input; None if a pipe is among it."""
+        """`total_bytes`: size of the input; None if it includes a pipe."""
         self.total, self.done, self.tokens, self.title, self.skipped = total_bytes, 0, 0, title, 0
         self.live = sys.stderr.isatty()
         self.start = time.monotonic()
@@ -239,7 +239,7 @@ class Progress:
             self.shown = True
 
     def skip(self, done_bytes):
-        """So many were done before: they do not count for the rate."""
+        """Bytes done before the start; they do not count towards the rate."""
         self.done = self.skipped = done_bytes
 
     def clear(self):
@@ -281,7 +281,7 @@ def tokenize(options, train_files, val_files):
         if not val_files and options.val_fraction > 0:
             tokens = int(train.count * options.val_fraction)
             if tokens in (0, train.count):
-                raise DataError(f"--val-fraction {options.val_fraction} of {train.count:,} tokens leaves one side "
+                raise DataError(f"--val-fraction {options.val_fraction} of {train.count:,} tokens leaves one split "
                                 "empty; give more text, or --val-fraction 0 for no validation shard")
             train.move_tail_to(val, tokens)
         publish(options.out, writers)
@@ -307,25 +307,25 @@ def is_json(path, options):
 
 
 def unescape(text):
-    r"""The bytes meant by a command-line argument in which \n, \t, \r and \\ stand for what they do in C."""
+    r"""The bytes of a command-line argument with the C escapes \n, \t, \r and \\."""
     meaning = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"\\": b"\\"}
     separator = re.sub(rb"\\([ntr\\])", lambda match: meaning[match[1]], os.fsencode(text))
     if not 1 <= len(separator) <= 1000:
-        raise argparse.ArgumentTypeError("wanted 1 to 1000 bytes")
+        raise argparse.ArgumentTypeError("expected 1 to 1000 bytes")
     return separator
 
 
 def count(text):
     value = float(text) if "e" in text else int(text.replace("_", "").replace(",", ""))
     if not 1 <= value <= 1 << 40 or value != int(value):
-        raise argparse.ArgumentTypeError(f"wanted a whole number from 1 to 2^40, got {text}")
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 2^40, got {text}")
     return int(value)
 
 
 def fraction(text):
     value = float(text)
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"wanted 0 up to but not including 1, got {text}")
+        raise argparse.ArgumentTypeError(f"expected a fraction from 0 to below 1, got {text}")
     return value
 
 
@@ -336,9 +336,9 @@ class Parser(argparse.ArgumentParser):
 
 def parse_options(arguments):
     parser = Parser(prog="tokenize_text.py", allow_abbrev=False,
-                    description="Text or JSONL files -> token shards PREFIX_train_000000.bin, PREFIX_val_000000.bin.")
+                    description="Tokenizes text or JSONL to shards PREFIX_train_000000.bin, PREFIX_val_000000.bin.")
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="text or JSONL files, globs, folders")
-    parser.add_argument("--out", required=True, metavar="PREFIX", help="path and first part of the shards' names")
+    parser.add_argument("--out", required=True, metavar="PREFIX", help="path and prefix of the shards' names")
     parser.add_argument("--tokenizer", default="bytes", help="'bytes' (the default), 'gpt2' or a .tiktoken file (package tiktoken), or a tokenizer.json "
                              "(package tokenizers)")
     parser.add_argument("--eot", metavar="TOKEN", help="end-of-text token of the tokenizer.json, if unusual")
@@ -346,15 +346,15 @@ def parse_options(arguments):
                         help="auto (the default): jsonl by the suffix .jsonl or .ndjson, else text")
     parser.add_argument("--json-field", default="text", metavar="NAME", help="field of the text (default: text)")
     parser.add_argument("--split-on", type=unescape, metavar="SEPARATOR",
-                        help=r"ends a document within a text file, e.g. '\n\n' (default: a file is a document)")
+                        help=r"separates documents within a text file, e.g. '\n\n' (default: a file is a document)")
     split = parser.add_mutually_exclusive_group()
     split.add_argument("--val-fraction", type=fraction, default=0.05, metavar="F",
-                       help="the last F of the tokens are for validation (default: 0.05; 0: none)")
-    split.add_argument("--val-file", nargs="+", default=[], metavar="INPUT", help="these are for validation instead")
-    parser.add_argument("--shard-size", type=count, default=10**8, metavar="N", help="tokens a shard (default: 1e8)")
+                       help="fraction of the tokens, at the end, for validation (default: 0.05; 0: none)")
+    split.add_argument("--val-file", nargs="+", default=[], metavar="INPUT", help="validation files instead")
+    parser.add_argument("--shard-size", type=count, default=10**8, metavar="N", help="tokens per shard (default: 1e8)")
     parser.add_argument("--workers", type=count, default=len(os.sched_getaffinity(0)), metavar="N",
-                        help="processes (default: one for each core)")
-    parser.add_argument("--overwrite", action="store_true", help="replace all shards that stand under PREFIX")
+                        help="processes (default: one per core)")
+    parser.add_argument("--overwrite", action="store_true", help="replace all existing shards of PREFIX")
     return parser.parse_args(arguments)
 
 
@@ -362,16 +362,16 @@ def main(arguments):
     options = parse_options(arguments)
     folder, name = os.path.split(options.out)
     if not name:
-        raise DataError(f"--out {options.out}: wanted a prefix such as {os.path.join(folder, 'corpus')}")
+        raise DataError(f"--out {options.out}: expected a prefix such as {os.path.join(folder, 'corpus')}")
     if options.eot and not os.path.exists(options.tokenizer):
-        raise DataError(f"--eot goes with a tokenizer.json; --tokenizer {options.tokenizer} has its own end of text")
+        raise DataError(f"--eot needs a tokenizer.json; --tokenizer {options.tokenizer} has its own end of text")
     standing = existing_shards(options.out)
     if standing and not options.overwrite:
         raise DataError(f"{standing[0]} exists already; --overwrite replaces all shards under {options.out}")
     train_files, val_files = find_files(options.inputs), find_files(options.val_file)
     for path in val_files:
         if any(os.path.samefile(path, other) for other in train_files):
-            raise DataError(f"{path}: both trained on and validated on; leave it out of one")
+            raise DataError(f"{path}: used for both training and validation; remove it from one")
     with made_folder(folder or "."):
         summary = tokenize(options, train_files, val_files)
     print(*summary, sep="\n")
@@ -379,7 +379,7 @@ def main(arguments):
 
 @contextlib.contextmanager
 def made_folder(folder):
-    """Makes a folder and those above it that are missing; unmakes these if the block fails."""
+    """Creates a folder and its missing parents; removes those it created if the block fails."""
     missing = []
     while not os.path.isdir(folder):
         missing.append(folder)
@@ -396,7 +396,7 @@ def made_folder(folder):
 
 
 def end_by_signal(number, _frame):
-    signal.signal(number, signal.SIG_IGN)   # a second one must not interrupt the cleaning up
+    signal.signal(number, signal.SIG_IGN)   # a second signal must not interrupt the cleanup
     sys.exit(128 + number)
 
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes the vocabulary of a tokenizer as llm.c's gpt2_tokenizer.bin, with which the trainer prints samples.
+"""Writes a tokenizer's vocabulary as llm.c's gpt2_tokenizer.bin, which the trainer needs to print samples.
 
     python3 data/write_tokenizer.py gpt2 data/gpt2_tokenizer.bin
     python3 data/write_tokenizer.py tokenizer.json data/gpt2_tokenizer.bin
 
-Format: 256 little-endian uint32, {20240328, 2, number of tokens, end-of-text token}; then for each token a byte with its
-length, and its bytes. Source: write_tokenizer() of llm.c's train_gpt2.py.
+Format: 256 little-endian uint32, {20240328, 2, number of tokens, end-of-text token}; then for each token a length byte
+and its bytes. Source: write_tokenizer() of llm.c's train_gpt2.py.
 
 Exit status: 0 done, 1 refused with the reason in one line on stderr.
 """
@@ -21,11 +21,11 @@ from token_shards import DataError   # noqa: E402
 
 
 def write_tokenizer(tokenizer, path):
-    """DataError: a token of more than 255 bytes. The file is there whole, or not at all."""
+    """DataError: a token of more than 255 bytes. Writes the file atomically."""
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
     too_long = next((i for i, token in enumerate(tokens) if len(token) > 255), None)
     if too_long is not None:
-        raise DataError(f"token {too_long} has {len(tokens[too_long])} bytes; the format holds tokens of at most 255")
+        raise DataError(f"token {too_long} has {len(tokens[too_long])} bytes; the format allows at most 255")
     temporary = f"{path}.{os.getpid()}.tmp"
     with open(temporary, "wb") as file:
         file.write(struct.pack("<256I", 20240328, 2, len(tokens), tokenizer.eot, *[0] * 252))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every header of llmc/ compiles alone, and twice: each is the whole of a program that includes it two times. Warnings
-# are errors. `make check` passes the build's own flags.
+# Checks that every header of llmc/ compiles alone, and twice: each is compiled as a program that includes only it, two
+# times. Warnings are errors. `make check` passes the build's own flags.
 #
 #   FLAGS=... [NVCC_FLAGS=...] scripts/check_headers.sh [HEADER...]       without NVCC_FLAGS, .cuh files are skipped
 set -euo pipefail
@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 export CXX=${CXX:-g++} FLAGS=${FLAGS:--std=c++20 -march=native -fopenmp -Wall -Wextra -Illmc}
 export NVCC=${NVCC:-nvcc} NVCC_FLAGS=${NVCC_FLAGS:-}
 
-# check HEADER: prints the header's name and what the compiler says if it does not compile.
+# check HEADER: prints the header's name and the compiler's messages if it does not compile.
 check() {
   local program status=0 messages
   program=$(printf '#include "%s"\n#include "%s"\n' "${1#llmc/}" "${1#llmc/}")
@@ -20,7 +20,7 @@ check() {
         echo "check-headers: $1 skipped: no nvcc here"
         return
       fi
-      # nvcc reads no standard input and knows no -fsyntax-only
+      # nvcc cannot read standard input and has no -fsyntax-only
       messages=$(dir=$(mktemp -d) && trap 'rm -rf "$dir"' EXIT && echo "$program" >"$dir/check.cu" &&
         eval "$NVCC -x cu $NVCC_FLAGS -Werror all-warnings -ptx -o $dir/check.ptx $dir/check.cu" 2>&1) || status=$? ;;
     *) messages=$(eval "$CXX $FLAGS -Werror -fsyntax-only -x c++ -" <<<"$program" 2>&1) || status=$? ;;

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Holds the rules that keep the house a house. Prints FILE:LINE and the rule for each breach, and exits 1 if there is any.
+# Checks the include rules of the layers. Prints FILE:LINE and the rule for each violation, and exits 1 if there is any.
 #
-#   scripts/check_layers.sh [ROOT]          ROOT: the tree to check, by default the one that this script is in
+#   scripts/check_layers.sh [ROOT]          ROOT: the tree to check (default: the one that holds this script)
 #
-# 1. Folders are floors: a file in llmc/ includes files of its own floor and of those it stands on, which llmc/README.md
-#    draws. train_gpt.cu and the tests stand on top and may include everything.
-# 2. Includes in quotes are written from llmc/ ("core/check.h"), without "..", and exist.
-# 3. Devices and libraries show only in llmc/device, llmc/ops and the transports llmc/dist/comm_*: nowhere else is
-#    there an #if on their macros or an include of their headers.
+# 1. Folders are layers: a file in llmc/ includes files of its own folder and of the folders below it, as drawn in
+#    llmc/README.md. train_gpt.cu and the tests are on top and may include everything.
+# 2. Quoted includes are relative to llmc/ ("core/check.h"), without "..", and exist.
+# 3. Devices and libraries appear only in llmc/device, llmc/ops and the transports llmc/dist/comm_*: no other file has
+#    an #if on their macros or includes their headers.
 # 4. The transports are private to llmc/dist.
 set -euo pipefail
 cd "${1:-$(dirname "$0")/..}"
@@ -43,16 +43,16 @@ find llmc test train_gpt.cu -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.
   FNR == 1 {
     split(FILENAME, path, "/")
     is_test = path[1] == "test"
-    here = path[1] == "llmc" ? path[2] : ""   # none: train_gpt.cu and test/, which stand on top
-    if (here && !is_floor[here]) breach("llmc/" here " is no floor; the floors are, from below: " order)
+    here = path[1] == "llmc" ? path[2] : ""   # empty: train_gpt.cu and test/, which are on top
+    if (here && !is_floor[here]) breach("llmc/" here " is not a layer; the layers, bottom to top: " order)
     may_see_devices = is_test || FILENAME ~ /^llmc\/(device|ops)\// || FILENAME ~ /^llmc\/dist\/comm_/
     continued = 0
   }
 
-  # A condition may go on after a backslash.
+  # A condition may continue after a backslash.
   { is_condition = continued || /^[ \t]*#[ \t]*(if|ifdef|ifndef|elif)[^a-z]/; continued = is_condition && /\\$/ }
   is_condition && !may_see_devices && match($0, device_macro "[A-Z_0-9]*") {
-    breach("an #if on " substr($0, RSTART, RLENGTH) ": devices show only in llmc/device, llmc/ops and llmc/dist/comm_*")
+    breach("an #if on " substr($0, RSTART, RLENGTH) ": devices belong in llmc/device, llmc/ops and llmc/dist/comm_*")
   }
 
   match($0, /^[ \t]*#[ \t]*include[ \t]*[<"][^>"]*/) {
@@ -61,15 +61,15 @@ find llmc test train_gpt.cu -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.
     sub(/^[^<"]*[<"]/, "", target)
     if (target ~ device_header) {
       if (!may_see_devices)
-        breach("include of " target ": devices show only in llmc/device, llmc/ops and llmc/dist/comm_*")
+        breach("include of " target ": devices belong in llmc/device, llmc/ops and llmc/dist/comm_*")
       next
     }
     if (!quoted || target == "build_info.h") next   # the latter is written by make
-    if (target ~ /(^|\/)\.\.?\//) { breach("include of \"" target "\": write it from llmc/, as in \"core/check.h\""); next }
+    if (target ~ /(^|\/)\.\.?\//) { breach("include of \"" target "\": make it relative to llmc/, as in \"core/check.h\""); next }
     split(target, path_there, "/")
     there = path_there[1]
     if (is_floor[here] && is_floor[there] && !stands_on[here, there])
-      breach("include of \"" target "\": " here " does not stand on " there "; from below: " order)
+      breach("include of \"" target "\": " here " may not include " there "; the layers, bottom to top: " order)
     if (target ~ /^dist\/comm_/ && !is_test && here != "dist")
       breach("include of \"" target "\": the transports are private to llmc/dist; include \"dist/comm.h\"")
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Scores a checkpoint by the lm-evaluation-harness (pip install 'lm_eval[hf]'), which downloads its tasks.
-# More arguments are handed on to it.
+# Scores a checkpoint with the lm-evaluation-harness (pip install 'lm_eval[hf]'), which downloads its tasks.
+# Further arguments are passed on to it.
 #
 #   scripts/lm_eval.sh out/gpt2_124M/step-018865
 #   TOKENIZER=gpt2 scripts/lm_eval.sh out/gpt2_124M/step-018865 --tasks hellaswag,arc_easy --batch_size 64
 #
-# TOKENIZER: a name that transformers knows, or a directory, where the checkpoint's own holds no tokenizer.
-# LM_EVAL: the program, where it is not in PATH: .venv/bin/lm_eval
+# TOKENIZER: a name that transformers knows, or a directory, if the checkpoint has no tokenizer.
+# LM_EVAL: the program, if it is not in PATH: .venv/bin/lm_eval
 set -euo pipefail
 
 refuse() {
@@ -25,10 +25,10 @@ shift
 [ -e "$directory/model.safetensors" ] || [ -e "$directory/model.safetensors.index.json" ] ||
   refuse "$directory: has no model.safetensors and no model.safetensors.index.json; was the whole checkpoint copied?"
 case $directory${TOKENIZER:-} in
-  *,*) refuse "$directory ${TOKENIZER:-}: lm_eval takes no names with commas; make a link of another name" ;;
+  *,*) refuse "$directory ${TOKENIZER:-}: lm_eval does not accept names with commas; make a link with another name" ;;
 esac
 [ -n "${TOKENIZER:-}" ] || has_tokenizer "$directory" ||
-  refuse "$directory: has no tokenizer; copy the training data's tokenizer.json into it, or name one: TOKENIZER=gpt2"
+  refuse "$directory: has no tokenizer; copy the training data's tokenizer.json into it, or set one: TOKENIZER=gpt2"
 program=${LM_EVAL:-lm_eval}
 command -v "$program" >/dev/null ||
   refuse "$program: no such program; python3 -m venv .venv && .venv/bin/pip install 'lm_eval[hf]'," \
@@ -36,6 +36,6 @@ command -v "$program" >/dev/null ||
 
 case " $* " in
   *" --tasks"[\ =]*) ;;
-  *) set -- --tasks hellaswag "$@" ;; # lm_eval would do both
+  *) set -- --tasks hellaswag "$@" ;; # lm_eval would run both
 esac
 exec "$program" --model hf --model_args "pretrained=$directory${TOKENIZER:+,tokenizer=$TOKENIZER}" --batch_size 8 "$@"

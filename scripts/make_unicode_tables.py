@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Writes llmc/text/unicode_tables.h: what splitting and normalising text must know of each Unicode character.
+"""Writes llmc/text/unicode_tables.h: the Unicode data for splitting and normalising text.
 
     pip install tokenizers unicodedata2==16.0.0
     python3 scripts/make_unicode_tables.py llmc/text/unicode_tables.h
 
-Tokens must be those of Hugging Face's tokenizers, so its versions of Unicode are taken: its regular expressions
-(Oniguruma) have the categories of Unicode 16.0; its NFC is older, and what it does not know is left out: marks since
-Unicode 10 have combining class 0 there, and compositions since then are none. Its pre-tokenizer Digits is newer: it
-knows 13 numbers more, of Unicode 17, which are left out. The committed file was made with tokenizers 0.23.3.
+Tokens must match those of Hugging Face's tokenizers, so this uses its versions of Unicode: its regular expressions
+(Oniguruma) use the categories of Unicode 16.0; its NFC is older, and newer data is left out: marks added since Unicode
+10 have combining class 0, and compositions added since then do not exist. Its pre-tokenizer Digits is newer: it knows
+13 more digits, of Unicode 17, which are left out. The committed file was made with tokenizers 0.23.3.
 """
 
 import sys
@@ -50,7 +50,7 @@ def combining_class(character):
 
 
 def decompositions():
-    """(character, its parts, whether the parts compose to it again), one level deep, as far as the library has it."""
+    """(character, its parts, whether the parts compose back to it), one level deep, if the library has it."""
     for character in characters():
         parts = unicodedata.decomposition(character)
         if parts and not parts.startswith("<") and ord(character) not in HANGUL and nfd(character) != character:
@@ -65,8 +65,8 @@ def check_categories(categories):
         other = pre_tokenizers.Split(Regex(rf"\p{{{category}}}"), "removed").pre_tokenize_str(every)
         members = sum(value == category for value in categories)
         if len(every) - sum(len(text) for text, _ in other) != members:
-            sys.exit(f"make_unicode_tables.py: error: the tokenizers package has other characters in {category} than "
-                     f"Unicode {VERSION}: find its version, and name that in this script")
+            sys.exit(f"make_unicode_tables.py: error: the tokenizers package disagrees on category {category} with "
+                     f"Unicode {VERSION}: find its version and set it in this script")
 
 
 def literal(name, comment, text):

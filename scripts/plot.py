@@ -4,7 +4,7 @@
     python3 scripts/plot.py out/kjv                 writes out/kjv/plot.png
     python3 scripts/plot.py out/a out/b -o ab.png   compares runs
 
-Lines of other kinds, and a last line that is still being written, are passed over. Needs matplotlib
+Lines of other kinds, and an incomplete last line, are skipped. Needs matplotlib
 (Debian package python3-matplotlib).
 """
 import argparse
@@ -19,7 +19,7 @@ def fail(message):
 
 
 def read_metrics(run):
-    """The lines of a run by kind. `run`: a directory with metrics.jsonl, or the file itself."""
+    """The metrics of a run by kind. `run`: a directory with metrics.jsonl, or the file itself."""
     path = os.path.join(run, "metrics.jsonl") if os.path.isdir(run) else run
     try:
         with open(path, encoding="utf-8") as file:
@@ -37,18 +37,18 @@ def read_metrics(run):
         if isinstance(entry, dict) and entry.get("kind") in kinds and "step" in entry:
             kinds[entry["kind"]].append(entry)
     if not kinds["train"] and not kinds["val"]:
-        fail(f"{path}: no training or validation line; has the run done its first step?")
+        fail(f"{path}: no training or validation line; has the run completed its first step?")
     return kinds
 
 
 def series(entries, field):
-    """Steps and values; a number that was not finite (null in the file) leaves a gap."""
+    """Steps and values; a non-finite number (null in the file) leaves a gap."""
     pairs = [(e["step"], e.get(field)) for e in entries]
     return [s for s, _ in pairs], [math.nan if v is None else v for _, v in pairs]
 
 
 def smoothed(values, window):
-    """A running mean over the last `window` values that are numbers."""
+    """A running mean over the last `window` numeric values."""
     out = []
     for i in range(len(values)):
         recent = [v for v in values[max(0, i - window + 1):i + 1] if not math.isnan(v)]
@@ -59,12 +59,12 @@ def smoothed(values, window):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="run directories or metrics.jsonl files")
-    parser.add_argument("-o", "--output", help="PNG to write (default: plot.png beside the metrics of a single run)")
+    parser.add_argument("-o", "--output", help="PNG to write (default for a single run: plot.png next to its metrics)")
     options = parser.parse_args()
     try:
         import matplotlib
     except ImportError:
-        other = "/usr/bin/python3"   # Debian's, for which its package is
+        other = "/usr/bin/python3"   # Debian's Python, for which its package installs
         if os.path.exists(other) and os.path.realpath(sys.executable) != os.path.realpath(other):
             os.execv(other, [other, *sys.argv])
         fail("matplotlib is missing: apt-get install python3-matplotlib")
@@ -72,7 +72,7 @@ def main():
     import matplotlib.pyplot as plt
 
     if options.output is None and len(options.runs) > 1:
-        fail("several runs: name the picture with -o FILE.png")
+        fail("several runs: name the output with -o FILE.png")
     first = options.runs[0]
     output = options.output or os.path.join(first if os.path.isdir(first) else os.path.dirname(first), "plot.png")
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# GPT-2 124M on 10 billion tokens of FineWeb-Edu. Arguments are handed on to the trainer, the last one given wins:
-# --batch-size 16 for a GPU of 24 GB, --plan to see what the run needs. The total batch of 524,288 tokens is that of 1, 2, 4
-# or 8 GPUs with 64 sequences each. Learning rate and batch: Brown et al. 2020, table 2.1.
+# GPT-2 124M on 10 billion tokens of FineWeb-Edu. Arguments are passed to the trainer; the last one wins: --batch-size
+# 16 for a GPU with 24 GB, --plan to see what the run needs. The total batch of 524,288 tokens fits 1, 2, 4 or 8 GPUs
+# with 64 sequences each. Learning rate and batch size: Brown et al. 2020, table 2.1.
 #
 #   data/prepare.py fineweb-edu --tokens 10e9
 set -euo pipefail

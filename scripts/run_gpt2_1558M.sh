@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GPT-2 1558M on 34 billion tokens of FineWeb-Edu; see run_gpt2_124M.sh. The GELU is computed again in the backward, so that
-# 16 sequences fit into 80 GB.
+# GPT-2 1558M on 34 billion tokens of FineWeb-Edu; see run_gpt2_124M.sh. The backward recomputes GELU, so that 16
+# sequences fit into 80 GB.
 #
 #   data/prepare.py fineweb-edu --tokens 34e9
 set -euo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The first run: a small GPT learns the King James Bible letter by letter, on any CPU, in about three minutes; then it
-# writes a plot. `make run` calls this; arguments are handed on to the trainer (the last one given wins).
+# The first run: a small GPT learns the King James Bible byte by byte, on any CPU, in about three minutes, and is then
+# plotted. `make run` calls this; arguments are passed to the trainer (the last one wins).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A model of 15 million parameters on TinyStories (Eldan & Li 2023): stories that make sense after some hours on a CPU, or
-# minutes on a GPU. Arguments are handed on to the trainer, the last one given wins.
+# A model of 15 million parameters on TinyStories (Eldan & Li 2023): coherent stories after some hours on a CPU, or
+# minutes on a GPU. Arguments are passed to the trainer; the last one wins.
 #
 #   data/prepare.py tinystories
 set -euo pipefail

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Exports metrics.jsonl of one or several runs to TensorBoard event files, with the standard library alone.
+"""Exports metrics.jsonl of one or several runs to TensorBoard event files, using only the standard library.
 
     python3 scripts/tensorboard.py out/kjv                        writes out/kjv/tensorboard/events.out.tfevents...
     python3 scripts/tensorboard.py out/a out/b --logdir out/tb    writes to out/tb/a and out/tb/b
-    python3 scripts/tensorboard.py out/kjv --follow               goes on as the run goes on, until Ctrl-C
+    python3 scripts/tensorboard.py out/kjv --follow               follows the run until Ctrl-C
     tensorboard --logdir out                                      shows them
 
 Every numeric field of a line is the scalar KIND/FIELD at its step: train/loss, train/grad_norm, train/lr, train/mfu,
-val/loss ... as 32-bit floats, as event files hold them. What is null (not finite), objects without kind and step,
-and a last line that is still being written are passed over. A new export takes the place of the last one.
+val/loss ... as the 32-bit floats of event files. Nulls (non-finite values), objects without kind and step, and an
+incomplete last line are skipped. A new export replaces the previous one.
 
 Exit status: 0 done, 1 refused with the reason in one line, 130 ended by Ctrl-C.
 """
@@ -58,7 +58,7 @@ def record(data):
 
 
 # Protobuf: a field is a tag (number << 3 | wire type) and a value. The messages are Event and SessionLog of
-# TensorBoard's tensorboard/compat/proto/event.proto, and Summary of summary.proto beside it.
+# TensorBoard's tensorboard/compat/proto/event.proto, and Summary of summary.proto next to it.
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
@@ -86,7 +86,7 @@ def event(wall_time, step, body):
 
 
 def opening(wall_time):
-    """What a file begins with: the format's version, and SessionLog START at step 0.
+    """The head of a file: the format's version, and SessionLog START at step 0.
 
     At a START TensorBoard forgets what it has read of this run at that step and behind it, in this file and in those
     whose names sort before; that is how a file of ours supersedes the one before also in a TensorBoard that is looking
@@ -106,13 +106,13 @@ def scalar_event(wall_time, step, values):
     return event(wall_time, step, field(5, BYTES, summary))
 
 
-# metrics.jsonl: its lines, and what they say of time.
+# The lines of metrics.jsonl, and their times.
 
 FLOAT_MAX = (2 - 2**-23) * 2.0**127
 
 
 def scalars(entry):
-    """(step, {tag: value}) of an object of metrics.jsonl; None where it holds nothing to show."""
+    """(step, {tag: value}) of an object of metrics.jsonl; None if it has nothing to show."""
     kind, step = entry.get("kind"), entry.get("step")
     if not isinstance(kind, str) or type(step) is not int or not 0 <= step < 2**63:
         return None
@@ -122,7 +122,7 @@ def scalars(entry):
 
 
 def parse(path, data, number):
-    """The points in `data`, which begins in line `number` of the file, and how many bytes of it are done with."""
+    """The points in `data`, which begins at line `number` of the file, and the number of bytes consumed."""
     *lines, last = data.split(b"\n")
     points, used = [], len(data) - len(last)
     for number, line in enumerate(lines, number):
@@ -136,7 +136,7 @@ def parse(path, data, number):
             fail(f"{path}, line {number}: not a JSON object: {line[:60].decode(errors='replace')!r}")
         points.append(scalars(entry))
     try:
-        entry = json.loads(last)  # without its newline: an object has its last brace or does not parse
+        entry = json.loads(last)  # newline missing: an incomplete object does not parse
     except ValueError:
         entry = None
     if isinstance(entry, dict):
@@ -146,8 +146,8 @@ def parse(path, data, number):
 
 
 def timed(points, modified):
-    """(wall time, step, values) of each point. The lines hold no times, but how long a training step took, and the last
-    one was written when the file was."""
+    """(wall time, step, values) of each point. The lines have step durations but no times; the last line's time is the
+    file's."""
     times, now = [], modified
     for _, values in reversed(points):
         times.append(now)
@@ -156,17 +156,17 @@ def timed(points, modified):
 
 
 class Export:
-    """One run's metrics.jsonl and the event file made of it."""
+    """One run's metrics.jsonl and its event file."""
 
-    NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.train_gpt")  # "tfevents" is what TensorBoard goes by
+    NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.train_gpt")  # TensorBoard looks for "tfevents"
 
     def __init__(self, run, logdir):
         self.source = os.path.join(run, "metrics.jsonl") if os.path.isdir(run) else run
         self.logdir = logdir
         self.target = None  # the event file, once there is one
         self.size = 0  # bytes in it
-        self.inode = None  # of the file that was read; a resume puts another one in its place
-        self.offset = 0  # bytes of it that are exported
+        self.inode = None  # of the file that was read; a resume replaces the file
+        self.offset = 0  # bytes of it exported so far
         self.lines = 0  # newlines among them
         self.seen = b""  # the last of them
 
@@ -185,7 +185,7 @@ class Export:
         self.seen = (self.seen + data[:used])[-256:]
 
     def begin(self):
-        """Writes the whole run to a new event file in place of earlier ones. Returns the number of lines."""
+        """Writes the whole run to a new event file that replaces earlier ones. Returns the number of lines."""
         data, status = self.read(0)
         points, used = parse(self.source, data, 1)
         self.inode, self.offset, self.lines, self.seen = status.st_ino, 0, 0, b""
@@ -196,7 +196,7 @@ class Export:
         try:
             os.makedirs(self.logdir, exist_ok=True)
             earlier = [match for name in os.listdir(self.logdir) if (match := self.NAME.fullmatch(name))]
-            # A new name that sorts last: a TensorBoard that is running moves on to such a file, never to one before.
+            # A new name that sorts last: a running TensorBoard moves on only to files that sort later.
             serial = max([int(time.time()), *(int(match[1]) + 1 for match in earlier)])
             self.target = os.path.join(self.logdir, f"events.out.tfevents.{serial:010d}.train_gpt")
             try:
@@ -209,19 +209,19 @@ class Export:
             for match in earlier:
                 retire(os.path.join(self.logdir, match[0]))
         except OSError as error:
-            fail(f"cannot write to {self.logdir}: {error.strerror}; choose another place with --logdir")
+            fail(f"cannot write to {self.logdir}: {error.strerror}; choose another directory with --logdir")
         self.size = len(body)
         return len(points)
 
     def go_on(self):
-        """Appends what came since. True: the file had been cut or replaced, as a resume does, and was begun anew."""
+        """Appends new lines. True if the file was truncated or replaced, as by a resume, and exported again."""
         if not os.path.exists(self.source):
-            return False  # the run has not started yet, or starts again
+            return False  # the run has not started yet, or is restarting
         if self.target is None:
             self.begin()
             return True
         data, status = self.read(self.offset - len(self.seen))
-        # Cut, it is shorter or, grown again, reads differently before where we stood.
+        # A truncated file is shorter or, if it grew again, has different bytes before our offset.
         if status.st_ino != self.inode or not data.startswith(self.seen):
             self.begin()
             return True
@@ -230,9 +230,9 @@ class Export:
         self.advance(data, used)
         body = b"".join(scalar_event(*point) for point in timed(points, status.st_mtime))
         try:
-            with open(self.target, "r+b") as out:  # does not create: without its opening a file means nothing
+            with open(self.target, "r+b") as out:  # does not create: a file without its head is invalid
                 if out.seek(0, os.SEEK_END) != self.size:
-                    fail(f"{self.target} is not as it was left; another export of this run took its place")
+                    fail(f"{self.target} has changed; another export of this run replaced it")
                 out.write(body)
         except OSError as error:
             fail(f"cannot write {self.target}: {error.strerror}")
@@ -241,8 +241,8 @@ class Export:
 
 
 def retire(path):
-    """Empties an earlier event file. A TensorBoard that is reading it opens it by its name at each look, and would not
-    go on to the next one if it were gone; an hour later it has."""
+    """Truncates an earlier event file. A TensorBoard that reads it reopens it by name each time, and would not move on
+    to the next one if it were gone; after an hour it has moved on."""
     status = os.stat(path)
     if status.st_size > 0:
         os.truncate(path, 0)
@@ -258,7 +258,7 @@ def seconds(text):
 
 
 def exports(runs, logdir, follow):
-    """An Export for each run, all of them looked at before any is written."""
+    """An Export for each run, all checked before any is written."""
     found = []
     for run in runs:
         directory = run if os.path.isdir(run) else os.path.dirname(run)
@@ -270,22 +270,22 @@ def exports(runs, logdir, follow):
             if os.path.realpath(other.logdir) == os.path.realpath(to):
                 fail(f"{other.source} and {export.source} would both go to {to}; export them one by one, each with its "
                      "own --logdir")
-        if not follow or not os.path.isdir(run):  # a run that is about to start has a directory and no metrics yet
+        if not follow or not os.path.isdir(run):  # a run that is starting has a directory but no metrics yet
             points, _ = parse(export.source, export.read(0)[0], 1)
             if not points and not follow:
-                fail(f"{export.source}: no line with numbers; has the run done its first step?")
+                fail(f"{export.source}: no line with numbers; has the run completed its first step?")
         found.append(export)
     return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail  # one line and status 1, as all other errors
+    parser.error = fail  # one line and status 1, like all other errors
     parser.add_argument("runs", nargs="+", metavar="OUT", help="run directories or metrics.jsonl files")
-    parser.add_argument("--logdir", help="where to (default: OUT/tensorboard); several runs: a directory each")
-    parser.add_argument("--follow", action="store_true", help="go on with a running run, until Ctrl-C")
+    parser.add_argument("--logdir", help="output (default: OUT/tensorboard); one subdirectory per run if several")
+    parser.add_argument("--follow", action="store_true", help="keep following a running run until Ctrl-C")
     parser.add_argument("--every", type=seconds, default=2.0, metavar="SECONDS",
-                        help="between looks at the file (default: %(default)s)")
+                        help="between checks of the file (default: %(default)s)")
     options = parser.parse_args()
 
     found = exports(options.runs, options.logdir, options.follow)
@@ -299,7 +299,7 @@ def main():
         time.sleep(options.every)
         for export in found:
             if export.go_on():
-                print(f"tensorboard: {export.target}: begun anew", flush=True)
+                print(f"tensorboard: {export.target}: exported again", flush=True)
 
 
 if __name__ == "__main__":

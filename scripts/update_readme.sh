@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes the table of options that ./train_gpt prints into README.md, between its two marks.
+# Writes the option table that ./train_gpt prints into README.md, between its two markers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 {

@@ -1,8 +1,8 @@
-// Catch2 under one name. Version 3 is many headers and a library, version 2 (Debian 12) one header; where their names
-// differ, tests write those of version 3.
+// Catch2 behind one include. Version 3 is many headers and a library, version 2 (Debian 12) one header; where names
+// differ, tests use those of version 3.
 //
-// CHECK is the trainer's own (core/check.h), which throws and so ends the test case. REQUIRE ends it too and prints
-// the values; EXPECT, which is Catch2's CHECK, prints them and goes on.
+// CHECK is the trainer's own (core/check.h), which throws and so ends the test case. REQUIRE also ends it and prints
+// the values; EXPECT, which is Catch2's CHECK, prints them and continues.
 #pragma once
 
 #if __has_include(<catch2/catch_all.hpp>)
@@ -21,7 +21,7 @@ using EventListenerBase = TestEventListenerBase;
 }  // namespace Catch
 #endif
 
-// CHECK is the trainer's own (core/check.h). Tests say REQUIRE.
+// CHECK is the trainer's own (core/check.h). Tests use REQUIRE.
 #undef CHECK
 
 #undef CHECK

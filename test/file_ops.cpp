@@ -1,8 +1,8 @@
-// file_ops.so: stands between the trainer and the C library (LD_PRELOAD) and numbers the file operations that change
-// anything under $FILE_OPS_ROOT.
-//   FILE_OPS_KILL=n    the process is killed (SIGKILL) in front of operation n; half of the bytes of a write are
-//   written FILE_OPS_LOG=f     records each operation in file f, with the bytes of writes: test_durable.cpp replays
-//   them FILE_OPS_SLEEP=s   the first operation takes so many seconds
+// file_ops.so: intercepts the trainer's C library calls (LD_PRELOAD) and numbers the operations that change files under
+// $FILE_OPS_ROOT.
+//   FILE_OPS_KILL=n    kills the process (SIGKILL) before operation n; half of the bytes of a write are written
+//   FILE_OPS_LOG=f     logs each operation to file f, with the bytes of writes: test_durable.cpp replays them
+//   FILE_OPS_SLEEP=s   the first operation takes s seconds
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/syscall.h>
@@ -40,7 +40,7 @@ F next(F, const char* name) {
   return reinterpret_cast<F>(dlsym(RTLD_NEXT, name));
 }
 
-// One operation: its words, and the bytes of a write. Returns true if the process is to die here.
+// Records one operation: its words, and the bytes of a write. Returns true if the process must die here.
 bool operation(const std::string& words, const void* bytes = nullptr, size_t n = 0) {
   if (const char* log = getenv("FILE_OPS_LOG")) {
     const int fd =
@@ -133,7 +133,7 @@ int mkdir(const char* path, mode_t mode) noexcept {
   return next(&mkdir, "mkdir")(path, mode);
 }
 int symlink(const char* target, const char* path) noexcept {
-  change(path, "create " + std::string(path));  // as far as names go
+  change(path, "create " + std::string(path));  // creates the name only
   return next(&symlink, "symlink")(target, path);
 }
 int unlink(const char* path) noexcept {

@@ -1,5 +1,4 @@
-// helpers.h: what several tests share: temporary directories, token shards, expected errors, distances, running the
-// program.
+// helpers.h: shared by the tests: temporary directories, token shards, expected errors, distances, running the program.
 #pragma once
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -16,7 +15,7 @@
 #include "catch2.h"
 #include "core/check.h"
 
-// A directory that is gone when the test is over.
+// A directory that is deleted at the end of the test.
 class TempDir {
  public:
   TempDir() {
@@ -51,7 +50,7 @@ void write_shard(const std::string& path, const std::vector<Token>& tokens) {
   out.write(reinterpret_cast<const char*>(tokens.data()), static_cast<std::streamsize>(tokens.size() * sizeof(Token)));
 }
 
-// The expression throws llmc::Error, and its message names what `part` says.
+// The expression throws llmc::Error, and the message contains `part`.
 #define REQUIRE_ERROR(expression, part)                \
   do {                                                 \
     std::string message_ = "no error";                 \
@@ -64,7 +63,7 @@ void write_shard(const std::string& path, const std::vector<Token>& tokens) {
     REQUIRE(message_.find(part) != std::string::npos); \
   } while (false)
 
-// ||a - b|| / ||b||; NaN anywhere gives NaN, which no bound lets pass: compare with <.
+// ||a - b|| / ||b||; NaN if either has a NaN, and no bound accepts NaN: compare with <.
 template <class A, class B>
 double relative_distance(const A* a, const B* b, int64_t n) {
   double difference = 0, size = 0;
@@ -76,14 +75,14 @@ double relative_distance(const A* a, const B* b, int64_t n) {
   return size == 0 ? std::sqrt(difference) : std::sqrt(difference / size);
 }
 
-// The cross-entropy of these logits, which are small.
+// The cross-entropy of these logits, which must be small.
 inline double loss_of(std::span<const float> logits, int32_t target) {
   double sum = 0;
   for (const float x : logits) sum += std::exp(static_cast<double>(x));
   return std::log(sum) - static_cast<double>(logits[static_cast<size_t>(target)]);
 }
 
-// This process, and what it starts, can open so few files; until the end of the scope.
+// Limits the number of open files of this process and its children until the end of the scope.
 class FewOpenFiles {
  public:
   explicit FewOpenFiles(rlim_t most) {
@@ -100,12 +99,12 @@ class FewOpenFiles {
 };
 
 struct ProgramResult {
-  int status;  // 128 + signal if one ended it
+  int status;  // 128 + signal if killed by one
   std::string out, err;
 };
 
-// Runs ./train_gpt (the working directory is the root of the repository), on the CPU, with these arguments, quoted for
-// a shell; `prefix`: settings or a program in front of it.
+// Runs ./train_gpt (the working directory is the repository's root), on the CPU, with these shell-quoted arguments;
+// `prefix`: environment settings or a program to run it with.
 inline ProgramResult run_program(const std::string& arguments, const std::string& prefix = "") {
   const TempDir dir;
   const std::string command = "XDG_CACHE_HOME=build/cache CUDA_VISIBLE_DEVICES= " + prefix + " ./train_gpt " +

@@ -1,6 +1,6 @@
-// main() of the test binary, and a listener that notes the fate of every test case in the file that the environment
-// variable TEST_NOTES names. scripts/run_tests.sh counts from these notes: a test program that was killed prints no
-// summary, but its last note names the test case that it died in.
+// main() of the test binary, and a listener that records the result of every test case in the file named by the
+// environment variable TEST_NOTES. scripts/run_tests.sh counts these notes: a killed test program prints no summary,
+// but its last note names the test case in which it died.
 #define CATCH_CONFIG_RUNNER
 #include "catch2.h"
 

@@ -1,5 +1,5 @@
-// nvml_stand_in.so: the functions of NVIDIA's management library that llmc/device/nvml.h calls, under their names and
-// with the signatures of the "NVML API Reference Guide". The answers are those in nvml_stand_in.h.
+// nvml_stand_in.so: a fake NVML: the functions that llmc/device/nvml.h calls, with the names and signatures of the
+// "NVML API Reference Guide". The answers come from nvml_stand_in.h.
 #include "nvml_stand_in.h"
 
 #include <cstring>
@@ -24,7 +24,7 @@ int status_of(const char* function) {
   return status == nvml_stand_in.statuses.end() ? success : status->second;
 }
 
-// The answer of a question about the device, or why there is none.
+// The answer to a query about the device, or an error status.
 template <class T>
 int answer(const char* function, const void* of, T* to, T value) {
   if (nvml_stand_in.sessions == 0) return uninitialized;
@@ -92,7 +92,7 @@ int nvmlDeviceGetPowerUsage(void* of, unsigned* to) { return answer(__func__, of
 int nvmlDeviceGetEnforcedPowerLimit(void* of, unsigned* to) {
   return answer(__func__, of, to, nvml_stand_in.milliwatts_limit);
 }
-// As drivers before 535 have it: its later name is not there.
+// As in drivers before 535: the later name does not exist.
 int nvmlDeviceGetCurrentClocksThrottleReasons(void* of, unsigned long long* to) {
   return answer(__func__, of, to, nvml_stand_in.throttle);
 }

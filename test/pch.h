@@ -1,4 +1,4 @@
-// Precompiled once and put in front of every test: what is large and never changes. Tests still include what they use.
+// Precompiled and included before every test: large headers that never change. Tests still include what they use.
 
 #include <algorithm>
 #include <array>

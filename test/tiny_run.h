@@ -1,4 +1,4 @@
-// tiny_run.h: a run of the program that takes a second, and what it left behind.
+// tiny_run.h: a run of the program that takes a second, and readers for its output.
 #pragma once
 #include <fstream>
 #include <map>
@@ -10,7 +10,7 @@
 
 inline const std::string tiny_data = "test/golden/gpt2_tiny/train.bin";
 
-// A tiny model, accumulation, shuffling; epochs end in the middle of steps.
+// A tiny model with gradient accumulation and shuffling; epochs end in the middle of steps.
 inline std::string tiny(const std::string& out, const std::string& more) {
   return "--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --train-data " + tiny_data +
          " --seq-len 33 --batch-size 2 --total-batch-size 264 --shuffle --lr 1e-2 --threads 1 --out-dir " + out + " " +
@@ -23,12 +23,12 @@ inline std::map<int64_t, double> losses(const std::string& out) {
   for (std::string line; std::getline(in, line);) {
     const nlohmann::json object = nlohmann::json::parse(line);
     if (object["kind"] != "train") continue;
-    REQUIRE(found.emplace(object["step"], object["loss"]).second);  // each step once
+    REQUIRE(found.emplace(object["step"], object["loss"]).second);  // each step occurs once
   }
   return found;
 }
 
-// The bytes of everything that a checkpoint says about the state.
+// The bytes of a checkpoint's entire state.
 inline std::string state_of(const std::string& checkpoint) {
   REQUIRE_FALSE(llmc::checkpoint_fault(checkpoint));
   return read_whole(checkpoint + "/model.safetensors") +

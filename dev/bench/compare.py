@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Training steps beside PyTorch's, alternating on one machine: tokens per second, ratios, the trainer's time by op.
+"""Compares training steps with PyTorch's, alternating on one machine: tokens per second, ratios, time by op.
 
     python3 dev/bench/compare.py [--device cuda] [--rounds 3] [--cases NAME ...] [--out dev/results/DATE-name.md]
 
-PyTorch runs compiled, on a CPU eager too; in bf16 with autocast, and on a CPU with bf16 weights, on a GPU with bf16
-weights that follow fp32 ones; the trainer runs as it is, on a GPU with --tune-matmul too. The best of each is whichever
-was fastest in the first round, and goes on. The figures are medians over all timed steps of all rounds; "spread" is the
-distance of the quartiles over the median. A case may also be a directory with a config.json.
+PyTorch runs compiled, on a CPU also eager; in bf16 with autocast, and also with bf16 weights (on a GPU with fp32
+masters). The trainer runs as it is, on a GPU also with --tune-matmul. The first round picks the fastest variant of each
+kind for the later rounds. Figures are medians over all timed steps of all rounds; "spread" is the interquartile range
+over the median. A case may also be a directory with a config.json.
 """
 import argparse
 import dataclasses
@@ -31,7 +31,7 @@ class Case:
     model: str
     batch: int
     length: int
-    steps: int            # to time in a run
+    steps: int            # timed steps per run
     shape: tuple = ()     # options that override numbers of the model
     vocab: int = 50257
 
@@ -40,18 +40,18 @@ CASES = {
     "cpu": {"kjv": Case("gpt2:124M", 16, 128, 40,
                         ("--n-layer", 4, "--n-head", 4, "--n-embd", 128, "--vocab-size", 257), 257),
             "gpt2_124M": Case("gpt2:124M", 4, 256, 4)},
-    # batches for GPUs of 120 GiB and more; smaller ones get half of it
+    # batches for GPUs of 120 GiB and more; halved on smaller ones
     "cuda": {"gpt2:124M": Case("gpt2:124M", 64, 1024, 20),
              "gpt2:1558M": Case("gpt2:1558M", 16, 1024, 10),
              "qwen2.5:1.5B": Case("qwen2.5:1.5B", 16, 1024, 10, vocab=151936)}}
 
 
 class Failed(Exception):
-    """A run failed; the reason."""
+    """A run failed, with the reason."""
 
 
 def failure(command, status, text):
-    lines = text.strip().splitlines() or ["it says nothing"]
+    lines = text.strip().splitlines() or ["no error message"]
     reason = next((line for line in lines if line.startswith("train_gpt:")), lines[-1])   # else a Python error
     print(f"compare.py: {' '.join(command)} failed with status {status}:", *lines[-20:], sep="\n", file=sys.stderr)
     return Failed(reason)
@@ -90,7 +90,7 @@ class Bench:
         return path
 
     def trainer(self, case, dtype, steps, *more):
-        """The command, and the directory that it writes."""
+        """The command and its output directory."""
         out = tempfile.mkdtemp(dir=self.folder)
         return ["./train_gpt", "-i", self.shard(case), "--model", case.model, *map(str, case.shape),
                 "-b", str(case.batch), "-t", str(case.length), "--dtype", dtype, "--device", self.o.device,
@@ -110,7 +110,7 @@ class Bench:
         steps = WARMUP[self.o.device] + case.steps
         if self.o.device == "cpu":
             return self.profile(case, dtype, steps, *more)
-        # Timing every op would cost time here, and a checkpoint of a large model more: it ends when it has been timed.
+        # Timing every op would slow it down, and so would a checkpoint of a large model: kill the run once it is timed.
         command, out = self.trainer(case, dtype, 1000 * steps, *more)
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         while process.poll() is None and len(read_steps(f"{out}/metrics.jsonl")) < steps:
@@ -133,7 +133,7 @@ class Bench:
         return json.loads(run(command + ["--compile"] * compiled))
 
     def variants(self, dtype):
-        """Ways to run, by name: options of the trainer, or PyTorch's precision and whether it compiles."""
+        """Variants by name: options of the trainer, or PyTorch's precision and whether it compiles."""
         ways = {"ours": (), "ours --tune-matmul": ("--tune-matmul",)} if self.o.device == "cuda" else {"ours": ()}
         precisions = ("fp32",) if dtype == "fp32" else ("autocast", "bf16") if self.o.device == "cpu" else \
             ("autocast", "master")
@@ -155,19 +155,19 @@ def spread(values):
 
 
 def compare(bench, name, case, dtype):
-    """A row of the table, the losses of both, and the time by op."""
+    """Returns a row of the table, the losses of both, and the time by op."""
     all_ways, longest, warmup = bench.variants(dtype), 0.0, WARMUP[bench.o.device]
     ways = all_ways
-    times, losses, profile, peer, reasons = {}, {}, [], {}, {"ours": "no time was left"}
+    times, losses, profile, peer, reasons = {}, {}, [], {}, {"ours": "no time left"}
     for round_number in range(bench.o.rounds):
         if round_number > 0 and not bench.in_time(longest):
-            print(f"{name} {dtype}: no time is left for round {round_number + 1}", file=sys.stderr)
+            print(f"{name} {dtype}: no time left for round {round_number + 1}", file=sys.stderr)
             break
         print(f"{name} {dtype}: round {round_number + 1} of {bench.o.rounds}", file=sys.stderr, flush=True)
         begin, longest_run = time.monotonic(), 0.0
         for way, options in ways.items():
             if not bench.in_time(longest_run) and any(kind_of(way) == kind_of(done) for done in times):
-                print(f"{name} {dtype}: no time is left for {way}", file=sys.stderr)
+                print(f"{name} {dtype}: no time left for {way}", file=sys.stderr)
                 continue
             run_begin = time.monotonic()
             try:
@@ -179,10 +179,10 @@ def compare(bench, name, case, dtype):
                     peer = bench.pytorch(case, options)
                     milliseconds, losses[way] = peer["ms"], peer["losses"]
                 times.setdefault(way, []).extend(milliseconds)
-            except Failed as error:   # out of memory, perhaps, where another variant is not
+            except Failed as error:   # e.g. out of memory, where another variant may fit
                 reasons["ours" if kind_of(way) == "ours" else "PyTorch"] = error
             longest_run = max(longest_run, time.monotonic() - run_begin)
-        if round_number == 0:   # the fastest of each kind goes on
+        if round_number == 0:   # keep the fastest of each kind
             best = {}
             for way in sorted(times, key=lambda way: statistics.median(times[way])):
                 best.setdefault(kind_of(way), way)
@@ -239,17 +239,17 @@ def main():
     parser.add_argument("--cases", nargs="+", metavar="NAME",
                         help="default: " + "; ".join(f"on {device} {' '.join(c)}" for device, c in CASES.items()))
     parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), help="default: both on a CPU, bf16 on a GPU")
-    parser.add_argument("--batch-size", type=int, help="sequences, instead of the cases'")
-    parser.add_argument("--steps", type=int, help="timed in a run, instead of the cases'")
+    parser.add_argument("--batch-size", type=int, help="sequences, instead of the case's")
+    parser.add_argument("--steps", type=int, help="timed steps per run, instead of the case's")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further round after so many")
-    parser.add_argument("--out", metavar="FILE", help="write the tables to this file, too")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further round after this time")
+    parser.add_argument("--out", metavar="FILE", help="also write the tables to this file")
     o = parser.parse_args()
     o.deadline = time.monotonic() + o.seconds
     machine = f"{processor()}, {o.threads} threads"
     if o.device == "cuda":
         if not shutil.which("nvidia-smi"):
-            sys.exit("compare.py: error: --device cuda: there is no nvidia-smi, and so no GPU here")
+            sys.exit("compare.py: error: --device cuda: nvidia-smi not found, so there is no GPU here")
         machine = f"{gpu('name')}, driver {gpu('driver_version')}"
     rows, losses, profiles, version, failed = [], [], [], "", []
 
@@ -259,12 +259,12 @@ def main():
             f"medians of up to {o.rounds} alternating rounds.", "",
             "| model | dtype | batch | ours, tokens/s | PyTorch's best | ratio | model TFLOP/s | spread | otherwise |",
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- |", *rows, "",
-            "Loss of the first step and of the last, other initial weights, the same data:", "",
+            "Loss of the first and last step, from different initial weights, on the same data:", "",
             *(f"- {x}" for x in losses), "", "Time by op:", "", "```",
             "\n\n".join(p for p in profiles if "\n" in p.strip()), "```", *failed, ""])
         if o.out:
             with open(o.out, "w") as file:
-                file.write("# Training steps beside PyTorch\n\n`python3 dev/bench/compare.py "
+                file.write("# Training steps compared with PyTorch\n\n`python3 dev/bench/compare.py "
                            f"{' '.join(sys.argv[1:])}`\n\n{text}")
         return text
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `make bench`: training steps beside PyTorch's. Arguments are those of dev/bench/compare.py.
+# `make bench`: training steps compared with PyTorch's. Takes the arguments of dev/bench/compare.py.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=$(scripts/find_python.sh torch) || {

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""The peer: the trainer's step in PyTorch alone, on a CPU or a GPU. Prints one line of JSON: the milliseconds, the loss
-and the gradient norm of each step, and more.
+"""The PyTorch baseline: the trainer's step in plain PyTorch, on a CPU or a GPU. Prints one line of JSON with the
+milliseconds, loss and gradient norm of each step, and more.
 
     python3 dev/bench/torch_train.py --model gpt2:124M --train-data SHARD --batch-size 64 --device cuda --compile
 
-The same model, loss, gradient clipping and AdamW with decay on matrices only, the same tokens in the same order: from
-the same weights it computes the trainer's losses. Attention is F.scaled_dot_product_attention, on a GPU by the
-fastest of its kernels; AdamW is fused. --model may be a directory with a Hugging Face config.json of GPT-2, Llama or
-Qwen 2; weights in it are read.
+Same model, loss, gradient clipping, AdamW with weight decay on matrices only, and data order: from the same weights it
+computes the trainer's losses. Attention is F.scaled_dot_product_attention, on a GPU with its fastest kernel; AdamW is
+fused. --model may be a directory with a Hugging Face config.json of GPT-2, Llama or Qwen 2, and weights, which are then
+loaded.
 """
 import argparse
 import contextlib
@@ -109,7 +109,7 @@ def turn(x, cos, sin):
 
 
 class Model(nn.Module):
-    """Returns the loss. The tables are padded to a multiple of 128 rows, which is faster; the loss is without."""
+    """Returns the loss. Tables are padded to a multiple of 128 rows, for speed; the loss ignores the padding."""
 
     def __init__(self, s, T, repeat_heads=False):
         super().__init__()
@@ -144,7 +144,7 @@ class Model(nn.Module):
 
 
 def count_parameters(model):
-    """Without the padding; and those that multiply activations."""
+    """All parameters without padding, and those that multiply activations."""
     s = model.shape
     padding = (model.wte.num_embeddings - s.vocab_size) * s.n_embd
     count = sum(p.numel() for p in model.parameters()) - padding * (1 if s.tied else 2)
@@ -196,7 +196,7 @@ def read_shard(path):
 
 
 def batches(tokens, B, T, device):
-    """Samples in file order, again and again: inputs and targets, copied while the GPU computes."""
+    """Samples in file order, repeatedly: inputs and targets, copied while the GPU computes."""
     samples = (len(tokens) - 1) // T
     for first in range(0, 1 << 62, B):
         rows = torch.stack([tokens[k % samples * T:][:T + 1] for k in range(first, first + B)])
@@ -211,7 +211,7 @@ KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENT
 
 
 def attention_ms(s, B, T, dtype, kernel, repeat_heads):
-    """Forward and backward of one layer; infinite where the kernel does not take the shape."""
+    """Forward and backward of one layer; infinite if the kernel does not support the shape."""
     q, k, v = (torch.randn(B, heads, T, s.head_size(), device="cuda", dtype=dtype, requires_grad=True)
                for heads in (s.n_head, s.n_kv_head, s.n_kv_head))
     groups = s.n_head // s.n_kv_head if repeat_heads else 1
@@ -237,7 +237,7 @@ def attention_ms(s, B, T, dtype, kernel, repeat_heads):
 
 
 def choose_attention(s, o):
-    """The fastest kernel, its way with shared heads, and all times."""
+    """The fastest kernel, whether it repeats shared heads, and all times."""
     dtype = torch.float32 if o.precision == "fp32" else torch.bfloat16
     kernels = list(KERNELS) if o.attention == "auto" else [o.attention]
     times = {(kernel, repeat): attention_ms(s, o.batch_size, o.seq_len, dtype, kernel, repeat)
@@ -250,13 +250,13 @@ def choose_attention(s, o):
 
 
 class Optimizer:
-    """Clipping and fused AdamW; with bf16 weights of fp32 masters, which take the gradients and give the weights."""
+    """Clipping and fused AdamW. With bf16 weights and fp32 masters, updates the masters and copies them back."""
 
     def __init__(self, model, o):
         self.weights = list(model.parameters())
         self.masters = [p.detach().clone() for p in self.weights] if o.precision == "master" else self.weights
         if o.precision in ("master", "bf16"):
-            for p in self.weights:   # not the angles of the positions
+            for p in self.weights:   # but not the buffers of rotary angles
                 p.data = p.data.bfloat16()
         if o.precision == "bf16":
             self.masters = self.weights
@@ -281,14 +281,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt2:124M", help=f"{', '.join(PRESETS)}, or a directory")
     for name in ("n-layer", "n-head", "n-embd", "vocab-size"):
-        parser.add_argument(f"--{name}", type=int, help="instead of the model's")
+        parser.add_argument(f"--{name}", type=int, help="override the model's value")
     parser.add_argument("--train-data", required=True, metavar="SHARD")
     for name, default in (("batch-size", 4), ("seq-len", 256), ("threads", 2), ("steps", 5), ("warmup", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("fp32", "autocast", "master", "bf16"), default="fp32",
-                        help="autocast: fp32 weights, bf16 products; master: bf16 weights that follow fp32 ones; bf16: "
+                        help="autocast: fp32 weights, bf16 products; master: bf16 weights with fp32 masters; bf16: "
                              "all in bf16, the optimizer too")
     parser.add_argument("--attention", choices=("auto", *KERNELS), default="auto", help="on a GPU")
     parser.add_argument("--compile", action="store_true")

@@ -1,6 +1,6 @@
-// comm_bench: the collectives in the manner of nccl-tests: for each size the time, the algorithm's bandwidth (bytes of
-// the buffer over time), the bus bandwidth (what the slowest link carried, so that numbers of different rank counts
-// compare), and whether the result is right. Ranks are threads of this process.
+// comm_bench: benchmarks the collectives like nccl-tests: for each size the time, the algorithm bandwidth (buffer bytes
+// over time), the bus bandwidth (traffic of the slowest link, comparable across rank counts), and whether the result is
+// correct. Ranks are threads of this process.
 //
 //   make comm-bench && build/comm_bench [RANKS [LARGEST_MIB]]
 #include <chrono>
@@ -18,14 +18,14 @@ namespace {
 
 struct Form {
   const char* name;
-  double bus_factor;  // of P: bus bandwidth over algorithm bandwidth
+  double bus_factor;  // depends on P: bus bandwidth over algorithm bandwidth
   void (*run)(Comm&, Tensor, Tensor, Stream&);
-  bool sums;  // the result is the sum over the ranks, everywhere; else every shard is its owner's
+  bool sums;  // the result is the sum over the ranks on every rank; else each shard is its owner's
 };
 
 float element(int rank, int64_t i) { return static_cast<float>((rank * 13 + i) % 61); }
 
-// Microseconds of a call, the median; the number of wrong elements.
+// Returns the median time of a call in microseconds, and the number of wrong elements.
 std::pair<double, int64_t> measure(const Form& form, int ranks, int64_t n) {
   World world(Mesh({{Axis::shard, ranks}}));
   std::vector<double> times;

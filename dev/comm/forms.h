@@ -1,12 +1,12 @@
-// forms.h: other ways to all-reduce than the ring of llmc/dist/ring.h, over the same transport, for comparison. Both
-// send more bytes than the ring through one rank; the tree needs fewer steps, and so wins for small buffers.
+// forms.h: alternatives to the ring all-reduce of llmc/dist/ring.h, over the same transport, for comparison. Both send
+// more bytes through one rank than the ring; the tree needs fewer steps, and so is faster for small buffers.
 #pragma once
 #include "dist/ring.h"
 
 namespace llmc::forms {
 
-// Everybody sends everything to rank 0, which adds it up and sends the sum to everybody. Rank 0 sends and receives (P -
-// 1) n.
+// Every rank sends everything to rank 0, which adds it up and sends the sum back to every rank. Rank 0 sends and
+// receives (P - 1) n.
 template <class T>
 void naive_all_reduce(const Link& t, T* buffer, int64_t n, T* scratch) {
   const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
@@ -22,8 +22,8 @@ void naive_all_reduce(const Link& t, T* buffer, int64_t n, T* scratch) {
   for (int other = 1; other < t.size(); ++other) t.exchange(other, buffer, bytes, -1, nullptr, 0);
 }
 
-// A binomial tree: in round k the ranks that are odd multiples of 2^k hand their sum to the one 2^k below, then the sum
-// goes back the same way. 2 log2(P) rounds, each of n.
+// A binomial tree: in round k the ranks that are odd multiples of 2^k send their sum to the rank 2^k below, then the
+// sum travels back the same way. 2 log2(P) rounds of n each.
 template <class T>
 void tree_all_reduce(const Link& t, T* buffer, int64_t n, T* scratch) {
   const int64_t bytes = n * static_cast<int64_t>(sizeof(T));

@@ -1,4 +1,4 @@
-// adamw.cu: the update of weights in bf16 with master weights in fp32, in three versions. See cuda/ladder.h.
+// adamw.cu: the update of bf16 weights with fp32 masters, in three versions. See cuda/ladder.h.
 #include <memory>
 
 #include "cuda/ladder.h"
@@ -49,7 +49,7 @@ Ladder adamw_ladder(int64_t n) {
   constexpr int64_t threads = 256;
   const unsigned blocks = static_cast<unsigned>(ceil_div(n, threads));
   return {.op = "adamw",
-          .versions = {{"a thread takes an element; the host waits for the gradient norm first",
+          .versions = {{"one thread per element; the host waits for the gradient norm first",
                         [=] {
                           double control[3];
                           CUDA_CHECK(cudaMemcpy(control, p->control, sizeof control, cudaMemcpyDeviceToHost));
@@ -57,12 +57,12 @@ Ladder adamw_ladder(int64_t n) {
                             launch(adamw1, blocks, threads, 0, nullptr, p->weights, p->master, p->moment1, p->moment2,
                                    p->gradient, n, update, static_cast<float>(control[1]));
                         }},
-                       {"the kernel reads the control itself: nothing waits",
+                       {"the kernel reads the update control itself: no wait",
                         [=] {
                           launch(adamw2, blocks, threads, 0, nullptr, p->weights, p->master, p->moment1, p->moment2,
                                  p->gradient, n, update, p->control);
                         }},
-                       {"llmc/ops/cuda/adamw.cuh: accesses of 16 bytes, which leave the caches first",
+                       {"llmc/ops/cuda/adamw.cuh: 16-byte accesses, evicted from the caches first",
                         [=] {
                           adamw_update<bf16>(p->weights, p->master, p->moment1, p->moment2, p->gradient, p->control, n,
                                              options, nullptr);

@@ -1,10 +1,10 @@
 // attention.cu: the forward of causal attention in five versions. See cuda/ladder.h.
 //
-//   1  three kernels, with the T x T scores of every head in memory: it grows with T^2, and so does what is moved
-//   2  a running maximum and sum of each row: no score leaves the registers; but every row reads all keys by itself
-//   3  rows share tiles of keys and values in shared memory: they are read T / 64 times instead of T times
-//   4  tensor cores multiply, 16 rows of a warp at a time; they wait while a tile is loaded
-//   5  llmc's: the next tile arrives meanwhile, and a warp has 32 rows, for which it reads a tile as often as for 16
+//   1  three kernels, with the T x T scores of every head in memory: memory and traffic grow with T^2
+//   2  a running maximum and sum per row: scores stay in registers, but every row reads all keys on its own
+//   3  rows share tiles of keys and values in shared memory: read T / 64 times instead of T times
+//   4  tensor cores, 16 rows per warp; they wait while a tile is loaded
+//   5  llmc's: the next tile is loaded meanwhile, and a warp has 32 rows per read of a tile instead of 16
 #include <memory>
 
 #include "cuda/ladder.h"
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int head_size = 64;
 
-// Where the query head h of sequence b has its queries, keys and values in qkv (B, T, 3 H D).
+// Addresses of the queries, keys and values of query head h of sequence b in qkv (B, T, 3 H D).
 struct Heads {
   Head<const bf16> q, k, v;
   __device__ Heads(const bf16* qkv, const AttentionShape& s, int64_t b, int64_t h)
@@ -26,7 +26,7 @@ struct Heads {
 };
 __device__ float score_scale() { return 1.0f / sqrtf(float{head_size}); }
 
-// scores (B, H, T, T), of keys that a row does not see minus infinity. Grid (blocks of keys, T, B H).
+// scores (B, H, T, T), minus infinity for masked keys. Grid (blocks of keys, T, B H).
 __global__ void attention1_scores(float* scores, const bf16* qkv, AttentionShape s) {
   const int64_t key = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x, row = blockIdx.y;
   if (key >= s.T) return;
@@ -36,7 +36,7 @@ __global__ void attention1_scores(float* scores, const bf16* qkv, AttentionShape
     score += to_float(at.q.data[row * at.q.stride + d]) * to_float(at.k.data[key * at.k.stride + d]);
   scores[(blockIdx.z * s.T + row) * s.T + key] = key <= row ? score * score_scale() : -INFINITY;
 }
-// scores become probabilities; a thread takes a row of B H T.
+// Turns scores into probabilities; one thread per row of B H T.
 __global__ void attention1_softmax(float* scores, float* lse, int64_t rows, int64_t T) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (row >= rows) return;
@@ -47,7 +47,7 @@ __global__ void attention1_softmax(float* scores, float* lse, int64_t rows, int6
   for (int64_t key = 0; key < T; ++key) x[key] = expf(x[key] - largest) / sum;
   lse[row] = logf(sum) + largest;
 }
-// Grid (T, B H); a thread for each d.
+// Grid (T, B H); one thread per d.
 __global__ void attention1_values(bf16* out, const float* probabilities, const bf16* qkv, AttentionShape s) {
   const int64_t row = blockIdx.x, b = blockIdx.y / s.Hq, h = blockIdx.y % s.Hq;
   const Heads at(qkv, s, b, h);
@@ -58,8 +58,8 @@ __global__ void attention1_values(bf16* out, const float* probabilities, const b
   to.data[row * to.stride + threadIdx.x] = from_float<bf16>(sum);
 }
 
-// A warp takes a row of B H T and 32 keys at a time: for their scores each lane one of them, for the output each lane
-// two channels. What was added up with a smaller maximum is scaled to the new one (Milakov & Gimelshein 2018).
+// One warp per row of B H T, 32 keys at a time: each lane computes the score of one key, and two channels of the
+// output. Sums accumulated with an earlier maximum are rescaled to the new one (Milakov & Gimelshein 2018).
 __global__ void attention2(bf16* out, float* lse, const bf16* qkv, AttentionShape s) {
   using Pack = Packed<bf16, full_pack<bf16>>;
   using Pair = Packed<bf16, 2>;
@@ -101,8 +101,8 @@ __global__ void attention2(bf16* out, float* lse, const bf16* qkv, AttentionShap
   if (lane == 0) lse[(b * s.Hq + h) * s.T + row] = logf(total) + largest;
 }
 
-// A block of `rows` threads takes as many rows: each thread has one of them in registers, its query and its output. All
-// threads read the same key at a time, which one access of shared memory serves. Grid (blocks of rows, B H).
+// A block of `rows` threads takes that many rows: each thread has one row's query and output in registers. All threads
+// read the same key at the same time, a single broadcast from shared memory. Grid (blocks of rows, B H).
 template <int rows, int others>
 __global__ void attention3(bf16* out, float* lse, const bf16* qkv, AttentionShape s) {
   constexpr int size = others * head_size;
@@ -126,7 +126,7 @@ __global__ void attention3(bf16* out, float* lse, const bf16* qkv, AttentionShap
       float score = 0;
 #pragma unroll
       for (int d = 0; d < head_size; ++d) score += q[d] * keys[j * head_size + d];
-      if (score > largest) {  // seldom
+      if (score > largest) {  // rare
         const float correction = __expf(largest - score);
         largest = score;
         sum *= correction;
@@ -160,8 +160,8 @@ __device__ void copy_rows(const Tile<bf16, head_size>& tile, const Head<const bf
   }
 }
 
-// A warp takes 16 rows. The products leave a row's scores with the four lanes of a quad, in the very places in which
-// the next product wants its first operand: probabilities never leave the registers. Grid (B H, blocks of rows).
+// A warp takes 16 rows. The products leave a row's scores in the four lanes of a quad, exactly where the next product
+// needs its first operand: probabilities never leave the registers. Grid (B H, blocks of rows).
 template <class Block>
 __global__ void __launch_bounds__(Block::threads) attention4(bf16* out, float* lse, const bf16* qkv, AttentionShape s) {
   DYN_SHARED(bf16, memory);
@@ -219,7 +219,7 @@ Ladder attention_ladder(int64_t B, int64_t T, int64_t H) {
   using Block = BlockSize<1, 4, 64, head_size, bf16>;
   constexpr int64_t shared = (Block::rows + 2 * Block::others) * head_size * int64_t{sizeof(bf16)};
   return {.op = "attention",
-          .versions = {{"scores, softmax and values one after the other: T x T matrices in memory",
+          .versions = {{"scores, softmax and values one after another: T x T matrices in memory",
                         [=] {
                           launch(attention1_scores, dim3(blocks(T, threads), rows, heads), threads, 0, nullptr,
                                  p->scores, p->qkvs, s);
@@ -228,22 +228,22 @@ Ladder attention_ladder(int64_t B, int64_t T, int64_t H) {
                           launch(attention1_values, dim3(rows, heads), head_size, 0, nullptr, p->out, p->scores,
                                  p->qkvs, s);
                         }},
-                       {"a warp takes a row: running maximum and sum, no T x T matrix",
+                       {"one warp per row: running maximum and sum, no T x T matrix",
                         [=] {
                           launch(attention2, blocks(B * H * T * warp_size, threads), threads, 0, nullptr, p->out,
                                  p->lse, p->qkvs, s);
                         }},
-                       {"a block takes 64 rows, which share tiles of keys and values in shared memory",
+                       {"64 rows per block share tiles of keys and values in shared memory",
                         [=] {
                           launch(attention3<tile_rows, tile_keys>, dim3(blocks(T, tile_rows), heads), tile_rows, 0,
                                  nullptr, p->out, p->lse, p->qkvs, s);
                         }},
-                       {"tensor cores multiply, 16 rows to a warp",
+                       {"tensor cores, 16 rows per warp",
                         [=] {
                           launch(attention4<Block>, dim3(heads, blocks(T, Block::rows)), Block::threads, shared,
                                  nullptr, p->out, p->lse, p->qkvs, s);
                         }},
-                       {"llmc/ops/cuda/attention_forward.cuh: the next tile is copied meanwhile; 32 rows to a warp",
+                       {"llmc/ops/cuda/attention_forward.cuh: the next tile is loaded meanwhile; 32 rows per warp",
                         [=] { attention_forward<bf16>(p->out, p->lse, p->qkvs, nullptr, s, nullptr); }}},
           .prepare =
               [=] {

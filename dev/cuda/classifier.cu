@@ -35,14 +35,14 @@ __global__ void classifier2(float* losses, bf16* logits, const int32_t* targets,
   for (int64_t v = threadIdx.x; v < V; v += threads) largest = fmaxf(largest, to_float(row[v]));
   largest = block_max(largest);
   for (int64_t v = threadIdx.x; v < V; v += threads) sum += expf(to_float(row[v]) - largest);
-  const float target_logit = to_float(row[targets[n]]);  // before the barrier behind which the row is written
+  const float target_logit = to_float(row[targets[n]]);  // before the barrier after which the row is written
   sum = block_sum(sum);
   if (threadIdx.x == 0) losses[n] = logf(sum) + largest - target_logit;
   for (int64_t v = threadIdx.x; v < V_padded; v += threads)
     row[v] = v < V ? gradient_of(expf(to_float(row[v]) - largest) / sum, v == targets[n]) : from_float<bf16>(0);
 }
 
-// The sum is kept relative to the largest logit so far: one pass for both (Milakov & Gimelshein 2018).
+// Keeps the sum relative to the largest logit so far: one pass for both (Milakov & Gimelshein 2018).
 template <int threads>
 __global__ void classifier3(float* losses, bf16* logits, const int32_t* targets, int64_t V, int64_t V_padded) {
   using Pack = Packed<bf16, full_pack<bf16>>;
@@ -96,17 +96,17 @@ Ladder classifier_ladder(int64_t N, int64_t V) {
   constexpr int threads = 1024;
   const unsigned rows = static_cast<unsigned>(N);
   return {.op = "classifier",
-          .versions = {{"a thread takes a row: maximum, sum, gradient",
+          .versions = {{"one thread per row: maximum, sum, gradient",
                         [=] {
                           launch(classifier1, static_cast<unsigned>(ceil_div(N, 256)), 256, 0, nullptr, p->losses,
                                  p->gradients, p->wanted, N, V, V_padded);
                         }},
-                       {"a block takes a row: neighbours read neighbours",
+                       {"one block per row: coalesced accesses",
                         [=] {
                           launch(classifier2<threads>, rows, threads, 0, nullptr, p->losses, p->gradients, p->wanted, V,
                                  V_padded);
                         }},
-                       {"maximum and sum in one pass, accesses of 16 bytes, fast exponentials",
+                       {"maximum and sum in one pass, 16-byte accesses, fast exponentials",
                         [=] {
                           launch(classifier3<threads>, rows, threads, 0, nullptr, p->losses, p->gradients, p->wanted, V,
                                  V_padded);

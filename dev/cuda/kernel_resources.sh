@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What each kernel takes of a multiprocessor, as ptxas reports it: registers a thread, static shared memory a block,
-# bytes of stack and of registers spilled to memory a thread. Writes a table; fails where a kernel spills that need not.
+# The resources of each kernel as reported by ptxas: registers per thread, static shared memory per block, stack and
+# register spills in bytes per thread. Writes a table; fails if a kernel spills that should not.
 #
 #   dev/cuda/kernel_resources.sh [OUTPUT]     default: dev/results/kernel-resources-$ARCH.md
 #
@@ -15,12 +15,12 @@ trap 'rm -f "$report"' EXIT
 "$nvcc" -x cu -std=c++20 --expt-relaxed-constexpr -Illmc -arch="$arch" -ccbin "${CXX:-g++}" -Xptxas -v -cubin \
   test/cuda/all_kernels.cu -o /dev/null 2>"$report" || { cat "$report" >&2; exit 1; }
 
-# ptxas writes three lines a kernel: its name, "N bytes stack frame, N bytes spill stores, ...", "Used N registers, ...".
+# ptxas prints 3 lines per kernel: name, "N bytes stack frame, N bytes spill stores, ...", "Used N registers, ...".
 {
   echo "# Registers, shared memory and spills of every kernel"
   echo
   echo "$("$nvcc" --version | sed -n 's/.*release \([0-9.]*\),.*/nvcc \1/p'), $arch; made by \`dev/cuda/kernel_resources.sh\`." \
-    "Dynamic shared memory, which a launch gives, is not in it."
+    "Dynamic shared memory, set at launch, is not included."
   echo
   echo "| kernel | registers | shared bytes | stack bytes | spilled bytes |"
   echo "| --- | --- | --- | --- | --- |"
@@ -34,7 +34,7 @@ trap 'rm -f "$report"' EXIT
       match($0, /Used [0-9]+/); registers = substr($0, RSTART + 5, RLENGTH - 5)
       shared = match($0, /[0-9]+ bytes smem/) ? substr($0, RSTART, RLENGTH - 11) : 0
       sub(/^void /, "", name); gsub(/llmc::cuda::detail::|llmc::cuda::|llmc::/, "", name)
-      depth = 0   # the parameters begin at the last parenthesis outside of <>
+      depth = 0   # the parameters begin at the last parenthesis outside <>
       for (i = 1; i <= length(name); ++i) {
         c = substr(name, i, 1)
         if (c == "<") ++depth
@@ -45,8 +45,8 @@ trap 'rm -f "$report"' EXIT
     }' | LC_ALL=C sort
 } >"$output"
 echo "$output: $(grep -c '^| .* | [0-9]' "$output") kernels"
-# Attention's backward holds two sums of D columns for every key: with D = 256 more than a thread's 255 registers, and
-# with D = 64, where a warp has twice as many keys, a few too many. All other kernels have to do without.
+# Attention's backward keeps two accumulators of D columns per key: with D = 256 they exceed a thread's 255 registers,
+# and with D = 64, with twice as many keys per warp, by a few. No other kernel may spill.
 if grep -v -e ' | 0 |$' -e '^| attention_backward_keys_kernel<' "$output" | grep '| [0-9]* |$'; then
   echo "kernel_resources.sh: these kernels spill registers" >&2
   exit 1

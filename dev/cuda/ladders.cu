@@ -1,5 +1,5 @@
-// ladders.cu: times every version of every ladder on the GPU; `make ladders && build/ladders`. A version is run some
-// 200 ms long; the arrays are larger than the caches.
+// ladders.cu: times every version of every kernel ladder on the GPU; `make ladders && build/ladders`. Each version runs
+// for about 200 ms; the arrays are larger than the caches.
 #include <algorithm>
 #include <cstdio>
 

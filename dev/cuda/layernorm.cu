@@ -25,7 +25,7 @@ __global__ void layernorm1(bf16* out, float* mean, float* rstd, const bf16* x, c
   rstd[n] = r;
 }
 
-// The sum over a block by halving, in shared memory: a barrier for each of its log2(threads) steps.
+// The sum over a block by a tree in shared memory: a barrier for each of its log2(threads) steps.
 template <int threads>
 __device__ float halving_sum(float x) {
   SHARED(float, sums, threads);
@@ -107,20 +107,20 @@ Ladder layernorm_ladder(int64_t N, int64_t C) {
   };
   return {
       .op = "layernorm",
-      .versions = {{"a thread takes a row; neighbours read addresses that lie far apart",
+      .versions = {{"one thread per row: uncoalesced reads",
                     [=] {
                       launch(layernorm1, blocks(threads), threads, 0, nullptr, p->out, p->mean, p->rstd, p->xs,
                              p->weights, p->biases, N, C);
                     }},
-                   {"a block takes a row: neighbours read neighbours; sums by halving in shared memory",
+                   {"one block per row: coalesced reads; tree sums in shared memory",
                     [=] {
                       launch(layernorm2<threads>, blocks(1), threads, 0, nullptr, p->out, p->mean, p->rstd, p->xs,
                              p->weights, p->biases, C);
                     }},
-                   {"a warp takes a row; sums by shuffles, without a barrier",
+                   {"one warp per row; sums by shuffles, without barriers",
                     [=] { with_warps.template operator()<1>(); }},
-                   {"the same with accesses of 16 bytes", [=] { with_warps.template operator()<full_pack<bf16>>(); }},
-                   {"llmc/ops/cuda/layernorm.cuh: a block takes a row and keeps it in shared memory: x is read once",
+                   {"the same with 16-byte accesses", [=] { with_warps.template operator()<full_pack<bf16>>(); }},
+                   {"llmc/ops/cuda/layernorm.cuh: one block per row, which it keeps in shared memory: x is read once",
                     [=] {
                       layernorm_forward<bf16>(p->out, p->mean, p->rstd, p->xs, p->weights, p->biases, eps, N, C,
                                               nullptr);

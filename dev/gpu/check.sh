@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# All that only a GPU can tell, in parts that take less than ten minutes each, build included, and run alone:
+# Everything that needs a GPU to check, in independent parts of less than ten minutes each, build included:
 #
 #   dev/gpu/check.sh [PART...]      default: all, in this order
 #
-#   build      the trainer, the tests, the ladders and the table of ops, by nvcc
+#   build      the trainer, the tests, the kernel ladders and the op table, with nvcc
 #   ops        every op and kernel against the CPU's
-#   train      short runs against the CPU's, twice, stopped and resumed, without graphs; the self-test
-#   sanitize   compute-sanitizer's tools on the ops and on short runs: the parts sanitize-ops and sanitize-train
-#   kernels    the ladders; each op beside the GPU's roofs
-#   e2e        training steps beside PyTorch's: the parts e2e-124M, e2e-1558M and e2e-qwen
+#   train      short runs against the CPU's, repeated, stopped and resumed, without graphs; the self-test
+#   sanitize   compute-sanitizer's tools on the ops and on short runs: parts sanitize-ops and sanitize-train
+#   kernels    the kernel ladders; each op against the GPU's measured roofline
+#   e2e        training steps compared with PyTorch: parts e2e-124M, e2e-1558M and e2e-qwen
 #
-# A part goes on behind a check that fails, and ends with a table; the tables of all parts come last. Each leaves
-# OUT/PART.log and OUT/PART.json, kernels and e2e their Markdown tables too. Exit status 1: something failed.
+# When a check fails, the part continues. Each part ends with a table; the tables of all parts come last. A part writes
+# OUT/PART.log and OUT/PART.json; kernels and e2e also write Markdown tables. Exit status 1: something failed.
 #
-# Environment: OUT=build/gpu-out  DEPS=build/gpu-deps (of dev/gpu/pack_deps.sh, where the machine lacks packages)
+# Environment: OUT=build/gpu-out  DEPS=build/gpu-deps (from dev/gpu/pack_deps.sh, if the machine lacks packages)
 # PART_SECONDS=570  JOBS=processors  PYTHON=python3 (with torch, for e2e)  ARCH=the GPU's
-# NO_BUILD=1: the programs were built elsewhere and are here   DEVICE=cpu: tries this script where there is no GPU
+# NO_BUILD=1: use programs built elsewhere   DEVICE=cpu: try this script without a GPU
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 
@@ -24,7 +24,7 @@ PART_SECONDS=${PART_SECONDS:-570}
 PYTHON=${PYTHON:-python3}
 RUNS=build/gpu-runs output=build/gpu-runs/output   # output: of the last check
 export XDG_CACHE_HOME=$PWD/build/cache
-export OMP_WAIT_POLICY=passive   # else the trainer starts itself again to set it, which sanitizers follow badly
+export OMP_WAIT_POLICY=passive   # else the trainer re-executes itself to set it, which confuses sanitizers
 if [ -d "$DEPS" ]; then
   DEPS=$(cd "$DEPS" && pwd)
   export CPLUS_INCLUDE_PATH=$DEPS/include${CPLUS_INCLUDE_PATH:+:$CPLUS_INCLUDE_PATH}
@@ -35,7 +35,7 @@ mkdir -p "$OUT" "$RUNS"
 
 # ---- Checks and their table ------------------------------------------------------------------------------------------
 
-# One line for each check of a part: status, seconds, name, note.
+# One line per check of a part: status, seconds, name, note.
 rows='' tables='' failed=0
 
 row() {
@@ -44,9 +44,8 @@ row() {
   printf '%-7s %5s s  %-32s %s\n' "$1" "$2" "$3" "$4"
 }
 
-# check NAME SECONDS COMMAND...: a status of 0 is right. Its note is the last line that begins with "note:" or sums up
-# the work of a test program or a sanitizer; else what went wrong. It is stopped after so many seconds, or when the
-# part's time is up.
+# check NAME SECONDS COMMAND...: status 0 means ok. The note is the last line that begins with "note:" or is the summary
+# of a test program or a sanitizer; else the error. The check is killed after SECONDS, or when the part's time is up.
 summaries='^note:|^========= .*SUMMARY|^All tests passed|^test cases:'
 check() {
   local name=$1 limit=$2 left status=0 begin=$SECONDS note
@@ -54,7 +53,7 @@ check() {
   left=$((part_end - SECONDS))
   [ "$limit" -le "$left" ] || limit=$left
   if [ "$limit" -le 0 ]; then
-    row FAILED 0 "$name" "no time was left of the part's $PART_SECONDS s"
+    row FAILED 0 "$name" "no time left of the part's $PART_SECONDS s"
     return 1
   fi
   printf '\n==== %s: %s\n' "$name" "$*" >>"$log"
@@ -71,7 +70,7 @@ check() {
 }
 skip() { row skipped 0 "$1" "$2"; }
 
-# made TARGET...: builds what a part needs; NO_BUILD: sees that it is there.
+# made TARGET...: builds what a part needs; with NO_BUILD, checks that it exists.
 made() {
   if [ -n "${NO_BUILD:-}" ]; then
     check 'programs built elsewhere' 5 ls -l "$@"
@@ -151,7 +150,7 @@ train() {
 sanitized() {
   local name=$1 limit=$2 tool=$3 options=()
   shift 3
-  # Other libraries' kernels, which are large, are their own affair; initcheck must see what they write.
+  # Not on the large kernels of other libraries; but initcheck must see what they write.
   [ "$tool" != racecheck ] || ! compute-sanitizer --help | grep -q -e --kernel-name || options=(--kernel-name kns=llmc)
   check "$name" "$limit" compute-sanitizer --tool "$tool" "${options[@]}" --error-exitcode 9 --print-limit 20 \
     --report-api-errors no "$@"
@@ -201,7 +200,7 @@ kernels() {
   check 'ladders' 120 build/ladders
   cp "$output" "$OUT/ladders.md"
   # shellcheck disable=SC2086    # words
-  check 'each op beside the roofs' 400 build/op_table --json "$OUT/op_table.jsonl" ${OP_TABLE_FLAGS:-}
+  check 'each op against the roofline' 400 build/op_table --json "$OUT/op_table.jsonl" ${OP_TABLE_FLAGS:-}
   cp "$output" "$OUT/op_table.md"
   grep -a '^A step of these ops' "$output"
 }
@@ -210,11 +209,11 @@ kernels() {
 beside_pytorch() {
   made train_gpt || return
   if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
-    skip "$1 beside PyTorch" "PYTHON=$PYTHON has no torch"
+    skip "$1 against PyTorch" "PYTHON=$PYTHON has no torch"
     return
   fi
   # shellcheck disable=SC2086    # words
-  check "$1 beside PyTorch" 540 "$PYTHON" dev/bench/compare.py --device "$DEVICE" --cases "$1" --rounds 2 \
+  check "$1 against PyTorch" 540 "$PYTHON" dev/bench/compare.py --device "$DEVICE" --cases "$1" --rounds 2 \
     --seconds $((part_end - SECONDS - 20)) --out "$OUT/$name.md" ${BENCH_FLAGS:-}
   [ ! -s "$OUT/$name.md" ] || grep -a '^|\|^- ' "$OUT/$name.md"
 }
@@ -227,7 +226,7 @@ for argument in "$@"; do
     e2e) parts+=(e2e-124M e2e-1558M e2e-qwen) ;;
     build | ops | train | sanitize-ops | sanitize-train | kernels | e2e-124M | e2e-1558M | e2e-qwen)
       parts+=("$argument") ;;
-    *) echo "check.sh: no part is called '$argument'; they are build ops train sanitize kernels e2e" >&2; exit 1 ;;
+    *) echo "check.sh: unknown part '$argument'; use build ops train sanitize kernels e2e" >&2; exit 1 ;;
   esac
 done
 for argument in "${parts[@]}"; do part "$argument"; done

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""One check of the trainer on a GPU; dev/gpu/check.sh runs them all. Exit status 0: it holds; 1: it does not.
+"""Runs one check of the trainer on a GPU; dev/gpu/check.sh runs them all. Exit status: 0 passed, 1 failed.
 
     python3 dev/gpu/check_training.py against-cpu|repeat|resume|graphs|generate --model gpt2 --dtype fp32
 
-against-cpu: the losses and gradient norms of a short run are those of the CPU, as near as those of two layouts must
-be. repeat: a run twice gives the same bits. resume: stopped by a signal and started again it gives the bits of the
-run that was not. graphs: with CUDA graphs and without, the bits are the same. generate: the weights that it learned
-continue a prompt as they do on the CPU. Data: the project's own sources.
+against-cpu: losses and gradient norms of a short run match the CPU's to within the tolerance between two layouts.
+repeat: two identical runs give the same bits. resume: a run stopped by a signal and resumed gives the bits of an
+uninterrupted one. graphs: same bits with and without CUDA graphs. generate: the trained weights continue a prompt as
+on the CPU. Data: the project's own sources.
 The last line begins with "note:" and has the figures.
 """
 import argparse
@@ -23,19 +23,19 @@ import sys
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-MODELS = {   # the second one has sizes that do not fill the widest memory accesses
+MODELS = {   # the second has sizes that do not fill the widest memory accesses
     "gpt2": ["--model", "d4", "--vocab-size", "257"],
     "llama": ["--model", "smollm2:135M", "--n-layer", "3", "--n-embd", "252", "--n-head", "6", "--n-kv-head", "2",
               "--vocab-size", "257"]}
-STOPPED = 75   # exit status of a run that a signal has stopped and that may go on
-# Relative: losses at step 1 and later, gradient norms at step 1; as --selftest has them. bf16 may differ more: by twice
-# what two runs differ by that differ in their micro-batches alone.
+STOPPED = 75   # exit status of a run stopped by a signal, which can be resumed
+# Relative: losses at step 1 and later, gradient norms at step 1, as in --selftest. bf16 may differ by up to twice the
+# difference between two runs with different micro-batches.
 FP32 = (1e-6, 1e-4, 1e-5)
 BF16 = (1e-3, 1e-3, 2.0**-8)
 
 
 class Wrong(Exception):
-    """The check does not hold; why."""
+    """The check failed; the reason."""
 
 
 class Check:
@@ -79,7 +79,7 @@ class Check:
             return [json.loads(line) for line in file if line.endswith("\n")]
 
     def require_same(self, one, other, steps):
-        """Losses, norms and the files of the last checkpoint, bit by bit."""
+        """Compares losses, norms and the files of the last checkpoint bit by bit."""
         for a, b in zip(self.metrics(one), self.metrics(other), strict=True):
             for field in ("step", "loss", "grad_norm", "lr"):
                 if a[field] != b[field]:
@@ -97,7 +97,7 @@ class Check:
     # ---- The checks ----
 
     def against_cpu(self):
-        steps = ("-x", 20, "-l", "2e-4")   # a large step would magnify what rounding makes different
+        steps = ("-x", 20, "-l", "2e-4")   # a larger step would amplify rounding differences
         cpu, gpu = self.train("cpu", "cpu", *steps), self.train("gpu", self.o.device, *steps)
         found, allowed = distances(gpu, cpu), FP32
         if self.o.dtype == "bf16":
@@ -105,7 +105,7 @@ class Check:
             allowed = tuple(max(2 * n, least) for n, least in zip(noise, BF16))
         text = "; ".join(f"{what} {x:.1e} (allowed {most:.1e})" for what, x, most in
                          zip(("loss at step 1", f"over {len(cpu)} steps", "norm at step 1"), found, allowed))
-        if not all(x <= most for x, most in zip(found, allowed)):   # a NaN is not
+        if not all(x <= most for x, most in zip(found, allowed)):   # false for NaN
             raise Wrong(text)
         return text
 
@@ -115,7 +115,7 @@ class Check:
         self.train("other", self.o.device, *steps)
         first, last = lines[0]["loss"], lines[-1]["loss"]
         if not last < 0.75 * first:
-            raise Wrong(f"the loss went from {first:.3f} to {last:.3f} only: it does not learn")
+            raise Wrong(f"the loss only went from {first:.3f} to {last:.3f}: the model does not learn")
         return f"{self.require_same('one', 'other', self.o.steps)}; loss {first:.3f} to {last:.3f}"
 
     def resume(self):
@@ -128,7 +128,7 @@ class Check:
         self.finish(process, STOPPED)
         at = len(self.metrics("stopped"))
         self.train("stopped", self.o.device, *steps)
-        return f"stopped behind step {at}; {self.require_same('whole', 'stopped', self.o.steps)}"
+        return f"stopped after step {at}; {self.require_same('whole', 'stopped', self.o.steps)}"
 
     def graphs(self):
         for way in ("on", "off"):
@@ -148,15 +148,15 @@ class Check:
             texts.append(result.stdout)
         if texts[0] != texts[1]:
             raise Wrong(f"the CPU writes {texts[0]!r}, the GPU {texts[1]!r}")
-        return f"{len(texts[0])} letters are the same"
+        return f"{len(texts[0])} characters are the same"
 
 
 def relative(a, b):
-    return math.nan if a is None or b is None else abs(a - b) / abs(b)   # JSON has null for what is not finite
+    return math.nan if a is None or b is None else abs(a - b) / abs(b)   # JSON has null for non-finite numbers
 
 
 def distances(run, reference):
-    """Of the losses at step 1 and at worst, and of the gradient norms at step 1."""
+    """Relative differences: of the losses at step 1 and at most, and of the gradient norms at step 1."""
     losses = [relative(a["loss"], b["loss"]) for a, b in zip(run, reference, strict=True)]
     worst = math.nan if any(map(math.isnan, losses)) else max(losses)
     return losses[0], worst, relative(run[0]["grad_norm"], reference[0]["grad_norm"])
@@ -168,8 +168,8 @@ def main():
     parser.add_argument("--model", choices=MODELS, default="gpt2")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--device", default="cuda", help="cpu tries this script itself, without a GPU")
-    parser.add_argument("--options", default="", metavar="WORDS", help="more options of the trainer")
+    parser.add_argument("--device", default="cuda", help="cpu: try this script without a GPU")
+    parser.add_argument("--options", default="", metavar="WORDS", help="more trainer options")
     parser.add_argument("--folder", default="build/gpu-runs")
     o = parser.parse_args()
     check = Check(o)
@@ -178,7 +178,7 @@ def main():
     except Wrong as reason:
         print("note:", reason)
         return 1
-    shutil.rmtree(check.folder)   # what went wrong is left for a look
+    shutil.rmtree(check.folder)   # failed runs are kept
     return 0
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Gathers, on a machine with Debian's packages, what a build for GPUs needs and a bare GPU machine lacks: headers, and
-# libraries to link. The folder is then copied there with the sources; dev/gpu/check.sh finds it, and
+# Collects, on a machine with Debian's packages, the headers and libraries that a GPU build needs and a bare GPU machine
+# lacks. Copy the folder there with the sources; dev/gpu/check.sh finds it, and
 #
 #   CPLUS_INCLUDE_PATH=build/gpu-deps/include LIBRARY_PATH=build/gpu-deps/lib make DEVICE=cuda ONEDNN=0
 #
@@ -8,8 +8,8 @@
 #
 #   dev/gpu/pack_deps.sh [--onednn] [FOLDER]      default: build/gpu-deps
 #
-# --onednn: oneDNN as well, 40 MB, for a faster matmul of the CPU; programs that use it need LD_LIBRARY_PATH=FOLDER/lib.
-# A package that is not installed is downloaded, without being installed. xxHash is linked statically.
+# --onednn: also oneDNN, 40 MB, for a faster matmul on the CPU; programs that use it need LD_LIBRARY_PATH=FOLDER/lib.
+# A package that is not installed is downloaded without installing it. xxHash is linked statically.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -29,13 +29,13 @@ for package in "${packages[@]}"; do
   if [ "$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null)" != installed ]; then
     root=$scratch/$package
     mkdir -p "$root"
-    # apt drops its rights to a user of its own, who may not write into our folder
+    # apt switches to its own user, who cannot write into our folder
     (cd "$root" && apt-get -q -o APT::Sandbox::User=root download "$package" >/dev/null && dpkg-deb -x ./*.deb .) || {
-      echo "pack_deps.sh: $package is neither installed nor to be had: run apt-get update, or install it" >&2
+      echo "pack_deps.sh: $package is not installed and cannot be downloaded: run apt-get update, or install it" >&2
       exit 1
     }
   fi
-  # Paths below include/, and libraries without the folder of the architecture.
+  # Paths below include/, and libraries without the architecture's folder.
   while IFS= read -r file; do
     case $file in
       */usr/include/*)
@@ -47,6 +47,6 @@ for package in "${packages[@]}"; do
     dpkg -L "$package" | while IFS= read -r file; do [ -d "$file" ] || echo "$file"; done
   fi)
 done
-# What is linked and what is loaded are one file.
+# One file for linking and loading.
 [ ! -e "$folder/lib/libdnnl.so.2" ] || ln -sf libdnnl.so.2 "$folder/lib/libdnnl.so"
 echo "$folder: ${packages[*]}, $(du -sm "$folder" | cut -f 1) MB"

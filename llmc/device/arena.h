@@ -1,5 +1,5 @@
-// arena.h: one block of memory, handed out by bumping an offset, with a name for every allocation, scopes that give
-// back in reverse order, and the table of what was live at the high-water mark.
+// arena.h: a bump allocator: every allocation has a name, scopes free in reverse order, and a table lists what was live
+// at the high-water mark.
 #pragma once
 #include <sys/mman.h>
 
@@ -23,7 +23,7 @@ class Arena {
  public:
   static constexpr int64_t alignment = 256;
 
-  // capacity: bytes; the null device has no memory and no limit, and counts.
+  // capacity: in bytes. The null device has no memory and no limit; it only counts.
   Arena(Device device, int64_t capacity = 0) : device_(device), capacity_(round_up(capacity, alignment)) {
     if (device_.kind == DeviceKind::null || capacity_ == 0) return;
 #ifdef TRAIN_GPT_CUDA
@@ -66,7 +66,7 @@ class Arena {
     return tensor;
   }
 
-  // Gives back everything allocated during its lifetime.
+  // Frees everything allocated during its lifetime.
   class Scope {
    public:
     explicit Scope(Arena& arena) : arena_(arena), mark_(arena.stack_.size()) {}
@@ -84,7 +84,7 @@ class Arena {
   int64_t high_water() const { return high_water_; }
   const std::vector<MemoryLine>& table() const { return table_at_high_water_; }
 
-  // Fills free memory with bytes that are a NaN in every floating-point dtype: tests find reads of memory not written.
+  // Fills free memory with NaN (in every floating-point dtype), so that tests find reads of uninitialised memory.
   void poison_free() {
     if (capacity_ == 0 || device_.kind == DeviceKind::null) return;
 #ifdef TRAIN_GPT_CUDA
@@ -110,7 +110,7 @@ class Arena {
 
   Device device_;
   int64_t capacity_ = 0, used_ = 0, high_water_ = 0;
-  std::byte* base_ = reinterpret_cast<std::byte*>(uintptr_t{1} << 40);  // null device: an address nobody follows
+  std::byte* base_ = reinterpret_cast<std::byte*>(uintptr_t{1} << 40);  // null device: never dereferenced
   std::vector<std::pair<const char*, int64_t>> stack_;
   std::vector<MemoryLine> live_, table_at_high_water_;
 };

@@ -1,5 +1,5 @@
-// cpu_queue.h: a stream of the CPU: a first-in first-out queue and the thread that works on it; and what other streams
-// and the host wait for.
+// cpu_queue.h: a CPU stream: a FIFO queue with a worker thread, and the events that other streams and the host wait
+// for.
 #pragma once
 #include <omp.h>
 
@@ -18,8 +18,8 @@
 
 namespace llmc {
 
-// A point in a stream's work. Waiting for it blocks, it does not spin; an error that kept the work from getting there
-// is thrown where it is waited for. Of a GPU's stream only another one can wait for it.
+// A point in a stream's work. Waiting blocks instead of spinning, and rethrows the error if the work before this point
+// failed. Only another GPU stream can wait for a GPU stream's event.
 class Event {
  public:
   Event() : state_(std::make_shared<State>()) {}
@@ -36,7 +36,7 @@ class Event {
   }
 #ifdef TRAIN_GPT_CUDA
   explicit Event(cuda::Event event) : gpu_(std::make_shared<cuda::Event>(std::move(event))) {}
-  const cuda::Event* gpu() const { return gpu_.get(); }  // none: it has happened
+  const cuda::Event* gpu() const { return gpu_.get(); }  // none: already complete
 #endif
 
  private:
@@ -54,7 +54,7 @@ class Event {
 
 class CpuQueue {
  public:
-  // `threads`: of the ops.
+  // `threads`: OpenMP threads of each op.
   explicit CpuQueue(int threads) : worker_([this, threads] { work(threads); }) {}
   ~CpuQueue() {
     {
@@ -67,8 +67,8 @@ class CpuQueue {
   CpuQueue(const CpuQueue&) = delete;
   CpuQueue& operator=(const CpuQueue&) = delete;
 
-  // Runs `task` after everything enqueued before; blocks while the host is far ahead, so that the queue stays short. A
-  // task that throws ends the queue's work; synchronize() rethrows.
+  // Runs `task` after everything enqueued before; blocks while the host is far ahead, to keep the queue short. A task
+  // that throws stops the queue; synchronize() rethrows.
   void enqueue(std::function<void()> task) { enqueue({std::move(task), Needed::no}); }
 
   void synchronize() {
@@ -87,7 +87,7 @@ class CpuQueue {
   }
 
  private:
-  // Signals are needed even where an error has ended the work: another stream may wait for them, and learns the error.
+  // Events are signalled even after an error: a stream that waits for one gets the error.
   enum class Needed { no, yes };
   struct Task {
     std::function<void()> run;

@@ -1,5 +1,4 @@
-// cuda_api.cuh: the CUDA runtime as the rest of the trainer sees it: errors become ours, what is created is owned.
-// Included only where the trainer is built for GPUs.
+// cuda_api.cuh: RAII wrappers of the CUDA runtime that throw Error. Included only in GPU builds.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -15,12 +14,12 @@ namespace llmc::cuda {
 
 namespace detail {
 
-// "unspecified launch failure (cudaErrorLaunchFailure)". What a kernel does wrong is told by a later call, any one.
+// "unspecified launch failure (cudaErrorLaunchFailure)". Any later call may report a kernel's error.
 inline std::string describe(cudaError_t status) {
   const bool late = status == cudaErrorIllegalAddress || status == cudaErrorLaunchFailure ||
                     status == cudaErrorMisalignedAddress || status == cudaErrorAssert;
   return formatted("{} ({}){}", cudaGetErrorString(status), cudaGetErrorName(status),
-                   late ? ", of a kernel launched earlier: CUDA_LAUNCH_BLOCKING=1 in the environment tells which" : "");
+                   late ? ", from a kernel launched earlier: set CUDA_LAUNCH_BLOCKING=1 to find out which" : "");
 }
 [[noreturn]] inline void cuda_failed(cudaError_t status, const char* call, const char* file, int line) {
   throw Error(formatted("{} failed: {} at {}:{}", call, describe(status), file, line));
@@ -28,7 +27,7 @@ inline std::string describe(cudaError_t status) {
 
 }  // namespace detail
 
-// A call of the CUDA runtime; throws Error where it does not succeed.
+// Calls the CUDA runtime; throws Error on failure.
 #define CUDA_CHECK(call)                                                     \
   do {                                                                       \
     if (const cudaError_t status_ = (call); status_ != cudaSuccess)          \
@@ -40,7 +39,7 @@ class Event {
  public:
   enum class For : unsigned {
     streams = cudaEventDisableTiming,
-    host = cudaEventDisableTiming | cudaEventBlockingSync,  // which sleeps while it waits
+    host = cudaEventDisableTiming | cudaEventBlockingSync,  // waiting sleeps
     timing = cudaEventDefault,
   };
   explicit Event(For use = For::streams) { CUDA_CHECK(cudaEventCreateWithFlags(&event_, static_cast<unsigned>(use))); }
@@ -58,8 +57,8 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-// What is enqueued on the stream from now on runs behind the event. where: the place in our source that asks for it,
-// which tests without a GPU switch off.
+// Work enqueued on the stream from now on runs after the event. where: the calling line, by which tests without a GPU
+// disable single waits.
 template <class Where>
 void wait_for_event(cudaStream_t stream, cudaEvent_t event, [[maybe_unused]] const Where& where) {
   if constexpr (requires { cudaStreamWaitEvent(stream, event, 0, where); })
@@ -67,7 +66,7 @@ void wait_for_event(cudaStream_t stream, cudaEvent_t event, [[maybe_unused]] con
   else CUDA_CHECK(cudaStreamWaitEvent(stream, event, 0));
 }
 
-// Milliseconds between two events with times that have happened.
+// Milliseconds between two completed timing events.
 inline float milliseconds(const Event& begin, const Event& end) {
   float ms = 0;
   CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));
@@ -83,18 +82,17 @@ inline std::byte* allocate(int gpu, size_t bytes) {
     cudaGetLastError();
     size_t free = 0, total = 0;
     CUDA_CHECK(cudaMemGetInfo(&free, &total));
-    throw Error(
-        formatted("GPU {} has {:.2f} GiB free of {:.2f}, and {:.2f} GiB are needed in one piece: end other programs "
-                  "on it, lower --batch-size, or see what --plan suggests",
-                  gpu, static_cast<double>(free) / (1 << 30), static_cast<double>(total) / (1 << 30),
-                  static_cast<double>(bytes) / (1 << 30)));
+    throw Error(formatted(
+        "GPU {} has {:.2f} GiB free of {:.2f}, but {:.2f} GiB are needed in one allocation: stop other programs "
+        "on it, lower --batch-size, or see what --plan suggests",
+        gpu, static_cast<double>(free) / (1 << 30), static_cast<double>(total) / (1 << 30),
+        static_cast<double>(bytes) / (1 << 30)));
   }
   CUDA_CHECK(status);
   return static_cast<std::byte*>(memory);
 }
 inline void release(std::byte* memory) { cudaFree(memory); }
-// Every byte, before this returns. On a stream of its own: to wait for the device would spoil what another rank
-// captures.
+// Sets every byte before it returns. Uses its own stream: a device-wide wait would invalidate another rank's capture.
 inline void fill_now(std::byte* memory, int value, int64_t bytes) {
   cudaStream_t stream = nullptr;
   CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -105,15 +103,15 @@ inline void fill_now(std::byte* memory, int value, int64_t bytes) {
   CUDA_CHECK(done);
 }
 
-// Host memory that the GPU copies from and to by itself.
+// Pinned host memory, for asynchronous copies.
 class PinnedMemory {
  public:
   explicit PinnedMemory(size_t bytes) : bytes_(bytes) {
     void* memory = nullptr;
     const cudaError_t status = cudaMallocHost(&memory, bytes);
     CHECK(status == cudaSuccess,
-          "{} bytes of the host's memory cannot be locked for copies to the GPU: {}; raise `ulimit -l` or the "
-          "container's limit of memory",
+          "cannot pin {} bytes of host memory for copies to the GPU: {}; raise `ulimit -l` or the "
+          "container's memory limit",
           bytes, detail::describe(status));
     memory_.reset(static_cast<std::byte*>(memory));
   }

@@ -1,5 +1,5 @@
-// cuda_queue.cuh: a stream of a GPU. What is enqueued is launched at once, by the host thread that calls; what the host
-// is to do behind it is done when that thread next waits. Included only where the trainer is built for GPUs.
+// cuda_queue.cuh: a GPU stream. Work is launched at once, by the calling host thread; host callbacks run when that
+// thread next waits for the stream. Included only in GPU builds.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -18,7 +18,7 @@
 
 namespace llmc::cuda {
 
-// Work that was captured once, to be launched as a whole.
+// Work captured once, launched as a whole.
 class Graph {
  public:
   explicit Graph(cudaGraph_t captured) {
@@ -38,7 +38,7 @@ class Graph {
 };
 
 class Queue {
-  // Pinned memory of a copy; free again when the copy is done and nobody holds what it brought.
+  // Pinned memory of a copy; free again once the copy is done and nobody uses its contents.
   struct Staging {
     PinnedMemory memory;
     Event copied = Event(Event::For::host);
@@ -47,8 +47,8 @@ class Queue {
 
  public:
   explicit Queue(int gpu) {
-    CUDA_CHECK(cudaSetDevice(gpu));                                  // of this host thread: each rank is one
-    CUDA_CHECK(cudaSetDeviceFlags(cudaDeviceScheduleBlockingSync));  // waiting leaves the processor to others
+    CUDA_CHECK(cudaSetDevice(gpu));                                  // per host thread: each rank is one
+    CUDA_CHECK(cudaSetDeviceFlags(cudaDeviceScheduleBlockingSync));  // waiting yields the processor
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     reserve(least_staging);
   }
@@ -61,15 +61,15 @@ class Queue {
 
   cudaStream_t stream() const { return stream_; }
 
-  // Pinned memory for copies of up to so many bytes. Without it the first ones allocate it: inside a step, where that
-  // may wait for kernels that wait for other ranks.
+  // Allocates pinned memory for copies of up to `bytes` bytes. Otherwise the first copies allocate it inside a step,
+  // where that may wait for kernels that wait for other ranks.
   void reserve(size_t bytes) {
     auto fit =
         std::count_if(staging_.begin(), staging_.end(), [&](const Staging& s) { return s.memory.size() >= bytes; });
     for (; fit < most_staging; ++fit) staging_.push_back({.memory = PinnedMemory(bytes)});
   }
 
-  // Asked now and then while the host waits for this stream, and behind it; throws to end the waiting.
+  // Called repeatedly while the host waits for this stream, and once after; throws to abort the wait.
   void set_watch(std::function<void()> watch) { watch_ = std::move(watch); }
 
   void synchronize() {
@@ -89,7 +89,7 @@ class Queue {
   }
   void wait(const Event& event, const std::source_location& where) { wait_for_event(stream_, event, where); }
 
-  // to = from, bytes of the host that may change as soon as this returns.
+  // Copies `bytes` bytes from `from` (host memory, which may change as soon as this returns) to `to`.
   void upload(void* to, const void* from, size_t bytes) {
     if (bytes == 0) return;
     Staging& staging = staging_for(bytes);
@@ -98,7 +98,7 @@ class Queue {
     CUDA_CHECK(cudaEventRecord(staging.copied, stream_));
   }
 
-  // A copy on its way to the host.
+  // A device-to-host copy in flight.
   class Arrival {
    public:
     Arrival(Queue& queue, Staging& staging) : queue_(queue), staging_(staging) { staging_.held = true; }
@@ -128,8 +128,8 @@ class Queue {
         [arrival = std::shared_ptr(download(from, bytes)), f = std::move(f)] { f(arrival->wait()); });
   }
 
-  // The work that `enqueue` puts on this stream, and on streams that it makes wait for this one and this one wait for,
-  // as one piece that can be launched again; nothing is run now.
+  // Captures as one graph what `enqueue` puts on this stream and on streams forked from it and joined again; runs
+  // nothing now.
   template <class F>
   Graph capture(F&& enqueue) {
     CUDA_CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
@@ -146,7 +146,7 @@ class Queue {
   }
   void launch(const Graph& graph) { CUDA_CHECK(cudaGraphLaunch(graph, stream_)); }
 
-  // f(seconds on the GPU of what `work` launches) is called by the host thread that waits for this stream.
+  // f(GPU seconds of what `work` launches) is called by the host thread that waits for this stream.
   template <class Work>
   void timed(Work&& work, std::function<void(double seconds)> f) {
     if (left_to_host_.size() >= most_timed) synchronize();
@@ -163,7 +163,7 @@ class Queue {
   void wait_watching(F&& status) {
     cudaError_t now;
     while ((now = status()) == cudaErrorNotReady) {
-      cudaGetLastError();  // that it is not ready is no error
+      cudaGetLastError();  // "not ready" is not an error
       watch_();
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
@@ -183,7 +183,7 @@ class Queue {
       const cudaError_t status = cudaEventQuery(s.copied);
       if (status == cudaSuccess) return s;
       if (status != cudaErrorNotReady) CUDA_CHECK(status);
-      cudaGetLastError();  // that it is not ready is no error
+      cudaGetLastError();  // "not ready" is not an error
       if (fit++ == 0) first_fit = &s;
     }
     if (fit < most_staging)

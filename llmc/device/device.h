@@ -1,6 +1,5 @@
-// device.h: devices, streams and events. A stream runs work in order, asynchronously to the host; on the CPU it is a
-// first-in first-out worker thread, on a GPU a stream of CUDA's; on the null device nothing runs and only the cost of
-// each op is booked.
+// device.h: devices, streams and events. A stream runs work in order, asynchronously to the host: on the CPU it is a
+// FIFO worker thread, on a GPU a CUDA stream; on the null device nothing runs and only the cost of each op is booked.
 #pragma once
 #include <unistd.h>
 
@@ -28,7 +27,7 @@
 
 namespace llmc {
 
-// May tensor cores multiply fp32 as if its mantissas had 10 bits?
+// May tensor cores multiply fp32 as TF32, with 10-bit mantissas?
 enum class Tf32 : uint8_t { no, yes };
 
 enum class DeviceKind { cpu, cuda, null };
@@ -42,36 +41,36 @@ inline const char* name_of(DeviceKind kind) {
   return "?";
 }
 
-// OpenMP's threads wait for each other asleep, not spinning: ranks that share processors, or other programs beside this
-// one, would otherwise lose whole time slices at every barrier (measured: dev/LOG.md). The library reads this when it
-// is loaded, so the program starts itself once more, unless the user chose a policy.
+// Makes OpenMP threads sleep at barriers instead of spinning: otherwise ranks that share processors, or other programs,
+// lose whole time slices at every barrier (measured: dev/LOG.md). OpenMP reads the setting when it is loaded, so the
+// program re-executes itself, unless the user chose a policy.
 inline void wait_without_spinning(char** argv) {
   if (std::getenv("OMP_WAIT_POLICY") != nullptr || std::getenv("GOMP_SPINCOUNT") != nullptr) return;
-  if (setenv("OMP_WAIT_POLICY", "passive", 1) == 0) execv("/proc/self/exe", argv);  // where that fails, go on as we are
+  if (setenv("OMP_WAIT_POLICY", "passive", 1) == 0) execv("/proc/self/exe", argv);  // on failure, continue without
 }
 
 struct Device {
   DeviceKind kind = DeviceKind::cpu;
-  int threads = 1;  // of the ops on a CPU
+  int threads = 1;  // of each op, on a CPU
   int gpu = 0;      // its number in this process
-  int sharers = 1;  // ranks of this process on the same one
+  int sharers = 1;  // ranks of this process on the same device
   Tf32 tf32 = Tf32::no;
-  bool cudnn = false;                    // its attention instead of our own
-  bool graphs = true;                    // what is enqueued again and again becomes a CUDA graph
+  bool cudnn = false;                    // use cuDNN's attention
+  bool graphs = true;                    // replay repeated work as CUDA graphs
   DeviceKind planned = DeviceKind::cpu;  // what the null device plans for
 
-  // The same on paper.
+  // The same device as a null device, for planning.
   Device on_paper() const {
     Device paper = *this;
     paper.planned = computes_as();
     paper.kind = DeviceKind::null;
     return paper;
   }
-  // Whose ops and work space these are.
+  // The device whose ops and work space this one uses or plans.
   DeviceKind computes_as() const { return kind == DeviceKind::null ? planned : kind; }
 };
 
-// What an op costs, computed from its shapes alone: the null device adds these up.
+// The cost of an op, computed from its shapes alone; the null device adds these up.
 struct OpCost {
   const char* name;
   double flops = 0;
@@ -93,9 +92,9 @@ struct Span {
 
 class Arena;
 
-// A piece of work that is enqueued again and again, on the same tensors.
+// Work that is enqueued repeatedly, on the same tensors.
 struct Replay {
-  int64_t times = 0;  // that it was enqueued
+  int64_t times = 0;  // times it was enqueued
 #ifdef TRAIN_GPT_CUDA
   std::optional<cuda::Graph> graph;
 #endif
@@ -116,7 +115,7 @@ class Stream {
   const Device& device() const { return device_; }
   Arena& scratch() { return scratch_; }
 
-  // An op: its cost is booked, its work enqueued. `outputs`: what it writes or adds to.
+  // Runs an op: books its cost and enqueues its work. `outputs`: what it writes or adds to.
   template <class F>
   void run(const OpCost& cost, std::initializer_list<Tensor> outputs, F&& task) {
     const ProfilerRange range(cost.name);
@@ -140,15 +139,15 @@ class Stream {
     }
   }
 
-  // What is not an op: on the CPU `task` runs when the stream gets there; on a GPU it is called at once, to launch.
+  // Work that is not an op: on the CPU `task` runs in stream order; on a GPU it is called at once, to launch.
   template <class F>
   void enqueue(F&& task) {
     if (cpu_) cpu_->enqueue(std::forward<F>(task));
     else if (device_.kind != DeviceKind::null) task();
   }
 
-  // What `enqueue` puts on this stream. On a GPU the first time as it comes, which also loads what must be loaded, from
-  // then on as a graph: one launch.
+  // Runs `enqueue`. On a GPU, the first call enqueues normally (and loads the kernels); later calls launch a graph of
+  // it.
   template <class F>
   void replayed(Replay& replay, F&& enqueue) {
 #ifdef TRAIN_GPT_CUDA
@@ -161,7 +160,7 @@ class Stream {
     enqueue();
   }
 
-  // The host waits until all enqueued work is done; rethrows the first error of that work.
+  // Waits on the host until all enqueued work is done; rethrows its first error.
   void synchronize() {
     if (cpu_) cpu_->synchronize();
 #ifdef TRAIN_GPT_CUDA
@@ -190,7 +189,7 @@ class Stream {
   cuda::Queue& gpu() { return *gpu_; }
   cudaStream_t cuda() { return gpu_->stream(); }
 
-  // What a library keeps from call to call on this stream, made when it is first asked for.
+  // State that a library keeps per stream, created on first use.
   template <class T>
   T& kept() {
     std::shared_ptr<void>& kept = kept_[typeid(T)];
@@ -199,27 +198,27 @@ class Stream {
   }
 #endif
 
-  // Uploads of up to so many bytes will not allocate memory.
+  // Uploads of up to `bytes` bytes will not allocate memory.
   void reserve_uploads([[maybe_unused]] int64_t bytes) {
 #ifdef TRAIN_GPT_CUDA
     if (gpu_) gpu_->reserve(static_cast<size_t>(bytes));
 #endif
   }
 
-  // Asked while the host waits for a GPU's stream, and behind it; throws to end the waiting.
+  // Called repeatedly while the host waits for a GPU stream, and once after; throws to abort the wait.
   void set_watch([[maybe_unused]] std::function<void()> watch) {
 #ifdef TRAIN_GPT_CUDA
     if (gpu_) gpu_->set_watch(std::move(watch));
 #endif
   }
 
-  // From now on (until nullptr is set) called with each op's name and each tensor it wrote, before the next op begins.
+  // Calls the inspector (until nullptr is set) with each op's name and each tensor it wrote, before the next op begins.
   using Inspector = std::function<void(const char* op, const Tensor& output)>;
   void set_inspector(Inspector inspector) { inspector_ = std::move(inspector); }
 
-  // From now on (until nullptr is set) each op is booked here. Call with the stream idle.
+  // Books each op here (until nullptr is set). Call with the stream idle.
   void set_ledger(OpLedger* ledger) { ledger_ = ledger; }
-  // The same for when each op ran on the CPU.
+  // Likewise records when each op ran on the CPU.
   void set_trace(std::vector<Span>* trace) { trace_ = trace; }
 
  private:

@@ -1,4 +1,4 @@
-// gpu.h: the GPUs of this process, in words that need no CUDA.
+// gpu.h: the GPUs of this process, without CUDA types.
 #pragma once
 #include <algorithm>
 #include <limits>
@@ -14,7 +14,7 @@ inline constexpr bool built_with_cudnn = true;
 inline constexpr bool built_with_cudnn = false;
 #endif
 
-// How many GPUs this process may use; if none, why.
+// How many GPUs this process may use, and why there are none.
 struct VisibleGpus {
   int count = 0;
   std::string why_none;
@@ -28,9 +28,9 @@ struct GpuInfo {
   std::string software;  // driver and runtime
 };
 
-// Memory of a GPU that no plan counts: what libraries load when they are first called.
+// GPU memory that no plan counts: what libraries allocate when first called.
 inline constexpr int64_t gpu_reserve = 512 << 20;
-// And what NCCL takes for the groups of a rank.
+// Likewise for NCCL's groups of a rank.
 inline constexpr int64_t nccl_reserve = int64_t{1} << 30;
 
 #ifdef TRAIN_GPT_CUDA
@@ -38,7 +38,7 @@ inline constexpr bool built_for_gpus = true;
 
 namespace detail {
 
-// Of the newest CUDA that the driver can run, as 13000; 0 without a driver.
+// The newest CUDA version that the driver supports, e.g. 13000; 0 without a driver.
 inline int driver_version() {
   int version = 0;
   cudaDriverGetVersion(&version);
@@ -61,8 +61,8 @@ inline VisibleGpus visible_gpus() {
   cudaGetLastError();
   gpus.count = 0;
   gpus.why_none = formatted(
-      "{} ({}): see that `nvidia-smi` works, that the driver is not older than CUDA, and that "
-      "CUDA_VISIBLE_DEVICES names a GPU",
+      "{} ({}): check that `nvidia-smi` works, that the driver is not older than CUDA, and that "
+      "CUDA_VISIBLE_DEVICES lists a GPU",
       status == cudaSuccess           ? "no device"
       : detail::driver_version() == 0 ? "no NVIDIA driver"
                                       : cudaGetErrorString(status),
@@ -94,7 +94,7 @@ __global__ void code_probe() {}
 
 }  // namespace detail
 
-// Refuses the first so many GPUs if this program has no code for one.
+// Throws Error if the program has no code for one of the first `gpus` GPUs.
 inline void require_code_for_gpus(int64_t gpus) {
   for (int gpu = 0; gpu < gpus; ++gpu) {
     CUDA_CHECK(cudaSetDevice(gpu));
@@ -119,8 +119,8 @@ inline GpuInfo gpu_info(int) { throw Error(visible_gpus().why_none); }
 inline void require_code_for_gpus(int64_t) {}
 #endif
 
-// Bytes that the ranks' arenas may take on each of the GPUs that so many ranks use: what is free on the fullest, but
-// for what libraries load.
+// Bytes that the arenas of `ranks` ranks may take on each of their GPUs: the least free memory, minus what libraries
+// allocate.
 inline int64_t gpu_memory(int64_t ranks) {
   const int64_t gpus = std::min<int64_t>(ranks, visible_gpus().count);
   int64_t least = std::numeric_limits<int64_t>::max();

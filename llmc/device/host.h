@@ -1,5 +1,5 @@
-// host.h: what of this machine the process may use: its processors and its memory, within the limits of the control
-// groups (cgroups) that it is in. A container or a batch system sets these, and limits nest: the tightest one holds.
+// host.h: the processors and memory that this process may use, within the limits of its control groups (cgroups).
+// Containers and batch systems set these; limits nest, and the tightest applies.
 #pragma once
 #include <omp.h>
 #include <sched.h>
@@ -18,13 +18,13 @@ namespace llmc {
 
 struct HostLimits {
   int64_t memory = std::numeric_limits<int64_t>::max();         // bytes
-  double processors = std::numeric_limits<double>::infinity();  // time on so many, in the mean
+  double processors = std::numeric_limits<double>::infinity();  // average CPU time, in processors
 };
 
 namespace detail {
 
-// The directories of a group and of all groups around it, where a controller is mounted. Inside of a container the
-// mount may begin at the container's own group, and the path be the host's: what is not there is passed over.
+// The directories of a group and of all its ancestors below a controller's mount point. In a container the mount may
+// begin at the container's own group while the path is the host's: directories that do not exist are skipped.
 inline std::vector<std::string> group_directories(const std::string& mount, std::string group) {
   std::vector<std::string> directories;
   for (;;) {
@@ -36,7 +36,7 @@ inline std::vector<std::string> group_directories(const std::string& mount, std:
 }
 
 inline void limit_memory(HostLimits& limits, const std::string& file) {
-  int64_t bytes = 0;  // or "max", which does not read as a number
+  int64_t bytes = 0;  // "max" does not parse as a number
   if (std::ifstream(file) >> bytes && bytes > 0) limits.memory = std::min(limits.memory, bytes);
 }
 inline void limit_processors(HostLimits& limits, double quota, double period) {
@@ -45,7 +45,7 @@ inline void limit_processors(HostLimits& limits, double quota, double period) {
 
 }  // namespace detail
 
-// The limits of the groups of this process. `root`: in front of /proc and /sys; tests lay out their own.
+// The cgroup limits of this process. `root`: prefix of /proc and /sys; tests provide their own.
 inline HostLimits group_limits(const std::string& root = "") {
   HostLimits limits;
   std::ifstream groups(root + "/proc/self/cgroup");
@@ -59,7 +59,7 @@ inline HostLimits group_limits(const std::string& root = "") {
       for (const std::string& mount : {mounts, mounts + "/unified"})
         for (const std::string& directory : detail::group_directories(mount, group)) {
           detail::limit_memory(limits, directory + "/memory.max");
-          double quota = 0, period = 0;  // "max" does not read as a number
+          double quota = 0, period = 0;  // "max" does not parse as a number
           std::ifstream(directory + "/cpu.max") >> quota >> period;
           detail::limit_processors(limits, quota, period);
         }
@@ -76,8 +76,8 @@ inline HostLimits group_limits(const std::string& root = "") {
   return limits;
 }
 
-// The processors that this process may use: taskset and containers leave fewer than the machine has. Of a part of one
-// a whole thread makes use.
+// The processors that this process may use: taskset and containers may leave fewer than the machine has. A fraction of
+// a processor counts as a whole one.
 inline int available_processors(const std::string& root = "") {
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -85,7 +85,7 @@ inline int available_processors(const std::string& root = "") {
   return std::max(1, static_cast<int>(std::min<double>(processors, std::ceil(group_limits(root).processors))));
 }
 
-// Bytes of memory that this process may use: the machine's, or its groups' limit where that is less.
+// Bytes of memory that this process may use: the machine's, or the cgroup limit if lower.
 inline int64_t host_memory(const std::string& root = "") {
   const int64_t bytes = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGE_SIZE);
   return std::min(bytes, group_limits(root).memory);

@@ -1,5 +1,5 @@
-// host_copy.h: a tensor's contents on the host. Only devices, ops and transports follow a tensor's pointer; everyone
-// else goes through these.
+// host_copy.h: tensor contents on the host. Only devices, ops and transports dereference a tensor's pointer; all other
+// code uses these.
 #pragma once
 #include <cstring>
 #include <memory>
@@ -14,7 +14,7 @@ namespace detail {
 
 inline size_t bytes_of(const Tensor& t) { return static_cast<size_t>(t.size_bytes()); }
 
-// `t` as it looks in memory of the host.
+// `t` with its data at `host`.
 inline Tensor at_host(Tensor t, std::byte* host) {
   t.bytes = host;
   return t;
@@ -22,14 +22,13 @@ inline Tensor at_host(Tensor t, std::byte* host) {
 
 }  // namespace detail
 
-// The contents of `t` behind everything enqueued so far, as a tensor in the host's memory, to be read: `t` itself where
-// the device works in the host's memory.
+// A read-only host view of `t` after all work enqueued so far: `t` itself where the device uses host memory.
 class HostView {
  public:
   HostView(const Tensor& t, Stream& stream) : tensor_(t) {
 #ifdef TRAIN_GPT_CUDA
     if (stream.device().kind == DeviceKind::cuda) {
-      stream.synchronize();  // which errors of peers end; the copy to pageable memory would wait for the stream itself
+      stream.synchronize();  // a peer's error ends this wait, but not that of the pageable copy
       copy_ = std::make_unique_for_overwrite<std::byte[]>(detail::bytes_of(t));
       CUDA_CHECK(cudaMemcpyAsync(copy_.get(), t.bytes, detail::bytes_of(t), cudaMemcpyDeviceToHost, stream.cuda()));
       tensor_ = detail::at_host(t, copy_.get());
@@ -45,11 +44,10 @@ class HostView {
 
  private:
   Tensor tensor_;
-  std::unique_ptr<std::byte[]> copy_;  // of what is not in the host's memory
+  std::unique_ptr<std::byte[]> copy_;  // of a tensor in device memory
 };
 
-// The numbers of a small fp64 tensor behind everything enqueued so far, on their way to the host, which need not wait
-// for them before it goes on.
+// The values of a small fp64 tensor after all work enqueued so far, copied to the host asynchronously.
 class Readback {
  public:
   Readback() = default;
@@ -67,7 +65,7 @@ class Readback {
     copied_ = stream.record();
   }
 
-  // Waits for them; errors of the work before are thrown here. Zeros on paper.
+  // Waits for the values; throws the errors of earlier work. Zeros on the null device.
   std::vector<double> values() const {
     std::vector<double> all(size_);
 #ifdef TRAIN_GPT_CUDA
@@ -86,7 +84,7 @@ class Readback {
 #endif
 };
 
-// f(host tensor) writes all of `t`, behind everything enqueued so far.
+// f(host tensor) writes all of `t`, after everything enqueued so far.
 template <class F>
 void write_on_host(const Tensor& t, Stream& stream, F&& f) {
   stream.synchronize();
@@ -101,7 +99,7 @@ void write_on_host(const Tensor& t, Stream& stream, F&& f) {
   f(t);
 }
 
-// t = values, when the stream gets there.
+// t = values, in stream order.
 template <class T>
 void upload(const Tensor& t, std::vector<T> values, Stream& stream) {
   if (stream.device().kind == DeviceKind::null) return;
@@ -113,7 +111,7 @@ void upload(const Tensor& t, std::vector<T> values, Stream& stream) {
   stream.enqueue([t, values = std::move(values)] { std::memcpy(t.bytes, values.data(), detail::bytes_of(t)); });
 }
 
-// to = from, done when this returns. gpu: a stream of the GPU whose memory both are in; none: the host's memory.
+// to = from, complete on return. gpu: a stream of the GPU whose memory holds both; none: host memory.
 inline void copy_now(void* to, const void* from, int64_t bytes, [[maybe_unused]] Stream* gpu) {
 #ifdef TRAIN_GPT_CUDA
   if (gpu != nullptr) {
@@ -124,7 +122,7 @@ inline void copy_now(void* to, const void* from, int64_t bytes, [[maybe_unused]]
   std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
-// f(floats of t) is called when the stream has got there, at the latest when the host waits for it. `t` is of a
+// f(floats of t) is called in stream order, at the latest when the host waits for the stream. `t` is of a
 // floating-point dtype.
 template <class F>
 void download(const Tensor& t, Stream& stream, F&& f) {

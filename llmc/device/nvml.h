@@ -1,6 +1,6 @@
-// nvml.h: what a GPU says of itself during a run: how busy it is, how full, how fast, how hot. The answers are those of
-// NVIDIA's management library, which comes with the driver and is opened at run time; its header is not in every
-// toolkit, so the prototypes are ours ("NVML API Reference Guide", NVIDIA). A run never fails for want of an answer.
+// nvml.h: GPU readings during a run: utilisation, memory, clocks, power, temperature. They come from NVIDIA's
+// management library (NVML), which the driver installs; it is opened at run time with our own prototypes, because not
+// every toolkit has its header ("NVML API Reference Guide", NVIDIA). A run never fails for lack of readings.
 #pragma once
 #include <dlfcn.h>
 
@@ -15,15 +15,15 @@
 
 namespace llmc {
 
-// At one moment. None: the GPU does not tell, as parts of one (MIG), virtual ones and those without memory of their own
-// do not of some.
+// One reading. None: the GPU does not report the value, as with some values of MIG instances, virtual GPUs and GPUs
+// without memory of their own.
 struct GpuReading {
-  std::optional<int> busy_percent;  // of the time, some kernel ran; how much of the GPU it used is not said
+  std::optional<int> busy_percent;  // share of the time in which any kernel ran, not the share of the GPU in use
   std::optional<int64_t> memory_used, memory_total;  // bytes; all processes
   std::optional<int> sm_mhz, sm_mhz_max;
   std::optional<double> watts, watts_limit;
   std::optional<int> celsius;
-  std::optional<std::string> throttle;  // what holds the clocks down, in words; "none"
+  std::optional<std::string> throttle;  // why clocks are reduced; "none"
   bool operator==(const GpuReading&) const = default;
 };
 
@@ -35,7 +35,7 @@ inline std::string throttle_reasons(uint64_t bits) {
   } reasons[] = {{0x1, "idle"},
                  {0x2, "clocks set by the user"},
                  {0x4, "power cap"},
-                 {0x8, "hardware slowdown"},  // beside it the hardware's reason, where it is known: heat or power brake
+                 {0x8, "hardware slowdown"},  // with the cause, if known: thermal or power brake
                  {0x10, "sync boost"},
                  {0x20, "thermal"},
                  {0x40, "hardware thermal"},
@@ -72,7 +72,7 @@ inline std::string to_string(const GpuReading& r) {
   return text;
 }
 
-// For metrics.jsonl; what the GPU does not tell is not in it.
+// For metrics.jsonl; values that the GPU does not report are left out.
 inline nlohmann::ordered_json to_json_object(const GpuReading& r) {
   nlohmann::ordered_json object = nlohmann::ordered_json::object();
   const auto add = [&](const char* name, const auto& value) {
@@ -90,17 +90,17 @@ inline nlohmann::ordered_json to_json_object(const GpuReading& r) {
   return object;
 }
 
-// One GPU. Several of them, in threads of their own, may watch the same or different ones.
+// One GPU. Several monitors, each in its own thread, may watch the same or different GPUs.
 class GpuMonitor {
  public:
-  // `pci_bus_id`: as cudaDeviceGetPCIBusId gives it, "0000:3b:00.0". (CUDA's device numbers are not the library's.)
+  // `pci_bus_id`: from cudaDeviceGetPCIBusId, "0000:3b:00.0". (NVML numbers devices differently from CUDA.)
   explicit GpuMonitor(const std::string& pci_bus_id, const std::string& library = "libnvidia-ml.so.1")
       : title_("GPU " + pci_bus_id) {
     library_.reset(dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL));
     if (library_ == nullptr) {
       const char* error = dlerror();
       why_not_ =
-          formatted("no readings of {}: NVIDIA's management library, which comes with the driver, does not open: {}",
+          formatted("no readings of {}: cannot open NVIDIA's management library, which comes with the driver: {}",
                     title_, error == nullptr ? library.c_str() : error);
       return;
     }
@@ -121,7 +121,7 @@ class GpuMonitor {
     if (device_ == nullptr) return std::nullopt;
     constexpr unsigned clock_of_sm = 1, sensor_of_gpu = 0;
     GpuReading r;
-    int refused = 0;  // what the library last said instead of an answer
+    int refused = 0;  // the last error status
     const auto answered = [&](int status) { return status == 0 || (refused = status, false); };
     const auto number = [&](const char* name, auto... which) {
       unsigned value = 0;
@@ -138,12 +138,12 @@ class GpuMonitor {
     r.celsius = number("nvmlDeviceGetTemperature", sensor_of_gpu);
     if (const auto mW = number("nvmlDeviceGetPowerUsage")) r.watts = *mW * 1e-3;
     if (const auto mW = number("nvmlDeviceGetEnforcedPowerLimit")) r.watts_limit = *mW * 1e-3;
-    // The function has a new name since driver 535.
+    // Renamed in driver 535.
     for (const char* name : {"nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"})
       if (unsigned long long bits = 0; !r.throttle && answered(call(name, device_, &bits)))
         r.throttle = throttle_reasons(bits);
     if (r != GpuReading{}) return r;
-    succeeds(refused, "answers nothing");
+    succeeds(refused, "returned no readings");
     return std::nullopt;
   }
 
@@ -161,8 +161,8 @@ class GpuMonitor {
   };
   static constexpr int function_not_found = 13;
 
-  // The arguments' types are the prototype; all functions return a status, of which 0 is success. What this version of
-  // the library does not have, the GPU does not answer.
+  // The argument types are the prototype. All functions return a status; 0 is success. A function that this version of
+  // the library lacks counts as unsupported by the GPU.
   template <class... Arguments>
   int call(const char* name, Arguments... arguments) const {
     const auto function = reinterpret_cast<int (*)(Arguments...)>(dlsym(library_.get(), name));

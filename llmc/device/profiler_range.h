@@ -1,4 +1,4 @@
-// profiler_range.h: names for what happens meanwhile, in NVIDIA's profilers (NVTX). Elsewhere they cost nothing.
+// profiler_range.h: named ranges for NVIDIA's profilers (NVTX); no-ops in other builds.
 #pragma once
 #if defined(TRAIN_GPT_CUDA) && __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>

@@ -27,7 +27,7 @@ struct Tensor {
     return reinterpret_cast<T*>(bytes);
   }
 
-  // `n` elements from element `begin` of the flat contents, seen in another shape.
+  // `n` elements from element `begin` of the flat contents, with another shape.
   Tensor slice(int64_t begin, const Shape& as) const {
     CHECK(begin >= 0 && begin + as.numel() <= numel());
     Tensor part = *this;

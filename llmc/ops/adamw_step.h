@@ -29,8 +29,8 @@ struct AdamWStep {
   }
 };
 
-// The random words that round the weights of one parameter at one step, one for each element of the parameter:
-// word i % 4 of block i / 4 for element i.
+// The random numbers that round one parameter's weights at one step, one per element: element i uses word i % 4 of
+// block i / 4.
 inline Philox rounding_words(uint64_t seed, std::string_view parameter, int64_t step) {
   return Philox(seed, formatted("{}, rounded at step {}", parameter, step));
 }

@@ -1,4 +1,4 @@
-// dispatch.h: which source of an op runs: the one for the device of its stream.
+// dispatch.h: calls the implementation of an op for the device of its stream.
 #pragma once
 #include <type_traits>
 
@@ -12,13 +12,13 @@
 namespace llmc::detail {
 
 [[noreturn]] inline void refuse_fp64() {
-  throw Error("no op of a GPU computes in fp64, which is for finite differences: use --device cpu");
+  throw Error("GPU ops do not compute in fp64, which is for finite differences: use --device cpu");
 }
 
 }  // namespace llmc::detail
 
-// RUN_ON_DEVICE(stream, X, cuda_call, cpu_call): one of the two calls. X: the C++ type that the op computes in; none on
-// GPUs is double.
+// RUN_ON_DEVICE(stream, X, cuda_call, cpu_call): runs one of the two calls. X: the C++ type that the op computes in;
+// never double on GPUs.
 // CALL_OP(stream, X, f, arguments...): the same for cuda::f(arguments..., stream) and cpu::f(arguments...).
 // ON_GPU(value): 0 in a build without GPUs.
 #ifdef TRAIN_GPT_CUDA

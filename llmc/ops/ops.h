@@ -1,6 +1,6 @@
-// ops.h: every op: its contract and its checks. The CPU source of op X is ops/cpu/X.h. Arguments in one order: outputs,
-// inputs, sizes, stream. Work is enqueued on the stream; an op returns at once. On the null device only the cost is
-// booked and scratch memory counted.
+// ops.h: every op, with its contract and checks. The CPU implementation of op X is in ops/cpu/X.h. Argument order:
+// outputs, inputs, sizes, stream. An op enqueues its work on the stream and returns at once. On the null device it only
+// books its cost and counts scratch memory.
 //
 // Sizes: N rows (batch times sequence), B batch, T sequence, C channels, F feed-forward, V vocabulary, Hq query heads,
 // Hkv key-value heads, D head size.

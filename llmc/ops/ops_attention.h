@@ -1,4 +1,4 @@
-// ops_attention.h: attention and what prepares its queries and keys. Conventions: ops.h.
+// ops_attention.h: attention, and the ops that prepare queries and keys. Conventions: ops.h.
 #pragma once
 #include "ops/cpu/attention.h"
 #include "ops/cpu/rmsnorm.h"
@@ -15,7 +15,7 @@ inline void check_qkv(const char* op, const char* argument, const Tensor& qkv, c
 inline void check_attention(const char* op, const Tensor& out, const Tensor& lse, const Tensor& qkv,
                             const Tensor& positions, const AttentionShape& s) {
   if (!positions.empty()) check_tensor(op, "positions", positions, DType::int32, {s.B * s.T});
-  CHECK(s.Hkv > 0 && s.Hq % s.Hkv == 0, "{}: {} query heads do not share {} key-value heads evenly", op, s.Hq, s.Hkv);
+  CHECK(s.Hkv > 0 && s.Hq % s.Hkv == 0, "{}: {} query heads are not a multiple of {} key-value heads", op, s.Hq, s.Hkv);
   check_qkv(op, "qkv", qkv, s);
   check_tensor(op, "out", out, qkv.dtype, {s.B * s.T, s.Hq * s.D});
   check_tensor(op, "lse", lse, accumulator_of(qkv.dtype), {s.B, s.Hq, s.T});
@@ -26,7 +26,7 @@ inline double attention_flops(const AttentionShape& s) {
          static_cast<double>(s.D);
 }
 
-// Also on paper: a plan is refused as the run would be.
+// Checked on the null device too: a plan is refused whenever the run would be.
 inline void check_heads_of_gpu([[maybe_unused]] Stream& stream, [[maybe_unused]] DType dtype,
                                [[maybe_unused]] const AttentionShape& shape) {
 #ifdef TRAIN_GPT_CUDA
@@ -40,7 +40,7 @@ inline void check_heads_of_gpu([[maybe_unused]] Stream& stream, [[maybe_unused]]
 // table (P, D) = the cosines and sines of P positions, for rotary_embedding.
 inline void rotary_table(Tensor table, const Rotary& rotary, Stream& stream) {
   const int64_t P = table.shape[0], D = table.shape[1];
-  CHECK(D % 2 == 0, "rotary positions turn pairs: the head size {} is odd", D);
+  CHECK(D % 2 == 0, "rotary embedding rotates pairs: the head size {} is odd", D);
   stream.run({"rotary_table", 0, detail::bytes_of({table})}, {table}, [=, &stream] {
     with_type(table.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
@@ -49,7 +49,7 @@ inline void rotary_table(Tensor table, const Rotary& rotary, Stream& stream) {
   });
 }
 
-// In place: every query and key head of a row turns by its position; Turn::backward is the gradient's way back.
+// In place: rotates every query and key head of a row by its position; Turn::backward rotates the gradient back.
 // qkv (B T, (Hq + 2 Hkv) D); table (P, D) in the accumulator dtype; positions (B T) int32, all below P
 inline void rotary_embedding(Tensor qkv, Tensor table, Tensor positions, const AttentionShape& shape, Turn turn,
                              Stream& stream) {
@@ -108,10 +108,10 @@ inline void qk_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_weight, Te
 #ifdef TRAIN_GPT_CUDNN
 namespace detail {
 
-// Is attention cuDNN's? Its work space, under `scratch`.
+// Does cuDNN compute attention? Its work space, under `scratch`.
 inline bool by_cudnn(Stream& stream, DType dtype) {
   if (stream.device().computes_as() != DeviceKind::cuda || !stream.device().cudnn) return false;
-  CHECK(dtype == DType::bf16, "--attention cudnn computes in bf16 alone, not in {}: use --attention own", dtype);
+  CHECK(dtype == DType::bf16, "--attention cudnn computes only in bf16, not in {}: use --attention own", dtype);
   return true;
 }
 inline Tensor cudnn_scratch(Stream& stream, cuda::AttentionPass pass, const AttentionShape& shape) {
@@ -123,10 +123,10 @@ inline const int32_t* data_or_null(const Tensor& ids) { return ids.empty() ? nul
 }  // namespace detail
 #endif
 
-// Causal softmax(q k^T / sqrt(D)) v by heads; query head h reads key-value head h / (Hq / Hkv).
+// Causal softmax(q k^T / sqrt(D)) v per head; query head h reads key-value head h / (Hq / Hkv).
 // out (B T, Hq D); lse (B, Hq, T): log of the sum of exponentials, for the backward; qkv (B T, (Hq + 2 Hkv) D);
-// positions (B T) int32, or an empty tensor: of packed documents, which do not see each other: a row at position p sees
-// itself and the p rows before it
+// positions (B T) int32, for packed documents, which must not attend to each other: a row at position p attends to
+// itself and the p rows before it; or an empty tensor
 inline void attention_forward(Tensor out, Tensor lse, Tensor qkv, Tensor positions, const AttentionShape& shape,
                               Stream& stream) {
   detail::check_attention("attention_forward", out, lse, qkv, positions, shape);
@@ -161,7 +161,7 @@ inline void attention_forward(Tensor out, Tensor lse, Tensor qkv, Tensor positio
       });
 }
 
-// dqkv = (all of it is written)
+// dqkv = ... (overwrites all of it)
 inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, Tensor lse, Tensor positions,
                                const AttentionShape& shape, Stream& stream) {
   detail::check_attention("attention_backward", out, lse, qkv, positions, shape);
@@ -200,8 +200,8 @@ inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv,
              });
 }
 
-// The cache gets the keys and values of qkv's rows, as its rows from `begin` on.   cache (rows, 2 Hkv D): the key heads
-// of a row, then its value heads; qkv (T, (Hq + 2 Hkv) D)
+// Writes the keys and values of qkv's rows to the cache, at rows `begin` and up.   cache (rows, 2 Hkv D): per row the
+// key heads, then the value heads; qkv (T, (Hq + 2 Hkv) D)
 inline void cache_append(Tensor cache, Tensor qkv, int64_t begin, const AttentionShape& shape, Stream& stream) {
   const int64_t width = 2 * shape.Hkv * shape.D;
   detail::check_qkv("cache_append", "qkv", qkv, shape);
@@ -216,8 +216,8 @@ inline void cache_append(Tensor cache, Tensor qkv, int64_t begin, const Attentio
   });
 }
 
-// attention_forward of a sequence's rows from `begin` on, which are in the cache already.   out (T, Hq D);
-// qkv (T, (Hq + 2 Hkv) D); cache (rows, 2 Hkv D)
+// attention_forward for the rows of a sequence from `begin` on, whose keys and values are already cached.   out (T, Hq
+// D); qkv (T, (Hq + 2 Hkv) D); cache (rows, 2 Hkv D)
 inline void attention_cached(Tensor out, Tensor qkv, Tensor cache, int64_t begin, const AttentionShape& shape,
                              Stream& stream) {
   detail::check_qkv("attention_cached", "qkv", qkv, shape);

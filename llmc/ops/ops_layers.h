@@ -9,7 +9,7 @@
 
 namespace llmc {
 
-// What multiplies matrices on this device, and its version.
+// The matmul library of this device, and its version.
 inline std::string matmul_library([[maybe_unused]] const Device& device) {
 #ifdef TRAIN_GPT_CUDA
   if (device.computes_as() == DeviceKind::cuda) return formatted("cuBLASLt {}", cublasLtGetVersion());
@@ -17,21 +17,21 @@ inline std::string matmul_library([[maybe_unused]] const Device& device) {
   return cpu::matmul_library();
 }
 
-// A GPU's products: which algorithm computes each shape. While `on`, the first product of each shape is run by all that
-// the library offers, its output is lost, and the fastest is chosen.
+// Selects a GPU's matmul algorithms by shape. While `on`, the first product of each shape tries every algorithm that
+// the library offers and keeps the fastest; its result is discarded.
 inline void tune_matmuls([[maybe_unused]] bool on, [[maybe_unused]] Stream& stream) {
 #ifdef TRAIN_GPT_CUDA
   if (stream.device().kind == DeviceKind::cuda) stream.kept<cuda::MatmulPlans>().set_tuning(on);
 #endif
 }
-// What was chosen so far, as text; empty on a CPU.
+// The algorithms chosen so far, as text; empty on a CPU.
 inline std::string matmul_choices([[maybe_unused]] Stream& stream) {
 #ifdef TRAIN_GPT_CUDA
   if (stream.device().kind == DeviceKind::cuda) return stream.kept<cuda::MatmulPlans>().exported();
 #endif
   return "";
 }
-// From now on these are the choices, and no others.
+// Uses exactly these choices from now on.
 inline void set_matmul_choices([[maybe_unused]] const std::string& choices, [[maybe_unused]] Stream& stream) {
 #ifdef TRAIN_GPT_CUDA
   if (stream.device().kind != DeviceKind::cuda) return;
@@ -56,7 +56,7 @@ inline void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tenso
   });
 }
 
-// dwte[tokens] += dout, dwpe[positions] += dout (dwpe may be empty), in the order of the rows.
+// dwte[tokens] += dout, dwpe[positions] += dout (dwpe may be empty), in row order.
 inline void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, Stream& stream) {
   const int64_t N = dout.shape[0], C = dout.shape[1];
   const DType grad = accumulator_of(dout.dtype);
@@ -102,7 +102,7 @@ inline void layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Te
   });
 }
 
-// dx = or += (as asked), dweight += , dbias +=.
+// dx = or += (as requested), dweight +=, dbias +=.
 inline void layernorm_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor weight,
                                Tensor mean, Tensor rstd, Accumulate accumulate_dx, Stream& stream) {
   const int64_t N = x.shape[0], C = x.shape[1];
@@ -142,7 +142,7 @@ inline void rmsnorm_forward(Tensor out, Tensor rstd, Tensor x, Tensor weight, fl
   });
 }
 
-// dx = or += (as asked), dweight +=.
+// dx = or += (as requested), dweight +=.
 inline void rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dout, Tensor x, Tensor weight, Tensor rstd,
                              Accumulate accumulate_dx, Stream& stream) {
   const int64_t N = x.shape[0], C = x.shape[1];
@@ -167,7 +167,7 @@ inline void rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dout, Tensor x, T
 
 namespace detail {
 
-// c (M, N) = or += op(a) op(b) + bias, K products each.   bias (N), or an empty tensor
+// c (M, N) = or += op(a) op(b) + bias, summing K products per element.   bias (N), or an empty tensor
 inline void matmul(const char* name, Tensor c, Tensor a, Transpose a_as, Tensor b, Transpose b_as, int64_t K,
                    Tensor bias, Accumulate accumulate, Stream& stream) {
   const int64_t M = c.shape[0], N = c.shape[1];
@@ -259,7 +259,7 @@ inline void gelu_backward(Tensor dx, Tensor dout, Tensor x, Stream& stream) {
   });
 }
 
-// out = silu(gate) up.   out (N, F); gate_up (N, 2 F): the gates of a row, then its ups
+// out = silu(gate) up.   out (N, F); gate_up (N, 2 F): per row the gates, then the ups
 inline void swiglu_forward(Tensor out, Tensor gate_up, Stream& stream) {
   const int64_t N = out.shape[0], F = out.shape[1];
   CHECK_TENSOR(gate_up, out.dtype, N, 2 * F);

@@ -1,4 +1,4 @@
-// ops_memory.h: ops on flat memory, and what all ops share. Conventions: ops.h.
+// ops_memory.h: ops on flat memory, and helpers that all ops share. Conventions: ops.h.
 #pragma once
 #include <initializer_list>
 #include <string_view>
@@ -20,7 +20,7 @@ inline void check_tensor(const char* op, const char* argument, const Tensor& t, 
 #define CHECK_TENSOR(tensor, dtype, ...) \
   ::llmc::detail::check_tensor(__func__, #tensor, tensor, dtype, Shape{__VA_ARGS__})
 
-// Work space of the op that is about to run, of as many elements as its source for the stream's device asks for.
+// Scratch of the op about to run, with the number of elements that its implementation on this device needs.
 inline Tensor scratch(Stream& stream, const char* name, DType dtype, int64_t on_cpu, int64_t on_gpu) {
   const int64_t n = stream.device().computes_as() == DeviceKind::cuda ? on_gpu : on_cpu;
   return stream.scratch().alloc("scratch", name, dtype, {n});
@@ -49,7 +49,7 @@ inline void copy(Tensor out, Tensor x, Stream& stream) {
 
 // out = x in the dtype of out, rounded to nearest even
 inline void convert(Tensor out, Tensor x, Stream& stream) {
-  CHECK(out.shape == x.shape, "convert: {} against {}", to_string(out.shape), to_string(x.shape));
+  CHECK(out.shape == x.shape, "convert: shapes {} and {} differ", to_string(out.shape), to_string(x.shape));
   stream.run({"convert", 0, detail::bytes_of({out, x})}, {out}, [=, &stream] {
     with_type(out.dtype, [&](auto to) {
       with_type(x.dtype, [&](auto from) {
@@ -72,7 +72,7 @@ inline void fill(Tensor out, float value, Stream& stream) {
   });
 }
 
-// out = NaN, bit by bit: what is not to be read any longer shows where it is.
+// out = NaN (all bits set), so that reads of stale data show up.
 inline void poison(Tensor out, Stream& stream) {
   stream.run({"poison", 0, detail::bytes_of({out})}, {},
              [=, &stream] { CALL_OP(stream, void, poison, out.bytes, out.size_bytes()); });
@@ -91,8 +91,7 @@ inline void add_to(Tensor out, Tensor x, Stream& stream) {
 
 namespace detail {
 
-// The same for arrays of `n` elements, in the order of the stream's launches: of a GPU, or at once in the host's
-// memory.
+// The same for arrays of `n` elements: in stream order on a GPU, at once in host memory.
 template <class T>
 void add_arrays(T* out, const T* x, int64_t n, Stream* gpu) {
   if (gpu == nullptr) return cpu::residual_forward(out, out, x, n);
@@ -111,8 +110,8 @@ inline void scale(Tensor out, float factor, Stream& stream) {
   });
 }
 
-// out = normal numbers keyed by (seed, name, global index), rounded to its dtype; it holds the elements from `begin` on
-// (contract 7).
+// out = normal numbers keyed by (seed, name, global index), rounded to its dtype; out holds the elements from `begin`
+// on (contract 7).
 inline void init_normal(Tensor out, float stddev, int64_t begin, uint64_t seed, std::string_view name, Stream& stream) {
   const Philox rng(seed, name);
   stream.run({"init_normal", 0, detail::bytes_of({out})}, {out}, [=, &stream] {

@@ -1,4 +1,4 @@
-// ops_step.h: the ops of a step's end: loss, gradient norm, clipping, update. Conventions: ops.h.
+// ops_step.h: the ops at the end of a step: loss, gradient norm, clipping, update. Conventions: ops.h.
 #pragma once
 #include "ops/cpu/adamw.h"
 #include "ops/cpu/cross_entropy.h"
@@ -8,8 +8,8 @@
 namespace llmc {
 
 // losses (N) = -log softmax(logits)[target] over the first V of the V_padded columns, in the accumulator dtype. With
-// Gradient::yes, logits become d(scale * sum of losses) / d logits, zero in the padding. A target of -1 does not count:
-// its loss and its gradients are zero.   targets (N) int32
+// Gradient::yes, logits become d(scale * sum of losses) / d logits, zero in the padding. A target of -1 is ignored: its
+// loss and gradients are zero.   targets (N) int32
 inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, int64_t V, double scale, Gradient gradient,
                           Stream& stream) {
   const int64_t N = logits.shape[0], V_padded = logits.shape[1];
@@ -51,9 +51,9 @@ inline void square_sum(Tensor out, Tensor x, Stream& stream) {
   });
 }
 
-// The scalars of all ranks become one: loss (1) fp64 = the sum over the ranks; square_sums (units shards) fp64, unit by
-// unit and within a unit shard by shard (contract 10). gathered (ranks, 1 + units): each rank's loss, then the sums of
-// its shards; the first `shards` ranks have one shard each, further ones are replicas.
+// Combines the scalars of all ranks: loss (1) fp64 = the sum over the ranks; square_sums (units shards) fp64, ordered
+// by unit, then by shard (contract 10). gathered (ranks, 1 + units): each rank's loss, then the sums of its shards. The
+// first `shards` ranks hold one shard each; the others are replicas.
 inline void combine_scalars(Tensor loss, Tensor square_sums, Tensor gathered, int64_t shards, Stream& stream) {
   const int64_t ranks = gathered.shape[0], units = gathered.shape[1] - 1;
   CHECK_TENSOR(loss, DType::fp64, 1);
@@ -64,10 +64,10 @@ inline void combine_scalars(Tensor loss, Tensor square_sums, Tensor gathered, in
   });
 }
 
-// What the update reads, on the device, so that the host need not wait: control (4) fp64 = {gradient norm, factor on
-// the gradients, 1 if the update may happen, 1 once a step was not finite}. The factor clips to max_norm (0: never) as
-// torch's clip_grad_norm_ does. A loss or norm beyond its largest value forbids the update; one that is not finite, all
-// that follow as well: the host learns late, and finds the weights as they were. control[3] is 0 at first.
+// Computes on the device what the update needs, so that the host does not wait: control (4) fp64 = {gradient norm,
+// gradient scale, 1 if the update is allowed, 1 after a non-finite step}. The scale clips to max_norm (0: no clipping)
+// as torch's clip_grad_norm_ does. A loss or norm above its limit skips this update; a non-finite one also skips all
+// later updates, since the host learns of it late and must find the weights unchanged. control[3] starts at 0.
 // square_sums fp64, added in order; loss (1) fp64
 inline void clip_control(Tensor control, Tensor square_sums, Tensor loss, const UpdateRule& rule, Stream& stream) {
   CHECK_TENSOR(control, DType::fp64, 4);
@@ -78,8 +78,8 @@ inline void clip_control(Tensor control, Tensor square_sums, Tensor loss, const 
   });
 }
 
-// AdamW on one segment of bf16 weights that have no master copy: rounded up or down by chance (contract 1: keyed by the
-// seed, the parameter's name, the step and the element). The segment begins at the parameter's element `begin`.
+// AdamW on one segment of bf16 weights without a master copy, with stochastic rounding (contract 1: keyed by seed,
+// parameter name, step and element). The segment begins at the parameter's element `begin`.
 inline void adamw_update_stochastic(Tensor weight, Tensor moment1, Tensor moment2, Tensor gradient, Tensor control,
                                     std::string_view parameter, int64_t begin, const AdamWOptions& options,
                                     Stream& stream) {
@@ -95,14 +95,14 @@ inline void adamw_update_stochastic(Tensor weight, Tensor moment1, Tensor moment
              });
 }
 
-// AdamW on one segment: weight, master, moment1, moment2 change in place; gradient is read. master is fp32 when weight
-// is bf16, else empty (the weight is its own master copy). Nothing changes where control forbids the update.
+// AdamW on one segment: updates weight, master, moment1 and moment2 in place. master is fp32 when weight is bf16, else
+// empty (the weight is its own master copy). Nothing changes where control forbids the update.
 inline void adamw_update(Tensor weight, Tensor master, Tensor moment1, Tensor moment2, Tensor gradient, Tensor control,
                          const AdamWOptions& options, Stream& stream) {
   const DType state = accumulator_of(weight.dtype);
   const int64_t n = weight.numel();
-  CHECK(master.empty() == (weight.dtype == state), "adamw_update: weights in {} {} a master copy", weight.dtype,
-        master.empty() ? "need" : "are their own and need not");
+  CHECK(master.empty() == (weight.dtype == state), "adamw_update: weights in {} {} a separate master copy",
+        weight.dtype, master.empty() ? "need" : "must not have");
   CHECK_TENSOR(moment1, state, n);
   CHECK_TENSOR(moment2, state, n);
   CHECK_TENSOR(gradient, state, n);

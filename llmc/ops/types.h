@@ -1,4 +1,4 @@
-// types.h: what callers of an op say besides tensors and sizes; the same for every device.
+// types.h: arguments of ops other than tensors and sizes; the same on every device.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -7,21 +7,21 @@
 
 namespace llmc {
 
-enum class Accumulate : uint8_t { no, yes };  // is the output written, or added to?
+enum class Accumulate : uint8_t { no, yes };  // is the output overwritten or added to?
 enum class Gradient : uint8_t { no, yes };
 enum class Transpose : uint8_t { no, yes };
 enum class Bias : uint8_t { no, yes };
 
-// qkv (B, T, (Hq + 2 Hkv) D): all query heads, then the keys', then the values'; query head h reads key-value head
-// h / (Hq / Hkv). out (B, T, Hq D); lse (B, Hq, T)
+// qkv (B, T, (Hq + 2 Hkv) D): all query heads, then key heads, then value heads; query head h reads key-value head h /
+// (Hq / Hkv). out (B, T, Hq D); lse (B, Hq, T)
 struct AttentionShape {
   int64_t B, T, Hq, Hkv, D;
 };
 
-enum class Turn : uint8_t { forward, backward };  // of rotary positions
+enum class Turn : uint8_t { forward, backward };  // direction of the rotation by rotary positions
 
-// How frequencies are stretched for contexts longer than those of the pre-training (Llama 3.1): low ones are divided by
-// `factor`, high ones stay, in between is blended.
+// How rotary frequencies are scaled for contexts longer than those of pretraining (Llama 3.1): low ones are divided by
+// `factor`, high ones are kept, those in between are interpolated.
 struct RotaryScaling {
   double factor = 8, low_freq_factor = 1, high_freq_factor = 4;
   double original_positions = 8192;
@@ -32,7 +32,7 @@ struct Rotary {
   bool scaled = false;
   RotaryScaling scaling = {};
 
-  // The angle per position of the pair i of D / 2; in fp32, as transformers has it.
+  // The angle per position of pair i of D / 2; in fp32, as in transformers.
   float frequency(int64_t i, int64_t D) const {
     const double f = std::pow(theta, -2.0 * static_cast<double>(i) / static_cast<double>(D));
     if (!scaled) return static_cast<float>(f);
@@ -46,12 +46,12 @@ struct Rotary {
   }
 };
 
-// Sums in double that all devices and vector widths add in the same order (contract 10): running sums in so many lanes,
-// element i in lane i % sum_lanes; then neighbouring lanes by pairs, these by pairs, and so on. Squares are added so in
-// blocks of square_sum_block elements, and then the blocks' sums.
+// Sums in double that all devices and vector widths add in the same order (contract 10): sum_lanes running sums,
+// element i in lane i % sum_lanes, then a pairwise tree over neighbouring lanes. Squares are summed so in blocks of
+// square_sum_block elements, then over the blocks.
 inline constexpr int64_t sum_lanes = 1024, square_sum_block = 1 << 16;
 
-// When the update may happen, and how its gradients are scaled.
+// When an update is allowed, and how its gradients are scaled.
 struct UpdateRule {
   double max_norm = 0;
   double largest_loss = std::numeric_limits<double>::infinity(), largest_norm = largest_loss;

@@ -18,13 +18,13 @@ Options parse(std::vector<std::string> arguments) {
   arguments.insert(arguments.begin() + 1, {"--train-data", "x"});
   std::vector<const char*> argv;
   for (const std::string& a : arguments) argv.push_back(a.c_str());
-  const auto default_ranks = [](const Options& o) { return o.seed == 4 ? 4 : 1; };  // whatever the options say
+  const auto default_ranks = [](const Options& o) { return o.seed == 4 ? 4 : 1; };  // independent of the options
   return parse_command_line(static_cast<int>(argv.size()), argv.data(), default_ranks).options;
 }
 
 }  // namespace
 
-TEST_CASE("the formatter fills in values of all kinds and refuses more arguments than places") {
+TEST_CASE("the formatter formats values of all types and refuses more arguments than placeholders") {
   REQUIRE(formatted("{} {:.2f} {:5} {:-4}| {}", 3, 2.5, 7, "ab", std::vector<int>{1, 2}) == "3 2.50     7 ab  | 1, 2");
   REQUIRE(formatted("{:06} {}", 42, true) == "000042 true");
   REQUIRE_ERROR(formatted("{}", 1, 2), "more arguments");
@@ -37,7 +37,7 @@ TEST_CASE("bf16 rounds to nearest even, keeps NaN and infinity") {
   REQUIRE(round(1.0f + 3 * 0x1p-8f) == 1.0f + 0x1p-6f);
   REQUIRE(round(1.0f + 0x1p-8f + 0x1p-20f) == 1.0f + 0x1p-7f);
   REQUIRE(std::isinf(round(std::numeric_limits<float>::infinity())));
-  REQUIRE(std::isnan(round(std::bit_cast<float>(0x7f800001u))));  // its payload lies in the bits that are cut
+  REQUIRE(std::isnan(round(std::bit_cast<float>(0x7f800001u))));  // its payload is in the truncated bits
   REQUIRE(round(-0.0f) == 0.0f);
 }
 
@@ -60,7 +60,7 @@ TEST_CASE("normal numbers are a pure function of the index, with the right mean 
   REQUIRE(std::abs(square / 1e5 - 4) < 0.08);
 }
 
-TEST_CASE("normal numbers are those of Box and Muller, in double and with the functions of the libm") {
+TEST_CASE("normal numbers equal Box-Muller in double with libm's functions") {
   const Philox rng(5, "a parameter");
   for (uint64_t block = 0; block < 20000; ++block) {
     const auto w = rng.words(block);
@@ -75,7 +75,7 @@ TEST_CASE("normal numbers are those of Box and Muller, in double and with the fu
   }
 }
 
-TEST_CASE("the keyed permutation is a bijection for any size, and another for another key") {
+TEST_CASE("the keyed permutation is a bijection for any size, and differs between keys") {
   for (const int64_t n : {1, 2, 3, 16, 17, 1000}) {
     const Permutation p(n, 1, "epoch 0"), q(n, 1, "epoch 1");
     std::set<int64_t> seen;
@@ -91,7 +91,7 @@ TEST_CASE("the keyed permutation is a bijection for any size, and another for an
   }
 }
 
-TEST_CASE("what --print-config prints, --config reads back; the command line wins; the last one given wins") {
+TEST_CASE("--config reads back what --print-config prints; the command line overrides it, and the last option wins") {
   const TempDir dir;
   const std::string prompt = "  # two \"words\" = [1, 2]; ";
   Options o = parse({"--lr", "0.1", "-l", "0.0123456789012345678", "--n-layer", "7", "--shuffle", "--prompt",
@@ -123,7 +123,7 @@ TEST_CASE("what --print-config prints, --config reads back; the command line win
   REQUIRE_ERROR(parse({"--config"}), "--config");
 }
 
-TEST_CASE("the command line of some options says what differs from the defaults, quoted for a shell") {
+TEST_CASE("options are printed as a shell-quoted command line without the defaults") {
   REQUIRE(command_line(parse({"--lr", "0.1", "--seed", "42", "--shuffle", "--prompt", "it's"})) ==
           "./train_gpt --train-data x --shuffle --lr 0.1 --prompt 'it'\\''s'");
 }
@@ -156,7 +156,7 @@ TEST_CASE("option errors name the option, what was found and what was expected")
   REQUIRE_ERROR(parse({"--seed", "4", "--dp-replicate", "3"}), "does not divide the 4 ranks");
 }
 
-TEST_CASE("help and the README's table know every option") {
+TEST_CASE("the help and the README's table list every option") {
   const std::string help = help_text(), table = options_markdown();
   Options o;
   visit_options(o, detail::OptionVisitor{detail::no_group, [&](const char* name, const char*, auto&, const Limits&,
@@ -165,7 +165,7 @@ TEST_CASE("help and the README's table know every option") {
                                            REQUIRE(table.find(text) != std::string::npos);
                                          }});
   const std::string readme = read_whole("README.md");
-  INFO("scripts/update_readme.sh writes the options into README.md");
+  INFO("run scripts/update_readme.sh to write the options into README.md");
   REQUIRE(readme.find(table) != std::string::npos);
 }
 
@@ -196,7 +196,7 @@ TEST_CASE("metrics.jsonl holds every number exactly, null where one is not finit
   REQUIRE(nlohmann::json::parse(line)["loss"].get<double>() == 2.0 / 3);
 }
 
-TEST_CASE("numbers for people") {
+TEST_CASE("numbers in human-readable form") {
   REQUIRE(human_count(999) == "999");
   REQUIRE(human_count(1234567) == "1,234,567");
   REQUIRE(human_count(124439808) == "124.4M");

@@ -1,4 +1,4 @@
-// The safetensors format: round trips; every kind of damage is refused with its name; random damage never does harm.
+// The safetensors format: round trips; each kind of damage has its own error; random damage never does harm.
 #include "catch2.h"
 #include "core/rng.h"
 #include "core/safetensors.h"
@@ -8,7 +8,7 @@ using namespace llmc;
 
 namespace {
 
-// A file with this header and so many bytes of data.
+// A file with this header and this many bytes of data.
 void write_file(const std::string& path, const std::string& header, size_t data_bytes) {
   std::ofstream out(path, std::ios::binary);
   const uint64_t length = header.size();
@@ -18,7 +18,7 @@ void write_file(const std::string& path, const std::string& header, size_t data_
 
 }  // namespace
 
-TEST_CASE("safetensors come back as they were written; damaged files are refused by name") {
+TEST_CASE("safetensors round-trip; damaged files are refused by name") {
   const TempDir dir;
   const std::string path = dir / "t.safetensors";
   const std::vector<float> a = {1, 2, 3, 4, 5, 6};
@@ -54,7 +54,7 @@ TEST_CASE("safetensors come back as they were written; damaged files are refused
   REQUIRE_ERROR(SafetensorsReader(dir / "absent"), "absent");
 }
 
-TEST_CASE("each fault of a safetensors header has an error of its own") {
+TEST_CASE("each error in a safetensors header has its own message") {
   const TempDir dir;
   const std::string path = dir / "t.safetensors";
   auto refused = [&](const std::string& header, const std::string& why, size_t data_bytes = 8) {
@@ -110,7 +110,7 @@ TEST_CASE("each fault of a safetensors header has an error of its own") {
   REQUIRE_ERROR(SafetensorsReader(path), "a header of 18446744073709551615 bytes in a file of 10");
 }
 
-TEST_CASE("a safetensors file with random damage is refused, or what it says can be read") {
+TEST_CASE("a safetensors file with random damage is either refused or readable") {
   const TempDir dir;
   const std::string path = dir / "t.safetensors";
   {
@@ -151,7 +151,7 @@ TEST_CASE("a safetensors file with random damage is refused, or what it says can
       }
       if (bytes.empty()) bytes = whole;
     }
-    // Half of them keep the header's length right, so that the JSON in it is read.
+    // Half of them keep the header's length valid, so that its JSON is parsed.
     if (draw(2) == 0 && bytes.size() > 44) {
       const uint64_t length = bytes.size() - 44;
       std::memcpy(bytes.data(), &length, 8);

@@ -1,5 +1,5 @@
-// all_kernels.cu: every kernel, instantiated for all that its launcher takes. `make smoke` compiles it by nvcc, for the
-// warnings; dev/cuda/kernel_resources.sh lists what each kernel takes; nothing links it.
+// all_kernels.cu: every kernel, in every instantiation that its launcher uses. `make smoke` compiles it with nvcc, for
+// warnings; dev/cuda/kernel_resources.sh lists each kernel's resources; nothing links it.
 #include "ops/cuda/adamw.cuh"
 #include "ops/cuda/attention.cuh"
 #include "ops/cuda/attention_cudnn.cuh"
@@ -17,7 +17,7 @@
 
 namespace llmc::cuda {
 
-// Never called: a call is the shortest instantiation. x: anything of the dtype; f: floats; N, C: any sizes
+// Never called: a call is the shortest instantiation. x: any array of the dtype; f: floats; N, C: any sizes
 template <class T>
 void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, cudaStream_t stream) {
   const Philox rng(0, "");
@@ -67,7 +67,7 @@ template void attention_cached(bf16*, const bf16*, const bf16*, float*, int64_t,
 template void cache_append(float*, const float*, const AttentionShape&, cudaStream_t);
 template void cache_append(bf16*, const bf16*, const AttentionShape&, cudaStream_t);
 
-// The wrappers of mma.cuh, as a kernel of several stages uses them.
+// The wrappers of mma.cuh, as in a pipelined kernel.
 __global__ void all_instructions(float* out, const uint4* in, int bytes) {
   DYN_SHARED(uint4, tile);
   cp_async_16(tile + threadIdx.x, in + threadIdx.x, bytes);
@@ -86,7 +86,7 @@ void launch_all_instructions(float* out, const uint4* in, cudaStream_t stream) {
   launch(all_instructions, 1, warp_size, warp_size * sizeof(uint4), stream, out, in, 16);
 }
 
-// All of the host's side of the matrix products.
+// All host code of the matrix products.
 void use_matmul(MatmulPlans& plans, const MatmulShape& shape, float* c, const bf16* ab, void* scratch) {
   plans.restore(plans.exported());
   plans.tune(shape, c, ab, ab, nullptr, scratch, nullptr);

@@ -1,4 +1,4 @@
-// device_array.h: arrays in device memory, random inputs and comparable outputs, for tests and benchmarks of kernels.
+// device_array.h: device arrays, random inputs and comparable outputs, for tests and benchmarks of kernels.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -11,7 +11,7 @@
 
 namespace llmc {
 
-// An array in device memory: NaN, or a copy of the host's.
+// An array in device memory, initialised with NaN or from the host.
 template <class T>
 class DeviceArray {
  public:
@@ -51,7 +51,7 @@ std::vector<T> normal_values(int64_t n, uint64_t seed, float mean = 0, float sca
   return values;
 }
 
-// What a kernel has computed, or should have.
+// What a kernel computed, or should compute.
 struct Output {
   std::string name;
   std::vector<float> values;
@@ -62,7 +62,7 @@ struct Output {
 };
 using Outputs = std::vector<Output>;
 
-// A NaN in an output counts as different from anything but the same NaN.
+// A NaN in an output differs from anything but the same NaN.
 inline bool same_bits(const Outputs& a, const Outputs& b) {
   for (size_t i = 0; i < a.size(); ++i)
     if (a[i].values.size() != b[i].values.size() ||
@@ -71,7 +71,7 @@ inline bool same_bits(const Outputs& a, const Outputs& b) {
   return a.size() == b.size();
 }
 
-// ||got - wanted|| / ||wanted||; NaN where there is a NaN.
+// ||got - wanted|| / ||wanted||; NaN if either has a NaN.
 inline double relative_error(const std::vector<float>& got, const std::vector<float>& wanted) {
   double difference = 0, size = 0;
   for (size_t i = 0; i < got.size(); ++i) {

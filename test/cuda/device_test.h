@@ -1,6 +1,6 @@
-// device_test.h: what tests of kernels share. They are written against the CUDA runtime alone: compiled by a C++
-// compiler they run on the emulator under every schedule and with every barrier switched off in turn, compiled by nvcc
-// they run once on a GPU.
+// device_test.h: shared by the kernel tests, which use only the CUDA runtime: compiled by a C++ compiler they run on
+// the emulator under every schedule and with every barrier disabled one by one; compiled by nvcc they run once on a
+// GPU.
 #pragma once
 #include <cstdlib>
 #include <functional>
@@ -15,9 +15,9 @@
 
 namespace llmc {
 
-// `run` launches kernels on fresh, poisoned outputs and returns these. They must be within `tolerance` of `reference`,
-// and on the emulator the same bits under every schedule. Returns them. With ONE_SCHEDULE in the environment the others
-// are left out, and so are the mutants of check_barriers.
+// `run` launches kernels on fresh, poisoned outputs and returns them. They must be within `tolerance` of `reference`
+// and, on the emulator, bitwise the same under every schedule. Returns them. ONE_SCHEDULE in the environment skips the
+// other schedules and the mutants of check_barriers.
 inline Outputs check_kernel(const std::function<Outputs()>& run, const Outputs& reference, double tolerance) {
 #ifndef __CUDACC__
   cuda_on_cpu::set_schedule({});
@@ -42,14 +42,13 @@ inline Outputs check_kernel(const std::function<Outputs()>& run, const Outputs& 
   return first;
 }
 
-// Each barrier and each wait that `run` executes is switched off in turn, and must then be missed: the outputs change
-// under some schedule. `expected_survivors`: those that may be missing, as Site::source() writes them; the list is
-// exact.
+// Disables each barrier and wait that `run` executes, one by one; the outputs must then change under some schedule.
+// `expected_survivors`: those that may be missing, in the form of Site::source(); the list must be exact.
 inline void check_barriers(const std::function<Outputs()>& run, std::vector<std::string> expected_survivors = {}) {
 #ifndef __CUDACC__
   if (std::getenv("ONE_SCHEDULE") != nullptr) return;
   const Outputs right = run();
-  if (cuda_on_cpu::thread_sanitizer) {  // it would stop at the first mutant: that is what it is there for
+  if (cuda_on_cpu::thread_sanitizer) {  // it would stop at the first mutant, as it should
     REQUIRE(same_bits(run(), right));
     return;
   }

@@ -1,5 +1,5 @@
-// ladder.h: one op in several versions, from the plainest kernel to the one in llmc/, each with what it does better
-// than the one before. dev/cuda/ has them; test_ladders.cpp holds every version to the CPU's op; dev/cuda/ladders.cu
+// ladder.h: a kernel ladder: one op in several versions, from the simplest kernel to the one in llmc/, each improving
+// on the one before. dev/cuda/ has them; test_ladders.cpp checks every version against the CPU op; dev/cuda/ladders.cu
 // times them on a GPU.
 #pragma once
 #include <functional>
@@ -15,11 +15,11 @@ struct Ladder {
   };
   const char* op;
   std::vector<Version> versions;
-  std::function<void()> prepare;  // poisons what is written, restores what is changed in place
+  std::function<void()> prepare;  // poisons outputs, restores arrays updated in place
   std::function<Outputs()> outputs;
-  Outputs reference;  // what they should be
+  Outputs reference;  // expected outputs
   double tolerance;
-  double bytes = 0, flops = 0;  // that a version has to move at least, or to compute: what its speed is counted in
+  double bytes = 0, flops = 0;  // minimum that a version must move or compute, for its reported speed
 };
 
 // Activations and weights in bf16. layernorm: x (N, C); classifier: logits (N, V), padded to full packs; adamw: n

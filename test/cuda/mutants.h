@@ -1,4 +1,4 @@
-// mutants.h: put in front of the sources that mutate.awk has filled with mutants; the environment says which one is on.
+// mutants.h: included before the sources that mutate.awk has filled with mutants; an environment variable selects one.
 #pragma once
 #include <cstdlib>
 #include <type_traits>

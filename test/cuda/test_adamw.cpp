@@ -1,4 +1,4 @@
-// AdamW's kernels against the CPU's op.
+// The AdamW kernels against the CPU op.
 #include "cuda/device_test.h"
 #include "ops/cpu/adamw.h"
 #include "ops/cuda/adamw.cuh"
@@ -37,7 +37,7 @@ DeviceArray<double> control_of(bool allow) {
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("AdamW's kernels compute what the CPU does", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("AdamW kernels match the CPU", "[cuda]", float, bf16) {
   using W = TestType;
   constexpr bool copy = sizeof(W) == 2;
   const Case c{some_size()};
@@ -56,7 +56,7 @@ TEMPLATE_TEST_CASE("AdamW's kernels compute what the CPU does", "[cuda]", float,
   check_kernel(run, {{"weight", weight}, {"master", master}, {"moment1", m}, {"moment2", v}}, copy ? 1e-3 : 1e-6);
 }
 
-TEST_CASE("AdamW with stochastic rounding draws the numbers of the CPU", "[cuda]") {
+TEST_CASE("AdamW with stochastic rounding draws the same numbers as the CPU", "[cuda]") {
   const Case c{some_size()};
   const int64_t begin = GENERATE(0, 1, (int64_t{5} << 33) + 2);
   const Philox words = rounding_words(5, "a parameter", options.step);
@@ -70,7 +70,7 @@ TEST_CASE("AdamW with stochastic rounding draws the numbers of the CPU", "[cuda]
     cuda::adamw_update_stochastic(weights, ms, vs, gradients, control_of(true), begin, c.n, options, words, nullptr);
     return {{"weight", weights.host()}, {"moment1", ms.host()}, {"moment2", vs.host()}};
   };
-  // With other numbers half of the weights would be one bf16 off: 2e-3.
+  // With other random numbers half of the weights would be one bf16 step off: 2e-3.
   check_kernel(run, {{"weight", weight}, {"moment1", m}, {"moment2", v}}, 1e-4);
 }
 
@@ -88,7 +88,7 @@ TEST_CASE("stochastic rounding keeps the mean of updates that rounding to neares
   REQUIRE(std::abs((1 - mean) / 0x1p-9 - 1) < 0.05);  // deviation of the mean: 1.3%
 }
 
-TEST_CASE("AdamW's kernels change nothing where the control forbids the update", "[cuda]") {
+TEST_CASE("AdamW kernels change nothing if the control forbids the update", "[cuda]") {
   const Case c{1003};
   const auto narrow = c.weight_as<bf16>();
   const auto run = [&]() -> Outputs {

@@ -1,4 +1,4 @@
-// Attention's kernels against the CPU's op.
+// The attention kernels against the CPU op.
 #include "cuda/device_test.h"
 #include "ops/cpu/attention.h"
 #include "ops/cuda/attention.cuh"
@@ -23,7 +23,7 @@ std::vector<int32_t> document_positions(const AttentionShape& s) {
   return positions;
 }
 
-// Inputs of one size, and what the CPU makes of them.
+// Inputs of one size, and the CPU's results.
 template <class T>
 struct Case {
   AttentionShape s;
@@ -93,7 +93,7 @@ struct Case {
   }
 };
 
-// New rows behind `begin` others of a sequence, whose keys and values are in the cache.
+// New rows after `begin` earlier ones of a sequence, whose keys and values are cached.
 template <class T>
 struct CachedCase {
   AttentionShape s;
@@ -118,15 +118,15 @@ struct CachedCase {
   }
 };
 
-// In bf16 probabilities and their gradients are rounded for the tensor cores, which the CPU does not do.
+// In bf16 the tensor cores take rounded probabilities and gradients, unlike the CPU.
 template <class T>
 constexpr double tolerance = sizeof(T) == 2 ? 0x1p-7 : 2e-6;
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("attention's kernels compute what the CPU does", "[cuda]", float, bf16) {
-  // One row; a head that is no whole pack; an odd one; heads that need zeros; a row more than a tile, of documents
-  // too; the last tile ragged; several blocks; documents that end within tiles and skip some.
+TEMPLATE_TEST_CASE("attention kernels match the CPU", "[cuda]", float, bf16) {
+  // One row; a head that is not a whole pack; an odd one; heads that need zero padding; a row more than a tile, also
+  // with documents; a ragged last tile; several blocks; documents that end within tiles and skip some.
   const auto [s, documents] = GENERATE(table<AttentionShape, Documents>({
       {{2, 1, 6, 1, 64}, Documents::no},
       {{1, 7, 4, 2, 6}, Documents::yes},
@@ -142,7 +142,7 @@ TEMPLATE_TEST_CASE("attention's kernels compute what the CPU does", "[cuda]", fl
   check_kernel([&] { return c.cuda(); }, c.cpu(), tolerance<TestType>);
 }
 
-TEST_CASE("attention's kernels compute what the CPU does with the largest heads", "[cuda]") {
+TEST_CASE("attention kernels match the CPU with the largest heads", "[cuda]") {
   const int64_t D = GENERATE(256, 129);
   INFO("D = " << D);
   const Case<float> c{{1, 33, 1, 1, D}};
@@ -151,9 +151,9 @@ TEST_CASE("attention's kernels compute what the CPU does with the largest heads"
   check_kernel([&] { return cached.cuda(); }, cached.cpu(), tolerance<float>);
 }
 
-TEMPLATE_TEST_CASE("attention's kernels have no barrier too many", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("attention kernels need every barrier", "[cuda]", float, bf16) {
   const Case<TestType> c{{1, 130, 1, 1, 16}};  // three tiles
-  // The kernels share their pipeline; each of them must notice.
+  // The kernels share their pipeline; each of them must fail without its barriers.
   check_barriers([&] { return c.cuda_forward(); });
   for (const bool of_queries : {true, false}) {
     INFO("of the kernel that writes " << (of_queries ? "dq" : "dk and dv"));
@@ -165,8 +165,8 @@ TEMPLATE_TEST_CASE("attention's kernels have no barrier too many", "[cuda]", flo
   }
 }
 
-TEMPLATE_TEST_CASE("attention of new rows to a cache computes what the CPU does", "[cuda]", float, bf16) {
-  // The first row of all; several; one against a whole part, and one more; against three parts.
+TEMPLATE_TEST_CASE("attention of new rows to a cache matches the CPU", "[cuda]", float, bf16) {
+  // The very first row; several; one against a full part, and one more; against three parts.
   const auto [s, begin] = GENERATE(table<AttentionShape, int64_t>({
       {{1, 1, 2, 1, 64}, 0},
       {{1, 5, 6, 1, 6}, 0},
@@ -179,7 +179,7 @@ TEMPLATE_TEST_CASE("attention of new rows to a cache computes what the CPU does"
   check_kernel([&] { return c.cuda(); }, c.cpu(), tolerance<TestType>);
 }
 
-TEMPLATE_TEST_CASE("attention takes scores whose exponentials no float holds", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("attention handles scores whose exponentials overflow a float", "[cuda]", float, bf16) {
   constexpr float size = 20;  // scores of some hundreds
   const Case<TestType> c{{1, 70, 1, 1, 64}, Documents::no, size};
   check_kernel([&] { return c.cuda_forward(); }, {{"out", c.forward.out}, {"lse", c.forward.lse}}, 0x1p-7);
@@ -187,14 +187,14 @@ TEMPLATE_TEST_CASE("attention takes scores whose exponentials no float holds", "
   check_kernel([&] { return cached.cuda(); }, cached.cpu(), 0x1p-7);
 }
 
-TEMPLATE_TEST_CASE("attention of new rows to a cache has no barrier too many", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("attention of new rows to a cache needs every barrier", "[cuda]", float, bf16) {
   const CachedCase<TestType> c{{1, 3, 1, 1, 7}, 600};
-  // The maximum and the sum over a block lie in two arrays: between the one and the other nothing is written again.
+  // The maximum and the sum over a block use two arrays, neither of which is written again.
   check_barriers([&] { return c.cuda(); },
                  {"reduce.cuh: __syncthreads();  // partial is read; the next call may write it"});
 }
 
-TEST_CASE("attention refuses heads that its kernels cannot hold", "[cuda]") {
+TEST_CASE("attention refuses heads that are too large for its kernels", "[cuda]") {
   REQUIRE_THROWS_WITH(
       cuda::attention_forward<bf16>(nullptr, nullptr, nullptr, nullptr, AttentionShape{1, 1, 1, 1, 160}, nullptr),
       Catch::Matchers::ContainsSubstring("heads of up to 128 channels in bf16, not 160"));

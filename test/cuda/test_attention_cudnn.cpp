@@ -10,9 +10,9 @@ using cuda::AttentionPass, cuda::AttentionPlans;
 
 namespace {
 
-constexpr size_t guard = 4096;  // bytes behind the workspace, which nobody may write
+constexpr size_t guard = 4096;  // bytes after the workspace, which must stay unchanged
 
-// Inputs of one size, and what our kernels make of them.
+// Inputs of one size, and the results of our kernels.
 struct Case {
   AttentionShape s;
   DeviceArray<bf16> qkv{normal_values<bf16>(s.B * s.T * (s.Hq + 2 * s.Hkv) * s.D, 1)},
@@ -29,7 +29,7 @@ struct Case {
     cuda::attention_backward<bf16>(dqkv, dout, out, qkv, lse, nullptr, scratch, s, nullptr);
     return {{"out", out.host()}, {"lse", lse.host()}, {"dqkv", dqkv.host()}};
   }
-  // Backward from our outputs, so that the passes are judged apart.
+  // Backward from our outputs, to judge the two passes separately.
   Outputs of(AttentionPlans& plans, cudaStream_t stream) {
     DeviceArray<bf16> new_out(s.B * s.T * s.Hq * s.D), dqkv(s.B * s.T * (s.Hq + 2 * s.Hkv) * s.D);
     DeviceArray<float> new_lse(s.B * s.Hq * s.T);
@@ -52,8 +52,8 @@ struct Case {
 
 }  // namespace
 
-TEST_CASE("cuDNN's attention computes what our kernels do, and the same bits each time", "[cuda][cudnn]") {
-  // Heads that share keys and values, or not; rows that are no whole tiles; several tiles; heads of no power of two.
+TEST_CASE("cuDNN's attention matches our kernels, with the same bits each time", "[cuda][cudnn]") {
+  // Heads that share keys and values, or not; partial tiles; several tiles; head sizes other than powers of two.
   const auto s = GENERATE(values<AttentionShape>({
       {2, 64, 4, 4, 64},
       {1, 333, 8, 2, 64},
@@ -81,14 +81,14 @@ TEST_CASE("cuDNN's attention computes what our kernels do, and the same bits eac
   REQUIRE(same);
 }
 
-TEST_CASE("cuDNN's attention refuses what it has no plan for, by name", "[cuda][cudnn]") {
+TEST_CASE("cuDNN's attention refuses shapes without a plan by name", "[cuda][cudnn]") {
   AttentionPlans plans;
   using Catch::Matchers::ContainsSubstring;
   REQUIRE_THROWS_WITH(plans.workspace_bytes(AttentionPass::forward, {1, 64, 2, 2, 12}),
                       ContainsSubstring("cuDNN 9.") && ContainsSubstring("sm_") &&
                           ContainsSubstring("forward pass in bf16 with B = 1, T = 64, Hq = 2, Hkv = 2, D = 12") &&
-                          ContainsSubstring("build without USE_CUDNN=1"));
+                          ContainsSubstring("use --attention own"));
   DeviceArray<int32_t> positions(64);
   REQUIRE_THROWS_WITH(plans.forward(nullptr, nullptr, nullptr, positions, nullptr, {1, 64, 2, 2, 64}, nullptr),
-                      ContainsSubstring("--mask-documents") && ContainsSubstring("build without USE_CUDNN=1"));
+                      ContainsSubstring("--mask-documents") && ContainsSubstring("use --attention own"));
 }

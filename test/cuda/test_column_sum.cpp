@@ -1,4 +1,4 @@
-// Sums over rows against the CPU's op.
+// Column sums against the CPU op.
 #include "cuda/device_test.h"
 #include "ops/cpu/elementwise.h"
 #include "ops/cuda/column_sum.cuh"
@@ -28,7 +28,7 @@ struct Case {
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("column sums are those of the CPU", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("column sums match the CPU", "[cuda]", float, bf16) {
   // One column, ragged, several blocks of columns, many parts of the rows, parts of more rows than a block has threads.
   const auto [N, C] =
       GENERATE(std::pair{1, 1}, std::pair{7, 40}, std::pair{50, 333}, std::pair{130, 520}, std::pair{9000, 3});
@@ -36,7 +36,7 @@ TEMPLATE_TEST_CASE("column sums are those of the CPU", "[cuda]", float, bf16) {
   check_kernel([&] { return c.cuda(); }, c.cpu(), 1e-6);
 }
 
-TEMPLATE_TEST_CASE("column sums have no barrier too many", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("column sums need every barrier", "[cuda]", float, bf16) {
   const Case<TestType> c{40, 24};
   check_barriers([&] { return c.cuda(); });
 }

@@ -1,4 +1,4 @@
-// The cross-entropy's kernels against the CPU's op.
+// The cross-entropy kernels against the CPU op.
 #include <numeric>
 
 #include "cuda/device_test.h"
@@ -17,7 +17,7 @@ struct Case {
   std::vector<T> logits = normal_values<T>(N * V_padded, 1, 2, 3);
   std::vector<int32_t> targets = std::vector<int32_t>(static_cast<size_t>(N));
 
-  // Every third row does not count. What the padding holds must not matter: NaN.
+  // Every third row is ignored. The padding's contents must not matter: NaN.
   Case(int64_t N_, int64_t V_, int64_t V_padded_, Gradient gradient_)
       : N(N_), V(V_), V_padded(V_padded_), gradient(gradient_) {
     for (int64_t n = 0; n < N; ++n) {
@@ -27,7 +27,7 @@ struct Case {
     }
   }
 
-  // Without a gradient the logits stay as they are, NaN in the padding: they are not compared but bit by bit.
+  // Without a gradient the logits stay unchanged, with NaN in the padding: compared bit by bit only.
   template <class R, class A>
   Outputs outputs(const std::vector<A>& losses, const std::vector<R>& after) const {
     if (gradient == Gradient::yes) return {{"losses", losses}, {"gradients", after}};
@@ -58,7 +58,7 @@ constexpr double tolerance = sizeof(T) == 2 ? 1e-3 : 1e-6;
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("the cross-entropy kernels compute what the CPU does", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("the cross-entropy kernels match the CPU", "[cuda]", float, bf16) {
   // One class, less than a pack, padding within a pack and whole packs of it, ragged, more packs than threads.
   const auto [N, V, V_padded] = GENERATE(std::tuple{1, 1, 1}, std::tuple{5, 5, 8}, std::tuple{4, 301, 384},
                                          std::tuple{2, 333, 333}, std::tuple{3, 9001, 9024});
@@ -68,13 +68,13 @@ TEMPLATE_TEST_CASE("the cross-entropy kernels compute what the CPU does", "[cuda
   check_kernel([&] { return c.cuda(); }, c.cpu(), tolerance<TestType>);
 }
 
-TEST_CASE("a row of logits that shared memory cannot hold is read twice", "[cuda]") {
+TEST_CASE("a row of logits that does not fit into shared memory is read twice", "[cuda]") {
   const Case<float> c(1, 58501, 58624, Gradient::yes);
   REQUIRE(c.V_padded * 4 > cuda::device_shared_bytes());
   check_kernel([&] { return c.cuda(); }, c.cpu<double>(), 1e-6);  // in fp32, the CPU's long sum is less exact
 }
 
-TEST_CASE("logits that are minus infinity are probabilities of 0", "[cuda]") {
+TEST_CASE("logits of minus infinity have probability 0", "[cuda]") {
   Case<float> c(1, 70, 72, Gradient::yes);
   for (size_t v = 0; v < 66; ++v) c.logits[v] = -std::numeric_limits<float>::infinity();
   const Outputs got = c.cuda();
@@ -83,9 +83,9 @@ TEST_CASE("logits that are minus infinity are probabilities of 0", "[cuda]") {
   REQUIRE(std::abs(std::accumulate(got[1].values.begin(), got[1].values.end(), 0.0)) < 1e-6);
 }
 
-TEMPLATE_TEST_CASE("the cross-entropy kernels have no barrier too many", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("the cross-entropy kernels need every barrier", "[cuda]", float, bf16) {
   const Case<TestType> c(3, 1001, 1024, Gradient::yes);
-  // A maximum and a sum have each their own memory, and a block takes one of each.
+  // The maximum and the sum use separate arrays, and a block computes only one of each.
   check_barriers([&] { return c.cuda(); },
                  {"reduce.cuh: __syncthreads();  // partial is read; the next call may write it"});
 }

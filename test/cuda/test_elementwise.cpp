@@ -1,4 +1,4 @@
-// Elementwise kernels against the CPU's ops.
+// Elementwise kernels against the CPU ops.
 #include "cuda/device_test.h"
 #include "ops/cpu/elementwise.h"
 #include "ops/cuda/elementwise.cuh"
@@ -7,8 +7,8 @@ using namespace llmc;
 
 namespace {
 
-// One element, less than a pack, whole packs, ragged, little for the last block. With `shift` the arrays begin between
-// packs.
+// One element, less than a pack, whole packs, ragged, few for the last block. With `shift` the arrays begin unaligned
+// to packs.
 struct Size {
   int64_t n, shift;
 };
@@ -16,7 +16,7 @@ Size size_of_array() {
   return GENERATE(Size{1, 0}, Size{3, 0}, Size{8, 0}, Size{1000, 0}, Size{2051, 0}, Size{1022, 0}, Size{1003, 1});
 }
 
-// The elements behind the first `shift` ones, which must be left as they were: NaN.
+// The elements after the first `shift` ones, which must stay unchanged: NaN.
 template <class T>
 std::vector<T> behind(const DeviceArray<T>& array, int64_t shift) {
   std::vector<T> values = array.host();
@@ -36,7 +36,7 @@ constexpr double tolerance = sizeof(T) == 2 ? 1e-3 : 1e-6;
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("GELU's kernels compute what the CPU does", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("GELU kernels match the CPU", "[cuda]", float, bf16) {
   using T = TestType;
   const auto [n, shift] = size_of_array();
   const auto x = normal_values<T>(n, 1, 0, 3), dout = normal_values<T>(n, 2);
@@ -52,7 +52,7 @@ TEMPLATE_TEST_CASE("GELU's kernels compute what the CPU does", "[cuda]", float, 
   check_kernel(run, {{"out", out}, {"dx", dx}}, tolerance<T>);
 }
 
-TEMPLATE_TEST_CASE("residual addition, scaling and filling round as the CPU does", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("residual addition, scaling and filling round like the CPU", "[cuda]", float, bf16) {
   using T = TestType;
   const auto [n, shift] = size_of_array();
   const auto a = normal_values<T>(n, 1), b = normal_values<T>(n, 2);
@@ -77,7 +77,7 @@ TEMPLATE_TEST_CASE("residual addition, scaling and filling round as the CPU does
   REQUIRE(same_bits(check_kernel(run, right, 1e-30), right));
 }
 
-TEMPLATE_TEST_CASE("conversions between fp32 and bf16 round as the CPU does", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("conversions between fp32 and bf16 round like the CPU", "[cuda]", float, bf16) {
   using From = TestType;
   const auto [n, shift] = size_of_array();
   auto x = normal_values<From>(n, 1);
@@ -97,7 +97,7 @@ TEMPLATE_TEST_CASE("conversions between fp32 and bf16 round as the CPU does", "[
   REQUIRE(same_bits(run(), {{"fp32", wide}, {"bf16", narrow}}));
 }
 
-TEMPLATE_TEST_CASE("initial numbers on the GPU are the bits of the CPU", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("initial numbers on the GPU have the CPU's bits", "[cuda]", float, bf16) {
   using T = TestType;
   const auto [n, shift] = size_of_array();
   const int64_t begin = GENERATE(0, 4, 4095, int64_t{3} << 40);

@@ -1,4 +1,4 @@
-// The embedding's kernels against the CPU's op, and the sort that its backward is built on.
+// The embedding kernels against the CPU op, and the sort used by its backward.
 #include <algorithm>
 #include <numeric>
 
@@ -10,7 +10,7 @@ using namespace llmc;
 
 namespace {
 
-enum class Spread : uint8_t { even, frequent, same };  // of ids: all as likely; a few much more; only one
+enum class Spread : uint8_t { even, frequent, same };  // of ids: uniform; a few much more frequent; only one
 
 std::vector<int32_t> some_ids(int64_t N, int64_t V, Spread spread, uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -25,7 +25,7 @@ std::vector<int32_t> some_ids(int64_t N, int64_t V, Spread spread, uint64_t seed
   return ids;
 }
 
-// The sorted ids and their rows; `space` lies on both sides of the scratch.
+// The sorted ids and their rows, with `space` on both sides of the scratch.
 Outputs cuda_sort(const std::vector<int32_t>& ids, int64_t V, int64_t space) {
   const int64_t N = static_cast<int64_t>(ids.size());
   DeviceArray<int32_t> in(ids), scratch(space + cuda::sort_rows_scratch(N) + space);
@@ -74,7 +74,7 @@ struct Case {
 
 }  // namespace
 
-TEST_CASE("rows are sorted by their ids, and rows of one id stay in order", "[cuda]") {
+TEST_CASE("rows are sorted by id, and rows of one id stay in order", "[cuda]") {
   // One row, one tile of a warp, several blocks; ids of one digit, of two, of two of the largest size, of three.
   const auto [N, V] = GENERATE(std::pair{1, 1}, std::pair{33, 2}, std::pair{1000, 300}, std::pair{5003, 1000},
                                std::pair{3100, 151936}, std::pair{40, 600000});
@@ -89,15 +89,15 @@ TEST_CASE("rows are sorted by their ids, and rows of one id stay in order", "[cu
   REQUIRE(same_bits(check_kernel([&, V = V] { return cuda_sort(ids, V, 0); }, right, 1e-30), right));
 }
 
-TEST_CASE("the sort has no barrier too many", "[cuda]") {
+TEST_CASE("the sort needs every barrier", "[cuda]") {
   const std::vector<int32_t> ids = some_ids(1000, 300, Spread::frequent, 1);
-  // At votes the lanes meet, though these order no memory: what is missing before them only ThreadSanitizer sees.
+  // Lanes meet at votes, which do not order memory: only ThreadSanitizer sees a barrier missing before them.
   check_barriers([&] { return cuda_sort(ids, 300, 1000); },  // the space: rows go to places a little outside
                  {"sort.cuh: __syncwarp();  // all places are there",
                   "sort.cuh: __syncwarp();  // the places are those behind these rows"});
 }
 
-TEMPLATE_TEST_CASE("the embedding's kernels compute what the CPU does", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("the embedding kernels match the CPU", "[cuda]", float, bf16) {
   const auto [N, C] =
       GENERATE(std::pair{1, 1}, std::pair{31, 7}, std::pair{100, 24}, std::pair{333, 40}, std::pair{70, 1032});
   const Spread spread = GENERATE(Spread::even, Spread::frequent, Spread::same);
@@ -106,7 +106,7 @@ TEMPLATE_TEST_CASE("the embedding's kernels compute what the CPU does", "[cuda]"
   check_kernel([&] { return c.cuda(); }, c.cpu(), 1e-6);
 }
 
-TEST_CASE("the rows of a token may begin and end where a segment of the sorted rows does", "[cuda]") {
+TEST_CASE("the rows of a token may begin and end at segment boundaries of the sorted rows", "[cuda]") {
   Case<float> c(150, 8, 4, 16, Spread::even);
   for (int32_t n = 0; n < 150; ++n)  // sorted: 32 rows, 40, 56, the rest
     c.tokens[static_cast<size_t>(n)] = n < 32 ? 0 : n < 72 ? 1 : n < 128 ? 2 : 3;
@@ -118,7 +118,7 @@ TEST_CASE("an embedding without positions", "[cuda]") {
   check_kernel([&] { return c.cuda(); }, c.cpu(), 1e-6);
 }
 
-TEST_CASE("a token of up to 32 rows gets them in the order of the CPU, bit by bit", "[cuda]") {
+TEST_CASE("a token with up to 32 rows sums them in the CPU's order, bit by bit", "[cuda]") {
   std::vector<int32_t> ids(64);  // two segments of the sorted rows, no token in both
   for (size_t n = 0; n < ids.size(); ++n) ids[n] = static_cast<int32_t>(n % 8);
   Case<float> c(64, 16, 8, 64, Spread::even);

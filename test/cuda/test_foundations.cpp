@@ -1,4 +1,4 @@
-// What kernels are built of: packs, sums over blocks, shuffles, votes, atomics, matrix products of a warp.
+// The building blocks of kernels: packs, block sums, shuffles, votes, atomics, warp-level matrix products.
 #include <numeric>
 
 #include "cuda/device_test.h"
@@ -44,7 +44,7 @@ __global__ void count(T* out) {
   if (atomicCAS(&out[3], static_cast<T>(0), i + 1) == 0) atomicExch(&out[4], static_cast<T>(7));
 }
 
-// The last block to come adds up what all have written: by a fence before it is counted and one after.
+// The last block to arrive adds up what all have written: one fence before the counter, one after.
 template <int blocks>
 __global__ void sum_in_last_block(unsigned* out, unsigned* part, unsigned* arrived) {
   part[blockIdx.x] = blockIdx.x + 1;
@@ -62,8 +62,8 @@ __global__ void where_am_i(T* out) {
   out[block * blockDim.x * blockDim.y * blockDim.z + thread] = 1000 * block + thread;
 }
 
-// d (16, 8) = a (16, 16) b, with b (16, 8) by rows or (8, 16) by columns. Only the first `rows` rows of a are there:
-// the others are filled with zeros.
+// d (16, 8) = a (16, 16) b, with b (16, 8) row-major or (8, 16) column-major. Only the first `rows` rows of a exist;
+// the others are zero-filled.
 template <bool b_by_rows>
 __global__ void multiply(float* d, const bf16* a, const bf16* b, int rows) {
   SHARED(bf16, a_tile, 16 * 16);
@@ -96,7 +96,7 @@ __global__ void copy_packs(T* out, const T* x) {
 
 }  // namespace foundations
 
-TEST_CASE("sums and maxima over a block are right in every thread", "[cuda]") {
+TEST_CASE("block sums and maxima are correct in every thread", "[cuda]") {
   for (const int64_t warps : {1, 3, 32}) {
     const int64_t blocks = 3, n = warps * warp_size;
     const auto x = normal_values<float>(blocks * n, 1, 0.5f);
@@ -120,7 +120,7 @@ TEST_CASE("sums and maxima over a block are right in every thread", "[cuda]") {
   }
 }
 
-TEMPLATE_TEST_CASE("shuffles and votes reach the lanes they name", "[cuda]", int, float, double) {
+TEMPLATE_TEST_CASE("shuffles and votes reach the right lanes", "[cuda]", int, float, double) {
   DeviceArray<TestType> out(8 * warp_size);
   launch(foundations::exchange<TestType>, 1, warp_size, 0, nullptr, out);
   const std::vector<TestType> rows = out.host();
@@ -147,14 +147,14 @@ TEMPLATE_TEST_CASE("atomics of integers count every thread once", "[cuda]", int,
     DeviceArray<TestType> out(std::vector<TestType>{0, 0, 1000, 0, 0});
     launch(foundations::count<TestType>, 5, 64, 0, nullptr, out);
     std::vector<TestType> values = out.host();
-    REQUIRE(values[3] != 0);  // whoever came first
+    REQUIRE(values[3] != 0);  // whichever came first
     values[3] = 0;
     return {{"counts", values}};
   };
   check_kernel(run, {{"counts", std::vector<float>{320 * 319 / 2, 319, 0, 0, 7}}}, 1e-30);
 }
 
-TEST_CASE("the last block sees what all others wrote before a fence", "[cuda]") {
+TEST_CASE("the last block sees what all others wrote before their fences", "[cuda]") {
   const auto run = []() -> Outputs {
     DeviceArray<unsigned> out(1), part(5), arrived(std::vector<unsigned>{0});
     launch(foundations::sum_in_last_block<5>, 5, 1, 0, nullptr, out, part, arrived);
@@ -163,14 +163,14 @@ TEST_CASE("the last block sees what all others wrote before a fence", "[cuda]") 
   check_kernel(run, {{"sum", std::vector<float>{15}}}, 1e-30);
 }
 
-TEST_CASE("threads and blocks of three axes know where they are", "[cuda]") {
+TEST_CASE("threads and blocks have the right indices in three dimensions", "[cuda]") {
   DeviceArray<int> out(2 * 3 * 4 * 5 * 6 * 7);
   launch(foundations::where_am_i<int>, dim3(2, 3, 4), dim3(5, 6, 7), 0, nullptr, out);
   const std::vector<int> places = out.host();
   for (int i = 0; i < static_cast<int>(places.size()); ++i) REQUIRE(places[i] == i / 210 * 1000 + i % 210);
 }
 
-TEST_CASE("a warp multiplies matrices out of shared memory", "[cuda]") {
+TEST_CASE("a warp multiplies matrices from shared memory", "[cuda]") {
   const int rows = GENERATE(16, 11);
   const auto a = normal_values<bf16>(16 * 16, 1), b = normal_values<bf16>(16 * 8, 2);  // b (16, 8)
   std::vector<bf16> b_columns(b.size());

@@ -1,4 +1,4 @@
-// Every version of the teaching ladders in dev/cuda/ against the CPU's op.
+// Every version of the kernel ladders in dev/cuda/ against the CPU op.
 #include "cuda/device_test.h"
 #include "cuda/ladder.h"
 
@@ -15,7 +15,7 @@ Outputs outputs_of(const Ladder& ladder, const Ladder::Version& version) {
 
 }  // namespace
 
-TEST_CASE("every version of a ladder computes what the CPU does", "[cuda]") {
+TEST_CASE("every version of a kernel ladder matches the CPU", "[cuda]") {
   const int which = GENERATE(0, 1, 2, 3);
   const Ladder ladder = which == 0   ? layernorm_ladder(5, 264)
                         : which == 1 ? classifier_ladder(3, 1003)
@@ -27,7 +27,7 @@ TEST_CASE("every version of a ladder computes what the CPU does", "[cuda]") {
   }
 }
 
-TEST_CASE("the versions of a ladder have no barrier too many", "[cuda]") {
+TEST_CASE("the versions of a kernel ladder need every barrier", "[cuda]") {
   const Ladder layernorm = layernorm_ladder(3, 264), attention = attention_ladder(1, 75, 1);
   check_barriers([&] { return outputs_of(layernorm, layernorm.versions[1]); });
   for (const size_t in_tiles : {2, 3})

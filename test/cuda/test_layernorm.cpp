@@ -1,4 +1,4 @@
-// Layernorm's kernels against the CPU's op.
+// The layernorm kernels against the CPU op.
 #include "cuda/device_test.h"
 #include "ops/cpu/layernorm.h"
 #include "ops/cuda/layernorm.cuh"
@@ -9,7 +9,7 @@ namespace {
 
 constexpr float eps = 1e-5f;
 
-// Inputs of one size, and what the CPU makes of them.
+// Inputs of one size, and the CPU's results.
 template <class T>
 struct Case {
   int64_t N, C;
@@ -43,7 +43,7 @@ constexpr double tolerance = sizeof(T) == 2 ? 2e-3 : 2e-6;
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("layernorm's kernels compute what the CPU does", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("layernorm kernels match the CPU", "[cuda]", float, bf16) {
   // Rows of one thread, of less than a warp, ragged, of several warps, and of more packs than a block has threads.
   const auto [N, C] = GENERATE(std::pair{1, 1}, std::pair{3, 24}, std::pair{5, 100}, std::pair{9, 333},
                                std::pair{2, 4096}, std::pair{17, 768}, std::pair{2, 1250}, std::pair{1, 8208});
@@ -53,13 +53,13 @@ TEMPLATE_TEST_CASE("layernorm's kernels compute what the CPU does", "[cuda]", fl
   check_kernel([&] { return c.cuda(); }, c.cpu(), tolerance<TestType>);
 }
 
-TEMPLATE_TEST_CASE("layernorm's kernels have no barrier too many", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("layernorm kernels need every barrier", "[cuda]", float, bf16) {
   const Case<TestType> c{10, 520, Accumulate::no};
   check_barriers([&] { return c.cuda(); });
 }
 
-TEST_CASE("layernorm refuses a row that shared memory cannot hold", "[cuda]") {
+TEST_CASE("layernorm refuses a row that does not fit into shared memory", "[cuda]") {
   REQUIRE_THROWS_WITH(
       cuda::layernorm_forward<float>(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, eps, 1, 60000, nullptr),
-      Catch::Matchers::ContainsSubstring("60000 channels take 240000 bytes of shared memory"));
+      Catch::Matchers::ContainsSubstring("60000 channels need 240000 bytes of shared memory"));
 }

@@ -1,4 +1,4 @@
-// Matrix products by cuBLASLt, or on the CPU by its stand-in, against the CPU's op.
+// Matrix products by cuBLASLt, or its emulation on the CPU, against the CPU op.
 #include "cuda/device_test.h"
 #include "ops/cpu/matmul.h"
 #include "ops/cuda/matmul.cuh"
@@ -18,7 +18,7 @@ MatmulShape shape_of(int64_t M, int64_t N, int64_t K, DType in, DType out) {
   return {M, N, K, Transpose::no, Transpose::no, Accumulate::no, in, out, Bias::no};
 }
 
-// Inputs of one shape, and what the CPU makes of them. `offset`: elements before each array, of memory that is aligned.
+// Inputs of one shape, and the CPU's results. `offset`: elements before each array, in aligned memory.
 template <class T, class Out>
 struct Case {
   MatmulShape shape;
@@ -78,7 +78,7 @@ std::string error_of(F&& run) {
   return "no error";
 }
 
-// One product in the heuristic's first choice and in every transposition, as a text that a run would record.
+// One product with the heuristic's first choice in every transposition, as the text that a run would record.
 std::string exported_plans() {
   MatmulPlans plans(workspace_bytes);
   for (const Transpose b : {Transpose::no, Transpose::yes}) {
@@ -91,9 +91,8 @@ std::string exported_plans() {
 
 }  // namespace
 
-TEST_CASE("matrix products are the CPU's in every transposition and dtype", "[cuda]") {
-  // One element; multiples of 8; rows that begin at odd addresses, as heads of 21 or 50 channels make them; a padded
-  // vocabulary.
+TEST_CASE("matrix products match the CPU in every transposition and dtype", "[cuda]") {
+  // One element; multiples of 8; rows at odd addresses, as from heads of 21 or 50 channels; a padded vocabulary.
   const auto [M, N, K] = GENERATE(std::tuple{1, 1, 1}, std::tuple{16, 64, 32}, std::tuple{5, 21, 50},
                                   std::tuple{33, 104, 7}, std::tuple{3, 50, 264}, std::tuple{24, 320, 16});
   check_all<float, float>(M, N, K);
@@ -101,20 +100,20 @@ TEST_CASE("matrix products are the CPU's in every transposition and dtype", "[cu
   check_all<bf16, float>(M, N, K);
 }
 
-TEST_CASE("matrix products of arrays that begin anywhere", "[cuda]") {
+TEST_CASE("matrix products of arrays at any alignment", "[cuda]") {
   check_all<float, float>(8, 16, 24, 1);
   check_all<bf16, bf16>(8, 16, 24, 1);
   check_all<bf16, float>(8, 16, 24, 1);
   check_all<bf16, float>(8, 16, 24, 4);
 }
 
-TEST_CASE("an algorithm that needs more than the workspace is not taken", "[cuda]") {
+TEST_CASE("an algorithm that needs more than the workspace is not used", "[cuda]") {
   const Case<bf16, float> c{shape_of(16, 24, 32, DType::bf16, DType::fp32)};
   MatmulPlans none(0);
   check_kernel([&] { return c.cuda(none); }, c.cpu(), tolerance<float>);
 }
 
-TEST_CASE("a product in bf16 is rounded once", "[cuda]") {
+TEST_CASE("a bf16 product is rounded once", "[cuda]") {
   const Case<bf16, bf16> rounded{shape_of(48, 40, 256, DType::bf16, DType::bf16)};
   const Case<bf16, float> exact{shape_of(48, 40, 256, DType::bf16, DType::fp32)};
   MatmulPlans plans(workspace_bytes);
@@ -123,7 +122,7 @@ TEST_CASE("a product in bf16 is rounded once", "[cuda]") {
   REQUIRE(relative_error(rounded.cuda(plans)[0].values, once) < 3e-4);
 }
 
-TEST_CASE("fp32 is multiplied as fp32 unless TF32 is asked for", "[cuda]") {
+TEST_CASE("fp32 is multiplied as fp32 unless TF32 is requested", "[cuda]") {
   Case<float, float> c{shape_of(32, 48, 64, DType::fp32, DType::fp32)};
   MatmulPlans plans(workspace_bytes);
   REQUIRE(relative_error(c.cuda(plans)[0].values, c.cpu()[0].values) < 1e-6);
@@ -149,7 +148,7 @@ TEST_CASE("products of empty matrices", "[cuda]") {
   plans.prepare(shape).run(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
 }
 
-TEST_CASE("a product on one stream waits for what another one writes, and for its workspace", "[cuda]") {
+TEST_CASE("a product on one stream waits for another stream's writes, and for the workspace", "[cuda]") {
   constexpr int64_t n = 16;
   const auto x = normal_values<float>(n * n, 1), y = normal_values<float>(n * n, 2);
   MatmulPlans plans(workspace_bytes);
@@ -182,7 +181,7 @@ TEST_CASE("a product on one stream waits for what another one writes, and for it
   check_barriers(run);
 }
 
-TEST_CASE("recorded algorithms are used again", "[cuda]") {
+TEST_CASE("recorded algorithms are reused", "[cuda]") {
   Case<bf16, float> c{shape_of(16, 24, 32, DType::bf16, DType::fp32)};
   c.shape.accumulate = Accumulate::yes;
   MatmulPlans tuned(workspace_bytes);
@@ -209,7 +208,7 @@ TEST_CASE("recorded algorithms are used again", "[cuda]") {
 
 #ifndef __CUDACC__
 
-TEST_CASE("an algorithm that the library proposes and then refuses is passed over by the search", "[cuda]") {
+TEST_CASE("tuning skips an algorithm that the library proposes and then refuses", "[cuda]") {
   Case<bf16, float> c{shape_of(16, 24, 32, DType::bf16, DType::fp32)};
   DeviceArray<bf16> a(c.a), b(c.b);
   DeviceArray<float> out(c.c);
@@ -226,10 +225,11 @@ TEST_CASE("an algorithm that the library proposes and then refuses is passed ove
 
 #endif
 
-TEST_CASE("recorded algorithms of another library, device or workspace are refused, and damaged ones", "[cuda]") {
+TEST_CASE("recorded algorithms of another library, device or workspace are refused, and so are damaged ones",
+          "[cuda]") {
   const std::string text = exported_plans();
   MatmulPlans other(workspace_bytes / 2);
-  REQUIRE_THAT(error_of([&] { other.restore(text); }), ContainsSubstring("with 524288 bytes of workspace'; let them"));
+  REQUIRE_THAT(error_of([&] { other.restore(text); }), ContainsSubstring("with 524288 bytes of workspace'; choose"));
   MatmulPlans plans(workspace_bytes);
   const auto refusal = [&](const std::string& damaged) {
     return error_of([&] { MatmulPlans(workspace_bytes).restore(damaged); });
@@ -238,7 +238,7 @@ TEST_CASE("recorded algorithms of another library, device or workspace are refus
   REQUIRE_THAT(refusal(text.substr(0, text.size() - 4)), ContainsSubstring("line 3 of the recorded"));
   REQUIRE_THAT(refusal(text + "anything\n"), ContainsSubstring("is 'anything', not 'SHAPE: 8 numbers'"));
   const std::string last_line = text.substr(text.rfind('\n', text.size() - 2) + 1);
-  REQUIRE_THAT(refusal(text + last_line), ContainsSubstring("a second time"));
+  REQUIRE_THAT(refusal(text + last_line), ContainsSubstring("repeats '"));
 }
 
 TEST_CASE("a product that cuBLASLt cannot do is refused", "[cuda]") {
@@ -250,12 +250,12 @@ TEST_CASE("a product that cuBLASLt cannot do is refused", "[cuda]") {
   };
   REQUIRE(refusal([](MatmulShape&) {}) == "no error");
   REQUIRE_THAT(refusal([](MatmulShape& s) { s.in = DType::fp64; }),
-               ContainsSubstring("on GPUs reads fp64: use fp32 or"));
-  REQUIRE_THAT(refusal([](MatmulShape& s) { s.in = DType::fp32; }), ContainsSubstring("writes bf16 from fp32"));
+               ContainsSubstring("on GPUs cannot read fp64: use fp32 or"));
+  REQUIRE_THAT(refusal([](MatmulShape& s) { s.in = DType::fp32; }), ContainsSubstring("write bf16 from fp32"));
   REQUIRE_THAT(refusal([](MatmulShape& s) { s.out = DType::fp32, s.bias = Bias::yes; }),
                ContainsSubstring("adds a bias in the dtype of C, which is fp32, not bf16; C (8, 16) = A (8, 24) B"));
   REQUIRE_THAT(refusal([](MatmulShape& s) { s.N = -1; }), ContainsSubstring("a size is negative"));
-  REQUIRE_THAT(refusal([](MatmulShape& s) { s.K = 0, s.bias = Bias::yes; }), ContainsSubstring("an empty sum"));
+  REQUIRE_THAT(refusal([](MatmulShape& s) { s.K = 0, s.bias = Bias::yes; }), ContainsSubstring("with K = 0"));
   REQUIRE_THAT(refusal([](MatmulShape& s) { s.alignment = 12; }), ContainsSubstring("use alignment_of"));
 
   Case<bf16, bf16> c{shape_of(8, 16, 24, DType::bf16, DType::bf16), 1};
@@ -269,7 +269,7 @@ TEST_CASE("a product that cuBLASLt cannot do is refused", "[cuda]") {
 }
 
 #ifndef __CUDACC__
-TEST_CASE("the stand-in of cuBLASLt refuses what the library refuses", "[cuda]") {
+TEST_CASE("the emulated cuBLASLt refuses what the library refuses", "[cuda]") {
   MatmulPlans plans(workspace_bytes);
   const MatmulShape shape = shape_of(8, 16, 24, DType::bf16, DType::bf16);
   const Case<bf16, bf16> c{shape};
@@ -288,7 +288,7 @@ TEST_CASE("the stand-in of cuBLASLt refuses what the library refuses", "[cuda]")
   REQUIRE_THROWS_WITH(product.run(sum, on_host, b, nullptr, workspace, nullptr),
                       ContainsSubstring("not device memory"));
 
-  // An algorithm that is not one, from a file.
+  // An invalid algorithm, from a file.
   std::string text = plans.exported();
   text = text.substr(0, text.find(':')) + ": 1 2 3 4 5 6 7 8\n";
   MatmulPlans restored(workspace_bytes);
@@ -297,7 +297,7 @@ TEST_CASE("the stand-in of cuBLASLt refuses what the library refuses", "[cuda]")
                ContainsSubstring("the recorded algorithm does not compute C (8, 16) = A (8, 24) B (24, 16)"));
 }
 
-TEST_CASE("the stand-in of cuBLASLt checks sizes, types and attributes", "[cuda]") {
+TEST_CASE("the emulated cuBLASLt checks sizes, types and attributes", "[cuda]") {
   using cuda::detail::MatmulOperation;
   using cuda::detail::MatrixLayout;
   cublasLtHandle_t created = nullptr;
@@ -318,7 +318,7 @@ TEST_CASE("the stand-in of cuBLASLt checks sizes, types and attributes", "[cuda]
   };
   const MatrixLayout a = layout(CUDA_R_16BF, 4, 6, 4), b = layout(CUDA_R_16BF, 6, 8, 6),
                      d = layout(CUDA_R_32F, 4, 8, 4);
-  REQUIRE(status(a, b, d) == CUBLAS_STATUS_NOT_SUPPORTED);  // the algorithm is none
+  REQUIRE(status(a, b, d) == CUBLAS_STATUS_NOT_SUPPORTED);  // not a valid algorithm
   REQUIRE(status(layout(CUDA_R_16BF, 4, 6, 3), b, d) == CUBLAS_STATUS_INVALID_VALUE);
   REQUIRE(status(a, layout(CUDA_R_16BF, 8, 6, 8), d) == CUBLAS_STATUS_INVALID_VALUE);
   REQUIRE(status(a, b, layout(CUDA_R_32F, 4, 7, 4)) == CUBLAS_STATUS_INVALID_VALUE);
@@ -329,7 +329,7 @@ TEST_CASE("the stand-in of cuBLASLt checks sizes, types and attributes", "[cuda]
           CUBLAS_STATUS_SUCCESS);
   REQUIRE(status(a, b, d) == CUBLAS_STATUS_INVALID_VALUE);
 
-  // An operation of which nothing was set, with preferences of which nothing was set: no workspace, full alignment.
+  // An operation and preferences with all defaults: no workspace, full alignment.
   cublasLtMatmulPreference_t preference = nullptr;
   REQUIRE(cublasLtMatmulPreferenceCreate(&preference) == CUBLAS_STATUS_SUCCESS);
   const cuda::detail::MatmulPreference owned(preference);
@@ -338,7 +338,7 @@ TEST_CASE("the stand-in of cuBLASLt checks sizes, types and attributes", "[cuda]
   const MatrixLayout b_turned = layout(CUDA_R_16BF, 8, 6, 8);
   REQUIRE(cublasLtMatmulAlgoGetHeuristic(created, described, a.get(), b_turned.get(), d.get(), d.get(), preference, 4,
                                          results, &found) == CUBLAS_STATUS_SUCCESS);
-  REQUIRE(found == 1);  // columns of 8 bytes leave one, and that one takes no workspace
+  REQUIRE(found == 1);  // only one supports columns of 8 bytes, and it needs no workspace
   REQUIRE(results[0].workspaceSize == 0);
 }
 #endif

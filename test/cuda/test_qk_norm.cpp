@@ -1,4 +1,4 @@
-// Rotary positions and the query-key norm, each by itself and both in one pass.
+// Rotary embedding and query-key norm, separate and fused.
 #include <numeric>
 
 #include "cuda/device_test.h"
@@ -43,7 +43,7 @@ struct Case {
     return {{"turned", turned.host()}, {"turned back", back.host()}};
   }
 
-  // The norm and then the turn, and both backward.
+  // The norm, then the rotation, and both backward.
   Outputs cpu_norm(bool turning) const {
     std::vector<T> out(qkv.size()), dqkv = dout;
     std::vector<float> rstd(static_cast<size_t>(rows * (s.Hq + s.Hkv))),
@@ -80,8 +80,8 @@ struct Case {
   }
 };
 
-// Pairs by themselves, ragged, grouped heads, groups of lanes that are not full, more heads than a block takes at a
-// time, a head that just needs a whole warp, the largest head.
+// Element-wise pairs, ragged, grouped heads, partial groups of lanes, more heads than a block takes at once, a head
+// that just needs a whole warp, the largest head.
 AttentionShape some_shape() {
   return GENERATE(AttentionShape{.B = 1, .T = 1, .Hq = 1, .Hkv = 1, .D = 2},
                   AttentionShape{.B = 2, .T = 4, .Hq = 3, .Hkv = 1, .D = 6},
@@ -97,7 +97,7 @@ constexpr double tolerance = sizeof(T) == 2 ? 2e-3 : 2e-6;
 
 }  // namespace
 
-TEST_CASE("the table of rotary positions is that of the CPU", "[cuda]") {
+TEST_CASE("the rotary table matches the CPU", "[cuda]") {
   const int64_t P = 37, D = GENERATE(2, 30, 512);
   const Rotary rotary = {.theta = 500000, .scaled = true};
   std::vector<float> table(static_cast<size_t>(P * D));
@@ -110,12 +110,12 @@ TEST_CASE("the table of rotary positions is that of the CPU", "[cuda]") {
   check_kernel(run, {{"table", table}}, 1e-7);
 }
 
-TEMPLATE_TEST_CASE("the rotary kernel computes what the CPU does", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("the rotary kernel matches the CPU", "[cuda]", float, bf16) {
   const Case<TestType> c(some_shape());
   check_kernel([&] { return c.cuda_rotary(); }, c.cpu_rotary(), tolerance<TestType>);
 }
 
-TEMPLATE_TEST_CASE("query-key norm's kernels compute what the CPU does", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("query-key norm kernels match the CPU", "[cuda]", float, bf16) {
   using Passes = typename Case<TestType>::Passes;
   const Case<TestType> c(some_shape());
   check_kernel([&] { return c.cuda_norm(Passes::norm); }, c.cpu_norm(false), tolerance<TestType>);
@@ -123,12 +123,12 @@ TEMPLATE_TEST_CASE("query-key norm's kernels compute what the CPU does", "[cuda]
   REQUIRE(same_bits(check_kernel([&] { return c.cuda_norm(Passes::one); }, two, 1e-30), two));
 }
 
-TEMPLATE_TEST_CASE("query-key norm's kernels have no barrier too many", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("query-key norm kernels need every barrier", "[cuda]", float, bf16) {
   const Case<TestType> c({.B = 1, .T = 5, .Hq = 3, .Hkv = 1, .D = 32});
   check_barriers([&] { return c.cuda_norm(Case<TestType>::Passes::one); });
 }
 
-TEST_CASE("heads of an odd or too large size are refused", "[cuda]") {
+TEST_CASE("odd or too large head sizes are refused", "[cuda]") {
   const AttentionShape odd = {.B = 1, .T = 1, .Hq = 1, .Hkv = 1, .D = 7},
                        large = {.B = 1, .T = 1, .Hq = 1, .Hkv = 1, .D = 514};
   REQUIRE_THROWS_WITH(cuda::rotary<float>(nullptr, nullptr, nullptr, odd, Turn::forward, nullptr),

@@ -1,4 +1,4 @@
-// Rmsnorm's kernels against the CPU's op; residual addition and a norm in one pass against the two.
+// The rmsnorm kernels against the CPU op; fused residual addition and norm against the two ops.
 #include "cuda/device_test.h"
 #include "ops/cpu/rmsnorm.h"
 #include "ops/cuda/elementwise.cuh"
@@ -43,7 +43,7 @@ constexpr double tolerance = sizeof(T) == 2 ? 2e-3 : 2e-6;
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("rmsnorm's kernels compute what the CPU does", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("rmsnorm kernels match the CPU", "[cuda]", float, bf16) {
   // Rows of one thread, of less than a warp, ragged, of several warps, and of more packs than a block has threads.
   const auto [N, C] = GENERATE(std::pair{1, 1}, std::pair{3, 24}, std::pair{9, 333}, std::pair{17, 768},
                                std::pair{2, 4096}, std::pair{1, 8208});
@@ -53,12 +53,12 @@ TEMPLATE_TEST_CASE("rmsnorm's kernels compute what the CPU does", "[cuda]", floa
   check_kernel([&] { return c.cuda(); }, c.cpu(), tolerance<TestType>);
 }
 
-TEMPLATE_TEST_CASE("rmsnorm's kernels have no barrier too many", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("rmsnorm kernels need every barrier", "[cuda]", float, bf16) {
   const Case<TestType> c{10, 520, Accumulate::no};
   check_barriers([&] { return c.cuda(); });
 }
 
-TEMPLATE_TEST_CASE("residual addition and a norm in one pass have the bits of the two ops", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("fused residual addition and norm have the bits of the two ops", "[cuda]", float, bf16) {
   using T = TestType;
   const auto [N, C] = GENERATE(std::pair{1, 3}, std::pair{5, 100}, std::pair{3, 520});
   const auto a = normal_values<T>(N * C, 1), b = normal_values<T>(N * C, 2), weight = normal_values<T>(C, 3, 1),

@@ -1,4 +1,4 @@
-// The scalars of a step: bitwise those of the CPU.
+// The scalars of a step: bitwise equal to the CPU's.
 #include "cuda/device_test.h"
 #include "ops/cpu/step.h"
 #include "ops/cuda/step.cuh"
@@ -9,7 +9,7 @@ namespace {
 
 constexpr double inf = std::numeric_limits<double>::infinity();
 
-// A double as two floats that hold all of its bits but a few, so that outputs can be compared bit by bit.
+// Splits a double into floats that together hold all of its bits, so that outputs can be compared bit by bit.
 std::vector<float> halves(const std::vector<double>& values) {
   std::vector<float> out;
   for (const double value : values) {
@@ -30,7 +30,7 @@ void check_bits(const std::function<Outputs()>& run, const Outputs& right) {
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("sums of squares have the bits of the CPU", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("sums of squares have the CPU's bits", "[cuda]", float, bf16) {
   const int64_t n = GENERATE(1, 5, 1023, 4100, 2 * square_sum_block + 2051), shift = GENERATE(0, 1);
   const auto x = normal_values<TestType>(n + shift, 1);
   std::vector<double> sum(1), partials(static_cast<size_t>(ceil_div(n, square_sum_block)));
@@ -51,7 +51,7 @@ TEMPLATE_TEST_CASE("sums of squares have the bits of the CPU", "[cuda]", float, 
   if (n == 4100 && shift == 0) check_barriers(run);
 }
 
-TEST_CASE("added losses have the bits of the CPU", "[cuda]") {
+TEST_CASE("added losses have the CPU's bits", "[cuda]") {
   const int64_t N = GENERATE(1, 700, 5003);
   const auto losses = normal_values<float>(N, 1, 4);
   std::vector<double> sum = {1.0 / 3};
@@ -80,7 +80,7 @@ TEST_CASE("the scalars of all ranks are combined as on the CPU", "[cuda]") {
   check_bits(run, {{"loss", halves(loss)}, {"sums", halves(sums)}});
 }
 
-TEST_CASE("the control of the update has the bits of the CPU", "[cuda]") {
+TEST_CASE("the update control has the CPU's bits", "[cuda]") {
   const int64_t n = GENERATE(1, 45);
   const double loss = GENERATE(3.5, -inf, std::nan(""));
   const double bad_sum = GENERATE(0.25, inf, std::nan(""));
@@ -97,7 +97,7 @@ TEST_CASE("the control of the update has the bits of the CPU", "[cuda]") {
     DeviceArray<double> out(before), squares(sums), losses(std::vector<double>{loss});
     cuda::clip_control(out, squares, n, losses, rule, nullptr);
     std::vector<double> got = out.host();
-    if (std::isnan(control[0]) && std::isnan(got[0])) got[0] = control[0];  // of NaNs, any
+    if (std::isnan(control[0]) && std::isnan(got[0])) got[0] = control[0];  // any NaN will do
     return {{"control", halves(got)}};
   };
   check_bits(run, {{"control", halves(control)}});

@@ -1,11 +1,11 @@
-// SwiGLU's kernels against the CPU's op.
+// The SwiGLU kernels against the CPU op.
 #include "cuda/device_test.h"
 #include "ops/cpu/swiglu.h"
 #include "ops/cuda/swiglu.cuh"
 
 using namespace llmc;
 
-TEMPLATE_TEST_CASE("SwiGLU's kernels compute what the CPU does", "[cuda]", float, bf16) {
+TEMPLATE_TEST_CASE("SwiGLU kernels match the CPU", "[cuda]", float, bf16) {
   using T = TestType;
   // One element, less than a pack, ragged, whole packs, several blocks to a row.
   const auto [N, F] =

@@ -1,9 +1,9 @@
-// cublasLt.cpp: matrix products as cuBLASLt defines them. Each is one task of its stream: sums in fp32 in the order of
-// k, rounded once to the output's type. What the real library reports as a status is reported so, the rest is a
+// cublasLt.cpp: matrix products as defined by cuBLASLt. Each is one task of its stream: sums in fp32 in the order of k,
+// rounded once to the output's type. Errors that the real library returns as a status are returned so; all others throw
 // Failure.
 //
-// It offers algorithms that differ as real ones do, the most demanding first, so that a caller who states its needs
-// wrongly gets one that refuses to run or rounds too often.
+// It offers algorithms with different requirements, like the real library, the most demanding first, so that a caller
+// who states its constraints wrongly gets one that refuses to run or rounds too often.
 #include "cuda_on_cpu/cublasLt.h"
 
 #include <bit>
@@ -37,22 +37,22 @@ using llmc::bf16;
 size_t size_of(cudaDataType_t type) { return type == CUDA_R_16BF ? 2 : 4; }
 
 struct Algorithm {
-  uint64_t parts;  // of k, which are added up at the end
+  uint64_t parts;  // number of splits of k, added at the end
   uint32_t reduction_scheme;
-  uintptr_t alignment;  // of every column
+  uintptr_t alignment;  // required alignment of every column
 };
 constexpr Algorithm algorithms[] = {{2, CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE, 16},
                                     {2, CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, 16},
                                     {1, CUBLASLT_REDUCTION_SCHEME_NONE, 16},
                                     {1, CUBLASLT_REDUCTION_SCHEME_NONE, 1}};
-constexpr uint64_t algorithm_mark = 0x637562616c676f00;  // what an algorithm's data begins with, plus its number
+constexpr uint64_t algorithm_mark = 0x637562616c676f00;  // tag of an algorithm's data, plus its number
 
 const Algorithm* algorithm_of(const cublasLtMatmulAlgo_t& algo) {
   const uint64_t number = algo.data[0] - algorithm_mark;
   return number < std::size(algorithms) ? &algorithms[number] : nullptr;
 }
 
-// All that a product is: op(A) (m, k), op(B) (k, n), D (m, n).
+// A complete problem: op(A) (m, k), op(B) (k, n), D (m, n).
 struct Problem {
   cublasLtMatmulDesc operation;
   cublasLtMatrixLayout a, b, d;
@@ -62,7 +62,7 @@ struct Problem {
     const size_t part = algorithm.reduction_scheme == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE ? size_of(d.type) : 4;
     return algorithm.parts == 1 ? 0 : algorithm.parts * static_cast<size_t>(m * n) * part;
   }
-  // Whether all columns begin at multiples of what the algorithm needs if the first ones have these alignments.
+  // Whether all columns have the alignment that the algorithm needs, given those of the first columns.
   bool suits(const Algorithm& algorithm, uintptr_t a_at, uintptr_t b_at, uintptr_t c_at, uintptr_t d_at) const {
     const auto aligned = [&](uintptr_t at, const cublasLtMatrixLayout& layout) {
       return (at | (static_cast<uintptr_t>(layout.ld) * size_of(layout.type))) % algorithm.alignment == 0;
@@ -101,7 +101,7 @@ struct Arrays {
   float alpha, beta;
 };
 
-// The 10 bits of a mantissa that TF32 keeps, to nearest.
+// Rounds to TF32: 10 mantissa bits, to nearest.
 float tf32(float x) { return std::bit_cast<float>((std::bit_cast<uint32_t>(x) + 0x1000u) & 0xffffe000u); }
 
 template <class In, class Out, class Part>
@@ -114,7 +114,7 @@ void multiply(const Problem& p, const Arrays& arrays, int64_t parts) {
   const auto* bias = static_cast<const Out*>(p.operation.bias);
   auto* partial = static_cast<Part*>(arrays.workspace);
   const auto read = [&](In x) { return round_inputs ? tf32(static_cast<float>(x)) : static_cast<float>(x); };
-  const auto strides = [](int32_t transpose, int64_t ld) {  // from row to row, and from column to column
+  const auto strides = [](int32_t transpose, int64_t ld) {  // row stride and column stride
     return transpose == CUBLAS_OP_N ? std::pair<int64_t, int64_t>(1, ld) : std::pair<int64_t, int64_t>(ld, 1);
   };
   const auto [a_row, a_column] = strides(p.operation.transpose_a, p.a.ld);
@@ -289,7 +289,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
                               const void* beta, const void* c, cublasLtMatrixLayout_t c_layout, void* d,
                               cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t* algorithm, void* workspace,
                               size_t workspace_bytes, cudaStream_t stream) {
-  if (algorithm == nullptr) throw cuda_on_cpu::Failure("cublasLtMatmul: without an algorithm it is not emulated");
+  if (algorithm == nullptr) throw cuda_on_cpu::Failure("cublasLtMatmul: not emulated without an algorithm");
   Problem problem;
   const cublasStatus_t status = make_problem(&problem, handle, operation, a_layout, b_layout, c_layout, d_layout);
   if (status != CUBLAS_STATUS_SUCCESS) return status;

@@ -1,5 +1,5 @@
-// cublasLt.h: stands in front of NVIDIA's header of this name when kernels are compiled for the CPU: what
-// ops/cuda/matmul.cuh uses of it, with the same names and values. cublasLt.cpp tells what it computes and refuses.
+// cublasLt.h: replaces NVIDIA's header when kernels are compiled for the CPU: the part that ops/cuda/matmul.cuh uses,
+// with the same names and values. cublasLt.cpp documents what it computes and refuses.
 #pragma once
 #include "cuda_on_cpu/runtime_api.h"
 
@@ -22,14 +22,15 @@ const char* cublasLtGetStatusName(cublasStatus_t status);
 const char* cublasLtGetStatusString(cublasStatus_t status);
 size_t cublasLtGetVersion();
 namespace cuda_on_cpu {
-inline uint64_t refused_algorithm = ~uint64_t{0};  // by the product, though the heuristic proposes it; none
+inline uint64_t refused_algorithm =
+    ~uint64_t{0};  // an algorithm that the heuristic proposes but the product refuses; none
 }
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle);
 cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle);
 
 // ---- Descriptors ----------------------------------------------------------------------------------------------------
 
-// A matrix stored by columns: element (row, column) is at row + column ld.
+// A column-major matrix: element (row, column) is at row + column ld.
 using cublasLtMatrixLayout_t = struct cublasLtMatrixLayout*;
 cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* layout, cudaDataType_t type, uint64_t rows,
                                           uint64_t columns, int64_t ld);

@@ -1,5 +1,5 @@
-// cuda_runtime.h: stands in front of the toolkit's header of this name when kernels are compiled for the CPU.
-// README.md tells how to write and test a kernel.
+// cuda_runtime.h: replaces the toolkit's header when kernels are compiled for the CPU. README.md explains how to write
+// and test a kernel.
 #pragma once
 #include "cuda_on_cpu/device_functions.h"
 #include "cuda_on_cpu/emulator.h"

@@ -1,4 +1,4 @@
-// device_functions.h: what a kernel calls: indices, barriers, shuffles, votes, atomics of integers, intrinsics.
+// device_functions.h: the functions that kernels call: indices, barriers, shuffles, votes, integer atomics, intrinsics.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -46,7 +46,7 @@ T shuffle(const char* what, unsigned mask, T value, unsigned source, const Locat
   return record.result;
 }
 
-// What every lane says, as a bit mask.
+// Every lane's predicate, as a bit mask.
 inline unsigned vote(const char* what, unsigned mask, bool mine, const Location& where) {
   struct Vote {
     bool mine;
@@ -65,7 +65,7 @@ inline unsigned vote(const char* what, unsigned mask, bool mine, const Location&
 
 }  // namespace cuda_on_cpu
 
-// Lanes stay within groups of `width`; a lane whose source would lie outside of its group keeps its own value.
+// Lanes stay within groups of `width`; a lane whose source is outside its group keeps its own value.
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32,
               const cuda_on_cpu::Location& where = cuda_on_cpu::Location::current()) {
@@ -104,7 +104,7 @@ inline int __all_sync(unsigned mask, int predicate,
                       const cuda_on_cpu::Location& where = cuda_on_cpu::Location::current()) {
   return cuda_on_cpu::vote("__all_sync", mask, predicate != 0, where) == mask;
 }
-// The lanes of this warp that can be told to run; as fibers stand at different places, only the caller itself.
+// The active lanes of this warp: with fibers that is only the caller itself.
 unsigned __activemask() = delete;  // pass a mask that the algorithm knows
 
 // ---- Atomics: integers only. Sums of floats would depend on the order, which the contracts of ops forbid. -----------
@@ -114,7 +114,7 @@ template <class T>
 concept AtomicInteger = std::is_same_v<T, int> || std::is_same_v<T, unsigned> || std::is_same_v<T, unsigned long long>;
 
 template <AtomicInteger T, class F>
-T atomic_update(T* address, F&& next) {  // relaxed, as in CUDA: orders nothing else
+T atomic_update(T* address, F&& next) {  // relaxed, as in CUDA: no other ordering
   T old = __atomic_load_n(address, __ATOMIC_RELAXED);
   while (!__atomic_compare_exchange_n(address, &old, next(old), false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) continue;
   return old;

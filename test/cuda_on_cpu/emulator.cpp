@@ -1,4 +1,4 @@
-// emulator.cpp: schedules, and what kernels ask of the machine that runs them.
+// emulator.cpp: schedules, and the requests of running kernels.
 #include "cuda_on_cpu/emulator.h"
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 
 #include "cuda_on_cpu/machine.h"
 
-// Options that the environment (ASAN_OPTIONS, TSAN_OPTIONS) may override. A wrong kernel ends the program at once.
+// Default options that ASAN_OPTIONS and TSAN_OPTIONS may override. A kernel bug ends the program at once.
 extern "C" {
 const char* __asan_default_options() { return "detect_stack_use_after_return=0"; }
 const char* __tsan_default_options() { return "halt_on_error=1:atexit_sleep_ms=0"; }
@@ -70,15 +70,16 @@ void sync_warp(uint32_t mask, const Location& where) { machine().sync_warp(mask,
 void* shared_memory(const void* key, size_t bytes) { return machine().shared_memory(key, bytes); }
 void* dynamic_shared_memory() {
   if (machine().launch().dynamic_shared == 0)
-    machine().fail("the kernel uses dynamic shared memory and was launched without any", "at DYN_SHARED");
+    machine().fail("the kernel uses dynamic shared memory but was launched without any", "at DYN_SHARED");
   return machine().shared_memory(nullptr, machine().launch().dynamic_shared);
 }
 
 void async_copy(void* to, const void* from, int size, int bytes, const Location& where) {
   const auto misaligned = [&](const void* p) { return reinterpret_cast<uintptr_t>(p) % static_cast<unsigned>(size); };
   if (!machine().in_shared(to, static_cast<size_t>(size)))
-    fail("cp.async: what it writes is not inside one array of shared memory", where);
-  if (misaligned(to) || misaligned(from)) fail("cp.async: an address is no multiple of " + std::to_string(size), where);
+    fail("cp.async: the destination is not inside one shared array", where);
+  if (misaligned(to) || misaligned(from))
+    fail("cp.async: an address is not a multiple of " + std::to_string(size), where);
   if (bytes < 0 || bytes > size) fail("cp.async: " + std::to_string(bytes) + " bytes are asked for", where);
   const detail::PendingCopy copy{to, from, size, bytes};
   if (the_schedule.async_copy == AsyncCopy::eager) copy.complete();
@@ -94,7 +95,7 @@ void async_wait(int groups_left) {
   std::vector<detail::PendingCopy> due;
   {
     Unobserved unobserved;
-    auto& groups = machine().self().copies;  // the last one is still open and not waited for
+    auto& groups = machine().self().copies;  // the last one is still open and is not waited for
     const size_t closed = groups.size() - 1, left = std::min(closed, static_cast<size_t>(groups_left));
     const auto end = groups.begin() + static_cast<std::ptrdiff_t>(closed - left);
     for (auto group = groups.begin(); group != end; ++group) due.insert(due.end(), group->begin(), group->end());

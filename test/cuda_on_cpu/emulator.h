@@ -1,5 +1,5 @@
-// emulator.h: runs a CUDA kernel on the CPU, each CUDA thread as a fiber that goes on until it has to wait for others.
-// What runs first is chosen by a Schedule; a kernel that is right gives the same bits under each of them.
+// emulator.h: runs a CUDA kernel on the CPU, each CUDA thread as a fiber that runs until it has to wait for others. A
+// Schedule chooses what runs first; a correct kernel gives the same bits under each schedule.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -18,7 +18,7 @@ namespace cuda_on_cpu {
 
 using Location = std::source_location;
 
-// What a wrong kernel or a wrong use of the runtime throws: out of the call that waits for the stream, or at once.
+// Thrown for a kernel bug or a misuse of the runtime: from the call that waits for the stream, or at once.
 class Failure : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -26,11 +26,11 @@ class Failure : public std::runtime_error {
 
 // ---- Schedules ------------------------------------------------------------------------------------------------------
 
-// Which thread goes on where several could. forward and reverse sweep over all of them, so that nobody passes a barrier
-// of any kind before the others have come near; the depth-first ones let the first (last) warp run as far ahead of the
-// others as it may. The reverse ones also take blocks from the last to the first.
+// Which thread runs when several can. forward and reverse sweep over all threads, so that none passes a barrier of any
+// kind before the others have come close; the depth-first orders let the first (last) warp run as far ahead as
+// possible. The reverse orders also run blocks from last to first.
 enum class Order : uint8_t { forward, reverse, depth_first, depth_first_reverse, random };
-// Whether cp.async writes when it is issued, or only when a wait demands it.
+// Whether cp.async writes when issued, or only when a wait requires it.
 enum class AsyncCopy : uint8_t { eager, lazy };
 
 struct Schedule {
@@ -39,8 +39,8 @@ struct Schedule {
   uint64_t seed = 0;  // of Order::random
 };
 std::string to_string(const Schedule& schedule);
-// Every order, the random one with two seeds; all of them with lazy copies too if a kernel has used cp.async since
-// set_schedule was called. Under ThreadSanitizer, which sees races whatever the order, one order.
+// Every order, the random one with two seeds; each with lazy copies too if a kernel has used cp.async since
+// set_schedule was called. Under ThreadSanitizer, which sees races in any order, a single order.
 std::vector<Schedule> all_schedules();
 
 void set_schedule(const Schedule& schedule);
@@ -54,15 +54,16 @@ struct Site {
   int line;
   bool operator==(const Site&) const = default;
   auto operator<=>(const Site&) const = default;
-  std::string source() const;     // "reduce.cuh: __syncthreads();  // its comment": stays when lines are inserted above
+  std::string source()
+      const;  // "reduce.cuh: __syncthreads();  // its comment": unchanged when lines are inserted above
   std::string to_string() const;  // "llmc/ops/cuda/reduce.cuh:35 (__syncthreads)"
 };
 
-// From now on (until it is given nullptr) every site that is executed is added to `sites`, once.
+// From now on (until called with nullptr) adds every executed site to `sites`, once.
 void record_sites(std::vector<Site>* sites);
-// From now on this site does nothing.
+// Disables this site from now on.
 void switch_off(std::optional<Site> site);
-// Called by a site: is it the one that is switched off?
+// Called by a site: is it the disabled one?
 bool is_switched_off(const char* what, const Location& where);
 
 // ---- Running a kernel -----------------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ struct Launch {
 // Runs all blocks, one after the other, on the calling host thread.
 void run(const Launch& launch);
 
-// ---- What a running CUDA thread asks for ----------------------------------------------------------------------------
+// ---- Called by running CUDA threads ---------------------------------------------------------------------------------
 
 const uint3& thread_index();
 const uint3& block_index();
@@ -91,11 +92,11 @@ unsigned lane();
 
 [[noreturn]] void fail(const std::string& what, const Location& where);
 
-// All threads of the block meet here.
+// A barrier for all threads of the block.
 void meet_block(const char* what, const Location& where);
 
-// All lanes of `mask` meet here, each with a record; once they have, one of them exchanges: exchange(records, mask)
-// with records[lane] as the lanes gave them.
+// A barrier for all lanes of `mask`, each with a record; once all have arrived, one of them calls exchange(records,
+// mask), with records[lane] as passed by the lanes.
 using Exchange = void (*)(void* const* records, uint32_t mask);
 void meet_warp(const char* what, uint32_t mask, void* record, Exchange exchange, const Location& where);
 template <class Record, class F>
@@ -105,11 +106,11 @@ void meet_warp(const char* what, uint32_t mask, Record& record, F, const Locatio
       [](void* const* records, uint32_t lanes) { F{}(reinterpret_cast<Record* const*>(records), lanes); }, where);
 }
 
-// __syncwarp: the only meeting of a warp that also orders its memory.
+// __syncwarp: the only warp-level meeting that also orders memory.
 void sync_warp(uint32_t mask, const Location& where);
 
-// Shared memory of the block: the same bytes for every thread that asks with the same key, NaN (all bits set) at first,
-// with redzones around them.
+// Shared memory of the block: the same bytes for every thread that uses the same key, initially NaN (all bits set),
+// surrounded by redzones.
 void* shared_memory(const void* key, size_t bytes);
 void* dynamic_shared_memory();
 template <class Where>
@@ -119,12 +120,12 @@ auto shared_array() -> T (&)[N] {
   return *static_cast<T(*)[N]>(shared_memory(&shared_key<Where>, sizeof(T) * N));
 }
 
-// cp.async: `bytes` bytes are copied, then zeros up to `size`.
+// cp.async: copies `bytes` bytes, then zeros up to `size`.
 void async_copy(void* to, const void* from, int size, int bytes, const Location& where);
 void async_commit();
 void async_wait(int groups_left);
 
-// Orders this thread's memory against that of others who do the same.
+// Orders this thread's memory accesses with those of others that call it.
 void thread_fence();
 
 }  // namespace cuda_on_cpu

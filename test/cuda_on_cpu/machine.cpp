@@ -1,4 +1,4 @@
-// machine.cpp: how the threads of a block run: fibers, and which of them goes on.
+// machine.cpp: how the threads of a block run: fibers and their scheduling.
 #include "cuda_on_cpu/machine.h"
 
 #include <algorithm>
@@ -9,16 +9,16 @@
 namespace cuda_on_cpu::detail {
 namespace {
 
-// Thrown through a fiber to end it when another one has failed.
+// Thrown through a fiber to end it after another one has failed.
 struct Unwind {};
 
 }  // namespace
 
-constinit thread_local Machine* the_machine = nullptr;  // found faster than an object with a destructor
+constinit thread_local Machine* the_machine = nullptr;  // faster to access than an object with a destructor
 
 namespace {
 
-// The machines of threads that have ended, for the next ones: a thousand stacks take time to make.
+// The machines of finished threads, for reuse: a thousand stacks take time to create.
 struct Pool {
   std::mutex mutex;
   std::vector<std::unique_ptr<Machine>> idle;
@@ -57,9 +57,9 @@ Machine& make_machine() {
   thread_local Owner owner;
   return *owner.machine;
 }
-// Not observed: to ThreadSanitizer the variables of a host thread are nothing that its fibers may read.
+// Not observed: for ThreadSanitizer fibers must not appear to read a host thread's variables.
 __attribute__((no_sanitize("thread"))) Machine& machine() {
-  if (the_machine == nullptr) throw Failure("a function of the device was called outside of any kernel");
+  if (the_machine == nullptr) throw Failure("a device function was called outside any kernel");
   return *the_machine;
 }
 
@@ -104,8 +104,8 @@ void Machine::fiber_main(context::transfer_t from) {
   }
 }
 
-// When a thread has ended and the next one has not begun, its fiber runs that one too, without a switch to the
-// scheduler and back. Only ThreadSanitizer needs to see them apart.
+// If a thread has ended and another has not started, its fiber runs that one too, without switching to the scheduler
+// and back. Only ThreadSanitizer needs them on separate fibers.
 bool Machine::goes_on_as_another(Thread& thread) {
   if (thread_sanitizer || error_) return false;
   set_waiting(thread, State::done);
@@ -118,7 +118,7 @@ bool Machine::goes_on_as_another(Thread& thread) {
   return true;
 }
 
-// From the scheduler to a fiber, and back when that waits or has ended.
+// Switches from the scheduler to a fiber, and back when that waits or has ended.
 void Machine::resume(Thread& thread) {
   running_ = &thread;
   if (!thread.stack) {
@@ -137,7 +137,7 @@ void Machine::resume(Thread& thread) {
   running_ = nullptr;
 }
 
-// From a fiber to the scheduler; returns when the thread may go on.
+// Switches from a fiber to the scheduler; returns when the thread may continue.
 void Machine::wait(State state, const char* what, uint32_t mask, void* record, const Location& where) {
   Thread& thread = *running_;
   thread.what = what;
@@ -167,7 +167,7 @@ void Machine::set_waiting(Thread& thread, State state) {
   ready_[thread.number / 64] &= ~(uint64_t{1} << thread.number % 64);
 }
 
-// The number of the thread that goes on; size_ if none can.
+// The number of the thread to run next; size_ if none can.
 unsigned Machine::pick() {
   const auto up_from = [&](unsigned first) {  // the lowest one that is ready, from `first` on
     for (unsigned word = first / 64; word < ready_.size(); ++word) {
@@ -237,7 +237,7 @@ uint3 Machine::index_of(unsigned number) const {
   return {number % shape.x, number / shape.x % shape.y, number / shape.x / shape.y};
 }
 
-// Thread `number` of the block, which is ready, gets this fiber.
+// Assigns this fiber to thread `number` of the block, which is ready.
 void Machine::begin(Thread& thread, unsigned number) {
   threads_[number] = &thread;
   thread.index = index_of(number);
@@ -274,14 +274,14 @@ void Machine::run_block() {
       }
       break;
     }
-    // Each block begins with another fiber: to ThreadSanitizer the same thread of two blocks or launches is not the
-    // same.
+    // Each block begins with another fiber, so that ThreadSanitizer does not take the same thread of two blocks or
+    // launches for one thread.
     if (threads_[last_] == nullptr)
       begin(*fibers_[(thread_sanitizer ? last_ + blocks_run_ : fibers_used_++) % size_], last_);
     resume(*threads_[last_]);
   }
   if (!error_) return;
-  for (unsigned number = 0; number < size_; ++number)  // those under way unwind, the others never begin
+  for (unsigned number = 0; number < size_; ++number)  // running ones unwind, the others never start
     if (threads_[number] != nullptr && threads_[number]->state != State::done) resume(*threads_[number]);
   ready_ = {};
   acquire(&launch_sync_->end);

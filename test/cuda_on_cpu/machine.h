@@ -21,14 +21,14 @@ inline std::byte* map_memory(size_t bytes) {
   return static_cast<std::byte*>(memory);
 }
 
-// AddressSanitizer would keep what it knows of the memory for whoever gets these addresses next.
+// Unpoisons memory, or AddressSanitizer would apply its state to whoever gets these addresses next.
 inline void unmap_memory(std::byte* memory, size_t bytes) {
   unpoison_memory(memory, bytes);
   munmap(memory, bytes);
 }
 
-// The stack of one fiber, above a page that faults. Stacks begin at different cache lines: at equal ones, the frames of
-// a thousand fibers would compete for the same sets of the cache.
+// The stack of one fiber, above a guard page. Stacks begin at different cache lines: otherwise the frames of a thousand
+// fibers would compete for the same cache sets.
 class Stack {
  public:
   explicit Stack(unsigned number)
@@ -59,7 +59,7 @@ struct PendingCopy {
 
 enum class State : uint8_t { ready, at_block, at_warp, done };
 
-// A CUDA thread, and the fiber that it runs on. Fibers live on from block to block and from launch to launch.
+// A CUDA thread, and the fiber that runs it. Fibers are reused across blocks and launches.
 struct Thread {
   explicit Thread(unsigned fiber_) : fiber(fiber_) {}
 
@@ -78,7 +78,7 @@ struct Thread {
   uint32_t mask = 0;
   void* record = nullptr;
 
-  unsigned block_meetings = 0, warp_meetings = 0;  // so far; neighbours in time have different sanitizer addresses
+  unsigned block_meetings = 0, warp_meetings = 0;  // so far; consecutive ones have different sanitizer addresses
   std::vector<std::vector<PendingCopy>> copies;    // cp.async: committed groups, oldest first; the last one is open
 };
 
@@ -88,7 +88,7 @@ struct SharedArray {
   size_t bytes;
 };
 
-// What one host thread needs to run kernels. A fiber stays on one host thread as long as a kernel runs.
+// What one host thread needs to run kernels. A fiber stays on one host thread while a kernel runs.
 class Machine {
  public:
   ~Machine() {
@@ -117,7 +117,7 @@ class Machine {
   void prepare_threads();
   void begin(Thread& thread, unsigned number);
   uint3 index_of(unsigned number) const;
-  // Where it matters, nobody is left who has not begun.
+  // Called only after every thread has started: null means ended.
   bool has_ended(unsigned number) const {
     return threads_[number] == nullptr || threads_[number]->state == State::done;
   }
@@ -156,8 +156,8 @@ class Machine {
   size_t shared_used_ = 0, shared_held_ = 0;  // with and without redzones
   std::vector<SharedArray> arrays_;
 
-  // Addresses that only ThreadSanitizer looks at. Those of a block lie in front of its shared memory and are forgotten
-  // with it, those of a launch are new for each.
+  // Addresses that only ThreadSanitizer uses. Those of a block are in front of its shared memory and forgotten with it;
+  // those of a launch are new each time.
   void* block_sync(unsigned i) { return shared_ + 8 * i; }
   void* warp_sync(unsigned warp, unsigned i) { return shared_ + 16 + 24 * warp + 8 * i; }
   struct LaunchSync {
@@ -166,15 +166,15 @@ class Machine {
   std::unique_ptr<LaunchSync> launch_sync_;
 };
 
-// That of this host thread; made where there is none yet.
+// This host thread's machine, created on first use.
 Machine& make_machine();
-// The same for a fiber, faster.
+// The same for a fiber, but faster.
 Machine& machine();
 
 // Where in the source, for messages.
 std::string at(const Location& where);
 
-// Counts set_schedule(): random orders begin anew with each.
+// Counts calls of set_schedule(): random orders restart with each.
 uint64_t schedule_number();
 
 }  // namespace cuda_on_cpu::detail

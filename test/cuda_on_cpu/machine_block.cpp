@@ -1,4 +1,4 @@
-// machine_block.cpp: what the threads of a block share: meetings, shared memory, and the end if one of them fails.
+// machine_block.cpp: what the threads of a block share: meetings, shared memory, and termination if one of them fails.
 #include <algorithm>
 #include <bit>
 #include <cstdio>
@@ -72,8 +72,7 @@ void Machine::meet_warp(const char* what, uint32_t mask, void* record, Exchange 
   wait(State::ready, what, mask, record, where);
 }
 
-// Meetings that follow each other have different addresses, or a late thread would acquire what an early one did after
-// it.
+// Consecutive meetings have different addresses, or a late thread would also acquire what an early one did afterwards.
 void Machine::sync_warp(uint32_t mask, const Location& where) {
   Thread& thread = *running_;
   void* sync = warp_sync(thread.number / 32, mask == ~0u ? thread.warp_meetings++ & 1 : 2);
@@ -112,7 +111,7 @@ void Machine::report_stuck() {
     const Thread* t = threads_[number];
     groups[has_ended(number) ? "" : at(t->where) + std::to_string(t->mask)].push_back(number);
   }
-  std::string text = place() + ": divergent barrier, nobody can go on:";
+  std::string text = place() + ": divergent barrier, no thread can proceed:";
   for (const auto& [key, group] : groups) text += "\n  " + describe(group);
   throw Failure(text);
 }
@@ -120,7 +119,7 @@ void Machine::report_stuck() {
 // ---- Shared memory --------------------------------------------------------------------------------------------------
 
 void Machine::prepare_shared() {
-  if (shared_ != nullptr && thread_sanitizer) {  // forgets who used it: another block's threads are no race
+  if (shared_ != nullptr && thread_sanitizer) {  // forget earlier accesses: another block's threads are not a race
     unmap_memory(shared_, shared_mapped);
     shared_ = nullptr;
   }
@@ -142,7 +141,7 @@ void* Machine::shared_memory(const void* key, size_t bytes) {
     throw Failure(place() + ": " + std::to_string(fixed) + " bytes of shared arrays and " +
                   std::to_string(launch_->dynamic_shared) + " dynamic ones; a block has " +
                   std::to_string(max_static_shared) + " for arrays and " + std::to_string(launch_->shared_limit) +
-                  " in all, unless more was asked for");
+                  " in all, unless more is requested");
   std::byte* memory = shared_ + shared_used_;
   shared_used_ += (bytes + redzone + 127) / 128 * 128;
   poison_memory(memory, shared_ + shared_used_ - memory);

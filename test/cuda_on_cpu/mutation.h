@@ -1,4 +1,4 @@
-// mutation.h: are a test's barriers needed, and does the test notice when one is missing?
+// mutation.h: mutation testing of barriers: is each one needed, and does the test notice if it is missing?
 #pragma once
 #include <sys/wait.h>
 #include <unistd.h>
@@ -20,7 +20,7 @@ struct Mutants {
   std::vector<Site> killed, survivors;
 };
 
-struct Restored {  // whatever happens, later tests run with all barriers
+struct Restored {  // later tests run with all barriers again, whatever happens
   ~Restored() {
     record_sites(nullptr);
     switch_off({});
@@ -29,9 +29,9 @@ struct Restored {  // whatever happens, later tests run with all barriers
   }
 };
 
-// `passes`, a bool(), runs kernels and says whether the outcome is right; an exception means that it is not. Runs it
-// under every schedule with one barrier (or wait) that it executes switched off, for each of them. Such a mutant is
-// killed if the outcome is wrong under at least one schedule.
+// `passes`, a bool(), runs kernels and returns whether the outcome is right; an exception means that it is not. Runs it
+// under every schedule with each executed barrier (or wait) disabled in turn. Such a mutant is killed if the outcome is
+// wrong under at least one schedule.
 template <class Test>
 Mutants find_mutants(Test&& passes) {
   const auto passes_under = [&](const Schedule& schedule) {
@@ -48,7 +48,7 @@ Mutants find_mutants(Test&& passes) {
   std::vector<Site> sites;
   record_sites(&sites);
   for (const Schedule& schedule : schedules)
-    if (!passes_under(schedule)) throw Failure("fails with nothing switched off, under " + to_string(schedule));
+    if (!passes_under(schedule)) throw Failure("fails with nothing disabled, under " + to_string(schedule));
   record_sites(nullptr);
   std::sort(sites.begin(), sites.end());
 
@@ -61,8 +61,8 @@ Mutants find_mutants(Test&& passes) {
   return mutants;
 }
 
-// Calls bool() in a process of its own, whose memory errors, hanging and words do no harm here. To be called while no
-// other thread runs.
+// Calls bool() in a child process, which isolates memory errors, hangs and output. Call only while no other thread
+// runs.
 template <class Test>
 pid_t start_apart(Test&& passes) {
   constexpr unsigned most_seconds = 240;
@@ -78,18 +78,17 @@ pid_t start_apart(Test&& passes) {
   }
   _exit(passed ? 0 : 1);
 }
-// What it returned; false where it did not come so far.
+// Its result; false if it did not finish.
 inline bool passed_apart(pid_t child) {
   int status = 0;
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
-  if (WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM)
-    throw Failure("the machine is too slow to tell what a wait is for");
+  if (WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM) throw Failure("the machine is too slow to test the waits");
   return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
-// The waits of streams for events that `passes` executes, but for those `known`, as find_mutants has it, in every order
-// of streams; each mutant in a process of its own, as many at a time as there are processors. Hosts come first: the
-// outcome is always the same.
+// Mutation testing of the event waits that `passes` executes, except those in `known`, like find_mutants but in every
+// order of streams; each mutant in its own process, one process per processor. Uses hosts-first mode, so the outcome is
+// deterministic.
 template <class Test>
 Mutants find_event_mutants(Test&& passes, const std::vector<Site>& known) {
   const auto passes_in_all_orders = [&] {
@@ -110,12 +109,12 @@ Mutants find_event_mutants(Test&& passes, const std::vector<Site>& known) {
     return site.what != "cudaStreamWaitEvent" || std::find(known.begin(), known.end(), site) != known.end();
   });
   std::sort(sites.begin(), sites.end());
-  std::vector<pid_t> children = {start_apart(passes_in_all_orders)};  // with nothing switched off
+  std::vector<pid_t> children = {start_apart(passes_in_all_orders)};  // with nothing disabled
   Mutants mutants;
   const auto finish = [&](size_t i) {
     const bool passed = passed_apart(children[i]);
     if (i > 0) (passed ? mutants.survivors : mutants.killed).push_back(sites[i - 1]);
-    else if (!passed) throw Failure("fails in some order of streams, with nothing switched off");
+    else if (!passed) throw Failure("fails in some order of streams, with nothing disabled");
   };
   const size_t at_a_time = std::max(1u, std::thread::hardware_concurrency());
   size_t finished = 0;

@@ -1,9 +1,9 @@
-// nccl.h: stands in front of NVIDIA's header of this name when the trainer is compiled for the CPU: what
-// dist/comm_nccl.cuh uses of it, with the same names and values. nccl.cpp tells what it checks and refuses.
+// nccl.h: replaces NVIDIA's header when the trainer is compiled for the CPU: the part that dist/comm_nccl.cuh uses,
+// with the same names and values. nccl.cpp documents what it checks and refuses.
 //
 // A collective is a task of its stream that runs once every rank of the communicator has enqueued its own. Ranks are
-// host threads of this process. Calls of one communicator run in the order in which they were made, whatever their
-// streams, as NCCL promises.
+// host threads of this process. Calls of one communicator run in the order in which they were made, on any streams, as
+// NCCL guarantees.
 #pragma once
 #include <climits>
 #include <cstddef>
@@ -44,7 +44,8 @@ ncclResult_t ncclGetVersion(int* version);
 struct ncclConfig_t {
   size_t size;
   unsigned magic, version;
-  int blocking;  // 0: ncclCommInitRankConfig returns at once, and ncclCommGetAsyncError tells when all ranks have come
+  int blocking;  // 0: ncclCommInitRankConfig returns at once, and ncclCommGetAsyncError reports when all ranks have
+                 // joined
   int cgaClusterSize, minCTAs, maxCTAs;
   const char* netName;
   int splitShare;
@@ -63,10 +64,10 @@ ncclResult_t ncclCommCount(const ncclComm_t comm, int* count);
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank);
 ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device);
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* error);
-// Waits for what this rank has enqueued.
+// Waits for the work that this rank has enqueued.
 ncclResult_t ncclCommFinalize(ncclComm_t comm);
 ncclResult_t ncclCommDestroy(ncclComm_t comm);
-// What this rank has enqueued ends without effect, so that its streams go on; other ranks must abort, too.
+// Drops the work that this rank has enqueued, so that its streams proceed; other ranks must abort, too.
 ncclResult_t ncclCommAbort(ncclComm_t comm);
 
 // ---- Collectives and point-to-point ---------------------------------------------------------------------------------
@@ -79,13 +80,13 @@ enum ncclDataType_t {
   ncclUint32 = 3,
   ncclInt64 = 4,
   ncclUint64 = 5,
-  ncclFloat16 = 6,  // is moved, but not reduced
+  ncclFloat16 = 6,  // can be moved but not reduced
   ncclFloat32 = 7,
   ncclFloat64 = 8,
   ncclBfloat16 = 9,
 };
 
-// Sums go from rank 0 to the last, in fp32 for bf16, and are rounded once.
+// Sums are added from rank 0 to the last, in fp32 for bf16, and rounded once.
 ncclResult_t ncclAllReduce(const void* send, void* receive, size_t count, ncclDataType_t type, ncclRedOp_t op,
                            ncclComm_t comm, cudaStream_t stream);
 ncclResult_t ncclReduce(const void* send, void* receive, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
@@ -100,6 +101,6 @@ ncclResult_t ncclSend(const void* send, size_t count, ncclDataType_t type, int p
                       cudaStream_t stream);
 ncclResult_t ncclRecv(void* receive, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream);
 
-// The calls between the two are begun together: as one task for each communicator and stream.
+// The calls between these two are launched together, as one task per communicator and stream.
 ncclResult_t ncclGroupStart();
 ncclResult_t ncclGroupEnd();

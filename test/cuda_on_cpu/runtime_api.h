@@ -1,10 +1,10 @@
-// runtime_api.h: the CUDA runtime as far as we use it. What the real one reports as an error code and a program could
-// handle is reported so; what is a bug of the program (a copy outside of its allocation, say) throws Failure.
+// runtime_api.h: the part of the CUDA runtime that we use. Errors that a program could handle are returned as error
+// codes, as by the real runtime; bugs of the program (a copy outside its allocation, say) throw Failure.
 //
-// Work on a stream runs only when the host waits for it, and then in the order that the schedule chooses among streams
-// and among the nodes of a graph: a missing wait for an event, or a host that reads or overwrites memory too early,
-// shows. Stream 0 is one more stream of each device; it does not wait for others. Host code must not touch device
-// memory: AddressSanitizer reports it.
+// Work on a stream runs only when the host waits for it, in the order that the schedule chooses among streams and graph
+// nodes: this exposes a missing wait for an event, or a host that reads or overwrites memory too early. Stream 0 is an
+// ordinary stream of each device; it does not wait for others. Host code must not touch device memory: AddressSanitizer
+// reports it.
 #pragma once
 #include <tuple>
 #include <utility>
@@ -48,21 +48,21 @@ cudaError_t cudaPeekAtLastError();
 // ---- Devices --------------------------------------------------------------------------------------------------------
 
 namespace cuda_on_cpu {
-// From now on there are `count` devices with so much memory each (one with 4 GiB at first). Where there are none,
-// cudaGetDeviceCount and the like return `why_none`. Streams and memory that are left of the devices before are gone,
-// and are reported by a Failure.
+// Creates `count` devices with this much memory each (initially one with 4 GiB). If there are none, cudaGetDeviceCount
+// and the like return `why_none`. Destroys the streams and memory left from the previous devices and reports them with
+// a Failure.
 void set_devices(int count, size_t bytes_each = size_t{4} << 30, cudaError_t why_none = cudaErrorNoDevice);
-// From now on the program has code for these devices, or has not.
+// Sets whether the program has code for these devices.
 void set_code(bool there);
-// How often memory was allocated so far, of devices and pinned.
+// The number of allocations so far, of device and pinned memory.
 uint64_t allocations();
-// How long a host waits, with nothing running anywhere, for what another host thread has to enqueue (60 s at first):
+// How long a host waits, while nothing runs anywhere, for what another host thread has to enqueue (initially 60 s);
 // then the wait throws Failure.
 void set_patience(double seconds);
-// With true, streams run only while every host thread that has used the runtime waits, for a stream or for another
-// thread, and one task at a time
-// on all devices: the order of all tasks follows from the schedule alone, and each runs as late as it can.
-// Order::random then ranks the streams, by their numbers: with each of `stream_orders` seeds another one comes last.
+// With true, streams run only while every host thread that has used the runtime waits for a stream or another thread,
+// one task at a time on all devices: the schedule alone determines the order of all tasks, and each runs as late as
+// possible. Order::random then ranks the streams by number: with each of `stream_orders` seeds a different one comes
+// last.
 void set_hosts_first(bool on);
 inline constexpr uint64_t stream_orders = 8;
 }  // namespace cuda_on_cpu
@@ -82,7 +82,7 @@ enum cudaDeviceAttr {
 cudaError_t cudaDriverGetVersion(int* version);
 cudaError_t cudaRuntimeGetVersion(int* version);
 cudaError_t cudaGetDeviceCount(int* count);
-cudaError_t cudaSetDevice(int device);  // of this host thread
+cudaError_t cudaSetDevice(int device);  // for this host thread
 inline constexpr unsigned cudaDeviceScheduleBlockingSync = 4;
 cudaError_t cudaSetDeviceFlags(unsigned flags);
 cudaError_t cudaGetDevice(int* device);
@@ -107,7 +107,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamQuery(cudaStream_t stream);
-// A wrapper of it passes on its caller's place: that is then the site which tests switch off.
+// A wrapper passes on its caller's location, which becomes the site that tests disable.
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags = 0,
                                 const cuda_on_cpu::Location& where = cuda_on_cpu::Location::current());
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*function)(void*), void* argument);
@@ -180,8 +180,7 @@ cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned flags);
 cudaError_t cudaFreeHost(void* p);
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind);
 cudaError_t cudaMemset(void* p, int value, size_t bytes);
-// Host memory that was not allocated here is pageable: what is copied from it is staged at the call, and a copy to it
-// is waited for.
+// Host memory not allocated here is pageable: copies from it are staged at the call, and copies to it block.
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream = nullptr);
 cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream = nullptr);
@@ -204,7 +203,7 @@ enum cudaFuncAttribute {
   cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
   cudaFuncAttributePreferredSharedMemoryCarveout = 9,
 };
-struct cudaLaunchAttribute {};  // none is known here
+struct cudaLaunchAttribute {};  // none is supported
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
@@ -214,7 +213,7 @@ struct cudaLaunchConfig_t {
 };
 
 cudaError_t cudaFuncGetName(const char** name, const void* function);
-struct cudaFuncAttributes {};  // all that is asked for is whether there is code: see set_code
+struct cudaFuncAttributes {};  // only used to query whether there is code: see set_code
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function);
 template <class T>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, T* function) {
@@ -228,8 +227,8 @@ cudaError_t cudaFuncSetAttribute(T* function, cudaFuncAttribute attribute, int v
 
 namespace cuda_on_cpu {
 cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, const void* function, std::function<void()> call);
-// For stand-ins of libraries, whose work on a stream is a call on the host; and what they must be given, else Failure:
-// memory of the current device.
+// For emulated libraries, whose stream work is a host call; their arguments must be memory of the current device, else
+// Failure.
 cudaError_t enqueue_call(cudaStream_t stream, std::function<void()> call);
 void require_device_memory(const void* p, size_t bytes, const char* what);
 }  // namespace cuda_on_cpu

@@ -1,5 +1,5 @@
-// sanitizers.h: what AddressSanitizer and ThreadSanitizer must be told about fibers, shared memory and barriers;
-// nothing at all in a build without them.
+// sanitizers.h: annotations that tell AddressSanitizer and ThreadSanitizer about fibers, shared memory and barriers;
+// no-ops in builds without them.
 #pragma once
 #include <cstddef>
 
@@ -41,18 +41,17 @@ inline void check_host_memory(const void*, size_t) {}
 #if defined(__SANITIZE_THREAD__)
 inline constexpr bool thread_sanitizer = true;
 
-// What was done before a release, by any context, is seen after an acquire of the same address.
+// Accesses before a release, by any context, happen before those after an acquire of the same address.
 inline void release(void* address) { __tsan_release(address); }
 inline void acquire(void* address) { __tsan_acquire(address); }
 
 inline void* current_context() { return __tsan_get_current_fiber(); }
 inline void* create_context() { return __tsan_create_fiber(0); }
 inline void destroy_context(void* context) { __tsan_destroy_fiber(context); }
-// From here on memory is accessed by another context. The switch itself orders nothing: only acquire and release do.
+// From here on another context accesses memory. The switch itself orders nothing: only acquire and release do.
 inline void switch_context(void* context) { __tsan_switch_to_fiber(context, __tsan_switch_to_fiber_no_sync); }
 
-// The emulator's own accesses, as long as an Unobserved lives, are no one's race; but those within an Observed again
-// are.
+// While an Unobserved lives, the emulator's own accesses are ignored, except within an Observed.
 template <bool observed>
 class Observation {
  public:
@@ -70,7 +69,7 @@ class Observation {
 using Unobserved = Observation<false>;
 using Observed = Observation<true>;
 
-// What the emulator has done for the context: it has read (written) all of this.
+// Records that the emulator has read (written) all of this on behalf of the context.
 inline void observe_read(const void* p, size_t bytes) {
   const Observed observed;
   __tsan_read_range(const_cast<void*>(p), bytes);
@@ -80,8 +79,8 @@ inline void observe_write(void* p, size_t bytes) {
   __tsan_write_range(p, bytes);
 }
 
-// Mutexes, while an Unordered lives, order nothing: that two host threads have used the emulator one after the other
-// hides no race of theirs.
+// While an Unordered lives, mutexes order nothing: otherwise their use inside the emulator would hide races between
+// host threads.
 class Unordered {
  public:
   Unordered() { AnnotateIgnoreSyncBegin(__FILE__, __LINE__); }
@@ -100,7 +99,7 @@ inline void* create_context() { return nullptr; }
 inline void destroy_context(void*) {}
 inline void switch_context(void*) {}
 struct Unobserved {
-  Unobserved() {}  // not trivial: no warning about a variable that is not used
+  Unobserved() {}  // not trivial, to avoid unused-variable warnings
 };
 using Observed = Unobserved;
 using Unordered = Unobserved;

@@ -1,4 +1,4 @@
-// sites.cpp: which barriers and waits were executed, and which one is switched off.
+// sites.cpp: which barriers and waits were executed, and which one is disabled.
 #include <algorithm>
 #include <cstring>
 #include <fstream>

@@ -20,7 +20,7 @@ struct dim3 {
   constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
-// Aligned as CUDA aligns them: UndefinedBehaviorSanitizer then finds addresses that a GPU would refuse.
+// Aligned as in CUDA, so that UndefinedBehaviorSanitizer finds addresses that a GPU would reject.
 #define CUDA_ON_CPU_VECTORS(base, name)                                   \
   struct alignas(2 * sizeof(base)) name##2 {                              \
     base x, y;                                                            \

@@ -13,15 +13,15 @@ inline float bf16_half(uint32_t packed, int half) {
   return std::bit_cast<float>(half == 0 ? packed << 16 : packed & 0xffff0000u);
 }
 
-// d (16 x 8, fp32) += a (16 x 16, bf16) b (16 x 8, bf16). The products of a row are added in the order of k; hardware
-// keeps another order and fewer bits, so that only tolerances hold for both.
+// d (16 x 8, fp32) += a (16 x 16, bf16) b (16 x 8, bf16). Sums are in the order of k; hardware uses another order and
+// fewer bits, so results agree only within tolerances.
 inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const Location& where) {
   struct Fragments {
     uint32_t a[4], b[2];
     float d[4];
   } record{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {d[0], d[1], d[2], d[3]}};
   const auto multiply = [](Fragments* const* lanes, uint32_t) {
-    float A[16][16], B[8][16];  // B by columns
+    float A[16][16], B[8][16];  // B is column-major
     for (int lane = 0; lane < 32; ++lane) {
       const int group = lane / 4, within = lane % 4;
       for (int half = 0; half < 2; ++half) {
@@ -42,17 +42,17 @@ inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint3
   for (int i = 0; i < 4; ++i) d[i] = record.d[i];
 }
 
-// Four 8 x 8 matrices of 16-bit elements; lane 8 i + r passes the address of row r of matrix i. Each lane gets of each
-// matrix row lane / 4, elements 2 (lane % 4) and the next; transposed: that of the transposed matrix.
+// Four 8 x 8 matrices of 16-bit elements; lane 8 i + r passes the address of row r of matrix i. Each lane gets elements
+// 2 (lane % 4) and the next of row lane / 4 of each matrix, or of its transpose.
 enum class Transpose : uint8_t { no, yes };
 template <Transpose transpose>
 void ldmatrix_x4(uint32_t (&r)[4], const void* row, const Location& where) {
-  if (reinterpret_cast<uintptr_t>(row) % 16 != 0) fail("ldmatrix: the address of a row is no multiple of 16", where);
+  if (reinterpret_cast<uintptr_t>(row) % 16 != 0) fail("ldmatrix: the address of a row is not a multiple of 16", where);
   struct Rows {
     uint16_t row[8];
     uint32_t result[4];
   } record{};
-  std::memcpy(record.row, row, sizeof record.row);  // by the lane that names it, so that reports name that lane
+  std::memcpy(record.row, row, sizeof record.row);  // by the lane that passes it, so that reports name that lane
   const auto distribute = [](Rows* const* lanes, uint32_t) {
     for (int lane = 0; lane < 32; ++lane)
       for (int matrix = 0; matrix < 4; ++matrix) {

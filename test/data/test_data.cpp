@@ -1,4 +1,4 @@
-// Which tokens come when (contract 8), refused shards, learning rates, the byte tokenizer.
+// Data order (contract 8), invalid shards, learning rates, the byte tokenizer.
 #include <map>
 
 #include "catch2.h"
@@ -12,7 +12,7 @@ using namespace llmc;
 
 namespace {
 
-// Shards in which every token tells its place: 0, 1, 2 ... through all of them.
+// Shards in which every token is its own position: 0, 1, 2 ... across all of them.
 struct CountingShards {
   TempDir dir;
   static constexpr int64_t T = 5;
@@ -44,7 +44,7 @@ Batch read(DataLoader& loader, int64_t cursor, int64_t micro_batch, const DataLo
   return b;
 }
 
-// The first token of each of `n` samples from the stream position `cursor` on.
+// The first token of each of `n` samples from stream position `cursor` on.
 std::vector<int32_t> stream_of(DataLoader& loader, int64_t cursor, int64_t n) {
   std::vector<int32_t> firsts;
   for (int64_t i = 0; i < n; ++i) firsts.push_back(read(loader, cursor + i, 0, {}).tokens[0]);
@@ -53,7 +53,7 @@ std::vector<int32_t> stream_of(DataLoader& loader, int64_t cursor, int64_t n) {
 
 }  // namespace
 
-TEST_CASE("without shuffling samples come in file order, epoch after epoch, and targets are the next tokens") {
+TEST_CASE("without shuffling samples come in file order in every epoch, and targets are the next tokens") {
   const CountingShards data;
   const TokenShards shards(data.pattern(), data.T);
   REQUIRE(shards.tokens() == 69);
@@ -68,7 +68,7 @@ TEST_CASE("without shuffling samples come in file order, epoch after epoch, and 
   REQUIRE(b.positions == std::vector<int32_t>{0, 1, 2, 3, 4, 0, 1, 2, 3, 4});
 }
 
-TEST_CASE("with shuffling every epoch has each sample once, in an order that depends on seed and epoch alone") {
+TEST_CASE("with shuffling every epoch has each sample once, in an order that depends only on seed and epoch") {
   const CountingShards data;
   const TokenShards shards(data.pattern(), data.T);
   DataLoader loader(shards, {.seed = 4, .shuffle = true, .vocab_size = 69}),
@@ -83,11 +83,11 @@ TEST_CASE("with shuffling every epoch has each sample once, in an order that dep
   }
   REQUIRE(epochs[0] != epochs[1]);
   REQUIRE(epochs[1] != epochs[2]);
-  REQUIRE(stream_of(same, 24, 12) == epochs[2]);  // without having read the epochs before
+  REQUIRE(stream_of(same, 24, 12) == epochs[2]);  // without reading the earlier epochs
   REQUIRE(stream_of(other, 0, 12) != epochs[0]);
 }
 
-TEST_CASE("however a step is cut into micro-batches and ranks, the same samples come, none twice, none skipped") {
+TEST_CASE("any split of a step into micro-batches and ranks reads the same samples, none twice, none skipped") {
   const CountingShards data;
   const TokenShards shards(data.pattern(), data.T);
   auto step_samples = [&](int64_t micro_batches, int64_t ranks, int64_t batch_size) {
@@ -107,7 +107,7 @@ TEST_CASE("however a step is cut into micro-batches and ranks, the same samples 
   REQUIRE(one == step_samples(1, 4, 2));
 }
 
-TEST_CASE("shards that are not what they say are refused by name") {
+TEST_CASE("invalid shards are refused by name") {
   const TempDir dir;
   const std::string path = dir / "x.bin";
   auto refuse = [&](const std::string& part) { REQUIRE_ERROR(TokenShards(path, 4), part); };
@@ -149,7 +149,7 @@ TEST_CASE("a token outside the vocabulary is refused with file, position and val
   REQUIRE_ERROR(read(loader, 3, 0, {}), "token 4000000000 at position 13");
 }
 
-TEST_CASE("more shards than files may be open train as ever, shuffled and by several ranks") {
+TEST_CASE("training works with more shards than the limit of open files, shuffled and on several ranks") {
   const TempDir dir;
   for (uint16_t shard = 0; shard < 200; ++shard) {
     std::vector<uint16_t> tokens(17);  // two samples of 8
@@ -182,7 +182,7 @@ TEST_CASE("more shards than files may be open train as ever, shuffled and by sev
           read_whole(dir / "many/step-000045/model.safetensors"));
 }
 
-TEST_CASE("data that hardly are what was meant get a notice, and right ones none") {
+TEST_CASE("suspicious data gets a notice, valid data none") {
   const TempDir dir;
   std::vector<uint16_t> bytes(97), words(97);  // 12 samples of 8
   for (size_t i = 0; i < bytes.size(); ++i) {
@@ -208,7 +208,7 @@ TEST_CASE("data that hardly are what was meant get a notice, and right ones none
     REQUIRE_THAT(right, !Catch::Matchers::Contains(word));
 }
 
-TEST_CASE("a shard that is replaced while a run reads it is noticed") {
+TEST_CASE("a shard that is replaced while a run reads it is detected") {
   const TempDir dir;
   write_shard<uint16_t>(dir / "x.bin", std::vector<uint16_t>(20, 3));
   const TokenShards shards(dir / "x.bin", 4);
@@ -217,7 +217,7 @@ TEST_CASE("a shard that is replaced while a run reads it is noticed") {
   REQUIRE_ERROR(shards.read_sample(0, 4, sample), "x.bin: its size has changed");
 }
 
-TEST_CASE("learning rates at their corners") {
+TEST_CASE("learning rates at the boundaries of the schedule") {
   const LrSchedule base{.kind = "cosine", .peak = 2, .warmup_steps = 4, .max_steps = 14, .final_frac = 0.1};
   REQUIRE(learning_rate(base, 1) == 0.5);
   REQUIRE(learning_rate(base, 4) == 2);
@@ -238,7 +238,7 @@ TEST_CASE("learning rates at their corners") {
   REQUIRE(learning_rate(s, 1) == 1);
 }
 
-TEST_CASE("bytes become tokens and come back; the end of text and unknown ids are visible") {
+TEST_CASE("bytes round-trip through tokens; the end of text and unknown ids are visible") {
   const auto tokenizer = make_tokenizer("bytes");
   const std::string text = "Grüße\n\xff";
   REQUIRE(tokenizer->decode(tokenizer->encode(text)) == text);
@@ -247,9 +247,9 @@ TEST_CASE("bytes become tokens and come back; the end of text and unknown ids ar
   REQUIRE_ERROR(make_tokenizer("gpt2"), "--tokenizer gpt2");
 }
 
-TEST_CASE("shards over 4 GiB and over 2^31 and 2^32 tokens are read to their ends") {
+TEST_CASE("shards over 4 GiB and over 2^31 and 2^32 tokens are read to the end") {
   const TempDir dir;
-  // Sparse: the tokens between are zeros that take no space. One sample more than its size in the last one.
+  // Sparse files: the tokens in between are zeros without disk space. The last shard has one more sample than its size.
   for (const int64_t tokens : {(int64_t{1} << 31) + 12, (int64_t{1} << 32) + 12}) {
     const std::string path = dir / "large.bin";
     write_shard<uint16_t>(path, {7, 8, 9});
@@ -295,7 +295,7 @@ TEST_CASE("every token of a shard over 2^31 tokens is verified", "[long]") {
   REQUIRE(r.error.find(formatted("position {}", tokens - 1)) != std::string::npos);
 }
 
-TEST_CASE("--verify-data counts, and names every bad shard with its fault") {
+TEST_CASE("--verify-data counts tokens, and names every bad shard with its error") {
   const TempDir dir;
   write_shard<uint16_t>(dir / "a_0.bin", {256, 1, 2, 256, 3});
   write_shard<uint32_t>(dir / "a_1.bin", {256, 255});

@@ -1,4 +1,4 @@
-// Processors and memory of the machine, within control groups of both versions, laid out in a directory.
+// The machine's processors and memory under cgroup limits of both versions, in a simulated directory tree.
 #include "catch2.h"
 #include "device/device.h"
 #include "helpers.h"
@@ -20,7 +20,7 @@ constexpr int64_t MiB = 1 << 20;
 
 }  // namespace
 
-TEST_CASE("the tightest of nested groups of version 2 holds, whichever level it is on") {
+TEST_CASE("the tightest of nested version 2 cgroups applies, at any level") {
   const FakeRoot root;
   root.put("proc/self/cgroup", "0::/system.slice/slurm/job_7/step_0");
   const std::string top = "sys/fs/cgroup/system.slice";
@@ -42,7 +42,7 @@ TEST_CASE("the tightest of nested groups of version 2 holds, whichever level it 
   REQUIRE(available_processors(root.dir.path()) == 1);
 }
 
-TEST_CASE("groups of version 1 are found by their controllers, beside version 2 too") {
+TEST_CASE("version 1 cgroups are found by controller, also in hybrid mode") {
   const FakeRoot root;
   root.put("proc/self/cgroup",
            "12:pids:/a\n4:memory:/slurm/uid_1/job_2\n3:cpu,cpuacct:/slurm/uid_1/job_2\n1:name=systemd:/a:b\n0::/s/t");
@@ -60,7 +60,7 @@ TEST_CASE("groups of version 1 are found by their controllers, beside version 2 
   REQUIRE(root.limits().memory == 40 * MiB);
 }
 
-TEST_CASE("in a container whose mount begins at its own group the host's path is passed over") {
+TEST_CASE("in a container whose mount begins at its own cgroup the host's path is skipped") {
   const FakeRoot root;
   root.put("proc/self/cgroup", "5:memory:/docker/0123abc\n0::/docker/0123abc");
   root.put("sys/fs/cgroup/memory/memory.limit_in_bytes", std::to_string(80 * MiB));
@@ -69,7 +69,7 @@ TEST_CASE("in a container whose mount begins at its own group the host's path is
   REQUIRE(root.limits().processors == 2);
 }
 
-TEST_CASE("files of groups that are missing or make no sense limit nothing") {
+TEST_CASE("missing or invalid cgroup files impose no limit") {
   const FakeRoot root;
   const int processors = available_processors(root.dir.path());
   REQUIRE(processors >= 1);

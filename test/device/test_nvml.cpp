@@ -1,4 +1,4 @@
-// What a GPU says of itself, from a stand-in for NVIDIA's management library.
+// GPU readings, from a fake NVML.
 #include <dlfcn.h>
 
 #include "catch2.h"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr const char* library = "build/nvml_stand_in.so";
 
-// The stand-in's answers, as they are at first; the library stays open until the end of the test.
+// Resets the fake's answers to the defaults; the library stays open until the end of the test.
 class StandIn {
  public:
   StandIn() : library_(dlopen(library, RTLD_NOW)) {
@@ -32,7 +32,7 @@ class StandIn {
 
 }  // namespace
 
-TEST_CASE("a GPU is read by its address on the bus, in the units of the fields' names", "[nvml]") {
+TEST_CASE("a GPU is read by its PCI bus address, in the units of the fields' names", "[nvml]") {
   const StandIn gpu;
   {
     GpuMonitor monitor("0000:3b:00.0", library);
@@ -58,7 +58,7 @@ TEST_CASE("a GPU is read by its address on the bus, in the units of the fields' 
   REQUIRE(gpu->sessions == 0);
 }
 
-TEST_CASE("all reasons of throttling are named, and those of drivers to come are shown as bits", "[nvml]") {
+TEST_CASE("all throttle reasons are named, and those of future drivers are shown as bits", "[nvml]") {
   REQUIRE(throttle_reasons(0) == "none");
   REQUIRE(throttle_reasons(0x1) == "idle");
   REQUIRE(throttle_reasons(0x24) == "power cap, thermal");
@@ -68,7 +68,7 @@ TEST_CASE("all reasons of throttling are named, and those of drivers to come are
   REQUIRE(throttle_reasons(0x8000'0000'1004) == "power cap, unknown bit 12, unknown bit 47");
 }
 
-TEST_CASE("what a GPU does not tell is left out", "[nvml]") {
+TEST_CASE("values that a GPU does not report are left out", "[nvml]") {
   const StandIn gpu;
   constexpr int not_supported = 3;
   for (const char* function : {"nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMaxClockInfo",
@@ -81,7 +81,7 @@ TEST_CASE("what a GPU does not tell is left out", "[nvml]") {
   REQUIRE(to_json_object(*reading).dump() == R"({"gpu_sm_mhz":1410,"gpu_watts":698.6,"gpu_celsius":71})");
 }
 
-TEST_CASE("without library, driver or GPU there are no readings, and a reason", "[nvml]") {
+TEST_CASE("without library, driver or GPU there are no readings but a reason", "[nvml]") {
   const StandIn gpu;
   const auto reason = [](GpuMonitor& monitor) {
     REQUIRE(!monitor.read());
@@ -95,7 +95,7 @@ TEST_CASE("without library, driver or GPU there are no readings, and a reason", 
   GpuMonitor elsewhere("0000:5e:00.0", library);
   REQUIRE_THAT(reason(elsewhere), Catch::Matchers::ContainsSubstring("GPU 0000:5e:00.0") &&
                                       Catch::Matchers::ContainsSubstring("does not find it: Not Found (status 6)"));
-  GpuMonitor machine("ffff:ff:1f.0");  // with the machine's own library, where it has one: no GPU is there
+  GpuMonitor machine("ffff:ff:1f.0");  // with the machine's own library, if it has one: no GPU has this address
   REQUIRE_THAT(reason(machine), Catch::Matchers::ContainsSubstring("no readings of GPU ffff:ff:1f.0"));
   gpu->statuses["nvmlInit_v2"] = 9;
   GpuMonitor unstarted("0000:3b:00.0", library);
@@ -111,7 +111,7 @@ TEST_CASE("a GPU that falls off the bus during a run ends its readings, not the 
                            "EnforcedPowerLimit", "CurrentClocksThrottleReasons"})
     gpu->statuses[std::string("nvmlDeviceGet") + what] = lost;
   REQUIRE(!monitor.read());
-  REQUIRE_THAT(monitor.why_not(), Catch::Matchers::ContainsSubstring("answers nothing: GPU is lost (status 15)"));
+  REQUIRE_THAT(monitor.why_not(), Catch::Matchers::ContainsSubstring("returned no readings: GPU is lost (status 15)"));
   gpu->statuses.clear();
   REQUIRE(monitor.read().has_value());
 }

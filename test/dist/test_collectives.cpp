@@ -1,4 +1,4 @@
-// The mesh, and collectives between the ranks of a process: what they give, what they send, how they fail.
+// The mesh, and collectives between the ranks of a process: results, traffic, failures.
 #include <mutex>
 
 #include "catch2.h"
@@ -44,7 +44,7 @@ double at(const Tensor& t, int64_t i) {
   return x;
 }
 
-// Checked on the test's own thread: Catch2's macros are not for several.
+// Checked on the test's own thread: Catch2's macros are not thread-safe.
 struct Differences {
   std::mutex mutex;
   std::vector<std::string> found;
@@ -72,8 +72,7 @@ TEST_CASE("a mesh knows coordinates and groups in any order of its axes") {
   REQUIRE_ERROR(Mesh({{Axis::shard, 3}, {Axis::shard, 2}}), "twice");
 }
 
-TEST_CASE(
-    "collectives over threads give what their names say, for any number of ranks and size, and count their bytes") {
+TEST_CASE("collectives between threads are correct for any number of ranks and size, and count their bytes") {
   for (const int P : {1, 2, 3, 5, 8})
     for (const DType dtype : {DType::fp32, DType::bf16})
       for (const int64_t n : {int64_t{1}, int64_t{130}, ring::chunk_elements + 3}) {
@@ -131,7 +130,7 @@ TEST_CASE(
       }
 }
 
-TEST_CASE("sizes that do not match, and a rank that fails, end all ranks with the reason") {
+TEST_CASE("mismatched sizes, or a failing rank, end all ranks with the reason") {
   World world(Mesh({{Axis::shard, 3}}));
   REQUIRE_ERROR(run_ranks(world,
                           [&](int rank) {

@@ -1,5 +1,5 @@
-// Many ranks in one process: data parallelism in every ZeRO stage, the traffic laws, memory by stage, checkpoints that
-// know no layout, overlap, and planted bugs that the self-test must find.
+// Many ranks in one process: data parallelism in every ZeRO stage, traffic volume, memory by stage, layout-independent
+// checkpoints, overlap, and planted bugs that the self-test must find.
 #include <mutex>
 
 #include "catch2.h"
@@ -10,12 +10,12 @@
 
 using namespace llmc;
 
-TEST_CASE("every layout of up to eight ranks agrees with one rank, and the stages with each other bit for bit") {
+TEST_CASE("every layout of up to eight ranks agrees with one rank, and the ZeRO stages with each other bit for bit") {
   Log log = Log::silent();
   REQUIRE(run_selftest(log, 8));
 }
 
-TEST_CASE("the self-test finds a skipped reduction, a mean, a sample served twice and a stale unit") {
+TEST_CASE("the self-test finds a skipped reduction, a mean instead of a sum, a duplicate sample and a stale unit") {
   Log log = Log::silent();
   for (const PlantedBug bug : {PlantedBug::skipped_reduction, PlantedBug::mean_instead_of_sum, PlantedBug::sample_twice,
                                PlantedBug::stale_gather}) {
@@ -24,7 +24,7 @@ TEST_CASE("the self-test finds a skipped reduction, a mean, a sample served twic
   }
 }
 
-TEST_CASE("bytes sent in a step follow the law, on paper and between threads alike") {
+TEST_CASE("bytes sent per step match the formula, planned and between threads") {
   for (const auto& [shards, replicas] : {std::pair{1, 1}, {2, 1}, {4, 1}, {2, 2}, {1, 3}, {3, 2}})
     for (const GradReduce reduce : {GradReduce::step, GradReduce::micro})
       for (int stage = 0; stage <= 3; ++stage)
@@ -32,7 +32,7 @@ TEST_CASE("bytes sent in a step follow the law, on paper and between threads ali
           const ZeroConfig zero{.stage = stage, .grad_reduce = reduce, .shards = shards, .replicas = replicas};
           const StepConfig config = selftest::step_config(selftest::awkward_model("gpt2", tied), dtype, 1, zero);
           INFO(shards << " shards, " << replicas << " replicas, stage " << stage << ", reduce " << name_of(reduce));
-          // By hand: padded elements of a unit are a multiple of 64 x ranks.
+          // By hand: units are padded to multiples of 64 x ranks elements.
           const int64_t P = shards, Q = replicas, M = config.micro_batches, R = reduce == GradReduce::step ? 1 : M;
           int64_t elements = 0, once = 0;  // once: gathered once a micro-batch in stage 3
           for (const UnitSpec& unit : parameter_table(config.model)) {
@@ -81,8 +81,8 @@ TEST_CASE("bytes sent in a step follow the law, on paper and between threads ali
 }
 
 TEST_CASE("memory of model states by stage is the ZeRO paper's, for the dtypes in use") {
-  // 124M parameters over 8 ranks: in bf16, 2 + 4 + 12 bytes a parameter, of which stage 1 shards 12, stage 2 16, stage
-  // 3 18.
+  // 124M parameters over 8 ranks: in bf16, 2 + 4 + 12 bytes per parameter, of which stage 1 shards 12, stage 2 16,
+  // stage 3 18.
   const StepConfig alone{.model = resolve_model("gpt2:124M", {}), .dtype = DType::bf16, .batch = {1, 64}};
   int64_t padded = 0, in_flight = 0;
   for (const UnitSpec& unit : parameter_table(alone.model)) {
@@ -106,7 +106,7 @@ TEST_CASE("memory of model states by stage is the ZeRO paper's, for the dtypes i
   REQUIRE(is(states(1), 6 * padded + 12 * padded / 8));
   REQUIRE(is(states(2), 2 * padded + 16 * padded / 8));
   REQUIRE(is(states(3), 18 * padded / 8));
-  // Beside them: whole units in flight, of gradients from stage 2 on, of weights in stage 3.
+  // Additional memory: whole units in flight, of gradients from stage 2 on, of weights in stage 3.
   StepConfig c = alone;
   c.zero.shards = 8;
   c.zero.set_stage(3);
@@ -118,7 +118,7 @@ TEST_CASE("memory of model states by stage is the ZeRO paper's, for the dtypes i
 
 namespace {
 
-// The state of all ranks, whole: every kind of every parameter.
+// The full state of all ranks: every kind of every parameter.
 using WholeState = std::map<std::string, std::vector<float>>;
 
 StepConfig layout(int ranks, int stage, DType dtype) {
@@ -127,7 +127,7 @@ StepConfig layout(int ranks, int stage, DType dtype) {
   return selftest::step_config(selftest::awkward_model(), dtype, 1, zero);
 }
 
-// Loads `from` (or makes new weights), saves to `out` as step `step`, and returns the state.
+// Loads `from` (or initialises weights), saves to `out` as step `step`, and returns the state.
 WholeState pass_through(const StepConfig& config, const std::string& from, const std::string& out, int64_t step) {
   const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
   World world(config.zero.mesh());
@@ -163,7 +163,7 @@ WholeState pass_through(const StepConfig& config, const std::string& from, const
 
 }  // namespace
 
-TEST_CASE("checkpoints know no layout: what any layout wrote any layout reads, bit for bit") {
+TEST_CASE("checkpoints are layout-independent: any layout reads what any other wrote, bit for bit") {
   for (const DType dtype : {DType::fp32, DType::bf16}) {
     const TempDir dir;
     int64_t step = 0;
@@ -172,7 +172,7 @@ TEST_CASE("checkpoints know no layout: what any layout wrote any layout reads, b
       for (float v : values) REQUIRE(std::isfinite(v));
     for (const int ranks : {1, 2, 4})
       for (int stage = 0; stage <= 3; ++stage) {
-        // From one rank to this layout, and from here to every other.
+        // From one rank to this layout, and from this layout to every other.
         INFO(name_of(dtype) << ", " << ranks << " ranks, stage " << stage);
         const int64_t here = ++step;
         REQUIRE(pass_through(layout(ranks, stage, dtype), checkpoint_path(dir.path(), 1), dir.path(), here) ==
@@ -192,12 +192,12 @@ TEST_CASE("checkpoints know no layout: what any layout wrote any layout reads, b
   }
 }
 
-TEST_CASE("gradients of a unit travel while the backward of the next one computes") {
+TEST_CASE("the reduction of a unit's gradients overlaps with the backward of the next one") {
   const ZeroConfig zero{.stage = 2, .grad_reduce = GradReduce::micro, .shards = 2};
   StepConfig config = selftest::step_config(selftest::awkward_model(), DType::fp32, 12, zero);
   const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
   World world(zero.mesh());
-  world.throttle(2e-6);  // a slow wire: a block's gradients take tens of milliseconds
+  world.throttle(2e-6);  // slow link: a block's gradients take tens of milliseconds
   std::vector<Span> compute, reduce;
   run_ranks(world, [&](int rank) {
     Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
@@ -213,7 +213,7 @@ TEST_CASE("gradients of a unit travel while the backward of the next one compute
     run.stream.synchronize();
     run.dp.reduce_stream.synchronize();
   });
-  // Some op of a block's backward ran wholly within the reduction of an earlier unit.
+  // Some op of a block's backward ran entirely during the reduction of an earlier unit.
   int overlapping = 0;
   for (const Span& r : reduce)
     for (const Span& c : compute)
@@ -248,7 +248,7 @@ TEST_CASE("a step that is interrupted in the middle can be saved, in every stage
   }
 }
 
-TEST_CASE("an error while gradients travel keeps the update from happening, on every rank") {
+TEST_CASE("an error during gradient reduction prevents the update on every rank") {
   const StepConfig config = layout(2, 2, DType::fp32);
   const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
   World world(config.zero.mesh());
@@ -291,7 +291,7 @@ TEST_CASE("an error while gradients travel keeps the update from happening, on e
   REQUIRE(unchanged == 2);
 }
 
-TEST_CASE("bf16 weights without master weights are rounded alike in every layout", "[parallel]") {
+TEST_CASE("bf16 weights without masters are rounded identically in every layout", "[parallel]") {
   selftest::Outcome alone;
   std::vector<ZeroConfig> layouts = selftest::layouts(1);
   for (const ZeroConfig& layout : selftest::layouts(2))
@@ -306,7 +306,7 @@ TEST_CASE("bf16 weights without master weights are rounded alike in every layout
     REQUIRE(outcome.losses == alone.losses);
     REQUIRE(outcome.weights == alone.weights);
   }
-  // The updates are those of master weights but for the rounding, which is right in the mean.
+  // The updates equal those of master weights up to the rounding, which is unbiased.
   const selftest::Outcome masters =
       selftest::run_layout(selftest::step_config(selftest::awkward_model(), DType::bf16, 4, {.shards = 2}));
   REQUIRE(selftest::distance(alone.weights, masters.weights) < 0x1p-7);

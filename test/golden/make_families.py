@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Makes tiny models of every family with transformers, and what 20 steps of PyTorch's AdamW make of each:
+"""Makes tiny models of every family with transformers, and records 20 steps of PyTorch's AdamW on each:
 
     python3 test/golden/make_families.py                                      the committed ones, families/NAME/
-    python3 test/golden/make_families.py --family qwen3 --seed 5 --out DIR    one of random, awkward sizes
+    python3 test/golden/make_families.py --family qwen3 --seed 5 --out DIR    one with random, awkward sizes
 
 A directory holds
-    config.json, model.safetensors   the model, as transformers saves it; in parts with an index where it is "sharded".
-                                     config.json has the form of transformers 5 or the one of the published models
+    config.json, model.safetensors   the model, as saved by transformers; in shards with an index if "sharded".
+                                     config.json has the form of transformers 5 or of the published models
     logits.safetensors               tokens (B, T) int32, and the model's logits (B, T, V) for them
-    logits_documents.safetensors     where the model has an end of text: tokens (B, T) int32 with several of these in a
-                                     row, positions (B, T) int32, and logits (B, T, V), each document computed by itself.
+    logits_documents.safetensors     if the model has an end of text: tokens (B, T) int32 with several of these in a
+                                     row, positions (B, T) int32, and logits (B, T, V), each document computed alone.
                                      A document begins with an end of text. Its id: config.json's
                                      eos_token_id, and the file's metadata
     train.bin                        a token shard
-    trajectory.json                  options: the run, in the trainer's words; loss, grad_norm, lr by step;
+    trajectory.json                  options: the run's command-line options; loss, grad_norm, lr by step;
                                      zero_gradient: [tensor, first, last] of the elements first to last - 1 whose true
-                                     gradient is zero or next to it. What Adam makes of these is made of rounding and
+                                     gradient is (nearly) zero: Adam's updates of these are rounding errors and
                                      cannot be compared
     final.safetensors                the weights after the last step
 
@@ -43,10 +43,10 @@ STEPS = 20
 class Recipe:
     """A model to make and the run to record of it."""
     family: str
-    config: dict              # of transformers; rope_theta and rope_scaling as published models have them
-    T: int                    # of the training; the logits are those of T tokens, too
-    batch: int                # sequences of a step
-    micro_batch: int          # of the trainer; PyTorch takes the step's sequences at once
+    config: dict              # of transformers; rope_theta and rope_scaling as in published models
+    T: int                    # sequence length of training and of the logits
+    batch: int                # sequences per step
+    micro_batch: int          # of the trainer; PyTorch takes all sequences of a step at once
     published: bool = False   # config.json in the form of the published models, not of transformers 5
     sharded: bool = False     # model-00001-of-0000N.safetensors
 
@@ -98,7 +98,7 @@ COMMITTED = {
 
 def random_recipe(family, seed):
     choose = random.Random(f"{family} {seed}")
-    V = choose.choice([131, 139, 149, 163, 181, 199, 211, 229, 251, 283, 307, 311])   # primes: no multiples of anything
+    V = choose.choice([131, 139, 149, 163, 181, 199, 211, 229, 251, 283, 307, 311])   # primes, to avoid round sizes
     H, D, L, F = choose.randint(1, 6), 2 * choose.randint(2, 8), choose.randint(2, 3), choose.randint(15, 60) * 2 + 1
     T, micro_batch = choose.randint(11, 33), choose.randint(1, 3)
     positions, tied = choose.randint(T, 3 * T), choose.random() < 0.5
@@ -129,7 +129,7 @@ def make_model(recipe):
         theta, scaling = config.pop("rope_theta"), config.pop("rope_scaling")
         config["rope_parameters"] = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
-    with torch.no_grad():   # norms and biases as transformers makes them are 1 and 0: bugs could hide
+    with torch.no_grad():   # transformers initialises norms and biases to 1 and 0, which could hide bugs
         for p in model.parameters():
             if p.dim() == 1:
                 p += 0.3 * torch.randn_like(p)
@@ -137,7 +137,7 @@ def make_model(recipe):
 
 
 def write_published_config(path, recipe):
-    """Rewrites config.json as transformers 4 wrote it, with what the published files of the family leave out or add."""
+    """Rewrites config.json as transformers 4 wrote it, with the fields that the published files omit or add."""
     with open(path) as f:
         config = json.load(f)
     config.pop("dtype")
@@ -149,7 +149,7 @@ def write_published_config(path, recipe):
     if recipe.family in ("llama2", "qwen2", "smollm2"):
         config.pop("head_dim", None)
     if recipe.family == "qwen2":
-        config["sliding_window"] = 5   # which use_sliding_window turns off
+        config["sliding_window"] = 5   # disabled by use_sliding_window
     if recipe.family == "llama2" and config["rope_theta"] == 1e4:
         config.pop("rope_theta")
     if recipe.family == "smollm2":
@@ -163,11 +163,11 @@ def load_model(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
-# ---- What is recorded of them -------------------------------------------------------------------
+# ---- Recordings ---------------------------------------------------------------------------------
 
 
 def zero_gradients(model, data, recipe):
-    """[tensor, first, last] where the true gradient is zero or next to it.
+    """[tensor, first, last] where the true gradient is (nearly) zero.
 
     A key's bias adds the same to all scores of a query, to which the softmax is blind: everywhere without rotary
     positions; with them in the channels that the whole sequence turns by less than a hundredth of a radian."""
@@ -176,7 +176,7 @@ def zero_gradients(model, data, recipe):
         n = p.numel()
         if name.endswith("c_attn.bias"):   # of q, k and v
             ranges.append([name, n // 3, 2 * n // 3])
-        if name.endswith("k_proj.bias"):   # in each head the first half of the channels turns with the second
+        if name.endswith("k_proj.bias"):   # in each head the first half of the channels is rotated with the second
             turns = model.model.rotary_emb.inv_freq * recipe.T
             fast, half = int((turns >= 0.01).sum()), turns.numel()
             if fast < half:
@@ -189,7 +189,7 @@ def zero_gradients(model, data, recipe):
 
 
 def document_logits(model, end_of_text):
-    """Tokens with several documents a row, and the logits of each document by itself."""
+    """Tokens with several documents per row, and the logits of each document alone."""
     B, T, V = 2, 17, model.config.vocab_size
     tokens = torch.randint(V, (B, T))
     for row, ends in enumerate(([4, 5, 11, T - 1], [0, 8, 14])):   # two ends in a row, ends at either end of a row
@@ -217,7 +217,7 @@ def make_family(recipe, seed, folder):
     os.remove(os.path.join(folder, "generation_config.json"))
     if recipe.published:
         write_published_config(os.path.join(folder, "config.json"), recipe)
-    made, model = model, load_model(folder)   # the oracle is what the directory says
+    made, model = model, load_model(folder)   # the oracle uses the saved directory
     T, batch, V = recipe.T, recipe.batch, model.config.vocab_size
     tokens = noisy_sequence(V, T * batch * STEPS + 1)
     write_shard(os.path.join(folder, "train.bin"), tokens)

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Makes the golden files of the tests from PyTorch and transformers, the oracles:
+"""Makes the golden files of the tests with PyTorch and transformers, the oracles:
 
     python3 -m pip install torch transformers safetensors
     python3 test/golden/make_golden.py
 
 ops.safetensors   inputs, outputs and gradients of every op ("OP.NAME"), fp32
-ops_bf16.safetensors   the same in bf16: "OP.NAME" inputs rounded to bf16, and what double arithmetic makes of these;
-                  "torch.OP.NAME" what PyTorch makes of them in bf16
-gpt2_tiny/        a tiny GPT-2 with awkward sizes as transformers saves it (config.json, model.safetensors), tokens
-                  (train.bin, a token shard), and what 20 steps of PyTorch's AdamW make of it in fp32: trajectory.json (loss,
-                  gradient norm, learning rate by step) and final.safetensors; logits.safetensors: those of the first model
-                  for the token behind the first 20; trajectory_bf16.json and final_bf16_*.safetensors: the same steps with
-                  bf16 weights and activations, fp32 master weights and accumulated gradients, in micro-batches of 4 and
-                  of 8; masters_bf16_*.safetensors: the master weights that final_bf16_*.safetensors are the rounding of
+ops_bf16.safetensors   the same in bf16: "OP.NAME" inputs rounded to bf16, and their results in double arithmetic;
+                  "torch.OP.NAME" PyTorch's results in bf16
+gpt2_tiny/        a tiny GPT-2 with awkward sizes as saved by transformers (config.json, model.safetensors), tokens
+                  (train.bin, a token shard), and 20 steps of PyTorch's AdamW on it in fp32: trajectory.json (loss,
+                  gradient norm, learning rate by step) and final.safetensors; logits.safetensors: the initial model's
+                  for the token after the first 20; trajectory_bf16.json and final_bf16_*.safetensors: the same steps
+                  with bf16 weights and activations, fp32 master weights and accumulated gradients, in micro-batches of
+                  4 and of 8; masters_bf16_*.safetensors: the master weights before rounding to final_bf16_*.safetensors
 
 The committed files were made with torch 2.15.0 and transformers 5.23.0 on a CPU.
 """
@@ -78,7 +78,7 @@ def llama_op_cases():
         angle = torch.cat(2 * [positions[:, None].float() * frequencies], dim=1)[:, None]
         x, values = qkv.view(len(positions), -1, D).split([heads + kv_heads, kv_heads], dim=1)
         turned = torch.cat([-x[..., D // 2:], x[..., :D // 2]], dim=-1)
-        # In double the fp32 angle counts as exact, as it does for the trainer.
+        # In double the fp32 angle counts as exact, as in the trainer.
         wide = angle.double() if qkv.dtype == torch.float64 else angle
         x = x * wide.cos().to(qkv.dtype) + turned * wide.sin().to(qkv.dtype)
         return torch.cat([x, values], dim=1).reshape(qkv.shape)
@@ -145,8 +145,8 @@ def make_ops():
     record(golden_bf16, "cross_entropy", {"logits": rounded, "targets": targets, **exact})
     record(golden_bf16, "torch.cross_entropy", cross_entropy(rounded, torch.bfloat16, torch.float32))
 
-    # clipped_adamw: the first gradient is too short to be clipped, the others are clipped by different factors, which
-    # AdamW, blind to a constant factor, does feel. Its gradient is that of two parameters, with one norm.
+    # clipped_adamw: the first gradient is too small to be clipped, the others are clipped by different factors, which
+    # AdamW notices, though it is invariant to a constant factor. The gradient covers two parameters, with one norm.
     for op, max_norm, scales in (("adamw", math.inf, (1, 1, 1)), ("clipped_adamw", 1.0, (0.03, 1, 8))):
         p, q = random(100), random(33)
         record(golden, op, {"before": torch.cat([p, q])})
@@ -167,7 +167,7 @@ def make_ops():
 
 
 def learning_rate(step, peak=1e-3, warmup=5, max_steps=20, final_frac=0.1):
-    """Of update `step`, counted from 1, as llmc/train/lr_schedule.h defines it."""
+    """The learning rate of update `step`, counted from 1, as defined in llmc/train/lr_schedule.h."""
     if step <= warmup:
         return peak * step / warmup
     done = (step - 1 - warmup) / (max_steps - warmup)
@@ -176,7 +176,7 @@ def learning_rate(step, peak=1e-3, warmup=5, max_steps=20, final_frac=0.1):
 
 
 def noisy_sequence(vocab, n):
-    """Tokens to learn, with noise: each follows from the one before."""
+    """Learnable tokens with noise: each follows from the previous one."""
     tokens = [7]
     noise = torch.rand(n)
     for i in range(1, n):
@@ -199,7 +199,7 @@ def adamw(parameters):
 
 
 def mean_loss(model, data, samples, T):
-    """Over every target token of these samples of the shard."""
+    """The mean loss over every target token of these samples of the shard."""
     rows = torch.stack([data[k * T:k * T + T + 1] for k in samples])
     logits = model(rows[:, :-1]).logits
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), rows[:, 1:].reshape(-1))
@@ -235,7 +235,7 @@ def make_trajectory():
     config = GPT2Config(vocab_size=vocab, n_positions=48, n_embd=36, n_head=3, n_layer=3, n_inner=100, resid_pdrop=0.0,
                         embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None)
     model = GPT2LMHeadModel(config)
-    with torch.no_grad():  # biases and norms as transformers makes them are 0 and 1: bugs could hide
+    with torch.no_grad():  # transformers initialises biases and norms to 0 and 1, which could hide bugs
         for name, p in model.named_parameters():
             if p.dim() == 1:
                 p += 0.1 * torch.randn_like(p)

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Makes small tokenizers in the styles of published ones with Hugging Face's tokenizers, and what it makes of texts:
+"""Makes small tokenizers in the styles of published ones with Hugging Face's tokenizers, and their test cases:
 
     python3 -m pip install tokenizers
-    python3 test/golden/make_tokenizers.py                       tokenizers/*.json, of which cases.json has the cases
-    python3 test/golden/make_tokenizers.py --random SEED FILE    cases of the same tokenizers and random texts
+    python3 test/golden/make_tokenizers.py                       tokenizers/*.json; cases.json has the cases
+    python3 test/golden/make_tokenizers.py --random SEED FILE    cases with the same tokenizers and random texts
 
-The pre-tokenizers, normalizers, templates and decoders are those that the named models publish. A case file lists
-"texts" and, for each tokenizer, its "file", a "patch" (a JSON merge patch that changes it), the "ids" of each text, the
-"templated" ids of the first one with the tokens that the template adds, and what the ids are "decoded" to.
+The pre-tokenizers, normalizers, templates and decoders are those published with the named models. A case file lists
+"texts" and, for each tokenizer, its "file", a "patch" (a JSON merge patch for it), the "ids" of each text, the
+"templated" ids of the first one with the tokens that the template adds, and the text to which the ids are "decoded".
 
 The committed files were made with tokenizers 0.23.3.
 """
@@ -57,7 +57,7 @@ def special(name, **settings):
 
 
 def corpus():
-    """English, code, numbers and several scripts, with words that come often enough to be merged."""
+    """English, code, numbers and several scripts, with words frequent enough to be merged."""
     words = ("the of and to in is that for it was on are as with they be at one have this from or had by word but "
              "what some we can out other were all there when up use your how said each she which their time if will "
              "way about many then them would like so these her long make thing see him two has look more day could go "
@@ -83,7 +83,7 @@ def corpus():
 
 
 def train(name, pre_tokenizer, normalizer, merges, first=(), last=()):
-    """tokenizer.json as a value; `first` and `last`: added tokens before and behind the others."""
+    """tokenizer.json as a value; `first` and `last`: added tokens before and after the others."""
     bare = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": normalizer,
             "pre_tokenizer": pre_tokenizer, "post_processor": None, "decoder": DECODER,
             "model": json.loads(Tokenizer(models.BPE()).to_str())["model"]}
@@ -112,7 +112,7 @@ def make_tokenizers():
     names = ("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|eot_id|>")
     llama3 = train("llama3", sequence(split(LLAMA3_PATTERN), byte_level(False)), None, 400)
     llama3["model"]["ignore_merges"] = True
-    for whole in ("Ġxylophone", "999"):   # no merges lead there
+    for whole in ("Ġxylophone", "999"):   # not reachable by merges
         llama3["model"]["vocab"][whole] = len(llama3["model"]["vocab"])
     llama3["added_tokens"] = [
         {"id": len(llama3["model"]["vocab"]) + i, "content": name, "single_word": False, "lstrip": False,
@@ -137,7 +137,7 @@ def make_tokenizers():
 
 
 def patches(made):
-    """(name, file, patch): the published forms, and others that share their vocabularies."""
+    """(name, file, patch): the published forms, and variants that share their vocabularies."""
     for file in made:
         yield file.removesuffix(".json"), file, {}
     added = [{"id": 700 + i, "content": content, "single_word": False, "lstrip": lstrip, "rstrip": rstrip,
@@ -147,7 +147,7 @@ def patches(made):
                  ("<b", False, False, False), ("ab", False, False, True), ("abc", False, False, True),
                  ("\u1112\u1161\u11ab", False, False, True), ("cafe\u0301", False, False, False)])]
     added = [token for token in made["qwen2.5.json"]["added_tokens"]] + added
-    # ids in the order of the file, which the library gives out anew
+    # ids in file order, which the library reassigns
     base = made["qwen2.5.json"]["added_tokens"][0]["id"]
     yield "added tokens", "qwen2.5.json", {"added_tokens": [{**token, "id": base + i} for i, token in enumerate(added)]}
     yield "prefix space", "gpt2.json", {"pre_tokenizer": byte_level(True, add_prefix_space=True)}
@@ -193,9 +193,9 @@ TEXTS = [
 
 
 def random_texts(seed, count):
-    """Strings of characters that are hard in different ways, and of pieces of the texts above."""
+    """Strings of difficult characters of several kinds, and of pieces of the texts above."""
     rng = random.Random(seed)
-    # Of Unicode 16 the rest are unassigned, or digits that the library's parts do not agree on.
+    # The rest is unassigned in Unicode 16, or digits on which the library's parts disagree.
     known = [chr(c) for c in range(0x110000) if unicodedata.category(chr(c)) not in ("Cs", "Cn")]
     pools = [known, [c for c in known if unicodedata.combining(c)], [c for c in known if unicodedata.decomposition(c)],
              [c for c in known if unicodedata.category(c)[0] == "N"], [c for c in known if c.isspace()],

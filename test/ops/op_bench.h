@@ -1,4 +1,4 @@
-// op_bench.h: what tests of ops share: poisoned memory and a stream, finite differences, the golden files.
+// op_bench.h: shared by the op tests: poisoned memory and a stream, finite differences, the golden files.
 #pragma once
 #include <random>
 
@@ -9,7 +9,7 @@
 
 namespace llmc {
 
-// Memory and a stream for one case. Allocations are poisoned (NaN), so that an output not written shows.
+// Memory and a stream for one case. Allocations are poisoned (NaN), so that unwritten outputs show.
 struct Bench {
   Device device;
   Arena arena, scratch;
@@ -52,7 +52,7 @@ inline double dot(const Tensor& a, const Tensor& b) {
   return sum;
 }
 
-// The derivative of value() with respect to every element of x, by central differences, against `gradient`.
+// Compares the derivative of value() with respect to every element of x, by central differences, with `gradient`.
 template <class F>
 void require_gradient(const Tensor& x, const Tensor& gradient, F&& value) {
   constexpr double h = 1e-5;
@@ -70,10 +70,10 @@ void require_gradient(const Tensor& x, const Tensor& gradient, F&& value) {
   REQUIRE(relative_distance(gradient.data<double>(), numeric.data(), x.numel()) < 1e-7);
 }
 
-// Where an op with bf16 outputs rounds: these alone, or also what it computes them from.
+// Where an op with bf16 outputs rounds: only its outputs, or also intermediate values.
 enum class Rounding { once, inside_too };
 
-// The golden tensors, in the dtype that a case wants.
+// The golden tensors, in the dtype of a test case.
 struct Golden {
   DType dtype;
   SafetensorsReader fp32{"test/golden/ops.safetensors"}, bf16{"test/golden/ops_bf16.safetensors"};
@@ -82,7 +82,7 @@ struct Golden {
   const SafetensorsReader& file(const std::string& name) const {
     return dtype == DType::bf16 && bf16.has(name) ? bf16 : fp32;
   }
-  // In fp32, whatever the file has.
+  // In fp32, whatever the file's dtype.
   Tensor wide(Bench& b, const std::string& name, const Shape& shape) const {
     const SafetensorsReader& from = file(name);
     REQUIRE(from.info(name).numel() == shape.numel());
@@ -99,10 +99,10 @@ struct Golden {
     file(name).read(name, t.bytes);
     return t;
   }
-  // An output in fp32 is within 1e-5 of the exact one, in the bf16 case too: products of bf16 numbers are exact in
-  // fp32, in which ops compute and gradients accumulate (contract 12). An output in bf16 is within 2^-8, half of the
-  // distance of two bf16 numbers, and, where the golden file has PyTorch's bf16, about as near as that is: within 1.5
-  // times its error and one rounding. Rounding::once holds each element to 2^-8 of itself, give or take errors of fp32.
+  // fp32 outputs are within 1e-5 of the exact ones, for bf16 inputs too: products of bf16 numbers are exact in fp32, in
+  // which ops compute and gradients accumulate (contract 12). bf16 outputs are within 2^-8, half the distance between
+  // bf16 numbers, and, where the golden file has PyTorch's bf16, within 1.5 times PyTorch's error plus one rounding.
+  // Rounding::once holds each element to a relative 2^-8, up to fp32 errors.
   void require(Bench& b, const Tensor& found, const std::string& name, Rounding rounding = Rounding::once) const {
     b.stream.synchronize();
     const Tensor expected = wide(b, name, found.shape), ours = b.as(DType::fp32, found);

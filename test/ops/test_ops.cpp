@@ -1,5 +1,4 @@
-// Every op: by finite differences in double, against PyTorch (golden/ops.safetensors) in fp32 and bf16, and its
-// contract.
+// Every op: finite differences in double, PyTorch (golden/ops.safetensors) in fp32 and bf16, and the op's contract.
 #include "catch2.h"
 #include "ops/op_bench.h"
 
@@ -27,7 +26,7 @@ TEST_CASE("embedding: finite differences") {
   require_gradient(wpe, dwpe, value);
 }
 
-TEST_CASE("layernorm: finite differences; dx overwrites or adds as asked, weights always add") {
+TEST_CASE("layernorm: finite differences; dx overwrites or adds as requested, weights always add") {
   Bench b;
   const Shape NC{7, 5};
   const Tensor x = b.normal(NC), w = b.normal({5}), bias = b.normal({5}), dout = b.normal(NC);
@@ -92,7 +91,7 @@ TEST_CASE("gelu: finite differences; the gradient may be computed in place") {
   REQUIRE(relative_distance(dout.data<double>(), dx.data<double>(), dx.numel()) == 0);
 }
 
-TEST_CASE("attention: finite differences, plain and grouped heads, sequences around the size of a block") {
+TEST_CASE("attention: finite differences, plain and grouped heads, sequences around the block size") {
   for (const AttentionShape s : {AttentionShape{2, 13, 3, 3, 5}, AttentionShape{1, 7, 4, 2, 3},
                                  AttentionShape{1, 1, 1, 1, 2}, AttentionShape{1, 33, 2, 1, 3}}) {
     Bench b;
@@ -112,13 +111,13 @@ TEST_CASE("attention: finite differences, plain and grouped heads, sequences aro
   }
 }
 
-TEST_CASE("cross-entropy: finite differences; padding columns become zero and change nothing") {
+TEST_CASE("cross-entropy: finite differences; padding columns become zero and have no effect") {
   Bench b;
   constexpr int64_t N = 6, V = 9, padded = 16;
   const Tensor targets = b.integers({0, 8, 3, 3, 5, 1});
   const Tensor original = b.normal({N, padded}, 2), logits = b.poisoned(DType::fp64, {N, padded}),
                losses = b.poisoned(DType::fp64, {N});
-  for (int64_t n = 0; n < N; ++n)  // whatever stands in the padding
+  for (int64_t n = 0; n < N; ++n)  // arbitrary values in the padding
     for (int64_t v = V; v < padded; ++v) original.data<double>()[n * padded + v] = 1e30;
   auto value = [&] {
     copy(logits, original, b.stream);
@@ -197,7 +196,7 @@ TEST_CASE("every op agrees with PyTorch in fp32 and bf16") {
       golden.require(b, dx, "linear.dx");
       golden.require(b, dw, "linear.dweight");
       golden.require(b, db, "linear.dbias");
-      linear_backward_weight(dw, db, dout, x, b.stream);  // a second micro-batch adds in fp32
+      linear_backward_weight(dw, db, dout, x, b.stream);  // a second micro-batch accumulates in fp32
       scale(dw, 0.5f, b.stream);
       scale(db, 0.5f, b.stream);
       golden.require(b, dw, "linear.dweight");
@@ -219,7 +218,7 @@ TEST_CASE("every op agrees with PyTorch in fp32 and bf16") {
       attention_forward(out, lse, qkv, {}, s, b.stream);
       attention_backward(dqkv, in(name + ".dout", {N, s.Hq * s.D}), out, qkv, lse, {}, s, b.stream);
       golden.require(b, out, name + ".out");
-      golden.require(b, dqkv, name + ".dqkv", Rounding::inside_too);  // it reads the rounded out
+      golden.require(b, dqkv, name + ".dqkv", Rounding::inside_too);  // reads the rounded out
     }
     {
       const Tensor out = b.poisoned(d, {7, 36});
@@ -232,7 +231,7 @@ TEST_CASE("every op agrees with PyTorch in fp32 and bf16") {
       golden.require(b, losses, "cross_entropy.losses");
       golden.require(b, logits, "cross_entropy.dlogits");
     }
-    // bf16 weights are the rounding of fp32 masters, which agree with PyTorch as closely as fp32 weights do.
+    // bf16 weights are rounded fp32 masters, which match PyTorch as closely as fp32 weights do.
     for (const auto& [op, max_norm] : {std::pair<std::string, double>{"adamw", 0}, {"clipped_adamw", 1}}) {
       const bool rounded = d == DType::bf16;
       const Tensor master = golden.load(b, op + ".before", DType::fp32, {133}),
@@ -255,7 +254,7 @@ TEST_CASE("every op agrees with PyTorch in fp32 and bf16") {
         REQUIRE((control.data<double>()[1] < 1) == (max_norm > 0 && step > 1));
       }
     }
-    if (d == DType::bf16) {  // of a gradient in bf16: the sum is in double all the same
+    if (d == DType::bf16) {  // of a bf16 gradient: the sum is still in double
       const Tensor norm = b.poisoned(DType::fp64, {1});
       square_sum(norm, in("gradient_norm.gradient", {133}), b.stream);
       b.stream.synchronize();
@@ -277,7 +276,7 @@ TEST_CASE("a control that forbids the update changes nothing") {
   REQUIRE(m.data<float>()[7] == 0);
 }
 
-TEST_CASE("the gradient norm adds in double, clips as torch does, and forbids what is not finite") {
+TEST_CASE("the gradient norm adds in double, clips as torch does, and forbids non-finite updates") {
   Bench b;
   const Tensor x = b.poisoned(DType::fp32, {200003}), sums = b.poisoned(DType::fp64, {2}),
                control = b.zeros(DType::fp64, {4}), loss = b.zeros(DType::fp64, {1});
@@ -304,7 +303,7 @@ TEST_CASE("the gradient norm adds in double, clips as torch does, and forbids wh
   clip_control(control, sums, loss, {.max_norm = 1}, b.stream);
   b.stream.synchronize();
   REQUIRE(control.data<double>()[2] == 0);
-  // From then on nothing is allowed, until it is made 0 again; a number that is only too large forbids one update.
+  // From then on no update is allowed until it is reset to 0; a value that is only too large forbids one update.
   x.data<float>()[100000] = 0;
   square_sum(sums.slice(0, {1}), x, b.stream);
   clip_control(control, sums, loss, {}, b.stream);
@@ -318,7 +317,7 @@ TEST_CASE("the gradient norm adds in double, clips as torch does, and forbids wh
   }
 }
 
-TEST_CASE("our ops give bitwise the same with 1, 2 and 3 threads") {
+TEST_CASE("our ops are bitwise the same with 1, 2 and 3 threads") {
   for (const DType d : {DType::fp32, DType::bf16}) {
     std::vector<std::string> results;
     for (int threads = 1; threads <= 3; ++threads) {

@@ -1,10 +1,10 @@
-// The ops that Llama and Qwen add to GPT-2's: finite differences in double, against PyTorch in fp32 and bf16, and the
-// key-value cache against whole sequences.
+// The ops that Llama and Qwen add to GPT-2's: finite differences in double, PyTorch in fp32 and bf16, and the key-value
+// cache against whole sequences.
 #include "ops/op_bench.h"
 
 using namespace llmc;
 
-TEST_CASE("rmsnorm: finite differences; dx overwrites or adds as asked, weights always add") {
+TEST_CASE("rmsnorm: finite differences; dx overwrites or adds as requested, weights always add") {
   Bench b;
   const Shape NC{7, 5};
   const Tensor x = b.normal(NC), w = b.normal({5}), dout = b.normal(NC), out = b.poisoned(DType::fp64, NC),
@@ -41,7 +41,7 @@ TEST_CASE("SwiGLU: finite differences") {
   });
 }
 
-TEST_CASE("query-key norm and rotary positions: finite differences; the values stay as they are") {
+TEST_CASE("query-key norm and rotary positions: finite differences; values are unchanged") {
   const AttentionShape s{.B = 2, .T = 3, .Hq = 4, .Hkv = 2, .D = 6};
   const int64_t N = s.B * s.T, width = (s.Hq + 2 * s.Hkv) * s.D;
   Bench b;
@@ -71,7 +71,7 @@ TEST_CASE("query-key norm and rotary positions: finite differences; the values s
   require_gradient(kw, dkw, value);
 }
 
-TEST_CASE("attention keeps documents apart: finite differences, and each document is as if it were alone") {
+TEST_CASE("attention separates documents: finite differences, and each document is as if alone") {
   for (const auto& lengths : {std::vector<int64_t>{5, 1, 9}, {33, 40, 2}, {64, 11}}) {
     int64_t T = 0;
     std::vector<int32_t> places;
@@ -115,7 +115,7 @@ TEST_CASE("attention against a cache gives the rows of the whole sequence") {
                  lse = b.poisoned(accumulator_of(d), {1, 4, T}), cache = b.poisoned(d, {T + 3, 24});
     attention_forward(out, lse, qkv, {}, whole, b.stream);
     for (int64_t begin = 0, n; begin < T; begin += n) {
-      n = std::min<int64_t>(begin + 1, T - begin);  // 1, 2, 4, 8 and what is left
+      n = std::min<int64_t>(begin + 1, T - begin);  // 1, 2, 4, 8 and the rest
       const AttentionShape part{.B = 1, .T = n, .Hq = 4, .Hkv = 2, .D = 6};
       const Tensor rows = qkv.slice(begin * 48, {n, 48});
       cache_append(cache, rows, begin, part, b.stream);

@@ -1,4 +1,4 @@
-// Checkpoints: Hugging Face directories both ways, whole or not at all; the table of parameters behind them.
+// Checkpoints: reading and writing Hugging Face directories atomically; the parameter table behind them.
 #include "catch2.h"
 #include "helpers.h"
 #include "run/checkpoint.h"
@@ -73,7 +73,7 @@ void rewrite(const std::string& from, const std::string& to, Rename&& rename) {
 
 }  // namespace
 
-TEST_CASE("a --model that is nothing is told which preset is near") {
+TEST_CASE("an unknown --model is refused with a similar preset") {
   REQUIRE_ERROR(resolve_model("gpt2:125M", {}), "the nearest is gpt2:124M");
   REQUIRE_ERROR(resolve_model("nothing-of-ours", {}), "llama3:8B, ");
   REQUIRE_ERROR(resolve_model("out/nowhere", {}), "there is no such directory");
@@ -81,12 +81,12 @@ TEST_CASE("a --model that is nothing is told which preset is near") {
   REQUIRE_ERROR(resolve_model("test/golden/tokenizers", {}), "this directory has no config.json: it is no model");
 }
 
-TEST_CASE("every preset has the published count of parameters") {
+TEST_CASE("every preset has the published parameter count") {
   for (const Preset& p : presets) {
     INFO(p.name);
     const double n = static_cast<double>(count_parameters(parameter_table(resolve_model(p.name, {}))));
     if (std::string(p.name).starts_with("gpt3:"))
-      REQUIRE(std::abs(n - p.parameters) < 0.02 * p.parameters);  // the paper's counts have two digits
+      REQUIRE(std::abs(n - p.parameters) < 0.02 * p.parameters);  // the paper gives two digits
     else REQUIRE(n == p.parameters);
   }
   REQUIRE_ERROR(resolve_model("gpt2:125M", {}), "gpt2:124M");
@@ -123,7 +123,7 @@ TEST_CASE("the state table has every parameter once per kind, without padding, a
   }
 }
 
-TEST_CASE("write, read and write again gives the same bytes; the vocabulary's padding is never visible") {
+TEST_CASE("writing, reading and writing again gives the same bytes; vocabulary padding is never saved") {
   for (const DType d : {DType::fp32, DType::bf16}) {
     const TempDir dir;
     Model a(d, 1), b(d, 2);
@@ -143,7 +143,7 @@ TEST_CASE("write, read and write again gives the same bytes; the vocabulary's pa
   }
 }
 
-TEST_CASE("a model that transformers wrote gives the logits that transformers computes") {
+TEST_CASE("a model written by transformers gives the logits of transformers") {
   const std::string directory = "test/golden/gpt2_tiny";
   const StepConfig config{.model = resolve_model(directory, {}), .batch = {1, 48}};
   const Plan plan = make_plan(config, {DeviceKind::cpu, 2});
@@ -161,7 +161,7 @@ TEST_CASE("a model that transformers wrote gives the logits that transformers co
   for (size_t v = 0; v < theirs.size(); ++v) REQUIRE(std::abs(ours[v] - theirs[v]) < 1e-5);
 }
 
-TEST_CASE("names without the prefix and weights stored in bf16 are read; buffers of old files are passed over") {
+TEST_CASE("names without the prefix and weights stored in bf16 are read; buffers of old files are ignored") {
   const TempDir dir;
   Model a(DType::fp32, 1), b(DType::fp32, 2), rounded(DType::bf16, 3);
   const std::string path = a.save(dir / "a");
@@ -201,7 +201,7 @@ TEST_CASE("a missing, unknown or misshapen tensor is refused by name, and nothin
   REQUIRE_ERROR(b.load(dir / "x"), "weight_map");
 }
 
-TEST_CASE("a checkpoint that cannot be written leaves no trace and older ones alone") {
+TEST_CASE("a checkpoint that cannot be written leaves no trace and older ones intact") {
   const TempDir dir;
   Model m(DType::fp32, 1);
   const std::string first = m.save(dir / "out", 1), before = read_whole(first + "/model.safetensors");
@@ -212,14 +212,14 @@ TEST_CASE("a checkpoint that cannot be written leaves no trace and older ones al
   REQUIRE_ERROR(write_checkpoint(dir / "file", 2, m.config, m.state, m.dtype, {}, m.stream), "file");
 }
 
-TEST_CASE("a checkpoint is read as its manifest names it, wherever it lies and whatever lies beside it") {
+TEST_CASE("a checkpoint is read by its manifest, wherever it is and whatever other files are there") {
   const TempDir dir;
   const std::string out = dir / "a [1] *? {2}";
   Model a(DType::fp32, 1), b(DType::fp32, 2);
   for (const StateEntry& e : a.state.state_table())
     if (e.kind == StateKind::moment1) init_normal(e.tensor, 0.5f, 0, 9, e.param->name, a.stream);
   const std::string path = a.save(out);
-  // What an interrupted copy or another run may leave there.
+  // Files that an interrupted copy or another run may leave there.
   std::ofstream(path + "/optimizer-00002-of-00002.safetensors") << "garbage";
   std::ofstream(path + "/model-00001-of-00002.safetensors") << "garbage";
   std::ofstream(path + "/model.safetensors.index.json")

@@ -1,5 +1,5 @@
-// What a run meets on the disk: damaged checkpoints, other options, another run, no room, no right to write; and which
-// checkpoints it keeps.
+// Runs that meet damaged checkpoints, changed options, another run, a full disk or missing permissions; and which
+// checkpoints a run keeps.
 #include <fcntl.h>
 #include <sys/file.h>
 
@@ -24,14 +24,14 @@ void flip_byte(const std::string& file, int64_t at) {
   f.seekp(at).put(byte);
 }
 
-// A directory under which something is mounted, until the end of the scope; tests may run as root, or be passed over.
+// Mounts something until the end of the scope; skipped if this process may not mount.
 struct Mount {
   std::string path;
   bool there;
   Mount(const std::string& at, const std::string& how) : path(at) {
     fs::create_directories(at);
     there = std::system(("mount " + how + " " + at + " 2>/dev/null").c_str()) == 0;
-    if (!there) WARN("passed over: this process may not mount");
+    if (!there) WARN("skipped: this process may not mount");
   }
   ~Mount() {
     if (there) REQUIRE(std::system(("umount -l " + path).c_str()) == 0);
@@ -40,7 +40,7 @@ struct Mount {
 
 }  // namespace
 
-TEST_CASE("--resume auto passes over damaged checkpoints, loudly; an explicit one is never replaced by another") {
+TEST_CASE("--resume auto skips damaged checkpoints with a warning; an explicit one is never replaced by another") {
   const TempDir dir;
   const std::string options = "--max-steps 9 --checkpoint-every 3 ";
   run_well(tiny(dir / "whole", options));
@@ -57,7 +57,7 @@ TEST_CASE("--resume auto passes over damaged checkpoints, loudly; an explicit on
     fs::remove_all(dir / "run");
     fs::copy(dir / "whole", dir / "run", fs::copy_options::recursive);
     fs::remove_all(dir / "run/step-000009");
-    fs::create_directories(dir / "run/.tmp-step-000009-123/x");  // stale, of a run that was killed
+    fs::create_directories(dir / "run/.tmp-step-000009-123/x");  // left by a killed run
     damage(dir / "run/step-000006");
 
     const ProgramResult asked = run_program(tiny(dir / "run", options + "--resume " + (dir / "run/step-000006")));
@@ -79,7 +79,7 @@ TEST_CASE("--resume auto passes over damaged checkpoints, loudly; an explicit on
   }
 }
 
-TEST_CASE("where every checkpoint is damaged nothing is begun anew") {
+TEST_CASE("no new run is started when every checkpoint is damaged") {
   const TempDir dir;
   run_well(tiny(dir / "run", "--max-steps 3"));
   flip_byte(dir / "run/step-000003/model.safetensors", 3000);
@@ -89,7 +89,7 @@ TEST_CASE("where every checkpoint is damaged nothing is begun anew") {
   REQUIRE(losses(dir / "run").size() == 3);
 }
 
-TEST_CASE("a --model of ours whose weights have changed is not taken, unless its manifest is gone") {
+TEST_CASE("a --model of ours with modified weights is refused, unless its manifest is missing") {
   const TempDir dir;
   run_well(tiny(dir / "run", "--max-steps 3 --log-every 2"));
   const std::string checkpoint = dir / "run/step-000003",
@@ -106,7 +106,7 @@ TEST_CASE("a --model of ours whose weights have changed is not taken, unless its
   run_well(generate);
 }
 
-TEST_CASE("--log-every thins the console, not the metrics") {
+TEST_CASE("--log-every thins the console output, not the metrics") {
   const TempDir dir;
   const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 8 --log-every 3"));
   REQUIRE(r.status == 0);
@@ -116,7 +116,7 @@ TEST_CASE("--log-every thins the console, not the metrics") {
   REQUIRE(losses(dir / "run").size() == 8);
 }
 
-TEST_CASE("a resume with options that must match is refused by name; others warn or change freely") {
+TEST_CASE("a resume with changed options that must match is refused by name; others warn or may change") {
   const TempDir dir;
   run_well(tiny(dir / "run", "--max-steps 4"));
   const std::string before = read_whole(dir / "run/metrics.jsonl");
@@ -138,11 +138,11 @@ TEST_CASE("a resume with options that must match is refused by name; others warn
   REQUIRE(longer.status == 0);
   REQUIRE(longer.out.find("notice: --max-steps was '4' and is '8'") != std::string::npos);
   REQUIRE(losses(dir / "run").size() == 8);
-  // A branch: another directory goes on from a checkpoint of this one.
+  // A branch: another directory continues from a checkpoint of this one.
   run_well(tiny(dir / "branch", "--max-steps 8 --resume " + (dir / "run/step-000004")));
   REQUIRE(losses(dir / "branch").size() == 4);
   REQUIRE(run_program(tiny(dir / "run", "--max-steps 9 --resume " + (dir / "run/step-000004"))).status ==
-          1);  // 8 is there
+          1);  // step 8 exists
 }
 
 TEST_CASE("two runs on one out directory are refused") {
@@ -157,7 +157,7 @@ TEST_CASE("two runs on one out directory are refused") {
   run_well(tiny(dir / "run", "--max-steps 3"));
 }
 
-TEST_CASE("a full disk ends the run with the last checkpoint whole; with room it goes on") {
+TEST_CASE("a full disk ends the run with the last checkpoint intact; with free space it resumes") {
   const TempDir dir;
   const Mount disk(dir / "small", "-t tmpfs -o size=400k tmpfs");
   if (!disk.there) return;
@@ -185,7 +185,7 @@ TEST_CASE("a read-only file system is refused before training") {
   REQUIRE(r.err.find("Read-only file system") != std::string::npos);
 }
 
-TEST_CASE("retention keeps the newest, the milestones and the best, and best leads to it") {
+TEST_CASE("retention keeps the newest, the milestones and the best, and `best` links to the best") {
   const TempDir dir;
   run_well(tiny(dir / "run",
                 "--max-steps 20 --checkpoint-every 2 --keep-checkpoints 2 --keep-every 8 --keep-best --val-data " +

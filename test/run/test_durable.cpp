@@ -1,4 +1,4 @@
-// A run is durable: exact resume after signals, kills and crashes at any file operation.
+// Durable runs: exact resume after signals, kills and crashes at any file operation.
 #include <map>
 #include <memory>
 #include <set>
@@ -13,7 +13,7 @@ namespace fs = std::filesystem;
 
 namespace {
 
-// Runs until it is done, whatever stops it; returns how often it was stopped by saving.
+// Runs until the run is complete; returns how often it was stopped and saved.
 int run_until_done(const std::string& arguments, const std::function<std::string(int)>& prefix) {
   int stopped = 0;
   for (int attempt = 0;; ++attempt) {
@@ -21,7 +21,7 @@ int run_until_done(const std::string& arguments, const std::function<std::string
     const ProgramResult r = run_program(arguments, prefix(attempt));
     INFO(r.err);
     if (r.status == 0) return stopped;
-    REQUIRE((r.status == 75 || r.status > 128));  // by a signal, before the first step
+    REQUIRE((r.status == 75 || r.status > 128));  // killed by a signal before the first step
     stopped += r.status == 75;
   }
 }
@@ -46,7 +46,7 @@ TEST_CASE("a run stopped by signals at arbitrary moments and resumed is bitwise 
     REQUIRE(losses(dir / "whole").size() == 200);
     REQUIRE(losses(dir / "cut") == losses(dir / "whole"));
     REQUIRE(state_of(dir / "cut/step-000200") == state_of(dir / "whole/step-000200"));
-    // Validations too, each once.
+    // Validations too, each exactly once.
     auto validations = [](const std::string& out) {
       std::vector<std::string> lines;
       std::ifstream in(out + "/metrics.jsonl");
@@ -68,7 +68,7 @@ void kill_everywhere(int kills, uint64_t seed) {
   REQUIRE(run_program(tiny(dir / "whole", options), shim + "FILE_OPS_LOG=" + (dir / "log")).status == 0);
   int64_t operations = 0;
   const std::string log = read_whole(dir / "log");
-  for (size_t at = 0; at < log.size();) {  // "WORDS BYTES\n", then so many bytes
+  for (size_t at = 0; at < log.size();) {  // "WORDS BYTES\n", then that many bytes
     const size_t end = log.find('\n', at), space = log.rfind(' ', end);
     at = end + 1 + std::stoul(log.substr(space + 1, end - space - 1));
     ++operations;
@@ -96,16 +96,16 @@ void kill_everywhere(int kills, uint64_t seed) {
 
 }  // namespace
 
-TEST_CASE("kill -9 in the middle of any file operation costs only the steps since the last checkpoint") {
+TEST_CASE("kill -9 in the middle of any file operation loses only the steps since the last checkpoint") {
   kill_everywhere(12, 1);
 }
 TEST_CASE("kill -9 at fifty places", "[long]") { kill_everywhere(50, 2); }
 
-// ---- Crashes of the machine: what was not synced is lost ------------------------------------------------------------
+// ---- Crashes of the machine: unsynced data is lost ------------------------------------------------------------------
 
 namespace {
 
-// A file system that knows what is on the disk and what is only in memory.
+// A model of a file system that tracks what is on disk and what is only in memory.
 class CrashingDisk {
  public:
   explicit CrashingDisk(const std::string& root) : root_(root) {}
@@ -131,7 +131,7 @@ class CrashingDisk {
     else FAIL("unknown operation " << what);
   }
 
-  // What a crash leaves. Names and data each as they were in memory, or as they were synced.
+  // The state after a crash. Names and data each either as in memory, or as last synced.
   void materialise(const std::string& to, bool names_in_memory, bool data_in_memory) const {
     fs::remove_all(to);
     write(*top_, to, names_in_memory, data_in_memory);
@@ -168,7 +168,7 @@ class CrashingDisk {
 
 }  // namespace
 
-TEST_CASE("a crash after any file operation leaves the previous or the new checkpoint, whole") {
+TEST_CASE("a crash after any file operation leaves the previous or the new checkpoint intact") {
   const TempDir dir;
   const std::string out = dir / "run";
   fs::create_directory(out);
@@ -177,7 +177,7 @@ TEST_CASE("a crash after any file operation leaves the previous or the new check
   const std::string log = read_whole(dir / "log");
 
   CrashingDisk disk(out);
-  int64_t durable = 0, appearing = 0;  // the last checkpoint that is on the disk, the one that has its name
+  int64_t durable = 0, appearing = 0;  // the last checkpoint on disk, and the last one renamed
   int checked = 0;
   std::set<int64_t> seen;
   for (size_t at = 0; at < log.size();) {
@@ -192,7 +192,7 @@ TEST_CASE("a crash after any file operation leaves the previous or the new check
     if (words[0] == "rename")
       if (const auto step = checkpoint_step(words[2])) appearing = *step;
     if (words[0] == "fsync" && words[1] == out) durable = appearing;
-    if (words[0] == "write" && words[1].find("metrics") != std::string::npos) continue;  // not of the saver
+    if (words[0] == "write" && words[1].find("metrics") != std::string::npos) continue;  // not written by the saver
 
     for (const auto& [names, contents] : {std::pair{false, false}, {true, false}, {true, true}}) {
       if (contents && words[0] == "write" && checked % 8 != 0) {

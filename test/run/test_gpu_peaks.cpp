@@ -1,4 +1,4 @@
-// Datasheet peaks by the names that drivers give GPUs.
+// Datasheet peaks by the GPU names that drivers report.
 #include "catch2.h"
 #include "run/gpu_peaks.h"
 
@@ -13,7 +13,7 @@ struct Chip {
 
 }  // namespace
 
-TEST_CASE("a GPU is known by the driver's name for it", "[peaks]") {
+TEST_CASE("a GPU is recognised by the driver's name for it", "[peaks]") {
   const std::optional<double> na;
   const Chip chips[] = {
       {"NVIDIA H100 80GB HBM3", 989.5, 1979, 3350},
@@ -29,7 +29,7 @@ TEST_CASE("a GPU is known by the driver's name for it", "[peaks]") {
       {"NVIDIA B300 SXM6 AC", 2250, 4500, 8000},
       {"NVIDIA A100-SXM4-80GB", 312, na, 2039},
       {"NVIDIA A100-SXM4-40GB", 312, na, 1555},
-      {"A100-SXM4-40GB", 312, na, 1555},  // as drivers of 2020 have it
+      {"A100-SXM4-40GB", 312, na, 1555},  // as named by drivers of 2020
       {"NVIDIA A100 80GB PCIe", 312, na, 1935},
       {"NVIDIA A100-PCIE-40GB", 312, na, 1555},
       {"NVIDIA A10", 125, na, 600},
@@ -59,7 +59,7 @@ TEST_CASE("a GPU is known by the driver's name for it", "[peaks]") {
   }
 }
 
-TEST_CASE("a GPU that is no row's is not taken for its neighbour", "[peaks]") {
+TEST_CASE("an unlisted GPU does not match a similar row", "[peaks]") {
   for (const char* name : {"NVIDIA GeForce RTX 4090 Laptop GPU",
                            "NVIDIA GeForce RTX 4090 D",
                            "NVIDIA GeForce RTX 5090 D v2",
@@ -85,14 +85,14 @@ TEST_CASE("a GPU that is no row's is not taken for its neighbour", "[peaks]") {
   }
 }
 
-TEST_CASE("the rows of the table are what they say of each other", "[peaks]") {
+TEST_CASE("the rows of the table are consistent with each other", "[peaks]") {
   for (const GpuPeaks& row : detail::gpu_peaks_table) {
     INFO(row.name);
     const auto peaks = gpu_peaks(row.name);
     REQUIRE(peaks.has_value());
-    EXPECT(std::string(peaks->name) == row.name);  // no row hides another one
+    EXPECT(std::string(peaks->name) == row.name);  // no row shadows another
     EXPECT(*row.bandwidth > 0);
-    // Products in fp8 take half the time of those in bf16; datasheets round both.
+    // fp8 matmuls take half the time of bf16; datasheets round both.
     if (row.fp8) EXPECT(*row.fp8 / *row.bf16 == Catch::Approx(2).epsilon(0.015));
   }
 }

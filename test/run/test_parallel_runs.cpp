@@ -1,4 +1,4 @@
-// Runs of the program with several ranks: the run of one rank, resumed in other layouts, refused and ended together.
+// Runs of the program with several ranks: equal to one rank, resumed in other layouts, refused and ended together.
 #include <fstream>
 #include <nlohmann/json.hpp>
 
@@ -33,7 +33,7 @@ std::vector<std::string> metrics(const std::string& out) {
 
 }  // namespace
 
-TEST_CASE("a run of several ranks is the run of one: losses, validation, resume in another layout, signals") {
+TEST_CASE("a run of several ranks equals the run of one: losses, validation, resume in another layout, signals") {
   const TempDir dir;
   REQUIRE(run_program(small_run(dir / "one", "--max-steps 20 --batch-size 4")).status == 0);
   REQUIRE(run_program(small_run(dir / "four", "--max-steps 20 --batch-size 2 --local-ranks 4 --zero-stage 3")).status ==
@@ -49,7 +49,7 @@ TEST_CASE("a run of several ranks is the run of one: losses, validation, resume 
     }
   };
   near(dir / "four", dir / "one");
-  // Begun by one rank, gone on by four in stage 2, then by two in stage 1: the same run.
+  // Started on one rank, resumed on four in stage 2, then on two in stage 1: the same run.
   REQUIRE(run_program(small_run(dir / "moved", "--max-steps 7 --lr-schedule constant --batch-size 4")).status == 0);
   REQUIRE(run_program(small_run(dir / "moved",
                                 "--max-steps 13 --lr-schedule constant --batch-size 1 --local-ranks 4 --zero-stage 2"))
@@ -68,7 +68,7 @@ TEST_CASE("a run of several ranks is the run of one: losses, validation, resume 
   REQUIRE(moved.size() == 20);
   REQUIRE(stayed.size() == 20);
   for (size_t i = 0; i < 20; ++i) REQUIRE(std::abs(moved[i] / stayed[i] - 1) < 1e-4);
-  // Stopped by signals and by kill, the layout kept: bit for bit.
+  // Stopped by signals and by SIGKILL in the same layout: bit for bit.
   const std::string four = "--max-steps 60 --batch-size 2 --local-ranks 4 --zero-stage 2 --checkpoint-every 9";
   REQUIRE(run_program(small_run(dir / "whole", four)).status == 0);
   for (int attempt = 0;; ++attempt) {
@@ -83,7 +83,7 @@ TEST_CASE("a run of several ranks is the run of one: losses, validation, resume 
   REQUIRE(metrics(dir / "cut") == metrics(dir / "whole"));
 }
 
-TEST_CASE("a run that goes on in another stage reduces gradients as before, bit for bit, if memory allows") {
+TEST_CASE("a run resumed in another stage reduces gradients as before, bit for bit, if memory allows") {
   const TempDir dir;
   const std::string steps = "--n-layer 12 --max-steps 8 --checkpoint-every 4 --batch-size 2 --local-ranks 2 ";
   namespace fs = std::filesystem;
@@ -104,11 +104,11 @@ TEST_CASE("a run that goes on in another stage reduces gradients as before, bit 
     go_on(then);
     REQUIRE(metrics(cut) == metrics(whole));
     REQUIRE(json::parse(read_whole(cut + "/step-000008/trainer.json"))["choices"]["grad_reduce"] == recorded);
-    // An option that says so wins, and rounds otherwise.
+    // An explicit option wins, and rounds differently.
     go_on(then + (begun == 1 ? "--grad-reduce micro" : "--grad-reduce step"));
     REQUIRE(metrics(cut) != metrics(whole));
     if (begun == 2) continue;
-    // Where there is no memory for it, the stage's own way, with a notice.
+    // Without enough memory for it: the stage's default, with a notice.
     StepConfig c{.model = resolve_model(
                      "d2", {.n_layer = 12, .n_head = 2, .n_kv_head = {}, .n_embd = 24, .n_ffn = {}, .vocab_size = 211}),
                  .batch = {2, 33},
@@ -124,7 +124,8 @@ TEST_CASE("a run that goes on in another stage reduces gradients as before, bit 
   }
 }
 
-TEST_CASE("a resumed run that fits only as it was recorded goes on; one that does not fit at all is refused") {
+TEST_CASE(
+    "a resumed run that fits only with its recorded settings continues; one that does not fit at all is refused") {
   const TempDir dir;
   const std::string steps = "--n-layer 12 --checkpoint-every 4 --batch-size 2 --local-ranks 2 --lr-schedule constant ";
   REQUIRE(run_program(small_run(dir / "run", steps + "--max-steps 4 --zero-stage 2")).status == 0);
@@ -170,7 +171,7 @@ TEST_CASE("with --memory-limit a little above what stage 3 needs, stage 3 runs a
   REQUIRE(two.err.find("AdamW first moment") != std::string::npos);
 }
 
-TEST_CASE("a weight that is not a number on one rank of a stage-3 run: all ranks leave with status 2 and name it") {
+TEST_CASE("a NaN weight on one rank of a stage-3 run: all ranks exit with status 2 and name it") {
   const TempDir dir;
   std::vector<uint16_t> tokens(33 * 8 + 1, 5);
   write_shard<uint16_t>(dir / "data.bin", tokens);
@@ -178,7 +179,7 @@ TEST_CASE("a weight that is not a number on one rank of a stage-3 run: all ranks
       "--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --batch-size 1 --local-ranks 2 --zero-stage 3 "
       "--train-data " +
       (dir / "data.bin") + " --out-dir " + (dir / "run");
-  // A weight of the last unit, which one rank of the two holds, is not a number in the checkpoint.
+  // A weight of the last unit, held by one of the two ranks, is NaN in the checkpoint.
   REQUIRE(run_program(options + " --max-steps 1 --local-ranks 1").status == 0);
   const std::string file = dir / "run/step-000001/model.safetensors";
   std::string bytes = read_text(file);
@@ -195,7 +196,7 @@ TEST_CASE("a weight that is not a number on one rank of a stage-3 run: all ranks
   REQUIRE(weight.err.find("before the step) holds one") != std::string::npos);
 }
 
-TEST_CASE("a bad token that one rank reads ends all of them with its message") {
+TEST_CASE("a bad token read by one rank ends all ranks with its message") {
   const TempDir dir;
   std::vector<uint16_t> tokens(33 * 8 + 1, 5);
   tokens[33 * 3 + 4] = 250;

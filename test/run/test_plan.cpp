@@ -1,4 +1,4 @@
-// The planner: memory by name equals the sum of its parts, runs that do not fit are refused with what would fit.
+// The planner: planned memory by name equals the sum of its parts; runs that do not fit are refused with alternatives.
 #include <nlohmann/json.hpp>
 
 #include "catch2.h"
@@ -18,12 +18,12 @@ int64_t line(const Plan& plan, const std::string& label) {
 
 }  // namespace
 
-TEST_CASE("the plan of gpt3:13B is the sum of its parts by hand") {
+TEST_CASE("the plan of gpt3:13B equals the sum computed by hand") {
   const int64_t L = 40, C = 5120, F = 20480, H = 40, V = 50304, P = 2048, B = 2, T = 2048, N = B * T;
   const StepConfig config{
       .model = resolve_model("gpt3:13B", {}), .dtype = DType::bf16, .batch = {B, T}, .micro_batches = 4};
   const Plan plan = make_plan(config, {DeviceKind::cpu, 2});
-  // Every size here is a multiple of the arena's 256 bytes, but for the head unit's two vectors, which are too.
+  // Every size here is a multiple of the arena's 256 bytes, including the head unit's two vectors.
   const int64_t block = 3 * C * C + 3 * C + C * C + C + 4 * C + F * C + F + C * F + C;
   const int64_t elements = V * C + P * C + L * block + 2 * C;
   REQUIRE(line(plan, "weights") == 2 * elements);
@@ -39,7 +39,7 @@ TEST_CASE("the plan of gpt3:13B is the sum of its parts by hand") {
   int64_t sum = 0;
   for (const MemoryLine& l : plan.memory) sum += l.bytes;
   REQUIRE(sum == plan.total_bytes());
-  // The matrices: 6 flops a parameter and token, of which the padded vocabulary is a part.
+  // Matmuls: 6 flops per parameter and token; the padded vocabulary counts as parameters.
   double flops = 0;
   for (const char* op : {"linear_forward", "linear_backward_input", "linear_backward_weight"})
     flops += plan.step_ops.at(op).flops;
@@ -47,7 +47,7 @@ TEST_CASE("the plan of gpt3:13B is the sum of its parts by hand") {
   REQUIRE(flops == 6 * matrices * static_cast<double>(4 * N));
 }
 
-TEST_CASE("--plan needs no data and no GPU, and --memory-limit refuses with what would fit") {
+TEST_CASE("--plan needs no data and no GPU, and --memory-limit refuses with a configuration that fits") {
   const ProgramResult plan = run_program("--plan --model gpt3:13B --seq-len 2048 --dtype bf16 --threads 2");
   INFO(plan.out << plan.err);
   REQUIRE(plan.status == 0);
@@ -58,7 +58,7 @@ TEST_CASE("--plan needs no data and no GPU, and --memory-limit refuses with what
   REQUIRE(refused.status == 1);
   REQUIRE(refused.err.find("--memory-limit") != std::string::npos);
   REQUIRE(refused.out.find("AdamW first moment") != std::string::npos);
-  // What it proposes does fit, and nothing that comes before it in the list would.
+  // Its proposal fits, and nothing earlier in the list would.
   const size_t begin = refused.err.find("it would with ") + 14, end = refused.err.find(" (", begin);
   const std::string proposed = refused.err.substr(begin, end - begin);
   REQUIRE(proposed == "--batch-size 2 --total-batch-size 4096 --recompute block");
@@ -70,7 +70,7 @@ TEST_CASE("--plan needs no data and no GPU, and --memory-limit refuses with what
   REQUIRE(hopeless.err.find("--seq-len") != std::string::npos);
 }
 
-TEST_CASE("generation holds the weights alone, and is refused where they do not fit") {
+TEST_CASE("generation needs only the weights, and is refused if they do not fit") {
   const TempDir dir;
   write_shard<uint16_t>(dir / "t.bin", std::vector<uint16_t>(1000, 5));
   const std::string shape = "--vocab-size 257 --n-layer 4 --n-embd 96 --n-head 4 -t 64 ";
@@ -112,7 +112,7 @@ TEST_CASE("a run beyond the memory limit is refused before anything is made") {
   REQUIRE_FALSE(std::filesystem::exists(dir / "out"));
 }
 
-TEST_CASE("sizes beyond counting are refused at once, not multiplied") {
+TEST_CASE("sizes that would overflow are refused before multiplying") {
   auto refused = [](const std::string& options, const std::string& why) {
     const ProgramResult r = run_program("--plan " + options, "timeout 10");
     INFO(options << "\n" << r.err);
@@ -137,7 +137,7 @@ TEST_CASE("sizes beyond counting are refused at once, not multiplied") {
   REQUIRE_FALSE(std::filesystem::exists(dir / "out"));
 }
 
-TEST_CASE("a validation of more steps than there is data takes all of it, however many micro-batches that is") {
+TEST_CASE("a validation of more steps than there is data uses all of it, for any number of micro-batches") {
   const TempDir dir;
   std::vector<uint16_t> tokens(10001);
   for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<uint16_t>(i * i % 100);

@@ -1,5 +1,4 @@
-// The directory of a run: what stands in it, which checkpoint a start goes on from however it is spelled, the commands
-// that come next.
+// A run's directory: its contents, which checkpoint a start resumes from, and the commands suggested at the end.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -28,7 +27,7 @@ Options in(const std::string& out) {
   return o;
 }
 
-// Not root, whom no permission holds back, until the end of the scope.
+// Drops root, which ignores permissions, until the end of the scope.
 class OrdinaryUser {
  public:
   OrdinaryUser() : root_(geteuid() == 0) {
@@ -50,7 +49,7 @@ void run_well(const std::string& arguments) {
   REQUIRE(r.status == 0);
 }
 
-// Changes trainer.json of a checkpoint, which stays whole.
+// Changes trainer.json of a checkpoint, keeping the checkpoint valid.
 template <class Change>
 void edit_trainer(const std::string& checkpoint, Change&& change) {
   json trainer = read_json(checkpoint + "/trainer.json"), manifest = read_json(checkpoint + "/manifest.json");
@@ -67,7 +66,7 @@ TEST_CASE("an out directory that cannot be read, and odd things in it, are refus
   Log log = Log::silent();
   const std::string hidden = dir / "hidden", odd = dir / "odd";
   for (const std::string& made : {hidden, odd}) fs::create_directory(made);
-  for (const mode_t mode : {0000, 0111, 0333}) {  // nothing; names that are known; writing, too
+  for (const mode_t mode : {0000, 0111, 0333}) {  // no access; search only; search and write
     REQUIRE(chmod(hidden.c_str(), mode) == 0);
     const OrdinaryUser user;
     REQUIRE_ERROR(RunDirectory(log, in(hidden)), hidden);
@@ -86,7 +85,7 @@ TEST_CASE("an out directory that cannot be read, and odd things in it, are refus
   const RunDirectory good(log, in(odd));
 }
 
-TEST_CASE("a run that came to no step makes room for one with other options; one that did a step does not") {
+TEST_CASE("a run without a completed step may be replaced by one with other options; one with a step may not") {
   const TempDir dir;
   Log log = Log::silent();
   Options first = in(dir / "run"), other = first;
@@ -99,7 +98,7 @@ TEST_CASE("a run that came to no step makes room for one with other options; one
   const RunDirectory same(log, other);
 }
 
-TEST_CASE("metrics are cut behind the step, whatever stands in their lines") {
+TEST_CASE("metrics are truncated after the step, whatever their lines contain") {
   const TempDir dir;
   Log log = Log::silent();
   const RunDirectory directory(log, in(dir / "run"));
@@ -126,7 +125,7 @@ TEST_CASE("a run that was stopped between its last update and its last validatio
   REQUIRE(read_whole(dir / "run/metrics.jsonl") == whole);
 }
 
-TEST_CASE("--resume takes a checkpoint of its own out directory however it is spelled") {
+TEST_CASE("--resume accepts a checkpoint of its own out directory in any spelling") {
   const TempDir dir;
   const std::string more = "--max-steps 6 --checkpoint-every 2 ";
   run_well(tiny(dir / "whole", more));
@@ -144,7 +143,7 @@ TEST_CASE("--resume takes a checkpoint of its own out directory however it is sp
   }
 }
 
-TEST_CASE("--resume refuses a checkpoint of a step that the out directory has another one of") {
+TEST_CASE("--resume refuses a checkpoint if the out directory has a different one of the same step") {
   const TempDir dir;
   for (const char* run : {"a", "b"}) run_well(tiny(dir / run, "--max-steps 4 --lr-schedule constant"));
   auto refused = [&](const std::string& resume, const std::string& why) {
@@ -163,7 +162,7 @@ TEST_CASE("--resume refuses a checkpoint of a step that the out directory has an
       0);
 }
 
-TEST_CASE("a checkpoint whose data cursor is not that of its step is refused") {
+TEST_CASE("a checkpoint whose data cursor does not match its step is refused") {
   const TempDir dir;
   run_well(tiny(dir / "run", "--max-steps 4 --total-batch-size 264"));
   const json before = read_json(dir / "run/step-000004/trainer.json");
@@ -179,7 +178,7 @@ TEST_CASE("a checkpoint whose data cursor is not that of its step is refused") {
 
 namespace {
 
-// The command behind `title` in what a run said last.
+// The command after `title` in a run's final output.
 std::string next_command(const ProgramResult& r, const std::string& title) {
   const size_t table = r.out.rfind("\nnext: "), line = r.out.find("\n  " + title + " ", table);
   REQUIRE(table != std::string::npos);
@@ -188,7 +187,7 @@ std::string next_command(const ProgramResult& r, const std::string& title) {
   return r.out.substr(begin, r.out.find('\n', begin) - begin);
 }
 
-// Pastes a command line into a shell.
+// Runs a command line in a shell, as if pasted.
 ProgramResult run_shell(const std::string& command) {
   const std::string program = "./train_gpt ";
   REQUIRE(command.starts_with(program));
@@ -197,9 +196,9 @@ ProgramResult run_shell(const std::string& command) {
 
 }  // namespace
 
-TEST_CASE("the commands that a run ends with work when they are pasted") {
+TEST_CASE("the commands suggested at the end of a run work when pasted") {
   const TempDir dir;
-  // A table of 211 one-byte tokens: it can print, and cannot encode a prompt.
+  // A table of 211 one-byte tokens: it can decode but not encode a prompt.
   std::string table(1024, '\0');
   const uint32_t header[4] = {20240328, 2, 211, 3};
   std::memcpy(table.data(), header, sizeof header);
@@ -222,13 +221,13 @@ TEST_CASE("the commands that a run ends with work when they are pasted") {
     INFO(generated.err);
     REQUIRE(generated.status == 0);
     if (more.starts_with("--prompt=")) REQUIRE(generated.out.starts_with("--it's $HOME"));
-    if (more.starts_with("--tokenizer")) REQUIRE(generated.out.find('<') == std::string::npos);  // all are known
+    if (more.starts_with("--tokenizer")) REQUIRE(generated.out.find('<') == std::string::npos);  // all ids are known
 
     const ProgramResult on = run_shell(next_command(first, "train on"));
     INFO(on.err);
     REQUIRE(on.status == 0);
     REQUIRE(fs::exists(out + "-continued/step-000003"));
-    // Where that directory is taken, another one is named.
+    // If that directory is taken, another one is suggested.
     const ProgramResult again = run_program(tiny("\"" + dir.path() + "/it's [1] \\$x/\"", "--max-steps 3 " + more));
     REQUIRE(again.out.find("already complete") != std::string::npos);
     REQUIRE(next_command(again, "train on").find("-continued-2'") != std::string::npos);
@@ -236,7 +235,7 @@ TEST_CASE("the commands that a run ends with work when they are pasted") {
   }
 }
 
-TEST_CASE("a prompt that the tokenizer or the model does not take is refused before anything is made") {
+TEST_CASE("a prompt that the tokenizer or the model does not accept is refused before anything is created") {
   const TempDir dir;
   const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 2 --prompt \"\xf4\x8f\xbf\xbf\""));
   INFO(r.err);
@@ -245,14 +244,14 @@ TEST_CASE("a prompt that the tokenizer or the model does not take is refused bef
   REQUIRE_FALSE(fs::exists(dir / "run"));
 }
 
-TEST_CASE("a run records how many ranks it has, not that it was left to choose") {
+TEST_CASE("a run records its actual number of ranks, also when chosen automatically") {
   Options o;
   o.ranks = 4;
   REQUIRE(options_json(o)["--local-ranks"] == "4");
   REQUIRE(command_line(o).find("--local-ranks") == std::string::npos);
 }
 
-TEST_CASE("what goes on from a continued run is called by the first one's name") {
+TEST_CASE("a run continued from a continued run keeps the first one's name") {
   for (const char* name : {"out/run", "out/run-continued", "out/run-continued-12"})
     REQUIRE(detail::without_continued(name) == "out/run");
   for (const char* name : {"42", "out/run-2", "a-continued/b", "continued"})

@@ -1,4 +1,4 @@
-// The wish to stop: signals, once and again, and the time limit.
+// Stop requests: signals, single and repeated, and the time limit.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -20,7 +20,7 @@ std::string tiny(const std::string& out, const std::string& more) {
          out + " " + more;
 }
 
-// A process that notes stop signals and does nothing else.
+// A process that only records stop signals.
 class Sleeper {
  public:
   Sleeper() {
@@ -48,7 +48,7 @@ class Sleeper {
 
   void send(int signal) const { REQUIRE(kill(pid_, signal) == 0); }
   bool alive() const { return waitpid(pid_, nullptr, WNOHANG) == 0; }
-  // The signal that ends it.
+  // The signal that kills it.
   int ended_by() {
     int status = 0;
     REQUIRE(waitpid(std::exchange(pid_, 0), &status, 0) > 0);
@@ -63,7 +63,7 @@ void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms
 
 }  // namespace
 
-TEST_CASE("signals that repeat the first within a second are one wish to stop; a later one ends the process at once") {
+TEST_CASE("signals that repeat the first within a second are one stop request; a later one kills the process at once") {
   for (const int again : {SIGINT, SIGTERM, SIGUSR1, SIGHUP}) {
     Sleeper sleeper;
     sleeper.send(SIGINT);
@@ -89,16 +89,16 @@ TEST_CASE("a Ctrl-C that is delivered twice saves the run") {
   REQUIRE(newest_checkpoint(dir / "run", [](const std::string& w) { FAIL(w); }));
 }
 
-TEST_CASE("the time limit counts from the beginning of the process and leaves room for a save") {
+TEST_CASE("the time limit counts from the start of the process and leaves time for a save") {
   using Clock = StopCondition::Clock;
   const auto ago = [](int seconds) { return Clock::now() - std::chrono::seconds(seconds); };
   REQUIRE(StopCondition(std::nullopt, ago(100000), 1e9).reason().empty());
   REQUIRE(StopCondition(1.0, ago(50), 0).reason().empty());
   REQUIRE(StopCondition(1.0, ago(61), 0).reason() == "--time-limit 1 minutes");
-  // A save of 20 seconds is thought to take half as long again.
+  // A save estimated at 20 seconds is given 30.
   REQUIRE(StopCondition(2.0, ago(85), 20).reason().empty());
   REQUIRE_FALSE(StopCondition(2.0, ago(91), 20).reason().empty());
-  // However slow a save is thought to be, half of the time is for training; one that was measured counts in full.
+  // However slow the estimated save, half of the time is for training; a measured save counts in full.
   StopCondition slow(2.0, ago(55), 1e6);
   REQUIRE(slow.reason().empty());
   slow.saved(50);
@@ -107,7 +107,7 @@ TEST_CASE("the time limit counts from the beginning of the process and leaves ro
   REQUIRE(slow.reason().empty());
 }
 
-TEST_CASE("--time-limit saves and leaves with 75; the next start goes on") {
+TEST_CASE("--time-limit saves and exits with 75; the next start resumes") {
   const TempDir dir;
   const std::string options = "--max-steps 100000000 --checkpoint-every 7 --time-limit 0.05 ";  // 3 s
   std::optional<ResumePoint> last;
@@ -119,12 +119,12 @@ TEST_CASE("--time-limit saves and leaves with 75; the next start goes on") {
     const auto now = newest_checkpoint(dir / "run", [](const std::string& w) { FAIL(w); });
     REQUIRE(now);
     REQUIRE(now->step > (last ? last->step : 7));
-    REQUIRE(std::filesystem::exists(checkpoint_path(dir / "run", 7)));  // the periodic ones stay
+    REQUIRE(std::filesystem::exists(checkpoint_path(dir / "run", 7)));  // periodic checkpoints are kept
     last = now;
   }
 }
 
-TEST_CASE("a start that takes all of --time-limit does not train") {
+TEST_CASE("a start that uses up --time-limit does not train") {
   const TempDir dir;
   const ProgramResult r =
       run_program(tiny(dir / "run", "--max-steps 1000 --time-limit 0.02"),

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Trains models of every family, with random weights and awkward sizes, by the trainer and by PyTorch's AdamW, and
+"""Trains models of every family, with random weights and awkward sizes, with the trainer and with PyTorch's AdamW, and
 compares loss, gradient norm and learning rate at each of 20 steps. Loads the trainer's checkpoint with transformers and
 compares configuration, weights and logits with PyTorch's.
 
     python3 test/scripts/check_families.py --seed 7 [--family qwen3] [--trainer-options '--local-ranks 2 --zero-stage 3']
 
-golden/make_families.py makes the models, which depend on seed and family alone. --model DIR takes a directory of it as
-it is.
-Exit status: 0 all agree, 1 with what differs. Needs torch and transformers.
+golden/make_families.py makes the models, which depend only on seed and family. --model DIR uses such a directory
+unchanged.
+Exit status: 0 all agree, 1 with the differences. Needs torch and transformers.
 """
 import argparse
 import json
@@ -30,7 +30,7 @@ from make_families import FAMILIES, load_model, make_family, random_recipe, stor
 
 TOLERANCES = {"loss": 1e-4, "grad_norm": 1e-4, "lr": 1e-12}   # relative, at every step
 TENSOR_TOLERANCE = 1e-4                                       # relative norm, of weights and logits
-# What a checkpoint may say otherwise: how and by whom it was written, and what no forward pass reads.
+# Fields in which a checkpoint may differ: its origin and format, and what no forward pass reads.
 FREE_SETTINGS = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache", "n_ctx",
                  "max_window_layers", "pretraining_tp", "is_llama_config", "rope_interleaved"}
 
@@ -40,7 +40,7 @@ def distance(ours, theirs):
 
 
 def same(ours, theirs):
-    """Of settings; the trainer has numbers in single precision."""
+    """Equality of settings; the trainer has single-precision numbers."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         return ours.keys() == theirs.keys() and all(same(ours[name], theirs[name]) for name in ours)
     if isinstance(ours, float) and isinstance(theirs, float):
@@ -49,7 +49,7 @@ def same(ours, theirs):
 
 
 def train(trainer, folder, golden, out, more):
-    """Runs the trainer, the options `more` last; the lines of its steps, or None and why there are none."""
+    """Runs the trainer, with the options `more` last; returns the lines of its steps, or None and the reason."""
     command = [trainer, "--model", folder, "--train-data", f"{folder}/train.bin", "--out-dir", out, "--threads", "2"]
     for name, value in golden["options"].items():
         command += [f"--{name}", str(value)]
@@ -74,7 +74,7 @@ def compare_steps(lines, golden, report):
 
 
 def compare_checkpoint(checkpoint, folder, golden, report):
-    """`checkpoint` as transformers loads it against the final weights of the golden directory."""
+    """Compares `checkpoint`, loaded by transformers, with the final weights of the golden directory."""
     model, loading = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager",
                                                           output_loading_info=True)
     for kind, names in loading.items():
@@ -83,7 +83,7 @@ def compare_checkpoint(checkpoint, folder, golden, report):
     oracle = load_model(folder)
     ours, theirs = (m.config.to_dict() for m in (model, oracle))
     for config in (ours, theirs):
-        if "hidden_size" in config and config.get("head_dim") is None:   # what Qwen2 then takes
+        if "hidden_size" in config and config.get("head_dim") is None:   # Qwen2's default
             config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     for name in sorted((ours.keys() | theirs.keys()) - FREE_SETTINGS):
         if not same(ours.get(name), theirs.get(name)):
@@ -109,11 +109,11 @@ def compare_checkpoint(checkpoint, folder, golden, report):
 
 
 def check(name, folder, options):
-    """Whether trainer and PyTorch agree on this directory; prints the largest error of each kind, and all failures."""
+    """Whether trainer and PyTorch agree on this directory; prints the largest error of each kind and all failures."""
     worst, failures = {}, []
 
     def report(what, error=None, tolerance=None):
-        if error is None or not error <= tolerance:   # not a number is a failure
+        if error is None or not error <= tolerance:   # NaN is a failure
             failures.append(what if error is None else f"{what}: relative error {error:.2e}, at most {tolerance:.0e}")
         if error is not None:
             kind = what.split(" ")[0].rstrip(":")

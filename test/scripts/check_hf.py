@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Loads a checkpoint with transformers and computes the mean loss over the first samples of a token shard, in fp32: the
-program's own validation over the same samples must say the same.
+"""Loads a checkpoint with transformers and computes the mean loss over the first samples of a token shard, in fp32: it
+must equal the program's own validation loss on these samples.
 
     ./train_gpt --model DIR --val-data SHARD --seq-len 128 --batch-size 16 --val-steps 4 ...    "validation at step 0"
     python3 test/scripts/check_hf.py DIR SHARD --seq-len 128 --samples 64

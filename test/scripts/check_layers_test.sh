@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The floors hold: scripts/check_layers.sh passes this tree, and refuses each breach that is planted in a copy of it.
+# scripts/check_layers.sh accepts this tree, and rejects each violation planted in a copy of it.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -9,7 +9,7 @@ fail() { echo "check_layers_test.sh: $*"; exit 1; }
 
 scripts/check_layers.sh || fail "this tree breaks the rules above"
 
-# refuses FILE LINE EXPECTED: with LINE at the end of FILE the check fails, naming FILE, the line and EXPECTED
+# refuses FILE LINE EXPECTED: with LINE appended to FILE the check fails, naming FILE, the line and EXPECTED
 refuses() {
   local file=$1 line=$2 expected=$3 output number
   rm -rf "$copy/tree" && mkdir "$copy/tree" && cp -r llmc train_gpt.cu "$copy/tree"
@@ -20,14 +20,14 @@ refuses() {
   [[ $output == *"$file:$number: "*"$expected"* ]] || fail "'$line' in $file was refused with: $output"
 }
 
-refuses llmc/core/planted.h '#include "train/step.h"' 'core does not stand on train'
-refuses llmc/data/planted.h '#include "train/trainer.h"' 'data does not stand on train'
+refuses llmc/core/planted.h '#include "train/step.h"' 'core may not include train'
+refuses llmc/data/planted.h '#include "train/trainer.h"' 'data may not include train'
 refuses llmc/core/planted.h '#include "core/planted.hpp" // "core/check.h"' 'there is no llmc/core/planted.hpp'
 refuses train_gpt.cu '#include "dist/comm_threads.h"' 'the transports are private'
 refuses llmc/ops/planted.h '#  include "dist/mesh_that_is_not_there.h"' 'there is no llmc/dist/mesh_that_is_not_there.h'
-refuses llmc/model/planted.h '#include "../core/check.h"' 'write it from llmc/'
+refuses llmc/model/planted.h '#include "../core/check.h"' 'make it relative to llmc/'
 refuses llmc/core/planted.h '#include "check.h"' 'there is no llmc/check.h'
-refuses llmc/attic/planted.h '// a header' 'llmc/attic is no floor'
+refuses llmc/attic/planted.h '// a header' 'llmc/attic is not a layer'
 refuses llmc/model/planted.h '#ifdef __CUDACC__' 'an #if on __CUDACC__'
 refuses llmc/train/planted.h '#elif defined(TRAIN_GPT_ONEDNN)' 'an #if on TRAIN_GPT_ONEDNN'
 refuses llmc/train/planted.h $'#if 1 || \\\n    __CUDA_ARCH__ >= 900' 'an #if on __CUDA_ARCH__'

@@ -11,7 +11,7 @@ fail() {
   exit 1
 }
 
-# refused WORD ARGUMENTS...: exit status 1, a message with WORD, and no shard left behind.
+# refused WORD ARGUMENTS...: exit status 1, a message containing WORD, and no shard left behind.
 refused() {
   local word=$1 status=0
   shift
@@ -21,7 +21,7 @@ refused() {
   if compgen -G "$dir/refused*" >/dev/null; then fail "left something behind: $*"; fi
 }
 
-# Bytes: what went in comes out, behind the end-of-text token of each document.
+# Bytes: the text round-trips, after the end-of-text token of each document.
 printf 'Hello, w\xc3\xb6rld.\n' >"$dir/a.txt"
 for i in $(seq 4000); do echo "line $i of a text that is long enough for several workers"; done >"$dir/b.txt"
 tokenize "$dir/a.txt" "$dir/b.txt" --out "$dir/one" --val-fraction 0 --workers 1 || fail "tokenizing failed"
@@ -38,7 +38,7 @@ assert header[:3] == (20240520, 1, len(expected)), header[:3]
 assert list(tokens) == expected
 PY
 
-# The number of workers changes nothing; shards are cut at their size; the last part is for validation.
+# The number of workers changes nothing; shards are split at their size; the last part is for validation.
 for workers in 1 3; do
   tokenize "$dir/a.txt" "$dir/b.txt" --out "$dir/w$workers" --val-fraction 0.1 --shard-size 50000 --workers $workers ||
     fail "tokenizing with $workers workers failed"
@@ -62,7 +62,7 @@ before=$(cksum <"$dir/json_train_000000.bin")
 if tokenize "$dir/a.txt" --out "$dir/json"; then fail "existing shards were overwritten"; fi
 [ "$before" = "$(cksum <"$dir/json_train_000000.bin")" ] || fail "a refused run changed a shard"
 
-# The plot, where matplotlib is there.
+# The plot, if matplotlib is available.
 if python=$(scripts/find_python.sh matplotlib); then
   printf '%s\n' '{"kind":"train","step":1,"loss":5.5,"grad_norm":1,"lr":0.1,"ms":3,"tokens_per_s":10,"mfu":0.1}' \
     '{"kind":"val","step":1,"loss":5.4}' '{"kind":"train","step":2,"loss":null,"grad_norm":null,"lr":0.1,"ms":3,"tokens_per_s":10,"mfu":0.1}' \
@@ -71,7 +71,7 @@ if python=$(scripts/find_python.sh matplotlib); then
   "$python" scripts/plot.py "$dir" >"$dir/out" 2>"$dir/err" || fail "plot.py failed"
   head -c 4 "$dir/plot.png" | grep -q PNG || fail "plot.py wrote no PNG"
 else
-  echo "data_test: plot.py was not tried: no Python here has matplotlib"
+  echo "data_test: plot.py skipped: no Python here has matplotlib"
 fi
-if python3 scripts/plot.py "$dir/nowhere" 2>"$dir/err"; then fail "plot.py took a missing run"; fi
+if python3 scripts/plot.py "$dir/nowhere" 2>"$dir/err"; then fail "plot.py accepted a missing run"; fi
 echo "data_test: ok"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# data/prepare.py against a server of this machine: downloads that break off go on, killed runs too, with the same shards;
-# data/write_tokenizer.py. What needs tiktoken or pyarrow is tried where a Python has them.
+# data/prepare.py against a local server: interrupted downloads and killed runs resume, with the same shards;
+# data/write_tokenizer.py. The parts that need tiktoken or pyarrow run if a Python has them.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
@@ -11,7 +11,7 @@ fail() {
   exit 1
 }
 
-# The server: the paths below $dir/www; /flaky/ is the same, but breaks off after 30,000 bytes; a list of parquet files.
+# The server: the paths below $dir/www; /flaky/ is the same but disconnects after 30,000 bytes; a list of parquet files.
 mkdir -p "$dir/www/tinyshakespeare" "$dir/www/resolve/main"
 cat >"$dir/server.py" <<'PY'
 import http.server, json, os, re, sys
@@ -60,7 +60,7 @@ prepare() { python3 data/prepare.py "$@" >"$dir/out" 2>"$dir/err"; }
 same_shards() { # PREFIX PREFIX
   local file
   for file in "$1"_*.bin; do cmp -s "$file" "$2${file#"$1"}" || fail "$file and $2${file#"$1"} differ"; done
-  [ "$(compgen -G "$1_*.bin" | wc -l)" = "$(compgen -G "$2_*.bin" | wc -l)" ] || fail "$1 and $2: not as many shards"
+  [ "$(compgen -G "$1_*.bin" | wc -l)" = "$(compgen -G "$2_*.bin" | wc -l)" ] || fail "$1 and $2: different numbers of shards"
 }
 
 # Tiny Shakespeare: the first tokens are for validation, nothing is lost between the splits.
@@ -80,29 +80,29 @@ assert len(val) == 32768 and val + train == expected
 assert open(f"{directory}/s/gpt2_tokenizer.bin", "rb").read(16) == struct.pack("<4I", 20240328, 2, 257, 256)
 PY
 
-# A connection that breaks off again and again: the download goes on where it stood.
-prepare shakespeare --tokenizer bytes --base-url "$url/flaky" --out "$dir/f/s" || fail "a flaky connection was not overcome"
-grep -q 'flaky.*bytes=60000-' "$dir/requests" || fail "the download did not go on where it broke off"
+# A connection that breaks repeatedly: the download resumes each time.
+prepare shakespeare --tokenizer bytes --base-url "$url/flaky" --out "$dir/f/s" || fail "a flaky connection failed"
+grep -q 'flaky.*bytes=60000-' "$dir/requests" || fail "the download did not resume where it broke off"
 same_shards "$dir/s/s" "$dir/f/s"
 
-# kill -9 at any time: the next start goes on, and the shards are the same; in several processes too.
+# kill -9 at any time: the next start resumes, and the shards are the same; with several processes too.
 prepare tinystories --tokenizer bytes --base-url "$url" --out "$dir/t/t" --shard-size 100000 || fail "tinystories failed"
 [ "$(compgen -G "$dir/t/t_train_*.bin" | wc -l)" -gt 5 ] || fail "no shards were cut"
 for seconds in 0.15 0.2 0.25 0.3 0.35; do
   { timeout -s KILL $seconds python3 data/prepare.py tinystories --tokenizer bytes --base-url "$url" --out "$dir/k/t" \
     --shard-size 100000 --workers 1 >"$dir/out"; } 2>/dev/null || true
 done
-prepare tinystories --tokenizer bytes --base-url "$url" --out "$dir/k/t" --shard-size 100000 || fail "no way on after kill -9"
+prepare tinystories --tokenizer bytes --base-url "$url" --out "$dir/k/t" --shard-size 100000 || fail "no resume after kill -9"
 same_shards "$dir/t/t" "$dir/k/t"
-prepare tinystories --tokenizer bytes --base-url "$url/none" --out "$dir/k/t" --shard-size 100000 || fail "done, and downloads"
+prepare tinystories --tokenizer bytes --base-url "$url/none" --out "$dir/k/t" --shard-size 100000 || fail "downloaded again after completion"
 
-# Only so many tokens; then more of them.
+# A limited number of tokens; then all of them.
 prepare tinystories --tokenizer bytes --base-url "$url" --out "$dir/m/t" --shard-size 100000 --tokens 150000 || fail "--tokens"
-[ "$(stat -c %s "$dir/m/t_train_000101.bin")" = $((1024 + 2 * 50000)) ] || fail "--tokens was not kept"
+[ "$(stat -c %s "$dir/m/t_train_000101.bin")" = $((1024 + 2 * 50000)) ] || fail "--tokens was not respected"
 prepare tinystories --tokenizer bytes --base-url "$url" --out "$dir/m/t" --shard-size 100000 || fail "no more tokens"
 same_shards "$dir/t/t" "$dir/m/t"
 
-# Refusals, in one line each, with nothing lost.
+# Refusals: one line each, and nothing lost.
 refused() { # WORD ARGUMENTS...
   local word=$1 status=0
   shift
@@ -116,9 +116,9 @@ refused 'another --out' tinystories --tokenizer bytes --base-url "$url" --out "$
 mkdir "$dir/o" && echo mine >"$dir/o/s_train_000000.bin"
 refused 'exists already' shakespeare --tokenizer bytes --base-url "$url" --out "$dir/o/s"
 [ "$(cat "$dir/o/s_train_000000.bin")" = mine ] || fail "a shard of another origin was overwritten"
-refused 'goes on where it stopped' shakespeare --tokenizer bytes --base-url http://127.0.0.1:1 --out "$dir/u/s"
+refused 'resumes where it stopped' shakespeare --tokenizer bytes --base-url http://127.0.0.1:1 --out "$dir/u/s"
 
-# A vocabulary of GPT-2's kind, and parquet.
+# A vocabulary like GPT-2's, and parquet.
 if python=$(scripts/find_python.sh tiktoken); then
   python3 - "$dir" <<'PY'
 import base64, sys
@@ -141,7 +141,7 @@ PY
   "$python" data/prepare.py tinystories --tokenizer "$dir/toy.tiktoken" --base-url "$url" --out "$dir/b/t" --tokens 1000 \
     >"$dir/out" 2>"$dir/err" || fail "tiktoken failed"
 else
-  echo "datasets_test: tiktoken was not tried: no Python here has it"
+  echo "datasets_test: tiktoken skipped: no Python here has it"
 fi
 if python=$(scripts/find_python.sh pyarrow); then
   "$python" - "$dir" <<'PY'
@@ -156,6 +156,6 @@ PY
   grep -q 'train  80,000 tokens' "$dir/out" || fail "wrong number of tokens"
   grep -q 'val    4,000 tokens' "$dir/out" || fail "wrong number of tokens for validation"
 else
-  echo "datasets_test: parquet was not tried: no Python here has pyarrow"
+  echo "datasets_test: parquet skipped: no Python here has pyarrow"
 fi
 echo "datasets_test: ok"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# data/hellaswag.py: the texts of the lm-evaluation-harness, split into context and endings at the right token,
-# downloaded or from a file, all or nothing; scripts/lm_eval.sh says what it misses.
+# data/hellaswag.py: the lm-evaluation-harness's texts, split into context and endings at the right token,
+# downloaded or from a file, all or nothing; scripts/lm_eval.sh reports what is missing.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
@@ -14,8 +14,8 @@ fail() {
 hellaswag() { "${python:-python3}" data/hellaswag.py "$@" >"$dir/out" 2>"$dir/err"; }
 touch "$dir/err" "$dir/out"
 
-# Questions of ActivityNet and of WikiHow, with all that the clean-up is for; a context that ends in a space; a label
-# that is a string, as in Hugging Face's copy.
+# Questions from ActivityNet and WikiHow that need all of the clean-up; a context that ends in a space; a string label,
+# as in Hugging Face's copy.
 mkdir "$dir/www"
 cat >"$dir/www/hellaswag_val.jsonl" <<'JSON'
 {"ind": 1, "activity_label": "Roof shingle removal", "ctx_a": "A man is sitting on a roof.", "ctx_b": "he", "ctx": "unused", "split": "val", "label": 3, "endings": ["is using wrap.", "is ripping  tiles off.", " holds a cube. ", "starts pulling up roofing."]}
@@ -37,7 +37,7 @@ for line in open(sys.argv[1]):
     print("|".join([*texts, str(row["label"])]))
 PY
 same() {
-  python3 "$dir/show.py" "$1" | diff - "$dir/expected" >"$dir/out" || fail "$1: the texts are not the harness's"
+  python3 "$dir/show.py" "$1" | diff - "$dir/expected" >"$dir/out" || fail "$1: the texts differ from the harness's"
 }
 
 hellaswag --input "$dir/www/hellaswag_val.jsonl" --tokenizer bytes --out "$dir/new/bytes.jsonl" || fail "bytes failed"
@@ -53,9 +53,9 @@ for _ in 1 2; do
   hellaswag --base-url "$url" --tokenizer bytes --out "$dir/web/bytes.jsonl" || fail "the download failed"
   same "$dir/web/bytes.jsonl"
 done
-[ "$(grep -c GET "$dir/requests")" = 1 ] || fail "what is there was downloaded again"
+[ "$(grep -c GET "$dir/requests")" = 1 ] || fail "an existing file was downloaded again"
 
-# A tokenizer with merges: a space belongs to the word behind it, also where it stands at the end of the context.
+# A tokenizer with merges: a space belongs to the word after it, also at the end of the context.
 if python=$(scripts/find_python.sh tokenizers); then
   "$python" - "$dir" <<'PY'
 import sys, tokenizers
@@ -81,11 +81,11 @@ for row, line in zip(rows, open(sys.argv[1] + "/expected"), strict=True):
         assert row["context"] + ids == tokenizer.encode(context + choice).ids, (context, choice)
 PY
 else
-  echo "hellaswag_test: a tokenizer.json was not tried: no Python here has tokenizers"
+  echo "hellaswag_test: tokenizer.json skipped: no Python here has tokenizers"
 fi
 unset python
 
-# Refusals, in one line, with what stood there left alone.
+# Refusals: one line each, existing files unchanged.
 refused() { # WORD ARGUMENTS...
   local word=$1 status=0
   shift
@@ -118,7 +118,7 @@ lm_eval() { LM_EVAL=${program:-echo} scripts/lm_eval.sh "$@" >"$dir/out" 2>"$dir
 misses() { # WORD ARGUMENTS...
   local word=$1
   shift
-  if lm_eval "$@"; then fail "was taken: $*"; fi
+  if lm_eval "$@"; then fail "was accepted: $*"; fi
   grep -q -- "$word" "$dir/err" || fail "the error does not name '$word': $*"
 }
 misses 'which checkpoint'
@@ -130,14 +130,14 @@ misses index.json "$dir/step-000001"
 touch "$dir/step-000001/model.safetensors"
 misses tokenizer.json "$dir/step-000001"
 program=no_such_lm_eval TOKENIZER=gpt2 misses 'pip install' "$dir/step-000001"
-TOKENIZER=gpt2 lm_eval "$dir/step-000001/" --limit 5 || fail "TOKENIZER was not taken"
+TOKENIZER=gpt2 lm_eval "$dir/step-000001/" --limit 5 || fail "TOKENIZER was rejected"
 grep -q -- "--model hf --model_args pretrained=$dir/step-000001,tokenizer=gpt2 .*--limit 5" "$dir/out" ||
   fail "wrong call"
 touch "$dir/step-000001/tokenizer.json"
-lm_eval "$dir/step-000001" || fail "a tokenizer was not seen"
+lm_eval "$dir/step-000001" || fail "a tokenizer was not found"
 grep -q -- "pretrained=$dir/step-000001 --batch_size 8 --tasks hellaswag" "$dir/out" || fail "wrong call"
-lm_eval "$dir/step-000001" --tasks piqa || fail "--tasks was not taken"
-if grep -q hellaswag "$dir/out"; then fail "does more than --tasks says"; fi
+lm_eval "$dir/step-000001" --tasks piqa || fail "--tasks was rejected"
+if grep -q hellaswag "$dir/out"; then fail "runs more than --tasks"; fi
 mv "$dir/step-000001" "$dir/a,b"
 misses commas "$dir/a,b"
 echo "hellaswag_test: ok"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Random models of every family train as PyTorch's AdamW trains them, and transformers loads what comes out: see
-# check_families.py. Needs a Python with torch and transformers. SEED=N repeats a run; other seeds are drawn otherwise.
+# Random models of every family train as with PyTorch's AdamW, and transformers loads the result: see check_families.py.
+# Needs a Python with torch and transformers. SEED=N repeats a run; otherwise the seed is random.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if ! python=$(scripts/find_python.sh torch transformers safetensors); then
-  echo "long_families_test: not tried: no Python here has torch, transformers and safetensors; PYTHON=... names one"
+  echo "long_families_test: skipped: no Python here has torch, transformers and safetensors; set PYTHON=..."
   exit 0
 fi
 export PYTHONDONTWRITEBYTECODE=1
@@ -20,7 +20,7 @@ done
 for seed in ${SEED:-1 2 $RANDOM}; do
   check --seed "$seed" || fail "the trainer differs from PyTorch; SEED=$seed test/scripts/long_families_test.sh repeats it"
 done
-# The comparison sees a run of another kind.
+# The comparison detects a different run.
 for wrong in '--weight-decay 0' '--beta2 0.951' '--final-lr-frac 0.101' '--grad-clip 0'; do
   if check --seed 1 --family gpt2 --trainer-options "$wrong" >/dev/null 2>&1; then fail "$wrong was not noticed"; fi
 done

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Do the tests of the CUDA kernels notice a wrong bound, offset, stride or index? mutate.awk puts one into every place of
-# the kernels' sources that has one, all of them into one build, in which MUTANT=N turns on number N. On the emulator,
-# under the sanitizers, a test must then fail, but for those that test/cuda/surviving_mutants.txt names, each with the
-# reason why no test can: that list is exact.
+# Do the tests of the CUDA kernels notice a wrong bound, offset, stride or index? mutate.awk plants one at every such
+# place in the kernels' sources, all in one build, where MUTANT=N enables number N. On the emulator, under the
+# sanitizers, a test must then fail, except for those listed in test/cuda/surviving_mutants.txt, each with the reason
+# why no test can: that list must be exact.
 #
-#   test/scripts/long_kernel_mutants_test.sh [TEST...]     TEST: attention, layernorm, ...: only what these tests are for
+#   test/scripts/long_kernel_mutants_test.sh [TEST...]     TEST: attention, layernorm, ...: only the sources of these tests
 #
 # Environment: MUTANTS=8 tries about every 8th, always the same ones; 1 all, which takes hours. JOBS, CXX, CPPFLAGS,
-# CXXFLAGS, LDFLAGS as for make, which builds what is needed of build/. The mutants are built in a temporary directory.
+# CXXFLAGS, LDFLAGS as for make, which builds what is needed in build/. The mutants are built in a temporary directory.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 fail() {
@@ -35,7 +35,7 @@ for source in test/cuda_on_cpu/*.cpp; do emulator+=("build/asan/${source%.cpp}.o
 make -s "${emulator[@]}"
 libraries="${emulator[*]} $(sed -n 's/^CATCH2_LIBS *:= *//p' build/config.mk) -lboost_context -ldl"
 
-# The lines "N<tab>FILE: text" of standard input that are tried: by the text, so that they stay when others come.
+# Samples the lines "N<tab>FILE: text" of standard input by a hash of their text: adding lines changes no choice.
 sample() {
   awk -F'\t' -v every="$every" '
     BEGIN { for (i = 32; i < 127; ++i) code[sprintf("%c", i)] = i }
@@ -43,7 +43,7 @@ sample() {
     hash % every == 0'
 }
 
-# build NAME TESTS SOURCES: the program $scratch/NAME of these tests, and NAME.list, the mutants to try.
+# build NAME TESTS SOURCES: builds the program $scratch/NAME of these tests, and NAME.list, the mutants to try.
 build() {
   set -euo pipefail
   local name=$1 tree=$scratch/$1.tree source test objects=()
@@ -67,8 +67,8 @@ build() {
     ${LDFLAGS:-} $libraries
 }
 
-# run NAME NUMBER: "killed NUMBER" or "survived NUMBER". Under one schedule, and if that does not see it under all. A
-# mutant may make a kernel loop for ever. Tests of barriers are left out: they ask something else.
+# run NAME NUMBER: prints "killed NUMBER" or "survived NUMBER". Tries one schedule, then all if that does not notice it.
+# A mutant may make a kernel loop forever. Tests of barriers are left out: they check something else.
 passes() {
   timeout --kill-after=5 "$limit" "$scratch/$1" --abort '~[.]~*barrier*' </dev/null >"$scratch/$1.$MUTANT.log" 2>&1
 }
@@ -81,7 +81,7 @@ export ASAN_OPTIONS=symbolize=0:detect_leaks=0 OMP_NUM_THREADS=1
 
 chosen=$scratch/chosen   # NAME:TESTS:SOURCES
 for test in "${@:-.}"; do
-  grep -E "^([^:]* )?$test" <<<"$groups" || fail "no group of tests has '$test'"
+  grep -E "^([^:]* )?$test" <<<"$groups" || fail "unknown test '$test'"
 done | sort -u | sed 's/: /:/; h; s/:.*//; s/ /_/g; G; s/\n/:/' >"$chosen"
 echo "long_kernel_mutants_test: building $(wc -l <"$chosen") test programs, $jobs at a time"
 tr ':\n' '\0\0' <"$chosen" | xargs -0 -n 3 -P "$jobs" bash -c 'build "$@"' build

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The table of ops, dev/bench/cuda/op_table.cu, on the CPU's stand-in of a GPU, at tiny sizes: it compiles without a
-# warning, times every op of a planned step that is not a matter of scalars, and has all of the step's flops.
+# The op table, dev/bench/cuda/op_table.cu, on the emulated GPU at tiny sizes: it compiles without warnings, times every
+# op of a planned step except the scalar ones, and covers all of the step's flops.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -24,5 +24,5 @@ fail() {
 whole='The table has 100.0% of the flops .* it lacks add_losses clip_control combine_scalars$'
 [ "$(grep -c "$whole" "$dir/table")" -eq ${#models[@]} ] || fail 'a table lacks ops, or flops, of a planned step'
 [ "$(grep -c '^| [a-z]' "$dir/table")" -eq $(($(wc -l <"$dir/rows") + ${#models[@]} + 1)) ] ||
-  fail 'the table and the rows of --json are not as many'
-! grep -E '\| (-?nan|inf|-[0-9])' "$dir/table" || fail 'a time is no number'
+  fail 'the table and --json have different numbers of rows'
+! grep -E '\| (-?nan|inf|-[0-9])' "$dir/table" || fail 'a time is not a number'

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every recipe in scripts/ is a run that the trainer accepts and that fits into the memory of one GPU of 80 GB.
+# Every recipe in scripts/ is a run that the trainer accepts and that fits into one GPU with 80 GB.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 count=0

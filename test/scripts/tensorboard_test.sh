@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# scripts/tensorboard.py: every number comes out of the event file again, also while a run goes on and after it was cut.
+# scripts/tensorboard.py: every number is in the event file, also while a run continues and after a truncation.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 follower=
 trap '[ -z "$follower" ] || kill "$follower" 2>/dev/null || true; rm -rf "$dir"' EXIT
 export PYTHONDONTWRITEBYTECODE=1
-python() { python3 -S "$@"; } # the standard library is all there is
+python() { python3 -S "$@"; } # only the standard library
 tensorboard() { python scripts/tensorboard.py "$@" 2>"$dir/err" >"$dir/out"; }
 fail() {
   echo "tensorboard_test: $1" >&2
@@ -27,8 +27,8 @@ assert crc32c(bytes(range(32))) == 0x46DD794E
 assert crc32c(bytes(reversed(range(32)))) == 0x113FDB5C
 PY
 
-# A reader that shares nothing with the exporter: read.py METRICS EVENTS... compares the event files, read one after the
-# other as TensorBoard does, with the metrics, and prints how many points they hold.
+# An independent reader: read.py METRICS EVENTS... compares the event files, read in order as TensorBoard does, with the
+# metrics, and prints the number of points.
 cat >"$dir/read.py" <<'PY'
 import json, os, struct, sys
 
@@ -76,7 +76,7 @@ for path in sys.argv[2:]:
             assert version == b"brain.Event:2", version
         if 7 in event:
             assert event[7] == b"\x08\x01", event[7]  # status = START
-            if started:  # TensorBoard takes a run's first START for its beginning and purges at later ones
+            if started:  # TensorBoard takes a run's first START as its beginning and purges at later ones
                 points = {key: value for key, value in points.items() if key[1] < event[2]}
             started = True
         if 5 in event:
@@ -97,7 +97,7 @@ for line in open(sys.argv[1]):
         if "kind" in line and name not in ("kind", "step") and type(value) in (int, float):
             expected[f"{line['kind']}/{name}", line["step"]] = struct.unpack("<f", struct.pack("<f", value))[0]
 assert points == expected, sorted(set(points.items()) ^ set(expected.items()))[:5]
-if len(sys.argv) == 3 and times:  # in order, the last one no later than the file
+if len(sys.argv) == 3 and times:  # in order, the last one not after the file's
     assert times == sorted(times) and abs(times[-1] - os.stat(sys.argv[1]).st_mtime) < 60, times
 print(len(points))
 PY
@@ -109,7 +109,7 @@ train() { # STEP LOSS
 }
 val() { printf '{"kind":"val","step":%d,"loss":%s}\n' "$1" "$2"; }
 
-# All numbers of a run, of whatever name and size; nothing of what is not one.
+# All numbers of a run, of any name and size; nothing that is not a number.
 mkdir "$dir/run"
 metrics=$dir/run/metrics.jsonl logdir=$dir/run/tensorboard
 {
@@ -124,10 +124,10 @@ metrics=$dir/run/metrics.jsonl logdir=$dir/run/tensorboard
 } >"$metrics"
 tensorboard "$dir/run" || fail "the export failed"
 events=("$logdir"/*)
-[ ${#events[@]} = 1 ] || fail "left more than an event file: ${events[*]}"
+[ ${#events[@]} = 1 ] || fail "left more than one event file: ${events[*]}"
 sed 's/"large":1e300,//' "$metrics" >"$dir/expected.jsonl" # more than a 32-bit float holds
 [ "$(read_events "$dir/expected.jsonl" "${events[@]}")" = 25 ] || fail "the event file does not hold the numbers"
-python - "$dir" "${events[0]}" <<'PY' || fail "a step takes something else than its ms"
+python - "$dir" "${events[0]}" <<'PY' || fail "a step does not take its ms"
 import struct, sys
 data = open(sys.argv[2], "rb").read()
 at, times = 0, {}
@@ -138,23 +138,23 @@ while at < len(data):  # a record of ours begins with wall time and step
 assert abs(times[127] - times[1] - 0.0125) < 1e-5, times
 PY
 
-# Again: no point twice, neither for who reads the new file nor for who had read the old one before.
+# Again: no point twice, neither in the new file nor for a reader that had already read the old one.
 cp "${events[0]}" "$dir/before"
-{ train 1 4.25; val 1 4.5; } >"$metrics" # without newline at its end a whole object counts
+{ train 1 4.25; val 1 4.5; } >"$metrics" # a complete object counts even without a newline
 truncate -s -1 "$metrics"
 tensorboard "$dir/run" || fail "the second export failed"
 again=("$logdir"/*)
-if [ "${again[0]}" != "${events[0]}" ] || [ ${#again[@]} != 2 ]; then # there, and before the new one
-  fail "a running TensorBoard does not go on from ${events[0]}: ${again[*]}"
+if [ "${again[0]}" != "${events[0]}" ] || [ ${#again[@]} != 2 ]; then # still there, and sorted before the new one
+  fail "a running TensorBoard does not continue from ${events[0]}: ${again[*]}"
 fi
 [ ! -s "${again[0]}" ] || fail "the second export left the first one's points"
 [ "$(read_events "$metrics" "$dir/before" "${again[1]}")" = 7 ] || fail "the second export does not supersede the first"
 touch -d '2 hours ago' "${again[0]}"
 tensorboard "$dir/run" || fail "the third export failed"
-[ ! -e "${again[0]}" ] || fail "what was emptied long ago stays"
+[ ! -e "${again[0]}" ] || fail "a file truncated long ago was kept"
 [ "$(read_events "$metrics" "$logdir"/*)" = 7 ] || fail "the third export does not hold the numbers"
 
-# Several runs, one of them named by its file.
+# Several runs, one of them given by its file.
 mkdir -p "$dir/b" "$dir/c/run" "$dir/d/run"
 val 3 2.5 >"$dir/b/metrics.jsonl"
 cp "$metrics" "$dir/c/run"
@@ -163,7 +163,7 @@ tensorboard "$dir/run/" "$dir/b/metrics.jsonl" --logdir "$dir/both" || fail "two
 [ "$(read_events "$metrics" "$dir"/both/run/*)" = 7 ] || fail "the first of two runs"
 [ "$(read_events "$dir/b/metrics.jsonl" "$dir"/both/b/*)" = 1 ] || fail "the second of two runs"
 
-# A run that is followed from before its first step on. $dir/kept is what an open TensorBoard has read.
+# A run followed from before its first step. $dir/kept is what an open TensorBoard has read.
 rm -rf "$logdir" "$metrics"
 wait_for() { # MESSAGE POINTS
   local found=
@@ -193,18 +193,18 @@ wait_for "a line written in two parts was not followed" 13
 { train 3 4.5; train 4 null; val 4 4.25; } >>"$metrics"
 wait_for "new lines were not followed" 25
 after=("$logdir"/*)
-[ "${before[*]}" = "${after[*]}" ] || fail "new lines began a new file"
+[ "${before[*]}" = "${after[*]}" ] || fail "new lines started a new file"
 cp "${after[0]}" "$dir/kept"
 
-# A resume that puts a file in its place: shorter ...
+# A resume that replaces the file: with a shorter one ...
 { val 0 5.5; train 1 5.25; } >"$dir/new"
 mv "$dir/new" "$metrics"
 wait_for "a cut file was not followed" 7
 [ "$(read_events "$metrics" "$dir/kept" "$logdir"/*)" = 7 ] || fail "what was cut off is still there"
 { train 2 4.75; train 3 4.5; } >>"$metrics"
 wait_for "lines behind the cut were not followed" 19
-# ... or grown behind the old length before anyone looked, here with the same last lines; likewise where the file was
-# cut in place.
+# ... or with one longer than before by the time anyone looked, here with the same last lines; likewise a file truncated
+# in place.
 { val 0 3.5; train 1 5.25; train 2 4.75; train 3 4.5; train 4 4.0; } >"$dir/new"
 mv "$dir/new" "$metrics"
 wait_for "a file that was replaced by a longer one was not followed" 25
@@ -216,24 +216,24 @@ sleep 0.1
 { val 0 2.5; train 1 2.25; } >"$metrics"
 wait_for "a run that started again was not followed" 7
 
-# Two exports of one run: the follower ends with the reason, rather than to write what nobody can read.
+# Two exports of one run: the follower ends with the reason, rather than write an unreadable file.
 ends() { # WORD
   local status=0
-  timeout 10 tail -s 0.05 --pid="$follower" -f /dev/null || fail "the follower goes on: $1"
+  timeout 10 tail -s 0.05 --pid="$follower" -f /dev/null || fail "the follower continues: $1"
   wait "$follower" || status=$?
   follower=
   [ "$status" = 1 ] || fail "the follower ended with status $status instead of 1: $1"
   grep -q "$1" "$dir/follow" || fail "the follower does not say why it ended: $1"
 }
-tensorboard "$dir/run" || fail "an export beside a follower failed"
+tensorboard "$dir/run" || fail "an export next to a follower failed"
 ends 'another export'
-[ "$(read_events "$metrics" "$logdir"/*)" = 7 ] || fail "a follower and an export spoil each other's files"
+[ "$(read_events "$metrics" "$logdir"/*)" = 7 ] || fail "a follower and an export corrupt each other's files"
 
 follow
 { train 2 2.0; echo 'not json'; } >>"$metrics"
 ends 'line 4: not a JSON object'
 
-# refused WORD ARGUMENTS...: exit status 1, a message of one line with WORD, and nothing written.
+# refused WORD ARGUMENTS...: exit status 1, a one-line message containing WORD, and nothing written.
 refused() {
   local word=$1 status=0
   shift

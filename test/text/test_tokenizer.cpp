@@ -1,4 +1,4 @@
-// Tokenizers of tokenizer.json: ids and text beside Hugging Face's library, Unicode, patterns, refusals by name.
+// Tokenizers from tokenizer.json: ids and text compared with Hugging Face's library, Unicode, patterns, refusals.
 #include "catch2.h"
 #include "helpers.h"
 #include "text/tokenizer.h"
@@ -18,7 +18,7 @@ std::string text_of(const Bpe& bpe, const std::vector<int32_t>& ids) {
   return text;
 }
 
-// A tokenizer.json of GPT-2's form with `patch`, and what is beside it.
+// A tokenizer.json like GPT-2's with `patch` applied, and the files next to it.
 std::string write_tokenizer(const TempDir& dir, const Json& patch) {
   Json json = read_golden("gpt2.json");
   json.merge_patch(patch);
@@ -34,8 +34,8 @@ std::vector<std::string> pieces(const std::string& pattern, const std::string& t
 
 }  // namespace
 
-// TOKENIZER_CASES names another file of cases: test/scripts/tokenizer_test.sh compares random texts by it.
-TEST_CASE("texts have the tokens of Hugging Face's library, and come back from them", "[tokenizer-cases]") {
+// TOKENIZER_CASES names another file of cases: test/scripts/tokenizer_test.sh compares random texts with it.
+TEST_CASE("texts have the tokens of Hugging Face's library, and round-trip", "[tokenizer-cases]") {
   const char* other = std::getenv("TOKENIZER_CASES");
   const Json cases = Json::parse(read_whole(other ? other : golden + "cases.json"));
   const std::vector<std::string> texts = cases.at("texts");
@@ -54,18 +54,18 @@ TEST_CASE("texts have the tokens of Hugging Face's library, and come back from t
   }
 }
 
-TEST_CASE("NFC orders marks and composes what composes, and leaves all else as it is") {
+TEST_CASE("NFC orders and composes marks, and leaves everything else unchanged") {
   const std::pair<const char*, const char*> cases[] = {
       {"plain", "plain"},
       {"e\u0301", "\u00e9"},
       {"e\u0323\u0302", "\u1ec7"},                    // two steps
-      {"a\u0315\u0300", "\u00e0\u0315"},              // the accent passes a mark of a higher class
-      {"\u0301e\u0301\u0301", "\u0301\u00e9\u0301"},  // no base, and a second accent
+      {"a\u0315\u0300", "\u00e0\u0315"},              // the accent moves before a mark of a higher class
+      {"\u0301e\u0301\u0301", "\u0301\u00e9\u0301"},  // no base character, and a second accent
       {"\u212b\u2126", "\u00c5\u03a9"},               // signs that are letters
       {"\u0958", "\u0915\u093c"},                     // never composed
       {"\u1112\u1161\u11ab\u1100\u1161", "\ud55c\uac00"},
       {"\uac00\u11a7", "\uac00\u11a7"},  // U+11A7 is no final consonant
-      {"\ufb01\u00bd", "\ufb01\u00bd"},  // compatibility is another form's business
+      {"\ufb01\u00bd", "\ufb01\u00bd"},  // compatibility characters are unchanged
   };
   for (const auto& [text, normal] : cases) {
     INFO(text);
@@ -75,7 +75,7 @@ TEST_CASE("NFC orders marks and composes what composes, and leaves all else as i
   }
 }
 
-TEST_CASE("bytes that are not UTF-8 are found") {
+TEST_CASE("bytes that are not UTF-8 are detected") {
   REQUIRE_FALSE(utf8_fault("a\u00e9\u4e16\U0001f600\U0010ffff"));
   for (const char* bad : {"\x80", "\xc0\x80", "\xc3", "\xe0\x80\x80", "\xed\xa0\x80", "\xf0\x80\x80\x80",
                           "\xf4\x90\x80\x80", "\xff", "\xe4\xb8"}) {
@@ -86,14 +86,14 @@ TEST_CASE("bytes that are not UTF-8 are found") {
   REQUIRE_ERROR(tokenizer.encode("ab\xff"), "byte 2");
 }
 
-TEST_CASE("patterns match greedily, go back where they must, and not where they may not") {
+TEST_CASE("patterns match greedily, and backtrack only where allowed") {
   using Pieces = std::vector<std::string>;
   REQUIRE(pieces(R"(\s+(?!\S)|\s+)", "a   b ") == Pieces{"a", "  ", " ", "b", " "});
   REQUIRE(pieces(R"(\d{1,3})", "x12345") == Pieces{"x", "123", "45"});
   REQUIRE(pieces(R"(a{2})", "aaaaa") == Pieces{"aa", "aa", "a"});
   REQUIRE(pieces(R"(a{2,}b)", "abaaab") == Pieces{"ab", "aaab"});
   REQUIRE(pieces(R"(a+ab)", "aaab") == Pieces{"aaab"});
-  REQUIRE(pieces(R"(a++ab)", "aaab") == Pieces{"aaab"});  // never matched: one piece of what is between
+  REQUIRE(pieces(R"(a++ab)", "aaab") == Pieces{"aaab"});  // never matched: unmatched text is one piece
   REQUIRE(pieces(R"(a++ab|b)", "aaab") == Pieces{"aaa", "b"});
   REQUIRE(pieces(R"((?:ab|a)(bc)?)", "abcx") == Pieces{"ab", "cx"});
   REQUIRE(pieces(R"((?:ab|a)bc)", "abcx") == Pieces{"abc", "x"});
@@ -101,11 +101,11 @@ TEST_CASE("patterns match greedily, go back where they must, and not where they 
   REQUIRE(pieces(R"([^\P{L}a-c]+|[\]\-x])", "abcdef]-") == Pieces{"abc", "def", "]", "-"});
   REQUIRE(pieces(R"((?i:'s|k))", "'S'\u017f\u212a") == Pieces{"'S", "'\u017f", "\u212a"});
   REQUIRE(pieces(R"([\D])", "1\u0663a") == Pieces{"1\u0663", "a"});
-  const std::string blanks(1 << 20, ' ');  // deep, were each character a call
+  const std::string blanks(1 << 20, ' ');  // would overflow the stack if matching were recursive
   REQUIRE(pieces(R"(\s*\n|\s+(?!\S)|\s+)", blanks + "x").size() == 3);
 }
 
-TEST_CASE("what a pattern may not hold is refused with the pattern") {
+TEST_CASE("unsupported pattern syntax is refused with the pattern") {
   for (const auto& [pattern, what] : std::vector<std::pair<std::string, std::string>>{
            {R"(\w+)", R"('\w' at byte 0)"},
            {R"(a\b)", R"('\b' at byte 1)"},
@@ -181,7 +181,7 @@ TEST_CASE("kinds of tokenizer.json that are not supported are refused by name") 
   REQUIRE_ERROR(make_tokenizer("tokenizer.model"), "--tokenizer tokenizer.model");
 }
 
-TEST_CASE("a token for every byte is needed only where the byte is in the text") {
+TEST_CASE("a token for a byte is needed only if the byte is in the text") {
   Json json = read_golden("gpt2.json");
   json["model"]["vocab"].erase("!");
   json["model"]["merges"] = Json::array();
@@ -192,7 +192,7 @@ TEST_CASE("a token for every byte is needed only where the byte is in the text")
 
 TEST_CASE("a token that is half a character prints its bytes; an unknown one its number") {
   const HuggingFaceTokenizer tokenizer(golden + "gpt2.json");
-  const std::vector<int32_t> ids = tokenizer.encode("\U00012000");  // cuneiform, of four tokens
+  const std::vector<int32_t> ids = tokenizer.encode("\U00012000");  // cuneiform, four tokens
   REQUIRE(ids.size() == 4);
   std::string text;
   for (int32_t id : ids) text += tokenizer.decode({&id, 1});
@@ -200,7 +200,7 @@ TEST_CASE("a token that is half a character prints its bytes; an unknown one its
   REQUIRE(tokenizer.decode(std::vector<int32_t>{ids[0], 100000, -1}) == "\xf0<100000><-1>");
 }
 
-TEST_CASE("the end of text is the token of a usual name, or what the files beside it name") {
+TEST_CASE("the end of text is the token of a usual name, or the one named in the files next to it") {
   REQUIRE(make_tokenizer(golden + "gpt2.json")->end_of_text() == 656);
   REQUIRE(make_tokenizer(golden + "smollm2.json")->end_of_text() == 0);
   const auto llama = make_tokenizer(golden + "llama3.json");
@@ -228,7 +228,7 @@ TEST_CASE("the end of text is the token of a usual name, or what the files besid
 
 TEST_CASE("a long piece is encoded in n log n") {
   const Bpe bpe(read_golden("gpt2.json"), "test");
-  std::string text;  // 4 MiB without a blank: hours, were each merge a walk over all of it
+  std::string text;  // 4 MiB without a space: would take hours if each merge scanned all of it
   while (text.size() < (size_t{1} << 22)) text += "thethereand";
   const std::vector<int32_t> ids = bpe.encode(text);
   REQUIRE(ids.size() < text.size());
@@ -267,7 +267,7 @@ TEST_CASE("a checkpoint holds the tokenizer's files, and --generate finds them t
   const ProgramResult bytes = generate("--tokenizer bytes");
   REQUIRE(bytes.status == 0);
   REQUIRE(bytes.out != found.out);
-  // A tokenizer with more tokens than the model is passed over, unless it is asked for.
+  // A tokenizer with more tokens than the model is ignored, unless requested explicitly.
   Json larger = Json::parse(read_whole(tokenizer));
   larger["added_tokens"].push_back({{"id", 657}, {"content", "<more>"}});
   std::ofstream(checkpoint + "tokenizer.json") << larger.dump();

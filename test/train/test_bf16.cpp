@@ -1,5 +1,5 @@
-// Mixed precision as a person runs it, by its fp32 master weights: against PyTorch's (golden/gpt2_tiny), which bf16
-// weights are too coarse for. A norm's weight moves by about the distance of two bf16 numbers in twenty steps.
+// Mixed-precision runs of the program, compared with PyTorch's (golden/gpt2_tiny) by their fp32 masters; bf16 weights
+// are too coarse: a norm's weight moves by about one bf16 step in twenty updates.
 #include <nlohmann/json.hpp>
 
 #include "catch2.h"
@@ -32,7 +32,7 @@ std::vector<json> training_lines(const std::string& out_dir) {
   return lines;
 }
 
-// An fp32 tensor of a Hugging Face file.
+// An fp32 tensor from a Hugging Face file.
 std::vector<float> wide_values(const SafetensorsReader& file, const std::string& name) {
   REQUIRE(file.info(name).dtype == DType::fp32);
   std::vector<float> all(static_cast<size_t>(file.info(name).numel()));
@@ -40,7 +40,7 @@ std::vector<float> wide_values(const SafetensorsReader& file, const std::string&
   return all;
 }
 
-// The masters of a checkpoint that one rank wrote, as the Hugging Face tensor `hf` holds them.
+// The fp32 masters in a checkpoint written by one rank, as the Hugging Face tensor `hf`.
 std::vector<float> masters(const SafetensorsReader& optimizer, const HfTensor& hf) {
   std::map<std::string, std::vector<float>> contents;
   std::map<std::string, Tensor> parts;
@@ -60,7 +60,7 @@ std::vector<float> masters(const SafetensorsReader& optimizer, const HfTensor& h
   return all;
 }
 
-// The true gradient of the key bias is zero: Adam makes a step of any rounding.
+// The true gradient of the key bias is zero: Adam turns any rounding error into a full step.
 std::vector<float> without_key_bias(const std::string& name, std::vector<float> x) {
   if (!name.ends_with("c_attn.bias")) return x;
   const auto third = static_cast<int64_t>(x.size() / 3);
@@ -73,7 +73,7 @@ double distance(const std::vector<float>& a, const std::vector<float>& b) {
   return relative_distance(a.data(), b.data(), static_cast<int64_t>(a.size()));
 }
 
-// A run of ours in micro-batches of `micro` follows PyTorch's; `other` is the other size that PyTorch ran with.
+// Our run in micro-batches of `micro` follows PyTorch's; `other` is PyTorch's second micro-batch size.
 void require_parity(int micro, int other) {
   const json golden = json::parse(read_whole(model + "/trajectory_bf16.json"));
   const json &same = golden[formatted("micro-batches of {}", micro)],
@@ -112,8 +112,8 @@ void require_parity(int micro, int other) {
     auto of = [&](const SafetensorsReader& file) { return without_key_bias(hf.name, wide_values(file, hf.name)); };
     const std::vector<float> a = without_key_bias(hf.name, whole), b = of(theirs), c = of(others), before = of(start);
     REQUIRE(distance(a, b) < std::max(2 * distance(b, c), 0x1p-8));
-    // Of the way that PyTorch's master went, ours went most: one that stayed is 1 away, one that went back 2, one at
-    // half the speed 1/2.
+    // Distance from PyTorch's update, relative to the update: 1 for a weight that did not move, 2 for one that moved
+    // backward, 1/2 at half the speed.
     std::vector<float> our_way(a.size()), their_way(a.size());
     for (size_t i = 0; i < a.size(); ++i) our_way[i] = a[i] - before[i], their_way[i] = b[i] - before[i];
     REQUIRE(distance(our_way, their_way) < 0.5);
@@ -122,7 +122,8 @@ void require_parity(int micro, int other) {
 
 }  // namespace
 
-TEST_CASE("bf16: loss, norm and every fp32 master follow PyTorch's for twenty steps, and weights are their rounding") {
+TEST_CASE(
+    "bf16: loss, norm and every fp32 master follow PyTorch's for twenty steps, and weights are the rounded masters") {
   require_parity(4, 8);
   require_parity(8, 4);
 }

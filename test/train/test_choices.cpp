@@ -1,4 +1,4 @@
-// Multiple choice: what is asked, how the answers are weighed, what is refused.
+// Multiple choice: the questions, scoring, refusals.
 #include <nlohmann/json.hpp>
 
 #include "catch2.h"
@@ -9,7 +9,7 @@
 using namespace llmc;
 using nlohmann::json;
 
-TEST_CASE("multiple choice: exact for any batch and layout, and what adding up by hand says") {
+TEST_CASE("multiple choice: exact for any batch and layout, and equal to sums by hand") {
   const TempDir dir;
   const Philox rng(11, "choices");
   std::ofstream out(dir / "questions.jsonl");

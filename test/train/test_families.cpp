@@ -1,5 +1,5 @@
-// Llama, Qwen2.5, Qwen3 and SmolLM2 as transformers has them (golden/families): logits, training, documents, files; the
-// key-value cache.
+// Llama, Qwen2.5, Qwen3 and SmolLM2 compared with transformers (golden/families): logits, training, documents, files;
+// the key-value cache.
 #include <nlohmann/json.hpp>
 #include <tuple>
 
@@ -44,7 +44,7 @@ struct Loaded {
 
 }  // namespace
 
-TEST_CASE("logits of every family are those of transformers") {
+TEST_CASE("logits of every family match transformers") {
   for (const std::string& family : all_families) {
     INFO(family);
     const std::string file = folder_of(family) + "/logits.safetensors";
@@ -63,7 +63,7 @@ TEST_CASE("logits of every family are those of transformers") {
   }
 }
 
-TEST_CASE("twenty steps of every family follow PyTorch's AdamW, by one rank and by several") {
+TEST_CASE("twenty steps of every family follow PyTorch's AdamW, on one rank and on several") {
   for (const std::string& family : all_families) {
     const std::string folder = folder_of(family);
     const json golden = json::parse(read_whole(folder + "/trajectory.json"));
@@ -99,7 +99,7 @@ TEST_CASE("twenty steps of every family follow PyTorch's AdamW, by one rank and 
       for (const std::string& name : theirs.names()) {
         auto a = ours.at(name), b = read_tensor<float>(folder + "/final.safetensors", name);
         REQUIRE(a.size() == b.size());
-        for (const json& zero : golden["zero_gradient"])  // Adam makes a step of any rounding there
+        for (const json& zero : golden["zero_gradient"])  // where Adam turns any rounding error into a full step
           if (zero[0] == name)
             for (size_t i = zero[1]; i < zero[2]; ++i) a[i] = b[i] = 0;
         INFO(name);
@@ -109,7 +109,7 @@ TEST_CASE("twenty steps of every family follow PyTorch's AdamW, by one rank and 
   }
 }
 
-TEST_CASE("with documents apart every document has the logits that it has alone") {
+TEST_CASE("with separated documents every document has the logits that it has alone") {
   const std::string folder = folder_of("llama3_tiny"), file = folder + "/logits_documents.safetensors";
   const auto tokens = read_tensor<int32_t>(file, "tokens"), positions = read_tensor<int32_t>(file, "positions");
   const auto logits = read_tensor<float>(file, "logits");
@@ -118,7 +118,7 @@ TEST_CASE("with documents apart every document has the logits that it has alone"
     Loaded model(folder, {shape[0], shape[1]}, DType::fp32, documents);
     const size_t V = static_cast<size_t>(model.config.model.vocab_size);
     std::vector<float> losses;
-    // The targets are made up: each token has another one.
+    // Synthetic targets: distinct for every token.
     auto target = [&](size_t n) { return static_cast<int32_t>((7 * n + 3) % V); };
     model.run.trainer.evaluate(
         1, 1,
@@ -135,7 +135,7 @@ TEST_CASE("with documents apart every document has the logits that it has alone"
     if (documents == Documents::apart) REQUIRE(largest < 1e-5);
     else REQUIRE(largest > 1e-2);
   }
-  // The loader finds the same positions.
+  // The loader computes the same positions.
   const TempDir dir;
   std::vector<uint16_t> stored(tokens.begin(), tokens.end());
   stored.push_back(0);
@@ -149,7 +149,7 @@ TEST_CASE("with documents apart every document has the logits that it has alone"
   REQUIRE(read.positions == positions);
 }
 
-TEST_CASE("a sequence that grows against its cache has the logits of the whole one, in every family") {
+TEST_CASE("incremental decoding with a cache gives the logits of the whole sequence, in every family") {
   for (const Family& family : families)
     for (const DType dtype : {DType::fp32, DType::bf16}) {
       INFO(family.model_type << " in " << name_of(dtype));
@@ -160,7 +160,7 @@ TEST_CASE("a sequence that grows against its cache has the logits of the whole o
       init_weights(run.trainer.state(), 5, run.stream);
       const std::vector<int32_t> tokens = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8};
       Continuation sequence(run.trainer);
-      std::vector<std::vector<float>> grown;  // 5 tokens, then one after the other
+      std::vector<std::vector<float>> grown;  // 5 tokens, then one at a time
       grown.push_back(sequence.feed(std::span(tokens).first(5)));
       for (size_t n = 5; n < tokens.size(); ++n) grown.push_back(sequence.feed(std::span(tokens).subspan(n, 1)));
       REQUIRE(sequence.rows() == 19);
@@ -171,26 +171,26 @@ TEST_CASE("a sequence that grows against its cache has the logits of the whole o
     }
 }
 
-TEST_CASE("generation beyond the sequence length forgets the older half and goes on") {
+TEST_CASE("generation beyond the sequence length drops the older half and continues") {
   const StepConfig config{.model = selftest::awkward_model("llama"), .batch = {1, 8}};
   World world{Mesh()};
   Run run(config, make_plan(config, {DeviceKind::cpu, 1}), {DeviceKind::cpu, 1}, world, 0);
   init_weights(run.trainer.state(), 5, run.stream);
   const auto made = generate(run.trainer, {1, 2, 3}, 20, {.temperature = 0}, 1, "test", [](int32_t) { return true; });
   REQUIRE(made.size() == 23);
-  // By hand: greedy, with the tokens that are seen.
+  // By hand: greedy, from the visible tokens.
   std::vector<int32_t> seen = {1, 2, 3}, expected = seen;
   while (expected.size() < 23) {
     const auto logits = run.trainer.next_token_logits(seen);
     const int32_t next = sample_token(logits, {.temperature = 0}, 0);
     expected.push_back(next);
-    if (seen.size() == 8) seen.erase(seen.begin(), seen.begin() + 5);  // of 9 tokens the last 4
+    if (seen.size() == 8) seen.erase(seen.begin(), seen.begin() + 5);  // keep the last 4 of 9 tokens
     seen.push_back(next);
   }
   REQUIRE(made == expected);
 }
 
-TEST_CASE("what transformers wrote is written again bit for bit, from any layout, in every family") {
+TEST_CASE("files written by transformers are rewritten bit for bit, from any layout, in every family") {
   for (const std::string& family : all_families)
     for (const int ranks : {1, 3}) {
       INFO(family << " on " << ranks);
@@ -218,13 +218,13 @@ TEST_CASE("what transformers wrote is written again bit for bit, from any layout
           ++tensors;
         }
       REQUIRE(ours.size() == tensors);
-      // And its config.json says the same.
+      // config.json round-trips too.
       const ModelConfig again = resolve_model(dir / "step-000001", {});
       REQUIRE(config_to_hf(again, DType::fp32) == config_to_hf(config.model, DType::fp32));
     }
 }
 
-TEST_CASE("a field of config.json that would be computed otherwise is refused by name") {
+TEST_CASE("an unsupported field of config.json is refused by name") {
   for (const auto& [family, field, value, part] :
        {std::tuple<std::string, std::string, json, std::string>{"llama3_tiny", "attention_bias", true,
                                                                 "attention_bias"},
@@ -248,14 +248,14 @@ TEST_CASE("a field of config.json that would be computed otherwise is refused by
         {"qwen2_tiny", "num_key_value_heads", 5, "num_key_value_heads"},
         {"qwen2_tiny", "model_type", "qwen2_moe", "qwen2_moe"}}) {
     json config = json::parse(read_whole(folder_of(family) + "/config.json"));
-    config_from_hf(config, "config.json");  // as it is, it is read
+    config_from_hf(config, "config.json");  // valid when unmodified
     config[field] = value;
     INFO(family << ": " << field << " " << value.dump());
     REQUIRE_ERROR(config_from_hf(config, "config.json"), part);
   }
 }
 
-TEST_CASE("a tied model whose file has another head is refused; the same head is passed over") {
+TEST_CASE("a tied model whose file has a different head is refused; an identical head is ignored") {
   const std::string folder = folder_of("smollm2_tiny");
   const ModelConfig config = resolve_model(folder, {});
   REQUIRE(config.tied);
@@ -281,7 +281,7 @@ TEST_CASE("a tied model whose file has another head is refused; the same head is
   }
 }
 
-TEST_CASE("the program keeps documents apart and asks questions, the same by one rank and by two") {
+TEST_CASE("document masking and multiple choice give the same on one rank and on two") {
   const TempDir dir;
   std::vector<uint16_t> tokens;
   const Philox rng(3, "program");

@@ -1,4 +1,4 @@
-// Numbers that are not finite, and outliers: found, named, and kept from the weights.
+// Non-finite numbers and outliers: detected, named, and kept out of the weights.
 #include <nlohmann/json.hpp>
 #include <set>
 
@@ -11,10 +11,9 @@ using namespace llmc;
 using nlohmann::json;
 namespace fs = std::filesystem;
 
-TEST_CASE(
-    "a step that is not finite names the first bad tensor, its place and the samples; the weights are not touched") {
+TEST_CASE("a non-finite step names the first bad tensor, its position and the samples; the weights are unchanged") {
   const TempDir dir;
-  // A model in which token 9 at position 4, and nothing else, embeds to infinity. The head does not see that channel.
+  // A model in which only token 9 at position 4 embeds to infinity. The head ignores that channel.
   run_well(tiny(dir / "made", "--max-steps 1 --warmup-steps 0"));
   const std::string from = dir / "made/step-000001";
   fs::create_directories(dir / "broken");
@@ -54,7 +53,7 @@ TEST_CASE(
   REQUIRE(checkpoint_steps(dir / "run").empty());
 }
 
-TEST_CASE("outliers have no limit before a window is full; NaN neither passes nor leaves a trace") {
+TEST_CASE("outliers have no limit before the window is full; NaN is rejected and not recorded") {
   OutlierDetector d;
   for (int i = 0; i < 127; ++i) d.add(i % 2);
   REQUIRE(std::isinf(d.limit(2)));
@@ -69,7 +68,7 @@ TEST_CASE("outliers have no limit before a window is full; NaN neither passes no
   REQUIRE(d.values().size() == OutlierDetector::window);
 }
 
-TEST_CASE("outliers are skipped where asked for, also across a resume, and say so in the metrics") {
+TEST_CASE("outliers are skipped if enabled, also across a resume, and reported in the metrics") {
   const TempDir dir;
   const std::string options = "--max-steps 150 --skip-loss-z 0.5 ";
   run_well(tiny(dir / "whole", options));

@@ -1,4 +1,4 @@
-// The step: contracts 1 (reproducible), 4 (schedules are only an order), 7 (initial weights), the plan, and sampling.
+// The step: contracts 1 (reproducible), 4 (schedules are only an order), 7 (initial weights), the plan, sampling.
 #include <cstring>
 
 #include "catch2.h"
@@ -40,7 +40,7 @@ struct Fixture {
   BatchSource batches() {
     return [this](int64_t m) { return random_batch(trainer.config(), m); };
   }
-  // The losses and norms of `steps` updates, then every weight and moment.
+  // Returns the losses and norms of `steps` updates, then every weight and moment.
   std::vector<double> train(int steps) {
     std::vector<double> seen;
     for (int s = 1; s <= steps; ++s) {
@@ -92,7 +92,7 @@ TEST_CASE("schedules and chunks are only an order: gpipe, 1f1b, one to three chu
   }
 }
 
-TEST_CASE("recomputation is bitwise in every family; each level needs less memory and more ops than the one before") {
+TEST_CASE("recomputation is bitwise in every family; each level needs less memory and more ops than the previous one") {
   for (const auto& [dtype, family] : {std::pair{DType::fp32, "gpt2"},
                                       {DType::bf16, "gpt2"},
                                       {DType::bf16, "llama"},
@@ -119,7 +119,7 @@ TEST_CASE("recomputation is bitwise in every family; each level needs less memor
     }
 }
 
-TEST_CASE("one large micro-batch and several small ones give the same gradients but for rounding") {
+TEST_CASE("one large micro-batch and several small ones give the same gradients up to rounding") {
   StepConfig small = awkward_step(DType::fp32), large = small;
   large.batch.B = small.batch.B * small.micro_batches;
   large.micro_batches = 1;
@@ -147,7 +147,7 @@ TEST_CASE("the null device plans exactly the memory that the CPU uses") {
         c.recompute = recompute;
         c.batch.T = T;
         c.chunks = 2;
-        Fixture f(c, 2);  // an arena of exactly the plan's size: one byte more would throw
+        Fixture f(c, 2);  // an arena of exactly the planned size: one byte more would throw
         f.train(1);
         f.trainer.evaluate(1, 38, f.batches());
         std::vector<int32_t> tokens(static_cast<size_t>(T), 5);
@@ -178,7 +178,7 @@ TEST_CASE("1f1b needs one set of activations, gpipe one for each micro-batch") {
   REQUIRE(activations(Schedule::gpipe) == c.micro_batches * activations(Schedule::one_f_one_b));
 }
 
-TEST_CASE("initial weights depend on seed, name and index alone") {
+TEST_CASE("initial weights depend only on seed, name and index") {
   StepConfig shallow = awkward_step(DType::fp32), deep = shallow;
   deep.model.vocab_size = 300;  // more rows of the same table
   Fixture a(shallow, 1), b(deep, 2);
@@ -203,7 +203,7 @@ TEST_CASE("vocabulary padding stays zero through training") {
   for (int64_t i = m.vocab_size * m.n_embd; i < wte.numel(); ++i) REQUIRE(float(wte.data<bf16>()[i]) == 0);
 }
 
-TEST_CASE("a loss that is not finite changes no weight and says so") {
+TEST_CASE("a non-finite loss changes no weight and is reported") {
   Fixture f(awkward_step(DType::fp32));
   f.stream.synchronize();
   const UnitState& head = f.trainer.state().back();
@@ -217,7 +217,7 @@ TEST_CASE("a loss that is not finite changes no weight and says so") {
   REQUIRE(std::memcmp(before.data(), q.bytes, before.size() * sizeof(float)) == 0);
 }
 
-TEST_CASE("the logits of the next token do not depend on how far the rows are padded") {
+TEST_CASE("the logits of the next token do not depend on the row padding") {
   Fixture f(awkward_step(DType::fp32));
   std::vector<int32_t> tokens = {3, 1, 4, 1, 5, 9, 2, 6};
   const std::vector<float> eight = f.trainer.next_token_logits(tokens);
@@ -230,20 +230,20 @@ TEST_CASE("the logits of the next token do not depend on how far the rows are pa
   REQUIRE(eight.size() == 131);
 }
 
-TEST_CASE("sampling keeps to temperature, top-k and top-p") {
+TEST_CASE("sampling respects temperature, top-k and top-p") {
   const std::vector<float> logits = {0.0f, 3.0f, 1.0f, 2.0f};
   REQUIRE(sample_token(logits, {.temperature = 0}, 0.99) == 1);
   REQUIRE(sample_token(logits, {.top_k = 2}, 0.999) == 3);
   REQUIRE(sample_token(logits, {.top_p = 0.5}, 0.999) == 1);
   REQUIRE(sample_token(logits, {}, 0.0) == 1);
   REQUIRE(sample_token(logits, {}, 0.9999) == 0);
-  // Frequencies follow the softmax.
+  // Frequencies match the softmax.
   int ones = 0;
   for (int i = 0; i < 1000; ++i) ones += sample_token(logits, {}, (i + 0.5) / 1000) == 1;
   REQUIRE(std::abs(ones / 1000.0 - 0.6439) < 0.002);
 }
 
-TEST_CASE("gpipe and 1f1b lists hold each forward and backward once, backwards by micro-batch") {
+TEST_CASE("gpipe and 1f1b schedules have each forward and backward once, backwards in micro-batch order") {
   for (const Schedule schedule : {Schedule::gpipe, Schedule::one_f_one_b}) {
     const auto actions = training_actions(schedule, 2, 5);
     REQUIRE(actions.size() == 20);

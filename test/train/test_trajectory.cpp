@@ -1,5 +1,5 @@
-// The program as a person runs it: twenty steps against PyTorch (golden/gpt2_tiny), contract 1 and 4 end to end, and
-// every bad input refused by name.
+// End-to-end runs of the program: twenty steps against PyTorch (golden/gpt2_tiny), contracts 1 and 4, and every bad
+// input refused by name.
 #include <nlohmann/json.hpp>
 
 #include "catch2.h"
@@ -69,8 +69,8 @@ TEST_CASE("twenty steps follow PyTorch's AdamW in loss, norm, learning rate and 
       REQUIRE(ours.info(name).shape == theirs.info(name).shape);
       ours.read(name, a.data());
       theirs.read(name, b.data());
-      if (name.ends_with(
-              "c_attn.bias")) {  // the true gradient of the key bias is zero: Adam makes a step of any rounding
+      if (name.ends_with("c_attn.bias")) {  // the true gradient of the key bias is zero: Adam turns rounding errors
+                                            // into full steps
         const size_t third = a.size() / 3;
         a.erase(a.begin() + static_cast<int64_t>(third), a.begin() + static_cast<int64_t>(2 * third));
         b.erase(b.begin() + static_cast<int64_t>(third), b.begin() + static_cast<int64_t>(2 * third));
@@ -93,8 +93,9 @@ TEST_CASE("two runs of the program agree bitwise, and so do gpipe and 1f1b") {
   REQUIRE(weights == read_whole(dir / "c/step-000020/model.safetensors"));
 }
 
-TEST_CASE("twenty steps in bf16 follow PyTorch's bf16 as closely as it follows itself, and every tensor moves") {
-  // Contract 5: within twice the distance of two runs that differ in the micro-batch alone, or 1e-3 and 2^-8.
+TEST_CASE(
+    "twenty steps in bf16 follow PyTorch's bf16 as closely as two of its own runs agree, and every tensor moves") {
+  // Contract 5: within twice the distance between two runs that differ only in micro-batch size, or 1e-3 and 2^-8.
   const json golden = json::parse(read_whole(model + "/trajectory_bf16.json"));
   const json &four = golden["micro-batches of 4"], &eight = golden["micro-batches of 8"];
   const SafetensorsReader theirs(model + "/final_bf16_4.safetensors"), others(model + "/final_bf16_8.safetensors"),
@@ -143,7 +144,7 @@ TEST_CASE("--overfit-batch drives the loss down") {
   REQUIRE(l.back() < 0.5);
 }
 
-TEST_CASE("validation, checkpoints, sampling and continuing from a checkpoint fit together") {
+TEST_CASE("validation, checkpoints, sampling and continuing from a checkpoint work together") {
   const TempDir dir;
   const std::string val = " --val-data " + model + "/train.bin --val-every 10 --val-steps 2 ";
   run_well(golden_options(dir / "a", val + "--checkpoint-every 8"));
@@ -164,7 +165,7 @@ TEST_CASE("validation, checkpoints, sampling and continuing from a checkpoint fi
   REQUIRE(once.out == again.out);
 }
 
-TEST_CASE("a finished run started again says that it is complete and changes nothing") {
+TEST_CASE("restarting a finished run reports that it is complete and changes nothing") {
   const TempDir dir;
   run_well(golden_options(dir / "run"));
   const std::string before = read_whole(dir / "run/metrics.jsonl");
@@ -241,13 +242,13 @@ TEST_CASE("bad input is refused with exit status 1, names the culprit, and leave
     INFO(options << "\n" << r.err);
     REQUIRE(r.status == 1);
     REQUIRE(r.err.find(culprit) != std::string::npos);
-    REQUIRE(read_whole(dir / "out/metrics.jsonl").empty());  // and so the directory is free for the next try
+    REQUIRE(read_whole(dir / "out/metrics.jsonl").empty());  // so the directory is free for the next attempt
     REQUIRE_FALSE(std::filesystem::exists(dir / "out/step-000020"));
     std::filesystem::remove_all(dir / "out");
   }
 }
 
-TEST_CASE("an out directory that holds something else is refused and not touched") {
+TEST_CASE("an out directory with unrelated contents is refused and left unchanged") {
   const TempDir dir;
   std::filesystem::create_directories(dir / "mine");
   std::ofstream(dir / "mine/thesis.txt") << "years of work";

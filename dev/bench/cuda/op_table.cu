@@ -1,5 +1,5 @@
-// op_table.cu: what each op of a training step takes on this GPU, beside the least that it could take by the GPU's
-// measured rates; `make bench-cuda` runs it. Arguments: build/op_table --help.
+// op_table.cu: the time of each op of a training step on this GPU, compared with its roofline (the minimum at the GPU's
+// measured rates); `make bench-cuda` runs it. Arguments: build/op_table --help.
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <fstream>
@@ -19,7 +19,7 @@ struct Settings {
   std::string json;
 };
 
-// What the GPU can do: bytes read and written, and flops of a product of matrices, a second.
+// The GPU's measured rates: bytes read and written per second, and matmul flops per second.
 struct Roofs {
   double bandwidth, matmul;
   double seconds(const OpTime& t) const { return std::max(t.bytes / bandwidth, t.flops / matmul); }
@@ -27,7 +27,7 @@ struct Roofs {
 
 constexpr DType dtype = DType::bf16;
 
-// ---- What is measured -----------------------------------------------------------------------------------------------
+// ---- Measurements ---------------------------------------------------------------------------------------------------
 
 Roofs measure_roofs(const Device& device, const OpTimer::Settings& timing, const Settings& settings) {
   const int64_t n = settings.peak_size, half = settings.copy_mib << 18;  // half of the bytes, in bf16
@@ -103,7 +103,7 @@ void measure_norm(OpTimer& timer, const ModelConfig& c, int64_t N) {
   }
 }
 
-// What prepares queries and keys.
+// The ops that prepare queries and keys.
 void measure_heads(OpTimer& timer, const ModelConfig& c, const AttentionShape& s, Tensor positions) {
   const auto scope = timer.scope();
   Stream& stream = timer.stream();
@@ -154,7 +154,7 @@ void measure_loss(OpTimer& timer, const ModelConfig& c, int64_t N, Tensor target
   });
 }
 
-// The end of a step, on as many weights as the embedding has.
+// The end of a step, for as many weights as the embedding has.
 void measure_update(OpTimer& timer, const ModelConfig& c) {
   const auto scope = timer.scope();
   Stream& stream = timer.stream();
@@ -166,7 +166,7 @@ void measure_update(OpTimer& timer, const ModelConfig& c) {
                control = timer.tensor(DType::fp64, {4});
   convert(master, weight, stream);
   convert(gradient, weight, stream);
-  upload(control, std::vector<double>{1, 1, 1, 0}, stream);  // norm 1, factor 1, the update may happen
+  upload(control, std::vector<double>{1, 1, 1, 0}, stream);  // norm 1, scale 1, update allowed
   const AdamWOptions options{.lr = 1e-4f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 1};
   const std::string shape = formatted("{}", n);
   timer.measure(shape, calls, [&] { square_sum(sum, gradient, stream); });
@@ -199,11 +199,12 @@ void measure_model(OpTimer& timer, const ModelConfig& c, const BatchShape& s) {
   measure_update(timer, c);
 }
 
-// ---- What is printed ------------------------------------------------------------------------------------------------
+// ---- Output ---------------------------------------------------------------------------------------------------------
 
 void print_table(const std::string& title, const std::vector<OpTime>& times, const Roofs& roofs, std::ofstream& json) {
   std::printf(
-      "\n### %s\n\n| op | shape | us | GFLOP | MB | TFLOP/s | GB/s | bound by | of the roof | calls | ms a step |\n"
+      "\n### %s\n\n| op | shape | us | GFLOP | MB | TFLOP/s | GB/s | bound by | of the roofline | calls | ms per step "
+      "|\n"
       "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n",
       title.c_str());
   for (const OpTime& t : times) {
@@ -222,7 +223,7 @@ void print_table(const std::string& title, const std::vector<OpTime>& times, con
   std::fflush(stdout);
 }
 
-// The sum over a step, and how much of a step, as the trainer plans it, is in the table.
+// The total over a step, and how much of the planned step the table covers.
 void print_step(const std::vector<OpTime>& times, const Roofs& roofs, const StepConfig& step, const Device& device) {
   double seconds = 0, least = 0, flops = 0, bytes = 0, planned_flops = 0, planned_bytes = 0;
   std::string lacking;
@@ -239,7 +240,7 @@ void print_step(const std::vector<OpTime>& times, const Roofs& roofs, const Step
   }
   const double tokens = static_cast<double>(step.tokens());
   std::printf(
-      "\nA step of these ops: %.2f ms, %.0f tokens/s; at the roofs %.2f ms, %.0f tokens/s. The table has %.1f%% of "
+      "\nA step of these ops: %.2f ms, %.0f tokens/s; at the roofline %.2f ms, %.0f tokens/s. The table has %.1f%% of "
       "the flops and %.1f%% of the bytes of a planned step;%s\n",
       1e3 * seconds, tokens / seconds, 1e3 * least, tokens / least, 100 * flops / planned_flops,
       100 * bytes / planned_bytes, lacking.empty() ? " it has every op." : (" it lacks" + lacking).c_str());
@@ -259,7 +260,7 @@ void run(const Settings& settings) {
   }
   const Roofs roofs = measure_roofs(device, timing, settings);
   std::printf(
-      "%s, %s. Medians of %lld times, inputs out of the L2 cache (%.0f MB). Roofs, the fastest of as many: "
+      "%s, %s. Medians of %lld runs, inputs not in the L2 cache (%.0f MB). Roofline, the fastest of as many: "
       "a copy of %lld MiB, %.0f GB/s read and written; a product of %lld^3 in bf16, %.1f TFLOP/s.\n",
       properties.name, matmul_library(device).c_str(), static_cast<long long>(settings.repeats),
       1e-6 * properties.l2CacheSize, static_cast<long long>(settings.copy_mib), 1e-9 * roofs.bandwidth,
@@ -286,18 +287,19 @@ void run(const Settings& settings) {
 
 int main(int argc, char** argv) {
   llmc::Settings settings;
-  CLI::App app("What each op of a training step in bf16 takes on this GPU.");
+  CLI::App app("Times each op of a bf16 training step on this GPU.");
   app.add_option("--models", settings.models, "presets, or directories with a config.json");
-  app.add_option("-b,--batch-size", settings.batch.B, "sequences")->check(CLI::PositiveNumber);
-  app.add_option("-t,--seq-len", settings.batch.T, "tokens in a sequence")->check(CLI::PositiveNumber);
+  app.add_option("-b,--batch-size", settings.batch.B, "sequences per batch")->check(CLI::PositiveNumber);
+  app.add_option("-t,--seq-len", settings.batch.T, "tokens per sequence")->check(CLI::PositiveNumber);
   app.add_option("--repeats", settings.repeats, "timed runs of each op")->check(CLI::PositiveNumber);
-  app.add_option("--long-sequence", settings.long_sequence, "attention at this length too; 0: not");
+  app.add_option("--long-sequence", settings.long_sequence, "also time attention at this length; 0: skip");
   app.add_option("--copy-mib", settings.copy_mib, "size of the copy that measures the bandwidth, read and written")
       ->check(CLI::PositiveNumber);
-  app.add_option("--peak-size", settings.peak_size, "of the square product that measures the peak")
+  app.add_option("--peak-size", settings.peak_size, "size of the square matmul that measures the peak")
       ->check(CLI::PositiveNumber);
-  app.add_option("--flush-mib", settings.flush_mib, "read in front of each run; 0: eight times the L2 cache");
-  app.add_option("--json", settings.json, "write the rows to this file too, one object a line");
+  app.add_option("--flush-mib", settings.flush_mib,
+                 "memory read before each run to evict inputs; 0: eight times the L2 cache");
+  app.add_option("--json", settings.json, "also write the rows to this file, one object per line");
   CLI11_PARSE(app, argc, argv);
   try {
     llmc::run(settings);

@@ -1,5 +1,5 @@
-// op_timer.h: times ops of llmc/ops/ops.h alone on a GPU. Memory, random inputs, and the median time of an op whose
-// inputs are not in the caches.
+// op_timer.h: times single ops of llmc/ops/ops.h on a GPU: memory, random inputs, and the median time of an op whose
+// inputs are not cached.
 #pragma once
 #include <algorithm>
 #include <functional>
@@ -15,8 +15,8 @@ namespace llmc {
 
 struct OpTime {
   std::string op, shape;
-  double calls;         // in a training step
-  double flops, bytes;  // of one, as the op itself counts them
+  double calls;         // per training step
+  double flops, bytes;  // per call, as booked by the op
   double seconds, fastest;
 };
 
@@ -38,7 +38,7 @@ class OpTimer {
         flush_partials_(tensor(DType::fp64, {ceil_div(settings.flush_bytes / 4, square_sum_block)})),
         flush_(filled(0, {settings.flush_bytes / 4})) {}
 
-  // Makes `measure(timer)` twice: on paper to find how much memory it takes, and on the device.
+  // Calls `measure(timer)` twice: on the null device to find how much memory it needs, then on the device.
   template <class Measure>
   static std::vector<OpTime> run(const Device& device, const Settings& settings, Measure&& measure) {
     OpTimer paper(device.on_paper(), {}, settings);
@@ -52,7 +52,7 @@ class OpTimer {
   [[nodiscard]] Arena::Scope scope() { return arena_.scope(); }
 
   Tensor tensor(DType dtype, const Shape& shape) { return arena_.alloc("ops", "operand", dtype, shape); }
-  // Zeros would take less power, and so less time, than what a training has.
+  // Zeros would draw less power, and so run faster, than real training data.
   Tensor normal(const Shape& shape, float stddev = 1) {
     const Tensor t = tensor(DType::bf16, shape);
     init_normal(t, stddev, 0, seed_++, "normal", stream_);
@@ -68,7 +68,7 @@ class OpTimer {
     upload(t, std::move(values), stream_);
     return t;
   }
-  // Ids as texts have them, few of them often (Zipf's law).
+  // Token ids distributed as in text (Zipf's law).
   Tensor token_ids(int64_t n, int64_t vocabulary) {
     std::mt19937_64 random(seed_++);
     std::uniform_real_distribution<double> logarithm(0, std::log(static_cast<double>(vocabulary)));
@@ -77,8 +77,8 @@ class OpTimer {
     return integers(std::move(ids));
   }
 
-  // Times each op that `ops` enqueues. Reading a large array in front of it takes the inputs out of the caches, and
-  // keeps the GPU busy while the host launches: the time is the GPU's alone, without waiting for the host.
+  // Times each op that `ops` enqueues. Before each op it reads a large array, which evicts the inputs from the caches
+  // and keeps the GPU busy while the host launches, so that the time excludes launch latency.
   void measure(const std::string& shape, double calls, const std::function<void()>& ops) {
     constexpr int64_t warm_up = 3;
     const bool on_paper = stream_.device().kind == DeviceKind::null;

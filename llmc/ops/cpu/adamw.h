@@ -1,4 +1,4 @@
-// adamw.h: the update of a segment. Contracts: ops/ops.h.
+// adamw.h: AdamW on one segment. Contracts: ops/ops.h.
 #pragma once
 #include "ops/adamw_step.h"
 #include "ops/cpu/simd.h"
@@ -26,9 +26,9 @@ void adamw_update(W* weight, A* master, A* moment1, A* moment2, const A* gradien
   }
 }
 
-// Weights in bf16 without a master copy: what an update adds to a weight is often less than half a bf16 apart from it
-// and would always be rounded away; rounded by chance, it counts in the mean. The segment begins at element `begin` of
-// the parameter that `words` are for.
+// bf16 weights without a master copy: an update is often less than half the distance to the next bf16, so rounding to
+// nearest would always lose it; stochastic rounding keeps it on average. `words` belong to the parameter, whose element
+// `begin` starts the segment.
 inline void adamw_update_stochastic(bf16* weight, float* moment1, float* moment2, const float* gradient,
                                     const double* control, int64_t begin, int64_t n, const AdamWOptions& options,
                                     const Philox& words) {

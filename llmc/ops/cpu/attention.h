@@ -1,4 +1,4 @@
-// attention.h: causal attention by blocks of query rows, so that no T x T matrix exists; the backward recomputes the
+// attention.h: causal attention by blocks of query rows, so no T x T matrix is stored; the backward recomputes the
 // probabilities from the saved log-sum-exp (Dao 2023, FlashAttention-2). Contracts: ops/ops.h.
 #pragma once
 #include <omp.h>
@@ -11,12 +11,12 @@ namespace detail {
 
 inline constexpr int64_t attention_rows = 32;  // query rows in a block
 
-// Where one (sequence, head) lies in the big tensors, and the sizes of what a thread packs.
+// Where one (sequence, head) lies in the full tensors, and the sizes of a thread's packed operands.
 struct AttentionLayout {
   int64_t T, D, group;
-  int64_t qkv_stride, out_stride;  // from token to token
+  int64_t qkv_stride, out_stride;  // per token
   int64_t k_offset, v_offset;      // of head 0 in a token
-  int64_t T_padded, D_padded;      // to whole panels
+  int64_t T_padded, D_padded;      // rounded up to whole panels
   explicit AttentionLayout(const AttentionShape& s)
       : T(s.T),
         D(s.D),
@@ -27,7 +27,7 @@ struct AttentionLayout {
         v_offset((s.Hq + s.Hkv) * s.D),
         T_padded(round_up(s.T, panel_width)),
         D_padded(round_up(s.D, panel_width)) {}
-  int64_t rows_panels() const { return T * D_padded; }     // (D / 32, T, 32): a head as it is
+  int64_t rows_panels() const { return T * D_padded; }     // (D / 32, T, 32): a head as stored
   int64_t columns_panels() const { return T_padded * D; }  // (T / 32, D, 32): a head transposed
   int64_t block() const { return attention_rows * D_padded; }
   int64_t scores() const { return attention_rows * T_padded; }
@@ -35,7 +35,7 @@ struct AttentionLayout {
   int64_t backward_scratch() const { return 3 * rows_panels() + 2 * columns_panels() + 3 * block() + 2 * scores(); }
 };
 
-// Hands out pieces of a thread's scratch.
+// Splits up a thread's scratch.
 template <class A>
 struct ScratchCursor {
   A* at;
@@ -82,10 +82,10 @@ void add_outer_products(A* panels, int64_t panel_rows, const A* a, int64_t lda, 
                  Accumulate::yes);
 }
 
-// The keys that a block of query rows looks at: whole panels from `start` to `end`.
+// The keys that a block of query rows attends to: whole panels from `start` to `end`.
 struct KeyRange {
   int64_t start, visible, end;
-  // `positions` of the sequence, or nullptr: row t sees the keys from t - positions[t] on.
+  // `positions` of the sequence, or nullptr: row t attends to the keys from t - positions[t] on.
   KeyRange(const int32_t* positions, int64_t begin, int64_t rows)
       : start(positions == nullptr ? 0 : begin), visible(begin + rows), end(round_up(visible, panel_width)) {
     for (int64_t t = begin; t < begin + rows && positions != nullptr; ++t) start = std::min(start, t - positions[t]);
@@ -94,7 +94,7 @@ struct KeyRange {
 };
 inline int64_t first_key(const int32_t* positions, int64_t t) { return positions == nullptr ? 0 : t - positions[t]; }
 
-// row = exp(row - its largest) where a key is visible, from `first` to `keys`; 0 elsewhere up to `end` (a multiple of
+// row = exp(row - its maximum) where a key is visible, from `first` to `keys`; 0 elsewhere up to `end` (a multiple of
 // the panel width).
 template <class A>
 struct RowSum {
@@ -103,7 +103,7 @@ struct RowSum {
 template <class A>
 RowSum<A> exponentiate_row(A* row, int64_t first, int64_t keys, int64_t end) {
   const int64_t panels = end / panel_width;
-  std::fill(row, row + first, row[first]);  // changes no maximum, and whole vectors are faster than a remainder
+  std::fill(row, row + first, row[first]);  // leaves the maximum unchanged; whole vectors are faster than a remainder
   std::fill(row + keys, row + end, row[first]);
   A lanes[panel_width];
   std::fill(lanes, lanes + panel_width, row[first]);
@@ -122,7 +122,7 @@ RowSum<A> exponentiate_row(A* row, int64_t first, int64_t keys, int64_t end) {
   return {largest, sum};
 }
 
-// p = exp(p - lse), dp = p * (dp - delta): P and dS out of the scores and dP; 0 where no key is visible.
+// p = exp(p - lse), dp = p * (dp - delta): P and dS from the scores and dP; 0 where no key is visible.
 template <class A>
 void score_gradient_row(A* p, A* dp, A lse, A delta, int64_t first, int64_t keys, int64_t end) {
   const int64_t panels = end / panel_width;
@@ -147,8 +147,7 @@ inline int64_t attention_backward_scratch(const AttentionShape& s, int threads) 
   return threads * detail::AttentionLayout(s).backward_scratch();
 }
 
-// Each (sequence, query head) is one thread's work; the heads of a group follow each other and share the packed K and
-// V.
+// One thread per (sequence, query head); the heads of a group run consecutively and share the packed K and V.
 template <class T, class A = accumulator_t<T>>
 void attention_forward(T* out, A* lse, const T* qkv, const int32_t* positions, A* scratch, const AttentionShape& s,
                        int threads) {
@@ -197,8 +196,7 @@ void attention_forward(T* out, A* lse, const T* qkv, const int32_t* positions, A
 
 // With P the probabilities and dO the gradient of the output:
 //   dV = P^T dO,   dP = dO V^T,   dS = P (dP - rowsum(dO O)),   dQ = dS K / sqrt(D),   dK = dS^T Q / sqrt(D)
-// Each (sequence, key-value head) is one thread's work; the query heads of a group add to dK and dV one after the
-// other.
+// One thread per (sequence, key-value head); the query heads of a group add to dK and dV one after another.
 template <class T, class A = accumulator_t<T>>
 void attention_backward(T* dqkv, const T* dout, const T* out, const T* qkv, const A* lse, const int32_t* positions,
                         A* scratch, const AttentionShape& s, int threads) {
@@ -241,7 +239,8 @@ void attention_backward(T* dqkv, const T* dout, const T* out, const T* qkv, cons
           }
           const int64_t keys = visible - start, skipped = start * panel_width;
           add_outer_products(dv + skipped, s.T, p, l.T_padded, g, l.D_padded, keys, l.D_padded, n);
-          add_outer_products(dk + skipped, s.T, dp, l.T_padded, q, l.D_padded, keys, l.D_padded, n);  // q is scaled
+          add_outer_products(dk + skipped, s.T, dp, l.T_padded, q, l.D_padded, keys, l.D_padded,
+                             n);  // q is already scaled
           multiply_panels(dq, l.D_padded, dp, l.T_padded, k + skipped, s.T, n, l.D_padded, keys);
           for (int64_t i = 0; i < n; ++i)
 #pragma omp simd
@@ -253,9 +252,8 @@ void attention_backward(T* dqkv, const T* dout, const T* out, const T* qkv, cons
     }
 }
 
-// A few new rows against the keys and values of all rows up to them. qkv (T, (Hq + 2 Hkv) D): rows begin to begin + T
-// of a sequence, whose keys and values are the last rows of cache (begin + T, 2 Hkv D). Each query head is one thread's
-// work.
+// A few new rows against the keys and values of all rows so far. qkv (T, (Hq + 2 Hkv) D): rows begin to begin + T of a
+// sequence, whose keys and values are the last rows of cache (begin + T, 2 Hkv D). One thread per query head.
 inline int64_t attention_cached_scratch(const AttentionShape& s, int64_t begin, int threads) {
   return threads * (s.D + begin + s.T);
 }
@@ -290,7 +288,7 @@ void attention_cached(T* out, const T* qkv, const T* cache, A* scratch, int64_t 
     }
 }
 
-// The keys and values of new rows = rows of the cache.
+// rows of the cache = the keys and values of new rows.
 template <class T>
 void cache_append(T* cache_rows, const T* qkv, const AttentionShape& s) {
   const int64_t row = (s.Hq + 2 * s.Hkv) * s.D, kept = 2 * s.Hkv * s.D;

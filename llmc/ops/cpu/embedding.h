@@ -21,8 +21,8 @@ void embedding_forward(T* out, const int32_t* tokens, const int32_t* positions, 
   }
 }
 
-// Threads share the columns, not the rows: each element is added up in the order of n whatever their number, and two
-// threads never write to one element.
+// Threads split the columns, not the rows: each element is summed in row order for any thread count, and no two threads
+// write to the same element.
 template <class T, class G>
 void embedding_backward(G* dwte, G* dwpe, const T* dout, const int32_t* tokens, const int32_t* positions, int64_t N,
                         int64_t C) {

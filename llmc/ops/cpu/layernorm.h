@@ -14,7 +14,7 @@ void layernorm_forward(T* out, A* mean, A* rstd, const T* x, const T* weight, co
 #pragma omp simd reduction(+ : sum)
     for (int64_t c = 0; c < C; ++c) sum += static_cast<A>(row[c]);
     const A m = sum / static_cast<A>(C);
-    A squares = 0;  // around the mean: no cancellation
+    A squares = 0;  // centred first, to avoid cancellation
 #pragma omp simd reduction(+ : squares)
     for (int64_t c = 0; c < C; ++c) squares += (static_cast<A>(row[c]) - m) * (static_cast<A>(row[c]) - m);
     const A r = A(1) / std::sqrt(squares / static_cast<A>(C) + static_cast<A>(eps));

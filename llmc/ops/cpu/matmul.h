@@ -1,5 +1,5 @@
-// matmul.h: C = op(A) op(B) on the CPU: oneDNN where it was built in, else (and always in double) a blocked product of
-// our own. Contracts: ops/ops.h.
+// matmul.h: C = op(A) op(B) on the CPU: by oneDNN if built in, else (and always in double) by our own blocked matmul.
+// Contracts: ops/ops.h.
 #pragma once
 #include <omp.h>
 
@@ -17,9 +17,9 @@ namespace llmc::cpu {
 using llmc::Bias;
 using llmc::Transpose;
 
-// C (M, N) = or += op(A) op(B) + bias. Row-major and dense; A is stored (M, K) or, transposed, (K, M); B (K, N) or (N,
-// K); bias (N) in the dtype of A and B. C is in the same dtype, or fp32 where they are bf16. Sums are in fp32 (fp64 for
-// fp64).
+// C (M, N) = or += op(A) op(B) + bias. Row-major and contiguous; A is stored (M, K) or, transposed, (K, M); B (K, N) or
+// (N, K); bias (N) in the dtype of A and B. C has that dtype too, or fp32 for bf16 inputs. Accumulates in fp32 (fp64
+// for fp64).
 struct MatmulShape {
   int64_t M, N, K;
   Transpose a, b;
@@ -40,19 +40,19 @@ inline std::string to_string(const MatmulShape& s) {
 
 namespace detail {
 
-// The tiles of C follow from the shape alone, never from the number of threads: a tile is one thread's work, and each
-// element is added up in the order of k.
+// The tiles of C depend on the shape alone, never on the thread count: one thread computes a tile, and each element is
+// summed in the order of k.
 struct MatmulTiles {
   static constexpr int64_t depth = 192;  // of k: a panel of B, (192, 32) fp32, stays in an L1 cache of 32 KiB
   static constexpr int64_t max_rows = 128;
   int64_t rows, columns;
 
-  // A tile and its packed operands take at most 512 KiB of a thread's stack, and share an L2 cache.
+  // A tile and its packed operands take at most 512 KiB of a thread's stack and fit into an L2 cache.
   static constexpr int64_t max_columns(int64_t element_bytes) { return element_bytes == 8 ? 128 : 256; }
   explicit MatmulTiles(const MatmulShape& s) {
     rows = std::min(max_rows, s.M);
     columns = std::min(max_columns(size_of(s.in)), round_up(s.N, panel_width));
-    // At least 32 tiles, where that leaves them large enough to repay the packing.
+    // At least 32 tiles, unless they become too small to repay the packing.
     while (columns > 64 && ceil_div(s.M, rows) * ceil_div(s.N, columns) < 32)
       columns = round_up(columns / 2, panel_width);
     while (rows > 64 && ceil_div(s.M, rows) * ceil_div(s.N, columns) < 32) rows /= 2;
@@ -102,14 +102,14 @@ void blocked_matmul(Out* c, const T* a, const T* b, const T* bias, const MatmulS
 
 }  // namespace detail
 
-// A prepared product; cheap to copy.
+// A prepared matmul; cheap to copy.
 class Matmul {
  public:
-  // Remembered by shape, for each host thread.
+  // Cached by shape, per host thread.
   static Matmul prepare(const MatmulShape& shape) {
     const DType sum = shape.in == DType::fp64 ? DType::fp64 : DType::fp32;
-    CHECK(shape.out == shape.in || shape.out == sum, "no matmul writes {} from {}: use {} or {}; {}", shape.out,
-          shape.in, shape.in, sum, to_string(shape));
+    CHECK(shape.out == shape.in || shape.out == sum, "matmul cannot write {} from {} inputs: use {} or {}; {}",
+          shape.out, shape.in, shape.in, sum, to_string(shape));
     CHECK(shape.M >= 0 && shape.N >= 0 && shape.K >= 0 && shape.threads > 0, "matmul: {}", to_string(shape));
     Matmul product;
     product.shape_ = shape;
@@ -135,7 +135,7 @@ class Matmul {
     return 0;
   }
 
-  // On a thread whose OpenMP thread count is shape.threads.
+  // Call on a thread whose OpenMP thread count is shape.threads.
   void run(void* c, const void* a, const void* b, const void* bias, void* scratch) const {
     if (shape_.M == 0 || shape_.N == 0) return;
 #ifdef TRAIN_GPT_ONEDNN
@@ -168,7 +168,7 @@ inline std::string matmul_library() {
 #endif
 }
 
-// Does this processor multiply bf16 as it is, or is it widened to fp32 first (right, but slow)?
+// Does this processor multiply bf16 natively, or is bf16 widened to fp32 first (correct, but slow)?
 inline bool bf16_is_native() {
 #ifdef TRAIN_GPT_ONEDNN
   return onednn::bf16_is_native();

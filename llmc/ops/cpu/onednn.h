@@ -1,5 +1,5 @@
-// onednn.h: oneDNN's matmul primitive behind a small class; the one place that knows the differences of versions 2
-// and 3. Through the C interface: nvcc cannot compile dnnl.hpp as C++20.
+// onednn.h: a small class around oneDNN's matmul primitive, and the only place that handles both versions 2 and 3. Uses
+// the C API: nvcc cannot compile dnnl.hpp as C++20.
 #pragma once
 #include <dnnl.h>
 #include <omp.h>
@@ -64,7 +64,7 @@ inline dnnl_status_t add_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_
 inline void destroy_desc(MemoryDesc&) {}
 #endif
 
-// OpenMP's thread count of this thread, until the end of the scope.
+// Sets this thread's OpenMP thread count until the end of the scope.
 struct ThreadsScope {
   int before = omp_get_max_threads();
   explicit ThreadsScope(int threads) { omp_set_num_threads(threads); }
@@ -74,7 +74,7 @@ struct ThreadsScope {
 class Matmul {
  public:
   explicit Matmul(const MatmulProblem& p) : what_(p.what) {
-    const ThreadsScope scope(p.threads);  // the primitive is made for the number of threads that is set now
+    const ThreadsScope scope(p.threads);  // a primitive is built for the current thread count
     make_matrix(a_, p.M, p.K, p.in, p.transpose_a);
     make_matrix(b_, p.K, p.N, p.in, p.transpose_b);
     make_matrix(c_, p.M, p.N, p.out, false);

@@ -1,5 +1,5 @@
-// pack.h: matrices cut into panels of 32 columns, widened and zero-filled, so that small_matmul reads them as one
-// stream of whole vectors, small enough for an L1 cache. For matmul.h and attention.h.
+// pack.h: packs matrices into panels of 32 columns, widened and zero-padded, so that small_matmul reads contiguous
+// whole vectors and a panel fits into an L1 cache. For matmul.h and attention.h.
 #pragma once
 #include "ops/cpu/simd.h"
 
@@ -9,8 +9,7 @@ inline constexpr int64_t panel_width = 32;  // columns of small_matmul's kernel 
 
 namespace detail {
 
-// out (K, ldo) = x (N, ldx)^T, widened, for N up to a panel: eight rows at a time, so that what is written lies
-// together.
+// out (K, ldo) = x (N, ldx)^T, widened, for N up to a panel: eight rows per pass, so that writes are contiguous.
 template <class A, class T>
 void transpose_into(A* out, int64_t ldo, const T* x, int64_t ldx, int64_t N, int64_t K) {
   constexpr int64_t rows = 8;

@@ -1,5 +1,5 @@
-// rmsnorm.h: Zhang & Sennrich 2019, of whole rows and of the query and key heads (Henry et al. 2020; Qwen3). Statistics
-// in fp32. Contracts: ops/ops.h.
+// rmsnorm.h: Zhang & Sennrich 2019, on whole rows and on query and key heads (Henry et al. 2020; Qwen3). Statistics in
+// fp32. Contracts: ops/ops.h.
 #pragma once
 #include "ops/cpu/simd.h"
 
@@ -39,7 +39,7 @@ void rmsnorm_row_backward(T* dx, A* dweight, const T* dout, const T* x, const T*
   }
 }
 
-// sum (n) += the partitions' parts, in order.   partials (row_partitions, stride)
+// sum (n) += the partial sums of the partitions, in order.   partials (row_partitions, stride)
 template <class A>
 void add_partials(A* sum, const A* partials, int64_t stride, int64_t n) {
   for (int64_t part = 0; part < row_partitions; ++part)
@@ -68,7 +68,7 @@ void rmsnorm_backward(T* dx, A* dweight, A* partials, const T* dout, const T* x,
   detail::add_partials(dweight, partials, C, C);
 }
 
-// Each query and key head of a row by itself; the values are copied.
+// Normalises each query and key head of a row separately; copies the values.
 template <class T, class A = accumulator_t<T>>
 void qk_norm_forward(T* out, A* rstd, const T* qkv, const T* q_weight, const T* k_weight, float eps,
                      const AttentionShape& s) {

@@ -1,11 +1,11 @@
-// rotary.h: rotary position embedding (Su et al. 2021), in the convention of transformers: element i of a head turns
-// with element i + D / 2. Contracts: ops/ops.h.
+// rotary.h: rotary position embedding (Su et al. 2021), in the convention of transformers: element i of a head is
+// paired with element i + D / 2. Contracts: ops/ops.h.
 #pragma once
 #include "ops/cpu/simd.h"
 
 namespace llmc::cpu {
 
-// table (P, D): the cosines of position p, then the sines, D / 2 each.
+// table (P, D): for position p, D / 2 cosines, then D / 2 sines.
 template <class A>
 void rotary_table(A* table, const Rotary& rotary, int64_t P, int64_t D) {
 #pragma omp parallel for schedule(static)

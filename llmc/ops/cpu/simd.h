@@ -1,5 +1,5 @@
-// simd.h: what the CPU ops share: an exponential that vectorises, a small in-cache matrix product, and the fixed
-// partition that keeps sums independent of the number of threads.
+// simd.h: shared by the CPU ops: an exponential that vectorises, a small in-cache matmul, and the fixed partition that
+// keeps sums independent of the thread count.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -30,11 +30,11 @@ inline float exponential(float x) {
   p = p * r + 1.0f;
   const uint32_t exponent = std::bit_cast<uint32_t>(shifted) << 23;
   const float result = std::bit_cast<float>(std::bit_cast<uint32_t>(p) + exponent);
-  return x != x ? x : result;  // added to a NaN's bits, the exponent could make it a number
+  return x != x ? x : result;  // adding the exponent could turn a NaN into a number
 }
 inline double exponential(double x) { return std::exp(x); }
 
-// The widest vector that the processor has registers for: g++ 12 splits wider ones through memory, fifty times slower.
+// The widest vector with hardware registers: g++ 12 splits wider ones through memory, fifty times slower.
 #if defined(__AVX512F__)
 inline constexpr int vector_bytes = 64, kernel_rows = 8;
 #elif defined(__AVX__)
@@ -55,7 +55,7 @@ struct simd<double> {
 
 namespace detail {
 
-// Rows x (2 vectors) of C in registers.
+// Rows x (2 vectors) of C, in registers.
 template <int Rows, class A>
 void matmul_kernel(A* c, int64_t ldc, const A* a, int64_t a_row, int64_t a_k, const A* b, int64_t ldb, int64_t K) {
   using Vector = typename simd<A>::type;
@@ -83,8 +83,8 @@ void matmul_kernel(A* c, int64_t ldc, const A* a, int64_t a_row, int64_t a_k, co
 
 }  // namespace detail
 
-// C (M, N) = or += A (M, K) B (K, N), for operands that fit into a cache. A is read through two strides, so that it may
-// be transposed; B and C have contiguous rows. Each element is added up in the order of k.
+// C (M, N) = or += A (M, K) B (K, N), for operands that fit into a cache. A has two strides, so it may be transposed;
+// rows of B and C are contiguous. Each element is summed in the order of k.
 template <class A>
 void small_matmul(A* c, int64_t ldc, const A* a, int64_t a_row, int64_t a_k, const A* b, int64_t ldb, int64_t M,
                   int64_t N, int64_t K, Accumulate accumulate) {
@@ -103,7 +103,7 @@ void small_matmul(A* c, int64_t ldc, const A* a, int64_t a_row, int64_t a_k, con
   rows.template operator()<2>();
   rows.template operator()<1>();
   if (N_vector == N) return;
-  for (m = 0; m < M; ++m)  // the ragged columns
+  for (m = 0; m < M; ++m)  // the remaining columns
     for (int64_t k = 0; k < K; ++k) {
       const A scale = a[m * a_row + k * a_k];
 #pragma omp simd
@@ -117,7 +117,7 @@ void widen(A* out, const T* x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] = static_cast<A>(x[i]);
 }
 
-// Sums over rows are taken in this many partial sums, added in order: the same for any number of threads.
+// Number of partial sums over rows; they are added in order, so the result does not depend on the thread count.
 inline constexpr int64_t row_partitions = 32;
 inline int64_t partition_begin(int64_t rows, int64_t part) { return rows * part / row_partitions; }
 

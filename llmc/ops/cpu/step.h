@@ -1,4 +1,4 @@
-// step.h: the scalars of a step: losses, sums of squares, the control of the update. Contracts: ops/ops.h.
+// step.h: the scalars of a step: losses, sums of squares, update control. Contracts: ops/ops.h.
 #pragma once
 #include <array>
 
@@ -6,7 +6,7 @@
 
 namespace llmc::cpu {
 
-// The sum of f(0) ... f(n - 1) in the order of ops/types.h.
+// The sum of f(0) ... f(n - 1), in the order defined in ops/types.h.
 template <class F>
 double ordered_sum(int64_t n, F f) {
   std::array<double, sum_lanes> lanes = {};

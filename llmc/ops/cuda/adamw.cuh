@@ -1,4 +1,4 @@
-// adamw.cuh: the update of a segment, each array read once and written once. Contracts: ops/ops.h.
+// adamw.cuh: AdamW on one segment; each array is read and written once. Contracts: ops/ops.h.
 #pragma once
 #include "ops/adamw_step.h"
 #include "ops/cuda/launch.cuh"
@@ -6,11 +6,11 @@
 
 namespace llmc::cuda {
 
-// Where the fp32 weights are: in the weights themselves, in a copy beside them, or nowhere: stochastic rounding.
+// Where the fp32 weights are: the weights themselves, a separate copy, or nowhere (stochastic rounding).
 enum class Master : uint8_t { weights, copy, none };
 
-// A thread takes a pack; the last one has fewer elements and takes them one by one. The segment begins at element
-// `begin` of its parameter; packs begin at its multiples of four.
+// One thread per pack; the last, partial pack is processed element by element. The segment begins at element `begin` of
+// its parameter; packs begin at multiples of four of the parameter's elements.
 template <class W, Master where, int pack>
 __global__ void adamw_kernel(W* __restrict__ weight, float* __restrict__ master, float* __restrict__ moment1,
                              float* __restrict__ moment2, const float* __restrict__ gradient,
@@ -34,7 +34,7 @@ __global__ void adamw_kernel(W* __restrict__ weight, float* __restrict__ master,
       const auto random = words.words(static_cast<uint64_t>((begin + at) / 4));
       const int64_t first = (begin + at) % 4;
       for (int i = 0; i < size; ++i)
-        for (int j = 0; j < 4; ++j)  // a constant index: an array in registers has no other
+        for (int j = 0; j < 4; ++j)  // registers can only be indexed by constants
           if (first + i == j) ws.elements[i].bits = bf16::stochastic_bits(ps[i], random[static_cast<size_t>(j)]);
     } else {
       for (int i = 0; i < size; ++i) ws.set(i, ps[i]);
@@ -79,8 +79,8 @@ void adamw_update(W* weight, float* master, float* moment1, float* moment2, cons
                                                               options, Philox(0, "unused"), stream);
 }
 
-// Weights in bf16 without a master copy; see cpu/adamw.h. words: rounding_words(seed, parameter, step); the segment
-// begins at the parameter's element `begin`
+// bf16 weights without a master copy; see cpu/adamw.h. words: rounding_words(seed, parameter, step). The segment begins
+// at the parameter's element `begin`.
 inline void adamw_update_stochastic(bf16* weight, float* moment1, float* moment2, const float* gradient,
                                     const double* control, int64_t begin, int64_t n, const AdamWOptions& options,
                                     const Philox& words, cudaStream_t stream) {

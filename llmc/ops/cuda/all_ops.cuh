@@ -1,4 +1,4 @@
-// all_ops.cuh: what ops/dispatch.h calls on GPUs.
+// all_ops.cuh: the GPU implementations that ops/dispatch.h calls.
 #pragma once
 #include "ops/cuda/adamw.cuh"
 #include "ops/cuda/attention.cuh"

@@ -1,4 +1,4 @@
-// attention.cuh: attention for training, forward and backward, and for generating, with a cache of keys and values.
+// attention.cuh: attention: forward and backward for training, and with a key-value cache for generation.
 #pragma once
 #include "ops/cuda/attention_backward.cuh"
 #include "ops/cuda/attention_cached.cuh"

@@ -1,8 +1,8 @@
-// attention_backward.cuh: the gradients of attention, from probabilities recomputed out of the saved log-sum-exp (Dao
+// attention_backward.cuh: the gradients of attention, from probabilities recomputed with the saved log-sum-exp (Dao
 // 2023). With P the probabilities and dO the gradient of the output:
 //   dV = P^T dO,   dP = dO V^T,   dS = P (dP - delta),   dQ = dS K / sqrt(D),   dK = dS^T Q / sqrt(D)
-// where delta = rowsum(dO O). One kernel holds keys and adds up dK and dV over the queries, another one holds queries
-// and adds up dQ over the keys: S and dP are computed twice, and every sum has one order. Contracts:
+// where delta = rowsum(dO O). One kernel holds keys and accumulates dK and dV over the queries, another holds queries
+// and accumulates dQ over the keys: S and dP are computed twice, and every sum has a fixed order. Contracts:
 // ops/ops_attention.h.
 #pragma once
 #include <algorithm>
@@ -12,20 +12,20 @@
 
 namespace llmc::cuda {
 
-// What the kernels must know of a row of queries: P = 2^(S scale - lse_log2).
+// Per query row: P = 2^(S scale - lse_log2).
 struct alignas(8) RowTerms {
   float lse_log2, delta;
 };
 
 namespace detail {
 
-// Rows that the terms of a head have: whole tiles of every kernel. Those past T are {infinity, 0}: P and dS are 0.
+// Rows in the terms of a head: whole tiles of every kernel. Those past T are {infinity, 0}: P and dS are 0.
 __host__ __device__ constexpr int64_t terms_rows(int64_t T) { return (T + 127) / 128 * 128; }
 
 }  // namespace detail
 
-// terms (B, Hq, terms_rows(T)). Grid (rows of (terms_rows(T), Hq), B); a block's x, a power of two up to a warp, takes
-// a row.
+// terms (B, Hq, terms_rows(T)). Grid (rows of (terms_rows(T), Hq), B); blockDim.x, a power of two up to a warp, is the
+// number of threads per row.
 template <class T, int pack>
 __global__ void attention_row_terms_kernel(RowTerms* __restrict__ terms, const T* __restrict__ dout,
                                            const T* __restrict__ out, const float* __restrict__ lse, AttentionShape s) {
@@ -45,7 +45,7 @@ __global__ void attention_row_terms_kernel(RowTerms* __restrict__ terms, const T
     terms[(b * s.Hq + h) * rows + t] = {t < s.T ? lse[(b * s.Hq + h) * s.T + t] * log2_e : INFINITY, delta};
 }
 
-// dK and dV. Grid (B Hkv, blocks of keys), the first ones, which the most rows see, first.
+// dK and dV. Grid (B Hkv, blocks of keys), first keys first: the most rows see them.
 template <class T, class Block, int DP, Copy copy>
 __global__ void __launch_bounds__(Block::threads, 2)
     attention_backward_keys_kernel(T* __restrict__ dqkv, const T* __restrict__ dout, const T* __restrict__ qkv,
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(Block::threads, 2)
 
   Sums<M, ND> dk = {}, dv = {};
   const float scale = 1.0f / sqrtf(static_cast<float>(s.D));
-  // Tiles of queries of the first head, of the second, ...
+  // Tiles of queries of the first head, then of the second, ...
   const int first_tile = begin / n,
             tiles = (end_of_rows_that_see(positions, begin, T_, begin + Block::rows - 1) + n - 1) / n - first_tile;
   const auto load = [&](int i) {
@@ -156,9 +156,9 @@ __global__ void __launch_bounds__(Block::threads, 2)
 
 namespace detail {
 
-// As many rows as the registers of two blocks on a multiprocessor hold: the more rows a warp has, the less often the
-// others are read out of shared memory. In fp32 heads of up to 128 channels fit into the shared memory of every GPU
-// since Ampere, 99 KiB; those of 256 into that of an A100, 163 KiB.
+// As many rows as fit into the registers of two blocks per SM: the more rows a warp has, the less often it reads the
+// others from shared memory. In fp32, heads of up to 128 channels fit into the 99 KiB of shared memory of every GPU
+// since Ampere; heads of 256 into the 163 KiB of an A100.
 template <class T, int DP>
 using SmallBlock = BlockSize<1, sizeof(T) * DP <= 512 ? 4 : 2, sizeof(T) * DP <= 256 ? 32 : 16, DP, T>;
 template <class T, int DP>
@@ -176,12 +176,12 @@ static_assert(BackwardKeysBlock<float, 256>::shared_bytes(2) + (1 << 10) <= 163 
 
 }  // namespace detail
 
-// Floats that attention_backward takes as scratch, which is aligned to 16 bytes.
+// Size of attention_backward's scratch in floats; it is aligned to 16 bytes.
 inline int64_t attention_backward_scratch(const AttentionShape& s) {
   return s.B * s.Hq * detail::terms_rows(s.T) * static_cast<int64_t>(sizeof(RowTerms) / sizeof(float));
 }
 
-// dqkv = (all of it is written)
+// dqkv = ... (overwrites all of it)
 template <class T>
 void attention_backward(T* dqkv, const T* dout, const T* out, const T* qkv, const float* lse, const int32_t* positions,
                         float* scratch, const AttentionShape& s, cudaStream_t stream) {

@@ -1,6 +1,6 @@
-// attention_cached.cuh: attention of a few new rows against the cached keys and values of all rows up to them. The keys
-// are taken in parts, a block for each, so that one row fills a GPU; a second kernel puts the parts together, in their
-// order. Contracts: ops/ops_attention.h.
+// attention_cached.cuh: attention of a few new rows against the cached keys and values of all rows so far. One block
+// per part of the keys, so that a single row fills a GPU; a second kernel combines the parts in order. Contracts:
+// ops/ops_attention.h.
 #pragma once
 #include "ops/cuda/attention_tiles.cuh"
 
@@ -8,15 +8,15 @@ namespace llmc::cuda {
 
 namespace detail {
 
-inline constexpr int cached_part = 256;  // keys, and threads, of a block; no head is larger
+inline constexpr int cached_part = 256;  // keys per block, and threads per block; no head is larger
 
-// Blocks that share a row of D take so many threads for each pack of it.
+// Number of thread groups in a block; a group has one thread per pack of a row of D.
 __host__ __device__ constexpr int64_t cached_groups(int64_t D, int pack) { return cached_part / (D / pack); }
 
 }  // namespace detail
 
-// partials (T, Hq, parts, D + 2): sums of exponentials times values, then the largest score (in powers of two) and the
-// sum of the exponentials. Grid (T Hq, parts). Dynamic shared memory: groups rows of D.
+// partials (T, Hq, parts, D + 2): exponential-weighted sums of values, then the maximum score (base 2) and the sum of
+// the exponentials. Grid (T Hq, parts). Dynamic shared memory: groups rows of D.
 template <class T, int pack>
 __global__ void attention_cached_kernel(float* __restrict__ partials, const T* __restrict__ qkv,
                                         const T* __restrict__ cache, int64_t begin, AttentionShape s) {
@@ -43,9 +43,9 @@ __global__ void attention_cached_kernel(float* __restrict__ partials, const T* _
   }
   const float largest = block_max(score);
   p[thread] = fast_exp2(score - largest);
-  const float sum = block_sum(p[thread]);  // and p is complete
+  const float sum = block_sum(p[thread]);  // after it, p is complete
 
-  // Each group of threads takes every so many keys, each thread of it a pack of the row.
+  // Group g takes keys g, g + groups, ...; each of its threads takes one pack of the row.
   DYN_SHARED(float, sums);  // (groups, D)
   const int packs = D / pack, groups = static_cast<int>(detail::cached_groups(D, pack)), group = thread / packs;
   if (group < groups) {
@@ -70,7 +70,7 @@ __global__ void attention_cached_kernel(float* __restrict__ partials, const T* _
   }
 }
 
-// Grid T Hq; a thread for each d.
+// Grid T Hq; one thread per d.
 template <class T>
 __global__ void attention_cached_combine_kernel(T* __restrict__ out, const float* __restrict__ partials, int64_t parts,
                                                 int64_t begin, AttentionShape s) {
@@ -89,7 +89,7 @@ __global__ void attention_cached_combine_kernel(T* __restrict__ out, const float
   out[blockIdx.x * D + d] = from_float<T>(total / sum);
 }
 
-// A thread for each pack of what is copied.
+// One thread per pack to copy.
 template <class T, int pack>
 __global__ void cache_append_kernel(T* __restrict__ cache_rows, const T* __restrict__ qkv, AttentionShape s) {
   const int64_t kept = 2 * s.Hkv * s.D, row = s.Hq * s.D + kept;
@@ -103,7 +103,7 @@ inline int64_t cached_parts(const AttentionShape& s, int64_t begin) { return cei
 
 }  // namespace detail
 
-// Floats that attention_cached takes as scratch.
+// Size of attention_cached's scratch in floats.
 inline int64_t attention_cached_scratch(const AttentionShape& s, int64_t begin) {
   return s.T * s.Hq * detail::cached_parts(s, begin) * (s.D + 2);
 }
@@ -127,7 +127,7 @@ void attention_cached(T* out, const T* qkv, const T* cache, float* scratch, int6
          scratch, parts, begin, s);
 }
 
-// The keys and values of new rows = rows of the cache.   cache_rows (T, 2 Hkv D); qkv (T, (Hq + 2 Hkv) D)
+// rows of the cache = the keys and values of new rows.   cache_rows (T, 2 Hkv D); qkv (T, (Hq + 2 Hkv) D)
 template <class T>
 void cache_append(T* cache_rows, const T* qkv, const AttentionShape& s, cudaStream_t stream) {
   const auto run = [&]<int pack>() {

@@ -1,10 +1,9 @@
-// attention_cudnn.cuh: attention for training by cuDNN's fused kernels, instead of our own: the contracts of
-// ops/ops_attention.h in bf16, without document boundaries. `make USE_CUDNN=1` defines TRAIN_GPT_CUDNN; without it
-// there is nothing in here.
+// attention_cudnn.cuh: attention for training by cuDNN's fused kernels: the contracts of ops/ops_attention.h in bf16,
+// without document boundaries. `make USE_CUDNN=1` defines TRAIN_GPT_CUDNN; without it this file is empty.
 #pragma once
 #ifdef TRAIN_GPT_CUDNN
 #include <cstring>  // cudnn_frontend.h uses std::strlen and does not include it
-// Graphs are not written to files here, and the JSON library that this takes is a copy of another version of ours.
+// No writing of graphs to files: cudnn-frontend bundles its own, different version of our JSON library for that.
 #define CUDNN_FRONTEND_SKIP_JSON_LIB
 #include <cudnn_frontend.h>
 static_assert(CUDNN_MAJOR == 9 && CUDNN_FRONTEND_VERSION >= 11300, "use cuDNN 9 and cudnn-frontend 1.13 or later");
@@ -29,12 +28,12 @@ enum class AttentionPass : uint8_t { forward, backward };
 
 inline const char* name_of(AttentionPass pass) { return pass == AttentionPass::forward ? "forward" : "backward"; }
 
-// Divides the address of the workspace; that of the arena.
+// Required alignment of the workspace's address; the arena's.
 inline constexpr int64_t cudnn_workspace_alignment = 256;
 
 namespace detail {
 
-// A graph's tensors go by numbers, under which it is given their addresses.
+// Ids of a graph's tensors, by which it receives their addresses.
 struct CudnnTensor {
   enum Number : int64_t { q = 1, k, v, out, lse, dout, dq, dk, dv };
 };
@@ -42,7 +41,7 @@ struct CudnnTensor {
 using CudnnGraph = cudnn_frontend::graph::Graph;
 using CudnnTensorPtr = std::shared_ptr<cudnn_frontend::graph::Tensor_attributes>;
 
-// cuDNN's order of axes is (B, heads, T, D), its strides are free: the heads may lie in rows of `row_heads` of them.
+// cuDNN's axis order is (B, heads, T, D), with free strides: the heads may lie in rows of `row_heads` heads.
 inline cudnn_frontend::graph::Tensor_attributes cudnn_heads(CudnnTensor::Number number, const AttentionShape& s,
                                                             int64_t heads, int64_t row_heads) {
   cudnn_frontend::graph::Tensor_attributes tensor;
@@ -68,7 +67,7 @@ inline void cudnn_output(const CudnnTensorPtr& tensor, const cudnn_frontend::gra
       .set_data_type(is.get_data_type());
 }
 
-// The pass as a graph of one node; its plan is still to be made.
+// The pass as a graph of one node; its plan is not built yet.
 inline std::unique_ptr<CudnnGraph> cudnn_attention(AttentionPass pass, const AttentionShape& s) {
   namespace fe = cudnn_frontend;
   auto graph = std::make_unique<CudnnGraph>();
@@ -115,9 +114,9 @@ inline std::string cudnn_version() {
 
 }  // namespace detail
 
-// cuDNN, and a plan for each pass and shape that was asked for. For the current device and one host thread at a time.
-// The plan is the first that cuDNN's heuristic offers, and not chosen by timing: the same library on the same kind of
-// GPU takes the same one, and its sums have one order (set_deterministic_algorithm).
+// cuDNN, and a plan for each pass and shape in use. For the current device and one host thread at a time. The plan is
+// the first that cuDNN's heuristic offers, not chosen by timing: the same library on the same kind of GPU always picks
+// the same plan, and its sums have a fixed order (set_deterministic_algorithm).
 class AttentionPlans {
  public:
   AttentionPlans() {
@@ -129,18 +128,18 @@ class AttentionPlans {
                        properties.minor);
     cudnnHandle_t created = nullptr;
     const cudnnStatus_t status = cudnnCreate(&created);
-    CHECK(status == CUDNN_STATUS_SUCCESS, "{} does not start: {}; {}", where_, cudnnGetErrorString(status), remedy);
+    CHECK(status == CUDNN_STATUS_SUCCESS, "{} failed to start: {}; {}", where_, cudnnGetErrorString(status), remedy);
     library_.reset(created);
   }
 
-  // Bytes of device memory that the pass works in. They are the plan's, which this makes: ask before the first step.
-  // Forward they are next to none. Backward, sums of one order take 2 B Hq T^2 bytes and more on all but sm_100 and
-  // sm_103; on sm_90, since cuDNN 9.25, the environment's CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT=0 asks for a slower
-  // kernel without the T^2.
+  // Bytes of workspace that the pass needs. This builds the plan: call it before the first step. The forward needs next
+  // to nothing. The backward with deterministic sums needs at least 2 B Hq T^2 bytes on all but sm_100 and sm_103; on
+  // sm_90, since cuDNN 9.25, CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT=0 in the environment selects a slower kernel
+  // without the T^2.
   int64_t workspace_bytes(AttentionPass pass, const AttentionShape& s) { return plan(pass, s).workspace_bytes; }
 
-  // out (B, T, Hq D), lse (B, Hq, T) = ; qkv (B, T, (Hq + 2 Hkv) D); positions: nullptr, or it is refused. `workspace`:
-  // workspace_bytes of them, aligned to cudnn_workspace_alignment, that no other stream uses meanwhile
+  // out (B, T, Hq D), lse (B, Hq, T) = ; qkv (B, T, (Hq + 2 Hkv) D); positions: must be nullptr. `workspace`:
+  // workspace_bytes bytes, aligned to cudnn_workspace_alignment, used by no other stream meanwhile
   void forward(bf16* out, float* lse, const bf16* qkv, const int32_t* positions, void* workspace,
                const AttentionShape& s, cudaStream_t stream) {
     refuse_documents(positions);
@@ -149,7 +148,7 @@ class AttentionPlans {
     run(AttentionPass::forward, addresses, workspace, s, stream);
   }
 
-  // dqkv = (all of it is written)
+  // dqkv = ... (overwrites all of it)
   void backward(bf16* dqkv, const bf16* dout, const bf16* out, const bf16* qkv, const float* lse,
                 const int32_t* positions, void* workspace, const AttentionShape& s, cudaStream_t stream) {
     refuse_documents(positions);
@@ -163,7 +162,7 @@ class AttentionPlans {
 
  private:
   using Number = detail::CudnnTensor;
-  using Addresses = std::unordered_map<int64_t, void*>;  // cuDNN takes no const ones
+  using Addresses = std::unordered_map<int64_t, void*>;  // cuDNN takes non-const pointers
   struct Plan {
     std::unique_ptr<detail::CudnnGraph> graph;
     int64_t workspace_bytes = 0;
@@ -175,11 +174,11 @@ class AttentionPlans {
 
   static void refuse_documents(const int32_t* positions) {
     CHECK(positions == nullptr,
-          "cuDNN's attention lets documents of one sequence see each other, which --mask-documents forbids: leave "
+          "cuDNN's attention cannot keep the documents of a sequence apart, as --mask-documents requires: leave "
           "that out, or {}",
           remedy);
   }
-  // Where the queries, keys and values of packed rows begin.
+  // Offsets of queries, keys and values in packed rows.
   static Addresses heads_of(const bf16* packed, const AttentionShape& s, const std::array<int64_t, 3>& numbers) {
     bf16* first = const_cast<bf16*>(packed);
     return {{numbers[0], first}, {numbers[1], first + s.Hq * s.D}, {numbers[2], first + (s.Hq + s.Hkv) * s.D}};
@@ -188,7 +187,7 @@ class AttentionPlans {
   void check(const cudnn_frontend::error_t& status, const char* what_fails, AttentionPass pass,
              const AttentionShape& s) const {
     if (status.is_good()) return;
-    std::string reason = status.err_msg.substr(0, 500);  // with a line for each plan that was tried
+    std::string reason = status.err_msg.substr(0, 500);  // has a line per plan tried
     std::replace(reason.begin(), reason.end(), '\n', ' ');
     throw Error(formatted("{} {} attention's {} pass in bf16 with B = {}, T = {}, Hq = {}, Hkv = {}, D = {}: {}; {}",
                           where_, what_fails, pass, s.B, s.T, s.Hq, s.Hkv, s.D, reason, remedy));
@@ -199,7 +198,7 @@ class AttentionPlans {
     if (plan.graph != nullptr) return plan;
     auto graph = detail::cudnn_attention(pass, s);
     check(graph->build(library_.get(), {cudnn_frontend::HeurMode_t::A}), "has no plan for", pass, s);
-    check(graph->get_workspace_size(plan.workspace_bytes), "knows no workspace for", pass, s);
+    check(graph->get_workspace_size(plan.workspace_bytes), "gives no workspace size for", pass, s);
     plan.graph = std::move(graph);
     return plan;
   }
@@ -208,13 +207,13 @@ class AttentionPlans {
     if (s.B == 0 || s.T == 0) return;
     const Plan& with = plan(pass, s);
     const cudnnStatus_t status = cudnnSetStream(library_.get(), stream);
-    CHECK(status == CUDNN_STATUS_SUCCESS, "{} does not take the stream: {}", where_, cudnnGetErrorString(status));
+    CHECK(status == CUDNN_STATUS_SUCCESS, "{} rejects the stream: {}", where_, cudnnGetErrorString(status));
     check(with.graph->execute(library_.get(), addresses, workspace), "fails in", pass, s);
   }
 
   std::string where_;
   std::unique_ptr<std::remove_pointer_t<cudnnHandle_t>, Destroy> library_;
-  std::map<std::array<int64_t, 6>, Plan> plans_;  // by pass and shape; they go before the library
+  std::map<std::array<int64_t, 6>, Plan> plans_;  // by pass and shape; destroyed before the library
 };
 
 }  // namespace llmc::cuda

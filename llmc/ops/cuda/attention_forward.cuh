@@ -1,13 +1,12 @@
-// attention_forward.cuh: causal attention with no T x T matrix: a block holds rows of queries and goes through tiles of
-// keys and values, with a running maximum and sum of each row (Milakov & Gimelshein 2018; Dao et al. 2022; Dao 2023).
+// attention_forward.cuh: causal attention without a T x T matrix: a block holds query rows and iterates over tiles of
+// keys and values, with a running maximum and sum per row (Milakov & Gimelshein 2018; Dao et al. 2022; Dao 2023).
 // Contracts: ops/ops_attention.h.
 #pragma once
 #include "ops/cuda/attention_tiles.cuh"
 
 namespace llmc::cuda {
 
-// Of the rows that a lane holds: the largest of their scores so far, and this lane's part of the sum of the
-// exponentials.
+// For the rows that a lane holds: the maximum score so far, and this lane's part of the sum of exponentials.
 template <int M>
 struct OnlineSoftmax {
   float largest[M][2], sum[M][2];
@@ -19,7 +18,7 @@ struct OnlineSoftmax {
       sum[i / 2][i % 2] = 0;
     }
   }
-  // scores = 2^(scores scale - the largest), and outs, which was added up with a smaller one, is scaled to it.
+  // scores = 2^(scores scale - maximum); rescales outs, accumulated with an earlier maximum, to the new one.
   template <int N, int ND>
   __device__ void update(Sums<M, N>& scores, Sums<M, ND>& outs, int m, int half, float scale) {
     float most = -INFINITY;
@@ -41,7 +40,7 @@ struct OnlineSoftmax {
   }
 };
 
-// Grid (B Hq, blocks of rows). Two blocks on a multiprocessor.
+// Grid (B Hq, blocks of rows). Two blocks per SM.
 template <class T, class Block, int DP, Copy copy>
 __global__ void __launch_bounds__(Block::threads, 2)
     attention_forward_kernel(T* __restrict__ out, float* __restrict__ lse, const T* __restrict__ qkv,
@@ -92,8 +91,8 @@ __global__ void __launch_bounds__(Block::threads, 2)
 
 namespace detail {
 
-// As many rows as the registers of two blocks hold: the more rows a warp has, the less often keys and values are read
-// out of shared memory.
+// As many rows as fit into the registers of two blocks: the more rows a warp has, the less often it reads keys and
+// values from shared memory.
 template <class T, int DP>
     struct ForwardBlock : BlockSize < 1,
     4, DP<256 ? 32 : 16, DP, T> {};

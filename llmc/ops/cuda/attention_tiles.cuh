@@ -1,6 +1,6 @@
-// attention_tiles.cuh: what the attention kernels are made of: tiles of rows in shared memory, products that a warp
-// makes of them, the pipeline that fills them, and which keys a row sees. The kernels are written once for fp32 and
-// bf16: only the products differ, tensor cores for bf16, FMAs for fp32, with the same layout of the sums.
+// attention_tiles.cuh: the building blocks of the attention kernels: tiles of rows in shared memory, warp-level
+// products of tiles, the pipeline that fills them, and the range of keys that a row attends to. fp32 and bf16 share the
+// kernels: only the products differ, tensor cores for bf16 and FMAs for fp32, with the same accumulator layout.
 #pragma once
 #include <climits>
 #include <cmath>
@@ -16,8 +16,8 @@ namespace llmc::cuda {
 
 inline constexpr float log2_e = std::numbers::log2e_v<float>, ln_2 = std::numbers::ln2_v<float>;
 
-// How heads are read: 16 bytes at a time, where their rows are whole packs, or by elements. In fp32 always by elements:
-// the time goes elsewhere, and half of the kernels need not be compiled.
+// How heads are read: 16 bytes per access where rows are whole packs, else element by element. fp32 always goes element
+// by element: loads do not dominate there, and it halves the kernels to compile.
 enum class Copy : uint8_t { packs, elements };
 
 // Rows of one head in an array (B, T, heads, D): row t is at data + t * stride.
@@ -32,10 +32,10 @@ __device__ Head<T> head_of(T* array, const AttentionShape& s, int64_t heads, int
   return {array + (b * s.T * heads + h) * s.D, heads * s.D, static_cast<int>(s.T), static_cast<int>(s.D)};
 }
 
-// ---- Sums that a warp holds -----------------------------------------------------------------------------------------
+// ---- Accumulators of a warp -----------------------------------------------------------------------------------------
 
-// 16 M rows, 8 N columns, as mma leaves them: element i of sums[m][n] is at row 16 m + fragment_row(i), column
-// 8 n + fragment_column(i). The four lanes of a quad hold two rows of each 16.
+// 16 M rows, 8 N columns, in mma's layout: element i of sums[m][n] is at row 16 m + fragment_row(i), column 8 n +
+// fragment_column(i). The four lanes of a quad hold two of every 16 rows.
 template <int M, int N>
 using Sums = float[M][N][4];
 
@@ -44,7 +44,7 @@ __device__ inline int warp_of_thread() { return static_cast<int>(threadIdx.x) / 
 __device__ inline int fragment_row(int i) { return lane_of_thread() / 4 + i / 2 * 8; }
 __device__ inline int fragment_column(int i) { return lane_of_thread() % 4 * 2 + i % 2; }
 
-// f(sum, m, n, i) for all that this lane holds.
+// f(sum, m, n, i) for every element that this lane holds.
 template <int M, int N, class F>
 __device__ void for_each(Sums<M, N>& sums, F f) {
 #pragma unroll
@@ -55,7 +55,7 @@ __device__ void for_each(Sums<M, N>& sums, F f) {
       for (int i = 0; i < 4; ++i) f(sums[m][n][i], m, n, i);
 }
 
-// The row that elements 2 half and the next of sums[m] are of, times a factor.
+// Scales the row that holds elements 2 half and 2 half + 1 of sums[m].
 template <int M, int N>
 __device__ void scale_row(Sums<M, N>& sums, int m, int half, float factor) {
 #pragma unroll
@@ -70,7 +70,7 @@ __device__ float quad_reduce(float x, Op op) {
   return op(x, __shfl_xor_sync(all_lanes, x, 2));
 }
 
-// The rows of `to` from `first` on = sums; what is past the head's rows or its D is not there.
+// Rows of `to` from `first` on = sums; skips rows and columns past the head's.
 template <Copy copy, int M, int N, class T>
 __device__ void store_rows(const Head<T>& to, int first, const Sums<M, N>& sums) {
 #pragma unroll
@@ -97,19 +97,19 @@ __device__ void store_rows(const Head<T>& to, int first, const Sums<M, N>& sums)
 
 // ---- Tiles ----------------------------------------------------------------------------------------------------------
 
-// Rows of DP elements in shared memory, in chunks of 16 bytes. Chunk c of row r lies at place c ^ (r & 7): the same
-// chunk of eight rows that follow each other lies in all banks.
+// Rows of DP elements in shared memory, in chunks of 16 bytes. Chunk c of row r is stored at position c ^ (r & 7), so
+// that the same chunk of eight consecutive rows covers all banks.
 template <class T, int DP>
 struct Tile {
   static constexpr int chunk = 16 / sizeof(T), chunks = DP / chunk;
   T* data;
   __device__ T* at(int row, int c) const { return data + (row * chunks + (c ^ (row & 7))) * chunk; }
-  // The tile that begins `rows` rows further, a multiple of 8, so that chunks keep their places.
+  // The tile that begins `rows` rows further, a multiple of 8, so that chunks keep their positions.
   __device__ Tile after(int rows) const { return {data + rows * DP}; }
 };
 
-// The block copies `rows` rows of a head, from `first` on, to the tile; zeros past the head's rows and its D. The
-// copies belong to the thread's group of cp.async. Each thread copies the same chunk of several rows.
+// The block copies `rows` rows of a head, from `first` on, to the tile, zero-padded past the head's rows and its D. The
+// copies join the thread's current cp.async group. Each thread copies the same chunk of several rows.
 template <int rows, int threads, Copy copy, class T, int DP>
 __device__ void load_rows(const Tile<T, DP>& tile, const Head<const T>& from, int first) {
   constexpr int chunk = Tile<T, DP>::chunk, chunks = Tile<T, DP>::chunks, step = threads / chunks;
@@ -117,7 +117,7 @@ __device__ void load_rows(const Tile<T, DP>& tile, const Head<const T>& from, in
   const int c = static_cast<int>(threadIdx.x) % chunks, d = c * chunk;
   int row = static_cast<int>(threadIdx.x) / chunks;
   const T* x = from.data + (first + row) * from.stride + d;
-#pragma unroll 1  // else the addresses of all rows take registers
+#pragma unroll 1  // unrolled, the addresses of all rows would take registers
   for (; row < rows; row += step, x += step * from.stride) {
     const bool there = first + row < from.rows && d < from.D;
     if constexpr (copy == Copy::packs) {
@@ -135,7 +135,7 @@ __device__ void load_rows(const Tile<T, DP>& tile, const Head<const T>& from, in
 }
 
 // Calls load(i) and use(i) for i from `begin` to `end`; load(i + 1) fills one of two buffers while use(i) reads the
-// other. What the block began to copy before is there as well at the first use.
+// other. Copies issued before the call are also complete at the first use.
 template <class Load, class Use>
 __device__ void double_buffered(int begin, int end, Load load, Use use) {
   if (begin < end) load(begin);
@@ -198,13 +198,13 @@ __device__ void multiply_transposed(Sums<M, N>& sums, const Tile<float, DP>& a, 
   }
 }
 
-// sums (16 M, 8 N) += p (16 M, 8 K) times rows [0, 8 K) of b, of which columns [0, 8 N) count; p is rounded to b's type
+// sums (16 M, 8 N) += p (16 M, 8 K) times rows [0, 8 K), columns [0, 8 N) of b; p is rounded to b's type
 template <int M, int K, int N, int DP>
 __device__ void multiply(Sums<M, N>& sums, const Sums<M, K>& p, const Tile<bf16, DP>& b) {
   const int lane = lane_of_thread();
 #pragma unroll
   for (int k = 0; k < K; k += 2) {
-    uint32_t as[M][4];  // the sums of two products of 8 columns lie as one operand of 16 does
+    uint32_t as[M][4];  // two accumulators of 8 columns have the layout of one operand of 16
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -248,12 +248,12 @@ __device__ void multiply(Sums<M, N>& sums, const Sums<M, K>& p, const Tile<float
 
 // ---- Sizes ----------------------------------------------------------------------------------------------------------
 
-// A block of `warps` warps holds 16 M rows of a head in each, of queries or of keys, and takes `others` rows at a time
-// of what they meet.
+// Each of the block's `warps` warps holds 16 M rows of a head, of queries or of keys, and reads tiles of `others` rows
+// of the opposite kind.
 template <int M_, int warps_, int others_, int DP, class T>
 struct BlockSize {
   static constexpr int M = M_, others = others_, rows = 16 * M * warps_, threads = warps_ * warp_size;
-  static constexpr int N = others / 8, ND = DP / 8;  // of 8 columns: scores and outputs
+  static constexpr int N = others / 8, ND = DP / 8;  // blocks of 8 columns: of scores and of outputs
   // Shared memory: `operands` tiles of rows, and two buffers of two tiles of others.
   static constexpr int64_t shared_bytes(int operands) {
     return (operands * rows + 4 * others) * DP * static_cast<int64_t>(sizeof(T));
@@ -263,18 +263,17 @@ struct BlockSize {
 template <class T>
 inline constexpr int64_t largest_head = sizeof(T) == 2 ? 128 : 256;
 
-// Heads of the model that the kernels can hold; else Error.
+// Throws Error for heads that are too large for the kernels.
 template <class T>
 void check_head_size(const AttentionShape& s) {
   CHECK(s.D <= largest_head<T>,
-        "attention on GPUs holds heads of up to {} channels in {}, not {}: use --n-head with more and smaller ones{}",
+        "attention on GPUs supports heads of up to {} channels in {}, not {}: use more, smaller heads (--n-head){}",
         largest_head<T>, dtype_of<T>(), s.D,
-        sizeof(T) == 2 && s.D <= largest_head<float> ? ", or, on an A100 or a data centre's later GPU, --dtype fp32"
-                                                     : "");
+        sizeof(T) == 2 && s.D <= largest_head<float> ? ", or, on an A100 or later data-center GPU, --dtype fp32" : "");
 }
 
-// Calls f.operator()<DP, copy>(), with DP the head size that the kernels are made for; `arrays`: those of rows of
-// heads.
+// Calls f.operator()<DP, copy>(), with DP the head size of the kernel's instantiation; `arrays`: all arrays of head
+// rows.
 template <class T, class F, class... Pointers>
 void with_head_size(const AttentionShape& s, F&& f, const Pointers*... arrays) {
   check_head_size<T>(s);
@@ -291,12 +290,12 @@ void with_head_size(const AttentionShape& s, F&& f, const Pointers*... arrays) {
 
 // ---- Which keys a row sees ------------------------------------------------------------------------------------------
 
-// Rows [begin, end), maybe none. Each sees the keys from its first one to itself; of those first ones the smallest and
-// the largest. positions: of a sequence of packed documents, or nullptr.
+// Rows [begin, end), possibly none. Each attends to the keys from its first one to itself; smallest and largest are the
+// extremes of those first keys. positions: of a sequence of packed documents, or nullptr.
 struct RowRange {
   int begin, end, smallest = 0, largest = 0;
 
-  // All lanes of a warp ask together.
+  // All lanes of a warp call this together.
   __device__ RowRange(const int32_t* positions, int begin_, int end_) : begin(begin_), end(end_) {
     if (positions == nullptr) return;
     smallest = INT_MAX;
@@ -311,17 +310,17 @@ struct RowRange {
       largest = max(largest, __shfl_xor_sync(all_lanes, largest, lanes));
     }
   }
-  // Does any row see any key of [first, last], does every row see all of them?
+  // Does any row attend to any key of [first, last]? Does every row attend to all of them?
   __device__ bool sees_any(int first, int last) const { return begin < end && first < end && last >= smallest; }
   __device__ bool sees_all(int first, int last) const { return last <= begin && first >= largest; }
-  // Of one row; something for a row past the end.
+  // The first key of a row; arbitrary for a row past the end.
   __device__ int first_key(const int32_t* positions, int row) const {
     return positions == nullptr || row >= end ? 0 : row - positions[row];
   }
 };
 
-// f(score) for the keys, from `key` on, that the row of elements 2 half and the next of scores[m] does not see; row 0
-// of scores is row `first`, one of `rows`.
+// f(score) for each key, from `key` on, that is masked for the row of elements 2 half and 2 half + 1 of scores[m]; row
+// 0 of scores is row `first`, one of `rows`.
 template <int M, int N, class F>
 __device__ void for_unseen(Sums<M, N>& scores, int m, int half, const RowRange& rows, const int32_t* positions,
                            int first, int key, F f) {
@@ -335,7 +334,7 @@ __device__ void for_unseen(Sums<M, N>& scores, int m, int half, const RowRange& 
     }
 }
 
-// One past the last row from `begin` on that sees a key up to `last`. All lanes of a warp ask together.
+// One past the last row from `begin` on that attends to a key up to `last`. All lanes of a warp call this together.
 __device__ inline int end_of_rows_that_see(const int32_t* positions, int begin, int rows, int last) {
   if (positions == nullptr) return rows;
   int end = begin;
@@ -347,9 +346,8 @@ __device__ inline int end_of_rows_that_see(const int32_t* positions, int begin, 
   return end;
 }
 
-// What a block of queries is of: blockIdx.x counts (sequence, query head), so that heads that share keys run together;
-// blockIdx.y counts the rows from the last ones, which have the most keys, so that short blocks fill the gaps at the
-// end.
+// A block of queries: blockIdx.x counts (sequence, query head), so that heads that share keys run together; blockIdx.y
+// counts backward from the last rows, which have the most keys, so that short blocks fill the gaps at the end.
 struct BlockOfQueries {
   unsigned b, h, kv;
   int first;  // row
@@ -360,7 +358,7 @@ struct BlockOfQueries {
         first(static_cast<int>(gridDim.y - 1 - blockIdx.y) * rows) {}
 };
 
-// Calls use(keys, values, first key) for the tiles of keys that any of `rows` sees; `buffers` holds two pairs of tiles.
+// Calls use(keys, values, first key) for each tile of keys that `rows` attend to; `buffers` holds two pairs of tiles.
 template <class Block, Copy copy, class T, int DP, class Use>
 __device__ void for_tiles_of_keys(const Tile<T, DP>& buffers, const Head<const T>& keys, const Head<const T>& values,
                                   const RowRange& rows, Use use) {

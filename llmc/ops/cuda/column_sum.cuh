@@ -1,5 +1,5 @@
-// column_sum.cuh: sums over rows in two steps, both in a fixed order: of each part of the rows, which a block takes,
-// and of the parts. For the gradients of biases and of the norms' weights. Contracts: ops/ops.h.
+// column_sum.cuh: sums over rows in two steps, both in a fixed order: each block sums one part of the rows, then the
+// parts are summed. For the gradients of biases and of norm weights. Contracts: ops/ops.h.
 #pragma once
 #include <algorithm>
 
@@ -8,7 +8,7 @@
 
 namespace llmc::cuda {
 
-// The rows are taken in so many parts: a function of N alone, so that sums do not depend on the GPU.
+// Number of parts of the rows: a function of N alone, so that sums do not depend on the GPU.
 inline int64_t row_parts(int64_t N) { return std::min<int64_t>(ceil_div(N, 8), 512); }
 __device__ inline int64_t row_part_begin(int64_t N, int64_t part, int64_t parts) { return N * part / parts; }
 
@@ -41,8 +41,8 @@ inline void add_partials(float* first, float* second, const float* partials, int
          first, second, partials, parts, C, width);
 }
 
-// partials (parts, C) = the sums of the rows of each part. A block of (warp_size, rows) threads takes a pack of columns
-// for each lane, and the part blockIdx.y.
+// partials (parts, C) = the sums of the rows of each part. Blocks of (warp_size, rows) threads; each lane sums one pack
+// of columns over part blockIdx.y.
 template <class T, int pack, int rows>
 __global__ void column_sum_kernel(float* __restrict__ partials, const T* __restrict__ x, int64_t N, int64_t C) {
   constexpr int size = rows * pack * warp_size;
@@ -65,7 +65,7 @@ __global__ void column_sum_kernel(float* __restrict__ partials, const T* __restr
   for (int i = 0; i < pack; ++i) partials[part * C + column + i] = sum[i];
 }
 
-// Floats that column_sum takes as `partials`.
+// Size of column_sum's `partials` in floats.
 inline int64_t column_sum_scratch(int64_t N, int64_t C) { return row_parts(N) * C; }
 
 // out (C) += the column sums of x (N, C); partials: scratch

@@ -1,6 +1,6 @@
-// cross_entropy.cuh: softmax, cross-entropy and its gradient in one kernel, in place on the logits. A block takes a row
-// and keeps it in shared memory, so that it is read once and written once; a row that does not fit is read a second
-// time, from L2 as far as it is still there. Contracts: ops/ops.h.
+// cross_entropy.cuh: softmax, cross-entropy and its gradient in one kernel, in place on the logits. One block per row,
+// which it keeps in shared memory, so that the row is read and written once; a row that does not fit is read a second
+// time, from L2 if still there. Contracts: ops/ops.h.
 #pragma once
 #include <limits>
 
@@ -14,7 +14,7 @@ namespace detail {
 enum class KeepRow : uint8_t { no, yes };
 }
 
-// Grid N. Dynamic shared memory with KeepRow::yes: a row; what a thread keeps is read by itself alone.
+// Grid N. Dynamic shared memory with KeepRow::yes: a row; each thread reads only what it stored itself.
 template <class T, int pack, Gradient gradient, detail::KeepRow keep>
 __global__ void cross_entropy_kernel(float* __restrict__ losses, T* logits, const int32_t* __restrict__ targets,
                                      int64_t V, int64_t V_padded, float scale) {
@@ -36,7 +36,7 @@ __global__ void cross_entropy_kernel(float* __restrict__ losses, T* logits, cons
     return;
   }
 
-  // Milakov & Gimelshein 2018: the sum of exponentials, scaled anew whenever a larger logit is met.
+  // Milakov & Gimelshein 2018: the sum of exponentials, rescaled whenever a larger logit appears.
   float largest = std::numeric_limits<float>::lowest(), sum = 0;
   const auto element = [=](const Pack& xs, int64_t v, int i) { return v + i < V ? xs[i] : -INFINITY; };
   for (int64_t v = first; v < V; v += step) {
@@ -52,7 +52,7 @@ __global__ void cross_entropy_kernel(float* __restrict__ losses, T* logits, cons
     sum *= exponential<T>(before - largest);
     for (int i = 0; i < pack; ++i) sum += exponential<T>(element(xs, v, i) - largest);
   }
-  const float target_logit = to_float(row[target]);  // before the barriers behind which the row is written
+  const float target_logit = to_float(row[target]);  // before the barriers after which the row is written
   const float maximum = block_max(largest);
   sum = block_sum(sum * exponential<T>(largest - maximum));
   if (threadIdx.x == 0) losses[blockIdx.x] = logf(sum) + maximum - target_logit;
@@ -71,11 +71,11 @@ __global__ void cross_entropy_kernel(float* __restrict__ losses, T* logits, cons
   }
 }
 
-// losses (N) = ; with Gradient::yes the logits (N, V_padded) become their gradients. targets (N): -1 does not count.
+// losses (N) = ; with Gradient::yes the logits (N, V_padded) become their gradients. targets (N): -1 is ignored.
 template <class T>
 void cross_entropy(float* losses, T* logits, const int32_t* targets, int64_t N, int64_t V, int64_t V_padded,
                    float scale, Gradient gradient, cudaStream_t stream) {
-  constexpr int64_t static_shared = 1 << 10;  // of the sums, with room to spare
+  constexpr int64_t static_shared = 1 << 10;  // upper bound for the reductions' arrays
   const int64_t bytes = V_padded * static_cast<int64_t>(sizeof(T));
   const bool fits = bytes + static_shared <= device_shared_bytes();
   const auto run = [&]<int pack, Gradient wanted, detail::KeepRow keep>() {

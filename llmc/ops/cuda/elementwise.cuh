@@ -1,5 +1,5 @@
-// elementwise.cuh: ops that make each element of their output out of the same element of their inputs: GELU, residual
-// addition, conversion, filling, scaling, initial numbers. Contracts: ops/ops.h.
+// elementwise.cuh: elementwise ops: GELU, residual addition, conversion, filling, scaling, initial numbers. Contracts:
+// ops/ops.h.
 #pragma once
 #include "core/rng.h"
 #include "ops/cuda/launch.cuh"
@@ -7,8 +7,8 @@
 
 namespace llmc::cuda {
 
-// out[i] = f(in[i]...), computed in fp32. A thread takes a pack; the last one has fewer elements and takes them one by
-// one. An input may be the output.
+// out[i] = f(in[i]...), computed in fp32. One thread per pack; the last, partial pack is processed element by element.
+// An input may be the output.
 template <int pack, class Out, class F, class... In>
 __global__ void map_kernel(Out* out, int64_t n, F f, const In*... in) {
   const int64_t begin = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * pack;
@@ -126,7 +126,7 @@ void fill(T* out, float value, int64_t n, cudaStream_t stream) {
   detail::map(out, detail::Constant{value}, n, stream);
 }
 
-// Each thread takes a block of four elements of the whole tensor: what one call of Philox gives.
+// Each thread computes a block of four elements of the whole tensor: one call of Philox.
 template <class T, int pack>
 __global__ void init_normal_kernel(T* __restrict__ out, int64_t begin, int64_t n, float stddev, Philox rng) {
   const int64_t block = begin / 4 + static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -140,7 +140,7 @@ __global__ void init_normal_kernel(T* __restrict__ out, int64_t begin, int64_t n
     if (first + i >= 0 && first + i < n) out[first + i] = numbers.elements[i];
 }
 
-// out (n) = the normal numbers of the elements begin ... begin + n - 1 of the tensor that rng is keyed for: the bits of
+// out (n) = the normal numbers of elements begin ... begin + n - 1 of the tensor that rng is keyed for; same bits as on
 // the CPU (contract 7)
 template <class T>
 void init_normal(T* out, int64_t begin, int64_t n, float stddev, const Philox& rng, cudaStream_t stream) {

@@ -1,5 +1,5 @@
-// embedding.cuh: token embedding, plus position embedding where a model has one. Backward, the rows of dout are sorted
-// by the row of the table that they belong to, and added up in that order: no atomics, and no token is too frequent.
+// embedding.cuh: token embedding, plus position embedding where a model has one. The backward sorts the rows of dout by
+// the table row that they belong to and sums them in that order: no atomics, and no slowdown for frequent tokens.
 // Contracts: ops/ops.h.
 #pragma once
 #include "ops/cuda/rows.cuh"
@@ -25,7 +25,7 @@ __global__ void embedding_forward_kernel(T* __restrict__ out, const int32_t* __r
 
 namespace detail {
 
-// fp32 sums of a pack of columns.
+// fp32 sums of one pack of columns.
 template <int pack>
 struct Sums {
   static constexpr int floats = pack < 4 ? pack : 4;
@@ -52,14 +52,14 @@ struct Sums {
   __device__ float operator[](int i) const { return values[i]; }
 };
 
-// The sorted rows are taken in segments of so many; in a segment, so many rows are loaded together.
+// Sorted rows per segment, and rows of a segment loaded together.
 inline constexpr int64_t embedding_segment = 32;
 inline constexpr int embedding_batch = 4;
 
 }  // namespace detail
 
-// dtable[id] += the rows of dout with that id, in their order. Grid: (segments, blocks of packs in C). What a segment
-// has of an id that began in an earlier one goes to carried (segments, C), for the next kernel.
+// dtable[id] += the rows of dout with that id, in order. Grid: (segments, blocks of packs in C). The sum for an id that
+// began in an earlier segment goes to carried (segments, C), for the next kernel.
 template <class T, int pack>
 __global__ void add_sorted_rows_kernel(float* __restrict__ dtable, float* __restrict__ carried,
                                        const T* __restrict__ dout, const int32_t* __restrict__ ids,
@@ -70,7 +70,7 @@ __global__ void add_sorted_rows_kernel(float* __restrict__ dtable, float* __rest
   const int64_t c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
   if (c >= C) return;
   const int64_t begin = blockIdx.x * detail::embedding_segment, end = min(N, begin + detail::embedding_segment);
-  const int32_t before = begin == 0 ? -1 : ids[begin - 1];  // no id is negative
+  const int32_t before = begin == 0 ? -1 : ids[begin - 1];  // ids are non-negative
   float* to = carried + blockIdx.x * C + c;
   Sums sum = {};
   int32_t current = before;
@@ -100,8 +100,8 @@ __global__ void add_sorted_rows_kernel(float* __restrict__ dtable, float* __rest
   sum.store(to);
 }
 
-// dtable[id] += what the segments carry of an id, in their order. Grid as before; the first segment that carries an id
-// does it.
+// dtable[id] += the carried sums of an id, in segment order. Grid as above; the block of the first segment that carries
+// an id does it.
 template <int pack>
 __global__ void add_carried_kernel(float* __restrict__ dtable, const float* __restrict__ carried,
                                    const int32_t* __restrict__ ids, int64_t segments, int64_t C) {
@@ -111,8 +111,8 @@ __global__ void add_carried_kernel(float* __restrict__ dtable, const float* __re
   const int64_t c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack, first = blockIdx.x;
   if (c >= C || first == 0) return;
   const int32_t id = ids[first * rows];
-  if (ids[first * rows - 1] != id) return;                     // nothing is carried into this segment
-  if (first > 1 && ids[(first - 1) * rows - 1] == id) return;  // nor is it the first
+  if (ids[first * rows - 1] != id) return;                     // no id is carried into this segment
+  if (first > 1 && ids[(first - 1) * rows - 1] == id) return;  // not the first segment that carries it
   Sums sum = Sums::load(dtable + id * C + c);
   bool more = true;
   for (int64_t segment = first; more; segment += batch) {
@@ -153,13 +153,13 @@ void embedding_forward(T* out, const int32_t* tokens, const int32_t* positions, 
   else run.template operator()<1>();
 }
 
-// Four-byte elements that embedding_backward takes as `scratch`, at an address that is a multiple of 16.
+// Size of embedding_backward's `scratch` in four-byte elements; it is aligned to 16 bytes.
 inline int64_t embedding_backward_scratch(int64_t N, int64_t C) {
   return round_up(sort_rows_scratch(N), 4) + ceil_div(N, detail::embedding_segment) * C;
 }
 
-// dtable (V, C) += the rows of dout (N, C) that ids (N) name. The rows of an id are added in their order, 32 of them
-// and then sums of 32: an order that depends on the ids alone.
+// dtable (V, C) += the rows of dout (N, C) that ids (N) select. The rows of an id are added in order, in sums of 32
+// rows that are then added: the order depends on the ids alone.
 template <class T>
 void add_rows(float* dtable, int32_t* scratch, const T* dout, const int32_t* ids, int64_t N, int64_t C, int64_t V,
               cudaStream_t stream) {

@@ -1,6 +1,6 @@
-// launch.cuh: how kernels are launched, and how they ask for shared memory.
-// The kernels' sources compile by nvcc, and by a C++ compiler against test/cuda_on_cpu/, which runs them on a CPU. What
-// the two must write differently is here, in vec.cuh and in mma.cuh, chosen by __CUDACC__, and nowhere else.
+// launch.cuh: launching kernels and declaring shared memory.
+// Kernel sources compile with nvcc, and with a C++ compiler against test/cuda_on_cpu/, which runs them on a CPU. The
+// differences are confined to this file, vec.cuh and mma.cuh, chosen by __CUDACC__.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace llmc::cuda {
 
-// `name`: an array of N elements of T, one for the block, aligned to 16 bytes and not initialised.
-// (As bytes, because CUDA refuses shared arrays of types with default values for their members, such as bf16.)
+// `name`: a shared array of N elements of T per block, 16-byte aligned, uninitialised.
+// (As bytes, because CUDA rejects shared arrays of types with default member initialisers, such as bf16.)
 #ifdef __CUDACC__
 #define SHARED(T, name, N)                                              \
   __shared__ __align__(16) unsigned char name##_bytes[sizeof(T) * (N)]; \
@@ -21,7 +21,7 @@ namespace llmc::cuda {
 #define SHARED(T, name, N) T(&name)[N] = ::cuda_on_cpu::shared_array<T, (N), decltype([] {})>()
 #endif
 
-// `name`: a pointer to the shared memory whose size the launch gives, as T; aligned to 128 bytes.
+// `name`: a pointer of type T* to the dynamic shared memory; aligned to 128 bytes.
 #ifdef __CUDACC__
 #define DYN_SHARED(T, name)                                        \
   extern __shared__ __align__(128) unsigned char dynamic_shared[]; \
@@ -31,12 +31,12 @@ namespace llmc::cuda {
 #endif
 
 inline constexpr int warp_size = 32;
-// Dynamic shared memory of a block, in bytes: what every kernel may use, and what it may ask for on sm_90.
+// Dynamic shared memory of a block, in bytes: the default limit, and the limit that sm_90 allows on request.
 inline constexpr int64_t default_shared_bytes = 48 << 10, max_shared_bytes = 227 << 10;
-// More than the arrays of fixed size of a kernel with dynamic shared memory take together.
+// Upper bound for the static shared arrays of any kernel that uses dynamic shared memory.
 inline constexpr int64_t most_static_shared_bytes = 2 << 10;
 
-// Shared memory that a block may have on the current device, in bytes.
+// The largest shared memory per block on the current device, in bytes.
 inline int64_t device_shared_bytes() {
   int device = 0, bytes = 0;
   CUDA_CHECK(cudaGetDevice(&device));
@@ -44,13 +44,13 @@ inline int64_t device_shared_bytes() {
   return bytes;
 }
 
-// Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...). An empty grid is nothing to do.
+// Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...). An empty grid is a no-op.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t stream,
             Arguments&&... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   cudaError_t status = cudaSuccess;
-  // Arrays of fixed size count as well. The limit is one for all launches: ranks in other threads may set it meanwhile.
+  // Static arrays count too. All launches use one limit: ranks in other threads may set it at the same time.
   if (shared_bytes > default_shared_bytes - most_static_shared_bytes) {
     const int64_t limit = std::max(shared_bytes, device_shared_bytes() - most_static_shared_bytes);
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit));
@@ -62,14 +62,14 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, int64_t shared
   if (status == cudaSuccess) return;
   const char* name = nullptr;
   if (cudaFuncGetName(&name, reinterpret_cast<const void*>(kernel)) != cudaSuccess) name = "a kernel";
-  cudaGetLastError();  // it is reported here, not by the next call
+  cudaGetLastError();  // clear the error: it is reported here
   const int64_t most_shared = shared_bytes > default_shared_bytes ? device_shared_bytes() : default_shared_bytes;
   throw Error(
       formatted("launching {} with a grid of {} x {} x {}, {} x {} x {} threads and {} bytes of dynamic shared "
                 "memory failed: {}{}",
                 name, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes, detail::describe(status),
                 shared_bytes > most_shared
-                    ? formatted("; on this GPU a block has {}: use --dtype bf16 (heads of up to 128), or a model of "
+                    ? formatted("; on this GPU the limit is {}: use --dtype bf16 (heads of up to 128), or a model with "
                                 "fewer channels or smaller heads",
                                 most_shared)
                     : ""));

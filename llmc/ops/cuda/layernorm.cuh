@@ -1,5 +1,5 @@
-// layernorm.cuh: Ba, Kiros & Hinton 2016. A block takes a row: x is read once and kept in shared memory, each thread
-// its own packs. Statistics in fp32. Contracts: ops/ops.h.
+// layernorm.cuh: Ba, Kiros & Hinton 2016. One block per row: x is read once and kept in shared memory, each thread
+// owning its packs. Statistics in fp32. Contracts: ops/ops.h.
 #pragma once
 #include "ops/cuda/column_sum.cuh"
 #include "ops/cuda/reduce.cuh"
@@ -8,7 +8,7 @@
 
 namespace llmc::cuda {
 
-// Grid N; dynamic shared memory: a row of x. The row that a thread keeps is read by itself alone: no barrier.
+// Grid N; dynamic shared memory: a row of x. Each thread reads only what it stored itself: no barrier needed.
 template <class T, int pack, class Row>
 __global__ void layernorm_forward_kernel(T* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd, Row x,
                                          const T* __restrict__ weight, const T* __restrict__ bias, float eps,
@@ -25,7 +25,7 @@ __global__ void layernorm_forward_kernel(T* __restrict__ out, float* __restrict_
   }
   const float m = block_sum(sum) / static_cast<float>(C);
 
-  float squares = 0;  // around the mean: no cancellation
+  float squares = 0;  // centred first, to avoid cancellation
   for (int64_t c = first; c < C; c += step) {
     const Pack xs = Pack::load(row + c);
     for (int i = 0; i < pack; ++i) squares += (xs[i] - m) * (xs[i] - m);
@@ -44,9 +44,9 @@ __global__ void layernorm_forward_kernel(T* __restrict__ out, float* __restrict_
   }
 }
 
-// A block takes a contiguous part of the rows and adds up dweight and dbias over it, each thread its own columns.
-// partials (parts, 2 C): dweight, then dbias. Dynamic shared memory: those sums of the block, a row of x and one of
-// dout. The sums lie there as (pack, C / pack), so that neighbouring threads meet neighbouring banks.
+// Each block sums dweight and dbias over a contiguous part of the rows, each thread over its own columns. partials
+// (parts, 2 C): dweight, then dbias. Dynamic shared memory: the block's sums, a row of x and one of dout. The sums are
+// laid out as (pack, C / pack), to avoid bank conflicts.
 template <class T, int pack, Accumulate accumulate_dx>
 __global__ void layernorm_backward_kernel(T* __restrict__ dx, float* __restrict__ partials, const T* __restrict__ dout,
                                           const T* __restrict__ x, const T* __restrict__ weight,
@@ -133,15 +133,15 @@ void layernorm_forward(T* out, float* mean, float* rstd, const T* x, const T* we
   detail::layernorm_forward(out, mean, rstd, PlainRows<T>{x}, weight, bias, eps, N, C, stream);
 }
 
-// sum (N, C) = a + b, and its layernorm; bitwise residual_forward and layernorm_forward of the sum (contract 11). The
-// sum is not read again: a pass over it is saved. No array may be another.
+// sum (N, C) = a + b, and its layernorm; bitwise equal to residual_forward, then layernorm_forward (contract 11). Saves
+// one pass over the sum. The arrays must not alias.
 template <class T>
 void residual_layernorm_forward(T* out, float* mean, float* rstd, T* sum, const T* a, const T* b, const T* weight,
                                 const T* bias, float eps, int64_t N, int64_t C, cudaStream_t stream) {
   detail::layernorm_forward(out, mean, rstd, SummedRows<T>{sum, a, b}, weight, bias, eps, N, C, stream);
 }
 
-// Floats that layernorm_backward takes as `partials`.
+// Size of layernorm_backward's `partials` in floats.
 inline int64_t layernorm_backward_scratch(int64_t N, int64_t C) { return row_parts(N) * 2 * C; }
 
 // dx (N, C) = or += ; dweight (C), dbias (C) += ; partials: scratch

@@ -1,12 +1,12 @@
-// matmul.cuh: C = op(A) op(B) on a GPU, by cuBLASLt. The contract is that of cpu/matmul.h.
+// matmul.cuh: C = op(A) op(B) on a GPU, by cuBLASLt. Same contract as cpu/matmul.h.
 //
-// cuBLASLt's matrices are stored by columns. A row-major (M, N) read so is an (N, M): its own transpose. What cuBLASLt
-// is asked for is therefore C^T = op(B)^T op(A)^T: our B comes first and our A second, the sizes are N, M, K, leading
-// dimensions are the lengths of our rows, whether an operand is transposed stays as it is, and a bias along our N lies
-// along cuBLASLt's rows, where its epilogue adds it.
+// cuBLASLt's matrices are column-major. A row-major (M, N) matrix read that way is an (N, M) one: its own transpose. So
+// cuBLASLt computes C^T = op(B)^T op(A)^T: our B is its first operand and our A the second, the sizes are N, M, K, the
+// leading dimensions are our row lengths, the transposition flags stay as they are, and a bias along our N runs along
+// cuBLASLt's rows, where its epilogue adds it.
 //
-// The gradient of a bias is column_sum's. cuBLASLt has an epilogue for it (BGRADB, in the product of the weight's
-// gradient), but that one overwrites, and gradients accumulate over micro-batches.
+// Bias gradients use column_sum. cuBLASLt has an epilogue for them (BGRADB, in the weight gradient's product), but it
+// overwrites its output, and gradients accumulate over micro-batches.
 #pragma once
 #include <cublasLt.h>
 
@@ -28,9 +28,9 @@
 
 namespace llmc::cuda {
 
-// C (M, N) = or += op(A) op(B) + bias. Row-major and dense; A is stored (M, K) or, transposed, (K, M); B (K, N) or (N,
-// K). A and B are fp32 or bf16; C is in the same dtype or fp32; bias (N) is in the dtype of all three. Sums are in
-// fp32; Tf32::yes lets tensor cores multiply fp32 as if its mantissas had 10 bits.
+// C (M, N) = or += op(A) op(B) + bias. Row-major and contiguous; A is stored (M, K) or, transposed, (K, M); B (K, N) or
+// (N, K). A and B are fp32 or bf16; C has the same dtype or fp32; a bias (N) requires one dtype for all and has it.
+// Accumulates in fp32; Tf32::yes lets tensor cores multiply fp32 with 10-bit mantissas.
 struct MatmulShape {
   int64_t M, N, K;
   Transpose a, b;
@@ -38,12 +38,12 @@ struct MatmulShape {
   DType in, out;
   Bias bias;
   Tf32 tf32 = Tf32::no;
-  int alignment = 16;  // bytes; divides all addresses
+  int alignment = 16;  // bytes; all addresses are multiples of it
   auto operator<=>(const MatmulShape&) const = default;
 };
 
-// The largest power of two that divides all addresses, up to 16: no algorithm asks for more. A null pointer counts as
-// aligned.
+// The largest power of two that divides all addresses, up to 16, the most that any algorithm needs. A null pointer
+// counts as aligned.
 inline int alignment_of(std::initializer_list<const void*> arrays) {
   uintptr_t bits = 16;
   for (const void* array : arrays) bits |= reinterpret_cast<uintptr_t>(array);
@@ -59,14 +59,15 @@ inline std::string to_string(const MatmulShape& s) {
                    s.alignment);
 }
 
-// What NVIDIA recommends for Hopper. Its alignment is that of the arena.
+// NVIDIA's recommendation for Hopper. Aligned as the arena is.
 inline constexpr int64_t default_matmul_workspace = 32 << 20, matmul_workspace_alignment = 256;
 
 namespace detail {
 
 inline const char* remedy(cublasStatus_t status) {
   switch (status) {
-    case CUBLAS_STATUS_NOT_INITIALIZED: return "see that `nvidia-smi` works and that its driver is not older than CUDA";
+    case CUBLAS_STATUS_NOT_INITIALIZED:
+      return "check that `nvidia-smi` works and that its driver is not older than CUDA";
     case CUBLAS_STATUS_ALLOC_FAILED: return "leave cuBLASLt some device memory";
     case CUBLAS_STATUS_ARCH_MISMATCH:
     case CUBLAS_STATUS_NOT_SUPPORTED: return "make its sizes multiples of 8, or use a newer cuBLASLt";
@@ -96,7 +97,7 @@ using MatmulOperation = Owned<cublasLtMatmulDesc_t>;
 using MatrixLayout = Owned<cublasLtMatrixLayout_t>;
 using MatmulPreference = Owned<cublasLtMatmulPreference_t>;
 
-// A shape in cuBLASLt's words.
+// A shape as cuBLASLt descriptors.
 struct MatmulProblem {
   MatmulShape shape;
   MatmulOperation operation;
@@ -116,7 +117,7 @@ struct MatmulProblem {
     set(CUBLASLT_MATMUL_DESC_TRANSB, operation_of(s.a));
     if (s.bias == Bias::no) return;
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t{CUBLASLT_EPILOGUE_BIAS});
-    set_bias(reinterpret_cast<const void*>(static_cast<uintptr_t>(s.alignment)));  // the heuristic sees how aligned
+    set_bias(reinterpret_cast<const void*>(static_cast<uintptr_t>(s.alignment)));  // tells the heuristic its alignment
   }
 
   void set_bias(const void* bias) const { set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias); }
@@ -137,12 +138,12 @@ struct MatmulProblem {
   }
 };
 
-// (nvcc 13.0 crashes in C++20 where a container holds a struct without a name of its own, as cuBLASLt's are.)
+// (nvcc 13.0 crashes in C++20 on containers of unnamed structs, such as cuBLASLt's.)
 struct MatmulAlgorithm {
   cublasLtMatmulAlgo_t value{};
 };
 
-// A problem, and the algorithm that solves it.
+// A problem and the algorithm that computes it.
 struct MatmulPlan {
   MatmulProblem problem;
   cublasLtHandle_t library;
@@ -159,7 +160,7 @@ struct MatmulPlan {
           "cublasLtMatmul", &s);
   }
 
-  // What cuBLASLt's heuristic offers, what it thinks the fastest first.
+  // The algorithms that cuBLASLt's heuristic offers, presumably fastest first.
   std::vector<MatmulAlgorithm> candidates() const {
     constexpr int most = 16;
     const MatmulShape& s = problem.shape;
@@ -177,7 +178,7 @@ struct MatmulPlan {
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment);
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c_alignment);
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, c_alignment);
-    // Where k is split among blocks, the parts meet in fp32: in C they would be rounded to bf16 first.
+    // With split-K the partial sums are combined in fp32: in C they would be rounded to bf16 first.
     set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
 
     cublasLtMatmulHeuristicResult_t results[most];
@@ -194,34 +195,34 @@ struct MatmulPlan {
     return usable;
   }
 
-  // Can the algorithm, which comes from a file, solve the problem?
+  // Checks that an algorithm from a file can compute the problem.
   void check_algorithm() const {
     cublasLtMatmulHeuristicResult_t result{};
     const cublasStatus_t status =
         cublasLtMatmulAlgoCheck(library, problem.operation.get(), problem.b.get(), problem.a.get(), problem.c.get(),
                                 problem.c.get(), &algorithm.value, &result);
     CHECK(status == CUBLAS_STATUS_SUCCESS,
-          "the recorded algorithm does not compute {}: {} ({}); begin anew with --resume never",
+          "the recorded algorithm does not compute {}: {} ({}); start a new run with --resume never",
           to_string(problem.shape), cublasLtGetStatusString(status), cublasLtGetStatusName(status));
     CHECK(result.workspaceSize <= static_cast<size_t>(workspace_bytes),
-          "the recorded algorithm for {} needs {} bytes of workspace and gets {}; begin anew with --resume never",
+          "the recorded algorithm for {} needs {} bytes of workspace but has {}; start a new run with --resume never",
           to_string(problem.shape), result.workspaceSize, workspace_bytes);
   }
 };
 
 }  // namespace detail
 
-// A prepared product; cheap to copy. Its MatmulPlans must outlive it.
+// A prepared matmul; cheap to copy. Its MatmulPlans must outlive it.
 class Matmul {
  public:
-  // Fixed, and not what the algorithm needs: it can be planned without a GPU.
+  // A fixed size, not what the algorithm needs, so that it can be planned without a GPU.
   int64_t scratch_bytes() const { return plan_ == nullptr ? 0 : plan_->workspace_bytes; }
 
-  // `scratch` is aligned to matmul_workspace_alignment, and no other stream uses it meanwhile.
+  // `scratch` is aligned to matmul_workspace_alignment and used by no other stream meanwhile.
   void run(void* c, const void* a, const void* b, const void* bias, void* scratch, cudaStream_t stream) const {
     if (plan_ != nullptr) {
       CHECK(alignment_of({c, a, b, bias}) >= shape_.alignment,
-            "an array is aligned to {} bytes only for {}; prepare it with alignment_of its arrays",
+            "an array is aligned to {} bytes only for {}; prepare the matmul with alignment_of its arrays",
             alignment_of({c, a, b, bias}), to_string(shape_));
       CHECK((bias != nullptr) == (shape_.bias == Bias::yes), "a bias is {} for {}", bias ? "given" : "missing",
             to_string(shape_));
@@ -240,10 +241,10 @@ class Matmul {
 
 struct MatmulTiming {
   int candidates;
-  float first_ms, best_ms;  // of the heuristic's first choice, and of the one chosen
+  float first_ms, best_ms;  // of the heuristic's first choice and of the chosen one
 };
 
-// The library, and the algorithm chosen for each shape. For the current device and one host thread at a time.
+// The library handle, and the algorithm chosen for each shape. For the current device and one host thread at a time.
 class MatmulPlans {
  public:
   explicit MatmulPlans(int64_t workspace_bytes = default_matmul_workspace) : workspace_bytes_(workspace_bytes) {
@@ -258,7 +259,7 @@ class MatmulPlans {
                        workspace_bytes);
   }
 
-  // The algorithm is the one that was restored or tuned for this shape, else the heuristic's first.
+  // Uses the restored or tuned algorithm of this shape, else the heuristic's first.
   Matmul prepare(MatmulShape shape) {
     check_shape(shape);
     if (shape.in != DType::fp32) shape.tf32 = Tf32::no;
@@ -266,9 +267,9 @@ class MatmulPlans {
     return Matmul(shape, &plan(shape));
   }
 
-  // Times the heuristic's candidates on these arrays, and from now on the fastest is this shape's. C is overwritten,
-  // and the host waits. Ranks must not each tune: clocks differ, and with them the bits of the results. One tunes, the
-  // others restore what it has exported.
+  // Times the heuristic's candidates on these arrays and keeps the fastest for this shape. Overwrites C; the host
+  // waits. Only one rank may tune, and the others restore its export: timings differ between ranks, and different
+  // algorithms give different bits.
   MatmulTiming tune(const MatmulShape& shape, void* c, const void* a, const void* b, const void* bias, void* scratch,
                     cudaStream_t stream) {
     const Matmul product = prepare(shape);
@@ -284,7 +285,7 @@ class MatmulPlans {
       chosen.algorithm = candidate;
       try {
         product.run(c, a, b, bias, scratch, stream);  // loads the kernel
-      } catch (const Error&) {                        // the heuristic has proposed what the library then refuses
+      } catch (const Error&) {                        // the heuristic proposed it, but the library refuses it
         if (++refused == candidates.size()) throw;
         continue;
       }
@@ -302,7 +303,7 @@ class MatmulPlans {
     return timing;
   }
 
-  // What was chosen so far and what was restored, as text: a title, then a line for each shape.
+  // All chosen and restored algorithms, as text: a title, then a line per shape.
   std::string exported() const {
     auto chosen = restored_;
     for (const auto& [shape, plan] : plans_) chosen[to_string(shape)] = plan.algorithm;
@@ -315,8 +316,8 @@ class MatmulPlans {
     return text;
   }
 
-  // While it is on, each shape is tuned when its first product is run, on the product's own arrays: for a rehearsal,
-  // whose results nobody wants.
+  // While on, the first product of each shape tunes it on its own arrays: for a warm-up run whose results are
+  // discarded.
   void set_tuning(bool on) { tuning_ = on; }
   void run(MatmulShape shape, void* c, const void* a, const void* b, const void* bias, void* scratch,
            cudaStream_t stream) {
@@ -324,17 +325,17 @@ class MatmulPlans {
     if (tuning_ && !plans_.contains(shape)) tune(shape, c, a, b, bias, scratch, stream);
     prepare(shape).run(c, a, b, bias, scratch, stream);
   }
-  // Nothing is chosen any longer.
+  // Forgets all choices.
   void forget() { plans_.clear(), restored_.clear(); }
 
-  // Takes over what another MatmulPlans has exported: before the first product, for all come from one source then.
+  // Restores another MatmulPlans' export; call before the first product, so that all choices have one source.
   void restore(const std::string& text) {
-    CHECK(plans_.empty(), "matmul algorithms are restored after {} were chosen; restore them first", plans_.size());
+    CHECK(plans_.empty(), "matmul algorithms are restored after {} were chosen; restore them before the first product",
+          plans_.size());
     std::istringstream lines(text);
     std::string line;
     std::getline(lines, line);
-    CHECK(line == title_, "the recorded matmul algorithms are for '{}', this is '{}'; let them be chosen anew", line,
-          title_);
+    CHECK(line == title_, "the recorded matmul algorithms are for '{}', this is '{}'; choose them again", line, title_);
     for (int number = 2; std::getline(lines, line); ++number) {
       const size_t colon = line.find(':');
       std::istringstream words(colon == std::string::npos ? "" : line.substr(colon + 1));
@@ -344,21 +345,20 @@ class MatmulPlans {
       CHECK(words && !(words >> more), "line {} of the recorded matmul algorithms is '{}', not 'SHAPE: {} numbers'",
             number, line, std::size(algorithm.value.data));
       CHECK(restored_.emplace(line.substr(0, colon), algorithm).second,
-            "line {} of the recorded matmul algorithms has '{}' a second time; delete one", number,
-            line.substr(0, colon));
+            "line {} of the recorded matmul algorithms repeats '{}'; delete one", number, line.substr(0, colon));
     }
   }
 
  private:
   static void check_shape(const MatmulShape& s) {
-    CHECK(s.in == DType::fp32 || s.in == DType::bf16, "no matmul on GPUs reads {}: use fp32 or bf16; {}", s.in,
+    CHECK(s.in == DType::fp32 || s.in == DType::bf16, "matmul on GPUs cannot read {}: use fp32 or bf16; {}", s.in,
           to_string(s));
-    CHECK(s.out == s.in || s.out == DType::fp32, "no matmul writes {} from {}: use {} or fp32; {}", s.out, s.in, s.in,
-          to_string(s));
+    CHECK(s.out == s.in || s.out == DType::fp32, "matmul cannot write {} from {} inputs: use {} or fp32; {}", s.out,
+          s.in, s.in, to_string(s));
     CHECK(s.bias == Bias::no || s.out == s.in, "cuBLASLt adds a bias in the dtype of C, which is {}, not {}; {}", s.out,
           s.in, to_string(s));
     CHECK(s.M >= 0 && s.N >= 0 && s.K >= 0, "matmul: a size is negative; {}", to_string(s));
-    CHECK(s.K > 0 || s.bias == Bias::no, "matmul: an empty sum has no bias; {}", to_string(s));
+    CHECK(s.K > 0 || s.bias == Bias::no, "matmul: with K = 0 there can be no bias; {}", to_string(s));
     CHECK(s.alignment >= size_of(s.in) && s.alignment <= 16 && (s.alignment & (s.alignment - 1)) == 0,
           "matmul: arrays aligned to {} bytes; use alignment_of; {}", s.alignment, to_string(s));
   }

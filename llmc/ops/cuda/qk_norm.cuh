@@ -1,6 +1,6 @@
-// qk_norm.cuh: rmsnorm of every query and key head (Henry et al. 2020; Qwen3), by itself or in one pass with rotary
-// positions. A group of lanes takes a head, each its own packs of the first half and those half a head further on, in
-// registers. Statistics in fp32. Contracts: ops/ops.h.
+// qk_norm.cuh: rmsnorm of every query and key head (Henry et al. 2020; Qwen3), alone or fused with rotary embedding. A
+// group of lanes takes a head; each lane holds packs of the first half, and their counterparts half a head further on,
+// in registers. Statistics in fp32. Contracts: ops/ops.h.
 #pragma once
 #include "ops/cuda/column_sum.cuh"
 #include "ops/cuda/reduce.cuh"
@@ -12,8 +12,8 @@ namespace detail {
 
 enum class Turning : uint8_t { no, yes };
 
-// What a lane holds of a head: packs at first, first + stride, ... below D / 2, and those D / 2 further on. As many as
-// the largest head size takes with a whole warp to a head.
+// A lane's part of a head: packs at first, first + stride, ... below D / 2, and their counterparts at + D / 2. Sized
+// for the largest head with a whole warp per head.
 template <class T, int pack>
 struct HeadLane {
   using Pack = Packed<T, pack>;
@@ -22,7 +22,7 @@ struct HeadLane {
 
   __device__ HeadLane(int lanes, int64_t D) : first(threadIdx.x % lanes * pack), stride(lanes * pack), half(D / 2) {}
 
-  // f(which pack, its element) for the packs that there are; `which` is a constant, so that arrays stay in registers.
+  // f(index of the pack, its first element) for each pack; unrolled, so that arrays stay in registers.
   template <class F>
   __device__ void each(F f) const {
 #pragma unroll
@@ -39,7 +39,7 @@ __device__ inline float group_sum(float x, int lanes) {
 
 }  // namespace detail
 
-// A block takes a row, a group of lanes a head at a time. Without turning, no table and no positions.
+// One block per row, one group of lanes per head at a time. Without turning, table and positions are unused.
 template <class T, int pack, detail::Turning turning>
 __global__ void qk_norm_forward_kernel(T* __restrict__ out, float* __restrict__ rstd, const T* __restrict__ qkv,
                                        const T* __restrict__ q_weight, const T* __restrict__ k_weight,
@@ -49,7 +49,7 @@ __global__ void qk_norm_forward_kernel(T* __restrict__ out, float* __restrict__ 
   using Lane = detail::HeadLane<T, pack>;
   const Lane lane(lanes, s.D);
   const int64_t n = blockIdx.x, normed = s.Hq + s.Hkv, heads = normed + s.Hkv, groups = blockDim.x / lanes;
-  for (int64_t begin = 0; begin < heads; begin += groups) {  // as often in every lane: they sum together
+  for (int64_t begin = 0; begin < heads; begin += groups) {  // same trip count in every lane: they sum together
     const int64_t h = begin + threadIdx.x / lanes, at = (n * heads + h) * s.D;
     Pack as[Lane::packs], bs[Lane::packs];
     float squares = 0;
@@ -67,7 +67,7 @@ __global__ void qk_norm_forward_kernel(T* __restrict__ out, float* __restrict__ 
       lane.each([&](int j, int64_t i) {
         const Pack a_weights = Pack::load(weight + i), b_weights = Pack::load(weight + lane.half + i);
         for (int e = 0; e < pack; ++e) {
-          as[j].set(e, as[j][e] * r * a_weights[e]);  // rounded before it turns: as the two ops do
+          as[j].set(e, as[j][e] * r * a_weights[e]);  // rounded before the rotation, as by the two separate ops
           bs[j].set(e, bs[j][e] * r * b_weights[e]);
         }
         if constexpr (turning == detail::Turning::yes)
@@ -81,8 +81,8 @@ __global__ void qk_norm_forward_kernel(T* __restrict__ out, float* __restrict__ 
   }
 }
 
-// Grid (parts, 2): a block takes a part of the rows, of these the query heads or the key heads, a group of lanes a head
-// at a time. partials (parts, 2 D): dq_weight, dk_weight. Dynamic shared memory: (groups, D) floats.
+// Grid (parts, 2): a block takes the query heads or the key heads of a part of the rows, one group of lanes per head at
+// a time. partials (parts, 2 D): dq_weight, dk_weight. Dynamic shared memory: (groups, D) floats.
 template <class T, int pack, detail::Turning turning>
 __global__ void qk_norm_backward_kernel(T* __restrict__ dqkv, float* __restrict__ partials, const T* __restrict__ qkv,
                                         const T* __restrict__ q_weight, const T* __restrict__ k_weight,
@@ -101,7 +101,7 @@ __global__ void qk_norm_backward_kernel(T* __restrict__ dqkv, float* __restrict_
 
   const int64_t N = s.B * s.T, first_row = row_part_begin(N, blockIdx.x, gridDim.x);
   const unsigned rows = static_cast<unsigned>(row_part_begin(N, blockIdx.x + 1, gridDim.x) - first_row);
-  for (unsigned begin = 0; begin < rows * head_count; begin += groups) {  // 32 bits: they divide faster
+  for (unsigned begin = 0; begin < rows * head_count; begin += groups) {  // 32-bit division is faster
     const unsigned item = begin + group;
     const int64_t n = first_row + item / head_count, h = first_head + item % head_count, at = (n * heads + h) * s.D;
     const bool there = item < rows * head_count;  // lanes without a head sum with the others
@@ -152,7 +152,7 @@ __global__ void qk_norm_backward_kernel(T* __restrict__ dqkv, float* __restrict_
 
 namespace detail {
 
-// Lanes to a head: a power of two, so that a group lies in one warp.
+// Lanes per head: a power of two, so that a group lies within one warp.
 inline int head_lanes(int64_t D, int pack) {
   int lanes = 1;
   while (lanes < warp_size && lanes * pack < D / 2) lanes *= 2;
@@ -162,7 +162,7 @@ inline void check_head_size(const char* op, int64_t D) {
   CHECK(D % 2 == 0 && D <= max_head_size, "{}: the head size {} is not an even number up to {}", op, D, max_head_size);
 }
 
-// run.operator()<pack, turning>(), as the arrays and the shape allow; without a table, heads do not turn.
+// Calls run.operator()<pack, turning>() as the arrays and the shape allow; without a table, heads are not rotated.
 template <class T, class Run, class... Arrays>
 void choose_head_kernel(Run run, const float* table, int64_t D, const Arrays*... arrays) {
   const auto choose = [&]<int pack>() {
@@ -175,8 +175,8 @@ void choose_head_kernel(Run run, const float* table, int64_t D, const Arrays*...
 
 }  // namespace detail
 
-// qk_norm_forward, and in the same pass the normed heads turn by their positions: bitwise what qk_norm_forward and then
-// rotary give (contract 11). table (P, D); positions (B T)
+// qk_norm_forward fused with rotary embedding: bitwise equal to qk_norm_forward, then rotary (contract 11). table (P,
+// D); positions (B T)
 template <class T>
 void qk_norm_rotary_forward(T* out, float* rstd, const T* qkv, const T* q_weight, const T* k_weight, const float* table,
                             const int32_t* positions, float eps, const AttentionShape& s, cudaStream_t stream) {
@@ -197,10 +197,10 @@ void qk_norm_forward(T* out, float* rstd, const T* qkv, const T* q_weight, const
   qk_norm_rotary_forward<T>(out, rstd, qkv, q_weight, k_weight, nullptr, nullptr, eps, s, stream);
 }
 
-// Floats that qk_norm_backward takes as `partials`.
+// Size of qk_norm_backward's `partials` in floats.
 inline int64_t qk_norm_backward_scratch(const AttentionShape& s) { return row_parts(s.B * s.T) * 2 * s.D; }
 
-// The way back of qk_norm_rotary_forward in one pass: bitwise what rotary backward and then qk_norm_backward give.
+// The backward of qk_norm_rotary_forward in one pass: bitwise equal to rotary backward, then qk_norm_backward.
 template <class T>
 void qk_norm_rotary_backward(T* dqkv, float* dq_weight, float* dk_weight, float* partials, const T* qkv,
                              const T* q_weight, const T* k_weight, const float* rstd, const float* table,

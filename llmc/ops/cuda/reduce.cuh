@@ -1,4 +1,4 @@
-// reduce.cuh: sums and maxima over a warp and over a block, in an order that depends on the block's size alone.
+// reduce.cuh: sums and maxima over a warp and over a block, in an order that depends only on the block's size.
 #pragma once
 #include <cmath>
 
@@ -12,12 +12,12 @@ struct Sum {
   static constexpr float neutral = 0;
   __device__ float operator()(float a, float b) const { return a + b; }
 };
-struct Max {  // passes over NaN
+struct Max {  // ignores NaN
   static constexpr float neutral = -INFINITY;
   __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-// Every lane gets the result, the same bits: at each step two lanes add the same two numbers. All lanes take part.
+// Every lane gets the result with the same bits: at each step two lanes add the same two numbers. All lanes take part.
 template <class Op>
 __device__ float warp_reduce(float x, Op op) {
 #pragma unroll
@@ -27,8 +27,8 @@ __device__ float warp_reduce(float x, Op op) {
 __device__ inline float warp_sum(float x) { return warp_reduce(x, Sum{}); }
 __device__ inline float warp_max(float x) { return warp_reduce(x, Max{}); }
 
-// Each of the N values over all threads of a block of one axis and whole warps; every thread gets the results. A
-// barrier: what the block wrote to shared memory before is visible after.
+// Reduces each of the N values over a one-dimensional block of whole warps; every thread gets the results. Acts as a
+// barrier: earlier writes to shared memory are visible afterwards.
 template <class Op, int N>
 __device__ void block_reduce(float (&values)[N], Op op) {
   constexpr int most = N * warp_size;

@@ -1,5 +1,5 @@
-// rmsnorm.cuh: Zhang & Sennrich 2019, of whole rows. A block takes a row: x is read once and kept in shared memory,
-// each thread its own packs. Statistics in fp32. Contracts: ops/ops.h.
+// rmsnorm.cuh: Zhang & Sennrich 2019, on whole rows. One block per row: x is read once and kept in shared memory, each
+// thread owning its packs. Statistics in fp32. Contracts: ops/ops.h.
 #pragma once
 #include "ops/cuda/column_sum.cuh"
 #include "ops/cuda/reduce.cuh"
@@ -8,7 +8,7 @@
 
 namespace llmc::cuda {
 
-// Grid N; dynamic shared memory: a row of x. The row that a thread keeps is read by itself alone: no barrier.
+// Grid N; dynamic shared memory: a row of x. Each thread reads only what it stored itself: no barrier needed.
 template <class T, int pack, class Row>
 __global__ void rmsnorm_forward_kernel(T* __restrict__ out, float* __restrict__ rstd, Row x,
                                        const T* __restrict__ weight, float eps, int64_t C) {
@@ -33,9 +33,9 @@ __global__ void rmsnorm_forward_kernel(T* __restrict__ out, float* __restrict__ 
   if (threadIdx.x == 0) rstd[blockIdx.x] = r;
 }
 
-// A block takes a contiguous part of the rows and adds up dweight over it, each thread its own columns. partials
-// (parts, C). Dynamic shared memory: those sums of the block, a row of x and one of dout. The sums lie there as
-// (pack, C / pack), so that neighbouring threads meet neighbouring banks.
+// Each block sums dweight over a contiguous part of the rows, each thread over its own columns. partials (parts, C).
+// Dynamic shared memory: the block's sums, a row of x and one of dout. The sums are laid out as (pack, C / pack), to
+// avoid bank conflicts.
 template <class T, int pack, Accumulate accumulate_dx>
 __global__ void rmsnorm_backward_kernel(T* __restrict__ dx, float* __restrict__ partials, const T* __restrict__ dout,
                                         const T* __restrict__ x, const T* __restrict__ weight,
@@ -106,15 +106,15 @@ void rmsnorm_forward(T* out, float* rstd, const T* x, const T* weight, float eps
   detail::rmsnorm_forward(out, rstd, PlainRows<T>{x}, weight, eps, N, C, stream);
 }
 
-// sum (N, C) = a + b, and its rmsnorm; bitwise residual_forward and rmsnorm_forward of the sum (contract 11). The sum
-// is not read again: a pass over it is saved. No array may be another.
+// sum (N, C) = a + b, and its rmsnorm; bitwise equal to residual_forward, then rmsnorm_forward (contract 11). Saves one
+// pass over the sum. The arrays must not alias.
 template <class T>
 void residual_rmsnorm_forward(T* out, float* rstd, T* sum, const T* a, const T* b, const T* weight, float eps,
                               int64_t N, int64_t C, cudaStream_t stream) {
   detail::rmsnorm_forward(out, rstd, SummedRows<T>{sum, a, b}, weight, eps, N, C, stream);
 }
 
-// Floats that rmsnorm_backward takes as `partials`.
+// Size of rmsnorm_backward's `partials` in floats.
 inline int64_t rmsnorm_backward_scratch(int64_t N, int64_t C) { return row_parts(N) * C; }
 
 // dx (N, C) = or += ; dweight (C) += ; partials: scratch

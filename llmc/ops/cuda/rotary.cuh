@@ -1,5 +1,5 @@
-// rotary.cuh: rotary position embedding (Su et al. 2021), in the convention of transformers: element i of a head turns
-// with element i + D / 2. Contracts: ops/ops.h.
+// rotary.cuh: rotary position embedding (Su et al. 2021), in the convention of transformers: element i of a head is
+// paired with element i + D / 2. Contracts: ops/ops.h.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -14,7 +14,7 @@ namespace detail {
 
 inline constexpr int64_t max_head_size = 512;
 
-// The cosines and sines by which the pairs begin ... begin + pack - 1 turn.
+// The cosines and sines that rotate the pairs begin ... begin + pack - 1.
 template <int pack>
 struct Angles {
   float cosines[pack], sines[pack];
@@ -34,7 +34,7 @@ struct Angles {
     return angles;
   }
 
-  // The fma are written out: whoever turns gets the same bits.
+  // Explicit fma: every kernel that rotates gets the same bits.
   template <class T>
   __device__ void turn(Packed<T, pack>& as, Packed<T, pack>& bs) const {
     for (int i = 0; i < pack; ++i) {
@@ -47,7 +47,7 @@ struct Angles {
 
 }  // namespace detail
 
-// A block of (half a head's packs, heads) threads takes a row; a thread turns the same pairs of several heads.
+// One block of (packs in half a head, heads) threads per row; a thread rotates the same pairs of several heads.
 template <class T, int pack>
 __global__ void rotary_kernel(T* __restrict__ qkv, const float* __restrict__ table,
                               const int32_t* __restrict__ positions, AttentionShape s, Turn turn) {
@@ -83,7 +83,7 @@ namespace detail {
 using Frequencies = std::array<float, max_head_size / 2>;
 }
 
-// A thread takes a pair of a position. Block: 256 threads.
+// One thread per (position, pair). Block: 256 threads.
 template <class Float>
 __global__ void rotary_table_kernel(Float* __restrict__ table, const __grid_constant__ detail::Frequencies frequencies,
                                     int64_t P, int64_t D) {
@@ -95,7 +95,7 @@ __global__ void rotary_table_kernel(Float* __restrict__ table, const __grid_cons
   table[p * D + half + i] = static_cast<Float>(sin(static_cast<double>(angle)));
 }
 
-// table (P, D): the cosines of position p, then the sines, D / 2 each. The frequencies are the CPU's.
+// table (P, D): for position p, D / 2 cosines, then D / 2 sines. The frequencies come from the CPU.
 inline void rotary_table(float* table, const Rotary& rotary, int64_t P, int64_t D, cudaStream_t stream) {
   CHECK(D % 2 == 0 && D <= detail::max_head_size, "rotary_table: the head size {} is not an even number up to {}", D,
         detail::max_head_size);

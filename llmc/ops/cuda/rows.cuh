@@ -1,4 +1,4 @@
-// rows.cuh: what the norms of whole rows share. A block takes a row at a time, each thread its own packs of it.
+// rows.cuh: shared by the norms of whole rows. A block takes one row at a time, each thread owning some of its packs.
 #pragma once
 #include <algorithm>
 
@@ -7,7 +7,7 @@
 
 namespace llmc::cuda {
 
-// Where a norm's input comes from. Each element is asked for once.
+// The input of a norm. Each element is requested once.
 template <class T>
 struct PlainRows {
   const T* x;
@@ -17,7 +17,7 @@ struct PlainRows {
   }
   bool fits_packs() const { return fit_packs(x); }
 };
-// a + b, which is written too. Rounded to T before it is normalised: as it is seen by who reads it later.
+// a + b, which is also stored. Rounded to T before normalising, as later readers see it.
 template <class T>
 struct SummedRows {
   T* sum;
@@ -33,14 +33,14 @@ struct SummedRows {
   bool fits_packs() const { return fit_packs(sum, a, b); }
 };
 
-// Whole warps, a thread for each pack of a row as far as a block has them.
+// Whole warps, up to one thread per pack of a row.
 inline unsigned row_threads(int64_t C, int pack) {
   return static_cast<unsigned>(std::min<int64_t>(round_up(ceil_div(C, pack), warp_size), 1024));
 }
 
 inline void check_row_fits(const char* op, int64_t C, int64_t bytes) {
-  CHECK(bytes <= max_shared_bytes, "{}: {} channels take {} bytes of shared memory, a block has {}; use fewer", op, C,
-        bytes, max_shared_bytes);
+  CHECK(bytes <= max_shared_bytes, "{}: {} channels need {} bytes of shared memory, a block has {}; use fewer channels",
+        op, C, bytes, max_shared_bytes);
 }
 
 }  // namespace llmc::cuda

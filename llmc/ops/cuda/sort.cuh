@@ -1,5 +1,5 @@
-// sort.cuh: rows in the order of their ids, and rows of one id in their own order: a radix sort by digits, the lowest
-// first, each pass stable. For sums over the rows of one token; no atomics whose order would show.
+// sort.cuh: sorts rows by id, keeping the order of rows with equal ids: an LSD radix sort with stable passes. For sums
+// over the rows of one token, without atomics whose order would affect the result.
 #pragma once
 #include <bit>
 
@@ -9,11 +9,11 @@ namespace llmc::cuda {
 
 namespace detail {
 
-// A warp takes a tile of so many rows; a digit has up to so many bits.
+// Rows per tile (one tile per warp), and bits per digit.
 inline constexpr int64_t sort_tile = 1024;
 inline constexpr int max_digit_bits = 9, max_digits = 1 << max_digit_bits, sort_warps = 4;
 
-// ids, and which row each belongs to; without rows: still in the order of the rows.
+// ids, and the row of each; rows == nullptr: still in row order.
 struct RowIds {
   const int32_t *ids, *rows;
 };
@@ -46,7 +46,7 @@ __global__ void count_digits_kernel(int32_t* __restrict__ counts, const int32_t*
   for (int digit = tile.lane; digit < digits; digit += warp_size) counts[digit * tiles + tile.index] = count[digit];
 }
 
-// counts (n) = the sums of those before. One block, in which each thread takes its share.
+// counts (n) = exclusive prefix sums. One block; each thread takes a share.
 template <int threads>
 __global__ void sums_before_kernel(int32_t* counts, int64_t n) {
   const int64_t share = (n + threads - 1) / threads, begin = min(n, threadIdx.x * share), end = min(n, begin + share);
@@ -71,7 +71,7 @@ __global__ void sums_before_kernel(int32_t* counts, int64_t n) {
   }
 }
 
-// Each row goes to its place: places (digits, tiles) says where those of a tile with one digit begin.
+// Scatters each row to its position: places (digits, tiles) is where a tile's rows with a given digit begin.
 template <int warps>
 __global__ void place_rows_kernel(int32_t* __restrict__ sorted_ids, int32_t* __restrict__ sorted_rows,
                                   detail::RowIds from, const int32_t* __restrict__ places, int64_t N, int64_t tiles,
@@ -106,11 +106,10 @@ __global__ void place_rows_kernel(int32_t* __restrict__ sorted_ids, int32_t* __r
   }
 }
 
-// Integers that sort_rows takes as `scratch`.
+// Size of sort_rows' `scratch` in integers.
 inline int64_t sort_rows_scratch(int64_t N) { return 4 * N + detail::max_digits * ceil_div(N, detail::sort_tile); }
 
-// The order of rows 0 ... N - 1 by ids (N), each at least 0 and less than V; returned: where in scratch the sorted ids
-// and their rows are.
+// Sorts rows 0 ... N - 1 by ids (N), each in [0, V); returns pointers into scratch to the sorted ids and their rows.
 inline detail::RowIds sort_rows(int32_t* scratch, const int32_t* ids, int64_t N, int64_t V, cudaStream_t stream) {
   using namespace detail;
   const int bits = std::max(1, static_cast<int>(std::bit_width(static_cast<uint64_t>(V - 1))));

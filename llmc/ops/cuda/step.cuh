@@ -1,5 +1,5 @@
-// step.cuh: the scalars of a step: losses, sums of squares, the control of the update. Small kernels, so that the host
-// waits for none of them; the bits of the CPU. Contracts: ops/ops.h.
+// step.cuh: the scalars of a step: losses, sums of squares, update control. Small kernels, so that the host need not
+// wait; same bits as on the CPU. Contracts: ops/ops.h.
 #pragma once
 #include "ops/cuda/reduce.cuh"
 #include "ops/cuda/vec.cuh"
@@ -24,7 +24,7 @@ struct Square {
   __device__ double operator()(double x) const { return x * x; }  // exact for fp32 and bf16: an fma changes nothing
 };
 
-// The sum of f(x[0]) ... f(x[n - 1]) in the order of ops/types.h, by a block of sum_threads; in every thread.
+// The sum of f(x[0]) ... f(x[n - 1]) in the order of ops/types.h, by a block of sum_threads; every thread gets it.
 template <int pack, class T, class F>
 __device__ double ordered_sum(const T* x, int64_t n, F f) {
   double lanes[4] = {};
@@ -56,7 +56,7 @@ __device__ double ordered_sum(const T* x, int64_t n, F f) {
 
 }  // namespace detail
 
-// A block for each square_sum_block elements.
+// One block per square_sum_block elements.
 template <int pack, class G>
 __global__ void square_sum_kernel(double* __restrict__ partials, const G* __restrict__ x, int64_t n) {
   const int64_t begin = blockIdx.x * square_sum_block;
@@ -91,7 +91,7 @@ void add_losses(double* sum, const A* losses, int64_t N, cudaStream_t stream) {
 
 namespace detail {
 
-// x[0] + x[stride] + ... in order, by one warp; in every lane. The lanes load together what is then added one by one.
+// x[0] + x[stride] + ... in order, by one warp: the lanes load together and add one by one; every lane gets the sum.
 __device__ inline double sum_in_order(const double* x, int64_t stride, int64_t n) {
   const int lane = threadIdx.x % warp_size;
   double total = 0;
@@ -135,8 +135,8 @@ __global__ void clip_control_kernel(Double* __restrict__ control, const Double* 
   control[2] = control[3] == 0 && l <= rule.largest_loss && norm <= rule.largest_norm;
 }
 
-// control (4) = {gradient norm, factor on the gradients, 1 if the update may happen, and no longer 0 when a number was
-// not finite}; square_sums (n); loss (1)
+// control (4) = {gradient norm, gradient scale, 1 if the update is allowed, 1 after a non-finite step}; square_sums
+// (n); loss (1)
 inline void clip_control(double* control, const double* square_sums, int64_t n, const double* loss,
                          const UpdateRule& rule, cudaStream_t stream) {
   launch(clip_control_kernel<double>, 1, warp_size, 0, stream, control, square_sums, n, loss, rule);

@@ -45,7 +45,7 @@ inline dim3 swiglu_grid(int64_t N, int64_t F, int pack, int64_t threads) {
 
 }  // namespace detail
 
-// out (N, F) = ; gate_up (N, 2 F): the gates of a row, then its ups
+// out (N, F) = ; gate_up (N, 2 F): per row the gates, then the ups
 template <class T>
 void swiglu_forward(T* out, const T* gate_up, int64_t N, int64_t F, cudaStream_t stream) {
   constexpr int64_t threads = 256;

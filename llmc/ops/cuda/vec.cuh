@@ -1,4 +1,4 @@
-// vec.cuh: elements as fp32, and packs of elements that one instruction moves: 16 bytes where an array allows it.
+// vec.cuh: elements as fp32, and packs of elements moved by one instruction: 16 bytes where alignment allows it.
 #pragma once
 #include <cuda_runtime.h>
 #ifdef __CUDACC__
@@ -44,7 +44,7 @@ __device__ inline uint32_t bf16_pair(float first, float second) {
 #endif
 }
 
-// exp x and 1 / (1 + exp -x), as exactly as T can tell: a bf16 has 8 bits, the fast instructions about 21.
+// exp x and 1 / (1 + exp -x), to the precision of T: bf16 has 8 bits, the fast instructions about 21.
 template <class T>
 __device__ float exponential(float x) {
   if constexpr (sizeof(T) == sizeof(bf16)) return __expf(x);
@@ -57,7 +57,7 @@ __device__ float sigmoid(float x) {
   else return 1.0f / y;
 }
 
-// N neighbours of an array, in registers. Arrays that packs are read from or written to are aligned to the pack's size.
+// N consecutive array elements, in registers. The arrays must be aligned to the pack's size.
 template <class T, int N = 16 / sizeof(T)>
 struct alignas(sizeof(T) * N) Packed {
   static constexpr int size = N;
@@ -70,7 +70,7 @@ struct alignas(sizeof(T) * N) Packed {
   __device__ static Packed load(const T* from) { return *reinterpret_cast<const Packed*>(from); }
   __device__ void store(T* to) const { *reinterpret_cast<Packed*>(to) = *this; }
 
-  // For what is read or written once: it leaves the caches first.
+  // For data read or written once: evicted from the caches first.
   __device__ static Packed load_streaming(const T* from) {
     if constexpr (bytes == 16) {
       const uint4 bits = __ldcs(reinterpret_cast<const uint4*>(from));
@@ -92,8 +92,7 @@ struct alignas(sizeof(T) * N) Packed {
   }
 };
 
-// The elements of a pack: 16 bytes' worth, of the widest type where there are several; one by one where an array, or a
-// row of C in it, does not begin at a multiple of 16 bytes.
+// Elements per pack: 16 bytes of the widest type; 1 if an array, or a row of C in it, is not 16-byte aligned.
 template <class... T>
 inline constexpr int full_pack = 16 / std::max({sizeof(T)...});
 template <class... Pointers>

@@ -1,4 +1,4 @@
-// emulator_ranks.h: ranks as host threads, each with an emulated device, for the tests of the stand-in for NCCL.
+// emulator_ranks.h: ranks as host threads, each with an emulated device, for tests of the emulated NCCL.
 #pragma once
 #include <nccl.h>
 
@@ -25,7 +25,7 @@ inline constexpr ncclDataType_t type_of<bf16> = ncclBfloat16;
 template <>
 inline constexpr ncclDataType_t type_of<int32_t> = ncclInt32;
 
-// One rank: a host thread, its device, a communicator of all and a stream.
+// One rank: a host thread, its device, a communicator of all ranks and a stream.
 struct Rank {
   int rank, ranks;
   ncclComm_t comm;
@@ -34,7 +34,7 @@ struct Rank {
   void finish() const { CUDA_CHECK(cudaStreamSynchronize(stream)); }
 };
 
-// Calls f(Rank&) on as many host threads; what each of them threw, or "".
+// Calls f(Rank&) on one host thread per rank; returns what each of them threw, or "".
 template <class F>
 std::vector<std::string> run_ranks(int ranks, F&& f) {
   Devices devices(ranks);
@@ -66,7 +66,7 @@ std::vector<std::string> run_ranks(int ranks, F&& f) {
   thrown[0] += devices.close();
   return thrown;
 }
-// The same, where nothing may be thrown; f returns outputs, which are those of all ranks.
+// The same where nothing may be thrown; f returns outputs, and this returns those of all ranks.
 template <class F>
 Outputs outputs_of_ranks(int ranks, F&& f) {
   std::vector<Outputs> each(static_cast<size_t>(ranks));

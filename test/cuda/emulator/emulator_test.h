@@ -1,4 +1,4 @@
-// emulator_test.h: what the tests of the emulator itself share.
+// emulator_test.h: shared by the tests of the emulator itself.
 #pragma once
 #include <cstdio>
 #include <filesystem>
@@ -19,7 +19,7 @@ inline std::vector<float> counted(int64_t n) {
   return values;
 }
 
-// What the schedules make of a kernel: the same bits as `right` under each, or not.
+// Does a kernel give the same bits as `right` under each schedule?
 inline bool differs(Outputs (*run)(), const Outputs& right) {
   bool any = false;
   for (const cuda_on_cpu::Schedule& schedule : cuda_on_cpu::all_schedules()) {
@@ -40,7 +40,7 @@ std::string failure_of(F&& run) {
   return "no failure";
 }
 
-// This program once more, for one hidden test case: what it printed, if it failed.
+// Runs this program again for one hidden test case; returns its output if it failed.
 inline std::string output_of_failing(const std::string& test_case) {
   const std::string program = std::filesystem::read_symlink("/proc/self/exe");
   FILE* out = popen((program + " '" + test_case + "' 2>&1").c_str(), "r");
@@ -50,12 +50,12 @@ inline std::string output_of_failing(const std::string& test_case) {
   return pclose(out) == 0 ? "it passed" : text;
 }
 
-// REQUIRE for threads other than the test's own: Catch2 takes assertions of one thread only.
+// REQUIRE for threads other than the test's own: Catch2's assertions are not thread-safe.
 inline void demand(bool holds, const cuda_on_cpu::Location& where = cuda_on_cpu::Location::current()) {
   if (!holds) throw std::runtime_error("not as demanded at line " + std::to_string(where.line()));
 }
 
-// Emulated devices, and one of the usual size again at the end; the test fails if streams or memory are left then.
+// Sets up emulated devices, and one of the usual size again at the end; the test fails if streams or memory are left.
 class Devices {
  public:
   explicit Devices(int count, size_t bytes_each = size_t{1} << 20) { cuda_on_cpu::set_devices(count, bytes_each); }

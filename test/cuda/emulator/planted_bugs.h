@@ -1,4 +1,4 @@
-// planted_bugs.h: small kernels, right or with one bug, for the tests of the emulator.
+// planted_bugs.h: small kernels, correct or with one bug, for the tests of the emulator.
 #pragma once
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/mma.cuh"
@@ -23,7 +23,7 @@ __global__ void reverse(float* out, const float* x) {
   out[threadIdx.x] = tile[n - 1 - threadIdx.x];
 }
 
-// Three times, every element of tile becomes the sum of itself and its neighbour. One warp, if `warp`.
+// Three times: every element of tile becomes the sum of itself and its neighbour. One warp, if `warp`.
 template <Bug bug, bool warp>
 __global__ void add_neighbours(float* out, const float* x) {
   SHARED(float, tile, 128);
@@ -42,8 +42,8 @@ __global__ void add_neighbours(float* out, const float* x) {
   out[threadIdx.x] = tile[threadIdx.x];
 }
 
-// out (4 threads) = the sum of `tiles` tiles of x (tiles, 4 threads), through two buffers that cp.async fills ahead.
-// Each thread adds what its neighbour has copied.
+// out (4 threads) = the sum of `tiles` tiles of x (tiles, 4 threads), through two buffers prefetched by cp.async. Each
+// thread adds what its neighbour copied.
 template <Bug bug>
 __global__ void pipeline(float4* out, const float4* x, int tiles) {
   DYN_SHARED(float4, buffers);  // (2, threads)
@@ -65,7 +65,7 @@ __global__ void pipeline(float4* out, const float4* x, int tiles) {
   out[me] = sum;
 }
 
-// Every block adds its number to what the block before it has written: no order among blocks is promised.
+// Every block adds its number to the previous block's output: no order among blocks is guaranteed.
 template <Bug bug>
 __global__ void chain_of_blocks(float* out) {
   if (threadIdx.x == 0) out[blockIdx.x] = bug == Bug::none || blockIdx.x == 0 ? 1.0f : out[blockIdx.x - 1] + 1;
@@ -83,7 +83,7 @@ __global__ void past_global(float* out, int n) {
   if (i < n + (bug == Bug::past_the_end)) out[i] = 1;
 }
 
-// With `dynamic`, past the end of dynamic shared memory, else past that of the first of two arrays.
+// With `dynamic`, writes past the end of dynamic shared memory, else past that of the first of two arrays.
 template <Bug bug, bool dynamic>
 __global__ void past_shared(float* out) {
   SHARED(float, small, 32);

@@ -1,4 +1,4 @@
-// The emulator itself: it computes what a GPU would, and finds each kind of bug.
+// The emulator itself: it computes what a GPU would, and detects each kind of bug.
 #include <thread>
 
 #include "cuda/emulator/emulator_test.h"
@@ -75,7 +75,7 @@ Outputs run_two_streams() {
 
 }  // namespace
 
-// ---- Bugs that some schedule shows ----------------------------------------------------------------------------------
+// ---- Bugs that some schedule exposes --------------------------------------------------------------------------------
 
 TEST_CASE("kernels without a bug give the same under every schedule", "[cuda][emulator]") {
   std::vector<float> reversed = counted(threads), sums = counted(threads), forth = counted(64);
@@ -99,7 +99,7 @@ TEST_CASE("kernels without a bug give the same under every schedule", "[cuda][em
   }
 }
 
-#ifndef __SANITIZE_THREAD__  // which ends the program at these bugs: see below
+#ifndef __SANITIZE_THREAD__  // which kills the program at these bugs: see below
 
 TEST_CASE("a missing barrier shows under some schedule", "[cuda][emulator]") {
   REQUIRE(differs(run_reverse<Bug::no_barrier>, run_reverse<Bug::none>()));
@@ -129,7 +129,7 @@ TEST_CASE("a missing wait for an event shows under some schedule", "[cuda][emula
   REQUIRE(differs(run_two_streams<true, false>, run_two_streams<true, true>()));
 }
 
-TEST_CASE("barriers and waits that are switched off are missed", "[cuda][emulator]") {
+TEST_CASE("disabled barriers and waits are detected", "[cuda][emulator]") {
   check_barriers(run_reverse<Bug::none>);
   check_barriers([] { return run_pipeline<Bug::none>(); });
   check_barriers(run_two_streams<true, true>);
@@ -139,7 +139,7 @@ TEST_CASE("barriers and waits that are switched off are missed", "[cuda][emulato
     return std::pair(mutants.killed.size(), mutants.survivors.size());
   };
   REQUIRE(count([] { return run_pipeline<Bug::none>(); }) == std::pair(size_t{3}, size_t{0}));
-  // With two tiles nobody overwrites a buffer: the pipeline's last barrier is not missed, and that is reported.
+  // With two tiles no buffer is overwritten: the pipeline's last barrier is not needed, and is reported as such.
   REQUIRE(count([] { return run_pipeline<Bug::none>(2); }) == std::pair(size_t{2}, size_t{1}));
   check_barriers([] { return run_pipeline<Bug::none>(2); },
                  {"planted_bugs.h: if constexpr (bug != Bug::no_second_barrier) __syncthreads();  // the tile is read: "
@@ -161,7 +161,7 @@ TEST_CASE("a barrier that not all threads reach is reported with kernel, block, 
 
 #endif
 
-// ---- Misuse that ends a kernel or is refused ------------------------------------------------------------------------
+// ---- Misuse that stops a kernel or is refused -----------------------------------------------------------------------
 
 namespace misuse {
 
@@ -221,7 +221,7 @@ TEST_CASE("other misuse is reported", "[cuda][emulator]") {
                ContainsSubstring("not device memory"));
 }
 
-TEST_CASE("several host threads launch kernels, each on its stream", "[cuda][emulator]") {
+TEST_CASE("several host threads launch kernels, each on its own stream", "[cuda][emulator]") {
   std::vector<std::vector<float>> results(3);
   std::vector<std::thread> hosts;
   for (auto& result : results)

@@ -1,4 +1,4 @@
-// The emulated CUDA runtime: graphs by stream capture.
+// The emulated CUDA runtime: graphs from stream capture.
 #include <thread>
 
 #include "cuda/emulator/emulator_test.h"
@@ -13,7 +13,7 @@ constexpr size_t bytes = n * sizeof(float);
 
 void add(cudaStream_t stream, float* out, const float* x) { launch(add_one<Bug::none>, 1, 32, 0, stream, out, x, n); }
 
-// What is captured from the call of `f` on a stream.
+// Captures the call of `f` on a stream.
 template <class F>
 cudaGraph_t captured(cudaStream_t stream, F&& f) {
   cudaGraph_t graph = nullptr;
@@ -36,7 +36,7 @@ cudaGraphExec_t executable(cudaStream_t stream, F&& f) {
   return made;
 }
 
-// Two streams pass an array to and fro within a graph, which is launched twice.
+// Two streams pass an array back and forth within a graph, which is launched twice.
 template <bool wait_forth, bool wait_back>
 Outputs run_fork_and_join() {
   TestStream a, b;
@@ -67,7 +67,7 @@ Outputs run_fork_and_join() {
 
 }  // namespace
 
-TEST_CASE("a captured graph does what its streams would have done", "[cuda][emulator]") {
+TEST_CASE("a captured graph does what its streams would do", "[cuda][emulator]") {
   std::vector<float> w = counted(n), x = w, y = w, z = w;
   for (size_t i = 0; i < n; ++i) w[i] += 2, x[i] += 4, y[i] += 4, z[i] += 6;
   check_kernel(run_fork_and_join<true, true>, {{"w", w}, {"x", x}, {"y", y}, {"z", z}}, 1e-30);
@@ -82,12 +82,11 @@ TEST_CASE("a missing wait for an event shows under some schedule when it was cap
 
 #endif
 
-TEST_CASE("waits that are switched off while a graph is captured are missed", "[cuda][emulator]") {
+TEST_CASE("waits disabled during graph capture are detected", "[cuda][emulator]") {
   check_barriers(run_fork_and_join<true, true>);
 }
 
-TEST_CASE("nothing that is captured runs before the graph is launched, and then with the arguments of its capture",
-          "[cuda][emulator]") {
+TEST_CASE("captured work runs only when the graph is launched, with the arguments of its capture", "[cuda][emulator]") {
   TestStream stream;
   DeviceArray<float> x(counted(n)), y(n);
   Pinned host(n, 0);
@@ -104,12 +103,12 @@ TEST_CASE("nothing that is captured runs before the graph is launched, and then 
   CUDA_CHECK(cudaStreamSynchronize(stream));
   REQUIRE(host[0] == 0);
   CUDA_CHECK(cudaGraphLaunch(graph, stream));
-  CUDA_CHECK(cudaGraphExecDestroy(graph));  // the launch under way goes on
+  CUDA_CHECK(cudaGraphExecDestroy(graph));  // the pending launch continues
   CUDA_CHECK(cudaStreamSynchronize(stream));
   REQUIRE(host[0] == 2);
 }
 
-TEST_CASE("launches of one executable follow each other on whatever streams", "[cuda][emulator]") {
+TEST_CASE("launches of one executable run one after another on any streams", "[cuda][emulator]") {
   const auto run = []() -> Outputs {
     TestStream a, b;
     DeviceArray<float> x(counted(n)), y(n);
@@ -128,7 +127,8 @@ TEST_CASE("launches of one executable follow each other on whatever streams", "[
   check_kernel(run, {{"x", right}}, 1e-30);
 }
 
-TEST_CASE("a graph has the nodes that were captured, and takes new arguments but no new shape", "[cuda][emulator]") {
+TEST_CASE("a graph has the captured nodes, and can be updated with new arguments but not a new topology",
+          "[cuda][emulator]") {
   TestStream stream;
   DeviceArray<float> x(counted(n)), y(n), z(n);
   const auto capture = [&](float* out, bool more) {
@@ -164,7 +164,7 @@ TEST_CASE("a graph has the nodes that were captured, and takes new arguments but
 
 // ---- What CUDA refuses ----------------------------------------------------------------------------------------------
 
-TEST_CASE("what cannot be captured is refused and spoils the capture", "[cuda][emulator]") {
+TEST_CASE("work that cannot be captured is refused and invalidates the capture", "[cuda][emulator]") {
   TestStream stream, other;
   TestEvent before, inside;
   DeviceArray<float> x(counted(n)), y(n);
@@ -196,7 +196,7 @@ TEST_CASE("what cannot be captured is refused and spoils the capture", "[cuda][e
   CHECK(after([&] { return cudaStreamWaitEvent(stream, before); }) == refused(cudaErrorStreamCaptureIsolation));
   CHECK(after([&] { return cudaMemcpyAsync(pageable.data(), x, bytes, cudaMemcpyDeviceToHost, stream); }) ==
         unsupported);
-  // What a thread that captures must not call, except in relaxed mode. Other threads may.
+  // Calls that a capturing thread must not make, except in relaxed mode. Other threads may.
   const auto allocate = [] {
     void* p = nullptr;
     const cudaError_t error = cudaMalloc(&p, 16);
@@ -212,7 +212,7 @@ TEST_CASE("what cannot be captured is refused and spoils the capture", "[cuda][e
   CHECK(after(elsewhere) == taken);
   CHECK(after(allocate, cudaStreamCaptureModeRelaxed).first == cudaSuccess);
   CHECK(after(elsewhere, cudaStreamCaptureModeGlobal) == unsupported);
-  // A stream that is forked and not joined again; one that another capture has.
+  // A stream forked and not joined; a stream of another capture.
   CHECK(after([&] {
           CUDA_CHECK(cudaStreamWaitEvent(other, inside));
           add(other, x, y);
@@ -244,8 +244,8 @@ TEST_CASE("what cannot be captured is refused and spoils the capture", "[cuda][e
   cudaGetLastError();
 }
 
-TEST_CASE("a capture may be given up by destroying its streams", "[cuda][emulator]") {
-  const Devices devices(1);  // which tells if a stream is left
+TEST_CASE("a capture may be abandoned by destroying its streams", "[cuda][emulator]") {
+  const Devices devices(1);  // which reports leftover streams
   TestEvent fork;
   for (const bool origin_first : {true, false}) {
     cudaStream_t a, b;

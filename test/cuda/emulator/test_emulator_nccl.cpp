@@ -1,4 +1,4 @@
-// The stand-in for NCCL: what its collectives compute, and when they run.
+// The emulated NCCL: what its collectives compute, and when they run.
 #include <barrier>
 
 #include "cuda/emulator/emulator_ranks.h"
@@ -84,7 +84,7 @@ TEST_CASE("emulated sums of bf16 are rounded once", "[cuda][emulator]") {
 
 namespace {
 
-// A kernel before a collective and one after it, on another stream.
+// A kernel before and one after a collective, on another stream.
 template <bool wait_before, bool wait_after, bool in_a_graph>
 Outputs run_between_streams() {
   return outputs_of_ranks(2, [](Rank& self) -> Outputs {
@@ -122,7 +122,7 @@ Outputs run_between_streams() {
 
 }  // namespace
 
-TEST_CASE("a collective and its neighbours on other streams wait for events", "[cuda][emulator]") {
+TEST_CASE("a collective and kernels on other streams wait for each other's events", "[cuda][emulator]") {
   std::vector<float> x(n), y(n);
   for (size_t i = 0; i < n; ++i) {
     y[i] = 2 * static_cast<float>(i % 7) + 3 + 2;
@@ -152,12 +152,12 @@ TEST_CASE("a missing wait before or after a collective shows under some schedule
 
 #endif
 
-TEST_CASE("waits around collectives that are switched off are missed", "[cuda][emulator]") {
+TEST_CASE("disabled waits around collectives are detected", "[cuda][emulator]") {
   check_barriers(run_between_streams<true, true, false>);
   check_barriers(run_between_streams<true, true, true>);
 }
 
-TEST_CASE("a rank that waits runs what other ranks have enqueued", "[cuda][emulator]") {
+TEST_CASE("a waiting rank runs work that other ranks have enqueued", "[cuda][emulator]") {
   std::barrier<> rest(2);
   const auto thrown = run_ranks(2, [&](Rank& self) {
     DeviceArray<float> x(values<float>(n, self.rank));
@@ -170,7 +170,7 @@ TEST_CASE("a rank that waits runs what other ranks have enqueued", "[cuda][emula
   REQUIRE(thrown == std::vector<std::string>{"", ""});
 }
 
-TEST_CASE("one host thread may have all ranks if it groups their calls", "[cuda][emulator]") {
+TEST_CASE("one host thread may drive all ranks if it groups their calls", "[cuda][emulator]") {
   const Devices devices(2);
   ncclComm_t comms[2];
   const int same[2] = {1, 1};
@@ -201,7 +201,7 @@ TEST_CASE("one host thread may have all ranks if it groups their calls", "[cuda]
   CUDA_CHECK(cudaSetDevice(0));
 }
 
-TEST_CASE("a communicator that does not block says when all ranks have come", "[cuda][emulator]") {
+TEST_CASE("a non-blocking communicator reports when all ranks have joined", "[cuda][emulator]") {
   const Devices devices(2);
   ncclUniqueId id;
   NCCL_OK(ncclGetUniqueId(&id));

@@ -1,4 +1,4 @@
-// The stand-in for NCCL: what it says when ranks do not fit each other.
+// The emulated NCCL: its messages when the ranks' calls do not match.
 #include <barrier>
 
 #include "cuda/emulator/emulator_ranks.h"
@@ -12,7 +12,7 @@ struct Patience {
   ~Patience() { cuda_on_cpu::set_patience(60); }
 };
 
-// What both ranks are told when each makes its own call. f(rank, x): x has room for 2 n floats
+// The messages that both ranks get when each makes its own call. f(rank, x): x has room for 2 n floats
 template <class F>
 std::vector<std::string> told(F&& f) {
   return run_ranks(2, [&](Rank& self) {
@@ -24,7 +24,7 @@ std::vector<std::string> told(F&& f) {
 
 }  // namespace
 
-TEST_CASE("calls of two ranks that do not fit each other are reported with both", "[cuda][emulator]") {
+TEST_CASE("mismatched calls of two ranks are reported with both", "[cuda][emulator]") {
   const auto both_say = [](const auto& f, const std::string& first, const std::string& second) {
     for (const std::string& text : told(f)) {
       CHECK_THAT(text, ContainsSubstring("collective 1: rank ") && ContainsSubstring("rank 0 calls " + first) &&
@@ -64,7 +64,7 @@ TEST_CASE("calls of two ranks that do not fit each other are reported with both"
                          ContainsSubstring("rank 1 calls ncclRecv(count 64, ncclFloat32, peer 0)"));
 }
 
-TEST_CASE("a rank that never comes is named", "[cuda][emulator]") {
+TEST_CASE("a rank that never joins is named", "[cuda][emulator]") {
   const Patience patience(0.3);
   std::barrier<> end(2);
   const auto thrown = run_ranks(2, [&](Rank& self) {
@@ -81,26 +81,26 @@ TEST_CASE("a rank that never comes is named", "[cuda][emulator]") {
   REQUIRE_THAT(thrown[0],
                ContainsSubstring("the host has waited 0.3 s for stream 1 of device 0:\n  stream 1 of device 0") &&
                    ContainsSubstring("collective 1: rank 0 calls ncclAllReduce(count 32, ncclFloat32, ncclSum); "
-                                     "rank 1 has not come"));
+                                     "rank 1 has not arrived"));
   ncclUniqueId id;
   NCCL_OK(ncclGetUniqueId(&id));
   ncclComm_t comm = nullptr;
   REQUIRE_THAT(failure_of([&] { ncclCommInitRank(&comm, 3, id, 1); }),
-               ContainsSubstring("of 3 ranks these have not come: 0 2"));
+               ContainsSubstring("of 3 ranks these have not joined: 0 2"));
 }
 
-TEST_CASE("ranks that wait for each other in a ring are told at once", "[cuda][emulator]") {
+TEST_CASE("a deadlock of ranks is reported at once", "[cuda][emulator]") {
   const auto send_first = told([](Rank& r, float* x) {  // each sends before it receives, without a group
     NCCL_OK(ncclSend(x, n, ncclFloat32, 1 - r.rank, r.comm, r.stream));
     NCCL_OK(ncclRecv(x, n, ncclFloat32, 1 - r.rank, r.comm, r.stream));
   });
   int never = 0;
   for (const std::string& text : send_first) {
-    CHECK_THAT(text, ContainsSubstring("the host waits for what never comes"));
+    CHECK_THAT(text, ContainsSubstring("deadlock: the host waits for"));
     never += text.empty() ? 0 : 1;
   }
   REQUIRE(never == 2);
-  // Two communicators, whose collectives two ranks call in opposite orders.
+  // Two communicators, whose collectives two ranks call in opposite order.
   ncclUniqueId id;
   NCCL_OK(ncclGetUniqueId(&id));
   const auto crossed = told([&](Rank& r, float* x) {
@@ -112,10 +112,10 @@ TEST_CASE("ranks that wait for each other in a ring are told at once", "[cuda][e
     NCCL_OK(ncclCommDestroy(second));
     throw std::runtime_error(text);
   });
-  for (const std::string& text : crossed) CHECK_THAT(text, ContainsSubstring("the host waits for what never comes"));
+  for (const std::string& text : crossed) CHECK_THAT(text, ContainsSubstring("deadlock: the host waits for"));
 }
 
-TEST_CASE("buffers of collectives are device memory of the rank, large enough and apart", "[cuda][emulator]") {
+TEST_CASE("collective buffers must be the rank's device memory, large enough and disjoint", "[cuda][emulator]") {
   const auto first_says = [](auto&& f, const std::string& wanted) {
     const auto thrown = run_ranks(1, [&](Rank& self) {
       DeviceArray<float> x(values<float>(n, self.rank));
@@ -146,7 +146,7 @@ TEST_CASE("buffers of collectives are device memory of the rank, large enough an
   REQUIRE(thrown == std::vector<std::string>{"", ""});
 }
 
-TEST_CASE("a communicator that is aborted lets its rank's streams go on", "[cuda][emulator]") {
+TEST_CASE("an aborted communicator unblocks its rank's streams", "[cuda][emulator]") {
   std::barrier<> end(2);
   ncclComm_t waiting = nullptr;
   const auto thrown = run_ranks(2, [&](Rank& self) {
@@ -156,7 +156,7 @@ TEST_CASE("a communicator that is aborted lets its rank's streams go on", "[cuda
       waiting = self.comm;
       self.aborted = true;
       end.arrive_and_wait();
-      self.finish();  // until the other host gives up for it
+      self.finish();  // until the other host aborts for it
       demand(x.host()[1] == 1);
       end.arrive_and_wait();
     } else {

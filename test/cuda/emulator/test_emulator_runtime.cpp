@@ -17,7 +17,7 @@ constexpr size_t bytes = n * sizeof(float);
 
 void add(cudaStream_t stream, float* out, const float* x) { launch(add_one<Bug::none>, 1, 32, 0, stream, out, x, n); }
 
-// As a trainer would write it once for both compilers: the site is the caller's line.
+// As a trainer would write it for both compilers: the site is the caller's line.
 template <class Where = std::source_location>
 cudaError_t wait_event(cudaStream_t stream, cudaEvent_t event, const Where& where = Where::current()) {
   if constexpr (requires { cudaStreamWaitEvent(stream, event, 0, where); })
@@ -58,12 +58,12 @@ TEST_CASE("there may be several emulated devices", "[cuda][emulator]") {
   REQUIRE(cudaMalloc(&q, 100) == cudaSuccess);  // the other one has its own memory
   REQUIRE(cudaFree(q) == cudaSuccess);
   REQUIRE_THAT(failure_of([] { cuda_on_cpu::set_devices(2); }),
-               ContainsSubstring("there still were 0 streams and 4000 bytes of device 1;"));
+               ContainsSubstring("not released: 0 streams and 4000 bytes of device 1;"));
   REQUIRE(failure_of([] { cuda_on_cpu::set_devices(2); }) == "no failure");
   cudaGetLastError();
 }
 
-TEST_CASE("there may be no device, and no driver that is new enough", "[cuda][emulator]") {
+TEST_CASE("there may be no device, or no recent enough driver", "[cuda][emulator]") {
   for (const cudaError_t why : {cudaErrorNoDevice, cudaErrorInsufficientDriver}) {
     cuda_on_cpu::set_devices(0, 0, why);
     int count = -1, version = 0;
@@ -123,7 +123,7 @@ TEST_CASE("a host waits for what other hosts have enqueued on other devices", "[
         events[r] = std::make_unique<TestEvent>();
         arrays[r] = std::make_unique<DeviceArray<float>>(counted(n));
         step.arrive_and_wait();
-        for (size_t turn = 0; turn < 3; ++turn) {  // each adds to what the one before it has
+        for (size_t turn = 0; turn < 3; ++turn) {  // each adds to the previous one's result
           if (turn == r) {
             if (r > 0) {
               CUDA_CHECK(cudaStreamWaitEvent(*streams[r], *events[r - 1]));
@@ -151,7 +151,7 @@ TEST_CASE("a host waits for what other hosts have enqueued on other devices", "[
   check_kernel(run, {{"sum", right}}, 1e-30);
 }
 
-TEST_CASE("what fails on one host thread is told to the others", "[cuda][emulator]") {
+TEST_CASE("a failure on one host thread is reported to the others", "[cuda][emulator]") {
   const Devices devices(2);
   std::barrier<> step(2);
   std::string told[2];
@@ -175,7 +175,7 @@ TEST_CASE("what fails on one host thread is told to the others", "[cuda][emulato
                                           "host thread: kernel void planted::reverse"));
 }
 
-TEST_CASE("where hosts come first, the schedule alone orders the tasks of all devices", "[cuda][emulator]") {
+TEST_CASE("with hosts first, the schedule alone orders the tasks of all devices", "[cuda][emulator]") {
   const Devices devices(2);
   cuda_on_cpu::set_hosts_first(true);
   struct Order {
@@ -188,7 +188,7 @@ TEST_CASE("where hosts come first, the schedule alone orders the tasks of all de
     CUDA_CHECK(cudaSetDevice(r));
     TestStream streams[2];
     known.arrive_and_wait();
-    const auto begin = std::chrono::steady_clock::now();  // one host is late: it works, and does not sleep
+    const auto begin = std::chrono::steady_clock::now();  // one host is late: it spins instead of sleeping
     while (r == 1 && std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(50)) {
     }
     for (int i = 0; i < 4; ++i)
@@ -213,7 +213,7 @@ TEST_CASE("where hosts come first, the schedule alone orders the tasks of all de
 
 // ---- Streams and events ---------------------------------------------------------------------------------------------
 
-TEST_CASE("a host that asks again and again sees its streams get on", "[cuda][emulator]") {
+TEST_CASE("a host that polls sees its streams make progress", "[cuda][emulator]") {
   TestStream stream;
   TestEvent event;
   DeviceArray<float> x(counted(n)), y(n);
@@ -230,7 +230,7 @@ TEST_CASE("a host that asks again and again sees its streams get on", "[cuda][em
   REQUIRE(x.host()[0] == 3);
 }
 
-TEST_CASE("a host function runs when it is its turn", "[cuda][emulator]") {
+TEST_CASE("a host function runs in stream order", "[cuda][emulator]") {
   TestStream stream;
   Pinned host(n, 1);
   DeviceArray<float> x(n);
@@ -246,7 +246,7 @@ TEST_CASE("a host function runs when it is its turn", "[cuda][emulator]") {
         *pair->second = pair->first[0];
       },
       &places));
-  if (!cuda_on_cpu::thread_sanitizer) REQUIRE(seen == 0);  // to read it now is the race that it looks like
+  if (!cuda_on_cpu::thread_sanitizer) REQUIRE(seen == 0);  // reading it now is a real race
   CUDA_CHECK(cudaStreamSynchronize(stream));
   REQUIRE(seen == 2);
   CUDA_CHECK(cudaLaunchHostFunc(
@@ -254,7 +254,7 @@ TEST_CASE("a host function runs when it is its turn", "[cuda][emulator]") {
   REQUIRE_THAT(failure_of([&] { cudaStreamSynchronize(stream); }), ContainsSubstring("must not call the CUDA runtime"));
 }
 
-TEST_CASE("a wait for an event is the site of whoever calls its wrapper", "[cuda][emulator]") {
+TEST_CASE("the site of an event wait is the caller of its wrapper", "[cuda][emulator]") {
   const auto run = []() -> Outputs {
     TestStream a, b;
     TestEvent forth, back;
@@ -282,7 +282,7 @@ TEST_CASE("a wait for an event is the site of whoever calls its wrapper", "[cuda
 
 #ifndef __SANITIZE_THREAD__  // which ends the program at such races: see below
 
-TEST_CASE("a host that does not wait reads what was there before", "[cuda][emulator]") {
+TEST_CASE("a host that does not wait reads old values", "[cuda][emulator]") {
   TestStream stream;
   DeviceArray<float> out(n), x(counted(n));
   Pinned host(n);
@@ -304,7 +304,7 @@ TEST_CASE("a host that overwrites pinned memory too early copies the wrong value
 
 #endif
 
-TEST_CASE("pageable memory is staged, and copies to it are waited for", "[cuda][emulator]") {
+TEST_CASE("copies from pageable memory are staged, and copies to it block", "[cuda][emulator]") {
   TestStream stream;
   DeviceArray<float> x(n);
   std::vector<float> from(n, 1.0f), to(n);

@@ -1,4 +1,4 @@
-// Twenty steps on a GPU against PyTorch's AdamW (golden/), as the tests of the CPU have it.
+// Twenty steps on a GPU against PyTorch's AdamW (golden/), like the CPU tests.
 #include <nlohmann/json.hpp>
 
 #include "catch2.h"
@@ -30,7 +30,7 @@ TEST_CASE("twenty steps on a GPU follow PyTorch's AdamW in loss, norm and every 
 #ifdef __CUDACC__
   const char* family = GENERATE("llama2_tiny", "llama3_tiny", "qwen2_tiny", "qwen3_tiny", "smollm2_tiny");
 #else
-  const char* family = "qwen3_tiny";  // the others are computed by the same ops, and take their time
+  const char* family = "qwen3_tiny";  // the others use the same ops, and are slow
 #endif
   const std::string folder = std::string("test/golden/families/") + family;
   const json golden = json::parse(read_whole(folder + "/trajectory.json")), &o = golden["options"];
@@ -71,7 +71,7 @@ TEST_CASE("twenty steps on a GPU follow PyTorch's AdamW in loss, norm and every 
   for (const std::string& name : SafetensorsReader(theirs).names()) {
     std::vector<float> a = read(ours, name), b = read(theirs, name);
     REQUIRE(a.size() == b.size());
-    for (const json& zero : golden["zero_gradient"])  // Adam makes a step of any rounding there
+    for (const json& zero : golden["zero_gradient"])  // where Adam turns any rounding error into a full step
       if (zero[0] == name)
         for (size_t i = zero[1]; i < zero[2]; ++i) a[i] = b[i] = 0;
     INFO(family << ", " << name);

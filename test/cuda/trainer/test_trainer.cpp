@@ -1,5 +1,5 @@
-// The trainer in its CUDA form against the CPU device (contract 5), in several ranks, with and without graphs; and
-// every wait of a stream for another one is needed.
+// The trainer on CUDA against the CPU device (contract 5), on several ranks, with and without graphs; every wait
+// between streams is needed.
 #include <set>
 
 #include "cuda/device_test.h"
@@ -13,7 +13,7 @@ namespace {
 constexpr selftest::Machine gpu{.device = {.kind = DeviceKind::cuda}},
     gpu_without_graphs{.device = {.kind = DeviceKind::cuda, .graphs = false}};
 
-// Two micro-batches of every rank, of a short sequence.
+// Two micro-batches per rank, with a short sequence.
 StepConfig small_step(const char* family, DType dtype, const ZeroConfig& zero = {}) {
   StepConfig step = selftest::step_config(selftest::awkward_model(family), dtype, 1, zero);
   step.micro_batches = 2;
@@ -29,8 +29,8 @@ void require_close(const selftest::Outcome& outcome, const selftest::Outcome& wa
   REQUIRE(std::max({d.norm, d.gradients, d.weights}) < 1e-5);
 }
 
-// In bf16 two devices round at other places (attention's probabilities are bf16 on tensor cores): the GPU is not
-// farther from fp32 than the CPU by much.
+// In bf16 the devices round at different places (attention's probabilities are bf16 on tensor cores): the GPU is not
+// much farther from fp32 than the CPU is.
 void require_as_good(const selftest::Outcome& gpu_bf16, const selftest::Outcome& cpu_bf16,
                      const selftest::Outcome& fp32) {
   const selftest::Distances d(gpu_bf16, fp32), usual(cpu_bf16, fp32);
@@ -48,7 +48,7 @@ bool same(const selftest::Outcome& a, const selftest::Outcome& b) {
 }
 
 #ifndef __CUDACC__
-// So many emulated ones, while it lives.
+// That many emulated GPUs, for the lifetime of the object.
 struct Gpus {
   explicit Gpus(int count) { cuda_on_cpu::set_devices(count); }
   ~Gpus() {
@@ -65,7 +65,7 @@ struct Gpus {
 
 }  // namespace
 
-TEST_CASE("the trainer computes on a GPU what it does on the CPU", "[cuda][trainer]") {
+TEST_CASE("the trainer on a GPU matches the CPU", "[cuda][trainer]") {
   const char* family = GENERATE("gpt2", "llama", "qwen3");
   CAPTURE(family);
   const StepConfig step = small_step(family, DType::fp32), narrow = small_step(family, DType::bf16);
@@ -78,7 +78,7 @@ TEST_CASE("the trainer computes on a GPU what it does on the CPU", "[cuda][train
   }
 }
 
-TEST_CASE("on a GPU, too, what is computed again or in chunks is the same", "[cuda][trainer]") {
+TEST_CASE("recomputation and chunking are bitwise on a GPU, too", "[cuda][trainer]") {
   const StepConfig step = small_step(GENERATE("gpt2", "llama"), DType::fp32);
   const selftest::Outcome alone = selftest::run_layout(step, gpu);
   for (const Recompute recompute : {Recompute::activation, Recompute::norm, Recompute::block}) {
@@ -91,7 +91,7 @@ TEST_CASE("on a GPU, too, what is computed again or in chunks is the same", "[cu
   require_close(selftest::run_layout(chunked, gpu), alone);
 }
 
-TEST_CASE("ranks share a GPU, or have one each and NCCL between them", "[cuda][trainer]") {
+TEST_CASE("ranks share a GPU, or have one each with NCCL between them", "[cuda][trainer]") {
   StepConfig one_rank = small_step("gpt2", DType::fp32);
   one_rank.micro_batches = 4;
   const selftest::Outcome alone = selftest::run_layout(one_rank, gpu);
@@ -121,16 +121,16 @@ TEST_CASE("ranks share a GPU, or have one each and NCCL between them", "[cuda][t
 
 #ifndef __CUDACC__
 
-TEST_CASE("each wait of a stream for another one is missed where it does not happen", "[cuda][trainer]") {
+TEST_CASE("every wait of a stream for another one is needed", "[cuda][trainer]") {
   const Gpus gpus(2);
   selftest::Machine own_gpus = gpu;
-  own_gpus.backend = Backend::nccl;  // between threads the host waits at every exchange
+  own_gpus.backend = Backend::nccl;  // with threads the host waits at every exchange
   own_gpus.gpus = 2;
   std::vector<cuda_on_cpu::Site> needed;
   std::set<std::string> not_missed;
   for (const int stage : {3, 1, 0}) {
     StepConfig step = small_step("gpt2", DType::fp32);
-    step.micro_batches = 3;  // inputs take turns
+    step.micro_batches = 3;  // input buffers alternate
     if (stage > 0) {
       step.zero = {.stage = stage, .shards = 2, .poison = true};
       step.zero.grad_reduce = stage == 3 ? GradReduce::micro : GradReduce::step;
@@ -138,7 +138,7 @@ TEST_CASE("each wait of a stream for another one is missed where it does not hap
     }
     const selftest::Machine& machine = stage == 0 ? gpu : own_gpus;
     const selftest::Outcome right = selftest::run_layout(step, machine);
-    if (cuda_on_cpu::thread_sanitizer) {  // it would stop at the first mutant: that is what it is there for
+    if (cuda_on_cpu::thread_sanitizer) {  // it would stop at the first mutant, as it should
       REQUIRE(same(selftest::run_layout(step, machine), right));
       continue;
     }
@@ -147,7 +147,7 @@ TEST_CASE("each wait of a stream for another one is missed where it does not hap
     needed.insert(needed.end(), mutants.killed.begin(), mutants.killed.end());
     for (const cuda_on_cpu::Site& site : mutants.survivors) not_missed.insert(site.source());
   }
-  for (const cuda_on_cpu::Site& site : needed) not_missed.erase(site.source());  // one of the stages needs it
+  for (const cuda_on_cpu::Site& site : needed) not_missed.erase(site.source());  // some stage needs it
   REQUIRE(not_missed == std::set<std::string>{});
   REQUIRE((needed.size() > 5 || cuda_on_cpu::thread_sanitizer));
 }

@@ -1,5 +1,5 @@
-// What outlives a step of the CUDA trainer: checkpoints (contract 6), generated text, validation, chosen algorithms,
-// and a run that has diverged.
+// State of the CUDA trainer beyond a step: checkpoints (contract 6), generated text, validation, chosen algorithms, and
+// a diverged run.
 #include "cuda/device_test.h"
 #include "helpers.h"
 #include "run/checkpoint.h"
@@ -18,7 +18,7 @@ StepConfig small_step(DType dtype) {
   return {.model = selftest::awkward_model("qwen3"), .dtype = dtype, .batch = {2, 19}, .micro_batches = 2};
 }
 
-// One rank, alone on a device, with fresh weights.
+// One rank alone on a device, with initial weights.
 struct Alone {
   World world{Mesh()};
   StepConfig config;
@@ -58,7 +58,7 @@ struct Alone {
 
 }  // namespace
 
-TEST_CASE("what a GPU wrote a CPU reads, and the other way round, bit for bit", "[cuda][trainer]") {
+TEST_CASE("a CPU reads what a GPU wrote, and vice versa, bit for bit", "[cuda][trainer]") {
   const DType dtype = GENERATE(DType::fp32, DType::bf16);
   const bool from_gpu = GENERATE(true, false);
   const TempDir dir;
@@ -71,12 +71,12 @@ TEST_CASE("what a GPU wrote a CPU reads, and the other way round, bit for bit", 
   REQUIRE(from.bytes() != to.bytes());
   load_checkpoint(path, to.config.model, to.run.trainer.state(), to.run.stream);
   REQUIRE(from.bytes() == to.bytes());
-  // And goes on from there to rounding.
+  // Continuing from there agrees up to rounding.
   const StepResult a = from.train(2), b = to.train(2);
   REQUIRE(std::abs(a.loss / b.loss - 1) < (dtype == DType::fp32 ? 1e-5 : 1e-3));
 }
 
-TEST_CASE("on a GPU a text grows with a cache as it would without, and as on the CPU", "[cuda][trainer]") {
+TEST_CASE("on a GPU generation with a cache matches generation without, and the CPU", "[cuda][trainer]") {
   Alone gpu(small_step(DType::fp32), gpu_device, 5), cpu(small_step(DType::fp32), cpu_device, 5);
   const std::vector<int32_t> tokens = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5};
   Continuation sequence(gpu.run.trainer);
@@ -86,7 +86,7 @@ TEST_CASE("on a GPU a text grows with a cache as it would without, and as on the
   REQUIRE(relative_error(grown, cpu.run.trainer.next_token_logits(tokens)) < 1e-5);
 }
 
-TEST_CASE("on a GPU validation is that of the CPU, row by row, whole or in chunks", "[cuda][trainer]") {
+TEST_CASE("validation on a GPU matches the CPU, row by row, whole or in chunks", "[cuda][trainer]") {
   StepConfig chunked = small_step(DType::fp32);
   chunked.head_chunks = 3;
   Alone gpu(chunked, gpu_device, 5), cpu(small_step(DType::fp32), cpu_device, 5);
@@ -104,7 +104,7 @@ TEST_CASE("on a GPU validation is that of the CPU, row by row, whole or in chunk
   REQUIRE(std::abs(losses[0] / losses[1] - 1) < 1e-6);
 }
 
-TEST_CASE("algorithms of products that were tuned are computed with again where they are restored", "[cuda][trainer]") {
+TEST_CASE("tuned matmul algorithms are used again after they are restored", "[cuda][trainer]") {
   Alone tuned(small_step(DType::fp32), gpu_device, 5), restored(small_step(DType::fp32), gpu_device, 5);
   const std::string before = tuned.bytes(), title = matmul_choices(restored.run.stream);
   const std::string choices = tuned.run.trainer.tune(tuned.batches());
@@ -114,12 +114,12 @@ TEST_CASE("algorithms of products that were tuned are computed with again where 
   set_matmul_choices(choices, restored.run.stream);
   for (const int64_t step : {1, 2}) tuned.train(step), restored.train(step);
   REQUIRE(tuned.bytes() == restored.bytes());
-  // All that were used are among those that were recorded.
+  // All algorithms in use are among the recorded ones.
   std::istringstream used(matmul_choices(restored.run.stream));
   for (std::string line; std::getline(used, line);) REQUIRE(choices.find(line) != std::string::npos);
 }
 
-TEST_CASE("steps that were begun before the host learns of one that is not finite change nothing", "[cuda][trainer]") {
+TEST_CASE("steps started before the host learns of a non-finite one change nothing", "[cuda][trainer]") {
   const Device device = GENERATE(cpu_device, gpu_device);
   Alone run(small_step(DType::fp32), device, 5);
   run.train(1);
@@ -131,7 +131,7 @@ TEST_CASE("steps that were begun before the host learns of one that is not finit
   upload(bias, bad, run.run.stream);
   const std::string before = run.bytes();
   const PendingStep first = run.run.trainer.begin_step(run.batches(), options, {});
-  upload(bias, values, run.run.stream);  // the step behind it is finite again
+  upload(bias, values, run.run.stream);  // the step after it is finite again
   const PendingStep second = run.run.trainer.begin_step(run.batches(), options, {});
   REQUIRE(!first.wait().finite());
   REQUIRE((second.wait().finite() && !second.wait().applied));
@@ -139,9 +139,9 @@ TEST_CASE("steps that were begun before the host learns of one that is not finit
   REQUIRE(run.bytes() == before);
 }
 
-#ifndef __CUDACC__  // a real GPU is as large as it is
+#ifndef __CUDACC__  // a real GPU's size is fixed
 
-TEST_CASE("a run that a GPU has no room for is refused with the table of what it needs", "[cuda][trainer]") {
+TEST_CASE("a run that does not fit on a GPU is refused with the table of its memory", "[cuda][trainer]") {
   using Catch::Matchers::ContainsSubstring;
   cuda_on_cpu::set_devices(1, static_cast<size_t>(gpu_reserve) + (64 << 20));
   const auto refusal = [](const Options& o, const StepConfig& step) -> std::string {
@@ -164,14 +164,14 @@ TEST_CASE("a run that a GPU has no room for is refused with the table of what it
   REQUIRE(refusal({}, step) == "");  // 4 GiB
 }
 
-TEST_CASE("a step allocates nothing, and another one neither", "[cuda][trainer]") {
+TEST_CASE("a step allocates nothing, nor does a second one", "[cuda][trainer]") {
   Alone alone(small_step(DType::bf16), gpu_device, 1);
   const uint64_t before = cuda_on_cpu::allocations();
   for (int64_t step = 1; step <= 3; ++step) alone.train(step);
   REQUIRE(cuda_on_cpu::allocations() == before);
 }
 
-TEST_CASE("--device auto takes the CPU where there is no GPU, and cuda says why not", "[cuda][trainer]") {
+TEST_CASE("--device auto uses the CPU if there is no GPU, and cuda says why there is none", "[cuda][trainer]") {
   Options automatic, cuda;
   cuda.device = "cuda";
   REQUIRE(choose_device(automatic).kind == DeviceKind::cuda);
@@ -190,7 +190,7 @@ TEST_CASE("--device auto takes the CPU where there is no GPU, and cuda says why 
                         Catch::Matchers::ContainsSubstring("driver for CUDA 12.0, built with CUDA 13.0"));
 }
 
-TEST_CASE("a program without code for the GPU says so before it begins", "[cuda][trainer]") {
+TEST_CASE("a program without code for the GPU says so before it starts", "[cuda][trainer]") {
   REQUIRE_NOTHROW(require_code_for_gpus(1));
   cuda_on_cpu::set_code(false);
   REQUIRE_THROWS_WITH(require_code_for_gpus(1), Catch::Matchers::ContainsSubstring("no code for GPU 0, ") &&
@@ -198,7 +198,7 @@ TEST_CASE("a program without code for the GPU says so before it begins", "[cuda]
   cuda_on_cpu::set_code(true);
 }
 
-TEST_CASE("without --local-ranks there is a rank for each visible GPU", "[cuda][trainer]") {
+TEST_CASE("without --local-ranks there is one rank per visible GPU", "[cuda][trainer]") {
   cuda_on_cpu::set_devices(3);
   Options cpu, generate;
   cpu.device = "cpu";
@@ -210,7 +210,7 @@ TEST_CASE("without --local-ranks there is a rank for each visible GPU", "[cuda][
   REQUIRE((all == 3 && on_cpu == 1 && of_a_text == 1 && without == 1));
 }
 
-TEST_CASE("heads that the kernels cannot hold are refused with the plan", "[cuda][trainer]") {
+TEST_CASE("heads too large for the kernels are refused with the plan", "[cuda][trainer]") {
   StepConfig step = small_step(DType::bf16);
   step.model.head_size = 130;
   REQUIRE_THROWS_WITH(make_plan(step, gpu_device),

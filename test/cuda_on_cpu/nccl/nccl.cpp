@@ -1,5 +1,5 @@
-// nccl.cpp: the library's functions: communicators, groups and calls. What the real library reports as an error code is
-// reported so; calls that do not fit each other, on which it would hang or mix up data, throw Failure.
+// nccl.cpp: the library's functions: communicators, groups and calls. Errors that the real library returns as codes are
+// returned so; mismatched calls, on which it would hang or corrupt data, throw Failure.
 #include "cuda_on_cpu/nccl.h"
 
 #include <cstring>
@@ -26,7 +26,7 @@ struct Batch {
 struct Group {
   int depth = 0;
   std::vector<Batch> batches;                            // by communicator and stream
-  std::vector<std::pair<ncclComm_t*, ncclComm*>> inits;  // begun, not complete
+  std::vector<std::pair<ncclComm_t*, ncclComm*>> inits;  // started, not complete
 };
 thread_local Group group;
 
@@ -44,7 +44,7 @@ ncclResult_t call(ncclComm_t handle, cudaStream_t stream, Call call) {
   call.rank = comm.rank;
   call.ranks = comm.clique->ranks;
   if (comm.clique->aborted) return error(ncclRemoteError, "a rank of " + comm.clique->name() + " was aborted");
-  if (!comm.clique->complete()) return error(ncclInvalidUsage, name_of(comm) + " is used before all ranks have come");
+  if (!comm.clique->complete()) return error(ncclInvalidUsage, name_of(comm) + " is used before all ranks have joined");
   if (const ncclResult_t result = check_arguments(call); result != ncclSuccess)
     return error(result, "an argument is out of range");
   CUstream_st& s = stream_of(stream);
@@ -65,7 +65,7 @@ ncclResult_t call(ncclComm_t handle, cudaStream_t stream, Call call) {
   return ncclSuccess;
 }
 
-// ---- Beginning and end of communicators -----------------------------------------------------------------------------
+// ---- Creating and destroying communicators --------------------------------------------------------------------------
 
 ncclComm* enter(std::shared_ptr<Clique> clique, int rank, int device) {
   auto* comm = new ncclComm{.clique = std::move(clique), .rank = rank, .device = device};
@@ -105,7 +105,7 @@ ncclResult_t await_all(Lock& lock, ncclComm_t* handle, ncclComm* comm) {
     for (int rank = 0; rank < clique->ranks; ++rank)
       if (clique->members[static_cast<size_t>(rank)] == nullptr) missing += " " + std::to_string(rank);
     return "ncclCommInitRank by " + name_of(*comm) + ": of " + std::to_string(clique->ranks) +
-           " ranks these have not come:" + missing;
+           " ranks these have not joined:" + missing;
   };
   try {
     wait_for_hosts(
@@ -165,7 +165,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id
   Lock lock;
   *comm = nullptr;
   if (ranks < 1 || rank < 0 || rank >= ranks || std::strncmp(id.internal, "emulated ", 9) != 0)
-    return error(ncclInvalidArgument, "the rank, the number of ranks or the unique id is none");
+    return error(ncclInvalidArgument, "the rank, the number of ranks or the unique id is invalid");
   if (config != nullptr && config->magic != NCCL_API_MAGIC)
     return error(ncclInvalidArgument, "the configuration was not made by NCCL_CONFIG_INITIALIZER");
   if (current_device() == nullptr) return error(ncclUnhandledCudaError, cudaGetErrorString(no_device()));
@@ -193,7 +193,7 @@ ncclResult_t ncclCommInitAll(ncclComm_t* comms, int devices, const int* device_l
   const auto device_of = [&](int rank) { return device_list == nullptr ? rank : device_list[rank]; };
   for (int rank = 0; rank < devices; ++rank)
     if (device_of(rank) < 0 || static_cast<size_t>(device_of(rank)) >= runtime().devices.size())
-      return error(ncclInvalidArgument, "a device that there is not");
+      return error(ncclInvalidArgument, "no such device");
   const auto clique = make_clique(devices);
   for (int rank = 0; rank < devices; ++rank) {
     comms[rank] = enter(clique, rank, device_of(rank));

@@ -1,4 +1,4 @@
-// nccl_call.cpp: the arithmetic of the collectives, and what a call must be like.
+// nccl_call.cpp: the arithmetic of the collectives, and checks of a call.
 #include "cuda_on_cpu/nccl/nccl_call.h"
 
 #include <cstring>
@@ -45,7 +45,7 @@ T combine(ncclRedOp_t op, T a, T b) {
   }
 }
 
-// out (n elements of T) = the ranks' inputs, combined in their order as Sum and rounded at the end.
+// out (n elements of T) = the ranks' inputs, combined in rank order as Sum and rounded at the end.
 template <class T, class Sum = T>
 void reduce(std::byte* out, const std::vector<Call>& calls, size_t n) {
   for (size_t i = 0; i < n; ++i) {
@@ -113,7 +113,7 @@ void check_overlap(const Call& call) {
                                                           : begin == out;
   if (begin < out_end && out < end && !in_place)
     throw Failure(to_string(call) + " of rank " + std::to_string(call.rank) +
-                  ": its buffers overlap, and not as the in-place form has them");
+                  ": its buffers overlap, but not as in the in-place form");
 }
 
 bool agree(const Call& a, const Call& b) {
@@ -127,7 +127,7 @@ bool agree(const Call& a, const Call& b) {
 void perform(const std::vector<Call>& calls) {
   const Call& first = calls[0];
   const size_t bytes = bytes_of(first), ranks = calls.size();
-  std::vector<std::byte> result;  // of all ranks, before any receives it: the forms in place need no more care
+  std::vector<std::byte> result;  // of all ranks, computed before any receives it: safe for in-place calls
   const auto receive = [&](const Call& call, size_t from) {
     std::memcpy(call.receive, result.data() + from, bytes_received(call));
   };

@@ -1,4 +1,4 @@
-// nccl_call.h: private to nccl.cpp: one rank's call of a collective, and what all ranks' calls together compute.
+// nccl_call.h: private to nccl.cpp: one rank's call of a collective, and the result of all ranks' calls.
 #pragma once
 #include <string>
 #include <vector>
@@ -13,7 +13,7 @@ struct Call {
   Kind kind;
   const void* send;
   void* receive;
-  size_t count;  // as the call has it
+  size_t count;  // as passed to the call
   ncclDataType_t type;
   ncclRedOp_t op;
   int other;  // the root, or the peer
@@ -26,9 +26,9 @@ ncclResult_t check_arguments(const Call& call);
 // What it reads and writes; 0 where this rank's buffer is not used.
 size_t bytes_sent(const Call& call);
 size_t bytes_received(const Call& call);
-// Either the buffers are apart or one is where the in-place form has it; else Failure.
+// Throws Failure unless the buffers are disjoint or aliased as the in-place form allows.
 void check_overlap(const Call& call);
-// May these be two ranks' parts of the same collective?
+// Can these be two ranks' calls of the same collective?
 bool agree(const Call& a, const Call& b);
 
 // By rank; or a send and its receive.

@@ -1,4 +1,4 @@
-// nccl_clique.h: private to nccl.cpp and nccl_gather.cpp: the ranks of a communicator, and what their calls meet in.
+// nccl_clique.h: private to nccl.cpp and nccl_gather.cpp: the ranks of a communicator, and the matching of their calls.
 #pragma once
 #include <algorithm>
 #include <map>
@@ -9,7 +9,7 @@
 
 namespace cuda_on_cpu::detail {
 
-// What some ranks' calls come together in; party i is rank ranks[i] of the clique.
+// The matched calls of some ranks; party i is rank ranks[i] of the clique.
 struct Gathering : Meeting {
   Gathering(std::string name_, std::vector<int> ranks_) : name(std::move(name_)), ranks(std::move(ranks_)) {
     parties.resize(ranks.size());
@@ -18,7 +18,7 @@ struct Gathering : Meeting {
   void run() override {
     std::vector<Call> all;
     for (const auto& call : calls) all.push_back(*call);
-    perform(all);  // unobserved: its own variables are on the stack of one host for the streams of many
+    perform(all);  // unobserved: its variables are on one host's stack but serve the streams of many
     for (const Call& call : all) {
       observe_read(call.send, bytes_sent(call));
       observe_write(call.receive, bytes_received(call));
@@ -28,7 +28,7 @@ struct Gathering : Meeting {
     std::string text = name;
     for (size_t i = 0; i < ranks.size(); ++i)
       text += (i == 0 ? ": " : "; ") + ("rank " + std::to_string(ranks[i])) +
-              (calls[i] ? " calls " + to_string(*calls[i]) : " has not come");
+              (calls[i] ? " calls " + to_string(*calls[i]) : " has not arrived");
     return text + remark + (nobody_comes ? ", and will not: " + *nobody_comes : "");
   }
   std::string name;
@@ -42,10 +42,10 @@ using GatheringPtr = std::shared_ptr<Gathering>;
 struct Clique {
   int number, ranks;
   uint64_t failures;
-  std::vector<ncclComm*> members;                // null: has not joined
-  std::vector<std::optional<std::string>> gone;  // why a member is no more
-  std::map<uint64_t, GatheringPtr> collectives;  // by their number; those that wait for calls
-  std::map<std::pair<int, int>, std::deque<GatheringPtr>> sends, receives;  // from and to; those without the other
+  std::vector<ncclComm*> members;                                           // null: has not joined
+  std::vector<std::optional<std::string>> gone;                             // why a member has left
+  std::map<uint64_t, GatheringPtr> collectives;                             // by number; those that wait for calls
+  std::map<std::pair<int, int>, std::deque<GatheringPtr>> sends, receives;  // by (from, to); those not matched yet
   bool aborted = false, refused = false;
   std::optional<std::string> broken;
 
@@ -58,7 +58,7 @@ struct Clique {
 struct ncclComm {
   std::shared_ptr<cuda_on_cpu::detail::Clique> clique;
   int rank, device;
-  bool needs_group = false;  // its host thread has other ranks, too
+  bool needs_group = false;  // its host thread also has other ranks
   uint64_t collectives = 0;  // called so far
   cuda_on_cpu::detail::MarkPtr last = nullptr;
 };
@@ -75,8 +75,8 @@ Library& library();
 // The communicator, or Failure if it is not one.
 ncclComm& check(ncclComm* comm);
 std::string name_of(const ncclComm& comm);
-// These calls of one rank are enqueued, or launched as a node of a graph: they take part in gatherings, which need not
-// be complete. Failure if they do not fit what other ranks have called.
+// Enqueues these calls of one rank, or launches them as a node of a graph: they join gatherings, which need not be
+// complete. Failure if they do not match the calls of other ranks.
 void gather(ncclComm* comm, const std::vector<Call>& calls, Task& task);
 
 }  // namespace cuda_on_cpu::detail

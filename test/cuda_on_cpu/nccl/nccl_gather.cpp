@@ -1,4 +1,4 @@
-// nccl_gather.cpp: how the calls of a communicator's ranks find each other.
+// nccl_gather.cpp: matching the calls of a communicator's ranks.
 #include <utility>
 
 #include "cuda_on_cpu/nccl/nccl_clique.h"
@@ -12,14 +12,14 @@ Library& library() {
 
 ncclComm& check(ncclComm* comm) {
   if (library().live.count(comm) == 0)
-    throw Failure("a communicator is used that was never made, or is destroyed or aborted");
+    throw Failure("a communicator is used that was never created, or is destroyed or aborted");
   return *comm;
 }
 std::string name_of(const ncclComm& comm) { return "rank " + std::to_string(comm.rank) + " of " + comm.clique->name(); }
 
 namespace {
 
-// The gathering that this call belongs to; `ahead`: calls of the same task before it that are not joined yet.
+// The gathering that this call belongs to; `ahead`: earlier calls of the same task that have not joined yet.
 GatheringPtr find_gathering(const ncclComm& comm, const Call& call, size_t ahead) {
   Clique& clique = *comm.clique;
   if (call.kind != Kind::send && call.kind != Kind::receive) {

@@ -1,5 +1,5 @@
-// runtime.h: private to the emulated CUDA runtime: devices, streams, what is enqueued on them, and how host threads
-// wait. Everything here is guarded by one mutex, which is free while a task of a stream runs.
+// runtime.h: private to the emulated CUDA runtime: devices, streams, their queues, and how host threads wait. One mutex
+// guards everything here; it is released while a stream's task runs.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -28,25 +28,25 @@ struct Capture;
 struct Lanes;
 using Clock = std::chrono::steady_clock;
 
-// ---- What is enqueued -----------------------------------------------------------------------------------------------
+// ---- Tasks ----------------------------------------------------------------------------------------------------------
 
-// A point on a stream that others wait for: an event as it was recorded, a graph as it was launched.
+// A point on a stream that others wait for: a recorded event, or a launched graph.
 struct Mark {
-  CUstream_st* stream = nullptr;  // whose work reaches it
+  CUstream_st* stream = nullptr;  // the stream that reaches it
   bool reached = false;
   Clock::time_point time;
   char sync = 0;  // an address for ThreadSanitizer
 };
 using MarkPtr = std::shared_ptr<Mark>;
 
-// What several streams do together, such as a collective: it runs once all parties have come to it.
+// What several streams do together, such as a collective: runs once all parties have reached it.
 class Meeting {
  public:
   virtual ~Meeting() = default;
   virtual void run() = 0;                     // without the mutex
-  virtual std::string waits_for() const = 0;  // for messages: which call it is, and who has not come
-  std::vector<Task*> parties;                 // null: this one's call is not enqueued yet
-  std::optional<std::string> nobody_comes;    // why those who are not enqueued never will be
+  virtual std::string waits_for() const = 0;  // for messages: which call it is, and who is missing
+  std::vector<Task*> parties;                 // null: not enqueued yet
+  std::optional<std::string> nobody_comes;    // why the missing ones never will be
   char sync = 0, done = 0;
 };
 struct Part {
@@ -57,42 +57,42 @@ struct Part {
 // What a task does; the same object for every launch of a graph.
 struct Work {
   cudaGraphNodeType type;
-  bool opens_memory = false;  // it accesses device memory in ways that AddressSanitizer should watch
+  bool opens_memory = false;  // it accesses device memory under AddressSanitizer's checks
   std::function<void()> run = {};
-  std::function<void(Task&)> meet = {};  // called when it is enqueued: names the meetings that it takes part in
+  std::function<void(Task&)> meet = {};  // called when enqueued: registers the meetings that it takes part in
 };
 using WorkPtr = std::shared_ptr<const Work>;
 
 struct Task {
-  WorkPtr work = {};                // none: only waits, or is only waited for
-  std::vector<MarkPtr> after = {};  // what it waits for, besides its turn on the stream
-  MarkPtr mark = {};                // reached when it has run; none: nobody waits for it alone
+  WorkPtr work = {};                // none: only waits or is waited for
+  std::vector<MarkPtr> after = {};  // what it waits for, besides stream order
+  MarkPtr mark = {};                // reached when it has run; none: not waited for individually
   std::vector<Part> parts = {};
   std::unique_ptr<GraphRun> graph = {};  // a graph that it launches
   Device* device = nullptr;
   CUstream_st* stream = nullptr;
-  GraphRun* run = nullptr;  // that it is a node of
+  GraphRun* run = nullptr;  // the launch that it is a node of
   int node = 0;
   void* context = nullptr;  // ThreadSanitizer's
-  char enqueued = 0;        // an address for it: what the host did before
-  char done = 0;            // and what a node has done
+  char enqueued = 0;        // its address for what the host did before
+  char done = 0;            // and for what a node has done
 };
 
-// A graph under way: it is the first task of its stream until all nodes have run.
+// A pending graph launch: the first task of its stream until all nodes have run.
 struct GraphRun {
   Task* launch;
   std::shared_ptr<const Graph> graph;
-  std::shared_ptr<const Lanes> lanes;  // whose contexts the nodes have
+  std::shared_ptr<const Lanes> lanes;  // provides the contexts of the nodes
   std::vector<Task> nodes;
-  std::vector<int> missing;  // by node: how many nodes it still waits for
+  std::vector<int> missing;  // per node: how many nodes it still waits for
   std::set<int> ready;       // nodes that wait for no other
   size_t left = 0;
   char begin = 0;
 };
 
-// ---- Devices, and all there is --------------------------------------------------------------------------------------
+// ---- Devices and global state ---------------------------------------------------------------------------------------
 
-// Work of a device that was dropped because a task failed: told to every other host thread that had enqueued some.
+// Work of a device dropped because a task failed: reported to every other host thread that had enqueued some.
 struct Lost {
   std::string message;
   std::set<std::thread::id> told;
@@ -109,28 +109,28 @@ struct Device {
   int number;
   size_t bytes, bytes_used = 0;
   std::unique_ptr<CUstream_st> stream0;
-  std::vector<CUstream_st*> streams;  // in the order in which they were created
+  std::vector<CUstream_st*> streams;  // in order of creation
   std::mt19937_64 random;             // for Order::random,
   uint64_t seeded = 0;                // since this schedule
-  bool busy = false;                  // a task of this device runs: one at a time
-  int attended = 0;                   // host threads that wait for it, and so run its streams
+  bool busy = false;                  // a task of this device is running (one at a time)
+  int attended = 0;                   // host threads that wait for it and so run its streams
   int open = 0;                       // those whose tasks need its memory readable
 };
 
-// What each host thread has of its own.
+// Per-host-thread state.
 struct Host {
   Host();
   ~Host();
   int device = 0;
   cudaError_t last_error = cudaSuccess;
   bool in_task = false;
-  const void* asked = nullptr;  // what it has asked about, and enqueued nothing since: it may be polling
+  const void* asked = nullptr;  // what it last queried without enqueueing since: it may be polling
 
-  // What it waits for, if it waits in the runtime; others look at this.
+  // What it waits for, if it waits in the runtime; read by others.
   const std::function<bool()>* done = nullptr;
   const CUstream_st* wanted = nullptr;
   std::atomic<bool> enters = false;  // it waits for the mutex
-  // And what the system says of it: how often it has gone to sleep, as it was seen first at a time.
+  // And what the system reports about it: how often it has gone to sleep, as first seen.
   pid_t thread;
   std::string sleeps;
   Clock::time_point since;
@@ -139,26 +139,26 @@ Host& host();
 
 struct Runtime {
   std::mutex mutex;
-  std::condition_variable changed;  // something was enqueued, has run, or was given up
+  std::condition_variable changed;  // something was enqueued, has run or was dropped
   std::vector<std::unique_ptr<Device>> devices;
   cudaError_t why_no_device = cudaErrorNoDevice;
   std::unordered_set<CUstream_st*> streams;
   std::map<const std::byte*, Allocation> allocations;  // by their first byte
-  std::vector<std::shared_ptr<Capture>> captures;      // those under way
-  std::set<Host*> hosts;                               // threads that have used the runtime and still live
-  uint64_t allocated = 0;                              // how many there were so far
-  bool has_code = true;                                // the program, for the devices
+  std::vector<std::shared_ptr<Capture>> captures;      // in progress
+  std::set<Host*> hosts;                               // live threads that have used the runtime
+  uint64_t allocated = 0;                              // allocations so far
+  bool has_code = true;                                // whether the program has code for the devices
   bool hosts_first = false;                            // see set_hosts_first
-  int blocked = 0;                                     // of the hosts, how many wait on `changed`
+  int blocked = 0;                                     // hosts that wait on `changed`
   uint64_t progress = 0;                               // tasks that have run
-  bool failing = false;                                // nothing more is begun
+  bool failing = false;                                // nothing new is started
   uint64_t failures = 0;                               // tasks that have failed
   std::string last_failure;
   std::chrono::duration<double> patience{60};
 };
 Runtime& runtime();
 
-// Holds the mutex. To ThreadSanitizer nothing that is done under it is observed, and the mutex orders nothing.
+// Holds the mutex. ThreadSanitizer observes nothing done under it, and the mutex orders nothing for it.
 class Lock {
  public:
   Lock();
@@ -167,7 +167,7 @@ class Lock {
   Lock& operator=(const Lock&) = delete;
   void lock();
   void unlock();
-  // Blocks until something has changed, or for so long.
+  // Blocks until something has changed, or for at most this long.
   void wait(std::chrono::duration<double> longest);
 
  private:
@@ -175,38 +175,37 @@ class Lock {
 };
 
 cudaError_t note(cudaError_t status);  // for cudaGetLastError
-Device* current_device();              // null where there is none: return no_device()
+Device* current_device();              // null if there is none: return no_device()
 cudaError_t no_device();               // the reason, noted
 CUstream_st& stream_of(cudaStream_t stream);
 std::string name_of(const CUstream_st& stream);
-void destroy(CUstream_st* stream);  // it is idle
-void free_all();                    // memory of devices
-// The allocation that p is in; null if in none. Failure, about `what`, if [p, p + bytes) reaches past its end.
+void destroy(CUstream_st* stream);  // must be idle
+void free_all();                    // all device memory
+// The allocation that contains p, or null. Failure, about `what`, if [p, p + bytes) reaches past its end.
 const Allocation* allocation_of(const void* p, size_t bytes, const char* what);
 // Failure if it is not memory of this device.
 void require_memory_of(const Device* device, const void* p, size_t bytes, const char* what);
 
 // ---- Enqueueing and waiting -----------------------------------------------------------------------------------------
 
-// Appends `task`; the mutex is held. A stream that is being captured takes no task: submit() decides.
+// Appends `task`; the mutex is held. A stream that is being captured takes no tasks: submit() decides.
 void enqueue(CUstream_st& stream, Task task);
 cudaError_t submit(CUstream_st& stream, Work work);
 
-// Waits until `done`, running streams of `device` as the schedule says, and those of others as far as needed. `wanted`:
-// the stream that the host waits for, if it is one. Throws what a task has thrown, or why `done` never comes.
+// Waits until `done`, running streams of `device` in the schedule's order, and others as needed. `wanted`: the stream
+// that the host waits for, if any. Throws what a task has thrown, or why `done` can never come true.
 void wait_until(Lock& lock, Device& device, CUstream_st* wanted, const std::function<bool()>& done);
 void wait_for_stream(Lock& lock, CUstream_st& stream);
 void wait_for_device(Lock& lock, Device& device);
-// For a host that only asks whether something is done: runs one task, if one can run, and says whether it is done now.
-// Where hosts come first it runs nothing for who asks once, and who asks again and again waits. `what`: that it asks
-// of.
+// For a host that only queries whether something is done: runs one task, if possible, and returns whether it is done
+// now. In hosts-first mode a single query runs nothing, and repeated queries wait. `what`: the object of the query.
 bool poll(Lock& lock, Device& device, CUstream_st* wanted, const void* what, const std::function<bool()>& done);
-// For a host that waits for other hosts, not for streams. `what` tells, in a Failure, what it has waited for.
+// For a host that waits for other hosts, not for streams. `what` describes, in a Failure, what it waited for.
 void wait_for_hosts(Lock& lock, const std::function<bool()>& done, const std::function<std::string()>& what);
 void something_changed();
 
-// For what ends something that tasks may still use. A failure of these tasks is thrown, but not by a destructor that
-// runs because another exception is on its way.
+// Before freeing something that tasks may still use. Throws a failure of these tasks, except from a destructor during
+// stack unwinding.
 template <class F>
 void finish(F&& wait) {
   try {
@@ -219,17 +218,16 @@ void finish(F&& wait) {
 // ---- Capture --------------------------------------------------------------------------------------------------------
 
 bool is_capturing(const CUstream_st& stream);
-// Something was asked of a stream (event) in a capture that must not be: spoils the capture and returns the error.
+// Rejects a request to a stream (event) that a capture does not allow: invalidates the capture and returns the error.
 cudaError_t refuse_capture(CUstream_st& stream);
 cudaError_t refuse_captured(CUevent_st& event);
-// The error if this call spoils a capture: a call that a thread must not make while it captures, except in relaxed
-// mode; a wait for a device with a stream in a capture; work on a default stream while one that waits for it is in a
-// capture.
+// The error if this call invalidates a capture: a call that a capturing thread must not make, except in relaxed mode; a
+// wait for a device with a capturing stream; work on a default stream while a stream that waits for it is capturing.
 cudaError_t check_unsafe_call();
 cudaError_t check_device_wait(const Device& device);
 cudaError_t check_implicit(const CUstream_st& stream);
 cudaError_t capture(CUstream_st& stream, Work work);
-void leave_capture(CUstream_st& stream);  // it is destroyed, which spoils the capture
+void leave_capture(CUstream_st& stream);  // it is being destroyed, which invalidates the capture
 cudaError_t capture_record(CUevent_st& event, CUstream_st& stream);
 cudaError_t capture_wait(CUstream_st& stream, CUevent_st& event);
 
@@ -242,7 +240,7 @@ struct CUgraphNode_st {
   std::vector<int> after, followers;  // nodes
 };
 struct cuda_on_cpu::detail::Graph {
-  std::vector<CUgraphNode_st> nodes;  // in the order in which they were captured
+  std::vector<CUgraphNode_st> nodes;  // in order of capture
   int lanes = 0;
 };
 struct CUgraph_st {
@@ -260,10 +258,10 @@ struct CUstream_st {
   unsigned flags = cudaStreamDefault;
   std::deque<std::unique_ptr<cuda_on_cpu::detail::Task>> tasks;
   uint64_t enqueued = 0, finished = 0;              // tasks so far
-  std::thread::id last_host;                        // who enqueued the last one
+  std::thread::id last_host;                        // the host that enqueued the last one
   std::shared_ptr<cuda_on_cpu::detail::Lost> lost;  // tasks of it were dropped
   std::shared_ptr<cuda_on_cpu::detail::Capture> capture;
-  std::vector<int> tail;                          // what the next node of the capture comes after
+  std::vector<int> tail;                          // dependencies of the capture's next node
   void* context = cuda_on_cpu::create_context();  // ThreadSanitizer's: streams are as concurrent as threads
   char done = 0;
 };

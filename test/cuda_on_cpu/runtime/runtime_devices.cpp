@@ -1,4 +1,4 @@
-// runtime_devices.cpp: errors, the emulated devices, and what each host thread has of its own.
+// runtime_devices.cpp: errors, the emulated devices, and per-host-thread state.
 #include <pthread.h>
 #include <unistd.h>
 
@@ -59,7 +59,7 @@ void Lock::wait(std::chrono::duration<double> longest) {
   Unordered unordered;
   std::unique_lock held(runtime().mutex, std::adopt_lock);
   ++runtime().blocked;
-  // By the system's clock, because that wait is known to ThreadSanitizer.
+  // By the system clock, because ThreadSanitizer intercepts that wait.
   runtime().changed.wait_until(held, std::chrono::system_clock::now() +
                                          std::chrono::duration_cast<std::chrono::system_clock::duration>(longest));
   --runtime().blocked;
@@ -79,7 +79,7 @@ cudaError_t no_device() { return note(runtime().devices.empty() ? runtime().why_
 CUstream_st& stream_of(cudaStream_t stream) {
   if (stream == nullptr) {
     if (Device* device = current_device()) return *device->stream0;
-    throw Failure("the default stream of device " + std::to_string(host().device) + " is used, which there is not");
+    throw Failure("the default stream of device " + std::to_string(host().device) + " is used, but it does not exist");
   }
   if (runtime().streams.count(stream) == 0) throw Failure("a stream is used that was never created, or is destroyed");
   return *stream;
@@ -137,7 +137,7 @@ const ErrorText* find_text(cudaError_t error) {
   return found == std::end(error_texts) ? nullptr : found;
 }
 
-// Of a device that there is.
+// For a device that exists.
 template <class F>
 cudaError_t with_device(int device, F&& f) {
   Lock lock;
@@ -202,7 +202,7 @@ void cuda_on_cpu::set_devices(int count, size_t bytes_each, cudaError_t why_none
     r.streams.insert(r.devices.back()->stream0.get());
   }
   host().device = 0;
-  if (!left.empty()) throw Failure("set_devices: there still were" + left + " destroy and free them first");
+  if (!left.empty()) throw Failure("set_devices: not released:" + left + " destroy and free them first");
 }
 void cuda_on_cpu::set_patience(double seconds) {
   Lock lock;
@@ -222,7 +222,7 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
   *version = CUDART_VERSION;
   return cudaSuccess;
 }
-// 0 without a driver; one that is too old says so.
+// 0 without a driver; a driver that is too old reports its version.
 cudaError_t cudaDriverGetVersion(int* version) {
   Lock lock;
   const bool any = !runtime().devices.empty();
@@ -240,7 +240,7 @@ cudaError_t cudaSetDevice(int device) {
     return cudaSuccess;
   });
 }
-cudaError_t cudaSetDeviceFlags(unsigned) {  // hosts wait as they do
+cudaError_t cudaSetDeviceFlags(unsigned) {  // the host's way of waiting is fixed
   Lock lock;
   return runtime().devices.empty() ? no_device() : cudaSuccess;
 }

@@ -1,5 +1,5 @@
-// runtime_graphs.cpp: stream capture, and graphs made by it. A launched graph is one task of its stream; its nodes run
-// in any order that their dependencies leave open, as the schedule chooses.
+// runtime_graphs.cpp: stream capture and graphs. A launched graph is one task of its stream; its nodes run in any order
+// that their dependencies allow, as the schedule chooses.
 #include <algorithm>
 
 #include "cuda_on_cpu/runtime/runtime.h"
@@ -7,7 +7,7 @@
 namespace cuda_on_cpu::detail {
 
 struct Capture {
-  CUstream_st* origin;  // none: it has ended
+  CUstream_st* origin;  // null: the capture has ended
   cudaStreamCaptureMode mode;
   std::thread::id thread;
   bool spoilt = false;
@@ -15,7 +15,7 @@ struct Capture {
   std::vector<CUstream_st*> streams;  // by lane; the origin first
 };
 
-// ThreadSanitizer's contexts: what was captured from several streams is as concurrent as these.
+// ThreadSanitizer's contexts: work captured from different streams is as concurrent as these.
 struct Lanes {
   explicit Lanes(int count) {
     for (int i = 0; i < count; ++i) contexts.push_back(create_context());
@@ -38,7 +38,7 @@ void add(std::vector<int>& nodes, const std::vector<int>& more) {
     if (std::count(nodes.begin(), nodes.end(), node) == 0) nodes.push_back(node);
 }
 
-// Does the end of the origin come after all that was captured?
+// Does the end of the origin stream depend on everything captured?
 bool all_joined(const Capture& capture) {
   std::vector<bool> joined(capture.graph.nodes.size());
   std::vector<int> open = capture.origin->tail;
@@ -119,8 +119,8 @@ cudaError_t capture_record(CUevent_st& event, CUstream_st& stream) {
   event.tail = stream.tail;
   return cudaSuccess;
 }
-// Between a stream and an event of which at least one is in a capture. A stream that waits for an event of a capture
-// becomes part of it.
+// Between a stream and an event of which at least one is in a capture. A stream that waits for a captured event joins
+// the capture.
 cudaError_t capture_wait(CUstream_st& stream, CUevent_st& event) {
   if (event.capture == nullptr) return spoil(*stream.capture, cudaErrorStreamCaptureIsolation);
   if (event.capture->origin == nullptr)
@@ -218,7 +218,7 @@ cudaError_t cudaGraphExecUpdate(cudaGraphExec_t executable, cudaGraph_t graph, c
   executable->graph = graph->graph;
   return cudaSuccess;
 }
-// Launches of the same executable follow each other.
+// Launches of the same executable run one after another.
 cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
   Lock lock;
   CUstream_st& s = stream_of(stream);

@@ -1,7 +1,7 @@
-// runtime_hosts.cpp: how host threads wait, for streams and for each other, and what they are told when a task fails.
+// runtime_hosts.cpp: how host threads wait, for streams and for each other, and how they learn that a task failed.
 //
-// A host thread that waits runs the streams of the device that it waits for. Where these wait for streams of another
-// device (an event, a collective) whose own host does not wait for it now, it runs those too, as far as it needs them.
+// A waiting host thread runs the streams of the device that it waits for. If these wait for streams of another device
+// (an event, a collective) whose own host is not waiting for it now, it runs those too, as far as needed.
 #include <fstream>
 #include <sstream>
 #include <utility>
@@ -35,7 +35,7 @@ void fail(Lock& lock, const std::exception_ptr& error) {
   } catch (const std::exception& exception) {
     lost->message = exception.what();
   } catch (...) {
-    lost->message = "a task threw something that is no exception";
+    lost->message = "a task threw something that is not an exception";
   }
   for (CUstream_st* stream : r.streams) {
     for (const auto& task : stream->tasks) drop(*task, lost->message);
@@ -53,15 +53,15 @@ void fail(Lock& lock, const std::exception_ptr& error) {
 
 namespace {
 
-// How long a host leaves the streams of another device to that device's own host, which may only be about to wait:
-// work that starts before anyone waits for it would hide a host that overwrites its operands too early.
+// How long a host leaves another device's streams to that device's own host, which may be about to wait: starting the
+// work before anyone waits for it would hide a host that overwrites its operands too early.
 constexpr std::chrono::duration<double> grace{0.01};
 
-// ---- What a host waits for that cannot run its streams --------------------------------------------------------------
+// ---- Why a waiting host cannot run its streams ----------------------------------------------------------------------
 
 struct Outlook {
-  Task* helpful = nullptr;  // of another device, and nobody else runs it
-  bool hope = false;        // another host may still bring what is missing
+  Task* helpful = nullptr;  // of another device, and no other host runs it
+  bool hope = false;        // another host may still enqueue what is missing
   std::string obstacles;
   std::set<const CUstream_st*> seen;
 
@@ -104,7 +104,7 @@ Outlook outlook(Device& device, CUstream_st* wanted) {
   return all;
 }
 
-// Throws if work that this host may wait for was dropped by another one.
+// Throws if another host dropped work that this host may wait for.
 void tell_what_is_lost(Device& device, CUstream_st* wanted) {
   const auto tell = [](CUstream_st& stream) {
     const std::shared_ptr<Lost> lost = std::exchange(stream.lost, nullptr);
@@ -117,7 +117,7 @@ void tell_what_is_lost(Device& device, CUstream_st* wanted) {
     for (CUstream_st* stream : device.streams) tell(*stream);
 }
 
-// What a host waits for, for others to see.
+// What a host waits for, visible to others.
 class Waiting {
  public:
   Waiting(const std::function<bool()>& done, const CUstream_st* wanted) {
@@ -133,7 +133,7 @@ class Waiting {
   Waiting& operator=(const Waiting&) = delete;
 };
 
-// Does it wait for a thread, outside the runtime? The system says so, and that it has not woken up for a while.
+// Does it wait for a thread, outside the runtime? True if the system says it sleeps and has not woken up for a while.
 bool sleeps(Host& other) {
   if (other.enters) return false;
   std::ifstream status("/proc/self/task/" + std::to_string(other.thread) + "/status");
@@ -153,7 +153,7 @@ bool all_hosts_wait() {
                      [](Host* each) { return each->done != nullptr ? !(*each->done)() : sleeps(*each); });
 }
 
-// Has nothing happened anywhere for the runtime's patience?
+// Has nothing happened anywhere for longer than the runtime's patience?
 class Patience {
  public:
   bool is_over() {
@@ -200,7 +200,7 @@ void wait_until(Lock& lock, Device& device, CUstream_st* wanted, const std::func
     if (r.hosts_first && !all_hosts_wait()) {
       if (patience.is_over())
         fail(lock,
-             std::make_exception_ptr(Failure(patience.text() + "other host threads, which neither wait nor end")));
+             std::make_exception_ptr(Failure(patience.text() + "other host threads, which neither wait nor exit")));
       lock.wait(std::chrono::milliseconds(1));
       continue;
     }
@@ -216,7 +216,7 @@ void wait_until(Lock& lock, Device& device, CUstream_st* wanted, const std::func
     const bool hopeless = out.helpful == nullptr && !out.hope;
     if (hopeless || patience.is_over()) {
       const std::string what = wanted != nullptr ? name_of(*wanted) : "device " + std::to_string(device.number);
-      const std::string error = hopeless ? "the host waits for what never comes, for " : patience.text();
+      const std::string error = hopeless ? "deadlock: the host waits for " : patience.text();
       fail(lock, std::make_exception_ptr(Failure(error + what + ":" + out.obstacles)));
     }
     lock.wait(std::min(r.patience, out.helpful != nullptr ? grace : std::chrono::duration<double>(1)));

@@ -1,4 +1,4 @@
-// runtime_kernels.cpp: kernels as the runtime sees them: names, limits, launches; and calls of libraries on a stream.
+// runtime_kernels.cpp: kernels in the runtime: names, limits, launches; and library calls on a stream.
 #include <cxxabi.h>
 #include <dlfcn.h>
 
@@ -23,7 +23,7 @@ Kernel& kernel_of(const void* function) {  // the mutex is held
 const std::string& name_of(const void* function) {
   std::string& known = kernel_of(function).name;
   if (!known.empty()) return known;
-  Dl_info info{};  // found where the program exports its symbols: -rdynamic
+  Dl_info info{};  // works if the program exports its symbols: -rdynamic
   if (dladdr(function, &info) != 0 && info.dli_sname != nullptr && info.dli_saddr == function) {
     int status = 0;
     char* demangled = abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status);

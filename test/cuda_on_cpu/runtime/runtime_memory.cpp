@@ -1,4 +1,4 @@
-// runtime_memory.cpp: memory of the devices, pinned memory of the host, and copies.
+// runtime_memory.cpp: device memory, pinned host memory, and copies.
 #include <cstdlib>
 #include <cstring>
 #include <utility>
@@ -25,8 +25,8 @@ namespace {
 bool is_device(const Allocation* allocation) { return allocation != nullptr && allocation->device != nullptr; }
 bool is_pageable(const Allocation* allocation) { return allocation == nullptr; }
 
-// Not through memcpy, whose operands AddressSanitizer checks: device memory is poisoned as long as no kernel runs. To
-// open it for a copy would take time in proportion to all of it.
+// Not through memcpy, whose operands AddressSanitizer checks: device memory is poisoned while no kernel runs, and
+// unpoisoning it for a copy takes time proportional to its size.
 __attribute__((no_sanitize("address", "undefined"))) void copy_poisoned(void* to, const void* from, size_t bytes) {
   struct __attribute__((packed, may_alias)) Word {
     uint64_t value;
@@ -36,7 +36,7 @@ __attribute__((no_sanitize("address", "undefined"))) void copy_poisoned(void* to
   size_t i = 0;
   for (; i + sizeof(Word) <= bytes; i += sizeof(Word)) {
     reinterpret_cast<Word*>(out + i)->value = reinterpret_cast<const Word*>(in + i)->value;
-    asm volatile("" ::: "memory");  // or the compiler makes a memcpy of the loop
+    asm volatile("" ::: "memory");  // or the compiler turns the loop into a memcpy
   }
   for (; i < bytes; ++i) {
     out[i] = in[i];
@@ -93,8 +93,7 @@ void release_memory(decltype(Runtime::allocations)::iterator allocation) {
   std::free(p);
 }
 
-// CUDA waits for the device; a failure of what it waits for is thrown, except by a destructor while another exception
-// is on its way.
+// Waits for the device, like CUDA; throws failures of that work, except from a destructor during stack unwinding.
 cudaError_t deallocate(void* p, bool on_device) {
   Lock lock;
   if (p == nullptr) return cudaSuccess;
@@ -110,7 +109,7 @@ cudaError_t deallocate(void* p, bool on_device) {
   return cudaSuccess;
 }
 
-// Kind and place agree, or Failure.
+// Throws Failure unless kind and location agree.
 void check_side(const Allocation* allocation, bool on_device, const char* what) {
   if (is_device(allocation) != on_device)
     throw Failure(std::string(what) + (on_device ? ": not device memory" : ": not host memory"));
@@ -182,7 +181,7 @@ cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t strea
   return submit(s, {.type = cudaGraphNodeTypeMemset, .run = [=] { set(p, value, bytes); }});
 }
 
-// The default stream does it, and the host waits.
+// On the default stream; the host waits.
 template <class F>
 static cudaError_t at_once(F&& enqueue) {
   {

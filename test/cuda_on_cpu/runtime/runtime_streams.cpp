@@ -82,7 +82,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   return cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
-// Whoever waits for it still does.
+// Existing waits for it remain valid.
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
   Lock lock;
   delete event;
@@ -102,7 +102,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaSuccess;
 }
 
-// Something that only an event which is in no capture may be asked.
+// A query that is valid only for an event outside captures.
 template <class F>
 cudaError_t ask(cudaEvent_t event, F&& f) {
   Lock lock;

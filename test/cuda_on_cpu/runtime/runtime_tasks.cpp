@@ -1,4 +1,4 @@
-// runtime_tasks.cpp: what is enqueued, which task can run, which of them runs next, and how it runs.
+// runtime_tasks.cpp: enqueueing, which tasks can run, which of them runs next, and how it runs.
 #include <utility>
 
 #include "cuda_on_cpu/machine.h"
@@ -82,11 +82,11 @@ static Task* choose_of(Device& device, std::vector<Task*>& able, const std::func
   switch (order) {
     case Order::forward: return able.front();
     case Order::reverse: return able.back();
-    case Order::depth_first:  // the wanted stream
+    case Order::depth_first:  // the wanted stream first
       return *std::min_element(able.begin(), able.end(), [&](Task* a, Task* b) {
         return not_wanted_first(b, a) || (!not_wanted_first(a, b) && by_lane(a, b));
       });
-    case Order::depth_first_reverse:  // all the others first
+    case Order::depth_first_reverse:  // the wanted stream last
       return *std::max_element(able.begin(), able.end(), [&](Task* a, Task* b) {
         return not_wanted_first(b, a) || (!not_wanted_first(a, b) && by_lane(a, b));
       });
@@ -124,7 +124,7 @@ Task* choose(Device& device, const CUstream_st* wanted) {
 
 // ---- Running a task -------------------------------------------------------------------------------------------------
 
-// Calls f as that context of ThreadSanitizer.
+// Calls f as this context of ThreadSanitizer.
 template <class F>
 static void in_context(void* context, F&& f) {
   void* host_context = current_context();
@@ -136,7 +136,7 @@ static void in_context(void* context, F&& f) {
   switch_context(host_context);
 }
 
-// The task knows, from here on, what it comes after.
+// From here on the task knows its predecessors.
 static void arrive(Task& task) {
   if (!thread_sanitizer) return;
   if (GraphRun* run = task.run) {
@@ -189,7 +189,7 @@ static void complete(Task& task) {
 
 static void run_meeting(Lock& lock, Task& task, Part& part, OpenedMemory& memory) {
   const std::shared_ptr<Meeting> meeting = part.meeting;
-  std::vector<Task*> parties = meeting->parties;  // one task may be both: a rank that sends to itself
+  std::vector<Task*> parties = meeting->parties;  // one task may be both parties: a rank that sends to itself
   std::sort(parties.begin(), parties.end());
   parties.erase(std::unique(parties.begin(), parties.end()), parties.end());
   for (Task* party : parties) {

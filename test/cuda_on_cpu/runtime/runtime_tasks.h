@@ -1,4 +1,4 @@
-// runtime_tasks.h: private to runtime_tasks.cpp and runtime_hosts.cpp: which tasks can run, and running one.
+// runtime_tasks.h: private to runtime_tasks.cpp and runtime_hosts.cpp: which tasks can run, and running them.
 #pragma once
 #include <algorithm>
 
@@ -6,7 +6,7 @@
 
 namespace cuda_on_cpu::detail {
 
-// The devices whose memory one waiting host has opened: it is poisoned as long as only hosts run.
+// The devices whose memory a waiting host has unpoisoned: it is poisoned while only hosts run.
 class OpenedMemory {
  public:
   OpenedMemory() = default;
@@ -31,11 +31,11 @@ class OpenedMemory {
 };
 
 bool waits_are_over(const Task& task);
-// Is it the task's turn on its stream, and is its device free? What is left to wait for are its meetings' parties.
+// Is it the task's turn on its stream, and is its device idle? Then only its meetings' parties can be missing.
 bool has_come(const Task& task);
 bool can_run(Task& task);
 
-// Calls f(task) for each task whose turn it is on the stream: one, or as many as a graph lets run at the same time.
+// Calls f(task) for each task whose turn it is on the stream: one, or all that a graph allows to run concurrently.
 template <class F>
 void for_each_turn(CUstream_st& stream, F&& f) {
   if (stream.tasks.empty()) return;
@@ -44,15 +44,15 @@ void for_each_turn(CUstream_st& stream, F&& f) {
   for (const int node : first.graph->ready) f(first.graph->nodes[static_cast<size_t>(node)]);
 }
 
-// Of the device's tasks that can run (of all devices' where hosts come first), the one that the schedule takes; null if
-// none can. `wanted` is the stream that the host waits for, if it is one.
+// Of the device's runnable tasks (of all devices' in hosts-first mode), the one that the schedule picks; null if there
+// is none. `wanted`: the stream that the host waits for, if any.
 Task* choose(Device& device, const CUstream_st* wanted);
-// Runs it, with its meeting's parties if it has one, without the mutex.
+// Runs it, with its meeting's parties if any, without the mutex.
 void run_task(Lock& lock, Task& task, OpenedMemory& memory);
 
-// Nobody waits for this task any more.
+// Nothing waits for this task any longer.
 void drop(Task& task, const std::string& why);
-// Whatever is enqueued anywhere is dropped, and hosts that wait for it are told. The error goes on to the caller.
+// Drops everything enqueued anywhere and notifies the hosts that wait for it. The error is passed on to the caller.
 [[noreturn]] void fail(Lock& lock, const std::exception_ptr& error);
 
 }  // namespace cuda_on_cpu::detail
