@@ -15,8 +15,8 @@ namespace llmc {
 // Exit statuses of the program (see README.md, "Exit status").
 enum class ExitStatus : int { done = 0, refused = 1, diverged = 2, requeue = 75 };
 
-// What every refusal throws: the message names what was found, what was expected and the remedy. Where there are
-// several ranks, run_ranks() adds the rank and the host; main() leaves with `status`.
+// Thrown by every refusal. The message says what was found, what was expected and what to do. With several ranks
+// run_ranks() adds the rank and the host; main() exits with `status`.
 class Error : public std::runtime_error {
  public:
   explicit Error(const std::string& message, ExitStatus status = ExitStatus::refused)
@@ -27,7 +27,7 @@ class Error : public std::runtime_error {
   ExitStatus status_;
 };
 
-// What a rank throws that only stops because another one has failed: never the reason.
+// Thrown by a rank that stops only because another one failed; never reported as the cause.
 class PeerError : public Error {
  public:
   PeerError() : Error("another rank has failed") {}
@@ -75,7 +75,8 @@ std::string format_argument(const std::string& spec, const T& value) {
 }  // namespace detail
 
 // "{}" takes the next argument; "{:SPEC}" formats it with printf's flags, width and precision: "{:8.4f}", "{:-20}" (a
-// string, left-aligned), "{:06}". std::format is not in g++ 12; where it is, a function of its name would be ambiguous.
+// string, left-aligned), "{:06}". g++ 12 has no std::format; where it exists, a function of that name would be
+// ambiguous.
 template <class... Args>
 std::string formatted(std::string_view pattern, const Args&... args) {
   std::string out;
@@ -108,7 +109,7 @@ template <class... Args>
 
 }  // namespace detail
 
-// CHECK(condition, "what was found and what to do: {}", values...). Without a message it is an internal invariant.
+// CHECK(condition, "what was found and what to do: {}", values...). Without a message, it checks an internal invariant.
 #define CHECK(condition, ...)                                                                                  \
   do {                                                                                                         \
     if (!(condition)) ::llmc::detail::check_failed(#condition, __FILE__, __LINE__ __VA_OPT__(, ) __VA_ARGS__); \

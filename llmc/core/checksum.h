@@ -1,5 +1,5 @@
-// checksum.h: files with a checksum for every slice, so that several threads or ranks verify one file together. The
-// checksums find damage, they do not withstand forgery: XXH3, 64 bits (https://xxhash.com).
+// checksum.h: files with a checksum per slice, so that several threads or ranks can verify one file together. XXH3, 64
+// bits (https://xxhash.com): detects damage, not forgery.
 #pragma once
 #include <xxhash.h>
 
@@ -14,7 +14,7 @@
 
 namespace llmc {
 
-// What a manifest says about a file.
+// A file's entry in a manifest.
 struct FileRecord {
   static constexpr int64_t slice_bytes = int64_t{64} << 20;
   int64_t size = 0;
@@ -47,7 +47,7 @@ class RecordedFile {
       if (n == room) end_slice();
     }
   }
-  // On the disk, closed.
+  // Syncs to disk and closes.
   FileRecord finish() {
     if (record_.size % FileRecord::slice_bytes != 0) end_slice();
     file_.sync_and_close();
@@ -70,11 +70,11 @@ inline FileRecord write_recorded_text(const std::string& path, std::string_view 
   return file.finish();
 }
 
-// What is wrong with a file that should be as recorded; nothing: it is.
+// How a file differs from its record; none: it matches.
 inline std::optional<std::string> file_fault(const std::string& path, const FileRecord& record) try {
   const File file = File::open_read(path);
   if (file.size() != record.size)
-    return formatted("{} has {} bytes, its manifest says {}", path, file.size(), record.size);
+    return formatted("{} has {} bytes, but its manifest says {}", path, file.size(), record.size);
   const int64_t slices = ceil_div(record.size, FileRecord::slice_bytes);
   if (slices != static_cast<int64_t>(record.slices.size()))
     return formatted("{}: the manifest has {} checksums for {} slices", path, record.slices.size(), slices);
@@ -83,7 +83,7 @@ inline std::optional<std::string> file_fault(const std::string& path, const File
     const int64_t begin = i * FileRecord::slice_bytes, n = std::min(FileRecord::slice_bytes, record.size - begin);
     file.read_at(bytes.data(), n, begin);
     if (hex_digits(XXH3_64bits(bytes.data(), static_cast<size_t>(n))) != record.slices[static_cast<size_t>(i)])
-      return formatted("{}: bytes {} to {} do not have the checksum of the manifest", path, begin, begin + n);
+      return formatted("{}: bytes {} to {} do not match the checksum in the manifest", path, begin, begin + n);
   }
   return std::nullopt;
 } catch (const Error& error) {

@@ -39,14 +39,13 @@ struct bf16 {
   uint16_t bits = 0;
   bf16() = default;
   explicit bf16(float value) : bits(rounded_bits(value)) {}
-  // To nearest even; a NaN stays a NaN.
+  // Rounds to nearest even; NaN stays NaN.
   static constexpr uint16_t rounded_bits(float value) {
     const uint32_t u = std::bit_cast<uint32_t>(value);
     const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
     return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? (u >> 16) | 0x40u : rounded);
   }
-  // Up or down by chance, so that `value` is the expectation; of `random`, 16 bits are used. Whatever is not finite
-  // stays.
+  // Rounds up or down at random with expectation `value`; uses 16 bits of `random`. Infinity and NaN are kept.
   static constexpr uint16_t stochastic_bits(float value, uint32_t random) {
     const uint32_t u = std::bit_cast<uint32_t>(value);
     return (u & 0x7f800000u) == 0x7f800000u ? rounded_bits(value) : static_cast<uint16_t>((u + (random >> 16)) >> 16);
@@ -56,8 +55,7 @@ struct bf16 {
 };
 static_assert(sizeof(bf16) == 2);
 
-// out = value, rounded to the type of out. Where loops must vectorise: g++ does not vectorise the assignment of a
-// struct.
+// out = value, rounded to the type of out. For loops that must vectorise: g++ does not vectorise assigning a struct.
 inline void store(bf16& out, float value) { out.bits = bf16::rounded_bits(value); }
 inline void store(float& out, float value) { out = value; }
 inline void store(double& out, double value) { out = value; }
@@ -74,8 +72,8 @@ struct fp16 {
   }
 };
 
-// The type in which ops compute and in which gradients accumulate: fp32, but double where an op is instantiated in
-// double for finite differences.
+// The type in which ops compute and gradients accumulate: fp32, or double where an op is instantiated in double for
+// finite differences.
 template <class T>
 struct accumulator {
   using type = float;

@@ -31,7 +31,7 @@ class File {
   File(File&& other) noexcept : path_(std::move(other.path_)), fd_(std::exchange(other.fd_, -1)) {}
   File& operator=(File&&) = delete;
   ~File() {
-    if (fd_ >= 0) ::close(fd_);  // close() reports errors; this is the path of an exception or of a reader
+    if (fd_ >= 0) ::close(fd_);  // after reading or an exception; writers call sync_and_close()
   }
 
   const std::string& path() const { return path_; }
@@ -49,7 +49,7 @@ class File {
       const ssize_t n = ::pread(fd_, to, static_cast<size_t>(bytes), offset);
       if (n < 0 && errno == EINTR) continue;
       check(n >= 0, "read");
-      CHECK(n > 0, "{}: ends at byte {}, {} more were expected; the file is truncated", path_, offset, bytes);
+      CHECK(n > 0, "{}: ends at byte {}, expected {} more; the file is truncated", path_, offset, bytes);
       to += n;
       offset += n;
       bytes -= n;
@@ -68,7 +68,7 @@ class File {
   }
 
   void sync() { check(::fsync(fd_) == 0, "fsync"); }
-  // On the disk, then closed.
+  // Syncs to disk, then closes.
   void sync_and_close() {
     sync();
     check(::close(std::exchange(fd_, -1)) == 0, "close");
@@ -87,8 +87,7 @@ class File {
   int fd_;
 };
 
-// Files of which many are read now and then: the few that were read last stay open, within what the process may open.
-// Several threads may ask.
+// A cache of files open for reading: the most recently used stay open, within the limit of the process. Thread-safe.
 class OpenFiles {
  public:
   explicit OpenFiles(size_t most = default_most()) : most_(most) {}
@@ -97,7 +96,7 @@ class OpenFiles {
     std::lock_guard lock(mutex_);
     auto found = std::find_if(files_.begin(), files_.end(), [&](const auto& file) { return file->path() == path; });
     if (found == files_.end()) {
-      if (files_.size() >= most_) files_.pop_back();  // a thread that still reads it keeps it open
+      if (files_.size() >= most_) files_.pop_back();  // stays open for a thread still reading it
       found = files_.insert(files_.begin(), std::make_shared<const File>(File::open_read(path)));
     }
     files_.splice(files_.begin(), files_, found);
@@ -105,7 +104,7 @@ class OpenFiles {
   }
 
  private:
-  // A quarter of the limit: training and validation data take one each, the rest is for everything else.
+  // A quarter of the limit each for training and validation data; the rest is for everything else.
   static size_t default_most() {
     rlimit limit{};
     const bool known = ::getrlimit(RLIMIT_NOFILE, &limit) == 0;
@@ -114,7 +113,7 @@ class OpenFiles {
 
   size_t most_;
   std::mutex mutex_;
-  std::list<std::shared_ptr<const File>> files_;  // the one that was used last comes first
+  std::list<std::shared_ptr<const File>> files_;  // most recently used first
 };
 
 inline std::string read_text(const std::string& path) {
@@ -130,7 +129,7 @@ inline void write_text_durably(const std::string& path, std::string_view text) {
   file.sync_and_close();
 }
 
-// A rename is on the disk only once its directory is.
+// A rename is durable only once its directory is synced.
 inline void fsync_directory(const std::string& path) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   CHECK(fd >= 0, "cannot open directory {}: {}", path, std::strerror(errno));
@@ -139,11 +138,11 @@ inline void fsync_directory(const std::string& path) {
   CHECK(status == 0, "cannot fsync directory {}: {}", path, std::strerror(errno));
 }
 
-// Is there such a file or directory? It is an error where the system does not tell.
+// Whether a file or directory exists; it is an error if the system cannot tell.
 inline bool path_exists(const std::string& path) {
   struct stat info {};
   if (::stat(path.c_str(), &info) == 0) return true;
-  CHECK(errno == ENOENT || errno == ENOTDIR, "cannot look at {}: {}", path, std::strerror(errno));
+  CHECK(errno == ENOENT || errno == ENOTDIR, "cannot stat {}: {}", path, std::strerror(errno));
   return false;
 }
 
@@ -158,7 +157,7 @@ inline std::vector<std::string> names_in(const std::string& directory) {
   return names;
 }
 
-// The files that match, sorted; `option` is named when there are none.
+// The matching files, sorted; errors name `option`.
 inline std::vector<std::string> expand_glob(const std::string& pattern, const char* option) {
   glob_t found{};
   const int status = ::glob(pattern.c_str(), 0, nullptr, &found);
@@ -170,7 +169,7 @@ inline std::vector<std::string> expand_glob(const std::string& pattern, const ch
   for (const std::string& path : paths) {
     std::error_code none;
     CHECK(!std::filesystem::is_directory(path, none),
-          "{} {} is a directory: name the files in it by a quoted pattern, such as '{}/*.bin'", option, path, path);
+          "{} {} is a directory: name its files with a quoted pattern, such as '{}/*.bin'", option, path, path);
   }
   return paths;
 }

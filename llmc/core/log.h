@@ -1,4 +1,4 @@
-// log.h: what the run says: aligned lines and tables on stdout, a live progress line on a terminal, and metrics.jsonl.
+// log.h: what a run prints: aligned lines and tables on stdout, a live progress line on a terminal, and metrics.jsonl.
 #pragma once
 #include <unistd.h>
 
@@ -39,22 +39,22 @@ inline std::string human_duration(double seconds) {
 struct TrainLine {
   int64_t step, max_steps;
   double loss, grad_norm, lr, ms, tokens_per_s;
-  std::optional<double> mfu;                            // of 1; none: the peak is not known
-  std::optional<double> speed_of_light = std::nullopt;  // of 1: share of the measured peak, where that is not MFU's
+  std::optional<double> mfu;                            // 0 to 1; none: the peak is unknown
+  std::optional<double> speed_of_light = std::nullopt;  // 0 to 1, of the measured peak; none: MFU refers to it
   double eta_s;                                         // seconds left
-  bool skipped = false;                                 // the update
+  bool skipped = false;                                 // whether the update was
 };
 struct ValLine {
   int64_t step;
   double loss;
   std::optional<double> choices = std::nullopt,
-                        choices_normalized = std::nullopt;  // shares of questions answered right
+                        choices_normalized = std::nullopt;  // fractions of questions answered right
 };
 
 class Log {
  public:
   Log() : terminal_(isatty(STDOUT_FILENO) == 1) {}
-  // Of the ranks that say nothing.
+  // For ranks that print nothing.
   static Log silent() {
     Log log;
     log.silent_ = true;
@@ -62,9 +62,9 @@ class Log {
     return log;
   }
 
-  // From now on also writes to out_dir/metrics.jsonl, behind what is there.
+  // From now on also appends to out_dir/metrics.jsonl.
   void open_metrics(const std::string& out_dir) { metrics_.emplace(File::append(out_dir + "/metrics.jsonl")); }
-  // The metrics so far are on the disk.
+  // Syncs the metrics written so far to disk.
   void sync_metrics() {
     if (metrics_) metrics_->sync();
   }
@@ -120,7 +120,7 @@ class Log {
     write(object);
   }
 
-  // What the GPU said of itself behind a step.
+  // The GPU's readings after a step.
   void gpu(int64_t step, const std::string& text, const nlohmann::ordered_json& readings) {
     line(text);
     nlohmann::ordered_json object = {{"kind", "gpu"}, {"step", step}};
@@ -128,7 +128,7 @@ class Log {
     write(object);
   }
 
-  // A line that the next one overwrites; nothing where stdout is no terminal.
+  // A line that the next one overwrites; prints nothing if stdout is not a terminal.
   void progress(const std::string& what, int64_t done, int64_t total) {
     if (!terminal_) return;
     std::printf("\r\033[K%s %lld/%lld", what.c_str(), static_cast<long long>(done), static_cast<long long>(total));
@@ -144,7 +144,7 @@ class Log {
     if (progress_shown_) std::printf("\r\033[K");
     progress_shown_ = false;
   }
-  // One object a line; doubles so that they read back as the same number, those that are not finite as null.
+  // One object per line; doubles round-trip, non-finite ones are written as null.
   void write(const nlohmann::ordered_json& object) {
     if (!metrics_) return;
     const std::string text = object.dump() + "\n";

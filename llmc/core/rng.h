@@ -1,5 +1,5 @@
-// rng.h: counter-based random numbers, keyed by (seed, stream name, index), so that a value depends on what it is for
-// and never on who draws it or in which order (contracts 7 and 8).
+// rng.h: counter-based random numbers keyed by (seed, stream name, index), so that a value depends on what it is for,
+// never on which rank draws it or in what order (contracts 7 and 8).
 #pragma once
 #include <array>
 #include <bit>
@@ -19,9 +19,9 @@ inline uint64_t hash_name(std::string_view name) {
   return h;
 }
 
-// Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): four random words for each
-// (key, counter); any counter costs the same, so that a slice of a tensor is drawn without its beginning. constexpr:
-// kernels call it too.
+// Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): four random words per (key,
+// counter). Every counter costs the same, so a slice of a tensor is drawn without what precedes it. constexpr: kernels
+// call it too.
 class Philox {
  public:
   Philox(uint64_t seed, std::string_view stream) : seed_(seed), stream_(hash_name(stream)) {}
@@ -49,15 +49,15 @@ class Philox {
   // In [0, 1), 53 bits.
   constexpr double uniform(uint64_t index) const { return static_cast<double>(bits(index) >> 11) * 0x1p-53; }
 
-  // The standard normal numbers of the elements 4 block ... 4 block + 3.
+  // Standard normal values of elements 4 block to 4 block + 3.
   constexpr std::array<float, 4> normals(uint64_t block) const {
     const auto w = words(block);
     const auto first = box_muller(w[0], w[1]), second = box_muller(w[2], w[3]);
     return {first[0], first[1], second[0], second[1]};
   }
 
-  // out[i] = mean 0, standard deviation `stddev`, for the global element indices [begin, begin + n): a pure function of
-  // the index.
+  // out[i] = normal value, mean 0, standard deviation `stddev`, of global element begin + i: a pure function of the
+  // index.
   void fill_normal(float* out, int64_t begin, int64_t n, float stddev) const {
     const int64_t end = begin + n;
     for (int64_t block = begin / 4; block * 4 < end; ++block) {
@@ -73,9 +73,9 @@ class Philox {
   static constexpr uint32_t lo(uint64_t x) { return static_cast<uint32_t>(x); }
   static constexpr uint32_t hi(uint64_t x) { return static_cast<uint32_t>(x >> 32); }
 
-  // Two normal numbers out of two words (Box & Muller 1958), by operations that IEEE 754 rounds in one way only, so
-  // that every compiler, processor and GPU gets the same bits; the functions of a libm differ. Wherever a sum has a
-  // product in it an fma is written out, or compilers would choose.
+  // Two normal values from two words (Box & Muller 1958), using only operations that IEEE 754 rounds in one way, so
+  // that every compiler, processor and GPU gets the same bits; libm functions differ. Sums that contain a product are
+  // written as fma, or each compiler would decide for itself.
   static constexpr std::array<float, 2> box_muller(uint32_t a, uint32_t b) {
     const float u = (static_cast<float>(a >> 8) + 0.5f) * 0x1p-24f;  // in (0, 1]: its logarithm is finite
     const float radius = std::sqrt(-2.0f * logarithm(u));
@@ -93,7 +93,7 @@ class Philox {
     return std::fma(static_cast<float>(k), std::numbers::ln2_v<float>, std::fma(2.0f * s * z, series, 2.0f * s));
   }
 
-  // Of the angle `turn` / 2^24 of a full turn: whole quarters, and the rest, within an eighth, by the Taylor series.
+  // Of the angle `turn` / 2^24 of a full turn: whole quarters, and a remainder within an eighth by its Taylor series.
   static constexpr std::array<float, 2> cos_sin(uint32_t turn) {
     const uint32_t quarters = (turn + (1u << 21)) >> 22;
     const int32_t rest = static_cast<int32_t>(turn) - static_cast<int32_t>(quarters << 22);
@@ -119,7 +119,7 @@ class Philox {
 };
 
 // A permutation of [0, n) that is computed, not stored: a keyed Feistel network over the smallest even number of bits
-// that holds n, walked until it lands inside (Black & Rogaway 2002, "Ciphers with arbitrary finite domains").
+// that holds n, repeated until the result is below n (Black & Rogaway 2002, "Ciphers with arbitrary finite domains").
 class Permutation {
  public:
   Permutation(int64_t n, uint64_t seed, std::string_view stream) : n_(static_cast<uint64_t>(n)), rng_(seed, stream) {

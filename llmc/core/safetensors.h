@@ -1,5 +1,5 @@
-// safetensors.h: the safetensors format: 8 bytes little-endian header length, a JSON header, then the tensors' bytes.
-// https://huggingface.co/docs/safetensors. Knows no model.
+// safetensors.h: the safetensors format: an 8-byte little-endian header length, a JSON header, then the tensors' bytes.
+// https://huggingface.co/docs/safetensors. Independent of any model.
 #pragma once
 #include <algorithm>
 #include <map>
@@ -30,10 +30,10 @@ namespace detail {
 inline constexpr std::pair<DType, const char*> safetensors_dtypes[] = {
     {DType::fp32, "F32"}, {DType::bf16, "BF16"}, {DType::fp16, "F16"}, {DType::fp64, "F64"}, {DType::int32, "I32"}};
 
-// JSON in which every name comes once: of two the library would take the last.
+// Parses JSON and refuses duplicate names, of which the library would keep the last.
 inline nlohmann::json parse_unique(const std::string& text, const std::string& path) {
   using Event = nlohmann::json::parse_event_t;
-  std::map<int, std::set<std::string>> names;  // of the object that is read, by its depth
+  std::map<int, std::set<std::string>> names;  // of the object being read, by depth
   return nlohmann::json::parse(
       text,
       [&](int depth, Event event, nlohmann::json& parsed) {
@@ -46,14 +46,14 @@ inline nlohmann::json parse_unique(const std::string& text, const std::string& p
       false);
 }
 
-// A whole number from 0 on that 64 bits hold; none: it is something else.
+// A non-negative integer that fits into int64_t; none: anything else.
 inline std::optional<int64_t> whole_number(const nlohmann::json& json) {
   const bool whole = json.is_number_unsigned() && json.get<uint64_t>() <= uint64_t{INT64_MAX};
   return whole ? std::optional(json.get<int64_t>()) : std::nullopt;
 }
 }  // namespace detail
 
-// Tensors are written in the order of the list, each in any number of pieces.
+// Writes tensors in list order, each in any number of pieces.
 class SafetensorsWriter {
  public:
   SafetensorsWriter(const std::string& path, const std::vector<TensorInfo>& tensors) : file_(path) {
@@ -117,7 +117,7 @@ class SafetensorsReader {
     const Entry& e = find(name);
     file_.read_at(out, e.info.bytes(), data_begin_ + e.begin);
   }
-  // `n` elements from element `first` of the flat contents.
+  // `n` elements of the flat contents, from element `first`.
   void read(const std::string& name, void* out, int64_t first, int64_t n) const {
     const Entry& e = find(name);
     CHECK(first >= 0 && first + n <= e.info.numel());
@@ -125,7 +125,7 @@ class SafetensorsReader {
   }
 
  private:
-  static constexpr uint64_t largest_header = 100'000'000;  // as the format has it
+  static constexpr uint64_t largest_header = 100'000'000;  // the format's limit
 
   struct Entry {
     TensorInfo info;
@@ -145,20 +145,20 @@ class SafetensorsReader {
           "{}: the entry of tensor {} is {}, expected dtype, shape and data_offsets", path(), name, entry.dump());
     const auto* known = std::find_if(std::begin(detail::safetensors_dtypes), std::end(detail::safetensors_dtypes),
                                      [&](const auto& d) { return dtype == d.second; });
-    CHECK(known != std::end(detail::safetensors_dtypes), "{}: tensor {} has dtype {}, supported are F32, BF16 and F16",
+    CHECK(known != std::end(detail::safetensors_dtypes), "{}: tensor {} has dtype {}, expected F32, BF16 or F16",
           path(), name, dtype.get<std::string>());
     Entry e{{name, known->first, {}}, 0};
     int64_t bytes = size_of(known->first);
     for (const nlohmann::json& d : shape) {
       const std::optional<int64_t> dimension = detail::whole_number(d);
-      CHECK(dimension, "{}: tensor {} has the dimension {}, expected a whole number from 0 on", path(), name, d.dump());
-      CHECK(!__builtin_mul_overflow(bytes, *dimension, &bytes), "{}: tensor {} has more bytes than 64 bits count: {}",
-            path(), name, shape.dump());
+      CHECK(dimension, "{}: tensor {} has dimension {}, expected a non-negative integer", path(), name, d.dump());
+      CHECK(!__builtin_mul_overflow(bytes, *dimension, &bytes),
+            "{}: tensor {} has more bytes than fit into 64 bits: {}", path(), name, shape.dump());
       e.info.shape.push_back(*dimension);
     }
     const std::optional<int64_t> begin = offsets.size() == 2 ? detail::whole_number(offsets[0]) : std::nullopt,
                                  end = offsets.size() == 2 ? detail::whole_number(offsets[1]) : std::nullopt;
-    CHECK(begin && end, "{}: tensor {} has the data_offsets {}, expected two whole numbers from 0 on", path(), name,
+    CHECK(begin && end, "{}: tensor {} has data_offsets {}, expected two non-negative integers", path(), name,
           offsets.dump());
     CHECK(*end <= data_bytes && *end - *begin == bytes,
           "{}: tensor {} lies at bytes {} to {} of {}, but its shape ({}) needs {}; the file is truncated or damaged",
@@ -167,7 +167,7 @@ class SafetensorsReader {
     tensors_.emplace(name, std::move(e));
   }
 
-  // Every byte is of one tensor, as the format has it.
+  // The format requires that every byte belongs to exactly one tensor.
   void check_places(int64_t data_bytes) const {
     std::vector<const Entry*> order;
     for (const auto& [name, entry] : tensors_) order.push_back(&entry);
@@ -176,13 +176,14 @@ class SafetensorsReader {
     });
     int64_t at = 0;
     for (const Entry* e : order) {
-      CHECK(e->begin >= at, "{}: tensor {} begins at byte {}, where another one ends at {}: they overlap; damaged",
+      CHECK(e->begin >= at, "{}: tensor {} begins at byte {}, before the previous one ends at {}; the file is damaged",
             path(), e->info.name, e->begin, at);
-      CHECK(e->begin == at, "{}: bytes {} to {}, in front of tensor {}, are of no tensor; damaged", path(), at,
-            e->begin, e->info.name);
+      CHECK(e->begin == at, "{}: bytes {} to {}, before tensor {}, belong to no tensor; the file is damaged", path(),
+            at, e->begin, e->info.name);
       at += e->info.bytes();
     }
-    CHECK(at == data_bytes, "{}: bytes {} to {} at the end are of no tensor; damaged", path(), at, data_bytes);
+    CHECK(at == data_bytes, "{}: bytes {} to {} at the end belong to no tensor; the file is damaged", path(), at,
+          data_bytes);
   }
 
   File file_;

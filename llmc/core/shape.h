@@ -27,7 +27,7 @@ To narrow(int64_t value) {
   return static_cast<To>(value);
 }
 
-// The divisors of n in ascending order, for messages that propose one.
+// The divisors of n in ascending order, for messages that suggest one.
 inline std::vector<int64_t> divisors(int64_t n) {
   std::vector<int64_t> found;
   for (int64_t d = 1; d <= n; ++d)

@@ -1,6 +1,6 @@
-// signals.h: the wish to stop: SIGINT, SIGTERM, SIGHUP and SIGUSR1 (Slurm's warning before a job ends) are noted and
-// asked for between micro-steps; a signal that comes more than a second behind the first ends the process at once. And
-// the time limit, which is the same wish.
+// signals.h: requests to stop. SIGINT, SIGTERM, SIGHUP and SIGUSR1 (Slurm's warning before a job ends) are recorded and
+// polled between micro-batches; another signal more than a second after the first ends the process at once. A time
+// limit is polled in the same way.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -15,12 +15,12 @@
 namespace llmc {
 
 namespace detail {
-// A handler can reach nothing but a global. One process has one.
+// A signal handler can only reach globals.
 inline volatile std::sig_atomic_t signal_received = 0;
 inline std::atomic<int64_t> signal_time = 0;  // of the first one
 static_assert(std::atomic<int64_t>::is_always_lock_free);
 
-// Of the steady clock, by a function that a handler may call.
+// Steady clock; async-signal-safe.
 inline int64_t nanoseconds_now() {
   timespec now{};
   ::clock_gettime(CLOCK_MONOTONIC, &now);
@@ -36,17 +36,17 @@ inline void note_stop_signals() {
       detail::signal_time = now;
       detail::signal_received = signal;
     } else if (now - detail::signal_time > 1'000'000'000) {
-      std::signal(signal, SIG_DFL);  // the default effect, behind this handler
+      std::signal(signal, SIG_DFL);  // takes effect when this handler returns
       std::raise(signal);
-    }  // else the same wish again: a terminal and mpirun both deliver one Ctrl-C
+    }  // else a duplicate: a terminal and mpirun both deliver one Ctrl-C
   };
   action.sa_flags = SA_RESTART;
   for (int signal : {SIGINT, SIGTERM, SIGUSR1, SIGHUP}) sigaction(signal, &action, nullptr);
-  std::signal(SIGPIPE,
-              SIG_IGN);  // a reader of our output that ends (Ctrl-C ends `| tee` too) must not end the run unsaved
+  // A run must still be saved when the reader of its output has ended (Ctrl-C also ends `| tee`).
+  std::signal(SIGPIPE, SIG_IGN);
 }
 
-// Thrown where the run stops early.
+// Thrown when a run stops early.
 struct Interrupted {
   std::string reason;
 };
@@ -55,17 +55,17 @@ class StopCondition {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // limit: minutes of the process, which began at `begin`; none: no limit. save_seconds: what a save may take, as long
-  // as none was measured; of such a guess no more than half of the limit is kept free.
+  // limit_minutes: counted from `begin`, the start of the process; none: no limit. save_seconds: estimated time of a
+  // save until one is measured; the estimate reserves at most half of the limit.
   StopCondition(std::optional<double> limit_minutes, Clock::time_point begin, double save_seconds)
       : begin_(begin), limit_(limit_minutes), reserve_(margin * save_seconds) {
     if (limit_) reserve_ = std::min(reserve_, 30 * *limit_);
   }
 
-  // A save took so long.
+  // A save took this long.
   void saved(double seconds) { reserve_ = margin * seconds; }
 
-  // Why it is time to save and leave; empty: it is not. under_way: seconds of what will be waited for first.
+  // Why to save and exit now; empty: carry on. under_way: seconds of work to wait for first.
   std::string reason(double under_way = 0) const {
     if (const int signal = detail::signal_received; signal != 0)
       return signal == SIGINT ? "SIGINT" : signal == SIGTERM ? "SIGTERM" : signal == SIGHUP ? "SIGHUP" : "SIGUSR1";

@@ -1,4 +1,4 @@
-// words.h: which of some names a mistyped one was meant to be.
+// words.h: the name that a mistyped one was probably meant to be.
 #pragma once
 #include <algorithm>
 #include <string>
@@ -21,7 +21,7 @@ inline size_t edit_distance(const std::string& a, const std::string& b) {
   return row[b.size()];
 }
 
-// The name nearest to `word`; "" where half of the word would have to change.
+// The name closest to `word`; "" if more than half of the word would have to change.
 inline std::string nearest_name(const std::string& word, const std::vector<std::string>& names) {
   const auto nearest = std::min_element(names.begin(), names.end(), [&](const auto& x, const auto& y) {
     return edit_distance(x, word) < edit_distance(y, word);

@@ -1,7 +1,7 @@
-// dataloader.h: token shards in llm.c's format, and which sample comes when (contract 8 of the design: a shard of n
-// tokens holds floor((n-1)/T) samples; sample k is tokens [kT, kT+T]; the order depends on the seed, the epoch and the
-// sample's index alone). Format: 256 little-endian int32, {magic, version, token count}, then the tokens: 20240520, 1:
-// uint16; 20240801, 7: uint32.
+// dataloader.h: token shards in llm.c's format, and the order of samples (contract 8): a shard of n tokens holds
+// floor((n-1)/T) samples; sample k is tokens [kT, kT+T]; the order depends on the seed, the epoch and the sample's
+// index alone. Format: a header of 256 little-endian int32, {magic, version, token count}, then the tokens: uint16
+// (20240520, 1) or uint32 (20240801, 7).
 #pragma once
 #include <algorithm>
 #include <filesystem>
@@ -28,7 +28,7 @@ struct Shard {
 inline Shard open_shard(const std::string& path) {
   File file = File::open_read(path);
   const int64_t size = file.size();
-  CHECK(size >= Shard::header_bytes, "{}: {} bytes are too few for a token shard with its header of {}", path, size,
+  CHECK(size >= Shard::header_bytes, "{}: {} bytes are too few for a token shard, whose header takes {}", path, size,
         Shard::header_bytes);
   int32_t header[256];
   file.read_at(header, Shard::header_bytes, 0);
@@ -39,21 +39,22 @@ inline Shard open_shard(const std::string& path) {
         path, header[0], header[1]);
   const int64_t width = is_uint16 ? 2 : 4, payload = size - Shard::header_bytes, tokens = payload / width;
   CHECK(payload % width == 0 && static_cast<uint32_t>(header[2]) == static_cast<uint32_t>(tokens),
-        "{}: the header says {} tokens, the file holds {} bytes of them ({} each); truncated or damaged: make it again",
+        "{}: the header says {} tokens, but {} bytes follow it ({} per token); truncated or damaged: create it again",
         path, static_cast<uint32_t>(header[2]), payload, width);
   CHECK(tokens > 0, "{}: holds no tokens", path);
   return {std::move(file), tokens, width};
 }
 
-// Are these bytes (data/tokenize_text.py: 0 to 255, and 256 for the end of text), in a far larger vocabulary?
+// Whether tokens look like bytes (data/tokenize_text.py: 0 to 255, and 256 for the end of text) in a far larger
+// vocabulary.
 inline bool look_like_bytes(int64_t largest_token, int64_t vocab_size) {
   return largest_token <= 256 && vocab_size > 2 * 257;
 }
 
 class TokenShards {
  public:
-  // Checks every file that `pattern` matches, of which there may be more than a process can have open; `option` names
-  // the pattern in errors.
+  // Checks every file that `pattern` matches, of which there may be more than a process can hold open. Errors name
+  // `option`.
   TokenShards(const std::string& pattern, int64_t seq_len, const char* option = "--train-data") : seq_len_(seq_len) {
     for (const std::string& path : expand_glob(pattern, option)) {
       const Shard shard = open_shard(path);
@@ -75,13 +76,13 @@ class TokenShards {
     for (const Placed& shard : shards_) all.push_back(shard.path);
     return all;
   }
-  bool has(const std::string& path) const {  // the same file, whatever it is called
+  bool has(const std::string& path) const {  // under whatever path
     std::error_code ignored;
     return std::any_of(shards_.begin(), shards_.end(),
                        [&](const Placed& shard) { return std::filesystem::equivalent(shard.path, path, ignored); });
   }
 
-  // out (T + 1) = the tokens of sample `index`, each below vocab_size. Several ranks may ask at a time.
+  // out (T + 1) = the tokens of sample `index`, each below vocab_size. Thread-safe.
   void read_sample(int64_t index, int64_t vocab_size, std::vector<int32_t>& out) const {
     CHECK(index >= 0 && index < samples_);
     const auto after = std::upper_bound(shards_.begin(), shards_.end(), index,
@@ -89,7 +90,7 @@ class TokenShards {
     const Placed& shard = *std::prev(after);
     const std::shared_ptr<const File> file = files_->open_read(shard.path);
     CHECK(file->size() == Shard::header_bytes + shard.tokens * shard.width,
-          "{}: its size has changed since the run began: start again", shard.path);
+          "{}: its size has changed since the run began; restart the run", shard.path);
     const int64_t first = (index - shard.first_sample) * seq_len_, n = seq_len_ + 1;
     out.resize(static_cast<size_t>(n));
     if (shard.width == 4) {
@@ -130,16 +131,16 @@ class DataLoader {
     uint64_t seed = 0;
     bool shuffle = false;
     int64_t vocab_size = 0;
-    std::optional<int32_t> end_of_text = std::nullopt;  // begins a document, at position 0; none: nothing does
+    std::optional<int32_t> end_of_text = std::nullopt;  // restarts positions at 0; none: nothing does
   };
-  // Who reads: rank `rank` of `ranks` that share a step, each with `batch_size` sequences in a micro-batch.
+  // The reading rank: `rank` of `ranks` that share a step, each with `batch_size` sequences per micro-batch.
   struct Reader {
     int64_t rank = 0, ranks = 1, batch_size = 1;
   };
 
   DataLoader(const TokenShards& shards, const Config& config) : shards_(shards), config_(config) {}
 
-  // Where in the files the stream has its sample number `position`.
+  // The index in the files of sample `position` of the stream.
   int64_t sample_at(int64_t position) {
     const int64_t epoch = position / shards_.samples(), index = position % shards_.samples();
     if (!config_.shuffle) return index;
@@ -150,7 +151,7 @@ class DataLoader {
     return (*order_)(index);
   }
 
-  // The micro-batch (batch_size T) of a step that begins at stream position `cursor`.
+  // The micro-batch (batch_size, T) of the step that begins at stream position `cursor`.
   void read_batch(int64_t cursor, int64_t micro_batch, const Reader& who, std::vector<int32_t>& tokens,
                   std::vector<int32_t>& targets, std::vector<int32_t>& positions) {
     const size_t T = static_cast<size_t>(shards_.seq_len()), rows = static_cast<size_t>(who.batch_size);

@@ -1,4 +1,5 @@
-// verify_data.h: --verify-data: reads every shard whole and checks header, size and each token against the vocabulary.
+// verify_data.h: --verify-data reads every shard in full and checks header, size and every token against the
+// vocabulary.
 #pragma once
 #include <algorithm>
 #include <filesystem>
@@ -12,11 +13,11 @@
 
 namespace llmc {
 
-// What shards hold, or why one is not good.
+// The contents of shards, or what is wrong with one.
 struct ShardReport {
   int64_t tokens = 0;
   int64_t documents = 0;  // end-of-text tokens
-  int64_t outside = 0;    // tokens that are not in the vocabulary
+  int64_t outside = 0;    // tokens outside the vocabulary
   int64_t largest = -1;   // the largest token
   std::string error;      // empty: good
 };
@@ -41,7 +42,7 @@ void count_tokens(const Token* tokens, int64_t n, int64_t vocab_size, int64_t en
 
 }  // namespace detail
 
-// One shard. `progress`: called after each block with its bytes.
+// Verifies one shard. `progress`: called after each block with its bytes.
 inline ShardReport verify_shard(const std::string& path, int64_t vocab_size, int64_t end_of_text,
                                 const std::function<void(int64_t)>& progress) {
   constexpr int64_t block = int64_t{1} << 22;  // tokens
@@ -73,7 +74,7 @@ inline ShardReport verify_shard(const std::string& path, int64_t vocab_size, int
   return report;
 }
 
-// Every shard that `pattern` matches: a line each and a table. Returns the errors, each on a line of its own.
+// Verifies every shard that `pattern` matches; prints a line for each and a table. Returns the errors, one per line.
 // end_of_text: the token that begins a document; none: documents are not counted.
 inline std::string verify_data(Log& log, const char* option, const std::string& pattern, int64_t vocab_size,
                                std::optional<int64_t> end_of_text) {
@@ -96,15 +97,16 @@ inline std::string verify_data(Log& log, const char* option, const std::string& 
     if (!r.error.empty()) all.error += "\n  " + r.error, ++bad;
     log.line(r.error.empty() ? formatted("good {}: {} tokens", path, human_count(r.tokens)) : "BAD  " + r.error);
   }
-  log.table(formatted("{} {}", option, pattern),
-            {{"shards", formatted("{} good, {} bad", static_cast<int64_t>(paths.size()) - bad, bad)},
-             {"tokens", human_count(all.tokens)},
-             {"documents", end_of_text ? formatted("{} (end of text is {})", human_count(all.documents), *end_of_text)
-                                       : formatted("not counted: no end of text is known for {} tokens", vocab_size)},
-             {"largest token",
-              all.largest < 0 ? "none was read" : formatted("{} of a vocabulary of {}", all.largest, vocab_size)}});
+  log.table(
+      formatted("{} {}", option, pattern),
+      {{"shards", formatted("{} good, {} bad", static_cast<int64_t>(paths.size()) - bad, bad)},
+       {"tokens", human_count(all.tokens)},
+       {"documents", end_of_text ? formatted("{} (end of text is {})", human_count(all.documents), *end_of_text)
+                                 : formatted("not counted: unknown end of text for a vocabulary of {}", vocab_size)},
+       {"largest token",
+        all.largest < 0 ? "none was read" : formatted("{} of a vocabulary of {}", all.largest, vocab_size)}});
   if (all.largest >= 0 && look_like_bytes(all.largest, vocab_size))
-    log.line("notice: these look like bytes, for which --vocab-size 257 is enough");
+    log.line("notice: these look like byte tokens, for which --vocab-size 257 is enough");
   return all.error;
 }
 

@@ -19,8 +19,8 @@ enum class Positions : uint8_t { learned, rotary };
 enum class Mlp : uint8_t { gelu, swiglu };
 enum class Biases : uint8_t { all, qkv, none };
 
-// What the models of a family have in common. A new one that needs no new op is a line here, its names in hf.h and its
-// shapes in presets.h.
+// The traits that the models of a family share. A new family that needs no new op is a line here, its names in hf.h,
+// its fields in hf_config.h and its shapes in presets.h.
 struct Family {
   const char* model_type;    // in Hugging Face's config.json
   const char* architecture;  // transformers' class
@@ -58,14 +58,14 @@ struct ModelConfig {
   int64_t head_size = 64;      // D
   int64_t n_embd = 768;        // C
   int64_t n_ffn = 3072;        // F
-  int64_t vocab_size = 50257;  // V: what the outside sees
+  int64_t vocab_size = 50257;  // V, unpadded
   int64_t n_positions = 1024;
   bool tied = true;  // the head's matrix is the token embedding
   float norm_eps = 1e-5f;
   float init_std = 0.02f;
   Rotary rotary = {};
-  // Special tokens by their names in config.json, as JSON (a number, a list, null), kept for the next one; "": it had
-  // none.
+  // Special tokens by their names in config.json, as JSON (a number, a list, null), kept for the config.json of
+  // checkpoints; "": absent.
   std::map<std::string, std::string> special_tokens = {};
 
   static constexpr int64_t vocab_multiple = 128;
@@ -84,7 +84,7 @@ inline void validate_model(const ModelConfig& c) {
       "the model has a size that is not positive: n_layer {}, n_head {}, n_kv_head {}, head size {}, n_embd {}, n_ffn "
       "{}, vocab_size {}, n_positions {}",
       c.n_layer, c.n_head, c.n_kv_head, c.head_size, c.n_embd, c.n_ffn, c.vocab_size, c.n_positions);
-  constexpr int64_t largest = 1 << 24;  // of one dimension: products of two are far from 2^63
+  constexpr int64_t largest = 1 << 24;  // of one dimension: products of two stay far below 2^63
   CHECK(c.n_head <= largest / c.head_size && c.n_kv_head <= c.n_head && c.n_embd <= largest && c.n_ffn <= 4 * largest,
         "the model has a dimension beyond {}: {} heads and {} key-value heads of {}, n_embd {}, n_ffn {}", largest,
         c.n_head, c.n_kv_head, c.head_size, c.n_embd, c.n_ffn);
@@ -97,8 +97,7 @@ inline void validate_model(const ModelConfig& c) {
         "attention",
         c.n_kv_head, c.family.model_type, c.n_head);
   CHECK(c.family.positions == Positions::learned || c.head_size % 2 == 0,
-        "rotary positions turn pairs, and the head size {} is odd: choose --n-head and --n-embd so that it is even",
-        c.head_size);
+        "rotary positions need an even head size, not {}: choose --n-head and --n-embd accordingly", c.head_size);
 }
 
 // The parameters, with GPT-2's initialisation: normal 0.02, projections into the residual stream scaled by
@@ -170,14 +169,14 @@ inline ParamTable parameter_table(const ModelConfig& c) {
   return table;
 }
 
-// Parameters that multiply activations: a tied table once, as the head; lookups not.
+// Parameters that multiply activations: a tied table counts once, as the head; lookup tables do not count.
 inline int64_t matmul_parameters(const ModelConfig& c) {
   const int64_t positions = c.family.positions == Positions::learned ? c.n_positions : 0;
   const int64_t lookups = positions + (c.tied ? 0 : c.vocab_size);
   return count_parameters(parameter_table(c)) - lookups * c.n_embd;
 }
 
-// 6 N + 6 L C T: forward and backward of the matrices, and of causal attention, whose width is that of its heads.
+// 6 N + 6 L C T: forward and backward of the matrices, and of causal attention, whose C is the width of all heads.
 inline double training_flops_per_token(const ModelConfig& c, int64_t seq_len) {
   return 6.0 * static_cast<double>(matmul_parameters(c)) + 6.0 * static_cast<double>(c.n_layer * c.q_size() * seq_len);
 }

@@ -1,6 +1,6 @@
-// hf.h: Hugging Face names and layouts of the parameters, both ways. transformers' GPT-2 keeps q, k and v as one matrix
-// and stores matrices (in, out) (its Conv1D); ours, like those of the other families, are (out, in), q, k and v by
-// themselves.
+// hf.h: Hugging Face's names and layouts of the parameters, both ways. transformers' GPT-2 fuses q, k and v and stores
+// matrices as (in, out), for its Conv1D; ours, like those of the other families, are (out, in), with q, k and v
+// separate.
 #pragma once
 #include <cstring>
 #include <map>
@@ -16,7 +16,7 @@
 
 namespace llmc {
 
-// A Hugging Face tensor made of canonical parameters, one under the other along the output axis.
+// A Hugging Face tensor: canonical parameters, concatenated along the output axis.
 struct HfTensor {
   std::string name;
   std::vector<int64_t> shape;  // as stored
@@ -59,7 +59,7 @@ inline std::vector<HfTensor> gpt2_tensors(const ModelConfig& c) {
   return all;
 }
 
-// The names of Llama, Qwen2 and Qwen3: each parameter by itself, as the table has it.
+// The names in Llama, Qwen2 and Qwen3: one tensor per parameter.
 inline std::string llama_name(const std::string& ours) {
   static constexpr std::pair<const char*, const char*> names[] = {
       {"wte.weight", "model.embed_tokens.weight"},
@@ -112,20 +112,20 @@ inline std::vector<HfTensor> hf_tensors(const ModelConfig& c) {
 
 namespace detail {
 
-// Where element `e` of a part's flat contents stands in the Hugging Face tensor; `row`: the part's first output.
+// The index in the Hugging Face tensor of element `e` of a part; `row`: the first output of the part.
 inline int64_t hf_index(const HfTensor& hf, int64_t row, int64_t e) {
   if (!hf.transposed) return row + e;
   const int64_t in = hf.shape[0], out = hf.shape[1];
   return e % in * out + row + e / in;
 }
-// How many outputs a part has.
+// The number of outputs of a part.
 inline int64_t hf_rows(const HfTensor& hf, int64_t part_elements) {
   return hf.transposed ? part_elements / hf.shape[0] : part_elements;
 }
 
 }  // namespace detail
 
-// The bytes of one Hugging Face tensor, in the dtype of the parts, which are whole and flat and in the host's memory.
+// The bytes of one Hugging Face tensor, in the dtype of its parts, which are whole, flat and in host memory.
 inline std::vector<std::byte> gather_hf(const HfTensor& hf, const std::map<std::string, Tensor>& parts) {
   const int64_t width = size_of(parts.at(hf.parts[0]).dtype);
   std::vector<std::byte> bytes(static_cast<size_t>(TensorInfo{"", DType::fp32, hf.shape}.numel() * width));
@@ -148,7 +148,7 @@ struct HfPlace {
   std::string name;  // with or without "transformer." or "model."
 };
 
-// For each tensor of the model; everything is checked, nothing read.
+// The place of each tensor of the model. Checks everything, reads no data.
 inline std::vector<HfPlace> match_hf_names(const std::vector<std::unique_ptr<SafetensorsReader>>& files,
                                            const std::vector<HfTensor>& tensors) {
   std::vector<HfPlace> places;
@@ -163,10 +163,10 @@ inline std::vector<HfPlace> match_hf_names(const std::vector<std::unique_ptr<Saf
     CHECK(place.file != nullptr, "{}: has no tensor {} (nor {}); config.json describes another model", files[0]->path(),
           hf.name, bare);
     const TensorInfo& info = place.file->info(place.name);
-    CHECK(info.shape == hf.shape, "{}: tensor {} has the shape ({}), config.json and the options say ({})",
+    CHECK(info.shape == hf.shape, "{}: tensor {} has shape ({}), but config.json and the options say ({})",
           place.file->path(), place.name, info.shape, hf.shape);
     CHECK(info.dtype == DType::fp32 || info.dtype == DType::bf16 || info.dtype == DType::fp16,
-          "{}: tensor {} is {}, supported are fp32, bf16 and fp16", place.file->path(), place.name, info.dtype);
+          "{}: tensor {} is {}, expected fp32, bf16 or fp16", place.file->path(), place.name, info.dtype);
     known.insert(place.name);
     places.push_back(place);
   }
@@ -180,7 +180,7 @@ inline std::vector<HfPlace> match_hf_names(const std::vector<std::unique_ptr<Saf
   return places;
 }
 
-// A tied model's file may hold its head as well, which must then be the embedding (at `embedding`).
+// A tied model's file may also hold its head, which must then equal the embedding (at `embedding`).
 inline void require_same_head(const std::vector<std::unique_ptr<SafetensorsReader>>& files, const HfPlace& embedding) {
   for (const auto& file : files) {
     if (!file->has("lm_head.weight")) continue;
@@ -191,14 +191,14 @@ inline void require_same_head(const std::vector<std::unique_ptr<SafetensorsReade
     };
     CHECK(
         contents(*file, "lm_head.weight") == contents(*embedding.file, embedding.name),
-        "{}: lm_head.weight differs from {}, and config.json ties them: set \"tie_word_embeddings\" to false there, or "
-        "take lm_head.weight out",
+        "{}: lm_head.weight differs from {}, but config.json ties them: set \"tie_word_embeddings\" to false there, or "
+        "remove lm_head.weight",
         file->path(), embedding.name);
   }
 }
 
-// What this rank holds of the parts, weights and masters = the Hugging Face tensor `name` of the file, each rounded to
-// its own dtype.
+// This rank's slices of the parts, weights and master weights = the Hugging Face tensor `name` of the file, each
+// rounded to its own dtype.
 inline void scatter_hf(const HfTensor& hf, const SafetensorsReader& file, const std::string& name,
                        const StateTable& table, const std::map<std::string, int64_t>& elements, Stream& stream) {
   const TensorInfo& info = file.info(name);

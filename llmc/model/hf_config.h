@@ -1,5 +1,5 @@
-// hf_config.h: Hugging Face's config.json, both ways, and --model: a preset or a directory that has one. A value that
-// this program would compute differently is refused by name.
+// hf_config.h: Hugging Face's config.json, both ways, and --model: a preset or a directory that has one. Fields with
+// values that this program does not implement are refused by name.
 #pragma once
 #include <array>
 #include <charconv>
@@ -16,7 +16,7 @@ namespace llmc {
 
 namespace detail {
 
-// Reads fields of one config.json; a field that is missing or null has the default that transformers gives it.
+// Reads fields of one config.json; a missing or null field has transformers' default.
 struct HfFields {
   const nlohmann::json& json;
   const std::string& file;
@@ -26,7 +26,8 @@ struct HfFields {
   }
   void expect(const char* field, const nlohmann::json& supported) const {
     const nlohmann::json found = get(field, supported);
-    CHECK(found == supported, "{}: \"{}\" is {}, supported is {}", file, field, found.dump(), supported.dump());
+    CHECK(found == supported, "{}: \"{}\" is {}, but only {} is supported", file, field, found.dump(),
+          supported.dump());
   }
   int64_t integer(const char* field, const nlohmann::json& fallback) const {
     const nlohmann::json found = get(field, fallback);
@@ -65,8 +66,8 @@ inline void read_gpt2(ModelConfig& c, const HfFields& f) {
   c.head_size = c.n_embd / c.n_head;
 }
 
-// transformers 5 keeps theta and scaling in "rope_parameters"; before, they were "rope_theta" and "rope_scaling". Where
-// a file says two things, or something unknown, it is refused.
+// transformers 5 keeps theta and scaling in "rope_parameters"; earlier versions in "rope_theta" and "rope_scaling".
+// Conflicting or unknown entries are refused.
 inline Rotary read_rotary(const HfFields& f) {
   auto object = [&](const char* field) {
     const nlohmann::json found = f.get(field, nlohmann::json::object());
@@ -91,7 +92,7 @@ inline Rotary read_rotary(const HfFields& f) {
   rotary.theta = p.real("rope_theta", f.real("rope_theta", 10000.0));
   const nlohmann::json type = p.get("rope_type", p.get("type", "default"));
   rotary.scaled = type == "llama3";
-  CHECK(rotary.scaled || type == "default", "{}: \"rope_type\" is {}, supported are \"default\" and \"llama3\"", f.file,
+  CHECK(rotary.scaled || type == "default", "{}: \"rope_type\" is {}, expected \"default\" or \"llama3\"", f.file,
         type.dump());
   CHECK(rotary.theta > 0, "{}: \"rope_theta\" is {}, expected a positive number", f.file, rotary.theta);
   if (!rotary.scaled) return rotary;
@@ -116,11 +117,11 @@ inline void read_llama_like(ModelConfig& c, const HfFields& f) {
   if (type != "qwen2") f.expect("attention_bias", false);
   f.expect("mlp_bias", false);
   f.expect("use_sliding_window", false);
-  if (!f.json.contains("use_sliding_window")) f.expect("sliding_window", nullptr);  // in use where it is given
+  if (!f.json.contains("use_sliding_window")) f.expect("sliding_window", nullptr);  // used if given
   f.expect("pretraining_tp", 1);
   f.expect("attention_dropout", 0.0);
   for (const nlohmann::json& layer : f.get("layer_types", nlohmann::json::array()))
-    CHECK(layer == "full_attention", "{}: \"layer_types\" has {}, supported is \"full_attention\"", f.file,
+    CHECK(layer == "full_attention", "{}: \"layer_types\" has {}, but only \"full_attention\" is supported", f.file,
           layer.dump());
   c.n_layer = f.integer("num_hidden_layers", 32);
   c.n_head = f.integer("num_attention_heads", 32);
@@ -149,7 +150,7 @@ inline ModelConfig config_from_hf(const nlohmann::json& json, const std::string&
   CHECK(json.is_object(), "{}: expected a JSON object", file);
   const nlohmann::json type = json.value("model_type", nlohmann::json());
   const std::optional<Family> family = type.is_string() ? find_family(type.get<std::string>()) : std::nullopt;
-  CHECK(family, "{}: \"model_type\" is {}, supported are {}", file, type.dump(), family_names());
+  CHECK(family, "{}: \"model_type\" is {}, expected one of {}", file, type.dump(), family_names());
   const detail::HfFields fields{json, file};
   ModelConfig c;
   c.family = *family;
@@ -161,7 +162,7 @@ inline ModelConfig config_from_hf(const nlohmann::json& json, const std::string&
   return c;
 }
 
-// The end-of-text token of the vocabularies that are known by their size: GPT-2's, bytes, Llama 3's, Qwen's, SmolLM2's.
+// The end-of-text token of vocabularies recognised by their size: GPT-2's, bytes, Llama 3's, Qwen's, SmolLM2's.
 inline std::optional<int64_t> end_of_text_of(int64_t vocab_size) {
   switch (vocab_size) {
     case 257: return 256;
@@ -219,7 +220,7 @@ inline nlohmann::ordered_json config_to_hf(const ModelConfig& c, DType dtype) {
                {"rope_theta", c.rotary.theta},
                {"rope_scaling", nullptr},
                {"sliding_window", nullptr}});
-  const std::string_view type = c.family.model_type;  // the fields that not all of them have
+  const std::string_view type = c.family.model_type;  // fields that only some families have
   if (type != "qwen2") json["attention_bias"] = false;
   if (type != "qwen2" || c.q_size() != c.n_embd) json["head_dim"] = c.head_size;
   if (type == "llama") json["mlp_bias"] = false;
@@ -234,7 +235,7 @@ inline nlohmann::ordered_json config_to_hf(const ModelConfig& c, DType dtype) {
   return json;
 }
 
-// Overrides of single numbers, from --n-layer and its siblings.
+// Overrides of single numbers, from --n-layer and similar options.
 struct ModelOverrides {
   std::optional<int64_t> n_layer, n_head, n_kv_head, n_embd, n_ffn, vocab_size;
 };
@@ -248,15 +249,16 @@ inline std::string why_no_model(const std::string& model) {
   for (const auto& entry : std::filesystem::directory_iterator(model, none))
     if (std::filesystem::exists(entry.path() / "config.json", none)) newest = std::max(newest, entry.path().string());
   if (!newest.empty()) return "this directory has no config.json; did you mean " + newest + "?";
-  if (std::filesystem::is_directory(model, none)) return "this directory has no config.json: it is no model";
-  if (model.find('/') != std::string::npos) return "there is no such directory";
+  if (std::filesystem::is_directory(model, none)) return "this directory has no config.json: it is not a model";
+  if (model.find('/') != std::string::npos) return "no such directory";
   return formatted("neither a preset ({}) nor a directory with a config.json", presets_like(model));
 }
 
 }  // namespace detail
 
-// A preset or a directory with config.json, then the overrides. What is not given keeps its proportion where that is a
-// whole number: the feed-forward width to the channels, key-value heads to the heads; heads share the channels.
+// A preset or a directory with config.json, then the overrides. Sizes that are not given scale with those that are: the
+// feed-forward width with the channels, rounded down; key-value heads with the heads, if that is a whole number; the
+// heads divide the channels.
 inline ModelConfig resolve_model(const std::string& model, const ModelOverrides& o) {
   const std::optional<ModelConfig> preset = model_preset(model);
   ModelConfig c;

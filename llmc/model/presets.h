@@ -21,7 +21,7 @@ struct Preset {
 };
 inline constexpr Preset presets[] = {
     // clang-format off
-    // Radford et al. 2019; the weights that were published have these counts.
+    // Radford et al. 2019; counts of the published weights.
     {"gpt2:124M",  "gpt2", 12, 12, 12, 64,  768, 3072, 50257, 1024, true, 1e-5f, 0, 0, 124'439'808},
     {"gpt2:350M",  "gpt2", 24, 16, 16, 64, 1024, 4096, 50257, 1024, true, 1e-5f, 0, 0, 354'823'168},
     {"gpt2:774M",  "gpt2", 36, 20, 20, 64, 1280, 5120, 50257, 1024, true, 1e-5f, 0, 0, 774'030'080},
@@ -65,7 +65,7 @@ inline constexpr Preset presets[] = {
     // clang-format on
 };
 
-// "the nearest is gpt2:124M", or all of them where none is near.
+// "the nearest is gpt2:124M", or all of them if none is near.
 inline std::string presets_like(const std::string& name) {
   std::vector<std::string> names;
   for (const Preset& p : presets) names.emplace_back(p.name);

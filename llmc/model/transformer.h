@@ -1,8 +1,8 @@
-// transformer.h: what is computed. The embedding, a block and the head, forward and backward, as sequences of ops.
+// transformer.h: the model: embedding, block and head, forward and backward, as sequences of ops.
 //
 // A block (pre-norm):   x1 = x  + proj(attention(heads(qkv(norm1(x)))))     heads: query-key norm, rotary positions
 //                       x2 = x1 + down(activation(up(norm2(x1))))         activation: GELU; SwiGLU of gate and up
-// Which of them a model has, its config.h says. Sizes: N = B T rows, C channels, F feed-forward, Hq query heads, Hkv
+// config.h says which of these a model has. Sizes: N = B T rows, C channels, F feed-forward, Hq query heads, Hkv
 // key-value heads, D head size, V vocabulary (stored padded).
 #pragma once
 #include <optional>
@@ -21,10 +21,10 @@ struct BatchShape {
   int64_t rows() const { return B * T; }
 };
 
-// Do packed documents see each other?
+// Whether packed documents attend to each other.
 enum class Documents : uint8_t { together, apart };
 
-// What all blocks share besides their weights.
+// The inputs that all blocks share.
 struct Sequences {
   BatchShape shape;
   Tensor positions;     // (N) int32
@@ -33,8 +33,8 @@ struct Sequences {
   Tensor boundaries() const { return documents == Documents::apart ? positions : Tensor{}; }  // for attention
 };
 
-// The inputs of a micro-batch on the device. Positions are an input, not an index; each document begins at 0 where
-// documents do not see each other.
+// The inputs of a micro-batch on the device. Positions are an input, not an index: with Documents::apart they restart
+// at 0 in each document.
 struct MicroBatch {
   Tensor tokens, targets, positions;  // (N) int32
   MicroBatch(const BatchShape& s, Arena& arena) {
@@ -45,7 +45,7 @@ struct MicroBatch {
   }
 };
 
-// What the backward computes again instead of keeping it from the forward (contract 11: bitwise the same). Each level
+// What the backward recomputes instead of keeping it from the forward (contract 11: bitwise the same). Each level
 // includes those before it. Whole blocks: Chen et al. 2016; parts that are large and cheap: Korthikanti et al. 2022.
 enum class Recompute : uint8_t { none, activation, norm, block };
 inline const char* name_of(Recompute r) {
@@ -60,24 +60,24 @@ inline Recompute recompute_from_name(const std::string& name) {
   throw Error(formatted("--recompute {}: expected one of none, activation, norm, block", name));
 }
 
-// What the backward of a block needs from its forward.
+// The activations that the backward of a block needs.
 struct BlockActivations {
   Tensor norm1, norm1_mean, norm1_rstd;  // (N, C) (N) (N); no mean with rmsnorm
   Tensor qkv;                            // (N, (Hq + 2 Hkv) D): q heads, k heads, v heads
-  Tensor heads, heads_rstd;              // the same, what attention reads; qkv itself without query-key norm
-  Tensor attention, lse;                 // (N, Hq D) (B, Hq, T)
-  Tensor middle;                         // (N, C) the residual stream between attention and MLP
+  Tensor heads, heads_rstd;  // (as qkv) (N, Hq + Hkv): what attention reads; qkv itself without query-key norm
+  Tensor attention, lse;     // (N, Hq D) (B, Hq, T)
+  Tensor middle;             // (N, C) the residual stream between attention and MLP
   Tensor norm2, norm2_mean, norm2_rstd;  // (N, C) (N) (N)
   Tensor up, activated;                  // (N, F or 2 F: gates, ups) (N, F)
-  Tensor out;                            // (N, C) the residual stream behind the block
+  Tensor out;                            // (N, C) the residual stream after the block
 
-  // What is computed again: one set, which all blocks write in turn.
+  // The recomputed tensors: one set, reused by all blocks.
   static BlockActivations recomputed(const ModelConfig& c, const BatchShape& s, DType dtype, Recompute recompute,
                                      Arena& arena) {
     auto wanted = [=](std::optional<Recompute> from) { return from && *from <= recompute; };
     return {c, s, dtype, arena, "recomputed", {}, wanted};
   }
-  // What each block keeps; the rest is in `shared`.
+  // The tensors that each block keeps; the others are in `shared`.
   static BlockActivations kept(const ModelConfig& c, const BatchShape& s, DType dtype, Recompute recompute,
                                const BlockActivations& shared, Arena& arena) {
     auto wanted = [=](std::optional<Recompute> from) { return !from || *from > recompute; };
@@ -87,7 +87,7 @@ struct BlockActivations {
   BlockActivations() = default;
 
  private:
-  // `wanted`: of tensors that are computed again from this level on, or never.
+  // `wanted`(from): from is the lowest level that recomputes the tensor; none: it is always kept.
   template <class Wanted>
   BlockActivations(const ModelConfig& c, const BatchShape& s, DType dtype, Arena& arena, const char* label,
                    const BlockActivations& others, Wanted wanted)
@@ -127,7 +127,7 @@ inline AttentionShape attention_shape(const ModelConfig& c, const BatchShape& s)
 
 namespace detail {
 
-// The norm called `name` of a unit, forward and backward. mean: unused with rmsnorm
+// Norm `name` of a unit, forward and backward. mean: unused with rmsnorm
 inline void norm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, const std::string& name, const UnitState& unit,
                          const ModelConfig& c, Stream& stream) {
   const Tensor weight = unit.weight(name + ".weight");
@@ -142,12 +142,12 @@ inline void norm_backward(Tensor dx, Tensor dout, Tensor x, Tensor mean, Tensor 
     layernorm_backward(dx, dweight, unit.gradient(name + ".bias"), dout, x, weight, mean, rstd, accumulate_dx, stream);
 }
 
-// The linear layer that begins with the parameter `name` and `fused` - 1 adjacent ones; its bias where it has one.
+// The linear layer whose weight is parameter `name` and the `fused` - 1 adjacent to it, with its bias if it has one.
 inline void linear(Tensor out, Tensor x, const std::string& name, int fused, const UnitState& unit, Stream& stream) {
   const Tensor bias = unit.has(name + ".bias") ? unit.weight(name + ".bias", fused) : Tensor{};
   linear_forward(out, x, unit.weight(name + ".weight", fused), bias, stream);
 }
-// dx =, and the gradients of its weight and bias +=.
+// dx = ...; dweight, dbias += ...
 inline void linear_backward(Tensor dx, Tensor dout, Tensor x, const std::string& name, int fused, const UnitState& unit,
                             Stream& stream) {
   const Tensor dbias = unit.has(name + ".bias") ? unit.gradient(name + ".bias", fused) : Tensor{};
@@ -155,7 +155,7 @@ inline void linear_backward(Tensor dx, Tensor dout, Tensor x, const std::string&
   linear_backward_input(dx, dout, unit.weight(name + ".weight", fused), stream);
 }
 
-// The MLP's first product: its parameters' first name, and how many are one matrix.
+// The MLP's first product: the name of its first parameter, and how many form one matrix.
 struct MlpInput {
   const char* name;
   int fused;
@@ -163,7 +163,7 @@ struct MlpInput {
       : name(c.family.mlp == Mlp::swiglu ? "mlp.gate" : "mlp.up"), fused(c.family.mlp == Mlp::swiglu ? 2 : 1) {}
 };
 
-// The residual branch behind attention, and behind the MLP: out = x + linear(branch input).   x, out (N, C)
+// The end of a residual branch, of attention or the MLP: out = x + linear(input).   x, out (N, C)
 inline void add_branch(Tensor out, Tensor x, Tensor input, const char* name, const UnitState& unit, Arena& arena,
                        Stream& stream) {
   auto scope = arena.scope();
@@ -182,7 +182,7 @@ inline void activation(const BlockActivations& a, const ModelConfig& c, Stream& 
   if (c.family.mlp == Mlp::swiglu) swiglu_forward(a.activated, a.up, stream);
   else gelu_forward(a.activated, a.up, stream);
 }
-// What attention reads out of qkv: in place without query-key norm.
+// What attention reads of qkv; in place without query-key norm.
 inline void heads(const BlockActivations& a, const UnitState& unit, const ModelConfig& c, const Sequences& s,
                   Stream& stream) {
   const AttentionShape shape = attention_shape(c, s.shape);
@@ -193,8 +193,8 @@ inline void heads(const BlockActivations& a, const UnitState& unit, const ModelC
     rotary_embedding(a.heads, s.rotary_table, s.positions, shape, Turn::forward, stream);
 }
 
-// All of a block but what its backward does not need: the last product and the sum behind it. `attend` is attention: of
-// the whole sequences, or against a cache.
+// A block without its last product and residual addition, which its backward does not need. `attend`: attention over
+// whole sequences, or against a cache.
 template <class Attend>
 void block_interior(const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c,
                     const Sequences& s, Attend&& attend, Arena& arena, Stream& stream) {
@@ -225,8 +225,8 @@ inline void block_forward(const BlockActivations& a, Tensor x, const UnitState& 
   detail::add_branch(a.out, a.middle, a.activated, "mlp.down", unit, arena, stream);
 }
 
-// The same for the rows of one sequence from `begin` on; the keys and values of the rows before are in `cache`
-// (rows, 2 Hkv D), which gets those of the new ones.
+// The same for the rows of one sequence from `begin` on. `cache` (rows, 2 Hkv D) holds the keys and values of the rows
+// before; those of the new rows are appended.
 inline void block_forward_cached(const BlockActivations& a, Tensor x, Tensor cache, int64_t begin,
                                  const UnitState& unit, const ModelConfig& c, const Sequences& s, Arena& arena,
                                  Stream& stream) {
@@ -239,7 +239,7 @@ inline void block_forward_cached(const BlockActivations& a, Tensor x, Tensor cac
   detail::add_branch(a.out, a.middle, a.activated, "mlp.down", unit, arena, stream);
 }
 
-// Computes again what the forward of the block did not keep.
+// Recomputes what the forward of the block did not keep.
 inline void block_recompute(const BlockActivations& a, Tensor x, Recompute recompute, const UnitState& unit,
                             const ModelConfig& c, const Sequences& s, Arena& arena, Stream& stream) {
   if (recompute == Recompute::block) return detail::block_interior(a, x, unit, c, s, arena, stream);
@@ -251,7 +251,7 @@ inline void block_recompute(const BlockActivations& a, Tensor x, Recompute recom
   if (recompute != Recompute::none) detail::activation(a, c, stream);
 }
 
-// dx: in, the gradient of a.out; out, the gradient of x. Gradients of the unit's weights are added to.
+// dx: on entry the gradient of a.out, on return that of x; the gradients of the unit += ...
 inline void block_backward(Tensor dx, const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c,
                            const Sequences& s, Arena& arena, Stream& stream) {
   auto scope = arena.scope();
@@ -298,7 +298,7 @@ struct HeadActivations {
   }
 };
 
-// The head's matrix: the token embedding where the model ties them.   `embedding`: read only if tied
+// The head's matrix: the token embedding if tied.   `embedding`: read only if tied
 inline Tensor head_matrix(const UnitState& head, const UnitState& embedding, const ModelConfig& c) {
   return c.tied ? embedding.weight("wte.weight") : head.weight("lm_head.weight");
 }
@@ -309,7 +309,7 @@ inline void head_forward(const HeadActivations& a, Tensor x, const UnitState& he
   linear_forward(a.logits, a.norm, head_matrix(head, embedding, c), {}, stream);
 }
 
-// dx = gradient of x, from a.logits that hold their gradient already.
+// dx = ..., from a.logits, which hold their gradient already; the weight gradients += ...
 inline void head_backward(Tensor dx, const HeadActivations& a, Tensor x, const UnitState& head,
                           const UnitState& embedding, const ModelConfig& c, Arena& arena, Stream& stream) {
   auto scope = arena.scope();

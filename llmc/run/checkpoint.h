@@ -1,8 +1,8 @@
-// checkpoint.h: checkpoints as Hugging Face directories, whole or not at all. OUT/step-000500/ holds config.json and
-// model.safetensors as transformers loads them, optimizer-*.safetensors with slices of master weights and moments,
-// trainer.json, the files of the tokenizer, and manifest.json with the size and the checksums of each. Written to a
-// temporary directory, every write, fsync and close checked, renamed, and the parent directory synced: nothing
-// half-written is ever read.
+// checkpoint.h: checkpoints as Hugging Face directories, complete or absent (contract 13). OUT/step-000500/ holds
+// config.json and model.safetensors as transformers loads them, optimizer-*.safetensors with slices of master weights
+// and moments, trainer.json, the tokenizer's files, and manifest.json with the size and checksums of each. All is
+// written to a temporary directory, with every write, fsync and close checked. A rename makes the checkpoint visible;
+// then the parent directory is synced.
 #pragma once
 #include <sys/statvfs.h>
 
@@ -21,7 +21,7 @@ inline std::string checkpoint_path(const std::string& out_dir, int64_t step) {
   return formatted("{}/step-{:06}", out_dir, step);
 }
 
-// The step of a checkpoint's directory; none: not the name of one.
+// The step in the name of a checkpoint's directory; none: not such a name.
 inline std::optional<int64_t> checkpoint_step(const std::filesystem::path& path) {
   const std::string name = path.filename();
   const bool numbered = name.starts_with("step-") && name.size() > 5 && name.size() < 20 &&
@@ -29,7 +29,7 @@ inline std::optional<int64_t> checkpoint_step(const std::filesystem::path& path)
   return numbered ? std::optional(std::stoll(name.substr(5))) : std::nullopt;
 }
 
-// The steps that have a checkpoint, whole or damaged, in ascending order.
+// The steps that have a checkpoint, complete or damaged, in ascending order.
 inline std::vector<int64_t> checkpoint_steps(const std::string& out_dir) {
   std::vector<int64_t> steps;
   if (!path_exists(out_dir)) return steps;
@@ -39,14 +39,14 @@ inline std::vector<int64_t> checkpoint_steps(const std::string& out_dir) {
   return steps;
 }
 
-// A JSON object out of a file, with errors that name it.
+// Reads a JSON object; errors name the file.
 inline nlohmann::json read_json(const std::string& path) {
   const nlohmann::json json = nlohmann::json::parse(read_text(path), nullptr, false);
   CHECK(json.is_object(), "{}: not a JSON object; the file is damaged", path);
   return json;
 }
 
-// What the manifest of a checkpoint says about each of its files: what it does not name is not of the checkpoint.
+// The manifest's record of each file; a file that it does not name is not part of the checkpoint.
 inline std::map<std::string, FileRecord> read_manifest(const std::string& path) {
   const std::string file = path + "/manifest.json";
   CHECK(path_exists(file), "{} has no manifest.json", path);
@@ -54,7 +54,7 @@ inline std::map<std::string, FileRecord> read_manifest(const std::string& path) 
   std::map<std::string, FileRecord> files;
   try {
     for (const auto& [name, record] : manifest.at("files").items()) {
-      CHECK(name.find('/') == std::string::npos, "{} names {}, expected files beside it", file, name);
+      CHECK(name.find('/') == std::string::npos, "{} names {}, expected a file in the same directory", file, name);
       files.emplace(name, FileRecord::from_json(record));
     }
   } catch (const nlohmann::json::exception& error) {
@@ -63,10 +63,10 @@ inline std::map<std::string, FileRecord> read_manifest(const std::string& path) 
   return files;
 }
 
-// What of a checkpoint is looked at: all of it, or what a model is loaded from, its shape and its weights.
+// Which part of a checkpoint to check: all of it, or only what a model is loaded from, its shape and weights.
 enum class Part : uint8_t { all, model };
 
-// What is wrong with a checkpoint; nothing: every file of the part is there and has its checksums.
+// What is wrong with a checkpoint; none: every file of the part exists and matches its checksums.
 inline std::optional<std::string> checkpoint_fault(const std::string& path, Part part = Part::all) try {
   const std::map<std::string, FileRecord> files = read_manifest(path);
   for (const char* file : {"config.json", "trainer.json"})
@@ -79,8 +79,7 @@ inline std::optional<std::string> checkpoint_fault(const std::string& path, Part
   return error.what();
 }
 
-// The sequence length that a checkpoint of ours was trained with: positions beyond it have learnt nothing. None: not
-// ours.
+// The sequence length that one of our checkpoints was trained with; positions beyond it are untrained. None: not ours.
 inline std::optional<int64_t> trained_seq_len(const std::string& checkpoint) {
   const std::string file = checkpoint + "/trainer.json";
   if (!path_exists(file)) return std::nullopt;
@@ -99,7 +98,7 @@ inline std::string slice_name(const StateEntry& e) {
 
 inline void require_space(const std::string& directory, int64_t bytes) {
   struct statvfs disk {};
-  if (statvfs(directory.c_str(), &disk) != 0) return;  // the writes will tell
+  if (statvfs(directory.c_str(), &disk) != 0) return;  // the writes will report it
   const double free = static_cast<double>(disk.f_bavail) * static_cast<double>(disk.f_frsize);
   CHECK(free >= static_cast<double>(bytes),
         "{}: a checkpoint of {:.1f} MiB does not fit into the {:.1f} MiB that are free: make room, or see "
@@ -109,18 +108,19 @@ inline void require_space(const std::string& directory, int64_t bytes) {
 
 }  // namespace detail
 
-// What a checkpoint takes on the disk, but for some kilobytes: weights in the training dtype, masters and two moments.
+// The size of a checkpoint on disk, up to some kilobytes: weights in the training dtype, master weights and two
+// moments.
 inline int64_t checkpoint_bytes(const ModelConfig& config, DType dtype, bool master_weights = true) {
   const int64_t state = size_of(accumulator_of(dtype)) * (dtype == accumulator_of(dtype) || !master_weights ? 2 : 3);
   return count_parameters(parameter_table(config)) * (size_of(dtype) + state);
 }
 
-// How fast a checkpoint is written, before one was: what a slow disk or a busy shared file system does.
+// The write speed assumed before the first checkpoint: that of a slow disk or a busy shared file system.
 inline constexpr double assumed_bytes_per_second = 100e6;
 
 namespace detail {
 
-// Which rank writes each Hugging Face tensor: a unit goes to the rank that has the fewest bytes so far.
+// Which rank writes each Hugging Face tensor: a unit goes to the rank with the fewest bytes so far.
 struct WritePlan {
   std::vector<HfTensor> tensors;
   std::vector<size_t> unit;  // of each tensor
@@ -146,25 +146,25 @@ struct WritePlan {
 
 }  // namespace detail
 
-// Writes the checkpoint of `step` and returns its path; all ranks call it. Each writes some of the weights, and the
-// slices of the optimizer's state that it owns; rank 0 does the rest. `trainer`: what trainer.json says; `more`: names
-// and contents of further files, such as the tokenizer's.
+// Writes the checkpoint of `step` and returns its path; called by all ranks. Each writes some of the weights and the
+// optimizer slices that it owns; rank 0 writes the rest. `trainer`: contents of trainer.json; `more`: names and
+// contents of further files, such as the tokenizer's.
 inline std::string write_checkpoint(const std::string& out_dir, int64_t step, const ModelConfig& config,
                                     ModelState& state, DType dtype, const nlohmann::ordered_json& trainer,
                                     Stream& stream, const std::map<std::string, std::string>& more = {}) {
   stream.synchronize();
   DataParallel& dp = state.dp();
   const std::string path = checkpoint_path(out_dir, step), temporary = formatted("{}/.tmp-step-{:06}", out_dir, step);
-  CHECK(!path_exists(path), "{} exists already: remove it, or choose another --out-dir", path);
+  CHECK(!path_exists(path), "{} already exists: remove it, or choose another --out-dir", path);
   try {
     std::error_code error;
     if (dp.first()) {
       detail::require_space(out_dir, checkpoint_bytes(config, dtype));
       std::filesystem::create_directory(temporary, error);
-      CHECK(!error, "cannot make {}: {}", temporary, error.message());
+      CHECK(!error, "cannot create {}: {}", temporary, error.message());
     }
     dp.control->barrier();
-    nlohmann::ordered_json files = nlohmann::ordered_json::object();  // that this rank writes
+    nlohmann::ordered_json files = nlohmann::ordered_json::object();  // written by this rank
 
     const detail::WritePlan plan(config, state, dp.ranks());
     std::vector<TensorInfo> infos;
@@ -231,17 +231,17 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   } catch (...) {
     std::error_code ignored;
     if (dp.ranks() == 1)
-      std::filesystem::remove_all(temporary, ignored);  // others may still write: the next start does it
+      std::filesystem::remove_all(temporary, ignored);  // ranks may still be writing: the next start removes the rest
     throw;
   }
   return path;
 }
 
-// The files with the weights of a Hugging Face directory: one, or those that its index names.
+// The weight files of a Hugging Face directory: one, or those that its index names.
 inline std::vector<std::string> model_files(const std::string& directory) {
   const std::string one = directory + "/model.safetensors", index = one + ".index.json";
-  if (path_exists(one) || !path_exists(index)) {  // where both are, transformers takes the one
-    CHECK(path_exists(one), "--model {}: has no model.safetensors; --from-scratch makes new weights of this shape",
+  if (path_exists(one) || !path_exists(index)) {  // if both exist, transformers takes the first
+    CHECK(path_exists(one), "--model {}: has no model.safetensors; --from-scratch makes random weights of this shape",
           directory);
     return {one};
   }
@@ -250,15 +250,15 @@ inline std::vector<std::string> model_files(const std::string& directory) {
   std::vector<std::string> paths;
   for (const auto& [tensor, file] : map.items()) {
     CHECK(file.is_string() && file.get<std::string>().find('/') == std::string::npos,
-          "{}: tensor {} is in {}, expected the name of a file beside it", index, tensor, file.dump());
+          "{}: tensor {} is in {}, expected the name of a file in the same directory", index, tensor, file.dump());
     const std::string path = directory + "/" + file.get<std::string>();
     if (std::find(paths.begin(), paths.end(), path) == paths.end()) paths.push_back(path);
   }
   return paths;
 }
 
-// The weights in these files: what this rank holds of them, rounded to the training dtype; optimizer state starts at
-// zero. Everything is checked before anything changes.
+// Loads this rank's part of the weights in these files, rounded to the training dtype; optimizer state starts at zero.
+// Everything is checked before anything changes.
 inline void load_weights(const std::vector<std::string>& paths, const ModelConfig& config, const ModelState& state,
                          Stream& stream) {
   std::vector<std::unique_ptr<SafetensorsReader>> files;
@@ -282,7 +282,7 @@ inline void load_model(const std::string& directory, const ModelConfig& config, 
   load_weights(model_files(directory), config, state, stream);
 }
 
-// The whole state of a checkpoint, bit for bit: weights, then the optimizer's slices, from whatever layout wrote them.
+// Loads the whole state of a checkpoint, bit for bit: weights, then the optimizer's slices, whatever layout wrote them.
 inline void load_checkpoint(const std::string& path, const ModelConfig& config, const ModelState& state,
                             Stream& stream) {
   std::vector<std::string> models, optimizers;
@@ -324,8 +324,8 @@ inline void load_checkpoint(const std::string& path, const ModelConfig& config, 
                     [&](const Tensor& host) { s.file->read(s.name, host.bytes, from - s.begin, to - from); });
       filled += to - from;
     }
-    CHECK(filled == e.tensor.numel(), "{}: {} of {} has {} of {} elements; it was made by another kind of training",
-          path, e.kind, e.param->name, filled, e.tensor.numel());
+    CHECK(filled == e.tensor.numel(), "{}: {} of {} has {} of {} elements; it was written with other options", path,
+          e.kind, e.param->name, filled, e.tensor.numel());
   }
 }
 

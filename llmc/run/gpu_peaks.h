@@ -1,7 +1,6 @@
-// gpu_peaks.h: what datasheets promise of NVIDIA's GPUs that run the kernels (since sm_80), by the name that the driver
-// gives them: dense peaks of the tensor cores and bandwidth of the memory. A datasheet in tables with "*with sparsity"
-// has twice these; GeForce cards add in fp32 at half the rate of fp16, which is the one that their advertised TOPS are
-// of.
+// gpu_peaks.h: datasheet peaks of the NVIDIA GPUs that run the kernels (sm_80 and later), by the name that the driver
+// reports: dense tensor-core peaks and memory bandwidth. Figures marked "*with sparsity" are twice these. GeForce cards
+// accumulate in fp32 at half the rate of fp16, and advertise the latter.
 #pragma once
 #include <algorithm>
 #include <cctype>
@@ -15,8 +14,8 @@ namespace llmc {
 
 struct GpuPeaks {
   const char* name;
-  // TFLOP/s with sums in fp32, at the boost clock of the datasheet, which some cards exceed. None: the chip has no such
-  // arithmetic, or no datasheet says it.
+  // TFLOP/s with fp32 accumulation, at the datasheet's boost clock, which some cards exceed. None: the chip lacks the
+  // format, or no datasheet gives the figure.
   std::optional<double> bf16, fp8;
   std::optional<double> bandwidth;  // GB/s
   const char* source;
@@ -37,7 +36,7 @@ inline constexpr GpuPeaks gpu_peaks_table[] = {
     // Data centres.
     {"A100 SXM4 40GB", 312, na, 1555, "NVIDIA A100 datasheet"},
     {"A100 PCIE 40GB", 312, na, 1555, "NVIDIA A100 datasheet"},
-    {"A100 SXM 80GB", 312, na, 2039, "NVIDIA A100 80GB datasheet"},  // what drivers called it first
+    {"A100 SXM 80GB", 312, na, 2039, "NVIDIA A100 80GB datasheet"},  // in early drivers
     {"A100 SXM4 80GB", 312, na, 2039, "NVIDIA A100 80GB datasheet"},
     {"A100 80GB PCIe", 312, na, 1935, "NVIDIA A100 80GB datasheet"},
     {"A30", 165, na, 933, "NVIDIA A30 datasheet"},
@@ -58,15 +57,15 @@ inline constexpr GpuPeaks gpu_peaks_table[] = {
     {"GB200", 2500, 5000, 8000, "NVIDIA GB200 NVL72 datasheet / 72"},
     {"B300 SXM6 AC", 2250, 4500, 8000, "NVIDIA HGX B300 specifications / 8"},
     {"GB300", 2500, 5000, 8000, "NVIDIA GB300 NVL72 datasheet / 72"},
-    // Desks: these add in fp32 at the full rate.
+    // Workstations: these accumulate in fp32 at the full rate.
     {"RTX A4000", 76.7, na, 448, "NVIDIA RTX A4000 datasheet"},
     {"RTX A5000", 111.1, na, 768, "NVIDIA RTX A5000 datasheet"},
     {"RTX A6000", 154.8, na, 768, "NVIDIA RTX A6000 datasheet"},
     {"RTX 6000 Ada Generation", 364.2, 728.5, 960, ada},
     {"RTX PRO 6000 Blackwell Workstation Edition", 500, 1000, 1792, pro_blackwell},
     {"RTX PRO 6000 Blackwell Max Q Workstation Edition", 438.9, 877.8, 1792, pro_blackwell},
-    {"GB10", na, na, 273, "NVIDIA DGX Spark datasheet, which has fp4 alone"},
-    // GeForce. Cards of one name may differ in memory; the bandwidth is that of the first ones.
+    {"GB10", na, na, 273, "NVIDIA DGX Spark datasheet, which gives only fp4"},
+    // GeForce. Cards of one name may differ in memory; the bandwidth is that of the first version.
     {"GeForce RTX 3060", 25.5, na, 360, ampere_site},
     {"GeForce RTX 3060 Ti", 32.4, na, 448, ampere_site},
     {"GeForce RTX 3070", 40.6, na, 448, ampere},
@@ -92,7 +91,7 @@ inline constexpr GpuPeaks gpu_peaks_table[] = {
     {"GeForce RTX 5090", 209.5, 419, 1792, blackwell},
 };
 
-// "NVIDIA A100-SXM4-80GB" -> a100, sxm4, 80gb: without the brand, which drivers began to write in 2021.
+// "NVIDIA A100-SXM4-80GB" -> a100, sxm4, 80gb: without the brand, which drivers report since 2021.
 inline std::vector<std::string> words_of_gpu(std::string_view name) {
   std::vector<std::string> words(1);
   for (const char c : name) {
@@ -110,8 +109,8 @@ inline bool is_memory_size(const std::string& word) {
 
 }  // namespace detail
 
-// `name`: cudaDeviceProp's. The longest row that the name begins with; behind it may be nothing but a size of memory,
-// because all else ("Ti", "D", "Laptop GPU", "MIG 1g.10gb") makes another chip, or a part of one. None: not known.
+// `name`: that of cudaDeviceProp. The longest row that the name begins with; only a memory size may follow, because
+// anything else ("Ti", "D", "Laptop GPU", "MIG 1g.10gb") means another chip or a part of one. None: unknown.
 inline std::optional<GpuPeaks> gpu_peaks(std::string_view name) {
   const std::vector<std::string> words = detail::words_of_gpu(name);
   std::optional<GpuPeaks> found;

@@ -1,4 +1,4 @@
-// job.h: what a training run is to do: everything that is chosen, read and refused before anything is made.
+// job.h: a training run, decided: everything is chosen, read and validated here, before anything is created.
 #pragma once
 #include <limits>
 #include <map>
@@ -26,11 +26,11 @@ struct Job {
   Backend backend;                         // between ranks
   StepConfig step;
   std::unique_ptr<Tokenizer> tokenizer;
-  std::map<std::string, std::string> tokenizer_files;  // read once: every checkpoint of a run has the same
+  std::map<std::string, std::string> tokenizer_files;  // read once, so that all checkpoints have the same
   TokenShards train;
   std::optional<TokenShards> val;
   std::optional<ChoiceSet> choices;
-  std::optional<int32_t> document_begin;  // the token that begins one, of --mask-documents
+  std::optional<int32_t> document_begin;  // the token that begins a document, for --mask-documents
   int64_t samples_per_step, max_steps, val_samples = 0;
   Plan plan;
 
@@ -46,9 +46,9 @@ struct Job {
         train(o.train_data, o.seq_len),
         samples_per_step(step.tokens() / o.seq_len),
         max_steps(o.max_steps.value_or(std::max<int64_t>(1, train.samples() / samples_per_step))) {
-    prompt_tokens(*tokenizer, o, step.model);  // which the samples, and the commands that come next, begin with
+    prompt_tokens(*tokenizer, o, step.model);  // refuses a bad --prompt now, not at the first sample
     const int64_t most_steps = std::numeric_limits<int64_t>::max() / step.tokens();
-    CHECK(max_steps <= most_steps, "--max-steps {} x {} tokens a step are more than can be counted: use at most {}",
+    CHECK(max_steps <= most_steps, "--max-steps {} x {} tokens per step are more than 64 bits count: use at most {}",
           max_steps, step.tokens(), most_steps);
     CHECK(o.warmup_steps <= max_steps, "--warmup-steps {} exceeds the {} steps of the run", o.warmup_steps, max_steps);
     if (!o.val_data.empty()) {
@@ -56,8 +56,7 @@ struct Job {
       val_samples = o.val_steps > val->samples() / samples_per_step ? val->samples() : o.val_steps * samples_per_step;
     }
     if (!o.eval_choices.empty()) {
-      CHECK(val && o.val_every > 0,
-            "--eval-choices is asked with every validation: it needs --val-data and --val-every");
+      CHECK(val && o.val_every > 0, "--eval-choices runs with every validation: it needs --val-data and --val-every");
       choices.emplace(o.eval_choices, step.model.vocab_size, o.seq_len);
     }
     if (o.mask_documents) document_begin = choose_document_begin();
@@ -68,10 +67,10 @@ struct Job {
     require_gpu_for("--attention cudnn", device.cudnn);
     CHECK(
         !device.cudnn || (step.dtype == DType::bf16 && !o.mask_documents),
-        "--attention cudnn computes in bf16 and lets documents see each other: leave out --mask-documents, use --dtype "
-        "bf16, or --attention own");
+        "--attention cudnn needs --dtype bf16 and cannot mask documents: leave out --mask-documents, use --dtype bf16, "
+        "or use --attention own");
     plan = make_plan(step, rank_device);
-    // What a checkpoint records may take less.
+    // On resume go_on() checks the memory: what the checkpoint recorded may need less.
     std::error_code none;
     const bool begun = std::filesystem::is_directory(o.out_dir, none) && !checkpoint_steps(o.out_dir).empty();
     if (o.resume == "never" || (o.resume == "auto" && !begun)) require_memory(o, step, plan, rank_device);
@@ -83,16 +82,16 @@ struct Job {
   }
 
   void require_gpu_for(const char* option, bool asked) const {
-    CHECK(!asked || device.kind == DeviceKind::cuda, "{} is for GPUs, and this run is not on one{}", option,
-          options.device == "cpu" ? ", by --device cpu" : ": " + visible_gpus().why_none);
+    CHECK(!asked || device.kind == DeviceKind::cuda, "{} needs a GPU, and this run does not use one{}", option,
+          options.device == "cpu" ? " (--device cpu)" : ": " + visible_gpus().why_none);
   }
 
-  // Without a tokenizer that says so, the end of text is that of the vocabulary, where its size tells which it is.
+  // If no tokenizer names it, the end of text is that of a vocabulary of this size, if known.
   int32_t choose_document_begin() const {
     const bool guessed = options.tokenizer == "auto" && tokenizer_files.empty();
     const std::optional<int64_t> known = end_of_text_of(step.model.vocab_size);
     CHECK(!guessed || known,
-          "--mask-documents needs the end of text of a vocabulary of {}: give the data's --tokenizer",
+          "--mask-documents: the end of text of a vocabulary of {} is unknown: give the data's --tokenizer",
           step.model.vocab_size);
     const int64_t end = guessed ? *known : tokenizer->end_of_text();
     CHECK(end < step.model.vocab_size,
@@ -101,8 +100,8 @@ struct Job {
     return static_cast<int32_t>(end);
   }
 
-  // Where --grad-reduce is auto, gradients go on being reduced as they were, because the other way rounds otherwise; if
-  // that does not fit into memory, as the stage has it.
+  // With --grad-reduce auto, a resumed run reduces gradients as before, because the other way rounds differently; if
+  // that does not fit into memory, it follows the ZeRO stage.
   void go_on(const ResumePoint& from, Log& log) {
     const nlohmann::json choices = from.trainer.value("choices", nlohmann::json::object());
     const bool recorded = choices.is_object() && choices.value("grad_reduce", nlohmann::json()).is_string();
@@ -115,7 +114,7 @@ struct Job {
         else
           log.line(
               formatted("notice: --grad-reduce {}, with which the run began, needs {}, which does not fit: "
-                        "gradients are now reduced every {}, and round otherwise",
+                        "it is now {}, which rounds differently",
                         as_before.zero.grad_reduce, human_bytes(planned.total_bytes()), step.zero.grad_reduce));
       }
     }

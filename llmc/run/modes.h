@@ -1,4 +1,4 @@
-// modes.h: what the program does instead of training: --generate, --selftest, --verify-data, --plan.
+// modes.h: the modes other than training: --generate, --selftest, --verify-data, --plan.
 #pragma once
 #include <cstdio>
 
@@ -12,10 +12,10 @@
 
 namespace llmc {
 
-// --generate: load a model, print the continuation of the prompt as it comes.
+// --generate: loads a model and prints the continuation of the prompt token by token.
 inline void run_generate(const Options& o) {
-  CHECK(!model_preset(o.model),
-        "--generate needs a trained model: --model {} is a preset; name a checkpoint's directory", o.model);
+  CHECK(!model_preset(o.model), "--generate needs a trained model: --model {} is a preset; name a checkpoint directory",
+        o.model);
   StepConfig config{.model = choose_model(o), .dtype = choose_dtype(o), .zero = {.holds = Holds::weights}};
   config.batch = {1, std::min(trained_seq_len(o.model).value_or(o.seq_len), config.model.n_positions)};
   require_countable(config);
@@ -38,7 +38,7 @@ inline void run_generate(const Options& o) {
   std::printf("\n");
 }
 
-// --selftest: every layout of the ranks at hand against one rank of the CPU.
+// --selftest: every layout of the available ranks against one CPU rank.
 inline void run_selftest_mode(const Options& o) {
   Log log;
   selftest::Machine machine{.device = rank_device(choose_device(o), o.ranks)};
@@ -49,7 +49,7 @@ inline void run_selftest_mode(const Options& o) {
     throw Error("--selftest: the layouts above that say FAILED differ from one rank", ExitStatus::diverged);
 }
 
-// --verify-data: what the shards hold; every bad one is named.
+// --verify-data: checks the shards and names every bad one.
 inline void run_verify_data(const Options& o) {
   const ModelConfig model = choose_model(o);
   omp_set_num_threads(choose_device(o).threads);
@@ -60,7 +60,7 @@ inline void run_verify_data(const Options& o) {
   CHECK(bad.empty(), "--verify-data found bad shards:{}", bad);
 }
 
-// --plan: the memory by name and the work by op of a step, from the null device.
+// --plan: a step's memory by name and work by op, from the null device.
 inline void run_plan(const Options& o) {
   const Device device = choose_device(o);
   const StepConfig config = choose_step(o);

@@ -1,4 +1,4 @@
-// options_parse.h: reads options from the command line and from --config files, and refuses what is wrong with them.
+// options_parse.h: reads options from the command line and from --config files, and validates them.
 #pragma once
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -27,7 +27,7 @@ inline constexpr bool is_optional = false;
 template <class T>
 inline constexpr bool is_optional<std::optional<T>> = true;
 
-// The value that `text` means: all of it, in decimal.
+// Parses all of `text`, numbers in decimal.
 inline void parse_value(const std::string& name, const std::string& text, std::string& field) {
   const std::optional<size_t> fault = utf8_fault(text);  // it is written into JSON
   CHECK(!fault, "{}: byte {} is not UTF-8; give the text, or the path, in UTF-8", name, fault.value_or(0) + 1);
@@ -50,7 +50,7 @@ void parse_value(const std::string& name, const std::string& text, std::optional
   parse_value(name, text, field.emplace());
 }
 
-// "there is no such option", and which name is near.
+// Throws "there is no such option", with the closest name.
 [[noreturn]] inline void unknown_option(const std::string& word, const std::string& where) {
   std::vector<std::string> names;
   for (const ModeOption& mode : mode_options) names.emplace_back(mode.name);
@@ -72,8 +72,7 @@ inline std::string range_text(const Limits& limits) {
                                                                                            : " on");
 }
 
-// Reads a file that --print-config wrote: lines NAME=VALUE, text between quotes; a comment is a line that begins with
-// #.
+// Reads a file in the format of --print-config: lines NAME=VALUE, text in quotes; lines that begin with # are comments.
 inline void read_config(Options& o, const std::string& path) {
   std::istringstream lines(read_text(path));
   int number = 0;
@@ -100,7 +99,7 @@ inline void read_config(Options& o, const std::string& path) {
 
 }  // namespace detail
 
-// Each value by itself, right after parsing.
+// Checks each value on its own, right after parsing.
 inline void check_limits(Options& o) {
   visit_options(o, detail::OptionVisitor{
                        detail::no_group,
@@ -123,13 +122,13 @@ inline void check_limits(Options& o) {
                        }});
 }
 
-// Combinations, as far as the options alone tell.
+// Checks combinations, as far as the options alone decide.
 inline void validate(const Options& o) {
   CHECK(o.generate + o.plan + o.selftest + o.verify_data <= 1,
         "--generate, --plan, --selftest and --verify-data: choose one of them");
   if (o.selftest) return;
   CHECK(!o.generate || !o.from_scratch,
-        "--generate with --from-scratch: there would be nothing learnt to generate from; leave out one of them");
+        "--generate with --from-scratch: random weights generate nothing useful; leave out one of them");
   if (o.generate) return;
   CHECK(o.ranks % o.dp_replicate == 0, "--dp-replicate {} does not divide the {} ranks", o.dp_replicate, o.ranks);
   const int64_t micro = o.batch_size * o.seq_len * o.ranks;
@@ -145,7 +144,7 @@ inline void validate(const Options& o) {
   CHECK(!o.out_dir.empty(), "--out-dir is empty: name a directory for metrics and checkpoints");
 }
 
-// What the command line asks for.
+// The parsed command line.
 struct Command {
   Options options;
   bool print = false;    // print `text` and stop
@@ -153,14 +152,14 @@ struct Command {
   std::string text;
 };
 
-// default_ranks(options): --local-ranks where it is 0.
+// default_ranks(options): the number of ranks for --local-ranks 0.
 template <class Ranks>
 Command parse_command_line(int argc, const char* const* argv, Ranks&& default_ranks) {
   Command command;
   CLI::App app;
   app.set_help_flag();
   app.allow_extras();
-  std::map<std::string, std::string> given;  // CLI11 finds the words, parse_value() reads them
+  std::map<std::string, std::string> given;  // CLI11 splits the command line, parse_value() parses
   visit_options(
       command.options,
       detail::OptionVisitor{
@@ -193,8 +192,8 @@ Command parse_command_line(int argc, const char* const* argv, Ranks&& default_ra
   }
   for (std::string word : app.remaining()) {
     word = word.substr(0, word.find('='));
-    CHECK(word[0] == '-',
-          "{}: an argument without an option; patterns of files are quoted ('data/*_train_*.bin'); see --help", word);
+    CHECK(word[0] == '-', "{}: an argument without an option; quote file patterns ('data/*_train_*.bin'); see --help",
+          word);
     detail::unknown_option(word, "");
   }
   if (command.version) return command;

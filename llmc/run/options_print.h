@@ -1,4 +1,4 @@
-// options_print.h: the options as text: help, a file for --config, a command line, the table in README.md.
+// options_print.h: the options as text: help, a --config file, a command line, the table in README.md.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -16,7 +16,7 @@ namespace detail {
 template <class T>
 std::string option_text(const T& value) {
   if constexpr (std::is_same_v<T, double>) {
-    const std::string brief = formatted("{}", value);  // the shortest that reads back as the same number
+    const std::string brief = formatted("{}", value);  // the shortest that parses to the same number
     return std::strtod(brief.c_str(), nullptr) == value ? brief : formatted("{:.17g}", value);
   } else {
     return formatted("{}", value);
@@ -40,13 +40,13 @@ struct ModeOption {
   const char* help;
 };
 inline constexpr ModeOption mode_options[] = {
-    {"--config", "FILE: read options that --print-config wrote; the command line wins over the file"},
+    {"--config", "FILE: read options from a file that --print-config wrote; the command line takes precedence"},
     {"--print-config", "print all options as a file for --config, and stop"},
     {"--print-options-markdown", "print the options as the table in README.md, and stop"},
     {"--version", "print version, compiler, flags and libraries, and stop"},
     {"--help", "print this, and stop"}};
 
-inline std::string wrapped(const std::string& text, size_t indent, size_t width = 110) {
+inline std::string wrapped(const std::string& text, size_t indent, size_t width = 100) {
   std::string out;
   size_t column = indent;
   for (size_t at = 0; at < text.size();) {
@@ -69,8 +69,8 @@ inline std::string wrapped(const std::string& text, size_t indent, size_t width 
 inline std::string help_text() {
   std::string text =
       "train_gpt pretrains GPT language models on token shards (make those with data/tokenize_text.py).\n\n"
-      "  ./train_gpt -i 'data/mine_train_*.bin' -j 'data/mine_val_*.bin' --model d6 --vocab-size 257 -t 256 -o "
-      "out/mine\n"
+      "  ./train_gpt -i 'data/mine_train_*.bin' -j 'data/mine_val_*.bin' --model d6 --vocab-size 257 \\\n"
+      "      -t 256 -o out/mine\n"
       "  ./train_gpt --generate --model out/mine/step-001000 --prompt 'Once upon'\n";
   Options defaults;
   auto line = [&](std::string left, const std::string& help) {
@@ -91,8 +91,8 @@ inline std::string help_text() {
           }});
   for (const auto& mode : detail::mode_options) line(formatted("      {}", mode.name), mode.help);
   return text +
-         "\nExit status: 0 done, 1 refused (the reason is on stderr), 2 diverged, 75 stopped early and saved: start "
-         "again.";
+         "\nExit status: 0 done, 1 refused (the reason is on stderr), 2 diverged or self-test failed, 75 stopped "
+         "early\nand saved: run the same command again.";
 }
 
 inline std::string config_text(const Options& options) {
@@ -105,7 +105,7 @@ inline std::string config_text(const Options& options) {
                          const std::string value = detail::option_text(field);
                          if (value.empty()) return;  // absent
                          CHECK(value.find('\n') == std::string::npos,
-                               "{}: a value with a line break cannot stand in a --config file", name);
+                               "{}: a value with a line break cannot be written to a --config file", name);
                          if constexpr (std::is_same_v<T, std::string>)
                            text += formatted("{}=\"{}\"\n", name + 2, value);
                          else text += formatted("{}={}\n", name + 2, value);
@@ -114,7 +114,7 @@ inline std::string config_text(const Options& options) {
   return text;
 }
 
-// Quotes a word for a shell where that is needed.
+// Quotes a word for a shell if needed.
 inline std::string shell_word(const std::string& word) {
   const bool plain = !word.empty() && word.find_first_not_of(
                                           "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -125,7 +125,7 @@ inline std::string shell_word(const std::string& word) {
   return quoted + "'";
 }
 
-// Every option as text, the default's text, and its rule.
+// Every option as text, with its default and its rule on resume.
 struct OptionText {
   std::string name, text, usual;
   ResumeRule rule;
@@ -146,13 +146,14 @@ inline std::vector<OptionText> option_texts(const Options& options) {
   return all;
 }
 
-// The command line that gives these options: those that are not the default. `program`: as it is called.
+// The command line for these options: those that differ from the default. `program`: as it was called.
 inline std::string command_line(const Options& options, const std::string& program = "./train_gpt") {
   std::string text = shell_word(program);
   for (const OptionText& o : option_texts(options)) {
     if (o.text == o.usual) continue;
     text += " " + o.name;
-    if (!o.flag) text += (o.text.starts_with("-") ? "=" : " ") + shell_word(o.text);  // no option is taken for a value
+    if (!o.flag)
+      text += (o.text.starts_with("-") ? "=" : " ") + shell_word(o.text);  // a value is not taken for an option
   }
   return text;
 }

@@ -1,5 +1,5 @@
-// peak.h: the machine's matmul peak, measured once with the library that training uses, and cached: MFU is against
-// this.
+// peak.h: the device's matmul and copy peaks, measured with the library that training uses, and the peak that MFU
+// refers to.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -25,7 +25,7 @@ inline std::string processor_name() {
   return "unknown processor";
 }
 
-// Seconds of op(tensors of `shape`, stream), at its best: of a GPU as one of several in a row.
+// Best time in seconds of op(tensors of `shape`, stream); on a GPU, as one of several in a row.
 template <class Op>
 double best_seconds(const Device& device, DType dtype, const Shape& shape, Op&& op) {
   double best = std::numeric_limits<double>::infinity();
@@ -37,7 +37,7 @@ double best_seconds(const Device& device, DType dtype, const Shape& shape, Op&& 
     auto tensor = [&](const char* name) { return arena.alloc("peak", name, dtype, shape); };
     const Tensor out = tensor("out"), x = tensor("x"), y = tensor("y");
     for (const Tensor& t : {x, y}) {
-      if (on.kind == DeviceKind::cuda) init_normal(t, 1, 0, 0, t.name, stream);  // zeros would cost less power
+      if (on.kind == DeviceKind::cuda) init_normal(t, 1, 0, 0, t.name, stream);  // zeros draw less power and run faster
       else zero(t, stream);
     }
     const int calls = on.kind == DeviceKind::cuda ? 4 : 1;
@@ -54,12 +54,12 @@ double best_seconds(const Device& device, DType dtype, const Shape& shape, Op&& 
   return best;
 }
 
-// As many elements as take half of a GPU's free memory, in three tensors: other programs may use the GPU, too.
+// Elements per tensor, so that three take half of a GPU's free memory: other programs may use the GPU, too.
 inline int64_t most_elements(const Device& device, DType dtype) {
   return gpu_info(device.gpu).free_bytes / 2 / 3 / size_of(dtype);
 }
 
-// Flops per second of a square product in `dtype`.
+// Flops per second of a square matrix product in `dtype`.
 inline double measure_matmul_peak(const Device& device, DType dtype) {
   int64_t size = device.kind != DeviceKind::cuda ? 1536 : dtype == DType::fp32 ? 4096 : 8192;
   while (device.kind == DeviceKind::cuda && size > 64 && size * size > most_elements(device, dtype)) size /= 2;
@@ -68,7 +68,7 @@ inline double measure_matmul_peak(const Device& device, DType dtype) {
                       [](Tensor out, Tensor x, Tensor y, Stream& stream) { linear_forward(out, x, y, {}, stream); });
 }
 
-// Bytes per second of a copy, those read and those written.
+// Bytes per second of a copy, reads and writes counted.
 inline double measure_bandwidth(const Device& device) {
   int64_t n = int64_t{1} << 26;
   if (device.kind == DeviceKind::cuda) n = std::min(4 * n, most_elements(device, DType::fp32));
@@ -84,9 +84,9 @@ inline std::string peak_cache_file() {
   return std::string(home != nullptr && *home != '\0' ? home : "/tmp") + "/.cache/train_gpt/peak.json";
 }
 
-// The best that was ever measured for this processor, library, dtype and number of threads: measured anew at every
-// start (a fraction of a second) and cached, because a machine that is busy at one start is not at all of them. A cache
-// that cannot be read or written is done without.
+// The best ever measured for this processor, library, dtype and number of threads: measured at every start (a fraction
+// of a second) and cached, because the machine may be busy now and idle next time. Works without a readable or writable
+// cache.
 inline double matmul_peak(const Device& device, DType dtype) {
   const std::string key =
       device.kind == DeviceKind::cuda
@@ -109,12 +109,12 @@ inline double matmul_peak(const Device& device, DType dtype) {
   return measured;
 }
 
-// What the speed of a run, or of a rank, is held against.
+// The peaks that the speed of a run, or of a rank, is compared with.
 struct Peaks {
-  double measured = 0;             // flops per second of matmul, here: the speed of light
-  double bandwidth = 0;            // bytes per second of a copy, here, if it was asked for
-  std::optional<double> promised;  // flops per second that MFU is a share of; none: not known
-  std::string source;              // of what is promised
+  double measured = 0;             // flops per second of matmul on this machine: the speed of light
+  double bandwidth = 0;            // bytes per second of a copy on this machine, if requested
+  std::optional<double> promised;  // flops per second that MFU refers to; none: unknown
+  std::string source;              // of `promised`
 
   Peaks times(double factor) const {
     return {measured * factor, bandwidth * factor, promised ? std::optional(*promised * factor) : std::nullopt, source};
@@ -122,8 +122,7 @@ struct Peaks {
   Peaks of_rank(int64_t ranks) const { return times(1 / static_cast<double>(ranks)); }
 };
 
-// Of one device. MFU is against the datasheet of a GPU, or --peak-tflops; against what was measured on a CPU, which has
-// none.
+// Of one device. MFU refers to --peak-tflops or a GPU's datasheet; on a CPU, which has none, to the measured peak.
 inline Peaks find_peaks(const Device& device, DType dtype, const std::optional<double>& peak_tflops,
                         bool with_bandwidth = false) {
   Peaks peaks;
@@ -132,7 +131,7 @@ inline Peaks find_peaks(const Device& device, DType dtype, const std::optional<d
   if (peak_tflops) return peaks.promised = *peak_tflops * 1e12, peaks.source = "--peak-tflops", peaks;
   if (device.kind != DeviceKind::cuda) return peaks.promised = peaks.measured, peaks.source = "measured", peaks;
   const std::optional<GpuPeaks> chip = gpu_peaks(gpu_info(device.gpu).name);
-  peaks.source = "no datasheet that this program knows";
+  peaks.source = "no datasheet peak known for this GPU and dtype";
   if (dtype == DType::bf16 && chip && chip->bf16) peaks.promised = *chip->bf16 * 1e12, peaks.source = chip->source;
   return peaks;
 }

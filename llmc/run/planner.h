@@ -1,5 +1,6 @@
-// planner.h: what a run needs, found by the trainer itself on the null device: nothing is computed, memory is counted
-// by name, work by op. The arenas of the real run are made exactly this large, so the plan cannot drift from the code.
+// planner.h: what a run needs, found by running the trainer itself on the null device: nothing is computed; memory is
+// counted by name, work by op. The arenas of the real run are made exactly this large, so the plan cannot drift from
+// the code.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -14,7 +15,7 @@ namespace llmc {
 struct Plan {
   int64_t arena_bytes = 0, scratch_bytes = 0;
   std::vector<MemoryLine> memory;  // of a rank: what is live at the high-water mark, scratch last
-  OpLedger step_ops;               // calls, flops and bytes of one training step of a rank, if it is to train
+  OpLedger step_ops;               // calls, flops and bytes of one training step of a rank, if it trains
   std::vector<std::pair<std::string, int64_t>> step_traffic;  // bytes that a rank sends in a step, by group
   int64_t total_bytes() const {
     int64_t bytes = 0;
@@ -23,7 +24,7 @@ struct Plan {
   }
 };
 
-// One training step and one evaluation, if the rank is to train, and every length of a generation of rank 0, on paper.
+// Runs on paper: one training step and one evaluation, if the rank trains, and rank 0's generation at all lengths.
 // `target`: a rank's device.
 inline Plan make_plan(const StepConfig& config, const Device& target) {
   const Device device = target.on_paper();
@@ -64,18 +65,18 @@ inline Plan make_plan(const StepConfig& config, const Device& target) {
   return plan;
 }
 
-// More than any run has: layers, whose parameters are listed by name, and layers times the micro-batches of a step,
-// whose actions and activations are listed before it begins.
+// Beyond any run: layers, whose parameters are listed by name, and layers times the micro-batches of a step, whose
+// actions and activations are listed before it begins.
 inline constexpr int64_t most_layers = 1 << 14, most_passes = 1 << 18;
 
-// Refuses what could not even be planned: a step of more actions than can be listed, sizes whose products would leave
-// 64 bits. Generous bounds, in floating point, of all bytes of a plan and of the operations of its largest op.
+// Refuses what cannot even be planned: a step of more actions than can be listed, sizes whose products overflow 64
+// bits. Generous bounds, in floating point, on the bytes of a plan and the operations of its largest op.
 inline void require_countable(const StepConfig& config) {
   const ModelConfig& m = config.model;
-  CHECK(m.n_layer <= most_layers, "a model of {} layers is beyond planning: at most {}", m.n_layer, most_layers);
+  CHECK(m.n_layer <= most_layers, "a model of {} layers is too large to plan: use at most {}", m.n_layer, most_layers);
   CHECK(config.micro_batches <= most_passes / m.n_layer,
-        "{} micro-batches of each rank in a step, through {} layers each, are more than {} passes: use a larger "
-        "--batch-size or a smaller --total-batch-size",
+        "{} micro-batches per rank and step, times {} layers, are more than {} passes: use a larger --batch-size or a "
+        "smaller --total-batch-size",
         config.micro_batches, m.n_layer, most_passes);
   const double L = static_cast<double>(m.n_layer), C = static_cast<double>(m.n_embd), F = static_cast<double>(m.n_ffn),
                V = static_cast<double>(m.vocab_size) + ModelConfig::vocab_multiple,
@@ -84,16 +85,16 @@ inline void require_countable(const StepConfig& config) {
   const double parameters = (2 * V + static_cast<double>(m.n_positions)) * C + L * (8 * C * C + 4 * C * F);
   const double activations = in_flight * N * (L * (16 * C + 4 * F) + 4 * C + 4 * V);
   const double largest = std::max(64 * (parameters + activations), 16 * N * std::max({C * C, C * F, C * V, C * T}));
-  CHECK(largest < 0x1p62, "a step of about {:.1e} bytes or operations is beyond counting: use a smaller {}", largest,
+  CHECK(largest < 0x1p62, "a step of about {:.1e} bytes or operations is too large to plan: use a smaller {}", largest,
         64 * parameters >= 0x1p62 ? "--model" : "--batch-size, --seq-len or --model");
 }
 
-// Does the plan fit into `limit` bytes?
+// Whether the plan fits into `limit` bytes.
 inline bool fits(const Plan& plan, int64_t limit) { return plan.total_bytes() <= limit; }
 
-// The first way to make a run fit into `limit` bytes a rank with the same tokens in a step: more recomputation, which
-// changes no number, and a higher ZeRO stage, which changes none at equal --grad-reduce (where that follows the stage,
-// from 2 on gradients are reduced every micro-step, and round otherwise); then smaller micro-batches too.
+// The first way to fit a run into `limit` bytes per rank with the same tokens per step: more recomputation, which
+// changes no numbers, and a higher ZeRO stage, which changes none at equal --grad-reduce (with auto, stages 2 and 3
+// reduce gradients every micro-batch, which rounds differently); then smaller micro-batches too.
 struct Remedy {
   int64_t batch_size;
   int stage;

@@ -1,4 +1,4 @@
-// progress.h: how far a run is, besides its tensors: trainer.json, which each checkpoint holds and a resumed run reads.
+// progress.h: the progress of a run, besides its tensors: trainer.json, written to each checkpoint and read on resume.
 #pragma once
 #include <cmath>
 #include <limits>
@@ -17,7 +17,7 @@ struct Progress {
   OutlierDetector losses, norms;
   double best_val = std::numeric_limits<double>::infinity();
   int64_t best_step = -1;
-  std::string matmul_choices;  // tuned ones
+  std::string matmul_choices;  // if tuned
 };
 
 // trainer.json
@@ -41,16 +41,16 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"options", options_json(job.options)}};
 }
 
-// Refuses a checkpoint with which the job would not go on as it began.
+// Refuses a checkpoint from which the job would not continue the same run.
 inline void require_same_run(const ResumePoint& from, const Job& job) {
   const std::string file = from.path + "/trainer.json";
   auto expect = [&](const char* field, int64_t now, const char* what) {
     const nlohmann::json then = from.trainer.value(field, nlohmann::json());
-    CHECK(then == now, "{}: \"{}\" is {}, and is {} in this run: {}", file, field, then.dump(), now, what);
+    CHECK(then == now, "{}: \"{}\" is {}, but {} in this run: {}", file, field, then.dump(), now, what);
   };
   expect("step", from.step, "the directory was renamed");
   expect("tokens_per_step", job.step.tokens(),
-         "give the former as --total-batch-size, and a --batch-size that divides it");
+         "use the former as --total-batch-size, with a --batch-size that divides it");
   if (job.document_begin)
     expect("document_begin", *job.document_begin,
            "--mask-documents needs the same end of text: give the same --tokenizer");
@@ -59,11 +59,12 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
                            job.step.dtype),
                        now = config_to_hf(job.step.model, job.step.dtype);
   for (const auto& [field, value] : before.items())
-    CHECK(now.value(field, nlohmann::json()) == value, "{}/config.json: \"{}\" is {}, and is {} in --model {} now: {}",
+    CHECK(now.value(field, nlohmann::json()) == value, "{}/config.json: \"{}\" is {}, but {} in --model {} now: {}",
           from.path, field, value.dump(), now.value(field, nlohmann::json()).dump(), job.options.model,
-          "the model's directory has changed; --resume never and another --out-dir begin anew");
-  expect("data_samples", job.train.samples(), "--train-data has changed: give the former shards, or another --out-dir");
-  expect("data_cursor", from.step * job.samples_per_step, "the checkpoint is damaged, or of another program");
+          "the model's directory has changed; --resume never and another --out-dir start a new run");
+  expect("data_samples", job.train.samples(), "--train-data has changed: use the former shards, or another --out-dir");
+  expect("data_cursor", from.step * job.samples_per_step,
+         "the checkpoint is damaged, or was written by another program");
 }
 
 inline Progress progress_at(const ResumePoint& from) {

@@ -1,5 +1,5 @@
-// ranks.h: one rank, whole: memory made exactly as large as the plan says, its stream, its groups and its trainer; and
-// how many ranks run as threads of this process.
+// ranks.h: one rank: memory of exactly the planned size, its stream, its groups and its trainer; and several ranks as
+// threads of this process.
 #pragma once
 #include <exception>
 #include <memory>
@@ -14,7 +14,7 @@ namespace llmc {
 struct Run {
   Arena arena, scratch;
   Stream stream;
-  std::unique_ptr<Stream> copies;  // of a GPU
+  std::unique_ptr<Stream> copies;  // on a GPU
   DataParallel dp;
   Trainer trainer;
   Run(const StepConfig& config, const Plan& plan, const Device& device, World& world, int rank)
@@ -31,13 +31,13 @@ struct Run {
     if (world.backend() == Backend::nccl)
       for (Stream* s : streams()) s->set_watch([this] { dp.check(); });
   }
-  // Where this rank ends by an error, the others are told before its streams wait for them.
+  // If this rank ends with an error, the others are told before its streams wait for them.
   ~Run() {
     if (std::uncaught_exceptions() > exceptions_) world_.abort();
-    for (Stream* s : streams()) {  // before the groups that their tasks use are gone
+    for (Stream* s : streams()) {  // before the groups that their tasks use are destroyed
       try {
         s->synchronize();
-      } catch (...) {  // known already, or of a peer
+      } catch (...) {  // already reported, or a peer's
       }
     }
   }
@@ -53,7 +53,7 @@ struct Run {
 
   World& world_;
   int exceptions_ = std::uncaught_exceptions();
-  // Where there is no memory after all, the error says what all of it was for.
+  // If the allocation fails after all, the error lists what the memory was for.
   static Arena planned_arena(const Plan& plan, const Device& device) {
     try {
       return Arena(device, plan.arena_bytes);
@@ -68,12 +68,12 @@ struct Run {
   }
 };
 
-// Runs rank_main(rank) for every rank of the world, as threads of this process; the first error of any ends all, and is
-// thrown on.
+// Runs rank_main(rank) for every rank of the world, as threads of this process. The first error stops all ranks and is
+// rethrown.
 template <class F>
 void run_ranks(World& world, F&& rank_main) {
   std::mutex mutex;
-  std::exception_ptr first, other;  // the reason, and what followed from it
+  std::exception_ptr first, other;  // the cause, and what followed from it
   auto stop_all = [&](std::exception_ptr reason) {
     {
       std::lock_guard lock(mutex);
@@ -87,7 +87,7 @@ void run_ranks(World& world, F&& rank_main) {
     } catch (const PeerError&) {
       std::lock_guard lock(mutex);
       other = std::current_exception();
-    } catch (const Error& error) {  // one of many says which it is
+    } catch (const Error& error) {  // with several ranks, say which
       const bool many = world.mesh().size() > 1 && error.status() == ExitStatus::refused;
       stop_all(std::make_exception_ptr(many ? Error(formatted("rank {} on {}: {}", rank, host_name(), error.what()))
                                             : error));

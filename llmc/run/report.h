@@ -1,5 +1,5 @@
-// report.h: what a person sees before and after a run: the header (machine, model, data, memory, batch arithmetic) and
-// the summary with the exact commands that come next.
+// report.h: what the user sees before and after a run: the header (machine, model, data, memory, batch arithmetic) and
+// the summary with the exact next commands.
 #pragma once
 #if __has_include("build_info.h")
 #include "build_info.h"  // written by the Makefile
@@ -30,7 +30,7 @@ inline std::string version_text() {
                    built_for_gpus ? formatted("cpu, cuda ({}), null", nccl_version()) : std::string("cpu, null"));
 }
 
-// What computes: "NVIDIA H200 (sm_90, 139.8 GiB)".
+// The device: "NVIDIA H200 (sm_90, 139.8 GiB)".
 inline std::string describe(const Device& device) {
   if (device.computes_as() != DeviceKind::cuda)
     return formatted("{}, {} thread{}", processor_name(), device.threads, device.threads == 1 ? "" : "s");
@@ -39,7 +39,7 @@ inline std::string describe(const Device& device) {
                    human_bytes(gpu.total_bytes), gpu.software);
 }
 
-// What its datasheet promises: "989.5 TFLOP/s of bf16, 1979.0 of fp8, dense; 4800.0 GB/s of memory".
+// Its datasheet peaks: "989.5 TFLOP/s of bf16, 1979.0 of fp8, dense; 4800.0 GB/s of memory".
 inline std::string describe(const GpuPeaks& chip) {
   const auto number = [](const std::optional<double>& n) { return n ? formatted("{:.1f}", *n) : std::string("n/a"); };
   return formatted("{} TFLOP/s of bf16, {} of fp8, dense; {} GB/s of memory", number(chip.bf16), number(chip.fp8),
@@ -48,7 +48,7 @@ inline std::string describe(const GpuPeaks& chip) {
 
 using Rows = std::vector<std::pair<std::string, std::string>>;
 
-// Bytes that a rank may take.
+// Bytes that a rank may use.
 inline int64_t memory_limit(const Options& o, const Device& device) {
   if (o.memory_limit) return static_cast<int64_t>(*o.memory_limit * (1 << 30));
   if (device.computes_as() != DeviceKind::cuda) return host_memory() / device.sharers;
@@ -61,10 +61,10 @@ inline std::string layout_text(const ZeroConfig& zero) {
   if (zero.ranks() == 1) return "1 rank";
   return formatted("{} data-parallel ranks: {} replica(s) x {} shard(s), ZeRO stage {}, gradients reduced every {}",
                    zero.ranks(), zero.replicas, zero.shards, zero.stage,
-                   zero.grad_reduce == GradReduce::step ? "step" : "micro-step");
+                   zero.grad_reduce == GradReduce::step ? "step" : "micro-batch");
 }
 
-// What a run is, as far as the options alone tell.
+// A run as described by the options alone.
 inline Rows run_rows(const Options& o, const StepConfig& step) {
   const ModelConfig& m = step.model;
   return {
@@ -72,10 +72,10 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
                           m.family.model_type, m.n_layer, m.n_head,
                           m.n_kv_head == m.n_head ? "" : formatted(" ({} key-value heads)", m.n_kv_head), m.head_size,
                           m.n_embd, m.n_ffn, m.vocab_size, m.n_positions)},
-      {"parameters", formatted("{} ({:.3f} MFLOP a token)", human_count(count_parameters(parameter_table(m))),
+      {"parameters", formatted("{} ({:.3f} MFLOP per token)", human_count(count_parameters(parameter_table(m))),
                                training_flops_per_token(m, o.seq_len) * 1e-6)},
       {"numerics", formatted("{}, recompute {}", o.dtype, step.recompute)},
-      {"batch", formatted("{} tokens a step = {} micro-batch(es) x {} sequences x {} tokens x {} rank(s)",
+      {"batch", formatted("{} tokens per step = {} micro-batch(es) x {} sequences x {} tokens x {} rank(s)",
                           human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.zero.ranks())},
       {"layout", layout_text(step.zero)},
       {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
@@ -95,7 +95,7 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
   const std::string where = device.computes_as() == DeviceKind::cuda ? "GPU" : "machine";
   const std::string what = (o.memory_limit           ? std::string("--memory-limit ")
                             : step.zero.ranks() == 1 ? "this " + where + "'s "
-                                                     : "a rank's part of this " + where + ", ") +
+                                                     : "a rank's share of this " + where + ", ") +
                            human_bytes(limit);
   if (fits(plan, limit)) return "fits into " + what;
   if (step.zero.holds == Holds::weights)
@@ -116,12 +116,12 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
   return formatted("does not fit into {}; it would with{} ({}{})", what, change, human_bytes(remedy->total_bytes),
                    remedy->grad_reduce == step.zero.grad_reduce
                        ? ""
-                       : "; gradients are then reduced every micro-step, which rounds otherwise");
+                       : "; gradients are then reduced every micro-batch, which rounds differently");
 }
 
 }  // namespace detail
 
-// Refuses a run, or a generation, that needs more memory than --memory-limit or the machine gives it.
+// Refuses a run, or a generation, that needs more memory than --memory-limit or the machine allows.
 inline void require_memory(const Options& o, const StepConfig& step, const Plan& plan, const Device& device) {
   if (fits(plan, memory_limit(o, device))) return;
   std::string message = formatted("{} needs {} and {}", step.zero.ranks() == 1 ? "the run" : "each rank",
@@ -130,25 +130,25 @@ inline void require_memory(const Options& o, const StepConfig& step, const Plan&
   throw Error(message);
 }
 
-// --plan: what the run needs, nothing run; refused where it exceeds --memory-limit.
+// --plan: prints what a run needs without running it; refused if that exceeds --memory-limit.
 inline void report_plan(Log& log, const Options& o, const Device& device, const StepConfig& step, const Plan& plan) {
   log.table("plan for " + describe(device), detail::run_rows(o, step));
-  log.table(o.ranks == 1 ? "memory" : "memory of a rank", detail::memory_rows(plan));
+  log.table(o.ranks == 1 ? "memory" : "memory per rank", detail::memory_rows(plan));
   if (step.zero.ranks() > 1) {
     Rows traffic;
     for (const auto& [group, bytes] : plan.step_traffic) traffic.emplace_back(group, human_bytes(bytes));
-    log.table("sent by a rank in a step", traffic);
+    log.table("sent per rank and step", traffic);
   }
   Rows ops;
   double flops = 0, bytes = 0;
   for (const auto& [name, t] : plan.step_ops) {
-    if (t.flops == 0 && t.bytes < 1e4) continue;  // a few numbers that ranks exchange
+    if (t.flops == 0 && t.bytes < 1e4) continue;  // a few scalars that ranks exchange
     ops.emplace_back(name, formatted("{:8} calls {:14.3f} GFLOP {:12.3f} GB", t.calls, t.flops * 1e-9, t.bytes * 1e-9));
     flops += t.flops;
     bytes += t.bytes;
   }
   ops.emplace_back("total", formatted("{:8}       {:14.3f} GFLOP {:12.3f} GB", "", flops * 1e-9, bytes * 1e-9));
-  log.table(o.ranks == 1 ? "work of a step" : "work of a rank in a step", ops);
+  log.table(o.ranks == 1 ? "work per step" : "work per rank and step", ops);
   const std::string verdict = detail::memory_verdict(o, step, plan, device);
   if (o.memory_limit && !fits(plan, memory_limit(o, device))) throw Error(verdict);
   log.line("=> " + verdict);
@@ -156,29 +156,30 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
 
 namespace detail {
 
-// Data that can be trained on and hardly are what was meant.
+// Notices about data that can be trained on but are probably a mistake.
 inline void report_unlikely_data(Log& log, const Options& o, const StepConfig& step, const TokenShards& train,
                                  const TokenShards* val) {
   const int64_t samples = step.tokens() / o.seq_len, V = step.model.vocab_size;
   if (samples > train.samples())
-    log.line(formatted("notice: a step takes {} samples and the training data have {}: it sees some more than once",
+    log.line(formatted("notice: a step takes {} samples but the training data have {}: it uses some more than once",
                        samples, train.samples()));
   int32_t largest = 0;
   std::vector<int32_t> sample;
   constexpr int64_t looked_at = 64;
   for (int64_t i = 0; i < std::min(looked_at, train.samples()); ++i) {
-    train.read_sample(i, std::numeric_limits<int64_t>::max(), sample);  // whoever trains on it refuses what is outside
+    train.read_sample(i, std::numeric_limits<int64_t>::max(),
+                      sample);  // training refuses tokens outside the vocabulary
     largest = std::max(largest, *std::max_element(sample.begin(), sample.end()));
   }
   if (look_like_bytes(largest, V))
     log.line(
-        formatted("notice: the first tokens of the training data look like bytes, and the model has a vocabulary of "
+        formatted("notice: the first tokens of the training data look like bytes, but the model has a vocabulary of "
                   "{}: for bytes --vocab-size 257 is enough",
                   V));
   if (val == nullptr) return;
   for (const std::string& path : val->paths())
     if (train.has(path)) {
-      log.line(formatted("notice: {} is training data as well: the validation loss will look too good", path));
+      log.line(formatted("notice: {} is also training data: the validation loss will look too good", path));
       break;
     }
 }
@@ -193,7 +194,7 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
       {"matmul",
        formatted("{}, {}, peak {:.1f} TFLOP/s measured here", matmul_library(device), o.dtype, peaks.measured * 1e-12)},
       {"MFU", peaks.promised ? formatted("a share of {:.1f} TFLOP/s: {}", *peaks.promised * 1e-12, peaks.source)
-                             : formatted("n/a: {}; --peak-tflops says it", peaks.source)}};
+                             : formatted("n/a: {}; set it with --peak-tflops", peaks.source)}};
   if (device.kind == DeviceKind::cuda)
     if (const auto chip = gpu_peaks(gpu_info(device.gpu).name)) rows.emplace_back("datasheet", describe(*chip));
   for (auto& row : detail::run_rows(o, step)) rows.push_back(std::move(row));
@@ -204,9 +205,10 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
   rows.emplace_back("training data", formatted("{}: {} shard(s), {} tokens, {} samples of {}{}", o.train_data,
                                                train.count(), human_count(train.tokens()), human_count(train.samples()),
                                                o.seq_len, o.shuffle ? ", shuffled" : ""));
-  rows.emplace_back("documents", document_begin ? formatted("of a sequence do not see each other; token {} begins one",
-                                                            *document_begin)
-                                                : std::string("of a sequence see each other"));
+  rows.emplace_back("documents",
+                    document_begin
+                        ? formatted("masked from each other within a sequence; token {} begins one", *document_begin)
+                        : std::string("attend to each other within a sequence"));
   rows.emplace_back("validation data", val == nullptr ? "none"
                                                       : formatted("{}: {} shard(s), {} tokens", o.val_data,
                                                                   val->count(), human_count(val->tokens())));
@@ -222,19 +224,20 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
                   (backend == Backend::nccl ? nccl_version() : std::string("the process's memory, thread to thread")),
               who);
     if (device.kind == DeviceKind::cuda && backend == Backend::threads)
-      log.line("notice: ranks share GPUs, or this build has no NCCL: every exchange waits for the GPU; right and slow");
+      log.line(
+          "notice: ranks share GPUs, or this build has no NCCL: every exchange waits for the GPU: correct but slow");
   }
-  log.table(o.ranks == 1 ? "memory" : "memory of a rank", detail::memory_rows(plan));
+  log.table(o.ranks == 1 ? "memory" : "memory per rank", detail::memory_rows(plan));
   detail::report_unlikely_data(log, o, step, train, val);
   if (device.kind == DeviceKind::cpu && o.ranks > device.threads)
-    log.line(formatted("notice: {} ranks share {} processors: right for tests and for learning, slower than one rank",
+    log.line(formatted("notice: {} ranks share {} processors: fine for tests and for learning, slower than one rank",
                        o.ranks, device.threads));
   if (device.kind == DeviceKind::cpu && o.dtype == "bf16" && !cpu::bf16_is_native())
-    log.line("notice: no bf16 products in this processor or this build: they are widened to fp32, right but slow");
+    log.line("notice: this processor or build has no bf16 products: they are widened to fp32, correct but slow");
 }
 
-// Where the time of the training steps of a rank went, the longest op first, and what share of its roof each reached:
-// the time that its flops take at the peak of matmul, or its bytes at that of a copy, whichever is longer.
+// The time of each op in a rank's training steps, the longest first, and what share of its roof it reached: the time
+// that its flops take at the matmul peak, or its bytes at the copy peak, whichever is longer.
 inline void report_profile(Log& log, const OpLedger& ops, int64_t steps, const Peaks& roof) {
   std::vector<std::pair<std::string, OpTotals>> sorted(ops.begin(), ops.end());
   std::sort(sorted.begin(), sorted.end(),
@@ -244,11 +247,11 @@ inline void report_profile(Log& log, const OpLedger& ops, int64_t steps, const P
   Rows rows;
   for (const auto& [name, t] : sorted)
     rows.emplace_back(name,
-                      formatted("{:8.3f} ms a step {:5.1f}% {:7} calls {:9.1f} GFLOP/s {:7.1f} GB/s {:5.1f}% of roof",
+                      formatted("{:8.3f} ms/step {:5.1f}% {:7} calls {:9.1f} GFLOP/s {:7.1f} GB/s {:5.1f}% of roof",
                                 t.seconds * 1e3 / static_cast<double>(steps), 100 * t.seconds / total, t.calls / steps,
                                 t.flops * 1e-9 / t.seconds, t.bytes * 1e-9 / t.seconds,
                                 100 * std::max(t.flops / roof.measured, t.bytes / roof.bandwidth) / t.seconds));
-  log.table(formatted("ops of a rank; roof: {:.1f} TFLOP/s of matmul, {:.1f} GB/s of a copy, measured here",
+  log.table(formatted("ops per rank; roof: {:.1f} TFLOP/s of matmul, {:.1f} GB/s of a copy, measured here",
                       roof.measured * 1e-12, roof.bandwidth * 1e-9),
             rows);
 }
@@ -265,7 +268,7 @@ inline std::string without_continued(const std::string& out) {
 
 }  // namespace detail
 
-// The commands that come next, to be pasted where `program` was called: each works as it stands.
+// The next commands, to be pasted where `program` was called: each works as it stands.
 inline void report_next_steps(Log& log, const Options& o, const std::string& checkpoint, const std::string& program) {
   Options more = o, made;
   more.model = checkpoint;  // which knows its own shape
@@ -284,10 +287,10 @@ inline void report_next_steps(Log& log, const Options& o, const std::string& che
   made.temperature = o.temperature;
   made.top_k = o.top_k;
   made.top_p = o.top_p;
-  Rows rows = {{"train on", command_line(more, program)}, {"generate", command_line(made, program)}};
+  Rows rows = {{"train further", command_line(more, program)}, {"generate", command_line(made, program)}};
   const std::string plot = (std::filesystem::path(program).parent_path() / "scripts/plot.py").lexically_normal();
   if (path_exists(plot)) rows.emplace_back("plot", formatted("python3 {} {}", shell_word(plot), shell_word(out)));
-  log.table("next: train on from these weights (the optimizer starts anew), generate, plot", rows);
+  log.table("next: train further from these weights (with a new optimizer), generate, plot", rows);
 }
 
 }  // namespace llmc

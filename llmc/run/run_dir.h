@@ -1,5 +1,5 @@
-// run_dir.h: the out directory of one run: whose it is (run.json), who writes to it (a lock), which checkpoint a start
-// goes on from, which ones are kept, and where metrics.jsonl is cut.
+// run_dir.h: the directory of one run: the options that it belongs to (run.json), its one writer (a lock), the
+// checkpoint to resume from, the checkpoints to keep, and where metrics.jsonl is truncated.
 #pragma once
 #include <sys/file.h>
 
@@ -18,35 +18,35 @@
 
 namespace llmc {
 
-// Where a run goes on.
+// The checkpoint that a run resumes from.
 struct ResumePoint {
   std::string path;
   int64_t step;
   nlohmann::json trainer;  // its trainer.json
 };
 
-// The options of a run; --local-ranks is what it stands for on this machine.
+// The recorded options of a run, with --local-ranks resolved for this machine.
 inline std::vector<OptionText> recorded_options(Options o) {
   o.local_ranks = o.ranks;
   return option_texts(o);
 }
 
-// Refuses options that must be what they were; says on `log` which others changed.
+// Refuses changes of options that must match; logs changes of others.
 inline void check_resumed_options(Log& log, const std::string& file, const nlohmann::json& then, const Options& now) {
   CHECK(then.is_object(), "{}: the options are missing; the file is damaged", file);
   std::string broken;
   for (const OptionText& o : recorded_options(now)) {
-    const nlohmann::json found = then.value(o.name, nlohmann::json(o.usual));  // of an older version: the default
+    const nlohmann::json found =
+        then.value(o.name, nlohmann::json(o.usual));  // absent in an older version: the default
     const std::string before = found.is_string() ? found.get<std::string>() : found.dump();
     if (before == o.text || o.rule == ResumeRule::free) continue;
-    const std::string change = formatted("{} was '{}' and is '{}'", o.name, before, o.text);
+    const std::string change = formatted("{} was '{}' and is now '{}'", o.name, before, o.text);
     if (o.rule == ResumeRule::warn) log.line("notice: " + change);
     else broken += "\n  " + change;
   }
-  CHECK(
-      broken.empty(),
-      "{} belongs to a run with other options:{}\ngive the same options to go on with it, or choose another --out-dir",
-      file, broken);
+  CHECK(broken.empty(),
+        "{} belongs to a run with other options:{}\nuse the same options to resume it, or choose another --out-dir",
+        file, broken);
 }
 
 inline nlohmann::ordered_json options_json(const Options& o) {
@@ -55,8 +55,8 @@ inline nlohmann::ordered_json options_json(const Options& o) {
   return json;
 }
 
-// The newest whole checkpoint of an out directory; damaged ones are passed over, with a warning for each. None: there
-// is none at all. That all of them are damaged is an error.
+// The newest complete checkpoint of a run directory; damaged ones are skipped with a warning each. None: there are no
+// checkpoints. It is an error if all are damaged.
 inline std::optional<ResumePoint> newest_checkpoint(const std::string& out_dir,
                                                     const std::function<void(const std::string&)>& warn) {
   std::vector<int64_t> steps = checkpoint_steps(out_dir);
@@ -65,47 +65,48 @@ inline std::optional<ResumePoint> newest_checkpoint(const std::string& out_dir,
     const std::string path = checkpoint_path(out_dir, steps.back());
     const std::optional<std::string> fault = checkpoint_fault(path);
     if (!fault) return ResumePoint{path, steps.back(), read_json(path + "/trainer.json")};
-    warn("a damaged checkpoint is passed over: " + *fault);
+    warn("skipping a damaged checkpoint: " + *fault);
     faults += "\n  " + *fault;
   }
   CHECK(faults.empty(),
-        "--out-dir {}: none of its checkpoints is whole, and nothing was overwritten:{}\nto begin anew remove the "
-        "directory, or choose another one",
+        "--out-dir {}: all of its checkpoints are damaged; nothing was overwritten:{}\nto start a new run, remove the "
+        "directory or choose another one",
         out_dir, faults);
   return std::nullopt;
 }
 
 class RunDirectory {
  public:
-  // Makes the directory if need be and locks it. One that holds anything but a run of these options, or one that came
-  // to no step, is refused.
+  // Creates the directory if needed and locks it. Refuses one that holds anything but a run with these options or a run
+  // that completed no step.
   RunDirectory(Log& log, const Options& o) : path_(o.out_dir) {
     std::error_code error, unknown;
     std::filesystem::create_directories(path_, error);
-    CHECK(!error && std::filesystem::is_directory(path_, unknown), "--out-dir {}: cannot make this directory: {}",
+    CHECK(!error && std::filesystem::is_directory(path_, unknown), "--out-dir {}: cannot create this directory: {}",
           path_, error ? error.message() : "a file has this name");
     if (!path_exists(run_file()))
       for (const std::string& name : names_in(path_))
         CHECK(name.starts_with(".tmp-") || nothing_in(name),
-              "--out-dir {} holds {}, which is not of a run: choose another directory, or empty it", path_, name);
+              "--out-dir {} holds {}, which does not belong to a run: choose another directory, or empty it", path_,
+              name);
     lock();
     if (path_exists(run_file())) {
       const nlohmann::json options = read_json(run_file()).value("options", nlohmann::json());
       if (has_steps()) {
-        CHECK(o.resume != "never", "--resume never: --out-dir {} holds a run already; choose another one, or remove it",
+        CHECK(o.resume != "never", "--resume never: --out-dir {} already holds a run; choose another one, or remove it",
               path_);
         check_resumed_options(log, run_file(), options, o);
-      } else {  // it was mistyped, perhaps
+      } else {  // perhaps started with mistyped options
         std::filesystem::remove(run_file(), error);
       }
     }
-    for (const std::string& name : names_in(path_))  // of a run that was killed; we hold the lock
+    for (const std::string& name : names_in(path_))  // left by a killed run; we hold the lock
       if (name.starts_with(".tmp-")) std::filesystem::remove_all(path_ + "/" + name, error);
   }
   RunDirectory(const RunDirectory&) = delete;
   RunDirectory& operator=(const RunDirectory&) = delete;
 
-  // What --resume asks for; none: a fresh start.
+  // The checkpoint that --resume asks for; none: a new run.
   std::optional<ResumePoint> resume_point(Log& log, const Options& o) const {
     if (o.resume == "auto" || o.resume == "never") {
       auto newest = newest_checkpoint(path_, [&](const std::string& warning) { log.line("WARNING: " + warning); });
@@ -113,16 +114,16 @@ class RunDirectory {
         if (newest && step > newest->step) set_aside(log, step);
       return newest;
     }
-    // The same directory may be spelled in many ways: links, a slash at the end.
+    // The same directory has many spellings: links, a trailing slash.
     std::error_code error, none;
     const std::filesystem::path asked = std::filesystem::canonical(o.resume, error);
     const std::optional<int64_t> step = checkpoint_step(asked);
     const std::vector<int64_t> inside = step || error ? std::vector<int64_t>() : checkpoint_steps(asked);
     CHECK(step, "--resume {}: {}; expected auto, never, or a checkpoint's directory, {}", o.resume,
-          error ? error.message() : std::string("this is no checkpoint"),
+          error ? error.message() : std::string("this is not a checkpoint"),
           inside.empty() ? "OUT/step-NNNNNN" : checkpoint_path(o.resume, inside.back()));
     if (const auto fault = checkpoint_fault(asked))
-      throw Error(formatted("--resume {}: this checkpoint is not whole: {}", o.resume, *fault));
+      throw Error(formatted("--resume {}: this checkpoint is damaged: {}", o.resume, *fault));
     const std::vector<int64_t> steps = checkpoint_steps(path_);
     const std::string own = checkpoint_path(path_, *step);
     const bool is_own = std::filesystem::equivalent(asked, own, none);
@@ -134,7 +135,7 @@ class RunDirectory {
     return point;
   }
 
-  // From now on this is the directory of a run with these options.
+  // Makes this the directory of a run with these options.
   void claim(const Options& o) const {
     if (path_exists(run_file())) return;
     const std::string temporary = path_ + "/.tmp-run.json";
@@ -145,7 +146,7 @@ class RunDirectory {
     fsync_directory(path_);
   }
 
-  // Deletes checkpoints but the newest `keep` (0: all are kept), milestones, and the one of step `best`.
+  // Deletes checkpoints except the newest `keep` (0: keeps all), multiples of `keep_every`, and that of step `best`.
   void prune(int64_t keep, int64_t keep_every, std::optional<int64_t> best) const {
     if (keep == 0) return;
     std::vector<int64_t> steps = checkpoint_steps(path_);
@@ -154,7 +155,7 @@ class RunDirectory {
       if (!(keep_every > 0 && step % keep_every == 0) && step != best) remove(step);
   }
 
-  // OUT/best leads to the checkpoint with the best validation loss.
+  // OUT/best links to the checkpoint with the best validation loss.
   void link_best(int64_t step) const {
     const std::string temporary = path_ + "/.tmp-best";
     std::error_code error;
@@ -164,8 +165,8 @@ class RunDirectory {
     CHECK(!error, "cannot link {}/best: {}", path_, error.message());
   }
 
-  // Cuts metrics.jsonl behind the lines of `step`, and what is half a line; returns whether a validation of that step
-  // is in it.
+  // Truncates metrics.jsonl after the lines of `step` and drops incomplete lines; returns whether it holds a validation
+  // of that step.
   bool cut_metrics(int64_t step) const {
     const std::string temporary = path_ + "/.tmp-metrics.jsonl";
     const Metrics metrics = metrics_until(step);
@@ -182,8 +183,8 @@ class RunDirectory {
   std::string metrics_file() const { return path_ + "/metrics.jsonl"; }
 
   struct Metrics {
-    std::string lines;       // whole ones, of no later step
-    bool validated = false;  // that very step
+    std::string lines;       // complete ones, of no later step
+    bool validated = false;  // whether `step` itself was
   };
   Metrics metrics_until(int64_t step) const {
     Metrics metrics;
@@ -199,13 +200,13 @@ class RunDirectory {
     return metrics;
   }
 
-  // An empty file, such as the lock, or one that is gone by now.
-  // Has the run done anything that is worth keeping?
+  // Whether the run has done anything worth keeping.
   bool has_steps() const {
     return !checkpoint_steps(path_).empty() ||
            metrics_until(std::numeric_limits<int64_t>::max()).lines.find("\"kind\":\"train\"") != std::string::npos;
   }
 
+  // Whether this is an empty file, such as the lock, or is gone by now.
   bool nothing_in(const std::string& name) const {
     struct stat info {};
     if (::lstat((path_ + "/" + name).c_str(), &info) != 0) return errno == ENOENT;
@@ -221,7 +222,7 @@ class RunDirectory {
           "--out-dir {}: another run is writing to it; wait for its end, or choose another directory", path_);
   }
 
-  // A damaged checkpoint makes room for the one that will be written again.
+  // Renames a damaged checkpoint to make room for the one that will be written again.
   void set_aside(Log& log, int64_t step) const {
     const std::string from = checkpoint_path(path_, step);
     std::string to = formatted("{}/damaged-step-{:06}", path_, step);
@@ -229,7 +230,7 @@ class RunDirectory {
     std::error_code error;
     std::filesystem::rename(from, to, error);
     CHECK(!error, "cannot rename {} to {}: {}", from, to, error.message());
-    log.line(formatted("WARNING: {} is now {}", from, to));
+    log.line(formatted("WARNING: renamed {} to {}", from, to));
   }
 
   void remove(int64_t step) const {

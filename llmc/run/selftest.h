@@ -1,6 +1,6 @@
-// selftest.h: --selftest: a tiny model with awkward sizes in every layout that the ranks at hand allow, against one
-// rank: loss, gradient norm, every gradient, the resulting weights (contracts 3 and 5). A further axis of parallelism
-// is a further line of layouts().
+// selftest.h: --selftest compares a tiny model with awkward sizes, in every layout of the available ranks, with one
+// rank: loss, gradient norm, every gradient, the resulting weights (contracts 3 and 5). A new axis of parallelism is
+// one more line of layouts().
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -15,10 +15,10 @@ namespace llmc {
 
 namespace selftest {
 
-inline constexpr int64_t sequences = 24, seq_len = 19;  // of a step, for whatever number of ranks divides it
+inline constexpr int64_t sequences = 24, seq_len = 19;  // per step; numbers of ranks that do not divide it are left out
 inline constexpr int steps = 2;
 
-// A tiny model with odd sizes: uneven layers, grouped heads, a vocabulary that divides nothing.
+// A tiny model with odd sizes: uneven layers, grouped heads, a vocabulary that is a multiple of nothing.
 inline ModelConfig awkward_model(const char* family = "gpt2", bool tied = true) {
   ModelConfig m;
   m.family = *find_family(family);
@@ -45,7 +45,7 @@ inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t bat
           .zero = zero};
 }
 
-// Every layout of so many ranks; none where they cannot share a step equally.
+// Every layout of this many ranks; empty if they cannot share a step equally.
 inline std::vector<ZeroConfig> layouts(int ranks) {
   std::vector<ZeroConfig> all;
   for (int replicas = 1; replicas <= ranks; ++replicas)
@@ -60,20 +60,20 @@ inline std::vector<ZeroConfig> layouts(int ranks) {
   return all;
 }
 
-// What a layout computed: parameters and gradients whole, put together from all ranks.
+// The results of a layout: whole parameters and gradients, assembled from all ranks.
 struct Outcome {
   std::vector<double> losses, norms;
   std::map<std::string, std::vector<float>> gradients, weights;
-  std::string fault;  // ranks that hold the same and differ
+  std::string fault;  // copies that differ between ranks
 };
 
-// Every rank's slices into whole tensors; where two ranks hold the same elements they must be the same.
+// Assembles every rank's slices into whole tensors; elements that several ranks hold must be equal.
 inline void collect(std::map<std::string, std::vector<float>>& whole, std::string& fault, const StateTable& table,
                     int rank, Stream& stream) {
   for (const StateEntry& e : table) {
     if (e.kind != StateKind::weight) continue;
     std::vector<float>& to = whole[e.param->name];
-    to.resize(static_cast<size_t>(e.param->numel()), std::numeric_limits<float>::infinity());  // nobody's so far
+    to.resize(static_cast<size_t>(e.param->numel()), std::numeric_limits<float>::infinity());  // held by no rank so far
     const HostView held(e.tensor, stream);
     with_type(e.tensor.dtype, [&](auto tag) {
       const auto* from = held.data<typename decltype(tag)::type>();
@@ -81,13 +81,13 @@ inline void collect(std::map<std::string, std::vector<float>>& whole, std::strin
         float& element = to[static_cast<size_t>(e.begin + i)];
         const float value = static_cast<float>(from[i]);
         if (std::isinf(element)) element = value;
-        else if (!(element == value)) fault = formatted("rank {} holds another {}", rank, e.param->name);
+        else if (!(element == value)) fault = formatted("rank {} holds a different {}", rank, e.param->name);
       }
     });
   }
 }
 
-// Where a layout is run.
+// Where a layout runs.
 struct Machine {
   Device device = {};  // of rank 0
   Backend backend = Backend::threads;
@@ -129,7 +129,7 @@ inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}) {
       collect(outcome.gradients, outcome.fault, run.trainer.state().gradient_table(), rank, run.stream);
     }
     for (int s = 1; s <= steps; ++s) {
-      // An epsilon as large as the gradients: the update is smooth, and shows an error in proportion.
+      // An epsilon as large as the gradients: the update is smooth and shows an error in proportion.
       const StepResult r = run.trainer.step(
           batches, {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0.1f, .step = s},
           {.max_norm = 1});
@@ -141,7 +141,7 @@ inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}) {
   return outcome;
 }
 
-// The largest ||a - b|| / ||b|| of all tensors; what is not a number is infinitely far.
+// The largest ||a - b|| / ||b|| of all tensors; NaN counts as infinite.
 inline double distance(const std::map<std::string, std::vector<float>>& a,
                        const std::map<std::string, std::vector<float>>& b) {
   double largest = 0;
@@ -153,7 +153,7 @@ inline double distance(const std::map<std::string, std::vector<float>>& a,
       difference += (double{other->second[i]} - values[i]) * (double{other->second[i]} - values[i]);
       size += double{values[i]} * values[i];
     }
-    // The key biases' true gradient is zero: what stands there is rounding.
+    // The key biases' true gradient is zero: what is there is rounding error.
     if (name.ends_with("attn.k.bias")) continue;
     const double d = size > 0 ? std::sqrt(difference / size) : std::sqrt(difference);
     largest = std::isnan(d) ? std::numeric_limits<double>::infinity() : std::max(largest, d);
@@ -169,7 +169,7 @@ inline double distance(const std::vector<double>& a, const std::vector<double>& 
   return largest;
 }
 
-// How far an outcome is from another one.
+// The distances of one outcome from another.
 struct Distances {
   double loss, norm, gradients, weights;
   Distances(const Outcome& a, const Outcome& b)
@@ -189,8 +189,8 @@ struct Distances {
 
 }  // namespace selftest
 
-// Every layout on the machine against one rank on the CPU: prints a line for each number of ranks, and one for each
-// layout that failed; false: there is one. `bug`: planted by a test.
+// Compares every layout on the machine with one rank on the CPU. Prints a line for each number of ranks and for each
+// layout that failed; false: one failed. `bug`: planted by a test.
 inline bool run_selftest(Log& log, int64_t max_ranks, PlantedBug bug = PlantedBug::none,
                          const selftest::Machine& machine = {}) {
   using namespace selftest;
@@ -202,18 +202,18 @@ inline bool run_selftest(Log& log, int64_t max_ranks, PlantedBug bug = PlantedBu
   };
   std::vector<Case> cases;
   for (const DType dtype : {DType::fp32, DType::bf16}) {
-    bool tied = true;  // GPT-2 both ways, the others in turn
+    bool tied = true;  // GPT-2 both ways; the others alternate
     cases.push_back({"gpt2", false, dtype});
     for (const Family& f : families) cases.push_back({f.model_type, std::exchange(tied, !tied), dtype});
   }
   for (const auto& [family, tied, dtype] : cases) {
     const ModelConfig model = awkward_model(family, tied);
     const Outcome alone = run_layout(step_config(model, dtype, 1, {}));
-    // Contract 5: what two runs differ by that differ in the micro-batch alone, or a bound where that is larger.
+    // Contract 5: the distance between two runs that differ only in the micro-batch, or a bound where that is larger.
     const Distances noise(run_layout(step_config(model, dtype, 2, {})), alone);
     const bool fp32 = dtype == DType::fp32;
     auto bound = [&](double of_noise, double least) { return fp32 ? least : std::max(2 * of_noise, least); };
-    // Another device rounds elsewhere in bf16, and so may be as far from it as both are from fp32.
+    // Another device rounds differently in bf16, so it may be as far away as both are from fp32.
     Distances from_fp32 = noise;
     if (!fp32 && machine.device.kind != DeviceKind::cpu)
       from_fp32 = Distances(run_layout(step_config(model, DType::fp32, 1, {})), alone);
@@ -248,7 +248,7 @@ inline bool run_selftest(Log& log, int64_t max_ranks, PlantedBug bug = PlantedBu
           verdict += " too far";
         // Contract 3: the stages agree bit for bit.
         if (outcome.losses != stage0.losses || outcome.norms != stage0.norms || outcome.weights != stage0.weights)
-          verdict += " not bitwise as stage 0";
+          verdict += " not bitwise equal to stage 0";
         good += verdict.empty();
         if (!verdict.empty())
           log.line(formatted("  dp {} = {} x {}, stage {}, reduce {} | {} | FAILED:{}", ranks, zero.replicas,

@@ -1,4 +1,4 @@
-// setup.h: what the options ask for, in the trainer's own terms: the device and each rank's part of it, the model, the
+// setup.h: the options translated into the trainer's terms: the device and each rank's part of it, the model, the
 // layout, the step, the schedule, the tokenizer, the first weights.
 #pragma once
 #include <algorithm>
@@ -34,7 +34,7 @@ inline Device choose_device(const Options& o) {
   return device;
 }
 
-// One for each visible GPU; one on a CPU, and for what one rank does alone.
+// One per visible GPU; one on a CPU, and in modes that use one rank.
 inline int64_t default_ranks(const Options& o) {
   if (o.device == "cpu" || o.generate || o.verify_data) return 1;
   return std::max(1, visible_gpus().count);
@@ -46,7 +46,7 @@ inline ModelConfig choose_model(const Options& o) {
 
 inline DType choose_dtype(const Options& o) { return o.dtype == "bf16" ? DType::bf16 : DType::fp32; }
 
-// How the ranks share the state.
+// How the ranks shard the state.
 inline ZeroConfig choose_layout(const Options& o) {
   ZeroConfig zero;
   zero.replicas = static_cast<int>(o.dp_replicate);
@@ -58,7 +58,7 @@ inline ZeroConfig choose_layout(const Options& o) {
   return zero;
 }
 
-// One rank's part of the device: some of the threads, or the GPU whose turn it is.
+// One rank's part of the device: a share of the threads, or one of the GPUs, dealt out round-robin.
 inline Device rank_device(Device device, int64_t ranks, int64_t rank = 0) {
   const int64_t parts = device.kind == DeviceKind::cuda ? visible_gpus().count : 1;
   device.threads = std::max(1, device.threads / static_cast<int>(ranks));
@@ -67,17 +67,17 @@ inline Device rank_device(Device device, int64_t ranks, int64_t rank = 0) {
   return device;
 }
 
-// GPUs that the ranks compute on; a CPU is one.
+// The number of GPUs that the ranks use; a CPU counts as one.
 inline int64_t devices_in_use(const Device& device, int64_t ranks) {
   return device.kind == DeviceKind::cuda ? std::min<int64_t>(ranks, visible_gpus().count) : 1;
 }
 
-// Who moves tensors between the ranks.
+// The transport between the ranks.
 inline Backend choose_backend(const Options& o, const Device& rank_device) {
   const bool own_gpus = rank_device.kind == DeviceKind::cuda && rank_device.sharers == 1;
   if (o.comm == "nccl") {
     CHECK(built_for_gpus, "--comm nccl: {}", visible_gpus().why_none);
-    CHECK(built_with_nccl, "--comm nccl: this train_gpt was built without NCCL; install libnccl-dev and build anew");
+    CHECK(built_with_nccl, "--comm nccl: this train_gpt was built without NCCL; install libnccl-dev and rebuild");
     CHECK(own_gpus,
           "--comm nccl needs a GPU for each rank: --local-ranks {} on {} GPU(s), --device {}; use --comm auto", o.ranks,
           visible_gpus().count, rank_device.kind);
@@ -85,7 +85,7 @@ inline Backend choose_backend(const Options& o, const Device& rank_device) {
   return o.comm != "threads" && own_gpus && built_with_nccl && o.ranks > 1 ? Backend::nccl : Backend::threads;
 }
 
-// What a step computes; everything that the options alone can tell is checked here.
+// What a step computes. Checks everything that the options alone decide.
 inline StepConfig choose_step(const Options& o) {
   StepConfig step{.model = choose_model(o),
                   .dtype = choose_dtype(o),
@@ -108,17 +108,17 @@ inline LrSchedule choose_lr_schedule(const Options& o, int64_t max_steps) {
   return {o.lr_schedule, o.lr, o.warmup_steps, max_steps, o.final_lr_frac};
 }
 
-// Refuses a --model directory of ours whose weights are not what was written.
+// Refuses one of our checkpoints as --model if its weights do not match its manifest.
 inline void require_whole_weights(const Options& o) {
   if (o.from_scratch || model_preset(o.model) || !path_exists(o.model + "/manifest.json")) return;
   if (const auto fault = checkpoint_fault(o.model, Part::model))
     throw Error(
-        formatted("--model {}: {}; take another checkpoint, or remove manifest.json if the files were changed "
+        formatted("--model {}: {}; use another checkpoint, or remove manifest.json if the files were changed "
                   "on purpose",
                   o.model, *fault));
 }
 
-// The weights of a fresh run: a directory's, unless --from-scratch or a preset asks for new ones.
+// The initial weights: those of the directory, unless --from-scratch or a preset asks for random ones.
 inline void initialise(Run& run, const Options& o) {
   if (!o.from_scratch && !model_preset(o.model))
     load_model(o.model, run.trainer.config().model, run.trainer.state(), run.stream);
@@ -126,10 +126,9 @@ inline void initialise(Run& run, const Options& o) {
   run.stream.synchronize();
 }
 
-// Algorithms of a GPU's products that a checkpoint recorded: taken, if they are there on all ranks, for this GPU and
-// library.
+// Uses the matmul algorithms that a checkpoint recorded, if they fit the GPU and library of all ranks.
 inline bool take_recorded_matmuls(Run& run, const std::string& recorded, Log& log) {
-  const std::string here = matmul_choices(run.stream);  // nothing is chosen yet: its title alone
+  const std::string here = matmul_choices(run.stream);  // nothing is chosen yet: the header alone
   const bool fits = !recorded.empty() && recorded.starts_with(here);
   bool all_fit = true;
   for (const std::string& other : run.dp.control->all_gather_text("matmul algorithms fit", fits ? "yes" : "no"))
@@ -137,7 +136,7 @@ inline bool take_recorded_matmuls(Run& run, const std::string& recorded, Log& lo
   if (all_fit) set_matmul_choices(recorded, run.stream);
   else if (!recorded.empty())
     log.line(
-        "notice: the checkpoint's matmul algorithms are for another GPU or cuBLASLt: products may round otherwise");
+        "notice: the checkpoint's matmul algorithms are for another GPU or cuBLASLt: products may round differently");
   return all_fit;
 }
 
@@ -147,8 +146,8 @@ inline std::unique_ptr<Tokenizer> choose_tokenizer(const Options& o, const Model
   return make_tokenizer(o.tokenizer, model_preset(o.model) ? std::nullopt : std::optional(o.model), model.vocab_size);
 }
 
-// The prompt in tokens: what begins a text, then the text; a vocabulary without the former starts at its first token. A
-// prompt that the tokenizer or the model does not take is refused.
+// The prompt as tokens: the tokenizer's prefix, as far as the vocabulary has it, then the text; token 0 if that is
+// empty. Refuses a prompt that the tokenizer or the model cannot take.
 inline std::vector<int32_t> prompt_tokens(const Tokenizer& tokenizer, const Options& o, const ModelConfig& model) {
   std::vector<int32_t> tokens;
   for (int32_t token : tokenizer.prefix())

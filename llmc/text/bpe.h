@@ -1,6 +1,6 @@
-// bpe.h: a byte-level BPE tokenizer as Hugging Face's tokenizer.json describes it: added tokens are cut out of the
-// text, what is between them is normalised (NFC), cut into pieces by patterns, and encoded piece by piece. Kinds of
-// these steps that are not known here are refused by name. "truncation" and "padding" are for batches, and passed over.
+// bpe.h: a byte-level BPE tokenizer as described by Hugging Face's tokenizer.json. Added tokens are cut out of the
+// text; the text between them is normalised (NFC), split into pieces by patterns, and encoded piece by piece. Unknown
+// kinds of these steps are refused by name. "truncation" and "padding" are for batches and ignored.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -19,13 +19,13 @@
 
 namespace llmc {
 
-// Tokens that are found in a text as they are written, before all else.
+// Tokens that are matched literally in a text, before anything else.
 class AddedTokens {
  public:
   struct Token {
     std::string text;
     int32_t id;
-    bool strip_left, strip_right;  // white space there belongs to the token
+    bool strip_left, strip_right;  // adjacent white space belongs to the token
   };
   void add(const Token& token) {
     if (token.text.empty()) return;
@@ -35,8 +35,8 @@ class AddedTokens {
                      [](const Token& a, const Token& b) { return a.text.size() > b.text.size(); });
   }
 
-  // Cuts the text at its tokens, the leftmost first and of those the longest, and hands their ids to on_token, and what
-  // is between them to on_text.
+  // Splits the text at its tokens, leftmost first and the longest of those; passes their ids to on_token and the text
+  // between them to on_text.
   template <class OnToken, class OnText>
   void split(std::string_view text, OnToken&& on_token, OnText&& on_text) const {
     size_t cut = 0;
@@ -67,27 +67,27 @@ class AddedTokens {
       if (text.starts_with(token.text)) return &token;
     return nullptr;
   }
-  std::array<std::vector<Token>, 256> by_first_byte_;  // the longest first
+  std::array<std::vector<Token>, 256> by_first_byte_;  // longest first
 };
 
-// Whether encode() puts the tokens around a text that "post_processor" asks for, such as Llama's <|begin_of_text|>.
+// Whether encode() adds the tokens that "post_processor" puts around a text, such as Llama's <|begin_of_text|>.
 enum class Template { omit, apply };
 
 class Bpe {
  public:
-  // `where`: what errors name, "--tokenizer PATH".
+  // `where`: how errors begin, "--tokenizer PATH".
   Bpe(const nlohmann::json& file, const std::string& where) : where_(where), vocabulary_(file.at("model"), where) {
     tokens_ = vocabulary_.tokens();
     read_normalizer(file.value("normalizer", nlohmann::json()));
     for (const nlohmann::json& token : file.value("added_tokens", nlohmann::json::array())) read_added_token(token);
     read_pre_tokenizer(file.value("pre_tokenizer", nlohmann::json()));
-    if (steps_.empty() || !steps_.back().is_byte_level) refuse("\"pre_tokenizer\" without ByteLevel at its end");
+    if (steps_.empty() || !steps_.back().is_byte_level) refuse("\"pre_tokenizer\" that does not end in ByteLevel");
     read_post_processor(file.value("post_processor", nlohmann::json()));
     const nlohmann::json decoder = file.value("decoder", nlohmann::json());
     if (type_of(decoder) != "ByteLevel") refuse(formatted("\"decoder\" {}", type_of(decoder)));
   }
 
-  // Of valid UTF-8.
+  // text: valid UTF-8.
   std::vector<int32_t> encode(std::string_view text, Template around = Template::omit) const {
     std::vector<int32_t> ids;
     BpeVocabulary::Encoder encoder(vocabulary_, ids);
@@ -103,23 +103,23 @@ class Bpe {
     return ids;
   }
 
-  // The bytes of a token; empty: there is no such token. Those of one character may be spread over several tokens.
+  // The bytes of a token; empty: no such token. One character's bytes may be spread over several tokens.
   const std::string& text_of(int32_t id) const {
     static const std::string none;
     return id >= 0 && static_cast<size_t>(id) < tokens_.size() ? tokens_[static_cast<size_t>(id)] : none;
   }
   int32_t vocab_size() const { return narrow<int32_t>(static_cast<int64_t>(tokens_.size())); }
-  // What the template puts in front of a text.
+  // The tokens that the template puts before a text.
   const std::vector<int32_t>& prefix() const { return prefix_; }
 
-  // The id of an added or ordinary token by its text; none: there is none.
+  // The id of a token, added or ordinary, by its text.
   std::optional<int32_t> find(std::string_view text) const {
     const auto found = std::find(tokens_.begin(), tokens_.end(), text);
     return found == tokens_.end() ? std::nullopt : std::optional(static_cast<int32_t>(found - tokens_.begin()));
   }
 
  private:
-  // One pre-tokenizer: a prefix, and what the text is cut by.
+  // One pre-tokenizer: a prefix, and the pattern that splits the text.
   struct Step {
     bool is_byte_level = false;
     bool prefix_space = false;
@@ -127,14 +127,14 @@ class Bpe {
   };
 
   [[noreturn]] void refuse(const std::string& what) const {
-    throw Error(
-        formatted("{}: {} is not supported; byte-level BPE as of GPT-2, Llama 3, Qwen and SmolLM is", where_, what));
+    throw Error(formatted("{}: {} is not supported; expected byte-level BPE as in GPT-2, Llama 3, Qwen or SmolLM",
+                          where_, what));
   }
   static std::string type_of(const nlohmann::json& json) {
     return json.is_null() ? "null" : json.at("type").get<std::string>();
   }
 
-  // Hands on the pieces that step `s` and those after it make of a text.
+  // Passes on the pieces into which step `s` and the later ones split a text.
   template <class F>
   void cut(std::string_view text, size_t s, F&& on_piece) const {
     if (s == steps_.size()) return on_piece(text);
@@ -165,13 +165,13 @@ class Bpe {
     if (i >= tokens_.size()) tokens_.resize(i + 1);
     CHECK(tokens_[i].empty() || tokens_[i] == content, "{}: added token '{}' has the id {} of token '{}'", where_,
           content, token.id, tokens_[i]);
-    tokens_[i] = token.text;  // as it is: the library reads an e with an accent in it as GPT-2's sign for byte 0xe9
+    tokens_[i] = token.text;  // kept as it is; the library reads U+00E9 in it as GPT-2's sign for byte 0xe9
     (normalised ? added_normalised_ : added_).add(token);
   }
 
   void read_pre_tokenizer(const nlohmann::json& json) {
     const std::string type = type_of(json);
-    if (!steps_.empty() && steps_.back().is_byte_level) refuse("a pre-tokenizer behind ByteLevel");
+    if (!steps_.empty() && steps_.back().is_byte_level) refuse("a pre-tokenizer after ByteLevel");
     if (type == "Sequence") {
       for (const nlohmann::json& one : json.at("pretokenizers")) read_pre_tokenizer(one);
     } else if (type == "ByteLevel") {
@@ -206,14 +206,14 @@ class Bpe {
         const std::string& name = part.at("SpecialToken").at("id").get_ref<const std::string&>();
         for (const nlohmann::json& id : json.at("special_tokens").at(name).at("ids")) side->push_back(id);
       }
-    } else if (type != "null" && type != "ByteLevel") {  // the latter trims offsets, which are not used here
+    } else if (type != "null" && type != "ByteLevel") {  // which only trims offsets; unused here
       refuse("\"post_processor\" " + type);
     }
   }
 
   std::string where_;
   BpeVocabulary vocabulary_;
-  std::vector<std::string> tokens_;       // with the added ones
+  std::vector<std::string> tokens_;       // including the added ones
   AddedTokens added_, added_normalised_;  // found in the text as it is, and in the normalised text
   bool nfc_ = false;
   std::vector<Step> steps_;

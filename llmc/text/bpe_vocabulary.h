@@ -1,5 +1,5 @@
-// bpe_vocabulary.h: byte pair encoding (Sennrich et al. 2016) over bytes (Radford et al. 2019): a piece of text begins
-// as its bytes, and pairs of neighbours are merged in the order in which training found them.
+// bpe_vocabulary.h: byte pair encoding (Sennrich et al. 2016) over bytes (Radford et al. 2019): a piece of text starts
+// as its bytes, and adjacent pairs are merged in the order in which training found them.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -18,8 +18,8 @@
 
 namespace llmc {
 
-// The bytes that a token of a byte-level vocabulary stands for. GPT-2 writes each byte as a visible character: itself
-// where it is one, or else the next of U+0100, U+0101, ...; none: the token holds another character.
+// The bytes that a token of a byte-level vocabulary stands for. GPT-2 writes each byte as a visible character: the byte
+// itself if visible, otherwise the next of U+0100, U+0101, .... None: the token holds another character.
 inline std::optional<std::string> bytes_of_byte_level(std::string_view token) {
   static const std::unordered_map<char32_t, char> byte_of = [] {
     std::unordered_map<char32_t, char> map;
@@ -43,11 +43,11 @@ inline std::optional<std::string> bytes_of_byte_level(std::string_view token) {
 
 class BpeVocabulary {
   struct Hash : std::hash<std::string_view> {
-    using is_transparent = void;  // looks up what is no std::string
+    using is_transparent = void;  // lookup by std::string_view
   };
 
  public:
-  // `model`: "model" of a tokenizer.json; `where` is named by errors.
+  // `model`: "model" of a tokenizer.json; errors begin with `where`.
   BpeVocabulary(const nlohmann::json& model, const std::string& where) : where_(where) {
     check_kind(model);
     std::unordered_map<std::string, int32_t> ids;
@@ -59,7 +59,7 @@ class BpeVocabulary {
       ids[token] = id;
       if (static_cast<size_t>(id) >= tokens_.size()) tokens_.resize(static_cast<size_t>(id) + 1);
       const std::optional<std::string> bytes = bytes_of_byte_level(token);
-      tokens_[static_cast<size_t>(id)] = bytes.value_or(token);  // what is none stands for itself
+      tokens_[static_cast<size_t>(id)] = bytes.value_or(token);  // none: the text stands for itself
       if (!bytes) continue;
       id_of_[*bytes] = id;
       if (bytes->size() == 1) id_of_byte_[static_cast<unsigned char>((*bytes)[0])] = id;
@@ -68,10 +68,10 @@ class BpeVocabulary {
     whole_pieces_first_ = model.value("ignore_merges", false);
   }
 
-  // The text of each id; empty: there is no such token.
+  // The text of each id; empty: no such token.
   const std::vector<std::string>& tokens() const { return tokens_; }
 
-  // Appends the tokens of pieces of text. It remembers what it has seen: a text has few different words.
+  // Appends the tokens of pieces of text. Remembers pieces, because a text has few distinct words.
   class Encoder {
    public:
     Encoder(const BpeVocabulary& vocabulary, std::vector<int32_t>& out) : vocabulary_(vocabulary), out_(out) {}
@@ -94,8 +94,8 @@ class BpeVocabulary {
     };
     struct Candidate {
       int32_t rank, left, merged;
-      uint64_t ids;  // what both were when they were found
-      // The lower rank goes first, and from left to right among equals.
+      uint64_t ids;  // of both symbols when the candidate was found
+      // Lower ranks first, equal ranks from left to right.
       bool operator>(const Candidate& o) const { return rank != o.rank ? rank > o.rank : left > o.left; }
     };
 
@@ -114,8 +114,8 @@ class BpeVocabulary {
       for (int32_t i = n > 0 ? 0 : -1; i >= 0; i = at(i).after) out_.push_back(at(i).id);
     }
 
-    // A heap of candidates over a linked list of symbols; candidates that have changed since are passed over. n log n,
-    // however long the piece.
+    // A heap of candidates over a linked list of symbols; stale candidates are skipped. O(n log n) for pieces of any
+    // length.
     void merge_all() {
       while (!heap_.empty()) {
         std::pop_heap(heap_.begin(), heap_.end(), std::greater<>());
@@ -133,7 +133,7 @@ class BpeVocabulary {
       }
     }
 
-    // Puts a symbol and the one after it behind the heap, if they merge.
+    // Appends the pair of a symbol and its successor to the heap, if they merge; the caller restores the heap order.
     bool consider(int32_t left) {
       if (left < 0 || at(left).after < 0) return false;
       const uint64_t ids = pair(at(left).id, at(at(left).after).id);
@@ -164,7 +164,7 @@ class BpeVocabulary {
     auto refuse_unless = [&](bool good, const char* field, const char* expected) {
       CHECK(good,
             "{}: the model has \"{}\": {}, expected {}: only byte-level BPE is supported; --tokenizer bytes trains on "
-            "tokens made elsewhere, and samples are then not in words",
+            "tokens made elsewhere, but prints unreadable samples",
             where_, field, model.value(field, none).dump(), expected);
     };
     CHECK(model.is_object(), "{}: has no \"model\": not a Hugging Face tokenizer.json", where_);

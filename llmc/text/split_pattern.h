@@ -1,7 +1,7 @@
-// split_pattern.h: the regular expressions by which tokenizers cut text into pieces, matched by backtracking. It takes
-// what such patterns are made of: characters, classes [...], \p{L}, \s, \S, \d, \D, groups, (?i:...), alternatives, * +
-// ? {n,m}, possessive *+ ++ ?+, and a look ahead (?=...) (?!...). All else is refused by name. The meaning is that of
-// Oniguruma with Ruby's syntax, which Hugging Face's tokenizers uses.
+// split_pattern.h: the regular expressions with which tokenizers split text, matched by backtracking. Supported:
+// characters, classes [...], \p{L}, \s, \S, \d, \D, groups, (?i:...), alternatives, * + ? {n,m}, possessive *+ ++ ?+,
+// and lookahead (?=...) (?!...). Anything else is refused by name. Semantics: Oniguruma with Ruby's syntax, as in
+// Hugging Face's tokenizers.
 #pragma once
 #include <algorithm>
 #include <bitset>
@@ -22,7 +22,7 @@ class CharacterSet {
   void add(CharacterTraits traits) { traits_ |= traits; }
   void add(char32_t first, char32_t last) { ranges_.emplace_back(first, last); }
   void invert() { inverted_ = !inverted_; }
-  // When all is added: looks up ASCII once for all.
+  // Call after the last add(): precomputes the answers for ASCII.
   void finish() {
     for (char32_t c = 0; c < 128; ++c) ascii_[c] = look_up(c);
   }
@@ -43,16 +43,16 @@ class CharacterSet {
 
 class SplitPattern {
  public:
-  // `where`: what errors name in front of the pattern.
+  // `where`: how errors begin, before the pattern.
   SplitPattern(const std::string& pattern, const std::string& where) : pattern_(pattern), where_(where) {
     const Alternatives all = parse_alternatives(IgnoreCase::no);
-    CHECK(at_ == pattern_.size(), "{}: pattern '{}': ')' at byte {} closes nothing", where_, pattern_, at_);
-    CHECK(shortest(all) > 0, "{}: pattern '{}' matches an empty text: no pieces could be cut by it", where_, pattern_);
+    CHECK(at_ == pattern_.size(), "{}: pattern '{}': unmatched ')' at byte {}", where_, pattern_, at_);
+    CHECK(shortest(all) > 0, "{}: pattern '{}' matches an empty text, so it cannot split anything", where_, pattern_);
     nodes_.push_back({});  // accept
     start_ = link(all, 0);
   }
 
-  // Cuts valid UTF-8 into pieces, each handed to `emit`: the matches from left to right, and what is between them.
+  // Splits valid UTF-8 into pieces, passed to `emit`: the matches from left to right, and the text between them.
   template <class F>
   void split(std::string_view text, F&& emit) const {
     size_t cut = 0;
@@ -74,32 +74,32 @@ class SplitPattern {
   enum class IgnoreCase { no, yes };
   enum class Kind { accept, characters, branch, ahead, not_ahead };
 
-  // What was parsed: alternatives of sequences of items.
+  // The parsed pattern: alternatives of sequences of items.
   struct Item;
   using Sequence = std::vector<Item>;
   using Alternatives = std::vector<Sequence>;
   struct Item {
     Kind kind;
     CharacterSet set;
-    Alternatives inside;  // of a group or a look ahead
+    Alternatives inside;  // of a group or a lookahead
     size_t min = 1, max = 1;
     bool possessive = false;
   };
 
-  // What is matched: items linked to their successors.
+  // The pattern as matched: items linked to their successors.
   struct Node {
     Kind kind = Kind::accept;
     size_t next = 0;
     CharacterSet set{};
     size_t min = 1, max = 1;
     bool possessive = false;
-    std::vector<size_t> ways{};  // of a branch, in the order of preference; of a look ahead: where its inside begins
+    std::vector<size_t> ways{};  // of a branch: in order of preference; of a lookahead: where its inside begins
   };
 
   // ---- Matching ----
 
-  // Where the match that begins at `at` ends. Calls nest by the pattern, never by the text: a long run of characters is
-  // a loop.
+  // The end of the match that begins at `at`. The depth of recursion depends on the pattern, never on the text: a run
+  // of characters is a loop.
   size_t match(size_t n, std::string_view text, size_t at) const {
     for (;;) {
       const Node& node = nodes_[n];
@@ -137,7 +137,7 @@ class SplitPattern {
 
   // ---- Linking ----
 
-  // The node at which the alternatives begin, each of which goes on at `next`.
+  // The node where the alternatives begin; each continues at `next`.
   size_t link(const Alternatives& all, size_t next) {
     std::vector<size_t> ways;
     for (const Sequence& sequence : all) {
@@ -160,12 +160,12 @@ class SplitPattern {
       node.ways = {link(item.inside, next)};
       if (item.min == 0) node.ways.push_back(next);
     } else if (item.kind != Kind::characters) {
-      node.ways = {link(item.inside, 0)};  // accept: a look ahead does not care what follows
+      node.ways = {link(item.inside, 0)};  // accept: a lookahead ends here
     }
     nodes_.push_back(std::move(node));
     return nodes_.size() - 1;
   }
-  // The least number of characters that the alternatives match.
+  // The smallest number of characters that the alternatives match.
   static size_t shortest(const Alternatives& all) {
     size_t least = unlimited;
     for (const Sequence& sequence : all) {
@@ -190,7 +190,7 @@ class SplitPattern {
     return there;
   }
   char32_t take_character() {
-    CHECK(at_ < pattern_.size(), "{}: pattern '{}' ends in the middle", where_, pattern_);
+    CHECK(at_ < pattern_.size(), "{}: pattern '{}' is incomplete", where_, pattern_);
     const Utf8Character c = utf8_at(pattern_, at_);
     at_ += c.width;
     return c.code;
@@ -219,7 +219,7 @@ class SplitPattern {
       if (ignore_case == IgnoreCase::yes)
         for (const char* one : {"ss", "st", "ff", "fi", "fl"})  // sharp s, ligatures: one character for two
           if (pattern_.substr(begin, at_ - begin).find(one) != pattern_.npos)
-            refuse(formatted("'{}' without regard to case", one), begin);
+            refuse(formatted("case-insensitive '{}'", one), begin);
     } else {
       item.set = parse_set(ignore_case);
       item.set.finish();
@@ -238,7 +238,7 @@ class SplitPattern {
       if (take(",")) item.max = peek("}") ? unlimited : parse_count(begin);
       CHECK(take("}") && item.min <= item.max, "{}: pattern '{}': the count at byte {} is not {n}, {n,} or {n,m}",
             where_, pattern_, begin);
-      if (peek("+") || peek("?")) refuse("a second quantifier", at_);  // to Oniguruma {n,m}+ is no possessive one
+      if (peek("+") || peek("?")) refuse("a second quantifier", at_);  // in Oniguruma {n,m}+ is not possessive
     } else {
       return;
     }
@@ -273,13 +273,13 @@ class SplitPattern {
     if (peek("]")) refuse("an empty class", begin);
     while (!take("]")) {
       const size_t here = at_;
-      if (peek("[") || peek("&&")) refuse("a class in a class", here);
+      if (peek("[") || peek("&&")) refuse("a nested class", here);
       if (parse_escaped_set(set, ignore_case)) continue;
       const char32_t first = parse_literal();
       char32_t last = first;
       if (peek("-") && !peek("-]")) {
         ++at_;
-        if (peek("[") || parse_escaped_set(set, ignore_case)) refuse("a range to a class", here);
+        if (peek("[") || parse_escaped_set(set, ignore_case)) refuse("a range that ends in a class", here);
         last = parse_literal();
         CHECK(first <= last, "{}: pattern '{}': the range at byte {} is empty", where_, pattern_, here);
       }
@@ -289,11 +289,11 @@ class SplitPattern {
     return set;
   }
 
-  // Without regard to case only ASCII is taken; two of its letters have a third form, the long s and the Kelvin sign.
+  // Case-insensitive characters are ASCII only; two letters have a third form, the long s and the Kelvin sign.
   void add_range(CharacterSet& set, char32_t first, char32_t last, IgnoreCase ignore_case, size_t begin) const {
     set.add(first, last);
     if (ignore_case == IgnoreCase::no) return;
-    if (last > 127) refuse("a character beyond ASCII without regard to case", begin);
+    if (last > 127) refuse("a case-insensitive character beyond ASCII", begin);
     for (char32_t c = first; c <= last; ++c) {
       const char32_t lower = c | 0x20;
       if (lower < 'a' || lower > 'z') continue;
@@ -304,7 +304,7 @@ class SplitPattern {
     }
   }
 
-  // \s, \S, \d, \D, \p{NAME} or \P{NAME}; false: something else comes.
+  // \s, \S, \d, \D, \p{NAME} or \P{NAME}; false: something else follows.
   bool parse_escaped_set(CharacterSet& set, IgnoreCase ignore_case) {
     constexpr CharacterTraits every_category = white_space_trait - 1;
     const size_t begin = at_;
@@ -322,11 +322,11 @@ class SplitPattern {
     } else {
       return false;
     }
-    if (ignore_case == IgnoreCase::yes) refuse("a class without regard to case", begin);
+    if (ignore_case == IgnoreCase::yes) refuse("a case-insensitive class", begin);
     return true;
   }
 
-  // A character that stands for itself, or is escaped.
+  // A literal character, escaped or not.
   char32_t parse_literal() {
     const size_t begin = at_;
     if (!take("\\")) return take_character();

@@ -22,9 +22,9 @@ class Tokenizer {
   virtual std::vector<int32_t> encode(const std::string& text) const = 0;
   virtual std::string decode(std::span<const int32_t> tokens) const = 0;
   virtual int32_t end_of_text() const = 0;
-  // What stands in front of the text of a prompt.
+  // Tokens that precede the text of a prompt.
   virtual std::vector<int32_t> prefix() const { return {end_of_text()}; }
-  // What a checkpoint holds of the tokenizer: names and contents of files.
+  // Names and contents of the files that a checkpoint keeps of the tokenizer.
   virtual std::map<std::string, std::string> files() const { return {}; }
 };
 
@@ -47,9 +47,9 @@ class ByteTokenizer final : public Tokenizer {
   int32_t end_of_text() const override { return 256; }
 };
 
-// llm.c's gpt2_tokenizer.bin: 256 little-endian uint32, {20240328, version, tokens, end of text}, then each token: a
-// byte with its length, and its bytes. Version 1 does not name the end of text: it is GPT-2's. It knows no merges, so
-// that it prints, and cannot encode.
+// llm.c's gpt2_tokenizer.bin: 256 little-endian uint32, {20240328, version, tokens, end of text}, then for each token
+// one byte with its length and its bytes. Version 1 does not store the end of text: it is GPT-2's. The file has no
+// merges, so it can decode but not encode.
 class TableTokenizer final : public Tokenizer {
  public:
   explicit TableTokenizer(const std::string& path) : path_(path) {
@@ -65,17 +65,17 @@ class TableTokenizer final : public Tokenizer {
     size_t at = header_bytes;
     for (uint32_t i = 0; i < header[2]; ++i) {
       const size_t length = at < bytes.size() ? static_cast<unsigned char>(bytes[at]) : 0;
-      CHECK(at + 1 + length <= bytes.size(), "--tokenizer {}: ends in token {} of {}: truncated, make it again", path,
+      CHECK(at + 1 + length <= bytes.size(), "--tokenizer {}: ends in token {} of {}: truncated, create it again", path,
             i, header[2]);
       tokens_.push_back(bytes.substr(at + 1, length));
       at += 1 + length;
     }
-    CHECK(at == bytes.size(), "--tokenizer {}: {} bytes follow the last of {} tokens: damaged, make it again", path,
+    CHECK(at == bytes.size(), "--tokenizer {}: {} bytes follow the last of {} tokens: damaged, create it again", path,
           bytes.size() - at, header[2]);
     end_of_text_ = header[1] == 1 ? 50256 : narrow<int32_t>(header[3]);
   }
   std::vector<int32_t> encode(const std::string& text) const override {
-    CHECK(text.empty(), "--prompt: --tokenizer {} can print tokens, not make them: leave --prompt out", path_);
+    CHECK(text.empty(), "--prompt: --tokenizer {} can decode tokens but not encode text: leave out --prompt", path_);
     return {};
   }
   std::string decode(std::span<const int32_t> tokens) const override {
@@ -93,13 +93,13 @@ class TableTokenizer final : public Tokenizer {
   int32_t end_of_text_;
 };
 
-// A Hugging Face tokenizer.json of byte-level BPE (bpe.h), with what is beside it.
+// A Hugging Face tokenizer.json of byte-level BPE (bpe.h), and the files beside it.
 //
-// The end of text is the token with the first of the usual names, as in data/tokenize_text.py, which puts it in front
-// of every document of a shard; if there is none of these, what tokenizer_config.json, generation_config.json or
-// config.json beside it calls the end of a sequence. A prompt begins with what the file's template puts there, such as
-// <|begin_of_text|>, or else with the end of text. A token that is half a character is printed as the bytes it is:
-// those of its neighbours complete it.
+// The end of text is the token with the first of the usual names, as in data/tokenize_text.py, which puts it before
+// every document of a shard; without one, it is the end of sequence named by tokenizer_config.json,
+// generation_config.json or config.json beside the file. A prompt begins with what the file's template puts there, such
+// as <|begin_of_text|>, otherwise with the end of text. A token that is half a character is printed as its bytes; its
+// neighbours complete it.
 class HuggingFaceTokenizer final : public Tokenizer {
  public:
   explicit HuggingFaceTokenizer(const std::string& path)
@@ -107,8 +107,8 @@ class HuggingFaceTokenizer final : public Tokenizer {
 
   std::vector<int32_t> encode(const std::string& text) const override {
     const std::optional<size_t> fault = utf8_fault(text);
-    CHECK(!fault, "--tokenizer {} takes UTF-8, and byte {} of the text is none: convert it, or use --tokenizer bytes",
-          path_, *fault);
+    CHECK(!fault, "--tokenizer {}: byte {} of the text is not UTF-8: convert the text, or use --tokenizer bytes", path_,
+          *fault);
     return bpe_.encode(text);
   }
   std::string decode(std::span<const int32_t> tokens) const override {
@@ -132,7 +132,7 @@ class HuggingFaceTokenizer final : public Tokenizer {
   static Bpe read(const std::string& path) try {
     return Bpe(nlohmann::json::parse(read_text(path)), "--tokenizer " + path);
   } catch (const nlohmann::json::exception& error) {
-    throw Error(formatted("--tokenizer {}: not a whole Hugging Face tokenizer.json: {}", path, error.what()));
+    throw Error(formatted("--tokenizer {}: not a complete Hugging Face tokenizer.json: {}", path, error.what()));
   }
   std::string beside(const char* name) const { return std::filesystem::path(path_).replace_filename(name); }
 
@@ -152,8 +152,8 @@ class HuggingFaceTokenizer final : public Tokenizer {
       if (id.is_number_integer() && id >= 0 && id < bpe_.vocab_size()) return id;
     }
     throw Error(
-        formatted("--tokenizer {}: no token has a usual name of the end of text, such as <|endoftext|>, and no "
-                  "file beside it names one: add a generation_config.json with its \"eos_token_id\"",
+        formatted("--tokenizer {}: no end of text: no token has a usual name, such as <|endoftext|>, and no file "
+                  "beside it names one; add a generation_config.json with its \"eos_token_id\"",
                   path_));
   }
 
@@ -173,8 +173,8 @@ inline std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name) {
   return std::make_unique<HuggingFaceTokenizer>(name);
 }
 
-// "auto": the tokenizer.json of the model's directory (none: the model is a preset), if there is one and the model's
-// vocabulary has all its tokens; else bytes.
+// "auto": the tokenizer.json in the model's directory (none: the model is a preset), if it exists and the model's
+// vocabulary has all its tokens; otherwise bytes.
 inline std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name, const std::optional<std::string>& directory,
                                                  int64_t vocab_size) {
   if (name != "auto") return make_tokenizer(name);

@@ -1,4 +1,4 @@
-// unicode.h: UTF-8, general categories, white space and the normal form NFC, as Hugging Face's tokenizers sees them.
+// unicode.h: UTF-8, general categories, white space and the normal form NFC, as in Hugging Face's tokenizers.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -49,7 +49,7 @@ inline void append_utf8(std::string& text, char32_t code) {
   byte(0x80 | (code & 0x3f));
 }
 
-// The first byte that is not of well-formed UTF-8 (no surrogates, nothing longer than need be); none: all is well.
+// The first byte that is not well-formed UTF-8 (surrogates and overlong forms are not); none: all of it is.
 inline std::optional<size_t> utf8_fault(std::string_view text) {
   for (size_t at = 0; at < text.size();) {
     const unsigned char lead = static_cast<unsigned char>(text[at]);
@@ -66,7 +66,7 @@ inline std::optional<size_t> utf8_fault(std::string_view text) {
   return std::nullopt;
 }
 
-// ---- The tables of unicode_tables.h, unfolded at first use ----------------------------------------------------------
+// ---- The tables of unicode_tables.h, expanded on first use ----------------------------------------------------------
 
 namespace detail {
 
@@ -77,11 +77,10 @@ inline constexpr char32_t hangul_count = hangul_l * hangul_v * hangul_t;
 
 struct UnicodeTables {
   static constexpr uint8_t category_bits = 31, white_space = 32, unstable = 64;
-  // Of each character: its category's number, whether it is white space, and whether NFC may change it or what is
-  // around it.
+  // For each character: its category, whether it is white space, and whether NFC may change it or its neighbours.
   std::vector<uint8_t> traits = std::vector<uint8_t>(0x110000, 0);
   std::unordered_map<char32_t, uint8_t> combining_class;
-  std::unordered_map<char32_t, std::array<char32_t, 2>> parts;  // one level deep; second 0: there is none
+  std::unordered_map<char32_t, std::array<char32_t, 2>> parts;  // one level deep; second 0: none
   std::unordered_map<uint64_t, char32_t> composed;              // by both parts
 
   static uint64_t pair(char32_t a, char32_t b) { return uint64_t{a} << 32 | b; }
@@ -157,7 +156,7 @@ inline CharacterTraits traits_of(char32_t c) {
          (traits & detail::UnicodeTables::white_space ? white_space_trait : visible_trait);
 }
 
-// The categories that a name stands for: "Lu" for one, "L" for all whose names begin so; 0: there is no such name.
+// The categories that a name stands for: "Lu" for one, "L" for all that begin with L; 0: no such name.
 inline CharacterTraits category_traits(std::string_view name) {
   CharacterTraits traits = 0;
   const std::string_view names = detail::category_names;
@@ -189,7 +188,7 @@ inline void decompose(char32_t c, std::vector<char32_t>& out) {
     if (part != 0) decompose(part, out);
 }
 
-// The character that a and b make; 0: none.
+// The character that a and b compose to; 0: none.
 inline char32_t compose(char32_t a, char32_t b) {
   if (a - jamo_l < hangul_l && b - jamo_v < hangul_v)
     return hangul + ((a - jamo_l) * hangul_v + (b - jamo_v)) * hangul_t;
@@ -199,7 +198,7 @@ inline char32_t compose(char32_t a, char32_t b) {
   return found == unicode_tables().composed.end() ? 0 : found->second;
 }
 
-// Takes all apart, orders the marks, and composes what composes: UAX #15, The Unicode Standard, 3.11.
+// Decomposes, orders the marks, and composes: UAX #15, The Unicode Standard, 3.11.
 inline void append_normalised(std::string& out, std::string_view text) {
   std::vector<char32_t> all;
   for (size_t at = 0; at < text.size();) {
@@ -216,9 +215,9 @@ inline void append_normalised(std::string& out, std::string_view text) {
     begin = end - 1;
   }
   size_t kept = 0, starter = marked.size();  // none yet
-  uint8_t last = 0;                          // class of the last character kept behind the starter; 0: there is none
+  uint8_t last = 0;                          // class of the last character kept after the starter; 0: none
   for (const auto& [c, mark] : marked) {
-    const bool blocked = last != 0 && last >= mark;  // by a mark between that goes to the same place
+    const bool blocked = last != 0 && last >= mark;  // by a mark in between of the same or a higher class
     const char32_t both = starter < kept && !blocked ? compose(marked[starter].first, c) : 0;
     if (both != 0) {
       marked[starter].first = both;
@@ -233,7 +232,7 @@ inline void append_normalised(std::string& out, std::string_view text) {
 
 }  // namespace detail
 
-// NFC of valid UTF-8. Only the surroundings of characters that may change are looked at closely.
+// NFC of valid UTF-8. Text that NFC cannot change is copied.
 inline std::string nfc(std::string_view text) {
   const std::vector<uint8_t>& traits = detail::unicode_tables().traits;
   auto unstable = [&](char32_t c) { return (traits[c] & detail::UnicodeTables::unstable) != 0; };

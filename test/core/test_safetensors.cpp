@@ -73,28 +73,28 @@ TEST_CASE("each error in a safetensors header has its own message") {
   write_file(path, "{}", 0);
   REQUIRE(SafetensorsReader(path).names().empty());
 
-  refused(tensor("[-2]", "[0,8]"), "the dimension -2, expected a whole number");
-  refused(tensor("[2.0]", "[0,8]"), "the dimension 2.0, expected");
-  refused(tensor("[\"2\"]", "[0,8]"), "the dimension \"2\", expected");
-  refused(tensor("[99999999999999999999]", "[0,8]"), "the dimension 1e+20, expected");
-  refused(tensor("[18446744073709551615]", "[0,8]"), "the dimension 18446744073709551615, expected");
-  refused(tensor("[4294967296,2147483648]", "[0,0]"), "more bytes than 64 bits count: [4294967296,2147483648]");
-  refused(tensor("[4294967296,4294967296,4294967296]", "[0,0]"), "more bytes than 64 bits count");
+  refused(tensor("[-2]", "[0,8]"), "dimension -2, expected a non-negative integer");
+  refused(tensor("[2.0]", "[0,8]"), "dimension 2.0, expected");
+  refused(tensor("[\"2\"]", "[0,8]"), "dimension \"2\", expected");
+  refused(tensor("[99999999999999999999]", "[0,8]"), "dimension 1e+20, expected");
+  refused(tensor("[18446744073709551615]", "[0,8]"), "dimension 18446744073709551615, expected");
+  refused(tensor("[4294967296,2147483648]", "[0,0]"), "more bytes than fit into 64 bits: [4294967296,2147483648]");
+  refused(tensor("[4294967296,4294967296,4294967296]", "[0,0]"), "more bytes than fit into 64 bits");
   refused(tensor("2", "[0,8]"), "expected dtype, shape and data_offsets");
-  refused(tensor("[2]", "[0]"), "data_offsets [0], expected two whole numbers");
+  refused(tensor("[2]", "[0]"), "data_offsets [0], expected two non-negative integers");
   refused(tensor("[2]", "[0,8,9]"), "data_offsets [0,8,9], expected two");
   refused(tensor("[2]", "[-8,0]"), "data_offsets [-8,0], expected two");
   refused(tensor("[2]", "[0.0,8.0]"), "data_offsets [0.0,8.0], expected two");
-  refused(tensor("[2]", "[0,18446744073709551608]"), "expected two whole numbers");
+  refused(tensor("[2]", "[0,18446744073709551608]"), "expected two non-negative integers");
   refused(tensor("[2]", "{\"0\":8}"), "expected dtype, shape and data_offsets");
   refused(tensor("[2]", "[8,0]"), "lies at bytes 8 to 0 of 8");
   refused(tensor("[2]", "[8,16]"), "lies at bytes 8 to 16 of 8");
   refused(tensor("[2]", "[0,4]"), "its shape (2) needs 8");
-  refused(tensor("[2]", "[4,12]"), "bytes 0 to 4, in front of tensor a, are of no tensor", 12);
-  refused(tensor("[2]", "[0,8]"), "bytes 8 to 12 at the end are of no tensor", 12);
+  refused(tensor("[2]", "[4,12]"), "bytes 0 to 4, before tensor a, belong to no tensor", 12);
+  refused(tensor("[2]", "[0,8]"), "bytes 8 to 12 at the end belong to no tensor", 12);
   refused(
       R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}})",
-      "tensor b begins at byte 4, where another one ends at 8", 12);
+      "tensor b begins at byte 4, before the previous one ends at 8", 12);
   refused(
       R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})",
       "names a twice");

@@ -76,9 +76,9 @@ void rewrite(const std::string& from, const std::string& to, Rename&& rename) {
 TEST_CASE("an unknown --model is refused with a similar preset") {
   REQUIRE_ERROR(resolve_model("gpt2:125M", {}), "the nearest is gpt2:124M");
   REQUIRE_ERROR(resolve_model("nothing-of-ours", {}), "llama3:8B, ");
-  REQUIRE_ERROR(resolve_model("out/nowhere", {}), "there is no such directory");
+  REQUIRE_ERROR(resolve_model("out/nowhere", {}), "no such directory");
   REQUIRE_ERROR(resolve_model("test/golden/families", {}), "did you mean test/golden/families/smollm2_tiny?");
-  REQUIRE_ERROR(resolve_model("test/golden/tokenizers", {}), "this directory has no config.json: it is no model");
+  REQUIRE_ERROR(resolve_model("test/golden/tokenizers", {}), "this directory has no config.json: it is not a model");
 }
 
 TEST_CASE("every preset has the published parameter count") {
@@ -205,7 +205,7 @@ TEST_CASE("a checkpoint that cannot be written leaves no trace and older ones in
   const TempDir dir;
   Model m(DType::fp32, 1);
   const std::string first = m.save(dir / "out", 1), before = read_whole(first + "/model.safetensors");
-  REQUIRE_ERROR(m.save(dir / "out", 1), "exists already");
+  REQUIRE_ERROR(m.save(dir / "out", 1), "already exists");
   REQUIRE(read_whole(first + "/model.safetensors") == before);
   REQUIRE(std::distance(std::filesystem::directory_iterator(dir / "out"), {}) == 1);
   std::ofstream(dir / "file") << "x";

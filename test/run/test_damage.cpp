@@ -85,7 +85,7 @@ TEST_CASE("no new run is started when every checkpoint is damaged") {
   flip_byte(dir / "run/step-000003/model.safetensors", 3000);
   const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 3"));
   REQUIRE(r.status == 1);
-  REQUIRE(r.err.find("none of its checkpoints is whole") != std::string::npos);
+  REQUIRE(r.err.find("all of its checkpoints are damaged") != std::string::npos);
   REQUIRE(losses(dir / "run").size() == 3);
 }
 
@@ -127,7 +127,7 @@ TEST_CASE("a resume with changed options that must match is refused by name; oth
     REQUIRE(r.err.find(culprit) != std::string::npos);
     REQUIRE(read_whole(dir / "run/metrics.jsonl") == before);
   };
-  refused("--max-steps 8 --lr 0.5", "--lr was '0.01' and is '0.5'");
+  refused("--max-steps 8 --lr 0.5", "--lr was '0.01' and is now '0.5'");
   refused("--max-steps 8 --seed 7", "--seed");
   refused("--max-steps 8 --dtype bf16", "--dtype");
   refused("--max-steps 8 --total-batch-size 528", "--total-batch-size");
@@ -136,7 +136,7 @@ TEST_CASE("a resume with changed options that must match is refused by name; oth
   refused("--max-steps 8 --resume sometimes", "--resume sometimes");
   const ProgramResult longer = run_program(tiny(dir / "run", "--max-steps 8 --batch-size 4"));
   REQUIRE(longer.status == 0);
-  REQUIRE(longer.out.find("notice: --max-steps was '4' and is '8'") != std::string::npos);
+  REQUIRE(longer.out.find("notice: --max-steps was '4' and is now '8'") != std::string::npos);
   REQUIRE(losses(dir / "run").size() == 8);
   // A branch: another directory continues from a checkpoint of this one.
   run_well(tiny(dir / "branch", "--max-steps 8 --resume " + (dir / "run/step-000004")));

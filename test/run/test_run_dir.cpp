@@ -74,14 +74,14 @@ TEST_CASE("an out directory that cannot be read, and odd things in it, are refus
   }
   REQUIRE(chmod(hidden.c_str(), 0755) == 0);
   fs::create_symlink("loop", odd + "/loop");
-  REQUIRE_ERROR(RunDirectory(log, in(odd)), "holds loop, which is not of a run");
+  REQUIRE_ERROR(RunDirectory(log, in(odd)), "holds loop, which does not belong to a run");
   fs::remove(odd + "/loop");
   fs::create_symlink("run.json", odd + "/run.json");
   REQUIRE_ERROR(RunDirectory(log, in(odd)), "odd/run.json: Too many levels");
   fs::remove(odd + "/run.json");
   std::ofstream(dir / "file") << "x";
-  REQUIRE_ERROR(RunDirectory(log, in(dir / "file")), "cannot make this directory");
-  REQUIRE_ERROR(RunDirectory(log, in(dir / "file/below")), "cannot make this directory");
+  REQUIRE_ERROR(RunDirectory(log, in(dir / "file")), "cannot create this directory");
+  REQUIRE_ERROR(RunDirectory(log, in(dir / "file/below")), "cannot create this directory");
   const RunDirectory good(log, in(odd));
 }
 
@@ -154,7 +154,8 @@ TEST_CASE("--resume refuses a checkpoint if the out directory has a different on
     REQUIRE(r.err.find(why) != std::string::npos);
   };
   refused("b/step-000004", "/a holds another checkpoint, of step 4");
-  refused("b", "this is no checkpoint; expected auto, never, or a checkpoint's directory, " + (dir / "b/step-000004"));
+  refused("b",
+          "this is not a checkpoint; expected auto, never, or a checkpoint's directory, " + (dir / "b/step-000004"));
   refused("c", "No such file or directory; expected auto, never");
   run_well(tiny(dir / "b", "--max-steps 5 --lr-schedule constant"));
   REQUIRE(
@@ -172,7 +173,7 @@ TEST_CASE("a checkpoint whose data cursor does not match its step is refused") {
     const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 8 --total-batch-size 264"));
     INFO(r.err);
     REQUIRE(r.status == 1);
-    REQUIRE(r.err.find("trainer.json: \"data_cursor\" is " + cursor.dump() + ", and is 32") != std::string::npos);
+    REQUIRE(r.err.find("trainer.json: \"data_cursor\" is " + cursor.dump() + ", but 32") != std::string::npos);
   }
 }
 
@@ -223,14 +224,14 @@ TEST_CASE("the commands suggested at the end of a run work when pasted") {
     if (more.starts_with("--prompt=")) REQUIRE(generated.out.starts_with("--it's $HOME"));
     if (more.starts_with("--tokenizer")) REQUIRE(generated.out.find('<') == std::string::npos);  // all ids are known
 
-    const ProgramResult on = run_shell(next_command(first, "train on"));
+    const ProgramResult on = run_shell(next_command(first, "train further"));
     INFO(on.err);
     REQUIRE(on.status == 0);
     REQUIRE(fs::exists(out + "-continued/step-000003"));
     // If that directory is taken, another one is suggested.
     const ProgramResult again = run_program(tiny("\"" + dir.path() + "/it's [1] \\$x/\"", "--max-steps 3 " + more));
     REQUIRE(again.out.find("already complete") != std::string::npos);
-    REQUIRE(next_command(again, "train on").find("-continued-2'") != std::string::npos);
+    REQUIRE(next_command(again, "train further").find("-continued-2'") != std::string::npos);
     REQUIRE(next_command(again, "plot").starts_with("python3 scripts/plot.py '" + dir.path()));
   }
 }

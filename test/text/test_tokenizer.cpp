@@ -117,15 +117,15 @@ TEST_CASE("unsupported pattern syntax is refused with the pattern") {
            {R"(a{1,3}+)", "a second quantifier"},
            {R"((?:ab)+)", "a repeated group"},
            {R"((?<=a)b)", "the group '(?<=' at byte 0"},
-           {R"([a[b]])", "a class in a class"},
-           {R"([a-\d])", "a range to a class"},
-           {R"((?i:\p{Lu}))", "a class without regard to case"},
-           {R"((?i:ä))", "a character beyond ASCII"},
-           {R"((?i:'ss))", "'ss' without regard to case"},
+           {R"([a[b]])", "a nested class"},
+           {R"([a-\d])", "a range that ends in a class"},
+           {R"((?i:\p{Lu}))", "a case-insensitive class"},
+           {R"((?i:ä))", "a case-insensitive character beyond ASCII"},
+           {R"((?i:'ss))", "case-insensitive 'ss'"},
            {R"(a|b*)", "matches an empty text"},
            {R"((a)", "'(' at byte 0 is not closed"},
-           {R"(a))", "')' at byte 1 closes nothing"},
-           {R"([ab)", "ends in the middle"},
+           {R"(a))", "unmatched ')' at byte 1"},
+           {R"([ab)", "is incomplete"},
            {R"(a{2,1})", "the count at byte 1"},
            {R"([b-a])", "the range at byte 1 is empty"},
        }) {
@@ -153,7 +153,7 @@ TEST_CASE("kinds of tokenizer.json that are not supported are refused by name") 
            {{{"normalizer", {{"type", "Sequence"}, {"normalizers", {{{"type", "Lowercase"}}}}}}}, "Lowercase"},
            {{{"pre_tokenizer", {{"type", "Metaspace"}}}}, R"("pre_tokenizer" Metaspace)"},
            {{{"pre_tokenizer", nullptr}}, "\"pre_tokenizer\" null"},
-           {{{"pre_tokenizer", {{"type", "Digits"}}}}, "without ByteLevel"},
+           {{{"pre_tokenizer", {{"type", "Digits"}}}}, "does not end in ByteLevel"},
            {{{"pre_tokenizer", {{"type", "Split"}, {"pattern", {{"String", "x"}}}, {"behavior", "Isolated"}}}},
             R"(a Split by {"String":"x"})"},
            {{{"pre_tokenizer", {{"type", "Split"}, {"pattern", {{"Regex", "x"}}}, {"behavior", "Removed"}}}},
@@ -174,9 +174,9 @@ TEST_CASE("kinds of tokenizer.json that are not supported are refused by name") 
   }
   const std::string whole = read_whole(golden + "gpt2.json");
   std::ofstream(dir / "half.json") << whole.substr(0, whole.size() / 2);
-  REQUIRE_ERROR(make_tokenizer(dir / "half.json"), "half.json: not a whole Hugging Face tokenizer.json");
+  REQUIRE_ERROR(make_tokenizer(dir / "half.json"), "half.json: not a complete Hugging Face tokenizer.json");
   std::ofstream(dir / "other.json") << "[1, 2]";
-  REQUIRE_ERROR(make_tokenizer(dir / "other.json"), "other.json: not a whole Hugging Face tokenizer.json");
+  REQUIRE_ERROR(make_tokenizer(dir / "other.json"), "other.json: not a complete Hugging Face tokenizer.json");
   REQUIRE_ERROR(make_tokenizer(dir / "none.json"), "none.json");
   REQUIRE_ERROR(make_tokenizer("tokenizer.model"), "--tokenizer tokenizer.model");
 }
