@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "train/step.h"
+#include "train/trainer.h"
 
 namespace llmc {
 

@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "train/step.h"
+#include "train/trainer.h"
 
 namespace llmc {
 

@@ -9,7 +9,7 @@
 
 #include "core/signals.h"
 #include "device/host_copy.h"
-#include "train/step.h"
+#include "train/trainer.h"
 
 namespace llmc {
 
