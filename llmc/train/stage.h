@@ -170,7 +170,7 @@ class Stage {
   // Final norm, logits and loss of x (N, C), forward and backward; slot.gradient = the gradient of x.
   void backward_head(const Tensor& x, const Slot& slot, bool last_micro_batch) {
     Stream& stream = context_.compute;
-    const ProfilerRange range = set_current("the head");
+    const ProfilerRange range = set_current("backward of the head");
     const UnitState &unit = state_.acquire(head_unit(), stream), &embedding = acquire_tied();
     state_.start_gradients(head_unit(), stream);
     // A tied table gets its gradients in two parts, here and in backward_embedding(), which has them reduced.
