@@ -145,5 +145,5 @@ TEST_CASE("sizes that do not match, and a rank that fails, end all ranks with th
                            comm.all_gather(filled(arena, DType::fp32, rank == 0 ? 20 : 40, rank), stream);
                            stream.synchronize();
                          }),
-                "which expects");
+                "which expected");
 }

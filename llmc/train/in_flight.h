@@ -110,7 +110,7 @@ struct Pass {
   Purpose purpose;
   BatchShape shape;  // of a micro-batch
   Launch launch = Launch::replay;
-  RowLosses row_losses = {};       // evaluate: gets the loss of every row; none: nobody asks for them
+  RowLosses row_losses = {};       // evaluate: receives the loss of every row, if set
   KeyValueCache* cache = nullptr;  // generate: of the text that the tokens continue; none: they begin one
   int64_t logits_row = 0;          // generate: the row whose logits are computed
 };

@@ -138,7 +138,7 @@ class Stage {
     state_.release(u, stream);
   }
 
-  // Adds the losses of x (N, C) to the sum, and reports them row by row where that was asked for.
+  // Adds the losses of x (N, C) to the sum, and passes those of every row to pass.row_losses if it is set.
   void evaluate_head(const Tensor& x, const UnitState& head_state, const UnitState& embedding, const Slot& slot,
                      const Pass& pass, int64_t micro_batch) {
     const auto rows_so_far = std::make_shared<std::vector<float>>();
