@@ -308,7 +308,7 @@ void run_training(const Options& o, StopCondition::Clock::time_point process_beg
     log.line(formatted("already complete: {} is at step {} of {}", o.out_dir, resume->step, job.max_steps));
     return report_next_steps(log, o, resume->path, program_invocation_name);
   }
-  if (resume) job.go_on(*resume, log);
+  if (resume) job.resume(*resume, log);
   else require_whole_weights(o);
   const Peaks peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops, o.profile)
                           .times(static_cast<double>(devices_in_use(job.device, o.ranks)));

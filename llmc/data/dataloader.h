@@ -1,7 +1,7 @@
-// dataloader.h: token shards in llm.c's format, and which sample comes when (contract 8 of the design: a shard of n
-// tokens holds floor((n-1)/T) samples; sample k is tokens [kT, kT+T]; the order depends on the seed, the epoch and the
-// sample's index alone). Format: 256 little-endian int32, {magic, version, token count}, then the tokens: 20240520, 1:
-// uint16; 20240801, 7: uint32.
+// dataloader.h: token shards in llm.c's format, and which sample comes when (contract 8: a shard of n tokens holds
+// floor((n-1)/T) samples; sample k is tokens [kT, kT+T]; the order depends on the seed, the epoch and the sample's
+// index alone). Format: 256 little-endian int32, {magic, version, token count}, then the tokens: 20240520, 1: uint16;
+// 20240801, 7: uint32.
 #pragma once
 #include <algorithm>
 #include <filesystem>

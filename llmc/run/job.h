@@ -103,7 +103,7 @@ struct Job {
 
   // Where --grad-reduce is auto, gradients go on being reduced as they were, because the other way rounds otherwise; if
   // that does not fit into memory, as the stage has it.
-  void go_on(const ResumePoint& from, Log& log) {
+  void resume(const ResumePoint& from, Log& log) {
     const nlohmann::json choices = from.trainer.value("choices", nlohmann::json::object());
     const bool recorded = choices.is_object() && choices.value("grad_reduce", nlohmann::json()).is_string();
     if (recorded && step.zero.reduce_by_stage) {
