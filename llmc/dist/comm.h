@@ -1,6 +1,6 @@
 // comm.h: collectives and point-to-point on the groups of a mesh, asynchronous on a stream. Every member of a group
-// calls the same collectives in the same order. Tensors go through a transport (threads, or paper on the null device)
-// by the algorithms of ring.h, or through a library (NCCL). Groups are made by world.h.
+// calls the same collectives in the same order. Tensors go through a transport (threads; on the null device one that
+// only counts) by the algorithms of ring.h, or through a library (NCCL). Groups are made by world.h.
 #pragma once
 #include <memory>
 #include <string>

@@ -87,7 +87,7 @@ struct DataParallel {
   static constexpr int64_t scratch_bytes = ring::chunk_elements * 8;
 
   // Groups of the sizes of a mesh over null transports: nothing moves, bytes are counted.
-  static Join on_paper(const Mesh& mesh, int rank) {
+  static Join null_groups(const Mesh& mesh, int rank) {
     return [mesh, rank](const std::string& name, const std::vector<Axis>& along) {
       const std::vector<int> members = mesh.group(rank, along);
       const auto index = std::find(members.begin(), members.end(), rank) - members.begin();

@@ -24,7 +24,7 @@ class Trainer {
         context_(context),
         alone_(context.dp ? nullptr
                           : std::make_unique<DataParallel>(Mesh(), 0, context.compute.device(),
-                                                           DataParallel::on_paper(Mesh(), 0))),
+                                                           DataParallel::null_groups(Mesh(), 0))),
         dp_(context.dp ? *context.dp : *alone_),
         state_(parameter_table(config.model), config.dtype, config.zero, dp_, context.arena),
         actions_(training_actions(config.schedule, config.chunks, config.micro_batches)),
