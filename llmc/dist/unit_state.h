@@ -2,7 +2,7 @@
 // corresponding entries of the StateTable. No other file computes an offset from a number of ranks.
 //
 // A unit's flat buffer divides into as many equal shards as the shard group has ranks. Two ranges of it matter to a
-// rank; they differ at stage 0 alone:
+// rank, which differ only at stage 0:
 //
 //   shard_range()    the shard of this rank, whose gradients it reduces and whose square sum it contributes to the norm
 //   update_range()   what this rank updates, and so holds masters and moments for: the whole unit at stage 0, where

@@ -93,7 +93,7 @@ class Stage {
   static size_t block_unit(int64_t layer) { return static_cast<size_t>(1 + layer); }
   size_t head_unit() const { return state_.size() - 1; }
 
-  // The embedding's unit where the head uses its table, too.
+  // The unit of the embedding, if the head shares its table.
   const UnitState& acquire_tied() {
     return config_.model.tied ? state_.acquire(embedding_unit, context_.compute) : state_.unit(embedding_unit);
   }
