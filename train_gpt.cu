@@ -1,6 +1,7 @@
-// train_gpt.cu: the trainer, and where to start reading. main() reads the options and picks a mode; run_training()
-// checks the job, finds the checkpoint to go on from and starts the ranks; Training::run() is the loop of each.
-#include <cerrno>  // program_invocation_name, of glibc
+// train_gpt.cu: the trainer, and the place to start reading. main() parses the options and picks a mode; run_training()
+// checks the job, finds the checkpoint to resume from and starts the ranks; Training::run() is the loop of each rank.
+// llmc/README.md is a map of the rest.
+#include <cerrno>  // program_invocation_name, from glibc
 #include <chrono>
 #include <cstdio>
 #include <limits>
@@ -9,17 +10,17 @@
 #include "core/log.h"
 #include "core/signals.h"
 #include "data/dataloader.h"
-#include "device/nvml.h"
+#include "dist/world.h"
 #include "run/checkpoint.h"
 #include "run/job.h"
 #include "run/modes.h"
 #include "run/options_parse.h"
-#include "run/peak.h"
 #include "run/progress.h"
 #include "run/ranks.h"
 #include "run/report.h"
 #include "run/run_dir.h"
 #include "run/setup.h"
+#include "run/step_report.h"
 #include "train/choices.h"
 #include "train/lr_schedule.h"
 #include "train/not_finite.h"
@@ -28,11 +29,7 @@
 namespace llmc {
 namespace {
 
-double seconds_since(std::chrono::steady_clock::time_point begin) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
-
-// A run from its first update, or from a checkpoint, to its last. Step s is the s-th update.
+// One rank of a run, from the first update or a checkpoint to the last update. Step s is the s-th update.
 class Training {
  public:
   Training(const Job& job, RunDirectory& directory, Log& log, const std::optional<ResumePoint>& resume,
@@ -42,48 +39,49 @@ class Training {
         directory_(directory),
         log_(log),
         stop_(o_.time_limit, job.begin, static_cast<double>(job.checkpoint_bytes()) / assumed_bytes_per_second),
-        peaks_(peaks),
         rank_(rank),
+        report_(job, log, peaks, rank == 0),
         run_(job.step, job.plan, rank_device(job.device, o_.ranks, rank), world, rank),
         schedule_(choose_lr_schedule(o_, job.max_steps)),
         train_(job.train, loader_config(o_.shuffle)) {
     if (job.val) val_.emplace(*job.val, loader_config(false));
     if (resume) restore(*resume);
     else initialise(run_, o_);
-    if (rank_ == 0 && o_.log_gpu_every > 0) monitor_.emplace(gpu_info(job.rank_device.gpu).bus_id);
     if (rank_ == 0) {
       detail::require_space(o_.out_dir, job.checkpoint_bytes());
       directory.claim(o_);
       validated_ = directory.cut_metrics(progress_.done);
       log.open_metrics(o_.out_dir);
       report_header(log, o_, job.device, job.backend, job.step, job.max_steps, job.train, job.val ? &*job.val : nullptr,
-                    job.plan, peaks_, job_.document_begin);
+                    job.plan, peaks, job_.document_begin);
     }
     validated_ = !run_.dp.control->all_gather_text("validated", validated_ ? "yes" : "")[0].empty();
-    if (resume) log.line(formatted("resuming behind step {} from {}", progress_.done, resume->path));
+    if (resume) log.line(formatted("resuming after step {} from {}", progress_.done, resume->path));
   }
 
   void run() {
     first_ = begun_ = progress_.done;
+    report_.resume_after(first_);
     try {
       choose_matmuls();
-      duties();  // validation at step 0 shows where the run starts; a resumed run does what was left undone
+      finish_step();  // validation at step 0 shows where the run starts; a resumed run does what was left undone
       while (begun_ < job_.max_steps) {
         poll();
         update();
         if (!something_due(begun_)) continue;
-        finish();
-        duties();
+        finish_update();
+        finish_step();
       }
     } catch (const Interrupted& stop) {
-      finish();
+      finish_update();
       if (progress_.done > 0) save();
-      throw Error(formatted("stopped by {} after step {} of {}{}; the same command goes on from there", stop.reason,
-                            progress_.done, job_.max_steps,
-                            progress_.done > 0 ? ", which is saved as " + checkpoint_ : std::string()),
-                  ExitStatus::requeue);
+      throw Error(
+          formatted("stopped by {} after step {} of {}{}; run the same command again to resume", stop.reason,
+                    progress_.done, job_.max_steps, progress_.done > 0 ? ", saved to " + checkpoint_ : std::string()),
+          ExitStatus::requeue);
     }
-    report_summary();
+    report_.summary(progress_, checkpoint_, ops_);
+    if (progress_.done > first_) report_next_steps(log_, o_, checkpoint_, program_invocation_name);
   }
 
  private:
@@ -95,11 +93,11 @@ class Training {
   }
   uint64_t seed() const { return static_cast<uint64_t>(o_.seed); }
 
-  // All ranks leave together, if one of them is to; asked between micro-steps, tokens of a sample and updates.
+  // Throws on all ranks if one of them has a reason to stop. Called between micro-batches, sampled tokens and updates.
   void poll() const {
-    const std::string reason = stop_.reason(under_way_ ? last_seconds_ : 0);
-    for (const std::string& other : run_.dp.control->all_gather_text("time to stop", reason))
-      if (!other.empty()) throw Interrupted{other};
+    const std::string mine = stop_.reason(under_way_ ? report_.last_seconds() : 0);
+    for (const std::string& reason : run_.dp.control->all_gather_text("time to stop", mine))
+      if (!reason.empty()) throw Interrupted{reason};
   }
 
   HostBatch read(DataLoader& loader, int64_t cursor, int64_t micro_batch) {
@@ -121,18 +119,18 @@ class Training {
     };
   }
 
-  // An update that was begun and not yet reported.
+  // An update that has begun and has not been reported yet.
   struct Update {
     int64_t step;
     double lr;
     PendingStep result;
   };
 
-  // Begins one update: step begun_ + 1. While it runs, the one before is reported; where the host must know how a step
-  // went before it begins the next one, it is reported itself.
+  // Begins the update of step begun_ + 1. While it runs, the previous one is reported. Where the host must see the
+  // result of a step before it begins the next, the update is reported right away.
   void update() {
     const int64_t step = begun_ + 1;
-    if (!under_way_) clock_ = std::chrono::steady_clock::now();
+    if (!under_way_) report_.start_clock();
     const double lr = learning_rate(schedule_, step);
     const double infinity = std::numeric_limits<double>::infinity();
     if (o_.profile) run_.stream.set_ledger(&ops_);
@@ -148,63 +146,31 @@ class Training {
                                 {.max_norm = o_.grad_clip,
                                  .largest_loss = o_.skip_loss_z ? progress_.losses.limit(*o_.skip_loss_z) : infinity,
                                  .largest_norm = o_.skip_grad_z ? progress_.norms.limit(*o_.skip_grad_z) : infinity});
-    finish();
+    finish_update();
     under_way_.emplace(Update{step, lr, std::move(result)});
     begun_ = step;
-    if (o_.profile || o_.skip_loss_z || o_.skip_grad_z) finish();
-  }
-
-  void log_gpu(int64_t step) {
-    if (const auto reading = monitor_->read()) return log_.gpu(step, to_string(*reading), to_json_object(*reading));
-    log_.line("notice: " + monitor_->why_not());
-    monitor_.reset();
+    if (o_.profile || o_.skip_loss_z || o_.skip_grad_z) finish_update();
   }
 
   // Waits for the update under way, if there is one, and reports it.
-  void finish() {
+  void finish_update() {
     if (!under_way_) return;
     const Update update = std::move(*under_way_);
     under_way_.reset();
     const StepResult result = update.result.wait();
     if (o_.profile) run_.stream.synchronize(), run_.stream.set_ledger(nullptr);
-    const int64_t step = update.step;
-    const double seconds = seconds_since(clock_);
-    clock_ = std::chrono::steady_clock::now();
-    last_seconds_ = seconds;
-    step_seconds_ += seconds;
     progress_.losses.add(result.loss);
     progress_.norms.add(result.grad_norm);
-    last_loss_ = result.loss;
-    const double tokens = static_cast<double>(job_.step.tokens());
-    const double a_step = seconds_since(begin_) / static_cast<double>(step - first_);
-    log_.train(
-        {.step = step,
-         .max_steps = job_.max_steps,
-         .loss = result.loss,
-         .grad_norm = result.grad_norm,
-         .lr = update.lr,
-         .ms = seconds * 1e3,
-         .tokens_per_s = tokens / seconds,
-         .mfu = share_of(peaks_.promised, seconds),
-         .speed_of_light = job_.device.kind == DeviceKind::cuda ? share_of(peaks_.measured, seconds) : std::nullopt,
-         .eta_s = a_step * static_cast<double>(job_.max_steps - step),
-         .skipped = !result.applied},
-        step % o_.log_every == 0 || step == first_ + 1 || step == job_.max_steps);
-    if (!result.finite()) diverged(step, result, batches_of(step));
-    if (monitor_ && step % o_.log_gpu_every == 0) log_gpu(step);
-    if (!result.applied) log_.line(formatted("step {} is an outlier: its update was skipped", step));
-    progress_.done = step;
+    report_.finished(update.step, update.lr, result);
+    if (!result.finite()) diverged(update.step, result, batches_of(update.step));
+    report_.notices(update.step, result);
+    progress_.done = update.step;
     validated_ = false;
   }
 
-  // Of the flops that a peak would allow in so many seconds, what a step needs.
-  std::optional<double> share_of(std::optional<double> peak, double seconds) const {
-    return peak ? std::optional(job_.flops_per_step() / seconds / *peak) : std::nullopt;
-  }
-
-  // The step is done again, with a look at every tensor, to say where it began.
+  // Repeats the step with a check of every tensor, to say where the first non-finite number came from.
   [[noreturn]] void diverged(int64_t step, const StepResult& result, const BatchSource& batches) {
-    log_.line("looking for the first number that is not finite ...");
+    log_.line("searching for the first non-finite number ...");
     const std::string where = where_not_finite(run_.trainer, batches, [&](int64_t micro_batch, int64_t b) {
       return train_.sample_at(cursor(step) + (micro_batch * ranks() + rank_) * o_.batch_size + b);
     });
@@ -215,14 +181,14 @@ class Training {
                 ExitStatus::diverged);
   }
 
-  // Behind a step, is there anything to do for which it must be finished?
+  // Does finish_step() have anything to do after this step?
   bool something_due(int64_t step) const {
     return due(step, val_ ? o_.val_every : 0) || due(step, o_.sample_every) || due(step, o_.checkpoint_every) ||
            step == job_.max_steps;
   }
   bool due(int64_t step, int64_t every) const { return every > 0 && (step == job_.max_steps || step % every == 0); }
 
-  // Algorithms of a GPU's products that a checkpoint of the same GPU and library recorded, or by --tune-matmul.
+  // On a GPU, the matmul algorithms: as recorded in a checkpoint of the same GPU and library, else by --tune-matmul.
   void choose_matmuls() {
     if (job_.device.kind != DeviceKind::cuda) return;
     if (take_recorded_matmuls(run_, progress_.matmul_choices, log_)) return;
@@ -232,8 +198,8 @@ class Training {
     progress_.matmul_choices = run_.trainer.tune(batches_of(begun_ + 1));
   }
 
-  // What is due behind step progress_.done.
-  void duties() {
+  // What is due after step progress_.done: validation, a sample, a checkpoint.
+  void finish_step() {
     if (val_ && due(progress_.done, o_.val_every) && !validated_) validate();
     if (progress_.done == 0) return;
     if (progress_.done > first_ && due(progress_.done, o_.sample_every)) sample();
@@ -247,7 +213,7 @@ class Training {
   }
 
   void validate() {
-    // Every sample once, whatever the layout: rows behind the last one do not count.
+    // Every sample once, whatever the layout: rows after the last sample do not count.
     const int64_t micro_batches = ceil_div(job_.val_samples, o_.batch_size * ranks());
     double sum = 0;
     for (int64_t begin = 0; begin < micro_batches; begin += validation_pass)
@@ -287,12 +253,12 @@ class Training {
     log_.line(formatted("sample at step {}: {}{}", progress_.done, o_.prompt, job_.tokenizer->decode(made)));
   }
 
-  // The checkpoint of step progress_.done, unless there is one.
+  // Writes the checkpoint of step progress_.done, unless it exists already.
   void save() {
     if (checkpoint_ == checkpoint_path(o_.out_dir, progress_.done)) return;
     const auto begin = std::chrono::steady_clock::now();
     log_.progress("writing checkpoint", 0, 1);
-    log_.sync_metrics();  // what a resumed run finds in front of it
+    log_.sync_metrics();  // a resumed run appends to them
     checkpoint_ = write_checkpoint(o_.out_dir, progress_.done, job_.step.model, run_.trainer.state(), job_.step.dtype,
                                    to_json_object(progress_, job_), run_.stream, job_.tokenizer_files);
     stop_.saved(seconds_since(begin));
@@ -307,52 +273,26 @@ class Training {
     if (from.path == checkpoint_path(o_.out_dir, from.step)) checkpoint_ = from.path;
   }
 
-  void report_summary() {
-    const double steps = static_cast<double>(job_.max_steps - first_), tokens = static_cast<double>(job_.step.tokens());
-    if (progress_.done == first_) return log_.line("done: only the validation was left");
-    log_.table(
-        "done",
-        {{"time", formatted("{} in all, {} in training steps", human_duration(seconds_since(begin_)),
-                            human_duration(step_seconds_))},
-         {"throughput",
-          formatted("{:.0f} tokens/s, {}", tokens * steps / step_seconds_,
-                    peaks_.promised ? formatted("{:.1f}% MFU", 100 * *share_of(peaks_.promised, step_seconds_ / steps))
-                                    : std::string("MFU n/a"))},
-         {"training loss", formatted("{:.4f} at step {}", last_loss_, job_.max_steps)},
-         {"validation loss", std::isfinite(progress_.best_val)
-                                 ? formatted("{:.4f} at best, at step {}", progress_.best_val, progress_.best_step)
-                                 : "not measured"},
-         {"checkpoint", checkpoint_},
-         {"metrics", o_.out_dir + "/metrics.jsonl"}});
-    if (o_.profile) report_profile(log_, ops_, job_.max_steps - first_, peaks_.of_rank(ranks()));
-    report_next_steps(log_, o_, checkpoint_, program_invocation_name);
-  }
-
-  static constexpr int64_t validation_pass = 4096;  // micro-batches whose actions are listed at a time
+  static constexpr int64_t validation_pass = 4096;  // micro-batches in one list of actions
 
   const Job& job_;
   const Options& o_;
   RunDirectory& directory_;
   Log& log_;
   StopCondition stop_;
-  Peaks peaks_;
   int64_t rank_;
-  std::optional<GpuMonitor> monitor_;
-  OpLedger ops_;  // before the stream that books in it
+  StepReport report_;
+  OpLedger ops_;  // declared before the stream that books ops in it
   Run run_;
   LrSchedule schedule_;
   DataLoader train_;
   std::optional<DataLoader> val_;
 
   Progress progress_;              // recorded in checkpoints
-  int64_t begun_ = 0, first_ = 0;  // updates begun, and done when this process began
+  int64_t begun_ = 0, first_ = 0;  // updates begun so far, and those done before this process
   std::optional<Update> under_way_;
-  std::chrono::steady_clock::time_point clock_;  // when the last update was finished, or this one begun
-  bool validated_ = false;                       // behind step progress_.done
-  std::string checkpoint_;                       // the last one in the out directory
-  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
-  double step_seconds_ = 0;  // of all steps, without validation, sampling and checkpoints
-  double last_loss_ = 0, last_seconds_ = 0;
+  bool validated_ = false;  // after step progress_.done
+  std::string checkpoint_;  // the last one in the out directory
 };
 
 void run_training(const Options& o, StopCondition::Clock::time_point process_begin) {
@@ -361,14 +301,14 @@ void run_training(const Options& o, StopCondition::Clock::time_point process_beg
   Log log;
   RunDirectory directory(log, o);
   const std::optional<ResumePoint> resume = directory.resume_point(log, o);
-  // Stopped behind the last update, a run may still lack its last validation.
+  // A run that was stopped after its last update may still lack the last validation.
   const bool validation_left =
       resume && resume->step == job.max_steps && job.val && o.val_every > 0 && !directory.validated(resume->step);
   if (resume && resume->step >= job.max_steps && !validation_left) {
     log.line(formatted("already complete: {} is at step {} of {}", o.out_dir, resume->step, job.max_steps));
     return report_next_steps(log, o, resume->path, program_invocation_name);
   }
-  if (resume) job.go_on(*resume, log);
+  if (resume) job.resume(*resume, log);
   else require_whole_weights(o);
   const Peaks peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops, o.profile)
                           .times(static_cast<double>(devices_in_use(job.device, o.ranks)));

@@ -60,10 +60,10 @@ std::pair<double, int64_t> measure(const Form& form, int ranks, int64_t n) {
   return {times[times.size() / 2], wrong};
 }
 
-template <void (*F)(Transport&, float*, int64_t, float*)>
+template <void (*F)(const Link&, float*, int64_t, float*)>
 void through_transport(Comm& comm, Tensor buffer, Tensor spare, Stream& stream) {
   stream.enqueue(
-      [&comm, buffer, spare] { F(comm.transport(), buffer.data<float>(), buffer.numel(), spare.data<float>()); });
+      [&comm, buffer, spare] { F({comm.transport()}, buffer.data<float>(), buffer.numel(), spare.data<float>()); });
 }
 
 }  // namespace

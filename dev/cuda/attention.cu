@@ -103,9 +103,9 @@ __global__ void attention2(bf16* out, float* lse, const bf16* qkv, AttentionShap
 
 // A block of `rows` threads takes that many rows: each thread has one row's query and output in registers. All threads
 // read the same key at the same time, a single broadcast from shared memory. Grid (blocks of rows, B H).
-template <int rows, int others>
+template <int rows, int tile_rows>
 __global__ void attention3(bf16* out, float* lse, const bf16* qkv, AttentionShape s) {
-  constexpr int size = others * head_size;
+  constexpr int size = tile_rows * head_size;
   SHARED(float, keys, size);
   SHARED(float, values, size);
   const int64_t b = blockIdx.y / s.Hq, h = blockIdx.y % s.Hq, begin = static_cast<int64_t>(blockIdx.x) * rows,
@@ -115,14 +115,14 @@ __global__ void attention3(bf16* out, float* lse, const bf16* qkv, AttentionShap
 #pragma unroll
   for (int d = 0; d < head_size; ++d)
     q[d] = row < s.T ? to_float(at.q.data[row * at.q.stride + d]) * score_scale() : 0.0f;
-  for (int64_t first = 0; first < min(begin + rows, s.T); first += others) {
+  for (int64_t first = 0; first < min(begin + rows, s.T); first += tile_rows) {
     for (int i = static_cast<int>(threadIdx.x); i < size; i += rows) {
       const int64_t key = first + i / head_size;
       keys[i] = key < s.T ? to_float(at.k.data[key * at.k.stride + i % head_size]) : 0.0f;
       values[i] = key < s.T ? to_float(at.v.data[key * at.v.stride + i % head_size]) : 0.0f;
     }
     __syncthreads();  // the tile is there
-    for (int j = 0; j < others && first + j <= row; ++j) {
+    for (int j = 0; j < tile_rows && first + j <= row; ++j) {
       float score = 0;
 #pragma unroll
       for (int d = 0; d < head_size; ++d) score += q[d] * keys[j * head_size + d];
@@ -165,20 +165,20 @@ __device__ void copy_rows(const Tile<bf16, head_size>& tile, const Head<const bf
 template <class Block>
 __global__ void __launch_bounds__(Block::threads) attention4(bf16* out, float* lse, const bf16* qkv, AttentionShape s) {
   DYN_SHARED(bf16, memory);
-  const Tile<bf16, head_size> queries{memory}, keys = queries.after(Block::rows), values = keys.after(Block::others);
+  const Tile<bf16, head_size> queries{memory}, keys = queries.after(Block::rows), values = keys.after(Block::tile_rows);
   const int64_t b = blockIdx.x / s.Hq, h = blockIdx.x % s.Hq;
   const int begin = static_cast<int>(blockIdx.y) * Block::rows, end = min(begin + Block::rows, static_cast<int>(s.T)),
             warp_row = 16 * warp_of_thread(), first = begin + warp_row;
   const Heads at(qkv, s, b, h);
   const float scale = log2_e * score_scale();  // exp(x / sqrt(D)) = 2^(x scale)
   OnlineSoftmax<1> softmax;
-  Sums<1, Block::ND> outs = {};
+  Accumulators<1, Block::ND> outs = {};
   copy_rows<Block::rows, Block::threads>(queries, at.q, begin);
-  for (int key = 0; key < end; key += Block::others) {
-    copy_rows<Block::others, Block::threads>(keys, at.k, key);
-    copy_rows<Block::others, Block::threads>(values, at.v, key);
+  for (int key = 0; key < end; key += Block::tile_rows) {
+    copy_rows<Block::tile_rows, Block::threads>(keys, at.k, key);
+    copy_rows<Block::tile_rows, Block::threads>(values, at.v, key);
     __syncthreads();  // the tile is there
-    Sums<1, Block::N> p = {};
+    Accumulators<1, Block::N> p = {};
     multiply_transposed(p, queries, warp_row, keys);
     for_each(p, [&](float& x, int, int n, int i) {
       if (key + 8 * n + fragment_column(i) > first + fragment_row(i)) x = -INFINITY;
@@ -217,7 +217,7 @@ Ladder attention_ladder(int64_t B, int64_t T, int64_t H) {
   const auto blocks = [](int64_t n, int64_t size) { return static_cast<unsigned>(ceil_div(n, size)); };
   constexpr int threads = 256, tile_rows = 64, tile_keys = 32;
   using Block = BlockSize<1, 4, 64, head_size, bf16>;
-  constexpr int64_t shared = (Block::rows + 2 * Block::others) * head_size * int64_t{sizeof(bf16)};
+  constexpr int64_t shared = (Block::rows + 2 * Block::tile_rows) * head_size * int64_t{sizeof(bf16)};
   return {.op = "attention",
           .versions = {{"scores, softmax and values one after another: T x T matrices in memory",
                         [=] {

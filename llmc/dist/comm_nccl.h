@@ -1,4 +1,5 @@
-// comm_nccl.h: NCCL's collectives between GPUs, one rank for each, on the streams of their callers. Private to comm.h.
+// comm_nccl.h: NCCL's collectives between GPUs, one rank per GPU, on the caller's streams. Private to comm.h and
+// world.h.
 #pragma once
 #include <atomic>
 #include <cstdlib>
@@ -15,8 +16,8 @@
 
 namespace llmc {
 
-// What a library does in the place of ring.h. Buffers and counts are those of Comm, which see; `n`: elements of a
-// shard, or of the buffer where nothing is sharded.
+// A library that does what ring.h does. Buffers are those of Comm; `n`: elements of a shard, or of the buffer in
+// collectives that do not shard.
 class GpuCollectives {
  public:
   virtual ~GpuCollectives() = default;
@@ -27,9 +28,10 @@ class GpuCollectives {
   virtual void all_to_all(Tensor out, Tensor in, int64_t n, Stream& stream) = 0;
   virtual void send(Tensor buffer, int to, Stream& stream) = 0;
   virtual void receive(Tensor buffer, int from, Stream& stream) = 0;
-  // Throws what went wrong meanwhile, here or at a peer; asked while the host waits for a stream.
+  // Throws if an error has occurred, here or at a peer; called while the host waits for a stream.
   virtual void check() = 0;
-  // From any thread, both: from now on a peer has failed; and whoever waits in a collective is let go.
+  // Both may be called from any thread. A peer has failed: calls throw PeerError from now on; and collectives in
+  // progress are aborted.
   virtual void expect_abort() = 0;
   virtual void abort() = 0;
 };
@@ -41,7 +43,7 @@ namespace detail {
 
 inline void check_nccl(ncclResult_t status, const char* call, ncclComm_t comm = nullptr) {
   if (status == ncclSuccess || status == ncclInProgress) return;
-  throw Error(formatted("{} failed: {} ({}); NCCL_DEBUG=WARN tells more", call, ncclGetErrorString(status),
+  throw Error(formatted("{} failed: {} ({}); set NCCL_DEBUG=WARN for details", call, ncclGetErrorString(status),
                         ncclGetLastError(comm)));
 }
 
@@ -56,33 +58,31 @@ inline ncclDataType_t nccl_type(DType dtype) {
     case DType::fp64: return ncclFloat64;
     case DType::int32: return ncclInt32;
   }
-  throw Error("NCCL has no such type");
+  throw Error("NCCL has no such data type");
 }
 
 }  // namespace detail
 
-// Before the first group, while no other thread reads the environment.
+// Call before the first group is made, while no other thread reads the environment.
 inline void prepare_nccl() {
   int version = 0;
   detail::check_nccl(ncclGetVersion(&version), "ncclGetVersion");
   CHECK(version >= detail::least_nccl,
-        "--comm nccl: the NCCL library found is {}, too old: 2.26 or newer is needed, or "
-        "--comm threads",
-        version);
-  // Gradients and weights travel at the same time, in groups of their own: NCCL is to run them in the order in which
-  // they were enqueued, which is the same on all ranks.
+        "--comm nccl: NCCL {}.{}.{} was found, but 2.26 or newer is needed; update it, or use --comm threads",
+        version / 10000, version / 100 % 100, version % 100);
+  // Gradients and weights are in flight at the same time, in different groups: NCCL must run their collectives in the
+  // order in which they were enqueued, which is the same on all ranks.
   setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
-  // And peers connect when a group is made. A first collective that connects would block its caller, out of reach of
-  // abort().
+  // Connect the peers when a group is made. A first collective that connects would block its caller where abort()
+  // cannot reach it.
   setenv("NCCL_RUNTIME_CONNECT", "0", 0);
 }
 
 class NcclGroup final : public GpuCollectives {
  public:
-  // `id`: unique_id() of one member, the same for all, who all call this at the same time.
+  // `id`: the unique_id() of one member, passed to all. Blocks until all members have called it.
   NcclGroup(const std::string& id, int rank, int size, int gpu) : rank_(rank), size_(size) {
-    CHECK(id.size() == sizeof(ncclUniqueId), "an id of NCCL has {} bytes, expected {}", id.size(),
-          sizeof(ncclUniqueId));
+    CHECK(id.size() == sizeof(ncclUniqueId), "an NCCL id has {} bytes, expected {}", id.size(), sizeof(ncclUniqueId));
     ncclUniqueId bytes;
     std::memcpy(&bytes, id.data(), sizeof bytes);
     CUDA_CHECK(cudaSetDevice(gpu));
@@ -142,7 +142,7 @@ class NcclGroup final : public GpuCollectives {
   }
   void expect_abort() override { failed_ = true; }
   void abort() override {
-    std::lock_guard lock(mutex_);  // nobody is inside a call on the communicator, which this frees
+    std::lock_guard lock(mutex_);  // no call may use the communicator while it is freed
     if (!std::exchange(aborted_, true)) ncclCommAbort(comm_);
   }
 
@@ -153,13 +153,13 @@ class NcclGroup final : public GpuCollectives {
   void call(const char* what, F&& f) {
     std::lock_guard lock(mutex_);
     const ncclResult_t status = aborted_ ? ncclSuccess : f();
-    if (failed_) throw PeerError();  // what follows from a peer's failure is not the reason
+    if (failed_) throw PeerError();  // the error here is only a consequence
     detail::check_nccl(status, what, comm_);
   }
 
   int rank_, size_;
   ncclComm_t comm_ = nullptr;
-  std::atomic<bool> failed_ = false;  // a rank has
+  std::atomic<bool> failed_ = false;  // a peer has failed
   std::mutex mutex_;                  // of the communicator
   bool aborted_ = false;
 };
@@ -178,7 +178,7 @@ inline constexpr bool built_with_nccl = false;
 
 inline std::string nccl_version() { return "no NCCL"; }
 [[noreturn]] inline void refuse_nccl() {
-  throw Error("this train_gpt was built without NCCL: install libnccl-dev and build anew, or use --comm threads");
+  throw Error("this train_gpt was built without NCCL: install libnccl-dev and rebuild, or use --comm threads");
 }
 [[noreturn]] inline void prepare_nccl() { refuse_nccl(); }
 inline std::string nccl_unique_id() { refuse_nccl(); }

@@ -1,4 +1,4 @@
-// comm_null.h: a transport on paper: nothing moves, the bytes are counted. Private to comm.h.
+// comm_null.h: a transport that moves nothing, so that bytes can be counted without sending them. Private to comm.h.
 #pragma once
 #include "dist/ring.h"
 

@@ -1,4 +1,4 @@
-// comm_threads.h: a transport between threads of one process: the receiver copies straight out of the sender's buffer.
+// comm_threads.h: a transport between threads of one process: the receiver copies directly from the sender's buffer.
 // Private to comm.h.
 #pragma once
 #include <chrono>
@@ -13,13 +13,13 @@
 
 namespace llmc {
 
-// The meeting points of one group: a slot for each ordered pair of ranks.
+// What the threads of one group share: a slot for each ordered pair of ranks.
 class ThreadsHub {
  public:
   explicit ThreadsHub(int size) : size_(size), slots_(static_cast<size_t>(size * size)) {}
   int size() const { return size_; }
 
-  // From now on every wait fails: a rank has failed, and the others must not wait for it for ever.
+  // A rank has failed: every wait fails from now on, so that no rank waits for it forever.
   void abort() {
     for (Slot& slot : slots_) {
       std::lock_guard lock(slot.mutex);
@@ -27,7 +27,7 @@ class ThreadsHub {
       slot.changed.notify_all();
     }
   }
-  // Seconds that each byte takes; for tests of what overlaps with what.
+  // Makes each byte take so many seconds; for tests of overlap.
   void throttle(double seconds_per_byte) { seconds_per_byte_ = seconds_per_byte; }
 
   void post(int from, int to, const void* data, int64_t bytes) {
@@ -44,14 +44,14 @@ class ThreadsHub {
     std::unique_lock lock(s.mutex);
     s.changed.wait(lock, [&] { return s.aborted || s.data != nullptr; });
     check(s);
-    CHECK(s.bytes == bytes, "rank {} of a group sends {} bytes to rank {}, which expects {}", from, s.bytes, to, bytes);
+    CHECK(s.bytes == bytes, "rank {} of a group sent {} bytes to rank {}, which expected {}", from, s.bytes, to, bytes);
     if (seconds_per_byte_ > 0)
       std::this_thread::sleep_for(std::chrono::duration<double>(seconds_per_byte_ * static_cast<double>(bytes)));
     copy_now(data, s.data, bytes, gpu);
     s.data = nullptr;
     s.changed.notify_all();
   }
-  // Until what was posted has been taken.
+  // Waits until what was posted has been taken.
   void wait_taken(int from, int to) {
     Slot& s = slot(from, to);
     std::unique_lock lock(s.mutex);

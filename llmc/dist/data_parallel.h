@@ -1,5 +1,5 @@
-// data_parallel.h: one rank's place among those that share a batch: its coordinates, its groups, and the streams on
-// which gradients are reduced and weights are gathered while the compute stream goes on.
+// data_parallel.h: one rank among those that share a batch: its coordinates, its groups, and the streams on which
+// gradients are reduced and weights are gathered while the compute stream computes.
 #pragma once
 #include <functional>
 #include <memory>
@@ -7,13 +7,13 @@
 #include <vector>
 
 #include "dist/comm.h"
+#include "dist/hooks.h"
+#include "dist/mesh.h"
 
 namespace llmc {
 
-// Bugs that a test plants, to see that the self-test finds them.
-enum class PlantedBug : uint8_t { none, skipped_reduction, mean_instead_of_sum, sample_twice, stale_gather };
-
-// When gradients are reduced (contract 3): the accumulated ones once a step, or those of every micro-batch.
+// When gradients are reduced: once per step, after accumulation, or after every micro-batch. The two round differently
+// (contract 3 holds for each).
 enum class GradReduce : uint8_t { step, micro };
 inline const char* name_of(GradReduce r) { return r == GradReduce::step ? "step" : "micro"; }
 
@@ -23,23 +23,22 @@ inline GradReduce grad_reduce_from_name(const std::string& name) {
   throw Error(formatted("--grad-reduce {}: expected step or micro", name));
 }
 
-// What is held of a model: all that training needs, or the weights alone, for generation.
+// Which state of a model is held: all that training needs, or only the weights, for generation.
 enum class Holds : uint8_t { training_state, weights };
 
-// How the data-parallel ranks share the state: ZeRO's stages (Rajbhandari et al. 2020): 0 everyone holds everything, 1
-// optimizer state and masters are sharded, 2 gradients too, 3 weights too. Hybrid sharding: replicas of the shard
-// group.
+// How the data-parallel ranks shard the state, by the stages of ZeRO (Rajbhandari et al. 2020): 0: every rank holds
+// everything; 1: optimizer state and master weights are sharded; 2: gradients too; 3: weights too. Hybrid sharding: the
+// shard group has replicas.
 struct ZeroConfig {
   int stage = 0;
   GradReduce grad_reduce = GradReduce::step;
   int shards = 1, replicas = 1;
-  bool reduce_by_stage = true;  // grad_reduce follows the stage
+  bool reduce_by_stage = true;  // set_stage() sets grad_reduce
   Holds holds = Holds::training_state;
-  bool master_weights = true;  // fp32 ones beside those in bf16; else bf16 alone, rounded by chance
-  bool poison = false;         // what is released or not owned is filled with NaN
-  PlantedBug bug = PlantedBug::none;
+  bool master_weights = true;  // fp32 copies of bf16 weights; without them updates are rounded stochastically
 
-  // With the stage's usual way of reducing: micro where gradients are sharded, whose memory it is.
+  // Also sets grad_reduce to the default of the stage: micro where gradients are sharded, because it saves their
+  // memory.
   void set_stage(int new_stage) {
     stage = new_stage;
     if (reduce_by_stage) grad_reduce = stage >= 2 ? GradReduce::micro : GradReduce::step;
@@ -57,12 +56,13 @@ struct DataParallel {
   std::unique_ptr<Comm> gradients;  // the shard group, on reduce_stream
   std::unique_ptr<Comm> replicas;   // the ranks with the same shard, on reduce_stream
   std::unique_ptr<Comm> weights;    // the shard group, on gather_stream
-  std::unique_ptr<Comm> scalars;    // all, on the compute stream
-  std::unique_ptr<Comm> control;    // all, the hosts' own words
+  std::unique_ptr<Comm> scalars;    // all ranks, on the compute stream
+  std::unique_ptr<Comm> control;    // all ranks; only text, between the hosts
+  const Hooks& hooks;
 
-  DataParallel(const Mesh& mesh, int rank_, const Device& device, const Join& join)
-      : shard(mesh.at(rank_, Axis::shard)),
-        replica(mesh.at(rank_, Axis::replicate)),
+  DataParallel(const Mesh& mesh, int rank_, const Device& device, const Join& join, const Hooks& hooks_ = no_hooks)
+      : shard(mesh.coordinate(rank_, Axis::shard)),
+        replica(mesh.coordinate(rank_, Axis::replicate)),
         rank(rank_),
         reduce_scratch(device, scratch_bytes),
         gather_scratch(device, scratch_bytes),
@@ -72,9 +72,10 @@ struct DataParallel {
         replicas(join("replicas", {Axis::replicate})),
         weights(join("weights", {Axis::shard})),
         scalars(join("scalars", {Axis::replicate, Axis::shard})),
-        control(join("control", {Axis::replicate, Axis::shard})) {}
+        control(join("control", {Axis::replicate, Axis::shard})),
+        hooks(hooks_) {}
 
-  // Throws what went wrong between the ranks; asked while the host waits for a stream.
+  // Throws if an exchange between the ranks has failed; called while the host waits for a stream.
   void check() const {
     for (const auto* comm : {&gradients, &replicas, &weights, &scalars}) (*comm)->check();
   }
@@ -82,16 +83,16 @@ struct DataParallel {
   int ranks() const { return scalars->size(); }
   bool first() const { return rank == 0; }
 
-  // A chunk of the widest dtype, for the ring.
+  // One chunk of the ring, in the widest dtype.
   static constexpr int64_t scratch_bytes = ring::chunk_elements * 8;
 
-  // Groups on paper, with the sizes of a mesh: nothing moves, bytes are counted.
-  static Join on_paper(const Mesh& mesh, int rank) {
+  // Groups of the sizes of a mesh over null transports: nothing moves, bytes are counted.
+  static Join null_groups(const Mesh& mesh, int rank) {
     return [mesh, rank](const std::string& name, const std::vector<Axis>& along) {
       const std::vector<int> members = mesh.group(rank, along);
-      const auto place = std::find(members.begin(), members.end(), rank) - members.begin();
+      const auto index = std::find(members.begin(), members.end(), rank) - members.begin();
       return std::make_unique<Comm>(
-          name, std::make_unique<NullTransport>(static_cast<int>(place), static_cast<int>(members.size())));
+          name, std::make_unique<NullTransport>(static_cast<int>(index), static_cast<int>(members.size())));
     };
   }
 };

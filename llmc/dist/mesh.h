@@ -1,5 +1,5 @@
-// mesh.h: which rank is who. The ranks form a grid of named axes; a group is the ranks along some of them. The order of
-// the axes is data: the innermost neighbours have successive ranks, and so share the fastest links.
+// mesh.h: the coordinates of each rank. The ranks form a grid with named axes; a group is the ranks along some of them.
+// The order of the axes is data: neighbours along the innermost axis have consecutive ranks, and so the fastest links.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -10,7 +10,7 @@
 
 namespace llmc {
 
-// Data parallelism is replicate x shard: the shards of a replica together hold one copy of what ZeRO shards.
+// Data parallelism is replicate x shard: the shard ranks of one replica together hold one copy of what ZeRO shards.
 enum class Axis : uint8_t { pp, replicate, shard, cp, tp };
 inline const char* name_of(Axis axis) {
   constexpr const char* names[] = {"pp", "replicate", "shard", "cp", "tp"};
@@ -19,11 +19,12 @@ inline const char* name_of(Axis axis) {
 
 class Mesh {
  public:
-  // The axes from the outermost to the innermost, with their sizes; an axis that is not named has size 1.
+  // The axes and their sizes, from outermost to innermost; an axis that is not listed has size 1.
   explicit Mesh(std::vector<std::pair<Axis, int>> order = {}) : order_(std::move(order)) {
     for (size_t i = 0; i < order_.size(); ++i) {
-      CHECK(order_[i].second >= 1, "mesh: the axis {} has size {}", order_[i].first, order_[i].second);
-      for (size_t j = 0; j < i; ++j) CHECK(order_[i].first != order_[j].first, "mesh: {} twice", order_[i].first);
+      CHECK(order_[i].second >= 1, "mesh: axis {} has size {}, expected at least 1", order_[i].first, order_[i].second);
+      for (size_t j = 0; j < i; ++j)
+        CHECK(order_[i].first != order_[j].first, "mesh: axis {} is listed twice", order_[i].first);
     }
   }
 
@@ -39,7 +40,7 @@ class Mesh {
   }
 
   // The coordinate of a rank along an axis.
-  int at(int rank, Axis axis) const {
+  int coordinate(int rank, Axis axis) const {
     for (size_t i = order_.size(); i-- > 0;) {
       if (order_[i].first == axis) return rank % order_[i].second;
       rank /= order_[i].second;
@@ -47,7 +48,7 @@ class Mesh {
     return 0;
   }
 
-  // The ranks that differ from `rank` along these axes alone, ascending; itself is one of them.
+  // The ranks that differ from `rank` only along these axes, `rank` included, in ascending order.
   std::vector<int> group(int rank, const std::vector<Axis>& along) const {
     std::vector<int> members;
     for (int other = 0; other < size(); ++other) {
@@ -55,18 +56,18 @@ class Mesh {
       for (const auto& [axis, n] : order_) {
         bool free = false;
         for (Axis a : along) free |= a == axis;
-        same &= free || at(other, axis) == at(rank, axis);
+        same &= free || coordinate(other, axis) == coordinate(rank, axis);
       }
       if (same) members.push_back(other);
     }
     return members;
   }
 
-  // "replicate 1, shard 0": the axes wider than 1.
+  // "replicate 1, shard 0": only the axes larger than 1.
   std::string coordinates(int rank) const {
     std::string text;
     for (const auto& [axis, n] : order_)
-      if (n > 1) text += formatted("{}{} {}", text.empty() ? "" : ", ", axis, at(rank, axis));
+      if (n > 1) text += formatted("{}{} {}", text.empty() ? "" : ", ", axis, coordinate(rank, axis));
     return text;
   }
 

@@ -1,6 +1,6 @@
-// params.h: the one list of parameters. A ParamSpec says all there is to say about a canonical parameter; sizes,
-// gradients, optimizer state, checkpoints and plans derive from the table. Units group parameters into flat, padded
-// buffers: one per block, one for the embedding, one for the head; the quantum of gathering, reducing and updating.
+// params.h: the one list of parameters. A ParamSpec describes a canonical parameter completely; sizes, gradients,
+// optimizer state, checkpoints and plans derive from the table. Units group parameters into flat, padded buffers: one
+// per block, one for the embedding, one for the head. A unit is what is gathered, reduced and updated at once.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -15,28 +15,28 @@ namespace llmc {
 
 enum class Init : uint8_t { normal, zeros, ones };
 
-// How tensor parallelism treats a parameter (used when that axis is wider than 1).
+// How tensor parallelism splits a parameter (not built yet: nothing reads it).
 enum class TensorSplit : uint8_t {
   axis0,                         // column parallel: each rank holds rows of the (out, in) matrix
   axis1,                         // row parallel
-  replicated,                    // every rank computes the whole gradient
-  replicated_partial_gradients,  // every rank computes a part of the gradient: add them up
+  replicated,                    // every rank computes the full gradient
+  replicated_partial_gradients,  // every rank computes a partial gradient: sum them
 };
 
 // Where a parameter lies in its unit's flat buffer.
 enum class Placement : uint8_t {
   aligned,   // at the next multiple of UnitLayout::alignment elements
-  adjacent,  // right behind the one before: q, k and v are one matrix to the matmul, three parameters to all others
+  adjacent,  // directly after the previous one: the matmul sees q, k and v as one matrix, all else as three parameters
 };
 
 struct ParamSpec {
   std::string name;  // canonical: "blocks.0.attn.q.weight"
-  Shape shape;       // global, as everyone outside sees it; matrices are (out, in)
+  Shape shape;       // global and without padding; matrices are (out, in)
   TensorSplit tp = TensorSplit::replicated;
   Init init = Init::normal;
   float init_std = 0.02f;
   bool decay = false;       // weight decay: matrices only
-  int64_t padded_rows = 0;  // rows stored, the last of them always zero; 0: as many as shape has
+  int64_t padded_rows = 0;  // rows stored, of which the padding at the end is always zero; 0: no padding
   Placement placement = Placement::aligned;
 
   int64_t numel() const { return shape.numel(); }
@@ -61,7 +61,17 @@ inline int64_t count_parameters(const ParamTable& table) {
   return n;
 }
 
-// A unit's flat buffer, in elements, padded so that it falls into equal aligned parts.
+// The elements [begin, begin + size) of a unit's flat buffer.
+struct Range {
+  int64_t begin = 0, size = 0;
+  int64_t end() const { return begin + size; }
+};
+inline Range overlap(const Range& a, const Range& b) {
+  const int64_t begin = std::max(a.begin, b.begin);
+  return {begin, std::max<int64_t>(0, std::min(a.end(), b.end()) - begin)};
+}
+
+// The layout of a unit's flat buffer, in elements, padded so that it divides into equal, aligned parts.
 struct UnitLayout {
   static constexpr int64_t alignment = 64;
 

@@ -1,8 +1,8 @@
-// ring.h: collectives over send and receive, as the textbooks draw them (Patarasu & Yuan 2009; chunked, so that a rank
-// hands on the first chunk while the next one arrives). Every rank sends to the next one of its group and receives from
-// the one before. Written once for all transports that are ours; dev/comm has the naive and the tree forms beside it.
+// ring.h: ring collectives over send and receive (Patarasu & Yuan 2009), chunked so that a rank forwards one chunk
+// while the next one arrives. Every rank sends to the next rank of its group and receives from the previous one.
+// Written once for all of our transports; dev/comm has the naive and the tree algorithms for comparison.
 //
-// A buffer of P shards of n elements: rank r of P owns shard r.
+// A buffer has P shards of n elements: rank r of P owns shard r.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -14,20 +14,20 @@
 
 namespace llmc {
 
-// One member's connections to its group. Bytes are counted as they are sent.
+// One rank's connections to the other ranks of its group.
 class Transport {
  public:
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // Sends and receives at the same time; nobody: rank -1. Returns when both are done. gpu: a stream of the GPU whose
-  // memory both are in, with nothing left to do; none: the host's memory.
+  // Sends and receives at the same time, and returns when both are done. Rank -1: do not send, or not receive. gpu: an
+  // idle stream of the GPU whose memory both buffers are in; none: they are in host memory.
   virtual void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
                         Stream* gpu = nullptr) = 0;
-  virtual bool moves_data() const { return true; }  // false: on paper, only counted
+  virtual bool moves_data() const { return true; }  // false: bytes are only counted
 };
 
-// A member's connections, and where the buffers of a collective are.
+// A transport, and where the buffers of a collective are.
 struct Link {
   Transport& transport;
   Stream* gpu = nullptr;  // as in exchange()
@@ -66,67 +66,68 @@ void for_chunks(int64_t n, F&& f) {
 
 }  // namespace detail
 
-// Shard r becomes the sum over the ranks; the other shards are left with partial sums. Shard k is added up from rank k
-// + 1 round the ring to rank k, so that the sum does not depend on timing. scratch: chunk_elements. Sent by each rank:
-// (P - 1) n elements.
+// Shard r becomes the sum over the ranks; the other shards are left with partial sums. Shard k is summed from rank k +
+// 1 around the ring to rank k, so the order of addition is fixed. scratch: chunk_elements. Sent by each rank: (P - 1) n
+// elements.
 template <class T>
 void reduce_scatter(const Link& t, T* buffer, int64_t n, T* scratch) {
-  const int P = t.size(), r = t.rank(), next = detail::wrap(r + 1, P), before = detail::wrap(r - 1, P);
+  const int P = t.size(), r = t.rank(), next = detail::wrap(r + 1, P), previous = detail::wrap(r - 1, P);
   for (int s = 0; s < P - 1; ++s) {
     T* out = buffer + detail::wrap(r - 1 - s, P) * n;
     T* in = buffer + detail::wrap(r - 2 - s, P) * n;
     detail::for_chunks(n, [&](int64_t begin, int64_t count) {
       const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
-      t.exchange(next, out + begin, bytes, before, scratch, bytes);
+      t.exchange(next, out + begin, bytes, previous, scratch, bytes);
       t.add(in + begin, scratch, count);
     });
   }
 }
 
-// Every rank gets the shards of all. Sent by each rank: (P - 1) n elements.
+// Every rank gets all shards. Sent by each rank: (P - 1) n elements.
 template <class T>
 void all_gather(const Link& t, T* buffer, int64_t n) {
-  const int P = t.size(), r = t.rank(), next = detail::wrap(r + 1, P), before = detail::wrap(r - 1, P);
+  const int P = t.size(), r = t.rank(), next = detail::wrap(r + 1, P), previous = detail::wrap(r - 1, P);
   for (int s = 0; s < P - 1; ++s) {
     const T* out = buffer + detail::wrap(r - s, P) * n;
     T* in = buffer + detail::wrap(r - s - 1, P) * n;
     detail::for_chunks(n, [&](int64_t begin, int64_t count) {
       const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
-      t.exchange(next, out + begin, bytes, before, in + begin, bytes);
+      t.exchange(next, out + begin, bytes, previous, in + begin, bytes);
     });
   }
 }
 
-// buffer (n) becomes the root's, handed on chunk by chunk. Sent: n elements, by the last rank none.
+// buffer (n) becomes a copy of the root's, forwarded chunk by chunk. Sent by each rank but the last: n elements.
 template <class T>
 void broadcast(const Link& t, T* buffer, int64_t n, int root) {
-  const int P = t.size(), place = detail::wrap(t.rank() - root, P);
-  const int next = place + 1 < P ? detail::wrap(t.rank() + 1, P) : -1,
-            before = place > 0 ? detail::wrap(t.rank() - 1, P) : -1;
+  const int P = t.size(), position = detail::wrap(t.rank() - root, P);
+  const int next = position + 1 < P ? detail::wrap(t.rank() + 1, P) : -1,
+            previous = position > 0 ? detail::wrap(t.rank() - 1, P) : -1;
   detail::for_chunks(n, [&](int64_t begin, int64_t count) {
     const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
-    if (before >= 0) t.exchange(-1, nullptr, 0, before, buffer + begin, bytes);
+    if (previous >= 0) t.exchange(-1, nullptr, 0, previous, buffer + begin, bytes);
     if (next >= 0) t.exchange(next, buffer + begin, bytes, -1, nullptr, 0);
   });
 }
 
-// The root's buffer (n) becomes the sum over the ranks, added up round the ring; the others' become partial sums.
+// The root's buffer (n) becomes the sum over the ranks, added around the ring; the other ranks' become partial sums.
 template <class T>
 void reduce(const Link& t, T* buffer, int64_t n, int root, T* scratch) {
-  const int P = t.size(), place = detail::wrap(t.rank() - root - 1, P);  // the root comes last
-  const int next = place + 1 < P ? detail::wrap(t.rank() + 1, P) : -1,
-            before = place > 0 ? detail::wrap(t.rank() - 1, P) : -1;
+  const int P = t.size(), position = detail::wrap(t.rank() - root - 1, P);  // the root comes last
+  const int next = position + 1 < P ? detail::wrap(t.rank() + 1, P) : -1,
+            previous = position > 0 ? detail::wrap(t.rank() - 1, P) : -1;
   detail::for_chunks(n, [&](int64_t begin, int64_t count) {
     const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
-    if (before >= 0) {
-      t.exchange(-1, nullptr, 0, before, scratch, bytes);
+    if (previous >= 0) {
+      t.exchange(-1, nullptr, 0, previous, scratch, bytes);
       t.add(buffer + begin, scratch, count);
     }
     if (next >= 0) t.exchange(next, buffer + begin, bytes, -1, nullptr, 0);
   });
 }
 
-// out: shard k from rank k; in: shard k for rank k. In step s each rank sends s places on. Sent: (P - 1) n elements.
+// out: shard k from rank k; in: shard k for rank k. In step s each rank sends to the rank s after it. Sent by each
+// rank: (P - 1) n elements.
 template <class T>
 void all_to_all(const Link& t, T* out, const T* in, int64_t n) {
   const int P = t.size(), r = t.rank();

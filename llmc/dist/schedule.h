@@ -1,5 +1,6 @@
-// schedule.h: in which order the forwards and backwards of a step run, as lists of actions: pure functions that can be
-// printed and tested. Schedules are only an order (contract 4): the backwards of every list come by micro-batch number.
+// schedule.h: the order in which the forwards and backwards of a step run, as lists of actions: pure functions whose
+// values can be printed and tested. A schedule is only an order (contract 4): in every list the backwards of a chunk
+// come in the order of the micro-batches.
 #pragma once
 #include <algorithm>
 #include <string>
@@ -35,10 +36,10 @@ inline std::vector<Action> forward_only(int chunks, int64_t micro_batches) {
   return actions;
 }
 
-// The list of the one rank that holds all chunks.
-// gpipe: every forward, then every backward, first in first out (Huang et al. 2019).
-// 1f1b: the backward of a micro-batch as soon as it can run, so that one set of activations is enough
-// (Narayanan et al. 2019, PipeDream-Flush).
+// The list for one rank that holds all chunks.
+// gpipe: all forwards, then all backwards, in the order of the micro-batches (Huang et al. 2019).
+// 1f1b: each backward as soon as it can run, so that one set of activations suffices (Narayanan et al. 2019,
+// PipeDream-Flush).
 inline std::vector<Action> training_actions(Schedule schedule, int chunks, int64_t micro_batches) {
   std::vector<Action> actions;
   auto backward = [&](int64_t m) {
@@ -56,8 +57,8 @@ inline std::vector<Action> training_actions(Schedule schedule, int chunks, int64
   return actions;
 }
 
-// How many micro-batches are between their first forward and their last backward at one time: so many sets of
-// activations are needed. Micro-batch m uses set m modulo this number.
+// The largest number of micro-batches that are between their first forward and their last backward at the same time,
+// and so the number of sets of activations needed. Micro-batch m uses set m modulo this number.
 inline int64_t micro_batches_in_flight(const std::vector<Action>& actions) {
   int64_t live = 0, most = 0;
   for (const Action& a : actions) {
@@ -67,13 +68,14 @@ inline int64_t micro_batches_in_flight(const std::vector<Action>& actions) {
   return std::max<int64_t>(most, 1);
 }
 
-// The layers [0, n_layer) in `chunks` runs as even as can be; the first chunk has the embedding, the last the head.
+// The layers [0, n_layer), divided into `chunks` runs as evenly as possible; the first chunk has the embedding, the
+// last the head.
 struct Chunk {
   std::vector<int64_t> layers;
   bool has_embedding = false, has_head = false;
 };
 inline std::vector<Chunk> make_chunks(int64_t n_layer, int chunks) {
-  CHECK(chunks >= 1 && chunks <= n_layer, "{} layers cannot be cut into {} chunks", n_layer, chunks);
+  CHECK(chunks >= 1 && chunks <= n_layer, "{} layers cannot be divided into {} chunks", n_layer, chunks);
   std::vector<Chunk> made(static_cast<size_t>(chunks));
   for (int64_t l = 0; l < n_layer; ++l) made[static_cast<size_t>(l * chunks / n_layer)].layers.push_back(l);
   made.front().has_embedding = made.back().has_head = true;

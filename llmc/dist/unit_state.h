@@ -1,7 +1,14 @@
-// unit_state.h: who holds what of a unit. Its weights, gradients, master weights and moments, the slices of them that
-// this rank holds, and their lines of the StateTable. Nobody outside this file computes an offset divided by ranks.
+// unit_state.h: which part of a unit a rank holds: of its weights, gradients, master weights and moments; and the
+// corresponding entries of the StateTable. No other file computes an offset from a number of ranks.
 //
-// A unit's flat buffer falls into as many equal shards as the shard group has ranks; rank s of the group owns shard s.
+// A unit's flat buffer divides into as many equal shards as the shard group has ranks. Two ranges of it matter to a
+// rank, which differ only at stage 0:
+//
+//   shard_range()    the shard of this rank, whose gradients it reduces and whose square sum it contributes to the norm
+//   update_range()   what this rank updates, and so holds masters and moments for: the whole unit at stage 0, where
+//                    every rank repeats the same update; its own shard at stages 1 to 3
+//
+// llmc/README.md draws how a unit goes through a step at each stage.
 #pragma once
 #include <algorithm>
 #include <map>
@@ -22,56 +29,47 @@ inline const char* name_of(StateKind kind) {
   return names[static_cast<int>(kind)];
 }
 
-// One line of the StateTable: the elements [begin, begin + tensor.numel()) of a parameter, as this rank holds them.
+// One entry of the StateTable: the elements [begin, begin + tensor.numel()) of a parameter, held by this rank.
 struct StateEntry {
   const ParamSpec* param;
   StateKind kind;
   int64_t begin;
-  Tensor tensor;  // flat; without the padding rows
+  Tensor tensor;  // flat, without padding rows
 };
 using StateTable = std::vector<StateEntry>;
-
-// The elements [begin, begin + size) of a unit.
-struct Range {
-  int64_t begin = 0, size = 0;
-  int64_t end() const { return begin + size; }
-};
-inline Range overlap(const Range& a, const Range& b) {
-  const int64_t begin = std::max(a.begin, b.begin);
-  return {begin, std::max<int64_t>(0, std::min(a.end(), b.end()) - begin)};
-}
 
 class UnitState {
  public:
   UnitState(const UnitSpec& spec, DType dtype, const ZeroConfig& zero, int shard, Arena& arena)
       : spec_(spec), layout_(spec, zero.ranks()) {
     const DType state = accumulator_of(dtype);
-    all_ = {0, layout_.size};
-    owned_ = {layout_.size / zero.shards * shard, layout_.size / zero.shards};
-    updated_ = zero.stage == 0 ? all_ : owned_;
+    whole_ = {0, layout_.size};
+    shard_range_ = {layout_.size / zero.shards * shard, layout_.size / zero.shards};
+    update_range_ = zero.stage == 0 ? whole_ : shard_range_;
     sharded_ = zero.stage == 0 ? Sharded::nothing : zero.stage == 3 ? Sharded::weights : Sharded::optimizer;
     auto flat = [&](const char* label, DType d, const Range& r) {
       return arena.alloc(label, spec_.name.c_str(), d, {r.size});
     };
     if (zero.stage == 3) {
-      weight_shard_ = flat("weights", dtype, owned_);
+      weight_shard_ = flat("weights", dtype, shard_range_);
     } else {
-      weights_ = flat("weights", dtype, all_);
-      weight_shard_ = weights_.slice(owned_.begin, {owned_.size});
+      weights_ = flat("weights", dtype, whole_);
+      weight_shard_ = weights_.slice(shard_range_.begin, {shard_range_.size});
     }
     if (zero.holds == Holds::weights) return;
-    if (dtype != state && zero.master_weights) master_ = flat("master weights", state, updated_);
-    if (zero.grad_reduce == GradReduce::step) gradients_ = flat("gradients", state, all_);
-    else gradient_sum_ = flat("gradients", state, updated_);
-    moment1_ = flat("AdamW first moment", state, updated_);
-    moment2_ = flat("AdamW second moment", state, updated_);
+    if (dtype != state && zero.master_weights) master_ = flat("master weights", state, update_range_);
+    if (zero.grad_reduce == GradReduce::step) gradients_ = flat("gradients", state, whole_);
+    else gradient_sum_ = flat("gradients", state, update_range_);
+    moment1_ = flat("AdamW first moment", state, update_range_);
+    moment2_ = flat("AdamW second moment", state, update_range_);
   }
 
   const UnitSpec& spec() const { return spec_; }
   int64_t size() const { return layout_.size; }
-  const Range& owned() const { return owned_; }  // this rank's shard
+  const Range& shard_range() const { return shard_range_; }
+  const Range& update_range() const { return update_range_; }
 
-  // A parameter by the end of its name; `fused`: with so many adjacent ones behind it, as one matrix or vector.
+  // A parameter, by a suffix of its name; `fused`: that many adjacent parameters as one matrix or vector.
   Tensor weight(const std::string& suffix, int fused = 1) const { return view(weights_, suffix, fused); }
   Tensor gradient(const std::string& suffix, int fused = 1) const { return view(gradients_, suffix, fused); }
   bool has(const std::string& suffix) const {
@@ -80,19 +78,26 @@ class UnitState {
     return false;
   }
 
-  Tensor weights() const { return weights_; }  // the whole unit; stage 3: while it is gathered
+  Tensor weights() const { return weights_; }  // of the whole unit; at stage 3 only while it is gathered
   Tensor weight_shard() const { return weight_shard_; }
-  Tensor gradients() const { return gradients_; }  // the whole unit, of this rank's samples; micro: while in use
-  // The sum over all ranks, of what this rank updates.
+  // Of the whole unit, from this rank's samples; with GradReduce::micro only between start and reduction.
+  Tensor gradients() const { return gradients_; }
+  // Summed over all ranks, of update_range().
   Tensor reduced_gradients() const {
-    return gradient_sum_.empty() ? gradients_.slice(updated_.begin, {updated_.size}) : gradient_sum_;
+    return gradient_sum_.empty() ? gradients_.slice(update_range_.begin, {update_range_.size}) : gradient_sum_;
   }
-  Tensor reduced_shard() const { return part(reduced_gradients(), updated_, owned_); }
+  // Summed over all ranks, of shard_range().
+  Tensor reduced_shard() const { return part(reduced_gradients(), update_range_, shard_range_); }
   Tensor gradient_sum() const { return gradient_sum_; }
-  const Range& updated() const { return updated_; }
 
-  void attach_weights(const Tensor& buffer) { weights_ = buffer.slice(0, {layout_.size}); }
-  void attach_gradients(const Tensor& buffer) { gradients_ = buffer.slice(0, {layout_.size}); }
+  // This unit's part of a buffer that several units share in turn.
+  Tensor in_buffer(const Tensor& buffer) const {
+    Tensor mine = buffer.slice(0, {layout_.size});
+    mine.name = spec_.name.c_str();
+    return mine;
+  }
+  void attach_weights(const Tensor& buffer) { weights_ = in_buffer(buffer); }
+  void attach_gradients(const Tensor& buffer) { gradients_ = in_buffer(buffer); }
 
   void zero_all(Stream& stream) const {
     for (const Tensor& t : {sharded_ == Sharded::weights ? weight_shard_ : weights_, master_, moment1_, moment2_})
@@ -100,23 +105,23 @@ class UnitState {
   }
 
   void update(Tensor control, AdamWOptions options, Stream& stream) const {
-    if (rounds_by_chance()) return update_stochastic(control, options, stream);
+    if (rounds_stochastically()) return update_stochastic(control, options, stream);
     const float decay = options.weight_decay;
-    for (size_t i = 0; i < spec_.params.size();) {  // neighbours that are treated alike in one go, gaps with them
+    for (size_t i = 0; i < spec_.params.size();) {  // one call for neighbours with equal decay, gaps included
       const size_t first = i;
       while (i < spec_.params.size() && spec_.params[i].decay == spec_.params[first].decay) ++i;
       const int64_t begin = layout_.offsets[first], end = i < spec_.params.size() ? layout_.offsets[i] : layout_.size;
-      const Range r = overlap({begin, end - begin}, updated_);
+      const Range r = overlap({begin, end - begin}, update_range_);
       if (r.size == 0) continue;
-      auto of_updated = [&](const Tensor& t) { return t.empty() ? t : part(t, updated_, r); };
+      auto in_update_range = [&](const Tensor& t) { return t.empty() ? t : part(t, update_range_, r); };
       options.weight_decay = spec_.params[first].decay ? decay : 0.0f;
-      adamw_update(of_updated(sharded_ == Sharded::nothing ? weights_ : weight_shard_), of_updated(master_),
-                   of_updated(moment1_), of_updated(moment2_), of_updated(reduced_gradients()), control, options,
-                   stream);
+      adamw_update(in_update_range(sharded_ == Sharded::nothing ? weights_ : weight_shard_), in_update_range(master_),
+                   in_update_range(moment1_), in_update_range(moment2_), in_update_range(reduced_gradients()), control,
+                   options, stream);
     }
   }
 
-  // Every parameter, flat and without padding, out of the whole unit `weights`: weights(), or a copy of them.
+  // Every parameter, flat and without padding. `weights`: weights(), or a copy of them.
   std::map<std::string, Tensor> whole_weights(const Tensor& weights) const {
     std::map<std::string, Tensor> all;
     for (size_t i = 0; i < spec_.params.size(); ++i)
@@ -132,48 +137,48 @@ class UnitState {
         if (!t.empty() && r.size > 0)
           table.push_back({&spec_.params[i], kind, r.begin - param.begin, part(t, held, r)});
       };
-      if (sharded_ == Sharded::weights) add(StateKind::weight, weight_shard_, owned_);
-      else add(StateKind::weight, weights_, all_);
-      add(StateKind::master, master_, updated_);
-      add(StateKind::moment1, moment1_, updated_);
-      add(StateKind::moment2, moment2_, updated_);
+      if (sharded_ == Sharded::weights) add(StateKind::weight, weight_shard_, shard_range_);
+      else add(StateKind::weight, weights_, whole_);
+      add(StateKind::master, master_, update_range_);
+      add(StateKind::moment1, moment1_, update_range_);
+      add(StateKind::moment2, moment2_, update_range_);
     }
   }
 
-  // The reduced gradients that this rank holds, by parameter, as append_to() lists the state.
+  // The reduced gradients that this rank holds, in the manner of append_to().
   void append_gradients_to(StateTable& table) const {
     for (size_t i = 0; i < spec_.params.size(); ++i) {
-      const Range param{layout_.offsets[i], spec_.params[i].numel()}, r = overlap(param, updated_);
+      const Range param{layout_.offsets[i], spec_.params[i].numel()}, r = overlap(param, update_range_);
       if (r.size > 0)
         table.push_back(
-            {&spec_.params[i], StateKind::weight, r.begin - param.begin, part(reduced_gradients(), updated_, r)});
+            {&spec_.params[i], StateKind::weight, r.begin - param.begin, part(reduced_gradients(), update_range_, r)});
     }
   }
 
  private:
-  bool rounds_by_chance() const { return master_.empty() && weight_shard_.dtype == DType::bf16; }
+  bool rounds_stochastically() const { return master_.empty() && weight_shard_.dtype == DType::bf16; }
 
-  // Parameter by parameter: each has random numbers of its own.
+  // One parameter at a time: each has its own random numbers.
   void update_stochastic(Tensor control, AdamWOptions options, Stream& stream) const {
     const float decay = options.weight_decay;
     for (size_t i = 0; i < spec_.params.size(); ++i) {
-      const Range r = overlap({layout_.offsets[i], spec_.params[i].numel()}, updated_);
+      const Range r = overlap({layout_.offsets[i], spec_.params[i].numel()}, update_range_);
       if (r.size == 0) continue;
       options.weight_decay = spec_.params[i].decay ? decay : 0.0f;
-      adamw_update_stochastic(part(sharded_ == Sharded::nothing ? weights_ : weight_shard_, updated_, r),
-                              part(moment1_, updated_, r), part(moment2_, updated_, r),
-                              part(reduced_gradients(), updated_, r), control, spec_.params[i].name,
+      adamw_update_stochastic(part(sharded_ == Sharded::nothing ? weights_ : weight_shard_, update_range_, r),
+                              part(moment1_, update_range_, r), part(moment2_, update_range_, r),
+                              part(reduced_gradients(), update_range_, r), control, spec_.params[i].name,
                               r.begin - layout_.offsets[i], options, stream);
     }
   }
 
-  // The elements `r` of the unit out of a tensor that holds the elements `held`.
+  // The elements `r` of the unit, from a tensor that holds the elements `held`.
   static Tensor part(const Tensor& t, const Range& held, const Range& r) {
     return t.slice(r.begin - held.begin, {r.size});
   }
 
   Tensor view(const Tensor& buffer, const std::string& suffix, int fused) const {
-    CHECK(!buffer.empty(), "unit {} is asked for {} while it is not gathered", spec_.name, suffix);
+    CHECK(!buffer.empty(), "unit {}: {} is used while the unit is not gathered", spec_.name, suffix);
     const size_t first = param_index(spec_, suffix);
     Shape shape = spec_.params[first].stored_shape();
     for (int i = 1; i < fused; ++i) {
@@ -191,10 +196,10 @@ class UnitState {
   UnitSpec spec_;
   UnitLayout layout_;
   Sharded sharded_;
-  Range all_, owned_, updated_;
+  Range whole_, shard_range_, update_range_;
   Tensor weights_, weight_shard_;      // in the training dtype
-  Tensor gradients_, gradient_sum_;    // fp32; the sum: of the micro-batches, where each is reduced
-  Tensor master_, moment1_, moment2_;  // fp32, of updated_
+  Tensor gradients_, gradient_sum_;    // fp32; with GradReduce::micro the sum of the reduced micro-batches
+  Tensor master_, moment1_, moment2_;  // fp32, of update_range_
 };
 
 }  // namespace llmc

@@ -1,5 +1,5 @@
-// zero.h: when the units of a model are whole: when weights are gathered and let go of, when gradients are reduced, the
-// update, and the StateTable of all units, which checkpoints iterate. Who holds what of a unit: unit_state.h.
+// zero.h: when the units of a model are whole: when weights are gathered and released, when gradients are reduced, the
+// update, and the StateTable of all units, which checkpoints iterate. Which part of a unit a rank holds: unit_state.h.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -10,7 +10,7 @@
 
 namespace llmc {
 
-// All units of a model, and when they are whole. Units: the embedding, the blocks, the head.
+// All units of a model: the embedding, the blocks, the head.
 class ModelState {
  public:
   ModelState(const ParamTable& table, DType dtype, const ZeroConfig& zero, DataParallel& dp, Arena& arena)
@@ -19,7 +19,7 @@ class ModelState {
     for (const UnitSpec& unit : table)
       units_.push_back(std::make_unique<UnitState>(unit, dtype, zero, dp.shard, arena));
     for (size_t u = 1; u + 1 < units_.size(); ++u) largest_block = std::max(largest_block, units_[u]->size());
-    // Two buffers for the blocks, which take turns, one for the embedding and one for the head.
+    // Two buffers that the blocks use in turn, one for the embedding and one for the head.
     auto buffers = [&](const char* label, DType d) {
       std::vector<Buffer> made;
       for (int64_t size : {units_.front()->size(), largest_block, largest_block, units_.back()->size()})
@@ -49,49 +49,49 @@ class ModelState {
     return table;
   }
 
-  // ---- Weights: stage 3 gathers a unit before it is used, one use ahead, and lets go of it afterwards --------------
+  // ---- Weights: at stage 3 a unit is gathered one acquire() ahead, and released after it was used -------------------
 
-  // `uses`: the units in the order in which acquire() will ask for them.
-  void start_pass(std::vector<size_t> uses, Stream& compute) {
+  // `order`: the units in the order in which acquire() will be called for them.
+  void start_pass(std::vector<size_t> order, Stream& compute) {
     if (zero_.stage < 3) return;
-    // What a pass that was interrupted had gathered ahead or held is let go.
-    for (const size_t b : gathered_) holding_.emplace_back(0, b);
+    // Buffers that an interrupted pass had gathered ahead or still held are free again.
+    for (const size_t b : gathered_) held_.emplace_back(0, b);
     gathered_.clear();
-    for (const auto& [u, b] : holding_) {
+    for (const auto& [u, b] : held_) {
       compute.wait(weight_buffers_[b].ready);
       weight_buffers_[b].free = compute.record();
       weight_buffers_[b].in_use = false;
     }
-    holding_.clear();
-    uses_ = std::move(uses);
-    next_use_ = issued_ = 0;
+    held_.clear();
+    order_ = std::move(order);
+    acquired_ = issued_ = 0;
     updated_weights_ = compute.record();
     gather_ahead();
   }
   const UnitState& acquire(size_t u, Stream& compute) {
     if (zero_.stage < 3) return *units_[u];
-    CHECK(next_use_ < issued_ && uses_[next_use_] == u);
+    CHECK(acquired_ < issued_ && order_[acquired_] == u);
     const size_t b = gathered_.front();
     gathered_.erase(gathered_.begin());
     compute.wait(weight_buffers_[b].ready);
     units_[u]->attach_weights(weight_buffers_[b].memory);
-    holding_.emplace_back(u, b);
-    ++next_use_;
+    held_.emplace_back(u, b);
+    ++acquired_;
     gather_ahead();
     return *units_[u];
   }
   void release(size_t u, Stream& compute) {
     if (zero_.stage < 3) return;
-    const auto held = std::find_if(holding_.begin(), holding_.end(), [&](const auto& h) { return h.first == u; });
-    CHECK(held != holding_.end());
+    const auto held = std::find_if(held_.begin(), held_.end(), [&](const auto& h) { return h.first == u; });
+    CHECK(held != held_.end());
     Buffer& buffer = weight_buffers_[held->second];
-    if (zero_.poison) poison(buffer.memory, compute);
+    dp_.hooks.released(buffer.memory, compute);
     buffer.free = compute.record();
     buffer.in_use = false;
-    holding_.erase(held);
+    held_.erase(held);
     gather_ahead();
   }
-  // Every weight of a unit, for a checkpoint; all ranks of the shard group call it.
+  // f(unit) with all of its weights, for a checkpoint; called by all ranks of the shard group.
   template <class F>
   void with_whole_unit(size_t u, Stream& compute, F&& f) {
     start_pass({u}, compute);
@@ -110,7 +110,7 @@ class ModelState {
     for (const auto& unit : units_)
       zero(zero_.grad_reduce == GradReduce::step ? unit->gradients() : unit->gradient_sum(), compute);
   }
-  // Before a unit's first backward of a micro-batch.
+  // Before the first backward of a unit in a micro-batch.
   void start_gradients(size_t u, Stream& compute) {
     if (zero_.grad_reduce == GradReduce::step) return;
     Buffer& buffer = gradient_buffers_[buffer_of(u, gradient_turn_)];
@@ -119,33 +119,29 @@ class ModelState {
     zero(units_[u]->gradients(), compute);
     current_gradients_.emplace_back(u, &buffer);
   }
-  // Behind a unit's last backward of a micro-batch: they travel while the next unit computes.
+  // After the last backward of a unit in a micro-batch: reduced while the next unit computes.
   void reduce_gradients(size_t u, bool last_micro_batch, Stream& compute) {
     const UnitState& unit = *units_[u];
     const bool micro = zero_.grad_reduce == GradReduce::micro;
     if (!micro && (!last_micro_batch || zero_.ranks() == 1)) return;
     Stream& stream = dp_.reduce_stream;
     stream.wait(compute.record());
-    const Tensor all = unit.gradients(), shard = all.slice(unit.owned().begin, {unit.owned().size});
-    if (zero_.bug != PlantedBug::skipped_reduction || u != 1) {
-      dp_.gradients->reduce_scatter(all, stream);  // the shard group first, then the replicas
-      dp_.replicas->all_reduce(shard, stream);
-    }
-    if (zero_.bug == PlantedBug::mean_instead_of_sum) scale(shard, 1.0f / static_cast<float>(zero_.ranks()), stream);
+    const Tensor all = unit.gradients(), shard = all.slice(unit.shard_range().begin, {unit.shard_range().size});
+    dp_.gradients->reduce_scatter(all, stream);  // the shard group first, then the replicas (contract 3)
+    dp_.replicas->all_reduce(shard, stream);
     if (zero_.stage == 0) dp_.gradients->all_gather(all, stream);
     if (micro) {
-      add_to(unit.gradient_sum(), all.slice(unit.updated().begin, {unit.updated().size}), stream);
+      add_to(unit.gradient_sum(), all.slice(unit.update_range().begin, {unit.update_range().size}), stream);
       const auto current = std::find_if(current_gradients_.begin(), current_gradients_.end(),
                                         [&](const auto& c) { return c.first == u; });
-      if (zero_.poison) poison(current->second->memory, stream);
+      dp_.hooks.released(current->second->memory, stream);
       current->second->free = stream.record();
       current_gradients_.erase(current);
-    } else if (zero_.poison && zero_.stage > 0) {
-      poison(all.slice(0, {unit.owned().begin}), stream);
-      poison(all.slice(unit.owned().end(), {all.numel() - unit.owned().end()}), stream);
+    } else if (zero_.stage > 0) {
+      dp_.hooks.released_except(all, unit.shard_range(), stream);
     }
   }
-  // Behind the last micro-batch: the compute stream sees the sums.
+  // After the last micro-batch: the compute stream waits for the sums.
   void finish_gradients(Stream& compute) { compute.wait(dp_.reduce_stream.record()); }
 
   // ---- The update --------------------------------------------------------------------------------------------------
@@ -156,11 +152,7 @@ class ModelState {
       unit->update(control, options, compute);
       if (!gather) continue;
       dp_.gather_stream.wait(compute.record());
-      if (zero_.poison) {
-        const Tensor all = unit->weights();
-        poison(all.slice(0, {unit->owned().begin}), dp_.gather_stream);
-        poison(all.slice(unit->owned().end(), {all.numel() - unit->owned().end()}), dp_.gather_stream);
-      }
+      dp_.hooks.released_except(unit->weights(), unit->shard_range(), dp_.gather_stream);
       dp_.weights->all_gather(unit->weights(), dp_.gather_stream);
     }
     if (gather) compute.wait(dp_.gather_stream.record());
@@ -180,10 +172,10 @@ class ModelState {
     return 1 + static_cast<size_t>(turn++ % 2);
   }
 
-  // Gathers the next use, if its buffer is not in use.
+  // Issues the gather of the next unit of order_, if it has not been issued and its buffer is not in use.
   void gather_ahead() {
-    if (issued_ > next_use_ || issued_ == uses_.size()) return;
-    const size_t u = uses_[issued_];
+    if (issued_ > acquired_ || issued_ == order_.size()) return;
+    const size_t u = order_[issued_];
     int turn = weight_turn_;
     const size_t b = buffer_of(u, turn);
     Buffer& buffer = weight_buffers_[b];
@@ -196,9 +188,9 @@ class ModelState {
     stream.wait(updated_weights_);
     stream.wait(buffer.free);
     const UnitState& unit = *units_[u];
-    const Tensor all = buffer.memory.slice(0, {unit.size()});
-    copy(all.slice(unit.owned().begin, {unit.owned().size}), unit.weight_shard(), stream);
-    if (zero_.bug != PlantedBug::stale_gather || u != 1) dp_.weights->all_gather(all, stream);
+    const Tensor all = unit.in_buffer(buffer.memory);
+    copy(all.slice(unit.shard_range().begin, {unit.shard_range().size}), unit.weight_shard(), stream);
+    dp_.weights->all_gather(all, stream);
     buffer.ready = stream.record();
   }
 
@@ -206,16 +198,17 @@ class ModelState {
   DataParallel& dp_;
   std::vector<std::unique_ptr<UnitState>> units_;
   std::vector<Buffer> weight_buffers_, gradient_buffers_;
-  std::vector<size_t> uses_, gathered_;
-  size_t next_use_ = 0, issued_ = 0;
+  std::vector<size_t> order_;         // of a pass: the units to acquire
+  size_t issued_ = 0, acquired_ = 0;  // of order_: gathers begun, units acquired
+  std::vector<size_t> gathered_;      // buffers issued and not yet acquired
   int weight_turn_ = 0, gradient_turn_ = 0;
-  std::vector<std::pair<size_t, size_t>> holding_;             // unit, weight buffer
-  std::vector<std::pair<size_t, Buffer*>> current_gradients_;  // unit, gradient buffer
+  std::vector<std::pair<size_t, size_t>> held_;                // unit and weight buffer, between acquire and release
+  std::vector<std::pair<size_t, Buffer*>> current_gradients_;  // unit and gradient buffer, between start and reduction
   Event updated_weights_;
 };
 
-// Fresh weights (contract 7): from the seed, the parameter's name and the element's global index alone, whoever holds
-// it.
+// Fresh weights (contract 7): they depend only on the seed, the parameter's name and the element's global index, not on
+// which rank holds them.
 inline void init_weights(const ModelState& state, uint64_t seed, Stream& stream) {
   for (size_t u = 0; u < state.size(); ++u) state.unit(u).zero_all(stream);
   for (const StateEntry& e : state.state_table()) {

@@ -90,8 +90,8 @@ struct BlockActivations {
   // `wanted`(from): from is the lowest level that recomputes the tensor; none: it is always kept.
   template <class Wanted>
   BlockActivations(const ModelConfig& c, const BatchShape& s, DType dtype, Arena& arena, const char* label,
-                   const BlockActivations& others, Wanted wanted)
-      : BlockActivations(others) {
+                   const BlockActivations& shared, Wanted wanted)
+      : BlockActivations(shared) {
     const int64_t N = s.rows(), C = c.n_embd;
     const DType stat = accumulator_of(dtype);
     auto alloc = [&](Tensor& tensor, const char* name, DType d, const Shape& shape, std::optional<Recompute> from) {

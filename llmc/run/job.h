@@ -70,7 +70,7 @@ struct Job {
         "--attention cudnn needs --dtype bf16 and cannot mask documents: leave out --mask-documents, use --dtype bf16, "
         "or use --attention own");
     plan = make_plan(step, rank_device);
-    // On resume go_on() checks the memory: what the checkpoint recorded may need less.
+    // On resume, resume() checks the memory: what the checkpoint recorded may need less.
     std::error_code none;
     const bool begun = std::filesystem::is_directory(o.out_dir, none) && !checkpoint_steps(o.out_dir).empty();
     if (o.resume == "never" || (o.resume == "auto" && !begun)) require_memory(o, step, plan, rank_device);
@@ -102,7 +102,7 @@ struct Job {
 
   // With --grad-reduce auto, a resumed run reduces gradients as before, because the other way rounds differently; if
   // that does not fit into memory, it follows the ZeRO stage.
-  void go_on(const ResumePoint& from, Log& log) {
+  void resume(const ResumePoint& from, Log& log) {
     const nlohmann::json choices = from.trainer.value("choices", nlohmann::json::object());
     const bool recorded = choices.is_object() && choices.value("grad_reduce", nlohmann::json()).is_string();
     if (recorded && step.zero.reduce_by_stage) {

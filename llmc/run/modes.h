@@ -45,7 +45,7 @@ inline void run_selftest_mode(const Options& o) {
   machine.device.threads = 1;
   machine.backend = choose_backend(o, machine.device);
   if (machine.device.kind == DeviceKind::cuda) machine.gpus = visible_gpus().count;
-  if (!run_selftest(log, o.ranks, PlantedBug::none, machine))
+  if (!run_selftest(log, o.ranks, machine))
     throw Error("--selftest: the layouts above that say FAILED differ from one rank", ExitStatus::diverged);
 }
 

@@ -31,7 +31,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target) {
   const Mesh mesh = config.zero.mesh();
   Arena arena(device), scratch(device);
   Stream stream(device, scratch);
-  DataParallel dp(mesh, 0, device, DataParallel::on_paper(mesh, 0));
+  DataParallel dp(mesh, 0, device, DataParallel::null_groups(mesh, 0));
   Trainer trainer(config, {arena, stream, &dp});
   const BatchSource nothing = [](int64_t) { return HostBatch{}; };
   Plan plan;

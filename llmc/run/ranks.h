@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "dist/world.h"
 #include "run/planner.h"
 
 namespace llmc {
@@ -22,11 +23,13 @@ struct Run {
         scratch(device, plan.scratch_bytes),
         stream(device, scratch),
         copies(device.kind == DeviceKind::cuda ? std::make_unique<Stream>(device, scratch) : nullptr),
-        dp(world.mesh(), rank, device,
-           [&](const std::string& name, const std::vector<Axis>& along) {
-             return world.join(rank, name, along, device.gpu, name != "control");
-           }),
-        trainer((poison_if(config.zero.poison), config), {arena, stream, &dp, copies.get()}),
+        dp(
+            world.mesh(), rank, device,
+            [&](const std::string& name, const std::vector<Axis>& along) {
+              return world.join(rank, name, along, device.gpu, name != "control");
+            },
+            world.hooks()),
+        trainer((announce_arenas(world.hooks()), config), {arena, stream, &dp, copies.get()}),
         world_(world) {
     if (world.backend() == Backend::nccl)
       for (Stream* s : streams()) s->set_watch([this] { dp.check(); });
@@ -63,8 +66,9 @@ struct Run {
       throw Error(message);
     }
   }
-  void poison_if(bool yes) {
-    if (yes) arena.poison_free(), scratch.poison_free();
+  void announce_arenas(const Hooks& hooks) {
+    hooks.arena_created(arena);
+    hooks.arena_created(scratch);
   }
 };
 

@@ -11,6 +11,7 @@
 
 #include "core/log.h"
 #include "data/dataloader.h"
+#include "dist/world.h"
 #include "model/hf_config.h"
 #include "run/options_print.h"
 #include "run/peak.h"

@@ -52,11 +52,7 @@ inline std::vector<ZeroConfig> layouts(int ranks) {
     for (const GradReduce reduce : {GradReduce::step, GradReduce::micro})
       for (int stage = 0; stage <= 3; ++stage)
         if (sequences % ranks == 0 && ranks % replicas == 0)
-          all.push_back({.stage = stage,
-                         .grad_reduce = reduce,
-                         .shards = ranks / replicas,
-                         .replicas = replicas,
-                         .poison = true});
+          all.push_back({.stage = stage, .grad_reduce = reduce, .shards = ranks / replicas, .replicas = replicas});
   return all;
 }
 
@@ -87,6 +83,27 @@ inline void collect(std::map<std::string, std::vector<float>>& whole, std::strin
   }
 }
 
+// What a rank reads as micro-batch m of a step: random tokens, the same for every step.
+inline HostBatch read_batch(const StepConfig& step, int rank, int64_t micro_batch) {
+  HostBatch batch;
+  const Philox rng(7, "self-test");
+  const int64_t rows = step.batch.B * seq_len, first = (micro_batch * step.zero.ranks() + rank) * rows;
+  const uint64_t V = static_cast<uint64_t>(step.model.vocab_size);
+  for (int64_t i = 0; i < rows; ++i) {
+    const uint64_t token = static_cast<uint64_t>(first + i);
+    batch.tokens.push_back(static_cast<int32_t>(rng.bits(2 * token) % V));
+    batch.targets.push_back(static_cast<int32_t>(rng.bits(2 * token + 1) % V));
+    batch.positions.push_back(static_cast<int32_t>(i % seq_len));
+  }
+  return batch;
+}
+
+// What a test replaces to plant a bug. Free and released memory is always poisoned.
+struct Parts {
+  const Hooks& hooks = poison_hooks;
+  HostBatch (*read)(const StepConfig& step, int rank, int64_t micro_batch) = read_batch;
+};
+
 // Where a layout runs.
 struct Machine {
   Device device = {};  // of rank 0
@@ -100,28 +117,15 @@ struct Machine {
   }
 };
 
-inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}) {
+inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, const Parts& parts = {}) {
   Outcome outcome;
   std::mutex mutex;
   const Plan plan = make_plan(step, machine.device);
-  World world(step.zero.mesh(), machine.backend);
+  World world(step.zero.mesh(), machine.backend, parts.hooks);
   run_ranks(world, [&](int rank) {
     Run run(step, plan, machine.of_rank(rank), world, rank);
     init_weights(run.trainer.state(), 42, run.stream);
-    const int64_t ranks = step.zero.ranks(), B = step.batch.B;
-    const BatchSource batches = [&](int64_t m) {
-      HostBatch batch;
-      const Philox rng(7, "self-test");
-      const int64_t reader = step.zero.bug == PlantedBug::sample_twice ? 0 : rank;
-      const uint64_t V = static_cast<uint64_t>(step.model.vocab_size);
-      for (int64_t i = 0; i < B * seq_len; ++i) {
-        const uint64_t token = static_cast<uint64_t>((m * ranks + reader) * B * seq_len + i);
-        batch.tokens.push_back(static_cast<int32_t>(rng.bits(2 * token) % V));
-        batch.targets.push_back(static_cast<int32_t>(rng.bits(2 * token + 1) % V));
-        batch.positions.push_back(static_cast<int32_t>(i % seq_len));
-      }
-      return batch;
-    };
+    const BatchSource batches = [&](int64_t micro_batch) { return parts.read(step, rank, micro_batch); };
     run.trainer.accumulate_gradients(batches);
     run.stream.synchronize();
     {
@@ -190,9 +194,9 @@ struct Distances {
 }  // namespace selftest
 
 // Compares every layout on the machine with one rank on the CPU. Prints a line for each number of ranks and for each
-// layout that failed; false: one failed. `bug`: planted by a test.
-inline bool run_selftest(Log& log, int64_t max_ranks, PlantedBug bug = PlantedBug::none,
-                         const selftest::Machine& machine = {}) {
+// layout that failed; false: one failed. The layouts, not the one rank, run with `parts`.
+inline bool run_selftest(Log& log, int64_t max_ranks, const selftest::Machine& machine = {},
+                         const selftest::Parts& parts = {}) {
   using namespace selftest;
   int failed = 0, count = 0;
   struct Case {
@@ -236,10 +240,9 @@ inline bool run_selftest(Log& log, int64_t max_ranks, PlantedBug bug = PlantedBu
       int good = 0;
       Outcome stage0;
       int64_t number = 0;
-      for (ZeroConfig zero : all) {
+      for (const ZeroConfig& zero : all) {
         log.progress(formatted("  {} rank(s): layout", ranks), ++number, static_cast<int64_t>(all.size()));
-        zero.bug = bug;
-        const Outcome outcome = run_layout(step_config(model, dtype, 1, zero), machine);
+        const Outcome outcome = run_layout(step_config(model, dtype, 1, zero), machine, parts);
         if (zero.stage == 0) stage0 = outcome;
         const Distances d(outcome, alone);
         largest = largest.or_larger(d);

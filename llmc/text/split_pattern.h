@@ -185,9 +185,9 @@ class SplitPattern {
   }
   bool peek(std::string_view text) const { return std::string_view(pattern_).substr(at_).starts_with(text); }
   bool take(std::string_view text) {
-    const bool there = peek(text);
-    if (there) at_ += text.size();
-    return there;
+    const bool found = peek(text);
+    if (found) at_ += text.size();
+    return found;
   }
   char32_t take_character() {
     CHECK(at_ < pattern_.size(), "{}: pattern '{}' is incomplete", where_, pattern_);

@@ -1,5 +1,5 @@
-// choices.h: multiple choice in the manner of HellaSwag (Zellers et al. 2019): of several ways to go on from a context,
-// the one that the model finds likeliest counts as its answer. File format: data/README.md.
+// choices.h: multiple choice in the manner of HellaSwag (Zellers et al. 2019): of several continuations of a context,
+// the one that the model finds most likely is its answer. File format: data/README.md.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -12,12 +12,12 @@
 #include <string>
 #include <vector>
 
-#include "train/step.h"
+#include "train/trainer.h"
 
 namespace llmc {
 
-// How many questions are answered right; the normalized score divides by the characters of the answer, as the
-// lm-evaluation-harness does, where the file has them.
+// The share of questions answered correctly. The normalized score divides each loss by the characters of its choice, as
+// the lm-evaluation-harness does, if the file has them.
 struct ChoiceScore {
   double accuracy = 0;
   std::optional<double> normalized_accuracy;
@@ -25,7 +25,7 @@ struct ChoiceScore {
 
 class ChoiceSet {
  public:
-  // Reads and checks the file. T: tokens in a sequence; of a longer context the end is kept.
+  // Reads and checks the file. T: tokens in a sequence; longer contexts are truncated at their beginning.
   ChoiceSet(const std::string& file, int64_t vocab_size, int64_t T) {
     std::ifstream in(file);
     CHECK(in, "--eval-choices {}: cannot be read", file);
@@ -53,7 +53,7 @@ class ChoiceSet {
                 lengths.empty() ? 0.0 : lengths[c].get<double>(), T, where);
       }
     }
-    CHECK(!rows_.empty(), "--eval-choices {}: holds no question", file);
+    CHECK(!rows_.empty(), "--eval-choices {}: contains no questions", file);
   }
 
   int64_t questions() const { return static_cast<int64_t>(questions_.size()); }
@@ -65,7 +65,7 @@ class ChoiceSet {
     return std::min(T, static_cast<int64_t>(std::bit_ceil(longest)));
   }
 
-  // Rows `first` to first + B as a batch of B x T; only tokens of the choice are targets, rows behind the last have
+  // Rows [first, first + B) as a batch of B x T. Only tokens of the choice are targets; rows after the last one have
   // none.
   HostBatch batch(int64_t first, int64_t B, int64_t T) const {
     HostBatch host;
@@ -73,18 +73,18 @@ class ChoiceSet {
       const Row* row = first + b < rows() ? &rows_[static_cast<size_t>(first + b)] : nullptr;
       const int64_t inputs = row ? static_cast<int64_t>(row->tokens.size()) - 1 : 0;
       for (int64_t t = 0; t < T; ++t) {
-        const bool inside = t < inputs, asked = inside && t >= inputs - row->asked;
+        const bool inside = t < inputs, in_choice = inside && t >= inputs - row->choice_size;
         host.tokens.push_back(inside ? row->tokens[static_cast<size_t>(t)] : 0);
-        host.targets.push_back(asked ? row->tokens[static_cast<size_t>(t) + 1] : -1);
+        host.targets.push_back(in_choice ? row->tokens[static_cast<size_t>(t) + 1] : -1);
         host.positions.push_back(static_cast<int32_t>(t));
       }
     }
     return host;
   }
 
-  // losses: of each row, the sum over its choice.
+  // losses: of each row, the sum over the tokens of its choice.
   ChoiceScore score(std::span<const double> losses) const {
-    int64_t right = 0, right_normalized = 0;
+    int64_t correct = 0, correct_normalized = 0;
     const auto unknown = [](const Row& row) { return row.characters == 0; };
     const bool lengths = std::none_of(rows_.begin(), rows_.end(), unknown);
     for (const Question& q : questions_) {
@@ -95,20 +95,20 @@ class ChoiceSet {
         return least;
       };
       auto loss = [&](int64_t r) { return losses[static_cast<size_t>(r)]; };
-      right += best(loss) == q.label;
-      right_normalized +=
+      correct += best(loss) == q.label;
+      correct_normalized +=
           best([&](int64_t r) { return loss(r) / rows_[static_cast<size_t>(r)].characters; }) == q.label;
     }
     const double n = static_cast<double>(questions());
-    return {static_cast<double>(right) / n,
-            lengths ? std::optional(static_cast<double>(right_normalized) / n) : std::nullopt};
+    return {static_cast<double>(correct) / n,
+            lengths ? std::optional(static_cast<double>(correct_normalized) / n) : std::nullopt};
   }
 
  private:
   struct Row {
     std::vector<int32_t> tokens;  // context and choice
-    int64_t asked;                // tokens of the choice
-    double characters;            // of its text; 0: the file does not say
+    int64_t choice_size;          // tokens of the choice
+    double characters;            // of the text of the choice; 0: the file does not say
   };
   struct Question {
     int64_t first_row, choices, label;
@@ -128,10 +128,11 @@ class ChoiceSet {
 
   void add_row(const std::vector<int32_t>& context, const std::vector<int32_t>& choice, double characters, int64_t T,
                const std::string& where) {
-    const int64_t asked = static_cast<int64_t>(choice.size());
-    CHECK(asked > 0, "{}: an empty choice", where);
-    CHECK(asked <= T, "{}: a choice of {} tokens does not fit into --seq-len {}: raise it", where, asked, T);
-    Row row{context, asked, characters};
+    const int64_t choice_size = static_cast<int64_t>(choice.size());
+    CHECK(choice_size > 0, "{}: an empty choice", where);
+    CHECK(choice_size <= T, "{}: a choice of {} tokens does not fit into --seq-len {}: raise it", where, choice_size,
+          T);
+    Row row{context, choice_size, characters};
     row.tokens.insert(row.tokens.end(), choice.begin(), choice.end());
     if (const int64_t spare = static_cast<int64_t>(row.tokens.size()) - (T + 1); spare > 0)
       row.tokens.erase(row.tokens.begin(), row.tokens.begin() + spare);
@@ -142,15 +143,15 @@ class ChoiceSet {
   std::vector<Question> questions_;
 };
 
-// Asks all questions, each row once whatever the batch and the layout; all ranks call it. `before`: called before each
-// micro-batch
+// Answers all questions, each row computed once whatever the batch and the layout; called by all ranks. `before`:
+// called before each micro-batch.
 template <class Before>
 ChoiceScore evaluate_choices(Trainer& trainer, const ChoiceSet& set, DataParallel& dp, Before&& before) {
   const int64_t B = trainer.config().batch.B, ranks = dp.ranks(), T = set.length(trainer.config().batch.T);
   const int64_t micro_batches = ceil_div(set.rows(), B * ranks);
   auto first_row = [&](int64_t m) { return (m * ranks + dp.rank) * B; };
   std::vector<double> losses(static_cast<size_t>(micro_batches * ranks * B), 0);
-  constexpr int64_t piece = 4096;  // micro-batches that are listed at a time
+  constexpr int64_t piece = 4096;  // micro-batches in one list of actions
   for (int64_t begin = 0; begin < micro_batches; begin += piece)
     trainer.evaluate(
         std::min(piece, micro_batches - begin), 1,

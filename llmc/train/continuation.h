@@ -1,14 +1,14 @@
-// continuation.h: a text that grows: the keys and values of its tokens are kept, so that each token is computed once.
+// continuation.h: incremental generation: a text with a key-value cache, so that each token is computed once.
 #pragma once
 #include <bit>
 #include <span>
 #include <vector>
 
-#include "train/step.h"
+#include "train/trainer.h"
 
 namespace llmc {
 
-// The caches live in the arena as long as this object does.
+// The cache stays allocated in the arena as long as this object lives.
 class Continuation {
  public:
   explicit Continuation(Trainer& trainer)
@@ -16,8 +16,8 @@ class Continuation {
   int64_t rows() const { return cache_.rows; }
   void restart(int64_t rows = 0) { cache_.rows = rows; }
 
-  // The logits (V) behind the last of these tokens, which follow those before; at most T in all. They go through in
-  // powers of two: few shapes.
+  // Appends these tokens to the text, at most T in all, and returns the logits (V) after the last one. They are
+  // computed in powers of two, so that few shapes occur.
   std::vector<float> feed(std::span<const int32_t> tokens) {
     CHECK(!tokens.empty() && rows() + static_cast<int64_t>(tokens.size()) <= trainer_.config().batch.T);
     while (!tokens.empty()) {

@@ -1,5 +1,5 @@
-// detector.h: is a loss or a gradient norm far from those of the last updates? By z-score, the distance from their mean
-// in standard deviations (as llm.c does).
+// detector.h: outlier detection for losses and gradient norms by z-score: how many standard deviations a value is above
+// the mean of the last updates (as in llm.c).
 #pragma once
 #include <cmath>
 #include <deque>
@@ -19,17 +19,17 @@ class OutlierDetector {
     CHECK(values.size() <= window);
   }
 
-  // The largest value whose z-score is at most z; infinity until a whole window was seen.
+  // The largest value whose z-score is at most z; infinity until the window is full.
   double limit(double z) const {
     if (values_.size() < window) return std::numeric_limits<double>::infinity();
-    double sum = 0, squares = 0;  // anew each time: the same whether or not the run was interrupted
+    double sum = 0, squares = 0;  // recomputed each time: the same whether or not the run was resumed
     for (double v : values_) sum += v;
     const double mean = sum / window;
     for (double v : values_) squares += (v - mean) * (v - mean);
     return mean + z * std::sqrt(squares / window);
   }
 
-  // Values that are not finite leave no trace.
+  // Non-finite values are ignored.
   void add(double value) {
     if (!std::isfinite(value)) return;
     values_.push_back(value);

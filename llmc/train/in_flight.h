@@ -1,5 +1,6 @@
 // in_flight.h: what a micro-batch holds while it is in flight: its inputs, which may still be on their way to a GPU,
-// its activations, and the keys and values of the tokens before it where a text grows.
+// its activations, and the key-value cache of a text that is being generated; and what a pass over a list of actions is
+// for.
 #pragma once
 #include <utility>
 #include <vector>
@@ -14,13 +15,13 @@ struct ChunkActivations {
   std::vector<BlockActivations> blocks;
 };
 
-// Everything of one micro-batch in flight.
+// All that one micro-batch in flight holds.
 struct Slot {
   MicroBatch inputs;
   std::vector<ChunkActivations> chunks;
-  Tensor gradient;  // (N, C) of the residual stream, handed from chunk to chunk on the way back
+  Tensor gradient;  // (N, C) of the residual stream, passed from chunk to chunk in the backward
 
-  // `shared`: what the backward computes again, for all blocks and slots.
+  // `shared`: the activations that are recomputed, one set for all blocks and slots.
   Slot(const StepConfig& config, const std::vector<Chunk>& of_chunks, const BatchShape& shape, Purpose purpose,
        const BlockActivations& shared, Arena& arena)
       : inputs(shape, arena) {
@@ -29,7 +30,7 @@ struct Slot {
       ChunkActivations& acts = chunks.emplace_back();
       if (chunk.has_embedding) acts.embedded = arena.alloc("activations", "embedded", config.dtype, stream_shape);
       for (size_t l = 0; l < chunk.layers.size(); ++l) {
-        // Forward only: nothing is kept for a backward, the blocks of a chunk write to two outputs in turn.
+        // Forward only: nothing is kept for a backward; the blocks of a chunk write to two outputs in turn.
         if (purpose != Purpose::train && l >= 2) acts.blocks.push_back(acts.blocks[l - 2]);
         else
           acts.blocks.push_back(
@@ -39,7 +40,7 @@ struct Slot {
     if (purpose == Purpose::train) gradient = arena.alloc("activations", "gradient", config.dtype, stream_shape);
   }
 
-  // The residual stream that enters block `l` of a chunk: the embedding, the block before, or the chunk before.
+  // The residual stream that enters block `l` of a chunk: from the embedding, the previous block or the previous chunk.
   const Tensor& block_input(int chunk, size_t l) const {
     const ChunkActivations& acts = chunks[static_cast<size_t>(chunk)];
     if (l > 0) return acts.blocks[l - 1].out;
@@ -47,8 +48,8 @@ struct Slot {
   }
 };
 
-// Brings inputs to the device. On a GPU the copies from the host go to buffers that take turns, while the micro-batch
-// before is computed.
+// Uploads inputs to the device. On a GPU they are copied to two buffers in turn, while the previous micro-batch is
+// being computed.
 class Uploads {
  public:
   Uploads(const BatchShape& shape, const Context& context) {
@@ -57,7 +58,7 @@ class Uploads {
     if (context.copies != nullptr) context.copies->reserve_uploads(arriving_[0].inputs.tokens.size_bytes());
   }
 
-  void bring(const MicroBatch& to, HostBatch from, const Context& context) {
+  void upload_batch(const MicroBatch& to, HostBatch from, const Context& context) {
     Stream& compute = context.compute;
     if (context.copies == nullptr) {
       upload(to.tokens, std::move(from.tokens), compute);
@@ -89,16 +90,29 @@ class Uploads {
   int64_t uploads_ = 0;
 };
 
-// The keys and values of one sequence's tokens so far.
+// The keys and values of the tokens of one sequence so far.
 struct KeyValueCache {
   std::vector<Tensor> layers;  // each (T, 2 Hkv D)
-  int64_t rows = 0;            // that hold some
+  int64_t rows = 0;            // filled
 
   KeyValueCache(const StepConfig& config, Arena& arena) {
     for (int64_t l = 0; l < config.model.n_layer; ++l)
       layers.push_back(arena.alloc("key-value cache", "keys and values", config.dtype,
                                    {config.batch.T, 2 * config.model.kv_size()}));
   }
+};
+
+// May the actions of a training step be launched as CUDA graphs that were captured before?
+enum class Launch : uint8_t { replay, enqueue };
+
+// One pass over a list of actions: what it is for.
+struct Pass {
+  Purpose purpose;
+  BatchShape shape;  // of a micro-batch
+  Launch launch = Launch::replay;
+  RowLosses row_losses = {};       // evaluate: receives the loss of every row, if set
+  KeyValueCache* cache = nullptr;  // generate: of the text that the tokens continue; none: they begin one
+  int64_t logits_row = 0;          // generate: the row whose logits are computed
 };
 
 }  // namespace llmc

@@ -1,4 +1,4 @@
-// lr_schedule.h: the learning rate as a pure function of the update's number.
+// lr_schedule.h: the learning rate as a pure function of the step.
 #pragma once
 #include <cmath>
 #include <string>
@@ -15,11 +15,11 @@ struct LrSchedule {
   double final_frac = 0;  // of the peak, at the end
 };
 
-// Of update `step`, which counts from 1. Warm-up rises to the peak: step / warmup_steps. Then, with `done` the share of
-// the remaining updates that came before this one:
-//   cosine    half a cosine from the peak to final_frac of it (Loshchilov & Hutter 2017)
-//   linear    a straight line
-//   wsd       warm-up, stable, decay: the peak, then in the last fifth of the run a fall as 1 - sqrt (Haegele et al.
+// The learning rate of update `step`, which counts from 1. Warm-up is linear: peak * step / warmup_steps. After it,
+// with `done` the fraction of the remaining updates that came before this one:
+//   cosine    half a cosine from the peak to final_frac * peak (Loshchilov & Hutter 2017)
+//   linear    a straight line between the same two
+//   wsd       warmup-stable-decay: the peak, then a decay by 1 - sqrt over the last fifth of the run (Haegele et al.
 //   2024)
 inline double learning_rate(const LrSchedule& s, int64_t step) {
   if (step <= s.warmup_steps) return s.peak * static_cast<double>(step) / static_cast<double>(s.warmup_steps);

@@ -1,5 +1,5 @@
-// not_finite.h: where the first number of a step that is not finite comes from, found by doing the step again with a
-// look at every tensor that is written.
+// not_finite.h: where the first non-finite number of a step comes from, found by repeating the step with a check of
+// every tensor that is written.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -9,16 +9,16 @@
 
 #include "core/signals.h"
 #include "device/host_copy.h"
-#include "train/step.h"
+#include "train/trainer.h"
 
 namespace llmc {
 
-// The first tensor of a step that holds a number that is not finite.
+// The first tensor of a step that contains a non-finite number.
 struct NotFinite {
   std::string tensor, op;
   std::string place;               // "forward of blocks.3"
-  int64_t micro_batch = -1;        // -1: none, it was there before the step
-  std::vector<int64_t> sequences;  // of the micro-batch, that hold one; empty: the tensor is not of sequences
+  int64_t micro_batch = -1;        // -1: none, the number was there before the step
+  std::vector<int64_t> sequences;  // of the micro-batch, that contain one; empty: the tensor has no sequence axis
 };
 
 inline bool all_finite(const Tensor& tensor, Stream& stream) {
@@ -45,7 +45,7 @@ inline bool is_gradient(const ModelState& state, const Tensor& t) {
 
 }  // namespace detail
 
-// Does a step's forwards and backwards once more, looking at everything that is written. The weights stay.
+// Repeats the forwards and backwards of a step and checks everything that is written. The weights do not change.
 inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSource& batches) {
   Stream& stream = trainer.stream();
   const StepConfig& config = trainer.config();
@@ -54,7 +54,7 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
   for (const StateEntry& e : trainer.state().state_table())
     if (!found && !all_finite(e.tensor, stream))
       found = NotFinite{e.param->name, formatted("{}, before the step", e.kind), "", -1, {}};
-  // Where one rank's state is bad already, no rank does the step again.
+  // If the state of one rank is bad already, no rank repeats the step.
   for (const std::string& bad : trainer.state().dp().control->all_gather_text("bad state", found ? "yes" : ""))
     if (!bad.empty()) return found;
   struct Inspection {
@@ -64,7 +64,7 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
   stream.set_inspector([&](const char* op, const Tensor& t) {
     if (found || all_finite(t, stream)) return;
     found = NotFinite{t.name, op, trainer.place().what, trainer.place().micro_batch, {}};
-    const int64_t B = config.batch.B, each = t.numel() / B;  // elements of a sequence, where it is of sequences
+    const int64_t B = config.batch.B, each = t.numel() / B;  // elements per sequence, if it has a sequence axis
     if (detail::is_gradient(trainer.state(), t) || t.numel() < config.batch.rows()) return;
     for (int64_t b = 0; b < B; ++b)
       if (!all_finite(t.slice(b * each, {each}), stream)) found->sequences.push_back(b);
@@ -74,34 +74,35 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
   return found;
 }
 
-// Where it is, in words. sample_of(micro-batch, sequence of it): the sample of the data that this was.
+// Where it is, in words. sample_of(micro-batch, sequence): which sample of the data that sequence was.
 template <class SampleOf>
 std::string describe(const NotFinite& first, const Trainer& trainer, SampleOf&& sample_of) {
-  if (first.micro_batch < 0) return formatted("{} ({}) holds one", first.tensor, first.op);
+  if (first.micro_batch < 0) return formatted("{} ({}) contains a non-finite number", first.tensor, first.op);
   const DataParallel& dp = trainer.state().dp();
   std::vector<int64_t> samples;
   for (int64_t b = 0; b < trainer.config().batch.B; ++b)
     if (first.sequences.empty() ||
         std::find(first.sequences.begin(), first.sequences.end(), b) != first.sequences.end())
       samples.push_back(sample_of(first.micro_batch, b));
-  return formatted("the first such number is in {}, written by {} in the {}, {}micro-batch {}, {} {}", first.tensor,
-                   first.op, first.place, dp.ranks() > 1 ? formatted("rank {}, ", dp.rank) : std::string(),
-                   first.micro_batch, samples.size() == 1 ? "sample" : "samples", samples);
+  return formatted("the first non-finite number is in {}, written by {} in the {}, {}micro-batch {}, {} {}",
+                   first.tensor, first.op, first.place,
+                   dp.ranks() > 1 ? formatted("rank {}, ", dp.rank) : std::string(), first.micro_batch,
+                   samples.size() == 1 ? "sample" : "samples", samples);
 }
 
-// The same, of the lowest rank that finds one; all ranks call it.
+// The same, from the lowest rank that finds one; called by all ranks.
 template <class SampleOf>
 std::string where_not_finite(Trainer& trainer, const BatchSource& batches, SampleOf&& sample_of) {
   std::string mine;
   try {
     if (const std::optional<NotFinite> first = find_not_finite(trainer, batches))
       mine = describe(*first, trainer, sample_of);
-  } catch (const Interrupted& stop) {  // on all ranks alike
+  } catch (const Interrupted& stop) {  // thrown on all ranks
     mine = formatted("the search for its origin was interrupted by {}", stop.reason);
   }
   for (const std::string& found : trainer.state().dp().control->all_gather_text("first not finite", mine))
     if (!found.empty()) return found;
-  return "no tensor holds one: a sum overflowed";
+  return "no tensor contains one: a sum overflowed";
 }
 
 }  // namespace llmc

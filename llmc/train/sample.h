@@ -1,4 +1,4 @@
-// sample.h: generation: the next token from its logits by temperature, top-k and top-p.
+// sample.h: generation: sampling the next token from its logits, with temperature, top-k and top-p.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -13,12 +13,12 @@
 namespace llmc {
 
 struct SampleOptions {
-  double temperature = 1.0;  // 0: always the likeliest token
-  int64_t top_k = 0;         // only the k likeliest; 0: all
-  double top_p = 1.0;        // only the smallest set with this much probability (Holtzman et al. 2020)
+  double temperature = 1.0;  // 0: greedy, always the most likely token
+  int64_t top_k = 0;         // only the k most likely tokens; 0: all
+  double top_p = 1.0;        // only the smallest set of tokens with this probability (Holtzman et al. 2020)
 };
 
-// `u` in [0, 1) decides. Ties go to the lower id.
+// u: uniform in [0, 1). Ties go to the lower id.
 inline int32_t sample_token(std::span<const float> logits, const SampleOptions& o, double u) {
   std::vector<int32_t> order(logits.size());
   std::iota(order.begin(), order.end(), 0);
@@ -43,15 +43,16 @@ inline int32_t sample_token(std::span<const float> logits, const SampleOptions& 
   return order[n - 1];
 }
 
-// `count` tokens behind the prompt (which may not be empty), each handed to `emit`; stops early when emit returns
-// false. At the sequence length the older half of the tokens is forgotten. Random numbers are keyed by (seed, stream).
+// Appends up to `count` tokens to the prompt, which must not be empty, and passes each to `emit`; stops early when emit
+// returns false. At the sequence length the older half of the context is dropped. Random numbers are keyed by (seed,
+// stream).
 inline std::vector<int32_t> generate(Trainer& trainer, std::vector<int32_t> tokens, int64_t count,
                                      const SampleOptions& options, uint64_t seed, std::string_view stream,
                                      const std::function<bool(int32_t)>& emit) {
   const Philox rng(seed, stream);
   const size_t window = static_cast<size_t>(trainer.config().batch.T);
   Continuation sequence(trainer);
-  size_t fed = tokens.size() - std::min(tokens.size(), window);  // tokens that the sequence has, or will never have
+  size_t fed = tokens.size() - std::min(tokens.size(), window);  // tokens already in the cache, or dropped
   for (int64_t i = 0; i < count; ++i) {
     if (static_cast<size_t>(sequence.rows()) == window) {
       sequence.restart();

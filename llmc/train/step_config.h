@@ -1,4 +1,4 @@
-// step_config.h: what a step is, what goes into it and what comes out of it.
+// step_config.h: the configuration of a step, its inputs and its results.
 #pragma once
 #include <functional>
 #include <span>
@@ -11,15 +11,15 @@
 
 namespace llmc {
 
-// What an op needs besides its tensors.
+// What a trainer runs on.
 struct Context {
   Arena& arena;
   Stream& compute;
-  DataParallel* dp = nullptr;  // none: this rank is alone
-  Stream* copies = nullptr;    // brings the inputs of a GPU while it computes; none: the compute stream does
+  DataParallel* dp = nullptr;  // none: this rank is the only one
+  Stream* copies = nullptr;    // uploads inputs to a GPU while it computes; none: the compute stream does
 };
 
-// What actions are run for.
+// What a list of actions is run for.
 enum class Purpose { train, evaluate, generate };
 
 struct StepConfig {
@@ -31,19 +31,20 @@ struct StepConfig {
   int chunks = 1;
   Recompute recompute = Recompute::none;
   ZeroConfig zero = {};
-  int64_t head_chunks = 0;  // of a micro-batch's rows, whose logits exist one after the other; 0: as few as are small
-  bool generates = true;    // the plan has room for a text and its cache
+  int64_t head_chunks =
+      0;  // parts of a micro-batch that the head takes one after another; 0: as few as head_rows() allows
+  bool generates = true;  // plan memory for a text and its key-value cache
   Documents documents = Documents::together;
 
-  // Rows of such a chunk of N: as asked, or so many that their logits take at most 1 GiB.
+  // Rows of one part, of N: by head_chunks, or as many as have at most 1 GiB of logits.
   int64_t head_rows(int64_t N) const {
     const int64_t row_bytes = model.padded_vocab() * size_of(dtype);
     const int64_t chunks = head_chunks > 0 ? std::min(head_chunks, N) : ceil_div(N * row_bytes, int64_t{1} << 30);
     return ceil_div(N, chunks);
   }
-  // Forward only is as if everything were to be computed again, and never is.
+  // A forward without a backward keeps as little as if all of it were recomputed.
   Recompute recompute_for(Purpose purpose) const { return purpose == Purpose::train ? recompute : Recompute::block; }
-  int64_t tokens() const { return batch.rows() * micro_batches * zero.ranks(); }  // of one step, all ranks
+  int64_t tokens() const { return batch.rows() * micro_batches * zero.ranks(); }  // of one step, over all ranks
 };
 
 // One micro-batch of token ids on the host, each (B T).
@@ -53,17 +54,17 @@ struct HostBatch {
 
 using BatchSource = std::function<HostBatch(int64_t micro_batch)>;
 
-// Gets the loss of every row (N) of a micro-batch of this rank; called on the stream.
+// Receives the loss of every row (N) of a micro-batch of this rank; called on the stream.
 using RowLosses = std::function<void(int64_t micro_batch, std::span<const float> losses)>;
 
 struct StepResult {
   double loss;       // mean over all target tokens
   double grad_norm;  // before clipping
-  bool applied;      // false: the loss or the norm was not finite or beyond its largest value, and no weight changed
+  bool applied;      // false: the loss or the norm was not finite or above its limit, and no weight has changed
   bool finite() const { return std::isfinite(loss) && std::isfinite(grad_norm); }
 };
 
-// A step that is under way. The host need not wait for it before it begins the next one.
+// A step that was enqueued. The host may begin the next one before it waits for this one.
 class PendingStep {
  public:
   PendingStep(const Tensor& loss, const Tensor& control, int64_t tokens, Stream& stream)

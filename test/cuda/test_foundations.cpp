@@ -69,8 +69,8 @@ __global__ void multiply(float* d, const bf16* a, const bf16* b, int rows) {
   SHARED(bf16, a_tile, 16 * 16);
   SHARED(bf16, b_tile, 16 * 16);  // two of 8 columns; the second is not used
   const int lane = static_cast<int>(threadIdx.x), row = lane / 2;
-  const bool there = row < rows;
-  cp_async_16(a_tile + 8 * lane, there ? a + 8 * lane : a, there ? 16 : 0);
+  const bool valid = row < rows;
+  cp_async_16(a_tile + 8 * lane, valid ? a + 8 * lane : a, valid ? 16 : 0);
   cp_async_16(b_tile + 8 * lane, b + 8 * (lane % 16));
   cp_async_commit();
   cp_async_wait<0>();  // this thread's copies are there

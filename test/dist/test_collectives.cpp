@@ -59,9 +59,9 @@ struct Differences {
 TEST_CASE("a mesh knows coordinates and groups in any order of its axes") {
   const Mesh mesh({{Axis::pp, 2}, {Axis::replicate, 2}, {Axis::shard, 3}});
   REQUIRE(mesh.size() == 12);
-  REQUIRE(mesh.at(7, Axis::pp) == 1);
-  REQUIRE(mesh.at(7, Axis::shard) == 1);
-  REQUIRE(mesh.at(7, Axis::tp) == 0);
+  REQUIRE(mesh.coordinate(7, Axis::pp) == 1);
+  REQUIRE(mesh.coordinate(7, Axis::shard) == 1);
+  REQUIRE(mesh.coordinate(7, Axis::tp) == 0);
   REQUIRE(mesh.group(7, {Axis::shard}) == std::vector<int>{6, 7, 8});
   REQUIRE(mesh.group(7, {Axis::replicate}) == std::vector<int>{7, 10});
   REQUIRE(mesh.group(7, {Axis::pp}) == std::vector<int>{1, 7});
@@ -144,5 +144,5 @@ TEST_CASE("mismatched sizes, or a failing rank, end all ranks with the reason") 
                            comm.all_gather(filled(arena, DType::fp32, rank == 0 ? 20 : 40, rank), stream);
                            stream.synchronize();
                          }),
-                "which expects");
+                "which expected");
 }

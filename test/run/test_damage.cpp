@@ -69,7 +69,7 @@ TEST_CASE("--resume auto skips damaged checkpoints with a warning; an explicit o
     const ProgramResult automatic = run_program(tiny(dir / "run", options));
     REQUIRE(automatic.out.find("WARNING") != std::string::npos);
     REQUIRE(automatic.out.find(message) != std::string::npos);
-    REQUIRE(automatic.out.find("resuming behind step 3") != std::string::npos);
+    REQUIRE(automatic.out.find("resuming after step 3") != std::string::npos);
     INFO(automatic.err);
     REQUIRE(automatic.status == 0);
     REQUIRE(losses(dir / "run") == losses(dir / "whole"));

@@ -20,7 +20,7 @@ refuses() {
   [[ $output == *"$file:$number: "*"$expected"* ]] || fail "'$line' in $file was refused with: $output"
 }
 
-refuses llmc/core/planted.h '#include "train/step.h"' 'core may not include train'
+refuses llmc/core/planted.h '#include "train/trainer.h"' 'core may not include train'
 refuses llmc/data/planted.h '#include "train/trainer.h"' 'data may not include train'
 refuses llmc/core/planted.h '#include "core/planted.hpp" // "core/check.h"' 'there is no llmc/core/planted.hpp'
 refuses train_gpt.cu '#include "dist/comm_threads.h"' 'the transports are private'

@@ -195,12 +195,12 @@ TEST_CASE("files written by transformers are rewritten bit for bit, from any lay
     for (const int ranks : {1, 3}) {
       INFO(family << " on " << ranks);
       const std::string folder = folder_of(family);
-      ZeroConfig zero{.shards = ranks, .poison = true};
+      ZeroConfig zero{.shards = ranks};
       zero.set_stage(ranks == 1 ? 0 : 3);
       const StepConfig config{.model = resolve_model(folder, {}), .batch = {1, 8}, .zero = zero};
       const TempDir dir;
       const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
-      World world(zero.mesh());
+      World world(zero.mesh(), Backend::threads, poison_hooks);
       run_ranks(world, [&](int rank) {
         Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
         load_model(folder, config.model, run.trainer.state(), run.stream);

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(Block::threads, 2)
     attention_backward_keys_kernel(T* __restrict__ dqkv, const T* __restrict__ dout, const T* __restrict__ qkv,
                                    const RowTerms* __restrict__ terms, const int32_t* __restrict__ positions,
                                    AttentionShape s) {
-  constexpr int M = Block::M, N = Block::N, ND = Block::ND, n = Block::others;
+  constexpr int M = Block::M, N = Block::N, ND = Block::ND, n = Block::tile_rows;
   const unsigned b = blockIdx.x / static_cast<unsigned>(s.Hkv), kv = blockIdx.x % static_cast<unsigned>(s.Hkv);
   const int T_ = static_cast<int>(s.T), group = static_cast<int>(s.Hq / s.Hkv);
   const int begin = static_cast<int>(blockIdx.y) * Block::rows, warp_row = 16 * M * warp_of_thread();
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(Block::threads, 2)
   load_rows<Block::rows, Block::threads, copy>(keys, head_of(qkv, s, heads, b, s.Hq + kv), begin);
   load_rows<Block::rows, Block::threads, copy>(values, head_of(qkv, s, heads, b, s.Hq + s.Hkv + kv), begin);
 
-  Sums<M, ND> dk = {}, dv = {};
+  Accumulators<M, ND> dk = {}, dv = {};
   const float scale = 1.0f / sqrtf(static_cast<float>(s.D));
   // Tiles of queries of the first head, then of the second, ...
   const int first_tile = begin / n,
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(Block::threads, 2)
     const Tile<T, DP> queries = buffers.after((i & 1) * 2 * n), douts = queries.after(n);
     const RowTerms* row_terms = terms_buffers + (i & 1) * n;
     const bool all_seen = rows.sees_all(first, last);
-    Sums<M, N> p = {}, ds = {};  // transposed: the keys are the rows
+    Accumulators<M, N> p = {}, ds = {};  // transposed: the keys are the rows
     multiply_transposed(p, keys, warp_row, queries);
     for_each(p, [&](float& x, int m, int j, int i) {
       const int column = 8 * j + fragment_column(i), key = first + 16 * m + fragment_row(i);
@@ -125,12 +125,12 @@ __global__ void __launch_bounds__(Block::threads, 2)
 
   const RowRange block_rows(positions, at.first, min(at.first + Block::rows, T_));
   const RowRange warp_rows(positions, first, min(first + 16 * M, T_));
-  Sums<M, ND> dq = {};
+  Accumulators<M, ND> dq = {};
   const float scale = 1.0f / sqrtf(static_cast<float>(s.D));
   const auto use = [&](const Tile<T, DP>& keys, const Tile<T, DP>& values, int key) {
-    if (!warp_rows.sees_any(key, key + Block::others - 1)) return;
-    const bool all_seen = warp_rows.sees_all(key, key + Block::others - 1);
-    Sums<M, N> p = {}, ds = {};
+    if (!warp_rows.sees_any(key, key + Block::tile_rows - 1)) return;
+    const bool all_seen = warp_rows.sees_all(key, key + Block::tile_rows - 1);
+    Accumulators<M, N> p = {}, ds = {};
     multiply_transposed(p, queries, warp_row, keys);
     multiply_transposed(ds, douts, warp_row, values);
 #pragma unroll
@@ -196,8 +196,8 @@ void attention_backward(T* dqkv, const T* dout, const T* out, const T* qkv, cons
     using Keys = detail::BackwardKeysBlock<T, DP>;
     const dim3 keys_grid(static_cast<unsigned>(s.B * s.Hkv), static_cast<unsigned>(ceil_div(s.T, Keys::rows)));
     launch(attention_backward_keys_kernel<T, Keys, DP, copy>, keys_grid, Keys::threads,
-           Keys::shared_bytes(2) + 2 * Keys::others * static_cast<int64_t>(sizeof(RowTerms)), stream, dqkv, dout, qkv,
-           terms, positions, s);
+           Keys::shared_bytes(2) + 2 * Keys::tile_rows * static_cast<int64_t>(sizeof(RowTerms)), stream, dqkv, dout,
+           qkv, terms, positions, s);
     using Queries = detail::BackwardQueriesBlock<T, DP>;
     const dim3 queries_grid(static_cast<unsigned>(s.B * s.Hq), static_cast<unsigned>(ceil_div(s.T, Queries::rows)));
     launch(attention_backward_queries_kernel<T, Queries, DP, copy>, queries_grid, Queries::threads,

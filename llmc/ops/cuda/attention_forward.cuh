@@ -20,7 +20,7 @@ struct OnlineSoftmax {
   }
   // scores = 2^(scores scale - maximum); rescales outs, accumulated with an earlier maximum, to the new one.
   template <int N, int ND>
-  __device__ void update(Sums<M, N>& scores, Sums<M, ND>& outs, int m, int half, float scale) {
+  __device__ void update(Accumulators<M, N>& scores, Accumulators<M, ND>& outs, int m, int half, float scale) {
     float most = -INFINITY;
 #pragma unroll
     for (int n = 0; n < N; ++n) most = fmaxf(most, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
@@ -58,11 +58,11 @@ __global__ void __launch_bounds__(Block::threads, 2)
   const RowRange warp_rows(positions, first, min(first + 16 * M, T_));
   const float scale = log2_e / sqrtf(static_cast<float>(s.D));  // exp(x / sqrt(D)) = 2^(x scale)
   OnlineSoftmax<M> softmax;
-  Sums<M, Block::ND> outs = {};
+  Accumulators<M, Block::ND> outs = {};
   const auto use = [&](const Tile<T, DP>& keys, const Tile<T, DP>& values, int key) {
-    if (!warp_rows.sees_any(key, key + Block::others - 1)) return;
-    const bool all_seen = warp_rows.sees_all(key, key + Block::others - 1);
-    Sums<M, Block::N> p = {};
+    if (!warp_rows.sees_any(key, key + Block::tile_rows - 1)) return;
+    const bool all_seen = warp_rows.sees_all(key, key + Block::tile_rows - 1);
+    Accumulators<M, Block::N> p = {};
     multiply_transposed(p, queries, warp_row, keys);
 #pragma unroll
     for (int m = 0; m < M; ++m)

@@ -37,7 +37,7 @@ __device__ Head<T> head_of(T* array, const AttentionShape& s, int64_t heads, int
 // 16 M rows, 8 N columns, in mma's layout: element i of sums[m][n] is at row 16 m + fragment_row(i), column 8 n +
 // fragment_column(i). The four lanes of a quad hold two of every 16 rows.
 template <int M, int N>
-using Sums = float[M][N][4];
+using Accumulators = float[M][N][4];
 
 __device__ inline int lane_of_thread() { return static_cast<int>(threadIdx.x) % warp_size; }
 __device__ inline int warp_of_thread() { return static_cast<int>(threadIdx.x) / warp_size; }
@@ -46,7 +46,7 @@ __device__ inline int fragment_column(int i) { return lane_of_thread() % 4 * 2 +
 
 // f(sum, m, n, i) for every element that this lane holds.
 template <int M, int N, class F>
-__device__ void for_each(Sums<M, N>& sums, F f) {
+__device__ void for_each(Accumulators<M, N>& sums, F f) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -57,7 +57,7 @@ __device__ void for_each(Sums<M, N>& sums, F f) {
 
 // Scales the row that holds elements 2 half and 2 half + 1 of sums[m].
 template <int M, int N>
-__device__ void scale_row(Sums<M, N>& sums, int m, int half, float factor) {
+__device__ void scale_row(Accumulators<M, N>& sums, int m, int half, float factor) {
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -72,7 +72,7 @@ __device__ float quad_reduce(float x, Op op) {
 
 // Rows of `to` from `first` on = sums; skips rows and columns past the head's.
 template <Copy copy, int M, int N, class T>
-__device__ void store_rows(const Head<T>& to, int first, const Sums<M, N>& sums) {
+__device__ void store_rows(const Head<T>& to, int first, const Accumulators<M, N>& sums) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -119,16 +119,16 @@ __device__ void load_rows(const Tile<T, DP>& tile, const Head<const T>& from, in
   const T* x = from.data + (first + row) * from.stride + d;
 #pragma unroll 1  // unrolled, the addresses of all rows would take registers
   for (; row < rows; row += step, x += step * from.stride) {
-    const bool there = first + row < from.rows && d < from.D;
+    const bool valid = first + row < from.rows && d < from.D;
     if constexpr (copy == Copy::packs) {
-      cp_async_16(tile.at(row, c), there ? x : from.data, there ? 16 : 0);
+      cp_async_16(tile.at(row, c), valid ? x : from.data, valid ? 16 : 0);
     } else {
 #pragma unroll 1
       for (int e = 0; e < chunk; ++e) {
-        const bool element_there = there && d + e < from.D;
+        const bool element_valid = valid && d + e < from.D;
         if constexpr (sizeof(T) == 4)
-          cp_async_4(tile.at(row, c) + e, element_there ? x + e : from.data, element_there ? 4 : 0);
-        else tile.at(row, c)[e] = element_there ? x[e] : T{};
+          cp_async_4(tile.at(row, c) + e, element_valid ? x + e : from.data, element_valid ? 4 : 0);
+        else tile.at(row, c)[e] = element_valid ? x[e] : T{};
       }
     }
   }
@@ -153,7 +153,8 @@ __device__ void double_buffered(int begin, int end, Load load, Use use) {
 
 // sums += rows [row, row + 16 M) of a times (rows [0, 8 N) of b)^T
 template <int M, int N, int DP>
-__device__ void multiply_transposed(Sums<M, N>& sums, const Tile<bf16, DP>& a, int row, const Tile<bf16, DP>& b) {
+__device__ void multiply_transposed(Accumulators<M, N>& sums, const Tile<bf16, DP>& a, int row,
+                                    const Tile<bf16, DP>& b) {
   const int lane = lane_of_thread();
 #pragma unroll
   for (int k = 0; k < DP / 16; ++k) {
@@ -173,7 +174,8 @@ __device__ void multiply_transposed(Sums<M, N>& sums, const Tile<bf16, DP>& a, i
   }
 }
 template <int M, int N, int DP>
-__device__ void multiply_transposed(Sums<M, N>& sums, const Tile<float, DP>& a, int row, const Tile<float, DP>& b) {
+__device__ void multiply_transposed(Accumulators<M, N>& sums, const Tile<float, DP>& a, int row,
+                                    const Tile<float, DP>& b) {
   using Pack = Packed<float>;
 #pragma unroll 1
   for (int c = 0; c < DP / 4; ++c) {
@@ -200,7 +202,7 @@ __device__ void multiply_transposed(Sums<M, N>& sums, const Tile<float, DP>& a, 
 
 // sums (16 M, 8 N) += p (16 M, 8 K) times rows [0, 8 K), columns [0, 8 N) of b; p is rounded to b's type
 template <int M, int K, int N, int DP>
-__device__ void multiply(Sums<M, N>& sums, const Sums<M, K>& p, const Tile<bf16, DP>& b) {
+__device__ void multiply(Accumulators<M, N>& sums, const Accumulators<M, K>& p, const Tile<bf16, DP>& b) {
   const int lane = lane_of_thread();
 #pragma unroll
   for (int k = 0; k < K; k += 2) {
@@ -222,7 +224,7 @@ __device__ void multiply(Sums<M, N>& sums, const Sums<M, K>& p, const Tile<bf16,
   }
 }
 template <int M, int K, int N, int DP>
-__device__ void multiply(Sums<M, N>& sums, const Sums<M, K>& p, const Tile<float, DP>& b) {
+__device__ void multiply(Accumulators<M, N>& sums, const Accumulators<M, K>& p, const Tile<float, DP>& b) {
   using Pair = Packed<float, 2>;
   const int odd = fragment_column(0) / 4;  // is this lane's pair of each 8 columns in the second chunk of the two?
 #pragma unroll
@@ -248,15 +250,15 @@ __device__ void multiply(Sums<M, N>& sums, const Sums<M, K>& p, const Tile<float
 
 // ---- Sizes ----------------------------------------------------------------------------------------------------------
 
-// Each of the block's `warps` warps holds 16 M rows of a head, of queries or of keys, and reads tiles of `others` rows
-// of the opposite kind.
-template <int M_, int warps_, int others_, int DP, class T>
+// Each of the block's `warps` warps holds 16 M rows of a head, of queries or of keys, and reads tiles of `tile_rows`
+// rows of the opposite kind.
+template <int M_, int warps_, int tile_rows_, int DP, class T>
 struct BlockSize {
-  static constexpr int M = M_, others = others_, rows = 16 * M * warps_, threads = warps_ * warp_size;
-  static constexpr int N = others / 8, ND = DP / 8;  // blocks of 8 columns: of scores and of outputs
-  // Shared memory: `operands` tiles of rows, and two buffers of two tiles of others.
+  static constexpr int M = M_, tile_rows = tile_rows_, rows = 16 * M * warps_, threads = warps_ * warp_size;
+  static constexpr int N = tile_rows / 8, ND = DP / 8;  // blocks of 8 columns: of scores and of outputs
+  // Shared memory: `operands` tiles of rows, and two buffers of two tiles of tile_rows.
   static constexpr int64_t shared_bytes(int operands) {
-    return (operands * rows + 4 * others) * DP * static_cast<int64_t>(sizeof(T));
+    return (operands * rows + 4 * tile_rows) * DP * static_cast<int64_t>(sizeof(T));
   }
 };
 
@@ -322,7 +324,7 @@ struct RowRange {
 // f(score) for each key, from `key` on, that is masked for the row of elements 2 half and 2 half + 1 of scores[m]; row
 // 0 of scores is row `first`, one of `rows`.
 template <int M, int N, class F>
-__device__ void for_unseen(Sums<M, N>& scores, int m, int half, const RowRange& rows, const int32_t* positions,
+__device__ void for_unseen(Accumulators<M, N>& scores, int m, int half, const RowRange& rows, const int32_t* positions,
                            int first, int key, F f) {
   const int row = first + 16 * m + fragment_row(2 * half), first_seen = rows.first_key(positions, row);
 #pragma unroll
@@ -362,7 +364,7 @@ struct BlockOfQueries {
 template <class Block, Copy copy, class T, int DP, class Use>
 __device__ void for_tiles_of_keys(const Tile<T, DP>& buffers, const Head<const T>& keys, const Head<const T>& values,
                                   const RowRange& rows, Use use) {
-  constexpr int n = Block::others;
+  constexpr int n = Block::tile_rows;
   const auto tile = [&](int i, int which) { return buffers.after((2 * (i & 1) + which) * n); };
   double_buffered(
       rows.smallest / n, (rows.end + n - 1) / n,

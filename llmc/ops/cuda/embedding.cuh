@@ -27,11 +27,11 @@ namespace detail {
 
 // fp32 sums of one pack of columns.
 template <int pack>
-struct Sums {
+struct PartialSums {
   static constexpr int floats = pack < 4 ? pack : 4;
   float values[pack];
-  __device__ static Sums load(const float* from) {
-    Sums sums;
+  __device__ static PartialSums load(const float* from) {
+    PartialSums sums;
     for (int i = 0; i < pack; i += floats) {
       const auto some = Packed<float, floats>::load(from + i);
       for (int j = 0; j < floats; ++j) sums.values[i + j] = some[j];
@@ -65,25 +65,25 @@ __global__ void add_sorted_rows_kernel(float* __restrict__ dtable, float* __rest
                                        const T* __restrict__ dout, const int32_t* __restrict__ ids,
                                        const int32_t* __restrict__ rows, int64_t N, int64_t C) {
   using Pack = Packed<T, pack>;
-  using Sums = detail::Sums<pack>;
+  using PartialSums = detail::PartialSums<pack>;
   constexpr int batch = detail::embedding_batch;
   const int64_t c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
   if (c >= C) return;
   const int64_t begin = blockIdx.x * detail::embedding_segment, end = min(N, begin + detail::embedding_segment);
   const int32_t before = begin == 0 ? -1 : ids[begin - 1];  // ids are non-negative
   float* to = carried + blockIdx.x * C + c;
-  Sums sum = {};
+  PartialSums sum = {};
   int32_t current = before;
   for (int64_t k = begin; k < end; k += batch) {
     Pack gradients[batch];
-    Sums starts[batch];
+    PartialSums starts[batch];
     int32_t id[batch];
 #pragma unroll
     for (int j = 0; j < batch; ++j)
       if (k + j < end) {
         id[j] = ids[k + j];
         gradients[j] = Pack::load_streaming(dout + rows[k + j] * C + c);
-        if (id[j] != (j == 0 ? current : id[j - 1])) starts[j] = Sums::load(dtable + id[j] * C + c);
+        if (id[j] != (j == 0 ? current : id[j - 1])) starts[j] = PartialSums::load(dtable + id[j] * C + c);
       }
 #pragma unroll
     for (int j = 0; j < batch; ++j)
@@ -105,7 +105,7 @@ __global__ void add_sorted_rows_kernel(float* __restrict__ dtable, float* __rest
 template <int pack>
 __global__ void add_carried_kernel(float* __restrict__ dtable, const float* __restrict__ carried,
                                    const int32_t* __restrict__ ids, int64_t segments, int64_t C) {
-  using Sums = detail::Sums<pack>;
+  using PartialSums = detail::PartialSums<pack>;
   constexpr int batch = 2 * detail::embedding_batch;
   constexpr int64_t rows = detail::embedding_segment;
   const int64_t c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack, first = blockIdx.x;
@@ -113,20 +113,20 @@ __global__ void add_carried_kernel(float* __restrict__ dtable, const float* __re
   const int32_t id = ids[first * rows];
   if (ids[first * rows - 1] != id) return;                     // no id is carried into this segment
   if (first > 1 && ids[(first - 1) * rows - 1] == id) return;  // not the first segment that carries it
-  Sums sum = Sums::load(dtable + id * C + c);
+  PartialSums sum = PartialSums::load(dtable + id * C + c);
   bool more = true;
   for (int64_t segment = first; more; segment += batch) {
-    Sums parts[batch];
-    bool there[batch];
+    PartialSums parts[batch];
+    bool valid[batch];
 #pragma unroll
     for (int j = 0; j < batch; ++j) {
-      there[j] = segment + j < segments && ids[(segment + j) * rows] == id;
-      if (there[j]) parts[j] = Sums::load(carried + (segment + j) * C + c);
+      valid[j] = segment + j < segments && ids[(segment + j) * rows] == id;
+      if (valid[j]) parts[j] = PartialSums::load(carried + (segment + j) * C + c);
     }
 #pragma unroll
     for (int j = 0; j < batch; ++j)
-      if (there[j]) sum.add(parts[j]);
-    more = there[batch - 1];
+      if (valid[j]) sum.add(parts[j]);
+    more = valid[batch - 1];
   }
   sum.store(dtable + id * C + c);
 }

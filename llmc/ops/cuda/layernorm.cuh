@@ -95,12 +95,12 @@ __global__ void layernorm_backward_kernel(T* __restrict__ dx, float* __restrict_
     }
   }
 
-  using Sums = Packed<float, (pack < 4 ? pack : 4)>;
+  using SumPack = Packed<float, (pack < 4 ? pack : 4)>;
   float* partial = partials + blockIdx.x * 2 * C;
   for (int64_t p = first; p < packs; p += step)
-    for (int i = 0; i < pack; i += Sums::size) {
-      Sums dws, dbs;
-      for (int j = 0; j < Sums::size; ++j) {
+    for (int i = 0; i < pack; i += SumPack::size) {
+      SumPack dws, dbs;
+      for (int j = 0; j < SumPack::size; ++j) {
         dws.set(j, dweight[(i + j) * packs + p]);
         dbs.set(j, dbias[(i + j) * packs + p]);
       }

@@ -104,11 +104,11 @@ __global__ void qk_norm_backward_kernel(T* __restrict__ dqkv, float* __restrict_
   for (unsigned begin = 0; begin < rows * head_count; begin += groups) {  // 32-bit division is faster
     const unsigned item = begin + group;
     const int64_t n = first_row + item / head_count, h = first_head + item % head_count, at = (n * heads + h) * s.D;
-    const bool there = item < rows * head_count;  // lanes without a head sum with the others
-    const float r = there ? rstd[n * normed + h] : 0;
+    const bool valid = item < rows * head_count;  // lanes without a head sum with the others
+    const float r = valid ? rstd[n * normed + h] : 0;
     Pack as[Lane::packs], bs[Lane::packs], das[Lane::packs], dbs[Lane::packs];
     float sum = 0;  // of g w normalized
-    if (there)
+    if (valid)
       lane.each([&](int j, int64_t i) {
         as[j] = Pack::load_streaming(qkv + at + i);
         bs[j] = Pack::load_streaming(qkv + at + lane.half + i);
@@ -124,7 +124,7 @@ __global__ void qk_norm_backward_kernel(T* __restrict__ dqkv, float* __restrict_
         }
       });
     const float mean = detail::group_sum(sum, lanes) / static_cast<float>(s.D);
-    if (there)
+    if (valid)
       lane.each([&](int j, int64_t i) {
         const Pack a_weights = Pack::load(weight + i), b_weights = Pack::load(weight + lane.half + i);
         for (int e = 0; e < pack; ++e) {

@@ -86,10 +86,10 @@ __global__ void place_rows_kernel(int32_t* __restrict__ sorted_ids, int32_t* __r
   __syncwarp();  // all places are there
   for (int64_t begin = tile.begin; begin < tile.end; begin += warp_size) {
     const int64_t i = begin + tile.lane;
-    const bool there = i < tile.end;
-    const int32_t id = there ? from.ids[i] : 0;
+    const bool valid = i < tile.end;
+    const int32_t id = valid ? from.ids[i] : 0;
     const int digit = id >> shift & (digits - 1);
-    unsigned same = __ballot_sync(all_lanes, there);  // lanes with my digit
+    unsigned same = __ballot_sync(all_lanes, valid);  // lanes with my digit
     for (int bit = 0; bit < digit_bits; ++bit) {
       const unsigned set = __ballot_sync(all_lanes, digit >> bit & 1);
       same &= digit >> bit & 1 ? set : ~set;
@@ -97,7 +97,7 @@ __global__ void place_rows_kernel(int32_t* __restrict__ sorted_ids, int32_t* __r
     const int before = __popc(same & ((1u << tile.lane) - 1));
     const int32_t to = place[digit] + before;
     __syncwarp();  // all lanes have read their places
-    if (there) {
+    if (valid) {
       sorted_ids[to] = id;
       sorted_rows[to] = from.rows == nullptr ? static_cast<int32_t>(i) : from.rows[i];
       if (before == 0) place[digit] += __popc(same);

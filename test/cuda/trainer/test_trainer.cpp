@@ -107,7 +107,7 @@ TEST_CASE("ranks share a GPU, or have one each with NCCL between them", "[cuda][
     selftest::Outcome stage0;
     for (const int stage : {0, 3}) {
       CAPTURE(stage, name_of(machine.backend));
-      ZeroConfig zero{.grad_reduce = GradReduce::micro, .shards = 2, .replicas = ranks / 2, .poison = true};
+      ZeroConfig zero{.grad_reduce = GradReduce::micro, .shards = 2, .replicas = ranks / 2};
       zero.stage = stage;
       StepConfig shared = small_step("gpt2", DType::fp32, zero);
       shared.micro_batches = 4 / ranks;
@@ -132,7 +132,7 @@ TEST_CASE("every wait of a stream for another one is needed", "[cuda][trainer]")
     StepConfig step = small_step("gpt2", DType::fp32);
     step.micro_batches = 3;  // input buffers alternate
     if (stage > 0) {
-      step.zero = {.stage = stage, .shards = 2, .poison = true};
+      step.zero = {.stage = stage, .shards = 2};
       step.zero.grad_reduce = stage == 3 ? GradReduce::micro : GradReduce::step;
       step.micro_batches = 1;
     }

@@ -1,0 +1,110 @@
+// step_report.h: what a run says about its updates: a line for each, with speed and time left, the readings of the GPU,
+// and the summary at the end.
+#pragma once
+#include <chrono>
+#include <cmath>
+#include <optional>
+#include <string>
+
+#include "core/log.h"
+#include "device/nvml.h"
+#include "run/job.h"
+#include "run/peak.h"
+#include "run/progress.h"
+#include "run/report.h"
+
+namespace llmc {
+
+inline double seconds_since(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+class StepReport {
+ public:
+  StepReport(const Job& job, Log& log, const Peaks& peaks, bool first_rank)
+      : job_(job), o_(job.options), log_(log), peaks_(peaks) {
+    if (first_rank && o_.log_gpu_every > 0) monitor_.emplace(gpu_info(job.rank_device.gpu).bus_id);
+  }
+
+  // Training resumes after this step, or begins if it is 0.
+  void resume_after(int64_t step) { first_ = step; }
+  // An update begins, and none is under way.
+  void start_clock() { clock_ = std::chrono::steady_clock::now(); }
+
+  // An update has finished. Its time is that since the previous one finished, or since start_clock().
+  void finished(int64_t step, double lr, const StepResult& result) {
+    const double seconds = seconds_since(clock_);
+    clock_ = std::chrono::steady_clock::now();
+    last_seconds_ = seconds;
+    step_seconds_ += seconds;
+    last_loss_ = result.loss;
+    const double seconds_per_step = seconds_since(begin_) / static_cast<double>(step - first_);
+    const bool on_gpu = job_.device.kind == DeviceKind::cuda;
+    log_.train({.step = step,
+                .max_steps = job_.max_steps,
+                .loss = result.loss,
+                .grad_norm = result.grad_norm,
+                .lr = lr,
+                .ms = seconds * 1e3,
+                .tokens_per_s = static_cast<double>(job_.step.tokens()) / seconds,
+                .mfu = share_of(peaks_.promised, seconds),
+                .speed_of_light = on_gpu ? share_of(peaks_.measured, seconds) : std::nullopt,
+                .eta_s = seconds_per_step * static_cast<double>(job_.max_steps - step),
+                .skipped = !result.applied},
+               step % o_.log_every == 0 || step == first_ + 1 || step == job_.max_steps);
+  }
+
+  // What else there is to say about an update that has finished and has not diverged.
+  void notices(int64_t step, const StepResult& result) {
+    if (monitor_ && step % o_.log_gpu_every == 0) read_gpu(step);
+    if (!result.applied) log_.line(formatted("step {} is an outlier: its update was skipped", step));
+  }
+
+  // Of the last update.
+  double last_seconds() const { return last_seconds_; }
+
+  // At the end of a run. ops: where --profile has booked its ops.
+  void summary(const Progress& progress, const std::string& checkpoint, const OpLedger& ops) const {
+    const int64_t updates = job_.max_steps - first_;
+    if (updates == 0) return log_.line("done: only the last validation was missing");
+    const double steps = static_cast<double>(updates), tokens = static_cast<double>(job_.step.tokens());
+    const std::optional<double> mfu = share_of(peaks_.promised, step_seconds_ / steps);
+    log_.table("done",
+               {{"time", formatted("{} total, {} in training steps", human_duration(seconds_since(begin_)),
+                                   human_duration(step_seconds_))},
+                {"throughput", formatted("{:.0f} tokens/s, {}", tokens * steps / step_seconds_,
+                                         mfu ? formatted("{:.1f}% MFU", 100 * *mfu) : std::string("MFU n/a"))},
+                {"training loss", formatted("{:.4f} at step {}", last_loss_, job_.max_steps)},
+                {"validation loss", std::isfinite(progress.best_val)
+                                        ? formatted("best {:.4f} at step {}", progress.best_val, progress.best_step)
+                                        : "not measured"},
+                {"checkpoint", checkpoint},
+                {"metrics", o_.out_dir + "/metrics.jsonl"}});
+    if (o_.profile) report_profile(log_, ops, updates, peaks_.of_rank(job_.step.zero.ranks()));
+  }
+
+ private:
+  // The share of a peak, in flops per second, that a step of so many seconds has reached.
+  std::optional<double> share_of(std::optional<double> peak, double seconds) const {
+    return peak ? std::optional(job_.flops_per_step() / seconds / *peak) : std::nullopt;
+  }
+
+  void read_gpu(int64_t step) {
+    if (const auto reading = monitor_->read()) return log_.gpu(step, to_string(*reading), to_json_object(*reading));
+    log_.line("notice: " + monitor_->why_not());
+    monitor_.reset();
+  }
+
+  const Job& job_;
+  const Options& o_;
+  Log& log_;
+  Peaks peaks_;
+  std::optional<GpuMonitor> monitor_;
+  int64_t first_ = 0;  // updates done when training began or resumed
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  std::chrono::steady_clock::time_point clock_;  // when the last update finished, or the current one began
+  double step_seconds_ = 0;                      // of all updates, without validation, sampling and checkpoints
+  double last_loss_ = 0, last_seconds_ = 0;
+};
+
+}  // namespace llmc

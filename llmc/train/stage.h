@@ -1,0 +1,247 @@
+// stage.h: what the chunks of a rank compute: forward and backward of the embedding, the blocks and the head of one
+// chunk, for the micro-batch in one slot. It knows no schedule: which chunk and which slot come next is the
+// interpreter's business (interpreter.h). What a block computes is in model/transformer.h.
+//
+// The head (final norm, logits, loss and their gradients) runs at the start of the backward of the chunk that has it:
+// logits then exist for one micro-batch at a time, whatever the schedule, and the gradients of a tied table arrive in
+// the order of the micro-batches (contract 4).
+#pragma once
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "device/profiler_range.h"
+#include "dist/zero.h"
+#include "train/in_flight.h"
+#include "train/step_config.h"
+
+namespace llmc {
+
+class Stage {
+ public:
+  // loss_sum (1) fp64: the losses of every micro-batch are added to it.
+  Stage(const StepConfig& config, const Context& context, ModelState& state, const Tensor& loss_sum)
+      : config_(config),
+        context_(context),
+        state_(state),
+        loss_sum_(loss_sum),
+        chunks_(make_chunks(config.model.n_layer, config.chunks)) {
+    if (config.model.family.positions == Positions::rotary) {
+      rotary_table_ = context_.arena.alloc("rotary table", "rotary table", accumulator_of(config.dtype),
+                                           {config.batch.T, config.model.head_size});
+      rotary_table(rotary_table_, config.model.rotary, context_.compute);
+    }
+  }
+  Stage(const Stage&) = delete;
+  Stage& operator=(const Stage&) = delete;
+
+  const std::vector<Chunk>& chunks() const { return chunks_; }
+  const Chunk& chunk(int index) const { return chunks_[static_cast<size_t>(index)]; }
+  // What is being enqueued, in words: "forward of blocks.3".
+  const std::string& current() const { return current_; }
+  // Of the last forward for Purpose::generate (V); read with the stream idle.
+  const std::vector<float>& logits() const { return logits_; }
+
+  // The units whose weights an action acquires, in this order.
+  std::vector<size_t> units_acquired(const Action& action, Purpose purpose) const {
+    const Chunk& c = chunk(action.chunk);
+    const bool is_forward = action.kind == ActionKind::forward;
+    std::vector<size_t> units;
+    auto head = [&] {
+      if (!c.has_head || (is_forward && purpose == Purpose::train)) return;
+      units.push_back(head_unit());
+      if (config_.model.tied) units.push_back(embedding_unit);
+    };
+    if (!is_forward) head();
+    if (is_forward && c.has_embedding) units.push_back(embedding_unit);
+    for (size_t l = 0; l < c.layers.size(); ++l)
+      units.push_back(block_unit(c.layers[is_forward ? l : c.layers.size() - 1 - l]));
+    if (is_forward) head();
+    return units;
+  }
+
+  void forward(int index, const Slot& slot, const Pass& pass, int64_t micro_batch) {
+    const Chunk& c = chunk(index);
+    const ChunkActivations& acts = slot.chunks[static_cast<size_t>(index)];
+    if (c.has_embedding) forward_embedding(acts.embedded, slot);
+    for (size_t l = 0; l < c.layers.size(); ++l)
+      forward_block(c.layers[l], acts.blocks[l], slot.block_input(index, l), slot, pass);
+    if (!c.has_head || pass.purpose == Purpose::train) return;
+    const Tensor& x = acts.blocks.back().out;
+    const UnitState &head = state_.acquire(head_unit(), context_.compute), &embedding = acquire_tied();
+    if (pass.purpose == Purpose::evaluate) evaluate_head(x, head, embedding, slot, pass, micro_batch);
+    else compute_logits(x, head, embedding, pass);
+    state_.release(head_unit(), context_.compute);
+    release_tied();
+  }
+
+  // Gradients of the chunk's weights += those of the micro-batch. `last_micro_batch`: they are complete, and reduced
+  // unit by unit.
+  void backward(int index, const Slot& slot, const Pass& pass, bool last_micro_batch) {
+    const Chunk& c = chunk(index);
+    const ChunkActivations& acts = slot.chunks[static_cast<size_t>(index)];
+    if (c.has_head) backward_head(acts.blocks.back().out, slot, last_micro_batch);
+    for (size_t l = c.layers.size(); l-- > 0;)
+      backward_block(c.layers[l], acts.blocks[l], slot.block_input(index, l), slot, pass, last_micro_batch);
+    if (c.has_embedding) backward_embedding(slot, last_micro_batch);
+  }
+
+ private:
+  static constexpr size_t embedding_unit = 0;
+  static size_t block_unit(int64_t layer) { return static_cast<size_t>(1 + layer); }
+  size_t head_unit() const { return state_.size() - 1; }
+
+  // The unit of the embedding, if the head shares its table.
+  const UnitState& acquire_tied() {
+    return config_.model.tied ? state_.acquire(embedding_unit, context_.compute) : state_.unit(embedding_unit);
+  }
+  void release_tied() {
+    if (config_.model.tied) state_.release(embedding_unit, context_.compute);
+  }
+
+  // Says what is enqueued from here on.
+  ProfilerRange set_current(std::string what) {
+    current_ = std::move(what);
+    return ProfilerRange(current_.c_str());
+  }
+
+  // What the blocks need besides their weights; a generated text is one document.
+  Sequences sequences(const Slot& slot, const Pass& pass) const {
+    return {pass.shape, slot.inputs.positions, rotary_table_,
+            pass.purpose == Purpose::generate ? Documents::together : config_.documents};
+  }
+
+  // ---- Forward -----------------------------------------------------------------------------------------------------
+
+  // out (N, C)
+  void forward_embedding(const Tensor& out, const Slot& slot) {
+    Stream& stream = context_.compute;
+    const ProfilerRange range = set_current("forward of the embedding");
+    const UnitState& unit = state_.acquire(embedding_unit, stream);
+    embedding_forward(out, slot.inputs.tokens, slot.inputs.positions, unit.weight("wte.weight"),
+                      unit.has("wpe.weight") ? unit.weight("wpe.weight") : Tensor{}, stream);
+    state_.release(embedding_unit, stream);
+  }
+
+  void forward_block(int64_t layer, const BlockActivations& acts, const Tensor& x, const Slot& slot, const Pass& pass) {
+    Stream& stream = context_.compute;
+    const size_t u = block_unit(layer);
+    const UnitState& unit = state_.acquire(u, stream);
+    const ProfilerRange range = set_current("forward of " + unit.spec().name);
+    const Sequences sequence = sequences(slot, pass);
+    if (pass.cache != nullptr)
+      block_forward_cached(acts, x, pass.cache->layers[static_cast<size_t>(layer)], pass.cache->rows, unit,
+                           config_.model, sequence, context_.arena, stream);
+    else block_forward(acts, x, unit, config_.model, sequence, context_.arena, stream);
+    state_.release(u, stream);
+  }
+
+  // Adds the losses of x (N, C) to the sum, and passes those of every row to pass.row_losses if it is set.
+  void evaluate_head(const Tensor& x, const UnitState& head_state, const UnitState& embedding, const Slot& slot,
+                     const Pass& pass, int64_t micro_batch) {
+    const auto rows_so_far = std::make_shared<std::vector<float>>();
+    for_head_chunks(x, [&](const HeadActivations& head, int64_t begin, const Shape& rows) {
+      head_forward(head, x.slice(begin * rows[1], rows), head_state, embedding, config_.model, context_.compute);
+      add_loss(head, slot.inputs.targets.slice(begin, {rows[0]}), Gradient::no);
+      if (!pass.row_losses) return;
+      const bool last = begin + rows[0] == x.shape[0];
+      download(head.losses, context_.compute,
+               [rows_so_far, last, micro_batch, report = pass.row_losses](const std::vector<float>& losses) {
+                 rows_so_far->insert(rows_so_far->end(), losses.begin(), losses.end());
+                 if (last) report(micro_batch, *rows_so_far);
+               });
+    });
+  }
+
+  // The head on one row of x (N, C) only.
+  void compute_logits(const Tensor& x, const UnitState& head_state, const UnitState& embedding, const Pass& pass) {
+    auto scope = context_.arena.scope();
+    const int64_t C = config_.model.n_embd;
+    const HeadActivations head(config_.model, 1, config_.dtype, context_.arena);
+    head_forward(head, x.slice(pass.logits_row * C, {1, C}), head_state, embedding, config_.model, context_.compute);
+    download(head.logits.slice(0, {config_.model.vocab_size}), context_.compute,
+             [this](std::vector<float> host) { logits_ = std::move(host); });
+  }
+
+  // ---- Backward ----------------------------------------------------------------------------------------------------
+
+  // Final norm, logits and loss of x (N, C), forward and backward; slot.gradient = the gradient of x.
+  void backward_head(const Tensor& x, const Slot& slot, bool last_micro_batch) {
+    Stream& stream = context_.compute;
+    const ProfilerRange range = set_current("backward of the head");
+    const UnitState &unit = state_.acquire(head_unit(), stream), &embedding = acquire_tied();
+    state_.start_gradients(head_unit(), stream);
+    // A tied table gets its gradients in two parts, here and in backward_embedding(), which has them reduced.
+    if (config_.model.tied) state_.start_gradients(embedding_unit, stream);
+    for_head_chunks(x, [&](const HeadActivations& head, int64_t begin, const Shape& rows) {
+      const Tensor part = x.slice(begin * rows[1], rows);
+      head_forward(head, part, unit, embedding, config_.model, stream);
+      add_loss(head, slot.inputs.targets.slice(begin, {rows[0]}), Gradient::yes);
+      head_backward(slot.gradient.slice(begin * rows[1], rows), head, part, unit, embedding, config_.model,
+                    context_.arena, stream);
+    });
+    state_.reduce_gradients(head_unit(), last_micro_batch, stream);
+    state_.release(head_unit(), stream);
+    release_tied();
+  }
+
+  // slot.gradient: in, the gradient of the block's output; out, that of its input x (N, C).
+  void backward_block(int64_t layer, const BlockActivations& acts, const Tensor& x, const Slot& slot, const Pass& pass,
+                      bool last_micro_batch) {
+    Stream& stream = context_.compute;
+    const size_t u = block_unit(layer);
+    const UnitState& unit = state_.acquire(u, stream);
+    const ProfilerRange range = set_current("backward of " + unit.spec().name);
+    const Sequences sequence = sequences(slot, pass);
+    state_.start_gradients(u, stream);
+    block_recompute(acts, x, config_.recompute, unit, config_.model, sequence, context_.arena, stream);
+    block_backward(slot.gradient, acts, x, unit, config_.model, sequence, context_.arena, stream);
+    state_.reduce_gradients(u, last_micro_batch, stream);
+    state_.release(u, stream);
+  }
+
+  void backward_embedding(const Slot& slot, bool last_micro_batch) {
+    Stream& stream = context_.compute;
+    const ProfilerRange range = set_current("backward of the embedding");
+    if (!config_.model.tied) state_.start_gradients(embedding_unit, stream);
+    const UnitState& unit = state_.unit(embedding_unit);
+    const Tensor dwpe = unit.has("wpe.weight") ? unit.gradient("wpe.weight") : Tensor{};
+    embedding_backward(unit.gradient("wte.weight"), dwpe, slot.gradient, slot.inputs.tokens, slot.inputs.positions,
+                       stream);
+    state_.reduce_gradients(embedding_unit, last_micro_batch, stream);
+  }
+
+  // ---- The head's rows ---------------------------------------------------------------------------------------------
+
+  // f(head, first row, shape of its rows of x) for the chunks of rows of x (N, C), each with activations of its own.
+  template <class F>
+  void for_head_chunks(const Tensor& x, F&& f) {
+    const int64_t N = x.shape[0], most = config_.head_rows(N);
+    for (int64_t begin = 0; begin < N; begin += most) {
+      const int64_t rows = std::min(most, N - begin);
+      auto scope = context_.arena.scope();
+      f(HeadActivations(config_.model, rows, config_.dtype, context_.arena), begin, Shape{rows, x.shape[1]});
+    }
+  }
+
+  // Adds the losses to the sum; with Gradient::yes the logits become the gradient of the step's mean loss (contract 9:
+  // divided by the tokens of all ranks).
+  void add_loss(const HeadActivations& head, const Tensor& targets, Gradient gradient) {
+    cross_entropy(head.losses, head.logits, targets, config_.model.vocab_size,
+                  1.0 / static_cast<double>(config_.tokens()), gradient, context_.compute);
+    add_losses(loss_sum_, head.losses, context_.compute);
+  }
+
+  const StepConfig& config_;
+  Context context_;
+  ModelState& state_;
+  Tensor loss_sum_;
+  std::vector<Chunk> chunks_;
+  Tensor rotary_table_;  // (T, D); empty without rotary positions
+  std::string current_;
+  std::vector<float> logits_;
+};
+
+}  // namespace llmc

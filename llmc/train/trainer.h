@@ -1,0 +1,187 @@
+// trainer.h: one rank's trainer. A training step is a list of forwards and backwards that accumulates gradients, then
+// their norm over all ranks, then the update; evaluation and generation are lists of forwards. The lists are run by
+// interpreter.h.
+#pragma once
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "device/profiler_range.h"
+#include "dist/zero.h"
+#include "train/interpreter.h"
+#include "train/stage.h"
+#include "train/step_config.h"
+
+namespace llmc {
+
+class Trainer {
+ public:
+  Trainer(const StepConfig& config, Context context)
+      : config_(config),
+        context_(context),
+        alone_(context.dp ? nullptr
+                          : std::make_unique<DataParallel>(Mesh(), 0, context.compute.device(),
+                                                           DataParallel::null_groups(Mesh(), 0))),
+        dp_(context.dp ? *context.dp : *alone_),
+        state_(parameter_table(config.model), config.dtype, config.zero, dp_, context.arena),
+        actions_(training_actions(config.schedule, config.chunks, config.micro_batches)),
+        scalars_(scalar("scalars of all ranks", {dp_.ranks(), 1 + static_cast<int64_t>(state_.size())})),
+        loss_(scalar("loss", {1})),
+        square_sums_(scalar("square sums", {static_cast<int64_t>(state_.size()) * config.zero.shards})),
+        control_(scalar("update control", {4})),
+        stage_(config_, context_, state_, my_scalars().slice(0, {1})),
+        interpreter_(config_, context_, state_, stage_) {
+    CHECK(dp_.ranks() == config.zero.ranks() && (config.zero.stage >= 0 && config.zero.stage <= 3));
+    zero(control_, context_.compute);
+  }
+  Trainer(const Trainer&) = delete;
+  Trainer& operator=(const Trainer&) = delete;
+
+  const ModelState& state() const { return state_; }
+  ModelState& state() { return state_; }
+  const StepConfig& config() const { return config_; }
+  Stream& stream() const { return context_.compute; }
+  Arena& arena() const { return context_.arena; }
+  Interpreter::Place place() const { return interpreter_.place(); }
+
+  // ---- Training ----------------------------------------------------------------------------------------------------
+
+  // Enqueues one update. `optimizer.step` counts from 1. rule.largest_loss: of the mean loss.
+  PendingStep begin_step(const BatchSource& batches, const AdamWOptions& optimizer, UpdateRule rule) {
+    const ProfilerRange range("step");
+    accumulate_gradients(batches);
+    Stream& stream = context_.compute;
+    for (size_t u = 0; u < state_.size(); ++u)
+      square_sum(my_scalars().slice(1 + static_cast<int64_t>(u), {1}), state_.unit(u).reduced_shard(), stream);
+    combine();
+    rule.largest_loss *= static_cast<double>(config_.tokens());
+    clip_control(control_, square_sums_, loss_, rule, stream);
+    state_.update(control_, optimizer, stream);
+    return {loss_, control_, config_.tokens(), stream};
+  }
+  StepResult step(const BatchSource& batches, const AdamWOptions& optimizer, UpdateRule rule) {
+    return begin_step(batches, optimizer, rule).wait();
+  }
+
+  // Gradients of the mean loss of the whole step, summed over the ranks, left in state().
+  void accumulate_gradients(const BatchSource& batches, Launch launch = Launch::replay) {
+    state_.zero_gradients(context_.compute);
+    run(actions_, {.purpose = Purpose::train, .shape = config_.batch, .launch = launch}, batches);
+    state_.finish_gradients(context_.compute);
+  }
+
+  // Runs the forwards and backwards of a step once, without an update, while rank 0 times the algorithms for every
+  // product. All ranks then use what it has chosen, which is returned.
+  std::string tune(const BatchSource& batches) {
+    Stream& stream = context_.compute;
+    tune_matmuls(dp_.first(), stream);
+    accumulate_gradients(batches, Launch::enqueue);
+    stream.synchronize();
+    tune_matmuls(false, stream);
+    const std::string choices = dp_.control->all_gather_text("matmul algorithms", matmul_choices(stream))[0];
+    set_matmul_choices(choices, stream);
+    return choices;
+  }
+
+  // ---- Evaluation --------------------------------------------------------------------------------------------------
+
+  // Mean loss over `targets` tokens, forward only. `micro_batches`: of each rank, the same number on all. Rows whose
+  // target is -1 do not count. `T`: tokens in a sequence, a power of two below the step's; none: the step's.
+  double evaluate(int64_t micro_batches, int64_t targets, const BatchSource& batches, const RowLosses& row_losses = {},
+                  std::optional<int64_t> T = std::nullopt) {
+    const Settle settle{context_.compute};  // row_losses may refer to what lives only as long as this call
+    run(forward_only(config_.chunks, micro_batches),
+        {.purpose = Purpose::evaluate,
+         .shape = {config_.batch.B, T.value_or(config_.batch.T)},
+         .row_losses = row_losses},
+        batches);
+    combine();
+    context_.compute.synchronize();
+    const bool on_paper = context_.compute.device().kind == DeviceKind::null;
+    return on_paper ? 0 : *HostView(loss_, context_.compute).data<double>() / static_cast<double>(targets);
+  }
+
+  // ---- Generation --------------------------------------------------------------------------------------------------
+
+  // The logits (V) after the last of these tokens. The sequence is padded to a power of two: causal attention does not
+  // see the padding.
+  std::vector<float> next_token_logits(std::span<const int32_t> tokens) {
+    const int64_t n = static_cast<int64_t>(tokens.size());
+    CHECK(n >= 1 && n <= config_.batch.T);
+    int64_t T = 1;
+    while (T < n) T *= 2;
+    std::vector<int32_t> padded(tokens.begin(), tokens.end());
+    padded.resize(static_cast<size_t>(std::min(T, config_.batch.T)), 0);
+    forward_text(padded, nullptr, n - 1);
+    return logits();
+  }
+  // Appends these tokens to the text in the cache; see continuation.h.
+  void continue_text(std::span<const int32_t> tokens, KeyValueCache& cache) {
+    const int64_t n = static_cast<int64_t>(tokens.size());
+    forward_text(tokens, &cache, n - 1);
+    cache.rows += n;
+  }
+  // Of the text that was computed last.
+  std::vector<float> logits() {
+    context_.compute.synchronize();
+    return stage_.logits();
+  }
+
+ private:
+  // Waits for the stream when a scope is left, by an exception as well.
+  struct Settle {
+    Stream& stream;
+    ~Settle() {
+      try {
+        stream.synchronize();
+      } catch (...) {  // an error of the stream has been thrown by synchronize() already, or another one is on its way
+      }
+    }
+  };
+
+  // One sequence, which follows the rows in the cache if there is one, up to the logits of one of its rows.
+  void forward_text(std::span<const int32_t> tokens, KeyValueCache* cache, int64_t logits_row) {
+    const int64_t T = static_cast<int64_t>(tokens.size()), first_position = cache == nullptr ? 0 : cache->rows;
+    run(forward_only(config_.chunks, 1),
+        {.purpose = Purpose::generate, .shape = {1, T}, .cache = cache, .logits_row = logits_row}, [&](int64_t) {
+          HostBatch batch;
+          batch.tokens.assign(tokens.begin(), tokens.end());
+          batch.targets.assign(tokens.size(), 0);
+          for (int64_t t = 0; t < T; ++t) batch.positions.push_back(static_cast<int32_t>(first_position + t));
+          return batch;
+        });
+  }
+
+  void run(const std::vector<Action>& actions, const Pass& pass, const BatchSource& batches) {
+    zero(my_scalars(), context_.compute);
+    interpreter_.run(actions, pass, batches);
+  }
+
+  Tensor scalar(const char* name, const Shape& shape) const {
+    return context_.arena.alloc("step scalars", name, DType::fp64, shape);
+  }
+
+  // This rank's row of the scalars: its loss, then the square sum of its shard of each unit.
+  Tensor my_scalars() const { return scalars_.slice(dp_.rank * scalars_.shape[1], {scalars_.shape[1]}); }
+
+  // loss_ and square_sums_ = those of all ranks.
+  void combine() {
+    dp_.scalars->all_gather(scalars_, context_.compute);
+    combine_scalars(loss_, square_sums_, scalars_, config_.zero.shards, context_.compute);
+  }
+
+  StepConfig config_;
+  Context context_;
+  std::unique_ptr<DataParallel> alone_;
+  DataParallel& dp_;
+  ModelState state_;
+  std::vector<Action> actions_;
+  Tensor scalars_, loss_, square_sums_, control_;  // fp64: (ranks, 1 + units) (1) (units, shards) (4)
+  Stage stage_;
+  Interpreter interpreter_;
+};
+
+}  // namespace llmc
