@@ -31,7 +31,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 # installation. They need to know nothing of the machine; all other targets do.
 OUTER_TARGETS := help run test test-long check bench bench-cuda reconfigure deps format clean
 INNER_TARGETS := all tests test-runs test-sum test-cuda ladders smoke check-archs config \
-                 check-layers check-headers check-format check-shell check-python
+                 check-floors check-headers check-format check-shell check-python
 .PHONY: $(OUTER_TARGETS) $(INNER_TARGETS)
 ifneq ($(filter-out $(OUTER_TARGETS),$(or $(MAKECMDGOALS),train_gpt)),)
 include build/config.mk
@@ -338,8 +338,8 @@ build/all_kernels_sm_%.o: test/cuda/all_kernels.cu build/smoke_cuda.flags
 FIND_SOURCES = find . \( -name .git -o -name build -o -name '.venv*' \) -prune -o -type f
 CXX_SOURCES = $(FIND_SOURCES) \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' \) -print
 
-check-layers:
-	@scripts/check_layers.sh
+check-floors:
+	@scripts/check_floors.sh
 check-headers:
 	@FLAGS="$(call FLAGS_cpu,-O0)" $(if $(NVCC_VERSION),NVCC_FLAGS="$(call FLAGS_cuda,-O0)") JOBS=$(JOBS) \
 	  scripts/check_headers.sh
@@ -372,7 +372,7 @@ test test-long:
 	@status=0; $(AGAIN) --keep-going test-runs || status=$$?; $(MAKE) test-sum STATUS=$$status
 check:
 	@$(INSTALL) build check
-	@$(MAKE) --keep-going check-layers check-headers check-format check-shell check-python
+	@$(MAKE) --keep-going check-floors check-headers check-format check-shell check-python
 	@echo 'check: all passed'
 bench:
 	@$(INSTALL) build

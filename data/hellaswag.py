@@ -10,7 +10,6 @@ begin, are the lm-evaluation-harness's (task hellaswag), so scores are comparabl
 Exit status: 0 done, 1 refused or failed with the reason in one line on stderr, 128+n ended by signal n.
 """
 
-import argparse
 import json
 import os
 import re
@@ -20,7 +19,8 @@ import sys
 sys.dont_write_bytecode = True   # data/ holds data
 from documents import Piece   # noqa: E402
 from prepare import download   # noqa: E402
-from tokenize_text import Parser, end_by_signal, make_tokenizer   # noqa: E402
+from text_tokenizers import make_tokenizer   # noqa: E402
+from tokenize_text import Parser, end_by_signal   # noqa: E402
 from token_shards import DataError   # noqa: E402
 
 BASE = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data"

@@ -25,7 +25,8 @@ import urllib.request
 
 sys.dont_write_bytecode = True   # data/ holds data
 from documents import CHUNK_BYTES, Chunk, read_chunks   # noqa: E402
-from tokenize_text import Parser, Progress, count, encode_all, end_by_signal, make_tokenizer   # noqa: E402
+from text_tokenizers import make_tokenizer   # noqa: E402
+from tokenize_text import Parser, Progress, count, encode_all, end_by_signal   # noqa: E402
 from token_shards import DataError, ShardWriter, existing_shards, sync_folder   # noqa: E402
 from write_tokenizer import write_tokenizer   # noqa: E402
 

@@ -16,7 +16,7 @@ import struct
 import sys
 
 sys.dont_write_bytecode = True   # data/ holds data
-from tokenize_text import make_tokenizer   # noqa: E402
+from text_tokenizers import make_tokenizer   # noqa: E402
 from token_shards import DataError   # noqa: E402
 
 

@@ -95,8 +95,8 @@ class TableTokenizer final : public Tokenizer {
 
 // A Hugging Face tokenizer.json of byte-level BPE (bpe.h), and the files beside it.
 //
-// The end of text is the token with the first of the usual names, as in data/tokenize_text.py, which puts it before
-// every document of a shard; without one, it is the end of sequence named by tokenizer_config.json,
+// The end of text is the token with the first of the usual names, as in data/text_tokenizers.py; data/tokenize_text.py
+// puts it before every document; without one, it is the end of sequence named by tokenizer_config.json,
 // generation_config.json or config.json beside the file. A prompt begins with what the file's template puts there, such
 // as <|begin_of_text|>, otherwise with the end of text. A token that is half a character is printed as its bytes; its
 // neighbours complete it.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Do the tests of the CUDA kernels notice a wrong bound, offset, stride or index? mutate.awk plants one at every such
 # place in the kernels' sources, all in one build, where MUTANT=N enables number N. On the emulator, under the
-# sanitizers, a test must then fail, except for those listed in test/cuda/surviving_mutants.txt, each with the reason
+# sanitizers, a test must then fail, except for those listed in test/cuda/mutants/surviving_mutants.txt, each with the reason
 # why no test can: that list must be exact.
 #
 #   test/scripts/long_kernel_mutants_test.sh [TEST...]     TEST: attention, layernorm, ...: only the sources of these tests
@@ -50,7 +50,7 @@ build() {
   mkdir "$tree" && cp -r llmc "$tree"
   : >"$tree/all"
   for source in $3; do
-    awk -v file="$source.cuh" -v first=$(($(wc -l <"$tree/all") + 1)) -v list="$tree/new" -f test/cuda/mutate.awk \
+    awk -v file="$source.cuh" -v first=$(($(wc -l <"$tree/all") + 1)) -v list="$tree/new" -f test/cuda/mutants/mutate.awk \
       "llmc/ops/cuda/$source.cuh" >"$tree/llmc/ops/cuda/$source.cuh"
     cat "$tree/new" >>"$tree/all"
   done
@@ -58,7 +58,7 @@ build() {
   # shellcheck disable=SC2086   # flags are words
   for test in $2; do
     $compiler -std=c++20 -O1 -march=native -fsanitize=address,undefined -fno-sanitize-recover=undefined \
-      -fno-strict-aliasing -w -include test/cuda/mutants.h -I"$tree/llmc" -Itest -Itest/cuda_on_cpu \
+      -fno-strict-aliasing -w -include test/cuda/mutants/mutants.h -I"$tree/llmc" -Itest -Itest/cuda_on_cpu \
       ${CPPFLAGS:-} ${CXXFLAGS:-} -c "test/cuda/test_$test.cpp" -o "$tree/$test.o"
     objects+=("$tree/$test.o")
   done
@@ -108,14 +108,14 @@ echo "$tried mutants, $killed killed"
 # Against the list: "FILE: text  // reason".
 export LC_ALL=C
 texts() { cut -f 2 "$@" | sort -u; }
-sed '/^#/d; s,  *// .*,,' test/cuda/surviving_mutants.txt | sort -u >"$scratch/named"
+sed '/^#/d; s,  *// .*,,' test/cuda/mutants/surviving_mutants.txt | sort -u >"$scratch/named"
 texts "$scratch/survivors" >"$scratch/survived"
 unseen=$(comm -23 "$scratch/survived" "$scratch/named")
 killed_but_named=$(texts "$scratch"/*.list | comm -12 - "$scratch/named" | comm -23 - "$scratch/survived")
 gone=$([ $# -gt 0 ] || texts "$scratch"/*.tree/all | comm -13 - "$scratch/named")
 complain() { [ -z "$2" ] || echo "long_kernel_mutants_test: $1:"$'\n'"$2" >&2; }
-complain 'no test notices; better a test, else name it in test/cuda/surviving_mutants.txt' "$unseen"
-complain 'test/cuda/surviving_mutants.txt names what a test notices; delete the line' "$killed_but_named"
-complain 'test/cuda/surviving_mutants.txt names what is not in the sources any more; delete the line' "$gone"
+complain 'no test notices; better a test, else name it in test/cuda/mutants/surviving_mutants.txt' "$unseen"
+complain 'test/cuda/mutants/surviving_mutants.txt names what a test notices; delete the line' "$killed_but_named"
+complain 'test/cuda/mutants/surviving_mutants.txt names what is not in the sources any more; delete the line' "$gone"
 [ -z "$unseen$killed_but_named$gone" ] || exit 1
 echo "long_kernel_mutants_test: ok"

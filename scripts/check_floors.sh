@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
-# Checks the include rules of the layers. Prints FILE:LINE and the rule for each violation, and exits 1 if there is any.
+# Checks the rules that keep the house a house. Prints FILE:LINE and the rule for each violation, and exits 1 if there is any.
 #
-#   scripts/check_layers.sh [ROOT]          ROOT: the tree to check (default: the one that holds this script)
+#   scripts/check_floors.sh [ROOT]          ROOT: the tree to check (default: the one that holds this script)
 #
-# 1. Folders are layers: a file in llmc/ includes files of its own folder and of the folders below it, as drawn in
+# 1. Folders are floors: a file in llmc/ includes files of its own floor and of the floors it stands on, as drawn in
 #    llmc/README.md. train_gpt.cu and the tests are on top and may include everything.
 # 2. Quoted includes are relative to llmc/ ("core/check.h"), without "..", and exist.
 # 3. Devices and libraries appear only in llmc/device, llmc/ops and the transports llmc/dist/comm_*: no other file has
 #    an #if on their macros or includes their headers.
 # 4. The transports are private to llmc/dist.
+# 5. No source has more than 400 lines, and no folder more than 20 files (llmc/ops/cuda may have more).
 set -euo pipefail
 cd "${1:-$(dirname "$0")/..}"
+failed=0
 
+# Rules 1 to 4.
 # shellcheck disable=SC2016    # the dollars are awk's
 find llmc test train_gpt.cu -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' \) 2>/dev/null |
   LC_ALL=C sort | xargs -r awk '
@@ -44,7 +47,7 @@ find llmc test train_gpt.cu -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.
     split(FILENAME, path, "/")
     is_test = path[1] == "test"
     here = path[1] == "llmc" ? path[2] : ""   # empty: train_gpt.cu and test/, which are on top
-    if (here && !is_floor[here]) breach("llmc/" here " is not a layer; the layers, bottom to top: " order)
+    if (here && !is_floor[here]) breach("llmc/" here " is not a floor; the floors, bottom to top: " order)
     may_see_devices = is_test || FILENAME ~ /^llmc\/(device|ops)\// || FILENAME ~ /^llmc\/dist\/comm_/
     continued = 0
   }
@@ -69,7 +72,7 @@ find llmc test train_gpt.cu -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.
     split(target, path_there, "/")
     there = path_there[1]
     if (is_floor[here] && is_floor[there] && !stands_on[here, there])
-      breach("include of \"" target "\": " here " may not include " there "; the layers, bottom to top: " order)
+      breach("include of \"" target "\": " here " may not include " there "; the floors, bottom to top: " order)
     if (target ~ /^dist\/comm_/ && !is_test && here != "dist")
       breach("include of \"" target "\": the transports are private to llmc/dist; include \"dist/comm.h\"")
 
@@ -83,4 +86,21 @@ find llmc test train_gpt.cu -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.
   }
 
   END { exit breaches > 0 }
-' && echo 'check-layers: ok'
+' || failed=1
+
+# Rule 5.
+files=$(find llmc test dev scripts data train_gpt.cu -type f ! -path '*/golden/*' ! -path '*/results/*' \
+  ! -path '*/__pycache__/*' ! -path 'data/*/*' ! -name '*.bin' 2>/dev/null | LC_ALL=C sort)
+long=$(grep -E '\.(h|cuh|cu|cpp|py|sh|awk)$' <<<"$files" | xargs -r wc -l |
+  awk '$2 != "total" && $1 > 400 { print $2 ":" $1 ": more than 400 lines: probably two files" }')
+crowded=$(awk '{ sub(/\/[^\/]*$/, ""); ++files[$0] }
+  END {
+    for (folder in files)
+      if (folder != "llmc/ops/cuda" && files[folder] > 20)
+        print folder ":1: " files[folder] " files in a folder, more than 20: probably two folders"
+  }' <<<"$files")
+for found in "$long" "$crowded"; do
+  [ -z "$found" ] || { echo "$found"; failed=1; }
+done
+
+[ $failed -eq 0 ] && echo 'check-floors: ok'

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# scripts/check_layers.sh accepts this tree, and rejects each violation planted in a copy of it.
+# scripts/check_floors.sh accepts this tree, and rejects each violation planted in a copy of it.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
-fail() { echo "check_layers_test.sh: $*"; exit 1; }
+fail() { echo "check_floors_test.sh: $*"; exit 1; }
 
-scripts/check_layers.sh || fail "this tree breaks the rules above"
+scripts/check_floors.sh || fail "this tree breaks the rules above"
 
 # refuses FILE LINE EXPECTED: with LINE appended to FILE the check fails, naming FILE, the line and EXPECTED
 refuses() {
@@ -16,7 +16,7 @@ refuses() {
   mkdir -p "$copy/tree/$(dirname "$file")"
   printf '%s\n' "$line" >>"$copy/tree/$file"
   number=$(wc -l <"$copy/tree/$file")
-  ! output=$(scripts/check_layers.sh "$copy/tree") || fail "'$line' in $file passed"
+  ! output=$(scripts/check_floors.sh "$copy/tree") || fail "'$line' in $file passed"
   [[ $output == *"$file:$number: "*"$expected"* ]] || fail "'$line' in $file was refused with: $output"
 }
 
@@ -27,10 +27,22 @@ refuses train_gpt.cu '#include "dist/comm_threads.h"' 'the transports are privat
 refuses llmc/ops/planted.h '#  include "dist/mesh_that_is_not_there.h"' 'there is no llmc/dist/mesh_that_is_not_there.h'
 refuses llmc/model/planted.h '#include "../core/check.h"' 'make it relative to llmc/'
 refuses llmc/core/planted.h '#include "check.h"' 'there is no llmc/check.h'
-refuses llmc/attic/planted.h '// a header' 'llmc/attic is not a layer'
+refuses llmc/attic/planted.h '// a header' 'llmc/attic is not a floor'
 refuses llmc/model/planted.h '#ifdef __CUDACC__' 'an #if on __CUDACC__'
 refuses llmc/train/planted.h '#elif defined(TRAIN_GPT_ONEDNN)' 'an #if on TRAIN_GPT_ONEDNN'
 refuses llmc/train/planted.h $'#if 1 || \\\n    __CUDA_ARCH__ >= 900' 'an #if on __CUDA_ARCH__'
 refuses llmc/train/planted.h '#include <cuda_runtime.h>' 'include of cuda_runtime.h'
 refuses llmc/dist/planted.h '#include <mpi.h>' 'include of mpi.h'
 refuses train_gpt.cu '#include "dnnl.h"' 'include of dnnl.h'
+
+# rejects EXPECTED: the tree in $copy/tree is refused with this.
+rejects() {
+  ! output=$(scripts/check_floors.sh "$copy/tree") || fail "a tree passed that should have been refused with: $1"
+  [[ $output == *"$1"* ]] || fail "expected '$1', found: $output"
+}
+rm -rf "$copy/tree" && mkdir "$copy/tree" && cp -r llmc train_gpt.cu "$copy/tree"
+yes '// a line' | head -n 401 >"$copy/tree/llmc/core/planted.h"
+rejects 'llmc/core/planted.h:401: more than 400 lines'
+rm "$copy/tree/llmc/core/planted.h"
+for i in {1..21}; do echo '// a header' >"$copy/tree/llmc/data/planted$i.h"; done
+rejects 'files in a folder, more than 20'
