@@ -341,8 +341,7 @@ CXX_SOURCES = $(FIND_SOURCES) \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o
 check-floors:
 	@scripts/check_floors.sh
 check-headers:
-	@FLAGS="$(call FLAGS_cpu,-O0)" $(if $(NVCC_VERSION),NVCC_FLAGS="$(call FLAGS_cuda,-O0)") JOBS=$(JOBS) \
-	  scripts/check_headers.sh
+	@FLAGS="$(call FLAGS_cpu,-O0)" CUDA_FLAGS="$(CUDA_TEST_FLAGS) -g0" JOBS=$(JOBS) scripts/check_headers.sh
 check-format:
 	@$(CXX_SOURCES) | xargs -r clang-format --dry-run -Werror && echo 'check-format: ok'
 check-shell:
