@@ -43,8 +43,8 @@ parts='
 CXX=${CXX:-g++}
 NVCC=${NVCC:-nvcc}
 MPICXX=${MPICXX:-mpicxx}
-flags="-std=c++20 -fopenmp ${CPPFLAGS:-} ${CXXFLAGS:-}"
-host_flags="-fopenmp ${CXXFLAGS:-}"
+flags="-std=c++20 -fopenmp${CPPFLAGS:+ $CPPFLAGS}${CXXFLAGS:+ $CXXFLAGS}"
+host_flags="-fopenmp${CXXFLAGS:+ $CXXFLAGS}"
 # -ccbin: the compiler itself, where CXX is "ccache g++". nvcc would split what is for the host at its commas.
 nvcc="$NVCC -std=c++20 --expt-relaxed-constexpr -ccbin ${CXX##* } ${CPPFLAGS:-} ${NVCCFLAGS:-}"
 nvcc_host=(-Xcompiler "${host_flags//,/\\,}")
@@ -97,7 +97,7 @@ absent() {
 }
 unusable() {
   absent "$@" || true
-  answer FAULT "$(tr -d "\$#\`'\"\\\\" <<<"$*")"
+  answer FAULT "$(tr -d "\$#\`'\"\\\\\n" <<<"$*" | sed 's/ *$//')"
   return 1
 }
 
@@ -121,6 +121,9 @@ includes() {
   shift 2
   echo "#include <$header>" | $compiler "$@" -x c++ -E - >/dev/null 2>&1
 }
+
+# includes_name HEADER: there is a file of that name; it may include others that are not there
+includes_name() { printf '#if !__has_include(<%s>)\n#error\n#endif\n' "$1" | $CXX $flags -x c++ -E - >/dev/null 2>&1; }
 
 # header_version COMPILER HEADER EXPRESSION: what the header's macros make of the expression; nothing without the header
 header_version() {
@@ -165,10 +168,12 @@ headers() {
       mkdir -p build && echo "$sum" >>build/probed
     fi
     answer VERSION "$version"
-  elif [ -z "$(header_version "$CXX -fopenmp" cstddef __cplusplus)" ]; then
+  elif ! includes "$CXX" cstddef; then
     absent "no C++ compiler to look with"
+  elif includes_name "$header"; then
+    unusable "$header is there, but not all that it includes: $(first_error "$dir/try.log")"
   else
-    absent "no $header, or not all that it includes: $(first_error "$dir/try.log")"
+    absent "no $header"
   fi
 }
 
@@ -176,7 +181,7 @@ headers() {
 tool() {
   if "$@" >"$dir/log" 2>&1; then answer VERSION "$(grep -m 1 -oE '[0-9]+(\.[0-9]+)+' "$dir/log")"; return; fi
   if command -v "$1" >/dev/null; then
-    unusable "$(command -v "$1") is there, but '$*' fails: $(tail -n 1 "$dir/log" | cut -c 1-160)"
+    unusable "$(command -v "$1") is there, but fails: $(tail -n 1 "$dir/log" | cut -c 1-160)"
   else
     absent "no program $1"
   fi
@@ -205,9 +210,9 @@ int main() {
 }
 CPP
   then
-    unusable "'$CXX $flags ${LDFLAGS:-}' builds no C++20 with OpenMP: $(first_error "$dir/try.log")"
+    unusable "'$CXX $flags${LDFLAGS:+ $LDFLAGS}' builds no C++20 with OpenMP: $(first_error "$dir/try.log")"
   elif ! "$dir/try" >"$dir/run.log" 2>&1; then
-    unusable "what '$CXX $flags ${LDFLAGS:-}' builds does not run: $(first_error "$dir/run.log")"
+    unusable "what '$CXX $flags${LDFLAGS:+ $LDFLAGS}' builds does not run: $(first_error "$dir/run.log")"
   else
     answer VERSION "$($CXX --version | head -n 1)"
   fi

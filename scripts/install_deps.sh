@@ -69,9 +69,8 @@ installed_and_damaged() {
   [ ${#installed[@]} -eq 0 ] || damaged "${installed[@]}"
 }
 
-# install_packages: --fix-broken: also what they depend on, where that was removed by force
 install_packages() {
-  local package packages=("${required_packages[@]}") again options=(--no-install-recommends --fix-broken)
+  local package packages=("${required_packages[@]}") again options=(--no-install-recommends)
   # One broken third-party source makes update fail while Debian's own lists are fine: let install decide.
   apt update || { say "warning: apt-get update failed; trying with the lists there are" >&2; apt_errors >&2; }
   for package in "${optional_packages[@]}"; do
@@ -81,6 +80,11 @@ install_packages() {
   done
   [ ${#packages[@]} -gt 0 ] || return 0
   [ -z "$(dpkg --audit 2>/dev/null)" ] || ${sudo:+sudo -n} dpkg --configure -a >/dev/null 2>&1 || true
+  # What installed packages depend on may have been removed by force. Then apt-get installs nothing else before that.
+  if ! apt check; then
+    say "installing what installed packages depend on"
+    apt install "${options[@]}" --fix-broken || return
+  fi
   mapfile -t again < <(installed_and_damaged "${packages[@]}")
   if [ ${#again[@]} -gt 0 ]; then
     say "installing again, for files of theirs are missing or changed: ${again[*]}"
@@ -145,7 +149,7 @@ if [ ${#required[@]} -gt 0 ]; then
     say "error: installed, and still missing:"
     names "${required[@]}"
   fi >&2
-  say "install ${required_packages[*]} by hand; the build's compiler and flags are '$CXX $flags ${LDFLAGS:-}'" >&2
+  say "install ${required_packages[*]} by hand; the build's compiler and flags are '$CXX $flags${LDFLAGS:+ $LDFLAGS}'" >&2
   exit 1
 fi
 # Without an optional package there is still a trainer.
