@@ -16,7 +16,7 @@
 ##   ladders      build/ladders: the versions of the kernels in dev/cuda/, timed on a GPU
 ##   smoke        compile train_gpt.cu by g++ and, where it is there, by nvcc
 ##   check-archs  compile all CUDA kernels by nvcc for sm_80, sm_90 and sm_100; takes minutes
-##   config       show what was found on this machine and what is built of it
+##   config       show what was found on this machine, what is built of it, and what is there and does not work
 ##   reconfigure  look again
 ##   deps         install all that is missing, optional parts as well (Debian packages)
 ##   format       format all C++ sources in place
