@@ -115,6 +115,9 @@ first_error() {
     head -n 1 "$1"
 }
 
+# Without one, no other probe can say what is there.
+has_compiler() { includes "$CXX" cstddef || absent "no C++ compiler to look with"; }
+
 # includes COMPILER HEADER [FLAGS...]: there is such a header
 includes() {
   local compiler=$1 header=$2
@@ -142,6 +145,7 @@ library() {
     unusable "$header and $library are there, but a program with them fails: ${version:-$(first_error "$dir/run.log")}"
     return
   fi
+  has_compiler || return
   ! includes "$CXX $flags" "$header" || with_header=yes
   ! build link "$CXX" $flags ${LDFLAGS:-} "$library" <<<'int main() {}' || with_library=yes
   case $with_header-$with_library in
@@ -168,8 +172,8 @@ headers() {
       mkdir -p build && echo "$sum" >>build/probed
     fi
     answer VERSION "$version"
-  elif ! includes "$CXX" cstddef; then
-    absent "no C++ compiler to look with"
+  elif ! has_compiler; then
+    return 1
   elif includes_name "$header"; then
     unusable "$header is there, but not all that it includes: $(first_error "$dir/try.log")"
   else
@@ -329,6 +333,7 @@ CPP
 # sanitizer OPTION
 sanitizer() {
   if build try "$CXX" $flags "$1" ${LDFLAGS:-} <<<'int main() {}'; then answer VERSION "$1"; return; fi
+  has_compiler || return
   unusable "'$CXX $flags $1' does not link: $(first_error "$dir/try.log")"
 }
 probe_asan() { sanitizer -fsanitize=address,undefined; }
