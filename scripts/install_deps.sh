@@ -132,8 +132,8 @@ if [ "$(id -u)" -ne 0 ]; then
   if ! sudo -n true 2>/dev/null; then
     mapfile -t again < <(installed_and_damaged "${required_packages[@]}" "${optional_packages[@]}")
     say "this takes root; please run:" >&2
-    echo "  sudo apt-get update && sudo apt-get install --no-install-recommends" \
-      "${required_packages[*]} ${optional_packages[*]}" >&2
+    all=("${required_packages[@]}" "${optional_packages[@]}")
+    echo "  sudo apt-get update && sudo apt-get install --no-install-recommends ${all[*]}" >&2
     [ ${#again[@]} -eq 0 ] || echo "  sudo apt-get install --reinstall ${again[*]}" >&2
     exit $((${#required[@]} > 0))
   fi

@@ -185,13 +185,15 @@ $(tail -n 15 "$log")"
   done
 }
 
-# remove PACKAGE LOG: by force, and what it leads to where it is only a name for another (libboost-context1.74-dev)
+# remove PACKAGE LOG: by force, and what it leads to where it is only a name for others: libboost-context1.74-dev,
+# python3-minimal
 remove() {
   # shellcheck disable=SC2016    # the root's shell expands them
   inside "$root" offline root "package=$1"'
-    mapfile -t others < <(apt-cache depends --installed "$package" | sed -n "s/^ *Depends: //p")
+    mapfile -t others < <(apt-cache depends --installed "$package" | sed -n "s/^ *\(Pre\)\{0,1\}Depends: //p")
     names=("$package")
-    for other in "${others[@]}"; do [[ ${other//[0-9.]/} != "$package" ]] || names+=("$other"); done
+    bare() { sed "s/[0-9.]//g; s/-minimal//" <<<"$1"; }
+    for other in "${others[@]}"; do [ "$(bare "$other")" != "$(bare "$package")" ] || names+=("$other"); done
     dpkg --purge --force-depends "${names[@]}"' >"$2" 2>&1 || failed "dpkg could not remove $1: $2"
 }
 
@@ -199,7 +201,7 @@ remove() {
 refuses() {
   local form=$1 network=$2 user=$3 target=$4 log=$logs/$1-refused-$4 word built
   shift 4
-  if inside "$root" "$network" "$user" "make $target" >"$log" 2>&1; then
+  if inside "$root" "$network" "$user" "timeout 300 make $target" >"$log" 2>&1; then
     failed "$form: make $target succeeded without $*: $log"
   fi
   for word in "$@"; do grep -qF -- "$word" "$log" || failed "$form: make $target does not say '$word': $log"; done
@@ -279,20 +281,20 @@ try_each() {
     fresh each "$full"
     remove "$package" "$log"
     if [[ $sets = *optional* ]]; then
-      what='done without'
+      what='done without when offline'
       inside "$root" offline root 'scripts/install_deps.sh --if-needed build test run && make config' >>"$log" 2>&1 ||
         failed "each: not done without $package, which is optional: $log"
     else
       target='test'
       [[ $sets != 'run required' ]] || target=run
-      what="refused by make $target"
+      what="refused by make $target when offline"
       refuses "each-$package" offline root "$target" "$package"
     fi
     # `make deps` asks for what is optional, too.
     inside "$root" online root "scripts/install_deps.sh build test run && make config &&
       dpkg -s $package | grep -q '^Status: install ok installed'" >>"$log" 2>&1 ||
       failed "each: $package was not installed again: $log"
-    say "each: $package: $what without network, and installed with it"
+    say "each: $package: $what, installed when online"
     drop
   done
   table+=("| each | ${#packages[@]} packages deleted | $((SECONDS - started)) s | |")
