@@ -16,7 +16,7 @@
 ##   ladders      build/ladders: the versions of the kernels in dev/cuda/, timed on a GPU
 ##   smoke        compile train_gpt.cu by g++ and, where it is there, by nvcc
 ##   check-archs  compile all CUDA kernels by nvcc for sm_80, sm_90 and sm_100; takes minutes
-##   config       show what was found on this machine and what is built of it
+##   config       show what was found on this machine, what is built of it, and what is there and does not work
 ##   reconfigure  look again
 ##   deps         install all that is missing, optional parts as well (Debian packages)
 ##   format       format all C++ sources in place
@@ -63,7 +63,7 @@ JOBS ?= $(shell nproc)
 ##   RUN_FLAGS=                 options of the trainer that `make run` adds to its own
 ##   TEST_TIMEOUT=45m           a test program that takes longer hangs: it is stopped and has failed
 TEST_TIMEOUT ?= 45m
-export CUDNN_HOME CUDNN_FRONTEND_HOME CXX NVCC CPPFLAGS CXXFLAGS LDFLAGS TESTS TEST_TIMEOUT
+export CUDNN_HOME CUDNN_FRONTEND_HOME CXX NVCC CPPFLAGS CXXFLAGS LDFLAGS NVCCFLAGS TESTS TEST_TIMEOUT
 
 comma := ,
 CUDA := $(filter cuda,$(DEVICE))
@@ -75,8 +75,11 @@ ifeq ($(filter 0 1,$(USE_CUDNN)),)
 $(error USE_CUDNN=$(USE_CUDNN) is unknown: use 0 or 1)
 endif
 # What build/config.mk answers. It may be the answer to another question: then make reads a new one, and looks again.
+# The time is that of the last change of Debian's packages.
 QUESTION = $(strip $(CXX) $(CPPFLAGS) $(CXXFLAGS) $(LDFLAGS) $(shell $(CXX) --version 2>&1 | head -n 1) \
-                   $(NVCC) $(shell $(NVCC) --version 2>&1 | tail -n 1) '$(CUDNN_HOME)' '$(CUDNN_FRONTEND_HOME)')
+                   $(NVCC) $(NVCCFLAGS) $(shell $(NVCC) --version 2>&1 | tail -n 1) '$(CUDNN_HOME)' \
+                   '$(CUDNN_FRONTEND_HOME)' '$(CPATH)' '$(CPLUS_INCLUDE_PATH)' '$(LIBRARY_PATH)' '$(LD_LIBRARY_PATH)' \
+                   $(shell stat -c %Y /var/lib/dpkg/status 2>&-))
 ifdef CXX_VERSION   # build/config.mk was read
 ifeq ($(QUESTION),$(file <build/config.question))
 ifneq ($(and $(CUDA),$(if $(NVCC_VERSION),,without nvcc)),)
@@ -87,6 +90,11 @@ $(error DEVICE=cuda needs cuBLASLt, cublasLt.h and -lcublasLt, which come with t
 endif
 ifneq ($(and $(filter 1,$(ONEDNN)),$(if $(ONEDNN_VERSION),,without oneDNN)),)
 $(error ONEDNN=1 needs oneDNN, dnnl.h and -ldnnl: `make deps` installs it; ONEDNN=0 builds without)
+endif
+ifneq ($(and $(filter tests,$(MAKECMDGOALS)),$(if $(and $(CATCH2_VERSION),$(BOOST_VERSION),$(ASAN_VERSION)),,without)),)
+$(error the tests need Catch2 ($(or $(CATCH2_VERSION:%=found),$(CATCH2_FAULT),not found)), Boost.Context \
+  ($(or $(BOOST_VERSION:%=found),$(BOOST_FAULT),not found)) and AddressSanitizer \
+  ($(or $(ASAN_VERSION:%=found),$(ASAN_FAULT),not found)): `make deps` installs what is missing)
 endif
 ifneq ($(and $(CUDNN),$(if $(CUDA),,without GPUs)),)
 $(error USE_CUDNN=1 is for GPUs, and this is a build for DEVICE=$(DEVICE): add DEVICE=cuda, or leave USE_CUDNN=1 out)
@@ -112,26 +120,28 @@ FORCE:
 build/config.question: FORCE
 	$(call text_file,$(QUESTION))
 
-build/config.mk: Makefile scripts/configure.sh build/config.question
+build/config.mk: Makefile scripts/configure.sh scripts/dependencies.sh build/config.question
 	@scripts/configure.sh >$@.new && mv $@.new $@
 
-row = @printf '  %-14s %-40s %s\n' '$1' '$(or $2,-)' '$3'
+# $4: what is wrong with a part that is there and does not work
+row = @printf '  %-14s %-40s %s\n' '$1' '$(or $2,-)' '$3' $(if $4,'' '$4' '')
 config:
 	$(call row,part,found,in this build)
 	$(call row,C++ compiler,$(CXX_VERSION),$(if $(CUDA),called by nvcc,the trainer) and the tests)
 	$(call row,CLI11,$(CLI11_VERSION),options)
 	$(call row,nlohmann/json,$(JSON_VERSION),JSON files)
 	$(call row,xxHash,$(XXHASH_VERSION),checksums)
-	$(call row,oneDNN,$(ONEDNN_VERSION),$(if $(filter 1,$(ONEDNN)),matmul on CPUs,-: a slower matmul of our own instead))
-	$(call row,nvcc,$(NVCC_VERSION),$(if $(CUDA),the trainer$(comma) for $(ARCH),$(if $(NVCC_VERSION),smoke test only,-)))
+	$(call row,oneDNN,$(ONEDNN_VERSION),$(if $(filter 1,$(ONEDNN)),matmul on CPUs,-: a slower matmul of our own instead),$(ONEDNN_FAULT))
+	$(call row,nvcc,$(NVCC_VERSION),$(if $(CUDA),the trainer$(comma) for $(ARCH),$(if $(NVCC_VERSION),smoke test only,-)),$(NVCC_FAULT))
 	$(call row,GPU,$(GPU),$(if $(GPU),$(if $(CUDA),the trainer$(comma) tests by `make test-cuda`,not in this build),-))
-	$(call row,cuBLASLt,$(CUBLASLT_VERSION),$(if $(CUBLASLT_VERSION),$(if $(CUDA),matmul on GPUs,not in this build),-))
-	$(call row,cuDNN,$(CUDNN_VERSION),$(if $(CUDNN),attention on GPUs,- without USE_CUDNN=1))
+	$(call row,cuBLASLt,$(CUBLASLT_VERSION),$(if $(CUBLASLT_VERSION),$(if $(CUDA),matmul on GPUs,not in this build),-),$(CUBLASLT_FAULT))
+	$(call row,cuDNN,$(CUDNN_VERSION),$(if $(CUDNN),attention on GPUs,- without USE_CUDNN=1),$(CUDNN_FAULT))
 	$(call row,cudnn-frontend,$(CUDNN_FRONTEND_VERSION),$(if $(CUDNN),attention on GPUs,- without USE_CUDNN=1))
-	$(call row,NCCL,$(NCCL_VERSION),$(if $(NCCL_VERSION),$(if $(CUDA),collectives between GPUs,not in this build),-))
-	$(call row,MPI,$(MPI_VERSION),$(if $(MPI_VERSION),not used yet,-))
-	$(call row,Catch2,$(CATCH2_VERSION),$(if $(CATCH2_VERSION),the tests,no tests before `make deps`))
-	$(call row,Boost.Context,$(BOOST_VERSION),$(if $(BOOST_VERSION),tests of CUDA kernels on the CPU,no tests before `make deps`))
+	$(call row,NCCL,$(NCCL_VERSION),$(if $(NCCL_VERSION),$(if $(CUDA),collectives between GPUs,not in this build),-),$(NCCL_FAULT))
+	$(call row,MPI,$(MPI_VERSION),$(if $(MPI_VERSION),not used yet,-),$(MPI_FAULT))
+	$(call row,Catch2,$(CATCH2_VERSION),$(if $(CATCH2_VERSION),the tests,no tests before `make deps`),$(CATCH2_FAULT))
+	$(call row,Boost.Context,$(BOOST_VERSION),$(if $(BOOST_VERSION),tests of CUDA kernels on the CPU,no tests before `make deps`),$(BOOST_FAULT))
+	$(call row,sanitizers,$(ASAN_VERSION),$(if $(ASAN_VERSION),the same tests,no tests before `make deps`),$(ASAN_FAULT))
 	@echo '  => train_gpt with DEVICE=$(DEVICE) ONEDNN=$(ONEDNN)$(if $(CUDA), USE_CUDNN=$(USE_CUDNN) ARCH=$(ARCH))' \
 	  'ARCH_FLAGS=$(ARCH_FLAGS)'
 
@@ -366,7 +376,7 @@ run:
 	@PYTHON="$$(scripts/find_python.sh matplotlib)" scripts/run_kjv.sh $(RUN_FLAGS)
 test test-long: export LONG = $(filter test-long,$@)
 test test-long:
-	@$(INSTALL) build test
+	@$(INSTALL) build test $(if $(LONG),long)
 	@rm -rf build/results
 	@status=0; $(AGAIN) --keep-going test-runs || status=$$?; $(MAKE) test-sum STATUS=$$status
 check:

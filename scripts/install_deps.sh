@@ -1,93 +1,97 @@
 #!/usr/bin/env bash
 # Installs what train_gpt needs out of Debian's packages: only what is missing, and only the sets that are named.
 #
-#   scripts/install_deps.sh [--if-needed] [build|test|run|check ...]        no set named: all of them
+#   scripts/install_deps.sh [--if-needed] [build|test|long|run|check|fresh ...]     no set named: all of them but fresh
 #
-# As root, or with a sudo that asks for no password, it installs; otherwise it prints the command to type and exits 1.
-# --if-needed is for `make test` and `make run`: it does nothing, quickly, as long as nothing REQUIRED is missing. A
-# machine that lacks only optional parts (no root, no network) is then left in peace; `make deps` offers them again.
+# As root, or with a sudo that asks for no password, it installs, and repairs installed packages that have lost files;
+# otherwise it names what is missing, prints the command to type and exits 1. --if-needed is for make: it does nothing as
+# long as nothing REQUIRED is missing. A machine that lacks only optional parts (no root, no network) is then left in
+# peace; `make deps` offers them again.
+#
+# scripts/dependencies.sh has the list of parts and packages, and how each is looked for. Where build/config.mk says
+# otherwise of a part than what is found now, it is removed, and make looks again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-
-# The one list of packages. A probe looks for the thing itself and not for the package, so that a library that came
-# from elsewhere (conda, pip, a source build named in CPPFLAGS) counts as there.
-#   set    package              necessity  probe
-packages='
-    build  g++                  required   command g++
-    build  libcli11-dev         required   header  CLI/CLI.hpp
-    build  nlohmann-json3-dev   required   header  nlohmann/json.hpp
-    build  libxxhash-dev        required   header  xxhash.h
-    build  libdnnl-dev          optional   header  dnnl.h
-    test   catch2               required   header  catch2/catch.hpp catch2/catch_all.hpp
-    test   libboost-context-dev required   header  boost/context/detail/fcontext.hpp
-    test   python3              required   command python3
-    run    bible-kjv            required   command bible
-    run    python3              required   command python3
-    run    python3-matplotlib   required   module  matplotlib
-    check  clang-format         required   command clang-format
-    check  shellcheck           required   command shellcheck
-    check  python3              required   command python3
-'
+# shellcheck source=scripts/dependencies.sh
+. scripts/dependencies.sh
 
 say() { echo "install_deps.sh: $*"; }
 fail() { say "error: $*" >&2; exit 1; }
 
-# is_there command|header|module NAME...: one of the names is enough
-is_there() {
-  local kind=$1 name condition
-  shift
-  case $kind in
-    command)
-      name=$1
-      [ "$name" != g++ ] || name=${CXX:-g++}   # whichever compiler the build is told to use; it may be two words: ccache g++
-      # shellcheck disable=SC2086
-      command -v $name >/dev/null ;;
-    header)
-      condition=0
-      for name in "$@"; do condition+=" || __has_include(<$name>)"; done
-      # shellcheck disable=SC2086    # compiler and flags are lists of words
-      printf '#if !(%s)\n#error\n#endif\n' "$condition" |
-        ${CXX:-g++} ${CPPFLAGS:-} ${CXXFLAGS:-} -x c++ -E - >/dev/null 2>&1 ;;
-    module) scripts/find_python.sh "$1" >/dev/null 2>&1 ;;
-  esac
+# find_missing: looks for the sets' parts; the arrays required and optional are the ones that are not there
+find_missing() {
+  local part
+  required=() optional=()
+  look_for "${wanted[@]}"
+  for part in "${wanted[@]}"; do
+    if is_there "$part"; then continue; fi
+    if [ "$(entry "$part" 4)" = required ]; then required+=("$part"); else optional+=("$part"); fi
+  done
 }
 
-# find_missing: puts the wanted sets' packages that are not there into the array missing, and into required or optional
-find_missing() {
-  local set package necessity probe
-  required=() optional=() missing=()
-  while read -r set package necessity probe; do
-    [[ -n $set && " ${sets[*]} " == *" $set "* && " ${required[*]} " != *" $package "* ]] || continue
-    # shellcheck disable=SC2086    # the probe's words are is_there's arguments
-    is_there $probe && continue
-    if [ "$necessity" = required ]; then required+=("$package"); else optional+=("$package"); fi
-    missing+=("$package")
-  done <<<"$packages"
+# names PART...: "xxHash (libxxhash-dev): neither xxhash.h nor -lxxhash"
+names() {
+  local part
+  for part in "$@"; do echo "  $(entry "$part" 5) ($(entry "$part" 3)): $(<"$probes/$part.fault")"; done
+}
+
+# packages_of PART...: each once
+packages_of() {
+  local part
+  for part in "$@"; do entry "$part" 3; done | awk '!seen[$0]++'
+}
+
+is_installed() { [[ $(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null) = installed ]]; }
+
+# damaged PACKAGE...: the installed ones among these packages and what they depend on that have lost files, or have
+# others than they came with. Without documentation, which many machines leave out.
+damaged() {
+  apt-cache depends --recurse --installed --no-recommends --no-suggests --no-conflicts --no-breaks --no-replaces \
+    --no-enhances "$@" 2>/dev/null | sed -n '/^[a-z0-9]/p' | xargs -r dpkg --verify 2>/dev/null |
+    awk '$2 != "c" && $NF !~ "^/usr/share/(doc|doc-base|man|info|locale|lintian)/" { print $NF }' |
+    xargs -r dpkg -S 2>/dev/null | sed 's/[:,].*//' | sort -u
 }
 
 # apt ARGUMENTS...: apt-get that asks nothing, waits for another one to finish, and is heard only when it fails
 apt() {
-  local log status=0
-  log=$(mktemp)
+  local status=0
   ${sudo:+sudo -n} env DEBIAN_FRONTEND=noninteractive \
-    apt-get -q -y -o DPkg::Lock::Timeout=300 -o Acquire::Retries=3 "$@" >"$log" 2>&1 || status=$?
-  [ $status -eq 0 ] || cat "$log" >&2
-  rm -f "$log"
+    apt-get -q -y -o DPkg::Lock::Timeout=300 -o Acquire::Retries=3 "$@" >"$probes/apt.log" 2>&1 || status=$?
   return $status
+}
+# What apt said went wrong.
+apt_errors() { grep -E '^(E|W): ' "$probes/apt.log" | awk '!seen[$0]++' | tail -n 5 | sed 's/^/  /' || true; }
+
+# installed_and_damaged PACKAGE...: what has to be installed again, so that these are whole
+installed_and_damaged() {
+  local package installed=()
+  for package in "$@"; do ! is_installed "$package" || installed+=("$package"); done
+  [ ${#installed[@]} -eq 0 ] || damaged "${installed[@]}"
 }
 
 install_packages() {
-  local package wanted=("${required[@]}")
+  local package packages=("${required_packages[@]}") again options=(--no-install-recommends)
   # One broken third-party source makes update fail while Debian's own lists are fine: let install decide.
-  apt update || say "warning: apt-get update failed; trying with the lists there are" >&2
-  for package in "${optional[@]}"; do
-    if apt-cache show "$package" >/dev/null 2>&1; then wanted+=("$package"); else
+  apt update || { say "warning: apt-get update failed; trying with the lists there are" >&2; apt_errors >&2; }
+  for package in "${optional_packages[@]}"; do
+    if apt-cache show "$package" >/dev/null 2>&1; then packages+=("$package"); else
       say "$package, which is optional, is in no package list of this machine: skipped"
     fi
   done
-  [ ${#wanted[@]} -gt 0 ] || return 0
-  say "installing ${wanted[*]} (a minute or two)"
-  apt install --no-install-recommends "${wanted[@]}"
+  [ ${#packages[@]} -gt 0 ] || return 0
+  [ -z "$(dpkg --audit 2>/dev/null)" ] || ${sudo:+sudo -n} dpkg --configure -a >/dev/null 2>&1 || true
+  # What installed packages depend on may have been removed by force. Then apt-get installs nothing else before that.
+  if ! apt check; then
+    say "installing what installed packages depend on"
+    apt install "${options[@]}" --fix-broken || return
+  fi
+  mapfile -t again < <(installed_and_damaged "${packages[@]}")
+  if [ ${#again[@]} -gt 0 ]; then
+    say "installing again, for files of theirs are missing or changed: ${again[*]}"
+    apt install --reinstall "${options[@]}" "${again[@]}" || return
+  fi
+  say "installing ${packages[*]} (a minute or two)"
+  apt install "${options[@]}" "${packages[@]}"
 }
 
 if_needed=no
@@ -95,39 +99,58 @@ sets=()
 for argument in "$@"; do
   case $argument in
     --if-needed) if_needed=yes ;;
-    build | test | run | check) sets+=("$argument") ;;
-    *) fail "unknown argument '$argument'; usage: scripts/install_deps.sh [--if-needed] [build|test|run|check ...]" ;;
+    build | test | long | run | check | fresh) sets+=("$argument") ;;
+    *) fail "unknown argument '$argument'; usage: scripts/install_deps.sh [--if-needed]" \
+         "[build|test|long|run|check|fresh ...]" ;;
   esac
 done
-[ ${#sets[@]} -gt 0 ] || sets=(build test run check)
+[ ${#sets[@]} -gt 0 ] || sets=(build test long run check)
+mapfile -t wanted < <(parts_of "${sets[@]}")
 
 find_missing
+# What make found before no longer holds, if it says otherwise of a part.
+for part in $(parts_of build test long); do
+  [[ -e build/config.mk && -e $probes/$part.answers ]] || continue
+  cmp -s <(grep -E "^${part^^}_[A-Z]+ :=" build/config.mk) "$probes/$part.answers" || rm -f build/config.mk
+done
 if [ ${#required[@]} -eq 0 ]; then
   [ "$if_needed" = no ] || exit 0
   [ ${#optional[@]} -gt 0 ] || { say "everything is there (${sets[*]})"; exit 0; }
 fi
-[ ${#required[@]} -eq 0 ] || say "missing: ${required[*]}"
-[ ${#optional[@]} -eq 0 ] || say "missing, but optional: ${optional[*]}"
+[ ${#required[@]} -eq 0 ] || { say "missing:"; names "${required[@]}"; }
+[ ${#optional[@]} -eq 0 ] || { say "missing, but optional:"; names "${optional[@]}"; }
 
+mapfile -t required_packages < <(packages_of "${required[@]}")
+mapfile -t optional_packages < <(packages_of "${optional[@]}")
 if ! command -v apt-get >/dev/null; then
-  say "no apt-get here: please install what these Debian packages hold: ${missing[*]}" >&2
+  say "no apt-get here: please install what these Debian packages hold: ${required_packages[*]} ${optional_packages[*]}" >&2
   exit $((${#required[@]} > 0))
 fi
 sudo=
 if [ "$(id -u)" -ne 0 ]; then
   sudo=yes
   if ! sudo -n true 2>/dev/null; then
+    mapfile -t again < <(installed_and_damaged "${required_packages[@]}" "${optional_packages[@]}")
     say "this takes root; please run:" >&2
-    echo "  sudo apt-get update && sudo apt-get install --no-install-recommends ${missing[*]}" >&2
+    all=("${required_packages[@]}" "${optional_packages[@]}")
+    echo "  sudo apt-get update && sudo apt-get install --no-install-recommends ${all[*]}" >&2
+    [ ${#again[@]} -eq 0 ] || echo "  sudo apt-get install --reinstall ${again[*]}" >&2
     exit $((${#required[@]} > 0))
   fi
 fi
 
-install_packages || {
-  # Without an optional package there is still a trainer; without a required one there is none.
-  [ ${#required[@]} -eq 0 ] || fail "apt-get could not install: ${required[*]}"
-  say "warning: apt-get could not install ${optional[*]}, which is optional" >&2
-}
-rm -f build/config.mk   # what make found before no longer holds
+failed=no errors=
+install_packages || { failed=yes errors=$(apt_errors); }
+rm -f build/config.mk
 find_missing
-[ ${#required[@]} -eq 0 ] || fail "installed, and still not found: ${required[*]} (compiler: ${CXX:-g++})"
+if [ ${#required[@]} -gt 0 ]; then
+  mapfile -t required_packages < <(packages_of "${required[@]}")
+  if [ $failed = yes ]; then printf '%s\n' "$(say "error: apt-get could not install ${required_packages[*]}")" "$errors"; else
+    say "error: installed, and still missing:"
+    names "${required[@]}"
+  fi >&2
+  say "install ${required_packages[*]} by hand; the build's compiler and flags are '$CXX $flags${LDFLAGS:+ $LDFLAGS}'" >&2
+  exit 1
+fi
+# Without an optional package there is still a trainer.
+[ $failed = no ] || { say "warning: apt-get could not install ${optional_packages[*]}, which is optional"; echo "$errors"; } >&2

@@ -1,0 +1,450 @@
+# shellcheck shell=bash disable=SC2086    # compilers and flags are lists of words throughout
+# What train_gpt is built, tested and run with, and how each part is looked for. This is the one list, for
+# scripts/install_deps.sh, which installs what is missing, and scripts/configure.sh, which tells make what there is; both
+# source it, from the root of the repository.
+#
+# A probe does what train_gpt does with the part: it compiles, links and runs a small program, by the build's own compiler
+# and flags, or calls the tool. So a header without its library, a library without its header, and an nvcc that does not
+# run all count as missing; and a library from elsewhere (conda, pip, a source build named in CPPFLAGS and LDFLAGS) is
+# as good as a package.
+#
+# What is in the environment: CXX NVCC MPICXX CPPFLAGS CXXFLAGS LDFLAGS NVCCFLAGS CUDNN_HOME CUDNN_FRONTEND_HOME PYTHON
+
+# necessity: required, or optional: without it there is a slower or smaller train_gpt
+# package:   Debian's; -: none that install_deps.sh would install
+#   set    part            package               necessity  name
+parts='
+    build  cxx             g++                   required   a C++20 compiler with OpenMP
+    build  cli11           libcli11-dev          required   CLI11
+    build  json            nlohmann-json3-dev    required   nlohmann/json
+    build  xxhash          libxxhash-dev         required   xxHash
+    build  onednn          libdnnl-dev           optional   oneDNN
+    test   catch2          catch2                required   Catch2
+    test   boost           libboost-context-dev  required   Boost.Context
+    test   asan            g++                   required   AddressSanitizer
+    test   python          python3               required   Python
+    long   tsan            g++                   required   ThreadSanitizer
+    run    python          python3               required   Python
+    run    bible           bible-kjv             required   the King James Bible
+    run    matplotlib      python3-matplotlib    required   matplotlib
+    check  clang_format    clang-format          required   clang-format
+    check  shellcheck      shellcheck            required   shellcheck
+    check  python          python3               required   Python
+    fresh  debootstrap     debootstrap           required   debootstrap
+    other  nvcc            -                     optional   nvcc
+    other  gpu             -                     optional   a GPU
+    other  mpi             -                     optional   MPI
+    nvcc   cublaslt        -                     optional   cuBLASLt
+    nvcc   nccl            -                     optional   NCCL
+    nvcc   cudnn           -                     optional   cuDNN
+    nvcc   cudnn_frontend  -                     optional   cudnn-frontend
+'
+
+CXX=${CXX:-g++}
+NVCC=${NVCC:-nvcc}
+MPICXX=${MPICXX:-mpicxx}
+flags="-std=c++20 -fopenmp${CPPFLAGS:+ $CPPFLAGS}${CXXFLAGS:+ $CXXFLAGS}"
+host_flags="-fopenmp${CXXFLAGS:+ $CXXFLAGS}"
+# -ccbin: the compiler itself, where CXX is "ccache g++". nvcc would split what is for the host at its commas.
+nvcc="$NVCC -std=c++20 --expt-relaxed-constexpr -ccbin ${CXX##* } ${CPPFLAGS:-} ${NVCCFLAGS:-}"
+nvcc_host=(-Xcompiler "${host_flags//,/\\,}")
+[ -z "${LDFLAGS:-}" ] || nvcc_host+=(-Xcompiler "${LDFLAGS//,/\\,}")
+
+probes=$(mktemp -d)   # of each part that was looked for: PART.found, PART.answers for make, PART.fault in words
+trap 'rm -rf "$probes"' EXIT
+
+# parts_of SET...: the parts of these sets, each once
+parts_of() {
+  local wanted=" $* " set part rest
+  while read -r set part rest; do
+    [[ $wanted != *" $set "* ]] || echo "$part"
+  done <<<"$parts" | awk '!seen[$0]++'
+}
+
+# entry PART COLUMN: what the list says of a part; columns are 3 package, 4 necessity, 5 name
+entry() {
+  local set part package necessity name
+  while read -r set part package necessity name; do
+    [ "$part" = "$1" ] || continue
+    case $2 in 3) echo "$package" ;; 4) echo "$necessity" ;; 5) echo "$name" ;; esac
+    return
+  done <<<"$parts"
+}
+
+# look_for PART...: all at once, for most of it is waiting for compilers
+look_for() {
+  local part
+  for part in "$@"; do look_for_one "$part" </dev/null & done
+  wait
+}
+look_for_one() {
+  local part=$1 dir=$probes/$1.d
+  rm -rf "$dir" "$probes/$part.found"
+  mkdir "$dir"
+  if "probe_$part" >"$probes/$part.answers" 2>"$dir/stray"; then : >"$probes/$part.found"; fi
+}
+is_there() { [ -e "$probes/$1.found" ]; }
+
+# ---- What probes are made of: `part` and `dir` are the part that is looked for and a folder of its own ---------------
+
+# answer VARIABLE VALUE: a make variable for build/config.mk; PART_VERSION and the like
+answer() { echo "${part^^}_$1 := ${2:-}"; }
+
+# absent WORDS...: nothing of it is here.  unusable WORDS...: something is, which does not work; make config shows why.
+absent() {
+  echo "$*" >"$probes/$part.fault"
+  return 1
+}
+unusable() {
+  absent "$@" || true
+  answer FAULT "$(tr -d "\$#\`'\"\\\\\n" <<<"$*" | sed 's/ *$//')"
+  return 1
+}
+
+# build NAME COMPILER FLAGS...: the program on standard input -> $dir/NAME; what the compiler says -> $dir/NAME.log
+build() {
+  local name=$1 compiler=$2
+  shift 2
+  cat >"$dir/$name.${suffix:-cpp}"
+  $compiler "$dir/$name.${suffix:-cpp}" -o "$dir/$name" "$@" >"$dir/$name.log" 2>&1
+}
+
+# The line of a compiler's or loader's log that says what is wrong.
+first_error() {
+  grep -m 1 -iE 'error|cannot find|undefined reference|not found|unsupported' "$1" | sed "s|$dir/||g" | cut -c 1-160 ||
+    head -n 1 "$1"
+}
+
+# Without one, no other probe can say what is there.
+has_compiler() { includes "$CXX" cstddef || absent "no C++ compiler to look with"; }
+
+# includes COMPILER HEADER [FLAGS...]: there is such a header
+includes() {
+  local compiler=$1 header=$2
+  shift 2
+  echo "#include <$header>" | $compiler "$@" -x c++ -E - >/dev/null 2>&1
+}
+
+# includes_name HEADER: there is a file of that name; it may include others that are not there
+includes_name() { printf '#if !__has_include(<%s>)\n#error\n#endif\n' "$1" | $CXX $flags -x c++ -E - >/dev/null 2>&1; }
+
+# header_version COMPILER HEADER EXPRESSION: what the header's macros make of the expression; nothing without the header
+header_version() {
+  printf '#include <%s>\n#define TEXT_(x) #x\n#define TEXT(x) TEXT_(x)\nTEXT(%s)\n' "$2" "$3" >"$dir/version.cpp"
+  { $1 -E "$dir/version.cpp" 2>/dev/null || true; } | tail -n 1 | tr -d '\\" ' | sed -n '/^[0-9][0-9.]*$/p'
+}
+
+# at_least VERSION LEAST
+at_least() { [ "$(printf '%s\n%s\n' "$2" "$1" | sort -V | head -n 1)" = "$2" ]; }
+
+# library HEADER LIBRARY: the program on standard input, which prints the version, is built with both and runs
+library() {
+  local header=$1 library=$2 with_header=no with_library=no version
+  if build try "$CXX" $flags ${LDFLAGS:-} "$library"; then
+    if version=$("$dir/try" 2>"$dir/run.log"); then answer VERSION "$version"; return; fi
+    unusable "$header and $library are there, but a program with them fails: ${version:-$(first_error "$dir/run.log")}"
+    return
+  fi
+  has_compiler || return
+  ! includes "$CXX $flags" "$header" || with_header=yes
+  ! build link "$CXX" $flags ${LDFLAGS:-} "$library" <<<'int main() {}' || with_library=yes
+  case $with_header-$with_library in
+    no-no) absent "neither $header nor $library" ;;
+    yes-no) unusable "$header is there, but $library is not: $(first_error "$dir/link.log")" ;;
+    no-yes) unusable "$library is there, but $header is not" ;;
+    yes-yes) unusable "$header and $library are there, but do not fit together: $(first_error "$dir/try.log")" ;;
+  esac
+}
+
+# headers HEADER EXPRESSION: there is no library; the program on standard input compiles. That takes seconds, and what
+# once compiled, to the letter, compiles again: build/probed has the checksums.
+headers() {
+  local header=$1 text version sum=
+  { cat && printf '#define TEXT_(x) #x\n#define TEXT(x) TEXT_(x)\nconst char version[] = TEXT(%s);\n' "$2"; } >"$dir/all.cpp"
+  if text=$($CXX $flags -x c++ -E - <"$dir/all.cpp" 2>"$dir/try.log"); then
+    version=$(tail -n 1 <<<"$text" | tr -cd '0-9.')
+    sum=$(echo "$CXX $flags $($CXX --version) $text" | cksum)
+    if ! grep -qxF "$sum" build/probed 2>/dev/null; then
+      if ! build try "$CXX" $flags -fsyntax-only <"$dir/all.cpp"; then
+        unusable "$header is there, but does not compile: $(first_error "$dir/try.log")"
+        return
+      fi
+      mkdir -p build && echo "$sum" >>build/probed
+    fi
+    answer VERSION "$version"
+  elif ! has_compiler; then
+    return 1
+  elif includes_name "$header"; then
+    unusable "$header is there, but not all that it includes: $(first_error "$dir/try.log")"
+  else
+    absent "no $header"
+  fi
+}
+
+# tool COMMAND...: it runs
+tool() {
+  if "$@" >"$dir/log" 2>&1; then answer VERSION "$(grep -m 1 -oE '[0-9]+(\.[0-9]+)+' "$dir/log")"; return; fi
+  if command -v "$1" >/dev/null; then
+    unusable "$(command -v "$1") is there, but fails: $(tail -n 1 "$dir/log" | cut -c 1-160)"
+  else
+    absent "no program $1"
+  fi
+}
+
+# ---- One probe a part -------------------------------------------------------------------------------------------------
+
+probe_cxx() {
+  command -v $CXX >/dev/null || { absent "no program $CXX"; return; }
+  if ! build try "$CXX" $flags ${LDFLAGS:-} -ldl <<'CPP'
+#include <omp.h>
+#include <source_location>
+#include <span>
+#include <thread>
+template <typename T> concept Number = requires(T a) { a + a; };
+template <Number T> T sum(std::span<const T> values) {
+  T total = 0;
+#pragma omp parallel for reduction(+ : total)
+  for (int i = 0; i < int(values.size()); ++i) total += values[i];
+  return total;
+}
+int main() {
+  const int values[] = {1, 2, 3};
+  std::thread([] {}).join();
+  return sum<int>(values) != 6 || omp_get_max_threads() < 1;
+}
+CPP
+  then
+    unusable "'$CXX $flags${LDFLAGS:+ $LDFLAGS}' builds no C++20 with OpenMP: $(first_error "$dir/try.log")"
+  elif ! "$dir/try" >"$dir/run.log" 2>&1; then
+    unusable "what '$CXX $flags${LDFLAGS:+ $LDFLAGS}' builds does not run: $(first_error "$dir/run.log")"
+  else
+    answer VERSION "$($CXX --version | head -n 1)"
+  fi
+}
+
+probe_cli11() {
+  headers CLI/CLI.hpp CLI11_VERSION <<'CPP'
+#include <CLI/CLI.hpp>
+int main(int argc, char** argv) {
+  CLI::App app;
+  app.add_flag("--flag")->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  app.parse(argc, argv);
+}
+CPP
+}
+
+probe_json() {
+  headers nlohmann/json.hpp NLOHMANN_JSON_VERSION_MAJOR.NLOHMANN_JSON_VERSION_MINOR.NLOHMANN_JSON_VERSION_PATCH <<'CPP'
+#include <nlohmann/json.hpp>
+int main() { return nlohmann::json::parse("[1]").size() != 1; }
+CPP
+}
+
+probe_xxhash() {
+  library xxhash.h -lxxhash <<'CPP'
+#include <cstdio>
+#include <xxhash.h>
+int main() {
+  XXH3_state_t* state = XXH3_createState();
+  if (XXH3_64bits_reset(state) != XXH_OK || XXH3_64bits_update(state, "abc", 3) != XXH_OK) return 1;
+  const bool same = XXH3_64bits_digest(state) == XXH3_64bits("abc", 3);
+  XXH3_freeState(state);
+  std::printf("%d.%d.%d\n", XXH_VERSION_MAJOR, XXH_VERSION_MINOR, XXH_VERSION_RELEASE);
+  return !same || XXH_versionNumber() < 800;
+}
+CPP
+}
+
+probe_onednn() {
+  library dnnl.h -ldnnl <<'CPP'
+#include <cstdio>
+#include <dnnl.h>
+int main() {
+  const dnnl_version_t* version = dnnl_version();
+  dnnl_engine_t engine;
+  if (version->major != DNNL_VERSION_MAJOR) {
+    std::printf("the header is version %d, the library %d\n", DNNL_VERSION_MAJOR, version->major);
+    return 1;
+  }
+  if (dnnl_engine_create(&engine, dnnl_cpu, 0) != dnnl_success) return 1;
+  std::printf("%d.%d.%d\n", version->major, version->minor, version->patch);
+  return dnnl_engine_destroy(engine) != dnnl_success;
+}
+CPP
+}
+
+# What the tests are written in: version 3 is a library, version 2 headers alone. test/catch2.h takes version 3 where it
+# finds the header of it.
+probe_catch2() {
+  local version
+  if includes "$CXX $flags" catch2/catch_all.hpp; then
+    if library catch2/catch_all.hpp -lCatch2 <<'CPP'
+#include <catch2/catch_version.hpp>
+#include <catch2/catch_version_macros.hpp>
+#include <iostream>
+int main() {
+  const auto& library = Catch::libraryVersion();
+  if (library.majorVersion != CATCH_VERSION_MAJOR || library.minorVersion != CATCH_VERSION_MINOR) {
+    std::cout << "the headers are version " << CATCH_VERSION_MAJOR << '.' << CATCH_VERSION_MINOR << ", the library "
+              << library << std::endl;
+    return 1;
+  }
+  std::cout << library << std::endl;
+}
+CPP
+    then answer LIBS -lCatch2; else return 1; fi
+    return
+  fi
+  version=$(header_version "$CXX $flags" catch2/catch.hpp \
+    CATCH_VERSION_MAJOR.CATCH_VERSION_MINOR.CATCH_VERSION_PATCH)
+  if [ -n "$version" ] && ! at_least "$version" 2.13; then
+    unusable "version $version was found$(where_is catch2/catch.hpp), and the tests need 2.13 or newer"
+    return
+  fi
+  headers catch2/catch.hpp CATCH_VERSION_MAJOR.CATCH_VERSION_MINOR.CATCH_VERSION_PATCH <<'CPP'
+#include <catch2/catch.hpp>
+TEST_CASE("a") { REQUIRE(GENERATE(1, 2) != 3); }
+CPP
+}
+
+# where_is HEADER: " in FOLDER/HEADER"
+where_is() {
+  echo "#include <$1>" | $CXX $flags -x c++ -E - 2>/dev/null | sed -n "s|^# 1 \"\(.*/$1\)\".*| in \1|p" | head -n 1
+}
+
+# The tests of CUDA kernels run the kernels' threads as fibers. (1.74 is 107400.)
+probe_boost() {
+  library boost/context/detail/fcontext.hpp -lboost_context <<'CPP'
+#include <boost/context/detail/fcontext.hpp>
+#include <boost/version.hpp>
+#include <cstdio>
+using namespace boost::context::detail;
+static char stack[1 << 16];
+static void fiber(transfer_t from) { jump_fcontext(from.fctx, from.data); }
+int main() {
+  int value;
+  const transfer_t back = jump_fcontext(make_fcontext(stack + sizeof(stack), sizeof(stack), fiber), &value);
+  std::printf("%d.%d\n", BOOST_VERSION / 100000, BOOST_VERSION / 100 % 1000);
+  return back.data != &value;
+}
+CPP
+}
+
+# sanitizer OPTION
+sanitizer() {
+  if build try "$CXX" $flags "$1" ${LDFLAGS:-} <<<'int main() {}'; then answer VERSION "$1"; return; fi
+  has_compiler || return
+  unusable "'$CXX $flags $1' does not link: $(first_error "$dir/try.log")"
+}
+probe_asan() { sanitizer -fsanitize=address,undefined; }
+probe_tsan() { sanitizer -fsanitize=thread; }
+
+# More than a bare interpreter, which is what python3-minimal has: what data/, scripts/ and the tests import.
+probe_python() {
+  tool python3 -c 'import argparse, array, concurrent.futures, http.server, json, multiprocessing, platform, struct
+import tempfile, unicodedata, urllib.request
+print(platform.python_version())'
+}
+
+probe_matplotlib() {
+  local python
+  python=$(scripts/find_python.sh matplotlib) || { absent "no Python here has matplotlib"; return; }
+  MPLBACKEND=Agg tool "$python" -c 'import matplotlib, matplotlib.pyplot; print(matplotlib.__version__)'
+}
+
+# The program and its text are packages of their own.
+probe_bible() {
+  if ! command -v bible >/dev/null; then
+    absent "no program bible"
+  elif ! bible -l 1000 gen1:1 2>&1 | grep -q 'In the beginning'; then
+    unusable "$(command -v bible) is there, but 'bible gen1:1' does not print the verse"
+  fi
+}
+
+probe_clang_format() { tool clang-format --version; }
+probe_shellcheck() { tool shellcheck --version; }
+probe_debootstrap() { tool debootstrap --version; }
+
+# NVIDIA's compiler has to get along with the host's.
+probe_nvcc() {
+  command -v "$NVCC" >/dev/null || { absent "no program $NVCC"; return; }
+  if suffix=cu build try "$nvcc" "${nvcc_host[@]}" <<'CUDA'
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <span>
+__global__ void kernel(std::span<__nv_bfloat16> out) { out[threadIdx.x] = __float2bfloat16(1.0f); }
+int main() { return cudaGetLastError(); }
+CUDA
+  then
+    answer VERSION "$("$NVCC" --version | sed -n 's/.*, V\([0-9.]*\)$/\1/p')"
+  else
+    unusable "$(command -v "$NVCC") is there, but builds no C++20 with ${CXX##* }: $(first_error "$dir/try.log")"
+  fi
+}
+
+# nvidia_library HEADER LIBRARIES STATEMENT VERSION [FLAGS...]: only nvcc knows where to find these
+nvidia_library() {
+  local header=$1 libraries=$2 statement=$3 version=$4 with_header=no
+  shift 4
+  if build try "$nvcc -x c++" "${nvcc_host[@]}" "$@" $libraries <<<"#include <$header>"$'\n'"int main() { $statement; }"; then
+    answer VERSION "$(header_version "$nvcc -x c++ $*" "$header" "$version")"
+    return
+  fi
+  ! includes "$nvcc" "$header" "$@" || with_header=yes
+  if build link "$nvcc -x c++" "$@" $libraries <<<'int main() {}'; then
+    if [ $with_header = no ]; then unusable "$libraries is there, but $header is not"; else
+      unusable "$header and $libraries are there, but do not fit together: $(first_error "$dir/try.log")"
+    fi
+  elif [ $with_header = yes ]; then
+    unusable "$header is there, but $libraries is not: $(first_error "$dir/link.log")"
+  else
+    absent "neither $header nor $libraries"
+  fi
+}
+probe_cublaslt() {
+  nvidia_library cublasLt.h -lcublasLt 'return cublasLtGetVersion() == 0' \
+    CUBLAS_VER_MAJOR.CUBLAS_VER_MINOR.CUBLAS_VER_PATCH
+}
+probe_nccl() {
+  nvidia_library nccl.h -lnccl 'int version; return ncclGetVersion(&version)' NCCL_MAJOR.NCCL_MINOR.NCCL_PATCH
+}
+
+# Attention by cuDNN. Its wheels have no libcudnn.so, only libcudnn.so.9; -I, because nvcc looks into the toolkit before
+# any -isystem, and some toolkits have a cuDNN. cudnn-frontend is headers alone, which call NVIDIA's run-time compiler.
+cudnn_flags="${CUDNN_HOME:+-I$CUDNN_HOME/include} ${CUDNN_FRONTEND_HOME:+-isystem $CUDNN_FRONTEND_HOME/include}"
+probe_cudnn() {
+  local libraries='-l:libcudnn.so.9 -lnvrtc' folder
+  for folder in ${CUDNN_HOME:+"$CUDNN_HOME/lib" "$CUDNN_HOME/lib64"}; do
+    [ ! -e "$folder/libcudnn.so.9" ] || libraries="-L$folder -Xlinker -rpath=$folder $libraries"
+  done
+  nvidia_library cudnn.h "$libraries" 'return cudnnGetVersion() == 0' CUDNN_MAJOR.CUDNN_MINOR.CUDNN_PATCHLEVEL \
+    $cudnn_flags || return
+  answer FLAGS "$cudnn_flags"
+  answer LIBS "$libraries"
+}
+probe_cudnn_frontend() {
+  local version
+  version=$(header_version "$nvcc -x c++ $cudnn_flags" cudnn_frontend_version.h \
+    CUDNN_FRONTEND_MAJOR_VERSION.CUDNN_FRONTEND_MINOR_VERSION.CUDNN_FRONTEND_PATCH_VERSION)
+  if [ -n "$version" ]; then answer VERSION "$version"; else absent "no cudnn_frontend_version.h"; fi
+}
+
+# A GPU that answers. Where there is a driver alone, nvidia-smi fails.
+probe_gpu() {
+  local gpus
+  gpus=$(nvidia-smi -L 2>/dev/null) || gpus=
+  [ -n "$gpus" ] || { absent "no GPU answers nvidia-smi"; return; }
+  echo "GPU := $(sed -n '1s/^GPU 0: \(.*\) (UUID.*$/\1/p' <<<"$gpus")"
+  answer ARCH "sm_$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)"
+}
+
+# Processes that talk to each other. Its version is that of the MPI standard.
+probe_mpi() {
+  local compiler="$MPICXX $flags"
+  command -v "$MPICXX" >/dev/null || { absent "no program $MPICXX"; return; }
+  if build try "$compiler" ${LDFLAGS:-} <<<$'#include <mpi.h>\nint main() { return MPI_Init(nullptr, nullptr); }'; then
+    answer VERSION "$(header_version "$compiler" mpi.h MPI_VERSION.MPI_SUBVERSION)"
+  else
+    unusable "$(command -v "$MPICXX") is there, but builds no program: $(first_error "$dir/try.log")"
+  fi
+}
