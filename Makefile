@@ -91,7 +91,7 @@ endif
 ifneq ($(and $(filter 1,$(ONEDNN)),$(if $(ONEDNN_VERSION),,without oneDNN)),)
 $(error ONEDNN=1 needs oneDNN, dnnl.h and -ldnnl: `make deps` installs it; ONEDNN=0 builds without)
 endif
-ifneq ($(and $(filter tests,$(MAKECMDGOALS)),$(if $(and $(CATCH2_VERSION),$(BOOST_VERSION),$(ASAN_VERSION)),,without)),)
+ifneq ($(and $(filter tests test-runs,$(MAKECMDGOALS)),$(if $(and $(CATCH2_VERSION),$(BOOST_VERSION),$(ASAN_VERSION)),,without)),)
 $(error the tests need Catch2 ($(or $(CATCH2_VERSION:%=found),$(CATCH2_FAULT),not found)), Boost.Context \
   ($(or $(BOOST_VERSION:%=found),$(BOOST_FAULT),not found)) and AddressSanitizer \
   ($(or $(ASAN_VERSION:%=found),$(ASAN_FAULT),not found)): `make deps` installs what is missing)
@@ -108,11 +108,14 @@ endif
 endif
 endif
 
-# A rule that always runs, for a file whose time stamp says when its text last changed: $(call text_file,TEXT)
+# A rule that always runs, for a file whose time stamp says when its text last changed: $(call text_file,TEXT). Several
+# makes may do it at the same time.
+NEW := new.$(shell echo $$PPID)
 define text_file
-$(shell mkdir -p $(@D))$(file >$@.new,$1)
-@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+$(shell mkdir -p $(@D))$(file >$@.$(NEW),$1)
+$(move_if_changed)
 endef
+move_if_changed = @if cmp -s $@.$(NEW) $@; then rm $@.$(NEW); else mv $@.$(NEW) $@; fi
 FORCE:
 
 # ---- What this machine has: build/config.mk keeps the answers until the question changes -----------------------------
@@ -120,7 +123,7 @@ FORCE:
 build/config.question: FORCE
 	$(call text_file,$(QUESTION))
 
-build/config.mk: Makefile scripts/configure.sh scripts/dependencies.sh build/config.question
+build/config.mk: Makefile scripts/configure.sh $(wildcard scripts/dependencies/*.sh) build/config.question
 	@scripts/configure.sh >$@.new && mv $@.new $@
 
 # $4: what is wrong with a part that is there and does not work
@@ -225,8 +228,8 @@ build/file_ops.so build/nvml_stand_in.so: build/%.so: test/%.cpp
 
 # $(call joined,SOURCES): a rule's recipe that writes them as one source.
 define joined
-@mkdir -p $(@D) && scripts/join_tests.sh $1 >$@.new
-@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+@mkdir -p $(@D) && scripts/join_tests.sh $1 >$@.$(NEW)
+$(move_if_changed)
 endef
 $(TEST_FOLDERS:%=build/test/%.cpp): build/test/%.cpp: FORCE
 	$(call joined,$(wildcard test/$*/test_*.cpp))
@@ -265,7 +268,9 @@ CUDA_TEST_FLAGS = -std=c++20 -O1 -g1 $(ARCH_FLAGS) -DTRAIN_GPT_CUDA -DTRAIN_GPT_
                   -fno-omit-frame-pointer $(CPPFLAGS) $(CXXFLAGS)
 # -rdynamic: kernels are named by their symbols. Sorted: else g++ 12's sanitizers miss the lines of some templates.
 CUDA_TEST_LINK_FLAGS := -fopenmp -rdynamic -Wl,--sort-section=name
-SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize-recover=undefined
+# Null pointers and ends of objects are left to AddressSanitizer, which sees them too: it is what compiling takes longest.
+SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize=null,object-size,nonnull-attribute,returns-nonnull-attribute \
+                 -fno-sanitize-recover=undefined
 SANITIZE_tsan := -fsanitize=thread
 
 $(CUDA_TESTS:%=build/cuda/%.cpp): build/cuda/%.cpp: FORCE
@@ -293,20 +298,27 @@ build/cuda_test_link.list: FORCE
 
 # ---- Running them: scripts/run_tests.sh -------------------------------------------------------------------------------
 
-TEST_PROGRAMS := $(TEST_FOLDERS:%=build/test/%) $(CUDA_TESTS:%=build/asan/%) $(if $(LONG),$(CUDA_TESTS:%=build/tsan/%))
+# Each program is one job, which compiles it and runs it, so that the first results come while the rest is compiled. The
+# one that takes longest begins first, then come the cheap ones.
+TEST_PROGRAMS := asan/trainer $(TEST_FOLDERS:%=test/%) asan/emulator asan/kernels \
+                 $(if $(LONG),$(CUDA_TESTS:%=tsan/%))
 TEST_SCRIPTS := $(if $(TESTS),,$(filter-out $(if $(LONG),,test/scripts/long_%),$(wildcard test/scripts/*_test.sh)))
-TEST_RUNS := $(TEST_PROGRAMS:build/%=run/%) $(TEST_SCRIPTS:test/scripts/%=run/%)
+TEST_RUNS := $(TEST_PROGRAMS:%=run/%) run/smoke $(TEST_SCRIPTS:test/scripts/%=run/%)
+# What several of them need is there before the first one begins.
+SHARED_BY_TESTS := train_gpt build/pch/pch.h.gch build/test/main.o build/file_ops.so build/nvml_stand_in.so \
+                   $(STAND_INS:%.cpp=build/asan/%.o) $(if $(LONG),$(STAND_INS:%.cpp=build/tsan/%.o))
 .PHONY: $(TEST_RUNS)
-$(TEST_PROGRAMS:build/%=run/%): run/%: build/% build/file_ops.so build/nvml_stand_in.so
-	@scripts/run_tests.sh run $(subst /,-,$*) build/$*
-$(TEST_SCRIPTS:test/scripts/%=run/%): run/%: train_gpt build/test/text
+$(TEST_RUNS): $(SHARED_BY_TESTS)
+$(TEST_PROGRAMS:%=run/%): run/%:
+	+@$(MAKE) -s build/$* && scripts/run_tests.sh run $(subst /,-,$*) build/$*
+run/smoke:
+	+@$(MAKE) smoke
+$(TEST_SCRIPTS:test/scripts/%=run/%): run/%: run/test/text
 	@scripts/run_tests.sh run $* test/scripts/$*
-# What starts the trainer.
-$(patsubst %,run/test/%,core text data train run): train_gpt
-test-runs: train_gpt $(TEST_RUNS) smoke
-tests: train_gpt $(TEST_PROGRAMS) build/file_ops.so build/nvml_stand_in.so smoke
+test-runs: $(TEST_RUNS)
 test-sum:
-	@scripts/run_tests.sh sum $(STATUS) $(subst /,-,$(TEST_RUNS:run/%=%))
+	@scripts/run_tests.sh sum $(STATUS) $(subst /,-,$(patsubst run/%,%,$(filter-out run/smoke,$(TEST_RUNS))))
+tests: $(SHARED_BY_TESTS) $(TEST_PROGRAMS:%=build/%) smoke
 
 # The same tests on a GPU, once instead of under all schedules.
 test-cuda: build/test_cuda_on_gpu

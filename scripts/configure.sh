@@ -6,11 +6,11 @@
 #   CXX=g++ NVCC=nvcc CPPFLAGS= CXXFLAGS= LDFLAGS= NVCCFLAGS= CUDNN_HOME= CUDNN_FRONTEND_HOME= scripts/configure.sh \
 #     >build/config.mk
 #
-# scripts/dependencies.sh has the list of parts and how each is looked for.
+# scripts/dependencies/parts.sh has the list of parts and how each is looked for.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# shellcheck source=scripts/dependencies.sh
-. scripts/dependencies.sh
+# shellcheck source=scripts/dependencies/parts.sh
+. scripts/dependencies/parts.sh
 
 mapfile -t wanted < <(parts_of build test long other)
 look_for "${wanted[@]}"

@@ -8,12 +8,12 @@
 # long as nothing REQUIRED is missing. A machine that lacks only optional parts (no root, no network) is then left in
 # peace; `make deps` offers them again.
 #
-# scripts/dependencies.sh has the list of parts and packages, and how each is looked for. Where build/config.mk says
+# scripts/dependencies/parts.sh has the list of parts and packages, and how each is looked for. Where build/config.mk says
 # otherwise of a part than what is found now, it is removed, and make looks again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# shellcheck source=scripts/dependencies.sh
-. scripts/dependencies.sh
+# shellcheck source=scripts/dependencies/parts.sh
+. scripts/dependencies/parts.sh
 
 say() { echo "install_deps.sh: $*"; }
 fail() { say "error: $*" >&2; exit 1; }

@@ -2,7 +2,7 @@
 # `make run` and `make test` on machines that have little: in roots of Debian (or Ubuntu: whatever this machine is) that
 # debootstrap makes. Takes root, and a network for all forms but none of what the tree itself needs.
 #
-#   test/long_fresh_machine_test.sh [bare|half|offline|user|each ...]      no form named: all of them
+#   test/scripts/long_fresh_machine_test.sh [bare|half|offline|user|each ...]      no form named: all of them
 #
 #   bare      nothing but make, git and ca-certificates
 #   half      g++, and half of every dependency: headers without their library, a library without its headers, packages
@@ -11,7 +11,7 @@
 #   offline   everything there, and no network
 #   user      everything there, and a user who is not root and has no sudo; with one package missing, `make test` names
 #             it and compiles nothing
-#   each      each package that scripts/dependencies.sh lists is deleted from a copy: without network it is refused by
+#   each      each package that scripts/dependencies/parts.sh lists is deleted from a copy: without network it is refused by
 #             name before anything is compiled (or, where it is optional, done without), with network it is installed
 #
 # From the environment:
@@ -58,7 +58,7 @@ failures=0
 table=()
 
 # The packages of what `make run` and `make test-long` need, each once.
-parts=$(. scripts/dependencies.sh && echo "$parts")
+parts=$(. scripts/dependencies/parts.sh && echo "$parts")
 listed() { awk '$1 ~ /^(build|test|long|run)$/ && !seen[$3]++ { print $3 }' <<<"$parts"; }
 
 # ---- Roots -------------------------------------------------------------------------------------------------------------
