@@ -220,7 +220,9 @@ build/smoke_cpu.flags build/smoke_cuda.flags: build/smoke_%.flags: FORCE
 
 # `make test` runs a program as soon as it is built, while the others are compiled: cheap ones come first.
 TEST_FOLDERS := core text device data ops dist train run
-TEST_FLAGS = $(call FLAGS_cpu,-O2) -Itest -I.
+# g++ need not collect its garbage so often.
+LAVISH = $(if $(findstring g++,$(CXX_VERSION)),--param ggc-min-expand=400 --param ggc-min-heapsize=1000000)
+TEST_FLAGS = $(call FLAGS_cpu,-O2) -Itest -I. $(LAVISH)
 
 build/nvml_stand_in.so: test/nvml_stand_in.h
 build/file_ops.so build/nvml_stand_in.so: build/%.so: test/%.cpp
@@ -241,7 +243,7 @@ $(TEST_FOLDERS:%=build/test/%): build/test/%: build/test/%.o build/test/main.o b
 	@$(CXX) $(HOST_FLAGS) $(CXXFLAGS) $(filter %.o,$^) -o $@ $(LDFLAGS) $(CATCH2_LIBS) $(LIBS)
 build/test/main.o: test/main.cpp test/catch2.h build/test.flags
 	@mkdir -p $(@D) && echo test/main.cpp
-	@$(CXX) $(TEST_FLAGS) -c $< -o $@
+	@$(CXX) $(TEST_FLAGS) -O0 -c $< -o $@
 build/pch/pch.h.gch: test/pch.h test/catch2.h build/test.flags | $(SHOW_CONFIG)
 	@mkdir -p $(@D) && echo 'test/pch.h'
 	@$(CXX) $(TEST_FLAGS) -x c++-header $< -o $@
@@ -265,7 +267,7 @@ SOURCES_trainer := $(wildcard test/cuda/trainer/test_*.cpp)
 STAND_INS := $(wildcard test/cuda_on_cpu/*.cpp test/cuda_on_cpu/*/*.cpp)
 CUDA_TEST_FLAGS = -std=c++20 -O1 -g1 $(ARCH_FLAGS) -DTRAIN_GPT_CUDA -DTRAIN_GPT_NCCL -Illmc -Itest -Itest/cuda_on_cpu -I. -Wall -Wextra \
                   -Wno-unknown-pragmas -Wno-unused-parameter -Wno-restrict -fno-strict-aliasing \
-                  -fno-omit-frame-pointer $(CPPFLAGS) $(CXXFLAGS)
+                  -fno-omit-frame-pointer $(LAVISH) $(CPPFLAGS) $(CXXFLAGS)
 # -rdynamic: kernels are named by their symbols. Sorted: else g++ 12's sanitizers miss the lines of some templates.
 CUDA_TEST_LINK_FLAGS := -fopenmp -rdynamic -Wl,--sort-section=name
 # Null pointers and ends of objects are left to AddressSanitizer, which sees them too: it is what compiling takes longest.
@@ -376,6 +378,8 @@ check-python:
 
 INSTALL := scripts/install_deps.sh --if-needed
 AGAIN = $(MAKE) $(if $(findstring -j,$(MAKEFLAGS)),,-j$(JOBS))
+# Tests also wait: for signals, for the disk, for each other.
+TEST_JOBS = $(shell expr $(JOBS) + 1)
 
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
@@ -390,7 +394,7 @@ test test-long: export LONG = $(filter test-long,$@)
 test test-long:
 	@$(INSTALL) build test $(if $(LONG),long)
 	@rm -rf build/results
-	@status=0; $(AGAIN) --keep-going test-runs || status=$$?; $(MAKE) test-sum STATUS=$$status
+	@status=0; $(AGAIN:-j$(JOBS)=-j$(TEST_JOBS)) --keep-going test-runs || status=$$?; $(MAKE) test-sum STATUS=$$status
 check:
 	@$(INSTALL) build check
 	@$(MAKE) --keep-going check-floors check-headers check-format check-shell check-python

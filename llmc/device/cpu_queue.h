@@ -24,10 +24,13 @@ class Event {
  public:
   Event() : state_(std::make_shared<State>()) {}
   void signal(std::exception_ptr error = nullptr) const {
-    std::lock_guard lock(state_->mutex);
-    state_->done = true;
-    state_->error = error;
-    state_->changed.notify_all();
+    const std::shared_ptr<State> state = state_;  // who waits may destroy this event
+    {
+      std::lock_guard lock(state->mutex);
+      state->done = true;
+      state->error = error;
+    }
+    state->changed.notify_all();  // unlocked: who wakes up need not wait for the mutex
   }
   void wait() const {
     std::unique_lock lock(state_->mutex);
@@ -102,7 +105,9 @@ class CpuQueue {
       return;
     }
     queue_.push_back(std::move(task));
-    changed_.notify_all();
+    const bool idle = queue_.size() == 1;
+    lock.unlock();
+    if (idle) changed_.notify_one();
   }
 
   void work(int threads) {

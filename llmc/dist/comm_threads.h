@@ -13,7 +13,7 @@
 
 namespace llmc {
 
-// What the threads of one group share: a slot for each ordered pair of ranks.
+// What the threads of one group share: a slot for each ordered pair of ranks. At most one of the two waits for it.
 class ThreadsHub {
  public:
   explicit ThreadsHub(int size) : size_(size), slots_(static_cast<size_t>(size * size)) {}
@@ -37,7 +37,8 @@ class ThreadsHub {
     check(s);
     s.data = data;
     s.bytes = bytes;
-    s.changed.notify_all();
+    lock.unlock();  // first, or the rank that wakes up goes to sleep again at the mutex
+    s.changed.notify_one();
   }
   void take(int from, int to, void* data, int64_t bytes, Stream* gpu) {
     Slot& s = slot(from, to);
@@ -49,7 +50,8 @@ class ThreadsHub {
       std::this_thread::sleep_for(std::chrono::duration<double>(seconds_per_byte_ * static_cast<double>(bytes)));
     copy_now(data, s.data, bytes, gpu);
     s.data = nullptr;
-    s.changed.notify_all();
+    lock.unlock();
+    s.changed.notify_one();
   }
   // Waits until what was posted has been taken.
   void wait_taken(int from, int to) {

@@ -37,6 +37,22 @@ inline ModelConfig awkward_model(const char* family = "gpt2", bool tied = true) 
   return m;
 }
 
+// The models that are compared: every family in every dtype, GPT-2 with tied and with untied embeddings.
+struct Model {
+  const char* family;
+  bool tied;
+  DType dtype;
+};
+inline std::vector<Model> all_models() {
+  std::vector<Model> all;
+  for (const DType dtype : {DType::fp32, DType::bf16}) {
+    bool tied = true;  // the families take turns
+    all.push_back({"gpt2", false, dtype});
+    for (const Family& f : families) all.push_back({f.model_type, std::exchange(tied, !tied), dtype});
+  }
+  return all;
+}
+
 inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t batch_size, const ZeroConfig& zero) {
   return {.model = model,
           .dtype = dtype,
@@ -193,24 +209,14 @@ struct Distances {
 
 }  // namespace selftest
 
-// Compares every layout on the machine with one rank on the CPU. Prints a line for each number of ranks and for each
-// layout that failed; false: one failed. The layouts, not the one rank, run with `parts`.
+// Compares every layout on the machine with one rank on the CPU, for each of the models. Prints a line for each number
+// of ranks and for each layout that failed; false: one failed. The layouts, not the one rank, run with `parts`.
 inline bool run_selftest(Log& log, int64_t max_ranks, const selftest::Machine& machine = {},
-                         const selftest::Parts& parts = {}) {
+                         const selftest::Parts& parts = {},
+                         const std::vector<selftest::Model>& models = selftest::all_models()) {
   using namespace selftest;
   int failed = 0, count = 0;
-  struct Case {
-    const char* family;
-    bool tied;
-    DType dtype;
-  };
-  std::vector<Case> cases;
-  for (const DType dtype : {DType::fp32, DType::bf16}) {
-    bool tied = true;  // GPT-2 both ways; the others alternate
-    cases.push_back({"gpt2", false, dtype});
-    for (const Family& f : families) cases.push_back({f.model_type, std::exchange(tied, !tied), dtype});
-  }
-  for (const auto& [family, tied, dtype] : cases) {
+  for (const auto& [family, tied, dtype] : models) {
     const ModelConfig model = awkward_model(family, tied);
     const Outcome alone = run_layout(step_config(model, dtype, 1, {}));
     // Contract 5: the distance between two runs that differ only in the micro-batch, or a bound where that is larger.

@@ -128,8 +128,13 @@ TEST_CASE("every wait of a stream for another one is needed", "[cuda][trainer]")
   own_gpus.gpus = 2;
   std::vector<cuda_on_cpu::Site> needed;
   std::set<std::string> not_missed;
+  StepConfig tiny = small_step("gpt2", DType::fp32);  // the same ops and streams, with little to compute
+  tiny.model.n_head = tiny.model.n_kv_head = 1;
+  tiny.model.n_embd = tiny.model.head_size;
+  tiny.model.n_ffn = 9;
+  tiny.model.vocab_size = 31;
   for (const int stage : {3, 1, 0}) {
-    StepConfig step = small_step("gpt2", DType::fp32);
+    StepConfig step = tiny;
     step.micro_batches = 3;  // input buffers alternate
     if (stage > 0) {
       step.zero = {.stage = stage, .shards = 2};
