@@ -22,7 +22,7 @@
 #   FRESH_PACKAGES=              for each: these packages instead of the list
 #   RUN_FLAGS='--max-steps 50'   for make run
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 
 forms=("$@")
 [ $# -gt 0 ] || forms=(bare half offline user each)
