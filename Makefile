@@ -3,24 +3,25 @@
 ## make [TARGET...] [VARIABLE=value...]
 ##
 ## Targets
-##   train_gpt    build the trainer; what plain `make` does (also called all)
-##   run          from nothing to a trained model: install, build, prepare a book, train on it, plot
-##   test         install, build, see that every compiler here takes the source, run the tests
-##   test-long    the same with the long tests as well: tagged [long], scripts named test/scripts/long_*, ThreadSanitizer
+##   train_gpt    build the trainer; the default (also called all)
+##   run          from nothing to a trained model: install dependencies, build, prepare a book, train on it, plot
+##   test         install dependencies, build, run the tests, and compile with every compiler found
+##   test-long    the same plus the long tests: cases tagged [long], test/scripts/long_*, ThreadSanitizer
+##   test-fresh   `make run` and `make test` on bare Debian roots; as root, takes an hour, the network and 2 GB
 ##   check        floors, headers, formatting, shell and Python scripts
-##   bench        training steps beside PyTorch's; BENCH_FLAGS are dev/bench/compare.py's
-##   bench-cuda   each op of a training step on a GPU beside what the GPU can do, and training steps beside PyTorch's
-##   comm-bench   build/comm_bench: the collectives, in the manner of nccl-tests
-##   tests        build what `make test` runs, and run nothing
-##   test-cuda    the tests of the CUDA kernels, on a GPU; `make test` runs them on the CPU
-##   ladders      build/ladders: the versions of the kernels in dev/cuda/, timed on a GPU
-##   smoke        compile train_gpt.cu by g++ and, where it is there, by nvcc
-##   check-archs  compile all CUDA kernels by nvcc for sm_80, sm_90 and sm_100; takes minutes
-##   config       show what was found on this machine, what is built of it, and what is there and does not work
-##   reconfigure  look again
-##   deps         install all that is missing, optional parts as well (Debian packages)
+##   bench        compare training steps with PyTorch; BENCH_FLAGS are options of dev/bench/compare.py
+##   bench-cuda   on a GPU: each op of a training step against the roofline, and training steps against PyTorch
+##   comm-bench   build build/comm_bench, which times the collectives like nccl-tests
+##   tests        build what `make test` runs, without running it
+##   test-cuda    run the CUDA tests on a GPU; `make test` runs them on the CPU
+##   ladders      build build/ladders, which times the versions of the kernels in dev/cuda/ on a GPU
+##   smoke        compile train_gpt.cu with g++ and, if found, with nvcc
+##   check-archs  compile all CUDA kernels with nvcc for sm_80, sm_90 and sm_100; takes minutes
+##   config       show what was found on this machine, what the build uses, and what does not work and why
+##   reconfigure  look again at this machine
+##   deps         install all missing dependencies, optional ones too (Debian packages)
 ##   format       format all C++ sources in place
-##   clean        remove what make built
+##   clean        remove build products
 ##
 ## Variables and their defaults
 MAKEFLAGS += --no-builtin-rules --no-print-directory
@@ -29,39 +30,39 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 
 # The outer targets install what is missing and then start make again, so that it looks at the machine only after the
 # installation. They need to know nothing of the machine; all other targets do.
-OUTER_TARGETS := help run test test-long check bench bench-cuda reconfigure deps format clean
-INNER_TARGETS := all tests test-runs test-sum test-cuda ladders smoke check-archs config \
+OUTER_TARGETS := help run test test-long test-fresh check bench bench-cuda reconfigure deps format clean
+INNER_TARGETS := all tests test-runs test-sum test-cuda ladders smoke smoke-other check-archs config \
                  check-floors check-headers check-format check-shell check-python
 .PHONY: $(OUTER_TARGETS) $(INNER_TARGETS)
 ifneq ($(filter-out $(OUTER_TARGETS),$(or $(MAKECMDGOALS),train_gpt)),)
 include build/config.mk
 endif
 
-##   DEVICE=cpu|cuda            cuda where nvcc, cuBLASLt and a GPU are there, else cpu; a cuda build runs on CPUs too
+##   DEVICE=cpu|cuda            default: cuda if nvcc, cuBLASLt and a GPU are found; a cuda build also runs on CPUs
 DEVICE ?= $(if $(and $(NVCC_VERSION),$(CUBLASLT_VERSION),$(GPU)),cuda,cpu)
-##   ONEDNN=1|0                 1 where oneDNN is there; 0 builds a matmul of our own instead
+##   ONEDNN=1|0                 default: 1 if oneDNN is found; 0 builds our own, slower matmul
 ONEDNN ?= $(if $(ONEDNN_VERSION),1,0)
-##   ARCH_FLAGS=-march=native   the processors that the trainer may run on
+##   ARCH_FLAGS=-march=native   the processors that the trainer will run on
 ARCH_FLAGS ?= -march=native
-##   ARCH=sm_90                 the GPUs that it may run on; where there is one, the default is its architecture
+##   ARCH=sm_90                 the GPUs that it will run on; default: the architecture of the GPU found, else sm_90
 ARCH ?= $(or $(GPU_ARCH),sm_90)
-##   CXX=g++                    the C++ compiler; nvcc calls it too
+##   CXX=g++                    the C++ compiler, also nvcc's host compiler
 ifeq ($(origin CXX),default)
 CXX := g++
 endif
-##   USE_CUDNN=0|1              1: attention on GPUs by cuDNN instead of our own kernels
+##   USE_CUDNN=0|1              1: also build cuDNN's attention, for --attention cudnn
 USE_CUDNN ?= 0
-##   CUDNN_HOME=, CUDNN_FRONTEND_HOME=   where cuDNN and the headers of cudnn-frontend are, if not in the usual places
-##   NCCL_VERSION=              empty: without NCCL, though it is there
+##   CUDNN_HOME=, CUDNN_FRONTEND_HOME=   prefixes of cuDNN and of cudnn-frontend's headers, if not in the usual places
+##   NCCL_VERSION=              empty: build without NCCL even if it is found
 ##   NVCC=nvcc                  NVIDIA's compiler
 NVCC ?= $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc),nvcc)
-##   CPPFLAGS, CXXFLAGS, LDFLAGS, NVCCFLAGS   empty; they come last and so win: CXXFLAGS='-O1 -g'
-##   JOBS=N                     compilers at a time; as many as there are processors
+##   CPPFLAGS, CXXFLAGS, LDFLAGS, NVCCFLAGS   appended last, so they override: CXXFLAGS='-O1 -g'
+##   JOBS=N                     parallel jobs; default: the number of processors
 JOBS ?= $(shell nproc)
-##   TESTS=                     only these test cases, in Catch2's words: TESTS='[ops]', TESTS='a resumed run*'
-##   BENCH_FLAGS=, OP_TABLE_FLAGS=   options of dev/bench/compare.py, and of build/op_table, for the benchmarks
-##   RUN_FLAGS=                 options of the trainer that `make run` adds to its own
-##   TEST_TIMEOUT=45m           a test program that takes longer hangs: it is stopped and has failed
+##   TESTS=                     run only these test cases, in Catch2's syntax: TESTS='[ops]', TESTS='a resumed run*'
+##   BENCH_FLAGS=, OP_TABLE_FLAGS=   options for dev/bench/compare.py and for build/op_table
+##   RUN_FLAGS=                 trainer options that `make run` adds to its own
+##   TEST_TIMEOUT=45m           a test program that takes longer is killed and counts as failed
 TEST_TIMEOUT ?= 45m
 export CUDNN_HOME CUDNN_FRONTEND_HOME CXX NVCC CPPFLAGS CXXFLAGS LDFLAGS NVCCFLAGS TESTS TEST_TIMEOUT
 
@@ -74,7 +75,7 @@ endif
 ifeq ($(filter 0 1,$(USE_CUDNN)),)
 $(error USE_CUDNN=$(USE_CUDNN) is unknown: use 0 or 1)
 endif
-# What build/config.mk answers. It may be the answer to another question: then make reads a new one, and looks again.
+# The question that build/config.mk answers. If it was another one, make looks at the machine again.
 # The time is that of the last change of Debian's packages.
 QUESTION = $(strip $(CXX) $(CPPFLAGS) $(CXXFLAGS) $(LDFLAGS) $(shell $(CXX) --version 2>&1 | head -n 1) \
                    $(NVCC) $(NVCCFLAGS) $(shell $(NVCC) --version 2>&1 | tail -n 1) '$(CUDNN_HOME)' \
@@ -124,7 +125,7 @@ build/config.question: FORCE
 	$(call text_file,$(QUESTION))
 
 build/config.mk: Makefile scripts/configure.sh $(wildcard scripts/dependencies/*.sh) build/config.question
-	@scripts/configure.sh >$@.new && mv $@.new $@
+	@scripts/configure.sh >$@.$(NEW) && mv $@.$(NEW) $@
 
 # $4: what is wrong with a part that is there and does not work
 row = @printf '  %-14s %-40s %s\n' '$1' '$(or $2,-)' '$3' $(if $4,'' '$4' '')
@@ -148,7 +149,7 @@ config:
 	@echo '  => train_gpt with DEVICE=$(DEVICE) ONEDNN=$(ONEDNN)$(if $(CUDA), USE_CUDNN=$(USE_CUDNN) ARCH=$(ARCH))' \
 	  'ARCH_FLAGS=$(ARCH_FLAGS)'
 
-# Whoever builds after a new look sees what was found.
+# A build after a new look at the machine shows what was found.
 SHOW_CONFIG := $(if $(MAKE_RESTARTS),config)
 
 # ---- The trainer -----------------------------------------------------------------------------------------------------
@@ -159,8 +160,9 @@ DEFINES += -DTRAIN_GPT_ONEDNN
 LIBS += -ldnnl
 endif
 
-# One source, two compilers; $1 is the optimisation level, $2 a GPU other than ARCH. What decides numbers is the same for trainer and tests. No
-# -ffast-math: it reorders sums. -fno-math-errno and -fno-trapping-math change no result and let loops be vectorised.
+# One source, two compilers; $1 is the optimisation level, $2 a GPU other than ARCH. The flags that affect numbers are the
+# same for the trainer and the tests. No -ffast-math: it reorders sums. -fno-math-errno and -fno-trapping-math change no
+# result and let loops be vectorised.
 HOST_FLAGS := $(ARCH_FLAGS) -fno-math-errno -fno-trapping-math -fopenmp -Wall -Wextra
 SOURCE_FLAGS = -std=c++20 $1 -Illmc $(DEFINES) $(CPPFLAGS)
 FLAGS_cpu = $(SOURCE_FLAGS) $(HOST_FLAGS) $(CXXFLAGS)
@@ -188,8 +190,8 @@ build/comm_bench: dev/comm/comm_bench.cpp dev/comm/forms.h llmc/dist/*.h | $(SHO
 	@mkdir -p $(@D)
 	$(CXX) $(call FLAGS_cpu,-O3) $< -o $@ $(LDFLAGS) $(LIBS)
 
-# What --version reports. The tests and the smoke test do without (see __has_include), or they would all be compiled
-# anew after every commit.
+# What --version reports. The tests and the smoke test do without it (see __has_include), or every commit would recompile
+# them all.
 quoted = "$(subst ",\",$(subst \,\\,$(strip $1)))"
 define BUILD_INFO
 // Written by make.
@@ -204,7 +206,8 @@ build/build_info.h: FORCE
 # One of the two compilers builds the trainer; the other one, if it is there, must accept the source too. nvcc is given
 # the kernels that no trainer calls yet as well, and optimises nothing: this is for its errors and warnings alone.
 OTHER := $(if $(CUDA),cpu,$(if $(and $(NVCC_VERSION),$(CUBLASLT_VERSION)),cuda))
-smoke: train_gpt $(OTHER:%=build/smoke_%.ok) $(if $(CUDA),build/all_kernels.o)
+smoke: train_gpt smoke-other
+smoke-other: $(OTHER:%=build/smoke_%.ok) $(if $(CUDA),build/all_kernels.o)
 	@echo 'smoke: train_gpt.cu compiles with $(firstword $(COMPILER_$(DEVICE))) and $(if $(OTHER),with \
 	  $(firstword $(COMPILER_$(OTHER))),was not tried with nvcc$(comma) which is not here)'
 build/smoke_cpu.ok: train_gpt.cu build/smoke_cpu.flags
@@ -216,10 +219,10 @@ build/smoke_cuda.ok: train_gpt.cu test/cuda/all_kernels.cu build/smoke_cuda.flag
 build/smoke_cpu.flags build/smoke_cuda.flags: build/smoke_%.flags: FORCE
 	$(call text_file,$(COMPILER_$*) $(call FLAGS_$*,-O0) $(CXX_VERSION) $(NVCC_VERSION))
 
-# ---- The tests: each folder of test/ is one program, compiled in one go ------------------------------------------------
+# ---- The tests: a folder with test_*.cpp is one program, compiled in one go --------------------------------------------
 
-# `make test` runs a program as soon as it is built, while the others are compiled: cheap ones come first.
 TEST_FOLDERS := core text device data ops dist train run
+TEST_FOLDERS += $(filter-out $(TEST_FOLDERS) cuda,$(patsubst test/%/,%,$(sort $(dir $(wildcard test/*/test_*.cpp)))))
 # g++ need not collect its garbage so often.
 LAVISH = $(if $(findstring g++,$(CXX_VERSION)),--param ggc-min-expand=400 --param ggc-min-heapsize=1000000)
 TEST_FLAGS = $(call FLAGS_cpu,-O2) -Itest -I. $(LAVISH)
@@ -254,9 +257,9 @@ build/test_link.list: FORCE
 
 # ---- CUDA kernels on a CPU: test/cuda_on_cpu/README.md ---------------------------------------------------------------
 
-# By the C++ compiler, twice: with AddressSanitizer, which also runs all orders of threads, and with ThreadSanitizer. The
-# sources have no OpenMP here: its threads are not the subject. Only its library is linked: the CPU's ops ask it who they
-# are.
+# Compiled with the C++ compiler, twice: with AddressSanitizer, which also runs all orders of threads, and with
+# ThreadSanitizer. Without OpenMP, whose threads are not the subject; only its library is linked, because the CPU's ops
+# ask it for thread numbers.
 LADDERS := dev/cuda/layernorm.cu dev/cuda/classifier.cu dev/cuda/adamw.cu dev/cuda/attention.cu
 # Not here: what tests a library for GPUs.
 CUDNN_TEST := test/cuda/test_attention_cudnn.cpp
@@ -270,9 +273,11 @@ CUDA_TEST_FLAGS = -std=c++20 -O1 -g1 $(ARCH_FLAGS) -DTRAIN_GPT_CUDA -DTRAIN_GPT_
                   -fno-omit-frame-pointer $(LAVISH) $(CPPFLAGS) $(CXXFLAGS)
 # -rdynamic: kernels are named by their symbols. Sorted: else g++ 12's sanitizers miss the lines of some templates.
 CUDA_TEST_LINK_FLAGS := -fopenmp -rdynamic -Wl,--sort-section=name
-# Null pointers and ends of objects are left to AddressSanitizer, which sees them too: it is what compiling takes longest.
+# Null pointers and object ends are left to AddressSanitizer, which sees them too: those checks take longest to compile.
+# So are, in the tests of the trainer, all checks of pointers; its kernels have them in the tests of the kernels.
 SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize=null,object-size,nonnull-attribute,returns-nonnull-attribute \
                  -fno-sanitize-recover=undefined
+build/asan/trainer.o: SANITIZE_ASAN_MORE := -fno-sanitize=alignment,vptr,pointer-overflow
 SANITIZE_tsan := -fsanitize=thread
 
 $(CUDA_TESTS:%=build/cuda/%.cpp): build/cuda/%.cpp: FORCE
@@ -283,7 +288,7 @@ $(CUDA_TESTS:%=build/$1/%): build/$1/%: build/$1/%.o $(STAND_INS:%.cpp=build/$1/
 	@$$(CXX) $(SANITIZE_$1) $(CUDA_TEST_LINK_FLAGS) $$(filter %.o,$$^) -o $$@ $$(LDFLAGS) $$(CATCH2_LIBS) -lboost_context -lxxhash -ldl
 $(CUDA_TESTS:%=build/$1/%.o): build/$1/%.o: build/cuda/%.cpp build/cuda_test.flags
 	@mkdir -p $$(@D) && echo 'test/cuda: $$* ($1)'
-	@$$(CXX) $(SANITIZE_$1) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@
+	@$$(CXX) $(SANITIZE_$1) $$(SANITIZE_ASAN_MORE) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@
 build/$1/test/%.o: test/%.cpp build/cuda_test.flags
 	@mkdir -p $$(@D) && echo '$$< ($1)'
 	@$$(CXX) $(SANITIZE_$1) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@
@@ -304,7 +309,9 @@ build/cuda_test_link.list: FORCE
 # one that takes longest begins first, then come the cheap ones.
 TEST_PROGRAMS := asan/trainer $(TEST_FOLDERS:%=test/%) asan/emulator asan/kernels \
                  $(if $(LONG),$(CUDA_TESTS:%=tsan/%))
-TEST_SCRIPTS := $(if $(TESTS),,$(filter-out $(if $(LONG),,test/scripts/long_%),$(wildcard test/scripts/*_test.sh)))
+# The test of fresh machines is a target of its own: it takes an hour, root and the network.
+FRESH_TEST := test/scripts/long_fresh_machine_test.sh
+TEST_SCRIPTS := $(if $(TESTS),,$(filter-out $(FRESH_TEST) $(if $(LONG),,test/scripts/long_%),$(wildcard test/scripts/*_test.sh)))
 TEST_RUNS := $(TEST_PROGRAMS:%=run/%) run/smoke $(TEST_SCRIPTS:test/scripts/%=run/%)
 # What several of them need is there before the first one begins.
 SHARED_BY_TESTS := train_gpt build/pch/pch.h.gch build/test/main.o build/file_ops.so build/nvml_stand_in.so \
@@ -314,8 +321,9 @@ $(TEST_RUNS): $(SHARED_BY_TESTS)
 $(TEST_PROGRAMS:%=run/%): run/%:
 	+@$(MAKE) -s build/$* && scripts/run_tests.sh run $(subst /,-,$*) build/$*
 run/smoke:
-	+@$(MAKE) smoke
-$(TEST_SCRIPTS:test/scripts/%=run/%): run/%: run/test/text
+	+@$(MAKE) smoke-other
+run/tokenizer_test.sh: run/test/text
+$(TEST_SCRIPTS:test/scripts/%=run/%): run/%:
 	@scripts/run_tests.sh run $* test/scripts/$*
 test-runs: $(TEST_RUNS)
 test-sum:
@@ -369,7 +377,7 @@ check-headers:
 check-format:
 	@$(CXX_SOURCES) | xargs -r clang-format --dry-run -Werror && echo 'check-format: ok'
 check-shell:
-	@($(FIND_SOURCES) -name '*.sh' -print; ls .ci/run) | xargs -r shellcheck && echo 'check-shell: ok'
+	@($(FIND_SOURCES) -name '*.sh' -print; ls .ci/run) | xargs -r shellcheck -x && echo 'check-shell: ok'
 check-python:
 	@$(FIND_SOURCES) -name '*.py' -print | PYTHONPYCACHEPREFIX=build/pycache xargs -r python3 -m py_compile && \
 	  echo 'check-python: ok'
@@ -377,9 +385,11 @@ check-python:
 # ---- The outer targets -----------------------------------------------------------------------------------------------
 
 INSTALL := scripts/install_deps.sh --if-needed
-AGAIN = $(MAKE) $(if $(findstring -j,$(MAKEFLAGS)),,-j$(JOBS))
+# $1 jobs, unless make was called with -j
+again = $(MAKE) $(if $(filter -j% --jobserver%,$(MAKEFLAGS)),,-j$1)
+AGAIN = $(call again,$(JOBS))
 # Tests also wait: for signals, for the disk, for each other.
-TEST_JOBS = $(shell expr $(JOBS) + 1)
+TEST_JOBS := $(if $(filter file,$(origin JOBS)),$(shell expr $(JOBS) + 1),$(JOBS))
 
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
@@ -394,7 +404,9 @@ test test-long: export LONG = $(filter test-long,$@)
 test test-long:
 	@$(INSTALL) build test $(if $(LONG),long)
 	@rm -rf build/results
-	@status=0; $(AGAIN:-j$(JOBS)=-j$(TEST_JOBS)) --keep-going test-runs || status=$$?; $(MAKE) test-sum STATUS=$$status
+	@status=0; $(call again,$(TEST_JOBS)) --keep-going test-runs || status=$$?; $(MAKE) test-sum STATUS=$$status
+test-fresh:
+	@$(FRESH_TEST)
 check:
 	@$(INSTALL) build check
 	@$(MAKE) --keep-going check-floors check-headers check-format check-shell check-python

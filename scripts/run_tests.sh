@@ -8,11 +8,12 @@
 #                                               if anything failed
 #
 # A test program writes a line to the file TEST_NOTES when a test case begins and one when it ends (test/main.cpp). A
-# script (*.sh) counts as one test case. From the environment: TESTS, test cases in Catch2's words; LONG=1, also those
-# tagged [long]; TEST_TIMEOUT.
+# script (*.sh) counts as one test case; exit status 77 says that it was skipped, and the last line of its output why.
+# From the environment: TESTS, test cases in Catch2's syntax; LONG, also those tagged [long]; TEST_TIMEOUT.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-results=build/results
+results=${TEST_RESULTS:-build/results}
+mkdir -p "$results"
 
 # with_timeout COMMAND...: stops a command that hangs, and whatever it has started. `timeout` gives it a process group
 # of its own for that, which a Ctrl-C at the terminal does not reach: so wait for it here and pass the signal on.
@@ -37,12 +38,12 @@ run() {
   local name=$1 status=0 start=$SECONDS filter=()
   shift
   local notes=$results/$name.notes log=$results/$name.log
-  mkdir -p "$results"
   : >"$notes"
   if [[ $1 == *.sh ]]; then
     with_timeout "$@" >"$log" 2>&1 || status=$?
-    echo "started - $name" >>"$notes"
-    echo "$([ $status -eq 0 ] && echo passed || echo failed) $((SECONDS - start)) $name" >>"$notes"
+    local fate=failed
+    case $status in 0) fate=passed ;; 77) fate=skipped ;; esac
+    printf 'started - %s\n%s %s %s\n' "$name" $fate $((SECONDS - start)) "$name" >>"$notes"
   else
     if [ -n "${TESTS:-}" ]; then filter=("$TESTS"); elif [ -z "${LONG:-}" ]; then filter=('~[long]~[.]'); fi
     OMP_WAIT_POLICY=passive TEST_NOTES=$notes with_timeout "$@" "${filter[@]}" >"$log" 2>&1 || status=$?
@@ -52,27 +53,33 @@ run() {
       echo "run_tests.sh: $* ended with status $status in '$(sed -n '$s/^started - //p' "$notes")';" \
         "the test cases after it did not run" >>"$log"
       echo "failed 0 $(sed -n '$s/^started - //p' "$notes")" >>"$notes"
-    elif [ $status -ne 0 ] && [ "$(count failed "$notes")" -eq 0 ] &&
-      [[ -z ${TESTS:-} || $(count started "$notes") -gt 0 ]]; then   # Catch2 3 minds a filter that matches nothing
+    elif [ "$(count started "$notes")" -eq 0 ] && [[ -n ${TESTS:-} && $status = [02] ]]; then
+      :   # the filter matches nothing here, for which Catch2 2 ends with 0 and Catch2 3 with 2
+    elif [ $status -ne 0 ] && [ "$(count failed "$notes")" -eq 0 ] || [ "$(count started "$notes")" -eq 0 ]; then
       echo "run_tests.sh: $* ended with status $status, and not in a test case" >>"$log"
       echo "failed 0 $name: status $status outside of its test cases" >>"$notes"
     fi
   fi
   local failed
   failed=$(count failed "$notes")
-  [ "$failed" -eq 0 ] || sed "s/^/$name: /" "$log"
-  echo "$name: $(count passed "$notes") passed, $failed failed, $((SECONDS - start)) s"
+  echo "ran - $name" >>"$notes"   # to its end
+  {
+    flock 9   # one log at a time
+    [ "$failed" -eq 0 ] || sed "s/^/$name: /" "$log"
+    echo "$name: $(count passed "$notes") passed, $failed failed, $((SECONDS - start)) s"
+  } 9>"$results/lock"
 }
 
 sum() {
   local status=$1 name passed failed skipped slow notes=()
   shift
   for name in "$@"; do
-    [ -e "$results/$name.notes" ] || {
-      echo "run_tests.sh: $name was not run, because it was not built"
-      echo "failed 0 $name: not built" >"$results/$name.notes"
-    }
     notes+=("$results/$name.notes")
+    if [ ! -e "$results/$name.notes" ]; then
+      echo "failed 0 was not built, and so did not run" >"$results/$name.notes"
+    elif [ "$(tail -n 1 "$results/$name.notes")" != "ran - $name" ]; then
+      echo "failed 0 did not run to its end" >>"$results/$name.notes"
+    fi
   done
   passed=$(count passed "${notes[@]}") failed=$(count failed "${notes[@]}") skipped=$(count skipped "${notes[@]}")
   if [ "$status" -ne 0 ] && [ "$failed" -eq 0 ]; then
@@ -82,15 +89,20 @@ sum() {
     echo "run_tests.sh: no test case ran"
     failed=1
   fi
-  slow=$(awk '$1 != "started" && $2 >= 5 { seconds = $2; sub(/^[^ ]+ [^ ]+ /, ""); printf "%8.1f s  %s\n", seconds, $0 }' \
+  slow=$(awk '$1 != "started" && $2 + 0 >= 5 { seconds = $2; sub(/^[^ ]+ [^ ]+ /, ""); printf "%8.1f s  %s\n", seconds, $0 }' \
     "${notes[@]}" | sort -k1,1nr | head -n 8)
   [ -z "$slow" ] || printf 'the slowest test cases:\n%s\n' "$slow"
   if [ "$failed" -gt 0 ]; then
     echo 'failed:'
     awk '$1 == "failed" { sub(/^[^ ]+ [^ ]+ /, ""); print "  " FILENAME ": " $0 }' "${notes[@]}" |
-      sed "s,$results/\(.*\)\.notes: ,\1: ,"
+      sed "s,$results/\([^:]*\)\.notes: ,\1: ,"
   fi
-  [ "$skipped" -eq 0 ] || echo "$skipped skipped"
+  if [ "$skipped" -gt 0 ]; then
+    echo "$skipped skipped:"
+    for name in "$@"; do
+      [ "$(count skipped "$results/$name.notes")" -eq 0 ] || echo "  $name: $(tail -n 1 "$results/$name.log" 2>/dev/null)"
+    done
+  fi
   echo "$passed passed, $failed failed"
   [ "$failed" -eq 0 ]
 }

@@ -55,6 +55,7 @@ class Event {
 #endif
 };
 
+// One thread enqueues, synchronizes and destroys.
 class CpuQueue {
  public:
   // `threads`: OpenMP threads of each op.
@@ -118,9 +119,10 @@ class CpuQueue {
       if (queue_.empty()) return;
       Task task = std::move(queue_.front());
       queue_.pop_front();
-      room_.notify_all();
+      const bool was_full = queue_.size() + 1 == max_queued;
       busy_ = true;
       lock.unlock();
+      if (was_full) room_.notify_all();
       std::exception_ptr failed;
       try {
         task.run();

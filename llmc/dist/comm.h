@@ -30,7 +30,6 @@ class Comm {
   }
 
   virtual ~Comm() = default;
-  Comm(Comm&&) = default;
 
   int rank() const { return transport_->rank(); }
   int size() const { return transport_->size(); }
@@ -114,6 +113,9 @@ class Comm {
     return all;
   }
   void barrier() { all_gather_text("barrier", ""); }
+
+ protected:
+  Comm(Comm&&) = default;  // for hooks, which replace a group before its first collective
 
  private:
   std::vector<std::string> exchange_text(const std::string& text) {

@@ -13,7 +13,8 @@
 
 namespace llmc {
 
-// What the threads of one group share: a slot for each ordered pair of ranks. At most one of the two waits for it.
+// What the threads of one group share: a slot for each ordered pair of ranks. A rank uses a
+// group from one thread, so at most one of the two waits for their slot.
 class ThreadsHub {
  public:
   explicit ThreadsHub(int size) : size_(size), slots_(static_cast<size_t>(size * size)) {}

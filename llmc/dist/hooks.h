@@ -1,5 +1,5 @@
-// hooks.h: what a test installs in a World to watch its ranks, or to break them on purpose. Production code calls each
-// hook once per event, and the hooks that are installed by default do nothing.
+// hooks.h: what a test, or --selftest, installs in a World to watch its ranks, or to break them on purpose. Production
+// code calls each hook once per event, and the hooks that are installed by default do nothing.
 //
 // Poison makes reads of memory that nobody may read visible: it is filled with NaN. Bugs are planted by replacing a
 // group with a class derived from Comm whose collectives skip or change something.
@@ -16,7 +16,7 @@ namespace llmc {
 class Hooks {
  public:
   virtual ~Hooks() = default;
-  // An arena of a rank was made; nothing has been allocated from it yet.
+  // The arena, or the ops' scratch, of a rank was made; nothing has been allocated from it yet.
   virtual void arena_created(Arena&) const {}
   // From this point of the stream on, nobody may read `memory` until it is written again.
   virtual void released(const Tensor& memory, Stream&) const { (void)memory; }

@@ -26,6 +26,7 @@ class World {
       : mesh_(std::move(mesh)), backend_(backend), hooks_(hooks) {
     if (backend == Backend::nccl) prepare_nccl();
   }
+  World(Mesh mesh, Backend backend, const Hooks&& hooks) = delete;  // they must outlive the World
   const Mesh& mesh() const { return mesh_; }
   Backend backend() const { return backend_; }
   const Hooks& hooks() const { return hooks_; }

@@ -84,9 +84,9 @@ inline std::string peak_cache_file() {
   return std::string(home != nullptr && *home != '\0' ? home : "/tmp") + "/.cache/train_gpt/peak.json";
 }
 
-// The best ever measured for this processor, library, dtype and number of threads: measured at every start (a fraction
-// of a second) and cached, because the machine may be busy now and idle next time. Works without a readable or writable
-// cache.
+// The best ever measured for this processor, library, dtype and number of threads. It is cached, because the machine
+// may be busy now and idle next time, and measured again (a fraction of a second) if the last measurement is a day old.
+// Works without a readable or writable cache.
 inline double matmul_peak(const Device& device, DType dtype) {
   const std::string key =
       device.kind == DeviceKind::cuda
@@ -99,14 +99,20 @@ inline double matmul_peak(const Device& device, DType dtype) {
     nlohmann::json found = nlohmann::json::parse(in, nullptr, false);
     if (found.is_object()) cache = std::move(found);
   }
-  const double cached = cache.contains(key) && cache[key].is_number() ? cache[key].get<double>() : 0;
-  const double measured = measure_matmul_peak(device, dtype);
-  if (measured <= cached) return cached;
-  cache[key] = measured;
+  auto cached = [&](const char* field) {
+    const nlohmann::json entry = cache.contains(key) ? cache[key] : nlohmann::json();
+    return entry.is_object() && entry.contains(field) && entry[field].is_number() ? entry[field].get<double>() : 0.0;
+  };
+  constexpr double day = 24 * 60 * 60;
+  const double now = std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+  const double age = now - cached("measured_at");
+  if (cached("flops") > 0 && age >= 0 && age < day) return cached("flops");
+  const double best = std::max(cached("flops"), measure_matmul_peak(device, dtype));
+  cache[key] = {{"flops", best}, {"measured_at", now}};
   std::error_code ignored;
   std::filesystem::create_directories(std::filesystem::path(file).parent_path(), ignored);
   std::ofstream(file) << cache.dump(1) << "\n";
-  return measured;
+  return best;
 }
 
 // The peaks that the speed of a run, or of a rank, is compared with.

@@ -20,7 +20,7 @@
 #   FRESH_CACHE=build/fresh_machine   the bare root, the one with everything, and logs; about 2 GB; rm -rf when done
 #   FRESH_SUITE=                 another release than this machine's
 #   FRESH_PACKAGES=              for each: these packages instead of the list
-#   RUN_FLAGS='--max-steps 50'   for make run
+#   RUN_FLAGS='--max-steps 150'   for make run
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -36,7 +36,7 @@ say() { echo "fresh_machine_test: $*"; }
 
 not_tried() {
   say "not tried: $*"
-  exit 0
+  exit 77
 }
 [ "$(id -u)" -eq 0 ] || not_tried "it makes whole file systems, which takes root: sudo $0"
 command -v apt-get >/dev/null || not_tried "it makes roots of Debian, with apt-get, and there is none here"
@@ -48,7 +48,7 @@ scripts/install_deps.sh --if-needed fresh || not_tried "it takes debootstrap"
 # shellcheck source=/dev/null
 suite=${FRESH_SUITE:-$(. /etc/os-release && echo "${VERSION_CODENAME:-}")}
 targets=${FRESH_TARGETS:-run test}
-run_flags=${RUN_FLAGS:---max-steps 50}
+run_flags=${RUN_FLAGS:---max-steps 150}
 cache=$(mkdir -p "${FRESH_CACHE:-build/fresh_machine}" && cd "${FRESH_CACHE:-build/fresh_machine}" && pwd)
 logs=$cache/logs
 work=$(mktemp -d "$cache/work.XXXXXX")

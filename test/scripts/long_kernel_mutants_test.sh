@@ -31,7 +31,7 @@ scratch=$(mktemp -d)
 export scratch libraries
 trap 'rm -rf "$scratch"' EXIT
 emulator=(build/test/main.o)
-for source in test/cuda_on_cpu/*.cpp; do emulator+=("build/asan/${source%.cpp}.o"); done
+for source in test/cuda_on_cpu/*.cpp test/cuda_on_cpu/*/*.cpp; do emulator+=("build/asan/${source%.cpp}.o"); done
 make -s "${emulator[@]}"
 libraries="${emulator[*]} $(sed -n 's/^CATCH2_LIBS *:= *//p' build/config.mk) -lboost_context -ldl"
 
