@@ -28,7 +28,7 @@ while read -r part; do
   if is_there "$part" || [ "$(entry "$part" 4)" != required ]; then continue; fi
   missing=1
   echo "configure.sh: error: $(entry "$part" 5) is required: $(<"$probes/$part.fault")" >&2
-  [ "$part" != cxx ] || break   # nothing else can be told without
+  [ "$part" != cxx ] || break   # without a compiler no other probe means anything
 done < <(parts_of build)
 [ $missing -eq 0 ] || echo "configure.sh: 'make deps' installs what is missing" >&2
 exit $missing

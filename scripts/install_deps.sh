@@ -87,7 +87,7 @@ install_packages() {
   fi
   mapfile -t again < <(installed_and_damaged "${packages[@]}")
   if [ ${#again[@]} -gt 0 ]; then
-    say "installing again, for files of theirs are missing or changed: ${again[*]}"
+    say "reinstalling, because files are missing or changed or changed: ${again[*]}"
     apt install --reinstall "${options[@]}" "${again[@]}" || return
   fi
   say "installing ${packages[*]} (a minute or two)"

@@ -21,8 +21,5 @@ using EventListenerBase = TestEventListenerBase;
 }  // namespace Catch
 #endif
 
-// CHECK is the trainer's own (core/check.h). Tests use REQUIRE.
-#undef CHECK
-
 #undef CHECK
 #define EXPECT(...) INTERNAL_CATCH_TEST("EXPECT", Catch::ResultDisposition::ContinueOnFailure, __VA_ARGS__)

@@ -1,4 +1,4 @@
-// main() of the test binary, and a listener that records the result of every test case in the file named by the
+// main() of every test program, and a listener that records the result of every test case in the file named by the
 // environment variable TEST_NOTES. scripts/run_tests.sh counts these notes: a killed test program prints no summary,
 // but its last note names the test case in which it died.
 #define CATCH_CONFIG_RUNNER

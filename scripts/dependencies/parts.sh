@@ -85,7 +85,7 @@ look_for_one() {
 }
 is_there() { [ -e "$probes/$1.found" ]; }
 
-# ---- What probes are made of: `part` and `dir` are the part that is looked for and a folder of its own ---------------
+# ---- Helpers for probes: `part` and `dir` are the part that is looked for and a folder of its own ---------------
 
 # answer VARIABLE VALUE: a make variable for build/config.mk; PART_VERSION and the like
 answer() { echo "${part^^}_$1 := ${2:-}"; }

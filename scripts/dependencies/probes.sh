@@ -173,7 +173,7 @@ probe_clang_format() { tool clang-format --version; }
 probe_shellcheck() { tool shellcheck --version; }
 probe_debootstrap() { tool debootstrap --version; }
 
-# NVIDIA's compiler has to get along with the host's.
+# NVIDIA's compiler must accept the host compiler.
 probe_nvcc() {
   command -v "$NVCC" >/dev/null || { absent "no program $NVCC"; return; }
   if suffix=cu build try "$nvcc" "${nvcc_host[@]}" <<'CUDA'

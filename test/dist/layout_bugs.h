@@ -56,7 +56,7 @@ struct StaleGather final : Comm {
   }
 };
 
-// Not of a world but of the data: all ranks read the samples of rank 0.
+// A bug in the data, not in a group: all ranks read the samples of rank 0.
 inline HostBatch read_as_rank_0(const StepConfig& step, int, int64_t micro_batch) {
   return selftest::read_batch(step, 0, micro_batch);
 }
