@@ -176,13 +176,15 @@ LINK_cuda = $(if $(LDFLAGS),$(call to_host,$(LDFLAGS))) $(LIBS) $(CUDA_LIBS)
 to_host = -Xcompiler '$(subst $(comma),\$(comma),$(strip $1))'   # nvcc would split at commas
 COMPILER_cpu = $(CXX) -x c++
 COMPILER_cuda = $(NVCC) -x cu
+# g++ need not collect its garbage so often.
+LAVISH = $(if $(findstring g++,$(CXX_VERSION)),--param ggc-min-expand=400 --param ggc-min-heapsize=1000000)
 COMPILER_VERSION := $(if $(CUDA),nvcc $(NVCC_VERSION) with )$(CXX_VERSION)
 
 all: train_gpt
 train_gpt: train_gpt.cu build/build_info.h | $(SHOW_CONFIG)
 	@$(if $(filter 1,$(ONEDNN)),,echo 'notice: without oneDNN a matmul of our own is built, which is slower')
-	$(COMPILER_$(DEVICE)) $(call FLAGS_$(DEVICE),-O3) -Ibuild -MMD -MP -MF build/train_gpt.d -MT $@ $< -o $@ \
-	  $(LINK_$(DEVICE))
+	$(COMPILER_$(DEVICE)) $(call FLAGS_$(DEVICE),-O3) $(if $(CUDA),,$(LAVISH)) -Ibuild -MMD -MP -MF build/train_gpt.d \
+	  -MT $@ $< -o $@ $(LINK_$(DEVICE))
 
 # The collectives in the manner of nccl-tests.
 comm-bench: build/comm_bench
@@ -221,10 +223,7 @@ build/smoke_cpu.flags build/smoke_cuda.flags: build/smoke_%.flags: FORCE
 
 # ---- The tests: a folder with test_*.cpp is one program, compiled in one go --------------------------------------------
 
-TEST_FOLDERS := core text device data ops dist train run
-TEST_FOLDERS += $(filter-out $(TEST_FOLDERS) cuda,$(patsubst test/%/,%,$(sort $(dir $(wildcard test/*/test_*.cpp)))))
-# g++ need not collect its garbage so often.
-LAVISH = $(if $(findstring g++,$(CXX_VERSION)),--param ggc-min-expand=400 --param ggc-min-heapsize=1000000)
+TEST_FOLDERS := $(filter-out cuda,$(patsubst test/%/,%,$(sort $(dir $(wildcard test/*/test_*.cpp)))))
 TEST_FLAGS = $(call FLAGS_cpu,-O2) -Itest -I. $(LAVISH)
 
 build/nvml_stand_in.so: test/nvml_stand_in.h
@@ -306,9 +305,10 @@ build/cuda_test_link.list: FORCE
 # ---- Running them: scripts/run_tests.sh -------------------------------------------------------------------------------
 
 # Each program is one job, which compiles it and runs it, so that the first results come while the rest is compiled. The
-# one that takes longest begins first, then come the cheap ones.
-TEST_PROGRAMS := asan/trainer $(TEST_FOLDERS:%=test/%) asan/emulator asan/kernels \
-                 $(if $(LONG),$(CUDA_TESTS:%=tsan/%))
+# one that takes longest begins first, then come the cheap ones, then the next longest.
+CHEAP := core text device data ops
+TEST_PROGRAMS := asan/trainer $(CHEAP:%=test/%) asan/kernels $(patsubst %,test/%,$(filter-out $(CHEAP),$(TEST_FOLDERS))) \
+                 asan/emulator $(if $(LONG),$(CUDA_TESTS:%=tsan/%))
 # The test of fresh machines is a target of its own: it takes an hour, root and the network.
 FRESH_TEST := test/scripts/long_fresh_machine_test.sh
 TEST_SCRIPTS := $(if $(TESTS),,$(filter-out $(FRESH_TEST) $(if $(LONG),,test/scripts/long_%),$(wildcard test/scripts/*_test.sh)))
