@@ -312,7 +312,8 @@ TEST_PROGRAMS := asan/trainer $(CHEAP:%=test/%) asan/kernels $(patsubst %,test/%
 # The test of fresh machines is a target of its own: it takes an hour, root and the network.
 FRESH_TEST := test/scripts/long_fresh_machine_test.sh
 TEST_SCRIPTS := $(if $(TESTS),,$(filter-out $(FRESH_TEST) $(if $(LONG),,test/scripts/long_%),$(wildcard test/scripts/*_test.sh)))
-TEST_RUNS := $(TEST_PROGRAMS:%=run/%) run/smoke $(TEST_SCRIPTS:test/scripts/%=run/%)
+TEST_RUNS := $(patsubst %,run/%,$(firstword $(TEST_PROGRAMS)) smoke $(wordlist 2,99,$(TEST_PROGRAMS))) \
+             $(TEST_SCRIPTS:test/scripts/%=run/%)
 # What several of them need is there before the first one begins.
 SHARED_BY_TESTS := train_gpt build/pch/pch.h.gch build/test/main.o build/file_ops.so build/nvml_stand_in.so \
                    $(STAND_INS:%.cpp=build/asan/%.o) $(if $(LONG),$(STAND_INS:%.cpp=build/tsan/%.o))
