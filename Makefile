@@ -298,7 +298,7 @@ endef
 $(eval $(call CUDA_TEST_RULES,asan))
 $(eval $(call CUDA_TEST_RULES,tsan))
 build/cuda_test.flags: FORCE
-	$(call text_file,$(CXX) $(CUDA_TEST_FLAGS) $(CXX_VERSION) $(CATCH2_VERSION) $(BOOST_VERSION))
+	$(call text_file,$(CXX) $(CUDA_TEST_FLAGS) $(SANITIZE_asan) $(SANITIZE_tsan) $(CXX_VERSION) $(CATCH2_VERSION) $(BOOST_VERSION))
 build/cuda_test_link.list: FORCE
 	$(call text_file,$(STAND_INS) $(CUDA_TEST_LINK_FLAGS) $(LDFLAGS))
 

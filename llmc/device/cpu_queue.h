@@ -24,13 +24,13 @@ class Event {
  public:
   Event() : state_(std::make_shared<State>()) {}
   void signal(std::exception_ptr error = nullptr) const {
-    const std::shared_ptr<State> state = state_;  // who waits may destroy this event
+    const std::shared_ptr<State> state = state_;  // a waiter may destroy this event
     {
       std::lock_guard lock(state->mutex);
       state->done = true;
       state->error = error;
     }
-    state->changed.notify_all();  // unlocked: who wakes up need not wait for the mutex
+    state->changed.notify_all();  // unlocked, so that a waiter does not wake up to wait for the mutex
   }
   void wait() const {
     std::unique_lock lock(state_->mutex);
