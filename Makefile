@@ -224,7 +224,7 @@ build/smoke_cpu.flags build/smoke_cuda.flags: build/smoke_%.flags: FORCE
 # ---- The tests: a folder with test_*.cpp is one program, compiled in one go --------------------------------------------
 
 TEST_FOLDERS := $(filter-out cuda,$(patsubst test/%/,%,$(sort $(dir $(wildcard test/*/test_*.cpp)))))
-TEST_FLAGS = $(call FLAGS_cpu,-O2) -Itest -I. $(LAVISH)
+TEST_FLAGS = $(call FLAGS_cpu,-O1) -Itest -I. $(LAVISH)
 
 build/nvml_stand_in.so: test/nvml_stand_in.h
 build/file_ops.so build/nvml_stand_in.so: build/%.so: test/%.cpp
