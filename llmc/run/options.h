@@ -228,8 +228,10 @@ void visit_options(O& o, Visitor&& visit) {
   visit("Modes");
   visit("--generate", "", o.generate, Limits{}, free,
         "instead of training, continue --prompt with the model in directory --model");
-  visit("--plan", "", o.plan, Limits{}, free,
-        "instead of training, print what the run would need: memory by name and work by op; needs no data");
+  visit(
+      "--plan", "", o.plan, Limits{}, free,
+      "instead of training, print what the run would need: memory by name and work by op; needs no data, nor a GPU for "
+      "--device cuda");
   visit("--selftest", "", o.selftest, Limits{}, free,
         "instead of training, compare every layout of up to --local-ranks ranks with one rank, on tiny models");
   visit("--verify-data", "", o.verify_data, Limits{}, free,
