@@ -6,14 +6,14 @@
     .venv/bin/python data/tokenize_text.py 'corpus/*.txt' --tokenizer data/my_tokenizer --out data/corpus
     ./train_gpt -i 'data/corpus_train_*.bin' --tokenizer data/my_tokenizer --vocab-size 8192 ...
 
-writes OUT/tokenizer.json, which transformers and the trainer read, and OUT/tokenizer_config.json, which tells transformers
-the end of text. Ids: 256 bytes, then the merges in the order in which they were learned, and last the end of text. A text
-is split by GPT-2's pattern into words, numbers, punctuation and white space before pairs are counted; every text can be
-encoded, because every byte has a token.
+writes OUT/tokenizer.json, which transformers and the trainer read, and OUT/tokenizer_config.json, which tells
+transformers the end of text. Ids: 256 bytes, then the merges in the order in which they were learned, and last the end
+of text. A text is split by GPT-2's pattern into words, numbers, punctuation and white space before pairs are counted;
+every text can be encoded, because every byte has a token.
 
-More tokens make sequences shorter and the embedding and the head of the model larger: 257 are bytes, 4,096 to 8,192 suit
-models of a few million parameters, 32,768 and more those of 100 million and more. A few hundred MB of text are enough for
-any of these (--max-bytes); the counts of all distinct words are held in memory.
+More tokens make sequences shorter and the embedding and the head of the model larger: 257 are bytes, 4,096 to 8,192
+suit models of a few million parameters, 32,768 and more those of 100 million and more. A few hundred MB of text are
+enough for any of these (--max-bytes); the counts of all distinct words are held in memory.
 
 Exit status: 0 done, 1 refused or failed with the reason in one line on stderr. On failure nothing is changed.
 """
@@ -128,7 +128,8 @@ def parse_options(arguments):
 def main(arguments):
     options = parse_options(arguments)
     if not BYTES < options.vocab_size <= LARGEST:
-        raise DataError(f"--vocab-size {options.vocab_size}: expected {BYTES + 1} (bytes and the end of text) to {LARGEST}")
+        raise DataError(f"--vocab-size {options.vocab_size}: expected {BYTES + 1} (bytes and the end of text) to "
+                        f"{LARGEST}")
     if not options.eot.strip():
         raise DataError("--eot is empty: name a token that no text holds, such as <|endoftext|>")
     standing = os.path.join(options.out, "tokenizer.json")
@@ -147,8 +148,8 @@ def main(arguments):
           f"next    data/tokenize_text.py ... --tokenizer {options.out}; ./train_gpt --tokenizer {options.out} "
           f"--vocab-size {size} ...", sep="\n")
     if size < options.vocab_size:
-        print(f"train_tokenizer.py: notice: the text has no more pairs that occur {options.min_frequency} times: {size:,} "
-              f"tokens instead of {options.vocab_size:,}; more text, or a lower --min-frequency, gives more",
+        print(f"train_tokenizer.py: notice: the text has no more pairs that occur {options.min_frequency} times: "
+              f"{size:,} tokens instead of {options.vocab_size:,}; more text, or a lower --min-frequency, gives more",
               file=sys.stderr)
 
 

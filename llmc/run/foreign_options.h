@@ -215,8 +215,8 @@ inline std::string foreign_markdown() {
   std::string text =
       "### For those who come from another trainer\n\n"
       "Names that are the same, but for case, `-` and `_`, are left out. Letters that are not listed mean what they "
-      "mean in "
-      "llm.c;\ndefaults may differ. An option of these tables is refused with our name for it.\n";
+      "mean "
+      "in\nllm.c; defaults may differ. A name that does not exist here is refused, and the refusal names ours.\n";
   for (const ForeignTrainer& trainer : foreign_trainers()) {
     text += formatted("\n| {} | here | |\n| --- | --- | --- |\n", trainer.name);
     for (const ForeignOption& option : trainer.options)

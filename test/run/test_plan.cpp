@@ -80,11 +80,11 @@ TEST_CASE("advice fits when it is followed, and shows its price") {
   };
   for (const Case& c : std::vector<Case>{
            // fp32 state takes 16 bytes per parameter, bf16 with master weights 18.
-           {"--model gpt2:124M -t 64 -b 1 --memory-limit 1.9", "--recompute block", {}},
+           {"--model gpt2:124M -t 64 -b 1 --memory-limit 1.88", "--recompute block", {"more work"}},
            {"--model gpt2:124M -t 64 -b 1 --memory-limit 1.85", "--dtype bf16 --master-weights none", {"; less exact"}},
            // Stage 1 costs no traffic; stage 2 does, and comes only where less does not help.
            {"--model d6 -t 256 -b 2 --local-ranks 4 -d 32768 --memory-limit 0.45", "--zero-stage 1", {}},
-           {"--model d6 -t 256 -b 2 --local-ranks 4 -d 32768 --zero-stage 1 --memory-limit 0.32",
+           {"--model llama3:8B --dtype bf16 -t 2048 --local-ranks 8 --zero-stage 1 -d 1048576 --memory-limit 48",
             "--zero-stage 2",
             {"more work; each rank sends ", " a step instead of ", "; gradients are then reduced every micro-batch"}},
            {"--model d6 -t 256 -b 4 --schedule gpipe -d 16384 --memory-limit 1", "--schedule 1f1b", {}},
@@ -92,7 +92,7 @@ TEST_CASE("advice fits when it is followed, and shows its price") {
            {"--model gpt2:1558M --device cuda --dtype bf16 -t 1024 -b 8 --memory-limit 16",
             "--local-ranks 2",
             {"sends"}},
-           {"--model d2 -t 1024 -b 1 --memory-limit 0.7", "--seq-len 512", {}}}) {
+           {"--model d2 -t 1024 -b 1 --memory-limit 0.17", "--seq-len 256", {}}}) {
     INFO(c.options);
     const ProgramResult refused = run_program("--plan --threads 2 " + c.options);
     INFO(refused.err);
