@@ -67,14 +67,16 @@ void parse_value(const std::string& name, const std::string& text, std::optional
       formatted("{}{}: there is no such option{}{} see --help", where, word, hint, hint.ends_with('?') ? "" : ";"));
 }
 
-// Refuses what CLI11 would misread: "-sl 5", as "-s l", and "-h 1", as help. A letter may be followed by a number
-// ("-b4"), but a word after one dash is a name.
+// Refuses what CLI11 would misread: "-sl 5" and "-n-layer 5", as "-s l" and "-n -layer", and "-h 1", as help. A letter
+// may be followed by a number ("-b4"), but a word after one dash is a name.
 inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
+  auto is_letter = [](char c) { return std::isalpha(static_cast<unsigned char>(c)) != 0; };
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     if (word == "--") return;
-    if (word.size() < 2 || word[0] != '-' || !std::isalpha(static_cast<unsigned char>(word[1]))) continue;
-    const bool named = word.size() > 2 && std::isalpha(static_cast<unsigned char>(word[2]));
+    if (word.size() < 2 || word[0] != '-' || !is_letter(word[1])) continue;
+    const size_t second = word.find_first_not_of("-_", 2);
+    const bool named = second != std::string::npos && is_letter(word[second]);
     const bool help_of = word.starts_with("-h") && (word.size() > 2 || (i + 1 < argc && argv[i + 1][0] != '-'));
     if (named || help_of) unknown_option(word.substr(0, word.find('=')), "");
   }

@@ -78,6 +78,8 @@ TEST_CASE("llm.c's two-letter options and -h N are refused by name, never split 
                                                                                    {"-lr", "--lr"},
                                                                                    {"-out", "--out-dir"},
                                                                                    {"-wd", "--weight-decay"},
+                                                                                   {"-n-layer", "--n-layer"},
+                                                                                   {"-batch_size", "--batch-size"},
                                                                                    {"-h", "--eval-choices"}}) {
     answers({word, "1"}, word + ": there is no such option");
     answers({word, "1"}, part);

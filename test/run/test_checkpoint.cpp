@@ -84,6 +84,7 @@ TEST_CASE("an unknown --model is refused with a similar preset") {
            {"llama:9B", "the nearest is llama2:7B or llama3:8B)"},
            {"gpt2-medium", "its sizes are gpt2:124M, gpt2:350M, gpt2:774M or gpt2:1558M)"},
            {"smollm2", "its sizes are smollm2:135M, smollm2:360M or smollm2:1.7B)"},
+           {"gpt2_124M_bf16.bin", "llm.c's checkpoints are not read"},
            {"mistral:7B", "llama3:8B, "},
            {"nothing-of-ours", "llama3:8B, "}})
     REQUIRE_ERROR(resolve_model(name, {}), part);
