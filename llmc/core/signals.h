@@ -1,6 +1,6 @@
-// signals.h: requests to stop. SIGINT, SIGTERM, SIGHUP and SIGUSR1 (Slurm's warning before a job ends) are recorded and
-// polled between micro-batches; another signal more than a second after the first ends the process at once. A time
-// limit is polled in the same way.
+// signals.h: requests to stop. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 (batch systems send one of these before a
+// job ends) are recorded and polled between micro-batches; another signal more than a second after the first ends the
+// process at once. A time limit is polled in the same way.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -13,6 +13,13 @@
 #include "core/check.h"
 
 namespace llmc {
+
+struct StopSignal {
+  int number;
+  const char* name;
+};
+inline constexpr StopSignal stop_signals[] = {
+    {SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGUSR1, "SIGUSR1"}, {SIGUSR2, "SIGUSR2"}};
 
 namespace detail {
 // A signal handler can only reach globals.
@@ -41,7 +48,7 @@ inline void note_stop_signals() {
     }  // else a duplicate: a terminal and mpirun both deliver one Ctrl-C
   };
   action.sa_flags = SA_RESTART;
-  for (int signal : {SIGINT, SIGTERM, SIGUSR1, SIGHUP}) sigaction(signal, &action, nullptr);
+  for (const StopSignal& signal : stop_signals) sigaction(signal.number, &action, nullptr);
   // A run must still be saved when the reader of its output has ended (Ctrl-C also ends `| tee`).
   std::signal(SIGPIPE, SIG_IGN);
 }
@@ -67,8 +74,8 @@ class StopCondition {
 
   // Why to save and exit now; empty: carry on. under_way: seconds of work to wait for first.
   std::string reason(double under_way = 0) const {
-    if (const int signal = detail::signal_received; signal != 0)
-      return signal == SIGINT ? "SIGINT" : signal == SIGTERM ? "SIGTERM" : signal == SIGHUP ? "SIGHUP" : "SIGUSR1";
+    for (const StopSignal& signal : stop_signals)
+      if (signal.number == detail::signal_received) return signal.name;
     const double minutes = std::chrono::duration<double, std::ratio<60>>(Clock::now() - begin_).count();
     return limit_ && minutes + (reserve_ + under_way) / 60 >= *limit_ ? formatted("--time-limit {} minutes", *limit_)
                                                                       : std::string();

@@ -1,32 +1,91 @@
-// words.h: the name that a mistyped one was probably meant to be.
+// words.h: the names that a mistyped or half-remembered one was probably meant to be.
 #pragma once
 #include <algorithm>
+#include <cctype>
 #include <string>
 #include <utility>
 #include <vector>
 
 namespace llmc {
 
-// The number of insertions, deletions and replacements between two words (Levenshtein 1966).
+// The number of insertions, deletions, replacements and swaps of neighbours between two words (Damerau 1964).
 inline size_t edit_distance(const std::string& a, const std::string& b) {
-  std::vector<size_t> row(b.size() + 1);
-  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
-  for (size_t i = 1; i <= a.size(); ++i) {
-    size_t diagonal = std::exchange(row[0], i);
-    for (size_t j = 1; j <= b.size(); ++j) {
-      const size_t replaced = diagonal + (a[i - 1] != b[j - 1]);
-      diagonal = std::exchange(row[j], std::min({row[j] + 1, row[j - 1] + 1, replaced}));
+  std::vector<std::vector<size_t>> d(a.size() + 1, std::vector<size_t>(b.size() + 1));
+  for (size_t i = 0; i <= a.size(); ++i)
+    for (size_t j = 0; j <= b.size(); ++j) {
+      if (i == 0 || j == 0) {
+        d[i][j] = i + j;
+        continue;
+      }
+      d[i][j] = std::min({d[i - 1][j] + 1, d[i][j - 1] + 1, d[i - 1][j - 1] + (a[i - 1] != b[j - 1])});
+      if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1])
+        d[i][j] = std::min(d[i][j], d[i - 2][j - 2] + 1);
     }
-  }
-  return row[b.size()];
+  return d[a.size()][b.size()];
 }
 
-// The name closest to `word`; "" if more than half of the word would have to change.
-inline std::string nearest_name(const std::string& word, const std::vector<std::string>& names) {
-  const auto nearest = std::min_element(names.begin(), names.end(), [&](const auto& x, const auto& y) {
-    return edit_distance(x, word) < edit_distance(y, word);
-  });
-  return nearest != names.end() && 2 * edit_distance(*nearest, word) <= word.size() ? *nearest : "";
+// "--Batch_Size" -> "batch-size".
+inline std::string plain_name(const std::string& name) {
+  std::string plain = name.substr(std::min(name.find_first_not_of('-'), name.size()));
+  for (char& c : plain) c = c == '_' ? '-' : static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  return plain;
+}
+
+namespace detail {
+
+inline std::vector<std::string> parts_of(const std::string& plain) {
+  std::vector<std::string> parts(1);
+  for (const char c : plain) {
+    if (c == '-') parts.emplace_back();
+    else parts.back() += c;
+  }
+  std::sort(parts.begin(), parts.end());
+  return parts;
+}
+
+// The names with the highest score; scores below 0 do not count.
+template <class Score>
+std::vector<std::string> best_names(const std::vector<std::string>& names, Score&& score) {
+  std::vector<std::string> best;
+  int highest = 0;
+  for (const std::string& name : names) {
+    const int s = score(name);
+    if (s > highest) best.clear(), highest = s;
+    if (s == highest) best.push_back(name);
+  }
+  return best;
+}
+
+}  // namespace detail
+
+// The names that `word` probably means, by the first of these that holds for any: it is the name in another spelling;
+// the name begins with it; one has all parts of the other (--data: --train-data, --val-data); it is mistyped, by one
+// letter in four. Empty: none.
+inline std::vector<std::string> similar_names(const std::string& word, const std::vector<std::string>& names) {
+  const std::string plain = plain_name(word);
+  if (plain.empty()) return {};
+  const std::vector<std::string> parts = detail::parts_of(plain);
+  std::vector<std::string> best;
+  auto found = [&](auto&& score) { return !(best = detail::best_names(names, score)).empty(); };
+  if (found([&](const std::string& name) { return plain_name(name) == plain ? 0 : -1; }) ||
+      found([&](const std::string& name) { return plain_name(name).starts_with(plain) ? 0 : -1; }) ||
+      found([&](const std::string& name) {
+        const std::vector<std::string> theirs = detail::parts_of(plain_name(name));
+        if (std::includes(theirs.begin(), theirs.end(), parts.begin(), parts.end())) return 0;
+        if (!std::includes(parts.begin(), parts.end(), theirs.begin(), theirs.end())) return -1;
+        return static_cast<int>(theirs.size());  // the more parts, the nearer
+      }))
+    return best;
+  const int limit = std::max(1, static_cast<int>(plain.size()) / 4);
+  found([&](const std::string& name) { return limit - static_cast<int>(edit_distance(plain_name(name), plain)); });
+  return best;
+}
+
+// "a", "a or b", "a, b or c".
+inline std::string either(const std::vector<std::string>& names) {
+  std::string text;
+  for (size_t i = 0; i < names.size(); ++i) text += (i == 0 ? "" : i + 1 == names.size() ? " or " : ", ") + names[i];
+  return text;
 }
 
 }  // namespace llmc

@@ -242,6 +242,16 @@ struct ModelOverrides {
 
 namespace detail {
 
+// Has it the shape of a repository's name on a hub, OWNER/NAME, where OWNER is no directory here?
+inline bool may_be_on_a_hub(const std::string& name) {
+  constexpr auto allowed = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-/";
+  const size_t slash = name.find('/');
+  std::error_code none;
+  return slash != 0 && slash != std::string::npos && slash + 1 < name.size() &&
+         name.find('/', slash + 1) == std::string::npos && name.find_first_not_of(allowed) == std::string::npos &&
+         name[0] != '.' && !std::filesystem::exists(name.substr(0, slash), none);
+}
+
 // What is wrong with a --model that is neither a preset nor a directory with a config.json.
 inline std::string why_no_model(const std::string& model) {
   std::string newest;
@@ -250,7 +260,17 @@ inline std::string why_no_model(const std::string& model) {
     if (std::filesystem::exists(entry.path() / "config.json", none)) newest = std::max(newest, entry.path().string());
   if (!newest.empty()) return "this directory has no config.json; did you mean " + newest + "?";
   if (std::filesystem::is_directory(model, none)) return "this directory has no config.json: it is not a model";
+  if (may_be_on_a_hub(model)) {
+    const std::string directory = model.substr(model.find('/') + 1);
+    return formatted(
+        "no such directory; if this is a repository of huggingface.co, download it first: `hf download {} "
+        "--local-dir {}` (pip install huggingface_hub), then --model {}",
+        model, directory, directory);
+  }
   if (model.find('/') != std::string::npos) return "no such directory";
+  if (model.ends_with(".bin"))
+    return "llm.c's checkpoints are not read: give the Hugging Face directory of the same weights, such as that of `hf "
+           "download openai-community/gpt2 --local-dir gpt2`";
   return formatted("neither a preset ({}) nor a directory with a config.json", presets_like(model));
 }
 

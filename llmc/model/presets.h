@@ -1,5 +1,8 @@
 // presets.h: the published shapes, by name.
 #pragma once
+#include <algorithm>
+#include <charconv>
+#include <cmath>
 #include <optional>
 #include <string>
 #include <vector>
@@ -65,14 +68,45 @@ inline constexpr Preset presets[] = {
     // clang-format on
 };
 
-// "the nearest is gpt2:124M", or all of them if none is near.
+namespace detail {
+
+// "7B" -> 7e9; none: not a size.
+inline std::optional<double> size_from_text(const std::string& text) {
+  double number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  const std::string unit = plain_name(std::string(end, text.data() + text.size()));
+  if (error != std::errc() || number <= 0 || (unit != "m" && unit != "b")) return std::nullopt;
+  return number * (unit == "b" ? 1e9 : 1e6);
+}
+
+}  // namespace detail
+
+// What a name that is no preset may mean: "the nearest is llama3:8B" for llama3:9B, the sizes of a family that is named
+// without one, or all presets.
 inline std::string presets_like(const std::string& name) {
-  std::vector<std::string> names;
-  for (const Preset& p : presets) names.emplace_back(p.name);
-  if (const std::string nearest = nearest_name(name, names); !nearest.empty()) return "the nearest is " + nearest;
-  std::string all;
-  for (const std::string& each : names) all += each + ", ";
-  return all + "d<N> such as d12";
+  const size_t colon = std::min(name.find_first_of(":-_"), name.size());
+  const std::optional<double> size = detail::size_from_text(name.substr(std::min(colon + 1, name.size())));
+  std::vector<std::string> groups;  // gpt2, gpt3, ...
+  for (const Preset& p : presets) {
+    const std::string group = std::string(p.name).substr(0, std::string(p.name).find(':'));
+    if (groups.empty() || groups.back() != group) groups.push_back(group);
+  }
+  std::vector<std::string> near, all;
+  const std::vector<std::string> meant = similar_names(name.substr(0, colon), groups);
+  for (const std::string& group : groups) {
+    const Preset* nearest = nullptr;
+    for (const Preset& p : presets) {
+      if (!std::string(p.name).starts_with(group + ":")) continue;
+      all.emplace_back(p.name);
+      if (std::find(meant.begin(), meant.end(), group) == meant.end()) continue;
+      auto distance = [&](const Preset& q) { return std::abs(std::log(q.parameters / *size)); };
+      if (!size) near.emplace_back(p.name);
+      else if (nearest == nullptr || distance(p) < distance(*nearest)) nearest = &p;
+    }
+    if (nearest != nullptr) near.emplace_back(nearest->name);
+  }
+  if (!near.empty()) return (size ? "the nearest is " : "its sizes are ") + either(near);
+  return formatted("{}, d<N> such as d12", all);
 }
 
 inline ModelConfig config_of(const Preset& p) {

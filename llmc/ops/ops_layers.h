@@ -175,19 +175,20 @@ inline void matmul(const char* name, Tensor c, Tensor a, Transpose a_as, Tensor 
   const double flops = 2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K);
   const double bytes = bytes_of({a, b, c}) + (accumulate == Accumulate::yes ? bytes_of({c}) : 0);
   auto scope = stream.scratch().scope();
-#ifdef TRAIN_GPT_CUDA
   if (stream.device().computes_as() == DeviceKind::cuda) {
-    const Tensor workspace =
-        stream.scratch().alloc("scratch", "matmul", DType::int32, {cuda::default_matmul_workspace / 4});
+    const Tensor workspace = stream.scratch().alloc("scratch", "matmul", DType::int32, {gpu_matmul_workspace / 4});
     return stream.run({name, flops, bytes}, {c}, [=, &stream] {
+#ifdef TRAIN_GPT_CUDA
       if (a.dtype == DType::fp64) refuse_fp64();
       const int alignment = cuda::alignment_of({c.bytes, a.bytes, b.bytes, bias.bytes});
       stream.kept<cuda::MatmulPlans>().run(
           {M, N, K, a_as, b_as, accumulate, a.dtype, c.dtype, with_bias, stream.device().tf32, alignment}, c.bytes,
           a.bytes, b.bytes, bias.bytes, workspace.bytes, stream.cuda());
+#else
+      (void)workspace, (void)stream;  // planned only
+#endif
     });
   }
-#endif
   const cpu::Matmul product =
       cpu::Matmul::prepare({M, N, K, a_as, b_as, accumulate, a.dtype, c.dtype, with_bias, stream.device().threads});
   Tensor scratch;

@@ -12,6 +12,10 @@ enum class Gradient : uint8_t { no, yes };
 enum class Transpose : uint8_t { no, yes };
 enum class Bias : uint8_t { no, yes };
 
+// Bytes of cuBLASLt's work space: NVIDIA's recommendation for Hopper. A fixed size, not what an algorithm needs, so
+// that it can be planned without a GPU.
+inline constexpr int64_t gpu_matmul_workspace = 32 << 20;
+
 // qkv (B, T, (Hq + 2 Hkv) D): all query heads, then key heads, then value heads; query head h reads key-value head h /
 // (Hq / Hkv). out (B, T, Hq D); lse (B, Hq, T)
 struct AttentionShape {

@@ -43,7 +43,7 @@ struct Job {
         backend(choose_backend(o, rank_device)),
         step(choose_step(o)),
         tokenizer(choose_tokenizer(o, step.model)),
-        tokenizer_files(tokenizer->files()),
+        tokenizer_files(llmc::tokenizer_files(*tokenizer, step.model)),
         train(o.train_data, o.seq_len),
         data_checksums(train.checksums()),
         samples_per_step(step.tokens() / o.seq_len),
@@ -121,7 +121,7 @@ struct Job {
                         as_before.zero.grad_reduce, human_bytes(planned.total_bytes()), step.zero.grad_reduce));
       }
     }
-    require_memory(options, step, plan, rank_device);
+    require_memory(options, step, plan, rank_device, Begun::yes);
   }
 };
 

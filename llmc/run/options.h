@@ -139,7 +139,8 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--log-every", "", o.log_every, at_least(1), free,
         "updates between lines on the console; metrics.jsonl has one line per update");
   visit("--time-limit", "", o.time_limit, above_zero(), free,
-        "minutes after which the run saves and exits with status 75, as on SIGINT, SIGTERM, SIGHUP and SIGUSR1");
+        "minutes after which the run saves and exits with status 75, as on SIGINT, SIGTERM, SIGHUP, SIGUSR1 "
+        "and SIGUSR2");
   visit("--seed", "", o.seed, at_least(0), must_match, "seed of initial weights, data order and samples");
   visit("--overfit-batch", "-a", o.overfit_batch, Limits{}, must_match,
         "train on the first batch only: the loss must fall towards zero");
@@ -236,8 +237,10 @@ void visit_options(O& o, Visitor&& visit) {
   visit("Modes");
   visit("--generate", "", o.generate, Limits{}, free,
         "instead of training, continue --prompt with the model in directory --model");
-  visit("--plan", "", o.plan, Limits{}, free,
-        "instead of training, print what the run would need: memory by name and work by op; needs no data");
+  visit(
+      "--plan", "", o.plan, Limits{}, free,
+      "instead of training, print what the run would need: memory by name and work by op; needs no data, nor a GPU for "
+      "--device cuda");
   visit("--selftest", "", o.selftest, Limits{}, free,
         "instead of training, compare every layout of up to --local-ranks ranks with one rank, on tiny models");
   visit("--verify-data", "", o.verify_data, Limits{}, free,

@@ -2,6 +2,7 @@
 #pragma once
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <cmath>
 #include <map>
@@ -15,6 +16,7 @@
 #include "core/check.h"
 #include "core/files.h"
 #include "core/words.h"
+#include "run/foreign_options.h"
 #include "run/options_print.h"
 #include "text/unicode.h"
 
@@ -50,16 +52,49 @@ void parse_value(const std::string& name, const std::string& text, std::optional
   parse_value(name, text, field.emplace());
 }
 
-// Throws "there is no such option", with the closest name.
+// Throws "there is no such option", and says which one may be meant: ours for another trainer's, or a similar name.
 [[noreturn]] inline void unknown_option(const std::string& word, const std::string& where) {
   std::vector<std::string> names;
   for (const ModeOption& mode : mode_options) names.emplace_back(mode.name);
   Options o;
   visit_options(o, OptionVisitor{no_group, [&](const char* name, const char*, auto&, const Limits&, ResumeRule,
                                                const char*) { names.emplace_back(name); }});
-  const std::string nearest = nearest_name(word, names);
-  throw Error(formatted("{}{}: there is no such option{}; see --help", where, word,
-                        nearest.empty() ? "" : "; the nearest is " + nearest));
+  std::string hint;
+  if (const std::optional<std::string> foreign = foreign_hint(word)) hint = "; " + *foreign;
+  else if (const auto similar = similar_names(word, names); !similar.empty() && similar.size() <= 5)
+    hint = "; did you mean " + either(similar) + "?";
+  throw Error(
+      formatted("{}{}: there is no such option{}{} see --help", where, word, hint, hint.ends_with('?') ? "" : ";"));
+}
+
+// Refuses what CLI11 would misread: "-sl 5" and "-n-layer 5", as "-s l" and "-n -layer", and "-h 1", as help. A letter
+// may be followed by a number ("-b4"), but a word after one dash is a name.
+inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
+  auto is_letter = [](char c) { return std::isalpha(static_cast<unsigned char>(c)) != 0; };
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    if (word == "--") return;
+    if (word.size() < 2 || word[0] != '-' || !is_letter(word[1])) continue;
+    const size_t second = word.find_first_not_of("-_", 2);
+    const bool named = second != std::string::npos && is_letter(word[second]);
+    const bool help_of = word.starts_with("-h") && (word.size() > 2 || (i + 1 < argc && argv[i + 1][0] != '-'));
+    if (named || help_of) unknown_option(word.substr(0, word.find('=')), "");
+  }
+}
+
+// Refuses a word that belongs to no option.
+[[noreturn]] inline void refuse_stray_word(const std::string& word, const std::string& before) {
+  Options o;
+  std::string flag;
+  visit_options(o, OptionVisitor{no_group, [&](const char* name, const char* letter, auto& field, const Limits&,
+                                               ResumeRule, const char*) {
+                                   if (std::is_same_v<decltype(field), bool&> && (before == name || before == letter))
+                                     flag = name;
+                                 }});
+  CHECK(flag.empty(), "{} takes no value: leave out '{}', or write {}=false to switch it off; see --help", flag, word,
+        flag);
+  throw Error(
+      formatted("{}: an argument without an option; quote file patterns ('data/*_train_*.bin'); see --help", word));
 }
 
 // " from 1 to 16777216", " from 0 to 0.9999999", " above 0".
@@ -179,6 +214,7 @@ Command parse_command_line(int argc, const char* const* argv, Ranks&& default_ra
   app.add_flag("--print-config", print_config);
   app.add_flag("--print-options-markdown", markdown);
   app.add_flag("--version", command.version);
+  detail::refuse_words_after_one_dash(argc, argv);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ArgumentMismatch& error) {  // "--lr: 1 required TEXT missing"
@@ -189,14 +225,13 @@ Command parse_command_line(int argc, const char* const* argv, Ranks&& default_ra
   }
   if (help || markdown) {
     command.print = true;
-    command.text = help ? help_text() : options_markdown();
+    command.text = help ? help_text() : options_markdown() + "\n" + foreign_markdown();
     return command;
   }
-  for (std::string word : app.remaining()) {
-    word = word.substr(0, word.find('='));
-    CHECK(word[0] == '-', "{}: an argument without an option; quote file patterns ('data/*_train_*.bin'); see --help",
-          word);
-    detail::unknown_option(word, "");
+  for (const std::string& word : app.remaining()) {
+    if (word[0] == '-') detail::unknown_option(word.substr(0, word.find('=')), "");
+    const char* const* at = std::find(argv + 1, argv + argc, word);
+    detail::refuse_stray_word(word, at < argv + argc ? *(at - 1) : "");
   }
   if (command.version) return command;
   for (const std::string& path : configs) detail::read_config(command.options, path);

@@ -42,7 +42,8 @@ struct ModeOption {
 inline constexpr ModeOption mode_options[] = {
     {"--config", "FILE: read options from a file that --print-config wrote; the command line takes precedence"},
     {"--print-config", "print all options as a file for --config, and stop"},
-    {"--print-options-markdown", "print the options as the table in README.md, and stop"},
+    {"--print-options-markdown",
+     "print the options, and other trainers' names for them, as the tables in README.md, and stop"},
     {"--version", "print version, compiler, flags and libraries, and stop"},
     {"--help", "print this, and stop"}};
 

@@ -92,34 +92,4 @@ inline void require_countable(const StepConfig& config) {
 // Whether the plan fits into `limit` bytes.
 inline bool fits(const Plan& plan, int64_t limit) { return plan.total_bytes() <= limit; }
 
-// The first way to fit a run into `limit` bytes per rank with the same tokens per step: more recomputation, which
-// changes no numbers, and a higher ZeRO stage, which changes none at equal --grad-reduce (with auto, stages 2 and 3
-// reduce gradients every micro-batch, which rounds differently); then smaller micro-batches too.
-struct Remedy {
-  int64_t batch_size;
-  int stage;
-  GradReduce grad_reduce;
-  Recompute recompute;
-  int64_t total_bytes;
-};
-inline std::optional<Remedy> first_fit(StepConfig config, const Device& device, int64_t limit) {
-  const int64_t sequences = config.batch.B * config.micro_batches;
-  const StepConfig asked = config;
-  for (int64_t B = config.batch.B; B >= 1; --B) {
-    if (sequences % B != 0 || sequences / B > most_passes / config.model.n_layer) continue;
-    config.batch.B = B;
-    config.micro_batches = sequences / B;
-    for (const Recompute recompute : all_recompute) {
-      if (recompute < asked.recompute) continue;
-      config.recompute = recompute;
-      for (int stage = asked.zero.stage; stage <= (asked.zero.ranks() > 1 ? 3 : asked.zero.stage); ++stage) {
-        config.zero.set_stage(stage);
-        if (const Plan plan = make_plan(config, device); fits(plan, limit))
-          return Remedy{B, stage, config.zero.grad_reduce, recompute, plan.total_bytes()};
-      }
-    }
-  }
-  return std::nullopt;
-}
-
 }  // namespace llmc

@@ -15,7 +15,7 @@
 #include "model/hf_config.h"
 #include "run/options_print.h"
 #include "run/peak.h"
-#include "run/planner.h"
+#include "run/remedy.h"
 
 #ifndef TRAIN_GPT_GIT_HASH
 #define TRAIN_GPT_GIT_HASH "unknown"
@@ -28,13 +28,14 @@ namespace llmc {
 inline std::string version_text() {
   return formatted("train_gpt {}\ncompiler: {}\nflags: {}\nmatmul: {}\ndevices: {}", TRAIN_GPT_GIT_HASH,
                    TRAIN_GPT_COMPILER, TRAIN_GPT_FLAGS, matmul_library({}),
-                   built_for_gpus ? formatted("cpu, cuda ({}), null", nccl_version()) : std::string("cpu, null"));
+                   built_for_gpus ? formatted("cpu, cuda ({})", nccl_version()) : std::string("cpu"));
 }
 
 // The device: "NVIDIA H200 (sm_90, 139.8 GiB)".
 inline std::string describe(const Device& device) {
   if (device.computes_as() != DeviceKind::cuda)
     return formatted("{}, {} thread{}", processor_name(), device.threads, device.threads == 1 ? "" : "s");
+  if (is_gpu_elsewhere(device)) return "a GPU that is not in this machine";
   const GpuInfo gpu = gpu_info(device.gpu);
   return formatted("GPU {}: {} (sm_{}{}), {}, {}", device.gpu, gpu.name, gpu.major, gpu.minor,
                    human_bytes(gpu.total_bytes), gpu.software);
@@ -48,13 +49,6 @@ inline std::string describe(const GpuPeaks& chip) {
 }
 
 using Rows = std::vector<std::pair<std::string, std::string>>;
-
-// Bytes that a rank may use.
-inline int64_t memory_limit(const Options& o, const Device& device) {
-  if (o.memory_limit) return static_cast<int64_t>(*o.memory_limit * (1 << 30));
-  if (device.computes_as() != DeviceKind::cuda) return host_memory() / device.sharers;
-  return gpu_memory(o.ranks) / device.sharers;
-}
 
 namespace detail {
 
@@ -91,42 +85,36 @@ inline Rows memory_rows(const Plan& plan) {
   return rows;
 }
 
-inline std::string memory_verdict(const Options& o, const StepConfig& step, const Plan& plan, const Device& device) {
-  const int64_t limit = memory_limit(o, device);
-  const std::string where = device.computes_as() == DeviceKind::cuda ? "GPU" : "machine";
-  const std::string what = (o.memory_limit           ? std::string("--memory-limit ")
-                            : step.zero.ranks() == 1 ? "this " + where + "'s "
-                                                     : "a rank's share of this " + where + ", ") +
-                           human_bytes(limit);
-  if (fits(plan, limit)) return "fits into " + what;
-  if (step.zero.holds == Holds::weights)
-    return formatted("does not fit into {}: use {}a smaller model, or a larger {}", what,
-                     step.dtype == DType::bf16 ? "" : "--dtype bf16, ", o.memory_limit ? "--memory-limit" : "machine");
-  const std::optional<Remedy> remedy = first_fit(step, device, limit);
-  if (!remedy)
-    return formatted(
-        "does not fit into {}, even with --batch-size 1 --recompute block{}: use a smaller --seq-len or "
-        "--model, {}or a larger {}",
-        what, step.zero.ranks() > 1 ? " --zero-stage 3" : "", step.dtype == DType::bf16 ? "" : "--dtype bf16, ",
-        o.memory_limit ? "--memory-limit" : "machine");
-  std::string change;
-  if (remedy->batch_size != step.batch.B)
-    change = formatted(" --batch-size {} --total-batch-size {}", remedy->batch_size, step.tokens());
-  if (remedy->stage != step.zero.stage) change += formatted(" --zero-stage {}", remedy->stage);
-  if (remedy->recompute != step.recompute) change += formatted(" --recompute {}", remedy->recompute);
-  return formatted("does not fit into {}; it would with{} ({}{})", what, change, human_bytes(remedy->total_bytes),
-                   remedy->grad_reduce == step.zero.grad_reduce
-                       ? ""
-                       : "; gradients are then reduced every micro-batch, which rounds differently");
+// What a GPU's memory holds besides what is planned.
+inline std::string not_counted_text(const StepConfig& step) {
+  return formatted("about {} for the CUDA context and cuBLASLt{}{}", human_bytes(gpu_reserve),
+                   step.zero.ranks() > 1 ? formatted(", {} for NCCL's buffers", human_bytes(nccl_reserve)) : "",
+                   built_for_gpus ? "" : "; some MiB of op scratch, which only a build for GPUs counts");
+}
+
+// Ranks are threads of one process: a notice where there are more than one machine takes, or than this one has room
+// for.
+inline std::string crowd_notice(const Device& device, int ranks) {
+  constexpr int largest_server = 16;  // in GPUs
+  const bool elsewhere = is_gpu_elsewhere(device);
+  if (elsewhere ? ranks <= largest_server : ranks <= available_processors() && device.sharers <= 1) return "";
+  const std::string shared = elsewhere ? formatted("each with a GPU of its own in one machine")
+                             : device.computes_as() == DeviceKind::cuda
+                                 ? formatted("which share {} GPU(s)", visible_gpus().count)
+                                 : formatted("which share {} processor(s)", available_processors());
+  return formatted("notice: {} ranks would be threads of one process, {}: several processes or nodes are not built yet",
+                   ranks, shared);
 }
 
 }  // namespace detail
 
 // Refuses a run, or a generation, that needs more memory than --memory-limit or the machine allows.
-inline void require_memory(const Options& o, const StepConfig& step, const Plan& plan, const Device& device) {
+inline void require_memory(const Options& o, const StepConfig& step, const Plan& plan, const Device& device,
+                           Begun begun = Begun::no) {
   if (fits(plan, memory_limit(o, device))) return;
-  std::string message = formatted("{} needs {} and {}", step.zero.ranks() == 1 ? "the run" : "each rank",
-                                  human_bytes(plan.total_bytes()), detail::memory_verdict(o, step, plan, device));
+  std::string message =
+      formatted("{} needs {} and {}", step.zero.ranks() == 1 ? "the run" : "each rank", human_bytes(plan.total_bytes()),
+                detail::memory_verdict(o, step, plan, device, begun));
   for (const auto& [name, value] : detail::memory_rows(plan)) message += formatted("\n  {:-22} {}", name, value);
   throw Error(message);
 }
@@ -134,7 +122,9 @@ inline void require_memory(const Options& o, const StepConfig& step, const Plan&
 // --plan: prints what a run needs without running it; refused if that exceeds --memory-limit.
 inline void report_plan(Log& log, const Options& o, const Device& device, const StepConfig& step, const Plan& plan) {
   log.table("plan for " + describe(device), detail::run_rows(o, step));
-  log.table(o.ranks == 1 ? "memory" : "memory per rank", detail::memory_rows(plan));
+  Rows memory = detail::memory_rows(plan);
+  if (device.computes_as() == DeviceKind::cuda) memory.emplace_back("not counted", detail::not_counted_text(step));
+  log.table(o.ranks == 1 ? "memory" : "memory per rank", memory);
   if (step.zero.ranks() > 1) {
     Rows traffic;
     for (const auto& [group, bytes] : plan.step_traffic) traffic.emplace_back(group, human_bytes(bytes));
@@ -150,6 +140,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
   }
   ops.emplace_back("total", formatted("{:8}       {:14.3f} GFLOP {:12.3f} GB", "", flops * 1e-9, bytes * 1e-9));
   log.table(o.ranks == 1 ? "work per step" : "work per rank and step", ops);
+  if (const std::string notice = detail::crowd_notice(device, step.zero.ranks()); !notice.empty()) log.line(notice);
   const std::string verdict = detail::memory_verdict(o, step, plan, device);
   if (o.memory_limit && !fits(plan, memory_limit(o, device))) throw Error(verdict);
   log.line("=> " + verdict);

@@ -2,6 +2,7 @@
 // layout, the step, the schedule, the tokenizer, the first weights.
 #pragma once
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -28,8 +29,11 @@ inline Device choose_device(const Options& o) {
         "own");
   if (o.device == "cpu") return device;
   const VisibleGpus gpus = visible_gpus();
-  CHECK(gpus.count > 0 || o.device == "auto", "--device cuda: {}", gpus.why_none);
-  if (gpus.count > 0) device.kind = DeviceKind::cuda;
+  const bool elsewhere = o.device == "cuda" && o.plan && gpus.count == 0;  // a plan for a GPU needs none
+  CHECK(gpus.count > 0 || o.device == "auto" || elsewhere, "--device cuda: {}", gpus.why_none);
+  CHECK(!elsewhere || !device.cudnn, "--attention cudnn: cuDNN's work space can only be planned on a GPU: {}",
+        gpus.why_none);
+  if (gpus.count > 0 || elsewhere) device.kind = DeviceKind::cuda;
   require_code_for_gpus(std::min<int64_t>(o.ranks, gpus.count));
   return device;
 }
@@ -58,9 +62,10 @@ inline ZeroConfig choose_layout(const Options& o) {
   return zero;
 }
 
-// One rank's part of the device: a share of the threads, or one of the GPUs, dealt out round-robin.
+// One rank's part of the device: a share of the threads, or one of the GPUs, dealt out round-robin; without any, for a
+// plan, each has one.
 inline Device rank_device(Device device, int64_t ranks, int64_t rank = 0) {
-  const int64_t parts = device.kind == DeviceKind::cuda ? visible_gpus().count : 1;
+  const int64_t gpus = visible_gpus().count, parts = device.kind != DeviceKind::cuda ? 1 : gpus > 0 ? gpus : ranks;
   device.threads = std::max(1, device.threads / static_cast<int>(ranks));
   device.gpu = static_cast<int>(rank % parts);
   device.sharers = static_cast<int>(ceil_div(ranks, parts));
@@ -144,6 +149,14 @@ inline SampleOptions sample_options(const Options& o) { return {o.temperature, o
 
 inline std::unique_ptr<Tokenizer> choose_tokenizer(const Options& o, const ModelConfig& model) {
   return make_tokenizer(o.tokenizer, model_preset(o.model) ? std::nullopt : std::optional(o.model), model.vocab_size);
+}
+
+// What checkpoints keep of the tokenizer. Bytes are kept only for a vocabulary of them: with another one they stand in
+// for a tokenizer that was not given or is not supported.
+inline std::map<std::string, std::string> tokenizer_files(const Tokenizer& tokenizer, const ModelConfig& model) {
+  const bool bytes = dynamic_cast<const ByteTokenizer*>(&tokenizer) != nullptr;
+  return bytes && model.vocab_size != ByteTokenizer::vocab_size ? std::map<std::string, std::string>()
+                                                                : tokenizer.files();
 }
 
 // The prompt as tokens: the tokenizer's prefix, as far as the vocabulary has it, then the text; token 0 if that is

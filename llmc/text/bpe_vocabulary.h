@@ -18,16 +18,32 @@
 
 namespace llmc {
 
-// The bytes that a token of a byte-level vocabulary stands for. GPT-2 writes each byte as a visible character: the byte
-// itself if visible, otherwise the next of U+0100, U+0101, .... None: the token holds another character.
+// GPT-2 writes each byte as a visible character: the byte itself if visible, otherwise the next of U+0100, U+0101, ....
+inline const std::array<char32_t, 256>& byte_level_characters() {
+  static const std::array<char32_t, 256> characters = [] {
+    std::array<char32_t, 256> all{};
+    char32_t next = 0x100;
+    for (size_t byte = 0; byte < 256; ++byte) {
+      const bool visible = (byte > 0x20 && byte < 0x7f) || (byte > 0xa0 && byte != 0xad);
+      all[byte] = visible ? static_cast<char32_t>(byte) : next++;
+    }
+    return all;
+  }();
+  return characters;
+}
+
+// Bytes as a token of a byte-level vocabulary.
+inline std::string byte_level_text(std::string_view bytes) {
+  std::string text;
+  for (const unsigned char byte : bytes) append_utf8(text, byte_level_characters()[byte]);
+  return text;
+}
+
+// The bytes that a token of a byte-level vocabulary stands for. None: the token holds another character.
 inline std::optional<std::string> bytes_of_byte_level(std::string_view token) {
   static const std::unordered_map<char32_t, char> byte_of = [] {
     std::unordered_map<char32_t, char> map;
-    char32_t next = 0x100;
-    for (int byte = 0; byte < 256; ++byte) {
-      const bool visible = (byte > 0x20 && byte < 0x7f) || (byte > 0xa0 && byte != 0xad);
-      map[visible ? static_cast<char32_t>(byte) : next++] = static_cast<char>(byte);
-    }
+    for (size_t byte = 0; byte < 256; ++byte) map[byte_level_characters()[byte]] = static_cast<char>(byte);
     return map;
   }();
   std::string bytes;

@@ -28,9 +28,11 @@ class Tokenizer {
   virtual std::map<std::string, std::string> files() const { return {}; }
 };
 
-// Ids 0 to 255 are bytes, 256 is the end of text.
+// Ids 0 to 255 are bytes, 256 is the end of text. Its files say the same to transformers: byte-level BPE without
+// merges.
 class ByteTokenizer final : public Tokenizer {
  public:
+  static constexpr int64_t vocab_size = 257;
   std::vector<int32_t> encode(const std::string& text) const override {
     std::vector<int32_t> tokens;
     for (unsigned char byte : text) tokens.push_back(byte);
@@ -45,6 +47,43 @@ class ByteTokenizer final : public Tokenizer {
     return text;
   }
   int32_t end_of_text() const override { return 256; }
+  std::map<std::string, std::string> files() const override {
+    using Json = nlohmann::ordered_json;
+    const char* end = "<|endoftext|>";
+    Json vocab = Json::object();
+    for (int byte = 0; byte < 256; ++byte) vocab[byte_level_text(std::string(1, static_cast<char>(byte)))] = byte;
+    const Json byte_level = {
+        {"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", false}, {"use_regex", false}};
+    const Json tokenizer = {{"version", "1.0"},
+                            {"truncation", nullptr},
+                            {"padding", nullptr},
+                            {"added_tokens", Json::array({{{"id", 256},
+                                                           {"content", end},
+                                                           {"single_word", false},
+                                                           {"lstrip", false},
+                                                           {"rstrip", false},
+                                                           {"normalized", false},
+                                                           {"special", true}}})},
+                            {"normalizer", nullptr},
+                            {"pre_tokenizer", byte_level},
+                            {"post_processor", nullptr},
+                            {"decoder", byte_level},
+                            {"model",
+                             {{"type", "BPE"},
+                              {"dropout", nullptr},
+                              {"unk_token", nullptr},
+                              {"continuing_subword_prefix", nullptr},
+                              {"end_of_word_suffix", nullptr},
+                              {"fuse_unk", false},
+                              {"byte_fallback", false},
+                              {"vocab", vocab},
+                              {"merges", Json::array()}}}};
+    const Json config = {{"tokenizer_class", "PreTrainedTokenizerFast"},
+                         {"bos_token", end},
+                         {"eos_token", end},
+                         {"clean_up_tokenization_spaces", false}};
+    return {{"tokenizer.json", tokenizer.dump(1) + "\n"}, {"tokenizer_config.json", config.dump(1) + "\n"}};
+  }
 };
 
 // llm.c's gpt2_tokenizer.bin: 256 little-endian uint32, {20240328, version, tokens, end of text}, then for each token

@@ -74,9 +74,27 @@ void rewrite(const std::string& from, const std::string& to, Rename&& rename) {
 }  // namespace
 
 TEST_CASE("an unknown --model is refused with a similar preset") {
-  REQUIRE_ERROR(resolve_model("gpt2:125M", {}), "the nearest is gpt2:124M");
-  REQUIRE_ERROR(resolve_model("nothing-of-ours", {}), "llama3:8B, ");
-  REQUIRE_ERROR(resolve_model("out/nowhere", {}), "no such directory");
+  for (const auto& [name, part] : std::vector<std::pair<std::string, std::string>>{
+           {"gpt2:125M", "the nearest is gpt2:124M"},
+           {"llama3:9B", "the nearest is llama3:8B)"},
+           {"llama3:2.1B", "the nearest is llama3:3B)"},
+           {"llama3:1000m", "the nearest is llama3:1B)"},
+           {"Qwen2.5-0.6B", "the nearest is qwen2.5:0.5B)"},
+           {"lama3:70B", "the nearest is llama3:70B)"},
+           {"llama:9B", "the nearest is llama2:7B or llama3:8B)"},
+           {"gpt2-medium", "its sizes are gpt2:124M, gpt2:350M, gpt2:774M or gpt2:1558M)"},
+           {"smollm2", "its sizes are smollm2:135M, smollm2:360M or smollm2:1.7B)"},
+           {"gpt2_124M_bf16.bin", "llm.c's checkpoints are not read"},
+           {"mistral:7B", "llama3:8B, "},
+           {"nothing-of-ours", "llama3:8B, "}})
+    REQUIRE_ERROR(resolve_model(name, {}), part);
+  REQUIRE_ERROR(resolve_model("HuggingFaceTB/SmolLM2-135M", {}),
+                "`hf download HuggingFaceTB/SmolLM2-135M --local-dir SmolLM2-135M` (pip install huggingface_hub), then "
+                "--model SmolLM2-135M");
+  for (const char* path : {"./nowhere", "../no/where", "/nowhere", "out/a/b", "nowhere/", "test/no"}) {
+    INFO(path);
+    REQUIRE(detail::why_no_model(path) == "no such directory");
+  }
   REQUIRE_ERROR(resolve_model("test/golden/families", {}), "did you mean test/golden/families/smollm2_tiny?");
   REQUIRE_ERROR(resolve_model("test/golden/tokenizers", {}), "this directory has no config.json: it is not a model");
 }

@@ -4,7 +4,7 @@
 #include "catch2.h"
 #include "helpers.h"
 #include "model/hf_config.h"
-#include "run/planner.h"
+#include "run/report.h"
 
 using namespace llmc;
 
@@ -65,9 +65,92 @@ TEST_CASE("--plan needs no data and no GPU, and --memory-limit refuses with a co
   REQUIRE(run_program("--plan --memory-limit 2.5 " + shape + proposed).status == 0);
   REQUIRE(run_program("--plan --memory-limit 2.5 " + shape + "--recompute block").status == 1);
   REQUIRE(run_program("--plan --memory-limit 2.5 " + shape + "-b 2 -d 4096 --recompute norm").status == 1);
+  // What would not help is not advised: the state alone is larger than this.
   const ProgramResult hopeless = run_program("--plan --memory-limit 1 " + shape);
+  INFO(hopeless.err);
   REQUIRE(hopeless.status == 1);
-  REQUIRE(hopeless.err.find("--seq-len") != std::string::npos);
+  REQUIRE(hopeless.err.find("use a smaller --model") != std::string::npos);
+  REQUIRE(hopeless.err.find("--seq-len") == std::string::npos);
+}
+
+TEST_CASE("advice fits when it is followed, and shows its price") {
+  struct Case {
+    std::string options, change;
+    std::vector<std::string> price;
+  };
+  for (const Case& c : std::vector<Case>{
+           // fp32 state takes 16 bytes per parameter, bf16 with master weights 18.
+           {"--model gpt2:124M -t 64 -b 1 --memory-limit 1.88", "--recompute block", {"more work"}},
+           {"--model gpt2:124M -t 64 -b 1 --memory-limit 1.85", "--dtype bf16 --master-weights none", {"; less exact"}},
+           // Stage 1 costs no traffic; stage 2 does, and comes only where less does not help.
+           {"--model d6 -t 256 -b 2 --local-ranks 4 -d 32768 --memory-limit 0.45", "--zero-stage 1", {}},
+           {"--model llama3:8B --dtype bf16 -t 2048 --local-ranks 8 --zero-stage 1 -d 1048576 --memory-limit 48",
+            "--zero-stage 2",
+            {"more work; each rank sends ", " a step instead of ", "; gradients are then reduced every micro-batch"}},
+           {"--model d6 -t 256 -b 4 --schedule gpipe -d 16384 --memory-limit 1", "--schedule 1f1b", {}},
+           // For a GPU, of which there is none here: more ranks.
+           {"--model gpt2:1558M --device cuda --dtype bf16 -t 1024 -b 8 --memory-limit 16",
+            "--local-ranks 2",
+            {"sends"}},
+           {"--model d2 -t 1024 -b 1 --memory-limit 0.17", "--seq-len 256", {}}}) {
+    INFO(c.options);
+    const ProgramResult refused = run_program("--plan --threads 2 " + c.options);
+    INFO(refused.err);
+    REQUIRE(refused.status == 1);
+    const size_t begin = refused.err.find("it would with ");
+    REQUIRE(begin != std::string::npos);
+    const size_t end = refused.err.find(" (", begin);
+    const std::string change = refused.err.substr(begin + 14, end - begin - 14), price = refused.err.substr(end);
+    REQUIRE(change.find(c.change) != std::string::npos);
+    REQUIRE(price.find(" instead of ") != std::string::npos);
+    for (const std::string& part : c.price) REQUIRE(price.find(part) != std::string::npos);
+    const ProgramResult followed = run_program("--plan --threads 2 " + c.options + " " + change);
+    INFO(followed.err);
+    REQUIRE(followed.status == 0);
+    REQUIRE(followed.out.find("fits into --memory-limit") != std::string::npos);
+  }
+}
+
+TEST_CASE("a run that was begun is not advised to compute something else") {
+  const StepConfig step{.model = resolve_model("gpt2:124M", {}), .batch = {1, 64}};
+  const Device device{DeviceKind::cpu, 1};
+  Options o;
+  o.memory_limit = 1.85;
+  const Plan plan = make_plan(step, device);
+  REQUIRE_ERROR(require_memory(o, step, plan, device, Begun::no), "--dtype bf16");
+  REQUIRE_ERROR(require_memory(o, step, plan, device, Begun::yes), "use a smaller --model");
+}
+
+TEST_CASE("a plan for GPUs needs none, says what it leaves out, and where ranks would be threads of one process") {
+  auto plan = [](const std::string& options) {
+    const ProgramResult r = run_program("--plan --device cuda --model d4 -t 64 " + options);
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    return r.out;
+  };
+  const std::string one = plan(""), eight = plan("--local-ranks 8 --memory-limit 80"), many = plan("--local-ranks 512");
+  INFO(one << eight << many);
+  for (const char* part : {"a GPU that is not in this machine", "not counted", "CUDA context and cuBLASLt",
+                           "here is no GPU to compare this with: --memory-limit"})
+    REQUIRE(one.find(part) != std::string::npos);
+  REQUIRE(one.find("op scratch             32.0 MiB") != std::string::npos);  // cuBLASLt's work space
+  REQUIRE(one.find("NCCL") == std::string::npos);
+  for (const char* part : {"NCCL's buffers", "fits into --memory-limit 80.00 GiB"})
+    REQUIRE(eight.find(part) != std::string::npos);
+  REQUIRE(eight.find("threads of one process") == std::string::npos);
+  REQUIRE(many.find("notice: 512 ranks would be threads of one process") != std::string::npos);
+  // To train takes a GPU.
+  const ProgramResult training = run_program("--device cuda -i nothing.bin");
+  REQUIRE(training.status == 1);
+  REQUIRE(training.err.find("--device cuda: ") != std::string::npos);
+}
+
+TEST_CASE("--version lists the devices that --device takes") {
+  const std::string version = version_text();
+  const std::string devices = version.substr(version.find("devices: "));
+  INFO(devices);
+  REQUIRE(devices.find("cpu") != std::string::npos);
+  REQUIRE(devices.find("null") == std::string::npos);
 }
 
 TEST_CASE("generation needs only the weights, and is refused if they do not fit") {
@@ -97,7 +180,7 @@ TEST_CASE("generation needs only the weights, and is refused if they do not fit"
   INFO(refused.err);
   REQUIRE(refused.status == 1);
   REQUIRE(refused.err.find("--memory-limit") != std::string::npos);
-  REQUIRE(refused.err.find("use --dtype bf16, a smaller model") != std::string::npos);
+  REQUIRE(refused.err.find("it would with --dtype bf16 (") != std::string::npos);
   REQUIRE(generate(plan.total_bytes() - 1, "--dtype bf16").status == 0);
 }
 

@@ -64,7 +64,7 @@ void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms
 }  // namespace
 
 TEST_CASE("signals that repeat the first within a second are one stop request; a later one kills the process at once") {
-  for (const int again : {SIGINT, SIGTERM, SIGUSR1, SIGHUP}) {
+  for (const int again : {SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGHUP}) {
     Sleeper sleeper;
     sleeper.send(SIGINT);
     for (int i = 0; i < 4; ++i) {
@@ -87,6 +87,20 @@ TEST_CASE("a Ctrl-C that is delivered twice saves the run") {
                             " ]; do sleep 0.05; done; kill -INT $!; kill -INT $!; kill -TERM $!; wait $!"));
   REQUIRE(r.status == 75);
   REQUIRE(newest_checkpoint(dir / "run", [](const std::string& w) { FAIL(w); }));
+}
+
+TEST_CASE("every signal that asks for a stop saves the run") {
+  for (const StopSignal& signal : stop_signals) {
+    const TempDir dir;
+    const ProgramResult r = run_program(
+        tiny(dir / "run", formatted("--max-steps 100000000 >/dev/null 2>{} & while [ ! -s {} ]; do sleep 0.05; done; "
+                                    "kill -{} $!; wait $!",
+                                    dir / "said", dir / "run/metrics.jsonl", signal.name + 3)));
+    INFO(signal.name);
+    REQUIRE(r.status == 75);
+    REQUIRE(read_whole(dir / "said").find(std::string("stopped by ") + signal.name) != std::string::npos);
+    REQUIRE(newest_checkpoint(dir / "run", [](const std::string& w) { FAIL(w); }));
+  }
 }
 
 TEST_CASE("the time limit counts from the start of the process and leaves time for a save") {

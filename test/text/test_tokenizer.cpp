@@ -226,6 +226,48 @@ TEST_CASE("the end of text is the token of a usual name, or the one named in the
   REQUIRE_ERROR(make_tokenizer(dir.path()), "tokenizer_config.json");
 }
 
+TEST_CASE("the files of the byte tokenizer are a tokenizer.json that encodes and decodes as it does") {
+  const TempDir dir;
+  const ByteTokenizer bytes;
+  for (const auto& [name, text] : bytes.files()) std::ofstream(dir / name) << text;
+  const auto reread = make_tokenizer("auto", dir.path(), ByteTokenizer::vocab_size);
+  REQUIRE(dynamic_cast<HuggingFaceTokenizer*>(reread.get()) != nullptr);
+  REQUIRE(reread->end_of_text() == 256);
+  REQUIRE(reread->prefix() == bytes.prefix());
+  std::vector<std::string> texts = read_golden("cases.json").at("texts");
+  texts.emplace_back("\0 is a byte, too\n\r\t \x7f \u00ad\u0100\U0010ffff", 26);
+  for (const std::string& text : texts) {
+    if (text.find("<|endoftext|>") != std::string::npos) continue;  // there a token, here thirteen bytes
+    REQUIRE(reread->encode(text) == bytes.encode(text));
+    REQUIRE(reread->decode(bytes.encode(text)) == text);
+  }
+  for (int32_t token = 0; token <= 257; ++token)
+    REQUIRE(reread->decode(std::vector<int32_t>{token}) == bytes.decode(std::vector<int32_t>{token}));
+}
+
+TEST_CASE("a checkpoint of a byte-level model has a tokenizer.json; one of another vocabulary has not") {
+  const TempDir dir;
+  write_shard<uint16_t>(dir / "t.bin", std::vector<uint16_t>(200, 'a'));
+  auto train = [&](const std::string& out, const std::string& more) {
+    const ProgramResult r = run_program("--model d1 --n-embd 16 --n-head 2 --seq-len 8 --max-steps 1 --threads 1 -i " +
+                                        (dir / "t.bin") + " -o " + (dir / out) + " " + more);
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    return std::filesystem::exists(dir / (out + "/step-000001/tokenizer.json"));
+  };
+  REQUIRE(train("bytes", "--vocab-size 257"));
+  REQUIRE(!train("other", "--vocab-size 300"));
+  REQUIRE(!train("named", "--vocab-size 300 --tokenizer bytes"));  // may stand in for another tokenizer
+  const std::string generate =
+      "--generate --prompt 'a \u00e9' --temperature 0 -g 5 --model " + (dir / "bytes/step-000001");
+  const ProgramResult found = run_program(generate), bytes = run_program(generate + " --tokenizer bytes");
+  INFO(found.err);
+  REQUIRE(found.status == 0);
+  REQUIRE(found.out == bytes.out);
+  // And so has one that is trained further from it.
+  REQUIRE(train("more", "--n-embd 16 --model " + (dir / "bytes/step-000001")));
+}
+
 TEST_CASE("a long piece is encoded in n log n") {
   const Bpe bpe(read_golden("gpt2.json"), "test");
   std::string text;  // 4 MiB without a space: would take hours if each merge scanned all of it

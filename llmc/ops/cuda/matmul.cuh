@@ -59,8 +59,8 @@ inline std::string to_string(const MatmulShape& s) {
                    s.alignment);
 }
 
-// NVIDIA's recommendation for Hopper. Aligned as the arena is.
-inline constexpr int64_t default_matmul_workspace = 32 << 20, matmul_workspace_alignment = 256;
+// As the arena aligns.
+inline constexpr int64_t matmul_workspace_alignment = 256;
 
 namespace detail {
 
@@ -215,7 +215,6 @@ struct MatmulPlan {
 // A prepared matmul; cheap to copy. Its MatmulPlans must outlive it.
 class Matmul {
  public:
-  // A fixed size, not what the algorithm needs, so that it can be planned without a GPU.
   int64_t scratch_bytes() const { return plan_ == nullptr ? 0 : plan_->workspace_bytes; }
 
   // `scratch` is aligned to matmul_workspace_alignment and used by no other stream meanwhile.
@@ -247,7 +246,7 @@ struct MatmulTiming {
 // The library handle, and the algorithm chosen for each shape. For the current device and one host thread at a time.
 class MatmulPlans {
  public:
-  explicit MatmulPlans(int64_t workspace_bytes = default_matmul_workspace) : workspace_bytes_(workspace_bytes) {
+  explicit MatmulPlans(int64_t workspace_bytes = gpu_matmul_workspace) : workspace_bytes_(workspace_bytes) {
     cublasLtHandle_t created = nullptr;
     detail::check(cublasLtCreate(&created), "cublasLtCreate", nullptr);
     library_.reset(created);

@@ -1,0 +1,230 @@
+// foreign_options.h: what other trainers call an option, and what it is called here: the one list, from which come the
+// answer to an unknown option and the tables in README.md.
+#pragma once
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/check.h"
+#include "core/words.h"
+
+namespace llmc {
+
+struct ForeignOption {
+  const char* name;  // as that trainer spells it
+  const char* ours;  // our option, perhaps with its value; "": none
+  const char* note;  // what differs, or why there is none
+};
+struct ForeignTrainer {
+  const char* name;
+  std::vector<ForeignOption> options;
+};
+
+namespace detail {
+
+inline constexpr auto one_process = "ranks are threads of one process; several processes or nodes are not built yet";
+inline constexpr auto not_built = "not built yet";
+inline constexpr auto tokens_per_step = "in tokens: sequences x --seq-len x ranks x accumulation";
+inline constexpr auto as_fraction = "as a fraction of --lr";
+inline constexpr auto whole_run = "the schedule ends with the run";
+inline constexpr auto no_compiler = "there is nothing to compile at run time";
+inline constexpr auto no_dropout = "models have no dropout";
+inline constexpr auto shards = "token shards, as data/tokenize_text.py writes them";
+
+}  // namespace detail
+
+inline const std::vector<ForeignTrainer>& foreign_trainers() {
+  using namespace detail;
+  static const std::vector<ForeignTrainer> trainers = {
+      {"llm.c",
+       {{"-e", "--model", "d12 and the like as there; not a .bin, but the Hugging Face directory of those weights"},
+        {"-y", "--resume", "a run resumes by itself; to begin anew give another --out-dir"},
+        {"-lg", "--log-gpu-every", ""},
+        {"-nk", "--keep-checkpoints", ""},
+        {"-nm", "--keep-every", ""},
+        {"-sl", "--skip-loss-z", "never: leave it out, instead of 0"},
+        {"-sg", "--skip-grad-z", "never: leave it out, instead of 0"},
+        {"-m", "--val-steps", "batches of a step's size, not micro-batches"},
+        {"-h", "--eval-choices", "takes the file that data/hellaswag.py writes; -h alone is help"},
+        {"-a", "--overfit-batch", "takes no value"},
+        {"-f", "--tf32", "takes no value; off unless given"},
+        {"-w", "--master-weights", "none, fp32 instead of 0, 1"},
+        {"-r", "--recompute", "none, activation, norm instead of 0, 1, 2; block also"},
+        {"-ge", "", "what is fused with GELU is decided by the program"},
+        {"-pn", "--local-ranks", one_process},
+        {"-pr", "", one_process},
+        {"-pg", "--local-ranks", one_process},
+        {"-pm", "--comm", one_process},
+        {"-pi", "--comm", one_process},
+        {"-ps", "", one_process},
+        {"-pp", "", one_process},
+        {"-pf", "", one_process}}},
+      {"llm.c's train_gpt2.py",
+       {{"--input_bin", "--train-data", ""},
+        {"--input_val_bin", "--val-data", ""},
+        {"--output_dir", "--out-dir", ""},
+        {"--sequence_length", "--seq-len", ""},
+        {"--num_iterations", "--max-steps", ""},
+        {"--learning_rate", "--lr", ""},
+        {"--warmup_iters", "--warmup-steps", ""},
+        {"--learning_rate_decay_frac", "--final-lr-frac", ""},
+        {"--val_loss_every", "--val-every", ""},
+        {"--val_max_steps", "--val-steps", "batches of a step's size, not micro-batches"},
+        {"--overfit_single_batch", "--overfit-batch", ""},
+        {"--tensorcores", "--tf32", "takes no value"},
+        {"--flash", "--attention", "own kernels never store the scores; cudnn is the other choice"},
+        {"--compile", "", no_compiler},
+        {"--inference_only", "--generate", "takes no value"}}},
+      {"nanoGPT",
+       {{"dataset", "--train-data", shards},
+        {"block_size", "--seq-len", ""},
+        {"gradient_accumulation_steps", "--total-batch-size", tokens_per_step},
+        {"learning_rate", "--lr", ""},
+        {"min_lr", "--final-lr-frac", as_fraction},
+        {"warmup_iters", "--warmup-steps", ""},
+        {"lr_decay_iters", "--max-steps", whole_run},
+        {"decay_lr", "--lr-schedule", "constant instead of False"},
+        {"max_iters", "--max-steps", ""},
+        {"eval_interval", "--val-every", ""},
+        {"eval_iters", "--val-steps", "batches of a step's size, not micro-batches"},
+        {"eval_only", "", "a run validates at its start: --max-steps 1 --lr 0 with --model DIRECTORY"},
+        {"log_interval", "--log-every", ""},
+        {"always_save_checkpoint", "--checkpoint-every", "--keep-best saves at every best validation"},
+        {"init_from", "--model", "a preset is 'scratch'; 'resume' is the default (--resume); a directory has weights"},
+        {"start", "--prompt", "with --generate"},
+        {"max_new_tokens", "--sample-tokens", ""},
+        {"num_samples", "", "one sample; another --seed gives another one"},
+        {"dropout", "", no_dropout},
+        {"bias", "", "GPT-2 has biases, Llama has none: --model"},
+        {"backend", "--comm", ""},
+        {"compile", "", no_compiler},
+        {"wandb_log", "", "scripts/tensorboard.py exports metrics.jsonl"},
+        {"wandb_project", "", "scripts/tensorboard.py exports metrics.jsonl"}}},
+      {"Hugging Face's Trainer",
+       {{"--model_name_or_path", "--model", "a directory: download it first, with `hf download`"},
+        {"--config_name", "--model", "a directory, with --from-scratch"},
+        {"--tokenizer_name", "--tokenizer", "a tokenizer.json or its directory"},
+        {"--train_file", "--train-data", shards},
+        {"--validation_file", "--val-data", shards},
+        {"--dataset_name", "--train-data", shards},
+        {"--output_dir", "--out-dir", ""},
+        {"--per_device_train_batch_size", "--batch-size", ""},
+        {"--per_device_eval_batch_size", "--batch-size", "the same for both"},
+        {"--gradient_accumulation_steps", "--total-batch-size", tokens_per_step},
+        {"--learning_rate", "--lr", ""},
+        {"--lr_scheduler_type", "--lr-schedule", ""},
+        {"--warmup_ratio", "--warmup-steps", "in updates"},
+        {"--num_train_epochs", "--max-steps", "in updates; default: one epoch"},
+        {"--adam_beta1", "--beta1", ""},
+        {"--adam_beta2", "--beta2", ""},
+        {"--adam_epsilon", "--adam-eps", ""},
+        {"--max_grad_norm", "--grad-clip", ""},
+        {"--optim", "", "the optimizer is AdamW"},
+        {"--bf16", "--dtype bf16", ""},
+        {"--fp16", "", "fp32 and bf16 only: --dtype"},
+        {"--gradient_checkpointing", "--recompute block", ""},
+        {"--logging_steps", "--log-every", ""},
+        {"--eval_steps", "--val-every", ""},
+        {"--eval_strategy", "--val-every", "in updates"},
+        {"--save_steps", "--checkpoint-every", ""},
+        {"--save_strategy", "--checkpoint-every", "in updates"},
+        {"--save_total_limit", "--keep-checkpoints", ""},
+        {"--load_best_model_at_end", "--keep-best", "links OUT/best"},
+        {"--resume_from_checkpoint", "--resume", "auto by default"},
+        {"--data_seed", "--seed", ""},
+        {"--deepspeed", "--zero-stage", "no configuration file"},
+        {"--fsdp", "--zero-stage 3", ""},
+        {"--torch_compile", "", no_compiler},
+        {"--report_to", "", "scripts/tensorboard.py exports metrics.jsonl"},
+        {"--push_to_hub", "", "a checkpoint is a Hugging Face directory: `hf upload`"},
+        {"--do_train", "", "training is what happens without --generate and the other modes"},
+        {"--do_eval", "--val-data", "validates if it is given"}}},
+      {"Megatron-LM",
+       {{"--data-path", "--train-data", shards},
+        {"--tokenizer-type", "--tokenizer", ""},
+        {"--tokenizer-model", "--tokenizer", "a tokenizer.json or its directory"},
+        {"--micro-batch-size", "--batch-size", ""},
+        {"--global-batch-size", "--total-batch-size", "in tokens: sequences x --seq-len"},
+        {"--seq-length", "--seq-len", ""},
+        {"--num-layers", "--n-layer", ""},
+        {"--hidden-size", "--n-embd", ""},
+        {"--ffn-hidden-size", "--n-ffn", ""},
+        {"--num-attention-heads", "--n-head", ""},
+        {"--num-query-groups", "--n-kv-head", ""},
+        {"--train-iters", "--max-steps", ""},
+        {"--train-samples", "--max-steps", "in updates"},
+        {"--min-lr", "--final-lr-frac", as_fraction},
+        {"--lr-decay-style", "--lr-schedule", ""},
+        {"--lr-decay-iters", "--max-steps", whole_run},
+        {"--lr-warmup-iters", "--warmup-steps", ""},
+        {"--lr-warmup-fraction", "--warmup-steps", "in updates"},
+        {"--adam-beta1", "--beta1", ""},
+        {"--adam-beta2", "--beta2", ""},
+        {"--clip-grad", "--grad-clip", ""},
+        {"--save", "--out-dir", ""},
+        {"--load", "--resume", "auto by default; --model for weights alone"},
+        {"--save-interval", "--checkpoint-every", ""},
+        {"--eval-interval", "--val-every", ""},
+        {"--eval-iters", "--val-steps", ""},
+        {"--log-interval", "--log-every", ""},
+        {"--exit-duration-in-mins", "--time-limit", ""},
+        {"--reset-attention-mask", "--mask-documents", "positions too"},
+        {"--recompute-activations", "--recompute", ""},
+        {"--recompute-granularity", "--recompute", ""},
+        {"--use-distributed-optimizer", "--zero-stage 1", ""},
+        {"--tensor-model-parallel-size", "", not_built},
+        {"--pipeline-model-parallel-size", "", not_built},
+        {"--context-parallel-size", "", not_built},
+        {"--expert-model-parallel-size", "", not_built},
+        {"--sequence-parallel", "", not_built},
+        {"--num-experts", "", not_built}}},
+      {"others",
+       {{"--steps", "--max-steps", ""},
+        {"--iters", "--max-steps", ""},
+        {"--epochs", "--max-steps", "in updates; default: one epoch"},
+        {"--bs", "--batch-size", ""},
+        {"--wd", "--weight-decay", ""},
+        {"--save-every", "--checkpoint-every", ""},
+        {"--eval-every", "--val-every", ""},
+        {"--max-seq-len", "--seq-len", ""},
+        {"--context-length", "--seq-len", ""},
+        {"--grad-accum", "--total-batch-size", tokens_per_step},
+        {"--precision", "--dtype", ""},
+        {"--gpus", "--local-ranks", "one for each visible GPU by default"},
+        {"--nproc_per_node", "--local-ranks", one_process}}},
+  };
+  return trainers;
+}
+
+// What to say of an option that another trainer has: "-sl of llm.c is --skip-loss-z here". None: no trainer has it.
+inline std::optional<std::string> foreign_hint(const std::string& word) {
+  for (const ForeignTrainer& trainer : foreign_trainers())
+    for (const ForeignOption& option : trainer.options) {
+      if (plain_name(option.name) != plain_name(word)) continue;
+      const std::string theirs =
+          trainer.name == std::string("others") ? "it" : formatted("{} of {}", option.name, trainer.name);
+      const std::string note = option.note;
+      if (*option.ours == '\0') return formatted("{} has no counterpart here: {}", theirs, note);
+      return formatted("{} is {} here{}", theirs, option.ours, note.empty() ? "" : " (" + note + ")");
+    }
+  return std::nullopt;
+}
+
+// The same as tables for README.md.
+inline std::string foreign_markdown() {
+  std::string text =
+      "### For those who come from another trainer\n\n"
+      "Names that are the same, but for case, `-` and `_`, are left out. Letters that are not listed mean what they "
+      "mean "
+      "in\nllm.c; defaults may differ. A name that does not exist here is refused, and the refusal names ours.\n";
+  for (const ForeignTrainer& trainer : foreign_trainers()) {
+    text += formatted("\n| {} | here | |\n| --- | --- | --- |\n", trainer.name);
+    for (const ForeignOption& option : trainer.options)
+      text += formatted("| `{}` | {} | {} |\n", option.name,
+                        *option.ours == '\0' ? std::string("-") : formatted("`{}`", option.ours), option.note);
+  }
+  text.pop_back();
+  return text;
+}
+
+}  // namespace llmc

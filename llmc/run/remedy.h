@@ -1,0 +1,268 @@
+// remedy.h: how a run that does not fit into memory would: changes of its options, each planned before it is named,
+// with what it costs.
+#pragma once
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/log.h"
+#include "device/gpu.h"
+#include "run/options.h"
+#include "run/planner.h"
+
+namespace llmc {
+
+// Is the device a GPU for a plan alone, on a machine without one?
+inline bool is_gpu_elsewhere(const Device& device) {
+  return device.computes_as() == DeviceKind::cuda && visible_gpus().count == 0;
+}
+
+// Bytes that a rank may use.
+inline int64_t memory_limit(const Options& o, const Device& device) {
+  if (o.memory_limit) return static_cast<int64_t>(*o.memory_limit * (1 << 30));
+  if (device.computes_as() != DeviceKind::cuda) return host_memory() / device.sharers;
+  if (is_gpu_elsewhere(device)) return std::numeric_limits<int64_t>::max();  // unknown
+  return gpu_memory(o.ranks) / device.sharers;
+}
+
+// Has the run begun? Then what it computes must stay.
+enum class Begun : uint8_t { no, yes };
+
+struct Remedy {
+  StepConfig step;
+  Plan plan;
+};
+
+// Looks for the change that costs least: first those that change no numbers (at equal --grad-reduce), which are, in
+// this order, ZeRO stage 1, recomputation, smaller micro-batches and higher stages; then another number of ranks, then
+// bf16, then bf16 without master weights. Tokens per step stay. A few plans for each choice of ranks and dtype: more
+// memory is taken by larger micro-batches and by less recomputation, and so the least that these can do is tried first.
+class RemedySearch {
+ public:
+  RemedySearch(const Options& o, const StepConfig& asked, const Device& device, Begun begun)
+      : options_(o), asked_(asked), device_(device), begun_(begun) {}
+
+  std::optional<Remedy> find() {
+    for (const StepConfig& numerics : numerics_to_try()) {
+      std::vector<StepConfig> steps;
+      for (const int ranks : ranks_to_try())
+        if (const std::optional<StepConfig> step = with_ranks(numerics, ranks)) steps.push_back(*step);
+      if (steps.size() > 2 && !could_fit(steps.back())) continue;  // nor would fewer ranks
+      for (const StepConfig& step : steps)
+        if (std::optional<Remedy> found = cheapest(step)) return found;
+    }
+    return shorter_sequences();
+  }
+  // Of all that was planned, what needs least.
+  const std::optional<Remedy>& least() const { return least_; }
+
+ private:
+  std::vector<StepConfig> numerics_to_try() const {
+    std::vector<StepConfig> all{asked_};
+    if (begun_ == Begun::yes) return all;
+    StepConfig step = asked_;
+    if (step.dtype == DType::fp32) step.dtype = DType::bf16, all.push_back(step);
+    if (step.zero.holds == Holds::training_state && step.zero.master_weights)
+      step.zero.master_weights = false, all.push_back(step);
+    return all;
+  }
+
+  // On a CPU, one rank instead of several, which share its memory; on GPUs, twice as many and so on, as far as there
+  // are GPUs.
+  std::vector<int> ranks_to_try() const {
+    const int asked = asked_.zero.ranks();
+    std::vector<int> all{asked};
+    if (asked_.zero.holds == Holds::weights) return all;
+    if (device_.computes_as() != DeviceKind::cuda) {
+      if (asked > 1 && !options_.memory_limit) all.push_back(1);
+      return all;
+    }
+    const int most = is_gpu_elsewhere(device_) ? 256 * asked : device_.sharers == 1 ? visible_gpus().count : 0;
+    for (int ranks = 2 * asked; ranks <= std::min(most, 1024); ranks *= 2) all.push_back(ranks);
+    return all;
+  }
+
+  // None: the sequences of a step cannot be dealt out to so many ranks.
+  std::optional<StepConfig> with_ranks(StepConfig step, int ranks) const {
+    const int asked = step.zero.ranks();
+    if (ranks == asked) return step;
+    const int64_t sequences = step.batch.B * step.micro_batches * asked;
+    if (sequences % ranks != 0) return std::nullopt;
+    if (ranks % step.zero.replicas != 0) step.zero.replicas = 1;
+    step.zero.shards = ranks / step.zero.replicas;
+    step.batch.B = std::min(step.batch.B, sequences / ranks);
+    while (sequences / ranks % step.batch.B != 0) --step.batch.B;
+    step.micro_batches = sequences / ranks / step.batch.B;
+    return step;
+  }
+
+  Device device_for(const StepConfig& step) const {
+    Device device = device_;
+    if (device.computes_as() == DeviceKind::cuda || step.zero.ranks() == asked_.zero.ranks()) return device;
+    device.threads *= device.sharers;
+    device.sharers = 1;
+    return device;
+  }
+  int64_t limit_for(const StepConfig& step) const {
+    Options o = options_;
+    o.ranks = step.zero.ranks();
+    return memory_limit(o, device_for(step));
+  }
+
+  // The memory of a step does not depend on the number of its micro-batches, from two on, unless gpipe keeps them all.
+  bool fits_on_paper(StepConfig step) {
+    if (step.schedule != Schedule::gpipe) step.micro_batches = std::min<int64_t>(step.micro_batches, 2);
+    Plan plan = make_plan(step, device_for(step));
+    const bool good = fits(plan, limit_for(step));
+    if (!least_ || plan.total_bytes() < least_->plan.total_bytes()) least_ = {step, std::move(plan)};
+    return good;
+  }
+
+  bool could_fit(StepConfig step) {
+    step.micro_batches *= step.batch.B;
+    step.batch.B = 1;
+    step.recompute = Recompute::block;
+    if (step.zero.shards > 1) step.zero.set_stage(3);
+    return fits_on_paper(step);
+  }
+
+  std::optional<Remedy> cheapest(StepConfig step) {
+    const bool sharded = step.zero.shards > 1;
+    const Recompute asked = step.recompute;
+    const int64_t sequences = step.batch.B * step.micro_batches;
+    step.schedule = Schedule::one_f_one_b;
+    std::vector<int64_t> sizes;  // of micro-batches, the largest first
+    for (int64_t B = step.batch.B; B >= 1; --B)
+      if (sequences % B == 0 && sequences / B <= most_passes / step.model.n_layer) sizes.push_back(B);
+    auto set = [&](int64_t B, Recompute recompute) -> const StepConfig& {
+      step.batch.B = B;
+      step.micro_batches = sequences / B;
+      step.recompute = recompute;
+      return step;
+    };
+    for (int stage = sharded ? std::max(step.zero.stage, 1) : step.zero.stage; stage <= (sharded ? 3 : stage);
+         ++stage) {
+      step.zero.set_stage(stage);
+      if (!fits_on_paper(set(sizes.back(), Recompute::block))) {
+        if (!sharded) break;
+        continue;
+      }
+      size_t largest = 0, smallest = sizes.size() - 1;
+      while (largest < smallest) {
+        const size_t middle = (largest + smallest) / 2;
+        if (fits_on_paper(set(sizes[middle], Recompute::block))) smallest = middle;
+        else largest = middle + 1;
+      }
+      for (const Recompute recompute : all_recompute) {
+        if (recompute < asked || !fits_on_paper(set(sizes[smallest], recompute))) continue;
+        Plan plan = make_plan(step, device_for(step));  // of all micro-batches
+        if (fits(plan, limit_for(step))) return Remedy{step, std::move(plan)};
+      }
+    }
+    return std::nullopt;
+  }
+
+  // If the state alone fits: with half as many tokens per sequence, a quarter, and so on.
+  std::optional<Remedy> shorter_sequences() {
+    if (begun_ == Begun::yes || asked_.zero.holds == Holds::weights) return std::nullopt;
+    const std::optional<Remedy> least = least_;  // with the sequences asked for
+    StepConfig step = asked_;
+    step.batch.T = 1;
+    std::optional<Remedy> found = cheapest(step);
+    for (step.batch.T = asked_.batch.T / 2; found && step.batch.T > 1; step.batch.T /= 2)
+      if (std::optional<Remedy> longer = cheapest(step)) {
+        found = std::move(longer);
+        break;
+      }
+    least_ = least;
+    return found;
+  }
+
+  const Options& options_;
+  const StepConfig& asked_;
+  const Device& device_;
+  Begun begun_;
+  std::optional<Remedy> least_;
+};
+
+namespace detail {
+
+// The options that make the one step the other.
+inline std::string change_text(const StepConfig& from, const StepConfig& to) {
+  std::string text;
+  if (to.dtype != from.dtype) text += formatted(" --dtype {}", to.dtype);
+  if (to.zero.master_weights != from.zero.master_weights) text += " --master-weights none";
+  if (to.zero.ranks() != from.zero.ranks()) text += formatted(" --local-ranks {}", to.zero.ranks());
+  if (to.zero.replicas != from.zero.replicas) text += formatted(" --dp-replicate {}", to.zero.replicas);
+  if (to.batch.T != from.batch.T) text += formatted(" --seq-len {}", to.batch.T);
+  if (to.batch.B != from.batch.B) text += formatted(" --batch-size {}", to.batch.B);
+  if (to.batch.B != from.batch.B || to.batch.T != from.batch.T || to.zero.ranks() != from.zero.ranks())
+    text += formatted(" --total-batch-size {}", to.tokens());
+  if (to.zero.stage != from.zero.stage) text += formatted(" --zero-stage {}", to.zero.stage);
+  if (to.recompute != from.recompute) text += formatted(" --recompute {}", to.recompute);
+  if (to.schedule != from.schedule && from.micro_batches > 1) text += formatted(" --schedule {}", to.schedule);
+  return text;
+}
+
+inline double flops_of_step(const Plan& plan, const StepConfig& step) {
+  double flops = 0;
+  for (const auto& [name, totals] : plan.step_ops) flops += totals.flops;
+  return flops * step.zero.ranks();
+}
+inline int64_t traffic_of_step(const Plan& plan) {
+  int64_t bytes = 0;
+  for (const auto& [group, sent] : plan.step_traffic) bytes += sent;
+  return bytes;
+}
+
+// What the change costs besides the memory that it saves: "; 33% more work; each rank sends 3.1 GiB a step instead of
+// ..".
+inline std::string price_text(const StepConfig& from, const Plan& before, const Remedy& remedy) {
+  const StepConfig& to = remedy.step;
+  std::string text;
+  const double work = flops_of_step(remedy.plan, to) / flops_of_step(before, from);
+  if (to.batch.T == from.batch.T && work > 1.005) text += formatted("; {:.0f}% more work", 100 * (work - 1));
+  const int64_t sent = traffic_of_step(remedy.plan), sent_before = traffic_of_step(before);
+  if (sent * 100 > sent_before * 101 || sent * 101 < sent_before * 100)
+    text += formatted("; each rank sends {} a step{}", sent == 0 ? "nothing" : human_bytes(sent),
+                      sent_before == 0 ? "" : " instead of " + human_bytes(sent_before));
+  if (to.zero.grad_reduce != from.zero.grad_reduce)
+    text += "; gradients are then reduced every micro-batch, which rounds differently";
+  if (to.dtype != from.dtype || to.zero.master_weights != from.zero.master_weights) text += "; less exact";
+  return text;
+}
+
+inline std::string memory_verdict(const Options& o, const StepConfig& step, const Plan& plan, const Device& device,
+                                  Begun begun = Begun::no) {
+  const int64_t limit = memory_limit(o, device);
+  if (limit == std::numeric_limits<int64_t>::max())
+    return "here is no GPU to compare this with: --memory-limit says how many GiB of one a rank may use";
+  const std::string where = device.computes_as() == DeviceKind::cuda ? "GPU" : "machine";
+  const std::string what = (o.memory_limit           ? std::string("--memory-limit ")
+                            : step.zero.ranks() == 1 ? "this " + where + "'s "
+                                                     : "a rank's share of this " + where + ", ") +
+                           human_bytes(limit);
+  if (fits(plan, limit)) return "fits into " + what;
+  RemedySearch search(o, step, device, begun);
+  if (const std::optional<Remedy> found = search.find())
+    return formatted("does not fit into {}; it would with{} ({} instead of {}{})", what, change_text(step, found->step),
+                     human_bytes(found->plan.total_bytes()), human_bytes(plan.total_bytes()),
+                     price_text(step, plan, *found));
+  const Remedy& least = *search.least();
+  StepConfig changed = least.step;  // was planned with few micro-batches
+  changed.micro_batches = step.tokens() / (changed.batch.rows() * changed.zero.ranks());
+  const std::string change = change_text(step, changed);
+  return formatted("does not fit into {}, nor does what was tried on paper{}: use a smaller --model, or a larger {}",
+                   what,
+                   change.empty() || least.plan.total_bytes() >= plan.total_bytes()
+                       ? ""
+                       : formatted("; the least is {}, with{}", human_bytes(least.plan.total_bytes()), change),
+                   o.memory_limit ? "--memory-limit" : "machine");
+}
+
+}  // namespace detail
+
+}  // namespace llmc
