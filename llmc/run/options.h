@@ -142,9 +142,10 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--warmup-steps", "-u", o.warmup_steps, at_least(0), must_match,
         "updates over which the learning rate rises to its peak");
   visit("--lr-schedule", "-k", o.lr_schedule, one_of({"constant", "cosine", "linear", "wsd"}), must_match,
-        "learning rate after the warm-up; wsd: constant until the last fifth of the run");
+        "learning rate after the warm-up, down to --final-lr-frac at the last step; wsd: constant until the last fifth "
+        "of the run");
   visit("--final-lr-frac", "-q", o.final_lr_frac, between(0, 1), must_match,
-        "final learning rate, as a fraction of the peak");
+        "learning rate of the last step, as a fraction of the peak; not of --lr-schedule constant");
   visit("--weight-decay", "-c", o.weight_decay, between(0, 100), must_match,
         "decoupled weight decay, of matrices only, not of biases and norms");
   visit("--beta1", "", o.beta1, between(0, 0.9999999), must_match, "decay of AdamW's first moment");
