@@ -43,7 +43,7 @@ class Training {
         report_(job, log, peaks, rank == 0),
         run_(job.step, job.plan, rank_device(job.device, o_.ranks, rank), world, rank),
         schedule_(choose_lr_schedule(o_, job.max_steps)),
-        train_(job.train, loader_config(o_.shuffle)) {
+        train_(job.train, loader_config(o_.shuffled())) {
     if (job.val) val_.emplace(*job.val, loader_config(false));
     if (resume) restore(*resume);
     else initialise(run_, o_);
@@ -301,6 +301,7 @@ void run_training(const Options& o, StopCondition::Clock::time_point process_beg
   Log log;
   RunDirectory directory(log, o);
   const std::optional<ResumePoint> resume = directory.resume_point(log, o);
+  if (!o.shuffle && !directory.shuffled_before()) job.options.shuffle = false;
   // A run that was stopped after its last update may still lack the last validation.
   const bool validation_left =
       resume && resume->step == job.max_steps && job.val && o.val_every > 0 && !directory.validated(resume->step);

@@ -12,7 +12,9 @@ namespace llmc {
 
 struct Options {
   std::string train_data, val_data;
-  bool shuffle = false, mask_documents = false;
+  std::optional<bool> shuffle;  // none: as before on resume, otherwise true
+  bool shuffled() const { return shuffle.value_or(true); }
+  bool mask_documents = false;
   std::string tokenizer = "auto";
 
   std::string model = "d12";
@@ -93,7 +95,9 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--train-data", "-i", o.train_data, Limits{}, must_match,
         "token shards to train on: a file or a quoted pattern ('data/*_train_*.bin')");
   visit("--val-data", "-j", o.val_data, Limits{}, warn, "token shards for validation; default: no validation");
-  visit("--shuffle", "", o.shuffle, Limits{}, must_match, "reshuffle the samples in every epoch; default: file order");
+  visit("--shuffle", "", o.shuffle, Limits{}, must_match,
+        "shuffle the samples, in every epoch anew; --no-shuffle: file order; default: as before on resume, otherwise "
+        "--shuffle");
   visit("--mask-documents", "", o.mask_documents, Limits{}, must_match,
         "documents packed into one sequence do not attend to each other; each begins with the tokenizer's end of "
         "text, at position 0");

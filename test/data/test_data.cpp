@@ -159,7 +159,7 @@ TEST_CASE("training works with more shards than the limit of open files, shuffle
   auto train = [&](const std::string& out) {
     return run_program(
         "--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 8 --batch-size 5 --local-ranks 2 "
-        "--max-steps 45 --shuffle --threads 2 --train-data '" +
+        "--max-steps 45 --threads 2 --train-data '" +
         (dir / "s_*.bin") + "' --val-data '" + (dir / "s_0*.bin") + "' --out-dir " + (dir / out));
   };
   const ProgramResult many = train("many");
@@ -235,7 +235,8 @@ TEST_CASE("the learning rate rises to its peak with the warm-up and reaches its 
   REQUIRE(learning_rate(s, 80) == 1);
   REQUIRE(std::abs(learning_rate(s, 85) - 0.5) < tolerance);  // a quarter into the decay
   s = {.kind = "linear", .peak = 1, .warmup_steps = 0, .max_steps = 5, .final_frac = 0};
-  for (const int64_t step : {1, 2, 3, 4, 5}) REQUIRE(learning_rate(s, step) == 1 - 0.25 * static_cast<double>(step - 1));
+  for (const int64_t step : {1, 2, 3, 4, 5})
+    REQUIRE(learning_rate(s, step) == 1 - 0.25 * static_cast<double>(step - 1));
 
   for (const char* kind : {"cosine", "linear", "wsd"})
     for (const int64_t warmup : {0, 1, 3, 9}) {
