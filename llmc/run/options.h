@@ -164,7 +164,9 @@ void visit_options(O& o, Visitor&& visit) {
   visit("Evaluation and samples");
   visit("--val-every", "-v", o.val_every, at_least(0), free,
         "updates between validations, besides one at the start and one at the end; 0: no validation");
-  visit("--val-steps", "-m", o.val_steps, at_least(1), free, "size of a validation, in batches of a step's size");
+  visit("--val-steps", "-m", o.val_steps, at_least(1), free,
+        "size of a validation, in batches of a step's size; "
+        "its samples are from all of --val-data, and the same every time");
   visit("--eval-choices", "", o.eval_choices, Limits{}, free,
         "multiple-choice questions to answer with every validation, as data/hellaswag.py writes them; default: none");
   visit("--sample-every", "-s", o.sample_every, at_least(0), free, "updates between samples; 0: no samples");

@@ -1,5 +1,6 @@
 // Data order (contract 8), invalid shards, learning rates, the byte tokenizer.
 #include <map>
+#include <nlohmann/json.hpp>
 
 #include "catch2.h"
 #include "data/dataloader.h"
@@ -206,6 +207,26 @@ TEST_CASE("suspicious data gets a notice, valid data none") {
                           Catch::Matchers::Contains("is also training data"));
   for (const char* word : {"samples but the training", "look like bytes", "is also"})
     REQUIRE_THAT(right, !Catch::Matchers::Contains(word));
+}
+
+TEST_CASE("a validation of a part of the data takes samples from all shards; with --no-shuffle the first") {
+  const TempDir dir;
+  write_shard<uint16_t>(dir / "train.bin", std::vector<uint16_t>(2001, 1));
+  write_shard<uint16_t>(dir / "val_0.bin", std::vector<uint16_t>(801, 1));
+  write_shard<uint16_t>(dir / "val_1.bin", std::vector<uint16_t>(801, 2));
+  auto validation_loss = [&](const std::string& more) {
+    const ProgramResult r = run_program(
+        "--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 8 --batch-size 20 "
+        "--max-steps 10 --lr 0.1 --val-steps 1 --threads 1 --train-data " +
+        (dir / "train.bin") + " --val-data '" + (dir / "val_*.bin") + "' --out-dir " +
+        (dir / (more.empty() ? "spread" : "in_order")) + more);
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    const std::string metrics = read_whole(dir / (more.empty() ? "spread/metrics.jsonl" : "in_order/metrics.jsonl"));
+    return nlohmann::json::parse(metrics.substr(metrics.rfind("{\"kind\"")))["loss"].get<double>();
+  };
+  REQUIRE(validation_loss(" --no-shuffle") < 0.1);  // what was learned
+  REQUIRE(validation_loss("") > 1);
 }
 
 TEST_CASE("a shard that is replaced while a run reads it is detected") {

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Tiny runs of one rank and of four are killed at random moments, half of them within the first 0.2 seconds, some on a full
-# disk, and started again until they are done. No start is refused, and in the end weights, optimizer state and metrics
-# are bitwise those of a run that nobody killed.
+# Tiny runs of one rank and of four, and some with long steps, are killed at random moments, half of them within the first
+# 0.2 seconds, some on a full disk, and started again until they are done. No start is refused, and in the end weights,
+# optimizer state and metrics are bitwise those of a run that nobody killed.
 #
 #   test/scripts/long_kills_test.sh [KILLS]     default: 300; SEED=N repeats a test. Full disks need root, for a tmpfs.
 set -euo pipefail
@@ -21,19 +21,18 @@ fail() {
   exit 1
 }
 
-# options LAYOUT: its command line, without --out-dir
-options() {
-  printf '%s\n' --model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --total-batch-size 264 --threads 1 \
-    --train-data test/golden/gpt2_tiny/train.bin --val-data test/golden/gpt2_tiny/train.bin --val-every 40 --val-steps 2 \
-    --max-steps 300 --checkpoint-every 20 --keep-checkpoints 2 --keep-best --lr 1e-2 --batch-size 2
-  case $1 in
-    one) ;;
-    four) printf '%s\n' --local-ranks 4 --zero-stage 2 ;;
-  esac
+# Command lines, without --out-dir. A run with long steps is often killed before it has done any.
+tiny=(--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --batch-size 2 --lr 1e-2 --threads 1 --val-steps 2
+  --train-data test/golden/gpt2_tiny/train.bin --val-data test/golden/gpt2_tiny/train.bin --keep-checkpoints 2 --keep-best)
+# shellcheck disable=SC2034  # used by name
+{
+  one=("${tiny[@]}" --total-batch-size 264 --max-steps 300 --checkpoint-every 20 --val-every 40)
+  four=("${one[@]}" --local-ranks 4 --zero-stage 2)
+  long=("${tiny[@]}" --total-batch-size 33000 --max-steps 6 --checkpoint-every 2 --val-every 3)
 }
 # results OUT: what must not depend on interruptions
 results() {
-  (cd "$1/step-000300" && sha256sum -- *.safetensors)
+  (cd "$(printf '%s\n' "$1"/step-* | tail -n 1)" && basename "$PWD" && sha256sum -- *.safetensors)
   python3 - "$1/metrics.jsonl" <<'PY'
 import json, sys
 for line in open(sys.argv[1]):
@@ -42,26 +41,27 @@ for line in open(sys.argv[1]):
 PY
 }
 
-for layout in one four; do
-  mapfile -t "$layout" < <(options $layout)
-  declare -n line=$layout
-  out=$dir/whole-$layout
+kinds=(one four long)
+for kind in "${kinds[@]}"; do
+  declare -n line=$kind
+  out=$dir/whole-$kind
   ./train_gpt "${line[@]}" --out-dir "$out" >"$dir/out" 2>"$dir/err" || fail "the run that nobody kills failed"
-  results "$out" >"$dir/whole-$layout.txt"
+  results "$out" >"$dir/whole-$kind.txt"
 done
 
-# start PLACE LAYOUT: starts the run and kills it at a random moment. 0: it is done.
+milliseconds() { printf '%d.%03d' $(($1 / 1000)) $(($1 % 1000)); }
+# start PLACE KIND ATTEMPT: starts the run and kills it at a random moment, later with each attempt. 0: it is done.
 declare -A ended=([0]=0 [1]=0 [75]=0 [other]=0)
 start() {
-  local -n options_of_layout=$2
+  local -n options_of_kind=$2
   local signals=(KILL TERM INT) signal status=0 process
   signal=${signals[RANDOM % 3]}
-  ./train_gpt "${options_of_layout[@]}" --out-dir "$1/run" >"$dir/out" 2>"$dir/err" &
+  ./train_gpt "${options_of_kind[@]}" --out-dir "$1/run" >"$dir/out" 2>"$dir/err" &
   process=$!
-  sleep "$(printf '0.%03d' $((RANDOM % 2 ? RANDOM % 200 : RANDOM % 1000)))"
+  sleep "$(milliseconds $((RANDOM % 2 ? RANDOM % 200 : RANDOM % (900 + 100 * $3))))"
   kill -s "$signal" $process 2>/dev/null || true
   if [ $((RANDOM % 4)) = 0 ]; then   # it may be saving
-    sleep "$(printf '0.%03d' $((RANDOM % 50)))"
+    sleep "$(milliseconds $((RANDOM % 50)))"
     kill -s KILL $process 2>/dev/null || true
   fi
   wait $process 2>/dev/null || status=$?
@@ -76,8 +76,7 @@ start() {
 killed=0 runs=0 full=0
 while [ $killed -lt "$kills" ]; do
   runs=$((runs + 1))
-  layout=one place=$dir/place
-  if [ $((runs % 2)) = 0 ]; then layout=four; fi
+  kind=${kinds[runs % 3]} place=$dir/place
   if [ -n "$disk" ] && [ $((runs % 4)) -ge 2 ]; then place=$dir/disk; fi
   mkdir -p "$place"
   out=$place/run
@@ -89,7 +88,7 @@ while [ $killed -lt "$kills" ]; do
       if [ $room -gt 0 ]; then head -c $room /dev/zero >"$place/filler"; fi
     fi
     status=0
-    start "$place" $layout || status=$?
+    start "$place" "$kind" "$attempt" || status=$?
     rm -f "$place/filler"
     if [ $status = 0 ]; then break; fi
     if [ $status = 1 ]; then
@@ -101,8 +100,8 @@ while [ $killed -lt "$kills" ]; do
     [ "$attempt" -lt 200 ] || fail "no end after 200 starts"
   done
   results "$out" >"$dir/now.txt"
-  cmp -s "$dir/whole-$layout.txt" "$dir/now.txt" ||
-    fail "a resumed run of $layout rank(s) differs: $(diff "$dir/whole-$layout.txt" "$dir/now.txt" | head -n 6)"
+  cmp -s "$dir/whole-$kind.txt" "$dir/now.txt" ||
+    fail "a resumed run ($kind) differs: $(diff "$dir/whole-$kind.txt" "$dir/now.txt" | head -n 6)"
   rm -rf "$out"
 done
 echo "long_kills_test: $killed kills of $runs runs (SEED=$SEED): ${ended[75]} saved, ${ended[other]} died at once," \
