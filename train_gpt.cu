@@ -50,9 +50,9 @@ class Training {
     else initialise(run_, o_);
     if (rank_ == 0) {
       detail::require_space(o_.out_dir, job.checkpoint_bytes());
-      directory.claim(o_);
-      validated_ = directory.cut_metrics(progress_.done);
-      log.open_metrics(o_.out_dir);
+      const MetricsKept kept = directory.claim(o_, resume);
+      validated_ = kept.validated;
+      log.open(o_.out_dir, kept.elapsed_s);
       report_header(log, o_, job.device, job.backend, job.step, job.max_steps, job.train, job.val ? &*job.val : nullptr,
                     job.plan, peaks, job_.document_begin);
     }
@@ -75,10 +75,11 @@ class Training {
       }
     } catch (const Interrupted& stop) {
       finish_update();
-      if (progress_.done > 0) save();
+      if (progress_.done > 0) save(OnFailure::fail);
       throw Error(
-          formatted("stopped by {} after step {} of {}{}; run the same command again to resume", stop.reason,
-                    progress_.done, job_.max_steps, progress_.done > 0 ? ", saved to " + checkpoint_ : std::string()),
+          formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume", stop.reason,
+                    progress_.done, job_.max_steps, progress_.done > 0 ? ", saved to " + checkpoint_ : std::string(),
+                    o_.restart ? ", without --restart," : ""),
           ExitStatus::requeue);
     }
     report_.summary(progress_, checkpoint_, ops_);
@@ -125,8 +126,9 @@ class Training {
     PendingStep result;
   };
 
-  // Begins the update of step begun_ + 1. While it runs, the previous one is reported. Where the host must see the
-  // result of a step before it begins the next, the update is reported right away.
+  // Begins the update of step begun_ + 1. While a GPU runs it, the previous one is reported. Where the host must see
+  // the result of a step before it begins the next, and on a CPU, which has nothing to gain from running ahead, the
+  // update is reported right away.
   void update() {
     const int64_t step = begun_ + 1;
     if (!under_way_) report_.start_clock();
@@ -148,7 +150,8 @@ class Training {
     finish_update();
     under_way_.emplace(Update{step, lr, std::move(result)});
     begun_ = step;
-    if (o_.profile || o_.skip_loss_z || o_.skip_grad_z) finish_update();
+    const bool runs_ahead = job_.device.kind == DeviceKind::cuda;
+    if (!runs_ahead || o_.profile || o_.skip_loss_z || o_.skip_grad_z) finish_update();
   }
 
   // Waits for the update under way, if there is one, and reports it.
@@ -183,7 +186,7 @@ class Training {
   // Does finish_step() have anything to do after this step?
   bool something_due(int64_t step) const {
     return due(step, val_ ? o_.val_every : 0) || due(step, o_.sample_every) || due(step, o_.checkpoint_every) ||
-           step == job_.max_steps;
+           step == job_.max_steps || step == retry_.at;
   }
   bool due(int64_t step, int64_t every) const { return every > 0 && (step == job_.max_steps || step % every == 0); }
 
@@ -199,16 +202,16 @@ class Training {
 
   // What is due after step progress_.done: validation, a sample, a checkpoint.
   void finish_step() {
-    if (val_ && due(progress_.done, o_.val_every) && !validated_) validate();
+    if (val_ && due(progress_.done, o_.val_every) && !validated_) report_.timed(Pause::validation, [&] { validate(); });
     if (progress_.done == 0) return;
-    if (progress_.done > first_ && due(progress_.done, o_.sample_every)) sample();
-    const bool best = o_.keep_best && progress_.best_step == progress_.done;
-    if (progress_.done != job_.max_steps && !best && !due(progress_.done, o_.checkpoint_every)) return;
-    save();
-    if (rank_ != 0) return;
+    if (progress_.done > first_ && due(progress_.done, o_.sample_every))
+      report_.timed(Pause::sample, [&] { sample(); });
+    const bool best = o_.keep_best && progress_.best_step == progress_.done, last = progress_.done == job_.max_steps;
+    if (!last && !best && !due(progress_.done, o_.checkpoint_every) && progress_.done != retry_.at) return;
+    const bool saved = save(last || o_.checkpoint_errors == "fail" ? OnFailure::fail : OnFailure::retry);
+    if (!saved || rank_ != 0) return;
     if (best) directory_.link_best(progress_.done);
-    directory_.prune(o_.keep_checkpoints, o_.keep_every,
-                     o_.keep_best ? std::optional(progress_.best_step) : std::nullopt);
+    directory_.prune(o_.keep_checkpoints, o_.keep_every);
   }
 
   void validate() {
@@ -252,16 +255,35 @@ class Training {
     log_.line(formatted("sample at step {}: {}{}", progress_.done, o_.prompt, job_.tokenizer->decode(made)));
   }
 
-  // Writes the checkpoint of step progress_.done, unless it exists already.
-  void save() {
-    if (checkpoint_ == checkpoint_path(o_.out_dir, progress_.done)) return;
+  enum class OnFailure : uint8_t { retry, fail };
+
+  // Writes the checkpoint of step progress_.done, unless it exists already; returns whether there is one. If it cannot
+  // be written, as on a full disk, training may go on: it is tried again after 1, 2, 4 ... further updates.
+  bool save(OnFailure on_failure) {
+    if (checkpoint_ == checkpoint_path(o_.out_dir, progress_.done)) return true;
     const auto begin = std::chrono::steady_clock::now();
     log_.progress("writing checkpoint", 0, 1);
-    log_.sync_metrics();  // a resumed run appends to them
-    checkpoint_ = write_checkpoint(o_.out_dir, progress_.done, job_.step.model, run_.trainer.state(), job_.step.dtype,
-                                   to_json_object(progress_, job_), run_.stream, job_.tokenizer_files);
+    try {
+      report_.timed(Pause::checkpoint, [&] {
+        checkpoint_ =
+            write_checkpoint(o_.out_dir, progress_.done, job_.step.model, run_.trainer.state(), job_.step.dtype,
+                             to_json_object(progress_, job_), run_.stream, job_.tokenizer_files,
+                             [&] { log_.sync_metrics(); });  // a resumed run appends to them
+      });
+    } catch (const CheckpointError& error) {
+      const std::string last = checkpoint_.empty() ? "there is none" : "the last one is " + checkpoint_;
+      if (on_failure == OnFailure::fail)
+        throw Error(formatted("no checkpoint after step {}: {}; {}", progress_.done, error.what(), last));
+      retry_.at = progress_.done + retry_.pause;
+      retry_.pause *= 2;
+      log_.line(formatted("WARNING: no checkpoint after step {}: {}; {}; trying again after step {}", progress_.done,
+                          error.what(), last, retry_.at));
+      return false;
+    }
+    retry_ = {};
     stop_.saved(seconds_since(begin));
     log_.line("checkpoint: " + checkpoint_);
+    return true;
   }
 
   void restore(const ResumePoint& from) {
@@ -292,12 +314,17 @@ class Training {
   std::optional<Update> under_way_;
   bool validated_ = false;  // after step progress_.done
   std::string checkpoint_;  // the last one in the out directory
+  struct Retry {
+    int64_t at = 0,
+            pause = 1;  // the step after which to try again (0: none is due), and updates until the one after it
+  } retry_;
 };
 
 void run_training(const Options& o, StopCondition::Clock::time_point process_begin) {
   note_stop_signals();
   Job job(o, process_begin);
   Log log;
+  log.aside(formatted("{}: {}", time_stamp(), command_line(o, program_invocation_name)));
   RunDirectory directory(log, o);
   const std::optional<ResumePoint> resume = directory.resume_point(log, o);
   if (!o.shuffle && !directory.shuffled_before()) job.options.shuffle = false;
@@ -308,15 +335,20 @@ void run_training(const Options& o, StopCondition::Clock::time_point process_beg
     log.line(formatted("already complete: {} is at step {} of {}", o.out_dir, resume->step, job.max_steps));
     return report_next_steps(log, o, resume->path, program_invocation_name);
   }
-  if (resume) job.resume(*resume, log);
+  if (resume) job.resume(*resume, log), report_changed_schedule(log, *resume, job);
   else require_whole_weights(o);
   const Peaks peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops, o.profile)
                           .times(static_cast<double>(devices_in_use(job.device, o.ranks)));
   World world(job.step.zero.mesh(), job.backend);
-  run_ranks(world, [&](int rank) {
-    Log silent = Log::silent();
-    Training(job, directory, rank == 0 ? log : silent, resume, peaks, world, rank).run();
-  });
+  try {
+    run_ranks(world, [&](int rank) {
+      Log silent = Log::silent();
+      Training(job, directory, rank == 0 ? log : silent, resume, peaks, world, rank).run();
+    });
+  } catch (const Error& error) {
+    log.aside(formatted("train_gpt: {}", error.what()));  // main() prints it
+    throw;
+  }
 }
 
 }  // namespace

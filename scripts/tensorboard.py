@@ -13,6 +13,7 @@ incomplete last line are skipped. A new export replaces the previous one.
 Exit status: 0 done, 1 refused with the reason in one line, 130 ended by Ctrl-C.
 """
 import argparse
+import datetime
 import json
 import os
 import re
@@ -111,14 +112,22 @@ def scalar_event(wall_time, step, values):
 FLOAT_MAX = (2 - 2**-23) * 2.0**127
 
 
+def stamp(entry):
+    """The time of an object, as seconds since 1970; None in files of older versions."""
+    try:
+        return datetime.datetime.fromisoformat(entry["time"].replace("Z", "+00:00")).timestamp()
+    except (KeyError, AttributeError, ValueError):
+        return None
+
+
 def scalars(entry):
-    """(step, {tag: value}) of an object of metrics.jsonl; None if it has nothing to show."""
+    """(step, {tag: value}, time) of an object of metrics.jsonl; None if it has nothing to show."""
     kind, step = entry.get("kind"), entry.get("step")
     if not isinstance(kind, str) or type(step) is not int or not 0 <= step < 2**63:
         return None
     values = {f"{kind}/{name}": value for name, value in entry.items()
               if name != "step" and type(value) in (int, float) and abs(value) <= FLOAT_MAX}
-    return (step, values) if values else None
+    return (step, values, stamp(entry)) if values else None
 
 
 def parse(path, data, number):
@@ -146,13 +155,14 @@ def parse(path, data, number):
 
 
 def timed(points, modified):
-    """(wall time, step, values) of each point. The lines have step durations but no times; the last line's time is the
-    file's."""
+    """(wall time, step, values) of each point. Lines without a time, of older versions, have step durations; then the
+    last line's time is the file's."""
     times, now = [], modified
-    for _, values in reversed(points):
+    for _, values, own in reversed(points):
+        now = now if own is None else own
         times.append(now)
         now -= max(0.0, values.get("train/ms", 0.0)) * 1e-3
-    return [(wall_time, *point) for wall_time, point in zip(reversed(times), points)]
+    return [(wall_time, step, values) for wall_time, (step, values, _) in zip(reversed(times), points)]
 
 
 class Export:

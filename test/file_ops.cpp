@@ -3,6 +3,7 @@
 //   FILE_OPS_KILL=n    kills the process (SIGKILL) before operation n; half of the bytes of a write are written
 //   FILE_OPS_LOG=f     logs each operation to file f, with the bytes of writes: test_durable.cpp replays them
 //   FILE_OPS_SLEEP=s   the first operation takes s seconds
+//   FILE_OPS_FULL=t    writes to files with t in their path fail as on a full disk
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/syscall.h>
@@ -109,6 +110,11 @@ ssize_t write(int fd, const void* bytes, size_t n) {
   {
     std::lock_guard lock(mutex);
     const auto file = files().find(fd);
+    if (const char* full = getenv("FILE_OPS_FULL"); full != nullptr && file != files().end())
+      if (file->second.find(full) != std::string::npos) {
+        errno = ENOSPC;
+        return -1;
+      }
     if (file != files().end() && operation("write " + file->second, bytes, n)) {
       syscall(SYS_write, fd, bytes, n / 2);
       die();

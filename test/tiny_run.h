@@ -16,16 +16,18 @@ inline std::string tiny(const std::string& out, const std::string& more) {
          " --seq-len 33 --batch-size 2 --total-batch-size 264 --lr 1e-2 --threads 1 --out-dir " + out + " " + more;
 }
 
-inline std::map<int64_t, double> losses(const std::string& out) {
+// A number of all lines of a kind in metrics.jsonl, by step; each step occurs once.
+inline std::map<int64_t, double> metric(const std::string& out, const std::string& kind, const std::string& name) {
   std::map<int64_t, double> found;
   std::ifstream in(out + "/metrics.jsonl");
   for (std::string line; std::getline(in, line);) {
     const nlohmann::json object = nlohmann::json::parse(line);
-    if (object["kind"] != "train") continue;
-    REQUIRE(found.emplace(object["step"], object["loss"]).second);  // each step occurs once
+    if (object["kind"] == kind) REQUIRE(found.emplace(object["step"], object[name]).second);
   }
   return found;
 }
+inline std::map<int64_t, double> losses(const std::string& out) { return metric(out, "train", "loss"); }
+inline std::map<int64_t, double> validations(const std::string& out) { return metric(out, "val", "loss"); }
 
 // The bytes of a checkpoint's entire state.
 inline std::string state_of(const std::string& checkpoint) {

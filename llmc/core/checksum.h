@@ -90,4 +90,25 @@ inline std::optional<std::string> file_fault(const std::string& path, const File
   return error.what();
 }
 
+// A checksum of a file's size and contents that reads about `most_bytes` at most: all of a smaller file, of a larger
+// one evenly spaced blocks, the first and the last among them. So other contents of the same size are noticed unless
+// they differ only between the blocks.
+inline std::string sampled_checksum(const std::string& path, int64_t most_bytes) {
+  constexpr int64_t block_bytes = 64 << 10;
+  const File file = File::open_read(path);
+  const int64_t size = file.size(), all = ceil_div(size, block_bytes);
+  const int64_t blocks = std::min(all, std::max<int64_t>(2, most_bytes / block_bytes));
+  std::vector<char> bytes(static_cast<size_t>(std::min(size, block_bytes)));
+  uint64_t hash = static_cast<uint64_t>(size);
+  for (int64_t i = 0; i < blocks; ++i) {
+    const int64_t block = blocks == all ? i
+                                        : static_cast<int64_t>(static_cast<double>(i) * static_cast<double>(all - 1) /
+                                                               static_cast<double>(blocks - 1));
+    const int64_t begin = block * block_bytes, n = std::min(block_bytes, size - begin);
+    file.read_at(bytes.data(), n, begin);
+    hash = XXH3_64bits_withSeed(bytes.data(), static_cast<size_t>(n), hash);
+  }
+  return hex_digits(hash);
+}
+
 }  // namespace llmc

@@ -56,15 +56,17 @@ class File {
     }
   }
 
-  void write(const void* data, int64_t bytes) {
-    const char* from = static_cast<const char*>(data);
-    while (bytes > 0) {
-      const ssize_t n = ::write(fd_, from, static_cast<size_t>(bytes));
+  void write(const void* data, int64_t bytes) { check(write_some(data, bytes) == bytes, "write to"); }
+  // Returns how many of the bytes were written; if not all, errno says why.
+  int64_t write_some(const void* data, int64_t bytes) {
+    int64_t written = 0;
+    while (written < bytes) {
+      const ssize_t n = ::write(fd_, static_cast<const char*>(data) + written, static_cast<size_t>(bytes - written));
       if (n < 0 && errno == EINTR) continue;
-      check(n >= 0, "write to");
-      from += n;
-      bytes -= n;
+      if (n < 0) break;
+      written += n;
     }
+    return written;
   }
 
   void sync() { check(::fsync(fd_) == 0, "fsync"); }

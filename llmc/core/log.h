@@ -1,17 +1,20 @@
-// log.h: what a run prints: aligned lines and tables on stdout, a live progress line on a terminal, and metrics.jsonl.
+// log.h: what a run prints: lines and tables on stdout, which OUT/log.txt keeps, a live progress line on a terminal,
+// and OUT/metrics.jsonl, one object for each line of numbers.
 #pragma once
 #include <unistd.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <ctime>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "core/append_file.h"
 #include "core/check.h"
-#include "core/files.h"
 
 namespace llmc {
 
@@ -22,6 +25,18 @@ inline std::string human_count(int64_t n) {
   std::string digits = formatted("{}", n);
   for (size_t at = digits.size(); at > 3; at -= 3) digits.insert(at - 3, 1, ',');
   return digits;
+}
+
+// Three digits: 987 -> "987", 39712 -> "39.7k", 1234567 -> "1.23M".
+inline std::string human_rate(double x) {
+  const char* unit = "";
+  for (const char* larger : {"k", "M", "G", "T"}) {
+    if (x < 999.5) break;
+    x /= 1000;
+    unit = larger;
+  }
+  const int decimals = *unit == '\0' || x >= 99.95 ? 0 : x >= 9.995 ? 1 : 2;
+  return formatted("{:." + std::to_string(decimals) + "f}{}", x, unit);
 }
 
 inline std::string human_bytes(int64_t n) {
@@ -36,12 +51,23 @@ inline std::string human_duration(double seconds) {
   return s >= 3600 ? formatted("{}:{:02}:{:02}", s / 3600, s / 60 % 60, s % 60) : formatted("{}:{:02}", s / 60, s % 60);
 }
 
+// The current time in UTC, as ISO 8601 has it: "2026-01-31T23:59:59Z".
+inline std::string time_stamp() {
+  const std::time_t now = std::chrono::system_clock::to_time_t(std::chrono::system_clock::now());
+  std::tm utc{};
+  gmtime_r(&now, &utc);
+  std::array<char, 32> text;
+  return {text.data(), std::strftime(text.data(), text.size(), "%Y-%m-%dT%H:%M:%SZ", &utc)};
+}
+
 struct TrainLine {
   int64_t step, max_steps;
   double loss, grad_norm, lr, ms, tokens_per_s;
   std::optional<double> mfu;                            // 0 to 1; none: the peak is unknown
   std::optional<double> speed_of_light = std::nullopt;  // 0 to 1, of the measured peak; none: MFU refers to it
   double eta_s;                                         // seconds left
+  int64_t tokens;                                       // seen since the first step
+  int64_t memory;                                       // bytes in use, of the process or of the rank's GPU
   bool skipped = false;                                 // whether the update was
 };
 struct ValLine {
@@ -62,9 +88,16 @@ class Log {
     return log;
   }
 
-  // From now on also appends to out_dir/metrics.jsonl.
-  void open_metrics(const std::string& out_dir) { metrics_.emplace(File::append(out_dir + "/metrics.jsonl")); }
-  // Syncs the metrics written so far to disk.
+  // From now on also appends to metrics.jsonl and log.txt of this directory; the latter begins with the lines so far.
+  // elapsed_s: seconds that the run had taken when it was stopped, if it resumes.
+  void open(const std::string& out_dir, double elapsed_s) {
+    metrics_.emplace(out_dir + "/metrics.jsonl");
+    console_.emplace(out_dir + "/log.txt");
+    elapsed_before_ = elapsed_s;
+    opened_ = Clock::now();
+    keep(std::exchange(early_, ""));
+  }
+  // Syncs the metrics written so far to disk; it is an error if that cannot be.
   void sync_metrics() {
     if (metrics_) metrics_->sync();
   }
@@ -74,6 +107,12 @@ class Log {
     erase_progress();
     std::printf("%s\n", text.c_str());
     std::fflush(stdout);
+    keep(text + "\n");
+  }
+
+  // A line for log.txt alone: what the console shows anyway, such as the command or the error that ends the run.
+  void aside(const std::string& text) {
+    if (!silent_) keep(text + "\n");
   }
 
   // A title and rows of name and value.
@@ -82,15 +121,20 @@ class Log {
     for (const auto& [name, value] : rows) line(formatted("  {:-22} {}", name, value));
   }
 
-  // print: also on the console.
+  // print: also on the console, as a row of a table of at most 80 columns; its titles come again with every screen.
   void train(const TrainLine& t, bool print = true) {
-    const int digits = static_cast<int>(formatted("{}", t.max_steps).size());
-    if (print)
-      line(formatted("step {:" + std::to_string(digits) +
-                         "}/{} | loss {:7.4f} | norm {:8.4f} | lr {:.2e} | {:8.1f} ms | {:9} tok/s | {} MFU{} | ETA {}",
-                     t.step, t.max_steps, t.loss, t.grad_norm, t.lr, t.ms, human_count(std::llround(t.tokens_per_s)),
-                     share(t.mfu), t.speed_of_light ? formatted(" | {} SOL", share(t.speed_of_light)) : std::string(),
-                     human_duration(t.eta_s)));
+    if (print) {
+      const int digits = static_cast<int>(formatted("{}", t.max_steps).size());
+      const std::string place = "{:" + std::to_string(std::max(5, 2 * digits + 1)) + "}",
+                        sol = t.speed_of_light ? "{:7}" : "{}";
+      const std::string row = place + " {:8} {:8} {:9} {:8} {:7} {:7}" + sol + " {:8}";
+      if (rows_++ % rows_per_screen == 0)
+        line(formatted(row, "step", "loss", "norm", "lr", "ms", "tok/s", "MFU", t.speed_of_light ? "SOL" : "", "ETA"));
+      line(formatted(row, formatted("{}/{}", t.step, t.max_steps), formatted("{:.4f}", t.loss),
+                     formatted(t.grad_norm < 1000 ? "{:.4f}" : "{:.2e}", t.grad_norm), formatted("{:.2e}", t.lr),
+                     formatted("{:.1f}", t.ms), human_rate(t.tokens_per_s), share(t.mfu),
+                     t.speed_of_light ? share(t.speed_of_light) : "", human_duration(t.eta_s)));
+    }
     nlohmann::ordered_json object = {{"kind", "train"},
                                      {"step", t.step},
                                      {"loss", t.loss},
@@ -101,6 +145,8 @@ class Log {
                                      {"mfu", t.mfu ? nlohmann::ordered_json(*t.mfu) : nlohmann::ordered_json()}};
     if (t.speed_of_light) object["speed_of_light"] = *t.speed_of_light;
     if (t.skipped) object["skipped"] = true;
+    object["tokens"] = t.tokens;
+    object["memory_bytes"] = t.memory;
     write(object);
   }
 
@@ -137,22 +183,40 @@ class Log {
   }
 
  private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr int rows_per_screen = 25;
+
   static std::string share(const std::optional<double>& of_one) {
-    return of_one ? formatted("{:5.1f}%", 100 * *of_one) : std::string("  n/a");
+    return of_one ? formatted("{:.1f}%", 100 * *of_one) : std::string("n/a");
   }
   void erase_progress() {
     if (progress_shown_) std::printf("\r\033[K");
     progress_shown_ = false;
   }
-  // One object per line; doubles round-trip, non-finite ones are written as null.
-  void write(const nlohmann::ordered_json& object) {
+  // For log.txt, which begins when the directory is known to be the run's.
+  void keep(const std::string& text) {
+    if (console_) warn(*console_, console_->append(text));
+    else early_ += text;
+  }
+  // One object per line, with the time of writing; doubles round-trip, non-finite ones are written as null.
+  void write(nlohmann::ordered_json object) {
     if (!metrics_) return;
-    const std::string text = object.dump() + "\n";
-    metrics_->write(text.data(), static_cast<int64_t>(text.size()));
+    object["time"] = time_stamp();
+    object["elapsed_s"] = elapsed_before_ + std::chrono::duration<double>(Clock::now() - opened_).count();
+    warn(*metrics_, metrics_->append(object.dump() + "\n"));
+  }
+  void warn(const AppendFile& file, const std::string& fault) {
+    if (!fault.empty())
+      line(formatted("WARNING: cannot write to {}: {}; its lines wait in memory until there is room", file.path(),
+                     fault));
   }
 
   bool terminal_, progress_shown_ = false, silent_ = false;
-  std::optional<File> metrics_;
+  int rows_ = 0;
+  std::optional<AppendFile> metrics_, console_;
+  std::string early_;  // lines for log.txt, before it is open
+  double elapsed_before_ = 0;
+  Clock::time_point opened_;
 };
 
 }  // namespace llmc

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "core/checksum.h"
 #include "core/files.h"
 #include "core/rng.h"
 #include "core/shape.h"
@@ -74,6 +75,13 @@ class TokenShards {
   std::vector<std::string> paths() const {
     std::vector<std::string> all;
     for (const Placed& shard : shards_) all.push_back(shard.path);
+    return all;
+  }
+  // Of each shard, to notice that data have changed between a run and its resume: of all bytes if they are at most
+  // 256 MiB, else of samples of them.
+  std::vector<std::string> checksums() const {
+    std::vector<std::string> all;
+    for (const Placed& shard : shards_) all.push_back(sampled_checksum(shard.path, (int64_t{256} << 20) / count()));
     return all;
   }
   bool has(const std::string& path) const {  // under whatever path

@@ -91,6 +91,13 @@ inline int64_t host_memory(const std::string& root = "") {
   return std::min(bytes, group_limits(root).memory);
 }
 
+// Bytes of memory that this process uses now (its resident set); 0: unknown.
+inline int64_t resident_bytes() {
+  int64_t size = 0, resident = 0;  // pages
+  std::ifstream("/proc/self/statm") >> size >> resident;
+  return resident * sysconf(_SC_PAGE_SIZE);
+}
+
 inline std::string host_name() {
   char name[256] = "unknown host";
   gethostname(name, sizeof name - 1);

@@ -28,6 +28,7 @@ struct Job {
   std::unique_ptr<Tokenizer> tokenizer;
   std::map<std::string, std::string> tokenizer_files;  // read once, so that all checkpoints have the same
   TokenShards train;
+  std::vector<std::string> data_checksums;  // of its shards
   std::optional<TokenShards> val;
   std::optional<ChoiceSet> choices;
   std::optional<int32_t> document_begin;  // the token that begins a document, for --mask-documents
@@ -44,8 +45,9 @@ struct Job {
         tokenizer(choose_tokenizer(o, step.model)),
         tokenizer_files(tokenizer->files()),
         train(o.train_data, o.seq_len),
+        data_checksums(train.checksums()),
         samples_per_step(step.tokens() / o.seq_len),
-        max_steps(o.max_steps.value_or(std::max<int64_t>(1, train.samples() / samples_per_step))) {
+        max_steps(o.max_steps.value_or(steps_of_an_epoch())) {
     prompt_tokens(*tokenizer, o, step.model);  // refuses a bad --prompt now, not at the first sample
     const int64_t most_steps = std::numeric_limits<int64_t>::max() / step.tokens();
     CHECK(max_steps <= most_steps, "--max-steps {} x {} tokens per step are more than 64 bits count: use at most {}",
@@ -73,10 +75,11 @@ struct Job {
     // On resume, resume() checks the memory: what the checkpoint recorded may need less.
     std::error_code none;
     const bool begun = std::filesystem::is_directory(o.out_dir, none) && !checkpoint_steps(o.out_dir).empty();
-    if (o.resume == "never" || (o.resume == "auto" && !begun)) require_memory(o, step, plan, rank_device);
+    if (o.restart || o.resume == "never" || (o.resume == "auto" && !begun)) require_memory(o, step, plan, rank_device);
   }
 
   int64_t checkpoint_bytes() const { return llmc::checkpoint_bytes(step.model, step.dtype, step.zero.master_weights); }
+  int64_t steps_of_an_epoch() const { return std::max<int64_t>(1, train.samples() / samples_per_step); }
   double flops_per_step() const {
     return training_flops_per_token(step.model, options.seq_len) * static_cast<double>(step.tokens());
   }

@@ -27,6 +27,7 @@ struct Options {
   std::optional<int64_t> max_steps;  // none: one epoch
   std::string out_dir = "out/run";
   std::string resume = "auto";
+  bool restart = false;
   int64_t log_every = 1;
   std::optional<double> time_limit;  // minutes
   int64_t seed = 42;
@@ -48,6 +49,7 @@ struct Options {
 
   int64_t checkpoint_every = 0, keep_checkpoints = 0, keep_every = 0;
   bool keep_best = false;
+  std::string checkpoint_errors = "retry";
   std::string dtype = "fp32";
   std::string recompute = "none";
   int64_t head_chunks = 0;
@@ -134,6 +136,10 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--resume", "", o.resume, Limits{}, free,
         "auto: resume from the newest complete checkpoint in --out-dir, or start there; never: refuse an --out-dir "
         "that holds a run; or the directory of a checkpoint to resume from");
+  visit(
+      "--restart", "", o.restart, Limits{}, free,
+      "start over where --out-dir holds a run: its directory is renamed to OUT.before-N, nothing is deleted; leave it "
+      "out to resume the new run");
   visit("--log-every", "", o.log_every, at_least(1), free,
         "updates between lines on the console; metrics.jsonl has one line per update");
   visit("--time-limit", "", o.time_limit, above_zero(), free,
@@ -186,6 +192,9 @@ void visit_options(O& o, Visitor&& visit) {
         "never delete checkpoints whose step is a multiple of this; 0: none");
   visit("--keep-best", "", o.keep_best, Limits{}, free,
         "save a checkpoint whenever the validation loss is the best so far, keep it, and link OUT/best to it");
+  visit("--checkpoint-errors", "", o.checkpoint_errors, one_of({"retry", "fail"}), free,
+        "if a checkpoint cannot be written, as on a full disk: retry: go on, and try again after 1, 2, 4 ... updates; "
+        "only the last checkpoint must succeed; fail: end the run");
   visit("Numerics and layout");
   visit("--dtype", "", o.dtype, one_of({"fp32", "bf16"}), must_match,
         "type of weights and activations; gradients and optimizer state are fp32");

@@ -141,6 +141,8 @@ inline void validate(const Options& o) {
   if (o.plan) return;
   CHECK(!o.train_data.empty(),
         "--train-data is missing: name the token shards to train on (data/tokenize_text.py makes them), or see --help");
+  CHECK(!o.restart || o.resume == "auto" || o.resume == "never",
+        "--restart starts a run over, --resume {} resumes one: leave out one of them", o.resume);
   CHECK(!o.out_dir.empty(), "--out-dir is empty: name a directory for metrics and checkpoints");
 }
 

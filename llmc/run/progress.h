@@ -31,6 +31,7 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"tokens_per_step", job.step.tokens()},
       {"data_cursor", progress.done * job.samples_per_step},
       {"data_samples", job.train.samples()},
+      {"data_checksums", job.data_checksums},
       {"seq_len", job.options.seq_len},
       {"document_begin", job.document_begin ? nlohmann::ordered_json(*job.document_begin) : nlohmann::ordered_json()},
       {"seed", job.options.seed},
@@ -39,6 +40,21 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"choices", {{"grad_reduce", name_of(job.step.zero.grad_reduce)}, {"matmul", progress.matmul_choices}}},
       {"layout", detail::layout_text(job.step.zero)},
       {"options", options_json(job.options)}};
+}
+
+// Refuses training data whose contents are not those that the checkpoint's run has read.
+inline void require_same_data(const ResumePoint& from, const Job& job) {
+  const nlohmann::json then = from.trainer.value("data_checksums", nlohmann::json());
+  if (then.is_null()) return;  // written by an older version
+  CHECK(then.is_array() && then.size() == job.data_checksums.size(),
+        "{}/trainer.json: \"data_checksums\" are of {} shards, but --train-data has {} in this run: use the former "
+        "shards, or another --out-dir",
+        from.path, then.size(), job.data_checksums.size());
+  for (size_t i = 0; i < then.size(); ++i)
+    CHECK(then[i] == job.data_checksums[i],
+          "--train-data: {} has changed since the run began (checksum {}, in {}/trainer.json {}): restore its former "
+          "contents to resume, or start a new run in another --out-dir",
+          job.train.paths()[i], job.data_checksums[i], from.path, then[i].dump());
 }
 
 // Refuses a checkpoint from which the job would not continue the same run.
@@ -63,8 +79,26 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
           from.path, field, value.dump(), now.value(field, nlohmann::json()).dump(), job.options.model,
           "the model's directory has changed; --resume never and another --out-dir start a new run");
   expect("data_samples", job.train.samples(), "--train-data has changed: use the former shards, or another --out-dir");
+  require_same_data(from, job);
   expect("data_cursor", from.step * job.samples_per_step,
          "the checkpoint is damaged, or was written by another program");
+}
+
+// A run that resumes with another number of steps follows another schedule: says where the learning rate jumps to.
+inline void report_changed_schedule(Log& log, const ResumePoint& from, const Job& job) {
+  const nlohmann::json options = from.trainer.value("options", nlohmann::json::object());
+  const nlohmann::json steps = options.is_object() ? options.value("--max-steps", nlohmann::json()) : nlohmann::json();
+  if (!steps.is_string() || from.step >= job.max_steps) return;
+  const std::string text = steps;
+  const int64_t before = text.empty() ? job.steps_of_an_epoch() : std::strtoll(text.c_str(), nullptr, 10);
+  if (before == job.max_steps) return;
+  const double was = learning_rate(choose_lr_schedule(job.options, before), std::min(from.step, before)),
+               is = learning_rate(choose_lr_schedule(job.options, job.max_steps), from.step + 1);
+  log.line(
+      formatted("notice: {} steps instead of {}: the learning rate was {:.2e} at step {} and is {:.2e} at step {}, "
+                "on its way to {:.2e} ({})",
+                job.max_steps, before, was, from.step, is, from.step + 1,
+                learning_rate(choose_lr_schedule(job.options, job.max_steps), job.max_steps), job.options.lr_schedule));
 }
 
 inline Progress progress_at(const ResumePoint& from) {

@@ -193,8 +193,8 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
   Rows rows = {
       {"machine", formatted("{}: {}", host_name(), describe(device))},
       {"matmul",
-       formatted("{}, {}, peak {:.1f} TFLOP/s measured here", matmul_library(device), o.dtype, peaks.measured * 1e-12)},
-      {"MFU", peaks.promised ? formatted("a share of {:.1f} TFLOP/s: {}", *peaks.promised * 1e-12, peaks.source)
+       formatted("{}, {}, peak {:.3f} TFLOP/s measured here", matmul_library(device), o.dtype, peaks.measured * 1e-12)},
+      {"MFU", peaks.promised ? formatted("a share of {:.3f} TFLOP/s: {}", *peaks.promised * 1e-12, peaks.source)
                              : formatted("n/a: {}; set it with --peak-tflops", peaks.source)}};
   if (device.kind == DeviceKind::cuda)
     if (const auto chip = gpu_peaks(gpu_info(device.gpu).name)) rows.emplace_back("datasheet", describe(*chip));
@@ -276,6 +276,7 @@ inline void report_next_steps(Log& log, const Options& o, const std::string& che
   more.from_scratch = false;
   more.n_layer = more.n_head = more.n_kv_head = more.n_embd = more.n_ffn = more.vocab_size = std::nullopt;
   more.resume = Options().resume;
+  more.restart = false;
   const std::string out = o.out_dir.substr(0, o.out_dir.find_last_not_of('/') + 1);
   const std::string first = detail::without_continued(out);
   more.out_dir = first + "-continued";

@@ -83,6 +83,13 @@ inline std::optional<ResumePoint> newest_checkpoint(const std::string& out_dir,
   return std::nullopt;
 }
 
+// What metrics.jsonl holds up to a step.
+struct MetricsKept {
+  std::string lines;       // complete ones, of no later step
+  bool validated = false;  // whether there is a validation of the step itself
+  double elapsed_s = 0;    // seconds that the run had taken
+};
+
 class RunDirectory {
  public:
   // Creates the directory if needed and locks it. Refuses one that holds anything but a run with these options or a run
@@ -92,22 +99,20 @@ class RunDirectory {
     std::filesystem::create_directories(path_, error);
     CHECK(!error && std::filesystem::is_directory(path_, unknown), "--out-dir {}: cannot create this directory: {}",
           path_, error ? error.message() : "a file has this name");
-    if (!path_exists(run_file()))
+    if (!path_exists(run_file()) && !(o.restart && path_exists(metrics_file())))
       for (const std::string& name : names_in(path_))
         CHECK(name.starts_with(".tmp-") || nothing_in(name),
               "--out-dir {} holds {}, which does not belong to a run: choose another directory, or empty it", path_,
               name);
     lock();
-    if (path_exists(run_file())) {
+    if (o.restart) move_aside(log, o);
+    if (path_exists(run_file()) && has_steps()) {  // without a step, it may have been started with mistyped options
+      CHECK(o.resume != "never",
+            "--resume never: --out-dir {} already holds a run; choose another one, or move it aside with --restart",
+            path_);
       const nlohmann::json options = read_json(run_file()).value("options", nlohmann::json());
-      if (has_steps()) {
-        CHECK(o.resume != "never", "--resume never: --out-dir {} already holds a run; choose another one, or remove it",
-              path_);
-        check_resumed_options(log, run_file(), options, o);
-        shuffled_before_ = shuffled(options);
-      } else {  // perhaps started with mistyped options
-        std::filesystem::remove(run_file(), error);
-      }
+      check_resumed_options(log, run_file(), options, o);
+      shuffled_before_ = shuffled(options);
     }
     for (const std::string& name : names_in(path_))  // left by a killed run; we hold the lock
       if (name.starts_with(".tmp-")) std::filesystem::remove_all(path_ + "/" + name, error);
@@ -149,20 +154,22 @@ class RunDirectory {
   // False: the run to resume takes its samples in file order.
   bool shuffled_before() const { return shuffled_before_; }
 
-  // Makes this the directory of a run with these options.
-  void claim(const Options& o) const {
-    if (path_exists(run_file())) return;
-    const std::string temporary = path_ + "/.tmp-run.json";
-    write_text_durably(temporary, nlohmann::ordered_json{{"format", 1}, {"options", options_json(o)}}.dump(1) + "\n");
-    std::error_code error;
-    std::filesystem::rename(temporary, run_file(), error);
-    CHECK(!error, "cannot rename {} to {}: {}", temporary, run_file(), error.message());
-    fsync_directory(path_);
+  // Makes this the directory of a run with these options that begins at its first step, or resumes at a checkpoint.
+  // Returns what metrics.jsonl holds up to there: of a run that begins nothing, since what another one has left is no
+  // result of this one.
+  MetricsKept claim(const Options& o, const std::optional<ResumePoint>& resume) const {
+    const bool ours = resume && path_exists(run_file()) && has_steps();
+    const MetricsKept kept = truncate_metrics(resume ? std::optional(resume->step) : std::nullopt);
+    if (!ours) replace(run_file(), nlohmann::ordered_json{{"format", 1}, {"options", options_json(o)}}.dump(1) + "\n");
+    return kept;
   }
 
-  // Deletes checkpoints except the newest `keep` (0: keeps all), multiples of `keep_every`, and that of step `best`.
-  void prune(int64_t keep, int64_t keep_every, std::optional<int64_t> best) const {
+  // Deletes checkpoints except the newest `keep` (0: keeps all), multiples of `keep_every`, and the one that OUT/best
+  // links to.
+  void prune(int64_t keep, int64_t keep_every) const {
     if (keep == 0) return;
+    std::error_code none;
+    const std::optional<int64_t> best = checkpoint_step(std::filesystem::read_symlink(path_ + "/best", none));
     std::vector<int64_t> steps = checkpoint_steps(path_);
     steps.resize(steps.size() - std::min(steps.size(), static_cast<size_t>(keep)));
     for (const int64_t step : steps)
@@ -179,16 +186,11 @@ class RunDirectory {
     CHECK(!error, "cannot link {}/best: {}", path_, error.message());
   }
 
-  // Truncates metrics.jsonl after the lines of `step` and drops incomplete lines; returns whether it holds a validation
-  // of that step.
-  bool cut_metrics(int64_t step) const {
-    const std::string temporary = path_ + "/.tmp-metrics.jsonl";
-    const Metrics metrics = metrics_until(step);
-    write_text_durably(temporary, metrics.lines);
-    std::error_code error;
-    std::filesystem::rename(temporary, metrics_file(), error);
-    CHECK(!error, "cannot rename {} to {}: {}", temporary, metrics_file(), error.message());
-    return metrics.validated;
+  // Truncates metrics.jsonl after the lines of `step` and drops incomplete lines; none: drops all.
+  MetricsKept truncate_metrics(std::optional<int64_t> step) const {
+    const MetricsKept kept = step ? metrics_until(*step) : MetricsKept();
+    replace(metrics_file(), kept.lines);
+    return kept;
   }
   bool validated(int64_t step) const { return metrics_until(step).validated; }
 
@@ -196,22 +198,30 @@ class RunDirectory {
   std::string run_file() const { return path_ + "/run.json"; }
   std::string metrics_file() const { return path_ + "/metrics.jsonl"; }
 
-  struct Metrics {
-    std::string lines;       // complete ones, of no later step
-    bool validated = false;  // whether `step` itself was
-  };
-  Metrics metrics_until(int64_t step) const {
-    Metrics metrics;
-    if (!path_exists(metrics_file())) return metrics;
+  // Gives a file of the directory new contents: either the former ones or the new ones survive a crash.
+  void replace(const std::string& file, const std::string& text) const {
+    const std::string temporary = path_ + "/.tmp-" + std::filesystem::path(file).filename().string();
+    write_text_durably(temporary, text);
+    std::error_code error;
+    std::filesystem::rename(temporary, file, error);
+    CHECK(!error, "cannot rename {} to {}: {}", temporary, file, error.message());
+    fsync_directory(path_);
+  }
+
+  MetricsKept metrics_until(int64_t step) const {
+    MetricsKept kept;
+    if (!path_exists(metrics_file())) return kept;
     std::istringstream lines(read_text(metrics_file()));
     for (std::string line; std::getline(lines, line);) {
       const nlohmann::json object = nlohmann::json::parse(line, nullptr, false);
       const nlohmann::json at = object.is_object() ? object.value("step", nlohmann::json()) : nlohmann::json();
       if (!at.is_number_integer() || at > step) continue;
-      metrics.validated |= at == step && object.value("kind", nlohmann::json()) == "val";
-      metrics.lines += line + "\n";
+      kept.validated |= at == step && object.value("kind", nlohmann::json()) == "val";
+      const nlohmann::json elapsed = object.value("elapsed_s", nlohmann::json());
+      if (elapsed.is_number()) kept.elapsed_s = elapsed;
+      kept.lines += line + "\n";
     }
-    return metrics;
+    return kept;
   }
 
   // Whether the run has done anything worth keeping.
@@ -229,11 +239,34 @@ class RunDirectory {
 
   void lock() {
     const std::string file = path_ + "/.lock";
+    if (lock_.fd >= 0) ::close(lock_.fd);
     lock_.fd = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
     CHECK(lock_.fd >= 0, "--out-dir {}: cannot write there: {}", path_, std::strerror(errno));
     const bool locked = flock(lock_.fd, LOCK_EX | LOCK_NB) == 0;
     CHECK(locked || errno != EWOULDBLOCK,
           "--out-dir {}: another run is writing to it; wait for its end, or choose another directory", path_);
+  }
+
+  // --restart: the directory is renamed as a whole, at once, and made anew.
+  void move_aside(Log& log, const Options& o) {
+    const std::vector<std::string> names = names_in(path_);
+    if (std::all_of(names.begin(), names.end(), [](const std::string& name) { return name == ".lock"; })) return;
+    std::error_code error, none;
+    const std::filesystem::path from = std::filesystem::canonical(path_, none);
+    const std::filesystem::path model = std::filesystem::weakly_canonical(o.model, none);
+    CHECK(std::mismatch(from.begin(), from.end(), model.begin(), model.end()).first != from.end(),
+          "--restart would move --model {}, which is inside --out-dir {}: choose another --out-dir instead", o.model,
+          path_);
+    std::string to;
+    for (int i = 1; to.empty() || path_exists(to); ++i) to = formatted("{}.before-{}", from.string(), i);
+    std::filesystem::rename(from, to, error);
+    CHECK(!error, "--restart: cannot rename {} to {}: {}; choose another --out-dir instead", from.string(), to,
+          error.message());
+    fsync_directory(from.parent_path());
+    std::filesystem::create_directories(from, error);
+    CHECK(!error, "cannot create {}: {}", from.string(), error.message());
+    lock();
+    log.line(formatted("--restart: the former contents of {} are now in {}", path_, to));
   }
 
   // Renames a damaged checkpoint to make room for the one that will be written again.

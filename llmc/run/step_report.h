@@ -1,8 +1,11 @@
 // step_report.h: what a run says about its updates: a line for each, with speed and time left, the readings of the GPU,
 // and the summary at the end.
 #pragma once
+#include <array>
 #include <chrono>
 #include <cmath>
+#include <deque>
+#include <numeric>
 #include <optional>
 #include <string>
 
@@ -18,6 +21,9 @@ namespace llmc {
 inline double seconds_since(std::chrono::steady_clock::time_point begin) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
+
+// What a run does between updates.
+enum class Pause : uint8_t { validation, sample, checkpoint };
 
 class StepReport {
  public:
@@ -35,10 +41,11 @@ class StepReport {
   void finished(int64_t step, double lr, const StepResult& result) {
     const double seconds = seconds_since(clock_);
     clock_ = std::chrono::steady_clock::now();
-    last_seconds_ = seconds;
     step_seconds_ += seconds;
+    recent_.push_back(seconds);
+    // The first update touches all memory for the first time.
+    if (recent_.size() > recent_updates || (recent_.size() == 2 && step == first_ + 2)) recent_.pop_front();
     last_loss_ = result.loss;
-    const double seconds_per_step = seconds_since(begin_) / static_cast<double>(step - first_);
     const bool on_gpu = job_.device.kind == DeviceKind::cuda;
     log_.train({.step = step,
                 .max_steps = job_.max_steps,
@@ -49,9 +56,19 @@ class StepReport {
                 .tokens_per_s = static_cast<double>(job_.step.tokens()) / seconds,
                 .mfu = share_of(peaks_.promised, seconds),
                 .speed_of_light = on_gpu ? share_of(peaks_.measured, seconds) : std::nullopt,
-                .eta_s = seconds_per_step * static_cast<double>(job_.max_steps - step),
+                .eta_s = seconds_left(step),
+                .tokens = step * job_.step.tokens(),
+                .memory = on_gpu ? job_.plan.total_bytes() : resident_bytes(),
                 .skipped = !result.applied},
                step % o_.log_every == 0 || step == first_ + 1 || step == job_.max_steps);
+  }
+
+  // Runs what a pause is for, and remembers how long it took.
+  template <class F>
+  void timed(Pause pause, F&& work) {
+    const auto begin = std::chrono::steady_clock::now();
+    work();
+    pause_seconds_[static_cast<size_t>(pause)] = seconds_since(begin);
   }
 
   // What else there is to say about an update that has finished and has not diverged.
@@ -61,7 +78,7 @@ class StepReport {
   }
 
   // Of the last update.
-  double last_seconds() const { return last_seconds_; }
+  double last_seconds() const { return recent_.empty() ? 0 : recent_.back(); }
 
   // At the end of a run. ops: where --profile has booked its ops.
   void summary(const Progress& progress, const std::string& checkpoint, const OpLedger& ops) const {
@@ -89,6 +106,20 @@ class StepReport {
     return peak ? std::optional(job_.flops_per_step() / seconds / *peak) : std::nullopt;
   }
 
+  // From the time of recent updates, and of the last validation, sample and checkpoint. One that has not been yet is
+  // left out.
+  double seconds_left(int64_t step) const {
+    const double mean = std::accumulate(recent_.begin(), recent_.end(), 0.0) / static_cast<double>(recent_.size());
+    double seconds = mean * static_cast<double>(job_.max_steps - step);
+    const std::array<int64_t, 3> every = {job_.val ? o_.val_every : 0, o_.sample_every,
+                                          o_.checkpoint_every > 0 ? o_.checkpoint_every : job_.max_steps};
+    for (size_t pause = 0; pause < every.size(); ++pause)
+      if (every[pause] > 0)
+        seconds += pause_seconds_[pause] *
+                   static_cast<double>(ceil_div(job_.max_steps, every[pause]) - (step - 1) / every[pause]);
+    return seconds;
+  }
+
   void read_gpu(int64_t step) {
     if (const auto reading = monitor_->read()) return log_.gpu(step, to_string(*reading), to_json_object(*reading));
     log_.line("notice: " + monitor_->why_not());
@@ -104,7 +135,10 @@ class StepReport {
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   std::chrono::steady_clock::time_point clock_;  // when the last update finished, or the current one began
   double step_seconds_ = 0;                      // of all updates, without validation, sampling and checkpoints
-  double last_loss_ = 0, last_seconds_ = 0;
+  static constexpr size_t recent_updates = 16;
+  std::deque<double> recent_;                 // seconds of the last updates
+  std::array<double, 3> pause_seconds_ = {};  // of the last one of each kind; 0: none yet
+  double last_loss_ = 0;
 };
 
 }  // namespace llmc

@@ -1,8 +1,12 @@
 // core/: formatting, bf16, counter-based random numbers, options, the log.
+#include <sys/resource.h>
+
+#include <csignal>
 #include <nlohmann/json.hpp>
 #include <set>
 
 #include "catch2.h"
+#include "core/append_file.h"
 #include "core/dtype.h"
 #include "core/log.h"
 #include "core/rng.h"
@@ -188,7 +192,7 @@ TEST_CASE("metrics.jsonl holds every number exactly, null where one is not finit
   const TempDir dir;
   {
     Log log;
-    log.open_metrics(dir.path());
+    log.open(dir.path(), 100);
     log.train({.step = 3,
                .max_steps = 10,
                .loss = 1.0 / 3,
@@ -197,7 +201,9 @@ TEST_CASE("metrics.jsonl holds every number exactly, null where one is not finit
                .ms = 5,
                .tokens_per_s = 1e6,
                .mfu = 0.5,
-               .eta_s = 9});
+               .eta_s = 9,
+               .tokens = 3072,
+               .memory = int64_t{5} << 40});
     log.val({.step = 3, .loss = 2.0 / 3});
   }
   std::ifstream in(dir / "metrics.jsonl");
@@ -207,11 +213,90 @@ TEST_CASE("metrics.jsonl holds every number exactly, null where one is not finit
   REQUIRE(train["kind"] == "train");
   REQUIRE(train["loss"].get<double>() == 1.0 / 3);
   REQUIRE(train["grad_norm"].is_null());
+  REQUIRE(train["tokens"] == 3072);
+  REQUIRE(train["memory_bytes"] == int64_t{5} << 40);
+  const std::string time = train["time"];  // 2026-01-31T23:59:59Z
+  REQUIRE(time.size() == 20);
+  REQUIRE((time[4] == '-' && time[10] == 'T' && time[19] == 'Z'));
+  REQUIRE(train["elapsed_s"] >= 100);  // those before the run resumed count
+  REQUIRE(train["elapsed_s"] < 110);
   std::getline(in, line);
   REQUIRE(nlohmann::json::parse(line)["loss"].get<double>() == 2.0 / 3);
 }
 
+TEST_CASE("the table of steps has at most 80 columns and repeats its titles; log.txt keeps what the console showed") {
+  const TempDir dir;
+  {
+    Log log;
+    log.line("before the directory is known");
+    log.aside("the command");
+    log.open(dir.path(), 0);
+    for (int64_t step = 1; step <= 60; ++step)
+      log.train({.step = 99939 + step,
+                 .max_steps = 99999,
+                 .loss = 12.3456,
+                 .grad_norm = step == 1 ? 1e9 : 123.4567,
+                 .lr = 1.25e-4,
+                 .ms = 98765.4,
+                 .tokens_per_s = 1.234e6,
+                 .mfu = 1.0,
+                 .speed_of_light = 0.654,
+                 .eta_s = 359999,
+                 .tokens = 1,
+                 .memory = 1},
+                step != 2);
+  }
+  {
+    Log resumed;
+    resumed.open(dir.path(), 5), resumed.line("a second start");
+  }
+  std::istringstream lines(read_whole(dir / "log.txt"));
+  std::vector<std::string> all;
+  for (std::string line; std::getline(lines, line);) all.push_back(line);
+  REQUIRE(all.size() == 2 + 59 + 3 + 1);  // three screens
+  REQUIRE(all[0] == "before the directory is known");
+  REQUIRE(all[1] == "the command");
+  REQUIRE(all[2] == "       step     loss     norm        lr       ms   tok/s     MFU    SOL      ETA");
+  REQUIRE(all[3] == "99940/99999  12.3456 1.00e+09  1.25e-04  98765.4   1.23M  100.0%  65.4% 99:59:59");
+  REQUIRE(all[4].starts_with("99942/99999  12.3456 123.4567"));
+  REQUIRE(all[2 + 26] == all[2]);
+  REQUIRE(all.back() == "a second start");
+  for (const std::string& line : all) REQUIRE(line.size() <= 80);
+}
+
+TEST_CASE("a full disk does not end a file that grows: its lines wait until there is room") {
+  const TempDir dir;
+  AppendFile file(dir / "lines");
+  rlimit before{};
+  getrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, SIG_IGN);  // then a write fails like one to a full disk
+  const rlimit ten_bytes{10, before.rlim_max};
+  setrlimit(RLIMIT_FSIZE, &ten_bytes);
+  std::vector<std::string> faults;
+  for (const char* line : {"first\n", "second\n", "third\n"}) faults.push_back(file.append(line));
+  std::string sync_fault;
+  try {
+    file.sync();
+  } catch (const Error& error) {
+    sync_fault = error.what();
+  }
+  const std::string meanwhile = read_whole(dir / "lines");
+  setrlimit(RLIMIT_FSIZE, &before);
+  REQUIRE(faults == std::vector<std::string>{"", "File too large", ""});  // said once
+  REQUIRE(sync_fault == "cannot write to " + (dir / "lines") + ": File too large");
+  REQUIRE(meanwhile == "first\nseco");
+  REQUIRE(file.append("fourth\n").empty());
+  file.sync();
+  REQUIRE(read_whole(dir / "lines") == "first\nsecond\nthird\nfourth\n");
+}
+
 TEST_CASE("numbers in human-readable form") {
+  REQUIRE(human_rate(987.4) == "987");
+  REQUIRE(human_rate(999.6) == "1.00k");
+  REQUIRE(human_rate(39712) == "39.7k");
+  REQUIRE(human_rate(123456) == "123k");
+  REQUIRE(human_rate(1234567) == "1.23M");
+
   REQUIRE(human_count(999) == "999");
   REQUIRE(human_count(1234567) == "1,234,567");
   REQUIRE(human_count(124439808) == "124.4M");

@@ -46,14 +46,6 @@ TEST_CASE("a run stopped by signals at arbitrary moments and resumed is bitwise 
     REQUIRE(losses(dir / "whole").size() == 200);
     REQUIRE(losses(dir / "cut") == losses(dir / "whole"));
     REQUIRE(state_of(dir / "cut/step-000200") == state_of(dir / "whole/step-000200"));
-    // Validations too, each exactly once.
-    auto validations = [](const std::string& out) {
-      std::vector<std::string> lines;
-      std::ifstream in(out + "/metrics.jsonl");
-      for (std::string line; std::getline(in, line);)
-        if (line.find("\"val\"") != std::string::npos) lines.push_back(line);
-      return lines;
-    };
     REQUIRE(validations(dir / "whole").size() == 5);
     REQUIRE(validations(dir / "cut") == validations(dir / "whole"));
   }

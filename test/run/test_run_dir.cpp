@@ -5,21 +5,16 @@
 #include <nlohmann/json.hpp>
 
 #include "catch2.h"
-#include "helpers.h"
 #include "run/report.h"
 #include "run/run_dir.h"
+#include "tiny_run.h"
+#include "train/lr_schedule.h"
 
 using namespace llmc;
 using nlohmann::json;
 namespace fs = std::filesystem;
 
 namespace {
-
-std::string tiny(const std::string& out, const std::string& more) {
-  return "--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --train-data test/golden/gpt2_tiny/train.bin --seq-len 33 "
-         "--batch-size 2 --lr 1e-2 --threads 1 --out-dir " +
-         out + " " + more;
-}
 
 Options in(const std::string& out) {
   Options o;
@@ -42,12 +37,6 @@ class OrdinaryUser {
  private:
   bool root_;
 };
-
-void run_well(const std::string& arguments) {
-  const ProgramResult r = run_program(arguments);
-  INFO(r.err);
-  REQUIRE(r.status == 0);
-}
 
 // Changes trainer.json of a checkpoint, keeping the checkpoint valid.
 template <class Change>
@@ -90,9 +79,13 @@ TEST_CASE("a run without a completed step may be replaced by one with other opti
   Log log = Log::silent();
   Options first = in(dir / "run"), other = first;
   other.seq_len = first.seq_len + 1;
-  RunDirectory(log, first).claim(first);
+  RunDirectory(log, first).claim(first, {});
   std::ofstream(dir / "run/metrics.jsonl") << "{\"kind\":\"val\",\"step\":0}\n";
-  RunDirectory(log, other).claim(other);
+  {  // a start that dies before it claims the directory leaves it as it was
+    const RunDirectory died(log, other);
+  }
+  RunDirectory(log, other).claim(other, {});
+  REQUIRE(fs::file_size(dir / "run/metrics.jsonl") == 0);  // the validation was of the first one's model
   std::ofstream(dir / "run/metrics.jsonl") << "{\"kind\":\"train\",\"step\":1}\n";
   REQUIRE_ERROR(RunDirectory(log, first), "--seq-len was");
   const RunDirectory same(log, other);
@@ -146,10 +139,15 @@ TEST_CASE("metrics are truncated after the step, whatever their lines contain") 
   Log log = Log::silent();
   const RunDirectory directory(log, in(dir / "run"));
   const std::string kept =
-      "{\"kind\":\"train\",\"step\":1}\n{\"kind\":3,\"step\":2}\n{\"step\":2}\n{\"kind\":null,\"step\":2}\n";
-  std::ofstream(dir / "run/metrics.jsonl") << kept << "{\"kind\":\"val\",\"step\":3}\n{\"kind\":\"val\",\"step\":\"2\"}"
-                                           << "\n[2]\n\n{\"kind\":\"val\",\"st";
-  REQUIRE_FALSE(directory.cut_metrics(2));
+      "{\"kind\":\"train\",\"step\":1}\n{\"kind\":3,\"step\":2}\n{\"step\":2,\"elapsed_s\":12.5}\n"
+      "{\"kind\":null,\"step\":2,\"elapsed_s\":null}\n";
+  const std::string text = kept + "{\"kind\":\"val\",\"step\":3,\"elapsed_s\":99}\n{\"kind\":\"val\",\"step\":\"2\"}" +
+                           "\n[2]\n\n{\"kind\":\"val\",\"st";
+  directory.claim(in(dir / "run"), {});
+  std::ofstream(dir / "run/metrics.jsonl") << text;
+  const MetricsKept end = directory.claim(in(dir / "run"), ResumePoint{dir / "elsewhere/step-000002", 2, {}});
+  REQUIRE_FALSE(end.validated);
+  REQUIRE(end.elapsed_s == 12.5);
   REQUIRE(read_whole(dir / "run/metrics.jsonl") == kept);
 }
 
@@ -163,9 +161,98 @@ TEST_CASE("a run that was stopped between its last update and its last validatio
   REQUIRE(last.starts_with("{\"kind\":\"val\",\"step\":3,"));
   std::ofstream(dir / "run/metrics.jsonl") << whole.substr(0, whole.size() - last.size());
   run_well(options);
-  REQUIRE(read_whole(dir / "run/metrics.jsonl") == whole);
+  const std::string again = read_whole(dir / "run/metrics.jsonl"), redone = again.substr(again.rfind("{\"kind\""));
+  REQUIRE(again.substr(0, again.size() - redone.size()) == whole.substr(0, whole.size() - last.size()));
+  REQUIRE(json::parse(redone)["loss"] == json::parse(last)["loss"]);
+  REQUIRE(json::parse(redone)["elapsed_s"] > json::parse(last)["elapsed_s"].get<double>() / 2);  // counted on
   REQUIRE(run_program(options).out.find("already complete") != std::string::npos);
-  REQUIRE(read_whole(dir / "run/metrics.jsonl") == whole);
+  REQUIRE(read_whole(dir / "run/metrics.jsonl") == again);
+}
+
+TEST_CASE("a run that was stopped before its first step neither locks its directory nor leaves its validation behind") {
+  const TempDir dir;
+  const std::string val = " --val-data test/golden/gpt2_tiny/train.bin --val-steps 1 ";
+  fs::create_directories(dir / "run");
+  std::ofstream(dir / "run/metrics.jsonl") << "{\"kind\":\"val\",\"step\":0,\"loss\":5}\n";
+  std::ofstream(dir / "run/run.json") << "{\"format\":1,\"options\":{\"--seed\":\"1\"}}";
+  // A second start that dies on the way, at whatever operation; run.json and metrics.jsonl are replaced by the third.
+  for (const char* at : {"1", "4", "8"}) {
+    const ProgramResult died =
+        run_program(tiny(dir / "run", "--max-steps 1"),
+                    formatted("FILE_OPS_KILL={} FILE_OPS_ROOT={} LD_PRELOAD=build/file_ops.so", at, dir.path()));
+    REQUIRE(died.status == 128 + 9);
+  }
+  run_well(tiny(dir / "run", "--max-steps 1 --seed 7" + val));
+  run_well(tiny(dir / "other", "--max-steps 1 --seed 7" + val));
+  REQUIRE(validations(dir / "run") == validations(dir / "other"));
+  REQUIRE(validations(dir / "run").size() == 2);
+}
+
+TEST_CASE("--restart moves a run aside as a whole and begins anew") {
+  const TempDir dir;
+  run_well(tiny(dir / "run", "--max-steps 3"));
+  const std::string before = read_whole(dir / "run/metrics.jsonl");
+  fs::create_directory_symlink(dir / "run", dir / "link");
+  for (const int64_t start : {1, 2}) {
+    const ProgramResult r = run_program(tiny(dir / "link", "--max-steps 2 --restart --seed 5"));
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    REQUIRE(r.out.find(formatted("are now in {}.before-{}", dir / "run", start)) != std::string::npos);
+    REQUIRE(fs::exists(formatted("{}.before-{}/step-{:06}", dir / "run", start, start == 1 ? 3 : 2)));
+    REQUIRE(checkpoint_steps(dir / "run") == std::vector<int64_t>{2});
+    REQUIRE(r.out.find("--restart", r.out.find("\nnext: ")) == std::string::npos);
+  }
+  REQUIRE(read_whole(dir / "run.before-1/metrics.jsonl") == before);
+  REQUIRE(fs::is_symlink(dir / "link"));
+
+  fs::create_directory(dir / "other");
+  run_well(tiny(dir / "other", "--max-steps 1 --restart"));  // nothing to move
+  REQUIRE_FALSE(fs::exists(dir / "other.before-1"));
+  auto refused = [&](const std::string& options, const std::string& why) {
+    const ProgramResult r = run_program(options);
+    INFO(r.err);
+    REQUIRE(r.status == 1);
+    REQUIRE(r.err.find(why) != std::string::npos);
+  };
+  refused(tiny(dir / "run", "--restart --resume " + (dir / "run/step-000002")), "--restart starts a run over");
+  refused("--train-data test/golden/gpt2_tiny/train.bin --seq-len 33 --restart --out-dir " + (dir / "run") +
+              " --model " + (dir / "run/step-000002"),
+          "--restart would move --model");
+  std::ofstream(dir / "notes.txt") << "x";
+  fs::create_directory(dir / "mine");
+  fs::rename(dir / "notes.txt", dir / "mine/notes.txt");
+  refused(tiny(dir / "mine", "--restart"), "holds notes.txt, which does not belong to a run");
+  REQUIRE(fs::exists(dir / "run/step-000002/manifest.json"));
+}
+
+TEST_CASE("training data that changed between a run and its resume are named") {
+  const TempDir dir;
+  for (const char* name : {"a.bin", "b.bin"}) fs::copy("test/golden/gpt2_tiny/train.bin", dir / name);
+  const std::string data = " --train-data \"" + dir.path() + "/?.bin\" ";
+  run_well(tiny(dir / "run", "--max-steps 2" + data));
+  std::fstream changed(dir / "b.bin", std::ios::binary | std::ios::in | std::ios::out);
+  changed.seekp(-2, std::ios::end);  // the last token
+  changed.put(1);
+  changed.close();
+  const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 4" + data));
+  INFO(r.err);
+  REQUIRE(r.status == 1);
+  REQUIRE(r.err.find("--train-data: " + (dir / "b.bin") + " has changed since the run began") != std::string::npos);
+  edit_trainer(dir / "run/step-000002", [](json& trainer) { trainer.erase("data_checksums"); });
+  run_well(tiny(dir / "run", "--max-steps 4" + data));  // a checkpoint of an older version
+}
+
+TEST_CASE("a run that resumes with more steps is told what its learning rate does") {
+  const TempDir dir;
+  run_well(tiny(dir / "run", "--max-steps 10 --final-lr-frac 0.1"));
+  const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 20 --final-lr-frac 0.1"));
+  REQUIRE(r.status == 0);
+  INFO(r.out);
+  const LrSchedule before{"cosine", 1e-2, 0, 10, 0.1}, now{"cosine", 1e-2, 0, 20, 0.1};
+  REQUIRE(r.out.find(formatted("notice: 20 steps instead of 10: the learning rate was {:.2e} at step 10 and is {:.2e} "
+                               "at step 11, on its way to {:.2e} (cosine)\n",
+                               learning_rate(before, 10), learning_rate(now, 11), learning_rate(now, 20))) !=
+          std::string::npos);
 }
 
 TEST_CASE("--resume accepts a checkpoint of its own out directory in any spelling") {

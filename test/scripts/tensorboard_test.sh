@@ -138,6 +138,22 @@ while at < len(data):  # a record of ours begins with wall time and step
 assert abs(times[127] - times[1] - 0.0125) < 1e-5, times
 PY
 
+# A line that says its time has it.
+mkdir "$dir/timed"
+printf '{"kind":"train","step":%d,"loss":1,"ms":5,"time":"2026-01-31T23:59:%dZ","elapsed_s":7}\n' 1 10 2 42 \
+  >"$dir/timed/metrics.jsonl"
+tensorboard "$dir/timed" || fail "the export failed"
+python - "$dir"/timed/tensorboard/* <<'PY' || fail "a line does not have its own time"
+import struct, sys
+data = open(sys.argv[1], "rb").read()
+at, times = 0, []
+while at < len(data):
+    size, = struct.unpack_from("<Q", data, at)
+    times.append(struct.unpack_from("<d", data, at + 13)[0])
+    at += size + 16
+assert times[-2:] == [1769903950.0, 1769903982.0], times
+PY
+
 # Again: no point twice, neither in the new file nor for a reader that had already read the old one.
 cp "${events[0]}" "$dir/before"
 { train 1 4.25; val 1 4.5; } >"$metrics" # a complete object counts even without a newline
