@@ -43,8 +43,9 @@ class Training {
         report_(job, log, peaks, rank == 0),
         run_(job.step, job.plan, rank_device(job.device, o_.ranks, rank), world, rank),
         schedule_(choose_lr_schedule(o_, job.max_steps)),
-        train_(job.train, loader_config(o_.shuffle)) {
-    if (job.val) val_.emplace(*job.val, loader_config(false));
+        train_(job.train, loader_config(o_.shuffled(), seed())) {
+    // A validation of a part of the data takes its samples from all of it: every time the same, for every --seed.
+    if (job.val) val_.emplace(*job.val, loader_config(o_.shuffled() && job.val_samples < job.val->samples(), 0));
     if (resume) restore(*resume);
     else initialise(run_, o_);
     if (rank_ == 0) {
@@ -86,11 +87,9 @@ class Training {
   }
 
  private:
-  DataLoader::Config loader_config(bool shuffle) const {
-    return {.seed = seed(),
-            .shuffle = shuffle,
-            .vocab_size = job_.step.model.vocab_size,
-            .end_of_text = job_.document_begin};
+  DataLoader::Config loader_config(bool shuffle, uint64_t seed) const {
+    return {
+        .seed = seed, .shuffle = shuffle, .vocab_size = job_.step.model.vocab_size, .end_of_text = job_.document_begin};
   }
   uint64_t seed() const { return static_cast<uint64_t>(o_.seed); }
 
@@ -328,6 +327,7 @@ void run_training(const Options& o, StopCondition::Clock::time_point process_beg
   log.aside(formatted("{}: {}", time_stamp(), command_line(o, program_invocation_name)));
   RunDirectory directory(log, o);
   const std::optional<ResumePoint> resume = directory.resume_point(log, o);
+  if (!o.shuffle && !directory.shuffled_before()) job.options.shuffle = false;
   // A run that was stopped after its last update may still lack the last validation.
   const bool validation_left =
       resume && resume->step == job.max_steps && job.val && o.val_every > 0 && !directory.validated(resume->step);

@@ -1,4 +1,4 @@
-"""Finds the input files and splits them into documents, in chunks of bounded size.
+"""Finds the input files, splits them into documents, in chunks of bounded size, and draws documents for validation.
 
 A worker tokenizes one chunk at a time. Chunk boundaries depend on the files alone, never on the number
 of workers, and a worker needs nothing but its chunk.
@@ -6,12 +6,15 @@ of workers, and a worker needs nothing but its chunk.
 
 import dataclasses
 import glob
+import hashlib
 import json
 import os
+import sys
 
 from token_shards import DataError
 
 CHUNK_BYTES = 1 << 20   # a document of this size or more is tokenized in pieces
+DRAWN_AT_LEAST = 32     # documents, or blocks of long documents, to expect in a validation set
 
 JSON_SUFFIXES = (".jsonl", ".ndjson")
 TEXT_SUFFIXES = (".txt", ".text", ".md")
@@ -40,6 +43,39 @@ class Piece:
     line: int
     new_document: bool
     text: bytes          # UTF-8 if from JSON, else as in the file
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """Which documents are for validation: `fraction` of them, by a hash of their text and `seed`.
+
+    So they come from all of the input, equal documents are on the same side, and a document stays on its side when
+    others are added. A document of more than `block` bytes, such as the only one, is drawn in blocks.
+    """
+    fraction: float
+    seed: int
+    block: int
+
+    @classmethod
+    def of(cls, fraction, seed, total_bytes):
+        """`total_bytes`: of the input, None if unknown."""
+        if fraction == 0:
+            return cls(0, seed, sys.maxsize)
+        size = CHUNK_BYTES if total_bytes is None else int(total_bytes * fraction) // DRAWN_AT_LEAST
+        return cls(fraction, seed, max(size, 64))
+
+    def takes(self, text):
+        """Whether this document or block is for validation."""
+        digest = hashlib.blake2b(text, digest_size=8, key=b"%d" % self.seed).digest()
+        return int.from_bytes(digest, "little") < self.fraction * 2**64
+
+    def blocks(self, piece):
+        """Cuts a piece into pieces of at most `block` bytes."""
+        text, line, new_document = piece.text, piece.line, piece.new_document
+        while text:
+            end = len(text) if len(text) <= self.block else _cut_inside(text, self.block)
+            yield Piece(piece.path, line, new_document, text[:end])
+            line, new_document, text = line + text.count(b"\n", 0, end), False, text[end:]
 
 
 def find_files(names):

@@ -24,9 +24,9 @@ import urllib.error
 import urllib.request
 
 sys.dont_write_bytecode = True   # data/ holds data
-from documents import CHUNK_BYTES, Chunk, read_chunks   # noqa: E402
+from documents import CHUNK_BYTES, Chunk, Draw, read_chunks   # noqa: E402
 from text_tokenizers import make_tokenizer   # noqa: E402
-from tokenize_text import Parser, Progress, count, encode_all, end_by_signal   # noqa: E402
+from tokenize_text import Parser, Progress, Splitter, count, encode_all, end_by_signal   # noqa: E402
 from token_shards import DataError, ShardWriter, existing_shards, sync_folder   # noqa: E402
 from write_tokenizer import write_tokenizer   # noqa: E402
 
@@ -39,8 +39,8 @@ class Dataset:
     base: str                  # of all URLs
     about: str
     train: tuple = ()          # URLs relative to base
-    val: tuple = ()            # empty: the first val_tokens of the training data
-    val_tokens: int = 0
+    val: tuple = ()            # empty: val_fraction of the documents of the training data
+    val_fraction: float = 0
     separator: bytes = None    # between the documents of a text file; None: parquet
     listing: str = ""          # relative to base: a list of the files, instead of `train`; {config} is substituted
 
@@ -48,13 +48,13 @@ class Dataset:
 DATASETS = {
     "shakespeare": Dataset(
         "https://raw.githubusercontent.com/karpathy/char-rnn/master/data", "tiny Shakespeare, 1 MB",
-        train=("tinyshakespeare/input.txt",), val_tokens=32768, separator=b"\n\n"),
+        train=("tinyshakespeare/input.txt",), val_fraction=0.1, separator=b"\n\n"),
     "tinystories": Dataset(
         "https://huggingface.co/datasets/roneneldan/TinyStories", "TinyStories (Eldan & Li 2023), 2 GB",
         train=("resolve/main/TinyStoriesV2-GPT4-train.txt",), val=("resolve/main/TinyStoriesV2-GPT4-valid.txt",),
         separator=b"<|endoftext|>\n"),
     "fineweb-edu": Dataset(
-        "https://huggingface.co", "FineWeb-Edu (Penedo et al. 2024), 10 to 1300 billion tokens", val_tokens=10**8,
+        "https://huggingface.co", "FineWeb-Edu (Penedo et al. 2024), 10 to 1300 billion tokens", val_fraction=0.005,
         listing="api/datasets/HuggingFaceFW/fineweb-edu/tree/main/{config}"),
 }
 CONFIGS = {"all": "data", "sample-10BT": "sample/10BT", "sample-100BT": "sample/100BT", 
@@ -159,7 +159,7 @@ def parquet_chunks(path):
 
 
 def tokenize_source(index, split, path, dataset, options, prefix, room):
-    """Writes the shards of one source; `room`: tokens still wanted per split; val is filled first.
+    """Writes the shards of one source; `room`: training tokens still wanted.
 
     Returns the tokens per split, and whether some were left over."""
     token_format = make_tokenizer(options).format
@@ -167,18 +167,20 @@ def tokenize_source(index, split, path, dataset, options, prefix, room):
                for name in ("val", "train")}
     chunks = read_chunks(path, False, dataset.separator) if dataset.separator else parquet_chunks(path)
     progress = Progress(os.path.getsize(path) if dataset.separator else None, f"{os.path.basename(path)}: ")
-    packed = b""
+    splitter = Splitter(options)
+    cut = False
     try:
         for result in encode_all(chunks, options):
-            packed = result.packed
-            for name, writer in writers.items():
-                if split in (None, name):
-                    part = packed[:max(0, room[name] - writer.count) * token_format.width]
-                    writer.append(part)
-                    packed = packed[len(part):]
-            progress.add(result.chunk_bytes, len(result.packed) // token_format.width)
-            if packed:
-                break   # more than requested
+            for drawn, packed in splitter.divide(result.parts):
+                name = split or drawn
+                left = room - writers["train"].count if name == "train" else len(packed)
+                cut = left * token_format.width < len(packed)
+                writers[name].append(packed[:left * token_format.width])
+                if cut:
+                    break   # more than requested
+            progress.add(result.chunk_bytes, sum(len(part.packed) for part in result.parts) // token_format.width)
+            if cut:
+                break
         progress.clear()
         for writer in writers.values():
             if writer.shards > SHARDS_OF_A_SOURCE:
@@ -191,7 +193,7 @@ def tokenize_source(index, split, path, dataset, options, prefix, room):
         progress.clear()
         for writer in writers.values():
             writer.discard()
-    return {**{name: writer.count for name, writer in writers.items()}, "cut": len(packed) > 0}
+    return {**{name: writer.count for name, writer in writers.items()}, "cut": cut}
 
 
 def read_json(path):
@@ -216,6 +218,7 @@ def claim(prefix, options):
     """Records the settings of the shards under `prefix`. DataError: shards with other settings exist."""
     path = f"{prefix}.prepare.json"
     settings = {name: getattr(options, name) for name in ("dataset", "config", "tokenizer", "shard_size")}
+    settings["val_fraction"] = options.draw.fraction
     found = read_json(path)
     if found is None and existing_shards(prefix):
         raise DataError(f"{existing_shards(prefix)[0]} exists already, not from prepare.py; give another --out")
@@ -238,17 +241,15 @@ def prepare(options):
         sources = [("val", f"{base}/{name}") for name in dataset.val]
         sources += [("train" if dataset.val else None, f"{base}/{name}") for name in dataset.train]
     every = 1 << 62
-    wanted = {"train": options.tokens or every, "val": dataset.val_tokens if not dataset.val else every}
-    if options.tokens and not dataset.val:
-        wanted["val"] = min(wanted["val"], max(options.tokens // 20, 1))
+    wanted = options.tokens or every
     have = {"train": 0, "val": 0}
     for index, (split, url) in enumerate(sources):
-        if have["train"] >= wanted["train"]:
+        if have["train"] >= wanted:
             break
         marker = f"{prefix}.done-{index:04}.json"
         record = read_json(marker)
-        room = {name: wanted[name] - have[name] for name in wanted}
-        if record is None or (record["cut"] and record["train"] < room["train"]):
+        room = wanted - have["train"]
+        if record is None or (record["cut"] and record["train"] < room):
             print(f"source {index + 1} of {len(sources)}: {url}", flush=True)
             path = os.path.join(folder, os.path.basename(url))
             download(url, path)
@@ -283,6 +284,7 @@ def main(arguments):
     options = parser.parse_args(arguments)
     dataset = DATASETS[options.dataset]
     options.split_on, options.json_field = dataset.separator, "text"
+    options.draw = Draw.of(dataset.val_fraction, 0, None)
     prepare(options)
 
 

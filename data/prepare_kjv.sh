@@ -1,7 +1,7 @@
 #!/bin/sh
 # Makes the corpus of `make run` without network access: the King James Bible (public domain) from the Debian package
-# bible-kjv -> data/kjv/kjv_train_000000.bin and kjv_val_000000.bin, one token per byte, the last 5% for validation.
-# Each of the 1189 chapters is a document: a heading, then one verse per line. Does nothing if both shards exist.
+# bible-kjv -> data/kjv/kjv_train_000000.bin and kjv_val_000000.bin, one token per byte. Each of the 1189 chapters is a
+# document: a heading, then one verse per line; 5% of them are for validation. Does nothing if both shards exist.
 set -eu
 cd "$(dirname "$0")/.."
 

@@ -20,7 +20,6 @@ import sys
 
 HEADER_BYTES = 256 * 4
 MAX_SHARDS = 1_000_000   # six digits in the file names
-COPY_BYTES = 1 << 20
 
 
 class DataError(Exception):
@@ -96,23 +95,6 @@ class ShardWriter:
             self._file.write(part)
             self.count += len(part) // self.format.width
             packed = packed[len(part):]
-
-    def move_tail_to(self, other, tokens):
-        """Moves the last `tokens` tokens to the writer `other`; only these are copied."""
-        self._close()
-        keep = self.count - tokens
-        for index in range(keep // self.shard_size, self.shards):
-            first = index * self.shard_size          # this shard's range within the split
-            with open(self._temporary_path(index), "r+b") as shard:
-                shard.seek(HEADER_BYTES + max(keep - first, 0) * self.format.width)
-                while block := shard.read(COPY_BYTES):
-                    other.append(block)
-                if keep > first:
-                    shard.truncate(HEADER_BYTES + (keep - first) * self.format.width)
-            if keep <= first:
-                os.remove(self._temporary_path(index))
-        self.count = keep
-        self.shards = -(-keep // self.shard_size)
 
     def finish(self):
         """Writes the headers and syncs the shards to disk, still under their temporary names."""

@@ -8,6 +8,11 @@ writes OUT_train_000000.bin, OUT_val_000000.bin, ... as described in data/README
 every document, as in llm.c. The corpus is streamed: each worker takes a few megabytes of memory whatever its size, and
 the shards do not depend on the number of workers.
 
+Validation documents are drawn from all inputs by a hash of their text. A document longer than 1/32 of the validation
+set, such as a single book, is drawn in blocks of this size; what follows a block of the other side begins as a document.
+The neighbours of such a block are in the other split, so its loss is lower than that of another book: --val-file
+measures that.
+
 Exit status: 0 done, 1 refused or failed with the reason in one line on stderr, 128+n ended by signal n.
 On failure, existing shards are unchanged and no new ones appear.
 """
@@ -24,17 +29,23 @@ import time
 import typing
 
 sys.dont_write_bytecode = True   # data/ holds data
-from documents import JSON_SUFFIXES, documents, find_files, read_chunks   # noqa: E402
+from documents import JSON_SUFFIXES, Draw, documents, find_files, read_chunks   # noqa: E402
 from text_tokenizers import make_tokenizer   # noqa: E402
 from token_shards import DataError, ShardWriter, existing_shards, publish   # noqa: E402
 
 
+class Part(typing.NamedTuple):
+    """The tokens of a document, or of a block of a long one."""
+    new_document: bool
+    drawn: bool        # for validation, if it is a block of its own
+    text_bytes: int
+    packed: bytes      # in shard form, without end of text
+
+
 class Encoded(typing.NamedTuple):
     """The tokens of a chunk, and its size in the input."""
-    packed: bytes      # in shard form
-    documents: int     # that begin in it
-    text_bytes: int    # tokenized
-    chunk_bytes: int   # read
+    parts: list
+    chunk_bytes: int
 
 
 class Encoder:
@@ -42,18 +53,34 @@ class Encoder:
 
     def __init__(self, options):
         self.tokenizer = make_tokenizer(options)
-        self.eot = self.tokenizer.format.pack([self.tokenizer.eot])
-        self.separator, self.json_field = options.split_on, options.json_field
+        self.separator, self.json_field, self.draw = options.split_on, options.json_field, options.draw
 
     def encode(self, chunk):
-        packed, count, text_bytes = bytearray(), 0, 0
-        for piece in documents(chunk, self.separator, self.json_field):
-            if piece.new_document:
-                packed += self.eot
-                count += 1
-            packed += self.tokenizer.encode(piece)
-            text_bytes += len(piece.text)
-        return Encoded(bytes(packed), count, text_bytes, len(chunk.data))
+        return Encoded([Part(block.new_document, self.draw.takes(block.text), len(block.text),
+                             bytes(self.tokenizer.encode(block)))
+                        for piece in documents(chunk, self.separator, self.json_field)
+                        for block in self.draw.blocks(piece)], len(chunk.data))
+
+
+class Splitter:
+    """Divides the parts, in order, between training and validation."""
+
+    def __init__(self, options):
+        tokenizer = make_tokenizer(options)
+        self.eot, self.block = tokenizer.format.pack([tokenizer.eot]), options.draw.block
+        self.drawn, self.size = False, 0   # of the block that the last part belongs to
+        self.documents = self.text_bytes = 0
+
+    def divide(self, parts):
+        """Yields ("train" or "val", tokens), with the end of text before each document and each change of sides."""
+        for part in parts:
+            continues = not part.new_document and self.size + part.text_bytes <= self.block
+            drawn = self.drawn if continues else part.drawn
+            begins = part.new_document or drawn != self.drawn
+            self.drawn, self.size = drawn, part.text_bytes + (self.size if continues else 0)
+            self.documents += part.new_document
+            self.text_bytes += part.text_bytes
+            yield "val" if drawn else "train", (self.eot if begins else b"") + part.packed
 
 
 _encoder = None   # a worker process's own
@@ -137,42 +164,40 @@ def tokenize(options, train_files, val_files):
     token_format = make_tokenizer(options).format
     sizes = [os.path.getsize(path) for path in train_files + val_files if os.path.isfile(path)]
     progress = Progress(sum(sizes) if len(sizes) == len(train_files + val_files) else None)
-    writers = [ShardWriter(options.out, split, token_format, options.shard_size) for split in ("train", "val")]
-    documents_read = text_bytes = 0
+    options.draw = Draw.of(0 if val_files else options.val_fraction, options.val_seed, progress.total)
+    writers = {split: ShardWriter(options.out, split, token_format, options.shard_size) for split in ("train", "val")}
+    train, val = writers.values()
+    splitter = Splitter(options)
     began = time.monotonic()
     try:
-        for writer, files in zip(writers, (train_files, val_files)):
+        for files in filter(None, (train_files, val_files)):
             chunks = (chunk for path in files for chunk in read_chunks(path, is_json(path, options), options.split_on))
-            for result in encode_all(chunks, options) if files else ():
-                writer.append(result.packed)
-                documents_read += result.documents
-                text_bytes += result.text_bytes
-                progress.add(result.chunk_bytes, len(result.packed) // token_format.width)
+            for result in encode_all(chunks, options):
+                for split, packed in splitter.divide(result.parts):
+                    writers["val" if files is val_files else split].append(packed)
+                progress.add(result.chunk_bytes, sum(len(part.packed) for part in result.parts) // token_format.width)
         progress.clear()
-        train, val = writers
-        if not train.count or (val_files and not val.count):
+        if not splitter.text_bytes or (val_files and not (train.count and val.count)):
             raise DataError(f"no text in {' '.join(val_files if train.count else train_files)}")
-        if not val_files and options.val_fraction > 0:
-            tokens = int(train.count * options.val_fraction)
-            if tokens in (0, train.count):
-                raise DataError(f"--val-fraction {options.val_fraction} of {train.count:,} tokens leaves one split "
-                                "empty; give more text, or --val-fraction 0 for no validation shard")
-            train.move_tail_to(val, tokens)
-        publish(options.out, writers)
+        if options.draw.fraction > 0 and not (train.count and val.count):
+            raise DataError(f"--val-fraction {options.val_fraction} drew {'none' if train.count else 'all'} of the "
+                            f"{splitter.documents:,} document(s), {splitter.text_bytes:,} bytes; give more text, another "
+                            "--val-seed, a --val-file, or --val-fraction 0 for no validation shard")
+        publish(options.out, [train, val])
     finally:
         progress.clear()
-        for writer in writers:
+        for writer in (train, val):
             writer.discard()
     seconds = time.monotonic() - began
     tokens = train.count + val.count
-    lines = [f"documents        {documents_read:,}",
+    lines = [f"documents        {splitter.documents:,}",
              f"tokens           {tokens:,} of {token_format.width} bytes ({options.tokenizer})",
-             f"bytes per token  {text_bytes / tokens:.3f}",
-             f"time             {seconds:.1f} s, {text_bytes / 1e6 / max(seconds, 1e-3):,.1f} MB/s"]
-    for writer in writers:
+             f"bytes per token  {splitter.text_bytes / tokens:.3f}",
+             f"time             {seconds:.1f} s, {splitter.text_bytes / 1e6 / max(seconds, 1e-3):,.1f} MB/s"]
+    for writer in (train, val):
         if paths := writer.final_paths():
             last = f" ... {paths[-1]}" if len(paths) > 1 else ""
-            lines.append(f"{writer.split:16} {writer.count:,} tokens in {paths[0]}{last}")
+            lines.append(f"{writer.split:16} {writer.count:,} tokens ({writer.count / tokens:.1%}) in {paths[0]}{last}")
     return lines
 
 
@@ -223,8 +248,11 @@ def parse_options(arguments):
                         help=r"separates documents within a text file, e.g. '\n\n' (default: a file is a document)")
     split = parser.add_mutually_exclusive_group()
     split.add_argument("--val-fraction", type=fraction, default=0.05, metavar="F",
-                       help="fraction of the tokens, at the end, for validation (default: 0.05; 0: none)")
+                       help="fraction of the documents to draw for validation, from all inputs, by a hash of their "
+                            "text, so that equal documents are in one split; blocks of documents that are too long or "
+                            "too few for that (default: 0.05; 0: none)")
     split.add_argument("--val-file", nargs="+", default=[], metavar="INPUT", help="validation files instead")
+    parser.add_argument("--val-seed", type=int, default=0, metavar="N", help="another N draws others (default: 0)")
     parser.add_argument("--shard-size", type=count, default=10**8, metavar="N", help="tokens per shard (default: 1e8)")
     parser.add_argument("--workers", type=count, default=len(os.sched_getaffinity(0)), metavar="N",
                         help="processes (default: one per core)")

@@ -10,5 +10,5 @@ cd "$(dirname "$0")/.."
   --train-data 'data/fineweb-edu/fineweb-edu_train_*.bin' --val-data 'data/fineweb-edu/fineweb-edu_val_*.bin' \
   --model gpt2:1558M --seq-len 1024 --batch-size 16 --total-batch-size 1048576 \
   --dtype bf16 --recompute activation --max-steps 32000 --lr 2e-4 --warmup-steps 700 --lr-schedule cosine --final-lr-frac 0.1 \
-  --weight-decay 0.1 --grad-clip 1 --shuffle --val-every 250 --val-steps 20 --checkpoint-every 5000 \
+  --weight-decay 0.1 --grad-clip 1 --val-every 250 --val-steps 20 --checkpoint-every 5000 \
   --out-dir "${OUT:-out/gpt2_1558M}" "$@"

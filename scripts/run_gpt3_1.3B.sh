@@ -9,5 +9,5 @@ cd "$(dirname "$0")/.."
   --train-data 'data/fineweb-edu/fineweb-edu_train_*.bin' --val-data 'data/fineweb-edu/fineweb-edu_val_*.bin' \
   --model gpt3:1.3B --seq-len 2048 --batch-size 8 --total-batch-size 1048576 \
   --dtype bf16 --max-steps 286103 --lr 2e-4 --warmup-steps 350 --lr-schedule cosine --final-lr-frac 0.1 \
-  --weight-decay 0.1 --grad-clip 1 --shuffle --val-every 250 --val-steps 20 --checkpoint-every 5000 \
+  --weight-decay 0.1 --grad-clip 1 --val-every 250 --val-steps 20 --checkpoint-every 5000 \
   --out-dir "${OUT:-out/gpt3_1.3B}" "$@"

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 
 OUT=${OUT:-out/kjv}
 ./train_gpt \
-  --train-data 'data/kjv/kjv_train_*.bin' --val-data 'data/kjv/kjv_val_*.bin' --shuffle \
+  --train-data 'data/kjv/kjv_train_*.bin' --val-data 'data/kjv/kjv_val_*.bin' \
   --model d4 --n-embd 128 --vocab-size 257 --seq-len 128 --batch-size 16 --local-ranks 1 \
   --dtype bf16 --max-steps 1400 --lr 3e-3 --warmup-steps 100 --lr-schedule cosine --final-lr-frac 0.05 \
   --weight-decay 0.1 --log-every 10 --val-every 200 --val-steps 20 --sample-every 700 --sample-tokens 120 --top-p 0.9 \

@@ -13,8 +13,7 @@ inline const std::string tiny_data = "test/golden/gpt2_tiny/train.bin";
 // A tiny model with gradient accumulation and shuffling; epochs end in the middle of steps.
 inline std::string tiny(const std::string& out, const std::string& more) {
   return "--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --train-data " + tiny_data +
-         " --seq-len 33 --batch-size 2 --total-batch-size 264 --shuffle --lr 1e-2 --threads 1 --out-dir " + out + " " +
-         more;
+         " --seq-len 33 --batch-size 2 --total-batch-size 264 --lr 1e-2 --threads 1 --out-dir " + out + " " + more;
 }
 
 // A number of all lines of a kind in metrics.jsonl, by step; each step occurs once.

@@ -95,7 +95,7 @@ class Bench:
         return ["./train_gpt", "-i", self.shard(case), "--model", case.model, *map(str, case.shape),
                 "-b", str(case.batch), "-t", str(case.length), "--dtype", dtype, "--device", self.o.device,
                 "--local-ranks", "1", "--threads", str(self.o.threads), "-l", LEARNING_RATE, "-k", "constant",
-                "-x", str(steps), "-o", out, *more], out
+                "--no-shuffle", "-x", str(steps), "-o", out, *more], out
 
     def profile(self, case, dtype, steps, *more):
         """The steps of a whole run and its time by op."""

@@ -194,8 +194,8 @@ inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv,
                      stream, X,
                      cuda::attention_backward(dqkv.data<X>(), dout.data<X>(), out.data<X>(), qkv.data<X>(),
                                               lse.data<A>(), documents, scratch.data<A>(), shape, stream.cuda()),
-                     cpu::attention_backward(dqkv.data<X>(), dout.data<X>(), out.data<X>(), qkv.data<X>(),
-                                             lse.data<A>(), documents, scratch.data<A>(), shape, threads));
+                     cpu::attention_backward(dqkv.data<X>(), dout.data<X>(), qkv.data<X>(), lse.data<A>(), documents,
+                                             scratch.data<A>(), shape, threads));
                });
              });
 }

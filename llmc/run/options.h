@@ -12,7 +12,9 @@ namespace llmc {
 
 struct Options {
   std::string train_data, val_data;
-  bool shuffle = false, mask_documents = false;
+  std::optional<bool> shuffle;  // none: as before on resume, otherwise true
+  bool shuffled() const { return shuffle.value_or(true); }
+  bool mask_documents = false;
   std::string tokenizer = "auto";
 
   std::string model = "d12";
@@ -95,7 +97,9 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--train-data", "-i", o.train_data, Limits{}, must_match,
         "token shards to train on: a file or a quoted pattern ('data/*_train_*.bin')");
   visit("--val-data", "-j", o.val_data, Limits{}, warn, "token shards for validation; default: no validation");
-  visit("--shuffle", "", o.shuffle, Limits{}, must_match, "reshuffle the samples in every epoch; default: file order");
+  visit("--shuffle", "", o.shuffle, Limits{}, must_match,
+        "shuffle the samples, in every epoch anew; --no-shuffle: file order; default: as before on resume, otherwise "
+        "--shuffle");
   visit("--mask-documents", "", o.mask_documents, Limits{}, must_match,
         "documents packed into one sequence do not attend to each other; each begins with the tokenizer's end of "
         "text, at position 0");
@@ -149,9 +153,10 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--warmup-steps", "-u", o.warmup_steps, at_least(0), must_match,
         "updates over which the learning rate rises to its peak");
   visit("--lr-schedule", "-k", o.lr_schedule, one_of({"constant", "cosine", "linear", "wsd"}), must_match,
-        "learning rate after the warm-up; wsd: constant until the last fifth of the run");
+        "learning rate after the warm-up, down to --final-lr-frac at the last step; wsd: constant until the last fifth "
+        "of the run");
   visit("--final-lr-frac", "-q", o.final_lr_frac, between(0, 1), must_match,
-        "final learning rate, as a fraction of the peak");
+        "learning rate of the last step, as a fraction of the peak; not of --lr-schedule constant");
   visit("--weight-decay", "-c", o.weight_decay, between(0, 100), must_match,
         "decoupled weight decay, of matrices only, not of biases and norms");
   visit("--beta1", "", o.beta1, between(0, 0.9999999), must_match, "decay of AdamW's first moment");
@@ -166,7 +171,9 @@ void visit_options(O& o, Visitor&& visit) {
   visit("Evaluation and samples");
   visit("--val-every", "-v", o.val_every, at_least(0), free,
         "updates between validations, besides one at the start and one at the end; 0: no validation");
-  visit("--val-steps", "-m", o.val_steps, at_least(1), free, "size of a validation, in batches of a step's size");
+  visit("--val-steps", "-m", o.val_steps, at_least(1), free,
+        "size of a validation, in batches of a step's size; "
+        "its samples are from all of --val-data, and the same every time");
   visit("--eval-choices", "", o.eval_choices, Limits{}, free,
         "multiple-choice questions to answer with every validation, as data/hellaswag.py writes them; default: none");
   visit("--sample-every", "-s", o.sample_every, at_least(0), free, "updates between samples; 0: no samples");

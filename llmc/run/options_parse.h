@@ -197,16 +197,17 @@ Command parse_command_line(int argc, const char* const* argv, Ranks&& default_ra
   app.set_help_flag();
   app.allow_extras();
   std::map<std::string, std::string> given;  // CLI11 splits the command line, parse_value() parses
-  visit_options(
-      command.options,
-      detail::OptionVisitor{
-          detail::no_group,
-          [&](const char* name, const char* letter, auto& field, const Limits&, ResumeRule, const char*) {
-            const std::string both = *letter ? formatted("{},{}", letter, name) : std::string(name);
-            if constexpr (std::is_same_v<std::remove_reference_t<decltype(field)>, bool>)
-              app.add_flag(both + "{true}", given[name])->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-            else app.add_option(both, given[name])->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-          }});
+  visit_options(command.options,
+                detail::OptionVisitor{
+                    detail::no_group,
+                    [&](const char* name, const char* letter, auto& field, const Limits&, ResumeRule, const char*) {
+                      const std::string both = *letter ? formatted("{},{}", letter, name) : std::string(name);
+                      const std::string negated = detail::negation(name, field);
+                      if (detail::is_flag(field))
+                        app.add_flag(both + "{true}" + (negated.empty() ? "" : "," + negated + "{false}"), given[name])
+                            ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+                      else app.add_option(both, given[name])->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+                    }});
   bool help = false, print_config = false, markdown = false;
   std::vector<std::string> configs;
   app.add_option("--config", configs)->allow_extra_args(false);

@@ -27,9 +27,19 @@ std::string option_text(const std::optional<T>& value) {
   return value ? option_text(*value) : "";
 }
 
+// A flag takes no value. One that is neither on nor off by default has a negation, --no-NAME.
 template <class T>
-const char* type_text(const T&) {
-  if constexpr (std::is_same_v<T, bool>) return "";
+bool is_flag(const T&) {
+  return std::is_same_v<T, bool> || std::is_same_v<T, std::optional<bool>>;
+}
+template <class T>
+std::string negation(const std::string& name, const T&) {
+  return std::is_same_v<T, std::optional<bool>> ? "--no-" + name.substr(2) : "";
+}
+
+template <class T>
+const char* type_text(const T& field) {
+  if (is_flag(field)) return "";
   else if constexpr (std::is_same_v<T, double> || std::is_same_v<T, std::optional<double>>) return "NUMBER";
   else if constexpr (std::is_same_v<T, std::string>) return "TEXT";
   else return "N";
@@ -78,18 +88,20 @@ inline std::string help_text() {
     left.resize(std::max<size_t>(left.size() + 2, 34), ' ');
     text += left + detail::wrapped(help, 34) + "\n";
   };
-  visit_options(
-      defaults,
-      detail::OptionVisitor{
-          [&](const char* group) { text += "\n" + std::string(group) + "\n"; },
-          [&](const char* name, const char* letter, auto& field, const Limits& limits, ResumeRule, const char* help) {
-            const std::string type = limits.choices.empty() ? detail::type_text(field) : "TEXT";
-            const std::string value = detail::option_text(field);
-            std::string all = help;
-            if (!limits.choices.empty()) all += formatted(" ({})", limits.choices);
-            if (!type.empty() && !value.empty()) all += formatted(" [{}]", value);
-            line(formatted("  {} {} {}", *letter ? std::string(letter) + "," : std::string("   "), name, type), all);
-          }});
+  visit_options(defaults, detail::OptionVisitor{
+                              [&](const char* group) { text += "\n" + std::string(group) + "\n"; },
+                              [&](const char* name, const char* letter, auto& field, const Limits& limits, ResumeRule,
+                                  const char* help) {
+                                const std::string type = limits.choices.empty() ? detail::type_text(field) : "TEXT";
+                                const std::string value = detail::option_text(field);
+                                std::string all = help;
+                                if (!limits.choices.empty()) all += formatted(" ({})", limits.choices);
+                                if (!type.empty() && !value.empty()) all += formatted(" [{}]", value);
+                                const std::string negated = detail::negation(name, field);
+                                line(formatted("  {} {}{} {}", *letter ? std::string(letter) + "," : std::string("   "),
+                                               name, negated.empty() ? "" : ", " + negated, type),
+                                     all);
+                              }});
   for (const auto& mode : detail::mode_options) line(formatted("      {}", mode.name), mode.help);
   return text +
          "\nExit status: 0 done, 1 refused (the reason is on stderr), 2 diverged or self-test failed, 75 stopped "
@@ -131,12 +143,13 @@ struct OptionText {
   std::string name, text, usual;
   ResumeRule rule;
   bool flag;
+  std::string negation;  // of a flag that has one
 };
 inline std::vector<OptionText> option_texts(const Options& options) {
   Options o = options, defaults;
   std::vector<OptionText> all;
   auto add = [&](const char* name, const char*, auto& field, const Limits&, ResumeRule rule, const char*) {
-    all.push_back({name, detail::option_text(field), "", rule, std::is_same_v<decltype(field), bool&>});
+    all.push_back({name, detail::option_text(field), "", rule, detail::is_flag(field), detail::negation(name, field)});
   };
   visit_options(o, detail::OptionVisitor{detail::no_group, add});
   size_t i = 0;
@@ -152,7 +165,7 @@ inline std::string command_line(const Options& options, const std::string& progr
   std::string text = shell_word(program);
   for (const OptionText& o : option_texts(options)) {
     if (o.text == o.usual) continue;
-    text += " " + o.name;
+    text += " " + (o.flag && o.text == "false" ? o.negation : o.name);
     if (!o.flag)
       text += (o.text.starts_with("-") ? "=" : " ") + shell_word(o.text);  // a value is not taken for an option
   }
@@ -173,8 +186,10 @@ inline std::string options_markdown() {
               const char* help) {
             std::string all = help;
             if (!limits.choices.empty()) all += formatted(" ({})", limits.choices);
-            text += formatted("| `{}`{} | {} | {} | {} |\n", name, *letter ? formatted(" `{}`", letter) : std::string(),
-                              detail::option_text(field), all, rule);
+            std::string others = *letter ? formatted(" `{}`", letter) : std::string();
+            if (const std::string negated = detail::negation(name, field); !negated.empty())
+              others += formatted(" `{}`", negated);
+            text += formatted("| `{}`{} | {} | {} | {} |\n", name, others, detail::option_text(field), all, rule);
           }});
   text.pop_back();
   return text;

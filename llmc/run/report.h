@@ -196,7 +196,7 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
                 static_cast<double>(max_steps * (step.tokens() / o.seq_len)) / static_cast<double>(train.samples())));
   rows.emplace_back("training data", formatted("{}: {} shard(s), {} tokens, {} samples of {}{}", o.train_data,
                                                train.count(), human_count(train.tokens()), human_count(train.samples()),
-                                               o.seq_len, o.shuffle ? ", shuffled" : ""));
+                                               o.seq_len, o.shuffled() ? ", shuffled" : ", in file order"));
   rows.emplace_back("documents",
                     document_begin
                         ? formatted("masked from each other within a sequence; token {} begins one", *document_begin)

@@ -25,20 +25,28 @@ struct ResumePoint {
   nlohmann::json trainer;  // its trainer.json
 };
 
-// The recorded options of a run, with --local-ranks resolved for this machine.
+// The recorded options of a run, with --local-ranks resolved for this machine, and --shuffle.
 inline std::vector<OptionText> recorded_options(Options o) {
   o.local_ranks = o.ranks;
+  o.shuffle = o.shuffled();
   return option_texts(o);
 }
 
-// Refuses changes of options that must match; logs changes of others.
+// Whether a run with these recorded options shuffles. File order was the default before all runs recorded it.
+inline bool shuffled(const nlohmann::json& recorded) {
+  return recorded.value("--shuffle", nlohmann::json("false")) == "true";
+}
+
+// Refuses changes of options that must match; logs changes of others. Without --shuffle and --no-shuffle the order of
+// the samples stays as it was.
 inline void check_resumed_options(Log& log, const std::string& file, const nlohmann::json& then, const Options& now) {
   CHECK(then.is_object(), "{}: the options are missing; the file is damaged", file);
   std::string broken;
   for (const OptionText& o : recorded_options(now)) {
     const nlohmann::json found =
         then.value(o.name, nlohmann::json(o.usual));  // absent in an older version: the default
-    const std::string before = found.is_string() ? found.get<std::string>() : found.dump();
+    std::string before = found.is_string() ? found.get<std::string>() : found.dump();
+    if (o.name == "--shuffle") before = now.shuffle ? formatted("{}", shuffled(then)) : o.text;
     if (before == o.text || o.rule == ResumeRule::free) continue;
     const std::string change = formatted("{} was '{}' and is now '{}'", o.name, before, o.text);
     if (o.rule == ResumeRule::warn) log.line("notice: " + change);
@@ -102,7 +110,9 @@ class RunDirectory {
       CHECK(o.resume != "never",
             "--resume never: --out-dir {} already holds a run; choose another one, or move it aside with --restart",
             path_);
-      check_resumed_options(log, run_file(), read_json(run_file()).value("options", nlohmann::json()), o);
+      const nlohmann::json options = read_json(run_file()).value("options", nlohmann::json());
+      check_resumed_options(log, run_file(), options, o);
+      shuffled_before_ = shuffled(options);
     }
     for (const std::string& name : names_in(path_))  // left by a killed run; we hold the lock
       if (name.starts_with(".tmp-")) std::filesystem::remove_all(path_ + "/" + name, error);
@@ -111,7 +121,7 @@ class RunDirectory {
   RunDirectory& operator=(const RunDirectory&) = delete;
 
   // The checkpoint that --resume asks for; none: a new run.
-  std::optional<ResumePoint> resume_point(Log& log, const Options& o) const {
+  std::optional<ResumePoint> resume_point(Log& log, const Options& o) {
     if (o.resume == "auto" || o.resume == "never") {
       auto newest = newest_checkpoint(path_, [&](const std::string& warning) { log.line("WARNING: " + warning); });
       for (const int64_t step : checkpoint_steps(path_))
@@ -135,9 +145,14 @@ class RunDirectory {
           "--resume {}: --out-dir {} holds {} checkpoint, of step {}: choose another --out-dir, or move it away",
           o.resume, path_, steps.back() == *step ? "another" : "a later", steps.back());
     ResumePoint point{is_own ? own : asked.string(), *step, read_json(asked.string() + "/trainer.json")};
-    check_resumed_options(log, o.resume + "/trainer.json", point.trainer.value("options", nlohmann::json()), o);
+    const nlohmann::json options = point.trainer.value("options", nlohmann::json());
+    check_resumed_options(log, o.resume + "/trainer.json", options, o);
+    shuffled_before_ = shuffled(options);
     return point;
   }
+
+  // False: the run to resume takes its samples in file order.
+  bool shuffled_before() const { return shuffled_before_; }
 
   // Makes this the directory of a run with these options that begins at its first step, or resumes at a checkpoint.
   // Returns what metrics.jsonl holds up to there: of a run that begins nothing, since what another one has left is no
@@ -274,6 +289,7 @@ class RunDirectory {
   }
 
   std::string path_;
+  bool shuffled_before_ = true;
   struct LockFile {
     int fd = -1;
     ~LockFile() {

@@ -1,5 +1,6 @@
 // lr_schedule.h: the learning rate as a pure function of the step.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <string>
 
@@ -12,28 +13,29 @@ struct LrSchedule {
   double peak = 3e-4;
   int64_t warmup_steps = 0;
   int64_t max_steps = 1;
-  double final_frac = 0;  // of the peak, at the end
+  double final_frac = 0;  // of the peak, at the last step
 };
 
-// The learning rate of update `step`, which counts from 1. Warm-up is linear: peak * step / warmup_steps. After it,
-// with `done` the fraction of the remaining updates that came before this one:
-//   cosine    half a cosine from the peak to final_frac * peak (Loshchilov & Hutter 2017)
-//   linear    a straight line between the same two
+// The learning rate of update `step`, which counts from 1. Warm-up is linear: peak * step / warmup_steps. The peak is
+// reached at the last step of the warm-up, without one at step 1; final_frac * peak at step max_steps. (nanoGPT ends
+// there too; llm.c and transformers would only reach it one step later.) Between the two:
+//   cosine    half a cosine (Loshchilov & Hutter 2017)
+//   linear    a straight line
 //   wsd       warmup-stable-decay: the peak, then a decay by 1 - sqrt over the last fifth of the run (Haegele et al.
 //   2024)
+// A run of one step, and one that ends with its warm-up, has no decay: it ends at the peak.
 inline double learning_rate(const LrSchedule& s, int64_t step) {
-  if (step <= s.warmup_steps) return s.peak * static_cast<double>(step) / static_cast<double>(s.warmup_steps);
-  const double lowest = s.peak * s.final_frac;
-  const double done = static_cast<double>(step - 1 - s.warmup_steps) /
-                      static_cast<double>(std::max<int64_t>(1, s.max_steps - s.warmup_steps));
-  if (s.kind == "constant") return s.peak;
-  if (s.kind == "cosine") return lowest + 0.5 * (1 + std::cos(3.14159265358979323846 * done)) * (s.peak - lowest);
-  if (s.kind == "linear") return s.peak + (lowest - s.peak) * done;
+  if (step < s.warmup_steps) return s.peak * static_cast<double>(step) / static_cast<double>(s.warmup_steps);
+  const double end = static_cast<double>(s.max_steps);
+  double begin = static_cast<double>(std::max<int64_t>(1, s.warmup_steps));  // the last step at the peak
+  if (s.kind == "wsd") begin = std::max(begin, 0.8 * end);
+  if (s.kind == "constant" || static_cast<double>(step) <= begin) return s.peak;
+  const double done = (static_cast<double>(step) - begin) / (end - begin), lowest = s.peak * s.final_frac;
+  auto above_lowest = [&](double share) { return lowest + share * (s.peak - lowest); };
+  if (s.kind == "cosine") return above_lowest(0.5 * (1 + std::cos(3.14159265358979323846 * done)));
+  if (s.kind == "linear") return above_lowest(1 - done);
   CHECK(s.kind == "wsd", "--lr-schedule {}: expected constant, cosine, linear or wsd", s.kind);
-  const double before = static_cast<double>(step - 1), decay_begin = 0.8 * static_cast<double>(s.max_steps);
-  if (before < decay_begin) return s.peak;
-  const double fall = (before - decay_begin) / (static_cast<double>(s.max_steps) - decay_begin);
-  return s.peak + (lowest - s.peak) * std::sqrt(fall);
+  return above_lowest(1 - std::sqrt(done));
 }
 
 }  // namespace llmc

@@ -107,7 +107,7 @@ TEST_CASE("--config reads back what --print-config prints; the command line over
   REQUIRE(config_text(back) == config_text(o));
   REQUIRE(back.lr == o.lr);
   REQUIRE(back.n_layer == 7);
-  REQUIRE(back.shuffle);
+  REQUIRE(back.shuffle == true);
   REQUIRE(back.prompt == prompt);
   REQUIRE(back.weight_decay == 1e-310);
   REQUIRE(back.memory_limit == 1.5);
@@ -130,6 +130,21 @@ TEST_CASE("--config reads back what --print-config prints; the command line over
 TEST_CASE("options are printed as a shell-quoted command line without the defaults") {
   REQUIRE(command_line(parse({"--lr", "0.1", "--seed", "42", "--shuffle", "--prompt", "it's"})) ==
           "./train_gpt --train-data x --shuffle --lr 0.1 --prompt 'it'\\''s'");
+}
+
+TEST_CASE("--shuffle is on by default, --no-shuffle turns it off, and the last one wins") {
+  REQUIRE(Options().shuffled());
+  REQUIRE(!parse({}).shuffle);
+  REQUIRE(parse({"--shuffle"}).shuffle == true);
+  const Options off = parse({"--shuffle", "--no-shuffle"});
+  REQUIRE(off.shuffle == false);
+  REQUIRE(parse({"--no-shuffle", "--shuffle"}).shuffle == true);
+  REQUIRE(command_line(off) == "./train_gpt --train-data x --no-shuffle");
+  const TempDir dir;
+  std::ofstream(dir / "c.ini") << config_text(off);
+  REQUIRE(parse({"--config", dir / "c.ini"}).shuffle == false);
+  REQUIRE(parse({"--config", dir / "c.ini", "--shuffle"}).shuffle == true);
+  REQUIRE_ERROR(parse({"--no-plan"}), "--no-plan");
 }
 
 TEST_CASE("option errors name the option, what was found and what was expected") {

@@ -48,8 +48,7 @@ struct Case {
   Outputs cpu() const {
     std::vector<T> dqkv(qkv.size());
     std::vector<float> scratch(static_cast<size_t>(cpu::attention_backward_scratch(s, 1)));
-    cpu::attention_backward(dqkv.data(), dout.data(), forward.out.data(), qkv.data(), forward.lse.data(), places(),
-                            scratch.data(), s, 1);
+    cpu::attention_backward(dqkv.data(), dout.data(), qkv.data(), forward.lse.data(), places(), scratch.data(), s, 1);
     Outputs outputs = gradients(dqkv);
     outputs.insert(outputs.end(), {{"out", forward.out}, {"lse", forward.lse}});
     return outputs;

@@ -1,5 +1,6 @@
 // Data order (contract 8), invalid shards, learning rates, the byte tokenizer.
 #include <map>
+#include <nlohmann/json.hpp>
 
 #include "catch2.h"
 #include "data/dataloader.h"
@@ -159,7 +160,7 @@ TEST_CASE("training works with more shards than the limit of open files, shuffle
   auto train = [&](const std::string& out) {
     return run_program(
         "--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 8 --batch-size 5 --local-ranks 2 "
-        "--max-steps 45 --shuffle --threads 2 --train-data '" +
+        "--max-steps 45 --threads 2 --train-data '" +
         (dir / "s_*.bin") + "' --val-data '" + (dir / "s_0*.bin") + "' --out-dir " + (dir / out));
   };
   const ProgramResult many = train("many");
@@ -208,6 +209,26 @@ TEST_CASE("suspicious data gets a notice, valid data none") {
     REQUIRE_THAT(right, !Catch::Matchers::Contains(word));
 }
 
+TEST_CASE("a validation of a part of the data takes samples from all shards; with --no-shuffle the first") {
+  const TempDir dir;
+  write_shard<uint16_t>(dir / "train.bin", std::vector<uint16_t>(2001, 1));
+  write_shard<uint16_t>(dir / "val_0.bin", std::vector<uint16_t>(801, 1));
+  write_shard<uint16_t>(dir / "val_1.bin", std::vector<uint16_t>(801, 2));
+  auto validation_loss = [&](const std::string& more) {
+    const ProgramResult r = run_program(
+        "--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 8 --batch-size 20 "
+        "--max-steps 10 --lr 0.1 --val-steps 1 --threads 1 --train-data " +
+        (dir / "train.bin") + " --val-data '" + (dir / "val_*.bin") + "' --out-dir " +
+        (dir / (more.empty() ? "spread" : "in_order")) + more);
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    const std::string metrics = read_whole(dir / (more.empty() ? "spread/metrics.jsonl" : "in_order/metrics.jsonl"));
+    return nlohmann::json::parse(metrics.substr(metrics.rfind("{\"kind\"")))["loss"].get<double>();
+  };
+  REQUIRE(validation_loss(" --no-shuffle") < 0.1);  // what was learned
+  REQUIRE(validation_loss("") > 1);
+}
+
 TEST_CASE("a shard that is replaced while a run reads it is detected") {
   const TempDir dir;
   write_shard<uint16_t>(dir / "x.bin", std::vector<uint16_t>(20, 3));
@@ -217,25 +238,38 @@ TEST_CASE("a shard that is replaced while a run reads it is detected") {
   REQUIRE_ERROR(shards.read_sample(0, 4, sample), "x.bin: its size has changed");
 }
 
-TEST_CASE("learning rates at the boundaries of the schedule") {
-  const LrSchedule base{.kind = "cosine", .peak = 2, .warmup_steps = 4, .max_steps = 14, .final_frac = 0.1};
-  REQUIRE(learning_rate(base, 1) == 0.5);
-  REQUIRE(learning_rate(base, 4) == 2);
-  REQUIRE(learning_rate(base, 5) == 2);
-  REQUIRE(std::abs(learning_rate(base, 10) - 1.1) < 1e-12);  // half way
-  LrSchedule s = base;
+TEST_CASE("the learning rate rises to its peak with the warm-up and reaches its final value at the last step") {
+  const double tolerance = 1e-12;
+  LrSchedule s{.kind = "cosine", .peak = 2, .warmup_steps = 4, .max_steps = 14, .final_frac = 0.1};
+  REQUIRE(learning_rate(s, 1) == 0.5);
+  REQUIRE(learning_rate(s, 4) == 2);
+  REQUIRE(std::abs(learning_rate(s, 5) - 1.955950864665638) < tolerance);  // 0.2 + 0.9 (1 + cos 18 degrees)
+  REQUIRE(std::abs(learning_rate(s, 9) - 1.1) < tolerance);                // half way
   s.kind = "linear";
-  REQUIRE(std::abs(learning_rate(s, 10) - 1.1) < 1e-12);
-  REQUIRE(std::abs(learning_rate(s, 15) - 0.2) < 1e-12);
+  REQUIRE(std::abs(learning_rate(s, 5) - 1.82) < tolerance);
+  REQUIRE(std::abs(learning_rate(s, 9) - 1.1) < tolerance);
   s.kind = "constant";
+  REQUIRE(learning_rate(s, 1) == 0.5);
   REQUIRE(learning_rate(s, 14) == 2);
   s = {.kind = "wsd", .peak = 1, .warmup_steps = 0, .max_steps = 100, .final_frac = 0};
   REQUIRE(learning_rate(s, 1) == 1);
   REQUIRE(learning_rate(s, 80) == 1);
-  REQUIRE(std::abs(learning_rate(s, 86) - 0.5) < 1e-12);  // a quarter into the decay
-  s.kind = "constant";
-  s.warmup_steps = 0;
-  REQUIRE(learning_rate(s, 1) == 1);
+  REQUIRE(std::abs(learning_rate(s, 85) - 0.5) < tolerance);  // a quarter into the decay
+  s = {.kind = "linear", .peak = 1, .warmup_steps = 0, .max_steps = 5, .final_frac = 0};
+  for (const int64_t step : {1, 2, 3, 4, 5})
+    REQUIRE(learning_rate(s, step) == 1 - 0.25 * static_cast<double>(step - 1));
+
+  for (const char* kind : {"cosine", "linear", "wsd"})
+    for (const int64_t warmup : {0, 1, 3, 9}) {
+      s = {.kind = kind, .peak = 3e-4, .warmup_steps = warmup, .max_steps = 10, .final_frac = 0.1};
+      INFO(kind << ", warm-up " << warmup);
+      REQUIRE(learning_rate(s, std::max<int64_t>(1, warmup)) == 3e-4);
+      REQUIRE(learning_rate(s, 10) == 3e-4 * 0.1);
+      s.warmup_steps = 10;
+      REQUIRE(learning_rate(s, 10) == 3e-4);  // no step is left for a decay
+      s.max_steps = 1;
+      for (s.warmup_steps = 0; s.warmup_steps <= 1; ++s.warmup_steps) REQUIRE(learning_rate(s, 1) == 3e-4);
+    }
 }
 
 TEST_CASE("bytes round-trip through tokens; the end of text and unknown ids are visible") {

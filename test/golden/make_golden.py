@@ -170,7 +170,7 @@ def learning_rate(step, peak=1e-3, warmup=5, max_steps=20, final_frac=0.1):
     """The learning rate of update `step`, counted from 1, as defined in llmc/train/lr_schedule.h."""
     if step <= warmup:
         return peak * step / warmup
-    done = (step - 1 - warmup) / (max_steps - warmup)
+    done = (step - warmup) / (max_steps - warmup)
     lowest = peak * final_frac
     return lowest + 0.5 * (1 + math.cos(math.pi * done)) * (peak - lowest)
 

@@ -111,6 +111,49 @@ TEST_CASE("attention: finite differences, plain and grouped heads, sequences aro
   }
 }
 
+TEST_CASE("attention: fp32 gradients are exact up to rounding where large scores saturate the softmax") {
+  const AttentionShape s{1, 70, 2, 1, 16};
+  const int64_t width = (s.Hq + 2 * s.Hkv) * s.D, queries_and_keys = (s.Hq + s.Hkv) * s.D;
+  Bench b;
+  // Whole numbers, and a scale of 1/4: the scores, of up to 70 or so, are exact in fp32.
+  const Tensor exact = b.normal({s.T, width});
+  for (int64_t i = 0; i < exact.numel(); ++i)
+    if (double& x = exact.data<double>()[i]; i % width < queries_and_keys) x = std::round(4 * x);
+  const Tensor some = b.normal({s.T, s.Hq * s.D}), narrow = b.as(DType::fp32, exact), dout = b.as(DType::fp32, some);
+  auto gradient = [&](DType d) {
+    const Tensor qkv = b.as(d, narrow), g = b.as(d, dout), out = b.poisoned(d, g.shape),
+                 lse = b.poisoned(d, {s.B, s.Hq, s.T}), dqkv = b.poisoned(d, qkv.shape);
+    attention_forward(out, lse, qkv, {}, s, b.stream);
+    attention_backward(dqkv, g, out, qkv, lse, {}, s, b.stream);
+    b.stream.synchronize();
+    double largest = 0;
+    for (int64_t i = 0; i < lse.numel(); ++i)
+      largest = std::max(largest, d == DType::fp32 ? lse.data<float>()[i] : lse.data<double>()[i]);
+    REQUIRE(largest > 60);
+    return b.as(DType::fp64, dqkv);
+  };
+  const Tensor ours = gradient(DType::fp32), reference = gradient(DType::fp64);
+  // In half units of the last place, 2^-24: dV sees the rounding of the exponential, of the division by the sum and of
+  // a product; dQ and dK also that of the 16 products of each dP, and of the mean, with which it largely cancels. (The
+  // rounding of the lse of such a row is up to 64 of them, in all of its p.)
+  struct Columns {
+    int64_t first, last;
+    double bound;
+  };
+  for (const auto [first, last, bound] :
+       {Columns{0, s.Hq * s.D, 12}, Columns{s.Hq * s.D, queries_and_keys, 12}, Columns{queries_and_keys, width, 4}}) {
+    double error = 0, size = 0;
+    for (int64_t t = 0; t < s.T; ++t)
+      for (int64_t i = t * width + first; i < t * width + last; ++i) {
+        const double exactly = reference.data<double>()[i];
+        error += std::pow(ours.data<double>()[i] - exactly, 2);
+        size += std::pow(exactly, 2);
+      }
+    INFO("columns " << first << " to " << last << ": " << std::sqrt(error / size) * std::pow(2, 24));
+    REQUIRE(std::sqrt(error / size) < bound * std::pow(2, -24));
+  }
+}
+
 TEST_CASE("cross-entropy: finite differences; padding columns become zero and have no effect") {
   Bench b;
   constexpr int64_t N = 6, V = 9, padded = 16;

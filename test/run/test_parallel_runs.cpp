@@ -15,9 +15,8 @@ namespace {
 
 std::string small_run(const std::string& out, const std::string& more) {
   return "--model d2 --n-embd 24 --n-head 2 --vocab-size 211 --train-data test/golden/gpt2_tiny/train.bin --val-data "
-         "test/golden/gpt2_tiny/train.bin --val-every 10 --val-steps 2 --seq-len 33 --total-batch-size 264 --shuffle "
-         "--lr 1e-2 "
-         "--threads 2 --out-dir " +
+         "test/golden/gpt2_tiny/train.bin --val-every 10 --val-steps 2 --seq-len 33 --total-batch-size 264 "
+         "--lr 1e-2 --threads 2 --out-dir " +
          out + " " + more;
 }
 std::vector<std::string> metrics(const std::string& out) {

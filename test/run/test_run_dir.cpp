@@ -91,6 +91,49 @@ TEST_CASE("a run without a completed step may be replaced by one with other opti
   const RunDirectory same(log, other);
 }
 
+TEST_CASE("a resumed run keeps the order of its samples; the opposite option is refused") {
+  const TempDir dir;
+  auto losses_of = [&](const std::string& run) {
+    std::vector<double> losses;
+    std::istringstream lines(read_whole(dir / (run + "/metrics.jsonl")));
+    for (std::string line; std::getline(lines, line);) losses.push_back(json::parse(line)["loss"]);
+    return losses;
+  };
+  auto train = [&](const std::string& run, const std::string& more) {
+    run_well(tiny(dir / run, "--lr-schedule constant " + more));
+    return losses_of(run);
+  };
+  const std::vector<double> shuffled = train("shuffled", "--max-steps 4"),
+                            in_order = train("in_order", "--max-steps 4 --no-shuffle");
+  REQUIRE(shuffled != in_order);
+  REQUIRE(train("also_shuffled", "--max-steps 4 --shuffle") == shuffled);
+  // The run of an older version, which recorded "false" by default, or did not record the option.
+  for (const std::string run : {"off", "not_recorded"}) {
+    INFO(run);
+    train(run, "--max-steps 2 --no-shuffle");
+    auto edit = [&](json& options) {
+      if (run == "off") options["--shuffle"] = "false";
+      else options.erase("--shuffle");
+    };
+    json record = read_json(dir / (run + "/run.json"));
+    edit(record["options"]);
+    std::ofstream(dir / (run + "/run.json")) << record;
+    edit_trainer(dir / (run + "/step-000002"), [&](json& trainer) { edit(trainer["options"]); });
+    const ProgramResult refused = run_program(tiny(dir / run, "--lr-schedule constant --max-steps 4 --shuffle"));
+    REQUIRE(refused.status == 1);
+    REQUIRE(refused.err.find("--shuffle was 'false' and is now 'true'") != std::string::npos);
+    REQUIRE(train(run, "--max-steps 3") == std::vector(in_order.begin(), in_order.begin() + 3));
+    REQUIRE(train(run, "--max-steps 4 --no-shuffle") == in_order);
+    train(run + "-elsewhere", "--max-steps 4 --resume " + (dir / (run + "/step-000003")));
+    REQUIRE(losses_of(run + "-elsewhere") == std::vector{in_order[3]});
+  }
+  train("shuffled-half", "--max-steps 2");
+  REQUIRE(train("shuffled-half", "--max-steps 4") == shuffled);
+  const ProgramResult refused =
+      run_program(tiny(dir / "shuffled-half", "--lr-schedule constant --max-steps 5 --no-shuffle"));
+  REQUIRE(refused.err.find("--shuffle was 'true' and is now 'false'") != std::string::npos);
+}
+
 TEST_CASE("metrics are truncated after the step, whatever their lines contain") {
   const TempDir dir;
   Log log = Log::silent();

@@ -50,7 +50,8 @@ def same(ours, theirs):
 
 def train(trainer, folder, golden, out, more):
     """Runs the trainer, with the options `more` last; returns the lines of its steps, or None and the reason."""
-    command = [trainer, "--model", folder, "--train-data", f"{folder}/train.bin", "--out-dir", out, "--threads", "2"]
+    command = [trainer, "--model", folder, "--train-data", f"{folder}/train.bin", "--out-dir", out, "--no-shuffle",
+               "--threads", "2"]
     for name, value in golden["options"].items():
         command += [f"--{name}", str(value)]
     command += more

@@ -38,7 +38,7 @@ assert header[:3] == (20240520, 1, len(expected)), header[:3]
 assert list(tokens) == expected
 PY
 
-# The number of workers changes nothing; shards are split at their size; the last part is for validation.
+# The number of workers changes nothing; shards are split at their size.
 for workers in 1 3; do
   tokenize "$dir/a.txt" "$dir/b.txt" --out "$dir/w$workers" --val-fraction 0.1 --shard-size 50000 --workers $workers ||
     fail "tokenizing with $workers workers failed"
@@ -46,6 +46,73 @@ done
 for file in "$dir"/w1_*.bin; do cmp "$file" "${file/w1_/w3_}" || fail "workers change $file"; done
 [ "$(compgen -G "$dir/w1_train_*.bin" | wc -l)" -gt 2 ] || fail "no shards were cut"
 [ -e "$dir/w1_val_000000.bin" ] || fail "no validation shard"
+
+# Validation is drawn by documents, whole, from all files, by their text: equal documents are in one split, and neither
+# others nor the number of workers change the draw. Of one long text, blocks are drawn, from all of it.
+python3 - "$dir" <<'PY'
+import json, sys
+directory = sys.argv[1]
+for name in "xyz":
+    with open(f"{directory}/{name}.jsonl", "w") as file:
+        for i in range(1000):
+            print(json.dumps({"text": f"{name}{i} " + "word " * (i % 50)}), file=file)
+            if i % 10 == 0:
+                print(json.dumps({"text": f"copy {i}"}), file=file)
+with open(f"{directory}/book.txt", "w") as file:
+    file.writelines(f"line {i} of the only book\n" for i in range(120000))
+PY
+tokenize "$dir"/{x,y,z}.jsonl --out "$dir/d1" --val-fraction 0.1 --workers 1 || fail "drawing documents failed"
+tokenize "$dir"/{z,y}.jsonl --out "$dir/d2" --val-fraction 0.1 --workers 2 || fail "drawing documents failed"
+tokenize "$dir"/{x,y,z}.jsonl --out "$dir/d3" --val-fraction 0.1 --val-seed 1 || fail "--val-seed failed"
+tokenize "$dir/book.txt" --out "$dir/k1" --val-fraction 0.1 --workers 2 || fail "drawing blocks failed"
+tokenize "$dir/book.txt" --out "$dir/k2" --val-fraction 0 || fail "--val-fraction 0 failed"
+if [ -e "$dir/k2_val_000000.bin" ]; then fail "--val-fraction 0 made a validation shard"; fi
+python3 - "$dir" <<'PY' || fail "validation was not drawn as it should be"
+import struct, sys
+directory = sys.argv[1]
+def documents(name, split):
+    data = open(f"{directory}/{name}_{split}_000000.bin", "rb").read()
+    tokens = struct.unpack(f"<{(len(data) - 1024) // 2}H", data[1024:])
+    assert tokens[0] == 256
+    parts = "".join(chr(token) for token in tokens).split(chr(256))
+    return parts[1:]
+
+train, val = documents("d1", "train"), documents("d1", "val")
+written = [f"{name}{i} " + "word " * (i % 50) for name in "xyz" for i in range(1000)]
+assert sorted(set(train + val)) == sorted(written + [f"copy {i}" for i in range(0, 1000, 10)])
+assert len(train + val) == 3300 and not set(train) & set(val)
+for name in "xyz":   # of 1000 documents 100, give or take four standard deviations
+    assert 62 <= sum(document.startswith(name) for document in val) <= 138
+assert train == [document for document in train + val if document in set(train)]   # in the order of the files
+fewer = set(documents("d2", "val"))
+assert fewer == {document for document in val if document[0] in "yzc"}
+assert set(documents("d3", "val")) != set(val)
+
+train, val = documents("k1", "train"), documents("k1", "val")
+lines = [int(line.split()[1]) for document in train + val for line in document.splitlines()]
+assert sorted(lines) == list(range(120000)), "a line was lost, doubled or cut"
+drawn = [int(document.split()[1]) for document in val]
+assert drawn == sorted(drawn) and len(val) > 10
+size = sum(map(len, val)) / sum(map(len, train + val))
+assert 0.03 < size < 0.17, size   # 32 of 320 blocks, give or take four standard deviations
+for third in range(3):
+    assert any(third * 40000 <= line < (third + 1) * 40000 for line in drawn), "validation misses a third of the book"
+
+# A document of several pieces that is no longer than a block stays whole; a longer one is drawn anew after each block.
+sys.dont_write_bytecode = True
+sys.path.insert(0, "data")
+import types
+from documents import Draw
+from tokenize_text import Part, Splitter
+splitter = Splitter(types.SimpleNamespace(tokenizer="bytes", eot=None, draw=Draw(0.5, 0, 10)))
+parts = [Part(True, True, 5, b"a"), Part(False, False, 5, b"b"), Part(False, False, 5, b"c"), Part(True, False, 5, b"d"),
+         Part(False, False, 9, b"e")]
+end = struct.pack("<H", 256)
+assert list(splitter.divide(parts)) == [("val", end + b"a"), ("val", b"b"), ("train", end + b"c"), ("train", end + b"d"),
+                                        ("train", b"e")]
+PY
+printf 'a short text\n' >"$dir/short.txt"
+refused 'drew none' "$dir/short.txt" --val-fraction 0.01
 
 # JSONL.
 printf '{"text": "one"}\n{"text": "two"}\n' >"$dir/c.jsonl"

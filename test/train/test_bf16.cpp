@@ -20,7 +20,7 @@ std::string bf16_options(const std::string& out_dir, int micro_batch) {
   return formatted(
       "--model {} --train-data {}/train.bin --batch-size {} --seq-len 33 --total-batch-size 264 --max-steps {} "
       "--lr 1e-3 --warmup-steps 5 --lr-schedule cosine --final-lr-frac 0.1 --weight-decay 0.1 --grad-clip 1 "
-      "--threads 2 --dtype bf16 --out-dir {}",
+      "--no-shuffle --threads 2 --dtype bf16 --out-dir {}",
       model, model, micro_batch, steps, out_dir);
 }
 

@@ -67,7 +67,7 @@ TEST_CASE("twenty steps of every family follow PyTorch's AdamW, on one rank and 
   for (const std::string& family : all_families) {
     const std::string folder = folder_of(family);
     const json golden = json::parse(read_whole(folder + "/trajectory.json"));
-    std::string options = "--model " + folder + " --train-data " + folder + "/train.bin --threads 2";
+    std::string options = "--model " + folder + " --train-data " + folder + "/train.bin --no-shuffle --threads 2";
     for (const auto& [name, value] : golden["options"].items())
       options += " --" + name + " " + (value.is_string() ? value.get<std::string>() : value.dump());
     const int64_t sequences =

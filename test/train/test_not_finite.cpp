@@ -36,17 +36,19 @@ TEST_CASE("a non-finite step names the first bad tensor, its position and the sa
   write_shard<uint16_t>(dir / "data.bin", tokens);
   const ProgramResult bad = run_program(
       "--model " + (dir / "broken") + " --train-data " + (dir / "data.bin") +
-      " --seq-len 33 --batch-size 2 --total-batch-size 264 --max-steps 2 --threads 1 --out-dir " + (dir / "run"));
+      " --no-shuffle --seq-len 33 --batch-size 2 --total-batch-size 264 --max-steps 2 --threads 1 --out-dir " +
+      (dir / "run"));
   INFO(bad.err);
   REQUIRE(bad.status == 2);
   REQUIRE(bad.err.find("step 1 diverged") != std::string::npos);
   REQUIRE(bad.err.find(
               "in embedded, written by embedding_forward in the forward of the embedding, micro-batch 1, sample 3.") !=
           std::string::npos);
-  const ProgramResult ranks = run_program("--model " + (dir / "broken") + " --train-data " + (dir / "data.bin") +
-                                          " --seq-len 33 --batch-size 2 --total-batch-size 264 --max-steps 2 "
-                                          "--local-ranks 2 --zero-stage 3 --out-dir " +
-                                          (dir / "ranks"));
+  const ProgramResult ranks =
+      run_program("--model " + (dir / "broken") + " --train-data " + (dir / "data.bin") +
+                  " --no-shuffle --seq-len 33 --batch-size 2 --total-batch-size 264 --max-steps 2 "
+                  "--local-ranks 2 --zero-stage 3 --out-dir " +
+                  (dir / "ranks"));
   INFO(ranks.err);
   REQUIRE(ranks.status == 2);
   REQUIRE(ranks.err.find("in the forward of the embedding, rank 1, micro-batch 0, sample 3.") != std::string::npos);

@@ -18,7 +18,7 @@ std::string golden_options(const std::string& out_dir, const std::string& more =
   return "--model " + model + " --train-data " + model +
          "/train.bin --batch-size 4 --seq-len 33 --total-batch-size 264 --max-steps 20 " +
          "--lr 1e-3 --warmup-steps 5 --lr-schedule cosine --final-lr-frac 0.1 --weight-decay 0.1 --grad-clip 1 "
-         "--threads 2 " +
+         "--no-shuffle --threads 2 " +
          more + " --out-dir " + out_dir;
 }
 

@@ -122,19 +122,32 @@ RowSum<A> exponentiate_row(A* row, int64_t first, int64_t keys, int64_t end) {
   return {largest, sum};
 }
 
-// p = exp(p - lse), dp = p * (dp - delta): P and dS from the scores and dP; 0 where no key is visible.
+// P and dS from the scores and dP, in their place: p = exp(p - lse), dp = p (dp - sum(p dp)); 0 where no key is
+// visible. Where one key has nearly all of the probability, dP and its mean cancel, and every rounding that differs
+// between the two shows. So the mean is summed from the very dP that it is subtracted from, not taken as the row sum of
+// dO O, which is equal but rounds differently; and the row is divided by its sum, because the rounding of a large lse
+// is an error of all of the row's p.
 template <class A>
-void score_gradient_row(A* p, A* dp, A lse, A delta, int64_t first, int64_t keys, int64_t end) {
-  const int64_t panels = end / panel_width;
+void score_gradient_row(A* p, A* dp, A lse, int64_t first, int64_t keys, int64_t end) {
+  const int64_t n = end / panel_width * panel_width;
 #pragma omp simd
-  for (int64_t j = 0; j < panels * panel_width; ++j) {
-    p[j] = exponential(p[j] - lse);
-    dp[j] = p[j] * (dp[j] - delta);
+  for (int64_t j = 0; j < n; ++j) p[j] = exponential(p[j] - lse);
+  for (A* row : {p, dp}) {
+    std::fill(row, row + first, A(0));
+    std::fill(row + keys, row + end, A(0));
   }
-  std::fill(p, p + first, A(0));
-  std::fill(dp, dp + first, A(0));
-  std::fill(p + keys, p + end, A(0));
-  std::fill(dp + keys, dp + end, A(0));
+  A sum = 0, weighted = 0;
+#pragma omp simd reduction(+ : sum, weighted)
+  for (int64_t j = 0; j < n; ++j) {
+    sum += p[j];
+    weighted += p[j] * dp[j];
+  }
+  const A inverse = A(1) / sum, mean = weighted * inverse;
+#pragma omp simd
+  for (int64_t j = 0; j < n; ++j) {
+    p[j] *= inverse;
+    dp[j] = p[j] * (dp[j] - mean);
+  }
 }
 
 }  // namespace detail
@@ -195,11 +208,11 @@ void attention_forward(T* out, A* lse, const T* qkv, const int32_t* positions, A
 }
 
 // With P the probabilities and dO the gradient of the output:
-//   dV = P^T dO,   dP = dO V^T,   dS = P (dP - rowsum(dO O)),   dQ = dS K / sqrt(D),   dK = dS^T Q / sqrt(D)
+//   dV = P^T dO,   dP = dO V^T,   dS = P (dP - rowsum(P dP)),   dQ = dS K / sqrt(D),   dK = dS^T Q / sqrt(D)
 // One thread per (sequence, key-value head); the query heads of a group add to dK and dV one after another.
 template <class T, class A = accumulator_t<T>>
-void attention_backward(T* dqkv, const T* dout, const T* out, const T* qkv, const A* lse, const int32_t* positions,
-                        A* scratch, const AttentionShape& s, int threads) {
+void attention_backward(T* dqkv, const T* dout, const T* qkv, const A* lse, const int32_t* positions, A* scratch,
+                        const AttentionShape& s, int threads) {
   using namespace detail;
   const AttentionLayout l(s);
   const A scale = A(1) / std::sqrt(static_cast<A>(s.D));
@@ -229,14 +242,9 @@ void attention_backward(T* dqkv, const T* dout, const T* out, const T* qkv, cons
           load_block(g, l.D_padded, dout + block, l.out_stride, n, s.D);
           multiply_panels(p, l.T_padded, q, l.D_padded, k_t + start * s.D, s.D, n, end - start, s.D);
           multiply_panels(dp, l.T_padded, g, l.D_padded, v_t + start * s.D, s.D, n, end - start, s.D);
-          for (int64_t i = 0; i < n; ++i) {
-            A delta = 0;
-#pragma omp simd reduction(+ : delta)
-            for (int64_t d = 0; d < s.D; ++d)
-              delta += g[i * l.D_padded + d] * static_cast<A>(out[block + i * l.out_stride + d]);
-            score_gradient_row(p + i * l.T_padded, dp + i * l.T_padded, lse[(b * s.Hq + h) * s.T + begin + i], delta,
+          for (int64_t i = 0; i < n; ++i)
+            score_gradient_row(p + i * l.T_padded, dp + i * l.T_padded, lse[(b * s.Hq + h) * s.T + begin + i],
                                first_key(places, begin + i) - start, begin + i + 1 - start, end - start);
-          }
           const int64_t keys = visible - start, skipped = start * panel_width;
           add_outer_products(dv + skipped, s.T, p, l.T_padded, g, l.D_padded, keys, l.D_padded, n);
           add_outer_products(dk + skipped, s.T, dp, l.T_padded, q, l.D_padded, keys, l.D_padded,

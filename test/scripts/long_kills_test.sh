@@ -1,0 +1,109 @@
+#!/usr/bin/env bash
+# Tiny runs of one rank and of four, and some with long steps, are killed at random moments, half of them within the first
+# 0.2 seconds, some on a full disk, and started again until they are done. No start is refused, and in the end weights,
+# optimizer state and metrics are bitwise those of a run that nobody killed.
+#
+#   test/scripts/long_kills_test.sh [KILLS]     default: 300; SEED=N repeats a test. Full disks need root, for a tmpfs.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+kills=${1:-300}
+SEED=${SEED:-$RANDOM}
+RANDOM=$SEED
+dir=$(mktemp -d)
+trap 'umount "$dir/disk" 2>/dev/null; rm -rf "$dir"' EXIT
+mkdir "$dir/disk"
+disk=
+if mount -t tmpfs -o size=3m tmpfs "$dir/disk" 2>/dev/null; then disk=yes; fi
+fail() {
+  echo "long_kills_test: $1; SEED=$SEED test/scripts/long_kills_test.sh $kills repeats it" >&2
+  cat "$dir/err" >&2
+  ls -la "$out" >&2
+  exit 1
+}
+
+# Command lines, without --out-dir. A run with long steps is often killed before it has done any.
+tiny=(--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --batch-size 2 --lr 1e-2 --threads 1 --val-steps 2
+  --train-data test/golden/gpt2_tiny/train.bin --val-data test/golden/gpt2_tiny/train.bin --keep-checkpoints 2 --keep-best)
+# shellcheck disable=SC2034  # used by name
+{
+  one=("${tiny[@]}" --total-batch-size 264 --max-steps 300 --checkpoint-every 20 --val-every 40)
+  four=("${one[@]}" --local-ranks 4 --zero-stage 2)
+  long=("${tiny[@]}" --total-batch-size 33000 --max-steps 6 --checkpoint-every 2 --val-every 3)
+}
+# results OUT: what must not depend on interruptions
+results() {
+  (cd "$(printf '%s\n' "$1"/step-* | tail -n 1)" && basename "$PWD" && sha256sum -- *.safetensors)
+  python3 - "$1/metrics.jsonl" <<'PY'
+import json, sys
+for line in open(sys.argv[1]):
+    object = json.loads(line)
+    print(*(object.get(name) for name in ("kind", "step", "loss", "grad_norm", "lr")))
+PY
+}
+
+kinds=(one four long)
+for kind in "${kinds[@]}"; do
+  declare -n line=$kind
+  out=$dir/whole-$kind
+  ./train_gpt "${line[@]}" --out-dir "$out" >"$dir/out" 2>"$dir/err" || fail "the run that nobody kills failed"
+  results "$out" >"$dir/whole-$kind.txt"
+done
+
+milliseconds() { printf '%d.%03d' $(($1 / 1000)) $(($1 % 1000)); }
+# start PLACE KIND ATTEMPT: starts the run and kills it at a random moment, later with each attempt. 0: it is done.
+declare -A ended=([0]=0 [1]=0 [75]=0 [other]=0)
+start() {
+  local -n options_of_kind=$2
+  local signals=(KILL TERM INT) signal status=0 process
+  signal=${signals[RANDOM % 3]}
+  ./train_gpt "${options_of_kind[@]}" --out-dir "$1/run" >"$dir/out" 2>"$dir/err" &
+  process=$!
+  sleep "$(milliseconds $((RANDOM % 2 ? RANDOM % 200 : RANDOM % (900 + 100 * $3))))"
+  kill -s "$signal" $process 2>/dev/null || true
+  if [ $((RANDOM % 4)) = 0 ]; then   # it may be saving
+    sleep "$(milliseconds $((RANDOM % 50)))"
+    kill -s KILL $process 2>/dev/null || true
+  fi
+  wait $process 2>/dev/null || status=$?
+  case $status in
+    0 | 1 | 75) ended[$status]=$((ended[$status] + 1)) ;;
+    130 | 137 | 143) ended[other]=$((ended[other] + 1)) ;;   # SIGKILL, or before the handlers of signals are there
+    *) fail "status $status after SIG$signal" ;;
+  esac
+  return $status
+}
+
+killed=0 runs=0 full=0
+while [ $killed -lt "$kills" ]; do
+  runs=$((runs + 1))
+  kind=${kinds[runs % 3]} place=$dir/place
+  if [ -n "$disk" ] && [ $((runs % 4)) -ge 2 ]; then place=$dir/disk; fi
+  mkdir -p "$place"
+  out=$place/run
+  for attempt in $(seq 200); do
+    filled=
+    if [ "$place" = "$dir/disk" ] && [ $((RANDOM % 3)) = 0 ]; then   # leaves room for a part of what will be written
+      filled=yes full=$((full + 1))
+      room=$(($(stat -f --format='%a * %S' "$place") - RANDOM % 200 * 1024))
+      if [ $room -gt 0 ]; then head -c $room /dev/zero >"$place/filler"; fi
+    fi
+    status=0
+    start "$place" "$kind" "$attempt" || status=$?
+    rm -f "$place/filler"
+    if [ $status = 0 ]; then break; fi
+    if [ $status = 1 ]; then
+      if [ -z "$filled" ]; then fail "a start was refused"; fi
+      grep -q -e 'No space left' -e 'free' "$dir/err" || fail "a start on a full disk failed with another reason"
+    else
+      killed=$((killed + 1))
+    fi
+    [ "$attempt" -lt 200 ] || fail "no end after 200 starts"
+  done
+  results "$out" >"$dir/now.txt"
+  cmp -s "$dir/whole-$kind.txt" "$dir/now.txt" ||
+    fail "a resumed run ($kind) differs: $(diff "$dir/whole-$kind.txt" "$dir/now.txt" | head -n 6)"
+  rm -rf "$out"
+done
+echo "long_kills_test: $killed kills of $runs runs (SEED=$SEED): ${ended[75]} saved, ${ended[other]} died at once," \
+  "$full starts on a full disk of which ${ended[1]} failed; all were resumed and are bitwise the runs that nobody killed"
+[ -n "$disk" ] || echo "long_kills_test: full disks were left out: only root can mount a tmpfs"
