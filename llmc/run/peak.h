@@ -11,7 +11,7 @@
 #include <optional>
 #include <string>
 
-#include "core/files.h"
+#include "core/json.h"
 #include "device/gpu.h"
 #include "ops/ops.h"
 #include "run/gpu_peaks.h"
@@ -95,9 +95,9 @@ inline double matmul_peak(const Device& device, DType dtype) {
           : formatted("{} | {} | {} | {} threads", processor_name(), matmul_library(device), dtype, device.threads);
   const std::string file = peak_cache_file();
   nlohmann::json cache = nlohmann::json::object();
-  if (std::ifstream in(file); in) {
-    nlohmann::json found = nlohmann::json::parse(in, nullptr, false);
-    if (found.is_object()) cache = std::move(found);
+  try {
+    if (path_exists(file)) cache = read_json(file);
+  } catch (const Error&) {  // measured again, and written anew
   }
   auto cached = [&](const char* field) {
     const nlohmann::json entry = cache.contains(key) ? cache[key] : nlohmann::json();

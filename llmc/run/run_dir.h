@@ -191,7 +191,7 @@ class RunDirectory {
     if (!path_exists(metrics_file())) return metrics;
     std::istringstream lines(read_text(metrics_file()));
     for (std::string line; std::getline(lines, line);) {
-      const nlohmann::json object = nlohmann::json::parse(line, nullptr, false);
+      const nlohmann::json object = try_parse_json(line).value_or(nullptr);
       const nlohmann::json at = object.is_object() ? object.value("step", nlohmann::json()) : nlohmann::json();
       if (!at.is_number_integer() || at > step) continue;
       metrics.validated |= at == step && object.value("kind", nlohmann::json()) == "val";
