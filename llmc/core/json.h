@@ -102,8 +102,8 @@ inline nlohmann::json read_json(const std::string& path, const std::string& opti
 
 // A non-negative integer that fits into int64_t; none: anything else.
 inline std::optional<int64_t> whole_number(const nlohmann::json& json) {
-  const bool whole = json.is_number_unsigned() && json.get<uint64_t>() <= uint64_t{INT64_MAX};
-  return whole ? std::optional(json.get<int64_t>()) : std::nullopt;
+  const int64_t value = json.is_number_integer() ? json.get<int64_t>() : -1;  // beyond 2^63 negative as well
+  return value >= 0 ? std::optional(value) : std::nullopt;
 }
 
 }  // namespace llmc

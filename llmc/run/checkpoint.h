@@ -39,6 +39,11 @@ inline std::vector<int64_t> checkpoint_steps(const std::string& out_dir) {
   return steps;
 }
 
+// Whether it can be the name of a file beside the one that names it.
+inline bool is_file_name(const std::string& name) {
+  return !name.empty() && name.find('/') == name.npos && shown(name) == name;
+}
+
 // The manifest's record of each file; a file that it does not name is not part of the checkpoint.
 inline std::map<std::string, FileRecord> read_manifest(const std::string& path) {
   const std::string file = path + "/manifest.json";
@@ -47,8 +52,7 @@ inline std::map<std::string, FileRecord> read_manifest(const std::string& path) 
   CHECK(records.is_object(), "{}: \"files\" is {}, expected an object; the file is damaged", file, records);
   std::map<std::string, FileRecord> files;
   for (const auto& [name, record] : records.items()) {
-    CHECK(!name.empty() && name.find('/') == name.npos, "{} names '{}', expected a file in the same directory", file,
-          shown(name));
+    CHECK(is_file_name(name), "{} names '{}', expected a file in the same directory", file, shown(name));
     files.emplace(name, FileRecord::from_json(record, formatted("{}: the record of {}", file, shown(name))));
   }
   return files;
@@ -247,7 +251,7 @@ inline std::vector<std::string> model_files(const std::string& directory) {
   CHECK(map.is_object() && !map.empty(), "{}: has no \"weight_map\"", index);
   std::vector<std::string> paths;
   for (const auto& [tensor, file] : map.items()) {
-    CHECK(file.is_string() && file.get<std::string>().find('/') == std::string::npos,
+    CHECK(file.is_string() && is_file_name(file.get<std::string>()),
           "{}: tensor {} is in {}, expected the name of a file in the same directory", index, shown(tensor), file);
     const std::string path = directory + "/" + file.get<std::string>();
     if (std::find(paths.begin(), paths.end(), path) == paths.end()) paths.push_back(path);

@@ -40,7 +40,7 @@ inline void check_resumed_options(Log& log, const std::string& file, const nlohm
         then.value(o.name, nlohmann::json(o.usual));  // absent in an older version: the default
     const std::string before = found.is_string() ? found.get<std::string>() : found.dump();
     if (before == o.text || o.rule == ResumeRule::free) continue;
-    const std::string change = formatted("{} was '{}' and is now '{}'", o.name, before, o.text);
+    const std::string change = formatted("{} was '{}' and is now '{}'", o.name, shown(before), o.text);
     if (o.rule == ResumeRule::warn) log.line("notice: " + change);
     else broken += "\n  " + change;
   }
