@@ -222,10 +222,8 @@ inline std::vector<Format> make_formats(const std::string& root, std::unique_ptr
   put(out + "/run.json", nlohmann::ordered_json{{"format", 1}, {"options", options_json(o)}}.dump(1));
   std::string lines;
   for (int step = 1; step < 6; ++step)
-    lines += formatted(
-        "{{\"kind\":\"train\",\"step\":{},\"loss\":2.5,\"grad_norm\":null}\n{{\"kind\":\"val\",\"step\":{},\"loss\":3}"
-        "\n",
-        step, step);
+    for (const char* kind : {"train", "val"})
+      lines += nlohmann::ordered_json{{"kind", kind}, {"step", step}, {"loss", 2.5}}.dump() + "\n";
   put(out + "/metrics.jsonl", lines);
   for (const auto& [file, content] : {std::pair("run.json", Content::json), {"metrics.jsonl", Content::json_lines}})
     formats.push_back({file, out, file, content, false, {}, [=] {
