@@ -287,7 +287,11 @@ inline ModelConfig resolve_model(const std::string& model, const ModelOverrides&
           divisors(c.n_embd));
     c.head_size = c.n_embd / c.n_head;
   }
-  validate_model(c);
+  try {
+    validate_model(c);
+  } catch (const Error& error) {
+    throw preset ? error : Error(formatted("--model {}: {}", model, error.what()));
+  }
   return c;
 }
 

@@ -111,7 +111,10 @@ inline double matmul_peak(const Device& device, DType dtype) {
   cache[key] = {{"flops", best}, {"measured_at", now}};
   std::error_code ignored;
   std::filesystem::create_directories(std::filesystem::path(file).parent_path(), ignored);
-  std::ofstream(file) << cache.dump(1) << "\n";
+  try {
+    write_text_durably(file, cache.dump(1) + "\n");
+  } catch (const Error&) {  // measured again next time
+  }
   return best;
 }
 

@@ -16,9 +16,9 @@ class Mutation {
  public:
   Mutation(uint64_t seed, const std::string& format, uint64_t number) : rng_(seed, format), at_(number << 20) {}
 
-  // One to three changes.
+  // One change, or two.
   std::string of(std::string bytes, Content content) {
-    for (uint64_t changes = 1 + below(3); changes > 0; --changes) {
+    for (uint64_t changes = 1 + below(3) / 2; changes > 0; --changes) {
       const bool parts = below(3) > 0;  // of its structure; else of its bytes
       if (content == Content::safetensors && parts) change_header(bytes);
       else if (content == Content::json && parts) change_json(bytes);
