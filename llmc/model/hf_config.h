@@ -60,14 +60,16 @@ inline void read_gpt2(ModelConfig& c, const HfFields& f) {
   // transformers takes the other families' names as well, and prefers them.
   auto either = [&](const char* other, const char* name) { return f.get(other, nullptr).is_null() ? name : other; };
   c.n_layer = f.integer(either("num_hidden_layers", "n_layer"), 12, most_layers);
-  c.n_head = c.n_kv_head = f.integer(either("num_attention_heads", "n_head"), 12);
-  c.n_embd = f.integer(either("hidden_size", "n_embd"), 768);
+  const char *heads = either("num_attention_heads", "n_head"), *channels = either("hidden_size", "n_embd");
+  c.n_head = c.n_kv_head = f.integer(heads, 12);
+  c.n_embd = f.integer(channels, 768);
   c.n_ffn = f.integer("n_inner", 4 * c.n_embd);
   c.vocab_size = f.integer("vocab_size", 50257);
   c.n_positions = f.integer(either("max_position_embeddings", "n_positions"), 1024);
   c.tied = f.flag("tie_word_embeddings", true);
   c.norm_eps = static_cast<float>(f.real("layer_norm_epsilon", 1e-5, 1));
-  CHECK(c.n_embd % c.n_head == 0, "{}: \"n_head\" {} does not divide \"n_embd\" {}", f.file, c.n_head, c.n_embd);
+  CHECK(c.n_embd % c.n_head == 0, "{}: \"{}\" {} does not divide \"{}\" {}", f.file, heads, c.n_head, channels,
+        c.n_embd);
   c.head_size = c.n_embd / c.n_head;
 }
 

@@ -23,6 +23,7 @@ TEST_CASE("JSON is refused if it is nested deeply, has equal names, or anything 
       for (size_t i = 0; i < depth; ++i) text += open;
       refused(text, "nested more than 64 deep");
     }
+  refused(std::string(1'000'000, '[') + std::string(1'000'000, ']'), "nested more than 64 deep");
   REQUIRE(parse_json(std::string(64, '[') + std::string(64, ']'), "x").is_array());
   refused(R"({"a":1,"b":{"a":2,"a":3}})", "names a twice");
   refused("{\"\x1b[2J\":1,\"\\u001b[2J\":1}", "not JSON");

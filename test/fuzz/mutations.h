@@ -146,6 +146,7 @@ class Mutation {
     if (places.empty()) return change_bytes(text);
     auto [holder, name] = one_of(places);
     Json& value = holder->is_object() ? (*holder)[name] : (*holder)[std::stoul(name)];
+    std::string deep;
     switch (below(7)) {
       case 0: value = hostile_value(); break;
       case 1:
@@ -174,10 +175,12 @@ class Mutation {
         if (value.is_string()) value = value.get<std::string>() + hostile_name();
         break;
       case 6:
-        for (uint64_t depth = 1 + below(100); depth > 0; --depth) value = Json::array({std::move(value)});
+        value = "DEEP";
+        deep = std::string(uint64_t{1} << below(18), '[');
         break;
     }
     text = json.dump(-1, ' ', false, Json::error_handler_t::replace);
+    if (!deep.empty()) text.replace(text.find("\"DEEP\""), 6, deep + std::string(deep.size(), ']'));
   }
   std::string hostile_name() {
     static const std::vector<std::string> names = {"x", "/", "../", ":", "[0:1]", "]", "\x1b[2J", "model", "step"};
