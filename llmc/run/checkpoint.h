@@ -52,7 +52,7 @@ inline std::map<std::string, FileRecord> read_manifest(const std::string& path) 
   CHECK(records.is_object(), "{}: \"files\" is {}, expected an object; the file is damaged", file, records);
   std::map<std::string, FileRecord> files;
   for (const auto& [name, record] : records.items()) {
-    CHECK(is_file_name(name), "{} names '{}', expected a file in the same directory", file, shown(name));
+    CHECK(is_file_name(name), "{} names {}, expected a file in the same directory", file, shown(name));
     files.emplace(name, FileRecord::from_json(record, formatted("{}: the record of {}", file, shown(name))));
   }
   return files;
