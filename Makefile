@@ -223,7 +223,7 @@ build/smoke_cpu.flags build/smoke_cuda.flags: build/smoke_%.flags: FORCE
 
 # ---- The tests: a folder with test_*.cpp is one program, compiled in one go --------------------------------------------
 
-TEST_FOLDERS := $(filter-out cuda,$(patsubst test/%/,%,$(sort $(dir $(wildcard test/*/test_*.cpp)))))
+TEST_FOLDERS := $(filter-out cuda fuzz,$(patsubst test/%/,%,$(sort $(dir $(wildcard test/*/test_*.cpp)))))
 TEST_FLAGS = $(call FLAGS_cpu,-O1) -Itest -I. $(LAVISH)
 
 build/nvml_stand_in.so: test/nvml_stand_in.h
@@ -302,13 +302,25 @@ build/cuda_test.flags: FORCE
 build/cuda_test_link.list: FORCE
 	$(call text_file,$(STAND_INS) $(CUDA_TEST_LINK_FLAGS) $(LDFLAGS))
 
+# ---- Fuzzing: the readers of all formats, in a program under sanitizers ----------------------------------------------
+
+FUZZ_FLAGS = -std=c++20 -O1 -g1 -Illmc -Itest -I. $(ARCH_FLAGS) -fopenmp -Wall -Wextra -fno-omit-frame-pointer $(LAVISH) \
+             $(CPPFLAGS) $(CXXFLAGS) $(SANITIZE_asan)
+build/asan/fuzz.o: test/fuzz/test_fuzz.cpp build/fuzz.flags
+	@mkdir -p $(@D) && echo 'test/fuzz (asan)'
+	@$(CXX) $(FUZZ_FLAGS) -MMD -MP -c $< -o $@
+build/asan/fuzz: build/asan/fuzz.o build/test/main.o
+	@$(CXX) $(FUZZ_FLAGS) $(filter %.o,$^) -o $@ $(LDFLAGS) $(CATCH2_LIBS) -lxxhash -ldl
+build/fuzz.flags: FORCE
+	$(call text_file,$(CXX) $(FUZZ_FLAGS) $(CXX_VERSION) $(CATCH2_VERSION))
+
 # ---- Running them: scripts/run_tests.sh -------------------------------------------------------------------------------
 
 # Each program is one job, which compiles it and runs it, so that the first results come while the rest is compiled. The
 # one that takes longest begins first, then come the cheap ones, then the next longest.
 CHEAP := core text device data ops
 TEST_PROGRAMS := asan/trainer $(CHEAP:%=test/%) asan/kernels $(patsubst %,test/%,$(filter-out $(CHEAP),$(TEST_FOLDERS))) \
-                 asan/emulator $(if $(LONG),$(CUDA_TESTS:%=tsan/%))
+                 asan/emulator asan/fuzz $(if $(LONG),$(CUDA_TESTS:%=tsan/%))
 # The test of fresh machines is a target of its own: it takes an hour, root and the network.
 FRESH_TEST := test/scripts/long_fresh_machine_test.sh
 TEST_SCRIPTS := $(if $(TESTS),,$(filter-out $(FRESH_TEST) $(if $(LONG),,test/scripts/long_%),$(wildcard test/scripts/*_test.sh)))

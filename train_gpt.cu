@@ -11,7 +11,7 @@
 #include "core/signals.h"
 #include "data/dataloader.h"
 #include "dist/world.h"
-#include "run/checkpoint.h"
+#include "run/checkpoint_write.h"
 #include "run/job.h"
 #include "run/modes.h"
 #include "run/options_parse.h"

@@ -33,7 +33,29 @@ class PeerError : public Error {
   PeerError() : Error("another rank has failed") {}
 };
 
+// Text from a file as messages show it: control characters escaped, and its beginning if it is longer than `most`
+// bytes.
+inline std::string shown(std::string_view text, size_t most = 80) {
+  constexpr std::string_view digits = "0123456789abcdef";
+  size_t cut = text.size();
+  if (cut > most)
+    for (cut = most; cut > 0 && (text[cut] & 0xc0) == 0x80;) --cut;  // not within a UTF-8 character
+  std::string out;
+  for (const char c : text.substr(0, cut)) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte >= 0x20 && byte != 0x7f) out += c;
+    else out.append("\\x").append({digits[byte / 16], digits[byte % 16]});
+  }
+  return cut == text.size() ? out : out + "... (" + std::to_string(text.size()) + " bytes)";
+}
+
 namespace detail {
+
+// A JSON value, which this file does not know.
+template <class T>
+concept Json = requires(const T& value) {
+  value.dump(-1, ' ', false, T::error_handler_t::replace);
+};
 
 // One formatted argument under its printf-like specification ("" for the plain form).
 inline std::string printf_string(const std::string& format, auto value) {
@@ -48,7 +70,9 @@ inline std::string printf_string(const std::string& format, auto value) {
 
 template <class T>
 std::string format_argument(const std::string& spec, const T& value) {
-  if constexpr (std::is_same_v<T, bool>) {
+  if constexpr (Json<T>) {
+    return shown(value.dump(-1, ' ', false, T::error_handler_t::replace));
+  } else if constexpr (std::is_same_v<T, bool>) {
     return value ? "true" : "false";
   } else if constexpr (std::is_enum_v<T>) {
     return format_argument(spec, name_of(value));  // found by argument-dependent lookup beside the enum

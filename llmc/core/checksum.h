@@ -3,6 +3,7 @@
 #pragma once
 #include <xxhash.h>
 
+#include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "core/files.h"
+#include "core/json.h"
 #include "core/shape.h"
 
 namespace llmc {
@@ -21,7 +23,15 @@ struct FileRecord {
   std::vector<std::string> slices;  // 16 hexadecimal digits each
 
   nlohmann::ordered_json to_json() const { return {{"size", size}, {"xxh3", slices}}; }
-  static FileRecord from_json(const nlohmann::json& json) { return {json.at("size"), json.at("xxh3")}; }
+  // Errors begin with `where`.
+  static FileRecord from_json(const nlohmann::json& json, const std::string& where) {
+    const nlohmann::json none, record = json.is_object() ? json : nlohmann::json::object(),
+                               slices = record.value("xxh3", none);
+    const std::optional<int64_t> size = whole_number(record.value("size", none));
+    CHECK(size && slices.is_array() && std::all_of(slices.begin(), slices.end(), [](auto& s) { return s.is_string(); }),
+          "{} is {}, expected a size and a list of checksums; the file is damaged", where, json);
+    return {*size, slices};
+  }
 };
 
 inline std::string hex_digits(uint64_t hash) {

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <limits>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -24,6 +25,7 @@ namespace llmc {
 
 class File {
  public:
+  // Only regular files: reading a FIFO or a terminal would wait for someone to write, without end.
   static File open_read(const std::string& path) { return File(path, O_RDONLY, "open"); }
   static File create(const std::string& path) { return File(path, O_WRONLY | O_CREAT | O_TRUNC, "create"); }
   static File append(const std::string& path) { return File(path, O_WRONLY | O_CREAT | O_APPEND, "open"); }
@@ -78,8 +80,23 @@ class File {
 
  private:
   File(const std::string& path, int flags, const char* operation)
-      : path_(path), fd_(::open(path.c_str(), flags | O_CLOEXEC, 0644)) {
+      : path_(path), fd_(::open(path.c_str(), flags | O_CLOEXEC | O_NONBLOCK, 0644)) {
     check(fd_ >= 0, operation);
+    struct stat info {};
+    try {
+      check(::fstat(fd_, &info) == 0, "stat");
+      CHECK(S_ISREG(info.st_mode), "cannot {} {}: it is {}, expected a file", operation, path_, kind_of(info.st_mode));
+    } catch (...) {  // there will be no destructor
+      ::close(fd_);
+      throw;
+    }
+  }
+  static const char* kind_of(mode_t mode) {
+    return S_ISDIR(mode)                    ? "a directory"
+           : S_ISFIFO(mode)                 ? "a pipe"
+           : S_ISSOCK(mode)                 ? "a socket"
+           : S_ISCHR(mode) || S_ISBLK(mode) ? "a device"
+                                            : "something else";
   }
   void check(bool good, const char* operation) const {
     CHECK(good, "cannot {} {}: {}", operation, path_, std::strerror(errno));
@@ -118,8 +135,11 @@ class OpenFiles {
   std::list<std::shared_ptr<const File>> files_;  // most recently used first
 };
 
-inline std::string read_text(const std::string& path) {
+// A whole file, of at most `most` bytes.
+inline std::string read_text(const std::string& path, int64_t most = std::numeric_limits<int64_t>::max()) {
   const File file = File::open_read(path);
+  CHECK(file.size() <= most, "{}: {} bytes are too many for a file of this kind, which has at most {}", path,
+        file.size(), most);
   std::string text(static_cast<size_t>(file.size()), '\0');
   file.read_at(text.data(), static_cast<int64_t>(text.size()), 0);
   return text;
@@ -148,6 +168,12 @@ inline bool path_exists(const std::string& path) {
   return false;
 }
 
+// Whether it is a directory; false if the system cannot tell.
+inline bool is_directory(const std::string& path) {
+  std::error_code none;
+  return std::filesystem::is_directory(path, none);
+}
+
 // The names in a directory, sorted.
 inline std::vector<std::string> names_in(const std::string& directory) {
   std::vector<std::string> names;
@@ -168,11 +194,9 @@ inline std::vector<std::string> expand_glob(const std::string& pattern, const ch
   CHECK(!paths.empty(),
         "{} {}: no file matches; check the path, and quote patterns so that the shell does not expand them", option,
         pattern);
-  for (const std::string& path : paths) {
-    std::error_code none;
-    CHECK(!std::filesystem::is_directory(path, none),
-          "{} {} is a directory: name its files with a quoted pattern, such as '{}/*.bin'", option, path, path);
-  }
+  for (const std::string& path : paths)
+    CHECK(!is_directory(path), "{} {} is a directory: name its files with a quoted pattern, such as '{}/*.bin'", option,
+          path, path);
   return paths;
 }
 

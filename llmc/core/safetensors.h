@@ -5,12 +5,12 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
 #include "core/checksum.h"
 #include "core/dtype.h"
+#include "core/json.h"
 
 namespace llmc {
 
@@ -29,28 +29,6 @@ struct TensorInfo {
 namespace detail {
 inline constexpr std::pair<DType, const char*> safetensors_dtypes[] = {
     {DType::fp32, "F32"}, {DType::bf16, "BF16"}, {DType::fp16, "F16"}, {DType::fp64, "F64"}, {DType::int32, "I32"}};
-
-// Parses JSON and refuses duplicate names, of which the library would keep the last.
-inline nlohmann::json parse_unique(const std::string& text, const std::string& path) {
-  using Event = nlohmann::json::parse_event_t;
-  std::map<int, std::set<std::string>> names;  // of the object being read, by depth
-  return nlohmann::json::parse(
-      text,
-      [&](int depth, Event event, nlohmann::json& parsed) {
-        if (event == Event::object_start) names[depth + 1].clear();
-        if (event == Event::key)
-          CHECK(names[depth].insert(parsed.get<std::string>()).second,
-                "{}: the header names {} twice; the file is damaged", path, parsed.get<std::string>());
-        return true;
-      },
-      false);
-}
-
-// A non-negative integer that fits into int64_t; none: anything else.
-inline std::optional<int64_t> whole_number(const nlohmann::json& json) {
-  const bool whole = json.is_number_unsigned() && json.get<uint64_t>() <= uint64_t{INT64_MAX};
-  return whole ? std::optional(json.get<int64_t>()) : std::nullopt;
-}
 }  // namespace detail
 
 // Writes tensors in list order, each in any number of pieces.
@@ -97,8 +75,9 @@ class SafetensorsReader {
           "{}: a header of {} bytes in a file of {}; not a safetensors file, or truncated", path, length, size);
     std::string text(length, '\0');
     file_.read_at(text.data(), static_cast<int64_t>(length), 8);
-    const nlohmann::json header = detail::parse_unique(text, path);
-    CHECK(header.is_object(), "{}: the header is not JSON; not a safetensors file, or damaged", path);
+    const nlohmann::json header = parse_json(text, path + ": the header of a safetensors file");
+    CHECK(header.is_object(), "{}: the header is {}, expected a JSON object; not a safetensors file, or damaged", path,
+          header);
     data_begin_ = 8 + static_cast<int64_t>(length);
     for (const auto& [name, entry] : header.items())
       if (name != "__metadata__") add(name, entry, size - data_begin_);
@@ -142,27 +121,27 @@ class SafetensorsReader {
     auto field = [&](const char* key) { return entry.is_object() ? entry.value(key, nlohmann::json()) : entry; };
     const nlohmann::json dtype = field("dtype"), shape = field("shape"), offsets = field("data_offsets");
     CHECK(dtype.is_string() && shape.is_array() && offsets.is_array(),
-          "{}: the entry of tensor {} is {}, expected dtype, shape and data_offsets", path(), name, entry.dump());
+          "{}: the entry of tensor {} is {}, expected dtype, shape and data_offsets", path(), shown(name), entry);
     const auto* known = std::find_if(std::begin(detail::safetensors_dtypes), std::end(detail::safetensors_dtypes),
                                      [&](const auto& d) { return dtype == d.second; });
     CHECK(known != std::end(detail::safetensors_dtypes), "{}: tensor {} has dtype {}, expected F32, BF16 or F16",
-          path(), name, dtype.get<std::string>());
+          path(), shown(name), shown(dtype.get_ref<const std::string&>()));
     Entry e{{name, known->first, {}}, 0};
     int64_t bytes = size_of(known->first);
     for (const nlohmann::json& d : shape) {
-      const std::optional<int64_t> dimension = detail::whole_number(d);
-      CHECK(dimension, "{}: tensor {} has dimension {}, expected a non-negative integer", path(), name, d.dump());
+      const std::optional<int64_t> dimension = whole_number(d);
+      CHECK(dimension, "{}: tensor {} has dimension {}, expected a non-negative integer", path(), shown(name), d);
       CHECK(!__builtin_mul_overflow(bytes, *dimension, &bytes),
-            "{}: tensor {} has more bytes than fit into 64 bits: {}", path(), name, shape.dump());
+            "{}: tensor {} has more bytes than fit into 64 bits: {}", path(), shown(name), shape);
       e.info.shape.push_back(*dimension);
     }
-    const std::optional<int64_t> begin = offsets.size() == 2 ? detail::whole_number(offsets[0]) : std::nullopt,
-                                 end = offsets.size() == 2 ? detail::whole_number(offsets[1]) : std::nullopt;
-    CHECK(begin && end, "{}: tensor {} has data_offsets {}, expected two non-negative integers", path(), name,
-          offsets.dump());
+    const std::optional<int64_t> begin = offsets.size() == 2 ? whole_number(offsets[0]) : std::nullopt,
+                                 end = offsets.size() == 2 ? whole_number(offsets[1]) : std::nullopt;
+    CHECK(begin && end, "{}: tensor {} has data_offsets {}, expected two non-negative integers", path(), shown(name),
+          offsets);
     CHECK(*end <= data_bytes && *end - *begin == bytes,
           "{}: tensor {} lies at bytes {} to {} of {}, but its shape ({}) needs {}; the file is truncated or damaged",
-          path(), name, *begin, *end, data_bytes, e.info.shape, bytes);
+          path(), shown(name), *begin, *end, data_bytes, shown(formatted("{}", e.info.shape)), bytes);
     e.begin = *begin;
     tensors_.emplace(name, std::move(e));
   }
@@ -177,9 +156,9 @@ class SafetensorsReader {
     int64_t at = 0;
     for (const Entry* e : order) {
       CHECK(e->begin >= at, "{}: tensor {} begins at byte {}, before the previous one ends at {}; the file is damaged",
-            path(), e->info.name, e->begin, at);
+            path(), shown(e->info.name), e->begin, at);
       CHECK(e->begin == at, "{}: bytes {} to {}, before tensor {}, belong to no tensor; the file is damaged", path(),
-            at, e->begin, e->info.name);
+            at, e->begin, shown(e->info.name));
       at += e->info.bytes();
     }
     CHECK(at == data_bytes, "{}: bytes {} to {} at the end belong to no tensor; the file is damaged", path(), at,

@@ -164,7 +164,7 @@ inline std::vector<HfPlace> match_hf_names(const std::vector<std::unique_ptr<Saf
           hf.name, bare);
     const TensorInfo& info = place.file->info(place.name);
     CHECK(info.shape == hf.shape, "{}: tensor {} has shape ({}), but config.json and the options say ({})",
-          place.file->path(), place.name, info.shape, hf.shape);
+          place.file->path(), place.name, shown(formatted("{}", info.shape)), hf.shape);
     CHECK(info.dtype == DType::fp32 || info.dtype == DType::bf16 || info.dtype == DType::fp16,
           "{}: tensor {} is {}, expected fp32, bf16 or fp16", place.file->path(), place.name, info.dtype);
     known.insert(place.name);
@@ -175,7 +175,7 @@ inline std::vector<HfPlace> match_hf_names(const std::vector<std::unique_ptr<Saf
       const bool buffer = name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias") ||
                           name.ends_with("rotary_emb.inv_freq") || name == "lm_head.weight";
       CHECK(buffer || known.count(name) > 0, "{}: tensor {} is not part of the model that config.json describes",
-            file->path(), name);
+            file->path(), shown(name));
     }
   return places;
 }

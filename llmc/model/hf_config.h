@@ -3,13 +3,14 @@
 #pragma once
 #include <array>
 #include <charconv>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <ranges>
 #include <string>
 #include <vector>
 
 #include "core/files.h"
+#include "core/json.h"
 #include "model/presets.h"
 
 namespace llmc {
@@ -26,27 +27,29 @@ struct HfFields {
   }
   void expect(const char* field, const nlohmann::json& supported) const {
     const nlohmann::json found = get(field, supported);
-    CHECK(found == supported, "{}: \"{}\" is {}, but only {} is supported", file, field, found.dump(),
-          supported.dump());
+    CHECK(found == supported, "{}: \"{}\" is {}, but only {} is supported", file, field, found, supported);
   }
-  int64_t integer(const char* field, const nlohmann::json& fallback) const {
+  int64_t integer(const char* field, const nlohmann::json& fallback, int64_t most = 1 << 24) const {
     const nlohmann::json found = get(field, fallback);
-    CHECK(found.is_number_integer() && found > 0 && found <= (1 << 24),
-          "{}: \"{}\" is {}, expected a whole number from 1 to {}", file, field, found.dump(), 1 << 24);
-    return found.get<int64_t>();
+    const int64_t value = whole_number(found).value_or(0);
+    CHECK(value > 0 && value <= most, "{}: \"{}\" is {}, expected a whole number from 1 to {}", file, field, found,
+          most);
+    return value;
   }
   double real(const char* field, const nlohmann::json& fallback, double most = 1e12) const {
     const nlohmann::json found = get(field, fallback);
     CHECK(found.is_number() && found >= 0 && found <= most, "{}: \"{}\" is {}, expected a number from 0 to {}", file,
-          field, found.dump(), most);
+          field, found, most);
     return found.get<double>();
   }
   bool flag(const char* field, bool fallback) const {
     const nlohmann::json found = get(field, fallback);
-    CHECK(found.is_boolean(), "{}: \"{}\" is {}, expected true or false", file, field, found.dump());
+    CHECK(found.is_boolean(), "{}: \"{}\" is {}, expected true or false", file, field, found);
     return found.get<bool>();
   }
 };
+
+inline constexpr int64_t most_layers = 4096;  // a config.json with many more would fill the memory with their names
 
 inline void read_gpt2(ModelConfig& c, const HfFields& f) {
   f.expect("activation_function", "gelu_new");
@@ -54,15 +57,19 @@ inline void read_gpt2(ModelConfig& c, const HfFields& f) {
   f.expect("scale_attn_by_inverse_layer_idx", false);
   f.expect("reorder_and_upcast_attn", false);
   f.expect("add_cross_attention", false);
-  c.n_layer = f.integer("n_layer", 12);
-  c.n_head = c.n_kv_head = f.integer("n_head", 12);
-  c.n_embd = f.integer("n_embd", 768);
+  // transformers takes the other families' names as well, and prefers them.
+  auto either = [&](const char* other, const char* name) { return f.get(other, nullptr).is_null() ? name : other; };
+  c.n_layer = f.integer(either("num_hidden_layers", "n_layer"), 12, most_layers);
+  const char *heads = either("num_attention_heads", "n_head"), *channels = either("hidden_size", "n_embd");
+  c.n_head = c.n_kv_head = f.integer(heads, 12);
+  c.n_embd = f.integer(channels, 768);
   c.n_ffn = f.integer("n_inner", 4 * c.n_embd);
   c.vocab_size = f.integer("vocab_size", 50257);
-  c.n_positions = f.integer("n_positions", 1024);
+  c.n_positions = f.integer(either("max_position_embeddings", "n_positions"), 1024);
   c.tied = f.flag("tie_word_embeddings", true);
   c.norm_eps = static_cast<float>(f.real("layer_norm_epsilon", 1e-5, 1));
-  CHECK(c.n_embd % c.n_head == 0, "{}: \"n_head\" {} does not divide \"n_embd\" {}", f.file, c.n_head, c.n_embd);
+  CHECK(c.n_embd % c.n_head == 0, "{}: \"{}\" {} does not divide \"{}\" {}", f.file, heads, c.n_head, channels,
+        c.n_embd);
   c.head_size = c.n_embd / c.n_head;
 }
 
@@ -71,29 +78,28 @@ inline void read_gpt2(ModelConfig& c, const HfFields& f) {
 inline Rotary read_rotary(const HfFields& f) {
   auto object = [&](const char* field) {
     const nlohmann::json found = f.get(field, nlohmann::json::object());
-    CHECK(found.is_object(), "{}: \"{}\" is {}, expected an object", f.file, field, found.dump());
+    CHECK(found.is_object(), "{}: \"{}\" is {}, expected an object", f.file, field, found);
     return found;
   };
   const nlohmann::json scaling = object("rope_scaling"), parameters = object("rope_parameters");
   CHECK(scaling.empty() || parameters.empty() || scaling == parameters,
-        "{}: \"rope_scaling\" is {} and \"rope_parameters\" is {}: keep one of them", f.file, scaling.dump(),
-        parameters.dump());
+        "{}: \"rope_scaling\" is {} and \"rope_parameters\" is {}: keep one of them", f.file, scaling, parameters);
   const HfFields p{scaling.empty() ? parameters : scaling, f.file};
   for (const auto& [key, value] : p.json.items())
     CHECK(key == "rope_theta" || key == "rope_type" || key == "type" || key == "factor" || key == "low_freq_factor" ||
               key == "high_freq_factor" || key == "original_max_position_embeddings" || key == "partial_rotary_factor",
-          "{}: rotary positions have \"{}\": {}, which is not supported", f.file, key, value.dump());
+          "{}: rotary positions have \"{}\": {}, which is not supported", f.file, key, value);
   for (const HfFields& fields : {f, p}) fields.expect("partial_rotary_factor", 1.0);
   for (const char* field : {"rope_theta", "original_max_position_embeddings"})
     CHECK(!f.json.contains(field) || !p.json.contains(field) || f.json[field] == p.json[field],
-          "{}: \"{}\" is {}, and {} among the rotary parameters: keep one of them", f.file, field, f.json[field].dump(),
-          p.json.contains(field) ? p.json[field].dump() : "");
+          "{}: \"{}\" is {}, and {} among the rotary parameters: keep one of them", f.file, field, f.json[field],
+          p.json.value(field, nlohmann::json()));
   Rotary rotary;
   rotary.theta = p.real("rope_theta", f.real("rope_theta", 10000.0));
   const nlohmann::json type = p.get("rope_type", p.get("type", "default"));
   rotary.scaled = type == "llama3";
   CHECK(rotary.scaled || type == "default", "{}: \"rope_type\" is {}, expected \"default\" or \"llama3\"", f.file,
-        type.dump());
+        type);
   CHECK(rotary.theta > 0, "{}: \"rope_theta\" is {}, expected a positive number", f.file, rotary.theta);
   if (!rotary.scaled) return rotary;
   for (const char* field : {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
@@ -104,8 +110,7 @@ inline Rotary read_rotary(const HfFields& f) {
                     .original_positions = p.real("original_max_position_embeddings", 0)};
   CHECK(rotary.scaling.factor >= 1 && rotary.scaling.high_freq_factor > rotary.scaling.low_freq_factor &&
             rotary.scaling.low_freq_factor > 0,
-        "{}: rotary scaling needs factor >= 1 and high_freq_factor > low_freq_factor > 0; it is {}", f.file,
-        p.json.dump());
+        "{}: rotary scaling needs factor >= 1 and high_freq_factor > low_freq_factor > 0; it is {}", f.file, p.json);
   return rotary;
 }
 
@@ -122,8 +127,8 @@ inline void read_llama_like(ModelConfig& c, const HfFields& f) {
   f.expect("attention_dropout", 0.0);
   for (const nlohmann::json& layer : f.get("layer_types", nlohmann::json::array()))
     CHECK(layer == "full_attention", "{}: \"layer_types\" has {}, but only \"full_attention\" is supported", f.file,
-          layer.dump());
-  c.n_layer = f.integer("num_hidden_layers", 32);
+          layer);
+  c.n_layer = f.integer("num_hidden_layers", 32, most_layers);
   c.n_head = f.integer("num_attention_heads", 32);
   const bool has_groups = type != "llama" && !f.json.contains("num_key_value_heads");  // null: as many as heads
   c.n_kv_head = f.integer("num_key_value_heads", has_groups ? 32 : c.n_head);
@@ -150,14 +155,17 @@ inline ModelConfig config_from_hf(const nlohmann::json& json, const std::string&
   CHECK(json.is_object(), "{}: expected a JSON object", file);
   const nlohmann::json type = json.value("model_type", nlohmann::json());
   const std::optional<Family> family = type.is_string() ? find_family(type.get<std::string>()) : std::nullopt;
-  CHECK(family, "{}: \"model_type\" is {}, expected one of {}", file, type.dump(), family_names());
+  CHECK(family, "{}: \"model_type\" is {}, expected one of {}", file, type, family_names());
   const detail::HfFields fields{json, file};
   ModelConfig c;
   c.family = *family;
   if (c.family.positions == Positions::learned) detail::read_gpt2(c, fields);
   else detail::read_llama_like(c, fields);
   c.init_std = static_cast<float>(fields.real("initializer_range", 0.02, 1));
-  fields.expect("quantization_config", nullptr);
+  CHECK(json.value("is_causal", nlohmann::json(true)) == true,  // null is false there
+        "{}: \"is_causal\" is {}, but only true is supported", file, json["is_causal"]);
+  for (const char* field : {"quantization_config", "per_layer_config", "transformers_weights", "fusion_config"})
+    fields.expect(field, nullptr);
   for (const char* token : special_tokens) c.special_tokens[token] = json.contains(token) ? json[token].dump() : "";
   return c;
 }
@@ -189,7 +197,7 @@ inline nlohmann::ordered_json config_to_hf(const ModelConfig& c, DType dtype) {
                                  {"torch_dtype", dtype == DType::bf16 ? "bfloat16" : "float32"},
                                  {"vocab_size", c.vocab_size}};
   for (const auto& [token, value] : c.special_tokens)
-    if (!value.empty()) json[token] = nlohmann::ordered_json::parse(value);
+    if (!value.empty()) json[token] = parse_json(value, token);
   if (c.special_tokens.empty() && known) {  // a preset's; Llama 3 begins texts with the token before its end of text
     json["bos_token_id"] = c.vocab_size == 128256 ? 128000 : *known;
     json["eos_token_id"] = *known;
@@ -254,12 +262,12 @@ inline bool may_be_on_a_hub(const std::string& name) {
 
 // What is wrong with a --model that is neither a preset nor a directory with a config.json.
 inline std::string why_no_model(const std::string& model) {
-  std::string newest;
-  std::error_code none;
-  for (const auto& entry : std::filesystem::directory_iterator(model, none))
-    if (std::filesystem::exists(entry.path() / "config.json", none)) newest = std::max(newest, entry.path().string());
-  if (!newest.empty()) return "this directory has no config.json; did you mean " + newest + "?";
-  if (std::filesystem::is_directory(model, none)) return "this directory has no config.json: it is not a model";
+  if (is_directory(model)) {
+    for (const std::string& name : names_in(model) | std::views::reverse)  // the newest checkpoint has the last name
+      if (const std::string inside = model + "/" + name; is_directory(inside) && path_exists(inside + "/config.json"))
+        return "this directory has no config.json; did you mean " + inside + "?";
+    return "this directory has no config.json: it is not a model";
+  }
   if (may_be_on_a_hub(model)) {
     const std::string directory = model.substr(model.find('/') + 1);
     return formatted(
@@ -286,10 +294,8 @@ inline ModelConfig resolve_model(const std::string& model, const ModelOverrides&
     c = *preset;
   } else {
     const std::string file = model + "/config.json";
-    CHECK(std::filesystem::exists(file), "--model {}: {}", model, detail::why_no_model(model));
-    const nlohmann::json json = nlohmann::json::parse(read_text(file), nullptr, false);
-    CHECK(!json.is_discarded(), "{}: not valid JSON; expected a Hugging Face config.json", file);
-    c = config_from_hf(json, file);
+    CHECK(path_exists(file), "--model {}: {}", model, detail::why_no_model(model));
+    c = config_from_hf(read_json(file), file);
   }
   if (o.n_layer) c.n_layer = *o.n_layer;
   if (o.n_head && *o.n_head * c.n_kv_head % c.n_head == 0) c.n_kv_head = *o.n_head * c.n_kv_head / c.n_head;
@@ -303,7 +309,11 @@ inline ModelConfig resolve_model(const std::string& model, const ModelOverrides&
           divisors(c.n_embd));
     c.head_size = c.n_embd / c.n_head;
   }
-  validate_model(c);
+  try {
+    validate_model(c);
+  } catch (const Error& error) {
+    throw preset ? error : Error(formatted("--model {}: {}", model, error.what()));
+  }
   return c;
 }
 

@@ -39,26 +39,21 @@ inline std::vector<int64_t> checkpoint_steps(const std::string& out_dir) {
   return steps;
 }
 
-// Reads a JSON object; errors name the file.
-inline nlohmann::json read_json(const std::string& path) {
-  const nlohmann::json json = nlohmann::json::parse(read_text(path), nullptr, false);
-  CHECK(json.is_object(), "{}: not a JSON object; the file is damaged", path);
-  return json;
+// Whether it can be the name of a file beside the one that names it.
+inline bool is_file_name(const std::string& name) {
+  return !name.empty() && name.find('/') == name.npos && shown(name) == name;
 }
 
 // The manifest's record of each file; a file that it does not name is not part of the checkpoint.
 inline std::map<std::string, FileRecord> read_manifest(const std::string& path) {
   const std::string file = path + "/manifest.json";
   CHECK(path_exists(file), "{} has no manifest.json", path);
-  const nlohmann::json manifest = read_json(file);
+  const nlohmann::json records = read_json(file).value("files", nlohmann::json());
+  CHECK(records.is_object(), "{}: \"files\" is {}, expected an object; the file is damaged", file, records);
   std::map<std::string, FileRecord> files;
-  try {
-    for (const auto& [name, record] : manifest.at("files").items()) {
-      CHECK(name.find('/') == std::string::npos, "{} names {}, expected a file in the same directory", file, name);
-      files.emplace(name, FileRecord::from_json(record));
-    }
-  } catch (const nlohmann::json::exception& error) {
-    throw Error(formatted("{} is damaged: {}", file, error.what()));
+  for (const auto& [name, record] : records.items()) {
+    CHECK(is_file_name(name), "{} names {}, expected a file in the same directory", file, shown(name));
+    files.emplace(name, FileRecord::from_json(record, formatted("{}: the record of {}", file, shown(name))));
   }
   return files;
 }
@@ -84,9 +79,9 @@ inline std::optional<int64_t> trained_seq_len(const std::string& checkpoint) {
   const std::string file = checkpoint + "/trainer.json";
   if (!path_exists(file)) return std::nullopt;
   const nlohmann::json length = read_json(file).value("seq_len", nlohmann::json());
-  CHECK(length.is_number_integer() && length > 0,
-        "{}: \"seq_len\" is {}, expected a positive whole number; the checkpoint is damaged", file, length.dump());
-  return length;
+  CHECK(whole_number(length).value_or(0) > 0,
+        "{}: \"seq_len\" is {}, expected a positive whole number; the checkpoint is damaged", file, length);
+  return whole_number(length);
 }
 
 namespace detail {
@@ -118,152 +113,10 @@ inline int64_t checkpoint_bytes(const ModelConfig& config, DType dtype, bool mas
 // The write speed assumed before the first checkpoint: that of a slow disk or a busy shared file system.
 inline constexpr double assumed_bytes_per_second = 100e6;
 
-namespace detail {
-
-// Which rank writes each Hugging Face tensor: a unit goes to the rank with the fewest bytes so far.
-struct WritePlan {
-  std::vector<HfTensor> tensors;
-  std::vector<size_t> unit;  // of each tensor
-  std::vector<int> writer;   // of each unit
-  int writers = 0;           // ranks that write anything
-
-  WritePlan(const ModelConfig& config, const ModelState& state, int ranks) : tensors(hf_tensors(config)) {
-    std::map<std::string, size_t> unit_of;
-    std::vector<int64_t> bytes(static_cast<size_t>(ranks), 0);
-    for (size_t u = 0; u < state.size(); ++u) {
-      for (const ParamSpec& p : state.unit(u).spec().params) unit_of[p.name] = u;
-      const auto least = std::min_element(bytes.begin(), bytes.end());
-      *least += state.unit(u).size();
-      writer.push_back(static_cast<int>(least - bytes.begin()));
-      writers = std::max(writers, writer.back() + 1);
-    }
-    for (const HfTensor& t : tensors) unit.push_back(unit_of.at(t.parts[0]));
-  }
-  std::string file(int rank) const {
-    return writers == 1 ? "model.safetensors" : formatted("model-{:05}-of-{:05}.safetensors", rank + 1, writers);
-  }
-  // model.safetensors.index.json
-  std::string index(DType dtype) const {
-    nlohmann::ordered_json map;
-    int64_t bytes = 0;
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      map[tensors[i].name] = file(writer[unit[i]]);
-      bytes += TensorInfo{"", dtype, tensors[i].shape}.bytes();
-    }
-    return nlohmann::ordered_json{{"metadata", {{"total_size", bytes}}}, {"weight_map", map}}.dump(2) + "\n";
-  }
-};
-
-}  // namespace detail
-
-// Thrown by all ranks if one of them could not write its part of a checkpoint, as on a full disk. Earlier checkpoints
-// are untouched, and the step may be tried again.
-class CheckpointError : public Error {
- public:
-  using Error::Error;
-};
-
-// Writes the checkpoint of `step` and returns its path; called by all ranks. Each writes some of the weights and the
-// optimizer slices that it owns; rank 0 writes the rest. `trainer`: contents of trainer.json; `more`: names and
-// contents of further files, such as the tokenizer's; before_visible: what rank 0 must have done before.
-inline std::string write_checkpoint(const std::string& out_dir, int64_t step, const ModelConfig& config,
-                                    ModelState& state, DType dtype, const nlohmann::ordered_json& trainer,
-                                    Stream& stream, const std::map<std::string, std::string>& more = {},
-                                    const std::function<void()>& before_visible = {}) {
-  stream.synchronize();
-  DataParallel& dp = state.dp();
-  const std::string path = checkpoint_path(out_dir, step), temporary = formatted("{}/.tmp-step-{:06}", out_dir, step);
-  CHECK(!path_exists(path), "{} already exists: remove it, or choose another --out-dir", path);
-  // A rank that cannot write still takes part in every exchange, and all ranks then give up together.
-  std::string fault;
-  auto attempt = [&](auto&& write) {
-    if (fault.empty()) try {
-        write();
-      } catch (const Error& error) {
-        fault = error.what();
-      }
-  };
-  auto agree = [&] {
-    std::error_code ignored;
-    for (const std::string& of_rank : dp.control->all_gather_text("checkpoint faults", fault)) {
-      if (of_rank.empty()) continue;
-      if (dp.first()) std::filesystem::remove_all(temporary, ignored);
-      throw CheckpointError(of_rank);
-    }
-  };
-  std::error_code error;
-  attempt([&] {
-    if (!dp.first()) return;
-    detail::require_space(out_dir, checkpoint_bytes(config, dtype));
-    std::filesystem::remove_all(temporary, error);
-    std::filesystem::create_directory(temporary, error);
-    CHECK(!error, "cannot create {}: {}", temporary, error.message());
-  });
-  agree();
-  nlohmann::ordered_json files = nlohmann::ordered_json::object();  // written by this rank
-
-  const detail::WritePlan plan(config, state, dp.ranks());
-  std::vector<TensorInfo> infos;
-  for (size_t i = 0; i < plan.tensors.size(); ++i)
-    if (plan.writer[plan.unit[i]] == dp.rank) infos.push_back({plan.tensors[i].name, dtype, plan.tensors[i].shape});
-  std::optional<SafetensorsWriter> model;
-  attempt([&] {
-    if (!infos.empty()) model.emplace(temporary + "/" + plan.file(dp.rank), infos);
-  });
-  for (size_t u = 0; u < state.size(); ++u)  // one unit gathered, one tensor in host memory at a time
-    state.with_whole_unit(u, stream, [&](const UnitState& unit) {
-      if (plan.writer[u] != dp.rank) return;
-      const HostView whole(unit.weights(), stream);
-      const std::map<std::string, Tensor> weights = unit.whole_weights(whole.tensor());
-      for (size_t i = 0; i < plan.tensors.size(); ++i) {
-        if (plan.unit[i] != u) continue;
-        const std::vector<std::byte> bytes = gather_hf(plan.tensors[i], weights);
-        attempt([&] { model->write(bytes.data(), static_cast<int64_t>(bytes.size())); });
-      }
-    });
-  attempt([&] {
-    if (model) files[plan.file(dp.rank)] = model->finish().to_json();
-  });
-
-  const StateTable table = state.state_table();
-  const bool owner = dp.replica == 0 && (state.zero_config().stage > 0 || dp.shard == 0);
-  const int owners = state.zero_config().stage > 0 ? state.zero_config().shards : 1;
-  attempt([&] {
-    if (!owner) return;
-    infos.clear();
-    for (const StateEntry& e : table)
-      if (e.kind != StateKind::weight) infos.push_back({detail::slice_name(e), e.tensor.dtype, {e.tensor.numel()}});
-    const std::string name = formatted("optimizer-{:05}-of-{:05}.safetensors", dp.shard + 1, owners);
-    SafetensorsWriter optimizer(temporary + "/" + name, infos);
-    for (const StateEntry& e : table)
-      if (e.kind != StateKind::weight)
-        optimizer.write(HostView(e.tensor, stream).tensor().bytes, e.tensor.size_bytes());
-    files[name] = optimizer.finish().to_json();
-  });
-  agree();
-
-  const std::vector<std::string> written = dp.control->all_gather_text("checkpoint files", files.dump());
-  attempt([&] {
-    if (!dp.first()) return;
-    nlohmann::ordered_json all;
-    auto record_text = [&](const std::string& name, const std::string& text) {
-      all[name] = write_recorded_text(temporary + "/" + name, text).to_json();
-    };
-    for (const auto& [name, text] : more) record_text(name, text);
-    record_text("config.json", config_to_hf(config, dtype).dump(2) + "\n");
-    record_text("trainer.json", trainer.dump(2) + "\n");
-    if (plan.writers > 1) record_text("model.safetensors.index.json", plan.index(dtype));
-    for (const std::string& text : written) all.update(nlohmann::ordered_json::parse(text));
-    write_text_durably(temporary + "/manifest.json",
-                       nlohmann::ordered_json{{"format", 1}, {"step", step}, {"files", all}}.dump(1) + "\n");
-    fsync_directory(temporary);
-    if (before_visible) before_visible();
-    std::filesystem::rename(temporary, path, error);
-    CHECK(!error, "cannot rename {} to {}: {}", temporary, path, error.message());
-    fsync_directory(out_dir);
-  });
-  agree();
-  return path;
+inline std::vector<std::unique_ptr<SafetensorsReader>> open_all(const std::vector<std::string>& paths) {
+  std::vector<std::unique_ptr<SafetensorsReader>> files;
+  for (const std::string& path : paths) files.push_back(std::make_unique<SafetensorsReader>(path));
+  return files;
 }
 
 // The weight files of a Hugging Face directory: one, or those that its index names.
@@ -278,8 +131,8 @@ inline std::vector<std::string> model_files(const std::string& directory) {
   CHECK(map.is_object() && !map.empty(), "{}: has no \"weight_map\"", index);
   std::vector<std::string> paths;
   for (const auto& [tensor, file] : map.items()) {
-    CHECK(file.is_string() && file.get<std::string>().find('/') == std::string::npos,
-          "{}: tensor {} is in {}, expected the name of a file in the same directory", index, tensor, file.dump());
+    CHECK(file.is_string() && is_file_name(file.get<std::string>()),
+          "{}: tensor {} is in {}, expected the name of a file in the same directory", index, shown(tensor), file);
     const std::string path = directory + "/" + file.get<std::string>();
     if (std::find(paths.begin(), paths.end(), path) == paths.end()) paths.push_back(path);
   }
@@ -290,8 +143,7 @@ inline std::vector<std::string> model_files(const std::string& directory) {
 // Everything is checked before anything changes.
 inline void load_weights(const std::vector<std::string>& paths, const ModelConfig& config, const ModelState& state,
                          Stream& stream) {
-  std::vector<std::unique_ptr<SafetensorsReader>> files;
-  for (const std::string& path : paths) files.push_back(std::make_unique<SafetensorsReader>(path));
+  const std::vector<std::unique_ptr<SafetensorsReader>> files = open_all(paths);
   const std::vector<HfTensor> tensors = hf_tensors(config);
   const std::vector<HfPlace> places = match_hf_names(files, tensors);
   if (config.tied) require_same_head(files, places[0]);
@@ -311,6 +163,63 @@ inline void load_model(const std::string& directory, const ModelConfig& config, 
   load_weights(model_files(directory), config, state, stream);
 }
 
+namespace detail {
+
+// A tensor of optimizer-*.safetensors.
+struct Slice {
+  int64_t begin, end;
+  const SafetensorsReader* file;
+  std::string name;
+};
+
+// All slices, by "PARAMETER:KIND", each in ascending order. Refuses a name that slice_name() would not give.
+inline std::map<std::string, std::vector<Slice>> find_slices(
+    const std::vector<std::unique_ptr<SafetensorsReader>>& files) {
+  std::map<std::string, std::vector<Slice>> slices;
+  for (const auto& file : files)
+    for (const std::string& name : file->names()) {
+      const std::string what = name.substr(0, name.rfind('['));
+      Slice slice{0, 0, file.get(), name};
+      long long begin = 0, end = 0;
+      if (what.size() < name.size() && std::sscanf(name.c_str() + what.size(), "[%18lld:%18lld]", &begin, &end) == 2)
+        slice.begin = begin, slice.end = end;
+      CHECK(slice.begin >= 0 && slice.end - slice.begin == file->info(name).numel() && slice.begin < slice.end &&
+                name == formatted("{}[{}:{}]", what, slice.begin, slice.end) && file->info(name).dtype == DType::fp32,
+            "{}: tensor {} is not a slice PARAMETER:KIND[BEGIN:END] of fp32", file->path(), shown(name));
+      slices[what].push_back(slice);
+    }
+  for (auto& [what, all] : slices)
+    std::sort(all.begin(), all.end(), [](const Slice& a, const Slice& b) { return a.begin < b.begin; });
+  return slices;
+}
+
+// Refuses slices that do not hold every element of every parameter's state exactly once, and no others.
+inline void require_whole_slices(const std::map<std::string, std::vector<Slice>>& slices, const std::string& path,
+                                 const ModelConfig& config, bool masters) {
+  std::set<std::string> expected;
+  for (const UnitSpec& unit : parameter_table(config))
+    for (const ParamSpec& p : unit.params)
+      for (const StateKind kind : {StateKind::master, StateKind::moment1, StateKind::moment2}) {
+        if (kind == StateKind::master && !masters) continue;
+        const std::string what = *expected.insert(formatted("{}:{}", p.name, kind)).first;
+        const auto found = slices.find(what);
+        CHECK(found != slices.end(), "{}: has no {}; it was written with other options", path, what);
+        int64_t at = 0;
+        for (const Slice& s : found->second) {
+          CHECK(s.begin == at, "{}: {} begins at element {}, but the slice before it ends at {}; the file is damaged",
+                s.file->path(), s.name, s.begin, at);
+          at = s.end;
+        }
+        CHECK(at == p.numel(), "{}: the slices of {} end at element {} of {}; the checkpoint is damaged", path, what,
+              at, p.numel());
+      }
+  for (const auto& [what, all] : slices)
+    CHECK(expected.contains(what), "{}: tensor {} belongs to no state of this model; it was written with other options",
+          all[0].file->path(), shown(all[0].name));
+}
+
+}  // namespace detail
+
 // Loads the whole state of a checkpoint, bit for bit: weights, then the optimizer's slices, whatever layout wrote them.
 inline void load_checkpoint(const std::string& path, const ModelConfig& config, const ModelState& state,
                             Stream& stream) {
@@ -324,37 +233,20 @@ inline void load_checkpoint(const std::string& path, const ModelConfig& config, 
         models.empty() ? "model" : "optimizer");
   load_weights(models, config, state, stream);
   stream.synchronize();
-  struct Slice {
-    int64_t begin, end;
-    const SafetensorsReader* file;
-    std::string name;
-  };
-  std::vector<std::unique_ptr<SafetensorsReader>> files;
-  std::map<std::string, std::vector<Slice>> slices;  // by "PARAMETER:KIND"
-  for (const std::string& name : optimizers) {
-    const auto& file = files.emplace_back(std::make_unique<SafetensorsReader>(name));
-    for (const std::string& tensor : file->names()) {
-      long long begin = 0, end = 0;
-      const size_t bracket = std::min(tensor.rfind('['), tensor.size());
-      CHECK(std::sscanf(tensor.c_str() + bracket, "[%lld:%lld]", &begin, &end) == 2 && begin >= 0 &&
-                end - begin == file->info(tensor).numel() && file->info(tensor).dtype == DType::fp32,
-            "{}: tensor {} is not a slice PARAMETER:KIND[BEGIN:END] of fp32", name, tensor);
-      slices[tensor.substr(0, bracket)].push_back({begin, end, file.get(), tensor});
-    }
-  }
-  for (const StateEntry& e : state.state_table()) {
+  const std::vector<std::unique_ptr<SafetensorsReader>> files = open_all(optimizers);
+  const StateTable table = state.state_table();
+  const std::map<std::string, std::vector<detail::Slice>> slices = detail::find_slices(files);
+  const DType dtype = state.unit(0).weight_shard().dtype;
+  const bool masters = dtype != accumulator_of(dtype) && state.zero_config().master_weights;
+  detail::require_whole_slices(slices, path, config, masters);
+  for (const StateEntry& e : table) {
     if (e.kind == StateKind::weight) continue;
-    const int64_t end = e.begin + e.tensor.numel();
-    int64_t filled = 0;
-    for (const Slice& s : slices[formatted("{}:{}", e.param->name, e.kind)]) {
-      const int64_t from = std::max(s.begin, e.begin), to = std::min(s.end, end);
-      if (from >= to) continue;
-      write_on_host(e.tensor.slice(from - e.begin, {to - from}), stream,
-                    [&](const Tensor& host) { s.file->read(s.name, host.bytes, from - s.begin, to - from); });
-      filled += to - from;
+    for (const detail::Slice& s : slices.at(formatted("{}:{}", e.param->name, e.kind))) {
+      const int64_t from = std::max(s.begin, e.begin), to = std::min(s.end, e.begin + e.tensor.numel());
+      if (from < to)
+        write_on_host(e.tensor.slice(from - e.begin, {to - from}), stream,
+                      [&](const Tensor& host) { s.file->read(s.name, host.bytes, from - s.begin, to - from); });
     }
-    CHECK(filled == e.tensor.numel(), "{}: {} of {} has {} of {} elements; it was written with other options", path,
-          e.kind, e.param->name, filled, e.tensor.numel());
   }
 }
 

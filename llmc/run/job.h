@@ -107,10 +107,14 @@ struct Job {
   // that does not fit into memory, it follows the ZeRO stage.
   void resume(const ResumePoint& from, Log& log) {
     const nlohmann::json choices = from.trainer.value("choices", nlohmann::json::object());
-    const bool recorded = choices.is_object() && choices.value("grad_reduce", nlohmann::json()).is_string();
-    if (recorded && step.zero.reduce_by_stage) {
+    const nlohmann::json recorded =
+        choices.is_object() ? choices.value("grad_reduce", nlohmann::json()) : nlohmann::json();
+    CHECK(recorded.is_null() || recorded == name_of(GradReduce::step) || recorded == name_of(GradReduce::micro),
+          "{}/trainer.json: \"grad_reduce\" of \"choices\" is {}, expected \"step\" or \"micro\"; the file is damaged",
+          from.path, recorded);
+    if (!recorded.is_null() && step.zero.reduce_by_stage) {
       StepConfig as_before = step;
-      as_before.zero.grad_reduce = grad_reduce_from_name(choices["grad_reduce"]);
+      as_before.zero.grad_reduce = grad_reduce_from_name(recorded);
       if (as_before.zero.grad_reduce != step.zero.grad_reduce) {
         const Plan planned = make_plan(as_before, rank_device);
         if (fits(planned, memory_limit(options, rank_device))) step = as_before, plan = planned;

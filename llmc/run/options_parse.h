@@ -36,7 +36,7 @@ inline void parse_value(const std::string& name, const std::string& text, std::s
   field = text;
 }
 inline void parse_value(const std::string& name, const std::string& text, bool& field) {
-  CHECK(text == "true" || text == "false", "{} '{}': expected true or false", name, text);
+  CHECK(text == "true" || text == "false", "{} '{}': expected true or false", name, shown(text));
   field = text == "true";
 }
 template <class Number>
@@ -44,7 +44,7 @@ void parse_value(const std::string& name, const std::string& text, Number& field
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), field);
   const bool number = error == std::errc() && end == text.data() + text.size();
   constexpr const char* expected = std::is_integral_v<Number> ? "a whole number" : "a number";
-  CHECK(number, "{} '{}': expected {}{}", name, text, expected,
+  CHECK(number, "{} '{}': expected {}{}", name, shown(text), expected,
         error == std::errc::result_out_of_range ? ", and this one does not fit into 64 bits" : "");
 }
 template <class T>
@@ -63,8 +63,8 @@ void parse_value(const std::string& name, const std::string& text, std::optional
   if (const std::optional<std::string> foreign = foreign_hint(word)) hint = "; " + *foreign;
   else if (const auto similar = similar_names(word, names); !similar.empty() && similar.size() <= 5)
     hint = "; did you mean " + either(similar) + "?";
-  throw Error(
-      formatted("{}{}: there is no such option{}{} see --help", where, word, hint, hint.ends_with('?') ? "" : ";"));
+  throw Error(formatted("{}{}: there is no such option{}{} see --help", where, shown(word), hint,
+                        hint.ends_with('?') ? "" : ";"));
 }
 
 // Refuses what CLI11 would misread: "-sl 5" and "-n-layer 5", as "-s l" and "-n -layer", and "-h 1", as help. A letter
@@ -117,7 +117,7 @@ inline void read_config(Options& o, const std::string& path) {
     if (line.empty() || line[0] == '#') continue;
     const std::string where = formatted("--config {}:{}: ", path, number);
     const size_t equals = line.find('=');
-    CHECK(equals != std::string::npos, "{}'{}': expected NAME=VALUE as --print-config writes it", where, line);
+    CHECK(equals != std::string::npos, "{}'{}': expected NAME=VALUE as --print-config writes it", where, shown(line));
     const std::string name = "--" + CLI::detail::trim_copy(line.substr(0, equals));
     std::string value = CLI::detail::trim_copy(line.substr(equals + 1));
     if (value.size() >= 2 && value.front() == '"' && value.back() == '"') value = value.substr(1, value.size() - 2);
@@ -148,7 +148,7 @@ inline void check_limits(Options& o) {
                          if constexpr (std::is_same_v<T, std::string>) {
                            CHECK(limits.choices.empty() || std::find(limits.choices.begin(), limits.choices.end(),
                                                                      field) != limits.choices.end(),
-                                 "{} {}: expected one of {}", name, field, limits.choices);
+                                 "{} {}: expected one of {}", name, shown(field), limits.choices);
                          } else if constexpr (detail::is_optional<T>) {
                            if (field) check_number(*field);
                          } else if constexpr (!std::is_same_v<T, bool>) {

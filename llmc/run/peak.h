@@ -11,7 +11,7 @@
 #include <optional>
 #include <string>
 
-#include "core/files.h"
+#include "core/json.h"
 #include "device/gpu.h"
 #include "ops/ops.h"
 #include "run/gpu_peaks.h"
@@ -95,9 +95,9 @@ inline double matmul_peak(const Device& device, DType dtype) {
           : formatted("{} | {} | {} | {} threads", processor_name(), matmul_library(device), dtype, device.threads);
   const std::string file = peak_cache_file();
   nlohmann::json cache = nlohmann::json::object();
-  if (std::ifstream in(file); in) {
-    nlohmann::json found = nlohmann::json::parse(in, nullptr, false);
-    if (found.is_object()) cache = std::move(found);
+  try {
+    if (path_exists(file)) cache = read_json(file);
+  } catch (const Error&) {  // measured again, and written anew
   }
   auto cached = [&](const char* field) {
     const nlohmann::json entry = cache.contains(key) ? cache[key] : nlohmann::json();
@@ -111,7 +111,10 @@ inline double matmul_peak(const Device& device, DType dtype) {
   cache[key] = {{"flops", best}, {"measured_at", now}};
   std::error_code ignored;
   std::filesystem::create_directories(std::filesystem::path(file).parent_path(), ignored);
-  std::ofstream(file) << cache.dump(1) << "\n";
+  try {
+    write_text_durably(file, cache.dump(1) + "\n");
+  } catch (const Error&) {  // measured again next time
+  }
   return best;
 }
 

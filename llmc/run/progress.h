@@ -62,7 +62,7 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
   const std::string file = from.path + "/trainer.json";
   auto expect = [&](const char* field, int64_t now, const char* what) {
     const nlohmann::json then = from.trainer.value(field, nlohmann::json());
-    CHECK(then == now, "{}: \"{}\" is {}, but {} in this run: {}", file, field, then.dump(), now, what);
+    CHECK(then == now, "{}: \"{}\" is {}, but {} in this run: {}", file, field, then, now, what);
   };
   expect("step", from.step, "the directory was renamed");
   expect("tokens_per_step", job.step.tokens(),
@@ -76,7 +76,7 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
                        now = config_to_hf(job.step.model, job.step.dtype);
   for (const auto& [field, value] : before.items())
     CHECK(now.value(field, nlohmann::json()) == value, "{}/config.json: \"{}\" is {}, but {} in --model {} now: {}",
-          from.path, field, value.dump(), now.value(field, nlohmann::json()).dump(), job.options.model,
+          from.path, field, value, now.value(field, nlohmann::json()), job.options.model,
           "the model's directory has changed; --resume never and another --out-dir start a new run");
   expect("data_samples", job.train.samples(), "--train-data has changed: use the former shards, or another --out-dir");
   require_same_data(from, job);
@@ -104,14 +104,25 @@ inline void report_changed_schedule(Log& log, const ResumePoint& from, const Job
 inline Progress progress_at(const ResumePoint& from) {
   Progress progress;
   progress.done = from.step;
-  try {
-    const nlohmann::json& detectors = from.trainer.at("detectors");
-    progress.losses = OutlierDetector(detectors.at("loss").get<std::vector<double>>());
-    progress.norms = OutlierDetector(detectors.at("grad_norm").get<std::vector<double>>());
-    if (const auto& best = from.trainer.at("best_validation"); best.is_object())
-      best.at("step").get_to(progress.best_step), best.at("loss").get_to(progress.best_val);
-  } catch (const nlohmann::json::exception& error) {
-    throw Error(formatted("{}/trainer.json is damaged: {}", from.path, error.what()));
+  const nlohmann::json none, detectors = from.trainer.value("detectors", none),
+                             best = from.trainer.value("best_validation", none);
+  auto detector = [&](const char* field) {
+    const nlohmann::json values = detectors.is_object() ? detectors.value(field, none) : none;
+    CHECK(values.is_array() && values.size() <= OutlierDetector::window &&
+              std::all_of(values.begin(), values.end(), [](auto& value) { return value.is_number(); }),
+          "{}/trainer.json: \"{}\" of \"detectors\" is {}, expected at most {} numbers; the file is damaged", from.path,
+          field, values, OutlierDetector::window);
+    return OutlierDetector(values.get<std::vector<double>>());
+  };
+  progress.losses = detector("loss");
+  progress.norms = detector("grad_norm");
+  if (!best.is_null()) {
+    const std::optional<int64_t> step = best.is_object() ? whole_number(best.value("step", none)) : std::nullopt;
+    CHECK(step && best.value("loss", none).is_number(),
+          "{}/trainer.json: \"best_validation\" is {}, expected a step and a loss; the file is damaged", from.path,
+          best);
+    progress.best_step = *step;
+    progress.best_val = best["loss"];
   }
   if (const nlohmann::json choices = from.trainer.value("choices", nlohmann::json::object());
       choices.is_object() && choices.value("matmul", nlohmann::json()).is_string())

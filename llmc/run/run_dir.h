@@ -48,7 +48,7 @@ inline void check_resumed_options(Log& log, const std::string& file, const nlohm
     std::string before = found.is_string() ? found.get<std::string>() : found.dump();
     if (o.name == "--shuffle") before = now.shuffle ? formatted("{}", shuffled(then)) : o.text;
     if (before == o.text || o.rule == ResumeRule::free) continue;
-    const std::string change = formatted("{} was '{}' and is now '{}'", o.name, before, o.text);
+    const std::string change = formatted("{} was '{}' and is now '{}'", o.name, shown(before), o.text);
     if (o.rule == ResumeRule::warn) log.line("notice: " + change);
     else broken += "\n  " + change;
   }
@@ -213,7 +213,7 @@ class RunDirectory {
     if (!path_exists(metrics_file())) return kept;
     std::istringstream lines(read_text(metrics_file()));
     for (std::string line; std::getline(lines, line);) {
-      const nlohmann::json object = nlohmann::json::parse(line, nullptr, false);
+      const nlohmann::json object = try_parse_json(line).value_or(nullptr);
       const nlohmann::json at = object.is_object() ? object.value("step", nlohmann::json()) : nlohmann::json();
       if (!at.is_number_integer() || at > step) continue;
       kept.validated |= at == step && object.value("kind", nlohmann::json()) == "val";

@@ -113,14 +113,17 @@ inline LrSchedule choose_lr_schedule(const Options& o, int64_t max_steps) {
   return {o.lr_schedule, o.lr, o.warmup_steps, max_steps, o.final_lr_frac};
 }
 
-// Refuses one of our checkpoints as --model if its weights do not match its manifest.
+// Refuses a --model whose files do not hold the tensors of its config.json, before memory for them is taken, and one of
+// our checkpoints if its weights do not match its manifest.
 inline void require_whole_weights(const Options& o) {
-  if (o.from_scratch || model_preset(o.model) || !path_exists(o.model + "/manifest.json")) return;
-  if (const auto fault = checkpoint_fault(o.model, Part::model))
-    throw Error(
-        formatted("--model {}: {}; use another checkpoint, or remove manifest.json if the files were changed "
-                  "on purpose",
-                  o.model, *fault));
+  if (o.from_scratch || model_preset(o.model)) return;
+  if (path_exists(o.model + "/manifest.json"))
+    if (const auto fault = checkpoint_fault(o.model, Part::model))
+      throw Error(
+          formatted("--model {}: {}; use another checkpoint, or remove manifest.json if the files were changed "
+                    "on purpose",
+                    o.model, *fault));
+  match_hf_names(open_all(model_files(o.model)), hf_tensors(choose_model(o)));
 }
 
 // The initial weights: those of the directory, unless --from-scratch or a preset asks for random ones.

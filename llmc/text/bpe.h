@@ -79,7 +79,9 @@ class Bpe {
   Bpe(const nlohmann::json& file, const std::string& where) : where_(where), vocabulary_(file.at("model"), where) {
     tokens_ = vocabulary_.tokens();
     read_normalizer(file.value("normalizer", nlohmann::json()));
-    for (const nlohmann::json& token : file.value("added_tokens", nlohmann::json::array())) read_added_token(token);
+    const nlohmann::json added = file.value("added_tokens", nlohmann::json::array());
+    const size_t most = BpeVocabulary::most_ids(tokens_.size() + added.size());
+    for (const nlohmann::json& token : added) read_added_token(token, most);
     read_pre_tokenizer(file.value("pre_tokenizer", nlohmann::json()));
     if (steps_.empty() || !steps_.back().is_byte_level) refuse("\"pre_tokenizer\" that does not end in ByteLevel");
     read_post_processor(file.value("post_processor", nlohmann::json()));
@@ -131,7 +133,7 @@ class Bpe {
                           where_, what));
   }
   static std::string type_of(const nlohmann::json& json) {
-    return json.is_null() ? "null" : json.at("type").get<std::string>();
+    return json.is_null() ? "null" : shown(json.at("type").get<std::string>());
   }
 
   // Passes on the pieces into which step `s` and the later ones split a text.
@@ -153,18 +155,18 @@ class Bpe {
     else if (type != "null") refuse("\"normalizer\" " + type);
   }
 
-  void read_added_token(const nlohmann::json& json) {
+  void read_added_token(const nlohmann::json& json, size_t most) {
     const bool normalised = json.value("normalized", !json.value("special", false));
     const std::string content = json.at("content");
-    const AddedTokens::Token token{normalised && nfc_ ? nfc(content) : content, json.at("id"),
-                                   json.value("lstrip", false), json.value("rstrip", false)};
-    if (json.value("single_word", false)) refuse(formatted("added token '{}' with \"single_word\"", content));
-    CHECK(token.id >= 0 && token.id < (1 << 24), "{}: added token '{}' has the id {}, expected one below 2^24", where_,
-          content, token.id);
+    const int32_t id =
+        BpeVocabulary::id_of(json.at("id"), most, formatted("{}: added token '{}'", where_, shown(content)));
+    const AddedTokens::Token token{normalised && nfc_ ? nfc(content) : content, id, json.value("lstrip", false),
+                                   json.value("rstrip", false)};
+    if (json.value("single_word", false)) refuse(formatted("added token '{}' with \"single_word\"", shown(content)));
     const size_t i = static_cast<size_t>(token.id);
     if (i >= tokens_.size()) tokens_.resize(i + 1);
     CHECK(tokens_[i].empty() || tokens_[i] == content, "{}: added token '{}' has the id {} of token '{}'", where_,
-          content, token.id, tokens_[i]);
+          shown(content), token.id, shown(tokens_[i]));
     tokens_[i] = token.text;  // kept as it is; the library reads U+00E9 in it as GPT-2's sign for byte 0xe9
     (normalised ? added_normalised_ : added_).add(token);
   }
@@ -181,8 +183,8 @@ class Bpe {
       steps_.push_back(std::move(step));
     } else if (type == "Split") {
       const nlohmann::json& pattern = json.at("pattern");
-      if (!pattern.contains("Regex")) refuse("a Split by " + pattern.dump());
-      if (json.at("behavior") != "Isolated") refuse("a Split with behavior " + json.at("behavior").dump());
+      if (!pattern.contains("Regex")) refuse(formatted("a Split by {}", pattern));
+      if (json.at("behavior") != "Isolated") refuse(formatted("a Split with behavior {}", json.at("behavior")));
       steps_.push_back({.pattern = SplitPattern(pattern.at("Regex"), where_)});
     } else if (type == "Digits") {
       steps_.push_back(
@@ -204,7 +206,9 @@ class Bpe {
           continue;
         }
         const std::string& name = part.at("SpecialToken").at("id").get_ref<const std::string&>();
-        for (const nlohmann::json& id : json.at("special_tokens").at(name).at("ids")) side->push_back(id);
+        for (const nlohmann::json& id : json.at("special_tokens").at(name).at("ids"))
+          side->push_back(BpeVocabulary::id_of(id, tokens_.size(),
+                                               formatted("{}: the template's token '{}'", where_, shown(name))));
       }
     } else if (type != "null" && type != "ByteLevel") {  // which only trims offsets; unused here
       refuse("\"post_processor\" " + type);

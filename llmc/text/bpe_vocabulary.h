@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/json.h"
 #include "core/shape.h"
 #include "text/unicode.h"
 
@@ -67,11 +68,9 @@ class BpeVocabulary {
   BpeVocabulary(const nlohmann::json& model, const std::string& where) : where_(where) {
     check_kind(model);
     std::unordered_map<std::string, int32_t> ids;
+    const size_t most = most_ids(model.at("vocab").size());
     for (const auto& [token, json] : model.at("vocab").items()) {
-      CHECK(json.is_number_integer() && json >= 0 && json < (1 << 24),
-            "{}: token '{}' of the vocabulary has the id {}, expected a whole number below 2^24", where_, token,
-            json.dump());
-      const int32_t id = json;
+      const int32_t id = id_of(json, most, formatted("{}: token '{}' of the vocabulary", where_, shown(token)));
       ids[token] = id;
       if (static_cast<size_t>(id) >= tokens_.size()) tokens_.resize(static_cast<size_t>(id) + 1);
       const std::optional<std::string> bytes = bytes_of_byte_level(token);
@@ -82,6 +81,16 @@ class BpeVocabulary {
     }
     read_merges(model.at("merges"), ids);
     whole_pieces_first_ = model.value("ignore_merges", false);
+  }
+
+  // How many ids a vocabulary may have for its tokens: some are left out, but a table of all ids must fit into memory.
+  static size_t most_ids(size_t tokens) { return tokens + (1 << 16); }
+  // An id below `most`; errors begin with `what`.
+  static int32_t id_of(const nlohmann::json& json, size_t most, const std::string& what) {
+    const std::optional<int64_t> id = whole_number(json);
+    CHECK(id && static_cast<size_t>(*id) < most, "{} has the id {}, expected a whole number below {}", what, json,
+          most);
+    return narrow<int32_t>(*id);
   }
 
   // The text of each id; empty: no such token.
@@ -181,7 +190,7 @@ class BpeVocabulary {
       CHECK(good,
             "{}: the model has \"{}\": {}, expected {}: only byte-level BPE is supported; --tokenizer bytes trains on "
             "tokens made elsewhere, but prints unreadable samples",
-            where_, field, model.value(field, none).dump(), expected);
+            where_, field, model.value(field, none), expected);
     };
     CHECK(model.is_object(), "{}: has no \"model\": not a Hugging Face tokenizer.json", where_);
     const nlohmann::json type = model.value("type", none), dropout = model.value("dropout", none);
@@ -208,11 +217,11 @@ class BpeVocabulary {
         b = merge[1];
       }
       CHECK(!a.empty() && !b.empty() && (merge.is_array() || b.find(' ') == b.npos),
-            "{}: merge {} is {}, expected \"a b\" or [\"a\", \"b\"]", where_, rank, merge.dump());
+            "{}: merge {} is {}, expected \"a b\" or [\"a\", \"b\"]", where_, rank, merge);
       auto id = [&](const std::string& token) {
         const auto found = ids.find(token);
         CHECK(found != ids.end(), "{}: merge {}, {}: the token '{}' is not in the vocabulary; the file is damaged",
-              where_, rank, merge.dump(), token);
+              where_, rank, merge, shown(token));
         return found->second;
       };
       const int32_t left = id(a), right = id(b);

@@ -45,9 +45,12 @@ class SplitPattern {
  public:
   // `where`: how errors begin, before the pattern.
   SplitPattern(const std::string& pattern, const std::string& where) : pattern_(pattern), where_(where) {
+    CHECK(pattern.size() <= most_bytes, "{}: pattern '{}': expected at most {} bytes", where_, shown(pattern),
+          most_bytes);
     const Alternatives all = parse_alternatives(IgnoreCase::no);
-    CHECK(at_ == pattern_.size(), "{}: pattern '{}': unmatched ')' at byte {}", where_, pattern_, at_);
-    CHECK(shortest(all) > 0, "{}: pattern '{}' matches an empty text, so it cannot split anything", where_, pattern_);
+    CHECK(at_ == pattern_.size(), "{}: pattern '{}': unmatched ')' at byte {}", where_, shown(pattern_, 400), at_);
+    CHECK(shortest(all) > 0, "{}: pattern '{}' matches an empty text, so it cannot split anything", where_,
+          shown(pattern_, 400));
     nodes_.push_back({});  // accept
     start_ = link(all, 0);
   }
@@ -71,6 +74,7 @@ class SplitPattern {
 
  private:
   static constexpr size_t nowhere = static_cast<size_t>(-1), unlimited = static_cast<size_t>(-1);
+  static constexpr size_t most_bytes = 4096, most_depth = 32;  // parsing and matching recurse
   enum class IgnoreCase { no, yes };
   enum class Kind { accept, characters, branch, ahead, not_ahead };
 
@@ -181,7 +185,7 @@ class SplitPattern {
   // ---- Parsing ----
 
   [[noreturn]] void refuse(const std::string& what, size_t at) const {
-    throw Error(formatted("{}: pattern '{}': {} at byte {} is not supported", where_, pattern_, what, at));
+    throw Error(formatted("{}: pattern '{}': {} at byte {} is not supported", where_, shown(pattern_, 400), what, at));
   }
   bool peek(std::string_view text) const { return std::string_view(pattern_).substr(at_).starts_with(text); }
   bool take(std::string_view text) {
@@ -190,7 +194,7 @@ class SplitPattern {
     return found;
   }
   char32_t take_character() {
-    CHECK(at_ < pattern_.size(), "{}: pattern '{}' is incomplete", where_, pattern_);
+    CHECK(at_ < pattern_.size(), "{}: pattern '{}' is incomplete", where_, shown(pattern_, 400));
     const Utf8Character c = utf8_at(pattern_, at_);
     at_ += c.width;
     return c.code;
@@ -210,12 +214,14 @@ class SplitPattern {
     Item item{.kind = Kind::characters, .set = {}, .inside = {}};
     if (take("(")) {
       item.kind = Kind::branch;
+      if (++depth_ > most_depth) refuse(formatted("a group {} deep", depth_), begin);
       if (take("?i:")) ignore_case = IgnoreCase::yes;
       else if (take("?=")) item.kind = Kind::ahead;
       else if (take("?!")) item.kind = Kind::not_ahead;
       else if (!take("?:") && peek("?")) refuse(formatted("the group '{}'", pattern_.substr(at_ - 1, 4)), begin);
       item.inside = parse_alternatives(ignore_case);
-      CHECK(take(")"), "{}: pattern '{}': '(' at byte {} is not closed", where_, pattern_, begin);
+      CHECK(take(")"), "{}: pattern '{}': '(' at byte {} is not closed", where_, shown(pattern_, 400), begin);
+      --depth_;
       if (ignore_case == IgnoreCase::yes)
         for (const char* one : {"ss", "st", "ff", "fi", "fl"})  // sharp s, ligatures: one character for two
           if (pattern_.substr(begin, at_ - begin).find(one) != pattern_.npos)
@@ -237,7 +243,7 @@ class SplitPattern {
       item.min = item.max = parse_count(begin);
       if (take(",")) item.max = peek("}") ? unlimited : parse_count(begin);
       CHECK(take("}") && item.min <= item.max, "{}: pattern '{}': the count at byte {} is not {n}, {n,} or {n,m}",
-            where_, pattern_, begin);
+            where_, shown(pattern_, 400), begin);
       if (peek("+") || peek("?")) refuse("a second quantifier", at_);  // in Oniguruma {n,m}+ is not possessive
     } else {
       return;
@@ -281,7 +287,7 @@ class SplitPattern {
         ++at_;
         if (peek("[") || parse_escaped_set(set, ignore_case)) refuse("a range that ends in a class", here);
         last = parse_literal();
-        CHECK(first <= last, "{}: pattern '{}': the range at byte {} is empty", where_, pattern_, here);
+        CHECK(first <= last, "{}: pattern '{}': the range at byte {} is empty", where_, shown(pattern_, 400), here);
       }
       add_range(set, first, last, ignore_case, here);
     }
@@ -340,7 +346,7 @@ class SplitPattern {
   }
 
   std::string pattern_, where_;
-  size_t at_ = 0;  // of the parser
+  size_t at_ = 0, depth_ = 0;  // of the parser
   std::vector<Node> nodes_;
   size_t start_ = 0;
 };

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/files.h"
+#include "core/json.h"
 #include "core/shape.h"
 #include "text/bpe.h"
 
@@ -162,16 +163,17 @@ class HuggingFaceTokenizer final : public Tokenizer {
   std::map<std::string, std::string> files() const override {
     std::map<std::string, std::string> files{{"tokenizer.json", read_text(path_)}};
     for (const char* name : {"tokenizer_config.json", "special_tokens_map.json", "generation_config.json"})
-      if (std::filesystem::exists(beside(name))) files[name] = read_text(beside(name));
+      if (path_exists(beside(name))) files[name] = read_text(beside(name));
     return files;
   }
   const Bpe& bpe() const { return bpe_; }
 
  private:
   static Bpe read(const std::string& path) try {
-    return Bpe(nlohmann::json::parse(read_text(path)), "--tokenizer " + path);
+    return Bpe(read_json(path, "--tokenizer "), "--tokenizer " + path);
   } catch (const nlohmann::json::exception& error) {
-    throw Error(formatted("--tokenizer {}: not a complete Hugging Face tokenizer.json: {}", path, error.what()));
+    throw Error(
+        formatted("--tokenizer {}: not a complete Hugging Face tokenizer.json: {}", path, shown(error.what(), 300)));
   }
   std::string beside(const char* name) const { return std::filesystem::path(path_).replace_filename(name); }
 
@@ -179,10 +181,8 @@ class HuggingFaceTokenizer final : public Tokenizer {
     for (const char* name : {"<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<|im_end|>"})
       if (const std::optional<int32_t> id = bpe_.find(name)) return *id;
     for (const char* name : {"tokenizer_config.json", "generation_config.json", "config.json"}) {
-      if (!std::filesystem::exists(beside(name))) continue;
-      const nlohmann::json json = nlohmann::json::parse(read_text(beside(name)), nullptr, false);
-      CHECK(json.is_object(), "{}: not a JSON object; the file is damaged", beside(name));
-      const nlohmann::json none;
+      if (!path_exists(beside(name))) continue;
+      const nlohmann::json json = read_json(beside(name)), none;
       nlohmann::json token = json.value("eos_token", none), id = json.value("eos_token_id", none);
       if (token.is_object()) token = token.value("content", none);
       if (id.is_array() && !id.empty()) id = id.front();
@@ -204,7 +204,7 @@ class HuggingFaceTokenizer final : public Tokenizer {
 inline std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name) {
   if (name == "bytes") return std::make_unique<ByteTokenizer>();
   if (name.ends_with(".bin")) return std::make_unique<TableTokenizer>(name);
-  if (std::filesystem::is_directory(name)) return std::make_unique<HuggingFaceTokenizer>(name + "/tokenizer.json");
+  if (is_directory(name)) return std::make_unique<HuggingFaceTokenizer>(name + "/tokenizer.json");
   CHECK(name.ends_with(".json"),
         "--tokenizer {}: expected auto, bytes (ids 0-255, end of text 256), a Hugging Face tokenizer.json or its "
         "directory, or a gpt2_tokenizer.bin (data/README.md)",
@@ -217,7 +217,7 @@ inline std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name) {
 inline std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name, const std::optional<std::string>& directory,
                                                  int64_t vocab_size) {
   if (name != "auto") return make_tokenizer(name);
-  if (directory && std::filesystem::exists(*directory + "/tokenizer.json")) {
+  if (directory && path_exists(*directory + "/tokenizer.json")) {
     auto tokenizer = std::make_unique<HuggingFaceTokenizer>(*directory + "/tokenizer.json");
     if (tokenizer->bpe().vocab_size() <= vocab_size) return tokenizer;
   }

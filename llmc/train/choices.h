@@ -4,14 +4,15 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <span>
+#include <sstream>
 #include <string>
 #include <vector>
 
+#include "core/json.h"
 #include "train/trainer.h"
 
 namespace llmc {
@@ -27,12 +28,11 @@ class ChoiceSet {
  public:
   // Reads and checks the file. T: tokens in a sequence; longer contexts are truncated at their beginning.
   ChoiceSet(const std::string& file, int64_t vocab_size, int64_t T) {
-    std::ifstream in(file);
-    CHECK(in, "--eval-choices {}: cannot be read", file);
+    std::istringstream in(read_text(file));
     int64_t line_number = 0;
     for (std::string line; std::getline(in, line);) {
       const std::string where = formatted("--eval-choices {}, line {}", file, ++line_number);
-      const nlohmann::json json = nlohmann::json::parse(line, nullptr, false);
+      const nlohmann::json json = parse_json(line, where);
       CHECK(json.is_object() && json.contains("choices") && json["choices"].is_array() && json.contains("label"),
             "{}: expected an object with \"context\", \"choices\" and \"label\"; data/hellaswag.py makes such a file",
             where);
@@ -40,15 +40,15 @@ class ChoiceSet {
       CHECK(!context.empty(), "{}: the context is empty", where);
       const int64_t count = static_cast<int64_t>(json["choices"].size());
       CHECK(count >= 2 && json["label"].is_number_integer() && json["label"] >= 0 && json["label"] < count,
-            "{}: label {} of {} choices; expected at least two, and a label among them from 0", where,
-            json["label"].dump(), count);
+            "{}: label {} of {} choices; expected at least two, and a label among them from 0", where, json["label"],
+            count);
       questions_.push_back({static_cast<int64_t>(rows_.size()), count, json["label"].get<int64_t>()});
       const nlohmann::json lengths = json.value("lengths", nlohmann::json::array());
       CHECK(lengths.is_array() && (lengths.empty() || lengths.size() == json["choices"].size()),
-            "{}: \"lengths\" is {}, expected the characters of each of the {} choices", where, lengths.dump(), count);
+            "{}: \"lengths\" is {}, expected the characters of each of the {} choices", where, lengths, count);
       for (size_t c = 0; c < json["choices"].size(); ++c) {
         CHECK(lengths.empty() || (lengths[c].is_number() && lengths[c] > 0),
-              "{}: length {}, expected a positive number", where, lengths.empty() ? "" : lengths[c].dump());
+              "{}: length {}, expected a positive number", where, lengths[c]);
         add_row(context, read_tokens(json["choices"][c], vocab_size, where),
                 lengths.empty() ? 0.0 : lengths[c].get<double>(), T, where);
       }
@@ -115,12 +115,12 @@ class ChoiceSet {
   };
 
   static std::vector<int32_t> read_tokens(const nlohmann::json& list, int64_t vocab_size, const std::string& where) {
-    CHECK(list.is_array(), "{}: found {}, expected a list of token ids", where, list.dump());
+    CHECK(list.is_array(), "{}: found {}, expected a list of token ids", where, list);
     std::vector<int32_t> tokens;
     for (const nlohmann::json& id : list) {
       CHECK(id.is_number_integer() && id >= 0 && id < vocab_size,
-            "{}: token {} is outside the model's vocabulary of {}; make the file with the model's tokenizer", where,
-            id.dump(), vocab_size);
+            "{}: token {} is outside the model's vocabulary of {}; make the file with the model's tokenizer", where, id,
+            vocab_size);
       tokens.push_back(id);
     }
     return tokens;

@@ -103,8 +103,8 @@ TEST_CASE("each error in a safetensors header has its own message") {
   refused(R"({"a":{"dtype":3,"shape":[1],"data_offsets":[0,8]}})", "expected dtype, shape and data_offsets");
   refused(R"({"a":[1,2]})", "the entry of tensor a is [1,2]");
   refused(R"({"a":null})", "the entry of tensor a is null");
-  refused("[1]", "not JSON");
-  refused(std::string(100'000, '['), "not JSON");
+  refused("[1]", "the header is [1], expected a JSON object");
+  refused(std::string(100'000, '['), "nested more than 64 deep");
   refused("{\"a\xff\":1}", "not JSON");
   std::ofstream(path, std::ios::binary) << std::string(8, '\xff') << "{}";
   REQUIRE_ERROR(SafetensorsReader(path), "a header of 18446744073709551615 bytes in a file of 10");

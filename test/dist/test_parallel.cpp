@@ -6,7 +6,7 @@
 #include "core/signals.h"
 #include "dist/layout_bugs.h"
 #include "helpers.h"
-#include "run/checkpoint.h"
+#include "run/checkpoint_write.h"
 #include "run/selftest.h"
 
 using namespace llmc;

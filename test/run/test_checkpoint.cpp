@@ -1,7 +1,7 @@
 // Checkpoints: reading and writing Hugging Face directories atomically; the parameter table behind them.
 #include "catch2.h"
 #include "helpers.h"
-#include "run/checkpoint.h"
+#include "run/checkpoint_write.h"
 #include "run/planner.h"
 
 using namespace llmc;
@@ -256,7 +256,58 @@ TEST_CASE("a checkpoint is read by its manifest, wherever it is and whatever oth
   REQUIRE_ERROR(with_manifest(R"({"files": {}})"), "names no model.safetensors");
   REQUIRE_ERROR(with_manifest(R"({"files": {"model.safetensors": {"size": 1, "xxh3": []}}})"), "no optimizer");
   REQUIRE_ERROR(with_manifest(R"({"files": {"../x": {"size": 1, "xxh3": []}}})"), "names ../x");
-  REQUIRE_ERROR(with_manifest(R"({"files": {"x": {"size": "1"}}})"), "manifest.json is damaged");
+  REQUIRE_ERROR(with_manifest(R"({"files": {"x": {"size": "1"}}})"), "the record of x is {");
   std::filesystem::remove(path + "/manifest.json");
   REQUIRE_ERROR(load_checkpoint(path, b.config, b.state, b.stream), "has no manifest.json");
+}
+
+TEST_CASE("optimizer slices are refused unless they hold every element exactly once") {
+  const TempDir dir;
+  Model a(DType::bf16, 7), b(DType::bf16, 8);
+  const std::string path = a.save(dir / "out"), file = path + "/optimizer-00001-of-00001.safetensors";
+  std::map<std::string, std::vector<float>> whole;
+  {
+    const SafetensorsReader r(file);
+    for (const std::string& name : r.names())
+      r.read(name, whole.emplace(name, r.info(name).numel()).first->second.data());
+  }
+  const std::string what = "ln_f.weight:moment1", all = what + "[0:15]";
+  REQUIRE(whole.at(all).size() == 15);
+  // Loads the checkpoint with these slices instead of that one: each its name and its number of elements.
+  auto load_with = [&](const std::vector<std::pair<std::string, int64_t>>& slices) {
+    std::map<std::string, std::vector<float>> changed = whole;
+    changed.erase(all);
+    for (const auto& [name, size] : slices) {
+      const int64_t begin = std::atoll(name.c_str() + std::min(name.find('[') + 1, name.size()));
+      std::vector<float> values(static_cast<size_t>(size));
+      for (int64_t i = 0; i < size && begin + i < 15; ++i)
+        values[static_cast<size_t>(i)] = whole.at(all)[static_cast<size_t>(begin + i)];
+      changed[what + name] = values;
+    }
+    std::vector<TensorInfo> infos;
+    for (const auto& [name, values] : changed)
+      infos.push_back({name, DType::fp32, {static_cast<int64_t>(values.size())}});
+    SafetensorsWriter w(file, infos);
+    for (const auto& [name, values] : changed) w.write(values.data(), static_cast<int64_t>(values.size()) * 4);
+    w.finish();
+    load_checkpoint(path, b.config, b.state, b.stream);
+  };
+  load_with({{"[0:4]", 4}, {"[10:15]", 5}, {"[4:10]", 6}});
+  b.stream.synchronize();
+  const StateTable x = a.state.state_table(), y = b.state.state_table();
+  for (size_t i = 0; i < x.size(); ++i)
+    REQUIRE(std::memcmp(x[i].tensor.bytes, y[i].tensor.bytes, static_cast<size_t>(x[i].tensor.size_bytes())) == 0);
+
+  REQUIRE_ERROR(load_with({{"[0:10]", 10}, {"[5:10]", 5}}), what + "[5:10] begins at element 5, but the slice before");
+  REQUIRE_ERROR(load_with({{"[0:10]", 10}, {"[0:15]", 15}}), "begins at element 0, but the slice before it ends at 10");
+  REQUIRE_ERROR(load_with({{"[0:10]", 10}, {"[12:15]", 3}}),
+                "begins at element 12, but the slice before it ends at 10");
+  REQUIRE_ERROR(load_with({{"[0:10]", 10}}), "the slices of " + what + " end at element 10 of 15");
+  REQUIRE_ERROR(load_with({{"[0:16]", 16}}), "end at element 16 of 15");
+  REQUIRE_ERROR(load_with({}), "has no " + what);
+  REQUIRE_ERROR(load_with({{"[0:15]", 15}, {"s[0:1]", 1}}), what + "s[0:1] belongs to no state of this model");
+  for (const char* name :
+       {"[0:15]xyz", "[0:15] ", "[ 0:15]", "[+0:15]", "[0:015]", "[0:15", "[0:99999999999999999999]"})
+    REQUIRE_ERROR(load_with({{name, 15}}), what + name + " is not a slice PARAMETER:KIND[BEGIN:END] of fp32");
+  REQUIRE_ERROR(load_with({{"[0:14]", 15}}), "is not a slice");
 }

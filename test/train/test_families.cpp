@@ -7,7 +7,7 @@
 #include "core/safetensors.h"
 #include "data/dataloader.h"
 #include "helpers.h"
-#include "run/checkpoint.h"
+#include "run/checkpoint_write.h"
 #include "run/ranks.h"
 #include "run/selftest.h"
 #include "train/sample.h"
@@ -246,6 +246,10 @@ TEST_CASE("an unsupported field of config.json is refused by name") {
         {"qwen2_tiny", "quantization_config", {{"bits", 4}}, "quantization_config"},
         {"qwen2_tiny", "rms_norm_eps", 1e300, "rms_norm_eps"},
         {"qwen2_tiny", "num_key_value_heads", 5, "num_key_value_heads"},
+        {"qwen2_tiny", "is_causal", false, "\"is_causal\" is false"},
+        {"qwen3_tiny", "is_causal", nullptr, "\"is_causal\" is null"},
+        {"llama2_tiny", "per_layer_config", {{"0", {{"rms_norm_eps", 0.5}}}}, "per_layer_config"},
+        {"llama2_tiny", "num_hidden_layers", 4097, "a whole number from 1 to 4096"},
         {"qwen2_tiny", "model_type", "qwen2_moe", "qwen2_moe"}}) {
     json config = json::parse(read_whole(folder_of(family) + "/config.json"));
     config_from_hf(config, "config.json");  // valid when unmodified
@@ -253,6 +257,26 @@ TEST_CASE("an unsupported field of config.json is refused by name") {
     INFO(family << ": " << field << " " << value.dump());
     REQUIRE_ERROR(config_from_hf(config, "config.json"), part);
   }
+}
+
+TEST_CASE("GPT-2's sizes may have the other families' names, which then count") {
+  json config = json::parse(read_whole("test/golden/gpt2_tiny/config.json"));
+  const ModelConfig whole = config_from_hf(config, "config.json");
+  for (const auto& [name, other] : {std::pair("n_layer", "num_hidden_layers"),
+                                    {"n_head", "num_attention_heads"},
+                                    {"n_embd", "hidden_size"},
+                                    {"n_positions", "max_position_embeddings"}}) {
+    config[other] = config[name];
+    config[name] = 7;
+  }
+  for (const bool alone : {false, true}) {
+    if (alone)
+      for (const char* name : {"n_layer", "n_head", "n_embd", "n_positions"}) config.erase(name);
+    const ModelConfig read = config_from_hf(config, "config.json");
+    REQUIRE(config_to_hf(read, DType::fp32) == config_to_hf(whole, DType::fp32));
+  }
+  config["num_attention_heads"] = "many";
+  REQUIRE_ERROR(config_from_hf(config, "config.json"), "\"num_attention_heads\" is \"many\"");
 }
 
 TEST_CASE("a tied model whose file has a different head is refused; an identical head is ignored") {

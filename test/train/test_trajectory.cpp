@@ -229,7 +229,7 @@ TEST_CASE("bad input is refused with exit status 1, names the culprit, and leave
       {"--model " + (dir / "yarn"), "yarn"},
       {"--model " + (dir / "window"), "use_sliding_window"},
       {"--n-kv-head 1", "--n-kv-head 1"},
-      {"--model " + (dir / "garbage"), "not valid JSON"},
+      {"--model " + (dir / "garbage"), "not JSON"},
       {"--model " + (dir / "cut"), "truncated"},
       {"--config /nowhere/file.ini", "/nowhere/file.ini"},
       {"stray", "stray"},

@@ -2,7 +2,7 @@
 // a diverged run.
 #include "cuda/device_test.h"
 #include "helpers.h"
-#include "run/checkpoint.h"
+#include "run/checkpoint_write.h"
 #include "run/report.h"
 #include "run/selftest.h"
 #include "run/setup.h"

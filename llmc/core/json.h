@@ -1,0 +1,109 @@
+// json.h: the only reader of JSON: from files that anyone may have written, and so with limits on size and depth,
+// without equal names in an object, of which the library would keep the last, and with nothing before or after the
+// value.
+#pragma once
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "core/files.h"
+
+namespace llmc {
+
+namespace detail {
+
+// Builds the value as the library reports its parts, until the first fault. (The library's own builder takes quadratic
+// time with a callback, and values of any depth, for which its copies and dump() would exhaust the stack.)
+class JsonBuilder {
+ public:
+  nlohmann::json root;
+  std::string fault;  // why a function returned false, which ends the parsing
+
+  bool null() { return put(nullptr); }
+  bool boolean(bool value) { return put(value); }
+  bool number_integer(int64_t value) { return put(value); }
+  bool number_unsigned(uint64_t value) { return put(value); }
+  bool number_float(double value, const std::string&) { return put(value); }
+  bool string(std::string& value) { return put(std::move(value)); }
+  bool binary(nlohmann::json::binary_t&) { return false; }  // not in text
+  bool start_object(size_t) { return open(nlohmann::json::object()); }
+  bool start_array(size_t) { return open(nlohmann::json::array()); }
+  bool end_object() { return close(); }
+  bool end_array() { return close(); }
+  bool key(const std::string& name) {
+    const auto [place, is_new] = open_.back()->emplace(name, nullptr);
+    member_ = &*place;
+    return is_new || fail(formatted("names {} twice", shown(name)));
+  }
+  bool parse_error(size_t, const std::string&, const nlohmann::json::exception& error) {
+    const std::string text = error.what();  // "[json.exception.parse_error.101] parse error at line 1, column 2: ..."
+    return fail("not JSON: " + shown(text.substr(text.find("] ") + 2), 300));
+  }
+
+ private:
+  static constexpr size_t most_open = 64;  // the formats that are read here need 8
+
+  nlohmann::json* put(nlohmann::json&& value) {
+    if (open_.empty()) return &(root = std::move(value));
+    if (open_.back()->is_object()) return &(*member_ = std::move(value));
+    open_.back()->push_back(std::move(value));
+    return &open_.back()->back();
+  }
+  bool open(nlohmann::json&& empty) {
+    if (open_.size() == most_open) return fail(formatted("nested more than {} deep", most_open));
+    open_.push_back(put(std::move(empty)));
+    return true;
+  }
+  bool close() {
+    open_.pop_back();
+    return true;
+  }
+  bool fail(std::string why) {
+    fault = std::move(why);
+    return false;
+  }
+
+  std::vector<nlohmann::json*> open_;  // objects and arrays, from the root inwards
+  nlohmann::json* member_ = nullptr;   // of the innermost object: the one that is being read
+};
+
+inline JsonBuilder build_json(std::string_view text) {
+  JsonBuilder builder;
+  if (text.find('\0') != text.npos) builder.fault = "not JSON: it has a NUL";  // for the library, the end of the text
+  else if (!nlohmann::json::sax_parse(text, &builder) && builder.fault.empty()) builder.fault = "not JSON";
+  return builder;
+}
+
+}  // namespace detail
+
+// Parses a text; errors begin with `where`.
+inline nlohmann::json parse_json(std::string_view text, const std::string& where) {
+  detail::JsonBuilder built = detail::build_json(text);
+  CHECK(built.fault.empty(), "{}: {}", where, built.fault);
+  return std::move(built.root);
+}
+
+// The same for what may be incomplete, such as the last line of metrics.jsonl: none, if it is not JSON.
+inline std::optional<nlohmann::json> try_parse_json(std::string_view text) {
+  detail::JsonBuilder built = detail::build_json(text);
+  return built.fault.empty() ? std::optional(std::move(built.root)) : std::nullopt;
+}
+
+// Reads a file that holds a JSON object; errors begin with `option` and its path.
+inline nlohmann::json read_json(const std::string& path, const std::string& option = "") {
+  constexpr int64_t most_bytes = int64_t{256} << 20;  // the largest are tokenizers, of some tens of MB
+  nlohmann::json json = parse_json(read_text(path, most_bytes), option + path);
+  CHECK(json.is_object(), "{}{}: expected a JSON object, found {}; the file is damaged", option, path, json);
+  return json;
+}
+
+// A non-negative integer that fits into int64_t; none: anything else.
+inline std::optional<int64_t> whole_number(const nlohmann::json& json) {
+  const int64_t value = json.is_number_integer() ? json.get<int64_t>() : -1;  // beyond 2^63 negative as well
+  return value >= 0 ? std::optional(value) : std::nullopt;
+}
+
+}  // namespace llmc

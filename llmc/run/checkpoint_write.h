@@ -1,0 +1,165 @@
+// checkpoint_write.h: writes a checkpoint (checkpoint.h) with all ranks: each its share of the weights and the
+// optimizer slices that it owns, rank 0 the rest and the rename. Ranks fail together, and can try again.
+#pragma once
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "run/checkpoint.h"
+
+namespace llmc {
+
+namespace detail {
+
+// Which rank writes each Hugging Face tensor: a unit goes to the rank with the fewest bytes so far.
+struct WritePlan {
+  std::vector<HfTensor> tensors;
+  std::vector<size_t> unit;  // of each tensor
+  std::vector<int> writer;   // of each unit
+  int writers = 0;           // ranks that write anything
+
+  WritePlan(const ModelConfig& config, const ModelState& state, int ranks) : tensors(hf_tensors(config)) {
+    std::map<std::string, size_t> unit_of;
+    std::vector<int64_t> bytes(static_cast<size_t>(ranks), 0);
+    for (size_t u = 0; u < state.size(); ++u) {
+      for (const ParamSpec& p : state.unit(u).spec().params) unit_of[p.name] = u;
+      const auto least = std::min_element(bytes.begin(), bytes.end());
+      *least += state.unit(u).size();
+      writer.push_back(static_cast<int>(least - bytes.begin()));
+      writers = std::max(writers, writer.back() + 1);
+    }
+    for (const HfTensor& t : tensors) unit.push_back(unit_of.at(t.parts[0]));
+  }
+  std::string file(int rank) const {
+    return writers == 1 ? "model.safetensors" : formatted("model-{:05}-of-{:05}.safetensors", rank + 1, writers);
+  }
+  // model.safetensors.index.json
+  std::string index(DType dtype) const {
+    nlohmann::ordered_json map;
+    int64_t bytes = 0;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      map[tensors[i].name] = file(writer[unit[i]]);
+      bytes += TensorInfo{"", dtype, tensors[i].shape}.bytes();
+    }
+    return nlohmann::ordered_json{{"metadata", {{"total_size", bytes}}}, {"weight_map", map}}.dump(2) + "\n";
+  }
+};
+
+}  // namespace detail
+
+// Thrown by all ranks if one of them could not write its part of a checkpoint, as on a full disk. Earlier checkpoints
+// are untouched, and the step may be tried again.
+class CheckpointError : public Error {
+ public:
+  using Error::Error;
+};
+
+// Writes the checkpoint of `step` and returns its path; called by all ranks. Each writes some of the weights and the
+// optimizer slices that it owns; rank 0 writes the rest. `trainer`: contents of trainer.json; `more`: names and
+// contents of further files, such as the tokenizer's; before_visible: what rank 0 must have done before.
+inline std::string write_checkpoint(const std::string& out_dir, int64_t step, const ModelConfig& config,
+                                    ModelState& state, DType dtype, const nlohmann::ordered_json& trainer,
+                                    Stream& stream, const std::map<std::string, std::string>& more = {},
+                                    const std::function<void()>& before_visible = {}) {
+  stream.synchronize();
+  DataParallel& dp = state.dp();
+  const std::string path = checkpoint_path(out_dir, step), temporary = formatted("{}/.tmp-step-{:06}", out_dir, step);
+  CHECK(!path_exists(path), "{} already exists: remove it, or choose another --out-dir", path);
+  // A rank that cannot write still takes part in every exchange, and all ranks then give up together.
+  std::string fault;
+  auto attempt = [&](auto&& write) {
+    if (fault.empty()) try {
+        write();
+      } catch (const Error& error) {
+        fault = error.what();
+      }
+  };
+  auto agree = [&] {
+    std::error_code ignored;
+    for (const std::string& of_rank : dp.control->all_gather_text("checkpoint faults", fault)) {
+      if (of_rank.empty()) continue;
+      if (dp.first()) std::filesystem::remove_all(temporary, ignored);
+      throw CheckpointError(of_rank);
+    }
+  };
+  std::error_code error;
+  attempt([&] {
+    if (!dp.first()) return;
+    detail::require_space(out_dir, checkpoint_bytes(config, dtype));
+    std::filesystem::remove_all(temporary, error);
+    std::filesystem::create_directory(temporary, error);
+    CHECK(!error, "cannot create {}: {}", temporary, error.message());
+  });
+  agree();
+  nlohmann::ordered_json files = nlohmann::ordered_json::object();  // written by this rank
+
+  const detail::WritePlan plan(config, state, dp.ranks());
+  std::vector<TensorInfo> infos;
+  for (size_t i = 0; i < plan.tensors.size(); ++i)
+    if (plan.writer[plan.unit[i]] == dp.rank) infos.push_back({plan.tensors[i].name, dtype, plan.tensors[i].shape});
+  std::optional<SafetensorsWriter> model;
+  attempt([&] {
+    if (!infos.empty()) model.emplace(temporary + "/" + plan.file(dp.rank), infos);
+  });
+  for (size_t u = 0; u < state.size(); ++u)  // one unit gathered, one tensor in host memory at a time
+    state.with_whole_unit(u, stream, [&](const UnitState& unit) {
+      if (plan.writer[u] != dp.rank) return;
+      const HostView whole(unit.weights(), stream);
+      const std::map<std::string, Tensor> weights = unit.whole_weights(whole.tensor());
+      for (size_t i = 0; i < plan.tensors.size(); ++i) {
+        if (plan.unit[i] != u) continue;
+        const std::vector<std::byte> bytes = gather_hf(plan.tensors[i], weights);
+        attempt([&] { model->write(bytes.data(), static_cast<int64_t>(bytes.size())); });
+      }
+    });
+  attempt([&] {
+    if (model) files[plan.file(dp.rank)] = model->finish().to_json();
+  });
+
+  const StateTable table = state.state_table();
+  const bool owner = dp.replica == 0 && (state.zero_config().stage > 0 || dp.shard == 0);
+  const int owners = state.zero_config().stage > 0 ? state.zero_config().shards : 1;
+  attempt([&] {
+    if (!owner) return;
+    infos.clear();
+    for (const StateEntry& e : table)
+      if (e.kind != StateKind::weight) infos.push_back({detail::slice_name(e), e.tensor.dtype, {e.tensor.numel()}});
+    const std::string name = formatted("optimizer-{:05}-of-{:05}.safetensors", dp.shard + 1, owners);
+    SafetensorsWriter optimizer(temporary + "/" + name, infos);
+    for (const StateEntry& e : table)
+      if (e.kind != StateKind::weight)
+        optimizer.write(HostView(e.tensor, stream).tensor().bytes, e.tensor.size_bytes());
+    files[name] = optimizer.finish().to_json();
+  });
+  agree();
+
+  const std::vector<std::string> written = dp.control->all_gather_text("checkpoint files", files.dump());
+  attempt([&] {
+    if (!dp.first()) return;
+    nlohmann::ordered_json all;
+    auto record_text = [&](const std::string& name, const std::string& text) {
+      all[name] = write_recorded_text(temporary + "/" + name, text).to_json();
+    };
+    for (const auto& [name, text] : more) record_text(name, text);
+    record_text("config.json", config_to_hf(config, dtype).dump(2) + "\n");
+    record_text("trainer.json", trainer.dump(2) + "\n");
+    if (plan.writers > 1) record_text("model.safetensors.index.json", plan.index(dtype));
+    for (const std::string& text : written)
+      all.update(nlohmann::ordered_json(parse_json(text, "a rank's list of files")));
+    write_text_durably(temporary + "/manifest.json",
+                       nlohmann::ordered_json{{"format", 1}, {"step", step}, {"files", all}}.dump(1) + "\n");
+    fsync_directory(temporary);
+    if (before_visible) before_visible();
+    std::filesystem::rename(temporary, path, error);
+    CHECK(!error, "cannot rename {} to {}: {}", temporary, path, error.message());
+    fsync_directory(out_dir);
+  });
+  agree();
+  return path;
+}
+
+}  // namespace llmc

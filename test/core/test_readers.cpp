@@ -1,0 +1,84 @@
+// Reading what others wrote: JSON within limits, regular files only, and messages that repeat little of it.
+#include <sys/stat.h>
+
+#include <chrono>
+
+#include "catch2.h"
+#include "core/json.h"
+#include "core/safetensors.h"
+#include "helpers.h"
+
+using namespace llmc;
+
+TEST_CASE("JSON is refused if it is nested deeply, has equal names, or anything behind it") {
+  auto refused = [](const std::string& text, const std::string& why) {
+    INFO(shown(text));
+    REQUIRE_ERROR(parse_json(text, "dir/file.json"), why);
+    REQUIRE_ERROR(parse_json(text, "dir/file.json"), "dir/file.json: ");
+    REQUIRE_FALSE(try_parse_json(text));
+  };
+  for (const std::string& open : {std::string("["), std::string("{\"a\":"), std::string("[{\"a\":")})
+    for (const size_t depth : {size_t{65}, size_t{1'000'000}}) {
+      std::string text;
+      for (size_t i = 0; i < depth; ++i) text += open;
+      refused(text, "nested more than 64 deep");
+    }
+  refused(std::string(1'000'000, '[') + std::string(1'000'000, ']'), "nested more than 64 deep");
+  REQUIRE(parse_json(std::string(64, '[') + std::string(64, ']'), "x").is_array());
+  refused(R"({"a":1,"b":{"a":2,"a":3}})", "names a twice");
+  refused("{\"\x1b[2J\":1,\"\\u001b[2J\":1}", "not JSON");
+  refused(R"({"\u001b[2J":1,"\u001b[2J":1})", "names \\x1b[2J twice");
+  refused(std::string("{}\0", 3), "a NUL");
+  refused(std::string("{\"a\":\"\0\"}", 9), "a NUL");
+  refused("{} {}", "not JSON: parse error at line 1, column 4");
+  refused("", "not JSON: parse error");
+  refused("{\"a\":\n1e999}", "1e999");
+  refused("\"" + std::string(100'000, 'a'), "... (");
+  REQUIRE(parse_json(R"([{"a":[1,-2,3.5,true,null,"x\u0000y"]},{},[]])", "x") ==
+          nlohmann::json::parse(R"([{"a":[1,-2,3.5,true,null,"x\u0000y"]},{},[]])"));
+  const TempDir dir;
+  std::ofstream(dir / "list.json") << "[1,2]";
+  REQUIRE_ERROR(read_json(dir / "list.json"), "list.json: expected a JSON object, found [1,2]");
+}
+
+TEST_CASE("a header of a hundred thousand tensors is read in about a second") {
+  const TempDir dir;
+  const std::string path = dir / "many.safetensors";
+  std::string header = "{";
+  for (int i = 0; i < 100'000; ++i)
+    header += formatted("{}\"t{}\":{\"dtype\":\"F32\",\"shape\":[0,3],\"data_offsets\":[0,0]}", i > 0 ? "," : "", i);
+  header += "}";
+  const uint64_t length = header.size();
+  std::ofstream(path, std::ios::binary).write(reinterpret_cast<const char*>(&length), 8) << header;
+  const std::clock_t begin = std::clock();  // of this process: the machine may be busy
+  REQUIRE(SafetensorsReader(path).names().size() == 100'000);
+  REQUIRE(static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC < 3);
+}
+
+TEST_CASE("only regular files are opened; a pipe, a device or a directory is refused at once") {
+  const TempDir dir;
+  REQUIRE(mkfifo((dir / "pipe").c_str(), 0600) == 0);
+  std::filesystem::create_directory(dir / "directory");
+  std::filesystem::create_symlink("loop", dir / "loop");
+  REQUIRE_ERROR(read_text(dir / "pipe"), "cannot open " + (dir / "pipe") + ": it is a pipe, expected a file");
+  REQUIRE_ERROR(read_text("/dev/zero"), "/dev/zero: it is a device");
+  REQUIRE_ERROR(read_text(dir / "directory"), "it is a directory");
+  REQUIRE_ERROR(read_text(dir / "loop"), "loop: Too many levels of symbolic links");
+  REQUIRE_ERROR(path_exists(dir / "loop"), "loop: Too many levels of symbolic links");
+  REQUIRE_ERROR(File::append("/dev/null"), "/dev/null: it is a device");
+  REQUIRE_ERROR(File::create(dir / "pipe"), dir / "pipe");
+  std::ofstream(dir / "file") << "0123456789";
+  REQUIRE(read_text(dir / "file", 10) == "0123456789");
+  REQUIRE_ERROR(read_text(dir / "file", 9), "10 bytes are too many for a file of this kind, which has at most 9");
+}
+
+TEST_CASE("messages escape control characters and shorten long values") {
+  REQUIRE(shown("plain \xc3\xa9") == "plain \xc3\xa9");
+  REQUIRE(shown("\x1b[2J\n\x7f") == "\\x1b[2J\\x0a\\x7f");
+  REQUIRE(shown(std::string(81, 'x')) == std::string(80, 'x') + "... (81 bytes)");
+  REQUIRE(shown("ab\xc3\xa9", 3) == "ab... (4 bytes)");  // no half of a character
+  REQUIRE(shown(std::string("\x80\x80\x80\x80"), 2) == "... (4 bytes)");
+  REQUIRE(formatted("{}", nlohmann::json{{"a", std::string("\x1b")}}) == R"({"a":"\u001b"})");
+  REQUIRE(formatted("{}", nlohmann::json(std::string("\xff"))) == "\"\xef\xbf\xbd\"");
+  REQUIRE(formatted("{}", nlohmann::json(std::string(500, 'x'))).size() < 120);
+}
