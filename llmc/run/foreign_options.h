@@ -38,7 +38,7 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
   static const std::vector<ForeignTrainer> trainers = {
       {"llm.c",
        {{"-e", "--model", "d12 and the like as there; not a .bin, but the Hugging Face directory of those weights"},
-        {"-y", "--resume", "a run resumes by itself; to begin anew give another --out-dir"},
+        {"-y", "--resume", "a run resumes by itself; --restart begins it anew"},
         {"-lg", "--log-gpu-every", ""},
         {"-nk", "--keep-checkpoints", ""},
         {"-nm", "--keep-every", ""},
