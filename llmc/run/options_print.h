@@ -99,7 +99,7 @@ inline std::string help_text() {
                                 if (!type.empty() && !value.empty()) all += formatted(" [{}]", value);
                                 const std::string negated = detail::negation(name, field);
                                 line(formatted("  {} {}{} {}", *letter ? std::string(letter) + "," : std::string("   "),
-                                               name, negated.empty() ? "" : ", " + negated, type),
+                                               name, negated.empty() ? "" : " / " + negated, type),
                                      all);
                               }});
   for (const auto& mode : detail::mode_options) line(formatted("      {}", mode.name), mode.help);
