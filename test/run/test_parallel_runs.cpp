@@ -202,7 +202,7 @@ TEST_CASE("a bad token read by one rank ends all ranks with its message") {
   write_shard<uint16_t>(dir / "data.bin", tokens);
   const ProgramResult r = run_program(
       "--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --batch-size 1 --local-ranks 4 "
-      "--max-steps 2 --train-data " +
+      "--no-shuffle --max-steps 2 --train-data " +
       (dir / "data.bin") + " --out-dir " + (dir / "run"));
   INFO(r.err);
   REQUIRE(r.status == 1);
