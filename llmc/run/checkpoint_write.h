@@ -79,12 +79,14 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
       }
   };
   auto agree = [&] {
+    std::string first;
+    for (const std::string& of_rank : dp.control->all_gather_text("checkpoint faults", fault))
+      if (first.empty()) first = of_rank;
+    if (first.empty()) return;
     std::error_code ignored;
-    for (const std::string& of_rank : dp.control->all_gather_text("checkpoint faults", fault)) {
-      if (of_rank.empty()) continue;
-      if (dp.first()) std::filesystem::remove_all(temporary, ignored);
-      throw CheckpointError(of_rank);
-    }
+    if (dp.first()) std::filesystem::remove_all(temporary, ignored);
+    dp.control->barrier();  // a rank that throws ends the others, also before they have removed it
+    throw CheckpointError(first);
   };
   std::error_code error;
   attempt([&] {
