@@ -88,7 +88,7 @@ inline Rotary read_rotary(const HfFields& f) {
   for (const auto& [key, value] : p.json.items())
     CHECK(key == "rope_theta" || key == "rope_type" || key == "type" || key == "factor" || key == "low_freq_factor" ||
               key == "high_freq_factor" || key == "original_max_position_embeddings" || key == "partial_rotary_factor",
-          "{}: rotary positions have \"{}\": {}, which is not supported", f.file, key, value);
+          "{}: rotary positions have \"{}\": {}, which is not supported", f.file, shown(key), value);
   for (const HfFields& fields : {f, p}) fields.expect("partial_rotary_factor", 1.0);
   for (const char* field : {"rope_theta", "original_max_position_embeddings"})
     CHECK(!f.json.contains(field) || !p.json.contains(field) || f.json[field] == p.json[field],

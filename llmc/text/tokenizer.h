@@ -112,6 +112,8 @@ class TableTokenizer final : public Tokenizer {
     }
     CHECK(at == bytes.size(), "--tokenizer {}: {} bytes follow the last of {} tokens: damaged, create it again", path,
           bytes.size() - at, header[2]);
+    CHECK(header[1] == 1 || header[3] < header[2], "--tokenizer {}: the end of text is token {} of {}: create it again",
+          path, header[3], header[2]);
     end_of_text_ = header[1] == 1 ? 50256 : narrow<int32_t>(header[3]);
   }
   std::vector<int32_t> encode(const std::string& text) const override {

@@ -375,6 +375,8 @@ TEST_CASE("llm.c's gpt2_tokenizer.bin prints tokens; damaged ones are refused") 
   REQUIRE_ERROR(make_tokenizer(path), "20240520");
   write(20240328, 2, 3, std::string("\1a\4 b"));
   REQUIRE_ERROR(make_tokenizer(path), "token 1 of 3");
+  write(20240328, 2, 2, std::string("\1a\1b"));
+  REQUIRE_ERROR(make_tokenizer(path), "the end of text is token 2 of 2");
   write(20240328, 2, 1, std::string("\1abc"));
   REQUIRE_ERROR(make_tokenizer(path), "2 bytes");
   REQUIRE_ERROR(make_tokenizer(dir / "none.bin"), "none.bin");

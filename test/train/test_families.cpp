@@ -240,6 +240,7 @@ TEST_CASE("an unsupported field of config.json is refused by name") {
         {"smollm2_tiny", "rope_scaling", {{"type", "linear"}, {"factor", 2.0}}, "linear"},
         {"smollm2_tiny", "rope_scaling", {{"full_attention", {{"rope_theta", 77}}}}, "full_attention"},
         {"smollm2_tiny", "rope_scaling", json::array(), "rope_scaling"},
+        {"smollm2_tiny", "rope_scaling", {{"\x1b[2J", 1}}, "rotary positions have \"\\x1b[2J\": 1"},
         {"qwen3_tiny", "layer_types", {"full_attention", "sliding_attention"}, "sliding_attention"},
         {"qwen3_tiny", "use_sliding_window", true, "use_sliding_window"},
         {"qwen3_tiny", "head_dim", int64_t{1} << 33, "head_dim"},
