@@ -10,6 +10,7 @@
 #include "data/verify_data.h"
 #include "fuzz/mutations.h"
 #include "helpers.h"
+#include "run/checkpoint_write.h"
 #include "run/job.h"
 #include "run/options_parse.h"
 #include "run/progress.h"
@@ -229,8 +230,9 @@ inline std::vector<Format> make_formats(const std::string& root, std::unique_ptr
     formats.push_back({file, out, file, content, false, {}, [=] {
                          Log log = Log::silent();
                          const RunDirectory run(log, o);
-                         const bool validated = run.cut_metrics(3);
-                         return formatted("{} {}", validated, read_whole(out + "/metrics.jsonl"));
+                         const MetricsKept kept = run.claim(o, ResumePoint{out, 3, {}});
+                         return formatted("{} {} {}", kept.validated, kept.elapsed_s,
+                                          read_whole(out + "/metrics.jsonl"));
                        }});
 
   const std::string text = directory("text");
