@@ -6,6 +6,8 @@
 #include <cstdio>
 #include <limits>
 #include <optional>
+#include <tuple>
+#include <utility>
 
 #include "core/log.h"
 #include "core/signals.h"
@@ -48,15 +50,15 @@ class Training {
     if (job.val) val_.emplace(*job.val, loader_config(o_.shuffled() && job.val_samples < job.val->samples(), 0));
     if (resume) restore(*resume);
     else initialise(run_, o_);
+    MetricsKept kept;
     if (rank_ == 0) {
       detail::require_space(o_.out_dir, job.checkpoint_bytes());
-      const MetricsKept kept = directory.claim(o_, resume);
-      validated_ = kept.validated;
+      kept = directory.claim(o_, resume);
       log.open(o_.out_dir, kept.elapsed_s);
       report_header(log, o_, job.device, job.backend, job.step, job.max_steps, job.train, job.val ? &*job.val : nullptr,
                     job.plan, peaks, job_.document_begin);
     }
-    validated_ = !run_.dp.control->all_gather_text("validated", validated_ ? "yes" : "")[0].empty();
+    take_validations(kept);
     if (resume) log.line(formatted("resuming after step {} from {}", progress_.done, resume->path));
   }
 
@@ -95,7 +97,8 @@ class Training {
 
   // Throws on all ranks if one of them has a reason to stop. Called between micro-batches, sampled tokens and updates.
   void poll() const {
-    const std::string mine = stop_.reason(under_way_ ? report_.last_seconds() : 0);
+    // To carry on is to wait for the next update, and for the one that a GPU has under way.
+    const std::string mine = stop_.reason((under_way_ ? 2 : 1) * report_.last_seconds());
     for (const std::string& reason : run_.dp.control->all_gather_text("time to stop", mine))
       if (!reason.empty()) throw Interrupted{reason};
   }
@@ -154,6 +157,15 @@ class Training {
     if (!runs_ahead || o_.profile || o_.skip_loss_z || o_.skip_grad_z) finish_update();
   }
 
+  // Validations that metrics.jsonl has and the checkpoint has not: it may have been saved before the one of its step.
+  void take_validations(const MetricsKept& kept) {
+    const nlohmann::ordered_json mine = {kept.validated, kept.best_step, kept.best_val};
+    const nlohmann::json first = parse_json(run_.dp.control->all_gather_text("validations", mine.dump())[0], "rank 0");
+    validated_ = first[0];
+    if (first[2].is_number() && first[2] < progress_.best_val)
+      progress_.best_step = first[1], progress_.best_val = first[2];
+  }
+
   // Waits for the update under way, if there is one, and reports it.
   void finish_update() {
     if (!under_way_) return;
@@ -209,9 +221,14 @@ class Training {
     const bool best = o_.keep_best && progress_.best_step == progress_.done, last = progress_.done == job_.max_steps;
     if (!last && !best && !due(progress_.done, o_.checkpoint_every) && progress_.done != retry_.at) return;
     const bool saved = save(last || o_.checkpoint_errors == "fail" ? OnFailure::fail : OnFailure::retry);
+    if (!saved && best) std::tie(progress_.best_step, progress_.best_val) = best_before_;  // that one was not kept
     if (!saved || rank_ != 0) return;
-    if (best) directory_.link_best(progress_.done);
-    directory_.prune(o_.keep_checkpoints, o_.keep_every);
+    try {
+      if (best) directory_.link_best(progress_.done);
+      directory_.prune(o_.keep_checkpoints, o_.keep_every);
+    } catch (const Error& error) {  // the checkpoint itself is safe
+      log_.line(formatted("WARNING: {}", error.what()));
+    }
   }
 
   void validate() {
@@ -239,7 +256,10 @@ class Training {
               .loss = loss,
               .choices = score ? std::optional(score->accuracy) : std::nullopt,
               .choices_normalized = score ? score->normalized_accuracy : std::nullopt});
-    if (loss < progress_.best_val) progress_.best_val = loss, progress_.best_step = progress_.done;
+    if (loss < progress_.best_val) {
+      best_before_ = {progress_.best_step, progress_.best_val};
+      progress_.best_val = loss, progress_.best_step = progress_.done;
+    }
     validated_ = true;
   }
 
@@ -312,11 +332,12 @@ class Training {
   Progress progress_;              // recorded in checkpoints
   int64_t begun_ = 0, first_ = 0;  // updates begun so far, and those done before this process
   std::optional<Update> under_way_;
-  bool validated_ = false;  // after step progress_.done
-  std::string checkpoint_;  // the last one in the out directory
+  bool validated_ = false;                  // after step progress_.done
+  std::string checkpoint_;                  // the last one in the out directory
+  std::pair<int64_t, double> best_before_;  // step and loss of the best validation before the last improvement
   struct Retry {
-    int64_t at = 0,
-            pause = 1;  // the step after which to try again (0: none is due), and updates until the one after it
+    int64_t at = 0;     // the step after which to try again; 0: no checkpoint has failed
+    int64_t pause = 1;  // updates until the attempt after that
   } retry_;
 };
 
@@ -335,7 +356,7 @@ void run_training(const Options& o, StopCondition::Clock::time_point process_beg
     log.line(formatted("already complete: {} is at step {} of {}", o.out_dir, resume->step, job.max_steps));
     return report_next_steps(log, o, resume->path, program_invocation_name);
   }
-  if (resume) job.resume(*resume, log), report_changed_schedule(log, *resume, job);
+  if (resume) job.resume(*resume, log), report_changes(log, *resume, job);
   else require_whole_weights(o);
   const Peaks peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops, o.profile)
                           .times(static_cast<double>(devices_in_use(job.device, o.ranks)));

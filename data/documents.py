@@ -50,7 +50,7 @@ class Draw:
     """Which documents are for validation: `fraction` of them, by a hash of their text and `seed`.
 
     So they come from all of the input, equal documents are on the same side, and a document stays on its side when
-    others are added. A document of more than `block` bytes, such as the only one, is drawn in blocks.
+    others are added, unless it is long: one of more than `block` bytes, such as the only one, is drawn in blocks.
     """
     fraction: float
     seed: int

@@ -3,7 +3,7 @@
 //   FILE_OPS_KILL=n    kills the process (SIGKILL) before operation n; half of the bytes of a write are written
 //   FILE_OPS_LOG=f     logs each operation to file f, with the bytes of writes: test_durable.cpp replays them
 //   FILE_OPS_SLEEP=s   the first operation takes s seconds
-//   FILE_OPS_FULL=t    writes to files with t in their path fail as on a full disk
+//   FILE_OPS_FULL=t    writes to files with t in their path fail as on a full disk; FILE_OPS_FULL_WRITES=n: the first n
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/syscall.h>
@@ -23,7 +23,7 @@
 namespace {
 
 std::mutex mutex;
-long count = 0;
+long count = 0, failed = 0;
 
 const char* root() {
   static const char* value = getenv("FILE_OPS_ROOT");
@@ -111,7 +111,8 @@ ssize_t write(int fd, const void* bytes, size_t n) {
     std::lock_guard lock(mutex);
     const auto file = files().find(fd);
     if (const char* full = getenv("FILE_OPS_FULL"); full != nullptr && file != files().end())
-      if (file->second.find(full) != std::string::npos) {
+      if (const char* most = getenv("FILE_OPS_FULL_WRITES");
+          file->second.find(full) != std::string::npos && (most == nullptr || failed++ < atol(most))) {
         errno = ENOSPC;
         return -1;
       }

@@ -4,6 +4,7 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -100,14 +101,13 @@ inline std::optional<std::string> file_fault(const std::string& path, const File
   return error.what();
 }
 
-// A checksum of a file's size and contents that reads about `most_bytes` at most: all of a smaller file, of a larger
-// one evenly spaced blocks, the first and the last among them. So other contents of the same size are noticed unless
-// they differ only between the blocks.
-inline std::string sampled_checksum(const std::string& path, int64_t most_bytes) {
+// A checksum of a file's size and of `share` of its contents: evenly spaced blocks, the first and the last among them;
+// 1: all. Other contents of the same size are noticed unless they differ only between the blocks.
+inline std::string sampled_checksum(const std::string& path, double share) {
   constexpr int64_t block_bytes = 64 << 10;
   const File file = File::open_read(path);
   const int64_t size = file.size(), all = ceil_div(size, block_bytes);
-  const int64_t blocks = std::min(all, std::max<int64_t>(2, most_bytes / block_bytes));
+  const int64_t blocks = std::min(all, std::max<int64_t>(2, std::ceil(share * static_cast<double>(all))));
   std::vector<char> bytes(static_cast<size_t>(std::min(size, block_bytes)));
   uint64_t hash = static_cast<uint64_t>(size);
   for (int64_t i = 0; i < blocks; ++i) {

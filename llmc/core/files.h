@@ -65,7 +65,7 @@ class File {
     while (written < bytes) {
       const ssize_t n = ::write(fd_, static_cast<const char*>(data) + written, static_cast<size_t>(bytes - written));
       if (n < 0 && errno == EINTR) continue;
-      if (n < 0) break;
+      if (n <= 0) break;
       written += n;
     }
     return written;

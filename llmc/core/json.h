@@ -44,9 +44,14 @@ class JsonBuilder {
   }
 
  private:
-  static constexpr size_t most_open = 64;  // the formats that are read here need 8
+  static constexpr size_t most_open = 64;            // the formats that are read here need 8
+  static constexpr size_t most_values = 10'000'000;  // a tokenizer's file has about a million
 
   nlohmann::json* put(nlohmann::json&& value) {
+    if (++values_ > most_values) {
+      fail(formatted("more than {} values", most_values));
+      return nullptr;
+    }
     if (open_.empty()) return &(root = std::move(value));
     if (open_.back()->is_object()) return &(*member_ = std::move(value));
     open_.back()->push_back(std::move(value));
@@ -55,7 +60,7 @@ class JsonBuilder {
   bool open(nlohmann::json&& empty) {
     if (open_.size() == most_open) return fail(formatted("nested more than {} deep", most_open));
     open_.push_back(put(std::move(empty)));
-    return true;
+    return open_.back() != nullptr;
   }
   bool close() {
     open_.pop_back();
@@ -67,7 +72,8 @@ class JsonBuilder {
   }
 
   std::vector<nlohmann::json*> open_;  // objects and arrays, from the root inwards
-  nlohmann::json* member_ = nullptr;   // of the innermost object: the one that is being read
+  size_t values_ = 0;
+  nlohmann::json* member_ = nullptr;  // of the innermost object: the one that is being read
 };
 
 inline JsonBuilder build_json(std::string_view text) {

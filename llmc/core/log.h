@@ -48,6 +48,7 @@ inline std::string human_bytes(int64_t n) {
 
 inline std::string human_duration(double seconds) {
   const int64_t s = std::llround(seconds);
+  if (s >= 100 * 3600) return formatted("{:.1f} d", seconds / 86400);
   return s >= 3600 ? formatted("{}:{:02}:{:02}", s / 3600, s / 60 % 60, s % 60) : formatted("{}:{:02}", s / 60, s % 60);
 }
 
@@ -125,12 +126,13 @@ class Log {
   void train(const TrainLine& t, bool print = true) {
     if (print) {
       const int digits = static_cast<int>(formatted("{}", t.max_steps).size());
-      const std::string place = "{:" + std::to_string(std::max(5, 2 * digits + 1)) + "}",
+      const bool both = digits <= 5;  // "500/20000"; of more steps, "500000"
+      const std::string place = "{:" + std::to_string(std::max(5, both ? 2 * digits + 1 : digits)) + "}",
                         sol = t.speed_of_light ? "{:7}" : "{}";
       const std::string row = place + " {:8} {:8} {:9} {:8} {:7} {:7}" + sol + " {:8}";
       if (rows_++ % rows_per_screen == 0)
         line(formatted(row, "step", "loss", "norm", "lr", "ms", "tok/s", "MFU", t.speed_of_light ? "SOL" : "", "ETA"));
-      line(formatted(row, formatted("{}/{}", t.step, t.max_steps), formatted("{:.4f}", t.loss),
+      line(formatted(row, both ? formatted("{}/{}", t.step, t.max_steps) : formatted("{}", t.step), formatted("{:.4f}", t.loss),
                      formatted(t.grad_norm < 1000 ? "{:.4f}" : "{:.2e}", t.grad_norm), formatted("{:.2e}", t.lr),
                      formatted("{:.1f}", t.ms), human_rate(t.tokens_per_s), share(t.mfu),
                      t.speed_of_light ? share(t.speed_of_light) : "", human_duration(t.eta_s)));

@@ -78,10 +78,13 @@ class TokenShards {
     return all;
   }
   // Of each shard, to notice that data have changed between a run and its resume: of all bytes if they are at most
-  // 256 MiB, else of samples of them.
+  // 256 MiB, else of samples of them, of each shard its share.
   std::vector<std::string> checksums() const {
+    constexpr double most = 256 << 20;
+    double bytes = 0;
+    for (const Placed& shard : shards_) bytes += static_cast<double>(Shard::header_bytes + shard.tokens * shard.width);
     std::vector<std::string> all;
-    for (const Placed& shard : shards_) all.push_back(sampled_checksum(shard.path, (int64_t{256} << 20) / count()));
+    for (const Placed& shard : shards_) all.push_back(sampled_checksum(shard.path, std::min(1.0, most / bytes)));
     return all;
   }
   bool has(const std::string& path) const {  // under whatever path

@@ -105,7 +105,7 @@ inline void require_space(const std::string& directory, int64_t bytes) {
 
 // The size of a checkpoint on disk, up to some kilobytes: weights in the training dtype, master weights and two
 // moments.
-inline int64_t checkpoint_bytes(const ModelConfig& config, DType dtype, bool master_weights = true) {
+inline int64_t checkpoint_bytes(const ModelConfig& config, DType dtype, bool master_weights) {
   const int64_t state = size_of(accumulator_of(dtype)) * (dtype == accumulator_of(dtype) || !master_weights ? 2 : 3);
   return count_parameters(parameter_table(config)) * (size_of(dtype) + state);
 }

@@ -80,8 +80,9 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   };
   auto agree = [&] {
     std::string first;
-    for (const std::string& of_rank : dp.control->all_gather_text("checkpoint faults", fault))
-      if (first.empty()) first = of_rank;
+    const std::vector<std::string> faults = dp.control->all_gather_text("checkpoint faults", fault);
+    for (size_t rank = 0; rank < faults.size() && first.empty(); ++rank)
+      if (!faults[rank].empty()) first = (faults.size() > 1 ? formatted("rank {}: ", rank) : "") + faults[rank];
     if (first.empty()) return;
     std::error_code ignored;
     if (dp.first()) std::filesystem::remove_all(temporary, ignored);
@@ -91,9 +92,9 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   std::error_code error;
   attempt([&] {
     if (!dp.first()) return;
-    detail::require_space(out_dir, checkpoint_bytes(config, dtype));
+    detail::require_space(out_dir, checkpoint_bytes(config, dtype, state.zero_config().master_weights));
     std::filesystem::remove_all(temporary, error);
-    std::filesystem::create_directory(temporary, error);
+    if (!error) std::filesystem::create_directory(temporary, error);
     CHECK(!error, "cannot create {}: {}", temporary, error.message());
   });
   agree();
@@ -158,7 +159,12 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
     if (before_visible) before_visible();
     std::filesystem::rename(temporary, path, error);
     CHECK(!error, "cannot rename {} to {}: {}", temporary, path, error.message());
-    fsync_directory(out_dir);
+    try {
+      fsync_directory(out_dir);
+    } catch (const Error&) {  // a crash could undo the rename: so it is undone
+      std::filesystem::rename(path, temporary, error);
+      throw;
+    }
   });
   agree();
   return path;

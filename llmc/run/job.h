@@ -30,6 +30,7 @@ struct Job {
   TokenShards train;
   std::vector<std::string> data_checksums;  // of its shards
   std::optional<TokenShards> val;
+  std::vector<std::string> val_checksums;
   std::optional<ChoiceSet> choices;
   std::optional<int32_t> document_begin;  // the token that begins a document, for --mask-documents
   int64_t samples_per_step, max_steps, val_samples = 0;
@@ -55,6 +56,7 @@ struct Job {
     CHECK(o.warmup_steps <= max_steps, "--warmup-steps {} exceeds the {} steps of the run", o.warmup_steps, max_steps);
     if (!o.val_data.empty()) {
       val.emplace(o.val_data, o.seq_len, "--val-data");
+      val_checksums = val->checksums();
       val_samples = o.val_steps > val->samples() / samples_per_step ? val->samples() : o.val_steps * samples_per_step;
     }
     if (!o.eval_choices.empty()) {

@@ -78,7 +78,10 @@ inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
     const size_t second = word.find_first_not_of("-_", 2);
     const bool named = second != std::string::npos && is_letter(word[second]);
     const bool help_of = word.starts_with("-h") && (word.size() > 2 || (i + 1 < argc && argv[i + 1][0] != '-'));
-    if (named || help_of) unknown_option(word.substr(0, word.find('=')), "");
+    if (!named && !help_of) continue;
+    CHECK(help_of || word.find('/') == std::string::npos, "{}: a value stands apart from its letter: {} {}",
+          shown(word), word.substr(0, 2), shown(word.substr(2)));
+    unknown_option(word.substr(0, word.find('=')), "");
   }
 }
 

@@ -32,6 +32,7 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"data_cursor", progress.done * job.samples_per_step},
       {"data_samples", job.train.samples()},
       {"data_checksums", job.data_checksums},
+      {"val_checksums", job.val_checksums},
       {"seq_len", job.options.seq_len},
       {"document_begin", job.document_begin ? nlohmann::ordered_json(*job.document_begin) : nlohmann::ordered_json()},
       {"seed", job.options.seed},
@@ -84,6 +85,13 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
          "the checkpoint is damaged, or was written by another program");
 }
 
+// Says that validation losses before and after are of different data.
+inline void report_changed_validation(Log& log, const ResumePoint& from, const Job& job) {
+  const nlohmann::json then = from.trainer.value("val_checksums", nlohmann::json());
+  if (then.is_array() && !then.empty() && job.val && then != nlohmann::json(job.val_checksums))
+    log.line("notice: --val-data has other contents than before: its losses do not compare with the earlier ones");
+}
+
 // A run that resumes with another number of steps follows another schedule: says where the learning rate jumps to.
 inline void report_changed_schedule(Log& log, const ResumePoint& from, const Job& job) {
   const nlohmann::json options = from.trainer.value("options", nlohmann::json::object());
@@ -99,6 +107,11 @@ inline void report_changed_schedule(Log& log, const ResumePoint& from, const Job
                 "on its way to {:.2e} ({})",
                 job.max_steps, before, was, from.step, is, from.step + 1,
                 learning_rate(choose_lr_schedule(job.options, job.max_steps), job.max_steps), job.options.lr_schedule));
+}
+
+inline void report_changes(Log& log, const ResumePoint& from, const Job& job) {
+  report_changed_validation(log, from, job);
+  report_changed_schedule(log, from, job);
 }
 
 inline Progress progress_at(const ResumePoint& from) {

@@ -38,8 +38,8 @@ struct Remedy {
 
 // Looks for the change that costs least: first those that change no numbers (at equal --grad-reduce), which are, in
 // this order, ZeRO stage 1, recomputation, smaller micro-batches and higher stages; then another number of ranks, then
-// bf16, then bf16 without master weights. Tokens per step stay. A few plans for each choice of ranks and dtype: more
-// memory is taken by larger micro-batches and by less recomputation, and so the least that these can do is tried first.
+// bf16, then bf16 without master weights; last, fewer tokens per sequence. A few plans for each choice of ranks and
+// dtype: memory grows with the micro-batch and falls with recomputation, so the smallest plan is tried first.
 class RemedySearch {
  public:
   RemedySearch(const Options& o, const StepConfig& asked, const Device& device, Begun begun)
@@ -122,6 +122,7 @@ class RemedySearch {
   }
 
   bool could_fit(StepConfig step) {
+    step.schedule = Schedule::one_f_one_b;
     step.micro_batches *= step.batch.B;
     step.batch.B = 1;
     step.recompute = Recompute::block;
@@ -137,6 +138,7 @@ class RemedySearch {
     std::vector<int64_t> sizes;  // of micro-batches, the largest first
     for (int64_t B = step.batch.B; B >= 1; --B)
       if (sequences % B == 0 && sequences / B <= most_passes / step.model.n_layer) sizes.push_back(B);
+    if (sizes.empty()) return std::nullopt;
     auto set = [&](int64_t B, Recompute recompute) -> const StepConfig& {
       step.batch.B = B;
       step.micro_batches = sequences / B;
@@ -239,7 +241,7 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
                                   Begun begun = Begun::no) {
   const int64_t limit = memory_limit(o, device);
   if (limit == std::numeric_limits<int64_t>::max())
-    return "here is no GPU to compare this with: --memory-limit says how many GiB of one a rank may use";
+    return "there is no GPU here to compare with: --memory-limit says how many GiB of one a rank may use";
   const std::string where = device.computes_as() == DeviceKind::cuda ? "GPU" : "machine";
   const std::string what = (o.memory_limit           ? std::string("--memory-limit ")
                             : step.zero.ranks() == 1 ? "this " + where + "'s "

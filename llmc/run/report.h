@@ -97,7 +97,8 @@ inline std::string not_counted_text(const StepConfig& step) {
 inline std::string crowd_notice(const Device& device, int ranks) {
   constexpr int largest_server = 16;  // in GPUs
   const bool elsewhere = is_gpu_elsewhere(device);
-  if (elsewhere ? ranks <= largest_server : ranks <= available_processors() && device.sharers <= 1) return "";
+  const bool gpus = device.computes_as() == DeviceKind::cuda;
+  if (elsewhere ? ranks <= largest_server : gpus ? device.sharers <= 1 : ranks <= available_processors()) return "";
   const std::string shared = elsewhere ? formatted("each with a GPU of its own in one machine")
                              : device.computes_as() == DeviceKind::cuda
                                  ? formatted("which share {} GPU(s)", visible_gpus().count)

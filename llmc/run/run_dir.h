@@ -88,6 +88,8 @@ struct MetricsKept {
   std::string lines;       // complete ones, of no later step
   bool validated = false;  // whether there is a validation of the step itself
   double elapsed_s = 0;    // seconds that the run had taken
+  int64_t best_step = -1;  // of the best validation
+  double best_val = std::numeric_limits<double>::infinity();
 };
 
 class RunDirectory {
@@ -102,10 +104,11 @@ class RunDirectory {
     if (!path_exists(run_file()) && !(o.restart && path_exists(metrics_file())))
       for (const std::string& name : names_in(path_))
         CHECK(name.starts_with(".tmp-") || nothing_in(name),
-              "--out-dir {} holds {}, which does not belong to a run: choose another directory, or empty it", path_,
-              name);
+              "--out-dir {} holds {}, which does not belong to a run: choose another directory, or empty it{}", path_,
+              name, path_exists(metrics_file()) ? "; if an older version left it, --restart moves it aside" : "");
     lock();
-    if (o.restart) move_aside(log, o);
+    if (o.restart && requeued()) log.line("notice: Slurm has started this job again: --restart is left out");
+    else if (o.restart) move_aside(log, o);
     if (path_exists(run_file()) && has_steps()) {  // without a step, it may have been started with mistyped options
       CHECK(o.resume != "never",
             "--resume never: --out-dir {} already holds a run; choose another one, or move it aside with --restart",
@@ -159,7 +162,7 @@ class RunDirectory {
   // result of this one.
   MetricsKept claim(const Options& o, const std::optional<ResumePoint>& resume) const {
     const bool ours = resume && path_exists(run_file()) && has_steps();
-    const MetricsKept kept = truncate_metrics(resume ? std::optional(resume->step) : std::nullopt);
+    const MetricsKept kept = truncate_metrics(ours ? std::optional(resume->step) : std::nullopt);
     if (!ours) replace(run_file(), nlohmann::ordered_json{{"format", 1}, {"options", options_json(o)}}.dump(1) + "\n");
     return kept;
   }
@@ -216,7 +219,11 @@ class RunDirectory {
       const nlohmann::json object = try_parse_json(line).value_or(nullptr);
       const nlohmann::json at = object.is_object() ? object.value("step", nlohmann::json()) : nlohmann::json();
       if (!at.is_number_integer() || at > step) continue;
-      kept.validated |= at == step && object.value("kind", nlohmann::json()) == "val";
+      if (object.value("kind", nlohmann::json()) == "val") {
+        kept.validated |= at == step;
+        const nlohmann::json loss = object.value("loss", nlohmann::json());
+        if (loss.is_number() && loss < kept.best_val) kept.best_step = at, kept.best_val = loss;
+      }
       const nlohmann::json elapsed = object.value("elapsed_s", nlohmann::json());
       if (elapsed.is_number()) kept.elapsed_s = elapsed;
       kept.lines += line + "\n";
@@ -239,12 +246,26 @@ class RunDirectory {
 
   void lock() {
     const std::string file = path_ + "/.lock";
-    if (lock_.fd >= 0) ::close(lock_.fd);
-    lock_.fd = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
-    CHECK(lock_.fd >= 0, "--out-dir {}: cannot write there: {}", path_, std::strerror(errno));
-    const bool locked = flock(lock_.fd, LOCK_EX | LOCK_NB) == 0;
-    CHECK(locked || errno != EWOULDBLOCK,
-          "--out-dir {}: another run is writing to it; wait for its end, or choose another directory", path_);
+    for (;;) {
+      if (lock_.fd >= 0) ::close(lock_.fd);
+      lock_.fd = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+      CHECK(lock_.fd >= 0, "--out-dir {}: cannot write there: {}", path_, std::strerror(errno));
+      const bool locked = flock(lock_.fd, LOCK_EX | LOCK_NB) == 0;
+      CHECK(locked || errno != EWOULDBLOCK,
+            "--out-dir {}: another run is writing to it; wait for its end, or choose another directory", path_);
+      struct stat held {
+      }, there{};  // differ if another process's --restart has moved the directory meanwhile
+      const bool same = ::fstat(lock_.fd, &held) == 0 && ::stat(file.c_str(), &there) == 0 &&
+                        held.st_dev == there.st_dev && held.st_ino == there.st_ino;
+      if (same) return;
+    }
+  }
+
+  // Started again by Slurm, after exit status 75 or the loss of a node: the command is the same, and the run is not to
+  // begin anew.
+  static bool requeued() {
+    const char* restarts = std::getenv("SLURM_RESTART_COUNT");
+    return restarts != nullptr && std::atoi(restarts) > 0;
   }
 
   // --restart: the directory is renamed as a whole, at once, and made anew.
@@ -253,10 +274,17 @@ class RunDirectory {
     if (std::all_of(names.begin(), names.end(), [](const std::string& name) { return name == ".lock"; })) return;
     std::error_code error, none;
     const std::filesystem::path from = std::filesystem::canonical(path_, none);
-    const std::filesystem::path model = std::filesystem::weakly_canonical(o.model, none);
-    CHECK(std::mismatch(from.begin(), from.end(), model.begin(), model.end()).first != from.end(),
-          "--restart would move --model {}, which is inside --out-dir {}: choose another --out-dir instead", o.model,
-          path_);
+    for (const auto& [option, input] : {std::pair("--model", model_preset(o.model) ? std::string() : o.model),
+                                        {"--train-data", o.train_data},
+                                        {"--val-data", o.val_data},
+                                        {"--tokenizer", o.tokenizer},
+                                        {"--eval-choices", o.eval_choices}}) {
+      const std::filesystem::path path = std::filesystem::weakly_canonical(input, none);
+      const bool names_files = input.find('/') != std::string::npos || std::filesystem::exists(input, none);
+      CHECK(!names_files || std::mismatch(from.begin(), from.end(), path.begin(), path.end()).first != from.end(),
+            "--restart would move {} {}, which is inside --out-dir {}: choose another --out-dir instead", option, input,
+            path_);
+    }
     std::string to;
     for (int i = 1; to.empty() || path_exists(to); ++i) to = formatted("{}.before-{}", from.string(), i);
     std::filesystem::rename(from, to, error);
@@ -265,8 +293,8 @@ class RunDirectory {
     fsync_directory(from.parent_path());
     std::filesystem::create_directories(from, error);
     CHECK(!error, "cannot create {}: {}", from.string(), error.message());
-    lock();
     log.line(formatted("--restart: the former contents of {} are now in {}", path_, to));
+    lock();
   }
 
   // Renames a damaged checkpoint to make room for the one that will be written again.

@@ -264,6 +264,30 @@ TEST_CASE("the table of steps has at most 80 columns and repeats its titles; log
   for (const std::string& line : all) REQUIRE(line.size() <= 80);
 }
 
+TEST_CASE("a row of a long run has at most 80 columns, too") {
+  const TempDir dir;
+  {
+    Log log;
+    log.open(dir.path(), 0);
+    log.train({.step = 500000,
+               .max_steps = 572205,
+               .loss = 2.5,
+               .grad_norm = 0.25,
+               .lr = 1e-4,
+               .ms = 98765.4,
+               .tokens_per_s = 1e6,
+               .mfu = 0.5,
+               .speed_of_light = 0.6,
+               .eta_s = 400 * 86400,
+               .tokens = 1,
+               .memory = 1});
+  }
+  const std::string row = read_whole(dir / "log.txt");
+  REQUIRE(row.find("\n500000 ") != std::string::npos);
+  REQUIRE(row.ends_with(" 400.0 d\n"));
+  REQUIRE(row.size() <= 2 * 81);
+}
+
 TEST_CASE("a full disk does not end a file that grows: its lines wait until there is room") {
   const TempDir dir;
   AppendFile file(dir / "lines");

@@ -215,7 +215,7 @@ TEST_CASE("if one rank cannot write its part of a checkpoint, all give up togeth
   const ProgramResult r = run_program(tiny(dir / "run", options), shim);
   INFO(r.out << r.err);
   REQUIRE(r.status == 0);
-  REQUIRE(r.out.find("WARNING: no checkpoint after step 2: cannot write to ") != std::string::npos);
+  REQUIRE(r.out.find("WARNING: no checkpoint after step 2: rank 1: cannot write to ") != std::string::npos);
   REQUIRE(r.out.find("No space left on device; there is none; trying again after step 3") != std::string::npos);
   REQUIRE(checkpoint_steps(dir / "run") == std::vector<int64_t>{3, 4, 6});
   for (const int64_t step : {3, 4, 6}) REQUIRE_FALSE(checkpoint_fault(checkpoint_path(dir / "run", step)));
@@ -223,16 +223,21 @@ TEST_CASE("if one rank cannot write its part of a checkpoint, all give up togeth
   const ProgramResult strict = run_program(tiny(dir / "strict", options + "--checkpoint-errors fail"), shim);
   INFO(strict.err);
   REQUIRE(strict.status == 1);
-  REQUIRE(strict.err.find("no checkpoint after step 2: cannot write to ") != std::string::npos);
+  REQUIRE(strict.err.find("no checkpoint after step 2: rank 1: cannot write to ") != std::string::npos);
   REQUIRE(names_in(dir / "strict") == std::vector<std::string>{".lock", "log.txt", "metrics.jsonl", "run.json"});
   REQUIRE(read_whole(dir / "strict/log.txt").ends_with(strict.err));  // what ended the run
 }
 
 TEST_CASE("a full disk holds up metrics and the log, not training; they are whole in the end") {
   const TempDir dir;
-  const ProgramResult r =
-      run_program(tiny(dir / "run", "--max-steps 3"),
-                  "FILE_OPS_ROOT=" + dir.path() + " FILE_OPS_FULL=metrics.jsonl LD_PRELOAD=build/file_ops.so");
+  const std::string shim = "FILE_OPS_ROOT=" + dir.path() + " FILE_OPS_FULL=metrics.jsonl LD_PRELOAD=build/file_ops.so ";
+  const ProgramResult whole = run_program(tiny(dir / "whole", "--max-steps 3"), "FILE_OPS_FULL_WRITES=2 " + shim);
+  INFO(whole.out << whole.err);
+  REQUIRE(whole.status == 0);
+  REQUIRE(whole.out.find("WARNING: cannot write to " + (dir / "whole/metrics.jsonl")) != std::string::npos);
+  REQUIRE(losses(dir / "whole").size() == 3);
+
+  const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 3"), shim);
   INFO(r.out << r.err);
   REQUIRE(r.status == 1);  // the last checkpoint would be without its metrics
   const std::string warning = "WARNING: cannot write to " + (dir / "run/metrics.jsonl") + ": No space left on device";

@@ -86,6 +86,10 @@ TEST_CASE("a run without a completed step may be replaced by one with other opti
   }
   RunDirectory(log, other).claim(other, {});
   REQUIRE(fs::file_size(dir / "run/metrics.jsonl") == 0);  // the validation was of the first one's model
+  // Nor does a run that resumes from a checkpoint of elsewhere take over what it finds.
+  std::ofstream(dir / "run/metrics.jsonl") << "{\"kind\":\"val\",\"step\":0,\"elapsed_s\":9}\n";
+  REQUIRE(RunDirectory(log, other).claim(other, ResumePoint{dir / "elsewhere/step-000002", 2, {}}).elapsed_s == 0);
+  REQUIRE(fs::file_size(dir / "run/metrics.jsonl") == 0);
   std::ofstream(dir / "run/metrics.jsonl") << "{\"kind\":\"train\",\"step\":1}\n";
   REQUIRE_ERROR(RunDirectory(log, first), "--seq-len was");
   const RunDirectory same(log, other);
@@ -188,43 +192,6 @@ TEST_CASE("a run that was stopped before its first step neither locks its direct
   REQUIRE(validations(dir / "run").size() == 2);
 }
 
-TEST_CASE("--restart moves a run aside as a whole and begins anew") {
-  const TempDir dir;
-  run_well(tiny(dir / "run", "--max-steps 3"));
-  const std::string before = read_whole(dir / "run/metrics.jsonl");
-  fs::create_directory_symlink(dir / "run", dir / "link");
-  for (const int64_t start : {1, 2}) {
-    const ProgramResult r = run_program(tiny(dir / "link", "--max-steps 2 --restart --seed 5"));
-    INFO(r.err);
-    REQUIRE(r.status == 0);
-    REQUIRE(r.out.find(formatted("are now in {}.before-{}", dir / "run", start)) != std::string::npos);
-    REQUIRE(fs::exists(formatted("{}.before-{}/step-{:06}", dir / "run", start, start == 1 ? 3 : 2)));
-    REQUIRE(checkpoint_steps(dir / "run") == std::vector<int64_t>{2});
-    REQUIRE(r.out.find("--restart", r.out.find("\nnext: ")) == std::string::npos);
-  }
-  REQUIRE(read_whole(dir / "run.before-1/metrics.jsonl") == before);
-  REQUIRE(fs::is_symlink(dir / "link"));
-
-  fs::create_directory(dir / "other");
-  run_well(tiny(dir / "other", "--max-steps 1 --restart"));  // nothing to move
-  REQUIRE_FALSE(fs::exists(dir / "other.before-1"));
-  auto refused = [&](const std::string& options, const std::string& why) {
-    const ProgramResult r = run_program(options);
-    INFO(r.err);
-    REQUIRE(r.status == 1);
-    REQUIRE(r.err.find(why) != std::string::npos);
-  };
-  refused(tiny(dir / "run", "--restart --resume " + (dir / "run/step-000002")), "--restart starts a run over");
-  refused("--train-data test/golden/gpt2_tiny/train.bin --seq-len 33 --restart --out-dir " + (dir / "run") +
-              " --model " + (dir / "run/step-000002"),
-          "--restart would move --model");
-  std::ofstream(dir / "notes.txt") << "x";
-  fs::create_directory(dir / "mine");
-  fs::rename(dir / "notes.txt", dir / "mine/notes.txt");
-  refused(tiny(dir / "mine", "--restart"), "holds notes.txt, which does not belong to a run");
-  REQUIRE(fs::exists(dir / "run/step-000002/manifest.json"));
-}
-
 TEST_CASE("training data that changed between a run and its resume are named") {
   const TempDir dir;
   for (const char* name : {"a.bin", "b.bin"}) fs::copy("test/golden/gpt2_tiny/train.bin", dir / name);
@@ -238,8 +205,13 @@ TEST_CASE("training data that changed between a run and its resume are named") {
   INFO(r.err);
   REQUIRE(r.status == 1);
   REQUIRE(r.err.find("--train-data: " + (dir / "b.bin") + " has changed since the run began") != std::string::npos);
-  edit_trainer(dir / "run/step-000002", [](json& trainer) { trainer.erase("data_checksums"); });
-  run_well(tiny(dir / "run", "--max-steps 4" + data));  // a checkpoint of an older version
+  edit_trainer(dir / "run/step-000002", [](json& trainer) {
+    trainer.erase("data_checksums");  // as in a checkpoint of an older version
+    trainer["val_checksums"] = {"0123456789abcdef"};
+  });
+  const ProgramResult older = run_program(tiny(dir / "run", "--max-steps 4 --val-data " + (dir / "a.bin") + data));
+  REQUIRE(older.status == 0);
+  REQUIRE(older.out.find("notice: --val-data has other contents than before") != std::string::npos);
 }
 
 TEST_CASE("a run that resumes with more steps is told what its learning rate does") {

@@ -1,0 +1,51 @@
+// --restart: a run begins anew, and what was there is kept.
+#include "catch2.h"
+#include "run/run_dir.h"
+#include "tiny_run.h"
+
+using namespace llmc;
+namespace fs = std::filesystem;
+
+TEST_CASE("--restart moves a run aside as a whole and begins anew") {
+  const TempDir dir;
+  run_well(tiny(dir / "run", "--max-steps 3"));
+  const std::string before = read_whole(dir / "run/metrics.jsonl");
+  fs::create_directory_symlink(dir / "run", dir / "link");
+  for (const int64_t start : {1, 2}) {
+    const ProgramResult r = run_program(tiny(dir / "link", "--max-steps 2 --restart --seed 5"));
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    REQUIRE(r.out.find(formatted("are now in {}.before-{}", dir / "run", start)) != std::string::npos);
+    REQUIRE(fs::exists(formatted("{}.before-{}/step-{:06}", dir / "run", start, start == 1 ? 3 : 2)));
+    REQUIRE(checkpoint_steps(dir / "run") == std::vector<int64_t>{2});
+    REQUIRE(r.out.find("--restart", r.out.find("\nnext: ")) == std::string::npos);
+  }
+  REQUIRE(read_whole(dir / "run.before-1/metrics.jsonl") == before);
+  REQUIRE(fs::is_symlink(dir / "link"));
+
+  fs::create_directory(dir / "other");
+  run_well(tiny(dir / "other", "--max-steps 1 --restart"));  // nothing to move
+  REQUIRE_FALSE(fs::exists(dir / "other.before-1"));
+  auto refused = [&](const std::string& options, const std::string& why) {
+    const ProgramResult r = run_program(options);
+    INFO(r.err);
+    REQUIRE(r.status == 1);
+    REQUIRE(r.err.find(why) != std::string::npos);
+  };
+  refused(tiny(dir / "run", "--restart --resume " + (dir / "run/step-000002")), "--restart starts a run over");
+  refused("--train-data test/golden/gpt2_tiny/train.bin --seq-len 33 --restart --out-dir " + (dir / "run") +
+              " --model " + (dir / "run/step-000002"),
+          "--restart would move --model");
+  fs::copy("test/golden/gpt2_tiny/train.bin", dir / "run/mine.bin");
+  refused(tiny(dir / "run", "--restart --train-data " + (dir / "run/*.bin")), "--restart would move --train-data");
+  const ProgramResult requeued =
+      run_program(tiny(dir / "run", "--max-steps 2 --restart --seed 5"), "SLURM_RESTART_COUNT=1");
+  REQUIRE(requeued.status == 0);
+  REQUIRE(requeued.out.find("notice: Slurm has started this job again: --restart is left out") != std::string::npos);
+  REQUIRE(requeued.out.find("already complete") != std::string::npos);
+  std::ofstream(dir / "notes.txt") << "x";
+  fs::create_directory(dir / "mine");
+  fs::rename(dir / "notes.txt", dir / "mine/notes.txt");
+  refused(tiny(dir / "mine", "--restart"), "holds notes.txt, which does not belong to a run");
+  REQUIRE(fs::exists(dir / "run/step-000002/manifest.json"));
+}
