@@ -304,7 +304,8 @@ build/cuda_test_link.list: FORCE
 
 # ---- Fuzzing: the readers of all formats, in a program under sanitizers ----------------------------------------------
 
-FUZZ_FLAGS = -std=c++20 -O1 -g1 -Illmc -Itest -I. $(ARCH_FLAGS) -fopenmp -Wall -Wextra -fno-omit-frame-pointer $(LAVISH) \
+# Without optimisation, because compiling takes longer than running.
+FUZZ_FLAGS = -std=c++20 -O0 -g1 -Illmc -Itest -I. $(ARCH_FLAGS) -fopenmp -Wall -Wextra -fno-omit-frame-pointer $(LAVISH) \
              $(CPPFLAGS) $(CXXFLAGS) $(SANITIZE_asan)
 build/asan/fuzz.o: test/fuzz/test_fuzz.cpp build/fuzz.flags
 	@mkdir -p $(@D) && echo 'test/fuzz (asan)'

@@ -124,6 +124,8 @@ inline void read_config(Options& o, const std::string& path) {
     const size_t equals = line.find('=');
     CHECK(equals != std::string::npos, "{}'{}': expected NAME=VALUE as --print-config writes it", where, shown(line));
     const std::string name = "--" + CLI::detail::trim_copy(line.substr(0, equals));
+    // Nothing is like it either, and to find that out would take long.
+    CHECK(name.size() <= 64, "{}{}: there is no such option; see --help", where, shown(name));
     std::string value = CLI::detail::trim_copy(line.substr(equals + 1));
     if (value.size() >= 2 && value.front() == '"' && value.back() == '"') value = value.substr(1, value.size() - 2);
     bool found = false;

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "catch2.h"
 #include "data/verify_data.h"
 #include "fuzz/mutations.h"
 #include "helpers.h"

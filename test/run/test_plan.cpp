@@ -131,7 +131,7 @@ TEST_CASE("a plan for GPUs needs none, says what it leaves out, and where ranks 
   const std::string one = plan(""), eight = plan("--local-ranks 8 --memory-limit 80"), many = plan("--local-ranks 512");
   INFO(one << eight << many);
   for (const char* part : {"a GPU that is not in this machine", "not counted", "CUDA context and cuBLASLt",
-                           "here is no GPU to compare this with: --memory-limit"})
+                           "there is no GPU here to compare with: --memory-limit"})
     REQUIRE(one.find(part) != std::string::npos);
   REQUIRE(one.find("op scratch             32.0 MiB") != std::string::npos);  // cuBLASLt's work space
   REQUIRE(one.find("NCCL") == std::string::npos);
