@@ -90,4 +90,5 @@ TEST_CASE("multiple choice: exact for any batch and layout, and equal to sums by
   refused(R"({"context": [1], "choices": [[1], [131]], "label": 0})", "token 131");
   refused(R"({"context": [1], "choices": [[1], []], "label": 0})", "empty choice");
   refused("", "line 1: not JSON");
+  refused("[1]", "expected an object");
 }
