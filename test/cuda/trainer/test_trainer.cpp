@@ -13,9 +13,10 @@ namespace {
 constexpr selftest::Machine gpu{.device = {.kind = DeviceKind::cuda}},
     gpu_without_graphs{.device = {.kind = DeviceKind::cuda, .graphs = false}};
 
-// Two micro-batches per rank, with a short sequence.
+// Two layers, two micro-batches per rank, a short sequence.
 StepConfig small_step(const char* family, DType dtype, const ZeroConfig& zero = {}) {
   StepConfig step = selftest::step_config(selftest::awkward_model(family), dtype, 1, zero);
+  step.model.n_layer = 2;
   step.micro_batches = 2;
   return step;
 }
@@ -129,6 +130,7 @@ TEST_CASE("every wait of a stream for another one is needed", "[cuda][trainer]")
   std::vector<cuda_on_cpu::Site> needed;
   std::set<std::string> not_missed;
   StepConfig tiny = small_step("gpt2", DType::fp32);  // the same ops and streams, with little to compute
+  tiny.model.n_layer = 3;  // with two, no gather waits for a buffer to be free
   tiny.model.n_head = tiny.model.n_kv_head = 1;
   tiny.model.n_embd = tiny.model.head_size;
   tiny.model.n_ffn = 9;
