@@ -130,7 +130,7 @@ TEST_CASE("every wait of a stream for another one is needed", "[cuda][trainer]")
   std::vector<cuda_on_cpu::Site> needed;
   std::set<std::string> not_missed;
   StepConfig tiny = small_step("gpt2", DType::fp32);  // the same ops and streams, with little to compute
-  tiny.model.n_layer = 3;  // with two, no gather waits for a buffer to be free
+  tiny.model.n_layer = 3;                             // with two, no gather waits for a buffer to be free
   tiny.model.n_head = tiny.model.n_kv_head = 1;
   tiny.model.n_embd = tiny.model.head_size;
   tiny.model.n_ffn = 9;
