@@ -214,10 +214,9 @@ class Training {
 
   // What is due after step progress_.done: validation, a sample, a checkpoint.
   void finish_step() {
-    if (val_ && due(progress_.done, o_.val_every) && !validated_) report_.timed(Pause::validation, [&] { validate(); });
+    if (val_ && due(progress_.done, o_.val_every) && !validated_) report_.timed(Task::validation, [&] { validate(); });
     if (progress_.done == 0) return;
-    if (progress_.done > first_ && due(progress_.done, o_.sample_every))
-      report_.timed(Pause::sample, [&] { sample(); });
+    if (progress_.done > first_ && due(progress_.done, o_.sample_every)) report_.timed(Task::sample, [&] { sample(); });
     const bool best = o_.keep_best && progress_.best_step == progress_.done, last = progress_.done == job_.max_steps;
     if (!last && !best && !due(progress_.done, o_.checkpoint_every) && progress_.done != retry_.at) return;
     const bool saved = save(last || o_.checkpoint_errors == "fail" ? OnFailure::fail : OnFailure::retry);
@@ -284,7 +283,7 @@ class Training {
     const auto begin = std::chrono::steady_clock::now();
     log_.progress("writing checkpoint", 0, 1);
     try {
-      report_.timed(Pause::checkpoint, [&] {
+      report_.timed(Task::checkpoint, [&] {
         checkpoint_ =
             write_checkpoint(o_.out_dir, progress_.done, job_.step.model, run_.trainer.state(), job_.step.dtype,
                              to_json_object(progress_, job_), run_.stream, job_.tokenizer_files,
@@ -345,7 +344,7 @@ void run_training(const Options& o, StopCondition::Clock::time_point process_beg
   note_stop_signals();
   Job job(o, process_begin);
   Log log;
-  log.aside(formatted("{}: {}", time_stamp(), command_line(o, program_invocation_name)));
+  log.file_line(formatted("{}: {}", time_stamp(), command_line(o, program_invocation_name)));
   RunDirectory directory(log, o);
   const std::optional<ResumePoint> resume = directory.resume_point(log, o);
   if (!o.shuffle && !directory.shuffled_before()) job.options.shuffle = false;
@@ -367,7 +366,7 @@ void run_training(const Options& o, StopCondition::Clock::time_point process_beg
       Training(job, directory, rank == 0 ? log : silent, resume, peaks, world, rank).run();
     });
   } catch (const Error& error) {
-    log.aside(formatted("train_gpt: {}", error.what()));  // main() prints it
+    log.file_line(formatted("train_gpt: {}", error.what()));  // main() prints it
     throw;
   }
 }

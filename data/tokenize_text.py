@@ -233,6 +233,15 @@ class Parser(argparse.ArgumentParser):
         raise DataError(f"{message}; see --help")
 
 
+def add_input_options(parser):
+    """How the inputs divide into documents."""
+    parser.add_argument("--format", choices=("auto", "text", "jsonl"), default="auto",
+                        help="auto (the default): jsonl by the suffix .jsonl or .ndjson, else text")
+    parser.add_argument("--json-field", default="text", metavar="NAME", help="field of the text (default: text)")
+    parser.add_argument("--split-on", type=unescape, metavar="SEPARATOR",
+                        help=r"separates documents within a text file, e.g. '\n\n' (default: a file is a document)")
+
+
 def parse_options(arguments):
     parser = Parser(prog="tokenize_text.py", allow_abbrev=False,
                     description="Tokenizes text or JSONL to shards PREFIX_train_000000.bin, PREFIX_val_000000.bin.")
@@ -241,11 +250,7 @@ def parse_options(arguments):
     parser.add_argument("--tokenizer", default="bytes", help="'bytes' (the default), 'gpt2' or a .tiktoken file (package tiktoken), or a tokenizer.json "
                              "(package tokenizers)")
     parser.add_argument("--eot", metavar="TOKEN", help="end-of-text token of the tokenizer.json, if unusual")
-    parser.add_argument("--format", choices=("auto", "text", "jsonl"), default="auto",
-                        help="auto (the default): jsonl by the suffix .jsonl or .ndjson, else text")
-    parser.add_argument("--json-field", default="text", metavar="NAME", help="field of the text (default: text)")
-    parser.add_argument("--split-on", type=unescape, metavar="SEPARATOR",
-                        help=r"separates documents within a text file, e.g. '\n\n' (default: a file is a document)")
+    add_input_options(parser)
     split = parser.add_mutually_exclusive_group()
     split.add_argument("--val-fraction", type=fraction, default=0.05, metavar="F",
                        help="fraction of the documents to draw for validation, from all inputs, by a hash of their "

@@ -29,7 +29,7 @@ sys.dont_write_bytecode = True   # data/ holds data
 from documents import documents, find_files, read_chunks   # noqa: E402
 from text_tokenizers import utf8   # noqa: E402
 from token_shards import DataError   # noqa: E402
-from tokenize_text import Parser, Progress, count, end_by_signal, is_json, made_folder, unescape   # noqa: E402
+from tokenize_text import Parser, Progress, add_input_options, count, end_by_signal, is_json, made_folder  # noqa: E402
 
 BYTES = 256
 LARGEST = 1 << 24   # the trainer takes no more tokens
@@ -116,11 +116,7 @@ def parse_options(arguments):
     parser.add_argument("--min-frequency", type=count, default=2, metavar="N",
                         help="merge no pair that is rarer than this (default: 2)")
     parser.add_argument("--max-bytes", type=count, metavar="N", help="read only this much text, such as 5e8")
-    parser.add_argument("--format", choices=("auto", "text", "jsonl"), default="auto",
-                        help="auto (the default): jsonl by the suffix .jsonl or .ndjson, else text")
-    parser.add_argument("--json-field", default="text", metavar="NAME", help="field of the text (default: text)")
-    parser.add_argument("--split-on", type=unescape, metavar="SEPARATOR",
-                        help=r"separates documents within a text file, e.g. '\n\n' (default: a file is a document)")
+    add_input_options(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace the tokenizer in the folder")
     return parser.parse_args(arguments)
 

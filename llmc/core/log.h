@@ -112,7 +112,7 @@ class Log {
   }
 
   // A line for log.txt alone: what the console shows anyway, such as the command or the error that ends the run.
-  void aside(const std::string& text) {
+  void file_line(const std::string& text) {
     if (!silent_) keep(text + "\n");
   }
 

@@ -98,7 +98,7 @@ void visit_options(O& o, Visitor&& visit) {
         "token shards to train on: a file or a quoted pattern ('data/*_train_*.bin')");
   visit("--val-data", "-j", o.val_data, Limits{}, warn, "token shards for validation; default: no validation");
   visit("--shuffle", "", o.shuffle, Limits{}, must_match,
-        "shuffle the samples, in every epoch anew; --no-shuffle: file order; default: as before on resume, otherwise "
+        "reshuffle the samples in every epoch; --no-shuffle: file order; default: as before on resume, otherwise "
         "--shuffle");
   visit("--mask-documents", "", o.mask_documents, Limits{}, must_match,
         "documents packed into one sequence do not attend to each other; each begins with the tokenizer's end of "
@@ -156,7 +156,7 @@ void visit_options(O& o, Visitor&& visit) {
         "learning rate after the warm-up, down to --final-lr-frac at the last step; wsd: constant until the last fifth "
         "of the run");
   visit("--final-lr-frac", "-q", o.final_lr_frac, between(0, 1), must_match,
-        "learning rate of the last step, as a fraction of the peak; not of --lr-schedule constant");
+        "learning rate of the last step, as a fraction of the peak; ignored with --lr-schedule constant");
   visit("--weight-decay", "-c", o.weight_decay, between(0, 100), must_match,
         "decoupled weight decay, of matrices only, not of biases and norms");
   visit("--beta1", "", o.beta1, between(0, 0.9999999), must_match, "decay of AdamW's first moment");

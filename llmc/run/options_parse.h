@@ -233,7 +233,7 @@ Command parse_command_line(int argc, const char* const* argv, Ranks&& default_ra
   }
   if (help || markdown) {
     command.print = true;
-    command.text = help ? help_text() : options_markdown() + "\n" + foreign_markdown();
+    command.text = help ? help_text() : options_markdown() + "\n\n" + foreign_markdown();
     return command;
   }
   for (const std::string& word : app.remaining()) {

@@ -94,7 +94,7 @@ inline std::string not_counted_text(const StepConfig& step) {
 
 // Ranks are threads of one process: a notice where there are more than one machine takes, or than this one has room
 // for.
-inline std::string crowd_notice(const Device& device, int ranks) {
+inline std::string too_many_ranks_notice(const Device& device, int ranks) {
   constexpr int largest_server = 16;  // in GPUs
   const bool elsewhere = is_gpu_elsewhere(device);
   const bool gpus = device.computes_as() == DeviceKind::cuda;
@@ -141,7 +141,8 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
   }
   ops.emplace_back("total", formatted("{:8}       {:14.3f} GFLOP {:12.3f} GB", "", flops * 1e-9, bytes * 1e-9));
   log.table(o.ranks == 1 ? "work per step" : "work per rank and step", ops);
-  if (const std::string notice = detail::crowd_notice(device, step.zero.ranks()); !notice.empty()) log.line(notice);
+  if (const std::string notice = detail::too_many_ranks_notice(device, step.zero.ranks()); !notice.empty())
+    log.line(notice);
   const std::string verdict = detail::memory_verdict(o, step, plan, device);
   if (o.memory_limit && !fits(plan, memory_limit(o, device))) throw Error(verdict);
   log.line("=> " + verdict);

@@ -23,7 +23,7 @@ inline double seconds_since(std::chrono::steady_clock::time_point begin) {
 }
 
 // What a run does between updates.
-enum class Pause : uint8_t { validation, sample, checkpoint };
+enum class Task : uint8_t { validation, sample, checkpoint };
 
 class StepReport {
  public:
@@ -63,12 +63,12 @@ class StepReport {
                step % o_.log_every == 0 || step == first_ + 1 || step == job_.max_steps);
   }
 
-  // Runs what a pause is for, and remembers how long it took.
+  // Runs a task, and remembers how long it took.
   template <class F>
-  void timed(Pause pause, F&& work) {
+  void timed(Task task, F&& work) {
     const auto begin = std::chrono::steady_clock::now();
     work();
-    pause_seconds_[static_cast<size_t>(pause)] = seconds_since(begin);
+    task_seconds_[static_cast<size_t>(task)] = seconds_since(begin);
   }
 
   // What else there is to say about an update that has finished and has not diverged.
@@ -113,10 +113,10 @@ class StepReport {
     double seconds = mean * static_cast<double>(job_.max_steps - step);
     const std::array<int64_t, 3> every = {job_.val ? o_.val_every : 0, o_.sample_every,
                                           o_.checkpoint_every > 0 ? o_.checkpoint_every : job_.max_steps};
-    for (size_t pause = 0; pause < every.size(); ++pause)
-      if (every[pause] > 0)
-        seconds += pause_seconds_[pause] *
-                   static_cast<double>(ceil_div(job_.max_steps, every[pause]) - (step - 1) / every[pause]);
+    for (size_t task = 0; task < every.size(); ++task)
+      if (every[task] > 0)
+        seconds +=
+            task_seconds_[task] * static_cast<double>(ceil_div(job_.max_steps, every[task]) - (step - 1) / every[task]);
     return seconds;
   }
 
@@ -136,8 +136,8 @@ class StepReport {
   std::chrono::steady_clock::time_point clock_;  // when the last update finished, or the current one began
   double step_seconds_ = 0;                      // of all updates, without validation, sampling and checkpoints
   static constexpr size_t recent_updates = 16;
-  std::deque<double> recent_;                 // seconds of the last updates
-  std::array<double, 3> pause_seconds_ = {};  // of the last one of each kind; 0: none yet
+  std::deque<double> recent_;                // seconds of the last updates
+  std::array<double, 3> task_seconds_ = {};  // of the last one of each kind; 0: none yet
   double last_loss_ = 0;
 };
 

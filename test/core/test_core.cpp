@@ -229,7 +229,7 @@ TEST_CASE("the table of steps has at most 80 columns and repeats its titles; log
   {
     Log log;
     log.line("before the directory is known");
-    log.aside("the command");
+    log.file_line("the command");
     log.open(dir.path(), 0);
     for (int64_t step = 1; step <= 60; ++step)
       log.train({.step = 99939 + step,
