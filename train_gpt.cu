@@ -56,7 +56,7 @@ class Training {
       kept = directory.claim(o_, resume);
       log.open(o_.out_dir, kept.elapsed_s);
       report_header(log, o_, job.device, job.backend, job.step, job.max_steps, job.train, job.val ? &*job.val : nullptr,
-                    job.plan, peaks, job_.document_begin);
+                    job.plan, peaks, job_.document_begin, *job.tokenizer);
     }
     take_validations(kept);
     if (resume) log.line(formatted("resuming after step {} from {}", progress_.done, resume->path));
@@ -79,9 +79,10 @@ class Training {
       finish_update();
       if (progress_.done > 0) save(OnFailure::fail);
       throw Error(
-          formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume", stop.reason,
+          formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume{}", stop.reason,
                     progress_.done, job_.max_steps, progress_.done > 0 ? ", saved to " + checkpoint_ : std::string(),
-                    o_.restart ? ", without --restart," : ""),
+                    o_.restart ? ", without --restart," : "",
+                    progress_.done == first_ ? " (this start completed no update: another such would not either)" : ""),
           ExitStatus::requeue);
     }
     report_.summary(progress_, checkpoint_, ops_);
@@ -255,10 +256,8 @@ class Training {
               .loss = loss,
               .choices = score ? std::optional(score->accuracy) : std::nullopt,
               .choices_normalized = score ? score->normalized_accuracy : std::nullopt});
-    if (loss < progress_.best_val) {
-      best_before_ = {progress_.best_step, progress_.best_val};
-      progress_.best_val = loss, progress_.best_step = progress_.done;
-    }
+    if (loss < progress_.best_val)
+      best_before_ = {std::exchange(progress_.best_step, progress_.done), std::exchange(progress_.best_val, loss)};
     validated_ = true;
   }
 
@@ -286,8 +285,10 @@ class Training {
       report_.timed(Task::checkpoint, [&] {
         checkpoint_ =
             write_checkpoint(o_.out_dir, progress_.done, job_.step.model, run_.trainer.state(), job_.step.dtype,
-                             to_json_object(progress_, job_), run_.stream, job_.tokenizer_files,
-                             [&] { log_.sync_metrics(); });  // a resumed run appends to them
+                             to_json_object(progress_, job_), run_.stream, job_.tokenizer_files, [&] {
+                               log_.sync_metrics();  // a resumed run appends to them
+                               directory_.ensure_run_file(o_);
+                             });
       });
     } catch (const CheckpointError& error) {
       const std::string last = checkpoint_.empty() ? "there is none" : "the last one is " + checkpoint_;
@@ -295,8 +296,8 @@ class Training {
         throw Error(formatted("no checkpoint after step {}: {}; {}", progress_.done, error.what(), last));
       retry_.at = progress_.done + retry_.pause;
       retry_.pause *= 2;
-      log_.line(formatted("WARNING: no checkpoint after step {}: {}; {}; trying again after step {}", progress_.done,
-                          error.what(), last, retry_.at));
+      log_.line(formatted("WARNING: no checkpoint after step {}: {}; {}; trying again by step {}", progress_.done,
+                          error.what(), last, std::min(retry_.at, job_.max_steps)));
       return false;
     }
     retry_ = {};
@@ -352,7 +353,8 @@ void run_training(const Options& o, StopCondition::Clock::time_point process_beg
   const bool validation_left =
       resume && resume->step == job.max_steps && job.val && o.val_every > 0 && !directory.validated(resume->step);
   if (resume && resume->step >= job.max_steps && !validation_left) {
-    log.line(formatted("already complete: {} is at step {} of {}", o.out_dir, resume->step, job.max_steps));
+    log.line(formatted("already complete: {} is at step {}{} {}", o.out_dir, resume->step,
+                       resume->step == job.max_steps ? " of" : ", beyond --max-steps", job.max_steps));
     return report_next_steps(log, o, resume->path, program_invocation_name);
   }
   if (resume) job.resume(*resume, log), report_changes(log, *resume, job);

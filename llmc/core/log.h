@@ -133,8 +133,9 @@ class Log {
       if (rows_++ % rows_per_screen == 0)
         line(formatted(row, "step", "loss", "norm", "lr", "ms", "tok/s", "MFU", t.speed_of_light ? "SOL" : "", "ETA"));
       line(formatted(row, both ? formatted("{}/{}", t.step, t.max_steps) : formatted("{}", t.step),
-                     formatted("{:.4f}", t.loss), formatted(t.grad_norm < 1000 ? "{:.4f}" : "{:.2e}", t.grad_norm),
-                     formatted("{:.2e}", t.lr), formatted("{:.1f}", t.ms), human_rate(t.tokens_per_s), share(t.mfu),
+                     formatted(t.loss < 1000 ? "{:.4f}" : "{:.2e}", t.loss),
+                     formatted(t.grad_norm < 1000 ? "{:.4f}" : "{:.2e}", t.grad_norm), formatted("{:.2e}", t.lr),
+                     formatted("{:.1f}", t.ms), human_rate(t.tokens_per_s), share(t.mfu),
                      t.speed_of_light ? share(t.speed_of_light) : "", human_duration(t.eta_s)));
     }
     nlohmann::ordered_json object = {{"kind", "train"},

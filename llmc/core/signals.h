@@ -48,7 +48,12 @@ inline void note_stop_signals() {
     }  // else a duplicate: a terminal and mpirun both deliver one Ctrl-C
   };
   action.sa_flags = SA_RESTART;
-  for (const StopSignal& signal : stop_signals) sigaction(signal.number, &action, nullptr);
+  for (const StopSignal& signal : stop_signals) {
+    struct sigaction before {};
+    const bool by_nohup =
+        signal.number == SIGHUP && sigaction(SIGHUP, nullptr, &before) == 0 && before.sa_handler == SIG_IGN;
+    if (!by_nohup) sigaction(signal.number, &action, nullptr);
+  }
   // A run must still be saved when the reader of its output has ended (Ctrl-C also ends `| tee`).
   std::signal(SIGPIPE, SIG_IGN);
 }

@@ -94,7 +94,7 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
     if (!dp.first()) return;
     detail::require_space(out_dir, checkpoint_bytes(config, dtype, state.zero_config().master_weights));
     std::filesystem::remove_all(temporary, error);
-    if (!error) std::filesystem::create_directory(temporary, error);
+    if (!error) std::filesystem::create_directories(temporary, error);  // OUT, too, if it was removed meanwhile
     CHECK(!error, "cannot create {}: {}", temporary, error.message());
   });
   agree();

@@ -37,7 +37,9 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
   using namespace detail;
   static const std::vector<ForeignTrainer> trainers = {
       {"llm.c",
-       {{"-e", "--model", "d12 and the like as there; not a .bin, but the Hugging Face directory of those weights"},
+       {{"-e", "--model",
+         "d6 and d12 as there; d24 and larger have 64 N channels here: add --n-embd and --n-head; not a .bin, but the "
+         "Hugging Face directory of those weights"},
         {"-y", "--resume", "a run resumes by itself; --restart begins it anew"},
         {"-lg", "--log-gpu-every", ""},
         {"-nk", "--keep-checkpoints", ""},
@@ -78,7 +80,8 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
       {"nanoGPT",
        {{"dataset", "--train-data", shards},
         {"block_size", "--seq-len", ""},
-        {"gradient_accumulation_steps", "--total-batch-size", tokens_per_step},
+        {"gradient_accumulation_steps", "--total-batch-size",
+         "in tokens: batch_size x block_size x gradient_accumulation_steps, which counts all ranks there"},
         {"learning_rate", "--lr", ""},
         {"min_lr", "--final-lr-frac", as_fraction},
         {"warmup_iters", "--warmup-steps", ""},

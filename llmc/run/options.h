@@ -141,7 +141,7 @@ void visit_options(O& o, Visitor&& visit) {
       "start over where --out-dir holds a run: its directory is renamed to OUT.before-N, nothing is deleted; leave it "
       "out to resume the new run");
   visit("--log-every", "", o.log_every, at_least(1), free,
-        "updates between lines on the console; metrics.jsonl has one line per update");
+        "updates between lines on the console, which show one update each; metrics.jsonl has a line for every update");
   visit("--time-limit", "", o.time_limit, above_zero(), free,
         "minutes after which the run saves and exits with status 75, as on SIGINT, SIGTERM, SIGHUP, SIGUSR1 "
         "and SIGUSR2");

@@ -8,6 +8,7 @@
 
 #include <filesystem>
 #include <string>
+#include <tuple>
 
 #include "core/log.h"
 #include "data/dataloader.h"
@@ -16,6 +17,7 @@
 #include "run/options_print.h"
 #include "run/peak.h"
 #include "run/remedy.h"
+#include "text/tokenizer.h"
 
 #ifndef TRAIN_GPT_GIT_HASH
 #define TRAIN_GPT_GIT_HASH "unknown"
@@ -92,6 +94,15 @@ inline std::string not_counted_text(const StepConfig& step) {
                    built_for_gpus ? "" : "; some MiB of op scratch, which only a build for GPUs counts");
 }
 
+// A notice for those who know d24 and larger from llm.c.
+inline std::string depth_notice(const Options& o) {
+  for (const auto& [name, channels, heads] : {std::tuple("d24", 1024, 16), {"d36", 1280, 20}, {"d48", 1600, 25}})
+    if (o.model == name && !o.n_embd && !o.n_head)
+      return formatted("notice: {} has 64 channels per layer here; llm.c's {} is {} --n-embd {} --n-head {}", name,
+                       name, name, channels, heads);
+  return "";
+}
+
 // Ranks are threads of one process: a notice where there are more than one machine takes, or than this one has room
 // for.
 inline std::string too_many_ranks_notice(const Device& device, int ranks) {
@@ -123,6 +134,7 @@ inline void require_memory(const Options& o, const StepConfig& step, const Plan&
 // --plan: prints what a run needs without running it; refused if that exceeds --memory-limit.
 inline void report_plan(Log& log, const Options& o, const Device& device, const StepConfig& step, const Plan& plan) {
   log.table("plan for " + describe(device), detail::run_rows(o, step));
+  if (const std::string notice = detail::depth_notice(o); !notice.empty()) log.line(notice);
   Rows memory = detail::memory_rows(plan);
   if (device.computes_as() == DeviceKind::cuda) memory.emplace_back("not counted", detail::not_counted_text(step));
   log.table(o.ranks == 1 ? "memory" : "memory per rank", memory);
@@ -149,6 +161,30 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
 }
 
 namespace detail {
+
+// Notices about a tokenizer that is probably not the data's, or not the one that transformers would use.
+inline std::vector<std::string> tokenizer_notices(const Options& o, const ModelConfig& model,
+                                                  const Tokenizer& tokenizer, const TokenShards* train) {
+  if (o.tokenizer == "auto" && dynamic_cast<const ByteTokenizer*>(&tokenizer) &&
+      model.vocab_size != ByteTokenizer::vocab_size)
+    return {
+        formatted("notice: no tokenizer is known for this vocabulary of {}: prompts and samples are taken as bytes; "
+                  "name one with --tokenizer",
+                  model.vocab_size)};
+  std::vector<std::string> notices;
+  std::vector<int32_t> sample;
+  if (train != nullptr) train->read_sample(0, std::numeric_limits<int64_t>::max(), sample);
+  if (!sample.empty() && sample[0] != tokenizer.end_of_text())
+    notices.push_back(
+        formatted("notice: the training data begin with token {}, not with the tokenizer's end of text, {}: "
+                  "were they made with another tokenizer?",
+                  sample[0], tokenizer.end_of_text()));
+  if (model.family.model_type == std::string("qwen2") && (o.tokenizer != "auto" || model_preset(o.model)))
+    notices.push_back(
+        "notice: transformers' AutoTokenizer takes the tokenizer of qwen2 checkpoints for Qwen's own, which splits "
+        "differently: load it with PreTrainedTokenizerFast");
+  return notices;
+}
 
 // Notices about data that can be trained on but are probably a mistake.
 inline void report_unlikely_data(Log& log, const Options& o, const StepConfig& step, const TokenShards& train,
@@ -182,7 +218,7 @@ inline void report_unlikely_data(Log& log, const Options& o, const StepConfig& s
 
 inline void report_header(Log& log, const Options& o, const Device& device, Backend backend, const StepConfig& step,
                           int64_t max_steps, const TokenShards& train, const TokenShards* val, const Plan& plan,
-                          const Peaks& peaks, std::optional<int32_t> document_begin) {
+                          const Peaks& peaks, std::optional<int32_t> document_begin, const Tokenizer& tokenizer) {
   Rows rows = {
       {"machine", formatted("{}: {}", host_name(), describe(device))},
       {"matmul",
@@ -223,6 +259,8 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
   }
   log.table(o.ranks == 1 ? "memory" : "memory per rank", detail::memory_rows(plan));
   detail::report_unlikely_data(log, o, step, train, val);
+  for (const std::string& notice : detail::tokenizer_notices(o, step.model, tokenizer, &train)) log.line(notice);
+  if (const std::string notice = detail::depth_notice(o); !notice.empty()) log.line(notice);
   if (device.kind == DeviceKind::cpu && o.ranks > device.threads)
     log.line(formatted("notice: {} ranks share {} processors: fine for tests and for learning, slower than one rank",
                        o.ranks, device.threads));

@@ -47,7 +47,7 @@ inline void check_resumed_options(Log& log, const std::string& file, const nlohm
         then.value(o.name, nlohmann::json(o.usual));  // absent in an older version: the default
     std::string before = found.is_string() ? found.get<std::string>() : found.dump();
     if (o.name == "--shuffle") before = now.shuffle ? formatted("{}", shuffled(then)) : o.text;
-    if (before == o.text || o.rule == ResumeRule::free) continue;
+    if (before == o.text || o.rule == ResumeRule::free || (o.name == "--grad-reduce" && o.text == "auto")) continue;
     const std::string change = formatted("{} was '{}' and is now '{}'", o.name, shown(before), o.text);
     if (o.rule == ResumeRule::warn) log.line("notice: " + change);
     else broken += "\n  " + change;
@@ -77,8 +77,8 @@ inline std::optional<ResumePoint> newest_checkpoint(const std::string& out_dir,
     faults += "\n  " + *fault;
   }
   CHECK(faults.empty(),
-        "--out-dir {}: all of its checkpoints are damaged; nothing was overwritten:{}\nto start a new run, remove the "
-        "directory or choose another one",
+        "--out-dir {}: all of its checkpoints are damaged; nothing was overwritten:{}\nto start a new run, move "
+        "them aside with --restart, or choose another directory",
         out_dir, faults);
   return std::nullopt;
 }
@@ -163,8 +163,13 @@ class RunDirectory {
   MetricsKept claim(const Options& o, const std::optional<ResumePoint>& resume) const {
     const bool ours = resume && path_exists(run_file()) && has_steps();
     const MetricsKept kept = truncate_metrics(ours ? std::optional(resume->step) : std::nullopt);
-    if (!ours) replace(run_file(), nlohmann::ordered_json{{"format", 1}, {"options", options_json(o)}}.dump(1) + "\n");
+    write_run_file(o);
     return kept;
+  }
+
+  // The directory may have been removed while the run went on: then its checkpoint needs a new run.json.
+  void ensure_run_file(const Options& o) const {
+    if (!path_exists(run_file())) write_run_file(o);
   }
 
   // Deletes checkpoints except the newest `keep` (0: keeps all), multiples of `keep_every`, and the one that OUT/best
@@ -200,6 +205,10 @@ class RunDirectory {
  private:
   std::string run_file() const { return path_ + "/run.json"; }
   std::string metrics_file() const { return path_ + "/metrics.jsonl"; }
+
+  void write_run_file(const Options& o) const {
+    replace(run_file(), nlohmann::ordered_json{{"format", 1}, {"options", options_json(o)}}.dump(1) + "\n");
+  }
 
   // Gives a file of the directory new contents: either the former ones or the new ones survive a crash.
   void replace(const std::string& file, const std::string& text) const {

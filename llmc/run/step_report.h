@@ -1,13 +1,14 @@
 // step_report.h: what a run says about its updates: a line for each, with speed and time left, the readings of the GPU,
 // and the summary at the end.
 #pragma once
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cmath>
 #include <deque>
-#include <numeric>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "core/log.h"
 #include "device/nvml.h"
@@ -109,8 +110,10 @@ class StepReport {
   // From the time of recent updates, and of the last validation, sample and checkpoint. One that has not been yet is
   // left out.
   double seconds_left(int64_t step) const {
-    const double mean = std::accumulate(recent_.begin(), recent_.end(), 0.0) / static_cast<double>(recent_.size());
-    double seconds = mean * static_cast<double>(job_.max_steps - step);
+    std::vector<double> sorted(recent_.begin(), recent_.end());
+    std::nth_element(sorted.begin(), sorted.begin() + sorted.size() / 2,
+                     sorted.end());  // the median: a pause is no trend
+    double seconds = sorted[sorted.size() / 2] * static_cast<double>(job_.max_steps - step);
     const std::array<int64_t, 3> every = {job_.val ? o_.val_every : 0, o_.sample_every,
                                           o_.checkpoint_every > 0 ? o_.checkpoint_every : job_.max_steps};
     for (size_t task = 0; task < every.size(); ++task)

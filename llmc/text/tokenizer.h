@@ -164,7 +164,8 @@ class HuggingFaceTokenizer final : public Tokenizer {
   }
   std::map<std::string, std::string> files() const override {
     std::map<std::string, std::string> files{{"tokenizer.json", read_text(path_)}};
-    for (const char* name : {"tokenizer_config.json", "special_tokens_map.json", "generation_config.json"})
+    for (const char* name :
+         {"tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja"})
       if (path_exists(beside(name))) files[name] = read_text(beside(name));
     return files;
   }

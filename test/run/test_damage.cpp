@@ -193,7 +193,7 @@ TEST_CASE("a full disk does not end a run: checkpoints and metrics are tried aga
   const int64_t failed = std::stoll(full.out.substr(first + 34));
   REQUIRE(failed % 2 == 0);
   REQUIRE(full.out.find(formatted("WARNING: no checkpoint after step {}: ", failed + 1), first) != std::string::npos);
-  REQUIRE(full.out.find(formatted("trying again after step {}", failed + 1), first) != std::string::npos);
+  REQUIRE(full.out.find(formatted("trying again by step {}", failed + 1), first) != std::string::npos);
   const auto newest = newest_checkpoint(disk.path + "/run", [](const std::string& w) { FAIL(w); });
   REQUIRE(newest);
   REQUIRE(newest->step == failed - 2);
@@ -216,7 +216,7 @@ TEST_CASE("if one rank cannot write its part of a checkpoint, all give up togeth
   INFO(r.out << r.err);
   REQUIRE(r.status == 0);
   REQUIRE(r.out.find("WARNING: no checkpoint after step 2: rank 1: cannot write to ") != std::string::npos);
-  REQUIRE(r.out.find("No space left on device; there is none; trying again after step 3") != std::string::npos);
+  REQUIRE(r.out.find("No space left on device; there is none; trying again by step 3") != std::string::npos);
   REQUIRE(checkpoint_steps(dir / "run") == std::vector<int64_t>{3, 4, 6});
   for (const int64_t step : {3, 4, 6}) REQUIRE_FALSE(checkpoint_fault(checkpoint_path(dir / "run", step)));
 

@@ -103,6 +103,30 @@ TEST_CASE("every signal that asks for a stop saves the run") {
   }
 }
 
+TEST_CASE("nohup's SIGHUP is left alone") {
+  const TempDir dir;
+  const ProgramResult r = run_program(
+      tiny(dir / "run", formatted("--max-steps 100000000 >/dev/null 2>{} & while [ ! -s {} ]; do sleep 0.05; done; "
+                                  "kill -HUP $!; sleep 0.3; kill -TERM $!; wait $!",
+                                  dir / "said", dir / "run/metrics.jsonl")),
+      "nohup");
+  REQUIRE(r.status == 75);
+  REQUIRE(read_whole(dir / "said").find("stopped by SIGTERM") != std::string::npos);
+}
+
+TEST_CASE("a run whose directory is removed meanwhile saves nevertheless, and can be resumed") {
+  const TempDir dir;
+  const ProgramResult r = run_program(
+      tiny(dir / "run", formatted("--max-steps 100000000 >/dev/null 2>&1 & while [ ! -s {} ]; do sleep 0.05; done; "
+                                  "rm -rf {}; kill -TERM $!; wait $!",
+                                  dir / "run/metrics.jsonl", dir / "run")));
+  REQUIRE(r.status == 75);
+  const ProgramResult again = run_program(tiny(dir / "run", "--max-steps 1"));
+  INFO(again.err);
+  REQUIRE(again.status == 0);
+  REQUIRE(again.out.find("already complete") != std::string::npos);
+}
+
 TEST_CASE("the time limit counts from the start of the process and leaves time for a save") {
   using Clock = StopCondition::Clock;
   const auto ago = [](int seconds) { return Clock::now() - std::chrono::seconds(seconds); };
