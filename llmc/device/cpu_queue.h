@@ -106,41 +106,51 @@ class CpuQueue {
       return;
     }
     queue_.push_back(std::move(task));
-    const bool idle = queue_.size() == 1;
+    const bool asleep = asleep_;
     lock.unlock();
-    if (idle) changed_.notify_one();
+    if (asleep) changed_.notify_one();
   }
 
+  // Takes all that is queued at once: one lock for many small ops.
   void work(int threads) {
     omp_set_num_threads(threads);  // a setting of this thread, so that each rank has its own
+    std::deque<Task> taken;
     std::unique_lock lock(mutex_);
     for (;;) {
+      if (queue_.empty() && !stopping_) {  // lets the host enqueue more before going to sleep
+        lock.unlock();
+        std::this_thread::yield();
+        lock.lock();
+      }
+      asleep_ = true;
       changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
+      asleep_ = false;
       if (queue_.empty()) return;
-      Task task = std::move(queue_.front());
-      queue_.pop_front();
-      const bool was_full = queue_.size() + 1 == max_queued;
+      taken.swap(queue_);
       busy_ = true;
       lock.unlock();
-      if (was_full) room_.notify_all();
+      if (taken.size() == max_queued) room_.notify_all();
       std::exception_ptr failed;
-      try {
-        task.run();
-      } catch (...) {
-        failed = std::current_exception();
-      }
-      task.run = nullptr;
+      for (; !failed && !taken.empty(); taken.pop_front()) try {
+          taken.front().run();
+        } catch (...) {
+          failed = std::current_exception();
+        }
       lock.lock();
       busy_ = false;
-      if (failed && !error_) {
-        error_ = failed;
-        for (const Task& left : queue_)
-          if (left.needed == Needed::yes) left.run();
-        queue_.clear();
-        room_.notify_all();
-      }
+      if (failed) fail(failed, taken);
       if (queue_.empty()) idle_.notify_all();
     }
+  }
+  // Under the mutex: nothing more runs, but events are signalled.
+  void fail(std::exception_ptr failed, std::deque<Task>& taken) {
+    error_ = failed;
+    for (std::deque<Task>* left : {&taken, &queue_}) {
+      for (const Task& task : *left)
+        if (task.needed == Needed::yes) task.run();
+      left->clear();
+    }
+    room_.notify_all();
   }
 
   static constexpr size_t max_queued = 256;
@@ -148,7 +158,7 @@ class CpuQueue {
   std::mutex mutex_;
   std::condition_variable changed_, idle_, room_;
   std::deque<Task> queue_;
-  bool busy_ = false, stopping_ = false;
+  bool busy_ = false, asleep_ = false, stopping_ = false;
   std::exception_ptr error_;  // written by the worker, under the mutex
   std::thread worker_;        // last: it uses the others
 };

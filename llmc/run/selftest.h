@@ -103,13 +103,13 @@ inline void collect(std::map<std::string, std::vector<float>>& whole, std::strin
 inline HostBatch read_batch(const StepConfig& step, int rank, int64_t micro_batch) {
   HostBatch batch;
   const Philox rng(7, "self-test");
-  const int64_t rows = step.batch.B * seq_len, first = (micro_batch * step.zero.ranks() + rank) * rows;
+  const int64_t T = step.batch.T, rows = step.batch.B * T, first = (micro_batch * step.zero.ranks() + rank) * rows;
   const uint64_t V = static_cast<uint64_t>(step.model.vocab_size);
   for (int64_t i = 0; i < rows; ++i) {
     const uint64_t token = static_cast<uint64_t>(first + i);
     batch.tokens.push_back(static_cast<int32_t>(rng.bits(2 * token) % V));
     batch.targets.push_back(static_cast<int32_t>(rng.bits(2 * token + 1) % V));
-    batch.positions.push_back(static_cast<int32_t>(i % seq_len));
+    batch.positions.push_back(static_cast<int32_t>(i % T));
   }
   return batch;
 }

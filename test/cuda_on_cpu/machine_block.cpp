@@ -15,6 +15,10 @@ std::string at(const Location& where) {
   return std::string(where.file_name()) + ":" + std::to_string(where.line()) + " in " + where.function_name();
 }
 
+static bool same_place(const Location& a, const Location& b) {
+  return a.line() == b.line() && (a.file_name() == b.file_name() || std::strcmp(a.file_name(), b.file_name()) == 0);
+}
+
 // ---- Meetings -------------------------------------------------------------------------------------------------------
 
 void Machine::meet_block(const char* what, const Location& where) {
@@ -28,9 +32,7 @@ void Machine::meet_block(const char* what, const Location& where) {
     thread.what = what;
     thread.state = State::at_block;
     for (unsigned number = 0; number < size_; ++number)
-      if (threads_[number]->where.line() != where.line() ||
-          std::strcmp(threads_[number]->where.file_name(), where.file_name()) != 0)
-        report_stuck();
+      if (!same_place(threads_[number]->where, where)) report_stuck();
     for (unsigned number = 0; number < size_; ++number) set_ready(*threads_[number]);
     wait(State::ready, what, 0, nullptr, where);
   } else {
@@ -54,8 +56,7 @@ void Machine::meet_warp(const char* what, uint32_t mask, void* record, Exchange 
   unsigned& waiting = warp_waiting_[first / 32];
   const unsigned wanted = static_cast<unsigned>(std::popcount(mask));
   const auto is_here = [&](const Thread& other) {
-    return other.state == State::at_warp && other.mask == mask && other.what == what &&
-           other.where.line() == where.line() && std::strcmp(other.where.file_name(), where.file_name()) == 0;
+    return other.state == State::at_warp && other.mask == mask && other.what == what && same_place(other.where, where);
   };
   bool all = ++waiting >= wanted;
   for (unsigned l = 0; all && l < 32; ++l)

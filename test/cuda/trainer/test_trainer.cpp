@@ -135,6 +135,7 @@ TEST_CASE("every wait of a stream for another one is needed", "[cuda][trainer]")
   tiny.model.n_embd = tiny.model.head_size;
   tiny.model.n_ffn = 9;
   tiny.model.vocab_size = 31;
+  tiny.batch.T = 4;
   for (const int stage : {3, 1, 0}) {
     StepConfig step = tiny;
     step.micro_batches = 3;  // input buffers alternate
