@@ -25,11 +25,12 @@ find "${code[@]}" -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -na
     floor("text", "core")
     floor("device", "core")
     floor("ops", "device core")
-    floor("dist", "ops device core")
+    floor("net", "core")
+    floor("dist", "net ops device core")
     floor("model", "dist ops device core")
     floor("data", "core")
     floor("train", "model dist ops device core")
-    floor("run", "train data model dist ops device text core")
+    floor("run", "train data model dist net ops device text core")
     device_macro = "(__CUDA|__NVCC__|CUDA_VERSION|CUDART_VERSION|NCCL_|OMPI_|MPICH_|MPI_VERSION|DNNL_|" \
                    "TRAIN_GPT_(CUDA|CUBLASLT|CUDNN|NCCL|MPI|ONEDNN))"
     device_header = "^(cuda[^/]*|cublas[^/]*|curand[^/]*|cudnn[^/]*|nccl[^/]*|nvml|mma|mpi|(oneapi/)?dnnl.*|" \

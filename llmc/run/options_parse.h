@@ -92,9 +92,7 @@ inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
   visit_options(
       o, OptionVisitor{no_group,
                        [&](const char* name, const char* letter, auto& field, const Limits&, ResumeRule, const char*) {
-                         using T = std::remove_reference_t<decltype(field)>;
-                         const bool is_flag = std::is_same_v<T, bool> || std::is_same_v<T, std::optional<bool>>;
-                         if (is_flag && (before == name || before == letter)) flag = name;
+                         if (is_flag(field) && (before == name || before == letter)) flag = name;
                        }});
   CHECK(flag.empty(), "{} takes no value: leave out '{}', or write {}=false to switch it off; see --help", flag, word,
         flag);
