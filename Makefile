@@ -223,7 +223,12 @@ build/smoke_cpu.flags build/smoke_cuda.flags: build/smoke_%.flags: FORCE
 
 # ---- The tests: a folder with test_*.cpp is one program, compiled in one go --------------------------------------------
 
+# A program for each folder; but one for those that use the whole trainer, which takes longest to compile.
+WITH_TRAINER := dist train run
 TEST_FOLDERS := $(filter-out cuda fuzz,$(patsubst test/%/,%,$(sort $(dir $(wildcard test/*/test_*.cpp)))))
+TEST_NAMES := $(filter-out $(WITH_TRAINER),$(TEST_FOLDERS)) trainer
+$(foreach name,$(TEST_NAMES),$(eval FOLDERS_$(name) := $(name)))
+FOLDERS_trainer := $(WITH_TRAINER)
 TEST_FLAGS = $(call FLAGS_cpu,-O1) -Itest -I. $(LAVISH)
 
 build/nvml_stand_in.so: test/nvml_stand_in.h
@@ -235,13 +240,13 @@ define joined
 @mkdir -p $(@D) && scripts/join_tests.sh $1 >$@.$(NEW)
 $(move_if_changed)
 endef
-$(TEST_FOLDERS:%=build/test/%.cpp): build/test/%.cpp: FORCE
-	$(call joined,$(wildcard test/$*/test_*.cpp))
+$(TEST_NAMES:%=build/test/%.cpp): build/test/%.cpp: FORCE
+	$(call joined,$(wildcard $(FOLDERS_$*:%=test/%/test_*.cpp)))
 # g++ looks for pch.h.gch before it looks for pch.h; with build/pch before test/ it finds the precompiled one.
-$(TEST_FOLDERS:%=build/test/%.o): build/test/%.o: build/test/%.cpp build/pch/pch.h.gch
-	@echo 'test/$*'
+$(TEST_NAMES:%=build/test/%.o): build/test/%.o: build/test/%.cpp build/pch/pch.h.gch
+	@echo '$(FOLDERS_$*:%=test/%)'
 	@$(CXX) -Ibuild/pch -include pch.h -Winvalid-pch $(TEST_FLAGS) -MMD -MP -MT $@ -c $< -o $@
-$(TEST_FOLDERS:%=build/test/%): build/test/%: build/test/%.o build/test/main.o build/test_link.list
+$(TEST_NAMES:%=build/test/%): build/test/%: build/test/%.o build/test/main.o build/test_link.list
 	@$(CXX) $(HOST_FLAGS) $(CXXFLAGS) $(filter %.o,$^) -o $@ $(LDFLAGS) $(CATCH2_LIBS) $(LIBS)
 build/test/main.o: test/main.cpp test/catch2.h build/test.flags
 	@mkdir -p $(@D) && echo test/main.cpp
@@ -304,9 +309,9 @@ build/cuda_test_link.list: FORCE
 
 # ---- Fuzzing: the readers of all formats, in a program under sanitizers ----------------------------------------------
 
-# Without optimisation, because compiling takes longer than running.
+# Without optimisation and checks of pointers but AddressSanitizer's own, because compiling takes longer than running.
 FUZZ_FLAGS = -std=c++20 -O0 -g1 -Illmc -Itest -I. $(ARCH_FLAGS) -fopenmp -Wall -Wextra -fno-omit-frame-pointer $(LAVISH) \
-             $(CPPFLAGS) $(CXXFLAGS) $(SANITIZE_asan)
+             $(CPPFLAGS) $(CXXFLAGS) $(SANITIZE_asan) -fno-sanitize=alignment,vptr,pointer-overflow
 build/asan/fuzz.o: test/fuzz/test_fuzz.cpp build/fuzz.flags
 	@mkdir -p $(@D) && echo 'test/fuzz (asan)'
 	@$(CXX) $(FUZZ_FLAGS) -MMD -MP -c $< -o $@
@@ -320,7 +325,7 @@ build/fuzz.flags: FORCE
 # Each program is one job, which compiles it and runs it, so that the first results come while the rest is compiled. The
 # one that takes longest begins first, then come the cheap ones, then the next longest.
 CHEAP := core text device data ops
-TEST_PROGRAMS := asan/trainer $(CHEAP:%=test/%) asan/kernels $(patsubst %,test/%,$(filter-out $(CHEAP),$(TEST_FOLDERS))) \
+TEST_PROGRAMS := asan/trainer $(CHEAP:%=test/%) $(patsubst %,test/%,$(filter-out $(CHEAP),$(TEST_NAMES))) asan/kernels \
                  asan/emulator asan/fuzz $(if $(LONG),$(CUDA_TESTS:%=tsan/%))
 # The test of fresh machines is a target of its own: it takes an hour, root and the network.
 FRESH_TEST := test/scripts/long_fresh_machine_test.sh
