@@ -122,6 +122,23 @@ inline void copy_now(void* to, const void* from, int64_t bytes, [[maybe_unused]]
   std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
+// Host memory for one message in each direction, through which tensors of a GPU go to another process.
+class Staging {
+ public:
+  explicit Staging(int64_t bytes) : memory_(static_cast<size_t>(2 * bytes)), bytes_(bytes) {}
+  std::byte* out() { return memory_.data(); }
+  std::byte* in() { return out() + bytes_; }
+  int64_t bytes() const { return bytes_; }  // of a message
+
+ private:
+#ifdef TRAIN_GPT_CUDA
+  cuda::PinnedMemory memory_;
+#else
+  std::vector<std::byte> memory_;
+#endif
+  int64_t bytes_;
+};
+
 // f(floats of t) is called in stream order, at the latest when the host waits for the stream. `t` is of a
 // floating-point dtype.
 template <class F>

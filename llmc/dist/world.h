@@ -1,5 +1,6 @@
-// world.h: all ranks of a run, and how they form groups.
+// world.h: all ranks of a run, and how they form groups. Some or all of them are threads of this process.
 #pragma once
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
@@ -9,25 +10,34 @@
 #include <vector>
 
 #include "dist/comm.h"
+#include "dist/comm_processes.h"
 #include "dist/comm_threads.h"
 #include "dist/hooks.h"
 #include "dist/mesh.h"
 
 namespace llmc {
 
-// Who moves tensors between ranks: threads of this process, or NCCL between GPUs of their own.
-enum class Backend : uint8_t { threads, nccl };
-inline const char* name_of(Backend b) { return b == Backend::threads ? "threads" : "nccl"; }
+// Who moves tensors between ranks: our ring through memory and, between processes, MPI or TCP; or NCCL between GPUs of
+// their own.
+enum class Backend : uint8_t { threads, mpi, tcp, nccl };
+inline const char* name_of(Backend b) {
+  constexpr const char* names[] = {"threads", "mpi", "tcp", "nccl"};
+  return names[static_cast<int>(b)];
+}
 
-// All ranks of a run. One object, shared by the threads of the ranks. hooks: must outlive it.
+// All ranks of a run. One object in each process, shared by the threads of its ranks. hooks: must outlive it.
 class World {
  public:
-  explicit World(Mesh mesh, Backend backend = Backend::threads, const Hooks& hooks = no_hooks)
-      : mesh_(std::move(mesh)), backend_(backend), hooks_(hooks) {
+  explicit World(Mesh mesh, Backend backend = Backend::threads, const Hooks& hooks = no_hooks, LocalRanks local = {})
+      : mesh_(std::move(mesh)), backend_(backend), hooks_(hooks), local_(local) {
     if (backend == Backend::nccl) prepare_nccl();
+    if (local_.count == 0) local_ = {.first = 0, .count = mesh_.size()};
+    local_.count = std::min(local_.count, mesh_.size() - local_.first);
+    CHECK(local_.count == mesh_.size() || local_.links != nullptr);
   }
-  World(Mesh mesh, Backend backend, const Hooks&& hooks) = delete;  // they must outlive the World
+  World(Mesh mesh, Backend backend, const Hooks&& hooks, LocalRanks local = {}) = delete;  // they must outlive it
   const Mesh& mesh() const { return mesh_; }
+  const LocalRanks& local() const { return local_; }  // those of this process; may be none
   Backend backend() const { return backend_; }
   const Hooks& hooks() const { return hooks_; }
 
@@ -43,6 +53,7 @@ class World {
   void abort() {
     std::lock_guard lock(mutex_);
     failed_ = true;
+    if (local_.links != nullptr) local_.links->abort();
     for (auto& [name, hub] : hubs_) hub->abort();
     std::vector<std::shared_ptr<GpuCollectives>> alive;
     for (const auto& group : groups_)
@@ -60,8 +71,11 @@ class World {
     const int size = static_cast<int>(members.size());
     int index = 0;
     while (members[static_cast<size_t>(index)] != rank) ++index;
-    auto comm = std::make_unique<Comm>(name, transport(formatted("{} of rank {}", name, members[0]), index, size));
-    if (backend_ == Backend::threads || size == 1 || !moves_tensors) return comm;
+    const auto connect = [&] {
+      return transport(formatted("{} of rank {}", name, members[0]), index, members, group_number(rank, name));
+    };
+    auto comm = std::make_unique<Comm>(name, connect());
+    if (backend_ != Backend::nccl || size == 1 || !moves_tensors) return comm;
     const std::string id = comm->all_gather_text("id of " + name, index == 0 ? nccl_unique_id() : "")[0];
     std::shared_ptr<GpuCollectives> group = make_nccl_group(id, index, size, gpu);
     {
@@ -69,24 +83,39 @@ class World {
       if (failed_) throw PeerError();
       groups_.push_back(group);
     }
-    return std::make_unique<Comm>(name, transport(formatted("{} of rank {}", name, members[0]), index, size), group);
+    return std::make_unique<Comm>(name, connect(), group);
   }
 
-  std::unique_ptr<Transport> transport(const std::string& group, int index, int size) {
+  // All ranks join the groups of the same names in the same order: so a group has one number on all of its members.
+  int group_number(int rank, const std::string& name) {
+    std::lock_guard lock(mutex_);
+    std::vector<std::string>& joined = joined_[rank];
+    const auto at = std::find(joined.begin(), joined.end(), name);
+    const int number = static_cast<int>(at - joined.begin());
+    if (at == joined.end()) joined.push_back(name);
+    return number;
+  }
+
+  std::unique_ptr<Transport> transport(const std::string& group, int index, const std::vector<int>& members,
+                                       int number) {
     std::lock_guard lock(mutex_);
     if (failed_) throw PeerError();
     auto& hub = hubs_[group];
     if (!hub) {
-      hub = std::make_shared<ThreadsHub>(size);
+      hub = std::make_shared<ThreadsHub>(static_cast<int>(members.size()));
       hub->throttle(seconds_per_byte_);
     }
-    return std::make_unique<ThreadsTransport>(hub, index);
+    if (std::all_of(members.begin(), members.end(), [&](int rank) { return local_.here(rank); }))
+      return std::make_unique<ThreadsTransport>(hub, index);
+    return std::make_unique<ProcessesTransport>(hub, index, members, number, local_);
   }
 
   Mesh mesh_;
   Backend backend_;
   const Hooks& hooks_;
+  LocalRanks local_;
   std::mutex mutex_;
+  std::map<int, std::vector<std::string>> joined_;  // names of groups, by local rank
   std::map<std::string, std::shared_ptr<ThreadsHub>> hubs_;
   std::vector<std::weak_ptr<GpuCollectives>> groups_;
   bool failed_ = false;

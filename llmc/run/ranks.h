@@ -72,8 +72,8 @@ struct Run {
   }
 };
 
-// Runs rank_main(rank) for every rank of the world, as threads of this process. The first error stops all ranks and is
-// rethrown.
+// Runs rank_main(rank) for every rank of the world that is in this process, as threads. The first error stops all ranks
+// and is rethrown.
 template <class F>
 void run_ranks(World& world, F&& rank_main) {
   std::mutex mutex;
@@ -99,9 +99,10 @@ void run_ranks(World& world, F&& rank_main) {
       stop_all(std::current_exception());
     }
   };
+  const LocalRanks& local = world.local();
   std::vector<std::thread> threads;
-  for (int rank = 1; rank < world.mesh().size(); ++rank) threads.emplace_back(guarded, rank);
-  guarded(0);
+  for (int rank = local.first + 1; rank < local.first + local.count; ++rank) threads.emplace_back(guarded, rank);
+  if (local.count > 0) guarded(local.first);
   for (std::thread& thread : threads) thread.join();
   if (first || other) std::rethrow_exception(first ? first : other);
 }
