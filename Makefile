@@ -54,6 +54,8 @@ endif
 USE_CUDNN ?= 0
 ##   CUDNN_HOME=, CUDNN_FRONTEND_HOME=   prefixes of cuDNN and of cudnn-frontend's headers, if not in the usual places
 ##   NCCL_VERSION=              empty: build without NCCL even if it is found
+##   MPI_VERSION=               the same for MPI
+##   MPICC=mpicc, MPIRUN=mpirun   MPI's compiler wrapper, which is asked for flags, and its launcher
 ##   NVCC=nvcc                  NVIDIA's compiler
 NVCC ?= $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc),nvcc)
 ##   CPPFLAGS, CXXFLAGS, LDFLAGS, NVCCFLAGS   appended last, so they override: CXXFLAGS='-O1 -g'
@@ -64,7 +66,7 @@ JOBS ?= $(shell nproc)
 ##   RUN_FLAGS=                 trainer options that `make run` adds to its own
 ##   TEST_TIMEOUT=45m           a test program that takes longer is killed and counts as failed
 TEST_TIMEOUT ?= 45m
-export CUDNN_HOME CUDNN_FRONTEND_HOME CXX NVCC CPPFLAGS CXXFLAGS LDFLAGS NVCCFLAGS TESTS TEST_TIMEOUT
+export CUDNN_HOME CUDNN_FRONTEND_HOME CXX NVCC MPICC MPIRUN CPPFLAGS CXXFLAGS LDFLAGS NVCCFLAGS TESTS TEST_TIMEOUT
 
 comma := ,
 CUDA := $(filter cuda,$(DEVICE))
@@ -79,7 +81,7 @@ endif
 # The time is that of the last change of Debian's packages.
 QUESTION = $(strip $(CXX) $(CPPFLAGS) $(CXXFLAGS) $(LDFLAGS) $(shell $(CXX) --version 2>&1 | head -n 1) \
                    $(NVCC) $(NVCCFLAGS) $(shell $(NVCC) --version 2>&1 | tail -n 1) '$(CUDNN_HOME)' \
-                   '$(CUDNN_FRONTEND_HOME)' '$(CPATH)' '$(CPLUS_INCLUDE_PATH)' '$(LIBRARY_PATH)' '$(LD_LIBRARY_PATH)' \
+                   '$(CUDNN_FRONTEND_HOME)' '$(MPICC)' '$(MPIRUN)' '$(CPATH)' '$(CPLUS_INCLUDE_PATH)' '$(LIBRARY_PATH)' '$(LD_LIBRARY_PATH)' \
                    $(shell stat -c %Y /var/lib/dpkg/status 2>&-))
 ifdef CXX_VERSION   # build/config.mk was read
 ifeq ($(QUESTION),$(file <build/config.question))
@@ -135,6 +137,7 @@ config:
 	$(call row,CLI11,$(CLI11_VERSION),options)
 	$(call row,nlohmann/json,$(JSON_VERSION),JSON files)
 	$(call row,xxHash,$(XXHASH_VERSION),checksums)
+	$(call row,libcrypto,$(LIBCRYPTO_VERSION),authenticated connections)
 	$(call row,oneDNN,$(ONEDNN_VERSION),$(if $(filter 1,$(ONEDNN)),matmul on CPUs,-: a slower matmul of our own instead),$(ONEDNN_FAULT))
 	$(call row,nvcc,$(NVCC_VERSION),$(if $(CUDA),the trainer$(comma) for $(ARCH),$(if $(NVCC_VERSION),smoke test only,-)),$(NVCC_FAULT))
 	$(call row,GPU,$(GPU),$(if $(GPU),$(if $(CUDA),the trainer$(comma) tests by `make test-cuda`,not in this build),-))
@@ -142,7 +145,8 @@ config:
 	$(call row,cuDNN,$(CUDNN_VERSION),$(if $(CUDNN),attention on GPUs,- without USE_CUDNN=1),$(CUDNN_FAULT))
 	$(call row,cudnn-frontend,$(CUDNN_FRONTEND_VERSION),$(if $(CUDNN),attention on GPUs,- without USE_CUDNN=1))
 	$(call row,NCCL,$(NCCL_VERSION),$(if $(NCCL_VERSION),$(if $(CUDA),collectives between GPUs,not in this build),-),$(NCCL_FAULT))
-	$(call row,MPI,$(MPI_VERSION),$(if $(MPI_VERSION),not used yet,-),$(MPI_FAULT))
+	$(call row,MPI,$(MPI_VERSION),$(if $(MPI_VERSION),ranks in several processes,-: several processes by TCP alone),$(MPI_FAULT))
+	$(call row,mpirun,$(MPIRUN_VERSION),$(if $(MPIRUN_VERSION),tests of several processes,-),$(MPIRUN_FAULT))
 	$(call row,Catch2,$(CATCH2_VERSION),$(if $(CATCH2_VERSION),the tests,no tests before `make deps`),$(CATCH2_FAULT))
 	$(call row,Boost.Context,$(BOOST_VERSION),$(if $(BOOST_VERSION),tests of CUDA kernels on the CPU,no tests before `make deps`),$(BOOST_FAULT))
 	$(call row,sanitizers,$(ASAN_VERSION),$(if $(ASAN_VERSION),the same tests,no tests before `make deps`),$(ASAN_FAULT))
@@ -154,10 +158,15 @@ SHOW_CONFIG := $(if $(MAKE_RESTARTS),config)
 
 # ---- The trainer -----------------------------------------------------------------------------------------------------
 
-LIBS := -lxxhash -ldl
+REQUIRED_LIBS := -lxxhash -lcrypto -ldl
+LIBS := $(REQUIRED_LIBS)
 ifeq ($(ONEDNN),1)
 DEFINES += -DTRAIN_GPT_ONEDNN
 LIBS += -ldnnl
+endif
+ifneq ($(MPI_VERSION),)
+DEFINES += -DTRAIN_GPT_MPI $(MPI_FLAGS)
+LIBS += $(MPI_LIBS)
 endif
 
 # One source, two compilers; $1 is the optimisation level, $2 a GPU other than ARCH. The flags that affect numbers are the
@@ -289,7 +298,7 @@ $(CUDA_TESTS:%=build/cuda/%.cpp): build/cuda/%.cpp: FORCE
 define CUDA_TEST_RULES   # $1: asan or tsan
 build/$1/kernels: $(LADDERS:%.cu=build/$1/%.o)
 $(CUDA_TESTS:%=build/$1/%): build/$1/%: build/$1/%.o $(STAND_INS:%.cpp=build/$1/%.o) build/test/main.o build/cuda_test_link.list
-	@$$(CXX) $(SANITIZE_$1) $(CUDA_TEST_LINK_FLAGS) $$(filter %.o,$$^) -o $$@ $$(LDFLAGS) $$(CATCH2_LIBS) -lboost_context -lxxhash -ldl
+	@$$(CXX) $(SANITIZE_$1) $(CUDA_TEST_LINK_FLAGS) $$(filter %.o,$$^) -o $$@ $$(LDFLAGS) $$(CATCH2_LIBS) -lboost_context $(REQUIRED_LIBS)
 $(CUDA_TESTS:%=build/$1/%.o): build/$1/%.o: build/cuda/%.cpp build/cuda_test.flags
 	@mkdir -p $$(@D) && echo 'test/cuda: $$* ($1)'
 	@$$(CXX) $(SANITIZE_$1) $$(SANITIZE_ASAN_MORE) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@
@@ -316,7 +325,7 @@ build/asan/fuzz.o: test/fuzz/test_fuzz.cpp build/fuzz.flags
 	@mkdir -p $(@D) && echo 'test/fuzz (asan)'
 	@$(CXX) $(FUZZ_FLAGS) -MMD -MP -c $< -o $@
 build/asan/fuzz: build/asan/fuzz.o build/test/main.o
-	@$(CXX) $(FUZZ_FLAGS) $(filter %.o,$^) -o $@ $(LDFLAGS) $(CATCH2_LIBS) -lxxhash -ldl
+	@$(CXX) $(FUZZ_FLAGS) $(filter %.o,$^) -o $@ $(LDFLAGS) $(CATCH2_LIBS) $(REQUIRED_LIBS)
 build/fuzz.flags: FORCE
 	$(call text_file,$(CXX) $(FUZZ_FLAGS) $(CXX_VERSION) $(CATCH2_VERSION))
 

@@ -9,11 +9,12 @@
 #   dev/gpu/pack_deps.sh [--onednn] [FOLDER]      default: build/gpu-deps
 #
 # --onednn: also oneDNN, 40 MB, for a faster matmul on the CPU; programs that use it need LD_LIBRARY_PATH=FOLDER/lib.
-# A package that is not installed is downloaded without installing it. xxHash is linked statically.
+# A package that is not installed is downloaded without installing it. xxHash and libcrypto are linked
+# statically.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-packages=(libcli11-dev nlohmann-json3-dev libxxhash-dev catch2)
+packages=(libcli11-dev nlohmann-json3-dev libxxhash-dev libssl-dev catch2)
 if [ "${1:-}" = --onednn ]; then
   packages+=(libdnnl-dev libdnnl2 ocl-icd-libopencl1)
   shift
@@ -35,13 +36,15 @@ for package in "${packages[@]}"; do
       exit 1
     }
   fi
-  # Paths below include/, and libraries without the architecture's folder.
+  # Paths below include/ and lib/, without the architecture's folder.
   while IFS= read -r file; do
     case $file in
       */usr/include/*)
-        mkdir -p "$folder/include/$(dirname "${file#*/usr/include/}")"
-        cp -L "$file" "$folder/include/${file#*/usr/include/}" ;;
-      */libxxhash.a | */libdnnl.so | */libdnnl.so.2 | */libOpenCL.so.1) cp -L "$file" "$folder/lib/" ;;
+        header=${file#*/usr/include/}
+        header=${header#"$(gcc -print-multiarch)"/}
+        mkdir -p "$folder/include/$(dirname "$header")"
+        cp -L "$file" "$folder/include/$header" ;;
+      */libxxhash.a | */libcrypto.a | */libdnnl.so | */libdnnl.so.2 | */libOpenCL.so.1) cp -L "$file" "$folder/lib/" ;;
     esac
   done < <(if [ -n "$root" ]; then find "$root" -not -type d; else
     dpkg -L "$package" | while IFS= read -r file; do [ -d "$file" ] || echo "$file"; done

@@ -8,7 +8,7 @@
 # run all count as missing; and a library from elsewhere (conda, pip, a source build named in CPPFLAGS and LDFLAGS) is
 # as good as a package.
 #
-# What is in the environment: CXX NVCC MPICXX CPPFLAGS CXXFLAGS LDFLAGS NVCCFLAGS CUDNN_HOME CUDNN_FRONTEND_HOME PYTHON
+# What is in the environment: CXX NVCC MPICC MPIRUN CPPFLAGS CXXFLAGS LDFLAGS NVCCFLAGS CUDNN_HOME CUDNN_FRONTEND_HOME PYTHON
 
 # necessity: required, or optional: without it there is a slower or smaller train_gpt
 # package:   Debian's; -: none that install_deps.sh would install
@@ -18,11 +18,14 @@ parts='
     build  cli11           libcli11-dev          required   CLI11
     build  json            nlohmann-json3-dev    required   nlohmann/json
     build  xxhash          libxxhash-dev         required   xxHash
+    build  libcrypto       libssl-dev            required   libcrypto
     build  onednn          libdnnl-dev           optional   oneDNN
+    build  mpi             libopenmpi-dev        optional   MPI
     test   catch2          catch2                required   Catch2
     test   boost           libboost-context-dev  required   Boost.Context
     test   asan            g++                   required   AddressSanitizer
     test   python          python3               required   Python
+    test   mpirun          openmpi-bin           optional   mpirun
     long   tsan            g++                   required   ThreadSanitizer
     run    python          python3               required   Python
     run    bible           bible-kjv             required   the King James Bible
@@ -33,7 +36,6 @@ parts='
     fresh  debootstrap     debootstrap           required   debootstrap
     other  nvcc            -                     optional   nvcc
     other  gpu             -                     optional   a GPU
-    other  mpi             -                     optional   MPI
     nvcc   cublaslt        -                     optional   cuBLASLt
     nvcc   nccl            -                     optional   NCCL
     nvcc   cudnn           -                     optional   cuDNN
@@ -42,7 +44,7 @@ parts='
 
 CXX=${CXX:-g++}
 NVCC=${NVCC:-nvcc}
-MPICXX=${MPICXX:-mpicxx}
+MPICC=${MPICC:-mpicc}
 flags="-std=c++20 -fopenmp${CPPFLAGS:+ $CPPFLAGS}${CXXFLAGS:+ $CXXFLAGS}"
 host_flags="-fopenmp${CXXFLAGS:+ $CXXFLAGS}"
 # -ccbin: the compiler itself, where CXX is "ccache g++". nvcc would split what is for the host at its commas.

@@ -63,6 +63,30 @@ int main() {
 CPP
 }
 
+# Of OpenSSL: authenticates the processes of a job.
+probe_libcrypto() {
+  library openssl/hmac.h -lcrypto <<'CPP'
+#include <cstdio>
+#include <openssl/crypto.h>
+#include <openssl/evp.h>
+#include <openssl/hmac.h>
+#include <openssl/rand.h>
+int main() {
+  unsigned char key[32], mac[EVP_MAX_MD_SIZE];
+  unsigned int bytes = 0;
+  if (OpenSSL_version_num() >> 28 != OPENSSL_VERSION_NUMBER >> 28) {
+    std::printf("the headers are version %lx, the library %lx\n", OPENSSL_VERSION_NUMBER >> 28, OpenSSL_version_num() >> 28);
+    return 1;
+  }
+  if (RAND_bytes(key, sizeof key) != 1) return 1;
+  if (HMAC(EVP_sha256(), key, sizeof key, key, sizeof key, mac, &bytes) == nullptr || bytes != 32) return 1;
+  char version[64];
+  if (std::sscanf(OpenSSL_version(OPENSSL_VERSION), "%*s %63s", version) != 1) return 1;
+  std::printf("%s\n", version);
+}
+CPP
+}
+
 probe_onednn() {
   library dnnl.h -ldnnl <<'CPP'
 #include <cstdio>
@@ -246,13 +270,88 @@ probe_gpu() {
   answer ARCH "sm_$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)"
 }
 
-# Processes that talk to each other. Its version is that of the MPI standard.
+# Into mpi_flags and mpi_libs: what the compiler wrapper, or pkg-config, says of MPI's C interface; without either it may
+# be where the compiler looks, or in CPPFLAGS and LDFLAGS. The wrapper of C, because that of C++ adds MPI's old bindings
+# for C++. Only what both g++ and nvcc take: "-Wl,-rpath,/opt" becomes "-Xlinker -rpath -Xlinker /opt".
+find_mpi_flags() {
+  local said word previous=
+  said=$($MPICC -show 2>/dev/null | cut -d ' ' -s -f 2-) || said=
+  [ -n "$said" ] || said=$(pkg-config --cflags --libs mpi-c 2>/dev/null || pkg-config --cflags --libs mpich 2>/dev/null) ||
+    said=-lmpi
+  mpi_flags='-DOMPI_SKIP_MPICXX -DMPICH_SKIP_MPICXX' mpi_libs=
+  for word in $said; do
+    case $previous:$word in
+      -isystem:*) mpi_flags+=" -isystem $word" ;;
+      *:-I?* | *:-D?*) mpi_flags+=" $word" ;;
+      *:-Wl,*) word=${word#-Wl,}; mpi_libs+=" -Xlinker ${word//,/ -Xlinker }" ;;
+      *:-L?* | *:-l?*) mpi_libs+=" $word" ;;
+    esac
+    previous=$word
+  done
+  mpi_libs=${mpi_libs# }
+}
+
+# Its version is the library's: "Open MPI 4.1.4", "MPICH 4.0.2".
 probe_mpi() {
-  local compiler="$MPICXX $flags"
-  command -v "$MPICXX" >/dev/null || { absent "no program $MPICXX"; return; }
-  if build try "$compiler" ${LDFLAGS:-} <<<$'#include <mpi.h>\nint main() { return MPI_Init(nullptr, nullptr); }'; then
-    answer VERSION "$(header_version "$compiler" mpi.h MPI_VERSION.MPI_SUBVERSION)"
+  local version mpi_flags mpi_libs
+  find_mpi_flags
+  if ! build try "$CXX" $flags $mpi_flags ${LDFLAGS:-} $mpi_libs <<'CPP'
+#include <cstdio>
+#include <mpi.h>
+int main(int argc, char** argv) {
+  char version[MPI_MAX_LIBRARY_VERSION_STRING];
+  int length, level;
+  if (argc > 1) MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &level);
+  MPI_Get_library_version(version, &length);
+  std::printf("%s\n", version);
+}
+CPP
+  then
+    has_compiler || return
+    if includes "$CXX $flags $mpi_flags" mpi.h; then
+      unusable "mpi.h is there, but no program builds with it: $(first_error "$dir/try.log")"
+    elif command -v ${MPICC%% *} >/dev/null; then
+      unusable "$(command -v ${MPICC%% *}) is there, but mpi.h is not"
+    else
+      absent "neither $MPICC nor mpi.h"
+    fi
+  elif ! version=$("$dir/try" 2>"$dir/run.log"); then
+    unusable "mpi.h and its library are there, but a program with them fails: $(first_error "$dir/run.log")"
   else
-    unusable "$(command -v "$MPICXX") is there, but builds no program: $(first_error "$dir/try.log")"
+    answer VERSION "$(head -n 1 <<<"$version" | sed -E 's/,.*//; s/ v([0-9])/ \1/; s/ Version:/ /; s/[[:space:]]+/ /g')"
+    answer FLAGS "$mpi_flags"
+    answer LIBS "$mpi_libs"
+  fi
+}
+
+# That it belongs to this MPI: another's starts every process as the only one of its job.
+probe_mpirun() {
+  local mpi_flags mpi_libs program=${MPIRUN:-mpirun}
+  command -v ${program%% *} >/dev/null || { absent "no program $program"; return; }
+  find_mpi_flags
+  if ! build try "$CXX" $flags $mpi_flags ${LDFLAGS:-} $mpi_libs <<'CPP'
+#include <cstdio>
+#include <mpi.h>
+int main(int argc, char** argv) {
+  int level, rank, processes;
+  MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &level);
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &processes);
+  int other = -1;
+  if (processes == 2)
+    MPI_Sendrecv(&rank, 1, MPI_INT, 1 - rank, 0, &other, 1, MPI_INT, 1 - rank, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+  if (processes != 2) std::printf("a process sees %d process(es), expected 2\n", processes);
+  MPI_Finalize();
+  return processes == 2 ? other != 1 - rank : 3;
+}
+CPP
+  then
+    absent "there is no MPI to build programs with"
+  elif timeout 60 scripts/multi_node/local_mpirun.sh -n 2 "$dir/try" >"$dir/run.log" 2>&1; then
+    answer VERSION "$($program --version 2>&1 | grep -m 1 -oE '[0-9]+(\.[0-9]+)+')"
+  elif grep -q 'a process sees 1 process' "$dir/run.log"; then
+    unusable "$(command -v ${program%% *}) is of another MPI than $MPICC: its processes do not see each other"
+  else
+    unusable "$(command -v ${program%% *}) is there, but two processes fail: $(first_error "$dir/run.log")"
   fi
 }

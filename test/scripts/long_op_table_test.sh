@@ -11,7 +11,7 @@ flags=(-std=c++20 -O1 -DTRAIN_GPT_CUDA -Illmc -Itest -Itest/cuda_on_cpu -Wall -W
   -Wno-unused-parameter -Wno-restrict -fno-strict-aliasing ${CPPFLAGS:-} ${CXXFLAGS:-})
 # shellcheck disable=SC2086
 ${CXX:-g++} "${flags[@]}" -Werror -fopenmp -rdynamic test/cuda_on_cpu/*.cpp test/cuda_on_cpu/*/*.cpp -x c++ dev/bench/cuda/op_table.cu -x none \
-  -o "$dir/op_table" ${LDFLAGS:-} -lboost_context -lxxhash -ldl
+  -o "$dir/op_table" ${LDFLAGS:-} -lboost_context -lxxhash -lcrypto -ldl
 
 models=(d1 test/golden/families/qwen2_tiny test/golden/families/qwen3_tiny)
 "$dir/op_table" --models "${models[@]}" -b 1 -t 16 --repeats 1 --peak-size 64 --copy-mib 1 --flush-mib 1 \
