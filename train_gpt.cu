@@ -13,15 +13,17 @@
 #include "core/signals.h"
 #include "data/dataloader.h"
 #include "dist/world.h"
-#include "run/checkpoint_write.h"
+#include "run/checkpoint_saver.h"
 #include "run/job.h"
 #include "run/modes.h"
 #include "run/options_parse.h"
+#include "run/processes.h"
 #include "run/progress.h"
 #include "run/ranks.h"
 #include "run/report.h"
 #include "run/run_dir.h"
 #include "run/setup.h"
+#include "run/start.h"
 #include "run/step_report.h"
 #include "train/choices.h"
 #include "train/lr_schedule.h"
@@ -34,16 +36,17 @@ namespace {
 // One rank of a run, from the first update or a checkpoint to the last update. Step s is the s-th update.
 class Training {
  public:
-  Training(const Job& job, RunDirectory& directory, Log& log, const std::optional<ResumePoint>& resume,
+  // directory: of rank 0; none on the others.
+  Training(const Job& job, RunDirectory* directory, Log& log, const std::optional<ResumePoint>& resume,
            const Peaks& peaks, World& world, int rank)
       : job_(job),
         o_(job.options),
-        directory_(directory),
         log_(log),
         stop_(o_.time_limit, job.begin, static_cast<double>(job.checkpoint_bytes()) / assumed_bytes_per_second),
         rank_(rank),
         report_(job, log, peaks, rank == 0),
-        run_(job.step, job.plan, rank_device(job.device, o_.ranks, rank), world, rank),
+        checkpoints_(job, directory, log, report_, stop_),
+        run_(job.step, job.plan, rank_device(job.device, o_.place, rank - o_.place.first_rank()), world, rank),
         schedule_(choose_lr_schedule(o_, job.max_steps)),
         train_(job.train, loader_config(o_.shuffled(), seed())) {
     // A validation of a part of the data takes its samples from all of it: every time the same, for every --seed.
@@ -51,9 +54,9 @@ class Training {
     if (resume) restore(*resume);
     else initialise(run_, o_);
     MetricsKept kept;
-    if (rank_ == 0) {
+    if (directory != nullptr) {
       detail::require_space(o_.out_dir, job.checkpoint_bytes());
-      kept = directory.claim(o_, resume);
+      kept = directory->claim(o_, resume);
       log.open(o_.out_dir, kept.elapsed_s);
       report_header(log, o_, job.device, job.backend, job.step, job.max_steps, job.train, job.val ? &*job.val : nullptr,
                     job.plan, peaks, job_.document_begin, *job.tokenizer);
@@ -77,16 +80,16 @@ class Training {
       }
     } catch (const Interrupted& stop) {
       finish_update();
-      if (progress_.done > 0) save(OnFailure::fail);
+      if (progress_.done > 0) checkpoints_.save(progress_, run_, OnFailure::fail);
       throw Error(
           formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume{}", stop.reason,
-                    progress_.done, job_.max_steps, progress_.done > 0 ? ", saved to " + checkpoint_ : std::string(),
+                    progress_.done, job_.max_steps, progress_.done > 0 ? ", saved to " + checkpoints_.last() : std::string(),
                     o_.restart ? ", without --restart," : "",
                     progress_.done == first_ ? " (this start completed no update: another such would not either)" : ""),
           ExitStatus::requeue);
     }
-    report_.summary(progress_, checkpoint_, ops_);
-    if (progress_.done > first_) report_next_steps(log_, o_, checkpoint_, program_invocation_name);
+    report_.summary(progress_, checkpoints_.last(), ops_);
+    if (progress_.done > first_) report_next_steps(log_, o_, checkpoints_.last(), program_invocation_name);
   }
 
  private:
@@ -192,14 +195,15 @@ class Training {
     throw Error(formatted("step {} diverged: loss {} or gradient norm {} is not finite; {}. The weights were not "
                           "updated. Lower --lr, add --warmup-steps or check the data; {}",
                           step, result.loss, result.grad_norm, where,
-                          checkpoint_.empty() ? "no checkpoint was written" : "the last checkpoint is " + checkpoint_),
+                          checkpoints_.last().empty() ? "no checkpoint was written"
+                                                      : "the last checkpoint is " + checkpoints_.last()),
                 ExitStatus::diverged);
   }
 
   // Does finish_step() have anything to do after this step?
   bool something_due(int64_t step) const {
     return due(step, val_ ? o_.val_every : 0) || due(step, o_.sample_every) || due(step, o_.checkpoint_every) ||
-           step == job_.max_steps || step == retry_.at;
+           step == job_.max_steps || checkpoints_.retries_at(step);
   }
   bool due(int64_t step, int64_t every) const { return every > 0 && (step == job_.max_steps || step % every == 0); }
 
@@ -219,16 +223,10 @@ class Training {
     if (progress_.done == 0) return;
     if (progress_.done > first_ && due(progress_.done, o_.sample_every)) report_.timed(Task::sample, [&] { sample(); });
     const bool best = o_.keep_best && progress_.best_step == progress_.done, last = progress_.done == job_.max_steps;
-    if (!last && !best && !due(progress_.done, o_.checkpoint_every) && progress_.done != retry_.at) return;
-    const bool saved = save(last || o_.checkpoint_errors == "fail" ? OnFailure::fail : OnFailure::retry);
-    if (!saved && best) std::tie(progress_.best_step, progress_.best_val) = best_before_;  // that one was not kept
-    if (!saved || rank_ != 0) return;
-    try {
-      if (best) directory_.link_best(progress_.done);
-      directory_.prune(o_.keep_checkpoints, o_.keep_every);
-    } catch (const Error& error) {  // the checkpoint itself is safe
-      log_.line(formatted("WARNING: {}", error.what()));
-    }
+    if (!last && !best && !due(progress_.done, o_.checkpoint_every) && !checkpoints_.retries_at(progress_.done)) return;
+    const OnFailure on_failure = last || o_.checkpoint_errors == "fail" ? OnFailure::fail : OnFailure::retry;
+    if (checkpoints_.save(progress_, run_, on_failure)) checkpoints_.tidy(progress_.done, best);
+    else if (best) std::tie(progress_.best_step, progress_.best_val) = best_before_;  // that one was not kept
   }
 
   void validate() {
@@ -273,56 +271,23 @@ class Training {
     log_.line(formatted("sample at step {}: {}{}", progress_.done, o_.prompt, job_.tokenizer->decode(made)));
   }
 
-  enum class OnFailure : uint8_t { retry, fail };
-
-  // Writes the checkpoint of step progress_.done, unless it exists already; returns whether there is one. If it cannot
-  // be written, as on a full disk, training may go on: it is tried again after 1, 2, 4 ... further updates.
-  bool save(OnFailure on_failure) {
-    if (checkpoint_ == checkpoint_path(o_.out_dir, progress_.done)) return true;
-    const auto begin = std::chrono::steady_clock::now();
-    log_.progress("writing checkpoint", 0, 1);
-    try {
-      report_.timed(Task::checkpoint, [&] {
-        checkpoint_ =
-            write_checkpoint(o_.out_dir, progress_.done, job_.step.model, run_.trainer.state(), job_.step.dtype,
-                             to_json_object(progress_, job_), run_.stream, job_.tokenizer_files, [&] {
-                               log_.sync_metrics();  // a resumed run appends to them
-                               directory_.ensure_run_file(o_);
-                             });
-      });
-    } catch (const CheckpointError& error) {
-      const std::string last = checkpoint_.empty() ? "there is none" : "the last one is " + checkpoint_;
-      if (on_failure == OnFailure::fail)
-        throw Error(formatted("no checkpoint after step {}: {}; {}", progress_.done, error.what(), last));
-      retry_.at = progress_.done + retry_.pause;
-      retry_.pause *= 2;
-      log_.line(formatted("WARNING: no checkpoint after step {}: {}; {}; trying again by step {}", progress_.done,
-                          error.what(), last, std::min(retry_.at, job_.max_steps)));
-      return false;
-    }
-    retry_ = {};
-    stop_.saved(seconds_since(begin));
-    log_.line("checkpoint: " + checkpoint_);
-    return true;
-  }
-
   void restore(const ResumePoint& from) {
     require_same_run(from, job_);
     load_checkpoint(from.path, job_.step.model, run_.trainer.state(), run_.stream);
     run_.stream.synchronize();
     progress_ = progress_at(from);
-    if (from.path == checkpoint_path(o_.out_dir, from.step)) checkpoint_ = from.path;
+    if (from.path == checkpoint_path(o_.out_dir, from.step)) checkpoints_.resumed_from(from.path);
   }
 
   static constexpr int64_t validation_pass = 4096;  // micro-batches in one list of actions
 
   const Job& job_;
   const Options& o_;
-  RunDirectory& directory_;
   Log& log_;
   StopCondition stop_;
   int64_t rank_;
   StepReport report_;
+  CheckpointSaver checkpoints_;
   OpLedger ops_;  // declared before the stream that books ops in it
   Run run_;
   LrSchedule schedule_;
@@ -333,39 +298,41 @@ class Training {
   int64_t begun_ = 0, first_ = 0;  // updates begun so far, and those done before this process
   std::optional<Update> under_way_;
   bool validated_ = false;                  // after step progress_.done
-  std::string checkpoint_;                  // the last one in the out directory
   std::pair<int64_t, double> best_before_;  // step and loss of the best validation before the last improvement
-  struct Retry {
-    int64_t at = 0;     // the step after which to try again; 0: no checkpoint has failed
-    int64_t pause = 1;  // updates until the attempt after that
-  } retry_;
 };
 
-void run_training(const Options& o, StopCondition::Clock::time_point process_begin) {
+void run_training(Options o, StopCondition::Clock::time_point process_begin) {
   note_stop_signals();
-  Job job(o, process_begin);
-  Log log;
+  const std::unique_ptr<Processes> processes = meet(o);
+  const bool first = o.place.process == 0;
+  Log log = first ? Log() : Log::silent();
+  std::optional<Job> made;
+  together(*processes, "options", [&] { made.emplace(o, process_begin); });
+  Job& job = *made;
   log.file_line(formatted("{}: {}", time_stamp(), command_line(o, program_invocation_name)));
-  RunDirectory directory(log, o);
-  const std::optional<ResumePoint> resume = directory.resume_point(log, o);
-  if (!o.shuffle && !directory.shuffled_before()) job.options.shuffle = false;
-  // A run that was stopped after its last update may still lack the last validation.
-  const bool validation_left =
-      resume && resume->step == job.max_steps && job.val && o.val_every > 0 && !directory.validated(resume->step);
-  if (resume && resume->step >= job.max_steps && !validation_left) {
+  const Start start = find_start(*processes, job, log);
+  std::optional<ResumePoint> resume = start.resume;
+  if (!o.shuffle && !start.shuffled) job.options.shuffle = false;
+  if (start.complete) {
     log.line(formatted("already complete: {} is at step {}{} {}", o.out_dir, resume->step,
                        resume->step == job.max_steps ? " of" : ", beyond --max-steps", job.max_steps));
     return report_next_steps(log, o, resume->path, program_invocation_name);
   }
-  if (resume) job.resume(*resume, log), report_changes(log, *resume, job);
-  else require_whole_weights(o);
-  const Peaks peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops, o.profile)
-                          .times(static_cast<double>(devices_in_use(job.device, o.ranks)));
-  World world(job.step.zero.mesh(), job.backend);
+  together(*processes, "weights", [&] {
+    if (resume && !first) resume->trainer = read_json(resume->path + "/trainer.json");
+    if (resume) job.resume(*resume, log), report_changes(log, *resume, job);
+    else require_whole_weights(o);
+  });
+  Peaks peaks;
+  if (first)
+    peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops, o.profile)
+                .times(static_cast<double>(devices_in_use(job.device, o)));
+  World world(job.step.zero.mesh(), job.backend, no_hooks, processes->local_ranks());
   try {
     run_ranks(world, [&](int rank) {
       Log silent = Log::silent();
-      Training(job, directory, rank == 0 ? log : silent, resume, peaks, world, rank).run();
+      Training(job, rank == 0 ? start.directory.get() : nullptr, rank == 0 ? log : silent, resume, peaks, world, rank)
+          .run();
     });
   } catch (const Error& error) {
     log.file_line(formatted("train_gpt: {}", error.what()));  // main() prints it
@@ -381,14 +348,16 @@ int main(int argc, char** argv) {
   const auto begin = StopCondition::Clock::now();
   wait_without_spinning(argv);
   try {
-    const Command command = parse_command_line(argc, argv, default_ranks);
+    const Command command = parse_command_line(argc, argv, take_place);
+    const bool first = command.options.place.process == 0;
     if (command.print) std::printf("%s\n", command.text.c_str());  // --help, --print-config and the like
     else if (command.version) std::printf("%s\n", version_text().c_str());
     else if (command.options.selftest) run_selftest_mode(command.options);
+    else if (needs_ranks(command.options)) run_training(command.options, begin);
+    else if (!first) return static_cast<int>(ExitStatus::done);  // one process is enough
     else if (command.options.verify_data) run_verify_data(command.options);
     else if (command.options.plan) run_plan(command.options);
-    else if (command.options.generate) run_generate(command.options);
-    else run_training(command.options, begin);
+    else run_generate(command.options);
     return static_cast<int>(ExitStatus::done);
   } catch (const Error& error) {
     std::fprintf(stderr, "train_gpt: %s\n", error.what());

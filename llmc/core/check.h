@@ -33,6 +33,12 @@ class PeerError : public Error {
   PeerError() : Error("another rank has failed") {}
 };
 
+// An error that all processes of a job have: one of them on each host reports it.
+class SharedError : public Error {
+ public:
+  using Error::Error;
+};
+
 // Text from a file as messages show it: control characters escaped, and its beginning if it is longer than `most`
 // bytes.
 inline std::string shown(std::string_view text, size_t most = 80) {

@@ -128,4 +128,11 @@ inline int64_t gpu_memory(int64_t ranks) {
   return std::max<int64_t>(0, least - gpu_reserve - (gpus > 1 ? nccl_reserve : 0));
 }
 
+// Which GPUs those are, by the addresses of their slots.
+inline std::string gpu_set() {
+  std::string text;
+  for (int gpu = 0; gpu < visible_gpus().count; ++gpu) text += gpu_info(gpu).bus_id + " ";
+  return text;
+}
+
 }  // namespace llmc

@@ -40,7 +40,7 @@ struct Job {
       : options(o),
         begin(process_begin),
         device(choose_device(o)),
-        rank_device(llmc::rank_device(device, o.ranks)),
+        rank_device(llmc::rank_device(device, o.place)),
         backend(choose_backend(o, rank_device)),
         step(choose_step(o)),
         tokenizer(choose_tokenizer(o, step.model)),

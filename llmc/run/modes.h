@@ -5,6 +5,7 @@
 #include "core/log.h"
 #include "data/verify_data.h"
 #include "run/options.h"
+#include "run/processes.h"
 #include "run/report.h"
 #include "run/selftest.h"
 #include "run/setup.h"
@@ -42,12 +43,14 @@ inline void run_generate(const Options& o) {
 }
 
 // --selftest: every layout of the available ranks against one CPU rank.
-inline void run_selftest_mode(const Options& o) {
-  Log log;
-  selftest::Machine machine{.device = rank_device(choose_device(o), o.ranks)};
+inline void run_selftest_mode(Options o) {
+  const std::unique_ptr<Processes> processes = meet(o);
+  Log log = o.place.process == 0 ? Log() : Log::silent();
+  selftest::Machine machine{.device = rank_device(choose_device(o), o.place)};
   machine.device.threads = 1;
   machine.backend = choose_backend(o, machine.device);
   if (machine.device.kind == DeviceKind::cuda) machine.gpus = visible_gpus().count;
+  if (!processes->alone()) machine.processes = processes.get();
   if (!run_selftest(log, o.ranks, machine))
     throw Error("--selftest: the layouts above that say FAILED differ from one rank", ExitStatus::diverged);
 }
@@ -67,7 +70,7 @@ inline void run_verify_data(const Options& o) {
 inline void run_plan(const Options& o) {
   const Device device = choose_device(o);
   const StepConfig config = choose_step(o);
-  const Device rank = rank_device(device, o.ranks);
+  const Device rank = rank_device(device, o.place);
   const Plan plan = make_plan(config, rank);
   Log log;
   report_plan(log, o, rank, config, plan);

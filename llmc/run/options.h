@@ -10,6 +10,18 @@
 
 namespace llmc {
 
+// This process among those of the job, on whatever host. Alone, it has all ranks.
+struct Place {
+  int64_t process = 0, processes = 1, hosts = 1;
+  int64_t local_ranks = 1;                    // of this process, and of each other
+  int64_t ranks_on_host = 1, rank_on_host = 0;  // of all processes on this host; the first of this process among them
+  int64_t sharers = 1;   // processes that may use the same processors
+  bool by_mpi = false;   // MPI has started the processes
+  bool own_gpus = false; // the launcher shows each process GPUs of its own
+
+  int64_t first_rank() const { return process * local_ranks; }
+};
+
 struct Options {
   std::string train_data, val_data;
   std::optional<bool> shuffle;  // none: as before on resume, otherwise true
@@ -64,9 +76,14 @@ struct Options {
   std::optional<double> peak_tflops;
   int64_t log_gpu_every = 0;
   int64_t threads = 0;
+  std::optional<int64_t> rank, world_size;
+  std::string rendezvous;
+  double init_timeout = 600, comm_timeout = 300;  // seconds
   bool generate = false, plan = false, selftest = false, verify_data = false, profile = false;
 
-  int64_t ranks = 1;  // not an option: --local-ranks, or its default on this machine
+  // Not options, but what they and the launcher come to: the ranks of all processes, and where this one is.
+  int64_t ranks = 1;
+  Place place;
 };
 
 // On resume an option must match, may change with a warning, or may change freely.
@@ -223,10 +240,23 @@ void visit_options(O& o, Visitor&& visit) {
         "the two round differently; auto: as before on resume, otherwise step, or micro from ZeRO stage 2 on");
   visit("Machine");
   visit("--local-ranks", "", o.local_ranks, between(0, 1024), warn,
-        "data-parallel ranks, as threads of this process, each with its own --batch-size; 0: one per visible GPU, one "
-        "on a CPU");
-  visit("--comm", "", o.comm, one_of({"auto", "threads", "nccl"}), warn,
-        "transport between ranks; auto: NCCL if every rank has its own GPU, otherwise threads");
+        "data-parallel ranks, as threads of this process, each with its own --batch-size; 0: one if there are several "
+        "processes; otherwise one per visible GPU, one on a CPU");
+  visit("--comm", "", o.comm, one_of({"auto", "threads", "mpi", "tcp", "nccl"}), warn,
+        "transport between ranks; auto: NCCL if every rank has its own GPU; otherwise memory within a process, and MPI "
+        "between processes that mpirun has started, TCP between others");
+  visit("--rank", "", o.rank, between(0, largest_size), free,
+        "number of this process, from 0; only where no launcher (mpirun, srun, torchrun's variables) tells");
+  visit("--world-size", "", o.world_size, between(1, largest_size), free,
+        "number of processes; each has --local-ranks ranks; only where no launcher tells");
+  visit("--rendezvous", "", o.rendezvous, Limits{}, free,
+        "where the processes meet: HOST:PORT of process 0, or file:PATH on a shared file system; the environment "
+        "variable TRAIN_GPT_TOKEN or TRAIN_GPT_TOKEN_FILE has the secret that all of them must know");
+  visit("--init-timeout", "", o.init_timeout, above_zero(), free,
+        "seconds to wait for all processes to meet, and for their first step");
+  visit("--comm-timeout", "", o.comm_timeout, above_zero(), free,
+        "seconds after which a rank that the others wait for is given up and named, and all processes end; it counts "
+        "from the second step on, before it counts --init-timeout");
   visit("--device", "", o.device, one_of({"auto", "cpu", "cuda"}), warn,
         "where to compute; auto: on GPUs if this build and this machine have them");
   visit("--attention", "", o.attention, one_of({"own", "cudnn"}), warn,

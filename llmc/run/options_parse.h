@@ -194,9 +194,9 @@ struct Command {
   std::string text;
 };
 
-// default_ranks(options): the number of ranks for --local-ranks 0.
-template <class Ranks>
-Command parse_command_line(int argc, const char* const* argv, Ranks&& default_ranks) {
+// take_place(options): sets the number of ranks, and which of them are this process's.
+template <class TakePlace>
+Command parse_command_line(int argc, const char* const* argv, TakePlace&& take_place) {
   Command command;
   CLI::App app;
   app.set_help_flag();
@@ -252,8 +252,7 @@ Command parse_command_line(int argc, const char* const* argv, Ranks&& default_ra
     command.text = config_text(command.options);
     return command;
   }
-  command.options.ranks =
-      command.options.local_ranks > 0 ? command.options.local_ranks : default_ranks(command.options);
+  take_place(command.options);
   validate(command.options);
   return command;
 }

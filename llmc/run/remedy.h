@@ -25,7 +25,7 @@ inline int64_t memory_limit(const Options& o, const Device& device) {
   if (o.memory_limit) return static_cast<int64_t>(*o.memory_limit * (1 << 30));
   if (device.computes_as() != DeviceKind::cuda) return host_memory() / device.sharers;
   if (is_gpu_elsewhere(device)) return std::numeric_limits<int64_t>::max();  // unknown
-  return gpu_memory(o.ranks) / device.sharers;
+  return gpu_memory(o.place.ranks_on_host) / device.sharers;
 }
 
 // Has the run begun? Then what it computes must stay.
@@ -77,10 +77,10 @@ class RemedySearch {
     std::vector<int> all{asked};
     if (asked_.zero.holds == Holds::weights) return all;
     if (device_.computes_as() != DeviceKind::cuda) {
-      if (asked > 1 && !options_.memory_limit) all.push_back(1);
+      if (asked > 1 && !options_.memory_limit && options_.place.processes == 1) all.push_back(1);
       return all;
     }
-    const int most = is_gpu_elsewhere(device_) ? 256 * asked : device_.sharers == 1 ? visible_gpus().count : 0;
+    const int most = is_gpu_elsewhere(device_) ? 256 * asked : device_.sharers == 1 && options_.place.processes == 1 ? visible_gpus().count : 0;
     for (int ranks = 2 * asked; ranks <= std::min(most, 1024); ranks *= 2) all.push_back(ranks);
     return all;
   }
@@ -108,7 +108,7 @@ class RemedySearch {
   }
   int64_t limit_for(const StepConfig& step) const {
     Options o = options_;
-    o.ranks = step.zero.ranks();
+    if (o.place.processes == 1) o.place.ranks_on_host = step.zero.ranks();
     return memory_limit(o, device_for(step));
   }
 

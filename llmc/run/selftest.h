@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/log.h"
+#include "run/processes.h"
 #include "run/ranks.h"
 
 namespace llmc {
@@ -125,19 +126,68 @@ struct Machine {
   Device device = {};  // of rank 0
   Backend backend = Backend::threads;
   int gpus = 1;
+  const Processes* processes = nullptr;  // of the ranks; none: this one has them all
 
   Device of_rank(int rank) const {
     Device its = device;
-    its.gpu = rank % gpus;
+    if (!processes) its.gpu = rank % gpus;
+    else its.gpu = (device.gpu + rank - processes->local_ranks().first) % gpus;
     return its;
   }
 };
+
+// Completes the whole tensors with what the ranks of other processes hold.
+inline void merge(std::map<std::string, std::vector<float>>& whole, std::string& fault, const Processes& processes) {
+  std::string mine;
+  const auto append = [&](const void* bytes, size_t size) { mine.append(static_cast<const char*>(bytes), size); };
+  for (const auto& [name, values] : whole) {
+    const size_t sizes[] = {name.size(), values.size()};
+    append(sizes, sizeof sizes);
+    append(name.data(), name.size());
+    append(values.data(), values.size() * sizeof(float));
+  }
+  const std::vector<std::string> all = processes.all_gather("tensors", mine);
+  for (size_t p = 0; p < all.size(); ++p)
+    for (size_t at = 0; at < all[p].size();) {
+      size_t sizes[2];
+      std::memcpy(sizes, all[p].data() + at, sizeof sizes);
+      const std::string name = all[p].substr(at + sizeof sizes, sizes[0]);
+      std::vector<float> values(sizes[1]);
+      std::memcpy(values.data(), all[p].data() + at + sizeof sizes + sizes[0], sizes[1] * sizeof(float));
+      at += sizeof sizes + sizes[0] + sizes[1] * sizeof(float);
+      std::vector<float>& to = whole[name];
+      to.resize(values.size(), std::numeric_limits<float>::infinity());
+      for (size_t i = 0; i < values.size(); ++i) {
+        if (std::isinf(to[i])) to[i] = values[i];
+        else if (!std::isinf(values[i]) && to[i] != values[i])
+          fault = formatted("process {} holds a different {}", p, name);
+      }
+    }
+}
+
+// The same results on all processes; losses and norms are those of rank 0.
+inline void merge(Outcome& outcome, const Processes& processes) {
+  merge(outcome.gradients, outcome.fault, processes);
+  merge(outcome.weights, outcome.fault, processes);
+  std::vector<double> scalars = outcome.losses;
+  scalars.insert(scalars.end(), outcome.norms.begin(), outcome.norms.end());
+  scalars.resize(2 * steps);  // of processes without rank 0 as well
+  const size_t bytes = scalars.size() * sizeof(double);
+  const std::string mine(reinterpret_cast<const char*>(scalars.data()), bytes);
+  const std::vector<std::string> all = processes.all_gather("losses", mine + outcome.fault);
+  std::memcpy(scalars.data(), all[0].data(), bytes);
+  outcome.losses.assign(scalars.begin(), scalars.begin() + steps);
+  outcome.norms.assign(scalars.begin() + steps, scalars.end());
+  for (const std::string& text : all)
+    if (text.size() > bytes) outcome.fault = text.substr(bytes);
+}
 
 inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, const Parts& parts = {}) {
   Outcome outcome;
   std::mutex mutex;
   const Plan plan = make_plan(step, machine.device);
-  World world(step.zero.mesh(), machine.backend, parts.hooks);
+  World world(step.zero.mesh(), machine.backend, parts.hooks,
+              machine.processes ? machine.processes->local_ranks() : LocalRanks());
   run_ranks(world, [&](int rank) {
     Run run(step, plan, machine.of_rank(rank), world, rank);
     init_weights(run.trainer.state(), 42, run.stream);
@@ -158,6 +208,7 @@ inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, c
     std::lock_guard lock(mutex);
     collect(outcome.weights, outcome.fault, run.trainer.state().state_table(), rank, run.stream);
   });
+  if (machine.processes) merge(outcome, *machine.processes);
   return outcome;
 }
 

@@ -19,8 +19,13 @@
 
 namespace llmc {
 
+// This process's share of the processors.
+inline int processors_of_process(const Options& o) {
+  return std::max(1, available_processors() / static_cast<int>(o.place.sharers));
+}
+
 inline Device choose_device(const Options& o) {
-  Device device{DeviceKind::cpu, o.threads > 0 ? static_cast<int>(o.threads) : available_processors()};
+  Device device{DeviceKind::cpu, o.threads > 0 ? static_cast<int>(o.threads) : processors_of_process(o)};
   device.tf32 = o.tf32 ? Tf32::yes : Tf32::no;
   device.graphs = o.cuda_graphs == "on";
   device.cudnn = o.attention == "cudnn";
@@ -34,7 +39,7 @@ inline Device choose_device(const Options& o) {
   CHECK(!elsewhere || !device.cudnn, "--attention cudnn: cuDNN's work space can only be planned on a GPU: {}",
         gpus.why_none);
   if (gpus.count > 0 || elsewhere) device.kind = DeviceKind::cuda;
-  require_code_for_gpus(std::min<int64_t>(o.ranks, gpus.count));
+  require_code_for_gpus(std::min<int64_t>(o.place.ranks_on_host, gpus.count));
   return device;
 }
 
@@ -62,19 +67,21 @@ inline ZeroConfig choose_layout(const Options& o) {
   return zero;
 }
 
-// One rank's part of the device: a share of the threads, or one of the GPUs, dealt out round-robin; without any, for a
-// plan, each has one.
-inline Device rank_device(Device device, int64_t ranks, int64_t rank = 0) {
-  const int64_t gpus = visible_gpus().count, parts = device.kind != DeviceKind::cuda ? 1 : gpus > 0 ? gpus : ranks;
-  device.threads = std::max(1, device.threads / static_cast<int>(ranks));
-  device.gpu = static_cast<int>(rank % parts);
+// One rank's part of the device: a share of the threads, or one of the host's GPUs, dealt out round-robin; without any,
+// for a plan, each has one. thread: the rank's number in this process.
+inline Device rank_device(Device device, const Place& place, int64_t thread = 0) {
+  const int64_t gpus = visible_gpus().count, ranks = place.own_gpus ? place.local_ranks : place.ranks_on_host,
+                parts = device.kind != DeviceKind::cuda ? 1 : gpus > 0 ? gpus : ranks;
+  device.threads = std::max(1, device.threads / static_cast<int>(place.local_ranks));
+  device.gpu = static_cast<int>(((place.own_gpus ? 0 : place.rank_on_host) + thread) % parts);
   device.sharers = static_cast<int>(ceil_div(ranks, parts));
   return device;
 }
 
-// The number of GPUs that the ranks use; a CPU counts as one.
-inline int64_t devices_in_use(const Device& device, int64_t ranks) {
-  return device.kind == DeviceKind::cuda ? std::min<int64_t>(ranks, visible_gpus().count) : 1;
+// The number of GPUs that all ranks use; or of hosts.
+inline int64_t devices_in_use(const Device& device, const Options& o) {
+  if (device.kind != DeviceKind::cuda) return o.place.hosts;
+  return o.ranks / rank_device(device, o.place).sharers;
 }
 
 // The transport between the ranks.
@@ -84,10 +91,16 @@ inline Backend choose_backend(const Options& o, const Device& rank_device) {
     CHECK(built_for_gpus, "--comm nccl: {}", visible_gpus().why_none);
     CHECK(built_with_nccl, "--comm nccl: this train_gpt was built without NCCL; install libnccl-dev and rebuild");
     CHECK(own_gpus,
-          "--comm nccl needs a GPU for each rank: --local-ranks {} on {} GPU(s), --device {}; use --comm auto", o.ranks,
-          visible_gpus().count, rank_device.kind);
+          "--comm nccl needs a GPU for each rank: {} rank(s) on {} GPU(s) of this host, --device {}; use --comm auto",
+          o.place.ranks_on_host, visible_gpus().count, rank_device.kind);
   }
-  return o.comm != "threads" && own_gpus && built_with_nccl && o.ranks > 1 ? Backend::nccl : Backend::threads;
+  const bool several = o.place.processes > 1;
+  CHECK(o.comm != "threads" || !several,
+        "--comm threads is for the ranks of one process, and there are {} processes; use --comm auto", o.place.processes);
+  CHECK((o.comm != "mpi" && o.comm != "tcp") || several,
+        "--comm {} is for several processes, and this is the only one: start more, or use --comm auto", o.comm);
+  if ((o.comm == "auto" || o.comm == "nccl") && own_gpus && built_with_nccl && o.ranks > 1) return Backend::nccl;
+  return !several ? Backend::threads : o.place.by_mpi && o.comm != "tcp" ? Backend::mpi : Backend::tcp;
 }
 
 // What a step computes. Checks everything that the options alone decide.

@@ -1,0 +1,83 @@
+// checkpoint_saver.h: saves a run's checkpoints, tries again where one could not be written, deletes old ones.
+#pragma once
+#include <algorithm>
+#include <chrono>
+#include <string>
+
+#include "run/checkpoint_write.h"
+#include "run/job.h"
+#include "run/progress.h"
+#include "run/run_dir.h"
+#include "run/step_report.h"
+
+namespace llmc {
+
+enum class OnFailure : uint8_t { retry, fail };
+
+// One rank's; all ranks call save() together.
+class CheckpointSaver {
+ public:
+  // directory: of rank 0; none on the others.
+  CheckpointSaver(const Job& job, RunDirectory* directory, Log& log, StepReport& report, StopCondition& stop)
+      : job_(job), o_(job.options), directory_(directory), log_(log), report_(report), stop_(stop) {}
+
+  const std::string& last() const { return last_; }  // in the out directory; empty: none
+  void resumed_from(const std::string& path) { last_ = path; }
+  bool retries_at(int64_t step) const { return step == retry_.at; }
+
+  // Writes the checkpoint of step progress.done, unless it exists already; returns whether there is one. If it cannot
+  // be written, as on a full disk, training may go on: it is tried again after 1, 2, 4 ... further updates.
+  bool save(const Progress& progress, Run& run, OnFailure on_failure) {
+    if (last_ == checkpoint_path(o_.out_dir, progress.done)) return true;
+    const auto begin = std::chrono::steady_clock::now();
+    log_.progress("writing checkpoint", 0, 1);
+    try {
+      report_.timed(Task::checkpoint, [&] {
+        last_ = write_checkpoint(o_.out_dir, progress.done, job_.step.model, run.trainer.state(), job_.step.dtype,
+                                 to_json_object(progress, job_), run.stream, job_.tokenizer_files, [&] {
+                                   log_.sync_metrics();  // a resumed run appends to them
+                                   directory_->ensure_run_file(o_);
+                                 });
+      });
+    } catch (const CheckpointError& error) {
+      const std::string last = last_.empty() ? "there is none" : "the last one is " + last_;
+      if (on_failure == OnFailure::fail)
+        throw Error(formatted("no checkpoint after step {}: {}; {}", progress.done, error.what(), last));
+      retry_.at = progress.done + retry_.pause;
+      retry_.pause *= 2;
+      log_.line(formatted("WARNING: no checkpoint after step {}: {}; {}; trying again by step {}", progress.done,
+                          error.what(), last, std::min(retry_.at, job_.max_steps)));
+      return false;
+    }
+    retry_ = {};
+    stop_.saved(seconds_since(begin));
+    log_.line("checkpoint: " + last_);
+    return true;
+  }
+
+  // After a checkpoint was saved. best: it is that of the best validation so far.
+  void tidy(int64_t step, bool best) const {
+    if (directory_ == nullptr) return;
+    try {
+      if (best) directory_->link_best(step);
+      directory_->prune(o_.keep_checkpoints, o_.keep_every);
+    } catch (const Error& error) {  // the checkpoint itself is safe
+      log_.line(formatted("WARNING: {}", error.what()));
+    }
+  }
+
+ private:
+  const Job& job_;
+  const Options& o_;
+  RunDirectory* directory_;
+  Log& log_;
+  StepReport& report_;
+  StopCondition& stop_;
+  std::string last_;
+  struct Retry {
+    int64_t at = 0;     // the step after which to try again; 0: no checkpoint has failed
+    int64_t pause = 1;  // updates until the attempt after that
+  } retry_;
+};
+
+}  // namespace llmc

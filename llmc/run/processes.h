@@ -1,0 +1,119 @@
+// processes.h: a job of several processes: which one this is, what they must agree on, and what they do together.
+#pragma once
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/log.h"
+#include "device/gpu.h"
+#include "device/host.h"
+#include "dist/processes.h"
+#include "run/options_print.h"
+#include "run/report.h"
+#include "run/setup.h"
+
+namespace llmc {
+
+namespace detail {
+
+inline std::optional<std::string> environment_variable(const std::string& name) {
+  const char* value = std::getenv(name.c_str());
+  return value == nullptr ? std::nullopt : std::optional<std::string>(value);
+}
+
+inline Launch launch_of(const Options& o) {
+  return find_launch({o.rank, o.world_size, o.rendezvous}, environment_variable, mpi_library());
+}
+
+// The options that all processes must have alike: but for what says where one of them is.
+inline std::vector<std::pair<std::string, std::string>> options_to_agree_on(const Options& o) {
+  std::vector<std::pair<std::string, std::string>> all;
+  for (const OptionText& t : option_texts(o))
+    if (t.name != "--rank" && t.name != "--rendezvous" && t.name != "--threads") all.emplace_back(t.name, t.text);
+  return all;
+}
+
+}  // namespace detail
+
+// Neither of the modes that one process does alone; --selftest counts.
+inline bool needs_ranks(const Options& o) { return !o.generate && !o.plan && !o.verify_data; }
+
+// The number of ranks, and which of them are this process's, as far as the launcher and the options tell.
+inline void take_place(Options& o) {
+  Place& place = o.place;
+  if (o.plan && !o.rank) {  // a plan needs no processes
+    place.processes = o.world_size.value_or(1);
+  } else {
+    const Launch launch = detail::launch_of(o);
+    place.process = launch.process;
+    place.processes = launch.processes;
+  }
+  place.local_ranks = o.local_ranks > 0 ? o.local_ranks : place.processes > 1 ? 1 : default_ranks(o);
+  o.ranks = place.processes * place.local_ranks;
+  place.ranks_on_host = o.plan ? o.ranks : place.local_ranks;
+}
+
+// Meets the other processes of the job, and completes the place of this one.
+inline std::unique_ptr<Processes> meet(Options& o) {
+  Place& place = o.place;
+  if (place.processes == 1 || !needs_ranks(o)) return std::make_unique<Processes>();
+  const Launch launch = detail::launch_of(o);
+  const std::string me = formatted("rank {} on {}: ", place.first_rank(), host_name());
+  Rendezvous at;
+  at.where = launch.rendezvous;
+  at.token = read_token(detail::environment_variable);
+  at.init_timeout = o.init_timeout;
+  at.address = detail::environment_variable("TRAIN_GPT_ADDRESS").value_or("");
+  at.say = [me](const std::string& text) { std::fprintf(stderr, "%s%s\n", me.c_str(), text.c_str()); };
+  auto processes = std::make_unique<Processes>(launch,
+                                               Greeting{.process = launch.process,
+                                                        .processes = launch.processes,
+                                                        .local_ranks = static_cast<int>(place.local_ranks),
+                                                        .build = version_text(),
+                                                        .agree = detail::options_to_agree_on(o)},
+                                               std::move(at), o.comm != "tcp");
+  const ControlPlane& control = *processes->control();
+  place.by_mpi = launch.by == Launch::By::mpi;
+  place.ranks_on_host = control.local_processes() * place.local_ranks;
+  place.rank_on_host = control.local_process() * place.local_ranks;
+  std::set<std::string> machines;
+  for (const Peer& peer : control.peers()) machines.insert(peer.machine);
+  place.hosts = static_cast<int64_t>(machines.size());
+  // Launchers bind processes to processors, or give each its own GPUs.
+  const std::string machine = control.peers()[static_cast<size_t>(place.process)].machine;
+  const auto sharing = [&](const std::string& topic, const std::string& mine) {
+    const std::vector<std::string> all = processes->all_gather(topic, mine);
+    int64_t count = 0;
+    for (size_t p = 0; p < all.size(); ++p) count += all[p] == mine && control.peers()[p].machine == machine;
+    return count;
+  };
+  place.sharers = sharing("processors", processor_set());
+  place.own_gpus = visible_gpus().count > 0 && sharing("GPUs", gpu_set()) == 1;
+  return processes;
+}
+
+// Does the same on all processes; if it fails on one of them, it fails on all, with the error and who had it.
+template <class F>
+void together(const Processes& processes, const char* what, F&& f) {
+  std::string fault;
+  try {
+    f();
+  } catch (const Error& error) {
+    if (processes.alone()) throw;
+    fault = error.what();
+  }
+  const std::vector<std::string> all = processes.all_gather(what, fault);
+  const bool same = std::all_of(all.begin(), all.end(), [&](const std::string& text) { return text == all[0]; });
+  const auto first = std::find_if(all.begin(), all.end(), [](const std::string& text) { return !text.empty(); });
+  if (first == all.end()) return;
+  const int rank = static_cast<int>(first - all.begin()) * processes.control()->local_ranks();
+  throw SharedError((same ? "" : processes.control()->name_of_rank(rank) + ": ") + *first);
+}
+
+}  // namespace llmc
