@@ -154,7 +154,7 @@ SHOW_CONFIG := $(if $(MAKE_RESTARTS),config)
 
 # ---- The trainer -----------------------------------------------------------------------------------------------------
 
-LIBS := -lxxhash -ldl
+LIBS := -lxxhash -lcrypto -ldl
 ifeq ($(ONEDNN),1)
 DEFINES += -DTRAIN_GPT_ONEDNN
 LIBS += -ldnnl

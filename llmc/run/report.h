@@ -10,6 +10,7 @@
 #include <string>
 #include <tuple>
 
+#include "core/host_name.h"
 #include "core/log.h"
 #include "data/dataloader.h"
 #include "dist/world.h"
