@@ -16,7 +16,7 @@
 #include "run/checkpoint_saver.h"
 #include "run/job.h"
 #include "run/modes.h"
-#include "run/options_parse.h"
+#include "run/options/parse.h"
 #include "run/processes.h"
 #include "run/progress.h"
 #include "run/ranks.h"
@@ -83,7 +83,8 @@ class Training {
       if (progress_.done > 0) checkpoints_.save(progress_, run_, OnFailure::fail);
       throw Error(
           formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume{}", stop.reason,
-                    progress_.done, job_.max_steps, progress_.done > 0 ? ", saved to " + checkpoints_.last() : std::string(),
+                    progress_.done, job_.max_steps,
+                    progress_.done > 0 ? ", saved to " + checkpoints_.last() : std::string(),
                     o_.restart ? ", without --restart," : "",
                     progress_.done == first_ ? " (this start completed no update: another such would not either)" : ""),
           ExitStatus::requeue);

@@ -108,10 +108,4 @@ inline int64_t resident_bytes() {
   return resident * sysconf(_SC_PAGE_SIZE);
 }
 
-inline std::string host_name() {
-  char name[256] = "unknown host";
-  gethostname(name, sizeof name - 1);
-  return name;
-}
-
 }  // namespace llmc

@@ -21,9 +21,9 @@ class Processes {
   Processes() = default;
   // Meets the others; blocks until all are there and agree, or throws on all of them. mpi: tensors go by MPI where it
   // has started the processes, otherwise by TCP.
-  Processes(const Launch& launch, Greeting greeting, Rendezvous at, bool mpi) : greeting_(greeting) {
+  Processes(const Launched& launch, Greeting greeting, Rendezvous at, bool mpi) : greeting_(greeting) {
     if (launch.processes == 1) return;
-    if (launch.by == Launch::By::mpi) {
+    if (launch.by == Launched::By::mpi) {
       auto links = std::make_unique<MpiLinks>(greeting.local_ranks);
       greeting_.process = links->process();
       greeting_.processes = links->processes();
@@ -46,7 +46,10 @@ class Processes {
     if (alone()) return {};
     return {.first = process() * greeting_.local_ranks, .count = greeting_.local_ranks, .links = &links()};
   }
-  Links& links() const { return tcp_ ? *tcp_ : *links_; }
+  Links& links() const {
+    if (tcp_) return *tcp_;
+    return *links_;
+  }
 
   // An all-gather of text between the processes, by process.
   std::vector<std::string> all_gather(const std::string& topic, const std::string& text) const {

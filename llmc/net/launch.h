@@ -30,7 +30,7 @@ namespace llmc {
 // The MPI library of this build. mpich: or one that comes from it, such as Intel MPI and MVAPICH.
 enum class MpiLibrary : uint8_t { none, open_mpi, mpich };
 
-struct Launch {
+struct Launched {
   // mpi: MPI_Init finds the other processes. options: and those of an mpirun that is not of this build's MPI.
   enum class By : uint8_t { alone, mpi, slurm, torchrun, options } by = By::alone;
   int process = 0, processes = 1;
@@ -105,7 +105,7 @@ struct Number {
 
 // What a launcher, or the user, says of this process. Without a rank: nothing.
 struct Claim {
-  Launch::By by = Launch::By::alone;
+  Launched::By by = Launched::By::alone;
   std::string how;
   std::optional<Number> rank = {}, size = {}, local_rank = {}, local_size = {};
   MpiLibrary mpi = MpiLibrary::none;  // By::mpi: whose MPI_Init finds the others
@@ -116,7 +116,7 @@ class FindLaunch {
   FindLaunch(const LaunchOptions& options, const Environment& environment, MpiLibrary built)
       : options_(options), environment_(environment), built_(built) {}
 
-  Launch find() const {
+  Launched find() const {
     Claim claim = innermost_launcher();
     const Claim by_hand = torchrun(), options = from_options();
     if (!claim.rank || (claim.size && claim.size->value == 1)) claim = by_hand;  // one process says nothing of others
@@ -138,7 +138,7 @@ class FindLaunch {
   }
 
   Claim open_mpi() const {
-    return {.by = Launch::By::mpi,
+    return {.by = Launched::By::mpi,
             .how = "mpirun (Open MPI)",
             .rank = number("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
             .size = number("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -150,7 +150,7 @@ class FindLaunch {
   Claim mpich() const {
     // srun --mpi=pmi2 sets PMI_RANK too, and with it PMI_JOBID, which mpiexec does not set but inherits.
     if (text("PMI_JOBID") && !text("MPI_LOCALRANKID")) return {};
-    return {.by = Launch::By::mpi,
+    return {.by = Launched::By::mpi,
             .how = "mpiexec (MPICH)",
             .rank = number("PMI_RANK", "PMI_SIZE"),
             .size = number("PMI_SIZE", "PMI_RANK"),
@@ -162,15 +162,17 @@ class FindLaunch {
   // How many there are, PMIx tells only those who call it, as Open MPI does.
   Claim pmix() const {
     if (text("PMIX_NAMESPACE").value_or("").starts_with("slurm.pmix.")) return {};  // srun --mpi=pmix
-    return {
-        .by = Launch::By::mpi, .how = "a launcher with PMIx", .rank = number("PMIX_RANK"), .mpi = MpiLibrary::open_mpi};
+    return {.by = Launched::By::mpi,
+            .how = "a launcher with PMIx",
+            .rank = number("PMIX_RANK"),
+            .mpi = MpiLibrary::open_mpi};
   }
 
   // An sbatch called from within a step inherits that step's variables and looks like its first task. It waits for the
   // others until --init-timeout, and says so.
   Claim slurm() const {
     if (!text("SLURM_STEP_ID")) return {};
-    Claim claim{.by = Launch::By::slurm,
+    Claim claim{.by = Launched::By::slurm,
                 .how = formatted("srun (Slurm job {})", text("SLURM_JOB_ID").value_or("unknown")),
                 .rank = number("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
                 .size = number("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
@@ -184,7 +186,7 @@ class FindLaunch {
     const std::string step = text("SLURM_JOB_ID").value_or("") + "." + *text("SLURM_STEP_ID");
     const bool helped = built_ == MpiLibrary::open_mpi ? text("PMIX_NAMESPACE") == "slurm.pmix." + step
                                                        : built_ == MpiLibrary::mpich && text("PMI_JOBID") == step;
-    if (helped) claim.by = Launch::By::mpi;
+    if (helped) claim.by = Launched::By::mpi;
     else if (built_ != MpiLibrary::none)
       claim.how += formatted("; --mpi={} would let it use MPI", built_ == MpiLibrary::open_mpi ? "pmix" : "pmi2");
     return claim;
@@ -192,7 +194,7 @@ class FindLaunch {
 
   // Set by torchrun, by those who imitate it, and by hand.
   Claim torchrun() const {
-    return {.by = Launch::By::torchrun,
+    return {.by = Launched::By::torchrun,
             .how = "torchrun's variables",
             .rank = number("RANK", "WORLD_SIZE"),
             .size = number("WORLD_SIZE", "RANK"),
@@ -201,7 +203,7 @@ class FindLaunch {
   }
 
   Claim from_options() const {
-    Claim claim{.by = Launch::By::options, .how = "--rank"};
+    Claim claim{.by = Launched::By::options, .how = "--rank"};
     if (options_.rank) claim.rank = Number{"--rank", *options_.rank};
     if (options_.world_size) claim.size = Number{"--world-size", *options_.world_size};
     return claim;
@@ -226,9 +228,9 @@ class FindLaunch {
 
   // ---- What follows ----
 
-  Launch launch_of(const Claim& claim) const {
+  Launched launch_of(const Claim& claim) const {
     const std::string all = "--rank, --world-size and --rendezvous go together, unless a launcher gives the first two";
-    CHECK(claim.size || !claim.rank || claim.by == Launch::By::options,
+    CHECK(claim.size || !claim.rank || claim.by == Launched::By::options,
           "{} of {} is one of several processes, but of how many? Add --world-size N, or unset PMIX_RANK",
           claim.rank->shown(), claim.how);
     CHECK(claim.size || (!claim.rank && options_.rendezvous.empty()), "{}", all);
@@ -239,33 +241,33 @@ class FindLaunch {
     CHECK(!claim.local_size || claim.local_size->value <= claim.size->value, "{} on this host, but {} in all",
           claim.local_size->shown(), claim.size->shown());
 
-    Launch launch{.by = claim.by,
-                  .process = static_cast<int>(claim.rank->value),
-                  .processes = static_cast<int>(claim.size->value),
-                  .rendezvous = options_.rendezvous,
-                  .how = claim.how};
+    Launched launch{.by = claim.by,
+                    .process = static_cast<int>(claim.rank->value),
+                    .processes = static_cast<int>(claim.size->value),
+                    .rendezvous = options_.rendezvous,
+                    .how = claim.how};
     if (claim.local_rank) launch.local_process = static_cast<int>(claim.local_rank->value);
     if (claim.local_size) launch.local_processes = static_cast<int>(claim.local_size->value);
-    if (launch.by == Launch::By::mpi && claim.mpi != built_) launch.by = Launch::By::options;
-    if (launch.rendezvous.empty() && launch.by != Launch::By::mpi) launch.rendezvous = rendezvous(claim, launch);
+    if (launch.by == Launched::By::mpi && claim.mpi != built_) launch.by = Launched::By::options;
+    if (launch.rendezvous.empty() && launch.by != Launched::By::mpi) launch.rendezvous = rendezvous(claim, launch);
     return launch;
   }
 
-  Launch alone() const {
-    Launch launch;
+  Launched alone() const {
+    Launched launch;
     const std::optional<Number> tasks = number("SLURM_NTASKS");
     if (tasks && tasks->value > 1)
       launch.how += formatted(", although the Slurm job is for {} tasks: srun or mpirun starts them", tasks->value);
     return launch;
   }
 
-  std::string rendezvous(const Claim& claim, const Launch& launch) const {
+  std::string rendezvous(const Claim& claim, const Launched& launch) const {
     switch (launch.by) {
-      case Launch::By::slurm: return slurm_rendezvous(launch);
-      case Launch::By::torchrun: return torchrun_rendezvous();
+      case Launched::By::slurm: return slurm_rendezvous(launch);
+      case Launched::By::torchrun: return torchrun_rendezvous();
       default: break;
     }
-    CHECK(claim.by != Launch::By::mpi,
+    CHECK(claim.by != Launched::By::mpi,
           "{} is of {}, and this build is with {}, which does not find the other processes so: use its own mpirun, or "
           "add "
           "--rendezvous HOST:PORT, where they meet by TCP",
@@ -275,7 +277,7 @@ class FindLaunch {
   }
 
   // A port of its own for every step, below those that Linux gives to clients (from 32768).
-  std::string slurm_rendezvous(const Launch& launch) const {
+  std::string slurm_rendezvous(const Launched& launch) const {
     const std::optional<Number> job = number("SLURM_JOB_ID"), step = number("SLURM_STEP_ID");
     const std::optional<std::string> nodes = text("SLURM_STEP_NODELIST");
     CHECK(job && nodes, "{} is not set: give --rendezvous HOST:PORT", job ? "SLURM_STEP_NODELIST" : "SLURM_JOB_ID");
@@ -330,7 +332,7 @@ class FindLaunch {
 }  // namespace detail
 
 // What this process is to do. Refuses what contradicts itself, is incomplete, or cannot work, and names the variables.
-inline Launch find_launch(const LaunchOptions& options, const Environment& environment, MpiLibrary built) {
+inline Launched find_launch(const LaunchOptions& options, const Environment& environment, MpiLibrary built) {
   return detail::FindLaunch(options, environment, built).find();
 }
 

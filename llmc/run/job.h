@@ -11,7 +11,7 @@
 #include "core/signals.h"
 #include "data/dataloader.h"
 #include "run/checkpoint.h"
-#include "run/options.h"
+#include "run/options/options.h"
 #include "run/report.h"
 #include "run/run_dir.h"
 #include "run/setup.h"

@@ -4,7 +4,7 @@
 
 #include "core/log.h"
 #include "data/verify_data.h"
-#include "run/options.h"
+#include "run/options/options.h"
 #include "run/processes.h"
 #include "run/report.h"
 #include "run/selftest.h"

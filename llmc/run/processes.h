@@ -14,7 +14,7 @@
 #include "device/gpu.h"
 #include "device/host.h"
 #include "dist/processes.h"
-#include "run/options_print.h"
+#include "run/options/print.h"
 #include "run/report.h"
 #include "run/setup.h"
 
@@ -27,7 +27,7 @@ inline std::optional<std::string> environment_variable(const std::string& name) 
   return value == nullptr ? std::nullopt : std::optional<std::string>(value);
 }
 
-inline Launch launch_of(const Options& o) {
+inline Launched launch_of(const Options& o) {
   return find_launch({o.rank, o.world_size, o.rendezvous}, environment_variable, mpi_library());
 }
 
@@ -50,7 +50,7 @@ inline void take_place(Options& o) {
   if (o.plan && !o.rank) {  // a plan needs no processes
     place.processes = o.world_size.value_or(1);
   } else {
-    const Launch launch = detail::launch_of(o);
+    const Launched launch = detail::launch_of(o);
     place.process = launch.process;
     place.processes = launch.processes;
   }
@@ -63,7 +63,7 @@ inline void take_place(Options& o) {
 inline std::unique_ptr<Processes> meet(Options& o) {
   Place& place = o.place;
   if (place.processes == 1 || !needs_ranks(o)) return std::make_unique<Processes>();
-  const Launch launch = detail::launch_of(o);
+  const Launched launch = detail::launch_of(o);
   const std::string me = formatted("rank {} on {}: ", place.first_rank(), host_name());
   Rendezvous at;
   at.where = launch.rendezvous;
@@ -79,11 +79,15 @@ inline std::unique_ptr<Processes> meet(Options& o) {
                                                         .agree = detail::options_to_agree_on(o)},
                                                std::move(at), o.comm != "tcp");
   const ControlPlane& control = *processes->control();
-  place.by_mpi = launch.by == Launch::By::mpi;
+  place.by_mpi = launch.by == Launched::By::mpi;
   place.ranks_on_host = control.local_processes() * place.local_ranks;
   place.rank_on_host = control.local_process() * place.local_ranks;
   std::set<std::string> machines;
-  for (const Peer& peer : control.peers()) machines.insert(peer.machine);
+  for (const Peer& peer : control.peers()) {
+    machines.insert(peer.machine);
+    place.host_of_process.push_back(peer.host);
+  }
+  place.started_by = launch.how;
   place.hosts = static_cast<int64_t>(machines.size());
   // Launchers bind processes to processors, or give each its own GPUs.
   const std::string machine = control.peers()[static_cast<size_t>(place.process)].machine;

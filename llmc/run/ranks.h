@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/host_name.h"
 #include "dist/world.h"
 #include "run/planner.h"
 

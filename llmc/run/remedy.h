@@ -10,7 +10,7 @@
 
 #include "core/log.h"
 #include "device/gpu.h"
-#include "run/options.h"
+#include "run/options/options.h"
 #include "run/planner.h"
 
 namespace llmc {
@@ -80,7 +80,9 @@ class RemedySearch {
       if (asked > 1 && !options_.memory_limit && options_.place.processes == 1) all.push_back(1);
       return all;
     }
-    const int most = is_gpu_elsewhere(device_) ? 256 * asked : device_.sharers == 1 && options_.place.processes == 1 ? visible_gpus().count : 0;
+    const int most = is_gpu_elsewhere(device_)                               ? 256 * asked
+                     : device_.sharers == 1 && options_.place.processes == 1 ? visible_gpus().count
+                                                                             : 0;
     for (int ranks = 2 * asked; ranks <= std::min(most, 1024); ranks *= 2) all.push_back(ranks);
     return all;
   }

@@ -10,13 +10,15 @@
 #include <string>
 #include <tuple>
 
+#include "core/host_name.h"
 #include "core/log.h"
 #include "data/dataloader.h"
 #include "dist/world.h"
 #include "model/hf_config.h"
-#include "run/options_print.h"
+#include "run/options/print.h"
 #include "run/peak.h"
 #include "run/remedy.h"
+#include "run/report_ranks.h"
 #include "text/tokenizer.h"
 
 #ifndef TRAIN_GPT_GIT_HASH
@@ -244,19 +246,7 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
                                                                   val->count(), human_count(val->tokens())));
   rows.emplace_back("output", o.out_dir);
   log.table("train_gpt " TRAIN_GPT_GIT_HASH, rows);
-  if (step.zero.ranks() > 1) {
-    Rows who;
-    const Mesh mesh = step.zero.mesh();
-    for (int rank = 0; rank < mesh.size(); ++rank) {
-      who.emplace_back(formatted("rank {}", rank), mesh.coordinates(rank));
-    }
-    log.table("ranks, threads of this process; tensors go through " +
-                  (backend == Backend::nccl ? nccl_version() : std::string("the process's memory, thread to thread")),
-              who);
-    if (device.kind == DeviceKind::cuda && backend == Backend::threads)
-      log.line(
-          "notice: ranks share GPUs, or this build has no NCCL: every exchange waits for the GPU: correct but slow");
-  }
+  if (step.zero.ranks() > 1) report_ranks(log, o, device, backend, step.zero.mesh());
   log.table(o.ranks == 1 ? "memory" : "memory per rank", detail::memory_rows(plan));
   detail::report_unlikely_data(log, o, step, train, val);
   for (const std::string& notice : detail::tokenizer_notices(o, step.model, tokenizer, &train)) log.line(notice);

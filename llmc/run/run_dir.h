@@ -14,7 +14,7 @@
 
 #include "core/log.h"
 #include "run/checkpoint.h"
-#include "run/options_print.h"
+#include "run/options/print.h"
 
 namespace llmc {
 

@@ -11,7 +11,7 @@
 #include "core/log.h"
 #include "device/gpu.h"
 #include "run/checkpoint.h"
-#include "run/options.h"
+#include "run/options/options.h"
 #include "run/ranks.h"
 #include "text/tokenizer.h"
 #include "train/lr_schedule.h"
@@ -71,7 +71,9 @@ inline ZeroConfig choose_layout(const Options& o) {
 // for a plan, each has one. thread: the rank's number in this process.
 inline Device rank_device(Device device, const Place& place, int64_t thread = 0) {
   const int64_t gpus = visible_gpus().count, ranks = place.own_gpus ? place.local_ranks : place.ranks_on_host,
-                parts = device.kind != DeviceKind::cuda ? 1 : gpus > 0 ? gpus : ranks;
+                parts = device.kind != DeviceKind::cuda ? 1
+                        : gpus > 0                      ? gpus
+                                                        : ranks;
   device.threads = std::max(1, device.threads / static_cast<int>(place.local_ranks));
   device.gpu = static_cast<int>(((place.own_gpus ? 0 : place.rank_on_host) + thread) % parts);
   device.sharers = static_cast<int>(ceil_div(ranks, parts));
@@ -96,7 +98,8 @@ inline Backend choose_backend(const Options& o, const Device& rank_device) {
   }
   const bool several = o.place.processes > 1;
   CHECK(o.comm != "threads" || !several,
-        "--comm threads is for the ranks of one process, and there are {} processes; use --comm auto", o.place.processes);
+        "--comm threads is for the ranks of one process, and there are {} processes; use --comm auto",
+        o.place.processes);
   CHECK((o.comm != "mpi" && o.comm != "tcp") || several,
         "--comm {} is for several processes, and this is the only one: start more, or use --comm auto", o.comm);
   if ((o.comm == "auto" || o.comm == "nccl") && own_gpus && built_with_nccl && o.ranks > 1) return Backend::nccl;

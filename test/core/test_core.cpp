@@ -11,7 +11,7 @@
 #include "core/log.h"
 #include "core/rng.h"
 #include "helpers.h"
-#include "run/options_parse.h"
+#include "run/options/parse.h"
 
 using namespace llmc;
 
@@ -22,8 +22,8 @@ Options parse(std::vector<std::string> arguments) {
   arguments.insert(arguments.begin() + 1, {"--train-data", "x"});
   std::vector<const char*> argv;
   for (const std::string& a : arguments) argv.push_back(a.c_str());
-  const auto default_ranks = [](const Options& o) { return o.seed == 4 ? 4 : 1; };  // independent of the options
-  return parse_command_line(static_cast<int>(argv.size()), argv.data(), default_ranks).options;
+  const auto take_place = [](Options& o) { o.ranks = o.local_ranks > 0 ? o.local_ranks : o.seed == 4 ? 4 : 1; };
+  return parse_command_line(static_cast<int>(argv.size()), argv.data(), take_place).options;
 }
 
 }  // namespace

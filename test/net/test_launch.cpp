@@ -10,14 +10,14 @@ using namespace llmc;
 namespace {
 
 using Variables = std::map<std::string, std::string>;
-using By = Launch::By;
+using By = Launched::By;
 
 Variables operator+(Variables a, const Variables& b) {
   for (const auto& [name, value] : b) a[name] = value;
   return a;
 }
 
-Launch find(const Variables& variables, MpiLibrary built = MpiLibrary::none, const LaunchOptions& options = {}) {
+Launched find(const Variables& variables, MpiLibrary built = MpiLibrary::none, const LaunchOptions& options = {}) {
   return find_launch(
       options,
       [&](const std::string& name) {
@@ -28,7 +28,7 @@ Launch find(const Variables& variables, MpiLibrary built = MpiLibrary::none, con
 }
 
 // "by process/processes local_process/local_processes rendezvous"
-std::string shown(const Launch& l) {
+std::string shown(const Launched& l) {
   auto local = [](const std::optional<int>& n) { return n ? std::to_string(*n) : "-"; };
   constexpr std::array<const char*, 5> by = {"alone", "mpi", "slurm", "torchrun", "options"};
   return formatted("{} {}/{} {}/{} {}", by[static_cast<size_t>(l.by)], l.process, l.processes, local(l.local_process),

@@ -1,5 +1,5 @@
 // options.h: every option, defined once. One visitor gives its name, the values that it takes, whether a resumed run
-// may change it, and its help. options_print.h prints what the visitor sees, options_parse.h reads and checks it.
+// may change it, and its help. print.h prints what the visitor sees, parse.h reads and checks it.
 #pragma once
 #include <limits>
 #include <optional>
@@ -7,20 +7,9 @@
 #include <vector>
 
 #include "core/check.h"
+#include "run/options/place.h"
 
 namespace llmc {
-
-// This process among those of the job, on whatever host. Alone, it has all ranks.
-struct Place {
-  int64_t process = 0, processes = 1, hosts = 1;
-  int64_t local_ranks = 1;                    // of this process, and of each other
-  int64_t ranks_on_host = 1, rank_on_host = 0;  // of all processes on this host; the first of this process among them
-  int64_t sharers = 1;   // processes that may use the same processors
-  bool by_mpi = false;   // MPI has started the processes
-  bool own_gpus = false; // the launcher shows each process GPUs of its own
-
-  int64_t first_rank() const { return process * local_ranks; }
-};
 
 struct Options {
   std::string train_data, val_data;

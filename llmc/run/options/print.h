@@ -1,4 +1,4 @@
-// options_print.h: the options as text: help, a --config file, a command line, the table in README.md.
+// print.h: the options as text: help, a --config file, a command line, the table in README.md.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "run/options.h"
+#include "run/options/options.h"
 
 namespace llmc {
 

@@ -1,4 +1,4 @@
-// foreign_options.h: what other trainers call an option, and what it is called here: the one list, from which come the
+// foreign.h: what other trainers call an option, and what it is called here: the one list, from which come the
 // answer to an unknown option and the tables in README.md.
 #pragma once
 #include <optional>

@@ -1,4 +1,4 @@
-// options_parse.h: reads options from the command line and from --config files, and validates them.
+// parse.h: reads options from the command line and from --config files, and validates them.
 #pragma once
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -16,8 +16,8 @@
 #include "core/check.h"
 #include "core/files.h"
 #include "core/words.h"
-#include "run/foreign_options.h"
-#include "run/options_print.h"
+#include "run/options/foreign.h"
+#include "run/options/print.h"
 #include "text/unicode.h"
 
 namespace llmc {
@@ -89,11 +89,10 @@ inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
 [[noreturn]] inline void refuse_stray_word(const std::string& word, const std::string& before) {
   Options o;
   std::string flag;
-  visit_options(
-      o, OptionVisitor{no_group,
-                       [&](const char* name, const char* letter, auto& field, const Limits&, ResumeRule, const char*) {
-                         if (is_flag(field) && (before == name || before == letter)) flag = name;
-                       }});
+  visit_options(o, OptionVisitor{no_group, [&](const char* name, const char* letter, auto& field, const Limits&,
+                                               ResumeRule, const char*) {
+                                   if (is_flag(field) && (before == name || before == letter)) flag = name;
+                                 }});
   CHECK(flag.empty(), "{} takes no value: leave out '{}', or write {}=false to switch it off; see --help", flag, word,
         flag);
   throw Error(
