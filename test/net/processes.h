@@ -40,7 +40,7 @@ inline llmc::Rendezvous at(const std::string& where, Lines& lines, double init_t
   at.where = where;
   at.token = token;
   at.init_timeout = init_timeout;
-  at.patience = 0.2;
+  at.patience = 0.1;
   at.say = lines.say();
   return at;
 }

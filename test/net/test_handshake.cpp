@@ -58,6 +58,8 @@ TEST_CASE("HMAC-SHA256 gives the published codes") {  // RFC 4231, cases 2 and 6
   REQUIRE(text(hmac_sha256(std::string(131, '\xaa'), "Test Using Larger Than Block-Size Key - Hash Key First")) ==
           "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54");
   REQUIRE(random_token() != random_token());
+  REQUIRE(proof_of(Role::connecting, Answer::welcome, {}, {}, token) !=
+          proof_of(Role::listening, Answer::welcome, {}, {}, token));  // so neither can be sent back
   REQUIRE(random_token().size() == 64);
 }
 

@@ -1,4 +1,5 @@
 // net/: processes meet, agree and talk, or all learn why they cannot.
+#include <atomic>
 #include <chrono>
 
 #include "catch2.h"
@@ -27,6 +28,14 @@ std::vector<std::string> meet(int n, const std::function<void(int, Greeting&)>& 
 }
 void require_all(const std::vector<std::string>& errors, const std::string& expected) {
   for (const std::string& error : errors) REQUIRE(error == expected);
+}
+
+Socket connect_when_ready(int port) {
+  for (;;) try {
+      return connect_to(resolve({"127.0.0.1", port}).at(0), Limit::seconds(5));
+    } catch (const ConnectionError&) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
 }
 
 }  // namespace
@@ -146,13 +155,19 @@ TEST_CASE("values that differ everywhere are not all listed") {
 TEST_CASE("a difference is told before all have come, and to those who come later") {
   const TempDir dir;
   Lines lines;
+  std::atomic<bool> told = false;
   const auto errors = on_threads(3, [&](int p) {
     Rendezvous there = at("file:" + dir / "meeting", lines);
-    there.patience = 0.6;
-    if (p == 2) std::this_thread::sleep_for(std::chrono::milliseconds(650));
+    if (p == 0) there.patience = 0.5;
+    while (p == 2 && !told) std::this_thread::sleep_for(std::chrono::milliseconds(2));
     Greeting it = greeting(p, 3);
     it.agree[1].second = std::to_string(p);
-    const Job job(it, std::move(there));
+    try {
+      const Job job(it, std::move(there));
+    } catch (const Error&) {
+      told = true;
+      throw;
+    }
   });
   require_all(errors, "--seed differs: 0 on rank 0, 1 on rank 1");
 }
@@ -325,13 +340,16 @@ TEST_CASE("strangers and late processes do not disturb a job that has begun") {
 TEST_CASE("hostile connections during the rendezvous are refused, and the job begins") {
   Lines lines;
   const int port = free_port();
+  std::atomic<bool> attacked = false;
   const auto errors = on_threads(3, [&](int p) {
     if (p == 2) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));
-      CHECK(attack(port, 40, "--patience 0 --seed 5"), "a hostile connection was welcome");
+      connect_when_ready(port);
+      const bool good = attack(port, 40, "--patience 0 --seed 5");
+      attacked = true;
+      CHECK(good, "a hostile connection was welcome");
       return;
     }
-    if (p == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    while (p == 1 && !attacked) std::this_thread::sleep_for(std::chrono::milliseconds(5));
     Job(greeting(p, 2), at(formatted("127.0.0.1:{}", port), lines)).barrier("here");
   });
   require_all(errors, "");
