@@ -155,7 +155,7 @@ TEST_CASE("hostile connections do not disturb data") {
   const int port = all.jobs[0].peers()[1].port;
   require_none(on_threads(3, [&](int p) {
     if (p == 2) {
-      CHECK(attack(port, 30, "--patience 0 --seed 6"), "a hostile connection was welcome");
+      CHECK(attack(port, 30, "--patience 0 --seed 6"), "a hostile connection was believed");
       return;
     }
     for (int group = 0; group < 60; ++group) {  // new connections all the time
