@@ -158,7 +158,7 @@ TEST_CASE("a difference is told before all have come, and to those who come late
   std::atomic<bool> told = false;
   const auto errors = on_threads(3, [&](int p) {
     Rendezvous there = at("file:" + dir / "meeting", lines);
-    if (p == 0) there.patience = 0.5;
+    if (p == 0) there.patience = 0.4;
     while (p == 2 && !told) std::this_thread::sleep_for(std::chrono::milliseconds(2));
     Greeting it = greeting(p, 3);
     it.agree[1].second = std::to_string(p);
@@ -184,8 +184,8 @@ TEST_CASE("processes that do not come are named on all that have") {
   const TempDir dir;
   Lines lines;
   const std::string where = "file:" + dir / "meeting";
-  const auto errors = on_threads(3, [&](int p) { const Job job(greeting(p == 2 ? 4 : p, 6), at(where, lines, 0.4)); });
-  require_all(errors, formatted("ranks 2, 3 and 5 have not arrived at {} within 0.4 s (--init-timeout)", where));
+  const auto errors = on_threads(3, [&](int p) { const Job job(greeting(p == 2 ? 4 : p, 6), at(where, lines, 0.25)); });
+  require_all(errors, formatted("ranks 2, 3 and 5 have not arrived at {} within 0.25 s (--init-timeout)", where));
   REQUIRE(lines.contain("waiting for ranks 2, 3 and 5 of 6 at " + where));
 }
 
@@ -202,7 +202,7 @@ TEST_CASE("a process that ends while others arrive is named at once") {
       Control control({[](int, Message) {}, [](int, const std::string&) {}});
       Introduction it{1, greeting(2, 4), {2, "elsewhere", "", "", 1}};
       control.send(control.add(reach_process_0(at(where, lines), 2).socket), {1, it.parts()});
-      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
     });
     REQUIRE(errors[0] == formatted("rank 2 on elsewhere has ended before all had met at {}", where));
     REQUIRE(errors[1] == errors[0]);
@@ -236,7 +236,7 @@ TEST_CASE("a process with another token or none is refused, and the others wait 
   Lines lines;
   const auto errors = on_threads(4, [&](int p) {
     Rendezvous there = at(where, lines);
-    if (p == 1) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    if (p == 1) std::this_thread::sleep_for(std::chrono::milliseconds(80));
     if (p == 2) there.token = "a token of somebody else's tests";
     if (p == 3) there.token = "";
     const Job job(greeting(p == 0 ? 0 : 1, 2), std::move(there));
@@ -287,7 +287,7 @@ TEST_CASE("what an earlier run left in the file is not believed") {
     INFO(left);
     write_text_durably(path, left);
     const auto errors = on_threads(2, [&](int p) {
-      if (p == 0) std::this_thread::sleep_for(std::chrono::milliseconds(60));
+      if (p == 0) std::this_thread::sleep_for(std::chrono::milliseconds(30));
       Job(greeting(p, 2), at("file:" + path, lines)).barrier("here");
     });
     require_all(errors, "");
