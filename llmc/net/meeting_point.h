@@ -21,7 +21,7 @@ struct Rendezvous {
   std::string token;          // empty: none, and then only on a loopback address
   double init_timeout = 600;  // seconds to wait for all processes
   double patience = 2;        // seconds to wait for those still to come, when it is clear that the job cannot begin
-  Say say;
+  Say say;                    // must outlive the job
   std::string
       address;       // TRAIN_GPT_ADDRESS: where others reach this process, if it is not where its connections come from
   Socket listening;  // of process 0, if it listens at HOST:PORT already

@@ -256,7 +256,7 @@ class ControlPlane {
     if (meeting_) meeting_->leave(line);
     const auto known = lines_.find(line);
     if (known != lines_.end() && !ended_.contains(known->second))
-      fail(formatted("{} has gone: {}", peers_.empty() ? "process 0" : name_of(known->second), why));
+      fail(formatted("{} has gone: {}", peers_.empty() ? "another process" : name_of(known->second), why));
     changed_.notify_all();
   }
 

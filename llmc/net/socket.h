@@ -97,7 +97,7 @@ struct Limit {
 
   static Limit seconds(double s, const Waker* stop = nullptr) { return {after(s), stop}; }
   static Clock::time_point after(double s) {
-    return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(s));
+    return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(s, 1e9)));
   }
   Limit sooner(double s) const { return {std::min(deadline, after(s)), stop}; }
   bool passed() const { return deadline <= Clock::now(); }

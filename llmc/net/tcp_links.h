@@ -53,6 +53,7 @@ class TcpLinks final : public Links {
  private:
   static constexpr int64_t none = -1;
   static constexpr double connect_seconds = 20;
+  static constexpr size_t piece_bytes = 256 << 10;  // moved at once: still in the cache when the other side copies it
 
   // What is still to be moved of a length and of the bytes that follow it.
   struct Transfer {
@@ -64,11 +65,11 @@ class TcpLinks final : public Links {
     char* data;
     size_t total, moved = 0;
     bool done() const { return moved == total; }
-    // The parts of the rest, for sendmsg() and recvmsg().
+    // The next part of it, for sendmsg() and recvmsg().
     std::array<iovec, 2> rest() {
       const size_t of_length = std::min(moved, sizeof length), of_data = moved - of_length;
       return {{{reinterpret_cast<char*>(&length) + of_length, sizeof length - of_length},
-               {data + of_data, total - sizeof length - of_data}}};
+               {data + of_data, std::min(piece_bytes, total - sizeof length - of_data)}}};
     }
   };
   struct Outgoing {

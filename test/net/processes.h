@@ -40,7 +40,7 @@ inline llmc::Rendezvous at(const std::string& where, Lines& lines, double init_t
   at.where = where;
   at.token = token;
   at.init_timeout = init_timeout;
-  at.patience = 0.2;
+  at.patience = 0.1;
   at.say = lines.say();
   return at;
 }
@@ -96,7 +96,7 @@ inline size_t entries(const std::string& directory) {
   return n;
 }
 
-// Makes hostile connections as test/scripts/hostile_connections.py does; true: none was welcome.
+// Makes hostile connections as test/scripts/hostile_connections.py does; true: none was believed.
 inline bool attack(int port, int count, const std::string& options, const std::string& environment = "") {
   return std::system(
              llmc::formatted("{} python3 test/scripts/hostile_connections.py 127.0.0.1 {} --count {} {} >/dev/null",

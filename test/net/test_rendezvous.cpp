@@ -1,4 +1,5 @@
 // net/: processes meet, agree and talk, or all learn why they cannot.
+#include <atomic>
 #include <chrono>
 
 #include "catch2.h"
@@ -27,6 +28,14 @@ std::vector<std::string> meet(int n, const std::function<void(int, Greeting&)>& 
 }
 void require_all(const std::vector<std::string>& errors, const std::string& expected) {
   for (const std::string& error : errors) REQUIRE(error == expected);
+}
+
+Socket connect_when_ready(int port) {
+  for (;;) try {
+      return connect_to(resolve({"127.0.0.1", port}).at(0), Limit::seconds(5));
+    } catch (const ConnectionError&) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
 }
 
 }  // namespace
@@ -146,13 +155,19 @@ TEST_CASE("values that differ everywhere are not all listed") {
 TEST_CASE("a difference is told before all have come, and to those who come later") {
   const TempDir dir;
   Lines lines;
+  std::atomic<bool> told = false;
   const auto errors = on_threads(3, [&](int p) {
     Rendezvous there = at("file:" + dir / "meeting", lines);
-    there.patience = 0.6;
-    if (p == 2) std::this_thread::sleep_for(std::chrono::milliseconds(650));
+    if (p == 0) there.patience = 0.4;
+    while (p == 2 && !told) std::this_thread::sleep_for(std::chrono::milliseconds(2));
     Greeting it = greeting(p, 3);
     it.agree[1].second = std::to_string(p);
-    const ControlPlane job(it, std::move(there));
+    try {
+      const ControlPlane job(it, std::move(there));
+    } catch (const Error&) {
+      told = true;
+      throw;
+    }
   });
   require_all(errors, "--seed differs: 0 on rank 0, 1 on rank 1");
 }
@@ -169,9 +184,8 @@ TEST_CASE("processes that do not come are named on all that have") {
   const TempDir dir;
   Lines lines;
   const std::string where = "file:" + dir / "meeting";
-  const auto errors =
-      on_threads(3, [&](int p) { const ControlPlane job(greeting(p == 2 ? 4 : p, 6), at(where, lines, 0.4)); });
-  require_all(errors, formatted("ranks 2, 3 and 5 have not arrived at {} within 0.4 s (--init-timeout)", where));
+  const auto errors = on_threads(3, [&](int p) { const ControlPlane job(greeting(p == 2 ? 4 : p, 6), at(where, lines, 0.25)); });
+  require_all(errors, formatted("ranks 2, 3 and 5 have not arrived at {} within 0.25 s (--init-timeout)", where));
   REQUIRE(lines.contain("waiting for ranks 2, 3 and 5 of 6 at " + where));
 }
 
@@ -188,7 +202,7 @@ TEST_CASE("a process that ends while others arrive is named at once") {
       Control control({[](int, Message) {}, [](int, const std::string&) {}});
       Introduction it{1, greeting(2, 4), {2, "elsewhere", "", "", 1}};
       control.send(control.add(reach_process_0(at(where, lines), 2).socket), {1, it.parts()});
-      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
     });
     REQUIRE(errors[0] == formatted("rank 2 on elsewhere has ended before all had met at {}", where));
     REQUIRE(errors[1] == errors[0]);
@@ -222,7 +236,7 @@ TEST_CASE("a process with another token or none is refused, and the others wait 
   Lines lines;
   const auto errors = on_threads(4, [&](int p) {
     Rendezvous there = at(where, lines);
-    if (p == 1) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    if (p == 1) std::this_thread::sleep_for(std::chrono::milliseconds(80));
     if (p == 2) there.token = "a token of somebody else's tests";
     if (p == 3) there.token = "";
     const ControlPlane job(greeting(p == 0 ? 0 : 1, 2), std::move(there));
@@ -273,7 +287,7 @@ TEST_CASE("what an earlier run left in the file is not believed") {
     INFO(left);
     write_text_durably(path, left);
     const auto errors = on_threads(2, [&](int p) {
-      if (p == 0) std::this_thread::sleep_for(std::chrono::milliseconds(60));
+      if (p == 0) std::this_thread::sleep_for(std::chrono::milliseconds(30));
       ControlPlane(greeting(p, 2), at("file:" + path, lines)).barrier("here");
     });
     require_all(errors, "");
@@ -301,8 +315,7 @@ TEST_CASE("a process that cannot reach the rendezvous says where it looked and w
   REQUIRE_ERROR(ControlPlane(greeting(0, 2), at("file:" + dir / "none/here", lines)), "No such file");
   const Socket taken = listen_everywhere(0);
   const int port = address_here(taken).endpoint().port;
-  REQUIRE_ERROR(ControlPlane(greeting(0, 2), at(formatted("localhost:{}", port), lines)),
-                "does another run use this port?");
+  REQUIRE_ERROR(ControlPlane(greeting(0, 2), at(formatted("localhost:{}", port), lines)), "does another run use this port?");
 }
 
 TEST_CASE("strangers and late processes do not disturb a job that has begun") {
@@ -311,7 +324,7 @@ TEST_CASE("strangers and late processes do not disturb a job that has begun") {
   const auto errors = on_threads(5, [&](int p) {
     if (p < 3)
       for (int i = 0; i < 200; ++i) jobs[p].barrier("a step");
-    if (p == 3) CHECK(attack(port, 30, "--patience 0 --seed 4"), "a hostile connection was welcome");
+    if (p == 3) CHECK(attack(port, 30, "--patience 0 --seed 4"), "a hostile connection was believed");
     if (p == 4) {
       Lines lines;
       const ControlPlane job(greeting(1, 3), at(formatted("127.0.0.1:{}", port), lines));
@@ -327,13 +340,16 @@ TEST_CASE("strangers and late processes do not disturb a job that has begun") {
 TEST_CASE("hostile connections during the rendezvous are refused, and the job begins") {
   Lines lines;
   const int port = free_port();
+  std::atomic<bool> attacked = false;
   const auto errors = on_threads(3, [&](int p) {
     if (p == 2) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));
-      CHECK(attack(port, 40, "--patience 0 --seed 5"), "a hostile connection was welcome");
+      connect_when_ready(port);
+      const bool good = attack(port, 40, "--patience 0 --seed 5");
+      attacked = true;
+      CHECK(good, "a hostile connection was believed");
       return;
     }
-    if (p == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    while (p == 1 && !attacked) std::this_thread::sleep_for(std::chrono::milliseconds(5));
     ControlPlane(greeting(p, 2), at(formatted("127.0.0.1:{}", port), lines)).barrier("here");
   });
   require_all(errors, "");
@@ -363,8 +379,9 @@ TEST_CASE("nobody waits for a process that has ended, process 0 included") {
     Jobs jobs(3);
     const auto errors = on_threads(3, [&](int p) {
       jobs[p].barrier("together");
-      if (p == first) jobs.jobs[static_cast<size_t>(p)].reset();
-      else jobs[p].barrier("once more");
+      if (p != first) return jobs[p].barrier("once more");
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the others wait already
+      jobs.jobs[static_cast<size_t>(p)].reset();
     });
     for (int p = 0; p < 3; ++p)
       if (p != first)

@@ -4,7 +4,7 @@
   test/scripts/hostile_connections.py HOST PORT [--seed N] [--count N] [--at-once N] [--patience SECONDS]
 
 With TRAIN_GPT_TOKEN the replayed connections are recordings of one that knew the token; without it, of one that did
-not. Exits with status 1 if one was welcome, or was still open after --patience seconds (0: do not look).
+not. Exits with status 1 if one was believed, or was still open after --patience seconds (0: do not look).
 """
 import argparse
 import collections
@@ -20,6 +20,7 @@ import time
 
 MAGIC = b"traingpt"
 CONTROL, DATA = 1, 2
+WELCOME, WRONG_TOKEN = 0, 1
 REPLY_BYTES, VERDICT_BYTES = 48, 36
 
 
@@ -57,7 +58,7 @@ class Hostile:
                 self.proof = proof(self.token, self.said, receive(s, REPLY_BYTES))
                 s.sendall(self.proof)
                 answer = struct.unpack("<I", receive(s, VERDICT_BYTES)[:4])[0]
-                assert answer not in (0, 1), f"the token of TRAIN_GPT_TOKEN got the answer {answer}"
+                assert answer not in (WELCOME, WRONG_TOKEN), f"the token of TRAIN_GPT_TOKEN got the answer {answer}"
 
     def garbage(self, s, rng):
         s.sendall(rng.randbytes(rng.randrange(1, 4096)))
@@ -113,8 +114,10 @@ class Hostile:
             ended = "closed"
         if self.patience and time.monotonic() - begin > self.patience:
             ended = "left open"
-        if data[-VERDICT_BYTES:][:4] == bytes(4) and len(data) in (VERDICT_BYTES, REPLY_BYTES + VERDICT_BYTES):
-            ended = "WELCOME"
+        if len(data) in (VERDICT_BYTES, REPLY_BYTES + VERDICT_BYTES):
+            answer = struct.unpack("<I", data[-VERDICT_BYTES:][:4])[0]
+            if answer != WRONG_TOKEN:
+                ended = "BELIEVED"
         return kind.__name__, ended
 
 
