@@ -268,6 +268,11 @@ build/test.flags: FORCE
 build/test_link.list: FORCE
 	$(call text_file,$(LDFLAGS) $(CATCH2_LIBS) $(LIBS))
 
+# Run by mpirun, in test/scripts/mpi_test.sh.
+build/mpi/exchanges: test/mpi/exchanges.cpp build/test.flags
+	@mkdir -p $(@D) && echo $<
+	@$(CXX) $(TEST_FLAGS) -MMD -MP $< -o $@ $(LDFLAGS) $(LIBS)
+
 # ---- CUDA kernels on a CPU: test/cuda_on_cpu/README.md ---------------------------------------------------------------
 
 # Compiled with the C++ compiler, twice: with AddressSanitizer, which also runs all orders of threads, and with
@@ -351,6 +356,7 @@ $(TEST_PROGRAMS:%=run/%): run/%:
 run/smoke:
 	+@$(MAKE) smoke-other
 run/tokenizer_test.sh: run/test/text
+run/mpi_test.sh: $(if $(MPI_VERSION),build/mpi/exchanges)
 $(TEST_SCRIPTS:test/scripts/%=run/%): run/%:
 	@scripts/run_tests.sh run $* test/scripts/$*
 test-runs: $(TEST_RUNS)
@@ -391,7 +397,7 @@ check-archs: $(patsubst %,build/all_kernels_%.o,sm_80 sm_90 sm_100)
 build/all_kernels_sm_%.o: test/cuda/all_kernels.cu build/smoke_cuda.flags
 	$(NVCC) -x cu $(call FLAGS_cuda,-O0,sm_$*) -Werror all-warnings -MMD -MP -c $< -o $@
 
--include $(wildcard build/*.d build/test/*.d $(foreach d,/ /*/*/ /*/*/*/,build/[at]san$d*.d build/gpu$d*.d))
+-include $(wildcard build/*.d build/test/*.d build/mpi/*.d $(foreach d,/ /*/*/ /*/*/*/,build/[at]san$d*.d build/gpu$d*.d))
 
 # ---- Checks: each may be made alone ----------------------------------------------------------------------------------
 
