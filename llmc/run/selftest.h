@@ -61,7 +61,8 @@ inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t bat
           .zero = zero};
 }
 
-// Every layout of this many ranks; empty if they cannot share a step equally.
+// Every layout of this many ranks; empty if they cannot share a step equally. A layout that is not an all-reduce in
+// stage 0 or a parameter server agrees bit for bit with the last one that was.
 inline std::vector<ZeroConfig> layouts(int ranks) {
   std::vector<ZeroConfig> all;
   for (int replicas = 1; replicas <= ranks; ++replicas)
@@ -69,6 +70,10 @@ inline std::vector<ZeroConfig> layouts(int ranks) {
       for (int stage = 0; stage <= 3; ++stage)
         if (sequences % ranks == 0 && ranks % replicas == 0)
           all.push_back({.stage = stage, .grad_reduce = reduce, .shards = ranks / replicas, .replicas = replicas});
+  for (const GradReduce reduce : {GradReduce::step, GradReduce::micro})
+    for (const DpSync sync : all_dp_syncs)
+      if (sequences % ranks == 0 && ranks > 1 && sync != DpSync::all_reduce)
+        all.push_back({.grad_reduce = reduce, .shards = ranks, .sync = sync});
   return all;
 }
 
@@ -244,24 +249,25 @@ inline bool run_selftest(Log& log, int64_t max_ranks, const selftest::Machine& m
       const std::vector<ZeroConfig> all = layouts(ranks);
       Distances largest(alone, alone);
       int good = 0;
-      Outcome stage0;
+      Outcome first;  // of those that agree bit for bit
       int64_t number = 0;
       for (const ZeroConfig& zero : all) {
         log.progress(formatted("  {} rank(s): layout", ranks), ++number, static_cast<int64_t>(all.size()));
         const Outcome outcome = run_layout(step_config(model, dtype, 1, zero), machine, parts);
-        if (zero.stage == 0) stage0 = outcome;
+        if (zero.stage == 0 && zero.sync <= DpSync::parameter_server) first = outcome;
         const Distances d(outcome, alone);
         largest = largest.or_larger(d);
         std::string verdict = outcome.fault;
         if (!(d.loss <= loss && d.norm <= norm && d.gradients <= gradients && d.weights <= weights))
           verdict += " too far";
-        // Contract 3: the stages agree bit for bit.
-        if (outcome.losses != stage0.losses || outcome.norms != stage0.norms || outcome.weights != stage0.weights)
-          verdict += " not bitwise equal to stage 0";
+        // Contract 3: the stages agree bit for bit, and so do the servers.
+        if (outcome.losses != first.losses || outcome.norms != first.norms || outcome.weights != first.weights)
+          verdict += formatted(" not bitwise equal to {}",
+                               zero.sync == DpSync::all_reduce ? "stage 0" : name_of(DpSync::parameter_server));
         good += verdict.empty();
         if (!verdict.empty())
-          log.line(formatted("  dp {} = {} x {}, stage {}, reduce {} | {} | FAILED:{}", ranks, zero.replicas,
-                             zero.shards, zero.stage, zero.grad_reduce, text(d), verdict));
+          log.line(formatted("  dp {} = {} x {}, {}, stage {}, reduce {} | {} | FAILED:{}", ranks, zero.replicas,
+                             zero.shards, zero.sync, zero.stage, zero.grad_reduce, text(d), verdict));
       }
       count += static_cast<int>(all.size());
       failed += static_cast<int>(all.size()) - good;
