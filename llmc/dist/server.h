@@ -16,6 +16,7 @@
 //
 // All three servers add the same numbers in the same order: they agree bit for bit (contract 3).
 #pragma once
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -41,40 +42,51 @@ namespace server {
 
 inline constexpr int64_t chunk_elements = ring::chunk_elements / 2;  // scratch holds two of them
 
-// Part k becomes, on rank k < servers, its sum over the ranks, added in rank order; the rest of the buffer stays. For
-// each chunk of a part, every rank meets the others in rank order. Rank x meets p as the (x + p)-th, as p does x: so
-// nobody waits in a circle, and while x meets p in one chunk, ranks behind it may still be in the one before.
-// scratch: ring::chunk_elements.
+namespace detail {
+
+// Gives `out` to rank p and takes `in` from it, n elements each; nullptr: nothing.
 template <class T>
-void push(const Link& t, T* buffer, int64_t n, int servers, T* scratch) {
-  const int P = t.size(), r = t.rank();
-  T *lower = scratch, *in = scratch + chunk_elements;  // the sum of the ranks below this one; what arrives
-  for (int64_t begin = 0; begin < n; begin += chunk_elements) {
-    const int64_t count = std::min(chunk_elements, n - begin), bytes = count * static_cast<int64_t>(sizeof(T));
-    T* const mine = r < servers ? buffer + r * n + begin : nullptr;
-    for (int p = 0; p < P; ++p) {
-      if (p == r) {
-        if (mine != nullptr && r > 0) t.add(mine, lower, count);
-      } else if (mine != nullptr || p < servers) {
-        t.exchange(p < servers ? p : -1, p < servers ? buffer + p * n + begin : nullptr, bytes,
-                   mine != nullptr ? p : -1, p == 0 ? lower : in, bytes);
-        if (mine != nullptr && p > 0) t.add(p < r ? lower : mine, in, count);
-      }
-    }
-  }
+void meet(const Link& t, int p, const T* out, T* in, int64_t n) {
+  const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
+  if (out != nullptr || in != nullptr)
+    t.exchange(out != nullptr ? p : -1, out, bytes, in != nullptr ? p : -1, in, bytes);
 }
 
-// Every rank gets part k from rank k < servers, in the order of push().
+// f(part, count) for each chunk of the parts of n elements; part(k): where it begins in part k; nullptr if no rank k
+// serves.
+template <class T, class F>
+void for_chunks(T* buffer, int64_t n, int servers, F&& f) {
+  for (int64_t begin = 0; begin < n; begin += chunk_elements)
+    f([=](int k) { return k < servers ? buffer + k * n + begin : nullptr; }, std::min(chunk_elements, n - begin));
+}
+
+}  // namespace detail
+
+// Part k becomes, on rank k < servers, its sum over the ranks, added in rank order; the rest of the buffer stays. In
+// each chunk every rank meets the others in rank order: x and p meet in turn x + p of the chunk, so that nobody waits
+// in a circle, and one chunk begins while the one before ends. scratch: ring::chunk_elements.
+template <class T>
+void push(const Link& t, T* buffer, int64_t n, int servers, T* scratch) {
+  const int r = t.rank();
+  T *lower = scratch, *in = scratch + chunk_elements;  // the sum of the ranks below this one; what arrives
+  detail::for_chunks(buffer, n, servers, [&](auto part, int64_t count) {
+    T* const mine = part(r);
+    for (int p = 0; p < t.size(); ++p) {
+      if (p != r) detail::meet(t, p, part(p), mine == nullptr ? nullptr : p == 0 ? lower : in, count);
+      if (mine == nullptr || p == 0) continue;
+      if (p == r) t.add(mine, lower, count);
+      else t.add(p < r ? lower : mine, in, count);
+    }
+  });
+}
+
+// Every rank gets part k from rank k < servers.
 template <class T>
 void pull(const Link& t, T* buffer, int64_t n, int servers) {
-  const int P = t.size(), r = t.rank();
-  for (int64_t begin = 0; begin < n; begin += chunk_elements) {
-    const int64_t bytes = std::min(chunk_elements, n - begin) * static_cast<int64_t>(sizeof(T));
-    for (int p = 0; p < P; ++p)
-      if (p != r && (r < servers || p < servers))
-        t.exchange(r < servers ? p : -1, r < servers ? buffer + r * n + begin : nullptr, bytes,  //
-                   p < servers ? p : -1, p < servers ? buffer + p * n + begin : nullptr, bytes);
-  }
+  detail::for_chunks(buffer, n, servers, [&](auto part, int64_t count) {
+    for (int p = 0; p < t.size(); ++p)
+      if (p != t.rank()) detail::meet(t, p, part(t.rank()), part(p), count);
+  });
 }
 
 }  // namespace server
@@ -87,7 +99,7 @@ struct LinkTraffic {
   std::string out_law, in_law;
   int64_t out, in;
 };
-// gradients: G R; weights: W; both divisible by the number of ranks, P.
+// P > 1 ranks; gradients: G R; weights: W; both divisible by P.
 inline std::vector<LinkTraffic> link_traffic(int P, int64_t gradients, int64_t weights) {
   using enum DpSync;
   const int64_t G = gradients, W = weights, fG = G / P * (P - 1), fW = W / P * (P - 1);

@@ -81,7 +81,7 @@ inline std::vector<ZeroConfig> layouts(int ranks) {
 struct Outcome {
   std::vector<double> losses, norms;
   std::map<std::string, std::vector<float>> gradients, weights;
-  std::string fault;  // copies that differ between ranks
+  std::string fault;  // copies that differ between ranks, or what they report of a step
 };
 
 // Assembles every rank's slices into whole tensors; elements that several ranks hold must be equal.
@@ -158,7 +158,11 @@ inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, c
       const StepResult r = run.trainer.step(
           batches, {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0.1f, .step = s},
           {.max_norm = 1});
-      if (rank == 0) outcome.losses.push_back(r.loss), outcome.norms.push_back(r.grad_norm);
+      std::lock_guard lock(mutex);
+      for (auto& [all, mine] : {std::pair{&outcome.losses, r.loss}, {&outcome.norms, r.grad_norm}}) {
+        if (static_cast<int>(all->size()) < s) all->push_back(mine);
+        else if (!(all->back() == mine)) outcome.fault = formatted("rank {} reports another loss or norm", rank);
+      }
     }
     std::lock_guard lock(mutex);
     collect(outcome.weights, outcome.fault, run.trainer.state().state_table(), rank, run.stream);
@@ -216,9 +220,11 @@ struct Distances {
 
 // Compares every layout on the machine with one rank on the CPU, for each of the models. Prints a line for each number
 // of ranks and for each layout that failed; false: one failed. The layouts, not the one rank, run with `parts`.
+// layouts_of(ranks): those to compare.
 inline bool run_selftest(Log& log, int64_t max_ranks, const selftest::Machine& machine = {},
                          const selftest::Parts& parts = {},
-                         const std::vector<selftest::Model>& models = selftest::all_models()) {
+                         const std::vector<selftest::Model>& models = selftest::all_models(),
+                         std::vector<ZeroConfig> (*layouts_of)(int ranks) = selftest::layouts) {
   using namespace selftest;
   int failed = 0, count = 0;
   for (const auto& [family, tied, dtype] : models) {
@@ -246,7 +252,7 @@ inline bool run_selftest(Log& log, int64_t max_ranks, const selftest::Machine& m
                        d.weights);
     };
     for (int ranks = 1; ranks <= max_ranks; ++ranks) {
-      const std::vector<ZeroConfig> all = layouts(ranks);
+      const std::vector<ZeroConfig> all = layouts_of(ranks);
       Distances largest(alone, alone);
       int good = 0;
       Outcome first;  // of those that agree bit for bit
