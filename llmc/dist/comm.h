@@ -1,6 +1,6 @@
 // comm.h: collectives and point-to-point on the groups of a mesh, asynchronous on a stream. Every member of a group
 // calls the same collectives in the same order. Tensors go through a transport (threads; on the null device one that
-// only counts) by the algorithms of ring.h, or through a library (NCCL). Groups are made by world.h.
+// only counts) by the algorithms of ring.h and server.h, or through a library (NCCL). Groups are made by world.h.
 #pragma once
 #include <memory>
 #include <string>
@@ -12,6 +12,7 @@
 #include "dist/comm_nccl.h"
 #include "dist/comm_null.h"
 #include "dist/ring.h"
+#include "dist/server.h"
 
 namespace llmc {
 
@@ -35,8 +36,9 @@ class Comm {
   int size() const { return transport_->size(); }
   const std::string& name() const { return name_; }
   Transport& transport() { return *transport_; }  // for other forms of collectives (dev/comm)
-  // Bytes of tensors that this rank has sent; call with the streams idle.
+  // Bytes of tensors that this rank has sent, and received; call with the streams idle.
   int64_t bytes_sent() const { return (counted_ ? counted_ : transport_)->sent; }
+  int64_t bytes_received() const { return (counted_ ? counted_ : transport_)->received; }
   void reset_bytes_sent() { (counted_ ? counted_ : transport_)->sent = 0; }
   // Throws if the library has reported an error, here or at a peer.
   void check() const {
@@ -89,16 +91,23 @@ class Comm {
         [=](GpuCollectives& g, Stream& s) { g.all_to_all(out, in, n, s); });
   }
   virtual void send(Tensor buffer, int to, Stream& stream) {
-    run(
-        "send", buffer, stream,
-        [=]<class T>(const Link& link, T* x, T*) { link.exchange(to, x, buffer.size_bytes(), -1, nullptr, 0); },
-        [=](GpuCollectives& g, Stream& s) { g.send(buffer, to, s); });
+    run("send", buffer, stream,
+        [=]<class T>(const Link& link, T* x, T*) { link.exchange(to, x, buffer.size_bytes(), -1, nullptr, 0); });
   }
   virtual void receive(Tensor buffer, int from, Stream& stream) {
-    run(
-        "receive", buffer, stream,
-        [=]<class T>(const Link& link, T* x, T*) { link.exchange(-1, nullptr, 0, from, x, buffer.size_bytes()); },
-        [=](GpuCollectives& g, Stream& s) { g.receive(buffer, from, s); });
+    run("receive", buffer, stream,
+        [=]<class T>(const Link& link, T* x, T*) { link.exchange(-1, nullptr, 0, from, x, buffer.size_bytes()); });
+  }
+  // Part k of `servers` equal parts of buffer = on rank k its sum over the ranks, added in rank order (server.h).
+  virtual void push(Tensor buffer, int servers, Stream& stream) {
+    const int64_t n = exact_div(buffer.numel(), servers, "push: elements over servers");
+    run("push", buffer, stream,
+        [=]<class T>(const Link& link, T* x, T* scratch) { server::push(link, x, n, servers, scratch); });
+  }
+  // Part k of buffer = that of rank k.
+  virtual void pull(Tensor buffer, int servers, Stream& stream) {
+    const int64_t n = exact_div(buffer.numel(), servers, "pull: elements over servers");
+    run("pull", buffer, stream, [=]<class T>(const Link& link, T* x, T*) { server::pull(link, x, n, servers); });
   }
 
   // An all-gather of text between the hosts, not on a stream: the text of every rank, indexed by rank. `topic`: what
@@ -133,7 +142,7 @@ class Comm {
     return all;
   }
 
-  // Counts the bytes that are sent.
+  // Counts the bytes that are sent and received.
   struct Counter final : Transport {
     explicit Counter(std::unique_ptr<Transport> t) : inner(std::move(t)) {}
     int rank() const override { return inner->rank(); }
@@ -142,20 +151,35 @@ class Comm {
     void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
                   Stream* gpu) override {
       if (to >= 0) sent += out_bytes;
+      if (from >= 0) received += in_bytes;
       inner->exchange(to, out, out_bytes, from, in, in_bytes, gpu);
     }
     std::unique_ptr<Transport> inner;
-    int64_t sent = 0;
+    int64_t sent = 0, received = 0;
   };
+
+  // Sends and receives of the library.
+  struct LibraryTransport final : Transport {
+    explicit LibraryTransport(Comm& c) : comm(c) {}
+    int rank() const override { return comm.rank(); }
+    int size() const override { return comm.size(); }
+    bool enqueues() const override { return true; }
+    void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
+                  Stream* gpu) override {
+      comm.library_->exchange(to, out, out_bytes, from, in, in_bytes, *gpu);
+    }
+    Comm& comm;
+  };
+  struct ByExchanges {};  // the library has no such collective, only its sends and receives
 
   // Runs a collective by the library if there is one, and `ring` over a null transport to count what it sends;
   // otherwise runs `ring` over the transport.
-  template <class Ring, class Library>
-  void run(const char* op, Tensor buffer, Stream& stream, Ring&& ring, Library&& library) {
+  template <class Ring, class Library = ByExchanges>
+  void run(const char* op, Tensor buffer, Stream& stream, Ring&& ring, Library&& library = {}) {
     if (size() == 1 && buffer.size_bytes() > 0 && std::string_view(op) != "all_to_all") return;
     auto scope = stream.scratch().scope();
     const Tensor scratch = stream.scratch().alloc("scratch", "ring chunk", buffer.dtype, {ring::chunk_elements});
-    auto through = [=](Counter& transport, Stream* gpu) {
+    auto through = [=](Transport& transport, Stream* gpu) {
       with_type(buffer.dtype, [&](auto tag) {
         using T = typename decltype(tag)::type;
         ring(Link{transport, gpu}, reinterpret_cast<T*>(buffer.bytes), reinterpret_cast<T*>(scratch.bytes));
@@ -163,7 +187,14 @@ class Comm {
     };
     const OpCost cost{op, 0, static_cast<double>(buffer.size_bytes())};
     if (library_) {
-      stream.run(cost, {buffer}, [=, this, &stream] { library(*library_, stream); });
+      stream.run(cost, {buffer}, [=, this, &stream] {
+        if constexpr (std::is_same_v<std::decay_t<Library>, ByExchanges>) {
+          LibraryTransport transport(*this);
+          through(transport, &stream);
+        } else {
+          library(*library_, stream);
+        }
+      });
       through(*counted_, nullptr);
     } else {
       Stream* const gpu = stream.device().kind == DeviceKind::cuda ? &stream : nullptr;

@@ -26,8 +26,9 @@ class GpuCollectives {
   virtual void broadcast(Tensor buffer, int64_t n, int root, Stream& stream) = 0;
   virtual void reduce(Tensor buffer, int64_t n, int root, Stream& stream) = 0;
   virtual void all_to_all(Tensor out, Tensor in, int64_t n, Stream& stream) = 0;
-  virtual void send(Tensor buffer, int to, Stream& stream) = 0;
-  virtual void receive(Tensor buffer, int from, Stream& stream) = 0;
+  // As Transport::exchange(), in stream order.
+  virtual void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
+                        Stream& stream) = 0;
   // Throws if an error has occurred, here or at a peer; called while the host waits for a stream.
   virtual void check() = 0;
   // Both may be called from any thread. A peer has failed: calls throw PeerError from now on; and collectives in
@@ -126,13 +127,13 @@ class NcclGroup final : public GpuCollectives {
     }
     call("ncclGroupEnd", [] { return ncclGroupEnd(); });
   }
-  void send(Tensor buffer, int to, Stream& stream) override {
-    call("ncclSend",
-         [&] { return ncclSend(buffer.bytes, count(buffer.numel()), type(buffer), to, comm_, stream.cuda()); });
-  }
-  void receive(Tensor buffer, int from, Stream& stream) override {
-    call("ncclRecv",
-         [&] { return ncclRecv(buffer.bytes, count(buffer.numel()), type(buffer), from, comm_, stream.cuda()); });
+  void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
+                Stream& stream) override {
+    call("ncclGroupStart", [] { return ncclGroupStart(); });
+    if (to >= 0) call("ncclSend", [&] { return ncclSend(out, count(out_bytes), ncclInt8, to, comm_, stream.cuda()); });
+    if (from >= 0)
+      call("ncclRecv", [&] { return ncclRecv(in, count(in_bytes), ncclInt8, from, comm_, stream.cuda()); });
+    call("ncclGroupEnd", [] { return ncclGroupEnd(); });
   }
 
   void check() override {

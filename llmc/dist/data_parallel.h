@@ -35,7 +35,8 @@ struct ZeroConfig {
   int shards = 1, replicas = 1;
   bool reduce_by_stage = true;  // set_stage() sets grad_reduce
   Holds holds = Holds::training_state;
-  bool master_weights = true;  // fp32 copies of bf16 weights; without them updates are rounded stochastically
+  bool master_weights = true;        // fp32 copies of bf16 weights; without them updates are rounded stochastically
+  DpSync sync = DpSync::all_reduce;  // the servers are for stage 0 and one replica
 
   // Also sets grad_reduce to the default of the stage: micro where gradients are sharded, because it saves their
   // memory.
@@ -44,6 +45,14 @@ struct ZeroConfig {
     if (reduce_by_stage) grad_reduce = stage >= 2 ? GradReduce::micro : GradReduce::step;
   }
   int ranks() const { return shards * replicas; }
+  // Who updates a unit, and so holds its master weights and moments.
+  enum class Updates : uint8_t { everyone, server, shard_owners };
+  Updates updates() const {
+    if (stage > 0 || sync == DpSync::partitioned_server) return Updates::shard_owners;
+    return sync == DpSync::all_reduce ? Updates::everyone : Updates::server;
+  }
+  // Ranks of a shard group that hold different parts of the optimizer state: its first ones.
+  int owners() const { return updates() == Updates::shard_owners ? shards : 1; }
   Mesh mesh() const { return Mesh({{Axis::replicate, replicas}, {Axis::shard, shards}}); }
 };
 

@@ -20,11 +20,13 @@ class Transport {
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // Sends and receives at the same time, and returns when both are done. Rank -1: do not send, or not receive. gpu: an
-  // idle stream of the GPU whose memory both buffers are in; none: they are in host memory.
+  // Sends and receives at the same time, and returns when both are done. Rank -1: do not send, or not receive. gpu: a
+  // stream of the GPU whose memory both buffers are in, idle unless exchanges are enqueued; none: they are in host
+  // memory.
   virtual void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
                         Stream* gpu = nullptr) = 0;
   virtual bool moves_data() const { return true; }  // false: bytes are only counted
+  virtual bool enqueues() const { return false; }   // true: exchange() returns at once, and happens in stream order
 };
 
 // A transport, and where the buffers of a collective are.
@@ -36,7 +38,7 @@ struct Link {
   int size() const { return transport.size(); }
   bool moves_data() const { return transport.moves_data(); }
   void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes) const {
-    if (gpu != nullptr) gpu->synchronize();
+    if (gpu != nullptr && !transport.enqueues()) gpu->synchronize();
     transport.exchange(to, out, out_bytes, from, in, in_bytes, gpu);
   }
   // to += x, added in the accumulator type and rounded once.

@@ -6,7 +6,8 @@
 //
 //   shard_range()    the shard of this rank, whose gradients it reduces and whose square sum it contributes to the norm
 //   update_range()   what this rank updates, and so holds masters and moments for: the whole unit at stage 0, where
-//                    every rank repeats the same update; its own shard at stages 1 to 3
+//                    every rank repeats the same update; its own shard at stages 1 to 3. With a parameter server: the
+//                    whole unit on the server, nothing on the other ranks; with partitioned ones: its own shard
 //
 // llmc/README.md draws how a unit goes through a step at each stage.
 #pragma once
@@ -45,10 +46,15 @@ class UnitState {
     const DType state = accumulator_of(dtype);
     whole_ = {0, layout_.size};
     shard_range_ = {layout_.size / zero.shards * shard, layout_.size / zero.shards};
-    update_range_ = zero.stage == 0 ? whole_ : shard_range_;
-    sharded_ = zero.stage == 0 ? Sharded::nothing : zero.stage == 3 ? Sharded::weights : Sharded::optimizer;
+    const ZeroConfig::Updates updates = zero.updates();
+    update_range_ = updates == ZeroConfig::Updates::shard_owners             ? shard_range_
+                    : updates == ZeroConfig::Updates::everyone || shard == 0 ? whole_
+                                                                             : Range{};
+    sharded_ = zero.stage == 3                                ? Sharded::weights
+               : updates == ZeroConfig::Updates::shard_owners ? Sharded::optimizer
+                                                              : Sharded::nothing;
     auto flat = [&](const char* label, DType d, const Range& r) {
-      return arena.alloc(label, spec_.name.c_str(), d, {r.size});
+      return r.size == 0 ? Tensor{} : arena.alloc(label, spec_.name.c_str(), d, {r.size});
     };
     if (zero.stage == 3) {
       weight_shard_ = flat("weights", dtype, shard_range_);
@@ -86,8 +92,10 @@ class UnitState {
   Tensor reduced_gradients() const {
     return gradient_sum_.empty() ? gradients_.slice(update_range_.begin, {update_range_.size}) : gradient_sum_;
   }
-  // Summed over all ranks, of shard_range().
-  Tensor reduced_shard() const { return part(reduced_gradients(), update_range_, shard_range_); }
+  // Summed over all ranks, of shard `k`: this rank's own, or on a parameter server any.
+  Tensor reduced_shard(int k) const {
+    return part(reduced_gradients(), update_range_, {shard_range_.size * k, shard_range_.size});
+  }
   Tensor gradient_sum() const { return gradient_sum_; }
 
   // This unit's part of a buffer that several units share in turn.

@@ -107,8 +107,10 @@ class ModelState {
   void zero_gradients(Stream& compute) {
     for (const auto& [u, buffer] : current_gradients_) buffer->free = compute.record();  // of an interrupted step
     current_gradients_.clear();
-    for (const auto& unit : units_)
-      zero(zero_.grad_reduce == GradReduce::step ? unit->gradients() : unit->gradient_sum(), compute);
+    for (const auto& unit : units_) {
+      const Tensor sum = zero_.grad_reduce == GradReduce::step ? unit->gradients() : unit->gradient_sum();
+      if (!sum.empty()) zero(sum, compute);  // empty: a parameter server holds it
+    }
   }
   // Before the first backward of a unit in a micro-batch.
   void start_gradients(size_t u, Stream& compute) {
@@ -127,18 +129,23 @@ class ModelState {
     Stream& stream = dp_.reduce_stream;
     stream.wait(compute.record());
     const Tensor all = unit.gradients(), shard = all.slice(unit.shard_range().begin, {unit.shard_range().size});
-    dp_.gradients->reduce_scatter(all, stream);  // the shard group first, then the replicas (contract 3)
-    dp_.replicas->all_reduce(shard, stream);
-    if (zero_.stage == 0) dp_.gradients->all_gather(all, stream);
+    if (zero_.sync == DpSync::all_reduce) {
+      dp_.gradients->reduce_scatter(all, stream);  // the shard group first, then the replicas (contract 3)
+      dp_.replicas->all_reduce(shard, stream);
+      if (zero_.stage == 0) dp_.gradients->all_gather(all, stream);
+    } else {
+      dp_.gradients->push(all, zero_.owners(), stream);
+    }
     if (micro) {
-      add_to(unit.gradient_sum(), all.slice(unit.update_range().begin, {unit.update_range().size}), stream);
+      if (const Range kept = unit.update_range(); kept.size > 0)
+        add_to(unit.gradient_sum(), all.slice(kept.begin, {kept.size}), stream);
       const auto current = std::find_if(current_gradients_.begin(), current_gradients_.end(),
                                         [&](const auto& c) { return c.first == u; });
       dp_.hooks.released(current->second->memory, stream);
       current->second->free = stream.record();
       current_gradients_.erase(current);
-    } else if (zero_.stage > 0) {
-      dp_.hooks.released_except(all, unit.shard_range(), stream);
+    } else {
+      dp_.hooks.released_except(all, unit.update_range(), stream);
     }
   }
   // After the last micro-batch: the compute stream waits for the sums.
@@ -147,18 +154,28 @@ class ModelState {
   // ---- The update --------------------------------------------------------------------------------------------------
 
   void update(Tensor control, const AdamWOptions& options, Stream& compute) {
-    const bool gather = zero_.ranks() > 1 && (zero_.stage == 1 || zero_.stage == 2);
+    const bool gather = zero_.ranks() > 1 && zero_.stage < 3 && zero_.updates() != ZeroConfig::Updates::everyone;
     for (const auto& unit : units_) {
       unit->update(control, options, compute);
       if (!gather) continue;
       dp_.gather_stream.wait(compute.record());
-      dp_.hooks.released_except(unit->weights(), unit->shard_range(), dp_.gather_stream);
-      dp_.weights->all_gather(unit->weights(), dp_.gather_stream);
+      dp_.hooks.released_except(unit->weights(), unit->update_range(), dp_.gather_stream);
+      gather_updated(unit->weights());
     }
     if (gather) compute.wait(dp_.gather_stream.record());
   }
 
  private:
+  // Every rank gets the weights of a unit from those who have updated them.
+  void gather_updated(const Tensor& weights) {
+    switch (zero_.sync) {
+      case DpSync::all_reduce: return dp_.weights->all_gather(weights, dp_.gather_stream);
+      case DpSync::parameter_server_chain: return dp_.weights->broadcast(weights, 0, dp_.gather_stream);
+      case DpSync::parameter_server:
+      case DpSync::partitioned_server: return dp_.weights->pull(weights, zero_.owners(), dp_.gather_stream);
+    }
+  }
+
   struct Buffer {
     Tensor memory;
     Event free, ready;

@@ -124,10 +124,9 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   });
 
   const StateTable table = state.state_table();
-  const bool owner = dp.replica == 0 && (state.zero_config().stage > 0 || dp.shard == 0);
-  const int owners = state.zero_config().stage > 0 ? state.zero_config().shards : 1;
+  const int owners = state.zero_config().owners();
   attempt([&] {
-    if (!owner) return;
+    if (dp.replica > 0 || dp.shard >= owners) return;
     infos.clear();
     for (const StateEntry& e : table)
       if (e.kind != StateKind::weight) infos.push_back({detail::slice_name(e), e.tensor.dtype, {e.tensor.numel()}});

@@ -3,6 +3,7 @@
 // the code.
 #pragma once
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -17,6 +18,8 @@ struct Plan {
   std::vector<MemoryLine> memory;  // of a rank: what is live at the high-water mark, scratch last
   OpLedger step_ops;               // calls, flops and bytes of one training step of a rank, if it trains
   std::vector<std::pair<std::string, int64_t>> step_traffic;  // bytes that a rank sends in a step, by group
+  std::shared_ptr<const Plan> others;  // of the ranks that a parameter server, rank 0, serves; none: as rank 0's
+  const Plan& of(int rank) const { return rank > 0 && others ? *others : *this; }
   int64_t total_bytes() const {
     int64_t bytes = 0;
     for (const MemoryLine& line : memory) bytes += line.bytes;
@@ -26,12 +29,12 @@ struct Plan {
 
 // Runs on paper: one training step and one evaluation, if the rank trains, and rank 0's generation at all lengths.
 // `target`: a rank's device.
-inline Plan make_plan(const StepConfig& config, const Device& target) {
+inline Plan make_plan(const StepConfig& config, const Device& target, int rank = 0) {
   const Device device = target.on_paper();
   const Mesh mesh = config.zero.mesh();
   Arena arena(device), scratch(device);
   Stream stream(device, scratch);
-  DataParallel dp(mesh, 0, device, DataParallel::null_groups(mesh, 0));
+  DataParallel dp(mesh, rank, device, DataParallel::null_groups(mesh, rank));
   Trainer trainer(config, {arena, stream, &dp});
   const BatchSource nothing = [](int64_t) { return HostBatch{}; };
   Plan plan;
@@ -62,6 +65,8 @@ inline Plan make_plan(const StepConfig& config, const Device& target) {
   plan.memory = arena.table();
   plan.memory.push_back({"op scratch", plan.scratch_bytes});
   if (dp.ranks() > 1) plan.memory.push_back({"ring chunks", 2 * DataParallel::scratch_bytes});
+  if (dp.ranks() > 1 && rank == 0 && config.zero.updates() == ZeroConfig::Updates::server)
+    plan.others = std::make_shared<Plan>(make_plan(config, target, 1));
   return plan;
 }
 

@@ -20,8 +20,8 @@ struct Run {
   DataParallel dp;
   Trainer trainer;
   Run(const StepConfig& config, const Plan& plan, const Device& device, World& world, int rank)
-      : arena(planned_arena(plan, device)),
-        scratch(device, plan.scratch_bytes),
+      : arena(planned_arena(plan.of(rank), device)),
+        scratch(device, plan.of(rank).scratch_bytes),
         stream(device, scratch),
         copies(device.kind == DeviceKind::cuda ? std::make_unique<Stream>(device, scratch) : nullptr),
         dp(

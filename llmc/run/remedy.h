@@ -123,12 +123,18 @@ class RemedySearch {
     return good;
   }
 
+  // The higher stages have no servers.
+  static void set_stage(StepConfig& step, int stage) {
+    step.zero.set_stage(stage);
+    if (stage > 0) step.zero.sync = DpSync::all_reduce;
+  }
+
   bool could_fit(StepConfig step) {
     step.schedule = Schedule::one_f_one_b;
     step.micro_batches *= step.batch.B;
     step.batch.B = 1;
     step.recompute = Recompute::block;
-    if (step.zero.shards > 1) step.zero.set_stage(3);
+    if (step.zero.shards > 1) set_stage(step, 3);
     return fits_on_paper(step);
   }
 
@@ -149,7 +155,7 @@ class RemedySearch {
     };
     for (int stage = sharded ? std::max(step.zero.stage, 1) : step.zero.stage; stage <= (sharded ? 3 : stage);
          ++stage) {
-      step.zero.set_stage(stage);
+      set_stage(step, stage);
       if (!fits_on_paper(set(sizes.back(), Recompute::block))) {
         if (!sharded) break;
         continue;
@@ -205,6 +211,7 @@ inline std::string change_text(const StepConfig& from, const StepConfig& to) {
   if (to.batch.B != from.batch.B) text += formatted(" --batch-size {}", to.batch.B);
   if (to.batch.B != from.batch.B || to.batch.T != from.batch.T || to.zero.ranks() != from.zero.ranks())
     text += formatted(" --total-batch-size {}", to.tokens());
+  if (to.zero.sync != from.zero.sync) text += formatted(" --dp-sync {}", to.zero.sync);
   if (to.zero.stage != from.zero.stage) text += formatted(" --zero-stage {}", to.zero.stage);
   if (to.recompute != from.recompute) text += formatted(" --recompute {}", to.recompute);
   if (to.schedule != from.schedule && from.micro_batches > 1) text += formatted(" --schedule {}", to.schedule);
@@ -235,6 +242,7 @@ inline std::string price_text(const StepConfig& from, const Plan& before, const 
                       sent_before == 0 ? "" : " instead of " + human_bytes(sent_before));
   if (to.zero.grad_reduce != from.zero.grad_reduce)
     text += "; gradients are then reduced every micro-batch, which rounds differently";
+  if (to.zero.sync != from.zero.sync) text += "; gradients are then added in another order, which rounds differently";
   if (to.dtype != from.dtype || to.zero.master_weights != from.zero.master_weights) text += "; less exact";
   return text;
 }

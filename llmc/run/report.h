@@ -58,9 +58,28 @@ namespace detail {
 
 inline std::string layout_text(const ZeroConfig& zero) {
   if (zero.ranks() == 1) return "1 rank";
-  return formatted("{} data-parallel ranks: {} replica(s) x {} shard(s), ZeRO stage {}, gradients reduced every {}",
+  return formatted("{} data-parallel ranks: {} replica(s) x {} shard(s), ZeRO stage {}, gradients reduced every {}{}",
                    zero.ranks(), zero.replicas, zero.shards, zero.stage,
-                   zero.grad_reduce == GradReduce::step ? "step" : "micro-batch");
+                   zero.grad_reduce == GradReduce::step ? "step" : "micro-batch",
+                   zero.sync == DpSync::all_reduce ? "" : formatted(", {}", zero.sync));
+}
+
+// The traffic of every --dp-sync beside that of the one chosen, where a run has the choice.
+inline void report_links(Log& log, const StepConfig& step) {
+  const ZeroConfig& zero = step.zero;
+  if (zero.ranks() == 1 || zero.stage > 0 || zero.replicas > 1) return;
+  int64_t elements = 0;
+  for (const UnitSpec& unit : parameter_table(step.model)) elements += UnitLayout(unit, zero.ranks()).size;
+  const int64_t R = zero.grad_reduce == GradReduce::step ? 1 : step.micro_batches,
+                G = elements * size_of(accumulator_of(step.dtype)), W = elements * size_of(step.dtype);
+  Rows rows = {{"G", formatted("{} of gradients, R = {} reduction(s)", human_bytes(G), R)},
+               {"W", formatted("{} of weights", human_bytes(W))}};
+  for (const LinkTraffic& link : link_traffic(zero.ranks(), G * R, W))
+    rows.emplace_back(name_of(link.sync), formatted("{:-13} out {:-11} {:10} | in {:-11} {:10}{}", link.of,
+                                                    link.out_law, human_bytes(link.out), link.in_law,
+                                                    human_bytes(link.in), link.sync == zero.sync ? " <= chosen" : ""));
+  log.table(formatted("traffic of one rank's link per step, by --dp-sync: P = {}, f = (P - 1) / P", zero.ranks()),
+            rows);
 }
 
 // A run as described by the options alone.
@@ -87,6 +106,14 @@ inline Rows memory_rows(const Plan& plan) {
     if (line.bytes > 0) rows.emplace_back(line.label, human_bytes(line.bytes));
   rows.emplace_back("total", human_bytes(plan.total_bytes()));
   return rows;
+}
+
+// more: rows for the end of the table.
+inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, const Rows& more = {}) {
+  Rows rows = memory_rows(plan);
+  rows.insert(rows.end(), more.begin(), more.end());
+  log.table(step.zero.ranks() == 1 ? "memory" : plan.others ? "memory of rank 0, the server" : "memory per rank", rows);
+  if (plan.others) log.table("memory of each other rank", memory_rows(*plan.others));
 }
 
 // What a GPU's memory holds besides what is planned.
@@ -127,8 +154,11 @@ inline void require_memory(const Options& o, const StepConfig& step, const Plan&
                            Begun begun = Begun::no) {
   if (fits(plan, memory_limit(o, device))) return;
   std::string message =
-      formatted("{} needs {} and {}", step.zero.ranks() == 1 ? "the run" : "each rank", human_bytes(plan.total_bytes()),
-                detail::memory_verdict(o, step, plan, device, begun));
+      formatted("{} needs {} and {}",
+                step.zero.ranks() == 1 ? "the run"
+                : plan.others          ? "the server, rank 0,"
+                                       : "each rank",
+                human_bytes(plan.total_bytes()), detail::memory_verdict(o, step, plan, device, begun));
   for (const auto& [name, value] : detail::memory_rows(plan)) message += formatted("\n  {:-22} {}", name, value);
   throw Error(message);
 }
@@ -137,13 +167,18 @@ inline void require_memory(const Options& o, const StepConfig& step, const Plan&
 inline void report_plan(Log& log, const Options& o, const Device& device, const StepConfig& step, const Plan& plan) {
   log.table("plan for " + describe(device), detail::run_rows(o, step));
   if (const std::string notice = detail::depth_notice(o); !notice.empty()) log.line(notice);
-  Rows memory = detail::memory_rows(plan);
-  if (device.computes_as() == DeviceKind::cuda) memory.emplace_back("not counted", detail::not_counted_text(step));
-  log.table(o.ranks == 1 ? "memory" : "memory per rank", memory);
+  Rows not_counted;
+  if (device.computes_as() == DeviceKind::cuda) not_counted = {{"not counted", detail::not_counted_text(step)}};
+  detail::report_memory(log, step, plan, not_counted);
   if (step.zero.ranks() > 1) {
-    Rows traffic;
-    for (const auto& [group, bytes] : plan.step_traffic) traffic.emplace_back(group, human_bytes(bytes));
-    log.table("sent per rank and step", traffic);
+    auto rows = [](const Plan& p) {
+      Rows traffic;
+      for (const auto& [group, bytes] : p.step_traffic) traffic.emplace_back(group, human_bytes(bytes));
+      return traffic;
+    };
+    log.table(plan.others ? "sent by rank 0 per step" : "sent per rank and step", rows(plan));
+    if (plan.others) log.table("sent by rank 1 per step", rows(*plan.others));
+    detail::report_links(log, step);
   }
   Rows ops;
   double flops = 0, bytes = 0;
@@ -154,7 +189,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
     bytes += t.bytes;
   }
   ops.emplace_back("total", formatted("{:8}       {:14.3f} GFLOP {:12.3f} GB", "", flops * 1e-9, bytes * 1e-9));
-  log.table(o.ranks == 1 ? "work per step" : "work per rank and step", ops);
+  log.table(o.ranks == 1 ? "work per step" : plan.others ? "work of rank 0 per step" : "work per rank and step", ops);
   if (const std::string notice = detail::too_many_ranks_notice(device, step.zero.ranks()); !notice.empty())
     log.line(notice);
   const std::string verdict = detail::memory_verdict(o, step, plan, device);
@@ -247,7 +282,8 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
   rows.emplace_back("output", o.out_dir);
   log.table("train_gpt " TRAIN_GPT_GIT_HASH, rows);
   if (step.zero.ranks() > 1) report_ranks(log, o, device, backend, step.zero.mesh());
-  log.table(o.ranks == 1 ? "memory" : "memory per rank", detail::memory_rows(plan));
+  if (step.zero.sync != DpSync::all_reduce) detail::report_links(log, step);
+  detail::report_memory(log, step, plan);
   detail::report_unlikely_data(log, o, step, train, val);
   for (const std::string& notice : detail::tokenizer_notices(o, step.model, tokenizer, &train)) log.line(notice);
   if (const std::string notice = detail::depth_notice(o); !notice.empty()) log.line(notice);

@@ -62,7 +62,8 @@ inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t bat
           .zero = zero};
 }
 
-// Every layout of this many ranks; empty if they cannot share a step equally.
+// Every layout of this many ranks; empty if they cannot share a step equally. A layout that is not an all-reduce in
+// stage 0 or a parameter server agrees bit for bit with the last one that was.
 inline std::vector<ZeroConfig> layouts(int ranks) {
   std::vector<ZeroConfig> all;
   for (int replicas = 1; replicas <= ranks; ++replicas)
@@ -70,6 +71,10 @@ inline std::vector<ZeroConfig> layouts(int ranks) {
       for (int stage = 0; stage <= 3; ++stage)
         if (sequences % ranks == 0 && ranks % replicas == 0)
           all.push_back({.stage = stage, .grad_reduce = reduce, .shards = ranks / replicas, .replicas = replicas});
+  for (const GradReduce reduce : {GradReduce::step, GradReduce::micro})
+    for (const DpSync sync : all_dp_syncs)
+      if (sequences % ranks == 0 && ranks > 1 && sync != DpSync::all_reduce)
+        all.push_back({.grad_reduce = reduce, .shards = ranks, .sync = sync});
   return all;
 }
 
@@ -77,7 +82,7 @@ inline std::vector<ZeroConfig> layouts(int ranks) {
 struct Outcome {
   std::vector<double> losses, norms;
   std::map<std::string, std::vector<float>> gradients, weights;
-  std::string fault;  // copies that differ between ranks
+  std::string fault;  // copies that differ between ranks, or what they report of a step
 };
 
 // Assembles every rank's slices into whole tensors; elements that several ranks hold must be equal.
@@ -203,7 +208,11 @@ inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, c
       const StepResult r = run.trainer.step(
           batches, {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0.1f, .step = s},
           {.max_norm = 1});
-      if (rank == 0) outcome.losses.push_back(r.loss), outcome.norms.push_back(r.grad_norm);
+      std::lock_guard lock(mutex);
+      for (auto& [all, mine] : {std::pair{&outcome.losses, r.loss}, {&outcome.norms, r.grad_norm}}) {
+        if (static_cast<int>(all->size()) < s) all->push_back(mine);
+        else if (!(all->back() == mine)) outcome.fault = formatted("rank {} reports another loss or norm", rank);
+      }
     }
     std::lock_guard lock(mutex);
     collect(outcome.weights, outcome.fault, run.trainer.state().state_table(), rank, run.stream);
@@ -262,9 +271,11 @@ struct Distances {
 
 // Compares every layout on the machine with one rank on the CPU, for each of the models. Prints a line for each number
 // of ranks and for each layout that failed; false: one failed. The layouts, not the one rank, run with `parts`.
+// layouts_of(ranks): those to compare.
 inline bool run_selftest(Log& log, int64_t max_ranks, const selftest::Machine& machine = {},
                          const selftest::Parts& parts = {},
-                         const std::vector<selftest::Model>& models = selftest::all_models()) {
+                         const std::vector<selftest::Model>& models = selftest::all_models(),
+                         std::vector<ZeroConfig> (*layouts_of)(int ranks) = selftest::layouts) {
   using namespace selftest;
   int failed = 0, count = 0;
   for (const auto& [family, tied, dtype] : models) {
@@ -292,27 +303,28 @@ inline bool run_selftest(Log& log, int64_t max_ranks, const selftest::Machine& m
                        d.weights);
     };
     for (int ranks = 1; ranks <= max_ranks; ++ranks) {
-      const std::vector<ZeroConfig> all = layouts(ranks);
+      const std::vector<ZeroConfig> all = layouts_of(ranks);
       Distances largest(alone, alone);
       int good = 0;
-      Outcome stage0;
+      Outcome first;  // of those that agree bit for bit
       int64_t number = 0;
       for (const ZeroConfig& zero : all) {
         log.progress(formatted("  {} rank(s): layout", ranks), ++number, static_cast<int64_t>(all.size()));
         const Outcome outcome = run_layout(step_config(model, dtype, 1, zero), machine, parts);
-        if (zero.stage == 0) stage0 = outcome;
+        if (zero.stage == 0 && zero.sync <= DpSync::parameter_server) first = outcome;
         const Distances d(outcome, alone);
         largest = largest.or_larger(d);
         std::string verdict = outcome.fault;
         if (!(d.loss <= loss && d.norm <= norm && d.gradients <= gradients && d.weights <= weights))
           verdict += " too far";
-        // Contract 3: the stages agree bit for bit.
-        if (outcome.losses != stage0.losses || outcome.norms != stage0.norms || outcome.weights != stage0.weights)
-          verdict += " not bitwise equal to stage 0";
+        // Contract 3: the stages agree bit for bit, and so do the servers.
+        if (outcome.losses != first.losses || outcome.norms != first.norms || outcome.weights != first.weights)
+          verdict += formatted(" not bitwise equal to {}",
+                               zero.sync == DpSync::all_reduce ? "stage 0" : name_of(DpSync::parameter_server));
         good += verdict.empty();
         if (!verdict.empty())
-          log.line(formatted("  dp {} = {} x {}, stage {}, reduce {} | {} | FAILED:{}", ranks, zero.replicas,
-                             zero.shards, zero.stage, zero.grad_reduce, text(d), verdict));
+          log.line(formatted("  dp {} = {} x {}, {}, stage {}, reduce {} | {} | FAILED:{}", ranks, zero.replicas,
+                             zero.shards, zero.sync, zero.stage, zero.grad_reduce, text(d), verdict));
       }
       count += static_cast<int>(all.size());
       failed += static_cast<int>(all.size()) - good;

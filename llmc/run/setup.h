@@ -64,6 +64,7 @@ inline ZeroConfig choose_layout(const Options& o) {
   zero.set_stage(static_cast<int>(o.zero_stage));
   if (o.grad_reduce != "auto") zero.grad_reduce = grad_reduce_from_name(o.grad_reduce);
   zero.master_weights = o.master_weights == "fp32";
+  zero.sync = dp_sync_from_name(o.dp_sync);
   return zero;
 }
 

@@ -35,6 +35,7 @@ class Trainer {
         stage_(config_, context_, state_, my_scalars().slice(0, {1})),
         interpreter_(config_, context_, state_, stage_) {
     CHECK(dp_.ranks() == config.zero.ranks() && (config.zero.stage >= 0 && config.zero.stage <= 3));
+    CHECK(config.zero.sync == DpSync::all_reduce || (config.zero.stage == 0 && config.zero.replicas == 1));
     zero(control_, context_.compute);
   }
   Trainer(const Trainer&) = delete;
@@ -53,14 +54,10 @@ class Trainer {
   PendingStep begin_step(const BatchSource& batches, const AdamWOptions& optimizer, UpdateRule rule) {
     const ProfilerRange range("step");
     accumulate_gradients(batches);
-    Stream& stream = context_.compute;
-    for (size_t u = 0; u < state_.size(); ++u)
-      square_sum(my_scalars().slice(1 + static_cast<int64_t>(u), {1}), state_.unit(u).reduced_shard(), stream);
-    combine();
     rule.largest_loss *= static_cast<double>(config_.tokens());
-    clip_control(control_, square_sums_, loss_, rule, stream);
-    state_.update(control_, optimizer, stream);
-    return {loss_, control_, config_.tokens(), stream};
+    decide(rule);
+    state_.update(control_, optimizer, context_.compute);
+    return {loss_, control_, config_.tokens(), context_.compute};
   }
   StepResult step(const BatchSource& batches, const AdamWOptions& optimizer, UpdateRule rule) {
     return begin_step(batches, optimizer, rule).wait();
@@ -166,6 +163,27 @@ class Trainer {
 
   // This rank's row of the scalars: its loss, then the square sum of its shard of each unit.
   Tensor my_scalars() const { return scalars_.slice(dp_.rank * scalars_.shape[1], {scalars_.shape[1]}); }
+
+  // control_ = what the update needs, from the loss and the gradient norm of all ranks. A parameter server alone has
+  // gradients, of all shards: it decides, and tells the others.
+  void decide(const UpdateRule& rule) {
+    Stream& stream = context_.compute;
+    const int64_t units = static_cast<int64_t>(state_.size()), shards = config_.zero.shards;
+    auto square_sum_of = [&](int64_t u, int64_t shard, const Tensor& out) {
+      square_sum(out, state_.unit(static_cast<size_t>(u)).reduced_shard(static_cast<int>(shard)), stream);
+    };
+    if (config_.zero.updates() != ZeroConfig::Updates::server) {
+      for (int64_t u = 0; u < units; ++u) square_sum_of(u, dp_.shard, my_scalars().slice(1 + u, {1}));
+      combine();
+      return clip_control(control_, square_sums_, loss_, rule, stream);
+    }
+    combine();  // the losses
+    if (dp_.first()) {
+      for (int64_t i = 0; i < units * shards; ++i) square_sum_of(i / shards, i % shards, square_sums_.slice(i, {1}));
+      clip_control(control_, square_sums_, loss_, rule, stream);
+    }
+    dp_.scalars->broadcast(control_, 0, stream);
+  }
 
   // loss_ and square_sums_ = those of all ranks.
   void combine() {

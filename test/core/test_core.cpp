@@ -173,6 +173,11 @@ TEST_CASE("option errors name the option, what was found and what was expected")
   REQUIRE_ERROR(parse({"--generate", "--from-scratch"}), "--from-scratch");
   REQUIRE_ERROR(parse({"--train-data", ""}), "--train-data");
   REQUIRE_ERROR(parse({"--seed", "4", "--dp-replicate", "3"}), "does not divide the 4 ranks");
+  REQUIRE_ERROR(parse({"--seed", "4", "--dp-sync", "partitioned-server", "--zero-stage", "1"}),
+                "--dp-sync partitioned-server with --zero-stage 1: servers are for stage 0");
+  REQUIRE_ERROR(parse({"--seed", "4", "--dp-sync", "parameter-server", "--dp-replicate", "2"}),
+                "--dp-sync parameter-server with --dp-replicate 2: servers serve one group");
+  REQUIRE_ERROR(parse({"--dp-sync", "ring"}), "expected one of all-reduce, parameter-server, parameter-server-chain");
 }
 
 TEST_CASE("the help and the README's table list every option") {

@@ -7,6 +7,7 @@
 #include "dist/layout_bugs.h"
 #include "helpers.h"
 #include "run/checkpoint_write.h"
+#include "run/report.h"
 #include "run/selftest.h"
 
 using namespace llmc;
@@ -42,7 +43,8 @@ TEST_CASE("the self-test finds a skipped reduction, a mean instead of a sum, a d
     Log log = Log::silent();
     REQUIRE_FALSE(run_selftest(log, 2, {}, parts, {{"gpt2", true, DType::fp32}}));
     for (const ZeroConfig& zero : selftest::layouts(2)) {
-      if (zero.stage < first_stage || (first_stage > 0 && zero.shards == 1)) continue;
+      if (zero.stage < first_stage || (first_stage > 0 && zero.shards == 1) || zero.sync != DpSync::all_reduce)
+        continue;
       INFO("stage " << zero.stage << ", " << zero.shards << " shards, reduce " << name_of(zero.grad_reduce));
       StepConfig step = one_rank;
       step.zero = zero;
@@ -199,30 +201,35 @@ TEST_CASE("checkpoints are layout-independent: any layout reads what any other w
     const WholeState original = pass_through(layout(1, 0, dtype), "", dir.path(), ++step);
     for (const auto& [name, values] : original)
       for (float v : values) REQUIRE(std::isfinite(v));
+    std::vector<StepConfig> layouts;
     for (const int ranks : {1, 2, 4})
-      for (int stage = 0; stage <= 3; ++stage) {
-        // From one rank to this layout, and from this layout to every other.
-        INFO(name_of(dtype) << ", " << ranks << " ranks, stage " << stage);
-        const int64_t here = ++step;
-        REQUIRE(pass_through(layout(ranks, stage, dtype), checkpoint_path(dir.path(), 1), dir.path(), here) ==
-                original);
-        REQUIRE_FALSE(checkpoint_fault(checkpoint_path(dir.path(), here)));
-        for (const int other : {1, 2, 4})
-          for (int other_stage = 0; other_stage <= 3; ++other_stage) {
-            const WholeState read =
-                pass_through(layout(other, other_stage, dtype), checkpoint_path(dir.path(), here), dir.path(), ++step);
-            for (const auto& [name, values] : original) {
-              INFO(name << " read by " << other << " ranks, stage " << other_stage);
-              REQUIRE(read.at(name) == values);
-            }
-            REQUIRE(read.size() == original.size());
-          }
+      for (int stage = 0; stage <= 3; ++stage) layouts.push_back(layout(ranks, stage, dtype));
+    for (const DpSync sync : {DpSync::parameter_server, DpSync::partitioned_server}) {
+      layouts.push_back(layout(4, 0, dtype));
+      layouts.back().zero.sync = sync;
+    }
+    for (const StepConfig& writer : layouts) {
+      // From one rank to this layout, and from this layout to every other.
+      INFO(name_of(dtype) << ", " << detail::layout_text(writer.zero));
+      const int64_t here = ++step;
+      REQUIRE(pass_through(writer, checkpoint_path(dir.path(), 1), dir.path(), here) == original);
+      REQUIRE_FALSE(checkpoint_fault(checkpoint_path(dir.path(), here)));
+      for (const StepConfig& reader : layouts) {
+        const WholeState read = pass_through(reader, checkpoint_path(dir.path(), here), dir.path(), ++step);
+        for (const auto& [name, values] : original) {
+          INFO(name << " read by " << detail::layout_text(reader.zero));
+          REQUIRE(read.at(name) == values);
+        }
+        REQUIRE(read.size() == original.size());
       }
+    }
   }
 }
 
 TEST_CASE("the reduction of a unit's gradients overlaps with the backward of the next one") {
-  const ZeroConfig zero{.stage = 2, .grad_reduce = GradReduce::micro, .shards = 2};
+  const bool pushed = GENERATE(false, true);  // to a parameter server
+  ZeroConfig zero{.stage = 2, .grad_reduce = GradReduce::micro, .shards = 2};
+  if (pushed) zero.stage = 0, zero.sync = DpSync::parameter_server;
   StepConfig config = selftest::step_config(selftest::awkward_model(), DType::fp32, 12, zero);
   const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
   World world(zero.mesh());
@@ -246,15 +253,16 @@ TEST_CASE("the reduction of a unit's gradients overlaps with the backward of the
   int overlapping = 0;
   for (const Span& r : reduce)
     for (const Span& c : compute)
-      overlapping += std::string(r.op) == "reduce_scatter" &&
+      overlapping += std::string(r.op) == (pushed ? "push" : "reduce_scatter") &&
                      std::string(c.op).find("_backward") != std::string::npos && r.begin < c.begin && c.end < r.end;
   REQUIRE(overlapping > 0);
 }
 
-TEST_CASE("a step that is interrupted in the middle can be saved, in every stage") {
+TEST_CASE("a step that is interrupted in the middle can be saved, in every stage and with a parameter server") {
   const TempDir dir;
-  for (int stage = 0; stage <= 3; ++stage) {
-    const StepConfig config = layout(2, stage, DType::fp32);
+  for (int stage = 0; stage <= 4; ++stage) {
+    StepConfig config = layout(2, stage % 4, DType::fp32);
+    if (stage == 4) config.zero.sync = DpSync::parameter_server;
     const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
     World world(config.zero.mesh(), Backend::threads, poison_hooks);
     run_ranks(world, [&](int rank) {

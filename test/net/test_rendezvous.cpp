@@ -184,7 +184,8 @@ TEST_CASE("processes that do not come are named on all that have") {
   const TempDir dir;
   Lines lines;
   const std::string where = "file:" + dir / "meeting";
-  const auto errors = on_threads(3, [&](int p) { const ControlPlane job(greeting(p == 2 ? 4 : p, 6), at(where, lines, 0.25)); });
+  const auto errors =
+      on_threads(3, [&](int p) { const ControlPlane job(greeting(p == 2 ? 4 : p, 6), at(where, lines, 0.25)); });
   require_all(errors, formatted("ranks 2, 3 and 5 have not arrived at {} within 0.25 s (--init-timeout)", where));
   REQUIRE(lines.contain("waiting for ranks 2, 3 and 5 of 6 at " + where));
 }
@@ -315,7 +316,8 @@ TEST_CASE("a process that cannot reach the rendezvous says where it looked and w
   REQUIRE_ERROR(ControlPlane(greeting(0, 2), at("file:" + dir / "none/here", lines)), "No such file");
   const Socket taken = listen_everywhere(0);
   const int port = address_here(taken).endpoint().port;
-  REQUIRE_ERROR(ControlPlane(greeting(0, 2), at(formatted("localhost:{}", port), lines)), "does another run use this port?");
+  REQUIRE_ERROR(ControlPlane(greeting(0, 2), at(formatted("localhost:{}", port), lines)),
+                "does another run use this port?");
 }
 
 TEST_CASE("strangers and late processes do not disturb a job that has begun") {

@@ -123,6 +123,38 @@ TEST_CASE("a run resumed in another stage reduces gradients as before, bit for b
   }
 }
 
+TEST_CASE("a run moves between parameter servers bit for bit, and to and from an all-reduce with a notice") {
+  const TempDir dir;
+  const std::string four = "--lr-schedule constant --batch-size 1 --local-ranks 4 --dp-sync ";
+  auto run = [&](const std::string& out, const std::string& sync, int steps) {
+    const ProgramResult r = run_program(small_run(dir / out, formatted("{}{} --max-steps {}", four, sync, steps)));
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    return r.out;
+  };
+  const std::string header = run("whole", "parameter-server", 12);
+  REQUIRE(header.find("traffic of one rank's link per step, by --dp-sync: P = 4") != std::string::npos);
+  REQUIRE(header.find("out (P - 1) W    543.0 KiB | in (P - 1) G R  543.0 KiB <= chosen") != std::string::npos);
+  run("moved", "parameter-server", 4);
+  REQUIRE(run("moved", "partitioned-server", 8).find("notice: --dp-sync") != std::string::npos);
+  run("moved", "parameter-server-chain", 12);
+  auto train_only = [](std::vector<std::string> lines) {
+    std::erase_if(lines, [](const std::string& line) { return !line.starts_with("train"); });
+    return lines;
+  };
+  REQUIRE(train_only(metrics(dir / "moved")) == train_only(metrics(dir / "whole")));
+  for (const char* file : {"model-00001-of-00004.safetensors", "model-00002-of-00004.safetensors"})
+    REQUIRE(read_whole(dir / "moved/step-000012/" + file) == read_whole(dir / "whole/step-000012/" + file));
+  // The ring adds in another order: the same run up to rounding.
+  run("ring", "partitioned-server", 4);
+  REQUIRE(run("ring", "all-reduce", 12).find("notice: --dp-sync") != std::string::npos);
+  const std::vector<std::string> ring = train_only(metrics(dir / "ring")), whole = train_only(metrics(dir / "whole"));
+  REQUIRE(ring.size() == whole.size());
+  REQUIRE(ring != whole);
+  auto loss = [](const std::string& line) { return std::stod(line.substr(line.rfind(' '))); };
+  for (size_t i = 0; i < whole.size(); ++i) REQUIRE(std::abs(loss(ring[i]) / loss(whole[i]) - 1) < 1e-4);
+}
+
 TEST_CASE(
     "a resumed run that fits only with its recorded settings continues; one that does not fit at all is refused") {
   const TempDir dir;

@@ -84,6 +84,10 @@ TEST_CASE("advice fits when it is followed, and shows its price") {
            {"--model gpt2:124M -t 64 -b 1 --memory-limit 1.85", "--dtype bf16 --master-weights none", {"; less exact"}},
            // Stage 1 costs no traffic; stage 2 does, and comes only where less does not help.
            {"--model d6 -t 256 -b 2 --local-ranks 4 -d 32768 --memory-limit 0.45", "--zero-stage 1", {}},
+           // A parameter server needs as much as a rank of stage 0; the higher stages have no servers.
+           {"--model d6 -t 256 -b 2 --local-ranks 4 -d 32768 --memory-limit 0.45 --dp-sync parameter-server",
+            "--dp-sync all-reduce --zero-stage 1",
+            {"; gradients are then added in another order"}},
            {"--model llama3:8B --dtype bf16 -t 2048 --local-ranks 8 --zero-stage 1 -d 1048576 --memory-limit 48",
             "--zero-stage 2",
             {"more work; each rank sends ", " a step instead of ", "; gradients are then reduced every micro-batch"}},
@@ -109,6 +113,20 @@ TEST_CASE("advice fits when it is followed, and shows its price") {
     REQUIRE(followed.status == 0);
     REQUIRE(followed.out.find("fits into --memory-limit") != std::string::npos);
   }
+}
+
+TEST_CASE("--plan shows the memory of a parameter server and of the others, and every --dp-sync's traffic") {
+  const ProgramResult r = run_program(
+      "--plan --threads 2 --model d2 --n-embd 64 --n-head 1 --vocab-size 257 -t 64 -b 1 --local-ranks 4 --dp-sync "
+      "parameter-server");
+  INFO(r.out << r.err);
+  REQUIRE(r.status == 0);
+  const size_t server = r.out.find("memory of rank 0, the server"), others = r.out.find("memory of each other rank"),
+               sent = r.out.find("sent by rank 0 per step");
+  REQUIRE((server < others && others < sent && sent != std::string::npos));
+  REQUIRE(r.out.substr(server, others - server).find("AdamW first moment") != std::string::npos);
+  REQUIRE(r.out.substr(others, sent - others).find("AdamW") == std::string::npos);
+  for (const DpSync sync : all_dp_syncs) REQUIRE(r.out.find(name_of(sync), sent) != std::string::npos);
 }
 
 TEST_CASE("a run that was begun is not advised to compute something else") {

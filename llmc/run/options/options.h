@@ -58,7 +58,7 @@ struct Options {
   std::optional<double> memory_limit;  // GiB; none: what the machine has
   std::string schedule = "1f1b";
   int64_t local_ranks = 0, zero_stage = 0, dp_replicate = 1;
-  std::string grad_reduce = "auto";
+  std::string dp_sync = "all-reduce", grad_reduce = "auto";
   std::string device = "auto", comm = "auto", attention = "own";
   bool tf32 = false, tune_matmul = false;
   std::string cuda_graphs = "on";
@@ -224,6 +224,12 @@ void visit_options(O& o, Visitor&& visit) {
         "equal --grad-reduce");
   visit("--dp-replicate", "", o.dp_replicate, between(1, 1 << 20), warn,
         "hybrid sharding: number of replicas; each is sharded over its part of the ranks");
+  visit("--dp-sync", "", o.dp_sync,
+        one_of({"all-reduce", "parameter-server", "parameter-server-chain", "partitioned-server"}), warn,
+        "how data-parallel ranks synchronise: all-reduce: by a ring; parameter-server: rank 0 alone keeps optimizer "
+        "state, adds all gradients, updates, and sends the weights to every rank; parameter-server-chain: the weights "
+        "go from rank to rank; partitioned-server: every rank is the server of its shard; servers add in another order "
+        "than the ring, so round differently, and are for --zero-stage 0");
   visit("--grad-reduce", "", o.grad_reduce, one_of({"auto", "step", "micro"}), warn,
         "reduce gradients across ranks once per step, or after every micro-batch, with less memory and more traffic; "
         "the two round differently; auto: as before on resume, otherwise step, or micro from ZeRO stage 2 on");

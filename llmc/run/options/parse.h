@@ -170,6 +170,16 @@ inline void validate(const Options& o) {
         "--generate with --from-scratch: random weights generate nothing useful; leave out one of them");
   if (o.generate) return;
   CHECK(o.ranks % o.dp_replicate == 0, "--dp-replicate {} does not divide the {} ranks", o.dp_replicate, o.ranks);
+  if (o.dp_sync != "all-reduce") {
+    CHECK(o.zero_stage == 0,
+          "--dp-sync {} with --zero-stage {}: servers are for stage 0, and hold the optimizer state already: leave out "
+          "--zero-stage, or use --dp-sync all-reduce",
+          o.dp_sync, o.zero_stage);
+    CHECK(o.dp_replicate == 1,
+          "--dp-sync {} with --dp-replicate {}: servers serve one group of all ranks: leave out --dp-replicate, or use "
+          "--dp-sync all-reduce",
+          o.dp_sync, o.dp_replicate);
+  }
   const int64_t micro = o.batch_size * o.seq_len * o.ranks;
   CHECK(
       !o.total_batch_size || *o.total_batch_size % micro == 0,

@@ -117,6 +117,17 @@ TEST_CASE("ranks share a GPU, or have one each with NCCL between them", "[cuda][
       if (stage == 0) stage0 = outcome;
       REQUIRE(same(outcome, stage0));  // contract 3
     }
+    selftest::Outcome first;
+    for (const DpSync sync : all_dp_syncs) {
+      if (sync == DpSync::all_reduce) continue;
+      CAPTURE(name_of(sync), name_of(machine.backend));
+      StepConfig served = small_step("gpt2", DType::fp32, {.shards = ranks, .sync = sync});
+      served.micro_batches = 4 / ranks;
+      const selftest::Outcome outcome = selftest::run_layout(served, machine);
+      require_close(outcome, alone);
+      if (sync == DpSync::parameter_server) first = outcome;
+      REQUIRE(same(outcome, first));
+    }
   }
 }
 
