@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A run on the nodes of a Slurm cluster. Submit it from the directory of ./train_gpt, which all nodes must share; arguments
-# after the script are passed to the trainer:
+# A run on the nodes of a Slurm cluster. Submit it from the directory of ./train_gpt, which all nodes must share;
+# arguments after the script are passed to the trainer:
 #
 #   sbatch --ntasks-per-node 4 --cpus-per-task 8 scripts/multi_node/run_sbatch.sh --train-data ...        on CPUs
 #   sbatch --gpus-per-node 8 --ntasks-per-node 8 --cpus-per-task 12 scripts/multi_node/run_sbatch.sh ...  on GPUs

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A run on several hosts with neither MPI nor Slurm: start this on each of them, with its rank. Arguments after the first
-# three are passed to the trainer, and are the same on all hosts:
+# A run on several hosts with neither MPI nor Slurm: start this on each of them, with its rank. Arguments after the
+# first three are passed to the trainer, and are the same on all hosts:
 #
 #   scripts/multi_node/run_tcp.sh 0 2 node1:29500 --local-ranks 8 --train-data ...      on node1
 #   scripts/multi_node/run_tcp.sh 1 2 node1:29500 --local-ranks 8 --train-data ...      on node2

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # scripts/multi_node/run_sbatch.sh on a Slurm cluster of two nodes, both on this machine: started for this test, with
-# directories and ports of its own, and stopped at its end. A run of two processes on each node is stopped by a signal,
-# ends with status 75, and goes on with the next sbatch; another is queued again by itself. In the end weights, optimizer
-# state and metrics are bitwise those of four threads that nobody stopped. By mpirun, by srun with TCP, and by srun with
-# PMIx.
+# directories and ports of its own, and stopped at its end. A run of two processes on each node is stopped by a
+# signal, ends with status 75, and goes on with the next sbatch; another is queued again by itself. In the end
+# weights, optimizer state and metrics are bitwise those of four threads that nobody stopped. By mpirun, by srun with
+# TCP, and by srun with PMIx.
 #
 # Takes root, and Debian's packages slurmctld, slurmd, slurm-client, munge and openmpi-bin; nothing is installed here.
 set -euo pipefail
@@ -37,7 +37,7 @@ fail() {
   exit 1
 }
 
-# ---- The cluster -------------------------------------------------------------------------------------------------------
+# ---- The cluster -----------------------------------------------------------------------------------------------------
 
 read -r -a ports < <(python3 -c '
 import socket
@@ -98,7 +98,7 @@ names=$(srun --nodes=2 --ntasks-per-node=2 bash -c 'echo "$SLURM_PROCID$SLURMD_N
 [ "$names" = '0n1 1n1 2n2 3n2 ' ] || fail "srun started $names, not two tasks on each node"
 echo "long_slurm_test: two nodes of $(slurmd -V) are up"
 
-# ---- Runs --------------------------------------------------------------------------------------------------------------
+# ---- Runs ------------------------------------------------------------------------------------------------------------
 
 # Open MPI would go by shared memory between nodes that are one host, and its files there have the names of nodes.
 export OMPI_MCA_btl=tcp,self OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
@@ -148,8 +148,8 @@ ended "$job" ExitCode=0:0
 same "$out"
 echo "long_slurm_test: mpirun: stopped with status 75, submitted again, and bitwise the run of four threads"
 
-# srun, and TCP; stopped as if the time were up, so that Slurm starts it again. The names of these nodes have no address,
-# so they meet by a file, which is still there when they meet again.
+# srun, and TCP; stopped as if the time were up, so that Slurm starts it again. The names of these nodes have no
+# address, so they meet by a file, which is still there when they meet again.
 out=$dir/srun
 export LAUNCHER=srun
 job=$(submit "$out" --rendezvous "file:$dir/meet")
