@@ -26,10 +26,11 @@ if [ -z "${TRAIN_GPT_TOKEN:-}${TRAIN_GPT_TOKEN_FILE:-}" ]; then
   TRAIN_GPT_TOKEN=$(head -c 32 /dev/urandom | base64 -w 0)
   export TRAIN_GPT_TOKEN
 fi
-# Of the variables, mpirun takes only its own to other hosts. Their values do not appear on a command line.
+# Of the variables, mpirun takes only its own to other hosts. The values do not appear on a command line. An address is of
+# this host alone.
 variables=()
 for name in "${!TRAIN_GPT_@}" "${!NCCL_@}" "${!OMP_@}"; do
-  [[ $(declare -p "$name") != 'declare -'*x* ]] || variables+=(-x "$name")
+  [ "$name" = TRAIN_GPT_ADDRESS ] || ! printenv "$name" >/dev/null || variables+=(-x "$name")
 done
 
 # --bind-to none: the trainer divides the processors of a host among its processes; mpirun would give each a core or a
