@@ -26,8 +26,8 @@ if [ -z "${TRAIN_GPT_TOKEN:-}${TRAIN_GPT_TOKEN_FILE:-}" ]; then
   TRAIN_GPT_TOKEN=$(head -c 32 /dev/urandom | base64 -w 0)
   export TRAIN_GPT_TOKEN
 fi
-# Of the variables, mpirun takes only its own to other hosts. The values do not appear on a command line. An address is of
-# this host alone.
+# Of the variables, mpirun takes only its own to other hosts. The values do not appear on a command line. An address is
+# of this host alone.
 variables=()
 for name in "${!TRAIN_GPT_@}" "${!NCCL_@}" "${!OMP_@}"; do
   [ "$name" = TRAIN_GPT_ADDRESS ] || ! printenv "$name" >/dev/null || variables+=(-x "$name")
