@@ -266,10 +266,9 @@ class FindLaunch {
       default: break;
     }
     CHECK(claim.by != Launch::By::mpi,
-          "{} is of {}, and this build is with {}, which does not find the other processes so: use its own mpirun, or "
-          "add "
-          "--rendezvous HOST:PORT, where they meet by TCP",
-          claim.rank->shown(), claim.how, name_of(built_));
+          "{} is of {}, and this build has {}: {}, or add --rendezvous HOST:PORT, where the processes meet by TCP",
+          claim.rank->shown(), claim.how, name_of(built_),
+          built_ == MpiLibrary::none ? "build it with MPI" : "use the mpirun of that");
     throw Error(formatted("{} and {} need --rendezvous HOST:PORT, the same for all processes", claim.rank->shown(),
                           claim.size->shown()));
   }
