@@ -81,7 +81,7 @@ class Training {
     } catch (const Interrupted& stop) {
       finish_update();
       if (progress_.done > 0) checkpoints_.save(progress_, run_, OnFailure::fail);
-      throw Error(
+      throw SharedError(
           formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume{}", stop.reason,
                     progress_.done, job_.max_steps,
                     progress_.done > 0 ? ", saved to " + checkpoints_.last() : std::string(),
@@ -193,12 +193,12 @@ class Training {
     const std::string where = where_not_finite(run_.trainer, batches, [&](int64_t micro_batch, int64_t b) {
       return train_.sample_at(cursor(step) + (micro_batch * ranks() + rank_) * o_.batch_size + b);
     });
-    throw Error(formatted("step {} diverged: loss {} or gradient norm {} is not finite; {}. The weights were not "
-                          "updated. Lower --lr, add --warmup-steps or check the data; {}",
-                          step, result.loss, result.grad_norm, where,
-                          checkpoints_.last().empty() ? "no checkpoint was written"
-                                                      : "the last checkpoint is " + checkpoints_.last()),
-                ExitStatus::diverged);
+    throw SharedError(formatted("step {} diverged: loss {} or gradient norm {} is not finite; {}. The weights were not "
+                                "updated. Lower --lr, add --warmup-steps or check the data; {}",
+                                step, result.loss, result.grad_norm, where,
+                                checkpoints_.last().empty() ? "no checkpoint was written"
+                                                            : "the last checkpoint is " + checkpoints_.last()),
+                      ExitStatus::diverged);
   }
 
   // Does finish_step() have anything to do after this step?
@@ -302,16 +302,14 @@ class Training {
   std::pair<int64_t, double> best_before_;  // step and loss of the best validation before the last improvement
 };
 
-void run_training(Options o, StopCondition::Clock::time_point process_begin) {
-  note_stop_signals();
-  const std::unique_ptr<Processes> processes = meet(o);
-  const bool first = o.place.process == 0;
+void run_training(const Options& o, const Processes& processes, StopCondition::Clock::time_point process_begin) {
+  const bool first = processes.process() == 0;
   Log log = first ? Log() : Log::silent();
   std::optional<Job> made;
-  together(*processes, "options", [&] { made.emplace(o, process_begin); });
+  together(processes, "options", [&] { made.emplace(o, process_begin); });
   Job& job = *made;
   log.file_line(formatted("{}: {}", time_stamp(), command_line(o, program_invocation_name)));
-  const Start start = find_start(*processes, job, log);
+  const Start start = find_start(processes, job, log);
   std::optional<ResumePoint> resume = start.resume;
   if (!o.shuffle && !start.shuffled) job.options.shuffle = false;
   if (start.complete) {
@@ -319,7 +317,7 @@ void run_training(Options o, StopCondition::Clock::time_point process_begin) {
                        resume->step == job.max_steps ? " of" : ", beyond --max-steps", job.max_steps));
     return report_next_steps(log, o, resume->path, program_invocation_name);
   }
-  together(*processes, "weights", [&] {
+  together(processes, "weights", [&] {
     if (resume && !first) resume->trainer = read_json(resume->path + "/trainer.json");
     if (resume) job.resume(*resume, log), report_changes(log, *resume, job);
     else require_whole_weights(o);
@@ -328,7 +326,7 @@ void run_training(Options o, StopCondition::Clock::time_point process_begin) {
   if (first)
     peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops, o.profile)
                 .times(static_cast<double>(devices_in_use(job.device, o)));
-  World world(job.step.zero.mesh(), job.backend, no_hooks, processes->local_ranks());
+  World world(job.step.zero.mesh(), job.backend, no_hooks, processes.local_ranks());
   try {
     run_ranks(world, [&](int rank) {
       Log silent = Log::silent();
@@ -348,18 +346,29 @@ int main(int argc, char** argv) {
   using namespace llmc;
   const auto begin = StopCondition::Clock::now();
   wait_without_spinning(argv);
+  bool reports = true;  // errors that all processes have
+  std::unique_ptr<Processes> processes;
   try {
-    const Command command = parse_command_line(argc, argv, take_place);
-    const bool first = command.options.place.process == 0;
+    Command command = parse_command_line(argc, argv, take_place);
+    Options& o = command.options;
+    reports = o.place.rank_on_host == 0;
+    if (!command.print && !command.version) {
+      if (needs_ranks(o)) note_stop_signals();
+      processes = meet(o);
+      reports = o.place.rank_on_host == 0;
+    }
     if (command.print) std::printf("%s\n", command.text.c_str());  // --help, --print-config and the like
     else if (command.version) std::printf("%s\n", version_text().c_str());
-    else if (command.options.selftest) run_selftest_mode(command.options);
-    else if (needs_ranks(command.options)) run_training(command.options, begin);
-    else if (!first) return static_cast<int>(ExitStatus::done);  // one process is enough
-    else if (command.options.verify_data) run_verify_data(command.options);
-    else if (command.options.plan) run_plan(command.options);
-    else run_generate(command.options);
+    else if (o.selftest) run_selftest_mode(o, *processes);
+    else if (needs_ranks(o)) run_training(o, *processes, begin);
+    else if (o.place.process > 0) return static_cast<int>(ExitStatus::done);  // one process is enough
+    else if (o.verify_data) run_verify_data(o);
+    else if (o.plan) run_plan(o);
+    else run_generate(o);
     return static_cast<int>(ExitStatus::done);
+  } catch (const SharedError& error) {
+    if (reports) std::fprintf(stderr, "train_gpt: %s\n", error.what());
+    return end_together(processes.get(), error.status());
   } catch (const Error& error) {
     std::fprintf(stderr, "train_gpt: %s\n", error.what());
     return static_cast<int>(error.status());

@@ -33,7 +33,7 @@ class PeerError : public Error {
   PeerError() : Error("another rank has failed") {}
 };
 
-// An error that all processes of a job have: one of them on each host reports it.
+// An error that all ranks have, at the same place: one process on each host reports it.
 class SharedError : public Error {
  public:
   using Error::Error;

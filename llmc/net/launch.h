@@ -18,12 +18,12 @@
 #pragma once
 #include <charconv>
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
 
 #include "core/check.h"
+#include "core/environment.h"
 
 namespace llmc {
 
@@ -44,8 +44,6 @@ struct LaunchOptions {
   std::optional<int64_t> rank, world_size;
   std::string rendezvous = {};
 };
-
-using Environment = std::function<std::optional<std::string>(const std::string&)>;  // getenv, or a test's map
 
 // The first host of a Slurm node list: "node[01-03,7],gpu5" -> "node01", "r[1-2]n[0-3]" -> "r1n0".
 inline std::string first_slurm_host(const std::string& list) {
@@ -268,10 +266,9 @@ class FindLaunch {
       default: break;
     }
     CHECK(claim.by != Launched::By::mpi,
-          "{} is of {}, and this build is with {}, which does not find the other processes so: use its own mpirun, or "
-          "add "
-          "--rendezvous HOST:PORT, where they meet by TCP",
-          claim.rank->shown(), claim.how, name_of(built_));
+          "{} is of {}, and this build has {}: {}, or add --rendezvous HOST:PORT, where the processes meet by TCP",
+          claim.rank->shown(), claim.how, name_of(built_),
+          built_ == MpiLibrary::none ? "build it with MPI" : "use the mpirun of that");
     throw Error(formatted("{} and {} need --rendezvous HOST:PORT, the same for all processes", claim.rank->shown(),
                           claim.size->shown()));
   }

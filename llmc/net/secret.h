@@ -15,11 +15,10 @@
 #include <string>
 #include <string_view>
 
+#include "core/environment.h"
 #include "core/files.h"
 
 namespace llmc {
-
-using Environment = std::function<std::optional<std::string>(const std::string&)>;  // getenv, or a test's
 
 using Mac = std::array<unsigned char, 32>;    // a message authentication code
 using Nonce = std::array<unsigned char, 16>;  // random bytes, used once

@@ -42,7 +42,7 @@ class CheckpointSaver {
     } catch (const CheckpointError& error) {
       const std::string last = last_.empty() ? "there is none" : "the last one is " + last_;
       if (on_failure == OnFailure::fail)
-        throw Error(formatted("no checkpoint after step {}: {}; {}", progress.done, error.what(), last));
+        throw SharedError(formatted("no checkpoint after step {}: {}; {}", progress.done, error.what(), last));
       retry_.at = progress.done + retry_.pause;
       retry_.pause *= 2;
       log_.line(formatted("WARNING: no checkpoint after step {}: {}; {}; trying again by step {}", progress.done,

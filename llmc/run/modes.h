@@ -43,16 +43,15 @@ inline void run_generate(const Options& o) {
 }
 
 // --selftest: every layout of the available ranks against one CPU rank.
-inline void run_selftest_mode(Options o) {
-  const std::unique_ptr<Processes> processes = meet(o);
-  Log log = o.place.process == 0 ? Log() : Log::silent();
+inline void run_selftest_mode(const Options& o, const Processes& processes) {
+  Log log = processes.process() == 0 ? Log() : Log::silent();
   selftest::Machine machine{.device = rank_device(choose_device(o), o.place)};
   machine.device.threads = 1;
   machine.backend = choose_backend(o, machine.device);
   if (machine.device.kind == DeviceKind::cuda) machine.gpus = visible_gpus().count;
-  if (!processes->alone()) machine.processes = processes.get();
+  if (!processes.alone()) machine.processes = &processes;
   if (!run_selftest(log, o.ranks, machine))
-    throw Error("--selftest: the layouts above that say FAILED differ from one rank", ExitStatus::diverged);
+    throw SharedError("--selftest: the layouts above that say FAILED differ from one rank", ExitStatus::diverged);
 }
 
 // --verify-data: checks the shards and names every bad one.

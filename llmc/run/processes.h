@@ -2,7 +2,6 @@
 #pragma once
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <set>
@@ -10,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/environment.h"
 #include "core/log.h"
 #include "device/gpu.h"
 #include "device/host.h"
@@ -21,11 +21,6 @@
 namespace llmc {
 
 namespace detail {
-
-inline std::optional<std::string> environment_variable(const std::string& name) {
-  const char* value = std::getenv(name.c_str());
-  return value == nullptr ? std::nullopt : std::optional<std::string>(value);
-}
 
 inline Launched launch_of(const Options& o) {
   return find_launch({o.rank, o.world_size, o.rendezvous}, environment_variable, mpi_library());
@@ -67,9 +62,9 @@ inline std::unique_ptr<Processes> meet(Options& o) {
   const std::string me = formatted("rank {} on {}: ", place.first_rank(), host_name());
   Rendezvous at;
   at.where = launch.rendezvous;
-  at.token = read_token(detail::environment_variable);
+  at.token = read_token(environment_variable);
   at.init_timeout = o.init_timeout;
-  at.address = detail::environment_variable("TRAIN_GPT_ADDRESS").value_or("");
+  at.address = environment_variable("TRAIN_GPT_ADDRESS").value_or("");
   at.say = [me](const std::string& text) { std::fprintf(stderr, "%s%s\n", me.c_str(), text.c_str()); };
   auto processes = std::make_unique<Processes>(launch,
                                                Greeting{.process = launch.process,
@@ -118,6 +113,16 @@ void together(const Processes& processes, const char* what, F&& f) {
   if (first == all.end()) return;
   const int rank = static_cast<int>(first - all.begin()) * processes.control()->local_ranks();
   throw SharedError((same ? "" : processes.control()->name_of_rank(rank) + ": ") + *first);
+}
+
+// Where all processes end for the same reason: none ends before process 0 has said why, because launchers end the
+// others as soon as one has failed. Returns the exit status.
+inline int end_together(const Processes* processes, ExitStatus status) {
+  try {
+    if (processes) processes->all_gather("end", "");
+  } catch (const Error&) {  // one is gone already
+  }
+  return static_cast<int>(status);
 }
 
 }  // namespace llmc

@@ -92,6 +92,9 @@ void run_ranks(World& world, F&& rank_main) {
     } catch (const PeerError&) {
       std::lock_guard lock(mutex);
       other = std::current_exception();
+    } catch (const SharedError&) {  // all ranks end here, by themselves
+      std::lock_guard lock(mutex);
+      if (!first) first = std::current_exception();
     } catch (const Error& error) {  // with several ranks, say which
       const bool many = world.mesh().size() > 1 && error.status() == ExitStatus::refused;
       stop_all(std::make_exception_ptr(many ? Error(formatted("rank {} on {}: {}", rank, host_name(), error.what()))

@@ -94,8 +94,9 @@ TEST_CASE("MPI's launchers are used with their own library, and need --rendezvou
   REQUIRE(shown(find(open_mpi, MpiLibrary::open_mpi, {{}, {}, "gpu1:5000"})) == "mpi 2/4 0/2 gpu1:5000");
   for (const MpiLibrary other : {MpiLibrary::none, MpiLibrary::mpich})
     REQUIRE(shown(find(open_mpi, other, {{}, {}, "gpu1:5000"})) == "options 2/4 0/2 gpu1:5000");
-  REQUIRE_ERROR(find(open_mpi), "OMPI_COMM_WORLD_RANK=2 is of mpirun (Open MPI), and this build is with no MPI");
-  REQUIRE_ERROR(find(mpich, MpiLibrary::open_mpi), "PMI_RANK=1 is of mpiexec (MPICH), and this build is with Open MPI");
+  REQUIRE_ERROR(find(open_mpi), "OMPI_COMM_WORLD_RANK=2 is of mpirun (Open MPI), and this build has no MPI: build it");
+  REQUIRE_ERROR(find(mpich, MpiLibrary::open_mpi),
+                "PMI_RANK=1 is of mpiexec (MPICH), and this build has Open MPI: use");
   REQUIRE_ERROR(find(open_mpi, MpiLibrary::mpich), "add --rendezvous HOST:PORT");
 }
 
