@@ -44,6 +44,7 @@ class Training {
         log_(log),
         stop_(o_.time_limit, job.begin, static_cast<double>(job.checkpoint_bytes()) / assumed_bytes_per_second),
         rank_(rank),
+        watchdog_(world.local().watchdog),
         report_(job, log, peaks, rank == 0),
         checkpoints_(job, directory, log, report_, stop_),
         run_(job.step, job.plan, rank_device(job.device, o_.place, rank - o_.place.first_rank()), world, rank),
@@ -139,6 +140,7 @@ class Training {
   // update is reported right away.
   void update() {
     const int64_t step = begun_ + 1;
+    if (watchdog_ != nullptr) watchdog_->board.at_step(static_cast<int>(rank_), step);
     if (!under_way_) report_.start_clock();
     const double lr = learning_rate(schedule_, step);
     const double infinity = std::numeric_limits<double>::infinity();
@@ -183,6 +185,11 @@ class Training {
     report_.finished(update.step, update.lr, result);
     if (!result.finite()) diverged(update.step, result, batches_of(update.step));
     report_.notices(update.step, result);
+    if (watchdog_ != nullptr) {
+      watchdog_->board.step_done(static_cast<int>(rank_), run_.stream.busy_seconds());
+      if (rank_ == 0)
+        if (const auto notice = watchdog_->notice()) log_.line(*notice);
+    }
     progress_.done = update.step;
     validated_ = false;
   }
@@ -287,6 +294,7 @@ class Training {
   Log& log_;
   StopCondition stop_;
   int64_t rank_;
+  Watchdog* watchdog_;  // of several processes
   StepReport report_;
   CheckpointSaver checkpoints_;
   OpLedger ops_;  // declared before the stream that books ops in it
@@ -370,10 +378,10 @@ int main(int argc, char** argv) {
     if (reports) std::fprintf(stderr, "train_gpt: %s\n", error.what());
     return end_together(processes.get(), error.status());
   } catch (const Error& error) {
-    std::fprintf(stderr, "train_gpt: %s\n", error.what());
+    std::fprintf(stderr, "train_gpt: %s\n", end_alone(processes.get(), error).c_str());
     return static_cast<int>(error.status());
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "train_gpt: internal error: %s\n", error.what());
+    std::fprintf(stderr, "train_gpt: internal error: %s\n", end_alone(processes.get(), error).c_str());
     return static_cast<int>(ExitStatus::refused);
   }
 }

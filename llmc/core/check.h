@@ -27,10 +27,11 @@ class Error : public std::runtime_error {
   ExitStatus status_;
 };
 
-// Thrown by a rank that stops only because another one failed; never reported as the cause.
+// Thrown by a rank that stops only because another one failed.
 class PeerError : public Error {
  public:
-  PeerError() : Error("another rank has failed") {}
+  // why: if it is known.
+  explicit PeerError(const std::string& why = "another rank has failed") : Error(why) {}
 };
 
 // An error that all ranks have, at the same place: one process on each host reports it.

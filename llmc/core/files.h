@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/pulse.h"
 
 namespace llmc {
 
@@ -52,6 +53,7 @@ class File {
       if (n < 0 && errno == EINTR) continue;
       check(n >= 0, "read");
       CHECK(n > 0, "{}: ends at byte {}, expected {} more; the file is truncated", path_, offset, bytes);
+      pulse();
       to += n;
       offset += n;
       bytes -= n;
@@ -66,6 +68,7 @@ class File {
       const ssize_t n = ::write(fd_, static_cast<const char*>(data) + written, static_cast<size_t>(bytes - written));
       if (n < 0 && errno == EINTR) continue;
       if (n <= 0) break;
+      pulse();
       written += n;
     }
     return written;

@@ -3,6 +3,8 @@
 #pragma once
 #include <omp.h>
 
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -12,11 +14,22 @@
 #include <thread>
 #include <utility>
 
+#include "core/pulse.h"
 #ifdef TRAIN_GPT_CUDA
 #include "device/cuda_api.cuh"
 #endif
 
 namespace llmc {
+
+// How long this thread has waited for other streams and other ranks.
+inline thread_local double waited_seconds = 0;
+class Waiting {
+ public:
+  ~Waiting() { waited_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
+
+ private:
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+};
 
 // A point in a stream's work. Waiting blocks instead of spinning, and rethrows the error if the work before this point
 // failed. Only another GPU stream can wait for a GPU stream's event.
@@ -34,7 +47,10 @@ class Event {
   }
   void wait() const {
     std::unique_lock lock(state_->mutex);
-    state_->changed.wait(lock, [&] { return state_->done; });
+    if (!state_->done) {
+      const Waiting waiting;
+      state_->changed.wait(lock, [&] { return state_->done; });
+    }
     if (state_->error) std::rethrow_exception(state_->error);
   }
 #ifdef TRAIN_GPT_CUDA
@@ -80,6 +96,9 @@ class CpuQueue {
     idle_.wait(lock, [&] { return (queue_.empty() && !busy_) || error_; });
     if (error_) std::rethrow_exception(error_);
   }
+
+  // How long it has worked, but for waits for other streams and other ranks.
+  double busy_seconds() const { return busy_seconds_; }
 
   Event record() {
     Event event;
@@ -131,11 +150,16 @@ class CpuQueue {
       lock.unlock();
       if (taken.size() == max_queued) room_.notify_all();
       std::exception_ptr failed;
+      const auto begin = std::chrono::steady_clock::now();
+      const double waited = waited_seconds;
       for (; !failed && !taken.empty(); taken.pop_front()) try {
           taken.front().run();
+          pulse();
         } catch (...) {
           failed = std::current_exception();
         }
+      busy_seconds_ = busy_seconds_ + std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() -
+                      (waited_seconds - waited);
       lock.lock();
       busy_ = false;
       if (failed) fail(failed, taken);
@@ -160,6 +184,7 @@ class CpuQueue {
   std::deque<Task> queue_;
   bool busy_ = false, asleep_ = false, stopping_ = false;
   std::exception_ptr error_;  // written by the worker, under the mutex
+  std::atomic<double> busy_seconds_ = 0;
   std::thread worker_;        // last: it uses the others
 };
 

@@ -143,7 +143,7 @@ class Stream {
   template <class F>
   void enqueue(F&& task) {
     if (cpu_) cpu_->enqueue(std::forward<F>(task));
-    else if (device_.kind != DeviceKind::null) task();
+    else if (device_.kind != DeviceKind::null) task(), pulse();
   }
 
   // Runs `enqueue`. On a GPU, the first call enqueues normally (and loads the kernels); later calls launch a graph of
@@ -167,6 +167,9 @@ class Stream {
     if (gpu_) gpu_->synchronize();
 #endif
   }
+
+  // How long a CPU stream has worked, but for waits for other streams and other ranks.
+  double busy_seconds() const { return cpu_ ? cpu_->busy_seconds() : 0; }
 
   Event record() {
     if (cpu_) return cpu_->record();

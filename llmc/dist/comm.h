@@ -13,6 +13,7 @@
 #include "dist/comm_null.h"
 #include "dist/ring.h"
 #include "dist/server.h"
+#include "net/board.h"
 
 namespace llmc {
 
@@ -40,6 +41,8 @@ class Comm {
   int64_t bytes_sent() const { return (counted_ ? counted_ : transport_)->sent; }
   int64_t bytes_received() const { return (counted_ ? counted_ : transport_)->received; }
   void reset_bytes_sent() { (counted_ ? counted_ : transport_)->sent = 0; }
+  // Writes there what it does.
+  void report_to(std::shared_ptr<Attendance> place) { place_ = std::move(place); }
   // Throws if the library has reported an error, here or at a peer.
   void check() const {
     if (library_) library_->check();
@@ -130,6 +133,7 @@ class Comm {
   std::vector<std::string> exchange_text(const std::string& text) {
     std::vector<std::string> all(static_cast<size_t>(size()), text);
     if (!transport_->moves_data()) return all;
+    const Attending attending(place_.get(), "exchange", "", '"' + text.substr(0, text.find('\n')) + '"');
     for (int s = 1; s < size(); ++s) {
       const int to = (rank() + s) % size(), from = (rank() - s + size()) % size();
       std::string& in = all[static_cast<size_t>(from)];
@@ -153,6 +157,7 @@ class Comm {
       if (to >= 0) sent += out_bytes;
       if (from >= 0) received += in_bytes;
       inner->exchange(to, out, out_bytes, from, in, in_bytes, gpu);
+      pulse();
     }
     std::unique_ptr<Transport> inner;
     int64_t sent = 0, received = 0;
@@ -198,7 +203,11 @@ class Comm {
       through(*counted_, nullptr);
     } else {
       Stream* const gpu = stream.device().kind == DeviceKind::cuda ? &stream : nullptr;
-      stream.run(cost, {buffer}, [=, this] { through(*transport_, gpu); });
+      stream.run(cost, {buffer}, [=, this] {
+        const Waiting waiting;
+        const Attending attending(place_.get(), op, name_ == "scalars" ? "" : "unit ", buffer.name);
+        through(*transport_, gpu);
+      });
       if (!transport_->moves_data()) through(*transport_, nullptr);  // the null device runs no tasks: count now
     }
   }
@@ -206,6 +215,7 @@ class Comm {
   std::string name_;
   std::unique_ptr<Counter> transport_, counted_;
   std::shared_ptr<GpuCollectives> library_;
+  std::shared_ptr<Attendance> place_;  // none: nobody wants to know
 };
 
 }  // namespace llmc

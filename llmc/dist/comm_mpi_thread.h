@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "net/socket.h"
 
 namespace llmc {
 
@@ -59,7 +60,7 @@ class MpiThread {
     Side out, in;
     int group = -1, self = 0, to = -1, from = -1;  // ranks, for errors
     int64_t open = 0;                              // requests that are not done
-    bool done = false;
+    bool done = false, broken = false;
     std::string error = {};
     std::condition_variable ready = {};
   };
@@ -130,6 +131,7 @@ class MpiThread {
     work_.notify_one();
     e.ready.wait(lock, [&] { return e.done || released_; });
     std::erase(waiting_, &e);
+    if (e.broken) throw ConnectionError(e.error);
     if (!e.error.empty()) throw Error(e.error);
     if (!e.done) throw PeerError();
   }
@@ -250,6 +252,7 @@ class MpiThread {
   // Nothing is to be expected of MPI after an error: all other exchanges end too.
   void fail(Exchange& e, const std::string& fault) {
     e.error = fault;
+    e.broken = fault.starts_with("MPI_");  // a call has failed; it is not that something else was sent than expected
     e.done = true;
     aborted_ = true;
   }

@@ -12,6 +12,7 @@
 #include "net/launch.h"
 #include "net/rendezvous.h"
 #include "net/tcp_links.h"
+#include "net/watchdog.h"
 
 namespace llmc {
 
@@ -21,9 +22,12 @@ class Processes {
   Processes() = default;
   // Meets the others; blocks until all are there and agree, or throws on all of them. mpi: tensors go by MPI where it
   // has started the processes, otherwise by TCP.
-  Processes(const Launched& launch, Greeting greeting, Rendezvous at, bool mpi) : greeting_(greeting) {
+  Processes(const Launched& launch, Greeting greeting, Rendezvous at, bool mpi, double comm_timeout)
+      : greeting_(greeting), timeouts_{at.init_timeout, comm_timeout} {
     if (launch.processes == 1) return;
     if (launch.by == Launched::By::mpi) {
+      const LastResort last_resort(
+          at.init_timeout, formatted("MPI has not started all processes within {} s (--init-timeout)", at.init_timeout));
       auto links = std::make_unique<MpiLinks>(greeting.local_ranks);
       greeting_.process = links->process();
       greeting_.processes = links->processes();
@@ -36,7 +40,21 @@ class Processes {
     }
     control_ = std::make_unique<ControlPlane>(greeting_, std::move(at));
     if (!mpi || !links_) tcp_ = std::make_unique<TcpLinks>(*control_);
+    watchdog_ = std::make_unique<Watchdog>(*control_, timeouts_);
   }
+  // MPI ends when the other processes do so too; after a failure it is left alone.
+  ~Processes() {
+    if (alone()) return;
+    const LastResort last_resort(
+        failed_ ? Watchdog::grace : timeouts_.comm,
+        formatted("{} has not ended: another process keeps it waiting", control_->name_of_rank(local_ranks().first)));
+    watchdog_.reset();
+    tcp_.reset();
+    control_.reset();
+    links_.reset();
+  }
+  Processes(const Processes&) = delete;
+  Processes& operator=(const Processes&) = delete;
 
   bool alone() const { return control_ == nullptr; }
   int process() const { return alone() ? 0 : control_->process(); }
@@ -44,7 +62,10 @@ class Processes {
   ControlPlane* control() const { return control_.get(); }  // none: alone
   LocalRanks local_ranks() const {
     if (alone()) return {};
-    return {.first = process() * greeting_.local_ranks, .count = greeting_.local_ranks, .links = &links()};
+    return {.first = process() * greeting_.local_ranks,
+            .count = greeting_.local_ranks,
+            .links = &links(),
+            .watchdog = watchdog_.get()};
   }
   Links& links() const {
     if (tcp_) return *tcp_;
@@ -53,7 +74,21 @@ class Processes {
 
   // An all-gather of text between the processes, by process.
   std::vector<std::string> all_gather(const std::string& topic, const std::string& text) const {
-    return alone() ? std::vector<std::string>{text} : control_->all_gather(topic, text);
+    if (alone()) return {text};
+    const Attending attending(watchdog_->board.processes.get(), "exchange", "", '"' + topic + '"');
+    return control_->all_gather(topic, text);
+  }
+
+  // This process ends with this error. The others learn it, unless it follows from what they know. Returns what to print.
+  std::string fail(const std::string& error, bool follows) {
+    if (alone()) return error;
+    failed_ = true;
+    const std::string reason = watchdog_->reason(follows ? 2 : 0);
+    if (reason.empty()) watchdog_->failed(local_ranks().first, error);
+    links().abort();
+    if (links_) links_->abort();
+    control_->abort();
+    return follows && !reason.empty() ? reason : error;
   }
 
  private:
@@ -70,9 +105,12 @@ class Processes {
   }
 
   Greeting greeting_;
+  Timeouts timeouts_;
+  bool failed_ = false;
   std::unique_ptr<MpiLinks> links_;
   std::unique_ptr<ControlPlane> control_;
   std::unique_ptr<TcpLinks> tcp_;
+  std::unique_ptr<Watchdog> watchdog_;
 };
 
 }  // namespace llmc

@@ -14,6 +14,7 @@
 #include "dist/comm_threads.h"
 #include "dist/hooks.h"
 #include "dist/mesh.h"
+#include "net/watchdog.h"
 
 namespace llmc {
 
@@ -34,6 +35,12 @@ class World {
     if (local_.count == 0) local_ = {.first = 0, .count = mesh_.size()};
     local_.count = std::min(local_.count, mesh_.size() - local_.first);
     CHECK(local_.count == mesh_.size() || local_.links != nullptr);
+    if (local_.watchdog == nullptr) return;
+    local_.watchdog->board.begin_world();
+    local_.watchdog->on_fault([this] { abort(); });
+  }
+  ~World() {
+    if (local_.watchdog != nullptr) local_.watchdog->on_fault({});
   }
   World(Mesh mesh, Backend backend, const Hooks&& hooks, LocalRanks local = {}) = delete;  // they must outlive it
   const Mesh& mesh() const { return mesh_; }
@@ -75,6 +82,7 @@ class World {
       return transport(formatted("{} of rank {}", name, members[0]), index, members, group_number(rank, name));
     };
     auto comm = std::make_unique<Comm>(name, connect());
+    if (local_.watchdog != nullptr) comm->report_to(local_.watchdog->board.join(rank, name, members));
     if (backend_ != Backend::nccl || size == 1 || !moves_tensors) return comm;
     const std::string id = comm->all_gather_text("id of " + name, index == 0 ? nccl_unique_id() : "")[0];
     std::shared_ptr<GpuCollectives> group = make_nccl_group(id, index, size, gpu);

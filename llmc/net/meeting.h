@@ -2,6 +2,7 @@
 // can begin, and if not, why.
 #pragma once
 #include <algorithm>
+#include <fstream>
 #include <optional>
 #include <set>
 #include <string>
@@ -12,6 +13,28 @@
 #include "net/meeting_point.h"
 
 namespace llmc {
+
+// What this process says of itself, which listens at this port.
+inline Introduction introduction(const Greeting& greeting, const Rendezvous& at, int port) {
+  std::string boot = "unknown";
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
+  return {protocol_version, greeting, {greeting.process, host_name(), host_name() + " " + boot, at.address, port}};
+}
+// What process 0 tells the others of all. Loopback addresses mean other machines elsewhere: they are left out.
+inline std::vector<std::string> parts_of(const std::vector<Peer>& peers) {
+  std::vector<std::string> parts;
+  for (const Peer& p : peers)
+    for (const std::string& part :
+         {p.host, p.machine, detail::is_loopback_name(p.address) ? "" : p.address, std::to_string(p.port)})
+      parts.push_back(part);
+  return parts;
+}
+inline std::vector<Peer> peers_from(const std::vector<std::string>& parts) {
+  std::vector<Peer> peers;
+  for (size_t i = 0; i + 4 <= parts.size(); i += 4)
+    peers.push_back({static_cast<int>(i / 4), parts[i], parts[i + 1], parts[i + 2], std::atoi(parts[i + 3].c_str())});
+  return peers;
+}
 
 class Meeting {
  public:

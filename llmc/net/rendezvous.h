@@ -4,10 +4,11 @@
 // (agreement.h). Once all are there or something is wrong (meeting.h), process 0 tells all of them who they are and
 // where they listen, or why the job cannot begin. What they say later goes through process 0 too. Process 1 is
 // connected with everyone as well, so that somebody can speak to all when process 0 is gone.
+//
+// A job ends for one reason, the fault: the first one that process 0, or in its absence process 1, learns of.
 #pragma once
 #include <condition_variable>
 #include <exception>
-#include <fstream>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -19,25 +20,25 @@
 
 #include "net/agreement.h"
 #include "net/control.h"
+#include "net/data_door.h"
+#include "net/gatherings.h"
 #include "net/listener.h"
 #include "net/meeting.h"
 #include "net/meeting_point.h"
 
 namespace llmc {
 
-// A one-way connection for data, from a rank of another process to a rank of this one.
-struct Channel {
-  int group = 0, from = 0, to = 0;
-  auto operator<=>(const Channel&) const = default;
-};
-
 class ControlPlane {
  public:
   // Blocks until all processes have met and agree. If they cannot, it throws the same error on all of them.
-  ControlPlane(const Greeting& greeting, Rendezvous at) : me_(greeting), token_(at.token) {
+  ControlPlane(const Greeting& greeting, Rendezvous at)
+      : me_(greeting),
+        token_(at.token),
+        answer_seconds_(std::min(60.0, at.init_timeout)),
+        gatherings_(greeting.processes) {
     CHECK(me_.processes >= 1 && me_.process >= 0 && me_.process < me_.processes);
     if (processes() == 1) {
-      peers_ = {introduce_myself(at, 0).peer};
+      peers_ = {introduction(me_, at, 0).peer};
       return;
     }
     control_ = std::make_unique<Control>(
@@ -50,7 +51,7 @@ class ControlPlane {
   // Tells the others that this process has ended, unless it has failed: then they had better find it gone.
   ~ControlPlane() {
     std::lock_guard lock(mutex_);
-    if (!aborted_ && std::uncaught_exceptions() == 0) broadcast({Kind::end, {}});
+    if (!aborted_ && fault_.empty() && std::uncaught_exceptions() == 0) broadcast({Kind::end, {}});
   }
   ControlPlane(const ControlPlane&) = delete;
   ControlPlane& operator=(const ControlPlane&) = delete;
@@ -80,6 +81,44 @@ class ControlPlane {
     aborted_ = true;
     changed_.notify_all();
   }
+  // This process has failed for this reason, of which all others learn.
+  void report_failure(const std::string& why) {
+    std::lock_guard lock(mutex_);
+    for (const auto& [line, process] : lines_)
+      if (process <= 1) control_->send(line, {Kind::failed, {why}});
+    suspect(process(), why);
+  }
+  // The job cannot go on for this reason; said by process 0, or by process 1 in its absence.
+  void end_job(const std::string& why) {
+    std::lock_guard lock(mutex_);
+    fail(why);
+  }
+  // The fault; waits for it until the limit or until done(), which is looked at after wake(). Empty: there is none.
+  std::string wait_for_fault(const Limit& limit, const std::function<bool()>& done) {
+    std::unique_lock lock(mutex_);
+    wait(lock, limit, [&] { return !fault_.empty() || done(); });
+    return fault_;
+  }
+  void wake() {
+    std::lock_guard lock(mutex_);
+    changed_.notify_all();
+  }
+
+  // Tells processes 0 and 1 something; it does not wait.
+  void post(const std::vector<std::string>& parts) {
+    std::lock_guard lock(mutex_);
+    for (const auto& [line, process] : lines_)
+      if (process <= 1) control_->send(line, {Kind::board, parts});
+  }
+  // Of processes 0 and 1: the last post of each other process since the last call.
+  std::map<int, std::vector<std::string>> take_posts() {
+    std::lock_guard lock(mutex_);
+    return std::exchange(posts_, {});
+  }
+  std::set<int> ended() {  // those that have said farewell
+    std::lock_guard lock(mutex_);
+    return ended_;
+  }
 
   // Connects to another process of the job. Throws ConnectionError.
   Socket connect(int process, ConnectionPurpose purpose, const std::array<int32_t, 3>& numbers,
@@ -88,19 +127,11 @@ class ControlPlane {
     const Hello hello{.purpose = purpose, .to_process = process, .numbers = numbers, .job = id_};
     return detail::connect_to_any({peer.address, peer.port}, hello, token_, name_of(process), limit).first;
   }
-  // Who takes the data connections of other processes, also those that have come already; called on another thread.
-  // Empty: nobody any more.
-  void serve_data(std::function<void(const Channel&, Socket)> take) {
-    std::lock_guard lock(data_mutex_);
-    take_data_ = std::move(take);
-    if (!take_data_) return;
-    for (auto& [channel, socket] : early_data_) take_data_(channel, std::move(socket));
-    early_data_.clear();
-  }
+  // Takes the data connections of other processes; called on another thread.
+  void serve_data(DataDoor::Take take) { data_door_.serve(std::move(take)); }
 
  private:
-  enum Kind : uint32_t { greeting = 1, verdict, text, gathered, fault, end };
-  static constexpr double answer_seconds = 60;  // a process that was here a moment ago takes no longer
+  enum Kind : uint32_t { greeting = 1, verdict, text, gathered, fault, end, failed, board };
 
   // ---- The meeting
 
@@ -119,7 +150,7 @@ class ControlPlane {
     if (token_.empty())
       at.say("notice: without a token (TRAIN_GPT_TOKEN) every program on this machine may join this job");
     std::unique_lock lock(mutex_);
-    meeting_.emplace(introduce_myself(at, endpoint.port), at);
+    meeting_.emplace(introduction(me_, at, endpoint.port), at);
     listen(std::move(listening), at.say);
     NowAndThen reminder(std::min(5.0, at.init_timeout / 4));
     while (!(verdict_ = meeting_->verdict())) {
@@ -150,8 +181,8 @@ class ControlPlane {
     std::unique_lock lock(mutex_);
     const int line = control_->add(std::move(reached.socket));
     lines_[line] = 0;
-    control_->send(line, {Kind::greeting, introduce_myself(at, port).parts()});
-    const double seconds = at.init_timeout + answer_seconds;
+    control_->send(line, {Kind::greeting, introduction(me_, at, port).parts()});
+    const double seconds = at.init_timeout + std::min(5.0, answer_seconds_);
     CHECK(changed_.wait_until(lock, Limit::after(seconds), [&] { return verdict_ || !fault_.empty(); }),
           "the rendezvous at {} has not answered within {} s", at.where, seconds);
     CHECK(verdict_, "the rendezvous at {} has ended before all processes had met; see what process 0 says", at.where);
@@ -160,18 +191,9 @@ class ControlPlane {
       if (peer.address.empty()) peer.address = address_0;
   }
 
-  Introduction introduce_myself(const Rendezvous& at, int port) const {
-    std::string boot = "unknown";
-    std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
-    return {protocol_version, me_, {process(), host_name(), host_name() + " " + boot, at.address, port}};
-  }
-
   void tell_verdict(int line) {
-    std::vector<std::string> parts = {*verdict_};
-    for (const Peer& p : peers_)
-      for (const std::string& part :
-           {p.host, p.machine, detail::is_loopback_name(p.address) ? "" : p.address, std::to_string(p.port)})
-        parts.push_back(part);
+    std::vector<std::string> parts = parts_of(peers_);
+    parts.insert(parts.begin(), *verdict_);
     control_->send(line, {Kind::verdict, parts});
   }
 
@@ -187,7 +209,7 @@ class ControlPlane {
         fault = formatted("{} cannot connect with {} at {}: {}", name_of(process()), name_of(1),
                           Endpoint{peers_[1].address, peers_[1].port}.text(), error.what());
       }
-    for (const std::string& text : all_gather("deputy", fault, Limit::seconds(answer_seconds)))
+    for (const std::string& text : all_gather("deputy", fault, Limit::seconds(answer_seconds_)))
       if (!text.empty()) throw Error(text);
   }
 
@@ -196,7 +218,7 @@ class ControlPlane {
   void listen(Socket listening, const Say& say) {
     auto take = [this](const Hello& hello, Socket socket, const Address& from) {
       if (hello.purpose == ConnectionPurpose::data)
-        return take_data({hello.numbers[0], hello.numbers[1], hello.numbers[2]}, std::move(socket));
+        return data_door_.arrive({hello.numbers[0], hello.numbers[1], hello.numbers[2]}, std::move(socket));
       std::lock_guard lock(mutex_);
       const int line = control_->add(std::move(socket));
       if (process() == 0) seen_at_[line] = from.endpoint().host;
@@ -218,12 +240,6 @@ class ControlPlane {
     return process() == 1 ? Answer::welcome : Answer::wrong_process;
   }
 
-  void take_data(const Channel& channel, Socket socket) {
-    std::lock_guard lock(data_mutex_);
-    if (take_data_) take_data_(channel, std::move(socket));
-    else early_data_.emplace_back(channel, std::move(socket));
-  }
-
   // ---- Messages; on the control's thread
 
   void received(int line, Message message) try {
@@ -240,9 +256,14 @@ class ControlPlane {
         return changed_.notify_all();
       }
       case Kind::fault: return fail(parts.at(0));
+      case Kind::failed: return suspect(from, parts.at(0));
+      case Kind::board: {
+        posts_[from] = std::move(message.parts);
+        return;
+      }
       case Kind::end: {
         ended_.insert(from);
-        if (process() == 0) check_gatherings();
+        check_gatherings();
         return changed_.notify_all();
       }
       default: throw Error("unknown");
@@ -256,7 +277,9 @@ class ControlPlane {
     if (meeting_) meeting_->leave(line);
     const auto known = lines_.find(line);
     if (known != lines_.end() && !ended_.contains(known->second))
-      fail(formatted("{} has gone: {}", peers_.empty() ? "another process" : name_of(known->second), why));
+      suspect(known->second,
+              formatted("{} has gone: {}", peers_.empty() ? "another process" : name_of(known->second),
+                        Socket::is_end(why) ? "its process has ended" : why));
     changed_.notify_all();
   }
 
@@ -270,9 +293,7 @@ class ControlPlane {
     changed_.notify_all();
   }
   void told(const std::vector<std::string>& parts) {
-    for (size_t i = 1; i + 4 <= parts.size(); i += 4)
-      peers_.push_back(
-          {static_cast<int>(i / 4), parts[i], parts[i + 1], parts[i + 2], std::atoi(parts[i + 3].c_str())});
+    peers_ = peers_from({parts.begin() + 1, parts.end()});
     verdict_ = parts.at(0);
     changed_.notify_all();
   }
@@ -285,11 +306,9 @@ class ControlPlane {
     check_alive();
     process() == 0 ? contribute(0, topic, text) : control_->send(line_to(0), {Kind::text, {topic, text}});
     const auto complete = [&] { return gathered_[topic].size() == static_cast<size_t>(processes()); };
-    const bool in_time = changed_.wait_until(
-        lock, limit.deadline, [&] { return complete() || aborted_ || !fault_.empty() || ended_.contains(0); });
-    if (!in_time)
-      fail(formatted("{} has not answered within {} s", process() == 0 ? missing_in(topic) : name_of(0),
-                     answer_seconds));
+    if (!wait(lock, limit, [&] { return complete() || aborted_ || !fault_.empty() || ended_.contains(0); }))
+      fail(formatted("{} has not answered within {} s",
+                     process() == 0 ? named(gatherings_.missing(topic), local_ranks()) : name_of(0), answer_seconds_));
     if (!complete()) check_alive();
     if (!complete()) throw Error(formatted("{} has ended while others wait for it at \"{}\"", name_of(0), topic));
     auto texts = std::move(gathered_[topic]);
@@ -297,42 +316,52 @@ class ControlPlane {
     return texts;
   }
   void check_alive() const {
+    if (!fault_.empty()) throw PeerError(fault_);
     if (aborted_) throw PeerError();
-    if (!fault_.empty()) throw Error(fault_);
   }
 
   // Of process 0.
   void contribute(int from, const std::string& topic, const std::string& text) {
-    auto& texts = gathering_[topic];
-    texts[from] = text;
-    if (texts.size() < static_cast<size_t>(processes())) return check_gatherings();
-    for (const auto& [process, text] : texts) {
-      broadcast({Kind::gathered, {topic, text}});
-      gathered_[topic].push_back(text);
+    if (const auto texts = gatherings_.add(from, topic, text)) {
+      for (const std::string& its : *texts) broadcast({Kind::gathered, {topic, its}});
+      gathered_[topic] = *texts;
+      changed_.notify_all();
     }
-    gathering_.erase(topic);
-    changed_.notify_all();
+    check_gatherings();
   }
   // Nobody waits for a process that has ended.
   void check_gatherings() {
-    for (const auto& [topic, texts] : gathering_)
-      for (const int process : ended_)
-        if (!texts.contains(process))
-          return fail(formatted("{} has ended while others wait for it at \"{}\"", name_of(process), topic));
-  }
-  std::string missing_in(const std::string& topic) {
-    std::vector<int> missing;
-    for (int p = 0; p < processes(); ++p)
-      if (!gathering_[topic].contains(p)) missing.push_back(p);
-    return named(missing, local_ranks());
+    if (const auto ended = gatherings_.waits_for(ended_))
+      fail(formatted("{} has ended while others wait for it at \"{}\"", name_of(ended->first), ended->second));
   }
 
-  // No process can go on.
-  void fail(const std::string& why) {
-    if (fault_.empty()) fault_ = why;
-    if (process() == 0) broadcast({Kind::fault, {fault_}});
+  // ---- The fault
+
+  // A process has failed, or is gone. All shall learn the same reason: so process 0 decides, or process 1 about process
+  // 0; and if neither is there any more, nobody tells within a moment.
+  void suspect(int which, const std::string& why) {
+    if (suspicion_.empty()) suspicion_ = why, suspicion_due_ = Limit::seconds(1);
+    if (process() == 0 || (process() == 1 && which == 0)) fail(suspicion_);
     changed_.notify_all();
   }
+  void fail(const std::string& why) {
+    if (!fault_.empty()) return;
+    fault_ = why;
+    if (process() <= 1) broadcast({Kind::fault, {fault_}});
+    changed_.notify_all();
+  }
+  // False: not before the limit.
+  template <class Done>
+  bool wait(std::unique_lock<std::mutex>& lock, const Limit& limit, Done&& done) {
+    while (!done()) {
+      if (limit.passed()) return false;
+      const bool suspects = fault_.empty() && !suspicion_.empty();
+      if (suspects && suspicion_due_.passed()) fail(suspicion_);
+      else changed_.wait_until(lock, suspects ? std::min(limit.deadline, suspicion_due_.deadline) : limit.deadline);
+    }
+    return true;
+  }
+
   void broadcast(const Message& message) {
     for (const auto& [line, process] : lines_) control_->send(line, message);
   }
@@ -352,6 +381,7 @@ class ControlPlane {
 
   Greeting me_;
   std::string token_;
+  double answer_seconds_;    // a process that was here a moment ago takes no longer
   Nonce id_{};               // of the job
   std::vector<Peer> peers_;  // set once all have met
 
@@ -362,14 +392,15 @@ class ControlPlane {
   std::optional<std::string> verdict_;  // why the job cannot begin; empty: it can
   std::map<int, int> lines_;            // the number of a connection in control_, and the process at its other end
   std::set<int> ended_;                 // processes that have said that they end
-  std::map<std::string, std::map<int, std::string>> gathering_;  // of process 0: texts by topic and process
-  std::map<std::string, std::vector<std::string>> gathered_;     // by topic: those of all processes
-  std::string fault_;                                            // why no process can go on
+  Gatherings gatherings_;               // of process 0
+  std::map<std::string, std::vector<std::string>> gathered_;  // by topic: the texts of all processes
+  std::map<int, std::vector<std::string>> posts_;             // by process
+  std::string fault_;                                         // why no process can go on
+  std::string suspicion_;                                     // what it may be
+  Limit suspicion_due_;                                       // when nobody knows better
   bool aborted_ = false;
 
-  std::mutex data_mutex_;
-  std::function<void(const Channel&, Socket)> take_data_;
-  std::vector<std::pair<Channel, Socket>> early_data_;
+  DataDoor data_door_;
 
   std::unique_ptr<Control> control_;  // last: their threads use all of this
   std::unique_ptr<Listener> listener_;

@@ -48,6 +48,12 @@ class Socket {
   int fd() const { return fd_; }
   explicit operator bool() const { return fd_ >= 0; }
 
+  static constexpr const char* closed = "the connection was closed";
+  // Is this the error of a connection whose other side was closed?
+  static bool is_end(const std::string& error) {
+    return error == closed || error == std::strerror(ECONNRESET) || error == std::strerror(EPIPE);
+  }
+
   // As many of these bytes as can be moved without waiting; 0: none now. The other side has closed: an error.
   size_t send_some(const iovec* parts, size_t n) const { return move_some(::sendmsg, parts, n); }
   size_t receive_some(const iovec* parts, size_t n) const { return move_some(::recvmsg, parts, n); }
@@ -63,7 +69,7 @@ class Socket {
       if (moved > 0) return static_cast<size_t>(moved);
       if (moved < 0 && errno == EINTR) continue;
       if (moved < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
-      throw ConnectionError(moved == 0 ? "the connection was closed" : std::strerror(errno));
+      throw ConnectionError(moved == 0 ? closed : std::strerror(errno));
     }
   }
   int fd_ = -1;

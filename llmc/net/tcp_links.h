@@ -102,7 +102,7 @@ class TcpLinks final : public Links {
   }
   [[noreturn]] void gone(int rank, const ConnectionError& error) const {
     if (aborted_) throw PeerError();
-    throw Error(formatted("{} has gone: {}", job_.name_of_rank(rank), error.what()));
+    throw ConnectionError(formatted("{} has gone: {}", job_.name_of_rank(rank), error.what()));
   }
 
   Outgoing& outgoing(const Channel& channel) {

@@ -72,7 +72,7 @@ inline std::unique_ptr<Processes> meet(Options& o) {
                                                         .local_ranks = static_cast<int>(place.local_ranks),
                                                         .build = version_text(),
                                                         .agree = detail::options_to_agree_on(o)},
-                                               std::move(at), o.comm != "tcp");
+                                               std::move(at), o.comm != "tcp", o.comm_timeout);
   const ControlPlane& control = *processes->control();
   place.by_mpi = launch.by == Launched::By::mpi;
   place.ranks_on_host = control.local_processes() * place.local_ranks;
@@ -113,6 +113,13 @@ void together(const Processes& processes, const char* what, F&& f) {
   if (first == all.end()) return;
   const int rank = static_cast<int>(first - all.begin()) * processes.control()->local_ranks();
   throw SharedError((same ? "" : processes.control()->name_of_rank(rank) + ": ") + *first);
+}
+
+// Where a process ends with an error of its own, or because another one has: what to print.
+inline std::string end_alone(Processes* processes, const std::exception& error) {
+  const bool follows = dynamic_cast<const PeerError*>(&error) != nullptr ||
+                       dynamic_cast<const ConnectionError*>(&error) != nullptr;
+  return processes == nullptr ? error.what() : processes->fail(error.what(), follows);
 }
 
 // Where all processes end for the same reason: none ends before process 0 has said why, because launchers end the

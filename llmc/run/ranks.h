@@ -74,7 +74,7 @@ struct Run {
 };
 
 // Runs rank_main(rank) for every rank of the world that is in this process, as threads. The first error stops all ranks
-// and is rethrown.
+// and is rethrown, here and, as a PeerError that names it, in the other processes.
 template <class F>
 void run_ranks(World& world, F&& rank_main) {
   std::mutex mutex;
@@ -86,19 +86,36 @@ void run_ranks(World& world, F&& rank_main) {
     }
     world.abort();
   };
+  Watchdog* const watchdog = world.local().watchdog;
+  // Does an error of this process follow from one that the others know already? A broken connection may be the first
+  // sign of that.
+  auto follows = [&](const Error& error) {
+    if (watchdog == nullptr) return false;
+    const bool broken = dynamic_cast<const ConnectionError*>(&error) != nullptr;
+    const std::string reason = broken ? watchdog->reason() : watchdog->reason(0);
+    if (reason.empty()) return false;
+    std::lock_guard lock(mutex);
+    other = std::make_exception_ptr(PeerError(reason));
+    return true;
+  };
   auto guarded = [&](int rank) {
     try {
       rank_main(rank);
     } catch (const PeerError&) {
       std::lock_guard lock(mutex);
-      other = std::current_exception();
+      if (!other) other = std::current_exception();
     } catch (const SharedError&) {  // all ranks end here, by themselves
       std::lock_guard lock(mutex);
       if (!first) first = std::current_exception();
     } catch (const Error& error) {  // with several ranks, say which
+      if (follows(error)) return world.abort();
       const bool many = world.mesh().size() > 1 && error.status() == ExitStatus::refused;
+      if (watchdog != nullptr) watchdog->failed(rank, error.what());
       stop_all(std::make_exception_ptr(many ? Error(formatted("rank {} on {}: {}", rank, host_name(), error.what()))
                                             : error));
+    } catch (const std::exception& error) {
+      if (watchdog != nullptr) watchdog->failed(rank, error.what());
+      stop_all(std::current_exception());
     } catch (...) {
       stop_all(std::current_exception());
     }
@@ -108,7 +125,10 @@ void run_ranks(World& world, F&& rank_main) {
   for (int rank = local.first + 1; rank < local.first + local.count; ++rank) threads.emplace_back(guarded, rank);
   if (local.count > 0) guarded(local.first);
   for (std::thread& thread : threads) thread.join();
-  if (first || other) std::rethrow_exception(first ? first : other);
+  if (first) std::rethrow_exception(first);
+  const std::string reason = other && watchdog != nullptr ? watchdog->reason() : "";
+  if (!reason.empty()) throw PeerError(reason);
+  if (other) std::rethrow_exception(other);
 }
 
 }  // namespace llmc

@@ -1,0 +1,248 @@
+// board.h: what the ranks of a process are doing, for the watchdog: which collective of each group a rank has reached,
+// and whether it waits in it. Ranks write it at every collective; a thread sends it to those who judge (judge.h).
+#pragma once
+#include <algorithm>
+#include <cstdlib>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "core/pulse.h"
+
+namespace llmc {
+
+// What a board says of a rank in one of its groups. Groups are known by their name, their first member and their World:
+// the worlds of a process are counted, 0 stands for what processes do without one.
+struct GroupState {
+  std::string name;
+  int world = 0;
+  std::vector<int> members;       // ranks, ascending
+  int64_t begun = 0;              // collectives
+  std::optional<double> waiting;  // seconds in the last of them; none: it has ended
+  std::string what;               // "the all-gather of unit blocks.3"
+
+  bool same_group(const GroupState& other) const {
+    return name == other.name && world == other.world && members.at(0) == other.members.at(0);
+  }
+};
+
+// What it says of a rank.
+struct RankState {
+  int64_t step = 0;     // the update that it works at, or has done last
+  int64_t updates = 0;  // done by this process
+  double busy = 0;      // seconds that the compute stream is busy in a step: the median of the last ones; 0: not known
+  uint64_t pulses = 0;  // of its process
+  std::vector<GroupState> groups;
+};
+
+// "0-3 8": ascending numbers.
+inline std::string runs_of(const std::vector<int>& numbers) {
+  std::string text;
+  for (size_t i = 0, end; i < numbers.size(); i = end) {
+    for (end = i + 1; end < numbers.size() && numbers[end] == numbers[end - 1] + 1;) ++end;
+    if (i > 0) text += ' ';
+    text += std::to_string(numbers[i]);
+    if (end > i + 1) text += formatted("-{}", numbers[end - 1]);
+  }
+  return text;
+}
+inline std::vector<int> from_runs(const std::string& text) {
+  std::vector<int> numbers;
+  for (const char* at = text.c_str(); *at != '\0';) {
+    char* end = nullptr;
+    const long first = std::strtol(at, &end, 10), last = *end == '-' ? std::strtol(end + 1, &end, 10) : first;
+    CHECK(end != at && first >= 0 && last >= first && last - first < (1 << 20), "not a list of ranks");
+    for (long n = first; n <= last; ++n) numbers.push_back(static_cast<int>(n));
+    at = *end == ' ' ? end + 1 : end;
+  }
+  CHECK(!numbers.empty(), "not a list of ranks");
+  return numbers;
+}
+
+// States of ranks as parts of a message, and back.
+inline std::vector<std::string> parts_of(const std::vector<RankState>& ranks) {
+  std::vector<std::string> parts;
+  for (const RankState& r : ranks) {
+    for (const std::string& part : {std::to_string(r.step), std::to_string(r.updates), formatted("{:.17g}", r.busy),
+                                    std::to_string(r.pulses), std::to_string(r.groups.size())})
+      parts.push_back(part);
+    for (const GroupState& g : r.groups)
+      for (const std::string& part : {g.name, std::to_string(g.world), runs_of(g.members), std::to_string(g.begun),
+                                      g.waiting ? formatted("{:.3f}", *g.waiting) : std::string(), g.what})
+        parts.push_back(part);
+  }
+  return parts;
+}
+inline std::vector<RankState> ranks_from(const std::vector<std::string>& parts) {
+  std::vector<RankState> ranks;
+  size_t at = 0;
+  const auto text = [&]() -> const std::string& { return parts.at(at++); };
+  const auto number = [&] { return std::strtoll(text().c_str(), nullptr, 10); };
+  while (at < parts.size()) {
+    RankState& r = ranks.emplace_back();
+    r.step = number();
+    r.updates = number();
+    r.busy = std::strtod(text().c_str(), nullptr);
+    r.pulses = std::strtoull(text().c_str(), nullptr, 10);
+    for (int64_t groups = number(); groups > 0; --groups) {
+      GroupState& g = r.groups.emplace_back();
+      g.name = text();
+      g.world = static_cast<int>(number());
+      g.members = from_runs(text());
+      g.begun = number();
+      if (const std::string& waiting = text(); !waiting.empty()) g.waiting = std::strtod(waiting.c_str(), nullptr);
+      g.what = text();
+    }
+  }
+  return ranks;
+}
+
+// Where a rank writes what it does in one group, from the one thread that uses it.
+class Attendance {
+ public:
+  Attendance(std::string name, int world, std::vector<int> members) {
+    state_.name = std::move(name);
+    state_.world = world;
+    state_.members = std::move(members);
+  }
+  // The next collective: "the OP of SUBJECT".
+  void begin(std::string_view op, std::string_view kind, std::string_view subject) {
+    std::lock_guard lock(mutex_);
+    ++state_.begun;
+    state_.waiting = 0;
+    op_ = op, kind_ = kind, subject_ = subject;  // strings that have grown once: no memory is allocated
+  }
+  void end() {
+    pulse();
+    std::lock_guard lock(mutex_);
+    state_.waiting.reset();
+  }
+  GroupState state() const {
+    std::lock_guard lock(mutex_);
+    GroupState state = state_;
+    std::string op = op_;
+    std::replace(op.begin(), op.end(), '_', '-');
+    state.what = formatted("the {} of {}{}", op, kind_, subject_);
+    return state;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  GroupState state_;
+  std::string op_, kind_, subject_;
+};
+
+// A collective that is under way, until the end of the scope; an exception leaves it under way.
+class Attending {
+ public:
+  Attending(Attendance* place, std::string_view op, std::string_view kind, std::string_view subject)
+      : place_(place), exceptions_(std::uncaught_exceptions()) {
+    if (place_ != nullptr) place_->begin(op, kind, subject);
+  }
+  ~Attending() {
+    if (place_ != nullptr && std::uncaught_exceptions() == exceptions_) place_->end();
+  }
+  Attending(const Attending&) = delete;
+  Attending& operator=(const Attending&) = delete;
+
+ private:
+  Attendance* place_;
+  int exceptions_;
+};
+
+class Board {
+ public:
+  Board(int first_rank, int local_ranks, const std::vector<int>& firsts)
+      : first_(first_rank), ranks_(static_cast<size_t>(local_ranks)) {
+    ranks_[0].places.push_back(processes = std::make_shared<Attendance>("processes", 0, firsts));
+  }
+
+  std::shared_ptr<Attendance> processes;  // texts between the processes, by the main thread; in the name of their first
+                                          // ranks
+
+  // A World begins; all processes begin the same ones.
+  void begin_world() {
+    std::lock_guard lock(mutex_);
+    ++world_;
+    for (Rank& r : ranks_) {
+      std::erase_if(r.places, [&](const auto& place) { return place != processes; });
+      r.updates = 0, r.busy.clear();
+    }
+  }
+  // A rank joins a group of the World.
+  std::shared_ptr<Attendance> join(int rank, const std::string& name, const std::vector<int>& members) {
+    std::lock_guard lock(mutex_);
+    auto place = std::make_shared<Attendance>(name, world_, members);
+    of(rank).places.push_back(place);
+    return place;
+  }
+  // A rank works at this update.
+  void at_step(int rank, int64_t step) {
+    std::lock_guard lock(mutex_);
+    of(rank).step = step;
+  }
+  // A rank has done an update. busy_total: how long its compute stream has been busy since it was made.
+  void step_done(int rank, double busy_total) {
+    std::lock_guard lock(mutex_);
+    Rank& r = of(rank);
+    if (++r.updates > 1) r.busy.push_back(busy_total - r.busy_total);  // the first one touches all memory
+    if (r.busy.size() > steps_compared) r.busy.pop_front();
+    r.busy_total = busy_total;
+  }
+
+  // How long ranks have waited is counted here, in `seconds` since the last call.
+  std::vector<RankState> read(double seconds) {
+    std::lock_guard lock(mutex_);
+    std::vector<RankState> states;
+    for (Rank& r : ranks_) {
+      RankState& s = states.emplace_back(RankState{r.step, r.updates, median(r.busy), pulses(), {}});
+      for (const auto& place : r.places) {
+        GroupState g = place->state();
+        auto& [begun, waited] = waits_[place.get()];
+        waited = g.waiting && begun == g.begun ? waited + seconds : 0;
+        begun = g.begun;
+        if (g.waiting) g.waiting = waited;
+        s.groups.push_back(std::move(g));
+      }
+    }
+    std::erase_if(waits_, [&](const auto& w) {
+      return std::none_of(ranks_.begin(), ranks_.end(), [&](const Rank& r) {
+        return std::any_of(r.places.begin(), r.places.end(), [&](const auto& p) { return p.get() == w.first; });
+      });
+    });
+    return states;
+  }
+
+  static constexpr size_t steps_compared = 20;
+
+ private:
+  struct Rank {
+    int64_t step = 0, updates = 0;
+    double busy_total = 0;
+    std::deque<double> busy;  // of the last updates
+    std::vector<std::shared_ptr<Attendance>> places;
+  };
+  Rank& of(int rank) { return ranks_.at(static_cast<size_t>(rank - first_)); }
+  // 0: of too few.
+  static double median(const std::deque<double>& values) {
+    if (values.size() < steps_compared) return 0;
+    std::vector<double> sorted(values.begin(), values.end());
+    std::nth_element(sorted.begin(), sorted.begin() + static_cast<std::ptrdiff_t>(sorted.size() / 2), sorted.end());
+    return sorted[sorted.size() / 2];
+  }
+
+  int first_;
+  std::mutex mutex_;
+  int world_ = 0;
+  std::vector<Rank> ranks_;
+  std::map<const Attendance*, std::pair<int64_t, double>> waits_;  // the collective, and seconds waited in it
+};
+
+}  // namespace llmc
