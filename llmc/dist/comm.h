@@ -40,7 +40,10 @@ class Comm {
   // Bytes of tensors that this rank has sent, and received; call with the streams idle.
   int64_t bytes_sent() const { return (counted_ ? counted_ : transport_)->sent; }
   int64_t bytes_received() const { return (counted_ ? counted_ : transport_)->received; }
-  void reset_bytes_sent() { (counted_ ? counted_ : transport_)->sent = 0; }
+  void forget_bytes() {
+    for (Counter* c : {transport_.get(), counted_.get()})
+      if (c != nullptr) c->sent = c->received = 0;
+  }
   // Writes there what it does.
   void report_to(std::shared_ptr<Attendance> place) { place_ = std::move(place); }
   // Throws if the library has reported an error, here or at a peer.
@@ -133,7 +136,7 @@ class Comm {
   std::vector<std::string> exchange_text(const std::string& text) {
     std::vector<std::string> all(static_cast<size_t>(size()), text);
     if (!transport_->moves_data()) return all;
-    const Attending attending(place_.get(), "exchange", "", '"' + text.substr(0, text.find('\n')) + '"');
+    const Attending attending(place_.get(), "exchange", "", formatted("\"{}\"", text.substr(0, text.find('\n'))));
     for (int s = 1; s < size(); ++s) {
       const int to = (rank() + s) % size(), from = (rank() - s + size()) % size();
       std::string& in = all[static_cast<size_t>(from)];

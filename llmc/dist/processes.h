@@ -75,7 +75,7 @@ class Processes {
   // An all-gather of text between the processes, by process.
   std::vector<std::string> all_gather(const std::string& topic, const std::string& text) const {
     if (alone()) return {text};
-    const Attending attending(watchdog_->board.processes.get(), "exchange", "", '"' + topic + '"');
+    const Attending attending(watchdog_->board.processes.get(), "exchange", "", formatted("\"{}\"", topic));
     return control_->all_gather(topic, text);
   }
 

@@ -45,7 +45,7 @@ class Judge {
     for (const Wait& wait : waits)
       if (auto line = blame(wait)) return line;
     for (int r = 0; r < size(); ++r)  // nobody waits for it so far
-      if (!at(r).ended && at(r).silent >= 1.5 * any_limit())
+      if (!at(r).ended && at(r).silent >= any_limit() + std::min(5.0, any_limit() / 2))
         return formatted("{} has said nothing for {:.0f} s ({})", name_(r), at(r).silent, option(any_warm()));
     return std::nullopt;
   }

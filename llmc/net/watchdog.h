@@ -55,6 +55,7 @@ class Watchdog {
   std::string reason(double seconds = 2) const {
     return control_.wait_for_fault(Limit::seconds(seconds), [] { return false; });
   }
+  std::string name_of_rank(int rank) const { return control_.name_of_rank(rank); }
   // A rank of this process has failed by itself.
   void failed(int rank, const std::string& error) {
     control_.report_failure(formatted("{} has failed: {}", control_.name_of_rank(rank), error));

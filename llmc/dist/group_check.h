@@ -1,0 +1,55 @@
+// group_check.h: before the first step, known values go through every group of a rank: each member's to all others, and
+// their sum. So a transport that mixes up ranks or groups is noticed where it does so, not by a loss that is wrong.
+#pragma once
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "dist/data_parallel.h"
+
+namespace llmc {
+
+namespace detail {
+
+inline void check_group(Comm& group, int number, const std::vector<int>& members, Stream& stream,
+                        const std::function<std::string(int)>& name_of_rank) {
+  const int P = group.size(), me = group.rank();
+  if (P == 1) return;
+  const auto value = [&](int member) { return static_cast<float>(1000 * number + members[static_cast<size_t>(member)]); };
+  auto scope = stream.scratch().scope();
+  const Tensor x = stream.scratch().alloc("scratch", "known values", DType::fp32, {P});
+
+  std::vector<float> mine(static_cast<size_t>(P), -1.0f);
+  mine[static_cast<size_t>(me)] = value(me);
+  upload(x, mine, stream);
+  group.all_gather(x, stream);
+  const HostView all(x, stream);
+  for (int m = 0; m < P; ++m)
+    CHECK(all.data<float>()[m] == value(m),
+          "the group {}: got {} from {} instead of {}; the transport mixes up ranks or groups: try another --comm",
+          group.name(), all.data<float>()[m], name_of_rank(members[static_cast<size_t>(m)]), value(m));
+
+  float sum = 0;
+  for (int m = 0; m < P; ++m) sum += value(m);  // exact
+  upload(x, std::vector<float>(static_cast<size_t>(P), value(me)), stream);
+  group.reduce_scatter(x, stream);
+  const HostView sums(x, stream);
+  CHECK(sums.data<float>()[me] == sum,
+        "the group {}: got the sum {} instead of {}; the transport mixes up ranks or groups: try another --comm",
+        group.name(), sums.data<float>()[me], sum);
+  group.forget_bytes();
+}
+
+}  // namespace detail
+
+// Called by all ranks. compute: the stream that the group `scalars` is used on.
+inline void check_groups(DataParallel& dp, const Mesh& mesh, Stream& compute,
+                         const std::function<std::string(int)>& name_of_rank) {
+  const auto along = [&](const std::vector<Axis>& axes) { return mesh.group(dp.rank, axes); };
+  detail::check_group(*dp.gradients, 1, along({Axis::shard}), dp.reduce_stream, name_of_rank);
+  detail::check_group(*dp.replicas, 2, along({Axis::replicate}), dp.reduce_stream, name_of_rank);
+  detail::check_group(*dp.weights, 3, along({Axis::shard}), dp.gather_stream, name_of_rank);
+  detail::check_group(*dp.scalars, 4, along({Axis::replicate, Axis::shard}), compute, name_of_rank);
+}
+
+}  // namespace llmc
