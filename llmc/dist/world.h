@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "dist/comm.h"
+#include "dist/comm_mpi.h"
 #include "dist/comm_threads.h"
 #include "dist/hooks.h"
 #include "dist/mesh.h"
