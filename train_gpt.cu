@@ -303,6 +303,7 @@ class Training {
 };
 
 void run_training(const Options& o, const Processes& processes, StopCondition::Clock::time_point process_begin) {
+  note_stop_signals();
   const bool first = processes.process() == 0;
   Log log = first ? Log() : Log::silent();
   std::optional<Job> made;
@@ -353,7 +354,6 @@ int main(int argc, char** argv) {
     Options& o = command.options;
     reports = o.place.rank_on_host == 0;
     if (!command.print && !command.version) {
-      if (needs_ranks(o)) note_stop_signals();
       processes = meet(o);
       reports = o.place.rank_on_host == 0;
     }

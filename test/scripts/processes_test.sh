@@ -115,8 +115,8 @@ tokens=() own=([1]='--lr 2e-2')
 refused '--lr differs: 0.01 on rank 0, 0.02 on rank 1' 2
 own=([2]='--world-size 4')
 refused '--world-size' 3
-own=([0]='--rank 1')
-refused 'rank 1' 2
+own=([2]='--rank 1')
+refused 'rank 1' 3
 own=() tokens=([0]='TRAIN_GPT_TOKEN=sixteen-characters-at-least' [1]='TRAIN_GPT_TOKEN=sixteen-characters-at-most')
 refused 'token' 2 --init-timeout 2
 own=() tokens=()
