@@ -253,6 +253,8 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
     log.table("ranks, threads of this process; tensors go through " +
                   (backend == Backend::nccl ? nccl_version() : std::string("the process's memory, thread to thread")),
               who);
+    if (backend == Backend::nccl)
+      for (const std::string& notice : nccl_notices()) log.line(notice);
     if (device.kind == DeviceKind::cuda && backend == Backend::threads)
       log.line(
           "notice: ranks share GPUs, or this build has no NCCL: every exchange waits for the GPU: correct but slow");
