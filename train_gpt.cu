@@ -328,6 +328,7 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
     peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops, o.profile)
                 .times(static_cast<double>(devices_in_use(job.device, o)));
   World world(job.step.zero.mesh(), job.backend, no_hooks, processes.local_ranks());
+  world.limit_init(o.init_timeout);
   try {
     run_ranks(world, [&](int rank) {
       Log silent = Log::silent();
