@@ -11,7 +11,7 @@
 ##   check        floors, headers, formatting, shell and Python scripts
 ##   bench        compare training steps with PyTorch; BENCH_FLAGS are options of dev/bench/compare.py
 ##   bench-cuda   on a GPU: each op of a training step against the roofline, and training steps against PyTorch
-##   comm-bench   build build/comm_bench, which times the collectives like nccl-tests
+##   comm-bench   build build/comm_bench, which times the collectives like nccl-tests, and what dev/comm/beside_mpi.sh runs
 ##   tests        build what `make test` runs, without running it
 ##   test-cuda    run the CUDA tests on a GPU; `make test` runs them on the CPU
 ##   ladders      build build/ladders, which times the versions of the kernels in dev/cuda/ on a GPU
@@ -81,8 +81,8 @@ endif
 # The time is that of the last change of Debian's packages.
 QUESTION = $(strip $(CXX) $(CPPFLAGS) $(CXXFLAGS) $(LDFLAGS) $(shell $(CXX) --version 2>&1 | head -n 1) \
                    $(NVCC) $(NVCCFLAGS) $(shell $(NVCC) --version 2>&1 | tail -n 1) '$(CUDNN_HOME)' \
-                   '$(CUDNN_FRONTEND_HOME)' '$(MPICC)' '$(MPIRUN)' '$(CPATH)' '$(CPLUS_INCLUDE_PATH)' '$(LIBRARY_PATH)' '$(LD_LIBRARY_PATH)' \
-                   $(shell stat -c %Y /var/lib/dpkg/status 2>&-))
+                   '$(CUDNN_FRONTEND_HOME)' '$(MPICC)' '$(MPIRUN)' '$(CPATH)' '$(CPLUS_INCLUDE_PATH)' '$(LIBRARY_PATH)' \
+                   '$(LD_LIBRARY_PATH)' $(shell stat -c %Y /var/lib/dpkg/status 2>&-))
 ifdef CXX_VERSION   # build/config.mk was read
 ifeq ($(QUESTION),$(file <build/config.question))
 ifneq ($(and $(CUDA),$(if $(NVCC_VERSION),,without nvcc)),)
@@ -196,8 +196,8 @@ train_gpt: train_gpt.cu build/build_info.h | $(SHOW_CONFIG)
 	  -MT $@ $< -o $@ $(LINK_$(DEVICE))
 
 # The collectives in the manner of nccl-tests.
-comm-bench: build/comm_bench
-build/comm_bench: dev/comm/comm_bench.cpp dev/comm/forms.h llmc/dist/*.h | $(SHOW_CONFIG)
+comm-bench: build/comm_bench $(if $(MPI_VERSION),build/mpi_bench)
+build/comm_bench build/mpi_bench: build/%: dev/comm/%.cpp dev/comm/forms.h llmc/dist/*.h | $(SHOW_CONFIG)
 	@mkdir -p $(@D)
 	$(CXX) $(call FLAGS_cpu,-O3) $< -o $@ $(LDFLAGS) $(LIBS)
 

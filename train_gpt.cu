@@ -315,6 +315,7 @@ class Training {
 };
 
 void run_training(const Options& o, const Processes& processes, StopCondition::Clock::time_point process_begin) {
+  note_stop_signals();
   const bool first = processes.process() == 0;
   Log log = first ? Log() : Log::silent();
   std::optional<Job> made;
@@ -339,6 +340,7 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
     peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops, o.profile)
                 .times(static_cast<double>(devices_in_use(job.device, o)));
   World world(job.step.zero.mesh(), job.backend, no_hooks, processes.local_ranks());
+  world.limit_init(o.init_timeout);
   try {
     run_ranks(world, [&](int rank) {
       Log silent = Log::silent();
@@ -365,7 +367,6 @@ int main(int argc, char** argv) {
     Options& o = command.options;
     reports = o.place.rank_on_host == 0;
     if (!command.print && !command.version) {
-      if (needs_ranks(o)) note_stop_signals();
       processes = meet(o);
       reports = o.place.rank_on_host == 0;
     }

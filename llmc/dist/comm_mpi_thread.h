@@ -122,7 +122,6 @@ class MpiThread {
 
   void exchange(Exchange& e) {
     std::unique_lock lock(mutex_);
-    if (aborted_) throw PeerError();
     for (const Side& side : {e.out, e.in})
       if (side.process >= 0) e.open += side.bytes / part_bytes_ + 1;  // as for_parts()
     if (e.open == 0) return;
@@ -242,11 +241,12 @@ class MpiThread {
     if (!request.receives) return {};
     MPI_Get_count(&status, MPI_BYTE, &count);
     if (error_class == MPI_SUCCESS && count == request.bytes) return {};
-    // Not every MPI has counted a message that was too long.
+    // Not every MPI counts a message that is too long; then the text of its error may say how long it is.
     const bool is_counted = error_class == MPI_SUCCESS || count > request.bytes;
     const char* about = !is_counted ? "more than " : count == part_bytes_ ? "at least " : "";
-    return formatted("rank {} sent {}{} bytes to rank {}, which expected {}, in group {}", e.from, about,
-                     request.begin + count, e.self, e.in.bytes, e.group);
+    return formatted("rank {} sent {}{} bytes to rank {}, which expected {}, in group {}{}", e.from, about,
+                     request.begin + (is_counted ? count : request.bytes), e.self, e.in.bytes, e.group,
+                     is_counted ? "" : ": " + mpi_error(status.MPI_ERROR));
   }
 
   // Nothing is to be expected of MPI after an error: all other exchanges end too.
@@ -271,7 +271,7 @@ class MpiThread {
     const auto has_work = [&] { return aborted_ || closing_ || !posted_.empty(); };
     if (requests_.empty()) {
       work_.wait(lock, has_work);
-    } else if (waited < 50us + std::chrono::nanoseconds(open_bytes_)) {
+    } else if (waited < 100us + std::chrono::nanoseconds(open_bytes_)) {
       lock.unlock();
       sched_yield();
       lock.lock();

@@ -2,12 +2,16 @@
 // world.h.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "dist/ring.h"
 #ifdef TRAIN_GPT_NCCL
@@ -21,6 +25,8 @@ namespace llmc {
 class GpuCollectives {
  public:
   virtual ~GpuCollectives() = default;
+  // Waits until all members have begun to join, at most this long. Everything else comes after it.
+  virtual void connect(double seconds) = 0;
   virtual void reduce_scatter(Tensor buffer, int64_t n, Stream& stream) = 0;
   virtual void all_gather(Tensor buffer, int64_t n, Stream& stream) = 0;
   virtual void broadcast(Tensor buffer, int64_t n, int root, Stream& stream) = 0;
@@ -31,8 +37,8 @@ class GpuCollectives {
                         Stream& stream) = 0;
   // Throws if an error has occurred, here or at a peer; called while the host waits for a stream.
   virtual void check() = 0;
-  // Both may be called from any thread. A peer has failed: calls throw PeerError from now on; and collectives in
-  // progress are aborted.
+  // Both may be called from any thread, and neither waits for a call in progress. A peer has failed: calls throw
+  // PeerError from now on; and collectives in progress are aborted.
   virtual void expect_abort() = 0;
   virtual void abort() = 0;
 };
@@ -42,10 +48,10 @@ inline constexpr bool built_with_nccl = true;
 
 namespace detail {
 
-inline void check_nccl(ncclResult_t status, const char* call, ncclComm_t comm = nullptr) {
+inline void check_nccl(ncclResult_t status, const char* call) {
   if (status == ncclSuccess || status == ncclInProgress) return;
   throw Error(formatted("{} failed: {} ({}); set NCCL_DEBUG=WARN for details", call, ncclGetErrorString(status),
-                        ncclGetLastError(comm)));
+                        ncclGetLastError(nullptr)));
 }
 
 inline constexpr int least_nccl = 22600;
@@ -62,6 +68,35 @@ inline ncclDataType_t nccl_type(DType dtype) {
   throw Error("NCCL has no such data type");
 }
 
+// What NCCL is told through the environment, where the user's own value wins.
+struct NcclSetting {
+  const char *name, *value, *without;  // what may happen with another value
+};
+inline constexpr NcclSetting nccl_settings[] = {
+    // Gradients and weights are in flight at the same time, in different groups: NCCL must run their collectives in the
+    // order in which they were enqueued, which is the same on all ranks.
+    {"NCCL_LAUNCH_ORDER_IMPLICIT", "1", "the ranks may wait for each other for ever"},
+    // Connect the peers when a group is made, not in its first collective.
+    {"NCCL_RUNTIME_CONNECT", "0", "a first collective may wait where an abort does not reach it"},
+    // Contract 1. The order in which NVSwitches add (NVLS) may vary from call to call; NCCL's own algorithms have a
+    // fixed one, and around the ring it does not depend on which of them its cost model prefers. What else decides
+    // about the order is left to NCCL, because it is a function of message size and topology and so the same in every
+    // run on the same GPUs: protocol, channels, and the ring itself. Collectives that only copy may use any algorithm.
+    {"NCCL_ALGO", "reduce:ring;reducescatter:ring", "the same run may not give the same bits again"},
+};
+
+// Sleeps between two looks at something that takes from microseconds to seconds.
+class Pause {
+ public:
+  void operator()() {
+    if (++looks_ < 100) std::this_thread::yield();
+    else std::this_thread::sleep_for(std::chrono::microseconds(looks_ < 1000 ? 20 : 1000));
+  }
+
+ private:
+  int looks_ = 0;
+};
+
 }  // namespace detail
 
 // Call before the first group is made, while no other thread reads the environment.
@@ -71,26 +106,50 @@ inline void prepare_nccl() {
   CHECK(version >= detail::least_nccl,
         "--comm nccl: NCCL {}.{}.{} was found, but 2.26 or newer is needed; update it, or use --comm threads",
         version / 10000, version / 100 % 100, version % 100);
-  // Gradients and weights are in flight at the same time, in different groups: NCCL must run their collectives in the
-  // order in which they were enqueued, which is the same on all ranks.
-  setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
-  // Connect the peers when a group is made. A first collective that connects would block its caller where abort()
-  // cannot reach it.
-  setenv("NCCL_RUNTIME_CONNECT", "0", 0);
+  for (const detail::NcclSetting& setting : detail::nccl_settings) setenv(setting.name, setting.value, 0);
+}
+// One for each setting that the user's environment overrides.
+inline std::vector<std::string> nccl_notices() {
+  std::vector<std::string> notices;
+  for (const detail::NcclSetting& setting : detail::nccl_settings)
+    if (const char* const its = std::getenv(setting.name); its != nullptr && std::string(its) != setting.value)
+      notices.push_back(formatted("notice: {}={} is set in the environment: without {}={} {}", setting.name, its,
+                                  setting.name, setting.value, setting.without));
+  return notices;
 }
 
+// The communicator does not block: a call only begins what may take long, and while it is in progress its state is
+// looked at again and again. So the mutex is never held for long; and should a call of the library hang after all,
+// abort() does not wait for it but leaves the rest to whoever holds the mutex.
 class NcclGroup final : public GpuCollectives {
  public:
-  // `id`: the unique_id() of one member, passed to all. Blocks until all members have called it.
+  // `id`: the unique_id() of one member, passed to all. Begins to join.
   NcclGroup(const std::string& id, int rank, int size, int gpu) : rank_(rank), size_(size) {
     CHECK(id.size() == sizeof(ncclUniqueId), "an NCCL id has {} bytes, expected {}", id.size(), sizeof(ncclUniqueId));
     ncclUniqueId bytes;
     std::memcpy(&bytes, id.data(), sizeof bytes);
     CUDA_CHECK(cudaSetDevice(gpu));
-    detail::check_nccl(ncclCommInitRank(&comm_, size, bytes, rank), "ncclCommInitRank");
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    begun_ = ncclCommInitRankConfig(&comm_, size, bytes, rank, &config);
   }
   ~NcclGroup() override {
-    if (!aborted_) ncclCommDestroy(comm_);
+    // The streams are idle. A peer that has failed by now must not keep this rank from ending.
+    const bool clean =
+        connected_ && !failed_ && await(locked([&] { return ncclCommFinalize(comm_); }), 10) == ncclSuccess;
+    if (clean) locked([&] { return ncclCommDestroy(std::exchange(comm_, nullptr)); });
+    else abort();
+  }
+
+  void connect(double seconds) override {
+    const ncclResult_t state = await(begun_, seconds);
+    if (failed_) throw PeerError();
+    CHECK(state != ncclInProgress,
+          "NCCL has not connected the {} GPUs of a group within {} s: at least one rank has not begun to; "
+          "set NCCL_DEBUG=INFO for details",
+          size_, seconds);
+    detail::check_nccl(state, "ncclCommInitRankConfig");
+    connected_ = true;
   }
 
   static std::string unique_id() {
@@ -120,12 +179,18 @@ class NcclGroup final : public GpuCollectives {
   }
   void all_to_all(Tensor out, Tensor in, int64_t n, Stream& stream) override {
     const int64_t bytes = n * size_of(in.dtype);
-    call("ncclGroupStart", [] { return ncclGroupStart(); });
-    for (int k = 0; k < size_; ++k) {
-      call("ncclSend", [&] { return ncclSend(in.bytes + k * bytes, count(n), type(in), k, comm_, stream.cuda()); });
-      call("ncclRecv", [&] { return ncclRecv(out.bytes + k * bytes, count(n), type(out), k, comm_, stream.cuda()); });
-    }
-    call("ncclGroupEnd", [] { return ncclGroupEnd(); });
+    call("an all-to-all by ncclSend and ncclRecv", [&] {
+      ncclResult_t first = ncclGroupStart();
+      const auto keep = [&](ncclResult_t status) {
+        if (first == ncclSuccess || first == ncclInProgress) first = status;
+      };
+      for (int k = 0; k < size_; ++k) {
+        keep(ncclSend(in.bytes + k * bytes, count(n), type(in), k, comm_, stream.cuda()));
+        keep(ncclRecv(out.bytes + k * bytes, count(n), type(out), k, comm_, stream.cuda()));
+      }
+      keep(ncclGroupEnd());  // after an error, too
+      return first;
+    });
   }
   void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
                 Stream& stream) override {
@@ -137,32 +202,71 @@ class NcclGroup final : public GpuCollectives {
   }
 
   void check() override {
-    ncclResult_t state = ncclSuccess;
-    call("ncclCommGetAsyncError", [&] { return ncclCommGetAsyncError(comm_, &state); });
-    call("a collective of NCCL", [&] { return state; });
+    const ncclResult_t now = state();
+    if (failed_) throw PeerError();
+    detail::check_nccl(now, "a collective of NCCL");
   }
   void expect_abort() override { failed_ = true; }
   void abort() override {
-    std::lock_guard lock(mutex_);  // no call may use the communicator while it is freed
-    if (!std::exchange(aborted_, true)) ncclCommAbort(comm_);
+    failed_ = abort_wanted_ = true;
+    abort_if_wanted();
   }
 
  private:
   static size_t count(int64_t n) { return static_cast<size_t>(n); }
   static ncclDataType_t type(const Tensor& t) { return detail::nccl_type(t.dtype); }
+
   template <class F>
   void call(const char* what, F&& f) {
-    std::lock_guard lock(mutex_);
-    const ncclResult_t status = aborted_ ? ncclSuccess : f();
+    const ncclResult_t status = await(locked(f));
     if (failed_) throw PeerError();  // the error here is only a consequence
-    detail::check_nccl(status, what, comm_);
+    detail::check_nccl(status, what);
+  }
+  // f() if there is a communicator.
+  template <class F>
+  ncclResult_t locked(F&& f) {
+    ncclResult_t status = ncclSuccess;
+    {
+      std::lock_guard lock(mutex_);
+      if (comm_ != nullptr && !abort_wanted_) status = f();
+    }
+    abort_if_wanted();
+    return status;
+  }
+  ncclResult_t state() {
+    return locked([&] {
+      ncclResult_t state = ncclSuccess;
+      const ncclResult_t status = ncclCommGetAsyncError(comm_, &state);
+      return status == ncclSuccess ? state : status;
+    });
+  }
+  // Waits while a call is in progress. Nothing but an abort may be called until then.
+  ncclResult_t await(ncclResult_t status, double seconds = std::numeric_limits<double>::infinity()) {
+    using Clock = std::chrono::steady_clock;
+    const Clock::time_point begin = Clock::now();
+    for (detail::Pause pause; status == ncclInProgress && !failed_; pause()) {
+      if (std::chrono::duration<double>(Clock::now() - begin).count() > seconds) break;
+      status = state();
+    }
+    return status;
+  }
+  // If a call holds the mutex, it does this when it is back: either it sees the flag, or this the free mutex.
+  void abort_if_wanted() {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (!abort_wanted_) return;
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock || comm_ == nullptr) return;
+    const ncclComm_t mine = std::exchange(comm_, nullptr);
+    lock.unlock();
+    ncclCommAbort(mine);
   }
 
   int rank_, size_;
+  std::mutex mutex_;  // of the communicator: no call may use it while it is freed
   ncclComm_t comm_ = nullptr;
-  std::atomic<bool> failed_ = false;  // a peer has failed
-  std::mutex mutex_;                  // of the communicator
-  bool aborted_ = false;
+  ncclResult_t begun_ = ncclSuccess;
+  bool connected_ = false;
+  std::atomic<bool> failed_ = false, abort_wanted_ = false;  // failed_: a peer has failed
 };
 
 inline std::string nccl_version() {
@@ -182,6 +286,7 @@ inline std::string nccl_version() { return "no NCCL"; }
   throw Error("this train_gpt was built without NCCL: install libnccl-dev and rebuild, or use --comm threads");
 }
 [[noreturn]] inline void prepare_nccl() { refuse_nccl(); }
+inline std::vector<std::string> nccl_notices() { return {}; }
 inline std::string nccl_unique_id() { refuse_nccl(); }
 inline std::unique_ptr<GpuCollectives> make_nccl_group(const std::string&, int, int, int) { refuse_nccl(); }
 #endif

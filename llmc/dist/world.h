@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -58,16 +59,23 @@ class World {
 
   // A rank has failed: every wait for a peer ends with a PeerError, now and from now on.
   void abort() {
-    std::lock_guard lock(mutex_);
-    failed_ = true;
-    if (local_.links != nullptr) local_.links->abort();
-    for (auto& [name, hub] : hubs_) hub->abort();
     std::vector<std::shared_ptr<GpuCollectives>> alive;
-    for (const auto& group : groups_)
-      if (auto locked = group.lock()) alive.push_back(std::move(locked));
+    {
+      std::lock_guard lock(mutex_);
+      failed_ = true;
+      if (local_.links != nullptr) local_.links->abort();
+      for (auto& [name, hub] : hubs_) hub->abort();
+      for (const auto& group : groups_)
+        if (auto locked = group.lock()) alive.push_back(std::move(locked));
+    }
     for (const auto& group : alive) group->expect_abort();
-    for (const auto& group : alive) group->abort();
+    // All at once: freeing the memory of one may wait for the collectives of all groups on the same GPU.
+    std::vector<std::thread> aborts;
+    for (const auto& group : alive) aborts.emplace_back([&group] { group->abort(); });
+    for (std::thread& thread : aborts) thread.join();
   }
+  // How long join() waits for the other members' GPUs.
+  void limit_init(double seconds) { init_seconds_ = seconds; }
   // Makes every transfer between threads take this long; for tests of overlap.
   void throttle(double seconds_per_byte) { seconds_per_byte_ = seconds_per_byte; }
 
@@ -89,8 +97,9 @@ class World {
     {
       std::lock_guard lock(mutex_);
       if (failed_) throw PeerError();
-      groups_.push_back(group);
+      groups_.push_back(group);  // so that abort() ends the wait for members that never come
     }
+    group->connect(init_seconds_);
     return std::make_unique<Comm>(name, connect(), group);
   }
 
@@ -127,7 +136,7 @@ class World {
   std::map<std::string, std::shared_ptr<ThreadsHub>> hubs_;
   std::vector<std::weak_ptr<GpuCollectives>> groups_;
   bool failed_ = false;
-  double seconds_per_byte_ = 0;
+  double seconds_per_byte_ = 0, init_seconds_ = 600;
 };
 
 }  // namespace llmc

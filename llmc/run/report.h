@@ -30,9 +30,9 @@
 namespace llmc {
 
 inline std::string version_text() {
-  return formatted("train_gpt {}\ncompiler: {}\nflags: {}\nmatmul: {}\ndevices: {}", TRAIN_GPT_GIT_HASH,
-                   TRAIN_GPT_COMPILER, TRAIN_GPT_FLAGS, matmul_library({}),
-                   built_for_gpus ? formatted("cpu, cuda ({})", nccl_version()) : std::string("cpu"));
+  return formatted("train_gpt {}\ncompiler: {}\nflags: {}\nmatmul: {}\ndevices: {}\nprocesses: TCP, {}",
+                   TRAIN_GPT_GIT_HASH, TRAIN_GPT_COMPILER, TRAIN_GPT_FLAGS, matmul_library({}),
+                   built_for_gpus ? formatted("cpu, cuda ({})", nccl_version()) : std::string("cpu"), mpi_version());
 }
 
 // The device: "NVIDIA H200 (sm_90, 139.8 GiB)".

@@ -54,6 +54,8 @@ inline void report_ranks(Log& log, const Options& o, const Device& device, Backe
                                                  : formatted("{} process(es) of {}, started by {}", o.place.processes,
                                                              o.place.local_ranks, o.place.started_by);
   log.table(formatted("ranks: {}; tensors go {}", who, detail::transport_text(o, backend)), detail::rank_rows(o, mesh));
+  if (backend == Backend::nccl)
+    for (const std::string& notice : nccl_notices()) log.line(notice);
   if (device.kind == DeviceKind::cuda && backend != Backend::nccl)
     log.line("notice: ranks share GPUs, or this build has no NCCL: every exchange waits for the GPU: correct but slow");
 }

@@ -1,9 +1,9 @@
-// nccl.h: replaces NVIDIA's header when the trainer is compiled for the CPU: the part that dist/comm_nccl.cuh uses,
+// nccl.h: replaces NVIDIA's header when the trainer is compiled for the CPU: the part that dist/comm_nccl.h uses,
 // with the same names and values. nccl.cpp documents what it checks and refuses.
 //
 // A collective is a task of its stream that runs once every rank of the communicator has enqueued its own. Ranks are
-// host threads of this process. Calls of one communicator run in the order in which they were made, on any streams, as
-// NCCL guarantees.
+// host threads of this process, or of several processes of this machine. Calls of one communicator run in the order in
+// which they were made, on any streams, as NCCL guarantees.
 #pragma once
 #include <climits>
 #include <cstddef>
@@ -44,8 +44,10 @@ ncclResult_t ncclGetVersion(int* version);
 struct ncclConfig_t {
   size_t size;
   unsigned magic, version;
-  int blocking;  // 0: ncclCommInitRankConfig returns at once, and ncclCommGetAsyncError reports when all ranks have
-                 // joined
+  // 0: ncclCommInitRankConfig returns at once, and ncclCommGetAsyncError reports when all ranks have joined. Other
+  // calls may return ncclInProgress, too: they take effect only while ncclCommGetAsyncError is asked, until it reports
+  // success, and before that the communicator takes no further call but ncclCommAbort.
+  int blocking;
   int cgaClusterSize, minCTAs, maxCTAs;
   const char* netName;
   int splitShare;

@@ -120,6 +120,17 @@ TEST_CASE("bytes through every rank's link match the law of --dp-sync, planned a
         }
 }
 
+TEST_CASE("a server of one rank is that rank alone, bit for bit") {
+  for (const GradReduce reduce : {GradReduce::step, GradReduce::micro}) {
+    const selftest::Outcome alone = selftest::run_layout(step_of(1, DpSync::all_reduce, reduce));
+    for (const DpSync sync : servers) {
+      INFO(name_of(sync) << ", reduce " << name_of(reduce));
+      const selftest::Outcome outcome = selftest::run_layout(step_of(1, sync, reduce));
+      REQUIRE((outcome.fault == "" && outcome.losses == alone.losses && outcome.weights == alone.weights));
+    }
+  }
+}
+
 TEST_CASE("only servers hold master weights, moments and reduced gradients") {
   for (const GradReduce reduce : {GradReduce::step, GradReduce::micro}) {
     auto bytes = [&](const Plan& plan, const std::string& label) {

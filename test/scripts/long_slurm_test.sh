@@ -157,7 +157,9 @@ wait_for in_step "$out" 100
 scancel --batch --signal=USR1 "$job"
 is_queued_again() { [[ $(state_of "$job") = *PENDING*Restarts=1* || $(state_of "$job") = *Restarts=1*PENDING* ]]; }
 wait_for is_queued_again
-scontrol update JobId="$job" StartTime=now   # Slurm itself would let two minutes pass
+# Slurm itself would let two minutes pass, and in the same second it would still take the job for one that was killed.
+sleep 3
+scontrol update JobId="$job" StartTime=now
 ended "$job" ExitCode=0:0
 same "$out"
 echo "long_slurm_test: srun and TCP: queued again after status 75, and bitwise the run of four threads"

@@ -36,8 +36,8 @@ struct Rank {
 
 // Calls f(Rank&) on one host thread per rank; returns what each of them threw, or "".
 template <class F>
-std::vector<std::string> run_ranks(int ranks, F&& f) {
-  Devices devices(ranks);
+std::vector<std::string> run_ranks(int ranks, F&& f, size_t device_bytes = size_t{1} << 20) {
+  Devices devices(ranks, device_bytes);
   std::vector<std::string> thrown(static_cast<size_t>(ranks));
   ncclUniqueId id;
   NCCL_OK(ncclGetUniqueId(&id));
@@ -83,6 +83,41 @@ std::vector<T> values(size_t count, int rank) {
   std::vector<T> out(count);
   for (size_t i = 0; i < count; ++i) out[i] = T(static_cast<float>(i % 7 + static_cast<size_t>(rank) * 3));
   return out;
+}
+
+// Every collective, in place or not, on values(elements, rank).
+template <class T>
+Outputs all_collectives(Rank& self, size_t n, std::vector<T> (*values)(size_t, int)) {
+  const ncclDataType_t type = type_of<T>;
+  const int r = self.rank, ranks = self.ranks;
+  const size_t whole_n = static_cast<size_t>(ranks) * n;
+  DeviceArray<T> x(values(n, r)), whole(values(whole_n, r)), out(n), gathered(whole_n), reduced(n);
+  DeviceArray<T> all(values(n, r)), scattered(values(whole_n, r)), least(values(n, r));
+  DeviceArray<T> sent(n), shards(values(whole_n, r)), from_root(values(n, r)), to_all(whole_n);
+  const auto shard = [&](T* of, int rank) { return of + static_cast<size_t>(rank) * n; };
+  NCCL_OK(ncclAllReduce(x, out, n, type, ncclSum, self.comm, self.stream));
+  NCCL_OK(ncclAllReduce(all, all, n, type, ncclMax, self.comm, self.stream));
+  NCCL_OK(ncclReduceScatter(whole, reduced, n, type, ncclSum, self.comm, self.stream));
+  NCCL_OK(ncclReduceScatter(scattered, shard(scattered, r), n, type, ncclSum, self.comm, self.stream));
+  NCCL_OK(ncclAllGather(x, gathered, n, type, self.comm, self.stream));
+  NCCL_OK(ncclAllGather(shard(shards, r), shards, n, type, self.comm, self.stream));
+  NCCL_OK(ncclBroadcast(from_root, from_root, n, type, 1, self.comm, self.stream));
+  NCCL_OK(ncclReduce(least, r == 2 ? static_cast<T*>(least) : nullptr, n, type, ncclMin, 2, self.comm, self.stream));
+  NCCL_OK(ncclGroupStart());  // a ring
+  NCCL_OK(ncclSend(x, n, type, (r + 1) % ranks, self.comm, self.stream));
+  NCCL_OK(ncclRecv(sent, n, type, (r + ranks - 1) % ranks, self.comm, self.stream));
+  NCCL_OK(ncclGroupEnd());
+  NCCL_OK(ncclGroupStart());
+  for (int other = 0; other < ranks; ++other) {
+    NCCL_OK(ncclSend(shard(whole, other), n, type, other, self.comm, self.stream));
+    NCCL_OK(ncclRecv(shard(to_all, other), n, type, other, self.comm, self.stream));
+  }
+  NCCL_OK(ncclGroupEnd());
+  self.finish();
+  return {{"all-reduce", out.host()},      {"max", all.host()},         {"reduce-scatter", reduced.host()},
+          {"in place", scattered.host()},  {"gather", gathered.host()}, {"gather in place", shards.host()},
+          {"broadcast", from_root.host()}, {"min", least.host()},       {"ring", sent.host()},
+          {"all-to-all", to_all.host()}};
 }
 
 }  // namespace llmc

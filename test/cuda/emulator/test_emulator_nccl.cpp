@@ -11,34 +11,9 @@ using namespace planted;
 TEMPLATE_TEST_CASE("emulated collectives compute what NCCL defines, in place or not", "[cuda][emulator]", float, bf16,
                    int32_t) {
   using T = TestType;
-  const ncclDataType_t type = type_of<T>;
   constexpr int ranks = 3;
   const auto run = [&] {
-    return outputs_of_ranks(ranks, [&](Rank& self) -> Outputs {
-      const int r = self.rank;
-      DeviceArray<T> x(values<T>(n, r)), whole(values<T>(ranks * n, r)), out(n), gathered(ranks * n), reduced(n);
-      DeviceArray<T> all(values<T>(n, r)), scattered(values<T>(ranks * n, r)), least(values<T>(n, r));
-      DeviceArray<T> sent(n), shards(values<T>(ranks * n, r)), from_root(values<T>(n, r));
-      T* mine = static_cast<T*>(shards) + static_cast<size_t>(r) * n;
-      NCCL_OK(ncclAllReduce(x, out, n, type, ncclSum, self.comm, self.stream));
-      NCCL_OK(ncclAllReduce(all, all, n, type, ncclMax, self.comm, self.stream));
-      NCCL_OK(ncclReduceScatter(whole, reduced, n, type, ncclSum, self.comm, self.stream));
-      NCCL_OK(ncclReduceScatter(scattered, static_cast<T*>(scattered) + static_cast<size_t>(r) * n, n, type, ncclSum,
-                                self.comm, self.stream));
-      NCCL_OK(ncclAllGather(x, gathered, n, type, self.comm, self.stream));
-      NCCL_OK(ncclAllGather(mine, shards, n, type, self.comm, self.stream));
-      NCCL_OK(ncclBroadcast(from_root, from_root, n, type, 1, self.comm, self.stream));
-      NCCL_OK(
-          ncclReduce(least, r == 2 ? static_cast<T*>(least) : nullptr, n, type, ncclMin, 2, self.comm, self.stream));
-      NCCL_OK(ncclGroupStart());  // a ring
-      NCCL_OK(ncclSend(x, n, type, (r + 1) % ranks, self.comm, self.stream));
-      NCCL_OK(ncclRecv(sent, n, type, (r + 2) % ranks, self.comm, self.stream));
-      NCCL_OK(ncclGroupEnd());
-      self.finish();
-      return {{"all-reduce", out.host()},      {"max", all.host()},         {"reduce-scatter", reduced.host()},
-              {"in place", scattered.host()},  {"gather", gathered.host()}, {"gather in place", shards.host()},
-              {"broadcast", from_root.host()}, {"min", least.host()},       {"ring", sent.host()}};
-    });
+    return outputs_of_ranks(ranks, [](Rank& self) { return all_collectives(self, n, values<T>); });
   };
   Outputs right;
   for (int r = 0; r < ranks; ++r) {
@@ -49,11 +24,12 @@ TEMPLATE_TEST_CASE("emulated collectives compute what NCCL defines, in place or 
       return out;
     };
     const size_t shard = static_cast<size_t>(r) * n;
-    std::vector<T> gathered, shards, scattered = values<T>(ranks * n, r);
+    std::vector<T> gathered, shards, to_all, scattered = values<T>(ranks * n, r);
     for (int s = 0; s < ranks; ++s) {
       const auto x = values<T>(n, s), w = values<T>(ranks * n, s);
       gathered.insert(gathered.end(), x.begin(), x.end());
       shards.insert(shards.end(), w.begin() + s * static_cast<int>(n), w.begin() + (s + 1) * static_cast<int>(n));
+      to_all.insert(to_all.end(), w.begin() + r * static_cast<int>(n), w.begin() + (r + 1) * static_cast<int>(n));
     }
     const std::vector<float> reduced = sum(n, shard);
     for (size_t i = 0; i < n; ++i) scattered[shard + i] = T(reduced[i]);
@@ -65,7 +41,8 @@ TEMPLATE_TEST_CASE("emulated collectives compute what NCCL defines, in place or 
                                {"gather in place", shards},
                                {"broadcast", values<T>(n, 1)},
                                {"min", values<T>(n, r == 2 ? 0 : r)},
-                               {"ring", values<T>(n, (r + 2) % ranks)}});
+                               {"ring", values<T>(n, (r + 2) % ranks)},
+                               {"all-to-all", to_all}});
   }
   check_kernel(run, right, 1e-30);
 }
@@ -214,13 +191,60 @@ TEST_CASE("a non-blocking communicator reports when all ranks have joined", "[cu
   REQUIRE((ncclCommGetAsyncError(comms[0], &state) == ncclSuccess && state == ncclInProgress));
   CUDA_CHECK(cudaSetDevice(1));
   REQUIRE(ncclCommInitRankConfig(&comms[1], 2, id, 1, &config) == ncclInProgress);
-  REQUIRE((ncclCommGetAsyncError(comms[0], &state) == ncclSuccess && state == ncclSuccess));
+  for (const ncclComm_t comm : comms) {
+    int asked = 0;
+    do REQUIRE(ncclCommGetAsyncError(comm, &state) == ncclSuccess);
+    while (state == ncclInProgress && ++asked < 10);
+    REQUIRE(state == ncclSuccess);
+  }
   REQUIRE((ncclCommCount(comms[0], &value) == ncclSuccess && value == 2));
   REQUIRE((ncclCommUserRank(comms[1], &value) == ncclSuccess && value == 1));
   REQUIRE((ncclCommCuDevice(comms[1], &value) == ncclSuccess && value == 1));
   for (const ncclComm_t comm : comms) NCCL_OK(ncclCommDestroy(comm));
   REQUIRE_THAT(failure_of([&] { ncclCommCount(comms[0], &value); }), ContainsSubstring("is destroyed or aborted"));
   CUDA_CHECK(cudaSetDevice(0));
+}
+
+TEST_CASE("a call of a non-blocking communicator takes effect at once, or while its state is asked",
+          "[cuda][emulator]") {
+  ncclUniqueId id;
+  NCCL_OK(ncclGetUniqueId(&id));
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  ncclComm_t comm = nullptr;
+  ncclResult_t state = ncclInProgress;
+  REQUIRE(ncclCommInitRankConfig(&comm, 1, id, 0, &config) == ncclInProgress);
+  REQUIRE(ncclCommDestroy(comm) == ncclInvalidArgument);
+  const auto await = [&] {
+    do NCCL_OK(ncclCommGetAsyncError(comm, &state));
+    while (state == ncclInProgress);
+    REQUIRE(state == ncclSuccess);
+  };
+  await();
+  const TestStream stream;
+  int later = 0;
+  for (int i = 0; i < 40; ++i) {
+    DeviceArray<float> x(values<float>(n, 1)), y(n);
+    const bool grouped = i % 2 == 1;
+    if (grouped) NCCL_OK(ncclGroupStart());
+    const ncclResult_t called = ncclAllReduce(x, y, n, ncclFloat32, ncclSum, comm, stream);
+    if (grouped) REQUIRE(called == ncclSuccess);
+    const ncclResult_t result = grouped ? ncclGroupEnd() : called;
+    REQUIRE((result == ncclSuccess || result == ncclInProgress));
+    if (result == ncclInProgress) {
+      ++later;
+      REQUIRE(ncclAllReduce(x, y, n, ncclFloat32, ncclSum, comm, stream) == ncclInvalidArgument);
+      CUDA_CHECK(cudaStreamSynchronize(stream));
+      REQUIRE(std::isnan(y.host()[0]));  // not even enqueued
+      await();
+    }
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+    REQUIRE(y.host() == x.host());
+  }
+  REQUIRE((later > 5 && later < 35));
+  REQUIRE(ncclCommFinalize(comm) == ncclInProgress);
+  await();
+  NCCL_OK(ncclCommDestroy(comm));
 }
 
 // ---- Bugs that a sanitizer reports: each is a hidden test case, run by this program again ---------------------------

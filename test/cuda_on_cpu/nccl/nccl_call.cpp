@@ -28,8 +28,6 @@ const TypeName* find(ncclDataType_t type) {
 
 bool reduces(Kind kind) { return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::reduce_scatter; }
 bool has_root(Kind kind) { return kind == Kind::reduce || kind == Kind::broadcast; }
-bool is_between_two(Kind kind) { return kind == Kind::send || kind == Kind::receive; }
-size_t bytes_of(const Call& call) { return call.count * find(call.type)->size; }
 
 // ---- Reductions -----------------------------------------------------------------------------------------------------
 
@@ -55,6 +53,9 @@ void reduce(std::byte* out, const std::vector<Call>& calls, size_t n) {
     reinterpret_cast<T*>(out)[i] = static_cast<T>(sum);
   }
 }
+
+}  // namespace
+
 void reduce(std::byte* out, const std::vector<Call>& calls, size_t n) {
   switch (calls[0].type) {
     case ncclInt8: return reduce<int8_t>(out, calls, n);
@@ -71,8 +72,6 @@ void reduce(std::byte* out, const std::vector<Call>& calls, size_t n) {
   throw Failure(to_string(calls[0]) + ": sums of this type are not emulated");
 }
 
-}  // namespace
-
 // ---- One call -------------------------------------------------------------------------------------------------------
 
 std::string to_string(const Call& call) {
@@ -86,6 +85,9 @@ std::string to_string(const Call& call) {
   return text + ")";
 }
 
+bool is_between_two(Kind kind) { return kind == Kind::send || kind == Kind::receive; }
+size_t element_bytes(const Call& call) { return find(call.type)->size; }
+size_t bytes_of(const Call& call) { return call.count * element_bytes(call); }
 size_t bytes_sent(const Call& call) {
   if (call.kind == Kind::receive || (call.kind == Kind::broadcast && call.other != call.rank)) return 0;
   return bytes_of(call) * (call.kind == Kind::reduce_scatter ? static_cast<size_t>(call.ranks) : 1);
@@ -138,7 +140,7 @@ void perform(const std::vector<Call>& calls) {
     case Kind::reduce_scatter: {
       const size_t total = bytes_sent(first);
       result.resize(total);
-      reduce(result.data(), calls, total / find(first.type)->size);
+      reduce(result.data(), calls, total / element_bytes(first));
       for (size_t r = 0; r < ranks; ++r)
         if (bytes_received(calls[r]) > 0) receive(calls[r], first.kind == Kind::reduce_scatter ? r * bytes : 0);
       return;

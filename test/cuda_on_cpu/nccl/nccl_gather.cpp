@@ -90,6 +90,18 @@ void join(ncclComm& comm, const Call& call, Task& task) {
   task.parts.push_back({gathering});
 }
 
+// Exchanges of a device are done in the order in which they were enqueued, which NCCL_LAUNCH_ORDER_IMPLICIT makes that
+// of the real library too: nobody waits in one while its peers wait in another.
+void add_exchange(const ncclComm& comm, const std::vector<Call>& calls, Task& task) {
+  const auto exchange = std::make_shared<Exchange>(name_of(comm), comm.clique->segment, calls, task);
+  task.parts.push_back({exchange});
+  comm.proxy->add(exchange);
+  MarkPtr& last = library().last_exchange[comm.device];
+  if (last != nullptr && !last->reached) task.after.push_back(last);
+  if (task.mark == nullptr) task.mark = std::make_shared<Mark>();
+  last = task.mark;
+}
+
 }  // namespace
 
 void gather(ncclComm* live_or_not, const std::vector<Call>& calls, Task& task) {
@@ -99,8 +111,12 @@ void gather(ncclComm* live_or_not, const std::vector<Call>& calls, Task& task) {
   if (clique.broken) throw Failure(clique.name() + " is broken: " + *clique.broken);
   if (clique.failures != runtime().failures)
     throw Failure(clique.name() + " is broken since this failed: " + runtime().last_failure);
-  check_agreement(comm, calls);
-  for (const Call& call : calls) join(comm, call, task);
+  if (comm.proxy != nullptr) {
+    add_exchange(comm, calls, task);
+  } else {
+    check_agreement(comm, calls);
+    for (const Call& call : calls) join(comm, call, task);
+  }
   if (comm.last != nullptr && !comm.last->reached) task.after.push_back(comm.last);
   if (task.mark == nullptr) task.mark = std::make_shared<Mark>();
   task.mark->stream = task.stream;

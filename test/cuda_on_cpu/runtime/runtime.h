@@ -104,9 +104,10 @@ struct Allocation {
 };
 
 struct Device {
-  explicit Device(int number_, size_t bytes_);
+  explicit Device(int number_, size_t bytes_, int gpu_ = -1);
   ~Device();
   int number;
+  int gpu;  // its number in the machine, of whose GPUs this process may see only some
   size_t bytes, bytes_used = 0;
   std::unique_ptr<CUstream_st> stream0;
   std::vector<CUstream_st*> streams;  // in order of creation
@@ -201,7 +202,9 @@ void wait_for_device(Lock& lock, Device& device);
 // now. In hosts-first mode a single query runs nothing, and repeated queries wait. `what`: the object of the query.
 bool poll(Lock& lock, Device& device, CUstream_st* wanted, const void* what, const std::function<bool()>& done);
 // For a host that waits for other hosts, not for streams. `what` describes, in a Failure, what it waited for.
-void wait_for_hosts(Lock& lock, const std::function<bool()>& done, const std::function<std::string()>& what);
+// look_every: how often `done` is asked if nothing changes in this process.
+void wait_for_hosts(Lock& lock, const std::function<bool()>& done, const std::function<std::string()>& what,
+                    std::chrono::duration<double> look_every = std::chrono::seconds(1));
 void something_changed();
 
 // Before freeing something that tasks may still use. Throws a failure of these tasks, except from a destructor during

@@ -4,23 +4,45 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
+#include <sstream>
 #include <utility>
+#include <vector>
 
 #include "cuda_on_cpu/runtime/runtime.h"
 
 namespace cuda_on_cpu::detail {
 
+// The machine has EMULATED_GPUS of them, or one. As in CUDA, CUDA_VISIBLE_DEVICES lists those that this process sees,
+// up to the first number that is none.
+static std::vector<int> visible_gpus() {
+  const char* const count = std::getenv("EMULATED_GPUS");
+  const int gpus = count != nullptr ? std::atoi(count) : 1;
+  std::vector<int> seen;
+  const char* const list = std::getenv("CUDA_VISIBLE_DEVICES");
+  if (list == nullptr) {
+    for (int gpu = 0; gpu < gpus; ++gpu) seen.push_back(gpu);
+    return seen;
+  }
+  std::istringstream in(list);
+  for (int gpu = 0; in >> gpu && gpu >= 0 && gpu < gpus; in.ignore()) seen.push_back(gpu);
+  return seen;
+}
+
 Runtime& runtime() {
   static Runtime* the_runtime = [] {
     auto* r = new Runtime;  // never destroyed: destructors of tests may still free memory
-    r->devices.push_back(std::make_unique<Device>(0, size_t{4} << 30));
-    r->streams.insert(r->devices[0]->stream0.get());
+    for (const int gpu : visible_gpus()) {
+      r->devices.push_back(std::make_unique<Device>(static_cast<int>(r->devices.size()), size_t{4} << 30, gpu));
+      r->streams.insert(r->devices.back()->stream0.get());
+    }
     return r;
   }();
   return *the_runtime;
 }
 
-Device::Device(int number_, size_t bytes_) : number(number_), bytes(bytes_), stream0(std::make_unique<CUstream_st>()) {
+Device::Device(int number_, size_t bytes_, int gpu_)
+    : number(number_), gpu(gpu_ < 0 ? number_ : gpu_), bytes(bytes_), stream0(std::make_unique<CUstream_st>()) {
   stream0->device = this;
   streams.push_back(stream0.get());
 }
@@ -161,7 +183,7 @@ cudaDeviceProp properties_of(const Device& device) {
           .warpSize = 32,
           .l2CacheSize = 1 << 20,
           .pciDomainID = 0,
-          .pciBusID = device.number + 1,
+          .pciBusID = device.gpu + 1,
           .pciDeviceID = 0};
 }
 

@@ -253,7 +253,8 @@ bool poll(Lock& lock, Device& device, CUstream_st* wanted, const void* what, con
   tell_what_is_lost(device, wanted);
   return false;
 }
-void wait_for_hosts(Lock& lock, const std::function<bool()>& done, const std::function<std::string()>& what) {
+void wait_for_hosts(Lock& lock, const std::function<bool()>& done, const std::function<std::string()>& what,
+                    std::chrono::duration<double> look_every) {
   const Waiting waiting(done, nullptr);
   Patience patience;
   const uint64_t failures = runtime().failures;
@@ -261,7 +262,7 @@ void wait_for_hosts(Lock& lock, const std::function<bool()>& done, const std::fu
     if (runtime().failures != failures)
       throw Failure(what() + "; this failed on another host thread: " + runtime().last_failure);
     if (patience.is_over()) throw Failure(patience.text() + what());
-    lock.wait(std::min(runtime().patience, std::chrono::duration<double>(1)));
+    lock.wait(std::min(runtime().patience, look_every));
   }
 }
 

@@ -1,0 +1,213 @@
+// NCCL's collectives as the trainer calls them (dist/comm_nccl.h), between processes: that peers die or never come, and
+// that an abort comes from another thread.
+#include "cuda/emulator/processes.h"
+#include "dist/world.h"
+
+using namespace llmc;
+
+namespace {
+
+constexpr int64_t shard = 9000;  // several chunks of the emulated NCCL for all shards together
+
+// A process with one rank, a group of all, and a stream.
+struct Member {
+  int rank = this_process(), ranks;
+  Device device{.kind = DeviceKind::cuda};
+  Arena arena{device, int64_t{8} << 20}, scratch{device, int64_t{1} << 20};
+  Stream stream{device, scratch};
+  std::unique_ptr<GpuCollectives> group;
+
+  explicit Member(int ranks_) : ranks(ranks_) {
+    prepare_nccl();
+    const ncclUniqueId id = told_id();
+    group = make_nccl_group({id.internal, sizeof id.internal}, rank, ranks, 0);
+  }
+  Tensor tensor(const char* name, DType dtype, int64_t n, uint64_t seed) {
+    Tensor t = arena.alloc(name, "test", dtype, {n});
+    with_type(dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      const auto from = normal_values<T>(n, seed);
+      CUDA_CHECK(cudaMemcpy(t.bytes, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice));
+    });
+    return t;
+  }
+};
+std::string bytes_of(const Tensor& t) {
+  std::string bytes(static_cast<size_t>(t.size_bytes()), '\0');
+  CUDA_CHECK(cudaMemcpy(bytes.data(), t.bytes, bytes.size(), cudaMemcpyDeviceToHost));
+  return bytes;
+}
+
+// What becomes of an exception of f(): "peer" for a PeerError, its text otherwise, or "none".
+template <class F>
+std::string thrown_by(F&& f) {
+  try {
+    f();
+  } catch (const PeerError&) {
+    return "peer";
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "none";
+}
+
+}  // namespace
+
+TEST_CASE("process: the trainer's collectives", "[.process]") {
+  Member m(3);
+  m.group->connect(10);
+  for (const DType dtype : {DType::fp32, DType::bf16}) {
+    const int64_t n = shard * m.ranks;
+    const auto each = [&](uint64_t rank) { return rank * 10 + (dtype == DType::bf16 ? 1 : 0); };
+    const auto own = each(static_cast<uint64_t>(m.rank));
+    Tensor sums = m.tensor("sums", dtype, n, own), gathered = m.tensor("gathered", dtype, n, own),
+           copy = m.tensor("copy", dtype, n, own), reduced = m.tensor("reduced", dtype, n, own),
+           out = m.tensor("out", dtype, n, 99), in = m.tensor("in", dtype, n, own),
+           passed = m.tensor("passed", dtype, n, own);
+    m.group->reduce_scatter(sums, shard, m.stream);
+    m.group->all_gather(sums, shard, m.stream);
+    m.group->all_gather(gathered, shard, m.stream);
+    m.group->broadcast(copy, n, 1, m.stream);
+    m.group->reduce(reduced, n, 2, m.stream);
+    m.group->all_to_all(out, in, shard, m.stream);
+    if (m.rank == 0) m.group->send(passed, 1, m.stream);
+    if (m.rank == 1) m.group->receive(passed, 0, m.stream);
+    m.stream.synchronize();
+    m.group->check();
+    with_type(dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      std::vector<std::vector<T>> inputs;
+      for (uint64_t rank = 0; rank < 3; ++rank) inputs.push_back(normal_values<T>(n, each(rank)));
+      std::vector<T> sum, joined, crossed;
+      for (size_t i = 0; i < static_cast<size_t>(n); ++i) {
+        const size_t owner = i / static_cast<size_t>(shard), at = i % static_cast<size_t>(shard);
+        sum.push_back(T((static_cast<float>(inputs[0][i]) + static_cast<float>(inputs[1][i])) +
+                        static_cast<float>(inputs[2][i])));
+        joined.push_back(inputs[owner][i]);
+        crossed.push_back(inputs[owner][static_cast<size_t>(m.rank * shard) + at]);
+      }
+      const auto is = [](const Tensor& t, const std::vector<T>& wanted) {
+        return bytes_of(t) == std::string(reinterpret_cast<const char*>(wanted.data()), wanted.size() * sizeof(T));
+      };
+      REQUIRE(is(sums, sum));
+      REQUIRE(is(gathered, joined));
+      REQUIRE(is(copy, inputs[1]));
+      if (m.rank == 2) REQUIRE(is(reduced, sum));
+      REQUIRE(is(out, crossed));
+      REQUIRE(is(passed, inputs[m.rank == 1 ? 0 : static_cast<size_t>(m.rank)]));
+    });
+  }
+}
+
+TEST_CASE("the trainer's collectives compute the same between processes", "[cuda][emulator]") {
+  Processes("process: the trainer's collectives", 3).require_all_passed();
+}
+
+TEST_CASE("process: a group that is aborted", "[.process]") {
+  const std::string when = told("TEST_WHEN");
+  Member m(2);
+  if (when == "deadline") {  // rank 1 never comes
+    const auto begin = std::chrono::steady_clock::now();
+    REQUIRE_THAT(thrown_by([&] { m.group->connect(0.2); }),
+                 ContainsSubstring("NCCL has not connected the 2 GPUs of a group within 0.2 s"));
+    CHECK(seconds_since(begin) < 0.7);
+    REQUIRE(thrown_by([&] { m.group->connect(0.2); }) != "none");
+    return;
+  }
+  if (m.rank == 1) {  // lives, but does not take part
+    m.group->connect(10);
+    REQUIRE(eventually([&] { return thrown_by([&] { m.group->check(); }) != "none"; }));
+    REQUIRE_THAT(thrown_by([&] { m.group->check(); }), ContainsSubstring("remote process exited"));
+    return m.group->abort();
+  }
+  Tensor x = m.tensor("x", DType::fp32, shard, 1);
+  const auto begin = std::chrono::steady_clock::now();
+  std::thread other([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    m.group->expect_abort();
+    m.group->abort();
+    m.group->abort();
+    CHECK(seconds_since(begin) < 0.7);
+  });
+  if (when == "init") {
+    CHECK(thrown_by([&] { m.group->connect(600); }) == "peer");
+  } else {
+    m.group->connect(10);
+    m.stream.set_watch([&] { m.group->check(); });
+    CHECK(thrown_by([&] {
+            m.group->broadcast(x, shard, 1, m.stream);
+            m.stream.synchronize();
+          }) == "peer");
+  }
+  CHECK(seconds_since(begin) < 0.7);
+  other.join();
+  CHECK(thrown_by([&] { m.group->broadcast(x, shard, 0, m.stream); }) == "peer");
+  m.stream.set_watch({});
+  m.stream.synchronize();
+}
+
+TEST_CASE("an abort by another thread ends what waits for a peer", "[cuda][emulator]") {
+  const std::string when = GENERATE("init", "deadline", "in a collective");
+  CAPTURE(when);
+  Processes("process: a group that is aborted", when == "in a collective" ? 2 : 1, {}, when).require_all_passed();
+}
+
+TEST_CASE("process: a peer dies", "[.process]") {
+  const std::string when = told("TEST_WHEN");
+  const bool dies = this_process() == 1;
+  Member m(when == "init" ? 3 : 2);  // rank 2 never comes
+  const auto begin = std::chrono::steady_clock::now();
+  const std::string remote = "remote process exited";
+  if (when == "init") {
+    if (dies) raise(SIGKILL);
+    REQUIRE_THAT(thrown_by([&] { m.group->connect(600); }), ContainsSubstring(remote));
+    CHECK(seconds_since(begin) < 1);
+    return;
+  }
+  m.group->connect(10);
+  Tensor x = m.tensor("x", DType::fp32, shard, 1);
+  m.stream.set_watch([&] { m.group->check(); });
+  m.group->broadcast(x, shard, 0, m.stream);
+  m.stream.synchronize();
+  const auto after = std::chrono::steady_clock::now();
+  if (dies) raise(SIGKILL);
+  if (when == "in a collective") {
+    REQUIRE_THAT(thrown_by([&] {
+                   m.group->broadcast(x, shard, 1, m.stream);
+                   m.stream.synchronize();
+                 }),
+                 ContainsSubstring(remote));
+  } else {
+    REQUIRE(eventually([&] { return thrown_by([&] { m.group->check(); }) != "none"; }));
+    REQUIRE_THAT(thrown_by([&] { m.group->check(); }), ContainsSubstring(remote));
+  }
+  CHECK(seconds_since(after) < 1);
+  m.stream.set_watch({});
+  m.group->abort();
+  m.stream.synchronize();
+  CHECK(seconds_since(after) < 1.2);
+}
+
+TEST_CASE("a rank whose peer's process dies has an error within a second", "[cuda][emulator]") {
+  const std::string when = GENERATE("init", "in a collective", "between collectives");
+  CAPTURE(when);
+  Processes processes("process: a peer dies", 2, {}, when);
+  REQUIRE(processes.end_of(1) == "killed");
+  const std::string end = processes.end_of(0);
+  INFO(processes.output(0));
+  REQUIRE(end == "passed");
+}
+
+TEST_CASE("a setting of NCCL in the user's environment wins, with a notice", "[cuda][emulator]") {
+  prepare_nccl();
+  REQUIRE(nccl_notices().empty());
+  REQUIRE(std::getenv("NCCL_ALGO") == std::string("reduce:ring;reducescatter:ring"));
+  setenv("NCCL_ALGO", "^NVLS", 1);
+  prepare_nccl();
+  const std::vector<std::string> notices = nccl_notices();
+  unsetenv("NCCL_ALGO");
+  REQUIRE(notices.size() == 1);
+  REQUIRE(notices[0] ==
+          "notice: NCCL_ALGO=^NVLS is set in the environment: without "
+          "NCCL_ALGO=reduce:ring;reducescatter:ring the same run may not give the same bits again");
+}

@@ -1,0 +1,179 @@
+#!/usr/bin/env bash
+# Runs of several processes, started by mpirun, over TCP and both, are bitwise the run of as many threads: losses, norms,
+# weights, optimizer state. Processes that do not belong together are refused, all of them and at once. A run that one
+# process was asked to stop is saved, and goes on in another form.
+#
+#   test/scripts/processes_test.sh [all]     all: every stage, dtype and form, and the whole self-test; takes minutes
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+all=${1:-}
+dir=$(mktemp -d)
+cleanup() {
+  jobs -p | xargs -r kill -KILL 2>/dev/null || :
+  rm -rf "$dir"
+}
+trap cleanup EXIT
+fail() {
+  echo "processes_test: $*" >&2
+  tail -n 30 "$dir"/log.* >&2
+  exit 1
+}
+has_mpi=
+if ./train_gpt --version | grep -q 'MPI [0-9]' && grep -q '^MPIRUN_VERSION := .' build/config.mk; then has_mpi=yes; fi
+export OMPI_MCA_odls_base_sigkill_timeout=0
+unset TRAIN_GPT_TOKEN TRAIN_GPT_TOKEN_FILE
+
+data=test/golden/gpt2_tiny/train.bin
+run=(--model d1 --n-layer 2 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --batch-size 2 --lr 1e-2 --threads 1
+  --device cpu --train-data $data --val-data $data --val-steps 2 --val-every 4 --max-steps 8 --checkpoint-every 4)
+
+# mpi PROCESSES ARGUMENTS...
+mpi() { timeout 120 scripts/multi_node/local_mpirun.sh -n "$1" ./train_gpt "${@:2}" >"$dir/log.mpi" 2>&1; }
+# tcp PROCESSES ARGUMENTS...: the exit status is the largest one of the processes
+tcp() {
+  local process status=0 pids=()
+  rm -f "$dir"/log.[0-9]*
+  for ((process = 0; process < $1; ++process)); do
+    timeout 120 ./train_gpt "${@:2}" --rank $process --world-size "$1" --rendezvous "file:$dir/meet" --init-timeout 60 \
+      >"$dir/log.$process" 2>&1 &
+    pids+=($!)
+  done
+  for process in "${pids[@]}"; do wait "$process" || status=$?; done
+  return $status
+}
+# results OUT: what must not depend on how the ranks were started
+results() {
+  (cd "$1/step-000008" && sha256sum -- *.safetensors)
+  python3 - "$1/metrics.jsonl" <<'PY'
+import json, sys
+for line in open(sys.argv[1]):
+    object = json.loads(line)
+    print(*(object.get(name) for name in ("kind", "step", "loss", "grad_norm", "lr")))
+PY
+}
+# same FORM OPTIONS...: the run in this form is the one of four threads
+same() {
+  local form=$1 options=("${@:2}") out=$dir/$1 threads
+  threads=$dir/threads-$(printf '%s' "${options[@]}")
+  [ -d "$threads" ] ||
+    ./train_gpt "${run[@]}" "${options[@]}" --local-ranks 4 --out-dir "$threads" >"$dir/log.threads" 2>&1 || fail "threads"
+  rm -rf "$out"
+  case $form in
+    mpi) mpi 4 "${run[@]}" "${options[@]}" --out-dir "$out" ;;
+    mpi-threads) mpi 2 "${run[@]}" "${options[@]}" --local-ranks 2 --out-dir "$out" ;;
+    mpi-tcp) mpi 2 "${run[@]}" "${options[@]}" --local-ranks 2 --comm tcp --out-dir "$out" ;;
+    tcp) tcp 4 "${run[@]}" "${options[@]}" --out-dir "$out" ;;
+    tcp-threads) tcp 2 "${run[@]}" "${options[@]}" --local-ranks 2 --out-dir "$out" ;;
+  esac || fail "$form: ${options[*]}"
+  [ "$(results "$out")" = "$(results "$threads")" ] || fail "$form differs from threads: ${options[*]}"
+}
+
+forms=(tcp tcp-threads)
+[ -z $has_mpi ] || forms+=(mpi mpi-threads mpi-tcp)
+if [ "$all" = all ]; then
+  for stage in 0 1 2 3; do
+    for dtype in fp32 bf16; do
+      for replicas in 1 2; do
+        for form in "${forms[@]}"; do same "$form" --zero-stage $stage --dtype $dtype --dp-replicate $replicas; done
+      done
+    done
+  done
+  for sync in parameter-server parameter-server-chain partitioned-server; do
+    for form in "${forms[@]}"; do same "$form" --dp-sync $sync; done
+  done
+  tcp 2 --selftest --local-ranks 2 --device cpu || fail "--selftest over TCP"
+  [ -z $has_mpi ] || mpi 4 --selftest --device cpu || fail "--selftest under mpirun"
+else
+  same tcp --zero-stage 3 --dtype bf16
+  same tcp-threads --zero-stage 1 --dp-replicate 2
+  if [ -n "$has_mpi" ]; then
+    same mpi --zero-stage 3 --dtype bf16
+    same mpi-threads --zero-stage 1 --dp-replicate 2
+  fi
+fi
+
+# refused WORDS PROCESSES OPTIONS...: process I gets the words of `own[I]` as well; all are refused within 5 s
+refused() {
+  local words=$1 processes=$2 process status begin=$SECONDS pids=()
+  rm -f "$dir"/log.[0-9]*
+  for ((process = 0; process < processes; ++process)); do
+    # shellcheck disable=SC2086
+    env ${tokens[process]-} timeout 60 ./train_gpt "${run[@]}" --out-dir "$dir/refused" --rank $process \
+      --world-size "$processes" --rendezvous "file:$dir/meet" "${@:3}" ${own[process]-} >"$dir/log.$process" 2>&1 &
+    pids+=($!)
+  done
+  for process in "${!pids[@]}"; do
+    status=0
+    wait "${pids[process]}" || status=$?
+    [ $status -eq 1 ] || fail "process $process ended with $status, expected: $words"
+  done
+  [ $((SECONDS - begin)) -le 30 ] || fail "refused only after $((SECONDS - begin)) s: $words"
+  cat "$dir"/log.[0-9]* | grep -qF -e "$words" || fail "expected: $words"
+  [ ! -e "$dir/refused" ] || fail "something was written: $words"
+}
+tokens=() own=([1]='--lr 2e-2')
+refused '--lr differs: 0.01 on rank 0, 0.02 on rank 1' 2
+own=([2]='--world-size 4')
+refused '--world-size' 3
+own=([2]='--rank 1')
+refused 'rank 1' 3
+own=() tokens=([0]='TRAIN_GPT_TOKEN=sixteen-characters-at-least' [1]='TRAIN_GPT_TOKEN=sixteen-characters-at-most')
+refused 'token' 2 --init-timeout 2
+own=() tokens=()
+refused 'have not arrived' 1 --world-size 3 --init-timeout 1
+own=([1]='--train-data /nowhere.bin')
+refused '--train-data' 2
+
+# A signal to one process stops all; the run goes on with other processes and ends as if nothing had happened.
+long=("${run[@]}" --max-steps 400 --val-every 0 --checkpoint-every 0)
+./train_gpt "${long[@]}" --local-ranks 4 --out-dir "$dir/whole" >"$dir/log.whole" 2>&1 || fail "400 steps of threads"
+(
+  until grep -qs '"step":20,' "$dir/stopped/metrics.jsonl"; do sleep 0.02; done
+  pkill -TERM -f -- "^./train_gpt .*--out-dir $dir/stopped --rank 2"
+) &
+status=0
+tcp 4 "${long[@]}" --out-dir "$dir/stopped" || status=$?
+[ $status -eq 75 ] || fail "stopped by a signal: exit status $status, expected 75"
+grep -q 'stopped by SIGTERM.*saved to' "$dir/log.0" || fail "no word of the signal"
+if [ -n "$has_mpi" ]; then mpi 2 "${long[@]}" --local-ranks 2 --out-dir "$dir/stopped"
+else tcp 2 "${long[@]}" --local-ranks 2 --out-dir "$dir/stopped"; fi || fail "resumed"
+for file in "$dir"/whole/step-000400/*.safetensors; do
+  cmp -s "$file" "$dir/stopped/step-000400/${file##*/}" || fail "${file##*/} differs after a stop"
+done
+# Strangers at the rendezvous, with garbage and with recordings, while a run trains: refused, and nothing changes.
+count=40
+[ "$all" != all ] || count=500
+port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+export TRAIN_GPT_TOKEN=a-token-that-only-the-job-knows
+endless=("${long[@]}" --local-ranks 2 --max-steps 100000 --time-limit 2 --out-dir "$dir/visited")
+pids=()
+for process in 0 1; do
+  timeout 180 ./train_gpt "${endless[@]}" --rank $process --world-size 2 --rendezvous "127.0.0.1:$port" \
+    >"$dir/log.$process" 2>&1 &
+  pids+=($!)
+done
+for ((tries = 0; tries < 500; ++tries)); do
+  if grep -qs '"step":20,' "$dir/visited/metrics.jsonl"; then break; fi
+  sleep 0.02
+done
+python3 test/scripts/hostile_connections.py 127.0.0.1 "$port" --seed "$RANDOM" --count $count >"$dir/log.strangers" 2>&1 ||
+  fail "strangers were believed, or kept waiting"
+pkill -USR1 -f -- "^./train_gpt .*--out-dir $dir/visited --rank 0"
+for process in "${pids[@]}"; do
+  status=0
+  wait "$process" || status=$?
+  [ $status -eq 75 ] || fail "visited by strangers: status $status, expected 75"
+done
+unset TRAIN_GPT_TOKEN
+last=$(sed -n 's/.*stopped by .* after step \([0-9]*\) .*/\1/p' "$dir/log.0")
+grep '"kind":"train"' "$dir/visited/metrics.jsonl" | head -n "$last" >"$dir/visited.jsonl"
+./train_gpt "${long[@]}" --max-steps 100000 --local-ranks 4 --out-dir "$dir/unvisited" >"$dir/log.unvisited" 2>&1 &
+until grep -qs "\"step\":$last," "$dir/unvisited/metrics.jsonl"; do sleep 0.1; done
+kill -KILL $! && wait $! 2>/dev/null || :
+python3 - "$dir/visited.jsonl" "$dir/unvisited/metrics.jsonl" <<'PY' || fail "strangers changed the losses"
+import json, sys
+visited, unvisited = ([(o["step"], o["loss"], o["grad_norm"]) for o in map(json.loads, open(path).read().rsplit("\n", 1)[0].splitlines())
+                       if o["kind"] == "train"] for path in sys.argv[1:])
+sys.exit(visited != unvisited[:len(visited)])
+PY
+echo "processes_test: ok${has_mpi:+, MPI too}"
