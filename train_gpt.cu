@@ -53,9 +53,8 @@ class Training {
         train_(job.train, loader_config(o_.shuffled(), seed())) {
     // A validation of a part of the data takes its samples from all of it: every time the same, for every --seed.
     if (job.val) val_.emplace(*job.val, loader_config(o_.shuffled() && job.val_samples < job.val->samples(), 0));
-    check_groups(run_.dp, world.mesh(), run_.stream, [&](int r) {
-      return watchdog_ != nullptr ? watchdog_->name_of_rank(r) : formatted("rank {}", r);
-    });
+    check_groups(run_.dp, world.mesh(), run_.stream,
+                 [&](int r) { return watchdog_ != nullptr ? watchdog_->name_of_rank(r) : formatted("rank {}", r); });
     if (resume) restore(*resume);
     else initialise(run_, o_);
     MetricsKept kept;

@@ -185,7 +185,7 @@ class CpuQueue {
   bool busy_ = false, asleep_ = false, stopping_ = false;
   std::exception_ptr error_;  // written by the worker, under the mutex
   std::atomic<double> busy_seconds_ = 0;
-  std::thread worker_;        // last: it uses the others
+  std::thread worker_;  // last: it uses the others
 };
 
 }  // namespace llmc

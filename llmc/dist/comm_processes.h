@@ -15,8 +15,8 @@ class Watchdog;
 
 // The ranks of the job that this process runs, as threads: `count` ranks from `first` on.
 struct LocalRanks {
-  int first = 0, count = 0;  // 0: all ranks are here
-  Links* links = nullptr;    // to those of other processes
+  int first = 0, count = 0;      // 0: all ranks are here
+  Links* links = nullptr;        // to those of other processes
   Watchdog* watchdog = nullptr;  // of the ranks of several processes
 
   bool here(int rank) const { return count == 0 || (rank >= first && rank < first + count); }

@@ -15,7 +15,9 @@ inline void check_group(Comm& group, int number, const std::vector<int>& members
                         const std::function<std::string(int)>& name_of_rank) {
   const int P = group.size(), me = group.rank();
   if (P == 1) return;
-  const auto value = [&](int member) { return static_cast<float>(1000 * number + members[static_cast<size_t>(member)]); };
+  const auto value = [&](int member) {
+    return static_cast<float>(1000 * number + members[static_cast<size_t>(member)]);
+  };
   auto scope = stream.scratch().scope();
   const Tensor x = stream.scratch().alloc("scratch", "known values", DType::fp32, {P});
 

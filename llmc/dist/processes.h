@@ -27,7 +27,8 @@ class Processes {
     if (launch.processes == 1) return;
     if (launch.by == Launched::By::mpi) {
       const LastResort last_resort(
-          at.init_timeout, formatted("MPI has not started all processes within {} s (--init-timeout)", at.init_timeout));
+          at.init_timeout,
+          formatted("MPI has not started all processes within {} s (--init-timeout)", at.init_timeout));
       auto links = std::make_unique<MpiLinks>(greeting.local_ranks);
       greeting_.process = links->process();
       greeting_.processes = links->processes();
@@ -79,7 +80,8 @@ class Processes {
     return control_->all_gather(topic, text);
   }
 
-  // This process ends with this error. The others learn it, unless it follows from what they know. Returns what to print.
+  // This process ends with this error. The others learn it, unless it follows from what they know. Returns what to
+  // print.
   std::string fail(const std::string& error, bool follows) {
     if (alone()) return error;
     failed_ = true;

@@ -41,7 +41,8 @@ class Judge {
       if (!at(r).stale && !at(r).ended)
         for (const GroupState& g : at(r).state.groups)
           if (g.waiting.value_or(0) >= limit(r)) waits.push_back({r, &g});
-    std::stable_sort(waits.begin(), waits.end(), [](const Wait& a, const Wait& b) { return *a.in->waiting > *b.in->waiting; });
+    std::stable_sort(waits.begin(), waits.end(),
+                     [](const Wait& a, const Wait& b) { return *a.in->waiting > *b.in->waiting; });
     for (const Wait& wait : waits)
       if (auto line = blame(wait)) return line;
     for (int r = 0; r < size(); ++r)  // nobody waits for it so far

@@ -70,8 +70,20 @@ class ControlPlane {
 
   // The texts of all processes, by process. All of them call it, each topic from one thread at a time. For small texts:
   // of at most a megabyte.
-  std::vector<std::string> all_gather(const std::string& topic, const std::string& text) {
-    return all_gather(topic, text, Limit{});
+  std::vector<std::string> all_gather(const std::string& topic, const std::string& text, const Limit& limit = Limit()) {
+    if (processes() == 1) return {text};
+    std::unique_lock lock(mutex_);
+    check_alive();
+    process() == 0 ? contribute(0, topic, text) : control_->send(line_to(0), {Kind::text, {topic, text}});
+    const auto complete = [&] { return gathered_[topic].size() == static_cast<size_t>(processes()); };
+    if (!wait(lock, limit, [&] { return complete() || aborted_ || !fault_.empty() || ended_.contains(0); }))
+      fail(formatted("{} has not answered within {} s",
+                     process() == 0 ? named(gatherings_.missing(topic), local_ranks()) : name_of(0), answer_seconds_));
+    if (!complete()) check_alive();
+    if (!complete()) throw Error(formatted("{} has ended while others wait for it at \"{}\"", name_of(0), topic));
+    auto texts = std::move(gathered_[topic]);
+    gathered_.erase(topic);
+    return texts;
   }
   void barrier(const std::string& topic) { all_gather(topic, ""); }
 
@@ -110,14 +122,10 @@ class ControlPlane {
     for (const auto& [line, process] : lines_)
       if (process <= 1) control_->send(line, {Kind::board, parts});
   }
-  // Of processes 0 and 1: the last post of each other process since the last call.
-  std::map<int, std::vector<std::string>> take_posts() {
+  // Of processes 0 and 1: the last post of each other process since the last call; and those that have said farewell.
+  std::pair<std::map<int, std::vector<std::string>>, std::set<int>> take_posts() {
     std::lock_guard lock(mutex_);
-    return std::exchange(posts_, {});
-  }
-  std::set<int> ended() {  // those that have said farewell
-    std::lock_guard lock(mutex_);
-    return ended_;
+    return {std::exchange(posts_, {}), ended_};
   }
 
   // Connects to another process of the job. Throws ConnectionError.
@@ -249,7 +257,11 @@ class ControlPlane {
     const int from = known == lines_.end() ? -1 : known->second;
     switch (message.kind) {
       case Kind::greeting: return arrived(line, Introduction::from(parts));
-      case Kind::verdict: return told(parts);
+      case Kind::verdict: {
+        verdict_ = parts.at(0);
+        peers_ = peers_from({parts.begin() + 1, parts.end()});
+        return changed_.notify_all();
+      }
       case Kind::text: return contribute(from, parts.at(0), parts.at(1));
       case Kind::gathered: {
         gathered_[parts.at(0)].push_back(parts.at(1));
@@ -277,9 +289,8 @@ class ControlPlane {
     if (meeting_) meeting_->leave(line);
     const auto known = lines_.find(line);
     if (known != lines_.end() && !ended_.contains(known->second))
-      suspect(known->second,
-              formatted("{} has gone: {}", peers_.empty() ? "another process" : name_of(known->second),
-                        Socket::is_end(why) ? "its process has ended" : why));
+      suspect(known->second, formatted("{} has gone: {}", peers_.empty() ? "another process" : name_of(known->second),
+                                       Socket::is_end(why) ? "its process has ended" : why));
     changed_.notify_all();
   }
 
@@ -292,29 +303,9 @@ class ControlPlane {
     if (verdict_) tell_verdict(line);
     changed_.notify_all();
   }
-  void told(const std::vector<std::string>& parts) {
-    peers_ = peers_from({parts.begin() + 1, parts.end()});
-    verdict_ = parts.at(0);
-    changed_.notify_all();
-  }
 
   // ---- What the processes say to all: each to process 0, which passes it on
 
-  std::vector<std::string> all_gather(const std::string& topic, const std::string& text, const Limit& limit) {
-    if (processes() == 1) return {text};
-    std::unique_lock lock(mutex_);
-    check_alive();
-    process() == 0 ? contribute(0, topic, text) : control_->send(line_to(0), {Kind::text, {topic, text}});
-    const auto complete = [&] { return gathered_[topic].size() == static_cast<size_t>(processes()); };
-    if (!wait(lock, limit, [&] { return complete() || aborted_ || !fault_.empty() || ended_.contains(0); }))
-      fail(formatted("{} has not answered within {} s",
-                     process() == 0 ? named(gatherings_.missing(topic), local_ranks()) : name_of(0), answer_seconds_));
-    if (!complete()) check_alive();
-    if (!complete()) throw Error(formatted("{} has ended while others wait for it at \"{}\"", name_of(0), topic));
-    auto texts = std::move(gathered_[topic]);
-    gathered_.erase(topic);
-    return texts;
-  }
   void check_alive() const {
     if (!fault_.empty()) throw PeerError(fault_);
     if (aborted_) throw PeerError();

@@ -108,15 +108,16 @@ class Watchdog {
   void judge(const std::vector<RankState>& mine, double seconds) {
     for (Seen& s : seen_) s.silent += seconds, s.still += seconds;
     take(control_.process(), mine);
-    for (const auto& [process, parts] : control_.take_posts()) try {
+    const auto [posts, ended] = control_.take_posts();
+    for (const auto& [process, parts] : posts) try {
         take(process, ranks_from(parts));
       } catch (const std::exception&) {  // not a board: this process says nothing
       }
-    for (const int process : control_.ended())
+    for (const int process : ended)
       for (int i = 0; i < control_.local_ranks(); ++i) of(process, i).ended = true;
     for (Seen& s : seen_) s.stale = s.silent > 4 * period_;
     const NameOfRank name = [this](int rank) { return control_.name_of_rank(rank); };
-    if (control_.process() == 1 && seen_[0].silent < 4 * period_ + 2) return;  // process 0 judges
+    if (control_.process() == 1 && seen_[0].silent < 8 * period_) return;  // process 0 judges
     if (const auto line = Judge(seen_, timeouts_, name).verdict()) return control_.end_job(*line);
     const auto slow = straggler(seen_, name);
     std::lock_guard lock(mutex_);
@@ -138,7 +139,7 @@ class Watchdog {
 
   ControlPlane& control_;
   Timeouts timeouts_;
-  double period_;  // seconds
+  double period_;           // seconds
   std::vector<Seen> seen_;  // of processes 0 and 1: by rank
 
   std::mutex mutex_;  // of what follows

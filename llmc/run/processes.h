@@ -117,8 +117,8 @@ void together(const Processes& processes, const char* what, F&& f) {
 
 // Where a process ends with an error of its own, or because another one has: what to print.
 inline std::string end_alone(Processes* processes, const std::exception& error) {
-  const bool follows = dynamic_cast<const PeerError*>(&error) != nullptr ||
-                       dynamic_cast<const ConnectionError*>(&error) != nullptr;
+  const bool follows =
+      dynamic_cast<const PeerError*>(&error) != nullptr || dynamic_cast<const ConnectionError*>(&error) != nullptr;
   return processes == nullptr ? error.what() : processes->fail(error.what(), follows);
 }
 

@@ -1,0 +1,216 @@
+// net/: who is to blame when ranks wait, as a function of what their boards say.
+#include <thread>
+
+#include "catch2.h"
+#include "helpers.h"
+#include "net/judge.h"
+
+using namespace llmc;
+
+namespace {
+
+const std::vector<int> all = {0, 1, 2, 3};
+
+// Four ranks that have trained for a while; nobody waits.
+struct Ranks {
+  std::vector<Seen> seen = std::vector<Seen>(4);
+  Ranks() {
+    for (Seen& s : seen) s.state.step = 812, s.state.updates = 811, s.still = 100;
+  }
+  Seen& operator[](int rank) { return seen[static_cast<size_t>(rank)]; }
+  // In this group, a rank has begun so many collectives, and waits in the last one.
+  Ranks& reached(int rank, const std::string& group, const std::vector<int>& members, int64_t begun,
+                 std::optional<double> waiting = std::nullopt, int world = 1) {
+    const std::string what = formatted("the all-gather of unit {}.{}", group, begun);
+    (*this)[rank].state.groups.push_back({group, world, members, begun, waiting, what});
+    return *this;
+  }
+  Ranks& waits(int rank, const std::string& group, const std::vector<int>& members, int64_t begun, double seconds) {
+    return reached(rank, group, members, begun, seconds);
+  }
+  Ranks& silent(int rank, double seconds) {
+    (*this)[rank].silent = seconds;
+    (*this)[rank].stale = seconds > 4;
+    return *this;
+  }
+  std::string verdict() const {
+    const NameOfRank name = [](int rank) { return formatted("rank {} on HOST", rank); };
+    return Judge(seen, {.init = 60, .comm = 30}, name).verdict().value_or("");
+  }
+};
+
+}  // namespace
+
+TEST_CASE("who has not arrived is named, with what the others wait in") {
+  Ranks ranks;
+  for (const int r : {0, 1, 3}) ranks.waits(r, "w", all, 7, 30.6);
+  ranks.reached(2, "w", all, 6);
+  const std::string line =
+      "rank 2 on HOST has not arrived at the all-gather of unit w.7, step 812 (waited 31 s, --comm-timeout 30)";
+  REQUIRE(ranks.verdict() == line);
+  SECTION("whether its process has stopped or only hangs") { REQUIRE(ranks.silent(2, 40).verdict() == line); }
+  SECTION("also if it has never joined the group") {
+    ranks[2].state.groups.clear();
+    REQUIRE(ranks.verdict() == line);
+  }
+  SECTION("unless it is busy") {
+    ranks[2].still = 29;
+    REQUIRE(ranks.verdict() == "");
+  }
+  SECTION("before the first update --init-timeout holds") {
+    for (Seen& s : ranks.seen) s.state.updates = 0;
+    REQUIRE(ranks.verdict() == "");
+    ranks[3].state.groups[0].waiting = 60;
+    REQUIRE(ranks.verdict().ends_with("unit w.7, step 812 (waited 60 s, --init-timeout 60)"));
+  }
+}
+
+TEST_CASE("nobody is blamed while nobody has waited for long") {
+  Ranks ranks;
+  for (const int r : {0, 1, 3}) ranks.waits(r, "w", all, 7, 29.9);
+  ranks.reached(2, "w", all, 6);
+  REQUIRE(ranks.verdict() == "");
+  REQUIRE(Ranks().verdict() == "");
+}
+
+TEST_CASE("a chain of waits leads to who waits for nobody, in whatever group") {
+  Ranks ranks;
+  ranks.waits(0, "a", {0, 1}, 5, 31).reached(1, "a", {0, 1}, 4);
+  ranks.waits(1, "b", {1, 2}, 9, 10).reached(2, "b", {1, 2}, 8);
+  ranks.waits(2, "c", {2, 3}, 2, 3).reached(3, "c", {2, 3}, 1);
+  REQUIRE(ranks.verdict().starts_with("rank 3 on HOST has not arrived at the all-gather of unit c.2"));
+  // It, too, may wait: for something at which all have arrived by now.
+  ranks.waits(3, "b", {1, 3}, 4, 1).reached(1, "b", {1, 3}, 4);
+  REQUIRE(ranks.verdict().starts_with("rank 3 on HOST has not arrived at the all-gather of unit c.2"));
+}
+
+TEST_CASE("groups of one name with other members are other groups") {
+  for (int culprit = 0; culprit < 4; ++culprit) {  // 2 replicas of 2 shards
+    Ranks ranks;
+    for (int r = 0; r < 4; ++r) {
+      const std::vector<int> shard = r < 2 ? std::vector{0, 1} : std::vector{2, 3}, replica = {r % 2, r % 2 + 2};
+      const bool is = r == culprit, beside = r / 2 == culprit / 2;
+      // The culprit's neighbour waits for it within the shard group, the others in the next collective: over replicas.
+      ranks.reached(r, "gradients", shard, is ? 3 : 4, !is && beside ? std::optional(40.0) : std::nullopt);
+      ranks.reached(r, "replicas", replica, beside ? 3 : 4, beside ? std::nullopt : std::optional(40.0));
+    }
+    REQUIRE(ranks.verdict().starts_with(formatted("rank {} on HOST has not arrived", culprit)));
+  }
+}
+
+TEST_CASE("what a stopped process said last does not clear it") {
+  Ranks ranks;
+  for (const int r : {1, 2, 3}) ranks.waits(r, "w", all, 7, 33);
+  SECTION("it waited for something at which all have arrived") {
+    ranks.reached(0, "w", all, 6, 1.0).silent(0, 34);
+    REQUIRE(ranks.verdict().starts_with("rank 0 on HOST has not arrived at the all-gather of unit w.7, step 812"));
+  }
+  SECTION("it waited for somebody who was late") {
+    ranks.reached(0, "w", all, 6).waits(0, "x", {0, 1}, 2, 1).reached(1, "x", {0, 1}, 1).silent(0, 34);
+    REQUIRE(ranks.verdict().starts_with("rank 0 on HOST has not arrived at the all-gather of unit w.7"));
+  }
+  SECTION("it is within what the others wait in") {
+    ranks.waits(0, "w", all, 7, 1).silent(0, 34);
+    REQUIRE(ranks.verdict().starts_with("rank 0 on HOST has not finished the all-gather of unit w.7, step 812"));
+  }
+  SECTION("of several, the one that fell silent first") {
+    ranks.reached(0, "w", all, 6).silent(0, 31);
+    ranks[2].state.groups[0] = {"w", 1, all, 6, std::nullopt, "it"};
+    ranks.silent(2, 36);
+    REQUIRE(ranks.verdict().starts_with("rank 2 on HOST has not arrived"));
+  }
+}
+
+TEST_CASE("a process that says nothing is named even if nobody waits for it") {
+  Ranks ranks;
+  ranks.silent(3, 34);
+  REQUIRE(ranks.verdict() == "");
+  ranks.silent(3, 36);
+  REQUIRE(ranks.verdict() == "rank 3 on HOST has said nothing for 36 s (--comm-timeout 30)");
+  ranks[3].ended = true;
+  REQUIRE(ranks.verdict() == "");
+}
+
+TEST_CASE("ranks that wait for each other, or for the network, do not wait forever") {
+  Ranks ranks;
+  ranks.waits(0, "a", {0, 1}, 5, 31).reached(1, "a", {0, 1}, 4);
+  ranks.waits(1, "b", {0, 1}, 9, 31).reached(0, "b", {0, 1}, 8);
+  REQUIRE(ranks.verdict().starts_with("rank 0 on HOST waits for rank 1 on HOST at the all-gather of unit a.5"));
+  Ranks stuck;
+  for (int r = 0; r < 4; ++r) stuck.waits(r, "w", all, 7, 31);
+  REQUIRE(stuck.verdict().ends_with("where all ranks have arrived: nothing comes through between them"));
+  stuck[1].still = 5;  // bytes come through
+  REQUIRE(stuck.verdict() == "");
+}
+
+TEST_CASE("who is in a later World has arrived at all of the earlier one") {
+  Ranks ranks;
+  ranks.reached(0, "w", {0, 1}, 7, 31.0, 1)
+      .reached(1, "w", {0, 1}, 2, std::nullopt, 2)
+      .reached(1, "v", {1, 2}, 1, 31.0, 2);
+  ranks.reached(2, "v", {1, 2}, 0, std::nullopt, 2);
+  REQUIRE(ranks.verdict().starts_with("rank 0 on HOST waits in the all-gather of unit w.7"));
+  ranks[0].state.groups.clear();
+  REQUIRE(ranks.verdict().starts_with("rank 2 on HOST has not arrived at the all-gather of unit v.1"));
+}
+
+TEST_CASE("a board tells what ranks do, across the network") {
+  Board board(4, 2, {0, 4, 8});
+  board.begin_world();
+  const auto place = board.join(5, "gradients", {1, 3, 5, 6, 7});
+  const auto send = [&](double seconds) { return ranks_from(parts_of(board.read(seconds))); };
+  board.at_step(5, 12);
+  std::vector<RankState> states = send(1);
+  REQUIRE(states.size() == 2);
+  REQUIRE(states[0].groups.at(0).members == std::vector{0, 4, 8});
+  REQUIRE(states[1].step == 12);
+  const auto group = [&] { return states[1].groups.at(0); };
+  REQUIRE((group().name == "gradients" && group().world == 1 && group().begun == 0 && !group().waiting));
+  REQUIRE(group().members == std::vector{1, 3, 5, 6, 7});
+  std::thread attendant([&] {
+    try {
+      const Attending attending(place.get(), "reduce_scatter", "unit ", "blocks.3");
+      for (const double waited : {0.0, 1.5, 3.0}) {  // from when it was first seen
+        states = send(1.5);
+        CHECK(group().begun == 1 && group().waiting == waited && group().what == "the reduce-scatter of unit blocks.3");
+      }
+      throw 1;
+    } catch (int) {
+    }
+  });
+  attendant.join();
+  states = send(1);
+  REQUIRE(group().waiting == 4.0);  // what ended with an exception has not ended for the others
+  { const Attending attending(place.get(), "all_gather", "", "x"); }
+  states = send(1);
+  REQUIRE((group().begun == 2 && !group().waiting));
+  board.begin_world();
+  REQUIRE(send(1)[1].groups.empty());
+  for (const std::vector<std::string>& wrong : {std::vector<std::string>{"1"},
+                                                {"1", "1", "0", "1", "1", "name", "1", "5-2", "1", "", ""},
+                                                {"1", "1", "0", "1", "1", "name", "1", "0-999999999999", "1", "", ""},
+                                                {"1", "1", "0", "1", "2"}})
+    REQUIRE_THROWS(ranks_from(wrong));
+}
+
+TEST_CASE("a rank that computes for longer than the others is named with its factor") {
+  Board board(0, 1, {0});
+  double total = 50;  // the first update is not like the others
+  for (int step = 0; step < 25; ++step) {
+    board.step_done(0, total);
+    total += step == 10 ? 9 : 0.2;
+    REQUIRE((board.read(1)[0].busy > 0) == (step >= 20));
+  }
+  REQUIRE(std::abs(board.read(1)[0].busy - 0.2) < 1e-9);
+  std::vector<Seen> ranks(4);
+  const NameOfRank name = [](int rank) { return formatted("rank {} on HOST", rank); };
+  for (Seen& s : ranks) s.state.busy = 0.2;
+  REQUIRE(!straggler(ranks, name));
+  ranks[2].state.busy = 0.29;
+  REQUIRE(!straggler(ranks, name));
+  ranks[2].state.busy = 0.36;
+  REQUIRE(straggler(ranks, name) ==
+          "notice: rank 2 on HOST computes 1.8 times as long as the others (median of 20 steps)");
+  ranks[1].state.busy = 0;  // not known yet
+  REQUIRE(!straggler(ranks, name));
+}
