@@ -2,6 +2,7 @@
 #include <mutex>
 
 #include "catch2.h"
+#include "dist/group_check.h"
 #include "dist/ring.h"
 #include "helpers.h"
 #include "run/ranks.h"
@@ -36,6 +37,46 @@ Tensor filled(Arena& arena, DType dtype, int64_t n, int rank) {
     for (int64_t i = 0; i < n; ++i) t.data<T>()[i] = T(value(rank, i));
   });
   return t;
+}
+
+// Faults of a transport, of one member of a group.
+struct MixesUp final : Comm {
+  static constexpr std::string_view group = "weights";
+  static constexpr int member = 3;
+  explicit MixesUp(Comm&& comm) : Comm(std::move(comm)) {}
+  void all_gather(Tensor x, Stream& stream) override {
+    Comm::all_gather(x, stream);
+    stream.enqueue([x] { std::swap(x.data<float>()[2], x.data<float>()[3]); });
+  }
+};
+struct Loses final : Comm {
+  static constexpr std::string_view group = "gradients";
+  static constexpr int member = 0;
+  explicit Loses(Comm&& comm) : Comm(std::move(comm)) {}
+  void reduce_scatter(Tensor, Stream&) override {}
+};
+template <class Fault>
+struct Plants final : Hooks {
+  std::unique_ptr<Comm> joined(std::unique_ptr<Comm> comm) const override {
+    if (comm->name() != Fault::group || comm->rank() != Fault::member) return comm;
+    return std::make_unique<Fault>(std::move(*comm));
+  }
+};
+
+void check_groups_of(const Mesh& mesh, const Hooks& hooks = no_hooks) {
+  World world(mesh, Backend::threads, hooks);
+  run_ranks(world, [&](int rank) {
+    const Device device{DeviceKind::cpu, 1};
+    Arena scratch(device, 1 << 20);
+    Stream compute(device, scratch);
+    const auto join = [&](const std::string& name, const std::vector<Axis>& along) {
+      return world.join(rank, name, along);
+    };
+    DataParallel dp(mesh, rank, device, join, hooks);
+    check_groups(dp, mesh, compute, [](int r) { return formatted("rank {} elsewhere", r); });
+    for (const auto* comm : {&dp.gradients, &dp.replicas, &dp.weights, &dp.scalars})
+      CHECK((*comm)->bytes_sent() == 0 && (*comm)->bytes_received() == 0);
+  });
 }
 
 double at(const Tensor& t, int64_t i) {
@@ -145,4 +186,14 @@ TEST_CASE("mismatched sizes, or a failing rank, end all ranks with the reason") 
                            stream.synchronize();
                          }),
                 "which expected");
+}
+
+TEST_CASE("known values go through every group, and a pair between which they are wrong is named") {
+  check_groups_of(Mesh({{Axis::replicate, 2}, {Axis::shard, 3}}));
+  check_groups_of(Mesh());
+  const Mesh four({{Axis::shard, 4}});
+  REQUIRE_ERROR(check_groups_of(four, Plants<MixesUp>()),
+                "rank 3 on " + host_name() + ": the group weights: got 3003 from rank 2 elsewhere instead of 3002");
+  REQUIRE_ERROR(check_groups_of(four, Plants<Loses>()),
+                "rank 0 on " + host_name() + ": the group gradients: got the sum 1000 instead of 4006");
 }
