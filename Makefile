@@ -10,6 +10,7 @@
 ##   test-fresh   `make run` and `make test` on bare Debian roots; as root, takes an hour, the network and 2 GB
 ##   check        floors, headers, formatting, shell and Python scripts
 ##   bench        compare training steps with PyTorch; BENCH_FLAGS are options of dev/bench/compare.py
+##   bench-dist   tokens/s of one rank and of two, as threads, by MPI and TCP; the ring beside MPI's collectives
 ##   bench-cuda   on a GPU: each op of a training step against the roofline, and training steps against PyTorch
 ##   comm-bench   build build/comm_bench, which times the collectives like nccl-tests, and what dev/comm/beside_mpi.sh runs
 ##   tests        build what `make test` runs, without running it
@@ -30,7 +31,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 
 # The outer targets install what is missing and then start make again, so that it looks at the machine only after the
 # installation. They need to know nothing of the machine; all other targets do.
-OUTER_TARGETS := help run test test-long test-fresh check bench bench-cuda reconfigure deps format clean
+OUTER_TARGETS := help run test test-long test-fresh check bench bench-dist bench-cuda reconfigure deps format clean
 INNER_TARGETS := all tests test-runs test-sum test-cuda ladders smoke smoke-other check-archs config \
                  check-floors check-headers check-format check-shell check-python
 .PHONY: $(OUTER_TARGETS) $(INNER_TARGETS)
@@ -449,6 +450,11 @@ bench:
 	@$(INSTALL) build
 	@$(AGAIN) train_gpt
 	@dev/bench/run.sh $(BENCH_FLAGS)
+bench-dist:
+	@$(INSTALL) build test
+	@$(AGAIN) train_gpt comm-bench
+	@dev/bench/distributed.py $(BENCH_FLAGS)
+	@if [ -x build/mpi_bench ]; then dev/comm/beside_mpi.sh; fi
 bench-cuda:
 	@$(INSTALL) build
 	@$(AGAIN) DEVICE=cuda train_gpt build/op_table
