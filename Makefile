@@ -317,6 +317,15 @@ build/$1/dev/%.o: dev/%.cu build/cuda_test.flags
 endef
 $(eval $(call CUDA_TEST_RULES,asan))
 $(eval $(call CUDA_TEST_RULES,tsan))
+$(eval $(call CUDA_TEST_RULES,emulated))
+
+# The trainer for GPUs, with emulated ones and without sanitizers: for tests that run it as several processes.
+build/emulated/train_gpt: build/emulated/train_gpt.o $(STAND_INS:%.cpp=build/emulated/%.o) build/cuda_test_link.list
+	@$(CXX) $(CUDA_TEST_LINK_FLAGS) $(filter %.o,$^) -o $@ $(LDFLAGS) -lboost_context $(filter-out -ldnnl,$(LIBS))
+build/emulated/train_gpt.o: train_gpt.cu build/cuda_test.flags
+	@mkdir -p $(@D) && echo 'train_gpt.cu (emulated)'
+	@$(CXX) -x c++ $(CUDA_TEST_FLAGS) -g0 -MMD -MP -c $< -o $@
+
 build/cuda_test.flags: FORCE
 	$(call text_file,$(CXX) $(CUDA_TEST_FLAGS) $(SANITIZE_asan) $(SANITIZE_tsan) $(CXX_VERSION) $(CATCH2_VERSION) $(BOOST_VERSION))
 build/cuda_test_link.list: FORCE
@@ -398,7 +407,7 @@ check-archs: $(patsubst %,build/all_kernels_%.o,sm_80 sm_90 sm_100)
 build/all_kernels_sm_%.o: test/cuda/all_kernels.cu build/smoke_cuda.flags
 	$(NVCC) -x cu $(call FLAGS_cuda,-O0,sm_$*) -Werror all-warnings -MMD -MP -c $< -o $@
 
--include $(wildcard build/*.d build/test/*.d build/mpi/*.d $(foreach d,/ /*/*/ /*/*/*/,build/[at]san$d*.d build/gpu$d*.d))
+-include $(wildcard build/*.d build/test/*.d build/mpi/*.d $(foreach d,/ /*/*/ /*/*/*/,build/[at]san$d*.d build/emulated$d*.d build/gpu$d*.d))
 
 # ---- Checks: each may be made alone ----------------------------------------------------------------------------------
 
