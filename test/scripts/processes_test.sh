@@ -156,7 +156,7 @@ for ((tries = 0; tries < 500; ++tries)); do
   if grep -qs '"step":20,' "$dir/visited/metrics.jsonl"; then break; fi
   sleep 0.02
 done
-python3 test/scripts/hostile_connections.py 127.0.0.1 "$port" --seed "$RANDOM" --count $count >"$dir/log.strangers" 2>&1 ||
+python3 test/scripts/python/hostile_connections.py 127.0.0.1 "$port" --seed "$RANDOM" --count $count >"$dir/log.strangers" 2>&1 ||
   fail "strangers were believed, or kept waiting"
 pkill -USR1 -f -- "^./train_gpt .*--out-dir $dir/visited --rank 0"
 for process in "${pids[@]}"; do
