@@ -10,6 +10,7 @@
 ##   test-fresh   `make run` and `make test` on bare Debian roots; as root, takes an hour, the network and 2 GB
 ##   check        floors, headers, formatting, shell and Python scripts
 ##   bench        compare training steps with PyTorch; BENCH_FLAGS are options of dev/bench/compare.py
+##   bench-dist   tokens/s of one rank and of two, as threads, by MPI and TCP; the ring beside MPI's collectives
 ##   bench-cuda   on a GPU: each op of a training step against the roofline, and training steps against PyTorch
 ##   comm-bench   build build/comm_bench, which times the collectives like nccl-tests, and what dev/comm/beside_mpi.sh runs
 ##   tests        build what `make test` runs, without running it
@@ -30,7 +31,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 
 # The outer targets install what is missing and then start make again, so that it looks at the machine only after the
 # installation. They need to know nothing of the machine; all other targets do.
-OUTER_TARGETS := help run test test-long test-fresh check bench bench-cuda reconfigure deps format clean
+OUTER_TARGETS := help run test test-long test-fresh check bench bench-dist bench-cuda reconfigure deps format clean
 INNER_TARGETS := all tests test-runs test-sum test-cuda ladders smoke smoke-other check-archs config \
                  check-floors check-headers check-format check-shell check-python
 .PHONY: $(OUTER_TARGETS) $(INNER_TARGETS)
@@ -316,6 +317,15 @@ build/$1/dev/%.o: dev/%.cu build/cuda_test.flags
 endef
 $(eval $(call CUDA_TEST_RULES,asan))
 $(eval $(call CUDA_TEST_RULES,tsan))
+$(eval $(call CUDA_TEST_RULES,emulated))
+
+# The trainer for GPUs, with emulated ones and without sanitizers: for tests that run it as several processes.
+build/emulated/train_gpt: build/emulated/train_gpt.o $(STAND_INS:%.cpp=build/emulated/%.o) build/cuda_test_link.list
+	@$(CXX) $(CUDA_TEST_LINK_FLAGS) $(filter %.o,$^) -o $@ $(LDFLAGS) -lboost_context $(filter-out -ldnnl,$(LIBS))
+build/emulated/train_gpt.o: train_gpt.cu build/cuda_test.flags
+	@mkdir -p $(@D) && echo 'train_gpt.cu (emulated)'
+	@$(CXX) -x c++ $(CUDA_TEST_FLAGS) -g0 -MMD -MP -c $< -o $@
+
 build/cuda_test.flags: FORCE
 	$(call text_file,$(CXX) $(CUDA_TEST_FLAGS) $(SANITIZE_asan) $(SANITIZE_tsan) $(CXX_VERSION) $(CATCH2_VERSION) $(BOOST_VERSION))
 build/cuda_test_link.list: FORCE
@@ -397,7 +407,7 @@ check-archs: $(patsubst %,build/all_kernels_%.o,sm_80 sm_90 sm_100)
 build/all_kernels_sm_%.o: test/cuda/all_kernels.cu build/smoke_cuda.flags
 	$(NVCC) -x cu $(call FLAGS_cuda,-O0,sm_$*) -Werror all-warnings -MMD -MP -c $< -o $@
 
--include $(wildcard build/*.d build/test/*.d build/mpi/*.d $(foreach d,/ /*/*/ /*/*/*/,build/[at]san$d*.d build/gpu$d*.d))
+-include $(wildcard build/*.d build/test/*.d build/mpi/*.d $(foreach d,/ /*/*/ /*/*/*/,build/[at]san$d*.d build/emulated$d*.d build/gpu$d*.d))
 
 # ---- Checks: each may be made alone ----------------------------------------------------------------------------------
 
@@ -449,6 +459,11 @@ bench:
 	@$(INSTALL) build
 	@$(AGAIN) train_gpt
 	@dev/bench/run.sh $(BENCH_FLAGS)
+bench-dist:
+	@$(INSTALL) build test
+	@$(AGAIN) train_gpt comm-bench
+	@dev/bench/distributed.py $(BENCH_FLAGS)
+	@if [ -x build/mpi_bench ]; then dev/comm/beside_mpi.sh; fi
 bench-cuda:
 	@$(INSTALL) build
 	@$(AGAIN) DEVICE=cuda train_gpt build/op_table

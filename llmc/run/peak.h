@@ -61,11 +61,18 @@ inline int64_t most_elements(const Device& device, DType dtype) {
 
 // Flops per second of a square matrix product in `dtype`.
 inline double measure_matmul_peak(const Device& device, DType dtype) {
-  int64_t size = device.kind != DeviceKind::cuda ? 1536 : dtype == DType::fp32 ? 4096 : 8192;
-  while (device.kind == DeviceKind::cuda && size > 64 && size * size > most_elements(device, dtype)) size /= 2;
-  return 2.0 * static_cast<double>(size * size * size) /
-         best_seconds(device, dtype, {size, size},
-                      [](Tensor out, Tensor x, Tensor y, Stream& stream) { linear_forward(out, x, y, {}, stream); });
+  const auto seconds = [&](int64_t size) {
+    return best_seconds(device, dtype, {size, size},
+                        [](Tensor out, Tensor x, Tensor y, Stream& stream) { linear_forward(out, x, y, {}, stream); });
+  };
+  const bool gpu = device.kind == DeviceKind::cuda;
+  int64_t size = gpu ? 64 : 1536;
+  double best = seconds(size);
+  // A larger product keeps a GPU busier, unless one of this size already takes it long.
+  const int64_t most = dtype == DType::fp32 ? 4096 : 8192;
+  while (gpu && best < 2e-3 && size < most && 4 * size * size <= most_elements(device, dtype))
+    best = seconds(size *= 2);
+  return 2.0 * static_cast<double>(size * size * size) / best;
 }
 
 // Bytes per second of a copy, reads and writes counted.

@@ -9,7 +9,7 @@ if ! python=$(scripts/find_python.sh torch transformers safetensors); then
 fi
 export PYTHONDONTWRITEBYTECODE=1
 seed=${SEED:-$RANDOM}
-"$python" test/scripts/check_config_fields.py --seed "$seed" || {
+"$python" test/scripts/python/check_config_fields.py --seed "$seed" || {
   echo "long_config_fields_test: SEED=$seed test/scripts/long_config_fields_test.sh repeats it" >&2
   exit 1
 }

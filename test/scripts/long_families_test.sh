@@ -8,7 +8,7 @@ if ! python=$(scripts/find_python.sh torch transformers safetensors); then
   exit 77
 fi
 export PYTHONDONTWRITEBYTECODE=1
-check() { "$python" test/scripts/check_families.py "$@"; }
+check() { "$python" test/scripts/python/check_families.py "$@"; }
 fail() {
   echo "long_families_test: $1" >&2
   exit 1

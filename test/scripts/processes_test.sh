@@ -25,7 +25,7 @@ unset TRAIN_GPT_TOKEN TRAIN_GPT_TOKEN_FILE
 
 data=test/golden/gpt2_tiny/train.bin
 run=(--model d1 --n-layer 2 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --batch-size 2 --lr 1e-2 --threads 1
-  --device cpu --train-data $data --val-data $data --val-steps 2 --val-every 4 --max-steps 8 --checkpoint-every 4)
+  --device cpu --train-data "$data" --val-data "$data" --val-steps 2 --val-every 4 --max-steps 8 --checkpoint-every 4)
 
 # mpi PROCESSES ARGUMENTS...
 mpi() { timeout 120 scripts/multi_node/local_mpirun.sh -n "$1" ./train_gpt "${@:2}" >"$dir/log.mpi" 2>&1; }
@@ -156,7 +156,7 @@ for ((tries = 0; tries < 500; ++tries)); do
   if grep -qs '"step":20,' "$dir/visited/metrics.jsonl"; then break; fi
   sleep 0.02
 done
-python3 test/scripts/hostile_connections.py 127.0.0.1 "$port" --seed "$RANDOM" --count $count >"$dir/log.strangers" 2>&1 ||
+python3 test/scripts/python/hostile_connections.py 127.0.0.1 "$port" --seed "$RANDOM" --count $count >"$dir/log.strangers" 2>&1 ||
   fail "strangers were believed, or kept waiting"
 pkill -USR1 -f -- "^./train_gpt .*--out-dir $dir/visited --rank 0"
 for process in "${pids[@]}"; do
@@ -169,7 +169,8 @@ last=$(sed -n 's/.*stopped by .* after step \([0-9]*\) .*/\1/p' "$dir/log.0")
 grep '"kind":"train"' "$dir/visited/metrics.jsonl" | head -n "$last" >"$dir/visited.jsonl"
 ./train_gpt "${long[@]}" --max-steps 100000 --local-ranks 4 --out-dir "$dir/unvisited" >"$dir/log.unvisited" 2>&1 &
 until grep -qs "\"step\":$last," "$dir/unvisited/metrics.jsonl"; do sleep 0.1; done
-kill -KILL $! && wait $! 2>/dev/null || :
+kill -KILL $!
+wait $! 2>/dev/null || :
 python3 - "$dir/visited.jsonl" "$dir/unvisited/metrics.jsonl" <<'PY' || fail "strangers changed the losses"
 import json, sys
 visited, unvisited = ([(o["step"], o["loss"], o["grad_norm"]) for o in map(json.loads, open(path).read().rsplit("\n", 1)[0].splitlines())

@@ -1,6 +1,7 @@
 // NCCL's collectives as the trainer calls them (dist/comm_nccl.h), between processes: that peers die or never come, and
 // that an abort comes from another thread.
 #include "cuda/emulator/processes.h"
+#include "cuda_on_cpu/nccl/nccl_clique.h"
 #include "dist/world.h"
 
 using namespace llmc;
@@ -169,8 +170,12 @@ TEST_CASE("process: a peer dies", "[.process]") {
   m.stream.set_watch([&] { m.group->check(); });
   m.group->broadcast(x, shard, 0, m.stream);
   m.stream.synchronize();
+  if (dies) {
+    REQUIRE(eventually([] { return std::filesystem::exists(told_file("0 is done")); }));
+    raise(SIGKILL);
+  }
+  std::ofstream(told_file("0 is done"));
   const auto after = std::chrono::steady_clock::now();
-  if (dies) raise(SIGKILL);
   if (when == "in a collective") {
     REQUIRE_THAT(thrown_by([&] {
                    m.group->broadcast(x, shard, 1, m.stream);
@@ -196,6 +201,35 @@ TEST_CASE("a rank whose peer's process dies has an error within a second", "[cud
   const std::string end = processes.end_of(0);
   INFO(processes.output(0));
   REQUIRE(end == "passed");
+}
+
+TEST_CASE("an abort does not wait for a call that hangs in the library, which then ends it", "[cuda][emulator]") {
+  const std::string id = nccl_unique_id();
+  const auto group = make_nccl_group(id, 0, 1, 0);
+  group->connect(10);
+  std::string thrown;
+  std::optional<cuda_on_cpu::detail::Lock> hang(std::in_place);  // the emulated library waits for it in every call
+  std::thread caller([&] { thrown = thrown_by([&] { group->check(); }); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  const auto begin = std::chrono::steady_clock::now();
+  group->expect_abort();
+  group->abort();
+  CHECK(seconds_since(begin) < 0.1);
+  hang.reset();
+  caller.join();
+  REQUIRE(thrown == "peer");
+  REQUIRE(thrown_by([&] { group->check(); }) == "peer");
+  REQUIRE(cuda_on_cpu::detail::library().live.empty());
+}
+
+TEST_CASE("a group ends cleanly, or is aborted, but never left", "[cuda][emulator]") {
+  const bool fails = GENERATE(false, true);
+  for (int i = 0; i < 5; ++i) {
+    const auto group = make_nccl_group(nccl_unique_id(), 0, 1, 0);
+    if (i > 0) group->connect(10);
+    if (fails) group->expect_abort();
+  }
+  REQUIRE(cuda_on_cpu::detail::library().live.empty());
 }
 
 TEST_CASE("a setting of NCCL in the user's environment wins, with a notice", "[cuda][emulator]") {

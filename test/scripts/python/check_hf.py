@@ -3,7 +3,7 @@
 must equal the program's own validation loss on these samples.
 
     ./train_gpt --model DIR --val-data SHARD --seq-len 128 --batch-size 16 --val-steps 4 ...    "validation at step 0"
-    python3 test/scripts/check_hf.py DIR SHARD --seq-len 128 --samples 64
+    python3 test/scripts/python/check_hf.py DIR SHARD --seq-len 128 --samples 64
 
 Needs torch and transformers.
 """

@@ -3,7 +3,7 @@
 compares loss, gradient norm and learning rate at each of 20 steps. Loads the trainer's checkpoint with transformers and
 compares configuration, weights and logits with PyTorch's.
 
-    python3 test/scripts/check_families.py --seed 7 [--family qwen3] [--trainer-options '--local-ranks 2 --zero-stage 3']
+    python3 test/scripts/python/check_families.py --seed 7 [--family qwen3] [--trainer-options '--local-ranks 2 --zero-stage 3']
 
 golden/make_families.py makes the models, which depend only on seed and family. --model DIR uses such a directory
 unchanged.
@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), *[".."] * 3))
 sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.join(ROOT, "test", "golden"))
 from make_families import FAMILIES, load_model, make_family, random_recipe, stored_weights   # noqa: E402

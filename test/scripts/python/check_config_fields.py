@@ -2,7 +2,7 @@
 """Sets fields of config.json, drawn from transformers' own classes, to unusual values, one at a time, and demands that
 the trainer either refuses the field by name or computes the same loss as transformers from the same weights.
 
-    python3 test/scripts/check_config_fields.py [--seed 1] [--count 300] [--family gpt2] [--train-gpt ./train_gpt]
+    python3 test/scripts/python/check_config_fields.py [--seed 1] [--count 300] [--family gpt2] [--train-gpt ./train_gpt]
 
 --count 0 tries all that it knows. What transformers cannot load is not counted.
 Exit status: 0 all agree, 1 with the differences. Needs torch and transformers.
@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.utils import logging
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), *[".."] * 3))
 sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.join(ROOT, "test", "golden"))
 from make_golden import write_shard   # noqa: E402

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Connects to a process of a job as strangers might, in every wrong way, and says how each connection ended.
 
-  test/scripts/hostile_connections.py HOST PORT [--seed N] [--count N] [--at-once N] [--patience SECONDS]
+  test/scripts/python/hostile_connections.py HOST PORT [--seed N] [--count N] [--at-once N] [--patience SECONDS]
 
 With TRAIN_GPT_TOKEN the replayed connections are recordings of one that knew the token; without it, of one that did
 not. Exits with status 1 if one was believed, or was still open after --patience seconds (0: do not look).

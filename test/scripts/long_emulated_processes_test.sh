@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# The trainer's build for GPUs, on emulated ones, as several processes: from the launcher to NCCL's id, its communicators
+# and the sums; and processes that share a GPU, whose tensors go through pinned memory. Bitwise the run of as many threads.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+make -s build/emulated/train_gpt
+dir=$(mktemp -d)
+cleanup() {
+  jobs -p | xargs -r kill -KILL 2>/dev/null || :
+  rm -rf "$dir"
+}
+trap cleanup EXIT
+fail() {
+  echo "long_emulated_processes_test: $*" >&2
+  tail -n 30 "$dir"/log.* >&2
+  exit 1
+}
+unset TRAIN_GPT_TOKEN TRAIN_GPT_TOKEN_FILE
+data=test/golden/gpt2_tiny/train.bin
+run=(timeout 300 build/emulated/train_gpt --model d1 --n-layer 2 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33
+  --batch-size 2 --lr 1e-2 --threads 1 --train-data "$data" --max-steps 4 --val-every 0 --device cuda)
+
+# same GPUS TRANSPORT PROCESSES LOCAL_RANKS OPTIONS...
+same() {
+  export EMULATED_GPUS=$1
+  local transport=$2 processes=$3 local_ranks=$4 process status=0 pids=() ranks=$(($3 * $4))
+  shift 4
+  rm -rf "$dir/threads" "$dir/processes"
+  "${run[@]}" "$@" --local-ranks $ranks --out-dir "$dir/threads" >"$dir/log.threads" 2>&1 || fail "threads: $*"
+  for ((process = 0; process < processes; ++process)); do
+    "${run[@]}" "$@" --local-ranks "$local_ranks" --out-dir "$dir/processes" --rank $process --world-size "$processes" \
+      --rendezvous "file:$dir/meet" >"$dir/log.$process" 2>&1 &
+    pids+=($!)
+  done
+  for process in "${pids[@]}"; do wait "$process" || status=$?; done
+  [ $status -eq 0 ] || fail "processes end with $status: $*"
+  grep -q "tensors go by $transport" "$dir/log.0" || fail "not by $transport: $*"
+  for file in "$dir"/threads/step-000004/*.safetensors; do
+    cmp -s "$file" "$dir/processes/step-000004/${file##*/}" || fail "${file##*/} differs: $transport, $*"
+  done
+}
+same 2 NCCL 2 1
+same 2 NCCL 2 1 --zero-stage 3 --dtype bf16
+same 4 NCCL 2 2 --zero-stage 1 --dp-replicate 2
+same 4 NCCL 4 1 --dp-sync partitioned-server
+same 1 TCP 2 1
+same 1 TCP 2 2 --zero-stage 3 --dtype bf16
+[ -z "$(find /dev/shm -newer "$dir" -name '*nccl*' 2>/dev/null)" ] || fail 'something is left in /dev/shm'
+echo 'long_emulated_processes_test: ok'
