@@ -1,5 +1,7 @@
 // NCCL's collectives as the trainer calls them (dist/comm_nccl.h), between processes: that peers die or never come, and
 // that an abort comes from another thread.
+#include <future>
+
 #include "cuda/emulator/processes.h"
 #include "cuda_on_cpu/nccl/nccl_clique.h"
 #include "dist/world.h"
@@ -111,7 +113,7 @@ TEST_CASE("process: a group that is aborted", "[.process]") {
     const auto begin = std::chrono::steady_clock::now();
     REQUIRE_THAT(thrown_by([&] { m.group->connect(0.2); }),
                  ContainsSubstring("NCCL has not connected the 2 GPUs of a group within 0.2 s"));
-    CHECK(seconds_since(begin) < 0.7);
+    CHECK(seconds_since(begin) < prompt);
     REQUIRE(thrown_by([&] { m.group->connect(0.2); }) != "none");
     return;
   }
@@ -128,7 +130,7 @@ TEST_CASE("process: a group that is aborted", "[.process]") {
     m.group->expect_abort();
     m.group->abort();
     m.group->abort();
-    CHECK(seconds_since(begin) < 0.7);
+    CHECK(seconds_since(begin) < prompt);
   });
   if (when == "init") {
     CHECK(thrown_by([&] { m.group->connect(600); }) == "peer");
@@ -140,7 +142,7 @@ TEST_CASE("process: a group that is aborted", "[.process]") {
             m.stream.synchronize();
           }) == "peer");
   }
-  CHECK(seconds_since(begin) < 0.7);
+  CHECK(seconds_since(begin) < prompt);
   other.join();
   CHECK(thrown_by([&] { m.group->broadcast(x, shard, 0, m.stream); }) == "peer");
   m.stream.set_watch({});
@@ -162,7 +164,7 @@ TEST_CASE("process: a peer dies", "[.process]") {
   if (when == "init") {
     if (dies) raise(SIGKILL);
     REQUIRE_THAT(thrown_by([&] { m.group->connect(600); }), ContainsSubstring(remote));
-    CHECK(seconds_since(begin) < 1);
+    CHECK(seconds_since(begin) < prompt);
     return;
   }
   m.group->connect(10);
@@ -186,14 +188,14 @@ TEST_CASE("process: a peer dies", "[.process]") {
     REQUIRE(eventually([&] { return thrown_by([&] { m.group->check(); }) != "none"; }));
     REQUIRE_THAT(thrown_by([&] { m.group->check(); }), ContainsSubstring(remote));
   }
-  CHECK(seconds_since(after) < 1);
+  CHECK(seconds_since(after) < prompt);
   m.stream.set_watch({});
   m.group->abort();
   m.stream.synchronize();
-  CHECK(seconds_since(after) < 1.2);
+  CHECK(seconds_since(after) < prompt);
 }
 
-TEST_CASE("a rank whose peer's process dies has an error within a second", "[cuda][emulator]") {
+TEST_CASE("a rank whose peer's process dies has an error at once", "[cuda][emulator]") {
   const std::string when = GENERATE("init", "in a collective", "between collectives");
   CAPTURE(when);
   Processes processes("process: a peer dies", 2, {}, when);
@@ -211,10 +213,11 @@ TEST_CASE("an abort does not wait for a call that hangs in the library, which th
   std::optional<cuda_on_cpu::detail::Lock> hang(std::in_place);  // the emulated library waits for it in every call
   std::thread caller([&] { thrown = thrown_by([&] { group->check(); }); });
   std::this_thread::sleep_for(std::chrono::milliseconds(100));
-  const auto begin = std::chrono::steady_clock::now();
-  group->expect_abort();
-  group->abort();
-  CHECK(seconds_since(begin) < 0.1);
+  std::future<void> aborted = std::async(std::launch::async, [&] {
+    group->expect_abort();
+    group->abort();
+  });
+  CHECK(aborted.wait_for(std::chrono::seconds(5)) == std::future_status::ready);
   hang.reset();
   caller.join();
   REQUIRE(thrown == "peer");
