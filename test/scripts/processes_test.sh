@@ -3,10 +3,11 @@
 # weights, optimizer state. Processes that do not belong together are refused, all of them and at once. A run that one
 # process was asked to stop is saved, and goes on in another form.
 #
-#   test/scripts/processes_test.sh [all]     all: every stage, dtype and form, and the whole self-test; takes minutes
+#   test/scripts/processes_test.sh [all]     all, as in `make test-long`: every stage, dtype and form, and the whole
+#                                            self-test; takes minutes
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-all=${1:-}
+all=${1:-${LONG:+all}}
 dir=$(mktemp -d)
 cleanup() {
   jobs -p | xargs -r kill -KILL 2>/dev/null || :
