@@ -3,10 +3,11 @@
 # or while saving. All others end soon, not with status 0, and name it; every checkpoint there is whole, and the run goes
 # on from it to the end of one that nobody disturbed; nothing is left running.
 #
-#   test/scripts/dead_ranks_test.sh [COUNT]     COUNT random cases; default: the few of `make test`. SEED=N repeats them.
+#   test/scripts/dead_ranks_test.sh [COUNT]     COUNT random cases, which SEED=N repeats; default: 40 in `make test-long`
+#                                               (LONG in the environment), otherwise a few that are always the same
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-count=${1:-0}
+count=${1:-${LONG:+40}}
 SEED=${SEED:-$RANDOM}
 RANDOM=$SEED
 dir=$(mktemp -d)
@@ -160,7 +161,7 @@ start_of_0() {
   [ "$moment" = start ] && [ "$victim" -eq 0 ] && grep -q '^train_gpt: the rendezvous at .* has' "$dir/log.$1"
 }
 
-if [ "$count" -eq 0 ]; then
+if [ -z "$count" ]; then
   comm=1 init=2
   run_case tcp KILL saving 1 2
   run_case tcp-threads STOP step 0 2
