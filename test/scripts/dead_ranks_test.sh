@@ -33,7 +33,7 @@ unset TRAIN_GPT_TOKEN TRAIN_GPT_TOKEN_FILE
 
 data=test/golden/gpt2_tiny/train.bin
 common=(--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --batch-size 2 --lr 1e-2 --threads 1
-  --device cpu --train-data $data --val-data $data)
+  --device cpu --train-data "$data" --val-data "$data")
 # What the four ranks of a run do most of the time. It lasts some seconds.
 of_moment() {
   case $1 in
@@ -71,7 +71,7 @@ run_case() {
   options=($(of_moment "$moment") --zero-stage "$stage")
   [ -d "$expected" ] || whole "$expected" "${options[@]}" || fail "the run that nobody disturbs failed"
   rm -rf "$out" "$dir"/log.*
-  options+=("${common[@]}" --local-ranks $local_ranks --out-dir "$out" --comm-timeout "$comm" --init-timeout "$init")
+  options+=("${common[@]}" --local-ranks "$local_ranks" --out-dir "$out" --comm-timeout "$comm" --init-timeout "$init")
 
   case $form in
     tcp*)
@@ -170,7 +170,7 @@ else
   comm=3 init=5
   moments=(start step validation saving) signals=(KILL STOP)
   for ((i = 0; i < count; ++i)); do
-    run_case "${forms[i % ${#forms[@]}]}" ${signals[RANDOM % 2]} ${moments[RANDOM % 4]} $((RANDOM % 4)) $((RANDOM % 4))
+    run_case "${forms[i % ${#forms[@]}]}" "${signals[RANDOM % 2]}" "${moments[RANDOM % 4]}" $((RANDOM % 4)) $((RANDOM % 4))
   done
 fi
 echo "dead_ranks_test: ok, the last survivor of all cases ended after $slowest ms"
