@@ -76,13 +76,13 @@ inline HostLimits group_limits(const std::string& root = "") {
   return limits;
 }
 
-// The numbers of the processors that the threads of this process may run on: "0,1".
+// The numbers of the processors that the threads of this process may run on: "0 1 ".
 inline std::string processor_set() {
   std::string text;
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof set, &set) != 0) return "unknown";
   for (int i = 0; i < CPU_SETSIZE; ++i)
-    if (CPU_ISSET(i, &set)) text += (text.empty() ? "" : ",") + std::to_string(i);
+    if (CPU_ISSET(i, &set)) text += std::to_string(i) + ' ';
   return text;
 }
 
