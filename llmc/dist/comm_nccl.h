@@ -208,7 +208,8 @@ class NcclGroup final : public GpuCollectives {
   }
   void expect_abort() override { failed_ = true; }
   void abort() override {
-    failed_ = abort_wanted_ = true;
+    failed_ = true;
+    abort_wanted_.fetch_or(1);
     abort_if_wanted();
   }
 
@@ -228,7 +229,7 @@ class NcclGroup final : public GpuCollectives {
     ncclResult_t status = ncclSuccess;
     {
       std::lock_guard lock(mutex_);
-      if (comm_ != nullptr && !abort_wanted_) status = f();
+      if (comm_ != nullptr && abort_wanted_ == 0) status = f();
     }
     abort_if_wanted();
     return status;
@@ -250,10 +251,10 @@ class NcclGroup final : public GpuCollectives {
     }
     return status;
   }
-  // If a call holds the mutex, it does this when it is back: either it sees the flag, or this the free mutex.
+  // If a call holds the mutex, it does this when it is back. Both modify the flag, one after the other: either the call
+  // sees it set, or abort() the mutex free.
   void abort_if_wanted() {
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (!abort_wanted_) return;
+    if (abort_wanted_.fetch_or(0) == 0) return;
     std::unique_lock lock(mutex_, std::try_to_lock);
     if (!lock || comm_ == nullptr) return;
     const ncclComm_t mine = std::exchange(comm_, nullptr);
@@ -266,7 +267,8 @@ class NcclGroup final : public GpuCollectives {
   ncclComm_t comm_ = nullptr;
   ncclResult_t begun_ = ncclSuccess;
   bool connected_ = false;
-  std::atomic<bool> failed_ = false, abort_wanted_ = false;  // failed_: a peer has failed
+  std::atomic<bool> failed_ = false;  // a peer has failed
+  std::atomic<int> abort_wanted_ = 0;
 };
 
 inline std::string nccl_version() {

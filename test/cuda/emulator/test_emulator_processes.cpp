@@ -96,7 +96,7 @@ TEST_CASE("collectives of several processes give the bits of those of one proces
   Processes processes("process: collectives", static_cast<int>(gpus.size()), gpus);
   processes.require_all_passed();
   for (int rank = 0; rank < 4; ++rank)
-    REQUIRE(read(processes.dir() / ("bits." + std::to_string(rank))) == wanted[static_cast<size_t>(rank)]);
+    REQUIRE((read(processes.dir() / ("bits." + std::to_string(rank))) == wanted[static_cast<size_t>(rank)]));
 }
 
 // ---- When they run --------------------------------------------------------------------------------------------------
