@@ -73,8 +73,8 @@ TEST_CASE("process: the trainer's collectives", "[.process]") {
     m.group->broadcast(copy, n, 1, m.stream);
     m.group->reduce(reduced, n, 2, m.stream);
     m.group->all_to_all(out, in, shard, m.stream);
-    if (m.rank == 0) m.group->send(passed, 1, m.stream);
-    if (m.rank == 1) m.group->receive(passed, 0, m.stream);
+    if (m.rank == 0) m.group->exchange(1, passed.bytes, passed.size_bytes(), -1, nullptr, 0, m.stream);
+    if (m.rank == 1) m.group->exchange(-1, nullptr, 0, 0, passed.bytes, passed.size_bytes(), m.stream);
     m.stream.synchronize();
     m.group->check();
     with_type(dtype, [&](auto tag) {
