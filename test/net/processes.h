@@ -98,8 +98,8 @@ inline size_t entries(const std::string& directory) {
 
 // Makes hostile connections as test/scripts/python/hostile_connections.py does; true: none was believed.
 inline bool attack(int port, int count, const std::string& options, const std::string& environment = "") {
-  return std::system(
-             llmc::formatted("{} python3 test/scripts/python/hostile_connections.py 127.0.0.1 {} --count {} {} >/dev/null",
-                             environment, port, count, options)
-                 .c_str()) == 0;
+  return std::system(llmc::formatted(
+                         "{} python3 test/scripts/python/hostile_connections.py 127.0.0.1 {} --count {} {} >/dev/null",
+                         environment, port, count, options)
+                         .c_str()) == 0;
 }
