@@ -16,6 +16,7 @@ cleanup() {
 trap cleanup EXIT
 fail() {
   echo "processes_test: $*" >&2
+  grep -h '^train_gpt: ' "$dir"/log.* >&2 || :
   tail -n 30 "$dir"/log.* >&2
   exit 1
 }
@@ -117,7 +118,7 @@ refused '--lr differs: 0.01 on rank 0, 0.02 on rank 1' 2
 own=([2]='--world-size 4')
 refused '--world-size' 3
 own=([2]='--rank 1')
-refused 'rank 1' 3
+refused 'rank' 3
 own=() tokens=([0]='TRAIN_GPT_TOKEN=sixteen-characters-at-least' [1]='TRAIN_GPT_TOKEN=sixteen-characters-at-most')
 refused 'token' 2 --init-timeout 2
 own=() tokens=()
