@@ -10,17 +10,19 @@
 
 #include "core/dtype.h"
 #include "core/shape.h"
+#include "ops/types.h"
 
 namespace llmc {
 
 enum class Init : uint8_t { normal, zeros, ones };
 
-// How tensor parallelism splits a parameter (not built yet: nothing reads it).
+// How tensor parallelism divides a parameter among the ranks of a group (tensor_parallel.h).
 enum class TensorSplit : uint8_t {
-  axis0,                         // column parallel: each rank holds rows of the (out, in) matrix
-  axis1,                         // row parallel
-  replicated,                    // every rank computes the full gradient
-  replicated_partial_gradients,  // every rank computes a partial gradient: sum them
+  outputs,     // column parallel: each rank has rows of the (out, in) matrix, or elements of its bias
+  inputs,      // row parallel: each rank has columns of the (out, in) matrix
+  vocabulary,  // each rank has rows, padded for themselves; the last ranks may have none
+  by_row,      // every rank has it all, and applies it to its rows of the residual stream
+  by_head,     // every rank has it all, and applies it to its heads
 };
 
 // Where a parameter lies in its unit's flat buffer.
@@ -29,21 +31,45 @@ enum class Placement : uint8_t {
   adjacent,  // directly after the previous one: the matmul sees q, k and v as one matrix, all else as three parameters
 };
 
+// Rows and columns of a matrix; a vector has one column.
+struct Box {
+  int64_t row = 0, rows = 0, column = 0, columns = 1;
+  int64_t numel() const { return rows * columns; }
+  bool operator==(const Box&) const = default;
+};
+
 struct ParamSpec {
   std::string name;  // canonical: "blocks.0.attn.q.weight"
   Shape shape;       // global and without padding; matrices are (out, in)
-  TensorSplit tp = TensorSplit::replicated;
+  TensorSplit tp = TensorSplit::by_row;
   Init init = Init::normal;
   float init_std = 0.02f;
   bool decay = false;       // weight decay: matrices only
   int64_t padded_rows = 0;  // rows stored, of which the padding at the end is always zero; 0: no padding
   Placement placement = Placement::aligned;
+  int64_t most_parts = 0;  // it can be divided into so many parts; more ranks have copies of them; 0: any number
 
-  int64_t numel() const { return shape.numel(); }
+  // What this rank has of it, and with whom (tensor_parallel.h); none: all of it.
+  std::optional<Box> part = {};
+  int copies = 1;          // ranks of its tensor-parallel group that have the same part
+  bool first_copy = true;  // this rank is the first of them: it alone counts it in the norm and writes it
+  bool partial = false;    // each of them computes a part of the gradient: their sum is the gradient
+
+  int64_t numel() const { return shape.numel(); }  // of the whole parameter
+  Box box() const { return part ? *part : Box{0, shape[0], 0, numel() / shape[0]}; }
+  // As this rank stores it.
   Shape stored_shape() const {
+    const Box held = box();
     Shape stored = shape;
-    if (padded_rows > 0) stored[0] = padded_rows;
+    stored[0] = padded_rows > 0 ? padded_rows : held.rows;
+    if (stored.rank() == 2) stored[1] = held.columns;
     return stored;
+  }
+  // Where the elements of its box, from the one with index `begin` on, are in the whole parameter.
+  Elements elements_from(int64_t begin) const {
+    const Box held = box();
+    const int64_t stride = numel() / shape[0];
+    return {.begin = begin, .first = held.row * stride + held.column, .columns = held.columns, .stride = stride};
   }
 };
 

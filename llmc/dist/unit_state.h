@@ -30,12 +30,13 @@ inline const char* name_of(StateKind kind) {
   return names[static_cast<int>(kind)];
 }
 
-// One entry of the StateTable: the elements [begin, begin + tensor.numel()) of a parameter, held by this rank.
+// One entry of the StateTable: the elements [begin, begin + tensor.numel()) of param->box(), held by this rank.
 struct StateEntry {
   const ParamSpec* param;
   StateKind kind;
   int64_t begin;
   Tensor tensor;  // flat, without padding rows
+  Elements elements() const { return param->elements_from(begin); }  // where they are in the whole parameter
 };
 using StateTable = std::vector<StateEntry>;
 
@@ -133,13 +134,13 @@ class UnitState {
   std::map<std::string, Tensor> whole_weights(const Tensor& weights) const {
     std::map<std::string, Tensor> all;
     for (size_t i = 0; i < spec_.params.size(); ++i)
-      all.emplace(spec_.params[i].name, weights.slice(layout_.offsets[i], {spec_.params[i].numel()}));
+      all.emplace(spec_.params[i].name, weights.slice(layout_.offsets[i], {spec_.params[i].box().numel()}));
     return all;
   }
 
   void append_to(StateTable& table) const {
     for (size_t i = 0; i < spec_.params.size(); ++i) {
-      const Range param{layout_.offsets[i], spec_.params[i].numel()};
+      const Range param{layout_.offsets[i], spec_.params[i].box().numel()};
       auto add = [&](StateKind kind, const Tensor& t, const Range& held) {
         const Range r = overlap(param, held);
         if (!t.empty() && r.size > 0)
@@ -156,7 +157,7 @@ class UnitState {
   // The reduced gradients that this rank holds, in the manner of append_to().
   void append_gradients_to(StateTable& table) const {
     for (size_t i = 0; i < spec_.params.size(); ++i) {
-      const Range param{layout_.offsets[i], spec_.params[i].numel()}, r = overlap(param, update_range_);
+      const Range param{layout_.offsets[i], spec_.params[i].box().numel()}, r = overlap(param, update_range_);
       if (r.size > 0)
         table.push_back(
             {&spec_.params[i], StateKind::weight, r.begin - param.begin, part(reduced_gradients(), update_range_, r)});
@@ -170,7 +171,7 @@ class UnitState {
   void update_stochastic(Tensor control, AdamWOptions options, Stream& stream) const {
     const float decay = options.weight_decay;
     for (size_t i = 0; i < spec_.params.size(); ++i) {
-      const Range r = overlap({layout_.offsets[i], spec_.params[i].numel()}, update_range_);
+      const Range r = overlap({layout_.offsets[i], spec_.params[i].box().numel()}, update_range_);
       if (r.size == 0) continue;
       options.weight_decay = spec_.params[i].decay ? decay : 0.0f;
       adamw_update_stochastic(part(sharded_ == Sharded::nothing ? weights_ : weight_shard_, update_range_, r),

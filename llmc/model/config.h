@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "dist/params.h"
+#include "dist/tensor_parallel.h"
 #include "ops/ops_attention.h"
 
 namespace llmc {
@@ -68,7 +68,6 @@ struct ModelConfig {
   // checkpoints; "": absent.
   std::map<std::string, std::string> special_tokens = {};
 
-  static constexpr int64_t vocab_multiple = 128;
   int64_t padded_vocab() const { return round_up(vocab_size, vocab_multiple); }
   int64_t q_size() const { return n_head * head_size; }
   int64_t kv_size() const { return n_kv_head * head_size; }
@@ -100,6 +99,30 @@ inline void validate_model(const ModelConfig& c) {
         "rotary positions need an even head size, not {}: choose --n-head and --n-embd accordingly", c.head_size);
 }
 
+// The shape of a model that one rank of a tensor-parallel group computes: its heads, its part of the feed-forward.
+inline ModelConfig part_of(ModelConfig c, const TensorParallel& tp) {
+  if (tp.ranks == 1) return c;
+  c.n_head = exact_div(c.n_head, tp.ranks, "heads over tensor-parallel ranks");
+  c.n_kv_head = std::max<int64_t>(1, c.n_kv_head / tp.ranks);
+  c.n_ffn = exact_div(c.n_ffn, tp.ranks, "feed-forward width over tensor-parallel ranks");
+  c.vocab_size = ceil_div(c.vocab_size, tp.ranks);
+  return c;
+}
+
+// Refuses a number of tensor-parallel ranks that cannot share this model out.
+inline void validate_tensor_parallel(const ModelConfig& c, int64_t ranks) {
+  std::vector<int64_t> would_do;
+  auto divides = [&](int64_t n) {
+    return c.n_head % n == 0 && c.n_ffn % n == 0 && (c.n_kv_head % n == 0 || n % c.n_kv_head == 0);
+  };
+  for (const int64_t n : divisors(c.n_head))
+    if (divides(n)) would_do.push_back(n);
+  CHECK(divides(ranks),
+        "--tp {} does not divide the model: {} query heads, {} key-value heads (which it must divide or be a multiple "
+        "of), feed-forward width {}; use one of {}",
+        ranks, c.n_head, c.n_kv_head, c.n_ffn, would_do);
+}
+
 // The parameters, with GPT-2's initialisation: normal 0.02, projections into the residual stream scaled by
 // 1 / sqrt(2 L) (Radford et al. 2019). A tied token embedding is one parameter, used by the embedding and the head.
 inline ParamTable parameter_table(const ModelConfig& c) {
@@ -112,18 +135,20 @@ inline ParamTable parameter_table(const ModelConfig& c) {
   auto vocabulary = [&](const char* name) {
     return ParamSpec{.name = name,
                      .shape = {c.vocab_size, C},
-                     .tp = axis0,
+                     .tp = TensorSplit::vocabulary,
                      .init_std = std,
                      .decay = true,
                      .padded_rows = c.padded_vocab()};
   };
   ParamTable table;
-  auto vector = [&](const std::string& name, int64_t n, TensorSplit tp, Init init, Placement placement = aligned) {
-    table.back().params.push_back({.name = name, .shape = {n}, .tp = tp, .init = init, .placement = placement});
+  auto vector = [&](const std::string& name, int64_t n, TensorSplit tp, Init init, Placement placement = aligned,
+                    int64_t most_parts = 0) {
+    table.back().params.push_back(
+        {.name = name, .shape = {n}, .tp = tp, .init = init, .placement = placement, .most_parts = most_parts});
   };
   auto norm = [&](const std::string& name) {
-    vector(name + ".weight", C, replicated, Init::ones);
-    if (c.family.norm == Norm::layernorm) vector(name + ".bias", C, replicated, Init::zeros);
+    vector(name + ".weight", C, by_row, Init::ones);
+    if (c.family.norm == Norm::layernorm) vector(name + ".bias", C, by_row, Init::zeros);
   };
   table.push_back({"embedding", {vocabulary("wte.weight")}});
   if (c.family.positions == Positions::learned)
@@ -132,36 +157,37 @@ inline ParamTable parameter_table(const ModelConfig& c) {
     const std::string block = formatted("blocks.{}", l);
     table.push_back({block, {}});
     auto matrix = [&](const char* name, int64_t out, int64_t in, TensorSplit tp, float stddev,
-                      Placement placement = aligned) {
+                      Placement placement = aligned, int64_t most_parts = 0) {
       table.back().params.push_back({.name = block + name,
                                      .shape = {out, in},
                                      .tp = tp,
                                      .init_std = stddev,
                                      .decay = true,
-                                     .placement = placement});
+                                     .placement = placement,
+                                     .most_parts = most_parts});
     };
     norm(block + ".ln1");
-    matrix(".attn.q.weight", Q, C, axis0, std);
-    matrix(".attn.k.weight", KV, C, axis0, std, adjacent);
-    matrix(".attn.v.weight", KV, C, axis0, std, adjacent);
+    matrix(".attn.q.weight", Q, C, outputs, std);
+    matrix(".attn.k.weight", KV, C, outputs, std, adjacent, c.n_kv_head);
+    matrix(".attn.v.weight", KV, C, outputs, std, adjacent, c.n_kv_head);
     if (qkv_biases) {
-      vector(block + ".attn.q.bias", Q, axis0, Init::zeros);
-      vector(block + ".attn.k.bias", KV, axis0, Init::zeros, adjacent);
-      vector(block + ".attn.v.bias", KV, axis0, Init::zeros, adjacent);
+      vector(block + ".attn.q.bias", Q, outputs, Init::zeros);
+      vector(block + ".attn.k.bias", KV, outputs, Init::zeros, adjacent, c.n_kv_head);
+      vector(block + ".attn.v.bias", KV, outputs, Init::zeros, adjacent, c.n_kv_head);
     }
     if (c.family.qk_norm) {
-      vector(block + ".attn.q_norm.weight", D, replicated_partial_gradients, Init::ones);
-      vector(block + ".attn.k_norm.weight", D, replicated_partial_gradients, Init::ones);
+      vector(block + ".attn.q_norm.weight", D, by_head, Init::ones);
+      vector(block + ".attn.k_norm.weight", D, by_head, Init::ones);
     }
-    matrix(".attn.proj.weight", C, Q, axis1, residual_std);
-    if (all_biases) vector(block + ".attn.proj.bias", C, replicated, Init::zeros);
+    matrix(".attn.proj.weight", C, Q, inputs, residual_std);
+    if (all_biases) vector(block + ".attn.proj.bias", C, by_row, Init::zeros);
     norm(block + ".ln2");
     const bool gated = c.family.mlp == Mlp::swiglu;
-    if (gated) matrix(".mlp.gate.weight", F, C, axis0, std);
-    matrix(".mlp.up.weight", F, C, axis0, std, gated ? adjacent : aligned);
-    if (all_biases) vector(block + ".mlp.up.bias", F, axis0, Init::zeros);
-    matrix(".mlp.down.weight", C, F, axis1, residual_std);
-    if (all_biases) vector(block + ".mlp.down.bias", C, replicated, Init::zeros);
+    if (gated) matrix(".mlp.gate.weight", F, C, outputs, std);
+    matrix(".mlp.up.weight", F, C, outputs, std, gated ? adjacent : aligned);
+    if (all_biases) vector(block + ".mlp.up.bias", F, outputs, Init::zeros);
+    matrix(".mlp.down.weight", C, F, inputs, residual_std);
+    if (all_biases) vector(block + ".mlp.down.bias", C, by_row, Init::zeros);
   }
   table.push_back({"head", {}});
   norm("ln_f");

@@ -24,6 +24,20 @@ struct AttentionShape {
 
 enum class Turn : uint8_t { forward, backward };  // direction of the rotation by rotary positions
 
+// Which elements of a parameter a flat tensor has: those of a box of it (rows x columns, row by row) from element `begin`
+// of the box on. What depends on an element's place in the whole parameter, as random numbers do, asks index().
+struct Elements {
+  int64_t begin = 0;
+  int64_t first = 0;                // index in the parameter of the box's first element
+  int64_t columns = 1, stride = 1;  // of the box, and of the parameter; equal where the box has whole rows
+
+  // The index in the parameter of element i of the tensor.
+  constexpr int64_t index(int64_t i) const {
+    const int64_t in_box = begin + i;
+    return columns == stride ? first + in_box : first + in_box / columns * stride + in_box % columns;
+  }
+};
+
 // How rotary frequencies are scaled for contexts longer than those of pretraining (Llama 3.1): low ones are divided by
 // `factor`, high ones are kept, those in between are interpolated.
 struct RotaryScaling {

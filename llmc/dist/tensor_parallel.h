@@ -1,0 +1,83 @@
+// tensor_parallel.h: how tensor parallelism (Shoeybi et al. 2019) divides a layer's parameters, and with sequence
+// parallelism (Korthikanti et al. 2022) the rows of the residual stream, among the ranks of a group. Pure functions; the
+// ops that need the group are in parallel.h.
+#pragma once
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "dist/params.h"
+
+namespace llmc {
+
+struct TensorParallel {
+  int ranks = 1;
+  bool sequence = true;  // sequence parallelism: between the products each rank has some rows of the residual stream
+  bool overlap = false;  // exchange one piece of a product while another is computed
+
+  bool by_rows() const { return ranks > 1 && sequence; }
+  // Rows of R that each rank exchanges with each other; the last ranks' may be padding.
+  int64_t slice_rows(int64_t R) const { return ceil_div(R, ranks); }
+  int64_t padded_rows(int64_t R) const { return slice_rows(R) * ranks; }
+  // Rows of the residual stream that a rank has, padding included.
+  int64_t stream_rows(int64_t R) const { return by_rows() ? slice_rows(R) : R; }
+  // Of those rows [begin, begin + size) of R are slice `rank`; none if it is all padding.
+  Range slice(int64_t R, int rank) const {
+    const int64_t begin = std::min(R, slice_rows(R) * rank);
+    return {begin, std::min(R, slice_rows(R) * (rank + 1)) - begin};
+  }
+};
+
+inline constexpr int64_t vocab_multiple = 128;  // rows of a vocabulary that a rank stores are a multiple of this
+
+// The part of a parameter that a rank has.
+inline ParamSpec part_of(ParamSpec p, const TensorParallel& tp, int rank) {
+  if (tp.ranks == 1) return p;
+  Box box = p.box();
+  switch (p.tp) {
+    case TensorSplit::outputs: {
+      const int64_t parts = p.most_parts > 0 ? std::min<int64_t>(p.most_parts, tp.ranks) : tp.ranks;
+      p.copies = static_cast<int>(exact_div(tp.ranks, parts, "tensor-parallel ranks over the parts of a parameter"));
+      box.rows = exact_div(box.rows, parts, "outputs over tensor-parallel ranks");
+      box.row = box.rows * (rank / p.copies);
+      p.first_copy = rank % p.copies == 0;
+      p.partial = p.copies > 1;
+      break;
+    }
+    case TensorSplit::inputs:
+      box.columns = exact_div(box.columns, tp.ranks, "inputs over tensor-parallel ranks");
+      box.column = box.columns * rank;
+      break;
+    case TensorSplit::vocabulary: {
+      const int64_t V = box.rows, each = ceil_div(V, tp.ranks);
+      box.row = std::min(V, each * rank);
+      box.rows = std::min(V, each * (rank + 1)) - box.row;
+      p.padded_rows = round_up(each, vocab_multiple);
+      break;
+    }
+    case TensorSplit::by_row:
+    case TensorSplit::by_head:
+      p.copies = tp.ranks;
+      p.first_copy = rank == 0;
+      p.partial = p.tp == TensorSplit::by_head || tp.sequence;
+      break;
+  }
+  p.part = box;
+  return p;
+}
+
+// The parts that a rank has. What all ranks of the group have comes last in its unit, so that one exchange sums its
+// partial gradients.
+inline ParamTable part_of(const ParamTable& table, const TensorParallel& tp, int rank) {
+  ParamTable parts;
+  for (const UnitSpec& unit : table) {
+    UnitSpec& mine = parts.emplace_back(UnitSpec{unit.name, {}});
+    for (const ParamSpec& p : unit.params) mine.params.push_back(part_of(p, tp, rank));
+    auto everybodys = [&](const ParamSpec& p) { return tp.ranks > 1 && p.copies == tp.ranks; };
+    std::stable_partition(mine.params.begin(), mine.params.end(),
+                          [&](const ParamSpec& p) { return p.placement == Placement::adjacent || !everybodys(p); });
+  }
+  return parts;
+}
+
+}  // namespace llmc
