@@ -84,7 +84,7 @@ inline void require_countable(const StepConfig& config) {
         "smaller --total-batch-size",
         config.micro_batches, m.n_layer, most_passes);
   const double L = static_cast<double>(m.n_layer), C = static_cast<double>(m.n_embd), F = static_cast<double>(m.n_ffn),
-               V = static_cast<double>(m.vocab_size) + ModelConfig::vocab_multiple,
+               V = static_cast<double>(m.vocab_size) + static_cast<double>(vocab_multiple),
                T = static_cast<double>(config.batch.T), N = static_cast<double>(config.batch.B) * T,
                in_flight = config.schedule == Schedule::gpipe ? static_cast<double>(config.micro_batches) : 1;
   const double parameters = (2 * V + static_cast<double>(m.n_positions)) * C + L * (8 * C * C + 4 * C * F);
