@@ -115,11 +115,11 @@ class Training {
   HostBatch read(DataLoader& loader, int64_t cursor, int64_t micro_batch) {
     poll();
     HostBatch host;
-    loader.read_batch(cursor, micro_batch, {.rank = rank_, .ranks = ranks(), .batch_size = o_.batch_size}, host.tokens,
+    loader.read_batch(cursor, micro_batch, {.rank = run_.dp.reader(), .ranks = readers(), .batch_size = o_.batch_size}, host.tokens,
                       host.targets, host.positions);
     return host;
   }
-  int64_t ranks() const { return job_.step.zero.ranks(); }
+  int64_t readers() const { return job_.step.readers(); }
 
   int64_t cursor(int64_t step) const { return o_.overfit_batch ? 0 : (step - 1) * job_.samples_per_step; }
 
@@ -201,7 +201,7 @@ class Training {
   [[noreturn]] void diverged(int64_t step, const StepResult& result, const BatchSource& batches) {
     log_.line("searching for the first non-finite number ...");
     const std::string where = where_not_finite(run_.trainer, batches, [&](int64_t micro_batch, int64_t b) {
-      return train_.sample_at(cursor(step) + (micro_batch * ranks() + rank_) * o_.batch_size + b);
+      return train_.sample_at(cursor(step) + (micro_batch * readers() + run_.dp.reader()) * o_.batch_size + b);
     });
     throw SharedError(formatted("step {} diverged: loss {} or gradient norm {} is not finite; {}. The weights were not "
                                 "updated. Lower --lr, add --warmup-steps or check the data; {}",
@@ -242,14 +242,14 @@ class Training {
 
   void validate() {
     // Every sample once, whatever the layout: rows after the last sample do not count.
-    const int64_t micro_batches = ceil_div(job_.val_samples, o_.batch_size * ranks());
+    const int64_t micro_batches = ceil_div(job_.val_samples, o_.batch_size * readers());
     double sum = 0;
     for (int64_t begin = 0; begin < micro_batches; begin += validation_pass)
       sum += run_.trainer.evaluate(std::min(validation_pass, micro_batches - begin), 1, [&](int64_t in_pass) {
         const int64_t m = begin + in_pass;
         log_.progress("validation: micro-batch", m + 1, micro_batches);
         HostBatch host = read(*val_, 0, m);
-        const int64_t rows = job_.val_samples - (m * ranks() + rank_) * o_.batch_size;
+        const int64_t rows = job_.val_samples - (m * readers() + run_.dp.reader()) * o_.batch_size;
         for (int64_t b = std::max<int64_t>(rows, 0); b < o_.batch_size; ++b)
           std::fill_n(host.targets.begin() + b * o_.seq_len, o_.seq_len, -1);
         return host;
@@ -338,7 +338,7 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
   if (first)
     peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops, o.profile)
                 .times(static_cast<double>(devices_in_use(job.device, o)));
-  World world(job.step.zero.mesh(), job.backend, no_hooks, processes.local_ranks());
+  World world(job.step.mesh(), job.backend, no_hooks, processes.local_ranks());
   world.limit_init(o.init_timeout);
   try {
     run_ranks(world, [&](int rank) {

@@ -66,10 +66,17 @@ class Comm {
         "all_gather", buffer, stream, [=]<class T>(const Link& link, T* x, T*) { ring::all_gather(link, x, n); },
         [=](GpuCollectives& g, Stream& s) { g.all_gather(buffer, n, s); });
   }
-  // buffer = its sum over the ranks: a reduce-scatter and an all-gather of the same shards (contract 3).
+  // buffer = its sum over the ranks: a reduce-scatter and an all-gather of the same shards (contract 3). Elements that
+  // do not fill a shard on every rank go by way of rank 0.
   virtual void all_reduce(Tensor buffer, Stream& stream) {
-    reduce_scatter(buffer, stream);
-    all_gather(buffer, stream);
+    const int64_t rest = buffer.numel() % size(), shards = buffer.numel() - rest;
+    if (shards > 0) {
+      reduce_scatter(buffer.slice(0, {shards}), stream);
+      all_gather(buffer.slice(0, {shards}), stream);
+    }
+    if (rest == 0) return;
+    reduce(buffer.slice(shards, {rest}), 0, stream);
+    broadcast(buffer.slice(shards, {rest}), 0, stream);
   }
   virtual void broadcast(Tensor buffer, int root, Stream& stream) {
     const int64_t n = buffer.numel();
@@ -95,6 +102,12 @@ class Comm {
           ring::all_to_all(link, x, reinterpret_cast<const T*>(in.bytes), n);
         },
         [=](GpuCollectives& g, Stream& s) { g.all_to_all(out, in, n, s); });
+  }
+  // Sends `out` while `in` is received.
+  virtual void exchange(Tensor out, int to, Tensor in, int from, Stream& stream) {
+    run("exchange", in, stream, [=]<class T>(const Link& link, T* x, T*) {
+      link.exchange(to, out.bytes, out.size_bytes(), from, x, in.size_bytes());
+    });
   }
   virtual void send(Tensor buffer, int to, Stream& stream) {
     run("send", buffer, stream,

@@ -9,6 +9,7 @@
 #include "dist/comm.h"
 #include "dist/hooks.h"
 #include "dist/mesh.h"
+#include "dist/tensor_parallel.h"
 
 namespace llmc {
 
@@ -53,56 +54,94 @@ struct ZeroConfig {
   }
   // Ranks of a shard group that hold different parts of the optimizer state: its first ones.
   int owners() const { return updates() == Updates::shard_owners ? shards : 1; }
-  Mesh mesh() const { return Mesh({{Axis::replicate, replicas}, {Axis::shard, shards}}); }
 };
 
-struct DataParallel {
-  using Join = std::function<std::unique_ptr<Comm>(const std::string& name, const std::vector<Axis>& along)>;
+// The mesh of a layout: tensor-parallel ranks are neighbours, with the fastest links.
+inline Mesh mesh_of(const ZeroConfig& zero, const TensorParallel& tensor = {}) {
+  return Mesh({{Axis::replicate, zero.replicas}, {Axis::shard, zero.shards}, {Axis::tp, tensor.ranks}});
+}
 
-  int shard, replica, rank;
-  Arena reduce_scratch, gather_scratch;
+struct DataParallel {
+  using Join = std::function<std::unique_ptr<Comm>(const std::string& name, const std::vector<int>& members)>;
+
+  int rank, shard, replica, tensor_rank;
+  TensorParallel tensor;
+  Arena reduce_scratch, gather_scratch, exchange_scratch;
   Stream reduce_stream, gather_stream;
-  std::unique_ptr<Comm> gradients;  // the shard group, on reduce_stream
-  std::unique_ptr<Comm> replicas;   // the ranks with the same shard, on reduce_stream
-  std::unique_ptr<Comm> weights;    // the shard group, on gather_stream
-  std::unique_ptr<Comm> scalars;    // all ranks, on the compute stream
-  std::unique_ptr<Comm> control;    // all ranks; only text, between the hosts
+  std::unique_ptr<Stream> exchange_stream;  // with tensor.overlap; otherwise the compute stream does its work
+  std::unique_ptr<Comm> gradients;          // the shard group, on reduce_stream
+  std::unique_ptr<Comm> replicas;           // the ranks with the same shard, on reduce_stream
+  std::unique_ptr<Comm> weights;            // the shard group, on gather_stream
+  std::unique_ptr<Comm> activations;        // the tensor-parallel group, on the compute stream or exchange_stream
+  std::unique_ptr<Comm> partial_gradients;  // the same ranks, on reduce_stream
+  std::unique_ptr<Comm> head_gradients;     // those of them with the same key-value head, on reduce_stream
+  std::unique_ptr<Comm> scalars;            // all ranks, on the compute stream
+  std::unique_ptr<Comm> control;            // all ranks; only text, between the hosts
+  std::unique_ptr<Comm> tensor_control;     // the tensor-parallel group; only text, between the hosts
   const Hooks& hooks;
 
-  DataParallel(const Mesh& mesh, int rank_, const Device& device, const Join& join, const Hooks& hooks_ = no_hooks)
-      : shard(mesh.coordinate(rank_, Axis::shard)),
+  DataParallel(const Mesh& mesh, int rank_, const Device& device, const Join& join, const Hooks& hooks_ = no_hooks,
+               const TensorParallel& tensor_ = {})
+      : rank(rank_),
+        shard(mesh.coordinate(rank_, Axis::shard)),
         replica(mesh.coordinate(rank_, Axis::replicate)),
-        rank(rank_),
+        tensor_rank(mesh.coordinate(rank_, Axis::tp)),
+        tensor(tensor_),
         reduce_scratch(device, scratch_bytes),
         gather_scratch(device, scratch_bytes),
+        exchange_scratch(device, tensor.overlap ? scratch_bytes : 0),
         reduce_stream(device, reduce_scratch),
         gather_stream(device, gather_scratch),
-        gradients(join("gradients", {Axis::shard})),
-        replicas(join("replicas", {Axis::replicate})),
-        weights(join("weights", {Axis::shard})),
-        scalars(join("scalars", {Axis::replicate, Axis::shard})),
-        control(join("control", {Axis::replicate, Axis::shard})),
+        exchange_stream(tensor.overlap ? std::make_unique<Stream>(device, exchange_scratch) : nullptr),
+        gradients(join("gradients", mesh.group(rank, {Axis::shard}))),
+        replicas(join("replicas", mesh.group(rank, {Axis::replicate}))),
+        weights(join("weights", mesh.group(rank, {Axis::shard}))),
+        activations(join("activations", mesh.group(rank, {Axis::tp}))),
+        partial_gradients(join("partial gradients", mesh.group(rank, {Axis::tp}))),
+        head_gradients(join("head gradients", same_head(mesh))),
+        scalars(join("scalars", everybody(mesh))),
+        control(join("control", everybody(mesh))),
+        tensor_control(join("tensor-parallel control", mesh.group(rank, {Axis::tp}))),
         hooks(hooks_) {}
 
+  // The groups that move tensors.
+  std::vector<Comm*> tensor_groups() const {
+    return {gradients.get(),         replicas.get(),       weights.get(), activations.get(),
+            partial_gradients.get(), head_gradients.get(), scalars.get()};
+  }
   // Throws if an exchange between the ranks has failed; called while the host waits for a stream.
   void check() const {
-    for (const auto* comm : {&gradients, &replicas, &weights, &scalars}) (*comm)->check();
+    for (const Comm* comm : tensor_groups()) comm->check();
   }
 
   int ranks() const { return scalars->size(); }
   bool first() const { return rank == 0; }
+  // Ranks that read different parts of a batch, and which of them this one is: those of a tensor-parallel group read
+  // the same.
+  int readers() const { return ranks() / tensor.ranks; }
+  int reader() const { return rank / tensor.ranks; }
 
   // One chunk of the ring, in the widest dtype.
   static constexpr int64_t scratch_bytes = ring::chunk_elements * 8;
 
   // Groups of the sizes of a mesh over null transports: nothing moves, bytes are counted.
-  static Join null_groups(const Mesh& mesh, int rank) {
-    return [mesh, rank](const std::string& name, const std::vector<Axis>& along) {
-      const std::vector<int> members = mesh.group(rank, along);
+  static Join null_groups(int rank) {
+    return [rank](const std::string& name, const std::vector<int>& members) {
       const auto index = std::find(members.begin(), members.end(), rank) - members.begin();
       return std::make_unique<Comm>(
           name, std::make_unique<NullTransport>(static_cast<int>(index), static_cast<int>(members.size())));
     };
+  }
+
+ private:
+  std::vector<int> everybody(const Mesh& mesh) const {
+    return mesh.group(rank, {Axis::replicate, Axis::shard, Axis::tp});
+  }
+  // Ranks with the same key-value head follow one another.
+  std::vector<int> same_head(const Mesh& mesh) const {
+    const std::vector<int> group = mesh.group(rank, {Axis::tp});
+    const auto first = group.begin() + tensor_rank / tensor.head_copies * tensor.head_copies;
+    return {first, first + tensor.head_copies};
   }
 };
 

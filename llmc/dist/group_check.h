@@ -48,10 +48,17 @@ inline void check_group(Comm& group, int number, const std::vector<int>& members
 inline void check_groups(DataParallel& dp, const Mesh& mesh, Stream& compute,
                          const std::function<std::string(int)>& name_of_rank) {
   const auto along = [&](const std::vector<Axis>& axes) { return mesh.group(dp.rank, axes); };
+  const std::vector<int> tensor = along({Axis::tp}), everybody = along({Axis::replicate, Axis::shard, Axis::tp});
+  const auto same_head = tensor.begin() + dp.tensor_rank / dp.tensor.head_copies * dp.tensor.head_copies;
+  Stream& exchanges = dp.exchange_stream ? *dp.exchange_stream : compute;
   detail::check_group(*dp.gradients, 1, along({Axis::shard}), dp.reduce_stream, name_of_rank);
   detail::check_group(*dp.replicas, 2, along({Axis::replicate}), dp.reduce_stream, name_of_rank);
   detail::check_group(*dp.weights, 3, along({Axis::shard}), dp.gather_stream, name_of_rank);
-  detail::check_group(*dp.scalars, 4, along({Axis::replicate, Axis::shard}), compute, name_of_rank);
+  detail::check_group(*dp.scalars, 4, everybody, compute, name_of_rank);
+  detail::check_group(*dp.activations, 5, tensor, exchanges, name_of_rank);
+  detail::check_group(*dp.partial_gradients, 6, tensor, dp.reduce_stream, name_of_rank);
+  detail::check_group(*dp.head_gradients, 7, {same_head, same_head + dp.tensor.head_copies}, dp.reduce_stream,
+                      name_of_rank);
 }
 
 }  // namespace llmc

@@ -14,6 +14,7 @@ struct TensorParallel {
   int ranks = 1;
   bool sequence = true;  // sequence parallelism: between the products each rank has some rows of the residual stream
   bool overlap = false;  // exchange one piece of a product while another is computed
+  int head_copies = 1;   // ranks that have the same key-value head: more than one where heads are fewer than ranks
 
   bool by_rows() const { return ranks > 1 && sequence; }
   // Rows of R that each rank exchanges with each other; the last ranks' may be padding.
@@ -21,11 +22,6 @@ struct TensorParallel {
   int64_t padded_rows(int64_t R) const { return slice_rows(R) * ranks; }
   // Rows of the residual stream that a rank has, padding included.
   int64_t stream_rows(int64_t R) const { return by_rows() ? slice_rows(R) : R; }
-  // Of those rows [begin, begin + size) of R are slice `rank`; none if it is all padding.
-  Range slice(int64_t R, int rank) const {
-    const int64_t begin = std::min(R, slice_rows(R) * rank);
-    return {begin, std::min(R, slice_rows(R) * (rank + 1)) - begin};
-  }
 };
 
 inline constexpr int64_t vocab_multiple = 128;  // rows of a vocabulary that a rank stores are a multiple of this

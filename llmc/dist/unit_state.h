@@ -46,6 +46,7 @@ class UnitState {
       : spec_(spec), layout_(spec, zero.ranks()) {
     const DType state = accumulator_of(dtype);
     whole_ = {0, layout_.size};
+    find_copies();
     shard_range_ = {layout_.size / zero.shards * shard, layout_.size / zero.shards};
     const ZeroConfig::Updates updates = zero.updates();
     update_range_ = updates == ZeroConfig::Updates::shard_owners             ? shard_range_
@@ -86,6 +87,11 @@ class UnitState {
   }
 
   Tensor weights() const { return weights_; }  // of the whole unit; at stage 3 only while it is gathered
+  // The rows of the vocabulary that this rank has of a table.
+  Vocabulary vocabulary(const std::string& suffix) const {
+    const Box box = spec_.params[param_index(spec_, suffix)].box();
+    return {box.row, box.rows};
+  }
   Tensor weight_shard() const { return weight_shard_; }
   // Of the whole unit, from this rank's samples; with GradReduce::micro only between start and reduction.
   Tensor gradients() const { return gradients_; }
@@ -93,10 +99,21 @@ class UnitState {
   Tensor reduced_gradients() const {
     return gradient_sum_.empty() ? gradients_.slice(update_range_.begin, {update_range_.size}) : gradient_sum_;
   }
-  // Summed over all ranks, of shard `k`: this rank's own, or on a parameter server any.
-  Tensor reduced_shard(int k) const {
-    return part(reduced_gradients(), update_range_, {shard_range_.size * k, shard_range_.size});
+  // Summed over all ranks, what this rank counts of shard `k` in the gradient norm. The shard is its own, or on a
+  // parameter server any; what several tensor-parallel ranks have, the first of them counts.
+  std::vector<Tensor> counted_gradients(int k) const {
+    std::vector<Tensor> counted;
+    for (const Range& r : counted_)
+      if (const Range in_shard = overlap(r, {shard_range_.size * k, shard_range_.size}); in_shard.size > 0)
+        counted.push_back(part(reduced_gradients(), update_range_, in_shard));
+    return counted;
   }
+  // Elements of which each of `copies` tensor-parallel ranks has a part of the gradient.
+  struct PartialSum {
+    Range range;
+    int copies;
+  };
+  const std::vector<PartialSum>& partial_sums() const { return partial_sums_; }
   Tensor gradient_sum() const { return gradient_sum_; }
 
   // This unit's part of a buffer that several units share in turn.
@@ -165,6 +182,23 @@ class UnitState {
   }
 
  private:
+  void find_copies() {
+    int64_t begin = 0;  // of what is counted
+    for (size_t i = 0; i < spec_.params.size(); ++i) {
+      const ParamSpec& p = spec_.params[i];
+      const Range range{layout_.offsets[i], p.stored_shape().numel()};
+      if (!p.first_copy) {
+        if (range.begin > begin) counted_.push_back({begin, range.begin - begin});
+        begin = range.end();
+      }
+      if (!p.partial) continue;
+      const bool continues = i > 0 && spec_.params[i - 1].partial && spec_.params[i - 1].copies == p.copies;
+      if (!continues) partial_sums_.push_back({range, p.copies});
+      partial_sums_.back().range.size = range.end() - partial_sums_.back().range.begin;
+    }
+    if (begin < layout_.size) counted_.push_back({begin, layout_.size - begin});
+  }
+
   bool rounds_stochastically() const { return master_.empty() && weight_shard_.dtype == DType::bf16; }
 
   // One parameter at a time: each has its own random numbers.
@@ -206,6 +240,8 @@ class UnitState {
   UnitLayout layout_;
   Sharded sharded_;
   Range whole_, shard_range_, update_range_;
+  std::vector<Range> counted_;
+  std::vector<PartialSum> partial_sums_;
   Tensor weights_, weight_shard_;      // in the training dtype
   Tensor gradients_, gradient_sum_;    // fp32; with GradReduce::micro the sum of the reduced micro-batches
   Tensor master_, moment1_, moment2_;  // fp32, of update_range_

@@ -49,12 +49,15 @@ class World {
   Backend backend() const { return backend_; }
   const Hooks& hooks() const { return hooks_; }
 
-  // Rank `rank` joins its group along these axes; `name` distinguishes groups along the same axes. Blocks until all
-  // members have called it. gpu: the one this rank computes on; moves_tensors: false for a group that only exchanges
+  // Rank `rank` joins the group of these ranks, ascending; `name` distinguishes groups of the same ranks. Blocks until
+  // all members have called it. gpu: the one this rank computes on; moves_tensors: false for a group that only exchanges
   // text.
-  std::unique_ptr<Comm> join(int rank, const std::string& name, const std::vector<Axis>& along, int gpu = 0,
+  std::unique_ptr<Comm> join(int rank, const std::string& name, const std::vector<int>& members, int gpu = 0,
                              bool moves_tensors = true) {
-    return hooks_.joined(make_group(rank, name, along, gpu, moves_tensors));
+    return hooks_.joined(make_group(rank, name, members, gpu, moves_tensors));
+  }
+  std::unique_ptr<Comm> join(int rank, const std::string& name, const std::vector<Axis>& along) {
+    return join(rank, name, mesh_.group(rank, along));
   }
 
   // A rank has failed: every wait for a peer ends with a PeerError, now and from now on.
@@ -80,9 +83,8 @@ class World {
   void throttle(double seconds_per_byte) { seconds_per_byte_ = seconds_per_byte; }
 
  private:
-  std::unique_ptr<Comm> make_group(int rank, const std::string& name, const std::vector<Axis>& along, int gpu,
+  std::unique_ptr<Comm> make_group(int rank, const std::string& name, const std::vector<int>& members, int gpu,
                                    bool moves_tensors) {
-    const std::vector<int> members = mesh_.group(rank, along);
     const int size = static_cast<int>(members.size());
     int index = 0;
     while (members[static_cast<size_t>(index)] != rank) ++index;

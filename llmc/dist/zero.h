@@ -125,13 +125,14 @@ class ModelState {
   void reduce_gradients(size_t u, bool last_micro_batch, Stream& compute) {
     const UnitState& unit = *units_[u];
     const bool micro = zero_.grad_reduce == GradReduce::micro;
-    if (!micro && (!last_micro_batch || zero_.ranks() == 1)) return;
+    if (!micro && (!last_micro_batch || (zero_.ranks() == 1 && unit.partial_sums().empty()))) return;
     Stream& stream = dp_.reduce_stream;
     stream.wait(compute.record());
     const Tensor all = unit.gradients(), shard = all.slice(unit.shard_range().begin, {unit.shard_range().size});
     if (zero_.sync == DpSync::all_reduce) {
       dp_.gradients->reduce_scatter(all, stream);  // the shard group first, then the replicas (contract 3)
       dp_.replicas->all_reduce(shard, stream);
+      sum_partial_gradients(unit, stream);
       if (zero_.stage == 0) dp_.gradients->all_gather(all, stream);
     } else {
       dp_.gradients->push(all, zero_.owners(), stream);
@@ -166,6 +167,15 @@ class ModelState {
   }
 
  private:
+  // Of this rank's shard: the sum over the tensor-parallel ranks that have copies and compute parts of the gradient.
+  void sum_partial_gradients(const UnitState& unit, Stream& stream) {
+    for (const auto& [range, copies] : unit.partial_sums()) {
+      const Range r = overlap(range, unit.shard_range());
+      Comm& group = copies == dp_.tensor.ranks ? *dp_.partial_gradients : *dp_.head_gradients;
+      if (r.size > 0) group.all_reduce(unit.gradients().slice(r.begin, {r.size}), stream);
+    }
+  }
+
   // Every rank gets the weights of a unit from those who have updated them.
   void gather_updated(const Tensor& weights) {
     switch (zero_.sync) {

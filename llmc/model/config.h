@@ -109,18 +109,23 @@ inline ModelConfig part_of(ModelConfig c, const TensorParallel& tp) {
   return c;
 }
 
+inline bool can_share_out(const ModelConfig& c, int64_t ranks) {
+  return c.n_head % ranks == 0 && c.n_ffn % ranks == 0 && (c.n_kv_head % ranks == 0 || ranks % c.n_kv_head == 0);
+}
+
 // Refuses a number of tensor-parallel ranks that cannot share this model out.
-inline void validate_tensor_parallel(const ModelConfig& c, int64_t ranks) {
+inline TensorParallel tensor_parallel(const ModelConfig& c, int64_t ranks, bool sequence = true, bool overlap = false) {
   std::vector<int64_t> would_do;
-  auto divides = [&](int64_t n) {
-    return c.n_head % n == 0 && c.n_ffn % n == 0 && (c.n_kv_head % n == 0 || n % c.n_kv_head == 0);
-  };
   for (const int64_t n : divisors(c.n_head))
-    if (divides(n)) would_do.push_back(n);
-  CHECK(divides(ranks),
-        "--tp {} does not divide the model: {} query heads, {} key-value heads (which it must divide or be a multiple "
-        "of), feed-forward width {}; use one of {}",
-        ranks, c.n_head, c.n_kv_head, c.n_ffn, would_do);
+    if (can_share_out(c, n)) would_do.push_back(n);
+  CHECK(can_share_out(c, ranks),
+        "--tp {}: it must divide the {} query heads and the feed-forward width {}, and divide the {} key-value heads "
+        "or be a multiple of them: use one of {}",
+        ranks, c.n_head, c.n_ffn, c.n_kv_head, would_do);
+  return {.ranks = static_cast<int>(ranks),
+          .sequence = sequence,
+          .overlap = overlap && ranks > 1,
+          .head_copies = static_cast<int>(std::max<int64_t>(1, ranks / c.n_kv_head))};
 }
 
 // The parameters, with GPT-2's initialisation: normal 0.02, projections into the residual stream scaled by

@@ -3,13 +3,15 @@
 // A block (pre-norm):   x1 = x  + proj(attention(heads(qkv(norm1(x)))))     heads: query-key norm, rotary positions
 //                       x2 = x1 + down(activation(up(norm2(x1))))         activation: GELU; SwiGLU of gate and up
 // config.h says which of these a model has. Sizes: N = B T rows, C channels, F feed-forward, Hq query heads, Hkv
-// key-value heads, D head size, V vocabulary (stored padded).
+// key-value heads, D head size, V vocabulary (stored padded). With tensor parallelism Hq, Hkv, F and V are those of this
+// rank (part_of() in config.h), and the residual stream may have S of the N rows (dist/parallel.h).
 #pragma once
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "device/arena.h"
+#include "dist/parallel.h"
 #include "dist/unit_state.h"
 #include "model/config.h"
 #include "ops/ops.h"
@@ -36,9 +38,10 @@ struct Sequences {
 // The inputs of a micro-batch on the device. Positions are an input, not an index: with Documents::apart they restart
 // at 0 in each document.
 struct MicroBatch {
-  Tensor tokens, targets, positions;  // (N) int32
-  MicroBatch(const BatchShape& s, Arena& arena) {
-    auto rows = [&](const char* name) { return arena.alloc("inputs", name, DType::int32, {s.rows()}); };
+  Tensor tokens, targets, positions;  // (N) int32; with sequence parallelism padded to a multiple of the ranks
+  MicroBatch(const BatchShape& s, const TensorParallel& tensor, Arena& arena) {
+    const int64_t N = tensor.by_rows() ? tensor.padded_rows(s.rows()) : s.rows();
+    auto rows = [&](const char* name) { return arena.alloc("inputs", name, DType::int32, {N}); };
     tokens = rows("tokens");
     targets = rows("targets");
     positions = rows("positions");
@@ -62,26 +65,26 @@ inline Recompute recompute_from_name(const std::string& name) {
 
 // The activations that the backward of a block needs.
 struct BlockActivations {
-  Tensor norm1, norm1_mean, norm1_rstd;  // (N, C) (N) (N); no mean with rmsnorm
+  Tensor norm1, norm1_mean, norm1_rstd;  // (S, C) (S) (S); no mean with rmsnorm
   Tensor qkv;                            // (N, (Hq + 2 Hkv) D): q heads, k heads, v heads
   Tensor heads, heads_rstd;  // (as qkv) (N, Hq + Hkv): what attention reads; qkv itself without query-key norm
   Tensor attention, lse;     // (N, Hq D) (B, Hq, T)
-  Tensor middle;             // (N, C) the residual stream between attention and MLP
-  Tensor norm2, norm2_mean, norm2_rstd;  // (N, C) (N) (N)
+  Tensor middle;             // (S, C) the residual stream between attention and MLP
+  Tensor norm2, norm2_mean, norm2_rstd;  // (S, C) (S) (S)
   Tensor up, activated;                  // (N, F or 2 F: gates, ups) (N, F)
-  Tensor out;                            // (N, C) the residual stream after the block
+  Tensor out;                            // (S, C) the residual stream after the block
 
   // The recomputed tensors: one set, reused by all blocks.
-  static BlockActivations recomputed(const ModelConfig& c, const BatchShape& s, DType dtype, Recompute recompute,
-                                     Arena& arena) {
+  static BlockActivations recomputed(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor,
+                                     DType dtype, Recompute recompute, Arena& arena) {
     auto wanted = [=](std::optional<Recompute> from) { return from && *from <= recompute; };
-    return {c, s, dtype, arena, "recomputed", {}, wanted};
+    return {c, s, tensor, dtype, arena, "recomputed", {}, wanted};
   }
   // The tensors that each block keeps; the others are in `shared`.
-  static BlockActivations kept(const ModelConfig& c, const BatchShape& s, DType dtype, Recompute recompute,
-                               const BlockActivations& shared, Arena& arena) {
+  static BlockActivations kept(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype,
+                               Recompute recompute, const BlockActivations& shared, Arena& arena) {
     auto wanted = [=](std::optional<Recompute> from) { return !from || *from > recompute; };
-    return {c, s, dtype, arena, "activations", shared, wanted};
+    return {c, s, tensor, dtype, arena, "activations", shared, wanted};
   }
 
   BlockActivations() = default;
@@ -89,19 +92,19 @@ struct BlockActivations {
  private:
   // `wanted`(from): from is the lowest level that recomputes the tensor; none: it is always kept.
   template <class Wanted>
-  BlockActivations(const ModelConfig& c, const BatchShape& s, DType dtype, Arena& arena, const char* label,
-                   const BlockActivations& shared, Wanted wanted)
+  BlockActivations(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype, Arena& arena,
+                   const char* label, const BlockActivations& shared, Wanted wanted)
       : BlockActivations(shared) {
-    const int64_t N = s.rows(), C = c.n_embd;
+    const int64_t N = s.rows(), S = tensor.stream_rows(N), C = c.n_embd;
     const DType stat = accumulator_of(dtype);
     auto alloc = [&](Tensor& tensor, const char* name, DType d, const Shape& shape, std::optional<Recompute> from) {
       if (wanted(from)) tensor = arena.alloc(label, name, d, shape);
     };
     const bool means = c.family.norm == Norm::layernorm;
     using enum Recompute;
-    alloc(norm1, "norm1", dtype, {N, C}, norm);
-    if (means) alloc(norm1_mean, "norm1 mean", stat, {N}, block);
-    alloc(norm1_rstd, "norm1 rstd", stat, {N}, block);
+    alloc(norm1, "norm1", dtype, {S, C}, norm);
+    if (means) alloc(norm1_mean, "norm1 mean", stat, {S}, block);
+    alloc(norm1_rstd, "norm1 rstd", stat, {S}, block);
     alloc(qkv, "qkv", dtype, {N, c.qkv_size()}, block);
     if (c.family.qk_norm) {
       alloc(heads, "heads", dtype, {N, c.qkv_size()}, norm);
@@ -111,19 +114,25 @@ struct BlockActivations {
     }
     alloc(attention, "attention", dtype, {N, c.q_size()}, block);
     alloc(lse, "attention lse", stat, {s.B, c.n_head, s.T}, block);
-    alloc(middle, "middle", dtype, {N, C}, block);
-    alloc(norm2, "norm2", dtype, {N, C}, norm);
-    if (means) alloc(norm2_mean, "norm2 mean", stat, {N}, block);
-    alloc(norm2_rstd, "norm2 rstd", stat, {N}, block);
+    alloc(middle, "middle", dtype, {S, C}, block);
+    alloc(norm2, "norm2", dtype, {S, C}, norm);
+    if (means) alloc(norm2_mean, "norm2 mean", stat, {S}, block);
+    alloc(norm2_rstd, "norm2 rstd", stat, {S}, block);
     alloc(up, "up", dtype, {N, c.mlp_in_size()}, block);
     alloc(activated, "activated", dtype, {N, c.n_ffn}, activation);
-    alloc(out, "out", dtype, {N, C}, std::nullopt);
+    alloc(out, "out", dtype, {S, C}, std::nullopt);
   }
 };
 
 inline AttentionShape attention_shape(const ModelConfig& c, const BatchShape& s) {
   return {.B = s.B, .T = s.T, .Hq = c.n_head, .Hkv = c.n_kv_head, .D = c.head_size};
 }
+
+// The inputs of a block's column-parallel products as all ranks have them, where its recomputation gathered them and
+// its backward needs them again.
+struct GatheredRows {
+  Tensor norm1, norm2;  // (P S, C), or empty tensors
+};
 
 namespace detail {
 
@@ -142,18 +151,20 @@ inline void norm_backward(Tensor dx, Tensor dout, Tensor x, Tensor mean, Tensor 
     layernorm_backward(dx, dweight, unit.gradient(name + ".bias"), dout, x, weight, mean, rstd, accumulate_dx, stream);
 }
 
-// The linear layer whose weight is parameter `name` and the `fused` - 1 adjacent to it, with its bias if it has one.
-inline void linear(Tensor out, Tensor x, const std::string& name, int fused, const UnitState& unit, Stream& stream) {
-  const Tensor bias = unit.has(name + ".bias") ? unit.weight(name + ".bias", fused) : Tensor{};
-  linear_forward(out, x, unit.weight(name + ".weight", fused), bias, stream);
-}
-// dx = ...; dweight, dbias += ...
-inline void linear_backward(Tensor dx, Tensor dout, Tensor x, const std::string& name, int fused, const UnitState& unit,
-                            Stream& stream) {
-  const Tensor dbias = unit.has(name + ".bias") ? unit.gradient(name + ".bias", fused) : Tensor{};
-  linear_backward_weight(unit.gradient(name + ".weight", fused), dbias, dout, x, stream);
-  linear_backward_input(dx, dout, unit.weight(name + ".weight", fused), stream);
-}
+// The weight of a linear layer, parameter `name` and the `fused` - 1 adjacent to it, its bias if it has one, and their
+// gradients.
+struct Linear {
+  Tensor weight, bias;
+  Linear(const std::string& name, int fused, const UnitState& unit)
+      : weight(unit.weight(name + ".weight", fused)),
+        bias(unit.has(name + ".bias") ? unit.weight(name + ".bias", fused) : Tensor{}) {}
+};
+struct LinearGradients {
+  Tensor weight, bias;
+  LinearGradients(const std::string& name, int fused, const UnitState& unit)
+      : weight(unit.gradient(name + ".weight", fused)),
+        bias(unit.has(name + ".bias") ? unit.gradient(name + ".bias", fused) : Tensor{}) {}
+};
 
 // The MLP's first product: the name of its first parameter, and how many form one matrix.
 struct MlpInput {
@@ -163,13 +174,20 @@ struct MlpInput {
       : name(c.family.mlp == Mlp::swiglu ? "mlp.gate" : "mlp.up"), fused(c.family.mlp == Mlp::swiglu ? 2 : 1) {}
 };
 
-// The end of a residual branch, of attention or the MLP: out = x + linear(input).   x, out (N, C)
-inline void add_branch(Tensor out, Tensor x, Tensor input, const char* name, const UnitState& unit, Arena& arena,
-                       Stream& stream) {
-  auto scope = arena.scope();
-  const Tensor branch = arena.alloc("temporary", "residual branch", x.dtype, x.shape);
-  linear(branch, input, name, 1, unit, stream);
-  residual_forward(out, x, branch, stream);
+// The end of a residual branch, of attention or the MLP: out = x + linear(input).   x, out (S, C)
+inline void add_branch(Tensor out, Tensor x, Tensor input, const char* name, const UnitState& unit,
+                       const parallel::Context& p) {
+  auto scope = p.arena.scope();
+  const Tensor branch = p.temporary("residual branch", x.dtype, x.shape);
+  const Linear linear(name, 1, unit);
+  parallel::row_linear(branch, input, linear.weight, linear.bias, p);
+  residual_forward(out, x, branch, p.compute);
+}
+// The first product of a branch.   x (S, C); room: where x stays as all ranks have it, or an empty tensor
+inline void begin_branch(Tensor out, Tensor x, const char* name, int fused, Tensor room, const UnitState& unit,
+                         const parallel::Context& p) {
+  const Linear linear(name, fused, unit);
+  parallel::column_linear(out, x, linear.weight, linear.bias, room, p);
 }
 
 inline void norm1(const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c, Stream& stream) {
@@ -196,103 +214,121 @@ inline void heads(const BlockActivations& a, const UnitState& unit, const ModelC
 // A block without its last product and residual addition, which its backward does not need. `attend`: attention over
 // whole sequences, or against a cache.
 template <class Attend>
-void block_interior(const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c,
-                    const Sequences& s, Attend&& attend, Arena& arena, Stream& stream) {
-  norm1(a, x, unit, c, stream);
-  linear(a.qkv, a.norm1, "attn.q", 3, unit, stream);
-  heads(a, unit, c, s, stream);
+void block_interior(const BlockActivations& a, Tensor x, const GatheredRows& gathered, const UnitState& unit,
+                    const ModelConfig& c, const Sequences& s, Attend&& attend, const parallel::Context& p) {
+  norm1(a, x, unit, c, p.compute);
+  begin_branch(a.qkv, a.norm1, "attn.q", 3, gathered.norm1, unit, p);
+  heads(a, unit, c, s, p.compute);
   attend();
-  add_branch(a.middle, x, a.attention, "attn.proj", unit, arena, stream);
-  norm2(a, unit, c, stream);
+  add_branch(a.middle, x, a.attention, "attn.proj", unit, p);
+  norm2(a, unit, c, p.compute);
   const MlpInput mlp(c);
-  linear(a.up, a.norm2, mlp.name, mlp.fused, unit, stream);
-  activation(a, c, stream);
+  begin_branch(a.up, a.norm2, mlp.name, mlp.fused, gathered.norm2, unit, p);
+  activation(a, c, p.compute);
 }
-inline void block_interior(const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c,
-                           const Sequences& s, Arena& arena, Stream& stream) {
+inline void block_interior(const BlockActivations& a, Tensor x, const GatheredRows& gathered, const UnitState& unit,
+                           const ModelConfig& c, const Sequences& s, const parallel::Context& p) {
   auto attend = [&] {
-    attention_forward(a.attention, a.lse, a.heads, s.boundaries(), attention_shape(c, s.shape), stream);
+    attention_forward(a.attention, a.lse, a.heads, s.boundaries(), attention_shape(c, s.shape), p.compute);
   };
-  block_interior(a, x, unit, c, s, attend, arena, stream);
+  block_interior(a, x, gathered, unit, c, s, attend, p);
 }
 
 }  // namespace detail
 
-// a.out = the block's output for x (N, C).
+// a.out = the block's output for x (S, C).
 inline void block_forward(const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c,
-                          const Sequences& s, Arena& arena, Stream& stream) {
-  detail::block_interior(a, x, unit, c, s, arena, stream);
-  detail::add_branch(a.out, a.middle, a.activated, "mlp.down", unit, arena, stream);
+                          const Sequences& s, const parallel::Context& p) {
+  detail::block_interior(a, x, {}, unit, c, s, p);
+  detail::add_branch(a.out, a.middle, a.activated, "mlp.down", unit, p);
 }
 
 // The same for the rows of one sequence from `begin` on. `cache` (rows, 2 Hkv D) holds the keys and values of the rows
 // before; those of the new rows are appended.
 inline void block_forward_cached(const BlockActivations& a, Tensor x, Tensor cache, int64_t begin,
-                                 const UnitState& unit, const ModelConfig& c, const Sequences& s, Arena& arena,
-                                 Stream& stream) {
+                                 const UnitState& unit, const ModelConfig& c, const Sequences& s,
+                                 const parallel::Context& p) {
   const AttentionShape shape = attention_shape(c, s.shape);
   auto attend = [&] {
-    cache_append(cache, a.heads, begin, shape, stream);
-    attention_cached(a.attention, a.heads, cache, begin, shape, stream);
+    cache_append(cache, a.heads, begin, shape, p.compute);
+    attention_cached(a.attention, a.heads, cache, begin, shape, p.compute);
   };
-  detail::block_interior(a, x, unit, c, s, attend, arena, stream);
-  detail::add_branch(a.out, a.middle, a.activated, "mlp.down", unit, arena, stream);
+  detail::block_interior(a, x, {}, unit, c, s, attend, p);
+  detail::add_branch(a.out, a.middle, a.activated, "mlp.down", unit, p);
 }
 
-// Recomputes what the forward of the block did not keep.
-inline void block_recompute(const BlockActivations& a, Tensor x, Recompute recompute, const UnitState& unit,
-                            const ModelConfig& c, const Sequences& s, Arena& arena, Stream& stream) {
-  if (recompute == Recompute::block) return detail::block_interior(a, x, unit, c, s, arena, stream);
+// Recomputes what the forward of the block did not keep. gathered: room for what is gathered on the way.
+inline void block_recompute(const BlockActivations& a, Tensor x, const GatheredRows& gathered, Recompute recompute,
+                            const UnitState& unit, const ModelConfig& c, const Sequences& s,
+                            const parallel::Context& p) {
+  if (recompute == Recompute::block) return detail::block_interior(a, x, gathered, unit, c, s, p);
   if (recompute == Recompute::norm) {
-    detail::norm1(a, x, unit, c, stream);
-    if (c.family.qk_norm) detail::heads(a, unit, c, s, stream);
-    detail::norm2(a, unit, c, stream);
+    detail::norm1(a, x, unit, c, p.compute);
+    if (c.family.qk_norm) detail::heads(a, unit, c, s, p.compute);
+    detail::norm2(a, unit, c, p.compute);
   }
-  if (recompute != Recompute::none) detail::activation(a, c, stream);
+  if (recompute != Recompute::none) detail::activation(a, c, p.compute);
 }
 
-// dx: on entry the gradient of a.out, on return that of x; the gradients of the unit += ...
-inline void block_backward(Tensor dx, const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c,
-                           const Sequences& s, Arena& arena, Stream& stream) {
-  auto scope = arena.scope();
-  auto temporary = [&](const char* name, const Shape& shape) { return arena.alloc("temporary", name, x.dtype, shape); };
-  const Tensor dbranch = temporary("gradient of a branch", x.shape);                // (N, C)
+// dx: on entry the gradient of a.out, on return that of x; the gradients of the unit += ... gathered: of block_recompute()
+inline void block_backward(Tensor dx, const BlockActivations& a, Tensor x, const GatheredRows& gathered,
+                           const UnitState& unit, const ModelConfig& c, const Sequences& s,
+                           const parallel::Context& p) {
+  auto scope = p.arena.scope();
+  auto temporary = [&](const char* name, const Shape& shape) { return p.temporary(name, x.dtype, shape); };
+  const Tensor dbranch = temporary("gradient of a branch", x.shape);                // (S, C)
   const Tensor dactivated = temporary("gradient of activated", a.activated.shape);  // (N, F)
   const Tensor dqkv = temporary("gradient of qkv", a.qkv.shape);                    // (N, (Hq + 2 Hkv) D)
   const bool gated = c.family.mlp == Mlp::swiglu;
   const Tensor dup = gated ? temporary("gradient of up", a.up.shape) : dactivated;
-  const Tensor dattention = c.q_size() == c.n_embd ? dbranch : temporary("gradient of attention", a.attention.shape);
+  const Tensor dattention =
+      a.attention.shape == x.shape ? dbranch : temporary("gradient of attention", a.attention.shape);
   const AttentionShape shape = attention_shape(c, s.shape);
+  Stream& stream = p.compute;
+  auto row_backward = [&](Tensor dinput, Tensor input, const char* name) {
+    const detail::LinearGradients d(name, 1, unit);
+    parallel::row_linear_backward(dinput, d.weight, d.bias, dx, input, detail::Linear(name, 1, unit).weight, p);
+  };
+  auto column_backward = [&](Tensor dout, Tensor input, Tensor all_rows, const char* name, int fused) {
+    const detail::LinearGradients d(name, fused, unit);
+    const Tensor weight = detail::Linear(name, fused, unit).weight;
+    parallel::column_linear_backward(dbranch, d.weight, d.bias, dout, input, all_rows, weight, p);
+  };
 
-  detail::linear_backward(dactivated, dx, a.activated, "mlp.down", 1, unit, stream);
+  row_backward(dactivated, a.activated, "mlp.down");
   if (gated) swiglu_backward(dup, dactivated, a.up, stream);
   else gelu_backward(dup, dactivated, a.up, stream);
   const detail::MlpInput mlp(c);
-  detail::linear_backward(dbranch, dup, a.norm2, mlp.name, mlp.fused, unit, stream);
+  column_backward(dup, a.norm2, gathered.norm2, mlp.name, mlp.fused);
   detail::norm_backward(dx, dbranch, a.middle, a.norm2_mean, a.norm2_rstd, "ln2", unit, c, Accumulate::yes, stream);
 
-  detail::linear_backward(dattention, dx, a.attention, "attn.proj", 1, unit, stream);
+  row_backward(dattention, a.attention, "attn.proj");
   attention_backward(dqkv, dattention, a.attention, a.heads, a.lse, s.boundaries(), shape, stream);
   if (c.family.positions == Positions::rotary)
     rotary_embedding(dqkv, s.rotary_table, s.positions, shape, Turn::backward, stream);
   if (c.family.qk_norm)
     qk_norm_backward(dqkv, unit.gradient("attn.q_norm.weight"), unit.gradient("attn.k_norm.weight"), a.qkv,
                      unit.weight("attn.q_norm.weight"), unit.weight("attn.k_norm.weight"), a.heads_rstd, shape, stream);
-  detail::linear_backward(dbranch, dqkv, a.norm1, "attn.q", 3, unit, stream);
+  column_backward(dqkv, a.norm1, gathered.norm1, "attn.q", 3);
   detail::norm_backward(dx, dbranch, x, a.norm1_mean, a.norm1_rstd, "ln1", unit, c, Accumulate::yes, stream);
 }
 
-// logits (N, V padded) = head(norm(x)).
+// logits = head(norm(x)). The rows of the logits are those that all ranks have of x: N = P S of them with sequence
+// parallelism, ordered by rank.
 struct HeadActivations {
-  Tensor norm, mean, rstd;  // (N, C) (N) (N); no mean with rmsnorm
+  Tensor norm, mean, rstd;  // (S, C) (S) (S); no mean with rmsnorm
+  Tensor gathered;          // (N, C); an empty tensor without sequence parallelism
   Tensor logits;            // (N, V padded)
   Tensor losses;            // (N)
 
-  HeadActivations(const ModelConfig& c, int64_t N, DType dtype, Arena& arena) {
+  // c: of this rank's part of the model; S: rows of x
+  HeadActivations(const ModelConfig& c, int64_t S, const TensorParallel& tensor, DType dtype, Arena& arena) {
     const DType stat = accumulator_of(dtype);
-    norm = arena.alloc("head", "ln_f", dtype, {N, c.n_embd});
-    if (c.family.norm == Norm::layernorm) mean = arena.alloc("head", "ln_f mean", stat, {N});
-    rstd = arena.alloc("head", "ln_f rstd", stat, {N});
+    const int64_t N = tensor.by_rows() ? S * tensor.ranks : S;
+    norm = arena.alloc("head", "ln_f", dtype, {S, c.n_embd});
+    if (c.family.norm == Norm::layernorm) mean = arena.alloc("head", "ln_f mean", stat, {S});
+    rstd = arena.alloc("head", "ln_f rstd", stat, {S});
+    if (tensor.by_rows()) gathered = arena.alloc("head", "gathered rows of the head", dtype, {N, c.n_embd});
     logits = arena.alloc("head", "logits", dtype, {N, c.padded_vocab()});
     losses = arena.alloc("head", "losses", stat, {N});
   }
@@ -304,20 +340,20 @@ inline Tensor head_matrix(const UnitState& head, const UnitState& embedding, con
 }
 
 inline void head_forward(const HeadActivations& a, Tensor x, const UnitState& head, const UnitState& embedding,
-                         const ModelConfig& c, Stream& stream) {
-  detail::norm_forward(a.norm, a.mean, a.rstd, x, "ln_f", head, c, stream);
-  linear_forward(a.logits, a.norm, head_matrix(head, embedding, c), {}, stream);
+                         const ModelConfig& c, const parallel::Context& p) {
+  detail::norm_forward(a.norm, a.mean, a.rstd, x, "ln_f", head, c, p.compute);
+  parallel::column_linear(a.logits, a.norm, head_matrix(head, embedding, c), {}, a.gathered, p);
 }
 
 // dx = ..., from a.logits, which hold their gradient already; the weight gradients += ...
 inline void head_backward(Tensor dx, const HeadActivations& a, Tensor x, const UnitState& head,
-                          const UnitState& embedding, const ModelConfig& c, Arena& arena, Stream& stream) {
-  auto scope = arena.scope();
-  const Tensor dnorm = arena.alloc("temporary", "gradient of ln_f", x.dtype, x.shape);
+                          const UnitState& embedding, const ModelConfig& c, const parallel::Context& p) {
+  auto scope = p.arena.scope();
+  const Tensor dnorm = p.temporary("gradient of ln_f", x.dtype, x.shape);
   const Tensor dmatrix = c.tied ? embedding.gradient("wte.weight") : head.gradient("lm_head.weight");
-  linear_backward_weight(dmatrix, {}, a.logits, a.norm, stream);
-  linear_backward_input(dnorm, a.logits, head_matrix(head, embedding, c), stream);
-  detail::norm_backward(dx, dnorm, x, a.mean, a.rstd, "ln_f", head, c, Accumulate::no, stream);
+  parallel::column_linear_backward(dnorm, dmatrix, {}, a.logits, a.norm, a.gathered, head_matrix(head, embedding, c),
+                                   p);
+  detail::norm_backward(dx, dnorm, x, a.mean, a.rstd, "ln_f", head, c, Accumulate::no, p.compute);
 }
 
 }  // namespace llmc

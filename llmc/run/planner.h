@@ -31,10 +31,10 @@ struct Plan {
 // `target`: a rank's device.
 inline Plan make_plan(const StepConfig& config, const Device& target, int rank = 0) {
   const Device device = target.on_paper();
-  const Mesh mesh = config.zero.mesh();
+  const Mesh mesh = config.mesh();
   Arena arena(device), scratch(device);
   Stream stream(device, scratch);
-  DataParallel dp(mesh, rank, device, DataParallel::null_groups(mesh, rank));
+  DataParallel dp(mesh, rank, device, DataParallel::null_groups(rank), no_hooks, config.tensor);
   Trainer trainer(config, {arena, stream, &dp});
   const BatchSource nothing = [](int64_t) { return HostBatch{}; };
   Plan plan;
@@ -42,8 +42,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
     stream.set_ledger(&plan.step_ops);
     trainer.step(nothing, {}, {.max_norm = 1});
     stream.set_ledger(nullptr);
-    for (const auto& comm : {&dp.gradients, &dp.replicas, &dp.weights, &dp.scalars})
-      plan.step_traffic.emplace_back((*comm)->name(), (*comm)->bytes_sent());
+    for (const Comm* comm : dp.tensor_groups()) plan.step_traffic.emplace_back(comm->name(), comm->bytes_sent());
     trainer.evaluate(1, 1, nothing);
   }
   for (int64_t length = 1; length < config.batch.T; length *= 2) trainer.evaluate(1, 1, nothing, {}, length);
@@ -64,7 +63,8 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   plan.scratch_bytes = scratch.high_water();
   plan.memory = arena.table();
   plan.memory.push_back({"op scratch", plan.scratch_bytes});
-  if (dp.ranks() > 1) plan.memory.push_back({"ring chunks", 2 * DataParallel::scratch_bytes});
+  const int rings = config.tensor.overlap ? 3 : 2;  // streams that communicate beside the compute stream
+  if (dp.ranks() > 1) plan.memory.push_back({"ring chunks", rings * DataParallel::scratch_bytes});
   if (dp.ranks() > 1 && rank == 0 && config.zero.updates() == ZeroConfig::Updates::server)
     plan.others = std::make_shared<Plan>(make_plan(config, target, 1));
   return plan;

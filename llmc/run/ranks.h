@@ -26,10 +26,10 @@ struct Run {
         copies(device.kind == DeviceKind::cuda ? std::make_unique<Stream>(device, scratch) : nullptr),
         dp(
             world.mesh(), rank, device,
-            [&](const std::string& name, const std::vector<Axis>& along) {
-              return world.join(rank, name, along, device.gpu, name != "control");
+            [&](const std::string& name, const std::vector<int>& members) {
+              return world.join(rank, name, members, device.gpu, !name.ends_with("control"));
             },
-            world.hooks()),
+            world.hooks(), config.tensor),
         trainer((announce_arenas(world.hooks()), config), {arena, stream, &dp, copies.get()}),
         world_(world) {
     if (world.backend() == Backend::nccl)
@@ -51,7 +51,8 @@ struct Run {
  private:
   std::vector<Stream*> streams() {
     std::vector<Stream*> all = {&stream, &dp.reduce_stream, &dp.gather_stream};
-    if (copies) all.push_back(copies.get());
+    for (Stream* s : {copies.get(), dp.exchange_stream.get()})
+      if (s != nullptr) all.push_back(s);
     return all;
   }
 

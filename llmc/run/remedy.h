@@ -71,7 +71,7 @@ class RemedySearch {
   }
 
   // On a CPU, one rank instead of several, which share its memory; on GPUs, twice as many and so on, as far as there
-  // are GPUs.
+  // are GPUs. Data-parallel ranks: --tp is kept.
   std::vector<int> ranks_to_try() const {
     const int asked = asked_.zero.ranks();
     std::vector<int> all{asked};
@@ -80,10 +80,10 @@ class RemedySearch {
       if (asked > 1 && !options_.memory_limit && options_.place.processes == 1) all.push_back(1);
       return all;
     }
-    const int most = is_gpu_elsewhere(device_)                               ? 256 * asked
+    const int most = is_gpu_elsewhere(device_)                               ? 256 * asked_.ranks()
                      : device_.sharers == 1 && options_.place.processes == 1 ? visible_gpus().count
                                                                              : 0;
-    for (int ranks = 2 * asked; ranks <= std::min(most, 1024); ranks *= 2) all.push_back(ranks);
+    for (int ranks = 2 * asked; ranks * asked_.tensor.ranks <= std::min(most, 1024); ranks *= 2) all.push_back(ranks);
     return all;
   }
 
@@ -110,7 +110,7 @@ class RemedySearch {
   }
   int64_t limit_for(const StepConfig& step) const {
     Options o = options_;
-    if (o.place.processes == 1) o.place.ranks_on_host = step.zero.ranks();
+    if (o.place.processes == 1) o.place.ranks_on_host = step.ranks();
     return memory_limit(o, device_for(step));
   }
 
@@ -205,7 +205,7 @@ inline std::string change_text(const StepConfig& from, const StepConfig& to) {
   std::string text;
   if (to.dtype != from.dtype) text += formatted(" --dtype {}", to.dtype);
   if (to.zero.master_weights != from.zero.master_weights) text += " --master-weights none";
-  if (to.zero.ranks() != from.zero.ranks()) text += formatted(" --local-ranks {}", to.zero.ranks());
+  if (to.zero.ranks() != from.zero.ranks()) text += formatted(" --local-ranks {}", to.ranks());
   if (to.zero.replicas != from.zero.replicas) text += formatted(" --dp-replicate {}", to.zero.replicas);
   if (to.batch.T != from.batch.T) text += formatted(" --seq-len {}", to.batch.T);
   if (to.batch.B != from.batch.B) text += formatted(" --batch-size {}", to.batch.B);
@@ -221,7 +221,7 @@ inline std::string change_text(const StepConfig& from, const StepConfig& to) {
 inline double flops_of_step(const Plan& plan, const StepConfig& step) {
   double flops = 0;
   for (const auto& [name, totals] : plan.step_ops) flops += totals.flops;
-  return flops * step.zero.ranks();
+  return flops * step.ranks();
 }
 inline int64_t traffic_of_step(const Plan& plan) {
   int64_t bytes = 0;
@@ -254,7 +254,7 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
     return "there is no GPU here to compare with: --memory-limit says how many GiB of one a rank may use";
   const std::string where = device.computes_as() == DeviceKind::cuda ? "GPU" : "machine";
   const std::string what = (o.memory_limit           ? std::string("--memory-limit ")
-                            : step.zero.ranks() == 1 ? "this " + where + "'s "
+                            : step.ranks() == 1 ? "this " + where + "'s "
                                                      : "a rank's share of this " + where + ", ") +
                            human_bytes(limit);
   if (fits(plan, limit)) return "fits into " + what;

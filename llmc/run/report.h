@@ -56,18 +56,25 @@ using Rows = std::vector<std::pair<std::string, std::string>>;
 
 namespace detail {
 
-inline std::string layout_text(const ZeroConfig& zero) {
-  if (zero.ranks() == 1) return "1 rank";
-  return formatted("{} data-parallel ranks: {} replica(s) x {} shard(s), ZeRO stage {}, gradients reduced every {}{}",
-                   zero.ranks(), zero.replicas, zero.shards, zero.stage,
-                   zero.grad_reduce == GradReduce::step ? "step" : "micro-batch",
+inline std::string layout_text(const StepConfig& step) {
+  const ZeroConfig& zero = step.zero;
+  const TensorParallel& tensor = step.tensor;
+  if (step.ranks() == 1) return "1 rank";
+  std::string text;
+  if (tensor.ranks > 1)
+    text = formatted("{} tensor-parallel ranks{}{}", tensor.ranks, tensor.sequence ? " with sequence parallelism" : "",
+                     tensor.overlap ? ", overlapped" : "");
+  if (zero.ranks() == 1) return text;
+  return formatted("{} data-parallel {}: {} replica(s) x {} shard(s), ZeRO stage {}, gradients reduced every {}{}",
+                   zero.ranks(), tensor.ranks > 1 ? "groups of " + text : "ranks", zero.replicas, zero.shards,
+                   zero.stage, zero.grad_reduce == GradReduce::step ? "step" : "micro-batch",
                    zero.sync == DpSync::all_reduce ? "" : formatted(", {}", zero.sync));
 }
 
 // The traffic of every --dp-sync beside that of the one chosen, where a run has the choice.
 inline void report_links(Log& log, const StepConfig& step) {
   const ZeroConfig& zero = step.zero;
-  if (zero.ranks() == 1 || zero.stage > 0 || zero.replicas > 1) return;
+  if (zero.ranks() == 1 || zero.stage > 0 || zero.replicas > 1 || step.tensor.ranks > 1) return;
   int64_t elements = 0;
   for (const UnitSpec& unit : parameter_table(step.model)) elements += UnitLayout(unit, zero.ranks()).size;
   const int64_t R = zero.grad_reduce == GradReduce::step ? 1 : step.micro_batches,
@@ -93,9 +100,10 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
       {"parameters", formatted("{} ({:.3f} MFLOP per token)", human_count(count_parameters(parameter_table(m))),
                                training_flops_per_token(m, o.seq_len) * 1e-6)},
       {"numerics", formatted("{}, recompute {}", o.dtype, step.recompute)},
-      {"batch", formatted("{} tokens per step = {} micro-batch(es) x {} sequences x {} tokens x {} rank(s)",
-                          human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.zero.ranks())},
-      {"layout", layout_text(step.zero)},
+      {"batch", formatted("{} tokens per step = {} micro-batch(es) x {} sequences x {} tokens x {} {}",
+                          human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.readers(),
+                          step.tensor.ranks == 1 ? "rank(s)" : "group(s) of ranks")},
+      {"layout", layout_text(step)},
       {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
                               o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip)}};
 }
@@ -112,14 +120,14 @@ inline Rows memory_rows(const Plan& plan) {
 inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, const Rows& more = {}) {
   Rows rows = memory_rows(plan);
   rows.insert(rows.end(), more.begin(), more.end());
-  log.table(step.zero.ranks() == 1 ? "memory" : plan.others ? "memory of rank 0, the server" : "memory per rank", rows);
+  log.table(step.ranks() == 1 ? "memory" : plan.others ? "memory of rank 0, the server" : "memory per rank", rows);
   if (plan.others) log.table("memory of each other rank", memory_rows(*plan.others));
 }
 
 // What a GPU's memory holds besides what is planned.
 inline std::string not_counted_text(const StepConfig& step) {
   return formatted("about {} for the CUDA context and cuBLASLt{}{}", human_bytes(gpu_reserve),
-                   step.zero.ranks() > 1 ? formatted(", {} for NCCL's buffers", human_bytes(nccl_reserve)) : "",
+                   step.ranks() > 1 ? formatted(", {} for NCCL's buffers", human_bytes(nccl_reserve)) : "",
                    built_for_gpus ? "" : "; some MiB of op scratch, which only a build for GPUs counts");
 }
 
@@ -155,7 +163,7 @@ inline void require_memory(const Options& o, const StepConfig& step, const Plan&
   if (fits(plan, memory_limit(o, device))) return;
   std::string message =
       formatted("{} needs {} and {}",
-                step.zero.ranks() == 1 ? "the run"
+                step.ranks() == 1 ? "the run"
                 : plan.others          ? "the server, rank 0,"
                                        : "each rank",
                 human_bytes(plan.total_bytes()), detail::memory_verdict(o, step, plan, device, begun));
@@ -170,10 +178,11 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
   Rows not_counted;
   if (device.computes_as() == DeviceKind::cuda) not_counted = {{"not counted", detail::not_counted_text(step)}};
   detail::report_memory(log, step, plan, not_counted);
-  if (step.zero.ranks() > 1) {
+  if (step.ranks() > 1) {
     auto rows = [](const Plan& p) {
       Rows traffic;
-      for (const auto& [group, bytes] : p.step_traffic) traffic.emplace_back(group, human_bytes(bytes));
+      for (const auto& [group, bytes] : p.step_traffic)
+        if (bytes > 0) traffic.emplace_back(group, human_bytes(bytes));
       return traffic;
     };
     log.table(plan.others ? "sent by rank 0 per step" : "sent per rank and step", rows(plan));
@@ -190,7 +199,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
   }
   ops.emplace_back("total", formatted("{:8}       {:14.3f} GFLOP {:12.3f} GB", "", flops * 1e-9, bytes * 1e-9));
   log.table(o.ranks == 1 ? "work per step" : plan.others ? "work of rank 0 per step" : "work per rank and step", ops);
-  if (const std::string notice = detail::too_many_ranks_notice(device, step.zero.ranks()); !notice.empty())
+  if (const std::string notice = detail::too_many_ranks_notice(device, step.ranks()); !notice.empty())
     log.line(notice);
   const std::string verdict = detail::memory_verdict(o, step, plan, device);
   if (o.memory_limit && !fits(plan, memory_limit(o, device))) throw Error(verdict);
@@ -281,7 +290,7 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
                                                                   val->count(), human_count(val->tokens())));
   rows.emplace_back("output", o.out_dir);
   log.table("train_gpt " TRAIN_GPT_GIT_HASH, rows);
-  if (step.zero.ranks() > 1) report_ranks(log, o, device, backend, step.zero.mesh());
+  if (step.ranks() > 1) report_ranks(log, o, device, backend, step.mesh());
   if (step.zero.sync != DpSync::all_reduce) detail::report_links(log, step);
   detail::report_memory(log, step, plan);
   detail::report_unlikely_data(log, o, step, train, val);

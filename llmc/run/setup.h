@@ -43,10 +43,11 @@ inline Device choose_device(const Options& o) {
   return device;
 }
 
-// One per visible GPU; one on a CPU, and in modes that use one rank.
+// One per visible GPU; as few as --tp allows on a CPU, one in modes that use one rank.
 inline int64_t default_ranks(const Options& o) {
-  if (o.device == "cpu" || o.generate || o.verify_data) return 1;
-  return std::max(1, visible_gpus().count);
+  if (o.generate || o.verify_data) return 1;
+  const int64_t gpus = o.device == "cpu" ? 0 : visible_gpus().count;
+  return std::max(o.tp, gpus);
 }
 
 inline ModelConfig choose_model(const Options& o) {
@@ -59,7 +60,7 @@ inline DType choose_dtype(const Options& o) { return o.dtype == "bf16" ? DType::
 inline ZeroConfig choose_layout(const Options& o) {
   ZeroConfig zero;
   zero.replicas = static_cast<int>(o.dp_replicate);
-  zero.shards = static_cast<int>(o.ranks / o.dp_replicate);
+  zero.shards = static_cast<int>(o.ranks / o.tp / o.dp_replicate);
   zero.reduce_by_stage = o.grad_reduce == "auto";
   zero.set_stage(static_cast<int>(o.zero_stage));
   if (o.grad_reduce != "auto") zero.grad_reduce = grad_reduce_from_name(o.grad_reduce);
@@ -119,8 +120,9 @@ inline StepConfig choose_step(const Options& o) {
                   .documents = o.mask_documents ? Documents::apart : Documents::together};
   CHECK(o.seq_len <= step.model.n_positions, "--seq-len {} exceeds the {} positions of --model {}: use at most {}",
         o.seq_len, step.model.n_positions, o.model, step.model.n_positions);
+  step.tensor = tensor_parallel(step.model, o.tp, o.sequence_parallel == "on", o.tp_overlap);
   if (o.total_batch_size)
-    step.micro_batches = *o.total_batch_size / (step.batch.rows() * o.ranks);  // validated with the options
+    step.micro_batches = *o.total_batch_size / (step.batch.rows() * step.readers());  // validated with the options
   step.head_chunks = o.head_chunks;
   require_countable(step);
   return step;

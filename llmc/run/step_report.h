@@ -98,7 +98,7 @@ class StepReport {
                                         : "not measured"},
                 {"checkpoint", checkpoint},
                 {"metrics", o_.out_dir + "/metrics.jsonl"}});
-    if (o_.profile) report_profile(log_, ops, updates, peaks_.of_rank(job_.step.zero.ranks()));
+    if (o_.profile) report_profile(log_, ops, updates, peaks_.of_rank(job_.step.ranks()));
   }
 
  private:

@@ -147,10 +147,10 @@ class ChoiceSet {
 // called before each micro-batch.
 template <class Before>
 ChoiceScore evaluate_choices(Trainer& trainer, const ChoiceSet& set, DataParallel& dp, Before&& before) {
-  const int64_t B = trainer.config().batch.B, ranks = dp.ranks(), T = set.length(trainer.config().batch.T);
-  const int64_t micro_batches = ceil_div(set.rows(), B * ranks);
-  auto first_row = [&](int64_t m) { return (m * ranks + dp.rank) * B; };
-  std::vector<double> losses(static_cast<size_t>(micro_batches * ranks * B), 0);
+  const int64_t B = trainer.config().batch.B, readers = dp.readers(), T = set.length(trainer.config().batch.T);
+  const int64_t micro_batches = ceil_div(set.rows(), B * readers);
+  auto first_row = [&](int64_t m) { return (m * readers + dp.reader()) * B; };
+  std::vector<double> losses(static_cast<size_t>(micro_batches * readers * B), 0);
   constexpr int64_t piece = 4096;  // micro-batches in one list of actions
   for (int64_t begin = 0; begin < micro_batches; begin += piece)
     trainer.evaluate(
@@ -166,7 +166,8 @@ ChoiceScore evaluate_choices(Trainer& trainer, const ChoiceSet& set, DataParalle
                   static_cast<double>(rows[static_cast<size_t>(b * T + t)]);
         },
         T);
-  // Each rank has its own rows, zeros elsewhere.
+  // Each reader has its own rows, zeros elsewhere; of those who read the same, the first counts.
+  if (dp.tensor_rank > 0) std::fill(losses.begin(), losses.end(), 0);
   const std::string mine(reinterpret_cast<const char*>(losses.data()), losses.size() * sizeof(double));
   std::vector<double> all(losses.size(), 0);
   for (const std::string& theirs : dp.control->all_gather_text("choices", mine))

@@ -11,7 +11,7 @@ namespace llmc {
 
 // The activations of one chunk for one micro-batch.
 struct ChunkActivations {
-  Tensor embedded;  // (N, C), of the chunk with the embedding
+  Tensor embedded;  // (S, C), of the chunk with the embedding
   std::vector<BlockActivations> blocks;
 };
 
@@ -19,13 +19,14 @@ struct ChunkActivations {
 struct Slot {
   MicroBatch inputs;
   std::vector<ChunkActivations> chunks;
-  Tensor gradient;  // (N, C) of the residual stream, passed from chunk to chunk in the backward
+  Tensor gradient;  // (S, C) of the residual stream, passed from chunk to chunk in the backward
 
   // `shared`: the activations that are recomputed, one set for all blocks and slots.
   Slot(const StepConfig& config, const std::vector<Chunk>& of_chunks, const BatchShape& shape, Purpose purpose,
        const BlockActivations& shared, Arena& arena)
-      : inputs(shape, arena) {
-    const Shape stream_shape{shape.rows(), config.model.n_embd};
+      : inputs(shape, config.tensor, arena) {
+    const ModelConfig model = config.part();
+    const Shape stream_shape{config.tensor.stream_rows(shape.rows()), model.n_embd};
     for (const Chunk& chunk : of_chunks) {
       ChunkActivations& acts = chunks.emplace_back();
       if (chunk.has_embedding) acts.embedded = arena.alloc("activations", "embedded", config.dtype, stream_shape);
@@ -34,7 +35,8 @@ struct Slot {
         if (purpose != Purpose::train && l >= 2) acts.blocks.push_back(acts.blocks[l - 2]);
         else
           acts.blocks.push_back(
-              BlockActivations::kept(config.model, shape, config.dtype, config.recompute_for(purpose), shared, arena));
+              BlockActivations::kept(model, shape, config.tensor, config.dtype, config.recompute_for(purpose), shared,
+                                     arena));
       }
     }
     if (purpose == Purpose::train) gradient = arena.alloc("activations", "gradient", config.dtype, stream_shape);
@@ -52,14 +54,16 @@ struct Slot {
 // being computed.
 class Uploads {
  public:
-  Uploads(const BatchShape& shape, const Context& context) {
+  Uploads(const BatchShape& shape, const TensorParallel& tensor, const Context& context) {
     if (context.compute.device().computes_as() == DeviceKind::cuda)
-      for (int i = 0; i < 2; ++i) arriving_.emplace_back(shape, context.arena);
+      for (int i = 0; i < 2; ++i) arriving_.emplace_back(shape, tensor, context.arena);
     if (context.copies != nullptr) context.copies->reserve_uploads(arriving_[0].inputs.tokens.size_bytes());
   }
 
   void upload_batch(const MicroBatch& to, HostBatch from, const Context& context) {
     Stream& compute = context.compute;
+    const size_t rows = static_cast<size_t>(to.tokens.numel());  // padding has no targets
+    from.tokens.resize(rows, 0), from.targets.resize(rows, -1), from.positions.resize(rows, 0);
     if (context.copies == nullptr) {
       upload(to.tokens, std::move(from.tokens), compute);
       upload(to.targets, std::move(from.targets), compute);
@@ -84,7 +88,8 @@ class Uploads {
   struct Arriving {
     MicroBatch inputs;
     Event free;
-    Arriving(const BatchShape& shape, Arena& arena) : inputs(shape, arena) { free.signal(); }
+    Arriving(const BatchShape& shape, const TensorParallel& tensor, Arena& arena)
+        : inputs(shape, tensor, arena) { free.signal(); }
   };
   std::vector<Arriving> arriving_;  // of a GPU
   int64_t uploads_ = 0;
@@ -98,7 +103,7 @@ struct KeyValueCache {
   KeyValueCache(const StepConfig& config, Arena& arena) {
     for (int64_t l = 0; l < config.model.n_layer; ++l)
       layers.push_back(arena.alloc("key-value cache", "keys and values", config.dtype,
-                                   {config.batch.T, 2 * config.model.kv_size()}));
+                                   {config.batch.T, 2 * config.part().kv_size()}));
   }
 };
 

@@ -18,7 +18,7 @@ namespace llmc {
 class Interpreter {
  public:
   Interpreter(const StepConfig& config, const Context& context, ModelState& state, Stage& stage)
-      : config_(config), context_(context), state_(state), stage_(stage), uploads_(config.batch, context) {}
+      : config_(config), context_(context), state_(state), stage_(stage), uploads_(config.batch, config.tensor, context) {}
 
   // Enqueues all actions on the compute stream. `batches`: the inputs of each micro-batch.
   void run(const std::vector<Action>& actions, const Pass& pass, const BatchSource& batches) {
@@ -55,8 +55,9 @@ class Interpreter {
   // One set of activations for each micro-batch in flight; micro-batch m uses slot m modulo their number.
   std::vector<Slot> make_slots(const std::vector<Action>& actions, const Pass& pass) const {
     const int64_t in_flight = pass.purpose == Purpose::train ? micro_batches_in_flight(actions) : 1;
-    const BlockActivations shared = BlockActivations::recomputed(config_.model, pass.shape, config_.dtype,
-                                                                 config_.recompute_for(pass.purpose), context_.arena);
+    const BlockActivations shared =
+        BlockActivations::recomputed(config_.part(), pass.shape, config_.tensor, config_.dtype,
+                                     config_.recompute_for(pass.purpose), context_.arena);
     std::vector<Slot> slots;
     for (int64_t i = 0; i < in_flight; ++i)
       slots.emplace_back(config_, stage_.chunks(), pass.shape, pass.purpose, shared, context_.arena);
@@ -73,10 +74,11 @@ class Interpreter {
   bool is_last(const Action& action) const { return action.micro_batch + 1 == config_.micro_batches; }
 
   // Does the action enqueue the same every time, and only on the compute stream? Not where it waits for other streams,
-  // or they for it.
+  // or they for it, nor where it exchanges activations.
   bool replayable(const Action& action, const Pass& pass) const {
     if (pass.purpose != Purpose::train || pass.launch == Launch::enqueue) return false;
-    if (config_.zero.stage == 3 || config_.zero.grad_reduce == GradReduce::micro) return false;
+    if (config_.zero.stage == 3 || config_.zero.grad_reduce == GradReduce::micro || config_.tensor.ranks > 1)
+      return false;
     const bool reduces = action.kind == ActionKind::backward && is_last(action) && config_.zero.ranks() > 1;
     return !reduces;
   }

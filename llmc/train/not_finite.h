@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -18,6 +19,7 @@ struct NotFinite {
   std::string tensor, op;
   std::string place;               // "forward of blocks.3"
   int64_t micro_batch = -1;        // -1: none, the number was there before the step
+  int64_t writes = -1;             // tensors written in the step before it
   std::vector<int64_t> sequences;  // of the micro-batch, that contain one; empty: the tensor has no sequence axis
 };
 
@@ -53,7 +55,7 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
   std::optional<NotFinite> found;
   for (const StateEntry& e : trainer.state().state_table())
     if (!found && !all_finite(e.tensor, stream))
-      found = NotFinite{e.param->name, formatted("{}, before the step", e.kind), "", -1, {}};
+      found = NotFinite{e.param->name, formatted("{}, before the step", e.kind), "", -1, -1, {}};
   // If the state of one rank is bad already, no rank repeats the step.
   for (const std::string& bad : trainer.state().dp().control->all_gather_text("bad state", found ? "yes" : ""))
     if (!bad.empty()) return found;
@@ -61,9 +63,11 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
     Stream& stream;
     ~Inspection() { stream.set_inspector(nullptr); }
   } inspection{stream};
+  int64_t writes = 0;
   stream.set_inspector([&](const char* op, const Tensor& t) {
+    ++writes;
     if (found || all_finite(t, stream)) return;
-    found = NotFinite{t.name, op, trainer.place().what, trainer.place().micro_batch, {}};
+    found = NotFinite{t.name, op, trainer.place().what, trainer.place().micro_batch, writes, {}};
     const int64_t B = config.batch.B, each = t.numel() / B;  // elements per sequence, if it has a sequence axis
     if (detail::is_gradient(trainer.state(), t) || t.numel() < config.batch.rows()) return;
     for (int64_t b = 0; b < B; ++b)
@@ -77,8 +81,10 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
 // Where it is, in words. sample_of(micro-batch, sequence): which sample of the data that sequence was.
 template <class SampleOf>
 std::string describe(const NotFinite& first, const Trainer& trainer, SampleOf&& sample_of) {
-  if (first.micro_batch < 0) return formatted("{} ({}) contains a non-finite number", first.tensor, first.op);
   const DataParallel& dp = trainer.state().dp();
+  if (first.micro_batch < 0)
+    return formatted("{} ({}) contains a non-finite number{}", first.tensor, first.op,
+                     dp.tensor.ranks > 1 ? formatted(" on rank {}", dp.rank) : "");
   std::vector<int64_t> samples;
   for (int64_t b = 0; b < trainer.config().batch.B; ++b)
     if (first.sequences.empty() ||
@@ -90,19 +96,28 @@ std::string describe(const NotFinite& first, const Trainer& trainer, SampleOf&& 
                    samples.size() == 1 ? "sample" : "samples", samples);
 }
 
-// The same, from the lowest rank that finds one; called by all ranks.
+// The same, from the rank where it comes first in the order of the step, which tensor-parallel ranks go through together:
+// the others may have got it from there. Of equals, the lowest. Called by all ranks.
 template <class SampleOf>
 std::string where_not_finite(Trainer& trainer, const BatchSource& batches, SampleOf&& sample_of) {
+  constexpr int64_t nowhere = std::numeric_limits<int64_t>::max();
   std::string mine;
+  int64_t writes = nowhere;
   try {
     if (const std::optional<NotFinite> first = find_not_finite(trainer, batches))
-      mine = describe(*first, trainer, sample_of);
+      mine = describe(*first, trainer, sample_of), writes = first->writes;
   } catch (const Interrupted& stop) {  // thrown on all ranks
     mine = formatted("the search for its origin was interrupted by {}", stop.reason);
   }
-  for (const std::string& found : trainer.state().dp().control->all_gather_text("first not finite", mine))
-    if (!found.empty()) return found;
-  return "no tensor contains one: a sum overflowed";
+  int64_t fewest = nowhere;
+  std::string found = mine;
+  for (const std::string& theirs :
+       trainer.state().dp().control->all_gather_text("first not finite", formatted("{} {}", writes, mine))) {
+    const size_t space = theirs.find(' ');
+    const int64_t their_writes = std::stoll(theirs.substr(0, space));
+    if (their_writes < fewest) fewest = their_writes, found = theirs.substr(space + 1);
+  }
+  return found.empty() ? "no tensor contains one: a sum overflowed" : found;
 }
 
 }  // namespace llmc

@@ -26,6 +26,8 @@ class Stage {
       : config_(config),
         context_(context),
         state_(state),
+        model_(config.part()),
+        parallel_{state.dp(), context.arena, context.compute},
         loss_sum_(loss_sum),
         chunks_(make_chunks(config.model.n_layer, config.chunks)) {
     if (config.model.family.positions == Positions::rotary) {
@@ -109,19 +111,20 @@ class Stage {
 
   // What the blocks need besides their weights; a generated text is one document.
   Sequences sequences(const Slot& slot, const Pass& pass) const {
-    return {pass.shape, slot.inputs.positions, rotary_table_,
+    return {pass.shape, slot.inputs.positions.slice(0, {pass.shape.rows()}), rotary_table_,
             pass.purpose == Purpose::generate ? Documents::together : config_.documents};
   }
 
   // ---- Forward -----------------------------------------------------------------------------------------------------
 
-  // out (N, C)
+  // out (S, C)
   void forward_embedding(const Tensor& out, const Slot& slot) {
     Stream& stream = context_.compute;
     const ProfilerRange range = set_current("forward of the embedding");
     const UnitState& unit = state_.acquire(embedding_unit, stream);
-    embedding_forward(out, slot.inputs.tokens, slot.inputs.positions, unit.weight("wte.weight"),
-                      unit.has("wpe.weight") ? unit.weight("wpe.weight") : Tensor{}, stream);
+    parallel::embedding(out, slot.inputs.tokens, slot.inputs.positions, unit.weight("wte.weight"),
+                        unit.has("wpe.weight") ? unit.weight("wpe.weight") : Tensor{}, unit.vocabulary("wte.weight"),
+                        parallel_);
     state_.release(embedding_unit, stream);
   }
 
@@ -132,42 +135,57 @@ class Stage {
     const ProfilerRange range = set_current("forward of " + unit.spec().name);
     const Sequences sequence = sequences(slot, pass);
     if (pass.cache != nullptr)
-      block_forward_cached(acts, x, pass.cache->layers[static_cast<size_t>(layer)], pass.cache->rows, unit,
-                           config_.model, sequence, context_.arena, stream);
-    else block_forward(acts, x, unit, config_.model, sequence, context_.arena, stream);
+      block_forward_cached(acts, x, pass.cache->layers[static_cast<size_t>(layer)], pass.cache->rows, unit, model_,
+                           sequence, parallel_);
+    else block_forward(acts, x, unit, model_, sequence, parallel_);
     state_.release(u, stream);
   }
 
-  // Adds the losses of x (N, C) to the sum, and passes those of every row to pass.row_losses if it is set.
+  // Adds the losses of x (S, C) to the sum, and passes those of every row to pass.row_losses if it is set.
   void evaluate_head(const Tensor& x, const UnitState& head_state, const UnitState& embedding, const Slot& slot,
                      const Pass& pass, int64_t micro_batch) {
-    const auto rows_so_far = std::make_shared<std::vector<float>>();
-    for_head_chunks(x, [&](const HeadActivations& head, int64_t begin, const Shape& rows) {
-      head_forward(head, x.slice(begin * rows[1], rows), head_state, embedding, config_.model, context_.compute);
-      add_loss(head, slot.inputs.targets.slice(begin, {rows[0]}), Gradient::no);
+    const int64_t R = pass.shape.rows();
+    const auto losses = std::make_shared<std::vector<float>>(pass.row_losses ? static_cast<size_t>(R) : 0);
+    for_head_chunks(x, slot, [&](const HeadActivations& head, const Tensor& part, const Tensor& targets,
+                                 const std::vector<Range>& rows) {
+      head_forward(head, part, head_state, embedding, model_, parallel_);
+      add_loss(head, targets, head_state, embedding, Gradient::no);
       if (!pass.row_losses) return;
-      const bool last = begin + rows[0] == x.shape[0];
+      const bool last = rows[0].end() == x.shape[0];
       download(head.losses, context_.compute,
-               [rows_so_far, last, micro_batch, report = pass.row_losses](const std::vector<float>& losses) {
-                 rows_so_far->insert(rows_so_far->end(), losses.begin(), losses.end());
-                 if (last) report(micro_batch, *rows_so_far);
+               [losses, rows, R, last, micro_batch, report = pass.row_losses](const std::vector<float>& of_part) {
+                 auto from = of_part.begin();
+                 for (const Range& range : rows)
+                   for (int64_t row = range.begin; row < range.end(); ++row, ++from)
+                     if (row < R) (*losses)[static_cast<size_t>(row)] = *from;
+                 if (last) report(micro_batch, *losses);
                });
     });
   }
 
-  // The head on one row of x (N, C) only.
+  // The head on one row of x (S, C) only.
   void compute_logits(const Tensor& x, const UnitState& head_state, const UnitState& embedding, const Pass& pass) {
     auto scope = context_.arena.scope();
-    const int64_t C = config_.model.n_embd;
-    const HeadActivations head(config_.model, 1, config_.dtype, context_.arena);
-    head_forward(head, x.slice(pass.logits_row * C, {1, C}), head_state, embedding, config_.model, context_.compute);
-    download(head.logits.slice(0, {config_.model.vocab_size}), context_.compute,
-             [this](std::vector<float> host) { logits_ = std::move(host); });
+    const int64_t S = x.shape[0], C = x.shape[1];
+    const HeadActivations head(model_, 1, config_.tensor, config_.dtype, context_.arena);
+    // With sequence parallelism one rank has it; the others' rows beside it are computed for nothing.
+    head_forward(head, x.slice(pass.logits_row % S * C, {1, C}), head_state, embedding, model_, parallel_);
+    const Tensor logits = head.logits.slice(pass.logits_row / S * head.logits.shape[1], {head.logits.shape[1]});
+    const Tensor all = parallel::gather_vocabulary(logits, parallel_);
+    const int64_t V = config_.model.vocab_size, part = model_.vocab_size, stored = logits.numel();
+    download(all, context_.compute, [this, V, part, stored](const std::vector<float>& host) {
+      logits_.clear();  // without the padding of each part
+      for (size_t begin = 0; static_cast<int64_t>(logits_.size()) < V; begin += static_cast<size_t>(stored)) {
+        const int64_t count = std::min(part, V - static_cast<int64_t>(logits_.size()));
+        logits_.insert(logits_.end(), host.begin() + static_cast<int64_t>(begin),
+                       host.begin() + static_cast<int64_t>(begin) + count);
+      }
+    });
   }
 
   // ---- Backward ----------------------------------------------------------------------------------------------------
 
-  // Final norm, logits and loss of x (N, C), forward and backward; slot.gradient = the gradient of x.
+  // Final norm, logits and loss of x (S, C), forward and backward; slot.gradient = the gradient of x.
   void backward_head(const Tensor& x, const Slot& slot, bool last_micro_batch) {
     Stream& stream = context_.compute;
     const ProfilerRange range = set_current("backward of the head");
@@ -175,19 +193,19 @@ class Stage {
     state_.start_gradients(head_unit(), stream);
     // A tied table gets its gradients in two parts, here and in backward_embedding(), which has them reduced.
     if (config_.model.tied) state_.start_gradients(embedding_unit, stream);
-    for_head_chunks(x, [&](const HeadActivations& head, int64_t begin, const Shape& rows) {
-      const Tensor part = x.slice(begin * rows[1], rows);
-      head_forward(head, part, unit, embedding, config_.model, stream);
-      add_loss(head, slot.inputs.targets.slice(begin, {rows[0]}), Gradient::yes);
-      head_backward(slot.gradient.slice(begin * rows[1], rows), head, part, unit, embedding, config_.model,
-                    context_.arena, stream);
+    for_head_chunks(x, slot, [&](const HeadActivations& head, const Tensor& part, const Tensor& targets,
+                                 const std::vector<Range>& rows) {
+      head_forward(head, part, unit, embedding, model_, parallel_);
+      add_loss(head, targets, unit, embedding, Gradient::yes);
+      head_backward(slot.gradient.slice(rows[0].begin * x.shape[1], part.shape), head, part, unit, embedding, model_,
+                    parallel_);
     });
     state_.reduce_gradients(head_unit(), last_micro_batch, stream);
     state_.release(head_unit(), stream);
     release_tied();
   }
 
-  // slot.gradient: in, the gradient of the block's output; out, that of its input x (N, C).
+  // slot.gradient: in, the gradient of the block's output; out, that of its input x (S, C).
   void backward_block(int64_t layer, const BlockActivations& acts, const Tensor& x, const Slot& slot, const Pass& pass,
                       bool last_micro_batch) {
     Stream& stream = context_.compute;
@@ -196,8 +214,13 @@ class Stage {
     const ProfilerRange range = set_current("backward of " + unit.spec().name);
     const Sequences sequence = sequences(slot, pass);
     state_.start_gradients(u, stream);
-    block_recompute(acts, x, config_.recompute, unit, config_.model, sequence, context_.arena, stream);
-    block_backward(slot.gradient, acts, x, unit, config_.model, sequence, context_.arena, stream);
+    auto scope = context_.arena.scope();
+    GatheredRows gathered;
+    if (config_.recompute == Recompute::block)
+      gathered = {parallel::room_for_rows("gathered norm1", acts.norm1, parallel_),
+                  parallel::room_for_rows("gathered norm2", acts.norm2, parallel_)};
+    block_recompute(acts, x, gathered, config_.recompute, unit, model_, sequence, parallel_);
+    block_backward(slot.gradient, acts, x, gathered, unit, model_, sequence, parallel_);
     state_.reduce_gradients(u, last_micro_batch, stream);
     state_.release(u, stream);
   }
@@ -208,35 +231,55 @@ class Stage {
     if (!config_.model.tied) state_.start_gradients(embedding_unit, stream);
     const UnitState& unit = state_.unit(embedding_unit);
     const Tensor dwpe = unit.has("wpe.weight") ? unit.gradient("wpe.weight") : Tensor{};
-    embedding_backward(unit.gradient("wte.weight"), dwpe, slot.gradient, slot.inputs.tokens, slot.inputs.positions,
-                       stream);
+    parallel::embedding_backward(unit.gradient("wte.weight"), dwpe, slot.gradient, slot.inputs.tokens,
+                                 slot.inputs.positions, unit.vocabulary("wte.weight"), parallel_);
     state_.reduce_gradients(embedding_unit, last_micro_batch, stream);
   }
 
   // ---- The head's rows ---------------------------------------------------------------------------------------------
 
-  // f(head, first row, shape of its rows of x) for the chunks of rows of x (N, C), each with activations of its own.
+  // f(head, part of x, targets, rows) for parts of the rows of x (S, C), each with activations of its own. rows: which
+  // rows of the micro-batch the logits and targets are of; with sequence parallelism some from each rank.
   template <class F>
-  void for_head_chunks(const Tensor& x, F&& f) {
-    const int64_t N = x.shape[0], most = config_.head_rows(N);
-    for (int64_t begin = 0; begin < N; begin += most) {
-      const int64_t rows = std::min(most, N - begin);
+  void for_head_chunks(const Tensor& x, const Slot& slot, F&& f) {
+    const int64_t S = x.shape[0], C = x.shape[1], most = config_.head_rows(S);
+    const int slices = config_.tensor.by_rows() ? config_.tensor.ranks : 1;
+    for (int64_t begin = 0; begin < S; begin += most) {
+      const int64_t n = std::min(most, S - begin);
       auto scope = context_.arena.scope();
-      f(HeadActivations(config_.model, rows, config_.dtype, context_.arena), begin, Shape{rows, x.shape[1]});
+      std::vector<Range> rows;
+      for (int p = 0; p < slices; ++p) rows.push_back({S * p + begin, n});
+      f(HeadActivations(model_, n, config_.tensor, config_.dtype, context_.arena), x.slice(begin * C, {n, C}),
+        targets_of(rows, slot), rows);
     }
+  }
+  Tensor targets_of(const std::vector<Range>& rows, const Slot& slot) {
+    const int64_t n = rows[0].size;
+    if (rows.size() == 1) return slot.inputs.targets.slice(rows[0].begin, {n});
+    const Tensor targets =
+        context_.arena.alloc("head", "targets", DType::int32, {n * static_cast<int64_t>(rows.size())});
+    for (size_t p = 0; p < rows.size(); ++p)
+      copy(targets.slice(n * static_cast<int64_t>(p), {n}), slot.inputs.targets.slice(rows[p].begin, {n}),
+           context_.compute);
+    return targets;
   }
 
   // Adds the losses to the sum; with Gradient::yes the logits become the gradient of the step's mean loss (contract 9:
   // divided by the tokens of all ranks).
-  void add_loss(const HeadActivations& head, const Tensor& targets, Gradient gradient) {
-    cross_entropy(head.losses, head.logits, targets, config_.model.vocab_size,
-                  1.0 / static_cast<double>(config_.tokens()), gradient, context_.compute);
+  void add_loss(const HeadActivations& head, const Tensor& targets, const UnitState& head_state,
+                const UnitState& embedding, Gradient gradient) {
+    const Vocabulary part =
+        config_.model.tied ? embedding.vocabulary("wte.weight") : head_state.vocabulary("lm_head.weight");
+    parallel::cross_entropy(head.losses, head.logits, targets, part, 1.0 / static_cast<double>(config_.tokens()),
+                            gradient, parallel_);
     add_losses(loss_sum_, head.losses, context_.compute);
   }
 
   const StepConfig& config_;
   Context context_;
   ModelState& state_;
+  ModelConfig model_;  // the shape of this rank's part
+  parallel::Context parallel_;
   Tensor loss_sum_;
   std::vector<Chunk> chunks_;
   Tensor rotary_table_;  // (T, D); empty without rotary positions

@@ -31,20 +31,30 @@ struct StepConfig {
   int chunks = 1;
   Recompute recompute = Recompute::none;
   ZeroConfig zero = {};
+  TensorParallel tensor = {};  // made by tensor_parallel()
   int64_t head_chunks =
       0;  // parts of a micro-batch that the head takes one after another; 0: as few as head_rows() allows
   bool generates = true;  // plan memory for a text and its key-value cache
   Documents documents = Documents::together;
 
-  // Rows of one part, of N: by head_chunks, or as many as have at most 1 GiB of logits.
-  int64_t head_rows(int64_t N) const {
-    const int64_t row_bytes = model.padded_vocab() * size_of(dtype);
-    const int64_t chunks = head_chunks > 0 ? std::min(head_chunks, N) : ceil_div(N * row_bytes, int64_t{1} << 30);
-    return ceil_div(N, chunks);
+  Mesh mesh() const { return mesh_of(zero, tensor); }
+  int ranks() const { return zero.ranks() * tensor.ranks; }
+  int readers() const { return zero.ranks(); }  // ranks, or groups of tensor-parallel ranks, with samples of their own
+  // The shape of what one rank computes.
+  ModelConfig part() const { return part_of(model, tensor); }
+
+  // Rows of one part, of the S rows of the residual stream that a rank has: by head_chunks, or as many as have at most
+  // 1 GiB of logits.
+  int64_t head_rows(int64_t S) const {
+    const int64_t logits_rows = tensor.by_rows() ? S * tensor.ranks : S;
+    const int64_t row_bytes = part().padded_vocab() * size_of(dtype);
+    const int64_t chunks =
+        head_chunks > 0 ? std::min(head_chunks, S) : ceil_div(logits_rows * row_bytes, int64_t{1} << 30);
+    return ceil_div(S, chunks);
   }
   // A forward without a backward keeps as little as if all of it were recomputed.
   Recompute recompute_for(Purpose purpose) const { return purpose == Purpose::train ? recompute : Recompute::block; }
-  int64_t tokens() const { return batch.rows() * micro_batches * zero.ranks(); }  // of one step, over all ranks
+  int64_t tokens() const { return batch.rows() * micro_batches * readers(); }  // of one step, over all ranks
 };
 
 // One micro-batch of token ids on the host, each (B T).

@@ -24,18 +24,23 @@ class Trainer {
         context_(context),
         alone_(context.dp ? nullptr
                           : std::make_unique<DataParallel>(Mesh(), 0, context.compute.device(),
-                                                           DataParallel::null_groups(Mesh(), 0))),
+                                                           DataParallel::null_groups(0))),
         dp_(context.dp ? *context.dp : *alone_),
-        state_(parameter_table(config.model), config.dtype, config.zero, dp_, context.arena),
+        state_(part_of(parameter_table(config.model), config.tensor, dp_.tensor_rank), config.dtype, config.zero, dp_,
+               context.arena),
         actions_(training_actions(config.schedule, config.chunks, config.micro_batches)),
         scalars_(scalar("scalars of all ranks", {dp_.ranks(), 1 + static_cast<int64_t>(state_.size())})),
         loss_(scalar("loss", {1})),
-        square_sums_(scalar("square sums", {static_cast<int64_t>(state_.size()) * config.zero.shards})),
+        square_sums_(scalar("square sums", {static_cast<int64_t>(state_.size()) * config.zero.shards *
+                                              config.tensor.ranks})),
         control_(scalar("update control", {4})),
         stage_(config_, context_, state_, my_scalars().slice(0, {1})),
         interpreter_(config_, context_, state_, stage_) {
-    CHECK(dp_.ranks() == config.zero.ranks() && (config.zero.stage >= 0 && config.zero.stage <= 3));
-    CHECK(config.zero.sync == DpSync::all_reduce || (config.zero.stage == 0 && config.zero.replicas == 1));
+    CHECK(dp_.ranks() == config.ranks() && dp_.tensor.ranks == config.tensor.ranks);
+    CHECK(config.zero.stage >= 0 && config.zero.stage <= 3);
+    CHECK(config.tensor.head_copies == tensor_parallel(config.model, config.tensor.ranks).head_copies);
+    CHECK(config.zero.sync == DpSync::all_reduce ||
+          (config.zero.stage == 0 && config.zero.replicas == 1 && config.tensor.ranks == 1));
     zero(control_, context_.compute);
   }
   Trainer(const Trainer&) = delete;
@@ -161,7 +166,7 @@ class Trainer {
     return context_.arena.alloc("step scalars", name, DType::fp64, shape);
   }
 
-  // This rank's row of the scalars: its loss, then the square sum of its shard of each unit.
+  // This rank's row of the scalars: its loss, then the square sum of what it counts of its shard of each unit.
   Tensor my_scalars() const { return scalars_.slice(dp_.rank * scalars_.shape[1], {scalars_.shape[1]}); }
 
   // control_ = what the update needs, from the loss and the gradient norm of all ranks. A parameter server alone has
@@ -170,7 +175,9 @@ class Trainer {
     Stream& stream = context_.compute;
     const int64_t units = static_cast<int64_t>(state_.size()), shards = config_.zero.shards;
     auto square_sum_of = [&](int64_t u, int64_t shard, const Tensor& out) {
-      square_sum(out, state_.unit(static_cast<size_t>(u)).reduced_shard(static_cast<int>(shard)), stream);
+      zero(out, stream);
+      for (const Tensor& part : state_.unit(static_cast<size_t>(u)).counted_gradients(static_cast<int>(shard)))
+        square_sum(out, part, stream, Accumulate::yes);
     };
     if (config_.zero.updates() != ZeroConfig::Updates::server) {
       for (int64_t u = 0; u < units; ++u) square_sum_of(u, dp_.shard, my_scalars().slice(1 + u, {1}));
@@ -188,7 +195,7 @@ class Trainer {
   // loss_ and square_sums_ = those of all ranks.
   void combine() {
     dp_.scalars->all_gather(scalars_, context_.compute);
-    combine_scalars(loss_, square_sums_, scalars_, config_.zero.shards, context_.compute);
+    combine_scalars(loss_, square_sums_, scalars_, config_.zero.shards, config_.tensor.ranks, context_.compute);
   }
 
   StepConfig config_;
@@ -197,7 +204,7 @@ class Trainer {
   DataParallel& dp_;
   ModelState state_;
   std::vector<Action> actions_;
-  Tensor scalars_, loss_, square_sums_, control_;  // fp64: (ranks, 1 + units) (1) (units, shards) (4)
+  Tensor scalars_, loss_, square_sums_, control_;  // fp64: (ranks, 1 + units) (1) (units tp shards) (4)
   Stage stage_;
   Interpreter interpreter_;
 };

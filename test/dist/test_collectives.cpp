@@ -63,19 +63,18 @@ struct Plants final : Hooks {
   }
 };
 
-void check_groups_of(const Mesh& mesh, const Hooks& hooks = no_hooks) {
+void check_groups_of(const Mesh& mesh, const Hooks& hooks = no_hooks, const TensorParallel& tensor = {}) {
   World world(mesh, Backend::threads, hooks);
   run_ranks(world, [&](int rank) {
     const Device device{DeviceKind::cpu, 1};
     Arena scratch(device, 1 << 20);
     Stream compute(device, scratch);
-    const auto join = [&](const std::string& name, const std::vector<Axis>& along) {
-      return world.join(rank, name, along);
+    const auto join = [&](const std::string& name, const std::vector<int>& members) {
+      return world.join(rank, name, members);
     };
-    DataParallel dp(mesh, rank, device, join, hooks);
+    DataParallel dp(mesh, rank, device, join, hooks, tensor);
     check_groups(dp, mesh, compute, [](int r) { return formatted("rank {} elsewhere", r); });
-    for (const auto* comm : {&dp.gradients, &dp.replicas, &dp.weights, &dp.scalars})
-      CHECK((*comm)->bytes_sent() == 0 && (*comm)->bytes_received() == 0);
+    for (const Comm* comm : dp.tensor_groups()) CHECK(comm->bytes_sent() == 0 && comm->bytes_received() == 0);
   });
 }
 
@@ -191,6 +190,9 @@ TEST_CASE("mismatched sizes, or a failing rank, end all ranks with the reason") 
 TEST_CASE("known values go through every group, and a pair between which they are wrong is named") {
   check_groups_of(Mesh({{Axis::replicate, 2}, {Axis::shard, 3}}));
   check_groups_of(Mesh());
+  for (const bool overlap : {false, true})
+    check_groups_of(Mesh({{Axis::shard, 2}, {Axis::tp, 4}}), no_hooks,
+                    {.ranks = 4, .overlap = overlap, .head_copies = 2});
   const Mesh four({{Axis::shard, 4}});
   REQUIRE_ERROR(check_groups_of(four, Plants<MixesUp>()),
                 "rank 3 on " + host_name() + ": the group weights: got 3003 from rank 2 elsewhere instead of 3002");

@@ -1,6 +1,7 @@
 // Many ranks in one process: data parallelism in every ZeRO stage, traffic volume, memory by stage, layout-independent
 // checkpoints, overlap, and planted bugs that the self-test must find.
 #include <mutex>
+#include <ranges>
 
 #include "catch2.h"
 #include "core/signals.h"
@@ -28,7 +29,7 @@ TEST_CASE("the self-test finds a skipped reduction, a mean instead of a sum, a d
   const Replaces<SkippedReduction> skipped_reduction;
   const Replaces<MeanInsteadOfSum> mean_instead_of_sum;
   const Replaces<StaleGather> stale_gather;
-  const StepConfig one_rank = selftest::step_config(selftest::awkward_model(), DType::fp32, 1, {});
+  const StepConfig one_rank = selftest::step_config(selftest::awkward_model(), DType::fp32, 1, ZeroConfig{});
   const selftest::Outcome alone = selftest::run_layout(one_rank);
   struct Case {
     const char* bug;
@@ -42,7 +43,7 @@ TEST_CASE("the self-test finds a skipped reduction, a mean instead of a sum, a d
     INFO(bug);
     Log log = Log::silent();
     REQUIRE_FALSE(run_selftest(log, 2, {}, parts, {{"gpt2", true, DType::fp32}}));
-    for (const ZeroConfig& zero : selftest::layouts(2)) {
+    for (const auto& [zero, tensor] : selftest::layouts(2)) {
       if (zero.stage < first_stage || (first_stage > 0 && zero.shards == 1) || zero.sync != DpSync::all_reduce)
         continue;
       INFO("stage " << zero.stage << ", " << zero.shards << " shards, reduce " << name_of(zero.grad_reduce));
@@ -86,7 +87,7 @@ TEST_CASE("bytes sent per step match the formula, planned and between threads") 
           }
           if (shards * replicas == 1) continue;
           std::vector<std::map<std::string, int64_t>> counted(static_cast<size_t>(zero.ranks()));
-          World world(zero.mesh());
+          World world(mesh_of(zero));
           run_ranks(world, [&](int rank) {
             Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
             init_weights(run.trainer.state(), 1, run.stream);
@@ -100,8 +101,8 @@ TEST_CASE("bytes sent per step match the formula, planned and between threads") 
                 {.lr = 1e-3f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = 1}, {});
             run.dp.gather_stream.synchronize();
             run.dp.reduce_stream.synchronize();
-            for (const auto* comm : {&run.dp.gradients, &run.dp.replicas, &run.dp.weights, &run.dp.scalars})
-              counted[static_cast<size_t>(rank)][(*comm)->name()] = (*comm)->bytes_sent();
+            for (const Comm* comm : run.dp.tensor_groups())
+              counted[static_cast<size_t>(rank)][comm->name()] = comm->bytes_sent();
           });
           for (const auto& sent : counted)
             for (const auto& [group, bytes] : sent) {
@@ -161,7 +162,7 @@ StepConfig layout(int ranks, int stage, DType dtype) {
 // Loads `from` (or initialises weights), saves to `out` as step `step`, and returns the state.
 WholeState pass_through(const StepConfig& config, const std::string& from, const std::string& out, int64_t step) {
   const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
-  World world(config.zero.mesh(), Backend::threads, poison_hooks);
+  World world(config.mesh(), Backend::threads, poison_hooks);
   WholeState whole;
   std::mutex mutex;
   run_ranks(world, [&](int rank) {
@@ -232,7 +233,7 @@ TEST_CASE("the reduction of a unit's gradients overlaps with the backward of the
   if (pushed) zero.stage = 0, zero.sync = DpSync::parameter_server;
   StepConfig config = selftest::step_config(selftest::awkward_model(), DType::fp32, 12, zero);
   const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
-  World world(zero.mesh());
+  World world(mesh_of(zero));
   world.throttle(2e-6);  // slow link: a block's gradients take tens of milliseconds
   std::vector<Span> compute, reduce;
   run_ranks(world, [&](int rank) {
@@ -264,7 +265,7 @@ TEST_CASE("a step that is interrupted in the middle can be saved, in every stage
     StepConfig config = layout(2, stage % 4, DType::fp32);
     if (stage == 4) config.zero.sync = DpSync::parameter_server;
     const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
-    World world(config.zero.mesh(), Backend::threads, poison_hooks);
+    World world(config.mesh(), Backend::threads, poison_hooks);
     run_ranks(world, [&](int rank) {
       Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
       init_weights(run.trainer.state(), 3, run.stream);
@@ -288,7 +289,7 @@ TEST_CASE("a step that is interrupted in the middle can be saved, in every stage
 TEST_CASE("an error during gradient reduction prevents the update on every rank") {
   const StepConfig config = layout(2, 2, DType::fp32);
   const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
-  World world(config.zero.mesh(), Backend::threads, poison_hooks);
+  World world(config.mesh(), Backend::threads, poison_hooks);
   std::mutex mutex;
   int unchanged = 0;
   REQUIRE_THROWS_WITH(
@@ -330,10 +331,10 @@ TEST_CASE("an error during gradient reduction prevents the update on every rank"
 
 TEST_CASE("bf16 weights without masters are rounded identically in every layout", "[parallel]") {
   selftest::Outcome alone;
-  std::vector<ZeroConfig> layouts = selftest::layouts(1);
-  for (const ZeroConfig& layout : selftest::layouts(2))
-    if (layout.shards == 2) layouts.push_back(layout);
-  for (ZeroConfig zero : layouts) {
+  std::vector<selftest::Layout> layouts = selftest::layouts(1);
+  for (const selftest::Layout& layout : selftest::layouts(2))
+    if (layout.zero.shards == 2) layouts.push_back(layout);
+  for (ZeroConfig zero : layouts | std::views::transform(&selftest::Layout::zero)) {
     zero.master_weights = false;
     const StepConfig step = selftest::step_config(selftest::awkward_model(), DType::bf16, 4, zero);
     for (const MemoryLine& line : make_plan(step, {DeviceKind::cpu, 1}).memory) REQUIRE(line.label != "master weights");
@@ -345,6 +346,6 @@ TEST_CASE("bf16 weights without masters are rounded identically in every layout"
   }
   // The updates equal those of master weights up to the rounding, which is unbiased.
   const selftest::Outcome masters =
-      selftest::run_layout(selftest::step_config(selftest::awkward_model(), DType::bf16, 4, {.shards = 2}));
+      selftest::run_layout(selftest::step_config(selftest::awkward_model(), DType::bf16, 4, ZeroConfig{.shards = 2}));
   REQUIRE(selftest::distance(alone.weights, masters.weights) < 0x1p-7);
 }

@@ -16,7 +16,7 @@ constexpr DpSync servers[] = {DpSync::parameter_server, DpSync::parameter_server
 
 StepConfig step_of(int ranks, DpSync sync, GradReduce reduce = GradReduce::step, DType dtype = DType::fp32) {
   return selftest::step_config(selftest::awkward_model(), dtype, 1,
-                               {.grad_reduce = reduce, .shards = ranks, .sync = sync});
+                               ZeroConfig{.grad_reduce = reduce, .shards = ranks, .sync = sync});
 }
 
 constexpr AdamWOptions optimizer{
@@ -86,7 +86,7 @@ TEST_CASE("bytes through every rank's link match the law of --dp-sync, planned a
                         R = reduce == GradReduce::step ? 1 : step.micro_batches;
           const std::vector<LinkTraffic> law = link_traffic(P, G * R, W);
           const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
-          World world(step.zero.mesh());
+          World world(step.mesh());
           std::mutex mutex;
           std::string wrong;
           run_ranks(world, [&](int rank) {
@@ -164,10 +164,10 @@ TEST_CASE("only servers hold master weights, moments and reduced gradients") {
 
 TEST_CASE("the self-test finds a server that skips a rank, adds in another order, or sends old or too few weights") {
   using namespace layout_bugs;
-  const auto three_ranks = [](int ranks) {
-    std::vector<ZeroConfig> all;
+  const auto three_ranks = [](int ranks, const ModelConfig*) {
+    std::vector<selftest::Layout> all;
     for (const DpSync sync : servers)
-      if (ranks == 3) all.push_back({.shards = 3, .sync = sync});
+      if (ranks == 3) all.push_back({{.shards = 3, .sync = sync}});
     return all;
   };
   Log silent = Log::silent();
@@ -202,7 +202,7 @@ TEST_CASE("the server decides for all ranks: a step that is not finite, or an ou
     INFO(name_of(sync));
     const StepConfig step = step_of(3, sync);
     const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
-    World world(step.zero.mesh(), Backend::threads, poison_hooks);
+    World world(step.mesh(), Backend::threads, poison_hooks);
     std::mutex mutex;
     int good = 0;
     run_ranks(world, [&](int rank) {

@@ -69,7 +69,7 @@ TEST_CASE("multiple choice: exact for any batch and layout, and equal to sums by
     zero.set_stage(ranks == 1 ? 0 : 3);
     const StepConfig config{.model = model, .batch = {B, 19}, .zero = zero};
     const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
-    World world(zero.mesh());
+    World world(mesh_of(zero));
     run_ranks(world, [&](int rank) {
       Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
       init_weights(run.trainer.state(), 5, run.stream);

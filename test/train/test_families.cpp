@@ -200,7 +200,7 @@ TEST_CASE("files written by transformers are rewritten bit for bit, from any lay
       const StepConfig config{.model = resolve_model(folder, {}), .batch = {1, 8}, .zero = zero};
       const TempDir dir;
       const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
-      World world(zero.mesh(), Backend::threads, poison_hooks);
+      World world(mesh_of(zero), Backend::threads, poison_hooks);
       run_ranks(world, [&](int rank) {
         Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
         load_model(folder, config.model, run.trainer.state(), run.stream);

@@ -58,6 +58,9 @@ struct Options {
   std::optional<double> memory_limit;  // GiB; none: what the machine has
   std::string schedule = "1f1b";
   int64_t local_ranks = 0, zero_stage = 0, dp_replicate = 1;
+  int64_t tp = 1;
+  std::string sequence_parallel = "on";
+  bool tp_overlap = false;
   std::string dp_sync = "all-reduce", grad_reduce = "auto";
   std::string device = "auto", comm = "auto", attention = "own";
   bool tf32 = false, tune_matmul = false;
@@ -233,10 +236,18 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--grad-reduce", "", o.grad_reduce, one_of({"auto", "step", "micro"}), warn,
         "reduce gradients across ranks once per step, or after every micro-batch, with less memory and more traffic; "
         "the two round differently; auto: as before on resume, otherwise step, or micro from ZeRO stage 2 on");
+  visit("--tp", "", o.tp, between(1, 1 << 10), warn,
+        "tensor parallelism: ranks that share every layer, each with some of its heads, feed-forward channels and "
+        "vocabulary; neighbours, best on the fastest links; the others are data-parallel");
+  visit("--sequence-parallel", "", o.sequence_parallel, one_of({"on", "off"}), warn,
+        "with --tp, each rank has some rows of what lies between the parallel products, such as norms and residuals, "
+        "instead of all: less memory, the same traffic");
+  visit("--tp-overlap", "", o.tp_overlap, Limits{}, free,
+        "with --tp, exchange one piece of a product while another is computed; the same numbers");
   visit("Machine");
   visit("--local-ranks", "", o.local_ranks, between(0, 1024), warn,
-        "data-parallel ranks, as threads of this process, each with its own --batch-size; 0: one if there are several "
-        "processes; otherwise one per visible GPU, one on a CPU");
+        "ranks as threads of this process; those of a --tp group share a --batch-size, others have their own; 0: one "
+        "if there are several processes; otherwise one per visible GPU, --tp on a CPU");
   visit("--comm", "", o.comm, one_of({"auto", "threads", "mpi", "tcp", "nccl"}), warn,
         "transport between ranks; auto: NCCL if every rank has its own GPU; otherwise memory within a process, and MPI "
         "between processes that mpirun has started, TCP between others");

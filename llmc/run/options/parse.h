@@ -169,8 +169,14 @@ inline void validate(const Options& o) {
   CHECK(!o.generate || !o.from_scratch,
         "--generate with --from-scratch: random weights generate nothing useful; leave out one of them");
   if (o.generate) return;
-  CHECK(o.ranks % o.dp_replicate == 0, "--dp-replicate {} does not divide the {} ranks", o.dp_replicate, o.ranks);
+  CHECK(o.ranks % o.tp == 0, "--tp {} does not divide the {} ranks: use one of {}, or another --local-ranks", o.tp,
+        o.ranks, divisors(o.ranks));
+  const int64_t readers = o.ranks / o.tp;
+  CHECK(readers % o.dp_replicate == 0, "--dp-replicate {} does not divide the {} {}", o.dp_replicate, readers,
+        o.tp == 1 ? "ranks" : "data-parallel ranks, each of which is a group of --tp");
   if (o.dp_sync != "all-reduce") {
+    CHECK(o.tp == 1, "--dp-sync {} with --tp {}: servers are for data parallelism alone: use --dp-sync all-reduce",
+          o.dp_sync, o.tp);
     CHECK(o.zero_stage == 0,
           "--dp-sync {} with --zero-stage {}: servers are for stage 0, and hold the optimizer state already: leave out "
           "--zero-stage, or use --dp-sync all-reduce",
@@ -180,12 +186,12 @@ inline void validate(const Options& o) {
           "--dp-sync all-reduce",
           o.dp_sync, o.dp_replicate);
   }
-  const int64_t micro = o.batch_size * o.seq_len * o.ranks;
+  const int64_t micro = o.batch_size * o.seq_len * readers;
   CHECK(
       !o.total_batch_size || *o.total_batch_size % micro == 0,
-      "--total-batch-size {} is not a multiple of --batch-size {} x --seq-len {} x {} rank(s) = {} tokens: use {}, or "
+      "--total-batch-size {} is not a multiple of --batch-size {} x --seq-len {} x {} {} = {} tokens: use {}, or "
       "another --batch-size",
-      *o.total_batch_size, o.batch_size, o.seq_len, o.ranks, micro,
+      *o.total_batch_size, o.batch_size, o.seq_len, readers, o.tp == 1 ? "rank(s)" : "group(s) of --tp ranks", micro,
       std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
   if (o.plan) return;
   CHECK(!o.train_data.empty(),

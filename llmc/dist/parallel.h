@@ -1,0 +1,284 @@
+// parallel.h: the ops that need the ranks of a tensor-parallel group (tensor_parallel.h says who has which part). On a
+// group of one each is the plain op: the same bits, and no copy.
+//
+// Rows. A micro-batch has R rows. Between the parallel products the residual stream has, with sequence parallelism, S =
+// ceil(R / P) rows on each of the P ranks: rank p those from p S on, the last ranks padding. Padding is finite, has no
+// loss and so no gradient. Without sequence parallelism every rank has all R rows.
+//
+//                     with sequence parallelism                     without
+//   column_linear     all-gather the rows, then the product         the product
+//   row_linear        the product, then reduce-scatter              the product, then all-reduce
+//
+// and the backward of one communicates like the forward of the other. A reduction is an all-to-all in the training
+// dtype; what arrives is added in fp32 in rank order and rounded once (contract 12). An all-gather and a product, or a
+// product and a reduction, go in P pieces of S rows, so that one piece may travel while another is computed
+// (--tp-overlap); without overlap the same pieces are computed one after the other.
+#pragma once
+#include <vector>
+
+#include "dist/data_parallel.h"
+#include "ops/ops.h"
+
+namespace llmc::parallel {
+
+// What an op needs besides its tensors.
+struct Context {
+  DataParallel& ranks;
+  Arena& arena;
+  Stream& compute;
+
+  const TensorParallel& tensor() const { return ranks.tensor; }
+  int size() const { return ranks.tensor.ranks; }
+  int rank() const { return ranks.tensor_rank; }
+  bool by_rows() const { return ranks.tensor.by_rows(); }
+  Tensor temporary(const char* name, DType dtype, const Shape& shape) const {
+    return arena.alloc("temporary", name, dtype, shape);
+  }
+};
+
+// Rows [begin, begin + size) of a matrix.
+inline Tensor rows_of(const Tensor& t, const Range& rows) {
+  return t.slice(rows.begin * t.shape[1], {rows.size, t.shape[1]});
+}
+
+namespace detail {
+
+// Of R rows in slices of S, slice p; short, or none, where it is padding.
+inline Range slice_of(int64_t R, int64_t S, int p) {
+  const int64_t begin = std::min(R, S * p);
+  return {begin, std::min(R, S * (p + 1)) - begin};
+}
+
+// The stream of the exchanges: everything enqueued on the compute stream so far is done before the next exchange.
+inline Stream& after_compute(const Context& c) {
+  if (!c.ranks.exchange_stream) return c.compute;
+  c.ranks.exchange_stream->wait(c.compute.record());
+  return *c.ranks.exchange_stream;
+}
+// The compute stream waits for all exchanges so far.
+inline void wait_for_exchanges(const Context& c) {
+  if (c.ranks.exchange_stream) c.compute.wait(c.ranks.exchange_stream->record());
+}
+
+// Slices of a matrix that are on their way from other ranks; an event for each of ranks rank() - 1, rank() - 2, ...
+using Arrivals = std::vector<Event>;
+
+// all (P S, C), of which this rank has set slice rank(): begins to gather the other slices.
+inline Arrivals begin_all_gather(Tensor all, const Context& c) {
+  const int P = c.size(), r = c.rank();
+  const int64_t S = all.shape[0] / P;
+  auto slice = [&](int p) { return rows_of(all, {S * p, S}); };
+  Stream& stream = after_compute(c);
+  Arrivals arrivals;
+  for (int s = 1; s < P; ++s) {
+    const int to = (r + s) % P, from = (r - s + P) % P;
+    c.ranks.activations->exchange(slice(r), to, slice(from), from, stream);
+    arrivals.push_back(stream.record());
+  }
+  return arrivals;
+}
+// use(p): enqueues what reads slice p, as the slices arrive.
+template <class Use>
+void as_they_arrive(const Arrivals& arrivals, const Context& c, Use&& use) {
+  const int P = c.size(), r = c.rank();
+  use(r);
+  for (int s = 1; s < P; ++s) {
+    if (c.ranks.exchange_stream) c.compute.wait(arrivals[static_cast<size_t>(s) - 1]);
+    use((r - s + P) % P);
+  }
+}
+
+// out (S, C) = bias + the sum over the ranks of what product(piece (S, C), p) computes for slice p. meanwhile():
+// enqueues work that does not depend on the result.
+template <class Product, class Meanwhile>
+void reduce_scatter(Tensor out, Tensor bias, const Context& c, Product&& product, Meanwhile&& meanwhile) {
+  const int P = c.size(), r = c.rank();
+  const int64_t S = out.shape[0], C = out.shape[1];
+  auto scope = c.arena.scope();
+  const Tensor sent = c.temporary("partial sums to send", out.dtype, {(P - 1) * S, C});
+  const Tensor parts = c.temporary("partial sums", out.dtype, {P * S, C});
+  auto slice = [&](const Tensor& t, int p) { return rows_of(t, {S * p, S}); };
+  for (int s = 1; s < P; ++s) {
+    const int to = (r + s) % P, from = (r - s + P) % P;
+    product(slice(sent, s - 1), to);
+    c.ranks.activations->exchange(slice(sent, s - 1), to, slice(parts, from), from, after_compute(c));
+  }
+  product(slice(parts, r), r);
+  meanwhile();
+  wait_for_exchanges(c);
+  merge_parts(out, parts.reshaped({P, S, C}), bias, c.compute);
+}
+
+// The same with all rows on every rank: out (R, C).
+template <class Product, class Meanwhile>
+void all_reduce(Tensor out, Tensor bias, const Context& c, Product&& product, Meanwhile&& meanwhile) {
+  const int64_t R = out.shape[0], C = out.shape[1], S = ceil_div(R, c.size());
+  auto scope = c.arena.scope();
+  const Tensor all = c.temporary("sum over the ranks", out.dtype, {S * c.size(), C});
+  reduce_scatter(rows_of(all, {S * c.rank(), S}), bias, c, product, meanwhile);
+  as_they_arrive(begin_all_gather(all, c), c, [](int) {});
+  copy(out, rows_of(all, {0, R}), c.compute);
+}
+
+// out, rows of the residual stream = bias + the sum over the ranks of a product of R rows. product(piece, rows): those
+// rows of it.
+template <class Product, class Meanwhile>
+void reduce(Tensor out, int64_t R, Tensor bias, const Context& c, Product&& product, Meanwhile&& meanwhile) {
+  const int64_t S = c.by_rows() ? out.shape[0] : ceil_div(R, c.size());
+  auto padded = [&](Tensor piece, int p) {
+    const Range rows = slice_of(R, S, p);
+    if (rows.size > 0) product(rows_of(piece, {0, rows.size}), rows);
+    if (rows.size < S) zero(rows_of(piece, {rows.size, S - rows.size}), c.compute);
+  };
+  if (c.by_rows()) reduce_scatter(out, bias, c, padded, meanwhile);
+  else all_reduce(out, bias, c, padded, meanwhile);
+}
+
+}  // namespace detail
+
+// ---- Rows ----------------------------------------------------------------------------------------------------------
+
+// Room for x (S, C) as all ranks have it (P S, C); an empty tensor where every rank has all rows.
+inline Tensor room_for_rows(const char* name, Tensor x, const Context& c) {
+  return c.by_rows() ? c.temporary(name, x.dtype, {c.size() * x.shape[0], x.shape[1]}) : Tensor{};
+}
+// The rows of `all`, a tensor of all ranks' rows with any number of axes, that this rank has in `stream_rows`.
+inline Tensor own_rows(Tensor all, Tensor stream_rows, const Context& c) {
+  const int64_t S = stream_rows.shape[0], width = all.numel() / all.shape[0];
+  Shape shape = all.shape;
+  shape[0] = S;
+  return all.slice(c.by_rows() ? S * c.rank() * width : 0, shape);
+}
+
+namespace detail {
+
+inline Arrivals begin_gather_rows(Tensor room, Tensor x, const Context& c) {
+  copy(own_rows(room, x, c), x, c.compute);
+  return begin_all_gather(room, c);
+}
+
+}  // namespace detail
+
+// room (P S, C) = the rows of x (S, C) of all ranks. use(rows): enqueues what reads these rows, of the first R.
+template <class Use>
+void gather_rows(Tensor room, Tensor x, int64_t R, const Context& c, Use&& use) {
+  detail::as_they_arrive(detail::begin_gather_rows(room, x, c), c, [&](int p) {
+    const Range rows = detail::slice_of(R, x.shape[0], p);
+    if (rows.size > 0) use(rows);
+  });
+}
+
+// ---- Linear layers -------------------------------------------------------------------------------------------------
+
+// out (R, O) = x weight^T + bias, for this rank's O outputs.   x: rows of the residual stream (.., I); weight (O, I);
+// bias (O), or an empty tensor; room: where the gathered x stays, or an empty tensor
+inline void column_linear(Tensor out, Tensor x, Tensor weight, Tensor bias, Tensor room, const Context& c) {
+  if (!c.by_rows()) return linear_forward(out, x, weight, bias, c.compute);
+  auto scope = c.arena.scope();
+  if (room.empty()) room = room_for_rows("gathered", x, c);
+  gather_rows(room, x, out.shape[0], c, [&](const Range& rows) {
+    linear_forward(rows_of(out, rows), rows_of(room, rows), weight, bias, c.compute);
+  });
+}
+
+// dx = dout weight, summed over the ranks; dweight, dbias +=.   gathered: all rows of x, if they are still there
+inline void column_linear_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor gathered,
+                                   Tensor weight, const Context& c) {
+  if (c.size() == 1) {
+    linear_backward_weight(dweight, dbias, dout, x, c.compute);
+    return linear_backward_input(dx, dout, weight, c.compute);
+  }
+  const int64_t R = dout.shape[0];
+  auto scope = c.arena.scope();
+  detail::Arrivals arrivals;
+  const bool again = c.by_rows() && gathered.empty();
+  if (again) {
+    gathered = room_for_rows("gathered again", x, c);
+    arrivals = detail::begin_gather_rows(gathered, x, c);
+  }
+  auto input_product = [&](Tensor piece, const Range& rows) {
+    linear_backward_input(piece, rows_of(dout, rows), weight, c.compute);
+  };
+  auto weight_product = [&] {
+    if (again) detail::as_they_arrive(arrivals, c, [](int) {});
+    linear_backward_weight(dweight, dbias, dout, c.by_rows() ? rows_of(gathered, {0, R}) : x, c.compute);
+  };
+  detail::reduce(dx, R, {}, c, input_product, weight_product);
+}
+
+// out, rows of the residual stream = x weight^T + bias, summed over the ranks.   x (R, I) this rank's inputs; weight (O,
+// I); bias (O), or an empty tensor: added once
+inline void row_linear(Tensor out, Tensor x, Tensor weight, Tensor bias, const Context& c) {
+  if (c.size() == 1) return linear_forward(out, x, weight, bias, c.compute);
+  detail::reduce(
+      out, x.shape[0], bias, c,
+      [&](Tensor piece, const Range& rows) { linear_forward(piece, rows_of(x, rows), weight, {}, c.compute); }, [] {});
+}
+
+// dx (R, I) = dout weight, for this rank's inputs; dweight +=; dbias += the sum of the rows of dout that this rank has.
+inline void row_linear_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor weight,
+                                const Context& c) {
+  if (!c.by_rows()) {
+    linear_backward_weight(dweight, dbias, dout, x, c.compute);
+    return linear_backward_input(dx, dout, weight, c.compute);
+  }
+  auto scope = c.arena.scope();
+  const Tensor room = room_for_rows("gathered gradient", dout, c);
+  gather_rows(room, dout, dx.shape[0], c, [&](const Range& rows) {
+    linear_backward_input(rows_of(dx, rows), rows_of(room, rows), weight, c.compute);
+  });
+  linear_backward_weight(dweight, {}, rows_of(room, {0, x.shape[0]}), x, c.compute);
+  if (!dbias.empty()) linear_backward_bias(dbias, dout, c.compute);
+}
+
+// ---- Vocabulary ----------------------------------------------------------------------------------------------------
+
+// out, rows of the residual stream = wte[tokens] + wpe[positions].   tokens, positions: of all rows, padding included;
+// wte: the rows of `part` of the vocabulary; wpe (P, C), or an empty tensor
+inline void embedding(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, const Vocabulary& part,
+                      const Context& c) {
+  if (c.size() == 1) return embedding_forward(out, tokens, positions, wte, wpe, c.compute);
+  detail::reduce(
+      out, tokens.numel(), {}, c,
+      [&](Tensor piece, const Range& rows) {
+        const Shape n{rows.size};
+        embedding_forward(piece, tokens.slice(rows.begin, n), positions.slice(rows.begin, n), wte, {}, c.compute, part);
+      },
+      [] {});
+  if (!wpe.empty()) add_positions(out, own_rows(positions, out, c), wpe, c.compute);
+}
+
+// dwte, dwpe +=, from dout, rows of the residual stream. dwpe: from the rows that this rank has.
+inline void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions,
+                               const Vocabulary& part, const Context& c) {
+  if (c.size() == 1) return llmc::embedding_backward(dwte, dwpe, dout, tokens, positions, c.compute);
+  auto scope = c.arena.scope();
+  const Tensor room = room_for_rows("gathered gradient", dout, c);
+  if (c.by_rows()) gather_rows(room, dout, room.shape[0], c, [](const Range&) {});
+  llmc::embedding_backward(dwte, {}, c.by_rows() ? room : dout, tokens, positions, c.compute, part);
+  if (!dwpe.empty()) add_positions_backward(dwpe, dout, own_rows(positions, dout, c), c.compute);
+}
+
+// cross_entropy() over a vocabulary of which each rank has a part. logits (N, V of this part, padded); losses (N), equal
+// on all ranks. Each rank sends three numbers a row to each other: never a row of logits.
+inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, const Vocabulary& part, double scale,
+                          Gradient gradient, const Context& c) {
+  if (c.size() == 1) return llmc::cross_entropy(losses, logits, targets, part.size, scale, gradient, c.compute);
+  const int64_t N = logits.shape[0], P = c.size();
+  auto scope = c.arena.scope();
+  const Tensor stats = c.temporary("largest, sum, target", losses.dtype, {P * N, 3});
+  cross_entropy_stats(rows_of(stats, {N * c.rank(), N}), logits, targets, part, c.compute);
+  detail::as_they_arrive(detail::begin_all_gather(stats, c), c, [](int) {});
+  cross_entropy_merge(losses, logits, stats.reshaped({P, N, 3}), targets, part, scale, gradient, c.compute);
+}
+
+// The logits (V of all parts, padded) of a row of which each rank has its part's.
+inline Tensor gather_vocabulary(Tensor logits, const Context& c) {
+  if (c.size() == 1) return logits;
+  const Tensor all = c.temporary("logits of all ranks", logits.dtype, {c.size(), logits.numel()});
+  copy(rows_of(all, {c.rank(), 1}), logits.reshaped({1, logits.numel()}), c.compute);
+  detail::as_they_arrive(detail::begin_all_gather(all, c), c, [](int) {});
+  return all.reshaped({all.numel()});
+}
+
+}  // namespace llmc::parallel

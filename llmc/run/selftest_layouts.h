@@ -1,0 +1,130 @@
+// selftest_layouts.h: what --selftest compares: tiny models with awkward sizes, and the layouts of a number of ranks. A new
+// axis of parallelism is a few more lines of layouts().
+#pragma once
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "train/step_config.h"
+
+namespace llmc::selftest {
+
+inline constexpr int64_t sequences = 24, seq_len = 19;  // per step; numbers of ranks that do not divide it are left out
+inline constexpr int steps = 2;
+
+// A tiny model with odd sizes: uneven layers, grouped heads, a vocabulary that is a multiple of nothing.
+inline ModelConfig awkward_model(const char* family = "gpt2", bool tied = true) {
+  ModelConfig m;
+  m.family = *find_family(family);
+  m.n_layer = 3;
+  const bool grouped = m.family.norm == Norm::rmsnorm;
+  m.n_head = grouped ? 6 : 3;
+  m.n_kv_head = grouped ? 2 : 3;
+  m.head_size = grouped ? 6 : 7;
+  m.n_embd = m.family.own_head_size ? 22 : m.q_size();
+  m.n_ffn = 50;
+  m.vocab_size = 131;
+  m.n_positions = seq_len;
+  m.tied = tied;
+  m.rotary.scaled = m.family.model_type == std::string_view("llama");
+  m.rotary.scaling.original_positions = 8;  // so that a short sequence sees the scaling
+  return m;
+}
+
+// The models that are compared: every family in every dtype, GPT-2 with tied and with untied embeddings. Those with
+// numbers of heads are for tensor parallelism, which must be able to share them out.
+struct Model {
+  const char* family;
+  bool tied;
+  DType dtype;
+  int64_t heads = 0, kv_heads = 0;
+
+  ModelConfig config() const {
+    ModelConfig m = awkward_model(family, tied);
+    if (heads == 0) return m;
+    m.n_head = heads;
+    m.n_kv_head = kv_heads;
+    m.head_size = 4;
+    m.n_embd = m.family.own_head_size ? 22 : m.q_size();
+    m.n_ffn = 7 * heads;
+    m.vocab_size = 97;
+    return m;
+  }
+};
+inline std::vector<Model> all_models() {
+  std::vector<Model> all;
+  for (const DType dtype : {DType::fp32, DType::bf16}) {
+    bool tied = true;  // the families take turns
+    all.push_back({"gpt2", false, dtype});
+    for (const Family& f : families) all.push_back({f.model_type, std::exchange(tied, !tied), dtype});
+    all.push_back({"gpt2", true, dtype, 8, 8});
+    all.push_back({"llama", false, dtype, 6, 3});
+    all.push_back({"qwen2", true, dtype, 8, 2});
+    all.push_back({"qwen3", false, dtype, 8, 4});
+    all.push_back({"qwen3", true, dtype, 8, 1});
+  }
+  return all;
+}
+
+// How some ranks share the work.
+struct Layout {
+  ZeroConfig zero;
+  TensorParallel tensor = {};
+  int ranks() const { return zero.ranks() * tensor.ranks; }
+  // Is it the first of those that agree bit for bit?
+  bool begins() const { return zero.stage == 0 && zero.sync <= DpSync::parameter_server && !tensor.overlap; }
+};
+
+inline std::string to_string(const Layout& layout) {
+  const auto& [zero, tensor] = layout;
+  return formatted("dp {} = {} x {}, {}, stage {}, reduce {}{}", zero.ranks(), zero.replicas, zero.shards, zero.sync,
+                   zero.stage, zero.grad_reduce,
+                   tensor.ranks == 1 ? ""
+                                     : formatted(", tp {}{}{}", tensor.ranks, tensor.sequence ? " by rows" : "",
+                                                 tensor.overlap ? " overlapped" : ""));
+}
+
+// Every layout of this many ranks, those of tensor parallelism for a model that can be shared out; empty if the ranks
+// cannot share a step equally. One that begins() is followed by those that agree with it bit for bit.
+inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nullptr) {
+  std::vector<Layout> all;
+  auto zero_layouts = [&](int readers, const TensorParallel& tensor) {
+    for (int replicas = 1; replicas <= readers; ++replicas)
+      for (const GradReduce reduce : {GradReduce::step, GradReduce::micro})
+        for (int stage = 0; stage <= 3; ++stage) {
+          if (sequences % readers != 0 || readers % replicas != 0) continue;
+          Layout layout{{.stage = stage, .grad_reduce = reduce, .shards = readers / replicas, .replicas = replicas},
+                        tensor};
+          all.push_back(layout);
+          layout.tensor.overlap = tensor.ranks > 1;
+          if (layout.tensor.overlap && stage % 3 == 0) all.push_back(layout);
+        }
+  };
+  if (shared_out != nullptr) {
+    for (int tp = 2; tp <= ranks; ++tp)
+      for (const bool sequence : {true, false})
+        if (ranks % tp == 0 && can_share_out(*shared_out, tp))
+          zero_layouts(ranks / tp, tensor_parallel(*shared_out, tp, sequence));
+    return all;
+  }
+  zero_layouts(ranks, {});
+  for (const GradReduce reduce : {GradReduce::step, GradReduce::micro})
+    for (const DpSync sync : all_dp_syncs)
+      if (sequences % ranks == 0 && ranks > 1 && sync != DpSync::all_reduce)
+        all.push_back({{.grad_reduce = reduce, .shards = ranks, .sync = sync}});
+  return all;
+}
+
+inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t batch_size, const Layout& layout) {
+  return {.model = model,
+          .dtype = dtype,
+          .batch = {batch_size, seq_len},
+          .micro_batches = sequences / batch_size / layout.zero.ranks(),
+          .zero = layout.zero,
+          .tensor = layout.tensor};
+}
+inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t batch_size, const ZeroConfig& zero) {
+  return step_config(model, dtype, batch_size, Layout{zero});
+}
+
+}  // namespace llmc::selftest
