@@ -188,7 +188,7 @@ class Trainer {
   // loss_ and square_sums_ = those of all ranks.
   void combine() {
     dp_.scalars->all_gather(scalars_, context_.compute);
-    combine_scalars(loss_, square_sums_, scalars_, config_.zero.shards, context_.compute);
+    combine_scalars(loss_, square_sums_, scalars_, config_.zero.shards, 1, context_.compute);
   }
 
   StepConfig config_;
