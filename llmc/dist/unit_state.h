@@ -35,7 +35,7 @@ struct StateEntry {
   const ParamSpec* param;
   StateKind kind;
   int64_t begin;
-  Tensor tensor;  // flat, without padding rows
+  Tensor tensor;                                                     // flat, without padding rows
   Elements elements() const { return param->elements_from(begin); }  // where they are in the whole parameter
 };
 using StateTable = std::vector<StateEntry>;
@@ -211,7 +211,7 @@ class UnitState {
       adamw_update_stochastic(part(sharded_ == Sharded::nothing ? weights_ : weight_shard_, update_range_, r),
                               part(moment1_, update_range_, r), part(moment2_, update_range_, r),
                               part(reduced_gradients(), update_range_, r), control, spec_.params[i].name,
-                              r.begin - layout_.offsets[i], options, stream);
+                              spec_.params[i].elements_from(r.begin - layout_.offsets[i]), options, stream);
     }
   }
 

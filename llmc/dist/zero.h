@@ -240,7 +240,8 @@ inline void init_weights(const ModelState& state, uint64_t seed, Stream& stream)
   for (size_t u = 0; u < state.size(); ++u) state.unit(u).zero_all(stream);
   for (const StateEntry& e : state.state_table()) {
     if (e.kind != StateKind::weight && e.kind != StateKind::master) continue;
-    if (e.param->init == Init::normal) init_normal(e.tensor, e.param->init_std, e.begin, seed, e.param->name, stream);
+    if (e.param->init == Init::normal)
+      init_normal(e.tensor, e.param->init_std, e.elements(), seed, e.param->name, stream);
     if (e.param->init == Init::ones) fill(e.tensor, 1.0f, stream);
   }
 }

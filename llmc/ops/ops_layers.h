@@ -1,6 +1,5 @@
-// ops_layers.h: embedding, norms, linear layers, activations. Conventions: ops.h.
+// ops_layers.h: norms, linear layers, activations, sums. Conventions: ops.h.
 #pragma once
-#include "ops/cpu/embedding.h"
 #include "ops/cpu/layernorm.h"
 #include "ops/cpu/matmul.h"
 #include "ops/cpu/rmsnorm.h"
@@ -38,48 +37,6 @@ inline void set_matmul_choices([[maybe_unused]] const std::string& choices, [[ma
   stream.kept<cuda::MatmulPlans>().forget();
   stream.kept<cuda::MatmulPlans>().restore(choices);
 #endif
-}
-
-// out (N, C) = wte[tokens] + wpe[positions].   tokens, positions (N) int32; wte (V, C); wpe (P, C), or an empty tensor
-inline void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, Stream& stream) {
-  const int64_t N = out.shape[0], C = out.shape[1];
-  CHECK_TENSOR(tokens, DType::int32, N);
-  CHECK_TENSOR(positions, DType::int32, N);
-  CHECK_TENSOR(wte, out.dtype, wte.shape[0], C);
-  if (!wpe.empty()) CHECK_TENSOR(wpe, out.dtype, wpe.shape[0], C);
-  stream.run({"embedding_forward", 0, 3 * detail::bytes_of({out})}, {out}, [=, &stream] {
-    with_type(out.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, embedding_forward, out.data<X>(), tokens.data<int32_t>(), positions.data<int32_t>(),
-              wte.data<X>(), wpe.empty() ? nullptr : wpe.data<X>(), N, C);
-    });
-  });
-}
-
-// dwte[tokens] += dout, dwpe[positions] += dout (dwpe may be empty), in row order.
-inline void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, Stream& stream) {
-  const int64_t N = dout.shape[0], C = dout.shape[1];
-  const DType grad = accumulator_of(dout.dtype);
-  CHECK_TENSOR(tokens, DType::int32, N);
-  CHECK_TENSOR(positions, DType::int32, N);
-  CHECK_TENSOR(dwte, grad, dwte.shape[0], C);
-  if (!dwpe.empty()) CHECK_TENSOR(dwpe, grad, dwpe.shape[0], C);
-  [[maybe_unused]] const int64_t V = dwte.shape[0], P = dwpe.empty() ? 0 : dwpe.shape[0];
-  auto scope = stream.scratch().scope();
-  [[maybe_unused]] const Tensor scratch = detail::scratch(stream, "embedding rows in order", DType::int32, 0,
-                                                          ON_GPU(cuda::embedding_backward_scratch(N, C)));
-  stream.run({"embedding_backward", 0, 5 * detail::bytes_of({dout})}, {dwte, dwpe}, [=, &stream] {
-    with_type(dout.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      A* const dwpe_data = dwpe.empty() ? nullptr : dwpe.data<A>();
-      const int32_t *ids = tokens.data<int32_t>(), *places = positions.data<int32_t>();
-      RUN_ON_DEVICE(stream, X,
-                    cuda::embedding_backward(dwte.data<A>(), dwpe_data, scratch.data<int32_t>(), dout.data<X>(), ids,
-                                             places, N, C, V, P, stream.cuda()),
-                    cpu::embedding_backward(dwte.data<A>(), dwpe_data, dout.data<X>(), ids, places, N, C));
-    });
-  });
 }
 
 // out = (x - mean) rstd weight + bias over the last axis.   x, out (N, C); mean, rstd (N); weight, bias (C)
@@ -217,15 +174,10 @@ inline void linear_backward_input(Tensor dx, Tensor dout, Tensor weight, Stream&
                  stream);
 }
 
-// dweight += dout^T x, dbias += column sums of dout (dbias may be empty).
-inline void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Stream& stream) {
-  const int64_t N = x.shape[0], I = x.shape[1], O = dout.shape[1];
-  const DType grad = accumulator_of(x.dtype);
-  CHECK_TENSOR(dout, x.dtype, N, O);
-  CHECK_TENSOR(dweight, grad, O, I);
-  detail::matmul("linear_backward_weight", dweight, dout, Transpose::yes, x, Transpose::no, N, {}, Accumulate::yes,
-                 stream);
-  if (dbias.empty()) return;
+// dbias += column sums of dout.   dbias (O), dout (N, O)
+inline void linear_backward_bias(Tensor dbias, Tensor dout, Stream& stream) {
+  const int64_t N = dout.shape[0], O = dout.shape[1];
+  const DType grad = accumulator_of(dout.dtype);
   CHECK_TENSOR(dbias, grad, O);
   auto scope = stream.scratch().scope();
   const Tensor partials = detail::scratch(stream, "bias partial sums", grad, cpu::row_partitions * O,
@@ -237,6 +189,16 @@ inline void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Te
       CALL_OP(stream, X, column_sum, dbias.data<A>(), partials.data<A>(), dout.data<X>(), N, O);
     });
   });
+}
+
+// dweight += dout^T x, dbias += column sums of dout (dbias may be empty).
+inline void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Stream& stream) {
+  const int64_t N = x.shape[0], I = x.shape[1], O = dout.shape[1];
+  CHECK_TENSOR(dout, x.dtype, N, O);
+  CHECK_TENSOR(dweight, accumulator_of(x.dtype), O, I);
+  detail::matmul("linear_backward_weight", dweight, dout, Transpose::yes, x, Transpose::no, N, {}, Accumulate::yes,
+                 stream);
+  if (!dbias.empty()) linear_backward_bias(dbias, dout, stream);
 }
 
 // GELU, tanh form, elementwise; dx may be dout.
@@ -291,6 +253,21 @@ inline void residual_forward(Tensor out, Tensor a, Tensor b, Stream& stream) {
     with_type(out.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       CALL_OP(stream, X, residual_forward, out.data<X>(), a.data<X>(), b.data<X>(), out.numel());
+    });
+  });
+}
+
+// out (N, C) = parts[0] + parts[1] + ... + parts[P - 1] + bias: added in this order in the accumulator dtype and
+// rounded once (contract 12).   parts (P, N, C) or (P N, C); bias (C), or an empty tensor
+inline void merge_parts(Tensor out, Tensor parts, Tensor bias, Stream& stream) {
+  const int64_t N = out.shape[0], C = out.shape[1], P = exact_div(parts.numel(), out.numel(), "merge_parts: elements");
+  if (parts.shape.rank() == 3) CHECK_TENSOR(parts, out.dtype, P, N, C);
+  else CHECK_TENSOR(parts, out.dtype, P * N, C);
+  if (!bias.empty()) CHECK_TENSOR(bias, out.dtype, C);
+  stream.run({"merge_parts", 0, detail::bytes_of({out, parts})}, {out}, [=, &stream] {
+    with_type(out.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      CALL_OP(stream, X, merge_parts, out.data<X>(), parts.data<X>(), bias.empty() ? nullptr : bias.data<X>(), P, N, C);
     });
   });
 }

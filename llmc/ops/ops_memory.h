@@ -110,14 +110,15 @@ inline void scale(Tensor out, float factor, Stream& stream) {
   });
 }
 
-// out = normal numbers keyed by (seed, name, global index), rounded to its dtype; out holds the elements from `begin`
-// on (contract 7).
-inline void init_normal(Tensor out, float stddev, int64_t begin, uint64_t seed, std::string_view name, Stream& stream) {
+// out = normal numbers keyed by (seed, name, global index), rounded to its dtype; out holds these elements of the
+// parameter (contract 7).
+inline void init_normal(Tensor out, float stddev, const Elements& elements, uint64_t seed, std::string_view name,
+                        Stream& stream) {
   const Philox rng(seed, name);
   stream.run({"init_normal", 0, detail::bytes_of({out})}, {out}, [=, &stream] {
     with_type(out.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, init_normal, out.data<X>(), begin, out.numel(), stddev, rng);
+      CALL_OP(stream, X, init_normal, out.data<X>(), elements, out.numel(), stddev, rng);
     });
   });
 }

@@ -7,6 +7,15 @@
 
 namespace llmc {
 
+namespace detail {
+
+inline void check_columns(const char* op, const Vocabulary& part, int64_t columns) {
+  CHECK(part.size >= 0 && part.size <= columns, "{}: {} tokens from {} on in {} columns of logits", op, part.size,
+        part.first, columns);
+}
+
+}  // namespace detail
+
 // losses (N) = -log softmax(logits)[target] over the first V of the V_padded columns, in the accumulator dtype. With
 // Gradient::yes, logits become d(scale * sum of losses) / d logits, zero in the padding. A target of -1 is ignored: its
 // loss and gradients are zero.   targets (N) int32
@@ -26,6 +35,45 @@ inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, int64_t 
   });
 }
 
+// The same where the vocabulary is cut into parts, each with its columns of the logits. First, of this part: stats
+// (N, 3) = {largest logit, sum of exp(logit - largest), the target's logit} per row, in the accumulator dtype; only the
+// first part.size of the V_padded columns count; the target's logit is 0 where another part has it, and for -1. An
+// empty part gives {-infinity, 0, 0}.
+inline void cross_entropy_stats(Tensor stats, Tensor logits, Tensor targets, const Vocabulary& part, Stream& stream) {
+  const int64_t N = logits.shape[0], V_padded = logits.shape[1];
+  CHECK_TENSOR(stats, accumulator_of(logits.dtype), N, 3);
+  CHECK_TENSOR(targets, DType::int32, N);
+  detail::check_columns("cross_entropy_stats", part, V_padded);
+  stream.run({"cross_entropy_stats", 0, detail::bytes_of({logits})}, {}, [=, &stream] {  // an empty part is not finite
+    with_type(logits.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      using A = accumulator_t<X>;
+      CALL_OP(stream, X, cross_entropy_stats, stats.data<A>(), logits.data<X>(), targets.data<int32_t>(), N, V_padded,
+              part);
+    });
+  });
+}
+
+// Then losses (N) = those of the whole vocabulary, from the stats (P, N, 3) of all parts, which are merged in order.
+// With Gradient::yes, the logits of this part become d(scale * sum of losses) / d logits, zero in the padding.
+inline void cross_entropy_merge(Tensor losses, Tensor logits, Tensor stats, Tensor targets, const Vocabulary& part,
+                                double scale, Gradient gradient, Stream& stream) {
+  const int64_t N = logits.shape[0], V_padded = logits.shape[1], P = stats.shape[0];
+  CHECK_TENSOR(losses, accumulator_of(logits.dtype), N);
+  CHECK_TENSOR(stats, accumulator_of(logits.dtype), P, N, 3);
+  CHECK_TENSOR(targets, DType::int32, N);
+  detail::check_columns("cross_entropy_merge", part, V_padded);
+  const double bytes = detail::bytes_of({stats}) + (gradient == Gradient::yes ? 2 * detail::bytes_of({logits}) : 0);
+  stream.run({"cross_entropy_merge", 0, bytes}, {losses, logits}, [=, &stream] {
+    with_type(logits.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      using A = accumulator_t<X>;
+      CALL_OP(stream, X, cross_entropy_merge, losses.data<A>(), logits.data<X>(), stats.data<A>(),
+              targets.data<int32_t>(), P, N, V_padded, part, A(scale), gradient);
+    });
+  });
+}
+
 // sum (1) fp64 += all of losses (N), added in a fixed order
 inline void add_losses(Tensor sum, Tensor losses, Stream& stream) {
   CHECK_TENSOR(sum, DType::fp64, 1);
@@ -37,8 +85,8 @@ inline void add_losses(Tensor sum, Tensor losses, Stream& stream) {
   });
 }
 
-// out (1) fp64 = sum of squares of x (n), added in a fixed order (contract 10)
-inline void square_sum(Tensor out, Tensor x, Stream& stream) {
+// out (1) fp64 = or += the sum of squares of x (n), added in a fixed order (contract 10)
+inline void square_sum(Tensor out, Tensor x, Stream& stream, Accumulate accumulate = Accumulate::no) {
   CHECK_TENSOR(out, DType::fp64, 1);
   auto scope = stream.scratch().scope();
   const Tensor partials =
@@ -46,21 +94,25 @@ inline void square_sum(Tensor out, Tensor x, Stream& stream) {
   stream.run({"square_sum", 0, detail::bytes_of({x})}, {out}, [=, &stream] {
     with_type(x.dtype, [&](auto tag) {
       using G = typename decltype(tag)::type;
-      CALL_OP(stream, G, square_sum, out.data<double>(), partials.data<double>(), x.data<G>(), x.numel());
+      CALL_OP(stream, G, square_sum, out.data<double>(), partials.data<double>(), x.data<G>(), x.numel(), accumulate);
     });
   });
 }
 
-// Combines the scalars of all ranks: loss (1) fp64 = the sum over the ranks; square_sums (units shards) fp64, ordered
-// by unit, then by shard (contract 10). gathered (ranks, 1 + units): each rank's loss, then the sums of its shards. The
-// first `shards` ranks hold one shard each; the others are replicas.
-inline void combine_scalars(Tensor loss, Tensor square_sums, Tensor gathered, int64_t shards, Stream& stream) {
+// Combines the scalars of all ranks, which are ordered by replica, then by shard, then by tensor-parallel rank: loss
+// (1) fp64 = the sum over the ranks whose tensor-parallel rank is 0, since those of a group have the same loss;
+// square_sums (units tensor_ranks shards) fp64, those of the first replica, ordered by unit, then by tensor-parallel
+// rank, then by shard (contract 10). gathered (ranks, 1 + units): each rank's loss, then the sums of its shards.
+inline void combine_scalars(Tensor loss, Tensor square_sums, Tensor gathered, int64_t shards, int64_t tensor_ranks,
+                            Stream& stream) {
   const int64_t ranks = gathered.shape[0], units = gathered.shape[1] - 1;
+  CHECK(ranks % (shards * tensor_ranks) == 0, "combine_scalars: {} ranks are not replicas of {} shards x {} ranks",
+        ranks, shards, tensor_ranks);
   CHECK_TENSOR(loss, DType::fp64, 1);
-  CHECK_TENSOR(square_sums, DType::fp64, units * shards);
+  CHECK_TENSOR(square_sums, DType::fp64, units * tensor_ranks * shards);
   stream.run({"combine_scalars", 0, detail::bytes_of({gathered})}, {}, [=, &stream] {
     CALL_OP(stream, void, combine_scalars, loss.data<double>(), square_sums.data<double>(), gathered.data<double>(),
-            ranks, units, shards);
+            ranks, units, shards, tensor_ranks);
   });
 }
 
@@ -79,9 +131,9 @@ inline void clip_control(Tensor control, Tensor square_sums, Tensor loss, const 
 }
 
 // AdamW on one segment of bf16 weights without a master copy, with stochastic rounding (contract 1: keyed by seed,
-// parameter name, step and element). The segment begins at the parameter's element `begin`.
+// parameter name, step and element). The segment holds these elements of the parameter.
 inline void adamw_update_stochastic(Tensor weight, Tensor moment1, Tensor moment2, Tensor gradient, Tensor control,
-                                    std::string_view parameter, int64_t begin, const AdamWOptions& options,
+                                    std::string_view parameter, const Elements& elements, const AdamWOptions& options,
                                     Stream& stream) {
   const int64_t n = weight.numel();
   CHECK_TENSOR(weight, DType::bf16, n);
@@ -91,7 +143,8 @@ inline void adamw_update_stochastic(Tensor weight, Tensor moment1, Tensor moment
   stream.run({"adamw_update", 0, 2 * detail::bytes_of({weight, moment1, moment2}) + detail::bytes_of({gradient})},
              {weight, moment1, moment2}, [=, &stream] {
                CALL_OP(stream, bf16, adamw_update_stochastic, weight.data<bf16>(), moment1.data<float>(),
-                       moment2.data<float>(), gradient.data<float>(), control.data<double>(), begin, n, options, words);
+                       moment2.data<float>(), gradient.data<float>(), control.data<double>(), elements, n, options,
+                       words);
              });
 }
 

@@ -24,8 +24,8 @@ struct AttentionShape {
 
 enum class Turn : uint8_t { forward, backward };  // direction of the rotation by rotary positions
 
-// Which elements of a parameter a flat tensor has: those of a box of it (rows x columns, row by row) from element `begin`
-// of the box on. What depends on an element's place in the whole parameter, as random numbers do, asks index().
+// Which elements of a parameter a flat tensor has: those of a box of it (rows x columns, row by row) from element
+// `begin` of the box on. What depends on an element's place in the whole parameter, as random numbers do, asks index().
 struct Elements {
   int64_t begin = 0;
   int64_t first = 0;                // index in the parameter of the box's first element
@@ -36,6 +36,17 @@ struct Elements {
     const int64_t in_box = begin + i;
     return columns == stride ? first + in_box : first + in_box / columns * stride + in_box % columns;
   }
+  // How many elements from element i on follow each other in the parameter.
+  constexpr int64_t run(int64_t i) const {
+    return columns == stride ? std::numeric_limits<int64_t>::max() : columns - (begin + i) % columns;
+  }
+};
+
+// Tokens [first, first + size) of a vocabulary: those whose rows of a table, or columns of the logits, a rank has.
+struct Vocabulary {
+  int64_t first = 0, size = -1;  // size -1: all tokens
+
+  constexpr bool has(int64_t token) const { return size < 0 || (token >= first && token < first + size); }
 };
 
 // How rotary frequencies are scaled for contexts longer than those of pretraining (Llama 3.1): low ones are divided by

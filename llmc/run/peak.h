@@ -37,7 +37,8 @@ double best_seconds(const Device& device, DType dtype, const Shape& shape, Op&& 
     auto tensor = [&](const char* name) { return arena.alloc("peak", name, dtype, shape); };
     const Tensor out = tensor("out"), x = tensor("x"), y = tensor("y");
     for (const Tensor& t : {x, y}) {
-      if (on.kind == DeviceKind::cuda) init_normal(t, 1, 0, 0, t.name, stream);  // zeros draw less power and run faster
+      if (on.kind == DeviceKind::cuda)
+        init_normal(t, 1, {}, 0, t.name, stream);  // zeros draw less power and run faster
       else zero(t, stream);
     }
     const int calls = on.kind == DeviceKind::cuda ? 4 : 1;

@@ -58,16 +58,23 @@ TEMPLATE_TEST_CASE("AdamW kernels match the CPU", "[cuda]", float, bf16) {
 
 TEST_CASE("AdamW with stochastic rounding draws the same numbers as the CPU", "[cuda]") {
   const Case c{some_size()};
-  const int64_t begin = GENERATE(0, 1, (int64_t{5} << 33) + 2);
+  // Flat; then boxes whose packs are blocks of four random numbers, and whose are not, for one reason each.
+  const Elements elements = GENERATE(Elements{0}, Elements{1}, Elements{5}, Elements{(int64_t{5} << 33) + 2},
+                                     Elements{.begin = 3, .first = 1},
+                                     Elements{.begin = 12, .first = int64_t{1} << 40, .columns = 8, .stride = 20},
+                                     Elements{.begin = 12, .first = 5, .columns = 8, .stride = 20},
+                                     Elements{.begin = 5, .first = 3, .columns = 8, .stride = 20},
+                                     Elements{.begin = 20, .first = 8, .columns = 10, .stride = 20},
+                                     Elements{.begin = 32, .first = 8, .columns = 8, .stride = 25});
   const Philox words = rounding_words(5, "a parameter", options.step);
   std::vector<bf16> weight = c.weight_as<bf16>();
   std::vector<float> m = c.moment1, v = c.moment2;
-  cpu::adamw_update_stochastic(weight.data(), m.data(), v.data(), c.gradient.data(), allowed, begin, c.n, options,
+  cpu::adamw_update_stochastic(weight.data(), m.data(), v.data(), c.gradient.data(), allowed, elements, c.n, options,
                                words);
   const auto run = [&]() -> Outputs {
     DeviceArray<bf16> weights(c.weight_as<bf16>());
     DeviceArray<float> ms(c.moment1), vs(c.moment2), gradients(c.gradient);
-    cuda::adamw_update_stochastic(weights, ms, vs, gradients, control_of(true), begin, c.n, options, words, nullptr);
+    cuda::adamw_update_stochastic(weights, ms, vs, gradients, control_of(true), elements, c.n, options, words, nullptr);
     return {{"weight", weights.host()}, {"moment1", ms.host()}, {"moment2", vs.host()}};
   };
   // With other random numbers half of the weights would be one bf16 step off: 2e-3.
@@ -80,7 +87,7 @@ TEST_CASE("stochastic rounding keeps the mean of updates that rounding to neares
   std::vector<float> m(n, 0.0f), v(n, 0.0f), gradient(n, 1.0f);
   for (int64_t step = 1; step <= 8; ++step)  // each moves a weight by 2^-12, a 16th of the distance to the next bf16
     cpu::adamw_update_stochastic(
-        weight.data(), m.data(), v.data(), gradient.data(), unclipped, 0, n,
+        weight.data(), m.data(), v.data(), gradient.data(), unclipped, {}, n,
         {.lr = 0x1p-12f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = step},
         rounding_words(5, "a parameter", step));
   double mean = 0;
@@ -97,7 +104,7 @@ TEST_CASE("AdamW kernels change nothing if the control forbids the update", "[cu
     DeviceArray<double> control = control_of(false);
     cuda::adamw_update<float>(weights, nullptr, ms, vs, gradients, control, c.n, options, nullptr);
     cuda::adamw_update<bf16>(rounded, weights, ms, vs, gradients, control, c.n, options, nullptr);
-    cuda::adamw_update_stochastic(rounded, ms, vs, gradients, control, 0, c.n, options, Philox(1, ""), nullptr);
+    cuda::adamw_update_stochastic(rounded, ms, vs, gradients, control, {}, c.n, options, Philox(1, ""), nullptr);
     return {{"fp32", weights.host()}, {"bf16", rounded.host()}, {"moment1", ms.host()}, {"moment2", vs.host()}};
   };
   const Outputs before = {{"fp32", c.weight}, {"bf16", narrow}, {"moment1", c.moment1}, {"moment2", c.moment2}};

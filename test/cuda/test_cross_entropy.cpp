@@ -53,6 +53,89 @@ struct Case {
   }
 };
 
+// The vocabulary in parts of `each` tokens, the last ones with fewer or none.
+template <class T>
+struct PartsCase {
+  int64_t N, V, P, each, columns;
+  float scale = 0.25f;
+  std::vector<std::vector<T>> logits;  // (N, columns) of each part; the padding is NaN
+  std::vector<int32_t> targets = std::vector<int32_t>(static_cast<size_t>(N));
+
+  PartsCase(int64_t N_, int64_t V_, int64_t P_, int64_t each_, int64_t columns_)
+      : N(N_), V(V_), P(P_), each(each_), columns(columns_) {
+    for (int64_t n = 0; n < N; ++n)
+      targets[static_cast<size_t>(n)] = n % 3 == 1 ? -1 : n == 2 ? 0 : static_cast<int32_t>((n * 7919 + V - 1) % V);
+    for (int64_t p = 0; p < P; ++p) {
+      logits.push_back(normal_values<T>(N * columns, static_cast<uint64_t>(p), 2, 3));
+      for (int64_t i = 0; i < N * columns; ++i)
+        if (i % columns >= part(p).size)
+          logits.back()[static_cast<size_t>(i)] = T(std::numeric_limits<float>::quiet_NaN());
+    }
+  }
+  Vocabulary part(int64_t p) const {
+    const int64_t first = std::min(V, each * p);
+    return {first, std::min(V, first + each) - first};
+  }
+
+  // The stats of all parts but empty ones, which are {-infinity, 0, 0}; then the losses and gradients of every part.
+  Outputs outputs(std::vector<float> stats, const std::vector<std::vector<float>>& losses,
+                  const std::vector<std::vector<T>>& gradients) const {
+    for (int64_t p = P; p-- > 0;) {
+      if (part(p).size > 0) continue;
+      for (int64_t n = 0; n < N; ++n) {
+        const float* empty = stats.data() + 3 * (p * N + n);
+        REQUIRE(empty[0] == -std::numeric_limits<float>::infinity());
+        REQUIRE(empty[1] == 0);
+        REQUIRE(empty[2] == 0);
+      }
+      stats.erase(stats.begin() + 3 * p * N, stats.begin() + 3 * (p + 1) * N);
+    }
+    Outputs all = {{"stats", stats}};
+    for (size_t p = 0; p < gradients.size(); ++p) {
+      all.emplace_back("losses", losses[p]);
+      all.emplace_back("gradients", gradients[p]);
+    }
+    return all;
+  }
+  Outputs cpu() const {
+    std::vector<float> stats(static_cast<size_t>(P * N * 3));
+    std::vector<std::vector<float>> losses;
+    std::vector<std::vector<T>> after = logits;
+    for (int64_t p = 0; p < P; ++p)
+      cpu::cross_entropy_stats(stats.data() + p * N * 3, logits[static_cast<size_t>(p)].data(), targets.data(), N,
+                               columns, part(p));
+    for (int64_t p = 0; p < P; ++p) {
+      losses.emplace_back(static_cast<size_t>(N));
+      cpu::cross_entropy_merge(losses.back().data(), after[static_cast<size_t>(p)].data(), stats.data(), targets.data(),
+                               P, N, columns, part(p), scale, Gradient::yes);
+    }
+    return outputs(stats, losses, after);
+  }
+  Outputs cuda() const {
+    DeviceArray<float> stats(P * N * 3);
+    DeviceArray<int32_t> wanted(targets);
+    std::vector<std::vector<float>> losses;
+    std::vector<std::vector<T>> after;
+    for (int64_t p = 0; p < P; ++p) {
+      DeviceArray<T> mine(logits[static_cast<size_t>(p)]);
+      cuda::cross_entropy_stats<T>(stats + p * N * 3, mine, wanted, N, columns, part(p), nullptr);
+      mine.host();  // waits
+    }
+    for (int64_t p = 0; p < P; ++p) {
+      DeviceArray<T> mine(logits[static_cast<size_t>(p)]);
+      DeviceArray<float> loss(N), again(N);
+      cuda::cross_entropy_merge<T>(again, mine, stats, wanted, P, N, columns, part(p), scale, Gradient::no, nullptr);
+      REQUIRE(same_bits({{"logits", mine.host()}}, {{"logits", logits[static_cast<size_t>(p)]}}));
+      cuda::cross_entropy_merge<T>(loss, mine, stats, wanted, P, N, columns, part(p), scale, Gradient::yes, nullptr);
+      losses.push_back(loss.host());
+      REQUIRE(same_bits({{"losses", losses.back()}}, {{"losses", again.host()}}));
+      REQUIRE(same_bits({{"losses", losses.back()}}, {{"losses", losses.front()}}));  // on every rank
+      after.push_back(mine.host());
+    }
+    return outputs(stats.host(), losses, after);
+  }
+};
+
 template <class T>
 constexpr double tolerance = sizeof(T) == 2 ? 1e-3 : 1e-6;
 
@@ -86,6 +169,31 @@ TEST_CASE("logits of minus infinity have probability 0", "[cuda]") {
 TEMPLATE_TEST_CASE("the cross-entropy kernels need every barrier", "[cuda]", float, bf16) {
   const Case<TestType> c(3, 1001, 1024, Gradient::yes);
   // The maximum and the sum use separate arrays, and a block computes only one of each.
+  check_barriers([&] { return c.cuda(); },
+                 {"reduce.cuh: __syncthreads();  // partial is read; the next call may write it"});
+}
+
+TEMPLATE_TEST_CASE("the cross-entropy kernels of a vocabulary in parts match the CPU", "[cuda]", float, bf16) {
+  // One token, less than a pack, an empty part, ragged rows, more packs than threads.
+  const auto [N, V, P, each, columns] =
+      GENERATE(std::tuple{1, 1, 1, 1, 1}, std::tuple{5, 9, 2, 5, 8}, std::tuple{7, 97, 8, 14, 16},
+               std::tuple{2, 333, 3, 111, 111}, std::tuple{3, 9001, 2, 8900, 9024});
+  INFO("V = " << V << " in " << P << " parts");
+  const PartsCase<TestType> c(N, V, P, each, columns);
+  check_kernel([&] { return c.cuda(); }, c.cpu(), tolerance<TestType>);
+}
+
+TEST_CASE("large logits in one part overflow nowhere", "[cuda]") {
+  PartsCase<float> c(2, 40, 3, 15, 16);
+  for (float& x : c.logits[1]) x *= 1e4f;
+  const Outputs got = c.cuda();
+  REQUIRE(relative_error(got[1].values, c.cpu()[1].values) < 1e-6);
+  for (const Output& output : got)
+    for (const float x : output.values) REQUIRE(std::isfinite(x));
+}
+
+TEMPLATE_TEST_CASE("the cross-entropy kernels of parts need every barrier", "[cuda]", float, bf16) {
+  const PartsCase<TestType> c(3, 1001, 1, 1001, 1024);
   check_barriers([&] { return c.cuda(); },
                  {"reduce.cuh: __syncthreads();  // partial is read; the next call may write it"});
 }

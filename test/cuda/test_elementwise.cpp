@@ -77,6 +77,21 @@ TEMPLATE_TEST_CASE("residual addition, scaling and filling round like the CPU", 
   REQUIRE(same_bits(check_kernel(run, right, 1e-30), right));
 }
 
+TEMPLATE_TEST_CASE("sums of parts have the CPU's bits", "[cuda]", float, bf16) {
+  using T = TestType;
+  const auto [P, N, C] = GENERATE(std::tuple{1, 1, 1}, std::tuple{2, 3, 8}, std::tuple{3, 5, 7}, std::tuple{8, 9, 264});
+  const bool with_bias = GENERATE(false, true);
+  const auto parts = normal_values<T>(P * N * C, 1), bias = normal_values<T>(C, 2);
+  std::vector<T> right(static_cast<size_t>(N * C));
+  cpu::merge_parts(right.data(), parts.data(), with_bias ? bias.data() : nullptr, P, N, C);
+  const auto run = [&, P = P, N = N, C = C]() -> Outputs {
+    DeviceArray<T> out(N * C), each(parts), to_add(bias);
+    cuda::merge_parts<T>(out, each, with_bias ? static_cast<T*>(to_add) : nullptr, P, N, C, nullptr);
+    return {{"out", out.host()}};
+  };
+  REQUIRE(same_bits(check_kernel(run, {{"out", right}}, 1e-30), {{"out", right}}));
+}
+
 TEMPLATE_TEST_CASE("conversions between fp32 and bf16 round like the CPU", "[cuda]", float, bf16) {
   using From = TestType;
   const auto [n, shift] = size_of_array();
@@ -100,13 +115,15 @@ TEMPLATE_TEST_CASE("conversions between fp32 and bf16 round like the CPU", "[cud
 TEMPLATE_TEST_CASE("initial numbers on the GPU have the CPU's bits", "[cuda]", float, bf16) {
   using T = TestType;
   const auto [n, shift] = size_of_array();
-  const int64_t begin = GENERATE(0, 4, 4095, int64_t{3} << 40);
+  const Elements elements = GENERATE(Elements{0}, Elements{4}, Elements{4095}, Elements{int64_t{3} << 40},
+                                     Elements{.begin = 5, .first = 6}, Elements{.columns = 8, .stride = 12},
+                                     Elements{.begin = 3, .first = int64_t{1} << 40, .columns = 5, .stride = 7});
   const Philox rng(5, "a parameter");
   std::vector<T> numbers(static_cast<size_t>(n));
-  cpu::init_normal(numbers.data(), begin, n, 0.02f, rng);
+  cpu::init_normal(numbers.data(), elements, n, 0.02f, rng);
   const auto run = [&, n = n, shift = shift]() -> Outputs {
     DeviceArray<T> out(n + shift);
-    cuda::init_normal<T>(out + shift, begin, n, 0.02f, rng, nullptr);
+    cuda::init_normal<T>(out + shift, elements, n, 0.02f, rng, nullptr);
     return {{"numbers", behind(out, shift)}};
   };
   REQUIRE(same_bits(check_kernel(run, {{"numbers", numbers}}, 1e-30), {{"numbers", numbers}}));

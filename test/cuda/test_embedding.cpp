@@ -43,6 +43,7 @@ struct Case {
   int64_t N, C, V, P;
   Spread spread;
   bool with_positions = true;
+  Vocabulary part = {};
   std::vector<T> wte = normal_values<T>(V * C, 1), wpe = normal_values<T>(P * C, 2), dout = normal_values<T>(N * C, 3);
   std::vector<float> dwte = normal_values<float>(V * C, 4), dwpe = normal_values<float>(P * C, 5);
   std::vector<int32_t> tokens = some_ids(N, V, spread, 6), positions = std::vector<int32_t>(static_cast<size_t>(N));
@@ -56,18 +57,19 @@ struct Case {
     std::vector<T> out(dout.size());
     std::vector<float> te = dwte, pe = dwpe;
     cpu::embedding_forward(out.data(), tokens.data(), positions.data(), wte.data(),
-                           with_positions ? wpe.data() : nullptr, N, C);
+                           with_positions ? wpe.data() : nullptr, N, C, part);
     cpu::embedding_backward(te.data(), with_positions ? pe.data() : nullptr, dout.data(), tokens.data(),
-                            positions.data(), N, C);
+                            positions.data(), N, C, part);
     return {{"out", out}, {"dwte", te}, {"dwpe", pe}};
   }
   Outputs cuda() const {
     DeviceArray<T> out(N * C), te(wte), pe(wpe), gradient(dout);
     DeviceArray<float> dte(dwte), dpe(dwpe);
     DeviceArray<int32_t> ids(tokens), places(positions), scratch(cuda::embedding_backward_scratch(N, C));
-    cuda::embedding_forward<T>(out, ids, places, te, with_positions ? static_cast<T*>(pe) : nullptr, N, C, nullptr);
+    cuda::embedding_forward<T>(out, ids, places, te, with_positions ? static_cast<T*>(pe) : nullptr, N, C, part,
+                               nullptr);
     cuda::embedding_backward<T>(dte, with_positions ? static_cast<float*>(dpe) : nullptr, scratch, gradient, ids,
-                                places, N, C, V, P, nullptr);
+                                places, N, C, V, P, part, nullptr);
     return {{"out", out.host()}, {"dwte", dte.host()}, {"dwpe", dpe.host()}};
   }
 };
@@ -124,4 +126,46 @@ TEST_CASE("a token with up to 32 rows sums them in the CPU's order, bit by bit",
   Case<float> c(64, 16, 8, 64, Spread::even);
   c.tokens = ids;
   REQUIRE(same_bits(c.cuda(), c.cpu()));
+}
+
+TEMPLATE_TEST_CASE("a part of the vocabulary: tokens outside of it give zeros and get nothing", "[cuda]", float, bf16) {
+  const auto [N, C] = GENERATE(std::pair{1, 1}, std::pair{100, 24}, std::pair{333, 40});
+  const Vocabulary part = GENERATE(Vocabulary{0, 40}, Vocabulary{30, 33}, Vocabulary{57, 40}, Vocabulary{97, 0});
+  const Spread spread = GENERATE(Spread::even, Spread::frequent, Spread::same);
+  INFO("N = " << N << ", C = " << C << ", tokens from " << part.first << " on");
+  Case<TestType> c(N, C, 40, 16, spread, C != 24);
+  c.tokens = some_ids(N, 97, spread, 6);
+  c.part = part;
+  check_kernel([&] { return c.cuda(); }, c.cpu(), 1e-6);
+}
+
+TEST_CASE("the rows of a part's tokens may end anywhere among the sorted rows", "[cuda]") {
+  const int32_t last = GENERATE(0, 1, 31, 32, 33, 40, 64, 65, 150);  // rows of tokens 3 to 6, in order; then others
+  Case<float> c(150, 8, 4, 16, Spread::even);
+  for (int32_t n = 0; n < 150; ++n) c.tokens[static_cast<size_t>(n)] = n < last ? 3 + n * 4 / last : n % 2 == 0 ? 7 : 2;
+  c.part = {3, 4};
+  check_kernel([&] { return c.cuda(); }, c.cpu(), 1e-6);
+}
+
+TEMPLATE_TEST_CASE("positions are added, and their gradients, as on the CPU", "[cuda]", float, bf16) {
+  using T = TestType;
+  const auto [N, C] = GENERATE(std::pair{1, 1}, std::pair{31, 7}, std::pair{100, 24}, std::pair{70, 1032});
+  const Case<T> c(N, C, 1, 16, Spread::even);
+  const auto right = [&, N = N, C = C]() -> Outputs {
+    std::vector<T> x = c.dout;
+    std::vector<float> pe = c.dwpe;
+    float* const no_table = nullptr;
+    cpu::add_positions(x.data(), c.positions.data(), c.wpe.data(), N, C);
+    cpu::embedding_backward(no_table, pe.data(), c.dout.data(), nullptr, c.positions.data(), N, C);
+    return {{"x", x}, {"dwpe", pe}};
+  };
+  const auto run = [&, N = N, C = C]() -> Outputs {
+    DeviceArray<T> x(c.dout), pe(c.wpe), gradient(c.dout);
+    DeviceArray<float> dpe(c.dwpe);
+    DeviceArray<int32_t> places(c.positions), scratch(cuda::embedding_backward_scratch(N, C));
+    cuda::add_positions<T>(x, places, pe, N, C, nullptr);
+    cuda::add_rows<T>(dpe, scratch, gradient, places, N, C, c.P, {}, nullptr);
+    return {{"x", x.host()}, {"dwpe", dpe.host()}};
+  };
+  REQUIRE(same_bits({check_kernel(run, right(), 1e-6)[0]}, {right()[0]}));
 }

@@ -32,10 +32,12 @@ void check_bits(const std::function<Outputs()>& run, const Outputs& right) {
 
 TEMPLATE_TEST_CASE("sums of squares have the CPU's bits", "[cuda]", float, bf16) {
   const int64_t n = GENERATE(1, 5, 1023, 4100, 2 * square_sum_block + 2051), shift = GENERATE(0, 1);
+  const Accumulate accumulate = GENERATE(Accumulate::no, Accumulate::yes);
   const auto x = normal_values<TestType>(n + shift, 1);
-  std::vector<double> sum(1), partials(static_cast<size_t>(ceil_div(n, square_sum_block)));
-  cpu::square_sum(sum.data(), partials.data(), x.data() + shift, n);
-  double exact = 0;
+  const std::vector<double> before{1.0 / 3};
+  std::vector<double> sum = before, partials(static_cast<size_t>(ceil_div(n, square_sum_block)));
+  cpu::square_sum(sum.data(), partials.data(), x.data() + shift, n, accumulate);
+  double exact = accumulate == Accumulate::yes ? before[0] : 0;
   for (int64_t i = shift; i < n + shift; ++i) {
     const double value = static_cast<double>(x[static_cast<size_t>(i)]);
     exact += value * value;
@@ -43,12 +45,12 @@ TEMPLATE_TEST_CASE("sums of squares have the CPU's bits", "[cuda]", float, bf16)
   REQUIRE(std::abs(sum[0] / exact - 1) < 1e-13);
   const auto run = [&]() -> Outputs {
     DeviceArray<TestType> xs(x);
-    DeviceArray<double> out(1), parts(static_cast<int64_t>(partials.size()));
-    cuda::square_sum<TestType>(out, parts, xs + shift, n, nullptr);
+    DeviceArray<double> out(before), parts(static_cast<int64_t>(partials.size()));
+    cuda::square_sum<TestType>(out, parts, xs + shift, n, accumulate, nullptr);
     return {{"sum", bits_of(out)}, {"partials", bits_of(parts)}};
   };
   check_bits(run, {{"sum", halves(sum)}, {"partials", halves(partials)}});
-  if (n == 4100 && shift == 0) check_barriers(run);
+  if (n == 4100 && shift == 0 && accumulate == Accumulate::no) check_barriers(run);
 }
 
 TEST_CASE("added losses have the CPU's bits", "[cuda]") {
@@ -67,14 +69,15 @@ TEST_CASE("added losses have the CPU's bits", "[cuda]") {
 }
 
 TEST_CASE("the scalars of all ranks are combined as on the CPU", "[cuda]") {
-  const auto [ranks, units, shards] = GENERATE(std::tuple{1, 1, 1}, std::tuple{4, 14, 2}, std::tuple{70, 3, 35});
+  const auto [ranks, units, shards, tensor] =
+      GENERATE(std::tuple{1, 1, 1, 1}, std::tuple{4, 14, 2, 1}, std::tuple{70, 3, 35, 1}, std::tuple{140, 5, 7, 4});
   const auto values = normal_values<float>(ranks * (1 + units), 1);
   const std::vector<double> gathered(values.begin(), values.end());
-  std::vector<double> loss(1), sums(static_cast<size_t>(units * shards));
-  cpu::combine_scalars(loss.data(), sums.data(), gathered.data(), ranks, units, shards);
-  const auto run = [&, ranks = ranks, units = units, shards = shards]() -> Outputs {
-    DeviceArray<double> loss_out(1), sums_out(units * shards), from(gathered);
-    cuda::combine_scalars(loss_out, sums_out, from, ranks, units, shards, nullptr);
+  std::vector<double> loss(1), sums(static_cast<size_t>(units * tensor * shards));
+  cpu::combine_scalars(loss.data(), sums.data(), gathered.data(), ranks, units, shards, tensor);
+  const auto run = [&, ranks = ranks, units = units, shards = shards, tensor = tensor]() -> Outputs {
+    DeviceArray<double> loss_out(1), sums_out(units * tensor * shards), from(gathered);
+    cuda::combine_scalars(loss_out, sums_out, from, ranks, units, shards, tensor, nullptr);
     return {{"loss", bits_of(loss_out)}, {"sums", bits_of(sums_out)}};
   };
   check_bits(run, {{"loss", halves(loss)}, {"sums", halves(sums)}});

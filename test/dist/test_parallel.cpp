@@ -171,7 +171,7 @@ WholeState pass_through(const StepConfig& config, const std::string& from, const
       init_weights(run.trainer.state(), 3, run.stream);
       for (const StateEntry& e : run.trainer.state().state_table())  // moments too
         if (e.kind == StateKind::moment1 || e.kind == StateKind::moment2)
-          init_normal(e.tensor, 0.3f, e.begin, 5, e.param->name + name_of(e.kind), run.stream);
+          init_normal(e.tensor, 0.3f, e.elements(), 5, e.param->name + name_of(e.kind), run.stream);
     } else {
       load_checkpoint(from, config.model, run.trainer.state(), run.stream);
     }

@@ -34,7 +34,7 @@ class Checkpoints {
   Checkpoints() : run_(config(), make_plan(config(), device()), device(), world_, 0) {
     init_weights(state(), 1, run_.stream);
     for (const StateEntry& e : state().state_table())
-      if (e.kind != StateKind::weight) init_normal(e.tensor, 0.5f, 0, 2, e.param->name, run_.stream);
+      if (e.kind != StateKind::weight) init_normal(e.tensor, 0.5f, {}, 2, e.param->name, run_.stream);
     run_.stream.synchronize();
   }
   static StepConfig config() {

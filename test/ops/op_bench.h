@@ -20,7 +20,11 @@ struct Bench {
     arena.poison_free();
     scratch.poison_free();
   }
-  Tensor poisoned(DType dtype, const Shape& shape) { return arena.alloc("test", "test", dtype, shape); }
+  Tensor poisoned(DType dtype, const Shape& shape) {
+    const Tensor t = arena.alloc("test", "test", dtype, shape);
+    std::memset(t.bytes, 0xff, static_cast<size_t>(t.size_bytes()));  // it may be where a scope ended
+    return t;
+  }
   Tensor zeros(DType dtype, const Shape& shape) {
     const Tensor t = poisoned(dtype, shape);
     std::memset(t.bytes, 0, static_cast<size_t>(t.size_bytes()));

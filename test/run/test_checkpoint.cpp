@@ -33,7 +33,7 @@ struct Model {
     init_weights(state, seed, stream);
     for (const StateEntry& e : state.state_table())  // biases and norms too
       if (e.kind == StateKind::master || e.kind == StateKind::weight)
-        init_normal(e.tensor, 0.5f, 0, seed, e.param->name, stream);
+        init_normal(e.tensor, 0.5f, {}, seed, e.param->name, stream);
     stream.synchronize();
   }
   std::string save(const std::string& out, int64_t step = 1) {
@@ -235,7 +235,7 @@ TEST_CASE("a checkpoint is read by its manifest, wherever it is and whatever oth
   const std::string out = dir / "a [1] *? {2}";
   Model a(DType::fp32, 1), b(DType::fp32, 2);
   for (const StateEntry& e : a.state.state_table())
-    if (e.kind == StateKind::moment1) init_normal(e.tensor, 0.5f, 0, 9, e.param->name, a.stream);
+    if (e.kind == StateKind::moment1) init_normal(e.tensor, 0.5f, {}, 9, e.param->name, a.stream);
   const std::string path = a.save(out);
   // Files that an interrupted copy or another run may leave there.
   std::ofstream(path + "/optimizer-00002-of-00002.safetensors") << "garbage";

@@ -55,7 +55,7 @@ class OpTimer {
   // Zeros would draw less power, and so run faster, than real training data.
   Tensor normal(const Shape& shape, float stddev = 1) {
     const Tensor t = tensor(DType::bf16, shape);
-    init_normal(t, stddev, 0, seed_++, "normal", stream_);
+    init_normal(t, stddev, {}, seed_++, "normal", stream_);
     return t;
   }
   Tensor filled(float value, const Shape& shape) {
@@ -105,7 +105,7 @@ class OpTimer {
   void flush_caches() {
     stream_.enqueue([this] {
       cuda::square_sum(flush_sum_.data<double>(), flush_partials_.data<double>(), flush_.data<float>(), flush_.numel(),
-                       stream_.cuda());
+                       Accumulate::no, stream_.cuda());
     });
   }
 

@@ -27,23 +27,29 @@ void adamw_update(W* weight, A* master, A* moment1, A* moment2, const A* gradien
 }
 
 // bf16 weights without a master copy: an update is often less than half the distance to the next bf16, so rounding to
-// nearest would always lose it; stochastic rounding keeps it on average. `words` belong to the parameter, whose element
-// `begin` starts the segment.
+// nearest would always lose it; stochastic rounding keeps it on average. `words` belong to the parameter, of which the
+// segment holds these elements.
 inline void adamw_update_stochastic(bf16* weight, float* moment1, float* moment2, const float* gradient,
-                                    const double* control, int64_t begin, int64_t n, const AdamWOptions& options,
-                                    const Philox& words) {
+                                    const double* control, const Elements& elements, int64_t n,
+                                    const AdamWOptions& options, const Philox& words) {
   if (control[2] == 0) return;
   const float gradient_scale = static_cast<float>(control[1]);
   const AdamWStep<float> update(options);
+  constexpr int64_t chunk = 1 << 10;
 #pragma omp parallel for schedule(static)
-  for (int64_t block = begin / 4; block < ceil_div(begin + n, 4); ++block) {
-    const auto random = words.words(static_cast<uint64_t>(block));
-    for (int64_t i = std::max<int64_t>(block * 4 - begin, 0); i < std::min(block * 4 + 4 - begin, n); ++i) {
-      float w = static_cast<float>(weight[i]);
-      update(w, moment1[i], moment2[i], gradient[i] * gradient_scale);
-      weight[i].bits = bf16::stochastic_bits(w, random[static_cast<size_t>((begin + i) % 4)]);
+  for (int64_t c = 0; c < ceil_div(n, chunk); ++c)
+    for (int64_t first = c * chunk, last = 0, end = std::min(n, first + chunk); first < end; first = last) {
+      last = first + std::min(end - first, elements.run(first));
+      const int64_t begin = elements.index(first) - first;  // element i is element begin + i of the parameter
+      for (int64_t block = (begin + first) / 4; block < ceil_div(begin + last, 4); ++block) {
+        const auto random = words.words(static_cast<uint64_t>(block));
+        for (int64_t i = std::max(block * 4 - begin, first); i < std::min(block * 4 + 4 - begin, last); ++i) {
+          float w = static_cast<float>(weight[i]);
+          update(w, moment1[i], moment2[i], gradient[i] * gradient_scale);
+          weight[i].bits = bf16::stochastic_bits(w, random[static_cast<size_t>((begin + i) % 4)]);
+        }
+      }
     }
-  }
 }
 
 }  // namespace llmc::cpu

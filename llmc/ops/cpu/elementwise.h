@@ -1,4 +1,5 @@
-// elementwise.h: GELU, residual addition, zeroing, conversion, column sums, initial numbers. Contracts: ops/ops.h.
+// elementwise.h: GELU, residual addition, zeroing, conversion, sums of parts and columns, initial numbers. Contracts:
+// ops/ops.h.
 #pragma once
 #include "core/rng.h"
 #include "ops/cpu/simd.h"
@@ -70,6 +71,29 @@ void scale(T* out, float factor, int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] = T(static_cast<A>(out[i]) * A(factor));
 }
 
+// out (N, C) = parts[0] + parts[1] + ... + bias, in this order, rounded once.   parts (P, N, C); bias (C) or nullptr
+template <class T, class A = accumulator_t<T>>
+void merge_parts(T* out, const T* parts, const T* bias, int64_t P, int64_t N, int64_t C) {
+  constexpr int64_t columns = 256;
+#pragma omp parallel for collapse(2) schedule(static)
+  for (int64_t n = 0; n < N; ++n)
+    for (int64_t begin = 0; begin < C; begin += columns) {
+      const int64_t count = std::min(columns, C - begin);
+      A sums[columns];
+      widen(sums, parts + n * C + begin, count);
+      for (int64_t p = 1; p < P; ++p) {
+        const T* part = parts + (p * N + n) * C + begin;
+#pragma omp simd
+        for (int64_t c = 0; c < count; ++c) sums[c] += static_cast<A>(part[c]);
+      }
+      if (bias != nullptr)
+#pragma omp simd
+        for (int64_t c = 0; c < count; ++c) sums[c] += static_cast<A>(bias[begin + c]);
+#pragma omp simd
+      for (int64_t c = 0; c < count; ++c) store(out[n * C + begin + c], sums[c]);
+    }
+}
+
 // out (C) += the column sums of x (N, C).   partials: (row_partitions, C)
 template <class T, class A = accumulator_t<T>>
 void column_sum(A* out, A* partials, const T* x, int64_t N, int64_t C) {
@@ -85,15 +109,18 @@ void column_sum(A* out, A* partials, const T* x, int64_t N, int64_t C) {
     for (int64_t c = 0; c < C; ++c) out[c] += partials[part * C + c];
 }
 
-// out[i] = a normal number keyed by (seed, name, begin + i).
+// out[i] = a normal number keyed by (seed, name, elements.index(i)).
 template <class T>
-void init_normal(T* out, int64_t begin, int64_t n, float stddev, const Philox& rng) {
+void init_normal(T* out, const Elements& elements, int64_t n, float stddev, const Philox& rng) {
   constexpr int64_t block = 1 << 12;
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < ceil_div(n, block); ++i) {
     float numbers[block];
     const int64_t first = i * block, count = std::min(block, n - first);
-    rng.fill_normal(numbers, begin + first, count, stddev);
+    for (int64_t run = 0, j = 0; j < count; j += run) {
+      run = std::min(elements.run(first + j), count - j);
+      rng.fill_normal(numbers + j, elements.index(first + j), run, stddev);
+    }
     for (int64_t j = 0; j < count; ++j) out[first + j] = T(numbers[j]);
   }
 }

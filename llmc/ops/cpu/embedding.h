@@ -4,36 +4,52 @@
 
 namespace llmc::cpu {
 
+namespace detail {
+
+template <class T>
+void add_row(T* x, const T* y, int64_t C) {
+  using A = accumulator_t<T>;
+#pragma omp simd
+  for (int64_t c = 0; c < C; ++c) store(x[c], static_cast<A>(x[c]) + static_cast<A>(y[c]));
+}
+
+}  // namespace detail
+
+// wte: the rows of the tokens in `part`.
 template <class T>
 void embedding_forward(T* out, const int32_t* tokens, const int32_t* positions, const T* wte, const T* wpe, int64_t N,
-                       int64_t C) {
-  using A = accumulator_t<T>;
+                       int64_t C, const Vocabulary& part = {}) {
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < N; ++n) {
-    const T* token = wte + tokens[n] * C;
-    if (wpe == nullptr) {
-      std::copy(token, token + C, out + n * C);
-      continue;
-    }
-    const T* position = wpe + positions[n] * C;
-#pragma omp simd
-    for (int64_t c = 0; c < C; ++c) store(out[n * C + c], static_cast<A>(token[c]) + static_cast<A>(position[c]));
+    T* row = out + n * C;
+    if (part.has(tokens[n])) std::copy_n(wte + (tokens[n] - part.first) * C, C, row);
+    else std::fill_n(row, C, T(accumulator_t<T>(0)));
+    if (wpe != nullptr) detail::add_row(row, wpe + positions[n] * C, C);
   }
 }
 
+// x (N, C) += wpe[positions]
+template <class T>
+void add_positions(T* x, const int32_t* positions, const T* wpe, int64_t N, int64_t C) {
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < N; ++n) detail::add_row(x + n * C, wpe + positions[n] * C, C);
+}
+
 // Threads split the columns, not the rows: each element is summed in row order for any thread count, and no two threads
-// write to the same element.
+// write to the same element. Either table may be nullptr.
 template <class T, class G>
 void embedding_backward(G* dwte, G* dwpe, const T* dout, const int32_t* tokens, const int32_t* positions, int64_t N,
-                        int64_t C) {
+                        int64_t C, const Vocabulary& part = {}) {
   constexpr int64_t columns = 64;
 #pragma omp parallel for schedule(static)
   for (int64_t block = 0; block < ceil_div(C, columns); ++block) {
     const int64_t begin = block * columns, end = std::min(C, begin + columns);
     for (int64_t n = 0; n < N; ++n) {
-      G* token = dwte + tokens[n] * C;
+      if (dwte != nullptr && part.has(tokens[n])) {
+        G* token = dwte + (tokens[n] - part.first) * C;
 #pragma omp simd
-      for (int64_t c = begin; c < end; ++c) token[c] += static_cast<G>(dout[n * C + c]);
+        for (int64_t c = begin; c < end; ++c) token[c] += static_cast<G>(dout[n * C + c]);
+      }
       if (dwpe == nullptr) continue;
       G* position = dwpe + positions[n] * C;
 #pragma omp simd

@@ -23,7 +23,7 @@ double ordered_sum(int64_t n, F f) {
 
 // partials: ceil(n / square_sum_block) doubles
 template <class G>
-void square_sum(double* out, double* partials, const G* x, int64_t n) {
+void square_sum(double* out, double* partials, const G* x, int64_t n, Accumulate accumulate = Accumulate::no) {
   const int64_t blocks = ceil_div(n, square_sum_block);
 #pragma omp parallel for schedule(static)
   for (int64_t b = 0; b < blocks; ++b) {
@@ -33,7 +33,7 @@ void square_sum(double* out, double* partials, const G* x, int64_t n) {
       return value * value;  // exact for fp32 and bf16: an fma changes nothing
     });
   }
-  *out = ordered_sum(blocks, [=](int64_t b) { return partials[b]; });
+  *out = (accumulate == Accumulate::yes ? *out : 0) + ordered_sum(blocks, [=](int64_t b) { return partials[b]; });
 }
 
 template <class A>
@@ -41,13 +41,15 @@ void add_losses(double* sum, const A* losses, int64_t N) {
   *sum += ordered_sum(N, [=](int64_t n) { return static_cast<double>(losses[n]); });
 }
 
+// gathered (ranks, 1 + units); the tensor-parallel ranks of a shard are neighbours.
 inline void combine_scalars(double* loss, double* square_sums, const double* gathered, int64_t ranks, int64_t units,
-                            int64_t shards) {
+                            int64_t shards, int64_t tensor_ranks) {
   double total = 0;
-  for (int64_t r = 0; r < ranks; ++r) total += gathered[r * (1 + units)];
+  for (int64_t r = 0; r < ranks; r += tensor_ranks) total += gathered[r * (1 + units)];
   *loss = total;
   for (int64_t u = 0; u < units; ++u)
-    for (int64_t s = 0; s < shards; ++s) square_sums[u * shards + s] = gathered[s * (1 + units) + 1 + u];
+    for (int64_t t = 0; t < tensor_ranks; ++t)
+      for (int64_t s = 0; s < shards; ++s) *square_sums++ = gathered[(s * tensor_ranks + t) * (1 + units) + 1 + u];
 }
 
 inline void clip_control(double* control, const double* square_sums, int64_t n, const double* loss,

@@ -9,12 +9,12 @@ namespace llmc::cuda {
 // Where the fp32 weights are: the weights themselves, a separate copy, or nowhere (stochastic rounding).
 enum class Master : uint8_t { weights, copy, none };
 
-// One thread per pack; the last, partial pack is processed element by element. The segment begins at element `begin` of
-// its parameter; packs begin at multiples of four of the parameter's elements.
+// One thread per pack; the last, partial pack is processed element by element. The segment has these elements of
+// its parameter; the four elements of a pack use one block of random numbers.
 template <class W, Master where, int pack>
 __global__ void adamw_kernel(W* __restrict__ weight, float* __restrict__ master, float* __restrict__ moment1,
                              float* __restrict__ moment2, const float* __restrict__ gradient,
-                             const double* __restrict__ control, int64_t begin, int64_t n, AdamWStep<float> update,
+                             const double* __restrict__ control, Elements elements, int64_t n, AdamWStep<float> update,
                              Philox words) {
   if (control[2] == 0) return;
   const float gradient_scale = static_cast<float>(control[1]);
@@ -31,8 +31,8 @@ __global__ void adamw_kernel(W* __restrict__ weight, float* __restrict__ master,
     }
     for (int i = 0; i < size; ++i) update(ps.elements[i], ms.elements[i], vs.elements[i], gs[i] * gradient_scale);
     if constexpr (where == Master::none) {
-      const auto random = words.words(static_cast<uint64_t>((begin + at) / 4));
-      const int64_t first = (begin + at) % 4;
+      const int64_t index = elements.index(at), first = index % 4;
+      const auto random = words.words(static_cast<uint64_t>(index / 4));
       for (int i = 0; i < size; ++i)
         for (int j = 0; j < 4; ++j)  // registers can only be indexed by constants
           if (first + i == j) ws.elements[i].bits = bf16::stochastic_bits(ps[i], random[static_cast<size_t>(j)]);
@@ -52,16 +52,23 @@ __global__ void adamw_kernel(W* __restrict__ weight, float* __restrict__ master,
 
 namespace detail {
 
+// Are elements 0 to 3, 4 to 7 and so on each a block of random numbers, which has elements 4 k to 4 k + 3 of the
+// parameter?
+inline bool are_blocks(const Elements& e) {
+  return e.index(0) % 4 == 0 &&
+         (e.columns == e.stride || (e.begin % 4 == 0 && e.columns % 4 == 0 && e.stride % 4 == 0));
+}
+
 template <Master where, class W>
 void adamw_update(W* weight, float* master, float* moment1, float* moment2, const float* gradient,
-                  const double* control, int64_t begin, int64_t n, const AdamWOptions& options, const Philox& words,
-                  cudaStream_t stream) {
+                  const double* control, const Elements& elements, int64_t n, const AdamWOptions& options,
+                  const Philox& words, cudaStream_t stream) {
   constexpr int64_t threads = 256;
   const auto run = [&]<int pack>() {
     launch(adamw_kernel<W, where, pack>, static_cast<unsigned>(ceil_div(n, pack * threads)), threads, 0, stream, weight,
-           master, moment1, moment2, gradient, control, begin, n, AdamWStep<float>(options), words);
+           master, moment1, moment2, gradient, control, elements, n, AdamWStep<float>(options), words);
   };
-  if (fit_packs(weight, master, moment1, moment2, gradient) && begin % 4 == 0) run.template operator()<4>();
+  if (fit_packs(weight, master, moment1, moment2, gradient) && are_blocks(elements)) run.template operator()<4>();
   else run.template operator()<1>();
 }
 
@@ -75,16 +82,16 @@ void adamw_update(W* weight, float* master, float* moment1, float* moment2, cons
   constexpr bool fp32 = std::is_same_v<W, float>;
   CHECK((master == nullptr) == fp32, "adamw_update: weights in {} {}", fp32 ? "fp32" : "bf16",
         fp32 ? "are their own master copy" : "need a master copy, or adamw_update_stochastic");
-  detail::adamw_update<fp32 ? Master::weights : Master::copy>(weight, master, moment1, moment2, gradient, control, 0, n,
-                                                              options, Philox(0, "unused"), stream);
+  detail::adamw_update<fp32 ? Master::weights : Master::copy>(weight, master, moment1, moment2, gradient, control, {},
+                                                              n, options, Philox(0, "unused"), stream);
 }
 
-// bf16 weights without a master copy; see cpu/adamw.h. words: rounding_words(seed, parameter, step). The segment begins
-// at the parameter's element `begin`.
+// bf16 weights without a master copy; see cpu/adamw.h. words: rounding_words(seed, parameter, step). The segment has
+// these elements of the parameter.
 inline void adamw_update_stochastic(bf16* weight, float* moment1, float* moment2, const float* gradient,
-                                    const double* control, int64_t begin, int64_t n, const AdamWOptions& options,
-                                    const Philox& words, cudaStream_t stream) {
-  detail::adamw_update<Master::none, bf16>(weight, nullptr, moment1, moment2, gradient, control, begin, n, options,
+                                    const double* control, const Elements& elements, int64_t n,
+                                    const AdamWOptions& options, const Philox& words, cudaStream_t stream) {
+  detail::adamw_update<Master::none, bf16>(weight, nullptr, moment1, moment2, gradient, control, elements, n, options,
                                            words, stream);
 }
 

@@ -1,9 +1,10 @@
-// elementwise.cuh: elementwise ops: GELU, residual addition, conversion, filling, scaling, initial numbers. Contracts:
-// ops/ops.h.
+// elementwise.cuh: elementwise ops: GELU, residual addition, sums of parts, conversion, filling, scaling, initial
+// numbers. Contracts: ops/ops.h.
 #pragma once
 #include "core/rng.h"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/vec.cuh"
+#include "ops/types.h"
 
 namespace llmc::cuda {
 
@@ -126,6 +127,38 @@ void fill(T* out, float value, int64_t n, cudaStream_t stream) {
   detail::map(out, detail::Constant{value}, n, stream);
 }
 
+// out (N, C) = parts[0] + parts[1] + ... + bias, in this order. One thread per pack; N_C = N C.
+template <class T, int pack>
+__global__ void merge_parts_kernel(T* __restrict__ out, const T* __restrict__ parts, const T* __restrict__ bias,
+                                   int64_t P, int64_t N_C, int64_t C) {
+  using Pack = Packed<T, pack>;
+  const int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * pack;
+  if (at >= N_C) return;
+  float sums[pack];
+  const Pack first = Pack::load_streaming(parts + at);
+  for (int i = 0; i < pack; ++i) sums[i] = first[i];
+  const auto add = [&](const Pack& xs) {
+    for (int i = 0; i < pack; ++i) sums[i] += xs[i];
+  };
+#pragma unroll 4
+  for (int64_t p = 1; p < P; ++p) add(Pack::load_streaming(parts + p * N_C + at));
+  if (bias != nullptr) add(Pack::load(bias + at % C));
+  Pack outs;
+  for (int i = 0; i < pack; ++i) outs.set(i, sums[i]);
+  outs.store(out + at);
+}
+
+// out (N, C) = the sum of parts (P, N, C) and bias (C), which may be nullptr; same bits as on the CPU
+template <class T>
+void merge_parts(T* out, const T* parts, const T* bias, int64_t P, int64_t N, int64_t C, cudaStream_t stream) {
+  const auto run = [&]<int pack>() {
+    launch(merge_parts_kernel<T, pack>, static_cast<unsigned>(ceil_div(N * C, pack * detail::elementwise_threads)),
+           detail::elementwise_threads, 0, stream, out, parts, bias, P, N * C, C);
+  };
+  if (rows_fit_packs(C, full_pack<T>, out, parts, bias)) run.template operator()<full_pack<T>>();
+  else run.template operator()<1>();
+}
+
 // Each thread computes a block of four elements of the whole tensor: one call of Philox.
 template <class T, int pack>
 __global__ void init_normal_kernel(T* __restrict__ out, int64_t begin, int64_t n, float stddev, Philox rng) {
@@ -140,10 +173,25 @@ __global__ void init_normal_kernel(T* __restrict__ out, int64_t begin, int64_t n
     if (first + i >= 0 && first + i < n) out[first + i] = numbers.elements[i];
 }
 
-// out (n) = the normal numbers of elements begin ... begin + n - 1 of the tensor that rng is keyed for; same bits as on
-// the CPU (contract 7)
+// The same for a box with some of the columns; each thread computes one element. Weights are initialised once.
 template <class T>
-void init_normal(T* out, int64_t begin, int64_t n, float stddev, const Philox& rng, cudaStream_t stream) {
+__global__ void init_normal_box_kernel(T* __restrict__ out, Elements elements, int64_t n, float stddev, Philox rng) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  const int64_t index = elements.index(i);
+  const auto z = rng.normals(static_cast<uint64_t>(index / 4));
+  for (int j = 0; j < 4; ++j)  // registers can only be indexed by constants
+    if (index % 4 == j) out[i] = from_float<T>(stddev * z[static_cast<size_t>(j)]);
+}
+
+// out (n) = the normal numbers of these elements of the tensor that rng is keyed for; same bits as on the CPU (contract
+// 7)
+template <class T>
+void init_normal(T* out, const Elements& elements, int64_t n, float stddev, const Philox& rng, cudaStream_t stream) {
+  if (elements.columns != elements.stride)
+    return launch(init_normal_box_kernel<T>, static_cast<unsigned>(ceil_div(n, detail::elementwise_threads)),
+                  detail::elementwise_threads, 0, stream, out, elements, n, stddev, rng);
+  const int64_t begin = elements.index(0);
   const auto run = [&]<int pack>() {
     launch(init_normal_kernel<T, pack>, static_cast<unsigned>(ceil_div(begin % 4 + n, 4 * detail::elementwise_threads)),
            detail::elementwise_threads, 0, stream, out, begin, n, stddev, rng);

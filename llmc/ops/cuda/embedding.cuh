@@ -4,23 +4,49 @@
 #pragma once
 #include "ops/cuda/rows.cuh"
 #include "ops/cuda/sort.cuh"
+#include "ops/types.h"
 
 namespace llmc::cuda {
 
-// Grid: (N, blocks of packs in C). wpe: nullptr without position embeddings.
+// Grid: (N, blocks of packs in C). wte: the rows of the tokens in `part`. wpe: nullptr without position embeddings.
 template <class T, int pack>
 __global__ void embedding_forward_kernel(T* __restrict__ out, const int32_t* __restrict__ tokens,
                                          const int32_t* __restrict__ positions, const T* __restrict__ wte,
-                                         const T* __restrict__ wpe, int64_t C) {
+                                         const T* __restrict__ wpe, int64_t C, Vocabulary part) {
   using Pack = Packed<T, pack>;
   const int64_t n = blockIdx.x, c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
   if (c >= C) return;
-  Pack row = Pack::load(wte + tokens[n] * C + c);
+  const int32_t token = tokens[n];
+  Pack row;
+  if (part.has(token)) row = Pack::load(wte + (token - part.first) * C + c);
+  else
+    for (int i = 0; i < pack; ++i) row.set(i, 0);
   if (wpe != nullptr) {
     const Pack position = Pack::load(wpe + positions[n] * C + c);
     for (int i = 0; i < pack; ++i) row.set(i, row[i] + position[i]);
   }
   row.store(out + n * C + c);
+}
+
+// x += wpe[positions]. Grid as above.
+template <class T, int pack>
+__global__ void add_positions_kernel(T* __restrict__ x, const int32_t* __restrict__ positions,
+                                     const T* __restrict__ wpe, int64_t C) {
+  using Pack = Packed<T, pack>;
+  const int64_t n = blockIdx.x, c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
+  if (c >= C) return;
+  Pack row = Pack::load(x + n * C + c);
+  const Pack position = Pack::load(wpe + positions[n] * C + c);
+  for (int i = 0; i < pack; ++i) row.set(i, row[i] + position[i]);
+  row.store(x + n * C + c);
+}
+
+// ids (N) = the row of the table that each token has; `part.size` for tokens outside of `part`.
+template <int threads>
+__global__ void table_rows_kernel(int32_t* __restrict__ ids, const int32_t* __restrict__ tokens, int64_t N,
+                                  Vocabulary part) {
+  const int64_t n = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  if (n < N) ids[n] = static_cast<int32_t>(part.has(tokens[n]) ? tokens[n] - part.first : part.size);
 }
 
 namespace detail {
@@ -59,17 +85,21 @@ inline constexpr int embedding_batch = 4;
 }  // namespace detail
 
 // dtable[id] += the rows of dout with that id, in order. Grid: (segments, blocks of packs in C). The sum for an id that
-// began in an earlier segment goes to carried (segments, C), for the next kernel.
+// began in an earlier segment goes to carried (segments, C), for the next kernel. Ids from V on, which come last, are
+// skipped.
 template <class T, int pack>
 __global__ void add_sorted_rows_kernel(float* __restrict__ dtable, float* __restrict__ carried,
                                        const T* __restrict__ dout, const int32_t* __restrict__ ids,
-                                       const int32_t* __restrict__ rows, int64_t N, int64_t C) {
+                                       const int32_t* __restrict__ rows, int64_t N, int64_t C, int64_t V) {
   using Pack = Packed<T, pack>;
   using PartialSums = detail::PartialSums<pack>;
   constexpr int batch = detail::embedding_batch;
   const int64_t c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
   if (c >= C) return;
-  const int64_t begin = blockIdx.x * detail::embedding_segment, end = min(N, begin + detail::embedding_segment);
+  const int64_t begin = blockIdx.x * detail::embedding_segment;
+  if (ids[begin] >= V) return;
+  int64_t end = min(N, begin + detail::embedding_segment);
+  while (ids[end - 1] >= V) --end;
   const int32_t before = begin == 0 ? -1 : ids[begin - 1];  // ids are non-negative
   float* to = carried + blockIdx.x * C + c;
   PartialSums sum = {};
@@ -104,14 +134,14 @@ __global__ void add_sorted_rows_kernel(float* __restrict__ dtable, float* __rest
 // an id does it.
 template <int pack>
 __global__ void add_carried_kernel(float* __restrict__ dtable, const float* __restrict__ carried,
-                                   const int32_t* __restrict__ ids, int64_t segments, int64_t C) {
+                                   const int32_t* __restrict__ ids, int64_t segments, int64_t C, int64_t V) {
   using PartialSums = detail::PartialSums<pack>;
   constexpr int batch = 2 * detail::embedding_batch;
   constexpr int64_t rows = detail::embedding_segment;
   const int64_t c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack, first = blockIdx.x;
   if (c >= C || first == 0) return;
   const int32_t id = ids[first * rows];
-  if (ids[first * rows - 1] != id) return;                     // no id is carried into this segment
+  if (ids[first * rows - 1] != id || id >= V) return;          // no id is carried into this segment
   if (first > 1 && ids[(first - 1) * rows - 1] == id) return;  // not the first segment that carries it
   PartialSums sum = PartialSums::load(dtable + id * C + c);
   bool more = true;
@@ -141,15 +171,26 @@ inline dim3 embedding_grid(int64_t rows, int64_t C, int pack) {
 
 }  // namespace detail
 
-// out (N, C) = wte[tokens] + wpe[positions]; wpe may be nullptr
+// out (N, C) = wte[tokens] + wpe[positions], wte having the rows of the tokens in `part`; wpe may be nullptr
 template <class T>
 void embedding_forward(T* out, const int32_t* tokens, const int32_t* positions, const T* wte, const T* wpe, int64_t N,
-                       int64_t C, cudaStream_t stream) {
+                       int64_t C, const Vocabulary& part, cudaStream_t stream) {
   const auto run = [&]<int pack>() {
     launch(embedding_forward_kernel<T, pack>, detail::embedding_grid(N, C, pack), detail::embedding_threads(C, pack), 0,
-           stream, out, tokens, positions, wte, wpe, C);
+           stream, out, tokens, positions, wte, wpe, C, part);
   };
   if (rows_fit_packs(C, full_pack<T>, out, wte, wpe)) run.template operator()<full_pack<T>>();
+  else run.template operator()<1>();
+}
+
+// x (N, C) += wpe[positions]
+template <class T>
+void add_positions(T* x, const int32_t* positions, const T* wpe, int64_t N, int64_t C, cudaStream_t stream) {
+  const auto run = [&]<int pack>() {
+    launch(add_positions_kernel<T, pack>, detail::embedding_grid(N, C, pack), detail::embedding_threads(C, pack), 0,
+           stream, x, positions, wpe, C);
+  };
+  if (rows_fit_packs(C, full_pack<T>, x, wpe)) run.template operator()<full_pack<T>>();
   else run.template operator()<1>();
 }
 
@@ -158,31 +199,43 @@ inline int64_t embedding_backward_scratch(int64_t N, int64_t C) {
   return round_up(sort_rows_scratch(N), 4) + ceil_div(N, detail::embedding_segment) * C;
 }
 
-// dtable (V, C) += the rows of dout (N, C) that ids (N) select. The rows of an id are added in order, in sums of 32
-// rows that are then added: the order depends on the ids alone.
+// dtable (V, C) += the rows of dout (N, C) that ids (N) select; with a part, which has V tokens then, ids outside of it
+// select none. The rows of an id are added in order, in sums of 32 rows that are then added: the order depends on the
+// ids alone.
 template <class T>
 void add_rows(float* dtable, int32_t* scratch, const T* dout, const int32_t* ids, int64_t N, int64_t C, int64_t V,
-              cudaStream_t stream) {
-  const detail::RowIds sorted = sort_rows(scratch, ids, N, V, stream);
+              const Vocabulary& part, cudaStream_t stream) {
+  detail::RowIds sorted;
+  if (part.size < 0) {
+    sorted = sort_rows(scratch, ids, N, V, stream);
+  } else {
+    constexpr int threads = 256;
+    int32_t* table_rows = scratch + 2 * N;
+    launch(table_rows_kernel<threads>, static_cast<unsigned>(ceil_div(N, threads)), threads, 0, stream, table_rows, ids,
+           N, part);
+    sorted = sort_rows(scratch, table_rows, N, V + 1, stream);
+  }
   float* carried = reinterpret_cast<float*>(scratch + round_up(sort_rows_scratch(N), 4));
   const int64_t segments = ceil_div(N, detail::embedding_segment);
   const auto run = [&]<int pack>() {
     const dim3 grid = detail::embedding_grid(segments, C, pack);
     const unsigned threads = detail::embedding_threads(C, pack);
     launch(add_sorted_rows_kernel<T, pack>, grid, threads, 0, stream, dtable, carried, dout, sorted.ids, sorted.rows, N,
-           C);
-    launch(add_carried_kernel<pack>, grid, threads, 0, stream, dtable, carried, sorted.ids, segments, C);
+           C, V);
+    launch(add_carried_kernel<pack>, grid, threads, 0, stream, dtable, carried, sorted.ids, segments, C, V);
   };
   if (rows_fit_packs(C, full_pack<T>, dtable, carried, dout)) run.template operator()<full_pack<T>>();
   else run.template operator()<1>();
 }
 
-// dwte (V, C)[tokens] += dout (N, C), dwpe (P, C)[positions] += dout; dwpe may be nullptr
+// dwte (V, C)[tokens] += dout (N, C), dwpe (P, C)[positions] += dout; dwpe may be nullptr. dwte has the rows of the
+// tokens in `part`.
 template <class T>
 void embedding_backward(float* dwte, float* dwpe, int32_t* scratch, const T* dout, const int32_t* tokens,
-                        const int32_t* positions, int64_t N, int64_t C, int64_t V, int64_t P, cudaStream_t stream) {
-  add_rows(dwte, scratch, dout, tokens, N, C, V, stream);
-  if (dwpe != nullptr) add_rows(dwpe, scratch, dout, positions, N, C, P, stream);
+                        const int32_t* positions, int64_t N, int64_t C, int64_t V, int64_t P, const Vocabulary& part,
+                        cudaStream_t stream) {
+  add_rows(dwte, scratch, dout, tokens, N, C, part.size < 0 ? V : part.size, part, stream);
+  if (dwpe != nullptr) add_rows(dwpe, scratch, dout, positions, N, C, P, {}, stream);
 }
 
 }  // namespace llmc::cuda

@@ -71,16 +71,18 @@ __global__ void ordered_sum_kernel(double* __restrict__ out, const T* __restrict
   if (threadIdx.x == 0) *out = (accumulate == Accumulate::yes ? *out : 0) + sum;
 }
 
-// out = the sum of squares of x (n); partials: ceil(n / square_sum_block) doubles
+// out = or += the sum of squares of x (n); partials: ceil(n / square_sum_block) doubles
 template <class G>
-void square_sum(double* out, double* partials, const G* x, int64_t n, cudaStream_t stream) {
+void square_sum(double* out, double* partials, const G* x, int64_t n, Accumulate accumulate, cudaStream_t stream) {
   const int64_t blocks = ceil_div(n, square_sum_block);
   const auto run = [&]<int pack>() {
     launch(square_sum_kernel<pack, G>, static_cast<unsigned>(blocks), detail::sum_threads, 0, stream, partials, x, n);
   };
   if (fit_packs(x)) run.template operator()<4>();
   else run.template operator()<1>();
-  launch(ordered_sum_kernel<Accumulate::no, double>, 1, detail::sum_threads, 0, stream, out, partials, blocks);
+  const auto sum = accumulate == Accumulate::yes ? ordered_sum_kernel<Accumulate::yes, double>
+                                                 : ordered_sum_kernel<Accumulate::no, double>;
+  launch(sum, 1, detail::sum_threads, 0, stream, out, partials, blocks);
 }
 
 // sum += all of losses (N)
@@ -108,17 +110,22 @@ __device__ inline double sum_in_order(const double* x, int64_t stride, int64_t n
 template <class Double>
 __global__ void combine_scalars_kernel(Double* __restrict__ loss, Double* __restrict__ square_sums,
                                        const Double* __restrict__ gathered, int64_t ranks, int64_t units,
-                                       int64_t shards) {
-  const Double total = detail::sum_in_order(gathered, 1 + units, ranks);
+                                       int64_t shards, int64_t tensor_ranks) {
+  const int64_t row = 1 + units;
+  const Double total = detail::sum_in_order(gathered, tensor_ranks * row, ranks / tensor_ranks);
   if (threadIdx.x == 0) *loss = total;
-  for (int64_t i = threadIdx.x; i < units * shards; i += warp_size)
-    square_sums[i] = gathered[i % shards * (1 + units) + 1 + i / shards];
+  for (int64_t i = threadIdx.x; i < units * tensor_ranks * shards; i += warp_size) {
+    const int64_t shard = i % shards, tensor_rank = i / shards % tensor_ranks, unit = i / shards / tensor_ranks;
+    square_sums[i] = gathered[(shard * tensor_ranks + tensor_rank) * row + 1 + unit];
+  }
 }
 
-// loss (1) = the sum over the ranks; square_sums (units, shards) = ; gathered (ranks, 1 + units)
+// loss (1) = the sum over the first of each tensor_ranks ranks; square_sums (units, tensor_ranks, shards) = ; gathered
+// (ranks, 1 + units)
 inline void combine_scalars(double* loss, double* square_sums, const double* gathered, int64_t ranks, int64_t units,
-                            int64_t shards, cudaStream_t stream) {
-  launch(combine_scalars_kernel<double>, 1, warp_size, 0, stream, loss, square_sums, gathered, ranks, units, shards);
+                            int64_t shards, int64_t tensor_ranks, cudaStream_t stream) {
+  launch(combine_scalars_kernel<double>, 1, warp_size, 0, stream, loss, square_sums, gathered, ranks, units, shards,
+         tensor_ranks);
 }
 
 // One warp.
