@@ -9,6 +9,7 @@
 #include "dist/comm.h"
 #include "dist/hooks.h"
 #include "dist/mesh.h"
+#include "dist/tensor_parallel.h"
 
 namespace llmc {
 
@@ -59,7 +60,8 @@ struct ZeroConfig {
 struct DataParallel {
   using Join = std::function<std::unique_ptr<Comm>(const std::string& name, const std::vector<Axis>& along)>;
 
-  int shard, replica, rank;
+  int shard, replica, tensor_rank, rank;
+  TensorParallel tensor;
   Arena reduce_scratch, gather_scratch;
   Stream reduce_stream, gather_stream;
   std::unique_ptr<Comm> gradients;  // the shard group, on reduce_stream
@@ -67,12 +69,16 @@ struct DataParallel {
   std::unique_ptr<Comm> weights;    // the shard group, on gather_stream
   std::unique_ptr<Comm> scalars;    // all ranks, on the compute stream
   std::unique_ptr<Comm> control;    // all ranks; only text, between the hosts
+  std::unique_ptr<Comm> tensor_control;  // the tensor-parallel group; only text, between the hosts
   const Hooks& hooks;
 
-  DataParallel(const Mesh& mesh, int rank_, const Device& device, const Join& join, const Hooks& hooks_ = no_hooks)
+  DataParallel(const Mesh& mesh, int rank_, const Device& device, const Join& join, const Hooks& hooks_ = no_hooks,
+               const TensorParallel& tensor_ = {})
       : shard(mesh.coordinate(rank_, Axis::shard)),
         replica(mesh.coordinate(rank_, Axis::replicate)),
+        tensor_rank(mesh.coordinate(rank_, Axis::tp)),
         rank(rank_),
+        tensor(tensor_),
         reduce_scratch(device, scratch_bytes),
         gather_scratch(device, scratch_bytes),
         reduce_stream(device, reduce_scratch),
@@ -81,7 +87,8 @@ struct DataParallel {
         replicas(join("replicas", {Axis::replicate})),
         weights(join("weights", {Axis::shard})),
         scalars(join("scalars", {Axis::replicate, Axis::shard})),
-        control(join("control", {Axis::replicate, Axis::shard})),
+        control(join("control", {Axis::replicate, Axis::shard, Axis::tp})),
+        tensor_control(join("tensor-parallel control", {Axis::tp})),
         hooks(hooks_) {}
 
   // Throws if an exchange between the ranks has failed; called while the host waits for a stream.

@@ -27,7 +27,7 @@ struct Run {
         dp(
             world.mesh(), rank, device,
             [&](const std::string& name, const std::vector<Axis>& along) {
-              return world.join(rank, name, along, device.gpu, name != "control");
+              return world.join(rank, name, along, device.gpu, !name.ends_with("control"));
             },
             world.hooks()),
         trainer((announce_arenas(world.hooks()), config), {arena, stream, &dp, copies.get()}),

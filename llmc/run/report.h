@@ -56,10 +56,11 @@ using Rows = std::vector<std::pair<std::string, std::string>>;
 
 namespace detail {
 
-inline std::string layout_text(const ZeroConfig& zero) {
-  if (zero.ranks() == 1) return "1 rank";
-  return formatted("{} data-parallel ranks: {} replica(s) x {} shard(s), ZeRO stage {}, gradients reduced every {}{}",
-                   zero.ranks(), zero.replicas, zero.shards, zero.stage,
+inline std::string layout_text(const ZeroConfig& zero, const TensorParallel& tensor = {}) {
+  const std::string parts = tensor.ranks == 1 ? "" : formatted("{} tensor-parallel ranks", tensor.ranks);
+  if (zero.ranks() == 1) return parts.empty() ? "1 rank" : parts;
+  return formatted("{} data-parallel ranks{}: {} replica(s) x {} shard(s), ZeRO stage {}, gradients reduced every {}{}",
+                   zero.ranks(), parts.empty() ? "" : " x " + parts, zero.replicas, zero.shards, zero.stage,
                    zero.grad_reduce == GradReduce::step ? "step" : "micro-batch",
                    zero.sync == DpSync::all_reduce ? "" : formatted(", {}", zero.sync));
 }
@@ -95,7 +96,7 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
       {"numerics", formatted("{}, recompute {}", o.dtype, step.recompute)},
       {"batch", formatted("{} tokens per step = {} micro-batch(es) x {} sequences x {} tokens x {} rank(s)",
                           human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.zero.ranks())},
-      {"layout", layout_text(step.zero)},
+      {"layout", layout_text(step.zero, step.tensor)},
       {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
                               o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip)}};
 }

@@ -31,6 +31,7 @@ struct StepConfig {
   int chunks = 1;
   Recompute recompute = Recompute::none;
   ZeroConfig zero = {};
+  TensorParallel tensor = {};
   int64_t head_chunks =
       0;  // parts of a micro-batch that the head takes one after another; 0: as few as head_rows() allows
   bool generates = true;  // plan memory for a text and its key-value cache
