@@ -212,8 +212,7 @@ inline std::map<std::string, std::vector<Slice>> find_slices(
       CHECK(slice.begin >= 0 && slice.end - slice.begin == file->info(name).numel() && slice.begin < slice.end &&
                 column >= 0 && (!slice.columns || slice.columns->size > 0) && name == slice.tensor_name(what) &&
                 file->info(name).dtype == DType::fp32,
-            "{}: tensor {} is not a slice PARAMETER:KIND[BEGIN:END] or PARAMETER:KIND[:,COLUMN:COLUMN][BEGIN:END] of "
-            "fp32",
+            "{}: tensor {} is not a slice PARAMETER:KIND[BEGIN:END], or [:,COLUMN:COLUMN][BEGIN:END], of fp32",
             file->path(), shown(name));
       slices[what].push_back(slice);
     }
@@ -299,7 +298,7 @@ inline void read_slice(const Slice& s, const StateEntry& entry, float* host) {
   };
   int64_t end = 0;
   for_each_common([&](int64_t, int64_t first, int64_t n) { end = first + n; });
-  constexpr int64_t most = 4 << 20;
+  constexpr int64_t most = 1 << 18;
   std::vector<float> piece;  // of the slice, from element `begin` on: not more than what is needed of it
   int64_t begin = 0;
   for_each_common([&](int64_t i, int64_t first, int64_t n) {
