@@ -134,9 +134,24 @@ class Comm {
   std::vector<std::string> all_gather_text(const std::string& topic, const std::string& text) {
     std::vector<std::string> all = exchange_text(topic + '\n' + text);
     for (size_t r = 0; r < all.size(); ++r) {
-      CHECK(all[r].starts_with(topic + '\n'), "{}: rank {} sent \"{}\" while rank {} was sending \"{}\"", name_, r,
-            all[r].substr(0, all[r].find('\n')), rank(), topic);
+      require_topic(static_cast<int>(r), all[r].substr(0, all[r].find('\n')), topic);
       all[r].erase(0, topic.size() + 1);
+    }
+    return all;
+  }
+  // The same, but only `root` gets the texts, which may be large; the others get none.
+  std::vector<std::string> gather_text(int root, const std::string& topic, const std::string& text) {
+    std::vector<std::string> all(static_cast<size_t>(rank() == root ? size() : 0), text);
+    if (!transport_->moves_data()) return all;
+    const Attending attending(place_.get(), "exchange", "", formatted("\"{}\"", topic));
+    if (rank() != root) {
+      for (const std::string* part : {&topic, &text}) send_text(root, *part);
+      return all;
+    }
+    for (int r = 0; r < size(); ++r) {
+      if (r == root) continue;
+      require_topic(r, receive_text(r), topic);
+      all[static_cast<size_t>(r)] = receive_text(r);
     }
     return all;
   }
@@ -146,6 +161,21 @@ class Comm {
   Comm(Comm&&) = default;  // for hooks, which replace a group before its first collective
 
  private:
+  void require_topic(int sender, const std::string& its, const std::string& topic) const {
+    CHECK(its == topic, "{}: rank {} sent \"{}\" while rank {} was sending \"{}\"", name_, sender, its, rank(), topic);
+  }
+  void send_text(int to, const std::string& text) {
+    const uint64_t bytes = text.size();
+    transport_->exchange(to, &bytes, 8, -1, nullptr, 0, nullptr);
+    transport_->exchange(to, text.data(), static_cast<int64_t>(bytes), -1, nullptr, 0, nullptr);
+  }
+  std::string receive_text(int from) {
+    uint64_t bytes = 0;
+    transport_->exchange(-1, nullptr, 0, from, &bytes, 8, nullptr);
+    std::string text(bytes, '\0');
+    transport_->exchange(-1, nullptr, 0, from, text.data(), static_cast<int64_t>(bytes), nullptr);
+    return text;
+  }
   std::vector<std::string> exchange_text(const std::string& text) {
     std::vector<std::string> all(static_cast<size_t>(size()), text);
     if (!transport_->moves_data()) return all;

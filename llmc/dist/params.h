@@ -91,6 +91,7 @@ inline int64_t count_parameters(const ParamTable& table) {
 struct Range {
   int64_t begin = 0, size = 0;
   int64_t end() const { return begin + size; }
+  bool operator==(const Range&) const = default;
 };
 inline Range overlap(const Range& a, const Range& b) {
   const int64_t begin = std::max(a.begin, b.begin);

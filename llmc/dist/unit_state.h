@@ -12,7 +12,6 @@
 // llmc/README.md draws how a unit goes through a step at each stage.
 #pragma once
 #include <algorithm>
-#include <map>
 #include <string>
 #include <vector>
 
@@ -37,6 +36,17 @@ struct StateEntry {
   int64_t begin;
   Tensor tensor;                                                     // flat, without padding rows
   Elements elements() const { return param->elements_from(begin); }  // where they are in the whole parameter
+
+  // f(i, index, n) for each row, or part of one: elements [i, i + n) of the tensor are those of the parameter from
+  // `index` on.
+  template <class F>
+  void for_each_row(F&& f) const {
+    const Elements where = elements();
+    for (int64_t i = 0, n; i < tensor.numel(); i += n) {
+      n = std::min(tensor.numel() - i, where.columns - (where.begin + i) % where.columns);
+      f(i, where.index(i), n);
+    }
+  }
 };
 using StateTable = std::vector<StateEntry>;
 
@@ -147,11 +157,12 @@ class UnitState {
     }
   }
 
-  // Every parameter, flat and without padding. `weights`: weights(), or a copy of them.
-  std::map<std::string, Tensor> whole_weights(const Tensor& weights) const {
-    std::map<std::string, Tensor> all;
+  // The boxes of all parameters. `weights`: weights(), or a copy of them.
+  StateTable whole_weights(const Tensor& weights) const {
+    StateTable all;
     for (size_t i = 0; i < spec_.params.size(); ++i)
-      all.emplace(spec_.params[i].name, weights.slice(layout_.offsets[i], {spec_.params[i].box().numel()}));
+      all.push_back({&spec_.params[i], StateKind::weight, 0,
+                     weights.slice(layout_.offsets[i], {spec_.params[i].box().numel()})});
     return all;
   }
 

@@ -2,8 +2,9 @@
 // matrices as (in, out), for its Conv1D; ours, like those of the other families, are (out, in), with q, k and v
 // separate.
 #pragma once
-#include <cstring>
-#include <map>
+#include <algorithm>
+#include <initializer_list>
+#include <iterator>
 #include <memory>
 #include <set>
 #include <string>
@@ -112,33 +113,46 @@ inline std::vector<HfTensor> hf_tensors(const ModelConfig& c) {
 
 namespace detail {
 
-// The index in the Hugging Face tensor of element `e` of a part; `row`: the first output of the part.
-inline int64_t hf_index(const HfTensor& hf, int64_t row, int64_t e) {
-  if (!hf.transposed) return row + e;
+// Where elements of a part's row are in the Hugging Face tensor: at `begin` and then every `step`.
+struct HfRow {
+  int64_t begin, step;
+};
+// From element `index` of the part on. The parts of a tensor have equal sizes: GPT-2 has as many key-value heads as
+// query heads.
+inline HfRow hf_row(const HfTensor& hf, size_t part, int64_t index) {
+  const int64_t parts = std::ssize(hf.parts), before = static_cast<int64_t>(part);
+  if (!hf.transposed) return {TensorInfo{"", DType::fp32, hf.shape}.numel() / parts * before + index, 1};
   const int64_t in = hf.shape[0], out = hf.shape[1];
-  return e % in * out + row + e / in;
+  return {index % in * out + out / parts * before + index / in, out};
 }
-// The number of outputs of a part.
-inline int64_t hf_rows(const HfTensor& hf, int64_t part_elements) {
-  return hf.transposed ? part_elements / hf.shape[0] : part_elements;
+
+// f(number of the part, entry) for each entry of these kinds that is of a part of the tensor.
+template <class F>
+void for_each_part(const HfTensor& hf, const StateTable& table, std::initializer_list<StateKind> kinds, F&& f) {
+  for (size_t part = 0; part < hf.parts.size(); ++part)
+    for (const StateEntry& e : table)
+      if (e.param->name == hf.parts[part] && std::find(kinds.begin(), kinds.end(), e.kind) != kinds.end()) f(part, e);
 }
 
 }  // namespace detail
 
-// The bytes of one Hugging Face tensor, in the dtype of its parts, which are whole, flat and in host memory.
-inline std::vector<std::byte> gather_hf(const HfTensor& hf, const std::map<std::string, Tensor>& parts) {
-  const int64_t width = size_of(parts.at(hf.parts[0]).dtype);
-  std::vector<std::byte> bytes(static_cast<size_t>(TensorInfo{"", DType::fp32, hf.shape}.numel() * width));
-  int64_t row = 0;
-  for (const std::string& part : hf.parts) {
-    const Tensor& t = parts.at(part);
-    if (!hf.transposed) std::memcpy(bytes.data() + row * width, t.bytes, static_cast<size_t>(t.size_bytes()));
-    else
-      for (int64_t e = 0; e < t.numel(); ++e)
-        std::memcpy(bytes.data() + detail::hf_index(hf, row, e) * width, t.bytes + e * width,
-                    static_cast<size_t>(width));
-    row += detail::hf_rows(hf, t.numel());
-  }
+// The bytes of a Hugging Face tensor, from boxes in host memory that together are its parts; `weights` may also have
+// others.
+inline std::vector<std::byte> gather_hf(const HfTensor& hf, const StateTable& weights) {
+  std::vector<std::byte> bytes;
+  detail::for_each_part(hf, weights, {StateKind::weight}, [&](size_t part, const StateEntry& e) {
+    bytes.resize(static_cast<size_t>(TensorInfo{"", e.tensor.dtype, hf.shape}.bytes()));
+    with_type(e.tensor.dtype, [&]<class T>(type_tag<T>) {
+      const T* from = e.tensor.data<T>();
+      T* to = reinterpret_cast<T*>(bytes.data());
+      e.for_each_row([&](int64_t i, int64_t index, int64_t n) {
+        const detail::HfRow row = detail::hf_row(hf, part, index);
+        if (row.step == 1) std::copy_n(from + i, n, to + row.begin);
+        else
+          for (int64_t k = 0; k < n; ++k) to[row.begin + k * row.step] = from[i + k];
+      });
+    });
+  });
   return bytes;
 }
 
@@ -198,38 +212,38 @@ inline void require_same_head(const std::vector<std::unique_ptr<SafetensorsReade
 }
 
 // This rank's slices of the parts, weights and master weights = the Hugging Face tensor `name` of the file, each
-// rounded to its own dtype.
+// rounded to its own dtype. Reads what lies between the first and the last element that the rank has.
 inline void scatter_hf(const HfTensor& hf, const SafetensorsReader& file, const std::string& name,
-                       const StateTable& table, const std::map<std::string, int64_t>& elements, Stream& stream) {
+                       const StateTable& table, Stream& stream) {
   const TensorInfo& info = file.info(name);
-  std::vector<std::byte> stored;
-  int64_t row = 0;
-  for (const std::string& part : hf.parts) {
-    for (const StateEntry& e : table) {
-      if (e.param->name != part || (e.kind != StateKind::weight && e.kind != StateKind::master)) continue;
-      if (stored.empty()) {
-        stored.resize(static_cast<size_t>(info.bytes()));
-        file.read(name, stored.data());
-      }
-      auto copy = [&]<class From, class To>(const Tensor& host, type_tag<From>, type_tag<To>) {
-        for (int64_t i = 0; i < host.numel(); ++i) {
-          From value;
-          std::memcpy(&value,
-                      stored.data() + detail::hf_index(hf, row, e.begin + i) * static_cast<int64_t>(sizeof(From)),
-                      sizeof(From));
-          host.data<To>()[i] = To(static_cast<float>(value));
-        }
-      };
-      write_on_host(e.tensor, stream, [&](const Tensor& host) {
-        with_type(host.dtype, [&](auto to) {
-          if (info.dtype == DType::fp32) copy(host, type_tag<float>{}, to);
-          if (info.dtype == DType::bf16) copy(host, type_tag<bf16>{}, to);
-          if (info.dtype == DType::fp16) copy(host, type_tag<fp16>{}, to);
-        });
+  const auto kinds = {StateKind::weight, StateKind::master};
+  int64_t begin = info.numel(), end = 0;
+  detail::for_each_part(hf, table, kinds, [&](size_t part, const StateEntry& e) {
+    e.for_each_row([&](int64_t, int64_t index, int64_t n) {
+      const detail::HfRow row = detail::hf_row(hf, part, index);
+      begin = std::min(begin, row.begin);
+      end = std::max(end, row.begin + (n - 1) * row.step + 1);
+    });
+  });
+  if (begin >= end) return;
+  std::vector<std::byte> stored(static_cast<size_t>((end - begin) * size_of(info.dtype)));
+  file.read(name, stored.data(), begin, end - begin);
+  detail::for_each_part(hf, table, kinds, [&](size_t part, const StateEntry& e) {
+    auto copy = [&]<class From, class To>(To* to, type_tag<From>) {
+      const From* from = reinterpret_cast<const From*>(stored.data());
+      e.for_each_row([&](int64_t i, int64_t index, int64_t n) {
+        const detail::HfRow row = detail::hf_row(hf, part, index);
+        for (int64_t k = 0; k < n; ++k) to[i + k] = To(static_cast<float>(from[row.begin - begin + k * row.step]));
       });
-    }
-    row += detail::hf_rows(hf, elements.at(part));
-  }
+    };
+    write_on_host(e.tensor, stream, [&](const Tensor& host) {
+      with_type(host.dtype, [&]<class To>(type_tag<To>) {
+        if (info.dtype == DType::fp32) copy(host.data<To>(), type_tag<float>{});
+        if (info.dtype == DType::bf16) copy(host.data<To>(), type_tag<bf16>{});
+        if (info.dtype == DType::fp16) copy(host.data<To>(), type_tag<fp16>{});
+      });
+    });
+  });
 }
 
 }  // namespace llmc

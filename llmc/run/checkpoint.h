@@ -2,14 +2,21 @@
 // config.json and model.safetensors as transformers loads them, optimizer-*.safetensors with slices of master weights
 // and moments, trainer.json, the tokenizer's files, and manifest.json with the size and checksums of each. All is
 // written to a temporary directory, with every write, fsync and close checked. A rename makes the checkpoint visible;
-// then the parent directory is synced.
+// then the parent directory is synced. What any layout wrote, any layout reads, bit for bit (contract 6).
 #pragma once
 #include <sys/statvfs.h>
 
+#include <algorithm>
 #include <filesystem>
+#include <iterator>
+#include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "core/checksum.h"
 #include "core/safetensors.h"
@@ -86,9 +93,28 @@ inline std::optional<int64_t> trained_seq_len(const std::string& checkpoint) {
 
 namespace detail {
 
-// The name of a slice in optimizer-*.safetensors: elements [begin, end) of the parameter's flat contents.
-inline std::string slice_name(const StateEntry& e) {
-  return formatted("{}:{}[{}:{}]", e.param->name, e.kind, e.begin, e.begin + e.tensor.numel());
+// Which elements of a parameter a tensor of optimizer-*.safetensors has: [begin, end) of its flat contents, or of some
+// of its columns, row by row.
+struct SliceRange {
+  std::optional<Range> columns;  // none: all of them
+  int64_t begin = 0, end = 0;
+
+  // what: PARAMETER:KIND
+  std::string tensor_name(const std::string& what) const {
+    const std::string box = columns ? formatted("[:,{}:{}]", columns->begin, columns->end()) : "";
+    return formatted("{}{}[{}:{}]", what, box, begin, end);
+  }
+};
+
+inline int64_t row_size(const ParamSpec& p) { return p.numel() / p.shape[0]; }
+inline std::string what_of(const StateEntry& e) { return formatted("{}:{}", e.param->name, e.kind); }
+
+inline SliceRange slice_range(const StateEntry& e) {
+  const Box box = e.param->box();
+  const int64_t stride = row_size(*e.param), n = e.tensor.numel();
+  if (box.columns == stride) return {{}, box.row * stride + e.begin, box.row * stride + e.begin + n};
+  CHECK(box.rows == e.param->shape[0], "{} is divided along both axes, which checkpoints do not have", e.param->name);
+  return {Range{box.column, box.columns}, e.begin, e.begin + n};
 }
 
 inline void require_space(const std::string& directory, int64_t bytes) {
@@ -151,11 +177,8 @@ inline void load_weights(const std::vector<std::string>& paths, const ModelConfi
   for (size_t u = 0; u < state.size(); ++u) state.unit(u).zero_all(stream);
   stream.synchronize();
   const StateTable table = state.state_table();
-  std::map<std::string, int64_t> elements;
-  for (size_t u = 0; u < state.size(); ++u)
-    for (const ParamSpec& p : state.unit(u).spec().params) elements[p.name] = p.numel();
   for (size_t i = 0; i < tensors.size(); ++i)
-    scatter_hf(tensors[i], *places[i].file, places[i].name, table, elements, stream);
+    scatter_hf(tensors[i], *places[i].file, places[i].name, table, stream);
 }
 
 inline void load_model(const std::string& directory, const ModelConfig& config, const ModelState& state,
@@ -166,31 +189,71 @@ inline void load_model(const std::string& directory, const ModelConfig& config, 
 namespace detail {
 
 // A tensor of optimizer-*.safetensors.
-struct Slice {
-  int64_t begin, end;
+struct Slice : SliceRange {
   const SafetensorsReader* file;
   std::string name;
 };
 
-// All slices, by "PARAMETER:KIND", each in ascending order. Refuses a name that slice_name() would not give.
+// All slices, by "PARAMETER:KIND", in ascending order of columns and elements. Refuses a name that
+// SliceRange::tensor_name() would not give.
 inline std::map<std::string, std::vector<Slice>> find_slices(
     const std::vector<std::unique_ptr<SafetensorsReader>>& files) {
   std::map<std::string, std::vector<Slice>> slices;
   for (const auto& file : files)
     for (const std::string& name : file->names()) {
-      const std::string what = name.substr(0, name.rfind('['));
-      Slice slice{0, 0, file.get(), name};
-      long long begin = 0, end = 0;
-      if (what.size() < name.size() && std::sscanf(name.c_str() + what.size(), "[%18lld:%18lld]", &begin, &end) == 2)
-        slice.begin = begin, slice.end = end;
+      const std::string what = name.substr(0, std::min(name.find("[:,"), name.rfind('[')));
+      const char* const numbers = name.c_str() + what.size();
+      long long column = 0, end_column = 0, begin = 0, end = 0;
+      Slice slice{{}, file.get(), name};
+      if (std::sscanf(numbers, "[:,%18lld:%18lld][%18lld:%18lld]", &column, &end_column, &begin, &end) == 4)
+        slice.columns = Range{column, end_column - column};
+      else if (std::sscanf(numbers, "[%18lld:%18lld]", &begin, &end) != 2) begin = end = 0;
+      slice.begin = begin, slice.end = end;
       CHECK(slice.begin >= 0 && slice.end - slice.begin == file->info(name).numel() && slice.begin < slice.end &&
-                name == formatted("{}[{}:{}]", what, slice.begin, slice.end) && file->info(name).dtype == DType::fp32,
-            "{}: tensor {} is not a slice PARAMETER:KIND[BEGIN:END] of fp32", file->path(), shown(name));
+                column >= 0 && (!slice.columns || slice.columns->size > 0) && name == slice.tensor_name(what) &&
+                file->info(name).dtype == DType::fp32,
+            "{}: tensor {} is not a slice PARAMETER:KIND[BEGIN:END], or [:,COLUMN:COLUMN][BEGIN:END], of fp32",
+            file->path(), shown(name));
       slices[what].push_back(slice);
     }
   for (auto& [what, all] : slices)
-    std::sort(all.begin(), all.end(), [](const Slice& a, const Slice& b) { return a.begin < b.begin; });
+    std::sort(all.begin(), all.end(), [](const Slice& a, const Slice& b) {
+      const Range x = a.columns.value_or(Range{}), y = b.columns.value_or(Range{});
+      return std::tuple(x.begin, x.size, a.begin) < std::tuple(y.begin, y.size, b.begin);
+    });
   return slices;
+}
+
+// Refuses slices of a parameter's state, in ascending order, that do not hold every element exactly once.
+inline void require_whole(const std::vector<Slice>& slices, const ParamSpec& p, const std::string& what,
+                          const std::string& path) {
+  const int64_t stride = row_size(p);
+  int64_t column = 0;  // those before it are complete
+  for (size_t i = 0; i < slices.size();) {
+    const Slice& first = slices[i];
+    CHECK(first.columns.has_value() == slices[0].columns.has_value(),
+          "{}: {} has some columns, but {} has all of them; the checkpoint is damaged", first.file->path(), first.name,
+          slices[0].name);
+    const Range columns = first.columns.value_or(Range{0, stride});
+    CHECK(columns.begin == column, "{}: {} begins at column {}, but the slices before it end at {}; the file is damaged",
+          first.file->path(), first.name, columns.begin, column);
+    column = columns.end();
+    CHECK(column <= stride && (!first.columns || columns.size < stride),
+          "{}: {} has columns {} to {} of {}, expected fewer; the file is damaged", first.file->path(), first.name,
+          columns.begin, column, stride);
+    const int64_t n = p.shape[0] * columns.size;
+    int64_t at = 0;
+    for (; i < slices.size() && slices[i].columns == first.columns; ++i) {
+      const Slice& s = slices[i];
+      CHECK(s.begin == at, "{}: {} begins at element {}, but the slice before it ends at {}; the file is damaged",
+            s.file->path(), s.name, s.begin, at);
+      at = s.end;
+    }
+    CHECK(at == n, "{}: the slices of {}{} end at element {} of {}; the checkpoint is damaged", path, what,
+          first.columns ? formatted("[:,{}:{}]", columns.begin, column) : "", at, n);
+  }
+  CHECK(column == stride, "{}: the slices of {} end at column {} of {}; the checkpoint is damaged", path, what, column,
+        stride);
 }
 
 // Refuses slices that do not hold every element of every parameter's state exactly once, and no others.
@@ -204,18 +267,48 @@ inline void require_whole_slices(const std::map<std::string, std::vector<Slice>>
         const std::string what = *expected.insert(formatted("{}:{}", p.name, kind)).first;
         const auto found = slices.find(what);
         CHECK(found != slices.end(), "{}: has no {}; it was written with other options", path, what);
-        int64_t at = 0;
-        for (const Slice& s : found->second) {
-          CHECK(s.begin == at, "{}: {} begins at element {}, but the slice before it ends at {}; the file is damaged",
-                s.file->path(), s.name, s.begin, at);
-          at = s.end;
-        }
-        CHECK(at == p.numel(), "{}: the slices of {} end at element {} of {}; the checkpoint is damaged", path, what,
-              at, p.numel());
+        require_whole(found->second, p, what, path);
       }
   for (const auto& [what, all] : slices)
     CHECK(expected.contains(what), "{}: tensor {} belongs to no state of this model; it was written with other options",
           all[0].file->path(), shown(all[0].name));
+}
+
+// The elements of an entry that a slice has, into `host`: the entry's tensor in host memory.
+inline void read_slice(const Slice& s, const StateEntry& entry, float* host) {
+  const int64_t stride = row_size(*entry.param);
+  const Range columns = s.columns.value_or(Range{0, stride});
+  const Box box = entry.param->box();
+  const int64_t row = s.begin / columns.size - box.row, end_row = ceil_div(s.end, columns.size) - box.row;
+  const Range rows = overlap({entry.begin, entry.tensor.numel()}, {row * box.columns, (end_row - row) * box.columns});
+  if (rows.size == 0) return;
+  StateEntry e = entry;  // in these rows
+  e.begin = rows.begin;
+  e.tensor = entry.tensor.slice(rows.begin - entry.begin, {rows.size});
+  host += rows.begin - entry.begin;
+  // f(i, first, n) row by row: elements [i, i + n) of the tensor are those of the slice from `first` on.
+  auto for_each_common = [&](auto&& f) {
+    e.for_each_row([&](int64_t i, int64_t index, int64_t n) {
+      const Range both = overlap({index % stride, n}, columns);
+      const int64_t in_columns = index / stride * columns.size + both.begin - columns.begin;
+      const Range common = overlap({in_columns, both.size}, {s.begin, s.end - s.begin});
+      if (common.size > 0)
+        f(i + both.begin - index % stride + common.begin - in_columns, common.begin - s.begin, common.size);
+    });
+  };
+  int64_t end = 0;
+  for_each_common([&](int64_t, int64_t first, int64_t n) { end = first + n; });
+  constexpr int64_t most = 1 << 18;
+  std::vector<float> piece;  // of the slice, from element `begin` on: not more than what is needed of it
+  int64_t begin = 0;
+  for_each_common([&](int64_t i, int64_t first, int64_t n) {
+    if (first + n > begin + std::ssize(piece)) {
+      begin = first;
+      piece.resize(static_cast<size_t>(std::min(std::max(n, most), end - first)));
+      s.file->read(s.name, piece.data(), begin, std::ssize(piece));
+    }
+    std::copy_n(piece.data() + first - begin, n, host + i);
+  });
 }
 
 }  // namespace detail
@@ -239,15 +332,11 @@ inline void load_checkpoint(const std::string& path, const ModelConfig& config, 
   const DType dtype = state.unit(0).weight_shard().dtype;
   const bool masters = dtype != accumulator_of(dtype) && state.zero_config().master_weights;
   detail::require_whole_slices(slices, path, config, masters);
-  for (const StateEntry& e : table) {
-    if (e.kind == StateKind::weight) continue;
-    for (const detail::Slice& s : slices.at(formatted("{}:{}", e.param->name, e.kind))) {
-      const int64_t from = std::max(s.begin, e.begin), to = std::min(s.end, e.begin + e.tensor.numel());
-      if (from < to)
-        write_on_host(e.tensor.slice(from - e.begin, {to - from}), stream,
-                      [&](const Tensor& host) { s.file->read(s.name, host.bytes, from - s.begin, to - from); });
-    }
-  }
+  for (const StateEntry& e : table)
+    if (e.kind != StateKind::weight)
+      write_on_host(e.tensor, stream, [&](const Tensor& host) {
+        for (const detail::Slice& s : slices.at(detail::what_of(e))) detail::read_slice(s, e, host.data<float>());
+      });
 }
 
 }  // namespace llmc

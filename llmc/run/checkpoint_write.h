@@ -1,8 +1,11 @@
-// checkpoint_write.h: writes a checkpoint (checkpoint.h) with all ranks: each its share of the weights and the
-// optimizer slices that it owns, rank 0 the rest and the rename. Ranks fail together, and can try again.
+// checkpoint_write.h: writes a checkpoint (checkpoint.h) with all ranks: each its share of the weights, which are
+// gathered tensor by tensor, and the optimizer slices that it owns, rank 0 the rest and the rename. Ranks fail together,
+// and can try again.
 #pragma once
+#include <algorithm>
 #include <filesystem>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -14,6 +17,38 @@
 namespace llmc {
 
 namespace detail {
+
+// The bytes of a Hugging Face tensor on rank `writer` of a tensor-parallel group, nothing on the others. weights: the
+// boxes of its unit that this rank has, in host memory. units: the unit on each rank of the group.
+inline std::vector<std::byte> gather_boxes(const HfTensor& hf, StateTable weights, const std::vector<UnitSpec>& units,
+                                           DType dtype, int writer, Comm& group) {
+  const auto gives = [&](const ParamSpec& p) {
+    return p.first_copy && std::find(hf.parts.begin(), hf.parts.end(), p.name) != hf.parts.end();
+  };
+  std::erase_if(weights, [&](const StateEntry& e) { return !gives(*e.param); });
+  std::string mine;
+  if (group.rank() != writer)
+    for (const StateEntry& e : weights)
+      mine.append(reinterpret_cast<const char*>(e.tensor.bytes), static_cast<size_t>(e.tensor.size_bytes()));
+  std::vector<std::string> texts = group.gather_text(writer, hf.name, mine);
+  if (group.rank() != writer) return {};
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    if (static_cast<int>(rank) == writer) continue;
+    const Tensor theirs{.name = hf.name.c_str(),
+                        .dtype = dtype,
+                        .shape = {std::ssize(texts[rank]) / size_of(dtype)},
+                        .bytes = reinterpret_cast<std::byte*>(texts[rank].data())};
+    int64_t at = 0;
+    for (const ParamSpec& p : units[rank].params) {
+      if (!gives(p)) continue;
+      weights.push_back({&p, StateKind::weight, 0, theirs.slice(at, {p.box().numel()})});
+      at += p.box().numel();
+    }
+    CHECK(at == theirs.numel(), "{}: rank {} of the tensor-parallel group sent {} elements, expected {}", hf.name, rank,
+          theirs.numel(), at);
+  }
+  return gather_hf(hf, weights);
+}
 
 // Which rank writes each Hugging Face tensor: a unit goes to the rank with the fewest bytes so far.
 struct WritePlan {
@@ -100,7 +135,8 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   agree();
   nlohmann::ordered_json files = nlohmann::ordered_json::object();  // written by this rank
 
-  const detail::WritePlan plan(config, state, dp.ranks());
+  const detail::WritePlan plan(config, state, dp.control->size());
+  const int tp = dp.tensor.ranks;
   std::vector<TensorInfo> infos;
   for (size_t i = 0; i < plan.tensors.size(); ++i)
     if (plan.writer[plan.unit[i]] == dp.rank) infos.push_back({plan.tensors[i].name, dtype, plan.tensors[i].shape});
@@ -108,33 +144,37 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   attempt([&] {
     if (!infos.empty()) model.emplace(temporary + "/" + plan.file(dp.rank), infos);
   });
+  const ParamTable parameters = parameter_table(config);
   for (size_t u = 0; u < state.size(); ++u)  // one unit gathered, one tensor in host memory at a time
     state.with_whole_unit(u, stream, [&](const UnitState& unit) {
-      if (plan.writer[u] != dp.rank) return;
+      const int writer = plan.writer[u];
+      if (writer / tp != dp.rank / tp) return;  // the ranks of a tensor-parallel group are neighbours
       const HostView whole(unit.weights(), stream);
-      const std::map<std::string, Tensor> weights = unit.whole_weights(whole.tensor());
+      std::vector<UnitSpec> boxes;
+      for (int rank = 0; rank < tp; ++rank) boxes.push_back(part_of(ParamTable{parameters[u]}, dp.tensor, rank)[0]);
       for (size_t i = 0; i < plan.tensors.size(); ++i) {
         if (plan.unit[i] != u) continue;
-        const std::vector<std::byte> bytes = gather_hf(plan.tensors[i], weights);
-        attempt([&] { model->write(bytes.data(), static_cast<int64_t>(bytes.size())); });
+        const std::vector<std::byte> bytes = detail::gather_boxes(
+            plan.tensors[i], unit.whole_weights(whole.tensor()), boxes, dtype, writer % tp, *dp.tensor_control);
+        if (writer == dp.rank) attempt([&] { model->write(bytes.data(), std::ssize(bytes)); });
       }
     });
   attempt([&] {
     if (model) files[plan.file(dp.rank)] = model->finish().to_json();
   });
 
-  const StateTable table = state.state_table();
+  StateTable table = state.state_table();
+  std::erase_if(table, [](const StateEntry& e) { return e.kind == StateKind::weight || !e.param->first_copy; });
   const int owners = state.zero_config().owners();
   attempt([&] {
     if (dp.replica > 0 || dp.shard >= owners) return;
     infos.clear();
     for (const StateEntry& e : table)
-      if (e.kind != StateKind::weight) infos.push_back({detail::slice_name(e), e.tensor.dtype, {e.tensor.numel()}});
-    const std::string name = formatted("optimizer-{:05}-of-{:05}.safetensors", dp.shard + 1, owners);
+      infos.push_back({detail::slice_range(e).tensor_name(detail::what_of(e)), e.tensor.dtype, {e.tensor.numel()}});
+    const std::string name = formatted("optimizer-{:05}-of-{:05}.safetensors", dp.shard * tp + dp.tensor_rank + 1,
+                                       owners * tp);
     SafetensorsWriter optimizer(temporary + "/" + name, infos);
-    for (const StateEntry& e : table)
-      if (e.kind != StateKind::weight)
-        optimizer.write(HostView(e.tensor, stream).tensor().bytes, e.tensor.size_bytes());
+    for (const StateEntry& e : table) optimizer.write(HostView(e.tensor, stream).tensor().bytes, e.tensor.size_bytes());
     files[name] = optimizer.finish().to_json();
   });
   agree();

@@ -39,7 +39,7 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"best_validation", best},
       {"detectors", {{"loss", progress.losses.values()}, {"grad_norm", progress.norms.values()}}},
       {"choices", {{"grad_reduce", name_of(job.step.zero.grad_reduce)}, {"matmul", progress.matmul_choices}}},
-      {"layout", detail::layout_text(job.step.zero)},
+      {"layout", detail::layout_text(job.step)},
       {"options", options_json(job.options)}};
 }
 
@@ -109,7 +109,16 @@ inline void report_changed_schedule(Log& log, const ResumePoint& from, const Job
                 learning_rate(choose_lr_schedule(job.options, job.max_steps), job.max_steps), job.options.lr_schedule));
 }
 
+// A run continues in any layout; but only another ZeRO stage gives the same bits.
+inline void report_changed_layout(Log& log, const ResumePoint& from, const Job& job) {
+  const nlohmann::json then = from.trainer.value("layout", nlohmann::json());
+  const std::string now = detail::layout_text(job.step);
+  if (then.is_string() && then != now)
+    log.line(formatted("notice: the layout was '{}' and is now '{}'", shown(then.get_ref<const std::string&>(), 200), now));
+}
+
 inline void report_changes(Log& log, const ResumePoint& from, const Job& job) {
+  report_changed_layout(log, from, job);
   report_changed_validation(log, from, job);
   report_changed_schedule(log, from, job);
 }

@@ -170,6 +170,32 @@ TEST_CASE("collectives between threads are correct for any number of ranks and s
       }
 }
 
+TEST_CASE("text of any bytes is gathered on one rank, and text about something else is refused") {
+  auto text = [](int rank) {
+    std::string bytes(rank == 2 ? 0 : static_cast<size_t>(100'000 * rank + 5), '\0');
+    for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<char>(i * 7 + static_cast<size_t>(rank));
+    return bytes;
+  };
+  for (const int P : {1, 2, 4})
+    for (int root = 0; root < P; ++root) {
+      Differences wrong;
+      on_ranks(P, [&](Comm& comm, Stream&, Arena&, int rank) {
+        for (int time = 0; time < 3; ++time) {
+          const std::vector<std::string> all = comm.gather_text(root, "bytes", text(rank));
+          wrong.expect(std::ssize(all) == (rank == root ? P : 0), "who gets texts");
+          for (size_t r = 0; r < all.size(); ++r) wrong.expect(all[r] == text(static_cast<int>(r)), "text");
+        }
+      });
+      INFO(P << " ranks, root " << root << formatted(", {}", wrong.found));
+      REQUIRE(wrong.found.empty());
+    }
+  REQUIRE_ERROR(on_ranks(3,
+                         [](Comm& comm, Stream&, Arena&, int rank) {
+                           comm.gather_text(1, rank == 2 ? "ln_f.bias" : "ln_f.weight", "x");
+                         }),
+                "test: rank 2 sent \"ln_f.bias\" while rank 1 was sending \"ln_f.weight\"");
+}
+
 TEST_CASE("mismatched sizes, or a failing rank, end all ranks with the reason") {
   World world(Mesh({{Axis::shard, 3}}));
   REQUIRE_ERROR(run_ranks(world,

@@ -50,7 +50,13 @@ class Checkpoints {
   }
   std::string write(const std::string& out, const nlohmann::ordered_json& trainer) {
     std::filesystem::create_directories(out);
-    return write_checkpoint(out, 3, config().model, state(), DType::bf16, trainer, run_.stream);
+    const std::string path = write_checkpoint(out, 3, config().model, state(), DType::bf16, trainer, run_.stream),
+                      file = "optimizer-00001-of-00001.safetensors";
+    divide_columns(path + "/" + file);
+    nlohmann::json all = nlohmann::json::parse(read_whole(path + "/manifest.json"));
+    all["files"][file] = write_recorded_text(path + "/" + file, read_whole(path + "/" + file)).to_json();
+    std::ofstream(path + "/manifest.json") << all.dump(1);
+    return path;
   }
   std::string load_weights(const std::string& path) {
     match_hf_names(open_all(model_files(path)), hf_tensors(resolve_model(path, {})));
@@ -72,6 +78,30 @@ class Checkpoints {
   }
 
  private:
+  // Gives one matrix (8 rows of 12) the slices that tensor-parallel ranks write: of some columns each.
+  static void divide_columns(const std::string& file) {
+    const std::string matrix = "blocks.0.mlp.down.weight:", rows = "[0:96]";
+    std::vector<std::pair<TensorInfo, std::vector<float>>> tensors;
+    const SafetensorsReader reader(file);
+    for (const std::string& name : reader.names()) {
+      std::vector<float> values(static_cast<size_t>(reader.info(name).numel()));
+      reader.read(name, values.data());
+      if (!name.starts_with(matrix)) tensors.emplace_back(reader.info(name), values);
+      else
+        for (const auto& [columns, first, end] : {std::tuple("[:,0:5][0:40]", 0, 5), {"[:,5:12][0:56]", 5, 12}}) {
+          std::vector<float> box;
+          for (size_t row = 0; row < 8; ++row)
+            box.insert(box.end(), values.data() + row * 12 + first, values.data() + row * 12 + end);
+          const std::string what = name.substr(0, name.size() - rows.size());
+          tensors.emplace_back(TensorInfo{what + columns, DType::fp32, {std::ssize(box)}}, box);
+        }
+    }
+    std::vector<TensorInfo> infos;
+    for (const auto& [info, values] : tensors) infos.push_back(info);
+    SafetensorsWriter writer(file, infos);
+    for (const auto& [info, values] : tensors) writer.write(values.data(), info.bytes());
+    writer.finish();
+  }
   static Device device() { return {DeviceKind::cpu, 1}; }
   ModelState& state() { return run_.trainer.state(); }
   std::string contents() {

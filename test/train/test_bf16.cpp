@@ -43,15 +43,18 @@ std::vector<float> wide_values(const SafetensorsReader& file, const std::string&
 // The fp32 masters in a checkpoint written by one rank, as the Hugging Face tensor `hf`.
 std::vector<float> masters(const SafetensorsReader& optimizer, const HfTensor& hf) {
   std::map<std::string, std::vector<float>> contents;
-  std::map<std::string, Tensor> parts;
+  std::map<std::string, ParamSpec> specs;
+  StateTable parts;
   for (const std::string& part : hf.parts)
     for (const std::string& name : optimizer.names()) {
       if (!name.starts_with(part + ":master[")) continue;
       std::vector<float>& values = contents[part] = wide_values(optimizer, name);
-      parts[part] = {.name = "master",
-                     .dtype = DType::fp32,
-                     .shape = {static_cast<int64_t>(values.size())},
-                     .bytes = reinterpret_cast<std::byte*>(values.data())};
+      const Tensor flat{.name = "master",
+                        .dtype = DType::fp32,
+                        .shape = {static_cast<int64_t>(values.size())},
+                        .bytes = reinterpret_cast<std::byte*>(values.data())};
+      specs[part] = {.name = part, .shape = flat.shape};
+      parts.push_back({&specs[part], StateKind::weight, 0, flat});
     }
   REQUIRE(parts.size() == hf.parts.size());
   const std::vector<std::byte> bytes = gather_hf(hf, parts);
