@@ -74,7 +74,7 @@ class Event {
     std::exception_ptr error;
   };
   std::shared_ptr<State> state_;
-  double seconds_ = 0;
+  double seconds_ = 0;  // of the null device's clock
 #ifdef TRAIN_GPT_CUDA
   std::shared_ptr<cuda::Event> gpu_;
 #endif
