@@ -132,7 +132,7 @@ inline ParamTable parameter_table(const ModelConfig& c) {
   const bool all_biases = c.family.biases == Biases::all, qkv_biases = c.family.biases != Biases::none;
   using enum TensorSplit;
   using enum Placement;
-  auto vocabulary = [&](const char* name) {
+  auto token_table = [&](const char* name) {
     return ParamSpec{.name = name,
                      .shape = {c.vocab_size, C},
                      .tp = TensorSplit::vocabulary,
@@ -150,7 +150,7 @@ inline ParamTable parameter_table(const ModelConfig& c) {
     vector(name + ".weight", C, by_row, Init::ones);
     if (c.family.norm == Norm::layernorm) vector(name + ".bias", C, by_row, Init::zeros);
   };
-  table.push_back({"embedding", {vocabulary("wte.weight")}});
+  table.push_back({"embedding", {token_table("wte.weight")}});
   if (c.family.positions == Positions::learned)
     table.back().params.push_back({.name = "wpe.weight", .shape = {c.n_positions, C}, .init_std = std, .decay = true});
   for (int64_t l = 0; l < c.n_layer; ++l) {
@@ -191,7 +191,7 @@ inline ParamTable parameter_table(const ModelConfig& c) {
   }
   table.push_back({"head", {}});
   norm("ln_f");
-  if (!c.tied) table.back().params.push_back(vocabulary("lm_head.weight"));
+  if (!c.tied) table.back().params.push_back(token_table("lm_head.weight"));
   return table;
 }
 
