@@ -36,6 +36,14 @@ class Waiting {
 class Event {
  public:
   Event() : state_(std::make_shared<State>()) {}
+  // Of the null device: complete, as nothing runs, and at this time of its clock.
+  static Event on_paper(double seconds) {
+    Event event;
+    event.signal();
+    event.seconds_ = seconds;
+    return event;
+  }
+  double seconds() const { return seconds_; }
   void signal(std::exception_ptr error = nullptr) const {
     const std::shared_ptr<State> state = state_;  // a waiter may destroy this event
     {
@@ -66,6 +74,7 @@ class Event {
     std::exception_ptr error;
   };
   std::shared_ptr<State> state_;
+  double seconds_ = 0;  // of the null device's clock
 #ifdef TRAIN_GPT_CUDA
   std::shared_ptr<cuda::Event> gpu_;
 #endif

@@ -1,5 +1,6 @@
 // device.h: devices, streams and events. A stream runs work in order, asynchronously to the host: on the CPU it is a
-// FIFO worker thread, on a GPU a CUDA stream; on the null device nothing runs and only the cost of each op is booked.
+// FIFO worker thread, on a GPU a CUDA stream; on the null device nothing runs: the cost of each op is booked, and a
+// clock says how long all of it would take.
 #pragma once
 #include <unistd.h>
 
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "device/clock.h"
 #include "device/cpu_queue.h"
 #include "device/host.h"
 #include "device/profiler_range.h"
@@ -58,6 +60,7 @@ struct Device {
   bool cudnn = false;                    // use cuDNN's attention
   bool graphs = true;                    // replay repeated work as CUDA graphs
   DeviceKind planned = DeviceKind::cpu;  // what the null device plans for
+  std::optional<Rates> rates;            // of the null device's clock; none: all its times are 0
 
   // The same device as a null device, for planning.
   Device on_paper() const {
@@ -70,14 +73,7 @@ struct Device {
   DeviceKind computes_as() const { return kind == DeviceKind::null ? planned : kind; }
 };
 
-// The cost of an op, computed from its shapes alone; the null device adds these up.
-struct OpCost {
-  const char* name;
-  double flops = 0;
-  double bytes = 0;  // read + written once
-};
-
-// Sums by op name: calls, flops, bytes, and seconds where timing was asked for.
+// Sums by op name: calls, flops, bytes, and seconds where timing was asked for; on the null device by its clock.
 struct OpTotals {
   int64_t calls = 0;
   double flops = 0, bytes = 0, seconds = 0;
@@ -103,7 +99,7 @@ struct Replay {
 class Stream {
  public:
   // `scratch`: work space of the ops on this stream. They run in order, so all of them may use the same bytes.
-  Stream(Device device, Arena& scratch) : device_(device), scratch_(scratch) {
+  Stream(Device device, Arena& scratch) : device_(device), scratch_(scratch), clock_(device.rates) {
     if (device_.kind == DeviceKind::cpu) cpu_ = std::make_unique<CpuQueue>(device_.threads);
 #ifdef TRAIN_GPT_CUDA
     if (device_.kind == DeviceKind::cuda) gpu_ = std::make_unique<cuda::Queue>(device_.gpu);
@@ -120,7 +116,8 @@ class Stream {
   void run(const OpCost& cost, std::initializer_list<Tensor> outputs, F&& task) {
     const ProfilerRange range(cost.name);
     if (device_.kind == DeviceKind::null) {
-      if (ledger_ != nullptr) book(cost, 0);
+      const double seconds = clock_.run(cost);
+      if (ledger_ != nullptr) book(cost, seconds);
     } else if (inspector_) {
       enqueue(std::forward<F>(task));
       synchronize();
@@ -171,14 +168,18 @@ class Stream {
   // How long a CPU stream has worked, but for waits for other streams and other ranks.
   double busy_seconds() const { return cpu_ ? cpu_->busy_seconds() : 0; }
 
+  // On the null device: when all enqueued work would be done.
+  double seconds() const { return clock_.now(); }
+  // The part of it in which this stream waits for others, or transfers: what is exposed, because no work of this stream
+  // hides it. The rest it works.
+  double exposed_seconds() const { return clock_.exposed(); }
+
   Event record() {
     if (cpu_) return cpu_->record();
 #ifdef TRAIN_GPT_CUDA
     if (gpu_) return gpu_->record();
 #endif
-    Event event;
-    event.signal();
-    return event;
+    return Event::on_paper(seconds());
   }
   // where: see cuda::wait_for_event.
   void wait(const Event& event, [[maybe_unused]] const std::source_location& where = std::source_location::current()) {
@@ -186,6 +187,7 @@ class Stream {
 #ifdef TRAIN_GPT_CUDA
     if (gpu_ && event.gpu() != nullptr) gpu_->wait(*event.gpu(), where);
 #endif
+    if (device_.kind == DeviceKind::null) clock_.wait(event.seconds());
   }
 
 #ifdef TRAIN_GPT_CUDA
@@ -247,6 +249,7 @@ class Stream {
 
   Device device_;
   Arena& scratch_;
+  PaperClock clock_;
   OpLedger* ledger_ = nullptr;
   std::vector<Span>* trace_ = nullptr;
   Inspector inspector_;

@@ -2,7 +2,9 @@
 // calls the same collectives in the same order. Tensors go through a transport (threads; on the null device one that
 // only counts) by the algorithms of ring.h and server.h, or through a library (NCCL). Groups are made by world.h.
 #pragma once
+#include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -110,12 +112,16 @@ class Comm {
     });
   }
   virtual void send(Tensor buffer, int to, Stream& stream) {
-    run("send", buffer, stream,
-        [=]<class T>(const Link& link, T* x, T*) { link.exchange(to, x, buffer.size_bytes(), -1, nullptr, 0); });
+    run(
+        "send", buffer, stream,
+        [=]<class T>(const Link& link, T* x, T*) { link.exchange(to, x, buffer.size_bytes(), -1, nullptr, 0); },
+        ByExchanges{}, 1);
   }
   virtual void receive(Tensor buffer, int from, Stream& stream) {
-    run("receive", buffer, stream,
-        [=]<class T>(const Link& link, T* x, T*) { link.exchange(-1, nullptr, 0, from, x, buffer.size_bytes()); });
+    run(
+        "receive", buffer, stream,
+        [=]<class T>(const Link& link, T* x, T*) { link.exchange(-1, nullptr, 0, from, x, buffer.size_bytes()); },
+        ByExchanges{}, 1);
   }
   // Part k of `servers` equal parts of buffer = on rank k its sum over the ranks, added in rank order (server.h).
   virtual void push(Tensor buffer, int servers, Stream& stream) {
@@ -224,9 +230,11 @@ class Comm {
   struct ByExchanges {};  // the library has no such collective, only its sends and receives
 
   // Runs a collective by the library if there is one, and `ring` over a null transport to count what it sends;
-  // otherwise runs `ring` over the transport.
+  // otherwise runs `ring` over the transport. messages: those of which each follows from the one before; none: from
+  // rank to rank, size() - 1. The chunks of a message follow each other closely and count once.
   template <class Ring, class Library = ByExchanges>
-  void run(const char* op, Tensor buffer, Stream& stream, Ring&& ring, Library&& library = {}) {
+  void run(const char* op, Tensor buffer, Stream& stream, Ring&& ring, Library&& library = {},
+           std::optional<int> messages = std::nullopt) {
     if (size() == 1 && buffer.size_bytes() > 0 && std::string_view(op) != "all_to_all") return;
     auto scope = stream.scratch().scope();
     const Tensor scratch = stream.scratch().alloc("scratch", "ring chunk", buffer.dtype, {ring::chunk_elements});
@@ -236,7 +244,7 @@ class Comm {
         ring(Link{transport, gpu}, reinterpret_cast<T*>(buffer.bytes), reinterpret_cast<T*>(scratch.bytes));
       });
     };
-    const OpCost cost{op, 0, static_cast<double>(buffer.size_bytes())};
+    OpCost cost{op, 0, static_cast<double>(buffer.size_bytes())};
     if (library_) {
       stream.run(cost, {buffer}, [=, this, &stream] {
         if constexpr (std::is_same_v<std::decay_t<Library>, ByExchanges>) {
@@ -249,12 +257,17 @@ class Comm {
       through(*counted_, nullptr);
     } else {
       Stream* const gpu = stream.device().kind == DeviceKind::cuda ? &stream : nullptr;
+      if (!transport_->moves_data()) {  // the null device runs no tasks: count now
+        const int64_t sent = transport_->sent, received = transport_->received;
+        through(*transport_, nullptr);
+        cost.link_bytes = static_cast<double>(std::max(transport_->sent - sent, transport_->received - received));
+        cost.messages = messages.value_or(size() - 1);
+      }
       stream.run(cost, {buffer}, [=, this] {
         const Waiting waiting;
         const Attending attending(place_.get(), op, name_ == "scalars" ? "" : "unit ", buffer.name);
         through(*transport_, gpu);
       });
-      if (!transport_->moves_data()) through(*transport_, nullptr);  // the null device runs no tasks: count now
     }
   }
 

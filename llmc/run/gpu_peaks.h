@@ -1,6 +1,6 @@
 // gpu_peaks.h: datasheet peaks of the NVIDIA GPUs that run the kernels (sm_80 and later), by the name that the driver
-// reports: dense tensor-core peaks and memory bandwidth. Figures marked "*with sparsity" are twice these. GeForce cards
-// accumulate in fp32 at half the rate of fp16, and advertise the latter.
+// reports: dense tensor-core peaks, memory bandwidth, NVLink. Figures marked "*with sparsity" are twice these. GeForce
+// cards accumulate in fp32 at half the rate of fp16, and advertise the latter.
 #pragma once
 #include <algorithm>
 #include <cctype>
@@ -19,6 +19,9 @@ struct GpuPeaks {
   std::optional<double> bf16, fp8;
   std::optional<double> bandwidth;  // GB/s
   const char* source;
+  // GB/s to the other GPUs of its server, through NVLink between any two: half of the datasheet's figure, which is for
+  // both directions. None: not all GPUs of a server are linked.
+  std::optional<double> link = std::nullopt;
 };
 
 namespace detail {
@@ -34,10 +37,10 @@ inline constexpr std::nullopt_t na = std::nullopt;
 
 inline constexpr GpuPeaks gpu_peaks_table[] = {
     // Data centres.
-    {"A100 SXM4 40GB", 312, na, 1555, "NVIDIA A100 datasheet"},
+    {"A100 SXM4 40GB", 312, na, 1555, "NVIDIA A100 datasheet", 300},
     {"A100 PCIE 40GB", 312, na, 1555, "NVIDIA A100 datasheet"},
-    {"A100 SXM 80GB", 312, na, 2039, "NVIDIA A100 80GB datasheet"},  // in early drivers
-    {"A100 SXM4 80GB", 312, na, 2039, "NVIDIA A100 80GB datasheet"},
+    {"A100 SXM 80GB", 312, na, 2039, "NVIDIA A100 80GB datasheet", 300},  // in early drivers
+    {"A100 SXM4 80GB", 312, na, 2039, "NVIDIA A100 80GB datasheet", 300},
     {"A100 80GB PCIe", 312, na, 1935, "NVIDIA A100 80GB datasheet"},
     {"A30", 165, na, 933, "NVIDIA A30 datasheet"},
     {"A40", 149.7, na, 696, "NVIDIA A40 datasheet"},
@@ -45,18 +48,18 @@ inline constexpr GpuPeaks gpu_peaks_table[] = {
     {"L4", 121, 242.5, 300, "NVIDIA L4 datasheet"},
     {"L40", 181.05, 362, 864, "NVIDIA L40 datasheet"},
     {"L40S", 362.05, 733, 864, "NVIDIA L40S datasheet"},
-    {"H100 80GB HBM3", 989.5, 1979, 3350, "NVIDIA H100 datasheet, SXM"},
+    {"H100 80GB HBM3", 989.5, 1979, 3350, "NVIDIA H100 datasheet, SXM", 450},
     {"H100 PCIe", 756.5, 1513, 2000, "NVIDIA H100 datasheet, PCIe"},
     {"H100 NVL", 835.5, 1670.5, 3900, "NVIDIA H100 datasheet, NVL"},
-    {"H200", 989.5, 1979, 4800, "NVIDIA H200 datasheet, SXM"},
+    {"H200", 989.5, 1979, 4800, "NVIDIA H200 datasheet, SXM", 450},
     {"H200 NVL", 835.5, 1670.5, 4800, "NVIDIA H200 datasheet, NVL"},
-    {"H20", 148, 296, 4000, "NVIDIA HGX H20 datasheet"},
+    {"H20", 148, 296, 4000, "NVIDIA HGX H20 datasheet", 450},
     {"GH200", 989.5, 1979, 4000, "NVIDIA GH200 Grace Hopper Superchip datasheet, HBM3"},
     {"GH200 144G HBM3e", 989.5, 1979, 4900, "NVIDIA GH200 Grace Hopper Superchip datasheet, HBM3e"},
-    {"B200", 2250, 4500, 8000, "NVIDIA DGX B200 datasheet / 8"},
-    {"GB200", 2500, 5000, 8000, "NVIDIA GB200 NVL72 datasheet / 72"},
-    {"B300 SXM6 AC", 2250, 4500, 8000, "NVIDIA HGX B300 specifications / 8"},
-    {"GB300", 2500, 5000, 8000, "NVIDIA GB300 NVL72 datasheet / 72"},
+    {"B200", 2250, 4500, 8000, "NVIDIA DGX B200 datasheet / 8", 900},
+    {"GB200", 2500, 5000, 8000, "NVIDIA GB200 NVL72 datasheet / 72", 900},
+    {"B300 SXM6 AC", 2250, 4500, 8000, "NVIDIA HGX B300 specifications / 8", 900},
+    {"GB300", 2500, 5000, 8000, "NVIDIA GB300 NVL72 datasheet / 72", 900},
     // Workstations: these accumulate in fp32 at the full rate.
     {"RTX A4000", 76.7, na, 448, "NVIDIA RTX A4000 datasheet"},
     {"RTX A5000", 111.1, na, 768, "NVIDIA RTX A5000 datasheet"},

@@ -65,11 +65,15 @@ inline void run_verify_data(const Options& o) {
   CHECK(bad.empty(), "--verify-data found bad shards:{}", bad);
 }
 
-// --plan: a step's memory by name and work by op, from the null device.
+// --plan: a step's memory by name and work by op, from the null device; and its time on GPUs of this machine that have
+// datasheets.
 inline void run_plan(const Options& o) {
   const Device device = choose_device(o);
   const StepConfig config = choose_step(o);
-  const Device rank = rank_device(device, o.place);
+  Device rank = rank_device(device, o.place);
+  const bool own_gpu = rank.kind == DeviceKind::cuda && rank.sharers == 1 && !is_gpu_elsewhere(rank);
+  const auto chip = own_gpu && o.place.hosts == 1 ? gpu_peaks(gpu_info(rank.gpu).name) : std::nullopt;
+  if (chip) rank.rates = datasheet_rates(*chip, config.dtype, config.zero.ranks());
   const Plan plan = make_plan(config, rank);
   Log log;
   report_plan(log, o, rank, config, plan);

@@ -153,4 +153,14 @@ inline Peaks find_peaks(const Device& device, DType dtype, const std::optional<d
   return peaks;
 }
 
+// What a plan's clock assumes of a GPU, by its datasheet. None where that does not say all of it: for fp32, and for
+// several ranks without NVLink.
+inline std::optional<Rates> datasheet_rates(const GpuPeaks& chip, DType dtype, int ranks) {
+  if (dtype != DType::bf16 || !chip.bf16 || !chip.bandwidth || (ranks > 1 && !chip.link)) return std::nullopt;
+  return Rates{.flops_per_s = *chip.bf16 * 1e12,
+               .bytes_per_s = *chip.bandwidth * 1e9,
+               .link_bytes_per_s = chip.link ? *chip.link * 1e9 : std::numeric_limits<double>::infinity(),
+               .link_latency_s = 0};
+}
+
 }  // namespace llmc

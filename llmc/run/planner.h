@@ -1,6 +1,6 @@
 // planner.h: what a run needs, found by running the trainer itself on the null device: nothing is computed; memory is
-// counted by name, work by op. The arenas of the real run are made exactly this large, so the plan cannot drift from
-// the code.
+// counted by name, work by op, and at stated rates time. The arenas of the real run are made exactly this large, so the
+// plan cannot drift from the code.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -18,6 +18,9 @@ struct Plan {
   std::vector<MemoryLine> memory;  // of a rank: what is live at the high-water mark, scratch last
   OpLedger step_ops;               // calls, flops and bytes of one training step of a rank, if it trains
   std::vector<std::pair<std::string, int64_t>> step_traffic;  // bytes that a rank sends in a step, by group
+  // Of a training step on paper, at the rates of the target; 0 without. Exposed: the compute stream waits for others,
+  // or transfers itself.
+  double step_seconds = 0, exposed_seconds = 0;
   std::shared_ptr<const Plan> others;  // of the ranks that a parameter server, rank 0, serves; none: as rank 0's
   const Plan& of(int rank) const { return rank > 0 && others ? *others : *this; }
   int64_t total_bytes() const {
@@ -39,9 +42,12 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   const BatchSource nothing = [](int64_t) { return HostBatch{}; };
   Plan plan;
   if (config.zero.holds == Holds::training_state) {
+    const double begin = stream.seconds(), exposed_before = stream.exposed_seconds();
     stream.set_ledger(&plan.step_ops);
     trainer.step(nothing, {}, {.max_norm = 1});
     stream.set_ledger(nullptr);
+    plan.step_seconds = stream.seconds() - begin;
+    plan.exposed_seconds = stream.exposed_seconds() - exposed_before;
     for (const Comm* comm : dp.tensor_groups()) plan.step_traffic.emplace_back(comm->name(), comm->bytes_sent());
     trainer.evaluate(1, 1, nothing);
   }

@@ -124,6 +124,24 @@ inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, co
   if (plan.others) log.table("memory of each other rank", memory_rows(*plan.others));
 }
 
+// The time of a planned step, at the rates that its clock assumes. Of servers, which do not run in step with the ranks
+// they serve, the clock knows nothing.
+inline Rows time_rows(const StepConfig& step, const Plan& plan, const std::optional<Rates>& rates) {
+  if (!rates || plan.others) return {};
+  const double ms = plan.step_seconds * 1e3, exposed_ms = plan.exposed_seconds * 1e3;
+  Rows rows = {{"compute", formatted("{:.3f} ms", ms - exposed_ms)}};
+  if (step.zero.ranks() > 1)
+    rows.emplace_back("exposed communication", formatted("{:.3f} ms, which no computation hides", exposed_ms));
+  rows.emplace_back("step", formatted("{:.3f} ms: {:.0f} tokens/s", ms, static_cast<double>(step.tokens()) / ms * 1e3));
+  const std::string link = step.zero.ranks() == 1
+                               ? std::string()
+                               : formatted(", {:.1f} GB/s of link and {:.1f} us for a message",
+                                           rates->link_bytes_per_s * 1e-9, rates->link_latency_s * 1e6);
+  rows.emplace_back("rates", formatted("{:.1f} TFLOP/s, {:.1f} GB/s of memory{}; no time for launches",
+                                       rates->flops_per_s * 1e-12, rates->bytes_per_s * 1e-9, link));
+  return rows;
+}
+
 // What a GPU's memory holds besides what is planned.
 inline std::string not_counted_text(const StepConfig& step) {
   return formatted("about {} for the CUDA context and cuBLASLt{}{}", human_bytes(gpu_reserve),
@@ -199,6 +217,8 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
   }
   ops.emplace_back("total", formatted("{:8}       {:14.3f} GFLOP {:12.3f} GB", "", flops * 1e-9, bytes * 1e-9));
   log.table(o.ranks == 1 ? "work per step" : plan.others ? "work of rank 0 per step" : "work per rank and step", ops);
+  if (const Rows time = detail::time_rows(step, plan, device.rates); !time.empty())
+    log.table("time of a step on paper, by the GPU's datasheet", time);
   if (const std::string notice = detail::too_many_ranks_notice(device, step.ranks()); !notice.empty())
     log.line(notice);
   const std::string verdict = detail::memory_verdict(o, step, plan, device);

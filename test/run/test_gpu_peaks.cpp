@@ -1,6 +1,6 @@
 // Datasheet peaks by the GPU names that drivers report.
 #include "catch2.h"
-#include "run/gpu_peaks.h"
+#include "run/peak.h"
 
 using namespace llmc;
 
@@ -83,6 +83,20 @@ TEST_CASE("an unlisted GPU does not match a similar row", "[peaks]") {
     INFO(name);
     EXPECT(!gpu_peaks(name).has_value());
   }
+}
+
+TEST_CASE("a plan's clock takes a GPU's rates from its datasheet, or has none", "[peaks]") {
+  const auto rates = [](const char* gpu, DType dtype, int ranks) {
+    return datasheet_rates(*gpu_peaks(gpu), dtype, ranks);
+  };
+  const auto h100 = rates("NVIDIA H100 80GB HBM3", DType::bf16, 8);
+  REQUIRE(h100.has_value());
+  REQUIRE((h100->flops_per_s == 989.5e12 && h100->bytes_per_s == 3350e9));
+  REQUIRE((h100->link_bytes_per_s == 450e9 && h100->link_latency_s == 0));
+  EXPECT(!rates("NVIDIA H100 80GB HBM3", DType::fp32, 8));
+  EXPECT(rates("NVIDIA L4", DType::bf16, 1).has_value());  // alone it needs no link
+  EXPECT(!rates("NVIDIA L4", DType::bf16, 2));
+  EXPECT(!rates("NVIDIA GB10", DType::bf16, 1));
 }
 
 TEST_CASE("the rows of the table are consistent with each other", "[peaks]") {

@@ -163,6 +163,34 @@ TEST_CASE("a plan for GPUs needs none, says what it leaves out, and where ranks 
   REQUIRE(training.err.find("--device cuda: ") != std::string::npos);
 }
 
+TEST_CASE("a plan shows the time of a step on paper where its rates are known, with the rates") {
+  ZeroConfig zero{.shards = 8};
+  zero.set_stage(1);
+  const StepConfig step{
+      .model = resolve_model("gpt2:124M", {}), .dtype = DType::bf16, .batch = {4, 1024}, .zero = zero};
+  Device device{DeviceKind::cuda};
+  REQUIRE(detail::time_rows(step, make_plan(step, device), device.rates).empty());
+  device.rates = datasheet_rates(*gpu_peaks("NVIDIA H100 80GB HBM3"), DType::bf16, 8);
+  const Plan plan = make_plan(step, device);
+  REQUIRE((0 < plan.exposed_seconds && plan.exposed_seconds < plan.step_seconds));
+  const Rows rows = detail::time_rows(step, plan, device.rates);
+  std::map<std::string, std::string> shown(rows.begin(), rows.end());
+  const double exposed = std::stod(shown["exposed communication"]), step_ms = std::stod(shown["step"]);
+  REQUIRE(exposed == Catch::Approx(plan.exposed_seconds * 1e3).margin(1e-3));
+  REQUIRE(step_ms == Catch::Approx(plan.step_seconds * 1e3).margin(1e-3));
+  REQUIRE(std::stod(shown["compute"]) + exposed == Catch::Approx(step_ms).margin(2e-3));
+  REQUIRE(shown["rates"] ==
+          "989.5 TFLOP/s, 3350.0 GB/s of memory, 450.0 GB/s of link and 0.0 us for a message; no time for launches");
+  // Ranks that wait for a server do not run in step with it.
+  StepConfig served = step;
+  served.zero = {.shards = 8, .sync = DpSync::parameter_server};
+  REQUIRE(detail::time_rows(served, make_plan(served, device), device.rates).empty());
+  // Without a GPU here, and on a CPU, whose peaks no datasheet states, no rates are made up.
+  for (const char* where : {"--device cpu", "--device cuda"})
+    REQUIRE(run_program(formatted("--plan --model d2 -t 64 --dtype bf16 {}", where)).out.find("on paper") ==
+            std::string::npos);
+}
+
 TEST_CASE("--version lists the devices that --device takes") {
   const std::string version = version_text();
   const std::string devices = version.substr(version.find("devices: "));
