@@ -169,8 +169,9 @@ inline std::string too_many_ranks_notice(const Device& device, int ranks) {
                              : device.computes_as() == DeviceKind::cuda
                                  ? formatted("which share {} GPU(s)", visible_gpus().count)
                                  : formatted("which share {} processor(s)", available_processors());
-  return formatted("notice: {} ranks would be threads of one process, {}: several processes or nodes are not built yet",
-                   ranks, shared);
+  return formatted(
+      "notice: {} ranks would be threads of one process, {}; scripts/multi_node/ starts processes on several hosts",
+      ranks, shared);
 }
 
 }  // namespace detail

@@ -22,7 +22,7 @@ struct ForeignTrainer {
 
 namespace detail {
 
-inline constexpr auto one_process = "ranks are threads of one process; several processes or nodes are not built yet";
+inline constexpr auto launchers_tell = "mpirun, srun and torchrun's variables tell it";
 inline constexpr auto not_built = "not built yet";
 inline constexpr auto tokens_per_step = "in tokens: sequences x --seq-len x ranks x accumulation";
 inline constexpr auto as_fraction = "as a fraction of --lr";
@@ -53,14 +53,14 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"-w", "--master-weights", "none, fp32 instead of 0, 1"},
         {"-r", "--recompute", "none, activation, norm instead of 0, 1, 2; block also"},
         {"-ge", "", "what is fused with GELU is decided by the program"},
-        {"-pn", "--local-ranks", one_process},
-        {"-pr", "", one_process},
-        {"-pg", "--local-ranks", one_process},
-        {"-pm", "--comm", one_process},
-        {"-pi", "--comm", one_process},
-        {"-ps", "", one_process},
-        {"-pp", "", one_process},
-        {"-pf", "", one_process}}},
+        {"-pn", "--world-size", launchers_tell},
+        {"-pr", "--rank", launchers_tell},
+        {"-pg", "--local-ranks", "ranks of a process; one for each visible GPU by default"},
+        {"-pm", "--rendezvous", "HOST:PORT or file:PATH; not with mpirun"},
+        {"-pi", "--rendezvous", "HOST:PORT or file:PATH; not with mpirun"},
+        {"-ps", "--rendezvous", "HOST:PORT of process 0"},
+        {"-pp", "--rendezvous", "file:PATH on a shared file system"},
+        {"-pf", "--rendezvous", "file:PATH on a shared file system"}}},
       {"llm.c's train_gpt2.py",
        {{"--input_bin", "--train-data", ""},
         {"--input_val_bin", "--val-data", ""},
@@ -195,7 +195,7 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"--grad-accum", "--total-batch-size", tokens_per_step},
         {"--precision", "--dtype", ""},
         {"--gpus", "--local-ranks", "one for each visible GPU by default"},
-        {"--nproc_per_node", "--local-ranks", one_process}}},
+        {"--nproc_per_node", "--local-ranks", "or start so many processes"}}},
   };
   return trainers;
 }
