@@ -60,7 +60,7 @@ struct Device {
   bool cudnn = false;                    // use cuDNN's attention
   bool graphs = true;                    // replay repeated work as CUDA graphs
   DeviceKind planned = DeviceKind::cpu;  // what the null device plans for
-  std::optional<Rates> rates;            // of the null device's clock; none: all its times are 0
+  std::optional<Rates> rates = {};       // of the null device's clock; none: all its times are 0
 
   // The same device as a null device, for planning.
   Device on_paper() const {
