@@ -109,16 +109,7 @@ inline void report_changed_schedule(Log& log, const ResumePoint& from, const Job
                 learning_rate(choose_lr_schedule(job.options, job.max_steps), job.max_steps), job.options.lr_schedule));
 }
 
-// A run continues in any layout; but only another ZeRO stage gives the same bits.
-inline void report_changed_layout(Log& log, const ResumePoint& from, const Job& job) {
-  const nlohmann::json then = from.trainer.value("layout", nlohmann::json());
-  const std::string now = detail::layout_text(job.step);
-  if (then.is_string() && then != now)
-    log.line(formatted("notice: the layout was '{}' and is now '{}'", shown(then.get_ref<const std::string&>(), 200), now));
-}
-
 inline void report_changes(Log& log, const ResumePoint& from, const Job& job) {
-  report_changed_layout(log, from, job);
   report_changed_validation(log, from, job);
   report_changed_schedule(log, from, job);
 }
