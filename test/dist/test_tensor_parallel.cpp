@@ -150,6 +150,26 @@ TEST_CASE("with sequence parallelism a rank keeps its share of the activations")
   REQUIRE(activations(8, false) * 8 > 2 * alone);
 }
 
+TEST_CASE("overlap hides some of the exchanges of tensor parallelism on paper, and changes no bytes") {
+  // The rates of a GPU with fast links, on which products and exchanges take about as long as each other.
+  Device device{DeviceKind::cpu, 1};
+  device.rates = Rates{.flops_per_s = 5e14, .bytes_per_s = 3e12, .link_bytes_per_s = 2e11, .link_latency_s = 2e-6};
+  for (const int tp : {2, 8})
+    for (const bool sequence : {true, false}) {
+      INFO("tp " << tp << ", by rows " << sequence);
+      StepConfig step{.model = resolve_model("llama3:8B", {}), .dtype = DType::bf16, .batch = {1, 4096}};
+      step.generates = false;
+      step.tensor = tensor_parallel(step.model, tp, sequence);
+      const Plan without = make_plan(step, device);
+      step.tensor.overlap = true;
+      const Plan with = make_plan(step, device);
+      REQUIRE(with.step_traffic == without.step_traffic);
+      const double compute = without.step_seconds - without.exposed_seconds;
+      REQUIRE(std::abs((with.step_seconds - with.exposed_seconds) / compute - 1) < 1e-9);
+      REQUIRE((with.exposed_seconds > 0 && with.exposed_seconds < 0.8 * without.exposed_seconds));
+    }
+}
+
 TEST_CASE("the self-test finds bugs of tensor parallelism") {
   using namespace tensor_bugs;
   using layout_bugs::Replaces;
