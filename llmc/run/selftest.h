@@ -160,7 +160,7 @@ inline void merge(Wholes& whole, std::string& fault, const Processes& processes)
 }
 
 // The same results on all processes; losses and norms are those of rank 0.
-inline void merge(Outcome& outcome, const Processes& processes) {
+inline void merge(Outcome& outcome, const Processes& processes, size_t steps) {
   merge(outcome.gradients, outcome.fault, processes);
   merge(outcome.weights, outcome.fault, processes);
   merge(outcome.optimizer_state, outcome.fault, processes);
@@ -171,13 +171,15 @@ inline void merge(Outcome& outcome, const Processes& processes) {
   const std::string mine(reinterpret_cast<const char*>(scalars.data()), bytes);
   const std::vector<std::string> all = processes.all_gather("losses", mine + outcome.fault);
   std::memcpy(scalars.data(), all[0].data(), bytes);
-  outcome.losses.assign(scalars.begin(), scalars.begin() + steps);
-  outcome.norms.assign(scalars.begin() + steps, scalars.end());
+  const auto norms = scalars.begin() + static_cast<int64_t>(steps);
+  outcome.losses.assign(scalars.begin(), norms);
+  outcome.norms.assign(norms, scalars.end());
   for (const std::string& text : all)
     if (text.size() > bytes) outcome.fault = text.substr(bytes);
 }
 
-inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, const Parts& parts = {}) {
+inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, const Parts& parts = {},
+                          int steps = selftest::steps) {
   Outcome outcome;
   outcome.learned_positions = step.model.family.positions == Positions::learned;
   std::mutex mutex;
@@ -208,7 +210,7 @@ inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, c
     std::lock_guard lock(mutex);
     collect_state(outcome, run.trainer.state(), rank, run.stream);
   });
-  if (machine.processes) merge(outcome, *machine.processes);
+  if (machine.processes) merge(outcome, *machine.processes, static_cast<size_t>(steps));
   require_whole(outcome, step);
   return outcome;
 }
