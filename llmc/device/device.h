@@ -57,10 +57,10 @@ struct Device {
   int gpu = 0;      // its number in this process
   int sharers = 1;  // ranks of this process on the same device
   Tf32 tf32 = Tf32::no;
-  bool cudnn = false;                    // use cuDNN's attention
-  bool graphs = true;                    // replay repeated work as CUDA graphs
-  DeviceKind planned = DeviceKind::cpu;  // what the null device plans for
-  std::optional<Rates> rates;            // of the null device's clock; none: all its times are 0
+  bool cudnn = false;                         // use cuDNN's attention
+  bool graphs = true;                         // replay repeated work as CUDA graphs
+  DeviceKind planned = DeviceKind::cpu;       // what the null device plans for
+  std::optional<Rates> rates = std::nullopt;  // of the null device's clock; none: all its times are 0
 
   // The same device as a null device, for planning.
   Device on_paper() const {

@@ -107,9 +107,12 @@ class Comm {
   }
   // Sends `out` while `in` is received.
   virtual void exchange(Tensor out, int to, Tensor in, int from, Stream& stream) {
-    run("exchange", in, stream, [=]<class T>(const Link& link, T* x, T*) {
-      link.exchange(to, out.bytes, out.size_bytes(), from, x, in.size_bytes());
-    });
+    run(
+        "exchange", in, stream,
+        [=]<class T>(const Link& link, T* x, T*) {
+          link.exchange(to, out.bytes, out.size_bytes(), from, x, in.size_bytes());
+        },
+        ByExchanges{}, 1);
   }
   virtual void send(Tensor buffer, int to, Stream& stream) {
     run(

@@ -205,7 +205,9 @@ class UnitState {
       if (!p.partial) continue;
       const bool continues = i > 0 && spec_.params[i - 1].partial && spec_.params[i - 1].copies == p.copies;
       if (!continues) partial_sums_.push_back({range, p.copies});
-      partial_sums_.back().range.size = range.end() - partial_sums_.back().range.begin;
+      // With the gap that follows, so that most numbers of ranks divide it.
+      Range& all = partial_sums_.back().range;
+      all.size = round_up(range.end(), UnitLayout::alignment) - all.begin;
     }
     if (begin < layout_.size) counted_.push_back({begin, layout_.size - begin});
   }

@@ -73,7 +73,7 @@ inline void run_plan(const Options& o) {
   Device rank = rank_device(device, o.place);
   const bool own_gpu = rank.kind == DeviceKind::cuda && rank.sharers == 1 && !is_gpu_elsewhere(rank);
   const auto chip = own_gpu && o.place.hosts == 1 ? gpu_peaks(gpu_info(rank.gpu).name) : std::nullopt;
-  if (chip) rank.rates = datasheet_rates(*chip, config.dtype, config.zero.ranks());
+  if (chip) rank.rates = datasheet_rates(*chip, config.dtype, config.ranks());
   const Plan plan = make_plan(config, rank);
   Log log;
   report_plan(log, o, rank, config, plan);

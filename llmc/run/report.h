@@ -130,10 +130,10 @@ inline Rows time_rows(const StepConfig& step, const Plan& plan, const std::optio
   if (!rates || plan.others) return {};
   const double ms = plan.step_seconds * 1e3, exposed_ms = plan.exposed_seconds * 1e3;
   Rows rows = {{"compute", formatted("{:.3f} ms", ms - exposed_ms)}};
-  if (step.zero.ranks() > 1)
+  if (step.ranks() > 1)
     rows.emplace_back("exposed communication", formatted("{:.3f} ms, which no computation hides", exposed_ms));
   rows.emplace_back("step", formatted("{:.3f} ms: {:.0f} tokens/s", ms, static_cast<double>(step.tokens()) / ms * 1e3));
-  const std::string link = step.zero.ranks() == 1
+  const std::string link = step.ranks() == 1
                                ? std::string()
                                : formatted(", {:.1f} GB/s of link and {:.1f} us for a message",
                                            rates->link_bytes_per_s * 1e-9, rates->link_latency_s * 1e6);

@@ -78,13 +78,14 @@ struct PartsCase {
   }
 
   // The stats of all parts but empty ones, which are {-infinity, 0, 0}; then the losses and gradients of every part.
-  Outputs outputs(std::vector<float> stats, const std::vector<std::vector<float>>& losses,
-                  const std::vector<std::vector<T>>& gradients) const {
+  template <class R, class A>
+  Outputs outputs(std::vector<A> stats, const std::vector<std::vector<A>>& losses,
+                  const std::vector<std::vector<R>>& gradients) const {
     for (int64_t p = P; p-- > 0;) {
       if (part(p).size > 0) continue;
       for (int64_t n = 0; n < N; ++n) {
-        const float* empty = stats.data() + 3 * (p * N + n);
-        REQUIRE(empty[0] == -std::numeric_limits<float>::infinity());
+        const A* empty = stats.data() + 3 * (p * N + n);
+        REQUIRE(empty[0] == -std::numeric_limits<A>::infinity());
         REQUIRE(empty[1] == 0);
         REQUIRE(empty[2] == 0);
       }
@@ -97,18 +98,21 @@ struct PartsCase {
     }
     return all;
   }
+  // Computed in double for fp32: in fp32, the CPU's long sums are less exact.
   Outputs cpu() const {
-    std::vector<float> stats(static_cast<size_t>(P * N * 3));
-    std::vector<std::vector<float>> losses;
-    std::vector<std::vector<T>> after = logits;
-    for (int64_t p = 0; p < P; ++p)
-      cpu::cross_entropy_stats(stats.data() + p * N * 3, logits[static_cast<size_t>(p)].data(), targets.data(), N,
-                               columns, part(p));
+    using R = std::conditional_t<sizeof(T) == 4, double, T>;
+    using A = accumulator_t<R>;
+    std::vector<A> stats(static_cast<size_t>(P * N * 3));
+    std::vector<std::vector<A>> losses(static_cast<size_t>(P), std::vector<A>(static_cast<size_t>(N)));
+    std::vector<std::vector<R>> after;
     for (int64_t p = 0; p < P; ++p) {
-      losses.emplace_back(static_cast<size_t>(N));
-      cpu::cross_entropy_merge(losses.back().data(), after[static_cast<size_t>(p)].data(), stats.data(), targets.data(),
-                               P, N, columns, part(p), scale, Gradient::yes);
+      std::vector<R>& mine = after.emplace_back();
+      for (const T x : logits[static_cast<size_t>(p)]) mine.push_back(R(static_cast<A>(x)));
+      cpu::cross_entropy_stats(stats.data() + p * N * 3, mine.data(), targets.data(), N, columns, part(p));
     }
+    for (int64_t p = 0; p < P; ++p)
+      cpu::cross_entropy_merge(losses[static_cast<size_t>(p)].data(), after[static_cast<size_t>(p)].data(),
+                               stats.data(), targets.data(), P, N, columns, part(p), A(scale), Gradient::yes);
     return outputs(stats, losses, after);
   }
   Outputs cuda() const {

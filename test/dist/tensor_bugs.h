@@ -11,12 +11,12 @@ namespace tensor_bugs {
 using namespace llmc;
 
 // A kind of exchange that does not happen: what arrives is what was there before.
-template <const std::string_view& name>
+template <const std::string_view& skipped>
 struct Skips final : Comm {
   static constexpr std::string_view groups[] = {"activations"};
   explicit Skips(Comm&& group) : Comm(std::move(group)) {}
   void exchange(Tensor out, int to, Tensor in, int from, Stream& stream) override {
-    if (std::string_view(in.name) != name) Comm::exchange(out, to, in, from, stream);
+    if (std::string_view(in.name) != skipped) Comm::exchange(out, to, in, from, stream);
     else zero(in, stream);  // finite, so that the result is wrong and not NaN
   }
 };
@@ -60,9 +60,9 @@ inline void with_a_padding_column(float* stats) { stats[1] += std::exp(-stats[0]
 inline void without_the_target(float* stats) { stats[2] = 0; }
 
 // The parts of a gradient, or of this group's gradients, are not summed.
-template <const std::string_view& name>
+template <const std::string_view& group_name>
 struct SkipsSum final : Comm {
-  static constexpr std::string_view groups[] = {name};
+  static constexpr std::string_view groups[] = {group_name};
   explicit SkipsSum(Comm&& group) : Comm(std::move(group)) {}
   void all_reduce(Tensor, Stream&) override {}
 };

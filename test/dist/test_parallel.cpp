@@ -211,14 +211,14 @@ TEST_CASE("checkpoints are layout-independent: any layout reads what any other w
     }
     for (const StepConfig& writer : layouts) {
       // From one rank to this layout, and from this layout to every other.
-      INFO(name_of(dtype) << ", " << detail::layout_text(writer.zero));
+      INFO(name_of(dtype) << ", " << detail::layout_text(writer));
       const int64_t here = ++step;
       REQUIRE(pass_through(writer, checkpoint_path(dir.path(), 1), dir.path(), here) == original);
       REQUIRE_FALSE(checkpoint_fault(checkpoint_path(dir.path(), here)));
       for (const StepConfig& reader : layouts) {
         const WholeState read = pass_through(reader, checkpoint_path(dir.path(), here), dir.path(), ++step);
         for (const auto& [name, values] : original) {
-          INFO(name << " read by " << detail::layout_text(reader.zero));
+          INFO(name << " read by " << detail::layout_text(reader));
           REQUIRE(read.at(name) == values);
         }
         REQUIRE(read.size() == original.size());

@@ -104,7 +104,7 @@ TEST_CASE("stochastic rounding of a part of a parameter draws the numbers of the
 }
 
 TEST_CASE("the parts of a vocabulary embed their own tokens alone") {
-  constexpr int64_t N = 200, V = 97, C = 70, stored = 100;
+  constexpr int64_t N = 150, V = 97, C = 70, stored = 100;
   Bench b;
   for (const DType d : {DType::fp64, DType::bf16})
     for (const int64_t count : {1, 2, 3, 8}) {
@@ -134,9 +134,10 @@ TEST_CASE("the parts of a vocabulary embed their own tokens alone") {
         REQUIRE(bits_of(dtable.slice(0, {size})) == bits_of(dwte.slice(begin, {size})));
         REQUIRE(all_nan(dtable.slice(size, {stored * C - size})));  // rows of no token
         REQUIRE(bits_of(dplaces) == bits_of(dwpe));
-        for (int64_t n = 0; n < N; ++n)
-          if (!part.has(ids[static_cast<size_t>(n)]))
-            REQUIRE(bits_of(out.slice(n * C, {C})) == std::string(static_cast<size_t>(C * size_of(d)), '\0'));
+        const std::string zeros(static_cast<size_t>(C * size_of(d)), '\0');
+        REQUIRE(std::all_of(ids.begin(), ids.end(), [&, n = 0](int32_t id) mutable {
+          return part.has(id) != (bits_of(out.slice(n++ * C, {C})) == zeros);
+        }));
         embedding_forward(out, tokens, positions, table, wpe, b.stream, part);  // with positions
         const Tensor other = b.zeros(d, {N, C});
         embedding_forward(other, tokens, positions, table, {}, b.stream, part);
@@ -272,12 +273,17 @@ TEST_CASE("the loss of a vocabulary in parts is that of the whole, also with lar
           for (int64_t n = 0; n < N; ++n)
             std::copy_n(expected.data<double>() + n * whole_padded + parts[p].first, parts[p].size,
                         right.data<double>() + n * columns);
+          double error = 0;
+          bool zeros = true;  // in the padding and in the ignored row
           for (int64_t i = 0; i < N * columns; ++i) {
-            INFO("part " << p << ", row " << i / columns << ", column " << i % columns);
             const double found = got.data<double>()[i], exact = right.data<double>()[i];
-            REQUIRE(std::abs(found - exact) < tolerance * std::max(std::abs(exact), scale));
-            if (i % columns >= parts[p].size || wanted[static_cast<size_t>(i / columns)] < 0) REQUIRE(found == 0);
+            error =
+                std::max(error, std::isnan(found) ? 1e9 : std::abs(found - exact) / std::max(std::abs(exact), scale));
+            if (i % columns >= parts[p].size || wanted[static_cast<size_t>(i / columns)] < 0) zeros &= found == 0;
           }
+          INFO("part " << p);
+          REQUIRE(error < tolerance);
+          REQUIRE(zeros);
         }
         const Tensor got = b.as(DType::fp64, losses);
         REQUIRE(relative_distance(got.data<double>(), expected_losses.data<double>(), N) <
