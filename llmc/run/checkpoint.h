@@ -177,8 +177,7 @@ inline void load_weights(const std::vector<std::string>& paths, const ModelConfi
   for (size_t u = 0; u < state.size(); ++u) state.unit(u).zero_all(stream);
   stream.synchronize();
   const StateTable table = state.state_table();
-  for (size_t i = 0; i < tensors.size(); ++i)
-    scatter_hf(tensors[i], *places[i].file, places[i].name, table, stream);
+  for (size_t i = 0; i < tensors.size(); ++i) scatter_hf(tensors[i], *places[i].file, places[i].name, table, stream);
 }
 
 inline void load_model(const std::string& directory, const ModelConfig& config, const ModelState& state,
@@ -235,8 +234,9 @@ inline void require_whole(const std::vector<Slice>& slices, const ParamSpec& p, 
           "{}: {} has some columns, but {} has all of them; the checkpoint is damaged", first.file->path(), first.name,
           slices[0].name);
     const Range columns = first.columns.value_or(Range{0, stride});
-    CHECK(columns.begin == column, "{}: {} begins at column {}, but the slices before it end at {}; the file is damaged",
-          first.file->path(), first.name, columns.begin, column);
+    CHECK(columns.begin == column,
+          "{}: {} begins at column {}, but the slices before it end at {}; the file is damaged", first.file->path(),
+          first.name, columns.begin, column);
     column = columns.end();
     CHECK(column <= stride && (!first.columns || columns.size < stride),
           "{}: {} has columns {} to {} of {}, expected fewer; the file is damaged", first.file->path(), first.name,

@@ -1,6 +1,6 @@
 // checkpoint_write.h: writes a checkpoint (checkpoint.h) with all ranks: each its share of the weights, which are
-// gathered tensor by tensor, and the optimizer slices that it owns, rank 0 the rest and the rename. Ranks fail together,
-// and can try again.
+// gathered tensor by tensor, and the optimizer slices that it owns, rank 0 the rest and the rename. Ranks fail
+// together, and can try again.
 #pragma once
 #include <algorithm>
 #include <filesystem>
@@ -154,8 +154,8 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
       for (int rank = 0; rank < tp; ++rank) boxes.push_back(part_of(ParamTable{parameters[u]}, dp.tensor, rank)[0]);
       for (size_t i = 0; i < plan.tensors.size(); ++i) {
         if (plan.unit[i] != u) continue;
-        const std::vector<std::byte> bytes = detail::gather_boxes(
-            plan.tensors[i], unit.whole_weights(whole.tensor()), boxes, dtype, writer % tp, *dp.tensor_control);
+        const std::vector<std::byte> bytes = detail::gather_boxes(plan.tensors[i], unit.whole_weights(whole.tensor()),
+                                                                  boxes, dtype, writer % tp, *dp.tensor_control);
         if (writer == dp.rank) attempt([&] { model->write(bytes.data(), std::ssize(bytes)); });
       }
     });
@@ -171,8 +171,8 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
     infos.clear();
     for (const StateEntry& e : table)
       infos.push_back({detail::slice_range(e).tensor_name(detail::what_of(e)), e.tensor.dtype, {e.tensor.numel()}});
-    const std::string name = formatted("optimizer-{:05}-of-{:05}.safetensors", dp.shard * tp + dp.tensor_rank + 1,
-                                       owners * tp);
+    const std::string name =
+        formatted("optimizer-{:05}-of-{:05}.safetensors", dp.shard * tp + dp.tensor_rank + 1, owners * tp);
     SafetensorsWriter optimizer(temporary + "/" + name, infos);
     for (const StateEntry& e : table) optimizer.write(HostView(e.tensor, stream).tensor().bytes, e.tensor.size_bytes());
     files[name] = optimizer.finish().to_json();

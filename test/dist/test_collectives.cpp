@@ -189,10 +189,8 @@ TEST_CASE("text of any bytes is gathered on one rank, and text about something e
       INFO(P << " ranks, root " << root << formatted(", {}", wrong.found));
       REQUIRE(wrong.found.empty());
     }
-  REQUIRE_ERROR(on_ranks(3,
-                         [](Comm& comm, Stream&, Arena&, int rank) {
-                           comm.gather_text(1, rank == 2 ? "ln_f.bias" : "ln_f.weight", "x");
-                         }),
+  REQUIRE_ERROR(on_ranks(3, [](Comm& comm, Stream&, Arena&,
+                               int rank) { comm.gather_text(1, rank == 2 ? "ln_f.bias" : "ln_f.weight", "x"); }),
                 "test: rank 2 sent \"ln_f.bias\" while rank 1 was sending \"ln_f.weight\"");
 }
 

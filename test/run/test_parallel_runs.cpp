@@ -29,6 +29,12 @@ std::vector<std::string> metrics(const std::string& out) {
   }
   return lines;
 }
+std::vector<double> training_losses(const std::string& out) {
+  std::vector<double> losses;
+  for (const std::string& line : metrics(out))
+    if (line.starts_with("train")) losses.push_back(std::stod(line.substr(line.rfind(' '))));
+  return losses;
+}
 
 }  // namespace
 
@@ -57,13 +63,7 @@ TEST_CASE("a run of several ranks equals the run of one: losses, validation, res
                                 "--max-steps 20 --lr-schedule constant --batch-size 2 --local-ranks 2 --zero-stage 1"))
               .status == 0);
   REQUIRE(run_program(small_run(dir / "stayed", "--max-steps 20 --lr-schedule constant --batch-size 4")).status == 0);
-  auto train_only = [](const std::string& out) {
-    std::vector<double> losses;
-    for (const std::string& line : metrics(out))
-      if (line.starts_with("train")) losses.push_back(std::stod(line.substr(line.rfind(' '))));
-    return losses;
-  };
-  const auto moved = train_only(dir / "moved"), stayed = train_only(dir / "stayed");
+  const auto moved = training_losses(dir / "moved"), stayed = training_losses(dir / "stayed");
   REQUIRE(moved.size() == 20);
   REQUIRE(stayed.size() == 20);
   for (size_t i = 0; i < 20; ++i) REQUIRE(std::abs(moved[i] / stayed[i] - 1) < 1e-4);
@@ -153,6 +153,29 @@ TEST_CASE("a run moves between parameter servers bit for bit, and to and from an
   REQUIRE(ring != whole);
   auto loss = [](const std::string& line) { return std::stod(line.substr(line.rfind(' '))); };
   for (size_t i = 0; i < whole.size(); ++i) REQUIRE(std::abs(loss(ring[i]) / loss(whole[i]) - 1) < 1e-4);
+}
+
+TEST_CASE("a run moves between numbers of tensor-parallel ranks: the same run up to rounding, with a notice") {
+  const TempDir dir;
+  auto run = [&](const std::string& out, const std::string& layout, int steps) {
+    const ProgramResult r = run_program(
+        small_run(dir / out, formatted("--n-head 4 --lr-schedule constant {} --max-steps {}", layout, steps)));
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    return r.out;
+  };
+  run("stayed", "--batch-size 4", 12);
+  run("moved", "--batch-size 4 --local-ranks 2 --tp 2", 3);
+  run("moved", "--batch-size 2 --local-ranks 4 --tp 2 --zero-stage 3", 6);
+  REQUIRE(run("moved", "--batch-size 4 --local-ranks 4 --tp 4", 9).find("notice: --tp was '2' and is now '4'") !=
+          std::string::npos);
+  REQUIRE(json::parse(read_whole(dir / "moved/step-000009/trainer.json"))["layout"].get<std::string>().starts_with(
+      "4 tensor-parallel ranks"));
+  run("moved", "--batch-size 8", 12);
+  const auto moved = training_losses(dir / "moved"), stayed = training_losses(dir / "stayed");
+  REQUIRE(moved.size() == 12);
+  REQUIRE(stayed.size() == 12);
+  for (size_t i = 0; i < 12; ++i) REQUIRE(std::abs(moved[i] / stayed[i] - 1) < 1e-4);
 }
 
 TEST_CASE(

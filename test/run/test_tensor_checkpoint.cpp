@@ -31,9 +31,7 @@ ModelConfig small_model(const char* family, bool tied, int64_t vocab_size = 97) 
 
 struct Layout {
   int tp = 1, shards = 1, stage = 0, replicas = 1;
-  std::string text() const {
-    return formatted("tp {}, {} shards, stage {}, {} replicas", tp, shards, stage, replicas);
-  }
+  std::string text() const { return formatted("tp {}, {} shards, stage {}, {} replicas", tp, shards, stage, replicas); }
 };
 
 // f(state, stream) on every rank of a layout.
@@ -42,7 +40,7 @@ void on_ranks(const ModelConfig& model, DType dtype, const Layout& layout, F&& f
   const TensorParallel tensor{.ranks = layout.tp};
   ZeroConfig zero{.shards = layout.shards, .replicas = layout.replicas};
   zero.set_stage(layout.stage);
-  const Mesh mesh({{Axis::replicate, zero.replicas}, {Axis::shard, zero.shards}, {Axis::tp, tensor.ranks}});
+  const Mesh mesh = mesh_of(zero, tensor);
   World world(mesh, Backend::threads, poison_hooks);
   run_ranks(world, [&](int rank) {
     const Device device{DeviceKind::cpu, 1};
@@ -57,8 +55,8 @@ void on_ranks(const ModelConfig& model, DType dtype, const Layout& layout, F&& f
   });
 }
 
-// f(element, value) for every element of an entry: a number that depends on the parameter, the kind and the place in the
-// whole parameter alone.
+// f(element, value) for every element of an entry: a number that depends on the parameter, the kind and the place in
+// the whole parameter alone.
 template <class F>
 void for_each_value(const StateEntry& e, F&& f) {
   const Philox numbers(3, e.param->name + name_of(e.kind));
@@ -167,7 +165,7 @@ TEST_CASE("slices that are read in several pieces are read whole") {
   require_exchangeable(wide, DType::fp32, {{}, {.tp = 2}});
 }
 
-TEST_CASE("an optimizer file has its rank's slices: ranges of whole rows, or of some columns; of copies only the first") {
+TEST_CASE("an optimizer file has its rank's slices: whole rows, or some columns; of copies only the first") {
   const TempDir dir;
   write_known(small_model("qwen2", true), DType::fp32, {.tp = 4, .shards = 2, .stage = 1}, dir.path(), 1);
   write_known(small_model("qwen2", true), DType::fp32, {.tp = 4}, dir.path(), 2);
@@ -237,10 +235,10 @@ TEST_CASE("columns in optimizer slices are refused unless they hold every elemen
   const Part left{"[:,0:12][0:192]", 0, 12, 0, 192}, right{"[:,12:24][0:192]", 12, 12, 0, 192};
   REQUIRE(whole.at(all).size() == 384);
   REQUIRE(read_with({left, right}).empty());
-  REQUIRE(read_with({{"[:,1:24][100:368]", 1, 23, 100, 368},
-                     {"[:,0:1][0:16]", 0, 1, 0, 16},
-                     {"[:,1:24][0:100]", 1, 23, 0, 100}})
-              .empty());
+  REQUIRE(
+      read_with(
+          {{"[:,1:24][100:368]", 1, 23, 100, 368}, {"[:,0:1][0:16]", 0, 1, 0, 16}, {"[:,1:24][0:100]", 1, 23, 0, 100}})
+          .empty());
 
   REQUIRE_ERROR(read_with({left, {"[:,10:24][0:224]", 10, 14, 0, 224}}),
                 what + "[:,10:24][0:224] begins at column 10, but the slices before it end at 12");
