@@ -210,7 +210,7 @@ void add_rows(float* dtable, int32_t* scratch, const T* dout, const int32_t* ids
     sorted = sort_rows(scratch, ids, N, V, stream);
   } else {
     constexpr int threads = 256;
-    int32_t* table_rows = scratch + 2 * N;
+    int32_t* table_rows = scratch + 3 * N;
     launch(table_rows_kernel<threads>, static_cast<unsigned>(ceil_div(N, threads)), threads, 0, stream, table_rows, ids,
            N, part);
     sorted = sort_rows(scratch, table_rows, N, V + 1, stream);

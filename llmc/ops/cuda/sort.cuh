@@ -110,7 +110,7 @@ __global__ void place_rows_kernel(int32_t* __restrict__ sorted_ids, int32_t* __r
 inline int64_t sort_rows_scratch(int64_t N) { return 4 * N + detail::max_digits * ceil_div(N, detail::sort_tile); }
 
 // Sorts rows 0 ... N - 1 by ids (N), each in [0, V); returns pointers into scratch to the sorted ids and their rows.
-// The ids may be in scratch themselves, at 2 N: the first pass reads them, the second writes there.
+// The ids may be in scratch themselves, at 3 N: only the first pass reads them, and the second one writes there.
 inline detail::RowIds sort_rows(int32_t* scratch, const int32_t* ids, int64_t N, int64_t V, cudaStream_t stream) {
   using namespace detail;
   const int bits = std::max(1, static_cast<int>(std::bit_width(static_cast<uint64_t>(V - 1))));
