@@ -115,8 +115,8 @@ class Training {
   HostBatch read(DataLoader& loader, int64_t cursor, int64_t micro_batch) {
     poll();
     HostBatch host;
-    loader.read_batch(cursor, micro_batch, {.rank = run_.dp.reader(), .ranks = readers(), .batch_size = o_.batch_size}, host.tokens,
-                      host.targets, host.positions);
+    loader.read_batch(cursor, micro_batch, {.rank = run_.dp.reader(), .ranks = readers(), .batch_size = o_.batch_size},
+                      host.tokens, host.targets, host.positions);
     return host;
   }
   int64_t readers() const { return job_.step.readers(); }

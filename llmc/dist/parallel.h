@@ -206,8 +206,8 @@ inline void column_linear_backward(Tensor dx, Tensor dweight, Tensor dbias, Tens
   detail::reduce(dx, R, {}, c, input_product, weight_product);
 }
 
-// out, rows of the residual stream = x weight^T + bias, summed over the ranks.   x (R, I) this rank's inputs; weight (O,
-// I); bias (O), or an empty tensor: added once
+// out, rows of the residual stream = x weight^T + bias, summed over the ranks.   x (R, I) this rank's inputs; weight
+// (O, I); bias (O), or an empty tensor: added once
 inline void row_linear(Tensor out, Tensor x, Tensor weight, Tensor bias, const Context& c) {
   if (c.size() == 1) return linear_forward(out, x, weight, bias, c.compute);
   detail::reduce(
@@ -259,8 +259,8 @@ inline void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tok
   if (!dwpe.empty()) add_positions_backward(dwpe, dout, own_rows(positions, dout, c), c.compute);
 }
 
-// cross_entropy() over a vocabulary of which each rank has a part. logits (N, V of this part, padded); losses (N), equal
-// on all ranks. Each rank sends three numbers a row to each other: never a row of logits.
+// cross_entropy() over a vocabulary of which each rank has a part. logits (N, V of this part, padded); losses (N),
+// equal on all ranks. Each rank sends three numbers a row to each other: never a row of logits.
 inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, const Vocabulary& part, double scale,
                           Gradient gradient, const Context& c) {
   if (c.size() == 1) return llmc::cross_entropy(losses, logits, targets, part.size, scale, gradient, c.compute);

@@ -1,6 +1,6 @@
 // tensor_parallel.h: how tensor parallelism (Shoeybi et al. 2019) divides a layer's parameters, and with sequence
-// parallelism (Korthikanti et al. 2022) the rows of the residual stream, among the ranks of a group. Pure functions; the
-// ops that need the group are in parallel.h.
+// parallelism (Korthikanti et al. 2022) the rows of the residual stream, among the ranks of a group. Pure functions;
+// the ops that need the group are in parallel.h.
 #pragma once
 #include <algorithm>
 #include <utility>

@@ -50,8 +50,8 @@ class World {
   const Hooks& hooks() const { return hooks_; }
 
   // Rank `rank` joins the group of these ranks, ascending; `name` distinguishes groups of the same ranks. Blocks until
-  // all members have called it. gpu: the one this rank computes on; moves_tensors: false for a group that only exchanges
-  // text.
+  // all members have called it. gpu: the one this rank computes on; moves_tensors: false for a group that only
+  // exchanges text.
   std::unique_ptr<Comm> join(int rank, const std::string& name, const std::vector<int>& members, int gpu = 0,
                              bool moves_tensors = true) {
     return hooks_.joined(make_group(rank, name, members, gpu, moves_tensors));

@@ -3,8 +3,8 @@
 // A block (pre-norm):   x1 = x  + proj(attention(heads(qkv(norm1(x)))))     heads: query-key norm, rotary positions
 //                       x2 = x1 + down(activation(up(norm2(x1))))         activation: GELU; SwiGLU of gate and up
 // config.h says which of these a model has. Sizes: N = B T rows, C channels, F feed-forward, Hq query heads, Hkv
-// key-value heads, D head size, V vocabulary (stored padded). With tensor parallelism Hq, Hkv, F and V are those of this
-// rank (part_of() in config.h), and the residual stream may have S of the N rows (dist/parallel.h).
+// key-value heads, D head size, V vocabulary (stored padded). With tensor parallelism Hq, Hkv, F and V are those of
+// this rank (part_of() in config.h), and the residual stream may have S of the N rows (dist/parallel.h).
 #pragma once
 #include <optional>
 #include <string>
@@ -270,7 +270,8 @@ inline void block_recompute(const BlockActivations& a, Tensor x, const GatheredR
   if (recompute != Recompute::none) detail::activation(a, c, p.compute);
 }
 
-// dx: on entry the gradient of a.out, on return that of x; the gradients of the unit += ... gathered: of block_recompute()
+// dx: on entry the gradient of a.out, on return that of x; the gradients of the unit += ... gathered: of
+// block_recompute()
 inline void block_backward(Tensor dx, const BlockActivations& a, Tensor x, const GatheredRows& gathered,
                            const UnitState& unit, const ModelConfig& c, const Sequences& s,
                            const parallel::Context& p) {

@@ -253,9 +253,9 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
   if (limit == std::numeric_limits<int64_t>::max())
     return "there is no GPU here to compare with: --memory-limit says how many GiB of one a rank may use";
   const std::string where = device.computes_as() == DeviceKind::cuda ? "GPU" : "machine";
-  const std::string what = (o.memory_limit           ? std::string("--memory-limit ")
+  const std::string what = (o.memory_limit      ? std::string("--memory-limit ")
                             : step.ranks() == 1 ? "this " + where + "'s "
-                                                     : "a rank's share of this " + where + ", ") +
+                                                : "a rank's share of this " + where + ", ") +
                            human_bytes(limit);
   if (fits(plan, limit)) return "fits into " + what;
   RemedySearch search(o, step, device, begun);

@@ -92,20 +92,19 @@ inline void report_links(Log& log, const StepConfig& step) {
 // A run as described by the options alone.
 inline Rows run_rows(const Options& o, const StepConfig& step) {
   const ModelConfig& m = step.model;
-  return {
-      {"model", formatted("{} ({}): {} layers, {} heads{} of {}, C {}, F {}, vocabulary {}, {} positions", o.model,
-                          m.family.model_type, m.n_layer, m.n_head,
-                          m.n_kv_head == m.n_head ? "" : formatted(" ({} key-value heads)", m.n_kv_head), m.head_size,
-                          m.n_embd, m.n_ffn, m.vocab_size, m.n_positions)},
-      {"parameters", formatted("{} ({:.3f} MFLOP per token)", human_count(count_parameters(parameter_table(m))),
-                               training_flops_per_token(m, o.seq_len) * 1e-6)},
-      {"numerics", formatted("{}, recompute {}", o.dtype, step.recompute)},
-      {"batch", formatted("{} tokens per step = {} micro-batch(es) x {} sequences x {} tokens x {} {}",
-                          human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.readers(),
-                          step.tensor.ranks == 1 ? "rank(s)" : "group(s) of ranks")},
-      {"layout", layout_text(step)},
-      {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
-                              o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip)}};
+  return {{"model", formatted("{} ({}): {} layers, {} heads{} of {}, C {}, F {}, vocabulary {}, {} positions", o.model,
+                              m.family.model_type, m.n_layer, m.n_head,
+                              m.n_kv_head == m.n_head ? "" : formatted(" ({} key-value heads)", m.n_kv_head),
+                              m.head_size, m.n_embd, m.n_ffn, m.vocab_size, m.n_positions)},
+          {"parameters", formatted("{} ({:.3f} MFLOP per token)", human_count(count_parameters(parameter_table(m))),
+                                   training_flops_per_token(m, o.seq_len) * 1e-6)},
+          {"numerics", formatted("{}, recompute {}", o.dtype, step.recompute)},
+          {"batch", formatted("{} tokens per step = {} micro-batch(es) x {} sequences x {} tokens x {} {}",
+                              human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.readers(),
+                              step.tensor.ranks == 1 ? "rank(s)" : "group(s) of ranks")},
+          {"layout", layout_text(step)},
+          {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
+                                  o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip)}};
 }
 
 inline Rows memory_rows(const Plan& plan) {
@@ -133,10 +132,9 @@ inline Rows time_rows(const StepConfig& step, const Plan& plan, const std::optio
   if (step.ranks() > 1)
     rows.emplace_back("exposed communication", formatted("{:.3f} ms, which no computation hides", exposed_ms));
   rows.emplace_back("step", formatted("{:.3f} ms: {:.0f} tokens/s", ms, static_cast<double>(step.tokens()) / ms * 1e3));
-  const std::string link = step.ranks() == 1
-                               ? std::string()
-                               : formatted(", {:.1f} GB/s of link and {:.1f} us for a message",
-                                           rates->link_bytes_per_s * 1e-9, rates->link_latency_s * 1e6);
+  const std::string link = step.ranks() == 1 ? std::string()
+                                             : formatted(", {:.1f} GB/s of link and {:.1f} us for a message",
+                                                         rates->link_bytes_per_s * 1e-9, rates->link_latency_s * 1e6);
   rows.emplace_back("rates", formatted("{:.1f} TFLOP/s, {:.1f} GB/s of memory{}; no time for launches",
                                        rates->flops_per_s * 1e-12, rates->bytes_per_s * 1e-9, link));
   return rows;
@@ -183,8 +181,8 @@ inline void require_memory(const Options& o, const StepConfig& step, const Plan&
   std::string message =
       formatted("{} needs {} and {}",
                 step.ranks() == 1 ? "the run"
-                : plan.others          ? "the server, rank 0,"
-                                       : "each rank",
+                : plan.others     ? "the server, rank 0,"
+                                  : "each rank",
                 human_bytes(plan.total_bytes()), detail::memory_verdict(o, step, plan, device, begun));
   for (const auto& [name, value] : detail::memory_rows(plan)) message += formatted("\n  {:-22} {}", name, value);
   throw Error(message);
@@ -220,8 +218,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
   log.table(o.ranks == 1 ? "work per step" : plan.others ? "work of rank 0 per step" : "work per rank and step", ops);
   if (const Rows time = detail::time_rows(step, plan, device.rates); !time.empty())
     log.table("time of a step on paper, by the GPU's datasheet", time);
-  if (const std::string notice = detail::too_many_ranks_notice(device, step.ranks()); !notice.empty())
-    log.line(notice);
+  if (const std::string notice = detail::too_many_ranks_notice(device, step.ranks()); !notice.empty()) log.line(notice);
   const std::string verdict = detail::memory_verdict(o, step, plan, device);
   if (o.memory_limit && !fits(plan, memory_limit(o, device))) throw Error(verdict);
   log.line("=> " + verdict);

@@ -58,8 +58,7 @@ inline void collect_gradients(Outcome& outcome, const ModelState& state, int ran
 inline void collect_state(Outcome& outcome, const ModelState& state, int rank, Stream& stream) {
   for (const StateEntry& e : state.state_table())
     if (e.kind == StateKind::weight) collect(outcome.weights, outcome.fault, e, e.param->name, rank, stream);
-    else
-      collect(outcome.optimizer_state, outcome.fault, e, formatted("{}:{}", e.param->name, e.kind), rank, stream);
+    else collect(outcome.optimizer_state, outcome.fault, e, formatted("{}:{}", e.param->name, e.kind), rank, stream);
 }
 
 // Every element of every parameter is held exactly as often as the layout says (contract 15); called when the slices of
@@ -243,8 +242,8 @@ inline double distance(const std::vector<double>& a, const std::vector<double>& 
   return largest;
 }
 
-// The distances of one outcome from another. Without rotary positions the key biases' true gradient is zero, and what is
-// there is rounding error: then they are left out.
+// The distances of one outcome from another. Without rotary positions the key biases' true gradient is zero, and what
+// is there is rounding error: then they are left out.
 struct Distances {
   double loss, norm, gradients, weights;
   Distances(const Outcome& a, const Outcome& b)
@@ -267,11 +266,10 @@ struct Distances {
 // Compares every layout on the machine with one rank on the CPU, for each of the models. Prints a line for each number
 // of ranks and for each layout that failed; false: one failed. The layouts, not the one rank, run with `parts`.
 // layouts_of(ranks, model): those to compare.
-inline bool run_selftest(Log& log, int64_t max_ranks, const selftest::Machine& machine = {},
-                         const selftest::Parts& parts = {},
-                         const std::vector<selftest::Model>& models = selftest::all_models(),
-                         std::vector<selftest::Layout> (*layouts_of)(int ranks,
-                                                                     const ModelConfig* shared_out) = selftest::layouts) {
+inline bool run_selftest(
+    Log& log, int64_t max_ranks, const selftest::Machine& machine = {}, const selftest::Parts& parts = {},
+    const std::vector<selftest::Model>& models = selftest::all_models(),
+    std::vector<selftest::Layout> (*layouts_of)(int ranks, const ModelConfig* shared_out) = selftest::layouts) {
   using namespace selftest;
   int failed = 0, count = 0;
   for (const Model& compared : models) {
@@ -282,8 +280,8 @@ inline bool run_selftest(Log& log, int64_t max_ranks, const selftest::Machine& m
     const Distances noise(run_layout(step_config(model, dtype, 2, Layout{})), alone);
     const bool fp32 = dtype == DType::fp32;
     auto bound = [&](double of_noise, double least) { return fp32 ? least : std::max(2 * of_noise, least); };
-    // Another device rounds differently in bf16, and so do ranks that add parts of a product: they may be as far away as
-    // both are from fp32.
+    // Another device rounds differently in bf16, and so do ranks that add parts of a product: they may be as far away
+    // as both are from fp32.
     Distances from_fp32 = noise;
     if (!fp32 && (machine.device.kind != DeviceKind::cpu || compared.heads > 0))
       from_fp32 = Distances(run_layout(step_config(model, DType::fp32, 1, Layout{})), alone);
@@ -296,8 +294,7 @@ inline bool run_selftest(Log& log, int64_t max_ranks, const selftest::Machine& m
         "{} in {}, {} embeddings{}: largest distances from one rank; allowed: loss {:.1e}, norm {:.1e}, gradients "
         "{:.1e}, weights {:.1e}",
         compared.family, dtype, compared.tied ? "tied" : "untied",
-        compared.heads == 0 ? ""
-                            : formatted(", {} heads on {} key-value heads", compared.heads, compared.kv_heads),
+        compared.heads == 0 ? "" : formatted(", {} heads on {} key-value heads", compared.heads, compared.kv_heads),
         loss, norm, gradients, weights));
     const auto text = [](const Distances& d) {
       return formatted("loss {:.1e} | norm {:.1e} | gradients {:.1e} | weights {:.1e}", d.loss, d.norm, d.gradients,

@@ -1,5 +1,5 @@
-// selftest_layouts.h: what --selftest compares: tiny models with awkward sizes, and the layouts of a number of ranks. A new
-// axis of parallelism is a few more lines of layouts().
+// selftest_layouts.h: what --selftest compares: tiny models with awkward sizes, and the layouts of a number of ranks. A
+// new axis of parallelism is a few more lines of layouts().
 #pragma once
 #include <string>
 #include <utility>

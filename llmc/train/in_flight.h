@@ -34,9 +34,8 @@ struct Slot {
         // Forward only: nothing is kept for a backward; the blocks of a chunk write to two outputs in turn.
         if (purpose != Purpose::train && l >= 2) acts.blocks.push_back(acts.blocks[l - 2]);
         else
-          acts.blocks.push_back(
-              BlockActivations::kept(model, shape, config.tensor, config.dtype, config.recompute_for(purpose), shared,
-                                     arena));
+          acts.blocks.push_back(BlockActivations::kept(model, shape, config.tensor, config.dtype,
+                                                       config.recompute_for(purpose), shared, arena));
       }
     }
     if (purpose == Purpose::train) gradient = arena.alloc("activations", "gradient", config.dtype, stream_shape);
@@ -88,8 +87,9 @@ class Uploads {
   struct Arriving {
     MicroBatch inputs;
     Event free;
-    Arriving(const BatchShape& shape, const TensorParallel& tensor, Arena& arena)
-        : inputs(shape, tensor, arena) { free.signal(); }
+    Arriving(const BatchShape& shape, const TensorParallel& tensor, Arena& arena) : inputs(shape, tensor, arena) {
+      free.signal();
+    }
   };
   std::vector<Arriving> arriving_;  // of a GPU
   int64_t uploads_ = 0;

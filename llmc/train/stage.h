@@ -146,21 +146,22 @@ class Stage {
                      const Pass& pass, int64_t micro_batch) {
     const int64_t R = pass.shape.rows();
     const auto losses = std::make_shared<std::vector<float>>(pass.row_losses ? static_cast<size_t>(R) : 0);
-    for_head_chunks(x, slot, [&](const HeadActivations& head, const Tensor& part, const Tensor& targets,
-                                 const std::vector<Range>& rows) {
-      head_forward(head, part, head_state, embedding, model_, parallel_);
-      add_loss(head, targets, head_state, embedding, Gradient::no);
-      if (!pass.row_losses) return;
-      const bool last = rows[0].end() == x.shape[0];
-      download(head.losses, context_.compute,
-               [losses, rows, R, last, micro_batch, report = pass.row_losses](const std::vector<float>& of_part) {
-                 auto from = of_part.begin();
-                 for (const Range& range : rows)
-                   for (int64_t row = range.begin; row < range.end(); ++row, ++from)
-                     if (row < R) (*losses)[static_cast<size_t>(row)] = *from;
-                 if (last) report(micro_batch, *losses);
-               });
-    });
+    for_head_chunks(
+        x, slot,
+        [&](const HeadActivations& head, const Tensor& part, const Tensor& targets, const std::vector<Range>& rows) {
+          head_forward(head, part, head_state, embedding, model_, parallel_);
+          add_loss(head, targets, head_state, embedding, Gradient::no);
+          if (!pass.row_losses) return;
+          const bool last = rows[0].end() == x.shape[0];
+          download(head.losses, context_.compute,
+                   [losses, rows, R, last, micro_batch, report = pass.row_losses](const std::vector<float>& of_part) {
+                     auto from = of_part.begin();
+                     for (const Range& range : rows)
+                       for (int64_t row = range.begin; row < range.end(); ++row, ++from)
+                         if (row < R) (*losses)[static_cast<size_t>(row)] = *from;
+                     if (last) report(micro_batch, *losses);
+                   });
+        });
   }
 
   // The head on one row of x (S, C) only.
@@ -193,13 +194,14 @@ class Stage {
     state_.start_gradients(head_unit(), stream);
     // A tied table gets its gradients in two parts, here and in backward_embedding(), which has them reduced.
     if (config_.model.tied) state_.start_gradients(embedding_unit, stream);
-    for_head_chunks(x, slot, [&](const HeadActivations& head, const Tensor& part, const Tensor& targets,
-                                 const std::vector<Range>& rows) {
-      head_forward(head, part, unit, embedding, model_, parallel_);
-      add_loss(head, targets, unit, embedding, Gradient::yes);
-      head_backward(slot.gradient.slice(rows[0].begin * x.shape[1], part.shape), head, part, unit, embedding, model_,
-                    parallel_);
-    });
+    for_head_chunks(
+        x, slot,
+        [&](const HeadActivations& head, const Tensor& part, const Tensor& targets, const std::vector<Range>& rows) {
+          head_forward(head, part, unit, embedding, model_, parallel_);
+          add_loss(head, targets, unit, embedding, Gradient::yes);
+          head_backward(slot.gradient.slice(rows[0].begin * x.shape[1], part.shape), head, part, unit, embedding,
+                        model_, parallel_);
+        });
     state_.reduce_gradients(head_unit(), last_micro_batch, stream);
     state_.release(head_unit(), stream);
     release_tied();

@@ -22,17 +22,17 @@ class Trainer {
   Trainer(const StepConfig& config, Context context)
       : config_(config),
         context_(context),
-        alone_(context.dp ? nullptr
-                          : std::make_unique<DataParallel>(Mesh(), 0, context.compute.device(),
-                                                           DataParallel::null_groups(0))),
+        alone_(context.dp
+                   ? nullptr
+                   : std::make_unique<DataParallel>(Mesh(), 0, context.compute.device(), DataParallel::null_groups(0))),
         dp_(context.dp ? *context.dp : *alone_),
         state_(part_of(parameter_table(config.model), config.tensor, dp_.tensor_rank), config.dtype, config.zero, dp_,
                context.arena),
         actions_(training_actions(config.schedule, config.chunks, config.micro_batches)),
         scalars_(scalar("scalars of all ranks", {dp_.ranks(), 1 + static_cast<int64_t>(state_.size())})),
         loss_(scalar("loss", {1})),
-        square_sums_(scalar("square sums", {static_cast<int64_t>(state_.size()) * config.zero.shards *
-                                              config.tensor.ranks})),
+        square_sums_(
+            scalar("square sums", {static_cast<int64_t>(state_.size()) * config.zero.shards * config.tensor.ranks})),
         control_(scalar("update control", {4})),
         stage_(config_, context_, state_, my_scalars().slice(0, {1})),
         interpreter_(config_, context_, state_, stage_) {

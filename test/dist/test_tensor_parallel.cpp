@@ -1,5 +1,5 @@
-// Tensor and sequence parallelism: who has which part of a parameter, traffic by the laws, memory on paper, planted bugs
-// that the self-test must find. That layouts agree with one rank is the self-test's (test_parallel.cpp).
+// Tensor and sequence parallelism: who has which part of a parameter, traffic by the laws, memory on paper, planted
+// bugs that the self-test must find. That layouts agree with one rank is the self-test's (test_parallel.cpp).
 #include <set>
 
 #include "catch2.h"
@@ -90,8 +90,8 @@ TEST_CASE("what tensor-parallel ranks send obeys the laws, planned and between t
           const bool block = recompute == Recompute::block;
           // Blocks; then the embedding and the head, whose input the head's rows are: with sequence parallelism rows
           // are gathered or reduced once in each direction, without it all-reduced once, and three numbers per row.
-          const int64_t of_blocks = L * (sequence ? f(8 * A) + (block ? f(3 * A) : f(2 * A))
-                                                  : f(8 * A) + (block ? f(2 * A) : 0));
+          const int64_t of_blocks =
+              L * (sequence ? f(8 * A) + (block ? f(3 * A) : f(2 * A)) : f(8 * A) + (block ? f(2 * A) : 0));
           const int64_t of_ends = sequence ? f(4 * A) : f(4 * A);
           const int64_t of_loss = (P - 1) * (sequence ? R : step.batch.rows()) * 3 * 4;
           std::map<std::string, int64_t> law;
@@ -201,15 +201,22 @@ TEST_CASE("the self-test finds bugs of tensor parallelism") {
   };
   REQUIRE_FALSE(wrong(poison_hooks, true));
   REQUIRE_FALSE(wrong(poison_hooks, false));
-  for (const auto& [bug, hooks, sequence] :
-       {Case{"stale gather", stale_gather, true}, {"stale input of a weight gradient", stale_input, true},
-        {"stale gradient", stale_gradient, true}, {"stale rows of the head", stale_head, true},
-        {"skipped reduction, by rows", skipped_sum, true}, {"skipped reduction", skipped_sum, false},
-        {"sum that is not gathered", stale_sum, false}, {"rows of two ranks swapped", swapped, true},
-        {"loss without the largest", largest, true}, {"padding row counted", padding, true},
-        {"loss without the target", target, false}, {"norm gradient not summed", norms, true},
-        {"query-key norm's gradient not summed", norms, false}, {"key-value gradients not summed", heads, true},
-        {"averaged instead of summed", averages, true}, {"each rank's own norm", own_norm, true}}) {
+  for (const auto& [bug, hooks, sequence] : {Case{"stale gather", stale_gather, true},
+                                             {"stale input of a weight gradient", stale_input, true},
+                                             {"stale gradient", stale_gradient, true},
+                                             {"stale rows of the head", stale_head, true},
+                                             {"skipped reduction, by rows", skipped_sum, true},
+                                             {"skipped reduction", skipped_sum, false},
+                                             {"sum that is not gathered", stale_sum, false},
+                                             {"rows of two ranks swapped", swapped, true},
+                                             {"loss without the largest", largest, true},
+                                             {"padding row counted", padding, true},
+                                             {"loss without the target", target, false},
+                                             {"norm gradient not summed", norms, true},
+                                             {"query-key norm's gradient not summed", norms, false},
+                                             {"key-value gradients not summed", heads, true},
+                                             {"averaged instead of summed", averages, true},
+                                             {"each rank's own norm", own_norm, true}}) {
     INFO(bug);
     REQUIRE(wrong(hooks, sequence));
   }

@@ -134,7 +134,8 @@ TEST_CASE("multiple choice and sampling give on tensor-parallel ranks what they 
     std::vector<std::vector<float>> logits;
     on_ranks(step_of(model, 1), [&](Run& run) {
       score = evaluate_choices(run.trainer, set, run.dp, [](int64_t, int64_t) {});
-      for (size_t n = 1; n <= text.size(); ++n) logits.push_back(run.trainer.next_token_logits(std::span(text).first(n)));
+      for (size_t n = 1; n <= text.size(); ++n)
+        logits.push_back(run.trainer.next_token_logits(std::span(text).first(n)));
     });
     for (const auto& [tp, sequence, chunks] : {std::tuple{2, true, 3}, {4, true, 0}, {8, true, 0}, {4, false, 2}}) {
       StepConfig step = step_of(model, tp, sequence);
@@ -149,7 +150,8 @@ TEST_CASE("multiple choice and sampling give on tensor-parallel ranks what they 
                                    grown = sequence_so_far.feed(std::span(text).subspan(n - 1, 1));
           for (const auto& found : {whole, grown}) {
             CHECK(found.size() == logits[n - 1].size());
-            const double far = relative_distance(found.data(), logits[n - 1].data(), static_cast<int64_t>(found.size()));
+            const double far =
+                relative_distance(found.data(), logits[n - 1].data(), static_cast<int64_t>(found.size()));
             CHECK(far < 1e-5, "tp {}, {} tokens: logits are {} from those of one rank", tp, n, far);
           }
         }

@@ -187,12 +187,11 @@ inline void validate(const Options& o) {
           o.dp_sync, o.dp_replicate);
   }
   const int64_t micro = o.batch_size * o.seq_len * readers;
-  CHECK(
-      !o.total_batch_size || *o.total_batch_size % micro == 0,
-      "--total-batch-size {} is not a multiple of --batch-size {} x --seq-len {} x {} {} = {} tokens: use {}, or "
-      "another --batch-size",
-      *o.total_batch_size, o.batch_size, o.seq_len, readers, o.tp == 1 ? "rank(s)" : "group(s) of --tp ranks", micro,
-      std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
+  CHECK(!o.total_batch_size || *o.total_batch_size % micro == 0,
+        "--total-batch-size {} is not a multiple of --batch-size {} x --seq-len {} x {} {} = {} tokens: use {}, or "
+        "another --batch-size",
+        *o.total_batch_size, o.batch_size, o.seq_len, readers, o.tp == 1 ? "rank(s)" : "group(s) of --tp ranks", micro,
+        std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
   if (o.plan) return;
   CHECK(!o.train_data.empty(),
         "--train-data is missing: name the token shards to train on (data/tokenize_text.py makes them), or see --help");
