@@ -93,6 +93,8 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
       for (const GradReduce reduce : {GradReduce::step, GradReduce::micro})
         for (int stage = 0; stage <= 3; ++stage) {
           if (sequences % readers != 0 || readers % replicas != 0) continue;
+          if (tensor.ranks > 1 && readers == 1 && (reduce == GradReduce::micro || stage % 3 != 0))
+            continue;  // the same
           Layout layout{{.stage = stage, .grad_reduce = reduce, .shards = readers / replicas, .replicas = replicas},
                         tensor};
           all.push_back(layout);

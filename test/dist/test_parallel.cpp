@@ -19,6 +19,20 @@ TEST_CASE("every layout of up to eight ranks agrees with one rank, and the ZeRO 
   REQUIRE(run_selftest(log, 8, {}, {}, {{"gpt2", true, DType::fp32}, {"qwen3", false, DType::bf16}}));
 }
 
+TEST_CASE("four and eight ranks with tensor parallelism agree with one rank") {
+  const auto layouts = [](int ranks, const ModelConfig* model) {
+    std::vector<selftest::Layout> some;
+    for (const selftest::Layout& layout : selftest::layouts(ranks, model))
+      if (ranks == 4 || (ranks == 8 && layout.zero.stage % 3 == 0 && layout.zero.replicas == 1 &&
+                         layout.zero.grad_reduce == GradReduce::step && layout.tensor.ranks > 2))
+        some.push_back(layout);
+    return some;
+  };
+  Log log = Log::silent();
+  REQUIRE(
+      run_selftest(log, 8, {}, {}, {{"qwen2", true, DType::fp32, 8, 2}, {"gpt2", false, DType::bf16, 8, 8}}, layouts));
+}
+
 TEST_CASE("every layout of up to eight ranks, with every family in every dtype", "[long]") {
   Log log = Log::silent();
   REQUIRE(run_selftest(log, 8));
