@@ -28,7 +28,7 @@ using Wholes = std::map<std::string, Whole>;
 // The results of a layout: whole parameters and gradients, assembled from all ranks.
 struct Outcome {
   std::vector<double> losses, norms;
-  Wholes gradients, weights, optimizer_state;
+  Wholes gradients, weights, optimizer_state;  // the latter two after the last step
   bool learned_positions = true;
   std::string fault;  // copies that differ between ranks, or what they report of a step
 };
@@ -181,6 +181,7 @@ inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, c
                           int steps = selftest::steps) {
   Outcome outcome;
   outcome.learned_positions = step.model.family.positions == Positions::learned;
+  std::vector<Outcome> after(static_cast<size_t>(steps));  // the state of all ranks after each step
   std::mutex mutex;
   const Plan plan = make_plan(step, machine.device);
   World world(step.mesh(), machine.backend, parts.hooks,
@@ -201,16 +202,23 @@ inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, c
           batches, {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0.1f, .step = s},
           {.max_norm = 1});
       std::lock_guard lock(mutex);
+      collect_state(after[static_cast<size_t>(s) - 1], run.trainer.state(), rank, run.stream);
       for (auto& [all, mine] : {std::pair{&outcome.losses, r.loss}, {&outcome.norms, r.grad_norm}}) {
         if (static_cast<int>(all->size()) < s) all->push_back(mine);
         else if (!(all->back() == mine)) outcome.fault = formatted("rank {} reports another loss or norm", rank);
       }
     }
-    std::lock_guard lock(mutex);
-    collect_state(outcome, run.trainer.state(), rank, run.stream);
   });
-  if (machine.processes) merge(outcome, *machine.processes, static_cast<size_t>(steps));
-  require_whole(outcome, step);
+  for (Outcome& state : after) {  // every update leaves copies equal and the model whole
+    if (!machine.processes) require_whole(state, step);
+    if (outcome.fault.empty()) outcome.fault = state.fault;
+  }
+  outcome.weights = std::move(after.back().weights);
+  outcome.optimizer_state = std::move(after.back().optimizer_state);
+  if (machine.processes) {
+    merge(outcome, *machine.processes, static_cast<size_t>(steps));
+    require_whole(outcome, step);
+  }
   return outcome;
 }
 
