@@ -280,7 +280,8 @@ class Comm {
       }
       stream.run(cost, {buffer}, [=, this] {
         const Waiting waiting;
-        const Attending attending(place_.get(), op, name_ == "scalars" ? "" : "unit ", buffer.name);
+        const Attending attending(place_.get(), op, name_ == "scalars" || name_ == "activations" ? "" : "unit ",
+                                  buffer.name);
         through(*transport_, gpu);
       });
     }
