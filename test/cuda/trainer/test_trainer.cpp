@@ -129,7 +129,10 @@ TEST_CASE("every wait of a stream for another one is needed", "[cuda][trainer]")
   shared_out.micro_batches = 1;
   shared_out.tensor = tensor_parallel(shared_out.model, 2, true, true);
   find(shared_out, own_gpus(2));
-  for (const cuda_on_cpu::Site& site : needed) not_missed.erase(site.source());  // some layout needs it
+  for (const cuda_on_cpu::Site& site : needed) {
+    not_missed.erase(site.source());  // some layout needs it
+    UNSCOPED_INFO("missed: " << site.to_string());
+  }
   REQUIRE(not_missed == std::set<std::string>{});
   REQUIRE((needed.size() > 8 || cuda_on_cpu::thread_sanitizer));
 }
