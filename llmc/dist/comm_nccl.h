@@ -179,26 +179,19 @@ class NcclGroup final : public GpuCollectives {
   }
   void all_to_all(Tensor out, Tensor in, int64_t n, Stream& stream) override {
     const int64_t bytes = n * size_of(in.dtype);
-    call("an all-to-all by ncclSend and ncclRecv", [&] {
-      ncclResult_t first = ncclGroupStart();
-      const auto keep = [&](ncclResult_t status) {
-        if (first == ncclSuccess || first == ncclInProgress) first = status;
-      };
+    grouped("an all-to-all by ncclSend and ncclRecv", [&](auto&& keep) {
       for (int k = 0; k < size_; ++k) {
         keep(ncclSend(in.bytes + k * bytes, count(n), type(in), k, comm_, stream.cuda()));
         keep(ncclRecv(out.bytes + k * bytes, count(n), type(out), k, comm_, stream.cuda()));
       }
-      keep(ncclGroupEnd());  // after an error, too
-      return first;
     });
   }
   void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
                 Stream& stream) override {
-    call("ncclGroupStart", [] { return ncclGroupStart(); });
-    if (to >= 0) call("ncclSend", [&] { return ncclSend(out, count(out_bytes), ncclInt8, to, comm_, stream.cuda()); });
-    if (from >= 0)
-      call("ncclRecv", [&] { return ncclRecv(in, count(in_bytes), ncclInt8, from, comm_, stream.cuda()); });
-    call("ncclGroupEnd", [] { return ncclGroupEnd(); });
+    grouped("an exchange by ncclSend and ncclRecv", [&](auto&& keep) {
+      if (to >= 0) keep(ncclSend(out, count(out_bytes), ncclInt8, to, comm_, stream.cuda()));
+      if (from >= 0) keep(ncclRecv(in, count(in_bytes), ncclInt8, from, comm_, stream.cuda()));
+    });
   }
 
   void check() override {
@@ -222,6 +215,19 @@ class NcclGroup final : public GpuCollectives {
     const ncclResult_t status = await(locked(f));
     if (failed_) throw PeerError();  // the error here is only a consequence
     detail::check_nccl(status, what);
+  }
+  // The calls of f, which passes each one's status to its argument, as one group.
+  template <class F>
+  void grouped(const char* what, F&& f) {
+    call(what, [&] {
+      ncclResult_t first = ncclGroupStart();
+      const auto keep = [&](ncclResult_t status) {
+        if (first == ncclSuccess || first == ncclInProgress) first = status;
+      };
+      f(keep);
+      keep(ncclGroupEnd());  // after an error, too
+      return first;
+    });
   }
   // f() if there is a communicator.
   template <class F>

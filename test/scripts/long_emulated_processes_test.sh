@@ -43,7 +43,10 @@ same 2 NCCL 2 1
 same 2 NCCL 2 1 --zero-stage 3 --dtype bf16
 same 4 NCCL 2 2 --zero-stage 1 --dp-replicate 2
 same 4 NCCL 4 1 --dp-sync partitioned-server
+same 2 NCCL 2 1 --tp 2 --tp-overlap
+same 4 NCCL 2 2 --tp 2 --tp-overlap --zero-stage 3 --dtype bf16
 same 1 TCP 2 1
 same 1 TCP 2 2 --zero-stage 3 --dtype bf16
+same 1 TCP 2 1 --tp 2 --sequence-parallel off
 [ -z "$(find /dev/shm -newer "$dir" -name '*nccl*' 2>/dev/null)" ] || fail 'something is left in /dev/shm'
 echo 'long_emulated_processes_test: ok'

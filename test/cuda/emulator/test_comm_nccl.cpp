@@ -225,6 +225,22 @@ TEST_CASE("an abort does not wait for a call that hangs in the library, which th
   REQUIRE(cuda_on_cpu::detail::library().live.empty());
 }
 
+TEST_CASE("sends and receives that NCCL refuses leave no group of calls open", "[cuda][emulator]") {
+  const Device device{.kind = DeviceKind::cuda};
+  Arena arena(device, 1 << 20);
+  Stream stream(device, arena);
+  const Tensor x = arena.alloc("x", "test", DType::fp32, {4});
+  const auto group = make_nccl_group(nccl_unique_id(), 0, 1, 0);
+  group->connect(10);
+  const int nobody = 7;
+  REQUIRE_THAT(thrown_by([&] { group->exchange(nobody, x.bytes, 16, -1, nullptr, 0, stream); }),
+               ContainsSubstring("an exchange by ncclSend and ncclRecv failed: invalid argument"));
+  REQUIRE(ncclGroupEnd() == ncclInvalidUsage);
+  group->abort();
+  REQUIRE(thrown_by([&] { group->exchange(0, x.bytes, 8, 0, x.bytes + 8, 8, stream); }) == "peer");
+  REQUIRE(ncclGroupEnd() == ncclInvalidUsage);
+}
+
 TEST_CASE("a group ends cleanly, or is aborted, but never left", "[cuda][emulator]") {
   const bool fails = GENERATE(false, true);
   for (int i = 0; i < 5; ++i) {
