@@ -1,5 +1,5 @@
-// data_parallel.h: one rank among those that share a batch: its coordinates, its groups, and the streams on which
-// gradients are reduced and weights are gathered while the compute stream computes.
+// data_parallel.h: one rank among all: its coordinates, its groups, and the streams on which gradients are reduced,
+// weights gathered and activations exchanged while the compute stream computes; and how data-parallel ranks shard.
 #pragma once
 #include <functional>
 #include <memory>

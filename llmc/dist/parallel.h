@@ -5,11 +5,16 @@
 // ceil(R / P) rows on each of the P ranks: rank p those from p S on, the last ranks padding. Padding is finite, has no
 // loss and so no gradient. Without sequence parallelism every rank has all R rows.
 //
-//                     with sequence parallelism                     without
-//   column_linear     all-gather the rows, then the product         the product
-//   row_linear        the product, then reduce-scatter              the product, then all-reduce
+//                     with sequence parallelism                         without
+//   column_linear     all-gather the rows, then the product             the product
+//   row_linear        the product, then reduce-scatter                  the product, then all-reduce
 //
-// and the backward of one communicates like the forward of the other. A reduction is an all-to-all in the training
+// and the backward of one communicates like the forward of the other. Bytes that a rank sends, A those of R rows of C
+// (padded), f = (P - 1) / P: column_linear f A or nothing, its backward 2 f A either way (with sequence parallelism f A
+// of it to gather x again for the weight gradient; nothing if it is still there); row_linear f A or 2 f A, its backward
+// f A or nothing; embedding f A or 2 f A, its backward f A or nothing; cross_entropy 3 (P - 1) numbers a row.
+//
+// A reduction is an all-to-all in the training
 // dtype; what arrives is added in fp32 in rank order and rounded once (contract 12). An all-gather and a product, or a
 // product and a reduction, go in P pieces of S rows, so that one piece may travel while another is computed
 // (--tp-overlap); without overlap the same pieces are computed one after the other.
@@ -21,8 +26,8 @@
 
 namespace llmc::parallel {
 
-// What an op needs besides its tensors.
-struct Context {
+// The group of a rank, and what an op needs besides its tensors.
+struct Group {
   DataParallel& ranks;
   Arena& arena;
   Stream& compute;
@@ -50,40 +55,40 @@ inline Range slice_of(int64_t R, int64_t S, int p) {
 }
 
 // The stream of the exchanges: everything enqueued on the compute stream so far is done before the next exchange.
-inline Stream& after_compute(const Context& c) {
-  if (!c.ranks.exchange_stream) return c.compute;
-  c.ranks.exchange_stream->wait(c.compute.record());
-  return *c.ranks.exchange_stream;
+inline Stream& after_compute(const Group& g) {
+  if (!g.ranks.exchange_stream) return g.compute;
+  g.ranks.exchange_stream->wait(g.compute.record());
+  return *g.ranks.exchange_stream;
 }
 // The compute stream waits for all exchanges so far.
-inline void wait_for_exchanges(const Context& c) {
-  if (c.ranks.exchange_stream) c.compute.wait(c.ranks.exchange_stream->record());
+inline void wait_for_exchanges(const Group& g) {
+  if (g.ranks.exchange_stream) g.compute.wait(g.ranks.exchange_stream->record());
 }
 
 // Slices of a matrix that are on their way from other ranks; an event for each of ranks rank() - 1, rank() - 2, ...
 using Arrivals = std::vector<Event>;
 
 // all (P S, C), of which this rank has set slice rank(): begins to gather the other slices.
-inline Arrivals begin_all_gather(Tensor all, const Context& c) {
-  const int P = c.size(), r = c.rank();
+inline Arrivals begin_all_gather(Tensor all, const Group& g) {
+  const int P = g.size(), r = g.rank();
   const int64_t S = all.shape[0] / P;
   auto slice = [&](int p) { return rows_of(all, {S * p, S}); };
-  Stream& stream = after_compute(c);
+  Stream& stream = after_compute(g);
   Arrivals arrivals;
   for (int s = 1; s < P; ++s) {
     const int to = (r + s) % P, from = (r - s + P) % P;
-    c.ranks.activations->exchange(slice(r), to, slice(from), from, stream);
+    g.ranks.activations->exchange(slice(r), to, slice(from), from, stream);
     arrivals.push_back(stream.record());
   }
   return arrivals;
 }
 // use(p): enqueues what reads slice p, as the slices arrive.
 template <class Use>
-void as_they_arrive(const Arrivals& arrivals, const Context& c, Use&& use) {
-  const int P = c.size(), r = c.rank();
+void as_they_arrive(const Arrivals& arrivals, const Group& g, Use&& use) {
+  const int P = g.size(), r = g.rank();
   use(r);
   for (int s = 1; s < P; ++s) {
-    if (c.ranks.exchange_stream) c.compute.wait(arrivals[static_cast<size_t>(s) - 1]);
+    if (g.ranks.exchange_stream) g.compute.wait(arrivals[static_cast<size_t>(s) - 1]);
     use((r - s + P) % P);
   }
 }
@@ -91,47 +96,47 @@ void as_they_arrive(const Arrivals& arrivals, const Context& c, Use&& use) {
 // out (S, C) = bias + the sum over the ranks of what product(piece (S, C), p) computes for slice p. meanwhile():
 // enqueues work that does not depend on the result.
 template <class Product, class Meanwhile>
-void reduce_scatter(Tensor out, Tensor bias, const Context& c, Product&& product, Meanwhile&& meanwhile) {
-  const int P = c.size(), r = c.rank();
+void reduce_scatter(Tensor out, Tensor bias, const Group& g, Product&& product, Meanwhile&& meanwhile) {
+  const int P = g.size(), r = g.rank();
   const int64_t S = out.shape[0], C = out.shape[1];
-  auto scope = c.arena.scope();
-  const Tensor sent = c.temporary("partial sums to send", out.dtype, {(P - 1) * S, C});
-  const Tensor parts = c.temporary("partial sums", out.dtype, {P * S, C});
+  auto scope = g.arena.scope();
+  const Tensor sent = g.temporary("partial sums to send", out.dtype, {(P - 1) * S, C});
+  const Tensor parts = g.temporary("partial sums", out.dtype, {P * S, C});
   auto slice = [&](const Tensor& t, int p) { return rows_of(t, {S * p, S}); };
   for (int s = 1; s < P; ++s) {
     const int to = (r + s) % P, from = (r - s + P) % P;
     product(slice(sent, s - 1), to);
-    c.ranks.activations->exchange(slice(sent, s - 1), to, slice(parts, from), from, after_compute(c));
+    g.ranks.activations->exchange(slice(sent, s - 1), to, slice(parts, from), from, after_compute(g));
   }
   product(slice(parts, r), r);
   meanwhile();
-  wait_for_exchanges(c);
-  merge_parts(out, parts.reshaped({P, S, C}), bias, c.compute);
+  wait_for_exchanges(g);
+  merge_parts(out, parts.reshaped({P, S, C}), bias, g.compute);
 }
 
 // The same with all rows on every rank: out (R, C).
 template <class Product, class Meanwhile>
-void all_reduce(Tensor out, Tensor bias, const Context& c, Product&& product, Meanwhile&& meanwhile) {
-  const int64_t R = out.shape[0], C = out.shape[1], S = ceil_div(R, c.size());
-  auto scope = c.arena.scope();
-  const Tensor all = c.temporary("sum over the ranks", out.dtype, {S * c.size(), C});
-  reduce_scatter(rows_of(all, {S * c.rank(), S}), bias, c, product, meanwhile);
-  as_they_arrive(begin_all_gather(all, c), c, [](int) {});
-  copy(out, rows_of(all, {0, R}), c.compute);
+void all_reduce(Tensor out, Tensor bias, const Group& g, Product&& product, Meanwhile&& meanwhile) {
+  const int64_t R = out.shape[0], C = out.shape[1], S = ceil_div(R, g.size());
+  auto scope = g.arena.scope();
+  const Tensor all = g.temporary("sum over the ranks", out.dtype, {S * g.size(), C});
+  reduce_scatter(rows_of(all, {S * g.rank(), S}), bias, g, product, meanwhile);
+  as_they_arrive(begin_all_gather(all, g), g, [](int) {});
+  copy(out, rows_of(all, {0, R}), g.compute);
 }
 
 // out, rows of the residual stream = bias + the sum over the ranks of a product of R rows. product(piece, rows): those
 // rows of it.
 template <class Product, class Meanwhile>
-void reduce(Tensor out, int64_t R, Tensor bias, const Context& c, Product&& product, Meanwhile&& meanwhile) {
-  const int64_t S = c.by_rows() ? out.shape[0] : ceil_div(R, c.size());
+void reduce(Tensor out, int64_t R, Tensor bias, const Group& g, Product&& product, Meanwhile&& meanwhile) {
+  const int64_t S = g.by_rows() ? out.shape[0] : ceil_div(R, g.size());
   auto padded = [&](Tensor piece, int p) {
     const Range rows = slice_of(R, S, p);
     if (rows.size > 0) product(rows_of(piece, {0, rows.size}), rows);
-    if (rows.size < S) zero(rows_of(piece, {rows.size, S - rows.size}), c.compute);
+    if (rows.size < S) zero(rows_of(piece, {rows.size, S - rows.size}), g.compute);
   };
-  if (c.by_rows()) reduce_scatter(out, bias, c, padded, meanwhile);
-  else all_reduce(out, bias, c, padded, meanwhile);
+  if (g.by_rows()) reduce_scatter(out, bias, g, padded, meanwhile);
+  else all_reduce(out, bias, g, padded, meanwhile);
 }
 
 }  // namespace detail
@@ -139,30 +144,30 @@ void reduce(Tensor out, int64_t R, Tensor bias, const Context& c, Product&& prod
 // ---- Rows ----------------------------------------------------------------------------------------------------------
 
 // Room for x (S, C) as all ranks have it (P S, C); an empty tensor where every rank has all rows.
-inline Tensor room_for_rows(const char* name, Tensor x, const Context& c) {
-  return c.by_rows() ? c.temporary(name, x.dtype, {c.size() * x.shape[0], x.shape[1]}) : Tensor{};
+inline Tensor room_for_rows(const char* name, Tensor x, const Group& g) {
+  return g.by_rows() ? g.temporary(name, x.dtype, {g.size() * x.shape[0], x.shape[1]}) : Tensor{};
 }
 // The rows of `all`, a tensor of all ranks' rows with any number of axes, that this rank has in `stream_rows`.
-inline Tensor own_rows(Tensor all, Tensor stream_rows, const Context& c) {
+inline Tensor own_rows(Tensor all, Tensor stream_rows, const Group& g) {
   const int64_t S = stream_rows.shape[0], width = all.numel() / all.shape[0];
   Shape shape = all.shape;
   shape[0] = S;
-  return all.slice(c.by_rows() ? S * c.rank() * width : 0, shape);
+  return all.slice(g.by_rows() ? S * g.rank() * width : 0, shape);
 }
 
 namespace detail {
 
-inline Arrivals begin_gather_rows(Tensor room, Tensor x, const Context& c) {
-  copy(own_rows(room, x, c), x, c.compute);
-  return begin_all_gather(room, c);
+inline Arrivals begin_gather_rows(Tensor room, Tensor x, const Group& g) {
+  copy(own_rows(room, x, g), x, g.compute);
+  return begin_all_gather(room, g);
 }
 
 }  // namespace detail
 
 // room (P S, C) = the rows of x (S, C) of all ranks. use(rows): enqueues what reads these rows, of the first R.
 template <class Use>
-void gather_rows(Tensor room, Tensor x, int64_t R, const Context& c, Use&& use) {
-  detail::as_they_arrive(detail::begin_gather_rows(room, x, c), c, [&](int p) {
+void gather_rows(Tensor room, Tensor x, int64_t R, const Group& g, Use&& use) {
+  detail::as_they_arrive(detail::begin_gather_rows(room, x, g), g, [&](int p) {
     const Range rows = detail::slice_of(R, x.shape[0], p);
     if (rows.size > 0) use(rows);
   });
@@ -172,63 +177,63 @@ void gather_rows(Tensor room, Tensor x, int64_t R, const Context& c, Use&& use) 
 
 // out (R, O) = x weight^T + bias, for this rank's O outputs.   x: rows of the residual stream (.., I); weight (O, I);
 // bias (O), or an empty tensor; room: where the gathered x stays, or an empty tensor
-inline void column_linear(Tensor out, Tensor x, Tensor weight, Tensor bias, Tensor room, const Context& c) {
-  if (!c.by_rows()) return linear_forward(out, x, weight, bias, c.compute);
-  auto scope = c.arena.scope();
-  if (room.empty()) room = room_for_rows("gathered", x, c);
-  gather_rows(room, x, out.shape[0], c, [&](const Range& rows) {
-    linear_forward(rows_of(out, rows), rows_of(room, rows), weight, bias, c.compute);
+inline void column_linear(Tensor out, Tensor x, Tensor weight, Tensor bias, Tensor room, const Group& g) {
+  if (!g.by_rows()) return linear_forward(out, x, weight, bias, g.compute);
+  auto scope = g.arena.scope();
+  if (room.empty()) room = room_for_rows("gathered", x, g);
+  gather_rows(room, x, out.shape[0], g, [&](const Range& rows) {
+    linear_forward(rows_of(out, rows), rows_of(room, rows), weight, bias, g.compute);
   });
 }
 
 // dx = dout weight, summed over the ranks; dweight, dbias +=.   gathered: all rows of x, if they are still there
 inline void column_linear_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor gathered,
-                                   Tensor weight, const Context& c) {
-  if (c.size() == 1) {
-    linear_backward_weight(dweight, dbias, dout, x, c.compute);
-    return linear_backward_input(dx, dout, weight, c.compute);
+                                   Tensor weight, const Group& g) {
+  if (g.size() == 1) {
+    linear_backward_weight(dweight, dbias, dout, x, g.compute);
+    return linear_backward_input(dx, dout, weight, g.compute);
   }
   const int64_t R = dout.shape[0];
-  auto scope = c.arena.scope();
+  auto scope = g.arena.scope();
   detail::Arrivals arrivals;
-  const bool again = c.by_rows() && gathered.empty();
+  const bool again = g.by_rows() && gathered.empty();
   if (again) {
-    gathered = room_for_rows("gathered again", x, c);
-    arrivals = detail::begin_gather_rows(gathered, x, c);
+    gathered = room_for_rows("gathered again", x, g);
+    arrivals = detail::begin_gather_rows(gathered, x, g);
   }
   auto input_product = [&](Tensor piece, const Range& rows) {
-    linear_backward_input(piece, rows_of(dout, rows), weight, c.compute);
+    linear_backward_input(piece, rows_of(dout, rows), weight, g.compute);
   };
   auto weight_product = [&] {
-    if (again) detail::as_they_arrive(arrivals, c, [](int) {});
-    linear_backward_weight(dweight, dbias, dout, c.by_rows() ? rows_of(gathered, {0, R}) : x, c.compute);
+    if (again) detail::as_they_arrive(arrivals, g, [](int) {});
+    linear_backward_weight(dweight, dbias, dout, g.by_rows() ? rows_of(gathered, {0, R}) : x, g.compute);
   };
-  detail::reduce(dx, R, {}, c, input_product, weight_product);
+  detail::reduce(dx, R, {}, g, input_product, weight_product);
 }
 
 // out, rows of the residual stream = x weight^T + bias, summed over the ranks.   x (R, I) this rank's inputs; weight
 // (O, I); bias (O), or an empty tensor: added once
-inline void row_linear(Tensor out, Tensor x, Tensor weight, Tensor bias, const Context& c) {
-  if (c.size() == 1) return linear_forward(out, x, weight, bias, c.compute);
+inline void row_linear(Tensor out, Tensor x, Tensor weight, Tensor bias, const Group& g) {
+  if (g.size() == 1) return linear_forward(out, x, weight, bias, g.compute);
   detail::reduce(
-      out, x.shape[0], bias, c,
-      [&](Tensor piece, const Range& rows) { linear_forward(piece, rows_of(x, rows), weight, {}, c.compute); }, [] {});
+      out, x.shape[0], bias, g,
+      [&](Tensor piece, const Range& rows) { linear_forward(piece, rows_of(x, rows), weight, {}, g.compute); }, [] {});
 }
 
 // dx (R, I) = dout weight, for this rank's inputs; dweight +=; dbias += the sum of the rows of dout that this rank has.
 inline void row_linear_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor weight,
-                                const Context& c) {
-  if (!c.by_rows()) {
-    linear_backward_weight(dweight, dbias, dout, x, c.compute);
-    return linear_backward_input(dx, dout, weight, c.compute);
+                                const Group& g) {
+  if (!g.by_rows()) {
+    linear_backward_weight(dweight, dbias, dout, x, g.compute);
+    return linear_backward_input(dx, dout, weight, g.compute);
   }
-  auto scope = c.arena.scope();
-  const Tensor room = room_for_rows("gathered gradient", dout, c);
-  gather_rows(room, dout, dx.shape[0], c, [&](const Range& rows) {
-    linear_backward_input(rows_of(dx, rows), rows_of(room, rows), weight, c.compute);
+  auto scope = g.arena.scope();
+  const Tensor room = room_for_rows("gathered gradient", dout, g);
+  gather_rows(room, dout, dx.shape[0], g, [&](const Range& rows) {
+    linear_backward_input(rows_of(dx, rows), rows_of(room, rows), weight, g.compute);
   });
-  linear_backward_weight(dweight, {}, rows_of(room, {0, x.shape[0]}), x, c.compute);
-  if (!dbias.empty()) linear_backward_bias(dbias, dout, c.compute);
+  linear_backward_weight(dweight, {}, rows_of(room, {0, x.shape[0]}), x, g.compute);
+  if (!dbias.empty()) linear_backward_bias(dbias, dout, g.compute);
 }
 
 // ---- Vocabulary ----------------------------------------------------------------------------------------------------
@@ -236,48 +241,48 @@ inline void row_linear_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor 
 // out, rows of the residual stream = wte[tokens] + wpe[positions].   tokens, positions: of all rows, padding included;
 // wte: the rows of `part` of the vocabulary; wpe (P, C), or an empty tensor
 inline void embedding(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, const Vocabulary& part,
-                      const Context& c) {
-  if (c.size() == 1) return embedding_forward(out, tokens, positions, wte, wpe, c.compute);
+                      const Group& g) {
+  if (g.size() == 1) return embedding_forward(out, tokens, positions, wte, wpe, g.compute);
   detail::reduce(
-      out, tokens.numel(), {}, c,
+      out, tokens.numel(), {}, g,
       [&](Tensor piece, const Range& rows) {
         const Shape n{rows.size};
-        embedding_forward(piece, tokens.slice(rows.begin, n), positions.slice(rows.begin, n), wte, {}, c.compute, part);
+        embedding_forward(piece, tokens.slice(rows.begin, n), positions.slice(rows.begin, n), wte, {}, g.compute, part);
       },
       [] {});
-  if (!wpe.empty()) add_positions(out, own_rows(positions, out, c), wpe, c.compute);
+  if (!wpe.empty()) add_positions(out, own_rows(positions, out, g), wpe, g.compute);
 }
 
 // dwte, dwpe +=, from dout, rows of the residual stream. dwpe: from the rows that this rank has.
 inline void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions,
-                               const Vocabulary& part, const Context& c) {
-  if (c.size() == 1) return llmc::embedding_backward(dwte, dwpe, dout, tokens, positions, c.compute);
-  auto scope = c.arena.scope();
-  const Tensor room = room_for_rows("gathered gradient", dout, c);
-  if (c.by_rows()) gather_rows(room, dout, room.shape[0], c, [](const Range&) {});
-  llmc::embedding_backward(dwte, {}, c.by_rows() ? room : dout, tokens, positions, c.compute, part);
-  if (!dwpe.empty()) add_positions_backward(dwpe, dout, own_rows(positions, dout, c), c.compute);
+                               const Vocabulary& part, const Group& g) {
+  if (g.size() == 1) return llmc::embedding_backward(dwte, dwpe, dout, tokens, positions, g.compute);
+  auto scope = g.arena.scope();
+  const Tensor room = room_for_rows("gathered gradient", dout, g);
+  if (g.by_rows()) gather_rows(room, dout, room.shape[0], g, [](const Range&) {});
+  llmc::embedding_backward(dwte, {}, g.by_rows() ? room : dout, tokens, positions, g.compute, part);
+  if (!dwpe.empty()) add_positions_backward(dwpe, dout, own_rows(positions, dout, g), g.compute);
 }
 
 // cross_entropy() over a vocabulary of which each rank has a part. logits (N, V of this part, padded); losses (N),
 // equal on all ranks. Each rank sends three numbers a row to each other: never a row of logits.
 inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, const Vocabulary& part, double scale,
-                          Gradient gradient, const Context& c) {
-  if (c.size() == 1) return llmc::cross_entropy(losses, logits, targets, part.size, scale, gradient, c.compute);
-  const int64_t N = logits.shape[0], P = c.size();
-  auto scope = c.arena.scope();
-  const Tensor stats = c.temporary("largest, sum, target", losses.dtype, {P * N, 3});
-  cross_entropy_stats(rows_of(stats, {N * c.rank(), N}), logits, targets, part, c.compute);
-  detail::as_they_arrive(detail::begin_all_gather(stats, c), c, [](int) {});
-  cross_entropy_merge(losses, logits, stats.reshaped({P, N, 3}), targets, part, scale, gradient, c.compute);
+                          Gradient gradient, const Group& g) {
+  if (g.size() == 1) return llmc::cross_entropy(losses, logits, targets, part.size, scale, gradient, g.compute);
+  const int64_t N = logits.shape[0], P = g.size();
+  auto scope = g.arena.scope();
+  const Tensor stats = g.temporary("largest, sum, target", losses.dtype, {P * N, 3});
+  cross_entropy_stats(rows_of(stats, {N * g.rank(), N}), logits, targets, part, g.compute);
+  detail::as_they_arrive(detail::begin_all_gather(stats, g), g, [](int) {});
+  cross_entropy_merge(losses, logits, stats.reshaped({P, N, 3}), targets, part, scale, gradient, g.compute);
 }
 
 // The logits (V of all parts, padded) of a row of which each rank has its part's.
-inline Tensor gather_vocabulary(Tensor logits, const Context& c) {
-  if (c.size() == 1) return logits;
-  const Tensor all = c.temporary("logits of all ranks", logits.dtype, {c.size(), logits.numel()});
-  copy(rows_of(all, {c.rank(), 1}), logits.reshaped({1, logits.numel()}), c.compute);
-  detail::as_they_arrive(detail::begin_all_gather(all, c), c, [](int) {});
+inline Tensor gather_vocabulary(Tensor logits, const Group& g) {
+  if (g.size() == 1) return logits;
+  const Tensor all = g.temporary("logits of all ranks", logits.dtype, {g.size(), logits.numel()});
+  copy(rows_of(all, {g.rank(), 1}), logits.reshaped({1, logits.numel()}), g.compute);
+  detail::as_they_arrive(detail::begin_all_gather(all, g), g, [](int) {});
   return all.reshaped({all.numel()});
 }
 

@@ -39,12 +39,13 @@ struct Sequences {
 // at 0 in each document.
 struct MicroBatch {
   Tensor tokens, targets, positions;  // (N) int32; with sequence parallelism padded to a multiple of the ranks
-  MicroBatch(const BatchShape& s, const TensorParallel& tensor, Arena& arena) {
+  int64_t rows;                       // without the padding
+  MicroBatch(const BatchShape& s, const TensorParallel& tensor, Arena& arena) : rows(s.rows()) {
     const int64_t N = tensor.by_rows() ? tensor.padded_rows(s.rows()) : s.rows();
-    auto rows = [&](const char* name) { return arena.alloc("inputs", name, DType::int32, {N}); };
-    tokens = rows("tokens");
-    targets = rows("targets");
-    positions = rows("positions");
+    auto input = [&](const char* name) { return arena.alloc("inputs", name, DType::int32, {N}); };
+    tokens = input("tokens");
+    targets = input("targets");
+    positions = input("positions");
   }
 };
 
@@ -176,7 +177,7 @@ struct MlpInput {
 
 // The end of a residual branch, of attention or the MLP: out = x + linear(input).   x, out (S, C)
 inline void add_branch(Tensor out, Tensor x, Tensor input, const char* name, const UnitState& unit,
-                       const parallel::Context& p) {
+                       const parallel::Group& p) {
   auto scope = p.arena.scope();
   const Tensor branch = p.temporary("residual branch", x.dtype, x.shape);
   const Linear linear(name, 1, unit);
@@ -185,7 +186,7 @@ inline void add_branch(Tensor out, Tensor x, Tensor input, const char* name, con
 }
 // The first product of a branch.   x (S, C); room: where x stays as all ranks have it, or an empty tensor
 inline void begin_branch(Tensor out, Tensor x, const char* name, int fused, Tensor room, const UnitState& unit,
-                         const parallel::Context& p) {
+                         const parallel::Group& p) {
   const Linear linear(name, fused, unit);
   parallel::column_linear(out, x, linear.weight, linear.bias, room, p);
 }
@@ -215,7 +216,7 @@ inline void heads(const BlockActivations& a, const UnitState& unit, const ModelC
 // whole sequences, or against a cache.
 template <class Attend>
 void block_interior(const BlockActivations& a, Tensor x, const GatheredRows& gathered, const UnitState& unit,
-                    const ModelConfig& c, const Sequences& s, Attend&& attend, const parallel::Context& p) {
+                    const ModelConfig& c, const Sequences& s, Attend&& attend, const parallel::Group& p) {
   norm1(a, x, unit, c, p.compute);
   begin_branch(a.qkv, a.norm1, "attn.q", 3, gathered.norm1, unit, p);
   heads(a, unit, c, s, p.compute);
@@ -227,7 +228,7 @@ void block_interior(const BlockActivations& a, Tensor x, const GatheredRows& gat
   activation(a, c, p.compute);
 }
 inline void block_interior(const BlockActivations& a, Tensor x, const GatheredRows& gathered, const UnitState& unit,
-                           const ModelConfig& c, const Sequences& s, const parallel::Context& p) {
+                           const ModelConfig& c, const Sequences& s, const parallel::Group& p) {
   auto attend = [&] {
     attention_forward(a.attention, a.lse, a.heads, s.boundaries(), attention_shape(c, s.shape), p.compute);
   };
@@ -238,7 +239,7 @@ inline void block_interior(const BlockActivations& a, Tensor x, const GatheredRo
 
 // a.out = the block's output for x (S, C).
 inline void block_forward(const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c,
-                          const Sequences& s, const parallel::Context& p) {
+                          const Sequences& s, const parallel::Group& p) {
   detail::block_interior(a, x, {}, unit, c, s, p);
   detail::add_branch(a.out, a.middle, a.activated, "mlp.down", unit, p);
 }
@@ -247,7 +248,7 @@ inline void block_forward(const BlockActivations& a, Tensor x, const UnitState& 
 // before; those of the new rows are appended.
 inline void block_forward_cached(const BlockActivations& a, Tensor x, Tensor cache, int64_t begin,
                                  const UnitState& unit, const ModelConfig& c, const Sequences& s,
-                                 const parallel::Context& p) {
+                                 const parallel::Group& p) {
   const AttentionShape shape = attention_shape(c, s.shape);
   auto attend = [&] {
     cache_append(cache, a.heads, begin, shape, p.compute);
@@ -259,8 +260,7 @@ inline void block_forward_cached(const BlockActivations& a, Tensor x, Tensor cac
 
 // Recomputes what the forward of the block did not keep. gathered: room for what is gathered on the way.
 inline void block_recompute(const BlockActivations& a, Tensor x, const GatheredRows& gathered, Recompute recompute,
-                            const UnitState& unit, const ModelConfig& c, const Sequences& s,
-                            const parallel::Context& p) {
+                            const UnitState& unit, const ModelConfig& c, const Sequences& s, const parallel::Group& p) {
   if (recompute == Recompute::block) return detail::block_interior(a, x, gathered, unit, c, s, p);
   if (recompute == Recompute::norm) {
     detail::norm1(a, x, unit, c, p.compute);
@@ -273,8 +273,7 @@ inline void block_recompute(const BlockActivations& a, Tensor x, const GatheredR
 // dx: on entry the gradient of a.out, on return that of x; the gradients of the unit += ... gathered: of
 // block_recompute()
 inline void block_backward(Tensor dx, const BlockActivations& a, Tensor x, const GatheredRows& gathered,
-                           const UnitState& unit, const ModelConfig& c, const Sequences& s,
-                           const parallel::Context& p) {
+                           const UnitState& unit, const ModelConfig& c, const Sequences& s, const parallel::Group& p) {
   auto scope = p.arena.scope();
   auto temporary = [&](const char* name, const Shape& shape) { return p.temporary(name, x.dtype, shape); };
   const Tensor dbranch = temporary("gradient of a branch", x.shape);                // (S, C)
@@ -341,14 +340,14 @@ inline Tensor head_matrix(const UnitState& head, const UnitState& embedding, con
 }
 
 inline void head_forward(const HeadActivations& a, Tensor x, const UnitState& head, const UnitState& embedding,
-                         const ModelConfig& c, const parallel::Context& p) {
+                         const ModelConfig& c, const parallel::Group& p) {
   detail::norm_forward(a.norm, a.mean, a.rstd, x, "ln_f", head, c, p.compute);
   parallel::column_linear(a.logits, a.norm, head_matrix(head, embedding, c), {}, a.gathered, p);
 }
 
 // dx = ..., from a.logits, which hold their gradient already; the weight gradients += ...
 inline void head_backward(Tensor dx, const HeadActivations& a, Tensor x, const UnitState& head,
-                          const UnitState& embedding, const ModelConfig& c, const parallel::Context& p) {
+                          const UnitState& embedding, const ModelConfig& c, const parallel::Group& p) {
   auto scope = p.arena.scope();
   const Tensor dnorm = p.temporary("gradient of ln_f", x.dtype, x.shape);
   const Tensor dmatrix = c.tied ? embedding.gradient("wte.weight") : head.gradient("lm_head.weight");

@@ -104,8 +104,9 @@ class RemedySearch {
   Device device_for(const StepConfig& step) const {
     Device device = device_;
     if (device.computes_as() == DeviceKind::cuda || step.zero.ranks() == asked_.zero.ranks()) return device;
-    device.threads *= device.sharers;
-    device.sharers = 1;
+    const int ranks = step.tensor.ranks;  // of the one data-parallel rank
+    device.threads = std::max(1, device.threads * device.sharers / ranks);
+    device.sharers = ranks;
     return device;
   }
   int64_t limit_for(const StepConfig& step) const {

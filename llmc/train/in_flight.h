@@ -61,8 +61,12 @@ class Uploads {
 
   void upload_batch(const MicroBatch& to, HostBatch from, const Context& context) {
     Stream& compute = context.compute;
-    const size_t rows = static_cast<size_t>(to.tokens.numel());  // padding has no targets
-    from.tokens.resize(rows, 0), from.targets.resize(rows, -1), from.positions.resize(rows, 0);
+    const size_t padded = static_cast<size_t>(to.tokens.numel());
+    for (std::vector<int32_t>* ids : {&from.tokens, &from.targets, &from.positions}) {
+      CHECK(compute.device().kind == DeviceKind::null || static_cast<int64_t>(ids->size()) == to.rows,
+            "a micro-batch has {} tokens, expected {}", ids->size(), to.rows);
+      ids->resize(padded, ids == &from.targets ? -1 : 0);  // padding has no targets
+    }
     if (context.copies == nullptr) {
       upload(to.tokens, std::move(from.tokens), compute);
       upload(to.targets, std::move(from.targets), compute);

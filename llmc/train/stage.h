@@ -281,7 +281,7 @@ class Stage {
   Context context_;
   ModelState& state_;
   ModelConfig model_;  // the shape of this rank's part
-  parallel::Context parallel_;
+  parallel::Group parallel_;
   Tensor loss_sum_;
   std::vector<Chunk> chunks_;
   Tensor rotary_table_;  // (T, D); empty without rotary positions

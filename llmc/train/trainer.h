@@ -175,9 +175,10 @@ class Trainer {
     Stream& stream = context_.compute;
     const int64_t units = static_cast<int64_t>(state_.size()), shards = config_.zero.shards;
     auto square_sum_of = [&](int64_t u, int64_t shard, const Tensor& out) {
-      zero(out, stream);
-      for (const Tensor& part : state_.unit(static_cast<size_t>(u)).counted_gradients(static_cast<int>(shard)))
-        square_sum(out, part, stream, Accumulate::yes);
+      const auto counted = state_.unit(static_cast<size_t>(u)).counted_gradients(static_cast<int>(shard));
+      if (counted.empty()) zero(out, stream);
+      for (size_t i = 0; i < counted.size(); ++i)
+        square_sum(out, counted[i], stream, i == 0 ? Accumulate::no : Accumulate::yes);
     };
     if (config_.zero.updates() != ZeroConfig::Updates::server) {
       for (int64_t u = 0; u < units; ++u) square_sum_of(u, dp_.shard, my_scalars().slice(1 + u, {1}));

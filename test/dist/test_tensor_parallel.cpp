@@ -210,7 +210,7 @@ TEST_CASE("the self-test finds bugs of tensor parallelism") {
                                              {"sum that is not gathered", stale_sum, false},
                                              {"rows of two ranks swapped", swapped, true},
                                              {"loss without the largest", largest, true},
-                                             {"padding row counted", padding, true},
+                                             {"padding column counted", padding, true},
                                              {"loss without the target", target, false},
                                              {"norm gradient not summed", norms, true},
                                              {"query-key norm's gradient not summed", norms, false},

@@ -238,10 +238,10 @@ void visit_options(O& o, Visitor&& visit) {
         "the two round differently; auto: as before on resume, otherwise step, or micro from ZeRO stage 2 on");
   visit("--tp", "", o.tp, between(1, 1 << 10), warn,
         "tensor parallelism: ranks that share every layer, each with some of its heads, feed-forward channels and "
-        "vocabulary; neighbours, best on the fastest links; the others are data-parallel");
+        "vocabulary; neighbours, best on the fastest links; the others are data-parallel; --generate uses one rank");
   visit("--sequence-parallel", "", o.sequence_parallel, one_of({"on", "off"}), warn,
         "with --tp, each rank has some rows of what lies between the parallel products, such as norms and residuals, "
-        "instead of all: less memory, the same traffic");
+        "instead of all: less memory, a quarter more traffic");
   visit("--tp-overlap", "", o.tp_overlap, Limits{}, free,
         "with --tp, exchange one piece of a product while another is computed; the same numbers");
   visit("Machine");

@@ -161,19 +161,15 @@ inline void check_limits(Options& o) {
                        }});
 }
 
-// Checks combinations, as far as the options alone decide.
-inline void validate(const Options& o) {
-  CHECK(o.generate + o.plan + o.selftest + o.verify_data <= 1,
-        "--generate, --plan, --selftest and --verify-data: choose one of them");
-  if (o.selftest) return;
-  CHECK(!o.generate || !o.from_scratch,
-        "--generate with --from-scratch: random weights generate nothing useful; leave out one of them");
-  if (o.generate) return;
+// How the ranks share a step.
+inline void validate_layout(const Options& o) {
   CHECK(o.ranks % o.tp == 0, "--tp {} does not divide the {} ranks: use one of {}, or another --local-ranks", o.tp,
         o.ranks, divisors(o.ranks));
   const int64_t readers = o.ranks / o.tp;
   CHECK(readers % o.dp_replicate == 0, "--dp-replicate {} does not divide the {} {}", o.dp_replicate, readers,
         o.tp == 1 ? "ranks" : "data-parallel ranks, each of which is a group of --tp");
+  CHECK(!o.tp_overlap || o.tp > 1,
+        "--tp-overlap: there is nothing to overlap with --tp 1; leave it out, or raise --tp");
   if (o.dp_sync != "all-reduce") {
     CHECK(o.tp == 1, "--dp-sync {} with --tp {}: servers are for data parallelism alone: use --dp-sync all-reduce",
           o.dp_sync, o.tp);
@@ -192,6 +188,17 @@ inline void validate(const Options& o) {
         "another --batch-size",
         *o.total_batch_size, o.batch_size, o.seq_len, readers, o.tp == 1 ? "rank(s)" : "group(s) of --tp ranks", micro,
         std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
+}
+
+// Checks combinations, as far as the options alone decide.
+inline void validate(const Options& o) {
+  CHECK(o.generate + o.plan + o.selftest + o.verify_data <= 1,
+        "--generate, --plan, --selftest and --verify-data: choose one of them");
+  if (o.selftest) return;
+  CHECK(!o.generate || !o.from_scratch,
+        "--generate with --from-scratch: random weights generate nothing useful; leave out one of them");
+  if (o.generate) return;
+  if (!o.verify_data) validate_layout(o);
   if (o.plan) return;
   CHECK(!o.train_data.empty(),
         "--train-data is missing: name the token shards to train on (data/tokenize_text.py makes them), or see --help");
