@@ -36,7 +36,7 @@ class Processes {
             "MPI says that this is process {} of {}, and the environment of {} that it is {} of {}: the program was "
             "built with another MPI than the one that started it",
             greeting_.process, greeting_.processes, launch.how, launch.process, launch.processes);
-      if (at.where.empty()) tell_by_mpi(*links, at);
+      tell_by_mpi(*links, at);
       links_ = std::move(links);
     }
     control_ = std::make_unique<ControlPlane>(greeting_, std::move(at));
@@ -94,16 +94,21 @@ class Processes {
   }
 
  private:
-  // MPI knows the processes already: it tells them where process 0 listens, and a token that nobody else knows.
+  // MPI knows the processes already: it tells them the token of process 0, or one that nobody else knows, and where
+  // process 0 listens. All of them always call it, because the environment of one host says nothing of the others'.
   static void tell_by_mpi(MpiLinks& mpi, Rendezvous& at) {
-    if (at.token.empty()) at.token = mpi.broadcast_text(mpi.process() == 0 ? random_token() : "");
-    std::string where;
-    if (mpi.process() == 0) {
+    const bool first = mpi.process() == 0;
+    if (first && at.token.empty()) at.token = random_token();
+    at.token = mpi.broadcast_text(at.token);
+    if (first && at.where.empty()) {
       auto [socket, endpoint] = listen_anywhere(at.token, at.address);
       at.listening = std::move(socket);
-      where = endpoint.text();
+      at.where = endpoint.text();
     }
-    at.where = mpi.broadcast_text(where);
+    const std::string told = mpi.broadcast_text(at.where);
+    CHECK(at.where.empty() || at.where == told, "--rendezvous {} of process {} differs from {} of process 0", at.where,
+          mpi.process(), told);
+    at.where = told;
   }
 
   Greeting greeting_;
