@@ -93,7 +93,8 @@ inline std::unique_ptr<Processes> meet(Options& o) {
     return count;
   };
   place.sharers = sharing("processors", processor_set());
-  place.own_gpus = visible_gpus().count > 0 && sharing("GPUs", gpu_set()) == 1;
+  const int64_t gpu_sharers = sharing("GPUs", gpu_set());  // asked of all, whether this process sees any or not
+  place.own_gpus = visible_gpus().count > 0 && gpu_sharers == 1;
   return processes;
 }
 
