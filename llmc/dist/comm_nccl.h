@@ -180,25 +180,22 @@ class NcclGroup final : public GpuCollectives {
   void all_to_all(Tensor out, Tensor in, int64_t n, Stream& stream) override {
     const int64_t bytes = n * size_of(in.dtype);
     call("an all-to-all by ncclSend and ncclRecv", [&] {
-      ncclResult_t first = ncclGroupStart();
-      const auto keep = [&](ncclResult_t status) {
-        if (first == ncclSuccess || first == ncclInProgress) first = status;
-      };
-      for (int k = 0; k < size_; ++k) {
-        keep(ncclSend(in.bytes + k * bytes, count(n), type(in), k, comm_, stream.cuda()));
-        keep(ncclRecv(out.bytes + k * bytes, count(n), type(out), k, comm_, stream.cuda()));
-      }
-      keep(ncclGroupEnd());  // after an error, too
-      return first;
+      return grouped([&](auto&& keep) {
+        for (int k = 0; k < size_; ++k) {
+          keep(ncclSend(in.bytes + k * bytes, count(n), type(in), k, comm_, stream.cuda()));
+          keep(ncclRecv(out.bytes + k * bytes, count(n), type(out), k, comm_, stream.cuda()));
+        }
+      });
     });
   }
   void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
                 Stream& stream) override {
-    call("ncclGroupStart", [] { return ncclGroupStart(); });
-    if (to >= 0) call("ncclSend", [&] { return ncclSend(out, count(out_bytes), ncclInt8, to, comm_, stream.cuda()); });
-    if (from >= 0)
-      call("ncclRecv", [&] { return ncclRecv(in, count(in_bytes), ncclInt8, from, comm_, stream.cuda()); });
-    call("ncclGroupEnd", [] { return ncclGroupEnd(); });
+    call("an exchange by ncclSend and ncclRecv", [&] {
+      return grouped([&](auto&& keep) {
+        if (to >= 0) keep(ncclSend(out, count(out_bytes), ncclInt8, to, comm_, stream.cuda()));
+        if (from >= 0) keep(ncclRecv(in, count(in_bytes), ncclInt8, from, comm_, stream.cuda()));
+      });
+    });
   }
 
   void check() override {
@@ -214,6 +211,17 @@ class NcclGroup final : public GpuCollectives {
   }
 
  private:
+  // calls(keep): calls of NCCL that belong together, each result given to keep(). Returns the first error.
+  template <class Calls>
+  static ncclResult_t grouped(Calls&& calls) {
+    ncclResult_t first = ncclGroupStart();
+    const auto keep = [&](ncclResult_t status) {
+      if (first == ncclSuccess || first == ncclInProgress) first = status;
+    };
+    calls(keep);
+    keep(ncclGroupEnd());  // after an error, too
+    return first;
+  }
   static size_t count(int64_t n) { return static_cast<size_t>(n); }
   static ncclDataType_t type(const Tensor& t) { return detail::nccl_type(t.dtype); }
 
