@@ -56,6 +56,11 @@ struct Introduction {
     for (size_t i = 9; i < parts.size(); i += 2) it.greeting.agree.emplace_back(parts[i], parts[i + 1]);
     return it;
   }
+  // Throws if it can be of no job, whatever its size.
+  void check() const {
+    CHECK(greeting.process >= 0 && greeting.process < greeting.processes && greeting.local_ranks >= 1 &&
+          peer.port > 0 && peer.port < 1 << 16);
+  }
 };
 
 // "rank 3", "ranks 0-2 and 5": ranks are processes unless a process has several of them.

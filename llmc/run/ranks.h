@@ -111,8 +111,8 @@ void run_ranks(World& world, F&& rank_main) {
       if (follows(error)) return world.abort();
       const bool many = world.mesh().size() > 1 && error.status() == ExitStatus::refused;
       if (watchdog != nullptr) watchdog->failed(rank, error.what());
-      stop_all(std::make_exception_ptr(many ? Error(formatted("rank {} on {}: {}", rank, host_name(), error.what()))
-                                            : error));
+      stop_all(std::make_exception_ptr(
+          many ? Error(failure(formatted("rank {} on {}", rank, host_name()), error.what())) : error));
     } catch (const std::exception& error) {
       if (watchdog != nullptr) watchdog->failed(rank, error.what());
       stop_all(std::current_exception());
