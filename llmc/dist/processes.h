@@ -80,17 +80,20 @@ class Processes {
     return control_->all_gather(topic, text);
   }
 
-  // This process ends with this error. The others learn it, unless it follows from what they know. Returns what to
-  // print.
+  // This process ends with this error. The others learn it, unless it follows from what they know. Returns what all of
+  // them print.
   std::string fail(const std::string& error, bool follows) {
     if (alone()) return error;
     failed_ = true;
-    const std::string reason = watchdog_->reason(follows ? 2 : 0);
-    if (reason.empty()) watchdog_->failed(local_ranks().first, error);
+    std::string reason = watchdog_->reason(follows ? 2 : 0);
+    if (reason.empty()) {
+      watchdog_->failed(local_ranks().first, error);
+      reason = watchdog_->reason();
+    }
     links().abort();
     if (links_) links_->abort();
     control_->abort();
-    return follows && !reason.empty() ? reason : error;
+    return reason.empty() ? error : reason;
   }
 
  private:

@@ -30,6 +30,26 @@ void require_all(const std::vector<std::string>& errors, const std::string& expe
   for (const std::string& error : errors) REQUIRE(error == expected);
 }
 
+// A process that says what it likes: it has reached process 0, and introduced itself with this number.
+struct Odd {
+  Odd(const std::string& where, Lines& lines, int process, int processes, int port = 1)
+      : reached(reach_process_0(at(where, lines), process)),
+        control({[](int, const Message&) {}, [](int, const std::string&) {}}),
+        line(control.add(std::move(reached.socket))) {
+    say({Kind::board, {"before the greeting"}});
+    introduce(process, processes, port);
+  }
+  void introduce(int process, int processes, int port) {
+    const Introduction it{protocol_version, greeting(process, processes), {process, "elsewhere", "", "", port}};
+    say({Kind::greeting, it.parts()});
+  }
+  void say(const Message& message) { control.send(line, message); }
+
+  Reached reached;
+  Control control;
+  int line;
+};
+
 Socket connect_when_ready(int port) {
   for (;;) try {
       return connect_to(resolve({"127.0.0.1", port}).at(0), Limit::seconds(5));
@@ -211,6 +231,79 @@ TEST_CASE("a process that ends while others arrive is named at once") {
   REQUIRE(seconds < 5);
 }
 
+TEST_CASE("who meets the others and then says nothing is named with its host on all of them") {
+  const TempDir dir;
+  Lines lines;
+  const std::string where = "file:" + dir / "meeting";
+  const auto errors = on_threads(4, [&](int p) {
+    if (p < 3) return (void)ControlPlane(greeting(p, 4), at(where, lines, 0.4));
+    const Odd silent(where, lines, 3, 4);
+    std::this_thread::sleep_for(std::chrono::milliseconds(900));
+  });
+  require_all({errors.begin(), errors.begin() + 3}, "no answer within 0.4 s from rank 3 on elsewhere");
+}
+
+TEST_CASE("a door without room for the first try of a process is tried again") {
+  const TempDir dir;
+  Lines lines;
+  const std::string where = "file:" + dir / "meeting";
+  std::atomic<int> guests = 0;
+  const auto errors = on_threads(3, [&](int p) {
+    if (p != 1) {
+      const ControlPlane job(greeting(p, 3), at(where, lines));
+      while (guests == 0) std::this_thread::yield();
+      return;
+    }
+    Socket listening = listen_everywhere(0);
+    Odd deputy(where, lines, 1, 3, address_here(listening).endpoint().port);
+    pollfd coming{listening.fd(), POLLIN, 0};
+    ::poll(&coming, 1, 5000);
+    Socket(::accept4(listening.fd(), nullptr, nullptr, SOCK_NONBLOCK));  // and closed
+    const Listener door(
+        std::move(listening), 1, deputy.reached.job, token,
+        {[](const Hello&) { return Answer::welcome; }, [&](const Hello&, Socket, const Address&) { ++guests; }},
+        lines.say());
+    deputy.say({Kind::text, {"deputy", ""}});
+    for (int i = 0; i < 5000 && guests == 0; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  });
+  INFO(errors[0] + " / " + errors[1] + " / " + errors[2]);
+  REQUIRE(guests == 1);
+  REQUIRE(errors[0] == "");
+  REQUIRE(errors[1] == "");
+}
+
+TEST_CASE("numbers and messages that no process of this job can say change nothing") {
+  const TempDir dir;
+  Lines lines;
+  const std::string where = "file:" + dir / "meeting";
+  std::unique_ptr<Odd> odd[2];
+  std::vector<std::unique_ptr<ControlPlane>> jobs(3);
+  const auto errors = on_threads(3, [&](int p) {
+    if (p == 2) {
+      odd[0] = std::make_unique<Odd>(where, lines, 7, 3);
+      odd[1] = std::make_unique<Odd>(where, lines, -1, 3);
+      for (auto& it : odd)
+        for (const uint32_t kind : {2u, 3u, 4u, 5u, 6u, 7u, 8u, 9u, 10u, 0u}) it->say({kind, {"a", "b"}});
+    }
+    jobs[static_cast<size_t>(p)] = std::make_unique<ControlPlane>(greeting(p, 3), at(where, lines));
+  });
+  require_all(errors, "");
+  const auto enter = [&](int process, ConnectionPurpose purpose, const std::array<int32_t, 3>& numbers) {
+    return jobs[2]->connect(process, purpose, numbers, Limit::seconds(5));
+  };
+  for (const int32_t number : {-1, 0, 1, 3, 1 << 30})
+    REQUIRE_ERROR(enter(1, ConnectionPurpose::control, {number, 0, 0}), "it looks for another process of the job");
+  for (const auto& numbers :
+       std::vector<std::array<int32_t, 3>>{{-1, 0, 1}, {0, -1, 1}, {0, 3, 1}, {0, 0, 2}, {0, 0, -1}})
+    REQUIRE_ERROR(enter(1, ConnectionPurpose::data, numbers), "it looks for another process of the job");
+  enter(1, ConnectionPurpose::data, {0, 0, 1});
+  REQUIRE(jobs[0]->take_posts().first.empty());
+  const auto after = on_threads(3, [&](int p) { jobs[static_cast<size_t>(p)]->barrier("still here"); });
+  require_all(after, "");
+  on_threads(3, [&](int p) { jobs[static_cast<size_t>(p)].reset(); });
+}
+
 TEST_CASE("another version of the protocol is refused on all") {
   const TempDir dir;
   Lines lines;
@@ -262,8 +355,15 @@ TEST_CASE("without a token, processes meet on a loopback address only") {
                 "");
     REQUIRE(lines.contain("notice: without a token (TRAIN_GPT_TOKEN)"));
   }
+  // RFC 5737: nobody's. A file may be an earlier job's, and is looked at again.
+  const std::string file = dir / "meeting";
+  write_text_durably(file, formatted("train_gpt rendezvous\n192.0.2.1:29500\n{}\n", std::string(32, '0')));
+  Rendezvous elsewhere = at("file:" + file, lines, 0.1);
+  elsewhere.token = "";
+  REQUIRE_ERROR(ControlPlane(greeting(1, 2), std::move(elsewhere)),
+                "192.0.2.1:29500 can be reached from other machines");
   const auto errors = on_threads(2, [&](int p) {
-    Rendezvous there = at("192.0.2.1:29500", lines);  // RFC 5737: nobody's
+    Rendezvous there = at("192.0.2.1:29500", lines);
     there.token = "";
     ControlPlane(greeting(p, 2), std::move(there));
   });

@@ -82,6 +82,17 @@ TEST_CASE("where process 0 says nothing, process 1 judges") {
     REQUIRE(reasons[static_cast<size_t>(p)].starts_with(formatted("rank 0 on {} has not arrived at", host_name())));
 }
 
+TEST_CASE("where neither of those who judge says anything, the others end by themselves and name both") {
+  Watched job(4);
+  const std::string nothing = job[3].reason(1);  // longer than the limit
+  REQUIRE(nothing == "");
+  job.dogs[0].reset(), job.dogs[1].reset();
+  for (const int p : {2, 3})
+    REQUIRE(job[p].reason(20) ==
+            formatted("rank 0 on {} and rank 1 on {}: nothing heard for 0.6 s (--init-timeout 0.4)", host_name(),
+                      host_name()));
+}
+
 TEST_CASE("a process that fails tells all others why, and what follows from it is not a cause") {
   for (const int failing : {0, 1, 2}) {
     Watched job(3);
