@@ -99,14 +99,18 @@ class Pause {
 
 }  // namespace detail
 
-// Call before the first group is made, while no other thread reads the environment.
+// Call before other threads begin, which may read the environment; where a variable is set nothing happens.
+inline void set_nccl_environment() {
+  for (const detail::NcclSetting& setting : detail::nccl_settings) setenv(setting.name, setting.value, 0);
+}
+// Call before the first group is made.
 inline void prepare_nccl() {
   int version = 0;
   detail::check_nccl(ncclGetVersion(&version), "ncclGetVersion");
   CHECK(version >= detail::least_nccl,
         "--comm nccl: NCCL {}.{}.{} was found, but 2.26 or newer is needed; update it, or use --comm threads",
         version / 10000, version / 100 % 100, version % 100);
-  for (const detail::NcclSetting& setting : detail::nccl_settings) setenv(setting.name, setting.value, 0);
+  set_nccl_environment();
 }
 // One for each setting that the user's environment overrides.
 inline std::vector<std::string> nccl_notices() {
@@ -295,6 +299,7 @@ inline std::string nccl_version() { return "no NCCL"; }
 [[noreturn]] inline void refuse_nccl() {
   throw Error("this train_gpt was built without NCCL: install libnccl-dev and rebuild, or use --comm threads");
 }
+inline void set_nccl_environment() {}
 [[noreturn]] inline void prepare_nccl() { refuse_nccl(); }
 inline std::vector<std::string> nccl_notices() { return {}; }
 inline std::string nccl_unique_id() { refuse_nccl(); }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 #include <string>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "core/environment.h"
+#include "core/json.h"
 #include "core/log.h"
 #include "device/gpu.h"
 #include "device/host.h"
@@ -27,8 +29,8 @@ inline Launched launch_of(const Options& o) {
 }
 
 // The options that all processes must have alike: but for what says where one of them is.
-inline std::vector<std::pair<std::string, std::string>> options_to_agree_on(const Options& o) {
-  std::vector<std::pair<std::string, std::string>> all;
+inline NamedValues options_to_agree_on(const Options& o) {
+  NamedValues all;
   for (const OptionText& t : option_texts(o))
     if (t.name != "--rank" && t.name != "--rendezvous" && t.name != "--threads") all.emplace_back(t.name, t.text);
   return all;
@@ -114,6 +116,18 @@ void together(const Processes& processes, const char* what, F&& f) {
   if (first == all.end()) return;
   const int rank = static_cast<int>(first - all.begin()) * processes.control()->local_ranks();
   throw SharedError((same ? "" : processes.control()->name_of_rank(rank) + ": ") + *first);
+}
+
+// Refuses, on all processes, what each of them has found by itself and is not the same everywhere.
+inline void require_same(const Processes& processes, const char* what, const NamedValues& mine) {
+  if (processes.alone()) return;
+  Said said;
+  for (const std::string& text : processes.all_gather(what, nlohmann::json(mine).dump())) {
+    const int process = static_cast<int>(said.size());
+    said.emplace_back(process, parse_json(text, formatted("process {}", process)).get<NamedValues>());
+  }
+  const std::string difference = disagreement(said, processes.control()->local_ranks());
+  if (!difference.empty()) throw SharedError(difference);
 }
 
 // Where a process ends with an error of its own, or because another one has: what to print.
