@@ -364,7 +364,7 @@ int main(int argc, char** argv) {
   bool reports = true;  // errors that all processes have
   std::unique_ptr<Processes> processes;
   try {
-    Command command = parse_command_line(argc, argv, take_place);
+    Command command = read_command_line(argc, argv);
     Options& o = command.options;
     reports = o.place.rank_on_host == 0;
     if (!command.print && !command.version) {

@@ -13,6 +13,9 @@ namespace llmc {
 
 using NamedValues = std::vector<std::pair<std::string, std::string>>;
 
+// In place of an option's name, with the error as its value: this process cannot take part, and comes only to say so.
+inline constexpr const char* refusal = "";
+
 // What the trainer says.
 struct Greeting {
   int process = 0, processes = 1, local_ranks = 1;

@@ -31,7 +31,7 @@ namespace llmc {
 
 class ControlPlane {
  public:
-  // Blocks until all processes have met and agree. If they cannot, it throws the same error on all of them.
+  // Blocks until all processes have met and agree. If they do not, it throws the same SharedError on all of them.
   ControlPlane(const Greeting& greeting, Rendezvous at)
       : me_(greeting),
         token_(at.token),

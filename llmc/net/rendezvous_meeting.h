@@ -43,7 +43,7 @@ inline void ControlPlane::hold_meeting(Rendezvous& at) {
   for (const int line : meeting_->lines()) tell_verdict(line);
   if (verdict_->empty()) return;
   changed_.wait_until(lock, Limit::after(at.patience), [&] { return meeting_->is_over(); });
-  throw Error(*verdict_);
+  throw SharedError(*verdict_);
 }
 
 inline void ControlPlane::attend_meeting(Rendezvous& at) {
@@ -62,10 +62,10 @@ inline void ControlPlane::attend_meeting(Rendezvous& at) {
   lines_[line] = 0;
   control_->send(line, {Kind::greeting, introduction(me_, at, port).parts()});
   const double seconds = at.init_timeout + std::min(5.0, answer_seconds_);
-  CHECK(changed_.wait_until(lock, Limit::after(seconds), [&] { return verdict_ || !fault_.empty(); }),
+  CHECK(wait(lock, Limit::seconds(seconds), [&] { return verdict_ || !fault_.empty(); }),
         "the rendezvous at {} has not answered within {} s", at.where, seconds);
   CHECK(verdict_, "the rendezvous at {} has ended before all processes had met; see what process 0 says", at.where);
-  if (!verdict_->empty()) throw Error(*verdict_);
+  if (!verdict_->empty()) throw SharedError(*verdict_);
   for (Peer& peer : peers_)
     if (peer.address.empty()) peer.address = address_0;
 }

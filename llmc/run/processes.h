@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdio>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -16,6 +17,7 @@
 #include "device/gpu.h"
 #include "device/host.h"
 #include "dist/processes.h"
+#include "run/options/parse.h"
 #include "run/options/print.h"
 #include "run/report.h"
 #include "run/setup.h"
@@ -98,6 +100,46 @@ inline std::unique_ptr<Processes> meet(Options& o) {
   const int64_t gpu_sharers = sharing("GPUs", gpu_set());  // asked of all, whether this process sees any or not
   place.own_gpus = visible_gpus().count > 0 && gpu_sharers == 1;
   return processes;
+}
+
+// The command line of this process was refused. Others that wait for it are told why and end too, unless it is their
+// launcher that ends them, as mpirun does: then this throws what all of them print.
+inline void tell_refusal(int argc, const char* const* argv, const std::string& error) {
+  constexpr double patience = 10;  // seconds for the others to come
+  std::map<std::string, std::string> given;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    const size_t equals = word.find('=');
+    given[word.substr(0, equals)] = equals != word.npos ? word.substr(equals + 1) : i + 1 < argc ? argv[i + 1] : "";
+  }
+  try {
+    LaunchOptions options{.rendezvous = given["--rendezvous"]};
+    for (const auto& [name, number] : {std::pair("--rank", &options.rank), {"--world-size", &options.world_size}})
+      if (given.contains(name)) detail::parse_value(name, given[name], *number);
+    const Launched launch = find_launch(options, environment_variable, mpi_library());
+    if (launch.processes == 1 || launch.by == Launched::By::mpi) return;
+    Rendezvous at;
+    at.where = launch.rendezvous;
+    at.token = read_token(environment_variable);
+    at.init_timeout = patience;
+    at.say = [](const std::string& text) { std::fprintf(stderr, "%s\n", text.c_str()); };
+    const ControlPlane told({.process = launch.process,
+                             .processes = launch.processes,
+                             .build = version_text(),
+                             .agree = {{refusal, error}}},
+                            std::move(at));
+  } catch (const SharedError&) {
+    throw;
+  } catch (const Error&) {  // nobody is there
+  }
+}
+
+// The options and the place of this process.
+inline Command read_command_line(int argc, const char* const* argv) try {
+  return parse_command_line(argc, argv, take_place);
+} catch (const Error& error) {
+  tell_refusal(argc, argv, error.what());
+  throw;
 }
 
 // Does the same on all processes; if it fails on one of them, it fails on all, with the error and who had it.

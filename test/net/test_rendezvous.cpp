@@ -153,6 +153,41 @@ TEST_CASE("options, builds and sizes that differ are refused on all processes, w
   REQUIRE(seconds < 5);
 }
 
+TEST_CASE("a process whose command line was refused tells all others") {
+  for (const int refused : {0, 1, 2})
+    require_all(meet(3,
+                     [&](int p, Greeting& it) {
+                       if (p == refused) it.agree = {{refusal, "--lr 'x': expected a number"}};
+                     }),
+                formatted("rank {} on {}: --lr 'x': expected a number", refused, host_name()));
+}
+
+TEST_CASE("process 0 that goes during the meeting is missed at once") {
+  const TempDir dir;
+  Lines lines;
+  const std::string where = "file:" + dir / "meeting";
+  Socket listening = listen_at(resolve({"127.0.0.1", 0}).at(0));
+  const Nonce job = random_nonce();
+  const MeetingFile file(dir / "meeting", address_here(listening).endpoint(), job);
+  std::optional<Socket> line;
+  std::atomic<bool> come = false;
+  auto door = std::make_unique<Listener>(
+      std::move(listening), 0, job, token,
+      Listener::Guests{[](const Hello&) { return Answer::welcome; },
+                       [&](const Hello&, Socket socket, const Address&) { line = std::move(socket), come = true; }},
+      lines.say());
+  const double seconds = seconds_of([&] {
+    const auto errors = on_threads(2, [&](int i) {
+      if (i == 0) ControlPlane(greeting(2, 3), at(where, lines));
+      while (!come) std::this_thread::yield();
+      door.reset(), line.reset();
+    });
+    REQUIRE(errors[0] ==
+            formatted("the rendezvous at {} has ended before all processes had met; see what process 0 says", where));
+  });
+  REQUIRE(seconds < 5);
+}
+
 TEST_CASE("values that differ everywhere are not all listed") {
   std::vector<Introduction> all;
   for (int p = 0; p < 12; ++p) {
