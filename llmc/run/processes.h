@@ -113,7 +113,7 @@ inline void tell_refusal(int argc, const char* const* argv, const std::string& e
     given[word.substr(0, equals)] = equals != word.npos ? word.substr(equals + 1) : i + 1 < argc ? argv[i + 1] : "";
   }
   try {
-    LaunchOptions options{.rendezvous = given["--rendezvous"]};
+    LaunchOptions options{{}, {}, given["--rendezvous"]};
     for (const auto& [name, number] : {std::pair("--rank", &options.rank), {"--world-size", &options.world_size}})
       if (given.contains(name)) detail::parse_value(name, given[name], *number);
     const Launched launch = find_launch(options, environment_variable, mpi_library());

@@ -143,10 +143,19 @@ refused '--comm mpi: MPI has not started these processes' 2 --comm mpi
 # Each host has other files under the same names.
 for host in 0 1; do
   mkdir -p "$dir/host$host/model"
-  head -c $((2000 + 200 * host)) "$data" >"$dir/host$host/short.bin"
   cp "$data" "$dir/host$host/train.bin"
-  cp "$(printf '%s\n' "$dir"/tcp/step-*/config.json | head -n 1)" "$dir/host$host/model"
+  cp test/golden/gpt2_tiny/{config.json,model.safetensors} "$dir/host$host/model"
+  before[host]="-C $dir/host$host"
 done
+for file in train.bin model/model.safetensors; do
+  printf '\0' | dd of="$dir/host1/$file" bs=1 seek=$(($(stat -c %s "$dir/host1/$file") - 2)) conv=notrunc status=none
+done
+refused 'what --train-data holds differs: ' 2 --train-data train.bin --val-every 0 --val-data '' --model model \
+  --n-layer 3 --n-embd 36 --n-head 3
+grep -qE 'what --model holds differs: [0-9a-f]{16} on rank 0, [0-9a-f]{16} on rank 1$' "$dir/log.0" ||
+  fail "the two models were taken for one"
+before=()
+
 # A signal to one process stops all; the run goes on with other processes and ends as if nothing had happened.
 long=("${run[@]}" --max-steps 400 --val-every 0 --checkpoint-every 0)
 ./train_gpt "${long[@]}" --local-ranks 4 --out-dir "$dir/whole" >"$dir/log.whole" 2>&1 || fail "400 steps of threads"
