@@ -156,6 +156,15 @@ grep -qE 'what --model holds differs: [0-9a-f]{16} on rank 0, [0-9a-f]{16} on ra
   fail "the two models were taken for one"
 before=()
 
+# What is wrong in one process alone, here a token that only rank 1 reads, all print in the same words.
+cp "$data" "$dir/bad.bin"
+printf '\377\377' | dd of="$dir/bad.bin" bs=1 seek=$((1024 + 2 * (2 * 33 + 5))) conv=notrunc status=none
+! tcp 2 "${run[@]}" --train-data "$dir/bad.bin" --no-shuffle --val-every 0 --val-data '' --out-dir "$dir/bad" ||
+  fail "a bad token is no error"
+lines=$(grep -h '^train_gpt: ' "$dir"/log.[01])
+[ "$(sort <<<"$lines" | uniq -c | grep -cE "^ *2 train_gpt: rank 1 on $(uname -n) has failed: .*token 65535")" = 1 ] ||
+  fail "not the same line: $lines"
+
 # A signal to one process stops all; the run goes on with other processes and ends as if nothing had happened.
 long=("${run[@]}" --max-steps 400 --val-every 0 --checkpoint-every 0)
 ./train_gpt "${long[@]}" --local-ranks 4 --out-dir "$dir/whole" >"$dir/log.whole" 2>&1 || fail "400 steps of threads"
