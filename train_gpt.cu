@@ -334,6 +334,7 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
     if (resume) job.resume(*resume, log), report_changes(log, *resume, job);
     else require_whole_weights(o);
   });
+  require_same_everywhere(processes, job, resume);
   Peaks peaks;
   if (first)
     peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops, o.profile)
@@ -359,10 +360,11 @@ int main(int argc, char** argv) {
   using namespace llmc;
   const auto begin = StopCondition::Clock::now();
   wait_without_spinning(argv);
+  set_nccl_environment();
   bool reports = true;  // errors that all processes have
   std::unique_ptr<Processes> processes;
   try {
-    Command command = parse_command_line(argc, argv, take_place);
+    Command command = read_command_line(argc, argv);
     Options& o = command.options;
     reports = o.place.rank_on_host == 0;
     if (!command.print && !command.version) {

@@ -39,6 +39,8 @@ inline std::string hex_digits(uint64_t hash) {
   return detail::printf_string("%016llx", static_cast<unsigned long long>(hash));
 }
 
+inline std::string checksum(std::string_view text) { return hex_digits(XXH3_64bits(text.data(), text.size())); }
+
 // Writes a file and its record in one pass.
 class RecordedFile {
  public:

@@ -99,14 +99,18 @@ class Pause {
 
 }  // namespace detail
 
-// Call before the first group is made, while no other thread reads the environment.
+// Call before other threads begin, which may read the environment; where a variable is set nothing happens.
+inline void set_nccl_environment() {
+  for (const detail::NcclSetting& setting : detail::nccl_settings) setenv(setting.name, setting.value, 0);
+}
+// Call before the first group is made.
 inline void prepare_nccl() {
   int version = 0;
   detail::check_nccl(ncclGetVersion(&version), "ncclGetVersion");
   CHECK(version >= detail::least_nccl,
         "--comm nccl: NCCL {}.{}.{} was found, but 2.26 or newer is needed; update it, or use --comm threads",
         version / 10000, version / 100 % 100, version % 100);
-  for (const detail::NcclSetting& setting : detail::nccl_settings) setenv(setting.name, setting.value, 0);
+  set_nccl_environment();
 }
 // One for each setting that the user's environment overrides.
 inline std::vector<std::string> nccl_notices() {
@@ -179,18 +183,22 @@ class NcclGroup final : public GpuCollectives {
   }
   void all_to_all(Tensor out, Tensor in, int64_t n, Stream& stream) override {
     const int64_t bytes = n * size_of(in.dtype);
-    grouped("an all-to-all by ncclSend and ncclRecv", [&](auto&& keep) {
-      for (int k = 0; k < size_; ++k) {
-        keep(ncclSend(in.bytes + k * bytes, count(n), type(in), k, comm_, stream.cuda()));
-        keep(ncclRecv(out.bytes + k * bytes, count(n), type(out), k, comm_, stream.cuda()));
-      }
+    call("an all-to-all by ncclSend and ncclRecv", [&] {
+      return grouped([&](auto&& keep) {
+        for (int k = 0; k < size_; ++k) {
+          keep(ncclSend(in.bytes + k * bytes, count(n), type(in), k, comm_, stream.cuda()));
+          keep(ncclRecv(out.bytes + k * bytes, count(n), type(out), k, comm_, stream.cuda()));
+        }
+      });
     });
   }
   void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
                 Stream& stream) override {
-    grouped("an exchange by ncclSend and ncclRecv", [&](auto&& keep) {
-      if (to >= 0) keep(ncclSend(out, count(out_bytes), ncclInt8, to, comm_, stream.cuda()));
-      if (from >= 0) keep(ncclRecv(in, count(in_bytes), ncclInt8, from, comm_, stream.cuda()));
+    call("an exchange by ncclSend and ncclRecv", [&] {
+      return grouped([&](auto&& keep) {
+        if (to >= 0) keep(ncclSend(out, count(out_bytes), ncclInt8, to, comm_, stream.cuda()));
+        if (from >= 0) keep(ncclRecv(in, count(in_bytes), ncclInt8, from, comm_, stream.cuda()));
+      });
     });
   }
 
@@ -207,6 +215,17 @@ class NcclGroup final : public GpuCollectives {
   }
 
  private:
+  // calls(keep): calls of NCCL that belong together, each result given to keep(). Returns the first error.
+  template <class Calls>
+  static ncclResult_t grouped(Calls&& calls) {
+    ncclResult_t first = ncclGroupStart();
+    const auto keep = [&](ncclResult_t status) {
+      if (first == ncclSuccess || first == ncclInProgress) first = status;
+    };
+    calls(keep);
+    keep(ncclGroupEnd());  // after an error, too
+    return first;
+  }
   static size_t count(int64_t n) { return static_cast<size_t>(n); }
   static ncclDataType_t type(const Tensor& t) { return detail::nccl_type(t.dtype); }
 
@@ -215,19 +234,6 @@ class NcclGroup final : public GpuCollectives {
     const ncclResult_t status = await(locked(f));
     if (failed_) throw PeerError();  // the error here is only a consequence
     detail::check_nccl(status, what);
-  }
-  // The calls of f, which passes each one's status to its argument, as one group.
-  template <class F>
-  void grouped(const char* what, F&& f) {
-    call(what, [&] {
-      ncclResult_t first = ncclGroupStart();
-      const auto keep = [&](ncclResult_t status) {
-        if (first == ncclSuccess || first == ncclInProgress) first = status;
-      };
-      f(keep);
-      keep(ncclGroupEnd());  // after an error, too
-      return first;
-    });
   }
   // f() if there is a communicator.
   template <class F>
@@ -293,6 +299,7 @@ inline std::string nccl_version() { return "no NCCL"; }
 [[noreturn]] inline void refuse_nccl() {
   throw Error("this train_gpt was built without NCCL: install libnccl-dev and rebuild, or use --comm threads");
 }
+inline void set_nccl_environment() {}
 [[noreturn]] inline void prepare_nccl() { refuse_nccl(); }
 inline std::vector<std::string> nccl_notices() { return {}; }
 inline std::string nccl_unique_id() { refuse_nccl(); }

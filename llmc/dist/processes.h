@@ -36,7 +36,7 @@ class Processes {
             "MPI says that this is process {} of {}, and the environment of {} that it is {} of {}: the program was "
             "built with another MPI than the one that started it",
             greeting_.process, greeting_.processes, launch.how, launch.process, launch.processes);
-      if (at.where.empty()) tell_by_mpi(*links, at);
+      tell_by_mpi(*links, at);
       links_ = std::move(links);
     }
     control_ = std::make_unique<ControlPlane>(greeting_, std::move(at));
@@ -80,30 +80,38 @@ class Processes {
     return control_->all_gather(topic, text);
   }
 
-  // This process ends with this error. The others learn it, unless it follows from what they know. Returns what to
-  // print.
+  // This process ends with this error. The others learn it, unless it follows from what they know. Returns what all of
+  // them print.
   std::string fail(const std::string& error, bool follows) {
     if (alone()) return error;
     failed_ = true;
-    const std::string reason = watchdog_->reason(follows ? 2 : 0);
-    if (reason.empty()) watchdog_->failed(local_ranks().first, error);
+    std::string reason = watchdog_->reason(follows ? 2 : 0);
+    if (reason.empty()) {
+      watchdog_->failed(local_ranks().first, error);
+      reason = watchdog_->reason();
+    }
     links().abort();
     if (links_) links_->abort();
     control_->abort();
-    return follows && !reason.empty() ? reason : error;
+    return reason.empty() ? error : reason;
   }
 
  private:
-  // MPI knows the processes already: it tells them where process 0 listens, and a token that nobody else knows.
+  // MPI knows the processes already: it tells them the token of process 0, or one that nobody else knows, and where
+  // process 0 listens. All of them always call it, because the environment of one host says nothing of the others'.
   static void tell_by_mpi(MpiLinks& mpi, Rendezvous& at) {
-    if (at.token.empty()) at.token = mpi.broadcast_text(mpi.process() == 0 ? random_token() : "");
-    std::string where;
-    if (mpi.process() == 0) {
+    const bool first = mpi.process() == 0;
+    if (first && at.token.empty()) at.token = random_token();
+    at.token = mpi.broadcast_text(at.token);
+    if (first && at.where.empty()) {
       auto [socket, endpoint] = listen_anywhere(at.token, at.address);
       at.listening = std::move(socket);
-      where = endpoint.text();
+      at.where = endpoint.text();
     }
-    at.where = mpi.broadcast_text(where);
+    const std::string told = mpi.broadcast_text(at.where);
+    CHECK(at.where.empty() || at.where == told, "--rendezvous {} of process {} differs from {} of process 0", at.where,
+          mpi.process(), told);
+    at.where = told;
   }
 
   Greeting greeting_;

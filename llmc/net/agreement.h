@@ -11,11 +11,16 @@
 
 namespace llmc {
 
+using NamedValues = std::vector<std::pair<std::string, std::string>>;
+
+// In place of an option's name, with the error as its value: this process cannot take part, and comes only to say so.
+inline constexpr const char* refusal = "";
+
 // What the trainer says.
 struct Greeting {
   int process = 0, processes = 1, local_ranks = 1;
-  std::string build;                                       // of the program
-  std::vector<std::pair<std::string, std::string>> agree;  // option and value: must be equal on all
+  std::string build;  // of the program
+  NamedValues agree;  // option and value: must be equal on all
 };
 
 // What the others know of a process.
@@ -56,6 +61,11 @@ struct Introduction {
     for (size_t i = 9; i < parts.size(); i += 2) it.greeting.agree.emplace_back(parts[i], parts[i + 1]);
     return it;
   }
+  // Throws if it can be of no job, whatever its size.
+  void check() const {
+    CHECK(greeting.process >= 0 && greeting.process < greeting.processes && greeting.local_ranks >= 1 &&
+          peer.port > 0 && peer.port < 1 << 16);
+  }
 };
 
 // "rank 3", "ranks 0-2 and 5": ranks are processes unless a process has several of them.
@@ -75,46 +85,57 @@ inline std::string named(std::vector<int> processes, int local_ranks) {
   return text;
 }
 
+// What processes say of what they should have alike, each with its number.
+using Said = std::vector<std::pair<int, NamedValues>>;
+
+inline constexpr const char *protocol_name = "the protocol version", *build_name = "the build";
+
 // How these processes differ: "--lr differs: 0.001 on ranks 0-2, 0.0003 on rank 3"; empty: not at all.
-inline std::string disagreement(const std::vector<Introduction>& all) {
-  constexpr size_t most = 4;                                 // options, and values of an option
+inline std::string disagreement(const Said& all, int local_ranks) {
+  constexpr size_t most = 4;                                 // names, and values of a name
   std::vector<std::string> names;                            // in the order of the first process that has it
   std::map<std::string, std::map<int, std::string>> values;  // of each process
-  for (const Introduction& it : all) {
-    auto add = [&](const std::string& name, const std::string& value) {
+  for (const auto& [process, said] : all)
+    for (const auto& [name, value] : said) {
       if (!values.contains(name)) names.push_back(name);
-      values[name][it.greeting.process] = value;
-    };
-    add("the protocol version", std::to_string(it.protocol));
-    add("the build", it.greeting.build);
-    add("--world-size", std::to_string(it.greeting.processes));
-    add("--local-ranks", std::to_string(it.greeting.local_ranks));
-    for (const auto& [option, value] : it.greeting.agree) add(option, value);
-  }
+      values[name][process] = value;
+    }
   std::vector<std::string> differences;
   for (const std::string& name : names) {
     std::vector<std::pair<std::string, std::vector<int>>> groups;  // a value, and who has it
-    for (const Introduction& it : all) {
-      const auto found = values[name].find(it.greeting.process);
+    for (const auto& [process, said] : all) {
+      const auto found = values[name].find(process);
       const std::string value = found == values[name].end() ? "not known"
                                 : found->second.empty()     ? "\"\""
                                                             : shown(found->second);
       auto group = std::find_if(groups.begin(), groups.end(), [&](const auto& g) { return g.first == value; });
       if (group == groups.end()) group = groups.insert(group, {value, {}});
-      group->second.push_back(it.greeting.process);
+      group->second.push_back(process);
     }
     if (groups.size() == 1) continue;
     std::string text = name + " differs: ";
     for (size_t i = 0; i < std::min(most, groups.size()); ++i)
-      text += formatted("{}{} on {}", i == 0 ? "" : ", ", groups[i].first,
-                        named(groups[i].second, all[0].greeting.local_ranks));
+      text += formatted("{}{} on {}", i == 0 ? "" : ", ", groups[i].first, named(groups[i].second, local_ranks));
     if (groups.size() > most) text += formatted(", and {} more values", groups.size() - most);
     differences.push_back(text);
-    if (name.starts_with("the ")) break;  // other builds have other options
+    if (name == protocol_name || name == build_name) break;  // other builds have other options
   }
   std::string text;
   for (size_t i = 0; i < std::min(most, differences.size()); ++i) text += (i == 0 ? "" : "; ") + differences[i];
   return differences.size() > most ? text + formatted("; and {} more", differences.size() - most) : text;
+}
+
+inline std::string disagreement(const std::vector<Introduction>& all) {
+  Said said;
+  for (const Introduction& it : all) {
+    NamedValues& its = said.emplace_back(it.greeting.process, NamedValues{}).second;
+    its = {{protocol_name, std::to_string(it.protocol)},
+           {build_name, it.greeting.build},
+           {"--world-size", std::to_string(it.greeting.processes)},
+           {"--local-ranks", std::to_string(it.greeting.local_ranks)}};
+    its.insert(its.end(), it.greeting.agree.begin(), it.greeting.agree.end());
+  }
+  return disagreement(said, all[0].greeting.local_ranks);
 }
 
 }  // namespace llmc

@@ -86,6 +86,9 @@ class Control {
   Control& operator=(const Control&) = delete;
 
   int add(Socket socket) {
+    // Keepalive finds only silent connections broken; where something is under way, TCP would try for a quarter of an
+    // hour. Connections for data do without: their other side may be busy for longer, and reads nothing meanwhile.
+    detail::set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, 30'000);  // milliseconds
     std::lock_guard lock(mutex_);
     lines_.emplace(next_, Line{std::move(socket), "", ""});
     waker_.wake();

@@ -15,6 +15,12 @@ namespace llmc {
 
 struct Timeouts {
   double init = 600, comm = 300;  // seconds: before and after the first update is done
+  // warm: it is done.
+  double limit(bool warm) const { return warm ? comm : init; }
+  double silence(bool warm) const { return limit(warm) + std::min(5.0, limit(warm) / 2); }  // of a process
+  std::string option(bool warm) const {
+    return warm ? formatted("--comm-timeout {}", comm) : formatted("--init-timeout {}", init);
+  }
 };
 
 // What those who judge know of a rank.
@@ -46,8 +52,8 @@ class Judge {
     for (const Wait& wait : waits)
       if (auto line = blame(wait)) return line;
     for (int r = 0; r < size(); ++r)  // nobody waits for it so far
-      if (!at(r).ended && at(r).silent >= any_limit() + std::min(5.0, any_limit() / 2))
-        return formatted("{} has said nothing for {:.0f} s ({})", name_(r), at(r).silent, option(any_warm()));
+      if (!at(r).ended && at(r).silent >= timeouts_.silence(any_warm()))
+        return formatted("{} has said nothing for {:.0f} s ({})", name_(r), at(r).silent, timeouts_.option(any_warm()));
     return std::nullopt;
   }
 
@@ -66,12 +72,7 @@ class Judge {
       if (warm(r)) return true;
     return false;
   }
-  double limit(bool warm) const { return warm ? timeouts_.comm : timeouts_.init; }
-  double limit(int rank) const { return limit(warm(rank)); }
-  double any_limit() const { return limit(any_warm()); }
-  std::string option(bool warm) const {
-    return warm ? formatted("--comm-timeout {}", timeouts_.comm) : formatted("--init-timeout {}", timeouts_.init);
-  }
+  double limit(int rank) const { return timeouts_.limit(warm(rank)); }
 
   // Has this member begun the collective that `wait` waits in?
   bool arrived(int member, const Wait& wait) const {
@@ -113,7 +114,8 @@ class Judge {
       for (const int r : visited)
         if (at(r).still < limit(wait.rank)) return std::nullopt;
       return formatted("{} waits for {} at {}, {}, and that one too waits for others: nobody can go on ({})",
-                       name_(wait.rank), name_(absent[0]), wait.in->what, how_long(wait), option(warm(wait.rank)));
+                       name_(wait.rank), name_(absent[0]), wait.in->what, how_long(wait),
+                       timeouts_.option(warm(wait.rank)));
     }
     std::erase_if(found, [&](const auto& f) { return at(f.first).still < limit(wait.rank); });  // busy
     if (found.empty()) return std::nullopt;
@@ -137,7 +139,7 @@ class Judge {
 
   std::string how_long(const Wait& wait) const {
     return formatted("step {} (waited {:.0f} s, {})", at(wait.rank).state.step, *wait.in->waiting,
-                     option(warm(wait.rank)));
+                     timeouts_.option(warm(wait.rank)));
   }
 
   const std::vector<Seen>& ranks_;

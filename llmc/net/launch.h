@@ -6,8 +6,7 @@
 //   mpiexec (MPICH, Intel MPI)      PMI_RANK               PMI_SIZE                 the same
 //   others with PMIx                PMIX_RANK              --world-size             the same
 //   srun                            SLURM_PROCID           SLURM_STEP_NUM_TASKS     MPI where it works; else TCP, at
-//   the
-//                                                                                   first node of the step
+//                                                                                   the first node of the step
 //   torchrun and its like           RANK                   WORLD_SIZE               MASTER_ADDR, MASTER_PORT
 //   none                            --rank                 --world-size             --rendezvous
 //
@@ -20,7 +19,6 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <string_view>
 
 #include "core/check.h"
 #include "core/environment.h"
@@ -34,7 +32,6 @@ struct Launched {
   // mpi: MPI_Init finds the other processes. options: and those of an mpirun that is not of this build's MPI.
   enum class By : uint8_t { alone, mpi, slurm, torchrun, options } by = By::alone;
   int process = 0, processes = 1;
-  std::optional<int> local_process = {}, local_processes = {};  // on this host, where the launcher says so
   std::string rendezvous;           // --rendezvous, or "HOST:PORT"; empty: alone, or MPI tells
   std::string how = "one process";  // "mpirun (Open MPI)", "srun (Slurm job 17)"
 };
@@ -72,27 +69,6 @@ inline std::string first_slurm_host(const std::string& list) {
   return host;
 }
 
-// The number of tasks on a node of a step, from Slurm's list of them: "2(x3),1" is 2, 2, 2, 1.
-inline std::optional<int> slurm_tasks_on(int64_t node, std::string_view list) {
-  auto read = [&](int& number) {
-    const auto [end, error] = std::from_chars(list.data(), list.data() + list.size(), number);
-    list.remove_prefix(static_cast<size_t>(end - list.data()));
-    return error == std::errc() && number > 0;
-  };
-  auto skip = [&](std::string_view text) {
-    const bool there = list.starts_with(text);
-    if (there) list.remove_prefix(text.size());
-    return there;
-  };
-  do {
-    int tasks = 0, nodes = 1;
-    if (!read(tasks) || (skip("(x") && !(read(nodes) && skip(")")))) return {};
-    if (node < nodes) return tasks;
-    node -= nodes;
-  } while (skip(","));
-  return {};
-}
-
 namespace detail {
 
 struct Number {
@@ -105,7 +81,7 @@ struct Number {
 struct Claim {
   Launched::By by = Launched::By::alone;
   std::string how;
-  std::optional<Number> rank = {}, size = {}, local_rank = {}, local_size = {};
+  std::optional<Number> rank = {}, size = {};
   MpiLibrary mpi = MpiLibrary::none;  // By::mpi: whose MPI_Init finds the others
 };
 
@@ -140,8 +116,6 @@ class FindLaunch {
             .how = "mpirun (Open MPI)",
             .rank = number("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
             .size = number("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-            .local_rank = number("OMPI_COMM_WORLD_LOCAL_RANK"),
-            .local_size = number("OMPI_COMM_WORLD_LOCAL_SIZE"),
             .mpi = MpiLibrary::open_mpi};
   }
 
@@ -152,8 +126,6 @@ class FindLaunch {
             .how = "mpiexec (MPICH)",
             .rank = number("PMI_RANK", "PMI_SIZE"),
             .size = number("PMI_SIZE", "PMI_RANK"),
-            .local_rank = number("MPI_LOCALRANKID"),
-            .local_size = number("MPI_LOCALNRANKS"),
             .mpi = MpiLibrary::mpich};
   }
 
@@ -174,11 +146,7 @@ class FindLaunch {
                 .how = formatted("srun (Slurm job {})", text("SLURM_JOB_ID").value_or("unknown")),
                 .rank = number("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
                 .size = number("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-                .local_rank = number("SLURM_LOCALID"),
                 .mpi = built_};
-    if (const auto node = number("SLURM_NODEID"))
-      if (const auto tasks = slurm_tasks_on(node->value, text("SLURM_STEP_TASKS_PER_NODE").value_or("")))
-        claim.local_size = Number{"SLURM_STEP_TASKS_PER_NODE", *tasks};
     // Without Slurm's help Open MPI ends the program in MPI_Init, and MPICH finds nobody. The names of job and step
     // tell whether the help is for this step: one within another inherits the variables of the outer one.
     const std::string step = text("SLURM_JOB_ID").value_or("") + "." + *text("SLURM_STEP_ID");
@@ -195,9 +163,7 @@ class FindLaunch {
     return {.by = Launched::By::torchrun,
             .how = "torchrun's variables",
             .rank = number("RANK", "WORLD_SIZE"),
-            .size = number("WORLD_SIZE", "RANK"),
-            .local_rank = number("LOCAL_RANK"),
-            .local_size = number("LOCAL_WORLD_SIZE")};
+            .size = number("WORLD_SIZE", "RANK")};
   }
 
   Claim from_options() const {
@@ -235,17 +201,11 @@ class FindLaunch {
     count_from_0(claim.rank, claim.size);
     if (!claim.size || claim.size->value == 1) return alone();
     CHECK(claim.rank, "{}", all);
-    count_from_0(claim.local_rank, claim.local_size);
-    CHECK(!claim.local_size || claim.local_size->value <= claim.size->value, "{} on this host, but {} in all",
-          claim.local_size->shown(), claim.size->shown());
-
     Launched launch{.by = claim.by,
                     .process = static_cast<int>(claim.rank->value),
                     .processes = static_cast<int>(claim.size->value),
                     .rendezvous = options_.rendezvous,
                     .how = claim.how};
-    if (claim.local_rank) launch.local_process = static_cast<int>(claim.local_rank->value);
-    if (claim.local_size) launch.local_processes = static_cast<int>(claim.local_size->value);
     if (launch.by == Launched::By::mpi && claim.mpi != built_) launch.by = Launched::By::options;
     if (launch.rendezvous.empty() && launch.by != Launched::By::mpi) launch.rendezvous = rendezvous(claim, launch);
     return launch;

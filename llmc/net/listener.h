@@ -86,10 +86,9 @@ class Listener {
         return;
       }
       if (state == Stranger::State::refused) return refuse(s, s->why);
-      Stranger guest = std::move(*s);
-      strangers_.erase(s);
-      const Address from = address_there(guest.socket);
-      guests_.take(guest.hello, std::move(guest.socket), from);
+      const Address from = address_there(s->socket);
+      guests_.take(s->hello, std::move(s->socket), from);
+      strangers_.erase(s);  // last: an error refuses it
     } catch (const Error& error) {
       refuse(s, error.what());
     }

@@ -62,7 +62,8 @@ class Meeting {
   std::optional<std::string> verdict() {
     if (const std::string fault = !left_.empty() ? left_ : impostor(); !fault.empty()) return fault;
     const std::vector<int> missing = this->missing();
-    std::string difference = disagreement(introductions());
+    std::string difference = refused();
+    if (difference.empty()) difference = disagreement(introductions());
     if (!difference.empty() && !last_call_) last_call_ = Limit::seconds(patience_);
     if (missing.empty() || (last_call_ && last_call_->passed())) return difference;
     if (!end_.passed()) return std::nullopt;
@@ -112,6 +113,14 @@ class Meeting {
     std::vector<Introduction> out;
     for (const Arrival& a : all_) out.push_back(a.it);
     return out;
+  }
+  // The error of a process that cannot take part.
+  std::string refused() const {
+    for (const Arrival& a : all_)
+      for (const auto& [option, error] : a.it.greeting.agree)
+        if (option == refusal)
+          return formatted("{} on {}: {}", named({a.it.greeting.process}, local_ranks()), a.it.peer.host, error);
+    return "";
   }
   // A process whose number is another one's.
   std::string impostor() const {

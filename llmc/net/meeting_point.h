@@ -59,8 +59,7 @@ inline bool all_loopback(const std::vector<Address>& addresses) {
 inline void check_token(const Endpoint& endpoint, const std::string& token) {
   CHECK(!token.empty() || all_loopback(resolve(endpoint)),
         "the rendezvous at {} can be reached from other machines, so this process has to prove that it belongs to the "
-        "job, "
-        "and {}",
+        "job, and {}",
         endpoint.text(), how_to_set_a_token);
 }
 
@@ -121,8 +120,9 @@ class MeetingFile {
   MeetingFile(const MeetingFile&) = delete;
   MeetingFile& operator=(const MeetingFile&) = delete;
 
-  // Throws ConnectionError if it is not there, or not (yet) such a file.
-  static std::pair<Endpoint, Nonce> read(const std::string& path) {
+  // Throws ConnectionError if it is not there, or not (yet) such a file, or one of a job with a token and there is none
+  // here: it may be an earlier job's.
+  static std::pair<Endpoint, Nonce> read(const std::string& path, const std::string& token) {
     std::string text, title, endpoint, job;
     try {
       text = read_text(path, 4096);
@@ -134,7 +134,9 @@ class MeetingFile {
       Nonce nonce;
       for (size_t i = 0; i < nonce.size(); ++i)
         nonce[i] = static_cast<unsigned char>(std::stoi(job.substr(2 * i, 2), nullptr, 16));
-      return {parse_endpoint(endpoint), nonce};
+      const Endpoint there = parse_endpoint(endpoint);
+      detail::check_token(there, token);
+      return {there, nonce};
     } catch (const Error& error) {
       throw ConnectionError(error.what());
     }
@@ -189,7 +191,7 @@ inline Reached reach_process_0(const Rendezvous& at, int process) {
       Hello hello{.purpose = ConnectionPurpose::control, .to_process = 0, .numbers = {process, 0, 0}};
       Endpoint endpoint;
       if (const auto path = at.file()) {
-        std::tie(endpoint, hello.job) = MeetingFile::read(*path);
+        std::tie(endpoint, hello.job) = MeetingFile::read(*path, at.token);
         where += formatted(", which names {},", endpoint.text());
       } else {
         endpoint = parse_endpoint(at.where);

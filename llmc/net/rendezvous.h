@@ -25,12 +25,13 @@
 #include "net/listener.h"
 #include "net/meeting.h"
 #include "net/meeting_point.h"
+#include "net/messages.h"
 
 namespace llmc {
 
 class ControlPlane {
  public:
-  // Blocks until all processes have met and agree. If they cannot, it throws the same error on all of them.
+  // Blocks until all processes have met and agree. If they do not, it throws the same SharedError on all of them.
   ControlPlane(const Greeting& greeting, Rendezvous at)
       : me_(greeting),
         token_(at.token),
@@ -69,16 +70,20 @@ class ControlPlane {
   }
 
   // The texts of all processes, by process. All of them call it, each topic from one thread at a time. For small texts:
-  // of at most a megabyte.
-  std::vector<std::string> all_gather(const std::string& topic, const std::string& text, const Limit& limit = Limit()) {
+  // of at most a megabyte. seconds: how long process 0 waits; none: for ever.
+  std::vector<std::string> all_gather(const std::string& topic, const std::string& text,
+                                      std::optional<double> seconds = {}) {
     if (processes() == 1) return {text};
     std::unique_lock lock(mutex_);
     check_alive();
     process() == 0 ? contribute(0, topic, text) : control_->send(line_to(0), {Kind::text, {topic, text}});
+    // The others wait longer, so that process 0 says who is missing.
+    const double longer = process() == 0 ? 0 : std::min(5.0, seconds.value_or(0));
+    const Limit limit = seconds ? Limit::seconds(*seconds + longer) : Limit();
     const auto complete = [&] { return gathered_[topic].size() == static_cast<size_t>(processes()); };
     if (!wait(lock, limit, [&] { return complete() || aborted_ || !fault_.empty() || ended_.contains(0); }))
-      fail(formatted("{} has not answered within {} s",
-                     process() == 0 ? named(gatherings_.missing(topic), local_ranks()) : name_of(0), answer_seconds_));
+      fail(formatted("no answer within {} s from {}", *seconds + longer,
+                     names_of(process() == 0 ? gatherings_.missing(topic) : std::vector<int>{0})));
     if (!complete()) check_alive();
     if (!complete()) throw Error(formatted("{} has ended while others wait for it at \"{}\"", name_of(0), topic));
     auto texts = std::move(gathered_[topic]);
@@ -128,98 +133,40 @@ class ControlPlane {
     return {std::exchange(posts_, {}), ended_};
   }
 
-  // Connects to another process of the job. Throws ConnectionError.
+  // Says that processes 0 and 1, which judge the others, are there.
+  void beat() {
+    std::lock_guard lock(mutex_);
+    if (process() <= 1) broadcast({Kind::beat, {}});
+  }
+  // Those of processes 0 and 1 that have said anything since the last call; and the processes that have said farewell.
+  std::pair<std::set<int>, std::set<int>> take_heard() {
+    std::lock_guard lock(mutex_);
+    return {std::exchange(heard_, {}), ended_};
+  }
+
+  // Connects to another process of the job; tries again until the limit, because strangers may take the room at its
+  // door. Throws ConnectionError.
   Socket connect(int process, ConnectionPurpose purpose, const std::array<int32_t, 3>& numbers,
                  const Limit& limit) const {
     const Peer& peer = peers_.at(static_cast<size_t>(process));
     const Hello hello{.purpose = purpose, .to_process = process, .numbers = numbers, .job = id_};
-    return detail::connect_to_any({peer.address, peer.port}, hello, token_, name_of(process), limit).first;
+    for (double pause = 0.01;; pause = std::min(0.5, 2 * pause)) try {
+        return detail::connect_to_any({peer.address, peer.port}, hello, token_, name_of(process), limit).first;
+      } catch (const ConnectionError&) {
+        if (limit.passed()) throw;
+        sleep_until(limit.sooner(pause));
+      }
   }
   // Takes the data connections of other processes; called on another thread.
   void serve_data(DataDoor::Take take) { data_door_.serve(std::move(take)); }
 
  private:
-  enum Kind : uint32_t { greeting = 1, verdict, text, gathered, fault, end, failed, board };
+  // ---- The meeting (rendezvous_meeting.h)
 
-  // ---- The meeting
-
-  void hold_meeting(Rendezvous& at) {
-    id_ = random_nonce();
-    Endpoint endpoint;
-    std::optional<MeetingFile> file;
-    Socket listening = std::move(at.listening);
-    if (const auto path = at.file()) {
-      std::tie(listening, endpoint) = listen_anywhere(at.token, at.address);
-      file.emplace(*path, endpoint, id_);
-    } else {
-      endpoint = parse_endpoint(at.where);
-      if (!listening) listening = listen_at_meeting_point(endpoint, at.token);
-    }
-    if (token_.empty())
-      at.say("notice: without a token (TRAIN_GPT_TOKEN) every program on this machine may join this job");
-    std::unique_lock lock(mutex_);
-    meeting_.emplace(introduction(me_, at, endpoint.port), at);
-    listen(std::move(listening), at.say);
-    NowAndThen reminder(std::min(5.0, at.init_timeout / 4));
-    while (!(verdict_ = meeting_->verdict())) {
-      changed_.wait_until(lock, std::min(meeting_->next().deadline, reminder.next().deadline));
-      if (reminder.due() && !meeting_->missing().empty()) at.say(meeting_->waiting());
-    }
-    if (verdict_->empty()) {
-      peers_ = meeting_->peers();
-      for (int p = 1; p < processes(); ++p) lines_[meeting_->line_of(p)] = p;
-    }
-    for (const int line : meeting_->lines()) tell_verdict(line);
-    if (verdict_->empty()) return;
-    changed_.wait_until(lock, Limit::after(at.patience), [&] { return meeting_->is_over(); });
-    throw Error(*verdict_);
-  }
-
-  void attend_meeting(Rendezvous& at) {
-    Reached reached = reach_process_0(at, process());
-    id_ = reached.job;
-    const std::string address_0 = address_there(reached.socket).endpoint().host;
-    Address free_port = address_here(reached.socket);
-    free_port.set_port(0);
-    const bool loopback = token_.empty() || detail::is_loopback_name(reached.endpoint.host);
-    Socket listening = loopback ? listen_at(free_port) : listen_everywhere(0);
-    const int port = address_here(listening).endpoint().port;
-    listen(std::move(listening), at.say);
-
-    std::unique_lock lock(mutex_);
-    const int line = control_->add(std::move(reached.socket));
-    lines_[line] = 0;
-    control_->send(line, {Kind::greeting, introduction(me_, at, port).parts()});
-    const double seconds = at.init_timeout + std::min(5.0, answer_seconds_);
-    CHECK(changed_.wait_until(lock, Limit::after(seconds), [&] { return verdict_ || !fault_.empty(); }),
-          "the rendezvous at {} has not answered within {} s", at.where, seconds);
-    CHECK(verdict_, "the rendezvous at {} has ended before all processes had met; see what process 0 says", at.where);
-    if (!verdict_->empty()) throw Error(*verdict_);
-    for (Peer& peer : peers_)
-      if (peer.address.empty()) peer.address = address_0;
-  }
-
-  void tell_verdict(int line) {
-    std::vector<std::string> parts = parts_of(peers_);
-    parts.insert(parts.begin(), *verdict_);
-    control_->send(line, {Kind::verdict, parts});
-  }
-
-  // Every process but 0 and 1 connects with process 1; which also shows that they can reach each other.
-  void connect_with_deputy() {
-    std::string fault;
-    if (process() >= 2) try {
-        Socket socket =
-            connect(1, ConnectionPurpose::control, {process(), 0, 0}, Limit::seconds(2 * handshake_seconds));
-        std::lock_guard lock(mutex_);
-        lines_[control_->add(std::move(socket))] = 1;
-      } catch (const Error& error) {
-        fault = formatted("{} cannot connect with {} at {}: {}", name_of(process()), name_of(1),
-                          Endpoint{peers_[1].address, peers_[1].port}.text(), error.what());
-      }
-    for (const std::string& text : all_gather("deputy", fault, Limit::seconds(answer_seconds_)))
-      if (!text.empty()) throw Error(text);
-  }
+  void hold_meeting(Rendezvous& at);    // of process 0
+  void attend_meeting(Rendezvous& at);  // of the others
+  void tell_verdict(int line);
+  void connect_with_deputy();
 
   // ---- Connections with other processes; on the listener's thread
 
@@ -229,23 +176,30 @@ class ControlPlane {
         return data_door_.arrive({hello.numbers[0], hello.numbers[1], hello.numbers[2]}, std::move(socket));
       std::lock_guard lock(mutex_);
       const int line = control_->add(std::move(socket));
-      if (process() == 0) seen_at_[line] = from.endpoint().host;
-      else lines_[line] = hello.numbers[0];
+      if (process() == 0) return void(seen_at_[line] = from.endpoint().host);
+      std::erase_if(lines_, [&](const auto& l) { return l.second == hello.numbers[0]; });  // it has tried again
+      lines_[line] = hello.numbers[0];
     };
     listener_ =
         std::make_unique<Listener>(std::move(listening), process(), id_, token_,
                                    Listener::Guests{[this](const Hello& hello) { return accept(hello); }, take}, say);
   }
 
+  // Who asks knows the token, and may still be of another job or build.
   Answer accept(const Hello& hello) {
+    const auto within = [](int32_t number, int begin, int end) { return number >= begin && number < end; };
     if (hello.purpose == ConnectionPurpose::data) {
       if (hello.version != protocol_version) return Answer::wrong_version;
-      return process_of(hello.numbers[2]) == process() ? Answer::welcome : Answer::wrong_process;
+      const auto [group, from, to] = hello.numbers;
+      const int first = process() * local_ranks();
+      const bool ours =
+          group >= 0 && within(from, 0, processes() * local_ranks()) && within(to, first, first + local_ranks());
+      return ours ? Answer::welcome : Answer::wrong_process;
     }
     if (hello.purpose != ConnectionPurpose::control) return Answer::unknown;
     std::lock_guard lock(mutex_);
     if (process() == 0) return verdict_ && verdict_->empty() ? Answer::complete : Answer::welcome;
-    return process() == 1 ? Answer::welcome : Answer::wrong_process;
+    return process() == 1 && within(hello.numbers[0], 2, processes()) ? Answer::welcome : Answer::wrong_process;
   }
 
   // ---- Messages; on the control's thread
@@ -254,12 +208,17 @@ class ControlPlane {
     std::lock_guard lock(mutex_);
     const std::vector<std::string>& parts = message.parts;
     const auto known = lines_.find(line);
-    const int from = known == lines_.end() ? -1 : known->second;
+    const auto sender = known == lines_.end() ? std::nullopt : std::optional(known->second);
+    CHECK(may_say(message.kind, sender, process()));
+    const int from = sender.value_or(0);  // a greeting has no sender yet
+    if (process() > 1 && from <= 1) heard_.insert(from);
     switch (message.kind) {
       case Kind::greeting: return arrived(line, Introduction::from(parts));
       case Kind::verdict: {
-        verdict_ = parts.at(0);
-        peers_ = peers_from({parts.begin() + 1, parts.end()});
+        std::vector<Peer> peers = peers_from({parts.begin() + 1, parts.end()});
+        CHECK(!verdict_ && (!parts.at(0).empty() || std::ssize(peers) == processes()));
+        verdict_ = parts[0];
+        peers_ = std::move(peers);
         return changed_.notify_all();
       }
       case Kind::text: return contribute(from, parts.at(0), parts.at(1));
@@ -278,7 +237,7 @@ class ControlPlane {
         check_gatherings();
         return changed_.notify_all();
       }
-      default: throw Error("unknown");
+      default: return;  // a beat
     }
   } catch (const std::exception& error) {  // of the parts, and nothing was changed
     closed(line, "it sent a message of the wrong form");
@@ -288,14 +247,16 @@ class ControlPlane {
     std::lock_guard lock(mutex_);
     if (meeting_) meeting_->leave(line);
     const auto known = lines_.find(line);
-    if (known != lines_.end() && !ended_.contains(known->second))
+    // Process 1 knows only then that one does not try again; and who ends meanwhile is missed by process 0.
+    const bool counts = connected_ || process() == 0 || (known != lines_.end() && known->second == 0);
+    if (known != lines_.end() && counts && !ended_.contains(known->second))
       suspect(known->second, formatted("{} has gone: {}", peers_.empty() ? "another process" : name_of(known->second),
                                        Socket::is_end(why) ? "its process has ended" : why));
     changed_.notify_all();
   }
 
   void arrived(int line, Introduction introduction) {
-    CHECK(process() == 0 && !lines_.contains(line));
+    introduction.check();
     if (introduction.peer.address.empty()) introduction.peer.address = seen_at_[line];
     if (verdict_ && verdict_->empty())  // it was welcome a moment ago
       return control_->send(line, {Kind::verdict, {reason(Answer::complete)}});
@@ -338,6 +299,7 @@ class ControlPlane {
   void fail(const std::string& why) {
     if (!fault_.empty()) return;
     fault_ = why;
+    fault_known_.wake();
     if (process() <= 1) broadcast({Kind::fault, {fault_}});
     changed_.notify_all();
   }
@@ -357,9 +319,14 @@ class ControlPlane {
     for (const auto& [line, process] : lines_) control_->send(line, message);
   }
 
-  int process_of(int rank) const { return rank / local_ranks(); }
   std::string name_of(int process) const {
     return formatted("{} on {}", named({process}, local_ranks()), peers_.at(static_cast<size_t>(process)).host);
+  }
+  std::string names_of(const std::vector<int>& processes) const {
+    constexpr size_t most = 4;
+    std::string text;
+    for (size_t i = 0; i < std::min(most, processes.size()); ++i) text += (i == 0 ? "" : ", ") + name_of(processes[i]);
+    return processes.size() <= most ? text : text + formatted(" and {} more", processes.size() - most);
   }
   int line_to(int process) const {
     return std::find_if(lines_.begin(), lines_.end(), [&](const auto& l) { return l.second == process; })->first;
@@ -386,9 +353,12 @@ class ControlPlane {
   Gatherings gatherings_;               // of process 0
   std::map<std::string, std::vector<std::string>> gathered_;  // by topic: the texts of all processes
   std::map<int, std::vector<std::string>> posts_;             // by process
+  std::set<int> heard_;                                       // which of processes 0 and 1
+  bool connected_ = false;                                    // all are connected with processes 0 and 1
   std::string fault_;                                         // why no process can go on
   std::string suspicion_;                                     // what it may be
   Limit suspicion_due_;                                       // when nobody knows better
+  Waker fault_known_;
   bool aborted_ = false;
 
   DataDoor data_door_;
@@ -398,3 +368,5 @@ class ControlPlane {
 };
 
 }  // namespace llmc
+
+#include "net/rendezvous_meeting.h"

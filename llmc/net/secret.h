@@ -54,8 +54,7 @@ inline std::string random_token() { return hexadecimal(random_nonce()) + hexadec
 inline constexpr const char* how_to_make_a_token = "`head -c 32 /dev/urandom | base64` makes one";
 inline constexpr const char* how_to_set_a_token =
     "it has no token: set TRAIN_GPT_TOKEN, or TRAIN_GPT_TOKEN_FILE to a file that only you can read, to the same for "
-    "all "
-    "processes of the job; `head -c 32 /dev/urandom | base64` makes one";
+    "all processes of the job; `head -c 32 /dev/urandom | base64` makes one";
 
 namespace detail {
 

@@ -114,14 +114,11 @@ class TcpLinks final : public Links {
     std::lock_guard lock(mutex_);
     return outgoing_.emplace(channel, Outgoing{std::move(socket)}).first->second;
   }
-  Socket connect(const Channel& c) const {
-    const Limit limit = Limit::seconds(connect_seconds, &stop_);
-    for (double pause = 0.01;; pause *= 2) try {
-        return job_.connect(c.to / job_.local_ranks(), ConnectionPurpose::data, {c.group, c.from, c.to}, limit);
-      } catch (const ConnectionError& error) {
-        if (limit.passed()) gone(c.to, error);
-        sleep_until(limit.sooner(pause));
-      }
+  Socket connect(const Channel& c) const try {
+    return job_.connect(c.to / job_.local_ranks(), ConnectionPurpose::data, {c.group, c.from, c.to},
+                        Limit::seconds(connect_seconds, &stop_));
+  } catch (const ConnectionError& error) {
+    gone(c.to, error);
   }
 
   Incoming& incoming(const Channel& channel) {

@@ -1,7 +1,10 @@
 // watchdog.h: nobody waits for the dead (contract 17). A thread of each process tells processes 0 and 1 what its ranks
 // are doing (board.h); process 0, or in its absence process 1, finds who keeps the others waiting (judge.h) and tells
-// all. On every process it then wakes whoever waits, and ends the process if that does not help.
+// all. The others hear from both again and again, and end by themselves where neither is there any more. On every
+// process it then wakes whoever waits, and ends the process if that does not help.
 #pragma once
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -20,6 +23,11 @@
 #include "net/rendezvous.h"
 
 namespace llmc {
+
+// What all processes print when a rank fails by itself.
+inline std::string failure(const std::string& rank, const std::string& error) {
+  return formatted("{} has failed: {}", rank, error);
+}
 
 class Watchdog {
  public:
@@ -58,7 +66,7 @@ class Watchdog {
   std::string name_of_rank(int rank) const { return control_.name_of_rank(rank); }
   // A rank of this process has failed by itself.
   void failed(int rank, const std::string& error) {
-    control_.report_failure(formatted("{} has failed: {}", control_.name_of_rank(rank), error));
+    control_.report_failure(failure(control_.name_of_rank(rank), error));
   }
 
   // A line about a rank that is much slower than the others, now and then; process 0 knows it.
@@ -93,7 +101,9 @@ class Watchdog {
       before = now;
       const std::vector<RankState> mine = board.read(seconds);
       control_.post(parts_of(mine));
+      control_.beat();
       if (control_.process() <= 1) judge(mine, seconds);
+      else listen_to_judges(mine, seconds);
     }
   }
 
@@ -124,6 +134,23 @@ class Watchdog {
     notice_ = slow;
   }
 
+  // Ends the job here if neither of processes 0 and 1 says anything any more: one frozen host may have both.
+  void listen_to_judges(const std::vector<RankState>& mine, double seconds) {
+    const auto [heard, ended] = control_.take_heard();
+    const bool warm = std::any_of(mine.begin(), mine.end(), [](const RankState& r) { return r.updates > 0; });
+    const double most = timeouts_.silence(warm);
+    std::string silent;
+    for (const int process : {0, 1}) {
+      double& silence = judges_silent_[static_cast<size_t>(process)];
+      silence = heard.contains(process) ? 0 : silence + seconds;
+      if (ended.contains(process)) continue;
+      if (silence < most) return;
+      silent += (silent.empty() ? "" : " and ") + control_.name_of_rank(process * control_.local_ranks());
+    }
+    if (!silent.empty())
+      control_.end_job(formatted("{}: nothing heard for {} s ({})", silent, most, timeouts_.option(warm)));
+  }
+
   void take(int process, const std::vector<RankState>& states) {
     for (int i = 0; i < control_.local_ranks(); ++i) {
       Seen& s = of(process, i);
@@ -139,8 +166,9 @@ class Watchdog {
 
   ControlPlane& control_;
   Timeouts timeouts_;
-  double period_;           // seconds
-  std::vector<Seen> seen_;  // of processes 0 and 1: by rank
+  double period_;                          // seconds
+  std::vector<Seen> seen_;                 // of processes 0 and 1: by rank
+  std::array<double, 2> judges_silent_{};  // of the others: seconds since processes 0 and 1 were heard from
 
   std::mutex mutex_;  // of what follows
   std::function<void()> wake_;

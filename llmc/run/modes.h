@@ -48,6 +48,9 @@ inline void run_selftest_mode(const Options& o, const Processes& processes) {
   selftest::Machine machine{.device = rank_device(choose_device(o), o.place)};
   machine.device.threads = 1;
   machine.backend = choose_backend(o, machine.device);
+  require_same(processes, "what was found",
+               {{"the transport, of --comm " + o.comm, name_of(machine.backend)},
+                {"the device, of --device " + o.device, name_of(machine.device.kind)}});
   if (machine.device.kind == DeviceKind::cuda) machine.gpus = visible_gpus().count;
   if (!processes.alone()) machine.processes = &processes;
   if (!run_selftest(log, o.ranks, machine))

@@ -2,7 +2,9 @@
 #pragma once
 #include <algorithm>
 #include <cstdio>
+#include <map>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 #include <string>
@@ -10,10 +12,12 @@
 #include <vector>
 
 #include "core/environment.h"
+#include "core/json.h"
 #include "core/log.h"
 #include "device/gpu.h"
 #include "device/host.h"
 #include "dist/processes.h"
+#include "run/options/parse.h"
 #include "run/options/print.h"
 #include "run/report.h"
 #include "run/setup.h"
@@ -27,8 +31,8 @@ inline Launched launch_of(const Options& o) {
 }
 
 // The options that all processes must have alike: but for what says where one of them is.
-inline std::vector<std::pair<std::string, std::string>> options_to_agree_on(const Options& o) {
-  std::vector<std::pair<std::string, std::string>> all;
+inline NamedValues options_to_agree_on(const Options& o) {
+  NamedValues all;
   for (const OptionText& t : option_texts(o))
     if (t.name != "--rank" && t.name != "--rendezvous" && t.name != "--threads") all.emplace_back(t.name, t.text);
   return all;
@@ -93,8 +97,49 @@ inline std::unique_ptr<Processes> meet(Options& o) {
     return count;
   };
   place.sharers = sharing("processors", processor_set());
-  place.own_gpus = visible_gpus().count > 0 && sharing("GPUs", gpu_set()) == 1;
+  const int64_t gpu_sharers = sharing("GPUs", gpu_set());  // asked of all, whether this process sees any or not
+  place.own_gpus = visible_gpus().count > 0 && gpu_sharers == 1;
   return processes;
+}
+
+// The command line of this process was refused. Others that wait for it are told why and end too, unless it is their
+// launcher that ends them, as mpirun does: then this throws what all of them print.
+inline void tell_refusal(int argc, const char* const* argv, const std::string& error) {
+  constexpr double patience = 10;  // seconds for the others to come
+  std::map<std::string, std::string> given;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    const size_t equals = word.find('=');
+    given[word.substr(0, equals)] = equals != word.npos ? word.substr(equals + 1) : i + 1 < argc ? argv[i + 1] : "";
+  }
+  try {
+    LaunchOptions options{{}, {}, given["--rendezvous"]};
+    for (const auto& [name, number] : {std::pair("--rank", &options.rank), {"--world-size", &options.world_size}})
+      if (given.contains(name)) detail::parse_value(name, given[name], *number);
+    const Launched launch = find_launch(options, environment_variable, mpi_library());
+    if (launch.processes == 1 || launch.by == Launched::By::mpi) return;
+    Rendezvous at;
+    at.where = launch.rendezvous;
+    at.token = read_token(environment_variable);
+    at.init_timeout = patience;
+    at.say = [](const std::string& text) { std::fprintf(stderr, "%s\n", text.c_str()); };
+    const ControlPlane told({.process = launch.process,
+                             .processes = launch.processes,
+                             .build = version_text(),
+                             .agree = {{refusal, error}}},
+                            std::move(at));
+  } catch (const SharedError&) {
+    throw;
+  } catch (const Error&) {  // nobody is there
+  }
+}
+
+// The options and the place of this process.
+inline Command read_command_line(int argc, const char* const* argv) try {
+  return parse_command_line(argc, argv, take_place);
+} catch (const Error& error) {
+  tell_refusal(argc, argv, error.what());
+  throw;
 }
 
 // Does the same on all processes; if it fails on one of them, it fails on all, with the error and who had it.
@@ -113,6 +158,18 @@ void together(const Processes& processes, const char* what, F&& f) {
   if (first == all.end()) return;
   const int rank = static_cast<int>(first - all.begin()) * processes.control()->local_ranks();
   throw SharedError((same ? "" : processes.control()->name_of_rank(rank) + ": ") + *first);
+}
+
+// Refuses, on all processes, what each of them has found by itself and is not the same everywhere.
+inline void require_same(const Processes& processes, const char* what, const NamedValues& mine) {
+  if (processes.alone()) return;
+  Said said;
+  for (const std::string& text : processes.all_gather(what, nlohmann::json(mine).dump())) {
+    const int process = static_cast<int>(said.size());
+    said.emplace_back(process, parse_json(text, formatted("process {}", process)).get<NamedValues>());
+  }
+  const std::string difference = disagreement(said, processes.control()->local_ranks());
+  if (!difference.empty()) throw SharedError(difference);
 }
 
 // Where a process ends with an error of its own, or because another one has: what to print.

@@ -75,7 +75,7 @@ struct Run {
 };
 
 // Runs rank_main(rank) for every rank of the world that is in this process, as threads. The first error stops all ranks
-// and is rethrown, here and, as a PeerError that names it, in the other processes.
+// and is thrown, with its rank and in the same words, in all processes.
 template <class F>
 void run_ranks(World& world, F&& rank_main) {
   std::mutex mutex;
@@ -112,10 +112,10 @@ void run_ranks(World& world, F&& rank_main) {
       if (follows(error)) return world.abort();
       const bool many = world.mesh().size() > 1 && error.status() == ExitStatus::refused;
       if (watchdog != nullptr) watchdog->failed(rank, error.what());
-      stop_all(std::make_exception_ptr(many ? Error(formatted("rank {} on {}: {}", rank, host_name(), error.what()))
-                                            : error));
+      stop_all(std::make_exception_ptr(
+          many ? Error(failure(formatted("rank {} on {}", rank, host_name()), error.what())) : error));
     } catch (const std::exception& error) {
-      if (watchdog != nullptr) watchdog->failed(rank, error.what());
+      if (watchdog != nullptr) watchdog->failed(rank, formatted("internal error: {}", error.what()));
       stop_all(std::current_exception());
     } catch (...) {
       stop_all(std::current_exception());
@@ -126,7 +126,16 @@ void run_ranks(World& world, F&& rank_main) {
   for (int rank = local.first + 1; rank < local.first + local.count; ++rank) threads.emplace_back(guarded, rank);
   if (local.count > 0) guarded(local.first);
   for (std::thread& thread : threads) thread.join();
-  if (first) std::rethrow_exception(first);
+  if (first) try {
+      std::rethrow_exception(first);
+    } catch (const SharedError&) {
+      throw;
+    } catch (const std::exception& error) {  // in the words of all processes
+      const std::string reason = watchdog != nullptr ? watchdog->reason() : "";
+      if (reason.empty()) throw;
+      const auto* const ours = dynamic_cast<const Error*>(&error);
+      throw Error(reason, ours != nullptr ? ours->status() : ExitStatus::refused);
+    }
   const std::string reason = other && watchdog != nullptr ? watchdog->reason() : "";
   if (!reason.empty()) throw PeerError(reason);
   if (other) std::rethrow_exception(other);

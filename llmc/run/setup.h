@@ -104,6 +104,10 @@ inline Backend choose_backend(const Options& o, const Device& rank_device) {
         o.place.processes);
   CHECK((o.comm != "mpi" && o.comm != "tcp") || several,
         "--comm {} is for several processes, and this is the only one: start more, or use --comm auto", o.comm);
+  CHECK(o.comm != "mpi" || o.place.by_mpi,
+        "--comm mpi: MPI has not started these processes ({}), so it does not know them: start them with mpirun or "
+        "srun --mpi=pmix, or use --comm tcp",
+        o.place.started_by);
   if ((o.comm == "auto" || o.comm == "nccl") && own_gpus && built_with_nccl && o.ranks > 1) return Backend::nccl;
   return !several ? Backend::threads : o.place.by_mpi && o.comm != "tcp" ? Backend::mpi : Backend::tcp;
 }

@@ -1,12 +1,17 @@
-// start.h: where a run begins: what process 0 finds in the out directory, told to the other processes.
+// start.h: where a run begins: what process 0 finds in the out directory, told to the other processes; and what each of
+// them finds by itself, which must be the same on all.
 #pragma once
+#include <algorithm>
 #include <chrono>
+#include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <thread>
+#include <vector>
 
+#include "core/checksum.h"
 #include "run/job.h"
 #include "run/processes.h"
 #include "run/run_dir.h"
@@ -84,6 +89,52 @@ inline Start find_start(const Processes& processes, const Job& job, Log& log) {
   const std::string path = first[0];
   if (!path.empty()) start.resume = ResumePoint{path, first[1], {}};
   return start;
+}
+
+namespace detail {
+
+// Of the files of a --model directory that this run reads: our manifests have checksums of the weights, which were
+// verified; of other weights a sample is enough to tell two models apart.
+inline std::string model_checksum(const Options& o, bool weights) {
+  constexpr double most = 64 << 20;  // bytes
+  std::string text = read_text(o.model + "/config.json");
+  if (!weights) return checksum(text);
+  if (path_exists(o.model + "/manifest.json")) return checksum(text + read_text(o.model + "/manifest.json"));
+  double bytes = 1;
+  const std::vector<std::string> files = model_files(o.model);
+  for (const std::string& file : files) bytes += static_cast<double>(std::filesystem::file_size(file));
+  for (const std::string& file : files)
+    text += std::filesystem::path(file).filename().string() + sampled_checksum(file, std::min(1.0, most / bytes));
+  return checksum(text);
+}
+
+}  // namespace detail
+
+// Called by all processes. Each has chosen from what its host has and read its own files.
+inline void require_same_everywhere(const Processes& processes, const Job& job,
+                                    const std::optional<ResumePoint>& resume) {
+  if (processes.alone()) return;
+  const Options& o = job.options;
+  NamedValues found;
+  together(processes, "files", [&] {
+    std::string tokenizer;
+    for (const auto& [name, text] : job.tokenizer_files) tokenizer += name + '\n' + text;
+    found = {{"the transport, of --comm " + o.comm, name_of(job.backend)},
+             {"the device, of --device " + o.device, name_of(job.device.kind)},
+             {"the way of --grad-reduce " + o.grad_reduce, name_of(job.step.zero.grad_reduce)},
+             {"the number of steps", std::to_string(job.max_steps)},
+             {"the number of validation samples", std::to_string(job.val_samples)},
+             {"what --train-data holds", checksum(formatted("{}", job.data_checksums))},
+             {"what --val-data holds", checksum(formatted("{}", job.val_checksums))},
+             {"what --tokenizer holds", checksum(tokenizer)}};
+    if (!o.eval_choices.empty()) found.emplace_back("what --eval-choices holds", checksum(read_text(o.eval_choices)));
+    if (!model_preset(o.model))
+      found.emplace_back("what --model holds", detail::model_checksum(o, !resume && !o.from_scratch));
+    if (resume)
+      found.emplace_back(formatted("what {} holds", resume->path),
+                         checksum(read_text(resume->path + "/manifest.json")));
+  });
+  require_same(processes, "what was found", found);
 }
 
 }  // namespace llmc

@@ -218,8 +218,9 @@ TEST_CASE("known values go through every group, and a pair between which they ar
     check_groups_of(Mesh({{Axis::shard, 2}, {Axis::tp, 4}}), no_hooks,
                     {.ranks = 4, .overlap = overlap, .head_copies = 2});
   const Mesh four({{Axis::shard, 4}});
-  REQUIRE_ERROR(check_groups_of(four, Plants<MixesUp>()),
-                "rank 3 on " + host_name() + ": the group weights: got 3003 from rank 2 elsewhere instead of 3002");
+  REQUIRE_ERROR(
+      check_groups_of(four, Plants<MixesUp>()),
+      "rank 3 on " + host_name() + " has failed: the group weights: got 3003 from rank 2 elsewhere instead of 3002");
   REQUIRE_ERROR(check_groups_of(four, Plants<Loses>()),
-                "rank 0 on " + host_name() + ": the group gradients: got the sum 1000 instead of 4006");
+                "rank 0 on " + host_name() + " has failed: the group gradients: got the sum 10 instead of 46");
 }

@@ -28,7 +28,10 @@ struct Door {
         std::move(listening), 3, job, token,
         Listener::Guests{
             [](const Hello& hello) { return hello.numbers[0] == 666 ? Answer::complete : Answer::welcome; },
-            [this](const Hello&, Socket, const Address&) { ++guests; }},
+            [this](const Hello& hello, Socket, const Address&) {
+              CHECK(hello.numbers[0] != 667, "nobody is at home");
+              ++guests;
+            }},
         lines.say());
   }
   Socket connect() const { return connect_to(resolve({"127.0.0.1", port}).at(0), Limit::seconds(5)); }
@@ -110,6 +113,17 @@ TEST_CASE("who knows the token is let in, and is told why if not") {
   door.listener.reset();
   REQUIRE(door.guests == 2);
   REQUIRE(door.lines.contain("a connection from 127.0.0.1:"));
+}
+
+TEST_CASE("a guest whom nobody can take is refused, and the next one is let in") {
+  Door door;
+  for (int i = 0; i < 3; ++i) {
+    door.enter(hello(667));
+    REQUIRE(door.enter(hello()) == door.job);
+  }
+  door.listener.reset();
+  REQUIRE(door.guests == 3);
+  REQUIRE(door.lines.contain("was refused: nobody is at home"));
 }
 
 TEST_CASE("a listener that does not know the token is not believed") {

@@ -27,12 +27,10 @@ Launched find(const Variables& variables, MpiLibrary built = MpiLibrary::none, c
       built);
 }
 
-// "by process/processes local_process/local_processes rendezvous"
+// "by process/processes rendezvous"
 std::string shown(const Launched& l) {
-  auto local = [](const std::optional<int>& n) { return n ? std::to_string(*n) : "-"; };
   constexpr std::array<const char*, 5> by = {"alone", "mpi", "slurm", "torchrun", "options"};
-  return formatted("{} {}/{} {}/{} {}", by[static_cast<size_t>(l.by)], l.process, l.processes, local(l.local_process),
-                   local(l.local_processes), l.rendezvous);
+  return formatted("{} {}/{} {}", by[static_cast<size_t>(l.by)], l.process, l.processes, l.rendezvous);
 }
 
 const Variables open_mpi = {{"OMPI_COMM_WORLD_RANK", "2"},       {"OMPI_COMM_WORLD_SIZE", "4"},
@@ -67,33 +65,33 @@ const Variables torchrun = by_hand + Variables{{"LOCAL_RANK", "0"},
 }  // namespace
 
 TEST_CASE("without a launcher, with one process, or in a shell or script of a Slurm job, a process is alone") {
-  REQUIRE(shown(find({})) == "alone 0/1 -/- ");
+  REQUIRE(shown(find({})) == "alone 0/1 ");
   REQUIRE(find({}).how == "one process");
-  REQUIRE(shown(find({}, MpiLibrary::none, {.rank = 0, .world_size = 1})) == "alone 0/1 -/- ");
+  REQUIRE(shown(find({}, MpiLibrary::none, {.rank = 0, .world_size = 1})) == "alone 0/1 ");
   const Variables one = {{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "1"}};
-  REQUIRE(shown(find(one, MpiLibrary::open_mpi)) == "alone 0/1 -/- ");
-  REQUIRE(shown(find(one)) == "alone 0/1 -/- ");
-  REQUIRE(shown(find({{"RANK", "0"}, {"WORLD_SIZE", "1"}})) == "alone 0/1 -/- ");
-  REQUIRE(shown(find({{"MASTER_ADDR", "gpu1"}, {"MASTER_PORT", "29500"}})) == "alone 0/1 -/- ");
-  REQUIRE(shown(find({{"RANK", ""}, {"WORLD_SIZE", ""}})) == "alone 0/1 -/- ");
-  REQUIRE(shown(find(batch)) == "alone 0/1 -/- ");
+  REQUIRE(shown(find(one, MpiLibrary::open_mpi)) == "alone 0/1 ");
+  REQUIRE(shown(find(one)) == "alone 0/1 ");
+  REQUIRE(shown(find({{"RANK", "0"}, {"WORLD_SIZE", "1"}})) == "alone 0/1 ");
+  REQUIRE(shown(find({{"MASTER_ADDR", "gpu1"}, {"MASTER_PORT", "29500"}})) == "alone 0/1 ");
+  REQUIRE(shown(find({{"RANK", ""}, {"WORLD_SIZE", ""}})) == "alone 0/1 ");
+  REQUIRE(shown(find(batch)) == "alone 0/1 ");
   REQUIRE(find(batch).how == "one process, although the Slurm job is for 4 tasks: srun or mpirun starts them");
   // salloc's shell on the first node is a step of its own
   const Variables interactive = batch + Variables{{"SLURM_STEP_ID", "4294967290"}, {"SLURM_STEP_NUM_TASKS", "1"}};
-  REQUIRE(shown(find(interactive)) == "alone 0/1 -/- ");
+  REQUIRE(shown(find(interactive)) == "alone 0/1 ");
   // started there by hand, as one of several
-  REQUIRE(shown(find(interactive + by_hand)) == "torchrun 2/4 -/- gpu1:29500");
-  REQUIRE(shown(find(interactive, MpiLibrary::none, {1, 2, "gpu1:5000"})) == "options 1/2 -/- gpu1:5000");
+  REQUIRE(shown(find(interactive + by_hand)) == "torchrun 2/4 gpu1:29500");
+  REQUIRE(shown(find(interactive, MpiLibrary::none, {1, 2, "gpu1:5000"})) == "options 1/2 gpu1:5000");
 }
 
 TEST_CASE("MPI's launchers are used with their own library, and need --rendezvous with another or none") {
-  REQUIRE(shown(find(open_mpi, MpiLibrary::open_mpi)) == "mpi 2/4 0/2 ");
+  REQUIRE(shown(find(open_mpi, MpiLibrary::open_mpi)) == "mpi 2/4 ");
   REQUIRE(find(open_mpi, MpiLibrary::open_mpi).how == "mpirun (Open MPI)");
-  REQUIRE(shown(find(mpich, MpiLibrary::mpich)) == "mpi 1/2 1/2 ");
+  REQUIRE(shown(find(mpich, MpiLibrary::mpich)) == "mpi 1/2 ");
   REQUIRE(find(mpich, MpiLibrary::mpich).how == "mpiexec (MPICH)");
-  REQUIRE(shown(find(open_mpi, MpiLibrary::open_mpi, {{}, {}, "gpu1:5000"})) == "mpi 2/4 0/2 gpu1:5000");
+  REQUIRE(shown(find(open_mpi, MpiLibrary::open_mpi, {{}, {}, "gpu1:5000"})) == "mpi 2/4 gpu1:5000");
   for (const MpiLibrary other : {MpiLibrary::none, MpiLibrary::mpich})
-    REQUIRE(shown(find(open_mpi, other, {{}, {}, "gpu1:5000"})) == "options 2/4 0/2 gpu1:5000");
+    REQUIRE(shown(find(open_mpi, other, {{}, {}, "gpu1:5000"})) == "options 2/4 gpu1:5000");
   REQUIRE_ERROR(find(open_mpi), "OMPI_COMM_WORLD_RANK=2 is of mpirun (Open MPI), and this build has no MPI: build it");
   REQUIRE_ERROR(find(mpich, MpiLibrary::open_mpi),
                 "PMI_RANK=1 is of mpiexec (MPICH), and this build has Open MPI: use");
@@ -104,27 +102,27 @@ TEST_CASE("a launcher with PMIx alone does not say how many processes there are:
   const Variables pmix = {{"PMIX_NAMESPACE", "prterun-a-1"}, {"PMIX_RANK", "3"}};
   REQUIRE_ERROR(find(pmix, MpiLibrary::open_mpi), "PMIX_RANK=3 of a launcher with PMIx");
   REQUIRE_ERROR(find(pmix, MpiLibrary::open_mpi), "--world-size N, or unset PMIX_RANK");
-  REQUIRE(shown(find(pmix, MpiLibrary::open_mpi, {{}, 8, ""})) == "mpi 3/8 -/- ");
+  REQUIRE(shown(find(pmix, MpiLibrary::open_mpi, {{}, 8, ""})) == "mpi 3/8 ");
   REQUIRE_ERROR(find(pmix, MpiLibrary::open_mpi, {2, 8, ""}), "--rank 2 contradicts PMIX_RANK=3");
   REQUIRE_ERROR(find(pmix, MpiLibrary::open_mpi, {{}, 3, ""}), "PMIX_RANK=3 with --world-size 3: expected 0 to 2");
 }
 
 TEST_CASE("the tasks of srun meet at the first node of their step, at a port of the step") {
-  REQUIRE(shown(find(step)) == "slurm 2/4 0/2 n1:10528");
+  REQUIRE(shown(find(step)) == "slurm 2/4 n1:10528");
   REQUIRE(find(step).how == "srun (Slurm job 17)");
   REQUIRE(find(step + Variables{{"SLURM_STEP_ID", "2"}}).rendezvous == "n1:10529");
   REQUIRE(find(step + Variables{{"SLURM_JOB_ID", "18"}}).rendezvous == "n1:10559");
   REQUIRE(find(step + Variables{{"SLURM_JOB_ID", "4294967295"}, {"SLURM_STEP_ID", "4294967289"}}).rendezvous ==
           "n1:23434");
-  REQUIRE(shown(find(step, MpiLibrary::none, {{}, {}, "file:/shared/meet"})) == "slurm 2/4 0/2 file:/shared/meet");
+  REQUIRE(shown(find(step, MpiLibrary::none, {{}, {}, "file:/shared/meet"})) == "slurm 2/4 file:/shared/meet");
   REQUIRE_ERROR(find(step + Variables{{"SLURM_PROCID", "0"}}), "SLURM_PROCID=0 runs on n2 and not on the first host");
   REQUIRE_ERROR(find(step + Variables{{"SLURM_STEP_NODELIST", ""}}), "SLURM_STEP_NODELIST is not set");
   REQUIRE_ERROR(find(step + Variables{{"SLURM_JOB_ID", ""}}), "SLURM_JOB_ID is not set");
 }
 
 TEST_CASE("under srun MPI is used only with the help of Slurm that its library takes, for this very step") {
-  REQUIRE(shown(find(step + step_pmix, MpiLibrary::open_mpi)) == "mpi 2/4 0/2 ");
-  REQUIRE(shown(find(step + step_pmi2, MpiLibrary::mpich)) == "mpi 2/4 0/2 ");
+  REQUIRE(shown(find(step + step_pmix, MpiLibrary::open_mpi)) == "mpi 2/4 ");
+  REQUIRE(shown(find(step + step_pmi2, MpiLibrary::mpich)) == "mpi 2/4 ");
   for (const auto& [variables, built] : std::vector<std::pair<Variables, MpiLibrary>>{
            {step, MpiLibrary::open_mpi},
            {step + step_pmi2, MpiLibrary::open_mpi},
@@ -134,36 +132,35 @@ TEST_CASE("under srun MPI is used only with the help of Slurm that its library t
            {step + step_pmix, MpiLibrary::mpich},
            // srun --mpi=none in the shell of srun -n 1 --mpi=pmi2
            {step + Variables{{"PMI_JOBID", "17.0"}, {"PMI_RANK", "0"}, {"PMI_SIZE", "1"}}, MpiLibrary::mpich}})
-    REQUIRE(shown(find(variables, built)) == "slurm 2/4 0/2 n1:10528");
+    REQUIRE(shown(find(variables, built)) == "slurm 2/4 n1:10528");
   REQUIRE(find(step, MpiLibrary::open_mpi).how == "srun (Slurm job 17); --mpi=pmix would let it use MPI");
   REQUIRE(find(step, MpiLibrary::mpich).how == "srun (Slurm job 17); --mpi=pmi2 would let it use MPI");
 }
 
 TEST_CASE("of nested launchers the inner one counts") {
-  REQUIRE(shown(find(batch + open_mpi, MpiLibrary::open_mpi)) == "mpi 2/4 0/2 ");
-  REQUIRE(shown(find(daemon + open_mpi, MpiLibrary::open_mpi)) == "mpi 2/4 0/2 ");
-  REQUIRE(shown(find(daemon + mpich, MpiLibrary::mpich)) == "mpi 1/2 1/2 ");
-  REQUIRE(shown(find(step + step_pmi2 + mpich, MpiLibrary::mpich)) == "mpi 1/2 1/2 ");
+  REQUIRE(shown(find(batch + open_mpi, MpiLibrary::open_mpi)) == "mpi 2/4 ");
+  REQUIRE(shown(find(daemon + open_mpi, MpiLibrary::open_mpi)) == "mpi 2/4 ");
+  REQUIRE(shown(find(daemon + mpich, MpiLibrary::mpich)) == "mpi 1/2 ");
+  REQUIRE(shown(find(step + step_pmi2 + mpich, MpiLibrary::mpich)) == "mpi 1/2 ");
   // srun starts a torchrun on each node
-  REQUIRE(shown(find(daemon + torchrun, MpiLibrary::open_mpi)) == "torchrun 2/4 0/2 gpu1:29501");
+  REQUIRE(shown(find(daemon + torchrun, MpiLibrary::open_mpi)) == "torchrun 2/4 gpu1:29501");
   // srun or mpirun, and a script that translates their variables
-  REQUIRE(shown(find(step + by_hand)) == "slurm 2/4 0/2 n1:10528");
-  REQUIRE(shown(find(open_mpi + by_hand, MpiLibrary::open_mpi)) == "mpi 2/4 0/2 ");
+  REQUIRE(shown(find(step + by_hand)) == "slurm 2/4 n1:10528");
+  REQUIRE(shown(find(open_mpi + by_hand, MpiLibrary::open_mpi)) == "mpi 2/4 ");
 }
 
 TEST_CASE("torchrun's variables say where to meet: beside the store of torchrun itself") {
-  REQUIRE(shown(find(torchrun)) == "torchrun 2/4 0/2 gpu1:29501");
-  REQUIRE(shown(find(torchrun + Variables{{"TORCHELASTIC_USE_AGENT_STORE", "False"}})) ==
-          "torchrun 2/4 0/2 gpu1:29500");
-  REQUIRE(shown(find(by_hand + Variables{{"MASTER_ADDR", "fd00::2"}})) == "torchrun 2/4 -/- [fd00::2]:29500");
-  REQUIRE(shown(find(by_hand, MpiLibrary::none, {{}, {}, "a:1"})) == "torchrun 2/4 -/- a:1");
+  REQUIRE(shown(find(torchrun)) == "torchrun 2/4 gpu1:29501");
+  REQUIRE(shown(find(torchrun + Variables{{"TORCHELASTIC_USE_AGENT_STORE", "False"}})) == "torchrun 2/4 gpu1:29500");
+  REQUIRE(shown(find(by_hand + Variables{{"MASTER_ADDR", "fd00::2"}})) == "torchrun 2/4 [fd00::2]:29500");
+  REQUIRE(shown(find(by_hand, MpiLibrary::none, {{}, {}, "a:1"})) == "torchrun 2/4 a:1");
   REQUIRE_ERROR(find(by_hand + Variables{{"MASTER_ADDR", ""}, {"MASTER_PORT", ""}}), "MASTER_ADDR is not set");
   REQUIRE_ERROR(find(by_hand + Variables{{"MASTER_PORT", ""}}), "MASTER_PORT is not set");
   REQUIRE_ERROR(find(by_hand + Variables{{"MASTER_PORT", "70000"}}), "MASTER_PORT=70000: expected a port, 1 to 65534");
 }
 
 TEST_CASE("--rank, --world-size and --rendezvous go together") {
-  REQUIRE(shown(find({}, MpiLibrary::open_mpi, {1, 2, "a:1"})) == "options 1/2 -/- a:1");
+  REQUIRE(shown(find({}, MpiLibrary::open_mpi, {1, 2, "a:1"})) == "options 1/2 a:1");
   for (const LaunchOptions& options :
        std::vector<LaunchOptions>{{1, {}, "a:1"}, {{}, 2, "a:1"}, {{}, {}, "a:1"}, {1, {}, ""}, {{}, 2, ""}})
     REQUIRE_ERROR(find({}, MpiLibrary::none, options), "--rank, --world-size and --rendezvous go together");
@@ -173,7 +170,7 @@ TEST_CASE("--rank, --world-size and --rendezvous go together") {
 }
 
 TEST_CASE("what contradicts a launcher is refused with both values, what agrees with it is not") {
-  REQUIRE(shown(find(step, MpiLibrary::none, {2, 4, ""})) == "slurm 2/4 0/2 n1:10528");
+  REQUIRE(shown(find(step, MpiLibrary::none, {2, 4, ""})) == "slurm 2/4 n1:10528");
   REQUIRE_ERROR(find(step, MpiLibrary::none, {1, 4, ""}),
                 "--rank 1 contradicts SLURM_PROCID=2 of srun (Slurm job 17): leave --rank and --world-size out");
   REQUIRE_ERROR(find(by_hand, MpiLibrary::none, {2, 8, ""}), "--world-size 8 contradicts WORLD_SIZE=4 of torchrun's");
@@ -204,10 +201,6 @@ TEST_CASE("half a set of variables, and values that are no ranks, are refused by
   REQUIRE_ERROR(find(by_hand + Variables{{"WORLD_SIZE", "0"}}), "WORLD_SIZE=0: expected 1 to 1048576");
   REQUIRE_ERROR(find(by_hand + Variables{{"WORLD_SIZE", "4294967295"}}),
                 "WORLD_SIZE=4294967295: expected 1 to 1048576");
-  REQUIRE_ERROR(find(torchrun + Variables{{"LOCAL_RANK", "2"}}),
-                "LOCAL_RANK=2 with LOCAL_WORLD_SIZE=2: expected 0 to 1");
-  REQUIRE_ERROR(find(torchrun + Variables{{"LOCAL_WORLD_SIZE", "8"}}),
-                "LOCAL_WORLD_SIZE=8 on this host, but WORLD_SIZE=4");
 }
 
 TEST_CASE("the first host of a Slurm node list") {
@@ -223,10 +216,4 @@ TEST_CASE("the first host of a Slurm node list") {
     REQUIRE(first_slurm_host(list) == host);
   for (const char* list : {"", ",a", "n[1-2", "n]", "n[]", "n[-2]", "n[[1]]", "n[a-b]", "n 1", "n[1 ]"})
     REQUIRE_ERROR(first_slurm_host(list), "is no list of Slurm nodes");
-}
-
-TEST_CASE("the tasks on a node of a Slurm step") {
-  for (const auto& [node, tasks] : std::vector<std::pair<int64_t, int>>{{0, 2}, {2, 2}, {3, 1}, {4, 16}, {5, 16}})
-    REQUIRE(slurm_tasks_on(node, "2(x3),1,16(x2)") == tasks);
-  for (const char* list : {"", "2", "2(x2", "2(x2)", "x", "0", "2(x0),1"}) REQUIRE(!slurm_tasks_on(6, list));
 }

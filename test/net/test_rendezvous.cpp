@@ -1,44 +1,10 @@
 // net/: processes meet, agree and talk, or all learn why they cannot.
 #include <atomic>
-#include <chrono>
 
 #include "catch2.h"
-#include "helpers.h"
-#include "net/processes.h"
+#include "net/meetings.h"
 
 using namespace llmc;
-
-namespace {
-
-double seconds_of(const std::function<void()>& f) {
-  const auto begin = std::chrono::steady_clock::now();
-  f();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
-
-// Processes meet, each with what change(process, greeting) makes of its greeting; the error of each.
-std::vector<std::string> meet(int n, const std::function<void(int, Greeting&)>& change, double init_timeout = 20) {
-  const TempDir dir;
-  Lines lines;
-  return on_threads(n, [&](int p) {
-    Greeting it = greeting(p, n);
-    change(p, it);
-    const ControlPlane job(it, at("file:" + dir / "meeting", lines, init_timeout));
-  });
-}
-void require_all(const std::vector<std::string>& errors, const std::string& expected) {
-  for (const std::string& error : errors) REQUIRE(error == expected);
-}
-
-Socket connect_when_ready(int port) {
-  for (;;) try {
-      return connect_to(resolve({"127.0.0.1", port}).at(0), Limit::seconds(5));
-    } catch (const ConnectionError&) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    }
-}
-
-}  // namespace
 
 TEST_CASE("processes meet, know each other, and gather texts by topic") {
   const size_t files = entries("/proc/self/fd"), threads = entries("/proc/self/task");
@@ -133,6 +99,15 @@ TEST_CASE("options, builds and sizes that differ are refused on all processes, w
   REQUIRE(seconds < 5);
 }
 
+TEST_CASE("a process whose command line was refused tells all others") {
+  for (const int refused : {0, 1, 2})
+    require_all(meet(3,
+                     [&](int p, Greeting& it) {
+                       if (p == refused) it.agree = {{refusal, "--lr 'x': expected a number"}};
+                     }),
+                formatted("rank {} on {}: --lr 'x': expected a number", refused, host_name()));
+}
+
 TEST_CASE("values that differ everywhere are not all listed") {
   std::vector<Introduction> all;
   for (int p = 0; p < 12; ++p) {
@@ -211,97 +186,6 @@ TEST_CASE("a process that ends while others arrive is named at once") {
   REQUIRE(seconds < 5);
 }
 
-TEST_CASE("another version of the protocol is refused on all") {
-  const TempDir dir;
-  Lines lines;
-  const std::string where = "file:" + dir / "meeting";
-  const auto errors = on_threads(3, [&](int p) {
-    if (p < 2) {
-      const ControlPlane job(greeting(p, 3), at(where, lines));
-      return;
-    }
-    std::string told;
-    std::atomic<bool> done = false;
-    Control control(
-        {[&](int, Message message) { told = message.parts.at(0), done = true; }, [](int, const std::string&) {}});
-    Introduction it{2, greeting(2, 3), {2, "elsewhere", "", "", 1}};
-    control.send(control.add(reach_process_0(at(where, lines), 2).socket), {1, it.parts()});
-    while (!done) std::this_thread::yield();
-    throw Error(told);
-  });
-  require_all(errors, "the protocol version differs: 1 on ranks 0 and 1, 2 on rank 2");
-}
-
-TEST_CASE("a process with another token or none is refused, and the others wait for the real one") {
-  const std::string where = formatted("127.0.0.1:{}", free_port());
-  Lines lines;
-  const auto errors = on_threads(4, [&](int p) {
-    Rendezvous there = at(where, lines);
-    if (p == 1) std::this_thread::sleep_for(std::chrono::milliseconds(80));
-    if (p == 2) there.token = "a token of somebody else's tests";
-    if (p == 3) there.token = "";
-    const ControlPlane job(greeting(p == 0 ? 0 : 1, 2), std::move(there));
-  });
-  REQUIRE(errors[0] == "");
-  REQUIRE(errors[1] == "");
-  REQUIRE(errors[2] == formatted("the rendezvous at {} refused this process: its token differs", where));
-  REQUIRE(errors[3].starts_with(formatted("the rendezvous at {} refused this process: it has no token: set ", where)));
-  REQUIRE(lines.contain("its token differs"));
-}
-
-TEST_CASE("without a token, processes meet on a loopback address only") {
-  Lines lines;
-  const TempDir dir;
-  for (const std::string& where : {formatted("127.0.0.1:{}", free_port()), "file:" + dir / "meeting"}) {
-    require_all(on_threads(2,
-                           [&](int p) {
-                             Rendezvous there = at(where, lines);
-                             there.token = "";
-                             ControlPlane(greeting(p, 2), std::move(there)).barrier("here");
-                           }),
-                "");
-    REQUIRE(lines.contain("notice: without a token (TRAIN_GPT_TOKEN)"));
-  }
-  const auto errors = on_threads(2, [&](int p) {
-    Rendezvous there = at("192.0.2.1:29500", lines);  // RFC 5737: nobody's
-    there.token = "";
-    ControlPlane(greeting(p, 2), std::move(there));
-  });
-  for (const std::string& error : errors)
-    for (const char* part : {"192.0.2.1:29500", "TRAIN_GPT_TOKEN_FILE", "head -c 32 /dev/urandom"})
-      REQUIRE(error.find(part) != std::string::npos);
-}
-
-TEST_CASE("what an earlier run left in the file is not believed") {
-  const TempDir dir;
-  const std::string path = dir / "meeting";
-  Lines lines;
-  Jobs other(2);  // a job that lives, with the same token, to whose port the old file happens to lead
-  const Socket silent = listen_at(resolve({"127.0.0.1", 0}).at(0));
-  const std::string job(32, '0');
-  const std::string leftovers[] = {
-      "", "garbage\n", formatted("train_gpt rendezvous\n127.0.0.1:{}\n{}\n", free_port(), job),
-      formatted("train_gpt rendezvous\n127.0.0.1:{}\n{}\n", other[0].peers()[0].port, job + "0").substr(0, 40),
-      formatted("train_gpt rendezvous\n{}:{}\n{}\n", other[1].peers()[0].address, other[1].peers()[0].port,
-                std::string(32, '1'))};
-  for (const std::string& left : leftovers) {
-    INFO(left);
-    write_text_durably(path, left);
-    const auto errors = on_threads(2, [&](int p) {
-      if (p == 0) std::this_thread::sleep_for(std::chrono::milliseconds(30));
-      ControlPlane(greeting(p, 2), at("file:" + path, lines)).barrier("here");
-    });
-    require_all(errors, "");
-    REQUIRE(!path_exists(path));  // all have met
-    REQUIRE(entries(dir.path()) == 0);
-  }
-  write_text_durably(path, leftovers[4]);
-  REQUIRE_ERROR(ControlPlane(greeting(1, 2), at("file:" + path, lines, 0.12)),
-                formatted("the rendezvous at file:{}, which names {}:{}, has not been reached within 0.12 s", path,
-                          other[1].peers()[0].address, other[1].peers()[0].port));
-  REQUIRE_ERROR(ControlPlane(greeting(1, 2), at("file:" + path, lines, 0.12)), "what listens there is another job");
-}
-
 TEST_CASE("a process that cannot reach the rendezvous says where it looked and what it found") {
   Lines lines;
   const TempDir dir;
@@ -318,44 +202,6 @@ TEST_CASE("a process that cannot reach the rendezvous says where it looked and w
   const int port = address_here(taken).endpoint().port;
   REQUIRE_ERROR(ControlPlane(greeting(0, 2), at(formatted("localhost:{}", port), lines)),
                 "does another run use this port?");
-}
-
-TEST_CASE("strangers and late processes do not disturb a job that has begun") {
-  Jobs jobs(3);
-  const int port = jobs[0].peers()[0].port;
-  const auto errors = on_threads(5, [&](int p) {
-    if (p < 3)
-      for (int i = 0; i < 200; ++i) jobs[p].barrier("a step");
-    if (p == 3) CHECK(attack(port, 30, "--patience 0 --seed 4"), "a hostile connection was believed");
-    if (p == 4) {
-      Lines lines;
-      const ControlPlane job(greeting(1, 3), at(formatted("127.0.0.1:{}", port), lines));
-    }
-  });
-  for (int p = 0; p < 4; ++p) REQUIRE(errors[static_cast<size_t>(p)] == "");
-  REQUIRE(errors[4] ==
-          formatted("the rendezvous at 127.0.0.1:{} refused this process: all processes of the job have met "
-                    "already; is another run using the same address?",
-                    port));
-}
-
-TEST_CASE("hostile connections during the rendezvous are refused, and the job begins") {
-  Lines lines;
-  const int port = free_port();
-  std::atomic<bool> attacked = false;
-  const auto errors = on_threads(3, [&](int p) {
-    if (p == 2) {
-      connect_when_ready(port);
-      const bool good = attack(port, 40, "--patience 0 --seed 5");
-      attacked = true;
-      CHECK(good, "a hostile connection was believed");
-      return;
-    }
-    while (p == 1 && !attacked) std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    ControlPlane(greeting(p, 2), at(formatted("127.0.0.1:{}", port), lines)).barrier("here");
-  });
-  require_all(errors, "");
-  REQUIRE(lines.contain("was refused"));
 }
 
 TEST_CASE("a process that is gone is named on all others") {

@@ -171,7 +171,7 @@ if [[ $(srun --mpi=list 2>&1) = *pmix* ]]; then
   job=$(submit "$out")
   ended "$job" ExitCode=0:0
   same "$out"
-  grep -q 'MPI' "$out.out" || fail "srun --mpi=pmix: the processes did not use MPI"
+  grep -q 'tensors go by Open MPI' "$out.out" || fail "srun --mpi=pmix: the processes did not use MPI"
   echo "long_slurm_test: srun --mpi=pmix: bitwise the run of four threads"
 fi
 echo "long_slurm_test: ok"

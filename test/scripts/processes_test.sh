@@ -29,8 +29,13 @@ data=test/golden/gpt2_tiny/train.bin
 run=(--model d1 --n-layer 2 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --batch-size 2 --lr 1e-2 --threads 1
   --device cpu --train-data "$data" --val-data "$data" --val-steps 2 --val-every 4 --max-steps 8 --checkpoint-every 4)
 
-# mpi PROCESSES ARGUMENTS...
-mpi() { timeout 120 scripts/multi_node/local_mpirun.sh -n "$1" ./train_gpt "${@:2}" >"$dir/log.mpi" 2>&1; }
+# mpi PROCESSES ARGUMENTS...: one process has a token of its own, as if the environment of its host had it
+mpi() {
+  # shellcheck disable=SC2016
+  timeout 120 scripts/multi_node/local_mpirun.sh -n "$1" bash -c '
+    [ "${OMPI_COMM_WORLD_RANK-$PMI_RANK}" != 1 ] || export TRAIN_GPT_TOKEN=a-token-of-one-host-alone
+    exec ./train_gpt "$@"' mpi "${@:2}" >"$dir/log.mpi" 2>&1
+}
 # tcp PROCESSES ARGUMENTS...: the exit status is the largest one of the processes
 tcp() {
   local process status=0 pids=()
@@ -94,13 +99,16 @@ else
   fi
 fi
 
-# refused WORDS PROCESSES OPTIONS...: process I gets the words of `own[I]` as well; all are refused within 5 s
+# refused WORDS PROCESSES OPTIONS...: process I begins with the words of `before[I]`, and gets those of `own[I]` as well;
+# all are refused within seconds, each with these words, unless `said=once`: what all have is said once for each host
+trainer=$PWD/train_gpt
 refused() {
-  local words=$1 processes=$2 process status begin=$SECONDS pids=()
+  local words=$1 processes=$2 process status begin pids=()
+  begin=$(date +%s%3N)
   rm -f "$dir"/log.[0-9]*
   for ((process = 0; process < processes; ++process)); do
     # shellcheck disable=SC2086
-    env ${tokens[process]-} timeout 60 ./train_gpt "${run[@]}" --out-dir "$dir/refused" --rank $process \
+    env ${before[process]-} timeout 60 "$trainer" "${run[@]}" --out-dir "$dir/refused" --rank $process \
       --world-size "$processes" --rendezvous "file:$dir/meet" "${@:3}" ${own[process]-} >"$dir/log.$process" 2>&1 &
     pids+=($!)
   done
@@ -108,23 +116,54 @@ refused() {
     status=0
     wait "${pids[process]}" || status=$?
     [ $status -eq 1 ] || fail "process $process ended with $status, expected: $words"
+    [ "$said" = once ] || grep -qF -e "$words" "$dir/log.$process" || fail "process $process, expected: $words"
   done
-  [ $((SECONDS - begin)) -le 30 ] || fail "refused only after $((SECONDS - begin)) s: $words"
+  # 5 seconds, and some to start on a busy machine
+  [ $(($(date +%s%3N) - begin)) -le 8000 ] || fail "refused only after $(($(date +%s%3N) - begin)) ms: $words"
   cat "$dir"/log.[0-9]* | grep -qF -e "$words" || fail "expected: $words"
-  [ ! -e "$dir/refused" ] || fail "something was written: $words"
+  [ ! -e "$dir/refused/metrics.jsonl" ] || fail "something was written: $words"
+  rm -rf "$dir/refused"
 }
-tokens=() own=([1]='--lr 2e-2')
+before=() said=by-each own=([1]='--lr 2e-2')
 refused '--lr differs: 0.01 on rank 0, 0.02 on rank 1' 2
 own=([2]='--world-size 4')
-refused '--world-size' 3
+refused '--world-size differs: 3 on ranks 0 and 1, 4 on rank 2' 3
 own=([2]='--rank 1')
-refused 'rank' 3
-own=() tokens=([0]='TRAIN_GPT_TOKEN=sixteen-characters-at-least' [1]='TRAIN_GPT_TOKEN=sixteen-characters-at-most')
-refused 'token' 2 --init-timeout 2
-own=() tokens=()
-refused 'have not arrived' 1 --world-size 3 --init-timeout 1
+refused 'two processes say that they are rank 1' 3
+own=([1]='--lr no-number')
+refused "rank 1 on $(uname -n): --lr 'no-number': expected a number" 2
+own=() before=([0]='TRAIN_GPT_TOKEN=sixteen-characters-at-least' [1]='TRAIN_GPT_TOKEN=sixteen-characters-at-most')
+refused 'its token differs' 2 --init-timeout 2
+own=() before=()
+refused 'ranks 1 and 2 have not arrived' 1 --world-size 3 --init-timeout 1
 own=([1]='--train-data /nowhere.bin')
-refused '--train-data' 2
+refused '--train-data differs' 2
+own=() said=once
+refused '--comm mpi: MPI has not started these processes' 2 --comm mpi
+# Each host has other files under the same names.
+for host in 0 1; do
+  mkdir -p "$dir/host$host/model"
+  cp "$data" "$dir/host$host/train.bin"
+  cp test/golden/gpt2_tiny/{config.json,model.safetensors} "$dir/host$host/model"
+  before[host]="-C $dir/host$host"
+done
+for file in train.bin model/model.safetensors; do
+  printf '\0' | dd of="$dir/host1/$file" bs=1 seek=$(($(stat -c %s "$dir/host1/$file") - 2)) conv=notrunc status=none
+done
+refused 'what --train-data holds differs: ' 2 --train-data train.bin --val-every 0 --val-data '' --model model \
+  --n-layer 3 --n-embd 36 --n-head 3
+grep -qE 'what --model holds differs: [0-9a-f]{16} on rank 0, [0-9a-f]{16} on rank 1$' "$dir/log.0" ||
+  fail "the two models were taken for one"
+before=()
+
+# What is wrong in one process alone, here a token that only rank 1 reads, all print in the same words.
+cp "$data" "$dir/bad.bin"
+printf '\377\377' | dd of="$dir/bad.bin" bs=1 seek=$((1024 + 2 * (2 * 33 + 5))) conv=notrunc status=none
+! tcp 2 "${run[@]}" --train-data "$dir/bad.bin" --no-shuffle --val-every 0 --val-data '' --out-dir "$dir/bad" ||
+  fail "a bad token is no error"
+lines=$(grep -h '^train_gpt: ' "$dir"/log.[01])
+[ "$(sort <<<"$lines" | uniq -c | grep -cE "^ *2 train_gpt: rank 1 on $(uname -n) has failed: .*token 65535")" = 1 ] ||
+  fail "not the same line: $lines"
 
 # A signal to one process stops all; the run goes on with other processes and ends as if nothing had happened.
 long=("${run[@]}" --max-steps 400 --val-every 0 --checkpoint-every 0)

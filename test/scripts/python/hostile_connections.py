@@ -102,7 +102,11 @@ class Hostile:
         kind = rng.choice(self.kinds)
         begin, data = time.monotonic(), b""
         try:
-            with socket.create_connection(self.at, 30) as s:
+            connection = socket.create_connection(self.at, 30)
+        except OSError as error:
+            return kind.__name__, f"not connected: {error}"
+        try:
+            with connection as s:
                 kind(self, s, rng)
                 s.settimeout(max(self.patience, 0.01))
                 while part := s.recv(4096):
