@@ -14,10 +14,9 @@
 // of it to gather x again for the weight gradient; nothing if it is still there); row_linear f A or 2 f A, its backward
 // f A or nothing; embedding f A or 2 f A, its backward f A or nothing; cross_entropy 3 (P - 1) numbers a row.
 //
-// A reduction is an all-to-all in the training
-// dtype; what arrives is added in fp32 in rank order and rounded once (contract 12). An all-gather and a product, or a
-// product and a reduction, go in P pieces of S rows, so that one piece may travel while another is computed
-// (--tp-overlap); without overlap the same pieces are computed one after the other.
+// A reduction is an all-to-all in the training dtype; what arrives is added in fp32 in rank order and rounded once
+// (contract 12). An all-gather and a product, or a product and a reduction, go in P pieces of S rows, so that one piece
+// may travel while another is computed (--tp-overlap); without overlap the same pieces are computed one after the other.
 #pragma once
 #include <vector>
 
