@@ -15,6 +15,7 @@
 
 #include "core/check.h"
 #include "core/files.h"
+#include "core/shape.h"
 #include "core/words.h"
 #include "run/options/foreign.h"
 #include "run/options/print.h"
