@@ -16,7 +16,8 @@
 //
 // A reduction is an all-to-all in the training dtype; what arrives is added in fp32 in rank order and rounded once
 // (contract 12). An all-gather and a product, or a product and a reduction, go in P pieces of S rows, so that one piece
-// may travel while another is computed (--tp-overlap); without overlap the same pieces are computed one after the other.
+// may travel while another is computed (--tp-overlap); without overlap the same pieces are computed one after the
+// other.
 #pragma once
 #include <vector>
 
