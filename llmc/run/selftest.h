@@ -316,7 +316,7 @@ inline bool run_selftest(
       int64_t number = 0;
       for (const Layout& layout : all) {
         log.progress(formatted("  {} rank(s): layout", ranks), ++number, static_cast<int64_t>(all.size()));
-        const Outcome outcome = run_layout(step_config(model, dtype, 1, layout), machine, parts);
+        const Outcome outcome = run_layout(step_config(model, dtype, layout), machine, parts);
         if (layout.begins()) first = outcome;
         const Distances d(outcome, alone);
         largest = largest.or_larger(d);

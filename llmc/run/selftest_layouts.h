@@ -125,6 +125,13 @@ inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t bat
           .zero = layout.zero,
           .tensor = layout.tensor};
 }
+// With tensor parallelism a few sequences in a micro-batch, since each costs many exchanges, but such that the rows are
+// not a multiple of its ranks.
+inline StepConfig step_config(const ModelConfig& model, DType dtype, const Layout& layout) {
+  int64_t batch_size = layout.tensor.ranks == 1 ? 1 : layout.tensor.ranks == 3 ? 2 : 3;
+  if (sequences % (batch_size * layout.zero.ranks()) != 0) batch_size = 1;
+  return step_config(model, dtype, batch_size, layout);
+}
 inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t batch_size, const ZeroConfig& zero) {
   return step_config(model, dtype, batch_size, Layout{zero});
 }

@@ -17,7 +17,7 @@ selftest::Model model_of(const char* family, int64_t heads, int64_t kv_heads, DT
 }
 
 StepConfig step_of(const selftest::Model& model, int tp, bool sequence, const ZeroConfig& zero = {}) {
-  return selftest::step_config(model.config(), model.dtype, 1,
+  return selftest::step_config(model.config(), model.dtype, 3,
                                selftest::Layout{zero, tensor_parallel(model.config(), tp, sequence)});
 }
 

@@ -18,7 +18,7 @@ const selftest::Model qwen3{"qwen3", true, DType::fp32, 8, 2}, gpt2{"gpt2", fals
 
 StepConfig step_of(const selftest::Model& model, int tp, bool sequence = true, const ZeroConfig& zero = {}) {
   const ModelConfig config = model.config();
-  return selftest::step_config(config, model.dtype, 1, selftest::Layout{zero, tensor_parallel(config, tp, sequence)});
+  return selftest::step_config(config, model.dtype, 3, selftest::Layout{zero, tensor_parallel(config, tp, sequence)});
 }
 
 void require_close(const selftest::Outcome& outcome, const selftest::Outcome& alone, double weights = 1e-5) {
@@ -75,7 +75,7 @@ TEST_CASE("masked documents and rows without targets are those of the micro-batc
   parts.read = [](const StepConfig& step, int reader, int64_t micro_batch) {
     HostBatch batch = selftest::read_batch(step, reader, micro_batch);
     for (size_t i = 0; i < batch.positions.size(); ++i) {
-      batch.positions[i] = static_cast<int32_t>(i % 7);
+      batch.positions[i] = static_cast<int32_t>(i % selftest::seq_len % 7);
       if (i % 5 == 3) batch.targets[i] = -1;
     }
     return batch;
