@@ -34,11 +34,11 @@ unset TRAIN_GPT_TOKEN TRAIN_GPT_TOKEN_FILE
 data=test/golden/gpt2_tiny/train.bin
 common=(--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --batch-size 2 --lr 1e-2 --threads 1
   --device cpu --train-data "$data" --val-data "$data")
-# What the four ranks of a run do most of the time. It lasts some seconds.
+# What the four ranks of a run do most of the time. It lasts some seconds, also on a fast machine.
 of_moment() {
   case $1 in
     start | step) echo --total-batch-size 1056 --max-steps 300 --val-every 0 --checkpoint-every 50 ;;
-    validation) echo --total-batch-size 264 --max-steps 12 --val-every 2 --val-steps 300 --checkpoint-every 4 ;;
+    validation) echo --total-batch-size 264 --max-steps 40 --val-every 2 --val-steps 300 --checkpoint-every 4 ;;
     saving) echo --total-batch-size 264 --max-steps 60 --val-every 0 --checkpoint-every 1 ;;
   esac
 }
