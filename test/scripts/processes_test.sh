@@ -32,7 +32,7 @@ run=(--model d1 --n-layer 2 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33
 # mpi PROCESSES ARGUMENTS...: one process has a token of its own, as if the environment of its host had it
 mpi() {
   # shellcheck disable=SC2016
-  timeout 120 scripts/multi_node/local_mpirun.sh -n "$1" bash -c '
+  timeout "${limit:-120}" scripts/multi_node/local_mpirun.sh -n "$1" bash -c '
     [ "${OMPI_COMM_WORLD_RANK-$PMI_RANK}" != 1 ] || export TRAIN_GPT_TOKEN=a-token-of-one-host-alone
     exec ./train_gpt "$@"' mpi "${@:2}" >"$dir/log.mpi" 2>&1
 }
@@ -41,7 +41,7 @@ tcp() {
   local process status=0 pids=()
   rm -f "$dir"/log.[0-9]*
   for ((process = 0; process < $1; ++process)); do
-    timeout 120 ./train_gpt "${@:2}" --rank $process --world-size "$1" --rendezvous "file:$dir/meet" --init-timeout 60 \
+    timeout "${limit:-120}" ./train_gpt "${@:2}" --rank $process --world-size "$1" --rendezvous "file:$dir/meet" --init-timeout 60 \
       >"$dir/log.$process" 2>&1 &
     pids+=($!)
   done
@@ -88,8 +88,8 @@ if [ "$all" = all ]; then
   for sync in parameter-server parameter-server-chain partitioned-server; do
     for form in "${forms[@]}"; do same "$form" --dp-sync $sync; done
   done
-  tcp 2 --selftest --local-ranks 2 --device cpu || fail "--selftest over TCP"
-  [ -z $has_mpi ] || mpi 4 --selftest --device cpu || fail "--selftest under mpirun"
+  limit=900 tcp 2 --selftest --local-ranks 2 --device cpu || fail "--selftest over TCP"
+  [ -z $has_mpi ] || limit=900 mpi 4 --selftest --device cpu || fail "--selftest under mpirun"
 else
   same tcp --zero-stage 3 --dtype bf16
   same tcp-threads --zero-stage 1 --dp-replicate 2
