@@ -55,6 +55,7 @@ inline ParamSpec part_of(ParamSpec p, const TensorParallel& tp, int rank) {
     case TensorSplit::by_head:
       p.copies = tp.ranks;
       p.first_copy = rank == 0;
+      // Without sequence parallelism every rank sees all rows: its gradient is whole already.
       p.partial = p.tp == TensorSplit::by_head || tp.sequence;
       break;
   }

@@ -173,6 +173,13 @@ TEST_CASE("option errors name the option, what was found and what was expected")
   REQUIRE_ERROR(parse({"--generate", "--from-scratch"}), "--from-scratch");
   REQUIRE_ERROR(parse({"--train-data", ""}), "--train-data");
   REQUIRE_ERROR(parse({"--seed", "4", "--dp-replicate", "3"}), "does not divide the 4 ranks");
+  REQUIRE_ERROR(parse({"--seed", "4", "--tp", "3"}), "--tp 3 needs a multiple of 3 ranks, and there are 4");
+  REQUIRE_ERROR(parse({"--seed", "4", "--tp", "2", "--dp-replicate", "4"}),
+                "does not divide the 2 data-parallel ranks");
+  REQUIRE_ERROR(parse({"--seed", "4", "--tp", "2", "--dp-sync", "parameter-server"}),
+                "--dp-sync parameter-server with --tp 2");
+  REQUIRE_ERROR(parse({"--seed", "4", "--tp-overlap"}), "nothing to overlap");
+  REQUIRE_ERROR(parse({"--seed", "4", "--sequence-parallel", "off"}), "--sequence-parallel off");
   REQUIRE_ERROR(parse({"--seed", "4", "--dp-sync", "partitioned-server", "--zero-stage", "1"}),
                 "--dp-sync partitioned-server with --zero-stage 1: servers are for stage 0");
   REQUIRE_ERROR(parse({"--seed", "4", "--dp-sync", "parameter-server", "--dp-replicate", "2"}),

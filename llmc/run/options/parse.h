@@ -15,7 +15,6 @@
 
 #include "core/check.h"
 #include "core/files.h"
-#include "core/shape.h"
 #include "core/words.h"
 #include "run/options/foreign.h"
 #include "run/options/print.h"
@@ -164,11 +163,15 @@ inline void check_limits(Options& o) {
 
 // How the ranks share a step.
 inline void validate_layout(const Options& o) {
-  CHECK(o.ranks % o.tp == 0, "--tp {} does not divide the {} ranks: use one of {}, or another --local-ranks", o.tp,
-        o.ranks, divisors(o.ranks));
+  CHECK(
+      o.ranks % o.tp == 0,
+      "--tp {} needs a multiple of {} ranks, and there are {}: change --local-ranks, the number of processes, or --tp",
+      o.tp, o.tp, o.ranks);
   const int64_t readers = o.ranks / o.tp;
   CHECK(readers % o.dp_replicate == 0, "--dp-replicate {} does not divide the {} {}", o.dp_replicate, readers,
         o.tp == 1 ? "ranks" : "data-parallel ranks, each of which is a group of --tp");
+  CHECK(o.sequence_parallel == "on" || o.tp > 1,
+        "--sequence-parallel off: there is no other with --tp 1; leave it out, or raise --tp");
   CHECK(!o.tp_overlap || o.tp > 1,
         "--tp-overlap: there is nothing to overlap with --tp 1; leave it out, or raise --tp");
   if (o.dp_sync != "all-reduce") {
