@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Installs what train_gpt needs out of Debian's packages: only what is missing, and only the sets that are named.
 #
-#   scripts/install_deps.sh [--if-needed] [build|test|long|run|check|fresh ...]     no set named: all of them but fresh
+#   scripts/install_deps.sh [--if-needed] [build|test|long|run|check|fresh|slurm ...]
+#
+# No set named: all of them but fresh and slurm, which are for single long tests.
 #
 # As root, or with a sudo that asks for no password, it installs, and repairs installed packages that have lost files;
 # otherwise it names what is missing, prints the command to type and exits 1. --if-needed is for make: it does nothing as
@@ -87,7 +89,7 @@ install_packages() {
   fi
   mapfile -t again < <(installed_and_damaged "${packages[@]}")
   if [ ${#again[@]} -gt 0 ]; then
-    say "reinstalling, because files are missing or changed or changed: ${again[*]}"
+    say "reinstalling, because files are missing or changed: ${again[*]}"
     apt install --reinstall "${options[@]}" "${again[@]}" || return
   fi
   say "installing ${packages[*]} (a minute or two)"
@@ -99,9 +101,9 @@ sets=()
 for argument in "$@"; do
   case $argument in
     --if-needed) if_needed=yes ;;
-    build | test | long | run | check | fresh) sets+=("$argument") ;;
+    build | test | long | run | check | fresh | slurm) sets+=("$argument") ;;
     *) fail "unknown argument '$argument'; usage: scripts/install_deps.sh [--if-needed]" \
-         "[build|test|long|run|check|fresh ...]" ;;
+         "[build|test|long|run|check|fresh|slurm ...]" ;;
   esac
 done
 [ ${#sets[@]} -gt 0 ] || sets=(build test long run check)

@@ -53,6 +53,7 @@ inline void check_groups(DataParallel& dp, const Mesh& mesh, Stream& compute,
                          const std::function<std::string(int)>& name_of_rank) {
   const auto along = [&](const std::vector<Axis>& axes) { return mesh.group(dp.rank, axes); };
   const std::vector<int> tensor = along({Axis::tp}), everybody = along({Axis::replicate, Axis::shard, Axis::tp});
+  // Found anew, so that a wrong group is noticed.
   const auto same_head = tensor.begin() + dp.tensor_rank / dp.tensor.head_copies * dp.tensor.head_copies;
   Stream& exchanges = dp.exchange_stream ? *dp.exchange_stream : compute;
   detail::check_group(*dp.gradients, 1, along({Axis::shard}), dp.reduce_stream, name_of_rank);

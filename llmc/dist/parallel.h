@@ -13,6 +13,7 @@
 // (padded), f = (P - 1) / P: column_linear f A or nothing, its backward 2 f A either way (with sequence parallelism f A
 // of it to gather x again for the weight gradient; nothing if it is still there); row_linear f A or 2 f A, its backward
 // f A or nothing; embedding f A or 2 f A, its backward f A or nothing; cross_entropy 3 (P - 1) numbers a row.
+// (Gradients of shared parameters: sum_partial_gradients() in zero.h.)
 //
 // A reduction is an all-to-all in the training dtype; what arrives is added in fp32 in rank order and rounded once
 // (contract 12). An all-gather and a product, or a product and a reduction, go in P pieces of S rows, so that one piece

@@ -10,6 +10,8 @@
 
 namespace llmc {
 
+inline constexpr int64_t vocab_multiple = 128;  // rows of a vocabulary that a rank stores are a multiple of this
+
 struct TensorParallel {
   int ranks = 1;
   bool sequence = true;  // sequence parallelism: between the products each rank has some rows of the residual stream
@@ -22,9 +24,9 @@ struct TensorParallel {
   int64_t padded_rows(int64_t R) const { return slice_rows(R) * ranks; }
   // Rows of the residual stream that a rank has, padding included.
   int64_t stream_rows(int64_t R) const { return by_rows() ? slice_rows(R) : R; }
+  // Rows of a vocabulary of V that a rank stores, padding included.
+  int64_t stored_vocab(int64_t V) const { return round_up(ceil_div(V, ranks), vocab_multiple); }
 };
-
-inline constexpr int64_t vocab_multiple = 128;  // rows of a vocabulary that a rank stores are a multiple of this
 
 // The part of a parameter that a rank has.
 inline ParamSpec part_of(ParamSpec p, const TensorParallel& tp, int rank) {
@@ -48,7 +50,7 @@ inline ParamSpec part_of(ParamSpec p, const TensorParallel& tp, int rank) {
       const int64_t V = box.rows, each = ceil_div(V, tp.ranks);
       box.row = std::min(V, each * rank);
       box.rows = std::min(V, each * (rank + 1)) - box.row;
-      p.padded_rows = round_up(each, vocab_multiple);
+      p.padded_rows = tp.stored_vocab(V);
       break;
     }
     case TensorSplit::by_row:

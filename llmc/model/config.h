@@ -68,7 +68,7 @@ struct ModelConfig {
   // checkpoints; "": absent.
   std::map<std::string, std::string> special_tokens = {};
 
-  int64_t padded_vocab() const { return round_up(vocab_size, vocab_multiple); }
+  int64_t padded_vocab() const { return TensorParallel().stored_vocab(vocab_size); }
   int64_t q_size() const { return n_head * head_size; }
   int64_t kv_size() const { return n_kv_head * head_size; }
   int64_t qkv_size() const { return q_size() + 2 * kv_size(); }

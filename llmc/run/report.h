@@ -202,7 +202,9 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
         if (bytes > 0) traffic.emplace_back(group, human_bytes(bytes));
       return traffic;
     };
-    log.table(plan.others ? "sent by rank 0 per step" : "sent per rank and step", rows(plan));
+    // Partial gradients of --tp are reduced by the ranks whose shard they are in.
+    const bool alike = !plan.others && (step.tensor.ranks == 1 || step.zero.shards == 1);
+    log.table(alike ? "sent per rank and step" : "sent by rank 0 per step", rows(plan));
     if (plan.others) log.table("sent by rank 1 per step", rows(*plan.others));
     detail::report_links(log, step);
   }

@@ -82,9 +82,9 @@ inline Device rank_device(Device device, const Place& place, int64_t thread = 0)
   return device;
 }
 
-// The number of GPUs that all ranks use; or of hosts.
+// The number of GPUs that all ranks use; or of processes, of which each has its share of a host's processors.
 inline int64_t devices_in_use(const Device& device, const Options& o) {
-  if (device.kind != DeviceKind::cuda) return o.place.hosts;
+  if (device.kind != DeviceKind::cuda) return o.place.processes;
   return o.ranks / rank_device(device, o.place).sharers;
 }
 

@@ -47,7 +47,7 @@ struct StepConfig {
   // 1 GiB of logits.
   int64_t head_rows(int64_t S) const {
     const int64_t logits_rows = tensor.by_rows() ? S * tensor.ranks : S;
-    const int64_t row_bytes = part().padded_vocab() * size_of(dtype);
+    const int64_t row_bytes = tensor.stored_vocab(model.vocab_size) * size_of(dtype);
     const int64_t chunks =
         head_chunks > 0 ? std::min(head_chunks, S) : ceil_div(logits_rows * row_bytes, int64_t{1} << 30);
     return ceil_div(S, chunks);

@@ -34,6 +34,10 @@ parts='
     check  shellcheck      shellcheck            required   shellcheck
     check  python          python3               required   Python
     fresh  debootstrap     debootstrap           required   debootstrap
+    slurm  slurmctld       slurmctld             required   the Slurm controller
+    slurm  slurmd          slurmd                required   the Slurm node daemon
+    slurm  slurm_client    slurm-client          required   Slurm commands
+    slurm  munge           munge                 required   MUNGE
     other  nvcc            -                     optional   nvcc
     other  gpu             -                     optional   a GPU
     nvcc   cublaslt        -                     optional   cuBLASLt

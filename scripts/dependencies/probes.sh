@@ -196,6 +196,14 @@ probe_bible() {
 probe_clang_format() { tool clang-format --version; }
 probe_shellcheck() { tool shellcheck --version; }
 probe_debootstrap() { tool debootstrap --version; }
+probe_slurmctld() { tool slurmctld -V; }
+probe_slurmd() { tool slurmd -V; }
+# Slurm's commands do not start without a configuration.
+probe_slurm_client() {
+  printf '%s\n' ClusterName=probe SlurmctldHost=localhost NodeName=localhost >"$dir/slurm.conf"
+  tool env SLURM_CONF="$dir/slurm.conf" srun -V
+}
+probe_munge() { tool munged --version; }
 
 # NVIDIA's compiler must accept the host compiler.
 probe_nvcc() {

@@ -5,16 +5,13 @@
 # weights, optimizer state and metrics are bitwise those of four threads that nobody stopped. By mpirun, by srun with
 # TCP, and by srun with PMIx.
 #
-# Takes root, and Debian's packages slurmctld, slurmd, slurm-client, munge and openmpi-bin; nothing is installed here.
+# Takes root, and installs Slurm where it is missing (scripts/install_deps.sh slurm).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 skip() { echo "long_slurm_test: skipped: $1"; exit 77; }
 [ "$(id -u)" = 0 ] || skip "Slurm's daemons are started as root"
-missing=()
-for program in slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge mpirun:openmpi-bin; do
-  command -v "${program%:*}" >/dev/null || missing+=("${program#*:}")
-done
-[ ${#missing[@]} = 0 ] || skip "these Debian packages are missing: ${missing[*]}"
+scripts/install_deps.sh --if-needed slurm test || skip "Slurm is missing and could not be installed"
+command -v mpirun >/dev/null || skip "there is no mpirun"
 
 dir=$(mktemp -d)
 export SLURM_CONF=$dir/slurm.conf
