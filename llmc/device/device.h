@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <source_location>
+#include <span>
 #include <string>
 #include <typeindex>
 #include <utility>
@@ -114,6 +115,10 @@ class Stream {
   // Runs an op: books its cost and enqueues its work. `outputs`: what it writes or adds to.
   template <class F>
   void run(const OpCost& cost, std::initializer_list<Tensor> outputs, F&& task) {
+    run(cost, std::span<const Tensor>(outputs.begin(), outputs.size()), std::forward<F>(task));
+  }
+  template <class F>
+  void run(const OpCost& cost, std::span<const Tensor> outputs, F&& task) {
     const ProfilerRange range(cost.name);
     if (device_.kind == DeviceKind::null) {
       const double seconds = clock_.run(cost);

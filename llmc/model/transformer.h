@@ -230,7 +230,8 @@ void block_interior(const BlockActivations& a, Tensor x, const GatheredRows& gat
 inline void block_interior(const BlockActivations& a, Tensor x, const GatheredRows& gathered, const UnitState& unit,
                            const ModelConfig& c, const Sequences& s, const parallel::Group& p) {
   auto attend = [&] {
-    attention_forward(a.attention, a.lse, a.heads, s.boundaries(), attention_shape(c, s.shape), p.compute);
+    attention_forward(a.attention, a.lse, a.heads, a.heads, s.boundaries(), whole_sequences(attention_shape(c, s.shape)),
+                      p.compute);
   };
   block_interior(a, x, gathered, unit, c, s, attend, p);
 }
@@ -252,7 +253,7 @@ inline void block_forward_cached(const BlockActivations& a, Tensor x, Tensor cac
   const AttentionShape shape = attention_shape(c, s.shape);
   auto attend = [&] {
     cache_append(cache, a.heads, begin, shape, p.compute);
-    attention_cached(a.attention, a.heads, cache, begin, shape, p.compute);
+    attention_forward(a.attention, {}, a.heads, cache, {}, continuation(shape, begin, cache.shape[0]), p.compute);
   };
   detail::block_interior(a, x, {}, unit, c, s, attend, p);
   detail::add_branch(a.out, a.middle, a.activated, "mlp.down", unit, p);
@@ -303,7 +304,8 @@ inline void block_backward(Tensor dx, const BlockActivations& a, Tensor x, const
   detail::norm_backward(dx, dbranch, a.middle, a.norm2_mean, a.norm2_rstd, "ln2", unit, c, Accumulate::yes, stream);
 
   row_backward(dattention, a.attention, "attn.proj");
-  attention_backward(dqkv, dattention, a.attention, a.heads, a.lse, s.boundaries(), shape, stream);
+  attention_backward(dqkv, dqkv, dattention, a.attention, a.heads, a.heads, a.lse, s.boundaries(),
+                     whole_sequences(shape), Accumulate::no, stream);
   if (c.family.positions == Positions::rotary)
     rotary_embedding(dqkv, s.rotary_table, s.positions, shape, Turn::backward, stream);
   if (c.family.qk_norm)

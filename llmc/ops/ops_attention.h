@@ -1,5 +1,8 @@
 // ops_attention.h: attention, and the ops that prepare queries and keys. Conventions: ops.h.
 #pragma once
+#include <limits>
+#include <vector>
+
 #include "ops/cpu/attention.h"
 #include "ops/cpu/rmsnorm.h"
 #include "ops/cpu/rotary.h"
@@ -12,18 +15,60 @@ namespace detail {
 inline void check_qkv(const char* op, const char* argument, const Tensor& qkv, const AttentionShape& s) {
   check_tensor(op, argument, qkv, qkv.dtype, {s.B * s.T, (s.Hq + 2 * s.Hkv) * s.D});
 }
-inline void check_attention(const char* op, const Tensor& out, const Tensor& lse, const Tensor& qkv,
-                            const Tensor& positions, const AttentionShape& s) {
-  if (!positions.empty()) check_tensor(op, "positions", positions, DType::int32, {s.B * s.T});
-  CHECK(s.Hkv > 0 && s.Hq % s.Hkv == 0, "{}: {} query heads are not a multiple of {} key-value heads", op, s.Hq, s.Hkv);
-  check_qkv(op, "qkv", qkv, s);
-  check_tensor(op, "out", out, qkv.dtype, {s.B * s.T, s.Hq * s.D});
-  check_tensor(op, "lse", lse, accumulator_of(qkv.dtype), {s.B, s.Hq, s.T});
+// `qkv`: a matrix of queries, or of keys and values, or of all three, whose rows are those of `rows`.
+inline void check_rows(const char* op, const char* argument, const Tensor& t, DType dtype, int64_t B,
+                       const SequenceRows& rows, int64_t least_width) {
+  CHECK(rows.first >= 0 && rows.rows > 0 && rows.first + rows.rows <= rows.length, "{}: rows {} to {} of {}", op,
+        rows.first, rows.first + rows.rows, rows.length);
+  CHECK(t.shape.rank() == 2 && t.shape[1] >= least_width, "{}: {} ({}) is {}", op, argument, t.name, to_string(t.shape));
+  check_tensor(op, argument, t, dtype, {B * rows.length, t.shape[1]});
 }
-// Causal attention: two products of 2 T T D / 2 flops a head.
-inline double attention_flops(const AttentionShape& s) {
-  return 2.0 * static_cast<double>(s.B * s.Hq) * static_cast<double>(s.T) * static_cast<double>(s.T + 1) *
-         static_cast<double>(s.D);
+inline void check_attention(const char* op, const Tensor& out, const Tensor& lse, const Tensor& q, const Tensor& kv,
+                            const Tensor& positions, const AttentionBlock& b) {
+  CHECK(b.Hkv > 0 && b.Hq % b.Hkv == 0, "{}: {} query heads are not a multiple of {} key-value heads", op, b.Hq, b.Hkv);
+  check_rows(op, "q", q, q.dtype, b.B, b.queries, b.Hq * b.D);
+  check_rows(op, "kv", kv, q.dtype, b.B, b.keys, 2 * b.Hkv * b.D);
+  const int64_t rows = b.B * b.queries.length;
+  check_tensor(op, "out", out, out.dtype, {rows, b.Hq * b.D});
+  if (!positions.empty()) check_tensor(op, "positions", positions, DType::int32, {rows});
+  if (!lse.empty()) check_tensor(op, "lse", lse, accumulator_of(q.dtype), {b.B, b.Hq, b.queries.length});
+}
+// Two products of two flops for each pair and channel.
+inline double attention_flops(const AttentionBlock& b) {
+  return 4.0 * static_cast<double>(b.B * b.Hq) * static_cast<double>(b.pairs()) * static_cast<double>(b.D);
+}
+// Of the queries and what has their shape, and of the keys and values, each `times`.
+inline double attention_bytes(const AttentionBlock& b, DType dtype, int times) {
+  return static_cast<double>(times * size_of(dtype) * b.B * b.D *
+                             (2 * b.Hq * b.queries.rows + 2 * b.Hkv * b.keys.rows));
+}
+// The rows that an op writes, of a matrix of all rows of the sequences: one tensor for each of them.
+inline std::vector<Tensor> rows_written(const Tensor& t, int64_t B, const SequenceRows& rows) {
+  if (rows.rows == rows.length) return {t};
+  std::vector<Tensor> written;
+  for (int64_t b = 0; b < B; ++b)
+    written.push_back(t.slice((b * rows.length + rows.first) * t.shape[1], {rows.rows, t.shape[1]}));
+  return written;
+}
+
+// Queries are the first Hq heads of a row, keys and values the last 2 Hkv.
+template <class T>
+HeadRows<T> queries_of(const Tensor& t) {
+  return {t.data<std::remove_const_t<T>>(), t.shape[1]};
+}
+template <class T>
+HeadRows<T> keys_of(const Tensor& t, const AttentionBlock& b) {
+  return {t.data<std::remove_const_t<T>>() + t.shape[1] - 2 * b.Hkv * b.D, t.shape[1]};
+}
+template <class T>
+HeadRows<T> values_of(const Tensor& t, const AttentionBlock& b) {
+  return {t.data<std::remove_const_t<T>>() + t.shape[1] - b.Hkv * b.D, t.shape[1]};
+}
+template <class T>
+AttentionInputs<T> attention_inputs(const Tensor& q, const Tensor& kv, const Tensor& positions,
+                                    const AttentionBlock& b) {
+  return {queries_of<const T>(q), keys_of<const T>(kv, b), values_of<const T>(kv, b),
+          positions.empty() ? nullptr : positions.data<int32_t>()};
 }
 
 // Checked on the null device too: a plan is refused whenever the run would be.
@@ -105,15 +150,21 @@ inline void qk_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_weight, Te
   });
 }
 
+// ---- Attention -----------------------------------------------------------------------------------------------------
+
 #ifdef TRAIN_GPT_CUDNN
 namespace detail {
 
-// Does cuDNN compute attention? Its work space, under `scratch`.
-inline bool by_cudnn(Stream& stream, DType dtype) {
-  if (stream.device().computes_as() != DeviceKind::cuda || !stream.device().cudnn) return false;
-  CHECK(dtype == DType::bf16, "--attention cudnn computes only in bf16, not in {}: use --attention own", dtype);
+// Does cuDNN compute attention? It takes whole sequences; new rows of a text that is generated are left to our own
+// kernels. Its work space, under `scratch`.
+inline bool by_cudnn(Stream& stream, const Tensor& q, const Tensor& kv, const AttentionBlock& b) {
+  if (stream.device().computes_as() != DeviceKind::cuda || !stream.device().cudnn || b.keys.length != b.queries.length)
+    return false;
+  CHECK(q.dtype == DType::bf16, "--attention cudnn computes only in bf16, not in {}: use --attention own", q.dtype);
+  CHECK(q.bytes == kv.bytes && b.queries.rows == b.queries.length && b.keys.rows == b.keys.length && b.offset == 0);
   return true;
 }
+inline AttentionShape shape_of(const AttentionBlock& b) { return {b.B, b.queries.length, b.Hq, b.Hkv, b.D}; }
 inline Tensor cudnn_scratch(Stream& stream, cuda::AttentionPass pass, const AttentionShape& shape) {
   const int64_t bytes = stream.kept<cuda::AttentionPlans>().workspace_bytes(pass, shape);
   return stream.scratch().alloc("scratch", "cuDNN attention", DType::int32, {ceil_div(bytes, 4)});
@@ -123,82 +174,169 @@ inline const int32_t* data_or_null(const Tensor& ids) { return ids.empty() ? nul
 }  // namespace detail
 #endif
 
-// Causal softmax(q k^T / sqrt(D)) v per head; query head h reads key-value head h / (Hq / Hkv).
-// out (B T, Hq D); lse (B, Hq, T): log of the sum of exponentials, for the backward; qkv (B T, (Hq + 2 Hkv) D);
-// positions (B T) int32, for packed documents, which must not attend to each other: a row at position p attends to
-// itself and the p rows before it; or an empty tensor
-inline void attention_forward(Tensor out, Tensor lse, Tensor qkv, Tensor positions, const AttentionShape& shape,
-                              Stream& stream) {
-  detail::check_attention("attention_forward", out, lse, qkv, positions, shape);
-  const int threads = stream.device().threads;
+// softmax(q k^T / sqrt(D)) v per head, for the block's query rows over the keys that they see; query head h reads
+// key-value head h / (Hq / Hkv).
+// out (B queries.length, Hq D); lse (B, Hq, queries.length): log of the sum of exponentials, for the backward, or an
+// empty tensor; q (B queries.length, Hq D or more): the first heads of a row; kv (B keys.length, 2 Hkv D or more): the
+// last ones, keys and then values; positions (B queries.length) int32, for packed documents, which must not attend to
+// each other: a row at position p sees itself and the p keys before it; or an empty tensor
+inline void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor kv, Tensor positions,
+                              const AttentionBlock& block, Stream& stream) {
+  detail::check_attention("attention_forward", out, lse, q, kv, positions, block);
+  detail::check_tensor("attention_forward", "out", out, q.dtype, out.shape);
+  CHECK(block.all_keys && block.offset >= 0, "attention_forward: every row must see a key; see attention_merge()");
+  const OpCost cost{"attention_forward", detail::attention_flops(block), detail::attention_bytes(block, q.dtype, 1)};
   auto scope = stream.scratch().scope();
 #ifdef TRAIN_GPT_CUDNN
-  if (detail::by_cudnn(stream, qkv.dtype)) {
+  if (detail::by_cudnn(stream, q, kv, block)) {
+    const AttentionShape shape = detail::shape_of(block);
     const Tensor work = detail::cudnn_scratch(stream, cuda::AttentionPass::forward, shape);
-    return stream.run({"attention_forward", detail::attention_flops(shape), detail::bytes_of({out, qkv})}, {out, lse},
-                      [=, &stream] {
-                        stream.kept<cuda::AttentionPlans>().forward(out.data<bf16>(), lse.data<float>(),
-                                                                    qkv.data<bf16>(), detail::data_or_null(positions),
-                                                                    work.bytes, shape, stream.cuda());
-                      });
+    return stream.run(cost, {out, lse}, [=, &stream] {
+      stream.kept<cuda::AttentionPlans>().forward(out.data<bf16>(), lse.data<float>(), q.data<bf16>(),
+                                                  detail::data_or_null(positions), work.bytes, shape, stream.cuda());
+    });
   }
 #endif
-  detail::check_heads_of_gpu(stream, qkv.dtype, shape);
+  detail::check_heads_of_gpu(stream, q.dtype, block.D);
+  const int threads = stream.device().threads;
+  const Tensor scratch = detail::scratch(stream, "attention", accumulator_of(q.dtype),
+                                         cpu::attention_forward_scratch(block, threads),
+                                         ON_GPU(cuda::attention_forward_scratch(block)));
+  stream.run(cost, detail::rows_written(out, block.B, block.queries), [=, &stream] {
+    with_type(q.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      using A = accumulator_t<X>;
+      const AttentionOutputs<X, A> to{{out.data<X>(), out.shape[1]}, lse.empty() ? nullptr : lse.data<A>()};
+      const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
+      RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
+                    cpu::attention_forward(to, from, scratch.data<A>(), block, threads));
+    });
+  });
+}
+
+// Attention over keys that come in several blocks. Exponentials are relative to the largest score so far, so that none
+// overflows, and sums are rescaled when it grows.
+struct RunningAttention {
+  Tensor sums;            // (B queries.length, Hq D) of values, weighted by exponentials; in the accumulator dtype
+  Tensor largest, total;  // (B, Hq, queries.length) score, sum of exponentials
+};
+// Before the first block: no key was seen.
+inline void attention_begin(const RunningAttention& running, Stream& stream) {
+  zero(running.sums, stream);
+  fill(running.largest, -std::numeric_limits<float>::infinity(), stream);
+  zero(running.total, stream);
+}
+// Adds a block to its query rows. Rows that see none of its keys do not change.
+inline void attention_merge(const RunningAttention& running, Tensor q, Tensor kv, Tensor positions,
+                            const AttentionBlock& block, Stream& stream) {
+  const DType stat = accumulator_of(q.dtype);
+  detail::check_attention("attention_merge", running.sums, running.largest, q, kv, positions, block);
+  detail::check_tensor("attention_merge", "sums", running.sums, stat, running.sums.shape);
+  detail::check_tensor("attention_merge", "total", running.total, stat, running.largest.shape);
+  detail::check_heads_of_gpu(stream, q.dtype, block.D);
+  if (block.pairs() == 0) return;
+  const int threads = stream.device().threads;
+  auto scope = stream.scratch().scope();
   const Tensor scratch =
-      detail::scratch(stream, "attention", lse.dtype, cpu::attention_forward_scratch(shape, threads), 0);
+      detail::scratch(stream, "attention", stat, cpu::attention_forward_scratch(block, threads), 0);
   stream.run(
-      {"attention_forward", detail::attention_flops(shape), detail::bytes_of({out, qkv})}, {out, lse}, [=, &stream] {
-        with_type(qkv.dtype, [&](auto tag) {
+      {"attention_merge", detail::attention_flops(block), detail::attention_bytes(block, q.dtype, 1)}, {running.sums},
+      [=, &stream] {
+        with_type(q.dtype, [&](auto tag) {
           using X = typename decltype(tag)::type;
           using A = accumulator_t<X>;
-          const int32_t* documents = positions.empty() ? nullptr : positions.data<int32_t>();
-          RUN_ON_DEVICE(
-              stream, X,
-              cuda::attention_forward(out.data<X>(), lse.data<A>(), qkv.data<X>(), documents, shape, stream.cuda()),
-              cpu::attention_forward(out.data<X>(), lse.data<A>(), qkv.data<X>(), documents, scratch.data<A>(), shape,
-                                     threads));
+          const AttentionOutputs<X, A> to{{},
+                                          nullptr,
+                                          {running.sums.data<A>(), running.sums.shape[1]},
+                                          running.largest.data<A>(),
+                                          running.total.data<A>()};
+          const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
+          RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
+                        cpu::attention_forward(to, from, scratch.data<A>(), block, threads));
         });
       });
 }
+// After the last block: out (B T, Hq D) = sums / total, rounded once; lse (B, Hq, T) = largest + log(total).
+inline void attention_finish(Tensor out, Tensor lse, const RunningAttention& running, Stream& stream) {
+  const int64_t B = lse.shape[0], Hq = lse.shape[1], T = lse.shape[2], D = out.shape[1] / Hq;
+  const DType stat = accumulator_of(out.dtype);
+  CHECK_TENSOR(out, out.dtype, B * T, Hq * D);
+  detail::check_tensor("attention_finish", "sums", running.sums, stat, out.shape);
+  for (const Tensor& t : {lse, running.largest, running.total})
+    detail::check_tensor("attention_finish", "lse, largest or total", t, stat, lse.shape);
+  stream.run({"attention_finish", 0, detail::bytes_of({out, running.sums})}, {out, lse}, [=, &stream] {
+    with_type(out.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      using A = accumulator_t<X>;
+      CALL_OP(stream, X, attention_finish, out.data<X>(), lse.data<A>(), running.sums.data<A>(),
+              running.largest.data<A>(), running.total.data<A>(), B, T, Hq, D);
+    });
+  });
+}
 
-// dqkv = ... (overwrites all of it)
-inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, Tensor lse, Tensor positions,
-                               const AttentionShape& shape, Stream& stream) {
-  detail::check_attention("attention_backward", out, lse, qkv, positions, shape);
-  detail::check_tensor("attention_backward", "dqkv", dqkv, qkv.dtype, qkv.shape);
-  detail::check_tensor("attention_backward", "dout", dout, out.dtype, out.shape);
-  const int threads = stream.device().threads;
+// The gradients of attention for the block's query rows and keys. lse, out: over all keys that the rows see, which the
+// block need not have.
+// Accumulate::no: dq, rows as of q, and dkv, rows as of kv, in the training dtype: the heads are overwritten, what else
+// a row has is left alone. Accumulate::yes: dq, dkv += in the accumulator dtype.
+inline void attention_backward(Tensor dq, Tensor dkv, Tensor dout, Tensor out, Tensor q, Tensor kv, Tensor lse,
+                               Tensor positions, const AttentionBlock& block, Accumulate accumulate, Stream& stream) {
+  const bool add = accumulate == Accumulate::yes;
+  const DType stat = accumulator_of(q.dtype), written = add ? stat : q.dtype;
+  CHECK(!lse.empty());
+  detail::check_attention("attention_backward", out, lse, q, kv, positions, block);
+  detail::check_tensor("attention_backward", "out", out, q.dtype, out.shape);
+  detail::check_tensor("attention_backward", "dout", dout, q.dtype, out.shape);
+  detail::check_rows("attention_backward", "dq", dq, written, block.B, block.queries, block.Hq * block.D);
+  detail::check_rows("attention_backward", "dkv", dkv, written, block.B, block.keys, 2 * block.Hkv * block.D);
+  CHECK(add || block.pairs() > 0);
+  if (block.pairs() == 0) return;
+  const OpCost cost{"attention_backward", 2.5 * detail::attention_flops(block),
+                    detail::attention_bytes(block, q.dtype, 2)};
   auto scope = stream.scratch().scope();
 #ifdef TRAIN_GPT_CUDNN
-  if (detail::by_cudnn(stream, qkv.dtype)) {
+  if (detail::by_cudnn(stream, q, kv, block)) {
+    const AttentionShape shape = detail::shape_of(block);
     const Tensor work = detail::cudnn_scratch(stream, cuda::AttentionPass::backward, shape);
-    return stream.run(
-        {"attention_backward", 2.5 * detail::attention_flops(shape), detail::bytes_of({dqkv, dout, out, qkv})}, {dqkv},
-        [=, &stream] {
-          stream.kept<cuda::AttentionPlans>().backward(
-              dqkv.data<bf16>(), dout.data<bf16>(), out.data<bf16>(), qkv.data<bf16>(), lse.data<float>(),
-              detail::data_or_null(positions), work.bytes, shape, stream.cuda());
-        });
+    return stream.run(cost, {dq}, [=, &stream] {
+      stream.kept<cuda::AttentionPlans>().backward(dq.data<bf16>(), dout.data<bf16>(), out.data<bf16>(),
+                                                   q.data<bf16>(), lse.data<float>(), detail::data_or_null(positions),
+                                                   work.bytes, shape, stream.cuda());
+    });
   }
 #endif
+  detail::check_heads_of_gpu(stream, q.dtype, block.D);
+  const int threads = stream.device().threads;
   const Tensor scratch =
-      detail::scratch(stream, "attention", lse.dtype, cpu::attention_backward_scratch(shape, threads),
-                      ON_GPU(cuda::attention_backward_scratch(shape)));
-  stream.run({"attention_backward", 2.5 * detail::attention_flops(shape), detail::bytes_of({dqkv, dout, out, qkv})},
-             {dqkv}, [=, &stream] {
-               with_type(qkv.dtype, [&](auto tag) {
-                 using X = typename decltype(tag)::type;
-                 using A = accumulator_t<X>;
-                 const int32_t* documents = positions.empty() ? nullptr : positions.data<int32_t>();
-                 RUN_ON_DEVICE(
-                     stream, X,
-                     cuda::attention_backward(dqkv.data<X>(), dout.data<X>(), out.data<X>(), qkv.data<X>(),
-                                              lse.data<A>(), documents, scratch.data<A>(), shape, stream.cuda()),
-                     cpu::attention_backward(dqkv.data<X>(), dout.data<X>(), qkv.data<X>(), lse.data<A>(), documents,
-                                             scratch.data<A>(), shape, threads));
-               });
-             });
+      detail::scratch(stream, "attention", stat, cpu::attention_backward_scratch(block, threads),
+                      ON_GPU(cuda::attention_backward_scratch(block)));
+  std::vector<Tensor> outputs = detail::rows_written(dq, block.B, block.queries);
+  if (dkv.bytes != dq.bytes)
+    for (const Tensor& t : detail::rows_written(dkv, block.B, block.keys)) outputs.push_back(t);
+  stream.run(cost, outputs, [=, &stream] {
+    with_type(q.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      using A = accumulator_t<X>;
+      AttentionGradients<X, A> to;
+      if (add) {
+        to.query_sums = detail::queries_of<A>(dq);
+        to.key_sums = detail::keys_of<A>(dkv, block);
+        to.value_sums = detail::values_of<A>(dkv, block);
+      } else {
+        to.queries = detail::queries_of<X>(dq);
+        to.keys = detail::keys_of<X>(dkv, block);
+        to.values = detail::values_of<X>(dkv, block);
+      }
+      const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
+      RUN_ON_DEVICE(stream, X,
+                    cuda::attention_backward(to, dout.data<X>(), out.data<X>(), lse.data<A>(), from, scratch.data<A>(),
+                                             block, stream.cuda()),
+                    cpu::attention_backward(to, dout.data<X>(), out.data<X>(), lse.data<A>(), from, scratch.data<A>(),
+                                            block, threads));
+    });
+  });
 }
+
+// ---- A cache of keys and values ------------------------------------------------------------------------------------
 
 // Writes the keys and values of qkv's rows to the cache, at rows `begin` and up.   cache (rows, 2 Hkv D): per row the
 // key heads, then the value heads; qkv (T, (Hq + 2 Hkv) D)
@@ -212,34 +350,6 @@ inline void cache_append(Tensor cache, Tensor qkv, int64_t begin, const Attentio
     with_type(qkv.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       CALL_OP(stream, X, cache_append, rows.data<X>(), qkv.data<X>(), shape);
-    });
-  });
-}
-
-// attention_forward for the rows of a sequence from `begin` on, whose keys and values are already cached.   out (T, Hq
-// D); qkv (T, (Hq + 2 Hkv) D); cache (rows, 2 Hkv D)
-inline void attention_cached(Tensor out, Tensor qkv, Tensor cache, int64_t begin, const AttentionShape& shape,
-                             Stream& stream) {
-  detail::check_qkv("attention_cached", "qkv", qkv, shape);
-  CHECK(shape.B == 1 && begin + shape.T <= cache.shape[0]);
-  CHECK_TENSOR(cache, qkv.dtype, cache.shape[0], 2 * shape.Hkv * shape.D);
-  CHECK_TENSOR(out, qkv.dtype, shape.T, shape.Hq * shape.D);
-  detail::check_heads_of_gpu(stream, qkv.dtype, shape);
-  const int threads = stream.device().threads;
-  auto scope = stream.scratch().scope();
-  const Tensor scratch = detail::scratch(stream, "attention", accumulator_of(qkv.dtype),
-                                         cpu::attention_cached_scratch(shape, begin, threads),
-                                         ON_GPU(cuda::attention_cached_scratch(shape, begin)));
-  const double flops = 4.0 * static_cast<double>(shape.Hq * shape.D * shape.T * (begin + shape.T));
-  stream.run({"attention_cached", flops, detail::bytes_of({out, qkv, cache})}, {out}, [=, &stream] {
-    with_type(qkv.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      RUN_ON_DEVICE(stream, X,
-                    cuda::attention_cached(out.data<X>(), qkv.data<X>(), cache.data<X>(), scratch.data<A>(), begin,
-                                           shape, stream.cuda()),
-                    cpu::attention_cached(out.data<X>(), qkv.data<X>(), cache.data<X>(), scratch.data<A>(), begin,
-                                          shape, threads));
     });
   });
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include <initializer_list>
 #include <string_view>
+#include <utility>
 
 #include "ops/cpu/elementwise.h"
 #include "ops/dispatch.h"
@@ -57,6 +58,28 @@ inline void convert(Tensor out, Tensor x, Stream& stream) {
         using Out = typename decltype(to)::type;
         using Both = std::conditional_t<std::is_same_v<Out, double>, double, X>;
         CALL_OP(stream, Both, convert, out.data<Out>(), x.data<X>(), x.numel());
+      });
+    });
+  });
+}
+
+// A box of out = a box of x, in the dtype of out, rounded to nearest even: sizes.outer times sizes.inner runs of
+// sizes.run elements.
+inline void copy_box(Tensor out, const BoxStrides& to, Tensor x, const BoxStrides& from, const BoxSizes& sizes,
+                     Stream& stream) {
+  const int64_t n = sizes.outer * sizes.inner * sizes.run;
+  if (n == 0) return;
+  for (const auto& [t, at] : {std::pair{&out, &to}, {&x, &from}})
+    CHECK(at->begin >= 0 &&
+              at->begin + (sizes.outer - 1) * at->outer + (sizes.inner - 1) * at->inner + sizes.run <= t->numel(),
+          "copy_box: a box is not in {} {}", t->name, to_string(t->shape));
+  stream.run({"copy_box", 0, static_cast<double>(n * (size_of(out.dtype) + size_of(x.dtype)))}, {}, [=, &stream] {
+    with_type(out.dtype, [&](auto to_tag) {
+      with_type(x.dtype, [&](auto from_tag) {
+        using X = typename decltype(from_tag)::type;
+        using Out = typename decltype(to_tag)::type;
+        using Both = std::conditional_t<std::is_same_v<Out, double>, double, X>;
+        CALL_OP(stream, Both, copy_box, out.data<Out>(), to, x.data<X>(), from, sizes);
       });
     });
   });

@@ -22,6 +22,78 @@ struct AttentionShape {
   int64_t B, T, Hq, Hkv, D;
 };
 
+// Rows [first, first + rows) of every sequence of `length` rows.
+struct SequenceRows {
+  int64_t length, first, rows;
+};
+
+// A block of causal attention: some query rows of each of B sequences against some key rows, of the same sequences or,
+// in a cache or on their way round a ring, elsewhere. Counted within the block, query row i sees the keys up to i +
+// offset; of packed documents only those of its own, which begin position(i) keys before that.
+struct AttentionBlock {
+  int64_t B, Hq, Hkv, D;
+  SequenceRows queries, keys;
+  int64_t offset = 0;
+  bool all_keys = true;  // no query row sees a key outside of the block
+
+  // Pairs of a query and a key that it sees, of one head and sequence; packed documents count as one.
+  constexpr int64_t pairs() const {
+    constexpr auto triangle = [](int64_t n) { return n > 0 ? n * (n + 1) / 2 : 0; };
+    const int64_t beyond = offset - keys.rows;  // rows see no more keys than there are
+    return triangle(queries.rows + offset) - triangle(offset) - triangle(queries.rows + beyond) + triangle(beyond);
+  }
+};
+// All rows of whole sequences.
+constexpr AttentionBlock whole_sequences(const AttentionShape& s) {
+  return {.B = s.B, .Hq = s.Hq, .Hkv = s.Hkv, .D = s.D, .queries = {s.T, 0, s.T}, .keys = {s.T, 0, s.T}};
+}
+// New rows, from `begin` on, of one sequence against all of its keys so far, the first of a cache's `rows`.
+constexpr AttentionBlock continuation(const AttentionShape& s, int64_t begin, int64_t rows) {
+  return {.B = 1,
+          .Hq = s.Hq,
+          .Hkv = s.Hkv,
+          .D = s.D,
+          .queries = {s.T, 0, s.T},
+          .keys = {rows, 0, begin + s.T},
+          .offset = begin};
+}
+
+// Heads side by side in the rows of a matrix: head h of row t is at data + t * stride + h * D.
+template <class T>
+struct HeadRows {
+  T* data = nullptr;
+  int64_t stride = 0;
+};
+// What an attention kernel reads. Row i of the block's queries is row b * length + first + i of the matrix.
+template <class T>
+struct AttentionInputs {
+  HeadRows<const T> queries, keys, values;
+  const int32_t* positions;  // of all query rows, or nullptr: sequences are one document each
+};
+// What the forward writes: out and lse; or, if `sums` is set, it merges the block into sums, largest and total
+// (RunningAttention in ops_attention.h).
+template <class T, class A>
+struct AttentionOutputs {
+  HeadRows<T> out;
+  A* lse = nullptr;  // (B, Hq, queries.length), or nullptr: not wanted
+  HeadRows<A> sums = {};
+  A *largest = nullptr, *total = nullptr;  // (B, Hq, queries.length)
+};
+// What the backward writes: the gradients in the training dtype, or, if query_sums is set, it adds to sums.
+template <class T, class A>
+struct AttentionGradients {
+  HeadRows<T> queries, keys, values;
+  HeadRows<A> query_sums = {}, key_sums = {}, value_sums = {};
+};
+
+// The boxes of a tensor that copy_box() copies: element (i, j, k) is at begin + i * outer + j * inner + k.
+struct BoxStrides {
+  int64_t begin, outer, inner;
+};
+struct BoxSizes {
+  int64_t outer, inner, run;
+};
+
 enum class Turn : uint8_t { forward, backward };  // direction of the rotation by rotary positions
 
 // Which elements of a parameter a flat tensor has: those of a box of it (rows x columns, row by row) from element
