@@ -198,7 +198,7 @@ train_gpt: train_gpt.cu build/build_info.h | $(SHOW_CONFIG)
 
 # The collectives in the manner of nccl-tests.
 comm-bench: build/comm_bench $(if $(MPI_VERSION),build/mpi_bench)
-build/comm_bench build/mpi_bench: build/%: dev/comm/%.cpp dev/comm/forms.h llmc/dist/*.h | $(SHOW_CONFIG)
+build/comm_bench build/mpi_bench: build/%: dev/comm/%.cpp dev/comm/forms.h llmc/dist/*.h llmc/dist/comm/*.h | $(SHOW_CONFIG)
 	@mkdir -p $(@D)
 	$(CXX) $(call FLAGS_cpu,-O3) $< -o $@ $(LDFLAGS) $(LIBS)
 

@@ -6,7 +6,7 @@
 # 1. Folders are floors: a file in llmc/ includes files of its own floor and of the floors it stands on, as drawn in
 #    llmc/README.md. train_gpt.cu and the tests are on top and may include everything.
 # 2. Quoted includes are relative to llmc/ ("core/check.h"), without "..", and exist.
-# 3. Devices and libraries appear only in llmc/device, llmc/ops and the transports llmc/dist/comm_*: no other file has
+# 3. Devices and libraries appear only in llmc/device, llmc/ops and the transports llmc/dist/comm/comm_*: no other file has
 #    an #if on their macros or includes their headers.
 # 4. The transports are private to llmc/dist.
 # 5. No source has more than 400 lines, and no folder more than 20 files (llmc/ops/cuda may have more).
@@ -51,14 +51,14 @@ find "${code[@]}" -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -na
     is_test = path[1] == "test"
     here = path[1] == "llmc" ? path[2] : ""   # empty: train_gpt.cu and test/, which are on top
     if (here && !is_floor[here]) breach("llmc/" here " is not a floor; the floors, bottom to top: " order)
-    may_see_devices = is_test || FILENAME ~ /^llmc\/(device|ops)\// || FILENAME ~ /^llmc\/dist\/comm_/
+    may_see_devices = is_test || FILENAME ~ /^llmc\/(device|ops)\// || FILENAME ~ /^llmc\/dist\/comm\/comm_/
     continued = 0
   }
 
   # A condition may continue after a backslash.
   { is_condition = continued || /^[ \t]*#[ \t]*(if|ifdef|ifndef|elif)[^a-z]/; continued = is_condition && /\\$/ }
   is_condition && !may_see_devices && match($0, device_macro "[A-Z_0-9]*") {
-    breach("an #if on " substr($0, RSTART, RLENGTH) ": devices belong in llmc/device, llmc/ops and llmc/dist/comm_*")
+    breach("an #if on " substr($0, RSTART, RLENGTH) ": devices belong in llmc/device, llmc/ops and llmc/dist/comm/comm_*")
   }
 
   match($0, /^[ \t]*#[ \t]*include[ \t]*[<"][^>"]*/) {
@@ -67,7 +67,7 @@ find "${code[@]}" -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -na
     sub(/^[^<"]*[<"]/, "", target)
     if (target ~ device_header) {
       if (!may_see_devices)
-        breach("include of " target ": devices belong in llmc/device, llmc/ops and llmc/dist/comm_*")
+        breach("include of " target ": devices belong in llmc/device, llmc/ops and llmc/dist/comm/comm_*")
       next
     }
     if (!quoted || target == "build_info.h") next   # the latter is written by make
@@ -76,8 +76,8 @@ find "${code[@]}" -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -na
     there = path_there[1]
     if (is_floor[here] && is_floor[there] && !stands_on[here, there])
       breach("include of \"" target "\": " here " may not include " there "; the floors, bottom to top: " order)
-    if (target ~ /^dist\/comm_/ && !is_test && here != "dist")
-      breach("include of \"" target "\": the transports are private to llmc/dist; include \"dist/comm.h\"")
+    if (target ~ /^dist\/comm\/comm_/ && !is_test && here != "dist")
+      breach("include of \"" target "\": the transports are private to llmc/dist; include \"dist/comm/comm.h\"")
 
     exists = (getline line < ("llmc/" target)) >= 0
     close("llmc/" target)

@@ -1,12 +1,14 @@
 // data_parallel.h: one rank among all: its coordinates, its groups, and the streams on which gradients are reduced,
-// weights gathered and activations exchanged while the compute stream computes; and how data-parallel ranks shard.
+// weights gathered, activations exchanged and keys passed on while the compute stream computes; and how data-parallel
+// ranks shard.
 #pragma once
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "dist/comm.h"
+#include "dist/comm/comm.h"
+#include "dist/context_parallel.h"
 #include "dist/hooks.h"
 #include "dist/mesh.h"
 #include "dist/tensor_parallel.h"
@@ -33,7 +35,7 @@ enum class Holds : uint8_t { training_state, weights };
 struct ZeroConfig {
   int stage = 0;
   GradReduce grad_reduce = GradReduce::step;
-  int shards = 1, replicas = 1;
+  int shards = 1, replicas = 1;  // ranks of a shard group: data-parallel times context-parallel ones; copies of it
   bool reduce_by_stage = true;  // set_stage() sets grad_reduce
   Holds holds = Holds::training_state;
   bool master_weights = true;        // fp32 copies of bf16 weights; without them updates are rounded stochastically
@@ -56,49 +58,60 @@ struct ZeroConfig {
   int owners() const { return updates() == Updates::shard_owners ? shards : 1; }
 };
 
-// The mesh of a layout: tensor-parallel ranks are neighbours, with the fastest links.
-inline Mesh mesh_of(const ZeroConfig& zero, const TensorParallel& tensor = {}) {
-  return Mesh({{Axis::replicate, zero.replicas}, {Axis::shard, zero.shards}, {Axis::tp, tensor.ranks}});
+// The mesh of a layout: tensor-parallel ranks are neighbours, with the fastest links; context-parallel ranks come next.
+inline Mesh mesh_of(const ZeroConfig& zero, const TensorParallel& tensor = {}, const ContextParallel& context = {}) {
+  return Mesh({{Axis::replicate, zero.replicas},
+               {Axis::shard, exact_div(zero.shards, context.ranks, "ranks of a shard group over --cp")},
+               {Axis::cp, context.ranks},
+               {Axis::tp, tensor.ranks}});
 }
 
 struct DataParallel {
   using Join = std::function<std::unique_ptr<Comm>(const std::string& name, const std::vector<int>& members)>;
 
-  int rank, shard, replica, tensor_rank;
+  int rank, shard, replica, context_rank, tensor_rank;  // shard: its place in the shard group
   TensorParallel tensor;
-  Arena reduce_scratch, gather_scratch, exchange_scratch;
+  ContextParallel context;
+  Arena reduce_scratch, gather_scratch, exchange_scratch, context_scratch;
   Stream reduce_stream, gather_stream;
   std::unique_ptr<Stream> exchange_stream;  // with tensor.overlap; otherwise the compute stream does its work
+  std::unique_ptr<Stream> context_stream;   // with context parallelism: keys and values travel while others are used
   std::unique_ptr<Comm> gradients;          // the shard group, on reduce_stream
   std::unique_ptr<Comm> replicas;           // the ranks with the same shard, on reduce_stream
   std::unique_ptr<Comm> weights;            // the shard group, on gather_stream
   std::unique_ptr<Comm> activations;        // the tensor-parallel group, on the compute stream or exchange_stream
   std::unique_ptr<Comm> partial_gradients;  // the same ranks, on reduce_stream
   std::unique_ptr<Comm> head_gradients;     // those of them with the same key-value head, on reduce_stream
+  std::unique_ptr<Comm> keys_values;        // the context-parallel group, on context_stream
   std::unique_ptr<Comm> scalars;            // all ranks, on the compute stream
   std::unique_ptr<Comm> control;            // all ranks; only text, between the hosts
   std::unique_ptr<Comm> tensor_control;     // the tensor-parallel group; only text, between the hosts
   const Hooks& hooks;
 
   DataParallel(const Mesh& mesh, int rank_, const Device& device, const Join& join, const Hooks& hooks_ = no_hooks,
-               const TensorParallel& tensor_ = {})
+               const TensorParallel& tensor_ = {}, const ContextParallel& context_ = {})
       : rank(rank_),
-        shard(mesh.coordinate(rank_, Axis::shard)),
+        shard(mesh.coordinate(rank_, Axis::shard) * context_.ranks + mesh.coordinate(rank_, Axis::cp)),
         replica(mesh.coordinate(rank_, Axis::replicate)),
+        context_rank(mesh.coordinate(rank_, Axis::cp)),
         tensor_rank(mesh.coordinate(rank_, Axis::tp)),
         tensor(tensor_),
+        context(context_),
         reduce_scratch(device, scratch_bytes),
         gather_scratch(device, scratch_bytes),
         exchange_scratch(device, tensor.overlap ? scratch_bytes : 0),
+        context_scratch(device, context.ranks > 1 ? scratch_bytes : 0),
         reduce_stream(device, reduce_scratch),
         gather_stream(device, gather_scratch),
         exchange_stream(tensor.overlap ? std::make_unique<Stream>(device, exchange_scratch) : nullptr),
-        gradients(join("gradients", mesh.group(rank, {Axis::shard}))),
+        context_stream(context.ranks > 1 ? std::make_unique<Stream>(device, context_scratch) : nullptr),
+        gradients(join("gradients", mesh.group(rank, {Axis::shard, Axis::cp}))),
         replicas(join("replicas", mesh.group(rank, {Axis::replicate}))),
-        weights(join("weights", mesh.group(rank, {Axis::shard}))),
+        weights(join("weights", mesh.group(rank, {Axis::shard, Axis::cp}))),
         activations(join("activations", mesh.group(rank, {Axis::tp}))),
         partial_gradients(join("partial gradients", mesh.group(rank, {Axis::tp}))),
         head_gradients(join("head gradients", same_head(mesh))),
+        keys_values(join("keys and values", mesh.group(rank, {Axis::cp}))),
         scalars(join("scalars", everybody(mesh))),
         control(join("control", everybody(mesh))),
         tensor_control(join("tensor-parallel control", mesh.group(rank, {Axis::tp}))),
@@ -107,7 +120,7 @@ struct DataParallel {
   // The groups that move tensors.
   std::vector<Comm*> tensor_groups() const {
     return {gradients.get(),         replicas.get(),       weights.get(), activations.get(),
-            partial_gradients.get(), head_gradients.get(), scalars.get()};
+            partial_gradients.get(), head_gradients.get(), keys_values.get(), scalars.get()};
   }
   // Throws if an exchange between the ranks has failed; called while the host waits for a stream.
   void check() const {
@@ -116,10 +129,11 @@ struct DataParallel {
 
   int ranks() const { return scalars->size(); }
   bool first() const { return rank == 0; }
-  // Ranks that read different parts of a batch, and which of them this one is: those of a tensor-parallel group read
-  // the same.
-  int readers() const { return ranks() / tensor.ranks; }
-  int reader() const { return rank / tensor.ranks; }
+  // Groups of ranks that read different samples, and which of them this rank is in: tensor- and context-parallel ranks
+  // read the same.
+  int readers() const { return ranks() / (tensor.ranks * context.ranks); }
+  int reader() const { return rank / (tensor.ranks * context.ranks); }
+  bool first_of_reader() const { return tensor_rank == 0 && context_rank == 0; }
 
   // One chunk of the ring, in the widest dtype.
   static constexpr int64_t scratch_bytes = ring::chunk_elements * 8;
@@ -135,7 +149,7 @@ struct DataParallel {
 
  private:
   std::vector<int> everybody(const Mesh& mesh) const {
-    return mesh.group(rank, {Axis::replicate, Axis::shard, Axis::tp});
+    return mesh.group(rank, {Axis::replicate, Axis::shard, Axis::cp, Axis::tp});
   }
   // Ranks with the same key-value head follow one another.
   std::vector<int> same_head(const Mesh& mesh) const {

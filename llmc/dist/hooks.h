@@ -6,7 +6,7 @@
 #pragma once
 #include <memory>
 
-#include "dist/comm.h"
+#include "dist/comm/comm.h"
 #include "dist/params.h"
 #include "ops/ops.h"
 

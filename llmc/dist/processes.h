@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "dist/comm_mpi.h"
+#include "dist/comm/comm_mpi.h"
 #include "dist/world.h"
 #include "net/launch.h"
 #include "net/rendezvous.h"

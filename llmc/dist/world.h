@@ -10,9 +10,9 @@
 #include <utility>
 #include <vector>
 
-#include "dist/comm.h"
-#include "dist/comm_processes.h"
-#include "dist/comm_threads.h"
+#include "dist/comm/comm.h"
+#include "dist/comm/comm_processes.h"
+#include "dist/comm/comm_threads.h"
 #include "dist/hooks.h"
 #include "dist/mesh.h"
 #include "net/watchdog.h"

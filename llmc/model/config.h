@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "dist/context_parallel.h"
 #include "dist/tensor_parallel.h"
 #include "ops/ops_attention.h"
 
@@ -109,8 +110,11 @@ inline ModelConfig part_of(ModelConfig c, const TensorParallel& tp) {
   return c;
 }
 
+inline bool can_share_heads(const ModelConfig& c, int64_t ranks) {
+  return c.n_head % ranks == 0 && (c.n_kv_head % ranks == 0 || ranks % c.n_kv_head == 0);
+}
 inline bool can_share_out(const ModelConfig& c, int64_t ranks) {
-  return c.n_head % ranks == 0 && c.n_ffn % ranks == 0 && (c.n_kv_head % ranks == 0 || ranks % c.n_kv_head == 0);
+  return can_share_heads(c, ranks) && c.n_ffn % ranks == 0;
 }
 
 // Refuses a number of tensor-parallel ranks that cannot share this model out.
@@ -126,6 +130,19 @@ inline TensorParallel tensor_parallel(const ModelConfig& c, int64_t ranks, bool 
           .sequence = sequence,
           .overlap = overlap && ranks > 1,
           .head_copies = static_cast<int>(std::max<int64_t>(1, ranks / c.n_kv_head))};
+}
+
+// Refuses what context-parallel ranks cannot do with the heads of a tensor-parallel rank: ring and all-gather divide
+// rows alone, ulysses heads.
+inline ContextParallel context_parallel(const ModelConfig& c, const TensorParallel& tensor, int64_t ranks,
+                                        ContextAttention attention = ContextAttention::ring) {
+  const ModelConfig part = part_of(c, tensor);
+  if (attention == ContextAttention::ulysses)
+    CHECK(can_share_heads(part, ranks),
+          "--cp-attention ulysses with --cp {}: it must divide the {} query heads{}, and divide the {} key-value heads or "
+          "be a multiple of them: use another --cp, or --cp-attention ring",
+          ranks, part.n_head, tensor.ranks > 1 ? " of a tensor-parallel rank" : "", part.n_kv_head);
+  return {.ranks = static_cast<int>(ranks), .attention = attention};
 }
 
 // The parameters, with GPT-2's initialisation: normal 0.02, projections into the residual stream scaled by

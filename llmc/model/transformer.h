@@ -4,13 +4,15 @@
 //                       x2 = x1 + down(activation(up(norm2(x1))))         activation: GELU; SwiGLU of gate and up
 // config.h says which of these a model has. Sizes: N = B T rows, C channels, F feed-forward, Hq query heads, Hkv
 // key-value heads, D head size, V vocabulary (stored padded). With tensor parallelism Hq, Hkv, F and V are those of
-// this rank (part_of() in config.h), and the residual stream may have S of the N rows (dist/parallel.h).
+// this rank (part_of() in config.h), and the residual stream may have S of the N rows (dist/parallel.h). With context
+// parallelism a rank has N = B T / cp rows, some slices of each sequence (dist/context_attention.h).
 #pragma once
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "device/arena.h"
+#include "dist/context_attention.h"
 #include "dist/parallel.h"
 #include "dist/unit_state.h"
 #include "model/config.h"
@@ -28,24 +30,31 @@ enum class Documents : uint8_t { together, apart };
 
 // The inputs that all blocks share.
 struct Sequences {
-  BatchShape shape;
+  BatchShape shape;     // of what this rank has of them
   Tensor positions;     // (N) int32
   Tensor rotary_table;  // (positions, D); empty without rotary positions
   Documents documents = Documents::together;
-  Tensor boundaries() const { return documents == Documents::apart ? positions : Tensor{}; }  // for attention
+  ContextParallel context = {};
+  Tensor all_positions = {};  // of whole sequences, where attention needs them
+  Tensor boundaries() const {  // for attention
+    if (documents == Documents::together) return {};
+    return all_positions.empty() ? positions : all_positions;
+  }
 };
 
-// The inputs of a micro-batch on the device. Positions are an input, not an index: with Documents::apart they restart
-// at 0 in each document.
+// The inputs of a micro-batch on the device, of N rows. Positions are an input, not an index: they are those in the
+// whole sample, and with Documents::apart restart at 0 in each document.
 struct MicroBatch {
   Tensor tokens, targets, positions;  // (N) int32; with sequence parallelism padded to a multiple of the ranks
+  Tensor all_positions;               // of `all_rows` rows of whole sequences; an empty tensor if 0
   int64_t rows;                       // without the padding
-  MicroBatch(const BatchShape& s, const TensorParallel& tensor, Arena& arena) : rows(s.rows()) {
-    const int64_t N = tensor.by_rows() ? tensor.padded_rows(s.rows()) : s.rows();
-    auto input = [&](const char* name) { return arena.alloc("inputs", name, DType::int32, {N}); };
-    tokens = input("tokens");
-    targets = input("targets");
-    positions = input("positions");
+  MicroBatch(int64_t N, int64_t all_rows, const TensorParallel& tensor, Arena& arena) : rows(N) {
+    const int64_t padded = tensor.by_rows() ? tensor.padded_rows(N) : N;
+    auto input = [&](const char* name, int64_t n) { return arena.alloc("inputs", name, DType::int32, {n}); };
+    tokens = input("tokens", padded);
+    targets = input("targets", padded);
+    positions = input("positions", padded);
+    if (all_rows > 0) all_positions = input("positions of whole sequences", all_rows);
   }
 };
 
@@ -230,8 +239,7 @@ void block_interior(const BlockActivations& a, Tensor x, const GatheredRows& gat
 inline void block_interior(const BlockActivations& a, Tensor x, const GatheredRows& gathered, const UnitState& unit,
                            const ModelConfig& c, const Sequences& s, const parallel::Group& p) {
   auto attend = [&] {
-    attention_forward(a.attention, a.lse, a.heads, a.heads, s.boundaries(), whole_sequences(attention_shape(c, s.shape)),
-                      p.compute);
+    parallel::attention_forward(a.attention, a.lse, a.heads, s.boundaries(), attention_shape(c, s.shape), s.context, p);
   };
   block_interior(a, x, gathered, unit, c, s, attend, p);
 }
@@ -304,8 +312,7 @@ inline void block_backward(Tensor dx, const BlockActivations& a, Tensor x, const
   detail::norm_backward(dx, dbranch, a.middle, a.norm2_mean, a.norm2_rstd, "ln2", unit, c, Accumulate::yes, stream);
 
   row_backward(dattention, a.attention, "attn.proj");
-  attention_backward(dqkv, dqkv, dattention, a.attention, a.heads, a.heads, a.lse, s.boundaries(),
-                     whole_sequences(shape), Accumulate::no, stream);
+  parallel::attention_backward(dqkv, dattention, a.attention, a.heads, a.lse, s.boundaries(), shape, s.context, p);
   if (c.family.positions == Positions::rotary)
     rotary_embedding(dqkv, s.rotary_table, s.positions, shape, Turn::backward, stream);
   if (c.family.qk_norm)

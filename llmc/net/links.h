@@ -1,5 +1,5 @@
 // links.h: bytes between ranks of different processes. dist/ builds its collectives on it; the implementations are TCP
-// (tcp_links.h) and MPI (dist/comm_mpi.h).
+// (tcp_links.h) and MPI (dist/comm/comm_mpi.h).
 #pragma once
 #include <cstdint>
 #include <string>

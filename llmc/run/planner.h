@@ -37,7 +37,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   const Mesh mesh = config.mesh();
   Arena arena(device), scratch(device);
   Stream stream(device, scratch);
-  DataParallel dp(mesh, rank, device, DataParallel::null_groups(rank), no_hooks, config.tensor);
+  DataParallel dp(mesh, rank, device, DataParallel::null_groups(rank), no_hooks, config.tensor, config.context);
   Trainer trainer(config, {arena, stream, &dp});
   const BatchSource nothing = [](int64_t) { return HostBatch{}; };
   Plan plan;
@@ -69,7 +69,8 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   plan.scratch_bytes = scratch.high_water();
   plan.memory = arena.table();
   plan.memory.push_back({"op scratch", plan.scratch_bytes});
-  const int rings = config.tensor.overlap ? 3 : 2;  // streams that communicate beside the compute stream
+  // Streams that communicate beside the compute stream.
+  const int rings = 2 + config.tensor.overlap + (config.context.ranks > 1);
   if (dp.ranks() > 1) plan.memory.push_back({"ring chunks", rings * DataParallel::scratch_bytes});
   if (dp.ranks() > 1 && rank == 0 && config.zero.updates() == ZeroConfig::Updates::server)
     plan.others = std::make_shared<Plan>(make_plan(config, target, 1));

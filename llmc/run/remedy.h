@@ -71,9 +71,9 @@ class RemedySearch {
   }
 
   // On a CPU, one rank instead of several, which share its memory; on GPUs, twice as many and so on, as far as there
-  // are GPUs. Data-parallel ranks: --tp is kept.
+  // are GPUs. Data-parallel ranks: --tp and --cp are kept.
   std::vector<int> ranks_to_try() const {
-    const int asked = asked_.zero.ranks();
+    const int asked = asked_.readers();
     std::vector<int> all{asked};
     if (asked_.zero.holds == Holds::weights) return all;
     if (device_.computes_as() != DeviceKind::cuda) {
@@ -83,18 +83,18 @@ class RemedySearch {
     const int most = is_gpu_elsewhere(device_)                               ? 256 * asked_.ranks()
                      : device_.sharers == 1 && options_.place.processes == 1 ? visible_gpus().count
                                                                              : 0;
-    for (int ranks = 2 * asked; ranks * asked_.tensor.ranks <= std::min(most, 1024); ranks *= 2) all.push_back(ranks);
+    for (int ranks = 2 * asked; ranks * asked_.tensor.ranks * asked_.context.ranks <= std::min(most, 1024); ranks *= 2) all.push_back(ranks);
     return all;
   }
 
   // None: the sequences of a step cannot be dealt out to so many ranks.
   std::optional<StepConfig> with_ranks(StepConfig step, int ranks) const {
-    const int asked = step.zero.ranks();
+    const int asked = step.readers();
     if (ranks == asked) return step;
     const int64_t sequences = step.batch.B * step.micro_batches * asked;
     if (sequences % ranks != 0) return std::nullopt;
     if (ranks % step.zero.replicas != 0) step.zero.replicas = 1;
-    step.zero.shards = ranks / step.zero.replicas;
+    step.zero.shards = ranks * step.context.ranks / step.zero.replicas;
     step.batch.B = std::min(step.batch.B, sequences / ranks);
     while (sequences / ranks % step.batch.B != 0) --step.batch.B;
     step.micro_batches = sequences / ranks / step.batch.B;
@@ -103,8 +103,8 @@ class RemedySearch {
 
   Device device_for(const StepConfig& step) const {
     Device device = device_;
-    if (device.computes_as() == DeviceKind::cuda || step.zero.ranks() == asked_.zero.ranks()) return device;
-    const int ranks = step.tensor.ranks;  // of the one data-parallel rank
+    if (device.computes_as() == DeviceKind::cuda || step.ranks() == asked_.ranks()) return device;
+    const int ranks = step.ranks();  // of the one data-parallel rank
     device.threads = std::max(1, device.threads * device.sharers / ranks);
     device.sharers = ranks;
     return device;
@@ -181,9 +181,11 @@ class RemedySearch {
     if (begun_ == Begun::yes || asked_.zero.holds == Holds::weights) return std::nullopt;
     const std::optional<Remedy> least = least_;  // with the sequences asked for
     StepConfig step = asked_;
-    step.batch.T = 1;
+    const int64_t least_T = step.context.slices();
+    step.batch.T = least_T;
     std::optional<Remedy> found = cheapest(step);
-    for (step.batch.T = asked_.batch.T / 2; found && step.batch.T > 1; step.batch.T /= 2)
+    for (step.batch.T = asked_.batch.T / 2; found && step.batch.T > least_T && step.batch.T % least_T == 0;
+         step.batch.T /= 2)
       if (std::optional<Remedy> longer = cheapest(step)) {
         found = std::move(longer);
         break;
@@ -266,7 +268,7 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
                      price_text(step, plan, *found));
   const Remedy& least = *search.least();
   StepConfig changed = least.step;  // was planned with few micro-batches
-  changed.micro_batches = step.tokens() / (changed.batch.rows() * changed.zero.ranks());
+  changed.micro_batches = step.tokens() / (changed.batch.rows() * changed.readers());
   const std::string change = change_text(step, changed);
   return formatted("does not fit into {}, nor does what was tried on paper{}: use a smaller --model, or a larger {}",
                    what,

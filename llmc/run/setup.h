@@ -43,11 +43,11 @@ inline Device choose_device(const Options& o) {
   return device;
 }
 
-// One per visible GPU; as few as --tp allows on a CPU, one in modes that use one rank.
+// One per visible GPU; as few as --tp and --cp allow on a CPU, one in modes that use one rank.
 inline int64_t default_ranks(const Options& o) {
   if (o.generate || o.verify_data) return 1;
   const int64_t gpus = o.device == "cpu" ? 0 : visible_gpus().count;
-  return std::max(o.tp, gpus);
+  return std::max(o.tp * o.cp, gpus);
 }
 
 inline ModelConfig choose_model(const Options& o) {
@@ -125,6 +125,7 @@ inline StepConfig choose_step(const Options& o) {
   CHECK(o.seq_len <= step.model.n_positions, "--seq-len {} exceeds the {} positions of --model {}: use at most {}",
         o.seq_len, step.model.n_positions, o.model, step.model.n_positions);
   step.tensor = tensor_parallel(step.model, o.tp, o.sequence_parallel == "on", o.tp_overlap);
+  step.context = context_parallel(step.model, step.tensor, o.cp, context_attention_from_name(o.cp_attention));
   if (o.total_batch_size)
     step.micro_batches = *o.total_batch_size / (step.batch.rows() * step.readers());  // validated with the options
   step.head_chunks = o.head_chunks;

@@ -2,6 +2,8 @@
 // its activations, and the key-value cache of a text that is being generated; and what a pass over a list of actions is
 // for.
 #pragma once
+#include <algorithm>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -21,11 +23,12 @@ struct Slot {
   std::vector<ChunkActivations> chunks;
   Tensor gradient;  // (S, C) of the residual stream, passed from chunk to chunk in the backward
 
-  // `shared`: the activations that are recomputed, one set for all blocks and slots.
-  Slot(const StepConfig& config, const std::vector<Chunk>& of_chunks, const BatchShape& shape, Purpose purpose,
+  // all: the shape of the micro-batch; `shared`: the activations that are recomputed, one set for all blocks and slots.
+  Slot(const StepConfig& config, const std::vector<Chunk>& of_chunks, const BatchShape& all, Purpose purpose,
        const BlockActivations& shared, Arena& arena)
-      : inputs(shape, config.tensor, arena) {
+      : inputs(config.share(all, purpose).rows(), config.all_position_rows(all, purpose), config.tensor, arena) {
     const ModelConfig model = config.part();
+    const BatchShape shape = config.share(all, purpose);
     const Shape stream_shape{config.tensor.stream_rows(shape.rows()), model.n_embd};
     for (const Chunk& chunk : of_chunks) {
       ChunkActivations& acts = chunks.emplace_back();
@@ -49,52 +52,70 @@ struct Slot {
   }
 };
 
-// Uploads inputs to the device. On a GPU they are copied to two buffers in turn, while the previous micro-batch is
-// being computed.
+// Uploads inputs to the device: of each sequence what this rank has. On a GPU they are copied to two buffers in turn,
+// while the previous micro-batch is being computed.
 class Uploads {
  public:
-  Uploads(const BatchShape& shape, const TensorParallel& tensor, const Context& context) {
-    if (context.compute.device().computes_as() == DeviceKind::cuda)
-      for (int i = 0; i < 2; ++i) arriving_.emplace_back(shape, tensor, context.arena);
-    if (context.copies != nullptr) context.copies->reserve_uploads(arriving_[0].inputs.tokens.size_bytes());
+  Uploads(const StepConfig& config, const Context& context) : config_(config) {
+    if (context.compute.device().computes_as() == DeviceKind::cuda) {
+      const BatchShape step = config.share(config.batch, Purpose::train), text{1, config.batch.T};
+      for (int i = 0; i < 2; ++i)
+        arriving_.emplace_back(std::max(step.rows(), text.rows()),
+                               config.all_position_rows(config.batch, Purpose::train), config.tensor, context.arena);
+    }
+    if (context.copies != nullptr)
+      context.copies->reserve_uploads(
+          std::max(arriving_[0].inputs.tokens.size_bytes(), arriving_[0].inputs.all_positions.size_bytes()));
   }
 
-  void upload_batch(const MicroBatch& to, HostBatch from, const Context& context) {
-    Stream& compute = context.compute;
+  // from: (B T) of each kind, of the shape `all`; `context_rank`: of this rank
+  void upload_batch(const MicroBatch& to, HostBatch from, const BatchShape& all, Purpose purpose, int context_rank,
+                    const Context& context) {
+    const bool on_paper = context.compute.device().kind == DeviceKind::null;
     const size_t padded = static_cast<size_t>(to.tokens.numel());
+    std::vector<int32_t> all_positions;
+    if (!to.all_positions.empty()) all_positions = from.positions;
     for (std::vector<int32_t>* ids : {&from.tokens, &from.targets, &from.positions}) {
-      CHECK(compute.device().kind == DeviceKind::null || static_cast<int64_t>(ids->size()) == to.rows,
-            "a micro-batch has {} tokens, expected {}", ids->size(), to.rows);
+      CHECK(on_paper || static_cast<int64_t>(ids->size()) == all.rows(), "a micro-batch has {} tokens, expected {}",
+            ids->size(), all.rows());
+      if (!on_paper) *ids = config_.context_for(purpose).share_of(std::move(*ids), all.T, context_rank);
       ids->resize(padded, ids == &from.targets ? -1 : 0);  // padding has no targets
     }
+    if (on_paper) all_positions.resize(static_cast<size_t>(to.all_positions.numel()));
+    const std::vector<std::tuple<Tensor, Tensor MicroBatch::*, std::vector<int32_t>*>> inputs = {
+        {to.tokens, &MicroBatch::tokens, &from.tokens},
+        {to.targets, &MicroBatch::targets, &from.targets},
+        {to.positions, &MicroBatch::positions, &from.positions},
+        {to.all_positions, &MicroBatch::all_positions, &all_positions}};
     if (context.copies == nullptr) {
-      upload(to.tokens, std::move(from.tokens), compute);
-      upload(to.targets, std::move(from.targets), compute);
-      upload(to.positions, std::move(from.positions), compute);
+      for (const auto& [tensor, which, ids] : inputs)
+        if (!tensor.empty()) upload(tensor, std::move(*ids), context.compute);
       return;
     }
     Arriving& next = arriving_[static_cast<size_t>(uploads_++ % 2)];
     Stream& copies = *context.copies;
-    auto first_rows = [&](const Tensor& t) { return t.slice(0, to.tokens.shape); };
+    auto arriving = [&](const Tensor& tensor, Tensor MicroBatch::*which) {
+      return (next.inputs.*which).slice(0, tensor.shape);
+    };
     copies.wait(next.free);
-    upload(first_rows(next.inputs.tokens), std::move(from.tokens), copies);
-    upload(first_rows(next.inputs.targets), std::move(from.targets), copies);
-    upload(first_rows(next.inputs.positions), std::move(from.positions), copies);
-    compute.wait(copies.record());
-    copy(to.tokens, first_rows(next.inputs.tokens), compute);
-    copy(to.targets, first_rows(next.inputs.targets), compute);
-    copy(to.positions, first_rows(next.inputs.positions), compute);
-    next.free = compute.record();
+    for (const auto& [tensor, which, ids] : inputs)
+      if (!tensor.empty()) upload(arriving(tensor, which), std::move(*ids), copies);
+    context.compute.wait(copies.record());
+    for (const auto& [tensor, which, ids] : inputs)
+      if (!tensor.empty()) copy(tensor, arriving(tensor, which), context.compute);
+    next.free = context.compute.record();
   }
 
  private:
   struct Arriving {
     MicroBatch inputs;
     Event free;
-    Arriving(const BatchShape& shape, const TensorParallel& tensor, Arena& arena) : inputs(shape, tensor, arena) {
+    Arriving(int64_t rows, int64_t all_rows, const TensorParallel& tensor, Arena& arena)
+        : inputs(rows, all_rows, tensor, arena) {
       free.signal();
     }
   };
+  const StepConfig& config_;
   std::vector<Arriving> arriving_;  // of a GPU
   int64_t uploads_ = 0;
 };

@@ -22,7 +22,7 @@ class Interpreter {
         context_(context),
         state_(state),
         stage_(stage),
-        uploads_(config.batch, config.tensor, context) {}
+        uploads_(config, context) {}
 
   // Enqueues all actions on the compute stream. `batches`: the inputs of each micro-batch.
   void run(const std::vector<Action>& actions, const Pass& pass, const BatchSource& batches) {
@@ -33,7 +33,8 @@ class Interpreter {
       const Slot& slot = slots[static_cast<size_t>(action.micro_batch) % slots.size()];
       micro_batch_ = action.micro_batch;
       if (action.kind == ActionKind::forward && stage_.chunk(action.chunk).has_embedding)
-        uploads_.upload_batch(slot.inputs, batches(action.micro_batch), context_);
+        uploads_.upload_batch(slot.inputs, batches(action.micro_batch), pass.shape, pass.purpose,
+                              state_.dp().context_rank, context_);
       auto enqueue = [&] { dispatch(action, slot, pass); };
       if (replayable(action, pass))
         context_.compute.replayed(replays_[{action.kind, action.chunk, slot.inputs.tokens.bytes}], enqueue);
@@ -60,7 +61,8 @@ class Interpreter {
   std::vector<Slot> make_slots(const std::vector<Action>& actions, const Pass& pass) const {
     const int64_t in_flight = pass.purpose == Purpose::train ? micro_batches_in_flight(actions) : 1;
     const BlockActivations shared = BlockActivations::recomputed(
-        config_.part(), pass.shape, config_.tensor, config_.dtype, config_.recompute_for(pass.purpose), context_.arena);
+        config_.part(), config_.share(pass.shape, pass.purpose), config_.tensor, config_.dtype,
+        config_.recompute_for(pass.purpose), context_.arena);
     std::vector<Slot> slots;
     for (int64_t i = 0; i < in_flight; ++i)
       slots.emplace_back(config_, stage_.chunks(), pass.shape, pass.purpose, shared, context_.arena);
@@ -80,8 +82,8 @@ class Interpreter {
   // or they for it, nor where it exchanges activations.
   bool replayable(const Action& action, const Pass& pass) const {
     if (pass.purpose != Purpose::train || pass.launch == Launch::enqueue) return false;
-    if (config_.zero.stage == 3 || config_.zero.grad_reduce == GradReduce::micro || config_.tensor.ranks > 1)
-      return false;
+    if (config_.zero.stage == 3 || config_.zero.grad_reduce == GradReduce::micro) return false;
+    if (config_.tensor.ranks > 1 || config_.context.ranks > 1) return false;
     const bool reduces = action.kind == ActionKind::backward && is_last(action) && config_.zero.ranks() > 1;
     return !reduces;
   }

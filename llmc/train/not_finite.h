@@ -69,8 +69,9 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
     if (std::string_view(op) != "zero") ++writes;  // padding is zeroed at different places on different ranks
     if (found || all_finite(t, stream)) return;
     found = NotFinite{t.name, op, trainer.place().what, trainer.place().micro_batch, writes, {}};
-    const int64_t B = config.batch.B, each = t.numel() / B;  // elements per sequence, if it has all rows or sequences
-    if (detail::is_gradient(trainer.state(), t) || (t.shape[0] != config.batch.rows() && t.shape[0] != B)) return;
+    const int64_t B = config.batch.B, rows = config.share(config.batch, Purpose::train).rows();
+    const int64_t each = t.numel() / B;  // elements per sequence, if it has all rows or sequences
+    if (detail::is_gradient(trainer.state(), t) || (t.shape[0] != rows && t.shape[0] != B)) return;
     for (int64_t b = 0; b < B; ++b)
       if (!all_finite(t.slice(b * each, {each}), stream)) found->sequences.push_back(b);
   });

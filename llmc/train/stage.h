@@ -111,8 +111,13 @@ class Stage {
 
   // What the blocks need besides their weights; a generated text is one document.
   Sequences sequences(const Slot& slot, const Pass& pass) const {
-    return {pass.shape, slot.inputs.positions.slice(0, {pass.shape.rows()}), rotary_table_,
-            pass.purpose == Purpose::generate ? Documents::together : config_.documents};
+    const BatchShape mine = config_.share(pass.shape, pass.purpose);
+    return {mine,
+            slot.inputs.positions.slice(0, {mine.rows()}),
+            rotary_table_,
+            pass.purpose == Purpose::generate ? Documents::together : config_.documents,
+            config_.context_for(pass.purpose),
+            slot.inputs.all_positions};
   }
 
   // ---- Forward -----------------------------------------------------------------------------------------------------
@@ -144,8 +149,12 @@ class Stage {
   // Adds the losses of x (S, C) to the sum, and passes those of every row to pass.row_losses if it is set.
   void evaluate_head(const Tensor& x, const UnitState& head_state, const UnitState& embedding, const Slot& slot,
                      const Pass& pass, int64_t micro_batch) {
-    const int64_t R = pass.shape.rows();
-    const auto losses = std::make_shared<std::vector<float>>(pass.row_losses ? static_cast<size_t>(R) : 0);
+    const int64_t R = config_.share(pass.shape, pass.purpose).rows();
+    const auto losses =
+        std::make_shared<std::vector<float>>(pass.row_losses ? static_cast<size_t>(pass.shape.rows()) : 0);
+    const auto row_of_all = [context = config_.context, T = pass.shape.T, rank = state_.dp().context_rank](int64_t row) {
+      return static_cast<size_t>(context.row_of_all(row, T, rank));
+    };
     for_head_chunks(
         x, slot,
         [&](const HeadActivations& head, const Tensor& part, const Tensor& targets, const std::vector<Range>& rows) {
@@ -154,11 +163,12 @@ class Stage {
           if (!pass.row_losses) return;
           const bool last = rows[0].end() == x.shape[0];
           download(head.losses, context_.compute,
-                   [losses, rows, R, last, micro_batch, report = pass.row_losses](const std::vector<float>& of_part) {
+                   [losses, rows, R, last, micro_batch, row_of_all,
+                    report = pass.row_losses](const std::vector<float>& of_part) {
                      auto from = of_part.begin();
                      for (const Range& range : rows)
                        for (int64_t row = range.begin; row < range.end(); ++row, ++from)
-                         if (row < R) (*losses)[static_cast<size_t>(row)] = *from;
+                         if (row < R) (*losses)[row_of_all(row)] = *from;
                      if (last) report(micro_batch, *losses);
                    });
         });

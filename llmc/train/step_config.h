@@ -32,14 +32,16 @@ struct StepConfig {
   Recompute recompute = Recompute::none;
   ZeroConfig zero = {};
   TensorParallel tensor = {};  // made by tensor_parallel()
+  ContextParallel context = {};
   int64_t head_chunks =
       0;  // parts of a micro-batch that the head takes one after another; 0: as few as head_rows() allows
   bool generates = true;  // plan memory for a text and its key-value cache
   Documents documents = Documents::together;
 
-  Mesh mesh() const { return mesh_of(zero, tensor); }
+  Mesh mesh() const { return mesh_of(zero, tensor, context); }
   int ranks() const { return zero.ranks() * tensor.ranks; }
-  int readers() const { return zero.ranks(); }  // ranks, or groups of tensor-parallel ranks, with samples of their own
+  // Ranks, or groups of tensor- and context-parallel ranks, with samples of their own.
+  int readers() const { return zero.ranks() / context.ranks; }
   // The shape of what one rank computes.
   ModelConfig part() const { return part_of(model, tensor); }
 
@@ -52,19 +54,34 @@ struct StepConfig {
         head_chunks > 0 ? std::min(head_chunks, S) : ceil_div(logits_rows * row_bytes, int64_t{1} << 30);
     return ceil_div(S, chunks);
   }
+  // A text that is generated is not divided: every context-parallel rank computes all of it.
+  ContextParallel context_for(Purpose purpose) const {
+    return purpose == Purpose::generate ? ContextParallel{} : context;
+  }
+  // What a rank has of a micro-batch.
+  BatchShape share(const BatchShape& all, Purpose purpose) const {
+    return {all.B, context_for(purpose).share(all.T)};
+  }
+  // Rows of whole sequences whose positions a rank needs.
+  int64_t all_position_rows(const BatchShape& all, Purpose purpose) const {
+    const ContextParallel c = context_for(purpose);
+    const bool needed = c.ranks > 1 && c.attention == ContextAttention::ulysses && documents == Documents::apart;
+    return needed ? all.rows() : 0;
+  }
   // A forward without a backward keeps as little as if all of it were recomputed.
   Recompute recompute_for(Purpose purpose) const { return purpose == Purpose::train ? recompute : Recompute::block; }
   int64_t tokens() const { return batch.rows() * micro_batches * readers(); }  // of one step, over all ranks
 };
 
-// One micro-batch of token ids on the host, each (B T).
+// One micro-batch of token ids on the host, of whole sequences, each (B T).
 struct HostBatch {
   std::vector<int32_t> tokens, targets, positions;
 };
 
 using BatchSource = std::function<HostBatch(int64_t micro_batch)>;
 
-// Receives the loss of every row (N) of a micro-batch of this rank; called on the stream.
+// Receives the loss of every row (B T) of a micro-batch of this rank, 0 where a context-parallel rank beside it has the
+// row; called on the stream.
 using RowLosses = std::function<void(int64_t micro_batch, std::span<const float> losses)>;
 
 struct StepResult {

@@ -38,9 +38,10 @@ class Trainer {
         interpreter_(config_, context_, state_, stage_) {
     CHECK(dp_.ranks() == config.ranks() && dp_.tensor.ranks == config.tensor.ranks);
     CHECK(config.zero.stage >= 0 && config.zero.stage <= 3);
+    CHECK(dp_.context.ranks == config.context.ranks && config.batch.T % config.context.slices() == 0);
     CHECK(config.tensor.head_copies == tensor_parallel(config.model, config.tensor.ranks).head_copies);
     CHECK(config.zero.sync == DpSync::all_reduce ||
-          (config.zero.stage == 0 && config.zero.replicas == 1 && config.tensor.ranks == 1));
+          (config.zero.stage == 0 && config.zero.replicas == 1 && config.tensor.ranks * config.context.ranks == 1));
     zero(control_, context_.compute);
   }
   Trainer(const Trainer&) = delete;
@@ -91,15 +92,16 @@ class Trainer {
   // ---- Evaluation --------------------------------------------------------------------------------------------------
 
   // Mean loss over `targets` tokens, forward only. `micro_batches`: of each rank, the same number on all. Rows whose
-  // target is -1 do not count. `T`: tokens in a sequence, a power of two below the step's; none: the step's.
+  // target is -1 do not count. `T`: tokens in a sequence, at most the step's; none: the step's. Context-parallel ranks pad them.
   double evaluate(int64_t micro_batches, int64_t targets, const BatchSource& batches, const RowLosses& row_losses = {},
                   std::optional<int64_t> T = std::nullopt) {
     const Settle settle{context_.compute};  // row_losses may refer to what lives only as long as this call
-    run(forward_only(config_.chunks, micro_batches),
-        {.purpose = Purpose::evaluate,
-         .shape = {config_.batch.B, T.value_or(config_.batch.T)},
-         .row_losses = row_losses},
-        batches);
+    const BatchShape asked{config_.batch.B, T.value_or(config_.batch.T)};
+    const BatchShape shape{asked.B, config_.context.padded(asked.T)};
+    const Pass pass{.purpose = Purpose::evaluate, .shape = shape, .row_losses = row_losses};
+    const std::vector<Action> actions = forward_only(config_.chunks, micro_batches);
+    if (shape.T == asked.T) run(actions, pass, batches);
+    else evaluate_padded(actions, pass, asked, batches);
     combine();
     context_.compute.synchronize();
     const bool on_paper = context_.compute.device().kind == DeviceKind::null;
@@ -143,6 +145,36 @@ class Trainer {
       }
     }
   };
+
+  // Of sequences shorter than pass.shape's: what is added at their ends has no targets.
+  void evaluate_padded(const std::vector<Action>& actions, Pass pass, const BatchShape& shape,
+                       const BatchSource& batches) {
+    const int64_t T = pass.shape.T;
+    auto padded = [&](const std::vector<int32_t>& ids, auto&& padding) {
+      std::vector<int32_t> all;
+      for (int64_t b = 0; b < shape.B; ++b)
+        for (int64_t t = 0; t < T; ++t)
+          all.push_back(t < shape.T ? ids[static_cast<size_t>(b * shape.T + t)] : padding(t));
+      return all;
+    };
+    if (pass.row_losses)
+      pass.row_losses = [report = pass.row_losses, shape, T](int64_t micro_batch, std::span<const float> losses) {
+        std::vector<float> asked;
+        for (int64_t b = 0; b < shape.B; ++b) {
+          const auto row = losses.begin() + b * T;
+          asked.insert(asked.end(), row, row + shape.T);
+        }
+        report(micro_batch, asked);
+      };
+    run(actions, pass, [&](int64_t m) {
+      HostBatch batch = batches(m);
+      if (batch.tokens.empty()) return batch;  // on paper
+      batch.tokens = padded(batch.tokens, [](int64_t) { return 0; });
+      batch.targets = padded(batch.targets, [](int64_t) { return -1; });
+      batch.positions = padded(batch.positions, [](int64_t t) { return static_cast<int32_t>(t); });
+      return batch;
+    });
+  }
 
   // One sequence, which follows the rows in the cache if there is one, up to the logits of one of its rows.
   void forward_text(std::span<const int32_t> tokens, KeyValueCache* cache, int64_t logits_row) {

@@ -3,7 +3,7 @@
 
 #include "catch2.h"
 #include "dist/group_check.h"
-#include "dist/ring.h"
+#include "dist/comm/ring.h"
 #include "helpers.h"
 #include "run/ranks.h"
 

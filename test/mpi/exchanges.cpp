@@ -18,7 +18,7 @@
 #include <thread>
 #include <vector>
 
-#include "dist/comm_mpi.h"
+#include "dist/comm/comm_mpi.h"
 
 using namespace llmc;
 

@@ -178,7 +178,7 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"--use-distributed-optimizer", "--zero-stage 1", ""},
         {"--tensor-model-parallel-size", "--tp", ""},
         {"--pipeline-model-parallel-size", "", not_built},
-        {"--context-parallel-size", "", not_built},
+        {"--context-parallel-size", "--cp", ""},
         {"--expert-model-parallel-size", "", not_built},
         {"--sequence-parallel", "--sequence-parallel", "on or off; on by default"},
         {"--num-experts", "", not_built}}},

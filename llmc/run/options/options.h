@@ -58,8 +58,8 @@ struct Options {
   std::optional<double> memory_limit;  // GiB; none: what the machine has
   std::string schedule = "1f1b";
   int64_t local_ranks = 0, zero_stage = 0, dp_replicate = 1;
-  int64_t tp = 1;
-  std::string sequence_parallel = "on";
+  int64_t tp = 1, cp = 1;
+  std::string sequence_parallel = "on", cp_attention = "ring";
   bool tp_overlap = false;
   std::string dp_sync = "all-reduce", grad_reduce = "auto";
   std::string device = "auto", comm = "auto", attention = "own";
@@ -244,10 +244,16 @@ void visit_options(O& o, Visitor&& visit) {
         "instead of all: less memory, a quarter more traffic");
   visit("--tp-overlap", "", o.tp_overlap, Limits{}, free,
         "with --tp, exchange one piece of a product while another is computed; the same numbers");
+  visit("--cp", "", o.cp, between(1, 1 << 10), warn,
+        "context parallelism: ranks that share every sequence, for long ones: each has two of 2 N equal slices, an early "
+        "and a late one, so that all do the same work; 2 N must divide --seq-len; generated text is not divided");
+  visit("--cp-attention", "", o.cp_attention, one_of({"ring", "all-gather", "ulysses"}), warn,
+        "with --cp, how queries meet the keys of other ranks: ring: keys and values go round while they are computed "
+        "with; all-gather: every rank gathers them all; ulysses: each rank computes some heads of whole sequences");
   visit("Machine");
   visit("--local-ranks", "", o.local_ranks, between(0, 1024), warn,
-        "ranks as threads of this process; those of a --tp group share a --batch-size, others have their own; 0: one "
-        "if there are several processes; otherwise one per visible GPU, --tp on a CPU");
+        "ranks as threads of this process; those of a --tp and --cp group share a --batch-size, others have their own; "
+        "0: one if there are several processes; otherwise one per visible GPU, --tp times --cp on a CPU");
   visit("--comm", "", o.comm, one_of({"auto", "threads", "mpi", "tcp", "nccl"}), warn,
         "transport between ranks; auto: NCCL if every rank has its own GPU; otherwise memory within a process, and MPI "
         "between processes that mpirun has started, TCP between others");

@@ -161,22 +161,31 @@ inline void check_limits(Options& o) {
                        }});
 }
 
+// The multiple of n, at least one of it, that is nearest to x.
+inline int64_t nearest_multiple(int64_t x, int64_t n) { return std::max<int64_t>(1, (x + n / 2) / n) * n; }
+
 // How the ranks share a step.
 inline void validate_layout(const Options& o) {
-  CHECK(
-      o.ranks % o.tp == 0,
-      "--tp {} needs a multiple of {} ranks, and there are {}: change --local-ranks, the number of processes, or --tp",
-      o.tp, o.tp, o.ranks);
-  const int64_t readers = o.ranks / o.tp;
+  const int64_t together = o.tp * o.cp, readers = o.ranks / together;
+  const std::string group = o.cp == 1 ? "--tp" : o.tp == 1 ? "--cp" : "--tp and --cp";
+  CHECK(o.ranks % together == 0,
+        "{}{}{} needs a multiple of {} ranks, and there are {}: change --local-ranks, the number of processes, or {}",
+        o.tp > 1 ? formatted("--tp {}", o.tp) : "", o.tp > 1 && o.cp > 1 ? " with " : "",
+        o.cp > 1 ? formatted("--cp {}", o.cp) : "", together, o.ranks, group);
   CHECK(readers % o.dp_replicate == 0, "--dp-replicate {} does not divide the {} {}", o.dp_replicate, readers,
-        o.tp == 1 ? "ranks" : "data-parallel ranks, each of which is a group of --tp");
+        together == 1 ? "ranks" : "data-parallel ranks, each of which is a group of " + group);
+  CHECK(o.cp == 1 || o.seq_len % (2 * o.cp) == 0,
+        "--cp {} cuts sequences into {} equal slices, and --seq-len {} cannot be: use {}, or another --cp", o.cp,
+        2 * o.cp, o.seq_len, nearest_multiple(o.seq_len, 2 * o.cp));
+  CHECK(o.cp_attention == "ring" || o.cp > 1,
+        "--cp-attention {}: there is nothing to share with --cp 1; leave it out, or raise --cp", o.cp_attention);
   CHECK(o.sequence_parallel == "on" || o.tp > 1,
         "--sequence-parallel off: there is no other with --tp 1; leave it out, or raise --tp");
   CHECK(!o.tp_overlap || o.tp > 1,
         "--tp-overlap: there is nothing to overlap with --tp 1; leave it out, or raise --tp");
   if (o.dp_sync != "all-reduce") {
-    CHECK(o.tp == 1, "--dp-sync {} with --tp {}: servers are for data parallelism alone: use --dp-sync all-reduce",
-          o.dp_sync, o.tp);
+    CHECK(together == 1, "--dp-sync {} with {} {}: servers are for data parallelism alone: use --dp-sync all-reduce",
+          o.dp_sync, o.tp > 1 ? "--tp" : "--cp", o.tp > 1 ? o.tp : o.cp);
     CHECK(o.zero_stage == 0,
           "--dp-sync {} with --zero-stage {}: servers are for stage 0, and hold the optimizer state already: leave out "
           "--zero-stage, or use --dp-sync all-reduce",
@@ -190,7 +199,8 @@ inline void validate_layout(const Options& o) {
   CHECK(!o.total_batch_size || *o.total_batch_size % micro == 0,
         "--total-batch-size {} is not a multiple of --batch-size {} x --seq-len {} x {} {} = {} tokens: use {}, or "
         "another --batch-size",
-        *o.total_batch_size, o.batch_size, o.seq_len, readers, o.tp == 1 ? "rank(s)" : "group(s) of --tp ranks", micro,
+        *o.total_batch_size, o.batch_size, o.seq_len, readers,
+        together == 1 ? "rank(s)" : "group(s) of " + group + " ranks", micro,
         std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
 }
 

@@ -1,4 +1,4 @@
-// NCCL's collectives as the trainer calls them (dist/comm_nccl.h), between processes: that peers die or never come, and
+// NCCL's collectives as the trainer calls them (dist/comm/comm_nccl.h), between processes: that peers die or never come, and
 // that an abort comes from another thread.
 #include <future>
 

@@ -20,7 +20,7 @@
 #include <string>
 #include <vector>
 
-#include "dist/ring.h"
+#include "dist/comm/ring.h"
 
 namespace llmc {
 

@@ -11,9 +11,9 @@
 
 #include "device/arena.h"
 #include "device/device.h"
-#include "dist/comm_nccl.h"
-#include "dist/ring.h"
-#include "dist/server.h"
+#include "dist/comm/comm_nccl.h"
+#include "dist/comm/ring.h"
+#include "dist/comm/server.h"
 #include "net/board.h"
 
 namespace llmc {

@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "dist/ring.h"
+#include "dist/comm/ring.h"
 
 namespace llmc {
 

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "dist/ring.h"
+#include "dist/comm/ring.h"
 #ifdef TRAIN_GPT_NCCL
 #include <nccl.h>
 #endif

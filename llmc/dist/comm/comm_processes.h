@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "dist/comm_threads.h"
+#include "dist/comm/comm_threads.h"
 #include "net/links.h"
 
 namespace llmc {

@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "core/check.h"
-#include "dist/comm_mpi_thread.h"
+#include "dist/comm/comm_mpi_thread.h"
 #include "net/launch.h"
 #include "net/links.h"
 

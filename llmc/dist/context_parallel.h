@@ -1,0 +1,62 @@
+// context_parallel.h: how context parallelism divides a sequence among the ranks of a group, so that each has the same
+// causal work: into 2 P equal slices, of which rank r has slices r and 2 P - 1 - r (Llama Team 2024). Pure functions;
+// attention over the group is in context_attention.h.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "dist/params.h"
+
+namespace llmc {
+
+// How a rank's queries meet the keys and values of the others.
+enum class ContextAttention : uint8_t {
+  ring,        // keys and values go round while they are computed with (Liu et al. 2023)
+  all_gather,  // every rank gathers them all (Llama Team 2024)
+  ulysses,     // each rank computes some heads of whole sequences (Jacobs et al. 2023)
+};
+inline const char* name_of(ContextAttention a) {
+  constexpr const char* names[] = {"ring", "all-gather", "ulysses"};
+  return names[static_cast<int>(a)];
+}
+inline constexpr ContextAttention all_context_attentions[] = {ContextAttention::ring, ContextAttention::all_gather,
+                                                              ContextAttention::ulysses};
+inline ContextAttention context_attention_from_name(const std::string& name) {
+  for (const ContextAttention a : all_context_attentions)
+    if (name == name_of(a)) return a;
+  throw Error(formatted("--cp-attention {}: expected ring, all-gather or ulysses", name));
+}
+
+struct ContextParallel {
+  int ranks = 1;
+  ContextAttention attention = ContextAttention::ring;
+
+  int slices() const { return ranks == 1 ? 1 : 2 * ranks; }
+  // Rows of a sequence of T that a rank has, and those of a slice.
+  int64_t share(int64_t T) const { return exact_div(T, slices(), "rows over the slices of --cp") * slices_of_rank(); }
+  int64_t slice_rows(int64_t T) const { return T / slices(); }
+  int slices_of_rank() const { return slices() / ranks; }
+  // The slices of a rank, in the order of their rows.
+  std::vector<int> slices_of(int rank) const {
+    return ranks == 1 ? std::vector<int>{0} : std::vector<int>{rank, 2 * ranks - 1 - rank};
+  }
+  // The smallest number of rows from T on that can be divided.
+  int64_t padded(int64_t T) const { return round_up(T, slices()); }
+
+  // A rank has rows (B share(T)) of B sequences: row `row` of them is this one of all (B T).
+  int64_t row_of_all(int64_t row, int64_t T, int rank) const {
+    const int64_t mine = share(T), L = slice_rows(T), in_share = row % mine;
+    return row / mine * T + slices_of(rank)[static_cast<size_t>(in_share / L)] * L + in_share % L;
+  }
+  // What a rank has of x (B T), in its own order.
+  template <class X>
+  std::vector<X> share_of(std::vector<X> x, int64_t T, int rank) const {
+    if (ranks == 1) return x;
+    std::vector<X> mine(x.size() / static_cast<size_t>(ranks));
+    for (size_t row = 0; row < mine.size(); ++row)
+      mine[row] = x[static_cast<size_t>(row_of_all(static_cast<int64_t>(row), T, rank))];
+    return mine;
+  }
+};
+
+}  // namespace llmc
