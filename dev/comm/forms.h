@@ -1,5 +1,5 @@
-// forms.h: alternatives to the ring all-reduce of llmc/dist/comm/ring.h, over the same transport, for comparison. Both send
-// more bytes through one rank than the ring; the tree needs fewer steps, and so is faster for small buffers.
+// forms.h: alternatives to the ring all-reduce of llmc/dist/comm/ring.h, over the same transport, for comparison. Both
+// send more bytes through one rank than the ring; the tree needs fewer steps, and so is faster for small buffers.
 #pragma once
 #include "dist/comm/ring.h"
 

@@ -131,9 +131,8 @@ inline void ring_forward(Tensor out, Tensor lse, Tensor qkv, Tensor positions, c
   TravellingKeys keys(c, qkv);
   for (int s = 0; s < c.P; ++s) {
     const Tensor kv = keys.at(s);
-    for_blocks(c, keys.owner(s), [&](const AttentionBlock& block) {
-      attention_merge(running, qkv, kv, positions, block, c.g.compute);
-    });
+    for_blocks(c, keys.owner(s),
+               [&](const AttentionBlock& block) { attention_merge(running, qkv, kv, positions, block, c.g.compute); });
   }
   attention_finish(out, lse, running, c.g.compute);
 }
@@ -306,8 +305,8 @@ inline void ulysses_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, T
   const HeadShares heads(c.shape, c.P);
   const AttentionShape shape = whole_shape(heads, c);
   const int64_t D = c.shape.D, width = heads.queries * D;
-  const Tensor all = heads_of_sequences(qkv, heads, c), dall = c.temporary("gradient of heads", qkv.dtype, c.P * c.N,
-                                                                            heads.all() * D);
+  const Tensor all = heads_of_sequences(qkv, heads, c),
+               dall = c.temporary("gradient of heads", qkv.dtype, c.P * c.N, heads.all() * D);
   {
     auto scope = c.g.arena.scope();
     const Tensor result = c.temporary("attention of some heads", qkv.dtype, c.P * c.N, width);

@@ -36,7 +36,7 @@ struct ZeroConfig {
   int stage = 0;
   GradReduce grad_reduce = GradReduce::step;
   int shards = 1, replicas = 1;  // ranks of a shard group: data-parallel times context-parallel ones; copies of it
-  bool reduce_by_stage = true;  // set_stage() sets grad_reduce
+  bool reduce_by_stage = true;   // set_stage() sets grad_reduce
   Holds holds = Holds::training_state;
   bool master_weights = true;        // fp32 copies of bf16 weights; without them updates are rounded stochastically
   DpSync sync = DpSync::all_reduce;  // the servers are for stage 0 and one replica
@@ -119,7 +119,7 @@ struct DataParallel {
 
   // The groups that move tensors.
   std::vector<Comm*> tensor_groups() const {
-    return {gradients.get(),         replicas.get(),       weights.get(), activations.get(),
+    return {gradients.get(),         replicas.get(),       weights.get(),     activations.get(),
             partial_gradients.get(), head_gradients.get(), keys_values.get(), scalars.get()};
   }
   // Throws if an exchange between the ranks has failed; called while the host waits for a stream.

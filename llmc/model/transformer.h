@@ -35,7 +35,7 @@ struct Sequences {
   Tensor rotary_table;  // (positions, D); empty without rotary positions
   Documents documents = Documents::together;
   ContextParallel context = {};
-  Tensor all_positions = {};  // of whole sequences, where attention needs them
+  Tensor all_positions = {};   // of whole sequences, where attention needs them
   Tensor boundaries() const {  // for attention
     if (documents == Documents::together) return {};
     return all_positions.empty() ? positions : all_positions;

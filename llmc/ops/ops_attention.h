@@ -20,7 +20,8 @@ inline void check_rows(const char* op, const char* argument, const Tensor& t, DT
                        const SequenceRows& rows, int64_t least_width) {
   CHECK(rows.first >= 0 && rows.rows > 0 && rows.first + rows.rows <= rows.length, "{}: rows {} to {} of {}", op,
         rows.first, rows.first + rows.rows, rows.length);
-  CHECK(t.shape.rank() == 2 && t.shape[1] >= least_width, "{}: {} ({}) is {}", op, argument, t.name, to_string(t.shape));
+  CHECK(t.shape.rank() == 2 && t.shape[1] >= least_width, "{}: {} ({}) is {}", op, argument, t.name,
+        to_string(t.shape));
   check_tensor(op, argument, t, dtype, {B * rows.length, t.shape[1]});
 }
 inline void check_attention(const char* op, const Tensor& out, const Tensor& lse, const Tensor& q, const Tensor& kv,
@@ -199,9 +200,9 @@ inline void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor kv, Tenso
 #endif
   detail::check_heads_of_gpu(stream, q.dtype, block.D);
   const int threads = stream.device().threads;
-  const Tensor scratch = detail::scratch(stream, "attention", accumulator_of(q.dtype),
-                                         cpu::attention_forward_scratch(block, threads),
-                                         ON_GPU(cuda::attention_forward_scratch(block)));
+  const Tensor scratch =
+      detail::scratch(stream, "attention", accumulator_of(q.dtype), cpu::attention_forward_scratch(block, threads),
+                      ON_GPU(cuda::attention_forward_scratch(block)));
   stream.run(cost, detail::rows_written(out, block.B, block.queries), [=, &stream] {
     with_type(q.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
@@ -237,24 +238,22 @@ inline void attention_merge(const RunningAttention& running, Tensor q, Tensor kv
   if (block.pairs() == 0) return;
   const int threads = stream.device().threads;
   auto scope = stream.scratch().scope();
-  const Tensor scratch =
-      detail::scratch(stream, "attention", stat, cpu::attention_forward_scratch(block, threads), 0);
-  stream.run(
-      {"attention_merge", detail::attention_flops(block), detail::attention_bytes(block, q.dtype, 1)}, {running.sums},
-      [=, &stream] {
-        with_type(q.dtype, [&](auto tag) {
-          using X = typename decltype(tag)::type;
-          using A = accumulator_t<X>;
-          const AttentionOutputs<X, A> to{{},
-                                          nullptr,
-                                          {running.sums.data<A>(), running.sums.shape[1]},
-                                          running.largest.data<A>(),
-                                          running.total.data<A>()};
-          const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
-          RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
-                        cpu::attention_forward(to, from, scratch.data<A>(), block, threads));
-        });
-      });
+  const Tensor scratch = detail::scratch(stream, "attention", stat, cpu::attention_forward_scratch(block, threads), 0);
+  stream.run({"attention_merge", detail::attention_flops(block), detail::attention_bytes(block, q.dtype, 1)},
+             {running.sums}, [=, &stream] {
+               with_type(q.dtype, [&](auto tag) {
+                 using X = typename decltype(tag)::type;
+                 using A = accumulator_t<X>;
+                 const AttentionOutputs<X, A> to{{},
+                                                 nullptr,
+                                                 {running.sums.data<A>(), running.sums.shape[1]},
+                                                 running.largest.data<A>(),
+                                                 running.total.data<A>()};
+                 const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
+                 RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
+                               cpu::attention_forward(to, from, scratch.data<A>(), block, threads));
+               });
+             });
 }
 // After the last block: out (B T, Hq D) = sums / total, rounded once; lse (B, Hq, T) = largest + log(total).
 inline void attention_finish(Tensor out, Tensor lse, const RunningAttention& running, Stream& stream) {
@@ -298,17 +297,16 @@ inline void attention_backward(Tensor dq, Tensor dkv, Tensor dout, Tensor out, T
     const AttentionShape shape = detail::shape_of(block);
     const Tensor work = detail::cudnn_scratch(stream, cuda::AttentionPass::backward, shape);
     return stream.run(cost, {dq}, [=, &stream] {
-      stream.kept<cuda::AttentionPlans>().backward(dq.data<bf16>(), dout.data<bf16>(), out.data<bf16>(),
-                                                   q.data<bf16>(), lse.data<float>(), detail::data_or_null(positions),
-                                                   work.bytes, shape, stream.cuda());
+      stream.kept<cuda::AttentionPlans>().backward(dq.data<bf16>(), dout.data<bf16>(), out.data<bf16>(), q.data<bf16>(),
+                                                   lse.data<float>(), detail::data_or_null(positions), work.bytes,
+                                                   shape, stream.cuda());
     });
   }
 #endif
   detail::check_heads_of_gpu(stream, q.dtype, block.D);
   const int threads = stream.device().threads;
-  const Tensor scratch =
-      detail::scratch(stream, "attention", stat, cpu::attention_backward_scratch(block, threads),
-                      ON_GPU(cuda::attention_backward_scratch(block)));
+  const Tensor scratch = detail::scratch(stream, "attention", stat, cpu::attention_backward_scratch(block, threads),
+                                         ON_GPU(cuda::attention_backward_scratch(block)));
   std::vector<Tensor> outputs = detail::rows_written(dq, block.B, block.queries);
   if (dkv.bytes != dq.bytes)
     for (const Tensor& t : detail::rows_written(dkv, block.B, block.keys)) outputs.push_back(t);

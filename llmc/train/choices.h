@@ -166,8 +166,8 @@ ChoiceScore evaluate_choices(Trainer& trainer, const ChoiceSet& set, DataParalle
                   static_cast<double>(rows[static_cast<size_t>(b * T + t)]);
         },
         T);
-  // Each reader has its own rows, zeros elsewhere, and so has each context-parallel rank; of tensor-parallel ranks, which
-  // have the same, the first counts.
+  // Each reader has its own rows, zeros elsewhere, and so has each context-parallel rank; of tensor-parallel ranks,
+  // which have the same, the first counts.
   if (dp.tensor_rank > 0) std::fill(losses.begin(), losses.end(), 0);
   const std::string mine(reinterpret_cast<const char*>(losses.data()), losses.size() * sizeof(double));
   std::vector<double> all(losses.size(), 0);

@@ -18,11 +18,7 @@ namespace llmc {
 class Interpreter {
  public:
   Interpreter(const StepConfig& config, const Context& context, ModelState& state, Stage& stage)
-      : config_(config),
-        context_(context),
-        state_(state),
-        stage_(stage),
-        uploads_(config, context) {}
+      : config_(config), context_(context), state_(state), stage_(stage), uploads_(config, context) {}
 
   // Enqueues all actions on the compute stream. `batches`: the inputs of each micro-batch.
   void run(const std::vector<Action>& actions, const Pass& pass, const BatchSource& batches) {
@@ -60,9 +56,9 @@ class Interpreter {
   // One set of activations for each micro-batch in flight; micro-batch m uses slot m modulo their number.
   std::vector<Slot> make_slots(const std::vector<Action>& actions, const Pass& pass) const {
     const int64_t in_flight = pass.purpose == Purpose::train ? micro_batches_in_flight(actions) : 1;
-    const BlockActivations shared = BlockActivations::recomputed(
-        config_.part(), config_.share(pass.shape, pass.purpose), config_.tensor, config_.dtype,
-        config_.recompute_for(pass.purpose), context_.arena);
+    const BlockActivations shared =
+        BlockActivations::recomputed(config_.part(), config_.share(pass.shape, pass.purpose), config_.tensor,
+                                     config_.dtype, config_.recompute_for(pass.purpose), context_.arena);
     std::vector<Slot> slots;
     for (int64_t i = 0; i < in_flight; ++i)
       slots.emplace_back(config_, stage_.chunks(), pass.shape, pass.purpose, shared, context_.arena);

@@ -152,9 +152,8 @@ class Stage {
     const int64_t R = config_.share(pass.shape, pass.purpose).rows();
     const auto losses =
         std::make_shared<std::vector<float>>(pass.row_losses ? static_cast<size_t>(pass.shape.rows()) : 0);
-    const auto row_of_all = [context = config_.context, T = pass.shape.T, rank = state_.dp().context_rank](int64_t row) {
-      return static_cast<size_t>(context.row_of_all(row, T, rank));
-    };
+    const auto row_of_all = [context = config_.context, T = pass.shape.T, rank = state_.dp().context_rank](
+                                int64_t row) { return static_cast<size_t>(context.row_of_all(row, T, rank)); };
     for_head_chunks(
         x, slot,
         [&](const HeadActivations& head, const Tensor& part, const Tensor& targets, const std::vector<Range>& rows) {

@@ -59,9 +59,7 @@ struct StepConfig {
     return purpose == Purpose::generate ? ContextParallel{} : context;
   }
   // What a rank has of a micro-batch.
-  BatchShape share(const BatchShape& all, Purpose purpose) const {
-    return {all.B, context_for(purpose).share(all.T)};
-  }
+  BatchShape share(const BatchShape& all, Purpose purpose) const { return {all.B, context_for(purpose).share(all.T)}; }
   // Rows of whole sequences whose positions a rank needs.
   int64_t all_position_rows(const BatchShape& all, Purpose purpose) const {
     const ContextParallel c = context_for(purpose);

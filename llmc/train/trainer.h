@@ -92,7 +92,8 @@ class Trainer {
   // ---- Evaluation --------------------------------------------------------------------------------------------------
 
   // Mean loss over `targets` tokens, forward only. `micro_batches`: of each rank, the same number on all. Rows whose
-  // target is -1 do not count. `T`: tokens in a sequence, at most the step's; none: the step's. Context-parallel ranks pad them.
+  // target is -1 do not count. `T`: tokens in a sequence, at most the step's; none: the step's. Context-parallel ranks
+  // pad them.
   double evaluate(int64_t micro_batches, int64_t targets, const BatchSource& batches, const RowLosses& row_losses = {},
                   std::optional<int64_t> T = std::nullopt) {
     const Settle settle{context_.compute};  // row_losses may refer to what lives only as long as this call

@@ -2,8 +2,8 @@
 #include <mutex>
 
 #include "catch2.h"
-#include "dist/group_check.h"
 #include "dist/comm/ring.h"
+#include "dist/group_check.h"
 #include "helpers.h"
 #include "run/ranks.h"
 

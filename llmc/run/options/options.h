@@ -244,9 +244,10 @@ void visit_options(O& o, Visitor&& visit) {
         "instead of all: less memory, a quarter more traffic");
   visit("--tp-overlap", "", o.tp_overlap, Limits{}, free,
         "with --tp, exchange one piece of a product while another is computed; the same numbers");
-  visit("--cp", "", o.cp, between(1, 1 << 10), warn,
-        "context parallelism: ranks that share every sequence, for long ones: each has two of 2 N equal slices, an early "
-        "and a late one, so that all do the same work; 2 N must divide --seq-len; generated text is not divided");
+  visit(
+      "--cp", "", o.cp, between(1, 1 << 10), warn,
+      "context parallelism: ranks that share every sequence, for long ones: each has two of 2 N equal slices, an early "
+      "and a late one, so that all do the same work; 2 N must divide --seq-len; generated text is not divided");
   visit("--cp-attention", "", o.cp_attention, one_of({"ring", "all-gather", "ulysses"}), warn,
         "with --cp, how queries meet the keys of other ranks: ring: keys and values go round while they are computed "
         "with; all-gather: every rank gathers them all; ulysses: each rank computes some heads of whole sequences");
