@@ -84,7 +84,7 @@ inline void require_whole(Outcome& outcome, const StepConfig& step) {
   if (outcome.weights.size() != copies.size()) outcome.fault = "a parameter is held by no rank";
 }
 
-// What a reader has as micro-batch m of a step: random tokens, the same for every step.
+// What a reader has as micro-batch m of a step: random tokens, the same for every step. Some begin a document.
 inline HostBatch read_batch(const StepConfig& step, int reader, int64_t micro_batch) {
   HostBatch batch;
   const Philox rng(7, "self-test");
@@ -94,7 +94,8 @@ inline HostBatch read_batch(const StepConfig& step, int reader, int64_t micro_ba
     const uint64_t token = static_cast<uint64_t>(first + i);
     batch.tokens.push_back(static_cast<int32_t>(rng.bits(2 * token) % V));
     batch.targets.push_back(static_cast<int32_t>(rng.bits(2 * token + 1) % V));
-    batch.positions.push_back(static_cast<int32_t>(i % T));
+    const bool begins = i % T == 0 || (step.documents == Documents::apart && batch.tokens.back() % 11 == 0);
+    batch.positions.push_back(begins ? 0 : batch.positions.back() + 1);
   }
   return batch;
 }
@@ -302,7 +303,8 @@ inline bool run_selftest(
         "{} in {}, {} embeddings{}: largest distances from one rank; allowed: loss {:.1e}, norm {:.1e}, gradients "
         "{:.1e}, weights {:.1e}",
         compared.family, dtype, compared.tied ? "tied" : "untied",
-        compared.heads == 0 ? "" : formatted(", {} heads on {} key-value heads", compared.heads, compared.kv_heads),
+        (compared.heads == 0 ? "" : formatted(", {} heads on {} key-value heads", compared.heads, compared.kv_heads)) +
+            (compared.length == seq_len ? "" : formatted(", sequences of {}", compared.length)),
         loss, norm, gradients, weights));
     const auto text = [](const Distances& d) {
       return formatted("loss {:.1e} | norm {:.1e} | gradients {:.1e} | weights {:.1e}", d.loss, d.norm, d.gradients,

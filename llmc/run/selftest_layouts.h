@@ -32,12 +32,13 @@ inline ModelConfig awkward_model(const char* family = "gpt2", bool tied = true) 
 }
 
 // The models that are compared: every family in every dtype, GPT-2 with tied and with untied embeddings. Those with
-// numbers of heads are for tensor parallelism, which must be able to share them out.
+// numbers of heads are for tensor parallelism, which must be able to share them out; those with a length, for context
+// parallelism, which must be able to cut it.
 struct Model {
   const char* family;
   bool tied;
   DType dtype;
-  int64_t heads = 0, kv_heads = 0;
+  int64_t heads = 0, kv_heads = 0, length = seq_len;
 
   ModelConfig config() const {
     ModelConfig m = awkward_model(family, tied);
@@ -48,6 +49,7 @@ struct Model {
     m.n_embd = m.family.own_head_size ? 22 : m.q_size();
     m.n_ffn = 7 * heads;
     m.vocab_size = 97;
+    m.n_positions = length;
     return m;
   }
 };
@@ -62,6 +64,8 @@ inline std::vector<Model> all_models() {
     all.push_back({"qwen2", true, dtype, 8, 2});
     all.push_back({"qwen3", false, dtype, 8, 4});
     all.push_back({"qwen3", true, dtype, 8, 1});
+    all.push_back({"gpt2", false, dtype, 8, 8, 48});
+    all.push_back({"qwen3", true, dtype, 8, 2, 48});
   }
   return all;
 }
@@ -70,22 +74,27 @@ inline std::vector<Model> all_models() {
 struct Layout {
   ZeroConfig zero;
   TensorParallel tensor = {};
+  ContextParallel context = {};
   int ranks() const { return zero.ranks() * tensor.ranks; }
+  int readers() const { return zero.ranks() / context.ranks; }
   // Is it the first of those that agree bit for bit?
   bool begins() const { return zero.stage == 0 && zero.sync <= DpSync::parameter_server && !tensor.overlap; }
 };
 
 inline std::string to_string(const Layout& layout) {
-  const auto& [zero, tensor] = layout;
-  return formatted("dp {} = {} x {}, {}, stage {}, reduce {}{}", zero.ranks(), zero.replicas, zero.shards, zero.sync,
-                   zero.stage, zero.grad_reduce,
-                   tensor.ranks == 1 ? ""
-                                     : formatted(", tp {}{}{}", tensor.ranks, tensor.sequence ? " by rows" : "",
-                                                 tensor.overlap ? " overlapped" : ""));
+  const auto& [zero, tensor, context] = layout;
+  std::string text =
+      formatted("dp {} = {} x {}, {}, stage {}, reduce {}", layout.readers(), zero.replicas,
+                layout.readers() / zero.replicas, zero.sync, zero.stage, zero.grad_reduce);
+  if (context.ranks > 1) text += formatted(", cp {} {}", context.ranks, context.attention);
+  if (tensor.ranks > 1)
+    text += formatted(", tp {}{}{}", tensor.ranks, tensor.sequence ? " by rows" : "",
+                      tensor.overlap ? " overlapped" : "");
+  return text;
 }
 
-// Every layout of this many ranks, those of tensor parallelism for a model that can be shared out; empty if the ranks
-// cannot share a step equally. One that begins() is followed by those that agree with it bit for bit.
+// Every layout of this many ranks, those of tensor or context parallelism for a model that can be shared out; empty if
+// the ranks cannot share a step equally. One that begins() is followed by those that agree with it bit for bit.
 inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nullptr) {
   std::vector<Layout> all;
   auto zero_layouts = [&](int readers, const TensorParallel& tensor) {
@@ -102,6 +111,28 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
           if (layout.tensor.overlap && stage % 3 == 0) all.push_back(layout);
         }
   };
+  // Every context-parallel layout of a model whose sequences can be cut; the stages in between are tested elsewhere.
+  auto context_layouts = [&](const ModelConfig& m) {
+    for (int cp = 2; cp <= ranks; ++cp)
+      for (int tp = 1; tp <= ranks / cp; ++tp) {
+        if (ranks % (cp * tp) != 0 || m.n_positions % (2 * cp) != 0 || !can_share_out(m, tp)) continue;
+        const TensorParallel tensor = tensor_parallel(m, tp);
+        const int readers = ranks / (cp * tp);
+        for (const ContextAttention attention : all_context_attentions) {
+          if (attention == ContextAttention::ulysses && !can_share_heads(part_of(m, tensor), cp)) continue;
+          for (int replicas = 1; replicas <= readers; ++replicas)
+            for (const int stage : {0, 3})
+              if (sequences % readers == 0 && readers % replicas == 0)
+                all.push_back({{.stage = stage, .shards = readers / replicas * cp, .replicas = replicas},
+                               tensor,
+                               context_parallel(m, tensor, cp, attention)});
+        }
+      }
+  };
+  if (shared_out != nullptr && shared_out->n_positions != seq_len) {
+    context_layouts(*shared_out);
+    return all;
+  }
   if (shared_out != nullptr) {
     for (int tp = 2; tp <= ranks; ++tp)
       for (const bool sequence : {true, false})
@@ -120,16 +151,18 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
 inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t batch_size, const Layout& layout) {
   return {.model = model,
           .dtype = dtype,
-          .batch = {batch_size, seq_len},
-          .micro_batches = sequences / batch_size / layout.zero.ranks(),
+          .batch = {batch_size, model.n_positions},
+          .micro_batches = sequences / batch_size / layout.readers(),
           .zero = layout.zero,
-          .tensor = layout.tensor};
+          .tensor = layout.tensor,
+          .context = layout.context,
+          .documents = model.n_positions == seq_len ? Documents::together : Documents::apart};
 }
-// With tensor parallelism a few sequences in a micro-batch, since each costs many exchanges, but such that the rows are
-// not a multiple of its ranks.
+// With tensor or context parallelism a few sequences in a micro-batch, since each costs many exchanges, but such that
+// the rows are not a multiple of the tensor-parallel ranks.
 inline StepConfig step_config(const ModelConfig& model, DType dtype, const Layout& layout) {
-  int64_t batch_size = layout.tensor.ranks == 1 ? 1 : layout.tensor.ranks == 3 ? 2 : 3;
-  if (sequences % (batch_size * layout.zero.ranks()) != 0) batch_size = 1;
+  int64_t batch_size = layout.tensor.ranks * layout.context.ranks == 1 ? 1 : layout.tensor.ranks == 3 ? 2 : 3;
+  if (sequences % (batch_size * layout.readers()) != 0) batch_size = 1;
   return step_config(model, dtype, batch_size, layout);
 }
 inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t batch_size, const ZeroConfig& zero) {

@@ -57,7 +57,7 @@ TEST_CASE("the self-test finds a skipped reduction, a mean instead of a sum, a d
     INFO(bug);
     Log log = Log::silent();
     REQUIRE_FALSE(run_selftest(log, 2, {}, parts, {{"gpt2", true, DType::fp32}}));
-    for (const auto& [zero, tensor] : selftest::layouts(2)) {
+    for (const ZeroConfig& zero : selftest::layouts(2) | std::views::transform(&selftest::Layout::zero)) {
       if (zero.stage < first_stage || (first_stage > 0 && zero.shards == 1) || zero.sync != DpSync::all_reduce)
         continue;
       INFO("stage " << zero.stage << ", " << zero.shards << " shards, reduce " << name_of(zero.grad_reduce));
