@@ -193,6 +193,16 @@ inline void require_memory(const Options& o, const StepConfig& step, const Plan&
   throw Error(message);
 }
 
+namespace detail {
+
+// "activations (--tp)": a group of ranks, and the option that makes it, unless all layouts have it.
+inline std::string axis_of_group(const std::string& name) {
+  const bool tensor = name == "activations" || name == "partial gradients" || name == "head gradients";
+  return name + (tensor ? " (--tp)" : name == "keys and values" ? " (--cp)" : "");
+}
+
+}  // namespace detail
+
 // --plan: prints what a run needs without running it; refused if that exceeds --memory-limit.
 inline void report_plan(Log& log, const Options& o, const Device& device, const StepConfig& step, const Plan& plan) {
   log.table("plan for " + describe(device), detail::run_rows(o, step));
@@ -204,7 +214,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
     auto rows = [](const Plan& p) {
       Rows traffic;
       for (const auto& [group, bytes] : p.step_traffic)
-        if (bytes > 0) traffic.emplace_back(group, human_bytes(bytes));
+        if (bytes > 0) traffic.emplace_back(detail::axis_of_group(group), human_bytes(bytes));
       return traffic;
     };
     // Partial gradients of --tp are reduced by the ranks whose shard they are in.

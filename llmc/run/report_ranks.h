@@ -21,7 +21,7 @@ inline std::string transport_text(const Options& o, Backend backend) {
     case Backend::nccl: return "by " + nccl_version() + (chosen ? ", because each rank has its own GPU" : "");
     case Backend::mpi: return "by " + mpi_version() + (chosen ? ", which started them" : "") + within;
     case Backend::tcp:
-      return "by TCP, slower than MPI" + std::string(chosen ? ", which did not start them" : "") + within;
+      return "by TCP" + std::string(chosen ? ", because MPI, which is faster, has not started them" : "") + within;
   }
   throw Error("no such transport");
 }
@@ -51,8 +51,9 @@ inline std::vector<std::pair<std::string, std::string>> rank_rows(const Options&
 
 inline void report_ranks(Log& log, const Options& o, const Device& device, Backend backend, const Mesh& mesh) {
   const std::string who = o.place.processes == 1 ? std::string("threads of this process")
-                                                 : formatted("{} process(es) of {}, started by {}", o.place.processes,
-                                                             o.place.local_ranks, o.place.started_by);
+                                                 : formatted("{} processes of {} rank{} each, started by {}", o.place.processes,
+                                                             o.place.local_ranks, o.place.local_ranks == 1 ? "" : "s",
+                                                             o.place.started_by);
   log.table(formatted("ranks: {}; tensors go {}", who, detail::transport_text(o, backend)), detail::rank_rows(o, mesh));
   if (backend == Backend::nccl)
     for (const std::string& notice : nccl_notices()) log.line(notice);
