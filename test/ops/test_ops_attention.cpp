@@ -124,9 +124,9 @@ std::vector<std::pair<AttentionBlock, bool>> blocks_to_test() {
   std::vector<std::pair<AttentionBlock, bool>> blocks = {
       {{1, 2, 1, 3, {9, 0, 9}, {9, 0, 9}, 0}, false},      {{2, 2, 2, 3, {12, 3, 8}, {15, 4, 9}, 2}, true},
       {{2, 4, 2, 2, {8, 0, 8}, {20, 5, 15}, 40}, false},   {{1, 2, 1, 3, {40, 2, 37}, {50, 1, 45}, -5}, false},
-      {{1, 1, 1, 3, {70, 0, 66}, {40, 0, 40}, -20}, true}, {{2, 2, 1, 3, {10, 1, 4}, {45, 2, 40}, 36}, true},
-      {{1, 2, 1, 3, {6, 2, 3}, {30, 0, 20}, -1}, false},   {{1, 1, 1, 2, {70, 1, 68}, {80, 3, 75}, 34}, true},
-      {{1, 1, 1, 2, {5, 1, 3}, {5, 1, 3}, 5}, true},       {{1, 1, 1, 2, {33, 0, 33}, {33, 0, 33}, 33}, true}};
+      {{1, 1, 1, 3, {70, 0, 66}, {40, 0, 40}, -20}, true}, {{2, 2, 1, 3, {10, 1, 2}, {45, 2, 40}, 36}, true},
+      {{1, 2, 1, 3, {6, 2, 2}, {30, 0, 20}, -1}, false},   {{1, 1, 1, 2, {70, 1, 68}, {80, 3, 75}, 34}, true},
+      {{1, 1, 1, 2, {5, 1, 2}, {5, 1, 3}, 4}, true},       {{1, 1, 1, 2, {33, 0, 33}, {33, 0, 33}, 33}, true}};
   std::mt19937_64 random(7);
   auto below = [&](int64_t n) { return static_cast<int64_t>(random() % static_cast<uint64_t>(n)); };
   for (int i = 0; i < 12; ++i) {
@@ -182,7 +182,7 @@ TEST_CASE("merging a block changes the rows that see one of its keys, and no bit
     BlockTest t(block, documents);
     const RunningAttention sums = t.running();
     attention_begin(sums, t.b.stream);
-    attention_merge(sums, t.q, t.kv, t.positions, block, t.b.stream);  // so that no row is at its beginning
+    attention_merge(sums, t.q, t.kv, t.positions, block, t.b.stream);  // the second time, no row is at its beginning
     t.b.stream.synchronize();
     auto each_row = [&](auto&& f) {
       for (int64_t n = 0; n < block.B; ++n)
@@ -195,10 +195,14 @@ TEST_CASE("merging a block changes the rows that see one of its keys, and no bit
           }
     };
     each_row([](bool untouched, const auto& parts) {
+      if (untouched) {
+        REQUIRE(*parts[1].template data<double>() == -std::numeric_limits<double>::infinity());
+        for (const Tensor& zeros : {parts[0], parts[2]})
+          REQUIRE(bits_of(zeros) == std::string(static_cast<size_t>(zeros.size_bytes()), '\0'));
+      }
       for (const Tensor& part : parts)
         if (untouched) std::memset(part.bytes, 0xfe, static_cast<size_t>(part.size_bytes()));
     });
-    const std::string before = bits_of(sums.total);
     attention_merge(sums, t.q, t.kv, t.positions, block, t.b.stream);
     t.b.stream.synchronize();
     each_row([](bool untouched, const auto& parts) {
@@ -272,7 +276,7 @@ TEST_CASE("whole attention cut into blocks, in any order, is whole attention: al
                           << distance(sums, dqkv));
           REQUIRE(distance(merged, out) < (d == DType::fp64 ? 1e-13 : d == DType::fp32 ? 1e-6 : 0x1p-8));
           REQUIRE(distance(merged_lse, lse) < (d == DType::fp64 ? 1e-13 : 1e-6));
-          REQUIRE(distance(sums, dqkv) < (d == DType::fp64 ? 1e-12 : d == DType::fp32 ? large ? 5e-5 : 1e-6 : 0x1p-7));
+          REQUIRE(distance(sums, dqkv) < (d == DType::fp64 ? 1e-12 : d == DType::fp32 ? large ? 2e-5 : 1e-6 : 0x1p-7));
         }
       }
 }
@@ -351,7 +355,7 @@ TEST_CASE("a block that attention cannot compute is refused") {
 
 TEST_CASE("attention of blocks is bitwise the same with 1, 2 and 3 threads") {
   for (const DType d : {DType::fp32, DType::bf16})
-    for (const int64_t rows : {50, 5}) {
+    for (const int64_t rows : {50, 2}) {
       std::vector<std::string> results;
       for (int threads = 1; threads <= 3; ++threads) {
         Bench b(threads);
