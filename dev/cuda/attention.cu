@@ -211,8 +211,13 @@ Ladder attention_ladder(int64_t B, int64_t T, int64_t H) {
   const auto p = std::make_shared<Problem>(s);
   std::vector<bf16> out(p->qkv.size() / 3);
   std::vector<float> lse(static_cast<size_t>(B * H * T)),
-      scratch(static_cast<size_t>(cpu::attention_forward_scratch(s, omp_get_max_threads())));
-  cpu::attention_forward(out.data(), lse.data(), p->qkv.data(), nullptr, scratch.data(), s, omp_get_max_threads());
+      scratch(static_cast<size_t>(cpu::attention_forward_scratch(whole_sequences(s), omp_get_max_threads())));
+  const bf16* qkv = p->qkv.data();
+  const int64_t width = H * head_size;  // of each of queries, keys and values
+  cpu::attention_forward<bf16, float>(
+      {.out = {out.data(), width}, .lse = lse.data()},
+      {{qkv, 3 * width}, {qkv + width, 3 * width}, {qkv + 2 * width, 3 * width}, nullptr}, scratch.data(),
+      whole_sequences(s), omp_get_max_threads());
   const unsigned heads = static_cast<unsigned>(B * H), rows = static_cast<unsigned>(T);
   const auto blocks = [](int64_t n, int64_t size) { return static_cast<unsigned>(ceil_div(n, size)); };
   constexpr int threads = 256, tile_rows = 64, tile_keys = 32;

@@ -15,8 +15,8 @@ struct Bench {
   Arena arena, scratch;
   Stream stream;
   std::mt19937_64 random{3};
-  explicit Bench(int threads = 2)
-      : device{DeviceKind::cpu, threads}, arena(device, 64 << 20), scratch(device, 64 << 20), stream(device, scratch) {
+  explicit Bench(int threads = 2, int64_t bytes = 64 << 20)
+      : device{DeviceKind::cpu, threads}, arena(device, bytes), scratch(device, bytes), stream(device, scratch) {
     arena.poison_free();
     scratch.poison_free();
   }
@@ -49,6 +49,10 @@ struct Bench {
     return t;
   }
 };
+
+inline std::string bits_of(const Tensor& t) {
+  return {reinterpret_cast<const char*>(t.bytes), static_cast<size_t>(t.size_bytes())};
+}
 
 inline double dot(const Tensor& a, const Tensor& b) {
   double sum = 0;

@@ -100,12 +100,12 @@ TEST_CASE("attention: finite differences, plain and grouped heads, sequences aro
                  out = b.poisoned(DType::fp64, dout.shape);
     const Tensor lse = b.poisoned(DType::fp64, {s.B, s.Hq, s.T}), dqkv = b.poisoned(DType::fp64, qkv.shape);
     auto value = [&] {
-      attention_forward(out, lse, qkv, {}, s, b.stream);
+      attention_forward(out, lse, qkv, qkv, {}, whole_sequences(s), b.stream);
       b.stream.synchronize();
       return dot(out, dout);
     };
     value();
-    attention_backward(dqkv, dout, out, qkv, lse, {}, s, b.stream);
+    attention_backward(dqkv, dqkv, dout, out, qkv, qkv, lse, {}, whole_sequences(s), Accumulate::no, b.stream);
     b.stream.synchronize();
     require_gradient(qkv, dqkv, value);
   }
@@ -123,8 +123,8 @@ TEST_CASE("attention: fp32 gradients are exact up to rounding where large scores
   auto gradient = [&](DType d) {
     const Tensor qkv = b.as(d, narrow), g = b.as(d, dout), out = b.poisoned(d, g.shape),
                  lse = b.poisoned(d, {s.B, s.Hq, s.T}), dqkv = b.poisoned(d, qkv.shape);
-    attention_forward(out, lse, qkv, {}, s, b.stream);
-    attention_backward(dqkv, g, out, qkv, lse, {}, s, b.stream);
+    attention_forward(out, lse, qkv, qkv, {}, whole_sequences(s), b.stream);
+    attention_backward(dqkv, dqkv, g, out, qkv, qkv, lse, {}, whole_sequences(s), Accumulate::no, b.stream);
     b.stream.synchronize();
     double largest = 0;
     for (int64_t i = 0; i < lse.numel(); ++i)
@@ -253,8 +253,8 @@ TEST_CASE("our ops are bitwise the same with 1, 2 and 3 threads") {
       layernorm_backward(dx, dw, db, dout, x, w, mean, rstd, Accumulate::no, b.stream);
       const Tensor qkv = b.as(d, b.normal({N, W})), dqkv = b.poisoned(d, {N, W}),
                    lse = b.poisoned(DType::fp32, {s.B, s.Hq, s.T}), o = b.poisoned(d, {N, C});
-      attention_forward(o, lse, qkv, {}, s, b.stream);
-      attention_backward(dqkv, dout, o, qkv, lse, {}, s, b.stream);
+      attention_forward(o, lse, qkv, qkv, {}, whole_sequences(s), b.stream);
+      attention_backward(dqkv, dqkv, dout, o, qkv, qkv, lse, {}, whole_sequences(s), Accumulate::no, b.stream);
       const Tensor wide = b.normal({N, 50}), big = b.as(DType::fp64, b.normal({50, C})),
                    product = b.poisoned(DType::fp64, {N, 50});
       linear_forward(product, b.as(DType::fp64, b.normal({N, C})), big, {}, b.stream);  // our own matmul
@@ -318,7 +318,7 @@ TEST_CASE("a wrong shape or dtype is refused, naming op and argument") {
   REQUIRE_ERROR(layernorm_forward(half, stat, stat, x, w, w, 1e-5f, b.stream), "layernorm_forward: out");
   REQUIRE_ERROR(linear_forward(x, x, b.zeros(DType::fp32, {6, 7}), {}, b.stream), "linear_forward: weight");
   REQUIRE_ERROR(residual_forward(x, x, half, b.stream), "residual_forward: b");
-  REQUIRE_ERROR(attention_forward(x, stat, x, {}, {1, 4, 3, 2, 1}, b.stream), "3 query heads");
+  REQUIRE_ERROR(attention_forward(x, stat, x, x, {}, whole_sequences({1, 4, 3, 2, 1}), b.stream), "3 query heads");
 }
 
 TEST_CASE("the null device books flops and bytes and computes nothing") {

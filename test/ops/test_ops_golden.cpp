@@ -77,8 +77,9 @@ TEST_CASE("every op agrees with PyTorch in fp32 and bf16") {
       const Tensor qkv = in(name + ".qkv", {N, width}), out = b.poisoned(d, {N, s.Hq * s.D}),
                    dqkv = b.poisoned(d, {N, width});
       const Tensor lse = b.poisoned(DType::fp32, {s.B, s.Hq, s.T});
-      attention_forward(out, lse, qkv, {}, s, b.stream);
-      attention_backward(dqkv, in(name + ".dout", {N, s.Hq * s.D}), out, qkv, lse, {}, s, b.stream);
+      attention_forward(out, lse, qkv, qkv, {}, whole_sequences(s), b.stream);
+      attention_backward(dqkv, dqkv, in(name + ".dout", {N, s.Hq * s.D}), out, qkv, qkv, lse, {}, whole_sequences(s),
+                         Accumulate::no, b.stream);
       golden.require(b, out, name + ".out");
       golden.require(b, dqkv, name + ".dqkv", Rounding::inside_too);  // reads the rounded out
     }

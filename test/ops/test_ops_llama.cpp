@@ -85,20 +85,21 @@ TEST_CASE("attention separates documents: finite differences, and each document 
                  lse = b.poisoned(DType::fp64, {1, 2, T}), dqkv = b.poisoned(DType::fp64, {T, 12}),
                  positions = b.integers(places);
     auto value = [&] {
-      attention_forward(out, lse, qkv, positions, s, b.stream);
+      attention_forward(out, lse, qkv, qkv, positions, whole_sequences(s), b.stream);
       b.stream.synchronize();
       return dot(out, dout);
     };
     value();
-    attention_backward(dqkv, dout, out, qkv, lse, positions, s, b.stream);
+    attention_backward(dqkv, dqkv, dout, out, qkv, qkv, lse, positions, whole_sequences(s), Accumulate::no, b.stream);
     b.stream.synchronize();
     require_gradient(qkv, dqkv, value);
     value();
     int64_t begin = 0;
     for (const int64_t n : lengths) {
       const AttentionShape alone{.B = 1, .T = n, .Hq = 2, .Hkv = 1, .D = 3};
-      const Tensor one = b.poisoned(DType::fp64, {n, 6}), its_lse = b.poisoned(DType::fp64, {1, 2, n});
-      attention_forward(one, its_lse, qkv.slice(begin * 12, {n, 12}), {}, alone, b.stream);
+      const Tensor rows = qkv.slice(begin * 12, {n, 12}), one = b.poisoned(DType::fp64, {n, 6}),
+                   its_lse = b.poisoned(DType::fp64, {1, 2, n});
+      attention_forward(one, its_lse, rows, rows, {}, whole_sequences(alone), b.stream);
       b.stream.synchronize();
       REQUIRE(relative_distance(one.data<double>(), out.data<double>() + begin * 6, n * 6) < 1e-13);
       begin += n;
@@ -113,13 +114,14 @@ TEST_CASE("attention against a cache gives the rows of the whole sequence") {
     Bench b;
     const Tensor qkv = b.as(d, b.normal({T, 48})), out = b.poisoned(d, {T, 24}), cached = b.poisoned(d, {T, 24}),
                  lse = b.poisoned(accumulator_of(d), {1, 4, T}), cache = b.poisoned(d, {T + 3, 24});
-    attention_forward(out, lse, qkv, {}, whole, b.stream);
+    attention_forward(out, lse, qkv, qkv, {}, whole_sequences(whole), b.stream);
     for (int64_t begin = 0, n; begin < T; begin += n) {
       n = std::min<int64_t>(begin + 1, T - begin);  // 1, 2, 4, 8 and the rest
       const AttentionShape part{.B = 1, .T = n, .Hq = 4, .Hkv = 2, .D = 6};
       const Tensor rows = qkv.slice(begin * 48, {n, 48});
       cache_append(cache, rows, begin, part, b.stream);
-      attention_cached(cached.slice(begin * 24, {n, 24}), rows, cache, begin, part, b.stream);
+      attention_forward(cached.slice(begin * 24, {n, 24}), {}, rows, cache, {}, continuation(part, begin, T + 3),
+                        b.stream);
     }
     const Tensor a = b.as(DType::fp64, out), c = b.as(DType::fp64, cached);
     INFO(name_of(d));
@@ -180,8 +182,9 @@ TEST_CASE("Llama's and Qwen's ops agree with PyTorch, in fp32 and in bf16") {
       const AttentionShape s{.B = 2, .T = 73, .Hq = 2, .Hkv = 1, .D = 8};
       const Tensor qkv = in(op + "qkv", {146, 32}), out = b.poisoned(d, {146, 16}), dqkv = b.poisoned(d, {146, 32}),
                    lse = b.poisoned(DType::fp32, {2, 2, 73}), positions = golden.integers(b, op + "positions");
-      attention_forward(out, lse, qkv, positions, s, b.stream);
-      attention_backward(dqkv, in(op + "dout", {146, 16}), out, qkv, lse, positions, s, b.stream);
+      attention_forward(out, lse, qkv, qkv, positions, whole_sequences(s), b.stream);
+      attention_backward(dqkv, dqkv, in(op + "dout", {146, 16}), out, qkv, qkv, lse, positions, whole_sequences(s),
+                         Accumulate::no, b.stream);
       golden.require(b, out, op + "out");
       golden.require(b, dqkv, op + "dqkv", Rounding::inside_too);
     }

@@ -6,10 +6,6 @@ using namespace llmc;
 
 namespace {
 
-std::string bits_of(const Tensor& t) {
-  return {reinterpret_cast<const char*>(t.bytes), static_cast<size_t>(t.size_bytes())};
-}
-
 // Rows [row, row + rows) x columns [column, column + columns) of a matrix of `stride` columns.
 struct BoxOf {
   int64_t row, rows, column, columns, stride;
@@ -309,6 +305,37 @@ TEST_CASE("one part that is the whole vocabulary has the loss and the gradients 
     REQUIRE(bits_of(one) == bits_of(other));
     REQUIRE(bits_of(losses) == bits_of(merged));
   }
+}
+
+TEST_CASE("a copied box has the elements of a loop, in the dtype of the output, and no other changes") {
+  Bench b;
+  for (const DType to : {DType::fp64, DType::fp32, DType::bf16})
+    for (const DType from : {DType::fp64, DType::fp32, DType::bf16})
+      for (const auto& [out_at, x_at, sizes] :
+           {std::tuple<BoxStrides, BoxStrides, BoxSizes>{{3, 60, 12}, {7, 9, 50}, {3, 4, 5}},
+            {{0, 40, 10}, {0, 40, 10}, {4, 4, 10}},
+            {{1, 0, 70}, {2, 0, 1}, {1, 3, 40}},
+            {{5, 0, 0}, {5, 0, 0}, {1, 1, 77}}}) {
+        const Tensor x = b.as(from, b.normal({250})), out = b.poisoned(to, {250}), expected = b.poisoned(to, {250}),
+                     converted = b.as(to, x);
+        for (int64_t i = 0; i < sizes.outer; ++i)
+          for (int64_t j = 0; j < sizes.inner; ++j)
+            for (int64_t k = 0; k < sizes.run; ++k)
+              std::memcpy(expected.slice(out_at.begin + i * out_at.outer + j * out_at.inner + k, {1}).bytes,
+                          converted.slice(x_at.begin + i * x_at.outer + j * x_at.inner + k, {1}).bytes,
+                          static_cast<size_t>(size_of(to)));
+        copy_box(out, out_at, x, x_at, sizes, b.stream);
+        b.stream.synchronize();
+        INFO(name_of(from) << " to " << name_of(to));
+        REQUIRE(bits_of(out) == bits_of(expected));
+      }
+  const Tensor nans = b.poisoned(DType::bf16, {6}), out = b.zeros(DType::bf16, {6});
+  nans.bytes[0] = std::byte{0x81}, nans.bytes[1] = std::byte{0x7f};  // a signalling NaN
+  copy_box(out, {0, 0, 3}, nans, {0, 0, 3}, {1, 2, 3}, b.stream);
+  b.stream.synchronize();
+  REQUIRE(bits_of(out) == bits_of(nans));
+  REQUIRE_ERROR(copy_box(out, {0, 0, 3}, nans, {1, 0, 3}, {1, 2, 3}, b.stream), "copy_box: a box is not in test (6)");
+  REQUIRE_ERROR(copy_box(out, {-1, 0, 3}, nans, {0, 0, 3}, {1, 2, 3}, b.stream), "copy_box: a box is not in test (6)");
 }
 
 TEST_CASE("square sums add up, and the scalars of tensor-parallel ranks are combined in the order of the contract") {

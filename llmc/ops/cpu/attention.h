@@ -9,9 +9,9 @@ namespace llmc::cpu {
 
 namespace detail {
 
-// A few rows against many keys, as when a text is generated token by token: packing the keys would take longer than the
-// attention. One thread per row and query head.
-inline bool few_rows(const AttentionBlock& s) { return s.queries.rows < 8 && s.queries.rows < s.keys.rows; }
+// One or two rows against more keys, as when a text is generated token by token: packing the keys would take longer
+// than the attention. One thread per row and query head.
+inline bool few_rows(const AttentionBlock& s) { return s.queries.rows < 3 && s.queries.rows < s.keys.rows; }
 
 template <class T, class A>
 void few_rows_forward(const AttentionOutputs<T, A>& to, const AttentionInputs<T>& from, A* scratch,
