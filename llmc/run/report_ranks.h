@@ -50,10 +50,10 @@ inline std::vector<std::pair<std::string, std::string>> rank_rows(const Options&
 }  // namespace detail
 
 inline void report_ranks(Log& log, const Options& o, const Device& device, Backend backend, const Mesh& mesh) {
-  const std::string who = o.place.processes == 1 ? std::string("threads of this process")
-                                                 : formatted("{} processes of {} rank{} each, started by {}", o.place.processes,
-                                                             o.place.local_ranks, o.place.local_ranks == 1 ? "" : "s",
-                                                             o.place.started_by);
+  const std::string who = o.place.processes == 1
+                              ? std::string("threads of this process")
+                              : formatted("{} processes of {} rank{} each, started by {}", o.place.processes,
+                                          o.place.local_ranks, o.place.local_ranks == 1 ? "" : "s", o.place.started_by);
   log.table(formatted("ranks: {}; tensors go {}", who, detail::transport_text(o, backend)), detail::rank_rows(o, mesh));
   if (backend == Backend::nccl)
     for (const std::string& notice : nccl_notices()) log.line(notice);

@@ -83,13 +83,12 @@ struct Layout {
 
 inline std::string to_string(const Layout& layout) {
   const auto& [zero, tensor, context] = layout;
-  std::string text =
-      formatted("dp {} = {} x {}, {}, stage {}, reduce {}", layout.readers(), zero.replicas,
-                layout.readers() / zero.replicas, zero.sync, zero.stage, zero.grad_reduce);
+  std::string text = formatted("dp {} = {} x {}, {}, stage {}, reduce {}", layout.readers(), zero.replicas,
+                               layout.readers() / zero.replicas, zero.sync, zero.stage, zero.grad_reduce);
   if (context.ranks > 1) text += formatted(", cp {} {}", context.ranks, context.attention);
   if (tensor.ranks > 1)
-    text += formatted(", tp {}{}{}", tensor.ranks, tensor.sequence ? " by rows" : "",
-                      tensor.overlap ? " overlapped" : "");
+    text +=
+        formatted(", tp {}{}{}", tensor.ranks, tensor.sequence ? " by rows" : "", tensor.overlap ? " overlapped" : "");
   return text;
 }
 
