@@ -66,8 +66,9 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
   } inspection{stream};
   int64_t writes = 0;
   stream.set_inspector([&](const char* op, const Tensor& t) {
-    if (std::string_view(op) != "zero") ++writes;  // padding is zeroed at different places on different ranks
-    if (found || all_finite(t, stream)) return;
+    if (std::string_view(op) != "zero") ++writes;         // padding is zeroed at different places on different ranks
+    if (found || std::string_view(op) == "fill") return;  // a constant, such as -infinity where no score was seen yet
+    if (all_finite(t, stream)) return;
     found = NotFinite{t.name, op, trainer.place().what, trainer.place().micro_batch, writes, {}};
     const int64_t B = config.batch.B, rows = config.share(config.batch, Purpose::train).rows();
     const int64_t each = t.numel() / B;  // elements per sequence, if it has all rows or sequences
