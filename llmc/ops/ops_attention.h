@@ -73,10 +73,10 @@ AttentionInputs<T> attention_inputs(const Tensor& q, const Tensor& kv, const Ten
 
 // Checked on the null device too: a plan is refused whenever the run would be.
 inline void check_heads_of_gpu([[maybe_unused]] Stream& stream, [[maybe_unused]] DType dtype,
-                               [[maybe_unused]] const AttentionShape& shape) {
+                               [[maybe_unused]] int64_t D) {
 #ifdef TRAIN_GPT_CUDA
   if (stream.device().computes_as() != DeviceKind::cuda || dtype == DType::fp64) return;
-  dtype == DType::bf16 ? cuda::check_head_size<bf16>(shape) : cuda::check_head_size<float>(shape);
+  dtype == DType::bf16 ? cuda::check_head_size<bf16>(D) : cuda::check_head_size<float>(D);
 #endif
 }
 

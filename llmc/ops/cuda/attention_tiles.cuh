@@ -1,5 +1,5 @@
 // attention_tiles.cuh: the building blocks of the attention kernels: tiles of rows in shared memory, warp-level
-// products of tiles, the pipeline that fills them, and the range of keys that a row attends to. fp32 and bf16 share the
+// products of tiles, the pipeline that fills them, and the range of keys that a row sees. fp32 and bf16 share the
 // kernels: only the products differ, tensor cores for bf16 and FMAs for fp32, with the same accumulator layout.
 #pragma once
 #include <climits>
@@ -20,7 +20,7 @@ inline constexpr float log2_e = std::numbers::log2e_v<float>, ln_2 = std::number
 // by element: loads do not dominate there, and it halves the kernels to compile.
 enum class Copy : uint8_t { packs, elements };
 
-// Rows of one head in an array (B, T, heads, D): row t is at data + t * stride.
+// A block's rows of one head of one sequence: row t is at data + t * stride.
 template <class T>
 struct Head {
   T* data;
@@ -28,8 +28,13 @@ struct Head {
   int rows, D;
 };
 template <class T>
-__device__ Head<T> head_of(T* array, const AttentionShape& s, int64_t heads, int64_t b, int64_t h) {
-  return {array + (b * s.T * heads + h) * s.D, heads * s.D, static_cast<int>(s.T), static_cast<int>(s.D)};
+__device__ Head<T> head_of(const HeadRows<T>& heads, const SequenceRows& r, int64_t D, int64_t b, int64_t h) {
+  return {heads.data + (b * r.length + r.first) * heads.stride + h * D, heads.stride, static_cast<int>(r.rows),
+          static_cast<int>(D)};
+}
+// Of an array (B, Hq, queries.length): the element of the block's first row.
+__device__ inline int64_t first_statistic(const AttentionBlock& s, int64_t b, int64_t h) {
+  return (b * s.Hq + h) * s.queries.length + s.queries.first;
 }
 
 // ---- Accumulators of a warp -----------------------------------------------------------------------------------------
@@ -93,6 +98,34 @@ __device__ void store_rows(const Head<T>& to, int first, const Accumulators<M, N
         }
       }
     }
+}
+
+// Rows of `to` from `first` on = f(m, half, what they are, sums), for element 2 half or 2 half + 1 of sums[m]; skips rows
+// and columns past the head's.
+template <int M, int N, class F>
+__device__ void update_rows(const Head<float>& to, int first, const Accumulators<M, N>& sums, F f) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first + 16 * m + fragment_row(2 * half);
+      if (row >= to.rows) continue;
+      float* out = to.data + row * to.stride + fragment_column(0);
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (8 * n + fragment_column(i) < to.D)
+            out[8 * n + i] = f(m, half, out[8 * n + i], sums[m][n][2 * half + i]);
+    }
+}
+// Rows of `sums`, if it is set, += values; else rows of `to` = values.
+template <Copy copy, int M, int N, class T>
+__device__ void store_or_add_rows(const HeadRows<T>& to, const HeadRows<float>& sums, const SequenceRows& rows,
+                                  int64_t D, int64_t b, int64_t h, int first, const Accumulators<M, N>& values) {
+  if (sums.data == nullptr) store_rows<copy>(head_of(to, rows, D, b, h), first, values);
+  else
+    update_rows(head_of(sums, rows, D, b, h), first, values, [](int, int, float sum, float x) { return sum + x; });
 }
 
 // ---- Tiles ----------------------------------------------------------------------------------------------------------
@@ -267,44 +300,66 @@ inline constexpr int64_t largest_head = sizeof(T) == 2 ? 128 : 256;
 
 // Throws Error for heads that are too large for the kernels.
 template <class T>
-void check_head_size(const AttentionShape& s) {
-  CHECK(s.D <= largest_head<T>,
+void check_head_size(int64_t D) {
+  CHECK(D <= largest_head<T>,
         "attention on GPUs supports heads of up to {} channels in {}, not {}: use more, smaller heads (--n-head){}",
-        largest_head<T>, dtype_of<T>(), s.D,
-        sizeof(T) == 2 && s.D <= largest_head<float> ? ", or, on an A100 or later data-center GPU, --dtype fp32" : "");
+        largest_head<T>, dtype_of<T>(), D,
+        sizeof(T) == 2 && D <= largest_head<float> ? ", or, on an A100 or later data-center GPU, --dtype fp32" : "");
 }
 
-// Calls f.operator()<DP, copy>(), with DP the head size of the kernel's instantiation; `arrays`: all arrays of head
-// rows.
-template <class T, class F, class... Pointers>
-void with_head_size(const AttentionShape& s, F&& f, const Pointers*... arrays) {
-  check_head_size<T>(s);
+template <class... Heads>
+bool heads_fit_packs(int64_t D, int pack, const Heads&... rows) {
+  return rows_fit_packs(D, pack, rows.data...) && ((rows.stride % pack == 0) && ...);
+}
+
+// Calls f.operator()<DP, copy>(), with DP the head size of the kernel's instantiation; `rows`: all HeadRows of T.
+template <class T, class F, class... Heads>
+void with_head_size(int64_t D, F&& f, const Heads&... rows) {
+  check_head_size<T>(D);
   const auto with_copy = [&]<int DP>() {
     if constexpr (sizeof(T) == 2) {
-      if (rows_fit_packs(s.D, full_pack<T>, arrays...)) return f.template operator()<DP, Copy::packs>();
+      if (heads_fit_packs(D, full_pack<T>, rows...)) return f.template operator()<DP, Copy::packs>();
     }
     f.template operator()<DP, Copy::elements>();
   };
-  if (s.D <= 64) with_copy.template operator()<64>();
-  else if (s.D <= 128) with_copy.template operator()<128>();
+  if (D <= 64) with_copy.template operator()<64>();
+  else if (D <= 128) with_copy.template operator()<128>();
   else if constexpr (largest_head<T> > 128) with_copy.template operator()<256>();
 }
 
 // ---- Which keys a row sees ------------------------------------------------------------------------------------------
 
-// Rows [begin, end), possibly none. Each attends to the keys from its first one to itself; smallest and largest are the
-// extremes of those first keys. positions: of a sequence of packed documents, or nullptr.
+// A row of a sequence sees the block's keys [first(row), last(row)], possibly none, and `first` may be negative.
+struct SeenKeys {
+  const int32_t* positions;  // of the rows, of packed documents, or nullptr
+  int offset, rows, keys;
+
+  __device__ SeenKeys(const int32_t* all_positions, const AttentionBlock& s, int64_t b)
+      : positions(all_positions == nullptr ? nullptr : all_positions + b * s.queries.length + s.queries.first),
+        offset(static_cast<int>(s.offset)),
+        rows(static_cast<int>(s.queries.rows)),
+        keys(static_cast<int>(s.keys.rows)) {}
+  // Arbitrary for a row past the end.
+  __device__ int first(int row) const {
+    return positions == nullptr || row >= rows ? 0 : row + offset - positions[row];
+  }
+  __device__ int last(int row) const { return min(row + offset, keys - 1); }
+};
+
+// The keys that rows [begin, end) see, possibly none: smallest and largest are the extremes of their first keys,
+// last_of_all is the last one that they all see, `end` is past the last one.
 struct RowRange {
-  int begin, end, smallest = 0, largest = 0;
+  int last_of_all, end, smallest = 0, largest = 0;
 
   // All lanes of a warp call this together.
-  __device__ RowRange(const int32_t* positions, int begin_, int end_) : begin(begin_), end(end_) {
-    if (positions == nullptr) return;
+  __device__ RowRange(const SeenKeys& seen, int begin_row, int end_row)
+      : last_of_all(seen.last(begin_row)), end(begin_row < seen.rows ? seen.last(min(end_row, seen.rows) - 1) + 1 : 0) {
+    if (seen.positions == nullptr) return;
     smallest = INT_MAX;
 #pragma unroll 1
-    for (int row = begin + lane_of_thread(); row < end; row += warp_size) {
-      smallest = min(smallest, row - positions[row]);
-      largest = max(largest, row - positions[row]);
+    for (int row = begin_row + lane_of_thread(); row < min(end_row, seen.rows); row += warp_size) {
+      smallest = min(smallest, max(seen.first(row), 0));
+      largest = max(largest, seen.first(row));
     }
 #pragma unroll
     for (int lanes = warp_size / 2; lanes > 0; lanes /= 2) {
@@ -312,37 +367,32 @@ struct RowRange {
       largest = max(largest, __shfl_xor_sync(all_lanes, largest, lanes));
     }
   }
-  // Does any row attend to any key of [first, last]? Does every row attend to all of them?
-  __device__ bool sees_any(int first, int last) const { return begin < end && first < end && last >= smallest; }
-  __device__ bool sees_all(int first, int last) const { return last <= begin && first >= largest; }
-  // The first key of a row; arbitrary for a row past the end.
-  __device__ int first_key(const int32_t* positions, int row) const {
-    return positions == nullptr || row >= end ? 0 : row - positions[row];
-  }
+  // Does any row see any key of [first, last]? Does every row see all of them?
+  __device__ bool sees_any(int first, int last) const { return first < end && last >= smallest; }
+  __device__ bool sees_all(int first, int last) const { return last <= last_of_all && first >= largest; }
 };
 
 // f(score) for each key, from `key` on, that is masked for the row of elements 2 half and 2 half + 1 of scores[m]; row
-// 0 of scores is row `first`, one of `rows`.
+// 0 of scores is row `first`.
 template <int M, int N, class F>
-__device__ void for_unseen(Accumulators<M, N>& scores, int m, int half, const RowRange& rows, const int32_t* positions,
-                           int first, int key, F f) {
-  const int row = first + 16 * m + fragment_row(2 * half), first_seen = rows.first_key(positions, row);
+__device__ void for_unseen(Accumulators<M, N>& scores, int m, int half, const SeenKeys& seen, int first, int key, F f) {
+  const int row = first + 16 * m + fragment_row(2 * half), first_seen = seen.first(row), last_seen = seen.last(row);
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int k = key + 8 * n + fragment_column(i);
-      if (k > row || k < first_seen) f(scores[m][n][2 * half + i]);
+      if (k > last_seen || k < first_seen) f(scores[m][n][2 * half + i]);
     }
 }
 
-// One past the last row from `begin` on that attends to a key up to `last`. All lanes of a warp call this together.
-__device__ inline int end_of_rows_that_see(const int32_t* positions, int begin, int rows, int last) {
-  if (positions == nullptr) return rows;
+// One past the last row from `begin` on that sees a key up to `last`. All lanes of a warp call this together.
+__device__ inline int end_of_rows_that_see(const SeenKeys& seen, int begin, int last) {
+  if (seen.positions == nullptr) return seen.rows;
   int end = begin;
 #pragma unroll 4
-  for (int row = begin + lane_of_thread(); row < rows; row += warp_size)
-    if (row - positions[row] <= last) end = row + 1;
+  for (int row = begin + lane_of_thread(); row < seen.rows; row += warp_size)
+    if (seen.first(row) <= last) end = row + 1;
 #pragma unroll
   for (int lanes = warp_size / 2; lanes > 0; lanes /= 2) end = max(end, __shfl_xor_sync(all_lanes, end, lanes));
   return end;
@@ -353,14 +403,14 @@ __device__ inline int end_of_rows_that_see(const int32_t* positions, int begin, 
 struct BlockOfQueries {
   unsigned b, h, kv;
   int first;  // row
-  __device__ BlockOfQueries(const AttentionShape& s, int rows)
+  __device__ BlockOfQueries(const AttentionBlock& s, int rows)
       : b(blockIdx.x / static_cast<unsigned>(s.Hq)),
         h(blockIdx.x % static_cast<unsigned>(s.Hq)),
         kv(h / static_cast<unsigned>(s.Hq / s.Hkv)),
         first(static_cast<int>(gridDim.y - 1 - blockIdx.y) * rows) {}
 };
 
-// Calls use(keys, values, first key) for each tile of keys that `rows` attend to; `buffers` holds two pairs of tiles.
+// Calls use(keys, values, first key) for each tile of keys that `rows` see; `buffers` holds two pairs of tiles.
 template <class Block, Copy copy, class T, int DP, class Use>
 __device__ void for_tiles_of_keys(const Tile<T, DP>& buffers, const Head<const T>& keys, const Head<const T>& values,
                                   const RowRange& rows, Use use) {
