@@ -73,10 +73,10 @@ AttentionInputs<T> attention_inputs(const Tensor& q, const Tensor& kv, const Ten
 
 // Checked on the null device too: a plan is refused whenever the run would be.
 inline void check_heads_of_gpu([[maybe_unused]] Stream& stream, [[maybe_unused]] DType dtype,
-                               [[maybe_unused]] int64_t D) {
+                               [[maybe_unused]] int64_t head_size) {
 #ifdef TRAIN_GPT_CUDA
   if (stream.device().computes_as() != DeviceKind::cuda || dtype == DType::fp64) return;
-  dtype == DType::bf16 ? cuda::check_head_size<bf16>(D) : cuda::check_head_size<float>(D);
+  dtype == DType::bf16 ? cuda::check_head_size<bf16>(head_size) : cuda::check_head_size<float>(head_size);
 #endif
 }
 

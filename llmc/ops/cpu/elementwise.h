@@ -1,5 +1,5 @@
-// elementwise.h: GELU, residual addition, zeroing, conversion, sums of parts and columns, initial numbers. Contracts:
-// ops/ops.h.
+// elementwise.h: GELU, residual addition, zeroing, copies, conversion, sums of parts and columns, initial numbers.
+// Contracts: ops/ops.h.
 #pragma once
 #include "core/rng.h"
 #include "ops/cpu/simd.h"
@@ -46,6 +46,25 @@ void convert(To* out, const From* x, int64_t n) {
   using A = accumulator_t<From>;
 #pragma omp parallel for simd schedule(static)
   for (int64_t i = 0; i < n; ++i) store(out[i], static_cast<accumulator_t<To>>(static_cast<A>(x[i])));
+}
+
+// A box of out = a box of x; the same dtype is copied to the bit, NaN too.
+template <class To, class From>
+void copy_box(To* out, const BoxStrides& to, const From* x, const BoxStrides& from, const BoxSizes& sizes) {
+#pragma omp parallel for collapse(2) schedule(static)
+  for (int64_t i = 0; i < sizes.outer; ++i)
+    for (int64_t j = 0; j < sizes.inner; ++j) {
+      To* run = out + to.begin + i * to.outer + j * to.inner;
+      const From* source = x + from.begin + i * from.outer + j * from.inner;
+      if constexpr (std::is_same_v<To, From>) {
+        std::copy(source, source + sizes.run, run);
+      } else {
+        using A = accumulator_t<From>;
+#pragma omp simd
+        for (int64_t k = 0; k < sizes.run; ++k)
+          store(run[k], static_cast<accumulator_t<To>>(static_cast<A>(source[k])));
+      }
+    }
 }
 
 inline void zero(std::byte* out, int64_t bytes) {
