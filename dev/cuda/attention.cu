@@ -16,6 +16,11 @@ namespace {
 
 constexpr int head_size = 64;
 
+// Head h of sequence b in an array (B, T, heads, D).
+template <class T>
+__device__ Head<T> head_of(T* array, const AttentionShape& s, int64_t heads, int64_t b, int64_t h) {
+  return {array + (b * s.T * heads + h) * s.D, heads * s.D, static_cast<int>(s.T), static_cast<int>(s.D)};
+}
 // Addresses of the queries, keys and values of query head h of sequence b in qkv (B, T, 3 H D).
 struct Heads {
   Head<const bf16> q, k, v;
@@ -203,16 +208,22 @@ struct Problem {
   DeviceArray<bf16> qkvs{qkv}, out{s.B * s.T * s.Hq * s.D};
   DeviceArray<float> lse{s.B * s.Hq * s.T}, scores{s.B * s.Hq * s.T * s.T};
 };
+AttentionInputs<bf16> inputs(const bf16* qkv, const AttentionShape& s) {
+  const int64_t C = s.Hq * s.D;
+  return {{qkv, 3 * C}, {qkv + C, 3 * C}, {qkv + 2 * C, 3 * C}, nullptr};
+}
 
 }  // namespace
 
 Ladder attention_ladder(int64_t B, int64_t T, int64_t H) {
   const AttentionShape s = {.B = B, .T = T, .Hq = H, .Hkv = H, .D = head_size};
+  const AttentionBlock block = whole_sequences(s);
   const auto p = std::make_shared<Problem>(s);
   std::vector<bf16> out(p->qkv.size() / 3);
   std::vector<float> lse(static_cast<size_t>(B * H * T)),
-      scratch(static_cast<size_t>(cpu::attention_forward_scratch(s, omp_get_max_threads())));
-  cpu::attention_forward(out.data(), lse.data(), p->qkv.data(), nullptr, scratch.data(), s, omp_get_max_threads());
+      scratch(static_cast<size_t>(cpu::attention_forward_scratch(block, omp_get_max_threads())));
+  cpu::attention_forward<bf16>({{out.data(), H * head_size}, lse.data()}, inputs(p->qkv.data(), s), scratch.data(), block,
+                               omp_get_max_threads());
   const unsigned heads = static_cast<unsigned>(B * H), rows = static_cast<unsigned>(T);
   const auto blocks = [](int64_t n, int64_t size) { return static_cast<unsigned>(ceil_div(n, size)); };
   constexpr int threads = 256, tile_rows = 64, tile_keys = 32;
@@ -244,7 +255,10 @@ Ladder attention_ladder(int64_t B, int64_t T, int64_t H) {
                                  nullptr, p->out, p->lse, p->qkvs, s);
                         }},
                        {"llmc/ops/cuda/attention_forward.cuh: the next tile is loaded meanwhile; 32 rows per warp",
-                        [=] { attention_forward<bf16>(p->out, p->lse, p->qkvs, nullptr, s, nullptr); }}},
+                        [=] {
+                          attention_forward<bf16>({{p->out, H * head_size}, p->lse}, inputs(p->qkvs, s), nullptr, block,
+                                                  nullptr);
+                        }}},
           .prepare =
               [=] {
                 for (DeviceArray<float>* array : {&p->lse, &p->scores})

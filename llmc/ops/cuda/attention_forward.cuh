@@ -42,10 +42,18 @@ struct OnlineSoftmax {
   }
 };
 
+// Where the forward writes; see AttentionOutputs.
+template <class T>
+struct KernelOutputs {
+  Heads<T> out;
+  Heads<float> sums;
+  float *lse, *largest, *total;  // of the block's first row
+};
+
 // out = outs / softmax's sums, and lse.
 template <Copy copy, int M, int ND, class T>
-__device__ void store_outputs(const AttentionOutputs<T, float>& to, const AttentionBlock& s, const BlockOfQueries& at,
-                              int first, const OnlineSoftmax<M>& softmax, Accumulators<M, ND>& outs, float scale) {
+__device__ void store_outputs(const KernelOutputs<T>& to, const KernelBlock& s, const BlockOfQueries& at, int first,
+                              const OnlineSoftmax<M>& softmax, Accumulators<M, ND>& outs, float scale) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -53,16 +61,16 @@ __device__ void store_outputs(const AttentionOutputs<T, float>& to, const Attent
       const float total = quad_reduce(softmax.sum[m][half], Sum{});
       scale_row(outs, m, half, 1.0f / total);
       const int row = first + 16 * m + fragment_row(2 * half);
-      if (to.lse != nullptr && row < s.queries.rows && fragment_column(0) == 0)
-        to.lse[first_statistic(s, at.b, at.h) + row] = softmax.largest[m][half] * scale * ln_2 + logf(total);
+      if (to.lse != nullptr && row < s.rows && fragment_column(0) == 0)
+        s.statistic(to.lse, at.b, at.h)[row] = softmax.largest[m][half] * scale * ln_2 + logf(total);
     }
-  store_rows<copy>(head_of(to.out, s.queries, s.D, at.b, at.h), first, outs);
+  store_rows<copy>(to.out.of(at.b, at.h), first, outs);
 }
 
 // Adds the block to the running sums, each weighted by the exponential of its largest score minus that of both.
 template <int M, int ND, class T>
-__device__ void merge_outputs(const AttentionOutputs<T, float>& to, const AttentionBlock& s, const BlockOfQueries& at,
-                              int first, const OnlineSoftmax<M>& softmax, Accumulators<M, ND>& outs, float scale) {
+__device__ void merge_outputs(const KernelOutputs<T>& to, const KernelBlock& s, const BlockOfQueries& at, int first,
+                              const OnlineSoftmax<M>& softmax, Accumulators<M, ND>& outs, float scale) {
   float kept[M][2];  // weights of the running sums
 #pragma unroll
   for (int m = 0; m < M; ++m)
@@ -74,43 +82,44 @@ __device__ void merge_outputs(const AttentionOutputs<T, float>& to, const Attent
       kept[m][half] = 1;
       // Rows that see no key have a total of 0; that of NaNs is NaN. The first lane of a quad reads and writes the row's
       // statistics for all four.
-      if (total != 0 && row < s.queries.rows && fragment_column(0) == 0) {
-        const int64_t i = first_statistic(s, at.b, at.h) + row;
-        const float before = to.largest[i], added = softmax.largest[m][half] * scale * ln_2,
+      if (total != 0 && row < s.rows && fragment_column(0) == 0) {
+        float &before = s.statistic(to.largest, at.b, at.h)[row], &sum = s.statistic(to.total, at.b, at.h)[row];
+        const float added = softmax.largest[m][half] * scale * ln_2,
                     largest = fmaxf(before, added);
         kept[m][half] = fast_exp2((before - largest) * log2_e);
         weight = fast_exp2((added - largest) * log2_e);
-        to.largest[i] = largest;
-        to.total[i] = to.total[i] * kept[m][half] + total * weight;
+        before = largest;
+        sum = sum * kept[m][half] + total * weight;
       }
       kept[m][half] = __shfl_sync(all_lanes, kept[m][half], 0, 4);
       scale_row(outs, m, half, __shfl_sync(all_lanes, weight, 0, 4));
     }
-  update_rows(head_of(to.sums, s.queries, s.D, at.b, at.h), first, outs,
+  update_rows(to.sums.of(at.b, at.h), first, outs,
               [&](int m, int half, float sum, float x) { return sum * kept[m][half] + x; });
 }
 
 // Grid (B Hq, blocks of rows). Two blocks per SM.
 template <class T, class Block, int DP, Copy copy>
 __global__ void __launch_bounds__(Block::threads, 2)
-    attention_forward_kernel(AttentionOutputs<T, float> to, AttentionInputs<T> from, AttentionBlock s) {
+    attention_forward_kernel(KernelOutputs<T> to, Heads<const T> queries, Heads<const T> keys, Heads<const T> values,
+                             const int32_t* __restrict__ positions, KernelBlock s) {
   constexpr int M = Block::M;
   const BlockOfQueries at(s, Block::rows);
-  const SeenKeys seen(from.positions, s, at.b);
+  const SeenKeys seen(positions, s, at.b);
   const int warp_row = 16 * M * warp_of_thread(), first = at.first + warp_row;
   DYN_SHARED(T, memory);
-  const Tile<T, DP> queries{memory};
-  load_rows<Block::rows, Block::threads, copy>(queries, head_of(from.queries, s.queries, s.D, at.b, at.h), at.first);
+  const Tile<T, DP> query_tile{memory};
+  load_rows<Block::rows, Block::threads, copy>(query_tile, queries.of(at.b, at.h), at.first);
 
   const RowRange block_rows(seen, at.first, at.first + Block::rows), warp_rows(seen, first, first + 16 * M);
   const float scale = log2_e / sqrtf(static_cast<float>(s.D));  // exp(x / sqrt(D)) = 2^(x scale)
   OnlineSoftmax<M> softmax;
   Accumulators<M, Block::ND> outs = {};
-  const auto use = [&](const Tile<T, DP>& keys, const Tile<T, DP>& values, int key) {
+  const auto use = [&](const Tile<T, DP>& key_tile, const Tile<T, DP>& value_tile, int key) {
     if (!warp_rows.sees_any(key, key + Block::tile_rows - 1)) return;
     const bool all_seen = warp_rows.sees_all(key, key + Block::tile_rows - 1);
     Accumulators<M, Block::N> p = {};
-    multiply_transposed(p, queries, warp_row, keys);
+    multiply_transposed(p, query_tile, warp_row, key_tile);
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -118,10 +127,10 @@ __global__ void __launch_bounds__(Block::threads, 2)
         if (!all_seen) for_unseen(p, m, half, seen, first, key, [](float& x) { x = -INFINITY; });
         softmax.update(p, outs, m, half, scale);
       }
-    multiply(outs, p, values);
+    multiply(outs, p, value_tile);
   };
-  for_tiles_of_keys<Block, copy>(queries.after(Block::rows), head_of(from.keys, s.keys, s.D, at.b, at.kv),
-                                 head_of(from.values, s.keys, s.D, at.b, at.kv), block_rows, use);
+  for_tiles_of_keys<Block, copy>(query_tile.after(Block::rows), keys.of(at.b, at.kv), values.of(at.b, at.kv),
+                                 block_rows, use);
   if (to.sums.data == nullptr) store_outputs<copy>(to, s, at, first, softmax, outs, scale);
   else merge_outputs(to, s, at, first, softmax, outs, scale);
 }
@@ -165,11 +174,16 @@ void attention_forward(const AttentionOutputs<T, float>& to, const AttentionInpu
                        const AttentionBlock& s, cudaStream_t stream) {
   if (detail::few_rows(s) && to.sums.data == nullptr && to.lse == nullptr && from.positions == nullptr)
     return detail::attention_cached(to.out, from, scratch, s, stream);
+  const KernelOutputs<T> outputs = {Heads<T>(to.out, s.queries, s.D), Heads<float>(to.sums, s.queries, s.D),
+                                    from_first_row(to.lse, s), from_first_row(to.largest, s),
+                                    from_first_row(to.total, s)};
+  const Heads<const T> queries(from.queries, s.queries, s.D), keys(from.keys, s.keys, s.D),
+      values(from.values, s.keys, s.D);
   const auto run = [&]<int DP, Copy copy>() {
     using Block = detail::ForwardBlock<T, DP>;
     const dim3 grid(static_cast<unsigned>(s.B * s.Hq), static_cast<unsigned>(ceil_div(s.queries.rows, Block::rows)));
-    launch(attention_forward_kernel<T, Block, DP, copy>, grid, Block::threads, Block::shared_bytes(1), stream, to, from,
-           s);
+    launch(attention_forward_kernel<T, Block, DP, copy>, grid, Block::threads, Block::shared_bytes(1), stream, outputs,
+           queries, keys, values, from_first_row(from.positions, s), KernelBlock(s));
   };
   with_head_size<T>(s.D, run, to.out, from.queries, from.keys, from.values);
 }

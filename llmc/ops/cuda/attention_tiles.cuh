@@ -27,14 +27,46 @@ struct Head {
   int64_t stride;
   int rows, D;
 };
+// The block's rows of all heads and sequences. Made by the host: kernels have no registers to spare.
 template <class T>
-__device__ Head<T> head_of(const HeadRows<T>& heads, const SequenceRows& r, int64_t D, int64_t b, int64_t h) {
-  return {heads.data + (b * r.length + r.first) * heads.stride + h * D, heads.stride, static_cast<int>(r.rows),
-          static_cast<int>(D)};
-}
-// Of an array (B, Hq, queries.length): the element of the block's first row.
-__device__ inline int64_t first_statistic(const AttentionBlock& s, int64_t b, int64_t h) {
-  return (b * s.Hq + h) * s.queries.length + s.queries.first;
+struct Heads {
+  T* data = nullptr;  // of the block's first row
+  int64_t stride = 0, sequence_stride = 0;
+  int rows = 0, D = 0;
+
+  Heads(const HeadRows<T>& all, const SequenceRows& r, int64_t head_size)
+      : data(all.data == nullptr ? nullptr : all.data + r.first * all.stride),
+        stride(all.stride),
+        sequence_stride(r.length * all.stride),
+        rows(static_cast<int>(r.rows)),
+        D(static_cast<int>(head_size)) {}
+  __device__ Head<T> of(int64_t b, int64_t h) const {
+    return {data + b * sequence_stride + h * D, stride, rows, D};
+  }
+};
+// An AttentionBlock for kernels.
+struct KernelBlock {
+  int Hq, Hkv, D, rows, keys, offset;  // rows: of queries
+  int64_t length;                      // of the sequences of queries
+
+  explicit KernelBlock(const AttentionBlock& s)
+      : Hq(static_cast<int>(s.Hq)),
+        Hkv(static_cast<int>(s.Hkv)),
+        D(static_cast<int>(s.D)),
+        rows(static_cast<int>(s.queries.rows)),
+        keys(static_cast<int>(s.keys.rows)),
+        offset(static_cast<int>(s.offset)),
+        length(s.queries.length) {}
+  // Of a head in an array (B, Hq, length).
+  template <class T>
+  __device__ T* statistic(T* array, int64_t b, int64_t h) const {
+    return array + (b * Hq + h) * length;
+  }
+};
+// Of something per row: that of the block's first row.
+template <class T>
+T* from_first_row(T* array, const AttentionBlock& s) {
+  return array == nullptr ? nullptr : array + s.queries.first;
 }
 
 // ---- Accumulators of a warp -----------------------------------------------------------------------------------------
@@ -121,11 +153,10 @@ __device__ void update_rows(const Head<float>& to, int first, const Accumulators
 }
 // Rows of `sums`, if it is set, += values; else rows of `to` = values.
 template <Copy copy, int M, int N, class T>
-__device__ void store_or_add_rows(const HeadRows<T>& to, const HeadRows<float>& sums, const SequenceRows& rows,
-                                  int64_t D, int64_t b, int64_t h, int first, const Accumulators<M, N>& values) {
-  if (sums.data == nullptr) store_rows<copy>(head_of(to, rows, D, b, h), first, values);
-  else
-    update_rows(head_of(sums, rows, D, b, h), first, values, [](int, int, float sum, float x) { return sum + x; });
+__device__ void store_or_add_rows(const Heads<T>& to, const Heads<float>& sums, int64_t b, int64_t h, int first,
+                                  const Accumulators<M, N>& values) {
+  if (sums.data == nullptr) store_rows<copy>(to.of(b, h), first, values);
+  else update_rows(sums.of(b, h), first, values, [](int, int, float sum, float x) { return sum + x; });
 }
 
 // ---- Tiles ----------------------------------------------------------------------------------------------------------
@@ -334,14 +365,14 @@ struct SeenKeys {
   const int32_t* positions;  // of the rows, of packed documents, or nullptr
   int offset, rows, keys;
 
-  __device__ SeenKeys(const int32_t* all_positions, const AttentionBlock& s, int64_t b)
-      : positions(all_positions == nullptr ? nullptr : all_positions + b * s.queries.length + s.queries.first),
-        offset(static_cast<int>(s.offset)),
-        rows(static_cast<int>(s.queries.rows)),
-        keys(static_cast<int>(s.keys.rows)) {}
+  __device__ SeenKeys(const int32_t* all_positions, const KernelBlock& s, int64_t b)
+      : positions(all_positions == nullptr ? nullptr : all_positions + b * s.length),
+        offset(s.offset),
+        rows(s.rows),
+        keys(s.keys) {}
   // Arbitrary for a row past the end.
   __device__ int first(int row) const {
-    return positions == nullptr || row >= rows ? 0 : row + offset - positions[row];
+    return positions == nullptr || row >= rows ? 0 : row - positions[row] + offset;
   }
   __device__ int last(int row) const { return min(row + offset, keys - 1); }
 };
@@ -376,14 +407,14 @@ struct RowRange {
 // 0 of scores is row `first`.
 template <int M, int N, class F>
 __device__ void for_unseen(Accumulators<M, N>& scores, int m, int half, const SeenKeys& seen, int first, int key, F f) {
-  const int row = first + 16 * m + fragment_row(2 * half), first_seen = seen.first(row), last_seen = seen.last(row);
+  // Relative to the lane's first key, so that the others are constants.
+  const int row = first + 16 * m + fragment_row(2 * half), lane_key = key + fragment_column(0),
+            first_seen = seen.first(row) - lane_key, last_seen = seen.last(row) - lane_key;
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int k = key + 8 * n + fragment_column(i);
-      if (k > last_seen || k < first_seen) f(scores[m][n][2 * half + i]);
-    }
+    for (int i = 0; i < 2; ++i)
+      if (8 * n + i > last_seen || 8 * n + i < first_seen) f(scores[m][n][2 * half + i]);
 }
 
 // One past the last row from `begin` on that sees a key up to `last`. All lanes of a warp call this together.
@@ -403,7 +434,7 @@ __device__ inline int end_of_rows_that_see(const SeenKeys& seen, int begin, int 
 struct BlockOfQueries {
   unsigned b, h, kv;
   int first;  // row
-  __device__ BlockOfQueries(const AttentionBlock& s, int rows)
+  __device__ BlockOfQueries(const KernelBlock& s, int rows)
       : b(blockIdx.x / static_cast<unsigned>(s.Hq)),
         h(blockIdx.x % static_cast<unsigned>(s.Hq)),
         kv(h / static_cast<unsigned>(s.Hq / s.Hkv)),

@@ -1,6 +1,8 @@
 // elementwise.cuh: elementwise ops: GELU, residual addition, sums of parts, conversion, copies of boxes, filling, scaling,
 // initial numbers. Contracts: ops/ops.h.
 #pragma once
+#include <type_traits>
+
 #include "core/rng.h"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/vec.cuh"
@@ -168,11 +170,14 @@ __global__ void copy_box_kernel(Out* out, BoxStrides to, const X* x, BoxStrides 
                 i = run / sizes.inner, j = run % sizes.inner;
   const auto xs = Packed<X, pack>::load_streaming(x + from.begin + i * from.outer + j * from.inner + k);
   Packed<Out, pack> outs;
-  for (int e = 0; e < pack; ++e) outs.set(e, xs[e]);
+  for (int e = 0; e < pack; ++e) {
+    if constexpr (std::is_same_v<Out, X>) outs.elements[e] = xs.elements[e];
+    else outs.set(e, xs[e]);
+  }
   outs.store(out + to.begin + i * to.outer + j * to.inner + k);
 }
 
-// A box of out = a box of x, rounded to nearest even
+// A box of out = a box of x, rounded to nearest even; the same dtype is copied to the bit, NaN too
 template <class Out, class X>
 void copy_box(Out* out, const BoxStrides& to, const X* x, const BoxStrides& from, const BoxSizes& sizes,
               cudaStream_t stream) {
