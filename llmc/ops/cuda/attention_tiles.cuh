@@ -417,10 +417,10 @@ __device__ void for_unseen(Accumulators<M, N>& scores, int m, int half, const Se
       if (8 * n + i > last_seen || 8 * n + i < first_seen) f(scores[m][n][2 * half + i]);
 }
 
-// One past the last row from `begin` on that sees a key up to `last`. All lanes of a warp call this together.
+// One past the last row from `begin` on that sees a key up to `last`, or 0. All lanes of a warp call this together.
 __device__ inline int end_of_rows_that_see(const SeenKeys& seen, int begin, int last) {
   if (seen.positions == nullptr) return seen.rows;
-  int end = begin;
+  int end = 0;
 #pragma unroll 4
   for (int row = begin + lane_of_thread(); row < seen.rows; row += warp_size)
     if (seen.first(row) <= last) end = row + 1;
