@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(Block::threads, 2)
   load_rows<Block::rows, Block::threads, copy>(value_tile, values.of(b, kv), begin);
 
   Accumulators<M, ND> dk = {}, dv = {};
-  const float scale = 1.0f / sqrtf(static_cast<float>(s.D));
+  const float scale = s.scale;
   // Tiles of queries of the first head, then of the second, ...
   const int first_row = max(begin - seen.offset, 0), first_tile = first_row / n,
             tiles = (end_of_rows_that_see(seen, first_row, begin + Block::rows - 1) + n - 1) / n - first_tile;
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(Block::threads, 2)
 
   const RowRange block_rows(seen, at.first, at.first + Block::rows), warp_rows(seen, first, first + 16 * M);
   Accumulators<M, ND> dq = {};
-  const float scale = 1.0f / sqrtf(static_cast<float>(s.D));
+  const float scale = s.scale;
   const auto use = [&](const Tile<T, DP>& key_tile, const Tile<T, DP>& value_tile, int key) {
     if (!warp_rows.sees_any(key, key + Block::tile_rows - 1)) return;
     const bool all_seen = warp_rows.sees_all(key, key + Block::tile_rows - 1);

@@ -48,6 +48,7 @@ struct Heads {
 struct KernelBlock {
   int Hq, Hkv, D, rows, keys, offset;  // rows: of queries
   int64_t length;                      // of the sequences of queries
+  float scale;                         // of scores: 1 / sqrt(D)
 
   explicit KernelBlock(const AttentionBlock& s)
       : Hq(static_cast<int>(s.Hq)),
@@ -56,7 +57,8 @@ struct KernelBlock {
         rows(static_cast<int>(s.queries.rows)),
         keys(static_cast<int>(s.keys.rows)),
         offset(static_cast<int>(s.offset)),
-        length(s.queries.length) {}
+        length(s.queries.length),
+        scale(1.0f / sqrtf(static_cast<float>(s.D))) {}
   // Of a head in an array (B, Hq, length).
   template <class T>
   __device__ T* statistic(T* array, int64_t b, int64_t h) const {
@@ -409,12 +411,19 @@ template <int M, int N, class F>
 __device__ void for_unseen(Accumulators<M, N>& scores, int m, int half, const SeenKeys& seen, int first, int key, F f) {
   // Relative to the lane's first key, so that the others are constants.
   const int row = first + 16 * m + fragment_row(2 * half), lane_key = key + fragment_column(0),
-            first_seen = seen.first(row) - lane_key, last_seen = seen.last(row) - lane_key;
+            last_seen = min(row + (seen.offset - lane_key), seen.keys - 1 - lane_key);
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      if (8 * n + i > last_seen || 8 * n + i < first_seen) f(scores[m][n][2 * half + i]);
+      if (8 * n + i > last_seen) f(scores[m][n][2 * half + i]);
+  if (seen.positions == nullptr) return;
+  const int first_seen = seen.first(row) - lane_key;
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (8 * n + i < first_seen) f(scores[m][n][2 * half + i]);
 }
 
 // One past the last row from `begin` on that sees a key up to `last`, or 0. All lanes of a warp call this together.
