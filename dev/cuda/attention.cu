@@ -222,55 +222,55 @@ Ladder attention_ladder(int64_t B, int64_t T, int64_t H) {
   std::vector<bf16> out(p->qkv.size() / 3);
   std::vector<float> lse(static_cast<size_t>(B * H * T)),
       scratch(static_cast<size_t>(cpu::attention_forward_scratch(block, omp_get_max_threads())));
-  cpu::attention_forward<bf16>({{out.data(), H * head_size}, lse.data()}, inputs(p->qkv.data(), s), scratch.data(), block,
-                               omp_get_max_threads());
+  cpu::attention_forward<bf16>({{out.data(), H * head_size}, lse.data()}, inputs(p->qkv.data(), s), scratch.data(),
+                               block, omp_get_max_threads());
   const unsigned heads = static_cast<unsigned>(B * H), rows = static_cast<unsigned>(T);
   const auto blocks = [](int64_t n, int64_t size) { return static_cast<unsigned>(ceil_div(n, size)); };
   constexpr int threads = 256, tile_rows = 64, tile_keys = 32;
   using Block = BlockSize<1, 4, 64, head_size, bf16>;
   constexpr int64_t shared = (Block::rows + 2 * Block::tile_rows) * head_size * int64_t{sizeof(bf16)};
-  return {.op = "attention",
-          .versions = {{"scores, softmax and values one after another: T x T matrices in memory",
-                        [=] {
-                          launch(attention1_scores, dim3(blocks(T, threads), rows, heads), threads, 0, nullptr,
-                                 p->scores, p->qkvs, s);
-                          launch(attention1_softmax, blocks(B * H * T, threads), threads, 0, nullptr, p->scores, p->lse,
-                                 B * H * T, T);
-                          launch(attention1_values, dim3(rows, heads), head_size, 0, nullptr, p->out, p->scores,
-                                 p->qkvs, s);
-                        }},
-                       {"one warp per row: running maximum and sum, no T x T matrix",
-                        [=] {
-                          launch(attention2, blocks(B * H * T * warp_size, threads), threads, 0, nullptr, p->out,
-                                 p->lse, p->qkvs, s);
-                        }},
-                       {"64 rows per block share tiles of keys and values in shared memory",
-                        [=] {
-                          launch(attention3<tile_rows, tile_keys>, dim3(blocks(T, tile_rows), heads), tile_rows, 0,
-                                 nullptr, p->out, p->lse, p->qkvs, s);
-                        }},
-                       {"tensor cores, 16 rows per warp",
-                        [=] {
-                          launch(attention4<Block>, dim3(heads, blocks(T, Block::rows)), Block::threads, shared,
-                                 nullptr, p->out, p->lse, p->qkvs, s);
-                        }},
-                       {"llmc/ops/cuda/attention_forward.cuh: the next tile is loaded meanwhile; 32 rows per warp",
-                        [=] {
-                          attention_forward<bf16>({{p->out, H * head_size}, p->lse}, inputs(p->qkvs, s), nullptr, block,
-                                                  nullptr);
-                        }}},
-          .prepare =
-              [=] {
-                for (DeviceArray<float>* array : {&p->lse, &p->scores})
-                  CUDA_CHECK(cudaMemset(*array, 0xff, array->bytes()));
-                CUDA_CHECK(cudaMemset(p->out, 0xff, p->out.bytes()));
-              },
-          .outputs = [=]() -> Outputs {
-            return {{"out", p->out.host()}, {"lse", p->lse.host()}};
+  return {
+      .op = "attention",
+      .versions =
+          {{"scores, softmax and values one after another: T x T matrices in memory",
+            [=] {
+              launch(attention1_scores, dim3(blocks(T, threads), rows, heads), threads, 0, nullptr, p->scores, p->qkvs,
+                     s);
+              launch(attention1_softmax, blocks(B * H * T, threads), threads, 0, nullptr, p->scores, p->lse, B * H * T,
+                     T);
+              launch(attention1_values, dim3(rows, heads), head_size, 0, nullptr, p->out, p->scores, p->qkvs, s);
+            }},
+           {"one warp per row: running maximum and sum, no T x T matrix",
+            [=] {
+              launch(attention2, blocks(B * H * T * warp_size, threads), threads, 0, nullptr, p->out, p->lse, p->qkvs,
+                     s);
+            }},
+           {"64 rows per block share tiles of keys and values in shared memory",
+            [=] {
+              launch(attention3<tile_rows, tile_keys>, dim3(blocks(T, tile_rows), heads), tile_rows, 0, nullptr, p->out,
+                     p->lse, p->qkvs, s);
+            }},
+           {"tensor cores, 16 rows per warp",
+            [=] {
+              launch(attention4<Block>, dim3(heads, blocks(T, Block::rows)), Block::threads, shared, nullptr, p->out,
+                     p->lse, p->qkvs, s);
+            }},
+           {"llmc/ops/cuda/attention_forward.cuh: the next tile is loaded meanwhile; 32 rows per warp",
+            [=] {
+              attention_forward<bf16>({{p->out, H * head_size}, p->lse}, inputs(p->qkvs, s), nullptr, block, nullptr);
+            }}},
+      .prepare =
+          [=] {
+            for (DeviceArray<float>* array : {&p->lse, &p->scores})
+              CUDA_CHECK(cudaMemset(*array, 0xff, array->bytes()));
+            CUDA_CHECK(cudaMemset(p->out, 0xff, p->out.bytes()));
           },
-          .reference = {{"out", out}, {"lse", lse}},
-          .tolerance = 0x1p-7,  // the tensor cores' probabilities are in bf16
-          .flops = 4.0 * static_cast<double>(B * H * head_size) * static_cast<double>(T * (T + 1) / 2)};
+      .outputs = [=]() -> Outputs {
+        return {{"out", p->out.host()}, {"lse", p->lse.host()}};
+      },
+      .reference = {{"out", out}, {"lse", lse}},
+      .tolerance = 0x1p-7,  // the tensor cores' probabilities are in bf16
+      .flops = 4.0 * static_cast<double>(B * H * head_size) * static_cast<double>(T * (T + 1) / 2)};
 }
 
 }  // namespace llmc::cuda

@@ -57,8 +57,8 @@ struct Case {
   Forward cpu_forward() const {
     Forward f{std::vector<T>(dout.size()), std::vector<float>(static_cast<size_t>(s.B * s.Hq * s.T))};
     std::vector<float> scratch(static_cast<size_t>(cpu::attention_forward_scratch(block, 1)));
-    cpu::attention_forward<T>({heads(f.out.data(), s.Hq, 0), f.lse.data()}, inputs(qkv.data(), places()), scratch.data(),
-                              block, 1);
+    cpu::attention_forward<T>({heads(f.out.data(), s.Hq, 0), f.lse.data()}, inputs(qkv.data(), places()),
+                              scratch.data(), block, 1);
     return f;
   }
   Outputs cpu() const {

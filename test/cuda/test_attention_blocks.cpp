@@ -184,8 +184,11 @@ TEMPLATE_TEST_CASE("attention by blocks, merged in any order, is whole attention
 
 TEMPLATE_TEST_CASE("attention by blocks has the same bits under every schedule", "[cuda]", float, bf16) {
   const Whole<TestType> w({1, 40, 2, 1, 16}, Documents::yes, 1, 0);
-  check_kernel([&] { return merged(w, {w.block(0, 40, 17, 40), w.block(0, 40, 0, 17)}); }, expected(w),
-               tolerance<TestType>);
+  check_kernel(
+      [&] {
+        return merged(w, {w.block(0, 40, 17, 40), w.block(0, 40, 0, 17)});
+      },
+      expected(w), tolerance<TestType>);
 }
 
 TEMPLATE_TEST_CASE("attention's rows that see no key of a block do not change", "[cuda]", float, bf16) {
@@ -223,9 +226,10 @@ TEMPLATE_TEST_CASE("attention of a block writes its rows and no others", "[cuda]
                           Rows{{30, 10, 17}, {60, 0, 60}, 0, 8});
   const int64_t B = r.D == 16 && r.keys.length < 100 ? 2 : 1, Hq = 4, Hkv = 2, D = r.D, C = Hq * D, keys_C = Hkv * D;
   INFO("rows " << r.queries.rows << ", keys " << r.keys.rows << ", offset " << r.offset << ", D " << D);
-  const AttentionBlock block = {.B = B, .Hq = Hq, .Hkv = Hkv, .D = D, .queries = r.queries, .keys = r.keys,
-                                .offset = r.offset};
-  const auto q = normal_values<T>(B * r.queries.length * C, 1), kv = normal_values<T>(B * r.keys.length * 2 * keys_C, 2),
+  const AttentionBlock block = {
+      .B = B, .Hq = Hq, .Hkv = Hkv, .D = D, .queries = r.queries, .keys = r.keys, .offset = r.offset};
+  const auto q = normal_values<T>(B * r.queries.length * C, 1),
+             kv = normal_values<T>(B * r.keys.length * 2 * keys_C, 2),
              dout = normal_values<T>(B * r.queries.length * C, 3);
   std::vector<T> out(q.size()), dq(q.size()), dkv(kv.size());
   std::vector<float> lse(static_cast<size_t>(B * Hq * r.queries.length));
@@ -270,7 +274,8 @@ TEMPLATE_TEST_CASE("attention of a block writes its rows and no others", "[cuda]
 TEMPLATE_TEST_CASE("attention_finish divides by the totals", "[cuda]", float, bf16) {
   using T = TestType;
   const int64_t D = GENERATE(1, 6, 64), B = 2, length = 5, Hq = 3;
-  const auto sums = normal_values<float>(B * length * Hq * D, 1), largest = normal_values<float>(B * Hq * length, 2, 0, 50);
+  const auto sums = normal_values<float>(B * length * Hq * D, 1),
+             largest = normal_values<float>(B * Hq * length, 2, 0, 50);
   std::vector<float> total = normal_values<float>(B * Hq * length, 3), lse(total.size());
   for (float& x : total) x = 1 + std::abs(x);
   std::vector<T> out(sums.size());

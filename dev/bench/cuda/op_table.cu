@@ -52,9 +52,8 @@ void measure_attention(OpTimer& timer, const AttentionShape& s, double calls) {
   const std::string shape = formatted("B {} T {} Hq {} Hkv {} D {}", s.B, s.T, s.Hq, s.Hkv, s.D);
   const AttentionBlock block = whole_sequences(s);
   timer.measure(shape, calls, [&] { attention_forward(out, lse, qkv, qkv, {}, block, stream); });
-  timer.measure(shape, calls, [&] {
-    attention_backward(dqkv, dqkv, dout, out, qkv, qkv, lse, {}, block, Accumulate::no, stream);
-  });
+  timer.measure(shape, calls,
+                [&] { attention_backward(dqkv, dqkv, dout, out, qkv, qkv, lse, {}, block, Accumulate::no, stream); });
 }
 
 // out (N, O) = x (N, I) weight^T, and its backward.

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "ops/cuda/attention_tiles.cuh"
+#include "ops/cuda/attention_keys.cuh"
 
 namespace llmc::cuda {
 
@@ -42,8 +42,8 @@ __global__ void attention_row_terms_kernel(RowTerms* __restrict__ terms, const T
   }
   for (unsigned lanes = blockDim.x / 2; lanes > 0; lanes /= 2) delta += __shfl_xor_sync(all_lanes, delta, lanes);
   if (t < rows && threadIdx.x == 0)
-    terms[(b * s.Hq + h) * rows + t] = {t < s.queries.rows ? lse[(b * s.Hq + h) * s.queries.length + s.queries.first + t] * log2_e : INFINITY,
-                                        delta};
+    terms[(b * s.Hq + h) * rows + t] = {
+        t < s.queries.rows ? lse[(b * s.Hq + h) * s.queries.length + s.queries.first + t] * log2_e : INFINITY, delta};
 }
 
 // dK and dV. Grid (B Hkv, blocks of keys), first keys first: the most rows see them.
@@ -62,8 +62,7 @@ __global__ void __launch_bounds__(Block::threads, 2)
   const int64_t terms_rows = detail::terms_rows(s.rows);
 
   DYN_SHARED(T, memory);
-  const Tile<T, DP> key_tile{memory}, value_tile = key_tile.after(Block::rows),
-                    buffers = value_tile.after(Block::rows);
+  const Tile<T, DP> key_tile{memory}, value_tile = key_tile.after(Block::rows), buffers = value_tile.after(Block::rows);
   RowTerms* terms_buffers = reinterpret_cast<RowTerms*>(buffers.after(4 * n).data);
   load_rows<Block::rows, Block::threads, copy>(key_tile, keys.of(b, kv), begin);
   load_rows<Block::rows, Block::threads, copy>(value_tile, values.of(b, kv), begin);
@@ -206,8 +205,8 @@ void attention_backward(const AttentionGradients<T, float>& to, const T* dout, c
     using Keys = detail::BackwardKeysBlock<T, DP>;
     const dim3 keys_grid(static_cast<unsigned>(s.B * s.Hkv), static_cast<unsigned>(ceil_div(s.keys.rows, Keys::rows)));
     launch(attention_backward_keys_kernel<T, Keys, DP, copy>, keys_grid, Keys::threads,
-           Keys::shared_bytes(2) + 2 * Keys::tile_rows * static_cast<int64_t>(sizeof(RowTerms)), stream, dkeys,
-           dvalues, dkey_sums, dvalue_sums, douts, queries, keys, values, terms, positions, block);
+           Keys::shared_bytes(2) + 2 * Keys::tile_rows * static_cast<int64_t>(sizeof(RowTerms)), stream, dkeys, dvalues,
+           dkey_sums, dvalue_sums, douts, queries, keys, values, terms, positions, block);
     using Queries = detail::BackwardQueriesBlock<T, DP>;
     const dim3 queries_grid(static_cast<unsigned>(s.B * s.Hq),
                             static_cast<unsigned>(ceil_div(s.queries.rows, Queries::rows)));
@@ -215,7 +214,8 @@ void attention_backward(const AttentionGradients<T, float>& to, const T* dout, c
            Queries::shared_bytes(2), stream, dqueries, dquery_sums, douts, queries, keys, values, terms, positions,
            block);
   };
-  with_head_size<T>(s.D, run, to.queries, to.keys, to.values, dout_rows, out_rows, from.queries, from.keys, from.values);
+  with_head_size<T>(s.D, run, to.queries, to.keys, to.values, dout_rows, out_rows, from.queries, from.keys,
+                    from.values);
 }
 
 }  // namespace llmc::cuda

@@ -1,5 +1,5 @@
-// attention_cached.cuh: attention of a few rows, as against a cache of keys and values when text is generated. One block
-// per part of the keys, so that a single row fills a GPU; a second kernel combines the parts in order. Contracts:
+// attention_cached.cuh: attention of a few rows, as against a cache of keys and values when text is generated. One
+// block per part of the keys, so that a single row fills a GPU; a second kernel combines the parts in order. Contracts:
 // ops/ops_attention.h.
 #pragma once
 #include "ops/cuda/attention_tiles.cuh"
@@ -15,8 +15,8 @@ __host__ __device__ constexpr int64_t cached_groups(int64_t D, int pack) { retur
 
 }  // namespace detail
 
-// partials (rows, Hq, parts, D + 2): exponential-weighted sums of values, then the maximum score (base 2) and the sum of
-// the exponentials. Grid (rows Hq, parts). Dynamic shared memory: groups rows of D.
+// partials (rows, Hq, parts, D + 2): exponential-weighted sums of values, then the maximum score (base 2) and the sum
+// of the exponentials. Grid (rows Hq, parts). Dynamic shared memory: groups rows of D.
 template <class T, int pack>
 __global__ void attention_cached_kernel(float* __restrict__ partials, AttentionInputs<T> from, AttentionBlock s) {
   using Pack = Packed<T, pack>;
@@ -105,9 +105,7 @@ inline bool few_rows(const AttentionBlock& s) { return s.B == 1 && s.queries.row
 inline int64_t cached_parts(const AttentionBlock& s) {
   return ceil_div(std::min(s.offset + s.queries.rows, s.keys.rows), cached_part);
 }
-inline int64_t cached_scratch(const AttentionBlock& s) {
-  return s.queries.rows * s.Hq * cached_parts(s) * (s.D + 2);
-}
+inline int64_t cached_scratch(const AttentionBlock& s) { return s.queries.rows * s.Hq * cached_parts(s) * (s.D + 2); }
 
 // One sequence without documents, whose rows all see a key.
 template <class T>

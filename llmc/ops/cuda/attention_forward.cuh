@@ -3,7 +3,7 @@
 // Contracts: ops/ops_attention.h.
 #pragma once
 #include "ops/cuda/attention_cached.cuh"
-#include "ops/cuda/attention_tiles.cuh"
+#include "ops/cuda/attention_keys.cuh"
 #include "ops/cuda/elementwise.cuh"
 
 namespace llmc::cuda {
@@ -80,12 +80,11 @@ __device__ void merge_outputs(const KernelOutputs<T>& to, const KernelBlock& s, 
       const int row = first + 16 * m + fragment_row(2 * half);
       float weight = 0;
       kept[m][half] = 1;
-      // Rows that see no key have a total of 0; that of NaNs is NaN. The first lane of a quad reads and writes the row's
-      // statistics for all four.
+      // Rows that see no key have a total of 0; that of NaNs is NaN. The first lane of a quad reads and writes the
+      // row's statistics for all four.
       if (total != 0 && row < s.rows && fragment_column(0) == 0) {
         float &before = s.statistic(to.largest, at.b, at.h)[row], &sum = s.statistic(to.total, at.b, at.h)[row];
-        const float added = softmax.largest[m][half] * scale * ln_2,
-                    largest = fmaxf(before, added);
+        const float added = softmax.largest[m][half] * scale * ln_2, largest = fmaxf(before, added);
         kept[m][half] = fast_exp2((before - largest) * log2_e);
         weight = fast_exp2((added - largest) * log2_e);
         before = largest;
