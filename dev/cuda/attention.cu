@@ -16,6 +16,11 @@ namespace {
 
 constexpr int head_size = 64;
 
+// Head h of sequence b in an array (B, T, heads, D).
+template <class T>
+__device__ Head<T> head_of(T* array, const AttentionShape& s, int64_t heads, int64_t b, int64_t h) {
+  return {array + (b * s.T * heads + h) * s.D, heads * s.D, static_cast<int>(s.T), static_cast<int>(s.D)};
+}
 // Addresses of the queries, keys and values of query head h of sequence b in qkv (B, T, 3 H D).
 struct Heads {
   Head<const bf16> q, k, v;
@@ -203,65 +208,69 @@ struct Problem {
   DeviceArray<bf16> qkvs{qkv}, out{s.B * s.T * s.Hq * s.D};
   DeviceArray<float> lse{s.B * s.Hq * s.T}, scores{s.B * s.Hq * s.T * s.T};
 };
+AttentionInputs<bf16> inputs(const bf16* qkv, const AttentionShape& s) {
+  const int64_t C = s.Hq * s.D;
+  return {{qkv, 3 * C}, {qkv + C, 3 * C}, {qkv + 2 * C, 3 * C}, nullptr};
+}
 
 }  // namespace
 
 Ladder attention_ladder(int64_t B, int64_t T, int64_t H) {
   const AttentionShape s = {.B = B, .T = T, .Hq = H, .Hkv = H, .D = head_size};
+  const AttentionBlock block = whole_sequences(s);
   const auto p = std::make_shared<Problem>(s);
   std::vector<bf16> out(p->qkv.size() / 3);
   std::vector<float> lse(static_cast<size_t>(B * H * T)),
-      scratch(static_cast<size_t>(cpu::attention_forward_scratch(whole_sequences(s), omp_get_max_threads())));
-  const bf16* qkv = p->qkv.data();
-  const int64_t width = H * head_size;  // of each of queries, keys and values
-  cpu::attention_forward<bf16, float>(
-      {.out = {out.data(), width}, .lse = lse.data()},
-      {{qkv, 3 * width}, {qkv + width, 3 * width}, {qkv + 2 * width, 3 * width}, nullptr}, scratch.data(),
-      whole_sequences(s), omp_get_max_threads());
+      scratch(static_cast<size_t>(cpu::attention_forward_scratch(block, omp_get_max_threads())));
+  cpu::attention_forward<bf16>({{out.data(), H * head_size}, lse.data()}, inputs(p->qkv.data(), s), scratch.data(),
+                               block, omp_get_max_threads());
   const unsigned heads = static_cast<unsigned>(B * H), rows = static_cast<unsigned>(T);
   const auto blocks = [](int64_t n, int64_t size) { return static_cast<unsigned>(ceil_div(n, size)); };
   constexpr int threads = 256, tile_rows = 64, tile_keys = 32;
   using Block = BlockSize<1, 4, 64, head_size, bf16>;
   constexpr int64_t shared = (Block::rows + 2 * Block::tile_rows) * head_size * int64_t{sizeof(bf16)};
-  return {.op = "attention",
-          .versions = {{"scores, softmax and values one after another: T x T matrices in memory",
-                        [=] {
-                          launch(attention1_scores, dim3(blocks(T, threads), rows, heads), threads, 0, nullptr,
-                                 p->scores, p->qkvs, s);
-                          launch(attention1_softmax, blocks(B * H * T, threads), threads, 0, nullptr, p->scores, p->lse,
-                                 B * H * T, T);
-                          launch(attention1_values, dim3(rows, heads), head_size, 0, nullptr, p->out, p->scores,
-                                 p->qkvs, s);
-                        }},
-                       {"one warp per row: running maximum and sum, no T x T matrix",
-                        [=] {
-                          launch(attention2, blocks(B * H * T * warp_size, threads), threads, 0, nullptr, p->out,
-                                 p->lse, p->qkvs, s);
-                        }},
-                       {"64 rows per block share tiles of keys and values in shared memory",
-                        [=] {
-                          launch(attention3<tile_rows, tile_keys>, dim3(blocks(T, tile_rows), heads), tile_rows, 0,
-                                 nullptr, p->out, p->lse, p->qkvs, s);
-                        }},
-                       {"tensor cores, 16 rows per warp",
-                        [=] {
-                          launch(attention4<Block>, dim3(heads, blocks(T, Block::rows)), Block::threads, shared,
-                                 nullptr, p->out, p->lse, p->qkvs, s);
-                        }},
-                       {"llmc/ops/cuda/attention_forward.cuh: the next tile is loaded meanwhile; 32 rows per warp",
-                        [=] { attention_forward<bf16>(p->out, p->lse, p->qkvs, nullptr, s, nullptr); }}},
-          .prepare =
-              [=] {
-                for (DeviceArray<float>* array : {&p->lse, &p->scores})
-                  CUDA_CHECK(cudaMemset(*array, 0xff, array->bytes()));
-                CUDA_CHECK(cudaMemset(p->out, 0xff, p->out.bytes()));
-              },
-          .outputs = [=]() -> Outputs {
-            return {{"out", p->out.host()}, {"lse", p->lse.host()}};
+  return {
+      .op = "attention",
+      .versions =
+          {{"scores, softmax and values one after another: T x T matrices in memory",
+            [=] {
+              launch(attention1_scores, dim3(blocks(T, threads), rows, heads), threads, 0, nullptr, p->scores, p->qkvs,
+                     s);
+              launch(attention1_softmax, blocks(B * H * T, threads), threads, 0, nullptr, p->scores, p->lse, B * H * T,
+                     T);
+              launch(attention1_values, dim3(rows, heads), head_size, 0, nullptr, p->out, p->scores, p->qkvs, s);
+            }},
+           {"one warp per row: running maximum and sum, no T x T matrix",
+            [=] {
+              launch(attention2, blocks(B * H * T * warp_size, threads), threads, 0, nullptr, p->out, p->lse, p->qkvs,
+                     s);
+            }},
+           {"64 rows per block share tiles of keys and values in shared memory",
+            [=] {
+              launch(attention3<tile_rows, tile_keys>, dim3(blocks(T, tile_rows), heads), tile_rows, 0, nullptr, p->out,
+                     p->lse, p->qkvs, s);
+            }},
+           {"tensor cores, 16 rows per warp",
+            [=] {
+              launch(attention4<Block>, dim3(heads, blocks(T, Block::rows)), Block::threads, shared, nullptr, p->out,
+                     p->lse, p->qkvs, s);
+            }},
+           {"llmc/ops/cuda/attention_forward.cuh: the next tile is loaded meanwhile; 32 rows per warp",
+            [=] {
+              attention_forward<bf16>({{p->out, H * head_size}, p->lse}, inputs(p->qkvs, s), nullptr, block, nullptr);
+            }}},
+      .prepare =
+          [=] {
+            for (DeviceArray<float>* array : {&p->lse, &p->scores})
+              CUDA_CHECK(cudaMemset(*array, 0xff, array->bytes()));
+            CUDA_CHECK(cudaMemset(p->out, 0xff, p->out.bytes()));
           },
-          .reference = {{"out", out}, {"lse", lse}},
-          .tolerance = 0x1p-7,  // the tensor cores' probabilities are in bf16
-          .flops = 4.0 * static_cast<double>(B * H * head_size) * static_cast<double>(T * (T + 1) / 2)};
+      .outputs = [=]() -> Outputs {
+        return {{"out", p->out.host()}, {"lse", p->lse.host()}};
+      },
+      .reference = {{"out", out}, {"lse", lse}},
+      .tolerance = 0x1p-7,  // the tensor cores' probabilities are in bf16
+      .flops = 4.0 * static_cast<double>(B * H * head_size) * static_cast<double>(T * (T + 1) / 2)};
 }
 
 }  // namespace llmc::cuda

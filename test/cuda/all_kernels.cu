@@ -26,6 +26,9 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   residual_forward(x, x, x, N, stream);
   convert(x, f, N, stream);
   convert(f, x, N, stream);
+  copy_box(x, {}, x, {}, {N, N, C}, stream);
+  copy_box(x, {}, f, {}, {N, N, C}, stream);
+  copy_box(f, {}, x, {}, {N, N, C}, stream);
   scale(x, 1, N, stream);
   fill(x, 1, N, stream);
   merge_parts(x, x, x, 2, N, C, stream);
@@ -54,23 +57,16 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   rotary(x, f, ids, shape, Turn::forward, stream);
   qk_norm_rotary_forward(x, f, x, x, x, f, ids, 0, shape, stream);
   qk_norm_rotary_backward(x, f, f, f, x, x, x, f, f, ids, shape, stream);
+  const AttentionBlock block = whole_sequences(shape);
+  attention_forward<T>({}, {}, f, block, stream);
+  attention_finish(x, f, f, f, f, N, N, N, C, stream);
+  attention_backward<T>({}, x, x, f, {}, f, block, stream);
+  cache_append(x, x, shape, stream);
   swiglu_forward(x, x, N, C, stream);
   swiglu_backward(x, x, x, N, C, stream);
 }
 template void all_kernels(float*, float*, double*, int32_t*, int64_t, int64_t, cudaStream_t);
 template void all_kernels(bf16*, float*, double*, int32_t*, int64_t, int64_t, cudaStream_t);
-
-template void attention_forward(float*, float*, const float*, const int32_t*, const AttentionShape&, cudaStream_t);
-template void attention_forward(bf16*, float*, const bf16*, const int32_t*, const AttentionShape&, cudaStream_t);
-template void attention_backward(float*, const float*, const float*, const float*, const float*, const int32_t*, float*,
-                                 const AttentionShape&, cudaStream_t);
-template void attention_backward(bf16*, const bf16*, const bf16*, const bf16*, const float*, const int32_t*, float*,
-                                 const AttentionShape&, cudaStream_t);
-template void attention_cached(float*, const float*, const float*, float*, int64_t, const AttentionShape&,
-                               cudaStream_t);
-template void attention_cached(bf16*, const bf16*, const bf16*, float*, int64_t, const AttentionShape&, cudaStream_t);
-template void cache_append(float*, const float*, const AttentionShape&, cudaStream_t);
-template void cache_append(bf16*, const bf16*, const AttentionShape&, cudaStream_t);
 
 // The wrappers of mma.cuh, as in a pipelined kernel.
 __global__ void all_instructions(float* out, const uint4* in, int bytes) {

@@ -32,6 +32,21 @@ struct Case {
   std::vector<T> qkv = normal_values<T>(s.B * s.T * (s.Hq + 2 * s.Hkv) * s.D, 1, 0, size),
                  dout = normal_values<T>(s.B * s.T * s.Hq * s.D, 2);
   std::vector<int32_t> positions = document_positions(s);
+  AttentionBlock block = whole_sequences(s);
+
+  // Heads from `first` on of rows of `n` heads.
+  template <class X>
+  HeadRows<X> heads(X* array, int64_t n, int64_t first) const {
+    return {array + first * s.D, n * s.D};
+  }
+  AttentionInputs<T> inputs(const T* x, const int32_t* document_positions) const {
+    const int64_t n = s.Hq + 2 * s.Hkv;
+    return {heads(x, n, 0), heads(x, n, s.Hq), heads(x, n, s.Hq + s.Hkv), document_positions};
+  }
+  AttentionGradients<T, float> outputs_in(T* dqkv) const {
+    const int64_t n = s.Hq + 2 * s.Hkv;
+    return {heads(dqkv, n, 0), heads(dqkv, n, s.Hq), heads(dqkv, n, s.Hq + s.Hkv)};
+  }
 
   struct Forward {
     std::vector<T> out;
@@ -41,14 +56,16 @@ struct Case {
   const int32_t* places() const { return documents == Documents::yes ? positions.data() : nullptr; }
   Forward cpu_forward() const {
     Forward f{std::vector<T>(dout.size()), std::vector<float>(static_cast<size_t>(s.B * s.Hq * s.T))};
-    std::vector<float> scratch(static_cast<size_t>(cpu::attention_forward_scratch(s, 1)));
-    cpu::attention_forward(f.out.data(), f.lse.data(), qkv.data(), places(), scratch.data(), s, 1);
+    std::vector<float> scratch(static_cast<size_t>(cpu::attention_forward_scratch(block, 1)));
+    cpu::attention_forward<T>({heads(f.out.data(), s.Hq, 0), f.lse.data()}, inputs(qkv.data(), places()),
+                              scratch.data(), block, 1);
     return f;
   }
   Outputs cpu() const {
     std::vector<T> dqkv(qkv.size());
-    std::vector<float> scratch(static_cast<size_t>(cpu::attention_backward_scratch(s, 1)));
-    cpu::attention_backward(dqkv.data(), dout.data(), qkv.data(), forward.lse.data(), places(), scratch.data(), s, 1);
+    std::vector<float> scratch(static_cast<size_t>(cpu::attention_backward_scratch(block, 1)));
+    cpu::attention_backward<T>(outputs_in(dqkv.data()), dout.data(), forward.out.data(), forward.lse.data(),
+                               inputs(qkv.data(), places()), scratch.data(), block, 1);
     Outputs outputs = gradients(dqkv);
     outputs.insert(outputs.end(), {{"out", forward.out}, {"lse", forward.lse}});
     return outputs;
@@ -64,23 +81,26 @@ struct Case {
     DeviceArray<float> lse(s.B * s.Hq * s.T);
     DeviceArray<int32_t> device_positions(positions);
     cuda::attention_forward<T>(
-        out, lse, in, documents == Documents::yes ? static_cast<int32_t*>(device_positions) : nullptr, s, nullptr);
+        {heads<T>(out, s.Hq, 0), lse},
+        inputs(in, documents == Documents::yes ? static_cast<int32_t*>(device_positions) : nullptr), nullptr, block,
+        nullptr);
     return {{"out", out.host()}, {"lse", lse.host()}};
   }
   // From the CPU's outputs.
   Outputs cuda_backward() const {
     DeviceArray<T> dqkv(static_cast<int64_t>(qkv.size())), douts(dout), out(forward.out), in(qkv);
-    DeviceArray<float> lse(forward.lse), scratch(cuda::attention_backward_scratch(s));
+    DeviceArray<float> lse(forward.lse), scratch(cuda::attention_backward_scratch(block));
     DeviceArray<int32_t> device_positions(positions);
-    cuda::attention_backward<T>(dqkv, douts, out, in, lse,
-                                documents == Documents::yes ? static_cast<int32_t*>(device_positions) : nullptr,
-                                scratch, s, nullptr);
+    cuda::attention_backward<T>(
+        outputs_in(dqkv), douts, out, lse,
+        inputs(in, documents == Documents::yes ? static_cast<int32_t*>(device_positions) : nullptr), scratch, block,
+        nullptr);
     return gradients(dqkv.host());
   }
 
   Outputs gradients(const std::vector<T>& dqkv) const {
     if (s.T == 1) return {{"dqkv", dqkv}};  // a row that sees one key: dq and dk are 0, or a rounding error
-    const auto heads = [&](int64_t begin, int64_t end) {
+    const auto columns = [&](int64_t begin, int64_t end) {
       std::vector<T> part;
       for (int64_t row = 0; row < s.B * s.T; ++row) {
         const auto first = dqkv.begin() + row * (s.Hq + 2 * s.Hkv) * s.D;
@@ -88,7 +108,8 @@ struct Case {
       }
       return part;
     };
-    return {{"dq", heads(0, s.Hq)}, {"dk", heads(s.Hq, s.Hq + s.Hkv)}, {"dv", heads(s.Hq + s.Hkv, s.Hq + 2 * s.Hkv)}};
+    return {
+        {"dq", columns(0, s.Hq)}, {"dk", columns(s.Hq, s.Hq + s.Hkv)}, {"dv", columns(s.Hq + s.Hkv, s.Hq + 2 * s.Hkv)}};
   }
 };
 
@@ -100,19 +121,24 @@ struct CachedCase {
   float size = 1;
   std::vector<T> qkv = normal_values<T>(s.T * (s.Hq + 2 * s.Hkv) * s.D, 1, 0, size),
                  cache = normal_values<T>((begin + s.T) * 2 * s.Hkv * s.D, 2, 0, size);
+  AttentionBlock block = continuation(s, begin, begin + s.T);
 
+  AttentionInputs<T> inputs(const T* x, const T* rows) const {
+    const int64_t width = s.Hkv * s.D;
+    return {{x, s.Hq * s.D + 2 * width}, {rows, 2 * width}, {rows + width, 2 * width}, nullptr};
+  }
   Outputs cpu() const {
     std::vector<T> rows = cache, out(static_cast<size_t>(s.T * s.Hq * s.D));
-    std::vector<float> scratch(static_cast<size_t>(cpu::attention_cached_scratch(s, begin, 1)));
+    std::vector<float> scratch(static_cast<size_t>(cpu::attention_forward_scratch(block, 1)));
     cpu::cache_append(rows.data() + begin * 2 * s.Hkv * s.D, qkv.data(), s);
-    cpu::attention_cached(out.data(), qkv.data(), rows.data(), scratch.data(), begin, s, 1);
+    cpu::attention_forward<T>({{out.data(), s.Hq * s.D}}, inputs(qkv.data(), rows.data()), scratch.data(), block, 1);
     return {{"cache", rows}, {"out", out}};
   }
   Outputs cuda() const {
     DeviceArray<T> rows(cache), in(qkv), out(s.T * s.Hq * s.D);
-    DeviceArray<float> scratch(cuda::attention_cached_scratch(s, begin));
+    DeviceArray<float> scratch(cuda::attention_forward_scratch(block));
     cuda::cache_append<T>(rows + begin * 2 * s.Hkv * s.D, in, s, nullptr);
-    cuda::attention_cached<T>(out, in, rows, scratch, begin, s, nullptr);
+    cuda::attention_forward<T>({{out, s.Hq * s.D}}, inputs(in, rows), scratch, block, nullptr);
     return {{"cache", rows.host()}, {"out", out.host()}};
   }
 };
@@ -195,6 +221,6 @@ TEMPLATE_TEST_CASE("attention of new rows to a cache needs every barrier", "[cud
 
 TEST_CASE("attention refuses heads that are too large for its kernels", "[cuda]") {
   REQUIRE_THROWS_WITH(
-      cuda::attention_forward<bf16>(nullptr, nullptr, nullptr, nullptr, AttentionShape{1, 1, 1, 1, 160}, nullptr),
+      cuda::attention_forward<bf16>({}, {}, nullptr, whole_sequences(AttentionShape{1, 1, 1, 1, 160}), nullptr),
       Catch::Matchers::ContainsSubstring("heads of up to 128 channels in bf16, not 160"));
 }

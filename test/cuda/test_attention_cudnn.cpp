@@ -1,5 +1,6 @@
 // cuDNN's attention against our own kernels: on a GPU, built with USE_CUDNN=1.
 #include <algorithm>
+#include <array>
 
 #include "cuda/device_test.h"
 #include "ops/cuda/attention.cuh"
@@ -20,13 +21,24 @@ struct Case {
   DeviceArray<float> lse{s.B * s.Hq * s.T};
 
   explicit Case(const AttentionShape& shape) : s(shape) {
-    cuda::attention_forward<bf16>(out, lse, qkv, nullptr, s, nullptr);
+    cuda::attention_forward<bf16>({{out, s.Hq * s.D}, lse}, inputs(), nullptr, whole_sequences(s), nullptr);
+  }
+
+  template <class T>
+  std::array<HeadRows<T>, 3> heads(T* array) const {
+    const int64_t width = (s.Hq + 2 * s.Hkv) * s.D;
+    return {{{array, width}, {array + s.Hq * s.D, width}, {array + (s.Hq + s.Hkv) * s.D, width}}};
+  }
+  AttentionInputs<bf16> inputs() {
+    const auto [q, k, v] = heads<const bf16>(qkv);
+    return {q, k, v, nullptr};
   }
 
   Outputs ours() {
     DeviceArray<bf16> dqkv(s.B * s.T * (s.Hq + 2 * s.Hkv) * s.D);
-    DeviceArray<float> scratch(cuda::attention_backward_scratch(s));
-    cuda::attention_backward<bf16>(dqkv, dout, out, qkv, lse, nullptr, scratch, s, nullptr);
+    DeviceArray<float> scratch(cuda::attention_backward_scratch(whole_sequences(s)));
+    const auto [dq, dk, dv] = heads<bf16>(dqkv);
+    cuda::attention_backward<bf16>({dq, dk, dv}, dout, out, lse, inputs(), scratch, whole_sequences(s), nullptr);
     return {{"out", out.host()}, {"lse", lse.host()}, {"dqkv", dqkv.host()}};
   }
   // Backward from our outputs, to judge the two passes separately.

@@ -1,4 +1,6 @@
 // Elementwise kernels against the CPU ops.
+#include <utility>
+
 #include "cuda/device_test.h"
 #include "ops/cpu/elementwise.h"
 #include "ops/cuda/elementwise.cuh"
@@ -127,4 +129,33 @@ TEMPLATE_TEST_CASE("initial numbers on the GPU have the CPU's bits", "[cuda]", f
     return {{"numbers", behind(out, shift)}};
   };
   REQUIRE(same_bits(check_kernel(run, {{"numbers", numbers}}, 1e-30), {{"numbers", numbers}}));
+}
+
+TEMPLATE_TEST_CASE("boxes are copied, and rounded like on the CPU", "[cuda]", (std::pair<float, float>),
+                   (std::pair<bf16, bf16>), (std::pair<bf16, float>), (std::pair<float, bf16>)) {
+  using Out = typename TestType::first_type;
+  using X = typename TestType::second_type;
+  struct Box {
+    BoxStrides to, from;
+    BoxSizes sizes;
+  };
+  // Whole packs, over several blocks of threads; a begin, a distance or a run that is none; the transposition of heads.
+  const Box box = GENERATE(Box{{8, 192, 64}, {16, 128, 32}, {9, 3, 24}}, Box{{0, 512, 128}, {64, 448, 64}, {50, 4, 64}},
+                           Box{{3, 192, 64}, {16, 128, 32}, {2, 3, 16}}, Box{{0, 100, 30}, {0, 96, 32}, {2, 3, 24}},
+                           Box{{8, 33, 16}, {8, 32, 16}, {3, 1, 8}}, Box{{0, 32, 8}, {0, 24, 8}, {3, 2, 7}},
+                           Box{{0, 8, 40}, {0, 32, 8}, {5, 4, 8}});
+  const auto size = [&](const BoxStrides& s) {
+    return s.begin + (box.sizes.outer - 1) * s.outer + (box.sizes.inner - 1) * s.inner + box.sizes.run;
+  };
+  const auto x = normal_values<X>(size(box.from), 1);
+  std::vector<Out> out(static_cast<size_t>(size(box.to)), Out(9.0f));
+  const auto run = [&]() -> Outputs {
+    DeviceArray<X> xs(x);
+    DeviceArray<Out> outs(std::vector<Out>(out.size(), Out(9.0f)));
+    cuda::copy_box<Out, X>(outs, box.to, xs, box.from, box.sizes, nullptr);
+    return {{"out", outs.host()}};
+  };
+  const Outputs got = run();
+  cpu::copy_box(out.data(), box.to, x.data(), box.from, box.sizes);
+  REQUIRE(same_bits(got, {{"out", out}}));
 }

@@ -50,10 +50,10 @@ void measure_attention(OpTimer& timer, const AttentionShape& s, double calls) {
   const Tensor dqkv = timer.tensor(dtype, qkv.shape), out = timer.tensor(dtype, dout.shape),
                lse = timer.tensor(DType::fp32, {s.B, s.Hq, s.T});
   const std::string shape = formatted("B {} T {} Hq {} Hkv {} D {}", s.B, s.T, s.Hq, s.Hkv, s.D);
-  timer.measure(shape, calls, [&] { attention_forward(out, lse, qkv, qkv, {}, whole_sequences(s), stream); });
-  timer.measure(shape, calls, [&] {
-    attention_backward(dqkv, dqkv, dout, out, qkv, qkv, lse, {}, whole_sequences(s), Accumulate::no, stream);
-  });
+  const AttentionBlock block = whole_sequences(s);
+  timer.measure(shape, calls, [&] { attention_forward(out, lse, qkv, qkv, {}, block, stream); });
+  timer.measure(shape, calls,
+                [&] { attention_backward(dqkv, dqkv, dout, out, qkv, qkv, lse, {}, block, Accumulate::no, stream); });
 }
 
 // out (N, O) = x (N, I) weight^T, and its backward.

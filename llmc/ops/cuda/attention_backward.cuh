@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "ops/cuda/attention_tiles.cuh"
+#include "ops/cuda/attention_keys.cuh"
 
 namespace llmc::cuda {
 
@@ -19,22 +19,22 @@ struct alignas(8) RowTerms {
 
 namespace detail {
 
-// Rows in the terms of a head: whole tiles of every kernel. Those past T are {infinity, 0}: P and dS are 0.
-__host__ __device__ constexpr int64_t terms_rows(int64_t T) { return (T + 127) / 128 * 128; }
+// Rows in the terms of a head: whole tiles of every kernel. Those past the block's are {infinity, 0}: P and dS are 0.
+__host__ __device__ constexpr int64_t terms_rows(int64_t rows) { return (rows + 127) / 128 * 128; }
 
 }  // namespace detail
 
-// terms (B, Hq, terms_rows(T)). Grid (rows of (terms_rows(T), Hq), B); blockDim.x, a power of two up to a warp, is the
-// number of threads per row.
+// terms (B, Hq, terms_rows(queries.rows)); dout, out (B queries.length, Hq D). Grid (rows of (terms_rows, Hq), B);
+// blockDim.x, a power of two up to a warp, is the number of threads per row.
 template <class T, int pack>
 __global__ void attention_row_terms_kernel(RowTerms* __restrict__ terms, const T* __restrict__ dout,
-                                           const T* __restrict__ out, const float* __restrict__ lse, AttentionShape s) {
+                                           const T* __restrict__ out, const float* __restrict__ lse, AttentionBlock s) {
   using Pack = Packed<T, pack>;
   const unsigned index = blockIdx.x * blockDim.y + threadIdx.y, Hq = static_cast<unsigned>(s.Hq);
-  const int64_t rows = detail::terms_rows(s.T), t = index / Hq, h = index % Hq, b = blockIdx.y;
+  const int64_t rows = detail::terms_rows(s.queries.rows), t = index / Hq, h = index % Hq, b = blockIdx.y;
   float delta = 0;
-  if (t < s.T) {
-    const int64_t begin = ((b * s.T + t) * s.Hq + h) * s.D;
+  if (t < s.queries.rows) {
+    const int64_t begin = ((b * s.queries.length + s.queries.first + t) * s.Hq + h) * s.D;
     for (int64_t d = threadIdx.x * pack; d < s.D; d += blockDim.x * pack) {
       const Pack gs = Pack::load(dout + begin + d), os = Pack::load(out + begin + d);
       for (int i = 0; i < pack; ++i) delta += gs[i] * os[i];
@@ -42,97 +42,98 @@ __global__ void attention_row_terms_kernel(RowTerms* __restrict__ terms, const T
   }
   for (unsigned lanes = blockDim.x / 2; lanes > 0; lanes /= 2) delta += __shfl_xor_sync(all_lanes, delta, lanes);
   if (t < rows && threadIdx.x == 0)
-    terms[(b * s.Hq + h) * rows + t] = {t < s.T ? lse[(b * s.Hq + h) * s.T + t] * log2_e : INFINITY, delta};
+    terms[(b * s.Hq + h) * rows + t] = {
+        t < s.queries.rows ? lse[(b * s.Hq + h) * s.queries.length + s.queries.first + t] * log2_e : INFINITY, delta};
 }
 
 // dK and dV. Grid (B Hkv, blocks of keys), first keys first: the most rows see them.
 template <class T, class Block, int DP, Copy copy>
 __global__ void __launch_bounds__(Block::threads, 2)
-    attention_backward_keys_kernel(T* __restrict__ dqkv, const T* __restrict__ dout, const T* __restrict__ qkv,
-                                   const RowTerms* __restrict__ terms, const int32_t* __restrict__ positions,
-                                   AttentionShape s) {
+    attention_backward_keys_kernel(Heads<T> dkeys, Heads<T> dvalues, Heads<float> dkey_sums, Heads<float> dvalue_sums,
+                                   Heads<const T> douts, Heads<const T> queries, Heads<const T> keys,
+                                   Heads<const T> values, const RowTerms* __restrict__ terms,
+                                   const int32_t* __restrict__ positions, KernelBlock s) {
   constexpr int M = Block::M, N = Block::N, ND = Block::ND, n = Block::tile_rows;
   const unsigned b = blockIdx.x / static_cast<unsigned>(s.Hkv), kv = blockIdx.x % static_cast<unsigned>(s.Hkv);
-  const int T_ = static_cast<int>(s.T), group = static_cast<int>(s.Hq / s.Hkv);
+  const SeenKeys seen(positions, s, b);
+  const int group = static_cast<int>(s.Hq / s.Hkv);
   const int begin = static_cast<int>(blockIdx.y) * Block::rows, warp_row = 16 * M * warp_of_thread();
   const int first = begin + warp_row, last = first + 16 * M - 1;  // the warp's keys
-  const int64_t heads = s.Hq + 2 * s.Hkv, terms_rows = detail::terms_rows(s.T);
-  if (positions != nullptr) positions += b * s.T;
+  const int64_t terms_rows = detail::terms_rows(s.rows);
 
   DYN_SHARED(T, memory);
-  const Tile<T, DP> keys{memory}, values = keys.after(Block::rows), buffers = values.after(Block::rows);
+  const Tile<T, DP> key_tile{memory}, value_tile = key_tile.after(Block::rows), buffers = value_tile.after(Block::rows);
   RowTerms* terms_buffers = reinterpret_cast<RowTerms*>(buffers.after(4 * n).data);
-  load_rows<Block::rows, Block::threads, copy>(keys, head_of(qkv, s, heads, b, s.Hq + kv), begin);
-  load_rows<Block::rows, Block::threads, copy>(values, head_of(qkv, s, heads, b, s.Hq + s.Hkv + kv), begin);
+  load_rows<Block::rows, Block::threads, copy>(key_tile, keys.of(b, kv), begin);
+  load_rows<Block::rows, Block::threads, copy>(value_tile, values.of(b, kv), begin);
 
   Accumulators<M, ND> dk = {}, dv = {};
-  const float scale = 1.0f / sqrtf(static_cast<float>(s.D));
+  const float scale = s.scale;
   // Tiles of queries of the first head, then of the second, ...
-  const int first_tile = begin / n,
-            tiles = (end_of_rows_that_see(positions, begin, T_, begin + Block::rows - 1) + n - 1) / n - first_tile;
+  const int first_row = max(begin - seen.offset, 0), first_tile = first_row / n,
+            tiles = (end_of_rows_that_see(seen, first_row, begin + Block::rows - 1) + n - 1) / n - first_tile;
   const auto load = [&](int i) {
     const int h = static_cast<int>(kv) * group + i / tiles, row = (first_tile + i % tiles) * n;
-    const Tile<T, DP> queries = buffers.after((i & 1) * 2 * n);
-    load_rows<n, Block::threads, copy>(queries, head_of(qkv, s, heads, b, h), row);
-    load_rows<n, Block::threads, copy>(queries.after(n), head_of(dout, s, s.Hq, b, h), row);
+    const Tile<T, DP> tile = buffers.after((i & 1) * 2 * n);
+    load_rows<n, Block::threads, copy>(tile, queries.of(b, h), row);
+    load_rows<n, Block::threads, copy>(tile.after(n), douts.of(b, h), row);
     if (threadIdx.x < n / 2)
       cp_async_16(terms_buffers + (i & 1) * n + threadIdx.x * 2,
                   terms + (b * s.Hq + h) * terms_rows + row + threadIdx.x * 2);
   };
   const auto use = [&](int i) {
     const int row = (first_tile + i % tiles) * n;
-    const RowRange rows(positions, row, min(row + n, T_));
+    const RowRange rows(seen, row, row + n);
     if (!rows.sees_any(first, last)) return;
-    const Tile<T, DP> queries = buffers.after((i & 1) * 2 * n), douts = queries.after(n);
+    const Tile<T, DP> query_tile = buffers.after((i & 1) * 2 * n), dout_tile = query_tile.after(n);
     const RowTerms* row_terms = terms_buffers + (i & 1) * n;
     const bool all_seen = rows.sees_all(first, last);
     Accumulators<M, N> p = {}, ds = {};  // transposed: the keys are the rows
-    multiply_transposed(p, keys, warp_row, queries);
+    multiply_transposed(p, key_tile, warp_row, query_tile);
     for_each(p, [&](float& x, int m, int j, int i) {
       const int column = 8 * j + fragment_column(i), key = first + 16 * m + fragment_row(i);
       x = fast_exp2(x * (scale * log2_e) - row_terms[column].lse_log2);
-      if (!all_seen && (key > row + column || key < rows.first_key(positions, row + column))) x = 0;
+      if (!all_seen && (key > row + column + seen.offset || key < seen.first(row + column))) x = 0;
     });
-    multiply(dv, p, douts);
-    multiply_transposed(ds, values, warp_row, douts);
+    multiply(dv, p, dout_tile);
+    multiply_transposed(ds, value_tile, warp_row, dout_tile);
     for_each(
         ds, [&](float& x, int m, int j, int i) { x = p[m][j][i] * (x - row_terms[8 * j + fragment_column(i)].delta); });
-    multiply(dk, ds, queries);
+    multiply(dk, ds, query_tile);
   };
   double_buffered(0, group * tiles, load, use);
 
   for_each(dk, [&](float& x, int, int, int) { x *= scale; });
-  store_rows<copy>(head_of(dqkv, s, heads, b, s.Hq + kv), first, dk);
-  store_rows<copy>(head_of(dqkv, s, heads, b, s.Hq + s.Hkv + kv), first, dv);
+  store_or_add_rows<copy>(dkeys, dkey_sums, b, kv, first, dk);
+  store_or_add_rows<copy>(dvalues, dvalue_sums, b, kv, first, dv);
 }
 
 // dQ. Grid (B Hq, blocks of rows).
 template <class T, class Block, int DP, Copy copy>
 __global__ void __launch_bounds__(Block::threads, 2)
-    attention_backward_queries_kernel(T* __restrict__ dqkv, const T* __restrict__ dout, const T* __restrict__ qkv,
+    attention_backward_queries_kernel(Heads<T> dqueries, Heads<float> dquery_sums, Heads<const T> douts,
+                                      Heads<const T> queries, Heads<const T> keys, Heads<const T> values,
                                       const RowTerms* __restrict__ terms, const int32_t* __restrict__ positions,
-                                      AttentionShape s) {
+                                      KernelBlock s) {
   constexpr int M = Block::M, N = Block::N, ND = Block::ND;
   const BlockOfQueries at(s, Block::rows);
-  const int T_ = static_cast<int>(s.T), warp_row = 16 * M * warp_of_thread(), first = at.first + warp_row;
-  const int64_t heads = s.Hq + 2 * s.Hkv;
-  if (positions != nullptr) positions += at.b * s.T;
-  terms += (at.b * s.Hq + at.h) * detail::terms_rows(s.T);
+  const SeenKeys seen(positions, s, at.b);
+  const int warp_row = 16 * M * warp_of_thread(), first = at.first + warp_row;
+  terms += (at.b * s.Hq + at.h) * detail::terms_rows(s.rows);
   DYN_SHARED(T, memory);
-  const Tile<T, DP> queries{memory}, douts = queries.after(Block::rows);
-  load_rows<Block::rows, Block::threads, copy>(queries, head_of(qkv, s, heads, at.b, at.h), at.first);
-  load_rows<Block::rows, Block::threads, copy>(douts, head_of(dout, s, s.Hq, at.b, at.h), at.first);
+  const Tile<T, DP> query_tile{memory}, dout_tile = query_tile.after(Block::rows);
+  load_rows<Block::rows, Block::threads, copy>(query_tile, queries.of(at.b, at.h), at.first);
+  load_rows<Block::rows, Block::threads, copy>(dout_tile, douts.of(at.b, at.h), at.first);
 
-  const RowRange block_rows(positions, at.first, min(at.first + Block::rows, T_));
-  const RowRange warp_rows(positions, first, min(first + 16 * M, T_));
+  const RowRange block_rows(seen, at.first, at.first + Block::rows), warp_rows(seen, first, first + 16 * M);
   Accumulators<M, ND> dq = {};
-  const float scale = 1.0f / sqrtf(static_cast<float>(s.D));
-  const auto use = [&](const Tile<T, DP>& keys, const Tile<T, DP>& values, int key) {
+  const float scale = s.scale;
+  const auto use = [&](const Tile<T, DP>& key_tile, const Tile<T, DP>& value_tile, int key) {
     if (!warp_rows.sees_any(key, key + Block::tile_rows - 1)) return;
     const bool all_seen = warp_rows.sees_all(key, key + Block::tile_rows - 1);
     Accumulators<M, N> p = {}, ds = {};
-    multiply_transposed(p, queries, warp_row, keys);
-    multiply_transposed(ds, douts, warp_row, values);
+    multiply_transposed(p, query_tile, warp_row, key_tile);
+    multiply_transposed(ds, dout_tile, warp_row, value_tile);
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -144,14 +145,14 @@ __global__ void __launch_bounds__(Block::threads, 2)
           for (int i = 2 * half; i < 2 * half + 2; ++i)
             ds[m][n][i] =
                 fast_exp2(p[m][n][i] * (scale * log2_e) - row_terms.lse_log2) * (ds[m][n][i] - row_terms.delta);
-        if (!all_seen) for_unseen(ds, m, half, warp_rows, positions, first, key, [](float& x) { x = 0; });
+        if (!all_seen) for_unseen(ds, m, half, seen, first, key, [](float& x) { x = 0; });
       }
-    multiply(dq, ds, keys);
+    multiply(dq, ds, key_tile);
   };
-  for_tiles_of_keys<Block, copy>(douts.after(Block::rows), head_of(qkv, s, heads, at.b, s.Hq + at.kv),
-                                 head_of(qkv, s, heads, at.b, s.Hq + s.Hkv + at.kv), block_rows, use);
+  for_tiles_of_keys<Block, copy>(dout_tile.after(Block::rows), keys.of(at.b, at.kv), values.of(at.b, at.kv), block_rows,
+                                 use);
   for_each(dq, [&](float& x, int, int, int) { x *= scale; });
-  store_rows<copy>(head_of(dqkv, s, heads, at.b, at.h), first, dq);
+  store_or_add_rows<copy>(dqueries, dquery_sums, at.b, at.h, first, dq);
 }
 
 namespace detail {
@@ -177,33 +178,44 @@ static_assert(BackwardKeysBlock<float, 256>::shared_bytes(2) + (1 << 10) <= 163 
 }  // namespace detail
 
 // Size of attention_backward's scratch in floats; it is aligned to 16 bytes.
-inline int64_t attention_backward_scratch(const AttentionShape& s) {
-  return s.B * s.Hq * detail::terms_rows(s.T) * static_cast<int64_t>(sizeof(RowTerms) / sizeof(float));
+inline int64_t attention_backward_scratch(const AttentionBlock& s) {
+  return s.B * s.Hq * detail::terms_rows(s.queries.rows) * static_cast<int64_t>(sizeof(RowTerms) / sizeof(float));
 }
 
-// dqkv = ... (overwrites all of it)
+// dout, out (B queries.length, Hq D)
 template <class T>
-void attention_backward(T* dqkv, const T* dout, const T* out, const T* qkv, const float* lse, const int32_t* positions,
-                        float* scratch, const AttentionShape& s, cudaStream_t stream) {
+void attention_backward(const AttentionGradients<T, float>& to, const T* dout, const T* out, const float* lse,
+                        const AttentionInputs<T>& from, float* scratch, const AttentionBlock& s, cudaStream_t stream) {
   RowTerms* terms = reinterpret_cast<RowTerms*>(scratch);
+  const HeadRows<const T> dout_rows = {dout, s.Hq * s.D}, out_rows = {out, s.Hq * s.D};
+  const KernelBlock block(s);
+  const Heads<T> dqueries(to.queries, s.queries, s.D), dkeys(to.keys, s.keys, s.D), dvalues(to.values, s.keys, s.D);
+  const Heads<float> dquery_sums(to.query_sums, s.queries, s.D), dkey_sums(to.key_sums, s.keys, s.D),
+      dvalue_sums(to.value_sums, s.keys, s.D);
+  const Heads<const T> douts(dout_rows, s.queries, s.D), queries(from.queries, s.queries, s.D),
+      keys(from.keys, s.keys, s.D), values(from.values, s.keys, s.D);
+  const int32_t* positions = from_first_row(from.positions, s);
   const auto run = [&]<int DP, Copy copy>() {
     constexpr int pack = copy == Copy::packs ? full_pack<T> : 1;
     const unsigned lanes = std::min(std::bit_ceil(static_cast<unsigned>(ceil_div(s.D, pack))), 32u);
-    const dim3 block(lanes, 256 / lanes);
-    const dim3 terms_grid(static_cast<unsigned>(ceil_div(detail::terms_rows(s.T) * s.Hq, block.y)),
+    const dim3 threads(lanes, 256 / lanes);
+    const dim3 terms_grid(static_cast<unsigned>(ceil_div(detail::terms_rows(s.queries.rows) * s.Hq, threads.y)),
                           static_cast<unsigned>(s.B));
-    launch(attention_row_terms_kernel<T, pack>, terms_grid, block, 0, stream, terms, dout, out, lse, s);
+    launch(attention_row_terms_kernel<T, pack>, terms_grid, threads, 0, stream, terms, dout, out, lse, s);
     using Keys = detail::BackwardKeysBlock<T, DP>;
-    const dim3 keys_grid(static_cast<unsigned>(s.B * s.Hkv), static_cast<unsigned>(ceil_div(s.T, Keys::rows)));
+    const dim3 keys_grid(static_cast<unsigned>(s.B * s.Hkv), static_cast<unsigned>(ceil_div(s.keys.rows, Keys::rows)));
     launch(attention_backward_keys_kernel<T, Keys, DP, copy>, keys_grid, Keys::threads,
-           Keys::shared_bytes(2) + 2 * Keys::tile_rows * static_cast<int64_t>(sizeof(RowTerms)), stream, dqkv, dout,
-           qkv, terms, positions, s);
+           Keys::shared_bytes(2) + 2 * Keys::tile_rows * static_cast<int64_t>(sizeof(RowTerms)), stream, dkeys, dvalues,
+           dkey_sums, dvalue_sums, douts, queries, keys, values, terms, positions, block);
     using Queries = detail::BackwardQueriesBlock<T, DP>;
-    const dim3 queries_grid(static_cast<unsigned>(s.B * s.Hq), static_cast<unsigned>(ceil_div(s.T, Queries::rows)));
+    const dim3 queries_grid(static_cast<unsigned>(s.B * s.Hq),
+                            static_cast<unsigned>(ceil_div(s.queries.rows, Queries::rows)));
     launch(attention_backward_queries_kernel<T, Queries, DP, copy>, queries_grid, Queries::threads,
-           Queries::shared_bytes(2), stream, dqkv, dout, qkv, terms, positions, s);
+           Queries::shared_bytes(2), stream, dqueries, dquery_sums, douts, queries, keys, values, terms, positions,
+           block);
   };
-  with_head_size<T>(s, run, dqkv, dout, out, qkv);
+  with_head_size<T>(s.D, run, to.queries, to.keys, to.values, dout_rows, out_rows, from.queries, from.keys,
+                    from.values);
 }
 
 }  // namespace llmc::cuda

@@ -1,5 +1,5 @@
-// attention_cached.cuh: attention of a few new rows against the cached keys and values of all rows so far. One block
-// per part of the keys, so that a single row fills a GPU; a second kernel combines the parts in order. Contracts:
+// attention_cached.cuh: attention of a few rows, as against a cache of keys and values when text is generated. One
+// block per part of the keys, so that a single row fills a GPU; a second kernel combines the parts in order. Contracts:
 // ops/ops_attention.h.
 #pragma once
 #include "ops/cuda/attention_tiles.cuh"
@@ -15,20 +15,20 @@ __host__ __device__ constexpr int64_t cached_groups(int64_t D, int pack) { retur
 
 }  // namespace detail
 
-// partials (T, Hq, parts, D + 2): exponential-weighted sums of values, then the maximum score (base 2) and the sum of
-// the exponentials. Grid (T Hq, parts). Dynamic shared memory: groups rows of D.
+// partials (rows, Hq, parts, D + 2): exponential-weighted sums of values, then the maximum score (base 2) and the sum
+// of the exponentials. Grid (rows Hq, parts). Dynamic shared memory: groups rows of D.
 template <class T, int pack>
-__global__ void attention_cached_kernel(float* __restrict__ partials, const T* __restrict__ qkv,
-                                        const T* __restrict__ cache, int64_t begin, AttentionShape s) {
+__global__ void attention_cached_kernel(float* __restrict__ partials, AttentionInputs<T> from, AttentionBlock s) {
   using Pack = Packed<T, pack>;
   constexpr int part = detail::cached_part;
-  const int64_t t = blockIdx.x / s.Hq, h = blockIdx.x % s.Hq, stride = 2 * s.Hkv * s.D;
-  const int64_t first = blockIdx.y * int64_t{part}, keys = min(begin + t + 1 - first, int64_t{part});
+  const int64_t t = blockIdx.x / s.Hq, h = blockIdx.x % s.Hq, kv = h / (s.Hq / s.Hkv);
+  const int64_t first = blockIdx.y * int64_t{part},
+                keys = min(min(s.offset + t + 1, s.keys.rows) - first, int64_t{part});
   if (keys <= 0) return;
   const int D = static_cast<int>(s.D), thread = static_cast<int>(threadIdx.x);
-  const T* q = qkv + t * (s.Hq + 2 * s.Hkv) * D + h * D;
-  const T* k = cache + first * stride + h / (s.Hq / s.Hkv) * D;
-  const T* v = k + s.Hkv * D;
+  const T* __restrict__ q = from.queries.data + (s.queries.first + t) * from.queries.stride + h * D;
+  const T* __restrict__ k = from.keys.data + (s.keys.first + first) * from.keys.stride + kv * D;
+  const T* __restrict__ v = from.values.data + (s.keys.first + first) * from.values.stride + kv * D;
   const float scale = log2_e / sqrtf(static_cast<float>(D));
   SHARED(float, p, part);
 
@@ -36,7 +36,7 @@ __global__ void attention_cached_kernel(float* __restrict__ partials, const T* _
   if (thread < keys) {
     score = 0;
     for (int d = 0; d < D; d += pack) {
-      const Pack qs = Pack::load(q + d), ks = Pack::load(k + thread * stride + d);
+      const Pack qs = Pack::load(q + d), ks = Pack::load(k + thread * from.keys.stride + d);
       for (int i = 0; i < pack; ++i) score += qs[i] * ks[i];
     }
     score *= scale;
@@ -52,7 +52,7 @@ __global__ void attention_cached_kernel(float* __restrict__ partials, const T* _
     const int d = thread % packs * pack;
     float outs[pack] = {};
     for (int j = group; j < keys; j += groups) {
-      const Pack vs = Pack::load(v + j * stride + d);
+      const Pack vs = Pack::load(v + j * from.values.stride + d);
       for (int i = 0; i < pack; ++i) outs[i] += p[j] * vs[i];
     }
     for (int i = 0; i < pack; ++i) sums[group * D + d + i] = outs[i];
@@ -70,11 +70,11 @@ __global__ void attention_cached_kernel(float* __restrict__ partials, const T* _
   }
 }
 
-// Grid T Hq; one thread per d.
+// Grid rows Hq; one thread per d.
 template <class T>
-__global__ void attention_cached_combine_kernel(T* __restrict__ out, const float* __restrict__ partials, int64_t parts,
-                                                int64_t begin, AttentionShape s) {
-  const int64_t D = s.D, d = threadIdx.x, keys = begin + blockIdx.x / s.Hq + 1;
+__global__ void attention_cached_combine_kernel(HeadRows<T> out, const float* __restrict__ partials, int64_t parts,
+                                                AttentionBlock s) {
+  const int64_t D = s.D, d = threadIdx.x, t = blockIdx.x / s.Hq, keys = min(s.offset + t + 1, s.keys.rows);
   const int64_t used = (keys + detail::cached_part - 1) / detail::cached_part;
   const float* partial = partials + blockIdx.x * parts * (D + 2);
   if (d >= D) return;
@@ -86,7 +86,7 @@ __global__ void attention_cached_combine_kernel(T* __restrict__ out, const float
     total += weight * partial[i * (D + 2) + d];
     sum += weight * partial[i * (D + 2) + D + 1];
   }
-  out[blockIdx.x * D + d] = from_float<T>(total / sum);
+  out.data[(s.queries.first + t) * out.stride + blockIdx.x % s.Hq * D + d] = from_float<T>(total / sum);
 }
 
 // One thread per pack to copy.
@@ -99,33 +99,32 @@ __global__ void cache_append_kernel(T* __restrict__ cache_rows, const T* __restr
 
 namespace detail {
 
-inline int64_t cached_parts(const AttentionShape& s, int64_t begin) { return ceil_div(begin + s.T, cached_part); }
+// Too few rows to fill a GPU, unless many blocks share the keys of each?
+inline bool few_rows(const AttentionBlock& s) { return s.B == 1 && s.queries.rows <= 16 && s.offset >= 0; }
 
-}  // namespace detail
-
-// Size of attention_cached's scratch in floats.
-inline int64_t attention_cached_scratch(const AttentionShape& s, int64_t begin) {
-  return s.T * s.Hq * detail::cached_parts(s, begin) * (s.D + 2);
+inline int64_t cached_parts(const AttentionBlock& s) {
+  return ceil_div(std::min(s.offset + s.queries.rows, s.keys.rows), cached_part);
 }
+inline int64_t cached_scratch(const AttentionBlock& s) { return s.queries.rows * s.Hq * cached_parts(s) * (s.D + 2); }
 
-// out (T, Hq D) = ; qkv (T, (Hq + 2 Hkv) D): rows begin to begin + T of a sequence, whose keys and values are the last
-// rows of cache (begin + T, 2 Hkv D)
+// One sequence without documents, whose rows all see a key.
 template <class T>
-void attention_cached(T* out, const T* qkv, const T* cache, float* scratch, int64_t begin, const AttentionShape& s,
+void attention_cached(const HeadRows<T>& out, const AttentionInputs<T>& from, float* scratch, const AttentionBlock& s,
                       cudaStream_t stream) {
-  check_head_size<T>(s);
-  const int64_t parts = detail::cached_parts(s, begin);
-  const unsigned rows = static_cast<unsigned>(s.T * s.Hq);
+  cuda::check_head_size<T>(s.D);
+  const int64_t parts = cached_parts(s);
+  const unsigned rows = static_cast<unsigned>(s.queries.rows * s.Hq);
   const auto run = [&]<int pack>() {
-    launch(attention_cached_kernel<T, pack>, dim3(rows, static_cast<unsigned>(parts)), detail::cached_part,
-           detail::cached_groups(s.D, pack) * s.D * static_cast<int64_t>(sizeof(float)), stream, scratch, qkv, cache,
-           begin, s);
+    launch(attention_cached_kernel<T, pack>, dim3(rows, static_cast<unsigned>(parts)), cached_part,
+           cached_groups(s.D, pack) * s.D * static_cast<int64_t>(sizeof(float)), stream, scratch, from, s);
   };
-  if (rows_fit_packs(s.D, full_pack<T>, qkv, cache)) run.template operator()<full_pack<T>>();
+  if (heads_fit_packs(s.D, full_pack<T>, from.queries, from.keys, from.values)) run.template operator()<full_pack<T>>();
   else run.template operator()<1>();
   launch(attention_cached_combine_kernel<T>, rows, static_cast<unsigned>(round_up(s.D, warp_size)), 0, stream, out,
-         scratch, parts, begin, s);
+         scratch, parts, s);
 }
+
+}  // namespace detail
 
 // rows of the cache = the keys and values of new rows.   cache_rows (T, 2 Hkv D); qkv (T, (Hq + 2 Hkv) D)
 template <class T>

@@ -1,8 +1,7 @@
 // attention_tiles.cuh: the building blocks of the attention kernels: tiles of rows in shared memory, warp-level
-// products of tiles, the pipeline that fills them, and the range of keys that a row attends to. fp32 and bf16 share the
-// kernels: only the products differ, tensor cores for bf16 and FMAs for fp32, with the same accumulator layout.
+// products of tiles, and the pipeline that fills them. fp32 and bf16 share the kernels: only the products differ,
+// tensor cores for bf16 and FMAs for fp32, with the same accumulator layout.
 #pragma once
-#include <climits>
 #include <cmath>
 #include <numbers>
 
@@ -20,16 +19,53 @@ inline constexpr float log2_e = std::numbers::log2e_v<float>, ln_2 = std::number
 // by element: loads do not dominate there, and it halves the kernels to compile.
 enum class Copy : uint8_t { packs, elements };
 
-// Rows of one head in an array (B, T, heads, D): row t is at data + t * stride.
+// A block's rows of one head of one sequence: row t is at data + t * stride.
 template <class T>
 struct Head {
   T* data;
   int64_t stride;
   int rows, D;
 };
+// The block's rows of all heads and sequences. Made by the host: kernels have no registers to spare.
 template <class T>
-__device__ Head<T> head_of(T* array, const AttentionShape& s, int64_t heads, int64_t b, int64_t h) {
-  return {array + (b * s.T * heads + h) * s.D, heads * s.D, static_cast<int>(s.T), static_cast<int>(s.D)};
+struct Heads {
+  T* data = nullptr;  // of the block's first row
+  int64_t stride = 0, sequence_stride = 0;
+  int rows = 0, D = 0;
+
+  Heads(const HeadRows<T>& all, const SequenceRows& r, int64_t head_size)
+      : data(all.data == nullptr ? nullptr : all.data + r.first * all.stride),
+        stride(all.stride),
+        sequence_stride(r.length * all.stride),
+        rows(static_cast<int>(r.rows)),
+        D(static_cast<int>(head_size)) {}
+  __device__ Head<T> of(int64_t b, int64_t h) const { return {data + b * sequence_stride + h * D, stride, rows, D}; }
+};
+// An AttentionBlock for kernels.
+struct KernelBlock {
+  int Hq, Hkv, D, rows, keys, offset;  // rows: of queries
+  int64_t length;                      // of the sequences of queries
+  float scale;                         // of scores: 1 / sqrt(D)
+
+  explicit KernelBlock(const AttentionBlock& s)
+      : Hq(static_cast<int>(s.Hq)),
+        Hkv(static_cast<int>(s.Hkv)),
+        D(static_cast<int>(s.D)),
+        rows(static_cast<int>(s.queries.rows)),
+        keys(static_cast<int>(s.keys.rows)),
+        offset(static_cast<int>(s.offset)),
+        length(s.queries.length),
+        scale(1.0f / sqrtf(static_cast<float>(s.D))) {}
+  // Of a head in an array (B, Hq, length).
+  template <class T>
+  __device__ T* statistic(T* array, int64_t b, int64_t h) const {
+    return array + (b * Hq + h) * length;
+  }
+};
+// Of something per row: that of the block's first row.
+template <class T>
+T* from_first_row(T* array, const AttentionBlock& s) {
+  return array == nullptr ? nullptr : array + s.queries.first;
 }
 
 // ---- Accumulators of a warp -----------------------------------------------------------------------------------------
@@ -93,6 +129,32 @@ __device__ void store_rows(const Head<T>& to, int first, const Accumulators<M, N
         }
       }
     }
+}
+
+// Rows of `to` from `first` on = f(m, half, what they are, sums), for element 2 half or 2 half + 1 of sums[m]; skips
+// rows and columns past the head's.
+template <int M, int N, class F>
+__device__ void update_rows(const Head<float>& to, int first, const Accumulators<M, N>& sums, F f) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first + 16 * m + fragment_row(2 * half);
+      if (row >= to.rows) continue;
+      float* out = to.data + row * to.stride + fragment_column(0);
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (8 * n + fragment_column(i) < to.D) out[8 * n + i] = f(m, half, out[8 * n + i], sums[m][n][2 * half + i]);
+    }
+}
+// Rows of `sums`, if it is set, += values; else rows of `to` = values.
+template <Copy copy, int M, int N, class T>
+__device__ void store_or_add_rows(const Heads<T>& to, const Heads<float>& sums, int64_t b, int64_t h, int first,
+                                  const Accumulators<M, N>& values) {
+  if (sums.data == nullptr) store_rows<copy>(to.of(b, h), first, values);
+  else update_rows(sums.of(b, h), first, values, [](int, int, float sum, float x) { return sum + x; });
 }
 
 // ---- Tiles ----------------------------------------------------------------------------------------------------------
@@ -267,112 +329,31 @@ inline constexpr int64_t largest_head = sizeof(T) == 2 ? 128 : 256;
 
 // Throws Error for heads that are too large for the kernels.
 template <class T>
-void check_head_size(const AttentionShape& s) {
-  CHECK(s.D <= largest_head<T>,
+void check_head_size(int64_t D) {
+  CHECK(D <= largest_head<T>,
         "attention on GPUs supports heads of up to {} channels in {}, not {}: use more, smaller heads (--n-head){}",
-        largest_head<T>, dtype_of<T>(), s.D,
-        sizeof(T) == 2 && s.D <= largest_head<float> ? ", or, on an A100 or later data-center GPU, --dtype fp32" : "");
+        largest_head<T>, dtype_of<T>(), D,
+        sizeof(T) == 2 && D <= largest_head<float> ? ", or, on an A100 or later data-center GPU, --dtype fp32" : "");
 }
 
-// Calls f.operator()<DP, copy>(), with DP the head size of the kernel's instantiation; `arrays`: all arrays of head
-// rows.
-template <class T, class F, class... Pointers>
-void with_head_size(const AttentionShape& s, F&& f, const Pointers*... arrays) {
-  check_head_size<T>(s);
+template <class... Heads>
+bool heads_fit_packs(int64_t D, int pack, const Heads&... rows) {
+  return rows_fit_packs(D, pack, rows.data...) && ((rows.stride % pack == 0) && ...);
+}
+
+// Calls f.operator()<DP, copy>(), with DP the head size of the kernel's instantiation; `rows`: all HeadRows of T.
+template <class T, class F, class... Heads>
+void with_head_size(int64_t D, F&& f, const Heads&... rows) {
+  check_head_size<T>(D);
   const auto with_copy = [&]<int DP>() {
     if constexpr (sizeof(T) == 2) {
-      if (rows_fit_packs(s.D, full_pack<T>, arrays...)) return f.template operator()<DP, Copy::packs>();
+      if (heads_fit_packs(D, full_pack<T>, rows...)) return f.template operator()<DP, Copy::packs>();
     }
     f.template operator()<DP, Copy::elements>();
   };
-  if (s.D <= 64) with_copy.template operator()<64>();
-  else if (s.D <= 128) with_copy.template operator()<128>();
+  if (D <= 64) with_copy.template operator()<64>();
+  else if (D <= 128) with_copy.template operator()<128>();
   else if constexpr (largest_head<T> > 128) with_copy.template operator()<256>();
-}
-
-// ---- Which keys a row sees ------------------------------------------------------------------------------------------
-
-// Rows [begin, end), possibly none. Each attends to the keys from its first one to itself; smallest and largest are the
-// extremes of those first keys. positions: of a sequence of packed documents, or nullptr.
-struct RowRange {
-  int begin, end, smallest = 0, largest = 0;
-
-  // All lanes of a warp call this together.
-  __device__ RowRange(const int32_t* positions, int begin_, int end_) : begin(begin_), end(end_) {
-    if (positions == nullptr) return;
-    smallest = INT_MAX;
-#pragma unroll 1
-    for (int row = begin + lane_of_thread(); row < end; row += warp_size) {
-      smallest = min(smallest, row - positions[row]);
-      largest = max(largest, row - positions[row]);
-    }
-#pragma unroll
-    for (int lanes = warp_size / 2; lanes > 0; lanes /= 2) {
-      smallest = min(smallest, __shfl_xor_sync(all_lanes, smallest, lanes));
-      largest = max(largest, __shfl_xor_sync(all_lanes, largest, lanes));
-    }
-  }
-  // Does any row attend to any key of [first, last]? Does every row attend to all of them?
-  __device__ bool sees_any(int first, int last) const { return begin < end && first < end && last >= smallest; }
-  __device__ bool sees_all(int first, int last) const { return last <= begin && first >= largest; }
-  // The first key of a row; arbitrary for a row past the end.
-  __device__ int first_key(const int32_t* positions, int row) const {
-    return positions == nullptr || row >= end ? 0 : row - positions[row];
-  }
-};
-
-// f(score) for each key, from `key` on, that is masked for the row of elements 2 half and 2 half + 1 of scores[m]; row
-// 0 of scores is row `first`, one of `rows`.
-template <int M, int N, class F>
-__device__ void for_unseen(Accumulators<M, N>& scores, int m, int half, const RowRange& rows, const int32_t* positions,
-                           int first, int key, F f) {
-  const int row = first + 16 * m + fragment_row(2 * half), first_seen = rows.first_key(positions, row);
-#pragma unroll
-  for (int n = 0; n < N; ++n)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int k = key + 8 * n + fragment_column(i);
-      if (k > row || k < first_seen) f(scores[m][n][2 * half + i]);
-    }
-}
-
-// One past the last row from `begin` on that attends to a key up to `last`. All lanes of a warp call this together.
-__device__ inline int end_of_rows_that_see(const int32_t* positions, int begin, int rows, int last) {
-  if (positions == nullptr) return rows;
-  int end = begin;
-#pragma unroll 4
-  for (int row = begin + lane_of_thread(); row < rows; row += warp_size)
-    if (row - positions[row] <= last) end = row + 1;
-#pragma unroll
-  for (int lanes = warp_size / 2; lanes > 0; lanes /= 2) end = max(end, __shfl_xor_sync(all_lanes, end, lanes));
-  return end;
-}
-
-// A block of queries: blockIdx.x counts (sequence, query head), so that heads that share keys run together; blockIdx.y
-// counts backward from the last rows, which have the most keys, so that short blocks fill the gaps at the end.
-struct BlockOfQueries {
-  unsigned b, h, kv;
-  int first;  // row
-  __device__ BlockOfQueries(const AttentionShape& s, int rows)
-      : b(blockIdx.x / static_cast<unsigned>(s.Hq)),
-        h(blockIdx.x % static_cast<unsigned>(s.Hq)),
-        kv(h / static_cast<unsigned>(s.Hq / s.Hkv)),
-        first(static_cast<int>(gridDim.y - 1 - blockIdx.y) * rows) {}
-};
-
-// Calls use(keys, values, first key) for each tile of keys that `rows` attend to; `buffers` holds two pairs of tiles.
-template <class Block, Copy copy, class T, int DP, class Use>
-__device__ void for_tiles_of_keys(const Tile<T, DP>& buffers, const Head<const T>& keys, const Head<const T>& values,
-                                  const RowRange& rows, Use use) {
-  constexpr int n = Block::tile_rows;
-  const auto tile = [&](int i, int which) { return buffers.after((2 * (i & 1) + which) * n); };
-  double_buffered(
-      rows.smallest / n, (rows.end + n - 1) / n,
-      [&](int i) {
-        load_rows<n, Block::threads, copy>(tile(i, 0), keys, i * n);
-        load_rows<n, Block::threads, copy>(tile(i, 1), values, i * n);
-      },
-      [&](int i) { use(tile(i, 0), tile(i, 1), i * n); });
 }
 
 }  // namespace llmc::cuda

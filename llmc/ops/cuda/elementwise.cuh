@@ -1,6 +1,8 @@
-// elementwise.cuh: elementwise ops: GELU, residual addition, sums of parts, conversion, filling, scaling, initial
-// numbers. Contracts: ops/ops.h.
+// elementwise.cuh: elementwise ops: GELU, residual addition, sums of parts, conversion, copies of boxes, filling,
+// scaling, initial numbers. Contracts: ops/ops.h.
 #pragma once
+#include <type_traits>
+
 #include "core/rng.h"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/vec.cuh"
@@ -156,6 +158,39 @@ void merge_parts(T* out, const T* parts, const T* bias, int64_t P, int64_t N, in
            detail::elementwise_threads, 0, stream, out, parts, bias, P, N * C, C);
   };
   if (rows_fit_packs(C, full_pack<T>, out, parts, bias)) run.template operator()<full_pack<T>>();
+  else run.template operator()<1>();
+}
+
+// One thread per pack of a run.
+template <int pack, class Out, class X>
+__global__ void copy_box_kernel(Out* out, BoxStrides to, const X* x, BoxStrides from, BoxSizes sizes, int64_t packs) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (at >= packs) return;
+  const int64_t packs_of_run = sizes.run / pack, run = at / packs_of_run, k = at % packs_of_run * pack,
+                i = run / sizes.inner, j = run % sizes.inner;
+  const auto xs = Packed<X, pack>::load_streaming(x + from.begin + i * from.outer + j * from.inner + k);
+  Packed<Out, pack> outs;
+  for (int e = 0; e < pack; ++e) {
+    if constexpr (std::is_same_v<Out, X>) outs.elements[e] = xs.elements[e];
+    else outs.set(e, xs[e]);
+  }
+  outs.store(out + to.begin + i * to.outer + j * to.inner + k);
+}
+
+// A box of out = a box of x, rounded to nearest even; the same dtype is copied to the bit, NaN too
+template <class Out, class X>
+void copy_box(Out* out, const BoxStrides& to, const X* x, const BoxStrides& from, const BoxSizes& sizes,
+              cudaStream_t stream) {
+  const auto run = [&]<int pack>() {
+    const int64_t packs = sizes.outer * sizes.inner * (sizes.run / pack);
+    launch(copy_box_kernel<pack, Out, X>, static_cast<unsigned>(ceil_div(packs, detail::elementwise_threads)),
+           detail::elementwise_threads, 0, stream, out, to, x, from, sizes, packs);
+  };
+  constexpr int pack = full_pack<Out, X>;
+  const auto whole_packs = [](const BoxStrides& s) {
+    return s.begin % pack == 0 && s.outer % pack == 0 && s.inner % pack == 0;
+  };
+  if (rows_fit_packs(sizes.run, pack, out, x) && whole_packs(to) && whole_packs(from)) run.template operator()<pack>();
   else run.template operator()<1>();
 }
 
