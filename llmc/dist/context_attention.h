@@ -12,12 +12,14 @@
 //                Key-value heads fewer than ranks are sent to several; their gradients are added in fp32 in rank order.
 //
 // Bytes that a rank sends, P ranks: K those of its own keys and values, K32 the same in fp32, Q those of its queries,
-// H those of the heads that it sends in all, its queries and each rank's keys and values; f = (P - 1) / P:
+// H those of the heads that it sends in all, its queries and each rank's keys and values, the latter A of them, and A32
+// in fp32; f = (P - 1) / P:
 //
 //                forward            backward
 //   ring         (P - 1) K          (P - 1) (K + K32)
 //   all-gather   (P - 1) K          (P - 1) (K + K32)
-//   ulysses      f (H + Q)          f (2 H + 2 Q): the heads again rather than kept, the output with its gradient
+//   ulysses      f (H + Q)          f (H + 3 Q + A): the heads again rather than kept, the output with its gradient;
+//                                   A32 instead of A where ranks share key-value heads
 //
 // Partial results stay in fp32 (contract 12).
 #pragma once
@@ -261,12 +263,12 @@ void to_heads(Tensor out, const ContextGroup& c, Pack&& pack) {
   c.g.compute.wait(c.stream().record());
   c.to_sequences(out, shares);
 }
-// The way back: returns what each rank has for this rank's rows, (P, B T, width); x (B P T, width).
-inline Tensor to_rows(Tensor x, const ContextGroup& c) {
+// The way back: returns what each rank has for this rank's rows, (P, B T, width), in `dtype`; x (B P T, width).
+inline Tensor to_rows(Tensor x, DType dtype, const ContextGroup& c) {
   const int64_t width = x.shape[1];
-  const Tensor shares = c.temporary("rows that arrive", x.dtype, c.P * c.N, width);
+  const Tensor shares = c.temporary("rows that arrive", dtype, c.P * c.N, width);
   auto scope = c.g.arena.scope();
-  const Tensor sent = c.temporary("rows to send", x.dtype, c.P * c.N, width);
+  const Tensor sent = c.temporary("rows to send", dtype, c.P * c.N, width);
   c.to_shares(sent, x);
   c.comm().all_to_all(shares, sent, c.after_compute());
   c.g.compute.wait(c.stream().record());
@@ -296,7 +298,7 @@ inline void ulysses_forward(Tensor out, Tensor lse, Tensor qkv, Tensor positions
   const Tensor result = c.temporary("attention of some heads", qkv.dtype, c.P * c.N, width);
   llmc::attention_forward(result, lse.reshaped({shape.B, shape.Hq, shape.T}), all, all, positions,
                           whole_sequences(shape), c.g.compute);
-  const Tensor shares = to_rows(result, c);
+  const Tensor shares = to_rows(result, qkv.dtype, c);
   for (int p = 0; p < c.P; ++p) c.copy_columns(out, p * width, rows_of(shares, {p * c.N, c.N}), 0, width);
 }
 
@@ -304,33 +306,40 @@ inline void ulysses_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, T
                              const ContextGroup& c) {
   const HeadShares heads(c.shape, c.P);
   const AttentionShape shape = whole_shape(heads, c);
-  const int64_t D = c.shape.D, width = heads.queries * D;
-  const Tensor all = heads_of_sequences(qkv, heads, c),
-               dall = c.temporary("gradient of heads", qkv.dtype, c.P * c.N, heads.all() * D);
+  const int64_t D = c.shape.D, width = heads.queries * D, keys = 2 * heads.keys * D;
+  // Parts of the gradients of keys that several ranks have stay in fp32.
+  const bool parts = heads.copies > 1;
+  const DType sum = parts ? c.sum_dtype(qkv) : qkv.dtype;
+  const Tensor all = heads_of_sequences(qkv, heads, c);
+  const Tensor dq = c.temporary("gradient of query heads", sum, c.P * c.N, width);
+  const Tensor dkv = c.temporary("gradient of key-value heads", sum, c.P * c.N, keys);
   {
     auto scope = c.g.arena.scope();
     const Tensor result = c.temporary("attention of some heads", qkv.dtype, c.P * c.N, width);
     const Tensor dresult = c.temporary("gradient of attention of some heads", qkv.dtype, c.P * c.N, width);
     for (const auto& [whole, share] : {std::pair{result, out}, {dresult, dout}})
       to_heads(whole, c, [&](int p, Tensor room) { c.copy_columns(room, 0, share, p * width, width); });
-    llmc::attention_backward(dall, dall, dresult, result, all, all, lse.reshaped({shape.B, shape.Hq, shape.T}),
-                             positions, whole_sequences(shape), Accumulate::no, c.g.compute);
+    if (parts) zero(dq, c.g.compute), zero(dkv, c.g.compute);
+    llmc::attention_backward(dq, dkv, dresult, result, all, all, lse.reshaped({shape.B, shape.Hq, shape.T}), positions,
+                             whole_sequences(shape), parts ? Accumulate::yes : Accumulate::no, c.g.compute);
   }
-  const Tensor shares = to_rows(dall, c);
-  auto of_rank = [&](int p) { return rows_of(shares, {p * c.N, c.N}); };
-  for (int p = 0; p < c.P; ++p) c.copy_columns(dqkv, p * width, of_rank(p), 0, width);
-  const int64_t keys = 2 * heads.keys * D;
+  {
+    auto scope = c.g.arena.scope();
+    const Tensor shares = to_rows(dq, qkv.dtype, c);
+    for (int p = 0; p < c.P; ++p) c.copy_columns(dqkv, p * width, rows_of(shares, {p * c.N, c.N}), 0, width);
+  }
+  const Tensor shares = to_rows(dkv, sum, c);
   for (int p = 0; p < c.P; p += heads.copies) {  // ranks p to p + copies - 1 have the same keys
     auto scope = c.g.arena.scope();
-    const Tensor sum = c.temporary("gradient of keys of one head", qkv.dtype, c.N, keys);
-    const Tensor parts = c.g.temporary("gradients of keys of one head", qkv.dtype, {heads.copies, c.N, keys});
-    for (int i = 0; i < heads.copies; ++i)
-      c.copy_columns(rows_of(parts.reshaped({heads.copies * c.N, keys}), {i * c.N, c.N}), 0, of_rank(p + i), width,
-                     keys);
-    merge_parts(sum, parts, {}, c.g.compute);
+    const Tensor of_ranks = rows_of(shares, {p * c.N, heads.copies * c.N});
+    Tensor whole = of_ranks;
+    if (parts) {
+      whole = c.temporary("gradient of keys of one head", sum, c.N, keys);
+      merge_parts(whole, of_ranks.reshaped({heads.copies, c.N, keys}), {}, c.g.compute);
+    }
     const int64_t first_key = c.shape.Hq + heads.first_key(p);
-    c.copy_columns(dqkv, first_key * D, sum, 0, keys / 2);
-    c.copy_columns(dqkv, (first_key + c.shape.Hkv) * D, sum, keys / 2, keys / 2);
+    c.copy_columns(dqkv, first_key * D, whole, 0, keys / 2);
+    c.copy_columns(dqkv, (first_key + c.shape.Hkv) * D, whole, keys / 2, keys / 2);
   }
 }
 

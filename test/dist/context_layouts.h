@@ -108,12 +108,8 @@ struct OneRank {
 };
 
 // Does a layout round numbers that one rank does not? Tensor-parallel ranks round the parts of a product before they
-// are added, and ranks with copies of a key-value head their parts of its gradient. The ring's backward takes the mean
-// of a row's dP from the attention's output as it was rounded, because no rank has all of the row.
-inline bool rounds_more(const Model& model, const Layout& l) {
-  const bool copies = l.attention == ContextAttention::ulysses && l.cp * l.tp > model.kv_heads;
-  return l.tp > 1 || (l.cp > 1 && (l.attention == ContextAttention::ring || copies));
-}
+// are added.
+inline bool rounds_more(const Layout& l) { return l.tp > 1; }
 inline void require_close(const Outcome& found, const OneRank& alone, bool rounds_more) {
   const Distances d(found, alone.outcome);
   INFO(to_string(d) << "; two micro-batches: " << to_string(alone.noise)
@@ -122,7 +118,7 @@ inline void require_close(const Outcome& found, const OneRank& alone, bool round
   REQUIRE(alone.allows(d, rounds_more));
 }
 inline void require_close(const Model& model, const Layout& layout, Documents documents, const OneRank& alone) {
-  require_close(run(step_of(model, layout, documents)), alone, rounds_more(model, layout));
+  require_close(run(step_of(model, layout, documents)), alone, rounds_more(layout));
 }
 
 }  // namespace context_layouts

@@ -145,6 +145,9 @@ void attention_backward(const AttentionGradients<T, A>& to, const T* dout, const
   const AttentionLayout l(s);
   const A scale = A(1) / std::sqrt(static_cast<A>(s.D));
   const bool adds = to.query_sums.data != nullptr;
+  // The row sum of P dP is that of dO O, which is at hand where keys come in several blocks. In bf16, whose O is
+  // rounded, it is taken always, as GPUs do: so that blocks and the whole agree.
+  const bool of_output = !s.all_keys || std::is_same_v<T, bf16>;
   const int64_t stride = s.Hq * s.D;  // of dout and out
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
   for (int64_t b = 0; b < s.B; ++b)
@@ -176,7 +179,14 @@ void attention_backward(const AttentionGradients<T, A>& to, const T* dout, const
                     from.queries.stride, n, s.D, scale);
           load_tile(g, l.D_padded, dout + at, stride, n, s.D);
           A means[attention_rows];
-          if (!s.all_keys) {
+          if constexpr (std::is_same_v<T, bf16>) {
+            for (int64_t i = 0; i < n; ++i) {
+              A sum = 0;
+#pragma omp simd reduction(+ : sum)
+              for (int64_t d = 0; d < s.D; ++d) sum += g[i * l.D_padded + d] * static_cast<A>(out[at + i * stride + d]);
+              means[i] = sum;
+            }
+          } else if (of_output) {
             // The diagonal of dO O^T, by the kernel that computes dP: where one key has all of the probability, O is
             // its value, and the two cancel exactly. dq and p are free until they are needed.
             panels_of_transposed(dq, out + at, stride, s.D, n);
@@ -188,7 +198,7 @@ void attention_backward(const AttentionGradients<T, A>& to, const T* dout, const
           for (int64_t i = 0; i < n; ++i)
             score_gradient_row(p + i * l.keys_padded, dp + i * l.keys_padded,
                                lse[(b * s.Hq + h) * s.queries.length + s.queries.first + begin + i],
-                               s.all_keys ? nullptr : means + i,
+                               of_output ? means + i : nullptr,
                                keys_of_row(s, places, begin + i).relative_to(keys.first), columns);
           const int64_t skipped = keys.first * panel_width;
           add_outer_products(dv + skipped, l.keys, p, l.keys_padded, g, l.D_padded, keys.count(), l.D_padded, n);
