@@ -31,7 +31,7 @@ inline void check_group(Comm& group, int number, const std::vector<int>& members
           "the group {}: got {} from {} instead of {}; the transport mixes up ranks or groups: try another --comm",
           group.name(), all.data<float>()[m], name_of_rank(members[static_cast<size_t>(m)]), value(m));
 
-  // Below 50: the sum of any number of ranks that there may be is exact.
+  // Below 100: the sum of any number of ranks that there may be is exact.
   const auto term = [&](int member) {
     return static_cast<float>(10 * number + members[static_cast<size_t>(member)] % 10);
   };
@@ -52,18 +52,21 @@ inline void check_group(Comm& group, int number, const std::vector<int>& members
 inline void check_groups(DataParallel& dp, const Mesh& mesh, Stream& compute,
                          const std::function<std::string(int)>& name_of_rank) {
   const auto along = [&](const std::vector<Axis>& axes) { return mesh.group(dp.rank, axes); };
-  const std::vector<int> tensor = along({Axis::tp}), everybody = along({Axis::replicate, Axis::shard, Axis::tp});
+  const std::vector<int> tensor = along({Axis::tp}), shards = along({Axis::shard, Axis::cp}),
+                         everybody = along({Axis::replicate, Axis::shard, Axis::cp, Axis::tp});
   // Found anew, so that a wrong group is noticed.
   const auto same_head = tensor.begin() + dp.tensor_rank / dp.tensor.head_copies * dp.tensor.head_copies;
-  Stream& exchanges = dp.exchange_stream ? *dp.exchange_stream : compute;
-  detail::check_group(*dp.gradients, 1, along({Axis::shard}), dp.reduce_stream, name_of_rank);
+  Stream &exchanges = dp.exchange_stream ? *dp.exchange_stream : compute,
+         &keys = dp.context_stream ? *dp.context_stream : compute;
+  detail::check_group(*dp.gradients, 1, shards, dp.reduce_stream, name_of_rank);
   detail::check_group(*dp.replicas, 2, along({Axis::replicate}), dp.reduce_stream, name_of_rank);
-  detail::check_group(*dp.weights, 3, along({Axis::shard}), dp.gather_stream, name_of_rank);
+  detail::check_group(*dp.weights, 3, shards, dp.gather_stream, name_of_rank);
   detail::check_group(*dp.scalars, 4, everybody, compute, name_of_rank);
   detail::check_group(*dp.activations, 5, tensor, exchanges, name_of_rank);
   detail::check_group(*dp.partial_gradients, 6, tensor, dp.reduce_stream, name_of_rank);
   detail::check_group(*dp.head_gradients, 7, {same_head, same_head + dp.tensor.head_copies}, dp.reduce_stream,
                       name_of_rank);
+  detail::check_group(*dp.keys_values, 8, along({Axis::cp}), keys, name_of_rank);
 }
 
 }  // namespace llmc

@@ -63,7 +63,8 @@ struct Plants final : Hooks {
   }
 };
 
-void check_groups_of(const Mesh& mesh, const Hooks& hooks = no_hooks, const TensorParallel& tensor = {}) {
+void check_groups_of(const Mesh& mesh, const Hooks& hooks = no_hooks, const TensorParallel& tensor = {},
+                     const ContextParallel& context = {}) {
   World world(mesh, Backend::threads, hooks);
   run_ranks(world, [&](int rank) {
     const Device device{DeviceKind::cpu, 1};
@@ -72,7 +73,7 @@ void check_groups_of(const Mesh& mesh, const Hooks& hooks = no_hooks, const Tens
     const auto join = [&](const std::string& name, const std::vector<int>& members) {
       return world.join(rank, name, members);
     };
-    DataParallel dp(mesh, rank, device, join, hooks, tensor);
+    DataParallel dp(mesh, rank, device, join, hooks, tensor, context);
     check_groups(dp, mesh, compute, [](int r) { return formatted("rank {} elsewhere", r); });
     for (const Comm* comm : dp.tensor_groups()) CHECK(comm->bytes_sent() == 0 && comm->bytes_received() == 0);
   });
@@ -217,6 +218,8 @@ TEST_CASE("known values go through every group, and a pair between which they ar
   for (const bool overlap : {false, true})
     check_groups_of(Mesh({{Axis::shard, 2}, {Axis::tp, 4}}), no_hooks,
                     {.ranks = 4, .overlap = overlap, .head_copies = 2});
+  check_groups_of(Mesh({{Axis::replicate, 2}, {Axis::shard, 2}, {Axis::cp, 2}, {Axis::tp, 2}}), no_hooks, {.ranks = 2},
+                  {.ranks = 2});
   const Mesh four({{Axis::shard, 4}});
   REQUIRE_ERROR(
       check_groups_of(four, Plants<MixesUp>()),
