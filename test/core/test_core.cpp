@@ -180,8 +180,9 @@ TEST_CASE("option errors name the option, what was found and what was expected")
                 "--dp-sync parameter-server with --tp 2");
   REQUIRE_ERROR(parse({"--seed", "4", "--tp-overlap"}), "nothing to overlap");
   REQUIRE_ERROR(parse({"--seed", "4", "--sequence-parallel", "off"}), "--sequence-parallel off");
-  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "3"}), "--cp 3 needs a multiple of 3 ranks, and there are 4: change "
-                                                     "--local-ranks, the number of processes, or --cp");
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "3"}),
+                "--cp 3 needs a multiple of 3 ranks, and there are 4: change "
+                "--local-ranks, the number of processes, or --cp");
   REQUIRE_ERROR(parse({"--seed", "4", "--cp", "4", "--tp", "2"}),
                 "--tp 2 with --cp 4 needs a multiple of 8 ranks, and there are 4");
   REQUIRE_ERROR(parse({"--seed", "4", "--cp", "4", "--seq-len", "1001"}),

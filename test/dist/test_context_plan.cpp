@@ -105,7 +105,8 @@ double flops_of(const Plan& plan, const std::string& part_of_name = "") {
 
 }  // namespace
 
-TEST_CASE("what context-parallel ranks send obeys the law, planned and between threads, and their memory is as planned") {
+TEST_CASE(
+    "what context-parallel ranks send obeys the law, planned and between threads, and their memory is as planned") {
   using enum ContextAttention;
   const std::vector<Case> cases = {
       {ring, 2},
@@ -222,15 +223,12 @@ namespace {
 
 // A small Llama of 6 layers and 384 channels on 16,384 tokens; ulysses cannot share its 6 heads out to 4 ranks.
 StepConfig long_step(int cp, ContextAttention attention) {
-  StepConfig step{.model = resolve_model("llama3:1B", {.n_layer = 6,
-                                                       .n_head = 6,
-                                                       .n_kv_head = 2,
-                                                       .n_embd = 384,
-                                                       .n_ffn = 1024,
-                                                       .vocab_size = 257}),
-                  .batch = {1, 16384},
-                  .zero = {.shards = cp},
-                  .generates = false};
+  StepConfig step{
+      .model = resolve_model(
+          "llama3:1B", {.n_layer = 6, .n_head = 6, .n_kv_head = 2, .n_embd = 384, .n_ffn = 1024, .vocab_size = 257}),
+      .batch = {1, 16384},
+      .zero = {.shards = cp},
+      .generates = false};
   step.context = context_parallel(step.model, step.tensor, cp, attention);
   return step;
 }
