@@ -180,6 +180,26 @@ TEST_CASE("option errors name the option, what was found and what was expected")
                 "--dp-sync parameter-server with --tp 2");
   REQUIRE_ERROR(parse({"--seed", "4", "--tp-overlap"}), "nothing to overlap");
   REQUIRE_ERROR(parse({"--seed", "4", "--sequence-parallel", "off"}), "--sequence-parallel off");
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "3"}),
+                "--cp 3 needs a multiple of 3 ranks, and there are 4: change "
+                "--local-ranks, the number of processes, or --cp");
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "4", "--tp", "2"}),
+                "--tp 2 with --cp 4 needs a multiple of 8 ranks, and there are 4");
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "4", "--seq-len", "1001"}),
+                "--cp 4 cuts sequences into 8 equal slices, and --seq-len 1001 cannot be: use 1000, or another --cp");
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "4", "--seq-len", "1005"}), "use 1008, or");
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "4", "--seq-len", "3"}), "use 8, or");
+  REQUIRE(parse({"--seed", "4", "--cp", "4", "--seq-len", "1000"}).cp == 4);
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp-attention", "ulysses"}),
+                "--cp-attention ulysses: there is nothing to share with --cp 1; leave it out, or raise --cp");
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "2", "--cp-attention", "rings"}),
+                "--cp-attention rings: expected one of ring, all-gather, ulysses");
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "2", "--dp-sync", "parameter-server"}),
+                "--dp-sync parameter-server with --cp 2: servers are for data parallelism alone");
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "2", "--dp-replicate", "4"}),
+                "--dp-replicate 4 does not divide the 2 data-parallel ranks, each of which is a group of --cp");
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "2", "--total-batch-size", "4100"}),
+                "--batch-size 4 x --seq-len 1024 x 2 group(s) of --cp ranks = 8192 tokens: use ");
   REQUIRE_ERROR(parse({"--seed", "4", "--dp-sync", "partitioned-server", "--zero-stage", "1"}),
                 "--dp-sync partitioned-server with --zero-stage 1: servers are for stage 0");
   REQUIRE_ERROR(parse({"--seed", "4", "--dp-sync", "parameter-server", "--dp-replicate", "2"}),

@@ -26,7 +26,7 @@ void compare(const Model& model, Documents documents, bool print = false) {
       const Outcome found = run(step_of(model, {cp, attention}, documents));
       const Distances d(found, alone.outcome);
       line += formatted(" | {:.1e} {:.1e} {:.1e}", d.loss, d.norm, d.gradients);
-      require_close(found, alone, rounds_more(model, {cp, attention}));
+      require_close(found, alone, rounds_more({cp, attention}));
     }
     if (print)
       std::printf("%s\n", formatted("{} {} {}/{} {} {} {}{}", model.family, model.tied ? "tied" : "untied", model.heads,
@@ -89,7 +89,7 @@ void compare_stages(DType dtype, GradReduce reduce) {
         INFO(model.family << ", " << name_of(dtype) << ", " << to_string(layout));
         const Outcome found = run(step_of(model, layout, documents));
         if (!first) first = found;
-        require_close(found, alone, rounds_more(model, layout));
+        require_close(found, alone, rounds_more(layout));
         REQUIRE((found.losses == first->losses && found.norms == first->norms && found.weights == first->weights));
       }
     }

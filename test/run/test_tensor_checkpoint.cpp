@@ -1,5 +1,6 @@
-// Checkpoints of tensor-parallel ranks, which hold boxes of the parameters: what any layout wrote, any other reads, bit
-// for bit (contract 6). The ranks only hold state; nothing is trained.
+// Checkpoints of tensor-parallel ranks, which hold boxes of the parameters, and of context-parallel ones, which share
+// out the optimizer state as data-parallel ones do: what any layout wrote, any other reads, bit for bit (contract 6).
+// The ranks only hold state; nothing is trained.
 #include <mutex>
 #include <set>
 
@@ -30,17 +31,20 @@ ModelConfig small_model(const char* family, bool tied, int64_t vocab_size = 97) 
 }
 
 struct Layout {
-  int tp = 1, shards = 1, stage = 0, replicas = 1;
-  std::string text() const { return formatted("tp {}, {} shards, stage {}, {} replicas", tp, shards, stage, replicas); }
+  int tp = 1, shards = 1, stage = 0, replicas = 1, cp = 1;  // cp ranks are among the shards
+  std::string text() const {
+    return formatted("tp {}, {} shards, stage {}, {} replicas, cp {}", tp, shards, stage, replicas, cp);
+  }
 };
 
 // f(state, stream) on every rank of a layout.
 template <class F>
 void on_ranks(const ModelConfig& model, DType dtype, const Layout& layout, F&& f) {
   const TensorParallel tensor{.ranks = layout.tp};
+  const ContextParallel context{.ranks = layout.cp};
   ZeroConfig zero{.shards = layout.shards, .replicas = layout.replicas};
   zero.set_stage(layout.stage);
-  const Mesh mesh = mesh_of(zero, tensor);
+  const Mesh mesh = mesh_of(zero, tensor, context);
   World world(mesh, Backend::threads, poison_hooks);
   run_ranks(world, [&](int rank) {
     const Device device{DeviceKind::cpu, 1};
@@ -48,7 +52,7 @@ void on_ranks(const ModelConfig& model, DType dtype, const Layout& layout, F&& f
     arena.poison_free();
     Stream stream(device, scratch);
     const auto join = [&](const std::string& name, const auto& group) { return world.join(rank, name, group); };
-    DataParallel dp(mesh, rank, device, join, world.hooks(), tensor);
+    DataParallel dp(mesh, rank, device, join, world.hooks(), tensor, context);
     ModelState state(part_of(parameter_table(model), tensor, dp.tensor_rank), dtype, zero, dp, arena);
     f(state, stream);
     for (Stream* s : {&stream, &dp.reduce_stream, &dp.gather_stream}) s->synchronize();
@@ -151,6 +155,18 @@ TEST_CASE("any number of tensor-parallel ranks, in any ZeRO stage, reads what an
   six.n_kv_head = 3;
   six.n_embd = six.q_size();
   require_exchangeable(six, DType::bf16, {{}, {.tp = 3}, {.tp = 6}});
+}
+
+TEST_CASE("any number of context-parallel ranks, in any ZeRO stage, reads what any other wrote, bit for bit") {
+  require_exchangeable(small_model("qwen3", true), DType::bf16,
+                       {{},
+                        {.shards = 2, .cp = 2},
+                        {.shards = 4, .stage = 3, .cp = 4},
+                        {.tp = 2, .shards = 4, .stage = 3, .cp = 2},
+                        {.tp = 2, .shards = 4, .stage = 2},
+                        {.shards = 4, .stage = 1, .replicas = 2, .cp = 2}});
+  require_exchangeable(small_model("gpt2", false), DType::fp32,
+                       {{.tp = 2, .shards = 2, .stage = 3, .replicas = 2, .cp = 2}, {.shards = 3, .stage = 3}, {}});
 }
 
 TEST_CASE("ranks whose part of the vocabulary is all padding take part in checkpoints") {

@@ -88,14 +88,22 @@ if [ "$all" = all ]; then
   for sync in parameter-server parameter-server-chain partitioned-server; do
     for form in "${forms[@]}"; do same "$form" --dp-sync $sync; done
   done
+  for attention in ring all-gather ulysses; do
+    for form in "${forms[@]}"; do
+      same "$form" --seq-len 32 --cp 4 --n-head 4 --cp-attention $attention --zero-stage 1
+      same "$form" --seq-len 32 --cp 2 --tp 2 --n-head 4 --cp-attention $attention --dtype bf16
+    done
+  done
   limit=900 tcp 2 --selftest --local-ranks 2 --device cpu || fail "--selftest over TCP"
   [ -z $has_mpi ] || limit=900 mpi 4 --selftest --device cpu || fail "--selftest under mpirun"
 else
   same tcp --zero-stage 3 --dtype bf16
   same tcp-threads --zero-stage 1 --dp-replicate 2
+  same tcp --seq-len 32 --cp 2 --tp 2
   if [ -n "$has_mpi" ]; then
     same mpi --zero-stage 3 --dtype bf16
     same mpi-threads --zero-stage 1 --dp-replicate 2
+    same mpi --seq-len 32 --cp 2 --zero-stage 3 --cp-attention ulysses
   fi
 fi
 
