@@ -51,9 +51,10 @@ struct Law {
       return;
     }
     // Each of P ranks is sent Hq / P query heads, and the key-value heads that those use: at least one.
-    const int64_t key_heads = std::max<int64_t>(1, m.n_kv_head / P), H = Q + P * N * 2 * key_heads * D * size;
-    forward = (H + Q) / P * (P - 1);
-    backward = (2 * H + 2 * Q) / P * (P - 1);
+    const int64_t key_heads = std::max<int64_t>(1, m.n_kv_head / P), A = P * N * 2 * key_heads * D * size;
+    const int64_t gradients = m.n_kv_head < P ? A / size * 4 : A;  // parts of them, where ranks share a head
+    forward = (2 * Q + A) / P * (P - 1);
+    backward = (4 * Q + A + gradients) / P * (P - 1);
   }
   int64_t of_step(const StepConfig& step) const {
     const int64_t again = step.recompute == Recompute::block ? forward : 0;
