@@ -4,8 +4,8 @@
 //   ring         P steps. In each, a rank's queries meet the keys and values of one rank, which then go on to its
 //                neighbour; they travel on a stream of their own while the step computes. In the backward the gradients
 //                of keys and values go round behind them, in fp32: each rank adds its part, and the last one sends them
-//                home. What a rank computes for its own keys stays there: half of it is done first, while the first
-//                keys arrive, and half last, while the last gradients do.
+//                home. What a rank computes for its own keys stays there: some of it is done first, while the first
+//                keys arrive, and the rest last, while the last gradients do.
 //   all-gather   every rank gathers all keys and values, and in the backward the sum of their gradients is scattered,
 //                in fp32.
 //   ulysses      an all-to-all gives each rank some heads of whole sequences, and another one takes the results back.
@@ -156,10 +156,19 @@ inline void ring_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, Tens
     attention_backward(dq, dkv, dout, out, qkv, kv, lse, positions, block, Accumulate::yes, compute);
   };
   keys.at(0);
-  // Of this rank's own keys: the later slice against the earlier one first, each against itself last.
+  // Of this rank's own keys: rows of the later slice against the earlier one first, beside the first keys; the others
+  // and each slice against itself last, beside the last gradients. As many first as the keys are of all that travels.
+  const int64_t size = size_of(qkv.dtype), rows_first = 2 * c.L * size / (size + size_of(stat));
   auto own = [&](bool last) {
-    for_blocks(c, c.r, [&](const AttentionBlock& block) {
-      if (last == (block.offset == 0)) block_backward(block, qkv, home);
+    for_blocks(c, c.r, [&](AttentionBlock block) {
+      if (block.offset > 0 && last) {
+        block.queries.first += rows_first;
+        block.queries.rows -= rows_first;
+        block.offset += rows_first;
+      } else if (block.offset > 0) {
+        block.queries.rows = rows_first;
+      }
+      if (block.queries.rows > 0 && (last || block.offset > 0)) block_backward(block, qkv, home);
     });
   };
   own(false);

@@ -147,13 +147,15 @@ TEST_CASE("on paper the ring's transfers are hidden exactly where computation be
         const double pairs = 4.0 * static_cast<double>(step.batch.B * m.n_head * m.head_size) * L * L / flops_per_s;
         const double size = size_of(dtype), K = static_cast<double>(step.batch.rows() / cp * 2 * m.kv_size()) * size;
         // The slowest links on which all is hidden: in the forward the blocks of a step, 2 L^2 pairs, are beside K; in
-        // the backward, at 2.5 times the work, half a step is beside K at the start and beside its gradients, in fp32,
-        // at the end, and a step is beside both. The blocks on the diagonal, in the forward's first step and the half
-        // at the end, have L (L + 1) pairs.
+        // the backward, at 2.5 times the work, a part of a step is beside K at the start, the rest of it beside its
+        // gradients, in fp32, at the end, and a whole one beside both. The blocks on the diagonal, in the forward's
+        // first step and at the end of the backward, have L (L + 1) pairs.
         const double K32 = K / size * 4, step_pairs = cp == 2 ? pairs * (2 + 1 / L) : 2 * pairs,
-                     end = 2.5 * pairs * (1 + 1 / L);
-        const double needed =
-            std::max({K / step_pairs, K / (2.5 * pairs), cp == 2 ? 0 : (K + K32) / (5 * pairs), K32 / end});
+                     begin = 2.5 * pairs * std::floor(2 * L * size / (size + 4)) / L,
+                     end = 2.5 * pairs * (2 + 1 / L) - begin;
+        const double needed = std::max({K / step_pairs, K / begin, cp == 2 ? 0 : (K + K32) / (5 * pairs), K32 / end});
+        // Where computation exceeds transfer in each step, but for the rounding to whole rows.
+        REQUIRE(needed < (1 + 2 / L) * std::max(K / step_pairs, (K + K32) / (5 * pairs)));
         auto exposed_by_keys = [&](double link) {
           Device device{DeviceKind::cpu, 1};
           device.rates = Rates{flops_per_s, infinite, link, 0};
