@@ -241,12 +241,12 @@ class Pipedream {
   }
 
   BalancedPipeline solve() {
-    const double all = seconds_[at(0, modules_.size())];
-    if (replicate_ == Replicate::no || all == 0) {
+    const double balance = seconds_[at(0, modules_.size())] / workers_;
+    if (replicate_ == Replicate::no || balance < std::numeric_limits<double>::min()) {
       pass(infinity);
     } else {
       for (double above = 1.0 / 64; best_.empty() || best_.back().back().replicas == 0; above *= 2)
-        pass(all / workers_ * (1 + above));
+        pass(balance * (1 + above));
     }
     if (replicate_ == Replicate::yes) pass(floor_ = best_.back().back().order[0]);
     return pipeline(workers_);

@@ -4,9 +4,8 @@
 #include "catch2.h"
 #include "dist/partitions.h"
 
-namespace partitions {
-
 using namespace llmc;
+using namespace partitions;
 using Catch::Matchers::ContainsSubstring;
 
 namespace {
@@ -292,5 +291,3 @@ TEST_CASE("balanced stages on models whose answer is known") {
   vgg.embedding.weight_bytes = 1000;
   REQUIRE(replicated(vgg, 16, 1) == balanced(vgg, 16));
 }
-
-}  // namespace partitions

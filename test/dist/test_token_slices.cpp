@@ -5,9 +5,8 @@
 #include "catch2.h"
 #include "dist/partitions.h"
 
-namespace partitions {
-
 using namespace llmc;
+using namespace partitions;
 using Catch::Matchers::ContainsSubstring;
 
 TEST_CASE("token slices are the best of all cuts, for any times, with their number free or given") {
@@ -117,5 +116,3 @@ TEST_CASE("even token slices differ by at most one token, and an impossible numb
   REQUIRE_THROWS_WITH(optimal_token_slices({.tokens = 2}, [](int64_t, int64_t) { return -1.0; }),
                       ContainsSubstring("takes -1 s"));
 }
-
-}  // namespace partitions
