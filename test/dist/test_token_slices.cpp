@@ -1,9 +1,8 @@
 // Where sequences are cut into token slices: against every cut of short ones, on answers known beforehand, and what is
 // refused.
-#include "dist/token_slices.h"
-
 #include "catch2.h"
 #include "dist/partitions.h"
+#include "dist/token_slices.h"
 
 using namespace llmc;
 using namespace partitions;
