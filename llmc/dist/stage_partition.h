@@ -207,9 +207,8 @@ enum class Replicate : uint8_t { no, yes };
 // m' = 1, and m is the number of stages.
 //
 // Many pipelines have the same slowest stage or link; which of them is the best?
-// - Not replicated: the one with the faster second slowest stage or link, and so on: descending lists of times,
-// compared
-//   as words are. That order survives the addition of the same stage to both, so the recurrence stays exact.
+// - Not replicated: the one with the faster second slowest stage or link, and so on: the descending lists of times are
+//   compared as words are. That order survives the addition of the same stage to both, so the recurrence stays exact.
 // - Replicated: the one with the fewest stages. A last pass, in which all times up to the answer count as the answer,
 //   finds it.
 // - Still equal: the one with the longest last stage (see even_layers), and that with the fewest replicas.
