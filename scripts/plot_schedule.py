@@ -5,7 +5,8 @@
     python3 scripts/plot_schedule.py zb-h1.json                      writes zb-h1.png
     python3 scripts/plot_schedule.py 1f1b.json zb-h1.json -o ab.png  compares them on one time axis
 
-The second and further chunks of a stage are darker. Needs matplotlib (Debian package python3-matplotlib).
+The second and further chunks of a stage are darker. The unit of time is a stage's forward of a whole micro-batch, so
+that schedules of the same model can be compared. Needs matplotlib (Debian package python3-matplotlib).
 """
 import argparse
 import json
@@ -36,13 +37,18 @@ def read_schedule(path):
     return schedule
 
 
+def passes_of_a_micro_batch(schedule):
+    return schedule["chunks_per_stage"] * schedule["slices"]
+
+
 def boxes(schedule):
     """(stage, kind, chunk of the stage, label, begin, end) of everything that is drawn."""
+    scale = 1 / passes_of_a_micro_batch(schedule)
     for stage, actions in enumerate(schedule["actions"]):
         for a in actions:
             if a["kind"] in COLOURS:
                 label = f"{a['micro_batch']}" + (f".{a['slice']}" if schedule["slices"] > 1 else "")
-                yield stage, a["kind"], a["chunk"] // schedule["stages"], label, a["begin"], a["end"]
+                yield stage, a["kind"], a["chunk"] // schedule["stages"], label, a["begin"] * scale, a["end"] * scale
 
 
 def title(schedule):
@@ -79,10 +85,12 @@ def main():
     from matplotlib.patches import Patch
 
     output = options.output or os.path.splitext(options.schedules[0])[0] + ".png"
-    longest = max(s["makespan"] for s in schedules)
+    longest = max(s["makespan"] / passes_of_a_micro_batch(s) for s in schedules)
+    finest = max(passes_of_a_micro_batch(s) for s in schedules)
     stages = [s["stages"] for s in schedules]
     figure, axes = plt.subplots(len(schedules), 1, squeeze=False, sharex=True, constrained_layout=True,
-                                figsize=(min(40, 3 + 0.3 * longest), 1.2 + 0.9 * len(stages) + 0.35 * sum(stages)),
+                                figsize=(min(40, 3 + 0.3 * longest * finest),
+                                         1.2 + 0.9 * len(stages) + 0.35 * sum(stages)),
                                 gridspec_kw={"height_ratios": [n + 1 for n in stages]})
     drawn = 0
     for axis, schedule in zip(axes[:, 0], schedules):
@@ -100,7 +108,7 @@ def main():
         axis.set_title(title(schedule), fontsize=10)
         axis.legend([Patch(color=c) for c in kinds.values()], [NAMES[k] for k in kinds], fontsize=7,
                     loc="center left", bbox_to_anchor=(1, 0.5))
-    axes[-1, 0].set_xlabel("time, in forwards of a chunk")
+    axes[-1, 0].set_xlabel("time, in forwards of a micro-batch by a stage")
     try:
         figure.savefig(output, dpi=110)
     except (OSError, ValueError) as error:

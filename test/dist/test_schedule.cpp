@@ -92,7 +92,14 @@ TEST_CASE("token slices shrink the bubble by the law, and are kept one by one") 
         for (int K = 2; K <= 5; ++K) {
           const Pipeline p{schedule, P, 1, M, K};
           INFO(text(p));
-          require_laws(p, pipeline_actions(p));
+          const Lists lists = pipeline_actions(p);
+          require_laws(p, lists);
+          for (int s = 0; s < P; ++s) {
+            // When the backward of a micro-batch has come to its first slice, the forward is P - s - 1 + K - 1 ahead.
+            const int64_t begun = (P - s - 1 + 2 * (K - 1)) / K + 1;
+            REQUIRE(most_kept(p, lists[static_cast<size_t>(s)]).micro_batches ==
+                    (schedule == Schedule::gpipe ? M : std::min(M, begun)));
+          }
           if (P > 1) REQUIRE(bubble_law(p)->bubble < bubble_law({schedule, P, 1, M})->bubble);
         }
 }

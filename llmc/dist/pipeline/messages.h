@@ -29,7 +29,7 @@ inline std::vector<ActionList> pipeline_actions(const Pipeline& p) {
       if (!forward && !is_backward(a.kind)) continue;
       if (to < 0 || to == p.chunks() || p.stage_of(to) == static_cast<int>(s)) continue;
       messages.push_back(
-          {sim.spans[s][i].end,
+          {sim.times[s][i].end,
            {forward ? ActionKind::send_activations : ActionKind::send_gradients, a.chunk, a.micro_batch, a.slice},
            {forward ? ActionKind::receive_activations : ActionKind::receive_gradients, to, a.micro_batch, a.slice}});
     }
@@ -42,7 +42,7 @@ inline std::vector<ActionList> pipeline_actions(const Pipeline& p) {
   // Lists what a stage begins before `time`.
   auto compute_until = [&](int stage, double time) {
     const auto s = static_cast<size_t>(stage);
-    while (computed[s] < computes[s].size() && sim.spans[s][computed[s]].begin < time)
+    while (computed[s] < computes[s].size() && sim.times[s][computed[s]].begin < time)
       lists[s].push_back(computes[s][computed[s]++]);
   };
   for (const Message& m : messages)

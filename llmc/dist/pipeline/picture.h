@@ -65,7 +65,7 @@ class Picture {
     };
     for (size_t i = 0; i < lists_[stage].size(); ++i) {
       const Action& a = lists_[stage][i];
-      const int64_t from = std::llround(sim_.spans[stage][i].begin), to = std::llround(sim_.spans[stage][i].end);
+      const int64_t from = std::llround(sim_.times[stage][i].begin), to = std::llround(sim_.times[stage][i].end);
       if (!is_drawn(a.kind) || to <= begin || from >= end) continue;
       idle_until(from);
       std::string box = label(a);
@@ -104,11 +104,12 @@ class Picture {
     std::string text;
     for (int64_t begin = 0; begin < shown; begin += fit) {
       const int64_t end = std::min(units(), begin + fit);
-      text += (begin > 0 ? "\n" : "") + padded("time", margin_);
+      if (begin > 0) text += "\n";
+      text += padded("time", margin_);
       for (int64_t t = begin; t < end; t += 5) text += padded(formatted("{}", t), cell_ * 5);
       text.erase(text.find_last_not_of(' ') + 1);
       for (size_t s = 0; s < lists_.size(); ++s)
-        text += "\n" + padded(formatted("stage {}", s), margin_) + row(s, begin, end);
+        text += padded(formatted("\nstage {}", s), margin_ + 1) + row(s, begin, end);
       text += "\n";
     }
     if (shown < units())
@@ -194,8 +195,8 @@ inline std::string schedule_json(const Pipeline& p) {
                          {"chunk", a.chunk},
                          {"micro_batch", a.micro_batch},
                          {"slice", a.slice},
-                         {"begin", sim.spans[s][i].begin},
-                         {"end", sim.spans[s][i].end}});
+                         {"begin", sim.times[s][i].begin},
+                         {"end", sim.times[s][i].end}});
     }
     json["actions"].push_back(std::move(actions));
   }

@@ -17,22 +17,23 @@ struct PassCosts {
 };
 
 // Begin and end of an action. Sends and receives run beside the computation: theirs are those of the message.
-struct Span {
+struct PassTime {
   double begin = 0, end = 0;
-  bool operator==(const Span&) const = default;
+  bool operator==(const PassTime&) const = default;
 };
 
 // The most that a stage keeps at a time, in passes of a chunk: micro-batches, or slices of them.
 struct Kept {
-  int64_t activations = 0;  // between forward and backward, or its input part
-  int64_t for_weights = 0;  // what a weight part needs, between input part and weight part
-  int64_t together = 0;     // of both
-  int64_t received = 0;     // messages that have come and are not used yet
+  int64_t activations = 0;    // between forward and backward, or its input part
+  int64_t for_weights = 0;    // what a weight part needs, between input part and weight part
+  int64_t together = 0;       // of both
+  int64_t received = 0;       // messages that have come and are not used yet
+  int64_t micro_batches = 0;  // of which any slice is kept, in all chunks; without slices as many as activations
   bool operator==(const Kept&) const = default;
 };
 
 struct Simulation {
-  std::vector<std::vector<Span>> spans;  // of each action of each stage
+  std::vector<std::vector<PassTime>> times;  // of each action of each stage
   double makespan = 0;
   std::vector<double> busy;  // time that each stage computes
   double bubble(size_t stage) const { return 1 - busy[stage] / makespan; }
@@ -86,7 +87,7 @@ class PerPass {
 inline Simulation simulate(const Pipeline& p, const std::vector<ActionList>& lists, const PassCosts& costs = {}) {
   constexpr double never = -1;
   const size_t P = lists.size();
-  Simulation sim{.spans = std::vector<std::vector<Span>>(P), .busy = std::vector<double>(P, 0)};
+  Simulation sim{.times = std::vector<std::vector<PassTime>>(P), .busy = std::vector<double>(P, 0)};
   std::vector<double> now(P, 0);
   PerPass<double> forward_end(p, never), backward_end(p, never);
 
@@ -120,13 +121,13 @@ inline Simulation simulate(const Pipeline& p, const std::vector<ActionList>& lis
     }
   };
   auto run_next = [&](size_t stage) {
-    const Action& a = lists[stage][sim.spans[stage].size()];
+    const Action& a = lists[stage][sim.times[stage].size()];
     const double ready = ready_at(a);
     if (ready == never) return false;
-    if (is_send(a.kind)) return sim.spans[stage].push_back({ready, ready + costs.message}), true;
-    if (is_receive(a.kind)) return sim.spans[stage].push_back({ready - costs.message, ready}), true;
+    if (is_send(a.kind)) return sim.times[stage].push_back({ready, ready + costs.message}), true;
+    if (is_receive(a.kind)) return sim.times[stage].push_back({ready - costs.message, ready}), true;
     const double begin = std::max(now[stage], ready), end = begin + duration(a);
-    sim.spans[stage].push_back({begin, end});
+    sim.times[stage].push_back({begin, end});
     if (a.kind == ActionKind::forward) forward_end[a] = end;
     if (is_backward(a.kind)) backward_end[a] = end;
     sim.busy[stage] += end - begin;
@@ -136,11 +137,11 @@ inline Simulation simulate(const Pipeline& p, const std::vector<ActionList>& lis
   for (bool progress = true; progress;) {
     progress = false;
     for (size_t s = 0; s < P; ++s)
-      while (sim.spans[s].size() < lists[s].size() && run_next(s)) progress = true;
+      while (sim.times[s].size() < lists[s].size() && run_next(s)) progress = true;
   }
   for (size_t s = 0; s < P; ++s)
-    CHECK(sim.spans[s].size() == lists[s].size(), "the schedule hangs: stage {} waits for what {} needs", s,
-          text_of(p, lists[s][sim.spans[s].size()]));
+    CHECK(sim.times[s].size() == lists[s].size(), "the schedule hangs: stage {} waits for what {} needs", s,
+          text_of(p, lists[s][sim.times[s].size()]));
   sim.makespan = *std::max_element(now.begin(), now.end());
   return sim;
 }
@@ -154,14 +155,17 @@ inline Kept most_kept(const Pipeline& p, const ActionList& list) {
   };
   for (const Action& a : list) {
     if (a.kind == ActionKind::forward) ++now.activations;
+    if (a.kind == ActionKind::forward && a.slice == 0) ++now.micro_batches;
     if (is_receive(a.kind)) ++now.received;
     // A pass has its input, and makes its result, before it frees anything.
     now.together = now.activations + now.for_weights;
     if (a.kind == ActionKind::backward_input) ++now.for_weights;
-    most = {std::max(most.activations, now.activations), std::max(most.for_weights, now.for_weights),
-            std::max(most.together, now.together), std::max(most.received, now.received)};
+    for (int64_t Kept::*n :
+         {&Kept::activations, &Kept::for_weights, &Kept::together, &Kept::received, &Kept::micro_batches})
+      most.*n = std::max(most.*n, now.*n);
     if ((a.kind == ActionKind::forward || is_backward(a.kind)) && received(a)) --now.received;
     if (is_backward(a.kind)) --now.activations;
+    if (is_backward(a.kind) && a.slice == 0) --now.micro_batches;
     if (a.kind == ActionKind::backward_weight) --now.for_weights;
   }
   return most;
