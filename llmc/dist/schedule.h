@@ -1,6 +1,7 @@
 // schedule.h: the order in which the forwards and backwards of a step run, as lists of actions: pure functions whose
 // values can be printed and tested. A schedule is only an order (contract 4): in every list the backwards of a chunk
-// come in the order of the micro-batches.
+// come in the order of the micro-batches. The lists of one rank that has the whole model are here, those of the stages
+// of a pipeline in pipeline/.
 #pragma once
 #include <algorithm>
 #include <string>
@@ -10,22 +11,49 @@
 
 namespace llmc {
 
-enum class ActionKind : uint8_t { forward, backward };
-inline const char* name_of(ActionKind kind) { return kind == ActionKind::forward ? "F" : "B"; }
+// backward: both parts at once. The input part makes the gradient of the chunk's input, for which the stage before
+// waits; the weight part makes the gradients of the weights, for which nobody waits until the update.
+enum class ActionKind : uint8_t {
+  forward,
+  backward,
+  backward_input,
+  backward_weight,
+  send_activations,
+  receive_activations,
+  send_gradients,
+  receive_gradients,
+  update
+};
+inline const char* name_of(ActionKind kind) {
+  constexpr const char* names[] = {"forward",
+                                   "backward",
+                                   "input part of the backward",
+                                   "weight part of the backward",
+                                   "sending of activations",
+                                   "receiving of activations",
+                                   "sending of gradients",
+                                   "receiving of gradients",
+                                   "update"};
+  return names[static_cast<int>(kind)];
+}
 
+// chunk: one of the stage that has the action in its list: also for a message, which that chunk has made or waits for.
 struct Action {
   ActionKind kind;
   int chunk;
   int64_t micro_batch;
+  int slice = 0;  // of the micro-batch's sequence
   bool operator==(const Action&) const = default;
 };
 
-enum class Schedule : uint8_t { gpipe, one_f_one_b };
-inline const char* name_of(Schedule s) { return s == Schedule::gpipe ? "gpipe" : "1f1b"; }
+enum class Schedule : uint8_t { gpipe, one_f_one_b, interleaved, zb_h1, zb_v, pipedream };
+inline constexpr const char* schedule_names[] = {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream"};
+inline const char* name_of(Schedule s) { return schedule_names[static_cast<int>(s)]; }
 inline Schedule schedule_from_name(const std::string& name) {
-  if (name == "gpipe") return Schedule::gpipe;
-  if (name == "1f1b") return Schedule::one_f_one_b;
-  throw Error(formatted("--schedule {}: expected gpipe or 1f1b", name));
+  for (const Schedule s : {Schedule::gpipe, Schedule::one_f_one_b, Schedule::interleaved, Schedule::zb_h1,
+                           Schedule::zb_v, Schedule::pipedream})
+    if (name == name_of(s)) return s;
+  throw Error(formatted("--schedule {}: expected gpipe, 1f1b, interleaved, zb-h1, zb-v or pipedream", name));
 }
 
 // Forward-only lists: evaluation and generation.
@@ -41,6 +69,8 @@ inline std::vector<Action> forward_only(int chunks, int64_t micro_batches) {
 // 1f1b: each backward as soon as it can run, so that one set of activations suffices (Narayanan et al. 2019,
 // PipeDream-Flush).
 inline std::vector<Action> training_actions(Schedule schedule, int chunks, int64_t micro_batches) {
+  CHECK(schedule == Schedule::gpipe || schedule == Schedule::one_f_one_b,
+        "--schedule {}: a rank that has the whole model has the schedules gpipe and 1f1b", schedule);
   std::vector<Action> actions;
   auto backward = [&](int64_t m) {
     for (int c = chunks - 1; c >= 0; --c) actions.push_back({ActionKind::backward, c, m});

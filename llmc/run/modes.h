@@ -1,10 +1,15 @@
-// modes.h: the modes other than training: --generate, --selftest, --verify-data, --plan.
+// modes.h: the modes other than training: --generate, --selftest, --verify-data, --plan, --print-schedule.
 #pragma once
+#include <sys/ioctl.h>
+#include <unistd.h>
+
 #include <cstdio>
 
+#include "core/environment.h"
 #include "core/log.h"
 #include "data/verify_data.h"
-#include "run/options/options.h"
+#include "dist/pipeline/picture.h"
+#include "run/options/parse.h"
 #include "run/processes.h"
 #include "run/report.h"
 #include "run/selftest.h"
@@ -80,6 +85,37 @@ inline void run_plan(const Options& o) {
   const Plan plan = make_plan(config, rank);
   Log log;
   report_plan(log, o, rank, config, plan);
+}
+
+// The pipeline that the options describe.
+inline Pipeline choose_pipeline(const Options& o) {
+  CHECK(o.token_slices != "auto",
+        "--token-slices auto: how many there are follows from the times of a model, which --print-schedule does not "
+        "know: give their number");
+  Pipeline p{.schedule = schedule_from_name(o.schedule),
+             .stages = static_cast<int>(o.pp),
+             .micro_batches = o.micro_batches.value_or(2 * o.pp)};
+  const bool has_chunks = p.schedule == Schedule::interleaved || p.schedule == Schedule::zb_v;
+  p.chunks_per_stage = static_cast<int>(o.pp_chunks.value_or(has_chunks ? 2 : 1));
+  int64_t slices = 0;
+  detail::parse_value("--token-slices", o.token_slices, slices);
+  CHECK(slices >= 1 && slices <= most_pipeline_passes, "--token-slices {}: expected a number from 1 to {}", slices,
+        most_pipeline_passes);
+  p.slices = static_cast<int>(slices);
+  require_possible(p);
+  return p;
+}
+
+// --print-schedule: as wide and as colourful as the terminal.
+inline void run_print_schedule(const Options& o) {
+  const Pipeline p = choose_pipeline(o);
+  PictureStyle style;
+  winsize terminal{};
+  if (isatty(STDOUT_FILENO) == 1 && ioctl(STDOUT_FILENO, TIOCGWINSZ, &terminal) == 0 && terminal.ws_col > 0) {
+    style.width = terminal.ws_col;
+    style.colour = !environment_variable("NO_COLOR") && environment_variable("TERM") != "dumb";
+  }
+  std::printf("%s\n", (o.json ? schedule_json(p) : picture_of(p, style)).c_str());
 }
 
 }  // namespace llmc

@@ -41,7 +41,7 @@ inline NamedValues options_to_agree_on(const Options& o) {
 }  // namespace detail
 
 // Neither of the modes that one process does alone; --selftest counts.
-inline bool needs_ranks(const Options& o) { return !o.generate && !o.plan && !o.verify_data; }
+inline bool needs_ranks(const Options& o) { return !o.generate && !o.plan && !o.verify_data && !o.print_schedule; }
 
 // The number of ranks, and which of them are this process's, as far as the launcher and the options tell.
 inline void take_place(Options& o) {

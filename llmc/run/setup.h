@@ -45,7 +45,7 @@ inline Device choose_device(const Options& o) {
 
 // One per visible GPU; as few as --tp and --cp allow on a CPU, one in modes that use one rank.
 inline int64_t default_ranks(const Options& o) {
-  if (o.generate || o.verify_data) return 1;
+  if (o.generate || o.verify_data || o.print_schedule) return 1;
   const int64_t gpus = o.device == "cpu" ? 0 : visible_gpus().count;
   return std::max(o.tp * o.cp, gpus);
 }

@@ -1,4 +1,4 @@
-// unicode_tables.h: written by scripts/make_unicode_tables.py, which says from what; read by text/unicode.h. Categories
+// unicode_tables.h: written by dev/make_unicode_tables.py, which says from what; read by text/unicode.h. Categories
 // are of Unicode 16.0.0.
 #pragma once
 

@@ -50,6 +50,7 @@ class Interpreter {
     switch (action.kind) {
       case ActionKind::forward: return stage_.forward(action.chunk, slot, pass, action.micro_batch);
       case ActionKind::backward: return stage_.backward(action.chunk, slot, pass, is_last(action));
+      default: throw Error(formatted("a {} in a list for one rank, which has forwards and backwards", action.kind));
     }
   }
 

@@ -177,7 +177,7 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"--recompute-granularity", "--recompute", ""},
         {"--use-distributed-optimizer", "--zero-stage 1", ""},
         {"--tensor-model-parallel-size", "--tp", ""},
-        {"--pipeline-model-parallel-size", "", not_built},
+        {"--pipeline-model-parallel-size", "--pp", "only drawn, by --print-schedule; training is not built yet"},
         {"--context-parallel-size", "--cp", ""},
         {"--expert-model-parallel-size", "", not_built},
         {"--sequence-parallel", "--sequence-parallel", "on or off; on by default"},

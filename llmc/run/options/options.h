@@ -56,7 +56,9 @@ struct Options {
   int64_t head_chunks = 0;
   std::string master_weights = "fp32";
   std::optional<double> memory_limit;  // GiB; none: what the machine has
-  std::string schedule = "1f1b";
+  std::string schedule = "1f1b", token_slices = "1";
+  int64_t pp = 1;
+  std::optional<int64_t> pp_chunks;  // none: as few as --schedule has
   int64_t local_ranks = 0, zero_stage = 0, dp_replicate = 1;
   int64_t tp = 1, cp = 1;
   std::string sequence_parallel = "on", cp_attention = "ring";
@@ -72,6 +74,8 @@ struct Options {
   std::string rendezvous;
   double init_timeout = 600, comm_timeout = 300;  // seconds
   bool generate = false, plan = false, selftest = false, verify_data = false, profile = false;
+  bool print_schedule = false, json = false;
+  std::optional<int64_t> micro_batches;  // to draw; none: twice --pp
 
   // Not options, but what they and the launcher come to: the ranks of all processes, and where this one is.
   int64_t ranks = 1;
@@ -220,8 +224,17 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--memory-limit", "", o.memory_limit, between(0, 1 << 30), free,
         "GiB that each rank may use: a run that needs more is refused before it starts; default: the rank's share of "
         "the machine's memory, or of the GPU's free memory");
-  visit("--schedule", "", o.schedule, one_of({"gpipe", "1f1b"}), free,
-        "order of forwards and backwards; 1f1b needs less memory; the same numbers");
+  visit("--schedule", "", o.schedule, one_of({"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream"}), free,
+        "order of forwards and backwards; 1f1b needs less memory than gpipe; the same numbers; the others are for "
+        "pipelines, which --print-schedule draws, and in which training is not built yet");
+  visit("--pp", "", o.pp, between(1, 1 << 10), warn,
+        "stages of a pipeline, each with some of the layers; so far only for --print-schedule");
+  visit("--pp-chunks", "", o.pp_chunks, between(1, 1 << 10), free,
+        "runs of layers that each stage has with --schedule interleaved; zb-v has 2, the others 1; default: 2 with "
+        "interleaved; so far only for --print-schedule");
+  visit("--token-slices", "", o.token_slices, Limits{}, warn,
+        "slices of its sequence in which a micro-batch passes through the stages, with gpipe and 1f1b; so far only "
+        "for --print-schedule");
   visit("--zero-stage", "-z", o.zero_stage, between(0, 3), free,
         "what data-parallel ranks shard: 1 optimizer state, 2 also gradients, 3 also weights; the same numbers at "
         "equal --grad-reduce");
@@ -291,6 +304,13 @@ void visit_options(O& o, Visitor&& visit) {
       "--plan", "", o.plan, Limits{}, free,
       "instead of training, print what the run would need: memory by name and work by op; needs no data, nor a GPU for "
       "--device cuda");
+  visit("--print-schedule", "", o.print_schedule, Limits{}, free,
+        "instead of training, draw what each stage of a pipeline of --pp stages does when, with --schedule, "
+        "--pp-chunks and --token-slices, how long it idles and how much it keeps; needs no data");
+  visit("--micro-batches", "", o.micro_batches, between(1, 1 << 20), free,
+        "with --print-schedule, the micro-batches of a step; default: twice --pp");
+  visit("--json", "", o.json, Limits{}, free,
+        "with --print-schedule, print JSON instead, which scripts/plot_schedule.py draws");
   visit("--selftest", "", o.selftest, Limits{}, free,
         "instead of training, compare every layout of up to --local-ranks ranks with one rank, on tiny models");
   visit("--verify-data", "", o.verify_data, Limits{}, free,

@@ -204,10 +204,28 @@ inline void validate_layout(const Options& o) {
         std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
 }
 
+// Refuses what --print-schedule draws and training does not have yet.
+inline void refuse_pipelines(const Options& o) {
+  auto refuse = [](const char* option, const auto& value) {
+    throw Error(
+        formatted("{} {} can be drawn by --print-schedule; training with pipelines is not built yet", option, value));
+  };
+  if (o.pp > 1) refuse("--pp", o.pp);
+  if (o.pp_chunks) refuse("--pp-chunks", *o.pp_chunks);
+  if (o.token_slices != "1") refuse("--token-slices", shown(o.token_slices));
+  if (o.schedule != "gpipe" && o.schedule != "1f1b") refuse("--schedule", o.schedule);
+  CHECK(!o.micro_batches,
+        "--micro-batches {} is for --print-schedule: how many a step has follows from --total-batch-size",
+        o.micro_batches.value_or(0));
+  CHECK(!o.json, "--json is for --print-schedule");
+}
+
 // Checks combinations, as far as the options alone decide.
 inline void validate(const Options& o) {
-  CHECK(o.generate + o.plan + o.selftest + o.verify_data <= 1,
-        "--generate, --plan, --selftest and --verify-data: choose one of them");
+  CHECK(o.generate + o.plan + o.selftest + o.verify_data + o.print_schedule <= 1,
+        "--generate, --plan, --selftest, --verify-data and --print-schedule: choose one of them");
+  if (o.print_schedule) return;
+  refuse_pipelines(o);
   if (o.selftest) return;
   CHECK(!o.generate || !o.from_scratch,
         "--generate with --from-scratch: random weights generate nothing useful; leave out one of them");

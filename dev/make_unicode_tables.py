@@ -2,7 +2,7 @@
 """Writes llmc/text/unicode_tables.h: the Unicode data for splitting and normalising text.
 
     pip install tokenizers unicodedata2==16.0.0
-    python3 scripts/make_unicode_tables.py llmc/text/unicode_tables.h
+    python3 dev/make_unicode_tables.py llmc/text/unicode_tables.h
 
 Tokens must match those of Hugging Face's tokenizers, so this uses its versions of Unicode: its regular expressions
 (Oniguruma) use the categories of Unicode 16.0; its NFC is older, and newer data is left out: marks added since Unicode
@@ -99,7 +99,7 @@ def main():
 
     with open(sys.argv[1], "w", encoding="ascii") as file:
         file.write(f"""\
-// unicode_tables.h: written by scripts/make_unicode_tables.py, which says from what; read by text/unicode.h. Categories
+// unicode_tables.h: written by dev/make_unicode_tables.py, which says from what; read by text/unicode.h. Categories
 // are of Unicode {VERSION}.
 #pragma once
 

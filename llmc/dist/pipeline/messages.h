@@ -1,0 +1,58 @@
+// messages.h: the whole lists of a pipeline's stages: what each computes, sends and receives, in its order.
+#pragma once
+#include <algorithm>
+#include <tuple>
+#include <vector>
+
+#include "dist/pipeline/simulate.h"
+
+namespace llmc {
+
+// One list of actions per stage. Where messages come in the lists is decided for all stages at once: all messages are
+// put into one order, that of the times at which they are made if every pass takes its time of PassCosts, and each is
+// put into the lists of its sender and its receiver at this place, before what they begin at that time or later. So no
+// stage waits in a circle, even if every send waited until its receive begins; and two stages see the messages between
+// them in the same order.
+inline std::vector<ActionList> pipeline_actions(const Pipeline& p) {
+  const std::vector<ActionList> computes = compute_orders(p);
+  const Simulation sim = simulate(p, computes);
+  struct Message {
+    double time;
+    Action send, receive;
+  };
+  std::vector<Message> messages;
+  for (size_t s = 0; s < computes.size(); ++s)
+    for (size_t i = 0; i < computes[s].size(); ++i) {
+      const Action& a = computes[s][i];
+      const bool forward = a.kind == ActionKind::forward;
+      const int to = chunk_after(a);
+      if (!forward && !is_backward(a.kind)) continue;
+      if (to < 0 || to == p.chunks() || p.stage_of(to) == static_cast<int>(s)) continue;
+      messages.push_back(
+          {sim.times[s][i].end,
+           {forward ? ActionKind::send_activations : ActionKind::send_gradients, a.chunk, a.micro_batch, a.slice},
+           {forward ? ActionKind::receive_activations : ActionKind::receive_gradients, to, a.micro_batch, a.slice}});
+    }
+  std::sort(messages.begin(), messages.end(), [](const Message& a, const Message& b) {
+    return std::tuple(a.time, a.send.chunk, a.send.kind) < std::tuple(b.time, b.send.chunk, b.send.kind);
+  });
+
+  std::vector<ActionList> lists(computes.size());
+  std::vector<size_t> computed(computes.size(), 0);
+  // Lists what a stage begins before `time`.
+  auto compute_until = [&](int stage, double time) {
+    const auto s = static_cast<size_t>(stage);
+    while (computed[s] < computes[s].size() && sim.times[s][computed[s]].begin < time)
+      lists[s].push_back(computes[s][computed[s]++]);
+  };
+  for (const Message& m : messages)
+    for (const Action* a : {&m.send, &m.receive}) {
+      const int stage = p.stage_of(a->chunk);
+      compute_until(stage, m.time);
+      lists[static_cast<size_t>(stage)].push_back(*a);
+    }
+  for (int s = 0; s < p.stages; ++s) compute_until(s, sim.makespan + 1);
+  return lists;
+}
+
+}  // namespace llmc

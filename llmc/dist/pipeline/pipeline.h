@@ -1,0 +1,124 @@
+// pipeline.h: a pipeline as a value: which schedule, how many stages, chunks, micro-batches and slices; which stage has
+// which chunk; and the laws of its bubble and its memory.
+//
+// A model cut by layers: stage s of P holds some layers, and the micro-batches pass through the stages, forward and
+// then backward. A stage waits while the first micro-batch comes to it and while the last one comes back: the bubble.
+//   gpipe        all forwards, then all backwards (Huang et al. 2019)
+//   1f1b         each backward as soon as it can run: less memory, the same bubble (Narayanan et al. 2019, 2021)
+//   interleaved  each stage has V chunks, so the bubble is V times as short, for V times the messages (Narayanan 2021)
+//   zb-h1        the weight part of the backward waits until there is nothing better to do (Qi et al. 2023)
+//   zb-v         the same with two chunks per stage, placed down and up again: the last chunk is on the first stage
+//   pipedream    1f1b that updates after every micro-batch, without waiting for the others (Narayanan et al. 2019)
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "core/check.h"
+#include "dist/schedule.h"
+
+namespace llmc {
+
+struct Pipeline {
+  Schedule schedule = Schedule::one_f_one_b;
+  int stages = 1;             // P
+  int chunks_per_stage = 1;   // V
+  int64_t micro_batches = 1;  // M, of a step; with pipedream, between two flushes
+  int slices = 1;             // K, of the sequence of each micro-batch (TeraPipe, Li et al. 2021)
+
+  int chunks() const { return stages * chunks_per_stage; }
+  int64_t passes() const { return micro_batches * slices; }  // of each chunk
+
+  int stage_of(int chunk) const {
+    if (schedule == Schedule::zb_v) return chunk < stages ? chunk : 2 * stages - 1 - chunk;
+    return chunk % stages;
+  }
+  int chunk_of(int stage, int v) const {
+    if (schedule == Schedule::zb_v && v == 1) return 2 * stages - 1 - stage;
+    return v * stages + stage;
+  }
+  // Of a chunk, among those of its stage.
+  int place_of(int chunk) const { return chunk / stages; }
+
+  bool splits_backward() const { return schedule == Schedule::zb_h1 || schedule == Schedule::zb_v; }
+};
+
+// What can be listed: bounds the memory of the lists.
+inline constexpr int64_t most_pipeline_passes = 1 << 20;
+
+// Refuses values that no schedule can have, by the names of their options.
+inline void require_possible(const Pipeline& p) {
+  const bool has_chunks = p.schedule == Schedule::interleaved || p.schedule == Schedule::zb_v;
+  const bool has_slices = p.schedule == Schedule::gpipe || p.schedule == Schedule::one_f_one_b;
+  CHECK(p.stages >= 1, "--pp {}: a pipeline has at least 1 stage", p.stages);
+  CHECK(p.micro_batches >= 1, "{} micro-batches: a step has at least 1", p.micro_batches);
+  CHECK(p.chunks_per_stage >= 1, "--pp-chunks {}: a stage has at least 1 chunk", p.chunks_per_stage);
+  CHECK(p.slices >= 1, "--token-slices {}: a micro-batch has at least 1 slice", p.slices);
+  CHECK(has_chunks || p.chunks_per_stage == 1,
+        "--pp-chunks {} with --schedule {}, whose stages have 1 chunk each: use --schedule interleaved, or leave out "
+        "--pp-chunks",
+        p.chunks_per_stage, p.schedule);
+  CHECK(p.schedule != Schedule::zb_v || p.chunks_per_stage == 2,
+        "--pp-chunks {} with --schedule zb-v, whose stages have 2 chunks each, one on the way down and one on the way "
+        "up: leave out --pp-chunks",
+        p.chunks_per_stage);
+  CHECK(has_slices || p.slices == 1,
+        "--token-slices {} with --schedule {}: only gpipe and 1f1b take a micro-batch in slices; leave out "
+        "--token-slices, or use one of them",
+        p.slices, p.schedule);
+  const double passes = static_cast<double>(p.stages) * p.chunks_per_stage * static_cast<double>(p.micro_batches) *
+                        static_cast<double>(p.slices);
+  CHECK(passes <= static_cast<double>(most_pipeline_passes),
+        "{} stages x {} chunks x {} micro-batches x {} slices are more than {} forwards: too many to list", p.stages,
+        p.chunks_per_stage, p.micro_batches, p.slices, most_pipeline_passes);
+}
+
+// ---- Laws, for chunks that take equally long, and messages that take no time ----------------------------------------
+
+// The bubble: the part of the time of a step that a stage idles. None: there is no law for these numbers, only the
+// simulation. zb-h1 and zb-v: if forward, input part and weight part take equally long.
+struct Law {
+  double bubble;
+  const char* formula;
+};
+inline std::optional<Law> bubble_law(const Pipeline& p) {
+  const double P = p.stages, M = static_cast<double>(p.micro_batches), V = p.chunks_per_stage, K = p.slices;
+  switch (p.schedule) {
+    case Schedule::gpipe:
+    case Schedule::one_f_one_b:
+      return Law{(P - 1) / (M * K + P - 1), p.slices == 1 ? "(P - 1) / (M + P - 1)" : "(P - 1) / (K M + P - 1)"};
+    case Schedule::interleaved:
+      if (p.micro_batches < p.stages) return std::nullopt;
+      return Law{(P - 1) / (V * M + P - 1), "(P - 1) / (V M + P - 1)"};
+    case Schedule::zb_h1:
+      if (p.micro_batches < 2 * p.stages) return std::nullopt;
+      return Law{(P - 1) / (3 * M + P - 1), "(P - 1) / (3 M + P - 1)"};
+    case Schedule::zb_v:
+      if (p.micro_batches < 2 * p.stages) return std::nullopt;
+      return Law{(P - 1) / (6 * M + P - 1), "(P - 1) / (6 M + P - 1)"};
+    case Schedule::pipedream: return Law{(P - 1) / (M + P - 1), "(P - 1) / (M + P - 1)"};
+  }
+  return std::nullopt;
+}
+
+// The most passes (a micro-batch or slice in a chunk) that are between their forward and their backward, or its input
+// part, at the same time on a stage. None: only the lists tell.
+inline std::optional<int64_t> activations_law(const Pipeline& p, int stage) {
+  const int64_t behind = p.stages - stage;  // stages from this one to the last
+  switch (p.schedule) {
+    case Schedule::gpipe: return p.passes();
+    case Schedule::one_f_one_b: return std::min(p.passes(), behind + p.slices - 1);
+    case Schedule::zb_h1:
+    case Schedule::pipedream: return std::min(p.micro_batches, behind);
+    default: return std::nullopt;
+  }
+}
+
+// How many versions of its weights a stage keeps with pipedream, so that each backward finds those of its forward.
+// From 2 (P - s) - 1 micro-batches on it is exactly so many.
+inline int64_t weight_versions(const Pipeline& p, int stage) {
+  return p.schedule == Schedule::pipedream ? p.stages - stage : 1;
+}
+
+}  // namespace llmc

@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""Draws schedules of a pipeline, stages down and time across, from what ./train_gpt --print-schedule --json prints.
+
+    ./train_gpt --print-schedule --pp 4 --schedule zb-h1 --json >zb-h1.json
+    python3 scripts/plot_schedule.py zb-h1.json                      writes zb-h1.png
+    python3 scripts/plot_schedule.py 1f1b.json zb-h1.json -o ab.png  compares them on one time axis
+
+The second and further chunks of a stage are darker. The unit of time is a stage's forward of a whole micro-batch, so
+that schedules of the same model can be compared. Needs matplotlib (Debian package python3-matplotlib).
+"""
+import argparse
+import json
+import os
+import sys
+
+COLOURS = {"forward": "#9ecae1", "backward": "#a1d99b", "backward_input": "#a1d99b", "backward_weight": "#fdd0a2"}
+NAMES = {"forward": "forward", "backward": "backward", "backward_input": "input part of the backward",
+         "backward_weight": "weight part of the backward"}
+FIELDS = ("schedule", "stages", "chunks_per_stage", "micro_batches", "slices", "makespan", "bubble", "idle", "actions")
+
+
+def fail(message):
+    sys.exit(f"plot_schedule.py: {message}")
+
+
+def read_schedule(path):
+    try:
+        with open(path, encoding="utf-8") as file:
+            schedule = json.load(file)
+    except OSError as error:
+        fail(f"cannot read {path}: {error.strerror}; expected what ./train_gpt --print-schedule --json prints")
+    except ValueError:
+        fail(f"{path}: not JSON; expected what ./train_gpt --print-schedule --json prints")
+    missing = [f for f in FIELDS if f not in schedule] if isinstance(schedule, dict) else FIELDS
+    if missing:
+        fail(f"{path}: no \"{missing[0]}\"; expected what ./train_gpt --print-schedule --json prints")
+    return schedule
+
+
+def passes_of_a_micro_batch(schedule):
+    return schedule["chunks_per_stage"] * schedule["slices"]
+
+
+def boxes(schedule):
+    """(stage, kind, chunk of the stage, label, begin, end) of everything that is drawn."""
+    scale = 1 / passes_of_a_micro_batch(schedule)
+    for stage, actions in enumerate(schedule["actions"]):
+        for a in actions:
+            if a["kind"] in COLOURS:
+                label = f"{a['micro_batch']}" + (f".{a['slice']}" if schedule["slices"] > 1 else "")
+                yield stage, a["kind"], a["chunk"] // schedule["stages"], label, a["begin"] * scale, a["end"] * scale
+
+
+def title(schedule):
+    text = f"{schedule['schedule']}: {schedule['stages']} stages, {schedule['micro_batches']} micro-batches"
+    if schedule["slices"] > 1:
+        text += f" in {schedule['slices']} slices"
+    if schedule["chunks_per_stage"] > 1:
+        text += f", {schedule['chunks_per_stage']} chunks per stage"
+    return text + f"; bubble {100 * schedule['bubble']:.1f}%"
+
+
+def darker(colour, chunk):
+    parts = (int(colour[i:i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{int(p * 0.8 ** chunk):02x}" for p in parts)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("schedules", nargs="+", help="JSON files")
+    parser.add_argument("-o", "--output", help="PNG to write (default for a single schedule: its name with .png)")
+    options = parser.parse_args()
+    if options.output is None and len(options.schedules) > 1:
+        fail("several schedules: name the output with -o FILE.png")
+    schedules = [read_schedule(path) for path in options.schedules]
+    try:
+        import matplotlib
+    except ImportError:
+        other = "/usr/bin/python3"   # Debian's Python, for which its package installs
+        if os.path.exists(other) and os.path.realpath(sys.executable) != os.path.realpath(other):
+            os.execv(other, [other, *sys.argv])
+        fail("matplotlib is missing: apt-get install python3-matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    output = options.output or os.path.splitext(options.schedules[0])[0] + ".png"
+    longest = max(s["makespan"] / passes_of_a_micro_batch(s) for s in schedules)
+    finest = max(passes_of_a_micro_batch(s) for s in schedules)
+    stages = [s["stages"] for s in schedules]
+    figure, axes = plt.subplots(len(schedules), 1, squeeze=False, sharex=True, constrained_layout=True,
+                                figsize=(min(40, 3 + 0.3 * longest * finest),
+                                         1.2 + 0.9 * len(stages) + 0.35 * sum(stages)),
+                                gridspec_kw={"height_ratios": [n + 1 for n in stages]})
+    drawn = 0
+    for axis, schedule in zip(axes[:, 0], schedules):
+        kinds = {}
+        for stage, kind, chunk, label, begin, end in boxes(schedule):
+            kinds[kind] = COLOURS[kind]
+            axis.barh(stage, end - begin, left=begin, height=0.9, color=darker(COLOURS[kind], chunk),
+                      edgecolor="white", linewidth=0.8)
+            axis.text((begin + end) / 2, stage, label, ha="center", va="center", fontsize=7)
+            drawn += 1
+        axis.set_yticks(range(schedule["stages"]),
+                        [f"stage {s}: idle {100 * idle:.1f}%" for s, idle in enumerate(schedule["idle"])])
+        axis.invert_yaxis()
+        axis.set_xlim(0, longest)
+        axis.set_title(title(schedule), fontsize=10)
+        axis.legend([Patch(color=c) for c in kinds.values()], [NAMES[k] for k in kinds], fontsize=7,
+                    loc="center left", bbox_to_anchor=(1, 0.5))
+    axes[-1, 0].set_xlabel("time, in forwards of a micro-batch by a stage")
+    try:
+        figure.savefig(output, dpi=110)
+    except (OSError, ValueError) as error:
+        fail(f"cannot write {output}: {error}")
+    print(f"plot: {output}, {drawn} passes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# ./train_gpt --print-schedule draws schedules, as text and as JSON, scripts/plot_schedule.py plots the JSON, and what is
+# impossible, or only drawn, is refused by name.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+export PYTHONDONTWRITEBYTECODE=1
+fail() {
+  echo "schedule_test: $1" >&2
+  exit 1
+}
+# shows TEXT OPTION...: the picture has TEXT
+shows() {
+  local text=$1 picture
+  shift
+  picture=$(./train_gpt --print-schedule "$@" 2>&1) || fail "$* was refused: $picture"
+  [[ $picture == *"$text"* ]] || fail "$*: no '$text' in: $picture"
+}
+# refuses TEXT COMMAND...: exit status 1, with TEXT, and nothing on stdout
+refuses() {
+  local text=$1 status=0
+  shift
+  "$@" >"$dir/out" 2>"$dir/err" || status=$?
+  [ $status -eq 1 ] || fail "$* exited with $status"
+  [ ! -s "$dir/out" ] || fail "$* printed: $(cat "$dir/out")"
+  [[ $(cat "$dir/err") == *"$text"* ]] || fail "$* was refused without '$text': $(cat "$dir/err")"
+}
+
+shows 'stage 1  .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3' --pp 2 --schedule zb-h1
+shows '1f1b: 4 stages, 8 micro-batches' --pp 4
+shows 'interleaved: 4 stages, 5 micro-batches, 2 chunks per stage' --pp 4 --schedule interleaved --micro-batches 5
+shows 'zb-v: 3 stages, 6 micro-batches, 2 chunks per stage' --pp 3 --schedule zb-v
+shows 'versions of the weights 3' --pp 3 --schedule pipedream
+shows '2 micro-batches in 3 slices' --pp 2 --schedule gpipe --token-slices 3 --micro-batches 2
+
+refuses '--pp-chunks 2 with --schedule 1f1b' ./train_gpt --print-schedule --pp 4 --pp-chunks 2
+refuses '--token-slices 2 with --schedule zb-v' ./train_gpt --print-schedule --schedule zb-v --token-slices 2
+refuses '--token-slices auto: how many' ./train_gpt --print-schedule --token-slices auto
+refuses "--token-slices 'many': expected a whole number" ./train_gpt --print-schedule --token-slices many
+refuses '--schedule 2f2b: expected one of' ./train_gpt --print-schedule --schedule 2f2b
+refuses 'choose one of them' ./train_gpt --print-schedule --plan
+later='can be drawn by --print-schedule; training with pipelines is not built yet'
+for mode in --plan --selftest --generate '--train-data none.bin'; do
+  for option in '--pp 4' '--pp-chunks 2' '--schedule zb-h1' '--schedule pipedream' '--token-slices 2'; do
+    # shellcheck disable=SC2086    # an option and its value
+    refuses "$option $later" ./train_gpt $mode $option
+  done
+done
+refuses '--micro-batches 4 is for --print-schedule' ./train_gpt --plan --micro-batches 4
+refuses '--json is for --print-schedule' ./train_gpt --plan --json
+
+./train_gpt --print-schedule --json --pp 4 --schedule zb-h1 >"$dir/zb-h1.json"
+./train_gpt --print-schedule --json --pp 2 --schedule interleaved --micro-batches 3 >"$dir/interleaved.json"
+plot() { "$python" scripts/plot_schedule.py "$@"; }
+if ! python=$(scripts/find_python.sh matplotlib); then
+  echo 'schedule_test: ok, but nothing was plotted: matplotlib is missing'
+  exit
+fi
+[ "$(plot "$dir/zb-h1.json")" = "plot: $dir/zb-h1.png, 96 passes" ] || fail "not 4 x 8 x 3 passes were plotted"
+[ "$(plot "$dir/zb-h1.json" "$dir/interleaved.json" -o "$dir/both.png")" = "plot: $dir/both.png, 120 passes" ] ||
+  fail "not 96 and 2 x 2 x 3 x 2 passes were plotted"
+for png in zb-h1 both; do
+  [ "$(head -c 4 "$dir/$png.png" | tail -c 3)" = PNG ] || fail "$png.png is no PNG"
+done
+echo '{"schedule": "zb-h1"}' >"$dir/part.json"
+echo 'zb-h1' >"$dir/text.json"
+refuses 'no "stages"; expected what ./train_gpt --print-schedule --json prints' plot "$dir/part.json"
+refuses 'not JSON; expected what' plot "$dir/text.json"
+refuses 'cannot read' plot "$dir/none.json"
+refuses 'name the output with -o' plot "$dir/zb-h1.json" "$dir/interleaved.json"
+echo 'schedule_test: ok'
