@@ -2,7 +2,7 @@
 // refused.
 #include "catch2.h"
 #include "dist/partitions.h"
-#include "dist/token_slices.h"
+#include "dist/pipeline/token_slices.h"
 
 using namespace llmc;
 using namespace partitions;
