@@ -52,7 +52,7 @@ struct ContextGroup {
   Tensor temporary(const char* name, DType dtype, int64_t rows, int64_t width) const {
     return g.temporary(name, dtype, {rows, width});
   }
-  int slice_of(int rank, int i) const { return i == 0 ? rank : 2 * P - 1 - rank; }
+  int slice_of(int rank, int i) const { return g.ranks.context.slice_of(rank, i); }
   int next() const { return (r + 1) % P; }
   int previous() const { return (r + P - 1) % P; }
 

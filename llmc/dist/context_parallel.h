@@ -36,17 +36,15 @@ struct ContextParallel {
   int64_t share(int64_t T) const { return exact_div(T, slices(), "rows over the slices of --cp") * slices_of_rank(); }
   int64_t slice_rows(int64_t T) const { return T / slices(); }
   int slices_of_rank() const { return slices() / ranks; }
-  // The slices of a rank, in the order of their rows.
-  std::vector<int> slices_of(int rank) const {
-    return ranks == 1 ? std::vector<int>{0} : std::vector<int>{rank, 2 * ranks - 1 - rank};
-  }
+  // Slice i of a rank, in the order of their rows.
+  int slice_of(int rank, int i) const { return i == 0 ? rank : 2 * ranks - 1 - rank; }
   // The smallest number of rows from T on that can be divided.
   int64_t padded(int64_t T) const { return round_up(T, slices()); }
 
   // A rank has rows (B share(T)) of B sequences: row `row` of them is this one of all (B T).
   int64_t row_of_all(int64_t row, int64_t T, int rank) const {
     const int64_t mine = share(T), L = slice_rows(T), in_share = row % mine;
-    return row / mine * T + slices_of(rank)[static_cast<size_t>(in_share / L)] * L + in_share % L;
+    return row / mine * T + slice_of(rank, static_cast<int>(in_share / L)) * L + in_share % L;
   }
   // What a rank has of x (B T), in its own order.
   template <class X>

@@ -133,7 +133,6 @@ struct DataParallel {
   // read the same.
   int readers() const { return ranks() / (tensor.ranks * context.ranks); }
   int reader() const { return rank / (tensor.ranks * context.ranks); }
-  bool first_of_reader() const { return tensor_rank == 0 && context_rank == 0; }
 
   // One chunk of the ring, in the widest dtype.
   static constexpr int64_t scratch_bytes = ring::chunk_elements * 8;

@@ -140,8 +140,7 @@ inline ContextParallel context_parallel(const ModelConfig& c, const TensorParall
   if (attention == ContextAttention::ulysses)
     CHECK(can_share_heads(part, ranks),
           "--cp-attention ulysses with --cp {}: it must divide the {} query heads{}, and divide the {} key-value heads "
-          "or "
-          "be a multiple of them: use another --cp, or --cp-attention ring",
+          "or be a multiple of them: use another --cp, or --cp-attention ring",
           ranks, part.n_head, tensor.ranks > 1 ? " of a tensor-parallel rank" : "", part.n_kv_head);
   return {.ranks = static_cast<int>(ranks), .attention = attention};
 }

@@ -38,10 +38,12 @@ inline void check_attention(const char* op, const Tensor& out, const Tensor& lse
 inline double attention_flops(const AttentionBlock& b) {
   return 4.0 * static_cast<double>(b.B * b.Hq) * static_cast<double>(b.pairs()) * static_cast<double>(b.D);
 }
-// Of the queries and what has their shape, and of the keys and values, each `times`.
-inline double attention_bytes(const AttentionBlock& b, DType dtype, int times) {
-  return static_cast<double>(times * size_of(dtype) * b.B * b.D *
-                             (2 * b.Hq * b.queries.rows + 2 * b.Hkv * b.keys.rows));
+// Bytes of what has the shape of the queries, and of the keys and values.
+inline double query_bytes(const AttentionBlock& b, DType dtype) {
+  return static_cast<double>(size_of(dtype) * b.B * b.D * b.Hq * b.queries.rows);
+}
+inline double key_bytes(const AttentionBlock& b, DType dtype) {
+  return static_cast<double>(size_of(dtype) * b.B * b.D * 2 * b.Hkv * b.keys.rows);
 }
 // The rows that an op writes, of a matrix of all rows of the sequences: one tensor for each of them.
 inline std::vector<Tensor> rows_written(const Tensor& t, int64_t B, const SequenceRows& rows) {
@@ -159,10 +161,9 @@ namespace detail {
 // Does cuDNN compute attention? It takes whole sequences; new rows of a text that is generated are left to our own
 // kernels. Its work space, under `scratch`.
 inline bool by_cudnn(Stream& stream, const Tensor& q, const Tensor& kv, const AttentionBlock& b) {
-  if (stream.device().computes_as() != DeviceKind::cuda || !stream.device().cudnn || b.keys.length != b.queries.length)
-    return false;
+  if (stream.device().computes_as() != DeviceKind::cuda || !stream.device().cudnn || q.bytes != kv.bytes) return false;
   CHECK(q.dtype == DType::bf16, "--attention cudnn computes only in bf16, not in {}: use --attention own", q.dtype);
-  CHECK(q.bytes == kv.bytes && b.queries.rows == b.queries.length && b.keys.rows == b.keys.length && b.offset == 0);
+  CHECK(b.queries.rows == b.queries.length && b.keys.rows == b.keys.length && b.offset == 0);
   return true;
 }
 inline AttentionShape shape_of(const AttentionBlock& b) { return {b.B, b.queries.length, b.Hq, b.Hkv, b.D}; }
@@ -186,7 +187,8 @@ inline void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor kv, Tenso
   detail::check_attention("attention_forward", out, lse, q, kv, positions, block);
   detail::check_tensor("attention_forward", "out", out, q.dtype, out.shape);
   CHECK(block.all_keys && block.offset >= 0, "attention_forward: every row must see a key; see attention_merge()");
-  const OpCost cost{"attention_forward", detail::attention_flops(block), detail::attention_bytes(block, q.dtype, 1)};
+  const OpCost cost{"attention_forward", detail::attention_flops(block),
+                    2 * detail::query_bytes(block, q.dtype) + detail::key_bytes(block, q.dtype)};
   auto scope = stream.scratch().scope();
 #ifdef TRAIN_GPT_CUDNN
   if (detail::by_cudnn(stream, q, kv, block)) {
@@ -239,21 +241,23 @@ inline void attention_merge(const RunningAttention& running, Tensor q, Tensor kv
   const int threads = stream.device().threads;
   auto scope = stream.scratch().scope();
   const Tensor scratch = detail::scratch(stream, "attention", stat, cpu::attention_forward_scratch(block, threads), 0);
-  stream.run({"attention_merge", detail::attention_flops(block), detail::attention_bytes(block, q.dtype, 1)},
-             {running.sums}, [=, &stream] {
-               with_type(q.dtype, [&](auto tag) {
-                 using X = typename decltype(tag)::type;
-                 using A = accumulator_t<X>;
-                 const AttentionOutputs<X, A> to{{},
-                                                 nullptr,
-                                                 {running.sums.data<A>(), running.sums.shape[1]},
-                                                 running.largest.data<A>(),
-                                                 running.total.data<A>()};
-                 const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
-                 RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
-                               cpu::attention_forward(to, from, scratch.data<A>(), block, threads));
-               });
-             });
+  stream.run(
+      {"attention_merge", detail::attention_flops(block),
+       detail::query_bytes(block, q.dtype) + detail::key_bytes(block, q.dtype) + 2 * detail::query_bytes(block, stat)},
+      {running.sums}, [=, &stream] {
+        with_type(q.dtype, [&](auto tag) {
+          using X = typename decltype(tag)::type;
+          using A = accumulator_t<X>;
+          const AttentionOutputs<X, A> to{{},
+                                          nullptr,
+                                          {running.sums.data<A>(), running.sums.shape[1]},
+                                          running.largest.data<A>(),
+                                          running.total.data<A>()};
+          const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
+          RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
+                        cpu::attention_forward(to, from, scratch.data<A>(), block, threads));
+        });
+      });
 }
 // After the last block: out (B T, Hq D) = sums / total, rounded once; lse (B, Hq, T) = largest + log(total).
 inline void attention_finish(Tensor out, Tensor lse, const RunningAttention& running, Stream& stream) {
@@ -289,11 +293,15 @@ inline void attention_backward(Tensor dq, Tensor dkv, Tensor dout, Tensor out, T
   detail::check_rows("attention_backward", "dkv", dkv, written, block.B, block.keys, 2 * block.Hkv * block.D);
   CHECK(add || block.pairs() > 0);
   if (block.pairs() == 0) return;
-  const OpCost cost{"attention_backward", 2.5 * detail::attention_flops(block),
-                    detail::attention_bytes(block, q.dtype, 2)};
+  // Reads q, out, dout, k, v; writes their gradients, which it also reads to add to them.
+  const double gradients = detail::query_bytes(block, written) + detail::key_bytes(block, written);
+  const OpCost cost{
+      "attention_backward", 2.5 * detail::attention_flops(block),
+      3 * detail::query_bytes(block, q.dtype) + detail::key_bytes(block, q.dtype) + (add ? 2 : 1) * gradients};
   auto scope = stream.scratch().scope();
 #ifdef TRAIN_GPT_CUDNN
   if (detail::by_cudnn(stream, q, kv, block)) {
+    CHECK(dq.bytes == dkv.bytes && !add);
     const AttentionShape shape = detail::shape_of(block);
     const Tensor work = detail::cudnn_scratch(stream, cuda::AttentionPass::backward, shape);
     return stream.run(cost, {dq}, [=, &stream] {
@@ -307,9 +315,9 @@ inline void attention_backward(Tensor dq, Tensor dkv, Tensor dout, Tensor out, T
   const int threads = stream.device().threads;
   const Tensor scratch = detail::scratch(stream, "attention", stat, cpu::attention_backward_scratch(block, threads),
                                          ON_GPU(cuda::attention_backward_scratch(block)));
-  std::vector<Tensor> outputs = detail::rows_written(dq, block.B, block.queries);
-  if (dkv.bytes != dq.bytes)
-    for (const Tensor& t : detail::rows_written(dkv, block.B, block.keys)) outputs.push_back(t);
+  // What is added to has other blocks' rows as well.
+  std::vector<Tensor> outputs = add ? std::vector{dq} : detail::rows_written(dq, block.B, block.queries);
+  if (dkv.bytes != dq.bytes) outputs.push_back(dkv);
   stream.run(cost, outputs, [=, &stream] {
     with_type(q.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;

@@ -64,7 +64,7 @@ inline void convert(Tensor out, Tensor x, Stream& stream) {
 }
 
 // A box of out = a box of x, in the dtype of out, rounded to nearest even: sizes.outer times sizes.inner runs of
-// sizes.run elements.
+// sizes.run elements. Its output is not checked for NaN: the rest of `out` may not have been written yet.
 inline void copy_box(Tensor out, const BoxStrides& to, Tensor x, const BoxStrides& from, const BoxSizes& sizes,
                      Stream& stream) {
   const int64_t n = sizes.outer * sizes.inner * sizes.run;

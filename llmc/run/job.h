@@ -73,11 +73,9 @@ struct Job {
         !device.cudnn || (step.dtype == DType::bf16 && !o.mask_documents),
         "--attention cudnn needs --dtype bf16 and cannot mask documents: leave out --mask-documents, use --dtype bf16, "
         "or use --attention own");
-    CHECK(
-        !device.cudnn || step.context.ranks == 1 || step.context.attention == ContextAttention::ulysses,
-        "--attention cudnn computes whole sequences, and --cp-attention {} divides them: use --cp-attention ulysses or "
-        "--attention own",
-        step.context.attention);
+    CHECK(!device.cudnn || step.context.ranks == 1,
+          "--attention cudnn computes whole sequences on one rank, and --cp {} divides them: use --attention own",
+          step.context.ranks);
     plan = make_plan(step, rank_device);
     // On resume, resume() checks the memory: what the checkpoint recorded may need less.
     std::error_code none;

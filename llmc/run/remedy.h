@@ -185,8 +185,8 @@ class RemedySearch {
     const int64_t least_T = step.context.slices();
     step.batch.T = least_T;
     std::optional<Remedy> found = cheapest(step);
-    for (step.batch.T = asked_.batch.T / 2; found && step.batch.T > least_T && step.batch.T % least_T == 0;
-         step.batch.T /= 2)
+    auto half = [&](int64_t T) { return T / 2 / least_T * least_T; };
+    for (step.batch.T = half(asked_.batch.T); found && step.batch.T > least_T; step.batch.T = half(step.batch.T))
       if (std::optional<Remedy> longer = cheapest(step)) {
         found = std::move(longer);
         break;

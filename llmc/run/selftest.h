@@ -288,28 +288,30 @@ inline bool run_selftest(
     // Contract 5: the distance between two runs that differ only in the micro-batch, or a bound where that is larger.
     const Distances noise(run_layout(step_config(model, dtype, 2, Layout{})), alone);
     const bool fp32 = dtype == DType::fp32;
-    auto bound = [&](double of_noise, double least) { return fp32 ? least : std::max(2 * of_noise, least); };
     // Another device rounds differently in bf16, and so do ranks that add parts of a product: they may be as far away
     // as both are from fp32.
-    Distances from_fp32 = noise;
-    if (!fp32 && (machine.device.kind != DeviceKind::cpu || compared.heads > 0))
-      from_fp32 = Distances(run_layout(step_config(model, DType::fp32, 1, Layout{})), alone);
-    auto usual = [&](double Distances::*which) { return std::max(noise.*which, from_fp32.*which); };
-    const double loss = bound(usual(&Distances::loss), fp32 ? 1e-6 : 1e-3),
-                 norm = bound(usual(&Distances::norm), fp32 ? 1e-5 : 0x1p-8),
-                 gradients = bound(usual(&Distances::gradients), fp32 ? 1e-5 : 0x1p-8),
-                 weights = bound(usual(&Distances::weights), fp32 ? 1e-5 : 0x1p-8);
-    log.line(formatted(
-        "{} in {}, {} embeddings{}: largest distances from one rank; allowed: loss {:.1e}, norm {:.1e}, gradients "
-        "{:.1e}, weights {:.1e}",
-        compared.family, dtype, compared.tied ? "tied" : "untied",
-        (compared.heads == 0 ? "" : formatted(", {} heads on {} key-value heads", compared.heads, compared.kv_heads)) +
-            (compared.length == seq_len ? "" : formatted(", sequences of {}", compared.length)),
-        loss, norm, gradients, weights));
+    const Distances from_fp32 =
+        fp32 ? noise : Distances(run_layout(step_config(model, DType::fp32, 1, Layout{})), alone);
+    const auto twice = [&](const Distances& usual) {
+      Distances bound = usual;
+      for (double Distances::*which : {&Distances::norm, &Distances::gradients, &Distances::weights})
+        bound.*which = fp32 ? 1e-5 : std::max(2 * usual.*which, 0x1p-8);
+      bound.loss = fp32 ? 1e-6 : std::max(2 * usual.loss, 1e-3);
+      return bound;
+    };
+    const Distances near = twice(noise), farther = twice(noise.or_larger(from_fp32));
+    const bool other_device = machine.device.kind != DeviceKind::cpu;
     const auto text = [](const Distances& d) {
       return formatted("loss {:.1e} | norm {:.1e} | gradients {:.1e} | weights {:.1e}", d.loss, d.norm, d.gradients,
                        d.weights);
     };
+    log.line(formatted(
+        "{} in {}, {} embeddings{}: largest distances from one rank; allowed: {}{}", compared.family, dtype,
+        compared.tied ? "tied" : "untied",
+        (compared.heads == 0 ? "" : formatted(", {} heads on {} key-value heads", compared.heads, compared.kv_heads)) +
+            (compared.length == seq_len ? "" : formatted(", sequences of {}", compared.length)),
+        text(other_device ? farther : near),
+        fp32 || other_device || compared.heads == 0 ? "" : "; with tp: " + text(farther)));
     for (int ranks = 1; ranks <= max_ranks; ++ranks) {
       const std::vector<Layout> all = layouts_of(ranks, compared.heads > 0 ? &model : nullptr);
       Distances largest(alone, alone);
@@ -323,7 +325,9 @@ inline bool run_selftest(
         const Distances d(outcome, alone);
         largest = largest.or_larger(d);
         std::string verdict = outcome.fault;
-        if (!(d.loss <= loss && d.norm <= norm && d.gradients <= gradients && d.weights <= weights))
+        const Distances& allowed = other_device || layout.tensor.ranks > 1 ? farther : near;
+        if (!(d.loss <= allowed.loss && d.norm <= allowed.norm && d.gradients <= allowed.gradients &&
+              d.weights <= allowed.weights))
           verdict += " too far";
         // Contract 3: the stages agree bit for bit, and so do the servers; overlap changes nothing either.
         if (outcome.losses != first.losses || outcome.norms != first.norms || outcome.weights != first.weights)

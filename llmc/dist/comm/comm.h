@@ -280,8 +280,8 @@ class Comm {
       }
       stream.run(cost, {buffer}, [=, this] {
         const Waiting waiting;
-        const Attending attending(place_.get(), op, name_ == "scalars" || name_ == "activations" ? "" : "unit ",
-                                  buffer.name);
+        const bool units = name_ == "gradients" || name_ == "replicas" || name_ == "weights";
+        const Attending attending(place_.get(), op, units ? "unit " : "", buffer.name);
         through(*transport_, gpu);
       });
     }

@@ -51,20 +51,22 @@ void convert(To* out, const From* x, int64_t n) {
 // A box of out = a box of x; the same dtype is copied to the bit, NaN too.
 template <class To, class From>
 void copy_box(To* out, const BoxStrides& to, const From* x, const BoxStrides& from, const BoxSizes& sizes) {
-#pragma omp parallel for collapse(2) schedule(static)
+  constexpr int64_t piece = 1 << 16;  // of a run, for a thread
+#pragma omp parallel for collapse(3) schedule(static)
   for (int64_t i = 0; i < sizes.outer; ++i)
-    for (int64_t j = 0; j < sizes.inner; ++j) {
-      To* run = out + to.begin + i * to.outer + j * to.inner;
-      const From* source = x + from.begin + i * from.outer + j * from.inner;
-      if constexpr (std::is_same_v<To, From>) {
-        std::copy(source, source + sizes.run, run);
-      } else {
-        using A = accumulator_t<From>;
+    for (int64_t j = 0; j < sizes.inner; ++j)
+      for (int64_t begin = 0; begin < sizes.run; begin += piece) {
+        To* run = out + to.begin + i * to.outer + j * to.inner + begin;
+        const From* source = x + from.begin + i * from.outer + j * from.inner + begin;
+        const int64_t n = std::min(piece, sizes.run - begin);
+        if constexpr (std::is_same_v<To, From>) {
+          std::copy(source, source + n, run);
+        } else {
+          using A = accumulator_t<From>;
 #pragma omp simd
-        for (int64_t k = 0; k < sizes.run; ++k)
-          store(run[k], static_cast<accumulator_t<To>>(static_cast<A>(source[k])));
+          for (int64_t k = 0; k < n; ++k) store(run[k], static_cast<accumulator_t<To>>(static_cast<A>(source[k])));
+        }
       }
-    }
 }
 
 inline void zero(std::byte* out, int64_t bytes) {

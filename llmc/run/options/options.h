@@ -289,7 +289,8 @@ void visit_options(O& o, Visitor&& visit) {
         "attention on GPUs: own kernels, or cuDNN's (bf16, in a build with USE_CUDNN=1)");
   visit("--cuda-graphs", "", o.cuda_graphs, one_of({"on", "off"}), free,
         "on GPUs, launch the forward of a micro-batch, and its backward, as one CUDA graph where ranks do not "
-        "communicate: not with --tp, ZeRO stage 3 or --grad-reduce micro, nor in the last backward of several ranks");
+        "communicate: not with --tp or --cp, ZeRO stage 3 or --grad-reduce micro, nor in the last backward of several "
+        "ranks");
   visit("--tune-matmul", "", o.tune_matmul, Limits{}, warn,
         "before the first step, time cuBLASLt's algorithms for each matrix product and use the fastest; checkpoints "
         "record the choice for resumed runs; two new runs may choose, and round, differently");

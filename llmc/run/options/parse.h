@@ -161,8 +161,10 @@ inline void check_limits(Options& o) {
                        }});
 }
 
-// The multiple of n, at least one of it, that is nearest to x.
-inline int64_t nearest_multiple(int64_t x, int64_t n) { return std::max<int64_t>(1, (x + n / 2) / n) * n; }
+// "1020 or 1026": the multiples of n on both sides of x.
+inline std::string multiples_beside(int64_t x, int64_t n) {
+  return x < n ? formatted("{}", n) : formatted("{} or {}", x / n * n, (x / n + 1) * n);
+}
 
 // How the ranks share a step.
 inline void validate_layout(const Options& o) {
@@ -176,7 +178,7 @@ inline void validate_layout(const Options& o) {
         together == 1 ? "ranks" : "data-parallel ranks, each of which is a group of " + group);
   CHECK(o.cp == 1 || o.seq_len % (2 * o.cp) == 0,
         "--cp {} cuts sequences into {} equal slices, and --seq-len {} cannot be: use {}, or another --cp", o.cp,
-        2 * o.cp, o.seq_len, nearest_multiple(o.seq_len, 2 * o.cp));
+        2 * o.cp, o.seq_len, multiples_beside(o.seq_len, 2 * o.cp));
   CHECK(o.cp_attention == "ring" || o.cp > 1,
         "--cp-attention {}: there is nothing to share with --cp 1; leave it out, or raise --cp", o.cp_attention);
   CHECK(o.sequence_parallel == "on" || o.tp > 1,
