@@ -82,18 +82,18 @@ __global__ void __launch_bounds__(Block::threads, 2)
                   terms + (b * s.Hq + h) * terms_rows + row + threadIdx.x * 2);
   };
   const auto use = [&](int i) {
-    const int row = (first_tile + i % tiles) * n;
-    const RowRange rows(seen, s.offset + row, s.offset + row + n);
+    const int row = s.offset + (first_tile + i % tiles) * n;
+    const RowRange rows(seen, row, row + n);
     if (!rows.sees_any(first, last)) return;
     const Tile<T, DP> query_tile = buffers.after((i & 1) * 2 * n), dout_tile = query_tile.after(n);
     const RowTerms* row_terms = terms_buffers + (i & 1) * n;
-    const bool all_seen = rows.sees_all(first, last);
+    const bool all_seen = last <= rows.begin && first >= rows.largest;  // keys past the last are not stored
     Accumulators<M, N> p = {}, ds = {};  // transposed: the keys are the rows
     multiply_transposed(p, key_tile, warp_row, query_tile);
     for_each(p, [&](float& x, int m, int j, int i) {
       const int column = 8 * j + fragment_column(i), key = first + 16 * m + fragment_row(i);
       x = fast_exp2(x * (scale * log2_e) - row_terms[column].lse_log2);
-      if (!all_seen && (key > s.offset + row + column || key < seen.first(s.offset + row + column))) x = 0;
+      if (!all_seen && (key > row + column || key < seen.first(row + column))) x = 0;
     });
     multiply(dv, p, dout_tile);
     multiply_transposed(ds, value_tile, warp_row, dout_tile);

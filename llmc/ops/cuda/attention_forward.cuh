@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(Block::threads, 2)
     for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (!all_seen) for_unseen(p, m, half, seen, first, key, [](float& x) { x = -INFINITY; });
+        if (!all_seen) for_unseen_apart(p, m, half, seen, first, key, [](float& x) { x = -INFINITY; });
         softmax.update(p, outs, m, half, scale);
       }
     multiply(outs, p, value_tile);

@@ -60,6 +60,27 @@ __device__ void for_unseen(Accumulators<M, N>& scores, int m, int half, const Se
     }
 }
 
+// The same, with the causal mask and that of documents apart: the forward's registers then suffice.
+template <int M, int N, class F>
+__device__ void for_unseen_apart(Accumulators<M, N>& scores, int m, int half, const SeenKeys& seen, int first, int key,
+                                 F f) {
+  // Relative to the lane's first key, so that the others are constants.
+  const int row = first + 16 * m + fragment_row(2 * half), lane_key = key + fragment_column(0),
+            last_seen = min(row, seen.keys - 1) - lane_key;
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (8 * n + i > last_seen) f(scores[m][n][2 * half + i]);
+  if (seen.positions == nullptr) return;
+  const int first_seen = seen.first(row) - lane_key;
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (8 * n + i < first_seen) f(scores[m][n][2 * half + i]);
+}
+
 // One past the last row from `begin` on that sees a key up to `last`, or 0. All lanes of a warp call this together.
 __device__ inline int end_of_rows_that_see(const SeenKeys& seen, int begin, int last) {
   if (seen.positions == nullptr) return seen.rows;
