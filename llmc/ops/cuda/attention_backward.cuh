@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(Block::threads, 2)
   const float scale = s.scale;
   // Tiles of queries of the first head, then of the second, ...
   const int first_row = max(begin - s.offset, 0), first_tile = first_row / n,
-            tiles = (end_of_rows_that_see(seen, s.offset + first_row, begin + Block::rows - 1) - s.offset + n - 1) / n - first_tile;
+            tiles = (end_of_rows_that_see(seen, s.offset + first_row, begin + Block::rows - 1) - s.offset + n - 1) / n -
+                    first_tile;
   const auto load = [&](int i) {
     const int h = static_cast<int>(kv) * group + i / tiles, row = (first_tile + i % tiles) * n;
     const Tile<T, DP> tile = buffers.after((i & 1) * 2 * n);
@@ -87,8 +88,8 @@ __global__ void __launch_bounds__(Block::threads, 2)
     if (!rows.sees_any(first, last)) return;
     const Tile<T, DP> query_tile = buffers.after((i & 1) * 2 * n), dout_tile = query_tile.after(n);
     const RowTerms* row_terms = terms_buffers + (i & 1) * n;
-    const bool all_seen = last <= rows.begin && first >= rows.largest;  // keys past the last are not stored
-    Accumulators<M, N> p = {}, ds = {};  // transposed: the keys are the rows
+    const bool all_seen = last <= rows.begin && first >= rows.largest;  // or past the last: not stored
+    Accumulators<M, N> p = {}, ds = {};                                 // transposed: the keys are the rows
     multiply_transposed(p, key_tile, warp_row, query_tile);
     for_each(p, [&](float& x, int m, int j, int i) {
       const int column = 8 * j + fragment_column(i), key = first + 16 * m + fragment_row(i);
@@ -113,8 +114,9 @@ __global__ void __launch_bounds__(Block::threads, 2)
 template <class T, class Block, int DP, Copy copy>
 __global__ void __launch_bounds__(Block::threads, 2)
     attention_backward_queries_kernel(Heads<T> dqueries, Heads<float> dquery_sums, Heads<const T> douts,
-                                      Heads<const T> queries, Heads<const T> keys_values, const RowTerms* __restrict__ terms,
-                                      const int32_t* __restrict__ positions, KernelBlock s) {
+                                      Heads<const T> queries, Heads<const T> keys_values,
+                                      const RowTerms* __restrict__ terms, const int32_t* __restrict__ positions,
+                                      KernelBlock s) {
   constexpr int M = Block::M, N = Block::N, ND = Block::ND;
   const BlockOfQueries at(s, Block::rows);
   const SeenKeys seen(positions, s, at.b);
@@ -149,8 +151,8 @@ __global__ void __launch_bounds__(Block::threads, 2)
       }
     multiply(dq, ds, key_tile);
   };
-  for_tiles_of_keys<Block, copy>(dout_tile.after(Block::rows), keys_values.of(at.b, at.kv), keys_values.of(at.b, s.Hkv + at.kv), block_rows,
-                                 use);
+  for_tiles_of_keys<Block, copy>(dout_tile.after(Block::rows), keys_values.of(at.b, at.kv),
+                                 keys_values.of(at.b, s.Hkv + at.kv), block_rows, use);
   for_each(dq, [&](float& x, int, int, int) { x *= scale; });
   store_or_add_rows<copy>(dqueries, dquery_sums, at.b, at.h, first, dq);
 }
@@ -191,7 +193,8 @@ void attention_backward(const AttentionGradients<T, float>& to, const T* dout, c
   RowTerms* terms = reinterpret_cast<RowTerms*>(scratch);
   const HeadRows<const T> dout_rows = {dout, s.Hq * s.D}, out_rows = {out, s.Hq * s.D};
   const KernelBlock block(s);
-  const Heads<T> dqueries(to.queries, s.queries, s.D, s.offset), dkeys(to.keys, s.keys, s.D), dvalues(to.values, s.keys, s.D);
+  const Heads<T> dqueries(to.queries, s.queries, s.D, s.offset), dkeys(to.keys, s.keys, s.D),
+      dvalues(to.values, s.keys, s.D);
   const Heads<float> dquery_sums(to.query_sums, s.queries, s.D, s.offset), dkey_sums(to.key_sums, s.keys, s.D),
       dvalue_sums(to.value_sums, s.keys, s.D);
   const Heads<const T> douts(dout_rows, s.queries, s.D), queries(from.queries, s.queries, s.D),

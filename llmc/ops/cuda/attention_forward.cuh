@@ -173,9 +173,9 @@ void attention_forward(const AttentionOutputs<T, float>& to, const AttentionInpu
                        const AttentionBlock& s, cudaStream_t stream) {
   if (detail::few_rows(s) && to.sums.data == nullptr && to.lse == nullptr && from.positions == nullptr)
     return detail::attention_cached(to.out, from, scratch, s, stream);
-  const KernelOutputs<T> outputs = {Heads<T>(to.out, s.queries, s.D, s.offset), Heads<float>(to.sums, s.queries, s.D, s.offset),
-                                    from_row_0(to.lse, s), from_row_0(to.largest, s),
-                                    from_row_0(to.total, s)};
+  const KernelOutputs<T> outputs = {Heads<T>(to.out, s.queries, s.D, s.offset),
+                                    Heads<float>(to.sums, s.queries, s.D, s.offset), from_row_0(to.lse, s),
+                                    from_row_0(to.largest, s), from_row_0(to.total, s)};
   const Heads<const T> queries(from.queries, s.queries, s.D), keys(from.keys, s.keys, s.D),
       values(from.values, s.keys, s.D);
   const auto run = [&]<int DP, Copy copy>() {

@@ -6,8 +6,8 @@
 
 namespace llmc::cuda {
 
-// Rows are counted like the keys: the block's first row is row `offset`, and row t sees the keys [first(t), t], as far as
-// the block has them. `first` may be negative.
+// Rows are counted like the keys: the block's first row is row `offset`, and row t sees the keys [first(t), t], as far
+// as the block has them. `first` may be negative.
 struct SeenKeys {
   const int32_t* positions;  // from row 0 on, of packed documents, or nullptr
   int rows, keys;            // one past the last
