@@ -70,8 +70,9 @@ __global__ void __launch_bounds__(Block::threads, 2)
   Accumulators<M, ND> dk = {}, dv = {};
   const float scale = s.scale;
   // Tiles of queries of the first head, then of the second, ...
-  const int first_row = max(begin - seen.offset, 0), first_tile = first_row / n,
-            tiles = (end_of_rows_that_see(seen, first_row, begin + Block::rows - 1) + n - 1) / n - first_tile;
+  const int first_row = max(begin - s.offset, 0), first_tile = first_row / n,
+            tiles = (end_of_rows_that_see(seen, s.offset + first_row, begin + Block::rows - 1) - s.offset + n - 1) / n -
+                    first_tile;
   const auto load = [&](int i) {
     const int h = static_cast<int>(kv) * group + i / tiles, row = (first_tile + i % tiles) * n;
     const Tile<T, DP> tile = buffers.after((i & 1) * 2 * n);
@@ -82,18 +83,18 @@ __global__ void __launch_bounds__(Block::threads, 2)
                   terms + (b * s.Hq + h) * terms_rows + row + threadIdx.x * 2);
   };
   const auto use = [&](int i) {
-    const int row = (first_tile + i % tiles) * n;
+    const int row = s.offset + (first_tile + i % tiles) * n;
     const RowRange rows(seen, row, row + n);
     if (!rows.sees_any(first, last)) return;
     const Tile<T, DP> query_tile = buffers.after((i & 1) * 2 * n), dout_tile = query_tile.after(n);
     const RowTerms* row_terms = terms_buffers + (i & 1) * n;
-    const bool all_seen = rows.sees_all(first, last);
-    Accumulators<M, N> p = {}, ds = {};  // transposed: the keys are the rows
+    const bool all_seen = last <= rows.begin && first >= rows.largest;  // or past the last: not stored
+    Accumulators<M, N> p = {}, ds = {};                                 // transposed: the keys are the rows
     multiply_transposed(p, key_tile, warp_row, query_tile);
     for_each(p, [&](float& x, int m, int j, int i) {
       const int column = 8 * j + fragment_column(i), key = first + 16 * m + fragment_row(i);
       x = fast_exp2(x * (scale * log2_e) - row_terms[column].lse_log2);
-      if (!all_seen && (key > row + column + seen.offset || key < seen.first(row + column))) x = 0;
+      if (!all_seen && (key > row + column || key < seen.first(row + column))) x = 0;
     });
     multiply(dv, p, dout_tile);
     multiply_transposed(ds, value_tile, warp_row, dout_tile);
@@ -108,11 +109,12 @@ __global__ void __launch_bounds__(Block::threads, 2)
   store_or_add_rows<copy>(dvalues, dvalue_sums, b, kv, first, dv);
 }
 
-// dQ. Grid (B Hq, blocks of rows).
+// dQ. Grid (B Hq, blocks of rows). Rows are counted like the keys in all but `douts` and `queries`. keys_values: Hkv
+// heads of keys, then those of values: with a stride and a base of their own, registers would be spilled.
 template <class T, class Block, int DP, Copy copy>
 __global__ void __launch_bounds__(Block::threads, 2)
     attention_backward_queries_kernel(Heads<T> dqueries, Heads<float> dquery_sums, Heads<const T> douts,
-                                      Heads<const T> queries, Heads<const T> keys, Heads<const T> values,
+                                      Heads<const T> queries, Heads<const T> keys_values,
                                       const RowTerms* __restrict__ terms, const int32_t* __restrict__ positions,
                                       KernelBlock s) {
   constexpr int M = Block::M, N = Block::N, ND = Block::ND;
@@ -122,8 +124,8 @@ __global__ void __launch_bounds__(Block::threads, 2)
   terms += (at.b * s.Hq + at.h) * detail::terms_rows(s.rows);
   DYN_SHARED(T, memory);
   const Tile<T, DP> query_tile{memory}, dout_tile = query_tile.after(Block::rows);
-  load_rows<Block::rows, Block::threads, copy>(query_tile, queries.of(at.b, at.h), at.first);
-  load_rows<Block::rows, Block::threads, copy>(dout_tile, douts.of(at.b, at.h), at.first);
+  load_rows<Block::rows, Block::threads, copy>(query_tile, queries.of(at.b, at.h), at.first - s.offset);
+  load_rows<Block::rows, Block::threads, copy>(dout_tile, douts.of(at.b, at.h), at.first - s.offset);
 
   const RowRange block_rows(seen, at.first, at.first + Block::rows), warp_rows(seen, first, first + 16 * M);
   Accumulators<M, ND> dq = {};
@@ -149,8 +151,8 @@ __global__ void __launch_bounds__(Block::threads, 2)
       }
     multiply(dq, ds, key_tile);
   };
-  for_tiles_of_keys<Block, copy>(dout_tile.after(Block::rows), keys.of(at.b, at.kv), values.of(at.b, at.kv), block_rows,
-                                 use);
+  for_tiles_of_keys<Block, copy>(dout_tile.after(Block::rows), keys_values.of(at.b, at.kv),
+                                 keys_values.of(at.b, s.Hkv + at.kv), block_rows, use);
   for_each(dq, [&](float& x, int, int, int) { x *= scale; });
   store_or_add_rows<copy>(dqueries, dquery_sums, at.b, at.h, first, dq);
 }
@@ -186,15 +188,18 @@ inline int64_t attention_backward_scratch(const AttentionBlock& s) {
 template <class T>
 void attention_backward(const AttentionGradients<T, float>& to, const T* dout, const T* out, const float* lse,
                         const AttentionInputs<T>& from, float* scratch, const AttentionBlock& s, cudaStream_t stream) {
+  CHECK(from.values.data == from.keys.data + s.Hkv * s.D && from.values.stride == from.keys.stride,
+        "attention_backward: the values are not next to the keys");
   RowTerms* terms = reinterpret_cast<RowTerms*>(scratch);
   const HeadRows<const T> dout_rows = {dout, s.Hq * s.D}, out_rows = {out, s.Hq * s.D};
   const KernelBlock block(s);
-  const Heads<T> dqueries(to.queries, s.queries, s.D), dkeys(to.keys, s.keys, s.D), dvalues(to.values, s.keys, s.D);
-  const Heads<float> dquery_sums(to.query_sums, s.queries, s.D), dkey_sums(to.key_sums, s.keys, s.D),
+  const Heads<T> dqueries(to.queries, s.queries, s.D, s.offset), dkeys(to.keys, s.keys, s.D),
+      dvalues(to.values, s.keys, s.D);
+  const Heads<float> dquery_sums(to.query_sums, s.queries, s.D, s.offset), dkey_sums(to.key_sums, s.keys, s.D),
       dvalue_sums(to.value_sums, s.keys, s.D);
   const Heads<const T> douts(dout_rows, s.queries, s.D), queries(from.queries, s.queries, s.D),
       keys(from.keys, s.keys, s.D), values(from.values, s.keys, s.D);
-  const int32_t* positions = from_first_row(from.positions, s);
+  const int32_t* positions = from_row_0(from.positions, s);
   const auto run = [&]<int DP, Copy copy>() {
     constexpr int pack = copy == Copy::packs ? full_pack<T> : 1;
     const unsigned lanes = std::min(std::bit_ceil(static_cast<unsigned>(ceil_div(s.D, pack))), 32u);
@@ -211,7 +216,7 @@ void attention_backward(const AttentionGradients<T, float>& to, const T* dout, c
     const dim3 queries_grid(static_cast<unsigned>(s.B * s.Hq),
                             static_cast<unsigned>(ceil_div(s.queries.rows, Queries::rows)));
     launch(attention_backward_queries_kernel<T, Queries, DP, copy>, queries_grid, Queries::threads,
-           Queries::shared_bytes(2), stream, dqueries, dquery_sums, douts, queries, keys, values, terms, positions,
+           Queries::shared_bytes(2), stream, dqueries, dquery_sums, douts, queries, keys, terms - s.offset, positions,
            block);
   };
   with_head_size<T>(s.D, run, to.queries, to.keys, to.values, dout_rows, out_rows, from.queries, from.keys,

@@ -42,12 +42,12 @@ struct OnlineSoftmax {
   }
 };
 
-// Where the forward writes; see AttentionOutputs.
+// Where the forward writes; see AttentionOutputs. Rows are counted like the keys.
 template <class T>
 struct KernelOutputs {
   Heads<T> out;
   Heads<float> sums;
-  float *lse, *largest, *total;  // of the block's first row
+  float *lse, *largest, *total;  // from row 0 on
 };
 
 // out = outs / softmax's sums, and lse.
@@ -61,7 +61,7 @@ __device__ void store_outputs(const KernelOutputs<T>& to, const KernelBlock& s, 
       const float total = quad_reduce(softmax.sum[m][half], Sum{});
       scale_row(outs, m, half, 1.0f / total);
       const int row = first + 16 * m + fragment_row(2 * half);
-      if (to.lse != nullptr && row < s.rows && fragment_column(0) == 0)
+      if (to.lse != nullptr && row < s.offset + s.rows && fragment_column(0) == 0)
         s.statistic(to.lse, at.b, at.h)[row] = softmax.largest[m][half] * scale * ln_2 + logf(total);
     }
   store_rows<copy>(to.out.of(at.b, at.h), first, outs);
@@ -82,7 +82,7 @@ __device__ void merge_outputs(const KernelOutputs<T>& to, const KernelBlock& s, 
       kept[m][half] = 1;
       // Rows that see no key have a total of 0; that of NaNs is NaN. The first lane of a quad reads and writes the
       // row's statistics for all four.
-      if (total != 0 && row < s.rows && fragment_column(0) == 0) {
+      if (total != 0 && row < s.offset + s.rows && fragment_column(0) == 0) {
         float &before = s.statistic(to.largest, at.b, at.h)[row], &sum = s.statistic(to.total, at.b, at.h)[row];
         const float added = softmax.largest[m][half] * scale * ln_2, largest = fmaxf(before, added);
         kept[m][half] = fast_exp2((before - largest) * log2_e);
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(Block::threads, 2)
   const int warp_row = 16 * M * warp_of_thread(), first = at.first + warp_row;
   DYN_SHARED(T, memory);
   const Tile<T, DP> query_tile{memory};
-  load_rows<Block::rows, Block::threads, copy>(query_tile, queries.of(at.b, at.h), at.first);
+  load_rows<Block::rows, Block::threads, copy>(query_tile, queries.of(at.b, at.h), at.first - s.offset);
 
   const RowRange block_rows(seen, at.first, at.first + Block::rows), warp_rows(seen, first, first + 16 * M);
   const float scale = log2_e / sqrtf(static_cast<float>(s.D));  // exp(x / sqrt(D)) = 2^(x scale)
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(Block::threads, 2)
     for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (!all_seen) for_unseen(p, m, half, seen, first, key, [](float& x) { x = -INFINITY; });
+        if (!all_seen) for_unseen_apart(p, m, half, seen, first, key, [](float& x) { x = -INFINITY; });
         softmax.update(p, outs, m, half, scale);
       }
     multiply(outs, p, value_tile);
@@ -173,16 +173,16 @@ void attention_forward(const AttentionOutputs<T, float>& to, const AttentionInpu
                        const AttentionBlock& s, cudaStream_t stream) {
   if (detail::few_rows(s) && to.sums.data == nullptr && to.lse == nullptr && from.positions == nullptr)
     return detail::attention_cached(to.out, from, scratch, s, stream);
-  const KernelOutputs<T> outputs = {Heads<T>(to.out, s.queries, s.D), Heads<float>(to.sums, s.queries, s.D),
-                                    from_first_row(to.lse, s), from_first_row(to.largest, s),
-                                    from_first_row(to.total, s)};
+  const KernelOutputs<T> outputs = {Heads<T>(to.out, s.queries, s.D, s.offset),
+                                    Heads<float>(to.sums, s.queries, s.D, s.offset), from_row_0(to.lse, s),
+                                    from_row_0(to.largest, s), from_row_0(to.total, s)};
   const Heads<const T> queries(from.queries, s.queries, s.D), keys(from.keys, s.keys, s.D),
       values(from.values, s.keys, s.D);
   const auto run = [&]<int DP, Copy copy>() {
     using Block = detail::ForwardBlock<T, DP>;
     const dim3 grid(static_cast<unsigned>(s.B * s.Hq), static_cast<unsigned>(ceil_div(s.queries.rows, Block::rows)));
     launch(attention_forward_kernel<T, Block, DP, copy>, grid, Block::threads, Block::shared_bytes(1), stream, outputs,
-           queries, keys, values, from_first_row(from.positions, s), KernelBlock(s));
+           queries, keys, values, from_row_0(from.positions, s), KernelBlock(s));
   };
   with_head_size<T>(s.D, run, to.out, from.queries, from.keys, from.values);
 }

@@ -6,36 +6,33 @@
 
 namespace llmc::cuda {
 
-// A row of a sequence sees the block's keys [first(row), last(row)], possibly none, and `first` may be negative.
+// Rows are counted like the keys: the block's first row is row `offset`, and row t sees the keys [first(t), t], as far
+// as the block has them. `first` may be negative.
 struct SeenKeys {
-  const int32_t* positions;  // of the rows, of packed documents, or nullptr
-  int offset, rows, keys;
+  const int32_t* positions;  // from row 0 on, of packed documents, or nullptr
+  int rows, keys;            // one past the last
 
   __device__ SeenKeys(const int32_t* all_positions, const KernelBlock& s, int64_t b)
       : positions(all_positions == nullptr ? nullptr : all_positions + b * s.length),
-        offset(s.offset),
-        rows(s.rows),
+        rows(s.offset + s.rows),
         keys(s.keys) {}
   // Arbitrary for a row past the end.
-  __device__ int first(int row) const {
-    return positions == nullptr || row >= rows ? 0 : row - positions[row] + offset;
-  }
-  __device__ int last(int row) const { return min(row + offset, keys - 1); }
+  __device__ int first(int row) const { return positions == nullptr || row >= rows ? 0 : row - positions[row]; }
 };
 
-// The keys that rows [begin, end) see, possibly none: smallest and largest are the extremes of their first keys,
-// last_of_all is the last one that they all see, `end` is past the last one.
+// The keys that rows [begin, end) see, possibly none: `smallest` and `largest` are the extremes of their first keys,
+// `end` is past the last one.
 struct RowRange {
-  int last_of_all, end, smallest = 0, largest = 0;
+  int begin, end, smallest = 0, largest = 0;
 
   // All lanes of a warp call this together.
   __device__ RowRange(const SeenKeys& seen, int begin_row, int end_row)
-      : last_of_all(seen.last(begin_row)), end(begin_row < seen.rows ? seen.last(min(end_row, seen.rows) - 1) + 1 : 0) {
+      : begin(begin_row), end(begin_row < seen.rows ? min(min(end_row, seen.rows), seen.keys) : 0) {
     if (seen.positions == nullptr) return;
     smallest = INT_MAX;
 #pragma unroll 1
     for (int row = begin_row + lane_of_thread(); row < min(end_row, seen.rows); row += warp_size) {
-      smallest = min(smallest, max(seen.first(row), 0));
+      smallest = min(smallest, seen.first(row));
       largest = max(largest, seen.first(row));
     }
 #pragma unroll
@@ -46,16 +43,30 @@ struct RowRange {
   }
   // Does any row see any key of [first, last]? Does every row see all of them?
   __device__ bool sees_any(int first, int last) const { return first < end && last >= smallest; }
-  __device__ bool sees_all(int first, int last) const { return last <= last_of_all && first >= largest; }
+  __device__ bool sees_all(int first, int last) const { return last <= begin && last < end && first >= largest; }
 };
 
 // f(score) for each key, from `key` on, that is masked for the row of elements 2 half and 2 half + 1 of scores[m]; row
 // 0 of scores is row `first`.
 template <int M, int N, class F>
 __device__ void for_unseen(Accumulators<M, N>& scores, int m, int half, const SeenKeys& seen, int first, int key, F f) {
+  const int row = first + 16 * m + fragment_row(2 * half), first_seen = seen.first(row);
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int k = key + 8 * n + fragment_column(i);
+      if (k > row || k >= seen.keys || k < first_seen) f(scores[m][n][2 * half + i]);
+    }
+}
+
+// The same, with the causal mask and that of documents apart: the forward's registers then suffice.
+template <int M, int N, class F>
+__device__ void for_unseen_apart(Accumulators<M, N>& scores, int m, int half, const SeenKeys& seen, int first, int key,
+                                 F f) {
   // Relative to the lane's first key, so that the others are constants.
   const int row = first + 16 * m + fragment_row(2 * half), lane_key = key + fragment_column(0),
-            last_seen = min(row + (seen.offset - lane_key), seen.keys - 1 - lane_key);
+            last_seen = min(row, seen.keys - 1) - lane_key;
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -86,12 +97,12 @@ __device__ inline int end_of_rows_that_see(const SeenKeys& seen, int begin, int 
 // counts backward from the last rows, which have the most keys, so that short blocks fill the gaps at the end.
 struct BlockOfQueries {
   unsigned b, h, kv;
-  int first;  // row
+  int first;  // row, counted like the keys
   __device__ BlockOfQueries(const KernelBlock& s, int rows)
       : b(blockIdx.x / static_cast<unsigned>(s.Hq)),
         h(blockIdx.x % static_cast<unsigned>(s.Hq)),
         kv(h / static_cast<unsigned>(s.Hq / s.Hkv)),
-        first(static_cast<int>(gridDim.y - 1 - blockIdx.y) * rows) {}
+        first(s.offset + static_cast<int>(gridDim.y - 1 - blockIdx.y) * rows) {}
 };
 
 // Calls use(keys, values, first key) for each tile of keys that `rows` see; `buffers` holds two pairs of tiles.
@@ -101,7 +112,7 @@ __device__ void for_tiles_of_keys(const Tile<T, DP>& buffers, const Head<const T
   constexpr int n = Block::tile_rows;
   const auto tile = [&](int i, int which) { return buffers.after((2 * (i & 1) + which) * n); };
   double_buffered(
-      rows.smallest / n, (rows.end + n - 1) / n,
+      max(rows.smallest, 0) / n, (rows.end + n - 1) / n,
       [&](int i) {
         load_rows<n, Block::threads, copy>(tile(i, 0), keys, i * n);
         load_rows<n, Block::threads, copy>(tile(i, 1), values, i * n);

@@ -29,15 +29,15 @@ struct Head {
 // The block's rows of all heads and sequences. Made by the host: kernels have no registers to spare.
 template <class T>
 struct Heads {
-  T* data = nullptr;  // of the block's first row
+  T* data = nullptr;  // of row 0; the block's first row is row `offset`
   int64_t stride = 0, sequence_stride = 0;
-  int rows = 0, D = 0;
+  int rows = 0, D = 0;  // rows: one past the last
 
-  Heads(const HeadRows<T>& all, const SequenceRows& r, int64_t head_size)
-      : data(all.data == nullptr ? nullptr : all.data + r.first * all.stride),
+  Heads(const HeadRows<T>& all, const SequenceRows& r, int64_t head_size, int64_t offset = 0)
+      : data(all.data == nullptr ? nullptr : all.data + (r.first - offset) * all.stride),
         stride(all.stride),
         sequence_stride(r.length * all.stride),
-        rows(static_cast<int>(r.rows)),
+        rows(static_cast<int>(offset + r.rows)),
         D(static_cast<int>(head_size)) {}
   __device__ Head<T> of(int64_t b, int64_t h) const { return {data + b * sequence_stride + h * D, stride, rows, D}; }
 };
@@ -62,10 +62,10 @@ struct KernelBlock {
     return array + (b * Hq + h) * length;
   }
 };
-// Of something per row: that of the block's first row.
+// Of something per row of queries: that of row 0, counted like the keys, where the block's first row is row s.offset.
 template <class T>
-T* from_first_row(T* array, const AttentionBlock& s) {
-  return array == nullptr ? nullptr : array + s.queries.first;
+T* from_row_0(T* array, const AttentionBlock& s) {
+  return array == nullptr ? nullptr : array + (s.queries.first - s.offset);
 }
 
 // ---- Accumulators of a warp -----------------------------------------------------------------------------------------
