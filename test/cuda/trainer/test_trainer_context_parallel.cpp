@@ -1,0 +1,169 @@
+// Context parallelism on GPUs: every way of attention against one rank on the CPU, with ranks that share a GPU and with
+// NCCL between GPUs; beside tensor and data parallelism; evaluation and generation. That every wait is needed:
+// test_trainer.cpp.
+#include <optional>
+
+#include "cuda/trainer/trainer_test.h"
+
+using namespace llmc;
+
+namespace {
+
+constexpr int64_t seq_len = 16;  // slices of two rows on four ranks
+
+// Four ranks of Ulysses hold each of qwen3's two key-value heads twice.
+selftest::Model model_of(const char* family, DType dtype = DType::fp32) {
+  const bool grouped = std::string_view(family) == "qwen3";
+  return {family, grouped, dtype, 8, grouped ? 2 : 8, seq_len};
+}
+constexpr ContextAttention ring = ContextAttention::ring, gather = ContextAttention::all_gather,
+                           ulysses = ContextAttention::ulysses;
+
+struct Layout {
+  int cp = 1;
+  ContextAttention attention = ring;
+  int tp = 1;
+  ZeroConfig zero = {};  // shards and replicas of data parallelism alone
+};
+// One block, three micro-batches of one sequence: the two buffers in which inputs arrive are used in turn, and again.
+StepConfig step_of(const selftest::Model& model, const Layout& layout = {}, Documents documents = Documents::apart) {
+  ModelConfig config = model.config();
+  config.n_layer = 1;
+  const TensorParallel tensor = tensor_parallel(config, layout.tp);
+  selftest::Layout shared{layout.zero, tensor, context_parallel(config, tensor, layout.cp, layout.attention)};
+  shared.zero.shards *= layout.cp;
+  StepConfig step = selftest::step_config(config, model.dtype, 1, shared);
+  step.micro_batches = 3;
+  step.documents = documents;
+  return step;
+}
+
+// Ranks that share one GPU, and GPUs of their own if there are as many.
+std::vector<selftest::Machine> machines_for(int ranks) {
+  std::vector<selftest::Machine> machines = {gpu};
+  if (built_with_nccl && visible_gpus().count >= ranks) machines.push_back(own_gpus(ranks));
+  return machines;
+}
+
+// fp32: contract 5. Otherwise the GPUs are as good as the same ranks on the CPU.
+void compare(const selftest::Model& model, const Layout& layout, Documents documents) {
+  selftest::Model exact = model;
+  exact.dtype = DType::fp32;
+  const selftest::Outcome alone = selftest::run_layout(step_of(exact, {}, documents));
+  const StepConfig step = step_of(model, layout, documents);
+  std::optional<selftest::Outcome> cpu;
+  if (model.dtype != DType::fp32) cpu = selftest::run_layout(step);
+  for (const selftest::Machine& machine : machines_for(layout.cp)) {
+    CAPTURE(model.family, name_of(model.dtype), name_of(layout.attention), layout.cp, documents == Documents::apart,
+            name_of(machine.backend));
+    const selftest::Outcome outcome = selftest::run_layout(step, machine);
+    if (cpu) require_as_good(outcome, *cpu, alone);
+    else require_close(outcome, alone);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("context parallelism on GPUs matches one rank on the CPU", "[cuda][trainer]") {
+#ifndef __CUDACC__
+  const Gpus gpus(4);
+#endif
+  SECTION("ring, two ranks") { compare(model_of("gpt2"), {2, ring}, Documents::together); }
+  SECTION("ring, four ranks") { compare(model_of("qwen3"), {4, ring}, Documents::apart); }
+  SECTION("all-gather, two ranks") { compare(model_of("qwen3"), {2, gather}, Documents::apart); }
+  SECTION("all-gather, four ranks") { compare(model_of("gpt2"), {4, gather}, Documents::together); }
+  SECTION("Ulysses, two ranks") { compare(model_of("gpt2"), {2, ulysses}, Documents::apart); }
+  SECTION("Ulysses, two key-value heads on four ranks") {
+    compare(model_of("qwen3"), {4, ulysses}, Documents::together);
+  }
+}
+
+TEST_CASE("context parallelism in bf16 is as good on GPUs as on the CPU", "[cuda][trainer]") {
+#ifndef __CUDACC__
+  const Gpus gpus(4);
+#endif
+  SECTION("ring") { compare(model_of("qwen3", DType::bf16), {4, ring}, Documents::apart); }
+  SECTION("all-gather") { compare(model_of("gpt2", DType::bf16), {2, gather}, Documents::apart); }
+  SECTION("Ulysses") { compare(model_of("qwen3", DType::bf16), {4, ulysses}, Documents::apart); }
+}
+
+TEST_CASE("context parallelism on GPUs matches one rank on the CPU in every layout", "[cuda][trainer][long]") {
+#ifndef __CUDACC__
+  const Gpus gpus(4);
+#endif
+  const auto [family, dtype] = GENERATE(std::pair{"gpt2", DType::fp32}, std::pair{"qwen3", DType::fp32},
+                                        std::pair{"gpt2", DType::bf16}, std::pair{"qwen3", DType::bf16});
+  for (const ContextAttention attention : all_context_attentions)
+    for (const int cp : {2, 4})
+      for (const Documents documents : {Documents::together, Documents::apart})
+        compare(model_of(family, dtype), {cp, attention}, documents);
+}
+
+TEST_CASE("context parallelism beside tensor and data parallelism matches one rank on GPUs; the stages agree",
+          "[cuda][trainer]") {
+#ifndef __CUDACC__
+  const Gpus gpus(4);
+#endif
+  const auto [attention, tp, shards] = GENERATE(std::tuple{ring, 2, 1}, std::tuple{ulysses, 1, 2});
+  CAPTURE(name_of(attention), tp, shards);
+  Layout layout{2, attention, tp, {.grad_reduce = GradReduce::micro, .shards = shards}};
+  auto of_two_blocks = [&](const Layout& l) {
+    StepConfig step = step_of(model_of("qwen3"), l);
+    step.model.n_layer = 2;
+    step.micro_batches = 2 / l.zero.shards;
+    return step;
+  };
+  const selftest::Machine machine = machines_for(4).back();
+  const selftest::Outcome stage0 = selftest::run_layout(of_two_blocks(layout), machine);
+  require_close(stage0, selftest::run_layout(of_two_blocks({})));
+  layout.zero.stage = 3;
+  StepConfig sharded = of_two_blocks(layout);
+  sharded.tensor.overlap = tp > 1;
+  sharded.recompute = Recompute::block;
+  REQUIRE(same(selftest::run_layout(sharded, machine), stage0));  // contracts 3 and 11
+}
+
+TEST_CASE("context-parallel ranks on GPUs evaluate and generate like one rank on the CPU", "[cuda][trainer]") {
+#ifndef __CUDACC__
+  const Gpus gpus(2);
+#endif
+  const std::vector<int32_t> tokens = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5};  // more than a rank has of a micro-batch
+  constexpr int64_t T = 13;                                               // padded to 16
+  // The losses of all rows of two short texts, of which a rank reports its own; then rank 1's logits after the tokens,
+  // whole and with a cache.
+  auto computed = [&](const StepConfig& step, const selftest::Machine& machine) {
+    StepConfig texts = step;
+    texts.batch.T = T;
+    std::vector<std::vector<float>> all(3);
+    all[0].resize(2 * T);
+    std::mutex mutex;
+    World world(step.mesh(), machine.backend);
+    const Plan plan = make_plan(step, machine.device);
+    run_ranks(world, [&](int rank) {
+      Run run(step, plan, machine.of_rank(rank), world, rank);
+      init_weights(run.trainer.state(), 5, run.stream);
+      run.trainer.evaluate(
+          2, 2 * T, [&](int64_t m) { return selftest::read_batch(texts, 0, m); },
+          [&](int64_t m, std::span<const float> of_batch) {
+            const std::lock_guard lock(mutex);
+            for (size_t i = 0; i < of_batch.size(); ++i) all[0][static_cast<size_t>(m * T) + i] += of_batch[i];
+          },
+          T);
+      const std::vector<float> whole = run.trainer.next_token_logits(tokens);
+      Continuation text(run.trainer);
+      const std::vector<float> grown = text.feed(tokens);
+      if (rank == step.ranks() - 1) all[1] = whole, all[2] = grown;
+    });
+    return all;
+  };
+  const auto alone = computed(step_of(model_of("qwen3")), {});
+  for (const ContextAttention attention : all_context_attentions)
+    for (const selftest::Machine& machine : machines_for(2)) {
+      CAPTURE(name_of(attention), name_of(machine.backend));
+      const auto together = computed(step_of(model_of("qwen3"), {2, attention}), machine);
+      for (size_t i = 0; i < alone.size(); ++i) {
+        REQUIRE((!alone[i].empty() && together[i].size() == alone[i].size()));
+        REQUIRE(relative_error(together[i], alone[i]) < 1e-5);
+      }
+    }
+}
