@@ -23,6 +23,7 @@
 //
 // Partial results stay in fp32 (contract 12).
 #pragma once
+#include <source_location>
 #include <utility>
 #include <vector>
 
@@ -44,8 +45,8 @@ struct ContextGroup {
   Comm& comm() const { return *g.ranks.keys_values; }
   Stream& stream() const { return *g.ranks.context_stream; }
   // The next exchange waits for all that is enqueued on the compute stream.
-  Stream& after_compute() const {
-    stream().wait(g.compute.record());
+  Stream& after_compute(const std::source_location& where = std::source_location::current()) const {
+    stream().wait(g.compute.record(), where);
     return stream();
   }
   DType sum_dtype(const Tensor& t) const { return accumulator_of(t.dtype); }
