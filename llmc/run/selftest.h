@@ -29,7 +29,7 @@ using Wholes = std::map<std::string, Whole>;
 struct Outcome {
   std::vector<double> losses, norms;
   Wholes gradients, weights, optimizer_state;  // the latter two after the last step
-  bool learned_positions = true;
+  bool key_biases = false;  // are their gradients more than rounding errors?
   std::string fault;  // copies that differ between ranks, or what they report of a step
 };
 
@@ -181,7 +181,7 @@ inline void merge(Outcome& outcome, const Processes& processes, size_t steps) {
 inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, const Parts& parts = {},
                           int steps = selftest::steps) {
   Outcome outcome;
-  outcome.learned_positions = step.model.family.positions == Positions::learned;
+  outcome.key_biases = step.model.family.positions == Positions::rotary && step.dtype != DType::bf16;
   std::vector<Outcome> after(static_cast<size_t>(steps));  // the state of all ranks after each step
   std::mutex mutex;
   const Plan plan = make_plan(step, machine.device);
@@ -251,15 +251,16 @@ inline double distance(const std::vector<double>& a, const std::vector<double>& 
   return largest;
 }
 
-// The distances of one outcome from another. Without rotary positions the key biases' true gradient is zero, and what
-// is there is rounding error: then they are left out.
+// The distances of one outcome from another. A key bias shifts all scores of a query alike but for the rotation of
+// rotary positions: without them its true gradient is zero, and in bf16 mostly rounding error with them. Then key biases
+// are left out.
 struct Distances {
   double loss, norm, gradients, weights;
   Distances(const Outcome& a, const Outcome& b)
       : loss(distance(a.losses, b.losses)),
         norm(distance(a.norms, b.norms)),
-        gradients(distance(a.gradients, b.gradients, !b.learned_positions)),
-        weights(distance(a.weights, b.weights, !b.learned_positions)) {}
+        gradients(distance(a.gradients, b.gradients, b.key_biases)),
+        weights(distance(a.weights, b.weights, b.key_biases)) {}
   Distances or_larger(const Distances& other) const {
     Distances both = *this;
     both.loss = std::max(loss, other.loss);

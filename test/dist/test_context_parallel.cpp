@@ -127,7 +127,7 @@ namespace {
 // fp64.
 Outcome with_norm_weights(const StepConfig& step, float weight, double* largest = nullptr) {
   Outcome outcome;
-  outcome.learned_positions = false;
+  outcome.key_biases = true;
   std::mutex mutex;
   on_ranks(step, [&](Run& run) {
     for (const StateEntry& e : run.trainer.state().state_table())
