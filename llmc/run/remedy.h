@@ -262,11 +262,20 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
                                                 : "a rank's share of this " + where + ", ") +
                            human_bytes(limit);
   if (fits(plan, limit)) return "fits into " + what;
+  if (step.generates && step.context.ranks > 1) {  // every rank has memory for whole texts
+    StepConfig silent = step;
+    silent.generates = false;
+    if (const Plan without = make_plan(silent, device); fits(without, limit))
+      return formatted(
+          "does not fit into {}; it would without --sample-every ({} instead of {}): texts are not divided", what,
+          human_bytes(without.total_bytes()), human_bytes(plan.total_bytes()));
+  }
   RemedySearch search(o, step, device, begun);
   if (const std::optional<Remedy> found = search.find())
-    return formatted("does not fit into {}; it would with{} ({} instead of {}{})", what, change_text(step, found->step),
-                     human_bytes(found->plan.total_bytes()), human_bytes(plan.total_bytes()),
-                     price_text(step, plan, *found));
+    return formatted("does not fit into {}; it would with{} ({} instead of {}{}){}", what,
+                     change_text(step, found->step), human_bytes(found->plan.total_bytes()),
+                     human_bytes(plan.total_bytes()), price_text(step, plan, *found),
+                     found->step.batch.T < step.batch.T ? ", or with long sequences shared out by --cp" : "");
   const Remedy& least = *search.least();
   StepConfig changed = least.step;  // was planned with few micro-batches
   changed.micro_batches = step.tokens() / (changed.batch.rows() * changed.readers());

@@ -69,7 +69,8 @@ inline std::string layout_text(const StepConfig& step) {
                      text.empty() ? "ranks" : "groups of " + text, step.context.attention);
   if (step.zero.ranks() == 1) return text;
   const std::string sharding =
-      formatted("{} replica(s) x {} shard(s), ZeRO stage {}, gradients reduced every {}{}", zero.replicas, zero.shards,
+      formatted("{} replica(s) x {} shard(s){}, ZeRO stage {}, gradients reduced every {}{}", zero.replicas,
+                zero.shards, step.context.ranks > 1 && step.readers() > zero.replicas ? " of shard x cp" : "",
                 zero.stage, zero.grad_reduce == GradReduce::step ? "step" : "micro-batch",
                 zero.sync == DpSync::all_reduce ? "" : formatted(", {}", zero.sync));
   if (step.readers() == 1) return text + ": " + sharding;
@@ -198,7 +199,7 @@ namespace detail {
 // "activations (--tp)": a group of ranks, and the option that makes it, unless all layouts have it.
 inline std::string axis_of_group(const std::string& name) {
   const bool tensor = name == "activations" || name == "partial gradients" || name == "head gradients";
-  return name + (tensor ? " (--tp)" : name == "keys and values" ? " (--cp)" : "");
+  return name == "keys and values" ? "attention (--cp)" : name + (tensor ? " (--tp)" : "");
 }
 
 }  // namespace detail

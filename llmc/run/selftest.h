@@ -29,8 +29,8 @@ using Wholes = std::map<std::string, Whole>;
 struct Outcome {
   std::vector<double> losses, norms;
   Wholes gradients, weights, optimizer_state;  // the latter two after the last step
-  bool key_biases = false;  // are their gradients more than rounding errors?
-  std::string fault;  // copies that differ between ranks, or what they report of a step
+  bool key_biases = false;                     // are their gradients more than rounding errors?
+  std::string fault;                           // copies that differ between ranks, or what they report of a step
 };
 
 // Assembles every rank's slices into whole tensors; elements that several ranks hold must be equal (contract 14).
@@ -252,8 +252,8 @@ inline double distance(const std::vector<double>& a, const std::vector<double>& 
 }
 
 // The distances of one outcome from another. A key bias shifts all scores of a query alike but for the rotation of
-// rotary positions: without them its true gradient is zero, and in bf16 mostly rounding error with them. Then key biases
-// are left out.
+// rotary positions: without them its true gradient is zero, and in bf16 mostly rounding error with them. Then key
+// biases are left out.
 struct Distances {
   double loss, norm, gradients, weights;
   Distances(const Outcome& a, const Outcome& b)

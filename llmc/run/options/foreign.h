@@ -179,6 +179,7 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"--tensor-model-parallel-size", "--tp", ""},
         {"--pipeline-model-parallel-size", "--pp", "only drawn, by --print-schedule; training is not built yet"},
         {"--context-parallel-size", "--cp", ""},
+        {"--cp-comm-type", "--cp-attention", "ring for p2p, all-gather, ulysses for a2a"},
         {"--expert-model-parallel-size", "", not_built},
         {"--sequence-parallel", "--sequence-parallel", "on or off; on by default"},
         {"--num-experts", "", not_built}}},

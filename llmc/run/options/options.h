@@ -260,7 +260,8 @@ void visit_options(O& o, Visitor&& visit) {
   visit(
       "--cp", "", o.cp, between(1, 1 << 10), warn,
       "context parallelism: ranks that share every sequence, for long ones: each has two of 2 N equal slices, an early "
-      "and a late one, so that all do the same work; 2 N must divide --seq-len; generated text is not divided");
+      "and a late one, so that all do the same work; 2 N must divide --seq-len; generated text is not divided; "
+      "--generate uses one rank");
   visit("--cp-attention", "", o.cp_attention, one_of({"ring", "all-gather", "ulysses"}), warn,
         "with --cp, how queries meet the keys of other ranks: ring: keys and values go round while they are computed "
         "with; all-gather: every rank gathers them all; ulysses: each rank computes some heads of whole sequences");
