@@ -57,8 +57,9 @@ void compare(const selftest::Model& model, const Layout& layout, Documents docum
              const std::vector<selftest::Machine>& machines) {
   selftest::Model exact = model;
   exact.dtype = DType::fp32;
-  const selftest::Outcome alone = one_step(step_of(exact, {}, documents));
-  const StepConfig step = step_of(model, layout, documents);
+  StepConfig one_rank = step_of(exact, {}, documents), step = step_of(model, layout, documents);
+  one_rank.batch.B = step.batch.B = 4 / layout.cp;
+  const selftest::Outcome alone = one_step(one_rank);
   std::optional<selftest::Outcome> cpu;
   if (model.dtype != DType::fp32) cpu = one_step(step);
   for (const selftest::Machine& machine : machines) {
