@@ -11,6 +11,7 @@
 #include "dist/context_parallel.h"
 #include "dist/hooks.h"
 #include "dist/mesh.h"
+#include "dist/pipeline/links.h"
 #include "dist/tensor_parallel.h"
 
 namespace llmc {
@@ -58,9 +59,12 @@ struct ZeroConfig {
   int owners() const { return updates() == Updates::shard_owners ? shards : 1; }
 };
 
-// The mesh of a layout: tensor-parallel ranks are neighbours, with the fastest links; context-parallel ranks come next.
-inline Mesh mesh_of(const ZeroConfig& zero, const TensorParallel& tensor = {}, const ContextParallel& context = {}) {
-  return Mesh({{Axis::replicate, zero.replicas},
+// The mesh of a layout: tensor-parallel ranks are neighbours, with the fastest links; context-parallel ranks
+// come next, and the stages of a pipeline are farthest from each other.
+inline Mesh mesh_of(const ZeroConfig& zero, const TensorParallel& tensor = {}, const ContextParallel& context = {},
+                    int stages = 1) {
+  return Mesh({{Axis::pp, stages},
+               {Axis::replicate, zero.replicas},
                {Axis::shard, exact_div(zero.shards, context.ranks, "ranks of a shard group over --cp")},
                {Axis::cp, context.ranks},
                {Axis::tp, tensor.ranks}});
@@ -69,7 +73,8 @@ inline Mesh mesh_of(const ZeroConfig& zero, const TensorParallel& tensor = {}, c
 struct DataParallel {
   using Join = std::function<std::unique_ptr<Comm>(const std::string& name, const std::vector<int>& members)>;
 
-  int rank, shard, replica, context_rank, tensor_rank;  // shard: its place in the shard group
+  int rank, stage, shard, replica, context_rank, tensor_rank;  // shard: its place in the shard group
+  int stages;                                                  // of the pipeline
   TensorParallel tensor;
   ContextParallel context;
   Arena reduce_scratch, gather_scratch, exchange_scratch, context_scratch;
@@ -83,18 +88,23 @@ struct DataParallel {
   std::unique_ptr<Comm> partial_gradients;  // the same ranks, on reduce_stream
   std::unique_ptr<Comm> head_gradients;     // those of them with the same key-value head, on reduce_stream
   std::unique_ptr<Comm> keys_values;        // the context-parallel group, on context_stream
+  std::unique_ptr<Comm> tied_gradients;     // this rank's place in the first and in the last stage, on reduce_stream
   std::unique_ptr<Comm> scalars;            // all ranks, on the compute stream
   std::unique_ptr<Comm> control;            // all ranks; only text, between the hosts
   std::unique_ptr<Comm> tensor_control;     // the tensor-parallel group; only text, between the hosts
   const Hooks& hooks;
+  StageLinks links;  // to and from the neighbours of this stage
 
+  // wraps: the last stage's neighbour is the first one.
   DataParallel(const Mesh& mesh, int rank_, const Device& device, const Join& join, const Hooks& hooks_ = no_hooks,
-               const TensorParallel& tensor_ = {}, const ContextParallel& context_ = {})
+               const TensorParallel& tensor_ = {}, const ContextParallel& context_ = {}, bool wraps = false)
       : rank(rank_),
+        stage(mesh.coordinate(rank_, Axis::pp)),
         shard(mesh.coordinate(rank_, Axis::shard) * context_.ranks + mesh.coordinate(rank_, Axis::cp)),
         replica(mesh.coordinate(rank_, Axis::replicate)),
         context_rank(mesh.coordinate(rank_, Axis::cp)),
         tensor_rank(mesh.coordinate(rank_, Axis::tp)),
+        stages(mesh.size(Axis::pp)),
         tensor(tensor_),
         context(context_),
         reduce_scratch(device, scratch_bytes),
@@ -112,15 +122,20 @@ struct DataParallel {
         partial_gradients(join("partial gradients", mesh.group(rank, {Axis::tp}))),
         head_gradients(join("head gradients", same_head(mesh))),
         keys_values(join("keys and values", mesh.group(rank, {Axis::cp}))),
+        tied_gradients(join("tied gradients", ends_of_pipeline(mesh))),
         scalars(join("scalars", everybody(mesh))),
         control(join("control", everybody(mesh))),
         tensor_control(join("tensor-parallel control", mesh.group(rank, {Axis::tp}))),
-        hooks(hooks_) {}
+        hooks(hooks_),
+        links(rank, mesh.size() / stages, stages, wraps, device, scratch_bytes, join) {}
 
   // The groups that move tensors.
   std::vector<Comm*> tensor_groups() const {
-    return {gradients.get(),         replicas.get(),       weights.get(),     activations.get(),
-            partial_gradients.get(), head_gradients.get(), keys_values.get(), scalars.get()};
+    std::vector<Comm*> all = {gradients.get(),   replicas.get(),          weights.get(),
+                              activations.get(), partial_gradients.get(), head_gradients.get(),
+                              keys_values.get(), tied_gradients.get(),    scalars.get()};
+    links.for_each([&](StageLink& link) { all.push_back(&link.comm()); });
+    return all;
   }
   // Throws if an exchange between the ranks has failed; called while the host waits for a stream.
   void check() const {
@@ -130,9 +145,10 @@ struct DataParallel {
   int ranks() const { return scalars->size(); }
   bool first() const { return rank == 0; }
   // Groups of ranks that read different samples, and which of them this rank is in: tensor- and context-parallel ranks
-  // read the same.
-  int readers() const { return ranks() / (tensor.ranks * context.ranks); }
-  int reader() const { return rank / (tensor.ranks * context.ranks); }
+  // and the stages of a pipeline read the same.
+  int readers() const { return ranks_of_stage() / (tensor.ranks * context.ranks); }
+  int reader() const { return rank % ranks_of_stage() / (tensor.ranks * context.ranks); }
+  int ranks_of_stage() const { return ranks() / stages; }
 
   // One chunk of the ring, in the widest dtype.
   static constexpr int64_t scratch_bytes = ring::chunk_elements * 8;
@@ -148,7 +164,12 @@ struct DataParallel {
 
  private:
   std::vector<int> everybody(const Mesh& mesh) const {
-    return mesh.group(rank, {Axis::replicate, Axis::shard, Axis::cp, Axis::tp});
+    return mesh.group(rank, {Axis::pp, Axis::replicate, Axis::shard, Axis::cp, Axis::tp});
+  }
+  std::vector<int> ends_of_pipeline(const Mesh& mesh) const {
+    const std::vector<int> column = mesh.group(rank, {Axis::pp});
+    if (column.size() == 1 || (rank != column.front() && rank != column.back())) return {rank};
+    return {column.front(), column.back()};
   }
   // Ranks with the same key-value head follow one another.
   std::vector<int> same_head(const Mesh& mesh) const {

@@ -4,6 +4,7 @@
 // of a pipeline in pipeline/.
 #pragma once
 #include <algorithm>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -87,16 +88,22 @@ inline std::vector<Action> training_actions(Schedule schedule, int chunks, int64
   return actions;
 }
 
-// The largest number of micro-batches that are between their first forward and their last backward at the same time,
-// and so the number of sets of activations needed. Micro-batch m uses set m modulo this number.
-inline int64_t micro_batches_in_flight(const std::vector<Action>& actions) {
-  int64_t live = 0, most = 0;
+// The largest number of micro-batches of which a chunk is between its forward and its backward at the same time; chunk
+// -1: any chunk. Without backwards 1, if the list has the chunk. So many sets of activations, or inputs, are needed.
+inline int64_t passes_in_flight(const std::vector<Action>& actions, int chunk) {
+  std::map<int64_t, int> live;  // passes of each micro-batch
+  size_t most = 0;
+  bool backward = false;
   for (const Action& a : actions) {
-    if (a.kind == ActionKind::forward && a.chunk == 0) most = std::max(most, ++live);
-    if (a.kind == ActionKind::backward && a.chunk == 0) --live;
+    if (chunk >= 0 && a.chunk != chunk) continue;
+    if (a.kind == ActionKind::forward) ++live[a.micro_batch], most = std::max(most, live.size());
+    if (a.kind != ActionKind::backward) continue;
+    backward = true;
+    if (--live[a.micro_batch] == 0) live.erase(a.micro_batch);
   }
-  return std::max<int64_t>(most, 1);
+  return backward ? static_cast<int64_t>(most) : std::min<int64_t>(static_cast<int64_t>(most), 1);
 }
+inline int64_t micro_batches_in_flight(const std::vector<Action>& actions) { return passes_in_flight(actions, -1); }
 
 // The layers [0, n_layer), divided into `chunks` runs as evenly as possible; the first chunk has the embedding, the
 // last the head.

@@ -10,20 +10,30 @@
 
 namespace llmc {
 
-// All units of a model: the embedding, the blocks, the head.
+// Which units of a model a stage of a pipeline has; by default all. tied: the first and the last stage both have the
+// embedding, whose table is also the head's.
+struct StageUnits {
+  std::vector<bool> held = {};
+  bool tied = false;
+};
+
+// The units of a model: the embedding, the blocks, the head. A stage of a pipeline has some of them.
 class ModelState {
  public:
-  ModelState(const ParamTable& table, DType dtype, const ZeroConfig& zero, DataParallel& dp, Arena& arena)
-      : zero_(zero), dp_(dp) {
+  ModelState(const ParamTable& table, DType dtype, const ZeroConfig& zero, DataParallel& dp, Arena& arena,
+             const StageUnits& stage = {})
+      : zero_(zero), dp_(dp), tied_(stage.tied) {
     int64_t largest_block = 0;
     for (const UnitSpec& unit : table)
-      units_.push_back(std::make_unique<UnitState>(unit, dtype, zero, dp.shard, arena));
-    for (size_t u = 1; u + 1 < units_.size(); ++u) largest_block = std::max(largest_block, units_[u]->size());
+      units_.push_back(stage.held.empty() || stage.held[units_.size()]
+                           ? std::make_unique<UnitState>(unit, dtype, zero, dp.shard, arena)
+                           : nullptr);
+    for (size_t u = 1; u + 1 < units_.size(); ++u) largest_block = std::max(largest_block, size_of_unit(u));
     // Two buffers that the blocks use in turn, one for the embedding and one for the head.
     auto buffers = [&](const char* label, DType d) {
       std::vector<Buffer> made;
-      for (int64_t size : {units_.front()->size(), largest_block, largest_block, units_.back()->size()})
-        made.push_back({arena.alloc(label, "unit", d, {size}), {}, false});
+      for (int64_t size : {size_of_unit(0), largest_block, largest_block, size_of_unit(units_.size() - 1)})
+        made.push_back({size > 0 ? arena.alloc(label, "unit", d, {size}) : Tensor{}, {}, false});
       return made;
     };
     if (zero.stage == 3) weight_buffers_ = buffers("gathered weights", dtype);
@@ -31,21 +41,24 @@ class ModelState {
       gradient_buffers_ = buffers("gradients in flight", accumulator_of(dtype));
   }
 
+  bool has(size_t index) const { return units_[index] != nullptr; }
   const UnitState& unit(size_t index) const { return *units_[index]; }
   const UnitState& front() const { return *units_.front(); }
   const UnitState& back() const { return *units_.back(); }
-  size_t size() const { return units_.size(); }
+  size_t size() const { return units_.size(); }  // of the whole model
   const ZeroConfig& zero_config() const { return zero_; }
   DataParallel& dp() const { return dp_; }
 
   StateTable state_table() const {
     StateTable table;
-    for (const auto& unit : units_) unit->append_to(table);
+    for (const auto& unit : units_)
+      if (unit) unit->append_to(table);
     return table;
   }
   StateTable gradient_table() const {
     StateTable table;
-    for (const auto& unit : units_) unit->append_gradients_to(table);
+    for (const auto& unit : units_)
+      if (unit) unit->append_gradients_to(table);
     return table;
   }
 
@@ -108,6 +121,7 @@ class ModelState {
     for (const auto& [u, buffer] : current_gradients_) buffer->free = compute.record();  // of an interrupted step
     current_gradients_.clear();
     for (const auto& unit : units_) {
+      if (!unit) continue;
       const Tensor sum = zero_.grad_reduce == GradReduce::step ? unit->gradients() : unit->gradient_sum();
       if (!sum.empty()) zero(sum, compute);  // empty: a parameter server holds it
     }
@@ -149,14 +163,22 @@ class ModelState {
       dp_.hooks.released_except(all, unit.update_range(), stream);
     }
   }
-  // After the last micro-batch: the compute stream waits for the sums.
-  void finish_gradients(Stream& compute) { compute.wait(dp_.reduce_stream.record()); }
+  // After the last micro-batch: the compute stream waits for the sums. A tied table on two stages gets its gradient from
+  // both.
+  void finish_gradients(Stream& compute) {
+    if (tied_ && units_.front()) {
+      dp_.reduce_stream.wait(compute.record());
+      dp_.tied_gradients->all_reduce(units_.front()->reduced_gradients(), dp_.reduce_stream);
+    }
+    compute.wait(dp_.reduce_stream.record());
+  }
 
   // ---- The update --------------------------------------------------------------------------------------------------
 
   void update(Tensor control, const AdamWOptions& options, Stream& compute) {
     const bool gather = zero_.ranks() > 1 && zero_.stage < 3 && zero_.updates() != ZeroConfig::Updates::everyone;
     for (const auto& unit : units_) {
+      if (!unit) continue;
       unit->update(control, options, compute);
       if (!gather) continue;
       dp_.gather_stream.wait(compute.record());
@@ -167,6 +189,8 @@ class ModelState {
   }
 
  private:
+  int64_t size_of_unit(size_t u) const { return units_[u] ? units_[u]->size() : 0; }
+
   // Of this rank's shard: the sum over the tensor-parallel ranks that have copies and compute parts of the gradient.
   void sum_partial_gradients(const UnitState& unit, Stream& stream) {
     for (const auto& [range, copies] : unit.partial_sums()) {
@@ -223,7 +247,8 @@ class ModelState {
 
   ZeroConfig zero_;
   DataParallel& dp_;
-  std::vector<std::unique_ptr<UnitState>> units_;
+  bool tied_;
+  std::vector<std::unique_ptr<UnitState>> units_;  // none: on another stage
   std::vector<Buffer> weight_buffers_, gradient_buffers_;
   std::vector<size_t> order_;         // of a pass: the units to acquire
   size_t issued_ = 0, acquired_ = 0;  // of order_: gathers begun, units acquired
@@ -237,7 +262,8 @@ class ModelState {
 // Fresh weights (contract 7): they depend only on the seed, the parameter's name and the element's global index, not on
 // which rank holds them.
 inline void init_weights(const ModelState& state, uint64_t seed, Stream& stream) {
-  for (size_t u = 0; u < state.size(); ++u) state.unit(u).zero_all(stream);
+  for (size_t u = 0; u < state.size(); ++u)
+    if (state.has(u)) state.unit(u).zero_all(stream);
   for (const StateEntry& e : state.state_table()) {
     if (e.kind != StateKind::weight && e.kind != StateKind::master) continue;
     if (e.param->init == Init::normal)

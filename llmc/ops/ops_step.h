@@ -104,15 +104,16 @@ inline void square_sum(Tensor out, Tensor x, Stream& stream, Accumulate accumula
 // square_sums (units tensor_ranks shards) fp64, those of the first replica, ordered by unit, then by tensor-parallel
 // rank, then by shard (contract 10). gathered (ranks, 1 + units): each rank's loss, then the sums of its shards.
 inline void combine_scalars(Tensor loss, Tensor square_sums, Tensor gathered, int64_t shards, int64_t tensor_ranks,
-                            Stream& stream) {
+                            int64_t stages, Stream& stream) {
   const int64_t ranks = gathered.shape[0], units = gathered.shape[1] - 1;
-  CHECK(ranks % (shards * tensor_ranks) == 0, "combine_scalars: {} ranks are not replicas of {} shards x {} ranks",
-        ranks, shards, tensor_ranks);
+  CHECK(ranks % (stages * shards * tensor_ranks) == 0,
+        "combine_scalars: {} ranks are not {} stages of replicas of {} shards x {} ranks", ranks, stages, shards,
+        tensor_ranks);
   CHECK_TENSOR(loss, DType::fp64, 1);
   CHECK_TENSOR(square_sums, DType::fp64, units * tensor_ranks * shards);
   stream.run({"combine_scalars", 0, detail::bytes_of({gathered})}, {}, [=, &stream] {
     CALL_OP(stream, void, combine_scalars, loss.data<double>(), square_sums.data<double>(), gathered.data<double>(),
-            ranks, units, shards, tensor_ranks);
+            ranks, units, shards, tensor_ranks, stages);
   });
 }
 

@@ -22,7 +22,13 @@ struct Plan {
   // or transfers itself.
   double step_seconds = 0, exposed_seconds = 0;
   std::shared_ptr<const Plan> others;  // of the ranks that a parameter server, rank 0, serves; none: as rank 0's
-  const Plan& of(int rank) const { return rank > 0 && others ? *others : *this; }
+  // Of each stage of a pipeline; empty: all ranks have this one. Rank 0's is on the first stage.
+  std::vector<std::shared_ptr<const Plan>> stages;
+  int ranks_of_stage = 1;
+  const Plan& of(int rank) const {
+    if (!stages.empty()) return *stages[static_cast<size_t>(rank / ranks_of_stage)];
+    return rank > 0 && others ? *others : *this;
+  }
   int64_t total_bytes() const {
     int64_t bytes = 0;
     for (const MemoryLine& line : memory) bytes += line.bytes;
@@ -37,7 +43,8 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   const Mesh mesh = config.mesh();
   Arena arena(device), scratch(device);
   Stream stream(device, scratch);
-  DataParallel dp(mesh, rank, device, DataParallel::null_groups(rank), no_hooks, config.tensor, config.context);
+  DataParallel dp(mesh, rank, device, DataParallel::null_groups(rank), no_hooks, config.tensor, config.context,
+                  config.chunks > config.stages);
   Trainer trainer(config, {arena, stream, &dp});
   const BatchSource nothing = [](int64_t) { return HostBatch{}; };
   Plan plan;
@@ -74,6 +81,13 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   if (dp.ranks() > 1) plan.memory.push_back({"ring chunks", rings * DataParallel::scratch_bytes});
   if (dp.ranks() > 1 && rank == 0 && config.zero.updates() == ZeroConfig::Updates::server)
     plan.others = std::make_shared<Plan>(make_plan(config, target, 1));
+  if (config.stages > 1 && rank == 0) {
+    plan.ranks_of_stage = dp.ranks_of_stage();
+    std::vector<std::shared_ptr<const Plan>> stages = {std::make_shared<Plan>(plan)};
+    for (int s = 1; s < config.stages; ++s)
+      stages.push_back(std::make_shared<Plan>(make_plan(config, target, s * plan.ranks_of_stage)));
+    plan.stages = std::move(stages);
+  }
   return plan;
 }
 

@@ -14,42 +14,78 @@ namespace llmc {
 // The activations of one chunk for one micro-batch.
 struct ChunkActivations {
   Tensor embedded;  // (S, C), of the chunk with the embedding
+  Tensor received;  // (S, C), of a chunk that comes after one of another stage: its input
   std::vector<BlockActivations> blocks;
+  const Tensor& output() const { return blocks.back().out; }
 };
 
-// All that one micro-batch in flight holds.
+// What an action works on: the micro-batch's inputs, its activations in the action's chunk and in the one before, where
+// that is on the same rank, and the gradient of the residual stream (S, C), which goes from chunk to chunk.
 struct Slot {
-  MicroBatch inputs;
-  std::vector<ChunkActivations> chunks;
-  Tensor gradient;  // (S, C) of the residual stream, passed from chunk to chunk in the backward
+  const MicroBatch& inputs;
+  const ChunkActivations& chunk;
+  Tensor input;  // of the chunk's first block
+  Tensor gradient;
 
-  // all: the shape of the micro-batch; `shared`: the activations that are recomputed, one set for all blocks and slots.
-  Slot(const StepConfig& config, const std::vector<Chunk>& of_chunks, const BatchShape& all, Purpose purpose,
-       const BlockActivations& shared, Arena& arena)
-      : inputs(config.share(all, purpose).rows(), config.all_position_rows(all, purpose), config.tensor, arena) {
+  // The residual stream that enters block `l` of the chunk.
+  const Tensor& block_input(size_t l) const { return l > 0 ? chunk.blocks[l - 1].out : input; }
+};
+
+// The memory of a pass over a list of actions: sets of inputs and of activations, as many as are in use at the same
+// time. Micro-batch m uses set m modulo their number.
+class PassMemory {
+ public:
+  // all: the shape of a micro-batch
+  PassMemory(const StepConfig& config, const std::vector<Chunk>& chunks, const std::vector<Action>& actions,
+             const BatchShape& all, Purpose purpose, Arena& arena)
+      : activations_(chunks.size()) {
     const ModelConfig model = config.part();
     const BatchShape shape = config.share(all, purpose);
     const Shape stream_shape{config.tensor.stream_rows(shape.rows()), model.n_embd};
-    for (const Chunk& chunk : of_chunks) {
-      ChunkActivations& acts = chunks.emplace_back();
-      if (chunk.has_embedding) acts.embedded = arena.alloc("activations", "embedded", config.dtype, stream_shape);
-      for (size_t l = 0; l < chunk.layers.size(); ++l) {
-        // Forward only: nothing is kept for a backward; the blocks of a chunk write to two outputs in turn.
-        if (purpose != Purpose::train && l >= 2) acts.blocks.push_back(acts.blocks[l - 2]);
-        else
-          acts.blocks.push_back(BlockActivations::kept(model, shape, config.tensor, config.dtype,
-                                                       config.recompute_for(purpose), shared, arena));
+    const Recompute recompute = config.recompute_for(purpose);
+    // The activations that are recomputed, one set for all.
+    const BlockActivations shared =
+        BlockActivations::recomputed(model, shape, config.tensor, config.dtype, recompute, arena);
+    for (int64_t i = 0; i < micro_batches_in_flight(actions); ++i)
+      inputs_.emplace_back(shape.rows(), config.all_position_rows(all, purpose), config.tensor, arena);
+    for (size_t c = 0; c < chunks.size(); ++c)
+      for (int64_t i = 0; i < passes_in_flight(actions, static_cast<int>(c)); ++i) {
+        ChunkActivations& acts = activations_[c].emplace_back();
+        if (chunks[c].has_embedding) acts.embedded = arena.alloc("activations", "embedded", config.dtype, stream_shape);
+        else if (config.pipeline().stage_of(static_cast<int>(c)) != config.pipeline().stage_of(static_cast<int>(c) - 1))
+          acts.received = arena.alloc("activations", "received", config.dtype, stream_shape);
+        for (size_t l = 0; l < chunks[c].layers.size(); ++l) {
+          // Forward only: nothing is kept for a backward; the blocks of a chunk write to two outputs in turn.
+          if (purpose != Purpose::train && l >= 2) acts.blocks.push_back(acts.blocks[l - 2]);
+          else
+            acts.blocks.push_back(
+                BlockActivations::kept(model, shape, config.tensor, config.dtype, recompute, shared, arena));
+        }
       }
-    }
-    if (purpose == Purpose::train) gradient = arena.alloc("activations", "gradient", config.dtype, stream_shape);
+    if (purpose == Purpose::train) gradient_ = arena.alloc("activations", "gradient", config.dtype, stream_shape);
   }
 
-  // The residual stream that enters block `l` of a chunk: from the embedding, the previous block or the previous chunk.
-  const Tensor& block_input(int chunk, size_t l) const {
-    const ChunkActivations& acts = chunks[static_cast<size_t>(chunk)];
-    if (l > 0) return acts.blocks[l - 1].out;
-    return chunk == 0 ? acts.embedded : chunks[static_cast<size_t>(chunk) - 1].blocks.back().out;
+  const MicroBatch& inputs(int64_t micro_batch) const {
+    return inputs_[static_cast<size_t>(micro_batch) % inputs_.size()];
   }
+  const Tensor& gradient() const { return gradient_; }
+  Slot slot(int chunk, int64_t micro_batch) const {
+    const ChunkActivations& mine = activations(chunk, micro_batch);
+    const Tensor input = !mine.embedded.empty()   ? mine.embedded
+                         : !mine.received.empty() ? mine.received
+                                                  : activations(chunk - 1, micro_batch).output();
+    return {inputs(micro_batch), mine, input, gradient_};
+  }
+
+ private:
+  const ChunkActivations& activations(int chunk, int64_t micro_batch) const {
+    const auto& sets = activations_[static_cast<size_t>(chunk)];
+    return sets[static_cast<size_t>(micro_batch) % sets.size()];
+  }
+
+  std::vector<MicroBatch> inputs_;
+  std::vector<std::vector<ChunkActivations>> activations_;  // by chunk of the model; none of those elsewhere
+  Tensor gradient_;
 };
 
 // Uploads inputs to the device: of each sequence what this rank has. On a GPU they are copied to two buffers in turn,
@@ -122,13 +158,16 @@ class Uploads {
 
 // The keys and values of the tokens of one sequence so far.
 struct KeyValueCache {
-  std::vector<Tensor> layers;  // each (T, 2 Hkv D)
+  std::vector<Tensor> layers;  // each (T, 2 Hkv D); empty tensors for those of other stages
   int64_t rows = 0;            // filled
 
-  KeyValueCache(const StepConfig& config, Arena& arena) {
+  // held(layer): of those that this rank has
+  template <class Held>
+  KeyValueCache(const StepConfig& config, Arena& arena, Held&& held) {
     for (int64_t l = 0; l < config.model.n_layer; ++l)
-      layers.push_back(arena.alloc("key-value cache", "keys and values", config.dtype,
-                                   {config.batch.T, 2 * config.part().kv_size()}));
+      layers.push_back(held(l) ? arena.alloc("key-value cache", "keys and values", config.dtype,
+                                             {config.batch.T, 2 * config.part().kv_size()})
+                               : Tensor{});
   }
 };
 

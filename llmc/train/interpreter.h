@@ -20,22 +20,41 @@ class Interpreter {
   Interpreter(const StepConfig& config, const Context& context, ModelState& state, Stage& stage)
       : config_(config), context_(context), state_(state), stage_(stage), uploads_(config, context) {}
 
-  // Enqueues all actions on the compute stream. `batches`: the inputs of each micro-batch.
+  // Enqueues all actions on the compute stream, and messages on those of the links. `batches`: the inputs of each
+  // micro-batch.
   void run(const std::vector<Action>& actions, const Pass& pass, const BatchSource& batches) {
     auto scope = context_.arena.scope();
-    const std::vector<Slot> slots = make_slots(actions, pass);
+    const PassMemory memory(config_, chunks_here(), actions, pass.shape, pass.purpose, context_.arena);
+    reserve_messages(actions, pass);
+    const Tensor logits = pass.purpose == Purpose::generate ? stage_.logits_room() : Tensor{};
     state_.start_pass(units_acquired(actions, pass.purpose), context_.compute);
+    int64_t uploaded = 0;
     for (const Action& action : actions) {
-      const Slot& slot = slots[static_cast<size_t>(action.micro_batch) % slots.size()];
       micro_batch_ = action.micro_batch;
-      if (action.kind == ActionKind::forward && stage_.chunk(action.chunk).has_embedding)
-        uploads_.upload_batch(slot.inputs, batches(action.micro_batch), pass.shape, pass.purpose,
+      if (action.kind != ActionKind::forward && action.kind != ActionKind::backward) {
+        pass_message(action, memory);
+        continue;
+      }
+      if (action.kind == ActionKind::forward && action.micro_batch == uploaded) {
+        uploads_.upload_batch(memory.inputs(action.micro_batch), batches(action.micro_batch), pass.shape, pass.purpose,
                               state_.dp().context_rank, context_);
-      auto enqueue = [&] { dispatch(action, slot, pass); };
+        ++uploaded;
+      }
+      const Slot slot = memory.slot(action.chunk, action.micro_batch);
+      take_message(action, slot);
+      auto enqueue = [&] { dispatch(action, slot, pass, logits); };
       if (replayable(action, pass))
-        context_.compute.replayed(replays_[{action.kind, action.chunk, slot.inputs.tokens.bytes}], enqueue);
+        context_.compute.replayed(replays_[{action.kind, action.chunk, slot.inputs.tokens.bytes, slot.input.bytes}],
+                                  enqueue);
       else enqueue();
     }
+    if (pass.purpose != Purpose::generate) return;
+    const DataParallel& dp = state_.dp();
+    if (dp.stages > 1) {  // from a rank that has the head
+      const int head = config_.pipeline().stage_of(config_.chunks - 1);
+      dp.scalars->broadcast(logits, head * dp.ranks_of_stage(), context_.compute);
+    }
+    stage_.deliver_logits(logits);
   }
 
   // Where the interpreter is.
@@ -46,29 +65,82 @@ class Interpreter {
   Place place() const { return {stage_.current(), micro_batch_}; }
 
  private:
-  void dispatch(const Action& action, const Slot& slot, const Pass& pass) {
-    switch (action.kind) {
-      case ActionKind::forward: return stage_.forward(action.chunk, slot, pass, action.micro_batch);
-      case ActionKind::backward: return stage_.backward(action.chunk, slot, pass, is_last(action));
-      default: throw Error(formatted("a {} in a list for one rank, which has forwards and backwards", action.kind));
-    }
+  void dispatch(const Action& action, const Slot& slot, const Pass& pass, const Tensor& logits) {
+    if (action.kind == ActionKind::forward) return stage_.forward(action.chunk, slot, pass, action.micro_batch, logits);
+    stage_.backward(action.chunk, slot, pass, is_last(action));
   }
 
-  // One set of activations for each micro-batch in flight; micro-batch m uses slot m modulo their number.
-  std::vector<Slot> make_slots(const std::vector<Action>& actions, const Pass& pass) const {
-    const int64_t in_flight = pass.purpose == Purpose::train ? micro_batches_in_flight(actions) : 1;
-    const BlockActivations shared =
-        BlockActivations::recomputed(config_.part(), config_.share(pass.shape, pass.purpose), config_.tensor,
-                                     config_.dtype, config_.recompute_for(pass.purpose), context_.arena);
-    std::vector<Slot> slots;
-    for (int64_t i = 0; i < in_flight; ++i)
-      slots.emplace_back(config_, stage_.chunks(), pass.shape, pass.purpose, shared, context_.arena);
-    return slots;
+  // ---- Messages between stages -------------------------------------------------------------------------------------
+
+  // The chunks of the model, without layers where they are on other stages.
+  std::vector<Chunk> chunks_here() const {
+    std::vector<Chunk> chunks = stage_.chunks();
+    for (size_t c = 0; c < chunks.size(); ++c)
+      if (!stage_.is_here(static_cast<int>(c))) chunks[c] = {};
+    return chunks;
+  }
+  int stage_of(int chunk) const { return config_.pipeline().stage_of(chunk); }
+  static MessageHeader header_of(int kind, int chunk, const Action& a) {
+    return {static_cast<float>(kind), static_cast<float>(chunk), static_cast<float>(a.micro_batch),
+            static_cast<float>(a.slice)};
+  }
+  static constexpr int activations = 0, gradients = 1;
+
+  // Room for the messages of each link: two to send, and as many as come before they are used.
+  void reserve_messages(const std::vector<Action>& actions, const Pass& pass) {
+    DataParallel& dp = state_.dp();
+    if (dp.stages == 1) return;
+    const int64_t elements =
+        config_.tensor.stream_rows(config_.share(pass.shape, pass.purpose).rows()) * config_.model.n_embd;
+    std::map<int, int64_t> waiting, most, sent;  // by stage
+    for (const Action& a : actions) {
+      if (a.kind == ActionKind::send_activations) ++sent[stage_of(a.chunk + 1)];
+      if (a.kind == ActionKind::send_gradients) ++sent[stage_of(a.chunk - 1)];
+      const int before = comes_from(a);
+      if (before < 0) continue;
+      const bool receives = a.kind == ActionKind::receive_activations || a.kind == ActionKind::receive_gradients;
+      waiting[before] += receives ? 1 : -1;
+      most[before] = std::max(most[before], waiting[before]);
+    }
+    for (const auto& [stage, count] : sent)
+      dp.links.to(stage).reserve(config_.dtype, elements, std::min<int64_t>(count, 2), context_.arena);
+    for (const auto& [stage, count] : most)
+      dp.links.from(stage).reserve(config_.dtype, elements, count + 1, context_.arena);
+  }
+  // The stage from which an action gets a message, or receives it; -1: none.
+  int comes_from(const Action& a) const {
+    const bool forward = a.kind == ActionKind::forward || a.kind == ActionKind::receive_activations;
+    if (!forward && a.kind != ActionKind::backward && a.kind != ActionKind::receive_gradients) return -1;
+    const int other = forward ? a.chunk - 1 : a.chunk + 1;
+    if (other < 0 || other == config_.chunks || stage_of(other) == stage_of(a.chunk)) return -1;
+    return stage_of(other);
+  }
+  void pass_message(const Action& a, const PassMemory& memory) {
+    StageLinks& links = state_.dp().links;
+    switch (a.kind) {
+      case ActionKind::send_activations:
+        return links.to(stage_of(a.chunk + 1))
+            .send(memory.slot(a.chunk, a.micro_batch).chunk.output(), header_of(activations, a.chunk, a),
+                  context_.compute);
+      case ActionKind::send_gradients:
+        return links.to(stage_of(a.chunk - 1)).send(memory.gradient(), header_of(gradients, a.chunk, a), context_.compute);
+      case ActionKind::receive_activations:
+        return links.from(comes_from(a)).post(header_of(activations, a.chunk - 1, a));
+      case ActionKind::receive_gradients:
+        return links.from(comes_from(a)).post(header_of(gradients, a.chunk + 1, a));
+      default: throw Error(formatted("the {} is not built yet", a.kind));
+    }
+  }
+  void take_message(const Action& a, const Slot& slot) {
+    const int from = comes_from(a);
+    if (from < 0) return;
+    state_.dp().links.from(from).take(a.kind == ActionKind::forward ? slot.input : slot.gradient, context_.compute);
   }
 
   std::vector<size_t> units_acquired(const std::vector<Action>& actions, Purpose purpose) const {
     std::vector<size_t> units;
     for (const Action& action : actions)
+      if (action.kind == ActionKind::forward || action.kind == ActionKind::backward)
       for (const size_t u : stage_.units_acquired(action, purpose)) units.push_back(u);
     return units;
   }
@@ -80,7 +152,7 @@ class Interpreter {
   bool replayable(const Action& action, const Pass& pass) const {
     if (pass.purpose != Purpose::train || pass.launch == Launch::enqueue) return false;
     if (config_.zero.stage == 3 || config_.zero.grad_reduce == GradReduce::micro) return false;
-    if (config_.tensor.ranks > 1 || config_.context.ranks > 1) return false;
+    if (config_.tensor.ranks > 1 || config_.context.ranks > 1 || config_.stages > 1) return false;
     const bool reduces = action.kind == ActionKind::backward && is_last(action) && config_.zero.ranks() > 1;
     return !reduces;
   }
@@ -90,8 +162,8 @@ class Interpreter {
   ModelState& state_;
   Stage& stage_;
   Uploads uploads_;
-  // By kind, chunk, and the address of the slot.
-  std::map<std::tuple<ActionKind, int, const std::byte*>, Replay> replays_;
+  // By kind, chunk, and the addresses of its inputs.
+  std::map<std::tuple<ActionKind, int, const std::byte*, const std::byte*>, Replay> replays_;
   int64_t micro_batch_ = -1;
 };
 

@@ -29,7 +29,7 @@ class Stage {
         model_(config.part()),
         parallel_{state.dp(), context.arena, context.compute},
         loss_sum_(loss_sum),
-        chunks_(make_chunks(config.model.n_layer, config.chunks)) {
+        chunks_(config.model_chunks()) {
     if (config.model.family.positions == Positions::rotary) {
       rotary_table_ = context_.arena.alloc("rotary table", "rotary table", accumulator_of(config.dtype),
                                            {config.batch.T, config.model.head_size});
@@ -39,12 +39,30 @@ class Stage {
   Stage(const Stage&) = delete;
   Stage& operator=(const Stage&) = delete;
 
-  const std::vector<Chunk>& chunks() const { return chunks_; }
+  const std::vector<Chunk>& chunks() const { return chunks_; }  // of the whole model
+  bool is_here(int chunk) const { return config_.pipeline().stage_of(chunk) == state_.dp().stage; }
   const Chunk& chunk(int index) const { return chunks_[static_cast<size_t>(index)]; }
   // What is being enqueued, in words: "forward of blocks.3".
   const std::string& current() const { return current_; }
   // Of the last forward for Purpose::generate (V); read with the stream idle.
   const std::vector<float>& logits() const { return logits_; }
+  // Room for the logits of all tensor-parallel ranks, padding included.
+  Tensor logits_room() const {
+    const int64_t V = model_.padded_vocab() * config_.tensor.ranks;
+    return context_.arena.alloc("head", "logits of all ranks", config_.dtype, {V});
+  }
+  // Hands logits that are complete, on all ranks, to the host.
+  void deliver_logits(const Tensor& all) {
+    const int64_t V = config_.model.vocab_size, part = model_.vocab_size, stored = model_.padded_vocab();
+    download(all, context_.compute, [this, V, part, stored](const std::vector<float>& host) {
+      logits_.clear();  // without the padding of each part
+      for (size_t begin = 0; static_cast<int64_t>(logits_.size()) < V; begin += static_cast<size_t>(stored)) {
+        const int64_t count = std::min(part, V - static_cast<int64_t>(logits_.size()));
+        logits_.insert(logits_.end(), host.begin() + static_cast<int64_t>(begin),
+                       host.begin() + static_cast<int64_t>(begin) + count);
+      }
+    });
+  }
 
   // The units whose weights an action acquires, in this order.
   std::vector<size_t> units_acquired(const Action& action, Purpose purpose) const {
@@ -64,17 +82,18 @@ class Stage {
     return units;
   }
 
-  void forward(int index, const Slot& slot, const Pass& pass, int64_t micro_batch) {
+  // logits: of logits_room(), for Purpose::generate
+  void forward(int index, const Slot& slot, const Pass& pass, int64_t micro_batch, const Tensor& logits) {
     const Chunk& c = chunk(index);
-    const ChunkActivations& acts = slot.chunks[static_cast<size_t>(index)];
+    const ChunkActivations& acts = slot.chunk;
     if (c.has_embedding) forward_embedding(acts.embedded, slot);
     for (size_t l = 0; l < c.layers.size(); ++l)
-      forward_block(c.layers[l], acts.blocks[l], slot.block_input(index, l), slot, pass);
+      forward_block(c.layers[l], acts.blocks[l], slot.block_input(l), slot, pass);
     if (!c.has_head || pass.purpose == Purpose::train) return;
     const Tensor& x = acts.blocks.back().out;
     const UnitState &head = state_.acquire(head_unit(), context_.compute), &embedding = acquire_tied();
     if (pass.purpose == Purpose::evaluate) evaluate_head(x, head, embedding, slot, pass, micro_batch);
-    else compute_logits(x, head, embedding, pass);
+    else compute_logits(logits, x, head, embedding, pass);
     state_.release(head_unit(), context_.compute);
     release_tied();
   }
@@ -83,10 +102,10 @@ class Stage {
   // unit by unit.
   void backward(int index, const Slot& slot, const Pass& pass, bool last_micro_batch) {
     const Chunk& c = chunk(index);
-    const ChunkActivations& acts = slot.chunks[static_cast<size_t>(index)];
+    const ChunkActivations& acts = slot.chunk;
     if (c.has_head) backward_head(acts.blocks.back().out, slot, last_micro_batch);
     for (size_t l = c.layers.size(); l-- > 0;)
-      backward_block(c.layers[l], acts.blocks[l], slot.block_input(index, l), slot, pass, last_micro_batch);
+      backward_block(c.layers[l], acts.blocks[l], slot.block_input(l), slot, pass, last_micro_batch);
     if (c.has_embedding) backward_embedding(slot, last_micro_batch);
   }
 
@@ -95,9 +114,12 @@ class Stage {
   static size_t block_unit(int64_t layer) { return static_cast<size_t>(1 + layer); }
   size_t head_unit() const { return state_.size() - 1; }
 
+  // Does this rank have both uses of a tied table?
+  bool has_both_ends() const { return is_here(0) && is_here(config_.chunks - 1); }
   // The unit of the embedding, if the head shares its table.
   const UnitState& acquire_tied() {
-    return config_.model.tied ? state_.acquire(embedding_unit, context_.compute) : state_.unit(embedding_unit);
+    if (config_.model.tied) return state_.acquire(embedding_unit, context_.compute);
+    return state_.unit(state_.has(embedding_unit) ? embedding_unit : head_unit());  // is not read
   }
   void release_tied() {
     if (config_.model.tied) state_.release(embedding_unit, context_.compute);
@@ -173,24 +195,15 @@ class Stage {
         });
   }
 
-  // The head on one row of x (S, C) only.
-  void compute_logits(const Tensor& x, const UnitState& head_state, const UnitState& embedding, const Pass& pass) {
+  // logits = the head on one row of x (S, C) only.
+  void compute_logits(const Tensor& logits, const Tensor& x, const UnitState& head_state, const UnitState& embedding, const Pass& pass) {
     auto scope = context_.arena.scope();
     const int64_t S = x.shape[0], C = x.shape[1];
     const HeadActivations head(model_, 1, config_.tensor, config_.dtype, context_.arena);
     // With sequence parallelism one rank has it; the others' rows beside it are computed for nothing.
     head_forward(head, x.slice(pass.logits_row % S * C, {1, C}), head_state, embedding, model_, parallel_);
-    const Tensor logits = head.logits.slice(pass.logits_row / S * head.logits.shape[1], {head.logits.shape[1]});
-    const Tensor all = parallel::gather_vocabulary(logits, parallel_);
-    const int64_t V = config_.model.vocab_size, part = model_.vocab_size, stored = logits.numel();
-    download(all, context_.compute, [this, V, part, stored](const std::vector<float>& host) {
-      logits_.clear();  // without the padding of each part
-      for (size_t begin = 0; static_cast<int64_t>(logits_.size()) < V; begin += static_cast<size_t>(stored)) {
-        const int64_t count = std::min(part, V - static_cast<int64_t>(logits_.size()));
-        logits_.insert(logits_.end(), host.begin() + static_cast<int64_t>(begin),
-                       host.begin() + static_cast<int64_t>(begin) + count);
-      }
-    });
+    const Tensor mine = head.logits.slice(pass.logits_row / S * head.logits.shape[1], {head.logits.shape[1]});
+    copy(logits, parallel::gather_vocabulary(mine, parallel_), context_.compute);
   }
 
   // ---- Backward ----------------------------------------------------------------------------------------------------
@@ -212,6 +225,7 @@ class Stage {
                         model_, parallel_);
         });
     state_.reduce_gradients(head_unit(), last_micro_batch, stream);
+    if (config_.model.tied && !has_both_ends()) state_.reduce_gradients(embedding_unit, last_micro_batch, stream);
     state_.release(head_unit(), stream);
     release_tied();
   }
@@ -239,7 +253,7 @@ class Stage {
   void backward_embedding(const Slot& slot, bool last_micro_batch) {
     Stream& stream = context_.compute;
     const ProfilerRange range = set_current("backward of the embedding");
-    if (!config_.model.tied) state_.start_gradients(embedding_unit, stream);
+    if (!config_.model.tied || !has_both_ends()) state_.start_gradients(embedding_unit, stream);
     const UnitState& unit = state_.unit(embedding_unit);
     const Tensor dwpe = unit.has("wpe.weight") ? unit.gradient("wpe.weight") : Tensor{};
     parallel::embedding_backward(unit.gradient("wte.weight"), dwpe, slot.gradient, slot.inputs.tokens,

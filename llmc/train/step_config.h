@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "device/host_copy.h"
+#include "dist/pipeline/messages.h"
+#include "dist/pipeline/stage_partition.h"
 #include "dist/schedule.h"
 #include "model/transformer.h"
 
@@ -28,7 +30,7 @@ struct StepConfig {
   BatchShape batch{1, 1};     // one micro-batch: B sequences of T tokens
   int64_t micro_batches = 1;  // of one step
   Schedule schedule = Schedule::one_f_one_b;
-  int chunks = 1;
+  int stages = 1, chunks = 1;       // of the pipeline, in all
   Recompute recompute = Recompute::none;
   ZeroConfig zero = {};
   TensorParallel tensor = {};  // made by tensor_parallel()
@@ -38,8 +40,16 @@ struct StepConfig {
   bool generates = true;  // plan memory for a text and its key-value cache
   Documents documents = Documents::together;
 
-  Mesh mesh() const { return mesh_of(zero, tensor, context); }
-  int ranks() const { return zero.ranks() * tensor.ranks; }
+  Mesh mesh() const { return mesh_of(zero, tensor, context, stages); }
+  int ranks() const { return zero.ranks() * tensor.ranks * stages; }
+  Pipeline pipeline() const { return {schedule, stages, chunks / stages, micro_batches, 1}; }
+  // Of the whole model, in its order.
+  std::vector<Chunk> model_chunks() const {
+    if (stages == 1) return make_chunks(model.n_layer, chunks);
+    std::vector<int> stage_of;
+    for (int c = 0; c < chunks; ++c) stage_of.push_back(pipeline().stage_of(c));
+    return chunks_of(even_layers(model.n_layer, stage_of));
+  }
   // Ranks, or groups of tensor- and context-parallel ranks, with samples of their own.
   int readers() const { return zero.ranks() / context.ranks; }
   // The shape of what one rank computes.

@@ -26,9 +26,9 @@ class Trainer {
                    ? nullptr
                    : std::make_unique<DataParallel>(Mesh(), 0, context.compute.device(), DataParallel::null_groups(0))),
         dp_(context.dp ? *context.dp : *alone_),
-        state_(part_of(parameter_table(config.model), config.tensor, dp_.tensor_rank), config.dtype, config.zero, dp_,
-               context.arena),
-        actions_(training_actions(config.schedule, config.chunks, config.micro_batches)),
+        state_(table_of(config, dp_), config.dtype, config.zero, dp_, context.arena, units_of(config, dp_)),
+        actions_(config.stages == 1 ? training_actions(config.schedule, config.chunks, config.micro_batches)
+                                    : pipeline_actions(config.pipeline())[static_cast<size_t>(dp_.stage)]),
         scalars_(scalar("scalars of all ranks", {dp_.ranks(), 1 + static_cast<int64_t>(state_.size())})),
         loss_(scalar("loss", {1})),
         square_sums_(
@@ -36,12 +36,12 @@ class Trainer {
         control_(scalar("update control", {4})),
         stage_(config_, context_, state_, my_scalars().slice(0, {1})),
         interpreter_(config_, context_, state_, stage_) {
-    CHECK(dp_.ranks() == config.ranks() && dp_.tensor.ranks == config.tensor.ranks);
+    CHECK(dp_.ranks() == config.ranks() && dp_.tensor.ranks == config.tensor.ranks && dp_.stages == config.stages);
     CHECK(config.zero.stage >= 0 && config.zero.stage <= 3);
     CHECK(dp_.context.ranks == config.context.ranks && config.batch.T % config.context.slices() == 0);
     CHECK(config.tensor.head_copies == tensor_parallel(config.model, config.tensor.ranks).head_copies);
     CHECK(config.zero.sync == DpSync::all_reduce ||
-          (config.zero.stage == 0 && config.zero.replicas == 1 && config.tensor.ranks * config.context.ranks == 1));
+          (config.zero.stage == 0 && config.zero.replicas == 1 && config.ranks() == config.zero.ranks() && config.context.ranks == 1));
     zero(control_, context_.compute);
   }
   Trainer(const Trainer&) = delete;
@@ -53,6 +53,7 @@ class Trainer {
   Stream& stream() const { return context_.compute; }
   Arena& arena() const { return context_.arena; }
   Interpreter::Place place() const { return interpreter_.place(); }
+  bool has_layer(int64_t layer) const { return state_.has(static_cast<size_t>(1 + layer)); }
 
   // ---- Training ----------------------------------------------------------------------------------------------------
 
@@ -100,7 +101,7 @@ class Trainer {
     const BatchShape asked{config_.batch.B, T.value_or(config_.batch.T)};
     const BatchShape shape{asked.B, config_.context.padded(asked.T)};
     const Pass pass{.purpose = Purpose::evaluate, .shape = shape, .row_losses = row_losses};
-    const std::vector<Action> actions = forward_only(config_.chunks, micro_batches);
+    const std::vector<Action> actions = forwards(micro_batches);
     if (shape.T == asked.T) run(actions, pass, batches);
     else evaluate_padded(actions, pass, asked, batches);
     combine();
@@ -136,6 +137,45 @@ class Trainer {
   }
 
  private:
+  // The parameters of this rank's tensor-parallel part. The head's stage only has a copy of a tied table.
+  static ParamTable table_of(const StepConfig& config, const DataParallel& dp) {
+    ParamTable table = part_of(parameter_table(config.model), config.tensor, dp.tensor_rank);
+    if (units_of(config, dp).tied && dp.stage > 0)
+      for (ParamSpec& p : table.front().params) p.first_copy = false;
+    return table;
+  }
+  // The units of this rank's stage.
+  static StageUnits units_of(const StepConfig& config, const DataParallel& dp) {
+    StageUnits units;
+    if (config.stages == 1) return units;
+    const std::vector<Chunk> chunks = config.model_chunks();
+    const int head = config.pipeline().stage_of(config.chunks - 1);
+    units.tied = config.model.tied && head != 0;
+    units.held.assign(static_cast<size_t>(config.model.n_layer) + 2, false);
+    for (int c = 0; c < config.chunks; ++c) {
+      if (config.pipeline().stage_of(c) != dp.stage) continue;
+      const Chunk& chunk = chunks[static_cast<size_t>(c)];
+      for (const int64_t layer : chunk.layers) units.held[static_cast<size_t>(1 + layer)] = true;
+      if (chunk.has_embedding || (chunk.has_head && config.model.tied)) units.held.front() = true;
+      if (chunk.has_head) units.held.back() = true;
+    }
+    return units;
+  }
+
+  // The forwards of this rank, with their messages.
+  std::vector<Action> forwards(int64_t micro_batches) const {
+    std::vector<Action> actions;
+    const Pipeline pipeline = config_.pipeline();
+    auto elsewhere = [&](int c) { return c >= 0 && c < config_.chunks && pipeline.stage_of(c) != dp_.stage; };
+    for (const Action& a : forward_only(config_.chunks, micro_batches)) {
+      if (elsewhere(a.chunk)) continue;
+      if (elsewhere(a.chunk - 1)) actions.push_back({ActionKind::receive_activations, a.chunk, a.micro_batch});
+      actions.push_back(a);
+      if (elsewhere(a.chunk + 1)) actions.push_back({ActionKind::send_activations, a.chunk, a.micro_batch});
+    }
+    return actions;
+  }
+
   // Waits for the stream when a scope is left, by an exception as well.
   struct Settle {
     Stream& stream;
@@ -180,7 +220,7 @@ class Trainer {
   // One sequence, which follows the rows in the cache if there is one, up to the logits of one of its rows.
   void forward_text(std::span<const int32_t> tokens, KeyValueCache* cache, int64_t logits_row) {
     const int64_t T = static_cast<int64_t>(tokens.size()), first_position = cache == nullptr ? 0 : cache->rows;
-    run(forward_only(config_.chunks, 1),
+    run(forwards(1),
         {.purpose = Purpose::generate, .shape = {1, T}, .cache = cache, .logits_row = logits_row}, [&](int64_t) {
           HostBatch batch;
           batch.tokens.assign(tokens.begin(), tokens.end());
@@ -208,6 +248,7 @@ class Trainer {
     Stream& stream = context_.compute;
     const int64_t units = static_cast<int64_t>(state_.size()), shards = config_.zero.shards;
     auto square_sum_of = [&](int64_t u, int64_t shard, const Tensor& out) {
+      if (!state_.has(static_cast<size_t>(u))) return zero(out, stream);
       const auto counted = state_.unit(static_cast<size_t>(u)).counted_gradients(static_cast<int>(shard));
       if (counted.empty()) zero(out, stream);
       for (size_t i = 0; i < counted.size(); ++i)
@@ -229,7 +270,8 @@ class Trainer {
   // loss_ and square_sums_ = those of all ranks.
   void combine() {
     dp_.scalars->all_gather(scalars_, context_.compute);
-    combine_scalars(loss_, square_sums_, scalars_, config_.zero.shards, config_.tensor.ranks, context_.compute);
+    combine_scalars(loss_, square_sums_, scalars_, config_.zero.shards, config_.tensor.ranks, config_.stages,
+                    context_.compute);
   }
 
   StepConfig config_;

@@ -43,13 +43,18 @@ void add_losses(double* sum, const A* losses, int64_t N) {
 
 // gathered (ranks, 1 + units); the tensor-parallel ranks of a shard are neighbours.
 inline void combine_scalars(double* loss, double* square_sums, const double* gathered, int64_t ranks, int64_t units,
-                            int64_t shards, int64_t tensor_ranks) {
+                            int64_t shards, int64_t tensor_ranks, int64_t stages) {
+  const int64_t row = 1 + units, of_stage = ranks / stages * row;
   double total = 0;
-  for (int64_t r = 0; r < ranks; r += tensor_ranks) total += gathered[r * (1 + units)];
+  for (int64_t r = 0; r < ranks; r += tensor_ranks) total += gathered[r * row];
   *loss = total;
   for (int64_t u = 0; u < units; ++u)
     for (int64_t t = 0; t < tensor_ranks; ++t)
-      for (int64_t s = 0; s < shards; ++s) *square_sums++ = gathered[(s * tensor_ranks + t) * (1 + units) + 1 + u];
+      for (int64_t s = 0; s < shards; ++s) {
+        double sum = 0;  // of one stage; the others have zeros
+        for (int64_t p = 0; p < stages; ++p) sum += gathered[p * of_stage + (s * tensor_ranks + t) * row + 1 + u];
+        *square_sums++ = sum;
+      }
 }
 
 inline void clip_control(double* control, const double* square_sums, int64_t n, const double* loss,

@@ -110,22 +110,25 @@ __device__ inline double sum_in_order(const double* x, int64_t stride, int64_t n
 template <class Double>
 __global__ void combine_scalars_kernel(Double* __restrict__ loss, Double* __restrict__ square_sums,
                                        const Double* __restrict__ gathered, int64_t ranks, int64_t units,
-                                       int64_t shards, int64_t tensor_ranks) {
-  const int64_t row = 1 + units;
+                                       int64_t shards, int64_t tensor_ranks, int64_t stages) {
+  const int64_t row = 1 + units, of_stage = ranks / stages * row;
   const Double total = detail::sum_in_order(gathered, tensor_ranks * row, ranks / tensor_ranks);
   if (threadIdx.x == 0) *loss = total;
   for (int64_t i = threadIdx.x; i < units * tensor_ranks * shards; i += warp_size) {
     const int64_t shard = i % shards, tensor_rank = i / shards % tensor_ranks, unit = i / shards / tensor_ranks;
-    square_sums[i] = gathered[(shard * tensor_ranks + tensor_rank) * row + 1 + unit];
+    Double sum = 0;  // of one stage; the others have zeros
+    for (int64_t p = 0; p < stages; ++p)
+      sum += gathered[p * of_stage + (shard * tensor_ranks + tensor_rank) * row + 1 + unit];
+    square_sums[i] = sum;
   }
 }
 
 // loss (1) = the sum over the first of each tensor_ranks ranks; square_sums (units, tensor_ranks, shards) = ; gathered
 // (ranks, 1 + units)
 inline void combine_scalars(double* loss, double* square_sums, const double* gathered, int64_t ranks, int64_t units,
-                            int64_t shards, int64_t tensor_ranks, cudaStream_t stream) {
+                            int64_t shards, int64_t tensor_ranks, int64_t stages, cudaStream_t stream) {
   launch(combine_scalars_kernel<double>, 1, warp_size, 0, stream, loss, square_sums, gathered, ranks, units, shards,
-         tensor_ranks);
+         tensor_ranks, stages);
 }
 
 // One warp.

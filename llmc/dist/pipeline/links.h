@@ -1,0 +1,162 @@
+// links.h: how the stages of a pipeline pass activations and gradients on: one link from each stage to each of its
+// neighbours, with a stream of its own at both ends, so that messages travel while the stages compute. A message goes
+// through a buffer at either end, and says at its end what it is.
+#pragma once
+#include <array>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "device/host_copy.h"
+#include "dist/comm/comm.h"
+#include "dist/pipeline/pipeline.h"
+#include "ops/ops_memory.h"
+
+namespace llmc {
+
+// What a message says of itself.
+using MessageHeader = std::array<float, 4>;  // kind, chunk that made it, micro-batch, slice: small integers
+
+// One end of a link.
+class StageLink {
+ public:
+  StageLink(const Device& device, int64_t scratch_bytes, std::unique_ptr<Comm> comm, int peer)
+      : scratch_(device, scratch_bytes), stream_(device, scratch_), comm_(std::move(comm)), peer_(peer) {}
+
+  Stream& stream() { return stream_; }
+  Comm& comm() { return *comm_; }
+  const Comm& comm() const { return *comm_; }
+
+  // Room for `count` messages of `elements` of this dtype; before each pass.
+  void reserve(DType dtype, int64_t elements, int64_t count, Arena& arena) {
+    const int64_t header = ceil_div(static_cast<int64_t>(sizeof(MessageHeader)), size_of(dtype));
+    buffers_.assign(static_cast<size_t>(count), {});
+    posted_.clear();
+    for (Buffer& b : buffers_) {
+      b.memory = arena.alloc("messages", "message between stages", dtype, {elements + header});
+      b.free = Event();
+      b.free.signal();
+    }
+    turn_ = 0;
+  }
+
+  void send(const Tensor& payload, const MessageHeader& header, Stream& compute) {
+    Buffer& b = next();
+    compute.wait(b.free);
+    copy(b.memory.slice(0, payload.shape), payload, compute);
+    stream_.wait(compute.record());
+    upload(header_of(b), std::vector<float>(header.begin(), header.end()), stream_);
+    comm_->send(b.memory, peer_, stream_);
+    b.free = stream_.record();
+  }
+  // Begins to receive the next message of the link; take() waits for it.
+  void post(const MessageHeader& expected) {
+    Buffer& b = next();
+    stream_.wait(b.free);
+    comm_->receive(b.memory, peer_, stream_);
+    check_header(header_of(b), expected);
+    b.arrived = stream_.record();
+    posted_.push_back(&b);
+  }
+  // payload = the oldest message that was posted and not taken.
+  void take(const Tensor& payload, Stream& compute) {
+    CHECK(!posted_.empty(), "a message between stages is used before it was received");
+    Buffer& b = *posted_.front();
+    posted_.erase(posted_.begin());
+    compute.wait(b.arrived);
+    copy(payload, b.memory.slice(0, payload.shape), compute);
+    b.free = compute.record();
+  }
+
+ private:
+  struct Buffer {
+    Tensor memory;
+    Event free, arrived;
+  };
+  Buffer& next() { return buffers_[turn_++ % buffers_.size()]; }
+  // The last bytes of a buffer.
+  Tensor header_of(const Buffer& b) const {
+    Tensor header = b.memory;
+    header.bytes += b.memory.size_bytes() - static_cast<int64_t>(sizeof(MessageHeader));
+    header.dtype = DType::fp32;
+    header.shape = {4};
+    header.name = "what a message is";
+    return header;
+  }
+  void check_header(const Tensor& header, const MessageHeader& expected) {
+    download(header, stream_, [expected](const std::vector<float>& got) {
+      for (size_t i = 0; i < expected.size(); ++i)
+        CHECK(got[i] == expected[i],
+              "a stage of the pipeline expected {} of chunk {}, micro-batch {}, slice {}, and received {} of chunk {}, "
+              "micro-batch {}, slice {}",
+              expected[0] == 0 ? "activations" : "gradients", expected[1], expected[2], expected[3],
+              got[0] == 0 ? "activations" : "gradients", got[1], got[2], got[3]);
+    });
+  }
+
+  Arena scratch_;
+  Stream stream_;
+  std::unique_ptr<Comm> comm_;
+  int peer_;
+  std::vector<Buffer> buffers_;
+  size_t turn_ = 0;
+  std::vector<Buffer*> posted_;
+};
+
+// The links of a stage: to its neighbours and from them.
+class StageLinks {
+ public:
+  // f(name, members): the group of these two ranks, ascending; the same names in the same order on all ranks.
+  template <class Join>
+  StageLinks(int rank, int ranks_of_stage, int stages, bool wraps, const Device& device, int64_t scratch_bytes, Join&& join)
+      : stage_(rank / ranks_of_stage) {
+    if (stages == 1) return;
+    const int stage = stage_, inner = ranks_of_stage, first = rank - stage * inner;
+    // The ring's edges e, from stage e to e + 1, in two or three colours: edges of one colour share no stage.
+    const int edges = stages == 2 ? 1 : wraps ? stages : stages - 1;
+    const auto colour = [&](int e) { return e == stages - 1 && stages % 2 == 1 ? 2 : e % 2; };
+    for (int c = 0; c < 3; ++c)
+      for (const bool down : {true, false}) {
+        int mine = -1;  // the edge of this colour that ends here
+        for (int e = 0; e < edges; ++e)
+          if (colour(e) == c && (e == stage || (e + 1) % stages == stage)) mine = e;
+        const std::string name = formatted("stages {} {}", down ? "down" : "up", c);
+        if (mine < 0) {
+          unused_.push_back(join(name, std::vector<int>{rank}));
+          continue;
+        }
+        const int upper = mine, lower = (mine + 1) % stages, from = down ? upper : lower, to = down ? lower : upper;
+        const int other = stage == upper ? lower : upper;
+        std::vector<int> members = {first + upper * inner, first + lower * inner};
+        if (members[0] > members[1]) std::swap(members[0], members[1]);
+        const int peer = members[0] == first + other * inner ? 0 : 1;
+        links_.push_back({from, to, std::make_unique<StageLink>(device, scratch_bytes, join(name, members), peer)});
+      }
+  }
+
+  // The link of this stage to another one, and from it.
+  StageLink& to(int stage) { return find(stage_, stage); }
+  StageLink& from(int stage) { return find(stage, stage_); }
+  template <class F>
+  void for_each(F&& f) const {
+    for (const Entry& e : links_) f(*e.link);
+  }
+
+ private:
+  struct Entry {
+    int from, to;
+    std::unique_ptr<StageLink> link;
+  };
+  StageLink& find(int from, int to) {
+    for (const Entry& e : links_)
+      if (e.from == from && e.to == to) return *e.link;
+    throw Error(formatted("no link from stage {} to stage {}", from, to));
+  }
+
+  int stage_;
+  std::vector<Entry> links_;
+  std::vector<std::unique_ptr<Comm>> unused_;
+};
+
+}  // namespace llmc
