@@ -82,7 +82,7 @@ struct AttentionOutputs {
 // What the backward writes: the gradients in the training dtype, or, if query_sums is set, it adds to sums.
 template <class T, class A>
 struct AttentionGradients {
-  HeadRows<T> queries, keys, values;
+  HeadRows<T> queries = {}, keys = {}, values = {};
   HeadRows<A> query_sums = {}, key_sums = {}, value_sums = {};
 };
 
