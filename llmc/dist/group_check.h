@@ -53,7 +53,7 @@ inline void check_groups(DataParallel& dp, const Mesh& mesh, Stream& compute,
                          const std::function<std::string(int)>& name_of_rank) {
   const auto along = [&](const std::vector<Axis>& axes) { return mesh.group(dp.rank, axes); };
   const std::vector<int> tensor = along({Axis::tp}), shard_group = along({Axis::shard, Axis::cp}),
-                         everybody = along({Axis::replicate, Axis::shard, Axis::cp, Axis::tp});
+                         everybody = along({Axis::pp, Axis::replicate, Axis::shard, Axis::cp, Axis::tp});
   // Found anew, so that a wrong group is noticed.
   const auto same_head = tensor.begin() + dp.tensor_rank / dp.tensor.head_copies * dp.tensor.head_copies;
   Stream& exchanges = dp.exchange_stream ? *dp.exchange_stream : compute;

@@ -10,22 +10,25 @@
 
 namespace llmc {
 
-// Which units of a model a stage of a pipeline has; by default all. tied: the first and the last stage both have the
-// embedding, whose table is also the head's.
+// Which stage of a pipeline has which unit of a model; empty: one stage has all. copy_of_embedding: the stage that has a
+// copy of the embedding, whose table is also its head's; -1: none.
 struct StageUnits {
-  std::vector<bool> held = {};
-  bool tied = false;
+  std::vector<int> stage_of = {};
+  int copy_of_embedding = -1;
+  bool has(size_t unit, int stage) const {
+    return stage_of.empty() || stage_of[unit] == stage || (unit == 0 && stage == copy_of_embedding);
+  }
 };
 
 // The units of a model: the embedding, the blocks, the head. A stage of a pipeline has some of them.
 class ModelState {
  public:
   ModelState(const ParamTable& table, DType dtype, const ZeroConfig& zero, DataParallel& dp, Arena& arena,
-             const StageUnits& stage = {})
-      : zero_(zero), dp_(dp), tied_(stage.tied) {
+             StageUnits stages = {})
+      : zero_(zero), dp_(dp), stages_(std::move(stages)) {
     int64_t largest_block = 0;
     for (const UnitSpec& unit : table)
-      units_.push_back(stage.held.empty() || stage.held[units_.size()]
+      units_.push_back(stages_.has(units_.size(), dp.stage)
                            ? std::make_unique<UnitState>(unit, dtype, zero, dp.shard, arena)
                            : nullptr);
     for (size_t u = 1; u + 1 < units_.size(); ++u) largest_block = std::max(largest_block, size_of_unit(u));
@@ -42,6 +45,8 @@ class ModelState {
   }
 
   bool has(size_t index) const { return units_[index] != nullptr; }
+  // The stage that has a unit; of one that two have, the first.
+  int stage_of(size_t index) const { return stages_.stage_of.empty() ? 0 : stages_.stage_of[index]; }
   const UnitState& unit(size_t index) const { return *units_[index]; }
   const UnitState& front() const { return *units_.front(); }
   const UnitState& back() const { return *units_.back(); }
@@ -166,7 +171,7 @@ class ModelState {
   // After the last micro-batch: the compute stream waits for the sums. A tied table on two stages gets its gradient from
   // both.
   void finish_gradients(Stream& compute) {
-    if (tied_ && units_.front()) {
+    if (stages_.copy_of_embedding >= 0 && units_.front()) {
       dp_.reduce_stream.wait(compute.record());
       dp_.tied_gradients->all_reduce(units_.front()->reduced_gradients(), dp_.reduce_stream);
     }
@@ -247,7 +252,7 @@ class ModelState {
 
   ZeroConfig zero_;
   DataParallel& dp_;
-  bool tied_;
+  StageUnits stages_;
   std::vector<std::unique_ptr<UnitState>> units_;  // none: on another stage
   std::vector<Buffer> weight_buffers_, gradient_buffers_;
   std::vector<size_t> order_;         // of a pass: the units to acquire

@@ -174,7 +174,8 @@ inline void load_weights(const std::vector<std::string>& paths, const ModelConfi
   const std::vector<HfPlace> places = match_hf_names(files, tensors);
   if (config.tied) require_same_head(files, places[0]);
 
-  for (size_t u = 0; u < state.size(); ++u) state.unit(u).zero_all(stream);
+  for (size_t u = 0; u < state.size(); ++u)
+    if (state.has(u)) state.unit(u).zero_all(stream);
   stream.synchronize();
   const StateTable table = state.state_table();
   for (size_t i = 0; i < tensors.size(); ++i) scatter_hf(tensors[i], *places[i].file, places[i].name, table, stream);
@@ -329,7 +330,7 @@ inline void load_checkpoint(const std::string& path, const ModelConfig& config, 
   const std::vector<std::unique_ptr<SafetensorsReader>> files = open_all(optimizers);
   const StateTable table = state.state_table();
   const std::map<std::string, std::vector<detail::Slice>> slices = detail::find_slices(files);
-  const DType dtype = state.unit(0).weight_shard().dtype;
+  const DType dtype = table.front().tensor.dtype;  // the first entry is a weight
   const bool masters = dtype != accumulator_of(dtype) && state.zero_config().master_weights;
   detail::require_whole_slices(slices, path, config, masters);
   for (const StateEntry& e : table)

@@ -7,6 +7,7 @@
 #include <functional>
 #include <iterator>
 #include <map>
+#include <set>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -55,22 +56,27 @@ struct WritePlan {
   std::vector<HfTensor> tensors;
   std::vector<size_t> unit;  // of each tensor
   std::vector<int> writer;   // of each unit
-  int writers = 0;           // ranks that write anything
+  std::set<int> writers;     // ranks that write anything
 
-  WritePlan(const ModelConfig& config, const ModelState& state, int ranks) : tensors(hf_tensors(config)) {
+  WritePlan(const ModelConfig& config, const ModelState& state) : tensors(hf_tensors(config)) {
+    const DataParallel& dp = state.dp();
+    const ParamTable units = part_of(parameter_table(config), dp.tensor, dp.tensor_rank);
     std::map<std::string, size_t> unit_of;
-    std::vector<int64_t> bytes(static_cast<size_t>(ranks), 0);
-    for (size_t u = 0; u < state.size(); ++u) {
-      for (const ParamSpec& p : state.unit(u).spec().params) unit_of[p.name] = u;
-      const auto least = std::min_element(bytes.begin(), bytes.end());
-      *least += state.unit(u).size();
+    std::vector<int64_t> bytes(static_cast<size_t>(dp.ranks()), 0);
+    for (size_t u = 0; u < units.size(); ++u) {
+      for (const ParamSpec& p : units[u].params) unit_of[p.name] = u;
+      const auto first = bytes.begin() + state.stage_of(u) * dp.ranks_of_stage();  // of those that have it
+      const auto least = std::min_element(first, first + dp.ranks_of_stage());
+      *least += UnitLayout(units[u], state.zero_config().ranks()).size;
       writer.push_back(static_cast<int>(least - bytes.begin()));
-      writers = std::max(writers, writer.back() + 1);
     }
+    writers.insert(writer.begin(), writer.end());
     for (const HfTensor& t : tensors) unit.push_back(unit_of.at(t.parts[0]));
   }
   std::string file(int rank) const {
-    return writers == 1 ? "model.safetensors" : formatted("model-{:05}-of-{:05}.safetensors", rank + 1, writers);
+    return writers.size() == 1 ? "model.safetensors"
+                               : formatted("model-{:05}-of-{:05}.safetensors",
+                                           std::distance(writers.begin(), writers.find(rank)) + 1, writers.size());
   }
   // model.safetensors.index.json
   std::string index(DType dtype) const {
@@ -135,7 +141,7 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   agree();
   nlohmann::ordered_json files = nlohmann::ordered_json::object();  // written by this rank
 
-  const detail::WritePlan plan(config, state, dp.control->size());
+  const detail::WritePlan plan(config, state);
   const int tp = dp.tensor.ranks;
   std::vector<TensorInfo> infos;
   for (size_t i = 0; i < plan.tensors.size(); ++i)
@@ -146,7 +152,7 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   });
   const ParamTable parameters = parameter_table(config);
   for (size_t u = 0; u < state.size(); ++u)  // one unit gathered, one tensor in host memory at a time
-    state.with_whole_unit(u, stream, [&](const UnitState& unit) {
+    if (state.stage_of(u) == dp.stage) state.with_whole_unit(u, stream, [&](const UnitState& unit) {
       const int writer = plan.writer[u];
       if (writer / tp != dp.rank / tp) return;  // the ranks of a tensor-parallel group are neighbours
       const HostView whole(unit.weights(), stream);
@@ -172,7 +178,8 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
     for (const StateEntry& e : table)
       infos.push_back({detail::slice_range(e).tensor_name(detail::what_of(e)), e.tensor.dtype, {e.tensor.numel()}});
     const std::string name =
-        formatted("optimizer-{:05}-of-{:05}.safetensors", dp.shard * tp + dp.tensor_rank + 1, owners * tp);
+        formatted("optimizer-{:05}-of-{:05}.safetensors", (dp.stage * owners + dp.shard) * tp + dp.tensor_rank + 1,
+                  dp.stages * owners * tp);
     SafetensorsWriter optimizer(temporary + "/" + name, infos);
     for (const StateEntry& e : table) optimizer.write(HostView(e.tensor, stream).tensor().bytes, e.tensor.size_bytes());
     files[name] = optimizer.finish().to_json();
@@ -189,7 +196,7 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
     for (const auto& [name, text] : more) record_text(name, text);
     record_text("config.json", config_to_hf(config, dtype).dump(2) + "\n");
     record_text("trainer.json", trainer.dump(2) + "\n");
-    if (plan.writers > 1) record_text("model.safetensors.index.json", plan.index(dtype));
+    if (plan.writers.size() > 1) record_text("model.safetensors.index.json", plan.index(dtype));
     for (const std::string& text : written)
       all.update(nlohmann::ordered_json(parse_json(text, "a rank's list of files")));
     write_text_durably(temporary + "/manifest.json",

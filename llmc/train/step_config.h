@@ -68,6 +68,20 @@ struct StepConfig {
   ContextParallel context_for(Purpose purpose) const {
     return purpose == Purpose::generate ? ContextParallel{} : context;
   }
+  // Who has which units.
+  StageUnits stage_units() const {
+    StageUnits units;
+    if (stages == 1) return units;
+    const std::vector<Chunk> all = model_chunks();
+    const int head = pipeline().stage_of(chunks - 1);
+    units.stage_of.assign(static_cast<size_t>(model.n_layer) + 2, 0);  // the embedding's is the first
+    for (int c = 0; c < chunks; ++c)
+      for (const int64_t layer : all[static_cast<size_t>(c)].layers)
+        units.stage_of[static_cast<size_t>(1 + layer)] = pipeline().stage_of(c);
+    units.stage_of.back() = head;
+    if (model.tied && head != 0) units.copy_of_embedding = head;
+    return units;
+  }
   // What a rank has of a micro-batch.
   BatchShape share(const BatchShape& all, Purpose purpose) const { return {all.B, context_for(purpose).share(all.T)}; }
   // Rows of whole sequences whose positions a rank needs.

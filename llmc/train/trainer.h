@@ -26,7 +26,7 @@ class Trainer {
                    ? nullptr
                    : std::make_unique<DataParallel>(Mesh(), 0, context.compute.device(), DataParallel::null_groups(0))),
         dp_(context.dp ? *context.dp : *alone_),
-        state_(table_of(config, dp_), config.dtype, config.zero, dp_, context.arena, units_of(config, dp_)),
+        state_(table_of(config, dp_), config.dtype, config.zero, dp_, context.arena, config.stage_units()),
         actions_(config.stages == 1 ? training_actions(config.schedule, config.chunks, config.micro_batches)
                                     : pipeline_actions(config.pipeline())[static_cast<size_t>(dp_.stage)]),
         scalars_(scalar("scalars of all ranks", {dp_.ranks(), 1 + static_cast<int64_t>(state_.size())})),
@@ -137,29 +137,12 @@ class Trainer {
   }
 
  private:
-  // The parameters of this rank's tensor-parallel part. The head's stage only has a copy of a tied table.
+  // The parameters of this rank's tensor-parallel part; a copy of the embedding is counted where the embedding is.
   static ParamTable table_of(const StepConfig& config, const DataParallel& dp) {
     ParamTable table = part_of(parameter_table(config.model), config.tensor, dp.tensor_rank);
-    if (units_of(config, dp).tied && dp.stage > 0)
+    if (config.stages > 1 && config.stage_units().copy_of_embedding == dp.stage)
       for (ParamSpec& p : table.front().params) p.first_copy = false;
     return table;
-  }
-  // The units of this rank's stage.
-  static StageUnits units_of(const StepConfig& config, const DataParallel& dp) {
-    StageUnits units;
-    if (config.stages == 1) return units;
-    const std::vector<Chunk> chunks = config.model_chunks();
-    const int head = config.pipeline().stage_of(config.chunks - 1);
-    units.tied = config.model.tied && head != 0;
-    units.held.assign(static_cast<size_t>(config.model.n_layer) + 2, false);
-    for (int c = 0; c < config.chunks; ++c) {
-      if (config.pipeline().stage_of(c) != dp.stage) continue;
-      const Chunk& chunk = chunks[static_cast<size_t>(c)];
-      for (const int64_t layer : chunk.layers) units.held[static_cast<size_t>(1 + layer)] = true;
-      if (chunk.has_embedding || (chunk.has_head && config.model.tied)) units.held.front() = true;
-      if (chunk.has_head) units.held.back() = true;
-    }
-    return units;
   }
 
   // The forwards of this rank, with their messages.

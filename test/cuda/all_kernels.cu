@@ -36,7 +36,7 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   column_sum(f, f, x, N, C, stream);
   square_sum(d, d, x, N, Accumulate::no, stream);
   add_losses(d, f, N, stream);
-  combine_scalars(d, d, d, N, N, N, 1, stream);
+  combine_scalars(d, d, d, N, N, N, 1, 1, stream);
   adamw_update(x, f, f, f, f, d, N, {}, stream);
   clip_control(d, d, N, d, {}, stream);
   cross_entropy(f, x, ids, N, C, C, 1, Gradient::yes, stream);

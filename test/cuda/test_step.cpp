@@ -74,10 +74,10 @@ TEST_CASE("the scalars of all ranks are combined as on the CPU", "[cuda]") {
   const auto values = normal_values<float>(ranks * (1 + units), 1);
   const std::vector<double> gathered(values.begin(), values.end());
   std::vector<double> loss(1), sums(static_cast<size_t>(units * tensor * shards));
-  cpu::combine_scalars(loss.data(), sums.data(), gathered.data(), ranks, units, shards, tensor);
+  cpu::combine_scalars(loss.data(), sums.data(), gathered.data(), ranks, units, shards, tensor, 1);
   const auto run = [&, ranks = ranks, units = units, shards = shards, tensor = tensor]() -> Outputs {
     DeviceArray<double> loss_out(1), sums_out(units * tensor * shards), from(gathered);
-    cuda::combine_scalars(loss_out, sums_out, from, ranks, units, shards, tensor, nullptr);
+    cuda::combine_scalars(loss_out, sums_out, from, ranks, units, shards, tensor, 1, nullptr);
     return {{"loss", bits_of(loss_out)}, {"sums", bits_of(sums_out)}};
   };
   check_bits(run, {{"loss", halves(loss)}, {"sums", halves(sums)}});

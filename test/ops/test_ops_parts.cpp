@@ -353,13 +353,14 @@ TEST_CASE("square sums add up, and the scalars of tensor-parallel ranks are comb
     double* row = gathered.data<double>() + 3 * r;
     row[0] = std::ldexp(1, static_cast<int>(r)), row[1] = 100 * static_cast<double>(r), row[2] = row[1] + 1;
   }
-  combine_scalars(loss, sums, gathered, 3, 2, b.stream);
+  combine_scalars(loss, sums, gathered, 3, 2, 1, b.stream);
   b.stream.synchronize();
   REQUIRE(sum.data<double>()[0] == each.data<double>()[0] + each.data<double>()[1]);
   REQUIRE(loss.data<double>()[0] == 1 + 4 + 16 + 64 + 256 + 1024);
   const std::vector<double> found(sums.data<double>(), sums.data<double>() + 12);
   REQUIRE(found == std::vector<double>{0, 200, 400, 100, 300, 500, 1, 201, 401, 101, 301, 501});
-  REQUIRE_ERROR(combine_scalars(loss, sums, gathered, 3, 5, b.stream), "12 ranks are not replicas of 3 shards x 5");
+  REQUIRE_ERROR(combine_scalars(loss, sums, gathered, 3, 5, 1, b.stream),
+                "12 ranks are not 1 stages of replicas of 3 shards x 5");
 }
 
 TEST_CASE("the gradient of a bias alone has the bits that it has beside the weight's") {
