@@ -29,9 +29,10 @@ struct Plan {
     if (!stages.empty()) return *stages[static_cast<size_t>(rank / ranks_of_stage)];
     return rank > 0 && others ? *others : *this;
   }
-  int64_t total_bytes() const {
+  int64_t total_bytes() const {  // of the stage that needs most
     int64_t bytes = 0;
     for (const MemoryLine& line : memory) bytes += line.bytes;
+    for (const auto& stage : stages) bytes = std::max(bytes, stage->total_bytes());
     return bytes;
   }
 };

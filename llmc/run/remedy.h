@@ -83,7 +83,7 @@ class RemedySearch {
     const int most = is_gpu_elsewhere(device_)                               ? 256 * asked_.ranks()
                      : device_.sharers == 1 && options_.place.processes == 1 ? visible_gpus().count
                                                                              : 0;
-    for (int ranks = 2 * asked; ranks * asked_.tensor.ranks * asked_.context.ranks <= std::min(most, 1024); ranks *= 2)
+    for (int ranks = 2 * asked; ranks * (asked_.ranks() / asked) <= std::min(most, 1024); ranks *= 2)
       all.push_back(ranks);
     return all;
   }

@@ -67,6 +67,15 @@ inline std::string layout_text(const StepConfig& step) {
   if (step.context.ranks > 1)
     text = formatted("{} context-parallel {}, {} attention", step.context.ranks,
                      text.empty() ? "ranks" : "groups of " + text, step.context.attention);
+  if (step.stages > 1) {
+    std::vector<size_t> layers(static_cast<size_t>(step.stages));
+    const std::vector<Chunk> chunks = step.model_chunks();
+    for (size_t c = 0; c < chunks.size(); ++c)
+      layers[static_cast<size_t>(step.pipeline().stage_of(static_cast<int>(c)))] += chunks[c].layers.size();
+    text = formatted("{} stages of {} layers, {}{}{}", step.stages, layers, step.schedule,
+                     step.chunks > step.stages ? formatted(" in {} chunks", step.chunks / step.stages) : "",
+                     text.empty() ? "" : ", each " + text);
+  }
   if (step.zero.ranks() == 1) return text;
   const std::string sharding =
       formatted("{} replica(s) x {} shard(s){}, ZeRO stage {}, gradients reduced every {}{}", zero.replicas,
@@ -80,7 +89,7 @@ inline std::string layout_text(const StepConfig& step) {
 // The traffic of every --dp-sync beside that of the one chosen, where a run has the choice.
 inline void report_links(Log& log, const StepConfig& step) {
   const ZeroConfig& zero = step.zero;
-  if (zero.ranks() == 1 || zero.stage > 0 || zero.replicas > 1 || step.tensor.ranks * step.context.ranks > 1) return;
+  if (zero.ranks() == 1 || zero.stage > 0 || zero.replicas > 1 || step.ranks() > zero.ranks() || step.context.ranks > 1) return;
   int64_t elements = 0;
   for (const UnitSpec& unit : parameter_table(step.model)) elements += UnitLayout(unit, zero.ranks()).size;
   const int64_t R = zero.grad_reduce == GradReduce::step ? 1 : step.micro_batches,
@@ -107,7 +116,7 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
           {"numerics", formatted("{}, recompute {}", o.dtype, step.recompute)},
           {"batch", formatted("{} tokens per step = {} micro-batch(es) x {} sequences x {} tokens x {} {}",
                               human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.readers(),
-                              step.tensor.ranks * step.context.ranks == 1 ? "rank(s)" : "group(s) of ranks")},
+                              step.ranks() == step.readers() ? "rank(s)" : "group(s) of ranks")},
           {"layout", layout_text(step)},
           {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
                                   o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip)}};
@@ -117,7 +126,9 @@ inline Rows memory_rows(const Plan& plan) {
   Rows rows;
   for (const MemoryLine& line : plan.memory)
     if (line.bytes > 0) rows.emplace_back(line.label, human_bytes(line.bytes));
-  rows.emplace_back("total", human_bytes(plan.total_bytes()));
+  int64_t total = 0;
+  for (const MemoryLine& line : plan.memory) total += line.bytes;
+  rows.emplace_back("total", human_bytes(total));
   return rows;
 }
 
@@ -125,8 +136,12 @@ inline Rows memory_rows(const Plan& plan) {
 inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, const Rows& more = {}) {
   Rows rows = memory_rows(plan);
   rows.insert(rows.end(), more.begin(), more.end());
-  log.table(step.ranks() == 1 ? "memory" : plan.others ? "memory of rank 0, the server" : "memory per rank", rows);
+  log.table(step.ranks() == 1 ? "memory" : plan.others           ? "memory of rank 0, the server"
+            : step.stages > 1      ? "memory per rank of stage 0"
+            : "memory per rank", rows);
   if (plan.others) log.table("memory of each other rank", memory_rows(*plan.others));
+  for (size_t s = 1; s < plan.stages.size(); ++s)
+    log.table(formatted("memory per rank of stage {}", s), memory_rows(*plan.stages[s]));
 }
 
 // The time of a planned step, at the rates that its clock assumes. Of servers, which do not run in step with the ranks
@@ -219,7 +234,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
       return traffic;
     };
     // Partial gradients of --tp are reduced by the ranks whose shard they are in.
-    const bool alike = !plan.others && (step.tensor.ranks == 1 || step.zero.shards == 1);
+    const bool alike = !plan.others && step.stages == 1 && (step.tensor.ranks == 1 || step.zero.shards == 1);
     log.table(alike ? "sent per rank and step" : "sent by rank 0 per step", rows(plan));
     if (plan.others) log.table("sent by rank 1 per step", rows(*plan.others));
     detail::report_links(log, step);
@@ -233,7 +248,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
     bytes += t.bytes;
   }
   ops.emplace_back("total", formatted("{:8}       {:14.3f} GFLOP {:12.3f} GB", "", flops * 1e-9, bytes * 1e-9));
-  log.table(o.ranks == 1 ? "work per step" : plan.others ? "work of rank 0 per step" : "work per rank and step", ops);
+  log.table(o.ranks == 1 ? "work per step" : plan.others || step.stages > 1 ? "work of rank 0 per step" : "work per rank and step", ops);
   if (const Rows time = detail::time_rows(step, plan, device.rates); !time.empty())
     log.table("time of a step on paper, by the GPU's datasheet", time);
   if (const std::string notice = detail::too_many_ranks_notice(device, step.ranks()); !notice.empty()) log.line(notice);

@@ -47,7 +47,7 @@ inline Device choose_device(const Options& o) {
 inline int64_t default_ranks(const Options& o) {
   if (o.generate || o.verify_data || o.print_schedule) return 1;
   const int64_t gpus = o.device == "cpu" ? 0 : visible_gpus().count;
-  return std::max(o.tp * o.cp, gpus);
+  return std::max(o.pp * o.tp * o.cp, gpus);
 }
 
 inline ModelConfig choose_model(const Options& o) {
@@ -60,7 +60,7 @@ inline DType choose_dtype(const Options& o) { return o.dtype == "bf16" ? DType::
 inline ZeroConfig choose_layout(const Options& o) {
   ZeroConfig zero;
   zero.replicas = static_cast<int>(o.dp_replicate);
-  zero.shards = static_cast<int>(o.ranks / o.tp / o.dp_replicate);
+  zero.shards = static_cast<int>(o.ranks / o.tp / o.pp / o.dp_replicate);
   zero.reduce_by_stage = o.grad_reduce == "auto";
   zero.set_stage(static_cast<int>(o.zero_stage));
   if (o.grad_reduce != "auto") zero.grad_reduce = grad_reduce_from_name(o.grad_reduce);
@@ -126,6 +126,11 @@ inline StepConfig choose_step(const Options& o) {
         o.seq_len, step.model.n_positions, o.model, step.model.n_positions);
   step.tensor = tensor_parallel(step.model, o.tp, o.sequence_parallel == "on", o.tp_overlap);
   step.context = context_parallel(step.model, step.tensor, o.cp, context_attention_from_name(o.cp_attention));
+  step.stages = static_cast<int>(o.pp);
+  step.chunks = static_cast<int>(o.pp * o.pp_chunks.value_or(o.schedule == "interleaved" ? 2 : 1));
+  CHECK(step.chunks <= step.model.n_layer,
+        "--pp {} with {} chunk(s) per stage needs {} layers, and --model {} has {}: use fewer stages or chunks", o.pp,
+        step.chunks / o.pp, step.chunks, o.model, step.model.n_layer);
   if (o.total_batch_size)
     step.micro_batches = *o.total_batch_size / (step.batch.rows() * step.readers());  // validated with the options
   step.head_chunks = o.head_chunks;

@@ -177,7 +177,7 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"--recompute-granularity", "--recompute", ""},
         {"--use-distributed-optimizer", "--zero-stage 1", ""},
         {"--tensor-model-parallel-size", "--tp", ""},
-        {"--pipeline-model-parallel-size", "--pp", "only drawn, by --print-schedule; training is not built yet"},
+        {"--pipeline-model-parallel-size", "--pp", ""},
         {"--context-parallel-size", "--cp", ""},
         {"--cp-comm-type", "--cp-attention", "ring for p2p, all-gather, ulysses for a2a"},
         {"--expert-model-parallel-size", "", not_built},

@@ -226,12 +226,12 @@ void visit_options(O& o, Visitor&& visit) {
         "the machine's memory, or of the GPU's free memory");
   visit("--schedule", "", o.schedule, one_of({"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream"}), free,
         "order of forwards and backwards; 1f1b needs less memory than gpipe; the same numbers; the others are for "
-        "pipelines, which --print-schedule draws, and in which training is not built yet");
+        "pipelines; so far, zb-h1, zb-v and pipedream can only be drawn, by --print-schedule");
   visit("--pp", "", o.pp, between(1, 1 << 10), warn,
-        "stages of a pipeline, each with some of the layers; so far only for --print-schedule");
+        "pipeline parallelism: stages, each with some of the layers, on ranks of their own; for slow links");
   visit("--pp-chunks", "", o.pp_chunks, between(1, 1 << 10), free,
         "runs of layers that each stage has with --schedule interleaved; zb-v has 2, the others 1; default: 2 with "
-        "interleaved; so far only for --print-schedule");
+        "interleaved");
   visit("--token-slices", "", o.token_slices, Limits{}, warn,
         "slices of its sequence in which a micro-batch passes through the stages, with gpipe and 1f1b; so far only "
         "for --print-schedule");

@@ -168,12 +168,16 @@ inline std::string multiples_beside(int64_t x, int64_t n) {
 
 // How the ranks share a step.
 inline void validate_layout(const Options& o) {
-  const int64_t together = o.tp * o.cp, readers = o.ranks / together;
-  const std::string group = o.cp == 1 ? "--tp" : o.tp == 1 ? "--cp" : "--tp and --cp";
+  std::string group, values;  // "--tp and --cp", "--tp 2 with --cp 2"
+  for (const auto& [name, size] : {std::pair{"--pp", o.pp}, {"--tp", o.tp}, {"--cp", o.cp}}) {
+    if (size == 1) continue;
+    group += (group.empty() ? "" : " and ") + std::string(name);
+    values += (values.empty() ? "" : " with ") + formatted("{} {}", name, size);
+  }
+  const int64_t together = o.tp * o.cp * o.pp, readers = o.ranks / together;
   CHECK(o.ranks % together == 0,
-        "{}{}{} needs a multiple of {} ranks, and there are {}: change --local-ranks, the number of processes, or {}",
-        o.tp > 1 ? formatted("--tp {}", o.tp) : "", o.tp > 1 && o.cp > 1 ? " with " : "",
-        o.cp > 1 ? formatted("--cp {}", o.cp) : "", together, o.ranks, group);
+        "{} needs a multiple of {} ranks, and there are {}: change --local-ranks, the number of processes, or {}", values,
+        together, o.ranks, group);
   CHECK(readers % o.dp_replicate == 0, "--dp-replicate {} does not divide the {} {}", o.dp_replicate, readers,
         together == 1 ? "ranks" : "data-parallel ranks, each of which is a group of " + group);
   CHECK(o.cp == 1 || o.seq_len % (2 * o.cp) == 0,
@@ -186,8 +190,8 @@ inline void validate_layout(const Options& o) {
   CHECK(!o.tp_overlap || o.tp > 1,
         "--tp-overlap: there is nothing to overlap with --tp 1; leave it out, or raise --tp");
   if (o.dp_sync != "all-reduce") {
-    CHECK(together == 1, "--dp-sync {} with {} {}: servers are for data parallelism alone: use --dp-sync all-reduce",
-          o.dp_sync, o.tp > 1 ? "--tp" : "--cp", o.tp > 1 ? o.tp : o.cp);
+    CHECK(together == 1, "--dp-sync {} with {}: servers are for data parallelism alone: use --dp-sync all-reduce",
+          o.dp_sync, values);
     CHECK(o.zero_stage == 0,
           "--dp-sync {} with --zero-stage {}: servers are for stage 0, and hold the optimizer state already: leave out "
           "--zero-stage, or use --dp-sync all-reduce",
@@ -207,15 +211,18 @@ inline void validate_layout(const Options& o) {
 }
 
 // Refuses what --print-schedule draws and training does not have yet.
-inline void refuse_pipelines(const Options& o) {
+inline void validate_pipeline(const Options& o) {
   auto refuse = [](const char* option, const auto& value) {
-    throw Error(
-        formatted("{} {} can be drawn by --print-schedule; training with pipelines is not built yet", option, value));
+    throw Error(formatted("{} {} can be drawn by --print-schedule; training with it is not built yet", option, value));
   };
-  if (o.pp > 1) refuse("--pp", o.pp);
-  if (o.pp_chunks) refuse("--pp-chunks", *o.pp_chunks);
   if (o.token_slices != "1") refuse("--token-slices", shown(o.token_slices));
-  if (o.schedule != "gpipe" && o.schedule != "1f1b") refuse("--schedule", o.schedule);
+  const bool interleaved = o.schedule == "interleaved";
+  if (o.schedule != "gpipe" && o.schedule != "1f1b" && !interleaved) refuse("--schedule", o.schedule);
+  CHECK(!interleaved || o.pp > 1, "--schedule interleaved is for the stages of a pipeline: give --pp, or use 1f1b");
+  CHECK(!o.pp_chunks || interleaved, "--pp-chunks {} with --schedule {}, whose stages have 1 chunk each: use --schedule "
+        "interleaved, or leave out --pp-chunks", o.pp_chunks.value_or(1), o.schedule);
+  CHECK(o.pp == 1 || !o.tune_matmul, "--tune-matmul with --pp {}: the stages compute different products; leave it out",
+        o.pp);
   CHECK(!o.micro_batches,
         "--micro-batches {} is for --print-schedule: how many a step has follows from --total-batch-size",
         o.micro_batches.value_or(0));
@@ -227,7 +234,7 @@ inline void validate(const Options& o) {
   CHECK(o.generate + o.plan + o.selftest + o.verify_data + o.print_schedule <= 1,
         "--generate, --plan, --selftest, --verify-data and --print-schedule: choose one of them");
   if (o.print_schedule) return;
-  refuse_pipelines(o);
+  validate_pipeline(o);
   if (o.selftest) return;
   CHECK(!o.generate || !o.from_scratch,
         "--generate with --from-scratch: random weights generate nothing useful; leave out one of them");
