@@ -221,11 +221,13 @@ TEMPLATE_TEST_CASE("attention of a block writes its rows and no others", "[cuda]
     int64_t offset, D;
     float size = 0;  // queries are near it, keys and values near -size, so that scores are near -size^2 sqrt(D)
   };
-  // Rows that see all keys, and others that do not; few and many; keys that nobody sees; all keys, one less than a
-  // tile, with scores whose exponentials are too small for a float: those of the padding would be infinite.
+  // Rows that see all keys, and others that do not; few and many; keys that nobody sees; a scratch without
+  // padding; all keys, one less than a tile, with scores whose exponentials are too small for a float: those of the
+  // padding would be infinite.
   const Rows r = GENERATE(Rows{{50, 7, 40}, {60, 5, 33}, 3, 16}, Rows{{20, 1, 18}, {90, 11, 70}, 100, 7},
                           Rows{{17, 0, 17}, {80, 0, 77}, 60, 64}, Rows{{19, 3, 16}, {300, 20, 260}, 250, 16},
-                          Rows{{30, 10, 17}, {60, 0, 60}, 0, 8}, Rows{{20, 1, 18}, {70, 4, 63}, 100, 16, 6});
+                          Rows{{30, 10, 17}, {60, 0, 60}, 0, 8}, Rows{{128, 0, 128}, {16, 0, 16}, 0, 8},
+                          Rows{{20, 1, 18}, {70, 4, 63}, 100, 16, 6});
   const int64_t B = r.D == 16 && r.keys.length < 100 ? 2 : 1, Hq = 4, Hkv = 2, D = r.D, C = Hq * D, keys_C = Hkv * D;
   INFO("rows " << r.queries.rows << ", keys " << r.keys.rows << ", offset " << r.offset << ", D " << D);
   const AttentionBlock block = {
