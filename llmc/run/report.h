@@ -80,7 +80,7 @@ inline std::string layout_text(const StepConfig& step) {
 // The traffic of every --dp-sync beside that of the one chosen, where a run has the choice.
 inline void report_links(Log& log, const StepConfig& step) {
   const ZeroConfig& zero = step.zero;
-  if (zero.ranks() == 1 || zero.stage > 0 || zero.replicas > 1 || step.tensor.ranks * step.context.ranks > 1) return;
+  if (zero.ranks() == 1 || zero.stage > 0 || zero.replicas > 1 || step.ranks() > step.readers()) return;
   int64_t elements = 0;
   for (const UnitSpec& unit : parameter_table(step.model)) elements += UnitLayout(unit, zero.ranks()).size;
   const int64_t R = zero.grad_reduce == GradReduce::step ? 1 : step.micro_batches,
@@ -107,7 +107,7 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
           {"numerics", formatted("{}, recompute {}", o.dtype, step.recompute)},
           {"batch", formatted("{} tokens per step = {} micro-batch(es) x {} sequences x {} tokens x {} {}",
                               human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.readers(),
-                              step.tensor.ranks * step.context.ranks == 1 ? "rank(s)" : "group(s) of ranks")},
+                              step.ranks() == step.readers() ? "rank(s)" : "group(s) of ranks")},
           {"layout", layout_text(step)},
           {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
                                   o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip)}};
