@@ -25,7 +25,6 @@
 #pragma once
 #include <source_location>
 #include <utility>
-#include <vector>
 
 #include "dist/parallel.h"
 #include "ops/ops.h"

@@ -5,7 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "dist/params.h"
+#include "core/check.h"
+#include "core/shape.h"
 
 namespace llmc {
 

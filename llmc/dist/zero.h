@@ -23,8 +23,9 @@ struct StageUnits {
 // The units of a model: the embedding, the blocks, the head. A stage of a pipeline has some of them.
 class ModelState {
  public:
+  // blocks_open: the most blocks whose gradients are between start_gradients() and reduce_gradients() at the same time
   ModelState(const ParamTable& table, DType dtype, const ZeroConfig& zero, DataParallel& dp, Arena& arena,
-             StageUnits stages = {})
+             StageUnits stages = {}, int64_t blocks_open = 1)
       : zero_(zero), dp_(dp), stages_(std::move(stages)) {
     int64_t largest_block = 0;
     for (const UnitSpec& unit : table)
@@ -32,16 +33,18 @@ class ModelState {
                            ? std::make_unique<UnitState>(unit, dtype, zero, dp.shard, arena)
                            : nullptr);
     for (size_t u = 1; u + 1 < units_.size(); ++u) largest_block = std::max(largest_block, size_of_unit(u));
-    // Two buffers that the blocks use in turn, one for the embedding and one for the head.
-    auto buffers = [&](const char* label, DType d) {
+    // One buffer for the embedding, one for the head, and some that the blocks use in turn.
+    auto buffers = [&](const char* label, DType d, int64_t for_blocks) {
+      std::vector<int64_t> sizes(static_cast<size_t>(2 + for_blocks), largest_block);
+      sizes[0] = size_of_unit(0), sizes[1] = size_of_unit(units_.size() - 1);
       std::vector<Buffer> made;
-      for (int64_t size : {size_of_unit(0), largest_block, largest_block, size_of_unit(units_.size() - 1)})
+      for (const int64_t size : sizes)
         made.push_back({size > 0 ? arena.alloc(label, "unit", d, {size}) : Tensor{}, {}, false});
       return made;
     };
-    if (zero.stage == 3) weight_buffers_ = buffers("gathered weights", dtype);
+    if (zero.stage == 3) weight_buffers_ = buffers("gathered weights", dtype, 2);
     if (zero.grad_reduce == GradReduce::micro)
-      gradient_buffers_ = buffers("gradients in flight", accumulator_of(dtype));
+      gradient_buffers_ = buffers("gradients in flight", accumulator_of(dtype), blocks_open + 1);
   }
 
   bool has(size_t index) const { return units_[index] != nullptr; }
@@ -123,7 +126,8 @@ class ModelState {
 
   // Before the first micro-batch of a step.
   void zero_gradients(Stream& compute) {
-    for (const auto& [u, buffer] : current_gradients_) buffer->free = compute.record();  // of an interrupted step
+    for (const auto& [u, buffer] : current_gradients_)  // of an interrupted step
+      buffer->free = compute.record(), buffer->in_use = false;
     current_gradients_.clear();
     for (const auto& unit : units_) {
       if (!unit) continue;
@@ -134,7 +138,10 @@ class ModelState {
   // Before the first backward of a unit in a micro-batch.
   void start_gradients(size_t u, Stream& compute) {
     if (zero_.grad_reduce == GradReduce::step) return;
-    Buffer& buffer = gradient_buffers_[buffer_of(u, gradient_turn_)];
+    const size_t b = buffer_of(u, gradient_turn_, gradient_buffers_);
+    Buffer& buffer = gradient_buffers_[b];
+    CHECK(!buffer.in_use, "{}: its gradients have no buffer", units_[u]->spec().name);
+    buffer.in_use = true;
     compute.wait(buffer.free);
     units_[u]->attach_gradients(buffer.memory);
     zero(units_[u]->gradients(), compute);
@@ -163,6 +170,7 @@ class ModelState {
                                         [&](const auto& c) { return c.first == u; });
       dp_.hooks.released(current->second->memory, stream);
       current->second->free = stream.record();
+      current->second->in_use = false;
       current_gradients_.erase(current);
     } else {
       dp_.hooks.released_except(all, unit.update_range(), stream);
@@ -222,18 +230,20 @@ class ModelState {
     Buffer(Tensor m, Event f, bool used) : memory(m), free(f), in_use(used) { free.signal(); }
   };
 
-  size_t buffer_of(size_t u, int& turn) const {
+  size_t buffer_of(size_t u, size_t& turn, const std::vector<Buffer>& buffers) const {
     if (u == 0) return 0;
-    if (u + 1 == units_.size()) return 3;
-    return 1 + static_cast<size_t>(turn++ % 2);
+    if (u + 1 == units_.size()) return 1;
+    const size_t for_blocks = buffers.size() - 2;
+    for (size_t tried = 1; tried < for_blocks && buffers[2 + turn % for_blocks].in_use; ++tried) ++turn;
+    return 2 + turn++ % for_blocks;
   }
 
   // Issues the gather of the next unit of order_, if it has not been issued and its buffer is not in use.
   void gather_ahead() {
     if (issued_ > acquired_ || issued_ == order_.size()) return;
     const size_t u = order_[issued_];
-    int turn = weight_turn_;
-    const size_t b = buffer_of(u, turn);
+    size_t turn = weight_turn_;
+    const size_t b = buffer_of(u, turn, weight_buffers_);
     Buffer& buffer = weight_buffers_[b];
     if (buffer.in_use) return;
     weight_turn_ = turn;
@@ -258,7 +268,7 @@ class ModelState {
   std::vector<size_t> order_;         // of a pass: the units to acquire
   size_t issued_ = 0, acquired_ = 0;  // of order_: gathers begun, units acquired
   std::vector<size_t> gathered_;      // buffers issued and not yet acquired
-  int weight_turn_ = 0, gradient_turn_ = 0;
+  size_t weight_turn_ = 0, gradient_turn_ = 0;
   std::vector<std::pair<size_t, size_t>> held_;                // unit and weight buffer, between acquire and release
   std::vector<std::pair<size_t, Buffer*>> current_gradients_;  // unit and gradient buffer, between start and reduction
   Event updated_weights_;

@@ -15,7 +15,7 @@ namespace detail {
 inline void check_qkv(const char* op, const char* argument, const Tensor& qkv, const AttentionShape& s) {
   check_tensor(op, argument, qkv, qkv.dtype, {s.B * s.T, (s.Hq + 2 * s.Hkv) * s.D});
 }
-// `qkv`: a matrix of queries, or of keys and values, or of all three, whose rows are those of `rows`.
+// t: a matrix of queries, or of keys and values, or of all three, that has these rows of B sequences.
 inline void check_rows(const char* op, const char* argument, const Tensor& t, DType dtype, int64_t B,
                        const SequenceRows& rows, int64_t least_width) {
   CHECK(rows.first >= 0 && rows.rows > 0 && rows.first + rows.rows <= rows.length, "{}: rows {} to {} of {}", op,

@@ -89,7 +89,7 @@ inline std::string layout_text(const StepConfig& step) {
 // The traffic of every --dp-sync beside that of the one chosen, where a run has the choice.
 inline void report_links(Log& log, const StepConfig& step) {
   const ZeroConfig& zero = step.zero;
-  if (zero.ranks() == 1 || zero.stage > 0 || zero.replicas > 1 || step.ranks() > zero.ranks() || step.context.ranks > 1) return;
+  if (zero.ranks() == 1 || zero.stage > 0 || zero.replicas > 1 || step.ranks() > step.readers()) return;
   int64_t elements = 0;
   for (const UnitSpec& unit : parameter_table(step.model)) elements += UnitLayout(unit, zero.ranks()).size;
   const int64_t R = zero.grad_reduce == GradReduce::step ? 1 : step.micro_batches,

@@ -299,7 +299,7 @@ inline bool run_selftest(
         fp32 ? noise : Distances(run_layout(step_config(model, DType::fp32, 1, Layout{})), alone);
     const auto twice = [&](const Distances& usual) {
       Distances bound = usual;
-      for (double Distances::*which : {&Distances::norm, &Distances::gradients, &Distances::weights})
+      for (auto which : {&Distances::norm, &Distances::gradients, &Distances::weights})
         bound.*which = fp32 ? 1e-5 : std::max(2 * usual.*which, 0x1p-8);
       bound.loss = fp32 ? 1e-6 : std::max(2 * usual.loss, 1e-3);
       return bound;

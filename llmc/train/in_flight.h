@@ -94,10 +94,11 @@ class Uploads {
  public:
   Uploads(const StepConfig& config, const Context& context) : config_(config) {
     if (context.compute.device().computes_as() == DeviceKind::cuda) {
-      const BatchShape step = config.share(config.batch, Purpose::train), text{1, config.batch.T};
+      // Of a step, or of a text, which is not divided.
+      const int64_t rows = std::max(config.share(config.batch, Purpose::train).rows(), config.batch.T);
       for (int i = 0; i < 2; ++i)
-        arriving_.emplace_back(std::max(step.rows(), text.rows()),
-                               config.all_position_rows(config.batch, Purpose::train), config.tensor, context.arena);
+        arriving_.emplace_back(rows, config.all_position_rows(config.batch, Purpose::train), config.tensor,
+                               context.arena);
     }
     if (context.copies != nullptr)
       context.copies->reserve_uploads(
@@ -118,7 +119,7 @@ class Uploads {
       ids->resize(padded, ids == &from.targets ? -1 : 0);  // padding has no targets
     }
     if (on_paper) all_positions.resize(static_cast<size_t>(to.all_positions.numel()));
-    const std::vector<std::tuple<Tensor, Tensor MicroBatch::*, std::vector<int32_t>*>> inputs = {
+    const std::tuple<Tensor, Tensor MicroBatch::*, std::vector<int32_t>*> inputs[] = {
         {to.tokens, &MicroBatch::tokens, &from.tokens},
         {to.targets, &MicroBatch::targets, &from.targets},
         {to.positions, &MicroBatch::positions, &from.positions},

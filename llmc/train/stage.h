@@ -114,8 +114,12 @@ class Stage {
   static size_t block_unit(int64_t layer) { return static_cast<size_t>(1 + layer); }
   size_t head_unit() const { return state_.size() - 1; }
 
-  // Does this rank have both uses of a tied table?
-  bool has_both_ends() const { return is_here(0) && is_here(config_.chunks - 1); }
+  // Are the two parts of a tied table's gradient, from the head and from the embedding, reduced each by itself? Where
+  // they are on two stages, and where other micro-batches come between them and the buffer is for one of them.
+  bool reduces_tied_parts() const {
+    if (!config_.model.tied || config_.stages == 1) return false;
+    return !is_here(0) || !is_here(config_.chunks - 1) || config_.zero.grad_reduce == GradReduce::micro;
+  }
   // The unit of the embedding, if the head shares its table.
   const UnitState& acquire_tied() {
     if (config_.model.tied) return state_.acquire(embedding_unit, context_.compute);
@@ -225,7 +229,7 @@ class Stage {
                         model_, parallel_);
         });
     state_.reduce_gradients(head_unit(), last_micro_batch, stream);
-    if (config_.model.tied && !has_both_ends()) state_.reduce_gradients(embedding_unit, last_micro_batch, stream);
+    if (reduces_tied_parts()) state_.reduce_gradients(embedding_unit, last_micro_batch, stream);
     state_.release(head_unit(), stream);
     release_tied();
   }
@@ -253,7 +257,7 @@ class Stage {
   void backward_embedding(const Slot& slot, bool last_micro_batch) {
     Stream& stream = context_.compute;
     const ProfilerRange range = set_current("backward of the embedding");
-    if (!config_.model.tied || !has_both_ends()) state_.start_gradients(embedding_unit, stream);
+    if (!config_.model.tied || reduces_tied_parts()) state_.start_gradients(embedding_unit, stream);
     const UnitState& unit = state_.unit(embedding_unit);
     const Tensor dwpe = unit.has("wpe.weight") ? unit.gradient("wpe.weight") : Tensor{};
     parallel::embedding_backward(unit.gradient("wte.weight"), dwpe, slot.gradient, slot.inputs.tokens,

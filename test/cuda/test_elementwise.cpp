@@ -142,8 +142,8 @@ TEMPLATE_TEST_CASE("boxes are copied, and rounded like on the CPU", "[cuda]", (s
   // Whole packs, over several blocks of threads; a begin, a distance or a run that is none; the transposition of heads.
   const Box box = GENERATE(Box{{8, 192, 64}, {16, 128, 32}, {9, 3, 24}}, Box{{0, 512, 128}, {64, 448, 64}, {50, 4, 64}},
                            Box{{3, 192, 64}, {16, 128, 32}, {2, 3, 16}}, Box{{0, 100, 30}, {0, 96, 32}, {2, 3, 24}},
-                           Box{{8, 33, 16}, {8, 32, 16}, {3, 1, 8}}, Box{{0, 32, 8}, {0, 24, 8}, {3, 2, 7}},
-                           Box{{0, 8, 40}, {0, 32, 8}, {5, 4, 8}});
+                           Box{{8, 33, 16}, {8, 32, 16}, {3, 1, 8}}, Box{{8, 45, 16}, {8, 45, 16}, {3, 2, 8}},
+                           Box{{0, 32, 8}, {0, 24, 8}, {3, 2, 7}}, Box{{0, 8, 40}, {0, 32, 8}, {5, 4, 8}});
   const auto size = [&](const BoxStrides& s) {
     return s.begin + (box.sizes.outer - 1) * s.outer + (box.sizes.inner - 1) * s.inner + box.sizes.run;
   };

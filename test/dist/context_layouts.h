@@ -2,6 +2,7 @@
 // context parallelism.
 #pragma once
 #include "catch2.h"
+#include "dist/on_ranks.h"
 #include "run/selftest.h"
 
 namespace context_layouts {
@@ -42,32 +43,8 @@ inline StepConfig step_of(const Model& model, const Layout& layout, Documents do
   return step;
 }
 
-// Several documents per sample, which begin anywhere.
-inline HostBatch read_documents(const StepConfig& step, int reader, int64_t micro_batch) {
-  HostBatch batch = selftest::read_batch(step, reader, micro_batch);
-  int32_t position = 0;
-  for (size_t i = 0; i < batch.positions.size(); ++i) {
-    if (batch.positions[i] == 0 || batch.tokens[i] % 11 == 0) position = 0;
-    batch.positions[i] = position++;
-  }
-  return batch;
-}
-
 inline Outcome run(const StepConfig& step, const Hooks& hooks = poison_hooks) {
-  const bool apart = step.documents == Documents::apart;
-  return selftest::run_layout(step, {}, {.hooks = hooks, .read = apart ? read_documents : selftest::read_batch});
-}
-
-// f(run) on every rank of a layout with fresh weights.
-template <class F>
-void on_ranks(const StepConfig& step, F&& f) {
-  World world(step.mesh(), Backend::threads, poison_hooks);
-  const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
-  run_ranks(world, [&](int rank) {
-    Run run(step, plan, {DeviceKind::cpu, 1}, world, rank);
-    init_weights(run.trainer.state(), 42, run.stream);
-    f(run);
-  });
+  return selftest::run_layout(step, {}, {.hooks = hooks});
 }
 
 inline std::string to_string(const Distances& d) {

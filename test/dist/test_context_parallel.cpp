@@ -39,7 +39,7 @@ void compare(const Model& model, Documents documents, bool print = false) {
 
 TEST_CASE("the documents of these tests begin inside slices and cross their borders, several in a sample") {
   const StepConfig step = step_of({"gpt2", true, DType::fp32, 8, 8}, {}, Documents::apart);
-  const HostBatch batch = read_documents(step, 0, 0);
+  const HostBatch batch = selftest::read_batch(step, 0, 0);
   for (const int64_t rows : {seq_len / 4, seq_len / 8, seq_len / 16}) {
     int inside = 0, across = 0;
     for (size_t i = 0; i < batch.positions.size(); ++i) {
@@ -133,7 +133,7 @@ Outcome with_norm_weights(const StepConfig& step, float weight, double* largest 
     for (const StateEntry& e : run.trainer.state().state_table())
       if (e.kind == StateKind::weight && e.param->name.find("_norm.weight") != std::string::npos)
         fill(e.tensor, weight, run.stream);
-    const BatchSource batches = [&](int64_t m) { return read_documents(step, run.dp.reader(), m); };
+    const BatchSource batches = [&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); };
     const ModelConfig& m = step.model;
     if (largest != nullptr)
       run.stream.set_inspector([&](const char* op, const Tensor& t) {

@@ -81,7 +81,7 @@ void require_as_planned(const StepConfig& step) {
     Run run(step, plan, device, world, rank);
     init_weights(run.trainer.state(), 1, run.stream);
     const BatchSource batches = [&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); };
-    const StepResult result = run.trainer.step(batches, {.lr = 1e-3f, .step = 1}, {});
+    const StepResult result = run.trainer.step(batches, {1e-3f, 0.9f, 0.95f, 1e-8f, 0, 1}, {});
     run.dp.reduce_stream.synchronize();
     CHECK(result.applied, "the step was not applied");
     const auto planned = make_plan(step, device, rank).step_traffic;

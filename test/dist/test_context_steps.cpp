@@ -78,7 +78,7 @@ namespace {
 // the first slices but one row; most rows of some sequences and none of others.
 template <int kind>
 HostBatch read_few_targets(const StepConfig& step, int reader, int64_t micro_batch) {
-  HostBatch batch = read_documents(step, reader, micro_batch);
+  HostBatch batch = selftest::read_batch(step, reader, micro_batch);
   const int64_t T = step.batch.T;
   for (size_t i = 0; i < batch.targets.size(); ++i) {
     const int64_t t = static_cast<int64_t>(i) % T, b = static_cast<int64_t>(i) / T;

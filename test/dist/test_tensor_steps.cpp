@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "catch2.h"
+#include "dist/on_ranks.h"
 #include "helpers.h"
 #include "run/selftest.h"
 #include "train/choices.h"
@@ -26,18 +27,6 @@ void require_close(const selftest::Outcome& outcome, const selftest::Outcome& al
   const selftest::Distances d(outcome, alone);
   INFO("loss " << d.loss << ", norm " << d.norm << ", gradients " << d.gradients << ", weights " << d.weights);
   REQUIRE((d.loss < 1e-6 && d.norm < 1e-5 && d.gradients < 1e-5 && d.weights < weights));
-}
-
-// f(run) on every rank of a layout with fresh weights.
-template <class F>
-void on_ranks(const StepConfig& step, F&& f) {
-  World world(step.mesh(), Backend::threads, poison_hooks);
-  const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
-  run_ranks(world, [&](int rank) {
-    Run run(step, plan, {DeviceKind::cpu, 1}, world, rank);
-    init_weights(run.trainer.state(), 5, run.stream);
-    f(run);
-  });
 }
 
 }  // namespace

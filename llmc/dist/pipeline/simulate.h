@@ -160,8 +160,7 @@ inline Kept most_kept(const Pipeline& p, const ActionList& list) {
     // A pass has its input, and makes its result, before it frees anything.
     now.together = now.activations + now.for_weights;
     if (a.kind == ActionKind::backward_input) ++now.for_weights;
-    for (int64_t Kept::*n :
-         {&Kept::activations, &Kept::for_weights, &Kept::together, &Kept::received, &Kept::micro_batches})
+    for (auto n : {&Kept::activations, &Kept::for_weights, &Kept::together, &Kept::received, &Kept::micro_batches})
       most.*n = std::max(most.*n, now.*n);
     if ((a.kind == ActionKind::forward || is_backward(a.kind)) && received(a)) --now.received;
     if (is_backward(a.kind)) --now.activations;
