@@ -5,7 +5,9 @@
 #pragma once
 #include <algorithm>
 #include <map>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/check.h"
@@ -69,22 +71,25 @@ inline std::vector<Action> forward_only(int chunks, int64_t micro_batches) {
 // gpipe: all forwards, then all backwards, in the order of the micro-batches (Huang et al. 2019).
 // 1f1b: each backward as soon as it can run, so that one set of activations suffices (Narayanan et al. 2019,
 // PipeDream-Flush).
-inline std::vector<Action> training_actions(Schedule schedule, int chunks, int64_t micro_batches) {
+// slices: of each micro-batch's sequence; they go forward one after the other, and back from the last to the first.
+inline std::vector<Action> training_actions(Schedule schedule, int chunks, int64_t micro_batches, int slices = 1) {
   CHECK(schedule == Schedule::gpipe || schedule == Schedule::one_f_one_b,
         "--schedule {}: a rank that has the whole model has the schedules gpipe and 1f1b", schedule);
   std::vector<Action> actions;
-  auto backward = [&](int64_t m) {
-    for (int c = chunks - 1; c >= 0; --c) actions.push_back({ActionKind::backward, c, m});
+  auto forward = [&](int64_t m) {
+    for (int k = 0; k < slices; ++k)
+      for (int c = 0; c < chunks; ++c) actions.push_back({ActionKind::forward, c, m, k});
   };
-  if (schedule == Schedule::gpipe) {
-    actions = forward_only(chunks, micro_batches);
-    for (int64_t m = 0; m < micro_batches; ++m) backward(m);
-    return actions;
-  }
+  auto backward = [&](int64_t m) {
+    for (int k = slices - 1; k >= 0; --k)
+      for (int c = chunks - 1; c >= 0; --c) actions.push_back({ActionKind::backward, c, m, k});
+  };
   for (int64_t m = 0; m < micro_batches; ++m) {
-    for (int c = 0; c < chunks; ++c) actions.push_back({ActionKind::forward, c, m});
-    backward(m);
+    forward(m);
+    if (schedule == Schedule::one_f_one_b) backward(m);
   }
+  if (schedule == Schedule::gpipe)
+    for (int64_t m = 0; m < micro_batches; ++m) backward(m);
   return actions;
 }
 
@@ -105,6 +110,39 @@ inline int64_t passes_in_flight(const std::vector<Action>& actions, int chunk) {
 }
 inline int64_t micro_batches_in_flight(const std::vector<Action>& actions) { return passes_in_flight(actions, -1); }
 
+inline bool computes(ActionKind kind) {
+  return kind == ActionKind::forward || kind == ActionKind::backward || kind == ActionKind::backward_input ||
+         kind == ActionKind::backward_weight;
+}
+
+// What the passes of a chunk use in turn: each has one of `count` sets from its first action to its last, then the next
+// pass may have it.
+struct Sets {
+  std::map<std::pair<int64_t, int>, size_t> of;  // which, by micro-batch and slice
+  size_t count = 0;
+};
+enum class Per : uint8_t { slice, micro_batch };  // has each slice a set, or all of a micro-batch one, under slice 0?
+inline Sets sets_in_turn(const std::vector<Action>& actions, int chunk, Per per) {
+  auto key = [&](const Action& a) { return std::pair(a.micro_batch, per == Per::slice ? a.slice : 0); };
+  auto uses = [&](const Action& a) { return a.chunk == chunk && computes(a.kind); };
+  std::map<std::pair<int64_t, int>, size_t> last;
+  for (size_t i = 0; i < actions.size(); ++i)
+    if (uses(actions[i])) last[key(actions[i])] = i;
+  Sets sets;
+  std::set<size_t> free;
+  for (size_t i = 0; i < actions.size(); ++i) {
+    if (!uses(actions[i])) continue;
+    const auto k = key(actions[i]);
+    if (!sets.of.contains(k)) {
+      if (free.empty()) free.insert(sets.count++);
+      sets.of[k] = *free.begin();
+      free.erase(free.begin());
+    }
+    if (last[k] == i) free.insert(sets.of[k]);
+  }
+  return sets;
+}
+
 // The layers [0, n_layer), divided into `chunks` runs as evenly as possible; the first chunk has the embedding, the
 // last the head.
 struct Chunk {
@@ -117,6 +155,26 @@ inline std::vector<Chunk> make_chunks(int64_t n_layer, int chunks) {
   for (int64_t l = 0; l < n_layer; ++l) made[static_cast<size_t>(l * chunks / n_layer)].layers.push_back(l);
   made.front().has_embedding = made.back().has_head = true;
   return made;
+}
+
+// The most blocks whose gradients are between the first and the last part of the backward of a micro-batch at the same
+// time: those of a chunk, if a micro-batch passes through it in several parts; else one after another.
+inline int64_t blocks_open(const std::vector<Action>& actions, const std::vector<Chunk>& chunks) {
+  std::map<std::pair<int, int64_t>, int64_t> parts;  // left, by chunk and micro-batch
+  auto key = [](const Action& a) { return std::pair(a.chunk, a.micro_batch); };
+  auto is_part = [](const Action& a) { return computes(a.kind) && a.kind != ActionKind::forward; };
+  for (const Action& a : actions) parts[key(a)] += is_part(a);
+  std::map<std::pair<int, int64_t>, int64_t> open;  // blocks
+  int64_t now = 0, most = 1;
+  for (const Action& a : actions) {
+    if (!is_part(a)) continue;
+    const int64_t left = parts[key(a)]--;
+    if (left > 1 && !open.contains(key(a)))
+      now += open[key(a)] = static_cast<int64_t>(chunks[static_cast<size_t>(a.chunk)].layers.size());
+    most = std::max(most, now + !open.contains(key(a)));
+    if (left == 1 && open.contains(key(a))) now -= open[key(a)], open.erase(key(a));
+  }
+  return most;
 }
 
 }  // namespace llmc

@@ -16,6 +16,7 @@
 #include "dist/parallel.h"
 #include "dist/unit_state.h"
 #include "model/config.h"
+#include "model/slice_attention.h"
 #include "ops/ops.h"
 
 namespace llmc {
@@ -36,6 +37,7 @@ struct Sequences {
   Documents documents = Documents::together;
   ContextParallel context = {};
   Tensor all_positions = {};   // of whole sequences, where attention needs them
+  std::optional<SequenceRows> slice = {};  // which tokens of them these are; none: whole sequences
   Tensor boundaries() const {  // for attention
     if (documents == Documents::together) return {};
     return all_positions.empty() ? positions : all_positions;
@@ -83,33 +85,44 @@ struct BlockActivations {
   Tensor norm2, norm2_mean, norm2_rstd;  // (S, C) (S) (S)
   Tensor up, activated;                  // (N, F or 2 F: gates, ups) (N, F)
   Tensor out;                            // (S, C) the residual stream after the block
+  SliceKeys slice_keys;                  // empty tensors without token slices
 
   // The recomputed tensors: one set, reused by all blocks.
   static BlockActivations recomputed(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor,
                                      DType dtype, Recompute recompute, Arena& arena) {
-    auto wanted = [=](std::optional<Recompute> from) { return from && *from <= recompute; };
-    return {c, s, tensor, dtype, arena, "recomputed", {}, wanted};
+    auto place = [&](Tensor& t, const char* name, DType d, const Shape& shape, std::optional<Recompute> from) {
+      if (from && *from <= recompute) t = arena.alloc("recomputed", name, d, shape);
+    };
+    return {c, s, tensor, dtype, {}, place};
   }
   // The tensors that each block keeps; the others are in `shared`.
   static BlockActivations kept(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype,
                                Recompute recompute, const BlockActivations& shared, Arena& arena) {
-    auto wanted = [=](std::optional<Recompute> from) { return !from || *from > recompute; };
-    return {c, s, tensor, dtype, arena, "activations", shared, wanted};
+    auto place = [&](Tensor& t, const char* name, DType d, const Shape& shape, std::optional<Recompute> from) {
+      if (!from || *from > recompute) t = arena.alloc("activations", name, d, shape);
+    };
+    return {c, s, tensor, dtype, shared, place};
+  }
+  // The same memory for a batch of at most as many rows.
+  static BlockActivations part_of(const BlockActivations& room, const ModelConfig& c, const BatchShape& s,
+                                  const TensorParallel& tensor) {
+    auto place = [&](Tensor& t, const char*, DType, const Shape& shape, std::optional<Recompute>) {
+      t = t.slice(0, shape);
+    };
+    return {c, s, tensor, room.out.dtype, room, place};
   }
 
   BlockActivations() = default;
 
  private:
-  // `wanted`(from): from is the lowest level that recomputes the tensor; none: it is always kept.
-  template <class Wanted>
-  BlockActivations(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype, Arena& arena,
-                   const char* label, const BlockActivations& shared, Wanted wanted)
-      : BlockActivations(shared) {
+  // Begins as a copy of `from`. alloc(tensor, name, dtype, shape, level): sets a tensor, or leaves it; level: the lowest
+  // that recomputes it; none: it is always kept.
+  template <class Alloc>
+  BlockActivations(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype,
+                   const BlockActivations& from, Alloc alloc)
+      : BlockActivations(from) {
     const int64_t N = s.rows(), S = tensor.stream_rows(N), C = c.n_embd;
     const DType stat = accumulator_of(dtype);
-    auto alloc = [&](Tensor& tensor, const char* name, DType d, const Shape& shape, std::optional<Recompute> from) {
-      if (wanted(from)) tensor = arena.alloc(label, name, d, shape);
-    };
     const bool means = c.family.norm == Norm::layernorm;
     using enum Recompute;
     alloc(norm1, "norm1", dtype, {S, C}, norm);
@@ -239,7 +252,10 @@ void block_interior(const BlockActivations& a, Tensor x, const GatheredRows& gat
 inline void block_interior(const BlockActivations& a, Tensor x, const GatheredRows& gathered, const UnitState& unit,
                            const ModelConfig& c, const Sequences& s, const parallel::Group& p) {
   auto attend = [&] {
-    parallel::attention_forward(a.attention, a.lse, a.heads, s.boundaries(), attention_shape(c, s.shape), s.context, p);
+    const AttentionShape shape = attention_shape(c, s.shape);
+    if (s.slice)
+      slice_attention_forward(a.attention, a.lse, a.heads, a.slice_keys, s.boundaries(), shape, *s.slice, p.compute);
+    else parallel::attention_forward(a.attention, a.lse, a.heads, s.boundaries(), shape, s.context, p);
   };
   block_interior(a, x, gathered, unit, c, s, attend, p);
 }
@@ -312,7 +328,10 @@ inline void block_backward(Tensor dx, const BlockActivations& a, Tensor x, const
   detail::norm_backward(dx, dbranch, a.middle, a.norm2_mean, a.norm2_rstd, "ln2", unit, c, Accumulate::yes, stream);
 
   row_backward(dattention, a.attention, "attn.proj");
-  parallel::attention_backward(dqkv, dattention, a.attention, a.heads, a.lse, s.boundaries(), shape, s.context, p);
+  if (s.slice)
+    slice_attention_backward(dqkv, dattention, a.attention, a.heads, a.lse, a.slice_keys, s.boundaries(), shape,
+                             *s.slice, p);
+  else parallel::attention_backward(dqkv, dattention, a.attention, a.heads, a.lse, s.boundaries(), shape, s.context, p);
   if (c.family.positions == Positions::rotary)
     rotary_embedding(dqkv, s.rotary_table, s.positions, shape, Turn::backward, stream);
   if (c.family.qk_norm)

@@ -25,22 +25,21 @@ class Interpreter {
   void run(const std::vector<Action>& actions, const Pass& pass, const BatchSource& batches) {
     auto scope = context_.arena.scope();
     const PassMemory memory(config_, chunks_here(), actions, pass.shape, pass.purpose, context_.arena);
-    reserve_messages(actions, pass);
+    reserve_messages(actions, pass, memory);
     const Tensor logits = pass.purpose == Purpose::generate ? stage_.logits_room() : Tensor{};
     state_.start_pass(units_acquired(actions, pass.purpose), context_.compute);
     int64_t uploaded = 0;
     for (const Action& action : actions) {
-      micro_batch_ = action.micro_batch;
+      micro_batch_ = action.micro_batch, slice_ = action.slice;
       if (action.kind != ActionKind::forward && action.kind != ActionKind::backward) {
         pass_message(action, memory);
         continue;
       }
       if (action.kind == ActionKind::forward && action.micro_batch == uploaded) {
-        uploads_.upload_batch(memory.inputs(action.micro_batch), batches(action.micro_batch), pass.shape, pass.purpose,
-                              state_.dp().context_rank, context_);
+        upload(action.micro_batch, memory, pass, batches);
         ++uploaded;
       }
-      const Slot slot = memory.slot(action.chunk, action.micro_batch);
+      const Slot slot = memory.slot(action);
       take_message(action, slot);
       auto enqueue = [&] { dispatch(action, slot, pass, logits); };
       if (replayable(action, pass))
@@ -61,10 +60,23 @@ class Interpreter {
   struct Place {
     std::string what;  // "forward of blocks.3"
     int64_t micro_batch;
+    int slice;
   };
-  Place place() const { return {stage_.current(), micro_batch_}; }
+  Place place() const { return {stage_.current(), micro_batch_, slice_}; }
 
  private:
+  // All slices of a micro-batch.
+  void upload(int64_t micro_batch, const PassMemory& memory, const Pass& pass, const BatchSource& batches) {
+    const int context_rank = state_.dp().context_rank;
+    HostBatch all = batches(micro_batch);
+    if (config_.slices_for(pass.purpose) == 1)
+      return uploads_.upload_batch(memory.inputs(micro_batch, 0), std::move(all), pass.shape, pass.purpose,
+                                   context_rank, context_);
+    for (int k = 0; k < config_.slices_for(pass.purpose); ++k)
+      uploads_.upload_batch(memory.inputs(micro_batch, k), slice_of(all, pass.shape.B, config_.slice_rows(k)),
+                            config_.share(pass.shape, pass.purpose, k), pass.purpose, context_rank, context_);
+  }
+
   void dispatch(const Action& action, const Slot& slot, const Pass& pass, const Tensor& logits) {
     if (action.kind == ActionKind::forward) return stage_.forward(action.chunk, slot, pass, action.micro_batch, logits);
     stage_.backward(action.chunk, slot, pass, is_last(action));
@@ -87,11 +99,12 @@ class Interpreter {
   static constexpr int activations = 0, gradients = 1;
 
   // Room for the messages of each link: two to send, and as many as come before they are used.
-  void reserve_messages(const std::vector<Action>& actions, const Pass& pass) {
+  void reserve_messages(const std::vector<Action>& actions, const Pass& pass, const PassMemory& memory) {
     DataParallel& dp = state_.dp();
     if (dp.stages == 1) return;
-    const int64_t elements =
-        config_.tensor.stream_rows(config_.share(pass.shape, pass.purpose).rows()) * config_.model.n_embd;
+    int64_t elements = 0;  // of the largest slice
+    for (int k = 0; k < config_.slices_for(pass.purpose); ++k)
+      elements = std::max(elements, memory.stream_shape(k).numel());
     std::map<int, int64_t> waiting, most, sent;  // by stage
     for (const Action& a : actions) {
       if (a.kind == ActionKind::send_activations) ++sent[stage_of(a.chunk + 1)];
@@ -117,17 +130,18 @@ class Interpreter {
   }
   void pass_message(const Action& a, const PassMemory& memory) {
     StageLinks& links = state_.dp().links;
+    const int64_t elements = memory.stream_shape(a.slice).numel();
     switch (a.kind) {
       case ActionKind::send_activations:
         return links.to(stage_of(a.chunk + 1))
-            .send(memory.slot(a.chunk, a.micro_batch).chunk.output(), header_of(activations, a.chunk, a),
-                  context_.compute);
+            .send(memory.slot(a).chunk.output(), header_of(activations, a.chunk, a), context_.compute);
       case ActionKind::send_gradients:
-        return links.to(stage_of(a.chunk - 1)).send(memory.gradient(), header_of(gradients, a.chunk, a), context_.compute);
+        return links.to(stage_of(a.chunk - 1))
+            .send(memory.gradient(a.slice), header_of(gradients, a.chunk, a), context_.compute);
       case ActionKind::receive_activations:
-        return links.from(comes_from(a)).post(header_of(activations, a.chunk - 1, a));
+        return links.from(comes_from(a)).post(header_of(activations, a.chunk - 1, a), elements);
       case ActionKind::receive_gradients:
-        return links.from(comes_from(a)).post(header_of(gradients, a.chunk + 1, a));
+        return links.from(comes_from(a)).post(header_of(gradients, a.chunk + 1, a), elements);
       default: throw Error(formatted("the {} is not built yet", a.kind));
     }
   }
@@ -165,6 +179,7 @@ class Interpreter {
   // By kind, chunk, and the addresses of its inputs.
   std::map<std::tuple<ActionKind, int, const std::byte*, const std::byte*>, Replay> replays_;
   int64_t micro_batch_ = -1;
+  int slice_ = 0;
 };
 
 }  // namespace llmc

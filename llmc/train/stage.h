@@ -137,13 +137,13 @@ class Stage {
 
   // What the blocks need besides their weights; a generated text is one document.
   Sequences sequences(const Slot& slot, const Pass& pass) const {
-    const BatchShape mine = config_.share(pass.shape, pass.purpose);
-    return {mine,
-            slot.inputs.positions.slice(0, {mine.rows()}),
+    return {slot.shape,
+            slot.inputs.positions.slice(0, {slot.shape.rows()}),
             rotary_table_,
             pass.purpose == Purpose::generate ? Documents::together : config_.documents,
             config_.context_for(pass.purpose),
-            slot.inputs.all_positions};
+            slot.inputs.all_positions,
+            slot.slice};
   }
 
   // ---- Forward -----------------------------------------------------------------------------------------------------
@@ -217,9 +217,9 @@ class Stage {
     Stream& stream = context_.compute;
     const ProfilerRange range = set_current("backward of the head");
     const UnitState &unit = state_.acquire(head_unit(), stream), &embedding = acquire_tied();
-    state_.start_gradients(head_unit(), stream);
+    start_gradients(head_unit(), slot);
     // A tied table gets its gradients in two parts, here and in backward_embedding(), which has them reduced.
-    if (config_.model.tied) state_.start_gradients(embedding_unit, stream);
+    if (config_.model.tied) start_gradients(embedding_unit, slot);
     for_head_chunks(
         x, slot,
         [&](const HeadActivations& head, const Tensor& part, const Tensor& targets, const std::vector<Range>& rows) {
@@ -228,8 +228,8 @@ class Stage {
           head_backward(slot.gradient.slice(rows[0].begin * x.shape[1], part.shape), head, part, unit, embedding,
                         model_, parallel_);
         });
-    state_.reduce_gradients(head_unit(), last_micro_batch, stream);
-    if (reduces_tied_parts()) state_.reduce_gradients(embedding_unit, last_micro_batch, stream);
+    reduce_gradients(head_unit(), slot, last_micro_batch);
+    if (reduces_tied_parts()) reduce_gradients(embedding_unit, slot, last_micro_batch);
     state_.release(head_unit(), stream);
     release_tied();
   }
@@ -242,7 +242,7 @@ class Stage {
     const UnitState& unit = state_.acquire(u, stream);
     const ProfilerRange range = set_current("backward of " + unit.spec().name);
     const Sequences sequence = sequences(slot, pass);
-    state_.start_gradients(u, stream);
+    start_gradients(u, slot);
     auto scope = context_.arena.scope();
     GatheredRows gathered;
     if (config_.recompute == Recompute::block)
@@ -250,19 +250,26 @@ class Stage {
                   parallel::room_for_rows("gathered norm2", acts.norm2, parallel_)};
     block_recompute(acts, x, gathered, config_.recompute, unit, model_, sequence, parallel_);
     block_backward(slot.gradient, acts, x, gathered, unit, model_, sequence, parallel_);
-    state_.reduce_gradients(u, last_micro_batch, stream);
+    reduce_gradients(u, slot, last_micro_batch);
     state_.release(u, stream);
   }
 
   void backward_embedding(const Slot& slot, bool last_micro_batch) {
-    Stream& stream = context_.compute;
     const ProfilerRange range = set_current("backward of the embedding");
-    if (!config_.model.tied || reduces_tied_parts()) state_.start_gradients(embedding_unit, stream);
+    if (!config_.model.tied || reduces_tied_parts()) start_gradients(embedding_unit, slot);
     const UnitState& unit = state_.unit(embedding_unit);
     const Tensor dwpe = unit.has("wpe.weight") ? unit.gradient("wpe.weight") : Tensor{};
     parallel::embedding_backward(unit.gradient("wte.weight"), dwpe, slot.gradient, slot.inputs.tokens,
                                  slot.inputs.positions, unit.vocabulary("wte.weight"), parallel_);
-    state_.reduce_gradients(embedding_unit, last_micro_batch, stream);
+    reduce_gradients(embedding_unit, slot, last_micro_batch);
+  }
+
+  // The gradients of a unit are those of a whole micro-batch: its slices add to them.
+  void start_gradients(size_t u, const Slot& slot) {
+    if (slot.begins_backward()) state_.start_gradients(u, context_.compute);
+  }
+  void reduce_gradients(size_t u, const Slot& slot, bool last_micro_batch) {
+    if (slot.ends_backward()) state_.reduce_gradients(u, last_micro_batch, context_.compute);
   }
 
   // ---- The head's rows ---------------------------------------------------------------------------------------------

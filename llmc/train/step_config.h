@@ -1,6 +1,7 @@
 // step_config.h: the configuration of a step, its inputs and its results.
 #pragma once
 #include <functional>
+#include <numeric>
 #include <span>
 #include <string>
 #include <vector>
@@ -31,6 +32,7 @@ struct StepConfig {
   int64_t micro_batches = 1;  // of one step
   Schedule schedule = Schedule::one_f_one_b;
   int stages = 1, chunks = 1;       // of the pipeline, in all
+  std::vector<int64_t> slices = {};  // tokens of each token slice of a sequence; empty: it is whole
   Recompute recompute = Recompute::none;
   ZeroConfig zero = {};
   TensorParallel tensor = {};  // made by tensor_parallel()
@@ -42,7 +44,9 @@ struct StepConfig {
 
   Mesh mesh() const { return mesh_of(zero, tensor, context, stages); }
   int ranks() const { return zero.ranks() * tensor.ranks * stages; }
-  Pipeline pipeline() const { return {schedule, stages, chunks / stages, micro_batches, 1}; }
+  Pipeline pipeline() const {
+    return {schedule, stages, chunks / stages, micro_batches, static_cast<int>(slices_for(Purpose::train))};
+  }
   // Of the whole model, in its order.
   std::vector<Chunk> model_chunks() const {
     if (stages == 1) return make_chunks(model.n_layer, chunks);
@@ -84,6 +88,20 @@ struct StepConfig {
   }
   // What a rank has of a micro-batch.
   BatchShape share(const BatchShape& all, Purpose purpose) const { return {all.B, context_for(purpose).share(all.T)}; }
+  // Token slices of a sequence; only training has them.
+  int64_t slices_for(Purpose purpose) const {
+    return purpose == Purpose::train && !slices.empty() ? static_cast<int64_t>(slices.size()) : 1;
+  }
+  // The tokens of slice k.
+  SequenceRows slice_rows(int k) const {
+    const auto begin = slices.begin(), end = begin + k;
+    return {batch.T, std::accumulate(begin, end, int64_t{0}), *end};
+  }
+  // What a rank has of slice k of a micro-batch.
+  BatchShape share(const BatchShape& all, Purpose purpose, int k) const {
+    if (slices_for(purpose) == 1) return share(all, purpose);
+    return {all.B, slices[static_cast<size_t>(k)]};
+  }
   // Rows of whole sequences whose positions a rank needs.
   int64_t all_position_rows(const BatchShape& all, Purpose purpose) const {
     const ContextParallel c = context_for(purpose);
