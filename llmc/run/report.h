@@ -107,7 +107,7 @@ inline void report_links(Log& log, const StepConfig& step) {
 // A run as described by the options alone.
 inline Rows run_rows(const Options& o, const StepConfig& step) {
   const ModelConfig& m = step.model;
-  return {{"model", formatted("{} ({}): {} layers, {} heads{} of {}, C {}, F {}, vocabulary {}, {} positions", o.model,
+  Rows rows = {{"model", formatted("{} ({}): {} layers, {} heads{} of {}, C {}, F {}, vocabulary {}, {} positions", o.model,
                               m.family.model_type, m.n_layer, m.n_head,
                               m.n_kv_head == m.n_head ? "" : formatted(" ({} key-value heads)", m.n_kv_head),
                               m.head_size, m.n_embd, m.n_ffn, m.vocab_size, m.n_positions)},
@@ -120,6 +120,10 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
           {"layout", layout_text(step)},
           {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
                                   o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip)}};
+  if (!step.slices.empty())
+    rows.insert(rows.end() - 1, {"token slices", formatted("{} of each sequence, of {} tokens", step.slices.size(),
+                                                           step.slices)});
+  return rows;
 }
 
 inline Rows memory_rows(const Plan& plan) {

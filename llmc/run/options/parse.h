@@ -16,6 +16,7 @@
 #include "core/check.h"
 #include "core/files.h"
 #include "core/words.h"
+#include "dist/pipeline/pipeline.h"
 #include "run/options/foreign.h"
 #include "run/options/print.h"
 #include "text/unicode.h"
@@ -210,14 +211,39 @@ inline void validate_layout(const Options& o) {
         std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
 }
 
+// Into how many slices --token-slices cuts sequences; none: auto.
+inline std::optional<int64_t> token_slices(const Options& o) {
+  if (o.token_slices == "auto") return std::nullopt;
+  int64_t slices = 0;
+  const char* end = o.token_slices.data() + o.token_slices.size();
+  const auto [read, error] = std::from_chars(o.token_slices.data(), end, slices);
+  CHECK(error == std::errc() && read == end && slices >= 1 && slices <= most_pipeline_passes,
+        "--token-slices '{}': expected a whole number from 1 to {}, or auto", shown(o.token_slices),
+        most_pipeline_passes);
+  return slices;
+}
+inline void validate_token_slices(const Options& o) {
+  if (token_slices(o) == 1) return;
+  CHECK(o.schedule == "gpipe" || o.schedule == "1f1b",
+        "--token-slices {} with --schedule {}: only gpipe and 1f1b take a micro-batch in slices; leave out "
+        "--token-slices, or use one of them",
+        o.token_slices, o.schedule);
+  CHECK(o.cp == 1,
+        "--token-slices {} with --cp {}: both cut sequences, one in time, the other among ranks: leave out one of them",
+        o.token_slices, o.cp);
+  CHECK(token_slices(o).value_or(1) <= o.seq_len,
+        "--token-slices {} with --seq-len {}: a slice has at least one token: use at most {}", o.token_slices,
+        o.seq_len, o.seq_len);
+}
+
 // Refuses what --print-schedule draws and training does not have yet.
 inline void validate_pipeline(const Options& o) {
   auto refuse = [](const char* option, const auto& value) {
     throw Error(formatted("{} {} can be drawn by --print-schedule; training with it is not built yet", option, value));
   };
-  if (o.token_slices != "1") refuse("--token-slices", shown(o.token_slices));
   const bool interleaved = o.schedule == "interleaved";
   if (o.schedule != "gpipe" && o.schedule != "1f1b" && !interleaved) refuse("--schedule", o.schedule);
+  validate_token_slices(o);
   CHECK(!interleaved || o.pp > 1, "--schedule interleaved is for the stages of a pipeline: give --pp, or use 1f1b");
   CHECK(!o.pp_chunks || interleaved, "--pp-chunks {} with --schedule {}, whose stages have 1 chunk each: use --schedule "
         "interleaved, or leave out --pp-chunks", o.pp_chunks.value_or(1), o.schedule);
