@@ -30,7 +30,7 @@ class Interpreter {
     state_.start_pass(units_acquired(actions, pass.purpose), context_.compute);
     int64_t uploaded = 0;
     for (const Action& action : actions) {
-      micro_batch_ = action.micro_batch;
+      action_ = action;
       if (action.kind != ActionKind::forward && action.kind != ActionKind::backward) {
         pass_message(action, memory);
         continue;
@@ -61,8 +61,13 @@ class Interpreter {
   struct Place {
     std::string what;  // "forward of blocks.3"
     int64_t micro_batch;
+    int64_t turn;  // of the chunk, among the forwards and then the backwards of the micro-batch
   };
-  Place place() const { return {stage_.current(), micro_batch_}; }
+  Place place() const {
+    const bool is_forward = action_.kind == ActionKind::forward || action_.kind == ActionKind::receive_activations ||
+                            action_.kind == ActionKind::send_activations;
+    return {stage_.current(), action_.micro_batch, is_forward ? action_.chunk : 2 * config_.chunks - 1 - action_.chunk};
+  }
 
  private:
   void dispatch(const Action& action, const Slot& slot, const Pass& pass, const Tensor& logits) {
@@ -164,7 +169,7 @@ class Interpreter {
   Uploads uploads_;
   // By kind, chunk, and the addresses of its inputs.
   std::map<std::tuple<ActionKind, int, const std::byte*, const std::byte*>, Replay> replays_;
-  int64_t micro_batch_ = -1;
+  Action action_ = {ActionKind::forward, 0, -1};  // what is being enqueued
 };
 
 }  // namespace llmc
