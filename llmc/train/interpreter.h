@@ -128,11 +128,11 @@ class Interpreter {
             .send(memory.slot(a.chunk, a.micro_batch).chunk.output(), header_of(activations, a.chunk, a),
                   context_.compute);
       case ActionKind::send_gradients:
-        return links.to(stage_of(a.chunk - 1)).send(memory.gradient(), header_of(gradients, a.chunk, a), context_.compute);
+        return links.to(stage_of(a.chunk - 1))
+            .send(memory.gradient(), header_of(gradients, a.chunk, a), context_.compute);
       case ActionKind::receive_activations:
         return links.from(comes_from(a)).post(header_of(activations, a.chunk - 1, a));
-      case ActionKind::receive_gradients:
-        return links.from(comes_from(a)).post(header_of(gradients, a.chunk + 1, a));
+      case ActionKind::receive_gradients: return links.from(comes_from(a)).post(header_of(gradients, a.chunk + 1, a));
       default: throw Error(formatted("the {} is not built yet", a.kind));
     }
   }
@@ -146,7 +146,7 @@ class Interpreter {
     std::vector<size_t> units;
     for (const Action& action : actions)
       if (action.kind == ActionKind::forward || action.kind == ActionKind::backward)
-      for (const size_t u : stage_.units_acquired(action, purpose)) units.push_back(u);
+        for (const size_t u : stage_.units_acquired(action, purpose)) units.push_back(u);
     return units;
   }
 

@@ -105,8 +105,8 @@ std::string describe(const NotFinite& first, const Trainer& trainer, SampleOf&& 
 }
 
 // The same, from the rank where it comes first: the others may have got it from there. The ranks of a stage go through
-// the step together, in the order of its list; of stages, which do not, the first is the one that a micro-batch comes to
-// first. Of equals, the lowest rank. Called by all ranks.
+// the step together, in the order of its list; of stages, which do not, the first is the one that a micro-batch comes
+// to first. Of equals, the lowest rank. Called by all ranks.
 template <class SampleOf>
 std::string where_not_finite(Trainer& trainer, const BatchSource& batches, SampleOf&& sample_of) {
   const DataParallel& dp = trainer.state().dp();

@@ -23,9 +23,9 @@ struct Layout {
   bool sequence = true;  // of tp
 };
 inline std::string to_string(const Layout& l) {
-  return formatted("pp {} {} in {} chunks, dp {} x {} stage {} reduce {}, tp {}{}, cp {} {}", l.pp, l.schedule, l.chunks,
-                   l.zero.replicas, l.zero.shards, l.zero.stage, l.zero.grad_reduce, l.tp, l.sequence ? " by rows" : "",
-                   l.cp, l.attention);
+  return formatted("pp {} {} in {} chunks, dp {} x {} stage {} reduce {}, tp {}{}, cp {} {}", l.pp, l.schedule,
+                   l.chunks, l.zero.replicas, l.zero.shards, l.zero.stage, l.zero.grad_reduce, l.tp,
+                   l.sequence ? " by rows" : "", l.cp, l.attention);
 }
 // The same layout on one stage.
 inline Layout on_one_stage(Layout l) {

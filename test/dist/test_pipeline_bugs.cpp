@@ -48,7 +48,8 @@ struct DividedByStages {
 struct RoundedToBf16 {
   static void before(const Tensor& t, Stream& stream) {
     stream.enqueue([t] {
-      for (int64_t i = 0; i < t.numel(); ++i) t.data<float>()[i] = static_cast<float>(static_cast<bf16>(t.data<float>()[i]));
+      for (int64_t i = 0; i < t.numel(); ++i)
+        t.data<float>()[i] = static_cast<float>(static_cast<bf16>(t.data<float>()[i]));
     });
   }
 };
@@ -205,8 +206,7 @@ TEST_CASE("planted bugs of pipelines change what a step computes") {
     const Outcome found = run(step_of(tied, layout, 4), *hooks);
     REQUIRE((found.fault != "" || !agrees(found, of_tied, true)));
   }
-  const Outcome others_targets =
-      selftest::run_layout(step_of(untied, layout, 4), {}, {.read = targets_of_the_next});
+  const Outcome others_targets = selftest::run_layout(step_of(untied, layout, 4), {}, {.read = targets_of_the_next});
   REQUIRE(!agrees(others_targets, of_untied, false));
 }
 

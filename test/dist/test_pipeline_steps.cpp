@@ -155,8 +155,7 @@ TEST_CASE("validation, multiple choice and sampling give with a pipeline what th
           CHECK(run.trainer.next_token_logits(std::span(text).first(n)) == logits[n - 1], "{}: other logits after {}",
                 to_string(layout), n);
           const std::vector<float> grown = sequence_so_far.feed(std::span(text).subspan(n - 1, 1));
-          const double far =
-              relative_distance(grown.data(), logits[n - 1].data(), static_cast<int64_t>(grown.size()));
+          const double far = relative_distance(grown.data(), logits[n - 1].data(), static_cast<int64_t>(grown.size()));
           CHECK(far < (model.dtype == DType::fp32 ? 1e-5 : 0.05), "{}: logits of the cache are {} from those without",
                 to_string(layout), far);
         }
@@ -182,8 +181,9 @@ TEST_CASE("the first number that is not finite is found on the stage where it ar
       return found[0];
     };
     const int owner = layout.chunks == 1 ? 1 : 0;  // of block 3
-    REQUIRE(search("blocks.3.mlp.up.weight", std::numeric_limits<float>::quiet_NaN()) ==
-            formatted("blocks.3.mlp.up.weight (weight, before the step) contains a non-finite number on rank {}", owner));
+    REQUIRE(
+        search("blocks.3.mlp.up.weight", std::numeric_limits<float>::quiet_NaN()) ==
+        formatted("blocks.3.mlp.up.weight (weight, before the step) contains a non-finite number on rank {}", owner));
     const std::string overflow = search("blocks.3.ln2.weight", 3e38f);
     INFO(overflow);
     REQUIRE(overflow.find(formatted("in the forward of blocks.3, rank {}, micro-batch 0", owner)) != std::string::npos);
