@@ -30,7 +30,7 @@ class Interpreter {
     state_.start_pass(units_acquired(actions, pass.purpose), context_.compute);
     int64_t uploaded = 0;
     for (const Action& action : actions) {
-      micro_batch_ = action.micro_batch, slice_ = action.slice;
+      action_ = action;
       if (action.kind != ActionKind::forward && action.kind != ActionKind::backward) {
         pass_message(action, memory);
         continue;
@@ -61,8 +61,15 @@ class Interpreter {
     std::string what;  // "forward of blocks.3"
     int64_t micro_batch;
     int slice;
+    int64_t turn;  // of the slice in the chunk, among the forwards and then the backwards of the micro-batch
   };
-  Place place() const { return {stage_.current(), micro_batch_, slice_}; }
+  Place place() const {
+    const bool is_forward = action_.kind == ActionKind::forward || action_.kind == ActionKind::receive_activations ||
+                            action_.kind == ActionKind::send_activations;
+    const int64_t passes = config_.slices_for(Purpose::train) * config_.chunks,
+                  pass = int64_t{action_.slice} * config_.chunks + action_.chunk;
+    return {stage_.current(), action_.micro_batch, action_.slice, is_forward ? pass : 2 * passes - 1 - pass};
+  }
 
  private:
   // All slices of a micro-batch.
@@ -155,7 +162,7 @@ class Interpreter {
     std::vector<size_t> units;
     for (const Action& action : actions)
       if (action.kind == ActionKind::forward || action.kind == ActionKind::backward)
-      for (const size_t u : stage_.units_acquired(action, purpose)) units.push_back(u);
+        for (const size_t u : stage_.units_acquired(action, purpose)) units.push_back(u);
     return units;
   }
 
@@ -178,8 +185,7 @@ class Interpreter {
   Uploads uploads_;
   // By kind, chunk, and the addresses of its inputs.
   std::map<std::tuple<ActionKind, int, const std::byte*, const std::byte*>, Replay> replays_;
-  int64_t micro_batch_ = -1;
-  int slice_ = 0;
+  Action action_ = {ActionKind::forward, 0, -1};  // what is being enqueued
 };
 
 }  // namespace llmc
