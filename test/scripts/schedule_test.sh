@@ -42,11 +42,16 @@ refuses '--schedule 2f2b: expected one of' ./train_gpt --print-schedule --schedu
 refuses 'choose one of them' ./train_gpt --print-schedule --plan
 later='can be drawn by --print-schedule; training with pipelines is not built yet'
 for mode in --plan --selftest --generate '--train-data none.bin'; do
-  for option in '--pp 4' '--pp-chunks 2' '--schedule zb-h1' '--schedule pipedream' '--token-slices 2'; do
+  for option in '--pp 4' '--pp-chunks 2' '--schedule zb-h1' '--schedule pipedream'; do
     # shellcheck disable=SC2086    # an option and its value
     refuses "$option $later" ./train_gpt $mode $option
   done
 done
+refuses '--token-slices 2 with --cp 2: both cut sequences' ./train_gpt --plan --cp 2 --token-slices 2
+refuses '--token-slices auto with --schedule interleaved' ./train_gpt --plan --schedule interleaved --token-slices auto
+refuses '--token-slices 99 with --seq-len 64: a slice has at least one token' \
+  ./train_gpt --plan --seq-len 64 --token-slices 99
+refuses "--token-slices '2,3': expected a whole number from 1 to 1048576, or auto" ./train_gpt --plan --token-slices 2,3
 refuses '--micro-batches 4 is for --print-schedule' ./train_gpt --plan --micro-batches 4
 refuses '--json is for --print-schedule' ./train_gpt --plan --json
 
