@@ -62,7 +62,7 @@ class PassMemory {
                 BlockActivations::kept(model, shape, config.tensor, config.dtype, recompute, shared, arena));
         }
       }
-    if (purpose == Purpose::train) gradient_ = arena.alloc("activations", "gradient", config.dtype, stream_shape);
+    if (purpose == Purpose::train) gradient_ = arena.alloc("gradients of activations", "gradient", config.dtype, stream_shape);
   }
 
   const MicroBatch& inputs(int64_t micro_batch) const {
