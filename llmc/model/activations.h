@@ -1,5 +1,5 @@
-// activations.h: what a block keeps between its forward and its backward, and between the parts of its backward; what of
-// it is recomputed. Sizes: as in transformer.h.
+// activations.h: what a block keeps between its forward and its backward, and between the parts of its backward; what
+// of it is recomputed. Sizes: as in transformer.h.
 #pragma once
 #include <optional>
 #include <string>
