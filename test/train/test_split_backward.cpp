@@ -90,47 +90,48 @@ int64_t planned(const Plan& plan, const std::string& label) {
 TEST_CASE("a backward in two parts computes bitwise what one stage does, with any number of micro-batches") {
   for (const Schedule schedule : {zb_h1, zb_v})
     for (const int pp : {2, 3, 4}) {
-      compare({"gpt2", false, DType::fp32, 8, 8}, {pp, schedule}, 9, 8);
+      compare({"gpt2", false, DType::fp32, 8, 8}, {pp, schedule}, 9, pp + 2);
       compare({"qwen3", false, DType::bf16, 8, 2}, {pp, schedule}, 9, pp - 1);
-      compare({"llama", false, DType::fp32, 6, 3}, {pp, schedule}, 9, 1);
     }
 }
 
 TEST_CASE("tied tables get both parts of their gradient where the backward has two parts") {
   for (const Schedule schedule : {zb_h1, zb_v})
-    for (const GradReduce reduce : {every_step, every_micro_batch})
-      for (const DType dtype : {DType::fp32, DType::bf16})
-        compare({"gpt2", true, dtype, 8, 8}, {3, schedule, {.grad_reduce = reduce, .shards = 2}}, 7, 5);
+    for (const GradReduce reduce : {every_step, every_micro_batch}) {
+      const DType dtype = schedule == zb_v ? DType::fp32 : DType::bf16;
+      compare({"gpt2", true, dtype, 8, 8}, {2, schedule, {.grad_reduce = reduce, .shards = 2}}, 5, 5);
+    }
 }
 
 TEST_CASE("sharded ranks reduce gradients after the weight part") {
-  for (const Schedule schedule : {zb_h1, zb_v})
-    for (const GradReduce reduce : {every_step, every_micro_batch}) {
-      for (const int stage : {0, 1, 2, 3})
-        compare({"qwen3", false, DType::fp32, 8, 2},
-                {2, schedule, {.stage = stage, .grad_reduce = reduce, .shards = 2}}, 5, 5);
-      compare({"gpt2", false, DType::bf16, 8, 8},
-              {2, schedule, {.stage = 3, .grad_reduce = reduce, .shards = 2, .replicas = 2}}, 5, 4);
-    }
+  for (const Schedule schedule : {zb_h1, zb_v}) {
+    for (const int stage : {0, 1, 2, 3})
+      for (const GradReduce reduce : {every_step, every_micro_batch})
+        if ((stage % 2 == 0) == ((schedule == zb_v) == (reduce == every_step)))
+          compare({"qwen3", false, DType::fp32, 8, 2},
+                  {2, schedule, {.stage = stage, .grad_reduce = reduce, .shards = 2}}, 4, 4);
+    compare({"gpt2", false, DType::bf16, 8, 8},
+            {2, schedule, {.stage = 3, .grad_reduce = every_micro_batch, .shards = 2, .replicas = 2}}, 4, 3);
+  }
 }
 
 TEST_CASE("tensor- and context-parallel ranks gather again what the weight part needs") {
   for (const Schedule schedule : {zb_h1, zb_v}) {
-    compare({"qwen3", false, DType::fp32, 8, 2}, {2, schedule, {}, 2}, 5, 5);
-    compare({"gpt2", false, DType::bf16, 8, 8}, {2, schedule, {}, 2, 1, true, true}, 5, 5);
-    compare({"gpt2", false, DType::fp32, 8, 8}, {2, schedule, {}, 2, 1, false}, 5, 4);
-    compare({"qwen3", false, DType::bf16, 8, 2, 48}, {2, schedule, {}, 1, 2}, 5, 5);
+    compare({"qwen3", false, DType::fp32, 8, 2}, {2, schedule, {}, 2}, 4, 4);
+    compare({"gpt2", false, DType::bf16, 8, 8}, {2, schedule, {}, 2, 1, true, true}, 4, 3);
+    compare({"gpt2", false, DType::fp32, 8, 8}, {2, schedule, {}, 2, 1, false}, 4, 3);
+    compare({"qwen3", false, DType::bf16, 8, 2, 48}, {2, schedule, {}, 1, 2}, 4, 3);
     compare({"gpt2", false, DType::fp32, 8, 8, 48},
-            {2, schedule, {.stage = 3, .grad_reduce = every_micro_batch, .shards = 2}, 2, 2}, 5, 3);
+            {2, schedule, {.stage = 3, .grad_reduce = every_micro_batch, .shards = 2}, 2, 2}, 4, 2);
   }
 }
 
 TEST_CASE("recomputation changes no bits of a backward in two parts") {
   for (const Schedule schedule : {zb_h1, zb_v})
     for (const Recompute recompute : all_recompute) {
-      compare({"qwen3", false, DType::bf16, 8, 2}, {3, schedule}, 7, 6, recompute);
+      compare({"qwen3", false, DType::bf16, 8, 2}, {3, schedule}, 7, 4, recompute);
       compare({"gpt2", false, DType::fp32, 8, 8},
-              {2, schedule, {.stage = 3, .grad_reduce = every_micro_batch, .shards = 1}, 2}, 5, 4, recompute);
+              {2, schedule, {.stage = 3, .grad_reduce = every_micro_batch, .shards = 1}, 2}, 4, 3, recompute);
     }
 }
 
@@ -217,6 +218,26 @@ TEST_CASE("gradients in flight are those of the blocks between an input part and
           const ActionList list = pipeline_actions(pipeline)[static_cast<size_t>(s)];
           const int64_t open = blocks_open(list, make_chunks(3 * chunks, chunks));
           REQUIRE(open == (pipeline.splits_backward() ? 3 * most_kept(pipeline, list).for_weights : 1));
+        }
+      }
+}
+
+TEST_CASE("where a stage has both chunks of a hand-over, the gradient goes straight from one to the other") {
+  // The input part of the next chunk finds it where that of the chunk before has left it.
+  for (const Schedule schedule : {zb_h1, zb_v, Schedule::interleaved})
+    for (int pp = 2; pp <= 8; ++pp)
+      for (int64_t micro_batches = 1; micro_batches <= 20; ++micro_batches) {
+        const Pipeline p{schedule, pp, Layout{pp, schedule}.chunks(), micro_batches};
+        const std::vector<ActionList> lists = compute_orders(p);
+        for (int s = 0; s < pp; ++s) {
+          ActionList backwards;
+          for (const Action& a : lists[static_cast<size_t>(s)])
+            if (is_backward(a.kind)) backwards.push_back(a);
+          for (size_t i = 0; i < backwards.size(); ++i) {
+            const Action& a = backwards[i];
+            if (a.chunk == 0 || p.stage_of(a.chunk - 1) != s) continue;
+            REQUIRE((i + 1 < backwards.size() && backwards[i + 1] == Action{a.kind, a.chunk - 1, a.micro_batch}));
+          }
         }
       }
 }
