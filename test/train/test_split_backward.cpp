@@ -137,13 +137,13 @@ TEST_CASE("recomputation changes no bits of a backward in two parts") {
 
 TEST_CASE("a backward in two parts on up to 8 stages is one stage", "[long]") {
   for (const DType dtype : {DType::fp32, DType::bf16})
-    for (const char* family : {"gpt2", "llama", "qwen2", "qwen3"})
+    for (const char* family : {"gpt2", "qwen3"})
       for (const bool tied : {false, true})
         for (const Schedule schedule : {zb_h1, zb_v})
           for (const int pp : {2, 3, 4, 8})
-            for (const int64_t micro_batches : {1, 3, 7, 16, 21})
-              for (const Recompute recompute : {Recompute::none, Recompute::norm})
-                compare({family, tied, dtype, 8, 8}, {pp, schedule}, 17, micro_batches, recompute);
+            for (const int64_t micro_batches : {1, 7, 17})
+              compare({family, tied, dtype, 8, 8}, {pp, schedule}, 17, micro_batches,
+                      dtype == DType::fp32 ? Recompute::none : Recompute::norm);
 }
 
 TEST_CASE("a stage takes messages by what they are where activations and gradients overtake each other") {

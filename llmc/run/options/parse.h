@@ -219,7 +219,7 @@ inline void validate_pipeline(const Options& o) {
   if (o.schedule == "pipedream") refuse("--schedule", o.schedule);
   CHECK(o.schedule == "gpipe" || o.schedule == "1f1b" || o.pp > 1,
         "--schedule {} is for the stages of a pipeline: give --pp, or use 1f1b", o.schedule);
-  CHECK(!o.pp_chunks || o.schedule == "interleaved",
+  CHECK(!o.pp_chunks || o.schedule == "interleaved" || *o.pp_chunks == (o.schedule == "zb-v" ? 2 : 1),
         "--pp-chunks {} with --schedule {}, whose stages have {} each: use --schedule interleaved, or leave out "
         "--pp-chunks",
         o.pp_chunks.value_or(1), o.schedule, o.schedule == "zb-v" ? "2 chunks" : "1 chunk");
