@@ -26,9 +26,10 @@ class Trainer {
                    ? nullptr
                    : std::make_unique<DataParallel>(Mesh(), 0, context.compute.device(), DataParallel::null_groups(0))),
         dp_(context.dp ? *context.dp : *alone_),
-        state_(table_of(config, dp_), config.dtype, config.zero, dp_, context.arena, config.stage_units()),
         actions_(config.stages == 1 ? training_actions(config.schedule, config.chunks, config.micro_batches)
                                     : pipeline_actions(config.pipeline())[static_cast<size_t>(dp_.stage)]),
+        state_(table_of(config, dp_), config.dtype, config.zero, dp_, context.arena, config.stage_units(),
+               blocks_open(actions_, config.model_chunks())),
         scalars_(scalar("scalars of all ranks", {dp_.ranks(), 1 + static_cast<int64_t>(state_.size())})),
         loss_(scalar("loss", {1})),
         square_sums_(
@@ -262,8 +263,8 @@ class Trainer {
   Context context_;
   std::unique_ptr<DataParallel> alone_;
   DataParallel& dp_;
-  ModelState state_;
   std::vector<Action> actions_;
+  ModelState state_;
   Tensor scalars_, loss_, square_sums_, control_;  // fp64: (ranks, 1 + units) (1) (units tp shards) (4)
   Stage stage_;
   Interpreter interpreter_;
