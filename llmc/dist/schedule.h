@@ -5,7 +5,6 @@
 #pragma once
 #include <algorithm>
 #include <map>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -93,8 +92,12 @@ inline std::vector<Action> training_actions(Schedule schedule, int chunks, int64
   return actions;
 }
 
-// The largest number of micro-batches of which a chunk is between its forward and its backward at the same time; chunk
-// -1: any chunk. Without backwards 1, if the list has the chunk. So many sets of activations, or inputs, are needed.
+// A backward, or the part of it on which the stage before waits.
+inline bool is_backward(ActionKind k) { return k == ActionKind::backward || k == ActionKind::backward_input; }
+
+// The largest number of micro-batches of which a chunk is between its forward and its backward, or its input part, at
+// the same time; chunk -1: any chunk. Without backwards 1, if the list has the chunk. So many sets of activations, or
+// inputs, are needed.
 inline int64_t passes_in_flight(const std::vector<Action>& actions, int chunk) {
   std::map<int64_t, int> live;  // passes of each micro-batch
   size_t most = 0;
@@ -102,7 +105,7 @@ inline int64_t passes_in_flight(const std::vector<Action>& actions, int chunk) {
   for (const Action& a : actions) {
     if (chunk >= 0 && a.chunk != chunk) continue;
     if (a.kind == ActionKind::forward) ++live[a.micro_batch], most = std::max(most, live.size());
-    if (a.kind != ActionKind::backward) continue;
+    if (!is_backward(a.kind)) continue;
     backward = true;
     if (--live[a.micro_batch] == 0) live.erase(a.micro_batch);
   }
@@ -113,34 +116,6 @@ inline int64_t micro_batches_in_flight(const std::vector<Action>& actions) { ret
 inline bool computes(ActionKind kind) {
   return kind == ActionKind::forward || kind == ActionKind::backward || kind == ActionKind::backward_input ||
          kind == ActionKind::backward_weight;
-}
-
-// What the passes of a chunk use in turn: each has one of `count` sets from its first action to its last, then the next
-// pass may have it.
-struct Sets {
-  std::map<std::pair<int64_t, int>, size_t> of;  // which, by micro-batch and slice
-  size_t count = 0;
-};
-enum class Per : uint8_t { slice, micro_batch };  // has each slice a set, or all of a micro-batch one, under slice 0?
-inline Sets sets_in_turn(const std::vector<Action>& actions, int chunk, Per per) {
-  auto key = [&](const Action& a) { return std::pair(a.micro_batch, per == Per::slice ? a.slice : 0); };
-  auto uses = [&](const Action& a) { return a.chunk == chunk && computes(a.kind); };
-  std::map<std::pair<int64_t, int>, size_t> last;
-  for (size_t i = 0; i < actions.size(); ++i)
-    if (uses(actions[i])) last[key(actions[i])] = i;
-  Sets sets;
-  std::set<size_t> free;
-  for (size_t i = 0; i < actions.size(); ++i) {
-    if (!uses(actions[i])) continue;
-    const auto k = key(actions[i]);
-    if (!sets.of.contains(k)) {
-      if (free.empty()) free.insert(sets.count++);
-      sets.of[k] = *free.begin();
-      free.erase(free.begin());
-    }
-    if (last[k] == i) free.insert(sets.of[k]);
-  }
-  return sets;
 }
 
 // The layers [0, n_layer), divided into `chunks` runs as evenly as possible; the first chunk has the embedding, the

@@ -147,6 +147,10 @@ class ModelState {
     zero(units_[u]->gradients(), compute);
     current_gradients_.emplace_back(u, &buffer);
   }
+  // Before a later part of its backward: of the micro-batches for which a unit has gradients, the oldest is next.
+  void resume_gradients(size_t u) {
+    if (zero_.grad_reduce == GradReduce::micro) units_[u]->attach_gradients(oldest_gradients(u)->second->memory);
+  }
   // After the last backward of a unit in a micro-batch: reduced while the next unit computes.
   void reduce_gradients(size_t u, bool last_micro_batch, Stream& compute) {
     const UnitState& unit = *units_[u];
@@ -166,8 +170,7 @@ class ModelState {
     if (micro) {
       if (const Range kept = unit.update_range(); kept.size > 0)
         add_to(unit.gradient_sum(), all.slice(kept.begin, {kept.size}), stream);
-      const auto current = std::find_if(current_gradients_.begin(), current_gradients_.end(),
-                                        [&](const auto& c) { return c.first == u; });
+      const auto current = oldest_gradients(u);
       dp_.hooks.released(current->second->memory, stream);
       current->second->free = stream.record();
       current->second->in_use = false;
@@ -236,6 +239,13 @@ class ModelState {
     const size_t for_blocks = buffers.size() - 2;
     for (size_t tried = 1; tried < for_blocks && buffers[2 + turn % for_blocks].in_use; ++tried) ++turn;
     return 2 + turn++ % for_blocks;
+  }
+
+  std::vector<std::pair<size_t, Buffer*>>::iterator oldest_gradients(size_t u) {
+    const auto oldest =
+        std::find_if(current_gradients_.begin(), current_gradients_.end(), [&](const auto& c) { return c.first == u; });
+    CHECK(oldest != current_gradients_.end(), "{}: its gradients were not begun", units_[u]->spec().name);
+    return oldest;
   }
 
   // Issues the gather of the next unit of order_, if it has not been issued and its buffer is not in use.

@@ -10,15 +10,10 @@
 //              3     # # # c
 #pragma once
 #include "dist/parallel.h"
+#include "model/activations.h"
 #include "ops/ops.h"
 
 namespace llmc {
-
-// What the slices of a micro-batch share in a block.
-struct SliceKeys {
-  Tensor keys_values;  // (B T, 2 Hkv D) of whole sequences, as far as their slices have gone forward
-  Tensor gradient;     // of it, in fp32, as far as they have gone back
-};
 
 namespace detail {
 

@@ -128,7 +128,8 @@ inline StepConfig choose_step(const Options& o) {
   step.tensor = tensor_parallel(step.model, o.tp, o.sequence_parallel == "on", o.tp_overlap);
   step.context = context_parallel(step.model, step.tensor, o.cp, context_attention_from_name(o.cp_attention));
   step.stages = static_cast<int>(o.pp);
-  step.chunks = static_cast<int>(o.pp * o.pp_chunks.value_or(o.schedule == "interleaved" ? 2 : 1));
+  const bool has_chunks = step.schedule == Schedule::interleaved || step.schedule == Schedule::zb_v;
+  step.chunks = static_cast<int>(o.pp * o.pp_chunks.value_or(has_chunks ? 2 : 1));
   CHECK(step.chunks <= step.model.n_layer,
         "--pp {} with {} chunk(s) per stage needs {} layers, and --model {} has {}: use fewer stages or chunks", o.pp,
         step.chunks / o.pp, step.chunks, o.model, step.model.n_layer);

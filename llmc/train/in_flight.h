@@ -3,12 +3,12 @@
 // for.
 #pragma once
 #include <algorithm>
-#include <map>
 #include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "dist/pass_sets.h"
 #include "train/step_config.h"
 
 namespace llmc {
@@ -26,11 +26,12 @@ struct ChunkActivations {
 // from chunk to chunk.
 struct Slot {
   const MicroBatch& inputs;
-  const ChunkActivations& chunk;
+  ChunkActivations chunk;
   Tensor input;  // of the chunk's first block
   Tensor gradient;
-  BatchShape shape;                          // of what this rank has of it
+  BatchShape shape;                        // of what this rank has of it
   std::optional<SequenceRows> slice = {};  // which tokens; none: whole sequences
+  std::vector<OutputGradients> output_gradients = {};  // by block, in both parts of a backward in parts
 
   // The residual stream that enters block `l` of the chunk.
   const Tensor& block_input(size_t l) const { return l > 0 ? chunk.blocks[l - 1].out : input; }
@@ -39,126 +40,169 @@ struct Slot {
   bool ends_backward() const { return !slice || slice->first == 0; }
 };
 
-// The memory of a pass over a list of actions: sets of inputs and of activations, as many as are in use at the same
-// time. Of inputs micro-batch m uses set m modulo their number. Token slices have the keys and values of their
-// micro-batch in one place, and their gradients, of the one micro-batch whose backward is under way in a chunk.
+// The memory of a pass over a list of actions: as many sets of inputs, and of each block's activations, as are in use
+// at the same time. Of a backward in parts, what only the input part needs is free after it. Token slices have the keys
+// and values of their micro-batch in one place, and those gradients for the one micro-batch whose backward is under way.
 class PassMemory {
  public:
   // all: the shape of a micro-batch
   PassMemory(const StepConfig& config, const std::vector<Chunk>& chunks, const std::vector<Action>& actions,
              const BatchShape& all, Purpose purpose, Arena& arena)
-      : model_(config.part()), dtype_(config.dtype), slices_(config.slices_for(purpose)) {
-    BatchShape largest = config.share(all, purpose, 0);
-    for (int k = 0; k < slices_; ++k) {
+      : config_(config),
+        chunks_(chunks),
+        // Forward only: nothing is kept for a backward; the blocks of a chunk write to two outputs in turn.
+        block_sets_(
+            actions, [&](int c) { return std::min(layers(c), purpose == Purpose::train ? layers(c) : 2); },
+            ActionKind::forward, is_backward),
+        input_sets_(
+            actions, [&](int c) { return has_own_input(c) ? 1 : 0; }, ActionKind::forward, is_backward),
+        product_sets_(parts(actions, ActionKind::forward)),
+        gradient_sets_(parts(actions, ActionKind::backward_input)),
+        model_(config.part()) {
+    const ModelConfig& model = model_;
+    BatchShape shape = config.share(all, purpose, 0);  // of the largest slice
+    for (int k = 0; k < config.slices_for(purpose); ++k) {
       shapes_.push_back(config.share(all, purpose, k));
-      if (shapes_.back().T > largest.T) largest = shapes_.back();
-      rows_.push_back(slices_ > 1 ? std::optional(config.slice_rows(k)) : std::nullopt);
-      streams_.push_back({config.tensor.stream_rows(shapes_.back().rows()), model_.n_embd});
+      if (shapes_.back().T > shape.T) shape = shapes_.back();
     }
+    const Shape stream_shape{config.tensor.stream_rows(shape.rows()), model.n_embd};
     const Recompute recompute = config.recompute_for(purpose);
+    const Backward backward = gradient_sets_.count() > 0 ? Backward::in_parts : Backward::whole;
+    auto product_inputs = [&](ActionKind made_by) {
+      return BlockActivations::product_inputs(model, shape, config.tensor, config.dtype, recompute, made_by, arena);
+    };
     // The activations that are recomputed, one set for all.
     const BlockActivations shared =
-        BlockActivations::recomputed(model_, largest, config.tensor, dtype_, recompute, arena);
-    for (int64_t i = 0; i < micro_batches_in_flight(actions) * slices_; ++i)
-      inputs_.emplace_back(shapes_[static_cast<size_t>(i % slices_)].rows(), config.all_position_rows(all, purpose),
-                           config.tensor, arena);
-    for (size_t c = 0; c < chunks.size(); ++c) {
-      const int index = static_cast<int>(c);
-      ChunkMemory& memory = chunks_.emplace_back();
-      memory.sets = sets_in_turn(actions, index, Per::slice);
-      // A set has room for the largest slice that uses it.
-      std::vector<BatchShape> rooms(memory.sets.count, BatchShape{all.B, 0});
-      for (const auto& [pass, set] : memory.sets.of)
-        rooms[set].T = std::max(rooms[set].T, shapes_[static_cast<size_t>(pass.second)].T);
-      std::vector<ChunkActivations> sets;
-      for (const BatchShape& room : rooms) {
-        ChunkActivations& acts = sets.emplace_back();
-        const Shape stream{config.tensor.stream_rows(room.rows()), model_.n_embd};
-        if (chunks[c].has_embedding) acts.embedded = arena.alloc("activations", "embedded", dtype_, stream);
-        else if (config.pipeline().stage_of(index) != config.pipeline().stage_of(index - 1))
-          acts.received = arena.alloc("activations", "received", dtype_, stream);
-        for (size_t l = 0; l < chunks[c].layers.size(); ++l) {
-          // Forward only: nothing is kept for a backward; the blocks of a chunk write to two outputs in turn.
-          if (purpose != Purpose::train && l >= 2) acts.blocks.push_back(acts.blocks[l - 2]);
-          else acts.blocks.push_back(BlockActivations::kept(model_, room, config.tensor, dtype_, recompute, shared, arena));
-        }
-      }
-      if (slices_ == 1) {
-        for (const auto& [pass, set] : memory.sets.of) memory.passes.emplace(pass, sets[set]);
-        continue;
-      }
-      const Sets of_micro_batches = sets_in_turn(actions, index, Per::micro_batch);
-      const std::vector<std::vector<SliceKeys>> keys =
-          keys_of_slices(of_micro_batches.count, chunks[c].layers.size(), all, arena);
-      for (const auto& [pass, set] : memory.sets.of)
-        memory.passes.emplace(pass, part_of_set(sets[set], keys[of_micro_batches.of.at({pass.first, 0})], pass.second,
-                                                config.tensor));
+        BlockActivations::recomputed(model, shape, config.tensor, config.dtype, recompute, arena);
+    for (int64_t i = 0; i < micro_batches_in_flight(actions); ++i)
+      for (const BatchShape& slice : shapes_)
+        inputs_.emplace_back(slice.rows(), config.all_position_rows(all, purpose), config.tensor, arena);
+    for (size_t i = 0; i < input_sets_.count(); ++i)
+      chunk_inputs_.push_back(arena.alloc("activations", "input of a chunk", config.dtype, stream_shape));
+    for (const BatchShape& room : rooms_of_blocks(actions))
+      blocks_.push_back(
+          BlockActivations::kept(model, room, config.tensor, config.dtype, recompute, backward, shared, arena));
+    if (sliced()) keys_of_slices(actions, all, arena);
+    for (size_t i = 0; i < product_sets_.count(); ++i) products_.push_back(product_inputs(ActionKind::forward));
+    for (size_t i = 0; i < gradient_sets_.count(); ++i) {
+      recomputed_products_.push_back(product_inputs(ActionKind::backward_input));
+      gradients_.emplace_back(model, shape, config.tensor, config.dtype, arena);
     }
     if (purpose == Purpose::train)
-      gradient_ = arena.alloc("activations", "gradient", dtype_,
-                              {config.tensor.stream_rows(largest.rows()), model_.n_embd});
+      gradient_ = arena.alloc("gradients of activations", "gradient", config.dtype, stream_shape);
   }
 
   const MicroBatch& inputs(int64_t micro_batch, int slice) const {
-    return inputs_[static_cast<size_t>(micro_batch * slices_ + slice) % inputs_.size()];
+    return inputs_[(static_cast<size_t>(micro_batch) * shapes_.size() + static_cast<size_t>(slice)) % inputs_.size()];
   }
   // Of the residual stream of a slice.
+  Shape stream_shape(int slice) const {
+    return {config_.tensor.stream_rows(shapes_[static_cast<size_t>(slice)].rows()), model_.n_embd};
+  }
   Tensor gradient(int slice) const {
     return gradient_.empty() ? gradient_ : gradient_.slice(0, stream_shape(slice));
   }
-  const Shape& stream_shape(int slice) const { return streams_[static_cast<size_t>(slice)]; }
+  // Of a chunk, for a micro-batch, or slice, between its forward and its backward.
+  Tensor output(const Action& a) const {
+    const auto& sets = block_sets_.of(a.chunk, a.micro_batch, a.slice);
+    return sets.empty() ? input(a)
+                        : blocks_[set_of(sets, layers(a.chunk) - 1)].out.slice(0, stream_shape(a.slice));
+  }
   Slot slot(const Action& a) const {
-    const ChunkActivations& mine = activations(a.chunk, a);
-    const Tensor input = !mine.embedded.empty()   ? mine.embedded
-                         : !mine.received.empty() ? mine.received
-                                                  : activations(a.chunk - 1, a).output();
-    const size_t k = static_cast<size_t>(a.slice);
-    return {inputs(a.micro_batch, a.slice), mine, input, gradient(a.slice), shapes_[k], rows_[k]};
+    Slot slot{inputs(a.micro_batch, a.slice), {}, {}, gradient(a.slice), shapes_[static_cast<size_t>(a.slice)]};
+    if (sliced()) slot.slice = config_.slice_rows(a.slice);
+    std::vector<BlockActivations>& blocks = slot.chunk.blocks;
+    blocks.resize(static_cast<size_t>(layers(a.chunk)));
+    if (a.kind != ActionKind::backward_weight) {
+      slot.input = input(a);
+      if (has_own_input(a.chunk))
+        (chunks_[static_cast<size_t>(a.chunk)].has_embedding ? slot.chunk.embedded : slot.chunk.received) = slot.input;
+      const auto& sets = block_sets_.of(a.chunk, a.micro_batch, a.slice);
+      for (size_t l = 0; l < blocks.size(); ++l) blocks[l] = blocks_[set_of(sets, static_cast<int64_t>(l))];
+    }
+    for (size_t l = 0; sliced() && l < blocks.size(); ++l) {
+      blocks[l] = BlockActivations::part_of(blocks[l], model_, slot.shape, config_.tensor);
+      blocks[l].slice_keys = {keys_[key_sets_.of(a.chunk, a.micro_batch)[l]],
+                              key_gradients_[static_cast<size_t>(a.chunk)][l]};
+    }
+    if (gradients_.empty()) return slot;
+    const auto& products = product_sets_.of(a.chunk, a.micro_batch);
+    for (size_t l = 0; l < blocks.size(); ++l) blocks[l].take_product_inputs(products_[products[l]]);
+    if (a.kind == ActionKind::forward) return slot;
+    const auto& gradients = gradient_sets_.of(a.chunk, a.micro_batch);
+    for (size_t l = 0; l < blocks.size(); ++l) {
+      blocks[l].take_product_inputs(recomputed_products_[gradients[l]]);
+      slot.output_gradients.push_back(gradients_[gradients[l]]);
+    }
+    return slot;
   }
 
  private:
-  struct ChunkMemory {
-    Sets sets;
-    std::map<std::pair<int64_t, int>, ChunkActivations> passes;  // by micro-batch and slice
-  };
-
-  const ChunkActivations& activations(int chunk, const Action& a) const {
-    return chunks_[static_cast<size_t>(chunk)].passes.at({a.micro_batch, a.slice});
+  int64_t layers(int chunk) const { return static_cast<int64_t>(chunks_[static_cast<size_t>(chunk)].layers.size()); }
+  // Is its input not the output of another chunk of this rank?
+  bool has_own_input(int chunk) const {
+    const Pipeline pipeline = config_.pipeline();
+    return chunk == 0 || pipeline.stage_of(chunk) != pipeline.stage_of(chunk - 1);
   }
-  // Of each of `sets` micro-batches, for each block.
-  std::vector<std::vector<SliceKeys>> keys_of_slices(size_t sets, size_t blocks, const BatchShape& all,
-                                                     Arena& arena) const {
-    std::vector<std::vector<SliceKeys>> keys(sets, std::vector<SliceKeys>(blocks));
+  // From an action of this kind to the weight part.
+  PassSets parts(const std::vector<Action>& actions, ActionKind from) const {
+    auto is_weight_part = [](ActionKind kind) { return kind == ActionKind::backward_weight; };
+    if (std::none_of(actions.begin(), actions.end(), [&](const Action& a) { return is_weight_part(a.kind); }))
+      return PassSets();
+    return PassSets(
+        actions, [&](int c) { return layers(c); }, from, is_weight_part);
+  }
+  static size_t set_of(const std::vector<size_t>& sets, int64_t layer) {
+    return sets[static_cast<size_t>(layer) % sets.size()];
+  }
+  // (S, C), what the first block of the action's chunk reads
+  Tensor input(const Action& a) const {
+    if (!has_own_input(a.chunk)) return output({a.kind, a.chunk - 1, a.micro_batch, a.slice});
+    Tensor input = chunk_inputs_[input_sets_.of(a.chunk, a.micro_batch, a.slice)[0]].slice(0, stream_shape(a.slice));
+    input.name = chunks_[static_cast<size_t>(a.chunk)].has_embedding ? "embedded" : "received";
+    return input;
+  }
+  bool sliced() const { return shapes_.size() > 1; }
+  // Of each set, the largest slice that uses it.
+  std::vector<BatchShape> rooms_of_blocks(const std::vector<Action>& actions) const {
+    std::vector<BatchShape> rooms(block_sets_.count(), {shapes_[0].B, 0});
+    for (const Action& a : actions) {
+      if (a.kind != ActionKind::forward) continue;
+      for (const size_t set : block_sets_.of(a.chunk, a.micro_batch, a.slice))
+        rooms[set].T = std::max(rooms[set].T, shapes_[static_cast<size_t>(a.slice)].T);
+    }
+    return rooms;
+  }
+  // all: the shape of a micro-batch
+  void keys_of_slices(const std::vector<Action>& actions, const BatchShape& all, Arena& arena) {
+    std::vector<Action> ends;  // keys are needed from the forward of the first slice to its backward, which is the last
+    for (const Action& a : actions)
+      if (a.slice == 0) ends.push_back(a);
+    key_sets_ = PassSets(
+        ends, [&](int c) { return layers(c); }, ActionKind::forward, is_backward);
     auto alloc = [&](const char* name, DType dtype) {
       return arena.alloc("keys of token slices", name, dtype, {all.rows(), 2 * model_.kv_size()});
     };
-    for (size_t l = 0; l < blocks; ++l) {
-      const Tensor gradient = alloc("gradient of keys and values", accumulator_of(dtype_));
-      for (auto& of_micro_batch : keys) of_micro_batch[l] = {alloc("keys and values", dtype_), gradient};
+    for (size_t i = 0; i < key_sets_.count(); ++i) keys_.push_back(alloc("keys and values", config_.dtype));
+    for (const Chunk& chunk : chunks_) {
+      std::vector<Tensor>& gradients = key_gradients_.emplace_back();
+      while (gradients.size() < chunk.layers.size())
+        gradients.push_back(alloc("gradient of keys and values", accumulator_of(config_.dtype)));
     }
-    return keys;
-  }
-  // The part of a set that a slice fills.
-  ChunkActivations part_of_set(const ChunkActivations& set, const std::vector<SliceKeys>& keys, int slice,
-                               const TensorParallel& tensor) const {
-    ChunkActivations part = set;
-    for (Tensor* t : {&part.embedded, &part.received})
-      if (!t->empty()) *t = t->slice(0, stream_shape(slice));
-    for (size_t l = 0; l < part.blocks.size(); ++l) {
-      part.blocks[l] = BlockActivations::part_of(set.blocks[l], model_, shapes_[static_cast<size_t>(slice)], tensor);
-      part.blocks[l].slice_keys = keys[l];
-    }
-    return part;
   }
 
-  ModelConfig model_;  // of this rank's part
-  DType dtype_;
-  int64_t slices_;
-  std::vector<BatchShape> shapes_;                  // by slice
-  std::vector<std::optional<SequenceRows>> rows_;  // by slice
-  std::vector<Shape> streams_;                      // by slice
-  std::vector<MicroBatch> inputs_;
-  std::vector<ChunkMemory> chunks_;  // by chunk of the model; none of those elsewhere
+  const StepConfig& config_;
+  std::vector<Chunk> chunks_;  // of the model; without layers where they are elsewhere
+  PassSets block_sets_, input_sets_, product_sets_, gradient_sets_;
+  ModelConfig model_;               // of this rank's part
+  std::vector<BatchShape> shapes_;  // by slice
+  PassSets key_sets_;
+  std::vector<Tensor> keys_;
+  std::vector<std::vector<Tensor>> key_gradients_;  // by chunk and block
+  std::vector<MicroBatch> inputs_;                  // micro-batch m uses those of m modulo their number, one a slice
+  std::vector<Tensor> chunk_inputs_;
+  std::vector<BlockActivations> blocks_, products_, recomputed_products_;
+  std::vector<OutputGradients> gradients_;
   Tensor gradient_;
 };
 

@@ -31,7 +31,7 @@ class Interpreter {
     int64_t uploaded = 0;
     for (const Action& action : actions) {
       action_ = action;
-      if (action.kind != ActionKind::forward && action.kind != ActionKind::backward) {
+      if (!computes(action.kind)) {
         pass_message(action, memory);
         continue;
       }
@@ -86,6 +86,7 @@ class Interpreter {
 
   void dispatch(const Action& action, const Slot& slot, const Pass& pass, const Tensor& logits) {
     if (action.kind == ActionKind::forward) return stage_.forward(action.chunk, slot, pass, action.micro_batch, logits);
+    if (action.kind == ActionKind::backward_weight) return stage_.backward_weight(action.chunk, slot, is_last(action));
     stage_.backward(action.chunk, slot, pass, is_last(action));
   }
 
@@ -104,6 +105,11 @@ class Interpreter {
             static_cast<float>(a.slice)};
   }
   static constexpr int activations = 0, gradients = 1;
+  // Of the message from which an action gets its input, or which it receives.
+  static MessageHeader header_of_input(const Action& a) {
+    const bool forward = a.kind == ActionKind::forward || a.kind == ActionKind::receive_activations;
+    return forward ? header_of(activations, a.chunk - 1, a) : header_of(gradients, a.chunk + 1, a);
+  }
 
   // Room for the messages of each link: two to send, and as many as come before they are used.
   void reserve_messages(const std::vector<Action>& actions, const Pass& pass, const PassMemory& memory) {
@@ -130,7 +136,7 @@ class Interpreter {
   // The stage from which an action gets a message, or receives it; -1: none.
   int comes_from(const Action& a) const {
     const bool forward = a.kind == ActionKind::forward || a.kind == ActionKind::receive_activations;
-    if (!forward && a.kind != ActionKind::backward && a.kind != ActionKind::receive_gradients) return -1;
+    if (!forward && !is_backward(a.kind) && a.kind != ActionKind::receive_gradients) return -1;
     const int other = forward ? a.chunk - 1 : a.chunk + 1;
     if (other < 0 || other == config_.chunks || stage_of(other) == stage_of(a.chunk)) return -1;
     return stage_of(other);
@@ -141,27 +147,26 @@ class Interpreter {
     switch (a.kind) {
       case ActionKind::send_activations:
         return links.to(stage_of(a.chunk + 1))
-            .send(memory.slot(a).chunk.output(), header_of(activations, a.chunk, a), context_.compute);
+            .send(memory.output(a), header_of(activations, a.chunk, a), context_.compute);
       case ActionKind::send_gradients:
         return links.to(stage_of(a.chunk - 1))
             .send(memory.gradient(a.slice), header_of(gradients, a.chunk, a), context_.compute);
       case ActionKind::receive_activations:
-        return links.from(comes_from(a)).post(header_of(activations, a.chunk - 1, a), elements);
-      case ActionKind::receive_gradients:
-        return links.from(comes_from(a)).post(header_of(gradients, a.chunk + 1, a), elements);
+      case ActionKind::receive_gradients: return links.from(comes_from(a)).post(header_of_input(a), elements);
       default: throw Error(formatted("the {} is not built yet", a.kind));
     }
   }
   void take_message(const Action& a, const Slot& slot) {
     const int from = comes_from(a);
     if (from < 0) return;
-    state_.dp().links.from(from).take(a.kind == ActionKind::forward ? slot.input : slot.gradient, context_.compute);
+    state_.dp().links.from(from).take(a.kind == ActionKind::forward ? slot.input : slot.gradient, header_of_input(a),
+                                      context_.compute);
   }
 
   std::vector<size_t> units_acquired(const std::vector<Action>& actions, Purpose purpose) const {
     std::vector<size_t> units;
     for (const Action& action : actions)
-      if (action.kind == ActionKind::forward || action.kind == ActionKind::backward)
+      if (action.kind == ActionKind::forward || is_backward(action.kind))
         for (const size_t u : stage_.units_acquired(action, purpose)) units.push_back(u);
     return units;
   }

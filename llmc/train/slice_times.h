@@ -49,7 +49,7 @@ class SliceTimes {
     const int64_t T = config_.batch.T;
     const Recompute recompute = config_.recompute;
     BlockActivations acts = BlockActivations::kept(
-        model_, shape, config_.tensor, config_.dtype, recompute,
+        model_, shape, config_.tensor, config_.dtype, recompute, Backward::whole,
         BlockActivations::recomputed(model_, shape, config_.tensor, config_.dtype, recompute, arena_), arena_);
     auto alloc = [&](DType dtype, const Shape& as) { return arena_.alloc("slices on paper", "a tensor", dtype, as); };
     const Shape keys{shape.B * T, 2 * model_.kv_size()};
@@ -65,7 +65,7 @@ class SliceTimes {
     ops_.clear();
     block_forward(acts, x, block_, model_, sequences, group);
     block_recompute(acts, x, {}, recompute, block_, model_, sequences, group);
-    block_backward(dx, acts, x, {}, block_, model_, sequences, group);
+    block_backward(dx, {}, acts, x, {}, block_, model_, sequences, group);
     double seconds = stream_.seconds() - begin;
     for (const auto& [name, totals] : ops_) seconds += static_cast<double>(totals.calls) * rates_.op_seconds;
     return static_cast<double>(blocks_) * seconds;

@@ -10,6 +10,7 @@
 #include "dist/pipeline/messages.h"
 #include "dist/pipeline/stage_partition.h"
 #include "dist/schedule.h"
+#include "dist/zero.h"
 #include "model/transformer.h"
 
 namespace llmc {

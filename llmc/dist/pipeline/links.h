@@ -2,6 +2,7 @@
 // neighbours, with a stream of its own at both ends, so that messages travel while the stages compute. A message goes
 // through a buffer at either end, and says at its end what it is.
 #pragma once
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <string>
@@ -52,19 +53,25 @@ class StageLink {
   }
   // Begins to receive the next message of the link, of so many elements; take() waits for it.
   void post(const MessageHeader& expected, int64_t elements) {
+    auto in_use = [&](const Buffer& b) { return std::find(posted_.begin(), posted_.end(), &b) != posted_.end(); };
+    while (in_use(buffers_[turn_ % buffers_.size()])) ++turn_;
     Buffer& b = next();
     const Tensor message = message_of(b, elements);
+    b.header = expected;
     stream_.wait(b.free);
     comm_->receive(message, peer_, stream_);
     check_header(header_of(message), expected);
     b.arrived = stream_.record();
     posted_.push_back(&b);
   }
-  // payload = the oldest message that was posted and not taken.
-  void take(const Tensor& payload, Stream& compute) {
-    CHECK(!posted_.empty(), "a message between stages is used before it was received");
-    Buffer& b = *posted_.front();
-    posted_.erase(posted_.begin());
+  // payload = the message with this header, which was posted. Messages are not always used in the order in which they
+  // come: activations and gradients from the same stage may overtake each other.
+  void take(const Tensor& payload, const MessageHeader& header, Stream& compute) {
+    const auto found =
+        std::find_if(posted_.begin(), posted_.end(), [&](const Buffer* b) { return b->header == header; });
+    CHECK(found != posted_.end(), "a message between stages is used before it was received");
+    Buffer& b = **found;
+    posted_.erase(found);
     compute.wait(b.arrived);
     copy(payload, b.memory.slice(0, payload.shape), compute);
     b.free = compute.record();
@@ -73,6 +80,7 @@ class StageLink {
  private:
   struct Buffer {
     Tensor memory;
+    MessageHeader header;  // of what was posted
     Event free, arrived;
   };
   Buffer& next() { return buffers_[turn_++ % buffers_.size()]; }

@@ -241,14 +241,14 @@ inline void validate_pipeline(const Options& o) {
   auto refuse = [](const char* option, const auto& value) {
     throw Error(formatted("{} {} can be drawn by --print-schedule; training with it is not built yet", option, value));
   };
-  const bool interleaved = o.schedule == "interleaved";
-  if (o.schedule != "gpipe" && o.schedule != "1f1b" && !interleaved) refuse("--schedule", o.schedule);
+  if (o.schedule == "pipedream") refuse("--schedule", o.schedule);
   validate_token_slices(o);
-  CHECK(!interleaved || o.pp > 1, "--schedule interleaved is for the stages of a pipeline: give --pp, or use 1f1b");
-  CHECK(!o.pp_chunks || interleaved,
-        "--pp-chunks {} with --schedule {}, whose stages have 1 chunk each: use --schedule "
-        "interleaved, or leave out --pp-chunks",
-        o.pp_chunks.value_or(1), o.schedule);
+  CHECK(o.schedule == "gpipe" || o.schedule == "1f1b" || o.pp > 1,
+        "--schedule {} is for the stages of a pipeline: give --pp, or use 1f1b", o.schedule);
+  CHECK(!o.pp_chunks || o.schedule == "interleaved" || *o.pp_chunks == (o.schedule == "zb-v" ? 2 : 1),
+        "--pp-chunks {} with --schedule {}, whose stages have {} each: use --schedule interleaved, or leave out "
+        "--pp-chunks",
+        o.pp_chunks.value_or(1), o.schedule, o.schedule == "zb-v" ? "2 chunks" : "1 chunk");
   CHECK(o.pp == 1 || !o.tune_matmul, "--tune-matmul with --pp {}: the stages compute different products; leave it out",
         o.pp);
   CHECK(!o.micro_batches,
