@@ -1,10 +1,12 @@
 // slice_attention.h: attention of a micro-batch that goes through the model in slices of its sequences (Li et al. 2021,
-// TeraPipe). Slice k attends to the keys of slices 0 to k, and so the forward goes from the first slice to the last. The
-// backward goes from the last to the first: when it comes to slice k, those after it have added what they owe to the
-// gradients of its keys and values, and with its own part they are complete. They are added up in fp32 (contract 12).
+// TeraPipe). Slice k attends to the keys of slices 0 to k, and so the forward goes from the first slice to the last.
+// The backward goes from the last to the first: when it comes to slice k, those after it have added what they owe to
+// the gradients of its keys and values, and with its own part they are complete. They are added up in fp32 (contract
+// 12).
 //
 //   keys of slice    0 1 2 3
-//   queries of 0     c              c: causal, #: all of them. Whole sequences compute the same pairs of queries and keys,
+//   queries of 0     c              c: causal, #: all of them. Whole sequences compute the same pairs of queries and
+//   keys,
 //              1     # c            and add them up in another order: the difference is rounding (contract 5).
 //              2     # # c
 //              3     # # # c
@@ -44,8 +46,8 @@ struct SliceBox {
 }  // namespace detail
 
 // Adds the slice's keys and values to those of the slices before, and attends to them all.
-// out (B T_k, Hq D); lse (B, Hq, T_k); qkv (B T_k, (Hq + 2 Hkv) D); positions (B T_k), or an empty tensor; shape: of the
-// slice; slice: which tokens of each sequence
+// out (B T_k, Hq D); lse (B, Hq, T_k); qkv (B T_k, (Hq + 2 Hkv) D); positions (B T_k), or an empty tensor; shape: of
+// the slice; slice: which tokens of each sequence
 inline void slice_attention_forward(Tensor out, Tensor lse, Tensor qkv, const SliceKeys& keys, Tensor positions,
                                     const AttentionShape& shape, const SequenceRows& slice, Stream& stream) {
   const detail::SliceBox box(shape, slice);

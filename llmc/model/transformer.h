@@ -32,9 +32,9 @@ struct Sequences {
   Tensor rotary_table;  // (positions, D); empty without rotary positions
   Documents documents = Documents::together;
   ContextParallel context = {};
-  Tensor all_positions = {};   // of whole sequences, where attention needs them
+  Tensor all_positions = {};               // of whole sequences, where attention needs them
   std::optional<SequenceRows> slice = {};  // which tokens of them these are; none: whole sequences
-  Tensor boundaries() const {  // for attention
+  Tensor boundaries() const {              // for attention
     if (documents == Documents::together) return {};
     return all_positions.empty() ? positions : all_positions;
   }

@@ -143,8 +143,8 @@ inline StepConfig choose_step(const Options& o) {
 // The step, its sequences cut by --token-slices.
 inline StepConfig with_token_slices(StepConfig step, const Options& o, const Device& device) {
   const std::optional<int64_t> slices = token_slices(o);  // validated with the options
-  step.slices = slices ? even_token_slices(step.batch.T, *slices)
-                       : planned_token_slices(step, device.computes_as()).lengths;
+  step.slices =
+      slices ? even_token_slices(step.batch.T, *slices) : planned_token_slices(step, device.computes_as()).lengths;
   if (step.slices.size() == 1) step.slices.clear();
   if (!step.slices.empty()) require_possible(step.pipeline());
   return step;

@@ -22,15 +22,15 @@ struct ChunkActivations {
 };
 
 // What an action works on: the inputs of the micro-batch, or of a token slice of it, its activations in the action's
-// chunk and in the one before, where that is on the same rank, and the gradient of the residual stream (S, C), which goes
-// from chunk to chunk.
+// chunk and in the one before, where that is on the same rank, and the gradient of the residual stream (S, C), which
+// goes from chunk to chunk.
 struct Slot {
   const MicroBatch& inputs;
   ChunkActivations chunk;
   Tensor input;  // of the chunk's first block
   Tensor gradient;
-  BatchShape shape;                        // of what this rank has of it
-  std::optional<SequenceRows> slice = {};  // which tokens; none: whole sequences
+  BatchShape shape;                                    // of what this rank has of it
+  std::optional<SequenceRows> slice = {};              // which tokens; none: whole sequences
   std::vector<OutputGradients> output_gradients = {};  // by block, in both parts of a backward in parts
 
   // The residual stream that enters block `l` of the chunk.
@@ -42,7 +42,8 @@ struct Slot {
 
 // The memory of a pass over a list of actions: as many sets of inputs, and of each block's activations, as are in use
 // at the same time. Of a backward in parts, what only the input part needs is free after it. Token slices have the keys
-// and values of their micro-batch in one place, and those gradients for the one micro-batch whose backward is under way.
+// and values of their micro-batch in one place, and those gradients for the one micro-batch whose backward is under
+// way.
 class PassMemory {
  public:
   // all: the shape of a micro-batch
@@ -99,14 +100,11 @@ class PassMemory {
   Shape stream_shape(int slice) const {
     return {config_.tensor.stream_rows(shapes_[static_cast<size_t>(slice)].rows()), model_.n_embd};
   }
-  Tensor gradient(int slice) const {
-    return gradient_.empty() ? gradient_ : gradient_.slice(0, stream_shape(slice));
-  }
+  Tensor gradient(int slice) const { return gradient_.empty() ? gradient_ : gradient_.slice(0, stream_shape(slice)); }
   // Of a chunk, for a micro-batch, or slice, between its forward and its backward.
   Tensor output(const Action& a) const {
     const auto& sets = block_sets_.of(a.chunk, a.micro_batch, a.slice);
-    return sets.empty() ? input(a)
-                        : blocks_[set_of(sets, layers(a.chunk) - 1)].out.slice(0, stream_shape(a.slice));
+    return sets.empty() ? input(a) : blocks_[set_of(sets, layers(a.chunk) - 1)].out.slice(0, stream_shape(a.slice));
   }
   Slot slot(const Action& a) const {
     Slot slot{inputs(a.micro_batch, a.slice), {}, {}, gradient(a.slice), shapes_[static_cast<size_t>(a.slice)]};

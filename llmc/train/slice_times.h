@@ -1,7 +1,7 @@
 // slice_times.h: how long a stage of a pipeline takes for a token slice, on paper, and into which slices --token-slices
 // auto therefore cuts a sequence. The blocks of transformer.h run on the null device, whose clock counts their time at
-// the rates below. These are round numbers of a common machine of either kind, and not those of this one: the cut, and so
-// the order in which gradients are added, depends on options and the kind of device alone (contracts 1 and 2).
+// the rates below. These are round numbers of a common machine of either kind, and not those of this one: the cut, and
+// so the order in which gradients are added, depends on options and the kind of device alone (contracts 1 and 2).
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -41,8 +41,8 @@ class SliceTimes {
   SliceTimes(const SliceTimes&) = delete;
   SliceTimes& operator=(const SliceTimes&) = delete;
 
-  // Forward and backward of a slice of `length` tokens after `context` others, in all blocks of a stage. Messages travel
-  // meanwhile; the embedding and the head, which some stages have, take equally long for every token.
+  // Forward and backward of a slice of `length` tokens after `context` others, in all blocks of a stage. Messages
+  // travel meanwhile; the embedding and the head, which some stages have, take equally long for every token.
   double operator()(int64_t length, int64_t context) {
     auto scope = arena_.scope();
     const BatchShape shape{config_.batch.B, length};

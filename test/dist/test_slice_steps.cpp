@@ -180,8 +180,9 @@ TEST_CASE("the search for a non-finite number names the token slice") {
   });
   INFO(found[0]);
   REQUIRE(found[0] == found[1]);
-  REQUIRE(found[0] == "the first non-finite number is in norm1, written by layernorm_forward in the forward of "
-                      "blocks.0, rank 0, micro-batch 1, token slice 2, sample 100");
+  REQUIRE(found[0] ==
+          "the first non-finite number is in norm1, written by layernorm_forward in the forward of "
+          "blocks.0, rank 0, micro-batch 1, token slice 2, sample 100");
 }
 
 // ---- Memory --------------------------------------------------------------------------------------------------------
