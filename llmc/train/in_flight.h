@@ -16,7 +16,8 @@ struct ChunkActivations {
   Tensor embedded;  // (S, C), of the chunk with the embedding
   Tensor received;  // (S, C), of a chunk that comes after one of another stage: its input
   std::vector<BlockActivations> blocks;
-  const Tensor& output() const { return blocks.back().out; }
+  // Of a chunk without layers, what it embeds or receives.
+  const Tensor& output() const { return !blocks.empty() ? blocks.back().out : embedded.empty() ? received : embedded; }
 };
 
 // What an action works on: the micro-batch's inputs, its activations in the action's chunk and in the one before, where

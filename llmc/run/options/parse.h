@@ -16,6 +16,7 @@
 #include "core/check.h"
 #include "core/files.h"
 #include "core/words.h"
+#include "dist/pipeline/stage_partition.h"
 #include "run/options/foreign.h"
 #include "run/options/print.h"
 #include "text/unicode.h"
@@ -221,6 +222,10 @@ inline void validate_pipeline(const Options& o) {
   CHECK(!interleaved || o.pp > 1, "--schedule interleaved is for the stages of a pipeline: give --pp, or use 1f1b");
   CHECK(!o.pp_chunks || interleaved, "--pp-chunks {} with --schedule {}, whose stages have 1 chunk each: use --schedule "
         "interleaved, or leave out --pp-chunks", o.pp_chunks.value_or(1), o.schedule);
+  const PipelineLayout layout = pipeline_layout_from_name(o.pp_layout);
+  CHECK(o.pp > 1 || layout.kind == LayoutKind::even,
+        "--pp-layout {} is for the stages of a pipeline, and --pp 1 has one: give --pp, or leave out --pp-layout",
+        shown(o.pp_layout));
   CHECK(o.pp == 1 || !o.tune_matmul, "--tune-matmul with --pp {}: the stages compute different products; leave it out",
         o.pp);
   CHECK(!o.micro_batches,
