@@ -8,6 +8,7 @@
 #include "core/log.h"
 #include "run/gpu_peaks.h"
 #include "run/options/options.h"
+#include "run/peak.h"
 #include "run/plan/remedy.h"
 
 namespace llmc {

@@ -74,18 +74,18 @@ inline Rows balance_rows(const StepConfig& step, const std::optional<Rates>& rat
   const ModelCosts costs = count_costs(step, flops_per_s);
   const Simulation sim = simulate_step(step, costs);
   const auto law = bubble_law(step.pipeline());
-  const double slowest = *std::ranges::max_element(sim.busy);
+  const double most = *std::ranges::max_element(sim.busy);
+  const auto slowest = std::ranges::find_if(sim.busy, [&](double b) { return b > most * (1 - 1e-9); });
   const auto layers_text = [](const std::vector<int64_t>& layers) {
     return name_of(PipelineLayout{LayoutKind::list, layers});
   };
   double mean = 0;
   for (const double b : sim.busy) mean += b / step.stages;
   Rows rows = {
-      {"work of a layer", formatted("1; embedding {:.2f}, head {:.2f}", costs.embedding.seconds / costs.blocks[0].seconds,
+      {"work", formatted("a layer 1, the embedding {:.2f}, the head {:.2f}", costs.embedding.seconds / costs.blocks[0].seconds,
                                     costs.head.seconds / costs.blocks[0].seconds)},
       {"slowest stage", formatted("{} of {}: {:.1f}% more work than the mean",
-                                  std::ranges::max_element(sim.busy) - sim.busy.begin(), step.stages,
-                                  100 * (slowest / mean - 1))},
+                                  slowest - sim.busy.begin(), step.stages, 100 * (most / mean - 1))},
       {"bubble", formatted("{:.1f}% of the stages' time{}", 100 * sim.bubble(),
                            law ? formatted("; {:.1f}% were the chunks equal: {}", 100 * law->bubble, law->formula) : "")}};
   // Some layers cannot be spread otherwise.
