@@ -128,7 +128,8 @@ TEST_CASE("counted costs are those of the products that a module has, with what 
   REQUIRE(costs.blocks[0].seconds < 1.2 * products);  // attention
   REQUIRE(costs.blocks[0].activation_bytes == rows * C * 4);
   step.recompute = Recompute::block;
-  REQUIRE(count_costs(step, 1).blocks[0].seconds / costs.blocks[0].seconds == Catch::Approx(4.0 / 3).epsilon(0.03));
+  const double recomputed = count_costs(step, 1).blocks[0].seconds / costs.blocks[0].seconds;
+  REQUIRE((1.2 < recomputed && recomputed < 4.0 / 3));  // its last product is not needed again
   REQUIRE(count_costs(step, 1).head.seconds == costs.head.seconds);
 }
 
@@ -143,7 +144,7 @@ TEST_CASE("--pp-layout is taken, balanced or refused by name") {
   REQUIRE(layers_with("--pp 4 --pp-layout even") == "2, 3, 3, 2");
   REQUIRE(layers_with("--pp 4 --pp-layout 1,2,3,4") == "1, 2, 3, 4");
   REQUIRE(layers_with("--pp 2 --schedule interleaved --pp-layout 1,2,3,4") == "4, 6");
-  REQUIRE(layers_with("--pp 2 --pp-layout balanced") == "8, 2");  // the head costs as much as 5 or 6 layers
+  REQUIRE(layers_with("--pp 2 --pp-layout balanced") == "7, 3");  // the head costs as much as 5 layers
   const auto refused = [&](const std::string& options, const std::string& why) {
     const std::string said = layers_with(options);
     INFO(said);
@@ -262,9 +263,9 @@ TEST_CASE("what the ranks of a layout hold is the whole model, and what is lost 
   REQUIRE_ERROR(require_whole(step, planted([&](HeldByRank& r) { if (on(r, 1)) ++blocks(r).first; })),
                 "the model is not whole: no stage of the pipeline has blocks.2");
   REQUIRE_ERROR(require_whole(step, planted([&](HeldByRank& r) { if (on(r, 0)) ++blocks(r).last; })),
-                "the model is not whole: blocks.2 is on stages [0, 1], expected one");
+                "the model is not whole: blocks.2 is on stages 0, 1, expected one");
   REQUIRE_ERROR(require_whole(step, planted([&](HeldByRank& r) { if (on(r, 1)) r.units.erase(r.units.begin()); })),
-                "embedding, whose table is the head's too, is on stage(s) [0], and the head on [1]");
+                "embedding, whose table is the head's too, is on stage(s) 0, and the head on 1");
   REQUIRE_ERROR(require_whole(step, planted([&](HeldByRank& r) { r.units.pop_back(); })), "has ");
   bool first = true;
   REQUIRE_ERROR(require_whole(step, planted([&](HeldByRank& r) {
