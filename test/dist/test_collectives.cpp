@@ -236,7 +236,7 @@ TEST_CASE("known values go through every group, and a pair between which they ar
   check_groups_of(Mesh({{Axis::replicate, 2}, {Axis::shard, 2}, {Axis::cp, 2}, {Axis::tp, 2}}), no_hooks, {.ranks = 2},
                   {.ranks = 2});
   for (const int stages : {2, 3, 4}) check_groups_of(Mesh({{Axis::pp, stages}, {Axis::shard, 2}}));
-  const Mesh pipeline({{Axis::pp, 3}, {Axis::shard, 2}});
+  const Mesh pipeline({{Axis::pp, 3}});
   REQUIRE_ERROR(check_groups_of(pipeline, Plants<SendsAnother>()),
                 "the link from stage 0 to stage 1: got 0 from rank 0 elsewhere instead of 10011");
   REQUIRE_ERROR(check_groups_of(pipeline, Plants<LosesTied>()), "the group tied gradients: got the sum ");

@@ -191,7 +191,6 @@ TEST_CASE("a plan has a row for each stage, and the largest decides") {
 TEST_CASE("what would fit is found with stages too, and keeps them") {
   const std::string model =
       "--plan --model d4 --vocab-size 257 -t 128 -b 8 -d 16384 --pp 2 --schedule interleaved --threads 1 ";
-  StepConfig step;
   const ProgramResult refused = run_program(model + "--memory-limit 0.05");
   INFO(refused.err);
   REQUIRE(refused.status == 1);
@@ -200,6 +199,28 @@ TEST_CASE("what would fit is found with stages too, and keeps them") {
   const std::string change = refused.err.substr(with + 14, refused.err.find(" (", with) - with - 14);
   REQUIRE(change.find("--schedule") == std::string::npos);
   REQUIRE(run_program(model + "--memory-limit 0.05 " + change).status == 0);
+}
+
+TEST_CASE("a run resumes in another --pp-layout, bit for bit where the table is not tied") {
+  const TempDir directory;
+  const std::string out = directory.path() + "/run", other = directory.path() + "/other";
+  const auto run = [&](const std::string& to, const std::string& more) {
+    return run_program("--model llama2:7B --n-layer 4 --n-head 2 --n-kv-head 2 --n-embd 16 --n-ffn 24 --vocab-size 211 "
+                       "--seq-len 16 --batch-size 2 --total-batch-size 192 --train-data " + tiny_data +
+                       " --lr 1e-2 --threads 2 --max-steps 4 --checkpoint-every 2 --pp 2 --local-ranks 2 --out-dir " + to +
+                       " " + more);
+  };
+  const ProgramResult whole = run(out, "--from-scratch --pp-layout 1,3");
+  INFO(whole.out << whole.err);
+  REQUIRE(whole.status == 0);
+  const ProgramResult resumed = run(other, "--from-scratch --pp-layout balanced --resume " + out + "/step-000002");
+  INFO(resumed.out << resumed.err);
+  REQUIRE(resumed.status == 0);
+  REQUIRE(resumed.out.find("--pp-layout") != std::string::npos);
+  REQUIRE(losses(other).at(4) == losses(out).at(4));
+  REQUIRE(read_text(other + "/step-000004/model.safetensors") == read_text(out + "/step-000004/model.safetensors"));
+  // The head weighs as much as a layer or two here.
+  REQUIRE(resumed.out.find("2 stages of 1, 3 layers") == std::string::npos);
 }
 
 TEST_CASE("the plan of Llama 3 405B takes seconds") {
