@@ -51,7 +51,9 @@ inline void check_group(Comm& group, int number, const std::vector<int>& members
 // A value that tells by which link it went, and from where.
 inline void check_links(DataParallel& dp, const std::function<std::string(int)>& name_of_rank) {
   const int inner = dp.ranks_of_stage(), place = dp.rank % inner;
-  const auto value = [&](int from, int to) { return static_cast<float>(10'000 * (from + 1) + 10 * to + 1 + place % 7); };
+  const auto value = [&](int from, int to) {
+    return static_cast<float>(10'000 * (from + 1) + 10 * to + 1 + place % 7);
+  };
   struct Expected {
     Tensor x;
     StageLink* link;

@@ -1,6 +1,6 @@
 // whole_check.h: before the first step, the ranks say which elements of which parameters they hold; together that must
-// be the whole model, every element exactly as often as the layout says (contract 15). So a layer that falls between two
-// stages of a pipeline, or lies on two of them, ends the run by its name before anything is computed.
+// be the whole model, every element exactly as often as the layout says (contract 15). So a layer that falls between
+// two stages of a pipeline, or lies on two of them, ends the run by its name before anything is computed.
 #pragma once
 #include <algorithm>
 #include <cstdint>

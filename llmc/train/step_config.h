@@ -30,7 +30,7 @@ struct StepConfig {
   BatchShape batch{1, 1};     // one micro-batch: B sequences of T tokens
   int64_t micro_batches = 1;  // of one step
   Schedule schedule = Schedule::one_f_one_b;
-  int stages = 1, chunks = 1;       // of the pipeline, in all
+  int stages = 1, chunks = 1;        // of the pipeline, in all
   std::vector<int64_t> layers = {};  // of each chunk, in the order of the model; empty: spread evenly (--pp-layout)
   Recompute recompute = Recompute::none;
   ZeroConfig zero = {};

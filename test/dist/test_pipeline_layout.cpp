@@ -31,14 +31,16 @@ ModelConfig tiny(bool tied, int64_t n_layer, int heads = 2) {
 
 // Of layers that all cost 1.
 ModelCosts costs_of(int64_t n_layer, double embedding, double head) {
-  return {{.seconds = embedding}, std::vector<ModuleCost>(static_cast<size_t>(n_layer), {.seconds = 1}), {.seconds = head}};
+  return {
+      {.seconds = embedding}, std::vector<ModuleCost>(static_cast<size_t>(n_layer), {.seconds = 1}), {.seconds = head}};
 }
 
 double slowest_stage(const ModelCosts& costs, const Sizes& layers, const std::vector<int>& stage_of) {
   std::vector<double> stages(stage_of.size());
   for (size_t c = 0; c < layers.size(); ++c)
-    stages[static_cast<size_t>(stage_of[c])] += static_cast<double>(layers[c]) + (c == 0 ? costs.embedding.seconds : 0) +
-                                               (c + 1 == layers.size() ? costs.head.seconds : 0);
+    stages[static_cast<size_t>(stage_of[c])] += static_cast<double>(layers[c]) +
+                                                (c == 0 ? costs.embedding.seconds : 0) +
+                                                (c + 1 == layers.size() ? costs.head.seconds : 0);
   return *std::ranges::max_element(stages);
 }
 
@@ -135,8 +137,10 @@ TEST_CASE("counted costs are those of the products that a module has, with what 
 
 TEST_CASE("--pp-layout is taken, balanced or refused by name") {
   const auto layers_with = [](const std::string& options) {
-    const ProgramResult r = run_program("--plan --model d2 --n-layer 10 --n-embd 64 --n-head 1 --vocab-size 4096 -t 64 "
-                                        "-b 1 -d 512 " + options);
+    const ProgramResult r = run_program(
+        "--plan --model d2 --n-layer 10 --n-embd 64 --n-head 1 --vocab-size 4096 -t 64 "
+        "-b 1 -d 512 " +
+        options);
     const size_t begin = r.out.find(" of ", r.out.find("stages of") - 1), end = r.out.find(" layers,", begin);
     return r.status == 0 ? r.out.substr(begin + 4, end - begin - 4) : r.err;
   };
@@ -150,7 +154,8 @@ TEST_CASE("--pp-layout is taken, balanced or refused by name") {
     INFO(said);
     REQUIRE(said.find(why) != std::string::npos);
   };
-  refused("--pp 4 --pp-layout 1,2,3,3", "--pp-layout 1,2,3,3: the numbers add up to 9, but the model has 10 layers: 1 too few");
+  refused("--pp 4 --pp-layout 1,2,3,3",
+          "--pp-layout 1,2,3,3: the numbers add up to 9, but the model has 10 layers: 1 too few");
   refused("--pp 4 --pp-layout 5,5", "found 2 numbers, expected 4: one for each of the 4 stages (--pp 4)");
   refused("--pp 2 --schedule interleaved --pp-layout 5,5", "expected 4: one for each chunk, in the order of the model");
   refused("--pp 4 --pp-layout 4,0,3,3", "number 2 is 0");
@@ -205,10 +210,11 @@ TEST_CASE("a run resumes in another --pp-layout, bit for bit where the table is 
   const TempDir directory;
   const std::string out = directory.path() + "/run", other = directory.path() + "/other";
   const auto run = [&](const std::string& to, const std::string& more) {
-    return run_program("--model llama2:7B --n-layer 4 --n-head 2 --n-kv-head 2 --n-embd 16 --n-ffn 24 --vocab-size 211 "
-                       "--seq-len 16 --batch-size 2 --total-batch-size 192 --train-data " + tiny_data +
-                       " --lr 1e-2 --threads 2 --max-steps 4 --checkpoint-every 2 --pp 2 --local-ranks 2 --out-dir " + to +
-                       " " + more);
+    return run_program(
+        "--model llama2:7B --n-layer 4 --n-head 2 --n-kv-head 2 --n-embd 16 --n-ffn 24 --vocab-size 211 "
+        "--seq-len 16 --batch-size 2 --total-batch-size 192 --train-data " +
+        tiny_data + " --lr 1e-2 --threads 2 --max-steps 4 --checkpoint-every 2 --pp 2 --local-ranks 2 --out-dir " + to +
+        " " + more);
   };
   const ProgramResult whole = run(out, "--from-scratch --pp-layout 1,3");
   INFO(whole.out << whole.err);
@@ -227,9 +233,10 @@ TEST_CASE("the plan of Llama 3 405B takes seconds") {
   const auto begin = std::chrono::steady_clock::now();
   const std::string recipe =
       "--plan --device cuda --model llama3:405B --dtype bf16 --tp 8 --pp 16 --zero-stage 1 -b 1 --local-ranks 8 ";
-  for (const char* rest : {"-t 8192 -d 16777216 --world-size 2048", "-t 8192 -d 25165824 --world-size 3072",
-                           "-t 8192 -d 16777216 --world-size 2048 --schedule interleaved --pp-chunks 4 --pp-layout balanced",
-                           "-t 131072 -d 16777216 --world-size 2048 --cp 16"}) {
+  for (const char* rest :
+       {"-t 8192 -d 16777216 --world-size 2048", "-t 8192 -d 25165824 --world-size 3072",
+        "-t 8192 -d 16777216 --world-size 2048 --schedule interleaved --pp-chunks 4 --pp-layout balanced",
+        "-t 131072 -d 16777216 --world-size 2048 --cp 16"}) {
     const ProgramResult r = run_program(recipe + rest);
     INFO(rest << r.err);
     REQUIRE(r.status == 0);
@@ -245,7 +252,8 @@ TEST_CASE("what the ranks of a layout hold is the whole model, and what is lost 
     std::mutex mutex;
     const Mesh mesh = step.mesh();
     on_ranks(step, [&](Run& run) {
-      check_whole_model(run.trainer.state(), part_of(parameter_table(step.model), step.tensor, 0), step.model.tied, mesh);
+      check_whole_model(run.trainer.state(), part_of(parameter_table(step.model), step.tensor, 0), step.model.tied,
+                        mesh);
       std::lock_guard lock(mutex);
       const int rank = run.dp.rank;
       all[static_cast<size_t>(rank)] = {mesh.coordinate(rank, Axis::pp), mesh.coordinate(rank, Axis::tp),
@@ -276,16 +284,23 @@ TEST_CASE("what the ranks of a layout hold is the whole model, and what is lost 
     for (HeldByRank& rank : held) plant(rank);
     return held;
   };
-  // The ranges of units of rank.units: the embedding, blocks 0 and 1 on stage 0; blocks 2 and 3, the head, and the table.
+  // The ranges of units of rank.units: the embedding, blocks 0 and 1 on stage 0; blocks 2 and 3, the head, and the
+  // table.
   const auto blocks = [](HeldByRank& rank) -> HeldUnits& {
     return *std::ranges::find_if(rank.units, [](const HeldUnits& h) { return h.last > h.first; });
   };
   const auto on = [](const HeldByRank& rank, int stage) { return rank.stage == stage; };
-  REQUIRE_ERROR(require_whole(step, planted([&](HeldByRank& r) { if (on(r, 1)) ++blocks(r).first; })),
+  REQUIRE_ERROR(require_whole(step, planted([&](HeldByRank& r) {
+                                if (on(r, 1)) ++blocks(r).first;
+                              })),
                 "the model is not whole: no stage of the pipeline has blocks.2");
-  REQUIRE_ERROR(require_whole(step, planted([&](HeldByRank& r) { if (on(r, 0)) ++blocks(r).last; })),
+  REQUIRE_ERROR(require_whole(step, planted([&](HeldByRank& r) {
+                                if (on(r, 0)) ++blocks(r).last;
+                              })),
                 "the model is not whole: blocks.2 is on stages 0, 1, expected one");
-  REQUIRE_ERROR(require_whole(step, planted([&](HeldByRank& r) { if (on(r, 1)) r.units.erase(r.units.begin()); })),
+  REQUIRE_ERROR(require_whole(step, planted([&](HeldByRank& r) {
+                                if (on(r, 1)) r.units.erase(r.units.begin());
+                              })),
                 "embedding, whose table is the head's too, is on stage(s) 0, and the head on 1");
   REQUIRE_ERROR(require_whole(step, planted([&](HeldByRank& r) { r.units.pop_back(); })), "has ");
   bool first = true;

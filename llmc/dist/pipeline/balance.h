@@ -206,8 +206,8 @@ class Pipedream {
 }  // namespace detail
 
 // The pipeline of exactly `stages` stages, none replicated, whose slowest stage or link is the fastest. The first and
-// the last may have no layers, only the embedding or the head. links: bytes/s of the link after each stage but the last,
-// or one for all.
+// the last may have no layers, only the embedding or the head. links: bytes/s of the link after each stage but the
+// last, or one for all.
 inline BalancedPipeline balanced_stages(const ModelCosts& costs, int stages, const std::vector<double>& links) {
   const int64_t modules = static_cast<int64_t>(costs.blocks.size()) + 2;
   CHECK(stages >= 1 && stages <= modules,
@@ -228,10 +228,10 @@ inline BalancedPipeline balanced_replicated_stages(const ModelCosts& costs, int 
 }
 
 // The layers of each chunk, for any placement of chunks on stages: stage_of[c] runs chunk c, and every stage as many.
-// One chunk a stage: balanced_stages(). Otherwise all layers must cost the same, and each in turn goes to the stage that
-// has least to do, there to the chunk with least: no other choice makes the slowest stage faster. Every chunk has a
-// layer, but for the first and the last, which have the embedding and the head. Messages do not count: between any two
-// layers they are as large.
+// One chunk a stage: balanced_stages(). Otherwise all layers must cost the same, and each in turn goes to the stage
+// that has least to do, there to the chunk with least: no other choice makes the slowest stage faster. Every chunk has
+// a layer, but for the first and the last, which have the embedding and the head. Messages do not count: between any
+// two layers they are as large.
 inline std::vector<int64_t> balanced_layers(const ModelCosts& costs, const std::vector<int>& stage_of) {
   const size_t chunks = stage_of.size(), stages = static_cast<size_t>(*std::ranges::max_element(stage_of)) + 1;
   std::vector<int64_t> layers(chunks);

@@ -1,6 +1,6 @@
 // stage_partition.h: which layers a stage of the pipeline has, as pure functions to values that can be printed. `even`
-// spreads the layers and their remainder; a list is checked; `balanced` is in balance.h. A model with L layers has L + 2
-// modules, in this order: the embedding, the blocks and the head.
+// spreads the layers and their remainder; a list is checked; `balanced` is in balance.h. A model with L layers has L +
+// 2 modules, in this order: the embedding, the blocks and the head.
 //
 //   10 layers, 4 stages, even:   | embedding, 0 1 | 2 3 4 | 5 6 7 | 8 9, head |
 //

@@ -31,8 +31,8 @@ inline ModelCosts count_costs(StepConfig step, double flops_per_s = 1e12) {
     return flops;
   };
   const std::vector<double> one = flops_with(1), two = flops_with(2);
-  const double message = static_cast<double>(
-      step.tensor.stream_rows(step.share(step.batch, Purpose::train).rows()) * step.model.n_embd * size_of(step.dtype));
+  const double message = static_cast<double>(step.tensor.stream_rows(step.share(step.batch, Purpose::train).rows()) *
+                                             step.model.n_embd * size_of(step.dtype));
   const ParamTable table = part_of(parameter_table(step.model), step.tensor, 0);
   const auto module = [&](size_t m) {
     int64_t elements = 0;

@@ -248,7 +248,8 @@ inline std::string price_text(const StepConfig& from, const Plan& before, const 
   if (to.batch.T == from.batch.T && work > 1.005) text += formatted("; {:.0f}% more work", 100 * (work - 1));
   const int64_t sent = traffic_of_step(remedy.plan), sent_before = traffic_of_step(before);
   if (sent * 100 > sent_before * 101 || sent * 101 < sent_before * 100)
-    text += formatted("; each rank sends {}{} a step{}", to.stages > 1 ? "at most " : "", sent == 0 ? "nothing" : human_bytes(sent),
+    text += formatted("; each rank sends {}{} a step{}", to.stages > 1 ? "at most " : "",
+                      sent == 0 ? "nothing" : human_bytes(sent),
                       sent_before == 0 ? "" : " instead of " + human_bytes(sent_before));
   if (to.zero.grad_reduce != from.zero.grad_reduce)
     text += "; gradients are then reduced every micro-batch, which rounds differently";

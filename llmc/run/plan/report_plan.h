@@ -63,7 +63,8 @@ inline Simulation simulate_step(const StepConfig& step, const ModelCosts& costs)
   PassCosts pass;
   for (const Chunk& chunk : step.model_chunks())
     pass.chunk.push_back((chunk.has_embedding ? costs.embedding.seconds : 0) +
-                         (chunk.layers.empty() ? 0 : costs.blocks[0].seconds) * static_cast<double>(chunk.layers.size()) +
+                         (chunk.layers.empty() ? 0 : costs.blocks[0].seconds) *
+                             static_cast<double>(chunk.layers.size()) +
                          (chunk.has_head ? costs.head.seconds : 0));
   return simulate(step.pipeline(), pipeline_actions(step.pipeline()), pass);
 }
@@ -82,12 +83,14 @@ inline Rows balance_rows(const StepConfig& step, const std::optional<Rates>& rat
   double mean = 0;
   for (const double b : sim.busy) mean += b / step.stages;
   Rows rows = {
-      {"work", formatted("a layer 1, the embedding {:.2f}, the head {:.2f}", costs.embedding.seconds / costs.blocks[0].seconds,
-                                    costs.head.seconds / costs.blocks[0].seconds)},
-      {"slowest stage", formatted("{} of {}: {:.1f}% more work than the mean",
-                                  slowest - sim.busy.begin(), step.stages, 100 * (most / mean - 1))},
-      {"bubble", formatted("{:.1f}% of the stages' time{}", 100 * sim.bubble(),
-                           law ? formatted("; {:.1f}% were the chunks equal: {}", 100 * law->bubble, law->formula) : "")}};
+      {"work",
+       formatted("a layer 1, the embedding {:.2f}, the head {:.2f}", costs.embedding.seconds / costs.blocks[0].seconds,
+                 costs.head.seconds / costs.blocks[0].seconds)},
+      {"slowest stage", formatted("{} of {}: {:.1f}% more work than the mean", slowest - sim.busy.begin(), step.stages,
+                                  100 * (most / mean - 1))},
+      {"bubble",
+       formatted("{:.1f}% of the stages' time{}", 100 * sim.bubble(),
+                 law ? formatted("; {:.1f}% were the chunks equal: {}", 100 * law->bubble, law->formula) : "")}};
   // Some layers cannot be spread otherwise.
   if (step.model.n_layer + 2 >= step.chunks)
     rows.emplace_back("--pp-layout balanced", layers_text(balanced_layers(costs, step.stages_of_chunks())));
@@ -103,11 +106,12 @@ inline Rows balance_rows(const StepConfig& step, const std::optional<Rates>& rat
   for (ModuleCost& block : of_group.blocks) block.seconds /= group;
   const BalancedPipeline replicated = balanced_replicated_stages(
       of_group, workers, rates ? rates->link_bytes_per_s : std::numeric_limits<double>::infinity());
-  rows.emplace_back("PipeDream's answer",
-                    formatted("{} for {} workers{}, {}; replicated stages are not for this trainer", name_of(replicated),
-                              workers, group > 1 ? formatted(" of {} data-parallel ranks", group) : "",
-                              rates ? formatted("with links of {:.1f} GB/s", rates->link_bytes_per_s * 1e-9)
-                                    : "were their exchanges for nothing"));
+  rows.emplace_back(
+      "PipeDream's answer",
+      formatted("{} for {} workers{}, {}; replicated stages are not for this trainer", name_of(replicated), workers,
+                group > 1 ? formatted(" of {} data-parallel ranks", group) : "",
+                rates ? formatted("with links of {:.1f} GB/s", rates->link_bytes_per_s * 1e-9)
+                      : "were their exchanges for nothing"));
   return rows;
 }
 
