@@ -30,7 +30,7 @@ StepConfig step_of(int stages, int64_t micro_batches) {
   model.n_ffn = 1536;
   model.vocab_size = 257;
   model.tied = false;
-  StepConfig step{.model = model, .batch = {2, 256}, .micro_batches = micro_batches, .generates = false};
+  StepConfig step{.model = model, .batch = {2, 128}, .micro_batches = micro_batches, .generates = false};
   step.stages = step.chunks = stages;
   step.zero.shards = ranks / stages;
   return step;
@@ -66,7 +66,7 @@ void measure(const StepConfig& step, int steps, Times& times) {
     };
     for (int s = 1; s <= steps + 1; ++s) {
       const double whole = timed([&] {
-        run.trainer.step(batches, {.lr = 1e-4f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .step = s},
+        run.trainer.step(batches, {.lr = 1e-4f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = s},
                          {.max_norm = 1});
       });
       const double gradients = timed([&] { run.trainer.accumulate_gradients(batches); });

@@ -222,9 +222,11 @@ TEST_CASE("a run resumes in another --pp-layout, bit for bit where the table is 
   const ProgramResult resumed = run(other, "--from-scratch --pp-layout balanced --resume " + out + "/step-000002");
   INFO(resumed.out << resumed.err);
   REQUIRE(resumed.status == 0);
-  REQUIRE(resumed.out.find("--pp-layout") != std::string::npos);
-  REQUIRE(losses(other).at(4) == losses(out).at(4));
-  REQUIRE(read_text(other + "/step-000004/model.safetensors") == read_text(out + "/step-000004/model.safetensors"));
+  REQUIRE(resumed.out.find("notice: --pp-layout was '1,3' and is now 'balanced'") != std::string::npos);
+  for (const int64_t step : {3, 4}) {  // those of step 4 are of the weights after step 3
+    REQUIRE(losses(other).at(step) == losses(out).at(step));
+    REQUIRE(metric(other, "train", "grad_norm").at(step) == metric(out, "train", "grad_norm").at(step));
+  }
   // The head weighs as much as a layer or two here.
   REQUIRE(resumed.out.find("2 stages of 1, 3 layers") == std::string::npos);
 }

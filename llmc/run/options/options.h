@@ -309,8 +309,8 @@ void visit_options(O& o, Visitor&& visit) {
         "instead of training, continue --prompt with the model in directory --model");
   visit(
       "--plan", "", o.plan, Limits{}, free,
-      "instead of training, print what the run would need: memory by name and work by op; needs no data, nor a GPU for "
-      "--device cuda");
+      "instead of training, print what the run would need: memory by name and by stage, work by op; needs no data, nor a "
+      "GPU for --device cuda");
   visit("--print-schedule", "", o.print_schedule, Limits{}, free,
         "instead of training, draw what each stage of a pipeline of --pp stages does when, with --schedule, "
         "--pp-chunks and --token-slices, how long it idles and how much it keeps; needs no data");
