@@ -66,7 +66,8 @@ void measure(const StepConfig& step, int steps, Times& times) {
     };
     for (int s = 1; s <= steps + 1; ++s) {
       const double whole = timed([&] {
-        run.trainer.step(batches, {.lr = 1e-4f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = s},
+        run.trainer.step(batches,
+                         {.lr = 1e-4f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = s},
                          {.max_norm = 1});
       });
       const double gradients = timed([&] { run.trainer.accumulate_gradients(batches); });
