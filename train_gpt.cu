@@ -13,6 +13,7 @@
 #include "core/signals.h"
 #include "data/dataloader.h"
 #include "dist/group_check.h"
+#include "dist/whole_check.h"
 #include "dist/world.h"
 #include "run/checkpoint_saver.h"
 #include "run/job.h"
@@ -55,6 +56,9 @@ class Training {
     if (job.val) val_.emplace(*job.val, loader_config(o_.shuffled() && job.val_samples < job.val->samples(), 0));
     check_groups(run_.dp, world.mesh(), run_.stream,
                  [&](int r) { return watchdog_ != nullptr ? watchdog_->name_of_rank(r) : formatted("rank {}", r); });
+    const StepConfig& step = job.step;
+    check_whole_model(run_.trainer.state(), part_of(parameter_table(step.model), step.tensor, 0), step.model.tied,
+                      world.mesh());
     if (resume) restore(*resume);
     else initialise(run_, o_);
     MetricsKept kept;

@@ -17,7 +17,6 @@ struct ChunkActivations {
   Tensor embedded;  // (S, C), of the chunk with the embedding
   Tensor received;  // (S, C), of a chunk that comes after one of another stage: its input
   std::vector<BlockActivations> blocks;
-  const Tensor& output() const { return blocks.back().out; }
 };
 
 // What an action works on: the micro-batch's inputs, its activations in the action's chunk and in the one before, where
@@ -29,8 +28,9 @@ struct Slot {
   Tensor gradient;
   std::vector<OutputGradients> output_gradients = {};  // by block, in both parts of a backward in parts
 
-  // The residual stream that enters block `l` of the chunk.
+  // The residual stream that enters block `l` of the chunk, and that leaves the last one.
   const Tensor& block_input(size_t l) const { return l > 0 ? chunk.blocks[l - 1].out : input; }
+  const Tensor& output() const { return block_input(chunk.blocks.size()); }
 };
 
 // The memory of a pass over a list of actions: as many sets of inputs, and of each block's activations, as are in use

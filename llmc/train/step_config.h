@@ -30,7 +30,8 @@ struct StepConfig {
   BatchShape batch{1, 1};     // one micro-batch: B sequences of T tokens
   int64_t micro_batches = 1;  // of one step
   Schedule schedule = Schedule::one_f_one_b;
-  int stages = 1, chunks = 1;  // of the pipeline, in all
+  int stages = 1, chunks = 1;        // of the pipeline, in all
+  std::vector<int64_t> layers = {};  // of each chunk, in the order of the model; empty: spread evenly (--pp-layout)
   Recompute recompute = Recompute::none;
   ZeroConfig zero = {};
   TensorParallel tensor = {};  // made by tensor_parallel()
@@ -45,10 +46,14 @@ struct StepConfig {
   Pipeline pipeline() const { return {schedule, stages, chunks / stages, micro_batches, 1}; }
   // Of the whole model, in its order.
   std::vector<Chunk> model_chunks() const {
+    if (!layers.empty()) return chunks_of(layers);
     if (stages == 1) return make_chunks(model.n_layer, chunks);
+    return chunks_of(even_layers(model.n_layer, stages_of_chunks()));
+  }
+  std::vector<int> stages_of_chunks() const {
     std::vector<int> stage_of;
     for (int c = 0; c < chunks; ++c) stage_of.push_back(pipeline().stage_of(c));
-    return chunks_of(even_layers(model.n_layer, stage_of));
+    return stage_of;
   }
   // Ranks, or groups of tensor- and context-parallel ranks, with samples of their own.
   int readers() const { return zero.ranks() / context.ranks; }

@@ -16,6 +16,7 @@
 #include "core/check.h"
 #include "core/files.h"
 #include "core/words.h"
+#include "dist/pipeline/stage_partition.h"
 #include "run/options/foreign.h"
 #include "run/options/print.h"
 #include "text/unicode.h"
@@ -223,6 +224,10 @@ inline void validate_pipeline(const Options& o) {
         "--pp-chunks {} with --schedule {}, whose stages have {} each: use --schedule interleaved, or leave out "
         "--pp-chunks",
         o.pp_chunks.value_or(1), o.schedule, o.schedule == "zb-v" ? "2 chunks" : "1 chunk");
+  const PipelineLayout layout = pipeline_layout_from_name(o.pp_layout);
+  CHECK(o.pp > 1 || layout.kind == LayoutKind::even,
+        "--pp-layout {} is for the stages of a pipeline, and --pp 1 has one: give --pp, or leave out --pp-layout",
+        shown(o.pp_layout));
   CHECK(o.pp == 1 || !o.tune_matmul, "--tune-matmul with --pp {}: the stages compute different products; leave it out",
         o.pp);
   CHECK(!o.micro_batches,
