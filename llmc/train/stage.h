@@ -102,7 +102,6 @@ class Stage {
   // unit by unit. With slot.output_gradients it is the input part, and blocks are completed by backward_weight().
   void backward(int index, const Slot& slot, const Pass& pass, bool last_micro_batch) {
     const Chunk& c = chunk(index);
-    const ChunkActivations& acts = slot.chunk;
     if (c.has_head) backward_head(slot.output(), slot, last_micro_batch);
     for (size_t l = c.layers.size(); l-- > 0;) backward_block(c.layers[l], l, slot, pass, last_micro_batch);
     if (c.has_embedding) backward_embedding(slot, last_micro_batch);
