@@ -67,6 +67,8 @@ inline void check_groups(DataParallel& dp, const Mesh& mesh, Stream& compute,
                       name_of_rank);
   detail::check_group(*dp.keys_values, 8, along({Axis::cp}), dp.context_stream ? *dp.context_stream : compute,
                       name_of_rank);
+  if (dp.stage_scalars->size() > 1)
+    detail::check_group(*dp.stage_scalars, 9, along(DataParallel::of_stage), compute, name_of_rank);
 }
 
 }  // namespace llmc
