@@ -133,6 +133,11 @@ inline StepConfig choose_step(const Options& o) {
         step.chunks / o.pp, step.chunks, o.model, step.model.n_layer);
   if (o.total_batch_size)
     step.micro_batches = *o.total_batch_size / (step.batch.rows() * step.readers());  // validated with the options
+  CHECK(step.schedule != Schedule::pipedream || !step.model.tied,
+        "--schedule pipedream with --model {}, whose embedding is also its head: the first and the last stage update "
+        "at different times, so a table that both have would not stay the same; use a model with a head of its own, "
+        "or --schedule 1f1b",
+        o.model);
   step.head_chunks = o.head_chunks;
   require_countable(step);
   return step;

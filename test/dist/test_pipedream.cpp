@@ -2,6 +2,7 @@
 // with uneven stages and with data, tensor and context parallelism; its lists; its memory; its flushes.
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <set>
 
@@ -191,4 +192,176 @@ TEST_CASE("pipedream is bitwise a reference that keeps the stale weights by itse
     require_equal(run_pipedream(step, 0.5), reference(step, 0.5));
     require_equal(run_pipedream(step, 0.5, flushes), reference(step, 0.5, flushes));
   }
+}
+
+TEST_CASE("pipedream with tensor and context parallelism inside a stage is bitwise the reference of that layout") {
+  for (const Layout& l : {Layout{2, DType::fp32, 1, 2}, {3, DType::fp32, 1, 1, 2}, {2, DType::bf16, 2, 2}}) {
+    INFO(l.stages << " stages, dp " << l.dp << ", tp " << l.tp << ", cp " << l.cp);
+    const StepConfig step = step_of(l);
+    if (l.tp == 1) {
+      require_equal(run_pipedream(step, 0.5, {7}), reference(step, 0.5, {7}));
+      continue;
+    }
+    // No rank of the reference has the gradients of a whole stage, so without clipping; the norm is only reported.
+    const Outcome outcome = run_pipedream(step, 0, {7}), expected = reference(step, 0, {7});
+    REQUIRE((outcome.fault == "" && outcome.losses == expected.losses && same_state(outcome, expected)));
+  }
+}
+
+TEST_CASE("clipping by stages with tensor parallelism counts every shard of a stage once") {
+  // The norm of a stage, as far as it shows: a limit that no stage reaches changes nothing, a small one does, and
+  // ranks that clipped differently would hold different copies.
+  const StepConfig step = step_of({2, DType::fp32, 2, 2});
+  const Outcome unclipped = run_pipedream(step, 0, {}, poison_hooks, 6), high = run_pipedream(step, 1e3, {}, poison_hooks, 6),
+                low = run_pipedream(step, 0.1, {}, poison_hooks, 6);
+  REQUIRE((unclipped.fault == "" && high.fault == "" && low.fault == ""));
+  REQUIRE(same_state(unclipped, high));
+  REQUIRE(!same_state(unclipped, low));
+  StepConfig alone = step_of({2});
+  alone.batch.B *= 2;  // the same samples without the other axes: the same clipping but for rounding
+  REQUIRE(selftest::distance(low.weights, run_pipedream(alone, 0.1, {}, poison_hooks, 6).weights) < 1e-5);
+}
+
+TEST_CASE("the comparison with the reference notices fresh weights, a norm of all stages and another step's rate") {
+  const StepConfig step = step_of({3});
+  const Outcome outcome = run_pipedream(step, 0.5);
+  for (const Mistake mistake : {Mistake::fresh_weights, Mistake::whole_norm, Mistake::late_rate}) {
+    INFO(static_cast<int>(mistake));
+    REQUIRE(!same_state(outcome, reference(step, 0.5, {}, mistake)));
+  }
+}
+
+TEST_CASE("pipedream on one stage is 1f1b with one micro-batch a step, and flushed after every step any pipeline is") {
+  StepConfig one = step_of({1});
+  StepConfig other = one;
+  other.schedule = Schedule::one_f_one_b;
+  REQUIRE(!one.asynchronous());
+  const Outcome alone = run_pipedream(other, 0);
+  require_equal(run_pipedream(one, 0), alone);
+  std::set<int64_t> always;
+  for (int64_t k = 1; k <= all_steps; ++k) always.insert(k);
+  require_equal(run_pipedream(step_of({4}), 0, always), alone);
+  REQUIRE(!same_state(run_pipedream(step_of({4}), 0), alone));
+}
+
+TEST_CASE("a resumed run is bitwise the one that flushed where it stopped") {
+  for (const DType dtype : {DType::fp32, DType::bf16}) {
+    const StepConfig step = step_of({4, dtype});
+    const int64_t stop = 13;
+    // What a checkpoint has, by rank: the bytes of the table of a rank's state.
+    std::vector<std::vector<std::vector<std::byte>>> saved(4);
+    auto tensors = [](Run& run) {
+      run.stream.synchronize();
+      std::vector<Tensor> all;
+      for (const StateEntry& e : run.trainer.state().state_table()) all.push_back(e.tensor);
+      return all;
+    };
+    auto train = [&](Run& run, int64_t from, int64_t to) {
+      std::vector<PendingStep> pending;
+      for (int64_t k = from; k < to; ++k)
+        pending.push_back(run.trainer.begin_step(batches_of(step, 0, k), options_of(k), {.max_norm = 0.5}));
+      run.trainer.flush();
+      std::vector<StepResult> results;
+      for (const PendingStep& p : pending) results.push_back(p.wait());
+      return results;
+    };
+    on_all_ranks(step, [&](Run& run) {
+      const std::vector<StepResult> results = train(run, 0, stop);
+      for (const Tensor& t : tensors(run))
+        saved[static_cast<size_t>(run.dp.rank)].emplace_back(t.bytes, t.bytes + t.size_bytes());
+      return results;
+    });
+    Outcome resumed = on_all_ranks(step, [&](Run& run) {
+      const std::vector<Tensor> all = tensors(run);
+      for (size_t i = 0; i < all.size(); ++i)
+        std::copy_n(saved[static_cast<size_t>(run.dp.rank)][i].data(), all[i].size_bytes(), all[i].bytes);
+      return train(run, stop, all_steps);
+    });
+    const Outcome whole = run_pipedream(step, 0.5, {stop});
+    REQUIRE(resumed.fault == "");
+    REQUIRE(resumed.losses == std::vector<double>(whole.losses.begin() + stop, whole.losses.end()));
+    REQUIRE(same_state(resumed, whole));
+    REQUIRE(!same_state(run_pipedream(step, 0.5), whole));
+  }
+}
+
+namespace {
+
+// Counts the versions that a flush forgets, all of which must have been written.
+struct Forgotten : Poison {
+  void released(const Tensor& memory, Stream& stream) const override {
+    stream.synchronize();
+    const bool written = std::any_of(memory.bytes, memory.bytes + memory.size_bytes(),
+                                     [](std::byte b) { return b != std::byte{0xff}; });
+    std::lock_guard lock(mutex);
+    ++(written ? used : unused)[memory.name];
+    Poison::released(memory, stream);
+  }
+  mutable std::mutex mutex;
+  mutable std::map<std::string, int> used, unused;
+};
+
+}  // namespace
+
+TEST_CASE("a stage plans and uses as many versions of its weights as there are stages from it to the last") {
+  for (const int P : {2, 4}) {
+    const StepConfig step = step_of({P});
+    const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
+    for (int s = 0; s < P; ++s) {
+      std::map<std::string, int64_t> bytes;
+      for (const MemoryLine& line : plan.stages[static_cast<size_t>(s)]->memory) bytes[line.label] = line.bytes;
+      REQUIRE(bytes["weights"] > 0);
+      REQUIRE(bytes["weight versions"] == (weight_versions(step.pipeline(), s) - 1) * bytes["weights"]);
+    }
+    const Forgotten forgotten;
+    REQUIRE(run_pipedream(step, 0.5, {}, forgotten).fault == "");
+    REQUIRE(forgotten.unused.empty());
+    const StageUnits owners = step.stage_units();
+    const ParamTable table = parameter_table(step.model);
+    for (size_t u = 0; u < table.size(); ++u) {
+      const auto found = forgotten.used.find(table[u].name);
+      REQUIRE((found == forgotten.used.end() ? 0 : found->second) == P - 1 - owners.stage_of[u]);
+    }
+  }
+}
+
+TEST_CASE("the turns of pipedream add up to lists that the checker proves right") {
+  for (int P = 1; P <= 8; ++P)
+    for (int64_t M = 1; M <= 20; ++M) {
+      const Pipeline p{Schedule::pipedream, P, 1, M};
+      std::vector<ActionList> lists(static_cast<size_t>(P));
+      for (int s = 0; s < P; ++s)
+        for (int64_t turn = 0; turn < M + P - 1; ++turn)
+          for (const Action& a : pipedream_turn(P, s, turn, std::min(turn + 1, M)))
+            lists[static_cast<size_t>(s)].push_back(a);
+      INFO("P = " << P << ", M = " << M);
+      REQUIRE_NOTHROW(check_actions(p, lists));
+      // What is computed comes in the order of pipedream, and takes no longer.
+      std::vector<ActionList> computes = lists;
+      for (ActionList& list : computes)
+        std::erase_if(list, [](const Action& a) { return is_send(a.kind) || is_receive(a.kind); });
+      REQUIRE(computes == compute_orders(p));
+      REQUIRE(simulate(p, lists).makespan == simulate(p, pipeline_actions(p)).makespan);
+      for (int s = 0; s < P; ++s) REQUIRE(most_kept(p, lists[static_cast<size_t>(s)]).received <= 2);
+    }
+}
+
+TEST_CASE("steps of pipedream that are under way are not read, and not interrupted") {
+  const StepConfig step = step_of({2});
+  on_all_ranks(step, [&](Run& run) {
+    const PendingStep first = run.trainer.begin_step(batches_of(step, 0, 0), options_of(0), {});
+    REQUIRE_THROWS_WITH(first.wait(), Catch::Matchers::ContainsSubstring("flush first"));
+    REQUIRE_THROWS_WITH(run.trainer.evaluate(1, 1, batches_of(step, 0, 0)),
+                        Catch::Matchers::ContainsSubstring("flush first"));
+    REQUIRE_THROWS_WITH(run.trainer.begin_step(batches_of(step, 0, 1), options_of(1), {.largest_norm = 1}),
+                        Catch::Matchers::ContainsSubstring("outliers"));
+    // A batch that cannot be read: the step has not begun, and those before it go on.
+    REQUIRE_THROWS_WITH(run.trainer.begin_step([](int64_t) -> HostBatch { throw Error("stop"); }, options_of(1), {}),
+                        Catch::Matchers::ContainsSubstring("stop"));
+    REQUIRE(run.trainer.flush());
+    REQUIRE(!run.trainer.flush());
+    const double evaluated = run.trainer.evaluate(1, step.tokens(), batches_of(step, 0, 0));
+    REQUIRE(evaluated < first.wait().loss);
+    return std::vector<StepResult>{first.wait()};
+  });
 }
