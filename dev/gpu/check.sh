@@ -151,7 +151,7 @@ sanitized() {
   local name=$1 limit=$2 tool=$3 options=()
   shift 3
   # Not on the large kernels of other libraries; but initcheck must see what they write.
-  [ "$tool" != racecheck ] || ! compute-sanitizer --help | grep -q -e --kernel-name || options=(--kernel-name kns=llmc)
+  [ "$tool" != racecheck ] || ! grep -q -e --kernel-name <<<"$(compute-sanitizer --help)" || options=(--kernel-name kns=llmc)
   check "$name" "$limit" compute-sanitizer --tool "$tool" "${options[@]}" --error-exitcode 9 --print-limit 20 \
     --report-api-errors no "$@"
 }

@@ -10,8 +10,8 @@
 
 namespace llmc {
 
-// Which stage of a pipeline has which unit of a model; empty: one stage has all. copy_of_embedding: the stage that has a
-// copy of the embedding, whose table is also its head's; -1: none.
+// Which stage of a pipeline has which unit of a model; empty: one stage has all. copy_of_embedding: the stage that has
+// a copy of the embedding, whose table is also its head's; -1: none.
 struct StageUnits {
   std::vector<int> stage_of = {};
   int copy_of_embedding = -1;
@@ -202,8 +202,8 @@ class ModelState {
       dp_.hooks.released_except(all, unit.update_range(), stream);
     }
   }
-  // After the last micro-batch: the compute stream waits for the sums. A tied table on two stages gets its gradient from
-  // both.
+  // After the last micro-batch: the compute stream waits for the sums. A tied table on two stages gets its gradient
+  // from both.
   void finish_gradients(Stream& compute) {
     if (stages_.copy_of_embedding >= 0 && units_.front()) {
       dp_.reduce_stream.wait(compute.record());

@@ -7,9 +7,9 @@
 #include <functional>
 #include <iterator>
 #include <map>
-#include <set>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -152,19 +152,20 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   });
   const ParamTable parameters = parameter_table(config);
   for (size_t u = 0; u < state.size(); ++u)  // one unit gathered, one tensor in host memory at a time
-    if (state.stage_of(u) == dp.stage) state.with_whole_unit(u, stream, [&](const UnitState& unit) {
-      const int writer = plan.writer[u];
-      if (writer / tp != dp.rank / tp) return;  // the ranks of a tensor-parallel group are neighbours
-      const HostView whole(unit.weights(), stream);
-      std::vector<UnitSpec> boxes;
-      for (int rank = 0; rank < tp; ++rank) boxes.push_back(part_of(ParamTable{parameters[u]}, dp.tensor, rank)[0]);
-      for (size_t i = 0; i < plan.tensors.size(); ++i) {
-        if (plan.unit[i] != u) continue;
-        const std::vector<std::byte> bytes = detail::gather_boxes(plan.tensors[i], unit.whole_weights(whole.tensor()),
-                                                                  boxes, dtype, writer % tp, *dp.tensor_control);
-        if (writer == dp.rank) attempt([&] { model->write(bytes.data(), std::ssize(bytes)); });
-      }
-    });
+    if (state.stage_of(u) == dp.stage)
+      state.with_whole_unit(u, stream, [&](const UnitState& unit) {
+        const int writer = plan.writer[u];
+        if (writer / tp != dp.rank / tp) return;  // the ranks of a tensor-parallel group are neighbours
+        const HostView whole(unit.weights(), stream);
+        std::vector<UnitSpec> boxes;
+        for (int rank = 0; rank < tp; ++rank) boxes.push_back(part_of(ParamTable{parameters[u]}, dp.tensor, rank)[0]);
+        for (size_t i = 0; i < plan.tensors.size(); ++i) {
+          if (plan.unit[i] != u) continue;
+          const std::vector<std::byte> bytes = detail::gather_boxes(plan.tensors[i], unit.whole_weights(whole.tensor()),
+                                                                    boxes, dtype, writer % tp, *dp.tensor_control);
+          if (writer == dp.rank) attempt([&] { model->write(bytes.data(), std::ssize(bytes)); });
+        }
+      });
   attempt([&] {
     if (model) files[plan.file(dp.rank)] = model->finish().to_json();
   });

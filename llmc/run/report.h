@@ -138,9 +138,11 @@ inline Rows memory_rows(const Plan& plan) {
 inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, const Rows& more = {}) {
   Rows rows = memory_rows(plan);
   rows.insert(rows.end(), more.begin(), more.end());
-  log.table(step.ranks() == 1 ? "memory" : plan.others           ? "memory of rank 0, the server"
-            : step.stages > 1      ? "memory per rank of stage 0"
-            : "memory per rank", rows);
+  log.table(step.ranks() == 1 ? "memory"
+            : plan.others     ? "memory of rank 0, the server"
+            : step.stages > 1 ? "memory per rank of stage 0"
+                              : "memory per rank",
+            rows);
   if (plan.others) log.table("memory of each other rank", memory_rows(*plan.others));
   for (size_t s = 1; s < plan.stages.size(); ++s)
     log.table(formatted("memory per rank of stage {}", s), memory_rows(*plan.stages[s]));
@@ -250,7 +252,10 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
     bytes += t.bytes;
   }
   ops.emplace_back("total", formatted("{:8}       {:14.3f} GFLOP {:12.3f} GB", "", flops * 1e-9, bytes * 1e-9));
-  log.table(o.ranks == 1 ? "work per step" : plan.others || step.stages > 1 ? "work of rank 0 per step" : "work per rank and step", ops);
+  log.table(o.ranks == 1                     ? "work per step"
+            : plan.others || step.stages > 1 ? "work of rank 0 per step"
+                                             : "work per rank and step",
+            ops);
   if (const Rows time = detail::time_rows(step, plan, device.rates); !time.empty())
     log.table("time of a step on paper, by the GPU's datasheet", time);
   if (const std::string notice = detail::too_many_ranks_notice(device, step.ranks()); !notice.empty()) log.line(notice);

@@ -72,10 +72,9 @@ inline void require_whole(Outcome& outcome, const StepConfig& step) {
   std::map<std::string, int> copies;
   for (const UnitSpec& unit : part_of(parameter_table(step.model), step.tensor, 0))
     for (const ParamSpec& p : unit.params)
-      copies[p.name] = p.copies * (unit.name == "embedding" && step.model.tied &&
-                                           step.pipeline().stage_of(step.chunks - 1) != 0
-                                       ? 2
-                                       : 1);
+      copies[p.name] =
+          p.copies *
+          (unit.name == "embedding" && step.model.tied && step.pipeline().stage_of(step.chunks - 1) != 0 ? 2 : 1);
   auto check = [&](const Wholes& all, int times) {
     for (const auto& [name, whole] : all)
       for (const int holders : whole.holders)

@@ -10,13 +10,14 @@
 namespace llmc::selftest {
 
 inline constexpr int64_t sequences = 24, seq_len = 19;  // per step; numbers of ranks that do not divide it are left out
+inline constexpr int64_t few_layers = 3;
 inline constexpr int steps = 2;
 
 // A tiny model with odd sizes: uneven layers, grouped heads, a vocabulary that is a multiple of nothing.
 inline ModelConfig awkward_model(const char* family = "gpt2", bool tied = true) {
   ModelConfig m;
   m.family = *find_family(family);
-  m.n_layer = 3;
+  m.n_layer = few_layers;
   const bool grouped = m.family.norm == Norm::rmsnorm;
   m.n_head = grouped ? 6 : 3;
   m.n_kv_head = grouped ? 2 : 3;
@@ -33,12 +34,12 @@ inline ModelConfig awkward_model(const char* family = "gpt2", bool tied = true) 
 
 // The models that are compared: every family in every dtype, GPT-2 with tied and with untied embeddings. Those with
 // numbers of heads are for tensor parallelism, which must be able to share them out; those with a length, for context
-// parallelism, which must be able to cut it.
+// parallelism, which must be able to cut it; those with more layers, for the stages of pipelines.
 struct Model {
   const char* family;
   bool tied;
   DType dtype;
-  int64_t heads = 0, kv_heads = 0, length = seq_len;
+  int64_t heads = 0, kv_heads = 0, length = seq_len, layers = few_layers;
 
   ModelConfig config() const {
     ModelConfig m = awkward_model(family, tied);
@@ -50,6 +51,7 @@ struct Model {
     m.n_ffn = 7 * heads;
     m.vocab_size = 97;
     m.n_positions = length;
+    m.n_layer = layers;
     return m;
   }
 };
@@ -66,6 +68,8 @@ inline std::vector<Model> all_models() {
     all.push_back({"qwen3", true, dtype, 8, 1});
     all.push_back({"gpt2", false, dtype, 8, 8, 48});
     all.push_back({"qwen3", true, dtype, 8, 2, 48});
+    all.push_back({"llama", false, dtype, 8, 4, seq_len, 9});
+    all.push_back({"gpt2", true, dtype, 8, 8, seq_len, 8});
   }
   return all;
 }
@@ -75,16 +79,23 @@ struct Layout {
   ZeroConfig zero;
   TensorParallel tensor = {};
   ContextParallel context = {};
-  int ranks() const { return zero.ranks() * tensor.ranks; }
+  int stages = 1, chunks_per_stage = 1;
+  Schedule schedule = Schedule::one_f_one_b;
+  int ranks() const { return zero.ranks() * tensor.ranks * stages; }
   int readers() const { return zero.ranks() / context.ranks; }
   // Is it the first of those that agree bit for bit?
-  bool begins() const { return zero.stage == 0 && zero.sync <= DpSync::parameter_server && !tensor.overlap; }
+  bool begins() const {
+    if (stages > 1) return zero.stage == 0 && schedule == Schedule::gpipe;
+    return zero.stage == 0 && zero.sync <= DpSync::parameter_server && !tensor.overlap;
+  }
 };
 
 inline std::string to_string(const Layout& layout) {
-  const auto& [zero, tensor, context] = layout;
+  const auto& [zero, tensor, context, stages, chunks, schedule] = layout;
   std::string text = formatted("dp {} = {} x {}, {}, stage {}, reduce {}", layout.readers(), zero.replicas,
                                layout.readers() / zero.replicas, zero.sync, zero.stage, zero.grad_reduce);
+  if (stages > 1) text += formatted(", pp {} {}", stages, schedule);
+  if (chunks > 1) text += formatted(" in {} chunks", chunks);
   if (context.ranks > 1) text += formatted(", cp {} {}", context.ranks, context.attention);
   if (tensor.ranks > 1)
     text +=
@@ -92,8 +103,9 @@ inline std::string to_string(const Layout& layout) {
   return text;
 }
 
-// Every layout of this many ranks, those of tensor or context parallelism for a model that can be shared out; empty if
-// the ranks cannot share a step equally. One that begins() is followed by those that agree with it bit for bit.
+// Every layout of this many ranks, those of tensor or context parallelism or of pipelines for a model that can be
+// shared out; empty if the ranks cannot share a step equally. One that begins() is followed by those that agree with it
+// bit for bit.
 inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nullptr) {
   std::vector<Layout> all;
   auto zero_layouts = [&](int readers, const TensorParallel& tensor) {
@@ -128,6 +140,24 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
         }
       }
   };
+  // Every schedule, with as many stages as the ranks allow, of data- and of tensor-parallel ranks.
+  auto pipeline_layouts = [&](const ModelConfig& m) {
+    for (int pp = 2; pp <= ranks; ++pp)
+      for (int tp = 1; tp <= 2; ++tp) {
+        const int readers = ranks / (pp * tp);
+        if (ranks % (pp * tp) != 0 || sequences % readers != 0 || !can_share_out(m, tp)) continue;
+        for (const int stage : {0, 3})
+          for (const Schedule schedule : {Schedule::gpipe, Schedule::one_f_one_b, Schedule::interleaved}) {
+            const int chunks = schedule == Schedule::interleaved ? 2 : 1;
+            if (pp * chunks > m.n_layer || (stage == 3 && schedule == Schedule::gpipe)) continue;
+            all.push_back({{.stage = stage, .shards = readers}, tensor_parallel(m, tp), {}, pp, chunks, schedule});
+          }
+      }
+  };
+  if (shared_out != nullptr && shared_out->n_layer != few_layers) {
+    pipeline_layouts(*shared_out);
+    return all;
+  }
   if (shared_out != nullptr && shared_out->n_positions != seq_len) {
     context_layouts(*shared_out);
     return all;
@@ -152,15 +182,18 @@ inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t bat
           .dtype = dtype,
           .batch = {batch_size, model.n_positions},
           .micro_batches = sequences / batch_size / layout.readers(),
+          .schedule = layout.schedule,
+          .stages = layout.stages,
+          .chunks = layout.stages * layout.chunks_per_stage,
           .zero = layout.zero,
           .tensor = layout.tensor,
           .context = layout.context,
           .documents = model.n_positions == seq_len ? Documents::together : Documents::apart};
 }
-// With tensor or context parallelism a few sequences in a micro-batch, since each costs many exchanges, but such that
-// the rows are not a multiple of the tensor-parallel ranks.
+// Where ranks share a micro-batch, it has a few sequences, since each costs many exchanges, but such that the rows are
+// not a multiple of the tensor-parallel ranks.
 inline StepConfig step_config(const ModelConfig& model, DType dtype, const Layout& layout) {
-  int64_t batch_size = layout.tensor.ranks * layout.context.ranks == 1 ? 1 : layout.tensor.ranks == 3 ? 2 : 3;
+  int64_t batch_size = layout.ranks() == layout.readers() ? 1 : layout.tensor.ranks == 3 ? 2 : 3;
   if (sequences % (batch_size * layout.readers()) != 0) batch_size = 1;
   return step_config(model, dtype, batch_size, layout);
 }

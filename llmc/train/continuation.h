@@ -12,7 +12,9 @@ namespace llmc {
 class Continuation {
  public:
   explicit Continuation(Trainer& trainer)
-      : trainer_(trainer), scope_(trainer.arena().scope()), cache_(trainer.config(), trainer.arena(), [&](int64_t layer) { return trainer.has_layer(layer); }) {}
+      : trainer_(trainer),
+        scope_(trainer.arena().scope()),
+        cache_(trainer.config(), trainer.arena(), [&](int64_t layer) { return trainer.has_layer(layer); }) {}
   int64_t rows() const { return cache_.rows; }
   void restart(int64_t rows = 0) { cache_.rows = rows; }
 

@@ -51,7 +51,7 @@ class Interpreter {
   }
   void enqueue(const Action& action, OpenPass& open, const BatchSource& batches, const Tensor& logits = {}) {
     const Pass& pass = open.pass;
-    micro_batch_ = action.micro_batch;
+    action_ = action;
     if (action.kind != ActionKind::forward && action.kind != ActionKind::backward)
       return pass_message(action, open.memory);
     if (action.kind == ActionKind::forward && action.micro_batch == open.uploaded) {
@@ -72,8 +72,13 @@ class Interpreter {
   struct Place {
     std::string what;  // "forward of blocks.3"
     int64_t micro_batch;
+    int64_t turn;  // of the chunk, among the forwards and then the backwards of the micro-batch
   };
-  Place place() const { return {stage_.current(), micro_batch_}; }
+  Place place() const {
+    const bool is_forward = action_.kind == ActionKind::forward || action_.kind == ActionKind::receive_activations ||
+                            action_.kind == ActionKind::send_activations;
+    return {stage_.current(), action_.micro_batch, is_forward ? action_.chunk : 2 * config_.chunks - 1 - action_.chunk};
+  }
 
  private:
   void dispatch(const Action& action, const Slot& slot, const Pass& pass, const Tensor& logits) {
@@ -134,11 +139,11 @@ class Interpreter {
             .send(memory.slot(a.chunk, a.micro_batch).chunk.output(), header_of(activations, a.chunk, a),
                   context_.compute);
       case ActionKind::send_gradients:
-        return links.to(stage_of(a.chunk - 1)).send(memory.gradient(), header_of(gradients, a.chunk, a), context_.compute);
+        return links.to(stage_of(a.chunk - 1))
+            .send(memory.gradient(), header_of(gradients, a.chunk, a), context_.compute);
       case ActionKind::receive_activations:
         return links.from(comes_from(a)).post(header_of(activations, a.chunk - 1, a));
-      case ActionKind::receive_gradients:
-        return links.from(comes_from(a)).post(header_of(gradients, a.chunk + 1, a));
+      case ActionKind::receive_gradients: return links.from(comes_from(a)).post(header_of(gradients, a.chunk + 1, a));
       default: throw Error(formatted("the {} is not built yet", a.kind));
     }
   }
@@ -152,7 +157,7 @@ class Interpreter {
     std::vector<size_t> units;
     for (const Action& action : actions)
       if (action.kind == ActionKind::forward || action.kind == ActionKind::backward)
-      for (const size_t u : stage_.units_acquired(action, purpose)) units.push_back(u);
+        for (const size_t u : stage_.units_acquired(action, purpose)) units.push_back(u);
     return units;
   }
 
@@ -178,7 +183,7 @@ class Interpreter {
   Uploads uploads_;
   // By kind, chunk, and the addresses of its inputs.
   std::map<std::tuple<ActionKind, int, const std::byte*, const std::byte*>, Replay> replays_;
-  int64_t micro_batch_ = -1;
+  Action action_ = {ActionKind::forward, 0, -1};  // what is being enqueued
 };
 
 }  // namespace llmc

@@ -2,13 +2,15 @@
 // every tensor that is written.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <cmath>
-#include <limits>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "core/json.h"
 #include "core/signals.h"
 #include "device/host_copy.h"
 #include "train/trainer.h"
@@ -20,6 +22,7 @@ struct NotFinite {
   std::string tensor, op;
   std::string place;               // "forward of blocks.3"
   int64_t micro_batch = -1;        // -1: none, the number was there before the step
+  int64_t turn = -1;               // of the chunk, among the forwards and then the backwards of the micro-batch
   int64_t writes = -1;             // tensors written in the step before it
   std::vector<int64_t> sequences;  // of the micro-batch, that contain one; empty: the tensor has no sequence axis
 };
@@ -40,6 +43,7 @@ namespace detail {
 
 inline bool is_gradient(const ModelState& state, const Tensor& t) {
   for (size_t u = 0; u < state.size(); ++u) {
+    if (!state.has(u)) continue;
     const Tensor all = state.unit(u).gradients();
     if (!all.empty() && t.bytes >= all.bytes && t.bytes < all.bytes + all.size_bytes()) return true;
   }
@@ -56,7 +60,7 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
   std::optional<NotFinite> found;
   for (const StateEntry& e : trainer.state().state_table())
     if (!found && !all_finite(e.tensor, stream))
-      found = NotFinite{e.param->name, formatted("{}, before the step", e.kind), "", -1, -1, {}};
+      found = NotFinite{e.param->name, formatted("{}, before the step", e.kind), "", -1, -1, -1, {}};
   // If the state of one rank is bad already, no rank repeats the step.
   for (const std::string& bad : trainer.state().dp().control->all_gather_text("bad state", found ? "yes" : ""))
     if (!bad.empty()) return found;
@@ -69,7 +73,8 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
     if (std::string_view(op) != "zero") ++writes;         // padding is zeroed at different places on different ranks
     if (found || std::string_view(op) == "fill") return;  // a constant, such as -infinity where no score was seen yet
     if (all_finite(t, stream)) return;
-    found = NotFinite{t.name, op, trainer.place().what, trainer.place().micro_batch, writes, {}};
+    const Interpreter::Place place = trainer.place();
+    found = NotFinite{t.name, op, place.what, place.micro_batch, place.turn, writes, {}};
     const int64_t B = config.batch.B, rows = config.share(config.batch, Purpose::train).rows();
     const int64_t each = t.numel() / B;  // elements per sequence, if it has all rows or sequences
     if (detail::is_gradient(trainer.state(), t) || (t.shape[0] != rows && t.shape[0] != B)) return;
@@ -87,7 +92,7 @@ std::string describe(const NotFinite& first, const Trainer& trainer, SampleOf&& 
   const DataParallel& dp = trainer.state().dp();
   if (first.micro_batch < 0)
     return formatted("{} ({}) contains a non-finite number{}", first.tensor, first.op,
-                     dp.tensor.ranks > 1 ? formatted(" on rank {}", dp.rank) : "");
+                     dp.tensor.ranks > 1 || dp.stages > 1 ? formatted(" on rank {}", dp.rank) : "");
   std::vector<int64_t> samples;
   for (int64_t b = 0; b < trainer.config().batch.B; ++b)
     if (first.sequences.empty() ||
@@ -99,26 +104,38 @@ std::string describe(const NotFinite& first, const Trainer& trainer, SampleOf&& 
                    samples.size() == 1 ? "sample" : "samples", samples);
 }
 
-// The same, from the rank where it comes first in the order of the step, which tensor- and context-parallel ranks
-// go through together: the others may have got it from there. Of equals, the lowest. Called by all ranks.
+// The same, from the rank where it comes first: the others may have got it from there. The ranks of a stage go through
+// the step together, in the order of its list; of stages, which do not, the first is the one that a micro-batch comes
+// to first. Of equals, the lowest rank. Called by all ranks.
 template <class SampleOf>
 std::string where_not_finite(Trainer& trainer, const BatchSource& batches, SampleOf&& sample_of) {
-  constexpr int64_t nowhere = std::numeric_limits<int64_t>::max();
+  const DataParallel& dp = trainer.state().dp();
   std::string mine;
-  int64_t writes = nowhere;
+  nlohmann::json first;  // micro-batch, turn, tensors written before; null: nothing was found
   try {
-    if (const std::optional<NotFinite> first = find_not_finite(trainer, batches))
-      mine = describe(*first, trainer, sample_of), writes = first->writes;
+    if (const std::optional<NotFinite> found = find_not_finite(trainer, batches)) {
+      mine = describe(*found, trainer, sample_of);
+      first = {found->micro_batch, found->turn, found->writes};
+    }
   } catch (const Interrupted& stop) {  // thrown on all ranks
     mine = formatted("the search for its origin was interrupted by {}", stop.reason);
   }
-  int64_t fewest = nowhere;
+  const std::vector<std::string> all =
+      dp.control->all_gather_text("first not finite", nlohmann::json{first, mine}.dump());
+  std::optional<std::array<int64_t, 2>> earliest;  // micro-batch and turn, of the stages so far
   std::string found = mine;
-  for (const std::string& theirs :
-       trainer.state().dp().control->all_gather_text("first not finite", formatted("{} {}", writes, mine))) {
-    const size_t space = theirs.find(' ');
-    const int64_t their_writes = std::stoll(theirs.substr(0, space));
-    if (their_writes < fewest) fewest = their_writes, found = theirs.substr(space + 1);
+  for (size_t stage = 0; stage < static_cast<size_t>(dp.stages); ++stage) {
+    std::optional<std::array<int64_t, 3>> of_stage;
+    std::string its;
+    for (size_t i = 0, n = static_cast<size_t>(dp.ranks_of_stage()); i < n; ++i) {
+      const nlohmann::json theirs = parse_json(all[stage * n + i], "what another rank has found");
+      if (theirs[0].is_null()) continue;
+      const auto at = theirs[0].get<std::array<int64_t, 3>>();
+      if (!of_stage || at[2] < (*of_stage)[2]) of_stage = at, its = theirs[1];
+    }
+    if (!of_stage) continue;
+    const std::array<int64_t, 2> begins = {(*of_stage)[0], (*of_stage)[1]};
+    if (!earliest || begins < *earliest) earliest = begins, found = its;
   }
   return found.empty() ? "no tensor contains one: a sum overflowed" : found;
 }

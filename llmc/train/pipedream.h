@@ -1,10 +1,12 @@
 // pipedream.h: the steps of an asynchronous pipeline (Narayanan et al. 2019, PipeDream): a stage updates its weights
 // after the backward of every micro-batch, and does not wait for the other stages.
 //
-// A step is one micro-batch of each data-parallel rank. Step k begins with its forward; on stage s of P its backward and
+// A step is one micro-batch of each data-parallel rank. Step t begins with its forward; on stage s of P its backward and
 // its update come P - 1 - s steps later, or at a flush. The backward reads the version of the weights that the forward
-// has read (weight stashing), so its gradients are those of a loss, but of weights that have been updated P - 1 - s
-// times since: of w(k - (P - 1 - s)), counted from the last flush. P - s versions are kept (dist/zero.h).
+// has read (weight stashing), so the gradients are those of one function, at weights of different ages:
+//   w(t + 1) = w(t) - AdamW of grad f(w_0(t - (P - 1)), ..., w_s(t - (P - 1 - s)), ..., w_(P-1)(t))
+// the paper's equation, in which weights before a flush count as those of the flush. So the gradients of stage s are
+// P - 1 - s updates old, and P - s versions of its weights are kept (dist/zero.h).
 //
 // A flush runs the backwards and updates that are left. Afterwards all stages have made the same updates and old
 // versions are dead: what is saved then is all there is, and a run that resumes from it continues bit for bit like one
@@ -40,7 +42,8 @@ class Pipedream {
         report_control_(scalar("report", {4})) {
     CHECK(config.micro_batches == 1 && config.zero.stage == 0 && config.zero.sync == DpSync::all_reduce &&
           !config.model.tied);
-    // As many as may wait for the slowest stage's, and as many again, so that this one need not wait for them.
+    // A step is reported when the first stage, P - 1 steps behind, has been through it: with room for more steps than
+    // that, no stage waits to make its next row.
     for (int i = 0; i < 2 * config.stages; ++i) {
       reports_.push_back({scalar("scalars of a step", row.shape), {}, {}});
       reports_.back().free.signal();
@@ -79,7 +82,7 @@ class Pipedream {
   }
 
  private:
-  // A step between its forward and its report.
+  // A step that has begun and is not reported.
   struct Step {
     AdamWOptions optimizer;
     UpdateRule rule;
@@ -179,7 +182,7 @@ class Pipedream {
   Exchange of_stage_, of_all_;
   Tensor report_control_;
   std::vector<Report> reports_;  // of steps, in turn
-  std::deque<Step> under_way_;  // begun and not reported
+  std::deque<Step> under_way_;
   int64_t begun_ = 0;           // steps since the last flush
   std::optional<Arena::Scope> scope_;
   std::optional<Interpreter::OpenPass> pass_;

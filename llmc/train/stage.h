@@ -200,7 +200,8 @@ class Stage {
   }
 
   // logits = the head on one row of x (S, C) only.
-  void compute_logits(const Tensor& logits, const Tensor& x, const UnitState& head_state, const UnitState& embedding, const Pass& pass) {
+  void compute_logits(const Tensor& logits, const Tensor& x, const UnitState& head_state, const UnitState& embedding,
+                      const Pass& pass) {
     auto scope = context_.arena.scope();
     const int64_t S = x.shape[0], C = x.shape[1];
     const HeadActivations head(model_, 1, config_.tensor, config_.dtype, context_.arena);

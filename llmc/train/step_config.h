@@ -31,7 +31,7 @@ struct StepConfig {
   BatchShape batch{1, 1};     // one micro-batch: B sequences of T tokens
   int64_t micro_batches = 1;  // of one step
   Schedule schedule = Schedule::one_f_one_b;
-  int stages = 1, chunks = 1;       // of the pipeline, in all
+  int stages = 1, chunks = 1;  // of the pipeline, in all
   Recompute recompute = Recompute::none;
   ZeroConfig zero = {};
   TensorParallel tensor = {};  // made by tensor_parallel()

@@ -43,7 +43,8 @@ class Trainer {
     CHECK(dp_.context.ranks == config.context.ranks && config.batch.T % config.context.slices() == 0);
     CHECK(config.tensor.head_copies == tensor_parallel(config.model, config.tensor.ranks).head_copies);
     CHECK(config.zero.sync == DpSync::all_reduce ||
-          (config.zero.stage == 0 && config.zero.replicas == 1 && config.ranks() == config.zero.ranks() && config.context.ranks == 1));
+          (config.zero.stage == 0 && config.zero.replicas == 1 && config.ranks() == config.zero.ranks() &&
+           config.context.ranks == 1));
     zero(control_, context_.compute);
   }
   Trainer(const Trainer&) = delete;
@@ -224,8 +225,8 @@ class Trainer {
   // One sequence, which follows the rows in the cache if there is one, up to the logits of one of its rows.
   void forward_text(std::span<const int32_t> tokens, KeyValueCache* cache, int64_t logits_row) {
     const int64_t T = static_cast<int64_t>(tokens.size()), first_position = cache == nullptr ? 0 : cache->rows;
-    run(forwards(1),
-        {.purpose = Purpose::generate, .shape = {1, T}, .cache = cache, .logits_row = logits_row}, [&](int64_t) {
+    run(forwards(1), {.purpose = Purpose::generate, .shape = {1, T}, .cache = cache, .logits_row = logits_row},
+        [&](int64_t) {
           HostBatch batch;
           batch.tokens.assign(tokens.begin(), tokens.end());
           batch.targets.assign(tokens.size(), 0);

@@ -188,7 +188,7 @@ probe_matplotlib() {
 probe_bible() {
   if ! command -v bible >/dev/null; then
     absent "no program bible"
-  elif ! bible -l 1000 gen1:1 2>&1 | grep -q 'In the beginning'; then
+  elif ! grep -q 'In the beginning' <<<"$(bible -l 1000 gen1:1 2>&1)"; then
     unusable "$(command -v bible) is there, but 'bible gen1:1' does not print the verse"
   fi
 }

@@ -136,7 +136,7 @@ if python=$(scripts/find_python.sh matplotlib); then
     >"$dir/metrics.jsonl"
   printf '{"kind":"tr' >>"$dir/metrics.jsonl"
   "$python" scripts/plot.py "$dir" >"$dir/out" 2>"$dir/err" || fail "plot.py failed"
-  head -c 4 "$dir/plot.png" | grep -q PNG || fail "plot.py wrote no PNG"
+  [[ $(head -c 4 "$dir/plot.png") == *PNG ]] || fail "plot.py wrote no PNG"
 else
   echo "data_test: plot.py skipped: no Python here has matplotlib"
 fi

@@ -25,7 +25,7 @@ fail() {
   exit 1
 }
 forms=(tcp tcp-threads)
-if ./train_gpt --version | grep -q 'MPI [0-9]' && grep -q '^MPIRUN_VERSION := .' build/config.mk; then
+if grep -q 'MPI [0-9]' <<<"$(./train_gpt --version)" && grep -q '^MPIRUN_VERSION := .' build/config.mk; then
   forms+=(mpi mpi-threads)
 fi
 export OMPI_MCA_odls_base_sigkill_timeout=1 PRTE_MCA_odls_base_sigkill_timeout=1
@@ -51,7 +51,7 @@ whole() { ./train_gpt "${common[@]}" --local-ranks 4 --out-dir "$1" "${@:2}" >"$
 process_of_job() {
   local id
   for id in $(mine); do
-    if tr '\0' '\n' <"/proc/$id/environ" 2>/dev/null | grep -qx -e "OMPI_COMM_WORLD_RANK=$1" -e "PMI_RANK=$1"; then
+    if grep -zqxs -e "OMPI_COMM_WORLD_RANK=$1" -e "PMI_RANK=$1" "/proc/$id/environ"; then
       echo "$id"
       return
     fi

@@ -21,7 +21,7 @@ fail() {
   exit 1
 }
 has_mpi=
-if ./train_gpt --version | grep -q 'MPI [0-9]' && grep -q '^MPIRUN_VERSION := .' build/config.mk; then has_mpi=yes; fi
+if grep -q 'MPI [0-9]' <<<"$(./train_gpt --version)" && grep -q '^MPIRUN_VERSION := .' build/config.mk; then has_mpi=yes; fi
 export OMPI_MCA_odls_base_sigkill_timeout=0
 unset TRAIN_GPT_TOKEN TRAIN_GPT_TOKEN_FILE
 
@@ -128,7 +128,7 @@ refused() {
   done
   # 5 seconds, and some to start on a busy machine
   [ $(($(date +%s%3N) - begin)) -le 8000 ] || fail "refused only after $(($(date +%s%3N) - begin)) ms: $words"
-  cat "$dir"/log.[0-9]* | grep -qF -e "$words" || fail "expected: $words"
+  grep -qF -e "$words" "$dir"/log.[0-9]* || fail "expected: $words"
   [ ! -e "$dir/refused/metrics.jsonl" ] || fail "something was written: $words"
   rm -rf "$dir/refused"
 }

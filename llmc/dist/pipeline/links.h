@@ -109,7 +109,8 @@ class StageLinks {
  public:
   // f(name, members): the group of these two ranks, ascending; the same names in the same order on all ranks.
   template <class Join>
-  StageLinks(int rank, int ranks_of_stage, int stages, bool wraps, const Device& device, int64_t scratch_bytes, Join&& join)
+  StageLinks(int rank, int ranks_of_stage, int stages, bool wraps, const Device& device, int64_t scratch_bytes,
+             Join&& join)
       : stage_(rank / ranks_of_stage) {
     if (stages == 1) return;
     const int stage = stage_, inner = ranks_of_stage, first = rank - stage * inner;

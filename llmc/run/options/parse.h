@@ -199,8 +199,8 @@ inline void validate_layout(const Options& o) {
   }
   const int64_t together = o.tp * o.cp * o.pp, readers = o.ranks / together;
   CHECK(o.ranks % together == 0,
-        "{} needs a multiple of {} ranks, and there are {}: change --local-ranks, the number of processes, or {}", values,
-        together, o.ranks, group);
+        "{} needs a multiple of {} ranks, and there are {}: change --local-ranks, the number of processes, or {}",
+        values, together, o.ranks, group);
   CHECK(readers % o.dp_replicate == 0, "--dp-replicate {} does not divide the {} {}", o.dp_replicate, readers,
         together == 1 ? "ranks" : "data-parallel ranks, each of which is a group of " + group);
   CHECK(o.cp == 1 || o.seq_len % (2 * o.cp) == 0,
@@ -243,8 +243,10 @@ inline void validate_pipeline(const Options& o) {
   const bool interleaved = o.schedule == "interleaved";
   if (o.schedule == "zb-h1" || o.schedule == "zb-v") refuse("--schedule", o.schedule);
   CHECK(!interleaved || o.pp > 1, "--schedule interleaved is for the stages of a pipeline: give --pp, or use 1f1b");
-  CHECK(!o.pp_chunks || interleaved, "--pp-chunks {} with --schedule {}, whose stages have 1 chunk each: use --schedule "
-        "interleaved, or leave out --pp-chunks", o.pp_chunks.value_or(1), o.schedule);
+  CHECK(!o.pp_chunks || interleaved,
+        "--pp-chunks {} with --schedule {}, whose stages have 1 chunk each: use --schedule "
+        "interleaved, or leave out --pp-chunks",
+        o.pp_chunks.value_or(1), o.schedule);
   CHECK(o.pp == 1 || !o.tune_matmul, "--tune-matmul with --pp {}: the stages compute different products; leave it out",
         o.pp);
   CHECK(!o.micro_batches,
