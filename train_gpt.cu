@@ -139,9 +139,9 @@ class Training {
     PendingStep result;
   };
 
-  // Begins the update of step begun_ + 1. While a GPU runs it, the previous one is reported. Where the host must see
-  // the result of a step before it begins the next, and on a CPU, which has nothing to gain from running ahead, the
-  // update is reported right away. The updates of an asynchronous pipeline are reported when all stages have made them.
+  // Begins the update of step begun_ + 1. While a GPU runs it, the previous one is reported. Where the next step needs
+  // its result, and on a CPU, which has nothing to gain from running ahead, it is reported right away; those of an
+  // asynchronous pipeline when all stages have made them.
   void update() {
     const int64_t step = begun_ + 1;
     if (watchdog_ != nullptr) watchdog_->board.at_step(static_cast<int>(rank_), step);
@@ -149,24 +149,15 @@ class Training {
     const double lr = learning_rate(schedule_, step);
     const double infinity = std::numeric_limits<double>::infinity();
     if (o_.profile) run_.stream.set_ledger(&ops_);
-    PendingStep result =
-        run_.trainer.begin_step(batches_of(step),
-                                {.lr = static_cast<float>(lr),
-                                 .beta1 = static_cast<float>(o_.beta1),
-                                 .beta2 = static_cast<float>(o_.beta2),
-                                 .eps = static_cast<float>(o_.adam_eps),
-                                 .weight_decay = static_cast<float>(o_.weight_decay),
-                                 .step = step,
-                                 .seed = seed()},
-                                {.max_norm = o_.grad_clip,
-                                 .largest_loss = o_.skip_loss_z ? progress_.losses.limit(*o_.skip_loss_z) : infinity,
-                                 .largest_norm = o_.skip_grad_z ? progress_.norms.limit(*o_.skip_grad_z) : infinity});
+    PendingStep result = run_.trainer.begin_step(
+        batches_of(step), adamw_options(o_, lr, step),
+        {.max_norm = o_.grad_clip,
+         .largest_loss = o_.skip_loss_z ? progress_.losses.limit(*o_.skip_loss_z) : infinity,
+         .largest_norm = o_.skip_grad_z ? progress_.norms.limit(*o_.skip_grad_z) : infinity});
     under_way_.push_back({step, lr, std::move(result)});
     begun_ = step;
-    const bool runs_ahead =
-        job_.device.kind == DeviceKind::cuda && !o_.profile && !o_.skip_loss_z && !o_.skip_grad_z;
-    const size_t most = static_cast<size_t>(run_.trainer.steps_under_way() - (runs_ahead ? 0 : 1));
-    while (under_way_.size() > most) finish_update();
+    const bool waits = job_.device.kind != DeviceKind::cuda || o_.profile || o_.skip_loss_z || o_.skip_grad_z;
+    while (static_cast<int>(under_way_.size() + waits) > run_.trainer.steps_under_way()) finish_update();
   }
 
   // Validations that metrics.jsonl has and the checkpoint has not: it may have been saved before the one of its step.
@@ -178,8 +169,7 @@ class Training {
       progress_.best_step = first[1], progress_.best_val = first[2];
   }
 
-  // Waits for all updates under way, and reports them. What a flush decides is recorded: a run that flushes elsewhere
-  // rounds, and learns, differently.
+  // Waits for all updates under way, and reports them. Where a run flushes is recorded: it changes what it learns.
   void finish_updates() {
     const bool flushed = run_.trainer.flush();
     while (!under_way_.empty()) finish_update();
@@ -213,11 +203,10 @@ class Training {
     const std::string where = where_not_finite(run_.trainer, batches, [&](int64_t micro_batch, int64_t b) {
       return train_.sample_at(cursor(step) + (micro_batch * readers() + run_.dp.reader()) * o_.batch_size + b);
     });
-    throw SharedError(formatted("step {} diverged: loss {} or gradient norm {} is not finite; {}. {} Lower --lr, add --warmup-steps or check the data; {}",
+    throw SharedError(formatted("step {} diverged: loss {} or gradient norm {} is not finite; {}. The weights were not "
+                                "updated{}. Lower --lr, add --warmup-steps or check the data; {}",
                                 step, result.loss, result.grad_norm, where,
-                                job_.step.asynchronous()
-                                    ? "Stages whose own gradients were finite were updated, and none of it was saved."
-                                    : "The weights were not updated.",
+                                job_.step.asynchronous() ? ", but those of stages with finite gradients" : "",
                                 checkpoints_.last().empty() ? "no checkpoint was written"
                                                             : "the last checkpoint is " + checkpoints_.last()),
                       ExitStatus::diverged);

@@ -147,6 +147,16 @@ inline LrSchedule choose_lr_schedule(const Options& o, int64_t max_steps) {
   return {o.lr_schedule, o.lr, o.warmup_steps, max_steps, o.final_lr_frac};
 }
 
+inline AdamWOptions adamw_options(const Options& o, double lr, int64_t step) {
+  return {.lr = static_cast<float>(lr),
+          .beta1 = static_cast<float>(o.beta1),
+          .beta2 = static_cast<float>(o.beta2),
+          .eps = static_cast<float>(o.adam_eps),
+          .weight_decay = static_cast<float>(o.weight_decay),
+          .step = step,
+          .seed = static_cast<uint64_t>(o.seed)};
+}
+
 // Refuses a --model whose files do not hold the tensors of its config.json, before memory for them is taken, and one of
 // our checkpoints if its weights do not match its manifest.
 inline void require_whole_weights(const Options& o) {

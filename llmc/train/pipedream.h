@@ -1,9 +1,9 @@
 // pipedream.h: the steps of an asynchronous pipeline (Narayanan et al. 2019, PipeDream): a stage updates its weights
 // after the backward of every micro-batch, and does not wait for the other stages.
 //
-// A step is one micro-batch of each data-parallel rank. Step t begins with its forward; on stage s of P its backward and
-// its update come P - 1 - s steps later, or at a flush. The backward reads the version of the weights that the forward
-// has read (weight stashing), so the gradients are those of one function, at weights of different ages:
+// A step is one micro-batch of each data-parallel rank. Step t begins with its forward; on stage s of P its backward
+// and its update come P - 1 - s steps later, or at a flush. The backward reads the version of the weights that the
+// forward has read (weight stashing), so the gradients are those of one function, at weights of different ages:
 //   w(t + 1) = w(t) - AdamW of grad f(w_0(t - (P - 1)), ..., w_s(t - (P - 1 - s)), ..., w_(P-1)(t))
 // the paper's equation, in which weights before a flush count as those of the flush. So the gradients of stage s are
 // P - 1 - s updates old, and P - s versions of its weights are kept (dist/zero.h).
@@ -104,8 +104,8 @@ class Pipedream {
     Exchange(const Pipedream& p, int64_t ranks)
         : rows(p.scalar("scalars of all ranks", {ranks, p.row_.numel()})),
           loss(p.scalar("loss", {1})),
-          square_sums(p.scalar("square sums",
-                               {static_cast<int64_t>(p.state_.size()) * p.config_.zero.shards * p.config_.tensor.ranks})) {}
+          square_sums(p.scalar("square sums", {static_cast<int64_t>(p.state_.size()) * p.config_.zero.shards *
+                                               p.config_.tensor.ranks})) {}
   };
   // control = what clip_control() makes of the rows of a group's ranks, `index` of which is this one.
   void combine(const Exchange& e, const Tensor& row, int index, Comm& group, int stages, const Tensor& control,
@@ -183,7 +183,7 @@ class Pipedream {
   Tensor report_control_;
   std::vector<Report> reports_;  // of steps, in turn
   std::deque<Step> under_way_;
-  int64_t begun_ = 0;           // steps since the last flush
+  int64_t begun_ = 0;  // steps since the last flush
   std::optional<Arena::Scope> scope_;
   std::optional<Interpreter::OpenPass> pass_;
 };

@@ -44,8 +44,13 @@ StepConfig step_of(const Layout& l) {
 
 // Every step has a learning rate of its own.
 AdamWOptions options_of(int64_t k) {
-  return {.lr = 1e-2f * static_cast<float>(1 + k % 5) / 3, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f,
-          .weight_decay = 0.1f, .step = k + 1, .seed = 3};
+  return {.lr = 1e-2f * static_cast<float>(1 + k % 5) / 3,
+          .beta1 = 0.9f,
+          .beta2 = 0.95f,
+          .eps = 1e-2f,
+          .weight_decay = 0.1f,
+          .step = k + 1,
+          .seed = 3};
 }
 BatchSource batches_of(const StepConfig& step, int reader, int64_t k) {
   return [=](int64_t) { return selftest::read_batch(step, reader, k); };
@@ -83,8 +88,8 @@ Outcome run_pipedream(const StepConfig& step, double max_norm, const std::set<in
       [&](Run& run) {
         std::vector<PendingStep> pending;
         for (int64_t k = 0; k < steps; ++k) {
-          pending.push_back(run.trainer.begin_step(batches_of(step, run.dp.reader(), k), options_of(k),
-                                                   {.max_norm = max_norm}));
+          pending.push_back(
+              run.trainer.begin_step(batches_of(step, run.dp.reader(), k), options_of(k), {.max_norm = max_norm}));
           if (flushes.contains(k + 1)) run.trainer.flush();
         }
         run.trainer.flush();
@@ -185,7 +190,11 @@ void require_equal(const Outcome& a, const Outcome& b) {
 
 TEST_CASE("pipedream is bitwise a reference that keeps the stale weights by itself") {
   const std::set<int64_t> flushes = {1, 4, 17, 18};  // after fewer steps than stages, and after one
-  for (const Layout& l : {Layout{2}, {3, DType::bf16}, {4}, {4, DType::bf16, 2}, {2, DType::fp32, 2, 1, 1, "gpt2"},
+  for (const Layout& l : {Layout{2},
+                          {3, DType::bf16},
+                          {4},
+                          {4, DType::bf16, 2},
+                          {2, DType::fp32, 2, 1, 1, "gpt2"},
                           {3, DType::bf16, 1, 1, 1, "gpt2", false}}) {
     INFO(l.stages << " stages, " << name_of(l.dtype) << ", dp " << l.dp << ", " << l.family);
     const StepConfig step = step_of(l);
@@ -212,7 +221,8 @@ TEST_CASE("clipping by stages with tensor parallelism counts every shard of a st
   // The norm of a stage, as far as it shows: a limit that no stage reaches changes nothing, a small one does, and
   // ranks that clipped differently would hold different copies.
   const StepConfig step = step_of({2, DType::fp32, 2, 2});
-  const Outcome unclipped = run_pipedream(step, 0, {}, poison_hooks, 6), high = run_pipedream(step, 1e3, {}, poison_hooks, 6),
+  const Outcome unclipped = run_pipedream(step, 0, {}, poison_hooks, 6),
+                high = run_pipedream(step, 1e3, {}, poison_hooks, 6),
                 low = run_pipedream(step, 0.1, {}, poison_hooks, 6);
   REQUIRE((unclipped.fault == "" && high.fault == "" && low.fault == ""));
   REQUIRE(same_state(unclipped, high));
@@ -291,8 +301,8 @@ namespace {
 struct Forgotten : Poison {
   void released(const Tensor& memory, Stream& stream) const override {
     stream.synchronize();
-    const bool written = std::any_of(memory.bytes, memory.bytes + memory.size_bytes(),
-                                     [](std::byte b) { return b != std::byte{0xff}; });
+    const bool written =
+        std::any_of(memory.bytes, memory.bytes + memory.size_bytes(), [](std::byte b) { return b != std::byte{0xff}; });
     std::lock_guard lock(mutex);
     ++(written ? used : unused)[memory.name];
     Poison::released(memory, stream);
