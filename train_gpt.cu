@@ -149,11 +149,11 @@ class Training {
     const double lr = learning_rate(schedule_, step);
     const double infinity = std::numeric_limits<double>::infinity();
     if (o_.profile) run_.stream.set_ledger(&ops_);
-    PendingStep result = run_.trainer.begin_step(
-        batches_of(step), adamw_options(o_, lr, step),
-        {.max_norm = o_.grad_clip,
-         .largest_loss = o_.skip_loss_z ? progress_.losses.limit(*o_.skip_loss_z) : infinity,
-         .largest_norm = o_.skip_grad_z ? progress_.norms.limit(*o_.skip_grad_z) : infinity});
+    PendingStep result =
+        run_.trainer.begin_step(batches_of(step), adamw_options(o_, lr, step),
+                                {.max_norm = o_.grad_clip,
+                                 .largest_loss = o_.skip_loss_z ? progress_.losses.limit(*o_.skip_loss_z) : infinity,
+                                 .largest_norm = o_.skip_grad_z ? progress_.norms.limit(*o_.skip_grad_z) : infinity});
     under_way_.push_back({step, lr, std::move(result)});
     begun_ = step;
     const bool waits = job_.device.kind != DeviceKind::cuda || o_.profile || o_.skip_loss_z || o_.skip_grad_z;

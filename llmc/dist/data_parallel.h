@@ -134,10 +134,9 @@ struct DataParallel {
 
   // The groups that move tensors.
   std::vector<Comm*> tensor_groups() const {
-    std::vector<Comm*> all = {gradients.get(),   replicas.get(),          weights.get(),
-                              activations.get(), partial_gradients.get(), head_gradients.get(),
-                              keys_values.get(), tied_gradients.get(),    scalars.get(),
-                              stage_scalars.get()};
+    std::vector<Comm*> all = {gradients.get(),         replicas.get(),       weights.get(),     activations.get(),
+                              partial_gradients.get(), head_gradients.get(), keys_values.get(), tied_gradients.get(),
+                              scalars.get(),           stage_scalars.get()};
     links.for_each([&](StageLink& link) { all.push_back(&link.comm()); });
     return all;
   }

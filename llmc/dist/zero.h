@@ -123,10 +123,10 @@ class ModelState {
     release(u, compute);
   }
 
-  // ---- Versions of the weights, with an asynchronous pipeline: the backward of a micro-batch reads those that its
-  // forward has read. n of them are kept, in turn, and at most n micro-batches are between forward and backward. After a
-  // flush only the newest is read ------------------------------------------------------------------------------------
+  // ---- Versions of the weights: of an asynchronous pipeline --------------------------------------------------------
 
+  // The backward of a micro-batch reads the version that its forward has read. At most as many micro-batches are
+  // between forward and backward as versions are kept.
   void begin_forward(int64_t micro_batch) {
     use_version(newest_);
     read_by_[static_cast<size_t>(micro_batch) % read_by_.size()] = newest_;
@@ -142,6 +142,7 @@ class ModelState {
     for (const auto& unit : units_)
       if (unit && newest_ != before) copy(unit->version(newest_), unit->version(before), compute);
   }
+  // After a flush only the newest is read.
   void forget_old_versions(Stream& compute) {
     for (const auto& unit : units_)
       for (size_t v = 0; unit && v < read_by_.size(); ++v)
@@ -310,8 +311,9 @@ class ModelState {
   std::vector<std::pair<size_t, size_t>> held_;                // unit and weight buffer, between acquire and release
   std::vector<std::pair<size_t, Buffer*>> current_gradients_;  // unit and gradient buffer, between start and reduction
   Event updated_weights_;
-  size_t newest_ = 0;            // version of the weights
-  std::vector<size_t> read_by_;  // the version that a micro-batch's forward has read, by micro-batch modulo their number
+  size_t newest_ = 0;  // version of the weights
+  std::vector<size_t>
+      read_by_;  // the version that a micro-batch's forward has read, by micro-batch modulo their number
 };
 
 // Fresh weights (contract 7): they depend only on the seed, the parameter's name and the element's global index, not on

@@ -180,10 +180,10 @@ inline void validate_pipedream(const Options& o, int64_t readers) {
            "leave it out, or change --batch-size");
   refuse(o.zero_stage > 0, formatted("--zero-stage {}", o.zero_stage),
          "every rank keeps whole older versions of its stage's weights", "use --zero-stage 0");
-  refuse(o.dp_sync != "all-reduce", "--dp-sync " + o.dp_sync,
-         "a server has no older versions of the weights", "use --dp-sync all-reduce");
-  refuse(o.grad_reduce == "micro", "--grad-reduce micro",
-         "a step is one micro-batch, whose gradients are reduced once", "leave it out");
+  refuse(o.dp_sync != "all-reduce", "--dp-sync " + o.dp_sync, "a server has no older versions of the weights",
+         "use --dp-sync all-reduce");
+  refuse(o.grad_reduce == "micro", "--grad-reduce micro", "a step is one micro-batch, whose gradients are reduced once",
+         "leave it out");
   refuse(o.skip_loss_z || o.skip_grad_z, o.skip_loss_z ? "--skip-loss-z" : "--skip-grad-z",
          "outliers are told by the loss and the norm of the whole model, and a stage updates before they are known",
          "leave it out");
