@@ -112,6 +112,8 @@ inline void check_groups(DataParallel& dp, const Mesh& mesh, Stream& compute,
   const bool end = dp.rank == column.front() || dp.rank == column.back();
   const std::vector<int> ends = end ? std::vector{column.front(), column.back()} : std::vector{dp.rank};
   if (column.size() > 1) detail::check_group(*dp.tied_gradients, 9, ends, dp.reduce_stream, name_of_rank);
+  if (dp.stage_scalars->size() > 1)
+    detail::check_group(*dp.stage_scalars, 10, along(DataParallel::of_stage), compute, name_of_rank);
   detail::check_links(dp, name_of_rank);
 }
 

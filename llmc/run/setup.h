@@ -145,6 +145,11 @@ inline StepConfig choose_step(const Options& o) {
   step.chunks = static_cast<int>(o.pp * o.pp_chunks.value_or(has_chunks ? 2 : 1));
   if (o.total_batch_size)
     step.micro_batches = *o.total_batch_size / (step.batch.rows() * step.readers());  // validated with the options
+  CHECK(step.schedule != Schedule::pipedream || !step.model.tied,
+        "--schedule pipedream with --model {}, whose embedding is also its head: the first and the last stage update "
+        "at different times, so a table that both have would not stay the same; use a model with a head of its own, "
+        "or --schedule 1f1b",
+        o.model);
   step.head_chunks = o.head_chunks;
   require_countable(step);
   step.layers = choose_layers(o, step);
@@ -153,6 +158,16 @@ inline StepConfig choose_step(const Options& o) {
 
 inline LrSchedule choose_lr_schedule(const Options& o, int64_t max_steps) {
   return {o.lr_schedule, o.lr, o.warmup_steps, max_steps, o.final_lr_frac};
+}
+
+inline AdamWOptions adamw_options(const Options& o, double lr, int64_t step) {
+  return {.lr = static_cast<float>(lr),
+          .beta1 = static_cast<float>(o.beta1),
+          .beta2 = static_cast<float>(o.beta2),
+          .eps = static_cast<float>(o.adam_eps),
+          .weight_decay = static_cast<float>(o.weight_decay),
+          .step = step,
+          .seed = static_cast<uint64_t>(o.seed)};
 }
 
 // Refuses a --model whose files do not hold the tensors of its config.json, before memory for them is taken, and one of

@@ -37,10 +37,12 @@ struct Slot {
 // at the same time. Of a backward in parts, what only the input part needs is free after it.
 class PassMemory {
  public:
-  // all: the shape of a micro-batch
+  // all: the shape of a micro-batch. period: micro-batch m uses what micro-batch m modulo `period` does; 0: the list
+  // has all micro-batches
   PassMemory(const StepConfig& config, const std::vector<Chunk>& chunks, const std::vector<Action>& actions,
-             const BatchShape& all, Purpose purpose, Arena& arena)
+             const BatchShape& all, Purpose purpose, Arena& arena, int64_t period = 0)
       : config_(config),
+        period_(period),
         chunks_(chunks),
         // Forward only: nothing is kept for a backward; the blocks of a chunk write to two outputs in turn.
         block_sets_(
@@ -83,10 +85,12 @@ class PassMemory {
   const Tensor& gradient() const { return gradient_; }
   // Of a chunk, for a micro-batch between its forward and its backward.
   Tensor output(int chunk, int64_t micro_batch) const {
+    if (period_ > 0) micro_batch %= period_;
     const auto& sets = block_sets_.of(chunk, micro_batch);
     return sets.empty() ? input(chunk, micro_batch) : blocks_[set_of(sets, layers(chunk) - 1)].out;
   }
-  Slot slot(const Action& a) const {
+  Slot slot(Action a) const {
+    if (period_ > 0) a.micro_batch %= period_;
     Slot slot{inputs(a.micro_batch), {}, {}, gradient_};
     std::vector<BlockActivations>& blocks = slot.chunk.blocks;
     blocks.resize(static_cast<size_t>(layers(a.chunk)));
@@ -136,6 +140,7 @@ class PassMemory {
   }
 
   const StepConfig& config_;
+  int64_t period_;
   std::vector<Chunk> chunks_;  // of the model; without layers where they are elsewhere
   PassSets block_sets_, input_sets_, product_sets_, gradient_sets_;
   std::vector<MicroBatch> inputs_;  // micro-batch m uses set m modulo their number

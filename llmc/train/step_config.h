@@ -1,6 +1,7 @@
 // step_config.h: the configuration of a step, its inputs and its results.
 #pragma once
 #include <functional>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -43,6 +44,8 @@ struct StepConfig {
 
   Mesh mesh() const { return mesh_of(zero, tensor, context, stages); }
   int ranks() const { return zero.ranks() * tensor.ranks * stages; }
+  // Do stages update by themselves? One stage has nobody to wait for: pipedream is then 1f1b.
+  bool asynchronous() const { return schedule == Schedule::pipedream && stages > 1; }
   Pipeline pipeline() const { return {schedule, stages, chunks / stages, micro_batches, 1}; }
   // Of the whole model, in its order.
   std::vector<Chunk> model_chunks() const {
@@ -118,18 +121,27 @@ struct StepResult {
   bool finite() const { return std::isfinite(loss) && std::isfinite(grad_norm); }
 };
 
-// A step that was enqueued. The host may begin the next one before it waits for this one.
+// A step that was begun. The host may begin the next one before it waits for this one; with an asynchronous pipeline
+// it has to begin P - 1 further ones first, or to flush.
 class PendingStep {
  public:
-  PendingStep(const Tensor& loss, const Tensor& control, int64_t tokens, Stream& stream)
-      : loss_(loss, stream), control_(control, stream), tokens_(static_cast<double>(tokens)) {}
+  explicit PendingStep(int64_t tokens) : tokens_(static_cast<double>(tokens)) {}
+  // The last of the step is enqueued: its results are then in these tensors.
+  void enqueued(const Tensor& loss, const Tensor& control, Stream& stream) {
+    *results_ = {Readback(loss, stream), Readback(control, stream), true};
+  }
   StepResult wait() const {
-    const std::vector<double> control = control_.values();
-    return {loss_.values()[0] / tokens_, control[0], control[2] != 0};
+    CHECK(results_->enqueued, "a step is waited for that has only begun: flush first");
+    const std::vector<double> control = results_->control.values();
+    return {results_->loss.values()[0] / tokens_, control[0], control[2] != 0};
   }
 
  private:
-  Readback loss_, control_;
+  struct Results {
+    Readback loss, control;
+    bool enqueued = false;
+  };
+  std::shared_ptr<Results> results_ = std::make_shared<Results>();  // of all copies
   double tokens_;
 };
 

@@ -227,8 +227,10 @@ void visit_options(O& o, Visitor&& visit) {
         "the machine's memory, or of the GPU's free memory");
   visit("--schedule", "", o.schedule, one_of({"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream"}), free,
         "order of forwards and backwards; 1f1b needs less memory than gpipe; the others are for pipelines: more chunks "
-        "(interleaved), or weight gradients computed later (zb-h1, zb-v), idle less; the same numbers; so far, "
-        "pipedream can only be drawn, by --print-schedule");
+        "(interleaved), or weight gradients computed later (zb-h1, zb-v), idle less; the same numbers; pipedream "
+        "computes "
+        "something else: every stage updates after each micro-batch without waiting for the others, clips by its own "
+        "norm, and its gradients are as many updates old as stages come after it");
   visit("--pp", "", o.pp, between(1, 1 << 10), warn,
         "pipeline parallelism: stages, each with some of the layers, on ranks of their own; for slow links");
   visit("--pp-chunks", "", o.pp_chunks, between(1, 1 << 10), free,

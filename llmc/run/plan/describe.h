@@ -50,7 +50,8 @@ inline std::string layout_text(const StepConfig& step) {
     const std::vector<Chunk> chunks = step.model_chunks();
     for (size_t c = 0; c < chunks.size(); ++c)
       layers[static_cast<size_t>(step.pipeline().stage_of(static_cast<int>(c)))] += chunks[c].layers.size();
-    text = formatted("{} stages of {} layers, {}{}{}", step.stages, layers, step.schedule,
+    text = formatted("{} stages of {} layers, {}{}{}{}", step.stages, layers, step.schedule,
+                     step.asynchronous() ? formatted(" with up to {} versions of weights", step.stages) : "",
                      step.chunks > step.stages ? formatted(" in {} chunks", step.chunks / step.stages) : "",
                      text.empty() ? "" : ", each " + text);
   }
@@ -97,7 +98,8 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
                               step.ranks() == step.readers() ? "rank(s)" : "group(s) of ranks")},
           {"layout", layout_text(step)},
           {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
-                                  o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip)}};
+                                  o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip) +
+                            (step.asynchronous() ? ", stage by stage by its own norm" : "")}};
 }
 
 // A notice for those who know d24 and larger from llm.c.

@@ -224,7 +224,8 @@ inline std::string change_text(const StepConfig& from, const StepConfig& to) {
   if (to.zero.sync != from.zero.sync) text += formatted(" --dp-sync {}", to.zero.sync);
   if (to.zero.stage != from.zero.stage) text += formatted(" --zero-stage {}", to.zero.stage);
   if (to.recompute != from.recompute) text += formatted(" --recompute {}", to.recompute);
-  if (to.schedule != from.schedule && from.micro_batches > 1) text += formatted(" --schedule {}", to.schedule);
+  const bool alike = from.micro_batches == 1 && from.schedule != Schedule::pipedream;  // gpipe and 1f1b
+  if (to.schedule != from.schedule && !alike) text += formatted(" --schedule {}", to.schedule);
   return text;
 }
 
