@@ -18,7 +18,6 @@ struct ChunkActivations {
   Tensor embedded;  // (S, C), of the chunk with the embedding
   Tensor received;  // (S, C), of a chunk that comes after one of another stage: its input
   std::vector<BlockActivations> blocks;
-  const Tensor& output() const { return blocks.back().out; }
 };
 
 // What an action works on: the inputs of the micro-batch, or of a token slice of it, its activations in the action's
@@ -33,8 +32,9 @@ struct Slot {
   std::optional<SequenceRows> slice = {};              // which tokens; none: whole sequences
   std::vector<OutputGradients> output_gradients = {};  // by block, in both parts of a backward in parts
 
-  // The residual stream that enters block `l` of the chunk.
+  // The residual stream that enters block `l` of the chunk, and that leaves the last one.
   const Tensor& block_input(size_t l) const { return l > 0 ? chunk.blocks[l - 1].out : input; }
+  const Tensor& output() const { return block_input(chunk.blocks.size()); }
   // Is its backward the first, or the last, of the micro-batch? They go from the last slice to the first.
   bool begins_backward() const { return !slice || slice->first + slice->rows == slice->length; }
   bool ends_backward() const { return !slice || slice->first == 0; }
@@ -46,10 +46,12 @@ struct Slot {
 // way.
 class PassMemory {
  public:
-  // all: the shape of a micro-batch
+  // all: the shape of a micro-batch. period: micro-batch m uses what micro-batch m modulo `period` does; 0: the list
+  // has all micro-batches
   PassMemory(const StepConfig& config, const std::vector<Chunk>& chunks, const std::vector<Action>& actions,
-             const BatchShape& all, Purpose purpose, Arena& arena)
+             const BatchShape& all, Purpose purpose, Arena& arena, int64_t period = 0)
       : config_(config),
+        period_(period),
         chunks_(chunks),
         // Forward only: nothing is kept for a backward; the blocks of a chunk write to two outputs in turn.
         block_sets_(
@@ -102,11 +104,13 @@ class PassMemory {
   }
   Tensor gradient(int slice) const { return gradient_.empty() ? gradient_ : gradient_.slice(0, stream_shape(slice)); }
   // Of a chunk, for a micro-batch, or slice, between its forward and its backward.
-  Tensor output(const Action& a) const {
+  Tensor output(Action a) const {
+    if (period_ > 0) a.micro_batch %= period_;
     const auto& sets = block_sets_.of(a.chunk, a.micro_batch, a.slice);
     return sets.empty() ? input(a) : blocks_[set_of(sets, layers(a.chunk) - 1)].out.slice(0, stream_shape(a.slice));
   }
-  Slot slot(const Action& a) const {
+  Slot slot(Action a) const {
+    if (period_ > 0) a.micro_batch %= period_;
     Slot slot{inputs(a.micro_batch, a.slice), {}, {}, gradient(a.slice), shapes_[static_cast<size_t>(a.slice)]};
     if (sliced()) slot.slice = config_.slice_rows(a.slice);
     std::vector<BlockActivations>& blocks = slot.chunk.blocks;
@@ -190,6 +194,7 @@ class PassMemory {
   }
 
   const StepConfig& config_;
+  int64_t period_;
   std::vector<Chunk> chunks_;  // of the model; without layers where they are elsewhere
   PassSets block_sets_, input_sets_, product_sets_, gradient_sets_;
   ModelConfig model_;               // of this rank's part

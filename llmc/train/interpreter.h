@@ -24,29 +24,10 @@ class Interpreter {
   // micro-batch.
   void run(const std::vector<Action>& actions, const Pass& pass, const BatchSource& batches) {
     auto scope = context_.arena.scope();
-    const PassMemory memory(config_, chunks_here(), actions, pass.shape, pass.purpose, context_.arena);
-    reserve_messages(actions, pass, memory);
+    OpenPass open = begin(actions, pass);
     const Tensor logits = pass.purpose == Purpose::generate ? stage_.logits_room() : Tensor{};
     state_.start_pass(units_acquired(actions, pass.purpose), context_.compute);
-    int64_t uploaded = 0;
-    for (const Action& action : actions) {
-      action_ = action;
-      if (!computes(action.kind)) {
-        pass_message(action, memory);
-        continue;
-      }
-      if (action.kind == ActionKind::forward && action.micro_batch == uploaded) {
-        upload(action.micro_batch, memory, pass, batches);
-        ++uploaded;
-      }
-      const Slot slot = memory.slot(action);
-      take_message(action, slot);
-      auto enqueue = [&] { dispatch(action, slot, pass, logits); };
-      if (replayable(action, pass))
-        context_.compute.replayed(replays_[{action.kind, action.chunk, slot.inputs.tokens.bytes, slot.input.bytes}],
-                                  enqueue);
-      else enqueue();
-    }
+    for (const Action& action : actions) enqueue(action, open, batches, logits);
     if (pass.purpose != Purpose::generate) return;
     const DataParallel& dp = state_.dp();
     if (dp.stages > 1) {  // from a rank that has the head
@@ -54,6 +35,36 @@ class Interpreter {
       dp.scalars->broadcast(logits, head * dp.ranks_of_stage(), context_.compute);
     }
     stage_.deliver_logits(logits);
+  }
+
+  // A pass whose actions are enqueued one by one.
+  struct OpenPass {
+    Pass pass;
+    PassMemory memory;
+    int64_t uploaded = 0;  // micro-batches
+  };
+  // With room for as many micro-batches in flight as these actions have; the caller opens a scope of the arena.
+  // period: after so many micro-batches the use of memory repeats itself; 0: it does not
+  OpenPass begin(const std::vector<Action>& actions, const Pass& pass, int64_t period = 0) {
+    PassMemory memory(config_, chunks_here(), actions, pass.shape, pass.purpose, context_.arena, period);
+    reserve_messages(actions, pass, memory);
+    return {pass, std::move(memory)};
+  }
+  void enqueue(const Action& action, OpenPass& open, const BatchSource& batches, const Tensor& logits = {}) {
+    const Pass& pass = open.pass;
+    action_ = action;
+    if (!computes(action.kind)) return pass_message(action, open.memory);
+    if (action.kind == ActionKind::forward && action.micro_batch == open.uploaded) {
+      upload(action.micro_batch, open.memory, pass, batches);
+      ++open.uploaded;
+    }
+    const Slot slot = open.memory.slot(action);
+    take_message(action, slot);
+    auto enqueue_it = [&] { dispatch(action, slot, pass, logits); };
+    if (replayable(action, pass))
+      context_.compute.replayed(replays_[{action.kind, action.chunk, slot.inputs.tokens.bytes, slot.input.bytes}],
+                                enqueue_it);
+    else enqueue_it();
   }
 
   // Where the interpreter is.
@@ -171,7 +182,10 @@ class Interpreter {
     return units;
   }
 
-  bool is_last(const Action& action) const { return action.micro_batch + 1 == config_.micro_batches; }
+  // Of a step; an asynchronous one has no other.
+  bool is_last(const Action& action) const {
+    return config_.asynchronous() || action.micro_batch + 1 == config_.micro_batches;
+  }
 
   // Does the action enqueue the same every time, and only on the compute stream? Not where it waits for other streams,
   // or they for it, nor where it exchanges activations.

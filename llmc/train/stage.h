@@ -90,7 +90,7 @@ class Stage {
     for (size_t l = 0; l < c.layers.size(); ++l)
       forward_block(c.layers[l], acts.blocks[l], slot.block_input(l), slot, pass);
     if (!c.has_head || pass.purpose == Purpose::train) return;
-    const Tensor& x = acts.blocks.back().out;
+    const Tensor& x = slot.output();
     const UnitState &head = state_.acquire(head_unit(), context_.compute), &embedding = acquire_tied();
     if (pass.purpose == Purpose::evaluate) evaluate_head(x, head, embedding, slot, pass, micro_batch);
     else compute_logits(logits, x, head, embedding, pass);
@@ -102,8 +102,7 @@ class Stage {
   // unit by unit. With slot.output_gradients it is the input part, and blocks are completed by backward_weight().
   void backward(int index, const Slot& slot, const Pass& pass, bool last_micro_batch) {
     const Chunk& c = chunk(index);
-    const ChunkActivations& acts = slot.chunk;
-    if (c.has_head) backward_head(acts.blocks.back().out, slot, last_micro_batch);
+    if (c.has_head) backward_head(slot.output(), slot, last_micro_batch);
     for (size_t l = c.layers.size(); l-- > 0;) backward_block(c.layers[l], l, slot, pass, last_micro_batch);
     if (c.has_embedding) backward_embedding(slot, last_micro_batch);
   }

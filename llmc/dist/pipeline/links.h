@@ -27,6 +27,7 @@ class StageLink {
 
   Stream& stream() { return stream_; }
   Comm& comm() { return *comm_; }
+  int peer() const { return peer_; }  // among the two members
   const Comm& comm() const { return *comm_; }
 
   // Room for `count` messages of at most `elements` of this dtype; before each pass.
@@ -157,6 +158,11 @@ class StageLinks {
   template <class F>
   void for_each(F&& f) const {
     for (const Entry& e : links_) f(*e.link);
+  }
+  // f(link, from, to): with the stages at its ends.
+  template <class F>
+  void for_each_with_ends(F&& f) const {
+    for (const Entry& e : links_) f(*e.link, e.from, e.to);
   }
 
  private:
