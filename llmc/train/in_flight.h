@@ -13,28 +13,21 @@
 
 namespace llmc {
 
-// The activations of one chunk for one micro-batch.
-struct ChunkActivations {
-  Tensor embedded;  // (S, C), of the chunk with the embedding
-  Tensor received;  // (S, C), of a chunk that comes after one of another stage: its input
-  std::vector<BlockActivations> blocks;
-};
-
 // What an action works on: the inputs of the micro-batch, or of a token slice of it, its activations in the action's
 // chunk and in the one before, where that is on the same rank, and the gradient of the residual stream (S, C), which
 // goes from chunk to chunk.
 struct Slot {
   const MicroBatch& inputs;
-  ChunkActivations chunk;
-  Tensor input;  // of the chunk's first block
+  std::vector<BlockActivations> blocks;  // of the chunk
+  Tensor input;                          // (S, C), of the chunk's first block
   Tensor gradient;
   BatchShape shape;                                    // of what this rank has of it
   std::optional<SequenceRows> slice = {};              // which tokens; none: whole sequences
   std::vector<OutputGradients> output_gradients = {};  // by block, in both parts of a backward in parts
 
   // The residual stream that enters block `l` of the chunk, and that leaves the last one.
-  const Tensor& block_input(size_t l) const { return l > 0 ? chunk.blocks[l - 1].out : input; }
-  const Tensor& output() const { return block_input(chunk.blocks.size()); }
+  const Tensor& block_input(size_t l) const { return l > 0 ? blocks[l - 1].out : input; }
+  const Tensor& output() const { return block_input(blocks.size()); }
   // Is its backward the first, or the last, of the micro-batch? They go from the last slice to the first.
   bool begins_backward() const { return !slice || slice->first + slice->rows == slice->length; }
   bool ends_backward() const { return !slice || slice->first == 0; }
@@ -113,12 +106,10 @@ class PassMemory {
     if (period_ > 0) a.micro_batch %= period_;
     Slot slot{inputs(a.micro_batch, a.slice), {}, {}, gradient(a.slice), shapes_[static_cast<size_t>(a.slice)]};
     if (sliced()) slot.slice = config_.slice_rows(a.slice);
-    std::vector<BlockActivations>& blocks = slot.chunk.blocks;
+    std::vector<BlockActivations>& blocks = slot.blocks;
     blocks.resize(static_cast<size_t>(layers(a.chunk)));
     if (a.kind != ActionKind::backward_weight) {
       slot.input = input(a);
-      if (has_own_input(a.chunk))
-        (chunks_[static_cast<size_t>(a.chunk)].has_embedding ? slot.chunk.embedded : slot.chunk.received) = slot.input;
       const auto& sets = block_sets_.of(a.chunk, a.micro_batch, a.slice);
       for (size_t l = 0; l < blocks.size(); ++l) blocks[l] = blocks_[set_of(sets, static_cast<int64_t>(l))];
     }

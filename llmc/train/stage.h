@@ -85,10 +85,9 @@ class Stage {
   // logits: of logits_room(), for Purpose::generate
   void forward(int index, const Slot& slot, const Pass& pass, int64_t micro_batch, const Tensor& logits) {
     const Chunk& c = chunk(index);
-    const ChunkActivations& acts = slot.chunk;
-    if (c.has_embedding) forward_embedding(acts.embedded, slot);
+    if (c.has_embedding) forward_embedding(slot.input, slot);
     for (size_t l = 0; l < c.layers.size(); ++l)
-      forward_block(c.layers[l], acts.blocks[l], slot.block_input(l), slot, pass);
+      forward_block(c.layers[l], slot.blocks[l], slot.block_input(l), slot, pass);
     if (!c.has_head || pass.purpose == Purpose::train) return;
     const Tensor& x = slot.output();
     const UnitState &head = state_.acquire(head_unit(), context_.compute), &embedding = acquire_tied();
@@ -114,7 +113,7 @@ class Stage {
       const UnitState& unit = state_.unit(u);
       const ProfilerRange range = set_current("weight part of the backward of " + unit.spec().name);
       state_.resume_gradients(u);
-      block_backward_weight(slot.output_gradients[l], slot.chunk.blocks[l], unit, model_, parallel_);
+      block_backward_weight(slot.output_gradients[l], slot.blocks[l], unit, model_, parallel_);
       state_.reduce_gradients(u, last_micro_batch, context_.compute);
     }
   }
@@ -248,7 +247,7 @@ class Stage {
   // Block `l` of the chunk. slot.gradient: in, the gradient of its output; out, that of its input.
   void backward_block(int64_t layer, size_t l, const Slot& slot, const Pass& pass, bool last_micro_batch) {
     Stream& stream = context_.compute;
-    const BlockActivations& acts = slot.chunk.blocks[l];
+    const BlockActivations& acts = slot.blocks[l];
     const Tensor& x = slot.block_input(l);  // (S, C)
     const bool whole = slot.output_gradients.empty();
     const size_t u = block_unit(layer);

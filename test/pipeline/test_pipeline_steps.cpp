@@ -5,8 +5,8 @@
 #include <limits>
 #include <mutex>
 
-#include "dist/pipeline_layouts.h"
 #include "helpers.h"
+#include "pipeline/pipeline_layouts.h"
 #include "train/choices.h"
 #include "train/continuation.h"
 #include "train/not_finite.h"
