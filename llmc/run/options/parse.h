@@ -261,11 +261,7 @@ inline void validate_token_slices(const Options& o) {
         o.seq_len, o.seq_len);
 }
 
-// Refuses what --print-schedule draws and training does not have yet.
 inline void validate_pipeline(const Options& o) {
-  auto refuse = [](const char* option, const auto& value) {
-    throw Error(formatted("{} {} can be drawn by --print-schedule; training with it is not built yet", option, value));
-  };
   validate_token_slices(o);
   const bool for_one_stage = o.schedule == "gpipe" || o.schedule == "1f1b" || o.schedule == "pipedream";
   CHECK(for_one_stage || o.pp > 1, "--schedule {} is for the stages of a pipeline: give --pp, or use 1f1b", o.schedule);
