@@ -115,7 +115,7 @@ TEST_CASE("twenty steps in token slices follow whole sequences") {
   const Outcome whole = selftest::run_layout(step_of(qwen3, Layout{}, Documents::apart), {}, {}, 20);
   const Outcome found = selftest::run_layout(step_of(qwen3, {2, uneven(3)}, Documents::apart), {}, {}, 20);
   const Distances d(found, whole);
-  INFO(to_string(d));
+  INFO(context_layouts::to_string(d));
   REQUIRE(found.fault == "");
   REQUIRE((found.losses.size() == 20 && d.loss < 1e-4 && d.norm < 1e-4 && d.weights < 1e-4));
 }
