@@ -134,7 +134,7 @@ struct DataParallel {
     std::vector<Comm*> all = {gradients.get(),   replicas.get(),          weights.get(),
                               activations.get(), partial_gradients.get(), head_gradients.get(),
                               keys_values.get(), tied_gradients.get(),    scalars.get()};
-    links.for_each([&](StageLink& link) { all.push_back(&link.comm()); });
+    links.for_each([&](StageLink& link, int, int) { all.push_back(&link.comm()); });
     return all;
   }
   // Throws if an exchange between the ranks has failed; called while the host waits for a stream.

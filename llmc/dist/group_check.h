@@ -1,6 +1,7 @@
 // group_check.h: before the first step, known values go through every group of a rank: each member's to all others, and
 // their sum. So a transport that mixes up ranks or groups is noticed where it does so, not by a loss that is wrong.
 #pragma once
+#include <algorithm>
 #include <functional>
 #include <string>
 #include <vector>
@@ -31,7 +32,7 @@ inline void check_group(Comm& group, int number, const std::vector<int>& members
           "the group {}: got {} from {} instead of {}; the transport mixes up ranks or groups: try another --comm",
           group.name(), all.data<float>()[m], name_of_rank(members[static_cast<size_t>(m)]), value(m));
 
-  // Below 100: the sum of any number of ranks that there may be is exact.
+  // Below 120: the sum of any number of ranks that there may be is exact.
   const auto term = [&](int member) {
     return static_cast<float>(10 * number + members[static_cast<size_t>(member)] % 10);
   };
@@ -67,6 +68,13 @@ inline void check_groups(DataParallel& dp, const Mesh& mesh, Stream& compute,
                       name_of_rank);
   detail::check_group(*dp.keys_values, 8, along({Axis::cp}), dp.context_stream ? *dp.context_stream : compute,
                       name_of_rank);
+  const std::vector<int> column = along({Axis::pp});
+  detail::check_group(*dp.tied_gradients, 9, {column.front(), column.back()}, dp.reduce_stream, name_of_rank);
+  dp.links.for_each([&](StageLink& link, int from, int to) {
+    const std::vector<int> ends = {column[static_cast<size_t>(std::min(from, to))],
+                                   column[static_cast<size_t>(std::max(from, to))]};
+    detail::check_group(link.comm(), from < to ? 10 : 11, ends, link.stream(), name_of_rank);
+  });
 }
 
 }  // namespace llmc

@@ -53,7 +53,7 @@ struct Run {
     std::vector<Stream*> all = {&stream, &dp.reduce_stream, &dp.gather_stream};
     for (Stream* s : {copies.get(), dp.exchange_stream.get(), dp.context_stream.get()})
       if (s != nullptr) all.push_back(s);
-    dp.links.for_each([&](StageLink& link) { all.push_back(&link.stream()); });
+    dp.links.for_each([&](StageLink& link, int, int) { all.push_back(&link.stream()); });
     return all;
   }
 

@@ -1,6 +1,14 @@
 // links.h: how the stages of a pipeline pass activations and gradients on: one link from each stage to each of its
 // neighbours, with a stream of its own at both ends, so that messages travel while the stages compute. A message goes
 // through a buffer at either end, and says at its end what it is.
+//
+// Nobody waits in a circle. A link has a direction, and a group of its two ranks that nothing else uses: where neighbours
+// send both ways at the same time, these are two groups on two streams, so that neither waits behind the other. (NCCL
+// needs a group call only where a send and a receive share a communicator and a stream.) The first message of a
+// communicator may keep the host until its peer has come to it, too, and NCCL starts what a rank has enqueued on all of
+// its communicators in that order (comm_nccl.h): both are as if sends and receives blocked, and check.h proves that the
+// lists go on even then. The groups themselves are made in rounds, two for each colour of the pipeline's edges: edges of
+// one colour share no stage, so a rank joins at most one group in a round, and all ranks go through them in one order.
 #pragma once
 #include <array>
 #include <memory>
@@ -139,9 +147,10 @@ class StageLinks {
   // The link of this stage to another one, and from it.
   StageLink& to(int stage) { return find(stage_, stage); }
   StageLink& from(int stage) { return find(stage, stage_); }
+  // f(link, from, to): in an order in which all ranks may use their links one after the other.
   template <class F>
   void for_each(F&& f) const {
-    for (const Entry& e : links_) f(*e.link);
+    for (const Entry& e : links_) f(*e.link, e.from, e.to);
   }
 
  private:
