@@ -147,6 +147,12 @@ TEST_CASE("every wait of a stream for another one is needed", "[cuda][trainer]")
     divided.micro_batches = 3;  // the positions of whole sequences, too, arrive in two buffers in turn
     if (ulysses) find(divided, own_gpus(ranks), 1);
   }
+  StepConfig staged = tiny;  // tied: the table's gradients have two parts
+  staged.model.n_layer = 2;
+  staged.stages = staged.chunks = 2;
+  staged.schedule = Schedule::gpipe;  // messages follow each other without an answer: two buffers are used again
+  staged.micro_batches = 3;
+  find(staged, own_gpus(2), 1);
   for (const cuda_on_cpu::Site& site : needed) {
     not_missed.erase(site);  // some layout needs it
     UNSCOPED_INFO("missed: " << site.to_string());
