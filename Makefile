@@ -10,7 +10,8 @@
 ##   test-fresh   `make run` and `make test` on bare Debian roots; as root, takes an hour, the network and 2 GB
 ##   check        floors, headers, formatting, shell and Python scripts
 ##   bench        compare training steps with PyTorch; BENCH_FLAGS are options of dev/bench/compare.py
-##   bench-dist   tokens/s of one rank and of two, as threads, by MPI and TCP; the ring beside MPI's collectives
+##   bench-dist   tokens/s of one rank and of two, as threads, by MPI and TCP; a pipeline beside data parallelism; the
+##                ring beside MPI's collectives
 ##   bench-cuda   on a GPU: each op of a training step against the roofline, and training steps against PyTorch
 ##   comm-bench   build build/comm_bench, which times the collectives like nccl-tests, and what dev/comm/beside_mpi.sh runs
 ##   tests        build what `make test` runs, without running it
@@ -201,6 +202,12 @@ comm-bench: build/comm_bench $(if $(MPI_VERSION),build/mpi_bench)
 build/comm_bench build/mpi_bench: build/%: dev/comm/%.cpp dev/comm/forms.h llmc/dist/*.h llmc/dist/comm/*.h | $(SHOW_CONFIG)
 	@mkdir -p $(@D)
 	$(CXX) $(call FLAGS_cpu,-O3) $< -o $@ $(LDFLAGS) $(LIBS)
+
+# A pipeline beside data parallelism, and its bubble beside the law.
+pipeline-bench: build/pipeline_bench
+build/pipeline_bench: dev/bench/pipeline_bench.cpp $(wildcard llmc/*/*.h llmc/*/*/*.h) | $(SHOW_CONFIG)
+	@mkdir -p $(@D)
+	$(CXX) $(call FLAGS_cpu,-O3) $(LAVISH) $< -o $@ $(LDFLAGS) $(LIBS)
 
 # What --version reports. The tests and the smoke test do without it (see __has_include), or every commit would recompile
 # them all.
@@ -461,8 +468,9 @@ bench:
 	@dev/bench/run.sh $(BENCH_FLAGS)
 bench-dist:
 	@$(INSTALL) build test
-	@$(AGAIN) train_gpt comm-bench
+	@$(AGAIN) train_gpt comm-bench pipeline-bench
 	@dev/bench/distributed.py $(BENCH_FLAGS)
+	@build/pipeline_bench
 	@if [ -x build/mpi_bench ]; then dev/comm/beside_mpi.sh; fi
 bench-cuda:
 	@$(INSTALL) build

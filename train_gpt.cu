@@ -4,6 +4,7 @@
 #include <cerrno>  // program_invocation_name, from glibc
 #include <chrono>
 #include <cstdio>
+#include <deque>
 #include <limits>
 #include <optional>
 #include <tuple>
@@ -13,6 +14,7 @@
 #include "core/signals.h"
 #include "data/dataloader.h"
 #include "dist/group_check.h"
+#include "dist/whole_check.h"
 #include "dist/world.h"
 #include "run/checkpoint_saver.h"
 #include "run/job.h"
@@ -55,6 +57,9 @@ class Training {
     if (job.val) val_.emplace(*job.val, loader_config(o_.shuffled() && job.val_samples < job.val->samples(), 0));
     check_groups(run_.dp, world.mesh(), run_.stream,
                  [&](int r) { return watchdog_ != nullptr ? watchdog_->name_of_rank(r) : formatted("rank {}", r); });
+    const StepConfig& step = job.step;
+    check_whole_model(run_.trainer.state(), part_of(parameter_table(step.model), step.tensor, 0), step.model.tied,
+                      world.mesh());
     if (resume) restore(*resume);
     else initialise(run_, o_);
     MetricsKept kept;
@@ -79,11 +84,11 @@ class Training {
         poll();
         update();
         if (!something_due(begun_)) continue;
-        finish_update();
+        finish_updates();
         finish_step();
       }
     } catch (const Interrupted& stop) {
-      finish_update();
+      finish_updates();
       if (progress_.done > 0) checkpoints_.save(progress_, run_, OnFailure::fail);
       throw SharedError(
           formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume{}", stop.reason,
@@ -106,8 +111,8 @@ class Training {
 
   // Throws on all ranks if one of them has a reason to stop. Called between micro-batches, sampled tokens and updates.
   void poll() const {
-    // To carry on is to wait for the next update, and for the one that a GPU has under way.
-    const std::string mine = stop_.reason((under_way_ ? 2 : 1) * report_.last_seconds());
+    // To carry on is to wait for the next update, and for those that are under way.
+    const std::string mine = stop_.reason(static_cast<double>(1 + under_way_.size()) * report_.last_seconds());
     for (const std::string& reason : run_.dp.control->all_gather_text("time to stop", mine))
       if (!reason.empty()) throw Interrupted{reason};
   }
@@ -138,33 +143,25 @@ class Training {
     PendingStep result;
   };
 
-  // Begins the update of step begun_ + 1. While a GPU runs it, the previous one is reported. Where the host must see
-  // the result of a step before it begins the next, and on a CPU, which has nothing to gain from running ahead, the
-  // update is reported right away.
+  // Begins the update of step begun_ + 1. While a GPU runs it, the previous one is reported. Where the next step needs
+  // its result, and on a CPU, which has nothing to gain from running ahead, it is reported right away; those of an
+  // asynchronous pipeline when all stages have made them.
   void update() {
     const int64_t step = begun_ + 1;
     if (watchdog_ != nullptr) watchdog_->board.at_step(static_cast<int>(rank_), step);
-    if (!under_way_) report_.start_clock();
+    if (under_way_.empty()) report_.start_clock();
     const double lr = learning_rate(schedule_, step);
     const double infinity = std::numeric_limits<double>::infinity();
     if (o_.profile) run_.stream.set_ledger(&ops_);
     PendingStep result =
-        run_.trainer.begin_step(batches_of(step),
-                                {.lr = static_cast<float>(lr),
-                                 .beta1 = static_cast<float>(o_.beta1),
-                                 .beta2 = static_cast<float>(o_.beta2),
-                                 .eps = static_cast<float>(o_.adam_eps),
-                                 .weight_decay = static_cast<float>(o_.weight_decay),
-                                 .step = step,
-                                 .seed = seed()},
+        run_.trainer.begin_step(batches_of(step), adamw_options(o_, lr, step),
                                 {.max_norm = o_.grad_clip,
                                  .largest_loss = o_.skip_loss_z ? progress_.losses.limit(*o_.skip_loss_z) : infinity,
                                  .largest_norm = o_.skip_grad_z ? progress_.norms.limit(*o_.skip_grad_z) : infinity});
-    finish_update();
-    under_way_.emplace(Update{step, lr, std::move(result)});
+    under_way_.push_back({step, lr, std::move(result)});
     begun_ = step;
-    const bool runs_ahead = job_.device.kind == DeviceKind::cuda;
-    if (!runs_ahead || o_.profile || o_.skip_loss_z || o_.skip_grad_z) finish_update();
+    const bool waits = job_.device.kind != DeviceKind::cuda || o_.profile || o_.skip_loss_z || o_.skip_grad_z;
+    while (static_cast<int>(under_way_.size() + waits) > run_.trainer.steps_under_way()) finish_update();
   }
 
   // Validations that metrics.jsonl has and the checkpoint has not: it may have been saved before the one of its step.
@@ -176,13 +173,19 @@ class Training {
       progress_.best_step = first[1], progress_.best_val = first[2];
   }
 
-  // Waits for the update under way, if there is one, and reports it.
+  // Waits for all updates under way, and reports them. Where a run flushes is recorded: it changes what it learns.
+  void finish_updates() {
+    const bool flushed = run_.trainer.flush();
+    while (!under_way_.empty()) finish_update();
+    if (flushed) log_.flush(progress_.done);
+  }
+
+  // Waits for the first of the updates under way, and reports it.
   void finish_update() {
-    if (!under_way_) return;
-    const Update update = std::move(*under_way_);
-    under_way_.reset();
+    const Update update = std::move(under_way_.front());
+    under_way_.pop_front();
     const StepResult result = update.result.wait();
-    if (o_.profile) run_.stream.synchronize(), run_.stream.set_ledger(nullptr);
+    if (o_.profile && under_way_.empty()) run_.stream.synchronize(), run_.stream.set_ledger(nullptr);
     progress_.losses.add(result.loss);
     progress_.norms.add(result.grad_norm);
     report_.finished(update.step, update.lr, result);
@@ -199,13 +202,15 @@ class Training {
 
   // Repeats the step with a check of every tensor, to say where the first non-finite number came from.
   [[noreturn]] void diverged(int64_t step, const StepResult& result, const BatchSource& batches) {
+    run_.trainer.flush();
     log_.line("searching for the first non-finite number ...");
     const std::string where = where_not_finite(run_.trainer, batches, [&](int64_t micro_batch, int64_t b) {
       return train_.sample_at(cursor(step) + (micro_batch * readers() + run_.dp.reader()) * o_.batch_size + b);
     });
     throw SharedError(formatted("step {} diverged: loss {} or gradient norm {} is not finite; {}. The weights were not "
-                                "updated. Lower --lr, add --warmup-steps or check the data; {}",
+                                "updated{}. Lower --lr, add --warmup-steps or check the data; {}",
                                 step, result.loss, result.grad_norm, where,
+                                job_.step.asynchronous() ? ", but those of stages with finite gradients" : "",
                                 checkpoints_.last().empty() ? "no checkpoint was written"
                                                             : "the last checkpoint is " + checkpoints_.last()),
                       ExitStatus::diverged);
@@ -308,7 +313,7 @@ class Training {
 
   Progress progress_;              // recorded in checkpoints
   int64_t begun_ = 0, first_ = 0;  // updates begun so far, and those done before this process
-  std::optional<Update> under_way_;
+  std::deque<Update> under_way_;
   bool validated_ = false;                  // after step progress_.done
   std::pair<int64_t, double> best_before_;  // step and loss of the best validation before the last improvement
 };

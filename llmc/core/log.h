@@ -169,6 +169,9 @@ class Log {
     write(object);
   }
 
+  // After this step all stages of an asynchronous pipeline have made the same updates.
+  void flush(int64_t step) { write({{"kind", "flush"}, {"step", step}}); }
+
   // The GPU's readings after a step.
   void gpu(int64_t step, const std::string& text, const nlohmann::ordered_json& readings) {
     line(text);

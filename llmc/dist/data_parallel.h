@@ -90,14 +90,16 @@ struct DataParallel {
   std::unique_ptr<Comm> keys_values;        // the context-parallel group, on context_stream
   std::unique_ptr<Comm> tied_gradients;     // this rank's place in the first and in the last stage, on reduce_stream
   std::unique_ptr<Comm> scalars;            // all ranks, on the compute stream
+  std::unique_ptr<Comm> stage_scalars;      // those of a stage of an asynchronous pipeline, on the compute stream
   std::unique_ptr<Comm> control;            // all ranks; only text, between the hosts
   std::unique_ptr<Comm> tensor_control;     // the tensor-parallel group; only text, between the hosts
   const Hooks& hooks;
   StageLinks links;  // to and from the neighbours of this stage
 
-  // wraps: the last stage's neighbour is the first one.
+  // wraps: the last stage's neighbour is the first one. asynchronous: stages do not wait for each other's norms.
   DataParallel(const Mesh& mesh, int rank_, const Device& device, const Join& join, const Hooks& hooks_ = no_hooks,
-               const TensorParallel& tensor_ = {}, const ContextParallel& context_ = {}, bool wraps = false)
+               const TensorParallel& tensor_ = {}, const ContextParallel& context_ = {}, bool wraps = false,
+               bool asynchronous = false)
       : rank(rank_),
         stage(mesh.coordinate(rank_, Axis::pp)),
         shard(mesh.coordinate(rank_, Axis::shard) * context_.ranks + mesh.coordinate(rank_, Axis::cp)),
@@ -124,6 +126,7 @@ struct DataParallel {
         keys_values(join("keys and values", mesh.group(rank, {Axis::cp}))),
         tied_gradients(join("tied gradients", ends_of_pipeline(mesh))),
         scalars(join("scalars", everybody(mesh))),
+        stage_scalars(join("scalars of a stage", asynchronous ? mesh.group(rank, of_stage) : std::vector<int>{rank})),
         control(join("control", everybody(mesh))),
         tensor_control(join("tensor-parallel control", mesh.group(rank, {Axis::tp}))),
         hooks(hooks_),
@@ -131,10 +134,10 @@ struct DataParallel {
 
   // The groups that move tensors.
   std::vector<Comm*> tensor_groups() const {
-    std::vector<Comm*> all = {gradients.get(),   replicas.get(),          weights.get(),
-                              activations.get(), partial_gradients.get(), head_gradients.get(),
-                              keys_values.get(), tied_gradients.get(),    scalars.get()};
-    links.for_each([&](StageLink& link, int, int) { all.push_back(&link.comm()); });
+    std::vector<Comm*> all = {gradients.get(),         replicas.get(),       weights.get(),     activations.get(),
+                              partial_gradients.get(), head_gradients.get(), keys_values.get(), tied_gradients.get(),
+                              scalars.get(),           stage_scalars.get()};
+    links.for_each([&](StageLink& link) { all.push_back(&link.comm()); });
     return all;
   }
   // Throws if an exchange between the ranks has failed; called while the host waits for a stream.
@@ -149,6 +152,8 @@ struct DataParallel {
   int readers() const { return ranks_of_stage() / (tensor.ranks * context.ranks); }
   int reader() const { return rank % ranks_of_stage() / (tensor.ranks * context.ranks); }
   int ranks_of_stage() const { return ranks() / stages; }
+
+  static inline const std::vector<Axis> of_stage = {Axis::replicate, Axis::shard, Axis::cp, Axis::tp};
 
   // One chunk of the ring, in the widest dtype.
   static constexpr int64_t scratch_bytes = ring::chunk_elements * 8;

@@ -1,8 +1,9 @@
 // group_check.h: before the first step, known values go through every group of a rank: each member's to all others, and
-// their sum. So a transport that mixes up ranks or groups is noticed where it does so, not by a loss that is wrong.
+// their sum; and through every link between the stages of a pipeline. So a transport that mixes up ranks or groups is
+// noticed where it does so, not by a loss that is wrong.
 #pragma once
-#include <algorithm>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -32,7 +33,7 @@ inline void check_group(Comm& group, int number, const std::vector<int>& members
           "the group {}: got {} from {} instead of {}; the transport mixes up ranks or groups: try another --comm",
           group.name(), all.data<float>()[m], name_of_rank(members[static_cast<size_t>(m)]), value(m));
 
-  // Below 120: the sum of any number of ranks that there may be is exact.
+  // Below 100: the sum of any number of ranks that there may be is exact.
   const auto term = [&](int member) {
     return static_cast<float>(10 * number + members[static_cast<size_t>(member)] % 10);
   };
@@ -45,6 +46,45 @@ inline void check_group(Comm& group, int number, const std::vector<int>& members
         "the group {}: got the sum {} instead of {}; the transport mixes up ranks or groups: try another --comm",
         group.name(), sums.data<float>()[me], sum);
   group.forget_bytes();
+}
+
+// A value that tells by which link it went, and from where.
+inline void check_links(DataParallel& dp, const std::function<std::string(int)>& name_of_rank) {
+  const int inner = dp.ranks_of_stage(), place = dp.rank % inner;
+  const auto value = [&](int from, int to) {
+    return static_cast<float>(10'000 * (from + 1) + 10 * to + 1 + place % 7);
+  };
+  struct Expected {
+    Tensor x;
+    StageLink* link;
+    int from, to;
+  };
+  std::vector<Expected> expected;
+  std::vector<std::unique_ptr<Arena::Scope>> scopes;
+  dp.links.for_each_with_ends([&](StageLink& link, int from, int to) {
+    Stream& stream = link.stream();
+    scopes.emplace_back(new Arena::Scope(stream.scratch().scope()));
+    const Tensor x = stream.scratch().alloc("scratch", "known value", DType::fp32, {1});
+    if (from == dp.stage) {
+      upload(x, std::vector<float>{value(from, to)}, stream);
+      link.comm().send(x, link.peer(), stream);
+    } else {
+      upload(x, std::vector<float>{-1}, stream);
+      link.comm().receive(x, link.peer(), stream);
+      expected.push_back({x, &link, from, to});
+    }
+  });
+  for (const auto& [x, link, from, to] : expected) {
+    const HostView got(x, link->stream());
+    CHECK(got.data<float>()[0] == value(from, to),
+          "the link from stage {} to stage {}: got {} from {} instead of {}; the transport mixes up ranks or groups: "
+          "try another --comm",
+          from, to, got.data<float>()[0], name_of_rank(from * inner + place), value(from, to));
+  }
+  dp.links.for_each([](StageLink& link) {
+    link.stream().synchronize();
+    link.comm().forget_bytes();
+  });
 }
 
 }  // namespace detail
@@ -69,12 +109,12 @@ inline void check_groups(DataParallel& dp, const Mesh& mesh, Stream& compute,
   detail::check_group(*dp.keys_values, 8, along({Axis::cp}), dp.context_stream ? *dp.context_stream : compute,
                       name_of_rank);
   const std::vector<int> column = along({Axis::pp});
-  detail::check_group(*dp.tied_gradients, 9, {column.front(), column.back()}, dp.reduce_stream, name_of_rank);
-  dp.links.for_each([&](StageLink& link, int from, int to) {
-    const std::vector<int> ends = {column[static_cast<size_t>(std::min(from, to))],
-                                   column[static_cast<size_t>(std::max(from, to))]};
-    detail::check_group(link.comm(), from < to ? 10 : 11, ends, link.stream(), name_of_rank);
-  });
+  const bool end = dp.rank == column.front() || dp.rank == column.back();
+  const std::vector<int> ends = end ? std::vector{column.front(), column.back()} : std::vector{dp.rank};
+  if (column.size() > 1) detail::check_group(*dp.tied_gradients, 9, ends, dp.reduce_stream, name_of_rank);
+  if (dp.stage_scalars->size() > 1)
+    detail::check_group(*dp.stage_scalars, 10, along(DataParallel::of_stage), compute, name_of_rank);
+  detail::check_links(dp, name_of_rank);
 }
 
 }  // namespace llmc

@@ -187,14 +187,29 @@ inline void column_linear(Tensor out, Tensor x, Tensor weight, Tensor bias, Tens
   });
 }
 
-// dx = dout weight, summed over the ranks; dweight, dbias +=.   gathered: all rows of x, if they are still there
-inline void column_linear_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor gathered,
-                                   Tensor weight, const Group& g) {
+// dx = dout weight, summed over the ranks. meanwhile(): enqueues work that does not depend on the result.
+template <class Meanwhile>
+void column_linear_backward_input(Tensor dx, Tensor dout, Tensor weight, const Group& g, Meanwhile&& meanwhile) {
   if (g.size() == 1) {
-    linear_backward_weight(dweight, dbias, dout, x, g.compute);
+    meanwhile();
     return linear_backward_input(dx, dout, weight, g.compute);
   }
+  auto product = [&](Tensor piece, const Range& rows) {
+    linear_backward_input(piece, rows_of(dout, rows), weight, g.compute);
+  };
+  detail::reduce(dx, dout.shape[0], {}, g, product, meanwhile);
+}
+// dweight, dbias +=.   x: rows of the residual stream, gathered again
+inline void column_linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor x, const Group& g) {
+  auto scope = g.arena.scope();
   const int64_t R = dout.shape[0];
+  const Tensor room = room_for_rows("gathered again", x, g);
+  if (g.by_rows()) gather_rows(room, x, R, g, [](const Range&) {});
+  linear_backward_weight(dweight, dbias, dout, g.by_rows() ? rows_of(room, {0, R}) : x, g.compute);
+}
+// Both at once.   gathered: all rows of x, if they are still there
+inline void column_linear_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor gathered,
+                                   Tensor weight, const Group& g) {
   auto scope = g.arena.scope();
   detail::Arrivals arrivals;
   const bool again = g.by_rows() && gathered.empty();
@@ -202,14 +217,10 @@ inline void column_linear_backward(Tensor dx, Tensor dweight, Tensor dbias, Tens
     gathered = room_for_rows("gathered again", x, g);
     arrivals = detail::begin_gather_rows(gathered, x, g);
   }
-  auto input_product = [&](Tensor piece, const Range& rows) {
-    linear_backward_input(piece, rows_of(dout, rows), weight, g.compute);
-  };
-  auto weight_product = [&] {
+  column_linear_backward_input(dx, dout, weight, g, [&] {
     if (again) detail::as_they_arrive(arrivals, g, [](int) {});
-    linear_backward_weight(dweight, dbias, dout, g.by_rows() ? rows_of(gathered, {0, R}) : x, g.compute);
-  };
-  detail::reduce(dx, R, {}, g, input_product, weight_product);
+    linear_backward_weight(dweight, dbias, dout, g.by_rows() ? rows_of(gathered, {0, dout.shape[0]}) : x, g.compute);
+  });
 }
 
 // out, rows of the residual stream = x weight^T + bias, summed over the ranks.   x (R, I) this rank's inputs; weight
@@ -221,20 +232,35 @@ inline void row_linear(Tensor out, Tensor x, Tensor weight, Tensor bias, const G
       [&](Tensor piece, const Range& rows) { linear_forward(piece, rows_of(x, rows), weight, {}, g.compute); }, [] {});
 }
 
-// dx (R, I) = dout weight, for this rank's inputs; dweight +=; dbias += the sum of the rows of dout that this rank has.
-inline void row_linear_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor weight,
-                                const Group& g) {
-  if (!g.by_rows()) {
-    linear_backward_weight(dweight, dbias, dout, x, g.compute);
-    return linear_backward_input(dx, dout, weight, g.compute);
-  }
+// dx (R, I) = dout weight, for this rank's inputs.   room: where the gathered dout stays, or an empty tensor
+inline void row_linear_backward_input(Tensor dx, Tensor dout, Tensor weight, Tensor room, const Group& g) {
+  if (!g.by_rows()) return linear_backward_input(dx, dout, weight, g.compute);
   auto scope = g.arena.scope();
-  const Tensor room = room_for_rows("gathered gradient", dout, g);
+  if (room.empty()) room = room_for_rows("gathered gradient", dout, g);
   gather_rows(room, dout, dx.shape[0], g, [&](const Range& rows) {
     linear_backward_input(rows_of(dx, rows), rows_of(room, rows), weight, g.compute);
   });
-  linear_backward_weight(dweight, {}, rows_of(room, {0, x.shape[0]}), x, g.compute);
+}
+// dweight +=; dbias += the sum of the rows of dout that this rank has.   gathered: all rows of dout, if they are still
+// there
+inline void row_linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor gathered,
+                                       const Group& g) {
+  if (!g.by_rows()) return linear_backward_weight(dweight, dbias, dout, x, g.compute);
+  auto scope = g.arena.scope();
+  if (gathered.empty()) {
+    gathered = room_for_rows("gathered gradient", dout, g);
+    gather_rows(gathered, dout, x.shape[0], g, [](const Range&) {});
+  }
+  linear_backward_weight(dweight, {}, rows_of(gathered, {0, x.shape[0]}), x, g.compute);
   if (!dbias.empty()) linear_backward_bias(dbias, dout, g.compute);
+}
+// Both at once.
+inline void row_linear_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor weight,
+                                const Group& g) {
+  auto scope = g.arena.scope();
+  const Tensor room = room_for_rows("gathered gradient", dout, g);
+  row_linear_backward_input(dx, dout, weight, room, g);
+  row_linear_backward_weight(dweight, dbias, dout, x, room, g);
 }
 
 // ---- Vocabulary ----------------------------------------------------------------------------------------------------

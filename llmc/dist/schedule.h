@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/check.h"
@@ -88,8 +89,12 @@ inline std::vector<Action> training_actions(Schedule schedule, int chunks, int64
   return actions;
 }
 
-// The largest number of micro-batches of which a chunk is between its forward and its backward at the same time; chunk
-// -1: any chunk. Without backwards 1, if the list has the chunk. So many sets of activations, or inputs, are needed.
+// A backward, or the part of it on which the stage before waits.
+inline bool is_backward(ActionKind k) { return k == ActionKind::backward || k == ActionKind::backward_input; }
+
+// The largest number of micro-batches of which a chunk is between its forward and its backward, or its input part, at
+// the same time; chunk -1: any chunk. Without backwards 1, if the list has the chunk. So many sets of activations, or
+// inputs, are needed.
 inline int64_t passes_in_flight(const std::vector<Action>& actions, int chunk) {
   std::map<int64_t, int> live;  // passes of each micro-batch
   size_t most = 0;
@@ -97,13 +102,18 @@ inline int64_t passes_in_flight(const std::vector<Action>& actions, int chunk) {
   for (const Action& a : actions) {
     if (chunk >= 0 && a.chunk != chunk) continue;
     if (a.kind == ActionKind::forward) ++live[a.micro_batch], most = std::max(most, live.size());
-    if (a.kind != ActionKind::backward) continue;
+    if (!is_backward(a.kind)) continue;
     backward = true;
     if (--live[a.micro_batch] == 0) live.erase(a.micro_batch);
   }
   return backward ? static_cast<int64_t>(most) : std::min<int64_t>(static_cast<int64_t>(most), 1);
 }
 inline int64_t micro_batches_in_flight(const std::vector<Action>& actions) { return passes_in_flight(actions, -1); }
+
+inline bool computes(ActionKind kind) {
+  return kind == ActionKind::forward || kind == ActionKind::backward || kind == ActionKind::backward_input ||
+         kind == ActionKind::backward_weight;
+}
 
 // The layers [0, n_layer), divided into `chunks` runs as evenly as possible; the first chunk has the embedding, the
 // last the head.
@@ -117,6 +127,26 @@ inline std::vector<Chunk> make_chunks(int64_t n_layer, int chunks) {
   for (int64_t l = 0; l < n_layer; ++l) made[static_cast<size_t>(l * chunks / n_layer)].layers.push_back(l);
   made.front().has_embedding = made.back().has_head = true;
   return made;
+}
+
+// The most blocks whose gradients are between the first and the last part of the backward of a micro-batch at the same
+// time: those of a chunk, if a micro-batch passes through it in several parts; else one after another.
+inline int64_t blocks_open(const std::vector<Action>& actions, const std::vector<Chunk>& chunks) {
+  std::map<std::pair<int, int64_t>, int64_t> parts;  // left, by chunk and micro-batch
+  auto key = [](const Action& a) { return std::pair(a.chunk, a.micro_batch); };
+  auto is_part = [](const Action& a) { return computes(a.kind) && a.kind != ActionKind::forward; };
+  for (const Action& a : actions) parts[key(a)] += is_part(a);
+  std::map<std::pair<int, int64_t>, int64_t> open;  // blocks
+  int64_t now = 0, most = 1;
+  for (const Action& a : actions) {
+    if (!is_part(a)) continue;
+    const int64_t left = parts[key(a)]--;
+    if (left > 1 && !open.contains(key(a)))
+      now += open[key(a)] = static_cast<int64_t>(chunks[static_cast<size_t>(a.chunk)].layers.size());
+    most = std::max(most, now + !open.contains(key(a)));
+    if (left == 1 && open.contains(key(a))) now -= open[key(a)], open.erase(key(a));
+  }
+  return most;
 }
 
 }  // namespace llmc

@@ -52,7 +52,8 @@ using StateTable = std::vector<StateEntry>;
 
 class UnitState {
  public:
-  UnitState(const UnitSpec& spec, DType dtype, const ZeroConfig& zero, int shard, Arena& arena)
+  // versions: of the weights, of which one is used at a time
+  UnitState(const UnitSpec& spec, DType dtype, const ZeroConfig& zero, int shard, Arena& arena, int64_t versions = 1)
       : spec_(spec), layout_(spec, zero.ranks()) {
     const DType state = accumulator_of(dtype);
     whole_ = {0, layout_.size};
@@ -74,6 +75,9 @@ class UnitState {
       weights_ = flat("weights", dtype, whole_);
       weight_shard_ = weights_.slice(shard_range_.begin, {shard_range_.size});
     }
+    versions_.push_back(weights_);
+    while (static_cast<int64_t>(versions_.size()) < versions)
+      versions_.push_back(flat("weight versions", dtype, whole_));
     if (zero.holds == Holds::weights) return;
     if (dtype != state && zero.master_weights) master_ = flat("master weights", state, update_range_);
     if (zero.grad_reduce == GradReduce::step) gradients_ = flat("gradients", state, whole_);
@@ -133,6 +137,12 @@ class UnitState {
     return mine;
   }
   void attach_weights(const Tensor& buffer) { weights_ = in_buffer(buffer); }
+  // From here on, the weights are those of this buffer.
+  void use_version(size_t index) {
+    weights_ = versions_[index];
+    weight_shard_ = weights_.slice(shard_range_.begin, {shard_range_.size});
+  }
+  const Tensor& version(size_t index) const { return versions_[index]; }
   void attach_gradients(const Tensor& buffer) { gradients_ = in_buffer(buffer); }
 
   void zero_all(Stream& stream) const {
@@ -256,6 +266,7 @@ class UnitState {
   std::vector<Range> counted_;
   std::vector<PartialSum> partial_sums_;
   Tensor weights_, weight_shard_;      // in the training dtype
+  std::vector<Tensor> versions_;       // buffers of weights_, one of which it is
   Tensor gradients_, gradient_sum_;    // fp32; with GradReduce::micro the sum of the reduced micro-batches
   Tensor master_, moment1_, moment2_;  // fp32, of update_range_
 };

@@ -24,13 +24,14 @@ struct StageUnits {
 class ModelState {
  public:
   // blocks_open: the most blocks whose gradients are between start_gradients() and reduce_gradients() at the same time
+  // versions: of the weights that are kept
   ModelState(const ParamTable& table, DType dtype, const ZeroConfig& zero, DataParallel& dp, Arena& arena,
-             StageUnits stages = {}, int64_t blocks_open = 1)
-      : zero_(zero), dp_(dp), stages_(std::move(stages)) {
+             StageUnits stages = {}, int64_t blocks_open = 1, int64_t versions = 1)
+      : zero_(zero), dp_(dp), stages_(std::move(stages)), read_by_(static_cast<size_t>(versions)) {
     int64_t largest_block = 0;
     for (const UnitSpec& unit : table)
       units_.push_back(stages_.has(units_.size(), dp.stage)
-                           ? std::make_unique<UnitState>(unit, dtype, zero, dp.shard, arena)
+                           ? std::make_unique<UnitState>(unit, dtype, zero, dp.shard, arena, versions)
                            : nullptr);
     for (size_t u = 1; u + 1 < units_.size(); ++u) largest_block = std::max(largest_block, size_of_unit(u));
     // One buffer for the embedding, one for the head, and some that the blocks use in turn.
@@ -122,6 +123,32 @@ class ModelState {
     release(u, compute);
   }
 
+  // ---- Versions of the weights: of an asynchronous pipeline --------------------------------------------------------
+
+  // The backward of a micro-batch reads the version that its forward has read. At most as many micro-batches are
+  // between forward and backward as versions are kept.
+  void begin_forward(int64_t micro_batch) {
+    use_version(newest_);
+    read_by_[static_cast<size_t>(micro_batch) % read_by_.size()] = newest_;
+  }
+  void begin_backward(int64_t micro_batch) {
+    use_version(read_by_[static_cast<size_t>(micro_batch) % read_by_.size()]);
+  }
+  // The next update makes a new version, of the newest one, in the place of the oldest.
+  void begin_version(Stream& compute) {
+    const size_t before = newest_;
+    newest_ = (newest_ + 1) % read_by_.size();
+    use_version(newest_);
+    for (const auto& unit : units_)
+      if (unit && newest_ != before) copy(unit->version(newest_), unit->version(before), compute);
+  }
+  // After a flush only the newest is read.
+  void forget_old_versions(Stream& compute) {
+    for (const auto& unit : units_)
+      for (size_t v = 0; unit && v < read_by_.size(); ++v)
+        if (v != newest_) dp_.hooks.released(unit->version(v), compute);
+  }
+
   // ---- Gradients ---------------------------------------------------------------------------------------------------
 
   // Before the first micro-batch of a step.
@@ -147,6 +174,10 @@ class ModelState {
     zero(units_[u]->gradients(), compute);
     current_gradients_.emplace_back(u, &buffer);
   }
+  // Before a later part of its backward: of the micro-batches for which a unit has gradients, the oldest is next.
+  void resume_gradients(size_t u) {
+    if (zero_.grad_reduce == GradReduce::micro) units_[u]->attach_gradients(oldest_gradients(u)->second->memory);
+  }
   // After the last backward of a unit in a micro-batch: reduced while the next unit computes.
   void reduce_gradients(size_t u, bool last_micro_batch, Stream& compute) {
     const UnitState& unit = *units_[u];
@@ -166,8 +197,7 @@ class ModelState {
     if (micro) {
       if (const Range kept = unit.update_range(); kept.size > 0)
         add_to(unit.gradient_sum(), all.slice(kept.begin, {kept.size}), stream);
-      const auto current = std::find_if(current_gradients_.begin(), current_gradients_.end(),
-                                        [&](const auto& c) { return c.first == u; });
+      const auto current = oldest_gradients(u);
       dp_.hooks.released(current->second->memory, stream);
       current->second->free = stream.record();
       current->second->in_use = false;
@@ -186,6 +216,14 @@ class ModelState {
     compute.wait(dp_.reduce_stream.record());
   }
 
+  // out (1) fp64 = the square sum of what this rank counts of shard `k` of a unit's gradients.
+  void square_sum_of(size_t u, int k, const Tensor& out, Stream& compute) const {
+    const std::vector<Tensor> counted = has(u) ? units_[u]->counted_gradients(k) : std::vector<Tensor>();
+    if (counted.empty()) zero(out, compute);
+    for (size_t i = 0; i < counted.size(); ++i)
+      square_sum(out, counted[i], compute, i == 0 ? Accumulate::no : Accumulate::yes);
+  }
+
   // ---- The update --------------------------------------------------------------------------------------------------
 
   void update(Tensor control, const AdamWOptions& options, Stream& compute) {
@@ -202,6 +240,10 @@ class ModelState {
   }
 
  private:
+  void use_version(size_t index) {
+    for (const auto& unit : units_)
+      if (unit) unit->use_version(index);
+  }
   int64_t size_of_unit(size_t u) const { return units_[u] ? units_[u]->size() : 0; }
 
   // Of this rank's shard: the sum over the tensor-parallel ranks that have copies and compute parts of the gradient.
@@ -238,6 +280,13 @@ class ModelState {
     return 2 + turn++ % for_blocks;
   }
 
+  std::vector<std::pair<size_t, Buffer*>>::iterator oldest_gradients(size_t u) {
+    const auto oldest =
+        std::find_if(current_gradients_.begin(), current_gradients_.end(), [&](const auto& c) { return c.first == u; });
+    CHECK(oldest != current_gradients_.end(), "{}: its gradients were not begun", units_[u]->spec().name);
+    return oldest;
+  }
+
   // Issues the gather of the next unit of order_, if it has not been issued and its buffer is not in use.
   void gather_ahead() {
     if (issued_ > acquired_ || issued_ == order_.size()) return;
@@ -272,6 +321,9 @@ class ModelState {
   std::vector<std::pair<size_t, size_t>> held_;                // unit and weight buffer, between acquire and release
   std::vector<std::pair<size_t, Buffer*>> current_gradients_;  // unit and gradient buffer, between start and reduction
   Event updated_weights_;
+  size_t newest_ = 0;  // version of the weights
+  std::vector<size_t>
+      read_by_;  // the version that a micro-batch's forward has read, by micro-batch modulo their number
 };
 
 // Fresh weights (contract 7): they depend only on the seed, the parameter's name and the element's global index, not on

@@ -15,15 +15,11 @@
 #include "dist/context_attention.h"
 #include "dist/parallel.h"
 #include "dist/unit_state.h"
+#include "model/activations.h"
 #include "model/config.h"
 #include "ops/ops.h"
 
 namespace llmc {
-
-struct BatchShape {
-  int64_t B, T;
-  int64_t rows() const { return B * T; }
-};
 
 // Whether packed documents attend to each other.
 enum class Documents : uint8_t { together, apart };
@@ -55,82 +51,6 @@ struct MicroBatch {
     targets = input("targets", padded);
     positions = input("positions", padded);
     if (all_rows > 0) all_positions = input("positions of whole sequences", all_rows);
-  }
-};
-
-// What the backward recomputes instead of keeping it from the forward (contract 11: bitwise the same). Each level
-// includes those before it. Whole blocks: Chen et al. 2016; parts that are large and cheap: Korthikanti et al. 2022.
-enum class Recompute : uint8_t { none, activation, norm, block };
-inline const char* name_of(Recompute r) {
-  constexpr const char* names[] = {"none", "activation", "norm", "block"};
-  return names[static_cast<int>(r)];
-}
-inline constexpr Recompute all_recompute[] = {Recompute::none, Recompute::activation, Recompute::norm,
-                                              Recompute::block};
-inline Recompute recompute_from_name(const std::string& name) {
-  for (const Recompute r : all_recompute)
-    if (name == name_of(r)) return r;
-  throw Error(formatted("--recompute {}: expected one of none, activation, norm, block", name));
-}
-
-// The activations that the backward of a block needs.
-struct BlockActivations {
-  Tensor norm1, norm1_mean, norm1_rstd;  // (S, C) (S) (S); no mean with rmsnorm
-  Tensor qkv;                            // (N, (Hq + 2 Hkv) D): q heads, k heads, v heads
-  Tensor heads, heads_rstd;  // (as qkv) (N, Hq + Hkv): what attention reads; qkv itself without query-key norm
-  Tensor attention, lse;     // (N, Hq D) (B, Hq, T)
-  Tensor middle;             // (S, C) the residual stream between attention and MLP
-  Tensor norm2, norm2_mean, norm2_rstd;  // (S, C) (S) (S)
-  Tensor up, activated;                  // (N, F or 2 F: gates, ups) (N, F)
-  Tensor out;                            // (S, C) the residual stream after the block
-
-  // The recomputed tensors: one set, reused by all blocks.
-  static BlockActivations recomputed(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor,
-                                     DType dtype, Recompute recompute, Arena& arena) {
-    auto wanted = [=](std::optional<Recompute> from) { return from && *from <= recompute; };
-    return {c, s, tensor, dtype, arena, "recomputed", {}, wanted};
-  }
-  // The tensors that each block keeps; the others are in `shared`.
-  static BlockActivations kept(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype,
-                               Recompute recompute, const BlockActivations& shared, Arena& arena) {
-    auto wanted = [=](std::optional<Recompute> from) { return !from || *from > recompute; };
-    return {c, s, tensor, dtype, arena, "activations", shared, wanted};
-  }
-
-  BlockActivations() = default;
-
- private:
-  // `wanted`(from): from is the lowest level that recomputes the tensor; none: it is always kept.
-  template <class Wanted>
-  BlockActivations(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype, Arena& arena,
-                   const char* label, const BlockActivations& shared, Wanted wanted)
-      : BlockActivations(shared) {
-    const int64_t N = s.rows(), S = tensor.stream_rows(N), C = c.n_embd;
-    const DType stat = accumulator_of(dtype);
-    auto alloc = [&](Tensor& tensor, const char* name, DType d, const Shape& shape, std::optional<Recompute> from) {
-      if (wanted(from)) tensor = arena.alloc(label, name, d, shape);
-    };
-    const bool means = c.family.norm == Norm::layernorm;
-    using enum Recompute;
-    alloc(norm1, "norm1", dtype, {S, C}, norm);
-    if (means) alloc(norm1_mean, "norm1 mean", stat, {S}, block);
-    alloc(norm1_rstd, "norm1 rstd", stat, {S}, block);
-    alloc(qkv, "qkv", dtype, {N, c.qkv_size()}, block);
-    if (c.family.qk_norm) {
-      alloc(heads, "heads", dtype, {N, c.qkv_size()}, norm);
-      alloc(heads_rstd, "heads rstd", stat, {N, c.n_head + c.n_kv_head}, block);
-    } else {
-      heads = qkv;
-    }
-    alloc(attention, "attention", dtype, {N, c.q_size()}, block);
-    alloc(lse, "attention lse", stat, {s.B, c.n_head, s.T}, block);
-    alloc(middle, "middle", dtype, {S, C}, block);
-    alloc(norm2, "norm2", dtype, {S, C}, norm);
-    if (means) alloc(norm2_mean, "norm2 mean", stat, {S}, block);
-    alloc(norm2_rstd, "norm2 rstd", stat, {S}, block);
-    alloc(up, "up", dtype, {N, c.mlp_in_size()}, block);
-    alloc(activated, "activated", dtype, {N, c.n_ffn}, activation);
-    alloc(out, "out", dtype, {S, C}, std::nullopt);
   }
 };
 
@@ -280,38 +200,47 @@ inline void block_recompute(const BlockActivations& a, Tensor x, const GatheredR
 }
 
 // dx: on entry the gradient of a.out, on return that of x; the gradients of the unit += ... gathered: of
-// block_recompute()
-inline void block_backward(Tensor dx, const BlockActivations& a, Tensor x, const GatheredRows& gathered,
-                           const UnitState& unit, const ModelConfig& c, const Sequences& s, const parallel::Group& p) {
+// block_recompute(). With `later` it is the input part alone, which sets `later`, and the gradients of the linear
+// layers are left to block_backward_weight(): the same bits.
+inline void block_backward(Tensor dx, const OutputGradients& later, const BlockActivations& a, Tensor x,
+                           const GatheredRows& gathered, const UnitState& unit, const ModelConfig& c,
+                           const Sequences& s, const parallel::Group& p) {
   auto scope = p.arena.scope();
+  const bool whole = later.empty(), gated = c.family.mlp == Mlp::swiglu;
   auto temporary = [&](const char* name, const Shape& shape) { return p.temporary(name, x.dtype, shape); };
-  const Tensor dbranch = temporary("gradient of a branch", x.shape);                // (S, C)
-  const Tensor dactivated = temporary("gradient of activated", a.activated.shape);  // (N, F)
-  const Tensor dqkv = temporary("gradient of qkv", a.qkv.shape);                    // (N, (Hq + 2 Hkv) D)
-  const bool gated = c.family.mlp == Mlp::swiglu;
-  const Tensor dup = gated ? temporary("gradient of up", a.up.shape) : dactivated;
+  const Tensor dbranch = temporary("gradient of a branch", x.shape);                  // (S, C)
+  const Tensor dqkv = whole ? temporary("gradient of qkv", a.qkv.shape) : later.qkv;  // (N, (Hq + 2 Hkv) D)
+  const Tensor dactivated =
+      whole || gated ? temporary("gradient of activated", a.activated.shape) : later.up;  // (N, F)
+  const Tensor dup = !whole ? later.up : gated ? temporary("gradient of up", a.up.shape) : dactivated;
   const Tensor dattention =
       a.attention.shape == x.shape ? dbranch : temporary("gradient of attention", a.attention.shape);
   const AttentionShape shape = attention_shape(c, s.shape);
   Stream& stream = p.compute;
-  auto row_backward = [&](Tensor dinput, Tensor input, const char* name) {
+  auto row_backward = [&](Tensor dinput, Tensor input, const char* name, Tensor dout_later) {
+    const Tensor weight = detail::Linear(name, 1, unit).weight;
+    if (!whole) {
+      copy(dout_later, dx, stream);
+      return parallel::row_linear_backward_input(dinput, dx, weight, {}, p);
+    }
     const detail::LinearGradients d(name, 1, unit);
-    parallel::row_linear_backward(dinput, d.weight, d.bias, dx, input, detail::Linear(name, 1, unit).weight, p);
+    parallel::row_linear_backward(dinput, d.weight, d.bias, dx, input, weight, p);
   };
   auto column_backward = [&](Tensor dout, Tensor input, Tensor all_rows, const char* name, int fused) {
-    const detail::LinearGradients d(name, fused, unit);
     const Tensor weight = detail::Linear(name, fused, unit).weight;
+    if (!whole) return parallel::column_linear_backward_input(dbranch, dout, weight, p, [] {});
+    const detail::LinearGradients d(name, fused, unit);
     parallel::column_linear_backward(dbranch, d.weight, d.bias, dout, input, all_rows, weight, p);
   };
 
-  row_backward(dactivated, a.activated, "mlp.down");
+  row_backward(dactivated, a.activated, "mlp.down", later.out);
   if (gated) swiglu_backward(dup, dactivated, a.up, stream);
   else gelu_backward(dup, dactivated, a.up, stream);
   const detail::MlpInput mlp(c);
   column_backward(dup, a.norm2, gathered.norm2, mlp.name, mlp.fused);
   detail::norm_backward(dx, dbranch, a.middle, a.norm2_mean, a.norm2_rstd, "ln2", unit, c, Accumulate::yes, stream);
 
-  row_backward(dattention, a.attention, "attn.proj");
+  row_backward(dattention, a.attention, "attn.proj", later.middle);
   parallel::attention_backward(dqkv, dattention, a.attention, a.heads, a.lse, s.boundaries(), shape, s.context, p);
   if (c.family.positions == Positions::rotary)
     rotary_embedding(dqkv, s.rotary_table, s.positions, shape, Turn::backward, stream);
@@ -320,6 +249,25 @@ inline void block_backward(Tensor dx, const BlockActivations& a, Tensor x, const
                      unit.weight("attn.q_norm.weight"), unit.weight("attn.k_norm.weight"), a.heads_rstd, shape, stream);
   column_backward(dqkv, a.norm1, gathered.norm1, "attn.q", 3);
   detail::norm_backward(dx, dbranch, x, a.norm1_mean, a.norm1_rstd, "ln1", unit, c, Accumulate::yes, stream);
+}
+
+// The weight part: the gradients of the linear layers += ..., from the inputs of their products in `a` and the
+// gradients of their outputs. Needs no weights.
+inline void block_backward_weight(const OutputGradients& d, const BlockActivations& a, const UnitState& unit,
+                                  const ModelConfig& c, const parallel::Group& p) {
+  auto row = [&](Tensor dout, Tensor input, const char* name) {
+    const detail::LinearGradients g(name, 1, unit);
+    parallel::row_linear_backward_weight(g.weight, g.bias, dout, input, {}, p);
+  };
+  auto column = [&](Tensor dout, Tensor input, const char* name, int fused) {
+    const detail::LinearGradients g(name, fused, unit);
+    parallel::column_linear_backward_weight(g.weight, g.bias, dout, input, p);
+  };
+  const detail::MlpInput mlp(c);
+  row(d.out, a.activated, "mlp.down");
+  column(d.up, a.norm2, mlp.name, mlp.fused);
+  row(d.middle, a.attention, "attn.proj");
+  column(d.qkv, a.norm1, "attn.q", 3);
 }
 
 // logits = head(norm(x)). The rows of the logits are those that all ranks have of x: N = P S of them with sequence

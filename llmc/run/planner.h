@@ -29,6 +29,28 @@ struct Plan {
     if (!stages.empty()) return *stages[static_cast<size_t>(rank / ranks_of_stage)];
     return rank > 0 && others ? *others : *this;
   }
+  // The stage of which f(plan) is largest; of equals the first.
+  template <class F>
+  size_t stage_with_most(F&& f) const {
+    size_t most = 0;
+    for (size_t s = 1; s < stages.size(); ++s)
+      if (f(*stages[s]) > f(*stages[most])) most = s;
+    return most;
+  }
+  size_t stage_with_most_memory() const {
+    return stage_with_most([](const Plan& p) { return p.total_bytes(); });
+  }
+  const Plan& of_stage(size_t s) const { return stages.empty() ? *this : *stages[s]; }
+  double flops() const {  // of a rank in a step, of this stage
+    double sum = 0;
+    for (const auto& [op, totals] : step_ops) sum += totals.flops;
+    return sum;
+  }
+  int64_t bytes_sent() const {
+    int64_t sum = 0;
+    for (const auto& [group, bytes] : step_traffic) sum += bytes;
+    return sum;
+  }
   int64_t total_bytes() const {  // of the stage that needs most
     int64_t bytes = 0;
     for (const MemoryLine& line : memory) bytes += line.bytes;
@@ -45,7 +67,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   Arena arena(device), scratch(device);
   Stream stream(device, scratch);
   DataParallel dp(mesh, rank, device, DataParallel::null_groups(rank), no_hooks, config.tensor, config.context,
-                  config.chunks > config.stages);
+                  config.chunks > config.stages, config.asynchronous());
   Trainer trainer(config, {arena, stream, &dp});
   const BatchSource nothing = [](int64_t) { return HostBatch{}; };
   Plan plan;

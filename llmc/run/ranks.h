@@ -29,7 +29,7 @@ struct Run {
             [&](const std::string& name, const std::vector<int>& members) {
               return world.join(rank, name, members, device.gpu, !name.ends_with("control"));
             },
-            world.hooks(), config.tensor, config.context, config.chunks > config.stages),
+            world.hooks(), config.tensor, config.context, config.chunks > config.stages, config.asynchronous()),
         trainer((announce_arenas(world.hooks()), config), {arena, stream, &dp, copies.get()}),
         world_(world) {
     if (world.backend() == Backend::nccl)
@@ -53,7 +53,7 @@ struct Run {
     std::vector<Stream*> all = {&stream, &dp.reduce_stream, &dp.gather_stream};
     for (Stream* s : {copies.get(), dp.exchange_stream.get(), dp.context_stream.get()})
       if (s != nullptr) all.push_back(s);
-    dp.links.for_each([&](StageLink& link, int, int) { all.push_back(&link.stream()); });
+    dp.links.for_each([&](StageLink& link) { all.push_back(&link.stream()); });
     return all;
   }
 

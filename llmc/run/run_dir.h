@@ -47,9 +47,11 @@ inline void check_resumed_options(Log& log, const std::string& file, const nlohm
         then.value(o.name, nlohmann::json(o.usual));  // absent in an older version: the default
     std::string before = found.is_string() ? found.get<std::string>() : found.dump();
     if (o.name == "--shuffle") before = now.shuffle ? formatted("{}", shuffled(then)) : o.text;
-    if (before == o.text || o.rule == ResumeRule::free || (o.name == "--grad-reduce" && o.text == "auto")) continue;
+    const bool pipedream = o.name == "--schedule" && (before == "pipedream" || o.text == "pipedream");
+    const ResumeRule rule = pipedream ? ResumeRule::warn : o.rule;  // the other schedules compute the same
+    if (before == o.text || rule == ResumeRule::free || (o.name == "--grad-reduce" && o.text == "auto")) continue;
     const std::string change = formatted("{} was '{}' and is now '{}'", o.name, shown(before), o.text);
-    if (o.rule == ResumeRule::warn) log.line("notice: " + change);
+    if (rule == ResumeRule::warn) log.line("notice: " + change);
     else broken += "\n  " + change;
   }
   CHECK(broken.empty(),

@@ -333,8 +333,11 @@ inline bool run_selftest(
         if (!(d.loss <= allowed.loss && d.norm <= allowed.norm && d.gradients <= allowed.gradients &&
               d.weights <= allowed.weights))
           verdict += " too far";
-        // Contract 3: the stages agree bit for bit, and so do the servers; overlap changes nothing either.
-        if (outcome.losses != first.losses || outcome.norms != first.norms || outcome.weights != first.weights)
+        // Contracts 3 and 4: the stages agree bit for bit, and so do servers and schedules; overlap changes nothing
+        // either. But zb-v has both parts of a tied table's gradient on one rank, and adds them up in another order.
+        const bool reorders = model.tied && layout.schedule == Schedule::zb_v;
+        if (!reorders &&
+            (outcome.losses != first.losses || outcome.norms != first.norms || outcome.weights != first.weights))
           verdict += " not bitwise equal to the first of its kind";
         good += verdict.empty();
         if (!verdict.empty()) log.line(formatted("  {} | {} | FAILED:{}", to_string(layout), text(d), verdict));

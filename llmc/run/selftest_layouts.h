@@ -147,8 +147,9 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
         const int readers = ranks / (pp * tp);
         if (ranks % (pp * tp) != 0 || sequences % readers != 0 || !can_share_out(m, tp)) continue;
         for (const int stage : {0, 3})
-          for (const Schedule schedule : {Schedule::gpipe, Schedule::one_f_one_b, Schedule::interleaved}) {
-            const int chunks = schedule == Schedule::interleaved ? 2 : 1;
+          for (const Schedule schedule :
+               {Schedule::gpipe, Schedule::one_f_one_b, Schedule::interleaved, Schedule::zb_h1, Schedule::zb_v}) {
+            const int chunks = schedule == Schedule::interleaved || schedule == Schedule::zb_v ? 2 : 1;
             if (pp * chunks > m.n_layer || (stage == 3 && schedule == Schedule::gpipe)) continue;
             all.push_back({{.stage = stage, .shards = readers}, tensor_parallel(m, tp), {}, pp, chunks, schedule});
           }

@@ -12,6 +12,7 @@
 #include "device/gpu.h"
 #include "run/checkpoint.h"
 #include "run/options/options.h"
+#include "run/plan/count_costs.h"
 #include "run/ranks.h"
 #include "text/tokenizer.h"
 #include "train/lr_schedule.h"
@@ -112,6 +113,19 @@ inline Backend choose_backend(const Options& o, const Device& rank_device) {
   return !several ? Backend::threads : o.place.by_mpi && o.comm != "tcp" ? Backend::mpi : Backend::tcp;
 }
 
+// The layers of each chunk of a pipeline; none without one.
+inline std::vector<int64_t> choose_layers(const Options& o, const StepConfig& step) {
+  if (step.stages == 1) return {};
+  const PipelineLayout layout = pipeline_layout_from_name(o.pp_layout);
+  switch (layout.kind) {
+    case LayoutKind::even: return even_layers(step.model.n_layer, step.stages_of_chunks());
+    case LayoutKind::balanced: return balanced_layers(count_costs(step), step.stages_of_chunks());
+    case LayoutKind::list:
+      return listed_layers(layout.layers, step.model.n_layer, step.stages, step.chunks / step.stages);
+  }
+  return {};
+}
+
 // What a step computes. Checks everything that the options alone decide.
 inline StepConfig choose_step(const Options& o) {
   StepConfig step{.model = choose_model(o),
@@ -127,19 +141,33 @@ inline StepConfig choose_step(const Options& o) {
   step.tensor = tensor_parallel(step.model, o.tp, o.sequence_parallel == "on", o.tp_overlap);
   step.context = context_parallel(step.model, step.tensor, o.cp, context_attention_from_name(o.cp_attention));
   step.stages = static_cast<int>(o.pp);
-  step.chunks = static_cast<int>(o.pp * o.pp_chunks.value_or(o.schedule == "interleaved" ? 2 : 1));
-  CHECK(step.chunks <= step.model.n_layer,
-        "--pp {} with {} chunk(s) per stage needs {} layers, and --model {} has {}: use fewer stages or chunks", o.pp,
-        step.chunks / o.pp, step.chunks, o.model, step.model.n_layer);
+  const bool has_chunks = step.schedule == Schedule::interleaved || step.schedule == Schedule::zb_v;
+  step.chunks = static_cast<int>(o.pp * o.pp_chunks.value_or(has_chunks ? 2 : 1));
   if (o.total_batch_size)
     step.micro_batches = *o.total_batch_size / (step.batch.rows() * step.readers());  // validated with the options
+  CHECK(step.schedule != Schedule::pipedream || !step.model.tied,
+        "--schedule pipedream with --model {}, whose embedding is also its head: the first and the last stage update "
+        "at different times, so a table that both have would not stay the same; use a model with a head of its own, "
+        "or --schedule 1f1b",
+        o.model);
   step.head_chunks = o.head_chunks;
   require_countable(step);
+  step.layers = choose_layers(o, step);
   return step;
 }
 
 inline LrSchedule choose_lr_schedule(const Options& o, int64_t max_steps) {
   return {o.lr_schedule, o.lr, o.warmup_steps, max_steps, o.final_lr_frac};
+}
+
+inline AdamWOptions adamw_options(const Options& o, double lr, int64_t step) {
+  return {.lr = static_cast<float>(lr),
+          .beta1 = static_cast<float>(o.beta1),
+          .beta2 = static_cast<float>(o.beta2),
+          .eps = static_cast<float>(o.adam_eps),
+          .weight_decay = static_cast<float>(o.weight_decay),
+          .step = step,
+          .seed = static_cast<uint64_t>(o.seed)};
 }
 
 // Refuses a --model whose files do not hold the tensors of its config.json, before memory for them is taken, and one of

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "dist/pass_sets.h"
 #include "train/step_config.h"
 
 namespace llmc {
@@ -16,75 +17,136 @@ struct ChunkActivations {
   Tensor embedded;  // (S, C), of the chunk with the embedding
   Tensor received;  // (S, C), of a chunk that comes after one of another stage: its input
   std::vector<BlockActivations> blocks;
-  const Tensor& output() const { return blocks.back().out; }
 };
 
 // What an action works on: the micro-batch's inputs, its activations in the action's chunk and in the one before, where
 // that is on the same rank, and the gradient of the residual stream (S, C), which goes from chunk to chunk.
 struct Slot {
   const MicroBatch& inputs;
-  const ChunkActivations& chunk;
+  ChunkActivations chunk;
   Tensor input;  // of the chunk's first block
   Tensor gradient;
+  std::vector<OutputGradients> output_gradients = {};  // by block, in both parts of a backward in parts
 
-  // The residual stream that enters block `l` of the chunk.
+  // The residual stream that enters block `l` of the chunk, and that leaves the last one.
   const Tensor& block_input(size_t l) const { return l > 0 ? chunk.blocks[l - 1].out : input; }
+  const Tensor& output() const { return block_input(chunk.blocks.size()); }
 };
 
-// The memory of a pass over a list of actions: sets of inputs and of activations, as many as are in use at the same
-// time. Micro-batch m uses set m modulo their number.
+// The memory of a pass over a list of actions: as many sets of inputs, and of each block's activations, as are in use
+// at the same time. Of a backward in parts, what only the input part needs is free after it.
 class PassMemory {
  public:
-  // all: the shape of a micro-batch
+  // all: the shape of a micro-batch. period: micro-batch m uses what micro-batch m modulo `period` does; 0: the list
+  // has all micro-batches
   PassMemory(const StepConfig& config, const std::vector<Chunk>& chunks, const std::vector<Action>& actions,
-             const BatchShape& all, Purpose purpose, Arena& arena)
-      : activations_(chunks.size()) {
+             const BatchShape& all, Purpose purpose, Arena& arena, int64_t period = 0)
+      : config_(config),
+        period_(period),
+        chunks_(chunks),
+        // Forward only: nothing is kept for a backward; the blocks of a chunk write to two outputs in turn.
+        block_sets_(
+            actions, [&](int c) { return std::min(layers(c), purpose == Purpose::train ? layers(c) : 2); },
+            ActionKind::forward, is_backward),
+        input_sets_(
+            actions, [&](int c) { return has_own_input(c) ? 1 : 0; }, ActionKind::forward, is_backward),
+        product_sets_(parts(actions, ActionKind::forward)),
+        gradient_sets_(parts(actions, ActionKind::backward_input)) {
     const ModelConfig model = config.part();
     const BatchShape shape = config.share(all, purpose);
     const Shape stream_shape{config.tensor.stream_rows(shape.rows()), model.n_embd};
     const Recompute recompute = config.recompute_for(purpose);
+    const Backward backward = gradient_sets_.count() > 0 ? Backward::in_parts : Backward::whole;
+    auto product_inputs = [&](ActionKind made_by) {
+      return BlockActivations::product_inputs(model, shape, config.tensor, config.dtype, recompute, made_by, arena);
+    };
     // The activations that are recomputed, one set for all.
     const BlockActivations shared =
         BlockActivations::recomputed(model, shape, config.tensor, config.dtype, recompute, arena);
     for (int64_t i = 0; i < micro_batches_in_flight(actions); ++i)
       inputs_.emplace_back(shape.rows(), config.all_position_rows(all, purpose), config.tensor, arena);
-    for (size_t c = 0; c < chunks.size(); ++c)
-      for (int64_t i = 0; i < passes_in_flight(actions, static_cast<int>(c)); ++i) {
-        ChunkActivations& acts = activations_[c].emplace_back();
-        if (chunks[c].has_embedding) acts.embedded = arena.alloc("activations", "embedded", config.dtype, stream_shape);
-        else if (config.pipeline().stage_of(static_cast<int>(c)) != config.pipeline().stage_of(static_cast<int>(c) - 1))
-          acts.received = arena.alloc("activations", "received", config.dtype, stream_shape);
-        for (size_t l = 0; l < chunks[c].layers.size(); ++l) {
-          // Forward only: nothing is kept for a backward; the blocks of a chunk write to two outputs in turn.
-          if (purpose != Purpose::train && l >= 2) acts.blocks.push_back(acts.blocks[l - 2]);
-          else
-            acts.blocks.push_back(
-                BlockActivations::kept(model, shape, config.tensor, config.dtype, recompute, shared, arena));
-        }
-      }
-    if (purpose == Purpose::train) gradient_ = arena.alloc("gradients of activations", "gradient", config.dtype, stream_shape);
+    for (size_t i = 0; i < input_sets_.count(); ++i)
+      chunk_inputs_.push_back(arena.alloc("activations", "input of a chunk", config.dtype, stream_shape));
+    for (size_t i = 0; i < block_sets_.count(); ++i)
+      blocks_.push_back(
+          BlockActivations::kept(model, shape, config.tensor, config.dtype, recompute, backward, shared, arena));
+    for (size_t i = 0; i < product_sets_.count(); ++i) products_.push_back(product_inputs(ActionKind::forward));
+    for (size_t i = 0; i < gradient_sets_.count(); ++i) {
+      recomputed_products_.push_back(product_inputs(ActionKind::backward_input));
+      gradients_.emplace_back(model, shape, config.tensor, config.dtype, arena);
+    }
+    if (purpose == Purpose::train)
+      gradient_ = arena.alloc("gradients of activations", "gradient", config.dtype, stream_shape);
   }
 
   const MicroBatch& inputs(int64_t micro_batch) const {
     return inputs_[static_cast<size_t>(micro_batch) % inputs_.size()];
   }
   const Tensor& gradient() const { return gradient_; }
-  Slot slot(int chunk, int64_t micro_batch) const {
-    const ChunkActivations& mine = activations(chunk, micro_batch);
-    const Tensor input = !mine.embedded.empty()   ? mine.embedded
-                         : !mine.received.empty() ? mine.received
-                                                  : activations(chunk - 1, micro_batch).output();
-    return {inputs(micro_batch), mine, input, gradient_};
+  // Of a chunk, for a micro-batch between its forward and its backward.
+  Tensor output(int chunk, int64_t micro_batch) const {
+    if (period_ > 0) micro_batch %= period_;
+    const auto& sets = block_sets_.of(chunk, micro_batch);
+    return sets.empty() ? input(chunk, micro_batch) : blocks_[set_of(sets, layers(chunk) - 1)].out;
+  }
+  Slot slot(Action a) const {
+    if (period_ > 0) a.micro_batch %= period_;
+    Slot slot{inputs(a.micro_batch), {}, {}, gradient_};
+    std::vector<BlockActivations>& blocks = slot.chunk.blocks;
+    blocks.resize(static_cast<size_t>(layers(a.chunk)));
+    if (a.kind != ActionKind::backward_weight) {
+      slot.input = input(a.chunk, a.micro_batch);
+      if (has_own_input(a.chunk))
+        (chunks_[static_cast<size_t>(a.chunk)].has_embedding ? slot.chunk.embedded : slot.chunk.received) = slot.input;
+      const auto& sets = block_sets_.of(a.chunk, a.micro_batch);
+      for (size_t l = 0; l < blocks.size(); ++l) blocks[l] = blocks_[set_of(sets, static_cast<int64_t>(l))];
+    }
+    if (gradients_.empty()) return slot;
+    const auto& products = product_sets_.of(a.chunk, a.micro_batch);
+    for (size_t l = 0; l < blocks.size(); ++l) blocks[l].take_product_inputs(products_[products[l]]);
+    if (a.kind == ActionKind::forward) return slot;
+    const auto& gradients = gradient_sets_.of(a.chunk, a.micro_batch);
+    for (size_t l = 0; l < blocks.size(); ++l) {
+      blocks[l].take_product_inputs(recomputed_products_[gradients[l]]);
+      slot.output_gradients.push_back(gradients_[gradients[l]]);
+    }
+    return slot;
   }
 
  private:
-  const ChunkActivations& activations(int chunk, int64_t micro_batch) const {
-    const auto& sets = activations_[static_cast<size_t>(chunk)];
-    return sets[static_cast<size_t>(micro_batch) % sets.size()];
+  int64_t layers(int chunk) const { return static_cast<int64_t>(chunks_[static_cast<size_t>(chunk)].layers.size()); }
+  // Is its input not the output of another chunk of this rank?
+  bool has_own_input(int chunk) const {
+    const Pipeline pipeline = config_.pipeline();
+    return chunk == 0 || pipeline.stage_of(chunk) != pipeline.stage_of(chunk - 1);
+  }
+  // From an action of this kind to the weight part.
+  PassSets parts(const std::vector<Action>& actions, ActionKind from) const {
+    auto is_weight_part = [](ActionKind kind) { return kind == ActionKind::backward_weight; };
+    if (std::none_of(actions.begin(), actions.end(), [&](const Action& a) { return is_weight_part(a.kind); }))
+      return PassSets();
+    return PassSets(
+        actions, [&](int c) { return layers(c); }, from, is_weight_part);
+  }
+  static size_t set_of(const std::vector<size_t>& sets, int64_t layer) {
+    return sets[static_cast<size_t>(layer) % sets.size()];
+  }
+  // (S, C), what its first block reads
+  Tensor input(int chunk, int64_t micro_batch) const {
+    if (!has_own_input(chunk)) return output(chunk - 1, micro_batch);
+    Tensor input = chunk_inputs_[input_sets_.of(chunk, micro_batch)[0]];
+    input.name = chunks_[static_cast<size_t>(chunk)].has_embedding ? "embedded" : "received";
+    return input;
   }
 
-  std::vector<MicroBatch> inputs_;
-  std::vector<std::vector<ChunkActivations>> activations_;  // by chunk of the model; none of those elsewhere
+  const StepConfig& config_;
+  int64_t period_;
+  std::vector<Chunk> chunks_;  // of the model; without layers where they are elsewhere
+  PassSets block_sets_, input_sets_, product_sets_, gradient_sets_;
+  std::vector<MicroBatch> inputs_;  // micro-batch m uses set m modulo their number
+  std::vector<Tensor> chunk_inputs_;
+  std::vector<BlockActivations> blocks_, products_, recomputed_products_;
+  std::vector<OutputGradients> gradients_;
   Tensor gradient_;
 };
 

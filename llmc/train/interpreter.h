@@ -24,30 +24,10 @@ class Interpreter {
   // micro-batch.
   void run(const std::vector<Action>& actions, const Pass& pass, const BatchSource& batches) {
     auto scope = context_.arena.scope();
-    const PassMemory memory(config_, chunks_here(), actions, pass.shape, pass.purpose, context_.arena);
-    reserve_messages(actions, pass);
+    OpenPass open = begin(actions, pass);
     const Tensor logits = pass.purpose == Purpose::generate ? stage_.logits_room() : Tensor{};
     state_.start_pass(units_acquired(actions, pass.purpose), context_.compute);
-    int64_t uploaded = 0;
-    for (const Action& action : actions) {
-      action_ = action;
-      if (action.kind != ActionKind::forward && action.kind != ActionKind::backward) {
-        pass_message(action, memory);
-        continue;
-      }
-      if (action.kind == ActionKind::forward && action.micro_batch == uploaded) {
-        uploads_.upload_batch(memory.inputs(action.micro_batch), batches(action.micro_batch), pass.shape, pass.purpose,
-                              state_.dp().context_rank, context_);
-        ++uploaded;
-      }
-      const Slot slot = memory.slot(action.chunk, action.micro_batch);
-      take_message(action, slot);
-      auto enqueue = [&] { dispatch(action, slot, pass, logits); };
-      if (replayable(action, pass))
-        context_.compute.replayed(replays_[{action.kind, action.chunk, slot.inputs.tokens.bytes, slot.input.bytes}],
-                                  enqueue);
-      else enqueue();
-    }
+    for (const Action& action : actions) enqueue(action, open, batches, logits);
     if (pass.purpose != Purpose::generate) return;
     const DataParallel& dp = state_.dp();
     if (dp.stages > 1) {  // from a rank that has the head
@@ -55,6 +35,37 @@ class Interpreter {
       dp.scalars->broadcast(logits, head * dp.ranks_of_stage(), context_.compute);
     }
     stage_.deliver_logits(logits);
+  }
+
+  // A pass whose actions are enqueued one by one.
+  struct OpenPass {
+    Pass pass;
+    PassMemory memory;
+    int64_t uploaded = 0;  // micro-batches
+  };
+  // With room for as many micro-batches in flight as these actions have; the caller opens a scope of the arena.
+  // period: after so many micro-batches the use of memory repeats itself; 0: it does not
+  OpenPass begin(const std::vector<Action>& actions, const Pass& pass, int64_t period = 0) {
+    PassMemory memory(config_, chunks_here(), actions, pass.shape, pass.purpose, context_.arena, period);
+    reserve_messages(actions, pass);
+    return {pass, std::move(memory)};
+  }
+  void enqueue(const Action& action, OpenPass& open, const BatchSource& batches, const Tensor& logits = {}) {
+    const Pass& pass = open.pass;
+    action_ = action;
+    if (!computes(action.kind)) return pass_message(action, open.memory);
+    if (action.kind == ActionKind::forward && action.micro_batch == open.uploaded) {
+      uploads_.upload_batch(open.memory.inputs(action.micro_batch), batches(action.micro_batch), pass.shape,
+                            pass.purpose, state_.dp().context_rank, context_);
+      ++open.uploaded;
+    }
+    const Slot slot = open.memory.slot(action);
+    take_message(action, slot);
+    auto enqueue_it = [&] { dispatch(action, slot, pass, logits); };
+    if (replayable(action, pass))
+      context_.compute.replayed(replays_[{action.kind, action.chunk, slot.inputs.tokens.bytes, slot.input.bytes}],
+                                enqueue_it);
+    else enqueue_it();
   }
 
   // Where the interpreter is.
@@ -72,6 +83,7 @@ class Interpreter {
  private:
   void dispatch(const Action& action, const Slot& slot, const Pass& pass, const Tensor& logits) {
     if (action.kind == ActionKind::forward) return stage_.forward(action.chunk, slot, pass, action.micro_batch, logits);
+    if (action.kind == ActionKind::backward_weight) return stage_.backward_weight(action.chunk, slot, is_last(action));
     stage_.backward(action.chunk, slot, pass, is_last(action));
   }
 
@@ -90,6 +102,11 @@ class Interpreter {
             static_cast<float>(a.slice)};
   }
   static constexpr int activations = 0, gradients = 1;
+  // Of the message from which an action gets its input, or which it receives.
+  static MessageHeader header_of_input(const Action& a) {
+    const bool forward = a.kind == ActionKind::forward || a.kind == ActionKind::receive_activations;
+    return forward ? header_of(activations, a.chunk - 1, a) : header_of(gradients, a.chunk + 1, a);
+  }
 
   // Room for the messages of each link: two to send, and as many as come before they are used.
   void reserve_messages(const std::vector<Action>& actions, const Pass& pass) {
@@ -115,7 +132,7 @@ class Interpreter {
   // The stage from which an action gets a message, or receives it; -1: none.
   int comes_from(const Action& a) const {
     const bool forward = a.kind == ActionKind::forward || a.kind == ActionKind::receive_activations;
-    if (!forward && a.kind != ActionKind::backward && a.kind != ActionKind::receive_gradients) return -1;
+    if (!forward && !is_backward(a.kind) && a.kind != ActionKind::receive_gradients) return -1;
     const int other = forward ? a.chunk - 1 : a.chunk + 1;
     if (other < 0 || other == config_.chunks || stage_of(other) == stage_of(a.chunk)) return -1;
     return stage_of(other);
@@ -125,32 +142,34 @@ class Interpreter {
     switch (a.kind) {
       case ActionKind::send_activations:
         return links.to(stage_of(a.chunk + 1))
-            .send(memory.slot(a.chunk, a.micro_batch).chunk.output(), header_of(activations, a.chunk, a),
-                  context_.compute);
+            .send(memory.output(a.chunk, a.micro_batch), header_of(activations, a.chunk, a), context_.compute);
       case ActionKind::send_gradients:
         return links.to(stage_of(a.chunk - 1))
             .send(memory.gradient(), header_of(gradients, a.chunk, a), context_.compute);
       case ActionKind::receive_activations:
-        return links.from(comes_from(a)).post(header_of(activations, a.chunk - 1, a));
-      case ActionKind::receive_gradients: return links.from(comes_from(a)).post(header_of(gradients, a.chunk + 1, a));
+      case ActionKind::receive_gradients: return links.from(comes_from(a)).post(header_of_input(a));
       default: throw Error(formatted("the {} is not built yet", a.kind));
     }
   }
   void take_message(const Action& a, const Slot& slot) {
     const int from = comes_from(a);
     if (from < 0) return;
-    state_.dp().links.from(from).take(a.kind == ActionKind::forward ? slot.input : slot.gradient, context_.compute);
+    state_.dp().links.from(from).take(a.kind == ActionKind::forward ? slot.input : slot.gradient, header_of_input(a),
+                                      context_.compute);
   }
 
   std::vector<size_t> units_acquired(const std::vector<Action>& actions, Purpose purpose) const {
     std::vector<size_t> units;
     for (const Action& action : actions)
-      if (action.kind == ActionKind::forward || action.kind == ActionKind::backward)
+      if (action.kind == ActionKind::forward || is_backward(action.kind))
         for (const size_t u : stage_.units_acquired(action, purpose)) units.push_back(u);
     return units;
   }
 
-  bool is_last(const Action& action) const { return action.micro_batch + 1 == config_.micro_batches; }
+  // Of a step; an asynchronous one has no other.
+  bool is_last(const Action& action) const {
+    return config_.asynchronous() || action.micro_batch + 1 == config_.micro_batches;
+  }
 
   // Does the action enqueue the same every time, and only on the compute stream? Not where it waits for other streams,
   // or they for it, nor where it exchanges activations.

@@ -137,7 +137,10 @@ std::string where_not_finite(Trainer& trainer, const BatchSource& batches, Sampl
     const std::array<int64_t, 2> begins = {(*of_stage)[0], (*of_stage)[1]};
     if (!earliest || begins < *earliest) earliest = begins, found = its;
   }
-  return found.empty() ? "no tensor contains one: a sum overflowed" : found;
+  if (!found.empty()) return found;
+  // The versions of the weights that an asynchronous step has read are gone.
+  return trainer.config().asynchronous() ? "repeated with the newest weights, it has none"
+                                         : "no tensor contains one: a sum overflowed";
 }
 
 }  // namespace llmc

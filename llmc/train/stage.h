@@ -90,7 +90,7 @@ class Stage {
     for (size_t l = 0; l < c.layers.size(); ++l)
       forward_block(c.layers[l], acts.blocks[l], slot.block_input(l), slot, pass);
     if (!c.has_head || pass.purpose == Purpose::train) return;
-    const Tensor& x = acts.blocks.back().out;
+    const Tensor& x = slot.output();
     const UnitState &head = state_.acquire(head_unit(), context_.compute), &embedding = acquire_tied();
     if (pass.purpose == Purpose::evaluate) evaluate_head(x, head, embedding, slot, pass, micro_batch);
     else compute_logits(logits, x, head, embedding, pass);
@@ -99,14 +99,24 @@ class Stage {
   }
 
   // Gradients of the chunk's weights += those of the micro-batch. `last_micro_batch`: they are complete, and reduced
-  // unit by unit.
+  // unit by unit. With slot.output_gradients it is the input part, and blocks are completed by backward_weight().
   void backward(int index, const Slot& slot, const Pass& pass, bool last_micro_batch) {
     const Chunk& c = chunk(index);
-    const ChunkActivations& acts = slot.chunk;
-    if (c.has_head) backward_head(acts.blocks.back().out, slot, last_micro_batch);
-    for (size_t l = c.layers.size(); l-- > 0;)
-      backward_block(c.layers[l], acts.blocks[l], slot.block_input(l), slot, pass, last_micro_batch);
+    if (c.has_head) backward_head(slot.output(), slot, last_micro_batch);
+    for (size_t l = c.layers.size(); l-- > 0;) backward_block(c.layers[l], l, slot, pass, last_micro_batch);
     if (c.has_embedding) backward_embedding(slot, last_micro_batch);
+  }
+  // The weight part. It needs no weights, and of the micro-batch only what the input part has left for it.
+  void backward_weight(int index, const Slot& slot, bool last_micro_batch) {
+    const Chunk& c = chunk(index);
+    for (size_t l = c.layers.size(); l-- > 0;) {
+      const size_t u = block_unit(c.layers[l]);
+      const UnitState& unit = state_.unit(u);
+      const ProfilerRange range = set_current("weight part of the backward of " + unit.spec().name);
+      state_.resume_gradients(u);
+      block_backward_weight(slot.output_gradients[l], slot.chunk.blocks[l], unit, model_, parallel_);
+      state_.reduce_gradients(u, last_micro_batch, context_.compute);
+    }
   }
 
  private:
@@ -235,23 +245,27 @@ class Stage {
     release_tied();
   }
 
-  // slot.gradient: in, the gradient of the block's output; out, that of its input x (S, C).
-  void backward_block(int64_t layer, const BlockActivations& acts, const Tensor& x, const Slot& slot, const Pass& pass,
-                      bool last_micro_batch) {
+  // Block `l` of the chunk. slot.gradient: in, the gradient of its output; out, that of its input.
+  void backward_block(int64_t layer, size_t l, const Slot& slot, const Pass& pass, bool last_micro_batch) {
     Stream& stream = context_.compute;
+    const BlockActivations& acts = slot.chunk.blocks[l];
+    const Tensor& x = slot.block_input(l);  // (S, C)
+    const bool whole = slot.output_gradients.empty();
     const size_t u = block_unit(layer);
     const UnitState& unit = state_.acquire(u, stream);
-    const ProfilerRange range = set_current("backward of " + unit.spec().name);
+    const ProfilerRange range =
+        set_current((whole ? "backward of " : "input part of the backward of ") + unit.spec().name);
     const Sequences sequence = sequences(slot, pass);
     state_.start_gradients(u, stream);
     auto scope = context_.arena.scope();
     GatheredRows gathered;
-    if (config_.recompute == Recompute::block)
+    if (whole && config_.recompute == Recompute::block)
       gathered = {parallel::room_for_rows("gathered norm1", acts.norm1, parallel_),
                   parallel::room_for_rows("gathered norm2", acts.norm2, parallel_)};
     block_recompute(acts, x, gathered, config_.recompute, unit, model_, sequence, parallel_);
-    block_backward(slot.gradient, acts, x, gathered, unit, model_, sequence, parallel_);
-    state_.reduce_gradients(u, last_micro_batch, stream);
+    block_backward(slot.gradient, whole ? OutputGradients() : slot.output_gradients[l], acts, x, gathered, unit, model_,
+                   sequence, parallel_);
+    if (whole) state_.reduce_gradients(u, last_micro_batch, stream);
     state_.release(u, stream);
   }
 

@@ -1,6 +1,7 @@
 // step_config.h: the configuration of a step, its inputs and its results.
 #pragma once
 #include <functional>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -30,7 +31,8 @@ struct StepConfig {
   BatchShape batch{1, 1};     // one micro-batch: B sequences of T tokens
   int64_t micro_batches = 1;  // of one step
   Schedule schedule = Schedule::one_f_one_b;
-  int stages = 1, chunks = 1;  // of the pipeline, in all
+  int stages = 1, chunks = 1;        // of the pipeline, in all
+  std::vector<int64_t> layers = {};  // of each chunk, in the order of the model; empty: spread evenly (--pp-layout)
   Recompute recompute = Recompute::none;
   ZeroConfig zero = {};
   TensorParallel tensor = {};  // made by tensor_parallel()
@@ -42,13 +44,19 @@ struct StepConfig {
 
   Mesh mesh() const { return mesh_of(zero, tensor, context, stages); }
   int ranks() const { return zero.ranks() * tensor.ranks * stages; }
+  // Do stages update by themselves? One stage has nobody to wait for: pipedream is then 1f1b.
+  bool asynchronous() const { return schedule == Schedule::pipedream && stages > 1; }
   Pipeline pipeline() const { return {schedule, stages, chunks / stages, micro_batches, 1}; }
   // Of the whole model, in its order.
   std::vector<Chunk> model_chunks() const {
+    if (!layers.empty()) return chunks_of(layers);
     if (stages == 1) return make_chunks(model.n_layer, chunks);
+    return chunks_of(even_layers(model.n_layer, stages_of_chunks()));
+  }
+  std::vector<int> stages_of_chunks() const {
     std::vector<int> stage_of;
     for (int c = 0; c < chunks; ++c) stage_of.push_back(pipeline().stage_of(c));
-    return chunks_of(even_layers(model.n_layer, stage_of));
+    return stage_of;
   }
   // Ranks, or groups of tensor- and context-parallel ranks, with samples of their own.
   int readers() const { return zero.ranks() / context.ranks; }
@@ -113,18 +121,27 @@ struct StepResult {
   bool finite() const { return std::isfinite(loss) && std::isfinite(grad_norm); }
 };
 
-// A step that was enqueued. The host may begin the next one before it waits for this one.
+// A step that was begun. The host may begin the next one before it waits for this one; with an asynchronous pipeline
+// it has to begin P - 1 further ones first, or to flush.
 class PendingStep {
  public:
-  PendingStep(const Tensor& loss, const Tensor& control, int64_t tokens, Stream& stream)
-      : loss_(loss, stream), control_(control, stream), tokens_(static_cast<double>(tokens)) {}
+  explicit PendingStep(int64_t tokens) : tokens_(static_cast<double>(tokens)) {}
+  // The last of the step is enqueued: its results are then in these tensors.
+  void enqueued(const Tensor& loss, const Tensor& control, Stream& stream) {
+    *results_ = {Readback(loss, stream), Readback(control, stream), true};
+  }
   StepResult wait() const {
-    const std::vector<double> control = control_.values();
-    return {loss_.values()[0] / tokens_, control[0], control[2] != 0};
+    CHECK(results_->enqueued, "a step is waited for that has only begun: flush first");
+    const std::vector<double> control = results_->control.values();
+    return {results_->loss.values()[0] / tokens_, control[0], control[2] != 0};
   }
 
  private:
-  Readback loss_, control_;
+  struct Results {
+    Readback loss, control;
+    bool enqueued = false;
+  };
+  std::shared_ptr<Results> results_ = std::make_shared<Results>();  // of all copies
   double tokens_;
 };
 

@@ -12,6 +12,7 @@
 #include "device/profiler_range.h"
 #include "dist/zero.h"
 #include "train/interpreter.h"
+#include "train/pipedream.h"
 #include "train/stage.h"
 #include "train/step_config.h"
 
@@ -26,9 +27,10 @@ class Trainer {
                    ? nullptr
                    : std::make_unique<DataParallel>(Mesh(), 0, context.compute.device(), DataParallel::null_groups(0))),
         dp_(context.dp ? *context.dp : *alone_),
-        state_(table_of(config, dp_), config.dtype, config.zero, dp_, context.arena, config.stage_units()),
-        actions_(config.stages == 1 ? training_actions(config.schedule, config.chunks, config.micro_batches)
-                                    : pipeline_actions(config.pipeline())[static_cast<size_t>(dp_.stage)]),
+        actions_(actions_of(config, dp_.stage)),
+        state_(table_of(config, dp_), config.dtype, config.zero, dp_, context.arena, config.stage_units(),
+               blocks_open(actions_, config.model_chunks()),
+               config.asynchronous() ? weight_versions(config.pipeline(), dp_.stage) : 1),
         scalars_(scalar("scalars of all ranks", {dp_.ranks(), 1 + static_cast<int64_t>(state_.size())})),
         loss_(scalar("loss", {1})),
         square_sums_(
@@ -36,6 +38,7 @@ class Trainer {
         control_(scalar("update control", {4})),
         stage_(config_, context_, state_, my_scalars().slice(0, {1})),
         interpreter_(config_, context_, state_, stage_) {
+    if (config.asynchronous()) pipedream_.emplace(config_, context_, state_, interpreter_, my_scalars(), control_);
     CHECK(dp_.ranks() == config.ranks() && dp_.tensor.ranks == config.tensor.ranks && dp_.stages == config.stages);
     CHECK(config.zero.stage >= 0 && config.zero.stage <= 3);
     CHECK(dp_.context.ranks == config.context.ranks && config.batch.T % config.context.slices() == 0);
@@ -58,17 +61,28 @@ class Trainer {
 
   // ---- Training ----------------------------------------------------------------------------------------------------
 
-  // Enqueues one update. `optimizer.step` counts from 1. rule.largest_loss: of the mean loss.
+  // Enqueues one update. `optimizer.step` counts from 1. rule.largest_loss: of the mean loss. With an asynchronous
+  // pipeline the update is complete after P - 1 further ones, or flush().
   PendingStep begin_step(const BatchSource& batches, const AdamWOptions& optimizer, UpdateRule rule) {
     const ProfilerRange range("step");
+    if (pipedream_) return pipedream_->begin_step(batches, optimizer, rule);
     accumulate_gradients(batches);
     rule.largest_loss *= static_cast<double>(config_.tokens());
     decide(rule);
     state_.update(control_, optimizer, context_.compute);
-    return {loss_, control_, config_.tokens(), context_.compute};
+    PendingStep pending(config_.tokens());
+    pending.enqueued(loss_, control_, context_.compute);
+    return pending;
   }
+  // Enqueues what is left of all steps that have begun; needed before anything else than a further step, and before
+  // the weights are read. Returns whether there was anything.
+  bool flush() { return pipedream_ && pipedream_->flush(); }
+  // How many steps begin before the first of them is enqueued as a whole.
+  int steps_under_way() const { return config_.asynchronous() ? config_.stages : 1; }
   StepResult step(const BatchSource& batches, const AdamWOptions& optimizer, UpdateRule rule) {
-    return begin_step(batches, optimizer, rule).wait();
+    const PendingStep pending = begin_step(batches, optimizer, rule);
+    flush();
+    return pending.wait();
   }
 
   // Gradients of the mean loss of the whole step, summed over the ranks, left in state().
@@ -146,6 +160,14 @@ class Trainer {
     return table;
   }
 
+  // The forwards and backwards of a step; with pipedream those of one alone, without its updates.
+  static std::vector<Action> actions_of(const StepConfig& config, int stage) {
+    Pipeline pipeline = config.pipeline();
+    if (pipeline.schedule == Schedule::pipedream) pipeline.schedule = Schedule::one_f_one_b;
+    if (config.stages == 1) return training_actions(pipeline.schedule, config.chunks, config.micro_batches);
+    return pipeline_actions(pipeline)[static_cast<size_t>(stage)];
+  }
+
   // The forwards of this rank, with their messages.
   std::vector<Action> forwards(int64_t micro_batches) const {
     std::vector<Action> actions;
@@ -215,6 +237,7 @@ class Trainer {
   }
 
   void run(const std::vector<Action>& actions, const Pass& pass, const BatchSource& batches) {
+    CHECK(!pipedream_ || pipedream_->flushed(), "the steps of an asynchronous pipeline are under way: flush first");
     zero(my_scalars(), context_.compute);
     interpreter_.run(actions, pass, batches);
   }
@@ -232,11 +255,7 @@ class Trainer {
     Stream& stream = context_.compute;
     const int64_t units = static_cast<int64_t>(state_.size()), shards = config_.zero.shards;
     auto square_sum_of = [&](int64_t u, int64_t shard, const Tensor& out) {
-      if (!state_.has(static_cast<size_t>(u))) return zero(out, stream);
-      const auto counted = state_.unit(static_cast<size_t>(u)).counted_gradients(static_cast<int>(shard));
-      if (counted.empty()) zero(out, stream);
-      for (size_t i = 0; i < counted.size(); ++i)
-        square_sum(out, counted[i], stream, i == 0 ? Accumulate::no : Accumulate::yes);
+      state_.square_sum_of(static_cast<size_t>(u), static_cast<int>(shard), out, stream);
     };
     if (config_.zero.updates() != ZeroConfig::Updates::server) {
       for (int64_t u = 0; u < units; ++u) square_sum_of(u, dp_.shard, my_scalars().slice(1 + u, {1}));
@@ -262,11 +281,12 @@ class Trainer {
   Context context_;
   std::unique_ptr<DataParallel> alone_;
   DataParallel& dp_;
-  ModelState state_;
   std::vector<Action> actions_;
+  ModelState state_;
   Tensor scalars_, loss_, square_sums_, control_;  // fp64: (ranks, 1 + units) (1) (units tp shards) (4)
   Stage stage_;
   Interpreter interpreter_;
+  std::optional<Pipedream> pipedream_;  // of an asynchronous pipeline
 };
 
 }  // namespace llmc

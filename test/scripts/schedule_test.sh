@@ -42,7 +42,7 @@ refuses '--schedule 2f2b: expected one of' ./train_gpt --print-schedule --schedu
 refuses 'choose one of them' ./train_gpt --print-schedule --plan
 later='can be drawn by --print-schedule; training with pipelines is not built yet'
 for mode in --plan --selftest --generate '--train-data none.bin'; do
-  for option in '--pp 4' '--pp-chunks 2' '--schedule zb-h1' '--schedule pipedream' '--token-slices 2'; do
+  for option in '--pp 4' '--pp-chunks 2' '--schedule zb-h1' '--token-slices 2'; do
     # shellcheck disable=SC2086    # an option and its value
     refuses "$option $later" ./train_gpt $mode $option
   done

@@ -10,6 +10,7 @@
 // lists go on even then. The groups themselves are made in rounds, two for each colour of the pipeline's edges: edges of
 // one colour share no stage, so a rank joins at most one group in a round, and all ranks go through them in one order.
 #pragma once
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <string>
@@ -34,9 +35,11 @@ class StageLink {
 
   Stream& stream() { return stream_; }
   Comm& comm() { return *comm_; }
+  int peer() const { return peer_; }  // among the two members
   const Comm& comm() const { return *comm_; }
 
-  // Room for `count` messages of `elements` of this dtype; before each pass.
+  // Room for `count` messages of `elements` of this dtype; before each pass. It is free: the first message of a pass
+  // follows from what its receiver computed last in the pass before.
   void reserve(DType dtype, int64_t elements, int64_t count, Arena& arena) {
     const int64_t header = ceil_div(static_cast<int64_t>(sizeof(MessageHeader)), size_of(dtype));
     buffers_.assign(static_cast<size_t>(count), {});
@@ -60,18 +63,24 @@ class StageLink {
   }
   // Begins to receive the next message of the link; take() waits for it.
   void post(const MessageHeader& expected) {
+    auto in_use = [&](const Buffer& b) { return std::find(posted_.begin(), posted_.end(), &b) != posted_.end(); };
+    while (in_use(buffers_[turn_ % buffers_.size()])) ++turn_;
     Buffer& b = next();
+    b.header = expected;
     stream_.wait(b.free);
     comm_->receive(b.memory, peer_, stream_);
     check_header(header_of(b), expected);
     b.arrived = stream_.record();
     posted_.push_back(&b);
   }
-  // payload = the oldest message that was posted and not taken.
-  void take(const Tensor& payload, Stream& compute) {
-    CHECK(!posted_.empty(), "a message between stages is used before it was received");
-    Buffer& b = *posted_.front();
-    posted_.erase(posted_.begin());
+  // payload = the message with this header, which was posted. Messages are not always used in the order in which they
+  // come: activations and gradients from the same stage may overtake each other.
+  void take(const Tensor& payload, const MessageHeader& header, Stream& compute) {
+    const auto found =
+        std::find_if(posted_.begin(), posted_.end(), [&](const Buffer* b) { return b->header == header; });
+    CHECK(found != posted_.end(), "a message between stages is used before it was received");
+    Buffer& b = **found;
+    posted_.erase(found);
     compute.wait(b.arrived);
     copy(payload, b.memory.slice(0, payload.shape), compute);
     b.free = compute.record();
@@ -80,6 +89,7 @@ class StageLink {
  private:
   struct Buffer {
     Tensor memory;
+    MessageHeader header;  // of what was posted
     Event free, arrived;
   };
   Buffer& next() { return buffers_[turn_++ % buffers_.size()]; }
@@ -147,9 +157,13 @@ class StageLinks {
   // The link of this stage to another one, and from it.
   StageLink& to(int stage) { return find(stage_, stage); }
   StageLink& from(int stage) { return find(stage, stage_); }
-  // f(link, from, to): in an order in which all ranks may use their links one after the other.
   template <class F>
   void for_each(F&& f) const {
+    for (const Entry& e : links_) f(*e.link);
+  }
+  // f(link, from, to): with the stages at its ends.
+  template <class F>
+  void for_each_with_ends(F&& f) const {
     for (const Entry& e : links_) f(*e.link, e.from, e.to);
   }
 

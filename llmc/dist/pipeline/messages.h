@@ -1,4 +1,5 @@
-// messages.h: the whole lists of a pipeline's stages: what each computes, sends and receives, in its order.
+// messages.h: the whole lists of a pipeline's stages: what each computes, sends and receives, in its order; those of
+// pipedream also piece by piece.
 #pragma once
 #include <algorithm>
 #include <tuple>
@@ -53,6 +54,32 @@ inline std::vector<ActionList> pipeline_actions(const Pipeline& p) {
     }
   for (int s = 0; s < p.stages; ++s) compute_until(s, sim.makespan + 1);
   return lists;
+}
+
+// The lists of pipedream again, one turn after another: how many micro-batches there are until the next flush is known
+// only when it comes. In turn t a stage takes micro-batch t forward, while micro-batches begin, and an earlier one
+// backward, whose update follows: the last stage takes back the same one, every stage before it one that is a turn
+// older. A gradient is received one turn before it is used, in the turn in which it is sent. All turns up to
+// begun + P - 2, where `begun` micro-batches have begun by then, are the whole lists of so many micro-batches; in them,
+// too, two stages see the messages between them in the same order, and no stages wait in a circle.
+inline ActionList pipedream_turn(int stages, int stage, int64_t turn, int64_t begun) {
+  using enum ActionKind;
+  const int behind = stages - 1 - stage;  // stages after this one
+  const int64_t arriving = turn - (behind - 1), back = turn - behind;
+  const auto exists = [&](int64_t m) { return m >= 0 && m < begun; };
+  ActionList list;
+  if (exists(turn)) {
+    if (stage > 0) list.push_back({receive_activations, stage, turn});
+    list.push_back({forward, stage, turn});
+    if (behind > 0) list.push_back({send_activations, stage, turn});
+  }
+  if (behind > 0 && exists(arriving)) list.push_back({receive_gradients, stage, arriving});
+  if (exists(back)) {
+    list.push_back({backward, stage, back});
+    if (stage > 0) list.push_back({send_gradients, stage, back});
+    list.push_back({update, stage, back});
+  }
+  return list;
 }
 
 }  // namespace llmc

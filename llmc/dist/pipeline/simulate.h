@@ -55,7 +55,6 @@ inline bool is_send(ActionKind k) { return k == ActionKind::send_activations || 
 inline bool is_receive(ActionKind k) {
   return k == ActionKind::receive_activations || k == ActionKind::receive_gradients;
 }
-inline bool is_backward(ActionKind k) { return k == ActionKind::backward || k == ActionKind::backward_input; }
 
 // The chunk from which a pass gets its input, or to which it gives its result; out of [0, chunks): there is none.
 inline int chunk_before(const Action& a) {

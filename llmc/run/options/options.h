@@ -59,6 +59,7 @@ struct Options {
   std::string schedule = "1f1b", token_slices = "1";
   int64_t pp = 1;
   std::optional<int64_t> pp_chunks;  // none: as few as --schedule has
+  std::string pp_layout = "even";
   int64_t local_ranks = 0, zero_stage = 0, dp_replicate = 1;
   int64_t tp = 1, cp = 1;
   std::string sequence_parallel = "on", cp_attention = "ring";
@@ -225,13 +226,20 @@ void visit_options(O& o, Visitor&& visit) {
         "GiB that each rank may use: a run that needs more is refused before it starts; default: the rank's share of "
         "the machine's memory, or of the GPU's free memory");
   visit("--schedule", "", o.schedule, one_of({"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream"}), free,
-        "order of forwards and backwards; 1f1b needs less memory than gpipe; the same numbers; the others are for "
-        "pipelines; so far, zb-h1, zb-v and pipedream can only be drawn, by --print-schedule");
+        "order of forwards and backwards; 1f1b needs less memory than gpipe; the others are for pipelines: more chunks "
+        "(interleaved), or weight gradients computed later (zb-h1, zb-v), idle less; the same numbers; pipedream "
+        "computes "
+        "something else: every stage updates after each micro-batch without waiting for the others, clips by its own "
+        "norm, and its gradients are as many updates old as stages come after it");
   visit("--pp", "", o.pp, between(1, 1 << 10), warn,
         "pipeline parallelism: stages, each with some of the layers, on ranks of their own; for slow links");
   visit("--pp-chunks", "", o.pp_chunks, between(1, 1 << 10), free,
         "runs of layers that each stage has with --schedule interleaved; zb-v has 2, the others 1; default: 2 with "
         "interleaved");
+  visit("--pp-layout", "", o.pp_layout, Limits{}, warn,
+        "layers of each stage: even: equally many, a remainder spread; balanced: so that the slowest stage is as fast "
+        "as possible, by the counted work of the embedding, the layers and the head; or numbers such as 8,10,10,8, one "
+        "for each stage, with --pp-chunks one for each chunk, in the order of the model");
   visit("--token-slices", "", o.token_slices, Limits{}, warn,
         "slices of its sequence in which a micro-batch passes through the stages, with gpipe and 1f1b; so far only "
         "for --print-schedule");
@@ -302,10 +310,10 @@ void visit_options(O& o, Visitor&& visit) {
   visit("Modes");
   visit("--generate", "", o.generate, Limits{}, free,
         "instead of training, continue --prompt with the model in directory --model");
-  visit(
-      "--plan", "", o.plan, Limits{}, free,
-      "instead of training, print what the run would need: memory by name and work by op; needs no data, nor a GPU for "
-      "--device cuda");
+  visit("--plan", "", o.plan, Limits{}, free,
+        "instead of training, print what the run would need: memory by name and by stage, work by op; needs no data, "
+        "nor a "
+        "GPU for --device cuda");
   visit("--print-schedule", "", o.print_schedule, Limits{}, free,
         "instead of training, draw what each stage of a pipeline of --pp stages does when, with --schedule, "
         "--pp-chunks and --token-slices, how long it idles and how much it keeps; needs no data");

@@ -16,6 +16,7 @@
 #include "core/check.h"
 #include "core/files.h"
 #include "core/words.h"
+#include "dist/pipeline/stage_partition.h"
 #include "run/options/foreign.h"
 #include "run/options/print.h"
 #include "text/unicode.h"
@@ -166,6 +167,29 @@ inline std::string multiples_beside(int64_t x, int64_t n) {
   return x < n ? formatted("{}", n) : formatted("{} or {}", x / n * n, (x / n + 1) * n);
 }
 
+// What an asynchronous pipeline cannot do, since it updates each stage after every micro-batch, by itself.
+inline void validate_pipedream(const Options& o, int64_t readers) {
+  auto refuse = [](bool asked, const std::string& option, const char* why, const char* remedy) {
+    CHECK(!asked, "{} with --schedule pipedream: {}; {}, or use --schedule 1f1b", option, why, remedy);
+  };
+  const int64_t micro = o.batch_size * o.seq_len * readers;
+  if (o.total_batch_size)
+    refuse(*o.total_batch_size != micro, formatted("--total-batch-size {}", *o.total_batch_size),
+           formatted("a step is one micro-batch of each data-parallel rank, {} x {} x {} = {} tokens", o.batch_size,
+                     o.seq_len, readers, micro)
+               .c_str(),
+           "leave it out, or change --batch-size");
+  refuse(o.zero_stage > 0, formatted("--zero-stage {}", o.zero_stage),
+         "every rank keeps whole older versions of its stage's weights", "use --zero-stage 0");
+  refuse(o.dp_sync != "all-reduce", "--dp-sync " + o.dp_sync, "a server has no older versions of the weights",
+         "use --dp-sync all-reduce");
+  refuse(o.grad_reduce == "micro", "--grad-reduce micro", "a step is one micro-batch, whose gradients are reduced once",
+         "leave it out");
+  refuse(o.skip_loss_z || o.skip_grad_z, o.skip_loss_z ? "--skip-loss-z" : "--skip-grad-z",
+         "outliers are told by the loss and the norm of the whole model, and a stage updates before they are known",
+         "leave it out");
+}
+
 // How the ranks share a step.
 inline void validate_layout(const Options& o) {
   std::string group, values;  // "--tp and --cp", "--tp 2 with --cp 2"
@@ -201,6 +225,7 @@ inline void validate_layout(const Options& o) {
           "--dp-sync all-reduce",
           o.dp_sync, o.dp_replicate);
   }
+  if (o.schedule == "pipedream") validate_pipedream(o, readers);
   const int64_t micro = o.batch_size * o.seq_len * readers;
   CHECK(!o.total_batch_size || *o.total_batch_size % micro == 0,
         "--total-batch-size {} is not a multiple of --batch-size {} x --seq-len {} x {} {} = {} tokens: use {}, or "
@@ -216,13 +241,16 @@ inline void validate_pipeline(const Options& o) {
     throw Error(formatted("{} {} can be drawn by --print-schedule; training with it is not built yet", option, value));
   };
   if (o.token_slices != "1") refuse("--token-slices", shown(o.token_slices));
-  const bool interleaved = o.schedule == "interleaved";
-  if (o.schedule != "gpipe" && o.schedule != "1f1b" && !interleaved) refuse("--schedule", o.schedule);
-  CHECK(!interleaved || o.pp > 1, "--schedule interleaved is for the stages of a pipeline: give --pp, or use 1f1b");
-  CHECK(!o.pp_chunks || interleaved,
-        "--pp-chunks {} with --schedule {}, whose stages have 1 chunk each: use --schedule "
-        "interleaved, or leave out --pp-chunks",
-        o.pp_chunks.value_or(1), o.schedule);
+  const bool for_one_stage = o.schedule == "gpipe" || o.schedule == "1f1b" || o.schedule == "pipedream";
+  CHECK(for_one_stage || o.pp > 1, "--schedule {} is for the stages of a pipeline: give --pp, or use 1f1b", o.schedule);
+  CHECK(!o.pp_chunks || o.schedule == "interleaved" || *o.pp_chunks == (o.schedule == "zb-v" ? 2 : 1),
+        "--pp-chunks {} with --schedule {}, whose stages have {} each: use --schedule interleaved, or leave out "
+        "--pp-chunks",
+        o.pp_chunks.value_or(1), o.schedule, o.schedule == "zb-v" ? "2 chunks" : "1 chunk");
+  const PipelineLayout layout = pipeline_layout_from_name(o.pp_layout);
+  CHECK(o.pp > 1 || layout.kind == LayoutKind::even,
+        "--pp-layout {} is for the stages of a pipeline, and --pp 1 has one: give --pp, or leave out --pp-layout",
+        shown(o.pp_layout));
   CHECK(o.pp == 1 || !o.tune_matmul, "--tune-matmul with --pp {}: the stages compute different products; leave it out",
         o.pp);
   CHECK(!o.micro_batches,

@@ -71,7 +71,7 @@ class RemedySearch {
   }
 
   // On a CPU, one rank instead of several, which share its memory; on GPUs, twice as many and so on, as far as there
-  // are GPUs. Data-parallel ranks: --tp and --cp are kept.
+  // are GPUs. Data-parallel ranks: --pp, --tp and --cp are kept.
   std::vector<int> ranks_to_try() const {
     const int asked = asked_.readers();
     std::vector<int> all{asked};
@@ -116,15 +116,21 @@ class RemedySearch {
     return memory_limit(o, device_for(step));
   }
 
-  // The memory of a step does not depend on the number of its micro-batches, from two on, unless gpipe keeps them all.
+  // The memory of a step does not depend on the number of its micro-batches, from two on, or from a few for each stage,
+  // unless gpipe keeps them all. What is named in the end is planned with all of them.
   bool fits_on_paper(StepConfig step) {
-    if (step.schedule != Schedule::gpipe) step.micro_batches = std::min<int64_t>(step.micro_batches, 2);
+    const int64_t enough = step.stages == 1 ? 2 : 4 * step.stages;
+    if (step.schedule != Schedule::gpipe) step.micro_batches = std::min(step.micro_batches, enough);
     Plan plan = make_plan(step, device_for(step));
     const bool good = fits(plan, limit_for(step));
     if (!least_ || plan.total_bytes() < least_->plan.total_bytes()) least_ = {step, std::move(plan)};
     return good;
   }
 
+  // Of gpipe, that it keeps the activations of all micro-batches.
+  static void keep_few(StepConfig& step) {
+    if (step.schedule == Schedule::gpipe) step.schedule = Schedule::one_f_one_b;
+  }
   // The higher stages have no servers.
   static void set_stage(StepConfig& step, int stage) {
     step.zero.set_stage(stage);
@@ -132,7 +138,7 @@ class RemedySearch {
   }
 
   bool could_fit(StepConfig step) {
-    step.schedule = Schedule::one_f_one_b;
+    keep_few(step);
     step.micro_batches *= step.batch.B;
     step.batch.B = 1;
     step.recompute = Recompute::block;
@@ -144,7 +150,7 @@ class RemedySearch {
     const bool sharded = step.zero.shards > 1;
     const Recompute asked = step.recompute;
     const int64_t sequences = step.batch.B * step.micro_batches;
-    step.schedule = Schedule::one_f_one_b;
+    keep_few(step);
     std::vector<int64_t> sizes;  // of micro-batches, the largest first
     for (int64_t B = step.batch.B; B >= 1; --B)
       if (sequences % B == 0 && sequences / B <= most_passes / step.model.n_layer) sizes.push_back(B);
@@ -218,19 +224,20 @@ inline std::string change_text(const StepConfig& from, const StepConfig& to) {
   if (to.zero.sync != from.zero.sync) text += formatted(" --dp-sync {}", to.zero.sync);
   if (to.zero.stage != from.zero.stage) text += formatted(" --zero-stage {}", to.zero.stage);
   if (to.recompute != from.recompute) text += formatted(" --recompute {}", to.recompute);
-  if (to.schedule != from.schedule && from.micro_batches > 1) text += formatted(" --schedule {}", to.schedule);
+  const bool alike = from.micro_batches == 1 && from.schedule != Schedule::pipedream;  // gpipe and 1f1b
+  if (to.schedule != from.schedule && !alike) text += formatted(" --schedule {}", to.schedule);
   return text;
 }
 
 inline double flops_of_step(const Plan& plan, const StepConfig& step) {
-  double flops = 0;
-  for (const auto& [name, totals] : plan.step_ops) flops += totals.flops;
-  return flops * step.ranks();
+  double flops = 0;  // of one rank of each stage
+  for (size_t s = 0; s < static_cast<size_t>(step.stages); ++s) flops += plan.of_stage(s).flops();
+  return flops * step.ranks() / step.stages;
 }
+// Of a rank, of the stage whose ranks send most.
 inline int64_t traffic_of_step(const Plan& plan) {
-  int64_t bytes = 0;
-  for (const auto& [group, sent] : plan.step_traffic) bytes += sent;
-  return bytes;
+  const auto sent = [](const Plan& p) { return p.bytes_sent(); };
+  return sent(plan.of_stage(plan.stage_with_most(sent)));
 }
 
 // What the change costs besides the memory that it saves: "; 33% more work; each rank sends 3.1 GiB a step instead of
@@ -242,7 +249,8 @@ inline std::string price_text(const StepConfig& from, const Plan& before, const 
   if (to.batch.T == from.batch.T && work > 1.005) text += formatted("; {:.0f}% more work", 100 * (work - 1));
   const int64_t sent = traffic_of_step(remedy.plan), sent_before = traffic_of_step(before);
   if (sent * 100 > sent_before * 101 || sent * 101 < sent_before * 100)
-    text += formatted("; each rank sends {} a step{}", sent == 0 ? "nothing" : human_bytes(sent),
+    text += formatted("; each rank sends {}{} a step{}", to.stages > 1 ? "at most " : "",
+                      sent == 0 ? "nothing" : human_bytes(sent),
                       sent_before == 0 ? "" : " instead of " + human_bytes(sent_before));
   if (to.zero.grad_reduce != from.zero.grad_reduce)
     text += "; gradients are then reduced every micro-batch, which rounds differently";

@@ -1,0 +1,98 @@
+// pipeline_bench: a pipeline of two stages beside two data-parallel ranks, on the same two threads, of a model whose
+// stages balance: the time of a step, and what the stages wait, beside the law of the bubble.
+//
+//   make pipeline-bench && build/pipeline_bench [RUNS]
+//
+// The forms take turns; times are medians. A stage's busy time is that of its compute stream without waits for others
+// (Stream::busy_seconds()), over the forwards and backwards of a step without its update.
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "core/log.h"
+#include "dist/pipeline/simulate.h"
+#include "run/ranks.h"
+#include "run/selftest.h"
+
+using namespace llmc;
+
+namespace {
+
+constexpr int ranks = 2;
+
+// GPT-2's shape, with a head that costs little: 3 layers a stage.
+StepConfig step_of(int stages, int64_t micro_batches) {
+  ModelConfig model;
+  model.n_layer = model.n_head = model.n_kv_head = 6;
+  model.n_embd = 384;
+  model.n_ffn = 1536;
+  model.vocab_size = 257;
+  model.tied = false;
+  StepConfig step{.model = model, .batch = {2, 128}, .micro_batches = micro_batches, .generates = false};
+  step.stages = step.chunks = stages;
+  step.zero.shards = ranks / stages;
+  return step;
+}
+
+double median(std::vector<double> all) {
+  std::nth_element(all.begin(), all.begin() + static_cast<int64_t>(all.size() / 2), all.end());
+  return all[all.size() / 2];
+}
+
+struct Times {
+  std::vector<double> step, idle;  // seconds; share of the ranks' time
+};
+
+void measure(const StepConfig& step, int steps, Times& times) {
+  const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
+  World world(step.mesh());
+  std::vector<double> busy(ranks);
+  run_ranks(world, [&](int rank) {
+    Run run(step, plan, {DeviceKind::cpu, 1}, world, rank);
+    init_weights(run.trainer.state(), 42, run.stream);
+    const BatchSource batches = [&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); };
+    const auto timed = [&](auto&& work) {
+      run.stream.synchronize();
+      run.dp.control->barrier();
+      const auto begin = std::chrono::steady_clock::now();
+      const double before = run.stream.busy_seconds();
+      work();
+      run.stream.synchronize();
+      busy[static_cast<size_t>(rank)] = run.stream.busy_seconds() - before;
+      run.dp.control->barrier();
+      return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    };
+    for (int s = 1; s <= steps + 1; ++s) {
+      const double whole = timed([&] {
+        run.trainer.step(batches,
+                         {.lr = 1e-4f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = s},
+                         {.max_norm = 1});
+      });
+      const double gradients = timed([&] { run.trainer.accumulate_gradients(batches); });
+      if (rank > 0 || s == 1) continue;  // the first warms up
+      times.step.push_back(whole);
+      times.idle.push_back(1 - (busy[0] + busy[1]) / (ranks * gradients));
+    }
+  });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int runs = argc > 1 ? std::atoi(argv[1]) : 5;
+  std::printf("| micro-batches | dp 2, ms | pp 2, ms | pp / dp | idle of pp 2 | law of the bubble | idle of dp 2 |\n");
+  std::printf("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n");
+  for (const int64_t M : {4, 8, 16}) {
+    Times dp, pp;
+    for (int run = 0; run < runs; ++run) {
+      measure(step_of(1, M / ranks), 2, dp);
+      measure(step_of(ranks, M), 2, pp);
+    }
+    const double a = median(dp.step) * 1e3, b = median(pp.step) * 1e3;
+    std::printf("| %ld | %.0f | %.0f | %.2f | %.1f%% | %.1f%% | %.1f%% |\n", static_cast<long>(M), a, b, b / a,
+                100 * median(pp.idle), 100 * bubble_law(step_of(ranks, M).pipeline())->bubble, 100 * median(dp.idle));
+    std::fflush(stdout);
+  }
+}

@@ -1,0 +1,197 @@
+// whole_check.h: before the first step, the ranks say which elements of which parameters they hold; together that must
+// be the whole model, every element exactly as often as the layout says (contract 15). So a layer that falls between
+// two stages of a pipeline, or lies on two of them, ends the run by its name before anything is computed.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "dist/zero.h"
+
+namespace llmc {
+
+// What a rank holds of a parameter: elements of the box that its tensor-parallel rank has.
+struct HeldParam {
+  Box box;
+  Range weights, moments;
+  bool operator==(const HeldParam&) const = default;
+};
+// Of units that it holds alike, such as most blocks, by their places in the model.
+struct HeldUnits {
+  size_t first = 0, last = 0;
+  std::vector<HeldParam> params;
+};
+struct HeldByRank {
+  int stage = 0, tensor_rank = 0;
+  std::vector<HeldUnits> units;
+};
+
+inline std::vector<HeldUnits> units_held(const ModelState& state) {
+  std::vector<HeldUnits> held;
+  for (size_t u = 0; u < state.size(); ++u) {
+    if (!state.has(u)) continue;
+    const std::vector<ParamSpec>& params = state.unit(u).spec().params;
+    HeldUnits unit{u, u, {}};
+    for (const ParamSpec& p : params) unit.params.push_back({p.box(), {}, {}});
+    StateTable table;
+    state.unit(u).append_to(table);
+    for (const StateEntry& e : table) {
+      HeldParam& p = unit.params[static_cast<size_t>(e.param - params.data())];
+      if (e.kind == StateKind::weight) p.weights = {e.begin, e.tensor.numel()};
+      if (e.kind == StateKind::moment1) p.moments = {e.begin, e.tensor.numel()};
+    }
+    if (!held.empty() && held.back().last + 1 == u && held.back().params == unit.params) held.back().last = u;
+    else held.push_back(std::move(unit));
+  }
+  return held;
+}
+
+// As text, to be sent: numbers, of which the third says how many parameters follow.
+inline std::string text_of(const std::vector<HeldUnits>& held) {
+  std::string text;
+  for (const HeldUnits& h : held) {
+    text += formatted("{} {} {}\n", h.first, h.last, h.params.size());
+    for (const HeldParam& p : h.params)
+      text += formatted("{} {} {} {} {} {} {} {}\n", p.box.row, p.box.rows, p.box.column, p.box.columns,
+                        p.weights.begin, p.weights.size, p.moments.begin, p.moments.size);
+  }
+  return text;
+}
+inline std::vector<HeldUnits> held_from_text(const std::string& text) {
+  std::vector<HeldUnits> held;
+  std::istringstream in(text);
+  size_t first, last, count;
+  while (in >> first >> last >> count) {
+    HeldUnits& h = held.emplace_back(HeldUnits{first, last, {}});
+    for (HeldParam p; h.params.size() < count; h.params.push_back(p)) {
+      in >> p.box.row >> p.box.rows >> p.box.column >> p.box.columns >> p.weights.begin >> p.weights.size >>
+          p.moments.begin >> p.moments.size;
+      CHECK(in, "a rank's list of what it holds breaks off");
+    }
+  }
+  return held;
+}
+
+namespace detail {
+
+// Refuses ranges of which the elements [0, size) are not in exactly `times` each. what: for the message.
+inline void require_covered(const std::vector<Range>& ranges, int64_t size, int times, const std::string& what) {
+  std::map<int64_t, int> changes{{0, 0}, {size, 0}};
+  for (const Range& r : ranges) {
+    if (r.size == 0) continue;
+    ++changes[r.begin], --changes[r.end()];
+  }
+  int count = 0;
+  for (const auto& [element, change] : changes) {
+    count += change;
+    CHECK(count == (element < 0 || element >= size ? 0 : times) || size == 0,
+          "the model is not whole: element {} of {} is held by {} rank(s), expected {}", element, what, count, times);
+  }
+}
+
+// The same for the boxes of tensor-parallel ranks, which are of one parameter.
+inline void require_covered(const std::vector<Box>& boxes, int64_t rows, int64_t columns, int times,
+                            const std::string& what) {
+  std::set<int64_t> row_cuts{0}, column_cuts{0};
+  for (const Box& b : boxes) {
+    row_cuts.insert({b.row, b.row + b.rows});
+    column_cuts.insert({b.column, b.column + b.columns});
+  }
+  for (const int64_t row : row_cuts)
+    for (const int64_t column : column_cuts) {
+      const auto count = std::ranges::count_if(boxes, [&](const Box& b) {
+        return b.row <= row && row < b.row + b.rows && b.column <= column && column < b.column + b.columns;
+      });
+      CHECK(count == (row < rows && column < columns ? times : 0),
+            "the model is not whole: row {}, column {} of {} belongs to {} tensor-parallel rank(s), expected {}", row,
+            column, what, count, times);
+    }
+}
+
+}  // namespace detail
+
+// What the ranks of a layout hold is the whole model. table: what one tensor-parallel rank has of it.
+inline void require_whole_model(const ParamTable& table, bool tied, const ZeroConfig& zero,
+                                const std::vector<HeldByRank>& ranks) {
+  using Updates = ZeroConfig::Updates;
+  const int holders_of_weights = zero.stage == 3 ? zero.replicas : zero.ranks(),
+            holders_of_moments = zero.updates() == Updates::everyone       ? zero.ranks()
+                                 : zero.updates() == Updates::shard_owners ? zero.replicas
+                                                                           : 1;
+  struct Holder {
+    int stage, tensor_rank;
+    const HeldUnits* held;
+  };
+  std::vector<std::vector<Holder>> holders(table.size());
+  for (const HeldByRank& rank : ranks)
+    for (const HeldUnits& h : rank.units)
+      for (size_t u = h.first; u <= h.last; ++u) {
+        CHECK(u < table.size(), "the model is not whole: stage {} has a unit {}, and there are {}", rank.stage, u,
+              table.size());
+        holders[u].push_back({rank.stage, rank.tensor_rank, &h});
+      }
+  const auto stages_of = [&](size_t u) {
+    std::set<int> stages;
+    for (const Holder& h : holders[u]) stages.insert(h.stage);
+    return std::vector<int>(stages.begin(), stages.end());
+  };
+  for (size_t u = 0; u < table.size(); ++u)
+    CHECK(!holders[u].empty(), "the model is not whole: no stage of the pipeline has {}", table[u].name);
+  for (size_t u = 0; u < table.size(); ++u) {
+    const UnitSpec& unit = table[u];
+    const std::vector<int> stages = stages_of(u), heads = stages_of(table.size() - 1);
+    if (u == 0 && tied)
+      CHECK(std::ranges::includes(stages, heads) && stages.size() <= 2,
+            "the model is not whole: {}, whose table is the head's too, is on stage(s) {}, and the head on {}",
+            unit.name, stages, heads);
+    else CHECK(stages.size() == 1, "the model is not whole: {} is on stages {}, expected one", unit.name, stages);
+    for (const int stage : stages) {
+      // By tensor-parallel rank: its boxes, and what its data-parallel ranks hold of them.
+      std::map<int, std::vector<const HeldUnits*>> parts;
+      for (const Holder& h : holders[u]) {
+        if (h.stage != stage) continue;
+        parts[h.tensor_rank].push_back(h.held);
+        CHECK(h.held->params.size() == unit.params.size(),
+              "the model is not whole: stage {} has {} parameters of {}, expected {}", stage, h.held->params.size(),
+              unit.name, unit.params.size());
+      }
+      for (size_t i = 0; i < unit.params.size(); ++i) {
+        const ParamSpec& p = unit.params[i];
+        std::vector<Box> boxes;
+        for (const auto& [tensor_rank, held] : parts) {
+          const Box box = boxes.emplace_back(held.front()->params[i].box);
+          std::vector<Range> weights, moments;
+          for (const HeldUnits* h : held) {
+            CHECK(h->params[i].box == box, "the model is not whole: data-parallel ranks have different parts of {}",
+                  p.name);
+            weights.push_back(h->params[i].weights);
+            moments.push_back(h->params[i].moments);
+          }
+          const std::string whose = formatted("{} on stage {}, tensor-parallel rank {},", p.name, stage, tensor_rank);
+          detail::require_covered(weights, box.numel(), holders_of_weights, whose);
+          if (zero.holds == Holds::training_state)
+            detail::require_covered(moments, box.numel(), holders_of_moments, "AdamW's moments of " + whose);
+        }
+        detail::require_covered(boxes, p.shape[0], p.numel() / p.shape[0], p.copies,
+                                formatted("{} on stage {}", p.name, stage));
+      }
+    }
+  }
+}
+
+// Called by all ranks; rank 0 compares.
+inline void check_whole_model(const ModelState& state, const ParamTable& table, bool tied, const Mesh& mesh) {
+  std::vector<HeldByRank> ranks;
+  for (const std::string& text :
+       state.dp().control->gather_text(0, "parameters that the ranks hold", text_of(units_held(state)))) {
+    const int rank = static_cast<int>(ranks.size());
+    ranks.push_back({mesh.coordinate(rank, Axis::pp), mesh.coordinate(rank, Axis::tp), held_from_text(text)});
+  }
+  if (!ranks.empty()) require_whole_model(table, tied, state.zero_config(), ranks);
+}
+
+}  // namespace llmc

@@ -1,0 +1,135 @@
+// activations.h: what a block keeps between its forward and its backward, and between the parts of its backward; what
+// of it is recomputed. Sizes: as in transformer.h.
+#pragma once
+#include <optional>
+#include <string>
+
+#include "device/arena.h"
+#include "dist/schedule.h"
+#include "dist/tensor_parallel.h"
+#include "model/config.h"
+
+namespace llmc {
+
+struct BatchShape {
+  int64_t B, T;
+  int64_t rows() const { return B * T; }
+};
+
+// What the backward recomputes instead of keeping it from the forward (contract 11: bitwise the same). Each level
+// includes those before it. Whole blocks: Chen et al. 2016; parts that are large and cheap: Korthikanti et al. 2022.
+enum class Recompute : uint8_t { none, activation, norm, block };
+inline const char* name_of(Recompute r) {
+  constexpr const char* names[] = {"none", "activation", "norm", "block"};
+  return names[static_cast<int>(r)];
+}
+inline constexpr Recompute all_recompute[] = {Recompute::none, Recompute::activation, Recompute::norm,
+                                              Recompute::block};
+inline Recompute recompute_from_name(const std::string& name) {
+  for (const Recompute r : all_recompute)
+    if (name == name_of(r)) return r;
+  throw Error(formatted("--recompute {}: expected one of none, activation, norm, block", name));
+}
+
+// Is the backward of a block done at once, or in two parts, of which the second, for the weights, comes later?
+enum class Backward : uint8_t { whole, in_parts };
+
+// The activations that the backward of a block needs. Its weight part needs the inputs of the products: norm1,
+// attention, norm2 and activated.
+struct BlockActivations {
+  Tensor norm1, norm1_mean, norm1_rstd;  // (S, C) (S) (S); no mean with rmsnorm
+  Tensor qkv;                            // (N, (Hq + 2 Hkv) D): q heads, k heads, v heads
+  Tensor heads, heads_rstd;  // (as qkv) (N, Hq + Hkv): what attention reads; qkv itself without query-key norm
+  Tensor attention, lse;     // (N, Hq D) (B, Hq, T)
+  Tensor middle;             // (S, C) the residual stream between attention and MLP
+  Tensor norm2, norm2_mean, norm2_rstd;  // (S, C) (S) (S)
+  Tensor up, activated;                  // (N, F or 2 F: gates, ups) (N, F)
+  Tensor out;                            // (S, C) the residual stream after the block
+
+  // The recomputed tensors: one set, reused by all blocks.
+  static BlockActivations recomputed(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor,
+                                     DType dtype, Recompute recompute, Arena& arena) {
+    auto wanted = [=](std::optional<Recompute> from, bool) { return from && *from <= recompute; };
+    return {c, s, tensor, dtype, arena, "recomputed", {}, wanted};
+  }
+  // The tensors that each block keeps; the others are in `shared`. Of a backward in parts, without product_inputs().
+  static BlockActivations kept(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype,
+                               Recompute recompute, Backward backward, const BlockActivations& shared, Arena& arena) {
+    auto wanted = [=](std::optional<Recompute> from, bool product_input) {
+      return (!from || *from > recompute) && !(product_input && backward == Backward::in_parts);
+    };
+    return {c, s, tensor, dtype, arena, "activations", shared, wanted};
+  }
+  // The inputs of the products, for the weight part: those that the forward keeps for it, or those that the input part
+  // recomputes.
+  static BlockActivations product_inputs(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor,
+                                         DType dtype, Recompute recompute, ActionKind made_by, Arena& arena) {
+    auto wanted = [=](std::optional<Recompute> from, bool product_input) {
+      return product_input && (*from <= recompute) == (made_by == ActionKind::backward_input);
+    };
+    return {c, s, tensor, dtype, arena, "for the weight part", {}, wanted};
+  }
+  // Takes the inputs of the products that `other` has.
+  void take_product_inputs(const BlockActivations& other) {
+    using A = BlockActivations;
+    for (Tensor A::*t : {&A::norm1, &A::attention, &A::norm2, &A::activated})
+      if (!(other.*t).empty()) this->*t = other.*t;
+  }
+
+  BlockActivations() = default;
+
+ private:
+  // `wanted`(from, product_input): from is the lowest level that recomputes the tensor; none: it is always kept.
+  template <class Wanted>
+  BlockActivations(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype, Arena& arena,
+                   const char* label, const BlockActivations& shared, Wanted wanted)
+      : BlockActivations(shared) {
+    const int64_t N = s.rows(), S = tensor.stream_rows(N), C = c.n_embd;
+    const DType stat = accumulator_of(dtype);
+    auto alloc = [&](Tensor& tensor, const char* name, DType d, const Shape& shape, std::optional<Recompute> from,
+                     bool product_input = false) {
+      if (wanted(from, product_input)) tensor = arena.alloc(label, name, d, shape);
+    };
+    constexpr bool product_input = true;
+    const bool means = c.family.norm == Norm::layernorm;
+    using enum Recompute;
+    alloc(norm1, "norm1", dtype, {S, C}, norm, product_input);
+    if (means) alloc(norm1_mean, "norm1 mean", stat, {S}, block);
+    alloc(norm1_rstd, "norm1 rstd", stat, {S}, block);
+    alloc(qkv, "qkv", dtype, {N, c.qkv_size()}, block);
+    if (c.family.qk_norm) {
+      alloc(heads, "heads", dtype, {N, c.qkv_size()}, norm);
+      alloc(heads_rstd, "heads rstd", stat, {N, c.n_head + c.n_kv_head}, block);
+    } else {
+      heads = qkv;
+    }
+    alloc(attention, "attention", dtype, {N, c.q_size()}, block, product_input);
+    alloc(lse, "attention lse", stat, {s.B, c.n_head, s.T}, block);
+    alloc(middle, "middle", dtype, {S, C}, block);
+    alloc(norm2, "norm2", dtype, {S, C}, norm, product_input);
+    if (means) alloc(norm2_mean, "norm2 mean", stat, {S}, block);
+    alloc(norm2_rstd, "norm2 rstd", stat, {S}, block);
+    alloc(up, "up", dtype, {N, c.mlp_in_size()}, block);
+    alloc(activated, "activated", dtype, {N, c.n_ffn}, activation, product_input);
+    alloc(out, "out", dtype, {S, C}, std::nullopt);
+  }
+};
+
+// The gradients of the outputs of a block's products, which its weight part needs.
+struct OutputGradients {
+  Tensor qkv, middle, up, out;  // as in BlockActivations; middle: of the product before it, and so for out
+  OutputGradients() = default;
+  OutputGradients(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype, Arena& arena) {
+    const int64_t N = s.rows(), S = tensor.stream_rows(N), C = c.n_embd;
+    auto alloc = [&](const char* name, const Shape& shape) {
+      return arena.alloc("for the weight part", name, dtype, shape);
+    };
+    qkv = alloc("gradient of qkv", {N, c.qkv_size()});
+    middle = alloc("gradient of middle", {S, C});
+    up = alloc("gradient of up", {N, c.mlp_in_size()});
+    out = alloc("gradient of out", {S, C});
+  }
+  bool empty() const { return out.empty(); }
+};
+
+}  // namespace llmc

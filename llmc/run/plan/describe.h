@@ -1,0 +1,116 @@
+// describe.h: a run in words, as its options describe it: the device, the model, the layout.
+#pragma once
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "core/log.h"
+#include "run/gpu_peaks.h"
+#include "run/options/options.h"
+#include "run/peak.h"
+#include "run/plan/remedy.h"
+
+namespace llmc {
+
+// The device: "NVIDIA H200 (sm_90, 139.8 GiB)".
+inline std::string describe(const Device& device) {
+  if (device.computes_as() != DeviceKind::cuda)
+    return formatted("{}, {} thread{}", processor_name(), device.threads, device.threads == 1 ? "" : "s");
+  if (is_gpu_elsewhere(device)) return "a GPU that is not in this machine";
+  const GpuInfo gpu = gpu_info(device.gpu);
+  return formatted("GPU {}: {} (sm_{}{}), {}, {}", device.gpu, gpu.name, gpu.major, gpu.minor,
+                   human_bytes(gpu.total_bytes), gpu.software);
+}
+
+// Its datasheet peaks: "989.5 TFLOP/s of bf16, 1979.0 of fp8, dense; 4800.0 GB/s of memory".
+inline std::string describe(const GpuPeaks& chip) {
+  const auto number = [](const std::optional<double>& n) { return n ? formatted("{:.1f}", *n) : std::string("n/a"); };
+  return formatted("{} TFLOP/s of bf16, {} of fp8, dense; {} GB/s of memory", number(chip.bf16), number(chip.fp8),
+                   number(chip.bandwidth));
+}
+
+using Rows = std::vector<std::pair<std::string, std::string>>;
+
+namespace detail {
+
+inline std::string layout_text(const StepConfig& step) {
+  const ZeroConfig& zero = step.zero;
+  const TensorParallel& tensor = step.tensor;
+  if (step.ranks() == 1) return "1 rank";
+  std::string text;
+  if (tensor.ranks > 1)
+    text = formatted("{} tensor-parallel ranks{}{}", tensor.ranks, tensor.sequence ? " with sequence parallelism" : "",
+                     tensor.overlap ? ", overlapped" : "");
+  if (step.context.ranks > 1)
+    text = formatted("{} context-parallel {}, {} attention", step.context.ranks,
+                     text.empty() ? "ranks" : "groups of " + text, step.context.attention);
+  if (step.stages > 1) {
+    std::vector<size_t> layers(static_cast<size_t>(step.stages));
+    const std::vector<Chunk> chunks = step.model_chunks();
+    for (size_t c = 0; c < chunks.size(); ++c)
+      layers[static_cast<size_t>(step.pipeline().stage_of(static_cast<int>(c)))] += chunks[c].layers.size();
+    text = formatted("{} stages of {} layers, {}{}{}{}", step.stages, layers, step.schedule,
+                     step.asynchronous() ? formatted(" with up to {} versions of weights", step.stages) : "",
+                     step.chunks > step.stages ? formatted(" in {} chunks", step.chunks / step.stages) : "",
+                     text.empty() ? "" : ", each " + text);
+  }
+  if (step.zero.ranks() == 1) return text;
+  const std::string sharding =
+      formatted("{} replica(s) x {} shard(s){}, ZeRO stage {}, gradients reduced every {}{}", zero.replicas,
+                zero.shards, step.context.ranks > 1 && step.readers() > zero.replicas ? " of shard x cp" : "",
+                zero.stage, zero.grad_reduce == GradReduce::step ? "step" : "micro-batch",
+                zero.sync == DpSync::all_reduce ? "" : formatted(", {}", zero.sync));
+  if (step.readers() == 1) return text + ": " + sharding;
+  return formatted("{} data-parallel {}: {}", step.readers(), text.empty() ? "ranks" : "groups of " + text, sharding);
+}
+
+// The traffic of every --dp-sync beside that of the one chosen, where a run has the choice.
+inline void report_links(Log& log, const StepConfig& step) {
+  const ZeroConfig& zero = step.zero;
+  if (zero.ranks() == 1 || zero.stage > 0 || zero.replicas > 1 || step.ranks() > step.readers()) return;
+  int64_t elements = 0;
+  for (const UnitSpec& unit : parameter_table(step.model)) elements += UnitLayout(unit, zero.ranks()).size;
+  const int64_t R = zero.grad_reduce == GradReduce::step ? 1 : step.micro_batches,
+                G = elements * size_of(accumulator_of(step.dtype)), W = elements * size_of(step.dtype);
+  Rows rows = {{"G", formatted("{} of gradients, R = {} reduction(s)", human_bytes(G), R)},
+               {"W", formatted("{} of weights", human_bytes(W))}};
+  for (const LinkTraffic& link : link_traffic(zero.ranks(), G * R, W))
+    rows.emplace_back(name_of(link.sync), formatted("{:-13} out {:-11} {:10} | in {:-11} {:10}{}", link.of,
+                                                    link.out_law, human_bytes(link.out), link.in_law,
+                                                    human_bytes(link.in), link.sync == zero.sync ? " <= chosen" : ""));
+  log.table(formatted("traffic of one rank's link per step, by --dp-sync: P = {}, f = (P - 1) / P", zero.ranks()),
+            rows);
+}
+
+// A run as described by the options alone.
+inline Rows run_rows(const Options& o, const StepConfig& step) {
+  const ModelConfig& m = step.model;
+  return {{"model", formatted("{} ({}): {} layers, {} heads{} of {}, C {}, F {}, vocabulary {}, {} positions", o.model,
+                              m.family.model_type, m.n_layer, m.n_head,
+                              m.n_kv_head == m.n_head ? "" : formatted(" ({} key-value heads)", m.n_kv_head),
+                              m.head_size, m.n_embd, m.n_ffn, m.vocab_size, m.n_positions)},
+          {"parameters", formatted("{} ({:.3f} MFLOP per token)", human_count(count_parameters(parameter_table(m))),
+                                   training_flops_per_token(m, o.seq_len) * 1e-6)},
+          {"numerics", formatted("{}, recompute {}", o.dtype, step.recompute)},
+          {"batch", formatted("{} tokens per step = {} micro-batch(es) x {} sequences x {} tokens x {} {}",
+                              human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.readers(),
+                              step.ranks() == step.readers() ? "rank(s)" : "group(s) of ranks")},
+          {"layout", layout_text(step)},
+          {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
+                                  o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip) +
+                            (step.asynchronous() ? ", stage by stage by its own norm" : "")}};
+}
+
+// A notice for those who know d24 and larger from llm.c.
+inline std::string depth_notice(const Options& o) {
+  for (const auto& [name, channels, heads] : {std::tuple("d24", 1024, 16), {"d36", 1280, 20}, {"d48", 1600, 25}})
+    if (o.model == name && !o.n_embd && !o.n_head)
+      return formatted("notice: {} has 64 channels per layer here; llm.c's {} is {} --n-embd {} --n-head {}", name,
+                       name, name, channels, heads);
+  return "";
+}
+
+}  // namespace detail
+
+}  // namespace llmc

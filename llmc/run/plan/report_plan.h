@@ -1,0 +1,258 @@
+// report_plan.h: what a run needs, as tables: memory by name, the stages of a pipeline, work by op, traffic, time.
+#pragma once
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/log.h"
+#include "dist/pipeline/simulate.h"
+#include "run/plan/count_costs.h"
+#include "run/plan/describe.h"
+#include "run/plan/remedy.h"
+
+namespace llmc {
+
+namespace detail {
+
+inline Rows memory_rows(const Plan& plan) {
+  Rows rows;
+  for (const MemoryLine& line : plan.memory)
+    if (line.bytes > 0) rows.emplace_back(line.label, human_bytes(line.bytes));
+  int64_t total = 0;
+  for (const MemoryLine& line : plan.memory) total += line.bytes;
+  rows.emplace_back("total", human_bytes(total));
+  return rows;
+}
+
+// "embedding, 0-7 and 64-71, head": what a stage has of the model.
+inline std::string modules_text(const StepConfig& step, int stage) {
+  std::string text;
+  const std::vector<Chunk> chunks = step.model_chunks();
+  const auto add = [&](const std::string& what) { text += (text.empty() ? "" : ", ") + what; };
+  for (int c = 0; c < step.chunks; ++c) {
+    if (step.pipeline().stage_of(c) != stage) continue;
+    const Chunk& chunk = chunks[static_cast<size_t>(c)];
+    if (chunk.has_embedding) add("embedding");
+    if (chunk.layers.size() == 1) add(std::to_string(chunk.layers[0]));
+    if (chunk.layers.size() > 1) add(formatted("{}-{}", chunk.layers.front(), chunk.layers.back()));
+    if (chunk.has_head) add("head");
+  }
+  return text;
+}
+
+// A row for each stage.
+inline Rows stage_rows(const StepConfig& step, const Plan& plan) {
+  size_t width = 0;
+  for (int s = 0; s < step.stages; ++s) width = std::max(width, modules_text(step, s).size());
+  Rows rows;
+  for (int s = 0; s < step.stages; ++s) {
+    const Plan& its = plan.of_stage(static_cast<size_t>(s));
+    std::string modules = modules_text(step, s);
+    modules.resize(width, ' ');
+    rows.emplace_back(formatted("stage {}", s),
+                      formatted("{} {:10} {:14.3f} GFLOP, sends {:10} a step", modules, human_bytes(its.total_bytes()),
+                                its.flops() * 1e-9, human_bytes(its.bytes_sent())));
+  }
+  return rows;
+}
+
+// What the stages wait for each other in a step, on paper: chunks take as long as their flops, messages no time.
+inline Simulation simulate_step(const StepConfig& step, const ModelCosts& costs) {
+  PassCosts pass;
+  for (const Chunk& chunk : step.model_chunks())
+    pass.chunk.push_back((chunk.has_embedding ? costs.embedding.seconds : 0) +
+                         (chunk.layers.empty() ? 0 : costs.blocks[0].seconds) *
+                             static_cast<double>(chunk.layers.size()) +
+                         (chunk.has_head ? costs.head.seconds : 0));
+  return simulate(step.pipeline(), pipeline_actions(step.pipeline()), pass);
+}
+
+// How well the stages are balanced, and what --pp-layout balanced would choose.
+inline Rows balance_rows(const StepConfig& step, const std::optional<Rates>& rates) {
+  const double flops_per_s = rates ? rates->flops_per_s : 1e12;
+  const ModelCosts costs = count_costs(step, flops_per_s);
+  const Simulation sim = simulate_step(step, costs);
+  const auto law = bubble_law(step.pipeline());
+  const double most = *std::ranges::max_element(sim.busy);
+  const auto slowest = std::ranges::find_if(sim.busy, [&](double b) { return b > most * (1 - 1e-9); });
+  const auto layers_text = [](const std::vector<int64_t>& layers) {
+    return name_of(PipelineLayout{LayoutKind::list, layers});
+  };
+  double mean = 0;
+  for (const double b : sim.busy) mean += b / step.stages;
+  Rows rows = {
+      {"work",
+       formatted("a layer 1, the embedding {:.2f}, the head {:.2f}", costs.embedding.seconds / costs.blocks[0].seconds,
+                 costs.head.seconds / costs.blocks[0].seconds)},
+      {"slowest stage", formatted("{} of {}: {:.1f}% more work than the mean", slowest - sim.busy.begin(), step.stages,
+                                  100 * (most / mean - 1))},
+      {"bubble",
+       formatted("{:.1f}% of the stages' time{}", 100 * sim.bubble(),
+                 law ? formatted("; {:.1f}% were the chunks equal: {}", 100 * law->bubble, law->formula) : "")}};
+  // Some layers cannot be spread otherwise.
+  if (step.model.n_layer + 2 >= step.chunks)
+    rows.emplace_back("--pp-layout balanced", layers_text(balanced_layers(costs, step.stages_of_chunks())));
+  // A worker of PipeDream's: a group of tensor- and context-parallel ranks; many of them are counted in groups.
+  constexpr int most_workers = 128;
+  const int all = step.stages * step.readers();
+  int workers = all;
+  for (int group = 2; workers > most_workers && group <= all; ++group)
+    if (all % group == 0) workers = all / group;
+  ModelCosts of_group = costs;
+  const double group = static_cast<double>(all) / workers;
+  of_group.embedding.seconds /= group, of_group.head.seconds /= group;
+  for (ModuleCost& block : of_group.blocks) block.seconds /= group;
+  const BalancedPipeline replicated = balanced_replicated_stages(
+      of_group, workers, rates ? rates->link_bytes_per_s : std::numeric_limits<double>::infinity());
+  rows.emplace_back(
+      "PipeDream's answer",
+      formatted("{} for {} workers{}, {}; replicated stages are not for this trainer", name_of(replicated), workers,
+                group > 1 ? formatted(" of {} data-parallel ranks", group) : "",
+                rates ? formatted("with links of {:.1f} GB/s", rates->link_bytes_per_s * 1e-9)
+                      : "were their exchanges for nothing"));
+  return rows;
+}
+
+// more: rows for the end of the table.
+inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, const Rows& more = {}) {
+  const size_t largest = plan.stage_with_most_memory();
+  Rows rows = memory_rows(plan.of_stage(largest));
+  rows.insert(rows.end(), more.begin(), more.end());
+  log.table(step.ranks() == 1 ? std::string("memory")
+            : plan.others     ? "memory of rank 0, the server"
+            : step.stages > 1 ? formatted("memory per rank of stage {}, which needs most", largest)
+                              : "memory per rank",
+            rows);
+  if (plan.others) log.table("memory of each other rank", memory_rows(*plan.others));
+  if (step.stages > 1) log.table("stages: layers; memory, work and traffic of a rank", stage_rows(step, plan));
+}
+
+// The time of a planned step, at the rates that its clock assumes. Of servers, which do not run in step with the ranks
+// they serve, the clock knows nothing.
+inline Rows time_rows(const StepConfig& step, const Plan& whole, const std::optional<Rates>& rates) {
+  if (!rates || whole.others) return {};
+  const size_t slowest = whole.stage_with_most([](const Plan& p) { return p.step_seconds; });
+  const Plan& plan = whole.of_stage(slowest);
+  const double busy_ms = plan.step_seconds * 1e3, exposed_ms = plan.exposed_seconds * 1e3,
+               bubble = step.stages == 1 ? 0 : simulate_step(step, count_costs(step)).bubble(slowest),
+               ms = busy_ms / (1 - bubble);
+  Rows rows = {{"compute", formatted("{:.3f} ms{}", busy_ms - exposed_ms,
+                                     step.stages == 1 ? "" : formatted(", of stage {}, the slowest", slowest))}};
+  if (step.ranks() > 1)
+    rows.emplace_back("exposed communication", formatted("{:.3f} ms, which no computation hides", exposed_ms));
+  if (step.stages > 1) rows.emplace_back("bubble", formatted("{:.3f} ms", ms - busy_ms));
+  rows.emplace_back("step", formatted("{:.3f} ms: {:.0f} tokens/s", ms, static_cast<double>(step.tokens()) / ms * 1e3));
+  const std::string link = step.ranks() == 1 ? std::string()
+                                             : formatted(", {:.1f} GB/s of link and {:.1f} us for a message",
+                                                         rates->link_bytes_per_s * 1e-9, rates->link_latency_s * 1e6);
+  rows.emplace_back("rates", formatted("{:.1f} TFLOP/s, {:.1f} GB/s of memory{}; no time for launches",
+                                       rates->flops_per_s * 1e-12, rates->bytes_per_s * 1e-9, link));
+  return rows;
+}
+
+// What a GPU's memory holds besides what is planned.
+inline std::string not_counted_text(const StepConfig& step) {
+  return formatted("about {} for the CUDA context and cuBLASLt{}{}", human_bytes(gpu_reserve),
+                   step.ranks() > 1 ? formatted(", {} for NCCL's buffers", human_bytes(nccl_reserve)) : "",
+                   built_for_gpus ? "" : "; some MiB of op scratch, which only a build for GPUs counts");
+}
+
+// Ranks are threads of one process: a notice where there are more than one machine takes, or than this one has room
+// for.
+inline std::string too_many_ranks_notice(const Options& o, const Device& device) {
+  const int64_t ranks = o.place.local_ranks;
+  constexpr int largest_server = 16;  // in GPUs
+  const bool elsewhere = is_gpu_elsewhere(device);
+  const bool gpus = device.computes_as() == DeviceKind::cuda;
+  if (elsewhere ? ranks <= largest_server : gpus ? device.sharers <= 1 : ranks <= available_processors()) return "";
+  const std::string shared = elsewhere ? formatted("each with a GPU of its own in one machine")
+                             : device.computes_as() == DeviceKind::cuda
+                                 ? formatted("which share {} GPU(s)", visible_gpus().count)
+                                 : formatted("which share {} processor(s)", available_processors());
+  return formatted(
+      "notice: {} ranks would be threads of one process, {}; scripts/multi_node/ starts processes on several hosts",
+      ranks, shared);
+}
+
+}  // namespace detail
+
+// Refuses a run, or a generation, that needs more memory than --memory-limit or the machine allows.
+inline void require_memory(const Options& o, const StepConfig& step, const Plan& plan, const Device& device,
+                           Begun begun = Begun::no) {
+  if (fits(plan, memory_limit(o, device))) return;
+  std::string message =
+      formatted("{} needs {} and {}",
+                step.ranks() == 1 ? "the run"
+                : plan.others     ? "the server, rank 0,"
+                : step.stages > 1 ? formatted("each rank of stage {}, which needs most,", plan.stage_with_most_memory())
+                                  : "each rank",
+                human_bytes(plan.total_bytes()), detail::memory_verdict(o, step, plan, device, begun));
+  const Plan& largest = plan.of_stage(plan.stage_with_most_memory());
+  for (const auto& [name, value] : detail::memory_rows(largest)) message += formatted("\n  {:-22} {}", name, value);
+  throw Error(message);
+}
+
+namespace detail {
+
+// "activations (--tp)": a group of ranks, and the option that makes it, unless all layouts have it.
+inline std::string axis_of_group(const std::string& name) {
+  const bool tensor = name == "activations" || name == "partial gradients" || name == "head gradients";
+  return name == "keys and values" ? "attention (--cp)" : name + (tensor ? " (--tp)" : "");
+}
+
+}  // namespace detail
+
+// --plan: prints what a run needs without running it; refused if that exceeds --memory-limit.
+inline void report_plan(Log& log, const Options& o, const Device& device, const StepConfig& step, const Plan& plan) {
+  log.table("plan for " + describe(device), detail::run_rows(o, step));
+  if (const std::string notice = detail::depth_notice(o); !notice.empty()) log.line(notice);
+  Rows not_counted;
+  if (device.computes_as() == DeviceKind::cuda) not_counted = {{"not counted", detail::not_counted_text(step)}};
+  detail::report_memory(log, step, plan, not_counted);
+  if (step.ranks() > 1) {
+    auto rows = [](const Plan& p) {
+      Rows traffic;
+      int64_t messages = 0;
+      for (const auto& [group, bytes] : p.step_traffic)
+        if (group.starts_with("stages ")) messages += bytes;
+        else if (bytes > 0) traffic.emplace_back(detail::axis_of_group(group), human_bytes(bytes));
+      if (messages > 0) traffic.emplace_back("messages (--pp)", human_bytes(messages));
+      return traffic;
+    };
+    // Partial gradients of --tp are reduced by the ranks whose shard they are in.
+    const bool alike = !plan.others && (step.tensor.ranks == 1 || step.zero.shards == 1);
+    const size_t most = plan.stage_with_most([](const Plan& p) { return p.bytes_sent(); });
+    log.table(step.stages > 1 ? formatted("sent by a rank of stage {} per step, which sends most", most)
+              : alike         ? "sent per rank and step"
+                              : "sent by rank 0 per step",
+              rows(plan.of_stage(most)));
+    if (plan.others) log.table("sent by rank 1 per step", rows(*plan.others));
+    detail::report_links(log, step);
+  }
+  Rows ops;
+  double flops = 0, bytes = 0;
+  const size_t slowest = plan.stage_with_most([](const Plan& p) { return p.flops(); });
+  for (const auto& [name, t] : plan.of_stage(slowest).step_ops) {
+    if (t.flops == 0 && t.bytes < 1e4) continue;  // a few scalars that ranks exchange
+    ops.emplace_back(name, formatted("{:8} calls {:14.3f} GFLOP {:12.3f} GB", t.calls, t.flops * 1e-9, t.bytes * 1e-9));
+    flops += t.flops;
+    bytes += t.bytes;
+  }
+  ops.emplace_back("total", formatted("{:8}       {:14.3f} GFLOP {:12.3f} GB", "", flops * 1e-9, bytes * 1e-9));
+  log.table(o.ranks == 1      ? std::string("work per step")
+            : plan.others     ? "work of rank 0 per step"
+            : step.stages > 1 ? formatted("work per step of a rank of stage {}, which has most", slowest)
+                              : "work per rank and step",
+            ops);
+  if (step.stages > 1) log.table("balance of the stages, by counted flops", detail::balance_rows(step, device.rates));
+  if (const Rows time = detail::time_rows(step, plan, device.rates); !time.empty())
+    log.table("time of a step on paper, by the GPU's datasheet", time);
+  if (const std::string notice = detail::too_many_ranks_notice(o, device); !notice.empty()) log.line(notice);
+  const std::string verdict = detail::memory_verdict(o, step, plan, device);
+  if (o.memory_limit && !fits(plan, memory_limit(o, device))) throw Error(verdict);
+  log.line("=> " + verdict);
+}
+
+}  // namespace llmc

@@ -1,0 +1,192 @@
+// pipedream.h: the steps of an asynchronous pipeline (Narayanan et al. 2019, PipeDream): a stage updates its weights
+// after the backward of every micro-batch, and does not wait for the other stages.
+//
+// A step is one micro-batch of each data-parallel rank. Step t begins with its forward; on stage s of P its backward
+// and its update come P - 1 - s steps later, or at a flush. The backward reads the version of the weights that the
+// forward has read (weight stashing), so the gradients are those of one function, at weights of different ages:
+//   w(t + 1) = w(t) - AdamW of grad f(w_0(t - (P - 1)), ..., w_s(t - (P - 1 - s)), ..., w_(P-1)(t))
+// the paper's equation, in which weights before a flush count as those of the flush. So the gradients of stage s are
+// P - 1 - s updates old, and P - s versions of its weights are kept (dist/zero.h).
+//
+// A flush runs the backwards and updates that are left. Afterwards all stages have made the same updates and old
+// versions are dead: what is saved then is all there is, and a run that resumes from it continues bit for bit like one
+// that flushed there.
+//
+// Gradients are clipped stage by stage, by the norm of the stage's own gradients. The loss and the norm of the whole
+// model are for the report alone: they go round on a stream of their own, so that no stage waits for them.
+#pragma once
+#include <cmath>
+#include <deque>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "train/interpreter.h"
+
+namespace llmc {
+
+class Pipedream {
+ public:
+  // row (1 + units) fp64: this rank's loss, to which the stage adds, and square sums. control: of the update.
+  Pipedream(const StepConfig& config, const Context& context, ModelState& state, Interpreter& interpreter,
+            const Tensor& row, const Tensor& control)
+      : config_(config),
+        context_(context),
+        state_(state),
+        interpreter_(interpreter),
+        dp_(state.dp()),
+        row_(row),
+        control_(control),
+        of_stage_(*this, dp_.ranks_of_stage()),
+        of_all_(*this, dp_.ranks()),
+        report_control_(scalar("report", {4})) {
+    CHECK(config.micro_batches == 1 && config.zero.stage == 0 && config.zero.sync == DpSync::all_reduce &&
+          !config.model.tied);
+    // A step is reported when the first stage, P - 1 steps behind, has been through it: with room for more steps than
+    // that, no stage waits to make its next row.
+    for (int i = 0; i < 2 * config.stages; ++i) {
+      reports_.push_back({scalar("scalars of a step", row.shape), {}, {}});
+      reports_.back().free.signal();
+    }
+    zero(report_control_, dp_.gather_stream);
+  }
+  Pipedream(const Pipedream&) = delete;
+  Pipedream& operator=(const Pipedream&) = delete;
+
+  bool flushed() const { return !pass_; }
+
+  // If reading the batch throws, the step has not begun.
+  PendingStep begin_step(const BatchSource& batches, const AdamWOptions& optimizer, const UpdateRule& rule) {
+    CHECK(std::isinf(rule.largest_loss) && std::isinf(rule.largest_norm),
+          "an asynchronous pipeline cannot skip outliers of the whole model's loss or norm");
+    HostBatch batch = batches(0);
+    if (!pass_) open();
+    const int64_t k = begun_++;
+    under_way_.push_back({optimizer, rule, PendingStep(config_.tokens())});
+    PendingStep pending = under_way_.back().result;
+    run_turn(k, [&](int64_t) { return std::move(batch); });
+    return pending;
+  }
+
+  // Returns whether there was anything to do.
+  bool flush() {
+    if (flushed()) return false;
+    for (int64_t turn = begun_; turn < begun_ + config_.stages - 1; ++turn)
+      run_turn(turn, [](int64_t) -> HostBatch { throw Error("a flush begins no micro-batch"); });
+    state_.forget_old_versions(context_.compute);
+    context_.compute.wait(dp_.gather_stream.record());  // all ranks have reported, so none still needs this one
+    begun_ = 0;
+    pass_.reset();
+    scope_.reset();
+    return true;
+  }
+
+ private:
+  // A step that has begun and is not reported.
+  struct Step {
+    AdamWOptions optimizer;
+    UpdateRule rule;
+    PendingStep result;
+  };
+  // This rank's row of a step, until it is reported.
+  struct Report {
+    Tensor row;
+    Event ready, free;
+  };
+
+  Tensor scalar(const char* name, const Shape& shape) const {
+    return context_.arena.alloc("step scalars", name, DType::fp64, shape);
+  }
+
+  // What some ranks exchange to find their loss and their gradient norm.
+  struct Exchange {
+    Tensor rows, loss, square_sums;
+    Exchange(const Pipedream& p, int64_t ranks)
+        : rows(p.scalar("scalars of all ranks", {ranks, p.row_.numel()})),
+          loss(p.scalar("loss", {1})),
+          square_sums(p.scalar("square sums", {static_cast<int64_t>(p.state_.size()) * p.config_.zero.shards *
+                                               p.config_.tensor.ranks})) {}
+  };
+  // control = what clip_control() makes of the rows of a group's ranks, `index` of which is this one.
+  void combine(const Exchange& e, const Tensor& row, int index, Comm& group, int stages, const Tensor& control,
+               const UpdateRule& rule, Stream& stream) {
+    const int64_t n = row.numel();
+    copy(e.rows.slice(index * n, {n}), row, stream);
+    group.all_gather(e.rows, stream);
+    combine_scalars(e.loss, e.square_sums, e.rows, config_.zero.shards, config_.tensor.ranks, stages, stream);
+    clip_control(control, e.square_sums, e.loss, rule, stream);
+  }
+
+  // The memory of the steps until the next flush.
+  void open() {
+    // With n micro-batches in flight, each uses the memory of the one n before it.
+    std::vector<Action> steady;
+    const int64_t steps = 2 * (config_.stages - dp_.stage);
+    for (int64_t turn = 0; turn < steps + config_.stages - 1; ++turn)
+      for (const Action& a : pipedream_turn(config_.stages, dp_.stage, turn, steps)) steady.push_back(a);
+    scope_.emplace(context_.arena);
+    pass_.emplace(interpreter_.begin(steady, {.purpose = Purpose::train, .shape = config_.batch}, steps));
+  }
+
+  void run_turn(int64_t turn, const BatchSource& batches) {
+    for (const Action& a : pipedream_turn(config_.stages, dp_.stage, turn, begun_)) {
+      if (a.kind == ActionKind::update) {
+        update(a.micro_batch);
+        continue;
+      }
+      if (a.kind == ActionKind::forward) state_.begin_forward(a.micro_batch);
+      if (a.kind == ActionKind::backward) {
+        state_.begin_backward(a.micro_batch);
+        zero(row_, context_.compute);
+        state_.zero_gradients(context_.compute);
+      }
+      interpreter_.enqueue(a, *pass_, batches);
+    }
+    // Of the step whose backward the first stage, the last one to have it, has just been through.
+    if (const int64_t done = turn - (config_.stages - 1); done >= 0) report(done);
+  }
+
+  const Step& step(int64_t k) const { return under_way_[under_way_.size() - static_cast<size_t>(begun_ - k)]; }
+
+  // The update of this stage with the gradients of step k.
+  void update(int64_t k) {
+    Stream& compute = context_.compute;
+    state_.finish_gradients(compute);
+    for (size_t u = 0; u < state_.size(); ++u)
+      state_.square_sum_of(u, dp_.shard, row_.slice(1 + static_cast<int64_t>(u), {1}), compute);
+    Report& report = reports_[static_cast<size_t>(k) % reports_.size()];
+    compute.wait(report.free);
+    copy(report.row, row_, compute);
+    report.ready = compute.record();
+    combine(of_stage_, row_, dp_.rank % dp_.ranks_of_stage(), *dp_.stage_scalars, 1, control_, step(k).rule, compute);
+    state_.begin_version(compute);
+    state_.update(control_, step(k).optimizer, compute);
+  }
+
+  // Loss and gradient norm of the whole model in step k, on the stream that has no weights to gather here.
+  void report(int64_t k) {
+    Stream& stream = dp_.gather_stream;
+    Report& report = reports_[static_cast<size_t>(k) % reports_.size()];
+    stream.wait(report.ready);
+    combine(of_all_, report.row, dp_.rank, *dp_.scalars, config_.stages, report_control_, {}, stream);
+    report.free = stream.record();
+    under_way_.front().result.enqueued(of_all_.loss, report_control_, stream);
+    under_way_.pop_front();
+  }
+
+  const StepConfig& config_;
+  Context context_;
+  ModelState& state_;
+  Interpreter& interpreter_;
+  DataParallel& dp_;
+  Tensor row_, control_;
+  Exchange of_stage_, of_all_;
+  Tensor report_control_;
+  std::vector<Report> reports_;  // of steps, in turn
+  std::deque<Step> under_way_;
+  int64_t begun_ = 0;  // steps since the last flush
+  std::optional<Arena::Scope> scope_;
+  std::optional<Interpreter::OpenPass> pass_;
+};
+
+}  // namespace llmc
