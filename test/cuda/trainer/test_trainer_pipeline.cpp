@@ -1,6 +1,6 @@
 // Pipelines on GPUs: bitwise the same layout on one stage of the same device (contract 4), with ranks that share a GPU
-// and with NCCL between GPUs; every schedule, beside data and tensor parallelism; validation and generation. That every
-// wait is needed: test_trainer.cpp.
+// and with NCCL between GPUs; every schedule, beside data and tensor parallelism; the asynchronous one; validation and
+// generation. That every wait is needed: test_trainer.cpp.
 #include <mutex>
 #include <optional>
 
@@ -107,6 +107,22 @@ TEST_CASE("pipelines of data- and tensor-parallel ranks on GPUs compute bitwise 
   }
   SECTION("tensor parallelism, gpipe, fp32") {
     compare(model_of("gpt2", DType::fp32), {2, gpipe, 1, {}, 2}, {fastest_machine_for(4)}, 2);
+  }
+}
+
+TEST_CASE("an asynchronous pipeline on GPUs computes what it does on the CPU", "[cuda][trainer]") {
+#ifndef __CUDACC__
+  const Gpus gpus(3);
+#endif
+  const StepConfig step = step_of(model_of("qwen3", DType::fp32), {3, Schedule::pipedream}, 1);
+  const selftest::Outcome cpu = asynchronous_steps(step, {}, 7);
+  for (const selftest::Machine& machine : machines_for(3)) {
+    const selftest::Outcome outcome = asynchronous_steps(step, machine, 7);
+    const selftest::Distances d(outcome, cpu);
+    CAPTURE(name_of(machine.backend), d.loss, d.norm, d.weights);
+    REQUIRE(outcome.fault == "");
+    REQUIRE(d.loss < 1e-4);  // contract 5, over several steps
+    REQUIRE(std::max(d.norm, d.weights) < 1e-4);
   }
 }
 
