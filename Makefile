@@ -241,7 +241,7 @@ build/smoke_cpu.flags build/smoke_cuda.flags: build/smoke_%.flags: FORCE
 # ---- The tests: a folder with test_*.cpp is one program, compiled in one go --------------------------------------------
 
 # A program for each folder; but one for those that use the whole trainer, which takes longest to compile.
-WITH_TRAINER := dist train run
+WITH_TRAINER := dist pipeline train run
 TEST_FOLDERS := $(filter-out cuda fuzz,$(patsubst test/%/,%,$(sort $(dir $(wildcard test/*/test_*.cpp)))))
 TEST_NAMES := $(filter-out $(WITH_TRAINER),$(TEST_FOLDERS)) trainer
 $(foreach name,$(TEST_NAMES),$(eval FOLDERS_$(name) := $(name)))

@@ -70,22 +70,25 @@ inline std::vector<Action> forward_only(int chunks, int64_t micro_batches) {
 // gpipe: all forwards, then all backwards, in the order of the micro-batches (Huang et al. 2019).
 // 1f1b: each backward as soon as it can run, so that one set of activations suffices (Narayanan et al. 2019,
 // PipeDream-Flush).
-inline std::vector<Action> training_actions(Schedule schedule, int chunks, int64_t micro_batches) {
+// slices: of each micro-batch's sequence; they go forward one after the other, and back from the last to the first.
+inline std::vector<Action> training_actions(Schedule schedule, int chunks, int64_t micro_batches, int slices = 1) {
   CHECK(schedule == Schedule::gpipe || schedule == Schedule::one_f_one_b,
         "--schedule {}: a rank that has the whole model has the schedules gpipe and 1f1b", schedule);
   std::vector<Action> actions;
-  auto backward = [&](int64_t m) {
-    for (int c = chunks - 1; c >= 0; --c) actions.push_back({ActionKind::backward, c, m});
+  auto forward = [&](int64_t m) {
+    for (int k = 0; k < slices; ++k)
+      for (int c = 0; c < chunks; ++c) actions.push_back({ActionKind::forward, c, m, k});
   };
-  if (schedule == Schedule::gpipe) {
-    actions = forward_only(chunks, micro_batches);
-    for (int64_t m = 0; m < micro_batches; ++m) backward(m);
-    return actions;
-  }
+  auto backward = [&](int64_t m) {
+    for (int k = slices - 1; k >= 0; --k)
+      for (int c = chunks - 1; c >= 0; --c) actions.push_back({ActionKind::backward, c, m, k});
+  };
   for (int64_t m = 0; m < micro_batches; ++m) {
-    for (int c = 0; c < chunks; ++c) actions.push_back({ActionKind::forward, c, m});
-    backward(m);
+    forward(m);
+    if (schedule == Schedule::one_f_one_b) backward(m);
   }
+  if (schedule == Schedule::gpipe)
+    for (int64_t m = 0; m < micro_batches; ++m) backward(m);
   return actions;
 }
 

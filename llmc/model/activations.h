@@ -34,6 +34,26 @@ inline Recompute recompute_from_name(const std::string& name) {
 // Is the backward of a block done at once, or in two parts, of which the second, for the weights, comes later?
 enum class Backward : uint8_t { whole, in_parts };
 
+namespace detail {
+
+// Allocates the activations that are wanted(from, product_input): from is the lowest level that recomputes the tensor;
+// none: it is always kept.
+template <class Wanted>
+auto in_arena(Arena& arena, const char* label, Wanted wanted) {
+  return [&arena, label, wanted](Tensor& t, const char* name, DType d, const Shape& shape,
+                                 std::optional<Recompute> from, bool product_input) {
+    if (wanted(from, product_input)) t = arena.alloc(label, name, d, shape);
+  };
+}
+
+}  // namespace detail
+
+// What the token slices of a micro-batch share in a block (slice_attention.h).
+struct SliceKeys {
+  Tensor keys_values;  // (B T, 2 Hkv D) of whole sequences, as far as their slices have gone forward
+  Tensor gradient;     // of it, in fp32, as far as they have gone back
+};
+
 // The activations that the backward of a block needs. Its weight part needs the inputs of the products: norm1,
 // attention, norm2 and activated.
 struct BlockActivations {
@@ -45,12 +65,13 @@ struct BlockActivations {
   Tensor norm2, norm2_mean, norm2_rstd;  // (S, C) (S) (S)
   Tensor up, activated;                  // (N, F or 2 F: gates, ups) (N, F)
   Tensor out;                            // (S, C) the residual stream after the block
+  SliceKeys slice_keys;                  // empty tensors without token slices
 
   // The recomputed tensors: one set, reused by all blocks.
   static BlockActivations recomputed(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor,
                                      DType dtype, Recompute recompute, Arena& arena) {
     auto wanted = [=](std::optional<Recompute> from, bool) { return from && *from <= recompute; };
-    return {c, s, tensor, dtype, arena, "recomputed", {}, wanted};
+    return {c, s, tensor, dtype, {}, detail::in_arena(arena, "recomputed", wanted)};
   }
   // The tensors that each block keeps; the others are in `shared`. Of a backward in parts, without product_inputs().
   static BlockActivations kept(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype,
@@ -58,7 +79,7 @@ struct BlockActivations {
     auto wanted = [=](std::optional<Recompute> from, bool product_input) {
       return (!from || *from > recompute) && !(product_input && backward == Backward::in_parts);
     };
-    return {c, s, tensor, dtype, arena, "activations", shared, wanted};
+    return {c, s, tensor, dtype, shared, detail::in_arena(arena, "activations", wanted)};
   }
   // The inputs of the products, for the weight part: those that the forward keeps for it, or those that the input part
   // recomputes.
@@ -67,7 +88,15 @@ struct BlockActivations {
     auto wanted = [=](std::optional<Recompute> from, bool product_input) {
       return product_input && (*from <= recompute) == (made_by == ActionKind::backward_input);
     };
-    return {c, s, tensor, dtype, arena, "for the weight part", {}, wanted};
+    return {c, s, tensor, dtype, {}, detail::in_arena(arena, "for the weight part", wanted)};
+  }
+  // The same memory for a batch of at most as many rows.
+  static BlockActivations part_of(const BlockActivations& room, const ModelConfig& c, const BatchShape& s,
+                                  const TensorParallel& tensor) {
+    auto place = [](Tensor& t, const char*, DType, const Shape& shape, std::optional<Recompute>, bool) {
+      t = t.slice(0, shape);
+    };
+    return {c, s, tensor, room.out.dtype, room, place};
   }
   // Takes the inputs of the products that `other` has.
   void take_product_inputs(const BlockActivations& other) {
@@ -79,17 +108,15 @@ struct BlockActivations {
   BlockActivations() = default;
 
  private:
-  // `wanted`(from, product_input): from is the lowest level that recomputes the tensor; none: it is always kept.
-  template <class Wanted>
-  BlockActivations(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype, Arena& arena,
-                   const char* label, const BlockActivations& shared, Wanted wanted)
-      : BlockActivations(shared) {
+  // Begins as a copy of `others`. place(tensor, name, dtype, shape, from, product_input): sets a tensor, or leaves it.
+  template <class Place>
+  BlockActivations(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype,
+                   const BlockActivations& others, Place place)
+      : BlockActivations(others) {
     const int64_t N = s.rows(), S = tensor.stream_rows(N), C = c.n_embd;
     const DType stat = accumulator_of(dtype);
-    auto alloc = [&](Tensor& tensor, const char* name, DType d, const Shape& shape, std::optional<Recompute> from,
-                     bool product_input = false) {
-      if (wanted(from, product_input)) tensor = arena.alloc(label, name, d, shape);
-    };
+    auto alloc = [&](Tensor& t, const char* name, DType d, const Shape& shape, std::optional<Recompute> from,
+                     bool product_input = false) { place(t, name, d, shape, from, product_input); };
     constexpr bool product_input = true;
     const bool means = c.family.norm == Norm::layernorm;
     using enum Recompute;

@@ -17,6 +17,7 @@
 #include "dist/unit_state.h"
 #include "model/activations.h"
 #include "model/config.h"
+#include "model/slice_attention.h"
 #include "ops/ops.h"
 
 namespace llmc {
@@ -31,8 +32,9 @@ struct Sequences {
   Tensor rotary_table;  // (positions, D); empty without rotary positions
   Documents documents = Documents::together;
   ContextParallel context = {};
-  Tensor all_positions = {};   // of whole sequences, where attention needs them
-  Tensor boundaries() const {  // for attention
+  Tensor all_positions = {};               // of whole sequences, where attention needs them
+  std::optional<SequenceRows> slice = {};  // which tokens of them these are; none: whole sequences
+  Tensor boundaries() const {              // for attention
     if (documents == Documents::together) return {};
     return all_positions.empty() ? positions : all_positions;
   }
@@ -159,7 +161,10 @@ void block_interior(const BlockActivations& a, Tensor x, const GatheredRows& gat
 inline void block_interior(const BlockActivations& a, Tensor x, const GatheredRows& gathered, const UnitState& unit,
                            const ModelConfig& c, const Sequences& s, const parallel::Group& p) {
   auto attend = [&] {
-    parallel::attention_forward(a.attention, a.lse, a.heads, s.boundaries(), attention_shape(c, s.shape), s.context, p);
+    const AttentionShape shape = attention_shape(c, s.shape);
+    if (s.slice)
+      slice_attention_forward(a.attention, a.lse, a.heads, a.slice_keys, s.boundaries(), shape, *s.slice, p.compute);
+    else parallel::attention_forward(a.attention, a.lse, a.heads, s.boundaries(), shape, s.context, p);
   };
   block_interior(a, x, gathered, unit, c, s, attend, p);
 }
@@ -241,7 +246,10 @@ inline void block_backward(Tensor dx, const OutputGradients& later, const BlockA
   detail::norm_backward(dx, dbranch, a.middle, a.norm2_mean, a.norm2_rstd, "ln2", unit, c, Accumulate::yes, stream);
 
   row_backward(dattention, a.attention, "attn.proj", later.middle);
-  parallel::attention_backward(dqkv, dattention, a.attention, a.heads, a.lse, s.boundaries(), shape, s.context, p);
+  if (s.slice)
+    slice_attention_backward(dqkv, dattention, a.attention, a.heads, a.lse, a.slice_keys, s.boundaries(), shape,
+                             *s.slice, p);
+  else parallel::attention_backward(dqkv, dattention, a.attention, a.heads, a.lse, s.boundaries(), shape, s.context, p);
   if (c.family.positions == Positions::rotary)
     rotary_embedding(dqkv, s.rotary_table, s.positions, shape, Turn::backward, stream);
   if (c.family.qk_norm)

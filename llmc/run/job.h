@@ -42,7 +42,7 @@ struct Job {
         device(choose_device(o)),
         rank_device(llmc::rank_device(device, o.place)),
         backend(choose_backend(o, rank_device)),
-        step(choose_step(o)),
+        step(with_token_slices(choose_step(o), o, device)),
         tokenizer(choose_tokenizer(o, step.model)),
         tokenizer_files(llmc::tokenizer_files(*tokenizer, step.model)),
         train(o.train_data, o.seq_len),
@@ -76,6 +76,9 @@ struct Job {
     CHECK(!device.cudnn || step.context.ranks == 1,
           "--attention cudnn computes whole sequences on one rank, and --cp {} divides them: use --attention own",
           step.context.ranks);
+    CHECK(!device.cudnn || step.slices.empty(),
+          "--attention cudnn computes whole sequences, and --token-slices {} cuts them: use --attention own",
+          o.token_slices);
     plan = make_plan(step, rank_device);
     // On resume, resume() checks the memory: what the checkpoint recorded may need less.
     std::error_code none;

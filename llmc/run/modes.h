@@ -77,7 +77,7 @@ inline void run_verify_data(const Options& o) {
 // datasheets.
 inline void run_plan(const Options& o) {
   const Device device = choose_device(o);
-  const StepConfig config = choose_step(o);
+  const StepConfig config = with_token_slices(choose_step(o), o, device);
   Device rank = rank_device(device, o.place);
   const bool own_gpu = rank.kind == DeviceKind::cuda && rank.sharers == 1 && !is_gpu_elsewhere(rank);
   const auto chip = own_gpu && o.place.hosts == 1 ? gpu_peaks(gpu_info(rank.gpu).name) : std::nullopt;
@@ -97,11 +97,7 @@ inline Pipeline choose_pipeline(const Options& o) {
              .micro_batches = o.micro_batches.value_or(2 * o.pp)};
   const bool has_chunks = p.schedule == Schedule::interleaved || p.schedule == Schedule::zb_v;
   p.chunks_per_stage = static_cast<int>(o.pp_chunks.value_or(has_chunks ? 2 : 1));
-  int64_t slices = 0;
-  detail::parse_value("--token-slices", o.token_slices, slices);
-  CHECK(slices >= 1 && slices <= most_pipeline_passes, "--token-slices {}: expected a number from 1 to {}", slices,
-        most_pipeline_passes);
-  p.slices = static_cast<int>(slices);
+  p.slices = static_cast<int>(token_slices(o).value_or(1));
   require_possible(p);
   return p;
 }

@@ -11,12 +11,13 @@
 #include "core/log.h"
 #include "device/gpu.h"
 #include "run/checkpoint.h"
-#include "run/options/options.h"
+#include "run/options/parse.h"
 #include "run/plan/count_costs.h"
 #include "run/ranks.h"
 #include "text/tokenizer.h"
 #include "train/lr_schedule.h"
 #include "train/sample.h"
+#include "train/slice_times.h"
 
 namespace llmc {
 
@@ -153,6 +154,16 @@ inline StepConfig choose_step(const Options& o) {
   step.head_chunks = o.head_chunks;
   require_countable(step);
   step.layers = choose_layers(o, step);
+  return step;
+}
+
+// The step, its sequences cut by --token-slices.
+inline StepConfig with_token_slices(StepConfig step, const Options& o, const Device& device) {
+  const std::optional<int64_t> slices = token_slices(o);  // validated with the options
+  step.slices =
+      slices ? even_token_slices(step.batch.T, *slices) : planned_token_slices(step, device.computes_as()).lengths;
+  if (step.slices.size() == 1) step.slices.clear();
+  if (!step.slices.empty()) require_possible(step.pipeline());
   return step;
 }
 

@@ -3,6 +3,7 @@
 // for.
 #pragma once
 #include <algorithm>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -12,29 +13,30 @@
 
 namespace llmc {
 
-// The activations of one chunk for one micro-batch.
-struct ChunkActivations {
-  Tensor embedded;  // (S, C), of the chunk with the embedding
-  Tensor received;  // (S, C), of a chunk that comes after one of another stage: its input
-  std::vector<BlockActivations> blocks;
-};
-
-// What an action works on: the micro-batch's inputs, its activations in the action's chunk and in the one before, where
-// that is on the same rank, and the gradient of the residual stream (S, C), which goes from chunk to chunk.
+// What an action works on: the inputs of the micro-batch, or of a token slice of it, its activations in the action's
+// chunk and in the one before, where that is on the same rank, and the gradient of the residual stream (S, C), which
+// goes from chunk to chunk.
 struct Slot {
   const MicroBatch& inputs;
-  ChunkActivations chunk;
-  Tensor input;  // of the chunk's first block
+  std::vector<BlockActivations> blocks;  // of the chunk
+  Tensor input;                          // (S, C), of the chunk's first block
   Tensor gradient;
+  BatchShape shape;                                    // of what this rank has of it
+  std::optional<SequenceRows> slice = {};              // which tokens; none: whole sequences
   std::vector<OutputGradients> output_gradients = {};  // by block, in both parts of a backward in parts
 
   // The residual stream that enters block `l` of the chunk, and that leaves the last one.
-  const Tensor& block_input(size_t l) const { return l > 0 ? chunk.blocks[l - 1].out : input; }
-  const Tensor& output() const { return block_input(chunk.blocks.size()); }
+  const Tensor& block_input(size_t l) const { return l > 0 ? blocks[l - 1].out : input; }
+  const Tensor& output() const { return block_input(blocks.size()); }
+  // Is its backward the first, or the last, of the micro-batch? They go from the last slice to the first.
+  bool begins_backward() const { return !slice || slice->first + slice->rows == slice->length; }
+  bool ends_backward() const { return !slice || slice->first == 0; }
 };
 
 // The memory of a pass over a list of actions: as many sets of inputs, and of each block's activations, as are in use
-// at the same time. Of a backward in parts, what only the input part needs is free after it.
+// at the same time. Of a backward in parts, what only the input part needs is free after it. Token slices have the keys
+// and values of their micro-batch in one place, and those gradients for the one micro-batch whose backward is under
+// way.
 class PassMemory {
  public:
   // all: the shape of a micro-batch. period: micro-batch m uses what micro-batch m modulo `period` does; 0: the list
@@ -51,9 +53,14 @@ class PassMemory {
         input_sets_(
             actions, [&](int c) { return has_own_input(c) ? 1 : 0; }, ActionKind::forward, is_backward),
         product_sets_(parts(actions, ActionKind::forward)),
-        gradient_sets_(parts(actions, ActionKind::backward_input)) {
-    const ModelConfig model = config.part();
-    const BatchShape shape = config.share(all, purpose);
+        gradient_sets_(parts(actions, ActionKind::backward_input)),
+        model_(config.part()) {
+    const ModelConfig& model = model_;
+    BatchShape shape = config.share(all, purpose, 0);  // of the largest slice
+    for (int k = 0; k < config.slices_for(purpose); ++k) {
+      shapes_.push_back(config.share(all, purpose, k));
+      if (shapes_.back().T > shape.T) shape = shapes_.back();
+    }
     const Shape stream_shape{config.tensor.stream_rows(shape.rows()), model.n_embd};
     const Recompute recompute = config.recompute_for(purpose);
     const Backward backward = gradient_sets_.count() > 0 ? Backward::in_parts : Backward::whole;
@@ -64,12 +71,14 @@ class PassMemory {
     const BlockActivations shared =
         BlockActivations::recomputed(model, shape, config.tensor, config.dtype, recompute, arena);
     for (int64_t i = 0; i < micro_batches_in_flight(actions); ++i)
-      inputs_.emplace_back(shape.rows(), config.all_position_rows(all, purpose), config.tensor, arena);
+      for (const BatchShape& slice : shapes_)
+        inputs_.emplace_back(slice.rows(), config.all_position_rows(all, purpose), config.tensor, arena);
     for (size_t i = 0; i < input_sets_.count(); ++i)
       chunk_inputs_.push_back(arena.alloc("activations", "input of a chunk", config.dtype, stream_shape));
-    for (size_t i = 0; i < block_sets_.count(); ++i)
+    for (const BatchShape& room : rooms_of_blocks(actions))
       blocks_.push_back(
-          BlockActivations::kept(model, shape, config.tensor, config.dtype, recompute, backward, shared, arena));
+          BlockActivations::kept(model, room, config.tensor, config.dtype, recompute, backward, shared, arena));
+    if (sliced()) keys_of_slices(actions, all, arena);
     for (size_t i = 0; i < product_sets_.count(); ++i) products_.push_back(product_inputs(ActionKind::forward));
     for (size_t i = 0; i < gradient_sets_.count(); ++i) {
       recomputed_products_.push_back(product_inputs(ActionKind::backward_input));
@@ -79,27 +88,35 @@ class PassMemory {
       gradient_ = arena.alloc("gradients of activations", "gradient", config.dtype, stream_shape);
   }
 
-  const MicroBatch& inputs(int64_t micro_batch) const {
-    return inputs_[static_cast<size_t>(micro_batch) % inputs_.size()];
+  const MicroBatch& inputs(int64_t micro_batch, int slice) const {
+    return inputs_[(static_cast<size_t>(micro_batch) * shapes_.size() + static_cast<size_t>(slice)) % inputs_.size()];
   }
-  const Tensor& gradient() const { return gradient_; }
-  // Of a chunk, for a micro-batch between its forward and its backward.
-  Tensor output(int chunk, int64_t micro_batch) const {
-    if (period_ > 0) micro_batch %= period_;
-    const auto& sets = block_sets_.of(chunk, micro_batch);
-    return sets.empty() ? input(chunk, micro_batch) : blocks_[set_of(sets, layers(chunk) - 1)].out;
+  // Of the residual stream of a slice.
+  Shape stream_shape(int slice) const {
+    return {config_.tensor.stream_rows(shapes_[static_cast<size_t>(slice)].rows()), model_.n_embd};
+  }
+  Tensor gradient(int slice) const { return gradient_.empty() ? gradient_ : gradient_.slice(0, stream_shape(slice)); }
+  // Of a chunk, for a micro-batch, or slice, between its forward and its backward.
+  Tensor output(Action a) const {
+    if (period_ > 0) a.micro_batch %= period_;
+    const auto& sets = block_sets_.of(a.chunk, a.micro_batch, a.slice);
+    return sets.empty() ? input(a) : blocks_[set_of(sets, layers(a.chunk) - 1)].out.slice(0, stream_shape(a.slice));
   }
   Slot slot(Action a) const {
     if (period_ > 0) a.micro_batch %= period_;
-    Slot slot{inputs(a.micro_batch), {}, {}, gradient_};
-    std::vector<BlockActivations>& blocks = slot.chunk.blocks;
+    Slot slot{inputs(a.micro_batch, a.slice), {}, {}, gradient(a.slice), shapes_[static_cast<size_t>(a.slice)]};
+    if (sliced()) slot.slice = config_.slice_rows(a.slice);
+    std::vector<BlockActivations>& blocks = slot.blocks;
     blocks.resize(static_cast<size_t>(layers(a.chunk)));
     if (a.kind != ActionKind::backward_weight) {
-      slot.input = input(a.chunk, a.micro_batch);
-      if (has_own_input(a.chunk))
-        (chunks_[static_cast<size_t>(a.chunk)].has_embedding ? slot.chunk.embedded : slot.chunk.received) = slot.input;
-      const auto& sets = block_sets_.of(a.chunk, a.micro_batch);
+      slot.input = input(a);
+      const auto& sets = block_sets_.of(a.chunk, a.micro_batch, a.slice);
       for (size_t l = 0; l < blocks.size(); ++l) blocks[l] = blocks_[set_of(sets, static_cast<int64_t>(l))];
+    }
+    for (size_t l = 0; sliced() && l < blocks.size(); ++l) {
+      blocks[l] = BlockActivations::part_of(blocks[l], model_, slot.shape, config_.tensor);
+      blocks[l].slice_keys = {keys_[key_sets_.of(a.chunk, a.micro_batch)[l]],
+                              key_gradients_[static_cast<size_t>(a.chunk)][l]};
     }
     if (gradients_.empty()) return slot;
     const auto& products = product_sets_.of(a.chunk, a.micro_batch);
@@ -131,24 +148,68 @@ class PassMemory {
   static size_t set_of(const std::vector<size_t>& sets, int64_t layer) {
     return sets[static_cast<size_t>(layer) % sets.size()];
   }
-  // (S, C), what its first block reads
-  Tensor input(int chunk, int64_t micro_batch) const {
-    if (!has_own_input(chunk)) return output(chunk - 1, micro_batch);
-    Tensor input = chunk_inputs_[input_sets_.of(chunk, micro_batch)[0]];
-    input.name = chunks_[static_cast<size_t>(chunk)].has_embedding ? "embedded" : "received";
+  // (S, C), what the first block of the action's chunk reads
+  Tensor input(const Action& a) const {
+    if (!has_own_input(a.chunk)) return output({a.kind, a.chunk - 1, a.micro_batch, a.slice});
+    Tensor input = chunk_inputs_[input_sets_.of(a.chunk, a.micro_batch, a.slice)[0]].slice(0, stream_shape(a.slice));
+    input.name = chunks_[static_cast<size_t>(a.chunk)].has_embedding ? "embedded" : "received";
     return input;
+  }
+  bool sliced() const { return shapes_.size() > 1; }
+  // Of each set, the largest slice that uses it.
+  std::vector<BatchShape> rooms_of_blocks(const std::vector<Action>& actions) const {
+    std::vector<BatchShape> rooms(block_sets_.count(), {shapes_[0].B, 0});
+    for (const Action& a : actions) {
+      if (a.kind != ActionKind::forward) continue;
+      for (const size_t set : block_sets_.of(a.chunk, a.micro_batch, a.slice))
+        rooms[set].T = std::max(rooms[set].T, shapes_[static_cast<size_t>(a.slice)].T);
+    }
+    return rooms;
+  }
+  // all: the shape of a micro-batch
+  void keys_of_slices(const std::vector<Action>& actions, const BatchShape& all, Arena& arena) {
+    std::vector<Action> ends;  // keys are needed from the forward of the first slice to its backward, which is the last
+    for (const Action& a : actions)
+      if (a.slice == 0) ends.push_back(a);
+    key_sets_ = PassSets(
+        ends, [&](int c) { return layers(c); }, ActionKind::forward, is_backward);
+    auto alloc = [&](const char* name, DType dtype) {
+      return arena.alloc("keys of token slices", name, dtype, {all.rows(), 2 * model_.kv_size()});
+    };
+    for (size_t i = 0; i < key_sets_.count(); ++i) keys_.push_back(alloc("keys and values", config_.dtype));
+    for (const Chunk& chunk : chunks_) {
+      std::vector<Tensor>& gradients = key_gradients_.emplace_back();
+      while (gradients.size() < chunk.layers.size())
+        gradients.push_back(alloc("gradient of keys and values", accumulator_of(config_.dtype)));
+    }
   }
 
   const StepConfig& config_;
   int64_t period_;
   std::vector<Chunk> chunks_;  // of the model; without layers where they are elsewhere
   PassSets block_sets_, input_sets_, product_sets_, gradient_sets_;
-  std::vector<MicroBatch> inputs_;  // micro-batch m uses set m modulo their number
+  ModelConfig model_;               // of this rank's part
+  std::vector<BatchShape> shapes_;  // by slice
+  PassSets key_sets_;
+  std::vector<Tensor> keys_;
+  std::vector<std::vector<Tensor>> key_gradients_;  // by chunk and block
+  std::vector<MicroBatch> inputs_;                  // micro-batch m uses those of m modulo their number, one a slice
   std::vector<Tensor> chunk_inputs_;
   std::vector<BlockActivations> blocks_, products_, recomputed_products_;
   std::vector<OutputGradients> gradients_;
   Tensor gradient_;
 };
+
+// These tokens of each of B sequences; of an empty batch on paper none.
+inline HostBatch slice_of(const HostBatch& all, int64_t B, const SequenceRows& tokens) {
+  HostBatch part;
+  for (const auto ids : {&HostBatch::tokens, &HostBatch::targets, &HostBatch::positions})
+    for (int64_t b = 0; b < B && !(all.*ids).empty(); ++b) {
+      const auto first = (all.*ids).begin() + b * tokens.length + tokens.first;
+      (part.*ids).insert((part.*ids).end(), first, first + tokens.rows);
+    }
+  return part;
+}
 
 // Uploads inputs to the device: of each sequence what this rank has. On a GPU they are copied to two buffers in turn,
 // while the previous micro-batch is being computed.

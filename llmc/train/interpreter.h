@@ -47,7 +47,7 @@ class Interpreter {
   // period: after so many micro-batches the use of memory repeats itself; 0: it does not
   OpenPass begin(const std::vector<Action>& actions, const Pass& pass, int64_t period = 0) {
     PassMemory memory(config_, chunks_here(), actions, pass.shape, pass.purpose, context_.arena, period);
-    reserve_messages(actions, pass);
+    reserve_messages(actions, pass, memory);
     return {pass, std::move(memory)};
   }
   void enqueue(const Action& action, OpenPass& open, const BatchSource& batches, const Tensor& logits = {}) {
@@ -55,8 +55,7 @@ class Interpreter {
     action_ = action;
     if (!computes(action.kind)) return pass_message(action, open.memory);
     if (action.kind == ActionKind::forward && action.micro_batch == open.uploaded) {
-      uploads_.upload_batch(open.memory.inputs(action.micro_batch), batches(action.micro_batch), pass.shape,
-                            pass.purpose, state_.dp().context_rank, context_);
+      upload(action.micro_batch, open.memory, pass, batches);
       ++open.uploaded;
     }
     const Slot slot = open.memory.slot(action);
@@ -72,15 +71,30 @@ class Interpreter {
   struct Place {
     std::string what;  // "forward of blocks.3"
     int64_t micro_batch;
-    int64_t turn;  // of the chunk, among the forwards and then the backwards of the micro-batch
+    int slice;
+    int64_t turn;  // of the slice in the chunk, among the forwards and then the backwards of the micro-batch
   };
   Place place() const {
     const bool is_forward = action_.kind == ActionKind::forward || action_.kind == ActionKind::receive_activations ||
                             action_.kind == ActionKind::send_activations;
-    return {stage_.current(), action_.micro_batch, is_forward ? action_.chunk : 2 * config_.chunks - 1 - action_.chunk};
+    const int64_t passes = config_.slices_for(Purpose::train) * config_.chunks,
+                  pass = int64_t{action_.slice} * config_.chunks + action_.chunk;
+    return {stage_.current(), action_.micro_batch, action_.slice, is_forward ? pass : 2 * passes - 1 - pass};
   }
 
  private:
+  // All slices of a micro-batch.
+  void upload(int64_t micro_batch, const PassMemory& memory, const Pass& pass, const BatchSource& batches) {
+    const int context_rank = state_.dp().context_rank;
+    HostBatch all = batches(micro_batch);
+    if (config_.slices_for(pass.purpose) == 1)
+      return uploads_.upload_batch(memory.inputs(micro_batch, 0), std::move(all), pass.shape, pass.purpose,
+                                   context_rank, context_);
+    for (int k = 0; k < config_.slices_for(pass.purpose); ++k)
+      uploads_.upload_batch(memory.inputs(micro_batch, k), slice_of(all, pass.shape.B, config_.slice_rows(k)),
+                            config_.share(pass.shape, pass.purpose, k), pass.purpose, context_rank, context_);
+  }
+
   void dispatch(const Action& action, const Slot& slot, const Pass& pass, const Tensor& logits) {
     if (action.kind == ActionKind::forward) return stage_.forward(action.chunk, slot, pass, action.micro_batch, logits);
     if (action.kind == ActionKind::backward_weight) return stage_.backward_weight(action.chunk, slot, is_last(action));
@@ -109,11 +123,12 @@ class Interpreter {
   }
 
   // Room for the messages of each link: two to send, and as many as come before they are used.
-  void reserve_messages(const std::vector<Action>& actions, const Pass& pass) {
+  void reserve_messages(const std::vector<Action>& actions, const Pass& pass, const PassMemory& memory) {
     DataParallel& dp = state_.dp();
     if (dp.stages == 1) return;
-    const int64_t elements =
-        config_.tensor.stream_rows(config_.share(pass.shape, pass.purpose).rows()) * config_.model.n_embd;
+    int64_t elements = 0;  // of the largest slice
+    for (int k = 0; k < config_.slices_for(pass.purpose); ++k)
+      elements = std::max(elements, memory.stream_shape(k).numel());
     std::map<int, int64_t> waiting, most, sent;  // by stage
     for (const Action& a : actions) {
       if (a.kind == ActionKind::send_activations) ++sent[stage_of(a.chunk + 1)];
@@ -139,15 +154,16 @@ class Interpreter {
   }
   void pass_message(const Action& a, const PassMemory& memory) {
     StageLinks& links = state_.dp().links;
+    const int64_t elements = memory.stream_shape(a.slice).numel();
     switch (a.kind) {
       case ActionKind::send_activations:
         return links.to(stage_of(a.chunk + 1))
-            .send(memory.output(a.chunk, a.micro_batch), header_of(activations, a.chunk, a), context_.compute);
+            .send(memory.output(a), header_of(activations, a.chunk, a), context_.compute);
       case ActionKind::send_gradients:
         return links.to(stage_of(a.chunk - 1))
-            .send(memory.gradient(), header_of(gradients, a.chunk, a), context_.compute);
+            .send(memory.gradient(a.slice), header_of(gradients, a.chunk, a), context_.compute);
       case ActionKind::receive_activations:
-      case ActionKind::receive_gradients: return links.from(comes_from(a)).post(header_of_input(a));
+      case ActionKind::receive_gradients: return links.from(comes_from(a)).post(header_of_input(a), elements);
       default: throw Error(formatted("the {} is not built yet", a.kind));
     }
   }

@@ -25,6 +25,7 @@ struct NotFinite {
   int64_t turn = -1;               // of the chunk, among the forwards and then the backwards of the micro-batch
   int64_t writes = -1;             // tensors written in the step before it
   std::vector<int64_t> sequences;  // of the micro-batch, that contain one; empty: the tensor has no sequence axis
+  int slice = 0;                   // of the micro-batch's sequences
 };
 
 inline bool all_finite(const Tensor& tensor, Stream& stream) {
@@ -74,8 +75,8 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
     if (found || std::string_view(op) == "fill") return;  // a constant, such as -infinity where no score was seen yet
     if (all_finite(t, stream)) return;
     const Interpreter::Place place = trainer.place();
-    found = NotFinite{t.name, op, place.what, place.micro_batch, place.turn, writes, {}};
-    const int64_t B = config.batch.B, rows = config.share(config.batch, Purpose::train).rows();
+    found = NotFinite{t.name, op, place.what, place.micro_batch, place.turn, writes, {}, place.slice};
+    const int64_t B = config.batch.B, rows = config.share(config.batch, Purpose::train, place.slice).rows();
     const int64_t each = t.numel() / B;  // elements per sequence, if it has all rows or sequences
     if (detail::is_gradient(trainer.state(), t) || (t.shape[0] != rows && t.shape[0] != B)) return;
     for (int64_t b = 0; b < B; ++b)
@@ -98,9 +99,10 @@ std::string describe(const NotFinite& first, const Trainer& trainer, SampleOf&& 
     if (first.sequences.empty() ||
         std::find(first.sequences.begin(), first.sequences.end(), b) != first.sequences.end())
       samples.push_back(sample_of(first.micro_batch, b));
-  return formatted("the first non-finite number is in {}, written by {} in the {}, {}micro-batch {}, {} {}",
+  return formatted("the first non-finite number is in {}, written by {} in the {}, {}micro-batch {}{}, {} {}",
                    first.tensor, first.op, first.place,
                    dp.ranks() > 1 ? formatted("rank {}, ", dp.rank) : std::string(), first.micro_batch,
+                   trainer.config().slices.size() > 1 ? formatted(", token slice {}", first.slice) : std::string(),
                    samples.size() == 1 ? "sample" : "samples", samples);
 }
 

@@ -85,10 +85,9 @@ class Stage {
   // logits: of logits_room(), for Purpose::generate
   void forward(int index, const Slot& slot, const Pass& pass, int64_t micro_batch, const Tensor& logits) {
     const Chunk& c = chunk(index);
-    const ChunkActivations& acts = slot.chunk;
-    if (c.has_embedding) forward_embedding(acts.embedded, slot);
+    if (c.has_embedding) forward_embedding(slot.input, slot);
     for (size_t l = 0; l < c.layers.size(); ++l)
-      forward_block(c.layers[l], acts.blocks[l], slot.block_input(l), slot, pass);
+      forward_block(c.layers[l], slot.blocks[l], slot.block_input(l), slot, pass);
     if (!c.has_head || pass.purpose == Purpose::train) return;
     const Tensor& x = slot.output();
     const UnitState &head = state_.acquire(head_unit(), context_.compute), &embedding = acquire_tied();
@@ -114,7 +113,7 @@ class Stage {
       const UnitState& unit = state_.unit(u);
       const ProfilerRange range = set_current("weight part of the backward of " + unit.spec().name);
       state_.resume_gradients(u);
-      block_backward_weight(slot.output_gradients[l], slot.chunk.blocks[l], unit, model_, parallel_);
+      block_backward_weight(slot.output_gradients[l], slot.blocks[l], unit, model_, parallel_);
       state_.reduce_gradients(u, last_micro_batch, context_.compute);
     }
   }
@@ -147,13 +146,13 @@ class Stage {
 
   // What the blocks need besides their weights; a generated text is one document.
   Sequences sequences(const Slot& slot, const Pass& pass) const {
-    const BatchShape mine = config_.share(pass.shape, pass.purpose);
-    return {mine,
-            slot.inputs.positions.slice(0, {mine.rows()}),
+    return {slot.shape,
+            slot.inputs.positions.slice(0, {slot.shape.rows()}),
             rotary_table_,
             pass.purpose == Purpose::generate ? Documents::together : config_.documents,
             config_.context_for(pass.purpose),
-            slot.inputs.all_positions};
+            slot.inputs.all_positions,
+            slot.slice};
   }
 
   // ---- Forward -----------------------------------------------------------------------------------------------------
@@ -228,9 +227,9 @@ class Stage {
     Stream& stream = context_.compute;
     const ProfilerRange range = set_current("backward of the head");
     const UnitState &unit = state_.acquire(head_unit(), stream), &embedding = acquire_tied();
-    state_.start_gradients(head_unit(), stream);
+    start_gradients(head_unit(), slot);
     // A tied table gets its gradients in two parts, here and in backward_embedding(), which has them reduced.
-    if (config_.model.tied) state_.start_gradients(embedding_unit, stream);
+    if (config_.model.tied) start_gradients(embedding_unit, slot);
     for_head_chunks(
         x, slot,
         [&](const HeadActivations& head, const Tensor& part, const Tensor& targets, const std::vector<Range>& rows) {
@@ -239,8 +238,8 @@ class Stage {
           head_backward(slot.gradient.slice(rows[0].begin * x.shape[1], part.shape), head, part, unit, embedding,
                         model_, parallel_);
         });
-    state_.reduce_gradients(head_unit(), last_micro_batch, stream);
-    if (reduces_tied_parts()) state_.reduce_gradients(embedding_unit, last_micro_batch, stream);
+    reduce_gradients(head_unit(), slot, last_micro_batch);
+    if (reduces_tied_parts()) reduce_gradients(embedding_unit, slot, last_micro_batch);
     state_.release(head_unit(), stream);
     release_tied();
   }
@@ -248,7 +247,7 @@ class Stage {
   // Block `l` of the chunk. slot.gradient: in, the gradient of its output; out, that of its input.
   void backward_block(int64_t layer, size_t l, const Slot& slot, const Pass& pass, bool last_micro_batch) {
     Stream& stream = context_.compute;
-    const BlockActivations& acts = slot.chunk.blocks[l];
+    const BlockActivations& acts = slot.blocks[l];
     const Tensor& x = slot.block_input(l);  // (S, C)
     const bool whole = slot.output_gradients.empty();
     const size_t u = block_unit(layer);
@@ -256,7 +255,7 @@ class Stage {
     const ProfilerRange range =
         set_current((whole ? "backward of " : "input part of the backward of ") + unit.spec().name);
     const Sequences sequence = sequences(slot, pass);
-    state_.start_gradients(u, stream);
+    start_gradients(u, slot);
     auto scope = context_.arena.scope();
     GatheredRows gathered;
     if (whole && config_.recompute == Recompute::block)
@@ -265,19 +264,26 @@ class Stage {
     block_recompute(acts, x, gathered, config_.recompute, unit, model_, sequence, parallel_);
     block_backward(slot.gradient, whole ? OutputGradients() : slot.output_gradients[l], acts, x, gathered, unit, model_,
                    sequence, parallel_);
-    if (whole) state_.reduce_gradients(u, last_micro_batch, stream);
+    if (whole) reduce_gradients(u, slot, last_micro_batch);
     state_.release(u, stream);
   }
 
   void backward_embedding(const Slot& slot, bool last_micro_batch) {
-    Stream& stream = context_.compute;
     const ProfilerRange range = set_current("backward of the embedding");
-    if (!config_.model.tied || reduces_tied_parts()) state_.start_gradients(embedding_unit, stream);
+    if (!config_.model.tied || reduces_tied_parts()) start_gradients(embedding_unit, slot);
     const UnitState& unit = state_.unit(embedding_unit);
     const Tensor dwpe = unit.has("wpe.weight") ? unit.gradient("wpe.weight") : Tensor{};
     parallel::embedding_backward(unit.gradient("wte.weight"), dwpe, slot.gradient, slot.inputs.tokens,
                                  slot.inputs.positions, unit.vocabulary("wte.weight"), parallel_);
-    state_.reduce_gradients(embedding_unit, last_micro_batch, stream);
+    reduce_gradients(embedding_unit, slot, last_micro_batch);
+  }
+
+  // The gradients of a unit are those of a whole micro-batch: its slices add to them.
+  void start_gradients(size_t u, const Slot& slot) {
+    if (slot.begins_backward()) state_.start_gradients(u, context_.compute);
+  }
+  void reduce_gradients(size_t u, const Slot& slot, bool last_micro_batch) {
+    if (slot.ends_backward()) state_.reduce_gradients(u, last_micro_batch, context_.compute);
   }
 
   // ---- The head's rows ---------------------------------------------------------------------------------------------

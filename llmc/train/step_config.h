@@ -2,6 +2,7 @@
 #pragma once
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <span>
 #include <string>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "dist/pipeline/messages.h"
 #include "dist/pipeline/stage_partition.h"
 #include "dist/schedule.h"
+#include "dist/zero.h"
 #include "model/transformer.h"
 
 namespace llmc {
@@ -32,6 +34,7 @@ struct StepConfig {
   int64_t micro_batches = 1;  // of one step
   Schedule schedule = Schedule::one_f_one_b;
   int stages = 1, chunks = 1;        // of the pipeline, in all
+  std::vector<int64_t> slices = {};  // tokens of each token slice of a sequence; empty: it is whole
   std::vector<int64_t> layers = {};  // of each chunk, in the order of the model; empty: spread evenly (--pp-layout)
   Recompute recompute = Recompute::none;
   ZeroConfig zero = {};
@@ -46,7 +49,9 @@ struct StepConfig {
   int ranks() const { return zero.ranks() * tensor.ranks * stages; }
   // Do stages update by themselves? One stage has nobody to wait for: pipedream is then 1f1b.
   bool asynchronous() const { return schedule == Schedule::pipedream && stages > 1; }
-  Pipeline pipeline() const { return {schedule, stages, chunks / stages, micro_batches, 1}; }
+  Pipeline pipeline() const {
+    return {schedule, stages, chunks / stages, micro_batches, static_cast<int>(slices_for(Purpose::train))};
+  }
   // Of the whole model, in its order.
   std::vector<Chunk> model_chunks() const {
     if (!layers.empty()) return chunks_of(layers);
@@ -92,6 +97,20 @@ struct StepConfig {
   }
   // What a rank has of a micro-batch.
   BatchShape share(const BatchShape& all, Purpose purpose) const { return {all.B, context_for(purpose).share(all.T)}; }
+  // Token slices of a sequence; only training has them.
+  int64_t slices_for(Purpose purpose) const {
+    return purpose == Purpose::train && !slices.empty() ? static_cast<int64_t>(slices.size()) : 1;
+  }
+  // The tokens of slice k.
+  SequenceRows slice_rows(int k) const {
+    const auto begin = slices.begin(), end = begin + k;
+    return {batch.T, std::accumulate(begin, end, int64_t{0}), *end};
+  }
+  // What a rank has of slice k of a micro-batch.
+  BatchShape share(const BatchShape& all, Purpose purpose, int k) const {
+    if (slices_for(purpose) == 1) return share(all, purpose);
+    return {all.B, slices[static_cast<size_t>(k)]};
+  }
   // Rows of whole sequences whose positions a rank needs.
   int64_t all_position_rows(const BatchShape& all, Purpose purpose) const {
     const ContextParallel c = context_for(purpose);

@@ -42,6 +42,9 @@ class Trainer {
     CHECK(dp_.ranks() == config.ranks() && dp_.tensor.ranks == config.tensor.ranks && dp_.stages == config.stages);
     CHECK(config.zero.stage >= 0 && config.zero.stage <= 3);
     CHECK(dp_.context.ranks == config.context.ranks && config.batch.T % config.context.slices() == 0);
+    CHECK(config.slices.empty() ||
+          (config.context.ranks == 1 &&
+           std::accumulate(config.slices.begin(), config.slices.end(), int64_t{0}) == config.batch.T));
     CHECK(config.tensor.head_copies == tensor_parallel(config.model, config.tensor.ranks).head_copies);
     CHECK(config.zero.sync == DpSync::all_reduce ||
           (config.zero.stage == 0 && config.zero.replicas == 1 && config.ranks() == config.zero.ranks() &&
@@ -164,7 +167,8 @@ class Trainer {
   static std::vector<Action> actions_of(const StepConfig& config, int stage) {
     Pipeline pipeline = config.pipeline();
     if (pipeline.schedule == Schedule::pipedream) pipeline.schedule = Schedule::one_f_one_b;
-    if (config.stages == 1) return training_actions(pipeline.schedule, config.chunks, config.micro_batches);
+    if (config.stages == 1)
+      return training_actions(pipeline.schedule, config.chunks, config.micro_batches, pipeline.slices);
     return pipeline_actions(pipeline)[static_cast<size_t>(stage)];
   }
 

@@ -8,7 +8,7 @@
 
 #include "catch2.h"
 #include "dist/on_ranks.h"
-#include "dist/pipeline_layouts.h"
+#include "pipeline/pipeline_layouts.h"
 #include "helpers.h"
 #include "run/checkpoint_write.h"
 

@@ -40,13 +40,15 @@ refuses '--token-slices auto: how many' ./train_gpt --print-schedule --token-sli
 refuses "--token-slices 'many': expected a whole number" ./train_gpt --print-schedule --token-slices many
 refuses '--schedule 2f2b: expected one of' ./train_gpt --print-schedule --schedule 2f2b
 refuses 'choose one of them' ./train_gpt --print-schedule --plan
-later='can be drawn by --print-schedule; training with pipelines is not built yet'
-for mode in --plan --selftest --generate '--train-data none.bin'; do
-  for option in '--pp 4' '--pp-chunks 2' '--schedule zb-h1' '--token-slices 2'; do
-    # shellcheck disable=SC2086    # an option and its value
-    refuses "$option $later" ./train_gpt $mode $option
-  done
-done
+refuses '--pp 4 needs a multiple of 4 ranks, and there are 3' ./train_gpt --plan --pp 4 --local-ranks 3
+refuses '--schedule zb-h1 is for the stages of a pipeline' ./train_gpt --plan --schedule zb-h1
+refuses '--pp-chunks 3 with --schedule zb-v, whose stages have 2 chunks' \
+  ./train_gpt --plan --pp 2 --schedule zb-v --pp-chunks 3
+refuses '--token-slices 2 with --cp 2: both cut sequences' ./train_gpt --plan --cp 2 --token-slices 2
+refuses '--token-slices auto with --schedule interleaved' ./train_gpt --plan --schedule interleaved --token-slices auto
+refuses '--token-slices 99 with --seq-len 64: a slice has at least one token' \
+  ./train_gpt --plan --seq-len 64 --token-slices 99
+refuses "--token-slices '2,3': expected a whole number from 1 to 1048576, or auto" ./train_gpt --plan --token-slices 2,3
 refuses '--micro-batches 4 is for --print-schedule' ./train_gpt --plan --micro-batches 4
 refuses '--json is for --print-schedule' ./train_gpt --plan --json
 

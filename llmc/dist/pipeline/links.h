@@ -38,14 +38,13 @@ class StageLink {
   int peer() const { return peer_; }  // among the two members
   const Comm& comm() const { return *comm_; }
 
-  // Room for `count` messages of `elements` of this dtype; before each pass. It is free: the first message of a pass
-  // follows from what its receiver computed last in the pass before.
+  // Room for `count` messages of at most `elements` of this dtype; before each pass. It is free: the first message of a
+  // pass follows from what its receiver computed last in the pass before.
   void reserve(DType dtype, int64_t elements, int64_t count, Arena& arena) {
-    const int64_t header = ceil_div(static_cast<int64_t>(sizeof(MessageHeader)), size_of(dtype));
     buffers_.assign(static_cast<size_t>(count), {});
     posted_.clear();
     for (Buffer& b : buffers_) {
-      b.memory = arena.alloc("messages", "message between stages", dtype, {elements + header});
+      b.memory = arena.alloc("messages", "message between stages", dtype, {elements + header_elements(dtype)});
       b.free = Event();
       b.free.signal();
     }
@@ -54,22 +53,24 @@ class StageLink {
 
   void send(const Tensor& payload, const MessageHeader& header, Stream& compute) {
     Buffer& b = next();
+    const Tensor message = message_of(b, payload.numel());
     compute.wait(b.free);
-    copy(b.memory.slice(0, payload.shape), payload, compute);
+    copy(message.slice(0, payload.shape), payload, compute);
     stream_.wait(compute.record());
-    upload(header_of(b), std::vector<float>(header.begin(), header.end()), stream_);
-    comm_->send(b.memory, peer_, stream_);
+    upload(header_of(message), std::vector<float>(header.begin(), header.end()), stream_);
+    comm_->send(message, peer_, stream_);
     b.free = stream_.record();
   }
-  // Begins to receive the next message of the link; take() waits for it.
-  void post(const MessageHeader& expected) {
+  // Begins to receive the next message of the link, of so many elements; take() waits for it.
+  void post(const MessageHeader& expected, int64_t elements) {
     auto in_use = [&](const Buffer& b) { return std::find(posted_.begin(), posted_.end(), &b) != posted_.end(); };
     while (in_use(buffers_[turn_ % buffers_.size()])) ++turn_;
     Buffer& b = next();
+    const Tensor message = message_of(b, elements);
     b.header = expected;
     stream_.wait(b.free);
-    comm_->receive(b.memory, peer_, stream_);
-    check_header(header_of(b), expected);
+    comm_->receive(message, peer_, stream_);
+    check_header(header_of(message), expected);
     b.arrived = stream_.record();
     posted_.push_back(&b);
   }
@@ -93,10 +94,16 @@ class StageLink {
     Event free, arrived;
   };
   Buffer& next() { return buffers_[turn_++ % buffers_.size()]; }
-  // The last bytes of a buffer.
-  Tensor header_of(const Buffer& b) const {
-    Tensor header = b.memory;
-    header.bytes += b.memory.size_bytes() - static_cast<int64_t>(sizeof(MessageHeader));
+  static int64_t header_elements(DType dtype) {
+    return ceil_div(static_cast<int64_t>(sizeof(MessageHeader)), size_of(dtype));
+  }
+  static Tensor message_of(const Buffer& b, int64_t elements) {
+    return b.memory.slice(0, {elements + header_elements(b.memory.dtype)});
+  }
+  // The last bytes of a message.
+  static Tensor header_of(const Tensor& message) {
+    Tensor header = message;
+    header.bytes += message.size_bytes() - static_cast<int64_t>(sizeof(MessageHeader));
     header.dtype = DType::fp32;
     header.shape = {4};
     header.name = "what a message is";

@@ -14,6 +14,7 @@ struct PassCosts {
   double forward = 1, input = 1, weight = 1;
   double message = 0;              // from the end of a pass until the next stage has its result
   std::vector<double> chunk = {};  // how many times as long a chunk takes; empty: all equally long
+  std::vector<double> slice = {};  // the same of a slice
 };
 
 // Begin and end of an action. Sends and receives run beside the computation: theirs are those of the message.
@@ -110,7 +111,8 @@ inline Simulation simulate(const Pipeline& p, const std::vector<ActionList>& lis
     }
   };
   auto duration = [&](const Action& a) {
-    const double times = costs.chunk.empty() ? 1 : costs.chunk[static_cast<size_t>(a.chunk)];
+    const double times = (costs.chunk.empty() ? 1 : costs.chunk[static_cast<size_t>(a.chunk)]) *
+                         (costs.slice.empty() ? 1 : costs.slice[static_cast<size_t>(a.slice)]);
     switch (a.kind) {
       case ActionKind::forward: return times * costs.forward;
       case ActionKind::backward: return times * (costs.input + costs.weight);

@@ -241,8 +241,10 @@ void visit_options(O& o, Visitor&& visit) {
         "as possible, by the counted work of the embedding, the layers and the head; or numbers such as 8,10,10,8, one "
         "for each stage, with --pp-chunks one for each chunk, in the order of the model");
   visit("--token-slices", "", o.token_slices, Limits{}, warn,
-        "slices of its sequence in which a micro-batch passes through the stages, with gpipe and 1f1b; so far only "
-        "for --print-schedule");
+        "slices of its sequences in which a micro-batch passes through the stages, one after the other, each attending "
+        "to the keys of those before (TeraPipe): the bubble of long sequences and few micro-batches is so many times "
+        "as short, and products are smaller; auto: as many, and as long, as are best on paper, later ones shorter; "
+        "with gpipe and 1f1b, and without --cp");
   visit("--zero-stage", "-z", o.zero_stage, between(0, 3), free,
         "what data-parallel ranks shard: 1 optimizer state, 2 also gradients, 3 also weights; the same numbers at "
         "equal --grad-reduce");

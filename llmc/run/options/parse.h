@@ -16,6 +16,7 @@
 #include "core/check.h"
 #include "core/files.h"
 #include "core/words.h"
+#include "dist/pipeline/pipeline.h"
 #include "dist/pipeline/stage_partition.h"
 #include "run/options/foreign.h"
 #include "run/options/print.h"
@@ -235,12 +236,33 @@ inline void validate_layout(const Options& o) {
         std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
 }
 
-// Refuses what --print-schedule draws and training does not have yet.
+// Into how many slices --token-slices cuts sequences; none: auto.
+inline std::optional<int64_t> token_slices(const Options& o) {
+  if (o.token_slices == "auto") return std::nullopt;
+  int64_t slices = 0;
+  const char* end = o.token_slices.data() + o.token_slices.size();
+  const auto [read, error] = std::from_chars(o.token_slices.data(), end, slices);
+  CHECK(error == std::errc() && read == end && slices >= 1 && slices <= most_pipeline_passes,
+        "--token-slices '{}': expected a whole number from 1 to {}, or auto", shown(o.token_slices),
+        most_pipeline_passes);
+  return slices;
+}
+inline void validate_token_slices(const Options& o) {
+  if (token_slices(o) == 1) return;
+  CHECK(o.schedule == "gpipe" || o.schedule == "1f1b",
+        "--token-slices {} with --schedule {}: only gpipe and 1f1b take a micro-batch in slices; leave out "
+        "--token-slices, or use one of them",
+        o.token_slices, o.schedule);
+  CHECK(o.cp == 1,
+        "--token-slices {} with --cp {}: both cut sequences, one in time, the other among ranks: leave out one of them",
+        o.token_slices, o.cp);
+  CHECK(token_slices(o).value_or(1) <= o.seq_len,
+        "--token-slices {} with --seq-len {}: a slice has at least one token: use at most {}", o.token_slices,
+        o.seq_len, o.seq_len);
+}
+
 inline void validate_pipeline(const Options& o) {
-  auto refuse = [](const char* option, const auto& value) {
-    throw Error(formatted("{} {} can be drawn by --print-schedule; training with it is not built yet", option, value));
-  };
-  if (o.token_slices != "1") refuse("--token-slices", shown(o.token_slices));
+  validate_token_slices(o);
   const bool for_one_stage = o.schedule == "gpipe" || o.schedule == "1f1b" || o.schedule == "pipedream";
   CHECK(for_one_stage || o.pp > 1, "--schedule {} is for the stages of a pipeline: give --pp, or use 1f1b", o.schedule);
   CHECK(!o.pp_chunks || o.schedule == "interleaved" || *o.pp_chunks == (o.schedule == "zb-v" ? 2 : 1),

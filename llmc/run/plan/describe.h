@@ -86,20 +86,25 @@ inline void report_links(Log& log, const StepConfig& step) {
 // A run as described by the options alone.
 inline Rows run_rows(const Options& o, const StepConfig& step) {
   const ModelConfig& m = step.model;
-  return {{"model", formatted("{} ({}): {} layers, {} heads{} of {}, C {}, F {}, vocabulary {}, {} positions", o.model,
-                              m.family.model_type, m.n_layer, m.n_head,
-                              m.n_kv_head == m.n_head ? "" : formatted(" ({} key-value heads)", m.n_kv_head),
-                              m.head_size, m.n_embd, m.n_ffn, m.vocab_size, m.n_positions)},
-          {"parameters", formatted("{} ({:.3f} MFLOP per token)", human_count(count_parameters(parameter_table(m))),
-                                   training_flops_per_token(m, o.seq_len) * 1e-6)},
-          {"numerics", formatted("{}, recompute {}", o.dtype, step.recompute)},
-          {"batch", formatted("{} tokens per step = {} micro-batch(es) x {} sequences x {} tokens x {} {}",
-                              human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.readers(),
-                              step.ranks() == step.readers() ? "rank(s)" : "group(s) of ranks")},
-          {"layout", layout_text(step)},
-          {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
-                                  o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip) +
-                            (step.asynchronous() ? ", stage by stage by its own norm" : "")}};
+  Rows rows = {
+      {"model", formatted("{} ({}): {} layers, {} heads{} of {}, C {}, F {}, vocabulary {}, {} positions", o.model,
+                          m.family.model_type, m.n_layer, m.n_head,
+                          m.n_kv_head == m.n_head ? "" : formatted(" ({} key-value heads)", m.n_kv_head), m.head_size,
+                          m.n_embd, m.n_ffn, m.vocab_size, m.n_positions)},
+      {"parameters", formatted("{} ({:.3f} MFLOP per token)", human_count(count_parameters(parameter_table(m))),
+                               training_flops_per_token(m, o.seq_len) * 1e-6)},
+      {"numerics", formatted("{}, recompute {}", o.dtype, step.recompute)},
+      {"batch", formatted("{} tokens per step = {} micro-batch(es) x {} sequences x {} tokens x {} {}",
+                          human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.readers(),
+                          step.ranks() == step.readers() ? "rank(s)" : "group(s) of ranks")},
+      {"layout", layout_text(step)},
+      {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
+                              o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip) +
+                        (step.asynchronous() ? ", stage by stage by its own norm" : "")}};
+  if (!step.slices.empty())
+    rows.insert(rows.end() - 1,
+                {"token slices", formatted("{} of each sequence, of {} tokens", step.slices.size(), step.slices)});
+  return rows;
 }
 
 // A notice for those who know d24 and larger from llm.c.

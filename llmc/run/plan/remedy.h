@@ -10,6 +10,7 @@
 
 #include "core/log.h"
 #include "device/gpu.h"
+#include "dist/pipeline/token_slices.h"
 #include "run/options/options.h"
 #include "run/planner.h"
 
@@ -188,11 +189,15 @@ class RemedySearch {
     if (begun_ == Begun::yes || asked_.zero.holds == Holds::weights) return std::nullopt;
     const std::optional<Remedy> least = least_;  // with the sequences asked for
     StepConfig step = asked_;
-    const int64_t least_T = step.context.slices();
-    step.batch.T = least_T;
+    const int64_t slices = step.slices_for(Purpose::train), least_T = step.context.slices() * slices;
+    auto set_length = [&](int64_t T) {
+      step.batch.T = T;
+      if (slices > 1 && T >= slices) step.slices = even_token_slices(T, slices);
+    };
+    set_length(least_T);
     std::optional<Remedy> found = cheapest(step);
     auto half = [&](int64_t T) { return T / 2 / least_T * least_T; };
-    for (step.batch.T = half(asked_.batch.T); found && step.batch.T > least_T; step.batch.T = half(step.batch.T))
+    for (set_length(half(asked_.batch.T)); found && step.batch.T > least_T; set_length(half(step.batch.T)))
       if (std::optional<Remedy> longer = cheapest(step)) {
         found = std::move(longer);
         break;

@@ -197,7 +197,7 @@ TEST_CASE("the planned activations of every stage are what the simulation counts
             const Kept kept = most_kept(pipeline, list), inputs = most_kept(pipeline, with_input);
             const Plan& of_stage = *plan.stages[static_cast<size_t>(s)];
             REQUIRE(planned(of_stage, "activations") ==
-                    kept.activations * per_chunk * block + inputs.activations * stream + stream);
+                    kept.activations * per_chunk * block + inputs.activations * stream);
             REQUIRE(planned(of_stage, "for the weight part") ==
                     (in_parts
                          ? per_chunk * (kept.together * product_inputs(ActionKind::forward) +

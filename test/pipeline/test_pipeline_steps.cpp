@@ -5,8 +5,8 @@
 #include <limits>
 #include <mutex>
 
-#include "dist/pipeline_layouts.h"
 #include "helpers.h"
+#include "pipeline/pipeline_layouts.h"
 #include "train/choices.h"
 #include "train/continuation.h"
 #include "train/not_finite.h"
@@ -103,37 +103,6 @@ TEST_CASE("recomputation, and a head in parts, change no bits of a pipeline") {
   StepConfig in_parts = step_of(model, {3, gpipe}, 5), on_one = step_of(model, {1, gpipe}, 5);
   in_parts.head_chunks = on_one.head_chunks = 3;
   require_agrees(run(in_parts), run(on_one), false);
-}
-
-TEST_CASE("a stage has memory for as many activations as its schedule has in flight") {
-  const Model model{"llama", false, DType::fp32, 6, 3};
-  auto activations = [](const Plan& plan) {
-    int64_t bytes = 0;
-    for (const MemoryLine& line : plan.memory)
-      if (line.label == "activations") bytes += line.bytes;
-    return bytes;
-  };
-  for (const auto& [schedule, chunks] : {std::pair{gpipe, 1},
-                                         {one_f_one_b, 1},
-                                         {interleaved, 2},
-                                         {interleaved, 3},
-                                         {Schedule::zb_h1, 1},
-                                         {Schedule::zb_v, 2}})
-    for (const int pp : {2, 4}) {
-      const StepConfig step = step_of(model, {pp, schedule, chunks}, pp * chunks, 1);  // one layer in each chunk
-      StepConfig alone = step;
-      alone.micro_batches = 1;  // whose forwards are all before its backwards
-      const Plan plan = make_plan(step, {DeviceKind::cpu, 1}), of_one = make_plan(alone, {DeviceKind::cpu, 1});
-      const auto lists = pipeline_actions(step.pipeline());
-      for (int s = 0; s < pp; ++s) {
-        const int64_t kept = most_kept(step.pipeline(), lists[static_cast<size_t>(s)]).activations;
-        INFO(name_of(schedule) << " with " << chunks << " chunks, stage " << s << " of " << pp << ": " << kept);
-        REQUIRE(kept >= chunks);
-        // zb-v: of two chunks that follow one another on a stage, the second needs no input of its own.
-        if (schedule == Schedule::zb_v && s == pp - 1) continue;
-        REQUIRE(activations(plan.of(s)) * chunks == activations(of_one.of(s)) * kept);
-      }
-    }
 }
 
 TEST_CASE("twenty steps of a pipeline are those of one stage") {

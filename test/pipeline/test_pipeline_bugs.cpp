@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "dist/layout_bugs.h"
-#include "dist/pipeline_layouts.h"
 #include "helpers.h"
+#include "pipeline/pipeline_layouts.h"
 
 using namespace pipeline_layouts;
 

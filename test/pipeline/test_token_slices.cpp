@@ -1,8 +1,8 @@
 // Where sequences are cut into token slices: against every cut of short ones, on answers known beforehand, and what is
 // refused.
 #include "catch2.h"
-#include "dist/partitions.h"
 #include "dist/pipeline/token_slices.h"
+#include "pipeline/partitions.h"
 
 using namespace llmc;
 using namespace partitions;

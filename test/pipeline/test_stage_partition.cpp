@@ -1,7 +1,7 @@
 // Which layers a stage has: against every partition of small models, on answers known beforehand, and what is refused.
 #include "catch2.h"
-#include "dist/partitions.h"
 #include "dist/pipeline/balance.h"
+#include "pipeline/partitions.h"
 
 using namespace llmc;
 using namespace partitions;

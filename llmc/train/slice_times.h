@@ -1,0 +1,103 @@
+// slice_times.h: how long a stage of a pipeline takes for a token slice, on paper, and into which slices --token-slices
+// auto therefore cuts a sequence. The blocks of transformer.h run on the null device, whose clock counts their time at
+// the rates below. These are round numbers of a common machine of either kind, and not those of this one: the cut, and
+// so the order in which gradients are added, depends on options and the kind of device alone (contracts 1 and 2).
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "dist/pipeline/token_slices.h"
+#include "train/step_config.h"
+
+namespace llmc {
+
+// What a cut assumes of a machine. What counts are the ratios: short slices are slow because the weights are read again
+// for each, and because every op takes a while to begin.
+struct SliceRates {
+  Rates rates;
+  double op_seconds;  // before an op begins
+};
+inline SliceRates slice_rates(DeviceKind kind, DType dtype) {
+  if (kind != DeviceKind::cuda) return {{1e11, 2e10, 5e9, 1e-6}, 2e-5};
+  return {{dtype == DType::bf16 ? 5e14 : 4e13, 2.5e12, 2e11, 5e-6}, 5e-6};
+}
+
+class SliceTimes {
+ public:
+  // device: of a rank; on paper it is only counted
+  SliceTimes(const StepConfig& config, DeviceKind kind)
+      : config_(config),
+        model_(config.part()),
+        rates_(slice_rates(kind, config.dtype)),
+        device_(device_of(kind, rates_.rates)),
+        arena_(device_),
+        scratch_(device_),
+        stream_(device_, scratch_),
+        dp_(mesh_of({}, config.tensor), 0, device_, DataParallel::null_groups(0), no_hooks, config.tensor),
+        block_(part_of(parameter_table(config.model), config.tensor, 0)[1], config.dtype, {}, 0, arena_),
+        blocks_(ceil_div(model_.n_layer, config.stages)) {
+    stream_.set_ledger(&ops_);
+  }
+  SliceTimes(const SliceTimes&) = delete;
+  SliceTimes& operator=(const SliceTimes&) = delete;
+
+  // Forward and backward of a slice of `length` tokens after `context` others, in all blocks of a stage. Messages
+  // travel meanwhile; the embedding and the head, which some stages have, take equally long for every token.
+  double operator()(int64_t length, int64_t context) {
+    auto scope = arena_.scope();
+    const BatchShape shape{config_.batch.B, length};
+    const int64_t T = config_.batch.T;
+    const Recompute recompute = config_.recompute;
+    BlockActivations acts = BlockActivations::kept(
+        model_, shape, config_.tensor, config_.dtype, recompute, Backward::whole,
+        BlockActivations::recomputed(model_, shape, config_.tensor, config_.dtype, recompute, arena_), arena_);
+    auto alloc = [&](DType dtype, const Shape& as) { return arena_.alloc("slices on paper", "a tensor", dtype, as); };
+    const Shape keys{shape.B * T, 2 * model_.kv_size()};
+    acts.slice_keys = {alloc(config_.dtype, keys), alloc(accumulator_of(config_.dtype), keys)};
+    const Tensor x = alloc(config_.dtype, acts.out.shape), dx = alloc(config_.dtype, acts.out.shape);
+    const Sequences sequences{.shape = shape,
+                              .positions = alloc(DType::int32, {shape.rows()}),
+                              .rotary_table = alloc(accumulator_of(config_.dtype), {T, model_.head_size}),
+                              .documents = config_.documents,
+                              .slice = SequenceRows{T, context, length}};
+    const parallel::Group group{dp_, arena_, stream_};
+    const double begin = stream_.seconds();
+    ops_.clear();
+    block_forward(acts, x, block_, model_, sequences, group);
+    block_recompute(acts, x, {}, recompute, block_, model_, sequences, group);
+    block_backward(dx, {}, acts, x, {}, block_, model_, sequences, group);
+    double seconds = stream_.seconds() - begin;
+    for (const auto& [name, totals] : ops_) seconds += static_cast<double>(totals.calls) * rates_.op_seconds;
+    return static_cast<double>(blocks_) * seconds;
+  }
+
+ private:
+  static Device device_of(DeviceKind kind, const Rates& rates) {
+    Device device = Device{.kind = kind}.on_paper();
+    device.rates = rates;
+    return device;
+  }
+
+  const StepConfig& config_;
+  ModelConfig model_;  // of a rank's part
+  SliceRates rates_;
+  Device device_;
+  Arena arena_, scratch_;
+  Stream stream_;
+  DataParallel dp_;
+  UnitState block_;
+  int64_t blocks_;
+  OpLedger ops_;
+};
+
+// The best slices of a sequence for this step. Cuts are at multiples of a 64th of it.
+inline TokenSlices planned_token_slices(const StepConfig& config, DeviceKind kind) {
+  SliceTimes times(config, kind);
+  return optimal_token_slices({.tokens = config.batch.T,
+                               .granularity = ceil_div(config.batch.T, int64_t{64}),
+                               .stages = config.stages,
+                               .micro_batches = config.micro_batches},
+                              [&](int64_t length, int64_t context) { return times(length, context); });
+}
+
+}  // namespace llmc
