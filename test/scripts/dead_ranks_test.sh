@@ -42,6 +42,11 @@ of_moment() {
     saving) echo --total-batch-size 264 --max-steps 60 --val-every 0 --checkpoint-every 1 ;;
   esac
 }
+# How they share it: a stage of ZeRO, or the stages of a pipeline, of which each has a checkpoint's part.
+layout() {
+  if [ "$1" = pp ]; then echo --pp 4 --n-layer 5
+  else echo --zero-stage "$1"; fi
+}
 milliseconds() { printf '%d.%03d' $(($1 / 1000)) $(($1 % 1000)); }
 now() { date +%s%3N; }
 # whole OUT ARGUMENTS...: the run as threads of one process, which is bitwise the same (processes_test.sh)
@@ -59,16 +64,16 @@ process_of_job() {
 }
 
 slowest=0
-# case FORM SIGNAL MOMENT VICTIM STAGE
+# case FORM SIGNAL MOMENT VICTIM LAYOUT
 run_case() {
-  local form=$1 signal=$2 moment=$3 victim=$4 stage=$5 processes=4 local_ranks=1
+  local form=$1 signal=$2 moment=$3 victim=$4 layout=$5 processes=4 local_ranks=1
   case="$*"
   case $form in *-threads) processes=2 local_ranks=2 ;; esac
   victim=$((victim % processes))
   local out=$dir/run expected options process id status begun took pids=()
-  expected=$dir/whole-$stage-${moment/start/step}
+  expected=$dir/whole-$layout-${moment/start/step}
   # shellcheck disable=SC2207
-  options=($(of_moment "$moment") --zero-stage "$stage")
+  options=($(of_moment "$moment") $(layout "$layout"))
   [ -d "$expected" ] || whole "$expected" "${options[@]}" || fail "the run that nobody disturbs failed"
   rm -rf "$out" "$dir"/log.*
   options+=("${common[@]}" --local-ranks "$local_ranks" --out-dir "$out" --comm-timeout "$comm" --init-timeout "$init")
@@ -145,7 +150,7 @@ run_case() {
     done
   done
   # shellcheck disable=SC2046
-  whole "$out" $(of_moment "$moment") --zero-stage "$stage" || fail "the run does not resume: $(cat "$dir/log.whole")"
+  whole "$out" $(of_moment "$moment") $(layout "$layout") || fail "the run does not resume: $(cat "$dir/log.whole")"
   diff -rq -x .lock -x trainer.json -x manifest.json "$(last_of "$expected")" "$(last_of "$out")" >"$dir/log.diff" ||
     fail "the resumed run differs"
 }
@@ -172,12 +177,14 @@ if [ -z "$count" ]; then
   comm=1 init=2
   run_case tcp KILL saving 1 2
   run_case tcp-threads STOP step 0 2
+  run_case tcp KILL saving 2 pp
   run_case "${forms[-1]}" STOP step 1 2
 else
   comm=3 init=5
-  moments=(start step validation saving) signals=(KILL STOP)
+  moments=(start step validation saving) signals=(KILL STOP) layouts=(0 1 2 3 pp)
   for ((i = 0; i < count; ++i)); do
-    run_case "${forms[i % ${#forms[@]}]}" "${signals[RANDOM % 2]}" "${moments[RANDOM % 4]}" $((RANDOM % 4)) $((RANDOM % 4))
+    run_case "${forms[i % ${#forms[@]}]}" "${signals[RANDOM % 2]}" "${moments[RANDOM % 4]}" $((RANDOM % 4)) \
+      "${layouts[RANDOM % 5]}"
   done
 fi
 echo "dead_ranks_test: ok, the last survivor of all cases ended after $slowest ms"

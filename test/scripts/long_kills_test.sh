@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Tiny runs of one rank and of four, and some with long steps, are killed at random moments, half of them within the first
-# 0.2 seconds, some on a full disk, and started again until they are done. No start is refused, and in the end weights,
-# optimizer state and metrics are bitwise those of a run that nobody killed.
+# Tiny runs of one rank, of four and of a pipeline of four stages, and some with long steps, are killed at random moments,
+# half of them within the first 0.2 seconds, some on a full disk, and started again until they are done. No start is
+# refused, and in the end weights, optimizer state and metrics are bitwise those of a run that nobody killed.
 #
 #   test/scripts/long_kills_test.sh [KILLS]     default: 300; SEED=N repeats a test. Full disks need root, for a tmpfs.
 set -euo pipefail
@@ -28,6 +28,7 @@ tiny=(--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --batch-si
 {
   one=("${tiny[@]}" --total-batch-size 264 --max-steps 300 --checkpoint-every 20 --val-every 40)
   four=("${one[@]}" --local-ranks 4 --zero-stage 2)
+  stages=("${one[@]}" --pp 4 --n-layer 5 --schedule gpipe)
   long=("${tiny[@]}" --total-batch-size 33000 --max-steps 6 --checkpoint-every 2 --val-every 3)
 }
 # results OUT: what must not depend on interruptions
@@ -41,7 +42,7 @@ for line in open(sys.argv[1]):
 PY
 }
 
-kinds=(one four long)
+kinds=(one four long stages)
 for kind in "${kinds[@]}"; do
   declare -n line=$kind
   out=$dir/whole-$kind
@@ -76,8 +77,8 @@ start() {
 killed=0 runs=0 full=0
 while [ $killed -lt "$kills" ]; do
   runs=$((runs + 1))
-  kind=${kinds[runs % 3]} place=$dir/place
-  if [ -n "$disk" ] && [ $((runs % 4)) -ge 2 ]; then place=$dir/disk; fi
+  kind=${kinds[runs % 4]} place=$dir/place
+  if [ -n "$disk" ] && [ $((runs / 4 % 2)) = 1 ]; then place=$dir/disk; fi
   mkdir -p "$place"
   out=$place/run
   for attempt in $(seq 200); do

@@ -94,16 +94,25 @@ if [ "$all" = all ]; then
       same "$form" --seq-len 32 --cp 2 --tp 2 --n-head 4 --cp-attention $attention --dtype bf16
     done
   done
+  for schedule in gpipe 1f1b interleaved; do
+    for form in "${forms[@]}"; do
+      same "$form" --pp 2 --schedule $schedule --n-layer 5 --zero-stage 3 --total-batch-size 528
+      same "$form" --pp 2 --schedule $schedule --n-layer 5 --tp 2 --dtype bf16 --total-batch-size 264
+    done
+  done
+  for form in "${forms[@]}"; do same "$form" --pp 4 --n-layer 6 --total-batch-size 528 --dtype bf16; done
   limit=900 tcp 2 --selftest --local-ranks 2 --device cpu || fail "--selftest over TCP"
   [ -z $has_mpi ] || limit=900 mpi 4 --selftest --device cpu || fail "--selftest under mpirun"
 else
   same tcp --zero-stage 3 --dtype bf16
   same tcp-threads --zero-stage 1 --dp-replicate 2
   same tcp --seq-len 32 --cp 2 --tp 2
+  same tcp-threads --pp 4 --n-layer 5 --total-batch-size 264
   if [ -n "$has_mpi" ]; then
     same mpi --zero-stage 3 --dtype bf16
     same mpi-threads --zero-stage 1 --dp-replicate 2
     same mpi --seq-len 32 --cp 2 --zero-stage 3 --cp-attention ulysses
+    same mpi --pp 2 --schedule interleaved --n-layer 5 --zero-stage 2 --total-batch-size 528
   fi
 fi
 

@@ -1,6 +1,14 @@
 // links.h: how the stages of a pipeline pass activations and gradients on: one link from each stage to each of its
 // neighbours, with a stream of its own at both ends, so that messages travel while the stages compute. A message goes
 // through a buffer at either end, and says at its end what it is.
+//
+// Nobody waits in a circle. A link has a direction, and a group of its two ranks that nothing else uses: where neighbours
+// send both ways at the same time, these are two groups on two streams, so that neither waits behind the other. (NCCL
+// needs a group call only where a send and a receive share a communicator and a stream.) The first message of a
+// communicator may keep the host until its peer has come to it, too, and NCCL starts what a rank has enqueued on all of
+// its communicators in that order (comm_nccl.h): both are as if sends and receives blocked, and check.h proves that the
+// lists go on even then. The groups themselves are made in rounds, two for each colour of the pipeline's edges: edges of
+// one colour share no stage, so a rank joins at most one group in a round, and all ranks go through them in one order.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -30,7 +38,8 @@ class StageLink {
   int peer() const { return peer_; }  // among the two members
   const Comm& comm() const { return *comm_; }
 
-  // Room for `count` messages of at most `elements` of this dtype; before each pass.
+  // Room for `count` messages of at most `elements` of this dtype; before each pass. It is free: the first message of a
+  // pass follows from what its receiver computed last in the pass before.
   void reserve(DType dtype, int64_t elements, int64_t count, Arena& arena) {
     buffers_.assign(static_cast<size_t>(count), {});
     posted_.clear();

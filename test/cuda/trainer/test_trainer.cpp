@@ -92,8 +92,7 @@ TEST_CASE("every wait of a stream for another one is needed", "[cuda][trainer]")
   const Gpus gpus(3);
   std::vector<cuda_on_cpu::Site> needed;
   std::set<cuda_on_cpu::Site> not_missed;
-  auto find = [&](const StepConfig& step, const selftest::Machine& machine, int steps = selftest::steps) {
-    auto outcome = [&] { return selftest::run_layout(step, machine, {}, steps); };
+  auto find_in = [&](auto&& outcome) {
     const selftest::Outcome right = outcome();
     if (cuda_on_cpu::thread_sanitizer) {  // it would stop at the first mutant, as it should
       REQUIRE(same(outcome(), right));
@@ -103,6 +102,9 @@ TEST_CASE("every wait of a stream for another one is needed", "[cuda][trainer]")
         cuda_on_cpu::find_event_mutants([&] { return same(outcome(), right); }, needed);
     needed.insert(needed.end(), mutants.killed.begin(), mutants.killed.end());
     not_missed.insert(mutants.survivors.begin(), mutants.survivors.end());
+  };
+  auto find = [&](const StepConfig& step, const selftest::Machine& machine, int steps = selftest::steps) {
+    find_in([&] { return selftest::run_layout(step, machine, {}, steps); });
   };
   StepConfig tiny = small_step("gpt2", DType::fp32);  // the same ops and streams, with little to compute
   tiny.model.n_layer = 3;                             // with two, no gather waits for a buffer to be free
@@ -147,6 +149,16 @@ TEST_CASE("every wait of a stream for another one is needed", "[cuda][trainer]")
     divided.micro_batches = 3;  // the positions of whole sequences, too, arrive in two buffers in turn
     if (ulysses) find(divided, own_gpus(ranks), 1);
   }
+  StepConfig staged = tiny;  // tied: the table's gradients have two parts
+  staged.model.n_layer = 2;
+  staged.stages = staged.chunks = 2;
+  staged.schedule = Schedule::gpipe;  // messages follow each other without an answer: two buffers are used again
+  staged.micro_batches = 3;
+  find(staged, own_gpus(2), 1);
+  staged.schedule = Schedule::pipedream;
+  staged.micro_batches = 1;
+  staged.model.tied = false;
+  find_in([&] { return asynchronous_steps(staged, own_gpus(2), 6); });  // two rounds of reports
   for (const cuda_on_cpu::Site& site : needed) {
     not_missed.erase(site);  // some layout needs it
     UNSCOPED_INFO("missed: " << site.to_string());

@@ -2,6 +2,8 @@
 // compare; emulated GPUs.
 #pragma once
 #include <algorithm>
+#include <mutex>
+#include <vector>
 
 #include "cuda/device_test.h"
 #include "device/gpu.h"
@@ -13,6 +15,41 @@ inline constexpr selftest::Machine gpu{.device = {.kind = DeviceKind::cuda}};
 
 // GPUs of their own for the ranks, with NCCL between them.
 inline selftest::Machine own_gpus(int count) { return {.device = gpu.device, .backend = Backend::nccl, .gpus = count}; }
+
+// Steps of an asynchronous pipeline, all begun before the host waits for one, a flush, a validation and one more step:
+// losses, norms and weights.
+inline selftest::Outcome asynchronous_steps(const StepConfig& step, const selftest::Machine& machine, int steps) {
+  selftest::Outcome outcome;
+  std::mutex mutex;
+  const Plan plan = make_plan(step, machine.device);
+  World world(step.mesh(), machine.backend);
+  run_ranks(world, [&](int rank) {
+    Run run(step, plan, machine.of_rank(rank), world, rank);
+    init_weights(run.trainer.state(), 42, run.stream);
+    std::vector<PendingStep> pending;
+    auto begin_step = [&](int k) {
+      pending.push_back(run.trainer.begin_step(
+          [&, k](int64_t) { return selftest::read_batch(step, run.dp.reader(), k); },
+          {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0.1f, .step = k + 1},
+          {.max_norm = 1}));
+    };
+    for (int k = 0; k < steps; ++k) begin_step(k);
+    run.trainer.flush();
+    std::vector<double> losses, norms;
+    losses.push_back(run.trainer.evaluate(2, 2 * step.batch.rows() * step.readers(), [&](int64_t m) {
+      return selftest::read_batch(step, run.dp.reader(), m);
+    }));
+    begin_step(steps);
+    run.trainer.flush();
+    run.stream.synchronize();
+    for (const PendingStep& p : pending) losses.push_back(p.wait().loss), norms.push_back(p.wait().grad_norm);
+    const std::lock_guard lock(mutex);
+    selftest::collect_state(outcome, run.trainer.state(), rank, run.stream);
+    if (outcome.losses.empty()) outcome.losses = losses, outcome.norms = norms;
+    if (outcome.losses != losses || outcome.norms != norms) outcome.fault = "ranks report other losses or norms";
+  });
+  return outcome;
+}
 
 // Contract 5 in fp32.
 inline void require_close(const selftest::Outcome& outcome, const selftest::Outcome& wanted) {
