@@ -2,13 +2,14 @@
 // neighbours, with a stream of its own at both ends, so that messages travel while the stages compute. A message goes
 // through a buffer at either end, and says at its end what it is.
 //
-// Nobody waits in a circle. A link has a direction, and a group of its two ranks that nothing else uses: where neighbours
-// send both ways at the same time, these are two groups on two streams, so that neither waits behind the other. (NCCL
-// needs a group call only where a send and a receive share a communicator and a stream.) The first message of a
-// communicator may keep the host until its peer has come to it, too, and NCCL starts what a rank has enqueued on all of
-// its communicators in that order (comm_nccl.h): both are as if sends and receives blocked, and check.h proves that the
-// lists go on even then. The groups themselves are made in rounds, two for each colour of the pipeline's edges: edges of
-// one colour share no stage, so a rank joins at most one group in a round, and all ranks go through them in one order.
+// Nobody waits in a circle. A link has a direction, and a group of its two ranks that nothing else uses: where
+// neighbours send both ways at the same time, these are two groups on two streams, so that neither waits behind the
+// other. (NCCL needs a group call only where a send and a receive share a communicator and a stream.) The first message
+// of a communicator may keep the host until its peer has come to it, too, and NCCL starts what a rank has enqueued on
+// all of its communicators in that order (comm_nccl.h): both are as if sends and receives blocked, and check.h proves
+// that the lists go on even then. The groups themselves are made in rounds, two for each colour of the pipeline's
+// edges: edges of one colour share no stage, so a rank joins at most one group in a round, and all ranks go through
+// them in one order.
 #pragma once
 #include <algorithm>
 #include <array>
