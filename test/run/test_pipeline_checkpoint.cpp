@@ -8,8 +8,8 @@
 
 #include "catch2.h"
 #include "dist/on_ranks.h"
-#include "pipeline/pipeline_layouts.h"
 #include "helpers.h"
+#include "pipeline/pipeline_layouts.h"
 #include "run/checkpoint_write.h"
 
 using namespace pipeline_layouts;
