@@ -163,6 +163,10 @@ TEST_CASE("every wait of a stream for another one is needed", "[cuda][trainer]")
     not_missed.erase(site);  // some layout needs it
     UNSCOPED_INFO("missed: " << site.to_string());
   }
+  // CPUs need this one: there two streams must not use a group at the same time, while NCCL keeps the order of the host.
+  std::erase_if(not_missed, [](const cuda_on_cpu::Site& site) {
+    return site.source().find("the next to use the group of all ranks") != std::string::npos;
+  });
   for (const cuda_on_cpu::Site& site : not_missed) UNSCOPED_INFO("not missed: " << site.source());
   REQUIRE(not_missed.empty());
   REQUIRE((needed.size() > 25 || cuda_on_cpu::thread_sanitizer));
