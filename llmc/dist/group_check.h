@@ -63,7 +63,7 @@ inline void check_links(DataParallel& dp, const std::function<std::string(int)>&
   std::vector<std::unique_ptr<Arena::Scope>> scopes;
   dp.links.for_each_with_ends([&](StageLink& link, int from, int to) {
     Stream& stream = link.stream();
-    scopes.emplace_back(new Arena::Scope(stream.scratch().scope()));
+    scopes.emplace_back(new Arena::Scope(stream.scratch()));
     const Tensor x = stream.scratch().alloc("scratch", "known value", DType::fp32, {1});
     if (from == dp.stage) {
       upload(x, std::vector<float>{value(from, to)}, stream);
