@@ -101,7 +101,7 @@ struct BlockActivations {
   // Takes the inputs of the products that `other` has.
   void take_product_inputs(const BlockActivations& other) {
     using A = BlockActivations;
-    for (Tensor A::*t : {&A::norm1, &A::attention, &A::norm2, &A::activated})
+    for (auto t : {&A::norm1, &A::attention, &A::norm2, &A::activated})
       if (!(other.*t).empty()) this->*t = other.*t;
   }
 
