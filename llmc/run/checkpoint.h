@@ -330,7 +330,9 @@ inline void load_checkpoint(const std::string& path, const ModelConfig& config, 
   const std::vector<std::unique_ptr<SafetensorsReader>> files = open_all(optimizers);
   const StateTable table = state.state_table();
   const std::map<std::string, std::vector<detail::Slice>> slices = detail::find_slices(files);
-  const DType dtype = table.front().tensor.dtype;  // the first entry is a weight
+  size_t held = 0;  // a unit of this stage; of a small one the rank may have nothing but padding
+  while (!state.has(held)) ++held;
+  const DType dtype = state.unit(held).weight_shard().dtype;
   const bool masters = dtype != accumulator_of(dtype) && state.zero_config().master_weights;
   detail::require_whole_slices(slices, path, config, masters);
   for (const StateEntry& e : table)

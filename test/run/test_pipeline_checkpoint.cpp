@@ -156,6 +156,20 @@ TEST_CASE("a pipeline reads what any other layout wrote, and any other layout wh
                         {}});
 }
 
+TEST_CASE("ranks of a stage that hold nothing but padding take part in checkpoints") {
+  const TempDir dir;
+  const Model model{"gpt2", true, DType::bf16, 2, 2};
+  StepConfig sharded = step_of(model, {2, one_f_one_b, 1, {.stage = 3, .shards = 12}}, 2, 1);
+  sharded.zero.shards = 20;
+  write_known(sharded, dir.path(), 1);
+  int empty = 0;
+  for (const std::string& file : files_of(checkpoint_path(dir.path(), 1), "optimizer-"))
+    empty += SafetensorsReader(file).names().empty() ? 1 : 0;
+  REQUIRE(empty > 0);
+  for (const StepConfig& reader : {sharded, step_of(model, {}, 2, 1)})
+    REQUIRE(read_known(reader, checkpoint_path(dir.path(), 1)) == std::set<std::string>());
+}
+
 TEST_CASE("an optimizer file has the part of its stage; of a table on both ends the first stage's") {
   const TempDir dir;
   write_known(step_of({"gpt2", true, DType::bf16, 8, 8}, {3, one_f_one_b}, 5), dir.path(), 1);
@@ -226,10 +240,11 @@ TEST_CASE("what a pipeline cannot do is refused before anything is written") {
            {"--pp -1", "--pp -1: expected a number from 1 to 1024"},
            {"--pp 1000000000", "--pp 1000000000: expected a number from 1 to 1024"},
            {"--pp 1e9", "--pp '1e9': expected a whole number"},
-           {"--pp 7", "--pp 7 with 1 chunk(s) per stage needs 7 layers, and --model llama3:8B has 6"},
-           {"--pp 2 --schedule interleaved --pp-chunks 4", "with 4 chunk(s) per stage needs 8 layers"},
+           {"--pp 7", "--pp 7: 6 layers cannot be spread over 7 stages"},
+           {"--pp 2 --schedule interleaved --pp-chunks 4",
+            "--pp 2 x --pp-chunks 4: 6 layers cannot be spread over 8 chunks"},
            {"--pp 2 --schedule interleaved --pp-chunks 0", "--pp-chunks 0: expected a number from 1"},
-           {"--pp 1024 --schedule interleaved --pp-chunks 1024", "needs 1048576 layers"},
+           {"--pp 1024 --schedule interleaved --pp-chunks 1024", "6 layers cannot be spread over 1048576 chunks"},
            {"--pp 2 --pp-chunks 2", "--pp-chunks 2 with --schedule 1f1b, whose stages have 1 chunk each"},
            {"--schedule interleaved", "--schedule interleaved is for the stages of a pipeline: give --pp"},
            {"--schedule 1F1B --pp 2", "--schedule 1F1B: expected one of gpipe, 1f1b, interleaved"},
@@ -239,6 +254,9 @@ TEST_CASE("what a pipeline cannot do is refused before anything is written") {
            {"--pp 2 --local-ranks 4 --dp-sync parameter-server", "--dp-sync parameter-server with --pp 2"},
            {"--pp 2 --tune-matmul", "--tune-matmul with --pp 2"},
            {"--pp 2 --micro-batches 4", "--micro-batches 4 is for --print-schedule"},
+           {"--pp 2 --pp-layout -1,7", "\"-1\" is not a number of layers"},
+           {"--pp 2 --token-slices 1000000000", "expected a whole number from 1 to 1048576, or auto"},
+           {"--pp 2 --token-slices 34", "--token-slices 34 with --seq-len 33: a slice has at least one token"},
            {"--pp 2 --total-batch-size 66000000", "1000000 micro-batches per rank and step"},
            {"--pp 2 --local-ranks 6", "--batch-size 2 x --seq-len 33 x 3 group(s) of --pp ranks = 198 tokens"},
        }) {

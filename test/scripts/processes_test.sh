@@ -100,7 +100,11 @@ if [ "$all" = all ]; then
       same "$form" --pp 2 --schedule $schedule --n-layer 5 --tp 2 --dtype bf16 --total-batch-size 264
     done
   done
-  for form in "${forms[@]}"; do same "$form" --pp 4 --n-layer 6 --total-batch-size 528 --dtype bf16; done
+  for form in "${forms[@]}"; do
+    same "$form" --pp 4 --n-layer 6 --total-batch-size 528 --dtype bf16
+    same "$form" --pp 2 --n-layer 3 --token-slices 3 --total-batch-size 264
+    same "$form" --pp 4 --n-layer 5 --schedule pipedream --model llama3:8B --n-kv-head 1 --n-ffn 24
+  done
   limit=900 tcp 2 --selftest --local-ranks 2 --device cpu || fail "--selftest over TCP"
   [ -z $has_mpi ] || limit=900 mpi 4 --selftest --device cpu || fail "--selftest under mpirun"
 else

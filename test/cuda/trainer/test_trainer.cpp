@@ -163,7 +163,8 @@ TEST_CASE("every wait of a stream for another one is needed", "[cuda][trainer]")
     not_missed.erase(site);  // some layout needs it
     UNSCOPED_INFO("missed: " << site.to_string());
   }
-  // CPUs need this one: there two streams must not use a group at the same time, while NCCL keeps the order of the host.
+  // CPUs need this one: there two streams must not use a group at the same time, while NCCL keeps the order of the
+  // host.
   std::erase_if(not_missed, [](const cuda_on_cpu::Site& site) {
     return site.source().find("the next to use the group of all ranks") != std::string::npos;
   });
