@@ -5,11 +5,13 @@
 // 12).
 //
 //   keys of slice    0 1 2 3
-//   queries of 0     c              c: causal, #: all of them. Whole sequences compute the same pairs of queries and
-//   keys,
-//              1     # c            and add them up in another order: the difference is rounding (contract 5).
+//   queries of 0     c
+//              1     # c           c: causal, #: all of them
 //              2     # # c
 //              3     # # # c
+//
+// Whole sequences compute the same pairs of queries and keys, and add them up in another order: the difference is
+// rounding (contract 5).
 #pragma once
 #include "dist/parallel.h"
 #include "model/activations.h"

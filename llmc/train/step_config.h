@@ -40,8 +40,8 @@ struct StepConfig {
   ZeroConfig zero = {};
   TensorParallel tensor = {};  // made by tensor_parallel()
   ContextParallel context = {};
-  int64_t head_chunks =
-      0;  // parts of a micro-batch that the head takes one after another; 0: as few as head_rows() allows
+  // Parts of a micro-batch that the head takes one after another; 0: as few as head_rows() allows.
+  int64_t head_chunks = 0;
   bool generates = true;  // plan memory for a text and its key-value cache
   Documents documents = Documents::together;
 

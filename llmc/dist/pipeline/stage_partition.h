@@ -110,9 +110,9 @@ inline std::vector<int64_t> even_layers(int64_t n_layer, const std::vector<int>&
   std::vector<int> order(static_cast<size_t>(chunks));
   std::iota(order.rbegin(), order.rend(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return has(a) < has(b); });
-  // A stage has its second additional layer after every other stage has its first.
-  std::vector<std::tuple<int, int, int, int>>
-      turns;  // how many before on this stage, what the stage has, -stage, chunk
+  // A stage has its second additional layer after every other stage has its first. By: how many before on this stage,
+  // what the stage has, -stage, chunk.
+  std::vector<std::tuple<int, int, int, int>> turns;
   for (const int c : order) {
     const int stage = stage_of[static_cast<size_t>(c)];
     turns.emplace_back(ranked[static_cast<size_t>(stage)]++, stage_has[static_cast<size_t>(stage)], -stage, c);
