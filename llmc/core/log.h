@@ -46,6 +46,18 @@ inline std::string human_bytes(int64_t n) {
   return formatted("{:.1f} KiB", b / (1 << 10));
 }
 
+// Four digits: 12.5e6 -> "12.5 MFLOP", 2.5331e12 -> "2.533 TFLOP".
+inline std::string human_flops(double n) {
+  const char* unit = "M";
+  n *= 1e-6;
+  for (const char* larger : {"G", "T", "P", "E"}) {
+    if (n < 999.95) break;
+    n /= 1000;
+    unit = larger;
+  }
+  return formatted("{:.4g} {}FLOP", n, unit);
+}
+
 inline std::string human_duration(double seconds) {
   const int64_t s = std::llround(seconds);
   if (s >= 100 * 3600) return formatted("{:.1f} d", seconds / 86400);

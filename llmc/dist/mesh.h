@@ -63,11 +63,13 @@ class Mesh {
     return members;
   }
 
-  // "replicate 1, shard 0": only the axes larger than 1.
+  // "stage 1, shard 0": only the axes larger than 1.
   std::string coordinates(int rank) const {
     std::string text;
     for (const auto& [axis, n] : order_)
-      if (n > 1) text += formatted("{}{} {}", text.empty() ? "" : ", ", axis, coordinate(rank, axis));
+      if (n > 1)
+        text += formatted("{}{} {}", text.empty() ? "" : ", ", axis == Axis::pp ? "stage" : name_of(axis),
+                          coordinate(rank, axis));
     return text;
   }
 

@@ -92,6 +92,10 @@ inline Pipeline choose_pipeline(const Options& o) {
   CHECK(o.token_slices != "auto",
         "--token-slices auto: how many there are follows from the times of a model, which --print-schedule does not "
         "know: give their number");
+  CHECK(o.pp_layout == "even",
+        "--pp-layout {} with --print-schedule, which draws chunks that all take equally long: leave it out, and see "
+        "--plan for what the layers cost",
+        detail::shown(o.pp_layout));
   Pipeline p{.schedule = schedule_from_name(o.schedule),
              .stages = static_cast<int>(o.pp),
              .micro_batches = o.micro_batches.value_or(2 * o.pp)};

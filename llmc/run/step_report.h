@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cmath>
 #include <deque>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <vector>
@@ -38,11 +39,16 @@ class StepReport {
   // An update begins, and none is under way.
   void start_clock() { clock_ = std::chrono::steady_clock::now(); }
 
-  // An update has finished. Its time is that since the previous one finished, or since start_clock().
+  // An update has finished. Its time is that since the previous one finished, or since start_clock(); with an
+  // asynchronous pipeline the mean of those of the last updates, as many as are under way: several finish together when
+  // it is flushed, and none while it fills.
   void finished(int64_t step, double lr, const StepResult& result) {
-    const double seconds = seconds_since(clock_);
+    between_.push_back(seconds_since(clock_));
     clock_ = std::chrono::steady_clock::now();
-    step_seconds_ += seconds;
+    step_seconds_ += between_.back();
+    if (between_.size() > static_cast<size_t>(job_.step.asynchronous() ? job_.step.stages : 1)) between_.pop_front();
+    const double seconds =
+        std::accumulate(between_.begin(), between_.end(), 0.0) / static_cast<double>(between_.size());
     recent_.push_back(seconds);
     // The first update touches all memory for the first time.
     if (recent_.size() > recent_updates || (recent_.size() == 2 && step == first_ + 2)) recent_.pop_front();
@@ -139,6 +145,7 @@ class StepReport {
   std::chrono::steady_clock::time_point clock_;  // when the last update finished, or the current one began
   double step_seconds_ = 0;                      // of all updates, without validation, sampling and checkpoints
   static constexpr size_t recent_updates = 16;
+  std::deque<double> between_;               // seconds from one update to the next, of the last ones
   std::deque<double> recent_;                // seconds of the last updates
   std::array<double, 3> task_seconds_ = {};  // of the last one of each kind; 0: none yet
   double last_loss_ = 0;

@@ -164,7 +164,7 @@ class Interpreter {
             .send(memory.gradient(a.slice), header_of(gradients, a.chunk, a), context_.compute);
       case ActionKind::receive_activations:
       case ActionKind::receive_gradients: return links.from(comes_from(a)).post(header_of_input(a), elements);
-      default: throw Error(formatted("the {} is not built yet", a.kind));
+      default: throw Error(formatted("the interpreter runs no {}: pipedream.h makes updates", a.kind));
     }
   }
   void take_message(const Action& a, const Slot& slot) {

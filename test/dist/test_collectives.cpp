@@ -122,7 +122,7 @@ TEST_CASE("a mesh knows coordinates and groups in any order of its axes") {
   REQUIRE(mesh.group(7, {Axis::replicate}) == std::vector<int>{7, 10});
   REQUIRE(mesh.group(7, {Axis::pp}) == std::vector<int>{1, 7});
   REQUIRE(mesh.group(7, {Axis::replicate, Axis::shard}) == std::vector<int>{6, 7, 8, 9, 10, 11});
-  REQUIRE(mesh.coordinates(7) == "pp 1, replicate 0, shard 1");
+  REQUIRE(mesh.coordinates(7) == "stage 1, replicate 0, shard 1");
   const Mesh other({{Axis::shard, 3}, {Axis::pp, 2}});
   REQUIRE(other.group(2, {Axis::shard}) == std::vector<int>{0, 2, 4});
   REQUIRE_ERROR(Mesh({{Axis::shard, 3}, {Axis::shard, 2}}), "twice");

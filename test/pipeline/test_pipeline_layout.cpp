@@ -171,10 +171,12 @@ TEST_CASE("a plan has a row for each stage, and the largest decides") {
   INFO(r.out << r.err);
   REQUIRE(r.status == 0);
   REQUIRE(r.out.find("memory per rank of stage 1, which needs most") != std::string::npos);
-  for (const char* row : {"  stage 0                embedding, 0 ", "  stage 1                1-4 ",
-                          "  stage 2                5, head ", "work per step of a rank of stage 1, which has most",
-                          "slowest stage          1 of 3", "--pp-layout balanced   ", "PipeDream's answer     "})
+  for (const char* row :
+       {"  stage 0                embedding, 0 ", "  stage 1                1-4 ", "  stage 2                5, head ",
+        "work per step of a rank of stage 1, which has most", "slowest stage          1 of 3",
+        "--pp-layout balanced   ", "% if all chunks took equally long: (P - 1) / (M + P - 1)"})
     REQUIRE(r.out.find(row) != std::string::npos);
+  REQUIRE(r.out.find("PipeDream") == std::string::npos);  // the speed of the links is not known
   const ProgramResult refused = run_program(model + "--pp 3 --pp-layout 1,4,1 --memory-limit 0.0001");
   REQUIRE(refused.status == 1);
 
@@ -191,6 +193,70 @@ TEST_CASE("a plan has a row for each stage, and the largest decides") {
   Options o;
   o.memory_limit = 1e-6;
   REQUIRE_ERROR(require_memory(o, step, plan, {DeviceKind::cpu, 1}), "each rank of stage 1, which needs most, needs");
+}
+
+TEST_CASE("a plan says how well the stages are balanced, by the schedule, the slices and the links") {
+  using Text = std::map<std::string, std::string>;
+  Device device{DeviceKind::cpu, 1};
+  const auto rows_of = [&](const StepConfig& step) {
+    const Rows rows = detail::balance_rows(step, device);
+    return Text(rows.begin(), rows.end());
+  };
+  const auto has = [](const std::string& text, const std::string& part) {
+    INFO(text);
+    REQUIRE(text.find(part) != std::string::npos);
+  };
+  const ModelConfig model = tiny(false, 8);
+  StepConfig step = step_of(model, DType::fp32, Schedule::pipedream, 4, 1, {2, 2, 3, 1});
+  step.micro_batches = 1;
+  Text rows = rows_of(step);
+  has(rows["bubble"], "none between flushes but for unequal stages (the slowest has ");
+  has(rows["bubble"], "each flush costs the time of P - 1 = 3 micro-batches");
+  REQUIRE(!rows.contains("PipeDream's answer"));
+  device.rates = Rates{1e12, 1e12, 1e9, 1e-6};
+  rows = rows_of(step);
+  has(rows["PipeDream's answer"], ", with links of 1.0 GB/s; this trainer does not replicate stages");
+  device.rates->link_bytes_per_s = 1e15;
+  rows = rows_of(step);
+  has(rows["PipeDream's answer"], "1 stage of 8 layers on 4 workers (pure data parallelism), with links of ");
+  // Steady: the slowest stage works all the time.
+  const Device gpu{.kind = DeviceKind::cuda, .rates = device.rates};
+  const Plan plan = make_plan(step, gpu);
+  const Rows time = detail::time_rows(step, plan, gpu);
+  Text shown(time.begin(), time.end());
+  REQUIRE(shown["bubble"] == "none between flushes");
+  const double slowest = plan.of_stage(plan.stage_with_most([](const Plan& p) { return p.step_seconds; })).step_seconds;
+  REQUIRE(std::stod(shown["step"]) == Catch::Approx(1e3 * slowest).margin(1e-3));
+
+  step.layers = balanced_layers(count_costs(step), step.stages_of_chunks());
+  REQUIRE(rows_of(step)["--pp-layout balanced"] == "the same layers");
+  step.schedule = Schedule::zb_h1;
+  step.micro_batches = 8;
+  has(rows_of(step)["bubble"], "(both parts of a backward count as equally long); would be 11.1% if all chunks");
+
+  // Slices take as long as --token-slices auto takes them to: one that is much longer than the other makes the stages
+  // wait longer than two halves do.
+  step.schedule = Schedule::one_f_one_b;
+  step.micro_batches = 1;
+  step.batch = {1, 1024};
+  const auto bubble_with = [&](const Sizes& slices) {
+    step.slices = slices;
+    return std::stod(rows_of(step)["bubble"]);
+  };
+  REQUIRE(bubble_with({1000, 24}) > bubble_with({540, 484}) + 2);
+}
+
+TEST_CASE("the header says what a pipeline idles on paper, and what would make it less") {
+  StepConfig step = step_of(tiny(false, 8), DType::fp32, Schedule::one_f_one_b, 4, 1, {});
+  step.micro_batches = 1;
+  REQUIRE(detail::pipeline_text(step) ==
+          "4 stages, 1 micro-batch: on paper each stage idles 75% of a step; 16 micro-batches (--total-batch-size 512) "
+          "would leave 16%");
+  step.micro_batches = 16;
+  REQUIRE(detail::pipeline_text(step) == "4 stages, 16 micro-batches: on paper each stage idles 16% of a step");
+  step.schedule = Schedule::zb_v, step.chunks = 8, step.micro_batches = 2;  // too few for a law
+  REQUIRE(detail::pipeline_text(step).ends_with("; 16 micro-batches (--total-batch-size 512) would leave 3%"));
+  REQUIRE(detail::layout_text(step).find("zb-v, 2 chunks per stage") != std::string::npos);
 }
 
 TEST_CASE("what would fit is found with stages too, and keeps them") {

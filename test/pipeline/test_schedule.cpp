@@ -107,6 +107,8 @@ TEST_CASE("token slices shrink the bubble by the law, and are kept one by one") 
 TEST_CASE("zero-bubble schedules idle less than 1f1b and keep no more than its first stage") {
   for_all(std::array{Schedule::zb_h1, Schedule::zb_v}, 16, 32, [](const Pipeline& p, const Lists& lists) {
     const double bubble = simulate(p, lists).bubble();
+    REQUIRE(bubble_law(p).has_value() ==
+            (p.micro_batches >= (p.schedule == Schedule::zb_h1 ? p.stages : 2 * p.stages - 1)));
     if (p.stages > 1) REQUIRE(bubble < bubble_law({Schedule::one_f_one_b, p.stages, 1, p.micro_batches})->bubble);
     if (p.schedule == Schedule::zb_v && p.stages > 1) {
       const Pipeline h1{Schedule::zb_h1, p.stages, 1, p.micro_batches};

@@ -12,6 +12,7 @@ TEST_CASE("a picture shows who does what when, what idles, what is kept, and the
   REQUIRE(picture_of({Schedule::one_f_one_b, 3, 1, 4}) ==
           R"(1f1b: 3 stages, 4 micro-batches
 F forward, B backward (twice as long), . idle; numbers: micro-batch
+unit of time: the forward of a micro-batch through a stage
 
 time     0              5              10             15
 stage 0  F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---
@@ -22,10 +23,11 @@ stage 2  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .
 stage 0  33.3%   3
 stage 1  33.3%   2
 stage 2  33.3%   1
-bubble 33.3% of 18 units; law: (P - 1) / (M + P - 1) = 33.3%)");
+a step takes 18 forwards of a stage, 33.3% of it bubble; law: (P - 1) / (M + P - 1) = 33.3%)");
   REQUIRE(picture_of({Schedule::gpipe, 2, 1, 2}) ==
           R"(gpipe: 2 stages, 2 micro-batches
 F forward, B backward (twice as long), . idle; numbers: micro-batch
+unit of time: the forward of a micro-batch through a stage
 
 time     0              5
 stage 0  F0 F1 .  .  .  B0--- B1---
@@ -34,7 +36,7 @@ stage 1  .  F0 F1 B0--- B1--- .  .
          idle    activations kept at most, in micro-batches
 stage 0  33.3%   2
 stage 1  33.3%   2
-bubble 33.3% of 9 units; law: (P - 1) / (M + P - 1) = 33.3%)");
+a step takes 9 forwards of a stage, 33.3% of it bubble; law: (P - 1) / (M + P - 1) = 33.3%)");
 }
 
 // Qi et al. 2023, figures 2 and 3: the first stage idles until the first gradient has come, the last before its first
@@ -43,6 +45,7 @@ TEST_CASE("zb-h1 fills the time of 1f1b's bubble with weight parts") {
   REQUIRE(picture_of({Schedule::zb_h1, 2, 1, 4}) ==
           R"(zb-h1: 2 stages, 4 micro-batches
 F forward, B input part of the backward, W weight part, . idle; numbers: micro-batch
+unit of time: the forward of a micro-batch through a stage
 
 time     0              5              10
 stage 0  F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
@@ -51,7 +54,7 @@ stage 1  .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
          idle    activations kept at most, in micro-batches
 stage 0  7.7%    2; for weight parts 1; together 2
 stage 1  7.7%    1; for weight parts 2; together 2
-bubble 7.7% of 13 units; law: (P - 1) / (3 M + P - 1) = 7.7%)");
+a step takes 13 forwards of a stage, 7.7% of it bubble; law: (P - 1) / (3 M + P - 1) = 7.7%)");
 }
 
 // A slice goes back after those that attend to it. Stage 0 is one slice further ahead than stage 1: it keeps three of
@@ -60,6 +63,7 @@ TEST_CASE("slices go forward from the first and back from the last") {
   REQUIRE(picture_of({Schedule::one_f_one_b, 2, 1, 2, 2}) ==
           R"(1f1b: 2 stages, 2 micro-batches in 2 slices
 F forward, B backward (twice as long), . idle; numbers: micro-batch.slice
+unit of time: the forward of a slice through a stage
 
 time     0                        5                        10
 stage 0  F0.0 F0.1 F1.0 .    .    B0.1----- F1.1 B0.0----- .    B1.1----- B1.0-----
@@ -68,7 +72,7 @@ stage 1  .    F0.0 F0.1 B0.1----- F1.0 B0.0----- F1.1 B1.1----- B1.0----- .    .
          idle    activations kept at most, in micro-batches
 stage 0  20.0%   1.5
 stage 1  20.0%   1
-bubble 20.0% of 15 units; law: (P - 1) / (K M + P - 1) = 20.0%)");
+a step takes 7.5 forwards of a stage, 20.0% of it bubble; law: (P - 1) / (K M + P - 1) = 20.0%)");
 }
 
 TEST_CASE("a picture is wrapped at the terminal's width, and one that is too long is cut with a word") {
@@ -101,6 +105,17 @@ TEST_CASE("colours change no letter") {
   REQUIRE(stripped == plain);
   REQUIRE_THAT(coloured, Catch::Matchers::ContainsSubstring("\x1b[30;46mF0.0\x1b[0m \x1b[30;46mF1.0\x1b[0m"));
   REQUIRE_THAT(coloured, Catch::Matchers::ContainsSubstring("\x1b[30;43mW0.1\x1b[0m"));
+}
+
+TEST_CASE("the last line counts forwards of whole stages, and says how often there is a bubble") {
+  const auto has = [](const Pipeline& p, const std::string& text) {
+    REQUIRE_THAT(picture_of(p), Catch::Matchers::ContainsSubstring(text));
+  };
+  has({Schedule::zb_v, 4, 2, 8}, "unit of time: the forward of a micro-batch through a chunk, 1/2 of a stage\n");
+  has({Schedule::zb_v, 4, 2, 8}, "a step takes 25.5 forwards of a stage, 5.9% of it bubble; law: ");
+  has({Schedule::pipedream, 4, 1, 8},
+      "from one flush to the next, 8 micro-batches = 8 steps take 33 forwards of a stage, 27.3% of it bubble, which "
+      "1f1b has in every step; law: ");
 }
 
 TEST_CASE("where there is no law, the picture says so") {

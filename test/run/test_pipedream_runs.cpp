@@ -38,16 +38,17 @@ int cut(const std::string& out, const std::string& signal, const std::string& mo
       .status;
 }
 
-// Of metrics.jsonl: the steps of flushes; losses and norms.
+// Of metrics.jsonl: the steps of flushes; losses and norms, and the time of each step.
 struct Metrics {
   std::vector<int64_t> flushes;
-  std::vector<double> values;
+  std::vector<double> values, ms;
   explicit Metrics(const std::string& out) {
     std::ifstream in(out + "/metrics.jsonl");
     for (std::string line; std::getline(in, line);) {
       const nlohmann::json object = nlohmann::json::parse(line);
       if (object["kind"] == "flush") flushes.push_back(object["step"]);
       if (object["kind"] != "train") continue;
+      ms.push_back(object["ms"]);
       values.push_back(object["loss"]);
       values.push_back(object["grad_norm"]);
     }
@@ -75,8 +76,13 @@ TEST_CASE("a run with pipedream that is killed and resumed is bitwise the one th
   const TempDir dir;
   const ProgramResult whole = train(dir / "whole", "--checkpoint-every 20");
   REQUIRE(whole.out.find("pipedream with up to 4 versions of weights") != std::string::npos);
+  REQUIRE(whole.out.find("gradients of stage s are P - 1 - s = 3 - s updates old: not") != std::string::npos);
   REQUIRE(whole.out.find("clip 1, stage by stage by its own norm") != std::string::npos);
   REQUIRE(Metrics(dir / "whole").flushes == Steps{20, 40, 60});
+  // Three steps finish together at a flush: none of them looks as if it had taken no time.
+  std::vector<double> ms = Metrics(dir / "whole").ms;
+  std::ranges::sort(ms);
+  REQUIRE(ms.front() > ms[ms.size() / 2] / 8);
   train(dir / "none");
   REQUIRE(Metrics(dir / "none").flushes == Steps{60});
   REQUIRE(!same(dir / "none", dir / "whole"));

@@ -38,6 +38,7 @@ refuses '--pp-chunks 2 with --schedule 1f1b' ./train_gpt --print-schedule --pp 4
 refuses '--token-slices 2 with --schedule zb-v' ./train_gpt --print-schedule --schedule zb-v --token-slices 2
 refuses '--token-slices auto: how many' ./train_gpt --print-schedule --token-slices auto
 refuses "--token-slices 'many': expected a whole number" ./train_gpt --print-schedule --token-slices many
+refuses '--pp-layout balanced with --print-schedule' ./train_gpt --print-schedule --pp 4 --pp-layout balanced
 refuses '--schedule 2f2b: expected one of' ./train_gpt --print-schedule --schedule 2f2b
 refuses 'choose one of them' ./train_gpt --print-schedule --plan
 refuses '--pp 4 needs a multiple of 4 ranks, and there are 3' ./train_gpt --plan --pp 4 --local-ranks 3

@@ -34,7 +34,7 @@ class ListCheck {
   }
 
  private:
-  static constexpr size_t kinds = 9;
+  static constexpr size_t kinds = static_cast<size_t>(ActionKind::update) + 1;  // the last of the enum
 
   uint8_t& done(ActionKind kind, const Action& a) { return done_[static_cast<size_t>(kind)][a]; }
   uint8_t& done(ActionKind kind, int c, int64_t m, int k) { return done_[static_cast<size_t>(kind)](c, m, k); }

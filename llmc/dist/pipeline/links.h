@@ -25,8 +25,9 @@
 
 namespace llmc {
 
-// What a message says of itself.
-using MessageHeader = std::array<float, 4>;  // kind, chunk that made it, micro-batch, slice: small integers
+// What a message says of itself: small whole numbers, as floats, so that a message of any dtype ends with a tensor that
+// upload() and download() take. They are exact up to 2^24, and most_pipeline_passes keeps them below.
+using MessageHeader = std::array<float, 4>;  // kind, chunk that made it, micro-batch, slice
 
 // One end of a link.
 class StageLink {

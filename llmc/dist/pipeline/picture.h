@@ -49,11 +49,16 @@ class Picture {
                           : p_.chunks_per_stage > 1 ? "numbers: micro-batch.chunk, of those of the stage"
                                                     : "numbers: micro-batch";
     return formatted("{}: {} stage{}, {}\n", p_.schedule, p_.stages, p_.stages == 1 ? "" : "s", of) +
-           formatted("F forward, {}, . idle; {}\n\n",
+           formatted("F forward, {}, . idle; {}\n",
                      p_.splits_backward()                 ? "B input part of the backward, W weight part"
                      : p_.schedule == Schedule::pipedream ? "B backward (twice as long) and update"
                                                           : "B backward (twice as long)",
-                     numbers);
+                     numbers) +
+           formatted("unit of time: the forward of a {}\n\n",
+                     p_.slices > 1 ? "slice through a stage"
+                     : p_.chunks_per_stage > 1
+                         ? formatted("micro-batch through a chunk, 1/{} of a stage", p_.chunks_per_stage)
+                         : "micro-batch through a stage");
   }
 
   // One stage, from time `begin` to `end`.
@@ -142,11 +147,15 @@ class Picture {
 
   std::string bubble() const {
     const auto law = bubble_law(p_);
-    const std::string flush =
-        p_.schedule == Schedule::pipedream ? ", all of it where the pipeline fills and drains" : "";
-    return formatted("bubble {} of {} units{}; ", percent(sim_.bubble()), units(), flush) +
-           (law ? formatted("law: {} = {}", law->formula, percent(law->bubble))
-                : std::string("there is no law for so few micro-batches"));
+    const bool flushes = p_.schedule == Schedule::pipedream;
+    return formatted("{} {:.4g} forwards of a stage, {} of it bubble{}; {}",
+                     flushes ? formatted("from one flush to the next, {} micro-batches = {} steps take",
+                                         p_.micro_batches, p_.micro_batches)
+                             : "a step takes",
+                     sim_.makespan / (p_.chunks_per_stage * p_.slices), percent(sim_.bubble()),
+                     flushes ? ", which 1f1b has in every step" : "",
+                     law ? formatted("law: {} = {}", law->formula, percent(law->bubble))
+                         : "there is no law for so few micro-batches");
   }
 
   const Pipeline& p_;

@@ -92,10 +92,10 @@ inline std::optional<Law> bubble_law(const Pipeline& p) {
       if (p.micro_batches < p.stages) return std::nullopt;
       return Law{(P - 1) / (V * M + P - 1), "(P - 1) / (V M + P - 1)"};
     case Schedule::zb_h1:
-      if (p.micro_batches < 2 * p.stages) return std::nullopt;
+      if (p.micro_batches < p.stages) return std::nullopt;
       return Law{(P - 1) / (3 * M + P - 1), "(P - 1) / (3 M + P - 1)"};
     case Schedule::zb_v:
-      if (p.micro_batches < 2 * p.stages) return std::nullopt;
+      if (p.micro_batches < 2 * p.stages - 1) return std::nullopt;
       return Law{(P - 1) / (6 * M + P - 1), "(P - 1) / (6 M + P - 1)"};
     case Schedule::pipedream: return Law{(P - 1) / (M + P - 1), "(P - 1) / (M + P - 1)"};
   }

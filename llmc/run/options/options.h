@@ -232,7 +232,8 @@ void visit_options(O& o, Visitor&& visit) {
         "something else: every stage updates after each micro-batch without waiting for the others, clips by its own "
         "norm, and its gradients are as many updates old as stages come after it");
   visit("--pp", "", o.pp, between(1, 1 << 10), warn,
-        "pipeline parallelism: stages, each with some of the layers, on ranks of their own; for slow links");
+        "pipeline parallelism: stages, each with some of the layers, on ranks of their own; for slow links; --generate "
+        "uses one rank");
   visit("--pp-chunks", "", o.pp_chunks, between(1, 1 << 10), free,
         "runs of layers that each stage has with --schedule interleaved; zb-v has 2, the others 1; default: 2 with "
         "interleaved");

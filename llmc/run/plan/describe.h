@@ -51,8 +51,8 @@ inline std::string layout_text(const StepConfig& step) {
     for (size_t c = 0; c < chunks.size(); ++c)
       layers[static_cast<size_t>(step.pipeline().stage_of(static_cast<int>(c)))] += chunks[c].layers.size();
     text = formatted("{} stages of {} layers, {}{}{}{}", step.stages, layers, step.schedule,
+                     step.chunks > step.stages ? formatted(", {} chunks per stage", step.chunks / step.stages) : "",
                      step.asynchronous() ? formatted(" with up to {} versions of weights", step.stages) : "",
-                     step.chunks > step.stages ? formatted(" in {} chunks", step.chunks / step.stages) : "",
                      text.empty() ? "" : ", each " + text);
   }
   if (step.zero.ranks() == 1) return text;
@@ -83,16 +83,35 @@ inline void report_links(Log& log, const StepConfig& step) {
             rows);
 }
 
+// What a pipeline costs: how long its stages idle, if all chunks take equally long, and how many micro-batches would
+// make that less than 20%; or how old the gradients of an asynchronous one are.
+inline std::string pipeline_text(const StepConfig& step) {
+  if (step.asynchronous())
+    return formatted("gradients of stage s are P - 1 - s = {} - s updates old: not the numbers of 1f1b",
+                     step.stages - 1);
+  Pipeline p = step.pipeline();
+  const auto law = bubble_law(p);
+  const double idle = law ? law->bubble : simulate(p, pipeline_actions(p)).bubble();
+  const std::string text = formatted("{} stages, {} micro-batch{}: on paper each stage idles {:.0f}% of a step",
+                                     p.stages, p.micro_batches, p.micro_batches == 1 ? "" : "es", 100 * idle);
+  if (idle <= 0.2) return text;
+  const int64_t tokens = step.tokens() / p.micro_batches;  // of all readers' micro-batches
+  p.micro_batches = 4 * p.stages;
+  return text + formatted("; {} micro-batches (--total-batch-size {}) would leave {:.0f}%", p.micro_batches,
+                          tokens * p.micro_batches, 100 * bubble_law(p)->bubble);
+}
+
 // A run as described by the options alone.
 inline Rows run_rows(const Options& o, const StepConfig& step) {
   const ModelConfig& m = step.model;
+  const double flops = training_flops_per_token(m, o.seq_len);
   Rows rows = {
       {"model", formatted("{} ({}): {} layers, {} heads{} of {}, C {}, F {}, vocabulary {}, {} positions", o.model,
                           m.family.model_type, m.n_layer, m.n_head,
                           m.n_kv_head == m.n_head ? "" : formatted(" ({} key-value heads)", m.n_kv_head), m.head_size,
                           m.n_embd, m.n_ffn, m.vocab_size, m.n_positions)},
-      {"parameters", formatted("{} ({:.3f} MFLOP per token)", human_count(count_parameters(parameter_table(m))),
-                               training_flops_per_token(m, o.seq_len) * 1e-6)},
+      {"parameters", formatted("{} ({} per token, {} per step)", human_count(count_parameters(parameter_table(m))),
+                               human_flops(flops), human_flops(flops * static_cast<double>(step.tokens())))},
       {"numerics", formatted("{}, recompute {}", o.dtype, step.recompute)},
       {"batch", formatted("{} tokens per step = {} micro-batch(es) x {} sequences x {} tokens x {} {}",
                           human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.readers(),
@@ -101,6 +120,7 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
       {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
                               o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip) +
                         (step.asynchronous() ? ", stage by stage by its own norm" : "")}};
+  if (step.stages > 1) rows.insert(rows.end() - 1, {"pipeline", pipeline_text(step)});
   if (!step.slices.empty())
     rows.insert(rows.end() - 1,
                 {"token slices", formatted("{} of each sequence, of {} tokens", step.slices.size(), step.slices)});

@@ -1,7 +1,6 @@
 // report_plan.h: what a run needs, as tables: memory by name, the stages of a pipeline, work by op, traffic, time.
 #pragma once
 #include <algorithm>
-#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -11,6 +10,7 @@
 #include "run/plan/count_costs.h"
 #include "run/plan/describe.h"
 #include "run/plan/remedy.h"
+#include "train/slice_times.h"
 
 namespace llmc {
 
@@ -52,15 +52,24 @@ inline Rows stage_rows(const StepConfig& step, const Plan& plan) {
     std::string modules = modules_text(step, s);
     modules.resize(width, ' ');
     rows.emplace_back(formatted("stage {}", s),
-                      formatted("{} {:10} {:14.3f} GFLOP, sends {:10} a step", modules, human_bytes(its.total_bytes()),
-                                its.flops() * 1e-9, human_bytes(its.bytes_sent())));
+                      formatted("{} {:10} {:12}, sends {:10} a step", modules, human_bytes(its.total_bytes()),
+                                human_flops(its.flops()), human_bytes(its.bytes_sent())));
   }
   return rows;
 }
 
-// What the stages wait for each other in a step, on paper: chunks take as long as their flops, messages no time.
-inline Simulation simulate_step(const StepConfig& step, const ModelCosts& costs) {
+// What the stages wait for each other in a step, on paper: chunks take as long as their flops, slices as --token-slices
+// auto takes them to, messages no time.
+inline Simulation simulate_step(const StepConfig& step, const ModelCosts& costs, DeviceKind kind) {
   PassCosts pass;
+  if (!step.slices.empty()) {
+    SliceTimes times(step, kind);
+    int64_t context = 0;
+    for (const int64_t length : step.slices) {
+      pass.slice.push_back(times(length, context));
+      context += length;
+    }
+  }
   for (const Chunk& chunk : step.model_chunks())
     pass.chunk.push_back((chunk.has_embedding ? costs.embedding.seconds : 0) +
                          (chunk.layers.empty() ? 0 : costs.blocks[0].seconds) *
@@ -70,10 +79,11 @@ inline Simulation simulate_step(const StepConfig& step, const ModelCosts& costs)
 }
 
 // How well the stages are balanced, and what --pp-layout balanced would choose.
-inline Rows balance_rows(const StepConfig& step, const std::optional<Rates>& rates) {
+inline Rows balance_rows(const StepConfig& step, const Device& device) {
+  const std::optional<Rates>& rates = device.rates;
   const double flops_per_s = rates ? rates->flops_per_s : 1e12;
   const ModelCosts costs = count_costs(step, flops_per_s);
-  const Simulation sim = simulate_step(step, costs);
+  const Simulation sim = simulate_step(step, costs, device.computes_as());
   const auto law = bubble_law(step.pipeline());
   const double most = *std::ranges::max_element(sim.busy);
   const auto slowest = std::ranges::find_if(sim.busy, [&](double b) { return b > most * (1 - 1e-9); });
@@ -82,18 +92,32 @@ inline Rows balance_rows(const StepConfig& step, const std::optional<Rates>& rat
   };
   double mean = 0;
   for (const double b : sim.busy) mean += b / step.stages;
-  Rows rows = {
-      {"work",
-       formatted("a layer 1, the embedding {:.2f}, the head {:.2f}", costs.embedding.seconds / costs.blocks[0].seconds,
-                 costs.head.seconds / costs.blocks[0].seconds)},
-      {"slowest stage", formatted("{} of {}: {:.1f}% more work than the mean", slowest - sim.busy.begin(), step.stages,
-                                  100 * (most / mean - 1))},
-      {"bubble",
-       formatted("{:.1f}% of the stages' time{}", 100 * sim.bubble(),
-                 law ? formatted("; {:.1f}% were the chunks equal: {}", 100 * law->bubble, law->formula) : "")}};
+  const double above = 100 * (most / mean - 1);
+  const std::string bubble =
+      step.asynchronous()
+          ? formatted(
+                "none between flushes but for unequal stages (the slowest has {:.1f}% more than the mean); each "
+                "flush costs the time of P - 1 = {} micro-batches",
+                above, step.stages - 1)
+          : formatted("{:.1f}% of the stages' time{}{}", 100 * sim.bubble(),
+                      step.pipeline().splits_backward() ? " (both parts of a backward count as equally long)" : "",
+                      law ? formatted("; would be {:.1f}% if all chunks took equally long: {}", 100 * law->bubble,
+                                      law->formula)
+                          : "");
+  Rows rows = {{"work", formatted("a layer 1, the embedding {:.2f}, the head {:.2f}",
+                                  costs.embedding.seconds / costs.blocks[0].seconds,
+                                  costs.head.seconds / costs.blocks[0].seconds)},
+               {"slowest stage",
+                formatted("{} of {}: {:.1f}% more work than the mean", slowest - sim.busy.begin(), step.stages, above)},
+               {"bubble", bubble}};
   // Some layers cannot be spread otherwise.
-  if (step.model.n_layer + 2 >= step.chunks)
-    rows.emplace_back("--pp-layout balanced", layers_text(balanced_layers(costs, step.stages_of_chunks())));
+  if (step.model.n_layer + 2 >= step.chunks) {
+    const std::vector<int64_t> balanced = balanced_layers(costs, step.stages_of_chunks());
+    std::vector<int64_t> used;
+    for (const Chunk& chunk : step.model_chunks()) used.push_back(static_cast<int64_t>(chunk.layers.size()));
+    rows.emplace_back("--pp-layout balanced", balanced == used ? "the same layers" : layers_text(balanced));
+  }
+  if (!rates) return rows;
   // A worker of PipeDream's: a group of tensor- and context-parallel ranks; many of them are counted in groups.
   constexpr int most_workers = 128;
   const int all = step.stages * step.readers();
@@ -104,14 +128,15 @@ inline Rows balance_rows(const StepConfig& step, const std::optional<Rates>& rat
   const double group = static_cast<double>(all) / workers;
   of_group.embedding.seconds /= group, of_group.head.seconds /= group;
   for (ModuleCost& block : of_group.blocks) block.seconds /= group;
-  const BalancedPipeline replicated = balanced_replicated_stages(
-      of_group, workers, rates ? rates->link_bytes_per_s : std::numeric_limits<double>::infinity());
+  const BalancedPipeline replicated = balanced_replicated_stages(of_group, workers, rates->link_bytes_per_s);
+  const std::string stages =
+      replicated.stages.size() == 1
+          ? formatted("1 stage of {} layers on {} workers (pure data parallelism)", step.model.n_layer, workers)
+          : formatted("{} stages of {} layers on {} workers", replicated.stages.size(), name_of(replicated), workers);
   rows.emplace_back(
       "PipeDream's answer",
-      formatted("{} for {} workers{}, {}; replicated stages are not for this trainer", name_of(replicated), workers,
-                group > 1 ? formatted(" of {} data-parallel ranks", group) : "",
-                rates ? formatted("with links of {:.1f} GB/s", rates->link_bytes_per_s * 1e-9)
-                      : "were their exchanges for nothing"));
+      formatted("{}{}, with links of {:.1f} GB/s; this trainer does not replicate stages", stages,
+                group > 1 ? formatted(", each {} data-parallel ranks", group) : "", rates->link_bytes_per_s * 1e-9));
   return rows;
 }
 
@@ -131,18 +156,23 @@ inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, co
 
 // The time of a planned step, at the rates that its clock assumes. Of servers, which do not run in step with the ranks
 // they serve, the clock knows nothing.
-inline Rows time_rows(const StepConfig& step, const Plan& whole, const std::optional<Rates>& rates) {
+inline Rows time_rows(const StepConfig& step, const Plan& whole, const Device& device) {
+  const std::optional<Rates>& rates = device.rates;
   if (!rates || whole.others) return {};
   const size_t slowest = whole.stage_with_most([](const Plan& p) { return p.step_seconds; });
   const Plan& plan = whole.of_stage(slowest);
+  // Between two flushes the slowest stage of an asynchronous pipeline waits for nobody.
   const double busy_ms = plan.step_seconds * 1e3, exposed_ms = plan.exposed_seconds * 1e3,
-               bubble = step.stages == 1 ? 0 : simulate_step(step, count_costs(step)).bubble(slowest),
+               bubble = step.stages == 1 || step.asynchronous()
+                            ? 0
+                            : simulate_step(step, count_costs(step), device.computes_as()).bubble(slowest),
                ms = busy_ms / (1 - bubble);
   Rows rows = {{"compute", formatted("{:.3f} ms{}", busy_ms - exposed_ms,
                                      step.stages == 1 ? "" : formatted(", of stage {}, the slowest", slowest))}};
   if (step.ranks() > 1)
     rows.emplace_back("exposed communication", formatted("{:.3f} ms, which no computation hides", exposed_ms));
-  if (step.stages > 1) rows.emplace_back("bubble", formatted("{:.3f} ms", ms - busy_ms));
+  if (step.stages > 1)
+    rows.emplace_back("bubble", step.asynchronous() ? "none between flushes" : formatted("{:.3f} ms", ms - busy_ms));
   rows.emplace_back("step", formatted("{:.3f} ms: {:.0f} tokens/s", ms, static_cast<double>(step.tokens()) / ms * 1e3));
   const std::string link = step.ranks() == 1 ? std::string()
                                              : formatted(", {:.1f} GB/s of link and {:.1f} us for a message",
@@ -236,18 +266,18 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
   const size_t slowest = plan.stage_with_most([](const Plan& p) { return p.flops(); });
   for (const auto& [name, t] : plan.of_stage(slowest).step_ops) {
     if (t.flops == 0 && t.bytes < 1e4) continue;  // a few scalars that ranks exchange
-    ops.emplace_back(name, formatted("{:8} calls {:14.3f} GFLOP {:12.3f} GB", t.calls, t.flops * 1e-9, t.bytes * 1e-9));
+    ops.emplace_back(name, formatted("{:8} calls {:12} {:12.3f} GB", t.calls, human_flops(t.flops), t.bytes * 1e-9));
     flops += t.flops;
     bytes += t.bytes;
   }
-  ops.emplace_back("total", formatted("{:8}       {:14.3f} GFLOP {:12.3f} GB", "", flops * 1e-9, bytes * 1e-9));
+  ops.emplace_back("total", formatted("{:8}       {:12} {:12.3f} GB", "", human_flops(flops), bytes * 1e-9));
   log.table(o.ranks == 1      ? std::string("work per step")
             : plan.others     ? "work of rank 0 per step"
             : step.stages > 1 ? formatted("work per step of a rank of stage {}, which has most", slowest)
                               : "work per rank and step",
             ops);
-  if (step.stages > 1) log.table("balance of the stages, by counted flops", detail::balance_rows(step, device.rates));
-  if (const Rows time = detail::time_rows(step, plan, device.rates); !time.empty())
+  if (step.stages > 1) log.table("balance of the stages, by counted flops", detail::balance_rows(step, device));
+  if (const Rows time = detail::time_rows(step, plan, device); !time.empty())
     log.table("time of a step on paper, by the GPU's datasheet", time);
   if (const std::string notice = detail::too_many_ranks_notice(o, device); !notice.empty()) log.line(notice);
   const std::string verdict = detail::memory_verdict(o, step, plan, device);
