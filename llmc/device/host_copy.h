@@ -54,6 +54,7 @@ class Readback {
   Readback(const Tensor& t, Stream& stream) : size_(static_cast<size_t>(t.numel())) {
     CHECK(t.dtype == DType::fp64);
     if (stream.device().kind == DeviceKind::null) return;
+    moves_data_ = true;
 #ifdef TRAIN_GPT_CUDA
     if (stream.device().kind == DeviceKind::cuda) {
       arrival_ = stream.gpu().download(t.bytes, detail::bytes_of(t));
@@ -65,6 +66,7 @@ class Readback {
     copied_ = stream.record();
   }
 
+  bool moves_data() const { return moves_data_; }  // the null device does not
   // Waits for the values; throws the errors of earlier work. Zeros on the null device.
   std::vector<double> values() const {
     std::vector<double> all(size_);
@@ -77,6 +79,7 @@ class Readback {
 
  private:
   size_t size_ = 0;
+  bool moves_data_ = false;
   std::shared_ptr<std::vector<double>> host_;
   Event copied_;
 #ifdef TRAIN_GPT_CUDA

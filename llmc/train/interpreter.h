@@ -3,6 +3,7 @@
 // repeats as a CUDA graph. What an action computes is in stage.h.
 #pragma once
 #include <map>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -28,6 +29,7 @@ class Interpreter {
     const Tensor logits = pass.purpose == Purpose::generate ? stage_.logits_room() : Tensor{};
     state_.start_pass(units_acquired(actions, pass.purpose), context_.compute);
     for (const Action& action : actions) enqueue(action, open, batches, logits);
+    if (state_.dp().stages > 1) read_headers();
     if (pass.purpose != Purpose::generate) return;
     const DataParallel& dp = state_.dp();
     if (dp.stages > 1) {  // from a rank that has the head
@@ -55,7 +57,7 @@ class Interpreter {
     action_ = action;
     if (!computes(action.kind)) return pass_message(action, open.memory);
     if (action.kind == ActionKind::forward && action.micro_batch == open.uploaded) {
-      upload(action.micro_batch, open.memory, pass, batches);
+      upload(action.micro_batch, open.memory, pass, batches(action.micro_batch));
       ++open.uploaded;
     }
     const Slot slot = open.memory.slot(action);
@@ -66,6 +68,11 @@ class Interpreter {
                                 enqueue_it);
     else enqueue_it();
   }
+
+  // What the messages that were posted so far say of themselves, for take_headers(): who waits for the results of a
+  // pass checks them.
+  void read_headers() { headers_.push_back(state_.dp().links.read_headers(context_.compute)); }
+  std::vector<ReceivedHeaders> take_headers() { return std::exchange(headers_, {}); }
 
   // Where the interpreter is.
   struct Place {
@@ -84,9 +91,8 @@ class Interpreter {
 
  private:
   // All slices of a micro-batch.
-  void upload(int64_t micro_batch, const PassMemory& memory, const Pass& pass, const BatchSource& batches) {
+  void upload(int64_t micro_batch, const PassMemory& memory, const Pass& pass, HostBatch all) {
     const int context_rank = state_.dp().context_rank;
-    HostBatch all = batches(micro_batch);
     if (config_.slices_for(pass.purpose) == 1)
       return uploads_.upload_batch(memory.inputs(micro_batch, 0), std::move(all), pass.shape, pass.purpose,
                                    context_rank, context_);
@@ -112,8 +118,8 @@ class Interpreter {
   }
   int stage_of(int chunk) const { return config_.pipeline().stage_of(chunk); }
   static MessageHeader header_of(int kind, int chunk, const Action& a) {
-    return {static_cast<float>(kind), static_cast<float>(chunk), static_cast<float>(a.micro_batch),
-            static_cast<float>(a.slice)};
+    return {static_cast<double>(kind), static_cast<double>(chunk), static_cast<double>(a.micro_batch),
+            static_cast<double>(a.slice)};
   }
   static constexpr int activations = 0, gradients = 1;
   // Of the message from which an action gets its input, or which it receives.
@@ -129,18 +135,19 @@ class Interpreter {
     int64_t elements = 0;  // of the largest slice
     for (int k = 0; k < config_.slices_for(pass.purpose); ++k)
       elements = std::max(elements, memory.stream_shape(k).numel());
-    std::map<int, int64_t> waiting, most, sent;  // by stage
+    std::map<int, int64_t> waiting, most;  // by stage
+    std::set<int> sent;
     for (const Action& a : actions) {
-      if (a.kind == ActionKind::send_activations) ++sent[stage_of(a.chunk + 1)];
-      if (a.kind == ActionKind::send_gradients) ++sent[stage_of(a.chunk - 1)];
+      if (a.kind == ActionKind::send_activations) sent.insert(stage_of(a.chunk + 1));
+      if (a.kind == ActionKind::send_gradients) sent.insert(stage_of(a.chunk - 1));
       const int before = comes_from(a);
       if (before < 0) continue;
       const bool receives = a.kind == ActionKind::receive_activations || a.kind == ActionKind::receive_gradients;
       waiting[before] += receives ? 1 : -1;
       most[before] = std::max(most[before], waiting[before]);
     }
-    for (const auto& [stage, count] : sent)
-      dp.links.to(stage).reserve(config_.dtype, elements, std::min<int64_t>(count, 2), context_.arena);
+    dp.links.reserve_headers(context_.arena);
+    for (const int stage : sent) dp.links.to(stage).reserve(config_.dtype, elements, 2, context_.arena);
     for (const auto& [stage, count] : most)
       dp.links.from(stage).reserve(config_.dtype, elements, count + 1, context_.arena);
   }
@@ -170,8 +177,9 @@ class Interpreter {
   void take_message(const Action& a, const Slot& slot) {
     const int from = comes_from(a);
     if (from < 0) return;
-    state_.dp().links.from(from).take(a.kind == ActionKind::forward ? slot.input : slot.gradient, header_of_input(a),
-                                      context_.compute);
+    StageLinks& links = state_.dp().links;
+    if (!links.has_room_for_header()) read_headers();
+    links.take(from, a.kind == ActionKind::forward ? slot.input : slot.gradient, header_of_input(a), context_.compute);
   }
 
   std::vector<size_t> units_acquired(const std::vector<Action>& actions, Purpose purpose) const {
@@ -204,6 +212,7 @@ class Interpreter {
   Uploads uploads_;
   // By kind, chunk, and the addresses of its inputs.
   std::map<std::tuple<ActionKind, int, const std::byte*, const std::byte*>, Replay> replays_;
+  std::vector<ReceivedHeaders> headers_;          // not yet taken
   Action action_ = {ActionKind::forward, 0, -1};  // what is being enqueued
 };
 

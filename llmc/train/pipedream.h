@@ -142,6 +142,7 @@ class Pipedream {
       }
       interpreter_.enqueue(a, *pass_, batches);
     }
+    if (dp_.stages > 1) interpreter_.read_headers();
     // Of the step whose backward the first stage, the last one to have it, has just been through.
     if (const int64_t done = turn - (config_.stages - 1); done >= 0) report(done);
   }
@@ -170,7 +171,7 @@ class Pipedream {
     stream.wait(report.ready);
     combine(of_all_, report.row, dp_.rank, *dp_.scalars, config_.stages, report_control_, {}, stream);
     report.free = stream.record();
-    under_way_.front().result.enqueued(of_all_.loss, report_control_, stream);
+    under_way_.front().result.enqueued(of_all_.loss, report_control_, interpreter_.take_headers(), stream);
     under_way_.pop_front();
   }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "device/host_copy.h"
+#include "dist/pipeline/links.h"
 #include "dist/pipeline/messages.h"
 #include "dist/pipeline/stage_partition.h"
 #include "dist/schedule.h"
@@ -146,11 +147,12 @@ class PendingStep {
  public:
   explicit PendingStep(int64_t tokens) : tokens_(static_cast<double>(tokens)) {}
   // The last of the step is enqueued: its results are then in these tensors.
-  void enqueued(const Tensor& loss, const Tensor& control, Stream& stream) {
-    *results_ = {Readback(loss, stream), Readback(control, stream), true};
+  void enqueued(const Tensor& loss, const Tensor& control, std::vector<ReceivedHeaders> headers, Stream& stream) {
+    *results_ = {Readback(loss, stream), Readback(control, stream), std::move(headers), true};
   }
   StepResult wait() const {
     CHECK(results_->enqueued, "a step is waited for that has only begun: flush first");
+    for (const ReceivedHeaders& headers : results_->headers) headers.check();
     const std::vector<double> control = results_->control.values();
     return {results_->loss.values()[0] / tokens_, control[0], control[2] != 0};
   }
@@ -158,6 +160,7 @@ class PendingStep {
  private:
   struct Results {
     Readback loss, control;
+    std::vector<ReceivedHeaders> headers;
     bool enqueued = false;
   };
   std::shared_ptr<Results> results_ = std::make_shared<Results>();  // of all copies

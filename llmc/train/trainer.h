@@ -74,7 +74,7 @@ class Trainer {
     decide(rule);
     state_.update(control_, optimizer, context_.compute);
     PendingStep pending(config_.tokens());
-    pending.enqueued(loss_, control_, context_.compute);
+    pending.enqueued(loss_, control_, interpreter_.take_headers(), context_.compute);
     return pending;
   }
   // Enqueues what is left of all steps that have begun; needed before anything else than a further step, and before
@@ -124,6 +124,7 @@ class Trainer {
     else evaluate_padded(actions, pass, asked, batches);
     combine();
     context_.compute.synchronize();
+    check_headers();
     const bool on_paper = context_.compute.device().kind == DeviceKind::null;
     return on_paper ? 0 : *HostView(loss_, context_.compute).data<double>() / static_cast<double>(targets);
   }
@@ -151,6 +152,7 @@ class Trainer {
   // Of the text that was computed last.
   std::vector<float> logits() {
     context_.compute.synchronize();
+    check_headers();
     return stage_.logits();
   }
 
@@ -184,6 +186,10 @@ class Trainer {
       if (elsewhere(a.chunk + 1)) actions.push_back({ActionKind::send_activations, a.chunk, a.micro_batch});
     }
     return actions;
+  }
+
+  void check_headers() {
+    for (const ReceivedHeaders& headers : interpreter_.take_headers()) headers.check();
   }
 
   // Waits for the stream when a scope is left, by an exception as well.

@@ -25,7 +25,7 @@ struct Changed final : Comm {
     Comm::send(buffer, to, stream);
   }
   static Tensor payload_of(const Tensor& buffer) {
-    return buffer.slice(0, {buffer.numel() - 16 / size_of(buffer.dtype)});
+    return buffer.slice(0, {buffer.numel() - 32 / size_of(buffer.dtype)});
   }
 };
 template <class Bug, const std::string_view& direction>

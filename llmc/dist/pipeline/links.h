@@ -25,9 +25,31 @@
 
 namespace llmc {
 
-// What a message says of itself: small whole numbers, as floats, so that a message of any dtype ends with a tensor that
-// upload() and download() take. They are exact up to 2^24, and most_pipeline_passes keeps them below.
-using MessageHeader = std::array<float, 4>;  // kind, chunk that made it, micro-batch, slice
+// What a message says of itself: kind, chunk that made it, micro-batch, slice. Doubles, as other scalars that go to the
+// host: they are exact far beyond most_pipeline_passes.
+using MessageHeader = std::array<double, 4>;
+
+// The headers of messages that were received, on their way to the host. It never waits for a message by itself: what
+// another stage waits for may be what this host has not enqueued yet.
+struct ReceivedHeaders {
+  std::vector<MessageHeader> expected;
+  Readback received;
+
+  // Waits for the messages; throws if one was not the expected one.
+  void check() const {
+    const std::vector<double> all = received.values();
+    if (!received.moves_data()) return;
+    for (size_t i = 0; i < expected.size(); ++i) {
+      const MessageHeader& e = expected[i];
+      const double* got = all.data() + i * e.size();
+      CHECK(std::equal(e.begin(), e.end(), got),
+            "a stage of the pipeline expected {} of chunk {}, micro-batch {}, slice {}, and received {} of chunk {}, "
+            "micro-batch {}, slice {}",
+            e[0] == 0 ? "activations" : "gradients", e[1], e[2], e[3], got[0] == 0 ? "activations" : "gradients",
+            got[1], got[2], got[3]);
+    }
+  }
+};
 
 // One end of a link.
 class StageLink {
@@ -46,7 +68,7 @@ class StageLink {
     buffers_.assign(static_cast<size_t>(count), {});
     posted_.clear();
     for (Buffer& b : buffers_) {
-      b.memory = arena.alloc("messages", "message between stages", dtype, {elements + header_elements(dtype)});
+      b.memory = arena.alloc("messages", "message between stages", dtype, {message_elements(dtype, elements)});
       b.free = Event();
       b.free.signal();
     }
@@ -59,7 +81,7 @@ class StageLink {
     compute.wait(b.free);
     copy(message.slice(0, payload.shape), payload, compute);
     stream_.wait(compute.record());
-    upload(header_of(message), std::vector<float>(header.begin(), header.end()), stream_);
+    upload(header_of(message), std::vector<double>(header.begin(), header.end()), stream_);
     comm_->send(message, peer_, stream_);
     b.free = stream_.record();
   }
@@ -72,20 +94,21 @@ class StageLink {
     b.header = expected;
     stream_.wait(b.free);
     comm_->receive(message, peer_, stream_);
-    check_header(header_of(message), expected);
     b.arrived = stream_.record();
     posted_.push_back(&b);
   }
   // payload = the message with this header, which was posted. Messages are not always used in the order in which they
   // come: activations and gradients from the same stage may overtake each other.
-  void take(const Tensor& payload, const MessageHeader& header, Stream& compute) {
+  // received (4) fp64 = what the message says of itself
+  void take(const Tensor& payload, const MessageHeader& expected, const Tensor& received, Stream& compute) {
     const auto found =
-        std::find_if(posted_.begin(), posted_.end(), [&](const Buffer* b) { return b->header == header; });
+        std::find_if(posted_.begin(), posted_.end(), [&](const Buffer* b) { return b->header == expected; });
     CHECK(found != posted_.end(), "a message between stages is used before it was received");
     Buffer& b = **found;
     posted_.erase(found);
     compute.wait(b.arrived);
     copy(payload, b.memory.slice(0, payload.shape), compute);
+    copy(received, header_of(message_of(b, payload.numel())), compute);
     b.free = compute.record();
   }
 
@@ -96,30 +119,22 @@ class StageLink {
     Event free, arrived;
   };
   Buffer& next() { return buffers_[turn_++ % buffers_.size()]; }
-  static int64_t header_elements(DType dtype) {
-    return ceil_div(static_cast<int64_t>(sizeof(MessageHeader)), size_of(dtype));
+  // With its header, which begins at a multiple of 8 bytes.
+  static int64_t message_elements(DType dtype, int64_t elements) {
+    const auto align = static_cast<int64_t>(sizeof(double)), header = static_cast<int64_t>(sizeof(MessageHeader));
+    return (round_up(elements * size_of(dtype), align) + header) / size_of(dtype);
   }
   static Tensor message_of(const Buffer& b, int64_t elements) {
-    return b.memory.slice(0, {elements + header_elements(b.memory.dtype)});
+    return b.memory.slice(0, {message_elements(b.memory.dtype, elements)});
   }
   // The last bytes of a message.
   static Tensor header_of(const Tensor& message) {
     Tensor header = message;
     header.bytes += message.size_bytes() - static_cast<int64_t>(sizeof(MessageHeader));
-    header.dtype = DType::fp32;
+    header.dtype = DType::fp64;
     header.shape = {4};
     header.name = "what a message is";
     return header;
-  }
-  void check_header(const Tensor& header, const MessageHeader& expected) {
-    download(header, stream_, [expected](const std::vector<float>& got) {
-      for (size_t i = 0; i < expected.size(); ++i)
-        CHECK(got[i] == expected[i],
-              "a stage of the pipeline expected {} of chunk {}, micro-batch {}, slice {}, and received {} of chunk {}, "
-              "micro-batch {}, slice {}",
-              expected[0] == 0 ? "activations" : "gradients", expected[1], expected[2], expected[3],
-              got[0] == 0 ? "activations" : "gradients", got[1], got[2], got[3]);
-    });
   }
 
   Arena scratch_;
@@ -163,6 +178,23 @@ class StageLinks {
       }
   }
 
+  // Room for the headers of as many messages as may be taken before read_headers() is called.
+  void reserve_headers(Arena& arena) {
+    expected_.clear();
+    headers_ = arena.alloc("messages", "what messages are", DType::fp64, {4 * most_headers});
+  }
+  bool has_room_for_header() const { return static_cast<int64_t>(expected_.size()) < most_headers; }
+  void take(int from, const Tensor& payload, const MessageHeader& expected, Stream& compute) {
+    const auto taken = static_cast<int64_t>(expected_.size());
+    find(from, stage_).take(payload, expected, headers_.slice(4 * taken, {4}), compute);
+    expected_.push_back(expected);
+  }
+  // Of the messages that were taken since the last call.
+  ReceivedHeaders read_headers(Stream& compute) {
+    const Tensor taken = headers_.slice(0, {4 * static_cast<int64_t>(expected_.size())});
+    return {std::exchange(expected_, {}), Readback(taken, compute)};
+  }
+
   // The link of this stage to another one, and from it.
   StageLink& to(int stage) { return find(stage_, stage); }
   StageLink& from(int stage) { return find(stage, stage_); }
@@ -187,8 +219,12 @@ class StageLinks {
     throw Error(formatted("no link from stage {} to stage {}", from, to));
   }
 
+  static constexpr int64_t most_headers = 1024;
+
   int stage_;
   std::vector<Entry> links_;
+  Tensor headers_;                       // fp64, 4 of each message
+  std::vector<MessageHeader> expected_;  // of what was taken
   std::vector<std::unique_ptr<Comm>> unused_;
 };
 
