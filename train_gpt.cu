@@ -109,7 +109,8 @@ class Training {
   }
   uint64_t seed() const { return static_cast<uint64_t>(o_.seed); }
 
-  // Throws on all ranks if one of them has a reason to stop. Called between micro-batches, sampled tokens and updates.
+  // Throws on all ranks if one of them has a reason to stop. Called between micro-batches, but for those of a pipeline,
+  // and between sampled tokens and updates.
   void poll() const {
     // To carry on is to wait for the next update, and for those that are under way.
     const std::string mine = stop_.reason(static_cast<double>(1 + under_way_.size()) * report_.last_seconds());
@@ -117,8 +118,14 @@ class Training {
       if (!reason.empty()) throw Interrupted{reason};
   }
 
+  // The same, within a pass. The stages of a pipeline read at different places of their lists, with messages under way,
+  // for which hosts may wait, too: they stop only between passes.
+  void poll_in_pass() const {
+    if (job_.step.stages == 1) poll();
+  }
+
   HostBatch read(DataLoader& loader, int64_t cursor, int64_t micro_batch) {
-    poll();
+    poll_in_pass();
     HostBatch host;
     loader.read_batch(cursor, micro_batch, {.rank = run_.dp.reader(), .ranks = readers(), .batch_size = o_.batch_size},
                       host.tokens, host.targets, host.positions);
@@ -249,7 +256,8 @@ class Training {
     // Every sample once, whatever the layout: rows after the last sample do not count.
     const int64_t micro_batches = ceil_div(job_.val_samples, o_.batch_size * readers());
     double sum = 0;
-    for (int64_t begin = 0; begin < micro_batches; begin += validation_pass)
+    for (int64_t begin = 0; begin < micro_batches; begin += validation_pass) {
+      poll();
       sum += run_.trainer.evaluate(std::min(validation_pass, micro_batches - begin), 1, [&](int64_t in_pass) {
         const int64_t m = begin + in_pass;
         log_.progress("validation: micro-batch", m + 1, micro_batches);
@@ -259,11 +267,12 @@ class Training {
           std::fill_n(host.targets.begin() + b * o_.seq_len, o_.seq_len, -1);
         return host;
       });
+    }
     const double loss = sum / static_cast<double>(job_.val_samples * o_.seq_len);
     std::optional<ChoiceScore> score;
     if (job_.choices)
       score = evaluate_choices(run_.trainer, *job_.choices, run_.dp, [&](int64_t m, int64_t count) {
-        poll();
+        poll_in_pass();
         log_.progress("multiple choice: micro-batch", m + 1, count);
       });
     log_.val({.step = progress_.done,
@@ -295,7 +304,7 @@ class Training {
     if (from.path == checkpoint_path(o_.out_dir, from.step)) checkpoints_.resumed_from(from.path);
   }
 
-  static constexpr int64_t validation_pass = 4096;  // micro-batches in one list of actions
+  static constexpr int64_t validation_pass = 256;  // micro-batches in one list of actions
 
   const Job& job_;
   const Options& o_;
