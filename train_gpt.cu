@@ -109,8 +109,7 @@ class Training {
   }
   uint64_t seed() const { return static_cast<uint64_t>(o_.seed); }
 
-  // Throws on all ranks if one of them has a reason to stop. Called between micro-batches, but for those of a pipeline,
-  // and between sampled tokens and updates.
+  // Throws on all ranks if one of them has a reason to stop. Called between micro-batches, sampled tokens and updates.
   void poll() const {
     // To carry on is to wait for the next update, and for those that are under way.
     const std::string mine = stop_.reason(static_cast<double>(1 + under_way_.size()) * report_.last_seconds());
