@@ -117,14 +117,9 @@ class Training {
       if (!reason.empty()) throw Interrupted{reason};
   }
 
-  // The same, within a pass. The stages of a pipeline read at different places of their lists, with messages under way,
-  // for which hosts may wait, too: they stop only between passes.
-  void poll_in_pass() const {
-    if (job_.step.stages == 1) poll();
-  }
-
   HostBatch read(DataLoader& loader, int64_t cursor, int64_t micro_batch) {
-    poll_in_pass();
+    // Not in a pipeline: there a host may wait for a message of a stage that reads at another place of its list.
+    if (job_.step.stages == 1) poll();
     HostBatch host;
     loader.read_batch(cursor, micro_batch, {.rank = run_.dp.reader(), .ranks = readers(), .batch_size = o_.batch_size},
                       host.tokens, host.targets, host.positions);
@@ -255,8 +250,7 @@ class Training {
     // Every sample once, whatever the layout: rows after the last sample do not count.
     const int64_t micro_batches = ceil_div(job_.val_samples, o_.batch_size * readers());
     double sum = 0;
-    for (int64_t begin = 0; begin < micro_batches; begin += validation_pass) {
-      poll();
+    for (int64_t begin = 0; begin < micro_batches; poll(), begin += validation_pass)
       sum += run_.trainer.evaluate(std::min(validation_pass, micro_batches - begin), 1, [&](int64_t in_pass) {
         const int64_t m = begin + in_pass;
         log_.progress("validation: micro-batch", m + 1, micro_batches);
@@ -266,12 +260,11 @@ class Training {
           std::fill_n(host.targets.begin() + b * o_.seq_len, o_.seq_len, -1);
         return host;
       });
-    }
     const double loss = sum / static_cast<double>(job_.val_samples * o_.seq_len);
     std::optional<ChoiceScore> score;
     if (job_.choices)
       score = evaluate_choices(run_.trainer, *job_.choices, run_.dp, [&](int64_t m, int64_t count) {
-        poll_in_pass();
+        if (job_.step.stages == 1) poll();
         log_.progress("multiple choice: micro-batch", m + 1, count);
       });
     log_.val({.step = progress_.done,
