@@ -118,7 +118,8 @@ class Training {
   }
 
   HostBatch read(DataLoader& loader, int64_t cursor, int64_t micro_batch) {
-    poll();
+    // Not in a pipeline: there a host may wait for a message of a stage that reads at another place of its list.
+    if (job_.step.stages == 1) poll();
     HostBatch host;
     loader.read_batch(cursor, micro_batch, {.rank = run_.dp.reader(), .ranks = readers(), .batch_size = o_.batch_size},
                       host.tokens, host.targets, host.positions);
@@ -249,7 +250,7 @@ class Training {
     // Every sample once, whatever the layout: rows after the last sample do not count.
     const int64_t micro_batches = ceil_div(job_.val_samples, o_.batch_size * readers());
     double sum = 0;
-    for (int64_t begin = 0; begin < micro_batches; begin += validation_pass)
+    for (int64_t begin = 0; begin < micro_batches; poll(), begin += validation_pass)
       sum += run_.trainer.evaluate(std::min(validation_pass, micro_batches - begin), 1, [&](int64_t in_pass) {
         const int64_t m = begin + in_pass;
         log_.progress("validation: micro-batch", m + 1, micro_batches);
@@ -263,7 +264,7 @@ class Training {
     std::optional<ChoiceScore> score;
     if (job_.choices)
       score = evaluate_choices(run_.trainer, *job_.choices, run_.dp, [&](int64_t m, int64_t count) {
-        poll();
+        if (job_.step.stages == 1) poll();
         log_.progress("multiple choice: micro-batch", m + 1, count);
       });
     log_.val({.step = progress_.done,
@@ -295,7 +296,7 @@ class Training {
     if (from.path == checkpoint_path(o_.out_dir, from.step)) checkpoints_.resumed_from(from.path);
   }
 
-  static constexpr int64_t validation_pass = 4096;  // micro-batches in one list of actions
+  static constexpr int64_t validation_pass = 256;  // micro-batches in one list of actions
 
   const Job& job_;
   const Options& o_;

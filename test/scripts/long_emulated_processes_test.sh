@@ -47,13 +47,13 @@ same 2 NCCL 2 1 --tp 2 --tp-overlap
 same 4 NCCL 2 2 --tp 2 --tp-overlap --zero-stage 3 --dtype bf16
 same 2 NCCL 2 1 --cp 2 --seq-len 32 --cp-attention ulysses
 same 4 NCCL 2 2 --cp 4 --seq-len 32 --zero-stage 3 --dtype bf16
-same 2 NCCL 2 1 --pp 2 --total-batch-size 264
-same 4 NCCL 2 2 --pp 2 --schedule interleaved --n-layer 4 --zero-stage 3 --dtype bf16 --total-batch-size 528
-same 4 NCCL 4 1 --pp 4 --n-layer 5 --total-batch-size 264
+same 2 NCCL 2 1 --pp 2 --total-batch-size 132
+same 4 NCCL 2 2 --pp 2 --schedule interleaved --n-layer 4 --zero-stage 3 --dtype bf16 --total-batch-size 264
+same 4 NCCL 4 1 --pp 4 --n-layer 4 --total-batch-size 132
 same 1 TCP 2 1
 same 1 TCP 2 2 --zero-stage 3 --dtype bf16
 same 1 TCP 2 1 --tp 2 --sequence-parallel off
 same 1 TCP 2 1 --cp 2 --seq-len 32 --cp-attention all-gather
-same 1 TCP 2 1 --pp 2 --total-batch-size 264
+same 1 TCP 2 1 --pp 2 --total-batch-size 132
 [ -z "$(find /dev/shm -newer "$dir" -name '*nccl*' 2>/dev/null)" ] || fail 'something is left in /dev/shm'
 echo 'long_emulated_processes_test: ok'
