@@ -95,7 +95,7 @@ inline Pipeline choose_pipeline(const Options& o) {
   CHECK(o.pp_layout == "even",
         "--pp-layout {} with --print-schedule, which draws chunks that all take equally long: leave it out, and see "
         "--plan for what the layers cost",
-        detail::shown(o.pp_layout));
+        shown(o.pp_layout));
   Pipeline p{.schedule = schedule_from_name(o.schedule),
              .stages = static_cast<int>(o.pp),
              .micro_batches = o.micro_batches.value_or(2 * o.pp)};
