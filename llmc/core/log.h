@@ -46,7 +46,7 @@ inline std::string human_bytes(int64_t n) {
   return formatted("{:.1f} KiB", b / (1 << 10));
 }
 
-// Four digits: 12.5e6 -> "12.5 MFLOP", 2.5331e12 -> "2.533 TFLOP".
+// Four digits: 12.5e6 -> "12.50 MFLOP", 2.5331e12 -> "2.533 TFLOP".
 inline std::string human_flops(double n) {
   const char* unit = "M";
   n *= 1e-6;
@@ -55,7 +55,7 @@ inline std::string human_flops(double n) {
     n /= 1000;
     unit = larger;
   }
-  return formatted("{:.4g} {}FLOP", n, unit);
+  return formatted("{:#.4g} {}FLOP", n, unit);
 }
 
 inline std::string human_duration(double seconds) {

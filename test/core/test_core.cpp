@@ -358,8 +358,8 @@ TEST_CASE("numbers in human-readable form") {
   REQUIRE(human_count(1234567) == "1,234,567");
   REQUIRE(human_count(124439808) == "124.4M");
 
-  REQUIRE(human_flops(12.5e6) == "12.5 MFLOP");
-  REQUIRE(human_flops(999.96e6) == "1 GFLOP");
+  REQUIRE(human_flops(12.5e6) == "12.50 MFLOP");
+  REQUIRE(human_flops(999.96e6) == "1.000 GFLOP");
   REQUIRE(human_flops(2.5331e12) == "2.533 TFLOP");
   REQUIRE(human_flops(4.12345e19) == "41.23 EFLOP");
   REQUIRE(human_bytes(int64_t{3} << 30) == "3.00 GiB");
