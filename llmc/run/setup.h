@@ -146,7 +146,7 @@ inline StepConfig choose_step(const Options& o) {
   step.chunks = static_cast<int>(o.pp * o.pp_chunks.value_or(has_chunks ? 2 : 1));
   if (o.total_batch_size)
     step.micro_batches = *o.total_batch_size / (step.batch.rows() * step.readers());  // validated with the options
-  CHECK(step.schedule != Schedule::pipedream || !step.model.tied,
+  CHECK(!step.asynchronous() || !step.model.tied,
         "--schedule pipedream with --model {}, whose embedding is also its head: the first and the last stage update "
         "at different times, so a table that both have would not stay the same; use a model with a head of its own, "
         "or --schedule 1f1b",

@@ -141,8 +141,9 @@ TEST_CASE("validation, multiple choice and sampling give with a pipeline what th
         logits.push_back(run.trainer.next_token_logits(std::span(text).first(n)));
     });
     for (const Layout& layout :
-         {Layout{3, one_f_one_b}, {2, interleaved, 3}, {2, gpipe, 1, {.stage = 3, .shards = 1}}}) {
-      const StepConfig step = step_of(model, layout, 6);
+         {Layout{3, one_f_one_b}, {2, interleaved, 3}, {2, gpipe, 1, {.stage = 3, .shards = 1}}, {4, one_f_one_b}}) {
+      StepConfig step = step_of(model, layout, 6);
+      if (layout.pp == 4) step.layers = {0, 3, 3, 0};  // the embedding, and the head, by themselves
       on_ranks(step, [&](Run& run) {
         const auto [mean, rows] = losses_of(run, step);
         CHECK(mean == losses.first, "{}: validation {} instead of {}", to_string(layout), mean, losses.first);

@@ -1,6 +1,6 @@
 // Pipelines on GPUs: bitwise the same layout on one stage of the same device (contract 4), with ranks that share a GPU
-// and with NCCL between GPUs; every schedule, beside data and tensor parallelism; the asynchronous one; validation and
-// generation. That every wait is needed: test_trainer.cpp.
+// and with NCCL between GPUs; every schedule, some beside data and tensor parallelism; the asynchronous one; validation
+// and generation. That every wait is needed: test_trainer.cpp.
 #include <mutex>
 #include <optional>
 
@@ -86,6 +86,13 @@ TEST_CASE("pipelines on GPUs compute bitwise what one stage does", "[cuda][train
   SECTION("gpipe, bf16, ranks that share a GPU") { compare(model_of("gpt2", DType::bf16), {3, gpipe}, {gpu}); }
   SECTION("interleaved, fp32") {
     compare(model_of("qwen3", DType::fp32), {2, interleaved, 2}, {fastest_machine_for(2)});
+  }
+  SECTION("zb-h1, bf16") { compare(model_of("gpt2", DType::bf16), {2, Schedule::zb_h1}, {fastest_machine_for(2)}); }
+  SECTION("zb-v, fp32, ranks that share a GPU") {
+    compare(model_of("qwen3", DType::fp32), {2, Schedule::zb_v, 2}, {gpu});
+  }
+  SECTION("more messages than the host may leave unread") {
+    compare(model_of("gpt2", DType::fp32), {2, one_f_one_b}, {fastest_machine_for(2)}, 36);
   }
   SECTION("a table on both ends") {
     compare(model_of("gpt2", DType::fp32, true), {2, one_f_one_b}, {fastest_machine_for(2)}, 2);
