@@ -62,8 +62,8 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   attention_finish(x, f, f, f, f, N, N, N, C, stream);
   attention_backward<T>({}, x, x, f, {}, f, block, stream);
   cache_append(x, x, shape, stream);
-  swiglu_forward(x, x, N, C, stream);
-  swiglu_backward(x, x, x, N, C, stream);
+  swiglu_forward(x, x, N, C, ids, stream);
+  swiglu_backward(x, x, x, N, C, ids, stream);
 }
 template void all_kernels(float*, float*, double*, int32_t*, int64_t, int64_t, cudaStream_t);
 template void all_kernels(bf16*, float*, double*, int32_t*, int64_t, int64_t, cudaStream_t);

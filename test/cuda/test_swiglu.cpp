@@ -16,8 +16,8 @@ TEMPLATE_TEST_CASE("SwiGLU kernels match the CPU", "[cuda]", float, bf16) {
   cpu::swiglu_backward(dgate_up.data(), dout.data(), gate_up.data(), N, F);
   const auto run = [&, N = N, F = F]() -> Outputs {
     DeviceArray<T> outs(N * F), in(gate_up), gradient(dout), din(N * 2 * F);
-    cuda::swiglu_forward<T>(outs, in, N, F, nullptr);
-    cuda::swiglu_backward<T>(din, gradient, in, N, F, nullptr);
+    cuda::swiglu_forward<T>(outs, in, N, F, nullptr, nullptr);
+    cuda::swiglu_backward<T>(din, gradient, in, N, F, nullptr, nullptr);
     return {{"out", outs.host()}, {"dgate_up", din.host()}};
   };
   check_kernel(run, {{"out", out}, {"dgate_up", dgate_up}}, sizeof(T) == 2 ? 1e-3 : 1e-6);
