@@ -290,7 +290,7 @@ LADDERS := dev/cuda/layernorm.cu dev/cuda/classifier.cu dev/cuda/adamw.cu dev/cu
 # Not here: what tests a library for GPUs.
 CUDNN_TEST := test/cuda/test_attention_cudnn.cpp
 CUDA_TESTS := kernels emulator trainer
-SOURCES_kernels := $(filter-out $(CUDNN_TEST),$(wildcard test/cuda/test_*.cpp))
+SOURCES_kernels := $(filter-out $(CUDNN_TEST),$(wildcard test/cuda/test_*.cpp test/cuda/experts/test_*.cpp))
 SOURCES_emulator := $(wildcard test/cuda/emulator/test_*.cpp)
 SOURCES_trainer := $(wildcard test/cuda/trainer/test_*.cpp)
 STAND_INS := $(wildcard test/cuda_on_cpu/*.cpp test/cuda_on_cpu/*/*.cpp)

@@ -25,21 +25,19 @@ inline void check_segments(const char* op, const Segments& s) {
         "{}: a first row {} of segments of {} rows; it must be one of them", op, s.first, s.length);
 }
 
-// c (M, N) = or += op(a) b, summing K products per element, where `a` is in the accumulator dtype of b: it is not
-// rounded.
-inline void wide_matmul(const char* name, Tensor c, Tensor a, Transpose a_as, Tensor b, int64_t K,
-                        Accumulate accumulate, Stream& stream) {
-  if (b.dtype != DType::bf16) return matmul(name, c, a, a_as, b, Transpose::no, K, {}, accumulate, stream);
-  const int64_t M = c.shape[0], N = c.shape[1];
-  const double flops = 2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K);
-  const double bytes = bytes_of({a, b, c}) + (accumulate == Accumulate::yes ? bytes_of({c}) : 0);
-  stream.run({name, flops, bytes}, {c}, [=, &stream] {
-    const auto run = [&]<class X>(X* to) {
-      CALL_OP(stream, X, wide_matmul, to, a.data<float>(), a_as, b.data<bf16>(), M, N, K, accumulate);
-    };
-    if (c.dtype == DType::bf16) run(c.data<bf16>());
-    else run(c.data<float>());
+// Three bf16 matrices whose sum is x (N, E), an fp32 matrix, exactly: so that bf16 products of the router's gradient do
+// not round it. They are side by side, (N, 3, E), or one after the other, (3, N, E).
+enum class Parts : uint8_t { side_by_side, one_after_the_other };
+inline Tensor split_in_three(Tensor x, Parts parts, Stream& stream) {
+  const int64_t N = x.shape[0], E = x.shape[1];
+  const bool wide = parts == Parts::side_by_side;
+  const int64_t row = wide ? 3 * E : E, part = wide ? E : N * E;
+  const Tensor out = stream.scratch().alloc("scratch", "router gradients in three parts", DType::bf16,
+                                            wide ? Shape{N, 3 * E} : Shape{3 * N, E});
+  stream.run({"split_in_three", 0, bytes_of({out, x})}, {out}, [=, &stream] {
+    CALL_OP(stream, void, split_in_three, out.data<bf16>(), x.data<float>(), N, E, row, part);
   });
+  return out;
 }
 
 }  // namespace detail
@@ -57,7 +55,15 @@ inline void router_backward_input(Tensor dx, Tensor dlogits, Tensor weight, Accu
   const int64_t N = dlogits.shape[0], E = weight.shape[0], C = weight.shape[1];
   CHECK_TENSOR(dx, weight.dtype, N, C);
   CHECK_TENSOR(dlogits, accumulator_of(weight.dtype), N, E);
-  detail::wide_matmul("router_backward_input", dx, dlogits, Transpose::no, weight, E, accumulate_dx, stream);
+  const auto product = [&](Tensor gradients, Tensor weights) {
+    detail::matmul("router_backward_input", dx, gradients, Transpose::no, weights, Transpose::no, weights.shape[0], {},
+                   accumulate_dx, stream);
+  };
+  if (weight.dtype != DType::bf16) return product(dlogits, weight);
+  auto scope = stream.scratch().scope();
+  const Tensor weights = stream.scratch().alloc("scratch", "router weights, three times", weight.dtype, {3 * E, C});
+  for (int64_t part = 0; part < 3; ++part) copy(weights.slice(part * E * C, {E, C}), weight, stream);
+  product(detail::split_in_three(dlogits, detail::Parts::side_by_side, stream), weights);
 }
 
 // dweight += dlogits^T x.   dweight (E, C)
@@ -65,7 +71,14 @@ inline void router_backward_weight(Tensor dweight, Tensor dlogits, Tensor x, Str
   const int64_t N = x.shape[0], C = x.shape[1], E = dlogits.shape[1];
   CHECK_TENSOR(dlogits, accumulator_of(x.dtype), N, E);
   CHECK_TENSOR(dweight, accumulator_of(x.dtype), E, C);
-  detail::wide_matmul("router_backward_weight", dweight, dlogits, Transpose::yes, x, N, Accumulate::yes, stream);
+  const auto add = [&](Tensor gradients) {
+    detail::matmul("router_backward_weight", dweight, gradients, Transpose::yes, x, Transpose::no, N, {},
+                   Accumulate::yes, stream);
+  };
+  if (x.dtype != DType::bf16) return add(dlogits);
+  auto scope = stream.scratch().scope();
+  const Tensor parts = detail::split_in_three(dlogits, detail::Parts::one_after_the_other, stream);
+  for (int64_t part = 0; part < 3; ++part) add(parts.slice(part * N * E, {N, E}));
 }
 
 // choices (N, k) int32 = the experts of each row with the largest score, or score + bias, in this order; of equal ones

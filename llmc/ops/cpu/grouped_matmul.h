@@ -116,13 +116,4 @@ void grouped_linear_backward_weight(A* dweight, const T* dout, const T* x, const
       }
 }
 
-// c (M, N) = or += op(a) b for an fp32 `a`, which is not rounded.
-template <class Out>
-void wide_matmul(Out* c, const float* a, Transpose a_as, const bf16* b, int64_t M, int64_t N, int64_t K,
-                 Accumulate accumulate) {
-  const MatmulShape shape{
-      M, N, K, a_as, Transpose::no, accumulate, DType::fp32, dtype_of<Out>(), Bias::no, omp_get_max_threads()};
-  detail::blocked_matmul(c, a, b, static_cast<const bf16*>(nullptr), shape);
-}
-
 }  // namespace llmc::cpu

@@ -59,9 +59,9 @@ struct MatmulTiles {
   }
 };
 
-// The tile of C that begins at (m0, n0). A and B may differ in type: both are widened.
-template <class Out, class Ta, class Tb, class A = accumulator_t<Ta>>
-void matmul_tile(Out* c, const Ta* a, const Tb* b, const Tb* bias, const MatmulShape& s, const MatmulTiles& tiles,
+// The tile of C that begins at (m0, n0).
+template <class T, class Out, class A = accumulator_t<T>>
+void matmul_tile(Out* c, const T* a, const T* b, const T* bias, const MatmulShape& s, const MatmulTiles& tiles,
                  int64_t m0, int64_t n0) {
   constexpr int64_t width = panel_width, depth = MatmulTiles::depth;
   constexpr int64_t columns_at_most = MatmulTiles::max_columns(sizeof(A));
@@ -97,8 +97,8 @@ void matmul_tile(Out* c, const Ta* a, const Tb* b, const Tb* bias, const MatmulS
     }
 }
 
-template <class Out, class Ta, class Tb>
-void blocked_matmul(Out* c, const Ta* a, const Tb* b, const Tb* bias, const MatmulShape& s) {
+template <class T, class Out>
+void blocked_matmul(Out* c, const T* a, const T* b, const T* bias, const MatmulShape& s) {
   const MatmulTiles tiles(s);
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(s.threads)
   for (int64_t m0 = 0; m0 < s.M; m0 += tiles.rows)

@@ -169,4 +169,19 @@ void router_losses(double* totals, const int32_t* counts, const A* probabilities
   totals[2] += entropy;
 }
 
+// x (rows, columns) as the sum of three bf16 matrices, exactly: 24 bits are three times 8. Part p of row n is at
+// out + p * part + n * row.
+inline void split_in_three(bf16* out, const float* x, int64_t rows, int64_t columns, int64_t row, int64_t part) {
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < rows; ++n)
+    for (int64_t c = 0; c < columns; ++c) {
+      float rest = x[n * columns + c];
+      for (int64_t p = 0; p < 3; ++p) {
+        bf16& to = out[p * part + n * row + c];
+        to = bf16(rest);
+        rest -= static_cast<float>(to);
+      }
+    }
+}
+
 }  // namespace llmc::cpu

@@ -9,7 +9,7 @@ namespace llmc::cuda {
 
 namespace detail {
 
-inline constexpr int router_warps = 4;         // per block
+inline constexpr int router_warps = 4;        // per block
 inline constexpr int64_t router_block = 128;  // rows whose statistics are summed first, as on the CPU
 
 // Each lane has experts lane, lane + 32, ... of a row: f(e) for each.
@@ -121,9 +121,8 @@ __global__ void router_backward_kernel(float* __restrict__ dlogits, const float*
         E, [&](int e) { mean += per_count * static_cast<float>(count[e]) * (row.scores[e] / row.sum); });
     mean = warp_sum(mean);
   }
-  detail::for_experts_of_lane(E, [&](int e) {
-    d[e] = count == nullptr ? 0 : (per_count * static_cast<float>(count[e]) - mean) / row.sum;
-  });
+  detail::for_experts_of_lane(
+      E, [&](int e) { d[e] = count == nullptr ? 0 : (per_count * static_cast<float>(count[e]) - mean) / row.sum; });
   const float divisor = row.divisor(chosen, r);
   float of_all = 0;
   if (r.normalized)
@@ -225,6 +224,27 @@ __global__ void router_losses_kernel(double* __restrict__ totals, const int32_t*
   totals[2] += entropy;
 }
 
+// x as the sum of three bf16 matrices; see the CPU's.
+template <int threads>
+__global__ void split_in_three_kernel(bf16* __restrict__ out, const float* __restrict__ x, int64_t n, int64_t columns,
+                                      int64_t row, int64_t part) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  if (i >= n) return;
+  float rest = x[i];
+  for (int64_t p = 0; p < 3; ++p) {
+    const bf16 rounded = from_float<bf16>(rest);
+    out[p * part + i / columns * row + i % columns] = rounded;
+    rest -= to_float(rounded);
+  }
+}
+
+inline void split_in_three(bf16* out, const float* x, int64_t rows, int64_t columns, int64_t row, int64_t part,
+                           cudaStream_t stream) {
+  constexpr int threads = 256;
+  launch(split_in_three_kernel<threads>, static_cast<unsigned>(ceil_div(rows * columns, threads)), threads, 0, stream,
+         out, x, rows * columns, columns, row, part);
+}
+
 inline void router_forward(int32_t* choices, float* weights, const float* logits, const float* bias, int64_t N,
                            const Router& r, cudaStream_t stream) {
   constexpr int warps = detail::router_warps;
@@ -237,8 +257,8 @@ inline void router_backward(float* dlogits, const float* dweights, const float* 
                             const Segments& segments, cudaStream_t stream) {
   constexpr int warps = detail::router_warps;
   launch(router_backward_kernel<warps>, static_cast<unsigned>(ceil_div(N, warps)), warps * warp_size,
-         2 * warps * r.E * static_cast<int64_t>(sizeof(float)), stream, dlogits, dweights, logits, choices, counts, N, r,
-         losses, segments);
+         2 * warps * r.E * static_cast<int64_t>(sizeof(float)), stream, dlogits, dweights, logits, choices, counts, N,
+         r, losses, segments);
 }
 
 // partials: cpu::router_statistics_scratch floats
