@@ -209,6 +209,12 @@ build/pipeline_bench: dev/bench/pipeline_bench.cpp $(wildcard llmc/*/*.h llmc/*/
 	@mkdir -p $(@D)
 	$(CXX) $(call FLAGS_cpu,-O3) $(LAVISH) $< -o $@ $(LDFLAGS) $(LIBS)
 
+# Grouped products of experts beside dense ones.
+experts-bench: build/experts_bench
+build/experts_bench: dev/bench/experts_bench.cpp $(wildcard llmc/core/*.h llmc/device/*.h llmc/ops/*.h llmc/ops/cpu/*.h) | $(SHOW_CONFIG)
+	@mkdir -p $(@D)
+	$(CXX) $(call FLAGS_cpu,-O3) $< -o $@ $(LDFLAGS) $(LIBS)
+
 # What --version reports. The tests and the smoke test do without it (see __has_include), or every commit would recompile
 # them all.
 quoted = "$(subst ",\",$(subst \,\\,$(strip $1)))"

@@ -23,7 +23,6 @@ std::vector<int32_t> some_choices(const Sizes& s, bool one_expert) {
   return choices;
 }
 
-// places, sources and offsets, with `space` on both sides of the scratch and `room` rows after those that there can be.
 struct Plan {
   std::vector<int32_t> places, sources, offsets;
 };
@@ -87,8 +86,7 @@ TEMPLATE_TEST_CASE("the kernels that move rows to experts and back match the CPU
   cpu::combine_rows(sum.data(), y.data(), ones, p.places.data(), N, C, k, Accumulate::no);
   cpu::combine_backward(dy.data(), dweights.data(), dout.data(), y.data(), weights.data(), p.places.data(), N, C, k);
   const auto used_rows = [&, C = C](std::vector<T> rows) {  // the rest stays NaN
-    for (size_t i = static_cast<size_t>(used * C); i < rows.size(); ++i)
-      REQUIRE(std::memcmp(&rows[i], &nan, sizeof nan) == 0);
+    REQUIRE(std::all_of(rows.begin() + used * C, rows.end(), [](T e) { return std::isnan(static_cast<float>(e)); }));
     rows.resize(static_cast<size_t>(used * C));
     return rows;
   };
