@@ -17,11 +17,11 @@ inline ExpertRows row_tile(const int32_t* offsets, int64_t E, int64_t rows, int6
   return {};
 }
 
-// Does oneDNN multiply these? It does in bf16, where it is twice as fast as our own; in fp32 they are about equal.
+// Does oneDNN multiply these, as in matmul.h?
 template <class T>
 bool uses_onednn() {
 #ifdef TRAIN_GPT_ONEDNN
-  return std::is_same_v<T, bf16> && onednn::bf16_is_native();
+  return std::is_same_v<T, float> || (std::is_same_v<T, bf16> && onednn::bf16_is_native());
 #else
   return false;
 #endif
@@ -42,12 +42,13 @@ template <class Out, class T>
 void grouped_matmul_tile(Out* c, const T* a, const T* b, const MatmulShape& s, const GroupedTile& size, int64_t m0,
                          int64_t n0) {
 #ifdef TRAIN_GPT_ONEDNN
-  if constexpr (std::is_same_v<T, bf16>) {
-    if (onednn::bf16_is_native()) {
+  if constexpr (!std::is_same_v<T, double>) {
+    if (uses_onednn<T>()) {
       const int64_t m = std::min(size.rows, s.M - m0), n = std::min(size.columns, s.N - n0);
       const bool a_transposed = s.a == Transpose::yes, b_transposed = s.b == Transpose::yes;
       const int64_t lda = a_transposed ? s.M : s.K, ldb = b_transposed ? s.K : s.N;
-      const auto& product = onednn::AnyMatmul::of_thread(a_transposed, b_transposed, s.accumulate == Accumulate::yes);
+      const auto& product =
+          onednn::AnyMatmul::of_thread(s.in, a_transposed, b_transposed, s.accumulate == Accumulate::yes);
       a += m0 * (a_transposed ? 1 : lda), b += n0 * (b_transposed ? ldb : 1);
       if constexpr (std::is_same_v<Out, float>) {
         product.run(c + m0 * s.N + n0, s.N, a, lda, b, ldb, m, n, s.K);

@@ -66,6 +66,8 @@ inline dnnl_status_t add_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_
 inline void destroy_desc(MemoryDesc&) {}
 #endif
 
+inline dnnl_data_type_t type_of(DType dtype) { return dtype == DType::bf16 ? dnnl_bf16 : dnnl_f32; }
+
 // Sets this thread's OpenMP thread count until the end of the scope.
 struct ThreadsScope {
   int before = omp_get_max_threads();
@@ -161,7 +163,7 @@ class Matmul {
   void make_matrix(MemoryDesc& desc, int64_t rows, int64_t columns, DType dtype, bool transposed) {
     const dnnl_dims_t dims = {rows, columns};
     const dnnl_dims_t strides = {transposed ? 1 : columns, transposed ? rows : 1};
-    check(make_desc(&desc, 2, dims, dtype == DType::bf16 ? dnnl_bf16 : dnnl_f32, strides), "memory descriptor", what_);
+    check(make_desc(&desc, 2, dims, type_of(dtype), strides), "memory descriptor", what_);
   }
 
   std::string what_;
@@ -172,15 +174,15 @@ class Matmul {
   dnnl_primitive_t primitive_ = nullptr;
 };
 
-// C (M, N) = or += op(A) op(B) for bf16 A and B and an fp32 C whose rows are `lda`, `ldb` and `ldc` elements apart. One
+// C (M, N) = or += op(A) op(B), C in fp32, for matrices whose stored rows are lda, ldb and ldc elements apart. One
 // primitive multiplies all sizes, because those of experts change with every step; it uses one thread.
 class AnyMatmul {
  public:
-  AnyMatmul(bool transpose_a, bool transpose_b, bool accumulate)
-      : a_transposed_(transpose_a), b_transposed_(transpose_b) {
+  AnyMatmul(DType in, bool transpose_a, bool transpose_b, bool accumulate)
+      : in_(in), a_transposed_(transpose_a), b_transposed_(transpose_b) {
     constexpr int64_t any = DNNL_RUNTIME_DIM_VAL;
-    const Operand a(any, any, any, dnnl_bf16, transpose_a), b(any, any, any, dnnl_bf16, transpose_b),
-        c(any, any, any, dnnl_f32, false);
+    const Operand a(any, any, any, in, transpose_a), b(any, any, any, in, transpose_b),
+        c(any, any, any, DType::fp32, false);
     dnnl_primitive_desc_t description = describe_matmul(pointer(a.desc), pointer(b.desc), nullptr, pointer(c.desc),
                                                         accumulate, dnnl_scratchpad_mode_library, what);
     check(dnnl_primitive_create(&primitive_, description), "dnnl_primitive_create", what);
@@ -191,10 +193,10 @@ class AnyMatmul {
   AnyMatmul& operator=(const AnyMatmul&) = delete;
 
   // This thread's: a primitive keeps its work space.
-  static const AnyMatmul& of_thread(bool transpose_a, bool transpose_b, bool accumulate) {
-    thread_local std::unique_ptr<const AnyMatmul> made[8];
-    auto& entry = made[transpose_a * 4 + transpose_b * 2 + accumulate];
-    if (!entry) entry = std::make_unique<const AnyMatmul>(transpose_a, transpose_b, accumulate);
+  static const AnyMatmul& of_thread(DType in, bool transpose_a, bool transpose_b, bool accumulate) {
+    thread_local std::unique_ptr<const AnyMatmul> made[2][2][2][2];
+    auto& entry = made[in == DType::bf16][transpose_a][transpose_b][accumulate];
+    if (!entry) entry = std::make_unique<const AnyMatmul>(in, transpose_a, transpose_b, accumulate);
     return *entry;
   }
 
@@ -202,7 +204,7 @@ class AnyMatmul {
            int64_t K) const {
     const dnnl_stream_t stream = stream_of_thread();
     const Operand operands[] = {
-        {M, K, lda, dnnl_bf16, a_transposed_}, {K, N, ldb, dnnl_bf16, b_transposed_}, {M, N, ldc, dnnl_f32, false}};
+        {M, K, lda, in_, a_transposed_}, {K, N, ldb, in_, b_transposed_}, {M, N, ldc, DType::fp32, false}};
     const void* data[] = {a, b, c};
     dnnl_exec_arg_t arguments[3];
     for (int i = 0; i < 3; ++i) {
@@ -218,18 +220,19 @@ class AnyMatmul {
   }
 
  private:
-  static constexpr const char* what = "a bf16 product of any size";
+  static constexpr const char* what = "a product of any size";
   struct Operand {
     MemoryDesc desc{};
-    Operand(int64_t rows, int64_t columns, int64_t stride, dnnl_data_type_t type, bool transposed) {
+    Operand(int64_t rows, int64_t columns, int64_t stride, DType dtype, bool transposed) {
       const dnnl_dims_t dims = {rows, columns}, strides = {transposed ? 1 : stride, transposed ? stride : 1};
-      check(make_desc(&desc, 2, dims, type, strides), "memory descriptor", what);
+      check(make_desc(&desc, 2, dims, type_of(dtype), strides), "memory descriptor", what);
     }
     ~Operand() { destroy_desc(desc); }
     Operand(const Operand&) = delete;
     Operand& operator=(const Operand&) = delete;
   };
 
+  DType in_;
   bool a_transposed_, b_transposed_;
   dnnl_primitive_t primitive_ = nullptr;
 };
