@@ -84,7 +84,9 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
 template void all_kernels(float*, float*, double*, int32_t*, int64_t, int64_t, cudaStream_t);
 template void all_kernels(bf16*, float*, double*, int32_t*, int64_t, int64_t, cudaStream_t);
 
-void use_split(bf16* out, const float* x, int64_t N, cudaStream_t stream) { split_in_three(out, x, N, N, N, N, stream); }
+void use_split(bf16* out, const float* x, int64_t N, cudaStream_t stream) {
+  split_in_three(out, x, N, N, N, N, stream);
+}
 
 // The wrappers of mma.cuh, as in a pipelined kernel.
 __global__ void all_instructions(float* out, const uint4* in, int bytes) {
