@@ -209,6 +209,12 @@ build/pipeline_bench: dev/bench/pipeline_bench.cpp $(wildcard llmc/*/*.h llmc/*/
 	@mkdir -p $(@D)
 	$(CXX) $(call FLAGS_cpu,-O3) $(LAVISH) $< -o $@ $(LDFLAGS) $(LIBS)
 
+# Grouped products of experts beside dense ones.
+experts-bench: build/experts_bench
+build/experts_bench: dev/bench/experts_bench.cpp $(wildcard llmc/core/*.h llmc/device/*.h llmc/ops/*.h llmc/ops/cpu/*.h) | $(SHOW_CONFIG)
+	@mkdir -p $(@D)
+	$(CXX) $(call FLAGS_cpu,-O3) $< -o $@ $(LDFLAGS) $(LIBS)
+
 # What --version reports. The tests and the smoke test do without it (see __has_include), or every commit would recompile
 # them all.
 quoted = "$(subst ",\",$(subst \,\\,$(strip $1)))"
@@ -290,7 +296,7 @@ LADDERS := dev/cuda/layernorm.cu dev/cuda/classifier.cu dev/cuda/adamw.cu dev/cu
 # Not here: what tests a library for GPUs.
 CUDNN_TEST := test/cuda/test_attention_cudnn.cpp
 CUDA_TESTS := kernels emulator trainer
-SOURCES_kernels := $(filter-out $(CUDNN_TEST),$(wildcard test/cuda/test_*.cpp))
+SOURCES_kernels := $(filter-out $(CUDNN_TEST),$(wildcard test/cuda/test_*.cpp test/cuda/experts/test_*.cpp))
 SOURCES_emulator := $(wildcard test/cuda/emulator/test_*.cpp)
 SOURCES_trainer := $(wildcard test/cuda/trainer/test_*.cpp)
 STAND_INS := $(wildcard test/cuda_on_cpu/*.cpp test/cuda_on_cpu/*/*.cpp)

@@ -222,25 +222,41 @@ inline void gelu_backward(Tensor dx, Tensor dout, Tensor x, Stream& stream) {
   });
 }
 
-// out = silu(gate) up.   out (N, F); gate_up (N, 2 F): per row the gates, then the ups
-inline void swiglu_forward(Tensor out, Tensor gate_up, Stream& stream) {
+namespace detail {
+
+// The number of rows on the device, or nullptr: all.
+inline const int32_t* rows_on_device(const Tensor& rows) {
+  if (rows.empty()) return nullptr;
+  CHECK_TENSOR(rows, DType::int32, 1);
+  return rows.data<int32_t>();
+}
+
+}  // namespace detail
+
+// out = silu(gate) up.   out (N, F); gate_up (N, 2 F): per row the gates, then the ups. rows (1) int32: only so many
+// rows are read and written; or an empty tensor: all
+inline void swiglu_forward(Tensor out, Tensor gate_up, Stream& stream, Tensor rows = {}) {
   const int64_t N = out.shape[0], F = out.shape[1];
   CHECK_TENSOR(gate_up, out.dtype, N, 2 * F);
-  stream.run({"swiglu_forward", 0, detail::bytes_of({out, gate_up})}, {out}, [=, &stream] {
+  const int32_t* count = detail::rows_on_device(rows);
+  const Tensor checked = rows.empty() ? out : Tensor{};
+  stream.run({"swiglu_forward", 0, detail::bytes_of({out, gate_up})}, {checked}, [=, &stream] {
     with_type(out.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, swiglu_forward, out.data<X>(), gate_up.data<X>(), N, F);
+      CALL_OP(stream, X, swiglu_forward, out.data<X>(), gate_up.data<X>(), N, F, count);
     });
   });
 }
-inline void swiglu_backward(Tensor dgate_up, Tensor dout, Tensor gate_up, Stream& stream) {
+inline void swiglu_backward(Tensor dgate_up, Tensor dout, Tensor gate_up, Stream& stream, Tensor rows = {}) {
   const int64_t N = dout.shape[0], F = dout.shape[1];
   CHECK_TENSOR(gate_up, dout.dtype, N, 2 * F);
   CHECK_TENSOR(dgate_up, dout.dtype, N, 2 * F);
-  stream.run({"swiglu_backward", 0, detail::bytes_of({dgate_up, dout, gate_up})}, {dgate_up}, [=, &stream] {
+  const int32_t* count = detail::rows_on_device(rows);
+  const Tensor checked = rows.empty() ? dgate_up : Tensor{};
+  stream.run({"swiglu_backward", 0, detail::bytes_of({dgate_up, dout, gate_up})}, {checked}, [=, &stream] {
     with_type(dout.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, swiglu_backward, dgate_up.data<X>(), dout.data<X>(), gate_up.data<X>(), N, F);
+      CALL_OP(stream, X, swiglu_backward, dgate_up.data<X>(), dout.data<X>(), gate_up.data<X>(), N, F, count);
     });
   });
 }

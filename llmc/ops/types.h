@@ -147,6 +147,47 @@ struct Rotary {
   }
 };
 
+// ---- Mixture of experts
+// ----------------------------------------------------------------------------------------------
+
+inline constexpr int64_t most_experts = 1024;
+
+enum class RouterScores : uint8_t { softmax, sigmoid };  // of a row's logits
+
+// A router chooses k of E experts for each row and weights what they compute.
+struct Router {
+  int64_t E, k;
+  RouterScores scores = RouterScores::softmax;
+  bool normalized = true;  // the weights of a row are divided by their sum
+  float scaling = 1;       // and multiplied by this
+};
+
+// Segments are sequences, or slices of sequences that are spread over ranks, of `length` rows each, one after the
+// other. Row n of a call is row first + n of them; the first one may have begun before, and the last one may go on.
+struct Segments {
+  int64_t length, first = 0;
+
+  constexpr int64_t of(int64_t n) const { return (first + n) / length; }
+  constexpr int64_t count(int64_t N) const { return N == 0 ? 0 : of(N - 1) + 1; }
+  constexpr int64_t begin(int64_t segment) const { return segment == 0 ? 0 : segment * length - first; }
+  constexpr int64_t end(int64_t segment, int64_t N) const {
+    const int64_t last = (segment + 1) * length - first;
+    return last < N ? last : N;
+  }
+};
+
+// What the router's own losses add to the gradient of the logits: d loss / d (balancing loss of a sequence), and
+// d loss / d (sum over rows of logsumexp^2).
+struct RouterLosses {
+  float balance = 0, z = 0;
+  int64_t sequence = 1;  // rows of a whole sequence, on all ranks that share it
+};
+
+// Rows [begin, end) belong to this expert.
+struct ExpertRows {
+  int64_t expert = -1, begin = 0, end = 0;
+};
+
 // Sums in double that all devices and vector widths add in the same order (contract 10): sum_lanes running sums,
 // element i in lane i % sum_lanes, then a pairwise tree over neighbouring lanes. Squares are summed so in blocks of
 // square_sum_block elements, then over the blocks.

@@ -7,11 +7,14 @@
 #include "ops/cuda/cross_entropy.cuh"
 #include "ops/cuda/elementwise.cuh"
 #include "ops/cuda/embedding.cuh"
+#include "ops/cuda/experts.cuh"
+#include "ops/cuda/grouped_matmul.cuh"
 #include "ops/cuda/layernorm.cuh"
 #include "ops/cuda/matmul.cuh"
 #include "ops/cuda/mma.cuh"
 #include "ops/cuda/qk_norm.cuh"
 #include "ops/cuda/rmsnorm.cuh"
+#include "ops/cuda/router.cuh"
 #include "ops/cuda/step.cuh"
 #include "ops/cuda/swiglu.cuh"
 
@@ -62,11 +65,28 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   attention_finish(x, f, f, f, f, N, N, N, C, stream);
   attention_backward<T>({}, x, x, f, {}, f, block, stream);
   cache_append(x, x, shape, stream);
-  swiglu_forward(x, x, N, C, stream);
-  swiglu_backward(x, x, x, N, C, stream);
+  swiglu_forward(x, x, N, C, ids, stream);
+  swiglu_backward(x, x, x, N, C, ids, stream);
+  const Router router = {N, 1};
+  const Segments segments = {N};
+  router_forward(ids, f, f, f, N, router, stream);
+  router_backward(f, f, f, ids, ids, N, router, {}, segments, stream);
+  router_statistics(ids, f, f, f, f, ids, N, router, segments, stream);
+  router_losses(d, ids, f, f, N, router, N, stream);
+  dispatch_plan(ids, ids, ids, ids, ids, ids, N, N, 1, N, segments, stream);
+  dispatch_rows(x, x, ids, ids, N, C, 1, stream);
+  combine_rows(x, x, f, ids, N, C, 1, Accumulate::no, stream);
+  combine_backward(x, f, x, x, f, ids, N, C, 1, stream);
+  grouped_linear_forward(x, x, x, ids, N, 1, C, C, stream);
+  grouped_linear_backward_input(x, x, x, ids, N, 1, C, C, stream);
+  grouped_linear_backward_weight(f, x, x, ids, 1, C, C, stream);
 }
 template void all_kernels(float*, float*, double*, int32_t*, int64_t, int64_t, cudaStream_t);
 template void all_kernels(bf16*, float*, double*, int32_t*, int64_t, int64_t, cudaStream_t);
+
+void use_split(bf16* out, const float* x, int64_t N, cudaStream_t stream) {
+  split_in_three(out, x, N, N, N, N, stream);
+}
 
 // The wrappers of mma.cuh, as in a pipelined kernel.
 __global__ void all_instructions(float* out, const uint4* in, int bytes) {

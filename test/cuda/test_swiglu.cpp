@@ -16,9 +16,29 @@ TEMPLATE_TEST_CASE("SwiGLU kernels match the CPU", "[cuda]", float, bf16) {
   cpu::swiglu_backward(dgate_up.data(), dout.data(), gate_up.data(), N, F);
   const auto run = [&, N = N, F = F]() -> Outputs {
     DeviceArray<T> outs(N * F), in(gate_up), gradient(dout), din(N * 2 * F);
-    cuda::swiglu_forward<T>(outs, in, N, F, nullptr);
-    cuda::swiglu_backward<T>(din, gradient, in, N, F, nullptr);
+    cuda::swiglu_forward<T>(outs, in, N, F, nullptr, nullptr);
+    cuda::swiglu_backward<T>(din, gradient, in, N, F, nullptr, nullptr);
     return {{"out", outs.host()}, {"dgate_up", din.host()}};
   };
   check_kernel(run, {{"out", out}, {"dgate_up", dgate_up}}, sizeof(T) == 2 ? 1e-3 : 1e-6);
+}
+
+TEST_CASE("SwiGLU kernels leave rows alone that are not there", "[cuda]") {
+  const int64_t N = 5, F = 24, rows = GENERATE(0, 3);
+  auto gate_up = normal_values<bf16>(N * 2 * F, 1), dout = normal_values<bf16>(N * F, 2);
+  const std::vector<bf16> untouched = normal_values<bf16>(N * 2 * F, 3);
+  std::vector<bf16> out(untouched.begin(), untouched.begin() + N * F), dgate_up = untouched;
+  const int32_t count = static_cast<int32_t>(rows);
+  cpu::swiglu_forward(out.data(), gate_up.data(), N, F, &count);
+  cpu::swiglu_backward(dgate_up.data(), dout.data(), gate_up.data(), N, F, &count);
+  for (int64_t i = rows * F; i < N * F; ++i) REQUIRE(out[i].bits == untouched[i].bits);
+  const auto run = [&]() -> Outputs {
+    DeviceArray<bf16> outs(std::vector<bf16>(untouched.begin(), untouched.begin() + N * F)), in(gate_up),
+        gradient(dout), din(untouched);
+    DeviceArray<int32_t> counts(std::vector<int32_t>{count});
+    cuda::swiglu_forward<bf16>(outs, in, N, F, counts, nullptr);
+    cuda::swiglu_backward<bf16>(din, gradient, in, N, F, counts, nullptr);
+    return {{"out", outs.host()}, {"dgate_up", din.host()}};
+  };
+  check_kernel(run, {{"out", out}, {"dgate_up", dgate_up}}, 1e-3);
 }

@@ -59,45 +59,50 @@ struct MatmulTiles {
   }
 };
 
+// The tile of C that begins at (m0, n0).
 template <class T, class Out, class A = accumulator_t<T>>
-void blocked_matmul(Out* c, const T* a, const T* b, const T* bias, const MatmulShape& s) {
-  const MatmulTiles tiles(s);
+void matmul_tile(Out* c, const T* a, const T* b, const T* bias, const MatmulShape& s, const MatmulTiles& tiles,
+                 int64_t m0, int64_t n0) {
   constexpr int64_t width = panel_width, depth = MatmulTiles::depth;
   constexpr int64_t columns_at_most = MatmulTiles::max_columns(sizeof(A));
+  alignas(64) A tile[MatmulTiles::max_rows * columns_at_most];  // (columns / 32, rows, 32)
+  alignas(64) A panels[depth * columns_at_most];
+  alignas(64) A packed_a[MatmulTiles::max_rows * depth];  // (rows, depth) or, of a transposed A, (depth, rows)
+  const int64_t m = std::min(tiles.rows, s.M - m0), n = std::min(tiles.columns, s.N - n0);
+  const int64_t a_row = s.a == Transpose::no ? depth : 1, a_k = s.a == Transpose::no ? 1 : tiles.rows;
+  for (int64_t k0 = 0; k0 == 0 || k0 < s.K; k0 += depth) {
+    const int64_t k = std::min(depth, s.K - k0);
+    if (s.a == Transpose::no)
+      for (int64_t i = 0; i < m; ++i) widen(packed_a + i * depth, a + (m0 + i) * s.K + k0, k);
+    else
+      for (int64_t j = 0; j < k; ++j) widen(packed_a + j * tiles.rows, a + (k0 + j) * s.M + m0, m);
+    if (s.b == Transpose::no) panels_of(panels, b + k0 * s.N + n0, s.N, k, n);
+    else panels_of_transposed(panels, b + n0 * s.K + k0, s.K, k, n);
+    for (int64_t j = 0; j < n; j += width)
+      small_matmul(tile + j * tiles.rows, width, packed_a, a_row, a_k, panels + j * k, width, m, width, k,
+                   k0 == 0 ? Accumulate::no : Accumulate::yes);
+  }
+  for (int64_t i = 0; i < m; ++i)
+    for (int64_t first = 0; first < n; first += width) {
+      const A* from = tile + first * tiles.rows + i * width;
+      Out* to = c + (m0 + i) * s.N + n0 + first;
+      const int64_t columns = std::min(width, n - first);
+#pragma omp simd
+      for (int64_t j = 0; j < columns; ++j) {
+        A value = from[j];
+        if (bias != nullptr) value += static_cast<A>(bias[n0 + first + j]);
+        if (s.accumulate == Accumulate::yes) value += static_cast<A>(to[j]);
+        store(to[j], value);
+      }
+    }
+}
+
+template <class T, class Out>
+void blocked_matmul(Out* c, const T* a, const T* b, const T* bias, const MatmulShape& s) {
+  const MatmulTiles tiles(s);
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(s.threads)
   for (int64_t m0 = 0; m0 < s.M; m0 += tiles.rows)
-    for (int64_t n0 = 0; n0 < s.N; n0 += tiles.columns) {
-      alignas(64) A tile[MatmulTiles::max_rows * columns_at_most];  // (columns / 32, rows, 32)
-      alignas(64) A panels[depth * columns_at_most];
-      alignas(64) A packed_a[MatmulTiles::max_rows * depth];  // (rows, depth) or, of a transposed A, (depth, rows)
-      const int64_t m = std::min(tiles.rows, s.M - m0), n = std::min(tiles.columns, s.N - n0);
-      const int64_t a_row = s.a == Transpose::no ? depth : 1, a_k = s.a == Transpose::no ? 1 : tiles.rows;
-      for (int64_t k0 = 0; k0 == 0 || k0 < s.K; k0 += depth) {
-        const int64_t k = std::min(depth, s.K - k0);
-        if (s.a == Transpose::no)
-          for (int64_t i = 0; i < m; ++i) widen(packed_a + i * depth, a + (m0 + i) * s.K + k0, k);
-        else
-          for (int64_t j = 0; j < k; ++j) widen(packed_a + j * tiles.rows, a + (k0 + j) * s.M + m0, m);
-        if (s.b == Transpose::no) panels_of(panels, b + k0 * s.N + n0, s.N, k, n);
-        else panels_of_transposed(panels, b + n0 * s.K + k0, s.K, k, n);
-        for (int64_t j = 0; j < n; j += width)
-          small_matmul(tile + j * tiles.rows, width, packed_a, a_row, a_k, panels + j * k, width, m, width, k,
-                       k0 == 0 ? Accumulate::no : Accumulate::yes);
-      }
-      for (int64_t i = 0; i < m; ++i)
-        for (int64_t first = 0; first < n; first += width) {
-          const A* from = tile + first * tiles.rows + i * width;
-          Out* to = c + (m0 + i) * s.N + n0 + first;
-          const int64_t columns = std::min(width, n - first);
-#pragma omp simd
-          for (int64_t j = 0; j < columns; ++j) {
-            A value = from[j];
-            if (bias != nullptr) value += static_cast<A>(bias[n0 + first + j]);
-            if (s.accumulate == Accumulate::yes) value += static_cast<A>(to[j]);
-            store(to[j], value);
-          }
-        }
-    }
+    for (int64_t n0 = 0; n0 < s.N; n0 += tiles.columns) matmul_tile(c, a, b, bias, s, tiles, m0, n0);
 }
 
 }  // namespace detail

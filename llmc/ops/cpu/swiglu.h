@@ -4,8 +4,10 @@
 
 namespace llmc::cpu {
 
+// rows: how many of the N rows are there, or nullptr: all
 template <class T, class A = accumulator_t<T>>
-void swiglu_forward(T* out, const T* gate_up, int64_t N, int64_t F) {
+void swiglu_forward(T* out, const T* gate_up, int64_t N, int64_t F, const int32_t* rows = nullptr) {
+  if (rows != nullptr) N = *rows;
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < N; ++n) {
     const T *gate = gate_up + n * 2 * F, *up = gate + F;
@@ -18,7 +20,9 @@ void swiglu_forward(T* out, const T* gate_up, int64_t N, int64_t F) {
 }
 
 template <class T, class A = accumulator_t<T>>
-void swiglu_backward(T* dgate_up, const T* dout, const T* gate_up, int64_t N, int64_t F) {
+void swiglu_backward(T* dgate_up, const T* dout, const T* gate_up, int64_t N, int64_t F,
+                     const int32_t* rows = nullptr) {
+  if (rows != nullptr) N = *rows;
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < N; ++n) {
     const T *gate = gate_up + n * 2 * F, *up = gate + F;

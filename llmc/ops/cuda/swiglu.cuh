@@ -5,12 +5,13 @@
 
 namespace llmc::cuda {
 
-// Grid: (N, blocks of packs in F).
+// Grid: (N, blocks of packs in F). rows: how many of the N rows are there, or nullptr: all.
 template <class T, int pack>
-__global__ void swiglu_forward_kernel(T* __restrict__ out, const T* __restrict__ gate_up, int64_t F) {
+__global__ void swiglu_forward_kernel(T* __restrict__ out, const T* __restrict__ gate_up, int64_t F,
+                                      const int32_t* __restrict__ rows) {
   using Pack = Packed<T, pack>;
   const int64_t n = blockIdx.x, f = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
-  if (f >= F) return;
+  if (f >= F || (rows != nullptr && n >= *rows)) return;
   const T* gate = gate_up + n * 2 * F + f;
   const Pack gates = Pack::load(gate), ups = Pack::load(gate + F);
   Pack outs;
@@ -20,10 +21,10 @@ __global__ void swiglu_forward_kernel(T* __restrict__ out, const T* __restrict__
 
 template <class T, int pack>
 __global__ void swiglu_backward_kernel(T* __restrict__ dgate_up, const T* __restrict__ dout,
-                                       const T* __restrict__ gate_up, int64_t F) {
+                                       const T* __restrict__ gate_up, int64_t F, const int32_t* __restrict__ rows) {
   using Pack = Packed<T, pack>;
   const int64_t n = blockIdx.x, f = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
-  if (f >= F) return;
+  if (f >= F || (rows != nullptr && n >= *rows)) return;
   const int64_t gate = n * 2 * F + f;
   const Pack gates = Pack::load(gate_up + gate), ups = Pack::load(gate_up + gate + F),
              ds = Pack::load(dout + n * F + f);
@@ -47,11 +48,11 @@ inline dim3 swiglu_grid(int64_t N, int64_t F, int pack, int64_t threads) {
 
 // out (N, F) = ; gate_up (N, 2 F): per row the gates, then the ups
 template <class T>
-void swiglu_forward(T* out, const T* gate_up, int64_t N, int64_t F, cudaStream_t stream) {
+void swiglu_forward(T* out, const T* gate_up, int64_t N, int64_t F, const int32_t* rows, cudaStream_t stream) {
   constexpr int64_t threads = 256;
   const auto run = [&]<int pack>() {
     launch(swiglu_forward_kernel<T, pack>, detail::swiglu_grid(N, F, pack, threads), threads, 0, stream, out, gate_up,
-           F);
+           F, rows);
   };
   if (rows_fit_packs(F, full_pack<T>, out, gate_up)) run.template operator()<full_pack<T>>();
   else run.template operator()<1>();
@@ -59,11 +60,12 @@ void swiglu_forward(T* out, const T* gate_up, int64_t N, int64_t F, cudaStream_t
 
 // dgate_up (N, 2 F) = ; dout (N, F)
 template <class T>
-void swiglu_backward(T* dgate_up, const T* dout, const T* gate_up, int64_t N, int64_t F, cudaStream_t stream) {
+void swiglu_backward(T* dgate_up, const T* dout, const T* gate_up, int64_t N, int64_t F, const int32_t* rows,
+                     cudaStream_t stream) {
   constexpr int64_t threads = 256;
   const auto run = [&]<int pack>() {
     launch(swiglu_backward_kernel<T, pack>, detail::swiglu_grid(N, F, pack, threads), threads, 0, stream, dgate_up,
-           dout, gate_up, F);
+           dout, gate_up, F, rows);
   };
   if (rows_fit_packs(F, full_pack<T>, dgate_up, dout, gate_up)) run.template operator()<full_pack<T>>();
   else run.template operator()<1>();

@@ -1,0 +1,180 @@
+// experts.cuh: the order of rows by expert, moving rows into it, and the sum of what the experts of a row computed.
+// Choices are sorted by expert with stable passes: no atomics whose order would affect the result, and the host never
+// learns how many rows an expert gets. Contracts: ops/ops_experts.h.
+#pragma once
+#include "ops/cuda/rows.cuh"
+#include "ops/cuda/sort.cuh"
+#include "ops/types.h"
+
+namespace llmc::cuda {
+
+// ids (N k) = the segment and expert of each choice.
+template <int threads>
+__global__ void segment_ids_kernel(int32_t* __restrict__ ids, const int32_t* __restrict__ choices, int64_t n, int64_t E,
+                                   int64_t k, Segments segments) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  if (i < n) ids[i] = static_cast<int32_t>(segments.of(i / k) * E + choices[i]);
+}
+
+// begins (V) = where each id begins among the sorted ids; those that do not occur are not written.
+template <int threads>
+__global__ void runs_kernel(int32_t* __restrict__ begins, const int32_t* __restrict__ ids, int64_t n) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  if (i < n && (i == 0 || ids[i - 1] != ids[i])) begins[ids[i]] = static_cast<int32_t>(i);
+}
+
+// experts (N k) = that of each choice, or E if it is beyond the capacity of its segment. sorted: by segment and expert.
+template <int threads>
+__global__ void keep_kernel(int32_t* __restrict__ experts, detail::RowIds sorted, const int32_t* __restrict__ begins,
+                            const int32_t* __restrict__ starts, int64_t n, int64_t E, int64_t capacity) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  if (i >= n) return;
+  const int32_t id = sorted.ids[i];
+  const int64_t before = i - begins[id] + (starts == nullptr ? 0 : starts[id]);
+  experts[sorted.rows[i]] = static_cast<int32_t>(before < capacity ? id % E : E);
+}
+
+// places, sources and offsets from the choices sorted by expert, of which those with expert E are dropped. One thread
+// more than there are choices: it writes the offsets of the experts after the last choice.
+template <int threads>
+__global__ void plan_kernel(int32_t* __restrict__ places, int32_t* __restrict__ sources, int32_t* __restrict__ offsets,
+                            detail::RowIds sorted, int64_t n, int32_t E) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  if (i > n) return;
+  const int32_t expert = i < n ? sorted.ids[i] : E, before = i == 0 ? -1 : sorted.ids[i - 1];
+  for (int32_t e = before + 1; e <= expert; ++e) offsets[e] = static_cast<int32_t>(i);
+  if (i == n) return;
+  const int32_t choice = sorted.rows[i];
+  places[choice] = expert < E ? static_cast<int32_t>(i) : -1;
+  if (expert < E) sources[i] = choice;
+}
+
+// Integers of dispatch_plan's scratch, S segments.
+inline int64_t dispatch_plan_scratch(int64_t N, int64_t E, int64_t k, int64_t S) {
+  return sort_rows_scratch(N * k) + N * k + S * E;
+}
+
+// capacity: -1 for none
+inline void dispatch_plan(int32_t* places, int32_t* sources, int32_t* offsets, int32_t* scratch, const int32_t* choices,
+                          const int32_t* starts, int64_t N, int64_t E, int64_t k, int64_t capacity,
+                          const Segments& segments, cudaStream_t stream) {
+  constexpr int threads = 256;
+  const int64_t n = N * k, S = segments.count(N);
+  const unsigned blocks = static_cast<unsigned>(ceil_div(n, threads));
+  int32_t *ids = scratch + sort_rows_scratch(n), *begins = ids + n;
+  detail::RowIds sorted;
+  if (capacity < 0) {
+    sorted = sort_rows(scratch, choices, n, E, stream);
+  } else {
+    launch(segment_ids_kernel<threads>, blocks, threads, 0, stream, ids, choices, n, E, k, segments);
+    sorted = sort_rows(scratch, ids, n, S * E, stream);
+    launch(runs_kernel<threads>, blocks, threads, 0, stream, begins, sorted.ids, n);
+    launch(keep_kernel<threads>, blocks, threads, 0, stream, ids, sorted, begins, starts, n, E, capacity);
+    sorted = sort_rows(scratch, ids, n, E + 1, stream);
+  }
+  launch(plan_kernel<threads>, static_cast<unsigned>(ceil_div(n + 1, threads)), threads, 0, stream, places, sources,
+         offsets, sorted, n, static_cast<int32_t>(E));
+}
+
+// Grid: (R, blocks of packs in C).
+template <class T, int pack>
+__global__ void dispatch_rows_kernel(T* __restrict__ out, const T* __restrict__ x, const int32_t* __restrict__ sources,
+                                     const int32_t* __restrict__ rows, int64_t C, int64_t k) {
+  const int64_t r = blockIdx.x, c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
+  if (c >= C || r >= *rows) return;
+  Packed<T, pack>::load(x + sources[r] / k * C + c).store(out + r * C + c);
+}
+
+// Grid: (N, blocks of packs in C). weights: (N, k), or nullptr: all 1.
+template <class T, int pack>
+__global__ void combine_rows_kernel(T* __restrict__ out, const T* __restrict__ y, const float* __restrict__ weights,
+                                    const int32_t* __restrict__ places, int64_t C, int64_t k, Accumulate accumulate) {
+  using Pack = Packed<T, pack>;
+  const int64_t n = blockIdx.x, c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
+  if (c >= C) return;
+  float sums[pack] = {};
+  for (int64_t j = 0; j < k; ++j) {
+    const int64_t place = places[n * k + j];
+    if (place < 0) continue;
+    const Pack row = Pack::load(y + place * C + c);
+    const float w = weights == nullptr ? 1.0f : weights[n * k + j];
+    for (int i = 0; i < pack; ++i) sums[i] += w * row[i];
+  }
+  Pack to;
+  if (accumulate == Accumulate::yes) {
+    to = Pack::load(out + n * C + c);
+    for (int i = 0; i < pack; ++i) sums[i] += to[i];
+  }
+  for (int i = 0; i < pack; ++i) to.set(i, sums[i]);
+  to.store(out + n * C + c);
+}
+
+// A block per choice. dy may be y: each element is read before it is written, by the same thread.
+template <class T, int pack>
+__global__ void combine_backward_kernel(T* dy, float* __restrict__ dweights, const T* __restrict__ dout, const T* y,
+                                        const float* __restrict__ weights, const int32_t* __restrict__ places,
+                                        int64_t C, int64_t k) {
+  using Pack = Packed<T, pack>;
+  const int64_t i = blockIdx.x, place = places[i];
+  float sum = 0;
+  if (place >= 0) {
+    const float w = weights[i];
+    const T *gradient = dout + i / k * C, *row = y + place * C;
+    for (int64_t c = static_cast<int64_t>(threadIdx.x) * pack; c < C; c += static_cast<int64_t>(blockDim.x) * pack) {
+      const Pack gs = Pack::load(gradient + c), ys = Pack::load(row + c);
+      Pack ds;
+      for (int e = 0; e < pack; ++e) {
+        sum += gs[e] * ys[e];
+        ds.set(e, w * gs[e]);
+      }
+      ds.store(dy + place * C + c);
+    }
+  }
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) dweights[i] = sum;
+}
+
+namespace detail {
+
+inline unsigned expert_threads(int64_t C, int pack) { return std::min(row_threads(C, pack), 256u); }
+
+inline dim3 expert_grid(int64_t rows, int64_t C, int pack) {
+  return {static_cast<unsigned>(rows), static_cast<unsigned>(ceil_div(C, pack * expert_threads(C, pack)))};
+}
+
+}  // namespace detail
+
+template <class T>
+void dispatch_rows(T* out, const T* x, const int32_t* sources, const int32_t* rows, int64_t R, int64_t C, int64_t k,
+                   cudaStream_t stream) {
+  const auto run = [&]<int pack>() {
+    launch(dispatch_rows_kernel<T, pack>, detail::expert_grid(R, C, pack), detail::expert_threads(C, pack), 0, stream,
+           out, x, sources, rows, C, k);
+  };
+  if (rows_fit_packs(C, full_pack<T>, out, x)) run.template operator()<full_pack<T>>();
+  else run.template operator()<1>();
+}
+
+template <class T>
+void combine_rows(T* out, const T* y, const float* weights, const int32_t* places, int64_t N, int64_t C, int64_t k,
+                  Accumulate accumulate, cudaStream_t stream) {
+  const auto run = [&]<int pack>() {
+    launch(combine_rows_kernel<T, pack>, detail::expert_grid(N, C, pack), detail::expert_threads(C, pack), 0, stream,
+           out, y, weights, places, C, k, accumulate);
+  };
+  if (rows_fit_packs(C, full_pack<T>, out, y)) run.template operator()<full_pack<T>>();
+  else run.template operator()<1>();
+}
+
+template <class T>
+void combine_backward(T* dy, float* dweights, const T* dout, const T* y, const float* weights, const int32_t* places,
+                      int64_t N, int64_t C, int64_t k, cudaStream_t stream) {
+  const auto run = [&]<int pack>() {
+    launch(combine_backward_kernel<T, pack>, static_cast<unsigned>(N * k), detail::expert_threads(C, pack), 0, stream,
+           dy, dweights, dout, y, weights, places, C, k);
+  };
+  if (rows_fit_packs(C, full_pack<T>, dy, dout, y)) run.template operator()<full_pack<T>>();
+  else run.template operator()<1>();
+}
+
+}  // namespace llmc::cuda

@@ -1,0 +1,321 @@
+// ops_experts.h: mixture of experts: router, balance, order of rows by expert, grouped linear layers, weighted sum.
+// Conventions: ops.h. Here E experts, k choices of a row, R rows in the order of experts, at most.
+//
+// How many rows each expert gets stays on the device. offsets (E + 1) int32 say it: rows [offsets[e], offsets[e + 1])
+// are those of expert e. Rows from offsets[E] on are neither read nor written, and may hold anything; so tensors of R
+// rows are not checked for NaN, and their cost is booked as if all R rows were there.
+#pragma once
+#include <optional>
+
+#include "ops/cpu/experts.h"
+#include "ops/cpu/grouped_matmul.h"
+#include "ops/cpu/router.h"
+#include "ops/ops_layers.h"
+
+namespace llmc {
+
+namespace detail {
+
+inline void check_router(const char* op, const Router& r) {
+  CHECK(r.E >= 1 && r.E <= most_experts, "{}: {} experts; there may be 1 to {}", op, r.E, most_experts);
+  CHECK(r.k >= 1 && r.k <= r.E, "{}: {} choices among {} experts; choose 1 to {}", op, r.k, r.E, r.E);
+}
+inline void check_segments(const char* op, const Segments& s) {
+  CHECK(s.length > 0 && s.first >= 0 && s.first < s.length,
+        "{}: a first row {} of segments of {} rows; it must be one of them", op, s.first, s.length);
+}
+
+// Three bf16 matrices whose sum is x (N, E), an fp32 matrix, exactly: so that bf16 products of the router's gradient do
+// not round it. They are side by side, (N, 3, E), or one after the other, (3, N, E).
+enum class Parts : uint8_t { side_by_side, one_after_the_other };
+inline Tensor split_in_three(Tensor x, Parts parts, Stream& stream) {
+  const int64_t N = x.shape[0], E = x.shape[1];
+  const bool wide = parts == Parts::side_by_side;
+  const int64_t row = wide ? 3 * E : E, part = wide ? E : N * E;
+  const Tensor out = stream.scratch().alloc("scratch", "router gradients in three parts", DType::bf16,
+                                            wide ? Shape{N, 3 * E} : Shape{3 * N, E});
+  stream.run({"split_in_three", 0, bytes_of({out, x})}, {out}, [=, &stream] {
+    CALL_OP(stream, void, split_in_three, out.data<bf16>(), x.data<float>(), N, E, row, part);
+  });
+  return out;
+}
+
+}  // namespace detail
+
+// logits = x weight^T, in the accumulator dtype.   logits (N, E); x (N, C); weight (E, C)
+inline void router_logits(Tensor logits, Tensor x, Tensor weight, Stream& stream) {
+  const int64_t N = x.shape[0], C = x.shape[1], E = weight.shape[0];
+  CHECK_TENSOR(logits, accumulator_of(x.dtype), N, E);
+  CHECK_TENSOR(weight, x.dtype, E, C);
+  detail::matmul("router_logits", logits, x, Transpose::no, weight, Transpose::yes, C, {}, Accumulate::no, stream);
+}
+
+// dx = or += (as requested, rounded once) dlogits weight; dlogits are not rounded to the dtype of dx.
+inline void router_backward_input(Tensor dx, Tensor dlogits, Tensor weight, Accumulate accumulate_dx, Stream& stream) {
+  const int64_t N = dlogits.shape[0], E = weight.shape[0], C = weight.shape[1];
+  CHECK_TENSOR(dx, weight.dtype, N, C);
+  CHECK_TENSOR(dlogits, accumulator_of(weight.dtype), N, E);
+  const auto product = [&](Tensor gradients, Tensor weights) {
+    detail::matmul("router_backward_input", dx, gradients, Transpose::no, weights, Transpose::no, weights.shape[0], {},
+                   accumulate_dx, stream);
+  };
+  if (weight.dtype != DType::bf16) return product(dlogits, weight);
+  auto scope = stream.scratch().scope();
+  const Tensor weights = stream.scratch().alloc("scratch", "router weights, three times", weight.dtype, {3 * E, C});
+  for (int64_t part = 0; part < 3; ++part) copy(weights.slice(part * E * C, {E, C}), weight, stream);
+  product(detail::split_in_three(dlogits, detail::Parts::side_by_side, stream), weights);
+}
+
+// dweight += dlogits^T x.   dweight (E, C)
+inline void router_backward_weight(Tensor dweight, Tensor dlogits, Tensor x, Stream& stream) {
+  const int64_t N = x.shape[0], C = x.shape[1], E = dlogits.shape[1];
+  CHECK_TENSOR(dlogits, accumulator_of(x.dtype), N, E);
+  CHECK_TENSOR(dweight, accumulator_of(x.dtype), E, C);
+  const auto add = [&](Tensor gradients) {
+    detail::matmul("router_backward_weight", dweight, gradients, Transpose::yes, x, Transpose::no, N, {},
+                   Accumulate::yes, stream);
+  };
+  if (x.dtype != DType::bf16) return add(dlogits);
+  auto scope = stream.scratch().scope();
+  const Tensor parts = detail::split_in_three(dlogits, detail::Parts::one_after_the_other, stream);
+  for (int64_t part = 0; part < 3; ++part) add(parts.slice(part * N * E, {N, E}));
+}
+
+// choices (N, k) int32 = the experts of each row with the largest score, or score + bias, in this order; of equal ones
+// the first, and NaN counts as the smallest. weights (N, k) = their scores, without bias, as `router` says.
+// logits (N, E); bias (E), or an empty tensor. Shazeer et al. 2017; biases: Wang et al. 2024, DeepSeek-V3.
+inline void router_forward(Tensor choices, Tensor weights, Tensor logits, Tensor bias, const Router& router,
+                           Stream& stream) {
+  const int64_t N = logits.shape[0];
+  detail::check_router("router_forward", router);
+  CHECK_TENSOR(logits, accumulator_of(logits.dtype), N, router.E);
+  CHECK_TENSOR(choices, DType::int32, N, router.k);
+  CHECK_TENSOR(weights, logits.dtype, N, router.k);
+  if (!bias.empty()) CHECK_TENSOR(bias, logits.dtype, router.E);
+  stream.run({"router_forward", 0, detail::bytes_of({choices, weights, logits})}, {choices, weights}, [=, &stream] {
+    with_type(logits.dtype, [&](auto tag) {
+      using A = accumulator_t<typename decltype(tag)::type>;
+      CALL_OP(stream, A, router_forward, choices.data<int32_t>(), weights.data<A>(), logits.data<A>(),
+              bias.empty() ? nullptr : bias.data<A>(), N, router);
+    });
+  });
+}
+
+// dlogits (N, E) = what the weights' gradients give, plus those of the router's own losses (types.h). Choices that were
+// dropped have dweights 0.   counts (segments, E) int32: how often each expert was chosen in the whole sequence of each
+// segment; or an empty tensor: no balancing loss
+inline void router_backward(Tensor dlogits, Tensor dweights, Tensor logits, Tensor choices, Tensor counts,
+                            const Router& router, const RouterLosses& losses, const Segments& segments,
+                            Stream& stream) {
+  const int64_t N = logits.shape[0];
+  detail::check_router("router_backward", router);
+  detail::check_segments("router_backward", segments);
+  CHECK_TENSOR(logits, accumulator_of(logits.dtype), N, router.E);
+  CHECK_TENSOR(dlogits, logits.dtype, N, router.E);
+  CHECK_TENSOR(dweights, logits.dtype, N, router.k);
+  CHECK_TENSOR(choices, DType::int32, N, router.k);
+  if (!counts.empty()) CHECK_TENSOR(counts, DType::int32, segments.count(N), router.E);
+  stream.run({"router_backward", 0, detail::bytes_of({dlogits, dweights, logits, choices})}, {dlogits}, [=, &stream] {
+    with_type(logits.dtype, [&](auto tag) {
+      using A = accumulator_t<typename decltype(tag)::type>;
+      CALL_OP(stream, A, router_backward, dlogits.data<A>(), dweights.data<A>(), logits.data<A>(),
+              choices.data<int32_t>(), counts.empty() ? nullptr : counts.data<int32_t>(), N, router, losses, segments);
+    });
+  });
+}
+
+// Sums over the rows of each segment, in a fixed order: counts (segments, E) int32 = how often each expert was chosen,
+// dropped or not; probabilities (segments, E) = of the scores, divided by their sum; sums (segments, 2) = of
+// logsumexp^2 of the logits and of the entropy of the probabilities (in nats). Ranks that share a sequence add theirs.
+inline void router_statistics(Tensor counts, Tensor probabilities, Tensor sums, Tensor logits, Tensor choices,
+                              const Router& router, const Segments& segments, Stream& stream) {
+  const int64_t N = logits.shape[0], S = segments.count(N);
+  detail::check_router("router_statistics", router);
+  detail::check_segments("router_statistics", segments);
+  CHECK_TENSOR(logits, accumulator_of(logits.dtype), N, router.E);
+  CHECK_TENSOR(choices, DType::int32, N, router.k);
+  CHECK_TENSOR(counts, DType::int32, S, router.E);
+  CHECK_TENSOR(probabilities, logits.dtype, S, router.E);
+  CHECK_TENSOR(sums, logits.dtype, S, 2);
+  auto scope = stream.scratch().scope();
+  const int64_t elements = cpu::router_statistics_scratch(N, router, segments);
+  const Tensor partials = detail::scratch(stream, "router statistics", logits.dtype, elements, elements);
+  stream.run({"router_statistics", 0, detail::bytes_of({logits, choices})}, {counts, probabilities, sums},
+             [=, &stream] {
+               with_type(logits.dtype, [&](auto tag) {
+                 using A = accumulator_t<typename decltype(tag)::type>;
+                 CALL_OP(stream, A, router_statistics, counts.data<int32_t>(), probabilities.data<A>(), sums.data<A>(),
+                         partials.data<A>(), logits.data<A>(), choices.data<int32_t>(), N, router, segments);
+               });
+             });
+}
+
+// totals (3) fp64 += over sequences: the balancing loss E sum_e f_e P_e, f_e the share of the choices, P_e the mean
+// probability (Fedus et al. 2021, eq. 4); the sum over rows of logsumexp^2 (Zoph et al. 2022); that of the entropy. The
+// arguments are those of whole sequences, with `sequence` rows each.
+inline void router_losses(Tensor totals, Tensor counts, Tensor probabilities, Tensor sums, const Router& router,
+                          int64_t sequence, Stream& stream) {
+  const int64_t B = counts.shape[0];
+  detail::check_router("router_losses", router);
+  CHECK_TENSOR(totals, DType::fp64, 3);
+  CHECK_TENSOR(counts, DType::int32, B, router.E);
+  CHECK_TENSOR(probabilities, accumulator_of(probabilities.dtype), B, router.E);
+  CHECK_TENSOR(sums, probabilities.dtype, B, 2);
+  stream.run({"router_losses", 0, detail::bytes_of({counts, probabilities})}, {totals}, [=, &stream] {
+    with_type(probabilities.dtype, [&](auto tag) {
+      using A = accumulator_t<typename decltype(tag)::type>;
+      CALL_OP(stream, A, router_losses, totals.data<double>(), counts.data<int32_t>(), probabilities.data<A>(),
+              sums.data<A>(), B, router, sequence);
+    });
+  });
+}
+
+// The order of the choices by expert; those of an expert in the order (row, choice). offsets (E + 1); sources (R) = the
+// choice, row k + j, of each row in this order; places (N, k) = the reverse, -1 for a dropped choice. All int32.
+// Without a capacity nothing is dropped. With one, each segment's first `capacity` choices of an expert are kept, in
+// the order (row, choice), where starts (segments, E) int32 say how many came before in the segment's sequence, on
+// other ranks; an empty tensor: none.   choices (N, k)
+inline void dispatch_plan(Tensor places, Tensor sources, Tensor offsets, Tensor choices, Tensor starts,
+                          std::optional<int64_t> capacity, const Segments& segments, Stream& stream) {
+  const int64_t N = choices.shape[0], k = choices.shape[1], E = offsets.shape[0] - 1, R = sources.shape[0];
+  const int64_t S = segments.count(N), most = capacity ? std::min(N * k, S * E * *capacity) : N * k;
+  detail::check_segments("dispatch_plan", segments);
+  CHECK(E >= 1 && E <= most_experts, "dispatch_plan: {} experts; there may be 1 to {}", E, most_experts);
+  CHECK(!capacity || *capacity >= 0, "dispatch_plan: a capacity of {} rows", capacity.value_or(0));
+  CHECK(R >= most, "dispatch_plan: room for {} rows, but {} rows with {} choices can need {}", R, N, k, most);
+  CHECK(N * k <= std::numeric_limits<int32_t>::max() && S * E < std::numeric_limits<int32_t>::max(),
+        "dispatch_plan: {} rows with {} choices in {} segments are too many for 32 bits; use smaller micro-batches", N,
+        k, S);
+  CHECK_TENSOR(choices, DType::int32, N, k);
+  CHECK_TENSOR(places, DType::int32, N, k);
+  CHECK_TENSOR(sources, DType::int32, R);
+  CHECK_TENSOR(offsets, DType::int32, E + 1);
+  if (!starts.empty()) CHECK_TENSOR(starts, DType::int32, S, E);
+  auto scope = stream.scratch().scope();
+  const Tensor scratch = detail::scratch(stream, "order of rows by expert", DType::int32, (S + 1) * E,
+                                         ON_GPU(cuda::dispatch_plan_scratch(N, E, k, S)));
+  stream.run({"dispatch_plan", 0, detail::bytes_of({places, sources, choices})}, {}, [=, &stream] {
+    CALL_OP(stream, void, dispatch_plan, places.data<int32_t>(), sources.data<int32_t>(), offsets.data<int32_t>(),
+            scratch.data<int32_t>(), choices.data<int32_t>(), starts.empty() ? nullptr : starts.data<int32_t>(), N, E,
+            k, capacity.value_or(-1), segments);
+  });
+}
+
+// Row r of out = the row of x whose choice r is.   out (R, C); x (N, C); sources (R); k: choices of a row of x
+inline void dispatch_rows(Tensor out, Tensor x, Tensor sources, Tensor offsets, int64_t k, Stream& stream) {
+  const int64_t R = out.shape[0], C = x.shape[1], E = offsets.shape[0] - 1;
+  CHECK_TENSOR(out, x.dtype, R, C);
+  CHECK_TENSOR(sources, DType::int32, R);
+  CHECK_TENSOR(offsets, DType::int32, E + 1);
+  stream.run({"dispatch_rows", 0, 2 * detail::bytes_of({out})}, {}, [=, &stream] {
+    with_type(x.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      const int32_t* rows = offsets.data<int32_t>() + E;
+      RUN_ON_DEVICE(
+          stream, X,
+          cuda::dispatch_rows(out.data<X>(), x.data<X>(), sources.data<int32_t>(), rows, R, C, k, stream.cuda()),
+          cpu::dispatch_rows(out.data<X>(), x.data<X>(), sources.data<int32_t>(), rows, C, k));
+    });
+  });
+}
+
+// out = or += (as requested) the sum over j of weights[n, j] y[places[n, j]], in this order, rounded once; dropped
+// choices give nothing. Without weights it is the backward of dispatch_rows.   out (N, C); y (R, C); places (N, k)
+// int32; weights (N, k) in the accumulator dtype, or an empty tensor: all 1
+inline void combine_rows(Tensor out, Tensor y, Tensor weights, Tensor places, Accumulate accumulate, Stream& stream) {
+  const int64_t N = out.shape[0], C = out.shape[1], k = places.shape[1];
+  CHECK_TENSOR(y, out.dtype, y.shape[0], C);
+  CHECK_TENSOR(places, DType::int32, N, k);
+  if (!weights.empty()) CHECK_TENSOR(weights, accumulator_of(out.dtype), N, k);
+  stream.run({"combine_rows", 0, detail::bytes_of({out, y})}, {out}, [=, &stream] {
+    with_type(out.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      CALL_OP(stream, X, combine_rows, out.data<X>(), y.data<X>(),
+              weights.empty() ? nullptr : weights.data<accumulator_t<X>>(), places.data<int32_t>(), N, C, k,
+              accumulate);
+    });
+  });
+}
+
+// dy[places[n, j]] = weights[n, j] dout[n]; dweights[n, j] = dout[n] y[places[n, j]], 0 for a dropped choice. dy may be
+// y.   dy, y (R, C); dweights (N, k) in the accumulator dtype; dout (N, C)
+inline void combine_backward(Tensor dy, Tensor dweights, Tensor dout, Tensor y, Tensor weights, Tensor places,
+                             Stream& stream) {
+  const int64_t N = dout.shape[0], C = dout.shape[1], k = places.shape[1];
+  CHECK_TENSOR(y, dout.dtype, y.shape[0], C);
+  CHECK_TENSOR(dy, dout.dtype, y.shape[0], C);
+  CHECK_TENSOR(places, DType::int32, N, k);
+  CHECK_TENSOR(weights, accumulator_of(dout.dtype), N, k);
+  CHECK_TENSOR(dweights, accumulator_of(dout.dtype), N, k);
+  stream.run({"combine_backward", 0, detail::bytes_of({dy, dout, y})}, {dweights}, [=, &stream] {
+    with_type(dout.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      using A = accumulator_t<X>;
+      CALL_OP(stream, X, combine_backward, dy.data<X>(), dweights.data<A>(), dout.data<X>(), y.data<X>(),
+              weights.data<A>(), places.data<int32_t>(), N, C, k);
+    });
+  });
+}
+
+namespace detail {
+
+inline OpCost grouped_cost(const char* name, int64_t R, const Tensor& weight, const Tensor& in, const Tensor& out) {
+  const double flops = 2.0 * static_cast<double>(R) * static_cast<double>(weight.shape[1] * weight.shape[2]);
+  return {name, flops, bytes_of({weight, in, out})};
+}
+
+}  // namespace detail
+
+// Rows of expert e: out = x weight[e]^T.   out (R, O); x (R, I); weight (E, O, I); offsets (E + 1) int32
+inline void grouped_linear_forward(Tensor out, Tensor x, Tensor weight, Tensor offsets, Stream& stream) {
+  const int64_t R = x.shape[0], E = weight.shape[0], O = weight.shape[1], I = weight.shape[2];
+  CHECK_TENSOR(out, x.dtype, R, O);
+  CHECK_TENSOR(x, x.dtype, R, I);
+  CHECK_TENSOR(weight, x.dtype, E, O, I);
+  CHECK_TENSOR(offsets, DType::int32, E + 1);
+  stream.run(detail::grouped_cost("grouped_linear_forward", R, weight, x, out), {}, [=, &stream] {
+    with_type(x.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      CALL_OP(stream, X, grouped_linear_forward, out.data<X>(), x.data<X>(), weight.data<X>(), offsets.data<int32_t>(),
+              R, E, O, I);
+    });
+  });
+}
+
+// Rows of expert e: dx = dout weight[e].
+inline void grouped_linear_backward_input(Tensor dx, Tensor dout, Tensor weight, Tensor offsets, Stream& stream) {
+  const int64_t R = dout.shape[0], E = weight.shape[0], O = weight.shape[1], I = weight.shape[2];
+  CHECK_TENSOR(dx, dout.dtype, R, I);
+  CHECK_TENSOR(dout, dout.dtype, R, O);
+  CHECK_TENSOR(weight, dout.dtype, E, O, I);
+  CHECK_TENSOR(offsets, DType::int32, E + 1);
+  stream.run(detail::grouped_cost("grouped_linear_backward_input", R, weight, dout, dx), {}, [=, &stream] {
+    with_type(dout.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      CALL_OP(stream, X, grouped_linear_backward_input, dx.data<X>(), dout.data<X>(), weight.data<X>(),
+              offsets.data<int32_t>(), R, E, O, I);
+    });
+  });
+}
+
+// dweight[e] += dout^T x over the rows of expert e; without rows it stays as it is.   dweight (E, O, I) in the
+// accumulator dtype
+inline void grouped_linear_backward_weight(Tensor dweight, Tensor dout, Tensor x, Tensor offsets, Stream& stream) {
+  const int64_t R = x.shape[0], E = dweight.shape[0], O = dweight.shape[1], I = dweight.shape[2];
+  CHECK_TENSOR(dweight, accumulator_of(x.dtype), E, O, I);
+  CHECK_TENSOR(dout, x.dtype, R, O);
+  CHECK_TENSOR(x, x.dtype, R, I);
+  CHECK_TENSOR(offsets, DType::int32, E + 1);
+  OpCost cost = detail::grouped_cost("grouped_linear_backward_weight", R, dweight, dout, x);
+  cost.bytes += detail::bytes_of({dweight});  // read and written
+  stream.run(cost, {dweight}, [=, &stream] {
+    with_type(x.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      using A = accumulator_t<X>;
+      CALL_OP(stream, X, grouped_linear_backward_weight, dweight.data<A>(), dout.data<X>(), x.data<X>(),
+              offsets.data<int32_t>(), E, O, I);
+    });
+  });
+}
+
+}  // namespace llmc
