@@ -59,7 +59,8 @@ class Checkpoints {
     return path;
   }
   std::string load_weights(const std::string& path) {
-    match_hf_names(open_all(model_files(path)), hf_tensors(resolve_model(path, {})));
+    const auto files = open_all(model_files(path));
+    match_hf_names(files, hf_tensors(resolve_model(path, {}), files));
     load_model(path, config().model, state(), run_.stream);
     return contents();
   }
