@@ -150,11 +150,10 @@ inline ModelConfig config_of(const Preset& p) {
 
 namespace detail {
 
-// "12" -> 12; none: not a number of up to three digits.
-inline std::optional<int64_t> dial_number(const std::string& digits) {
-  if (digits.empty() || digits.size() > 3 || digits.find_first_not_of("0123456789") != std::string::npos)
-    return std::nullopt;
-  return std::stoll(digits);
+// "12" -> 12; -1: not a number of up to three digits.
+inline int64_t dial_number(const std::string& digits) {
+  const bool number = !digits.empty() && digits.size() <= 3 && digits.find_first_not_of("0123456789") == digits.npos;
+  return number ? std::stoll(digits) : -1;
 }
 
 }  // namespace detail
@@ -167,20 +166,20 @@ inline std::optional<ModelConfig> model_preset(const std::string& name) {
     if (name == p.name) return config_of(p);
   if (!name.starts_with("d")) return std::nullopt;
   const size_t dash = std::min(name.find("-e"), name.size());
-  const std::optional<int64_t> depth = detail::dial_number(name.substr(1, dash - 1));
   const bool sparse = dash < name.size();
-  const std::optional<int64_t> experts = sparse ? detail::dial_number(name.substr(dash + 2)) : std::nullopt;
-  if (!depth || (sparse && !experts)) return std::nullopt;
-  CHECK(*depth > 0, "--model {}: the depth must be at least 1", name);
+  const int64_t depth = detail::dial_number(name.substr(1, dash - 1)),
+                experts = sparse ? detail::dial_number(name.substr(dash + 2)) : 0;
+  if (depth < 0 || experts < 0) return std::nullopt;
+  CHECK(depth > 0, "--model {}: the depth must be at least 1", name);
   ModelConfig c;
-  c.n_layer = c.n_head = c.n_kv_head = *depth;
-  c.n_embd = 64 * *depth;
+  c.n_layer = c.n_head = c.n_kv_head = depth;
+  c.n_embd = 64 * depth;
   c.n_ffn = 4 * c.n_embd;
   if (!sparse) return c;
-  CHECK(*experts >= 2, "--model {}: each token goes to two experts: there must be at least 2", name);
+  CHECK(experts >= 2, "--model {}: each token goes to two experts: there must be at least 2", name);
   c.family = *find_family("mixtral");
   c.n_ffn = 4 * c.n_embd / 3 / 8 * 8;
-  c.experts = {.count = *experts, .per_token = 2, .width = c.n_ffn, .normalised = true, .balance = 0.01};
+  c.experts = {.count = experts, .per_token = 2, .width = c.n_ffn, .normalised = true, .balance = 0.01};
   return c;
 }
 

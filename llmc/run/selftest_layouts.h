@@ -28,7 +28,7 @@ inline ModelConfig awkward_model(const char* family = "gpt2", bool tied = true) 
     const std::string_view type = m.family.model_type;
     const bool one_width = m.family.experts == ExpertFields::one_width, shared = type == "qwen2_moe";
     m.experts = {.count = 5, .per_token = 2, .width = one_width ? m.n_ffn : 13};
-    if (shared) m.experts.shared = 18, m.experts.shared_gate = true;
+    if (shared) m.experts.shared = 24, m.experts.shared_gate = true;
     m.experts.normalised = type == "mixtral" || type == "qwen3_moe";
     if (!one_width) m.experts.dense_layers = {1};
   }
