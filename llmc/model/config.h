@@ -143,6 +143,9 @@ inline void validate_experts(const ModelConfig& c) {
   const bool one_width = c.family.experts == ExpertFields::one_width;
   CHECK(!one_width || (c.n_ffn == e.width && e.every == 1 && e.dense_layers.empty()),
         "{} has experts in every layer, whose width, {}, is n_ffn, {}", type, e.width, c.n_ffn);
+  const double parameters = 3.0 * static_cast<double>(c.n_layer * e.count) * static_cast<double>(e.width * c.n_embd);
+  CHECK(parameters < 0x1p60, "{} experts in {} layers, of width {} and n_embd {}, have {:.1e} parameters: too many",
+        e.count, c.n_layer, e.width, c.n_embd, parameters);
   CHECK(e.every > 0 && c.sparse_layers() > 0,
         "none of the {} layers is sparse: every layer whose number, counted from 1, is a multiple of {} has experts, "
         "except {}",

@@ -80,7 +80,7 @@ inline Rotary read_rotary(const HfFields& f, double default_theta) {
   return rotary;
 }
 
-// Of fields that config.json does not have.
+// The values of fields that a config.json does not have.
 struct LlamaDefaults {
   const char* family;
   int64_t n_layer, n_head, n_kv_head;  // 0 key-value heads: as many as heads
@@ -103,8 +103,9 @@ inline constexpr LlamaDefaults llama_defaults[] = {
 inline void read_llama_like(ModelConfig& c, const HfFields& f) {
   const std::string type = c.family.model_type;
   const bool qwen3 = type == "qwen3", has_bias_field = type != "qwen2" && type != "qwen2_moe";
-  const LlamaDefaults& defaults =
-      *std::ranges::find_if(llama_defaults, [&](const LlamaDefaults& d) { return d.family == type; });
+  const auto row = std::ranges::find_if(llama_defaults, [&](const LlamaDefaults& d) { return d.family == type; });
+  CHECK(row != std::end(llama_defaults), "{} has no line in llama_defaults", type);
+  const LlamaDefaults& defaults = *row;
   f.expect("hidden_act", "silu");
   if (has_bias_field) f.expect("attention_bias", false);
   if (type == "qwen2_moe" && !f.flag("qkv_bias", true)) c.family.biases = Biases::none;

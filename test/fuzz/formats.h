@@ -228,9 +228,10 @@ inline std::vector<Format> make_formats(const std::string& root, std::unique_ptr
                        return checkpoints->load_weights(parts);
                      }});
   const std::string family = directory("family");
-  for (const char* name : {"llama3_tiny", "qwen2_tiny"}) {
+  for (const auto& [folder, name] :
+       {std::pair("families", "llama3_tiny"), {"families", "qwen2_tiny"}, {"experts", "qwen2_moe_tiny"}}) {
     const std::string file = formatted("{}.json", name);
-    fs::copy(golden + "families/" + name + "/config.json", family + "/" + file);
+    fs::copy(formatted("{}{}/{}/config.json", golden, folder, name), family + "/" + file);
     formats.push_back({file, family, file, Content::json, false, {}, [=] {
                          const std::string path = family + "/" + file;
                          const ModelConfig c = config_from_hf(read_json(path), path);
