@@ -78,8 +78,8 @@ struct Experts {
   float scaling = 1;
   int64_t every = 1;                       // layers l with (l + 1) % every == 0 are sparse
   std::vector<int64_t> dense_layers = {};  // except these
-  double balance = 0;                      // the coefficient of the balancing loss, as config.json has it
-  bool balance_on = false;                 // whether transformers adds that loss ("output_router_logits")
+  double aux_loss = 0;                     // the coefficient of the balancing loss, as config.json has it
+  bool adds_aux_loss = false;              // whether transformers adds that loss ("output_router_logits")
 };
 
 struct ModelConfig {
@@ -118,6 +118,8 @@ struct ModelConfig {
   }
 };
 
+inline constexpr int64_t most_experts = 1 << 16;  // of all layers together: their parameters are listed by name
+
 namespace detail {
 
 inline void validate_experts(const ModelConfig& c) {
@@ -126,8 +128,10 @@ inline void validate_experts(const ModelConfig& c) {
   CHECK(c.family.experts != ExpertFields::none || e.count == 0,
         "{} has no experts, not {} of them: choose another family", type, e.count);
   if (c.family.experts == ExpertFields::none) return;
-  constexpr int64_t most = 1 << 16, largest = 1 << 24;
-  CHECK(e.count > 0 && e.count <= most, "{} has experts: expected 1 to {} of them, not {}", type, most, e.count);
+  constexpr int64_t largest = 1 << 24;
+  CHECK(e.count > 0 && e.count <= most_experts / c.n_layer,
+        "{} has experts: expected 1 to {} of them in each of {} layers, not {}", type, most_experts / c.n_layer,
+        c.n_layer, e.count);
   CHECK(e.per_token > 0 && e.per_token <= e.count, "{} experts per token of {} in all: expected 1 to {}", e.per_token,
         e.count, e.count);
   CHECK(e.width > 0 && e.width <= largest && e.shared >= 0 && e.shared <= largest,
@@ -136,9 +140,8 @@ inline void validate_experts(const ModelConfig& c) {
   const bool qwen2 = std::string_view(type) == "qwen2_moe", mixtral = std::string_view(type) == "mixtral";
   CHECK(e.scores == Scores::softmax && e.scaling == 1 && (e.shared > 0) == qwen2 && e.shared_gate == qwen2 &&
             (!mixtral || e.normalised),
-        "{} has experts with softmax scores, {}normalised, not scaled, and {} shared expert: its config.json has no "
-        "fields "
-        "for others",
+        "{} has softmax scores, {}normalised, not scaled, and {} shared expert: its config.json has no fields for "
+        "others",
         type, mixtral ? "" : "perhaps ", qwen2 ? "a gated" : "no");
   const bool one_width = c.family.experts == ExpertFields::one_width;
   CHECK(!one_width || (c.n_ffn == e.width && e.every == 1 && e.dense_layers.empty()),

@@ -9,8 +9,6 @@
 
 namespace llmc::detail {
 
-inline constexpr int64_t most_experts = 1 << 16;  // of all layers together: their names have to be listed
-
 // The number of experts has two names. Of most families transformers takes either: which one it prefers depends on the
 // family and the version.
 inline int64_t read_expert_count(const ModelConfig& c, const HfFields& f, int64_t fallback) {
@@ -27,11 +25,11 @@ inline int64_t read_expert_count(const ModelConfig& c, const HfFields& f, int64_
 inline Experts read_experts(const ModelConfig& c, const HfFields& f) {
   const std::string type = c.family.model_type;
   Experts e;
-  auto read = [&](int64_t count, int64_t per_token, double balance) {
+  auto read = [&](int64_t count, int64_t per_token, double aux_loss) {
     e.count = read_expert_count(c, f, count);
     e.per_token = f.integer("num_experts_per_tok", per_token, e.count);
-    e.balance = f.real("router_aux_loss_coef", balance);
-    e.balance_on = f.flag("output_router_logits", false);
+    e.aux_loss = f.real("router_aux_loss_coef", aux_loss);
+    e.adds_aux_loss = f.flag("output_router_logits", false);
   };
   e.width = c.n_ffn;
   if (type == "mixtral") {
@@ -66,8 +64,8 @@ inline nlohmann::ordered_json experts_to_hf(const ModelConfig& c) {
   const Experts& e = c.experts;
   nlohmann::ordered_json json = {{type == "mixtral" ? "num_local_experts" : "num_experts", e.count},
                                  {"num_experts_per_tok", e.per_token},
-                                 {"output_router_logits", e.balance_on},
-                                 {"router_aux_loss_coef", e.balance}};
+                                 {"output_router_logits", e.adds_aux_loss},
+                                 {"router_aux_loss_coef", e.aux_loss}};
   if (type != "mixtral") json["norm_topk_prob"] = e.normalised;
   if (c.family.experts == ExpertFields::one_width) return json;
   json.update(

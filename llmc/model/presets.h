@@ -15,7 +15,7 @@ namespace llmc {
 struct PresetExperts {
   int64_t count, per_token, width;
   bool normalised;
-  double balance;
+  double aux_loss;
   double active;  // parameters that a token uses
 };
 
@@ -142,7 +142,7 @@ inline ModelConfig config_of(const Preset& p) {
                .per_token = p.experts.per_token,
                .width = p.experts.width,
                .normalised = p.experts.normalised,
-               .balance = p.experts.balance};
+               .aux_loss = p.experts.aux_loss};
   c.rotary.scaled = p.rotary_factor > 0;
   if (c.rotary.scaled) c.rotary.scaling.factor = p.rotary_factor;
   return c;
@@ -179,7 +179,7 @@ inline std::optional<ModelConfig> model_preset(const std::string& name) {
   CHECK(experts >= 2, "--model {}: each token goes to two experts: there must be at least 2", name);
   c.family = *find_family("mixtral");
   c.n_ffn = 4 * c.n_embd / 3 / 8 * 8;
-  c.experts = {.count = experts, .per_token = 2, .width = c.n_ffn, .normalised = true, .balance = 0.01};
+  c.experts = {.count = experts, .per_token = 2, .width = c.n_ffn, .normalised = true, .aux_loss = 0.01};
   return c;
 }
 

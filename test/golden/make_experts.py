@@ -8,9 +8,9 @@ Beside those files a directory holds
     fused.safetensors       the weights of model.safetensors as transformers 5 has them in memory: one tensor of the
                             gates and ups of all experts of a layer, and one of their downs
     gradients.safetensors   of the loss of the first step, before clipping, by the names of model.safetensors
-    router.safetensors      for the tokens of logits.safetensors: router_logits (layers with experts, B T, E); balance
-                            (1), transformers' balancing loss over all of it; balance_by_layer (layers, B), the same of
-                            one layer and one sequence alone
+    router.safetensors      for the tokens of logits.safetensors: router_logits (layers with experts, B T, E); aux_loss
+                            (1), transformers' balancing loss over all of it; aux_loss_by_layer (layers, B), the same
+                            of one layer and one sequence alone
 and trajectory.json also smallest_margin: the least difference, in all steps and layers, between the scores of the last
 expert that the router chooses for a token and of the next one. Where it is below rounding errors, the choice and with
 it the trajectory depend on these; models are made until it is not. The balancing loss is not in the training loss.
@@ -120,7 +120,7 @@ def router_results(model, tokens):
     logits = torch.stack(out.router_logits)   # (layers, B T, E)
     E = logits.shape[-1]
     by_layer = [[load_balancing_loss_func((sequence,), E, k) for sequence in layer.view(B, -1, E)] for layer in logits]
-    return {"router_logits": logits, "balance": out.aux_loss.reshape(1), "balance_by_layer": torch.tensor(by_layer)}
+    return {"router_logits": logits, "aux_loss": out.aux_loss.reshape(1), "aux_loss_by_layer": torch.tensor(by_layer)}
 
 
 def make(recipe, seed, folder):

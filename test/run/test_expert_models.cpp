@@ -150,7 +150,7 @@ TEST_CASE("every field that describes experts is written as transformers wrote i
   REQUIRE(sparse == std::vector<int64_t>{1, 5});
   REQUIRE(c.family.biases == Biases::none);
   REQUIRE(c.experts.count == 60);  // this family alone has no other name for it
-  REQUIRE((c.experts.balance == 0.25 && c.experts.balance_on && c.experts.normalised));
+  REQUIRE((c.experts.aux_loss == 0.25 && c.experts.adds_aux_loss && c.experts.normalised));
   const nlohmann::ordered_json written = config_to_hf(c, DType::bf16);
   for (const char* field : {"decoder_sparse_step", "mlp_only_layers", "qkv_bias", "output_router_logits",
                             "router_aux_loss_coef", "norm_topk_prob"})
