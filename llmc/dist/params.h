@@ -1,6 +1,7 @@
 // params.h: the one list of parameters. A ParamSpec describes a canonical parameter completely; sizes, gradients,
 // optimizer state, checkpoints and plans derive from the table. Units group parameters into flat, padded buffers: one
-// per block, one for the embedding, one for the head. A unit is what is gathered, reduced and updated at once.
+// per block, one more for the experts of a block, one for the embedding, one for the head. A unit is what is gathered,
+// reduced and updated at once.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -73,9 +74,13 @@ struct ParamSpec {
   }
 };
 
+// Among which ranks a unit is shared: all that have the layer, or those that have the same experts of it.
+enum class Sharing : uint8_t { dense, experts };
+
 struct UnitSpec {
-  std::string name;  // "embedding", "blocks.0", "head"
+  std::string name;  // "embedding", "blocks.0", "blocks.0.experts", "head"
   std::vector<ParamSpec> params;
+  Sharing sharing = Sharing::dense;
 };
 
 using ParamTable = std::vector<UnitSpec>;  // in the order of the forward pass

@@ -3,7 +3,6 @@
 // the ops that need the group are in parallel.h.
 #pragma once
 #include <algorithm>
-#include <utility>
 #include <vector>
 
 #include "dist/params.h"
@@ -66,15 +65,19 @@ inline ParamSpec part_of(ParamSpec p, const TensorParallel& tp, int rank) {
 }
 
 // The parts that a rank has. What all ranks of the group have comes last in its unit, so that one exchange sums its
-// partial gradients.
+// partial gradients; adjacent parameters stay together.
 inline ParamTable part_of(const ParamTable& table, const TensorParallel& tp, int rank) {
   ParamTable parts;
   for (const UnitSpec& unit : table) {
-    UnitSpec& mine = parts.emplace_back(UnitSpec{unit.name, {}});
-    for (const ParamSpec& p : unit.params) mine.params.push_back(part_of(p, tp, rank));
-    auto everybodys = [&](const ParamSpec& p) { return tp.ranks > 1 && p.copies == tp.ranks; };
-    std::stable_partition(mine.params.begin(), mine.params.end(),
-                          [&](const ParamSpec& p) { return p.placement == Placement::adjacent || !everybodys(p); });
+    UnitSpec& mine = parts.emplace_back(UnitSpec{unit.name, {}, unit.sharing});
+    std::vector<ParamSpec> everybodys;
+    bool last = false;
+    for (const ParamSpec& whole : unit.params) {
+      const ParamSpec p = part_of(whole, tp, rank);
+      if (p.placement == Placement::aligned) last = tp.ranks > 1 && p.copies == tp.ranks;
+      (last ? everybodys : mine.params).push_back(p);
+    }
+    mine.params.insert(mine.params.end(), everybodys.begin(), everybodys.end());
   }
   return parts;
 }

@@ -20,7 +20,8 @@ struct StageUnits {
   }
 };
 
-// The units of a model: the embedding, the blocks, the head. A stage of a pipeline has some of them.
+// The units of a model: the embedding, the blocks and the experts of those that have them, the head. A stage of a
+// pipeline has some of them.
 class ModelState {
  public:
   // blocks_open: the most blocks whose gradients are between start_gradients() and reduce_gradients() at the same time
@@ -28,16 +29,24 @@ class ModelState {
   ModelState(const ParamTable& table, DType dtype, const ZeroConfig& zero, DataParallel& dp, Arena& arena,
              StageUnits stages = {}, int64_t blocks_open = 1, int64_t versions = 1)
       : zero_(zero), dp_(dp), stages_(std::move(stages)), read_by_(static_cast<size_t>(versions)) {
-    int64_t largest_block = 0;
-    for (const UnitSpec& unit : table)
+    for (const UnitSpec& unit : table) {
+      sharing_.push_back(unit.sharing);
       units_.push_back(stages_.has(units_.size(), dp.stage)
                            ? std::make_unique<UnitState>(unit, dtype, zero, dp.shard, arena, versions)
                            : nullptr);
-    for (size_t u = 1; u + 1 < units_.size(); ++u) largest_block = std::max(largest_block, size_of_unit(u));
-    // One buffer for the embedding, one for the head, and some that the blocks use in turn.
+    }
+    int64_t largest_block = 0, largest_experts = 0;
+    for (size_t u = 1; u + 1 < units_.size(); ++u) {
+      int64_t& largest = sharing_[u] == Sharing::experts ? largest_experts : largest_block;
+      largest = std::max(largest, size_of_unit(u));
+    }
+    has_experts_ = largest_experts > 0;
+    // One buffer for the embedding, one for the head, some that the blocks use in turn, and, if they have any, as many
+    // for their experts, which are of another size and needed beside the block.
     auto buffers = [&](const char* label, DType d, int64_t for_blocks) {
-      std::vector<int64_t> sizes(static_cast<size_t>(2 + for_blocks), largest_block);
-      sizes[0] = size_of_unit(0), sizes[1] = size_of_unit(units_.size() - 1);
+      std::vector<int64_t> sizes = {size_of_unit(0), size_of_unit(units_.size() - 1)};
+      sizes.insert(sizes.end(), static_cast<size_t>(for_blocks), largest_block);
+      if (has_experts_) sizes.insert(sizes.end(), static_cast<size_t>(for_blocks), largest_experts);
       std::vector<Buffer> made;
       for (const int64_t size : sizes)
         made.push_back({size > 0 ? arena.alloc(label, "unit", d, {size}) : Tensor{}, {}, false});
@@ -272,12 +281,17 @@ class ModelState {
     Buffer(Tensor m, Event f, bool used) : memory(m), free(f), in_use(used) { free.signal(); }
   };
 
-  size_t buffer_of(size_t u, size_t& turn, const std::vector<Buffer>& buffers) const {
+  struct Turns {  // of the buffers that are used in turn: the next of those for blocks, and for experts
+    size_t block = 0, experts = 0;
+  };
+  size_t buffer_of(size_t u, Turns& turns, const std::vector<Buffer>& buffers) const {
     if (u == 0) return 0;
     if (u + 1 == units_.size()) return 1;
-    const size_t for_blocks = buffers.size() - 2;
-    for (size_t tried = 1; tried < for_blocks && buffers[2 + turn % for_blocks].in_use; ++tried) ++turn;
-    return 2 + turn++ % for_blocks;
+    const bool experts = sharing_[u] == Sharing::experts;
+    const size_t each = (buffers.size() - 2) / (has_experts_ ? 2 : 1), first = experts ? 2 + each : 2;
+    size_t& turn = experts ? turns.experts : turns.block;
+    for (size_t tried = 1; tried < each && buffers[first + turn % each].in_use; ++tried) ++turn;
+    return first + turn++ % each;
   }
 
   std::vector<std::pair<size_t, Buffer*>>::iterator oldest_gradients(size_t u) {
@@ -291,7 +305,7 @@ class ModelState {
   void gather_ahead() {
     if (issued_ > acquired_ || issued_ == order_.size()) return;
     const size_t u = order_[issued_];
-    size_t turn = weight_turn_;
+    Turns turn = weight_turn_;
     const size_t b = buffer_of(u, turn, weight_buffers_);
     Buffer& buffer = weight_buffers_[b];
     if (buffer.in_use) return;
@@ -313,11 +327,13 @@ class ModelState {
   DataParallel& dp_;
   StageUnits stages_;
   std::vector<std::unique_ptr<UnitState>> units_;  // none: on another stage
+  std::vector<Sharing> sharing_;                   // of each unit of the model
+  bool has_experts_ = false;                       // on this stage
   std::vector<Buffer> weight_buffers_, gradient_buffers_;
   std::vector<size_t> order_;         // of a pass: the units to acquire
   size_t issued_ = 0, acquired_ = 0;  // of order_: gathers begun, units acquired
   std::vector<size_t> gathered_;      // buffers issued and not yet acquired
-  size_t weight_turn_ = 0, gradient_turn_ = 0;
+  Turns weight_turn_, gradient_turn_;
   std::vector<std::pair<size_t, size_t>> held_;                // unit and weight buffer, between acquire and release
   std::vector<std::pair<size_t, Buffer*>> current_gradients_;  // unit and gradient buffer, between start and reduction
   Event updated_weights_;

@@ -124,7 +124,7 @@ struct BlockActivations {
     if (means) alloc(norm1_mean, "norm1 mean", stat, {S}, block);
     alloc(norm1_rstd, "norm1 rstd", stat, {S}, block);
     alloc(qkv, "qkv", dtype, {N, c.qkv_size()}, block);
-    if (c.family.qk_norm) {
+    if (c.family.qk_norm != QkNorm::none) {
       alloc(heads, "heads", dtype, {N, c.qkv_size()}, norm);
       alloc(heads_rstd, "heads rstd", stat, {N, c.n_head + c.n_kv_head}, block);
     } else {

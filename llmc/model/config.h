@@ -1,6 +1,7 @@
 // config.h: the architecture, and the parameter table that everything derives from. Published shapes: presets.h;
 // Hugging Face's config.json: hf_config.h.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <map>
@@ -19,6 +20,11 @@ enum class Norm : uint8_t { layernorm, rmsnorm };
 enum class Positions : uint8_t { learned, rotary };
 enum class Mlp : uint8_t { gelu, swiglu };
 enum class Biases : uint8_t { all, qkv, none };
+// Which channels of queries, and of keys, have one root mean square: those of a head, or of all heads together.
+enum class QkNorm : uint8_t { none, by_head, by_projection };
+// Whether layers have experts, and in which fields of config.json their widths are: one field for the feed-forward of
+// all layers, or another one for the experts.
+enum class ExpertFields : uint8_t { none, one_width, two_widths };
 
 // The traits that the models of a family share. A new family that needs no new op is a line here, its names in hf.h,
 // its fields in hf_config.h and its shapes in presets.h.
@@ -29,15 +35,20 @@ struct Family {
   Positions positions;
   Mlp mlp;
   Biases biases;
-  bool qk_norm;
-  bool own_head_size;  // not always C / heads
+  QkNorm qk_norm;
+  bool own_head_size;    // not always C / heads
+  ExpertFields experts;  // none: all layers are dense
 };
 inline constexpr Family families[] = {
     // clang-format off
-    {"gpt2",  "GPT2LMHeadModel",  Norm::layernorm, Positions::learned, Mlp::gelu,   Biases::all,  false, false},
-    {"llama", "LlamaForCausalLM", Norm::rmsnorm,   Positions::rotary,  Mlp::swiglu, Biases::none, false, false},
-    {"qwen2", "Qwen2ForCausalLM", Norm::rmsnorm,   Positions::rotary,  Mlp::swiglu, Biases::qkv,  false, false},
-    {"qwen3", "Qwen3ForCausalLM", Norm::rmsnorm,   Positions::rotary,  Mlp::swiglu, Biases::none, true,  true},
+    {"gpt2",      "GPT2LMHeadModel",     Norm::layernorm, Positions::learned, Mlp::gelu,   Biases::all,  QkNorm::none,          false, ExpertFields::none},
+    {"llama",     "LlamaForCausalLM",    Norm::rmsnorm,   Positions::rotary,  Mlp::swiglu, Biases::none, QkNorm::none,          false, ExpertFields::none},
+    {"qwen2",     "Qwen2ForCausalLM",    Norm::rmsnorm,   Positions::rotary,  Mlp::swiglu, Biases::qkv,  QkNorm::none,          false, ExpertFields::none},
+    {"qwen3",     "Qwen3ForCausalLM",    Norm::rmsnorm,   Positions::rotary,  Mlp::swiglu, Biases::none, QkNorm::by_head,       true,  ExpertFields::none},
+    {"mixtral",   "MixtralForCausalLM",  Norm::rmsnorm,   Positions::rotary,  Mlp::swiglu, Biases::none, QkNorm::none,          false, ExpertFields::one_width},
+    {"qwen2_moe", "Qwen2MoeForCausalLM", Norm::rmsnorm,   Positions::rotary,  Mlp::swiglu, Biases::qkv,  QkNorm::none,          false, ExpertFields::two_widths},
+    {"qwen3_moe", "Qwen3MoeForCausalLM", Norm::rmsnorm,   Positions::rotary,  Mlp::swiglu, Biases::none, QkNorm::by_head,       true,  ExpertFields::two_widths},
+    {"olmoe",     "OlmoeForCausalLM",    Norm::rmsnorm,   Positions::rotary,  Mlp::swiglu, Biases::none, QkNorm::by_projection, false, ExpertFields::one_width},
     // clang-format on
 };
 inline std::optional<Family> find_family(std::string_view model_type) {
@@ -51,6 +62,26 @@ inline std::string family_names() {
   return names;
 }
 
+// How a router turns its logits, one for each expert, into scores.
+enum class Scores : uint8_t { softmax, sigmoid };
+
+// The experts of sparse layers (Shazeer et al. 2017): for each token the router chooses some of them, whose outputs are
+// added with weights: their scores, normalised or not, times the scaling.
+struct Experts {
+  int64_t count = 0;         // E; 0: a dense model
+  int64_t per_token = 0;     // k
+  int64_t width = 0;         // of the feed-forward of each expert
+  int64_t shared = 0;        // width of the expert that every token passes through; 0: none
+  bool shared_gate = false;  // its output is multiplied by the sigmoid of a product of the token and a vector
+  Scores scores = Scores::softmax;
+  bool normalised = false;  // the scores of the chosen experts are divided by their sum
+  float scaling = 1;
+  int64_t every = 1;                       // layers l with (l + 1) % every == 0 are sparse
+  std::vector<int64_t> dense_layers = {};  // except these
+  double aux_loss = 0;                     // the coefficient of the balancing loss, as config.json has it
+  bool adds_aux_loss = false;              // whether transformers adds that loss ("output_router_logits")
+};
+
 struct ModelConfig {
   Family family = families[0];
   int64_t n_layer = 12;
@@ -58,13 +89,14 @@ struct ModelConfig {
   int64_t n_kv_head = 12;      // Hkv
   int64_t head_size = 64;      // D
   int64_t n_embd = 768;        // C
-  int64_t n_ffn = 3072;        // F
+  int64_t n_ffn = 3072;        // F, of dense layers
   int64_t vocab_size = 50257;  // V, unpadded
   int64_t n_positions = 1024;
   bool tied = true;  // the head's matrix is the token embedding
   float norm_eps = 1e-5f;
   float init_std = 0.02f;
   Rotary rotary = {};
+  Experts experts = {};
   // Special tokens by their names in config.json, as JSON (a number, a list, null), kept for the config.json of
   // checkpoints; "": absent.
   std::map<std::string, std::string> special_tokens = {};
@@ -75,7 +107,55 @@ struct ModelConfig {
   int64_t qkv_size() const { return q_size() + 2 * kv_size(); }
   // Columns of the MLP's first product: with SwiGLU the gates, then the ups.
   int64_t mlp_in_size() const { return family.mlp == Mlp::swiglu ? 2 * n_ffn : n_ffn; }
+  bool is_sparse(int64_t layer) const {
+    return experts.count > 0 && (layer + 1) % experts.every == 0 &&
+           std::ranges::count(experts.dense_layers, layer) == 0;
+  }
+  int64_t sparse_layers() const {
+    int64_t n = 0;
+    for (int64_t l = 0; l < n_layer; ++l) n += is_sparse(l);
+    return n;
+  }
 };
+
+inline constexpr int64_t most_experts = 1 << 16;  // of all layers together: their parameters are listed by name
+
+namespace detail {
+
+inline void validate_experts(const ModelConfig& c) {
+  const Experts& e = c.experts;
+  const char* type = c.family.model_type;
+  CHECK(c.family.experts != ExpertFields::none || e.count == 0,
+        "{} has no experts, not {} of them: choose another family", type, e.count);
+  if (c.family.experts == ExpertFields::none) return;
+  constexpr int64_t largest = 1 << 24;
+  CHECK(e.count > 0 && e.count <= most_experts / c.n_layer,
+        "{} has experts: expected 1 to {} of them in each of {} layers, not {}", type, most_experts / c.n_layer,
+        c.n_layer, e.count);
+  CHECK(e.per_token > 0 && e.per_token <= e.count, "{} experts per token of {} in all: expected 1 to {}", e.per_token,
+        e.count, e.count);
+  CHECK(e.width > 0 && e.width <= largest && e.shared >= 0 && e.shared <= largest,
+        "experts of width {} and a shared one of width {}: expected 1 to {}, and 0 to {}", e.width, e.shared, largest,
+        largest);
+  const bool qwen2 = std::string_view(type) == "qwen2_moe", mixtral = std::string_view(type) == "mixtral";
+  CHECK(e.scores == Scores::softmax && e.scaling == 1 && (e.shared > 0) == qwen2 && e.shared_gate == qwen2 &&
+            (!mixtral || e.normalised),
+        "{} has softmax scores, {}normalised, not scaled, and {} shared expert: its config.json has no fields for "
+        "others",
+        type, mixtral ? "" : "perhaps ", qwen2 ? "a gated" : "no");
+  const bool one_width = c.family.experts == ExpertFields::one_width;
+  CHECK(!one_width || (c.n_ffn == e.width && e.every == 1 && e.dense_layers.empty()),
+        "{} has experts in every layer, whose width, {}, is n_ffn, {}", type, e.width, c.n_ffn);
+  const double parameters = 3.0 * static_cast<double>(c.n_layer * e.count) * static_cast<double>(e.width * c.n_embd);
+  CHECK(parameters < 0x1p60, "{} experts in {} layers, of width {} and n_embd {}, have {:.1e} parameters: too many",
+        e.count, c.n_layer, e.width, c.n_embd, parameters);
+  CHECK(e.every > 0 && c.sparse_layers() > 0,
+        "none of the {} layers is sparse: every layer whose number, counted from 1, is a multiple of {} has experts, "
+        "except {}",
+        c.n_layer, e.every, e.dense_layers);
+}
+
+}  // namespace detail
 
 inline void validate_model(const ModelConfig& c) {
   CHECK(
@@ -88,6 +168,7 @@ inline void validate_model(const ModelConfig& c) {
   CHECK(c.n_head <= largest / c.head_size && c.n_kv_head <= c.n_head && c.n_embd <= largest && c.n_ffn <= 4 * largest,
         "the model has a dimension beyond {}: {} heads and {} key-value heads of {}, n_embd {}, n_ffn {}", largest,
         c.n_head, c.n_kv_head, c.head_size, c.n_embd, c.n_ffn);
+  detail::validate_experts(c);
   CHECK(c.family.norm == Norm::rmsnorm || c.q_size() == c.n_embd,
         "--n-head {} does not divide --n-embd {}: use one of {}", c.n_head, c.n_embd, divisors(c.n_embd));
   CHECK(c.n_head % c.n_kv_head == 0, "--n-kv-head {} does not divide --n-head {}: use one of {}", c.n_kv_head, c.n_head,
@@ -105,7 +186,9 @@ inline ModelConfig part_of(ModelConfig c, const TensorParallel& tp) {
   if (tp.ranks == 1) return c;
   c.n_head = exact_div(c.n_head, tp.ranks, "heads over tensor-parallel ranks");
   c.n_kv_head = std::max<int64_t>(1, c.n_kv_head / tp.ranks);
-  c.n_ffn = exact_div(c.n_ffn, tp.ranks, "feed-forward width over tensor-parallel ranks");
+  if (c.sparse_layers() < c.n_layer)
+    c.n_ffn = exact_div(c.n_ffn, tp.ranks, "feed-forward width over tensor-parallel ranks");
+  c.experts.shared = exact_div(c.experts.shared, tp.ranks, "width of the shared expert over tensor-parallel ranks");
   c.vocab_size = ceil_div(c.vocab_size, tp.ranks);
   return c;
 }
@@ -114,7 +197,8 @@ inline bool can_share_heads(const ModelConfig& c, int64_t ranks) {
   return c.n_head % ranks == 0 && (c.n_kv_head % ranks == 0 || ranks % c.n_kv_head == 0);
 }
 inline bool can_share_out(const ModelConfig& c, int64_t ranks) {
-  return can_share_heads(c, ranks) && c.n_ffn % ranks == 0;
+  return can_share_heads(c, ranks) && (c.sparse_layers() == c.n_layer || c.n_ffn % ranks == 0) &&
+         c.experts.shared % ranks == 0;
 }
 
 // Refuses a number of tensor-parallel ranks that cannot share this model out.
@@ -123,9 +207,10 @@ inline TensorParallel tensor_parallel(const ModelConfig& c, int64_t ranks, bool 
   for (const int64_t n : divisors(c.n_head))
     if (can_share_out(c, n)) would_do.push_back(n);
   CHECK(can_share_out(c, ranks),
-        "--tp {}: it must divide the {} query heads and the feed-forward width {}, and divide the {} key-value heads "
+        "--tp {}: it must divide the {} query heads and the feed-forward width {}{}, and divide the {} key-value heads "
         "or be a multiple of them: use one of {}",
-        ranks, c.n_head, c.n_ffn, c.n_kv_head, would_do);
+        ranks, c.n_head, c.n_ffn,
+        c.experts.shared > 0 ? formatted(" and {} of the shared expert", c.experts.shared) : "", c.n_kv_head, would_do);
   return {.ranks = static_cast<int>(ranks),
           .sequence = sequence,
           .overlap = overlap && ranks > 1,
@@ -147,6 +232,11 @@ inline ContextParallel context_parallel(const ModelConfig& c, const TensorParall
 
 // The parameters, with GPT-2's initialisation: normal 0.02, projections into the residual stream scaled by
 // 1 / sqrt(2 L) (Radford et al. 2019). A tied token embedding is one parameter, used by the embedding and the head.
+//
+// The experts of a layer are a unit of their own, since other ranks share them than the rest of the layer: first the
+// gates and ups of all experts, expert by expert, then their downs, without gaps. So a grouped product sees each kind
+// as one matrix for each expert, (E, 2 F, C) and (E, C, F), which are also transformers' fused tensors, and a row of
+// any expert is aligned like those of the first.
 inline ParamTable parameter_table(const ModelConfig& c) {
   const int64_t C = c.n_embd, F = c.n_ffn, D = c.head_size, Q = c.q_size(), KV = c.kv_size();
   const float std = c.init_std;
@@ -178,7 +268,7 @@ inline ParamTable parameter_table(const ModelConfig& c) {
   for (int64_t l = 0; l < c.n_layer; ++l) {
     const std::string block = formatted("blocks.{}", l);
     table.push_back({block, {}});
-    auto matrix = [&](const char* name, int64_t out, int64_t in, TensorSplit tp, float stddev,
+    auto matrix = [&](const std::string& name, int64_t out, int64_t in, TensorSplit tp, float stddev,
                       Placement placement = aligned, int64_t most_parts = 0) {
       table.back().params.push_back({.name = block + name,
                                      .shape = {out, in},
@@ -197,13 +287,35 @@ inline ParamTable parameter_table(const ModelConfig& c) {
       vector(block + ".attn.k.bias", KV, outputs, Init::zeros, adjacent, c.n_kv_head);
       vector(block + ".attn.v.bias", KV, outputs, Init::zeros, adjacent, c.n_kv_head);
     }
-    if (c.family.qk_norm) {
+    if (c.family.qk_norm == QkNorm::by_head) {
       vector(block + ".attn.q_norm.weight", D, by_head, Init::ones);
       vector(block + ".attn.k_norm.weight", D, by_head, Init::ones);
+    }
+    if (c.family.qk_norm == QkNorm::by_projection) {
+      vector(block + ".attn.q_norm.weight", Q, outputs, Init::ones);
+      vector(block + ".attn.k_norm.weight", KV, outputs, Init::ones, aligned, c.n_kv_head);
     }
     matrix(".attn.proj.weight", C, Q, inputs, residual_std);
     if (all_biases) vector(block + ".attn.proj.bias", C, by_row, Init::zeros);
     norm(block + ".ln2");
+    if (c.is_sparse(l)) {
+      const Experts& e = c.experts;
+      matrix(".moe.router.weight", e.count, C, by_row, std);
+      if (e.shared > 0) {
+        matrix(".moe.shared.gate.weight", e.shared, C, outputs, std);
+        matrix(".moe.shared.up.weight", e.shared, C, outputs, std, adjacent);
+        matrix(".moe.shared.down.weight", C, e.shared, inputs, residual_std);
+      }
+      if (e.shared_gate) matrix(".moe.shared_gate.weight", 1, C, by_row, std);
+      table.push_back({block + ".experts", {}, Sharing::experts});
+      for (int64_t i = 0; i < e.count; ++i) {
+        matrix(formatted(".experts.{}.gate.weight", i), e.width, C, by_row, std, i == 0 ? aligned : adjacent);
+        matrix(formatted(".experts.{}.up.weight", i), e.width, C, by_row, std, adjacent);
+      }
+      for (int64_t i = 0; i < e.count; ++i)
+        matrix(formatted(".experts.{}.down.weight", i), C, e.width, by_row, residual_std, i == 0 ? aligned : adjacent);
+      continue;
+    }
     const bool gated = c.family.mlp == Mlp::swiglu;
     if (gated) matrix(".mlp.gate.weight", F, C, outputs, std);
     matrix(".mlp.up.weight", F, C, outputs, std, gated ? adjacent : aligned);
@@ -217,11 +329,32 @@ inline ParamTable parameter_table(const ModelConfig& c) {
   return table;
 }
 
-// Parameters that multiply activations: a tied table counts once, as the head; lookup tables do not count.
+// Where the units of a layer are in the parameter table.
+struct LayerUnits {
+  size_t block;
+  std::optional<size_t> experts;  // none: of a dense layer
+};
+inline std::vector<LayerUnits> layer_units(const ModelConfig& c) {
+  std::vector<LayerUnits> units;
+  size_t next = 1;  // the embedding is the first
+  for (int64_t l = 0; l < c.n_layer; ++l) {
+    units.push_back({next++, std::nullopt});
+    if (c.is_sparse(l)) units.back().experts = next++;
+  }
+  return units;
+}
+
+// Parameters that a token uses: of the experts of a layer, those that the router chooses for it, and the shared one.
+inline int64_t count_active_parameters(const ModelConfig& c) {
+  const Experts& e = c.experts;
+  return count_parameters(parameter_table(c)) - c.sparse_layers() * (e.count - e.per_token) * 3 * e.width * c.n_embd;
+}
+
+// Active parameters that multiply activations: a tied table counts once, as the head; lookup tables do not count.
 inline int64_t matmul_parameters(const ModelConfig& c) {
   const int64_t positions = c.family.positions == Positions::learned ? c.n_positions : 0;
   const int64_t lookups = positions + (c.tied ? 0 : c.vocab_size);
-  return count_parameters(parameter_table(c)) - lookups * c.n_embd;
+  return count_active_parameters(c) - lookups * c.n_embd;
 }
 
 // 6 N + 6 L C T: forward and backward of the matrices, and of causal attention, whose C is the width of all heads.

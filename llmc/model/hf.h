@@ -3,6 +3,7 @@
 // separate.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <initializer_list>
 #include <iterator>
 #include <memory>
@@ -24,6 +25,11 @@ struct HfTensor {
   bool transposed;             // stored (in, out)
   std::vector<std::string> parts;
 };
+
+// How the experts of a layer are stored: a tensor for each matrix of each expert, as every version of transformers
+// reads them and we write them; or as version 5 has them in memory, one tensor of all gates and ups and one of all
+// downs.
+enum class ExpertTensors : uint8_t { separate, fused };
 
 namespace detail {
 
@@ -60,8 +66,9 @@ inline std::vector<HfTensor> gpt2_tensors(const ModelConfig& c) {
   return all;
 }
 
-// The names in Llama, Qwen2 and Qwen3: one tensor per parameter.
-inline std::string llama_name(const std::string& ours) {
+// The names in all families but GPT-2: one tensor per parameter. mixtral: with its own names for what has experts,
+// which it has only beside separate tensors.
+inline std::string llama_name(const std::string& ours, bool mixtral) {
   static constexpr std::pair<const char*, const char*> names[] = {
       {"wte.weight", "model.embed_tokens.weight"},
       {"ln_f.weight", "model.norm.weight"},
@@ -80,6 +87,16 @@ inline std::string llama_name(const std::string& ours) {
       {"mlp.gate.weight", "mlp.gate_proj.weight"},
       {"mlp.up.weight", "mlp.up_proj.weight"},
       {"mlp.down.weight", "mlp.down_proj.weight"},
+      {"moe.shared.gate.weight", "mlp.shared_expert.gate_proj.weight"},
+      {"moe.shared.up.weight", "mlp.shared_expert.up_proj.weight"},
+      {"moe.shared.down.weight", "mlp.shared_expert.down_proj.weight"},
+      {"moe.shared_gate.weight", "mlp.shared_expert_gate.weight"},
+  };
+  static constexpr std::pair<const char*, std::array<const char*, 2>> of_experts[] = {
+      // the second: of Mixtral
+      {"gate.weight", {"gate_proj.weight", "w1.weight"}},
+      {"up.weight", {"up_proj.weight", "w3.weight"}},
+      {"down.weight", {"down_proj.weight", "w2.weight"}},
   };
   constexpr std::string_view blocks = "blocks.";
   std::string prefix, suffix = ours;
@@ -90,25 +107,55 @@ inline std::string llama_name(const std::string& ours) {
   }
   for (const auto& [from, to] : names)
     if (suffix == from) return prefix + to;
+  const std::string module = prefix + (mixtral ? "block_sparse_moe." : "mlp.");
+  if (suffix == "moe.router.weight") return module + "gate.weight";
+  if (constexpr std::string_view experts = "experts."; suffix.starts_with(experts)) {
+    const size_t dot = suffix.find('.', experts.size());
+    for (const auto& [from, to] : of_experts)
+      if (suffix.substr(dot + 1) == from) return module + suffix.substr(0, dot + 1) + to[mixtral ? 1 : 0];
+  }
   throw Error(formatted("parameter {} has no name in transformers' models of this family", ours));
 }
 
-inline std::vector<HfTensor> llama_tensors(const ModelConfig& c) {
+inline std::vector<HfTensor> llama_tensors(const ModelConfig& c, ExpertTensors layout) {
+  const bool fused = layout == ExpertTensors::fused;
+  const bool mixtral = !fused && c.family.model_type == std::string_view("mixtral");
   std::vector<HfTensor> all;
-  for (const UnitSpec& unit : parameter_table(c))
+  for (const UnitSpec& unit : parameter_table(c)) {
+    if (fused && unit.sharing == Sharing::experts) {
+      const int64_t E = c.experts.count, F = c.experts.width, C = c.n_embd;
+      const std::string first = llama_name(unit.params[0].name, false);
+      const std::string experts = first.substr(0, first.rfind(".0."));
+      HfTensor gate_up{experts + ".gate_up_proj", {E, 2 * F, C}, false, {}},
+          down{experts + ".down_proj", {E, C, F}, false, {}};
+      for (const ParamSpec& p : unit.params)
+        (p.name.ends_with(".down.weight") ? down : gate_up).parts.push_back(p.name);
+      all.insert(all.end(), {gate_up, down});
+      continue;
+    }
     for (const ParamSpec& p : unit.params) {
       std::vector<int64_t> shape;
       for (int64_t d : p.shape) shape.push_back(d);
-      all.push_back({llama_name(p.name), shape, false, {p.name}});
+      all.push_back({llama_name(p.name, mixtral), shape, false, {p.name}});
     }
+  }
   return all;
 }
 
 }  // namespace detail
 
 // All tensors of a model, in the order of the forward pass. A tied head is not stored.
-inline std::vector<HfTensor> hf_tensors(const ModelConfig& c) {
-  return std::string_view(c.family.model_type) == "gpt2" ? detail::gpt2_tensors(c) : detail::llama_tensors(c);
+inline std::vector<HfTensor> hf_tensors(const ModelConfig& c, ExpertTensors layout = ExpertTensors::separate) {
+  return c.family.positions == Positions::learned ? detail::gpt2_tensors(c) : detail::llama_tensors(c, layout);
+}
+
+// The same, with experts as these files have them.
+inline std::vector<HfTensor> hf_tensors(const ModelConfig& c,
+                                        const std::vector<std::unique_ptr<SafetensorsReader>>& files) {
+  for (const auto& file : files)
+    for (const std::string& name : file->names())
+      if (name.ends_with(".experts.gate_up_proj")) return hf_tensors(c, ExpertTensors::fused);
+  return hf_tensors(c);
 }
 
 namespace detail {

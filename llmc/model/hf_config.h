@@ -10,46 +10,12 @@
 #include <vector>
 
 #include "core/files.h"
-#include "core/json.h"
+#include "model/hf_experts.h"
 #include "model/presets.h"
 
 namespace llmc {
 
 namespace detail {
-
-// Reads fields of one config.json; a missing or null field has transformers' default.
-struct HfFields {
-  const nlohmann::json& json;
-  const std::string& file;
-
-  nlohmann::json get(const char* field, const nlohmann::json& fallback) const {
-    return json.contains(field) && !json[field].is_null() ? json[field] : fallback;
-  }
-  void expect(const char* field, const nlohmann::json& supported) const {
-    const nlohmann::json found = get(field, supported);
-    CHECK(found == supported, "{}: \"{}\" is {}, but only {} is supported", file, field, found, supported);
-  }
-  int64_t integer(const char* field, const nlohmann::json& fallback, int64_t most = 1 << 24) const {
-    const nlohmann::json found = get(field, fallback);
-    const int64_t value = whole_number(found).value_or(0);
-    CHECK(value > 0 && value <= most, "{}: \"{}\" is {}, expected a whole number from 1 to {}", file, field, found,
-          most);
-    return value;
-  }
-  double real(const char* field, const nlohmann::json& fallback, double most = 1e12) const {
-    const nlohmann::json found = get(field, fallback);
-    CHECK(found.is_number() && found >= 0 && found <= most, "{}: \"{}\" is {}, expected a number from 0 to {}", file,
-          field, found, most);
-    return found.get<double>();
-  }
-  bool flag(const char* field, bool fallback) const {
-    const nlohmann::json found = get(field, fallback);
-    CHECK(found.is_boolean(), "{}: \"{}\" is {}, expected true or false", file, field, found);
-    return found.get<bool>();
-  }
-};
-
-inline constexpr int64_t most_layers = 4096;  // a config.json with many more would fill the memory with their names
 
 inline void read_gpt2(ModelConfig& c, const HfFields& f) {
   f.expect("activation_function", "gelu_new");
@@ -75,7 +41,7 @@ inline void read_gpt2(ModelConfig& c, const HfFields& f) {
 
 // transformers 5 keeps theta and scaling in "rope_parameters"; earlier versions in "rope_theta" and "rope_scaling".
 // Conflicting or unknown entries are refused.
-inline Rotary read_rotary(const HfFields& f) {
+inline Rotary read_rotary(const HfFields& f, double default_theta) {
   auto object = [&](const char* field) {
     const nlohmann::json found = f.get(field, nlohmann::json::object());
     CHECK(found.is_object(), "{}: \"{}\" is {}, expected an object", f.file, field, found);
@@ -95,7 +61,7 @@ inline Rotary read_rotary(const HfFields& f) {
           "{}: \"{}\" is {}, and {} among the rotary parameters: keep one of them", f.file, field, f.json[field],
           p.json.value(field, nlohmann::json()));
   Rotary rotary;
-  rotary.theta = p.real("rope_theta", f.real("rope_theta", 10000.0));
+  rotary.theta = p.real("rope_theta", f.real("rope_theta", default_theta));
   const nlohmann::json type = p.get("rope_type", p.get("type", "default"));
   rotary.scaled = type == "llama3";
   CHECK(rotary.scaled || type == "default", "{}: \"rope_type\" is {}, expected \"default\" or \"llama3\"", f.file,
@@ -114,37 +80,66 @@ inline Rotary read_rotary(const HfFields& f) {
   return rotary;
 }
 
-// Llama, Qwen2 and Qwen3 use the same fields.
+// The values of fields that a config.json does not have.
+struct LlamaDefaults {
+  const char* family;
+  int64_t n_layer, n_head, n_kv_head;  // 0 key-value heads: as many as heads
+  int64_t n_embd, n_ffn, vocab_size, n_positions;
+  double norm_eps, theta;
+};
+inline constexpr LlamaDefaults llama_defaults[] = {
+    // clang-format off
+    {"llama",     32, 32,  0, 4096, 11008,  32000,   2048, 1e-6, 1e4},
+    {"qwen2",     32, 32, 32, 4096, 22016, 151936,  32768, 1e-6, 1e4},
+    {"qwen3",     32, 32, 32, 4096, 22016, 151936,  32768, 1e-6, 1e4},
+    {"mixtral",   32, 32,  8, 4096, 14336,  32000, 131072, 1e-5, 1e6},
+    {"qwen2_moe", 24, 16, 16, 2048,  5632, 151936,  32768, 1e-6, 1e4},
+    {"qwen3_moe", 24, 32,  4, 2048,  6144, 151936,  32768, 1e-6, 1e4},
+    {"olmoe",     16, 16,  0, 2048,  2048,  50304,   4096, 1e-5, 1e4},
+    // clang-format on
+};
+
+// All families but GPT-2 use the same fields.
 inline void read_llama_like(ModelConfig& c, const HfFields& f) {
   const std::string type = c.family.model_type;
-  const bool qwen3 = type == "qwen3";
+  const bool qwen3 = type == "qwen3", has_bias_field = type != "qwen2" && type != "qwen2_moe";
+  const auto row = std::ranges::find_if(llama_defaults, [&](const LlamaDefaults& d) { return d.family == type; });
+  CHECK(row != std::end(llama_defaults), "{} has no line in llama_defaults", type);
+  const LlamaDefaults& defaults = *row;
   f.expect("hidden_act", "silu");
-  if (type != "qwen2") f.expect("attention_bias", false);
+  if (has_bias_field) f.expect("attention_bias", false);
+  if (type == "qwen2_moe" && !f.flag("qkv_bias", true)) c.family.biases = Biases::none;
   f.expect("mlp_bias", false);
   f.expect("use_sliding_window", false);
-  if (!f.json.contains("use_sliding_window")) f.expect("sliding_window", nullptr);  // used if given
+  const bool may_be_off = type != "mixtral" && type != "olmoe";  // these two have no use_sliding_window
+  if (!may_be_off || !f.json.contains("use_sliding_window")) f.expect("sliding_window", nullptr);  // used if given
   f.expect("pretraining_tp", 1);
   f.expect("attention_dropout", 0.0);
+  if (type == "olmoe") f.expect("clip_qkv", nullptr);
   for (const nlohmann::json& layer : f.get("layer_types", nlohmann::json::array()))
     CHECK(layer == "full_attention", "{}: \"layer_types\" has {}, but only \"full_attention\" is supported", f.file,
           layer);
-  c.n_layer = f.integer("num_hidden_layers", 32, most_layers);
-  c.n_head = f.integer("num_attention_heads", 32);
-  const bool has_groups = type != "llama" && !f.json.contains("num_key_value_heads");  // null: as many as heads
-  c.n_kv_head = f.integer("num_key_value_heads", has_groups ? 32 : c.n_head);
+  c.n_layer = f.integer("num_hidden_layers", defaults.n_layer, most_layers);
+  c.n_head = f.integer("num_attention_heads", defaults.n_head);
+  const bool has_groups = defaults.n_kv_head > 0 && !f.json.contains("num_key_value_heads");  // null: as many as heads
+  c.n_kv_head = f.integer("num_key_value_heads", has_groups ? defaults.n_kv_head : c.n_head);
   CHECK(c.n_head % c.n_kv_head == 0, "{}: \"num_key_value_heads\" {} does not divide \"num_attention_heads\" {}",
         f.file, c.n_kv_head, c.n_head);
-  c.n_embd = f.integer("hidden_size", 4096);
-  c.n_ffn = f.integer("intermediate_size", type == "llama" ? 11008 : 22016);
-  c.vocab_size = f.integer("vocab_size", type == "llama" ? 32000 : 151936);
-  c.n_positions = f.integer("max_position_embeddings", type == "llama" ? 2048 : 32768);
+  c.n_embd = f.integer("hidden_size", defaults.n_embd);
+  c.n_ffn = f.integer("intermediate_size", defaults.n_ffn);
+  c.vocab_size = f.integer("vocab_size", defaults.vocab_size);
+  c.n_positions = f.integer("max_position_embeddings", defaults.n_positions);
   c.tied = f.flag("tie_word_embeddings", false);
-  c.norm_eps = static_cast<float>(f.real("rms_norm_eps", 1e-6, 1));
-  c.rotary = read_rotary(f);
+  c.norm_eps = static_cast<float>(f.real("rms_norm_eps", defaults.norm_eps, 1));
+  c.rotary = read_rotary(f, defaults.theta);
   const bool given = !f.get("head_dim", nullptr).is_null();
   CHECK(given || qwen3 || c.n_embd % c.n_head == 0, "{}: \"num_attention_heads\" {} does not divide \"hidden_size\" {}",
         f.file, c.n_head, c.n_embd);
   c.head_size = f.integer("head_dim", qwen3 ? 128 : std::max<int64_t>(1, c.n_embd / c.n_head));
+  CHECK(type != "olmoe" || c.q_size() == c.n_embd,
+        "{}: \"head_dim\" is {}, but its query norm is of \"hidden_size\" {} channels: expected {}", f.file,
+        c.head_size, c.n_embd, c.n_embd / c.n_head);
+  if (c.family.experts != ExpertFields::none) c.experts = read_experts(c, f);
 }
 
 }  // namespace detail
@@ -219,7 +214,7 @@ inline nlohmann::ordered_json config_to_hf(const ModelConfig& c, DType dtype) {
   json.update({{"attention_dropout", 0.0},
                {"hidden_act", "silu"},
                {"hidden_size", c.n_embd},
-               {"intermediate_size", c.n_ffn},
+               {"intermediate_size", c.n_ffn},  // of Mixtral's and OLMoE's experts too: they have no dense layers
                {"max_position_embeddings", c.n_positions},
                {"num_attention_heads", c.n_head},
                {"num_hidden_layers", c.n_layer},
@@ -229,10 +224,13 @@ inline nlohmann::ordered_json config_to_hf(const ModelConfig& c, DType dtype) {
                {"rope_scaling", nullptr},
                {"sliding_window", nullptr}});
   const std::string_view type = c.family.model_type;  // fields that only some families have
-  if (type != "qwen2") json["attention_bias"] = false;
-  if (type != "qwen2" || c.q_size() != c.n_embd) json["head_dim"] = c.head_size;
+  if (type != "qwen2" && type != "qwen2_moe" && type != "mixtral") json["attention_bias"] = false;
+  if (type == "qwen2_moe") json["qkv_bias"] = c.family.biases == Biases::qkv;
+  if ((type != "qwen2" && type != "qwen2_moe" && type != "olmoe") || c.q_size() != c.n_embd)
+    json["head_dim"] = c.head_size;
   if (type == "llama") json["mlp_bias"] = false;
-  else json["use_sliding_window"] = false;
+  if (type.starts_with("qwen")) json["use_sliding_window"] = false;
+  if (c.experts.count > 0) json.update(detail::experts_to_hf(c));
   if (c.rotary.scaled)
     json["rope_scaling"] = {
         {"rope_type", "llama3"},
@@ -285,7 +283,7 @@ inline std::string why_no_model(const std::string& model) {
 }  // namespace detail
 
 // A preset or a directory with config.json, then the overrides. Sizes that are not given scale with those that are: the
-// feed-forward width with the channels, rounded down; key-value heads with the heads, if that is a whole number; the
+// feed-forward widths with the channels, rounded down; key-value heads with the heads, if that is a whole number; the
 // heads divide the channels.
 inline ModelConfig resolve_model(const std::string& model, const ModelOverrides& o) {
   const std::optional<ModelConfig> preset = model_preset(model);
@@ -301,8 +299,13 @@ inline ModelConfig resolve_model(const std::string& model, const ModelOverrides&
   if (o.n_head && *o.n_head * c.n_kv_head % c.n_head == 0) c.n_kv_head = *o.n_head * c.n_kv_head / c.n_head;
   if (o.n_kv_head) c.n_kv_head = *o.n_kv_head;
   if (o.n_head) c.n_head = *o.n_head;
-  if (o.n_embd) c.n_ffn = std::max<int64_t>(1, c.n_ffn * *o.n_embd / c.n_embd), c.n_embd = *o.n_embd;
+  if (o.n_embd) {
+    for (int64_t* width : {&c.n_ffn, &c.experts.width, &c.experts.shared})
+      if (*width > 0) *width = std::max<int64_t>(1, *width * *o.n_embd / c.n_embd);
+    c.n_embd = *o.n_embd;
+  }
   if (o.n_ffn) c.n_ffn = *o.n_ffn;
+  if (o.n_ffn && c.family.experts == ExpertFields::one_width) c.experts.width = c.n_ffn;
   if (o.vocab_size) c.vocab_size = *o.vocab_size;
   if ((o.n_head || o.n_embd) && !c.family.own_head_size) {
     CHECK(c.n_embd % c.n_head == 0, "--n-head {} does not divide --n-embd {}: use one of {}", c.n_head, c.n_embd,

@@ -12,6 +12,13 @@
 
 namespace llmc {
 
+struct PresetExperts {
+  int64_t count, per_token, width;
+  bool normalised;
+  double aux_loss;
+  double active;  // parameters that a token uses
+};
+
 struct Preset {
   const char* name;
   const char* family;
@@ -21,6 +28,7 @@ struct Preset {
   double theta;          // of rotary positions; 0: learned ones
   double rotary_factor;  // of Llama 3's scaling; 0: none
   double parameters;     // as published
+  PresetExperts experts = {};
 };
 inline constexpr Preset presets[] = {
     // clang-format off
@@ -61,10 +69,17 @@ inline constexpr Preset presets[] = {
     {"qwen3:8B",   "qwen3", 36, 32, 8, 128, 4096, 12288, 151936, 32768, false, 1e-6f, 1e6, 0,  8'190'735'360},
     {"qwen3:14B",  "qwen3", 40, 40, 8, 128, 5120, 17408, 151936, 32768, false, 1e-6f, 1e6, 0, 14'768'307'200},
     {"qwen3:32B",  "qwen3", 64, 64, 8, 128, 5120, 25600, 151936, 40960, false, 1e-6f, 1e6, 0, 32'762'123'264},
+    {"qwen3:30B-A3B",   "qwen3_moe", 48, 32, 4, 128, 2048,  6144, 151936, 32768, false, 1e-6f, 1e6, 0,  30'532'122'624, {128, 8,  768, true, 0.001,  3'353'032'704}},
+    {"qwen3:235B-A22B", "qwen3_moe", 94, 64, 4, 128, 4096, 12288, 151936, 40960, false, 1e-6f, 1e6, 0, 235'093'634'560, {128, 8, 1536, true, 0.001, 22'190'763'520}},
     // Ben Allal et al. 2025.
     {"smollm2:135M", "llama", 30,  9,  3, 64,  576, 1536, 49152, 8192, true, 1e-5f, 1e5,   0,   134'515'008},
     {"smollm2:360M", "llama", 32, 15,  5, 64,  960, 2560, 49152, 8192, true, 1e-5f, 1e5,   0,   361'821'120},
     {"smollm2:1.7B", "llama", 24, 32, 32, 64, 2048, 8192, 49152, 8192, true, 1e-5f, 1.3e5, 0, 1'711'376'384},
+    // Jiang et al. 2024, v0.1; counts of the published weights.
+    {"mixtral:8x7B",  "mixtral", 32, 32, 8, 128, 4096, 14336, 32000, 32768, false, 1e-5f, 1e6, 0,  46'702'792'704, {8, 2, 14336, true, 0.02,  12'879'925'248}},
+    {"mixtral:8x22B", "mixtral", 56, 48, 8, 128, 6144, 16384, 32000, 65536, false, 1e-5f, 1e6, 0, 140'620'634'112, {8, 2, 16384, true, 0.001, 39'152'031'744}},
+    // Muennighoff et al. 2024.
+    {"olmoe:1B-7B", "olmoe", 16, 16, 16, 128, 2048, 1024, 50304, 4096, false, 1e-5f, 1e4, 0, 6'919'161'856, {64, 8, 1024, false, 0.01, 1'282'017'280}},
     // clang-format on
 };
 
@@ -106,7 +121,7 @@ inline std::string presets_like(const std::string& name) {
     if (nearest != nullptr) near.emplace_back(nearest->name);
   }
   if (!near.empty()) return (size ? "the nearest is " : "its sizes are ") + either(near);
-  return formatted("{}, d<N> such as d12", all);
+  return formatted("{}, d<N> such as d12, d<N>-e<E> such as d12-e8", all);
 }
 
 inline ModelConfig config_of(const Preset& p) {
@@ -123,26 +138,49 @@ inline ModelConfig config_of(const Preset& p) {
   c.tied = p.tied;
   c.norm_eps = p.norm_eps;
   if (p.theta > 0) c.rotary.theta = p.theta;
+  c.experts = {.count = p.experts.count,
+               .per_token = p.experts.per_token,
+               .width = p.experts.width,
+               .normalised = p.experts.normalised,
+               .aux_loss = p.experts.aux_loss};
   c.rotary.scaled = p.rotary_factor > 0;
   if (c.rotary.scaled) c.rotary.scaling.factor = p.rotary_factor;
   return c;
 }
 
-// A published shape, or "d<N>": GPT-2 with N layers, N heads, C = 64 N. None: not a preset (perhaps a directory).
+namespace detail {
+
+// "12" -> 12; -1: not a number of up to three digits.
+inline int64_t dial_number(const std::string& digits) {
+  const bool number = !digits.empty() && digits.size() <= 3 && digits.find_first_not_of("0123456789") == digits.npos;
+  return number ? std::stoll(digits) : -1;
+}
+
+}  // namespace detail
+
+// A published shape, or "d<N>": GPT-2 with N layers, N heads, C = 64 N; or "d<N>-e<E>": Mixtral with the same sizes and
+// E experts, of which the router chooses two for each token. They are as wide as makes the products of a token those of
+// d<N>: 3 matrices of C F for 2 experts are the 2 of 4 C C there. None: not a preset (perhaps a directory).
 inline std::optional<ModelConfig> model_preset(const std::string& name) {
   for (const Preset& p : presets)
     if (name == p.name) return config_of(p);
-  if (name.size() > 1 && name.size() <= 4 && name[0] == 'd' &&
-      name.find_first_not_of("0123456789", 1) == std::string::npos) {
-    const int64_t depth = std::stoll(name.substr(1));
-    CHECK(depth > 0, "--model {}: the depth must be at least 1", name);
-    ModelConfig c;
-    c.n_layer = c.n_head = c.n_kv_head = depth;
-    c.n_embd = 64 * depth;
-    c.n_ffn = 4 * c.n_embd;
-    return c;
-  }
-  return std::nullopt;
+  if (!name.starts_with("d")) return std::nullopt;
+  const size_t dash = std::min(name.find("-e"), name.size());
+  const bool sparse = dash < name.size();
+  const int64_t depth = detail::dial_number(name.substr(1, dash - 1)),
+                experts = sparse ? detail::dial_number(name.substr(dash + 2)) : 0;
+  if (depth < 0 || experts < 0) return std::nullopt;
+  CHECK(depth > 0, "--model {}: the depth must be at least 1", name);
+  ModelConfig c;
+  c.n_layer = c.n_head = c.n_kv_head = depth;
+  c.n_embd = 64 * depth;
+  c.n_ffn = 4 * c.n_embd;
+  if (!sparse) return c;
+  CHECK(experts >= 2, "--model {}: each token goes to two experts: there must be at least 2", name);
+  c.family = *find_family("mixtral");
+  c.n_ffn = 4 * c.n_embd / 3 / 8 * 8;
+  c.experts = {.count = experts, .per_token = 2, .width = c.n_ffn, .normalised = true, .aux_loss = 0.01};
+  return c;
 }
 
 }  // namespace llmc

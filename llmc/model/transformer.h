@@ -136,7 +136,7 @@ inline void activation(const BlockActivations& a, const ModelConfig& c, Stream& 
 inline void heads(const BlockActivations& a, const UnitState& unit, const ModelConfig& c, const Sequences& s,
                   Stream& stream) {
   const AttentionShape shape = attention_shape(c, s.shape);
-  if (c.family.qk_norm)
+  if (c.family.qk_norm != QkNorm::none)
     qk_norm_forward(a.heads, a.heads_rstd, a.qkv, unit.weight("attn.q_norm.weight"), unit.weight("attn.k_norm.weight"),
                     c.norm_eps, shape, stream);
   if (c.family.positions == Positions::rotary)
@@ -198,7 +198,7 @@ inline void block_recompute(const BlockActivations& a, Tensor x, const GatheredR
   if (recompute == Recompute::block) return detail::block_interior(a, x, gathered, unit, c, s, p);
   if (recompute == Recompute::norm) {
     detail::norm1(a, x, unit, c, p.compute);
-    if (c.family.qk_norm) detail::heads(a, unit, c, s, p.compute);
+    if (c.family.qk_norm != QkNorm::none) detail::heads(a, unit, c, s, p.compute);
     detail::norm2(a, unit, c, p.compute);
   }
   if (recompute != Recompute::none) detail::activation(a, c, p.compute);
@@ -252,7 +252,7 @@ inline void block_backward(Tensor dx, const OutputGradients& later, const BlockA
   else parallel::attention_backward(dqkv, dattention, a.attention, a.heads, a.lse, s.boundaries(), shape, s.context, p);
   if (c.family.positions == Positions::rotary)
     rotary_embedding(dqkv, s.rotary_table, s.positions, shape, Turn::backward, stream);
-  if (c.family.qk_norm)
+  if (c.family.qk_norm != QkNorm::none)
     qk_norm_backward(dqkv, unit.gradient("attn.q_norm.weight"), unit.gradient("attn.k_norm.weight"), a.qkv,
                      unit.weight("attn.q_norm.weight"), unit.weight("attn.k_norm.weight"), a.heads_rstd, shape, stream);
   column_backward(dqkv, a.norm1, gathered.norm1, "attn.q", 3);

@@ -170,15 +170,21 @@ inline std::vector<std::string> model_files(const std::string& directory) {
 inline void load_weights(const std::vector<std::string>& paths, const ModelConfig& config, const ModelState& state,
                          Stream& stream) {
   const std::vector<std::unique_ptr<SafetensorsReader>> files = open_all(paths);
-  const std::vector<HfTensor> tensors = hf_tensors(config);
+  const std::vector<HfTensor> tensors = hf_tensors(config, files);
   const std::vector<HfPlace> places = match_hf_names(files, tensors);
   if (config.tied) require_same_head(files, places[0]);
 
   for (size_t u = 0; u < state.size(); ++u)
     if (state.has(u)) state.unit(u).zero_all(stream);
   stream.synchronize();
-  const StateTable table = state.state_table();
-  for (size_t i = 0; i < tensors.size(); ++i) scatter_hf(tensors[i], *places[i].file, places[i].name, table, stream);
+  std::map<std::string, StateTable> entries;  // by parameter: models with experts have many
+  for (const StateEntry& e : state.state_table()) entries[e.param->name].push_back(e);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    StateTable of_parts;
+    for (const std::string& part : tensors[i].parts)
+      of_parts.insert(of_parts.end(), entries[part].begin(), entries[part].end());
+    scatter_hf(tensors[i], *places[i].file, places[i].name, of_parts, stream);
+  }
 }
 
 inline void load_model(const std::string& directory, const ModelConfig& config, const ModelState& state,

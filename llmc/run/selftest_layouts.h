@@ -24,6 +24,14 @@ inline ModelConfig awkward_model(const char* family = "gpt2", bool tied = true) 
   m.head_size = grouped ? 6 : 7;
   m.n_embd = m.family.own_head_size ? 22 : m.q_size();
   m.n_ffn = 50;
+  if (m.family.experts != ExpertFields::none) {
+    const std::string_view type = m.family.model_type;
+    const bool one_width = m.family.experts == ExpertFields::one_width, shared = type == "qwen2_moe";
+    m.experts = {.count = 5, .per_token = 2, .width = one_width ? m.n_ffn : 13};
+    if (shared) m.experts.shared = 24, m.experts.shared_gate = true;
+    m.experts.normalised = type == "mixtral" || type == "qwen3_moe";
+    if (!one_width) m.experts.dense_layers = {1};
+  }
   m.vocab_size = 131;
   m.n_positions = seq_len;
   m.tied = tied;
@@ -60,7 +68,8 @@ inline std::vector<Model> all_models() {
   for (const DType dtype : {DType::fp32, DType::bf16}) {
     bool tied = true;  // the families take turns
     all.push_back({"gpt2", false, dtype});
-    for (const Family& f : families) all.push_back({f.model_type, std::exchange(tied, !tied), dtype});
+    for (const Family& f : families)
+      if (f.experts == ExpertFields::none) all.push_back({f.model_type, std::exchange(tied, !tied), dtype});
     all.push_back({"gpt2", true, dtype, 8, 8});
     all.push_back({"llama", false, dtype, 6, 3});
     all.push_back({"qwen2", true, dtype, 8, 2});

@@ -191,7 +191,8 @@ inline void require_whole_weights(const Options& o) {
           formatted("--model {}: {}; use another checkpoint, or remove manifest.json if the files were changed "
                     "on purpose",
                     o.model, *fault));
-  match_hf_names(open_all(model_files(o.model)), hf_tensors(choose_model(o)));
+  const auto files = open_all(model_files(o.model));
+  match_hf_names(files, hf_tensors(choose_model(o), files));
 }
 
 // The initial weights: those of the directory, unless --from-scratch or a preset asks for random ones.

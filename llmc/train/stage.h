@@ -29,7 +29,8 @@ class Stage {
         model_(config.part()),
         parallel_{state.dp(), context.arena, context.compute},
         loss_sum_(loss_sum),
-        chunks_(config.model_chunks()) {
+        chunks_(config.model_chunks()),
+        layer_units_(layer_units(config.model)) {
     if (config.model.family.positions == Positions::rotary) {
       rotary_table_ = context_.arena.alloc("rotary table", "rotary table", accumulator_of(config.dtype),
                                            {config.batch.T, config.model.head_size});
@@ -120,7 +121,7 @@ class Stage {
 
  private:
   static constexpr size_t embedding_unit = 0;
-  static size_t block_unit(int64_t layer) { return static_cast<size_t>(1 + layer); }
+  size_t block_unit(int64_t layer) const { return layer_units_[static_cast<size_t>(layer)].block; }
   size_t head_unit() const { return state_.size() - 1; }
 
   // Are the two parts of a tied table's gradient, from the head and from the embedding, reduced each by itself? Where
@@ -332,6 +333,7 @@ class Stage {
   parallel::Group parallel_;
   Tensor loss_sum_;
   std::vector<Chunk> chunks_;
+  std::vector<LayerUnits> layer_units_;
   Tensor rotary_table_;  // (T, D); empty without rotary positions
   std::string current_;
   std::vector<float> logits_;

@@ -88,11 +88,13 @@ struct StepConfig {
     if (stages == 1) return units;
     const std::vector<Chunk> all = model_chunks();
     const int head = pipeline().stage_of(chunks - 1);
-    units.stage_of.assign(static_cast<size_t>(model.n_layer) + 2, 0);  // the embedding's is the first
+    const std::vector<LayerUnits> of_layers = layer_units(model);
+    units.stage_of.push_back(0);  // the embedding
     for (int c = 0; c < chunks; ++c)
       for (const int64_t layer : all[static_cast<size_t>(c)].layers)
-        units.stage_of[static_cast<size_t>(1 + layer)] = pipeline().stage_of(c);
-    units.stage_of.back() = head;
+        units.stage_of.insert(units.stage_of.end(), of_layers[static_cast<size_t>(layer)].experts ? 2 : 1,
+                              pipeline().stage_of(c));
+    units.stage_of.push_back(head);
     if (model.tied && head != 0) units.copy_of_embedding = head;
     return units;
   }

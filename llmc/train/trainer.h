@@ -60,7 +60,9 @@ class Trainer {
   Stream& stream() const { return context_.compute; }
   Arena& arena() const { return context_.arena; }
   Interpreter::Place place() const { return interpreter_.place(); }
-  bool has_layer(int64_t layer) const { return state_.has(static_cast<size_t>(1 + layer)); }
+  bool has_layer(int64_t layer) const {
+    return state_.has(layer_units(config_.model)[static_cast<size_t>(layer)].block);
+  }
 
   // ---- Training ----------------------------------------------------------------------------------------------------
 
@@ -159,6 +161,9 @@ class Trainer {
  private:
   // The parameters of this rank's tensor-parallel part; a copy of the embedding is counted where the embedding is.
   static ParamTable table_of(const StepConfig& config, const DataParallel& dp) {
+    CHECK(config.model.experts.count == 0,
+          "{} has {} experts per layer: training with experts is not built yet; choose a dense model",
+          config.model.family.model_type, config.model.experts.count);
     ParamTable table = part_of(parameter_table(config.model), config.tensor, dp.tensor_rank);
     if (config.stages > 1 && config.stage_units().copy_of_embedding == dp.stage)
       for (ParamSpec& p : table.front().params) p.first_copy = false;

@@ -59,7 +59,8 @@ class Checkpoints {
     return path;
   }
   std::string load_weights(const std::string& path) {
-    match_hf_names(open_all(model_files(path)), hf_tensors(resolve_model(path, {})));
+    const auto files = open_all(model_files(path));
+    match_hf_names(files, hf_tensors(resolve_model(path, {}), files));
     load_model(path, config().model, state(), run_.stream);
     return contents();
   }
@@ -227,9 +228,10 @@ inline std::vector<Format> make_formats(const std::string& root, std::unique_ptr
                        return checkpoints->load_weights(parts);
                      }});
   const std::string family = directory("family");
-  for (const char* name : {"llama3_tiny", "qwen2_tiny"}) {
+  for (const auto& [folder, name] :
+       {std::pair("families", "llama3_tiny"), {"families", "qwen2_tiny"}, {"experts", "qwen2_moe_tiny"}}) {
     const std::string file = formatted("{}.json", name);
-    fs::copy(golden + "families/" + name + "/config.json", family + "/" + file);
+    fs::copy(formatted("{}{}/{}/config.json", golden, folder, name), family + "/" + file);
     formats.push_back({file, family, file, Content::json, false, {}, [=] {
                          const std::string path = family + "/" + file;
                          const ModelConfig c = config_from_hf(read_json(path), path);

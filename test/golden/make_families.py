@@ -27,9 +27,10 @@ import json
 import os
 import random
 import shutil
+import tempfile
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -122,13 +123,20 @@ def random_recipe(family, seed):
                                 scaling=scaling), **run)
 
 
+def written_out(model):
+    """With experts computed one after another: grouped products take no odd sizes."""
+    if hasattr(model.config, "num_experts_per_tok"):
+        model.set_experts_implementation("eager")
+    return model
+
+
 def make_model(recipe):
     """The model with random weights."""
     config = dict(recipe.config)
     if "rope_theta" in config:
         theta, scaling = config.pop("rope_theta"), config.pop("rope_scaling")
         config["rope_parameters"] = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    model = written_out(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32))
     with torch.no_grad():   # transformers initialises norms and biases to 1 and 0, which could hide bugs
         for p in model.parameters():
             if p.dim() == 1:
@@ -146,10 +154,11 @@ def write_published_config(path, recipe):
         config.pop("rope_parameters")
         config.update(rope_theta=recipe.config["rope_theta"], rope_scaling=recipe.config["rope_scaling"])
         config.pop("layer_types", None)
-    if recipe.family in ("llama2", "qwen2", "smollm2"):
+    if recipe.family in ("llama2", "qwen2", "smollm2", "mixtral", "qwen2_moe"):
         config.pop("head_dim", None)
-    if recipe.family == "qwen2":
+    if recipe.family in ("qwen2", "qwen2_moe"):
         config["sliding_window"] = 5   # disabled by use_sliding_window
+        config.pop("qkv_bias", None)
     if recipe.family == "llama2" and config["rope_theta"] == 1e4:
         config.pop("rope_theta")
     if recipe.family == "smollm2":
@@ -159,8 +168,17 @@ def write_published_config(path, recipe):
         f.write("\n")
 
 
+def as_stored(model):
+    """The weights by the names and in the shapes of transformers' files. In memory it has a layer's experts in one."""
+    if not hasattr(model.config, "num_experts_per_tok"):
+        return stored_weights(model)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(os.path.join(folder, "model.safetensors"))
+
+
 def load_model(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return written_out(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager"))
 
 
 # ---- Recordings ---------------------------------------------------------------------------------
@@ -236,7 +254,7 @@ def make_family(recipe, seed, folder):
     with open(os.path.join(folder, "trajectory.json"), "w") as f:
         json.dump({"options": options, **train(model, data, T, batch, STEPS), "zero_gradient": zero}, f, indent=1)
         f.write("\n")
-    save_file(stored_weights(model), os.path.join(folder, "final.safetensors"))
+    save_file(as_stored(model), os.path.join(folder, "final.safetensors"))
 
 
 def main():

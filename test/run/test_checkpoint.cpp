@@ -85,7 +85,8 @@ TEST_CASE("an unknown --model is refused with a similar preset") {
            {"gpt2-medium", "its sizes are gpt2:124M, gpt2:350M, gpt2:774M or gpt2:1558M)"},
            {"smollm2", "its sizes are smollm2:135M, smollm2:360M or smollm2:1.7B)"},
            {"gpt2_124M_bf16.bin", "llm.c's checkpoints are not read"},
-           {"mistral:7B", "llama3:8B, "},
+           {"mistral:7B", "the nearest is mixtral:8x7B)"},
+           {"olmoe", "its sizes are olmoe:1B-7B)"},
            {"nothing-of-ours", "llama3:8B, "}})
     REQUIRE_ERROR(resolve_model(name, {}), part);
   REQUIRE_ERROR(resolve_model("HuggingFaceTB/SmolLM2-135M", {}),
@@ -99,13 +100,14 @@ TEST_CASE("an unknown --model is refused with a similar preset") {
   REQUIRE_ERROR(resolve_model("test/golden/tokenizers", {}), "this directory has no config.json: it is not a model");
 }
 
-TEST_CASE("every preset has the published parameter count") {
+TEST_CASE("every preset has the published parameter count, of all and of active ones") {
   for (const Preset& p : presets) {
     INFO(p.name);
     const double n = static_cast<double>(count_parameters(parameter_table(resolve_model(p.name, {}))));
     if (std::string(p.name).starts_with("gpt3:"))
       REQUIRE(std::abs(n - p.parameters) < 0.02 * p.parameters);  // the paper gives two digits
     else REQUIRE(n == p.parameters);
+    if (p.experts.count > 0) REQUIRE(count_active_parameters(resolve_model(p.name, {})) == p.experts.active);
   }
   REQUIRE_ERROR(resolve_model("gpt2:125M", {}), "gpt2:124M");
   const ModelConfig d4 = resolve_model(

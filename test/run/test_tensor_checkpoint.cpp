@@ -8,6 +8,7 @@
 #include "helpers.h"
 #include "run/checkpoint_write.h"
 #include "run/ranks.h"
+#include "run/selftest_layouts.h"
 
 using namespace llmc;
 
@@ -27,6 +28,8 @@ ModelConfig small_model(const char* family, bool tied, int64_t vocab_size = 97) 
   m.vocab_size = vocab_size;
   m.n_positions = 7;
   m.tied = tied;
+  m.experts = selftest::awkward_model(family).experts;
+  if (m.family.experts == ExpertFields::one_width) m.experts.width = m.n_ffn;
   return m;
 }
 
@@ -155,6 +158,14 @@ TEST_CASE("any number of tensor-parallel ranks, in any ZeRO stage, reads what an
   six.n_kv_head = 3;
   six.n_embd = six.q_size();
   require_exchangeable(six, DType::bf16, {{}, {.tp = 3}, {.tp = 6}});
+}
+
+TEST_CASE("models with experts are read bit for bit from what any other layout wrote") {
+  const std::vector<Layout> layouts = {{}, {.tp = 2}, {.tp = 4, .shards = 2, .stage = 3}, {.shards = 3, .stage = 2}};
+  require_exchangeable(small_model("mixtral", false), DType::bf16, layouts);
+  require_exchangeable(small_model("qwen2_moe", true), DType::fp32, layouts);
+  require_exchangeable(small_model("qwen3_moe", true), DType::bf16, {{}, {.tp = 8}, {.tp = 2, .replicas = 2}});
+  require_exchangeable(small_model("olmoe", false), DType::fp32, {{}, {.tp = 8}, {.tp = 2, .shards = 3, .stage = 1}});
 }
 
 TEST_CASE("any number of context-parallel ranks, in any ZeRO stage, reads what any other wrote, bit for bit") {
