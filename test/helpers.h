@@ -40,6 +40,16 @@ inline std::string read_whole(const std::string& path) {
   return text.str();
 }
 
+// Questions for --eval-choices, of tokens below 10.
+inline void write_choices(const std::string& path) {
+  std::ofstream(path) << R"({"context": [1, 2, 3], "choices": [[4], [5, 6], [7, 8, 9]], "label": 1})"
+                      << "\n"
+                      << R"({"context": [9], "choices": [[1, 2], [3]], "label": 0})"
+                      << "\n"
+                      << R"({"context": [9, 4, 6, 1, 7], "choices": [[1, 2], [3, 5, 8]], "label": 1})"
+                      << "\n";
+}
+
 // A token shard in llm.c's format; Token is uint16_t or uint32_t.
 template <class Token>
 void write_shard(const std::string& path, const std::vector<Token>& tokens) {

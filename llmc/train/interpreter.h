@@ -69,8 +69,8 @@ class Interpreter {
     else enqueue_it();
   }
 
-  // What the messages that were posted so far say of themselves, for take_headers(): who waits for the results of a
-  // pass checks them.
+  // What the messages that were taken so far say of themselves, for take_headers(): who waits for the results of a pass
+  // checks them.
   void read_headers() { headers_.push_back(state_.dp().links.read_headers(context_.compute)); }
   std::vector<ReceivedHeaders> take_headers() { return std::exchange(headers_, {}); }
 

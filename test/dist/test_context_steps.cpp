@@ -1,6 +1,5 @@
 // What a step, an evaluation and a generation do with context parallelism, against one rank: recomputation, parts of
 // the head, schedules, targets on few ranks, texts of other lengths, multiple choice, sampling, the search for NaN.
-#include <fstream>
 #include <mutex>
 
 #include "dist/context_layouts.h"
@@ -189,12 +188,7 @@ TEST_CASE("texts of any length have the loss of one rank, and every row its own,
 
 TEST_CASE("multiple choice gives on context-parallel ranks what it gives on one") {
   const TempDir dir;
-  std::ofstream(dir / "choices.jsonl") << R"({"context": [1, 2, 3], "choices": [[4], [5, 6], [7, 8, 9]], "label": 1})"
-                                       << "\n"
-                                       << R"({"context": [9], "choices": [[1, 2], [3]], "label": 0})"
-                                       << "\n"
-                                       << R"({"context": [9, 4, 6, 1, 7], "choices": [[1, 2], [3, 5, 8]], "label": 1})"
-                                       << "\n";
+  write_choices(dir / "choices.jsonl");
   for (const Model& model : {qwen3, gpt2}) {
     const ChoiceSet set(dir / "choices.jsonl", model.config().vocab_size, seq_len);
     ChoiceScore score;

@@ -1,6 +1,5 @@
 // What a step, an evaluation and a generation do with tensor parallelism, against one rank: recomputation, parts of the
 // head, masked documents, rounding without masters, twenty steps, multiple choice, sampling, the search for NaN.
-#include <fstream>
 #include <mutex>
 
 #include "catch2.h"
@@ -142,10 +141,7 @@ TEST_CASE("twenty steps of tensor-parallel ranks follow one rank") {
 
 TEST_CASE("multiple choice and sampling give on tensor-parallel ranks what they give on one") {
   const TempDir dir;
-  std::ofstream(dir / "choices.jsonl") << R"({"context": [1, 2, 3], "choices": [[4], [5, 6], [7, 8, 9]], "label": 1})"
-                                       << "\n"
-                                       << R"({"context": [9], "choices": [[1, 2], [3]], "label": 0})"
-                                       << "\n";
+  write_choices(dir / "choices.jsonl");
   const std::vector<int32_t> text = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5};
   for (const selftest::Model& model : {qwen3, gpt2}) {
     const ChoiceSet set(dir / "choices.jsonl", model.config().vocab_size, selftest::seq_len);

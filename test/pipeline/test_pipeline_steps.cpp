@@ -1,7 +1,6 @@
 // Pipelines against one stage (contract 4): training steps of every schedule, alone and with the other axes; what else
 // a step does. Planted bugs are in test_pipeline_bugs.cpp.
 #include <cmath>
-#include <fstream>
 #include <limits>
 #include <mutex>
 
@@ -115,10 +114,7 @@ TEST_CASE("twenty steps of a pipeline are those of one stage") {
 
 TEST_CASE("validation, multiple choice and sampling give with a pipeline what they give on one stage") {
   const TempDir dir;
-  std::ofstream(dir / "choices.jsonl") << R"({"context": [1, 2, 3], "choices": [[4], [5, 6], [7, 8, 9]], "label": 1})"
-                                       << "\n"
-                                       << R"({"context": [9], "choices": [[1, 2], [3]], "label": 0})"
-                                       << "\n";
+  write_choices(dir / "choices.jsonl");
   const std::vector<int32_t> text = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5};
   for (const Model& model : {Model{"qwen3", true, DType::fp32, 8, 2}, Model{"gpt2", false, DType::bf16, 8, 8}}) {
     const ChoiceSet set(dir / "choices.jsonl", model.config().vocab_size, selftest::seq_len);

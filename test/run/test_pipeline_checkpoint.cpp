@@ -10,7 +10,7 @@
 #include "dist/on_ranks.h"
 #include "helpers.h"
 #include "pipeline/pipeline_layouts.h"
-#include "run/checkpoint_write.h"
+#include "run/known_state.h"
 
 using namespace pipeline_layouts;
 using nlohmann::json;
@@ -18,17 +18,6 @@ using nlohmann::json;
 namespace {
 
 constexpr Schedule one_f_one_b = Schedule::one_f_one_b, interleaved = Schedule::interleaved;
-
-// f(element, value) for every element of an entry: a number that depends on the parameter, the kind and the place in
-// the whole parameter alone.
-template <class F>
-void for_each_value(const StateEntry& e, F&& f) {
-  const Philox numbers(3, e.param->name + name_of(e.kind));
-  with_type(e.tensor.dtype, [&]<class T>(type_tag<T>) {
-    for (int64_t i = 0; i < e.tensor.numel(); ++i)
-      f(e.tensor.data<T>()[i], T(static_cast<float>(numbers.uniform(static_cast<uint64_t>(e.elements().index(i))))));
-  });
-}
 
 // Writes a checkpoint with these numbers. Copies, such as a tied table's on the last stage, have others: only the first
 // one's may be written.
@@ -59,24 +48,6 @@ std::set<std::string> read_known(const StepConfig& step, const std::string& path
     for (const ParamSpec& p : unit.params)
       if (!seen.contains(p.name)) wrong.insert(p.name + " is on no rank");
   return wrong;
-}
-
-std::vector<std::string> files_of(const std::string& path, const std::string& begin) {
-  std::vector<std::string> files;
-  for (const auto& [name, record] : read_manifest(path))
-    if (name.starts_with(begin) && name.ends_with(".safetensors")) files.push_back(path + "/" + name);
-  return files;
-}
-// The tensors for transformers, by name.
-std::map<std::string, std::string> weights_of(const std::string& path) {
-  std::map<std::string, std::string> all;
-  for (const auto& file : open_all(files_of(path, "model")))
-    for (const std::string& name : file->names()) {
-      std::string& bytes = all[name];
-      bytes.resize(static_cast<size_t>(file->info(name).bytes()));
-      file->read(name, bytes.data());
-    }
-  return all;
 }
 
 void require_exchangeable(const Model& model, int64_t n_layer, const std::vector<Layout>& layouts) {

@@ -6,7 +6,7 @@
 
 #include "catch2.h"
 #include "helpers.h"
-#include "run/checkpoint_write.h"
+#include "run/known_state.h"
 #include "run/ranks.h"
 #include "run/selftest_layouts.h"
 
@@ -62,17 +62,6 @@ void on_ranks(const ModelConfig& model, DType dtype, const Layout& layout, F&& f
   });
 }
 
-// f(element, value) for every element of an entry: a number that depends on the parameter, the kind and the place in
-// the whole parameter alone.
-template <class F>
-void for_each_value(const StateEntry& e, F&& f) {
-  const Philox numbers(3, e.param->name + name_of(e.kind));
-  with_type(e.tensor.dtype, [&]<class T>(type_tag<T>) {
-    for (int64_t i = 0; i < e.tensor.numel(); ++i)
-      f(e.tensor.data<T>()[i], T(static_cast<float>(numbers.uniform(static_cast<uint64_t>(e.elements().index(i))))));
-  });
-}
-
 // Writes a checkpoint with these numbers. Ranks that are not the first to have a part have others: only the first one's
 // may be written.
 void write_known(const ModelConfig& model, DType dtype, const Layout& layout, const std::string& out, int64_t step) {
@@ -103,25 +92,6 @@ std::set<std::string> read_known(const ModelConfig& model, DType dtype, const La
       wrong.insert("padding of the vocabulary");
   });
   return wrong;
-}
-
-std::vector<std::string> files_of(const std::string& path, const std::string& begin) {
-  std::vector<std::string> files;
-  for (const auto& [name, record] : read_manifest(path))
-    if (name.starts_with(begin) && name.ends_with(".safetensors")) files.push_back(path + "/" + name);
-  return files;
-}
-
-// The tensors for transformers, by name.
-std::map<std::string, std::string> weights_of(const std::string& path) {
-  std::map<std::string, std::string> all;
-  for (const auto& file : open_all(files_of(path, "model")))
-    for (const std::string& name : file->names()) {
-      std::string& bytes = all[name];
-      bytes.resize(static_cast<size_t>(file->info(name).bytes()));
-      file->read(name, bytes.data());
-    }
-  return all;
 }
 
 void require_exchangeable(const ModelConfig& model, DType dtype, const std::vector<Layout>& layouts) {
