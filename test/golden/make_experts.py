@@ -14,10 +14,15 @@ Beside those files a directory holds
 and trajectory.json also smallest_margin: the least difference, in all steps and layers, between the scores of the last
 expert that the router chooses for a token and of the next one. Where it is below rounding errors, the choice and with
 it the trajectory depend on these; models are made until it is not. The balancing loss is not in the training loss.
+
+The committed directories of BALANCED also have, by the name of what balances their experts, NAME.json and
+NAME.safetensors: the trajectory and final weights of a training run, and what its steps record of experts, by a plain
+PyTorch reference that is written here: transformers has no biases, no capacity, and another balancing loss.
 """
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 
@@ -26,8 +31,8 @@ from safetensors.torch import load_file, save_file
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import logging
 
-from make_families import Recipe, as_stored, llama, load_model, make_family, qwen2, qwen3
-from make_golden import HERE, mean_loss
+from make_families import STEPS, Recipe, as_stored, llama, load_model, make_family, qwen2, qwen3
+from make_golden import HERE, adamw, learning_rate, mean_loss
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 LEAST_MARGIN = {"committed": 3e-5, "random": 1e-5}   # the larger, the longer the search
@@ -154,6 +159,106 @@ def make(recipe, seed, folder, least_margin):
     return True
 
 
+# What balances the experts: options of the trainer. Rates and coefficients are made a little larger until no choice of
+# the run is close.
+BALANCED = {
+    "losses": {"moe-aux-loss": 0.2, "moe-z-loss": 0.05},
+    "biases": {"moe-bias-rate": 0.02},
+    "capacity": {"moe-dispatch": "capacity", "moe-capacity-factor": 0.9, "moe-aux-loss": 0.1},
+}
+
+
+class Balance:
+    """Replaces the routers of a model, and adds up what a step records of them."""
+
+    def __init__(self, model, T, options):
+        self.T, self.model, self.options = T, model, options
+        self.k = model.config.num_experts_per_tok
+        self.normalised = getattr(model.config, "norm_topk_prob", True)
+        self.gates = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+        self.E = self.gates[0].weight.shape[0]
+        self.biases = [torch.zeros(self.E) for _ in self.gates]
+        self.smallest_margin = 1.0
+        for layer, gate in enumerate(self.gates):
+            gate.forward = lambda hidden, layer=layer: self.route(hidden.reshape(-1, hidden.shape[-1]), layer)
+
+    def start_step(self):
+        self.balance, self.z, self.entropy, self.dropped = [], [], [], []
+        self.counts = torch.zeros(len(self.gates), self.E)
+
+    def route(self, hidden, layer):
+        logits = hidden.float() @ self.gates[layer].weight.float().T
+        scores = logits.softmax(-1)
+        keys = scores + self.biases[layer]
+        ordered = keys.detach().sort(-1, descending=True).values
+        self.smallest_margin = min(self.smallest_margin, (ordered[:, self.k - 1] - ordered[:, self.k]).min().item())
+        chosen = keys.topk(self.k, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if self.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        keep = torch.ones_like(weights)
+        for first in range(0, len(hidden), self.T):   # one sequence after the other
+            sequence = slice(first, first + self.T)
+            of = torch.nn.functional.one_hot(chosen[sequence].flatten(), self.E)   # in the order (position, choice)
+            counts, before = of.sum(0).float(), (of.cumsum(0) - of)[of.bool()]
+            if "moe-capacity-factor" in self.options:
+                capacity = math.ceil(self.options["moe-capacity-factor"] * self.T * self.k / self.E)
+                keep[sequence] = (before < capacity).view(-1, self.k).float()
+            self.counts[layer] += counts
+            self.balance.append(self.E * (counts / (self.T * self.k) * scores[sequence].mean(0)).sum())
+        self.dropped.append(1 - keep.mean().item())
+        self.z.append((logits.logsumexp(-1)**2).mean())
+        self.entropy.append(-(scores * scores.log()).sum(-1).mean().item())
+        return logits, weights * keep, chosen
+
+    def end_step(self):
+        """What the trainer writes to metrics.jsonl."""
+        if rate := self.options.get("moe-bias-rate"):
+            for bias, counts in zip(self.biases, self.counts):
+                bias += rate * torch.sign(counts.mean() - counts)
+        of_mean = self.counts / self.counts.mean(-1, keepdim=True)
+        lists = {"moe_balance_loss": self.balance, "moe_z_loss": self.z, "router_entropy": self.entropy,
+                 "dropped": self.dropped}
+        return {**{key: sum(torch.as_tensor(v).item() for v in values) / len(values) for key, values in lists.items()},
+                "expert_largest": of_mean.max().item(), "expert_smallest": of_mean.min().item()}
+
+    def loss(self):
+        return (self.options.get("moe-aux-loss", 0) * sum(self.balance) / len(self.balance)
+                + self.options.get("moe-z-loss", 0) * sum(self.z) / len(self.z))
+
+
+def make_balanced(recipe, name, folder, larger=1.0):
+    model = load_model(folder)
+    of_balance = {key: round(larger * value, 6) if key.endswith(("-loss", "-rate")) else value
+                  for key, value in BALANCED[name].items()}
+    balance = Balance(model, recipe.T, of_balance)
+    with open(os.path.join(folder, "trajectory.json")) as f:
+        options = {**json.load(f)["options"], **of_balance}
+    with open(os.path.join(folder, "train.bin"), "rb") as f:
+        data = torch.frombuffer(bytearray(f.read()[1024:]), dtype=torch.uint16).long()
+    optimizer = adamw(list(model.parameters()))
+    trajectory = {"loss": [], "grad_norm": []}
+    for step in range(1, STEPS + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        balance.start_step()
+        loss = mean_loss(model, data, range((step - 1) * recipe.batch, step * recipe.batch), recipe.T)
+        optimizer.zero_grad()
+        (loss + balance.loss()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        for key, value in {"loss": loss.item(), "grad_norm": norm.item(), **balance.end_step()}.items():
+            trajectory.setdefault(key, []).append(value)
+    if balance.smallest_margin < LEAST_MARGIN["random"]:
+        return make_balanced(recipe, name, folder, 1.05 * larger)
+    assert name != "capacity" or max(trajectory["dropped"]) > 0.05, "nothing is dropped"
+    with open(os.path.join(folder, name + ".json"), "w") as f:
+        json.dump({"options": options, **trajectory, "biases": [b.tolist() for b in balance.biases],
+                   "smallest_margin": balance.smallest_margin}, f, indent=1)
+        f.write("\n")
+    save_file(as_stored(model), os.path.join(folder, name + ".safetensors"))
+
+
 def make_without_ties(recipe, seed, folder, kind):
     while not make(recipe, seed, folder, LEAST_MARGIN[kind]):
         seed += 1000
@@ -175,7 +280,10 @@ def main():
                           "random")
         return
     for seed, (name, recipe) in enumerate(COMMITTED.items(), start=1):
-        make_without_ties(recipe, seed, os.path.join(HERE, "experts", name), "committed")
+        folder = os.path.join(HERE, "experts", name)
+        make_without_ties(recipe, seed, folder, "committed")
+        for balanced in BALANCED if name in ("mixtral_tiny", "qwen2_moe_tiny") else ():
+            make_balanced(recipe, balanced, folder)
 
 
 if __name__ == "__main__":
