@@ -45,6 +45,7 @@ class Trainer {
     CHECK(config.slices.empty() ||
           (config.context.ranks == 1 &&
            std::accumulate(config.slices.begin(), config.slices.end(), int64_t{0}) == config.batch.T));
+    CHECK(dp_.expert.ranks == config.expert.ranks);
     CHECK(config.tensor.head_copies == tensor_parallel(config.model, config.tensor.ranks).head_copies);
     CHECK(config.zero.sync == DpSync::all_reduce ||
           (config.zero.stage == 0 && config.zero.replicas == 1 && config.ranks() == config.zero.ranks() &&
@@ -159,12 +160,13 @@ class Trainer {
   }
 
  private:
-  // The parameters of this rank's tensor-parallel part; a copy of the embedding is counted where the embedding is.
+  // The parameters of this rank's tensor-parallel part, with the experts that it has; a copy of the embedding is counted where the embedding is.
   static ParamTable table_of(const StepConfig& config, const DataParallel& dp) {
     CHECK(config.model.experts.count == 0,
           "{} has {} experts per layer: training with experts is not built yet; choose a dense model",
           config.model.family.model_type, config.model.experts.count);
-    ParamTable table = part_of(parameter_table(config.model), config.tensor, dp.tensor_rank);
+    ParamTable table = part_of(part_of(parameter_table(config.model), config.tensor, dp.tensor_rank), config.expert,
+                               dp.expert_rank);
     if (config.stages > 1 && config.stage_units().copy_of_embedding == dp.stage)
       for (ParamSpec& p : table.front().params) p.first_copy = false;
     return table;
@@ -269,17 +271,17 @@ class Trainer {
   void decide(const UpdateRule& rule) {
     Stream& stream = context_.compute;
     const int64_t units = static_cast<int64_t>(state_.size()), shards = config_.zero.shards;
-    auto square_sum_of = [&](int64_t u, int64_t shard, const Tensor& out) {
-      state_.square_sum_of(static_cast<size_t>(u), static_cast<int>(shard), out, stream);
-    };
     if (config_.zero.updates() != ZeroConfig::Updates::server) {
-      for (int64_t u = 0; u < units; ++u) square_sum_of(u, dp_.shard, my_scalars().slice(1 + u, {1}));
+      for (int64_t u = 0; u < units; ++u)
+        state_.square_sum_of(static_cast<size_t>(u), my_scalars().slice(1 + u, {1}), stream);
       combine();
       return clip_control(control_, square_sums_, loss_, rule, stream);
     }
     combine();  // the losses
     if (dp_.first()) {
-      for (int64_t i = 0; i < units * shards; ++i) square_sum_of(i / shards, i % shards, square_sums_.slice(i, {1}));
+      for (int64_t i = 0; i < units * shards; ++i)
+        state_.square_sum_of(static_cast<size_t>(i / shards), square_sums_.slice(i, {1}), stream,
+                             static_cast<int>(i % shards));
       clip_control(control_, square_sums_, loss_, rule, stream);
     }
     dp_.scalars->broadcast(control_, 0, stream);
