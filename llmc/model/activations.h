@@ -54,8 +54,19 @@ struct SliceKeys {
   Tensor gradient;     // of it, in fp32, as far as they have gone back
 };
 
+// What the backward of a layer with experts needs of its feed-forward (experts.h): R = k S rows in the order of the
+// experts, E experts of width F, a shared one of width Fs.
+struct ExpertActivations {
+  Tensor logits, choices, weights;      // of the router: (S, E) (S, k) int32 (S, k)
+  Tensor counts;                        // (segments, E) int32: how often each expert was chosen in their sequences
+  Tensor places, sources, offsets;      // (S, k) (R) (E + 1) int32: of dispatch_plan()
+  Tensor rows, up, activated, outputs;  // (R, C) (R, 2 F) (R, F) (R, C)
+  Tensor shared_up, shared_activated;   // (N, 2 Fs) (N, Fs); empty tensors without a shared expert, and so below
+  Tensor shared_out, gate_logits;       // (S, C) (S, 1); without its gate empty tensors
+};
+
 // The activations that the backward of a block needs. Its weight part needs the inputs of the products: norm1,
-// attention, norm2 and activated.
+// attention, norm2 and activated, or of experts rows, activated and the order of their rows.
 struct BlockActivations {
   Tensor norm1, norm1_mean, norm1_rstd;  // (S, C) (S) (S); no mean with rmsnorm
   Tensor qkv;                            // (N, (Hq + 2 Hkv) D): q heads, k heads, v heads
@@ -65,6 +76,7 @@ struct BlockActivations {
   Tensor norm2, norm2_mean, norm2_rstd;  // (S, C) (S) (S)
   Tensor up, activated;                  // (N, F or 2 F: gates, ups) (N, F)
   Tensor out;                            // (S, C) the residual stream after the block
+  ExpertActivations experts;             // of a layer with experts, instead of up and activated
   SliceKeys slice_keys;                  // empty tensors without token slices
 
   // The recomputed tensors: one set, reused by all blocks.
@@ -103,11 +115,17 @@ struct BlockActivations {
     using A = BlockActivations;
     for (auto t : {&A::norm1, &A::attention, &A::norm2, &A::activated})
       if (!(other.*t).empty()) this->*t = other.*t;
+    using E = ExpertActivations;
+    for (auto t : {&E::offsets, &E::rows, &E::activated, &E::shared_activated})
+      if (!(other.experts.*t).empty()) experts.*t = other.experts.*t;
   }
 
   BlockActivations() = default;
 
  private:
+  // Sequences, or slices of them, that S rows of the residual stream may be of.
+  static int64_t most_segments(const BatchShape& s, int64_t S) { return std::min(S, 2 * s.B + 1); }
+
   // Begins as a copy of `others`. place(tensor, name, dtype, shape, from, product_input): sets a tensor, or leaves it.
   template <class Place>
   BlockActivations(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype,
@@ -136,8 +154,33 @@ struct BlockActivations {
     alloc(norm2, "norm2", dtype, {S, C}, norm, product_input);
     if (means) alloc(norm2_mean, "norm2 mean", stat, {S}, block);
     alloc(norm2_rstd, "norm2 rstd", stat, {S}, block);
-    alloc(up, "up", dtype, {N, c.mlp_in_size()}, block);
-    alloc(activated, "activated", dtype, {N, c.n_ffn}, activation, product_input);
+    if (c.sparse_layers() < c.n_layer) {
+      alloc(up, "up", dtype, {N, c.mlp_in_size()}, block);
+      alloc(activated, "activated", dtype, {N, c.n_ffn}, activation, product_input);
+    }
+    if (const Experts& e = c.experts; e.count > 0) {
+      const int64_t k = e.per_token, R = k * S, segments = most_segments(s, S);
+      ExpertActivations& x = experts;
+      alloc(x.logits, "router logits", stat, {S, e.count}, block);
+      alloc(x.choices, "experts chosen", DType::int32, {S, k}, block);
+      alloc(x.weights, "weights of experts", stat, {S, k}, block);
+      alloc(x.counts, "choices of each expert", DType::int32, {segments, e.count}, std::nullopt);
+      alloc(x.places, "places of choices", DType::int32, {S, k}, block);
+      alloc(x.sources, "choices by expert", DType::int32, {R}, block);
+      alloc(x.offsets, "first rows of experts", DType::int32, {e.count + 1}, block, product_input);
+      alloc(x.rows, "rows by expert", dtype, {R, C}, norm, product_input);
+      alloc(x.up, "up of experts", dtype, {R, 2 * e.width}, block);
+      alloc(x.activated, "activated of experts", dtype, {R, e.width}, activation, product_input);
+      alloc(x.outputs, "outputs of experts", dtype, {R, C}, block);
+      if (e.shared > 0) {
+        alloc(x.shared_up, "up of the shared expert", dtype, {N, 2 * e.shared}, block);
+        alloc(x.shared_activated, "activated of the shared expert", dtype, {N, e.shared}, activation, product_input);
+      }
+      if (e.shared_gate) {
+        alloc(x.shared_out, "output of the shared expert", dtype, {S, C}, block);
+        alloc(x.gate_logits, "gate of the shared expert", stat, {S, 1}, block);
+      }
+    }
     alloc(out, "out", dtype, {S, C}, std::nullopt);
   }
 };
@@ -145,16 +188,32 @@ struct BlockActivations {
 // The gradients of the outputs of a block's products, which its weight part needs.
 struct OutputGradients {
   Tensor qkv, middle, up, out;  // as in BlockActivations; middle: of the product before it, and so for out
+  struct OfExperts {            // likewise; of a layer with experts
+    Tensor logits, up, outputs, shared_up, shared_out, gate_logits;
+  } experts = {};
   OutputGradients() = default;
   OutputGradients(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype, Arena& arena) {
     const int64_t N = s.rows(), S = tensor.stream_rows(N), C = c.n_embd;
-    auto alloc = [&](const char* name, const Shape& shape) {
-      return arena.alloc("for the weight part", name, dtype, shape);
+    const DType stat = accumulator_of(dtype);
+    auto of = [&](const char* name, DType d, const Shape& shape) {
+      return arena.alloc("for the weight part", name, d, shape);
     };
+    auto alloc = [&](const char* name, const Shape& shape) { return of(name, dtype, shape); };
     qkv = alloc("gradient of qkv", {N, c.qkv_size()});
     middle = alloc("gradient of middle", {S, C});
-    up = alloc("gradient of up", {N, c.mlp_in_size()});
     out = alloc("gradient of out", {S, C});
+    if (c.sparse_layers() < c.n_layer) up = alloc("gradient of up", {N, c.mlp_in_size()});
+    const Experts& e = c.experts;
+    if (e.count == 0) return;
+    const int64_t R = e.per_token * S;
+    experts.logits = of("gradient of router logits", stat, {S, e.count});
+    experts.up = alloc("gradient of up of experts", {R, 2 * e.width});
+    experts.outputs = alloc("gradient of outputs of experts", {R, C});
+    if (e.shared > 0) {
+      experts.shared_up = alloc("gradient of up of the shared expert", {N, 2 * e.shared});
+      experts.shared_out = alloc("gradient of the output of the shared expert", {S, C});
+    }
+    if (e.shared_gate) experts.gate_logits = of("gradient of the gate of the shared expert", stat, {S, 1});
   }
   bool empty() const { return out.empty(); }
 };

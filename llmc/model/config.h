@@ -63,9 +63,6 @@ inline std::string family_names() {
   return names;
 }
 
-// How a router turns its logits, one for each expert, into scores.
-enum class Scores : uint8_t { softmax, sigmoid };
-
 // The experts of sparse layers (Shazeer et al. 2017): for each token the router chooses some of them, whose outputs are
 // added with weights: their scores, normalised or not, times the scaling.
 struct Experts {
@@ -74,7 +71,7 @@ struct Experts {
   int64_t width = 0;         // of the feed-forward of each expert
   int64_t shared = 0;        // width of the expert that every token passes through; 0: none
   bool shared_gate = false;  // its output is multiplied by the sigmoid of a product of the token and a vector
-  Scores scores = Scores::softmax;
+  RouterScores scores = RouterScores::softmax;
   bool normalised = false;  // the scores of the chosen experts are divided by their sum
   float scaling = 1;
   int64_t every = 1;                       // layers l with (l + 1) % every == 0 are sparse
@@ -112,6 +109,9 @@ struct ModelConfig {
     return experts.count > 0 && (layer + 1) % experts.every == 0 &&
            std::ranges::count(experts.dense_layers, layer) == 0;
   }
+  Router router() const {
+    return {experts.count, experts.per_token, experts.scores, experts.normalised, experts.scaling};
+  }
   int64_t sparse_layers() const {
     int64_t n = 0;
     for (int64_t l = 0; l < n_layer; ++l) n += is_sparse(l);
@@ -119,7 +119,8 @@ struct ModelConfig {
   }
 };
 
-inline constexpr int64_t most_experts = 1 << 16;  // of all layers together: their parameters are listed by name
+inline constexpr int64_t most_experts_in_all = 1 << 16;  // of all layers: their parameters are listed by name
+inline int64_t most_experts_in(const ModelConfig& c) { return std::min(most_experts, most_experts_in_all / c.n_layer); }
 
 namespace detail {
 
@@ -130,16 +131,16 @@ inline void validate_experts(const ModelConfig& c) {
         "{} has no experts, not {} of them: choose another family", type, e.count);
   if (c.family.experts == ExpertFields::none) return;
   constexpr int64_t largest = 1 << 24;
-  CHECK(e.count > 0 && e.count <= most_experts / c.n_layer,
-        "{} has experts: expected 1 to {} of them in each of {} layers, not {}", type, most_experts / c.n_layer,
-        c.n_layer, e.count);
+  CHECK(e.count > 0 && e.count <= most_experts_in(c),
+        "{} has experts: expected 1 to {} of them in each of {} layers, not {}", type, most_experts_in(c), c.n_layer,
+        e.count);
   CHECK(e.per_token > 0 && e.per_token <= e.count, "{} experts per token of {} in all: expected 1 to {}", e.per_token,
         e.count, e.count);
   CHECK(e.width > 0 && e.width <= largest && e.shared >= 0 && e.shared <= largest,
         "experts of width {} and a shared one of width {}: expected 1 to {}, and 0 to {}", e.width, e.shared, largest,
         largest);
   const bool qwen2 = std::string_view(type) == "qwen2_moe", mixtral = std::string_view(type) == "mixtral";
-  CHECK(e.scores == Scores::softmax && e.scaling == 1 && (e.shared > 0) == qwen2 && e.shared_gate == qwen2 &&
+  CHECK(e.scores == RouterScores::softmax && e.scaling == 1 && (e.shared > 0) == qwen2 && e.shared_gate == qwen2 &&
             (!mixtral || e.normalised),
         "{} has softmax scores, {}normalised, not scaled, and {} shared expert: its config.json has no fields for "
         "others",

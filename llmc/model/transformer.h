@@ -2,6 +2,7 @@
 //
 // A block (pre-norm):   x1 = x  + proj(attention(heads(qkv(norm1(x)))))     heads: query-key norm, rotary positions
 //                       x2 = x1 + down(activation(up(norm2(x1))))         activation: GELU; SwiGLU of gate and up
+//                 or    x2 = x1 + experts(norm2(x1))                      experts.h
 // config.h says which of these a model has. Sizes: N = B T rows, C channels, F feed-forward, Hq query heads, Hkv
 // key-value heads, D head size, V vocabulary (stored padded). With tensor parallelism Hq, Hkv, F and V are those of
 // this rank (part_of() in config.h), and the residual stream may have S of the N rows (dist/parallel.h). With context
@@ -17,6 +18,7 @@
 #include "dist/unit_state.h"
 #include "model/activations.h"
 #include "model/config.h"
+#include "model/experts.h"
 #include "model/slice_attention.h"
 #include "ops/ops.h"
 
@@ -34,6 +36,7 @@ struct Sequences {
   ContextParallel context = {};
   Tensor all_positions = {};               // of whole sequences, where attention needs them
   std::optional<SequenceRows> slice = {};  // which tokens of them these are; none: whole sequences
+  Routing routing = {};                    // of a layer with experts
   Tensor boundaries() const {              // for attention
     if (documents == Documents::together) return {};
     return all_positions.empty() ? positions : all_positions;
@@ -128,8 +131,10 @@ inline void norm1(const BlockActivations& a, Tensor x, const UnitState& unit, co
 inline void norm2(const BlockActivations& a, const UnitState& unit, const ModelConfig& c, Stream& stream) {
   norm_forward(a.norm2, a.norm2_mean, a.norm2_rstd, a.middle, "ln2", unit, c, stream);
 }
-inline void activation(const BlockActivations& a, const ModelConfig& c, Stream& stream) {
-  if (c.family.mlp == Mlp::swiglu) swiglu_forward(a.activated, a.up, stream);
+inline bool has_experts(const UnitState& unit) { return unit.has("moe.router.weight"); }
+inline void activation(const BlockActivations& a, const UnitState& unit, const ModelConfig& c, Stream& stream) {
+  if (has_experts(unit)) expert_activation(a.experts, stream);
+  else if (c.family.mlp == Mlp::swiglu) swiglu_forward(a.activated, a.up, stream);
   else gelu_forward(a.activated, a.up, stream);
 }
 // What attention reads of qkv; in place without query-key norm.
@@ -143,8 +148,18 @@ inline void heads(const BlockActivations& a, const UnitState& unit, const ModelC
     rotary_embedding(a.heads, s.rotary_table, s.positions, shape, Turn::forward, stream);
 }
 
-// A block without its last product and residual addition, which its backward does not need. `attend`: attention over
-// whole sequences, or against a cache.
+// The end of the feed-forward, and the residual addition.
+inline void add_feed_forward(const BlockActivations& a, const UnitState& unit, const Sequences& s,
+                             const parallel::Group& p) {
+  if (!has_experts(unit)) return add_branch(a.out, a.middle, a.activated, "mlp.down", unit, p);
+  auto scope = p.arena.scope();
+  const Tensor branch = p.temporary("residual branch", a.out.dtype, a.out.shape);
+  experts_sum(branch, a.experts, unit, s.routing, p);
+  residual_forward(a.out, a.middle, branch, p.compute);
+}
+
+// A block without its last product or sum and residual addition, which its backward does not need. `attend`: attention
+// over whole sequences, or against a cache.
 template <class Attend>
 void block_interior(const BlockActivations& a, Tensor x, const GatheredRows& gathered, const UnitState& unit,
                     const ModelConfig& c, const Sequences& s, Attend&& attend, const parallel::Group& p) {
@@ -154,9 +169,10 @@ void block_interior(const BlockActivations& a, Tensor x, const GatheredRows& gat
   attend();
   add_branch(a.middle, x, a.attention, "attn.proj", unit, p);
   norm2(a, unit, c, p.compute);
+  if (has_experts(unit)) return experts_interior(a.experts, a.norm2, gathered.norm2, unit, c, s.routing, p);
   const MlpInput mlp(c);
   begin_branch(a.up, a.norm2, mlp.name, mlp.fused, gathered.norm2, unit, p);
-  activation(a, c, p.compute);
+  activation(a, unit, c, p.compute);
 }
 inline void block_interior(const BlockActivations& a, Tensor x, const GatheredRows& gathered, const UnitState& unit,
                            const ModelConfig& c, const Sequences& s, const parallel::Group& p) {
@@ -175,7 +191,8 @@ inline void block_interior(const BlockActivations& a, Tensor x, const GatheredRo
 inline void block_forward(const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c,
                           const Sequences& s, const parallel::Group& p) {
   detail::block_interior(a, x, {}, unit, c, s, p);
-  detail::add_branch(a.out, a.middle, a.activated, "mlp.down", unit, p);
+  if (detail::has_experts(unit)) detail::record_routing(a.experts, c, s.routing, p);
+  detail::add_feed_forward(a, unit, s, p);
 }
 
 // The same for the rows of one sequence from `begin` on. `cache` (rows, 2 Hkv D) holds the keys and values of the rows
@@ -189,7 +206,7 @@ inline void block_forward_cached(const BlockActivations& a, Tensor x, Tensor cac
     attention_forward(a.attention, {}, a.heads, cache, {}, continuation(shape, begin, cache.shape[0]), p.compute);
   };
   detail::block_interior(a, x, {}, unit, c, s, attend, p);
-  detail::add_branch(a.out, a.middle, a.activated, "mlp.down", unit, p);
+  detail::add_feed_forward(a, unit, s, p);
 }
 
 // Recomputes what the forward of the block did not keep. gathered: room for what is gathered on the way.
@@ -200,8 +217,9 @@ inline void block_recompute(const BlockActivations& a, Tensor x, const GatheredR
     detail::norm1(a, x, unit, c, p.compute);
     if (c.family.qk_norm != QkNorm::none) detail::heads(a, unit, c, s, p.compute);
     detail::norm2(a, unit, c, p.compute);
+    if (detail::has_experts(unit)) detail::rows_by_expert(a.experts, a.norm2, c, s.routing, p.compute);
   }
-  if (recompute != Recompute::none) detail::activation(a, c, p.compute);
+  if (recompute != Recompute::none) detail::activation(a, unit, c, p.compute);
 }
 
 // dx: on entry the gradient of a.out, on return that of x; the gradients of the unit += ... gathered: of
@@ -211,13 +229,14 @@ inline void block_backward(Tensor dx, const OutputGradients& later, const BlockA
                            const GatheredRows& gathered, const UnitState& unit, const ModelConfig& c,
                            const Sequences& s, const parallel::Group& p) {
   auto scope = p.arena.scope();
-  const bool whole = later.empty(), gated = c.family.mlp == Mlp::swiglu;
+  const bool whole = later.empty(), gated = c.family.mlp == Mlp::swiglu, sparse = detail::has_experts(unit);
   auto temporary = [&](const char* name, const Shape& shape) { return p.temporary(name, x.dtype, shape); };
   const Tensor dbranch = temporary("gradient of a branch", x.shape);                  // (S, C)
   const Tensor dqkv = whole ? temporary("gradient of qkv", a.qkv.shape) : later.qkv;  // (N, (Hq + 2 Hkv) D)
-  const Tensor dactivated =
-      whole || gated ? temporary("gradient of activated", a.activated.shape) : later.up;  // (N, F)
-  const Tensor dup = !whole ? later.up : gated ? temporary("gradient of up", a.up.shape) : dactivated;
+  const Tensor dactivated = sparse           ? Tensor{}
+                            : whole || gated ? temporary("gradient of activated", a.activated.shape)
+                                             : later.up;  // (N, F)
+  const Tensor dup = sparse || !whole ? later.up : gated ? temporary("gradient of up", a.up.shape) : dactivated;
   const Tensor dattention =
       a.attention.shape == x.shape ? dbranch : temporary("gradient of attention", a.attention.shape);
   const AttentionShape shape = attention_shape(c, s.shape);
@@ -238,11 +257,16 @@ inline void block_backward(Tensor dx, const OutputGradients& later, const BlockA
     parallel::column_linear_backward(dbranch, d.weight, d.bias, dout, input, all_rows, weight, p);
   };
 
-  row_backward(dactivated, a.activated, "mlp.down", later.out);
-  if (gated) swiglu_backward(dup, dactivated, a.up, stream);
-  else gelu_backward(dup, dactivated, a.up, stream);
-  const detail::MlpInput mlp(c);
-  column_backward(dup, a.norm2, gathered.norm2, mlp.name, mlp.fused);
+  if (sparse) {
+    detail::experts_backward(dbranch, dx, whole ? nullptr : &later.experts, a.experts, a.norm2, gathered.norm2, unit, c,
+                             s.routing, p);
+  } else {
+    row_backward(dactivated, a.activated, "mlp.down", later.out);
+    if (gated) swiglu_backward(dup, dactivated, a.up, stream);
+    else gelu_backward(dup, dactivated, a.up, stream);
+    const detail::MlpInput mlp(c);
+    column_backward(dup, a.norm2, gathered.norm2, mlp.name, mlp.fused);
+  }
   detail::norm_backward(dx, dbranch, a.middle, a.norm2_mean, a.norm2_rstd, "ln2", unit, c, Accumulate::yes, stream);
 
   row_backward(dattention, a.attention, "attn.proj", later.middle);
@@ -262,7 +286,7 @@ inline void block_backward(Tensor dx, const OutputGradients& later, const BlockA
 // The weight part: the gradients of the linear layers += ..., from the inputs of their products in `a` and the
 // gradients of their outputs. Needs no weights.
 inline void block_backward_weight(const OutputGradients& d, const BlockActivations& a, const UnitState& unit,
-                                  const ModelConfig& c, const parallel::Group& p) {
+                                  const ModelConfig& c, const Sequences& s, const parallel::Group& p) {
   auto row = [&](Tensor dout, Tensor input, const char* name) {
     const detail::LinearGradients g(name, 1, unit);
     parallel::row_linear_backward_weight(g.weight, g.bias, dout, input, {}, p);
@@ -271,9 +295,13 @@ inline void block_backward_weight(const OutputGradients& d, const BlockActivatio
     const detail::LinearGradients g(name, fused, unit);
     parallel::column_linear_backward_weight(g.weight, g.bias, dout, input, p);
   };
-  const detail::MlpInput mlp(c);
-  row(d.out, a.activated, "mlp.down");
-  column(d.up, a.norm2, mlp.name, mlp.fused);
+  if (detail::has_experts(unit)) {
+    detail::experts_backward_weight(d.experts, a.experts, a.norm2, {}, unit, c, s.routing, p);
+  } else {
+    const detail::MlpInput mlp(c);
+    row(d.out, a.activated, "mlp.down");
+    column(d.up, a.norm2, mlp.name, mlp.fused);
+  }
   row(d.middle, a.attention, "attn.proj");
   column(d.qkv, a.norm1, "attn.q", 3);
 }

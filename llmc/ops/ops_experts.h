@@ -170,6 +170,20 @@ inline void router_losses(Tensor totals, Tensor counts, Tensor probabilities, Te
   });
 }
 
+// chosen (E) fp64 += how often each expert was chosen; dropped (1) fp64 += how many of these choices have no row.
+// counts (segments, E) int32; offsets (E + 1) int32, of dispatch_plan()
+inline void count_choices(Tensor chosen, Tensor dropped, Tensor counts, Tensor offsets, Stream& stream) {
+  const int64_t S = counts.shape[0], E = counts.shape[1];
+  CHECK_TENSOR(counts, DType::int32, S, E);
+  CHECK_TENSOR(offsets, DType::int32, E + 1);
+  CHECK_TENSOR(chosen, DType::fp64, E);
+  CHECK_TENSOR(dropped, DType::fp64, 1);
+  stream.run({"count_choices", 0, detail::bytes_of({counts, chosen})}, {chosen}, [=, &stream] {
+    CALL_OP(stream, void, count_choices, chosen.data<double>(), dropped.data<double>(), counts.data<int32_t>(),
+            offsets.data<int32_t>(), S, E);
+  });
+}
+
 // The order of the choices by expert; those of an expert in the order (row, choice). offsets (E + 1); sources (R) = the
 // choice, row k + j, of each row in this order; places (N, k) = the reverse, -1 for a dropped choice. All int32.
 // Without a capacity nothing is dropped. With one, each segment's first `capacity` choices of an expert are kept, in

@@ -4,6 +4,7 @@
 // so the order in which gradients are added, depends on options and the kind of device alone (contracts 1 and 2).
 #pragma once
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "dist/pipeline/token_slices.h"
@@ -34,7 +35,12 @@ class SliceTimes {
         scratch_(device_),
         stream_(device_, scratch_),
         dp_(mesh_of({}, config.tensor), 0, device_, DataParallel::null_groups(0), no_hooks, config.tensor),
-        block_(part_of(parameter_table(config.model), config.tensor, 0)[1], config.dtype, {}, 0, arena_),
+        table_(part_of(parameter_table(config.model), config.tensor, 0)),
+        layer_(layer_units(config.model)[static_cast<size_t>(typical_layer(config.model))]),
+        block_(table_[layer_.block], config.dtype, {}, 0, arena_),
+        experts_(layer_.experts
+                     ? std::make_unique<UnitState>(table_[*layer_.experts], config.dtype, ZeroConfig{}, 0, arena_)
+                     : nullptr),
         blocks_(ceil_div(model_.n_layer, config.stages)) {
     stream_.set_ledger(&ops_);
   }
@@ -55,11 +61,13 @@ class SliceTimes {
     const Shape keys{shape.B * T, 2 * model_.kv_size()};
     acts.slice_keys = {alloc(config_.dtype, keys), alloc(accumulator_of(config_.dtype), keys)};
     const Tensor x = alloc(config_.dtype, acts.out.shape), dx = alloc(config_.dtype, acts.out.shape);
-    const Sequences sequences{.shape = shape,
-                              .positions = alloc(DType::int32, {shape.rows()}),
-                              .rotary_table = alloc(accumulator_of(config_.dtype), {T, model_.head_size}),
-                              .documents = config_.documents,
-                              .slice = SequenceRows{T, context, length}};
+    const Sequences sequences{
+        .shape = shape,
+        .positions = alloc(DType::int32, {shape.rows()}),
+        .rotary_table = alloc(accumulator_of(config_.dtype), {T, model_.head_size}),
+        .documents = config_.documents,
+        .slice = SequenceRows{T, context, length},
+        .routing = {.rows = {x.shape[0], {length}, T}, .experts = [this]() -> const UnitState& { return *experts_; }}};
     const parallel::Group group{dp_, arena_, stream_};
     const double begin = stream_.seconds();
     ops_.clear();
@@ -72,6 +80,12 @@ class SliceTimes {
   }
 
  private:
+  // The first layer with experts, if there is one.
+  static int64_t typical_layer(const ModelConfig& model) {
+    for (int64_t l = 0; l < model.n_layer; ++l)
+      if (model.is_sparse(l)) return l;
+    return 0;
+  }
   static Device device_of(DeviceKind kind, const Rates& rates) {
     Device device = Device{.kind = kind}.on_paper();
     device.rates = rates;
@@ -85,7 +99,10 @@ class SliceTimes {
   Arena arena_, scratch_;
   Stream stream_;
   DataParallel dp_;
+  ParamTable table_;
+  LayerUnits layer_;
   UnitState block_;
+  std::unique_ptr<UnitState> experts_;  // none: of a dense layer
   int64_t blocks_;
   OpLedger ops_;
 };

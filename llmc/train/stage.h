@@ -14,6 +14,7 @@
 
 #include "device/profiler_range.h"
 #include "dist/zero.h"
+#include "train/expert_record.h"
 #include "train/in_flight.h"
 #include "train/step_config.h"
 
@@ -21,14 +22,16 @@ namespace llmc {
 
 class Stage {
  public:
-  // loss_sum (1) fp64: the losses of every micro-batch are added to it.
-  Stage(const StepConfig& config, const Context& context, ModelState& state, const Tensor& loss_sum)
+  // loss_sum (1) fp64: the losses of every micro-batch are added to it. experts: what is recorded of experts
+  Stage(const StepConfig& config, const Context& context, ModelState& state, const Tensor& loss_sum,
+        const ExpertRecord& experts)
       : config_(config),
         context_(context),
         state_(state),
         model_(config.part()),
         parallel_{state.dp(), context.arena, context.compute},
         loss_sum_(loss_sum),
+        experts_(experts),
         chunks_(config.model_chunks()),
         layer_units_(layer_units(config.model)) {
     if (config.model.family.positions == Positions::rotary) {
@@ -77,8 +80,11 @@ class Stage {
     };
     if (!is_forward) head();
     if (is_forward && c.has_embedding) units.push_back(embedding_unit);
-    for (size_t l = 0; l < c.layers.size(); ++l)
-      units.push_back(block_unit(c.layers[is_forward ? l : c.layers.size() - 1 - l]));
+    for (size_t l = 0; l < c.layers.size(); ++l) {
+      const LayerUnits& layer = units_of(c.layers[is_forward ? l : c.layers.size() - 1 - l]);
+      units.push_back(layer.block);
+      if (layer.experts) units.push_back(*layer.experts);
+    }
     if (is_forward) head();
     return units;
   }
@@ -110,18 +116,26 @@ class Stage {
   void backward_weight(int index, const Slot& slot, bool last_micro_batch) {
     const Chunk& c = chunk(index);
     for (size_t l = c.layers.size(); l-- > 0;) {
-      const size_t u = block_unit(c.layers[l]);
-      const UnitState& unit = state_.unit(u);
+      const LayerUnits& units = units_of(c.layers[l]);
+      const UnitState& unit = state_.unit(units.block);
       const ProfilerRange range = set_current("weight part of the backward of " + unit.spec().name);
-      state_.resume_gradients(u);
-      block_backward_weight(slot.output_gradients[l], slot.blocks[l], unit, model_, parallel_);
-      state_.reduce_gradients(u, last_micro_batch, context_.compute);
+      Sequences sequence = sequences(slot, {Purpose::train, slot.shape}, c.layers[l]);
+      if (units.experts) sequence.routing.experts = [&]() -> const UnitState& { return state_.unit(*units.experts); };
+      for_units(units, [&](size_t u) { state_.resume_gradients(u); });
+      block_backward_weight(slot.output_gradients[l], slot.blocks[l], unit, model_, sequence, parallel_);
+      for_units(units, [&](size_t u) { state_.reduce_gradients(u, last_micro_batch, context_.compute); });
     }
   }
 
  private:
   static constexpr size_t embedding_unit = 0;
-  size_t block_unit(int64_t layer) const { return layer_units_[static_cast<size_t>(layer)].block; }
+  const LayerUnits& units_of(int64_t layer) const { return layer_units_[static_cast<size_t>(layer)]; }
+  // f(unit) for those of a layer.
+  template <class F>
+  static void for_units(const LayerUnits& units, F&& f) {
+    f(units.block);
+    if (units.experts) f(*units.experts);
+  }
   size_t head_unit() const { return state_.size() - 1; }
 
   // Are the two parts of a tied table's gradient, from the head and from the embedding, reduced each by itself? Where
@@ -145,16 +159,53 @@ class Stage {
     return ProfilerRange(current_.c_str());
   }
 
-  // What the blocks need besides their weights; a generated text is one document.
-  Sequences sequences(const Slot& slot, const Pass& pass) const {
-    return {slot.shape,
-            slot.inputs.positions.slice(0, {slot.shape.rows()}),
-            rotary_table_,
-            pass.purpose == Purpose::generate ? Documents::together : config_.documents,
-            config_.context_for(pass.purpose),
-            slot.inputs.all_positions,
-            slot.slice};
+  // What a block needs besides its weights; a generated text is one document.
+  Sequences sequences(const Slot& slot, const Pass& pass, int64_t layer) const {
+    Sequences s{slot.shape,
+                slot.inputs.positions.slice(0, {slot.shape.rows()}),
+                rotary_table_,
+                pass.purpose == Purpose::generate ? Documents::together : config_.documents,
+                config_.context_for(pass.purpose),
+                slot.inputs.all_positions,
+                slot.slice};
+    if (units_of(layer).experts)
+      s.routing = {stream_rows(slot, pass.purpose), experts_.bias_of(layer),
+                   pass.purpose == Purpose::train ? std::optional(experts_.training_of(layer)) : std::nullopt};
+    return s;
   }
+  // The rows that this rank has of the residual stream. With context parallelism a sequence is here in two slices.
+  StreamRows stream_rows(const Slot& slot, Purpose purpose) const {
+    const int64_t N = slot.shape.rows(), S = config_.tensor.stream_rows(N), T = slot.shape.T;
+    const int cp = config_.context_for(purpose).ranks;
+    const int64_t length = cp > 1 ? T / 2 : T, first = config_.tensor.by_rows() ? S * state_.dp().tensor_rank : 0;
+    return {std::clamp<int64_t>(N - first, 0, S), {length, first % length}, T * cp};
+  }
+
+  // A layer's units while it computes. The experts, the larger one, are acquired when they are needed, and so gathered
+  // while what comes before them computes.
+  class HeldLayer {
+   public:
+    HeldLayer(const LayerUnits& units, ModelState& state, Stream& stream)
+        : units_(units), state_(state), stream_(stream), block_(state.acquire(units.block, stream)) {}
+    HeldLayer(const HeldLayer&) = delete;
+    HeldLayer& operator=(const HeldLayer&) = delete;
+    const UnitState& block() const { return block_; }
+    const UnitState& experts() {
+      if (experts_ == nullptr) experts_ = &state_.acquire(*units_.experts, stream_);
+      return *experts_;
+    }
+    void release() {
+      if (experts_ != nullptr) state_.release(*units_.experts, stream_);
+      state_.release(units_.block, stream_);
+    }
+
+   private:
+    const LayerUnits& units_;
+    ModelState& state_;
+    Stream& stream_;
+    const UnitState& block_;
+    const UnitState* experts_ = nullptr;
+  };
 
   // ---- Forward -----------------------------------------------------------------------------------------------------
 
@@ -170,16 +221,16 @@ class Stage {
   }
 
   void forward_block(int64_t layer, const BlockActivations& acts, const Tensor& x, const Slot& slot, const Pass& pass) {
-    Stream& stream = context_.compute;
-    const size_t u = block_unit(layer);
-    const UnitState& unit = state_.acquire(u, stream);
+    HeldLayer held(units_of(layer), state_, context_.compute);
+    const UnitState& unit = held.block();
     const ProfilerRange range = set_current("forward of " + unit.spec().name);
-    const Sequences sequence = sequences(slot, pass);
+    Sequences sequence = sequences(slot, pass, layer);
+    sequence.routing.experts = [&held]() -> const UnitState& { return held.experts(); };
     if (pass.cache != nullptr)
       block_forward_cached(acts, x, pass.cache->layers[static_cast<size_t>(layer)], pass.cache->rows, unit, model_,
                            sequence, parallel_);
     else block_forward(acts, x, unit, model_, sequence, parallel_);
-    state_.release(u, stream);
+    held.release();
   }
 
   // Adds the losses of x (S, C) to the sum, and passes those of every row to pass.row_losses if it is set.
@@ -247,16 +298,17 @@ class Stage {
 
   // Block `l` of the chunk. slot.gradient: in, the gradient of its output; out, that of its input.
   void backward_block(int64_t layer, size_t l, const Slot& slot, const Pass& pass, bool last_micro_batch) {
-    Stream& stream = context_.compute;
     const BlockActivations& acts = slot.blocks[l];
     const Tensor& x = slot.block_input(l);  // (S, C)
     const bool whole = slot.output_gradients.empty();
-    const size_t u = block_unit(layer);
-    const UnitState& unit = state_.acquire(u, stream);
+    const LayerUnits& units = units_of(layer);
+    HeldLayer held(units, state_, context_.compute);
+    const UnitState& unit = held.block();
     const ProfilerRange range =
         set_current((whole ? "backward of " : "input part of the backward of ") + unit.spec().name);
-    const Sequences sequence = sequences(slot, pass);
-    start_gradients(u, slot);
+    Sequences sequence = sequences(slot, pass, layer);
+    sequence.routing.experts = [&held]() -> const UnitState& { return held.experts(); };
+    for_units(units, [&](size_t u) { start_gradients(u, slot); });
     auto scope = context_.arena.scope();
     GatheredRows gathered;
     if (whole && config_.recompute == Recompute::block)
@@ -265,8 +317,8 @@ class Stage {
     block_recompute(acts, x, gathered, config_.recompute, unit, model_, sequence, parallel_);
     block_backward(slot.gradient, whole ? OutputGradients() : slot.output_gradients[l], acts, x, gathered, unit, model_,
                    sequence, parallel_);
-    if (whole) reduce_gradients(u, slot, last_micro_batch);
-    state_.release(u, stream);
+    if (whole) for_units(units, [&](size_t u) { reduce_gradients(u, slot, last_micro_batch); });
+    held.release();
   }
 
   void backward_embedding(const Slot& slot, bool last_micro_batch) {
@@ -332,6 +384,7 @@ class Stage {
   ModelConfig model_;  // the shape of this rank's part
   parallel::Group parallel_;
   Tensor loss_sum_;
+  const ExpertRecord& experts_;
   std::vector<Chunk> chunks_;
   std::vector<LayerUnits> layer_units_;
   Tensor rotary_table_;  // (T, D); empty without rotary positions

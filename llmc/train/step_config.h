@@ -1,8 +1,10 @@
 // step_config.h: the configuration of a step, its inputs and its results.
 #pragma once
+#include <cmath>
 #include <functional>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -28,6 +30,20 @@ struct Context {
 // What a list of actions is run for.
 enum class Purpose { train, evaluate, generate };
 
+// What a run asks of experts; a model without has the defaults.
+struct ExpertOptions {
+  double aux_loss = 0, z_loss = 0;             // coefficients of the routers' own losses
+  double bias_rate = 0;                        // of the biases that balance experts without a loss; 0: none
+  std::optional<double> capacity_factor = {};  // none: dropless
+
+  // Rows of an expert from one sequence of T tokens: so many times as many as if all had equally many, rounded up.
+  std::optional<int64_t> capacity(int64_t T, const Experts& e) const {
+    if (!capacity_factor) return std::nullopt;
+    const double rows = *capacity_factor * static_cast<double>(T * e.per_token) / static_cast<double>(e.count);
+    return static_cast<int64_t>(std::ceil(std::min(rows, static_cast<double>(T))));
+  }
+};
+
 struct StepConfig {
   ModelConfig model;
   DType dtype = DType::fp32;
@@ -46,6 +62,7 @@ struct StepConfig {
   int64_t head_chunks = 0;
   bool generates = true;  // plan memory for a text and its key-value cache
   Documents documents = Documents::together;
+  ExpertOptions experts = {};
 
   Mesh mesh() const { return mesh_of(zero, tensor, context, stages); }
   int ranks() const { return zero.ranks() * tensor.ranks * stages; }
@@ -137,10 +154,19 @@ using BatchSource = std::function<HostBatch(int64_t micro_batch)>;
 // row; called on the stream.
 using RowLosses = std::function<void(int64_t micro_batch, std::span<const float> losses)>;
 
+// Of one step, over all ranks, micro-batches and layers with experts.
+struct ExpertStatistics {
+  double balance_loss, z_loss;  // means over layers, and sequences or rows; without their coefficients
+  double entropy;               // of a router's probabilities, in nats: the mean over layers and rows
+  double dropped;               // share of the choices
+  double largest, smallest;     // share of a layer's choices that one expert has, times the number of experts
+};
+
 struct StepResult {
   double loss;       // mean over all target tokens
   double grad_norm;  // before clipping
   bool applied;      // false: the loss or the norm was not finite or above its limit, and no weight has changed
+  std::optional<ExpertStatistics> experts = {};  // of a model that has them
   bool finite() const { return std::isfinite(loss) && std::isfinite(grad_norm); }
 };
 
@@ -153,11 +179,19 @@ class PendingStep {
   void enqueued(const Tensor& loss, const Tensor& control, std::vector<ReceivedHeaders> headers, Stream& stream) {
     *results_ = {Readback(loss, stream), Readback(control, stream), std::move(headers), true};
   }
+  // record: an ExpertRecord's; statistics(values): what it says
+  void enqueued_experts(const Tensor& record, std::function<ExpertStatistics(std::span<const double>)> statistics,
+                        Stream& stream) {
+    results_->experts.emplace(record, stream);
+    results_->statistics = std::move(statistics);
+  }
   StepResult wait() const {
     CHECK(results_->enqueued, "a step is waited for that has only begun: flush first");
     for (const ReceivedHeaders& headers : results_->headers) headers.check();
     const std::vector<double> control = results_->control.values();
-    return {results_->loss.values()[0] / tokens_, control[0], control[2] != 0};
+    StepResult result{results_->loss.values()[0] / tokens_, control[0], control[2] != 0};
+    if (results_->experts) result.experts = results_->statistics(results_->experts->values());
+    return result;
   }
 
  private:
@@ -165,6 +199,8 @@ class PendingStep {
     Readback loss, control;
     std::vector<ReceivedHeaders> headers;
     bool enqueued = false;
+    std::optional<Readback> experts = {};
+    std::function<ExpertStatistics(std::span<const double>)> statistics = {};
   };
   std::shared_ptr<Results> results_ = std::make_shared<Results>();  // of all copies
   double tokens_;

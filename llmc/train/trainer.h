@@ -36,7 +36,8 @@ class Trainer {
         square_sums_(
             scalar("square sums", {static_cast<int64_t>(state_.size()) * config.zero.shards * config.tensor.ranks})),
         control_(scalar("update control", {4})),
-        stage_(config_, context_, state_, my_scalars().slice(0, {1})),
+        experts_(config_, context_),
+        stage_(config_, context_, state_, my_scalars().slice(0, {1}), experts_),
         interpreter_(config_, context_, state_, stage_) {
     if (config.asynchronous()) pipedream_.emplace(config_, context_, state_, interpreter_, my_scalars(), control_);
     CHECK(dp_.ranks() == config.ranks() && dp_.tensor.ranks == config.tensor.ranks && dp_.stages == config.stages);
@@ -78,6 +79,10 @@ class Trainer {
     state_.update(control_, optimizer, context_.compute);
     PendingStep pending(config_.tokens());
     pending.enqueued(loss_, control_, interpreter_.take_headers(), context_.compute);
+    if (!experts_.empty())
+      pending.enqueued_experts(
+          experts_.record(), [this](std::span<const double> record) { return experts_.statistics(record); },
+          context_.compute);
     return pending;
   }
   // Enqueues what is left of all steps that have begun; needed before anything else than a further step, and before
@@ -94,8 +99,10 @@ class Trainer {
   // Gradients of the mean loss of the whole step, summed over the ranks, left in state().
   void accumulate_gradients(const BatchSource& batches, Launch launch = Launch::replay) {
     state_.zero_gradients(context_.compute);
+    if (!experts_.empty()) zero(experts_.record(), context_.compute);
     run(actions_, {.purpose = Purpose::train, .shape = config_.batch, .launch = launch}, batches);
     state_.finish_gradients(context_.compute);
+    if (!experts_.empty()) dp_.scalars->all_reduce(experts_.record(), context_.compute);
   }
 
   // Runs the forwards and backwards of a step once, without an update, while rank 0 times the algorithms for every
@@ -160,11 +167,11 @@ class Trainer {
   }
 
  private:
-  // The parameters of this rank's tensor-parallel part, with the experts that it has; a copy of the embedding is counted where the embedding is.
+  // The parameters of this rank's tensor-parallel part, with the experts that it has; a copy of the embedding is counted
+  // where the embedding is.
   static ParamTable table_of(const StepConfig& config, const DataParallel& dp) {
-    CHECK(config.model.experts.count == 0,
-          "{} has {} experts per layer: training with experts is not built yet; choose a dense model",
-          config.model.family.model_type, config.model.experts.count);
+    CHECK(config.expert.ranks == 1,
+          "--ep {}: ranks do not send each other the tokens of their experts yet; leave out --ep", config.expert.ranks);
     ParamTable table = part_of(part_of(parameter_table(config.model), config.tensor, dp.tensor_rank), config.expert,
                                dp.expert_rank);
     if (config.stages > 1 && config.stage_units().copy_of_embedding == dp.stage)
@@ -301,6 +308,7 @@ class Trainer {
   std::vector<Action> actions_;
   ModelState state_;
   Tensor scalars_, loss_, square_sums_, control_;  // fp64: (ranks, 1 + units) (1) (units tp shards) (4)
+  ExpertRecord experts_;
   Stage stage_;
   Interpreter interpreter_;
   std::optional<Pipedream> pipedream_;  // of an asynchronous pipeline

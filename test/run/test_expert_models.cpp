@@ -230,7 +230,7 @@ TEST_CASE("experts that the config.json of a family has no fields for are refuse
     }
     return false;
   };
-  REQUIRE(refused(mixtral, [](ModelConfig& c) { c.experts.scores = Scores::sigmoid; }));
+  REQUIRE(refused(mixtral, [](ModelConfig& c) { c.experts.scores = RouterScores::sigmoid; }));
   REQUIRE(refused(mixtral, [](ModelConfig& c) { c.experts.normalised = false; }));
   REQUIRE(refused(mixtral, [](ModelConfig& c) { c.experts.dense_layers = {0}; }));
   REQUIRE(refused(mixtral, [](ModelConfig& c) { c.experts.width = 13; }));
