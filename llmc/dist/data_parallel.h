@@ -9,6 +9,7 @@
 
 #include "dist/comm/comm.h"
 #include "dist/context_parallel.h"
+#include "dist/expert_parallel.h"
 #include "dist/hooks.h"
 #include "dist/mesh.h"
 #include "dist/pipeline/links.h"
@@ -70,13 +71,21 @@ inline Mesh mesh_of(const ZeroConfig& zero, const TensorParallel& tensor = {}, c
                {Axis::tp, tensor.ranks}});
 }
 
+// The same for experts, which are sharded among the ranks of a replica that have the same ones.
+inline ZeroConfig expert_zero(ZeroConfig zero, const TensorParallel& tensor, const ExpertParallel& expert) {
+  zero.shards = static_cast<int>(exact_div(zero.shards * tensor.ranks, expert.ranks, "ranks of a replica over --ep"));
+  return zero;
+}
+
 struct DataParallel {
   using Join = std::function<std::unique_ptr<Comm>(const std::string& name, const std::vector<int>& members)>;
 
   int rank, stage, shard, replica, context_rank, tensor_rank;  // shard: its place in the shard group
+  int expert_rank, expert_shard;                               // its places in the ep group, and in the experts' shard group
   int stages;                                                  // of the pipeline
   TensorParallel tensor;
   ContextParallel context;
+  ExpertParallel expert;
   Arena reduce_scratch, gather_scratch, exchange_scratch, context_scratch;
   Stream reduce_stream, gather_stream;
   std::unique_ptr<Stream> exchange_stream;  // with tensor.overlap; otherwise the compute stream does its work
@@ -87,28 +96,36 @@ struct DataParallel {
   std::unique_ptr<Comm> activations;        // the tensor-parallel group, on the compute stream or exchange_stream
   std::unique_ptr<Comm> partial_gradients;  // the same ranks, on reduce_stream
   std::unique_ptr<Comm> head_gradients;     // those of them with the same key-value head, on reduce_stream
+  // Where experts are shared among other ranks than the rest of a layer (experts_apart()), otherwise of this rank alone:
+  std::unique_ptr<Comm> experts;           // the ep group, on the compute stream
+  std::unique_ptr<Comm> expert_gradients;  // the shard group of the experts, on reduce_stream
+  std::unique_ptr<Comm> expert_weights;    // the same, on gather_stream
   std::unique_ptr<Comm> keys_values;        // the context-parallel group, on context_stream
   std::unique_ptr<Comm> tied_gradients;     // this rank's place in the first and in the last stage, on reduce_stream
   std::unique_ptr<Comm> scalars;            // all ranks, on the compute stream
   std::unique_ptr<Comm> stage_scalars;      // those of a stage of an asynchronous pipeline, on the compute stream
   std::unique_ptr<Comm> control;            // all ranks; only text, between the hosts
   std::unique_ptr<Comm> tensor_control;     // the tensor-parallel group; only text, between the hosts
+  std::unique_ptr<Comm> expert_control;     // the ep group; only text, between the hosts
   const Hooks& hooks;
   StageLinks links;  // to and from the neighbours of this stage
 
   // wraps: the last stage's neighbour is the first one. asynchronous: stages do not wait for each other's norms.
   DataParallel(const Mesh& mesh, int rank_, const Device& device, const Join& join, const Hooks& hooks_ = no_hooks,
-               const TensorParallel& tensor_ = {}, const ContextParallel& context_ = {}, bool wraps = false,
-               bool asynchronous = false)
+               const TensorParallel& tensor_ = {}, const ContextParallel& context_ = {},
+               const ExpertParallel& expert_ = {}, bool wraps = false, bool asynchronous = false)
       : rank(rank_),
         stage(mesh.coordinate(rank_, Axis::pp)),
         shard(mesh.coordinate(rank_, Axis::shard) * context_.ranks + mesh.coordinate(rank_, Axis::cp)),
         replica(mesh.coordinate(rank_, Axis::replicate)),
         context_rank(mesh.coordinate(rank_, Axis::cp)),
         tensor_rank(mesh.coordinate(rank_, Axis::tp)),
+        expert_rank(expert_view(mesh, expert_).coordinate(rank_, Axis::ep)),
+        expert_shard(expert_view(mesh, expert_).coordinate(rank_, Axis::shard)),
         stages(mesh.size(Axis::pp)),
         tensor(tensor_),
         context(context_),
+        expert(expert_),
         reduce_scratch(device, scratch_bytes),
         gather_scratch(device, scratch_bytes),
         exchange_scratch(device, tensor.overlap ? scratch_bytes : 0),
@@ -123,20 +140,25 @@ struct DataParallel {
         activations(join("activations", mesh.group(rank, {Axis::tp}))),
         partial_gradients(join("partial gradients", mesh.group(rank, {Axis::tp}))),
         head_gradients(join("head gradients", same_head(mesh))),
+        experts(join("experts", same_experts(mesh, Axis::ep))),
+        expert_gradients(join("expert gradients", same_experts(mesh, Axis::shard))),
+        expert_weights(join("expert weights", same_experts(mesh, Axis::shard))),
         keys_values(join("keys and values", mesh.group(rank, {Axis::cp}))),
         tied_gradients(join("tied gradients", ends_of_pipeline(mesh))),
         scalars(join("scalars", everybody(mesh))),
         stage_scalars(join("scalars of a stage", asynchronous ? mesh.group(rank, of_stage) : std::vector<int>{rank})),
         control(join("control", everybody(mesh))),
         tensor_control(join("tensor-parallel control", mesh.group(rank, {Axis::tp}))),
+        expert_control(join("expert-parallel control", same_experts(mesh, Axis::ep))),
         hooks(hooks_),
         links(rank, mesh.size() / stages, stages, wraps, device, scratch_bytes, join) {}
 
   // The groups that move tensors.
   std::vector<Comm*> tensor_groups() const {
-    std::vector<Comm*> all = {gradients.get(),         replicas.get(),       weights.get(),     activations.get(),
-                              partial_gradients.get(), head_gradients.get(), keys_values.get(), tied_gradients.get(),
-                              scalars.get(),           stage_scalars.get()};
+    std::vector<Comm*> all = {gradients.get(),         replicas.get(),       weights.get(),          activations.get(),
+                              partial_gradients.get(), head_gradients.get(), experts.get(),          expert_gradients.get(),
+                              expert_weights.get(),    keys_values.get(),    tied_gradients.get(),   scalars.get(),
+                              stage_scalars.get()};
     links.for_each([&](StageLink& link) { all.push_back(&link.comm()); });
     return all;
   }
@@ -144,6 +166,17 @@ struct DataParallel {
   void check() const {
     for (const Comm* comm : tensor_groups()) comm->check();
   }
+
+  // Among whom a unit is shared, beside the replicas, and which shard of it this rank has.
+  struct Sharers {
+    Comm &gradients, &weights;
+    int shard;
+  };
+  Sharers sharers(Sharing sharing) const {
+    if (sharing == Sharing::experts && experts_apart()) return {*expert_gradients, *expert_weights, expert_shard};
+    return {*gradients, *weights, shard};
+  }
+  bool experts_apart() const { return expert.count > 0 && (expert.ranks > 1 || tensor.ranks > 1); }
 
   int ranks() const { return scalars->size(); }
   bool first() const { return rank == 0; }
@@ -168,6 +201,9 @@ struct DataParallel {
   }
 
  private:
+  std::vector<int> same_experts(const Mesh& mesh, Axis along) const {
+    return experts_apart() ? expert_view(mesh, expert).group(rank, {along}) : std::vector<int>{rank};
+  }
   std::vector<int> everybody(const Mesh& mesh) const {
     return mesh.group(rank, {Axis::pp, Axis::replicate, Axis::shard, Axis::cp, Axis::tp});
   }

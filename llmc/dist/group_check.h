@@ -33,7 +33,7 @@ inline void check_group(Comm& group, int number, const std::vector<int>& members
           "the group {}: got {} from {} instead of {}; the transport mixes up ranks or groups: try another --comm",
           group.name(), all.data<float>()[m], name_of_rank(members[static_cast<size_t>(m)]), value(m));
 
-  // Below 100: the sum of any number of ranks that there may be is exact.
+  // Below 200: the sum of any number of ranks that there may be is exact.
   const auto term = [&](int member) {
     return static_cast<float>(10 * number + members[static_cast<size_t>(member)] % 10);
   };
@@ -108,6 +108,13 @@ inline void check_groups(DataParallel& dp, const Mesh& mesh, Stream& compute,
                       name_of_rank);
   detail::check_group(*dp.keys_values, 8, along({Axis::cp}), dp.context_stream ? *dp.context_stream : compute,
                       name_of_rank);
+  if (dp.experts_apart()) {
+    const Mesh view = expert_view(mesh, dp.expert);
+    detail::check_group(*dp.experts, 11, view.group(dp.rank, {Axis::ep}), compute, name_of_rank);
+    const std::vector<int> same_experts = view.group(dp.rank, {Axis::shard});
+    detail::check_group(*dp.expert_gradients, 12, same_experts, dp.reduce_stream, name_of_rank);
+    detail::check_group(*dp.expert_weights, 13, same_experts, dp.gather_stream, name_of_rank);
+  }
   const std::vector<int> column = along({Axis::pp});
   const bool end = dp.rank == column.front() || dp.rank == column.back();
   const std::vector<int> ends = end ? std::vector{column.front(), column.back()} : std::vector{dp.rank};

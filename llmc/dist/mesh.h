@@ -11,9 +11,10 @@
 namespace llmc {
 
 // Data parallelism is replicate x shard: the shard ranks of one replica together hold one copy of what ZeRO shards.
-enum class Axis : uint8_t { pp, replicate, shard, cp, tp };
+// ep is an axis of another view of the same ranks (expert_parallel.h).
+enum class Axis : uint8_t { pp, replicate, shard, cp, tp, ep };
 inline const char* name_of(Axis axis) {
-  constexpr const char* names[] = {"pp", "replicate", "shard", "cp", "tp"};
+  constexpr const char* names[] = {"pp", "replicate", "shard", "cp", "tp", "ep"};
   return names[static_cast<int>(axis)];
 }
 

@@ -49,6 +49,7 @@ struct ParamSpec {
   int64_t padded_rows = 0;  // rows stored, of which the padding at the end is always zero; 0: no padding
   Placement placement = Placement::aligned;
   int64_t most_parts = 0;  // it can be divided into so many parts; more ranks have copies of them; 0: any number
+  std::optional<int64_t> expert = {};  // which expert of its layer it is a part of (expert_parallel.h)
 
   // What this rank has of it, and with whom (tensor_parallel.h); none: all of it.
   std::optional<Box> part = {};

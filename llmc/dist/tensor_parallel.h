@@ -65,7 +65,8 @@ inline ParamSpec part_of(ParamSpec p, const TensorParallel& tp, int rank) {
 }
 
 // The parts that a rank has. What all ranks of the group have comes last in its unit, so that one exchange sums its
-// partial gradients; adjacent parameters stay together.
+// partial gradients; adjacent parameters stay together. Experts are not divided: to those who share them, the ranks of
+// the group are like any others (expert_parallel.h).
 inline ParamTable part_of(const ParamTable& table, const TensorParallel& tp, int rank) {
   ParamTable parts;
   for (const UnitSpec& unit : table) {
@@ -73,7 +74,7 @@ inline ParamTable part_of(const ParamTable& table, const TensorParallel& tp, int
     std::vector<ParamSpec> everybodys;
     bool last = false;
     for (const ParamSpec& whole : unit.params) {
-      const ParamSpec p = part_of(whole, tp, rank);
+      const ParamSpec p = unit.sharing == Sharing::experts ? whole : part_of(whole, tp, rank);
       if (p.placement == Placement::aligned) last = tp.ranks > 1 && p.copies == tp.ranks;
       (last ? everybodys : mine.params).push_back(p);
     }

@@ -1,6 +1,7 @@
 // whole_check.h: before the first step, the ranks say which elements of which parameters they hold; together that must
 // be the whole model, every element exactly as often as the layout says (contract 15). So a layer that falls between
-// two stages of a pipeline, or lies on two of them, ends the run by its name before anything is computed.
+// two stages of a pipeline, or lies on two of them, or an expert that no rank has, ends the run by its name before
+// anything is computed.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -14,7 +15,7 @@
 
 namespace llmc {
 
-// What a rank holds of a parameter: elements of the box that its tensor-parallel rank has.
+// What a rank holds of a parameter: elements of the box that its tensor-parallel rank has. Of experts, it has whole ones.
 struct HeldParam {
   Box box;
   Range weights, moments;
@@ -24,10 +25,12 @@ struct HeldParam {
 struct HeldUnits {
   size_t first = 0, last = 0;
   std::vector<HeldParam> params;
+  Range experts = {};  // in a unit of them: which
 };
 struct HeldByRank {
   int stage = 0, tensor_rank = 0;
   std::vector<HeldUnits> units;
+  int expert_rank = 0;
 };
 
 inline std::vector<HeldUnits> units_held(const ModelState& state) {
@@ -37,6 +40,8 @@ inline std::vector<HeldUnits> units_held(const ModelState& state) {
     const std::vector<ParamSpec>& params = state.unit(u).spec().params;
     HeldUnits unit{u, u, {}};
     for (const ParamSpec& p : params) unit.params.push_back({p.box(), {}, {}});
+    if (!params.empty() && params.front().expert)
+      unit.experts = {*params.front().expert, *params.back().expert + 1 - *params.front().expert};
     StateTable table;
     state.unit(u).append_to(table);
     for (const StateEntry& e : table) {
@@ -44,17 +49,19 @@ inline std::vector<HeldUnits> units_held(const ModelState& state) {
       if (e.kind == StateKind::weight) p.weights = {e.begin, e.tensor.numel()};
       if (e.kind == StateKind::moment1) p.moments = {e.begin, e.tensor.numel()};
     }
-    if (!held.empty() && held.back().last + 1 == u && held.back().params == unit.params) held.back().last = u;
+    if (!held.empty() && held.back().last + 1 == u && held.back().params == unit.params &&
+        held.back().experts == unit.experts)
+      held.back().last = u;
     else held.push_back(std::move(unit));
   }
   return held;
 }
 
-// As text, to be sent: numbers, of which the third says how many parameters follow.
+// As text, to be sent: numbers, of which the fifth says how many parameters follow.
 inline std::string text_of(const std::vector<HeldUnits>& held) {
   std::string text;
   for (const HeldUnits& h : held) {
-    text += formatted("{} {} {}\n", h.first, h.last, h.params.size());
+    text += formatted("{} {} {} {} {}\n", h.first, h.last, h.experts.begin, h.experts.size, h.params.size());
     for (const HeldParam& p : h.params)
       text += formatted("{} {} {} {} {} {} {} {}\n", p.box.row, p.box.rows, p.box.column, p.box.columns,
                         p.weights.begin, p.weights.size, p.moments.begin, p.moments.size);
@@ -65,8 +72,9 @@ inline std::vector<HeldUnits> held_from_text(const std::string& text) {
   std::vector<HeldUnits> held;
   std::istringstream in(text);
   size_t first, last, count;
-  while (in >> first >> last >> count) {
-    HeldUnits& h = held.emplace_back(HeldUnits{first, last, {}});
+  Range experts;
+  while (in >> first >> last >> experts.begin >> experts.size >> count) {
+    HeldUnits& h = held.emplace_back(HeldUnits{first, last, {}, experts});
     for (HeldParam p; h.params.size() < count; h.params.push_back(p)) {
       in >> p.box.row >> p.box.rows >> p.box.column >> p.box.columns >> p.weights.begin >> p.weights.size >>
           p.moments.begin >> p.moments.size;
@@ -114,16 +122,13 @@ inline void require_covered(const std::vector<Box>& boxes, int64_t rows, int64_t
 
 }  // namespace detail
 
-// What the ranks of a layout hold is the whole model. table: what one tensor-parallel rank has of it.
-inline void require_whole_model(const ParamTable& table, bool tied, const ZeroConfig& zero,
+// What the ranks of a layout hold is the whole model. table: what one tensor-parallel rank has of it, and all experts.
+// experts: how they are sharded.
+inline void require_whole_model(const ParamTable& table, bool tied, const ZeroConfig& dense, const ZeroConfig& experts,
                                 const std::vector<HeldByRank>& ranks) {
   using Updates = ZeroConfig::Updates;
-  const int holders_of_weights = zero.stage == 3 ? zero.replicas : zero.ranks(),
-            holders_of_moments = zero.updates() == Updates::everyone       ? zero.ranks()
-                                 : zero.updates() == Updates::shard_owners ? zero.replicas
-                                                                           : 1;
   struct Holder {
-    int stage, tensor_rank;
+    int stage, part;  // part: the tensor-parallel rank; of experts, the rank in its ep group
     const HeldUnits* held;
   };
   std::vector<std::vector<Holder>> holders(table.size());
@@ -132,7 +137,8 @@ inline void require_whole_model(const ParamTable& table, bool tied, const ZeroCo
       for (size_t u = h.first; u <= h.last; ++u) {
         CHECK(u < table.size(), "the model is not whole: stage {} has a unit {}, and there are {}", rank.stage, u,
               table.size());
-        holders[u].push_back({rank.stage, rank.tensor_rank, &h});
+        holders[u].push_back(
+            {rank.stage, table[u].sharing == Sharing::experts ? rank.expert_rank : rank.tensor_rank, &h});
       }
   const auto stages_of = [&](size_t u) {
     std::set<int> stages;
@@ -143,6 +149,12 @@ inline void require_whole_model(const ParamTable& table, bool tied, const ZeroCo
     CHECK(!holders[u].empty(), "the model is not whole: no stage of the pipeline has {}", table[u].name);
   for (size_t u = 0; u < table.size(); ++u) {
     const UnitSpec& unit = table[u];
+    const bool of_experts = unit.sharing == Sharing::experts;
+    const ZeroConfig& zero = of_experts ? experts : dense;
+    const int holders_of_weights = zero.stage == 3 ? zero.replicas : zero.ranks(),
+              holders_of_moments = zero.updates() == Updates::everyone       ? zero.ranks()
+                                   : zero.updates() == Updates::shard_owners ? zero.replicas
+                                                                             : 1;
     const std::vector<int> stages = stages_of(u), heads = stages_of(table.size() - 1);
     if (u == 0 && tied)
       CHECK(std::ranges::includes(stages, heads) && stages.size() <= 2,
@@ -150,28 +162,34 @@ inline void require_whole_model(const ParamTable& table, bool tied, const ZeroCo
             unit.name, stages, heads);
     else CHECK(stages.size() == 1, "the model is not whole: {} is on stages {}, expected one", unit.name, stages);
     for (const int stage : stages) {
-      // By tensor-parallel rank: its boxes, and what its data-parallel ranks hold of them.
-      std::map<int, std::vector<const HeldUnits*>> parts;
+      // Of each parameter, by part: what the ranks that share it hold.
+      std::vector<std::map<int, std::vector<const HeldParam*>>> parts(unit.params.size());
       for (const Holder& h : holders[u]) {
         if (h.stage != stage) continue;
-        parts[h.tensor_rank].push_back(h.held);
-        CHECK(h.held->params.size() == unit.params.size(),
-              "the model is not whole: stage {} has {} parameters of {}, expected {}", stage, h.held->params.size(),
-              unit.name, unit.params.size());
+        size_t next = 0;
+        for (size_t i = 0; i < unit.params.size(); ++i) {
+          if (of_experts && overlap({*unit.params[i].expert, 1}, h.held->experts).size == 0) continue;
+          if (next++ < h.held->params.size()) parts[i][h.part].push_back(&h.held->params[next - 1]);
+        }
+        CHECK(next == h.held->params.size(), "the model is not whole: stage {} has {} parameters of {}, expected {}",
+              stage, h.held->params.size(), unit.name, next);
       }
       for (size_t i = 0; i < unit.params.size(); ++i) {
         const ParamSpec& p = unit.params[i];
+        CHECK(!of_experts || parts[i].size() == 1,
+              "the model is not whole: {} on stage {} belongs to {} rank(s) of an ep group, expected 1", p.name, stage,
+              parts[i].size());
         std::vector<Box> boxes;
-        for (const auto& [tensor_rank, held] : parts) {
-          const Box box = boxes.emplace_back(held.front()->params[i].box);
+        for (const auto& [part, held] : parts[i]) {
+          const Box box = boxes.emplace_back(held.front()->box);
           std::vector<Range> weights, moments;
-          for (const HeldUnits* h : held) {
-            CHECK(h->params[i].box == box, "the model is not whole: data-parallel ranks have different parts of {}",
-                  p.name);
-            weights.push_back(h->params[i].weights);
-            moments.push_back(h->params[i].moments);
+          for (const HeldParam* h : held) {
+            CHECK(h->box == box, "the model is not whole: data-parallel ranks have different parts of {}", p.name);
+            weights.push_back(h->weights);
+            moments.push_back(h->moments);
           }
-          const std::string whose = formatted("{} on stage {}, tensor-parallel rank {},", p.name, stage, tensor_rank);
+          const std::string whose =
+              formatted("{} on stage {}, {} rank {},", p.name, stage, of_experts ? "ep" : "tensor-parallel", part);
           detail::require_covered(weights, box.numel(), holders_of_weights, whose);
           if (zero.holds == Holds::training_state)
             detail::require_covered(moments, box.numel(), holders_of_moments, "AdamW's moments of " + whose);
@@ -185,13 +203,16 @@ inline void require_whole_model(const ParamTable& table, bool tied, const ZeroCo
 
 // Called by all ranks; rank 0 compares.
 inline void check_whole_model(const ModelState& state, const ParamTable& table, bool tied, const Mesh& mesh) {
+  const Mesh view = expert_view(mesh, state.dp().expert);
   std::vector<HeldByRank> ranks;
   for (const std::string& text :
        state.dp().control->gather_text(0, "parameters that the ranks hold", text_of(units_held(state)))) {
     const int rank = static_cast<int>(ranks.size());
-    ranks.push_back({mesh.coordinate(rank, Axis::pp), mesh.coordinate(rank, Axis::tp), held_from_text(text)});
+    ranks.push_back({mesh.coordinate(rank, Axis::pp), mesh.coordinate(rank, Axis::tp), held_from_text(text),
+                     view.coordinate(rank, Axis::ep)});
   }
-  if (!ranks.empty()) require_whole_model(table, tied, state.zero_config(), ranks);
+  if (!ranks.empty())
+    require_whole_model(table, tied, state.zero_config(), state.zero_config(Sharing::experts), ranks);
 }
 
 }  // namespace llmc

@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -28,11 +29,17 @@ class ModelState {
   // versions: of the weights that are kept
   ModelState(const ParamTable& table, DType dtype, const ZeroConfig& zero, DataParallel& dp, Arena& arena,
              StageUnits stages = {}, int64_t blocks_open = 1, int64_t versions = 1)
-      : zero_(zero), dp_(dp), stages_(std::move(stages)), read_by_(static_cast<size_t>(versions)) {
+      : zero_(zero),
+        expert_zero_(expert_zero(zero, dp.tensor, dp.expert)),
+        dp_(dp),
+        stages_(std::move(stages)),
+        read_by_(static_cast<size_t>(versions)) {
     for (const UnitSpec& unit : table) {
       sharing_.push_back(unit.sharing);
+      if (unit.sharing == Sharing::experts) require_expert_groups(unit);
       units_.push_back(stages_.has(units_.size(), dp.stage)
-                           ? std::make_unique<UnitState>(unit, dtype, zero, dp.shard, arena, versions)
+                           ? std::make_unique<UnitState>(unit, dtype, zero_config(unit.sharing),
+                                                         dp.sharers(unit.sharing).shard, arena, versions)
                            : nullptr);
     }
     int64_t largest_block = 0, largest_experts = 0;
@@ -64,7 +71,10 @@ class ModelState {
   const UnitState& front() const { return *units_.front(); }
   const UnitState& back() const { return *units_.back(); }
   size_t size() const { return units_.size(); }  // of the whole model
-  const ZeroConfig& zero_config() const { return zero_; }
+  const ZeroConfig& zero_config(Sharing sharing = Sharing::dense) const {
+    return sharing == Sharing::experts ? expert_zero_ : zero_;
+  }
+  Sharing sharing_of(size_t index) const { return sharing_[index]; }
   DataParallel& dp() const { return dp_; }
 
   StateTable state_table() const {
@@ -191,15 +201,17 @@ class ModelState {
   void reduce_gradients(size_t u, bool last_micro_batch, Stream& compute) {
     const UnitState& unit = *units_[u];
     const bool micro = zero_.grad_reduce == GradReduce::micro;
-    if (!micro && (!last_micro_batch || (zero_.ranks() == 1 && unit.partial_sums().empty()))) return;
+    const bool alone = zero_config(sharing_[u]).ranks() == 1 && unit.partial_sums().empty();
+    if (!micro && (!last_micro_batch || alone)) return;
     Stream& stream = dp_.reduce_stream;
     stream.wait(compute.record());
     const Tensor all = unit.gradients(), shard = all.slice(unit.shard_range().begin, {unit.shard_range().size});
     if (zero_.sync == DpSync::all_reduce) {
-      dp_.gradients->reduce_scatter(all, stream);  // the shard group first, then the replicas (contract 3)
+      Comm& sharers = dp_.sharers(sharing_[u]).gradients;
+      sharers.reduce_scatter(all, stream);  // the shard group first, then the replicas (contract 3)
       dp_.replicas->all_reduce(shard, stream);
       sum_partial_gradients(unit, stream);
-      if (zero_.stage == 0) dp_.gradients->all_gather(all, stream);
+      if (zero_.stage == 0) sharers.all_gather(all, stream);
     } else {
       dp_.gradients->push(all, zero_.owners(), stream);
     }
@@ -225,9 +237,11 @@ class ModelState {
     compute.wait(dp_.reduce_stream.record());
   }
 
-  // out (1) fp64 = the square sum of what this rank counts of shard `k` of a unit's gradients.
-  void square_sum_of(size_t u, int k, const Tensor& out, Stream& compute) const {
-    const std::vector<Tensor> counted = has(u) ? units_[u]->counted_gradients(k) : std::vector<Tensor>();
+  // out (1) fp64 = the square sum of what this rank counts of its shard of a unit's gradients, or on a parameter server
+  // of shard `k`.
+  void square_sum_of(size_t u, const Tensor& out, Stream& compute, std::optional<int> k = std::nullopt) const {
+    const int shard = k.value_or(dp_.sharers(sharing_[u]).shard);
+    const std::vector<Tensor> counted = has(u) ? units_[u]->counted_gradients(shard) : std::vector<Tensor>();
     if (counted.empty()) zero(out, compute);
     for (size_t i = 0; i < counted.size(); ++i)
       square_sum(out, counted[i], compute, i == 0 ? Accumulate::no : Accumulate::yes);
@@ -237,13 +251,14 @@ class ModelState {
 
   void update(Tensor control, const AdamWOptions& options, Stream& compute) {
     const bool gather = zero_.ranks() > 1 && zero_.stage < 3 && zero_.updates() != ZeroConfig::Updates::everyone;
-    for (const auto& unit : units_) {
-      if (!unit) continue;
-      unit->update(control, options, compute);
+    for (size_t u = 0; u < units_.size(); ++u) {
+      if (!has(u)) continue;
+      const UnitState& unit = *units_[u];
+      unit.update(control, options, compute);
       if (!gather) continue;
       dp_.gather_stream.wait(compute.record());
-      dp_.hooks.released_except(unit->weights(), unit->update_range(), dp_.gather_stream);
-      gather_updated(unit->weights());
+      dp_.hooks.released_except(unit.weights(), unit.update_range(), dp_.gather_stream);
+      gather_updated(unit.weights(), dp_.sharers(sharing_[u]).weights);
     }
     if (gather) compute.wait(dp_.gather_stream.record());
   }
@@ -264,14 +279,20 @@ class ModelState {
     }
   }
 
-  // Every rank gets the weights of a unit from those who have updated them.
-  void gather_updated(const Tensor& weights) {
+  // Every rank of a group gets the weights of a unit from those who have updated them.
+  void gather_updated(const Tensor& weights, Comm& sharers) {
     switch (zero_.sync) {
-      case DpSync::all_reduce: return dp_.weights->all_gather(weights, dp_.gather_stream);
-      case DpSync::parameter_server_chain: return dp_.weights->broadcast(weights, 0, dp_.gather_stream);
+      case DpSync::all_reduce: return sharers.all_gather(weights, dp_.gather_stream);
+      case DpSync::parameter_server_chain: return sharers.broadcast(weights, 0, dp_.gather_stream);
       case DpSync::parameter_server:
-      case DpSync::partitioned_server: return dp_.weights->pull(weights, zero_.owners(), dp_.gather_stream);
+      case DpSync::partitioned_server: return sharers.pull(weights, zero_.owners(), dp_.gather_stream);
     }
+  }
+  void require_expert_groups(const UnitSpec& unit) const {
+    CHECK(dp_.tensor.ranks == 1 || dp_.experts_apart(),
+          "{}: with {} tensor-parallel ranks it has groups of its own, which were not made: ExpertParallel of {} experts",
+          unit.name, dp_.tensor.ranks, dp_.expert.count);
+    CHECK(zero_.sync == DpSync::all_reduce, "{}: servers, as of --dp-sync {}, have no experts", unit.name, zero_.sync);
   }
 
   struct Buffer {
@@ -319,11 +340,11 @@ class ModelState {
     const UnitState& unit = *units_[u];
     const Tensor all = unit.in_buffer(buffer.memory);
     copy(all.slice(unit.shard_range().begin, {unit.shard_range().size}), unit.weight_shard(), stream);
-    dp_.weights->all_gather(all, stream);
+    dp_.sharers(sharing_[u]).weights.all_gather(all, stream);
     buffer.ready = stream.record();
   }
 
-  ZeroConfig zero_;
+  ZeroConfig zero_, expert_zero_;  // of dense units, of experts
   DataParallel& dp_;
   StageUnits stages_;
   std::vector<std::unique_ptr<UnitState>> units_;  // none: on another stage

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "dist/context_parallel.h"
+#include "dist/expert_parallel.h"
 #include "dist/tensor_parallel.h"
 #include "ops/ops_attention.h"
 
@@ -231,6 +232,27 @@ inline ContextParallel context_parallel(const ModelConfig& c, const TensorParall
   return {.ranks = static_cast<int>(ranks), .attention = attention};
 }
 
+// Refuses a number of ranks that cannot divide the experts of a layer among them. shards: ranks of a shard group,
+// context-parallel ones included.
+inline ExpertParallel expert_parallel(const ModelConfig& c, const TensorParallel& tensor, int64_t shards,
+                                      int64_t ranks) {
+  const int64_t E = c.experts.count, all = shards * tensor.ranks;
+  CHECK(E > 0 || ranks == 1, "--ep {}: {} has no experts to divide: leave out --ep, or choose a model with experts",
+        ranks, c.family.model_type);
+  if (E == 0) return {};
+  CHECK(tensor.ranks == 1 || tensor.sequence,
+        "--sequence-parallel off with --tp {} and {} experts per layer: all ranks of the group would send them the same "
+        "tokens: use --sequence-parallel on",
+        tensor.ranks, E);
+  std::vector<int64_t> would_do;
+  for (const int64_t n : divisors(E))
+    if (all % n == 0) would_do.push_back(n);
+  CHECK(E % ranks == 0 && all % ranks == 0,
+        "--ep {}: it must divide the {} experts of a layer, and the {} ranks of --tp x --cp x shards: use one of {}",
+        ranks, E, all, would_do);
+  return {.ranks = static_cast<int>(ranks), .count = E};
+}
+
 // The parameters, with GPT-2's initialisation: normal 0.02, projections into the residual stream scaled by
 // 1 / sqrt(2 L) (Radford et al. 2019). A tied token embedding is one parameter, used by the embedding and the head.
 //
@@ -309,12 +331,16 @@ inline ParamTable parameter_table(const ModelConfig& c) {
       }
       if (e.shared_gate) matrix(".moe.shared_gate.weight", 1, C, by_row, std);
       table.push_back({block + ".experts", {}, Sharing::experts});
+      auto of_expert = [&](int64_t i, const char* name, int64_t out, int64_t in, float stddev, Placement placement) {
+        matrix(formatted(".experts.{}.{}", i, name), out, in, by_row, stddev, placement);
+        table.back().params.back().expert = i;
+      };
       for (int64_t i = 0; i < e.count; ++i) {
-        matrix(formatted(".experts.{}.gate.weight", i), e.width, C, by_row, std, i == 0 ? aligned : adjacent);
-        matrix(formatted(".experts.{}.up.weight", i), e.width, C, by_row, std, adjacent);
+        of_expert(i, "gate.weight", e.width, C, std, i == 0 ? aligned : adjacent);
+        of_expert(i, "up.weight", e.width, C, std, adjacent);
       }
       for (int64_t i = 0; i < e.count; ++i)
-        matrix(formatted(".experts.{}.down.weight", i), C, e.width, by_row, residual_std, i == 0 ? aligned : adjacent);
+        of_expert(i, "down.weight", C, e.width, residual_std, i == 0 ? aligned : adjacent);
       continue;
     }
     const bool gated = c.family.mlp == Mlp::swiglu;

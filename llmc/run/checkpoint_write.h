@@ -19,8 +19,9 @@ namespace llmc {
 
 namespace detail {
 
-// The bytes of a Hugging Face tensor on rank `writer` of a tensor-parallel group, nothing on the others. weights: the
-// boxes of its unit that this rank has, in host memory. units: the unit on each rank of the group.
+// The bytes of a Hugging Face tensor on rank `writer` of a group whose ranks have parts of a unit: of boxes, or some of
+// the experts; nothing on the others. weights: what this rank has of the unit, in host memory. units: the unit on each
+// rank of the group.
 inline std::vector<std::byte> gather_boxes(const HfTensor& hf, StateTable weights, const std::vector<UnitSpec>& units,
                                            DType dtype, int writer, Comm& group) {
   const auto gives = [&](const ParamSpec& p) {
@@ -45,8 +46,8 @@ inline std::vector<std::byte> gather_boxes(const HfTensor& hf, StateTable weight
       weights.push_back({&p, StateKind::weight, 0, theirs.slice(at, {p.box().numel()})});
       at += p.box().numel();
     }
-    CHECK(at == theirs.numel(), "{}: rank {} of the tensor-parallel group sent {} elements, expected {}", hf.name, rank,
-          theirs.numel(), at);
+    CHECK(at == theirs.numel(), "{}: rank {} of the group {} sent {} elements, expected {}", hf.name, rank,
+          group.name(), theirs.numel(), at);
   }
   return gather_hf(hf, weights);
 }
@@ -60,7 +61,7 @@ struct WritePlan {
 
   WritePlan(const ModelConfig& config, const ModelState& state) : tensors(hf_tensors(config)) {
     const DataParallel& dp = state.dp();
-    const ParamTable units = part_of(parameter_table(config), dp.tensor, dp.tensor_rank);
+    const ParamTable units = parameter_table(config);
     std::map<std::string, size_t> unit_of;
     std::vector<int64_t> bytes(static_cast<size_t>(dp.ranks()), 0);
     for (size_t u = 0; u < units.size(); ++u) {
@@ -142,7 +143,6 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   nlohmann::ordered_json files = nlohmann::ordered_json::object();  // written by this rank
 
   const detail::WritePlan plan(config, state);
-  const int tp = dp.tensor.ranks;
   std::vector<TensorInfo> infos;
   for (size_t i = 0; i < plan.tensors.size(); ++i)
     if (plan.writer[plan.unit[i]] == dp.rank) infos.push_back({plan.tensors[i].name, dtype, plan.tensors[i].shape});
@@ -154,15 +154,20 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   for (size_t u = 0; u < state.size(); ++u)  // one unit gathered, one tensor in host memory at a time
     if (state.stage_of(u) == dp.stage)
       state.with_whole_unit(u, stream, [&](const UnitState& unit) {
-        const int writer = plan.writer[u];
-        if (writer / tp != dp.rank / tp) return;  // the ranks of a tensor-parallel group are neighbours
+        const bool experts = state.sharing_of(u) == Sharing::experts;
+        Comm& group = experts ? *dp.expert_control : *dp.tensor_control;
+        const int writer = plan.writer[u], n = group.size();
+        if (writer / n != dp.rank / n) return;  // the ranks of either group are neighbours
         const HostView whole(unit.weights(), stream);
-        std::vector<UnitSpec> boxes;
-        for (int rank = 0; rank < tp; ++rank) boxes.push_back(part_of(ParamTable{parameters[u]}, dp.tensor, rank)[0]);
+        std::vector<UnitSpec> held;
+        for (int rank = 0; rank < n; ++rank) {
+          const ParamTable all = {parameters[u]};
+          held.push_back(experts ? part_of(all, dp.expert, rank)[0] : part_of(all, dp.tensor, rank)[0]);
+        }
         for (size_t i = 0; i < plan.tensors.size(); ++i) {
           if (plan.unit[i] != u) continue;
           const std::vector<std::byte> bytes = detail::gather_boxes(plan.tensors[i], unit.whole_weights(whole.tensor()),
-                                                                    boxes, dtype, writer % tp, *dp.tensor_control);
+                                                                    held, dtype, writer % n, group);
           if (writer == dp.rank) attempt([&] { model->write(bytes.data(), std::ssize(bytes)); });
         }
       });
@@ -170,17 +175,24 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
     if (model) files[plan.file(dp.rank)] = model->finish().to_json();
   });
 
-  StateTable table = state.state_table();
+  // A rank owns slices of what the rest of its replica does not have, or has and updates alike (stage 0).
+  StateTable table;
+  int owners = 0;  // ranks of a replica that own any
+  for (size_t u = 0; u < state.size(); ++u) {
+    const Sharing sharing = state.sharing_of(u);
+    const int shards = state.zero_config(sharing).owners();
+    owners = std::max(owners, shards * (sharing == Sharing::experts ? dp.expert.ranks : dp.tensor.ranks));
+    if (state.has(u) && dp.sharers(sharing).shard < shards) state.unit(u).append_to(table);
+  }
   std::erase_if(table, [](const StateEntry& e) { return e.kind == StateKind::weight || !e.param->first_copy; });
-  const int owners = state.zero_config().owners();
+  const int place = dp.shard * dp.tensor.ranks + dp.tensor_rank;  // in the replica
   attempt([&] {
-    if (dp.replica > 0 || dp.shard >= owners) return;
+    if (dp.replica > 0 || place >= owners) return;
     infos.clear();
     for (const StateEntry& e : table)
       infos.push_back({detail::slice_range(e).tensor_name(detail::what_of(e)), e.tensor.dtype, {e.tensor.numel()}});
     const std::string name =
-        formatted("optimizer-{:05}-of-{:05}.safetensors", (dp.stage * owners + dp.shard) * tp + dp.tensor_rank + 1,
-                  dp.stages * owners * tp);
+        formatted("optimizer-{:05}-of-{:05}.safetensors", dp.stage * owners + place + 1, dp.stages * owners);
     SafetensorsWriter optimizer(temporary + "/" + name, infos);
     for (const StateEntry& e : table) optimizer.write(HostView(e.tensor, stream).tensor().bytes, e.tensor.size_bytes());
     files[name] = optimizer.finish().to_json();

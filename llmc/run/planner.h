@@ -67,7 +67,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   Arena arena(device), scratch(device);
   Stream stream(device, scratch);
   DataParallel dp(mesh, rank, device, DataParallel::null_groups(rank), no_hooks, config.tensor, config.context,
-                  config.chunks > config.stages, config.asynchronous());
+                  config.expert, config.chunks > config.stages, config.asynchronous());
   Trainer trainer(config, {arena, stream, &dp});
   const BatchSource nothing = [](int64_t) { return HostBatch{}; };
   Plan plan;

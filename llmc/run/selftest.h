@@ -64,27 +64,33 @@ inline void collect_state(Outcome& outcome, const ModelState& state, int rank, S
 // Every element of every parameter is held exactly as often as the layout says (contract 15); called when the slices of
 // all ranks are collected.
 inline void require_whole(Outcome& outcome, const StepConfig& step) {
-  const ZeroConfig& zero = step.zero;
-  const int everyone = zero.ranks(), of_weights = zero.stage == 3 ? zero.replicas : everyone,
-            of_state = zero.updates() == ZeroConfig::Updates::everyone       ? everyone
-                       : zero.updates() == ZeroConfig::Updates::shard_owners ? zero.replicas
-                                                                             : 1;
-  std::map<std::string, int> copies;
-  for (const UnitSpec& unit : part_of(parameter_table(step.model), step.tensor, 0))
-    for (const ParamSpec& p : unit.params)
-      copies[p.name] =
-          p.copies *
-          (unit.name == "embedding" && step.model.tied && step.pipeline().stage_of(step.chunks - 1) != 0 ? 2 : 1);
-  auto check = [&](const Wholes& all, int times) {
+  struct Expected {
+    int weights, state;
+  };
+  std::map<std::string, Expected> expected;
+  for (const UnitSpec& unit : part_of(parameter_table(step.model), step.tensor, 0)) {
+    const ZeroConfig zero =
+        unit.sharing == Sharing::experts ? expert_zero(step.zero, step.tensor, step.expert) : step.zero;
+    const int of_weights = zero.stage == 3 ? zero.replicas : zero.ranks(),
+              of_state = zero.updates() == ZeroConfig::Updates::everyone       ? zero.ranks()
+                         : zero.updates() == ZeroConfig::Updates::shard_owners ? zero.replicas
+                                                                               : 1;
+    for (const ParamSpec& p : unit.params) {
+      const bool twice =
+          unit.name == "embedding" && step.model.tied && step.pipeline().stage_of(step.chunks - 1) != 0;
+      const int copies = p.copies * (twice ? 2 : 1);
+      expected[p.name] = {copies * of_weights, copies * of_state};
+    }
+  }
+  auto check = [&](const Wholes& all, int Expected::*times) {
     for (const auto& [name, whole] : all)
       for (const int holders : whole.holders)
-        if (holders != times * copies.at(name.substr(0, name.find(':'))))
-          outcome.fault = formatted("{} ranks hold an element of {}, expected {}", holders, name,
-                                    times * copies.at(name.substr(0, name.find(':'))));
+        if (const int n = expected.at(name.substr(0, name.find(':'))).*times; holders != n)
+          outcome.fault = formatted("{} ranks hold an element of {}, expected {}", holders, name, n);
   };
-  check(outcome.weights, of_weights);
-  check(outcome.optimizer_state, of_state);
-  if (outcome.weights.size() != copies.size()) outcome.fault = "a parameter is held by no rank";
+  check(outcome.weights, &Expected::weights);
+  check(outcome.optimizer_state, &Expected::state);
+  if (outcome.weights.size() != expected.size()) outcome.fault = "a parameter is held by no rank";
 }
 
 // What a reader has as micro-batch m of a step: random tokens, the same for every step. Some begin a document.

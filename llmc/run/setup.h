@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <vector>
@@ -45,11 +46,11 @@ inline Device choose_device(const Options& o) {
   return device;
 }
 
-// One per visible GPU; as few as --tp and --cp allow on a CPU, one in modes that use one rank.
+// One per visible GPU; as few as --pp, --tp, --cp and --ep allow on a CPU, one in modes that use one rank.
 inline int64_t default_ranks(const Options& o) {
   if (o.generate || o.verify_data || o.print_schedule) return 1;
   const int64_t gpus = o.device == "cpu" ? 0 : visible_gpus().count;
-  return std::max(o.pp * o.tp * o.cp, gpus);
+  return std::max(o.pp * std::lcm(o.tp * o.cp, o.ep), gpus);
 }
 
 inline ModelConfig choose_model(const Options& o) {
@@ -141,6 +142,10 @@ inline StepConfig choose_step(const Options& o) {
         o.seq_len, step.model.n_positions, o.model, step.model.n_positions);
   step.tensor = tensor_parallel(step.model, o.tp, o.sequence_parallel == "on", o.tp_overlap);
   step.context = context_parallel(step.model, step.tensor, o.cp, context_attention_from_name(o.cp_attention));
+  step.expert = expert_parallel(step.model, step.tensor, step.zero.shards, o.ep);
+  CHECK(step.model.experts.count == 0 || step.zero.sync == DpSync::all_reduce,
+        "--dp-sync {} with --model {}, which has experts: servers are for dense models: use --dp-sync all-reduce",
+        step.zero.sync, o.model);
   step.stages = static_cast<int>(o.pp);
   const bool has_chunks = step.schedule == Schedule::interleaved || step.schedule == Schedule::zb_v;
   step.chunks = static_cast<int>(o.pp * o.pp_chunks.value_or(has_chunks ? 2 : 1));

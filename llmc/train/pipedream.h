@@ -154,7 +154,7 @@ class Pipedream {
     Stream& compute = context_.compute;
     state_.finish_gradients(compute);
     for (size_t u = 0; u < state_.size(); ++u)
-      state_.square_sum_of(u, dp_.shard, row_.slice(1 + static_cast<int64_t>(u), {1}), compute);
+      state_.square_sum_of(u, row_.slice(1 + static_cast<int64_t>(u), {1}), compute);
     Report& report = reports_[static_cast<size_t>(k) % reports_.size()];
     compute.wait(report.free);
     copy(report.row, row_, compute);

@@ -57,6 +57,7 @@ struct StepConfig {
   ZeroConfig zero = {};
   TensorParallel tensor = {};  // made by tensor_parallel()
   ContextParallel context = {};
+  ExpertParallel expert = {};  // made by expert_parallel()
   // Parts of a micro-batch that the head takes one after another; 0: as few as head_rows() allows.
   int64_t head_chunks = 0;
   bool generates = true;  // plan memory for a text and its key-value cache

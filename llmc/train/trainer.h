@@ -46,6 +46,7 @@ class Trainer {
     CHECK(config.slices.empty() ||
           (config.context.ranks == 1 &&
            std::accumulate(config.slices.begin(), config.slices.end(), int64_t{0}) == config.batch.T));
+    CHECK(dp_.expert.ranks == config.expert.ranks);
     CHECK(config.tensor.head_copies == tensor_parallel(config.model, config.tensor.ranks).head_copies);
     CHECK(config.zero.sync == DpSync::all_reduce ||
           (config.zero.stage == 0 && config.zero.replicas == 1 && config.ranks() == config.zero.ranks() &&
@@ -166,9 +167,13 @@ class Trainer {
   }
 
  private:
-  // The parameters of this rank's tensor-parallel part; a copy of the embedding is counted where the embedding is.
+  // The parameters of this rank's tensor-parallel part, with the experts that it has; a copy of the embedding is counted
+  // where the embedding is.
   static ParamTable table_of(const StepConfig& config, const DataParallel& dp) {
-    ParamTable table = part_of(parameter_table(config.model), config.tensor, dp.tensor_rank);
+    CHECK(config.expert.ranks == 1,
+          "--ep {}: ranks do not send each other the tokens of their experts yet; leave out --ep", config.expert.ranks);
+    ParamTable table = part_of(part_of(parameter_table(config.model), config.tensor, dp.tensor_rank), config.expert,
+                               dp.expert_rank);
     if (config.stages > 1 && config.stage_units().copy_of_embedding == dp.stage)
       for (ParamSpec& p : table.front().params) p.first_copy = false;
     return table;
@@ -273,17 +278,17 @@ class Trainer {
   void decide(const UpdateRule& rule) {
     Stream& stream = context_.compute;
     const int64_t units = static_cast<int64_t>(state_.size()), shards = config_.zero.shards;
-    auto square_sum_of = [&](int64_t u, int64_t shard, const Tensor& out) {
-      state_.square_sum_of(static_cast<size_t>(u), static_cast<int>(shard), out, stream);
-    };
     if (config_.zero.updates() != ZeroConfig::Updates::server) {
-      for (int64_t u = 0; u < units; ++u) square_sum_of(u, dp_.shard, my_scalars().slice(1 + u, {1}));
+      for (int64_t u = 0; u < units; ++u)
+        state_.square_sum_of(static_cast<size_t>(u), my_scalars().slice(1 + u, {1}), stream);
       combine();
       return clip_control(control_, square_sums_, loss_, rule, stream);
     }
     combine();  // the losses
     if (dp_.first()) {
-      for (int64_t i = 0; i < units * shards; ++i) square_sum_of(i / shards, i % shards, square_sums_.slice(i, {1}));
+      for (int64_t i = 0; i < units * shards; ++i)
+        state_.square_sum_of(static_cast<size_t>(i / shards), square_sums_.slice(i, {1}), stream,
+                             static_cast<int>(i % shards));
       clip_control(control_, square_sums_, loss_, rule, stream);
     }
     dp_.scalars->broadcast(control_, 0, stream);

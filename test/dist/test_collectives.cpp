@@ -79,7 +79,7 @@ struct Plants final : Hooks {
 };
 
 void check_groups_of(const Mesh& mesh, const Hooks& hooks = no_hooks, const TensorParallel& tensor = {},
-                     const ContextParallel& context = {}) {
+                     const ContextParallel& context = {}, const ExpertParallel& expert = {}) {
   World world(mesh, Backend::threads, hooks);
   run_ranks(world, [&](int rank) {
     const Device device{DeviceKind::cpu, 1};
@@ -88,7 +88,7 @@ void check_groups_of(const Mesh& mesh, const Hooks& hooks = no_hooks, const Tens
     const auto join = [&](const std::string& name, const std::vector<int>& members) {
       return world.join(rank, name, members);
     };
-    DataParallel dp(mesh, rank, device, join, hooks, tensor, context, mesh.size(Axis::pp) > 2);
+    DataParallel dp(mesh, rank, device, join, hooks, tensor, context, expert, mesh.size(Axis::pp) > 2);
     check_groups(dp, mesh, compute, [](int r) { return formatted("rank {} elsewhere", r); });
     for (const Comm* comm : dp.tensor_groups()) CHECK(comm->bytes_sent() == 0 && comm->bytes_received() == 0);
   });

@@ -4,6 +4,7 @@
 #pragma once
 #include <algorithm>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
@@ -116,6 +117,32 @@ class Comm {
           ring::all_to_all(link, x, reinterpret_cast<const T*>(in.bytes), n);
         },
         [=](GpuCollectives& g, Stream& s) { g.all_to_all(out, in, n, s); });
+  }
+  // The same with rows, of which each rank has as many for each other as it says: the first of `in` (rows, width) are
+  // the send[0] rows for rank 0, then come the send[1] for rank 1, and so on; `out` has the receive[0] rows from rank 0
+  // first. What follows them in either stays as it is. All ranks know what is sent to them.
+  virtual void all_to_all_rows(Tensor out, Tensor in, const std::vector<int64_t>& send,
+                               const std::vector<int64_t>& receive, Stream& stream) {
+    const int64_t width = in.shape[1];
+    const auto rows_of = [&](const char* what, const std::vector<int64_t>& counts, const Tensor& t) {
+      CHECK(t.shape[1] == width && t.dtype == in.dtype && std::ssize(counts) == size() && std::ranges::min(counts) >= 0,
+            "all_to_all_rows of {}: {} counts of rows to {} between {} ranks, of {} and {} elements", name_, counts, what,
+            size(), width, t.shape[1]);
+      const int64_t rows = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+      CHECK(rows <= t.shape[0], "all_to_all_rows of {}: {} rows to {}, of {}", name_, rows, what, t.shape[0]);
+      return rows;
+    };
+    rows_of("send", send, in);
+    const Tensor received = out.slice(0, {rows_of("receive", receive, out), width});
+    const size_t me = static_cast<size_t>(rank());
+    CHECK(send[me] == receive[me], "all_to_all_rows of {}: rank {} sends itself {} rows, and receives {}", name_, me,
+          send[me], receive[me]);
+    run(
+        "all_to_all_rows", received, stream,
+        [=]<class T>(const Link& link, T* x, T*) {
+          ring::all_to_all_rows(link, x, reinterpret_cast<const T*>(in.bytes), width, send, receive);
+        },
+        [=](GpuCollectives& g, Stream& s) { g.all_to_all_rows(out, in, send, receive, s); });
   }
   // Sends `out` while `in` is received.
   virtual void exchange(Tensor out, int to, Tensor in, int from, Stream& stream) {
@@ -250,7 +277,7 @@ class Comm {
   template <class Ring, class Library = ByExchanges>
   void run(const char* op, Tensor buffer, Stream& stream, Ring&& ring, Library&& library = {},
            std::optional<int> messages = std::nullopt) {
-    if (size() == 1 && buffer.size_bytes() > 0 && std::string_view(op) != "all_to_all") return;
+    if (size() == 1 && buffer.size_bytes() > 0 && !std::string_view(op).starts_with("all_to_all")) return;
     auto scope = stream.scratch().scope();
     const Tensor scratch = stream.scratch().alloc("scratch", "ring chunk", buffer.dtype, {ring::chunk_elements});
     auto through = [=](Transport& transport, Stream* gpu) {
@@ -280,7 +307,8 @@ class Comm {
       }
       stream.run(cost, {buffer}, [=, this] {
         const Waiting waiting;
-        const bool units = name_ == "gradients" || name_ == "replicas" || name_ == "weights";
+        const bool units = name_ == "gradients" || name_ == "replicas" || name_ == "weights" ||
+                           name_ == "expert gradients" || name_ == "expert weights";
         const Attending attending(place_.get(), op, units ? "unit " : "", buffer.name);
         through(*transport_, gpu);
       });

@@ -6,6 +6,7 @@
 #pragma once
 #include <algorithm>
 #include <cstddef>
+#include <vector>
 
 #include "core/dtype.h"
 #include "core/shape.h"
@@ -138,6 +139,29 @@ void all_to_all(const Link& t, T* out, const T* in, int64_t n) {
     const int to = detail::wrap(r + s, P), from = detail::wrap(r - s, P);
     const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
     t.exchange(to, in + to * n, bytes, from, out + from * n, bytes);
+  }
+}
+
+// The same with rows of `width` elements, of which there are send[k] for rank k and receive[k] from it, one rank's after
+// the other's. Sent by each rank: the rows that are not for itself.
+template <class T>
+void all_to_all_rows(const Link& t, T* out, const T* in, int64_t width, const std::vector<int64_t>& send,
+                     const std::vector<int64_t>& receive) {
+  const auto blocks = [width](auto* base, const std::vector<int64_t>& rows) {  // where each rank's rows begin
+    std::vector<decltype(base)> begins;
+    for (const int64_t n : rows) begins.push_back(base), base += n * width;
+    return begins;
+  };
+  const std::vector<T*> to_rows = blocks(out, receive);
+  const std::vector<const T*> from_rows = blocks(in, send);
+  const auto at = [](const auto& list, int rank) { return list[static_cast<size_t>(rank)]; };
+  const int P = t.size(), r = t.rank();
+  const int64_t row_bytes = width * static_cast<int64_t>(sizeof(T));
+  t.copy(at(to_rows, r), at(from_rows, r), at(send, r) * width);
+  for (int s = 1; s < P; ++s) {
+    const int to = detail::wrap(r + s, P), from = detail::wrap(r - s, P);
+    t.exchange(to, at(from_rows, to), at(send, to) * row_bytes, from, at(to_rows, from),
+               at(receive, from) * row_bytes);
   }
 }
 

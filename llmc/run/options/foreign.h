@@ -183,7 +183,7 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"--decoder-last-pipeline-num-layers", "--pp-layout", "a list of the layers of all stages"},
         {"--context-parallel-size", "--cp", ""},
         {"--cp-comm-type", "--cp-attention", "ring for p2p, all-gather, ulysses for a2a"},
-        {"--expert-model-parallel-size", "", not_built},
+        {"--expert-model-parallel-size", "--ep", ""},
         {"--sequence-parallel", "--sequence-parallel", "on or off; on by default"},
         {"--num-experts", "", not_built}}},
       {"others",

@@ -61,7 +61,7 @@ struct Options {
   std::optional<int64_t> pp_chunks;  // none: as few as --schedule has
   std::string pp_layout = "even";
   int64_t local_ranks = 0, zero_stage = 0, dp_replicate = 1;
-  int64_t tp = 1, cp = 1;
+  int64_t tp = 1, cp = 1, ep = 1;
   std::string sequence_parallel = "on", cp_attention = "ring";
   bool tp_overlap = false;
   std::string dp_sync = "all-reduce", grad_reduce = "auto";
@@ -276,10 +276,15 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--cp-attention", "", o.cp_attention, one_of({"ring", "all-gather", "ulysses"}), warn,
         "with --cp, how queries meet the keys of other ranks: ring: keys and values go round while they are computed "
         "with; all-gather: every rank gathers them all; ulysses: each rank computes some heads of whole sequences");
+  visit("--ep", "", o.ep, between(1, 1 << 10), warn,
+        "expert parallelism: ranks that divide the experts of each layer among them, and send each other tokens; it "
+        "takes the ranks of --tp, then of --cp, then data-parallel ones, and divides their product and the experts; "
+        "--generate uses one rank");
   visit("Machine");
   visit("--local-ranks", "", o.local_ranks, between(0, 1024), warn,
         "ranks as threads of this process; those of a --tp and --cp group share a --batch-size, others have their own; "
-        "0: one if there are several processes; otherwise one per visible GPU, --tp times --cp on a CPU");
+        "0: one if there are several processes; otherwise one per visible GPU; on a CPU as few as --tp, --cp, --pp and "
+        "--ep need");
   visit("--comm", "", o.comm, one_of({"auto", "threads", "mpi", "tcp", "nccl"}), warn,
         "transport between ranks; auto: NCCL if every rank has its own GPU; otherwise memory within a process, and MPI "
         "between processes that mpirun has started, TCP between others");

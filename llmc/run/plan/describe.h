@@ -55,14 +55,17 @@ inline std::string layout_text(const StepConfig& step) {
                      step.asynchronous() ? formatted(" with up to {} versions of weights", step.stages) : "",
                      text.empty() ? "" : ", each " + text);
   }
-  if (step.zero.ranks() == 1) return text;
+  const std::string experts =
+      step.expert.ranks > 1 ? formatted("; experts divided among groups of {} ranks", step.expert.ranks) : "";
+  if (step.zero.ranks() == 1) return text + experts;
   const std::string sharding =
       formatted("{} replica(s) x {} shard(s){}, ZeRO stage {}, gradients reduced every {}{}", zero.replicas,
                 zero.shards, step.context.ranks > 1 && step.readers() > zero.replicas ? " of shard x cp" : "",
                 zero.stage, zero.grad_reduce == GradReduce::step ? "step" : "micro-batch",
                 zero.sync == DpSync::all_reduce ? "" : formatted(", {}", zero.sync));
-  if (step.readers() == 1) return text + ": " + sharding;
-  return formatted("{} data-parallel {}: {}", step.readers(), text.empty() ? "ranks" : "groups of " + text, sharding);
+  if (step.readers() == 1) return text + ": " + sharding + experts;
+  return formatted("{} data-parallel {}: {}{}", step.readers(), text.empty() ? "ranks" : "groups of " + text, sharding,
+                   experts);
 }
 
 // The traffic of every --dp-sync beside that of the one chosen, where a run has the choice.

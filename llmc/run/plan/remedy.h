@@ -97,6 +97,7 @@ class RemedySearch {
     if (sequences % ranks != 0) return std::nullopt;
     if (ranks % step.zero.replicas != 0) step.zero.replicas = 1;
     step.zero.shards = ranks * step.context.ranks / step.zero.replicas;
+    if (step.zero.shards * step.tensor.ranks % step.expert.ranks != 0) return std::nullopt;
     step.batch.B = std::min(step.batch.B, sequences / ranks);
     while (sequences / ranks % step.batch.B != 0) --step.batch.B;
     step.micro_batches = sequences / ranks / step.batch.B;

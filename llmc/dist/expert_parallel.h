@@ -1,0 +1,70 @@
+// expert_parallel.h: which experts of a layer a rank has, and with whom it shares them (Shazeer et al. 2017; Lepikhin et
+// al. 2020). Pure functions.
+//
+// The ranks of a stage are seen in two ways, in the same order. Of a replica with --tp 2, --cp 2 and two shards:
+//
+//                    rank   0  1  2  3  4  5  6  7
+//   dense weights   shard   0  0  0  0  1  1  1  1      --ep 4   ep   0  1  2  3  0  1  2  3
+//                      cp   0  0  1  1  0  0  1  1            shard   0  0  0  0  1  1  1  1
+//                      tp   0  1  0  1  0  1  0  1
+//
+// Experts: the E experts of a layer lie on the ranks of an ep group, E / ep consecutive ones on each, and no rank has a
+// part of one. A group takes neighbours: the ranks of tp, then of cp, then of shard.
+//
+// Tokens: every rank has rows of its own, by data, by context, and with sequence parallelism within a tensor-parallel
+// group. It sends each to the ranks of its ep group that have the chosen experts, and their outputs come back.
+//
+// Gradients: an expert has seen all rows of its ep group, so its gradient is the sum over the ranks with the same ep
+// coordinate: over the shards of this view, then over the replicas. ZeRO shards its state over the former. There is
+// nothing else to sum over tensor-parallel ranks, and nothing to divide by: losses are divided by the global number of
+// tokens.
+//
+// With one rank in an ep group and no tensor parallelism the two views are the same, and so are the groups.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "dist/mesh.h"
+#include "dist/params.h"
+
+namespace llmc {
+
+struct ExpertParallel {
+  int ranks = 1;      // of an ep group
+  int64_t count = 0;  // experts of a layer; 0: a dense model
+
+  // Those that a rank of the group has.
+  Range held_by(int rank) const {
+    const int64_t each = exact_div(count, ranks, "experts over --ep");
+    return {each * rank, each};
+  }
+};
+
+// The ranks of a mesh, in its order, as those see them that share experts.
+inline Mesh expert_view(const Mesh& mesh, const ExpertParallel& expert) {
+  const int ranks = mesh.size(Axis::shard) * mesh.size(Axis::cp) * mesh.size(Axis::tp);
+  return Mesh({{Axis::pp, mesh.size(Axis::pp)},
+               {Axis::replicate, mesh.size(Axis::replicate)},
+               {Axis::shard, static_cast<int>(exact_div(ranks, expert.ranks, "ranks of a replica over --ep"))},
+               {Axis::ep, expert.ranks}});
+}
+
+// The parts that a rank of an ep group has of a table: units of experts have only its own.
+inline ParamTable part_of(const ParamTable& table, const ExpertParallel& expert, int rank) {
+  if (expert.ranks == 1) return table;
+  const Range held = expert.held_by(rank);
+  ParamTable parts;
+  for (const UnitSpec& unit : table) {
+    UnitSpec& mine = parts.emplace_back(UnitSpec{unit.name, {}, unit.sharing});
+    bool follows = true;  // the parameter before it
+    for (const ParamSpec& p : unit.params) {
+      const bool has = !p.expert || overlap({*p.expert, 1}, held).size > 0;
+      if (has) mine.params.push_back(p);
+      if (has && !follows) mine.params.back().placement = Placement::aligned;
+      follows = has;
+    }
+  }
+  return parts;
+}
+
+}  // namespace llmc
