@@ -118,7 +118,8 @@ struct ModelConfig {
   }
 };
 
-inline constexpr int64_t most_experts = 1 << 16;  // of all layers together: their parameters are listed by name
+inline constexpr int64_t most_experts_in_all = 1 << 16;  // of all layers: their parameters are listed by name
+inline int64_t most_experts_in(const ModelConfig& c) { return std::min(most_experts, most_experts_in_all / c.n_layer); }
 
 namespace detail {
 
@@ -129,9 +130,9 @@ inline void validate_experts(const ModelConfig& c) {
         "{} has no experts, not {} of them: choose another family", type, e.count);
   if (c.family.experts == ExpertFields::none) return;
   constexpr int64_t largest = 1 << 24;
-  CHECK(e.count > 0 && e.count <= most_experts / c.n_layer,
-        "{} has experts: expected 1 to {} of them in each of {} layers, not {}", type, most_experts / c.n_layer,
-        c.n_layer, e.count);
+  CHECK(e.count > 0 && e.count <= most_experts_in(c),
+        "{} has experts: expected 1 to {} of them in each of {} layers, not {}", type, most_experts_in(c), c.n_layer,
+        e.count);
   CHECK(e.per_token > 0 && e.per_token <= e.count, "{} experts per token of {} in all: expected 1 to {}", e.per_token,
         e.count, e.count);
   CHECK(e.width > 0 && e.width <= largest && e.shared >= 0 && e.shared <= largest,

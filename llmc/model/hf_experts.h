@@ -18,7 +18,7 @@ inline int64_t read_expert_count(const ModelConfig& c, const HfFields& f, int64_
   const bool has_other = type != "qwen2_moe" && !f.get(other, nullptr).is_null();
   CHECK(!has_other || f.get(name, f.json[other]) == f.json[other],
         "{}: \"{}\" is {} and \"{}\" is {}: keep one of them", f.file, name, f.json[name], other, f.json[other]);
-  return f.integer(has_other ? other : name, fallback, most_experts / c.n_layer);
+  return f.integer(has_other ? other : name, fallback, most_experts_in(c));
 }
 
 // c: with its layers and its feed-forward width.
