@@ -12,7 +12,8 @@
 // and the backward of one communicates like the forward of the other. Bytes that a rank sends, A those of R rows of C
 // (padded), f = (P - 1) / P: column_linear f A or nothing, its backward 2 f A either way (with sequence parallelism f A
 // of it to gather x again for the weight gradient; nothing if it is still there); row_linear f A or 2 f A, its backward
-// f A or nothing; embedding f A or 2 f A, its backward f A or nothing; cross_entropy 3 (P - 1) numbers a row.
+// f A or nothing; embedding f A or 2 f A, its backward f A or nothing; cross_entropy 3 (P - 1) numbers a row;
+// projection_norm 2 (P - 1), and its backward.
 // (Gradients of shared parameters: sum_partial_gradients() in zero.h.)
 //
 // A reduction is an all-to-all in the training dtype; what arrives is added in fp32 in rank order and rounded once
@@ -261,6 +262,41 @@ inline void row_linear_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor 
   const Tensor room = room_for_rows("gathered gradient", dout, g);
   row_linear_backward_input(dx, dout, weight, room, g);
   row_linear_backward_weight(dweight, dbias, dout, x, room, g);
+}
+
+// ---- Query-key norm ------------------------------------------------------------------------------------------------
+
+namespace detail {
+
+// (P, N, 2): what sum(part (N, 2)) computes on each rank.
+template <class Sum>
+Tensor sums_of_all(DType dtype, int64_t N, const Group& g, Sum&& sum) {
+  const Tensor all = g.temporary("sums over the heads of all ranks", dtype, {g.size() * N, 2});
+  sum(rows_of(all, {N * g.rank(), N}));
+  as_they_arrive(begin_all_gather(all, g), g, [](int) {});
+  return all.reshaped({g.size(), N, 2});
+}
+inline HeadShares head_shares(const Group& g) { return {g.size(), g.rank(), g.tensor().head_copies}; }
+
+}  // namespace detail
+
+// The norm of whole query and key projections, of which each rank has some heads (ops_heads.h). rstd (N, 2), equal on
+// all ranks
+inline void projection_norm(Tensor out, Tensor rstd, Tensor qkv, Tensor q_weight, Tensor k_weight, float eps,
+                            const AttentionShape& shape, const Group& g) {
+  auto scope = g.arena.scope();
+  const Tensor sums = detail::sums_of_all(rstd.dtype, shape.B * shape.T, g,
+                                          [&](Tensor part) { projection_norm_sums(part, qkv, shape, g.compute); });
+  projection_norm_forward(out, rstd, qkv, q_weight, k_weight, sums, eps, shape, detail::head_shares(g), g.compute);
+}
+inline void projection_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_weight, Tensor qkv, Tensor q_weight,
+                                     Tensor k_weight, Tensor rstd, const AttentionShape& shape, const Group& g) {
+  auto scope = g.arena.scope();
+  const Tensor sums = detail::sums_of_all(rstd.dtype, shape.B * shape.T, g, [&](Tensor part) {
+    projection_norm_backward_sums(part, dqkv, qkv, q_weight, k_weight, shape, g.compute);
+  });
+  llmc::projection_norm_backward(dqkv, dq_weight, dk_weight, qkv, q_weight, k_weight, rstd, sums, shape,
+                                 detail::head_shares(g), g.compute);
 }
 
 // ---- Vocabulary ----------------------------------------------------------------------------------------------------

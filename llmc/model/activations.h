@@ -70,7 +70,8 @@ struct ExpertActivations {
 struct BlockActivations {
   Tensor norm1, norm1_mean, norm1_rstd;  // (S, C) (S) (S); no mean with rmsnorm
   Tensor qkv;                            // (N, (Hq + 2 Hkv) D): q heads, k heads, v heads
-  Tensor heads, heads_rstd;  // (as qkv) (N, Hq + Hkv): what attention reads; qkv itself without query-key norm
+  Tensor heads, heads_rstd;  // (as qkv) (N, Hq + Hkv), or (N, 2) for norms of whole projections: what attention reads;
+                             // qkv itself without query-key norm
   Tensor attention, lse;     // (N, Hq D) (B, Hq, T)
   Tensor middle;             // (S, C) the residual stream between attention and MLP
   Tensor norm2, norm2_mean, norm2_rstd;  // (S, C) (S) (S)
@@ -144,7 +145,8 @@ struct BlockActivations {
     alloc(qkv, "qkv", dtype, {N, c.qkv_size()}, block);
     if (c.family.qk_norm != QkNorm::none) {
       alloc(heads, "heads", dtype, {N, c.qkv_size()}, norm);
-      alloc(heads_rstd, "heads rstd", stat, {N, c.n_head + c.n_kv_head}, block);
+      const int64_t norms = c.family.qk_norm == QkNorm::by_head ? c.n_head + c.n_kv_head : 2;
+      alloc(heads_rstd, "heads rstd", stat, {N, norms}, block);
     } else {
       heads = qkv;
     }

@@ -86,6 +86,16 @@ inline void norm_backward(Tensor dx, Tensor dout, Tensor x, Tensor mean, Tensor 
     layernorm_backward(dx, dweight, unit.gradient(name + ".bias"), dout, x, weight, mean, rstd, accumulate_dx, stream);
 }
 
+// The backward of the query-key norm of heads(), in place.
+inline void heads_norm_backward(Tensor dqkv, const BlockActivations& a, const UnitState& unit, const ModelConfig& c,
+                                const AttentionShape& shape, const parallel::Group& p) {
+  const Tensor q_weight = unit.weight("attn.q_norm.weight"), k_weight = unit.weight("attn.k_norm.weight"),
+               dq_weight = unit.gradient("attn.q_norm.weight"), dk_weight = unit.gradient("attn.k_norm.weight");
+  if (c.family.qk_norm == QkNorm::by_head)
+    return qk_norm_backward(dqkv, dq_weight, dk_weight, a.qkv, q_weight, k_weight, a.heads_rstd, shape, p.compute);
+  parallel::projection_norm_backward(dqkv, dq_weight, dk_weight, a.qkv, q_weight, k_weight, a.heads_rstd, shape, p);
+}
+
 // The weight of a linear layer, parameter `name` and the `fused` - 1 adjacent to it, its bias if it has one, and their
 // gradients.
 struct Linear {
@@ -139,13 +149,16 @@ inline void activation(const BlockActivations& a, const UnitState& unit, const M
 }
 // What attention reads of qkv; in place without query-key norm.
 inline void heads(const BlockActivations& a, const UnitState& unit, const ModelConfig& c, const Sequences& s,
-                  Stream& stream) {
+                  const parallel::Group& p) {
   const AttentionShape shape = attention_shape(c, s.shape);
-  if (c.family.qk_norm != QkNorm::none)
-    qk_norm_forward(a.heads, a.heads_rstd, a.qkv, unit.weight("attn.q_norm.weight"), unit.weight("attn.k_norm.weight"),
-                    c.norm_eps, shape, stream);
+  if (c.family.qk_norm != QkNorm::none) {
+    const Tensor q_weight = unit.weight("attn.q_norm.weight"), k_weight = unit.weight("attn.k_norm.weight");
+    if (c.family.qk_norm == QkNorm::by_head)
+      qk_norm_forward(a.heads, a.heads_rstd, a.qkv, q_weight, k_weight, c.norm_eps, shape, p.compute);
+    else parallel::projection_norm(a.heads, a.heads_rstd, a.qkv, q_weight, k_weight, c.norm_eps, shape, p);
+  }
   if (c.family.positions == Positions::rotary)
-    rotary_embedding(a.heads, s.rotary_table, s.positions, shape, Turn::forward, stream);
+    rotary_embedding(a.heads, s.rotary_table, s.positions, shape, Turn::forward, p.compute);
 }
 
 // The end of the feed-forward, and the residual addition.
@@ -165,7 +178,7 @@ void block_interior(const BlockActivations& a, Tensor x, const GatheredRows& gat
                     const ModelConfig& c, const Sequences& s, Attend&& attend, const parallel::Group& p) {
   norm1(a, x, unit, c, p.compute);
   begin_branch(a.qkv, a.norm1, "attn.q", 3, gathered.norm1, unit, p);
-  heads(a, unit, c, s, p.compute);
+  heads(a, unit, c, s, p);
   attend();
   add_branch(a.middle, x, a.attention, "attn.proj", unit, p);
   norm2(a, unit, c, p.compute);
@@ -215,7 +228,7 @@ inline void block_recompute(const BlockActivations& a, Tensor x, const GatheredR
   if (recompute == Recompute::block) return detail::block_interior(a, x, gathered, unit, c, s, p);
   if (recompute == Recompute::norm) {
     detail::norm1(a, x, unit, c, p.compute);
-    if (c.family.qk_norm != QkNorm::none) detail::heads(a, unit, c, s, p.compute);
+    if (c.family.qk_norm != QkNorm::none) detail::heads(a, unit, c, s, p);
     detail::norm2(a, unit, c, p.compute);
     if (detail::has_experts(unit)) detail::rows_by_expert(a.experts, a.norm2, c, s.routing, p.compute);
   }
@@ -276,9 +289,7 @@ inline void block_backward(Tensor dx, const OutputGradients& later, const BlockA
   else parallel::attention_backward(dqkv, dattention, a.attention, a.heads, a.lse, s.boundaries(), shape, s.context, p);
   if (c.family.positions == Positions::rotary)
     rotary_embedding(dqkv, s.rotary_table, s.positions, shape, Turn::backward, stream);
-  if (c.family.qk_norm != QkNorm::none)
-    qk_norm_backward(dqkv, unit.gradient("attn.q_norm.weight"), unit.gradient("attn.k_norm.weight"), a.qkv,
-                     unit.weight("attn.q_norm.weight"), unit.weight("attn.k_norm.weight"), a.heads_rstd, shape, stream);
+  if (c.family.qk_norm != QkNorm::none) detail::heads_norm_backward(dqkv, a, unit, c, shape, p);
   column_backward(dqkv, a.norm1, gathered.norm1, "attn.q", 3);
   detail::norm_backward(dx, dbranch, x, a.norm1_mean, a.norm1_rstd, "ln1", unit, c, Accumulate::yes, stream);
 }

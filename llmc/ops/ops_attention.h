@@ -1,20 +1,15 @@
-// ops_attention.h: attention, and the ops that prepare queries and keys. Conventions: ops.h.
+// ops_attention.h: attention, and its key-value cache. Conventions: ops.h.
 #pragma once
 #include <limits>
 #include <vector>
 
 #include "ops/cpu/attention.h"
-#include "ops/cpu/rmsnorm.h"
-#include "ops/cpu/rotary.h"
-#include "ops/ops_memory.h"
+#include "ops/ops_heads.h"
 
 namespace llmc {
 
 namespace detail {
 
-inline void check_qkv(const char* op, const char* argument, const Tensor& qkv, const AttentionShape& s) {
-  check_tensor(op, argument, qkv, qkv.dtype, {s.B * s.T, (s.Hq + 2 * s.Hkv) * s.D});
-}
 // t: a matrix of queries, or of keys and values, or of all three, that has these rows of B sequences.
 inline void check_rows(const char* op, const char* argument, const Tensor& t, DType dtype, int64_t B,
                        const SequenceRows& rows, int64_t least_width) {
@@ -84,74 +79,6 @@ inline void check_heads_of_gpu([[maybe_unused]] Stream& stream, [[maybe_unused]]
 }
 
 }  // namespace detail
-
-// table (P, D) = the cosines and sines of P positions, for rotary_embedding.
-inline void rotary_table(Tensor table, const Rotary& rotary, Stream& stream) {
-  const int64_t P = table.shape[0], D = table.shape[1];
-  CHECK(D % 2 == 0, "rotary embedding rotates pairs: the head size {} is odd", D);
-  stream.run({"rotary_table", 0, detail::bytes_of({table})}, {table}, [=, &stream] {
-    with_type(table.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      if constexpr (!std::is_same_v<X, bf16>) CALL_OP(stream, X, rotary_table, table.data<X>(), rotary, P, D);
-    });
-  });
-}
-
-// In place: rotates every query and key head of a row by its position; Turn::backward rotates the gradient back.
-// qkv (B T, (Hq + 2 Hkv) D); table (P, D) in the accumulator dtype; positions (B T) int32, all below P
-inline void rotary_embedding(Tensor qkv, Tensor table, Tensor positions, const AttentionShape& shape, Turn turn,
-                             Stream& stream) {
-  detail::check_qkv("rotary_embedding", "qkv", qkv, shape);
-  CHECK_TENSOR(positions, DType::int32, shape.B * shape.T);
-  CHECK_TENSOR(table, accumulator_of(qkv.dtype), table.shape[0], shape.D);
-  stream.run({"rotary_embedding", 0, 2 * detail::bytes_of({qkv})}, {qkv}, [=, &stream] {
-    with_type(qkv.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, rotary, qkv.data<X>(), table.data<accumulator_t<X>>(), positions.data<int32_t>(), shape, turn);
-    });
-  });
-}
-
-// rmsnorm of every query head with q_weight (D) and every key head with k_weight (D); the values are copied.
-// out, qkv (B T, (Hq + 2 Hkv) D); rstd (B T, Hq + Hkv)
-inline void qk_norm_forward(Tensor out, Tensor rstd, Tensor qkv, Tensor q_weight, Tensor k_weight, float eps,
-                            const AttentionShape& shape, Stream& stream) {
-  detail::check_qkv("qk_norm_forward", "qkv", qkv, shape);
-  detail::check_tensor("qk_norm_forward", "out", out, qkv.dtype, qkv.shape);
-  CHECK_TENSOR(rstd, accumulator_of(qkv.dtype), shape.B * shape.T, shape.Hq + shape.Hkv);
-  CHECK_TENSOR(q_weight, qkv.dtype, shape.D);
-  CHECK_TENSOR(k_weight, qkv.dtype, shape.D);
-  stream.run({"qk_norm_forward", 0, detail::bytes_of({out, qkv})}, {out, rstd}, [=, &stream] {
-    with_type(qkv.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, qk_norm_forward, out.data<X>(), rstd.data<accumulator_t<X>>(), qkv.data<X>(),
-              q_weight.data<X>(), k_weight.data<X>(), eps, shape);
-    });
-  });
-}
-
-// dqkv: in, the gradient of out; out, the gradient of qkv. dq_weight, dk_weight +=.
-inline void qk_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_weight, Tensor qkv, Tensor q_weight,
-                             Tensor k_weight, Tensor rstd, const AttentionShape& shape, Stream& stream) {
-  const DType stat = accumulator_of(qkv.dtype);
-  detail::check_qkv("qk_norm_backward", "qkv", qkv, shape);
-  detail::check_tensor("qk_norm_backward", "dqkv", dqkv, qkv.dtype, qkv.shape);
-  CHECK_TENSOR(rstd, stat, shape.B * shape.T, shape.Hq + shape.Hkv);
-  CHECK_TENSOR(dq_weight, stat, shape.D);
-  CHECK_TENSOR(dk_weight, stat, shape.D);
-  auto scope = stream.scratch().scope();
-  const Tensor partials =
-      detail::scratch(stream, "query-key norm partial sums", stat, cpu::row_partitions * 2 * shape.D,
-                      ON_GPU(cuda::qk_norm_backward_scratch(shape)));
-  stream.run({"qk_norm_backward", 0, detail::bytes_of({dqkv, dqkv, qkv})}, {dqkv, dq_weight, dk_weight}, [=, &stream] {
-    with_type(qkv.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      CALL_OP(stream, X, qk_norm_backward, dqkv.data<X>(), dq_weight.data<A>(), dk_weight.data<A>(), partials.data<A>(),
-              qkv.data<X>(), q_weight.data<X>(), k_weight.data<X>(), rstd.data<A>(), shape);
-    });
-  });
-}
 
 // ---- Attention -----------------------------------------------------------------------------------------------------
 

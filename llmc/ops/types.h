@@ -22,6 +22,24 @@ struct AttentionShape {
   int64_t B, T, Hq, Hkv, D;
 };
 
+// How tensor-parallel ranks share the heads of a projection: each has as many query heads and as many key heads;
+// `key_copies` ranks after each other have the same key heads.
+struct HeadShares {
+  int64_t ranks = 1, rank = 0, key_copies = 1;
+
+  // Ranks that together have all query heads (which = 0), or all key heads (1), once.
+  constexpr int64_t parts(int64_t which) const { return which == 0 ? ranks : ranks / key_copies; }
+  // Of what all ranks summed over their heads of row n, sums (ranks, N, 2), the sum over those ranks, in their order.
+  // Of keys, this rank's copies: so parts of a gradient, each from a copy's own query heads, stay parts.
+  template <class A>
+  constexpr A total(const A* sums, int64_t N, int64_t n, int64_t which) const {
+    const int64_t step = ranks / parts(which);
+    A total = 0;
+    for (int64_t p = rank % step; p < ranks; p += step) total += sums[(p * N + n) * 2 + which];
+    return total;
+  }
+};
+
 // Rows [first, first + rows) of every sequence of `length` rows.
 struct SequenceRows {
   int64_t length, first, rows;

@@ -12,6 +12,7 @@
 #include "ops/cuda/layernorm.cuh"
 #include "ops/cuda/matmul.cuh"
 #include "ops/cuda/mma.cuh"
+#include "ops/cuda/projection_norm.cuh"
 #include "ops/cuda/qk_norm.cuh"
 #include "ops/cuda/rmsnorm.cuh"
 #include "ops/cuda/router.cuh"
@@ -60,6 +61,9 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   rotary(x, f, ids, shape, Turn::forward, stream);
   qk_norm_rotary_forward(x, f, x, x, x, f, ids, 0, shape, stream);
   qk_norm_rotary_backward(x, f, f, f, x, x, x, f, f, ids, shape, stream);
+  projection_sums(f, x, x, x, x, shape, stream);
+  projection_norm_forward(x, f, x, x, x, f, 0, shape, {}, stream);
+  projection_norm_backward(x, f, f, f, x, x, x, f, f, shape, {}, stream);
   const AttentionBlock block = whole_sequences(shape);
   attention_forward<T>({}, {}, f, block, stream);
   attention_finish(x, f, f, f, f, N, N, N, C, stream);

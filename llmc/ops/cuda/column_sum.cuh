@@ -12,7 +12,7 @@ namespace llmc::cuda {
 inline int64_t row_parts(int64_t N) { return std::min<int64_t>(ceil_div(N, 8), 512); }
 __device__ inline int64_t row_part_begin(int64_t N, int64_t part, int64_t parts) { return N * part / parts; }
 
-// first (C) += the sums of partials (parts, width) over the parts; where width is 2 C, its second half goes to
+// first (C) += the sums of partials (parts, width) over the parts; where width is larger than C, the rest goes to
 // `second`. A block of (warp_size, rows) threads takes warp_size columns.
 template <int rows>
 __global__ void add_partials_kernel(float* __restrict__ first, float* __restrict__ second,
@@ -32,13 +32,17 @@ __global__ void add_partials_kernel(float* __restrict__ first, float* __restrict
   else second[column - C] += total;
 }
 
-// first (C), second (C) += the sums of partials (parts, 2 C); without a second one, of partials (parts, C).
-inline void add_partials(float* first, float* second, const float* partials, int64_t parts, int64_t C,
+// first (C), second (width - C) += the sums of partials (parts, width).
+inline void add_partials(float* first, float* second, const float* partials, int64_t parts, int64_t C, int64_t width,
                          cudaStream_t stream) {
   constexpr int rows = 8;
-  const int64_t width = second == nullptr ? C : 2 * C;
   launch(add_partials_kernel<rows>, static_cast<unsigned>(ceil_div(width, warp_size)), dim3(warp_size, rows), 0, stream,
          first, second, partials, parts, C, width);
+}
+// The same with as many columns each; without a second one, partials (parts, C).
+inline void add_partials(float* first, float* second, const float* partials, int64_t parts, int64_t C,
+                         cudaStream_t stream) {
+  add_partials(first, second, partials, parts, C, second == nullptr ? C : 2 * C, stream);
 }
 
 // partials (parts, C) = the sums of the rows of each part. Blocks of (warp_size, rows) threads; each lane sums one pack

@@ -1,0 +1,180 @@
+// ops_heads.h: the ops that prepare queries and keys for attention: rotary positions, query-key norms. Conventions:
+// ops.h.
+#pragma once
+#include "ops/cpu/projection_norm.h"
+#include "ops/cpu/rotary.h"
+#include "ops/ops_memory.h"
+
+namespace llmc {
+
+namespace detail {
+
+inline void check_qkv(const char* op, const char* argument, const Tensor& qkv, const AttentionShape& s) {
+  check_tensor(op, argument, qkv, qkv.dtype, {s.B * s.T, (s.Hq + 2 * s.Hkv) * s.D});
+}
+
+}  // namespace detail
+
+// table (P, D) = the cosines and sines of P positions, for rotary_embedding.
+inline void rotary_table(Tensor table, const Rotary& rotary, Stream& stream) {
+  const int64_t P = table.shape[0], D = table.shape[1];
+  CHECK(D % 2 == 0, "rotary embedding rotates pairs: the head size {} is odd", D);
+  stream.run({"rotary_table", 0, detail::bytes_of({table})}, {table}, [=, &stream] {
+    with_type(table.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      if constexpr (!std::is_same_v<X, bf16>) CALL_OP(stream, X, rotary_table, table.data<X>(), rotary, P, D);
+    });
+  });
+}
+
+// In place: rotates every query and key head of a row by its position; Turn::backward rotates the gradient back.
+// qkv (B T, (Hq + 2 Hkv) D); table (P, D) in the accumulator dtype; positions (B T) int32, all below P
+inline void rotary_embedding(Tensor qkv, Tensor table, Tensor positions, const AttentionShape& shape, Turn turn,
+                             Stream& stream) {
+  detail::check_qkv("rotary_embedding", "qkv", qkv, shape);
+  CHECK_TENSOR(positions, DType::int32, shape.B * shape.T);
+  CHECK_TENSOR(table, accumulator_of(qkv.dtype), table.shape[0], shape.D);
+  stream.run({"rotary_embedding", 0, 2 * detail::bytes_of({qkv})}, {qkv}, [=, &stream] {
+    with_type(qkv.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      CALL_OP(stream, X, rotary, qkv.data<X>(), table.data<accumulator_t<X>>(), positions.data<int32_t>(), shape, turn);
+    });
+  });
+}
+
+// rmsnorm of every query head with q_weight (D) and every key head with k_weight (D); the values are copied.
+// out, qkv (B T, (Hq + 2 Hkv) D); rstd (B T, Hq + Hkv)
+inline void qk_norm_forward(Tensor out, Tensor rstd, Tensor qkv, Tensor q_weight, Tensor k_weight, float eps,
+                            const AttentionShape& shape, Stream& stream) {
+  detail::check_qkv("qk_norm_forward", "qkv", qkv, shape);
+  detail::check_tensor("qk_norm_forward", "out", out, qkv.dtype, qkv.shape);
+  CHECK_TENSOR(rstd, accumulator_of(qkv.dtype), shape.B * shape.T, shape.Hq + shape.Hkv);
+  CHECK_TENSOR(q_weight, qkv.dtype, shape.D);
+  CHECK_TENSOR(k_weight, qkv.dtype, shape.D);
+  stream.run({"qk_norm_forward", 0, detail::bytes_of({out, qkv})}, {out, rstd}, [=, &stream] {
+    with_type(qkv.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      CALL_OP(stream, X, qk_norm_forward, out.data<X>(), rstd.data<accumulator_t<X>>(), qkv.data<X>(),
+              q_weight.data<X>(), k_weight.data<X>(), eps, shape);
+    });
+  });
+}
+
+// dqkv: in, the gradient of out; out, the gradient of qkv. dq_weight, dk_weight +=.
+inline void qk_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_weight, Tensor qkv, Tensor q_weight,
+                             Tensor k_weight, Tensor rstd, const AttentionShape& shape, Stream& stream) {
+  const DType stat = accumulator_of(qkv.dtype);
+  detail::check_qkv("qk_norm_backward", "qkv", qkv, shape);
+  detail::check_tensor("qk_norm_backward", "dqkv", dqkv, qkv.dtype, qkv.shape);
+  CHECK_TENSOR(rstd, stat, shape.B * shape.T, shape.Hq + shape.Hkv);
+  CHECK_TENSOR(dq_weight, stat, shape.D);
+  CHECK_TENSOR(dk_weight, stat, shape.D);
+  auto scope = stream.scratch().scope();
+  const Tensor partials =
+      detail::scratch(stream, "query-key norm partial sums", stat, cpu::row_partitions * 2 * shape.D,
+                      ON_GPU(cuda::qk_norm_backward_scratch(shape)));
+  stream.run({"qk_norm_backward", 0, detail::bytes_of({dqkv, dqkv, qkv})}, {dqkv, dq_weight, dk_weight}, [=, &stream] {
+    with_type(qkv.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      using A = accumulator_t<X>;
+      CALL_OP(stream, X, qk_norm_backward, dqkv.data<X>(), dq_weight.data<A>(), dk_weight.data<A>(), partials.data<A>(),
+              qkv.data<X>(), q_weight.data<X>(), k_weight.data<X>(), rstd.data<A>(), shape);
+    });
+  });
+}
+
+// ---- Query-key norm of whole projections (OLMo 2, OLMoE): the heads of a row share a root mean square, on all of its
+// tensor-parallel ranks (HeadShares). First each rank sums over its heads, then all use the sums of all.
+
+namespace detail {
+
+// sums (N, 2) = over the query channels and over the key channels of a row: of x^2; or, given the gradient of the
+// normed projections and the weights, of gradient x weight x x.
+inline void projection_sums(Tensor sums, Tensor qkv, Tensor dout, Tensor q_weight, Tensor k_weight,
+                            const AttentionShape& shape, Stream& stream) {
+  check_qkv("projection_norm_sums", "qkv", qkv, shape);
+  CHECK_TENSOR(sums, accumulator_of(qkv.dtype), shape.B * shape.T, 2);
+  stream.run({"projection_norm_sums", 0, bytes_of({qkv, dout})}, {sums}, [=, &stream] {
+    with_type(qkv.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      const auto data = [](const Tensor& t) -> const X* { return t.empty() ? nullptr : t.data<X>(); };
+      CALL_OP(stream, X, projection_sums, sums.data<accumulator_t<X>>(), qkv.data<X>(), data(dout), data(q_weight),
+              data(k_weight), shape);
+    });
+  });
+}
+inline void check_projections(const char* op, const Tensor& rstd, const Tensor& sums, const Tensor& qkv,
+                              const Tensor& q_weight, const Tensor& k_weight, DType weights,
+                              const AttentionShape& shape, const HeadShares& shares) {
+  const int64_t N = shape.B * shape.T;
+  const DType stat = accumulator_of(qkv.dtype);
+  check_qkv(op, "qkv", qkv, shape);
+  CHECK(shares.key_copies >= 1 && shares.ranks % shares.key_copies == 0 && shares.rank >= 0 &&
+            shares.rank < shares.ranks,
+        "{}: rank {} of {}, of which {} have the same key heads", op, shares.rank, shares.ranks, shares.key_copies);
+  check_tensor(op, "rstd", rstd, stat, {N, 2});
+  check_tensor(op, "sums", sums, stat, {shares.ranks, N, 2});
+  check_tensor(op, "q_weight", q_weight, weights, {shape.Hq * shape.D});
+  check_tensor(op, "k_weight", k_weight, weights, {shape.Hkv * shape.D});
+}
+
+}  // namespace detail
+
+// sums (N, 2) = of the squares of a row's query channels, and of its key channels.
+inline void projection_norm_sums(Tensor sums, Tensor qkv, const AttentionShape& shape, Stream& stream) {
+  detail::projection_sums(sums, qkv, {}, {}, {}, shape, stream);
+}
+
+// out = the query channels normed together with q_weight (Hq D), the key channels with k_weight (Hkv D); the values are
+// copied. rstd (N, 2): of the queries, of the keys.   sums (ranks, N, 2): projection_norm_sums() of all ranks
+inline void projection_norm_forward(Tensor out, Tensor rstd, Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor sums,
+                                    float eps, const AttentionShape& shape, const HeadShares& shares, Stream& stream) {
+  detail::check_projections("projection_norm_forward", rstd, sums, qkv, q_weight, k_weight, qkv.dtype, shape, shares);
+  detail::check_tensor("projection_norm_forward", "out", out, qkv.dtype, qkv.shape);
+  stream.run({"projection_norm_forward", 0, detail::bytes_of({out, qkv})}, {out, rstd}, [=, &stream] {
+    with_type(qkv.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      using A = accumulator_t<X>;
+      CALL_OP(stream, X, projection_norm_forward, out.data<X>(), rstd.data<A>(), qkv.data<X>(), q_weight.data<X>(),
+              k_weight.data<X>(), sums.data<A>(), eps, shape, shares);
+    });
+  });
+}
+
+// sums (N, 2) = of gradient x weight x channel over a row's query channels, and over its key channels.   dout: of the
+// normed projections
+inline void projection_norm_backward_sums(Tensor sums, Tensor dout, Tensor qkv, Tensor q_weight, Tensor k_weight,
+                                          const AttentionShape& shape, Stream& stream) {
+  detail::check_tensor("projection_norm_sums", "dout", dout, qkv.dtype, qkv.shape);
+  CHECK_TENSOR(q_weight, qkv.dtype, shape.Hq * shape.D);
+  CHECK_TENSOR(k_weight, qkv.dtype, shape.Hkv * shape.D);
+  detail::projection_sums(sums, qkv, dout, q_weight, k_weight, shape, stream);
+}
+
+// dqkv: in, the gradient of out; out, the gradient of qkv. dq_weight, dk_weight +=.   sums (ranks, N, 2):
+// projection_norm_backward_sums() of all ranks. Where ranks have the same key heads, each has a part of the gradient of
+// those, here too.
+inline void projection_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_weight, Tensor qkv, Tensor q_weight,
+                                     Tensor k_weight, Tensor rstd, Tensor sums, const AttentionShape& shape,
+                                     const HeadShares& shares, Stream& stream) {
+  const DType stat = accumulator_of(qkv.dtype);
+  detail::check_projections("projection_norm_backward", rstd, sums, qkv, q_weight, k_weight, qkv.dtype, shape, shares);
+  detail::check_projections("projection_norm_backward", rstd, sums, qkv, dq_weight, dk_weight, stat, shape, shares);
+  detail::check_tensor("projection_norm_backward", "dqkv", dqkv, qkv.dtype, qkv.shape);
+  auto scope = stream.scratch().scope();
+  const Tensor partials = detail::scratch(stream, "query-key norm partial sums", stat,
+                                          cpu::row_partitions * (shape.Hq + shape.Hkv) * shape.D,
+                                          ON_GPU(cuda::projection_norm_backward_scratch(shape)));
+  stream.run({"projection_norm_backward", 0, detail::bytes_of({dqkv, dqkv, qkv})}, {dqkv, dq_weight, dk_weight},
+             [=, &stream] {
+               with_type(qkv.dtype, [&](auto tag) {
+                 using X = typename decltype(tag)::type;
+                 using A = accumulator_t<X>;
+                 CALL_OP(stream, X, projection_norm_backward, dqkv.data<X>(), dq_weight.data<A>(),
+                         dk_weight.data<A>(), partials.data<A>(), qkv.data<X>(), q_weight.data<X>(),
+                         k_weight.data<X>(), rstd.data<A>(), sums.data<A>(), shape, shares);
+               });
+             });
+}
+
+}  // namespace llmc
