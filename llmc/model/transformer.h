@@ -230,7 +230,7 @@ inline void block_recompute(const BlockActivations& a, Tensor x, const GatheredR
     detail::norm1(a, x, unit, c, p.compute);
     if (c.family.qk_norm != QkNorm::none) detail::heads(a, unit, c, s, p);
     detail::norm2(a, unit, c, p.compute);
-    if (detail::has_experts(unit)) detail::rows_by_expert(a.experts, a.norm2, c, s.routing, p.compute);
+    if (detail::has_experts(unit)) detail::recompute_rows(a.experts, a.norm2, c, s.routing, p.compute);
   }
   if (recompute != Recompute::none) detail::activation(a, unit, c, p.compute);
 }

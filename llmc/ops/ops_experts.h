@@ -215,6 +215,16 @@ inline void dispatch_plan(Tensor places, Tensor sources, Tensor offsets, Tensor 
   });
 }
 
+// counts (E) fp64 = the rows of each expert. offsets (E + 1) int32
+inline void rows_of_experts(Tensor counts, Tensor offsets, Stream& stream) {
+  const int64_t E = counts.shape[0];
+  CHECK_TENSOR(counts, DType::fp64, E);
+  CHECK_TENSOR(offsets, DType::int32, E + 1);
+  stream.run({"rows_of_experts", 0, detail::bytes_of({counts, offsets})}, {counts}, [=, &stream] {
+    CALL_OP(stream, void, rows_of_experts, counts.data<double>(), offsets.data<int32_t>(), E);
+  });
+}
+
 // Row r of out = the row of x whose choice r is.   out (R, C); x (N, C); sources (R); k: choices of a row of x
 inline void dispatch_rows(Tensor out, Tensor x, Tensor sources, Tensor offsets, int64_t k, Stream& stream) {
   const int64_t R = out.shape[0], C = x.shape[1], E = offsets.shape[0] - 1;
