@@ -111,6 +111,7 @@ class Comm {
   virtual void all_to_all(Tensor out, Tensor in, Stream& stream) {
     const int64_t n = exact_div(in.numel(), size(), "all_to_all: elements over ranks");
     CHECK(out.dtype == in.dtype && out.numel() == in.numel());
+    out.dtype = in.dtype = as_moved(in.dtype);
     run(
         "all_to_all", out, stream,
         [=]<class T>(const Link& link, T* x, T*) {
@@ -133,12 +134,13 @@ class Comm {
       return rows;
     };
     rows_of("send", send, in);
-    const Tensor received = out.slice(0, {rows_of("receive", receive, out), width});
+    const int64_t received = rows_of("receive", receive, out);
     const size_t me = static_cast<size_t>(rank());
     CHECK(send[me] == receive[me], "all_to_all_rows of {}: rank {} sends itself {} rows, and receives {}", name_, me,
           send[me], receive[me]);
+    in.dtype = out.dtype = as_moved(in.dtype);
     run(
-        "all_to_all_rows", received, stream,
+        "all_to_all_rows", out.slice(0, {received, width}), stream,
         [=]<class T>(const Link& link, T* x, T*) {
           ring::all_to_all_rows(link, x, reinterpret_cast<const T*>(in.bytes), width, send, receive);
         },
@@ -269,6 +271,9 @@ class Comm {
     }
     Comm& comm;
   };
+  // Integers are moved like floating-point numbers, of which only the bits are copied.
+  static DType as_moved(DType dtype) { return dtype == DType::int32 ? DType::fp32 : dtype; }
+
   struct ByExchanges {};  // the library has no such collective, only its sends and receives
 
   // Runs a collective by the library if there is one, and `ring` over a null transport to count what it sends;
