@@ -66,7 +66,8 @@ struct ReceivedRows {
 // a row, a shared expert of width Fs.
 struct ExpertActivations {
   Tensor logits, choices, weights;     // of the router: (S, E) (S, k) int32 (S, k)
-  Tensor counts;                       // (segments, E) int32: how often each expert was chosen in their sequences
+  Tensor counts, starts;               // (segments, E) int32: how often each expert was chosen in the sequence, and
+                                       // in what comes before the segment; starts: empty where sequences are whole
   Tensor places, sources, offsets;     // (S, k) (k S) (E + 1) int32: of dispatch_plan()
   Tensor outputs;                      // (k S, C) of the experts, in the order of these
   ReceivedRows received;               // of the experts that this rank has
@@ -137,13 +138,13 @@ struct BlockActivations {
 
   BlockActivations() = default;
 
+  // Sequences, or slices of them, that S rows of the residual stream may be of.
+  static int64_t most_segments(const BatchShape& s, int64_t S) { return std::min(S, 2 * s.B + 1); }
+
  private:
   void set_rounds(const ModelConfig& c) {
     if (c.experts.ranks > 1) experts.rounds = std::make_shared<ExpertRounds>();
   }
-  // Sequences, or slices of them, that S rows of the residual stream may be of.
-  static int64_t most_segments(const BatchShape& s, int64_t S) { return std::min(S, 2 * s.B + 1); }
-
   // Begins as a copy of `others`. place(tensor, name, dtype, shape, from, product_input): sets a tensor, or leaves it.
   template <class Place>
   BlockActivations(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype,
@@ -186,6 +187,8 @@ struct BlockActivations {
       alloc(x.choices, "experts chosen", DType::int32, {S, k}, block);
       alloc(x.weights, "weights of experts", stat, {S, k}, block);
       alloc(x.counts, "choices of each expert", DType::int32, {segments, e.count}, std::nullopt);
+      if (tensor.by_rows() || e.spread)
+        alloc(x.starts, "choices before a segment", DType::int32, {segments, e.count}, std::nullopt);
       alloc(x.places, "places of choices", DType::int32, {S, k}, block);
       alloc(x.sources, "choices by expert", DType::int32, {k * S}, block);
       alloc(x.offsets, "first rows of experts", DType::int32, {e.count + 1}, block, !exchanged);

@@ -83,6 +83,7 @@ struct Experts {
   // over those that it gets if all experts are chosen equally often.
   int64_t ranks = 1;
   double imbalance = 1;
+  bool spread = false;  // a sequence is spread over context-parallel ranks
   int64_t own() const { return count / ranks; }
   // Rows of its experts, if every rank has S rows.
   int64_t room(int64_t S) const {

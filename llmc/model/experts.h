@@ -11,6 +11,7 @@
 //
 // Sizes: as in transformer.h and activations.h. Which rows go to which expert stays on the device.
 #pragma once
+#include <algorithm>
 #include <functional>
 #include <optional>
 #include <string>
@@ -21,6 +22,7 @@
 #include "model/activations.h"
 #include "model/config.h"
 #include "ops/ops.h"
+#include "ops/ops_expert_ranks.h"
 
 namespace llmc {
 
@@ -31,12 +33,22 @@ struct StreamRows {
   int64_t sequence = 1;  // rows of a whole one, on all ranks
 };
 
+// shape: of what a context-parallel rank has; with context parallelism two slices of each sequence.
+inline StreamRows stream_rows_of(const BatchShape& shape, const TensorParallel& tensor, const ContextParallel& context,
+                                 int tensor_rank) {
+  const int64_t N = shape.rows(), S = tensor.stream_rows(N), first = tensor.by_rows() ? S * tensor_rank : 0;
+  const int64_t length = context.ranks > 1 ? shape.T / 2 : shape.T;
+  return {std::clamp<int64_t>(N - first, 0, S), {length, first % length}, shape.T * context.ranks};
+}
+
 // What training has of the experts of a layer.
 struct ExpertTraining {
   RouterLosses losses;
-  std::optional<int64_t> capacity;  // rows of an expert from one sequence; none: any number (dropless)
-  Tensor totals;                    // (4) fp64 +=: the losses of router_losses(), and choices that were dropped
-  Tensor chosen;                    // (E) fp64 +=: how often each expert was chosen
+  std::optional<int64_t> capacity;             // rows of an expert from one sequence; none: any number (dropless)
+  Tensor totals;                               // (4) fp64 +=: the losses of router_losses(), and dropped choices
+  Tensor chosen;                               // (E) fp64 +=: how often each expert was chosen
+  std::optional<SegmentOrder> sequences = {};  // where they are spread over ranks: how their segments make them up
+  bool records = true;                         // false: computed again
 };
 
 // What a layer with experts needs besides its inputs.
@@ -119,9 +131,11 @@ inline ExpertRounds exchange_counts(const ExpertActivations& a, const ModelConfi
   const int P = p.ranks.experts->size(), me = p.ranks.experts->rank();
   const int64_t E = c.experts.count, own = E / P;
   const Tensor table = p.temporary("rows for each expert", DType::fp64, {P, E});
+  Stream& stream = *p.ranks.expert_stream;
   rows_of_experts(parallel::rows_of(table, {me, 1}).reshaped({E}), a.offsets, p.compute);
-  p.ranks.experts->all_gather(table, p.compute);
-  const Readback on_host(table, p.compute);
+  stream.wait(p.compute.record());
+  p.ranks.experts->all_gather(table, stream);
+  const Readback on_host(table, stream);
   std::vector<int64_t> counts;
   if (on_host.moves_data()) {
     for (const double n : on_host.values()) counts.push_back(static_cast<int64_t>(n));
@@ -211,6 +225,44 @@ void experts_of_all_ranks(const ExpertActivations& a, Tensor x, const ModelConfi
   }
 }
 
+// Adds to what training records, and keeps what its balancing loss and its capacity need of whole sequences.
+inline void record_routing(const ExpertActivations& a, const ModelConfig& c, const Routing& r,
+                           const parallel::Group& p) {
+  auto scope = p.arena.scope();
+  const ExpertTraining& training = *r.training;
+  const int64_t n = r.rows.count, segments = r.rows.segments.count(n), most = a.counts.shape[0], E = c.experts.count;
+  const int64_t ranks = training.sequences ? training.sequences->ranks() : 1, me = p.ranks.sequences->rank();
+  auto table = [&](const char* name, DType dtype, int64_t columns) {
+    return p.temporary(name, dtype, {ranks, most, columns});
+  };
+  const Tensor counts = training.sequences ? table("choices of all ranks", DType::int32, E) : a.counts,
+               probabilities = table("router probabilities", a.logits.dtype, E),
+               sums = table("router sums", a.logits.dtype, 2);
+  auto mine = [&](const Tensor& t) {
+    const int64_t columns = t.shape[t.shape.rank() - 1];
+    return t.slice(training.sequences ? me * most * columns : 0, {most, columns});
+  };
+  for (const Tensor& t : {counts, probabilities, sums}) zero(mine(t), p.compute);
+  if (n > 0)
+    router_statistics(first_rows(mine(counts), segments), first_rows(mine(probabilities), segments),
+                      first_rows(mine(sums), segments), first_rows(a.logits, n), first_rows(a.choices, n), c.router(),
+                      r.rows.segments, p.compute);
+  add_expert_counts(training.chosen, mine(counts), p.compute);
+  const Tensor losses = training.totals.slice(0, {3});
+  if (!training.sequences)
+    return router_losses(losses, first_rows(counts, segments), first_rows(mine(probabilities), segments),
+                         first_rows(mine(sums), segments), c.router(), r.rows.sequence, p.compute);
+  for (const Tensor& t : {counts, probabilities, sums}) p.ranks.sequences->all_gather(t, p.compute);
+  segment_starts(a.counts, a.starts, counts, *training.sequences, me, p.compute);
+  if (me > 0) return;  // the first of the ranks counts the losses of their sequences
+  const int64_t B = training.sequences->count();
+  const Tensor of_all = p.temporary("choices in sequences", DType::int32, {B, E}),
+               probabilities_of_all = p.temporary("router probabilities of sequences", a.logits.dtype, {B, E}),
+               sums_of_all = p.temporary("router sums of sequences", a.logits.dtype, {B, 2});
+  join_segments(of_all, probabilities_of_all, sums_of_all, counts, probabilities, sums, *training.sequences, p.compute);
+  router_losses(losses, of_all, probabilities_of_all, sums_of_all, c.router(), r.rows.sequence, p.compute);
+}
+
 // All but the sum of the outputs, which the backward does not need.   x (S, C); gathered: room for x as all ranks have
 // it, or an empty tensor
 inline void experts_interior(const ExpertActivations& a, Tensor x, Tensor gathered, const UnitState& unit,
@@ -219,8 +271,14 @@ inline void experts_interior(const ExpertActivations& a, Tensor x, Tensor gather
   const Tensor rows = first_rows(x, n), logits = first_rows(a.logits, n), choices = first_rows(a.choices, n);
   router_logits(logits, rows, unit.weight("moe.router.weight"), p.compute);
   router_forward(choices, first_rows(a.weights, n), logits, r.bias, c.router(), p.compute);
-  dispatch_plan(first_rows(a.places, n), a.sources, a.offsets, choices, {},
-                r.training ? r.training->capacity : std::nullopt, r.rows.segments, p.compute);
+  const bool records = r.training && r.training->records;
+  if (records) record_routing(a, c, r, p);
+  const auto capacity = r.training ? r.training->capacity : std::nullopt;
+  const bool spread = r.training && r.training->sequences;
+  dispatch_plan(first_rows(a.places, n), a.sources, a.offsets, choices,
+                capacity && spread ? first_rows(a.starts, r.rows.segments.count(n)) : Tensor{}, capacity,
+                r.rows.segments, p.compute);
+  if (records) count_dropped(r.training->totals.slice(3, {1}), n * c.experts.per_token, a.offsets, p.compute);
   auto shared_expert = [&] {
     if (a.shared_up.empty()) return;
     parallel::column_linear(a.shared_up, x, unit.weight("moe.shared.gate.weight", 2), {}, gathered, p);
@@ -256,21 +314,6 @@ inline void experts_sum(Tensor out, const ExpertActivations& a, const UnitState&
     parallel::row_linear(shared, a.shared_activated, unit.weight("moe.shared.down.weight"), {}, p);
     residual_forward(out, out, shared, p.compute);
   }
-}
-
-// Adds to what training records, and keeps what its balancing loss needs.
-inline void record_routing(const ExpertActivations& a, const ModelConfig& c, const Routing& r,
-                           const parallel::Group& p) {
-  const int64_t n = r.rows.count, segments = r.rows.segments.count(n), E = c.experts.count;
-  if (!r.training || n == 0) return;
-  auto scope = p.arena.scope();
-  const Tensor logits = first_rows(a.logits, n), choices = first_rows(a.choices, n);
-  const Tensor counts = first_rows(a.counts, segments);
-  const Tensor probabilities = p.temporary("router probabilities", logits.dtype, {segments, E});
-  const Tensor sums = p.temporary("router sums", logits.dtype, {segments, 2});
-  router_statistics(counts, probabilities, sums, logits, choices, c.router(), r.rows.segments, p.compute);
-  router_losses(r.training->totals.slice(0, {3}), counts, probabilities, sums, c.router(), r.rows.sequence, p.compute);
-  count_choices(r.training->chosen, r.training->totals.slice(3, {1}), counts, a.offsets, p.compute);
 }
 
 // ---- Backward -------------------------------------------------------------------------------------------------------

@@ -204,7 +204,6 @@ inline void block_interior(const BlockActivations& a, Tensor x, const GatheredRo
 inline void block_forward(const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c,
                           const Sequences& s, const parallel::Group& p) {
   detail::block_interior(a, x, {}, unit, c, s, p);
-  if (detail::has_experts(unit)) detail::record_routing(a.experts, c, s.routing, p);
   detail::add_feed_forward(a, unit, s, p);
 }
 

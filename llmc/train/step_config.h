@@ -90,6 +90,7 @@ struct StepConfig {
     ModelConfig part = part_of(model, tensor);
     part.experts.ranks = expert.ranks;
     part.experts.imbalance = experts.imbalance;
+    part.experts.spread = context.ranks > 1;
     return part;
   }
 

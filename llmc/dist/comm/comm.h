@@ -111,6 +111,7 @@ class Comm {
   virtual void all_to_all(Tensor out, Tensor in, Stream& stream) {
     const int64_t n = exact_div(in.numel(), size(), "all_to_all: elements over ranks");
     CHECK(out.dtype == in.dtype && out.numel() == in.numel());
+    out.dtype = in.dtype = as_moved(in.dtype);
     run(
         "all_to_all", out, stream,
         [=]<class T>(const Link& link, T* x, T*) {
@@ -136,6 +137,7 @@ class Comm {
     const size_t me = static_cast<size_t>(rank());
     CHECK(send[me].count == receive[me].count, "all_to_all_rows of {}: rank {} sends itself {} rows, and receives {}",
           name_, me, send[me].count, receive[me].count);
+    in.dtype = out.dtype = as_moved(in.dtype);
     run(
         "all_to_all_rows", out, stream,
         [=]<class T>(const Link& link, T* x, T*) {
@@ -276,6 +278,9 @@ class Comm {
     }
     Comm& comm;
   };
+  // Integers are moved like floating-point numbers, of which only the bits are copied.
+  static DType as_moved(DType dtype) { return dtype == DType::int32 ? DType::fp32 : dtype; }
+
   struct ByExchanges {};  // the library has no such collective, only its sends and receives
 
   enum class Inspect : uint8_t { no, yes };  // the result for NaN
