@@ -81,8 +81,8 @@ struct DataParallel {
   using Join = std::function<std::unique_ptr<Comm>(const std::string& name, const std::vector<int>& members)>;
 
   int rank, stage, shard, replica, context_rank, tensor_rank;  // shard: its place in the shard group
-  int expert_rank, expert_shard;                               // its places in the ep group, and in the experts' shard group
-  int stages;                                                  // of the pipeline
+  int expert_rank, expert_shard;  // its places in the ep group, and in the experts' shard group
+  int stages;                     // of the pipeline
   TensorParallel tensor;
   ContextParallel context;
   ExpertParallel expert;
@@ -96,17 +96,18 @@ struct DataParallel {
   std::unique_ptr<Comm> activations;        // the tensor-parallel group, on the compute stream or exchange_stream
   std::unique_ptr<Comm> partial_gradients;  // the same ranks, on reduce_stream
   std::unique_ptr<Comm> head_gradients;     // those of them with the same key-value head, on reduce_stream
-  // Where experts are shared among other ranks than the rest of a layer (experts_apart()), otherwise of this rank alone:
+  // Where experts are shared among other ranks than the rest of a layer (experts_apart()), otherwise of this rank
+  // alone:
   std::unique_ptr<Comm> experts;           // the ep group, on the compute stream
   std::unique_ptr<Comm> expert_gradients;  // the shard group of the experts, on reduce_stream
   std::unique_ptr<Comm> expert_weights;    // the same, on gather_stream
-  std::unique_ptr<Comm> keys_values;        // the context-parallel group, on context_stream
-  std::unique_ptr<Comm> tied_gradients;     // this rank's place in the first and in the last stage, on reduce_stream
-  std::unique_ptr<Comm> scalars;            // all ranks, on the compute stream
-  std::unique_ptr<Comm> stage_scalars;      // those of a stage of an asynchronous pipeline, on the compute stream
-  std::unique_ptr<Comm> control;            // all ranks; only text, between the hosts
-  std::unique_ptr<Comm> tensor_control;     // the tensor-parallel group; only text, between the hosts
-  std::unique_ptr<Comm> expert_control;     // the ep group; only text, between the hosts
+  std::unique_ptr<Comm> keys_values;       // the context-parallel group, on context_stream
+  std::unique_ptr<Comm> tied_gradients;    // this rank's place in the first and in the last stage, on reduce_stream
+  std::unique_ptr<Comm> scalars;           // all ranks, on the compute stream
+  std::unique_ptr<Comm> stage_scalars;     // those of a stage of an asynchronous pipeline, on the compute stream
+  std::unique_ptr<Comm> control;           // all ranks; only text, between the hosts
+  std::unique_ptr<Comm> tensor_control;    // the tensor-parallel group; only text, between the hosts
+  std::unique_ptr<Comm> expert_control;    // the ep group; only text, between the hosts
   const Hooks& hooks;
   StageLinks links;  // to and from the neighbours of this stage
 
@@ -155,10 +156,10 @@ struct DataParallel {
 
   // The groups that move tensors.
   std::vector<Comm*> tensor_groups() const {
-    std::vector<Comm*> all = {gradients.get(),         replicas.get(),       weights.get(),          activations.get(),
-                              partial_gradients.get(), head_gradients.get(), experts.get(),          expert_gradients.get(),
-                              expert_weights.get(),    keys_values.get(),    tied_gradients.get(),   scalars.get(),
-                              stage_scalars.get()};
+    std::vector<Comm*> all = {
+        gradients.get(),      replicas.get(), weights.get(),          activations.get(),    partial_gradients.get(),
+        head_gradients.get(), experts.get(),  expert_gradients.get(), expert_weights.get(), keys_values.get(),
+        tied_gradients.get(), scalars.get(),  stage_scalars.get()};
     links.for_each([&](StageLink& link) { all.push_back(&link.comm()); });
     return all;
   }

@@ -240,10 +240,11 @@ inline ExpertParallel expert_parallel(const ModelConfig& c, const TensorParallel
   CHECK(E > 0 || ranks == 1, "--ep {}: {} has no experts to divide: leave out --ep, or choose a model with experts",
         ranks, c.family.model_type);
   if (E == 0) return {};
-  CHECK(tensor.ranks == 1 || tensor.sequence,
-        "--sequence-parallel off with --tp {} and {} experts per layer: all ranks of the group would send them the same "
-        "tokens: use --sequence-parallel on",
-        tensor.ranks, E);
+  CHECK(
+      tensor.ranks == 1 || tensor.sequence,
+      "--sequence-parallel off with --tp {} and {} experts per layer: all ranks of the group would send them the same "
+      "tokens: use --sequence-parallel on",
+      tensor.ranks, E);
   std::vector<int64_t> would_do;
   for (const int64_t n : divisors(E))
     if (all % n == 0) would_do.push_back(n);

@@ -1,5 +1,5 @@
-// Checkpoints of ranks that divide experts among them: what any layout wrote, any other reads, bit for bit (contract 6).
-// The ranks only hold state; nothing is trained.
+// Checkpoints of ranks that divide experts among them: what any layout wrote, any other reads, bit for bit (contract
+// 6). The ranks only hold state; nothing is trained.
 #include <mutex>
 #include <set>
 
@@ -76,8 +76,9 @@ TEST_CASE("experts in any number of parts, in any layout, are read bit for bit f
                        {{.ep = 3, .shards = 3}, {.ep = 6, .shards = 3, .stage = 2, .tp = 2}, {.tp = 2, .pp = 3}});
 }
 
-TEST_CASE("every rank of an ep group writes the optimizer state of its experts, and one rank of each shard that of "
-          "the rest") {
+TEST_CASE(
+    "every rank of an ep group writes the optimizer state of its experts, and one rank of each shard that of "
+    "the rest") {
   const TempDir dir;
   const ModelConfig model = small_model("qwen2_moe");  // 8 experts in blocks 0 and 2
   const auto holders = [&](const Layout& layout, int64_t number, int files) {
@@ -110,9 +111,10 @@ TEST_CASE("layouts of experts that do not fit are refused by the trainer, naming
   const std::string train = "test/golden/experts/olmoe_tiny/train.bin";
   const TempDir dir;
   for (const auto& [options, part] :
-       {std::pair("--model d2-e4 --ep 3 --local-ranks 6",
-                  "--ep 3: it must divide the 4 experts of a layer, and the 6 ranks of --tp x --cp x shards: use one of "
-                  "1, 2"),
+       {std::pair(
+            "--model d2-e4 --ep 3 --local-ranks 6",
+            "--ep 3: it must divide the 4 experts of a layer, and the 6 ranks of --tp x --cp x shards: use one of "
+            "1, 2"),
         {"--model d2-e4 --ep 4 --local-ranks 4 --dp-replicate 2", "and the 2 ranks of --tp x --cp x shards"},
         {"--model d2-e4 --tp 2 --sequence-parallel off", "--sequence-parallel off with --tp 2 and 4 experts per layer"},
         {"--model d2 --ep 2", "--ep 2: gpt2 has no experts to divide: leave out --ep"},
@@ -120,9 +122,10 @@ TEST_CASE("layouts of experts that do not fit are refused by the trainer, naming
          "--dp-sync partitioned-server with --model d2-e4, which has experts"},
         {"--model d2-e4 --ep 0", "--ep 0: expected a number from 1 to 1024"}})
     for (const char* mode : {"", " --plan"}) {
-      const ProgramResult r = run_program(formatted("{} --train-data {} --seq-len 8 --batch-size 1 --max-steps 1 "
-                                                    "--tokenizer bytes --device cpu --out-dir {}{}",
-                                                    options, train, dir / "run", mode));
+      const ProgramResult r =
+          run_program(formatted("{} --train-data {} --seq-len 8 --batch-size 1 --max-steps 1 "
+                                "--tokenizer bytes --device cpu --out-dir {}{}",
+                                options, train, dir / "run", mode));
       INFO(options << mode << ": " << r.err);
       REQUIRE(r.status == 1);
       REQUIRE(r.err.find(part) != std::string::npos);

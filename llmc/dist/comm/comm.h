@@ -127,8 +127,8 @@ class Comm {
     const int64_t width = in.shape[1];
     const auto rows_of = [&](const char* what, const std::vector<int64_t>& counts, const Tensor& t) {
       CHECK(t.shape[1] == width && t.dtype == in.dtype && std::ssize(counts) == size() && std::ranges::min(counts) >= 0,
-            "all_to_all_rows of {}: {} counts of rows to {} between {} ranks, of {} and {} elements", name_, counts, what,
-            size(), width, t.shape[1]);
+            "all_to_all_rows of {}: {} counts of rows to {} between {} ranks, of {} and {} elements", name_, counts,
+            what, size(), width, t.shape[1]);
       const int64_t rows = std::accumulate(counts.begin(), counts.end(), int64_t{0});
       CHECK(rows <= t.shape[0], "all_to_all_rows of {}: {} rows to {}, of {}", name_, rows, what, t.shape[0]);
       return rows;

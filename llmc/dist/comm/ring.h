@@ -142,8 +142,8 @@ void all_to_all(const Link& t, T* out, const T* in, int64_t n) {
   }
 }
 
-// The same with rows of `width` elements, of which there are send[k] for rank k and receive[k] from it, one rank's after
-// the other's. Sent by each rank: the rows that are not for itself.
+// The same with rows of `width` elements, of which there are send[k] for rank k and receive[k] from it, one rank's
+// after the other's. Sent by each rank: the rows that are not for itself.
 template <class T>
 void all_to_all_rows(const Link& t, T* out, const T* in, int64_t width, const std::vector<int64_t>& send,
                      const std::vector<int64_t>& receive) {
@@ -160,8 +160,7 @@ void all_to_all_rows(const Link& t, T* out, const T* in, int64_t width, const st
   t.copy(at(to_rows, r), at(from_rows, r), at(send, r) * width);
   for (int s = 1; s < P; ++s) {
     const int to = detail::wrap(r + s, P), from = detail::wrap(r - s, P);
-    t.exchange(to, at(from_rows, to), at(send, to) * row_bytes, from, at(to_rows, from),
-               at(receive, from) * row_bytes);
+    t.exchange(to, at(from_rows, to), at(send, to) * row_bytes, from, at(to_rows, from), at(receive, from) * row_bytes);
   }
 }
 
