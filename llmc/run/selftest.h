@@ -76,8 +76,7 @@ inline void require_whole(Outcome& outcome, const StepConfig& step) {
                          : zero.updates() == ZeroConfig::Updates::shard_owners ? zero.replicas
                                                                                : 1;
     for (const ParamSpec& p : unit.params) {
-      const bool twice =
-          unit.name == "embedding" && step.model.tied && step.pipeline().stage_of(step.chunks - 1) != 0;
+      const bool twice = unit.name == "embedding" && step.model.tied && step.pipeline().stage_of(step.chunks - 1) != 0;
       const int copies = p.copies * (twice ? 2 : 1);
       expected[p.name] = {copies * of_weights, copies * of_state};
     }

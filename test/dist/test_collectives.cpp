@@ -312,7 +312,8 @@ TEST_CASE("known values go through every group, and a pair between which they ar
                   {.ranks = 2});
   for (const int stages : {2, 3, 4}) check_groups_of(Mesh({{Axis::pp, stages}, {Axis::shard, 2}}));
   const Mesh data_and_tensor({{Axis::replicate, 2}, {Axis::shard, 2}, {Axis::tp, 2}});
-  for (const int ep : {1, 2, 4}) check_groups_of(data_and_tensor, no_hooks, {.ranks = 2}, {}, {.ranks = ep, .count = 8});
+  for (const int ep : {1, 2, 4})
+    check_groups_of(data_and_tensor, no_hooks, {.ranks = 2}, {}, {.ranks = ep, .count = 8});
   REQUIRE_ERROR(check_groups_of(data_and_tensor, Plants<LosesExperts>(), {.ranks = 2}, {}, {.ranks = 2, .count = 8}),
                 "the group expert gradients: got the sum ");
   const Mesh pipeline({{Axis::pp, 3}});

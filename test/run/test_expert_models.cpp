@@ -323,4 +323,3 @@ TEST_CASE("at stage 3 a block and its experts are gathered at the same time, eac
     }
   });
 }
-
