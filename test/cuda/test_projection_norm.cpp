@@ -69,7 +69,8 @@ TEMPLATE_TEST_CASE("the kernels of the norm of whole projections match the CPU",
   check_kernel([&] { return c.cuda(); }, c.cpu(), sizeof(TestType) == 2 ? 2e-3 : 2e-6);
 }
 
-TEST_CASE("the kernels of the norm of whole projections need every barrier", "[cuda]") {
+TEST_CASE("the kernels of the norm of whole projections need every barrier but one for a next sum", "[cuda]") {
   const Case<float> c({.B = 1, .T = 9, .Hq = 12, .Hkv = 12, .D = 16}, {});
-  check_barriers([&] { return c.cuda(); });
+  check_barriers([&] { return c.cuda(); },
+                 {"reduce.cuh: __syncthreads();  // partial is read; the next call may write it"});
 }
