@@ -35,6 +35,7 @@ struct ExpertOptions {
   double aux_loss = 0, z_loss = 0;             // coefficients of the routers' own losses
   double bias_rate = 0;                        // of the biases that balance experts without a loss; 0: none
   std::optional<double> capacity_factor = {};  // none: dropless
+  double imbalance = 1;                        // how many times its equal share of rows a rank has memory for
 
   // Rows of an expert from one sequence of T tokens: so many times as many as if all had equally many, rounded up.
   std::optional<int64_t> capacity(int64_t T, const Experts& e) const {

@@ -322,17 +322,3 @@ TEST_CASE("at stage 3 a block and its experts are gathered at the same time, eac
     }
   });
 }
-
-TEST_CASE("training with experts is refused by name until it is built") {
-  const std::string folder = folder_of("olmoe_tiny");
-  const TempDir dir;
-  for (const std::string& model : {folder, std::string("d2-e4")}) {
-    const ProgramResult r =
-        run_program("--model " + model + " --train-data " + folder +
-                    "/train.bin --seq-len 8 --batch-size 1 --max-steps 1 --tokenizer bytes --out-dir " + (dir / "run"));
-    INFO(r.err);
-    REQUIRE(r.status == 1);
-    REQUIRE(r.err.find("training with experts is not built yet") != std::string::npos);
-    REQUIRE(!path_exists(dir / "run"));
-  }
-}
