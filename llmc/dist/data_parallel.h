@@ -81,32 +81,35 @@ struct DataParallel {
   using Join = std::function<std::unique_ptr<Comm>(const std::string& name, const std::vector<int>& members)>;
 
   int rank, stage, shard, replica, context_rank, tensor_rank;  // shard: its place in the shard group
-  int expert_rank, expert_shard;                               // its places in the ep group, and in the experts' shard group
-  int stages;                                                  // of the pipeline
+  int expert_rank, expert_shard;  // its places in the ep group, and in the experts' shard group
+  int stages;                     // of the pipeline
   TensorParallel tensor;
   ContextParallel context;
   ExpertParallel expert;
-  Arena reduce_scratch, gather_scratch, exchange_scratch, context_scratch;
+  Arena reduce_scratch, gather_scratch, exchange_scratch, context_scratch, expert_scratch;
   Stream reduce_stream, gather_stream;
   std::unique_ptr<Stream> exchange_stream;  // with tensor.overlap; otherwise the compute stream does its work
   std::unique_ptr<Stream> context_stream;   // with context parallelism: keys and values travel while others are used
+  std::unique_ptr<Stream> expert_stream;    // with expert parallelism: rows travel while the shared expert computes
   std::unique_ptr<Comm> gradients;          // the shard group, on reduce_stream
   std::unique_ptr<Comm> replicas;           // the ranks with the same shard, on reduce_stream
   std::unique_ptr<Comm> weights;            // the shard group, on gather_stream
   std::unique_ptr<Comm> activations;        // the tensor-parallel group, on the compute stream or exchange_stream
   std::unique_ptr<Comm> partial_gradients;  // the same ranks, on reduce_stream
   std::unique_ptr<Comm> head_gradients;     // those of them with the same key-value head, on reduce_stream
-  // Where experts are shared among other ranks than the rest of a layer (experts_apart()), otherwise of this rank alone:
-  std::unique_ptr<Comm> experts;           // the ep group, on the compute stream
+  // Where experts are shared among other ranks than the rest of a layer (experts_apart()), otherwise of this rank
+  // alone:
+  std::unique_ptr<Comm> experts;           // the ep group, on expert_stream
   std::unique_ptr<Comm> expert_gradients;  // the shard group of the experts, on reduce_stream
   std::unique_ptr<Comm> expert_weights;    // the same, on gather_stream
-  std::unique_ptr<Comm> keys_values;        // the context-parallel group, on context_stream
-  std::unique_ptr<Comm> tied_gradients;     // this rank's place in the first and in the last stage, on reduce_stream
-  std::unique_ptr<Comm> scalars;            // all ranks, on the compute stream
-  std::unique_ptr<Comm> stage_scalars;      // those of a stage of an asynchronous pipeline, on the compute stream
-  std::unique_ptr<Comm> control;            // all ranks; only text, between the hosts
-  std::unique_ptr<Comm> tensor_control;     // the tensor-parallel group; only text, between the hosts
-  std::unique_ptr<Comm> expert_control;     // the ep group; only text, between the hosts
+  std::unique_ptr<Comm> sequences;         // of a model with experts: ranks with parts of the same sequences
+  std::unique_ptr<Comm> keys_values;       // the context-parallel group, on context_stream
+  std::unique_ptr<Comm> tied_gradients;    // this rank's place in the first and in the last stage, on reduce_stream
+  std::unique_ptr<Comm> scalars;           // all ranks, on the compute stream
+  std::unique_ptr<Comm> stage_scalars;     // those of a stage of an asynchronous pipeline, on the compute stream
+  std::unique_ptr<Comm> control;           // all ranks; only text, between the hosts
+  std::unique_ptr<Comm> tensor_control;    // the tensor-parallel group; only text, between the hosts
+  std::unique_ptr<Comm> expert_control;    // the ep group; only text, between the hosts
   const Hooks& hooks;
   StageLinks links;  // to and from the neighbours of this stage
 
@@ -130,10 +133,12 @@ struct DataParallel {
         gather_scratch(device, scratch_bytes),
         exchange_scratch(device, tensor.overlap ? scratch_bytes : 0),
         context_scratch(device, context.ranks > 1 ? scratch_bytes : 0),
+        expert_scratch(device, expert.ranks > 1 ? scratch_bytes : 0),
         reduce_stream(device, reduce_scratch),
         gather_stream(device, gather_scratch),
         exchange_stream(tensor.overlap ? std::make_unique<Stream>(device, exchange_scratch) : nullptr),
         context_stream(context.ranks > 1 ? std::make_unique<Stream>(device, context_scratch) : nullptr),
+        expert_stream(expert.ranks > 1 ? std::make_unique<Stream>(device, expert_scratch) : nullptr),
         gradients(join("gradients", mesh.group(rank, {Axis::shard, Axis::cp}))),
         replicas(join("replicas", mesh.group(rank, {Axis::replicate}))),
         weights(join("weights", mesh.group(rank, {Axis::shard, Axis::cp}))),
@@ -143,6 +148,8 @@ struct DataParallel {
         experts(join("experts", same_experts(mesh, Axis::ep))),
         expert_gradients(join("expert gradients", same_experts(mesh, Axis::shard))),
         expert_weights(join("expert weights", same_experts(mesh, Axis::shard))),
+        sequences(
+            join("sequences", expert.count > 0 ? mesh.group(rank, {Axis::cp, Axis::tp}) : std::vector<int>{rank})),
         keys_values(join("keys and values", mesh.group(rank, {Axis::cp}))),
         tied_gradients(join("tied gradients", ends_of_pipeline(mesh))),
         scalars(join("scalars", everybody(mesh))),
@@ -155,10 +162,10 @@ struct DataParallel {
 
   // The groups that move tensors.
   std::vector<Comm*> tensor_groups() const {
-    std::vector<Comm*> all = {gradients.get(),         replicas.get(),       weights.get(),          activations.get(),
-                              partial_gradients.get(), head_gradients.get(), experts.get(),          expert_gradients.get(),
-                              expert_weights.get(),    keys_values.get(),    tied_gradients.get(),   scalars.get(),
-                              stage_scalars.get()};
+    std::vector<Comm*> all = {gradients.get(),         replicas.get(),       weights.get(),     activations.get(),
+                              partial_gradients.get(), head_gradients.get(), experts.get(),     expert_gradients.get(),
+                              expert_weights.get(),    sequences.get(),      keys_values.get(), tied_gradients.get(),
+                              scalars.get(),           stage_scalars.get()};
     links.for_each([&](StageLink& link) { all.push_back(&link.comm()); });
     return all;
   }

@@ -1,5 +1,5 @@
-// expert_parallel.h: which experts of a layer a rank has, and with whom it shares them (Shazeer et al. 2017; Lepikhin et
-// al. 2020). Pure functions.
+// expert_parallel.h: which experts of a layer a rank has, and with whom it shares them (Shazeer et al. 2017; Lepikhin
+// et al. 2020). Pure functions.
 //
 // The ranks of a stage are seen in two ways, in the same order. Of a replica with --tp 2, --cp 2 and two shards:
 //

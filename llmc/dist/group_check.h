@@ -110,11 +110,13 @@ inline void check_groups(DataParallel& dp, const Mesh& mesh, Stream& compute,
                       name_of_rank);
   if (dp.experts_apart()) {
     const Mesh view = expert_view(mesh, dp.expert);
-    detail::check_group(*dp.experts, 11, view.group(dp.rank, {Axis::ep}), compute, name_of_rank);
+    detail::check_group(*dp.experts, 11, view.group(dp.rank, {Axis::ep}),
+                        dp.expert_stream ? *dp.expert_stream : compute, name_of_rank);
     const std::vector<int> same_experts = view.group(dp.rank, {Axis::shard});
     detail::check_group(*dp.expert_gradients, 12, same_experts, dp.reduce_stream, name_of_rank);
     detail::check_group(*dp.expert_weights, 13, same_experts, dp.gather_stream, name_of_rank);
   }
+  if (dp.expert.count > 0) detail::check_group(*dp.sequences, 14, along({Axis::cp, Axis::tp}), compute, name_of_rank);
   const std::vector<int> column = along({Axis::pp});
   const bool end = dp.rank == column.front() || dp.rank == column.back();
   const std::vector<int> ends = end ? std::vector{column.front(), column.back()} : std::vector{dp.rank};

@@ -15,7 +15,8 @@
 
 namespace llmc {
 
-// What a rank holds of a parameter: elements of the box that its tensor-parallel rank has. Of experts, it has whole ones.
+// What a rank holds of a parameter: elements of the box that its tensor-parallel rank has. Of experts, it has whole
+// ones.
 struct HeldParam {
   Box box;
   Range weights, moments;
@@ -211,8 +212,7 @@ inline void check_whole_model(const ModelState& state, const ParamTable& table, 
     ranks.push_back({mesh.coordinate(rank, Axis::pp), mesh.coordinate(rank, Axis::tp), held_from_text(text),
                      view.coordinate(rank, Axis::ep)});
   }
-  if (!ranks.empty())
-    require_whole_model(table, tied, state.zero_config(), state.zero_config(Sharing::experts), ranks);
+  if (!ranks.empty()) require_whole_model(table, tied, state.zero_config(), state.zero_config(Sharing::experts), ranks);
 }
 
 }  // namespace llmc

@@ -289,9 +289,10 @@ class ModelState {
     }
   }
   void require_expert_groups(const UnitSpec& unit) const {
-    CHECK(dp_.tensor.ranks == 1 || dp_.experts_apart(),
-          "{}: with {} tensor-parallel ranks it has groups of its own, which were not made: ExpertParallel of {} experts",
-          unit.name, dp_.tensor.ranks, dp_.expert.count);
+    CHECK(
+        dp_.tensor.ranks == 1 || dp_.experts_apart(),
+        "{}: with {} tensor-parallel ranks it has groups of its own, which were not made: ExpertParallel of {} experts",
+        unit.name, dp_.tensor.ranks, dp_.expert.count);
     CHECK(zero_.sync == DpSync::all_reduce, "{}: servers, as of --dp-sync {}, have no experts", unit.name, zero_.sync);
   }
 

@@ -1,10 +1,12 @@
 // activations.h: what a block keeps between its forward and its backward, and between the parts of its backward; what
 // of it is recomputed. Sizes: as in transformer.h.
 #pragma once
+#include <memory>
 #include <optional>
 #include <string>
 
 #include "device/arena.h"
+#include "dist/expert_exchange.h"
 #include "dist/schedule.h"
 #include "dist/tensor_parallel.h"
 #include "model/config.h"
@@ -54,15 +56,24 @@ struct SliceKeys {
   Tensor gradient;     // of it, in fp32, as far as they have gone back
 };
 
-// What the backward of a layer with experts needs of its feed-forward (experts.h): R = k S rows in the order of the
-// experts, E experts of width F, a shared one of width Fs.
+// What experts of a rank compute, R rows in the order of these experts, E of width F.
+struct ReceivedRows {
+  Tensor offsets;              // (E + 1) int32: the first row of each
+  Tensor sources, places;      // (R) (R, 1) int32: of arrival_plan(); empty tensors where no rows come from other ranks
+  Tensor rows, up, activated;  // (R, C) (R, 2 F) (R, F)
+};
+// What the backward of a layer with experts needs of its feed-forward (experts.h). E experts of all ranks, k choices of
+// a row, a shared expert of width Fs.
 struct ExpertActivations {
-  Tensor logits, choices, weights;      // of the router: (S, E) (S, k) int32 (S, k)
-  Tensor counts;                        // (segments, E) int32: how often each expert was chosen in their sequences
-  Tensor places, sources, offsets;      // (S, k) (R) (E + 1) int32: of dispatch_plan()
-  Tensor rows, up, activated, outputs;  // (R, C) (R, 2 F) (R, F) (R, C)
-  Tensor shared_up, shared_activated;   // (N, 2 Fs) (N, Fs); empty tensors without a shared expert, and so below
-  Tensor shared_out, gate_logits;       // (S, C) (S, 1); without its gate empty tensors
+  Tensor logits, choices, weights;     // of the router: (S, E) (S, k) int32 (S, k)
+  Tensor counts, starts;               // (segments, E) int32: how often each expert was chosen in the sequence, and
+                                       // in what comes before the segment; starts: empty where sequences are whole
+  Tensor places, sources, offsets;     // (S, k) (k S) (E + 1) int32: of dispatch_plan()
+  Tensor outputs;                      // (k S, C) of the experts, in the order of these
+  ReceivedRows received;               // of the experts that this rank has
+  Tensor shared_up, shared_activated;  // (N, 2 Fs) (N, Fs); empty tensors without a shared expert, and so below
+  Tensor shared_out, gate_logits;      // (S, C) (S, 1); without its gate empty tensors
+  std::shared_ptr<ExpertRounds> rounds = {};  // which rows are exchanged, for the host; none: no ranks share experts
 };
 
 // The activations that the backward of a block needs. Its weight part needs the inputs of the products: norm1,
@@ -84,7 +95,9 @@ struct BlockActivations {
   static BlockActivations recomputed(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor,
                                      DType dtype, Recompute recompute, Arena& arena) {
     auto wanted = [=](std::optional<Recompute> from, bool) { return from && *from <= recompute; };
-    return {c, s, tensor, dtype, {}, detail::in_arena(arena, "recomputed", wanted)};
+    BlockActivations all(c, s, tensor, dtype, {}, detail::in_arena(arena, "recomputed", wanted));
+    if (recompute == Recompute::block) all.set_rounds(c);
+    return all;
   }
   // The tensors that each block keeps; the others are in `shared`. Of a backward in parts, without product_inputs().
   static BlockActivations kept(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype,
@@ -92,7 +105,9 @@ struct BlockActivations {
     auto wanted = [=](std::optional<Recompute> from, bool product_input) {
       return (!from || *from > recompute) && !(product_input && backward == Backward::in_parts);
     };
-    return {c, s, tensor, dtype, shared, detail::in_arena(arena, "activations", wanted)};
+    BlockActivations block(c, s, tensor, dtype, shared, detail::in_arena(arena, "activations", wanted));
+    if (recompute < Recompute::block) block.set_rounds(c);
+    return block;
   }
   // The inputs of the products, for the weight part: those that the forward keeps for it, or those that the input part
   // recomputes.
@@ -116,17 +131,20 @@ struct BlockActivations {
     using A = BlockActivations;
     for (auto t : {&A::norm1, &A::attention, &A::norm2, &A::activated})
       if (!(other.*t).empty()) this->*t = other.*t;
-    using E = ExpertActivations;
-    for (auto t : {&E::offsets, &E::rows, &E::activated, &E::shared_activated})
-      if (!(other.experts.*t).empty()) experts.*t = other.experts.*t;
+    if (!other.experts.shared_activated.empty()) experts.shared_activated = other.experts.shared_activated;
+    for (auto t : {&ReceivedRows::offsets, &ReceivedRows::rows, &ReceivedRows::activated})
+      if (!(other.experts.received.*t).empty()) experts.received.*t = other.experts.received.*t;
   }
 
   BlockActivations() = default;
 
- private:
   // Sequences, or slices of them, that S rows of the residual stream may be of.
   static int64_t most_segments(const BatchShape& s, int64_t S) { return std::min(S, 2 * s.B + 1); }
 
+ private:
+  void set_rounds(const ModelConfig& c) {
+    if (c.experts.ranks > 1) experts.rounds = std::make_shared<ExpertRounds>();
+  }
   // Begins as a copy of `others`. place(tensor, name, dtype, shape, from, product_input): sets a tensor, or leaves it.
   template <class Place>
   BlockActivations(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype,
@@ -161,19 +179,30 @@ struct BlockActivations {
       alloc(activated, "activated", dtype, {N, c.n_ffn}, activation, product_input);
     }
     if (const Experts& e = c.experts; e.count > 0) {
-      const int64_t k = e.per_token, R = k * S, segments = most_segments(s, S);
+      const int64_t k = e.per_token, R = e.room(S), segments = most_segments(s, S);
       ExpertActivations& x = experts;
+      ReceivedRows& r = x.received;
+      const bool exchanged = e.ranks > 1;
       alloc(x.logits, "router logits", stat, {S, e.count}, block);
       alloc(x.choices, "experts chosen", DType::int32, {S, k}, block);
       alloc(x.weights, "weights of experts", stat, {S, k}, block);
       alloc(x.counts, "choices of each expert", DType::int32, {segments, e.count}, std::nullopt);
+      if (tensor.by_rows() || e.spread)
+        alloc(x.starts, "choices before a segment", DType::int32, {segments, e.count}, std::nullopt);
       alloc(x.places, "places of choices", DType::int32, {S, k}, block);
-      alloc(x.sources, "choices by expert", DType::int32, {R}, block);
-      alloc(x.offsets, "first rows of experts", DType::int32, {e.count + 1}, block, product_input);
-      alloc(x.rows, "rows by expert", dtype, {R, C}, norm, product_input);
-      alloc(x.up, "up of experts", dtype, {R, 2 * e.width}, block);
-      alloc(x.activated, "activated of experts", dtype, {R, e.width}, activation, product_input);
-      alloc(x.outputs, "outputs of experts", dtype, {R, C}, block);
+      alloc(x.sources, "choices by expert", DType::int32, {k * S}, block);
+      alloc(x.offsets, "first rows of experts", DType::int32, {e.count + 1}, block, !exchanged);
+      alloc(x.outputs, "outputs of experts", dtype, {k * S, C}, block);
+      if (exchanged) {
+        alloc(r.offsets, "first received rows of experts", DType::int32, {e.own() + 1}, block, product_input);
+        alloc(r.sources, "received rows by expert", DType::int32, {R}, block);
+        alloc(r.places, "places of received rows", DType::int32, {R, 1}, block);
+      } else {
+        r.offsets = x.offsets;
+      }
+      alloc(r.rows, "rows by expert", dtype, {R, C}, exchanged ? block : norm, product_input);
+      alloc(r.up, "up of experts", dtype, {R, 2 * e.width}, block);
+      alloc(r.activated, "activated of experts", dtype, {R, e.width}, activation, product_input);
       if (e.shared > 0) {
         alloc(x.shared_up, "up of the shared expert", dtype, {N, 2 * e.shared}, block);
         alloc(x.shared_activated, "activated of the shared expert", dtype, {N, e.shared}, activation, product_input);
@@ -207,7 +236,7 @@ struct OutputGradients {
     if (c.sparse_layers() < c.n_layer) up = alloc("gradient of up", {N, c.mlp_in_size()});
     const Experts& e = c.experts;
     if (e.count == 0) return;
-    const int64_t R = e.per_token * S;
+    const int64_t R = e.room(S);
     experts.logits = of("gradient of router logits", stat, {S, e.count});
     experts.up = alloc("gradient of up of experts", {R, 2 * e.width});
     experts.outputs = alloc("gradient of outputs of experts", {R, C});

@@ -78,6 +78,18 @@ struct Experts {
   std::vector<int64_t> dense_layers = {};  // except these
   double aux_loss = 0;                     // the coefficient of the balancing loss, as config.json has it
   bool adds_aux_loss = false;              // whether transformers adds that loss ("output_router_logits")
+
+  // Of the part that one rank computes: ranks that share the experts of a layer, and the rows that it has room for,
+  // over those that it gets if all experts are chosen equally often.
+  int64_t ranks = 1;
+  double imbalance = 1;
+  bool spread = false;  // a sequence is spread over context-parallel ranks
+  int64_t own() const { return count / ranks; }
+  // Rows of its experts, if every rank has S rows.
+  int64_t room(int64_t S) const {
+    const int64_t share = per_token * S;
+    return ranks == 1 ? share : static_cast<int64_t>(std::ceil(imbalance * static_cast<double>(share)));
+  }
 };
 
 struct ModelConfig {
@@ -240,10 +252,11 @@ inline ExpertParallel expert_parallel(const ModelConfig& c, const TensorParallel
   CHECK(E > 0 || ranks == 1, "--ep {}: {} has no experts to divide: leave out --ep, or choose a model with experts",
         ranks, c.family.model_type);
   if (E == 0) return {};
-  CHECK(tensor.ranks == 1 || tensor.sequence,
-        "--sequence-parallel off with --tp {} and {} experts per layer: all ranks of the group would send them the same "
-        "tokens: use --sequence-parallel on",
-        tensor.ranks, E);
+  CHECK(
+      tensor.ranks == 1 || tensor.sequence,
+      "--sequence-parallel off with --tp {} and {} experts per layer: all ranks of the group would send them the same "
+      "tokens: use --sequence-parallel on",
+      tensor.ranks, E);
   std::vector<int64_t> would_do;
   for (const int64_t n : divisors(E))
     if (all % n == 0) would_do.push_back(n);

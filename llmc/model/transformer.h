@@ -204,7 +204,6 @@ inline void block_interior(const BlockActivations& a, Tensor x, const GatheredRo
 inline void block_forward(const BlockActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c,
                           const Sequences& s, const parallel::Group& p) {
   detail::block_interior(a, x, {}, unit, c, s, p);
-  if (detail::has_experts(unit)) detail::record_routing(a.experts, c, s.routing, p);
   detail::add_feed_forward(a, unit, s, p);
 }
 
@@ -230,7 +229,7 @@ inline void block_recompute(const BlockActivations& a, Tensor x, const GatheredR
     detail::norm1(a, x, unit, c, p.compute);
     if (c.family.qk_norm != QkNorm::none) detail::heads(a, unit, c, s, p);
     detail::norm2(a, unit, c, p.compute);
-    if (detail::has_experts(unit)) detail::rows_by_expert(a.experts, a.norm2, c, s.routing, p.compute);
+    if (detail::has_experts(unit)) detail::recompute_rows(a.experts, a.norm2, c, s.routing, p.compute);
   }
   if (recompute != Recompute::none) detail::activation(a, unit, c, p.compute);
 }

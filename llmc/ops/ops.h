@@ -7,10 +7,11 @@
 // dtype: activations and weights of one call share a dtype (fp32, bf16; fp64 for finite differences). Statistics,
 // softmax, losses and weight gradients are in its accumulator type: fp32, or fp64 for fp64.
 #pragma once
-#include "ops/ops_attention.h"  // attention, key-value cache
-#include "ops/ops_embedding.h"  // token and position embedding
-#include "ops/ops_experts.h"    // mixture of experts: router, rows by expert, grouped linear layers
-#include "ops/ops_heads.h"      // rotary positions, query-key norms
-#include "ops/ops_layers.h"     // norms, linear, activations, sums of parts
-#include "ops/ops_memory.h"     // zero, copy, convert, fill, add, scale, initial numbers
-#include "ops/ops_step.h"       // loss, gradient norm, clipping, AdamW
+#include "ops/ops_attention.h"     // attention, key-value cache
+#include "ops/ops_embedding.h"     // token and position embedding
+#include "ops/ops_expert_ranks.h"  // experts on several ranks: arriving rows, shared sequences, biases
+#include "ops/ops_experts.h"       // mixture of experts: router, rows by expert, grouped linear layers
+#include "ops/ops_heads.h"         // rotary positions, query-key norms
+#include "ops/ops_layers.h"        // norms, linear, activations, sums of parts
+#include "ops/ops_memory.h"        // zero, copy, convert, fill, add, scale, initial numbers
+#include "ops/ops_step.h"          // loss, gradient norm, clipping, AdamW

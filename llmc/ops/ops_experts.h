@@ -170,17 +170,13 @@ inline void router_losses(Tensor totals, Tensor counts, Tensor probabilities, Te
   });
 }
 
-// chosen (E) fp64 += how often each expert was chosen; dropped (1) fp64 += how many of these choices have no row.
-// counts (segments, E) int32; offsets (E + 1) int32, of dispatch_plan()
-inline void count_choices(Tensor chosen, Tensor dropped, Tensor counts, Tensor offsets, Stream& stream) {
-  const int64_t S = counts.shape[0], E = counts.shape[1];
-  CHECK_TENSOR(counts, DType::int32, S, E);
+// dropped (1) fp64 += how many of so many choices have no row.   offsets (E + 1) int32, of dispatch_plan()
+inline void count_dropped(Tensor dropped, int64_t choices, Tensor offsets, Stream& stream) {
+  const int64_t E = offsets.shape[0] - 1;
   CHECK_TENSOR(offsets, DType::int32, E + 1);
-  CHECK_TENSOR(chosen, DType::fp64, E);
   CHECK_TENSOR(dropped, DType::fp64, 1);
-  stream.run({"count_choices", 0, detail::bytes_of({counts, chosen})}, {chosen}, [=, &stream] {
-    CALL_OP(stream, void, count_choices, chosen.data<double>(), dropped.data<double>(), counts.data<int32_t>(),
-            offsets.data<int32_t>(), S, E);
+  stream.run({"count_dropped", 0, detail::bytes_of({dropped})}, {dropped}, [=, &stream] {
+    CALL_OP(stream, void, count_dropped, dropped.data<double>(), offsets.data<int32_t>() + E, choices);
   });
 }
 
@@ -212,6 +208,16 @@ inline void dispatch_plan(Tensor places, Tensor sources, Tensor offsets, Tensor 
     CALL_OP(stream, void, dispatch_plan, places.data<int32_t>(), sources.data<int32_t>(), offsets.data<int32_t>(),
             scratch.data<int32_t>(), choices.data<int32_t>(), starts.empty() ? nullptr : starts.data<int32_t>(), N, E,
             k, capacity.value_or(-1), segments);
+  });
+}
+
+// counts (E) fp64 = the rows of each expert. offsets (E + 1) int32
+inline void rows_of_experts(Tensor counts, Tensor offsets, Stream& stream) {
+  const int64_t E = counts.shape[0];
+  CHECK_TENSOR(counts, DType::fp64, E);
+  CHECK_TENSOR(offsets, DType::int32, E + 1);
+  stream.run({"rows_of_experts", 0, detail::bytes_of({counts, offsets})}, {counts}, [=, &stream] {
+    CALL_OP(stream, void, rows_of_experts, counts.data<double>(), offsets.data<int32_t>(), E);
   });
 }
 

@@ -109,9 +109,9 @@ inline void check_projections(const char* op, const Tensor& rstd, const Tensor& 
   const int64_t N = shape.B * shape.T;
   const DType stat = accumulator_of(qkv.dtype);
   check_qkv(op, "qkv", qkv, shape);
-  CHECK(shares.key_copies >= 1 && shares.ranks % shares.key_copies == 0 && shares.rank >= 0 &&
-            shares.rank < shares.ranks,
-        "{}: rank {} of {}, of which {} have the same key heads", op, shares.rank, shares.ranks, shares.key_copies);
+  CHECK(
+      shares.key_copies >= 1 && shares.ranks % shares.key_copies == 0 && shares.rank >= 0 && shares.rank < shares.ranks,
+      "{}: rank {} of {}, of which {} have the same key heads", op, shares.rank, shares.ranks, shares.key_copies);
   check_tensor(op, "rstd", rstd, stat, {N, 2});
   check_tensor(op, "sums", sums, stat, {shares.ranks, N, 2});
   check_tensor(op, "q_weight", q_weight, weights, {shape.Hq * shape.D});
@@ -170,9 +170,9 @@ inline void projection_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_we
                with_type(qkv.dtype, [&](auto tag) {
                  using X = typename decltype(tag)::type;
                  using A = accumulator_t<X>;
-                 CALL_OP(stream, X, projection_norm_backward, dqkv.data<X>(), dq_weight.data<A>(),
-                         dk_weight.data<A>(), partials.data<A>(), qkv.data<X>(), q_weight.data<X>(),
-                         k_weight.data<X>(), rstd.data<A>(), sums.data<A>(), shape, shares);
+                 CALL_OP(stream, X, projection_norm_backward, dqkv.data<X>(), dq_weight.data<A>(), dk_weight.data<A>(),
+                         partials.data<A>(), qkv.data<X>(), q_weight.data<X>(), k_weight.data<X>(), rstd.data<A>(),
+                         sums.data<A>(), shape, shares);
                });
              });
 }

@@ -51,7 +51,7 @@ struct Run {
  private:
   std::vector<Stream*> streams() {
     std::vector<Stream*> all = {&stream, &dp.reduce_stream, &dp.gather_stream};
-    for (Stream* s : {copies.get(), dp.exchange_stream.get(), dp.context_stream.get()})
+    for (Stream* s : {copies.get(), dp.exchange_stream.get(), dp.context_stream.get(), dp.expert_stream.get()})
       if (s != nullptr) all.push_back(s);
     dp.links.for_each([&](StageLink& link) { all.push_back(&link.stream()); });
     return all;

@@ -2,7 +2,10 @@
 // entropy of their routers, how often each expert was chosen, what was dropped; and the biases that balance them.
 #pragma once
 #include <algorithm>
+#include <compare>
+#include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "train/step_config.h"
@@ -17,6 +20,7 @@ class ExpertRecord {
     if (layers_ == 0) return;
     const int64_t E = model.experts.count;
     record_ = context.arena.alloc("balance of experts", "record of a step", DType::fp64, {others + layers_ * E});
+    if (config.tensor.by_rows() || config.context.ranks > 1) order_segments(context);
     if (config.experts.bias_rate > 0)
       biases_ =
           context.arena.alloc("balance of experts", "biases of experts", accumulator_of(config.dtype), {layers_, E});
@@ -42,7 +46,8 @@ class ExpertRecord {
                        .sequence = T},
             .capacity = o.capacity(T, config_.model.experts),
             .totals = record_.slice(0, {others}),
-            .chosen = record_.slice(others + index_of(layer) * E, {E})};
+            .chosen = record_.slice(others + index_of(layer) * E, {E}),
+            .sequences = sequences_};
   }
 
   // From the record of all ranks.
@@ -61,6 +66,47 @@ class ExpertRecord {
   }
 
  private:
+  // How the segments of the context- and tensor-parallel ranks make up the sequences of a micro-batch.
+  void order_segments(const Context& context) {
+    const BatchShape share = config_.share(config_.batch, Purpose::train);
+    const int cp = config_.context.ranks, tp = config_.tensor.by_rows() ? config_.tensor.ranks : 1;
+    const int64_t S = config_.tensor.stream_rows(share.rows()), most = BlockActivations::most_segments(share, S);
+    struct Segment {
+      int64_t sequence, slice;
+      int tensor_rank;
+      int32_t id;
+      auto operator<=>(const Segment&) const = default;
+    };
+    std::vector<Segment> all;
+    std::vector<int32_t> sequence_of(static_cast<size_t>(cp * tp * most), -1), ids, begins = {0};
+    for (int c = 0; c < cp; ++c)
+      for (int t = 0; t < tp; ++t) {
+        const StreamRows rows = stream_rows_of(share, config_.tensor, config_.context, t);
+        const int64_t slices = cp > 1 ? 2 : 1, before = S * t / rows.segments.length;
+        for (int64_t s = 0; s < rows.segments.count(rows.count); ++s) {
+          const int64_t slice = (before + s) % slices, sequence = (before + s) / slices;
+          const int64_t id = (c * tp + t) * most + s;
+          all.push_back({sequence, slice == 0 ? c : 2 * cp - 1 - c, t, static_cast<int32_t>(id)});
+          sequence_of[static_cast<size_t>(id)] = static_cast<int32_t>(sequence);
+        }
+      }
+    std::sort(all.begin(), all.end());
+    for (const Segment& s : all) {
+      ids.push_back(s.id);
+      begins.resize(static_cast<size_t>(s.sequence) + 2, 0);
+      begins.back() = static_cast<int32_t>(ids.size());
+    }
+    auto on_device = [&](const char* name, std::vector<int32_t> values, const Shape& shape) {
+      const Tensor t = context.arena.alloc("balance of experts", name, DType::int32, shape);
+      upload(t, std::move(values), context.compute);
+      return t;
+    };
+    const int64_t count = std::ssize(ids);
+    sequences_ = {on_device("sequences of segments", std::move(sequence_of), {cp * tp, most}),
+                  on_device("segments in order", std::move(ids), {count}),
+                  on_device("first segments of sequences", std::move(begins), {share.B + 1})};
+  }
+
   static constexpr int64_t others = 4;  // besides how often experts were chosen
   int64_t index_of(int64_t layer) const { return index_of_layer_[static_cast<size_t>(layer)]; }
 
@@ -68,6 +114,7 @@ class ExpertRecord {
   int64_t layers_ = 0;                   // with experts
   std::vector<int64_t> index_of_layer_;  // among them; -1: a dense one
   Tensor record_, biases_;
+  std::optional<SegmentOrder> sequences_;
 };
 
 }  // namespace llmc

@@ -173,12 +173,9 @@ class Stage {
                    pass.purpose == Purpose::train ? std::optional(experts_.training_of(layer)) : std::nullopt};
     return s;
   }
-  // The rows that this rank has of the residual stream. With context parallelism a sequence is here in two slices.
+  // The rows that this rank has of the residual stream.
   StreamRows stream_rows(const Slot& slot, Purpose purpose) const {
-    const int64_t N = slot.shape.rows(), S = config_.tensor.stream_rows(N), T = slot.shape.T;
-    const int cp = config_.context_for(purpose).ranks;
-    const int64_t length = cp > 1 ? T / 2 : T, first = config_.tensor.by_rows() ? S * state_.dp().tensor_rank : 0;
-    return {std::clamp<int64_t>(N - first, 0, S), {length, first % length}, T * cp};
+    return stream_rows_of(slot.shape, config_.tensor, config_.context_for(purpose), state_.dp().tensor_rank);
   }
 
   // A layer's units while it computes. The experts, the larger one, are acquired when they are needed, and so gathered
@@ -308,6 +305,7 @@ class Stage {
         set_current((whole ? "backward of " : "input part of the backward of ") + unit.spec().name);
     Sequences sequence = sequences(slot, pass, layer);
     sequence.routing.experts = [&held]() -> const UnitState& { return held.experts(); };
+    if (sequence.routing.training) sequence.routing.training->records = false;
     for_units(units, [&](size_t u) { start_gradients(u, slot); });
     auto scope = context_.arena.scope();
     GatheredRows gathered;

@@ -35,7 +35,7 @@ struct ExpertOptions {
   double aux_loss = 0, z_loss = 0;             // coefficients of the routers' own losses
   double bias_rate = 0;                        // of the biases that balance experts without a loss; 0: none
   std::optional<double> capacity_factor = {};  // none: dropless
-  double imbalance = 1;                        // how many times its equal share of rows a rank has memory for
+  double imbalance = 1;                        // rows that a rank has room for, over its share
 
   // Rows of an expert from one sequence of T tokens: so many times as many as if all had equally many, rounded up.
   std::optional<int64_t> capacity(int64_t T, const Experts& e) const {
@@ -86,7 +86,13 @@ struct StepConfig {
   // Ranks, or groups of tensor- and context-parallel ranks, with samples of their own.
   int readers() const { return zero.ranks() / context.ranks; }
   // The shape of what one rank computes.
-  ModelConfig part() const { return part_of(model, tensor); }
+  ModelConfig part() const {
+    ModelConfig part = part_of(model, tensor);
+    part.experts.ranks = expert.ranks;
+    part.experts.imbalance = experts.imbalance;
+    part.experts.spread = context.ranks > 1;
+    return part;
+  }
 
   // Rows of one part, of the S rows of the residual stream that a rank has: by head_chunks, or as many as have at most
   // 1 GiB of logits.

@@ -7,6 +7,7 @@
 #include "ops/cuda/cross_entropy.cuh"
 #include "ops/cuda/elementwise.cuh"
 #include "ops/cuda/embedding.cuh"
+#include "ops/cuda/expert_ranks.cuh"
 #include "ops/cuda/experts.cuh"
 #include "ops/cuda/grouped_matmul.cuh"
 #include "ops/cuda/layernorm.cuh"
@@ -87,6 +88,15 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
 }
 template void all_kernels(float*, float*, double*, int32_t*, int64_t, int64_t, cudaStream_t);
 template void all_kernels(bf16*, float*, double*, int32_t*, int64_t, int64_t, cudaStream_t);
+
+void use_expert_ranks(int32_t* ids, float* f, double* d, int64_t N, cudaStream_t stream) {
+  expert_counts(ids, ids, N, stream);
+  arrival_plan(ids, ids, ids, ids, ids, N, N, N, N, stream);
+  join_segments(ids, f, f, ids, f, f, ids, ids, N, N, stream);
+  segment_starts(ids, ids, ids, ids, ids, ids, 0, N, N, stream);
+  add_expert_counts(d, ids, N, N, stream);
+  update_expert_biases(f, d, d, N, 0, stream);
+}
 
 void use_split(bf16* out, const float* x, int64_t N, cudaStream_t stream) {
   split_in_three(out, x, N, N, N, N, stream);

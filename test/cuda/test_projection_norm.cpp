@@ -29,9 +29,8 @@ struct Case {
 
   Outputs cpu() const {
     std::vector<T> out(qkv.size()), dqkv = dout;
-    std::vector<float> rstd(static_cast<size_t>(2 * N)), sums(rstd.size()), dsums(rstd.size()), dq = dq_weight,
-                                                        dk = dk_weight,
-                                                        partials(static_cast<size_t>(cpu::row_partitions * (Q + K)));
+    std::vector<float> rstd(static_cast<size_t>(2 * N)), sums(rstd.size()), dsums(rstd.size()),
+        dq = dq_weight, dk = dk_weight, partials(static_cast<size_t>(cpu::row_partitions * (Q + K)));
     const T* const none = nullptr;
     cpu::projection_sums(sums.data(), qkv.data(), none, none, none, s);
     cpu::projection_sums(dsums.data(), qkv.data(), dout.data(), q_weight.data(), k_weight.data(), s);
@@ -39,7 +38,7 @@ struct Case {
                                  eps, s, shares);
     cpu::projection_norm_backward(dqkv.data(), dq.data(), dk.data(), partials.data(), qkv.data(), q_weight.data(),
                                   k_weight.data(), rstd.data(), products.data(), s, shares);
-    return {{"sums", sums}, {"backward sums", dsums}, {"out", out}, {"rstd", rstd},
+    return {{"sums", sums}, {"backward sums", dsums}, {"out", out},     {"rstd", rstd},
             {"dqkv", dqkv}, {"dq_weight", dq},        {"dk_weight", dk}};
   }
   Outputs cuda() const {

@@ -32,6 +32,10 @@ float value(int rank, int64_t i) { return static_cast<float>((rank * 31 + i * 7)
 
 Tensor filled(Arena& arena, DType dtype, int64_t n, int rank) {
   const Tensor t = arena.alloc("test", "buffer", dtype, {n});
+  if (dtype == DType::int32) {
+    for (int64_t i = 0; i < n; ++i) t.data<int32_t>()[i] = static_cast<int32_t>(value(rank, i));
+    return t;
+  }
   with_type(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     for (int64_t i = 0; i < n; ++i) t.data<T>()[i] = T(value(rank, i));
@@ -59,6 +63,12 @@ struct LosesTied final : Comm {
   static constexpr std::string_view group = "tied gradients";
   static constexpr int member = 1;
   explicit LosesTied(Comm&& comm) : Comm(std::move(comm)) {}
+  void reduce_scatter(Tensor, Stream&) override {}
+};
+struct LosesExperts final : Comm {
+  static constexpr std::string_view group = "expert gradients";
+  static constexpr int member = 1;
+  explicit LosesExperts(Comm&& comm) : Comm(std::move(comm)) {}
   void reduce_scatter(Tensor, Stream&) override {}
 };
 struct SendsAnother final : Comm {
@@ -95,6 +105,7 @@ void check_groups_of(const Mesh& mesh, const Hooks& hooks = no_hooks, const Tens
 }
 
 double at(const Tensor& t, int64_t i) {
+  if (t.dtype == DType::int32) return t.data<int32_t>()[i];
   double x = 0;
   with_type(t.dtype, [&](auto tag) { x = static_cast<double>(t.data<typename decltype(tag)::type>()[i]); });
   return x;
@@ -186,6 +197,70 @@ TEST_CASE("collectives between threads are correct for any number of ranks and s
       }
 }
 
+TEST_CASE("rows go to the ranks that they are counted for, any number of them, and only they are sent") {
+  constexpr int64_t width = 5, most = 9;
+  // None between some pairs, none at all from or to some rank.
+  const auto rows_between = [](int from, int to, int pattern) -> int64_t {
+    switch (pattern) {
+      case 0: return (from * 3 + to * 2) % 4;
+      case 1: return from == 0 ? to + 1 : 0;  // all from one rank
+      case 2: return to == 1 ? from : 0;      // all to one rank
+      default: return 0;
+    }
+  };
+  for (const int P : {1, 2, 3, 5})
+    for (const DType dtype : {DType::fp32, DType::bf16, DType::int32})
+      for (const int pattern : {0, 1, 2, 3}) {
+        INFO(P << " ranks, " << name_of(dtype) << ", pattern " << pattern);
+        Differences wrong;
+        const auto sent = on_ranks(P, [&](Comm& comm, Stream& stream, Arena& arena, int rank) {
+          std::vector<int64_t> send, receive;
+          for (int k = 0; k < P; ++k) {
+            send.push_back(rows_between(rank, k, pattern));
+            receive.push_back(rows_between(k, rank, pattern));
+          }
+          const Tensor in = filled(arena, dtype, P * most * width, rank).reshaped({P * most, width}),
+                       out = filled(arena, dtype, P * most * width, -1).reshaped({P * most, width});
+          comm.all_to_all_rows(out, in, send, receive, stream);
+          stream.synchronize();
+          int64_t row = 0;
+          for (int k = 0; k < P; ++k) {
+            int64_t theirs = 0;  // where its rows for this rank begin
+            for (int before = 0; before < rank; ++before) theirs += rows_between(k, before, pattern);
+            for (int64_t i = 0; i < receive[static_cast<size_t>(k)] * width; ++i)
+              wrong.expect(at(out, row * width + i) == value(k, theirs * width + i), formatted("from rank {}", k));
+            row += receive[static_cast<size_t>(k)];
+          }
+          for (int64_t i = row * width; i < P * most * width; ++i)
+            wrong.expect(at(out, i) == value(-1, i), "what follows the rows");
+        });
+        for (int rank = 0; rank < P; ++rank) {
+          int64_t rows = 0;
+          for (int k = 0; k < P; ++k) rows += k == rank ? 0 : rows_between(rank, k, pattern);
+          REQUIRE(sent[static_cast<size_t>(rank)] == rows * width * size_of(dtype));
+        }
+        INFO(formatted("{}", wrong.found));
+        REQUIRE(wrong.found.empty());
+      }
+  // On paper: the bytes, and a message to each other rank.
+  const Device paper = Device{DeviceKind::cpu, 1}.on_paper();
+  Arena arena(paper), scratch(paper);
+  Stream stream(paper, scratch);
+  Comm comm("test", std::make_unique<NullTransport>(1, 3));
+  const Tensor rows = arena.alloc("test", "rows", DType::bf16, {20, width});
+  comm.all_to_all_rows(rows, rows, {4, 3, 0}, {5, 3, 6}, stream);
+  REQUIRE((comm.bytes_sent() == 4 * width * 2 && comm.bytes_received() == 11 * width * 2));
+
+  const auto refused = [&](const std::vector<int64_t>& send, const std::vector<int64_t>& receive, const char* why) {
+    REQUIRE_ERROR(comm.all_to_all_rows(rows, rows, send, receive, stream), why);
+  };
+  refused({4, 3}, {5, 3, 6}, "counts of rows to send between 3 ranks");
+  refused({4, 3, -1}, {5, 3, 6}, "counts of rows to send between 3 ranks");
+  refused({4, 3, 14}, {5, 3, 6}, "21 rows to send, of 20");
+  refused({4, 3, 0}, {5, 3, 13}, "21 rows to receive, of 20");
+  refused({4, 3, 0}, {5, 2, 6}, "rank 1 sends itself 3 rows, and receives 2");
+}
+
 TEST_CASE("text of any bytes is gathered on one rank, and text about something else is refused") {
   auto text = [](int rank) {
     std::string bytes(rank == 2 ? 0 : static_cast<size_t>(100'000 * rank + 5), '\0');
@@ -236,6 +311,10 @@ TEST_CASE("known values go through every group, and a pair between which they ar
   check_groups_of(Mesh({{Axis::replicate, 2}, {Axis::shard, 2}, {Axis::cp, 2}, {Axis::tp, 2}}), no_hooks, {.ranks = 2},
                   {.ranks = 2});
   for (const int stages : {2, 3, 4}) check_groups_of(Mesh({{Axis::pp, stages}, {Axis::shard, 2}}));
+  const Mesh data_and_tensor({{Axis::replicate, 2}, {Axis::shard, 2}, {Axis::tp, 2}});
+  for (const int ep : {1, 2, 4}) check_groups_of(data_and_tensor, no_hooks, {.ranks = 2}, {}, {.ranks = ep, .count = 8});
+  REQUIRE_ERROR(check_groups_of(data_and_tensor, Plants<LosesExperts>(), {.ranks = 2}, {}, {.ranks = 2, .count = 8}),
+                "the group expert gradients: got the sum ");
   const Mesh pipeline({{Axis::pp, 3}});
   REQUIRE_ERROR(check_groups_of(pipeline, Plants<SendsAnother>()),
                 "the link from stage 0 to stage 1: got 0 from rank 0 elsewhere instead of 10011");

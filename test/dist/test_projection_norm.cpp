@@ -57,7 +57,8 @@ TEST_CASE("the norm of whole projections over ranks costs two numbers a row in e
       }
       const StepConfig step = step_of(QkNorm::by_projection, 2, tp, true);
       const int64_t times = recompute >= Recompute::norm ? 3 : 2;
-      REQUIRE(sent[1] - sent[0] == step.micro_batches * step.model.n_layer * times * 2 * (tp - 1) * 4 * step.batch.rows());
+      REQUIRE(sent[1] - sent[0] ==
+              step.micro_batches * step.model.n_layer * times * 2 * (tp - 1) * 4 * step.batch.rows());
     }
 }
 

@@ -41,8 +41,7 @@ struct Whole {
 Tensor columns(Bench& b, const Tensor& t, int64_t begin, int64_t n) {
   const int64_t rows = t.shape.rank() == 1 ? 1 : t.shape[0], width = t.numel() / rows;
   const Tensor part = b.poisoned(t.dtype, t.shape.rank() == 1 ? Shape{n} : Shape{rows, n});
-  for (int64_t r = 0; r < rows; ++r)
-    std::copy_n(t.data<double>() + r * width + begin, n, part.data<double>() + r * n);
+  for (int64_t r = 0; r < rows; ++r) std::copy_n(t.data<double>() + r * width + begin, n, part.data<double>() + r * n);
   return part;
 }
 // The heads of qkv that a rank has.
@@ -116,7 +115,8 @@ TEST_CASE("ranks with some of the heads each compute the norm of whole projectio
     qkv.push_back(heads_of(b, w.qkv, w, s, shares(r)));
     dqkv.push_back(heads_of(b, w.dout, w, s, shares(r)));
     // Of copies each has a part of the gradient of its keys and values.
-    const double part = copies == 1 ? 1 : static_cast<double>(2 * (r % copies) + 1) / static_cast<double>(copies * copies);
+    const double part =
+        copies == 1 ? 1 : static_cast<double>(2 * (r % copies) + 1) / static_cast<double>(copies * copies);
     for (int64_t n = 0; n < w.N; ++n)
       for (int64_t i = q; i < q + 2 * k; ++i) dqkv.back().data<double>()[n * (q + 2 * k) + i] *= part;
     projection_norm_sums(forward_sums.slice(r * w.N * 2, {w.N, 2}), qkv.back(), s, b.stream);

@@ -55,7 +55,8 @@ void on_ranks(const ModelConfig& model, DType dtype, const Layout& layout, F&& f
     arena.poison_free();
     Stream stream(device, scratch);
     const auto join = [&](const std::string& name, const auto& group) { return world.join(rank, name, group); };
-    DataParallel dp(mesh, rank, device, join, world.hooks(), tensor, context);
+    const ExpertParallel expert = expert_parallel(model, tensor, layout.shards, 1);
+    DataParallel dp(mesh, rank, device, join, world.hooks(), tensor, context, expert);
     ModelState state(part_of(parameter_table(model), tensor, dp.tensor_rank), dtype, zero, dp, arena);
     f(state, stream);
     for (Stream* s : {&stream, &dp.reduce_stream, &dp.gather_stream}) s->synchronize();

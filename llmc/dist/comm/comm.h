@@ -111,6 +111,7 @@ class Comm {
   virtual void all_to_all(Tensor out, Tensor in, Stream& stream) {
     const int64_t n = exact_div(in.numel(), size(), "all_to_all: elements over ranks");
     CHECK(out.dtype == in.dtype && out.numel() == in.numel());
+    out.dtype = in.dtype = as_moved(in.dtype);
     run(
         "all_to_all", out, stream,
         [=]<class T>(const Link& link, T* x, T*) {
@@ -118,31 +119,39 @@ class Comm {
         },
         [=](GpuCollectives& g, Stream& s) { g.all_to_all(out, in, n, s); });
   }
-  // The same with rows, of which each rank has as many for each other as it says: the first of `in` (rows, width) are
-  // the send[0] rows for rank 0, then come the send[1] for rank 1, and so on; `out` has the receive[0] rows from rank 0
-  // first. What follows them in either stays as it is. All ranks know what is sent to them.
-  virtual void all_to_all_rows(Tensor out, Tensor in, const std::vector<int64_t>& send,
-                               const std::vector<int64_t>& receive, Stream& stream) {
+  // The same with rows, of which each rank has as many for each other as it says: blocks send[k] of `in` (rows, width)
+  // for rank k, and receive[k] of `out` from rank k. Other rows stay as they are. All ranks know what is sent to them.
+  virtual void all_to_all_rows(Tensor out, Tensor in, const std::vector<RowBlock>& send,
+                               const std::vector<RowBlock>& receive, Stream& stream) {
     const int64_t width = in.shape[1];
-    const auto rows_of = [&](const char* what, const std::vector<int64_t>& counts, const Tensor& t) {
-      CHECK(t.shape[1] == width && t.dtype == in.dtype && std::ssize(counts) == size() && std::ranges::min(counts) >= 0,
-            "all_to_all_rows of {}: {} counts of rows to {} between {} ranks, of {} and {} elements", name_, counts, what,
-            size(), width, t.shape[1]);
-      const int64_t rows = std::accumulate(counts.begin(), counts.end(), int64_t{0});
-      CHECK(rows <= t.shape[0], "all_to_all_rows of {}: {} rows to {}, of {}", name_, rows, what, t.shape[0]);
-      return rows;
+    const auto check_blocks = [&](const char* what, const std::vector<RowBlock>& blocks, const Tensor& t) {
+      CHECK(t.shape[1] == width && t.dtype == in.dtype && std::ssize(blocks) == size(),
+            "all_to_all_rows of {}: {} blocks of rows to {} between {} ranks, of {} and {} elements", name_,
+            blocks.size(), what, size(), width, t.shape[1]);
+      for (const RowBlock& b : blocks)
+        CHECK(b.begin >= 0 && b.count >= 0 && b.begin + b.count <= t.shape[0],
+              "all_to_all_rows of {}: {} rows from {} on to {}, of {}", name_, b.count, b.begin, what, t.shape[0]);
     };
-    rows_of("send", send, in);
-    const Tensor received = out.slice(0, {rows_of("receive", receive, out), width});
+    check_blocks("send", send, in);
+    check_blocks("receive", receive, out);
     const size_t me = static_cast<size_t>(rank());
-    CHECK(send[me] == receive[me], "all_to_all_rows of {}: rank {} sends itself {} rows, and receives {}", name_, me,
-          send[me], receive[me]);
+    CHECK(send[me].count == receive[me].count, "all_to_all_rows of {}: rank {} sends itself {} rows, and receives {}",
+          name_, me, send[me].count, receive[me].count);
+    in.dtype = out.dtype = as_moved(in.dtype);
     run(
-        "all_to_all_rows", received, stream,
+        "all_to_all_rows", out, stream,
         [=]<class T>(const Link& link, T* x, T*) {
           ring::all_to_all_rows(link, x, reinterpret_cast<const T*>(in.bytes), width, send, receive);
         },
-        [=](GpuCollectives& g, Stream& s) { g.all_to_all_rows(out, in, send, receive, s); });
+        [=](GpuCollectives& g, Stream& s) { g.all_to_all_rows(out, in, send, receive, s); }, std::nullopt,
+        Inspect::no);  // rows between the blocks may hold anything
+  }
+  // Blocks of so many rows, one after the other in rank order.
+  static std::vector<RowBlock> in_order(const std::vector<int64_t>& counts) {
+    std::vector<RowBlock> blocks;
+    int64_t begin = 0;
+    for (const int64_t n : counts) blocks.push_back({begin, n}), begin += n;
+    return blocks;
   }
   // Sends `out` while `in` is received.
   virtual void exchange(Tensor out, int to, Tensor in, int from, Stream& stream) {
@@ -269,14 +278,20 @@ class Comm {
     }
     Comm& comm;
   };
+  // Integers are moved like floating-point numbers, of which only the bits are copied.
+  static DType as_moved(DType dtype) { return dtype == DType::int32 ? DType::fp32 : dtype; }
+
   struct ByExchanges {};  // the library has no such collective, only its sends and receives
+
+  enum class Inspect : uint8_t { no, yes };  // the result for NaN
 
   // Runs a collective by the library if there is one, and `ring` over a null transport to count what it sends;
   // otherwise runs `ring` over the transport. messages: those of which each follows from the one before; none: from
   // rank to rank, size() - 1. The chunks of a message follow each other closely and count once.
   template <class Ring, class Library = ByExchanges>
   void run(const char* op, Tensor buffer, Stream& stream, Ring&& ring, Library&& library = {},
-           std::optional<int> messages = std::nullopt) {
+           std::optional<int> messages = std::nullopt, Inspect inspect = Inspect::yes) {
+    const Tensor inspected = inspect == Inspect::yes ? buffer : Tensor{};
     if (size() == 1 && buffer.size_bytes() > 0 && !std::string_view(op).starts_with("all_to_all")) return;
     auto scope = stream.scratch().scope();
     const Tensor scratch = stream.scratch().alloc("scratch", "ring chunk", buffer.dtype, {ring::chunk_elements});
@@ -288,7 +303,7 @@ class Comm {
     };
     OpCost cost{op, 0, static_cast<double>(buffer.size_bytes())};
     if (library_) {
-      stream.run(cost, {buffer}, [=, this, &stream] {
+      stream.run(cost, {inspected}, [=, this, &stream] {
         if constexpr (std::is_same_v<std::decay_t<Library>, ByExchanges>) {
           LibraryTransport transport(*this);
           through(transport, &stream);
@@ -305,7 +320,7 @@ class Comm {
         cost.link_bytes = static_cast<double>(std::max(transport_->sent - sent, transport_->received - received));
         cost.messages = messages.value_or(size() - 1);
       }
-      stream.run(cost, {buffer}, [=, this] {
+      stream.run(cost, {inspected}, [=, this] {
         const Waiting waiting;
         const bool units = name_ == "gradients" || name_ == "replicas" || name_ == "weights" ||
                            name_ == "expert gradients" || name_ == "expert weights";

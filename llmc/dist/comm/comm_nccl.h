@@ -32,8 +32,8 @@ class GpuCollectives {
   virtual void broadcast(Tensor buffer, int64_t n, int root, Stream& stream) = 0;
   virtual void reduce(Tensor buffer, int64_t n, int root, Stream& stream) = 0;
   virtual void all_to_all(Tensor out, Tensor in, int64_t n, Stream& stream) = 0;
-  virtual void all_to_all_rows(Tensor out, Tensor in, const std::vector<int64_t>& send,
-                               const std::vector<int64_t>& receive, Stream& stream) = 0;
+  virtual void all_to_all_rows(Tensor out, Tensor in, const std::vector<RowBlock>& send,
+                               const std::vector<RowBlock>& receive, Stream& stream) = 0;
   // As Transport::exchange(), in stream order.
   virtual void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
                         Stream& stream) = 0;
@@ -194,17 +194,18 @@ class NcclGroup final : public GpuCollectives {
       });
     });
   }
-  void all_to_all_rows(Tensor out, Tensor in, const std::vector<int64_t>& send, const std::vector<int64_t>& receive,
+  void all_to_all_rows(Tensor out, Tensor in, const std::vector<RowBlock>& send, const std::vector<RowBlock>& receive,
                        Stream& stream) override {
     const int64_t width = in.shape[1];
     call("an all-to-all of rows by ncclSend and ncclRecv", [&] {
       return grouped([&](auto&& keep) {
-        std::byte *to = in.bytes, *from = out.bytes;
+        auto block = [&](const Tensor& t, const RowBlock& b) { return t.bytes + b.begin * width * size_of(t.dtype); };
         for (size_t k = 0; k < send.size(); ++k) {
-          const int64_t sent = send[k] * width, received = receive[k] * width;
-          if (sent > 0) keep(ncclSend(to, count(sent), type(in), static_cast<int>(k), comm_, stream.cuda()));
-          if (received > 0) keep(ncclRecv(from, count(received), type(out), static_cast<int>(k), comm_, stream.cuda()));
-          to += sent * size_of(in.dtype), from += received * size_of(out.dtype);
+          const int peer = static_cast<int>(k);
+          if (const RowBlock& b = send[k]; b.count > 0)
+            keep(ncclSend(block(in, b), count(b.count * width), type(in), peer, comm_, stream.cuda()));
+          if (const RowBlock& b = receive[k]; b.count > 0)
+            keep(ncclRecv(block(out, b), count(b.count * width), type(out), peer, comm_, stream.cuda()));
         }
       });
     });

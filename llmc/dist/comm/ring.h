@@ -53,6 +53,11 @@ struct Link {
   }
 };
 
+// Rows [begin, begin + count) of a matrix.
+struct RowBlock {
+  int64_t begin, count;
+};
+
 namespace ring {
 
 inline constexpr int64_t chunk_elements = 1 << 16;
@@ -142,26 +147,18 @@ void all_to_all(const Link& t, T* out, const T* in, int64_t n) {
   }
 }
 
-// The same with rows of `width` elements, of which there are send[k] for rank k and receive[k] from it, one rank's after
-// the other's. Sent by each rank: the rows that are not for itself.
+// The same with blocks of rows of `width` elements: send[k] of `in` for rank k, receive[k] of `out` from rank k.
 template <class T>
-void all_to_all_rows(const Link& t, T* out, const T* in, int64_t width, const std::vector<int64_t>& send,
-                     const std::vector<int64_t>& receive) {
-  const auto blocks = [width](auto* base, const std::vector<int64_t>& rows) {  // where each rank's rows begin
-    std::vector<decltype(base)> begins;
-    for (const int64_t n : rows) begins.push_back(base), base += n * width;
-    return begins;
-  };
-  const std::vector<T*> to_rows = blocks(out, receive);
-  const std::vector<const T*> from_rows = blocks(in, send);
-  const auto at = [](const auto& list, int rank) { return list[static_cast<size_t>(rank)]; };
+void all_to_all_rows(const Link& t, T* out, const T* in, int64_t width, const std::vector<RowBlock>& send,
+                     const std::vector<RowBlock>& receive) {
+  const auto of = [](const std::vector<RowBlock>& blocks, int rank) { return blocks[static_cast<size_t>(rank)]; };
   const int P = t.size(), r = t.rank();
   const int64_t row_bytes = width * static_cast<int64_t>(sizeof(T));
-  t.copy(at(to_rows, r), at(from_rows, r), at(send, r) * width);
+  t.copy(out + of(receive, r).begin * width, in + of(send, r).begin * width, of(send, r).count * width);
   for (int s = 1; s < P; ++s) {
     const int to = detail::wrap(r + s, P), from = detail::wrap(r - s, P);
-    t.exchange(to, at(from_rows, to), at(send, to) * row_bytes, from, at(to_rows, from),
-               at(receive, from) * row_bytes);
+    t.exchange(to, in + of(send, to).begin * width, of(send, to).count * row_bytes, from,
+               out + of(receive, from).begin * width, of(receive, from).count * row_bytes);
   }
 }
 

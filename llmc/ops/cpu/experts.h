@@ -27,6 +27,10 @@ inline void dispatch_plan(int32_t* places, int32_t* sources, int32_t* offsets, i
   }
 }
 
+inline void rows_of_experts(double* counts, const int32_t* offsets, int64_t E) {
+  for (int64_t e = 0; e < E; ++e) counts[e] = offsets[e + 1] - offsets[e];
+}
+
 template <class T>
 void dispatch_rows(T* out, const T* x, const int32_t* sources, const int32_t* rows, int64_t C, int64_t k) {
 #pragma omp parallel for schedule(static)

@@ -1,5 +1,5 @@
-// projection_norm.h: rmsnorm of whole query and key projections, of which other ranks may have some heads. Statistics in
-// fp32. Contracts: ops/ops_heads.h.
+// projection_norm.h: rmsnorm of whole query and key projections, of which other ranks may have some heads. Statistics
+// in fp32. Contracts: ops/ops_heads.h.
 #pragma once
 #include "ops/cpu/rmsnorm.h"
 

@@ -7,6 +7,7 @@
 #include "ops/cuda/cross_entropy.cuh"
 #include "ops/cuda/elementwise.cuh"
 #include "ops/cuda/embedding.cuh"
+#include "ops/cuda/expert_ranks.cuh"
 #include "ops/cuda/experts.cuh"
 #include "ops/cuda/grouped_matmul.cuh"
 #include "ops/cuda/layernorm.cuh"

@@ -77,6 +77,10 @@ inline void dispatch_plan(int32_t* places, int32_t* sources, int32_t* offsets, i
 }
 
 // Grid: (R, blocks of packs in C).
+__global__ void rows_of_experts_kernel(double* __restrict__ counts, const int32_t* __restrict__ offsets, int64_t E) {
+  for (int64_t e = threadIdx.x; e < E; e += blockDim.x) counts[e] = offsets[e + 1] - offsets[e];
+}
+
 template <class T, int pack>
 __global__ void dispatch_rows_kernel(T* __restrict__ out, const T* __restrict__ x, const int32_t* __restrict__ sources,
                                      const int32_t* __restrict__ rows, int64_t C, int64_t k) {
@@ -143,6 +147,10 @@ inline dim3 expert_grid(int64_t rows, int64_t C, int pack) {
 }
 
 }  // namespace detail
+
+inline void rows_of_experts(double* counts, const int32_t* offsets, int64_t E, cudaStream_t stream) {
+  launch(rows_of_experts_kernel, 1, 128, 0, stream, counts, offsets, E);
+}
 
 template <class T>
 void dispatch_rows(T* out, const T* x, const int32_t* sources, const int32_t* rows, int64_t R, int64_t C, int64_t k,

@@ -1,6 +1,6 @@
-// projection_norm.cuh: rmsnorm of whole query and key projections, of which other ranks may have some heads. The sums of
-// a row are there before its channels are needed, so that no thread waits for another: each takes a pack of channels.
-// Statistics in fp32. Contracts: ops/ops_heads.h.
+// projection_norm.cuh: rmsnorm of whole query and key projections, of which other ranks may have some heads. The sums
+// of a row are there before its channels are needed, so that no thread waits for another: each takes a pack of
+// channels. Statistics in fp32. Contracts: ops/ops_heads.h.
 #pragma once
 #include "ops/cuda/column_sum.cuh"
 #include "ops/cuda/reduce.cuh"
@@ -35,10 +35,10 @@ __global__ void projection_sums_kernel(float* __restrict__ sums, const T* __rest
 
 // Grid: (N, blocks of packs of a row).
 template <class T, int pack>
-__global__ void projection_norm_forward_kernel(T* __restrict__ out, float* __restrict__ rstd,
-                                               const T* __restrict__ qkv, const T* __restrict__ q_weight,
-                                               const T* __restrict__ k_weight, const float* __restrict__ sums,
-                                               float eps, AttentionShape s, HeadShares shares) {
+__global__ void projection_norm_forward_kernel(T* __restrict__ out, float* __restrict__ rstd, const T* __restrict__ qkv,
+                                               const T* __restrict__ q_weight, const T* __restrict__ k_weight,
+                                               const float* __restrict__ sums, float eps, AttentionShape s,
+                                               HeadShares shares) {
   using Pack = Packed<T, pack>;
   const int64_t n = blockIdx.x, row = (s.Hq + 2 * s.Hkv) * s.D, queries = s.Hq * s.D, keys = s.Hkv * s.D;
   const int64_t c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;

@@ -224,20 +224,8 @@ __global__ void router_losses_kernel(double* __restrict__ totals, const int32_t*
   totals[2] += entropy;
 }
 
-// One warp. Sums of integers, which fp64 holds exactly in any order.
-template <int lanes>
-__global__ void count_choices_kernel(double* __restrict__ chosen, double* __restrict__ dropped,
-                                     const int32_t* __restrict__ counts, const int32_t* __restrict__ offsets, int64_t S,
-                                     int64_t E) {
-  double all = 0;
-  for (int64_t e = threadIdx.x; e < E; e += lanes) {
-    double count = 0;
-    for (int64_t s = 0; s < S; ++s) count += counts[s * E + e];
-    chosen[e] += count;
-    all += count;
-  }
-  for (int offset = lanes / 2; offset > 0; offset /= 2) all += __shfl_xor_sync(all_lanes, all, offset);
-  if (threadIdx.x == 0) *dropped += all - offsets[E];
+__global__ void count_dropped_kernel(double* __restrict__ dropped, const int32_t* __restrict__ rows, int64_t choices) {
+  *dropped += static_cast<double>(choices - *rows);
 }
 
 // x as the sum of three bf16 matrices; see the CPU's.
@@ -297,9 +285,8 @@ inline void router_losses(double* totals, const int32_t* counts, const float* pr
   launch(router_losses_kernel<warp_size>, 1, warp_size, 0, stream, totals, counts, probabilities, sums, S, r, sequence);
 }
 
-inline void count_choices(double* chosen, double* dropped, const int32_t* counts, const int32_t* offsets, int64_t S,
-                          int64_t E, cudaStream_t stream) {
-  launch(count_choices_kernel<warp_size>, 1, warp_size, 0, stream, chosen, dropped, counts, offsets, S, E);
+inline void count_dropped(double* dropped, const int32_t* rows, int64_t choices, cudaStream_t stream) {
+  launch(count_dropped_kernel, 1, 1, 0, stream, dropped, rows, choices);
 }
 
 }  // namespace llmc::cuda

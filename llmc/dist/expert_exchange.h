@@ -1,0 +1,98 @@
+// expert_exchange.h: rows on their way to the ranks that have their experts, and back.
+//
+// Every rank of an ep group has put its rows into the order of their experts, so that those for each rank of the group
+// are one block. A rank has room for a planned number of rows. If it gets more, they come in further rounds; within one
+// it gets the rows of rank 0 first, then those of rank 1, and so on: round i has rows [i room, (i + 1) room) of all of
+// them. So there are never more than the room, and nothing is dropped; all ranks take part in as many rounds as the
+// rank with the most rows needs.
+//
+// Which rows each round has follows from one table, of how many rows each rank has for each expert. All ranks gather it
+// and their hosts read it: the host waits for the device once in each forward of a layer.
+//
+// Bytes that a rank sends in a forward, of its S rows with k choices each and C elements: S k C (P - 1) / P if all
+// experts are chosen equally often, and as much again for their outputs, whichever the number of rounds; the backward
+// sends the same. The table is E numbers from each rank to each other.
+#pragma once
+#include <algorithm>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "dist/comm/ring.h"
+#include "dist/params.h"
+
+namespace llmc {
+
+class ExpertRounds {
+ public:
+  ExpertRounds() = default;
+  // counts (ranks, E): rows of each rank for each expert, of which rank d has the d-th E / ranks. room: rows that a
+  // rank takes in one round
+  ExpertRounds(std::vector<int64_t> counts, int ranks, int64_t room)
+      : counts_(std::move(counts)), ranks_(ranks), experts_(std::ssize(counts_) / ranks), room_(room) {
+    CHECK(room > 0, "experts on {} ranks: room for {} rows", ranks, room);
+    for (int to = 0; to < ranks; ++to) {
+      int64_t all = 0;
+      for (int from = 0; from < ranks; ++from) all += rows(from, to);
+      rounds_ = std::max(rounds_, static_cast<int>(ceil_div(all, room)));
+    }
+  }
+
+  int rounds() const { return rounds_; }  // at least 1
+  // Rows that a rank has for another.
+  int64_t rows(int from, int to) const {
+    const auto first = of(from, to * own());
+    return std::accumulate(first, first + own(), int64_t{0});
+  }
+  // Which of its rows for `to`, counted from the first of them, a rank sends in a round.
+  Range sent(int from, int to, int round) const {
+    int64_t before = 0;  // rows of ranks before it
+    for (int r = 0; r < from; ++r) before += rows(r, to);
+    const Range window = overlap({before, rows(from, to)}, {room_ * round, room_});
+    return window.size > 0 ? Range{window.begin - before, window.size} : Range{};
+  }
+  // Blocks of the rows of a rank that it sends in a round, and of those that it gets.
+  std::vector<RowBlock> blocks_sent(int rank, int round) const {
+    std::vector<RowBlock> blocks;
+    int64_t begin = 0;
+    for (int to = 0; to < ranks_; ++to) {
+      const Range part = sent(rank, to, round);
+      blocks.push_back({begin + part.begin, part.size});
+      begin += rows(rank, to);
+    }
+    return blocks;
+  }
+  std::vector<RowBlock> blocks_received(int rank, int round) const {
+    std::vector<RowBlock> blocks;
+    int64_t begin = 0;
+    for (int from = 0; from < ranks_; ++from) {
+      blocks.push_back({begin, sent(from, rank, round).size});
+      begin += blocks.back().count;
+    }
+    return blocks;
+  }
+  // (ranks, experts of the rank): how many of the rows that a rank gets in a round are for each of its experts.
+  std::vector<int32_t> counts_received(int rank, int round) const {
+    std::vector<int32_t> counts;
+    for (int from = 0; from < ranks_; ++from) {
+      const Range part = sent(from, rank, round);
+      int64_t begin = 0;
+      for (auto e = of(from, rank * own()), end = e + own(); e != end; begin += *e++)
+        counts.push_back(static_cast<int32_t>(overlap({begin, *e}, part).size));
+    }
+    return counts;
+  }
+
+ private:
+  int64_t own() const { return experts_ / ranks_; }
+  std::vector<int64_t>::const_iterator of(int rank, int64_t expert) const {
+    return counts_.begin() + rank * experts_ + expert;
+  }
+
+  std::vector<int64_t> counts_;
+  int ranks_ = 1;
+  int64_t experts_ = 0, room_ = 1;
+  int rounds_ = 1;
+};
+
+}  // namespace llmc

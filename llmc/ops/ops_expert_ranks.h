@@ -1,0 +1,125 @@
+// ops_expert_ranks.h: mixture of experts on several ranks: rows that arrive from others, sequences that are spread over
+// ranks, and the biases that balance experts. Conventions: ops.h and ops_experts.h. Nothing here waits for the host.
+#pragma once
+#include "ops/cpu/expert_ranks.h"
+#include "ops/ops_experts.h"
+
+namespace llmc {
+
+// counts (E) int32 = how many rows each expert has.   offsets (E + 1) int32
+inline void expert_counts(Tensor counts, Tensor offsets, Stream& stream) {
+  const int64_t E = counts.numel();
+  CHECK_TENSOR(counts, DType::int32, E);
+  CHECK_TENSOR(offsets, DType::int32, E + 1);
+  stream.run({"expert_counts", 0, detail::bytes_of({counts, offsets})}, {}, [=, &stream] {
+    CALL_OP(stream, void, expert_counts, counts.data<int32_t>(), offsets.data<int32_t>(), E);
+  });
+}
+
+// The order by expert of rows that have arrived from P ranks. counts (P, E): rows that each rank has sent for each of
+// this rank's E experts; they arrive by rank, those of a rank by expert. The rows of rank p begin after all those of
+// the ranks before, or with a stride at p * stride, with padding after them. offsets (E + 1); sources (R) = the arrival
+// at each row in the order (expert, rank, arrival); places (A) = the reverse, -1 for padding. All int32. So
+// dispatch_rows(rows, arrived, sources, offsets, 1) brings what arrived into the order of experts, and
+// combine_rows(arrived, rows, {}, places as (A, 1)) back, with zeros in the padding.
+// There must be no more rows than room for arrivals, and with a stride from no rank more than it.
+inline void arrival_plan(Tensor places, Tensor sources, Tensor offsets, Tensor counts, int64_t stride, Stream& stream) {
+  const int64_t P = counts.shape[0], E = counts.shape[1], A = places.numel(), R = sources.numel();
+  CHECK_TENSOR(counts, DType::int32, P, E);
+  CHECK_TENSOR(places, DType::int32, A);
+  CHECK_TENSOR(sources, DType::int32, R);
+  CHECK_TENSOR(offsets, DType::int32, E + 1);
+  CHECK(stride >= 0 && (stride == 0 || A == P * stride), "arrival_plan: room for {} rows of {} ranks, {} of each", A, P,
+        stride);
+  CHECK(R >= A, "arrival_plan: {} rows can arrive, but there is room for {} in the order of experts", A, R);
+  CHECK(A <= std::numeric_limits<int32_t>::max(), "arrival_plan: {} rows are too many for 32 bits", A);
+  auto scope = stream.scratch().scope();
+  const Tensor scratch =
+      detail::scratch(stream, "order of arrivals", DType::int32, P, ON_GPU(cuda::arrival_plan_scratch(P, E)));
+  stream.run({"arrival_plan", 0, detail::bytes_of({places, sources, counts})}, {}, [=, &stream] {
+    CALL_OP(stream, void, arrival_plan, places.data<int32_t>(), sources.data<int32_t>(), offsets.data<int32_t>(),
+            scratch.data<int32_t>(), counts.data<int32_t>(), P, E, A, stride);
+  });
+}
+
+// How the segments of several ranks, at most S on each, make up B sequences. A segment's id: rank * S + segment.
+struct SegmentOrder {
+  Tensor sequences;  // (ranks, S) int32: the sequence of each segment; -1 for one that is not there
+  Tensor ids;        // (at least begins[B]) int32, by sequence and place in it
+  Tensor begins;     // (B + 1) int32: where each sequence begins in `ids`
+
+  int64_t ranks() const { return sequences.shape[0]; }
+  int64_t segments() const { return sequences.shape[1]; }
+  int64_t count() const { return begins.numel() - 1; }
+  void check(const char* op) const {
+    detail::check_tensor(op, "sequences", sequences, DType::int32, {ranks(), segments()});
+    detail::check_tensor(op, "ids", ids, DType::int32, {ids.numel()});
+    detail::check_tensor(op, "begins", begins, DType::int32, {count() + 1});
+  }
+};
+
+// Of whole sequences, counts (B, E), probabilities (B, E) and sums (B, 2) = those of their segments, added in order.
+// all_counts (ranks, S, E), all_probabilities (ranks, S, E), all_sums (ranks, S, 2): router_statistics() of all ranks
+inline void join_segments(Tensor counts, Tensor probabilities, Tensor sums, Tensor all_counts, Tensor all_probabilities,
+                          Tensor all_sums, const SegmentOrder& order, Stream& stream) {
+  const int64_t G = order.ranks(), S = order.segments(), B = order.count(), E = counts.shape[1];
+  const DType wide = accumulator_of(probabilities.dtype);
+  order.check("join_segments");
+  CHECK_TENSOR(counts, DType::int32, B, E);
+  CHECK_TENSOR(probabilities, wide, B, E);
+  CHECK_TENSOR(sums, wide, B, 2);
+  CHECK_TENSOR(all_counts, DType::int32, G, S, E);
+  CHECK_TENSOR(all_probabilities, wide, G, S, E);
+  CHECK_TENSOR(all_sums, wide, G, S, 2);
+  stream.run({"join_segments", 0, detail::bytes_of({all_counts, all_probabilities})}, {counts, probabilities, sums},
+             [=, &stream] {
+               with_type(wide, [&](auto tag) {
+                 using A = accumulator_t<typename decltype(tag)::type>;
+                 CALL_OP(stream, A, join_segments, counts.data<int32_t>(), probabilities.data<A>(), sums.data<A>(),
+                         all_counts.data<int32_t>(), all_probabilities.data<A>(), all_sums.data<A>(),
+                         order.ids.data<int32_t>(), order.begins.data<int32_t>(), B, E);
+               });
+             });
+}
+
+// What a rank's own ops need of sequences that it shares: counts (S, E) int32 = of the whole sequence of each of its
+// segments, for router_backward(); starts (S, E) int32 = of the segments before it in the sequence, for
+// dispatch_plan(). Zeros for a segment that is not there.   all_counts (ranks, S, E)
+inline void segment_starts(Tensor counts, Tensor starts, Tensor all_counts, const SegmentOrder& order, int64_t rank,
+                           Stream& stream) {
+  const int64_t G = order.ranks(), S = order.segments(), E = counts.shape[1];
+  order.check("segment_starts");
+  CHECK(rank >= 0 && rank < G, "segment_starts: rank {} of {}", rank, G);
+  CHECK_TENSOR(counts, DType::int32, S, E);
+  CHECK_TENSOR(starts, DType::int32, S, E);
+  CHECK_TENSOR(all_counts, DType::int32, G, S, E);
+  stream.run({"segment_starts", 0, detail::bytes_of({all_counts})}, {}, [=, &stream] {
+    CALL_OP(stream, void, segment_starts, counts.data<int32_t>(), starts.data<int32_t>(), all_counts.data<int32_t>(),
+            order.sequences.data<int32_t>(), order.ids.data<int32_t>(), order.begins.data<int32_t>(), rank, S, E);
+  });
+}
+
+// totals (E) fp64 += counts (B, E) int32 of sequences: whole numbers, so that ranks may add theirs in any order
+inline void add_expert_counts(Tensor totals, Tensor counts, Stream& stream) {
+  const int64_t B = counts.shape[0], E = counts.shape[1];
+  CHECK_TENSOR(totals, DType::fp64, E);
+  CHECK_TENSOR(counts, DType::int32, B, E);
+  stream.run({"add_expert_counts", 0, detail::bytes_of({counts, totals})}, {totals}, [=, &stream] {
+    CALL_OP(stream, void, add_expert_counts, totals.data<double>(), counts.data<int32_t>(), B, E);
+  });
+}
+
+// biases (E) fp32 += rate * sign(mean count - count), from the counts (E) fp64 of a whole step on all ranks (Wang et
+// al. 2024; DeepSeek-V3). Nothing changes where control forbids the update, as for adamw_update().
+inline void update_expert_biases(Tensor biases, Tensor counts, Tensor control, float rate, Stream& stream) {
+  const int64_t E = biases.numel();
+  CHECK_TENSOR(biases, DType::fp32, E);
+  CHECK_TENSOR(counts, DType::fp64, E);
+  CHECK_TENSOR(control, DType::fp64, 4);
+  stream.run({"update_expert_biases", 0, detail::bytes_of({biases, counts})}, {biases}, [=, &stream] {
+    CALL_OP(stream, void, update_expert_biases, biases.data<float>(), counts.data<double>(), control.data<double>(), E,
+            rate);
+  });
+}
+
+}  // namespace llmc

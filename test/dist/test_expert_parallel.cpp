@@ -1,0 +1,254 @@
+// Expert parallelism: which experts a rank has, with whom it shares them, and that their gradients, the norm and the
+// update are those of one rank, whatever the layout. Gradients are given, not computed.
+#include <tuple>
+
+#include "catch2.h"
+#include "dist/expert_layouts.h"
+#include "dist/layout_bugs.h"
+#include "dist/whole_check.h"
+#include "helpers.h"
+
+using namespace llmc;
+using namespace expert_layouts;
+
+namespace {
+
+// An expert's gradient is also summed over ranks that have other experts: those of the dense shard group.
+struct SumsOverAllData final : Comm {
+  static thread_local Comm* dense;  // of this rank
+  Comm* all;
+  SumsOverAllData(Comm&& group, Comm* a) : Comm(std::move(group)), all(a) {}
+  void reduce_scatter(Tensor unit, Stream& stream) override {
+    Comm::reduce_scatter(unit, stream);
+    const int64_t n = unit.numel() / size();
+    all->all_reduce(unit.slice(n * rank(), {n}), stream);
+  }
+};
+thread_local Comm* SumsOverAllData::dense = nullptr;
+struct PlantsSumsOverAllData final : Poison {
+  std::unique_ptr<Comm> joined(std::unique_ptr<Comm> group) const override {
+    if (group->name() == "gradients") SumsOverAllData::dense = group.get();
+    if (group->name() != "expert gradients") return group;
+    return std::make_unique<SumsOverAllData>(std::move(*group), SumsOverAllData::dense);
+  }
+};
+// An expert's gradient is too large by the number of ranks of its ep group.
+struct TimesEp final : Comm {
+  static constexpr std::string_view groups[] = {"expert gradients"};
+  explicit TimesEp(Comm&& group) : Comm(std::move(group)) {}
+  void reduce_scatter(Tensor unit, Stream& stream) override {
+    Comm::reduce_scatter(unit, stream);
+    const int64_t n = unit.numel() / size();
+    scale(unit.slice(n * rank(), {n}), 2, stream);
+  }
+};
+// It is summed over the shard group, and not over the replicas.
+struct ForgetsReplicas final : Comm {
+  static constexpr std::string_view groups[] = {"replicas"};
+  explicit ForgetsReplicas(Comm&& group) : Comm(std::move(group)) {}
+  void all_reduce(Tensor shard, Stream& stream) override {
+    if (!std::string_view(shard.name).ends_with("experts")) Comm::all_reduce(shard, stream);
+  }
+};
+// It stays that of this rank's rows.
+struct ForgetsShards final : Comm {
+  static constexpr std::string_view groups[] = {"expert gradients"};
+  explicit ForgetsShards(Comm&& group) : Comm(std::move(group)) {}
+  void reduce_scatter(Tensor, Stream&) override {}
+};
+// Experts are not gathered after the update, or at stage 3 before they are used.
+struct StaleExperts final : Comm {
+  static constexpr std::string_view groups[] = {"expert weights"};
+  explicit StaleExperts(Comm&& group) : Comm(std::move(group)) {}
+  void all_gather(Tensor, Stream&) override {}
+};
+
+const std::vector<Layout> awkward_layouts = {{.ep = 2, .shards = 2},
+                                             {.ep = 2, .shards = 4},
+                                             {.ep = 4, .shards = 4},
+                                             {.ep = 2, .shards = 2, .replicas = 2},
+                                             {.ep = 1, .shards = 2, .tp = 2},
+                                             {.ep = 2, .shards = 2, .tp = 2},
+                                             {.ep = 4, .shards = 2, .tp = 2},
+                                             {.ep = 2, .shards = 2, .tp = 4},
+                                             {.ep = 2, .shards = 2, .cp = 2},
+                                             {.ep = 4, .shards = 2, .replicas = 2, .cp = 2},
+                                             {.ep = 8, .shards = 2, .tp = 2, .cp = 2},
+                                             {.ep = 2, .shards = 2, .pp = 2},
+                                             {.ep = 2, .tp = 2, .pp = 3},
+                                             {.ep = 2, .shards = 2, .replicas = 2, .tp = 2}};
+
+}  // namespace
+
+TEST_CASE("the ranks of an ep group are neighbours, of tp, then cp, then shard; the others share an expert") {
+  const Mesh mesh = step_of(small_model("qwen2_moe"), {.ep = 4, .shards = 2, .replicas = 2, .tp = 2, .cp = 2}).mesh();
+  const Mesh view = expert_view(mesh, {.ranks = 4, .count = 8});
+  REQUIRE((view.size() == 16 && view.size(Axis::shard) == 2 && view.size(Axis::ep) == 4));
+  REQUIRE(view.group(5, {Axis::ep}) == std::vector<int>{4, 5, 6, 7});
+  REQUIRE(mesh.group(5, {Axis::cp, Axis::tp}) == std::vector<int>{4, 5, 6, 7});
+  REQUIRE(view.group(5, {Axis::shard}) == std::vector<int>{1, 5});
+  REQUIRE(view.group(5, {Axis::replicate}) == mesh.group(5, {Axis::replicate}));
+  REQUIRE(view.group(5, {Axis::shard, Axis::replicate}) == std::vector<int>{1, 5, 9, 13});
+  const Mesh beside = expert_view(mesh, {.ranks = 1, .count = 8});  // tensor-parallel ranks share all experts
+  REQUIRE(beside.group(9, {Axis::shard}) == std::vector<int>{8, 9, 10, 11, 12, 13, 14, 15});
+  const Mesh pipeline = step_of(small_model("qwen2_moe"), {.ep = 2, .shards = 2, .pp = 2}).mesh();
+  REQUIRE(expert_view(pipeline, {.ranks = 2, .count = 8}).group(3, {Axis::ep}) == std::vector<int>{2, 3});
+  // Without tensor parallelism and --ep, experts are shared like the rest of the layer.
+  const Mesh data = step_of(small_model("mixtral"), {.shards = 2, .replicas = 2, .cp = 2}).mesh();
+  for (int rank = 0; rank < data.size(); ++rank)
+    REQUIRE(expert_view(data, {.count = 8}).group(rank, {Axis::shard}) == data.group(rank, {Axis::shard, Axis::cp}));
+}
+
+TEST_CASE("a rank has consecutive experts, each kind one matrix for each of them") {
+  const ModelConfig model = small_model("qwen2_moe");
+  const ParamTable whole = parameter_table(model);
+  const size_t experts = *layer_units(model)[0].experts;
+  int64_t elements = 0;
+  for (int rank = 0; rank < 4; ++rank) {
+    const ParamTable part = part_of(whole, ExpertParallel{.ranks = 4, .count = 8}, rank);
+    REQUIRE(part.size() == whole.size());
+    std::vector<std::string> names;
+    for (const ParamSpec& p : part[experts].params) names.push_back(p.name.substr(p.name.find("experts.") + 8));
+    const auto named = [rank](int e, const char* kind) { return formatted("{}.{}.weight", 2 * rank + e, kind); };
+    REQUIRE(names == std::vector<std::string>{named(0, "gate"), named(0, "up"), named(1, "gate"), named(1, "up"),
+                                              named(0, "down"), named(1, "down")});
+    const UnitLayout layout(part[experts]);
+    const int64_t matrix = model.experts.width * model.n_embd;
+    for (size_t i = 0; i < 4; ++i) REQUIRE(layout.offsets[i] == static_cast<int64_t>(i) * matrix);
+    REQUIRE(layout.offsets[4] == round_up(4 * matrix, UnitLayout::alignment));
+    REQUIRE(layout.offsets[5] == layout.offsets[4] + matrix);
+    for (const UnitSpec& unit : part) elements += unit.sharing == Sharing::experts ? count_parameters({unit}) : 0;
+    for (size_t u = 0; u < whole.size(); ++u)
+      if (whole[u].sharing == Sharing::dense) REQUIRE(part[u].params.size() == whole[u].params.size());
+  }
+  for (const UnitSpec& unit : whole) elements -= unit.sharing == Sharing::experts ? count_parameters({unit}) : 0;
+  REQUIRE(elements == 0);
+}
+
+TEST_CASE("layouts that cannot divide the experts are refused with those that can") {
+  const ModelConfig six = small_model("qwen3_moe", false, 6);
+  const auto of = [&](const ModelConfig& m, const TensorParallel& tensor, int64_t shards, int64_t ep) {
+    return expert_parallel(m, tensor, shards, ep);
+  };
+  REQUIRE_ERROR(of(six, {}, 8, 4), "--ep 4: it must divide the 6 experts of a layer, and the 8 ranks of --tp x --cp x "
+                                   "shards: use one of 1, 2");
+  REQUIRE_ERROR(of(six, {.ranks = 2}, 2, 3), "the 4 ranks of --tp x --cp x shards: use one of 1, 2");
+  REQUIRE(of(six, {.ranks = 2}, 3, 6).held_by(5) == Range{5, 1});
+  REQUIRE_ERROR(of(six, {.ranks = 2, .sequence = false}, 1, 1), "--sequence-parallel off with --tp 2 and 6 experts");
+  REQUIRE_ERROR(of(selftest::awkward_model("llama"), {}, 2, 2), "--ep 2: llama has no experts to divide");
+  REQUIRE(of(selftest::awkward_model("llama"), {.ranks = 2, .sequence = false}, 2, 1).count == 0);
+  StepConfig served = step_of(six, {.shards = 2});
+  served.zero.sync = DpSync::parameter_server;
+  REQUIRE_ERROR(on_holders(served, [](Holder&) {}), "blocks.0.experts: servers, as of --dp-sync parameter-server");
+}
+
+TEST_CASE("given gradients of experts are summed over the ranks that share them, exactly, in every stage and layout") {
+  for (const auto& [family, dtype] : {std::pair("mixtral", DType::fp32), {"qwen2_moe", DType::bf16}}) {
+    const ModelConfig model = small_model(family);
+    const StepConfig one_rank = step_of(model, {}, dtype);
+    const selftest::Outcome one = given_step(one_rank);
+    REQUIRE(difference(one_rank, one, one) == "");
+    for (Layout layout : awkward_layouts)
+      for (const auto& [stage, reduce] : {std::pair(0, GradReduce::step), {1, GradReduce::micro}, {2, GradReduce::micro},
+                                          {3, GradReduce::step}, {0, GradReduce::micro}, {3, GradReduce::micro}}) {
+        // All of them where there are shards, replicas and tensor-parallel ranks; elsewhere the two ends.
+        const bool ends = stage == 0 ? reduce == GradReduce::step : stage == 3 && reduce == GradReduce::micro;
+        if (!ends && (dtype == DType::bf16 || layout.shards * layout.replicas * layout.tp < 8)) continue;
+        layout.stage = stage;
+        layout.reduce = reduce;
+        INFO(family << ", " << to_string(layout));
+        const StepConfig step = step_of(model, layout, dtype);
+        REQUIRE(difference(step, one, given_step(step)) == "");
+      }
+  }
+}
+
+TEST_CASE("bugs in the sums of experts, their norm and their gathers are noticed") {
+  const ModelConfig model = small_model("mixtral");
+  const selftest::Outcome one = given_step(step_of(model, {}));
+  const auto found = [&](const Layout& layout, const Hooks& hooks, Planted planted = Planted::nothing) {
+    const StepConfig step = step_of(model, layout);
+    return difference(step, one, given_step(step, hooks, planted));
+  };
+  const Layout ep = {.ep = 2, .shards = 4}, tp = {.ep = 1, .shards = 2, .tp = 2};
+  using layout_bugs::Replaces;
+  REQUIRE(found(ep, PlantsSumsOverAllData()) != "");
+  REQUIRE(found(ep, Replaces<TimesEp>()) != "");
+  REQUIRE(found(ep, Replaces<ForgetsShards>()) != "");
+  REQUIRE(found(tp, Replaces<ForgetsShards>()) != "");
+  REQUIRE(found({.ep = 2, .shards = 2, .replicas = 2}, Replaces<ForgetsReplicas>()) != "");
+  REQUIRE(found({.ep = 2, .shards = 4, .stage = 1}, Replaces<StaleExperts>()) != "");
+  // Some pieces of experts counted twice, others left out.
+  REQUIRE(found(tp, poison_hooks, Planted::norm_of_dense_shard).find("the norm is") == 0);
+  REQUIRE(found({.ep = 2, .shards = 2}, poison_hooks, Planted::norm_of_dense_shard).find("the norm is") == 0);
+}
+
+TEST_CASE("models without experts have no further groups, and experts that are shared alike use those there are") {
+  const auto groups = [](const ModelConfig& model, const Layout& layout) {
+    const StepConfig step = step_of(model, layout);
+    DataParallel dp(step.mesh(), 0, Device{DeviceKind::cpu, 1}.on_paper(), DataParallel::null_groups(0), no_hooks,
+                    step.tensor, step.context, step.expert);
+    REQUIRE(dp.experts_apart() == (&dp.sharers(Sharing::experts).gradients != dp.gradients.get()));
+    REQUIRE(&dp.sharers(Sharing::dense).weights == dp.weights.get());
+    return std::tuple(dp.experts->size(), dp.expert_gradients->size(), dp.expert_weights->size());
+  };
+  const ModelConfig dense = selftest::Model{"llama", false, DType::fp32, 8, 8}.config(), sparse = small_model("mixtral");
+  REQUIRE(groups(dense, {.shards = 4, .tp = 2}) == std::tuple(1, 1, 1));
+  REQUIRE(groups(sparse, {.shards = 4, .cp = 2}) == std::tuple(1, 1, 1));
+  REQUIRE(groups(sparse, {.shards = 4, .tp = 2}) == std::tuple(1, 8, 8));
+  REQUIRE(groups(sparse, {.ep = 4, .shards = 4, .replicas = 2, .tp = 2}) == std::tuple(4, 2, 2));
+}
+
+TEST_CASE("an expert that no rank has, or that two ranks of an ep group have, is refused by name") {
+  for (const Layout& layout : awkward_layouts)
+    for (const int stage : {0, 3}) {
+      Layout staged = layout;
+      staged.stage = stage;
+      INFO(to_string(staged));
+      const StepConfig step = step_of(small_model("qwen3_moe", layout.pp == 1), staged);
+      const Mesh mesh = step.mesh();
+      on_holders(step, [&](Holder& h) {
+        check_whole_model(h.state, part_of(parameter_table(step.model), step.tensor, 0), step.model.tied, mesh);
+      });
+    }
+
+  const StepConfig step = step_of(small_model("qwen3_moe"), {.ep = 2, .shards = 4, .stage = 1});
+  const ParamTable table = parameter_table(step.model);
+  const Mesh view = expert_view(step.mesh(), step.expert);
+  std::vector<HeldByRank> good(static_cast<size_t>(step.ranks()));
+  on_holders(step, [&](Holder& h) {
+    good[static_cast<size_t>(h.dp.rank)] = {0, 0, held_from_text(text_of(units_held(h.state))),
+                                            view.coordinate(h.dp.rank, Axis::ep)};
+  });
+  const auto refused = [&](const char* why, auto&& plant) {
+    std::vector<HeldByRank> held = good;
+    for (HeldByRank& rank : held)
+      for (HeldUnits& unit : rank.units)
+        if (table[unit.first].name == "blocks.2.experts") plant(rank.expert_rank, unit);
+    const ZeroConfig experts = expert_zero(step.zero, step.tensor, step.expert);
+    if (*why != '\0') REQUIRE_ERROR(require_whole_model(table, false, step.zero, experts, held), why);
+    else require_whole_model(table, false, step.zero, experts, held);
+  };
+  refused("", [](int, HeldUnits&) {});
+  refused("blocks.2.experts.0.gate.weight on stage 0 belongs to 0 rank(s) of an ep group, expected 1",
+          [](int ep, HeldUnits& unit) {
+            if (ep == 0) unit.experts.begin = 4;
+          });
+  refused("blocks.2.experts.0.gate.weight on stage 0 belongs to 2 rank(s) of an ep group, expected 1",
+          [](int ep, HeldUnits& unit) {
+            if (ep == 1) unit.experts.begin = 0;
+          });
+  refused("stage 0 has 12 parameters of blocks.2.experts, expected 15",
+          [](int ep, HeldUnits& unit) {
+            if (ep == 1) --unit.experts.begin, ++unit.experts.size;
+          });
+  refused("stage 0 has 11 parameters of blocks.2.experts, expected 12",
+          [](int ep, HeldUnits& unit) {
+            if (ep == 1) unit.params.pop_back();
+          });
+  int nth = 0;
+  refused("of blocks.2.experts.7.up.weight on stage 0, ep rank 1, is held by",
+          [&](int ep, HeldUnits& unit) {
+            if (ep == 1 && nth++ == 0) unit.params[7].weights = {0, 1};
+          });
+}
