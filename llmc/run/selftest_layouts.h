@@ -221,7 +221,9 @@ inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t bat
           .zero = layout.zero,
           .tensor = layout.tensor,
           .context = layout.context,
-          .documents = model.n_positions == seq_len ? Documents::together : Documents::apart};
+          .documents = model.n_positions == seq_len ? Documents::together : Documents::apart,
+          .experts = model.experts.count == 0 ? ExpertOptions()
+                                              : ExpertOptions{.aux_loss = 0.1, .z_loss = 0.01, .capacity_factor = 1.1}};
 }
 // Where ranks share a micro-batch, it has a few sequences, since each costs many exchanges, but such that the rows are
 // not a multiple of the tensor-parallel ranks.
