@@ -82,6 +82,10 @@ struct TrainLine {
   int64_t tokens;                                       // seen since the first step
   int64_t memory;                                       // bytes in use, of the process or of the rank's GPU
   bool skipped = false;                                 // whether the update was
+  // One more column of the console, its title and value of at most 7 characters, instead of the speed of light; and
+  // numbers that only metrics.jsonl has.
+  std::optional<std::pair<std::string, std::string>> column = std::nullopt;
+  std::vector<std::pair<const char*, double>> more = {};
 };
 struct ValLine {
   int64_t step;
@@ -140,15 +144,25 @@ class Log {
       const int digits = static_cast<int>(formatted("{}", t.max_steps).size());
       const bool both = digits <= 5;  // "500/20000"; of more steps, "500000"
       const std::string place = "{:" + std::to_string(std::max(5, both ? 2 * digits + 1 : digits)) + "}",
-                        sol = t.speed_of_light ? "{:7}" : "{}";
-      const std::string row = place + " {:8} {:8} {:9} {:8} {:7} {:7}" + sol + " {:8}";
+                        rate = t.column ? " {:6}" : " {:7}",
+                        last = t.column           ? " {:7}"
+                               : t.speed_of_light ? "{:7}"
+                                                  : "{}";
+      const std::string row = place + " {:8} {:8} {:9} {:8}" + rate + " {:7}" + last + " {:8}";
       if (rows_++ % rows_per_screen == 0)
-        line(formatted(row, "step", "loss", "norm", "lr", "ms", "tok/s", "MFU", t.speed_of_light ? "SOL" : "", "ETA"));
+        line(formatted(row, "step", "loss", "norm", "lr", "ms", "tok/s", "MFU",
+                       t.column           ? t.column->first
+                       : t.speed_of_light ? "SOL"
+                                          : "",
+                       "ETA"));
       line(formatted(row, both ? formatted("{}/{}", t.step, t.max_steps) : formatted("{}", t.step),
                      formatted(t.loss < 1000 ? "{:.4f}" : "{:.2e}", t.loss),
                      formatted(t.grad_norm < 1000 ? "{:.4f}" : "{:.2e}", t.grad_norm), formatted("{:.2e}", t.lr),
                      formatted("{:.1f}", t.ms), human_rate(t.tokens_per_s), share(t.mfu),
-                     t.speed_of_light ? share(t.speed_of_light) : "", human_duration(t.eta_s)));
+                     t.column           ? t.column->second
+                     : t.speed_of_light ? share(t.speed_of_light)
+                                        : "",
+                     human_duration(t.eta_s)));
     }
     nlohmann::ordered_json object = {{"kind", "train"},
                                      {"step", t.step},
@@ -160,6 +174,7 @@ class Log {
                                      {"mfu", t.mfu ? nlohmann::ordered_json(*t.mfu) : nlohmann::ordered_json()}};
     if (t.speed_of_light) object["speed_of_light"] = *t.speed_of_light;
     if (t.skipped) object["skipped"] = true;
+    for (const auto& [name, value] : t.more) object[name] = value;
     object["tokens"] = t.tokens;
     object["memory_bytes"] = t.memory;
     write(object);

@@ -133,8 +133,11 @@ inline void require_countable(const StepConfig& config) {
                in_flight = config.schedule == Schedule::gpipe ? static_cast<double>(config.micro_batches) : 1;
   const double experts = static_cast<double>(m.experts.count) * static_cast<double>(m.experts.width) * 3 * C;
   const double parameters = (2 * V + static_cast<double>(m.n_positions)) * C + L * (8 * C * C + 4 * C * F + experts);
-  const double activations = in_flight * N * (L * (16 * C + 4 * F) + 4 * C + 4 * V);
-  const double largest = std::max(64 * (parameters + activations), 16 * N * std::max({C * C, C * F, C * V, C * T}));
+  const double k = static_cast<double>(m.experts.per_token),
+               of_experts = static_cast<double>(m.experts.width + m.experts.shared);
+  const double activations = in_flight * N * (L * (16 * C + 4 * F + k * (4 * C + 6 * of_experts + 8)) + 4 * C + 4 * V);
+  const double largest =
+      std::max(64 * (parameters + activations), 16 * N * std::max({C * C, C * F, C * k * of_experts, C * V, C * T}));
   CHECK(largest < 0x1p62, "a step of about {:.1e} bytes or operations is too large to plan: use a smaller {}", largest,
         64 * parameters >= 0x1p62 ? "--model" : "--batch-size, --seq-len or --model");
 }

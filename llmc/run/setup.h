@@ -128,6 +128,41 @@ inline std::vector<int64_t> choose_layers(const Options& o, const StepConfig& st
   return {};
 }
 
+// What is asked of experts. What --moe-* ask of a dense model, and what cannot be computed, is refused.
+inline ExpertOptions choose_experts(const Options& o, const ModelConfig& model) {
+  const Experts& e = model.experts;
+  if (e.count == 0) {
+    for (const OptionText& given : option_texts(o))
+      CHECK(!given.name.starts_with("--moe-") || given.text == given.usual,
+            "{} {} is for models with experts, and --model {} has none: leave it out, or use one such as d12-e8 or "
+            "mixtral:8x7B",
+            given.name, given.text, o.model);
+    return {};
+  }
+  ExpertOptions experts{
+      .aux_loss = o.moe_aux_loss.value_or(e.adds_aux_loss ? e.aux_loss * static_cast<double>(e.per_token) : 0),
+      .z_loss = o.moe_z_loss,
+      .bias_rate = o.moe_bias_rate,
+      .imbalance = o.moe_imbalance};
+  if (o.moe_dispatch == "capacity") experts.capacity_factor = o.moe_capacity_factor.value_or(1.25);
+  CHECK(o.tp == 1 || o.sequence_parallel == "on",
+        "--sequence-parallel off with --tp {} and --model {}, which has experts: each of the {} ranks would send them "
+        "all tokens; leave out --sequence-parallel",
+        o.tp, o.model, o.tp);
+  CHECK(o.schedule != "pipedream" || o.pp == 1,
+        "--schedule pipedream with --model {}, which has experts: not built yet; use --schedule 1f1b", o.model);
+  const bool whole = token_slices(o) == 1;
+  CHECK(whole || experts.aux_loss == 0,
+        "--token-slices {} with --moe-aux-loss {}{}: the loss is of whole sequences, which the last slice completes; "
+        "leave out --token-slices, or use --moe-aux-loss 0",
+        o.token_slices, experts.aux_loss, o.moe_aux_loss ? "" : ", from router_aux_loss_coef in config.json");
+  CHECK(whole || !experts.capacity_factor,
+        "--token-slices {} with --moe-dispatch capacity: a slice does not know how many choices of an expert came "
+        "before it; leave out --token-slices, or use --moe-dispatch dropless",
+        o.token_slices);
+  return experts;
+}
+
 // What a step computes. Checks everything that the options alone decide.
 inline StepConfig choose_step(const Options& o) {
   StepConfig step{.model = choose_model(o),
@@ -140,6 +175,7 @@ inline StepConfig choose_step(const Options& o) {
                   .documents = o.mask_documents ? Documents::apart : Documents::together};
   CHECK(o.seq_len <= step.model.n_positions, "--seq-len {} exceeds the {} positions of --model {}: use at most {}",
         o.seq_len, step.model.n_positions, o.model, step.model.n_positions);
+  step.experts = choose_experts(o, step.model);
   step.tensor = tensor_parallel(step.model, o.tp, o.sequence_parallel == "on", o.tp_overlap);
   step.context = context_parallel(step.model, step.tensor, o.cp, context_attention_from_name(o.cp_attention));
   step.expert = expert_parallel(step.model, step.tensor, step.zero.shards, o.ep);

@@ -66,7 +66,9 @@ class StepReport {
                 .eta_s = seconds_left(step),
                 .tokens = step * job_.step.tokens(),
                 .memory = on_gpu ? job_.plan.total_bytes() : resident_bytes(),
-                .skipped = !result.applied},
+                .skipped = !result.applied,
+                .column = experts_column(result),
+                .more = expert_numbers(result)},
                step % o_.log_every == 0 || step == first_ + 1 || step == job_.max_steps);
   }
 
@@ -108,6 +110,21 @@ class StepReport {
   }
 
  private:
+  // "0.7-1.5": how often the least and the most chosen expert was, over the mean; with a capacity, what was dropped.
+  std::optional<std::pair<std::string, std::string>> experts_column(const StepResult& result) const {
+    if (!result.experts) return std::nullopt;
+    const ExpertStatistics& e = *result.experts;
+    if (job_.step.experts.capacity_factor) return std::pair{"dropped", formatted("{:.1f}%", 100 * e.dropped)};
+    return std::pair{"experts",
+                     formatted("{:.1f}-", e.smallest) + formatted(e.largest < 9.95 ? "{:.1f}" : "{:.0f}", e.largest)};
+  }
+  static std::vector<std::pair<const char*, double>> expert_numbers(const StepResult& result) {
+    if (!result.experts) return {};
+    const ExpertStatistics& e = *result.experts;
+    return {{"moe_balance_loss", e.balance_loss}, {"moe_z_loss", e.z_loss},        {"router_entropy", e.entropy},
+            {"expert_largest", e.largest},        {"expert_smallest", e.smallest}, {"dropped", e.dropped}};
+  }
+
   // The share of a peak, in flops per second, that a step of so many seconds has reached.
   std::optional<double> share_of(std::optional<double> peak, double seconds) const {
     return peak ? std::optional(job_.flops_per_step() / seconds / *peak) : std::nullopt;

@@ -51,6 +51,9 @@ inline bool is_gradient(const ModelState& state, const Tensor& t) {
   return false;
 }
 
+// Rows by expert are not checked, since some of them may hold anything: what is written of them next, is.
+inline bool is_of_experts(std::string_view op) { return op.starts_with("grouped_") || op.starts_with("combine_"); }
+
 }  // namespace detail
 
 // Repeats the forwards and backwards of a step and checks everything that is written. The weights do not change.
@@ -75,7 +78,8 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
     if (found || std::string_view(op) == "fill") return;  // a constant, such as -infinity where no score was seen yet
     if (all_finite(t, stream)) return;
     const Interpreter::Place place = trainer.place();
-    found = NotFinite{t.name, op, place.what, place.micro_batch, place.turn, writes, {}, place.slice};
+    const std::string what = place.what + (detail::is_of_experts(op) ? ".experts" : "");
+    found = NotFinite{t.name, op, what, place.micro_batch, place.turn, writes, {}, place.slice};
     const int64_t B = config.batch.B, rows = config.share(config.batch, Purpose::train, place.slice).rows();
     const int64_t each = t.numel() / B;  // elements per sequence, if it has all rows or sequences
     if (detail::is_gradient(trainer.state(), t) || (t.shape[0] != rows && t.shape[0] != B)) return;

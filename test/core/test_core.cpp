@@ -321,6 +321,34 @@ TEST_CASE("a row of a long run has at most 80 columns, too") {
   REQUIRE(row.size() <= 2 * 81);
 }
 
+TEST_CASE("a row with one more column, and numbers for metrics.jsonl alone, has at most 80 columns, too") {
+  const TempDir dir;
+  {
+    Log log;
+    log.open(dir.path(), 0);
+    log.train({.step = 99940,
+               .max_steps = 99999,
+               .loss = 12.3456,
+               .grad_norm = 123.4567,
+               .lr = 1.25e-4,
+               .ms = 98765.4,
+               .tokens_per_s = 1.234e6,
+               .mfu = 1.0,
+               .speed_of_light = 0.654,
+               .eta_s = 359999,
+               .tokens = 1,
+               .memory = 1,
+               .column = std::pair{"experts", "0.0-128"},
+               .more = {{"router_entropy", 1.0 / 3}}});
+  }
+  REQUIRE(read_whole(dir / "log.txt") ==
+          "       step     loss     norm        lr       ms  tok/s     MFU experts      ETA\n"
+          "99940/99999  12.3456 123.4567  1.25e-04  98765.4  1.23M  100.0% 0.0-128 99:59:59\n");
+  const auto line = nlohmann::json::parse(read_whole(dir / "metrics.jsonl"));
+  REQUIRE(line["router_entropy"].get<double>() == 1.0 / 3);
+  REQUIRE(line["speed_of_light"].get<double>() == 0.654);
+}
+
 TEST_CASE("a full disk does not end a file that grows: its lines wait until there is room") {
   const TempDir dir;
   AppendFile file(dir / "lines");

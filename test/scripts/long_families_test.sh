@@ -14,7 +14,7 @@ fail() {
   exit 1
 }
 
-for directory in test/golden/families/*/; do
+for directory in test/golden/families/*/ test/golden/experts/*/; do
   check --model "${directory%/}" || fail "the trainer differs from PyTorch"
 done
 for seed in ${SEED:-1 2 $RANDOM}; do

@@ -246,7 +246,9 @@ inline std::vector<int64_t> balanced_layers(const ModelCosts& costs, const std::
         costs.blocks.size(), chunks, costs.blocks.size() + 2);
   const double layer = costs.blocks.empty() ? 0 : costs.blocks[0].seconds;
   for (const ModuleCost& block : costs.blocks)
-    CHECK(block.seconds == layer, "--pp-layout balanced: with several chunks a stage, all layers must cost the same");
+    CHECK(block.seconds == layer,
+          "--pp-layout balanced: with several chunks a stage, all layers must cost the same, and with experts some do "
+          "not: use even, or give their numbers");
   std::vector<double> of_chunk(chunks), of_stage(stages);
   const auto add = [&](size_t c, double seconds) {
     of_chunk[c] += seconds;

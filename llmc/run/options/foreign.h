@@ -23,12 +23,13 @@ struct ForeignTrainer {
 namespace detail {
 
 inline constexpr auto launchers_tell = "mpirun, srun and torchrun's variables tell it";
-inline constexpr auto not_built = "not built yet";
 inline constexpr auto tokens_per_step = "in tokens: sequences x --seq-len x ranks x accumulation";
 inline constexpr auto as_fraction = "as a fraction of --lr";
 inline constexpr auto whole_run = "the schedule ends with the run";
 inline constexpr auto no_compiler = "there is nothing to compile at run time";
 inline constexpr auto no_dropout = "models have no dropout";
+inline constexpr auto sum_of_layers = "the mean over layers here, not their sum: times the layers with experts";
+inline constexpr auto chosen_by_model = "what config.json says";
 inline constexpr auto shards = "token shards, as data/tokenize_text.py writes them";
 
 }  // namespace detail
@@ -136,6 +137,8 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"--load_best_model_at_end", "--keep-best", "links OUT/best"},
         {"--resume_from_checkpoint", "--resume", "auto by default"},
         {"--data_seed", "--seed", ""},
+        {"--router_aux_loss_coef", "--moe-aux-loss", "times the experts per token; of each sequence"},
+        {"--output_router_logits", "--moe-aux-loss", "above 0"},
         {"--deepspeed", "--zero-stage", "no configuration file"},
         {"--fsdp", "--zero-stage 3", ""},
         {"--torch_compile", "", no_compiler},
@@ -185,7 +188,24 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"--cp-comm-type", "--cp-attention", "ring for p2p, all-gather, ulysses for a2a"},
         {"--expert-model-parallel-size", "--ep", ""},
         {"--sequence-parallel", "--sequence-parallel", "on or off; on by default"},
-        {"--num-experts", "", not_built}}},
+        {"--num-experts", "--model", "d<N>-e<E>, a preset such as mixtral:8x7B, or a config.json"},
+        {"--moe-router-topk", "--model", chosen_by_model},
+        {"--moe-ffn-hidden-size", "--model", chosen_by_model},
+        {"--moe-shared-expert-intermediate-size", "--model", chosen_by_model},
+        {"--moe-layer-freq", "--model", chosen_by_model},
+        {"--moe-router-score-function", "--model", chosen_by_model},
+        {"--moe-router-load-balancing-type", "--moe-aux-loss", "per sequence, as seq_aux_loss there"},
+        {"--moe-aux-loss-coeff", "--moe-aux-loss", sum_of_layers},
+        {"--moe-z-loss-coeff", "--moe-z-loss", sum_of_layers},
+        {"--moe-router-enable-expert-bias", "--moe-bias-rate", "above 0"},
+        {"--moe-router-bias-update-rate", "--moe-bias-rate", ""},
+        {"--moe-expert-capacity-factor", "--moe-capacity-factor", "with --moe-dispatch capacity; within a sequence"},
+        {"--moe-token-drop-policy", "--moe-dispatch", "the later choices of a sequence are dropped, as by 'position'"},
+        {"--moe-pad-expert-input-to-capacity", "", "nothing is padded"},
+        {"--moe-grouped-gemm", "", "products of experts always are"},
+        {"--moe-router-dtype", "", "the router is fp32"},
+        {"--moe-token-dispatcher-type", "", "tokens go by all-to-all"},
+        {"--moe-permute-fusion", "", "what is fused is decided by the program"}}},
       {"others",
        {{"--steps", "--max-steps", ""},
         {"--iters", "--max-steps", ""},

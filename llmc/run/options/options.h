@@ -65,6 +65,11 @@ struct Options {
   std::string sequence_parallel = "on", cp_attention = "ring";
   bool tp_overlap = false;
   std::string dp_sync = "all-reduce", grad_reduce = "auto";
+  std::optional<double> moe_aux_loss;  // none: as transformers would for this config.json
+  double moe_z_loss = 0, moe_bias_rate = 0;
+  std::string moe_dispatch = "dropless";
+  std::optional<double> moe_capacity_factor;  // none: 1.25 with capacity
+  double moe_imbalance = 1;
   std::string device = "auto", comm = "auto", attention = "own";
   bool tf32 = false, tune_matmul = false;
   std::string cuda_graphs = "on";
@@ -123,9 +128,10 @@ void visit_options(O& o, Visitor&& visit) {
         "vocabulary has its tokens, otherwise bytes");
   visit("Model");
   visit("--model", "-e", o.model, Limits{}, must_match,
-        "gpt2:, gpt3:, llama2:, llama3:, qwen2.5:, qwen3: or smollm2: with a size, such as llama3:8B; d<N>: GPT-2 "
-        "with N layers, N heads, 64 N channels; or a directory with a Hugging Face config.json (and weights) of one "
-        "of these families");
+        "gpt2:, gpt3:, llama2:, llama3:, qwen2.5:, qwen3:, smollm2:, mixtral: or olmoe: with a size, such as llama3:8B "
+        "or mixtral:8x7B; d<N>: GPT-2 with N layers, N heads, 64 N channels; d<N>-e<E>: Mixtral of these sizes, two of "
+        "E experts for each token, as much work as d<N>; or a directory with a Hugging Face config.json (and weights) "
+        "of one of these families");
   visit("--from-scratch", "", o.from_scratch, Limits{}, must_match, "random weights, even if --model is a directory");
   visit("--n-layer", "", o.n_layer, between(1, largest_size), must_match, "layers; default: the model's");
   visit("--n-head", "", o.n_head, between(1, largest_size), must_match, "attention heads; default: the model's");
@@ -280,6 +286,31 @@ void visit_options(O& o, Visitor&& visit) {
         "expert parallelism: ranks that divide the experts of each layer among them, and send each other tokens; it "
         "takes the ranks of --tp, then of --cp, then data-parallel ones, and divides their product and the experts; "
         "--generate uses one rank");
+  visit("Mixture of experts");
+  visit("--moe-aux-loss", "", o.moe_aux_loss, between(0, 1000), must_match,
+        "coefficient of a loss that balances the experts, which is added to what is trained on, not to the loss that "
+        "is reported: the mean, over sequences and layers with experts, of E x the sum over the E experts of f x P, f "
+        "being an expert's share of the choices and P the mean of its probabilities; 1 if all are chosen equally "
+        "often. transformers takes f and P over the whole batch and all layers, and not per choice: its number is k "
+        "times as large for k experts per token; default: k x router_aux_loss_coef if config.json has "
+        "output_router_logits, with which transformers adds it, otherwise 0; 0.01 is usual");
+  visit("--moe-z-loss", "", o.moe_z_loss, between(0, 1000), must_match,
+        "coefficient of a loss that keeps the routers' logits small: the mean, over tokens and layers with experts, of "
+        "the square of the logarithm of the sum of their exponentials (ST-MoE); 0.001 is usual");
+  visit("--moe-bias-rate", "", o.moe_bias_rate, between(0, 1), must_match,
+        "balance without a loss: after every step the bias of an expert, which counts for the choice alone, not for "
+        "the weight, rises by this much if it was chosen less often than the mean, and falls if more often "
+        "(DeepSeek-V3: 0.001); 0: no biases");
+  visit("--moe-dispatch", "", o.moe_dispatch, one_of({"dropless", "capacity"}), must_match,
+        "dropless: every expert computes all tokens that chose it, as the families are defined; capacity: in training, "
+        "an expert takes at most --moe-capacity-factor x T x k / E, rounded up, of the choices of a sequence of T "
+        "tokens, in their order, and the later ones are dropped: the token goes on without this expert; validation and "
+        "generation drop nothing");
+  visit("--moe-capacity-factor", "", o.moe_capacity_factor, between(0.01, 1e6), must_match,
+        "with --moe-dispatch capacity, how many times its equal share an expert takes; default: 1.25");
+  visit("--moe-imbalance", "", o.moe_imbalance, between(1, 1e6), free,
+        "with --ep, for how many times its equal share of tokens a rank has memory; more of them take further rounds, "
+        "the same numbers");
   visit("Machine");
   visit("--local-ranks", "", o.local_ranks, between(0, 1024), warn,
         "ranks as threads of this process; those of a --tp and --cp group share a --batch-size, others have their own; "

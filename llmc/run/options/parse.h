@@ -281,6 +281,13 @@ inline void validate_pipeline(const Options& o) {
   CHECK(!o.json, "--json is for --print-schedule");
 }
 
+inline void validate_experts(const Options& o) {
+  CHECK(!o.moe_capacity_factor || o.moe_dispatch == "capacity",
+        "--moe-capacity-factor {} with --moe-dispatch dropless, which has no capacity: use --moe-dispatch capacity, or "
+        "leave it out",
+        o.moe_capacity_factor.value_or(0));
+}
+
 // Checks combinations, as far as the options alone decide.
 inline void validate(const Options& o) {
   CHECK(o.generate + o.plan + o.selftest + o.verify_data + o.print_schedule <= 1,
@@ -291,7 +298,7 @@ inline void validate(const Options& o) {
   CHECK(!o.generate || !o.from_scratch,
         "--generate with --from-scratch: random weights generate nothing useful; leave out one of them");
   if (o.generate) return;
-  if (!o.verify_data) validate_layout(o);
+  if (!o.verify_data) validate_layout(o), validate_experts(o);
   if (o.plan) return;
   CHECK(!o.train_data.empty(),
         "--train-data is missing: name the token shards to train on (data/tokenize_text.py makes them), or see --help");

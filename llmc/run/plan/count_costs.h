@@ -1,9 +1,9 @@
 // count_costs.h: what each module of a model costs, counted by the planner: for --pp-layout balanced, and for what
 // --plan says about it.
 #pragma once
-#include <algorithm>
+#include <array>
 #include <optional>
-#include <string>
+#include <utility>
 #include <vector>
 
 #include "dist/pipeline/balance.h"
@@ -11,12 +11,11 @@
 
 namespace llmc {
 
-// Of one micro-batch, forward and backward, on a rank: the flops of its ops, at `flops_per_s`. A pipeline of one layer
-// is planned, whose stages are the embedding, the layer and the head, with two micro-batches and with one: what both
-// have, such as the update, does not count.
-inline ModelCosts count_costs(StepConfig step, double flops_per_s = 1e12) {
-  const size_t n_layer = static_cast<size_t>(step.model.n_layer);
-  step.model.n_layer = 1;
+namespace detail {
+
+// The embedding, a layer and the head of a model that has this one layer: a pipeline of three stages is planned, with
+// two micro-batches and with one: what both have, such as the update, does not count.
+inline std::array<ModuleCost, 3> count_modules(StepConfig step, double flops_per_s) {
   step.schedule = Schedule::one_f_one_b;
   step.stages = step.chunks = 3;
   step.layers = {0, 1, 0};
@@ -24,27 +23,48 @@ inline ModelCosts count_costs(StepConfig step, double flops_per_s = 1e12) {
   const auto flops_with = [&](int64_t micro_batches) {
     step.micro_batches = micro_batches;
     std::vector<double> flops;
-    for (const auto& stage : make_plan(step, Device{}).stages) {
-      flops.push_back(0);
-      for (const auto& [name, totals] : stage->step_ops) flops.back() += totals.flops;
-    }
+    for (const auto& stage : make_plan(step, Device{}).stages) flops.push_back(stage->flops());
     return flops;
   };
   const std::vector<double> one = flops_with(1), two = flops_with(2);
   const double message = static_cast<double>(step.tensor.stream_rows(step.share(step.batch, Purpose::train).rows()) *
                                              step.model.n_embd * size_of(step.dtype));
   const ParamTable table = part_of(parameter_table(step.model), step.tensor, 0);
-  const auto module = [&](size_t m) {
-    int64_t elements = 0;
-    for (const ParamSpec& p : table[m].params) elements += p.box().numel();
-    if (m == 2 && step.model.tied)  // its table is the embedding's
-      for (const ParamSpec& p : table[0].params) elements += p.name.starts_with("wte") ? p.box().numel() : 0;
-    return ModuleCost{.seconds = (two[m] - one[m]) / flops_per_s,
-                      .weight_bytes = static_cast<double>(elements * size_of(accumulator_of(step.dtype))),
-                      .activation_bytes = m == 2 ? 0 : message,
-                      .gradient_bytes = m == 2 ? 0 : message};
-  };
-  return {module(0), std::vector<ModuleCost>(n_layer, module(1)), module(2)};
+  std::array<int64_t, 3> elements = {};
+  for (size_t u = 0; u < table.size(); ++u)  // a layer may have two units
+    for (const ParamSpec& p : table[u].params) elements[u == 0 ? 0 : u + 1 == table.size() ? 2 : 1] += p.box().numel();
+  if (step.model.tied)  // the head's table is the embedding's
+    for (const ParamSpec& p : table[0].params) elements[2] += p.name.starts_with("wte") ? p.box().numel() : 0;
+  std::array<ModuleCost, 3> modules;
+  for (size_t m = 0; m < 3; ++m)
+    modules[m] = {.seconds = (two[m] - one[m]) / flops_per_s,
+                  .weight_bytes = static_cast<double>(elements[m] * size_of(accumulator_of(step.dtype))),
+                  .activation_bytes = m == 2 ? 0 : message,
+                  .gradient_bytes = m == 2 ? 0 : message};
+  return modules;
+}
+
+}  // namespace detail
+
+// Of one micro-batch, forward and backward, on a rank: the flops of its ops, at `flops_per_s`; of experts, if all ranks
+// have equally many rows.
+inline ModelCosts count_costs(const StepConfig& step, double flops_per_s = 1e12) {
+  std::array<std::optional<std::array<ModuleCost, 3>>, 2> kinds;  // with a dense layer, and with a sparse one
+  std::vector<ModuleCost> blocks;
+  for (int64_t l = 0; l < step.model.n_layer; ++l) {
+    auto& modules = kinds[step.model.is_sparse(l)];
+    if (!modules) {
+      StepConfig one = step;
+      one.model.n_layer = 1;
+      one.model.experts.every = 1;
+      one.model.experts.dense_layers = {};
+      if (!step.model.is_sparse(l)) one.model.experts.dense_layers = {0};
+      modules = detail::count_modules(one, flops_per_s);
+    }
+    blocks.push_back((*modules)[1]);
+  }
+  const auto& any = kinds[0] ? *kinds[0] : *kinds[1];
+  return {any[0], std::move(blocks), any[2]};
 }
 
 }  // namespace llmc

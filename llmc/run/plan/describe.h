@@ -104,6 +104,31 @@ inline std::string pipeline_text(const StepConfig& step) {
                           tokens * p.micro_batches, 100 * bubble_law(p)->bubble);
 }
 
+// Of a model with experts: who they are, how they are balanced, and what is dropped.
+inline Rows expert_rows(const StepConfig& step) {
+  const Experts& e = step.model.experts;
+  const ExpertOptions& o = step.experts;
+  const int64_t layers = step.model.sparse_layers();
+  std::string balance;
+  const auto add = [&](double value, const char* text) {
+    if (value > 0) balance += formatted("{}{} {}", balance.empty() ? "" : ", ", text, value);
+  };
+  add(o.aux_loss, "balancing loss x");
+  add(o.z_loss, "z-loss x");
+  add(o.bias_rate, "biases that change by");
+  const std::string dispatch =
+      o.capacity_factor ? formatted(
+                              "at most {} choices of an expert in a sequence (capacity factor {}), later ones are "
+                              "dropped",
+                              *o.capacity(step.batch.T, e), *o.capacity_factor)
+                        : std::string("dropless");
+  return {{"experts",
+           formatted("{} of width {} in {}, {} for each token{}; {}", e.count, e.width,
+                     layers == step.model.n_layer ? "each layer" : formatted("{} of the layers", layers), e.per_token,
+                     e.shared > 0 ? formatted(", and a shared one of {}", e.shared) : "", dispatch)},
+          {"balance", balance.empty() ? "left to the router: see --moe-aux-loss and --moe-bias-rate" : balance}};
+}
+
 // A run as described by the options alone.
 inline Rows run_rows(const Options& o, const StepConfig& step) {
   const ModelConfig& m = step.model;
@@ -113,8 +138,11 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
                           m.family.model_type, m.n_layer, m.n_head,
                           m.n_kv_head == m.n_head ? "" : formatted(" ({} key-value heads)", m.n_kv_head), m.head_size,
                           m.n_embd, m.n_ffn, m.vocab_size, m.n_positions)},
-      {"parameters", formatted("{} ({} per token, {} per step)", human_count(count_parameters(parameter_table(m))),
-                               human_flops(flops), human_flops(flops * static_cast<double>(step.tokens())))},
+      {"parameters",
+       formatted(
+           "{}{} ({} per token, {} per step)", human_count(count_parameters(parameter_table(m))),
+           m.experts.count == 0 ? "" : formatted(", of which a token uses {}", human_count(count_active_parameters(m))),
+           human_flops(flops), human_flops(flops * static_cast<double>(step.tokens())))},
       {"numerics", formatted("{}, recompute {}", o.dtype, step.recompute)},
       {"batch", formatted("{} tokens per step = {} micro-batch(es) x {} sequences x {} tokens x {} {}",
                           human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.readers(),
@@ -123,6 +151,8 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
       {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
                               o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip) +
                         (step.asynchronous() ? ", stage by stage by its own norm" : "")}};
+  if (m.experts.count > 0)
+    for (auto& row : expert_rows(step)) rows.insert(rows.end() - 1, std::move(row));
   if (step.stages > 1) rows.insert(rows.end() - 1, {"pipeline", pipeline_text(step)});
   if (!step.slices.empty())
     rows.insert(rows.end() - 1,

@@ -70,11 +70,11 @@ inline Simulation simulate_step(const StepConfig& step, const ModelCosts& costs,
       context += length;
     }
   }
-  for (const Chunk& chunk : step.model_chunks())
-    pass.chunk.push_back((chunk.has_embedding ? costs.embedding.seconds : 0) +
-                         (chunk.layers.empty() ? 0 : costs.blocks[0].seconds) *
-                             static_cast<double>(chunk.layers.size()) +
-                         (chunk.has_head ? costs.head.seconds : 0));
+  for (const Chunk& chunk : step.model_chunks()) {
+    double seconds = (chunk.has_embedding ? costs.embedding.seconds : 0) + (chunk.has_head ? costs.head.seconds : 0);
+    for (const int64_t l : chunk.layers) seconds += costs.blocks[static_cast<size_t>(l)].seconds;
+    pass.chunk.push_back(seconds);
+  }
   return simulate(step.pipeline(), pipeline_actions(step.pipeline()), pass);
 }
 
@@ -104,14 +104,19 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
                       law ? formatted("; would be {:.1f}% if all chunks took equally long: {}", 100 * law->bubble,
                                       law->formula)
                           : "");
-  Rows rows = {{"work", formatted("a layer 1, the embedding {:.2f}, the head {:.2f}",
-                                  costs.embedding.seconds / costs.blocks[0].seconds,
-                                  costs.head.seconds / costs.blocks[0].seconds)},
+  double dense = 0, sparse = 0;  // seconds of such a layer; 0: there is none
+  for (int64_t l = 0; l < step.model.n_layer; ++l)
+    (step.model.is_sparse(l) ? sparse : dense) = costs.blocks[static_cast<size_t>(l)].seconds;
+  const double layer = dense > 0 ? dense : sparse;
+  const bool alike = dense == 0 || sparse == 0 || dense == sparse;
+  const std::string layers = alike ? "a layer 1" : formatted("a dense layer 1, a sparse one {:.2f}", sparse / dense);
+  Rows rows = {{"work", formatted("{}, the embedding {:.2f}, the head {:.2f}", layers, costs.embedding.seconds / layer,
+                                  costs.head.seconds / layer)},
                {"slowest stage",
                 formatted("{} of {}: {:.1f}% more work than the mean", slowest - sim.busy.begin(), step.stages, above)},
                {"bubble", bubble}};
   // Some layers cannot be spread otherwise.
-  if (step.model.n_layer + 2 >= step.chunks) {
+  if (step.model.n_layer + 2 >= step.chunks && (alike || step.chunks == step.stages)) {
     const std::vector<int64_t> balanced = balanced_layers(costs, step.stages_of_chunks());
     std::vector<int64_t> used;
     for (const Chunk& chunk : step.model_chunks()) used.push_back(static_cast<int64_t>(chunk.layers.size()));

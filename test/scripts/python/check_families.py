@@ -5,7 +5,7 @@ compares configuration, weights and logits with PyTorch's.
 
     python3 test/scripts/python/check_families.py --seed 7 [--family qwen3] [--trainer-options '--local-ranks 2 --zero-stage 3']
 
-golden/make_families.py makes the models, which depend only on seed and family. --model DIR uses such a directory
+golden/make_families.py and make_experts.py make the models, which depend only on seed and family. --model DIR uses such a directory
 unchanged.
 Exit status: 0 all agree, 1 with the differences. Needs torch and transformers.
 """
@@ -14,6 +14,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,11 @@ from transformers.utils import logging
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), *[".."] * 3))
 sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.join(ROOT, "test", "golden"))
-from make_families import FAMILIES, load_model, make_family, random_recipe, stored_weights   # noqa: E402
+import make_experts   # noqa: E402
+import make_families   # noqa: E402
+from make_families import as_stored, load_model, written_out   # noqa: E402
+
+DENSE, SPARSE = make_families.FAMILIES, make_experts.FAMILIES
 
 TOLERANCES = {"loss": 1e-4, "grad_norm": 1e-4, "lr": 1e-12}   # relative, at every step
 TENSOR_TOLERANCE = 1e-4                                       # relative norm, of weights and logits
@@ -78,6 +83,7 @@ def compare_checkpoint(checkpoint, folder, golden, report):
     """Compares `checkpoint`, loaded by transformers, with the final weights of the golden directory."""
     model, loading = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager",
                                                           output_loading_info=True)
+    model = written_out(model)
     for kind, names in loading.items():
         if names:
             report(f"transformers loads the checkpoint with {kind}: {names}")
@@ -90,11 +96,14 @@ def compare_checkpoint(checkpoint, folder, golden, report):
         if not same(ours.get(name), theirs.get(name)):
             report(f"config.json: {name} is {ours.get(name)}, of the original {theirs.get(name)}")
 
-    final, loaded = load_file(f"{folder}/final.safetensors"), stored_weights(model)
+    final, loaded = load_file(f"{folder}/final.safetensors"), as_stored(model)
     if loaded.keys() != final.keys():
         report(f"tensors of only one side: {sorted(loaded.keys() ^ final.keys())}")
         return
-    oracle.load_state_dict(final, strict=False)
+    with tempfile.TemporaryDirectory() as with_final:
+        shutil.copy(f"{folder}/config.json", with_final)
+        shutil.copy(f"{folder}/final.safetensors", f"{with_final}/model.safetensors")
+        oracle = load_model(with_final)
     tokens = load_file(f"{folder}/logits.safetensors")["tokens"].long()
     with torch.no_grad():
         report("logits", distance(model(tokens).logits, oracle(tokens).logits), TENSOR_TOLERANCE)
@@ -140,8 +149,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--seed", type=int, help="of sizes, weights and tokens")
-    what.add_argument("--model", metavar="DIR", help="a directory that make_families.py made")
-    parser.add_argument("--family", choices=FAMILIES, action="append", help="may be repeated; default: all")
+    what.add_argument("--model", metavar="DIR", help="a directory that make_families.py or make_experts.py made")
+    parser.add_argument("--family", choices=DENSE + SPARSE, action="append", help="may be repeated; default: all")
     parser.add_argument("--train-gpt", default=os.path.join(ROOT, "train_gpt"),
                         help="default: the one of this tree")
     parser.add_argument("--trainer-options", default="", help="more options for the trainer, in one argument")
@@ -151,9 +160,13 @@ def main():
     if options.model:
         return 0 if check(options.model, options.model, options) else 1
     agree = True
-    for family in options.family or FAMILIES:
+    for family in options.family or DENSE + SPARSE:
         with tempfile.TemporaryDirectory() as folder:
-            make_family(random_recipe(family, options.seed), options.seed, folder)
+            if family in DENSE:
+                make_families.make_family(make_families.random_recipe(family, options.seed), options.seed, folder)
+            else:
+                recipe = make_experts.random_recipe(family, options.seed)
+                make_experts.make_without_ties(recipe, options.seed, folder, "random")
             agree &= check(f"{family} --seed {options.seed}", folder, options)
     return 0 if agree else 1
 

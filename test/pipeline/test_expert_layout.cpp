@@ -1,0 +1,44 @@
+// What layers with experts cost, and how --pp-layout balanced therefore divides a model that has some.
+#include "catch2.h"
+#include "run/plan/count_costs.h"
+#include "run/selftest_layouts.h"
+
+using namespace llmc;
+
+TEST_CASE("layers with experts cost what a token uses of them, and --pp-layout balanced counts them") {
+  ModelConfig model = selftest::Model{"qwen2_moe", false, DType::fp32, 2, 2}.config();
+  model.n_layer = 7;
+  model.vocab_size = 64;
+  model.experts.dense_layers = {0, 1, 3};
+  StepConfig step{.model = model, .batch = {2, 16}, .micro_batches = 6};
+  step.stages = step.chunks = 2;
+  const ModelCosts costs = count_costs(step, 1);
+  const double rows = static_cast<double>(step.batch.rows());
+  const ParamTable table = parameter_table(model);
+  const std::vector<LayerUnits> units = layer_units(model);
+  const Experts& e = model.experts;
+  const double attention = 6 * 2 * rows * static_cast<double>(step.batch.T * model.q_size());
+  for (size_t l = 0; l < 7; ++l) {
+    INFO("layer " << l);
+    const bool is_sparse = units[l].experts.has_value();
+    REQUIRE(is_sparse == (l != 0 && l != 1 && l != 3));
+    const int64_t used =
+        count_parameters({table[units[l].block]}) + (is_sparse ? 3 * e.per_token * e.width * model.n_embd : 0);
+    const double products = 6 * rows * static_cast<double>(used), counted = costs.blocks[l].seconds;
+    REQUIRE((0.95 * products < counted && counted < products + attention));
+    int64_t weights = count_parameters({table[units[l].block]});
+    if (is_sparse) weights += count_parameters({table[*units[l].experts]});
+    REQUIRE(costs.blocks[l].weight_bytes == 4 * static_cast<double>(weights));
+  }
+  REQUIRE(costs.head.seconds == Catch::Approx(6 * rows * static_cast<double>(model.n_embd) * 128).epsilon(1e-3));
+  const auto most_flops = [&](const std::vector<int64_t>& layers) {
+    step.layers = layers;
+    const Plan plan = make_plan(step, Device{});
+    return std::max(plan.of_stage(0).flops(), plan.of_stage(1).flops());
+  };
+  const double balanced = most_flops(balanced_layers(costs, {0, 1}));
+  double least = balanced;
+  for (int64_t first = 1; first < 7; ++first) least = std::min(least, most_flops({first, 7 - first}));
+  REQUIRE(balanced == Catch::Approx(least).epsilon(1e-3));
+  REQUIRE(balanced < 0.95 * most_flops({4, 3}));
+}
