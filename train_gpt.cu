@@ -289,7 +289,7 @@ class Training {
   }
 
   void restore(const ResumePoint& from) {
-    progress_ = progress_at(from, job_);
+    progress_ = resumed_progress(from, job_);
     load_checkpoint(from.path, job_.step.model, run_.trainer.state(), run_.stream);
     run_.trainer.set_expert_biases(progress_.expert_biases);
     run_.stream.synchronize();

@@ -117,9 +117,7 @@ inline void report_changes(Log& log, const ResumePoint& from, const Job& job) {
   report_changed_schedule(log, from, job);
 }
 
-// Of a checkpoint from which the job continues the same run; others are refused.
-inline Progress progress_at(const ResumePoint& from, const Job& job) {
-  require_same_run(from, job);
+inline Progress progress_at(const ResumePoint& from) {
   Progress progress;
   progress.done = from.step;
   const nlohmann::json none, detectors = from.trainer.value("detectors", none),
@@ -143,18 +141,25 @@ inline Progress progress_at(const ResumePoint& from, const Job& job) {
     progress.best_val = best["loss"];
   }
   const nlohmann::json biases = from.trainer.value("expert_biases", nlohmann::json::array());
-  const ModelConfig& model = job.step.model;
-  const int64_t expected = job.step.experts.bias_rate > 0 ? model.sparse_layers() * model.experts.count : 0;
-  CHECK(
-      biases.is_array() && std::ssize(biases) == expected &&
-          std::all_of(biases.begin(), biases.end(), [](auto& value) { return value.is_number(); }),
-      "{}/trainer.json: \"expert_biases\" is a list of {}, expected {} numbers: resume with the --moe-bias-rate of the "
-      "run; if it is the same, the file is damaged",
-      from.path, biases.size(), expected);
+  CHECK(biases.is_array() && std::all_of(biases.begin(), biases.end(), [](auto& value) { return value.is_number(); }),
+        "{}/trainer.json: \"expert_biases\" is {}, expected a list of numbers; the file is damaged", from.path, biases);
   progress.expert_biases = biases.get<std::vector<float>>();
   if (const nlohmann::json choices = from.trainer.value("choices", nlohmann::json::object());
       choices.is_object() && choices.value("matmul", nlohmann::json()).is_string())
     progress.matmul_choices = choices["matmul"];
+  return progress;
+}
+
+// Of a checkpoint from which the job continues the same run; others are refused.
+inline Progress resumed_progress(const ResumePoint& from, const Job& job) {
+  require_same_run(from, job);
+  Progress progress = progress_at(from);
+  const ModelConfig& model = job.step.model;
+  const int64_t expected = job.step.experts.bias_rate > 0 ? model.sparse_layers() * model.experts.count : 0;
+  CHECK(std::ssize(progress.expert_biases) == expected,
+        "{}/trainer.json: \"expert_biases\" has {} numbers, expected {}: resume with the --moe-bias-rate of the run; if "
+        "it is the same, the file is damaged",
+        from.path, progress.expert_biases.size(), expected);
   return progress;
 }
 
