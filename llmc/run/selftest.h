@@ -12,6 +12,7 @@
 #include "run/processes.h"
 #include "run/ranks.h"
 #include "run/selftest_layouts.h"
+#include "run/selftest_ties.h"
 
 namespace llmc {
 
@@ -76,8 +77,7 @@ inline void require_whole(Outcome& outcome, const StepConfig& step) {
                          : zero.updates() == ZeroConfig::Updates::shard_owners ? zero.replicas
                                                                                : 1;
     for (const ParamSpec& p : unit.params) {
-      const bool twice =
-          unit.name == "embedding" && step.model.tied && step.pipeline().stage_of(step.chunks - 1) != 0;
+      const bool twice = unit.name == "embedding" && step.model.tied && step.pipeline().stage_of(step.chunks - 1) != 0;
       const int copies = p.copies * (twice ? 2 : 1);
       expected[p.name] = {copies * of_weights, copies * of_state};
     }
@@ -322,6 +322,7 @@ inline bool run_selftest(
             (compared.length == seq_len ? "" : formatted(", sequences of {}", compared.length)),
         text(other_device ? farther : near),
         fp32 || other_device || compared.heads == 0 ? "" : "; with tp: " + text(farther)));
+    const int failed_before = failed;
     for (int ranks = 1; ranks <= max_ranks; ++ranks) {
       const std::vector<Layout> all = layouts_of(ranks, compared.heads > 0 ? &model : nullptr);
       Distances largest(alone, alone);
@@ -352,6 +353,12 @@ inline bool run_selftest(
       failed += static_cast<int>(all.size()) - good;
       if (!all.empty())
         log.line(formatted("  {:2} rank(s): {} of {} layouts good | {}", ranks, good, all.size(), text(largest)));
+    }
+    if (failed > failed_before && model.experts.count > 0) {
+      const StepConfig one = step_config(model, dtype, 1, Layout{});
+      const NearTie tie = nearest_tie(one, [&](int64_t micro_batch) { return read_batch(one, 0, micro_batch); });
+      log.line("  the nearest tie of a router is " + to_string(tie) +
+               ": nearer than rounding, it may have gone the other way");
     }
   }
   log.line(formatted("self-test: {} of {} layouts are good", count - failed, count));
