@@ -59,7 +59,7 @@ struct SliceKeys {
 // What experts of a rank compute, R rows in the order of these experts, E of width F.
 struct ReceivedRows {
   Tensor offsets;              // (E + 1) int32: the first row of each
-  Tensor sources, places;      // (R) (R, 1) int32: of arrival_plan(); empty tensors where no rows come from other ranks
+  Tensor sources, places;      // (R) each, int32: of arrival_plan(); empty tensors where no rows come from other ranks
   Tensor rows, up, activated;  // (R, C) (R, 2 F) (R, F)
 };
 // What the backward of a layer with experts needs of its feed-forward (experts.h). E experts of all ranks, k choices of
@@ -196,7 +196,7 @@ struct BlockActivations {
       if (exchanged) {
         alloc(r.offsets, "first received rows of experts", DType::int32, {e.own() + 1}, block, product_input);
         alloc(r.sources, "received rows by expert", DType::int32, {R}, block);
-        alloc(r.places, "places of received rows", DType::int32, {R, 1}, block);
+        alloc(r.places, "places of received rows", DType::int32, {R}, block);
       } else {
         r.offsets = x.offsets;
       }

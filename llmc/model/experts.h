@@ -153,11 +153,10 @@ struct Arrival {
   Tensor rows;  // (R, C)
   Event event;
 };
-// sent (k S, C): in the order of their experts
-inline Arrival send_rows(Tensor sent, int64_t room, const ExpertRounds& rounds, int round, const parallel::Group& p) {
+// sent (k S, C): in the order of their experts; arrived (R, C)
+inline Arrival send_rows(Tensor arrived, Tensor sent, const ExpertRounds& rounds, int round, const parallel::Group& p) {
   Comm& group = *p.ranks.experts;
   Stream& stream = *p.ranks.expert_stream;
-  const Tensor arrived = p.temporary("rows that arrive", sent.dtype, {room, sent.shape[1]});
   stream.wait(p.compute.record());
   group.all_to_all_rows(arrived, sent, rounds.blocks_sent(group.rank(), round),
                         rounds.blocks_received(group.rank(), round), stream);
@@ -185,7 +184,7 @@ inline void return_rows(Tensor to, Tensor from, const ReceivedRows& r, const Exp
   Comm& group = *p.ranks.experts;
   Stream& stream = *p.ranks.expert_stream;
   const Tensor sent = p.temporary("rows that return", from.dtype, from.shape);
-  combine_rows(sent, from, {}, r.places, Accumulate::no, p.compute);
+  combine_rows(sent, from, {}, r.places.reshaped({from.shape[0], 1}), Accumulate::no, p.compute);
   stream.wait(p.compute.record());
   group.all_to_all_rows(to, sent, rounds.blocks_received(group.rank(), round), rounds.blocks_sent(group.rank(), round),
                         stream);
@@ -211,12 +210,13 @@ void experts_of_all_ranks(const ExpertActivations& a, Tensor x, const ModelConfi
   const Tensor sent = p.temporary("rows by expert", x.dtype, a.outputs.shape);
   rows_by_expert(sent, a, x, c, r, p.compute);
   ExpertRounds& rounds = *a.rounds = exchange_counts(a, c, room, p);
-  const Tensor out = p.temporary("outputs of experts", x.dtype, a.received.rows.shape);
+  auto like_received = [&](const char* name) { return p.temporary(name, x.dtype, a.received.rows.shape); };
+  const Tensor out = like_received("outputs of experts"), arrived = like_received("rows that arrive");
   const ReceivedRows further = received_in_round(a.received, p);
   for (int round = 0; round < rounds.rounds(); ++round) {
     auto scope_of_round = p.arena.scope();
     const ReceivedRows& received = round == 0 ? a.received : further;
-    const Arrival arrival = send_rows(sent, room, rounds, round, p);
+    const Arrival arrival = send_rows(arrived, sent, rounds, round, p);
     plan_arrival(received, rounds, round, p);
     if (round == 0) meanwhile();
     take_rows(received.rows, arrival, received, p);
@@ -362,7 +362,6 @@ void backward_of_all_ranks(Tensor drows, const OutputGradients::OfExperts& d, Te
                            const parallel::Group& p, Meanwhile&& meanwhile) {
   auto scope = p.arena.scope();
   Stream& stream = p.compute;
-  const int64_t room = a.received.rows.shape[0];
   const ExpertRounds& rounds = *a.rounds;
   const ExpertMatrices experts(r.experts(), c, ExpertMatrices::Of::weights);
   auto like = [&](const char* name, const Tensor& t) { return p.temporary(name, t.dtype, t.shape); };
@@ -371,12 +370,17 @@ void backward_of_all_ranks(Tensor drows, const OutputGradients::OfExperts& d, Te
     auto scope_of_rounds = p.arena.scope();
     const ReceivedRows further = received_in_round(a.received, p);
     const Tensor sent = like("rows by expert", a.outputs), dsent = like("gradient of outputs of experts", d.outputs),
-                 dup = like("gradient of up of experts", d.up);
+                 dup = like("gradient of up of experts", d.up), arrived = like("rows that arrive", further.rows),
+                 darrived = like("gradients that arrive", further.rows);
+    for (const Tensor& t : {further.rows, further.activated}) {  // room for what a round needs, if there is one or not
+      auto scope_of_round = p.arena.scope();
+      like("room of a further round", t);
+    }
     if (rounds.rounds() > 1) rows_by_expert(sent, a, x, c, r, stream);
     for (int round = rounds.rounds() - 1; round > 0; --round) {
       auto scope_of_round = p.arena.scope();
-      const Arrival arrival = send_rows(sent, room, rounds, round, p),
-                    darrival = send_rows(doutputs, room, rounds, round, p);
+      const Arrival arrival = send_rows(arrived, sent, rounds, round, p),
+                    darrival = send_rows(darrived, doutputs, rounds, round, p);
       plan_arrival(further, rounds, round, p);
       take_rows(further.rows, arrival, further, p);
       grouped_linear_forward(further.up, further.rows, experts.gate_up, further.offsets, stream);
@@ -387,7 +391,8 @@ void backward_of_all_ranks(Tensor drows, const OutputGradients::OfExperts& d, Te
       return_rows(drows, dreceived, further, rounds, round, p);
     }
   }
-  const Arrival darrival = send_rows(doutputs, room, rounds, 0, p);
+  const Tensor darrived = like("gradients that arrive", a.received.rows);
+  const Arrival darrival = send_rows(darrived, doutputs, rounds, 0, p);
   meanwhile();
   take_rows(d.outputs, darrival, a.received, p);
   experts_backward_input(dreceived, d.up, d.outputs, a.received, experts, p);

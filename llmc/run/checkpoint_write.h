@@ -166,8 +166,8 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
         }
         for (size_t i = 0; i < plan.tensors.size(); ++i) {
           if (plan.unit[i] != u) continue;
-          const std::vector<std::byte> bytes = detail::gather_boxes(plan.tensors[i], unit.whole_weights(whole.tensor()),
-                                                                    held, dtype, writer % n, group);
+          const std::vector<std::byte> bytes =
+              detail::gather_boxes(plan.tensors[i], unit.whole_weights(whole.tensor()), held, dtype, writer % n, group);
           if (writer == dp.rank) attempt([&] { model->write(bytes.data(), std::ssize(bytes)); });
         }
       });

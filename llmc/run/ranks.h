@@ -29,7 +29,8 @@ struct Run {
             [&](const std::string& name, const std::vector<int>& members) {
               return world.join(rank, name, members, device.gpu, !name.ends_with("control"));
             },
-            world.hooks(), config.tensor, config.context, config.expert, config.chunks > config.stages, config.asynchronous()),
+            world.hooks(), config.tensor, config.context, config.expert, config.chunks > config.stages,
+            config.asynchronous()),
         trainer((announce_arenas(world.hooks()), config), {arena, stream, &dp, copies.get()}),
         world_(world) {
     if (world.backend() == Backend::nccl)

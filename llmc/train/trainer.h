@@ -170,8 +170,6 @@ class Trainer {
   // The parameters of this rank's tensor-parallel part, with the experts that it has; a copy of the embedding is
   // counted where the embedding is.
   static ParamTable table_of(const StepConfig& config, const DataParallel& dp) {
-    CHECK(config.expert.ranks == 1,
-          "--ep {}: ranks do not send each other the tokens of their experts yet; leave out --ep", config.expert.ranks);
     ParamTable table =
         part_of(part_of(parameter_table(config.model), config.tensor, dp.tensor_rank), config.expert, dp.expert_rank);
     if (config.stages > 1 && config.stage_units().copy_of_embedding == dp.stage)

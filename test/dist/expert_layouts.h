@@ -159,7 +159,9 @@ inline selftest::Outcome given_step(const StepConfig& step, const Hooks& hooks =
         h.dp.scalars->all_gather(s.gathered, h.stream);
         combine_scalars(s.loss, s.square_sums, s.gathered, step.zero.shards, step.tensor.ranks, step.stages, h.stream);
         clip_control(s.control, s.square_sums, s.loss, {.max_norm = 1}, h.stream);
-        state.update(s.control, {.lr = 0.01f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 1}, h.stream);
+        state.update(s.control,
+                     {.lr = 0.01f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 1},
+                     h.stream);
         h.synchronize();
 
         const std::lock_guard lock(mutex);

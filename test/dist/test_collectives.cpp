@@ -221,7 +221,7 @@ TEST_CASE("rows go to the ranks that they are counted for, any number of them, a
           }
           const Tensor in = filled(arena, dtype, P * most * width, rank).reshaped({P * most, width}),
                        out = filled(arena, dtype, P * most * width, -1).reshaped({P * most, width});
-          comm.all_to_all_rows(out, in, send, receive, stream);
+          comm.all_to_all_rows(out, in, Comm::in_order(send), Comm::in_order(receive), stream);
           stream.synchronize();
           int64_t row = 0;
           for (int k = 0; k < P; ++k) {
@@ -242,22 +242,40 @@ TEST_CASE("rows go to the ranks that they are counted for, any number of them, a
         INFO(formatted("{}", wrong.found));
         REQUIRE(wrong.found.empty());
       }
+  // Blocks with gaps between them: the second half of what each of two ranks has for each.
+  Differences wrong;
+  on_ranks(2, [&](Comm& comm, Stream& stream, Arena& arena, int rank) {
+    const Tensor in = filled(arena, DType::fp32, 8 * width, rank).reshaped({8, width}),
+                 out = filled(arena, DType::fp32, 8 * width, -1).reshaped({8, width});
+    comm.all_to_all_rows(out, in, {{2, 2}, {6, 2}}, {{1, 2}, {5, 2}}, stream);
+    stream.synchronize();
+    for (int64_t row = 0; row < 8; ++row) {
+      const int from = row < 4 ? 0 : 1;
+      const bool received = row % 4 == 1 || row % 4 == 2;
+      for (int64_t i = 0; i < width; ++i)
+        wrong.expect(at(out, row * width + i) == (received ? value(from, (4 * rank + row % 4 + 1) * width + i)
+                                                           : value(-1, row * width + i)),
+                     formatted("row {} of rank {}", row, rank));
+    }
+  });
+  INFO(formatted("{}", wrong.found));
+  REQUIRE(wrong.found.empty());
   // On paper: the bytes, and a message to each other rank.
   const Device paper = Device{DeviceKind::cpu, 1}.on_paper();
   Arena arena(paper), scratch(paper);
   Stream stream(paper, scratch);
   Comm comm("test", std::make_unique<NullTransport>(1, 3));
   const Tensor rows = arena.alloc("test", "rows", DType::bf16, {20, width});
-  comm.all_to_all_rows(rows, rows, {4, 3, 0}, {5, 3, 6}, stream);
+  comm.all_to_all_rows(rows, rows, Comm::in_order({4, 3, 0}), Comm::in_order({5, 3, 6}), stream);
   REQUIRE((comm.bytes_sent() == 4 * width * 2 && comm.bytes_received() == 11 * width * 2));
 
   const auto refused = [&](const std::vector<int64_t>& send, const std::vector<int64_t>& receive, const char* why) {
-    REQUIRE_ERROR(comm.all_to_all_rows(rows, rows, send, receive, stream), why);
+    REQUIRE_ERROR(comm.all_to_all_rows(rows, rows, Comm::in_order(send), Comm::in_order(receive), stream), why);
   };
-  refused({4, 3}, {5, 3, 6}, "counts of rows to send between 3 ranks");
-  refused({4, 3, -1}, {5, 3, 6}, "counts of rows to send between 3 ranks");
-  refused({4, 3, 14}, {5, 3, 6}, "21 rows to send, of 20");
-  refused({4, 3, 0}, {5, 3, 13}, "21 rows to receive, of 20");
+  refused({4, 3}, {5, 3, 6}, "2 blocks of rows to send between 3 ranks");
+  refused({4, 3, -1}, {5, 3, 6}, "-1 rows from 7 on to send, of 20");
+  refused({4, 3, 14}, {5, 3, 6}, "14 rows from 7 on to send, of 20");
+  refused({4, 3, 0}, {5, 3, 13}, "13 rows from 8 on to receive, of 20");
   refused({4, 3, 0}, {5, 2, 6}, "rank 1 sends itself 3 rows, and receives 2");
 }
 
@@ -312,7 +330,8 @@ TEST_CASE("known values go through every group, and a pair between which they ar
                   {.ranks = 2});
   for (const int stages : {2, 3, 4}) check_groups_of(Mesh({{Axis::pp, stages}, {Axis::shard, 2}}));
   const Mesh data_and_tensor({{Axis::replicate, 2}, {Axis::shard, 2}, {Axis::tp, 2}});
-  for (const int ep : {1, 2, 4}) check_groups_of(data_and_tensor, no_hooks, {.ranks = 2}, {}, {.ranks = ep, .count = 8});
+  for (const int ep : {1, 2, 4})
+    check_groups_of(data_and_tensor, no_hooks, {.ranks = 2}, {}, {.ranks = ep, .count = 8});
   REQUIRE_ERROR(check_groups_of(data_and_tensor, Plants<LosesExperts>(), {.ranks = 2}, {}, {.ranks = 2, .count = 8}),
                 "the group expert gradients: got the sum ");
   const Mesh pipeline({{Axis::pp, 3}});

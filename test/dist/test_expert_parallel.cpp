@@ -130,8 +130,9 @@ TEST_CASE("layouts that cannot divide the experts are refused with those that ca
   const auto of = [&](const ModelConfig& m, const TensorParallel& tensor, int64_t shards, int64_t ep) {
     return expert_parallel(m, tensor, shards, ep);
   };
-  REQUIRE_ERROR(of(six, {}, 8, 4), "--ep 4: it must divide the 6 experts of a layer, and the 8 ranks of --tp x --cp x "
-                                   "shards: use one of 1, 2");
+  REQUIRE_ERROR(of(six, {}, 8, 4),
+                "--ep 4: it must divide the 6 experts of a layer, and the 8 ranks of --tp x --cp x "
+                "shards: use one of 1, 2");
   REQUIRE_ERROR(of(six, {.ranks = 2}, 2, 3), "the 4 ranks of --tp x --cp x shards: use one of 1, 2");
   REQUIRE(of(six, {.ranks = 2}, 3, 6).held_by(5) == Range{5, 1});
   REQUIRE_ERROR(of(six, {.ranks = 2, .sequence = false}, 1, 1), "--sequence-parallel off with --tp 2 and 6 experts");
@@ -149,8 +150,12 @@ TEST_CASE("given gradients of experts are summed over the ranks that share them,
     const selftest::Outcome one = given_step(one_rank);
     REQUIRE(difference(one_rank, one, one) == "");
     for (Layout layout : awkward_layouts)
-      for (const auto& [stage, reduce] : {std::pair(0, GradReduce::step), {1, GradReduce::micro}, {2, GradReduce::micro},
-                                          {3, GradReduce::step}, {0, GradReduce::micro}, {3, GradReduce::micro}}) {
+      for (const auto& [stage, reduce] : {std::pair(0, GradReduce::step),
+                                          {1, GradReduce::micro},
+                                          {2, GradReduce::micro},
+                                          {3, GradReduce::step},
+                                          {0, GradReduce::micro},
+                                          {3, GradReduce::micro}}) {
         // All of them where there are shards, replicas and tensor-parallel ranks; elsewhere the two ends.
         const bool ends = stage == 0 ? reduce == GradReduce::step : stage == 3 && reduce == GradReduce::micro;
         if (!ends && (dtype == DType::bf16 || layout.shards * layout.replicas * layout.tp < 8)) continue;
@@ -192,7 +197,8 @@ TEST_CASE("models without experts have no further groups, and experts that are s
     REQUIRE(&dp.sharers(Sharing::dense).weights == dp.weights.get());
     return std::tuple(dp.experts->size(), dp.expert_gradients->size(), dp.expert_weights->size());
   };
-  const ModelConfig dense = selftest::Model{"llama", false, DType::fp32, 8, 8}.config(), sparse = small_model("mixtral");
+  const ModelConfig dense = selftest::Model{"llama", false, DType::fp32, 8, 8}.config(),
+                    sparse = small_model("mixtral");
   REQUIRE(groups(dense, {.shards = 4, .tp = 2}) == std::tuple(1, 1, 1));
   REQUIRE(groups(sparse, {.shards = 4, .cp = 2}) == std::tuple(1, 1, 1));
   REQUIRE(groups(sparse, {.shards = 4, .tp = 2}) == std::tuple(1, 8, 8));
@@ -238,17 +244,14 @@ TEST_CASE("an expert that no rank has, or that two ranks of an ep group have, is
           [](int ep, HeldUnits& unit) {
             if (ep == 1) unit.experts.begin = 0;
           });
-  refused("stage 0 has 12 parameters of blocks.2.experts, expected 15",
-          [](int ep, HeldUnits& unit) {
-            if (ep == 1) --unit.experts.begin, ++unit.experts.size;
-          });
-  refused("stage 0 has 11 parameters of blocks.2.experts, expected 12",
-          [](int ep, HeldUnits& unit) {
-            if (ep == 1) unit.params.pop_back();
-          });
+  refused("stage 0 has 12 parameters of blocks.2.experts, expected 15", [](int ep, HeldUnits& unit) {
+    if (ep == 1) --unit.experts.begin, ++unit.experts.size;
+  });
+  refused("stage 0 has 11 parameters of blocks.2.experts, expected 12", [](int ep, HeldUnits& unit) {
+    if (ep == 1) unit.params.pop_back();
+  });
   int nth = 0;
-  refused("of blocks.2.experts.7.up.weight on stage 0, ep rank 1, is held by",
-          [&](int ep, HeldUnits& unit) {
-            if (ep == 1 && nth++ == 0) unit.params[7].weights = {0, 1};
-          });
+  refused("of blocks.2.experts.7.up.weight on stage 0, ep rank 1, is held by", [&](int ep, HeldUnits& unit) {
+    if (ep == 1 && nth++ == 0) unit.params[7].weights = {0, 1};
+  });
 }

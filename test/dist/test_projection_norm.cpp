@@ -45,6 +45,31 @@ TEST_CASE("tensor-parallel ranks norm whole projections as one rank does") {
   }
 }
 
+TEST_CASE("the norm of whole projections agrees with one rank in pipelines, over slices of sequences, and in bf16") {
+  for (const DType dtype : {DType::fp32, DType::bf16}) {
+    const auto run = [](DType d, int tp, int cp, Schedule schedule, int stages, int chunks) {
+      ModelConfig model = selftest::Model{"qwen3", true, d, 8, 2, 48, 4}.config();
+      model.family.qk_norm = QkNorm::by_projection;
+      const TensorParallel tensor = tensor_parallel(model, tp);
+      const ContextParallel context = cp == 1 ? ContextParallel{} : context_parallel(model, tensor, cp);
+      return selftest::run_layout(
+          selftest::step_config(model, d, 3, {{.stage = 3, .shards = cp}, tensor, context, stages, chunks, schedule}),
+          {}, {.hooks = poison_hooks});
+    };
+    const selftest::Outcome alone = run(dtype, 1, 1, Schedule::one_f_one_b, 1, 1);
+    const selftest::Distances rounding(alone, run(DType::fp32, 1, 1, Schedule::one_f_one_b, 1, 1));
+    for (const selftest::Outcome& outcome :
+         {run(dtype, 2, 2, Schedule::one_f_one_b, 1, 1), run(dtype, 4, 1, Schedule::zb_h1, 2, 1),
+          run(dtype, 2, 1, Schedule::zb_v, 2, 2)}) {
+      REQUIRE(outcome.fault == "");
+      const selftest::Distances d(outcome, alone);
+      REQUIRE(d.loss < std::max(1e-6, 2 * rounding.loss));
+      REQUIRE(d.gradients < std::max(1e-5, 2 * rounding.gradients));
+      REQUIRE(d.weights < std::max(1e-5, 2 * rounding.weights));
+    }
+  }
+}
+
 TEST_CASE("the norm of whole projections over ranks costs two numbers a row in each direction") {
   for (const int tp : {2, 4})
     for (const Recompute recompute : all_recompute) {

@@ -16,6 +16,7 @@ struct ArrivalPlan {
 ArrivalPlan plan_arrivals(Bench& b, const Tensor& counts, int64_t rows, int64_t stride, int64_t room) {
   const ArrivalPlan p{b.poisoned(DType::int32, {rows}), b.poisoned(DType::int32, {room}),
                       b.poisoned(DType::int32, {counts.shape[1] + 1})};
+  std::fill_n(p.places.data<int32_t>(), rows, 7);  // poison is -1
   arrival_plan(p.places, p.sources, p.offsets, counts, stride, b.stream);
   b.stream.synchronize();
   return p;

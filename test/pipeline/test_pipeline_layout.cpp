@@ -330,7 +330,8 @@ TEST_CASE("what the ranks of a layout hold is the whole model, and what is lost 
     return all;
   };
   const auto require_whole = [](const StepConfig& step, const std::vector<HeldByRank>& held) {
-    require_whole_model(part_of(parameter_table(step.model), step.tensor, 0), step.model.tied, step.zero, step.zero, held);
+    require_whole_model(part_of(parameter_table(step.model), step.tensor, 0), step.model.tied, step.zero, step.zero,
+                        held);
   };
   for (const int zero : {0, 1, 2, 3})
     for (const bool tied : {false, true})

@@ -77,6 +77,7 @@ class Comm {
   // buffer = the shards of all ranks.
   virtual void all_gather(Tensor buffer, Stream& stream) {
     const int64_t n = exact_div(buffer.numel(), size(), "all_gather: elements over ranks");
+    buffer.dtype = as_moved(buffer.dtype);
     run(
         "all_gather", buffer, stream, [=]<class T>(const Link& link, T* x, T*) { ring::all_gather(link, x, n); },
         [=](GpuCollectives& g, Stream& s) { g.all_gather(buffer, n, s); });

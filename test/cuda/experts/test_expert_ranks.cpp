@@ -51,8 +51,8 @@ TEST_CASE("the kernels that order arriving rows match the CPU, bit by bit", "[cu
                     stride);
   cpu::expert_counts(per_expert.data(), offsets.data(), s.E);
   const auto run = [&]() -> Outputs {
-    DeviceArray<int32_t> in(counts), to(rows), from(room), begin(s.E + 1), work(cuda::arrival_plan_scratch(s.P, s.E)),
-        per(s.E);
+    DeviceArray<int32_t> in(counts), to(Integers(places.size(), 7)), from(room), begin(s.E + 1),
+        work(cuda::arrival_plan_scratch(s.P, s.E)), per(s.E);
     cuda::arrival_plan(to, from, begin, work, in, s.P, s.E, rows, stride, nullptr);
     cuda::expert_counts(per, begin, s.E, nullptr);
     return {{"places", to.host()}, {"sources", from.host()}, {"offsets", begin.host()}, {"counts", per.host()}};
