@@ -12,6 +12,7 @@
 #include "run/processes.h"
 #include "run/ranks.h"
 #include "run/selftest_layouts.h"
+#include "run/selftest_ties.h"
 
 namespace llmc {
 
@@ -321,6 +322,7 @@ inline bool run_selftest(
             (compared.length == seq_len ? "" : formatted(", sequences of {}", compared.length)),
         text(other_device ? farther : near),
         fp32 || other_device || compared.heads == 0 ? "" : "; with tp: " + text(farther)));
+    const int failed_before = failed;
     for (int ranks = 1; ranks <= max_ranks; ++ranks) {
       const std::vector<Layout> all = layouts_of(ranks, compared.heads > 0 ? &model : nullptr);
       Distances largest(alone, alone);
@@ -351,6 +353,12 @@ inline bool run_selftest(
       failed += static_cast<int>(all.size()) - good;
       if (!all.empty())
         log.line(formatted("  {:2} rank(s): {} of {} layouts good | {}", ranks, good, all.size(), text(largest)));
+    }
+    if (failed > failed_before && model.experts.count > 0) {
+      const StepConfig one = step_config(model, dtype, 1, Layout{});
+      const NearTie tie = nearest_tie(one, [&](int64_t micro_batch) { return read_batch(one, 0, micro_batch); });
+      log.line("  the nearest tie of a router is " + to_string(tie) +
+               ": nearer than rounding, it may have gone the other way");
     }
   }
   log.line(formatted("self-test: {} of {} layouts are good", count - failed, count));

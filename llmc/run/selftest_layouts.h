@@ -221,6 +221,7 @@ inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t bat
           .zero = layout.zero,
           .tensor = layout.tensor,
           .context = layout.context,
+          .expert = expert_parallel(model, layout.tensor, layout.zero.shards, 1),
           .documents = model.n_positions == seq_len ? Documents::together : Documents::apart,
           .experts = model.experts.count == 0 ? ExpertOptions()
                                               : ExpertOptions{.aux_loss = 0.1, .z_loss = 0.01, .capacity_factor = 1.1}};

@@ -145,10 +145,6 @@ inline ExpertOptions choose_experts(const Options& o, const ModelConfig& model) 
       .bias_rate = o.moe_bias_rate,
       .imbalance = o.moe_imbalance};
   if (o.moe_dispatch == "capacity") experts.capacity_factor = o.moe_capacity_factor.value_or(1.25);
-  CHECK(o.tp == 1 || o.sequence_parallel == "on",
-        "--sequence-parallel off with --tp {} and --model {}, which has experts: each of the {} ranks would send them "
-        "all tokens; leave out --sequence-parallel",
-        o.tp, o.model, o.tp);
   CHECK(o.schedule != "pipedream" || o.pp == 1,
         "--schedule pipedream with --model {}, which has experts: not built yet; use --schedule 1f1b", o.model);
   const bool whole = token_slices(o) == 1;
