@@ -131,7 +131,8 @@ struct BlockActivations {
     using A = BlockActivations;
     for (auto t : {&A::norm1, &A::attention, &A::norm2, &A::activated})
       if (!(other.*t).empty()) this->*t = other.*t;
-    if (!other.experts.shared_activated.empty()) experts.shared_activated = other.experts.shared_activated;
+    for (auto t : {&ExpertActivations::offsets, &ExpertActivations::shared_activated})
+      if (!(other.experts.*t).empty()) experts.*t = other.experts.*t;
     for (auto t : {&ReceivedRows::offsets, &ReceivedRows::rows, &ReceivedRows::activated})
       if (!(other.experts.received.*t).empty()) experts.received.*t = other.experts.received.*t;
   }
