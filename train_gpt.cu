@@ -289,10 +289,10 @@ class Training {
   }
 
   void restore(const ResumePoint& from) {
-    require_same_run(from, job_);
+    progress_ = resumed_progress(from, job_);
     load_checkpoint(from.path, job_.step.model, run_.trainer.state(), run_.stream);
+    run_.trainer.set_expert_biases(progress_.expert_biases);
     run_.stream.synchronize();
-    progress_ = progress_at(from);
     if (from.path == checkpoint_path(o_.out_dir, from.step)) checkpoints_.resumed_from(from.path);
   }
 

@@ -34,7 +34,8 @@ class CheckpointSaver {
     try {
       report_.timed(Task::checkpoint, [&] {
         last_ = write_checkpoint(o_.out_dir, progress.done, job_.step.model, run.trainer.state(), job_.step.dtype,
-                                 to_json_object(progress, job_), run.stream, job_.tokenizer_files, [&] {
+                                 to_json_object(progress, job_, run.trainer.expert_biases()), run.stream,
+                                 job_.tokenizer_files, [&] {
                                    log_.sync_metrics();  // a resumed run appends to them
                                    directory_->ensure_run_file(o_);
                                  });

@@ -17,11 +17,13 @@ struct Progress {
   OutlierDetector losses, norms;
   double best_val = std::numeric_limits<double>::infinity();
   int64_t best_step = -1;
-  std::string matmul_choices;  // if tuned
+  std::string matmul_choices;        // if tuned
+  std::vector<float> expert_biases;  // of the checkpoint, of all layers; with --moe-bias-rate
 };
 
 // trainer.json
-inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job& job) {
+inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job& job,
+                                             const std::vector<float>& expert_biases) {
   nlohmann::ordered_json best;
   if (std::isfinite(progress.best_val)) best = {{"step", progress.best_step}, {"loss", progress.best_val}};
   return {
@@ -38,6 +40,7 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"seed", job.options.seed},
       {"best_validation", best},
       {"detectors", {{"loss", progress.losses.values()}, {"grad_norm", progress.norms.values()}}},
+      {"expert_biases", expert_biases},
       {"choices", {{"grad_reduce", name_of(job.step.zero.grad_reduce)}, {"matmul", progress.matmul_choices}}},
       {"layout", detail::layout_text(job.step)},
       {"options", options_json(job.options)}};
@@ -137,9 +140,26 @@ inline Progress progress_at(const ResumePoint& from) {
     progress.best_step = *step;
     progress.best_val = best["loss"];
   }
+  const nlohmann::json biases = from.trainer.value("expert_biases", nlohmann::json::array());
+  CHECK(biases.is_array() && std::all_of(biases.begin(), biases.end(), [](auto& value) { return value.is_number(); }),
+        "{}/trainer.json: \"expert_biases\" is {}, expected a list of numbers; the file is damaged", from.path, biases);
+  progress.expert_biases = biases.get<std::vector<float>>();
   if (const nlohmann::json choices = from.trainer.value("choices", nlohmann::json::object());
       choices.is_object() && choices.value("matmul", nlohmann::json()).is_string())
     progress.matmul_choices = choices["matmul"];
+  return progress;
+}
+
+// Of a checkpoint from which the job continues the same run; others are refused.
+inline Progress resumed_progress(const ResumePoint& from, const Job& job) {
+  require_same_run(from, job);
+  Progress progress = progress_at(from);
+  const ModelConfig& model = job.step.model;
+  const int64_t expected = job.step.experts.bias_rate > 0 ? model.sparse_layers() * model.experts.count : 0;
+  CHECK(std::ssize(progress.expert_biases) == expected,
+        "{}/trainer.json: \"expert_biases\" has {} numbers, expected {}: resume with the --moe-bias-rate of the run; if "
+        "it is the same, the file is damaged",
+        from.path, progress.expert_biases.size(), expected);
   return progress;
 }
 

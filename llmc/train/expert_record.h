@@ -21,9 +21,11 @@ class ExpertRecord {
     const int64_t E = model.experts.count;
     record_ = context.arena.alloc("balance of experts", "record of a step", DType::fp64, {others + layers_ * E});
     if (config.tensor.by_rows() || config.context.ranks > 1) order_segments(context);
-    if (config.experts.bias_rate > 0)
+    if (config.experts.bias_rate > 0) {
       biases_ =
           context.arena.alloc("balance of experts", "biases of experts", accumulator_of(config.dtype), {layers_, E});
+      zero(biases_, context.compute);
+    }
   }
   ExpertRecord(const ExpertRecord&) = delete;
   ExpertRecord& operator=(const ExpertRecord&) = delete;
@@ -48,6 +50,14 @@ class ExpertRecord {
             .totals = record_.slice(0, {others}),
             .chosen = record_.slice(others + index_of(layer) * E, {E}),
             .sequences = sequences_};
+  }
+
+  // After the gradients of a step, from the record of all ranks: every rank updates the biases of all layers.
+  void update_biases(const Tensor& control, Stream& stream) const {
+    const int64_t E = config_.model.experts.count;
+    for (int64_t l = 0; l < layers_ && !biases_.empty(); ++l)
+      update_expert_biases(biases_.slice(l * E, {E}), record_.slice(others + l * E, {E}), control,
+                           static_cast<float>(config_.experts.bias_rate), stream);
   }
 
   // From the record of all ranks.

@@ -77,6 +77,7 @@ class Trainer {
     rule.largest_loss *= static_cast<double>(config_.tokens());
     decide(rule);
     state_.update(control_, optimizer, context_.compute);
+    experts_.update_biases(control_, context_.compute);
     PendingStep pending(config_.tokens());
     pending.enqueued(loss_, control_, interpreter_.take_headers(), context_.compute);
     if (!experts_.empty())
@@ -103,6 +104,19 @@ class Trainer {
     run(actions_, {.purpose = Purpose::train, .shape = config_.batch, .launch = launch}, batches);
     state_.finish_gradients(context_.compute);
     if (!experts_.empty()) dp_.scalars->all_reduce(experts_.record(), context_.compute);
+  }
+
+  // Of all layers with experts, E each; none: without --moe-bias-rate.
+  std::vector<float> expert_biases() const {
+    const Tensor& biases = experts_.biases();
+    if (biases.empty()) return {};
+    const HostView view(biases, context_.compute);
+    return {view.data<float>(), view.data<float>() + biases.numel()};
+  }
+  void set_expert_biases(const std::vector<float>& values) {
+    CHECK(std::ssize(values) == experts_.biases().numel(), "{} biases of experts, expected {}", values.size(),
+          experts_.biases().numel());
+    if (!values.empty()) upload(experts_.biases(), values, context_.compute);
   }
 
   // Runs the forwards and backwards of a step once, without an update, while rank 0 times the algorithms for every

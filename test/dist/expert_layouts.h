@@ -2,6 +2,7 @@
 // given, not computed: small whole numbers, of which every sum is exact, so that all layouts agree bit for bit.
 #pragma once
 #include <cmath>
+#include <exception>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -63,12 +64,25 @@ struct Holder {
             world.mesh(), rank, {DeviceKind::cpu, 1},
             [&](const std::string& name, const auto& group) { return world.join(rank, name, group); }, world.hooks(),
             step.tensor, step.context, step.expert),
-        state(table_of(step, dp), step.dtype, step.zero, dp, poisoned(arena), step.stage_units()) {}
+        state(table_of(step, dp), step.dtype, step.zero, dp, poisoned(arena), step.stage_units()),
+        world_(world) {}
+  ~Holder() {  // as ~Run()
+    if (std::uncaught_exceptions() > exceptions_) world_.abort();
+    try {
+      synchronize();
+    } catch (...) {  // already reported, or a peer's
+    }
+  }
+  Holder(const Holder&) = delete;
+  Holder& operator=(const Holder&) = delete;
   void synchronize() {
     for (Stream* s : {&stream, &dp.reduce_stream, &dp.gather_stream}) s->synchronize();
   }
 
  private:
+  World& world_;
+  int exceptions_ = std::uncaught_exceptions();
+
   static Arena& poisoned(Arena& arena) {
     arena.poison_free();
     return arena;

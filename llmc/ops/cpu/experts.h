@@ -19,7 +19,7 @@ inline void dispatch_plan(int32_t* places, int32_t* sources, int32_t* offsets, i
     if (kept) ++offsets[e + 1];
   }
   for (int64_t e = 0; e < E; ++e) offsets[e + 1] += offsets[e];
-  std::copy(offsets, offsets + E, next);
+  for (int64_t e = 0; e < E; ++e) next[e] = offsets[e];
   for (int64_t i = 0; i < N * k; ++i) {
     if (places[i] < 0) continue;
     places[i] = next[choices[i]]++;

@@ -73,6 +73,16 @@ TEST_CASE("process: the trainer's collectives", "[.process]") {
     m.group->broadcast(copy, n, 1, m.stream);
     m.group->reduce(reduced, n, 2, m.stream);
     m.group->all_to_all(out, in, shard, m.stream);
+    const auto rows_between = [](int from, int to) -> int64_t { return from == 1 ? 0 : 2 * from + to; };
+    std::vector<int64_t> send, receive;
+    for (int k = 0; k < m.ranks; ++k) {
+      send.push_back(rows_between(m.rank, k));
+      receive.push_back(rows_between(k, m.rank));
+    }
+    constexpr int64_t width = 5, rows = 20;
+    const Tensor outgoing = m.tensor("outgoing", dtype, rows * width, own).reshaped({rows, width}),
+                 incoming = m.tensor("incoming", dtype, rows * width, 99).reshaped({rows, width});
+    m.group->all_to_all_rows(incoming, outgoing, send, receive, m.stream);
     if (m.rank == 0) m.group->exchange(1, passed.bytes, passed.size_bytes(), -1, nullptr, 0, m.stream);
     if (m.rank == 1) m.group->exchange(-1, nullptr, 0, 0, passed.bytes, passed.size_bytes(), m.stream);
     m.stream.synchronize();
@@ -97,6 +107,16 @@ TEST_CASE("process: the trainer's collectives", "[.process]") {
       REQUIRE(is(copy, inputs[1]));
       if (m.rank == 2) REQUIRE(is(reduced, sum));
       REQUIRE(is(out, crossed));
+      std::vector<T> came, stays = normal_values<T>(rows * width, 99);
+      for (int k = 0; k < m.ranks; ++k) {
+        int64_t begin = 0;  // of the rows for this rank
+        for (int before = 0; before < m.rank; ++before) begin += rows_between(k, before);
+        const std::vector<T> all = normal_values<T>(rows * width, each(static_cast<uint64_t>(k)));
+        const auto theirs = all.begin() + begin * width;
+        came.insert(came.end(), theirs, theirs + rows_between(k, m.rank) * width);
+      }
+      came.insert(came.end(), stays.begin() + std::ssize(came), stays.end());
+      REQUIRE(is(incoming, came));
       REQUIRE(is(passed, inputs[m.rank == 1 ? 0 : static_cast<size_t>(m.rank)]));
     });
   }
