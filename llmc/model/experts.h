@@ -331,7 +331,8 @@ inline void experts_backward_weight(const OutputGradients::OfExperts& d, const E
                                     const parallel::Group& p) {
   const int64_t n = r.rows.count;
   const Tensor rows = first_rows(x, n);
-  experts_backward_matrices(d.outputs, d.up, a.received, {r.experts(), c, ExpertMatrices::Of::gradients}, p.compute);
+  if (c.experts.ranks == 1)  // otherwise they have it from backward_of_all_ranks()
+    experts_backward_matrices(d.outputs, d.up, a.received, {r.experts(), c, ExpertMatrices::Of::gradients}, p.compute);
   router_backward_weight(unit.gradient("moe.router.weight"), first_rows(d.logits, n), rows, p.compute);
   if (a.shared_activated.empty()) return;
   parallel::row_linear_backward_weight(unit.gradient("moe.shared.down.weight"), {}, d.shared_out, a.shared_activated,
@@ -353,50 +354,49 @@ inline void experts_backward_input(Tensor drows, Tensor dup, Tensor doutputs, co
   grouped_linear_backward_input(drows, dup, experts.gate_up, r.offsets, p.compute);
 }
 
-// drows (k S, C) = the gradients of the rows of x, in the order of the experts; d: of the first round. doutputs
-// (k S, C): those of their outputs. The rows of further rounds are sent and computed again, and their part of the
-// gradients of the matrices is added here: the first round's comes last.
+// drows (k S, C) = the gradients of the rows of x, in the order of the experts, from doutputs (k S, C), those of their
+// outputs; the gradients of the experts' matrices += ... The rows of further rounds are sent and computed again. So the
+// weight part of the experts is done here as well: the rows are no longer there when it comes.
 template <class Meanwhile>
-void backward_of_all_ranks(Tensor drows, const OutputGradients::OfExperts& d, Tensor doutputs,
-                           const ExpertActivations& a, Tensor x, const ModelConfig& c, const Routing& r,
-                           const parallel::Group& p, Meanwhile&& meanwhile) {
+void backward_of_all_ranks(Tensor drows, Tensor doutputs, const ExpertActivations& a, Tensor x, const ModelConfig& c,
+                           const Routing& r, const parallel::Group& p, Meanwhile&& meanwhile) {
   auto scope = p.arena.scope();
   Stream& stream = p.compute;
   const ExpertRounds& rounds = *a.rounds;
   const ExpertMatrices experts(r.experts(), c, ExpertMatrices::Of::weights);
   auto like = [&](const char* name, const Tensor& t) { return p.temporary(name, t.dtype, t.shape); };
-  const Tensor dreceived = like("gradient of rows by expert", a.received.rows);
+  const ReceivedRows& first = a.received;
+  const Tensor dreceived = like("gradient of rows by expert", first.rows),
+               dup = like("gradient of up of experts", first.up),
+               dreturned = like("gradient of outputs of experts", first.rows),
+               darrived = like("gradients that arrive", first.rows);
+  auto compute = [&](const ReceivedRows& received, const Arrival& arrival, int round) {
+    take_rows(dreturned, arrival, received, p);
+    experts_backward_input(dreceived, dup, dreturned, received, experts, p);
+    experts_backward_matrices(dreturned, dup, received, {r.experts(), c, ExpertMatrices::Of::gradients}, stream);
+    return_rows(drows, dreceived, received, rounds, round, p);
+  };
   {
-    auto scope_of_rounds = p.arena.scope();
-    const ReceivedRows further = received_in_round(a.received, p);
-    const Tensor sent = like("rows by expert", a.outputs), dsent = like("gradient of outputs of experts", d.outputs),
-                 dup = like("gradient of up of experts", d.up), arrived = like("rows that arrive", further.rows),
-                 darrived = like("gradients that arrive", further.rows);
-    for (const Tensor& t : {further.rows, further.activated}) {  // room for what a round needs, if there is one or not
-      auto scope_of_round = p.arena.scope();
-      like("room of a further round", t);
-    }
-    if (rounds.rounds() > 1) rows_by_expert(sent, a, x, c, r, stream);
-    for (int round = rounds.rounds() - 1; round > 0; --round) {
-      auto scope_of_round = p.arena.scope();
-      const Arrival arrival = send_rows(arrived, sent, rounds, round, p),
-                    darrival = send_rows(darrived, doutputs, rounds, round, p);
-      plan_arrival(further, rounds, round, p);
-      take_rows(further.rows, arrival, further, p);
-      grouped_linear_forward(further.up, further.rows, experts.gate_up, further.offsets, stream);
-      swiglu_forward(further.activated, further.up, stream, number_of_rows(further));
-      take_rows(dsent, darrival, further, p);
-      experts_backward_input(dreceived, dup, dsent, further, experts, p);
-      experts_backward_matrices(dsent, dup, further, {r.experts(), c, ExpertMatrices::Of::gradients}, stream);
-      return_rows(drows, dreceived, further, rounds, round, p);
-    }
+    const Arrival arrival = send_rows(darrived, doutputs, rounds, 0, p);
+    meanwhile();
+    compute(first, arrival, 0);
   }
-  const Tensor darrived = like("gradients that arrive", a.received.rows);
-  const Arrival darrival = send_rows(darrived, doutputs, rounds, 0, p);
-  meanwhile();
-  take_rows(d.outputs, darrival, a.received, p);
-  experts_backward_input(dreceived, d.up, d.outputs, a.received, experts, p);
-  return_rows(drows, dreceived, a.received, rounds, 0, p);
+  const ReceivedRows further = received_in_round(first, p);  // room for it, whether there is one or not
+  const Tensor sent = like("rows by expert", a.outputs), arrived = like("rows that arrive", first.rows);
+  for (const Tensor& t : {first.rows, first.activated}) {
+    auto scope_of_round = p.arena.scope();
+    like("room of a further round", t);
+  }
+  if (rounds.rounds() > 1) rows_by_expert(sent, a, x, c, r, stream);
+  for (int round = 1; round < rounds.rounds(); ++round) {
+    const Arrival arrival = send_rows(arrived, sent, rounds, round, p),
+                  darrival = send_rows(darrived, doutputs, rounds, round, p);
+    plan_arrival(further, rounds, round, p);
+    take_rows(further.rows, arrival, further, p);
+    grouped_linear_forward(further.up, further.rows, experts.gate_up, further.offsets, stream);
+    swiglu_forward(further.activated, further.up, stream, number_of_rows(further));
+    compute(further, darrival, round);
+  }
 }
 
 // The shared expert: dx (S, C) = ..., from dout; sets its part of d.
@@ -441,8 +441,8 @@ inline void experts_backward(Tensor dx, Tensor dout, const OutputGradients::OfEx
     d = *later;
   } else {
     d = {.logits = like("gradient of router logits", a.logits),
-         .up = like("gradient of up of experts", a.received.up),
-         .outputs = exchanged ? like("gradient of outputs of experts", a.received.rows) : a.outputs,
+         .up = exchanged ? Tensor{} : like("gradient of up of experts", a.received.up),
+         .outputs = a.outputs,
          .shared_up = like("gradient of up of the shared expert", a.shared_up),
          .shared_out = a.shared_out.empty() ? dout : like("gradient of the output of the shared expert", a.shared_out),
          .gate_logits = like("gradient of the gate of the shared expert", a.gate_logits)};
@@ -456,7 +456,7 @@ inline void experts_backward(Tensor dx, Tensor dout, const OutputGradients::OfEx
   };
   const Tensor drows = like("gradient of rows by expert", a.outputs);
   if (exchanged) {
-    backward_of_all_ranks(drows, d, doutputs, a, x, c, r, p, shared_expert);
+    backward_of_all_ranks(drows, doutputs, a, x, c, r, p, shared_expert);
   } else {
     shared_expert();
     experts_backward_input(drows, d.up, d.outputs, a.received, {r.experts(), c, ExpertMatrices::Of::weights}, p);
