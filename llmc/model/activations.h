@@ -195,15 +195,15 @@ struct BlockActivations {
       alloc(x.offsets, "first rows of experts", DType::int32, {e.count + 1}, block, !exchanged);
       alloc(x.outputs, "outputs of experts", dtype, {k * S, C}, block);
       if (exchanged) {
-        alloc(r.offsets, "first received rows of experts", DType::int32, {e.own() + 1}, block, product_input);
+        alloc(r.offsets, "first received rows of experts", DType::int32, {e.own() + 1}, block);
         alloc(r.sources, "received rows by expert", DType::int32, {R}, block);
         alloc(r.places, "places of received rows", DType::int32, {R}, block);
       } else {
         r.offsets = x.offsets;
       }
-      alloc(r.rows, "rows by expert", dtype, {R, C}, exchanged ? block : norm, product_input);
+      alloc(r.rows, "rows by expert", dtype, {R, C}, exchanged ? block : norm, !exchanged);
       alloc(r.up, "up of experts", dtype, {R, 2 * e.width}, block);
-      alloc(r.activated, "activated of experts", dtype, {R, e.width}, activation, product_input);
+      alloc(r.activated, "activated of experts", dtype, {R, e.width}, activation, !exchanged);
       if (e.shared > 0) {
         alloc(x.shared_up, "up of the shared expert", dtype, {N, 2 * e.shared}, block);
         alloc(x.shared_activated, "activated of the shared expert", dtype, {N, e.shared}, activation, product_input);
@@ -239,8 +239,10 @@ struct OutputGradients {
     if (e.count == 0) return;
     const int64_t R = e.room(S);
     experts.logits = of("gradient of router logits", stat, {S, e.count});
-    experts.up = alloc("gradient of up of experts", {R, 2 * e.width});
-    experts.outputs = alloc("gradient of outputs of experts", {R, C});
+    if (e.ranks == 1) {
+      experts.up = alloc("gradient of up of experts", {R, 2 * e.width});
+      experts.outputs = alloc("gradient of outputs of experts", {R, C});
+    }
     if (e.shared > 0) {
       experts.shared_up = alloc("gradient of up of the shared expert", {N, 2 * e.shared});
       experts.shared_out = alloc("gradient of the output of the shared expert", {S, C});
