@@ -2,6 +2,7 @@
 // sent to them. Where ranks share the experts of a layer (--ep), rows go to the ranks that have them and come back
 // (dist/expert_exchange.h), while the shared expert computes.
 #pragma once
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -81,11 +82,9 @@ inline ExpertRounds exchange_counts(const ExpertActivations& a, const ModelConfi
   std::vector<int64_t> counts;
   if (on_host.moves_data()) {
     for (const double n : on_host.values()) counts.push_back(static_cast<int64_t>(n));
-  } else {  // on paper: this rank gets as many as it has room for, the others their share
-    for (int64_t i = 0; i < P * E; ++i) {
-      const bool mine = i % E / own == me;
-      counts.push_back(mine ? room / (P * own) : a.places.numel() / E);
-    }
+  } else {  // on paper: each rank sends as many to all experts, but the others to those of this one as it has room for
+    const int64_t share = a.places.numel() / E, rest = (room - own * share) / (std::max(1, P - 1) * own);
+    for (int64_t i = 0; i < P * E; ++i) counts.push_back(i / E != me && i % E / own == me ? rest : share);
   }
   return {std::move(counts), P, room};
 }
