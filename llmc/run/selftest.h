@@ -130,6 +130,22 @@ struct Machine {
   }
 };
 
+// The texts of all processes, which may be longer than a message between them.
+inline std::vector<std::string> gather_large(const std::string& topic, const std::string& mine,
+                                             const Processes& processes) {
+  constexpr size_t piece = 1 << 19;
+  size_t longest = 0;
+  for (const std::string& size : processes.all_gather(topic + " to come", std::to_string(mine.size())))
+    longest = std::max<size_t>(longest, std::stoull(size));
+  std::vector<std::string> all;
+  for (size_t begin = 0; begin < longest || all.empty(); begin += piece) {
+    const auto parts = processes.all_gather(topic, begin < mine.size() ? mine.substr(begin, piece) : "");
+    all.resize(parts.size());
+    for (size_t p = 0; p < parts.size(); ++p) all[p] += parts[p];
+  }
+  return all;
+}
+
 // Completes the whole tensors with what the ranks of other processes hold.
 inline void merge(Wholes& whole, std::string& fault, const Processes& processes) {
   std::string mine;
@@ -141,7 +157,7 @@ inline void merge(Wholes& whole, std::string& fault, const Processes& processes)
     append(tensor.values.data(), tensor.values.size() * sizeof(float));
     append(tensor.holders.data(), tensor.holders.size() * sizeof(int));
   }
-  const std::vector<std::string> all = processes.all_gather("tensors", mine);
+  const std::vector<std::string> all = gather_large("tensors", mine, processes);
   const size_t me = static_cast<size_t>(processes.process());
   for (size_t p = 0; p < all.size(); ++p)
     for (size_t begin = 0; p != me && begin < all[p].size();) {
