@@ -253,8 +253,8 @@ TEST_CASE("rows go to the ranks that they are counted for, any number of them, a
       const int from = row < 4 ? 0 : 1;
       const bool received = row % 4 == 1 || row % 4 == 2;
       for (int64_t i = 0; i < width; ++i)
-        wrong.expect(at(out, row * width + i) == (received ? value(from, (4 * rank + row % 4 + 1) * width + i)
-                                                           : value(-1, row * width + i)),
+        wrong.expect(at(out, row * width + i) ==
+                         (received ? value(from, (4 * rank + row % 4 + 1) * width + i) : value(-1, row * width + i)),
                      formatted("row {} of rank {}", row, rank));
     }
   });
