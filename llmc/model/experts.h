@@ -54,9 +54,9 @@ struct ExpertTraining {
 // What a layer with experts needs besides its inputs.
 struct Routing {
   StreamRows rows;
-  Tensor bias;                                // (E) of the scores, for the choice alone; or an empty tensor
-  std::optional<ExpertTraining> training;     // none: nothing is dropped or recorded
-  std::function<const UnitState&()> experts;  // acquires their unit, if it is not yet
+  Tensor bias = {};                                // (E) of the scores, for the choice alone; or an empty tensor
+  std::optional<ExpertTraining> training = {};     // none: nothing is dropped or recorded
+  std::function<const UnitState&()> experts = {};  // acquires their unit, if it is not yet
 };
 
 namespace detail {
