@@ -109,7 +109,7 @@ inline std::string llama_name(const std::string& ours, bool mixtral) {
     if (suffix == from) return prefix + to;
   const std::string module = prefix + (mixtral ? "block_sparse_moe." : "mlp.");
   if (suffix == "moe.router.weight") return module + "gate.weight";
-  if (constexpr std::string_view experts = "experts."; suffix.starts_with(experts)) {
+  if (const std::string_view experts = "experts."; suffix.starts_with(experts)) {
     const size_t dot = suffix.find('.', experts.size());
     for (const auto& [from, to] : of_experts)
       if (suffix.substr(dot + 1) == from) return module + suffix.substr(0, dot + 1) + to[mixtral ? 1 : 0];

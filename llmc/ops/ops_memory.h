@@ -114,11 +114,11 @@ inline void add_to(Tensor out, Tensor x, Stream& stream) {
 
 namespace detail {
 
-// The same for arrays of `n` elements: in stream order on a GPU, at once in host memory.
+// The same for arrays of `n` elements, fp64 on GPUs as well: in stream order on a GPU, at once in host memory.
 template <class T>
 void add_arrays(T* out, const T* x, int64_t n, Stream* gpu) {
   if (gpu == nullptr) return cpu::residual_forward(out, out, x, n);
-  RUN_ON_DEVICE(*gpu, T, cuda::add_to(out, x, n, gpu->cuda()), cpu::residual_forward(out, out, x, n));
+  RUN_ON_DEVICE(*gpu, void, cuda::add_to(out, x, n, gpu->cuda()), cpu::residual_forward(out, out, x, n));
 }
 
 }  // namespace detail

@@ -196,11 +196,12 @@ class Interpreter {
   }
 
   // Does the action enqueue the same every time, and only on the compute stream? Not where it waits for other streams,
-  // or they for it, nor where it exchanges activations.
+  // or they for it, nor where it exchanges activations or rows of experts.
   bool replayable(const Action& action, const Pass& pass) const {
     if (pass.purpose != Purpose::train || pass.launch == Launch::enqueue) return false;
     if (config_.zero.stage == 3 || config_.zero.grad_reduce == GradReduce::micro) return false;
-    if (config_.tensor.ranks > 1 || config_.context.ranks > 1 || config_.stages > 1) return false;
+    if (config_.tensor.ranks > 1 || config_.context.ranks > 1 || config_.stages > 1 || config_.expert.ranks > 1)
+      return false;
     const bool reduces = action.kind == ActionKind::backward && is_last(action) && config_.zero.ranks() > 1;
     return !reduces;
   }

@@ -79,6 +79,19 @@ TEMPLATE_TEST_CASE("residual addition, scaling and filling round like the CPU", 
   REQUIRE(same_bits(check_kernel(run, right, 1e-30), right));
 }
 
+TEST_CASE("numbers in fp64 are added in fp64", "[cuda]") {
+  const int64_t n = GENERATE(1, 300);
+  std::vector<double> sums, to_add, right;
+  for (int64_t i = 0; i < n; ++i) {
+    sums.push_back(1e9 + static_cast<double>(i));
+    to_add.push_back(1.0 / static_cast<double>(i + 3));
+    right.push_back(sums.back() + to_add.back());
+  }
+  DeviceArray<double> out(sums), x(to_add);
+  cuda::add_to(out, x, n, nullptr);
+  REQUIRE(out.host() == right);
+}
+
 TEMPLATE_TEST_CASE("sums of parts have the CPU's bits", "[cuda]", float, bf16) {
   using T = TestType;
   const auto [P, N, C] = GENERATE(std::tuple{1, 1, 1}, std::tuple{2, 3, 8}, std::tuple{3, 5, 7}, std::tuple{8, 9, 264});

@@ -110,6 +110,16 @@ template <class T>
 void add_to(T* out, const T* x, int64_t n, cudaStream_t stream) {
   residual_forward(out, out, x, n, stream);
 }
+// In fp64: a few sums of losses and counts.
+template <int threads>
+__global__ void add_sums_kernel(double* out, const double* x, int64_t n) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  if (i < n) out[i] += x[i];
+}
+inline void add_to(double* out, const double* x, int64_t n, cudaStream_t stream) {
+  constexpr int threads = detail::elementwise_threads;
+  launch(add_sums_kernel<threads>, static_cast<unsigned>(ceil_div(n, threads)), threads, 0, stream, out, x, n);
+}
 
 // out (n) = x, rounded to nearest even
 template <class To, class From>

@@ -149,6 +149,20 @@ TEST_CASE("every wait of a stream for another one is needed", "[cuda][trainer]")
     divided.micro_batches = 3;  // the positions of whole sequences, too, arrive in two buffers in turn
     if (ulysses) find(divided, own_gpus(ranks), 1);
   }
+  StepConfig sparse = tiny;  // rows for experts, in several rounds
+  sparse.model = selftest::awkward_model("mixtral", false);
+  sparse.model.n_layer = 1;
+  sparse.model.n_head = sparse.model.n_kv_head = 1;
+  sparse.model.head_size = 2;
+  sparse.model.n_embd = 2;
+  sparse.model.vocab_size = 31;
+  sparse.model.experts.count = 4;
+  sparse.model.experts.width = sparse.model.n_ffn = 3;
+  sparse.micro_batches = 1;
+  sparse.zero.shards = 2;
+  sparse.expert = expert_parallel(sparse.model, {}, 2, 2);
+  sparse.experts.imbalance = 0.4;
+  find(sparse, own_gpus(2), 1);
   StepConfig staged = tiny;  // tied: the table's gradients have two parts
   staged.model.n_layer = 2;
   staged.stages = staged.chunks = 2;
