@@ -156,10 +156,11 @@ inline Progress resumed_progress(const ResumePoint& from, const Job& job) {
   Progress progress = progress_at(from);
   const ModelConfig& model = job.step.model;
   const int64_t expected = job.step.experts.bias_rate > 0 ? model.sparse_layers() * model.experts.count : 0;
-  CHECK(std::ssize(progress.expert_biases) == expected,
-        "{}/trainer.json: \"expert_biases\" has {} numbers, expected {}: resume with the --moe-bias-rate of the run; if "
-        "it is the same, the file is damaged",
-        from.path, progress.expert_biases.size(), expected);
+  CHECK(
+      std::ssize(progress.expert_biases) == expected,
+      "{}/trainer.json: \"expert_biases\" has {} numbers, expected {}: resume with the --moe-bias-rate of the run; if "
+      "it is the same, the file is damaged",
+      from.path, progress.expert_biases.size(), expected);
   return progress;
 }
 

@@ -58,6 +58,7 @@ struct Model {
     m.n_embd = m.family.own_head_size ? 22 : m.q_size();
     m.n_ffn = 7 * heads;
     if (m.family.experts == ExpertFields::one_width) m.experts.width = m.n_ffn;
+    if (m.experts.count > 0) m.experts.count = 8;
     m.vocab_size = 97;
     m.n_positions = length;
     m.n_layer = layers;
@@ -94,6 +95,7 @@ struct Layout {
   ContextParallel context = {};
   int stages = 1, chunks_per_stage = 1;
   Schedule schedule = Schedule::one_f_one_b;
+  int expert_ranks = 1;  // of an ep group
   int ranks() const { return zero.ranks() * tensor.ranks * stages; }
   int readers() const { return zero.ranks() / context.ranks; }
   // Is it the first of those that agree bit for bit?
@@ -104,11 +106,12 @@ struct Layout {
 };
 
 inline std::string to_string(const Layout& layout) {
-  const auto& [zero, tensor, context, stages, chunks, schedule] = layout;
+  const auto& [zero, tensor, context, stages, chunks, schedule, expert_ranks] = layout;
   std::string text = formatted("dp {} = {} x {}, {}, stage {}, reduce {}", layout.readers(), zero.replicas,
                                layout.readers() / zero.replicas, zero.sync, zero.stage, zero.grad_reduce);
   if (stages > 1) text += formatted(", pp {} {}", stages, schedule);
   if (chunks > 1) text += formatted(" in {} chunks", chunks);
+  if (expert_ranks > 1) text += formatted(", ep {}", expert_ranks);
   if (context.ranks > 1) text += formatted(", cp {} {}", context.ranks, context.attention);
   if (tensor.ranks > 1)
     text +=
@@ -168,7 +171,7 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
           }
       }
   };
-  // Tensor, context and pipeline parallelism, alone and together, of a model with experts.
+  // Expert, tensor, context and pipeline parallelism, alone and together, of a model with experts.
   auto expert_layouts = [&](const ModelConfig& m) {
     for (const int pp : {1, 2})
       for (const int cp : {1, 2})
@@ -176,10 +179,20 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
           const int readers = ranks / (pp * cp * tp);
           if (ranks % (pp * cp * tp) != 0 || sequences % readers != 0) continue;
           const TensorParallel tensor = tensor_parallel(m, tp);
-          for (const int stage : {0, 3}) {
-            const Schedule schedule = pp == 1 ? Schedule::one_f_one_b : stage == 0 ? Schedule::gpipe : Schedule::zb_h1;
-            all.push_back(
-                {{.stage = stage, .shards = readers * cp}, tensor, context_parallel(m, tensor, cp), pp, 1, schedule});
+          for (const int64_t ep : divisors(readers * cp * tp)) {
+            if (m.experts.count % ep != 0) continue;
+            for (const int stage : {0, 3}) {
+              const Schedule schedule = pp == 1      ? Schedule::one_f_one_b
+                                        : stage == 0 ? Schedule::gpipe
+                                                     : Schedule::zb_h1;
+              all.push_back({{.stage = stage, .shards = readers * cp},
+                             tensor,
+                             context_parallel(m, tensor, cp),
+                             pp,
+                             1,
+                             schedule,
+                             static_cast<int>(ep)});
+            }
           }
         }
   };
@@ -221,10 +234,13 @@ inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t bat
           .zero = layout.zero,
           .tensor = layout.tensor,
           .context = layout.context,
-          .expert = expert_parallel(model, layout.tensor, layout.zero.shards, 1),
+          .expert = expert_parallel(model, layout.tensor, layout.zero.shards, layout.expert_ranks),
           .documents = model.n_positions == seq_len ? Documents::together : Documents::apart,
           .experts = model.experts.count == 0 ? ExpertOptions()
-                                              : ExpertOptions{.aux_loss = 0.1, .z_loss = 0.01, .capacity_factor = 1.1}};
+                                              : ExpertOptions{.aux_loss = 0.1,
+                                                              .z_loss = 0.01,
+                                                              .capacity_factor = 1.1,
+                                                              .imbalance = layout.zero.stage == 0 ? 1.0 : 0.5}};
 }
 // Where ranks share a micro-batch, it has a few sequences, since each costs many exchanges, but such that the rows are
 // not a multiple of the tensor-parallel ranks.

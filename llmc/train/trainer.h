@@ -114,8 +114,8 @@ class Trainer {
     return {view.data<float>(), view.data<float>() + biases.numel()};
   }
   void set_expert_biases(const std::vector<float>& values) {
-    CHECK(std::ssize(values) == experts_.biases().numel(), "{} biases of experts, expected {}", values.size(),
-          experts_.biases().numel());
+    const int64_t expected = experts_.biases().empty() ? 0 : experts_.biases().numel();
+    CHECK(std::ssize(values) == expected, "{} biases of experts, expected {}", values.size(), expected);
     if (!values.empty()) upload(experts_.biases(), values, context_.compute);
   }
 

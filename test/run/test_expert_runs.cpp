@@ -46,7 +46,7 @@ TEST_CASE("a model with experts learns, and resumes exactly, or in another layou
 TEST_CASE("what --moe-* ask for, and what metrics.jsonl says of it, is that of a reference in PyTorch") {
   const TempDir dir;
   for (const char* name : {"mixtral_tiny", "qwen2_moe_tiny"})
-    for (const char* kind : {"losses", "capacity"}) {
+    for (const char* kind : {"losses", "capacity", "biases"}) {
       INFO(name << " " << kind);
       const json golden = json::parse(read_whole(folder_of(name) + "/" + kind + ".json"));
       const std::string out = dir / formatted("{}-{}", name, kind);

@@ -300,7 +300,8 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--moe-bias-rate", "", o.moe_bias_rate, between(0, 1), must_match,
         "balance without a loss: after every step the bias of an expert, which counts for the choice alone, not for "
         "the weight, rises by this much if it was chosen less often than the mean, and falls if more often "
-        "(DeepSeek-V3: 0.001); 0: no biases");
+        "(DeepSeek-V3: 0.001); trainer.json keeps the biases for a resumed run; --generate and transformers choose "
+        "without them; 0: no biases");
   visit("--moe-dispatch", "", o.moe_dispatch, one_of({"dropless", "capacity"}), must_match,
         "dropless: every expert computes all tokens that chose it, as the families are defined; capacity: in training, "
         "an expert takes at most --moe-capacity-factor x T x k / E, rounded up, of the choices of a sequence of T "

@@ -1,0 +1,117 @@
+// routing.h: which experts the rows of a layer go to, and what a training step records of it.
+#pragma once
+#include <algorithm>
+#include <functional>
+#include <optional>
+
+#include "dist/parallel.h"
+#include "dist/unit_state.h"
+#include "model/activations.h"
+#include "model/config.h"
+#include "ops/ops.h"
+
+namespace llmc {
+
+// Rows of the residual stream that a rank has, and of which sequences.
+struct StreamRows {
+  int64_t count = 0;  // without padding
+  Segments segments = {1};
+  int64_t sequence = 1;  // rows of a whole one, on all ranks
+};
+
+// shape: of what a context-parallel rank has; with context parallelism two slices of each sequence.
+inline StreamRows stream_rows_of(const BatchShape& shape, const TensorParallel& tensor, const ContextParallel& context,
+                                 int tensor_rank) {
+  const int64_t N = shape.rows(), S = tensor.stream_rows(N), first = tensor.by_rows() ? S * tensor_rank : 0;
+  const int64_t length = context.ranks > 1 ? shape.T / 2 : shape.T;
+  return {std::clamp<int64_t>(N - first, 0, S), {length, first % length}, shape.T * context.ranks};
+}
+
+// What training has of the experts of a layer.
+struct ExpertTraining {
+  RouterLosses losses;
+  std::optional<int64_t> capacity;             // rows of an expert from one sequence; none: any number (dropless)
+  Tensor totals;                               // (4) fp64 +=: the losses of router_losses(), and dropped choices
+  Tensor chosen;                               // (E) fp64 +=: how often each expert was chosen
+  std::optional<SegmentOrder> sequences = {};  // where they are spread over ranks: how their segments make them up
+  bool records = true;                         // false: computed again
+};
+
+// What a layer with experts needs besides its inputs.
+struct Routing {
+  StreamRows rows = {};
+  Tensor bias = {};                                // (E) of the scores, for the choice alone; or an empty tensor
+  std::optional<ExpertTraining> training = {};     // none: nothing is dropped or recorded
+  std::function<const UnitState&()> experts = {};  // acquires their unit, if it is not yet
+};
+
+namespace detail {
+
+// The first n rows, those that are not padding.
+inline Tensor first_rows(const Tensor& t, int64_t n) { return parallel::rows_of(t, {0, n}); }
+inline void zero_padding(const Tensor& t, int64_t n, Stream& stream) {
+  if (const int64_t S = t.shape[0]; n < S) zero(parallel::rows_of(t, {n, S - n}), stream);
+}
+
+// Adds to what training records, and keeps what its balancing loss and its capacity need of whole sequences.
+inline void record_routing(const ExpertActivations& a, const ModelConfig& c, const Routing& r,
+                           const parallel::Group& p) {
+  auto scope = p.arena.scope();
+  const ExpertTraining& training = *r.training;
+  const int64_t n = r.rows.count, segments = r.rows.segments.count(n), most = a.counts.shape[0], E = c.experts.count;
+  const int64_t ranks = training.sequences ? training.sequences->ranks() : 1, me = p.ranks.sequences->rank();
+  auto table = [&](const char* name, DType dtype, int64_t columns) {
+    return p.temporary(name, dtype, {ranks, most, columns});
+  };
+  const Tensor counts = training.sequences ? table("choices of all ranks", DType::int32, E) : a.counts,
+               probabilities = table("router probabilities", a.logits.dtype, E),
+               sums = table("router sums", a.logits.dtype, 2);
+  auto mine = [&](const Tensor& t) {
+    const int64_t columns = t.shape[t.shape.rank() - 1];
+    return t.slice(training.sequences ? me * most * columns : 0, {most, columns});
+  };
+  for (const Tensor& t : {counts, probabilities, sums}) zero(mine(t), p.compute);
+  if (n > 0)
+    router_statistics(first_rows(mine(counts), segments), first_rows(mine(probabilities), segments),
+                      first_rows(mine(sums), segments), first_rows(a.logits, n), first_rows(a.choices, n), c.router(),
+                      r.rows.segments, p.compute);
+  add_expert_counts(training.chosen, mine(counts), p.compute);
+  const Tensor losses = training.totals.slice(0, {3});
+  if (!training.sequences)
+    return router_losses(losses, first_rows(counts, segments), first_rows(mine(probabilities), segments),
+                         first_rows(mine(sums), segments), c.router(), r.rows.sequence, p.compute);
+  for (const Tensor& t : {counts, probabilities, sums}) p.ranks.sequences->all_gather(t, p.compute);
+  segment_starts(a.counts, a.starts, counts, *training.sequences, me, p.compute);
+  if (me > 0) return;  // the first of the ranks counts the losses of their sequences
+  const int64_t B = training.sequences->count();
+  const Tensor of_all = p.temporary("choices in sequences", DType::int32, {B, E}),
+               probabilities_of_all = p.temporary("router probabilities of sequences", a.logits.dtype, {B, E}),
+               sums_of_all = p.temporary("router sums of sequences", a.logits.dtype, {B, 2});
+  join_segments(of_all, probabilities_of_all, sums_of_all, counts, probabilities, sums, *training.sequences, p.compute);
+  router_losses(losses, of_all, probabilities_of_all, sums_of_all, c.router(), r.rows.sequence, p.compute);
+}
+
+// The choices of the rows of x (S, C), their weights and their order by expert.
+inline void route(const ExpertActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c, const Routing& r,
+                  const parallel::Group& p) {
+  const int64_t n = r.rows.count;
+  const Tensor logits = first_rows(a.logits, n), choices = first_rows(a.choices, n);
+  router_logits(logits, first_rows(x, n), unit.weight("moe.router.weight"), p.compute);
+  router_forward(choices, first_rows(a.weights, n), logits, r.bias, c.router(), p.compute);
+  const bool records = r.training && r.training->records;
+  if (records) record_routing(a, c, r, p);
+  const auto capacity = r.training ? r.training->capacity : std::nullopt;
+  const bool spread = r.training && r.training->sequences;
+  dispatch_plan(first_rows(a.places, n), a.sources, a.offsets, choices,
+                capacity && spread ? first_rows(a.starts, r.rows.segments.count(n)) : Tensor{}, capacity,
+                r.rows.segments, p.compute);
+  if (records) count_dropped(r.training->totals.slice(3, {1}), n * c.experts.per_token, a.offsets, p.compute);
+}
+// out (k S, C) = the rows of x, in the order of their experts.
+inline void rows_by_expert(Tensor out, const ExpertActivations& a, Tensor x, const ModelConfig& c, const Routing& r,
+                           Stream& stream) {
+  dispatch_rows(out, first_rows(x, r.rows.count), a.sources, a.offsets, c.experts.per_token, stream);
+}
+
+}  // namespace detail
+}  // namespace llmc
