@@ -6,10 +6,12 @@
 PyTorch runs compiled, on a CPU also eager; in bf16 with autocast, and also with bf16 weights (on a GPU with fp32
 masters). The trainer runs as it is, on a GPU also with --tune-matmul. The first round picks the fastest variant of each
 kind for the later rounds. Figures are medians over all timed steps of all rounds; "spread" is the interquartile range
-over the median. A case may also be a directory with a config.json.
+over the median. A case may also be a directory with a config.json. d6-e8, a sparse model, is compared with transformers'
+Mixtral, whose experts run by the fastest of its implementations.
 """
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import platform
@@ -34,12 +36,17 @@ class Case:
     steps: int            # timed steps per run
     shape: tuple = ()     # options that override numbers of the model
     vocab: int = 50257
+    ours: tuple = ()      # options of the trainer alone
+    needs: tuple = ()     # modules besides torch, for the peer
 
 
 CASES = {
     "cpu": {"kjv": Case("gpt2:124M", 16, 128, 40,
                         ("--n-layer", 4, "--n-head", 4, "--n-embd", 128, "--vocab-size", 257), 257),
-            "gpt2_124M": Case("gpt2:124M", 4, 256, 4)},
+            "gpt2_124M": Case("gpt2:124M", 4, 256, 4),
+            # transformers' coefficient is 0.01, of a loss that is twice as large with two experts per token
+            "d6-e8": Case("d6-e8", 4, 256, 8, ("--vocab-size", 4096), 4096, ("--moe-aux-loss", "0.02"),
+                          ("transformers",))},
     # batches for GPUs of 120 GiB and more; halved on smaller ones
     "cuda": {"gpt2:124M": Case("gpt2:124M", 64, 1024, 20),
              "gpt2:1558M": Case("gpt2:1558M", 16, 1024, 10),
@@ -95,7 +102,7 @@ class Bench:
         return ["./train_gpt", "-i", self.shard(case), "--model", case.model, *map(str, case.shape),
                 "-b", str(case.batch), "-t", str(case.length), "--dtype", dtype, "--device", self.o.device,
                 "--local-ranks", "1", "--threads", str(self.o.threads), "-l", LEARNING_RATE, "-k", "constant",
-                "--no-shuffle", "-x", str(steps), "-o", out, *more], out
+                "--no-shuffle", "-x", str(steps), "-o", out, *case.ours, *more], out
 
     def profile(self, case, dtype, steps, *more):
         """The steps of a whole run and its time by op."""
@@ -206,8 +213,11 @@ def compare(bench, name, case, dtype):
            ", ".join(f"{way} {r:,.0f}" for way, r in rate.items() if way not in (mine, theirs)) + " |")
     text = f"{name} {dtype}: ours {losses[mine][0]:.4f} to {losses[mine][-1]:.4f}, " \
            f"PyTorch {losses[theirs][0]:.4f} to {losses[theirs][-1]:.4f}"
-    if peer["attention_ms"]:
-        text += f"; attention by {peer['attention']}, ms of a layer {peer['attention_ms']}; {peer['gib']:.1f} GiB"
+    if peer["kernel_ms"]:
+        text += f"; {'experts' if case.needs else 'attention'} of PyTorch by {peer['kernel']}, ms of a layer " \
+                f"{peer['kernel_ms']}"
+    if peer["gib"]:
+        text += f"; {peer['gib']:.1f} GiB"
     return row, text, f"{name} {dtype}\n" + "\n".join(profile), peer
 
 
@@ -271,6 +281,11 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(o, folder)
         for name in o.cases or CASES[o.device]:
+            missing = [module for module in choose_case(name, o).needs if importlib.util.find_spec(module) is None]
+            if missing:
+                print(f"compare.py: {name} is left out: {sys.executable} has no {', '.join(missing)}; install with: "
+                      f"{sys.executable} -m pip install {' '.join(missing)}", file=sys.stderr)
+                continue
             for dtype in o.dtypes or (["fp32", "bf16"] if o.device == "cpu" else ["bf16"]):
                 try:
                     row, loss, profile, peer = compare(bench, name, choose_case(name, o), dtype)

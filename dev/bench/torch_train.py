@@ -7,7 +7,7 @@ milliseconds, loss and gradient norm of each step, and more.
 Same model, loss, gradient clipping, AdamW with weight decay on matrices only, and data order: from the same weights it
 computes the trainer's losses. Attention is F.scaled_dot_product_attention, on a GPU with its fastest kernel; AdamW is
 fused. --model may be a directory with a Hugging Face config.json of GPT-2, Llama or Qwen 2, and weights, which are then
-loaded.
+loaded. d<N>-e<E> is transformers' Mixtral (sparse_model.py), with its balancing loss.
 """
 import argparse
 import contextlib
@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import sparse_model
 
 
 @dataclasses.dataclass
@@ -109,7 +111,8 @@ def turn(x, cos, sin):
 
 
 class Model(nn.Module):
-    """Returns the loss. Tables are padded to a multiple of 128 rows, for speed; the loss ignores the padding."""
+    """Returns the loss, to minimise and to report. Tables are padded to a multiple of 128 rows, for speed; the loss
+    ignores the padding."""
 
     def __init__(self, s, T, repeat_heads=False):
         super().__init__()
@@ -140,7 +143,8 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x, rotary)
         logits = F.linear(self.norm(x), (self.head or self.wte).weight)[..., :self.shape.vocab_size]
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return loss, loss.detach()
 
 
 def count_parameters(model):
@@ -277,9 +281,26 @@ class Optimizer:
         return norm
 
 
+def dense_model(o):
+    """The model, its attention kernel and the times of all, and its numbers of parameters."""
+    s = shape_of(o.model)
+    for name in ("n_layer", "n_head", "n_embd", "vocab_size"):
+        if getattr(o, name):
+            if name == "n_embd":
+                s.n_ffn = s.n_ffn * o.n_embd // s.n_embd
+            if name == "n_head":
+                s.n_kv_head = o.n_head * s.n_kv_head // s.n_head
+            setattr(s, name, getattr(o, name))
+    kernel, repeat_heads, times = choose_attention(s, o) if o.device == "cuda" else ("cpu", False, {})
+    model = Model(s, o.seq_len, repeat_heads)
+    if os.path.exists(f"{o.model}/model.safetensors"):
+        load_weights(model, f"{o.model}/model.safetensors")
+    return model, s.n_layer * s.n_embd, kernel, times, count_parameters(model)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="gpt2:124M", help=f"{', '.join(PRESETS)}, or a directory")
+    parser.add_argument("--model", default="gpt2:124M", help=f"{', '.join(PRESETS)}, d<N>-e<E>, or a directory")
     for name in ("n-layer", "n-head", "n-embd", "vocab-size"):
         parser.add_argument(f"--{name}", type=int, help="override the model's value")
     parser.add_argument("--train-data", required=True, metavar="SHARD")
@@ -295,40 +316,28 @@ def main():
     o = parser.parse_args()
     torch.set_num_threads(o.threads)
     torch.manual_seed(1)
-    s = shape_of(o.model)
-    for name in ("n_layer", "n_head", "n_embd", "vocab_size"):
-        if getattr(o, name):
-            if name == "n_embd":
-                s.n_ffn = s.n_ffn * o.n_embd // s.n_embd
-            if name == "n_head":
-                s.n_kv_head = o.n_head * s.n_kv_head // s.n_head
-            setattr(s, name, getattr(o, name))
-
-    kernel, repeat_heads, attention_times = choose_attention(s, o) if o.device == "cuda" else ("cpu", False, {})
-    model = Model(s, o.seq_len, repeat_heads)
-    if os.path.exists(f"{o.model}/model.safetensors"):
-        load_weights(model, f"{o.model}/model.safetensors")
+    sparse = sparse_model.is_sparse(o.model)
+    model, width, kernel, times, (count, multiplied) = sparse_model.create(o) if sparse else dense_model(o)
     model.to(o.device)
-    count, multiplied = count_parameters(model)
     optimizer = Optimizer(model, o)
     loss_of = torch.compile(model) if o.compile else model
     precision = torch.autocast(o.device, torch.bfloat16) if o.precision == "autocast" else contextlib.nullcontext()
     data = batches(read_shard(o.train_data), o.batch_size, o.seq_len, o.device)
     milliseconds, losses, norms = [], [], []
-    with sdpa_kernel(KERNELS[kernel]) if o.device == "cuda" else contextlib.nullcontext():
+    with sdpa_kernel(KERNELS[kernel]) if kernel in KERNELS else contextlib.nullcontext():
         for _ in range(o.warmup + o.steps):
             begin = time.perf_counter()
             inputs, targets = next(data)
             with precision:
-                loss = loss_of(inputs, targets)
-            loss.backward()
+                minimised, loss = loss_of(inputs, targets)
+            minimised.backward()
             norms.append(optimizer.step())
             losses.append(loss.item())
             milliseconds.append((time.perf_counter() - begin) * 1e3)
     print(json.dumps({
         "ms": milliseconds[o.warmup:], "losses": losses, "norms": [norm.item() for norm in norms], "parameters": count,
-        "flops_per_token": 6 * multiplied + 6 * s.n_layer * s.n_embd * o.seq_len,
-        "torch": torch.__version__, "cuda": torch.version.cuda, "attention": kernel, "attention_ms": attention_times,
+        "flops_per_token": 6 * multiplied + 6 * width * o.seq_len,
+        "torch": torch.__version__, "cuda": torch.version.cuda, "kernel": kernel, "kernel_ms": times,
         "gib": torch.cuda.max_memory_allocated() / 2**30 if o.device == "cuda" else None}))
 
 
