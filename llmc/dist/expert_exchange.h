@@ -7,11 +7,11 @@
 // rank with the most rows needs.
 //
 // Which rows each round has follows from one table, of how many rows each rank has for each expert. All ranks gather it
-// and their hosts read it: the host waits for the device once in each forward of a layer.
+// and their hosts read it: the host waits for the device once in each forward of a layer, recomputed ones included.
 //
 // Bytes that a rank sends in a forward, of its S rows with k choices each and C elements: S k C (P - 1) / P if all
-// experts are chosen equally often, and as much again for their outputs, whichever the number of rounds; the backward
-// sends the same. The table is E numbers from each rank to each other.
+// experts are chosen equally often, and as much again for their outputs; the backward sends the same, and the rows of
+// further rounds once more. The table is E numbers from each rank to each other.
 #pragma once
 #include <algorithm>
 #include <numeric>

@@ -250,17 +250,17 @@ class ModelState {
   // ---- The update --------------------------------------------------------------------------------------------------
 
   void update(Tensor control, const AdamWOptions& options, Stream& compute) {
-    const bool gather = zero_.ranks() > 1 && zero_.stage < 3 && zero_.updates() != ZeroConfig::Updates::everyone;
+    const bool divided = zero_.stage < 3 && zero_.updates() != ZeroConfig::Updates::everyone;
     for (size_t u = 0; u < units_.size(); ++u) {
       if (!has(u)) continue;
       const UnitState& unit = *units_[u];
       unit.update(control, options, compute);
-      if (!gather) continue;
+      if (!divided || zero_config(sharing_[u]).ranks() == 1) continue;
       dp_.gather_stream.wait(compute.record());
       dp_.hooks.released_except(unit.weights(), unit.update_range(), dp_.gather_stream);
       gather_updated(unit.weights(), dp_.sharers(sharing_[u]).weights);
     }
-    if (gather) compute.wait(dp_.gather_stream.record());
+    if (divided) compute.wait(dp_.gather_stream.record());
   }
 
  private:

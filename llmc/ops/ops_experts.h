@@ -202,8 +202,8 @@ inline void dispatch_plan(Tensor places, Tensor sources, Tensor offsets, Tensor 
   CHECK_TENSOR(offsets, DType::int32, E + 1);
   if (!starts.empty()) CHECK_TENSOR(starts, DType::int32, S, E);
   auto scope = stream.scratch().scope();
-  const Tensor scratch = detail::scratch(stream, "order of rows by expert", DType::int32, (S + 1) * E,
-                                         ON_GPU(cuda::dispatch_plan_scratch(N, E, k, S)));
+  const Tensor scratch = detail::scratch(stream, "order of rows by expert", DType::int32, (segments.most(N) + 1) * E,
+                                         ON_GPU(cuda::dispatch_plan_scratch(N, E, k, segments.most(N))));
   stream.run({"dispatch_plan", 0, detail::bytes_of({places, sources, choices})}, {}, [=, &stream] {
     CALL_OP(stream, void, dispatch_plan, places.data<int32_t>(), sources.data<int32_t>(), offsets.data<int32_t>(),
             scratch.data<int32_t>(), choices.data<int32_t>(), starts.empty() ? nullptr : starts.data<int32_t>(), N, E,

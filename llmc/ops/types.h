@@ -186,6 +186,8 @@ struct Segments {
 
   constexpr int64_t of(int64_t n) const { return (first + n) / length; }
   constexpr int64_t count(int64_t N) const { return N == 0 ? 0 : of(N - 1) + 1; }
+  // The most that N rows can be of, wherever the first one is: for memory that is equal on all ranks.
+  constexpr int64_t most(int64_t N) const { return N == 0 ? 0 : (N - 1) / length + 2; }
   constexpr int64_t begin(int64_t segment) const { return segment == 0 ? 0 : segment * length - first; }
   constexpr int64_t end(int64_t segment, int64_t N) const {
     const int64_t last = (segment + 1) * length - first;

@@ -181,7 +181,7 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
           const TensorParallel tensor = tensor_parallel(m, tp);
           for (const int64_t ep : divisors(readers * cp * tp)) {
             if (m.experts.count % ep != 0) continue;
-            for (const int stage : {0, 3}) {
+            for (const int stage : {0, 2, 3}) {
               const Schedule schedule = pp == 1      ? Schedule::one_f_one_b
                                         : stage == 0 ? Schedule::gpipe
                                                      : Schedule::zb_h1;
@@ -236,11 +236,9 @@ inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t bat
           .context = layout.context,
           .expert = expert_parallel(model, layout.tensor, layout.zero.shards, layout.expert_ranks),
           .documents = model.n_positions == seq_len ? Documents::together : Documents::apart,
-          .experts = model.experts.count == 0 ? ExpertOptions()
-                                              : ExpertOptions{.aux_loss = 0.1,
-                                                              .z_loss = 0.01,
-                                                              .capacity_factor = 1.1,
-                                                              .imbalance = layout.zero.stage == 0 ? 1.0 : 0.5}};
+          .experts = model.experts.count == 0
+                         ? ExpertOptions()
+                         : ExpertOptions{.aux_loss = 0.1, .z_loss = 0.01, .capacity_factor = 1.1, .imbalance = 0.5}};
 }
 // Where ranks share a micro-batch, it has a few sequences, since each costs many exchanges, but such that the rows are
 // not a multiple of the tensor-parallel ranks.

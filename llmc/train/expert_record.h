@@ -67,7 +67,8 @@ class ExpertRecord {
                  E = static_cast<double>(config_.model.experts.count);
     const auto chosen = record.subspan(others);
     const auto [least, most] = std::minmax_element(chosen.begin(), chosen.end());
-    return {.balance_loss = record[0] * T / (layers * tokens),
+    const double slices = static_cast<double>(config_.slices_for(Purpose::train));  // each has a loss of its own
+    return {.balance_loss = record[0] * T / (layers * tokens * slices),
             .z_loss = record[1] / (layers * tokens),
             .entropy = record[2] / (layers * tokens),
             .dropped = record[3] / (layers * tokens * k),

@@ -28,7 +28,7 @@ class SliceTimes {
   // device: of a rank; on paper it is only counted
   SliceTimes(const StepConfig& config, DeviceKind kind)
       : config_(config),
-        model_(config.part()),
+        model_(with_all_experts(config.part())),
         rates_(slice_rates(kind, config.dtype)),
         device_(device_of(kind, rates_.rates)),
         arena_(device_),
@@ -80,6 +80,11 @@ class SliceTimes {
   }
 
  private:
+  // As if each rank had all experts: with --ep it computes as many rows, and these travel while it does.
+  static ModelConfig with_all_experts(ModelConfig part) {
+    part.experts.ranks = 1;
+    return part;
+  }
   // The first layer with experts, if there is one.
   static int64_t typical_layer(const ModelConfig& model) {
     for (int64_t l = 0; l < model.n_layer; ++l)

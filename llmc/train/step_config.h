@@ -163,7 +163,7 @@ using RowLosses = std::function<void(int64_t micro_batch, std::span<const float>
 
 // Of one step, over all ranks, micro-batches and layers with experts.
 struct ExpertStatistics {
-  double balance_loss, z_loss;  // means over layers, and sequences or rows; without their coefficients
+  double balance_loss, z_loss;  // means over layers, and sequences (or their token slices) or rows; no coefficients
   double entropy;               // of a router's probabilities, in nats: the mean over layers and rows
   double dropped;               // share of the choices
   double largest, smallest;     // share of a layer's choices that one expert has, times the number of experts

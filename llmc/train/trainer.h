@@ -52,6 +52,11 @@ class Trainer {
           (config.zero.stage == 0 && config.zero.replicas == 1 && config.ranks() == config.zero.ranks() &&
            config.context.ranks == 1));
     zero(control_, context_.compute);
+    if (config.expert.ranks > 1) {  // for the tables of the rows that are exchanged
+      const int64_t bytes = config.expert.count * config.expert.ranks * size_of(DType::fp64);
+      context_.compute.reserve_uploads(bytes);
+      dp_.expert_stream->reserve_uploads(bytes);
+    }
   }
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;

@@ -1,5 +1,5 @@
 // Training with experts: gradients against transformers, layouts against one rank, routers that send all rows to one
-// expert or to one rank, and bugs that these tests have to find.
+// expert or to one rank, and their biases.
 #include "catch2.h"
 #include "core/safetensors.h"
 #include "helpers.h"
@@ -111,6 +111,8 @@ TEST_CASE("experts on any ranks give what one rank computes") {
       {.cp = 2, .ep = 2, .imbalance = 0.4},
       {.dp = 2, .stage = 3, .tp = 2, .cp = 2, .ep = 8},
       {.dp = 2, .stage = 2, .tp = 2, .ep = 4, .recompute = Recompute::block, .imbalance = 0.4},
+      {.stage = 1, .tp = 2},
+      {.stage = 2, .tp = 4, .ep = 2},
       {.tp = 2, .cp = 2},
       {.dp = 2, .ep = 2, .pp = 2, .schedule = Schedule::zb_h1},
       {.dp = 2,

@@ -112,7 +112,7 @@ void router_backward(A* dlogits, const A* dweights, const A* logits, const int32
 
 // Elements of router_statistics' `partials`.
 inline int64_t router_statistics_scratch(int64_t N, const Router& r, const Segments& s) {
-  return s.count(N) * ceil_div(std::min(s.length, N), router_block) * (r.E + 2);
+  return s.most(N) * ceil_div(std::min(s.length, N), router_block) * (r.E + 2);
 }
 
 // partials (segments, blocks, E + 2): the sums of the probabilities, of lse^2 and of the entropy over a block of rows.

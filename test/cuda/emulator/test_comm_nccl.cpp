@@ -82,7 +82,7 @@ TEST_CASE("process: the trainer's collectives", "[.process]") {
     constexpr int64_t width = 5, rows = 20;
     const Tensor outgoing = m.tensor("outgoing", dtype, rows * width, own).reshaped({rows, width}),
                  incoming = m.tensor("incoming", dtype, rows * width, 99).reshaped({rows, width});
-    m.group->all_to_all_rows(incoming, outgoing, send, receive, m.stream);
+    m.group->all_to_all_rows(incoming, outgoing, Comm::in_order(send), Comm::in_order(receive), m.stream);
     if (m.rank == 0) m.group->exchange(1, passed.bytes, passed.size_bytes(), -1, nullptr, 0, m.stream);
     if (m.rank == 1) m.group->exchange(-1, nullptr, 0, 0, passed.bytes, passed.size_bytes(), m.stream);
     m.stream.synchronize();
