@@ -78,6 +78,8 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   router_backward(f, f, f, ids, ids, N, router, {}, segments, stream);
   router_statistics(ids, f, f, f, f, ids, N, router, segments, stream);
   router_losses(d, ids, f, f, N, router, N, stream);
+  rows_of_experts(d, ids, N, stream);
+  add_to(d, d, N, stream);
   dispatch_plan(ids, ids, ids, ids, ids, ids, N, N, 1, N, segments, stream);
   dispatch_rows(x, x, ids, ids, N, C, 1, stream);
   combine_rows(x, x, f, ids, N, C, 1, Accumulate::no, stream);

@@ -64,11 +64,13 @@ using Outputs = std::vector<Output>;
 
 // A NaN in an output differs from anything but the same NaN.
 inline bool same_bits(const Outputs& a, const Outputs& b) {
-  for (size_t i = 0; i < a.size(); ++i)
-    if (a[i].values.size() != b[i].values.size() ||
-        std::memcmp(a[i].values.data(), b[i].values.data(), a[i].values.size() * sizeof(float)) != 0)
-      return false;
-  return a.size() == b.size();
+  if (a.size() != b.size()) return false;
+  for (size_t i = 0; i < a.size(); ++i) {
+    const size_t n = a[i].values.size();
+    if (n != b[i].values.size()) return false;
+    if (n > 0 && std::memcmp(a[i].values.data(), b[i].values.data(), n * sizeof(float)) != 0) return false;
+  }
+  return true;
 }
 
 // ||got - wanted|| / ||wanted||; NaN if either has a NaN.

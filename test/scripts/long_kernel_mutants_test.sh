@@ -21,8 +21,11 @@ attention attention_blocks: attention_backward attention_cached attention_forwar
 column_sum layernorm: column_sum layernorm
 elementwise swiglu cross_entropy foundations: elementwise swiglu cross_entropy reduce vec
 embedding: embedding sort
-qk_norm: qk_norm rotary
+experts grouped_matmul: experts grouped_matmul
+expert_ranks: expert_ranks
+qk_norm: projection_norm qk_norm rotary
 rmsnorm: rmsnorm rows
+router: router
 step: step'
 export every=${MUTANTS:-8} compiler=${CXX:-g++}
 jobs=${JOBS:-$(nproc)}
@@ -59,7 +62,7 @@ build() {
   for test in $2; do
     $compiler -std=c++20 -O1 -march=native -fsanitize=address,undefined -fno-sanitize-recover=undefined \
       -fno-strict-aliasing -w -include test/cuda/mutants/mutants.h -I"$tree/llmc" -Itest -Itest/cuda_on_cpu \
-      ${CPPFLAGS:-} ${CXXFLAGS:-} -c "test/cuda/test_$test.cpp" -o "$tree/$test.o"
+      ${CPPFLAGS:-} ${CXXFLAGS:-} -c "$(find test/cuda -name "test_$test.cpp")" -o "$tree/$test.o"
     objects+=("$tree/$test.o")
   done
   # shellcheck disable=SC2086

@@ -76,8 +76,9 @@ inline void dispatch_plan(int32_t* places, int32_t* sources, int32_t* offsets, i
          offsets, sorted, n, static_cast<int32_t>(E));
 }
 
+template <int threads>
 __global__ void rows_of_experts_kernel(double* __restrict__ counts, const int32_t* __restrict__ offsets, int64_t E) {
-  for (int64_t e = threadIdx.x; e < E; e += blockDim.x) counts[e] = offsets[e + 1] - offsets[e];
+  for (int64_t e = threadIdx.x; e < E; e += threads) counts[e] = offsets[e + 1] - offsets[e];
 }
 
 // Grid: (R, blocks of packs in C).
@@ -149,7 +150,8 @@ inline dim3 expert_grid(int64_t rows, int64_t C, int pack) {
 }  // namespace detail
 
 inline void rows_of_experts(double* counts, const int32_t* offsets, int64_t E, cudaStream_t stream) {
-  launch(rows_of_experts_kernel, 1, 128, 0, stream, counts, offsets, E);
+  constexpr int threads = 128;
+  launch(rows_of_experts_kernel<threads>, 1, threads, 0, stream, counts, offsets, E);
 }
 
 template <class T>

@@ -112,3 +112,18 @@ TEMPLATE_TEST_CASE("the kernels that move rows to experts and back match the CPU
                {{"sent", used_rows(sent)}, {"out", out}, {"sum", sum}, {"dy", used_rows(dy)}, {"dweights", dweights}},
                sizeof(T) == 2 ? 2e-3 : 1e-6);
 }
+
+TEST_CASE("the numbers of rows of experts match the CPU", "[cuda]") {
+  const int64_t E = GENERATE(1, 300);
+  std::vector<int32_t> offsets = {2};
+  for (int64_t e = 0; e < E; ++e) offsets.push_back(offsets.back() + static_cast<int32_t>(e % 5));
+  std::vector<double> counts(static_cast<size_t>(E));
+  cpu::rows_of_experts(counts.data(), offsets.data(), E);
+  const auto run = [&]() -> Outputs {
+    DeviceArray<int32_t> first(offsets);
+    DeviceArray<double> out(E);
+    cuda::rows_of_experts(out, first, E, nullptr);
+    return {{"counts", out.host()}};
+  };
+  check_kernel(run, {{"counts", counts}}, 1e-30);
+}

@@ -104,11 +104,15 @@ TEST_CASE("experts on GPUs match one rank on the CPU in every layout", "[cuda][t
 #ifndef __CUDACC__
   const Gpus gpus(4);
 #endif
-  SECTION("data parallelism, stage 3") { compare("mixtral", dropless, {.dp = 2, .stage = 3}, {machines_for(2).back()}); }
+  SECTION("data parallelism, stage 3") {
+    compare("mixtral", dropless, {.dp = 2, .stage = 3}, {machines_for(2).back()});
+  }
   SECTION("tensor parallelism") { compare("qwen2_moe", dropless, {.tp = 2}, {machines_for(2).back()}); }
   SECTION("context parallelism") { compare("olmoe", dropping, {.cp = 2}, {machines_for(2).back()}); }
   SECTION("ep 2") { compare("qwen2_moe", dropless, {.dp = 2, .ep = 2}, machines_for(2)); }
-  SECTION("ep 2, several rounds") { compare("mixtral", dropless, {.dp = 2, .ep = 2, .imbalance = 0.4}, machines_for(2)); }
+  SECTION("ep 2, several rounds") {
+    compare("mixtral", dropless, {.dp = 2, .ep = 2, .imbalance = 0.4}, machines_for(2));
+  }
   SECTION("ep 2, a capacity") { compare("qwen3_moe", dropping, {.dp = 2, .ep = 2}, {machines_for(2).back()}); }
   SECTION("ep 4, several rounds, a capacity") {
     compare("mixtral", dropping, {.dp = 4, .ep = 4, .recompute = Recompute::block, .imbalance = 0.4}, machines_for(4));
@@ -158,7 +162,8 @@ TEST_CASE("on GPUs all rows may go to one expert, or to the experts of one rank,
   model.experts.per_token = routes.per_token;
   std::optional<StepResult> alone;
   for (const auto& [layout, machine] :
-       {std::pair(Layout{}, selftest::Machine()), {{.dp = 2, .ep = 2}, machines_for(2).back()},
+       {std::pair(Layout{}, selftest::Machine()),
+        {{.dp = 2, .ep = 2}, machines_for(2).back()},
         {{.dp = 2, .stage = 2, .tp = 2, .ep = 4, .recompute = Recompute::block}, machines_for(4).back()}}) {
     CAPTURE(routes.what, to_string(layout));
     const StepConfig step = step_of(model, layout, {.bias_rate = 1e-4});
