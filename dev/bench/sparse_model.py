@@ -1,5 +1,5 @@
-"""The sparse models of torch_train.py: transformers' Mixtral in the shape of the trainer's d<N>-e<E>. Its experts run by
-the fastest of transformers' implementations for the step's shape."""
+"""The sparse models of torch_train.py: transformers' Mixtral in the shape of the trainer's d<N>-e<E>, whose experts run
+by the fastest of transformers' implementations for the step's shape."""
 import re
 import time
 
