@@ -6,7 +6,7 @@
 PyTorch runs compiled, on a CPU also eager; in bf16 with autocast, and also with bf16 weights (on a GPU with fp32
 masters). The trainer runs as it is, on a GPU also with --tune-matmul. The first round picks the fastest variant of each
 kind for the later rounds. Figures are medians over all timed steps of all rounds; "spread" is the interquartile range
-over the median. A case may also be a directory with a config.json. d6-e8, a sparse model, is compared with transformers'
+over the median. A case may also be a directory with a config.json. d6-e8 is sparse, and compared with transformers'
 Mixtral, whose experts run by the fastest of its implementations.
 """
 import argparse

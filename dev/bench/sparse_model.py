@@ -1,5 +1,5 @@
-"""The sparse models of torch_train.py: transformers' Mixtral with the shape of the trainer's d<N>-e<E>, whose experts run
-by whichever of transformers' implementations is the fastest for the step's shape."""
+"""The sparse models of torch_train.py: transformers' Mixtral in the shape of the trainer's d<N>-e<E>, whose experts run
+by the fastest of transformers' implementations for the step's shape."""
 import re
 import time
 
