@@ -38,13 +38,18 @@ enum class Backward : uint8_t { whole, in_parts };
 
 namespace detail {
 
+// Labels in the memory table: of what a block keeps, and of that what is of its experts.
+struct ActivationLabels {
+  const char *block, *experts;
+};
+
 // Allocates the activations that are wanted(from, product_input): from is the lowest level that recomputes the tensor;
 // none: it is always kept.
 template <class Wanted>
-auto in_arena(Arena& arena, const char* label, Wanted wanted) {
-  return [&arena, label, wanted](Tensor& t, const char* name, DType d, const Shape& shape,
-                                 std::optional<Recompute> from, bool product_input) {
-    if (wanted(from, product_input)) t = arena.alloc(label, name, d, shape);
+auto in_arena(Arena& arena, const ActivationLabels& labels, Wanted wanted) {
+  return [&arena, labels, wanted](Tensor& t, const char* name, DType d, const Shape& shape,
+                                  std::optional<Recompute> from, bool product_input, bool of_experts) {
+    if (wanted(from, product_input)) t = arena.alloc(of_experts ? labels.experts : labels.block, name, d, shape);
   };
 }
 
@@ -95,7 +100,8 @@ struct BlockActivations {
   static BlockActivations recomputed(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor,
                                      DType dtype, Recompute recompute, Arena& arena) {
     auto wanted = [=](std::optional<Recompute> from, bool) { return from && *from <= recompute; };
-    BlockActivations all(c, s, tensor, dtype, {}, detail::in_arena(arena, "recomputed", wanted));
+    BlockActivations all(c, s, tensor, dtype, {},
+                         detail::in_arena(arena, {"recomputed", "recomputed of experts"}, wanted));
     if (recompute == Recompute::block) all.set_rounds(c);
     return all;
   }
@@ -105,7 +111,8 @@ struct BlockActivations {
     auto wanted = [=](std::optional<Recompute> from, bool product_input) {
       return (!from || *from > recompute) && !(product_input && backward == Backward::in_parts);
     };
-    BlockActivations block(c, s, tensor, dtype, shared, detail::in_arena(arena, "activations", wanted));
+    BlockActivations block(c, s, tensor, dtype, shared,
+                           detail::in_arena(arena, {"activations", "activations of experts"}, wanted));
     if (recompute < Recompute::block) block.set_rounds(c);
     return block;
   }
@@ -116,12 +123,12 @@ struct BlockActivations {
     auto wanted = [=](std::optional<Recompute> from, bool product_input) {
       return product_input && (*from <= recompute) == (made_by == ActionKind::backward_input);
     };
-    return {c, s, tensor, dtype, {}, detail::in_arena(arena, "for the weight part", wanted)};
+    return {c, s, tensor, dtype, {}, detail::in_arena(arena, {"for the weight part", "for the weight part"}, wanted)};
   }
   // The same memory for a batch of at most as many rows.
   static BlockActivations part_of(const BlockActivations& room, const ModelConfig& c, const BatchShape& s,
                                   const TensorParallel& tensor) {
-    auto place = [](Tensor& t, const char*, DType, const Shape& shape, std::optional<Recompute>, bool) {
+    auto place = [](Tensor& t, const char*, DType, const Shape& shape, std::optional<Recompute>, bool, bool) {
       t = t.slice(0, shape);
     };
     return {c, s, tensor, room.out.dtype, room, place};
@@ -146,15 +153,17 @@ struct BlockActivations {
   void set_rounds(const ModelConfig& c) {
     if (c.experts.ranks > 1) experts.rounds = std::make_shared<ExpertRounds>();
   }
-  // Begins as a copy of `others`. place(tensor, name, dtype, shape, from, product_input): sets a tensor, or leaves it.
+  // Begins as a copy of `others`. place(tensor, name, dtype, shape, from, product_input, of_experts): sets a tensor,
+  // or leaves it.
   template <class Place>
   BlockActivations(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype,
                    const BlockActivations& others, Place place)
       : BlockActivations(others) {
     const int64_t N = s.rows(), S = tensor.stream_rows(N), C = c.n_embd;
     const DType stat = accumulator_of(dtype);
+    bool of_experts = false;
     auto alloc = [&](Tensor& t, const char* name, DType d, const Shape& shape, std::optional<Recompute> from,
-                     bool product_input = false) { place(t, name, d, shape, from, product_input); };
+                     bool product_input = false) { place(t, name, d, shape, from, product_input, of_experts); };
     constexpr bool product_input = true;
     const bool means = c.family.norm == Norm::layernorm;
     using enum Recompute;
@@ -184,6 +193,7 @@ struct BlockActivations {
       ExpertActivations& x = experts;
       ReceivedRows& r = x.received;
       const bool exchanged = e.ranks > 1;
+      of_experts = true;
       alloc(x.logits, "router logits", stat, {S, e.count}, block);
       alloc(x.choices, "experts chosen", DType::int32, {S, k}, block);
       alloc(x.weights, "weights of experts", stat, {S, k}, block);
@@ -213,6 +223,7 @@ struct BlockActivations {
         alloc(x.gate_logits, "gate of the shared expert", stat, {S, 1}, block);
       }
     }
+    of_experts = false;
     alloc(out, "out", dtype, {S, C}, std::nullopt);
   }
 };

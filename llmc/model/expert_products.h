@@ -58,12 +58,17 @@ inline void experts_backward_matrices(Tensor doutputs, Tensor dup, const Receive
 
 // ---- Between the ranks that share the experts of a layer ------------------------------------------------------------
 
+// Room for what is on its way to experts or back, and for rounds after the first.
+inline Tensor travelling(const parallel::Group& p, const char* name, DType dtype, const Shape& shape) {
+  return p.arena.alloc("rows between ranks", name, dtype, shape);
+}
+
 // What the experts of this rank have in a round after the first, whose rows are not kept.
 inline ReceivedRows received_in_round(const ReceivedRows& like, const parallel::Group& p) {
   ReceivedRows r = like;
   for (auto t : {&ReceivedRows::offsets, &ReceivedRows::sources, &ReceivedRows::places, &ReceivedRows::rows,
                  &ReceivedRows::up, &ReceivedRows::activated})
-    r.*t = p.temporary("rows of a further round", (like.*t).dtype, (like.*t).shape);
+    r.*t = travelling(p, "rows of a further round", (like.*t).dtype, (like.*t).shape);
   return r;
 }
 
@@ -73,7 +78,7 @@ inline ExpertRounds exchange_counts(const ExpertActivations& a, const ModelConfi
   auto scope = p.arena.scope();
   const int P = p.ranks.experts->size(), me = p.ranks.experts->rank();
   const int64_t E = c.experts.count, own = E / P;
-  const Tensor table = p.temporary("rows for each expert", DType::fp64, {P, E});
+  const Tensor table = travelling(p, "rows for each expert", DType::fp64, {P, E});
   Stream& stream = *p.ranks.expert_stream;
   rows_of_experts(parallel::rows_of(table, {me, 1}).reshaped({E}), a.offsets, p.compute);
   stream.wait(p.compute.record());
@@ -109,7 +114,7 @@ inline void plan_arrival(const ReceivedRows& r, const ExpertRounds& rounds, int 
   const Comm& group = *p.ranks.experts;
   std::vector<int32_t> counts = rounds.counts_received(group.rank(), round);
   const Tensor on_device =
-      p.temporary("rows that arrive for each expert", DType::int32, {group.size(), r.offsets.shape[0] - 1});
+      travelling(p, "rows that arrive for each expert", DType::int32, {group.size(), r.offsets.shape[0] - 1});
   upload(on_device, std::move(counts), p.compute);
   arrival_plan(r.places, r.sources, r.offsets, on_device, 0, p.compute);
 }
@@ -124,7 +129,7 @@ inline void return_rows(Tensor to, Tensor from, const ReceivedRows& r, const Exp
   auto scope = p.arena.scope();
   Comm& group = *p.ranks.experts;
   Stream& stream = *p.ranks.expert_stream;
-  const Tensor sent = p.temporary("rows that return", from.dtype, from.shape);
+  const Tensor sent = travelling(p, "rows that return", from.dtype, from.shape);
   combine_rows(sent, from, {}, r.places.reshaped({from.shape[0], 1}), Accumulate::no, p.compute);
   stream.wait(p.compute.record());
   group.all_to_all_rows(to, sent, rounds.blocks_received(group.rank(), round), rounds.blocks_sent(group.rank(), round),
@@ -139,10 +144,10 @@ void experts_of_all_ranks(const ExpertActivations& a, Tensor x, const ModelConfi
                           const parallel::Group& p, Meanwhile&& meanwhile) {
   auto scope = p.arena.scope();
   const int64_t room = a.received.rows.shape[0];
-  const Tensor sent = p.temporary("rows by expert", x.dtype, a.outputs.shape);
+  const Tensor sent = travelling(p, "rows by expert", x.dtype, a.outputs.shape);
   rows_by_expert(sent, a, x, c, r, p.compute);
   ExpertRounds& rounds = *a.rounds = exchange_counts(a, c, room, p);
-  auto like_received = [&](const char* name) { return p.temporary(name, x.dtype, a.received.rows.shape); };
+  auto like_received = [&](const char* name) { return travelling(p, name, x.dtype, a.received.rows.shape); };
   const Tensor out = like_received("outputs of experts"), arrived = like_received("rows that arrive");
   const ReceivedRows further = received_in_round(a.received, p);
   for (int round = 0; round < rounds.rounds(); ++round) {
@@ -167,7 +172,7 @@ void backward_of_all_ranks(Tensor drows, Tensor doutputs, const ExpertActivation
   Stream& stream = p.compute;
   const ExpertRounds& rounds = *a.rounds;
   const ExpertMatrices experts(r.experts(), c, ExpertMatrices::Of::weights);
-  auto like = [&](const char* name, const Tensor& t) { return p.temporary(name, t.dtype, t.shape); };
+  auto like = [&](const char* name, const Tensor& t) { return travelling(p, name, t.dtype, t.shape); };
   const ReceivedRows& first = a.received;
   const Tensor dreceived = like("gradient of rows by expert", first.rows),
                dup = like("gradient of up of experts", first.up),
