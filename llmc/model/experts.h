@@ -19,7 +19,7 @@
 namespace llmc::detail {
 
 // The shared expert's gate is a router of one expert, with sigmoid scores.
-inline constexpr Router shared_gate = {.E = 1, .k = 1, .scores = RouterScores::sigmoid, .normalized = false};
+inline constexpr Router shared_gate = {.E = 1, .k = 1, .scores = RouterScores::sigmoid, .normalised = false};
 
 // Its choices, weights and places, from its logits.
 struct SharedGate {

@@ -175,7 +175,7 @@ enum class RouterScores : uint8_t { softmax, sigmoid };  // of a row's logits
 struct Router {
   int64_t E, k;
   RouterScores scores = RouterScores::softmax;
-  bool normalized = true;  // the weights of a row are divided by their sum
+  bool normalised = true;  // the weights of a row are divided by their sum
   float scaling = 1;       // and multiplied by this
 };
 

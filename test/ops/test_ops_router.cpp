@@ -12,10 +12,10 @@ std::vector<int32_t> integers_of(const Tensor& t) { return {t.data<int32_t>(), t
 TEST_CASE("router: finite differences of its weights and of its losses") {
   const int64_t N = 14, C = 6, E = 5;
   const RouterScores scores = GENERATE(RouterScores::softmax, RouterScores::sigmoid);
-  const bool normalized = GENERATE(true, false);
+  const bool normalised = GENERATE(true, false);
   const int64_t k = GENERATE(1, 3, 5);
-  const Router router{.E = E, .k = k, .scores = scores, .normalized = normalized, .scaling = 1.7f};
-  INFO("k = " << k << (normalized ? ", normalized" : ""));
+  const Router router{.E = E, .k = k, .scores = scores, .normalised = normalised, .scaling = 1.7f};
+  INFO("k = " << k << (normalised ? ", normalised" : ""));
   const RouterLosses losses{.balance = 3, .z = 0.25f, .sequence = 7};
   const Segments segments{7};
   Bench b;
@@ -47,7 +47,7 @@ TEST_CASE("router: finite differences of its weights and of its losses") {
   router_backward(dlogits, dweights, logits, choices, {}, router, {}, segments, b.stream);
   router_backward_input(dx, dlogits, w, Accumulate::no, b.stream);
   b.stream.synchronize();
-  if (normalized && k == 1) REQUIRE(dot(dx, dx) < 1e-24);  // the only weight is constant
+  if (normalised && k == 1) REQUIRE(dot(dx, dx) < 1e-24);  // the only weight is constant
   else require_gradient(x, dx, [&] { return value(), dot(weights, dweights); });
 }
 
@@ -72,16 +72,16 @@ TEST_CASE("router: the largest scores are chosen, of equal ones the first; a bia
   REQUIRE(run({nan, 1, 2}, {}, {.E = 3, .k = 3, .scores = RouterScores::sigmoid}).first == Ints{2, 1, 0});
   REQUIRE(run({nan, nan, nan}, {}, {.E = 3, .k = 2}).first == Ints{0, 1});
 
-  const Router plain{.E = 3, .k = 2, .scores = RouterScores::sigmoid, .normalized = false, .scaling = 2};
+  const Router plain{.E = 3, .k = 2, .scores = RouterScores::sigmoid, .normalised = false, .scaling = 2};
   const auto [chosen, weights] = run({0, 1, -1}, {0, -9, 0.5}, plain);
   REQUIRE(chosen == Ints{2, 0});
   REQUIRE(std::abs(weights[0] - 2 / (1 + std::exp(1))) < 1e-6);
   REQUIRE(std::abs(weights[1] - 1) < 1e-6);
-  const auto normalized = run({std::log(1), std::log(2), std::log(5)}, {}, {.E = 3, .k = 2, .scaling = 3}).second;
-  REQUIRE(std::abs(normalized[0] - 3 * 5.0 / 7) < 1e-6);
-  REQUIRE(std::abs(normalized[1] - 3 * 2.0 / 7) < 1e-6);
+  const auto normalised = run({std::log(1), std::log(2), std::log(5)}, {}, {.E = 3, .k = 2, .scaling = 3}).second;
+  REQUIRE(std::abs(normalised[0] - 3 * 5.0 / 7) < 1e-6);
+  REQUIRE(std::abs(normalised[1] - 3 * 2.0 / 7) < 1e-6);
   const auto probabilities =
-      run({std::log(1), std::log(2), std::log(5)}, {}, {.E = 3, .k = 2, .normalized = false}).second;
+      run({std::log(1), std::log(2), std::log(5)}, {}, {.E = 3, .k = 2, .normalised = false}).second;
   REQUIRE(std::abs(probabilities[0] - 5.0 / 8) < 1e-6);
 }
 

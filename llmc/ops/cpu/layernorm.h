@@ -43,18 +43,18 @@ void layernorm_backward(T* dx, A* dweight, A* dbias, A* partials, const T* dout,
       A sum_g = 0, sum_gx = 0;  // of g w and g w xhat
 #pragma omp simd reduction(+ : sum_g, sum_gx)
       for (int64_t c = 0; c < C; ++c) {
-        const A normalized = (static_cast<A>(row[c]) - m) * r, gn = static_cast<A>(g[c]);
-        dw[c] += gn * normalized;
+        const A normalised = (static_cast<A>(row[c]) - m) * r, gn = static_cast<A>(g[c]);
+        dw[c] += gn * normalised;
         db[c] += gn;
         sum_g += gn * static_cast<A>(weight[c]);
-        sum_gx += gn * static_cast<A>(weight[c]) * normalized;
+        sum_gx += gn * static_cast<A>(weight[c]) * normalised;
       }
       const A mean_g = sum_g / static_cast<A>(C), mean_gx = sum_gx / static_cast<A>(C);
       const A keep = accumulate_dx == Accumulate::yes ? A(1) : A(0);
 #pragma omp simd
       for (int64_t c = 0; c < C; ++c) {
-        const A normalized = (static_cast<A>(row[c]) - m) * r;
-        const A d = (static_cast<A>(g[c]) * static_cast<A>(weight[c]) - mean_g - normalized * mean_gx) * r;
+        const A normalised = (static_cast<A>(row[c]) - m) * r;
+        const A d = (static_cast<A>(g[c]) * static_cast<A>(weight[c]) - mean_g - normalised * mean_gx) * r;
         const A before = keep != A(0) ? static_cast<A>(dxn[c]) : A(0);
         store(dxn[c], before + d);
       }

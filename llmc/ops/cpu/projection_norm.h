@@ -80,9 +80,9 @@ void projection_norm_backward(T* dqkv, A* dq_weight, A* dk_weight, A* partials, 
         const A mean = shares.total(sums, N, n, which) * r / channels;  // of gradient x weight x normalised channel
 #pragma omp simd
         for (int64_t c = 0; c < size; ++c) {
-          const A normalized = static_cast<A>(x[c]) * r, g = static_cast<A>(d[c]);
-          dweight[c] += g * normalized;
-          store(d[c], (g * static_cast<A>(weight[c]) - normalized * mean) * r);
+          const A normalised = static_cast<A>(x[c]) * r, g = static_cast<A>(d[c]);
+          dweight[c] += g * normalised;
+          store(d[c], (g * static_cast<A>(weight[c]) - normalised * mean) * r);
         }
       }
   }

@@ -26,9 +26,9 @@ void rmsnorm_row_backward(T* dx, A* dweight, const T* dout, const T* x, const T*
   A sum = 0;  // of g w xhat
 #pragma omp simd reduction(+ : sum)
   for (int64_t c = 0; c < C; ++c) {
-    const A normalized = static_cast<A>(x[c]) * r, g = static_cast<A>(dout[c]);
-    dweight[c] += g * normalized;
-    sum += g * static_cast<A>(weight[c]) * normalized;
+    const A normalised = static_cast<A>(x[c]) * r, g = static_cast<A>(dout[c]);
+    dweight[c] += g * normalised;
+    sum += g * static_cast<A>(weight[c]) * normalised;
   }
   const A mean = sum / static_cast<A>(C);
   const bool keep = accumulate_dx == Accumulate::yes;

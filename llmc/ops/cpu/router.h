@@ -37,7 +37,7 @@ struct RouterRow {
 
   // The divisor of the weights of these experts. As in DeepSeek-V3's code, never 0.
   A divisor(const int32_t* choices, const Router& r) const {
-    if (!r.normalized) return A(1);
+    if (!r.normalised) return A(1);
     A chosen = 0;
     for (int64_t j = 0; j < r.k; ++j) chosen += scores[choices[j]];
     return chosen + A(1e-20);
@@ -93,7 +93,7 @@ void router_backward(A* dlogits, const A* dweights, const A* logits, const int32
     }
     const A divisor = row.divisor(chosen, r);
     A shared = 0;  // what each weight's gradient takes from all, by their common divisor
-    if (r.normalized)
+    if (r.normalised)
       for (int64_t j = 0; j < r.k; ++j) shared += dw[j] * row.scores[chosen[j]] / divisor;
     for (int64_t j = 0; j < r.k; ++j) d[chosen[j]] += static_cast<A>(r.scaling) * (dw[j] - shared) / divisor;
 

@@ -64,7 +64,7 @@ __global__ void layernorm_backward_kernel(T* __restrict__ dx, float* __restrict_
   const int64_t end = row_part_begin(N, blockIdx.x + 1, gridDim.x);
   for (int64_t n = row_part_begin(N, blockIdx.x, gridDim.x); n < end; ++n) {
     const float m = mean[n], r = rstd[n];
-    float sums[2] = {0, 0};  // of g w and of g w normalized
+    float sums[2] = {0, 0};  // of g w and of g w normalised
     for (int64_t p = first; p < packs; p += step) {
       const int64_t c = p * pack;
       const Pack xs = Pack::load_streaming(x + n * C + c), gs = Pack::load_streaming(dout + n * C + c),
@@ -72,11 +72,11 @@ __global__ void layernorm_backward_kernel(T* __restrict__ dx, float* __restrict_
       xs.store(x_row + c);
       gs.store(g_row + c);
       for (int i = 0; i < pack; ++i) {
-        const float normalized = (xs[i] - m) * r;
-        dweight[i * packs + p] += gs[i] * normalized;
+        const float normalised = (xs[i] - m) * r;
+        dweight[i * packs + p] += gs[i] * normalised;
         dbias[i * packs + p] += gs[i];
         sums[0] += gs[i] * ws[i];
-        sums[1] += gs[i] * ws[i] * normalized;
+        sums[1] += gs[i] * ws[i] * normalised;
       }
     }
     block_reduce(sums, Sum{});

@@ -107,7 +107,7 @@ __global__ void qk_norm_backward_kernel(T* __restrict__ dqkv, float* __restrict_
     const bool valid = item < rows * head_count;  // lanes without a head sum with the others
     const float r = valid ? rstd[n * normed + h] : 0;
     Pack as[Lane::packs], bs[Lane::packs], das[Lane::packs], dbs[Lane::packs];
-    float sum = 0;  // of g w normalized
+    float sum = 0;  // of g w normalised
     if (valid)
       lane.each([&](int j, int64_t i) {
         as[j] = Pack::load_streaming(qkv + at + i);

@@ -51,7 +51,7 @@ __global__ void rmsnorm_backward_kernel(T* __restrict__ dx, float* __restrict__ 
   const int64_t end = row_part_begin(N, blockIdx.x + 1, gridDim.x);
   for (int64_t n = row_part_begin(N, blockIdx.x, gridDim.x); n < end; ++n) {
     const float r = rstd[n];
-    float sum = 0;  // of g w normalized
+    float sum = 0;  // of g w normalised
     for (int64_t p = first; p < packs; p += step) {
       const int64_t c = p * pack;
       const Pack xs = Pack::load_streaming(x + n * C + c), gs = Pack::load_streaming(dout + n * C + c),

@@ -41,7 +41,7 @@ struct RouterRow {
   }
 
   __device__ float divisor(const int32_t* choices, const Router& r) const {
-    if (!r.normalized) return 1;
+    if (!r.normalised) return 1;
     float chosen = 0;
     for (int64_t j = 0; j < r.k; ++j) chosen += scores[choices[j]];
     return chosen + 1e-20f;
@@ -93,7 +93,7 @@ __global__ void router_forward_kernel(int32_t* __restrict__ choices, float* __re
     if (lane == 0) weights[n * r.k + j] = row.scores[best.expert];
   }
   if (lane != 0) return;
-  const float factor = r.scaling / (r.normalized ? chosen + 1e-20f : 1.0f);
+  const float factor = r.scaling / (r.normalised ? chosen + 1e-20f : 1.0f);
   for (int64_t j = 0; j < r.k; ++j) weights[n * r.k + j] *= factor;
 }
 
@@ -125,7 +125,7 @@ __global__ void router_backward_kernel(float* __restrict__ dlogits, const float*
       E, [&](int e) { d[e] = count == nullptr ? 0 : (per_count * static_cast<float>(count[e]) - mean) / row.sum; });
   const float divisor = row.divisor(chosen, r);
   float of_all = 0;
-  if (r.normalized)
+  if (r.normalised)
     for (int64_t j = 0; j < r.k; ++j) of_all += dw[j] * row.scores[chosen[j]] / divisor;
   for (int64_t j = 0; j < r.k; ++j)  // an expert's own lane, so that no other writes it
     if (chosen[j] % warp_size == lane) d[chosen[j]] += r.scaling * (dw[j] - of_all) / divisor;

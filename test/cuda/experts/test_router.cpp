@@ -62,14 +62,14 @@ struct Case {
 
 TEST_CASE("the router's kernels match the CPU", "[cuda]") {
   const auto scores = GENERATE(RouterScores::softmax, RouterScores::sigmoid);
-  const bool normalized = GENERATE(true, false), biased = normalized == (scores == RouterScores::softmax);
+  const bool normalised = GENERATE(true, false), biased = normalised == (scores == RouterScores::softmax);
   struct Sizes {
     int64_t N, E, k, length, first;
   };
   // One of each; less than a warp; ragged, several segments; all experts; several blocks of a segment.
   const Sizes s = GENERATE(Sizes{1, 1, 1, 1, 0}, Sizes{9, 8, 2, 4, 3}, Sizes{7, 70, 8, 3, 0}, Sizes{5, 33, 33, 100, 98},
                            Sizes{140, 4, 1, 133, 0});
-  Case c{s.N, {s.E, s.k, scores, normalized, 1.5f}, {s.length, s.first}, biased};
+  Case c{s.N, {s.E, s.k, scores, normalised, 1.5f}, {s.length, s.first}, biased};
   c.prepare();
   check_kernel([&] { return c.cuda(); }, c.cpu(), 1e-5);
 }
