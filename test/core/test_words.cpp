@@ -53,7 +53,7 @@ TEST_CASE("an unknown option is answered with a name that it begins, shares part
       {"--block_size=128", "block_size of nanoGPT is --seq-len here"},
       {"--per_device_train_batch_size", "--per_device_train_batch_size of Hugging Face's Trainer is --batch-size here"},
       {"--global-batch-size", "--global-batch-size of Megatron-LM is --total-batch-size here (in tokens"},
-      {"--num-experts", "--num-experts of Megatron-LM has no counterpart here: not built yet"},
+      {"--num-experts", "--num-experts of Megatron-LM is --model here (d<N>-e<E>, a preset such as mixtral:8x7B"},
   };
   for (const auto& [word, part] : cases)
     answers({word, "1"}, word.substr(0, word.find('=')) + ": there is no such option"), answers({word, "1"}, part);
