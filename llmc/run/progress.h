@@ -161,6 +161,11 @@ inline Progress resumed_progress(const ResumePoint& from, const Job& job) {
       "{}/trainer.json: \"expert_biases\" has {} numbers, expected {}: resume with the --moe-bias-rate of the run; if "
       "it is the same, the file is damaged",
       from.path, progress.expert_biases.size(), expected);
+  // An update changes them by at most 1 (--moe-bias-rate).
+  for (const float bias : progress.expert_biases)
+    CHECK(std::abs(bias) <= static_cast<float>(from.step),
+          "{}/trainer.json: \"expert_biases\" has {}, more than {} steps can give: the file is damaged", from.path,
+          bias, from.step);
   return progress;
 }
 

@@ -111,6 +111,8 @@ TEST_CASE("what --moe-* cannot do is refused by name") {
             std::string(option) + " is for models with experts, and --model d1 has none");
   with_experts("--moe-aux-loss -1", "--moe-aux-loss -1: expected a number");
   with_experts("--moe-imbalance 0.5", "--moe-imbalance 0.5: expected a number");
+  with_experts("--moe-imbalance 3 --ep 2 --local-ranks 2",
+               "--moe-imbalance 3 with --ep 2: a rank gets at most 2 times");
   with_experts("--moe-dispatch drop", "expected one of");
   with_experts("--moe-capacity-factor 2", "--moe-capacity-factor 2 with --moe-dispatch dropless");
   with_experts("--moe-dispatch capacity --token-slices 2", "--token-slices 2 with --moe-dispatch capacity");

@@ -282,9 +282,6 @@ inline void validate_pipeline(const Options& o) {
 }
 
 inline void validate_experts(const Options& o) {
-  CHECK(o.moe_imbalance == 1 || o.ep > 1,
-        "--moe-imbalance {} is for experts that are divided among ranks, and --ep is 1: leave it out, or use --ep",
-        o.moe_imbalance);
   CHECK(!o.moe_capacity_factor || o.moe_dispatch == "capacity",
         "--moe-capacity-factor {} with --moe-dispatch dropless, which has no capacity: use --moe-dispatch capacity, or "
         "leave it out",
