@@ -145,9 +145,8 @@ inline ExpertOptions choose_experts(const Options& o, const ModelConfig& model) 
       .bias_rate = o.moe_bias_rate,
       .imbalance = o.moe_imbalance};
   CHECK(o.moe_imbalance <= static_cast<double>(std::max<int64_t>(1, o.ep)),
-        "--moe-imbalance {} with --ep {}: a rank gets at most {} times its equal share: leave it out, or use a value "
-        "from "
-        "1 to that",
+        "--moe-imbalance {} with --ep {}: a rank gets at most {} times its equal share: leave it out, or use 1 "
+        "to that",
         o.moe_imbalance, o.ep, o.ep);
   if (o.moe_dispatch == "capacity") experts.capacity_factor = o.moe_capacity_factor.value_or(1.25);
   CHECK(o.schedule != "pipedream" || o.pp == 1,
