@@ -9,9 +9,14 @@
 // Which rows each round has follows from one table, of how many rows each rank has for each expert. All ranks gather it
 // and their hosts read it: the host waits for the device once in each forward of a layer, recomputed ones included.
 //
+// It waits for nothing where a capacity bounds the rows from each rank to each other, and there is room for as many
+// from all of them (Experts::stride()). Then so many are sent, those that are left over as padding, in one round; how
+// many are rows is sent before them, and only the device learns it.
+//
 // Bytes that a rank sends in a forward, of its S rows with k choices each and C elements: S k C (P - 1) / P if all
 // experts are chosen equally often, and as much again for their outputs; the backward sends the same, and the rows of
-// further rounds once more. The table is E numbers from each rank to each other.
+// further rounds once more. The table is E numbers from each rank to each other. With padding: P - 1 blocks each time,
+// and E / P numbers for each rank.
 #pragma once
 #include <algorithm>
 #include <numeric>
@@ -36,6 +41,11 @@ class ExpertRounds {
       for (int from = 0; from < ranks; ++from) all += rows(from, to);
       rounds_ = std::max(rounds_, static_cast<int>(ceil_div(all, room)));
     }
+  }
+
+  // One round, in which each rank has so many rows for each.
+  static ExpertRounds padded(int ranks, int64_t rows) {
+    return {std::vector<int64_t>(static_cast<size_t>(ranks * ranks), rows), ranks, ranks * rows};
   }
 
   int rounds() const { return rounds_; }  // at least 1

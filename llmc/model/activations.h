@@ -64,7 +64,7 @@ struct SliceKeys {
 // What experts of a rank compute, R rows in the order of these experts, E of width F.
 struct ReceivedRows {
   Tensor offsets;              // (E + 1) int32: the first row of each
-  Tensor sources, places;      // (R) each, int32: of arrival_plan(); empty tensors where no rows come from other ranks
+  Tensor places;               // (R, 1) int32: of arrival_plan(); an empty tensor where no rows come from other ranks
   Tensor rows, up, activated;  // (R, C) (R, 2 F) (R, F)
 };
 // What the backward of a layer with experts needs of its feed-forward (experts.h). E experts of all ranks, k choices of
@@ -73,8 +73,8 @@ struct ExpertActivations {
   Tensor logits, choices, weights;     // of the router: (S, E) (S, k) int32 (S, k)
   Tensor counts, starts;               // (segments, E) int32: how often each expert was chosen in the sequence, and
                                        // in what comes before the segment; starts: empty where sequences are whole
-  Tensor places, sources, offsets;     // (S, k) (k S) (E + 1) int32: of dispatch_plan()
-  Tensor outputs;                      // (k S, C) of the experts, in the order of these
+  Tensor places, offsets;              // (S, k) (E + 1) int32: of dispatch_plan()
+  Tensor outputs;                      // (R', C) of the experts, in the order of these; R': Experts::sent()
   ReceivedRows received;               // of the experts that this rank has
   Tensor shared_up, shared_activated;  // (N, 2 Fs) (N, Fs); empty tensors without a shared expert, and so below
   Tensor shared_out, gate_logits;      // (S, C) (S, 1); without its gate empty tensors
@@ -189,7 +189,7 @@ struct BlockActivations {
       alloc(activated, "activated", dtype, {N, c.n_ffn}, activation, product_input);
     }
     if (const Experts& e = c.experts; e.count > 0) {
-      const int64_t k = e.per_token, R = e.room(S), segments = most_segments(s, S);
+      const int64_t k = e.per_token, segments = most_segments(s, S), R = e.room(S);
       ExpertActivations& x = experts;
       ReceivedRows& r = x.received;
       const bool exchanged = e.ranks > 1;
@@ -198,16 +198,13 @@ struct BlockActivations {
       alloc(x.choices, "experts chosen", DType::int32, {S, k}, block);
       alloc(x.weights, "weights of experts", stat, {S, k}, block);
       alloc(x.counts, "choices of each expert", DType::int32, {segments, e.count}, std::nullopt);
-      if (tensor.by_rows() || e.spread)
-        alloc(x.starts, "choices before a segment", DType::int32, {segments, e.count}, std::nullopt);
+      if (e.spread) alloc(x.starts, "choices before a segment", DType::int32, {segments, e.count}, std::nullopt);
       alloc(x.places, "places of choices", DType::int32, {S, k}, block);
-      alloc(x.sources, "choices by expert", DType::int32, {k * S}, block);
       alloc(x.offsets, "first rows of experts", DType::int32, {e.count + 1}, block, !exchanged);
-      alloc(x.outputs, "outputs of experts", dtype, {k * S, C}, block);
+      alloc(x.outputs, "outputs of experts", dtype, {e.sent(S), C}, block);
       if (exchanged) {
         alloc(r.offsets, "first received rows of experts", DType::int32, {e.own() + 1}, block);
-        alloc(r.sources, "received rows by expert", DType::int32, {R}, block);
-        alloc(r.places, "places of received rows", DType::int32, {R}, block);
+        alloc(r.places, "places of received rows", DType::int32, {R, 1}, block);
       } else {
         r.offsets = x.offsets;
       }

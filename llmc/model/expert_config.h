@@ -1,7 +1,9 @@
 // expert_config.h: the experts of a model.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "ops/types.h"
@@ -28,13 +30,32 @@ struct Experts {
   // over those that it gets if all experts are chosen equally often.
   int64_t ranks = 1;
   double imbalance = 1;
-  bool spread = false;  // a sequence is spread over context-parallel ranks
+  int64_t sequence = 1, segment = 1;     // rows of a training sequence, and of what a rank has of it without a gap
+  bool spread = false;                   // a sequence may be spread over ranks
+  std::optional<int64_t> capacity = {};  // rows of an expert from one training sequence; none: any number (dropless)
   int64_t own() const { return count / ranks; }
-  // Rows of its experts, if every rank has S rows.
+
+  // Where every rank has S rows: how many a capacity lets through from each rank to each other, at most.
+  int64_t most_to_each(int64_t S) const {
+    const int64_t segments = spread ? Segments{segment}.most(S) : ceil_div(S, segment);
+    return std::min(per_token * S, segments * own() * std::min(*capacity, segment));
+  }
+  // The same, if a rank has room for as many from all of them: for the capacities of all experts, or `imbalance`. 0: it
+  // has not, or there is no capacity.
+  int64_t stride(int64_t S) const {
+    if (ranks == 1 || !capacity) return 0;
+    const double capacities = static_cast<double>(count * *capacity) / static_cast<double>(sequence),
+                 room = std::max(capacities, imbalance * static_cast<double>(per_token)) * static_cast<double>(S);
+    return static_cast<double>(ranks * most_to_each(S)) <= room ? most_to_each(S) : 0;
+  }
+  // Rows of its experts.
   int64_t room(int64_t S) const {
-    const int64_t share = per_token * S;
+    const int64_t share = per_token * S, padded = ranks * stride(S);
+    if (padded > 0) return padded;
     return ranks == 1 ? share : static_cast<int64_t>(std::ceil(imbalance * static_cast<double>(share)));
   }
+  // Rows in the order of experts that a rank sends.
+  int64_t sent(int64_t S) const { return std::max(per_token * S, ranks * stride(S)); }
 };
 
 }  // namespace llmc

@@ -3,6 +3,7 @@
 // (dist/expert_exchange.h), while the shared expert computes.
 #pragma once
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -66,24 +67,27 @@ inline Tensor travelling(const parallel::Group& p, const char* name, DType dtype
 // What the experts of this rank have in a round after the first, whose rows are not kept.
 inline ReceivedRows received_in_round(const ReceivedRows& like, const parallel::Group& p) {
   ReceivedRows r = like;
-  for (auto t : {&ReceivedRows::offsets, &ReceivedRows::sources, &ReceivedRows::places, &ReceivedRows::rows,
-                 &ReceivedRows::up, &ReceivedRows::activated})
+  for (auto t : {&ReceivedRows::offsets, &ReceivedRows::places, &ReceivedRows::rows, &ReceivedRows::up,
+                 &ReceivedRows::activated})
     r.*t = travelling(p, "rows of a further round", (like.*t).dtype, (like.*t).shape);
   return r;
 }
 
-// Which rows are sent to which rank: from how many rows each rank has for each expert.
+// Which rows are sent to which rank, from how many rows each rank has for each expert: the host waits for it.
 inline ExpertRounds exchange_counts(const ExpertActivations& a, const ModelConfig& c, int64_t room,
                                     const parallel::Group& p) {
   auto scope = p.arena.scope();
   const int P = p.ranks.experts->size(), me = p.ranks.experts->rank();
   const int64_t E = c.experts.count, own = E / P;
-  const Tensor table = travelling(p, "rows for each expert", DType::fp64, {P, E});
+  const Tensor table = travelling(p, "rows for each expert", DType::int32, {P, E}),
+               numbers = travelling(p, "rows for each expert", DType::fp64, {P * E});
   Stream& stream = *p.ranks.expert_stream;
-  rows_of_experts(parallel::rows_of(table, {me, 1}).reshaped({E}), a.offsets, p.compute);
+  expert_counts(parallel::rows_of(table, {me, 1}).reshaped({E}), a.offsets, p.compute);
   stream.wait(p.compute.record());
   p.ranks.experts->all_gather(table, stream);
-  const Readback on_host(table, stream);
+  zero(numbers, stream);
+  add_expert_counts(numbers, table.reshaped({1, P * E}), stream);
+  const Readback on_host(numbers, stream);
   std::vector<int64_t> counts;
   if (on_host.moves_data()) {
     for (const double n : on_host.values()) counts.push_back(static_cast<int64_t>(n));
@@ -94,12 +98,30 @@ inline ExpertRounds exchange_counts(const ExpertActivations& a, const ModelConfi
   return {std::move(counts), P, room};
 }
 
+// Where each rank sends as many rows to each other, with padding, only the device knows how many are rows: for each
+// expert of this rank those of each rank, (ranks, experts).
+struct ArrivingCounts {
+  Tensor counts;
+  Event event;
+};
+inline ArrivingCounts send_counts(const ExpertActivations& a, const ModelConfig& c, const parallel::Group& p) {
+  Comm& group = *p.ranks.experts;
+  Stream& stream = *p.ranks.expert_stream;
+  const Shape shape = {group.size(), c.experts.own()};
+  const Tensor sent = travelling(p, "rows for each expert", DType::int32, shape),
+               counts = travelling(p, "rows that arrive for each expert", DType::int32, shape);
+  expert_counts(sent.reshaped({c.experts.count}), a.offsets, p.compute);
+  stream.wait(p.compute.record());
+  group.all_to_all(counts, sent, stream);
+  return {counts, stream.record()};
+}
+
 // Rows that are on their way to the experts of this rank, in the order of the ranks that sent them.
 struct Arrival {
   Tensor rows;  // (R, C)
   Event event;
 };
-// sent (k S, C): in the order of their experts; arrived (R, C)
+// sent: in the order of their experts; arrived (R, C)
 inline Arrival send_rows(Tensor arrived, Tensor sent, const ExpertRounds& rounds, int round, const parallel::Group& p) {
   Comm& group = *p.ranks.experts;
   Stream& stream = *p.ranks.expert_stream;
@@ -116,21 +138,26 @@ inline void plan_arrival(const ReceivedRows& r, const ExpertRounds& rounds, int 
   const Tensor on_device =
       travelling(p, "rows that arrive for each expert", DType::int32, {group.size(), r.offsets.shape[0] - 1});
   upload(on_device, std::move(counts), p.compute);
-  arrival_plan(r.places, r.sources, r.offsets, on_device, 0, p.compute);
+  arrival_plan(r.places, r.offsets, on_device, 0, p.compute);
+}
+inline void plan_arrival(const ReceivedRows& r, const ArrivingCounts& arriving, int64_t stride,
+                         const parallel::Group& p) {
+  p.compute.wait(arriving.event);
+  arrival_plan(r.places, r.offsets, arriving.counts, stride, p.compute);
 }
 // out (R, C) = the rows in the order of the experts.
 inline void take_rows(Tensor out, const Arrival& arrival, const ReceivedRows& r, const parallel::Group& p) {
   p.compute.wait(arrival.event);
-  dispatch_rows(out, arrival.rows, r.sources, r.offsets, 1, p.compute);
+  dispatch_rows(out, arrival.rows, r.places, p.compute);
 }
-// to (k S, C) = what the ranks with the experts have made of the rows, `from` (R, C) on each, of a round.
+// to = what the ranks with the experts have made of the rows, `from` (R, C) on each, of a round.
 inline void return_rows(Tensor to, Tensor from, const ReceivedRows& r, const ExpertRounds& rounds, int round,
                         const parallel::Group& p) {
   auto scope = p.arena.scope();
   Comm& group = *p.ranks.experts;
   Stream& stream = *p.ranks.expert_stream;
   const Tensor sent = travelling(p, "rows that return", from.dtype, from.shape);
-  combine_rows(sent, from, {}, r.places.reshaped({from.shape[0], 1}), Accumulate::no, p.compute);
+  combine_rows(sent, from, {}, r.places, Accumulate::no, p.compute);
   stream.wait(p.compute.record());
   group.all_to_all_rows(to, sent, rounds.blocks_received(group.rank(), round), rounds.blocks_sent(group.rank(), round),
                         stream);
@@ -143,28 +170,32 @@ template <class Meanwhile>
 void experts_of_all_ranks(const ExpertActivations& a, Tensor x, const ModelConfig& c, const Routing& r,
                           const parallel::Group& p, Meanwhile&& meanwhile) {
   auto scope = p.arena.scope();
-  const int64_t room = a.received.rows.shape[0];
+  const int64_t room = a.received.rows.shape[0], stride = padded_rows(x, c, r);
   const Tensor sent = travelling(p, "rows by expert", x.dtype, a.outputs.shape);
-  rows_by_expert(sent, a, x, c, r, p.compute);
-  ExpertRounds& rounds = *a.rounds = exchange_counts(a, c, room, p);
+  rows_by_expert(sent, a, x, r, p.compute);
+  std::optional<ArrivingCounts> arriving;
+  if (stride > 0) arriving = send_counts(a, c, p);
+  ExpertRounds& rounds = *a.rounds =
+      arriving ? ExpertRounds::padded(c.experts.ranks, stride) : exchange_counts(a, c, room, p);
   auto like_received = [&](const char* name) { return travelling(p, name, x.dtype, a.received.rows.shape); };
   const Tensor out = like_received("outputs of experts"), arrived = like_received("rows that arrive");
-  const ReceivedRows further = received_in_round(a.received, p);
+  const ReceivedRows further = arriving ? ReceivedRows{} : received_in_round(a.received, p);
   for (int round = 0; round < rounds.rounds(); ++round) {
     auto scope_of_round = p.arena.scope();
     const ReceivedRows& received = round == 0 ? a.received : further;
     const Arrival arrival = send_rows(arrived, sent, rounds, round, p);
-    plan_arrival(received, rounds, round, p);
     if (round == 0) meanwhile();
+    if (arriving) plan_arrival(received, *arriving, stride, p);
+    else plan_arrival(received, rounds, round, p);
     take_rows(received.rows, arrival, received, p);
     experts_forward(out, received, ExpertMatrices(r.experts(), c, ExpertMatrices::Of::weights), p.compute);
     return_rows(a.outputs, out, received, rounds, round, p);
   }
 }
 
-// drows (k S, C) = the gradients of the rows of x, in the order of the experts, from doutputs (k S, C), those of their
-// outputs; the gradients of the experts' matrices += ... The rows of further rounds are sent and computed again. So the
-// weight part of the experts is done here as well: the rows are no longer there when it comes.
+// drows = the gradients of the rows of x, in the order of the experts, from doutputs, those of their outputs; both as
+// a.outputs. The gradients of the experts' matrices += ... The rows of further rounds are sent and computed again. So
+// the weight part of the experts is done here as well: the rows are no longer there when it comes.
 template <class Meanwhile>
 void backward_of_all_ranks(Tensor drows, Tensor doutputs, const ExpertActivations& a, Tensor x, const ModelConfig& c,
                            const Routing& r, const parallel::Group& p, Meanwhile&& meanwhile) {
@@ -189,13 +220,14 @@ void backward_of_all_ranks(Tensor drows, Tensor doutputs, const ExpertActivation
     meanwhile();
     compute(first, arrival, 0);
   }
+  if (padded_rows(x, c, r) > 0) return;
   const ReceivedRows further = received_in_round(first, p);  // room for it, whether there is one or not
   const Tensor sent = like("rows by expert", a.outputs), arrived = like("rows that arrive", first.rows);
   for (const Tensor& t : {first.rows, first.activated}) {
     auto scope_of_round = p.arena.scope();
     like("room of a further round", t);
   }
-  if (rounds.rounds() > 1) rows_by_expert(sent, a, x, c, r, stream);
+  if (rounds.rounds() > 1) rows_by_expert(sent, a, x, r, stream);
   for (int round = 1; round < rounds.rounds(); ++round) {
     const Arrival arrival = send_rows(arrived, sent, rounds, round, p),
                   darrival = send_rows(darrived, doutputs, rounds, round, p);

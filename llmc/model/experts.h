@@ -32,7 +32,7 @@ struct SharedGate {
     weights = p.temporary("gate of the shared expert", logits.dtype, {n, 1});
     router_forward(choices, weights, logits, {}, shared_gate, p.compute);
     auto scope = p.arena.scope();
-    dispatch_plan(places, integers({n}), integers({2}), choices, {}, std::nullopt, segments, p.compute);
+    dispatch_plan(places, integers({2}), choices, {}, std::nullopt, segments, {n}, p.compute);
   }
 };
 inline void expert_activation(const ExpertActivations& a, Stream& stream) {
@@ -57,14 +57,14 @@ inline void experts_interior(const ExpertActivations& a, Tensor x, Tensor gather
     router_logits(first_rows(a.gate_logits, n), first_rows(x, n), unit.weight("moe.shared_gate.weight"), p.compute);
   };
   if (c.experts.ranks > 1) return experts_of_all_ranks(a, x, c, r, p, shared_expert);
-  rows_by_expert(a.received.rows, a, x, c, r, p.compute);
+  rows_by_expert(a.received.rows, a, x, r, p.compute);
   experts_forward(a.outputs, a.received, ExpertMatrices(r.experts(), c, ExpertMatrices::Of::weights), p.compute);
   shared_expert();
 }
 // What of it is recomputed when the norm before it is.
 inline void recompute_rows(const ExpertActivations& a, Tensor x, const ModelConfig& c, const Routing& r,
                            Stream& stream) {
-  if (c.experts.ranks == 1) rows_by_expert(a.received.rows, a, x, c, r, stream);
+  if (c.experts.ranks == 1) rows_by_expert(a.received.rows, a, x, r, stream);
 }
 
 // out (S, C) = the sum of the outputs.

@@ -53,6 +53,12 @@ inline void zero_padding(const Tensor& t, int64_t n, Stream& stream) {
   if (const int64_t S = t.shape[0]; n < S) zero(parallel::rows_of(t, {n, S - n}), stream);
 }
 
+// The rows that each rank sends to each other, with padding, where a capacity bounds their number; 0: those there are.
+// x (S, C)
+inline int64_t padded_rows(const Tensor& x, const ModelConfig& c, const Routing& r) {
+  return r.training && r.training->capacity ? c.experts.stride(x.shape[0]) : 0;
+}
+
 // Adds to what training records, and keeps what its balancing loss and its capacity need of whole sequences.
 inline void record_routing(const ExpertActivations& a, const ModelConfig& c, const Routing& r,
                            const parallel::Group& p) {
@@ -102,15 +108,17 @@ inline void route(const ExpertActivations& a, Tensor x, const UnitState& unit, c
   if (records) record_routing(a, c, r, p);
   const auto capacity = r.training ? r.training->capacity : std::nullopt;
   const bool spread = r.training && r.training->sequences;
-  dispatch_plan(first_rows(a.places, n), a.sources, a.offsets, choices,
-                capacity && spread ? first_rows(a.starts, r.rows.segments.count(n)) : Tensor{}, capacity,
-                r.rows.segments, p.compute);
+  const int64_t stride = padded_rows(x, c, r);
+  dispatch_plan(
+      first_rows(a.places, n), a.offsets, choices,
+      capacity && spread ? first_rows(a.starts, r.rows.segments.count(n)) : Tensor{}, capacity, r.rows.segments,
+      stride > 0 ? ExpertRoom{c.experts.ranks * stride, c.experts.ranks} : ExpertRoom{a.outputs.shape[0]}, p.compute);
   if (records) count_dropped(r.training->totals.slice(3, {1}), n * c.experts.per_token, a.offsets, p.compute);
 }
-// out (k S, C) = the rows of x, in the order of their experts.
-inline void rows_by_expert(Tensor out, const ExpertActivations& a, Tensor x, const ModelConfig& c, const Routing& r,
-                           Stream& stream) {
-  dispatch_rows(out, first_rows(x, r.rows.count), a.sources, a.offsets, c.experts.per_token, stream);
+// out = the rows of x (S, C), in the order of their experts.
+inline void rows_by_expert(Tensor out, const ExpertActivations& a, Tensor x, const Routing& r, Stream& stream) {
+  const int64_t n = r.rows.count;
+  dispatch_rows(out, first_rows(x, n), first_rows(a.places, n), stream);
 }
 
 }  // namespace detail

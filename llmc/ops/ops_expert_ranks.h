@@ -18,27 +18,24 @@ inline void expert_counts(Tensor counts, Tensor offsets, Stream& stream) {
 
 // The order by expert of rows that have arrived from P ranks. counts (P, E): rows that each rank has sent for each of
 // this rank's E experts; they arrive by rank, those of a rank by expert. The rows of rank p begin after all those of
-// the ranks before, or with a stride at p * stride, with padding after them. offsets (E + 1); sources (R) = the arrival
-// at each row in the order (expert, rank, arrival); places (A) = the reverse, -1 for padding. All int32. So
-// dispatch_rows(rows, arrived, sources, offsets, 1) brings what arrived into the order of experts, and
-// combine_rows(arrived, rows, {}, places as (A, 1)) back, with zeros in the padding.
-// There must be no more rows than room for arrivals, and with a stride from no rank more than it.
-inline void arrival_plan(Tensor places, Tensor sources, Tensor offsets, Tensor counts, int64_t stride, Stream& stream) {
-  const int64_t P = counts.shape[0], E = counts.shape[1], A = places.numel(), R = sources.numel();
+// the ranks before, or with a stride at p * stride, with padding after them. offsets (E + 1); places (A, 1) = where
+// each arrival is in the order (expert, rank, arrival), -1 for padding. All int32. So dispatch_rows(rows, arrived,
+// places) brings what arrived into the order of experts, and combine_rows(arrived, rows, {}, places) back, with zeros
+// in the padding. There must be no more rows than room for arrivals, and with a stride from no rank more than it.
+inline void arrival_plan(Tensor places, Tensor offsets, Tensor counts, int64_t stride, Stream& stream) {
+  const int64_t P = counts.shape[0], E = counts.shape[1], A = places.numel();
   CHECK_TENSOR(counts, DType::int32, P, E);
-  CHECK_TENSOR(places, DType::int32, A);
-  CHECK_TENSOR(sources, DType::int32, R);
+  CHECK_TENSOR(places, DType::int32, A, 1);
   CHECK_TENSOR(offsets, DType::int32, E + 1);
   CHECK(stride >= 0 && (stride == 0 || A == P * stride), "arrival_plan: room for {} rows of {} ranks, {} of each", A, P,
         stride);
-  CHECK(R >= A, "arrival_plan: {} rows can arrive, but there is room for {} in the order of experts", A, R);
   CHECK(A <= std::numeric_limits<int32_t>::max(), "arrival_plan: {} rows are too many for 32 bits", A);
   auto scope = stream.scratch().scope();
   const Tensor scratch =
       detail::scratch(stream, "order of arrivals", DType::int32, P, ON_GPU(cuda::arrival_plan_scratch(P, E)));
-  stream.run({"arrival_plan", 0, detail::bytes_of({places, sources, counts})}, {}, [=, &stream] {
-    CALL_OP(stream, void, arrival_plan, places.data<int32_t>(), sources.data<int32_t>(), offsets.data<int32_t>(),
-            scratch.data<int32_t>(), counts.data<int32_t>(), P, E, A, stride);
+  stream.run({"arrival_plan", 0, detail::bytes_of({places, counts})}, {}, [=, &stream] {
+    CALL_OP(stream, void, arrival_plan, places.data<int32_t>(), offsets.data<int32_t>(), scratch.data<int32_t>(),
+            counts.data<int32_t>(), P, E, A, stride);
   });
 }
 

@@ -180,61 +180,51 @@ inline void count_dropped(Tensor dropped, int64_t choices, Tensor offsets, Strea
   });
 }
 
-// The order of the choices by expert; those of an expert in the order (row, choice). offsets (E + 1); sources (R) = the
-// choice, row k + j, of each row in this order; places (N, k) = the reverse, -1 for a dropped choice. All int32.
+// The order of the choices by expert; those of an expert in the order (row, choice). offsets (E + 1); places (N, k) =
+// the row of each choice in this order, -1 for a dropped one. All int32. With blocks of rows, the experts are in as
+// many blocks, of as many experts each, and the rows of each block begin at a multiple of the stride, with a gap after
+// them; offsets do not count the gaps.
 // Without a capacity nothing is dropped. With one, each segment's first `capacity` choices of an expert are kept, in
 // the order (row, choice), where starts (segments, E) int32 say how many came before in the segment's sequence, on
 // other ranks; an empty tensor: none.   choices (N, k)
-inline void dispatch_plan(Tensor places, Tensor sources, Tensor offsets, Tensor choices, Tensor starts,
-                          std::optional<int64_t> capacity, const Segments& segments, Stream& stream) {
-  const int64_t N = choices.shape[0], k = choices.shape[1], E = offsets.shape[0] - 1, R = sources.shape[0];
-  const int64_t S = segments.count(N), most = capacity ? std::min(N * k, S * E * *capacity) : N * k;
+inline void dispatch_plan(Tensor places, Tensor offsets, Tensor choices, Tensor starts, std::optional<int64_t> capacity,
+                          const Segments& segments, const ExpertRoom& rows, Stream& stream) {
+  const int64_t N = choices.shape[0], k = choices.shape[1], E = offsets.shape[0] - 1, S = segments.count(N);
   detail::check_segments("dispatch_plan", segments);
   CHECK(E >= 1 && E <= most_experts, "dispatch_plan: {} experts; there may be 1 to {}", E, most_experts);
   CHECK(!capacity || *capacity >= 0, "dispatch_plan: a capacity of {} rows", capacity.value_or(0));
-  CHECK(R >= most, "dispatch_plan: room for {} rows, but {} rows with {} choices can need {}", R, N, k, most);
+  CHECK(rows.blocks >= 1 && E % rows.blocks == 0 && rows.room % rows.blocks == 0,
+        "dispatch_plan: {} experts and {} rows do not divide into {} blocks", E, rows.room, rows.blocks);
+  const int64_t most = capacity ? std::min(N * k, S * (E / rows.blocks) * *capacity) : N * k;
+  CHECK(rows.stride() >= most, "dispatch_plan: room for {} rows, but {} rows with {} choices can need {}",
+        rows.stride(), N, k, most);
   CHECK(N * k <= std::numeric_limits<int32_t>::max() && S * E < std::numeric_limits<int32_t>::max(),
         "dispatch_plan: {} rows with {} choices in {} segments are too many for 32 bits; use smaller micro-batches", N,
         k, S);
   CHECK_TENSOR(choices, DType::int32, N, k);
   CHECK_TENSOR(places, DType::int32, N, k);
-  CHECK_TENSOR(sources, DType::int32, R);
   CHECK_TENSOR(offsets, DType::int32, E + 1);
   if (!starts.empty()) CHECK_TENSOR(starts, DType::int32, S, E);
   auto scope = stream.scratch().scope();
   const Tensor scratch = detail::scratch(stream, "order of rows by expert", DType::int32, (segments.most(N) + 1) * E,
                                          ON_GPU(cuda::dispatch_plan_scratch(N, E, k, segments.most(N))));
-  stream.run({"dispatch_plan", 0, detail::bytes_of({places, sources, choices})}, {}, [=, &stream] {
-    CALL_OP(stream, void, dispatch_plan, places.data<int32_t>(), sources.data<int32_t>(), offsets.data<int32_t>(),
-            scratch.data<int32_t>(), choices.data<int32_t>(), starts.empty() ? nullptr : starts.data<int32_t>(), N, E,
-            k, capacity.value_or(-1), segments);
+  stream.run({"dispatch_plan", 0, detail::bytes_of({places, choices})}, {}, [=, &stream] {
+    CALL_OP(stream, void, dispatch_plan, places.data<int32_t>(), offsets.data<int32_t>(), scratch.data<int32_t>(),
+            choices.data<int32_t>(), starts.empty() ? nullptr : starts.data<int32_t>(), N, E, k, capacity.value_or(-1),
+            segments, rows);
   });
 }
 
-// counts (E) fp64 = the rows of each expert. offsets (E + 1) int32
-inline void rows_of_experts(Tensor counts, Tensor offsets, Stream& stream) {
-  const int64_t E = counts.shape[0];
-  CHECK_TENSOR(counts, DType::fp64, E);
-  CHECK_TENSOR(offsets, DType::int32, E + 1);
-  stream.run({"rows_of_experts", 0, detail::bytes_of({counts, offsets})}, {counts}, [=, &stream] {
-    CALL_OP(stream, void, rows_of_experts, counts.data<double>(), offsets.data<int32_t>(), E);
-  });
-}
-
-// Row r of out = the row of x whose choice r is.   out (R, C); x (N, C); sources (R); k: choices of a row of x
-inline void dispatch_rows(Tensor out, Tensor x, Tensor sources, Tensor offsets, int64_t k, Stream& stream) {
-  const int64_t R = out.shape[0], C = x.shape[1], E = offsets.shape[0] - 1;
-  CHECK_TENSOR(out, x.dtype, R, C);
-  CHECK_TENSOR(sources, DType::int32, R);
-  CHECK_TENSOR(offsets, DType::int32, E + 1);
+// out[places[n, j]] = x[n]; dropped choices have no row. Rows of `out` without a choice stay as they are.
+// out (R, C); x (N, C); places (N, k) int32
+inline void dispatch_rows(Tensor out, Tensor x, Tensor places, Stream& stream) {
+  const int64_t N = x.shape[0], C = x.shape[1], k = places.shape[1];
+  CHECK_TENSOR(out, x.dtype, out.shape[0], C);
+  CHECK_TENSOR(places, DType::int32, N, k);
   stream.run({"dispatch_rows", 0, 2 * detail::bytes_of({out})}, {}, [=, &stream] {
     with_type(x.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
-      const int32_t* rows = offsets.data<int32_t>() + E;
-      RUN_ON_DEVICE(
-          stream, X,
-          cuda::dispatch_rows(out.data<X>(), x.data<X>(), sources.data<int32_t>(), rows, R, C, k, stream.cuda()),
-          cpu::dispatch_rows(out.data<X>(), x.data<X>(), sources.data<int32_t>(), rows, C, k));
+      CALL_OP(stream, X, dispatch_rows, out.data<X>(), x.data<X>(), places.data<int32_t>(), N, C, k);
     });
   });
 }

@@ -195,6 +195,14 @@ struct Segments {
   }
 };
 
+// Room for rows in the order of experts: without gaps, or as many rows for each of some blocks of experts.
+struct ExpertRoom {
+  int64_t room;
+  int64_t blocks = 1;
+
+  constexpr int64_t stride() const { return room / blocks; }
+};
+
 // What the router's own losses add to the gradient of the logits: d loss / d (balancing loss of a sequence), and
 // d loss / d (sum over rows of logsumexp^2).
 struct RouterLosses {

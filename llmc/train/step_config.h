@@ -90,7 +90,10 @@ struct StepConfig {
     ModelConfig part = part_of(model, tensor);
     part.experts.ranks = expert.ranks;
     part.experts.imbalance = experts.imbalance;
-    part.experts.spread = context.ranks > 1;
+    part.experts.sequence = batch.T;
+    part.experts.segment = context.ranks > 1 ? batch.T / (2 * context.ranks) : batch.T;
+    part.experts.spread = context.ranks > 1 || tensor.by_rows();
+    part.experts.capacity = experts.capacity(batch.T, model.experts);
     return part;
   }
 

@@ -78,10 +78,9 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   router_backward(f, f, f, ids, ids, N, router, {}, segments, stream);
   router_statistics(ids, f, f, f, f, ids, N, router, segments, stream);
   router_losses(d, ids, f, f, N, router, N, stream);
-  rows_of_experts(d, ids, N, stream);
   add_to(d, d, N, stream);
-  dispatch_plan(ids, ids, ids, ids, ids, ids, N, N, 1, N, segments, stream);
-  dispatch_rows(x, x, ids, ids, N, C, 1, stream);
+  dispatch_plan(ids, ids, ids, ids, ids, N, N, 1, N, segments, {N}, stream);
+  dispatch_rows(x, x, ids, N, C, 1, stream);
   combine_rows(x, x, f, ids, N, C, 1, Accumulate::no, stream);
   combine_backward(x, f, x, x, f, ids, N, C, 1, stream);
   grouped_linear_forward(x, x, x, ids, N, 1, C, C, stream);
@@ -93,7 +92,7 @@ template void all_kernels(bf16*, float*, double*, int32_t*, int64_t, int64_t, cu
 
 void use_expert_ranks(int32_t* ids, float* f, double* d, int64_t N, cudaStream_t stream) {
   expert_counts(ids, ids, N, stream);
-  arrival_plan(ids, ids, ids, ids, ids, N, N, N, N, stream);
+  arrival_plan(ids, ids, ids, ids, N, N, N, N, stream);
   join_segments(ids, f, f, ids, f, f, ids, ids, N, N, stream);
   segment_starts(ids, ids, ids, ids, ids, ids, 0, N, N, stream);
   add_expert_counts(d, ids, N, N, stream);

@@ -1,6 +1,11 @@
-// Which rows go to the ranks of their experts in which round.
+// Which rows go to the ranks of their experts in which round, and what the host waits for.
+#include <atomic>
+#include <chrono>
+#include <thread>
+
 #include "catch2.h"
 #include "dist/expert_exchange.h"
+#include "dist/expert_layouts.h"
 #include "helpers.h"
 
 using namespace llmc;
@@ -49,4 +54,67 @@ TEST_CASE("rounds of rows to experts have all of them once, and never more than 
   REQUIRE(none.rounds() == 1);
   REQUIRE(none.blocks_sent(0, 0)[1].count == 0);
   REQUIRE_ERROR(ExpertRounds(counts, P, 0), "room for 0 rows");
+}
+
+TEST_CASE("with padding every rank has a block of rows for each") {
+  const ExpertRounds rounds = ExpertRounds::padded(3, 5);
+  REQUIRE(rounds.rounds() == 1);
+  for (int rank = 0; rank < 3; ++rank)
+    for (const auto& blocks : {rounds.blocks_sent(rank, 0), rounds.blocks_received(rank, 0)})
+      for (size_t k = 0; k < 3; ++k) REQUIRE((blocks[k].begin == 5 * static_cast<int64_t>(k) && blocks[k].count == 5));
+}
+
+TEST_CASE("rows are padded where a capacity bounds them and there is room for as many from all ranks") {
+  Experts e{.count = 8, .per_token = 2, .ranks = 4, .sequence = 64, .segment = 64};
+  REQUIRE((e.stride(128) == 0 && e.room(128) == 256 && e.sent(128) == 256));  // dropless
+  e.capacity = 20;                                                            // 1.25 times its share
+  REQUIRE((e.stride(128) == 2 * 2 * 20 && e.room(128) == 320 && e.sent(128) == 320));
+  e.capacity = 64;  // no more than the choices of the rows there are
+  REQUIRE(e.stride(128) == 2 * 128);
+  e.capacity = 8;  // less than the share: a rank has rows for validation, which drops nothing
+  REQUIRE((e.stride(128) == 32 && e.room(128) == 128 && e.sent(128) == 256));
+  // Context-parallel ranks with two slices of 16 rows of each sequence: 4, and perhaps one that began before.
+  e.capacity = 20;
+  e.segment = 16;
+  e.spread = true;
+  REQUIRE((e.stride(64) == 0 && e.room(64) == 128));
+  e.imbalance = 2.5;
+  REQUIRE((e.stride(64) == 0 && e.room(64) == 320));  // of 5 x 2 x 16 from each
+  e.imbalance = 4;
+  REQUIRE((e.stride(64) == 128 && e.room(64) == 512));  // both choices of all rows
+  e.ranks = 1;
+  REQUIRE((e.stride(64) == 0 && e.room(64) == 128));
+}
+
+// The compute stream is held up, so a host that needs to know what it computes does not get to the end of the step. The
+// step is a short one: queues are bounded.
+TEST_CASE("the host waits for no counts of rows where a capacity bounds them; without one it does") {
+  for (const bool bounded : {true, false}) {
+    ModelConfig model = expert_layouts::small_model("mixtral");
+    model.n_layer = 1;
+    StepConfig step = expert_layouts::step_of(model, {.ep = 2, .shards = 2});
+    step.batch = {2, 16};
+    step.micro_batches = 1;
+    if (bounded) step.experts.capacity_factor = 1.25;
+    World world(step.mesh(), Backend::threads, poison_hooks);
+    std::atomic<int> enqueued = 0;
+    std::atomic<bool> all_enqueued = true;
+    run_ranks(world, [&](int rank) {
+      Run run(step, make_plan(step, {DeviceKind::cpu, 1}), {DeviceKind::cpu, 1}, world, rank);
+      init_weights(run.trainer.state(), 42, run.stream);
+      run.stream.synchronize();
+      run.stream.enqueue([&] {
+        const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(bounded ? 60000 : 300);
+        while (enqueued < step.ranks() && std::chrono::steady_clock::now() < end)
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        if (enqueued < step.ranks()) all_enqueued = false;
+      });
+      const PendingStep pending = run.trainer.begin_step(
+          [&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); },
+          {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 1}, {.max_norm = 1});
+      ++enqueued;
+      pending.wait();
+    });
+    REQUIRE(all_enqueued == bounded);
+  }
 }

@@ -11,13 +11,12 @@ using Integers = std::vector<int32_t>;
 Integers values_of(const Tensor& t) { return {t.data<int32_t>(), t.data<int32_t>() + t.numel()}; }
 
 struct ArrivalPlan {
-  Tensor places, sources, offsets;
+  Tensor places, offsets;
 };
-ArrivalPlan plan_arrivals(Bench& b, const Tensor& counts, int64_t rows, int64_t stride, int64_t room) {
-  const ArrivalPlan p{b.poisoned(DType::int32, {rows}), b.poisoned(DType::int32, {room}),
-                      b.poisoned(DType::int32, {counts.shape[1] + 1})};
+ArrivalPlan plan_arrivals(Bench& b, const Tensor& counts, int64_t rows, int64_t stride) {
+  const ArrivalPlan p{b.poisoned(DType::int32, {rows, 1}), b.poisoned(DType::int32, {counts.shape[1] + 1})};
   std::fill_n(p.places.data<int32_t>(), rows, 7);  // poison is -1
-  arrival_plan(p.places, p.sources, p.offsets, counts, stride, b.stream);
+  arrival_plan(p.places, p.offsets, counts, stride, b.stream);
   b.stream.synchronize();
   return p;
 }
@@ -27,20 +26,17 @@ ArrivalPlan plan_arrivals(Bench& b, const Tensor& counts, int64_t rows, int64_t 
 TEST_CASE("rows that have arrived are ordered by expert, then by rank, then as they arrived") {
   Bench b;
   const Tensor counts = b.integers({1, 0, 2, /**/ 0, 0, 0, /**/ 2, 1, 0}).reshaped({3, 3});
-  const ArrivalPlan close = plan_arrivals(b, counts, 7, 0, 7);
+  const ArrivalPlan close = plan_arrivals(b, counts, 7, 0);
   REQUIRE(values_of(close.offsets) == Integers{0, 3, 4, 6});
-  REQUIRE(values_of(close.sources) == Integers{0, 3, 4, 5, 1, 2, -1});  // the last stays as it was
   REQUIRE(values_of(close.places) == Integers{0, 4, 5, 1, 2, 3, -1});
-  const ArrivalPlan padded = plan_arrivals(b, counts, 12, 4, 13);
+  const ArrivalPlan padded = plan_arrivals(b, counts, 12, 4);
   REQUIRE(values_of(padded.offsets) == Integers{0, 3, 4, 6});
-  REQUIRE(values_of(padded.sources) == Integers{0, 8, 9, 10, 1, 2, -1, -1, -1, -1, -1, -1, -1});
   REQUIRE(values_of(padded.places) == Integers{0, 4, 5, -1, -1, -1, -1, -1, 1, 2, 3, -1});
   const Tensor per_expert = b.poisoned(DType::int32, {3});
   expert_counts(per_expert, padded.offsets, b.stream);
   b.stream.synchronize();
   REQUIRE(values_of(per_expert) == Integers{3, 1, 2});
-  REQUIRE_ERROR(plan_arrivals(b, counts, 11, 4, 13), "room for 11 rows of 3 ranks, 4 of each");
-  REQUIRE_ERROR(plan_arrivals(b, counts, 12, 4, 11), "12 rows can arrive, but there is room for 11");
+  REQUIRE_ERROR(plan_arrivals(b, counts, 11, 4), "room for 11 rows of 3 ranks, 4 of each");
 }
 
 TEST_CASE("rows sent to the ranks of their experts come into the experts' order there, and back to their senders") {
@@ -50,7 +46,7 @@ TEST_CASE("rows sent to the ranks of their experts come into the experts' order 
   Bench b;
   const auto stale = [&](int64_t rows) { return b.poisoned(DType::fp64, {rows, C}); };
   struct Sender {
-    Tensor choices, x, rows, returned, places, sources, offsets, counts;
+    Tensor choices, x, rows, returned, places, offsets, counts;
   };
   std::vector<Sender> senders;
   for (int64_t p = 0; p < P; ++p) {
@@ -60,14 +56,13 @@ TEST_CASE("rows sent to the ranks of their experts come into the experts' order 
           static_cast<int32_t>(one_expert ? 3 : (i / k * (p + 1) + i % k * (1 + i / k % 4)) % (P * E));
     const Sender s{choices,
                    b.normal({N, C}),
-                   stale(R),
-                   stale(R),
+                   stale(A),
+                   stale(A),
                    b.poisoned(DType::int32, {N, k}),
-                   b.poisoned(DType::int32, {R}),
                    b.poisoned(DType::int32, {P * E + 1}),
                    b.poisoned(DType::int32, {P * E})};
-    dispatch_plan(s.places, s.sources, s.offsets, s.choices, {}, {}, {N}, b.stream);
-    dispatch_rows(s.rows, s.x, s.sources, s.offsets, k, b.stream);
+    dispatch_plan(s.places, s.offsets, s.choices, {}, {}, {N}, {A, padded ? P : 1}, b.stream);
+    dispatch_rows(s.rows, s.x, s.places, b.stream);
     expert_counts(s.counts, s.offsets, b.stream);
     b.stream.synchronize();
     senders.push_back(s);
@@ -80,16 +75,16 @@ TEST_CASE("rows sent to the ranks of their experts come into the experts' order 
     for (int64_t p = 0; p < P; ++p) {
       const Sender& s = senders[static_cast<size_t>(p)];
       std::copy_n(s.counts.data<int32_t>() + owner * E, E, counts.data<int32_t>() + p * E);
+      const int32_t* const begin = s.offsets.data<int32_t>() + owner * E;
       if (padded) to = p * stride;
-      for (int32_t r = s.offsets.data<int32_t>()[owner * E]; r < s.offsets.data<int32_t>()[(owner + 1) * E];
-           ++r, ++to) {
+      for (int64_t r = padded ? owner * stride : *begin, end = r + begin[E] - *begin; r < end; ++r, ++to) {
         moved.emplace_back(s.returned.data<double>() + r * C, arrived.data<double>() + to * C);
         std::copy_n(s.rows.data<double>() + r * C, C, moved.back().second);
       }
     }
-    const ArrivalPlan plan = plan_arrivals(b, counts, A, stride, A);
+    const ArrivalPlan plan = plan_arrivals(b, counts, A, stride);
     const Tensor rows = stale(A), back = stale(A);
-    dispatch_rows(rows, arrived, plan.sources, plan.offsets, 1, b.stream);
+    dispatch_rows(rows, arrived, plan.places, b.stream);
     b.stream.synchronize();
     // Each expert's rows: those of all ranks that chose it, by rank, row and choice.
     int64_t r = 0;
@@ -164,9 +159,8 @@ TEST_CASE("tables of sequences that ranks share are those of the undivided seque
 
   const auto kept = [&](const Tensor& of, const Tensor& starts, const Segments& segments) {
     const int64_t N = of.shape[0];
-    const Tensor places = b.poisoned(DType::int32, {N, k}), sources = b.poisoned(DType::int32, {N * k}),
-                 offsets = b.poisoned(DType::int32, {E + 1});
-    dispatch_plan(places, sources, offsets, of, starts, capacity, segments, b.stream);
+    const Tensor places = b.poisoned(DType::int32, {N, k}), offsets = b.poisoned(DType::int32, {E + 1});
+    dispatch_plan(places, offsets, of, starts, capacity, segments, {N * k}, b.stream);
     b.stream.synchronize();
     std::vector<bool> is_kept;
     for (const int32_t place : values_of(places)) is_kept.push_back(place >= 0);

@@ -19,13 +19,12 @@ Tensor some_choices(Bench& b, int64_t N, int64_t E, int64_t k) {
 }
 
 struct Plan {
-  Tensor places, sources, offsets;
+  Tensor places, offsets;
 };
 Plan make_plan(Bench& b, const Tensor& choices, int64_t E, int64_t R, std::optional<int64_t> capacity = std::nullopt,
-               Segments segments = {1 << 20}, Tensor starts = {}) {
-  const Plan p{b.poisoned(DType::int32, choices.shape), b.poisoned(DType::int32, {R}),
-               b.poisoned(DType::int32, {E + 1})};
-  dispatch_plan(p.places, p.sources, p.offsets, choices, starts, capacity, segments, b.stream);
+               Segments segments = {1 << 20}, Tensor starts = {}, int64_t blocks = 1) {
+  const Plan p{b.poisoned(DType::int32, choices.shape), b.poisoned(DType::int32, {E + 1})};
+  dispatch_plan(p.places, p.offsets, choices, starts, capacity, segments, {R, blocks}, b.stream);
   b.stream.synchronize();
   return p;
 }
@@ -38,7 +37,7 @@ Tensor offsets_of(Bench& b, const std::vector<int32_t>& rows) {
 
 }  // namespace
 
-TEST_CASE("rows are ordered by expert; a capacity keeps the first choices of each segment") {
+TEST_CASE("rows are ordered by expert, also in blocks; a capacity keeps the first choices of each segment") {
   struct Case {
     int64_t N, E, k, length, first;
   };
@@ -49,28 +48,25 @@ TEST_CASE("rows are ordered by expert; a capacity keeps the first choices of eac
   const int64_t S = segments.count(c.N);
   const Tensor choices = some_choices(b, c.N, c.E, c.k), starts = b.zeros(DType::int32, {S, c.E});
   for (int64_t i = 0; i < S * c.E; ++i) starts.data<int32_t>()[i] = static_cast<int32_t>(i % 3);
-  const Plan p = make_plan(b, choices, c.E, c.N * c.k + 3, capacity, segments, capacity ? starts : Tensor{});
+  const int64_t blocks = GENERATE(1, 2), of_block = c.E / blocks, stride = c.N * c.k + 3;
+  if (c.E % blocks > 0) return;
+  const Plan p = make_plan(b, choices, c.E, blocks * stride, capacity, segments, capacity ? starts : Tensor{}, blocks);
   std::vector<std::vector<int32_t>> rows(static_cast<size_t>(c.E));
-  std::vector<int32_t> places(static_cast<size_t>(c.N * c.k), -1), taken = integers_of(starts), sources, offsets = {0};
+  std::vector<int32_t> places(static_cast<size_t>(c.N * c.k), -1), taken = integers_of(starts), offsets = {0};
   for (int32_t i = 0; i < c.N * c.k; ++i) {
     const int32_t e = choices.data<int32_t>()[i];
     if (capacity && taken[static_cast<size_t>((c.first + i / c.k) / c.length * c.E + e)]++ >= *capacity) continue;
     rows[static_cast<size_t>(e)].push_back(i);
   }
-  for (const auto& of_expert : rows) {
-    for (const int32_t i : of_expert) {
-      places[static_cast<size_t>(i)] = static_cast<int32_t>(sources.size());
-      sources.push_back(i);
-    }
-    offsets.push_back(static_cast<int32_t>(sources.size()));
+  int64_t place = 0;
+  for (int64_t e = 0; e < c.E; ++e) {
+    if (e % of_block == 0) place = e / of_block * stride;
+    const auto& of_expert = rows[static_cast<size_t>(e)];
+    for (const int32_t i : of_expert) places[static_cast<size_t>(i)] = static_cast<int32_t>(place++);
+    offsets.push_back(offsets.back() + static_cast<int32_t>(of_expert.size()));
   }
   REQUIRE(integers_of(p.places) == places);
   REQUIRE(integers_of(p.offsets) == offsets);
-  std::vector<int32_t> found = integers_of(p.sources);
-  REQUIRE(std::all_of(found.begin() + static_cast<int64_t>(sources.size()), found.end(),
-                      [](int32_t i) { return i == -1; }));
-  found.resize(sources.size());
-  REQUIRE(found == sources);
 }
 
 TEST_CASE("which choices are dropped does not depend on how a sequence is cut") {
@@ -127,7 +123,7 @@ TEST_CASE("experts: finite differences of dispatch, grouped linear layers and we
   });
   const auto value = [&] {
     copy(out, shared, b.stream);
-    dispatch_rows(sent, x, p.sources, p.offsets, c.k, b.stream);
+    dispatch_rows(sent, x, p.places, b.stream);
     grouped_linear_forward(gate_up, sent, up, p.offsets, b.stream);
     swiglu_forward(hidden, gate_up, b.stream, count);
     grouped_linear_forward(y, hidden, down, p.offsets, b.stream);
@@ -267,7 +263,7 @@ TEST_CASE("the ops of experts give the same bits for any number of threads") {
     router_statistics(counts, p, sums, logits, choices, router, {N}, b.stream);
     router_backward(dlogits, weights, logits, choices, counts, router, {1, 1, N}, {N}, b.stream);
     const Plan plan = make_plan(b, choices, E, R);
-    dispatch_rows(sent, x, plan.sources, plan.offsets, k, b.stream);
+    dispatch_rows(sent, x, plan.places, b.stream);
     grouped_linear_forward(y, sent, w, plan.offsets, b.stream);
     grouped_linear_backward_input(dx, y, w, plan.offsets, b.stream);
     grouped_linear_backward_weight(dw, y, sent, plan.offsets, b.stream);
@@ -284,6 +280,7 @@ TEST_CASE("the ops of experts refuse what does not fit, and book what all rows c
   Bench b;
   const Tensor choices = b.integers({0, 1, 1, 0, 0, 1}).reshaped({3, 2});
   REQUIRE_ERROR(make_plan(b, choices, 2, 5), "room for 5 rows, but 3 rows with 2 choices can need 6");
+  REQUIRE_ERROR(make_plan(b, choices, 2, 9, {}, {3}, {}, 2), "2 experts and 9 rows do not divide into 2 blocks");
   REQUIRE_ERROR(make_plan(b, choices, 2, 1, 1), "can need 2");
   REQUIRE_ERROR(make_plan(b, choices, 2, 6, -2), "a capacity of -2 rows");
   REQUIRE_ERROR(make_plan(b, choices, 2, 6, {}, {4, 4}), "a first row 4 of segments of 4 rows");

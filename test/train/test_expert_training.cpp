@@ -109,7 +109,7 @@ TEST_CASE("experts on any ranks give what one rank computes") {
       {.dp = 4, .stage = 3, .ep = 4, .recompute = Recompute::block},
       {.tp = 2, .ep = 2},
       {.cp = 2, .ep = 2, .imbalance = 0.4},
-      {.dp = 2, .stage = 3, .tp = 2, .cp = 2, .ep = 8},
+      {.dp = 2, .stage = 3, .tp = 2, .cp = 2, .ep = 8, .imbalance = 8},
       {.dp = 2, .stage = 2, .tp = 2, .ep = 4, .recompute = Recompute::block, .imbalance = 0.4},
       {.stage = 1, .tp = 2},
       {.stage = 2, .tp = 4, .ep = 2},

@@ -10,8 +10,8 @@ inline void expert_counts(int32_t* counts, const int32_t* offsets, int64_t E) {
 }
 
 // scratch: (P) integers. stride: 0 for rows without gaps.
-inline void arrival_plan(int32_t* places, int32_t* sources, int32_t* offsets, int32_t* scratch, const int32_t* counts,
-                         int64_t P, int64_t E, int64_t rows, int64_t stride) {
+inline void arrival_plan(int32_t* places, int32_t* offsets, int32_t* scratch, const int32_t* counts, int64_t P,
+                         int64_t E, int64_t rows, int64_t stride) {
   int32_t begin = 0, place = 0;
   for (int64_t p = 0; p < P; ++p) {
     scratch[p] = stride == 0 ? begin : static_cast<int32_t>(p * stride);
@@ -21,11 +21,7 @@ inline void arrival_plan(int32_t* places, int32_t* sources, int32_t* offsets, in
   for (int64_t e = 0; e < E; ++e) {
     offsets[e] = place;
     for (int64_t p = 0; p < P; ++p)
-      for (int32_t i = 0; i < counts[p * E + e]; ++i) {
-        const int32_t row = scratch[p]++;
-        sources[place] = row;
-        places[row] = place++;
-      }
+      for (int32_t i = 0; i < counts[p * E + e]; ++i) places[scratch[p]++] = place++;
   }
   offsets[E] = place;
 }

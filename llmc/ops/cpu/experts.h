@@ -6,9 +6,10 @@
 namespace llmc::cpu {
 
 // scratch: (segments + 1, E) integers. starts: (segments, E) or nullptr. capacity: -1 for none.
-inline void dispatch_plan(int32_t* places, int32_t* sources, int32_t* offsets, int32_t* scratch, const int32_t* choices,
+inline void dispatch_plan(int32_t* places, int32_t* offsets, int32_t* scratch, const int32_t* choices,
                           const int32_t* starts, int64_t N, int64_t E, int64_t k, int64_t capacity,
-                          const Segments& segments) {
+                          const Segments& segments, const ExpertRoom& rows) {
+  const int64_t of_block = E / rows.blocks;
   int32_t *taken = scratch, *next = scratch + segments.count(N) * E;
   for (int64_t i = 0; i < segments.count(N) * E; ++i) taken[i] = starts == nullptr ? 0 : starts[i];
   std::fill(offsets, offsets + E + 1, 0);
@@ -19,22 +20,19 @@ inline void dispatch_plan(int32_t* places, int32_t* sources, int32_t* offsets, i
     if (kept) ++offsets[e + 1];
   }
   for (int64_t e = 0; e < E; ++e) offsets[e + 1] += offsets[e];
-  for (int64_t e = 0; e < E; ++e) next[e] = offsets[e];
-  for (int64_t i = 0; i < N * k; ++i) {
-    if (places[i] < 0) continue;
-    places[i] = next[choices[i]]++;
-    sources[places[i]] = static_cast<int32_t>(i);
+  for (int64_t e = 0; e < E; ++e) {
+    const int64_t block = e / of_block;
+    next[e] = offsets[e] - offsets[block * of_block] + static_cast<int32_t>(block * rows.stride());
   }
-}
-
-inline void rows_of_experts(double* counts, const int32_t* offsets, int64_t E) {
-  for (int64_t e = 0; e < E; ++e) counts[e] = offsets[e + 1] - offsets[e];
+  for (int64_t i = 0; i < N * k; ++i)
+    if (places[i] >= 0) places[i] = next[choices[i]]++;
 }
 
 template <class T>
-void dispatch_rows(T* out, const T* x, const int32_t* sources, const int32_t* rows, int64_t C, int64_t k) {
+void dispatch_rows(T* out, const T* x, const int32_t* places, int64_t N, int64_t C, int64_t k) {
 #pragma omp parallel for schedule(static)
-  for (int64_t r = 0; r < *rows; ++r) std::copy_n(x + sources[r] / k * C, C, out + r * C);
+  for (int64_t i = 0; i < N * k; ++i)
+    if (places[i] >= 0) std::copy_n(x + i / k * C, C, out + places[i] * C);
 }
 
 // weights: (N, k), or nullptr: all 1

@@ -25,10 +25,10 @@ __global__ void order_runs_kernel(int32_t* __restrict__ by_rank, int32_t* __rest
 // Now by_rank and by_expert are how many rows come before each run. A thread per row of the arrivals, and per offset:
 // it looks for the last run that begins at its row or before. stride: 0 for rows without gaps.
 template <int threads>
-__global__ void arrival_plan_kernel(int32_t* __restrict__ places, int32_t* __restrict__ sources,
-                                    int32_t* __restrict__ offsets, const int32_t* __restrict__ by_rank,
-                                    const int32_t* __restrict__ by_expert, const int32_t* __restrict__ counts,
-                                    int64_t P, int64_t E, int64_t rows, int64_t stride) {
+__global__ void arrival_plan_kernel(int32_t* __restrict__ places, int32_t* __restrict__ offsets,
+                                    const int32_t* __restrict__ by_rank, const int32_t* __restrict__ by_expert,
+                                    const int32_t* __restrict__ counts, int64_t P, int64_t E, int64_t rows,
+                                    int64_t stride) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x, runs = P * E;
   if (row <= E) offsets[row] = row < E ? by_expert[row * P] : by_expert[runs - 1] + counts[runs - 1];
   if (row >= rows) return;
@@ -44,10 +44,7 @@ __global__ void arrival_plan_kernel(int32_t* __restrict__ places, int32_t* __res
     else last = middle - 1;
   }
   const int64_t in_run = arrival - by_rank[first];
-  const bool used = in_run < counts[first];
-  const int64_t place = used ? by_expert[first % E * P + first / E] + in_run : -1;
-  places[row] = static_cast<int32_t>(place);
-  if (used) sources[place] = static_cast<int32_t>(row);
+  places[row] = in_run < counts[first] ? static_cast<int32_t>(by_expert[first % E * P + first / E] + in_run) : -1;
 }
 
 // Grid: (blocks of E + 2, B).
@@ -127,8 +124,8 @@ inline void expert_counts(int32_t* counts, const int32_t* offsets, int64_t E, cu
 // Integers of arrival_plan's scratch.
 inline int64_t arrival_plan_scratch(int64_t P, int64_t E) { return 2 * P * E; }
 
-inline void arrival_plan(int32_t* places, int32_t* sources, int32_t* offsets, int32_t* scratch, const int32_t* counts,
-                         int64_t P, int64_t E, int64_t rows, int64_t stride, cudaStream_t stream) {
+inline void arrival_plan(int32_t* places, int32_t* offsets, int32_t* scratch, const int32_t* counts, int64_t P,
+                         int64_t E, int64_t rows, int64_t stride, cudaStream_t stream) {
   constexpr int threads = detail::expert_rank_threads, scan_threads = 1024;
   const int64_t runs = P * E;
   int32_t *by_rank = scratch, *by_expert = scratch + runs;
@@ -137,7 +134,7 @@ inline void arrival_plan(int32_t* places, int32_t* sources, int32_t* offsets, in
   for (int32_t* table : {by_rank, by_expert})
     launch(sums_before_kernel<scan_threads>, 1, scan_threads, 0, stream, table, runs);
   launch(arrival_plan_kernel<threads>, detail::expert_rank_blocks(std::max(rows, E + 1)), threads, 0, stream, places,
-         sources, offsets, by_rank, by_expert, counts, P, E, rows, stride);
+         offsets, by_rank, by_expert, counts, P, E, rows, stride);
 }
 
 inline void join_segments(int32_t* counts, float* probabilities, float* sums, const int32_t* all_counts,

@@ -34,19 +34,27 @@ __global__ void keep_kernel(int32_t* __restrict__ experts, detail::RowIds sorted
   experts[sorted.rows[i]] = static_cast<int32_t>(before < capacity ? id % E : E);
 }
 
-// places, sources and offsets from the choices sorted by expert, of which those with expert E are dropped. One thread
-// more than there are choices: it writes the offsets of the experts after the last choice.
+// places and offsets from the choices sorted by expert, of which those with expert E are dropped. One thread more than
+// there are choices: it writes the offsets of the experts after the last choice.
 template <int threads>
-__global__ void plan_kernel(int32_t* __restrict__ places, int32_t* __restrict__ sources, int32_t* __restrict__ offsets,
-                            detail::RowIds sorted, int64_t n, int32_t E) {
+__global__ void plan_kernel(int32_t* __restrict__ places, int32_t* __restrict__ offsets, detail::RowIds sorted,
+                            int64_t n, int32_t E) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
   if (i > n) return;
   const int32_t expert = i < n ? sorted.ids[i] : E, before = i == 0 ? -1 : sorted.ids[i - 1];
   for (int32_t e = before + 1; e <= expert; ++e) offsets[e] = static_cast<int32_t>(i);
   if (i == n) return;
-  const int32_t choice = sorted.rows[i];
-  places[choice] = expert < E ? static_cast<int32_t>(i) : -1;
-  if (expert < E) sources[i] = choice;
+  places[sorted.rows[i]] = expert < E ? static_cast<int32_t>(i) : -1;
+}
+
+// Moves the places of each block of experts to the rows of that block. of_block: its experts
+template <int threads>
+__global__ void blocks_kernel(int32_t* __restrict__ places, const int32_t* __restrict__ choices,
+                              const int32_t* __restrict__ offsets, int64_t n, int64_t of_block, int64_t stride) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  if (i >= n || places[i] < 0) return;
+  const int64_t block = choices[i] / of_block;
+  places[i] += static_cast<int32_t>(block * stride - offsets[block * of_block]);
 }
 
 // Integers of dispatch_plan's scratch, S segments.
@@ -55,9 +63,9 @@ inline int64_t dispatch_plan_scratch(int64_t N, int64_t E, int64_t k, int64_t S)
 }
 
 // capacity: -1 for none
-inline void dispatch_plan(int32_t* places, int32_t* sources, int32_t* offsets, int32_t* scratch, const int32_t* choices,
+inline void dispatch_plan(int32_t* places, int32_t* offsets, int32_t* scratch, const int32_t* choices,
                           const int32_t* starts, int64_t N, int64_t E, int64_t k, int64_t capacity,
-                          const Segments& segments, cudaStream_t stream) {
+                          const Segments& segments, const ExpertRoom& rows, cudaStream_t stream) {
   constexpr int threads = 256;
   const int64_t n = N * k, S = segments.count(N);
   const unsigned blocks = static_cast<unsigned>(ceil_div(n, threads));
@@ -72,22 +80,22 @@ inline void dispatch_plan(int32_t* places, int32_t* sources, int32_t* offsets, i
     launch(keep_kernel<threads>, blocks, threads, 0, stream, ids, sorted, begins, starts, n, E, capacity);
     sorted = sort_rows(scratch, ids, n, E + 1, stream);
   }
-  launch(plan_kernel<threads>, static_cast<unsigned>(ceil_div(n + 1, threads)), threads, 0, stream, places, sources,
-         offsets, sorted, n, static_cast<int32_t>(E));
+  launch(plan_kernel<threads>, static_cast<unsigned>(ceil_div(n + 1, threads)), threads, 0, stream, places, offsets,
+         sorted, n, static_cast<int32_t>(E));
+  if (rows.blocks > 1)
+    launch(blocks_kernel<threads>, blocks, threads, 0, stream, places, choices, offsets, n, E / rows.blocks,
+           rows.stride());
 }
 
-template <int threads>
-__global__ void rows_of_experts_kernel(double* __restrict__ counts, const int32_t* __restrict__ offsets, int64_t E) {
-  for (int64_t e = threadIdx.x; e < E; e += threads) counts[e] = offsets[e + 1] - offsets[e];
-}
-
-// Grid: (R, blocks of packs in C).
+// Grid: (N, blocks of packs in C).
 template <class T, int pack>
-__global__ void dispatch_rows_kernel(T* __restrict__ out, const T* __restrict__ x, const int32_t* __restrict__ sources,
-                                     const int32_t* __restrict__ rows, int64_t C, int64_t k) {
-  const int64_t r = blockIdx.x, c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
-  if (c >= C || r >= *rows) return;
-  Packed<T, pack>::load(x + sources[r] / k * C + c).store(out + r * C + c);
+__global__ void dispatch_rows_kernel(T* __restrict__ out, const T* __restrict__ x, const int32_t* __restrict__ places,
+                                     int64_t C, int64_t k) {
+  const int64_t n = blockIdx.x, c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
+  if (c >= C) return;
+  const auto row = Packed<T, pack>::load(x + n * C + c);
+  for (int64_t j = 0; j < k; ++j)
+    if (const int64_t place = places[n * k + j]; place >= 0) row.store(out + place * C + c);
 }
 
 // Grid: (N, blocks of packs in C). weights: (N, k), or nullptr: all 1.
@@ -149,17 +157,11 @@ inline dim3 expert_grid(int64_t rows, int64_t C, int pack) {
 
 }  // namespace detail
 
-inline void rows_of_experts(double* counts, const int32_t* offsets, int64_t E, cudaStream_t stream) {
-  constexpr int threads = 128;
-  launch(rows_of_experts_kernel<threads>, 1, threads, 0, stream, counts, offsets, E);
-}
-
 template <class T>
-void dispatch_rows(T* out, const T* x, const int32_t* sources, const int32_t* rows, int64_t R, int64_t C, int64_t k,
-                   cudaStream_t stream) {
+void dispatch_rows(T* out, const T* x, const int32_t* places, int64_t N, int64_t C, int64_t k, cudaStream_t stream) {
   const auto run = [&]<int pack>() {
-    launch(dispatch_rows_kernel<T, pack>, detail::expert_grid(R, C, pack), detail::expert_threads(C, pack), 0, stream,
-           out, x, sources, rows, C, k);
+    launch(dispatch_rows_kernel<T, pack>, detail::expert_grid(N, C, pack), detail::expert_threads(C, pack), 0, stream,
+           out, x, places, C, k);
   };
   if (rows_fit_packs(C, full_pack<T>, out, x)) run.template operator()<full_pack<T>>();
   else run.template operator()<1>();

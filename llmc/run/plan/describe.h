@@ -104,6 +104,22 @@ inline std::string pipeline_text(const StepConfig& step) {
                           tokens * p.micro_batches, 100 * bubble_law(p)->bubble);
 }
 
+// What ranks that share the experts of a layer send each other.
+inline std::string exchange_text(const StepConfig& step) {
+  const Experts e = step.part().experts;
+  const int64_t S = step.tensor.stream_rows(step.share(step.batch, Purpose::train).rows());
+  if (const int64_t rows = e.stride(S); rows > 0)
+    return formatted("{} rows from each rank to each other, some of them padding: no host waits for their number",
+                     rows);
+  std::string text =
+      formatted("rows in rounds of at most {} on a rank; hosts wait once a layer for how many there are", e.room(S));
+  if (e.capacity) {
+    const double needed = static_cast<double>(e.ranks * e.most_to_each(S)) / static_cast<double>(e.per_token * S);
+    text += formatted(": not with --moe-imbalance {:.2f}", std::ceil(100 * needed) / 100);
+  }
+  return text;
+}
+
 // Of a model with experts: who they are, how they are balanced, and what is dropped.
 inline Rows expert_rows(const StepConfig& step) {
   const Experts& e = step.model.experts;
@@ -122,11 +138,13 @@ inline Rows expert_rows(const StepConfig& step) {
                               "dropped",
                               *o.capacity(step.batch.T, e), *o.capacity_factor)
                         : std::string("dropless");
-  return {{"experts",
-           formatted("{} of width {} in {}, {} for each token{}; {}", e.count, e.width,
-                     layers == step.model.n_layer ? "each layer" : formatted("{} of the layers", layers), e.per_token,
-                     e.shared > 0 ? formatted(", and a shared one of {}", e.shared) : "", dispatch)},
-          {"balance", balance.empty() ? "left to the router: see --moe-aux-loss and --moe-bias-rate" : balance}};
+  Rows rows = {{"experts",
+                formatted("{} of width {} in {}, {} for each token{}; {}", e.count, e.width,
+                          layers == step.model.n_layer ? "each layer" : formatted("{} of the layers", layers),
+                          e.per_token, e.shared > 0 ? formatted(", and a shared one of {}", e.shared) : "", dispatch)},
+               {"balance", balance.empty() ? "left to the router: see --moe-aux-loss and --moe-bias-rate" : balance}};
+  if (step.expert.ranks > 1) rows.emplace_back("exchange", exchange_text(step));
+  return rows;
 }
 
 // A run as described by the options alone.
