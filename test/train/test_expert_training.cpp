@@ -246,3 +246,37 @@ TEST_CASE("the biases of experts are updated once a step, from the choices of al
     REQUIRE((up >= 8 && down >= 8 && up + down >= 28));
   }
 }
+
+// Of slices, the balancing loss is that of each: compared with one rank that has the same.
+TEST_CASE("what a step records of experts in token slices is the same on stages and tensor-parallel ranks") {
+  const ModelConfig model = model_of("qwen3_moe");
+  auto recorded = [&](const Layout& layout, const std::vector<int64_t>& slices) {
+    StepConfig step = step_of(model, layout, {.z_loss = 0.01});
+    step.slices = slices;
+    const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
+    World world(step.mesh(), Backend::threads, poison_hooks);
+    ExpertStatistics statistics{};
+    run_ranks(world, [&](int rank) {
+      Run run(step, plan, {DeviceKind::cpu, 1}, world, rank);
+      init_weights(run.trainer.state(), 42, run.stream);
+      const StepResult r =
+          run.trainer.step([&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); }, {.step = 1}, {});
+      if (rank == 0) statistics = *r.experts;
+    });
+    return statistics;
+  };
+  const ExpertStatistics whole = recorded({}, {});
+  // Of three sequences, two ranks have one and a half each; of slices of one token, two and one.
+  for (const std::vector<int64_t>& slices : {std::vector<int64_t>{14, 5, 1}, {10, 10}}) {
+    const ExpertStatistics sliced = recorded({}, slices);
+    for (const Layout& layout : {Layout{.tp = 2}, {.tp = 2, .pp = 2}, {.dp = 2, .tp = 2, .ep = 4}}) {
+      INFO("slices of " << formatted("{}", slices) << ", " << to_string(layout));
+      const ExpertStatistics found = recorded(layout, slices);
+      REQUIRE(found.entropy == Approx(whole.entropy).epsilon(1e-6));
+      REQUIRE(found.z_loss == Approx(whole.z_loss).epsilon(1e-6));
+      REQUIRE(found.largest == whole.largest);
+      REQUIRE(found.smallest == whole.smallest);
+      REQUIRE(found.balance_loss == Approx(sliced.balance_loss).epsilon(1e-6));
+    }
+  }
+}
