@@ -2,24 +2,14 @@
 // expert or to one rank, and their biases.
 #include "catch2.h"
 #include "core/safetensors.h"
+#include "expert_steps.h"
 #include "helpers.h"
-#include "run/selftest.h"
 
 using namespace llmc;
+using expert_steps::Layout;
 using selftest::Outcome;
 
 namespace {
-
-struct Layout {
-  int dp = 1, stage = 0, tp = 1, cp = 1, ep = 1, pp = 1;
-  Schedule schedule = Schedule::one_f_one_b;
-  Recompute recompute = Recompute::none;
-  double imbalance = 1;
-};
-std::string to_string(const Layout& l) {
-  return formatted("dp {} stage {}, tp {}, cp {}, ep {}, pp {} {}, recompute {}, imbalance {}", l.dp, l.stage, l.tp,
-                   l.cp, l.ep, l.pp, l.schedule, name_of(l.recompute), l.imbalance);
-}
 
 ModelConfig model_of(const char* family) {
   ModelConfig model = selftest::Model{family, false, DType::fp32, 8, 2}.config();
@@ -29,22 +19,7 @@ ModelConfig model_of(const char* family) {
 }
 
 StepConfig step_of(const ModelConfig& model, const Layout& l, const ExpertOptions& options, DType dtype = DType::fp32) {
-  StepConfig step{.model = model,
-                  .dtype = dtype,
-                  .batch = {3, 20},
-                  .micro_batches = 4 / l.dp,
-                  .schedule = l.schedule,
-                  .recompute = l.recompute,
-                  .zero = {.shards = l.dp * l.cp},
-                  .tensor = tensor_parallel(model, l.tp)};
-  step.zero.set_stage(l.stage);
-  step.stages = l.pp;
-  step.chunks = l.pp * (l.schedule == Schedule::zb_v ? 2 : 1);
-  step.context = context_parallel(model, step.tensor, l.cp);
-  step.expert = expert_parallel(model, step.tensor, step.zero.shards, l.ep);
-  step.experts = options;
-  step.experts.imbalance = l.imbalance;
-  return step;
+  return expert_steps::step_of(model, l, options, dtype, {3, 20}, 4 / l.dp);
 }
 
 const ExpertOptions all_losses = {.aux_loss = 0.05, .z_loss = 0.01};
