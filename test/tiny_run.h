@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "core/safetensors.h"
 #include "helpers.h"
 #include "run/checkpoint.h"
 
@@ -34,6 +35,24 @@ inline std::string state_of(const std::string& checkpoint) {
   REQUIRE_FALSE(llmc::checkpoint_fault(checkpoint));
   return read_whole(checkpoint + "/model.safetensors") +
          read_whole(checkpoint + "/optimizer-00001-of-00001.safetensors");
+}
+
+// A model directory with the weights of a checkpoint, after change(name, values) of each tensor.
+template <class Change>
+void write_changed_model(const std::string& to, const std::string& checkpoint, Change&& change) {
+  std::filesystem::create_directories(to);
+  std::filesystem::copy(checkpoint + "/config.json", to + "/config.json");
+  const llmc::SafetensorsReader r(checkpoint + "/model.safetensors");
+  std::vector<llmc::TensorInfo> infos;
+  for (const std::string& name : r.names()) infos.push_back(r.info(name));
+  llmc::SafetensorsWriter w(to + "/model.safetensors", infos);
+  for (const llmc::TensorInfo& info : infos) {
+    std::vector<float> values(static_cast<size_t>(info.numel()));
+    r.read(info.name, values.data());
+    change(info.name, values);
+    w.write(values.data(), info.bytes());
+  }
+  w.finish();
 }
 
 inline void run_well(const std::string& arguments) {

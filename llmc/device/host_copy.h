@@ -3,6 +3,7 @@
 #pragma once
 #include <cstring>
 #include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -46,6 +47,20 @@ class HostView {
   Tensor tensor_;
   std::unique_ptr<std::byte[]> copy_;  // of a tensor in device memory
 };
+
+// Are all numbers of a tensor in host memory finite?
+inline bool all_finite(const Tensor& host) {
+  bool finite = true;
+  with_type(host.dtype, [&](auto tag) {
+    using X = typename decltype(tag)::type;
+    const X* x = host.data<X>();
+    std::conditional_t<std::is_same_v<X, double>, double, float> sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < host.numel(); ++i) sum += static_cast<decltype(sum)>(x[i]) * 0;  // NaN, if x[i] is not
+    finite = sum == 0;
+  });
+  return finite;
+}
 
 // The values of a small fp64 tensor after all work enqueued so far, copied to the host asynchronously.
 class Readback {

@@ -21,18 +21,16 @@ namespace llmc::detail {
 // The shared expert's gate is a router of one expert, with sigmoid scores.
 inline constexpr Router shared_gate = {.E = 1, .k = 1, .scores = RouterScores::sigmoid, .normalised = false};
 
-// Its choices, weights and places, from its logits.
+// Its choices and weights, from its logits. Every row has one choice, so the rows stay in their order.
 struct SharedGate {
-  Tensor choices, weights, places;  // (n, 1) each
-  SharedGate(Tensor logits, const Segments& segments, const parallel::Group& p) {
-    const int64_t n = logits.shape[0];
-    auto integers = [&](const Shape& shape) { return p.temporary("gate of the shared expert", DType::int32, shape); };
-    choices = integers({n, 1});
-    places = integers({n, 1});
-    weights = p.temporary("gate of the shared expert", logits.dtype, {n, 1});
+  Tensor choices, weights;  // (n, 1) each
+  SharedGate(Tensor logits, const parallel::Group& p) {
+    auto alloc = [&](DType dtype) {
+      return p.temporary("gate of the shared expert", dtype, {logits.shape[0], int64_t{1}});
+    };
+    choices = alloc(DType::int32);
+    weights = alloc(logits.dtype);
     router_forward(choices, weights, logits, {}, shared_gate, p.compute);
-    auto scope = p.arena.scope();
-    dispatch_plan(places, integers({2}), choices, {}, std::nullopt, segments, {n}, p.compute);
   }
 };
 inline void expert_activation(const ExpertActivations& a, Stream& stream) {
@@ -76,8 +74,8 @@ inline void experts_sum(Tensor out, const ExpertActivations& a, const UnitState&
   zero_padding(out, n, p.compute);
   auto scope = p.arena.scope();
   if (!a.shared_out.empty()) {
-    const SharedGate gate(first_rows(a.gate_logits, n), r.rows.segments, p);
-    combine_rows(first_rows(out, n), a.shared_out, gate.weights, gate.places, Accumulate::yes, p.compute);
+    const SharedGate gate(first_rows(a.gate_logits, n), p);
+    combine_rows(first_rows(out, n), first_rows(a.shared_out, n), gate.weights, {}, Accumulate::yes, p.compute);
   } else if (!a.shared_up.empty()) {
     const Tensor shared = p.temporary("output of the shared expert", out.dtype, out.shape);
     parallel::row_linear(shared, a.shared_activated, unit.weight("moe.shared.down.weight"), {}, p);
@@ -116,9 +114,9 @@ inline void shared_expert_backward(Tensor dx, const OutputGradients::OfExperts& 
   if (!a.shared_out.empty()) {
     const Tensor logits = first_rows(a.gate_logits, n);
     const Tensor dgate = p.temporary("gradient of the gate", logits.dtype, {n, 1});
-    const SharedGate gate(logits, r.rows.segments, p);
+    const SharedGate gate(logits, p);
     combine_backward(first_rows(d.shared_out, n), dgate, first_rows(dout, n), first_rows(a.shared_out, n), gate.weights,
-                     gate.places, p.compute);
+                     {}, p.compute);
     zero_padding(d.shared_out, n, p.compute);
     router_backward(first_rows(d.gate_logits, n), dgate, logits, gate.choices, {}, shared_gate, {}, r.rows.segments,
                     p.compute);

@@ -229,32 +229,43 @@ inline void dispatch_rows(Tensor out, Tensor x, Tensor places, Stream& stream) {
   });
 }
 
+namespace detail {
+
+// Where the rows of the choices are: places (N, k), or an empty tensor: one after the other, k of each row.
+inline void check_places(const char* op, const Tensor& places, const Tensor& y, int64_t N, int64_t k) {
+  if (!places.empty()) return check_tensor(op, "places", places, DType::int32, {N, k});
+  CHECK(y.shape[0] == N * k, "{}: {} rows of {} choices each, but there are {}: give their places", op, N, k,
+        y.shape[0]);
+}
+
+}  // namespace detail
+
 // out = or += (as requested) the sum over j of weights[n, j] y[places[n, j]], in this order, rounded once; dropped
-// choices give nothing. Without weights it is the backward of dispatch_rows.   out (N, C); y (R, C); places (N, k)
-// int32; weights (N, k) in the accumulator dtype, or an empty tensor: all 1
+// choices give nothing. Without weights it is the backward of dispatch_rows.   out (N, C); y (R, C); weights (N, k) in
+// the accumulator dtype, or an empty tensor: all 1; places (N, k) int32, or an empty tensor: y has the choices in order
 inline void combine_rows(Tensor out, Tensor y, Tensor weights, Tensor places, Accumulate accumulate, Stream& stream) {
-  const int64_t N = out.shape[0], C = out.shape[1], k = places.shape[1];
+  const int64_t N = out.shape[0], C = out.shape[1], k = (places.empty() ? weights : places).shape[1];
   CHECK_TENSOR(y, out.dtype, y.shape[0], C);
-  CHECK_TENSOR(places, DType::int32, N, k);
+  detail::check_places("combine_rows", places, y, N, k);
   if (!weights.empty()) CHECK_TENSOR(weights, accumulator_of(out.dtype), N, k);
   stream.run({"combine_rows", 0, detail::bytes_of({out, y})}, {out}, [=, &stream] {
     with_type(out.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       CALL_OP(stream, X, combine_rows, out.data<X>(), y.data<X>(),
-              weights.empty() ? nullptr : weights.data<accumulator_t<X>>(), places.data<int32_t>(), N, C, k,
-              accumulate);
+              weights.empty() ? nullptr : weights.data<accumulator_t<X>>(),
+              places.empty() ? nullptr : places.data<int32_t>(), N, C, k, accumulate);
     });
   });
 }
 
 // dy[places[n, j]] = weights[n, j] dout[n]; dweights[n, j] = dout[n] y[places[n, j]], 0 for a dropped choice. dy may be
-// y.   dy, y (R, C); dweights (N, k) in the accumulator dtype; dout (N, C)
+// y.   dy, y (R, C); dweights (N, k) in the accumulator dtype; dout (N, C); weights, places: as for combine_rows()
 inline void combine_backward(Tensor dy, Tensor dweights, Tensor dout, Tensor y, Tensor weights, Tensor places,
                              Stream& stream) {
-  const int64_t N = dout.shape[0], C = dout.shape[1], k = places.shape[1];
+  const int64_t N = dout.shape[0], C = dout.shape[1], k = weights.shape[1];
   CHECK_TENSOR(y, dout.dtype, y.shape[0], C);
   CHECK_TENSOR(dy, dout.dtype, y.shape[0], C);
-  CHECK_TENSOR(places, DType::int32, N, k);
+  detail::check_places("combine_backward", places, y, N, k);
   CHECK_TENSOR(weights, accumulator_of(dout.dtype), N, k);
   CHECK_TENSOR(dweights, accumulator_of(dout.dtype), N, k);
   stream.run({"combine_backward", 0, detail::bytes_of({dy, dout, y})}, {dweights}, [=, &stream] {
@@ -262,7 +273,7 @@ inline void combine_backward(Tensor dy, Tensor dweights, Tensor dout, Tensor y, 
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
       CALL_OP(stream, X, combine_backward, dy.data<X>(), dweights.data<A>(), dout.data<X>(), y.data<X>(),
-              weights.data<A>(), places.data<int32_t>(), N, C, k);
+              weights.data<A>(), places.empty() ? nullptr : places.data<int32_t>(), N, C, k);
     });
   });
 }

@@ -26,7 +26,8 @@ class CheckpointSaver {
   bool retries_at(int64_t step) const { return step == retry_.at; }
 
   // Writes the checkpoint of step progress.done, unless it exists already; returns whether there is one. If it cannot
-  // be written, as on a full disk, training may go on: it is tried again after 1, 2, 4 ... further updates.
+  // be written, as on a full disk, training may go on: it is tried again after 1, 2, 4 ... further updates. Weights
+  // that are not finite end the run.
   bool save(const Progress& progress, Run& run, OnFailure on_failure) {
     if (last_ == checkpoint_path(o_.out_dir, progress.done)) return true;
     const auto begin = std::chrono::steady_clock::now();
@@ -42,8 +43,9 @@ class CheckpointSaver {
       });
     } catch (const CheckpointError& error) {
       const std::string last = last_.empty() ? "there is none" : "the last one is " + last_;
-      if (on_failure == OnFailure::fail)
-        throw SharedError(formatted("no checkpoint after step {}: {}; {}", progress.done, error.what(), last));
+      if (on_failure == OnFailure::fail || error.status() == ExitStatus::diverged)
+        throw SharedError(formatted("no checkpoint after step {}: {}; {}", progress.done, error.what(), last),
+                          error.status());
       retry_.at = progress.done + retry_.pause;
       retry_.pause *= 2;
       log_.line(formatted("WARNING: no checkpoint after step {}: {}; {}; trying again by step {}", progress.done,

@@ -93,8 +93,8 @@ struct WritePlan {
 
 }  // namespace detail
 
-// Thrown by all ranks if one of them could not write its part of a checkpoint, as on a full disk. Earlier checkpoints
-// are untouched, and the step may be tried again.
+// Thrown by all ranks if one of them could not write its part of a checkpoint. Earlier checkpoints are untouched. The
+// step may be tried again, as on a full disk, unless the status is `diverged`: it has a number that is not finite.
 class CheckpointError : public Error {
  public:
   using Error::Error;
@@ -113,23 +113,36 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   CHECK(!path_exists(path), "{} already exists: remove it, or choose another --out-dir", path);
   // A rank that cannot write still takes part in every exchange, and all ranks then give up together.
   std::string fault;
+  ExitStatus status = ExitStatus::refused;
   auto attempt = [&](auto&& write) {
     if (fault.empty()) try {
         write();
       } catch (const Error& error) {
-        fault = error.what();
+        fault = error.what(), status = error.status();
       }
   };
+  auto require_finite = [](const std::string& name, const Tensor& t) {
+    if (!all_finite(t))
+      throw Error(formatted("{} contains a non-finite number: the step diverged in its update; lower --lr, clip "
+                            "gradients (--grad-clip) or raise --adam-eps",
+                            name),
+                  ExitStatus::diverged);
+  };
   auto agree = [&] {
+    const std::string mine = nlohmann::json{fault, status}.dump();
+    const std::vector<std::string> all = dp.control->all_gather_text("checkpoint faults", mine);
     std::string first;
-    const std::vector<std::string> faults = dp.control->all_gather_text("checkpoint faults", fault);
-    for (size_t rank = 0; rank < faults.size() && first.empty(); ++rank)
-      if (!faults[rank].empty()) first = (faults.size() > 1 ? formatted("rank {}: ", rank) : "") + faults[rank];
+    for (size_t rank = 0; rank < all.size() && first.empty(); ++rank) {
+      const nlohmann::json theirs = parse_json(all[rank], "another rank's fault");
+      if (theirs[0] == "") continue;
+      first = (all.size() > 1 ? formatted("rank {}: ", rank) : "") + theirs[0].get<std::string>();
+      status = theirs[1];
+    }
     if (first.empty()) return;
     std::error_code ignored;
     if (dp.first()) std::filesystem::remove_all(temporary, ignored);
     dp.control->barrier();  // a rank that throws ends the others, also before they have removed it
-    throw CheckpointError(first);
+    throw CheckpointError(first, status);
   };
   std::error_code error;
   attempt([&] {
@@ -166,9 +179,14 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
         }
         for (size_t i = 0; i < plan.tensors.size(); ++i) {
           if (plan.unit[i] != u) continue;
-          const std::vector<std::byte> bytes =
+          std::vector<std::byte> bytes =
               detail::gather_boxes(plan.tensors[i], unit.whole_weights(whole.tensor()), held, dtype, writer % n, group);
-          if (writer == dp.rank) attempt([&] { model->write(bytes.data(), std::ssize(bytes)); });
+          if (writer != dp.rank) continue;
+          attempt([&] {
+            require_finite(plan.tensors[i].name,
+                           {.dtype = dtype, .shape = {std::ssize(bytes) / size_of(dtype)}, .bytes = bytes.data()});
+            model->write(bytes.data(), std::ssize(bytes));
+          });
         }
       });
   attempt([&] {
@@ -194,7 +212,11 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
     const std::string name =
         formatted("optimizer-{:05}-of-{:05}.safetensors", dp.stage * owners + place + 1, dp.stages * owners);
     SafetensorsWriter optimizer(temporary + "/" + name, infos);
-    for (const StateEntry& e : table) optimizer.write(HostView(e.tensor, stream).tensor().bytes, e.tensor.size_bytes());
+    for (size_t i = 0; i < table.size(); ++i) {
+      const HostView view(table[i].tensor, stream);
+      require_finite(infos[i].name, view.tensor());
+      optimizer.write(view.tensor().bytes, view.tensor().size_bytes());
+    }
     files[name] = optimizer.finish().to_json();
   });
   agree();

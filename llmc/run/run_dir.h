@@ -25,10 +25,12 @@ struct ResumePoint {
   nlohmann::json trainer;  // its trainer.json
 };
 
-// The recorded options of a run, with --local-ranks resolved for this machine, and --shuffle.
+// The recorded options of a run, with --local-ranks resolved for this machine, and the defaults of --shuffle and
+// --moe-capacity-factor.
 inline std::vector<OptionText> recorded_options(Options o) {
   o.local_ranks = o.ranks;
   o.shuffle = o.shuffled();
+  if (o.moe_dispatch == "capacity") o.moe_capacity_factor = o.capacity_factor();
   return option_texts(o);
 }
 

@@ -132,7 +132,9 @@ inline std::vector<int64_t> choose_layers(const Options& o, const StepConfig& st
 inline ExpertOptions choose_experts(const Options& o, const ModelConfig& model) {
   const Experts& e = model.experts;
   if (e.count == 0) {
-    for (const OptionText& given : option_texts(o))
+    Options asked = o;
+    if (o.moe_aux_loss == 0) asked.moe_aux_loss.reset();  // no loss, as without it
+    for (const OptionText& given : option_texts(asked))
       CHECK(!given.name.starts_with("--moe-") || given.text == given.usual,
             "{} {} is for models with experts, and --model {} has none: leave it out, or use one such as d12-e8 or "
             "mixtral:8x7B",
@@ -148,7 +150,7 @@ inline ExpertOptions choose_experts(const Options& o, const ModelConfig& model) 
         "--moe-imbalance {} with --ep {}: a rank gets at most {} times its equal share: leave it out, or use 1 "
         "to that",
         o.moe_imbalance, o.ep, o.ep);
-  if (o.moe_dispatch == "capacity") experts.capacity_factor = o.moe_capacity_factor.value_or(1.25);
+  if (o.moe_dispatch == "capacity") experts.capacity_factor = o.capacity_factor();
   CHECK(o.schedule != "pipedream" || o.pp == 1,
         "--schedule pipedream with --model {}, which has experts: not built yet; use --schedule 1f1b", o.model);
   const bool whole = token_slices(o) == 1;

@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <compare>
+#include <map>
 #include <optional>
 #include <span>
 #include <utility>
@@ -20,7 +21,9 @@ class ExpertRecord {
     if (layers_ == 0) return;
     const int64_t E = model.experts.count;
     record_ = context.arena.alloc("balance of experts", "record of a step", DType::fp64, {others + layers_ * E});
-    if (config.tensor.by_rows() || config.context.ranks > 1) order_segments(context);
+    if (config.tensor.by_rows() || config.context.ranks > 1)
+      for (int k = 0; k < config.slices_for(Purpose::train); ++k)
+        order_segments(config.share(config.batch, Purpose::train, k), context);
     if (config.experts.bias_rate > 0) {
       biases_ =
           context.arena.alloc("balance of experts", "biases of experts", accumulator_of(config.dtype), {layers_, E});
@@ -39,7 +42,8 @@ class ExpertRecord {
     const int64_t E = config_.model.experts.count;
     return biases_.empty() ? Tensor{} : biases_.slice(index_of(layer) * E, {E});
   }
-  ExpertTraining training_of(int64_t layer) const {
+  // shape: what a rank has of a micro-batch, or of a slice of it.
+  ExpertTraining training_of(int64_t layer, const BatchShape& shape) const {
     const int64_t E = config_.model.experts.count, T = config_.batch.T;
     const double layers = static_cast<double>(layers_), tokens = static_cast<double>(config_.tokens());
     const ExpertOptions& o = config_.experts;
@@ -49,7 +53,7 @@ class ExpertRecord {
             .capacity = o.capacity(T, config_.model.experts),
             .totals = record_.slice(0, {others}),
             .chosen = record_.slice(others + index_of(layer) * E, {E}),
-            .sequences = sequences_};
+            .sequences = orders_.empty() ? std::nullopt : std::optional(orders_.at(shape.T))};
   }
 
   // After the gradients of a step, from the record of all ranks: every rank updates the biases of all layers.
@@ -77,9 +81,10 @@ class ExpertRecord {
   }
 
  private:
-  // How the segments of the context- and tensor-parallel ranks make up the sequences of a micro-batch.
-  void order_segments(const Context& context) {
-    const BatchShape share = config_.share(config_.batch, Purpose::train);
+  // How the segments of the context- and tensor-parallel ranks make up the sequences of a micro-batch, or their slices
+  // of one length.
+  void order_segments(const BatchShape& share, const Context& context) {
+    if (orders_.contains(share.T)) return;
     const int cp = config_.context.ranks, tp = config_.tensor.by_rows() ? config_.tensor.ranks : 1;
     const int64_t S = config_.tensor.stream_rows(share.rows()), most = BlockActivations::most_segments(share, S);
     struct Segment {
@@ -113,9 +118,9 @@ class ExpertRecord {
       return t;
     };
     const int64_t count = std::ssize(ids);
-    sequences_ = {on_device("sequences of segments", std::move(sequence_of), {cp * tp, most}),
-                  on_device("segments in order", std::move(ids), {count}),
-                  on_device("first segments of sequences", std::move(begins), {share.B + 1})};
+    orders_[share.T] = {on_device("sequences of segments", std::move(sequence_of), {cp * tp, most}),
+                        on_device("segments in order", std::move(ids), {count}),
+                        on_device("first segments of sequences", std::move(begins), {share.B + 1})};
   }
 
   static constexpr int64_t others = 4;  // besides how often experts were chosen
@@ -125,7 +130,7 @@ class ExpertRecord {
   int64_t layers_ = 0;                   // with experts
   std::vector<int64_t> index_of_layer_;  // among them; -1: a dense one
   Tensor record_, biases_;
-  std::optional<SegmentOrder> sequences_;
+  std::map<int64_t, SegmentOrder> orders_;  // by BatchShape::T; none: each rank has whole sequences
 };
 
 }  // namespace llmc

@@ -29,15 +29,7 @@ struct NotFinite {
 };
 
 inline bool all_finite(const Tensor& tensor, Stream& stream) {
-  bool finite = true;
-  if (tensor.dtype == DType::int32) return finite;
-  const HostView t(tensor, stream);
-  with_type(tensor.dtype, [&](auto tag) {
-    using X = typename decltype(tag)::type;
-    const X* x = t.data<X>();
-    for (int64_t i = 0; i < tensor.numel() && finite; ++i) finite = std::isfinite(static_cast<double>(x[i]));
-  });
-  return finite;
+  return tensor.dtype == DType::int32 || all_finite(HostView(tensor, stream).tensor());
 }
 
 namespace detail {

@@ -169,8 +169,9 @@ class Stage {
                 slot.inputs.all_positions,
                 slot.slice};
     if (units_of(layer).experts)
-      s.routing = {stream_rows(slot, pass.purpose), experts_.bias_of(layer),
-                   pass.purpose == Purpose::train ? std::optional(experts_.training_of(layer)) : std::nullopt};
+      s.routing = {
+          stream_rows(slot, pass.purpose), experts_.bias_of(layer),
+          pass.purpose == Purpose::train ? std::optional(experts_.training_of(layer, slot.shape)) : std::nullopt};
     return s;
   }
   // The rows that this rank has of the residual stream.

@@ -26,6 +26,22 @@ Options parse(std::vector<std::string> arguments) {
   return parse_command_line(static_cast<int>(argv.size()), argv.data(), take_place).options;
 }
 
+// Of a step whose numbers are as wide as they become.
+TrainLine wide_row(int64_t step, double grad_norm) {
+  return {.step = step,
+          .max_steps = 99999,
+          .loss = 12.3456,
+          .grad_norm = grad_norm,
+          .lr = 1.25e-4,
+          .ms = 98765.4,
+          .tokens_per_s = 1.234e6,
+          .mfu = 1.0,
+          .speed_of_light = 0.654,
+          .eta_s = 359999,
+          .tokens = 1,
+          .memory = 1};
+}
+
 }  // namespace
 
 TEST_CASE("the formatter formats values of all types and refuses more arguments than placeholders") {
@@ -151,6 +167,7 @@ TEST_CASE("option errors name the option, what was found and what was expected")
   REQUIRE_ERROR(parse({"--bath-size", "3"}), "--batch-size");
   REQUIRE_ERROR(parse({"--lr"}), "--lr needs a value");
   REQUIRE_ERROR(parse({"--lr=inf"}), "--lr inf");
+  REQUIRE_ERROR(parse({"--moe-aux-loss", "-inf"}), "--moe-aux-loss -inf: expected a finite number");
   REQUIRE_ERROR(parse({"--beta1", "1"}), "--beta1 1: expected a number from 0 to 0.9999999");
   REQUIRE_ERROR(parse({"--batch-size", "0"}), "from 1 to 16777216");
   REQUIRE_ERROR(parse({"--time-limit", "0"}), "--time-limit 0: expected a number above 0");
@@ -206,6 +223,21 @@ TEST_CASE("option errors name the option, what was found and what was expected")
   REQUIRE_ERROR(parse({"--seed", "4", "--dp-sync", "parameter-server", "--dp-replicate", "2"}),
                 "--dp-sync parameter-server with --dp-replicate 2: servers serve one group");
   REQUIRE_ERROR(parse({"--dp-sync", "ring"}), "expected one of all-reduce, parameter-server, parameter-server-chain");
+}
+
+TEST_CASE("a mode that would ignore how ranks share a model, or --moe-*, refuses them on the command line") {
+  for (const std::string mode : {"--generate", "--verify-data", "--selftest", "--print-schedule"})
+    for (const std::string option : {"--pp", "--tp", "--cp", "--ep", "--moe-z-loss", "--moe-capacity-factor"}) {
+      if (mode == "--print-schedule" && option == "--pp") continue;
+      REQUIRE_ERROR(parse({mode, option, "2"}), option + " 2 with " + mode + ", which ");
+      if (option != "--moe-capacity-factor") parse({mode, option, option == "--moe-z-loss" ? "0" : "1"});
+    }
+  const TempDir dir;
+  std::ofstream(dir / "c.ini") << "tp=2\nep=2\nmoe-z-loss=0.1\n";
+  REQUIRE(parse({"--generate", "--config", dir / "c.ini"}).ep == 2);
+  REQUIRE_ERROR(parse({"--generate", "--config", dir / "c.ini", "--ep", "4"}), "--ep 4 with --generate");
+  REQUIRE(parse({"--print-schedule", "--pp", "2"}).pp == 2);
+  REQUIRE(parse({"--plan", "--local-ranks", "2", "--ep", "2", "--moe-z-loss", "0.1"}).ep == 2);
 }
 
 TEST_CASE("the help and the README's table list every option") {
@@ -264,20 +296,7 @@ TEST_CASE("the table of steps has at most 80 columns and repeats its titles; log
     log.line("before the directory is known");
     log.file_line("the command");
     log.open(dir.path(), 0);
-    for (int64_t step = 1; step <= 60; ++step)
-      log.train({.step = 99939 + step,
-                 .max_steps = 99999,
-                 .loss = 12.3456,
-                 .grad_norm = step == 1 ? 1e9 : 123.4567,
-                 .lr = 1.25e-4,
-                 .ms = 98765.4,
-                 .tokens_per_s = 1.234e6,
-                 .mfu = 1.0,
-                 .speed_of_light = 0.654,
-                 .eta_s = 359999,
-                 .tokens = 1,
-                 .memory = 1},
-                step != 2);
+    for (int64_t step = 1; step <= 60; ++step) log.train(wide_row(99939 + step, step == 1 ? 1e9 : 123.4567), step != 2);
   }
   {
     Log resumed;
@@ -302,18 +321,9 @@ TEST_CASE("a row of a long run has at most 80 columns, too") {
   {
     Log log;
     log.open(dir.path(), 0);
-    log.train({.step = 500000,
-               .max_steps = 572205,
-               .loss = 2.5,
-               .grad_norm = 0.25,
-               .lr = 1e-4,
-               .ms = 98765.4,
-               .tokens_per_s = 1e6,
-               .mfu = 0.5,
-               .speed_of_light = 0.6,
-               .eta_s = 400 * 86400,
-               .tokens = 1,
-               .memory = 1});
+    TrainLine line = wide_row(500000, 123.4567);
+    line.max_steps = 572205, line.eta_s = 400 * 86400;
+    log.train(line);
   }
   const std::string row = read_whole(dir / "log.txt");
   REQUIRE(row.find("\n500000 ") != std::string::npos);
@@ -326,20 +336,9 @@ TEST_CASE("a row with one more column, and numbers for metrics.jsonl alone, has 
   {
     Log log;
     log.open(dir.path(), 0);
-    log.train({.step = 99940,
-               .max_steps = 99999,
-               .loss = 12.3456,
-               .grad_norm = 123.4567,
-               .lr = 1.25e-4,
-               .ms = 98765.4,
-               .tokens_per_s = 1.234e6,
-               .mfu = 1.0,
-               .speed_of_light = 0.654,
-               .eta_s = 359999,
-               .tokens = 1,
-               .memory = 1,
-               .column = std::pair{"experts", "0.0-128"},
-               .more = {{"router_entropy", 1.0 / 3}}});
+    TrainLine row = wide_row(99940, 123.4567);
+    row.column = std::pair{"experts", "0.0-128"}, row.more = {{"router_entropy", 1.0 / 3}};
+    log.train(row);
   }
   REQUIRE(read_whole(dir / "log.txt") ==
           "       step     loss     norm        lr       ms  tok/s     MFU experts      ETA\n"

@@ -19,7 +19,6 @@ The committed directories of BALANCED also have, by the name of what balances th
 NAME.safetensors: the trajectory and final weights of a training run, and what its steps record of experts, by a plain
 PyTorch reference that is written here: transformers has no biases, no capacity, and another balancing loss.
 """
-import argparse
 import contextlib
 import json
 import math
@@ -29,9 +28,8 @@ import random
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-from transformers.utils import logging
 
-from make_families import STEPS, Recipe, as_stored, llama, load_model, make_family, qwen2, qwen3
+from make_families import STEPS, Recipe, as_stored, llama, load_model, make_family, qwen2, qwen3, read_options
 from make_golden import HERE, adamw, learning_rate, mean_loss
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
@@ -265,16 +263,7 @@ def make_without_ties(recipe, seed, folder, kind):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=FAMILIES)
-    parser.add_argument("--seed", type=int, help="of sizes, weights and tokens")
-    parser.add_argument("--out", metavar="DIR", help="is replaced")
-    options = parser.parse_args()
-    given = [options.family, options.seed, options.out]
-    if None in given and any(value is not None for value in given):
-        parser.error("--family, --seed and --out go together; without them the committed directories are made")
-    torch.set_num_threads(1)
-    logging.disable_progress_bar()
+    options = read_options(__doc__, FAMILIES)
     if options.family:
         make_without_ties(random_recipe(options.family, options.seed), options.seed, options.out,
                           "random")

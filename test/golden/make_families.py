@@ -257,9 +257,10 @@ def make_family(recipe, seed, folder):
     save_file(as_stored(model), os.path.join(folder, "final.safetensors"))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=FAMILIES)
+def read_options(doc, families):
+    """--family, --seed and --out, or none of them."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=families)
     parser.add_argument("--seed", type=int, help="of sizes, weights and tokens")
     parser.add_argument("--out", metavar="DIR", help="is replaced")
     options = parser.parse_args()
@@ -268,6 +269,11 @@ def main():
         parser.error("--family, --seed and --out go together; without them the committed directories are made")
     torch.set_num_threads(1)
     logging.disable_progress_bar()
+    return options
+
+
+def main():
+    options = read_options(__doc__, FAMILIES)
     if options.family:
         make_family(random_recipe(options.family, options.seed), options.seed, options.out)
         return

@@ -207,6 +207,26 @@ TEST_CASE("grouped linear layers in fp32 and bf16 are those of each expert alone
     REQUIRE(bits_of(t.slice(used * t.shape[1], {77, t.shape[1]})).find_first_not_of('\xff') == std::string::npos);
 }
 
+TEST_CASE("rows without places are those of the choices, one after the other") {
+  const int64_t N = 5, C = 7, k = GENERATE(1, 3);
+  Bench b;
+  std::vector<int32_t> in_order(static_cast<size_t>(N * k));
+  std::iota(in_order.begin(), in_order.end(), 0);
+  const Tensor y = b.normal({N * k, C}), weights = b.normal({N, k}), dout = b.normal({N, C}),
+               places = b.integers(in_order).reshaped({N, k});
+  const auto results = [&](const Tensor& p) {
+    const Tensor out = b.poisoned(DType::fp64, {N, C}), dy = b.poisoned(DType::fp64, {N * k, C}),
+                 dweights = b.poisoned(DType::fp64, {N, k});
+    combine_rows(out, y, weights, p, Accumulate::no, b.stream);
+    combine_backward(dy, dweights, dout, y, weights, p, b.stream);
+    b.stream.synchronize();
+    return bits_of(out) + bits_of(dy) + bits_of(dweights);
+  };
+  REQUIRE(results({}) == results(places));
+  REQUIRE_ERROR(combine_rows(dout, b.normal({N * k + 1, C}), weights, {}, Accumulate::no, b.stream),
+                "combine_rows: 5 rows of");
+}
+
 TEST_CASE("the weighted sum adds in the order of the choices and rounds once; router gradients are not rounded") {
   const int64_t N = 3, C = 300, k = 3, E = 8;
   Bench b;

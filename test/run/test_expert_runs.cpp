@@ -2,7 +2,6 @@
 #include <nlohmann/json.hpp>
 
 #include "catch2.h"
-#include "core/safetensors.h"
 #include "run/run_dir.h"
 #include "run/selftest.h"
 #include "tiny_run.h"
@@ -40,6 +39,17 @@ TEST_CASE("a model with experts learns, and resumes exactly, or in another layou
   const ProgramResult other = run_program(sparse(dir / "cut", "--max-steps 13 --moe-aux-loss 0.03 --moe-z-loss 0.001"));
   REQUIRE(other.status == 1);
   REQUIRE(other.err.find("--moe-aux-loss was '0.02' and is now '0.03'") != std::string::npos);
+}
+
+TEST_CASE("a resumed run may name the default of --moe-capacity-factor, or leave it out") {
+  const TempDir dir;
+  const std::string capacity = " --moe-dispatch capacity";
+  run_well(sparse(dir / "run", "--max-steps 1" + capacity));
+  run_well(sparse(dir / "run", "--max-steps 2 --moe-capacity-factor 1.25" + capacity));
+  run_well(sparse(dir / "run", "--max-steps 3" + capacity));
+  const ProgramResult other = run_program(sparse(dir / "run", "--max-steps 4 --moe-capacity-factor 2" + capacity));
+  REQUIRE(other.status == 1);
+  REQUIRE(other.err.find("--moe-capacity-factor was '1.25' and is now '2'") != std::string::npos);
 }
 
 // golden: made by make_experts.py
@@ -105,10 +115,11 @@ TEST_CASE("what --moe-* cannot do is refused by name") {
   auto with_experts = [&](const std::string& options, const std::string& part) {
     refused(sparse(dir / "run", "--max-steps 1 " + options), part);
   };
-  for (const char* option : {"--moe-aux-loss 0", "--moe-z-loss 0.001", "--moe-bias-rate 0.001", "--moe-imbalance 2",
+  for (const char* option : {"--moe-aux-loss 0.001", "--moe-z-loss 0.001", "--moe-bias-rate 0.001", "--moe-imbalance 2",
                              "--moe-dispatch capacity"})
     refused(tiny(dir / "run", std::string("--max-steps 1 ") + option),
             std::string(option) + " is for models with experts, and --model d1 has none");
+  run_well(tiny(dir / "dense", "--max-steps 1 --moe-aux-loss 0 --moe-z-loss 0"));
   with_experts("--moe-aux-loss -1", "--moe-aux-loss -1: expected a number");
   with_experts("--moe-imbalance 0.5", "--moe-imbalance 0.5: expected a number");
   with_experts("--moe-imbalance 3 --ep 2 --local-ranks 2",
@@ -150,23 +161,14 @@ TEST_CASE("the balancing loss that transformers would add is that of config.json
 TEST_CASE("a non-finite number that comes from experts is found there") {
   const TempDir dir;
   run_well(sparse(dir / "made", "--max-steps 1"));
-  const std::string from = dir / "made/step-000001";
-  fs::create_directories(dir / "broken");
-  fs::copy(from + "/config.json", dir / "broken/config.json");
-  const SafetensorsReader r(from + "/model.safetensors");
-  std::vector<TensorInfo> infos;
-  for (const std::string& name : r.names()) infos.push_back(r.info(name));
-  SafetensorsWriter w(dir / "broken/model.safetensors", infos);
-  for (const TensorInfo& info : infos) {  // every expert of the second layer overflows
-    std::vector<float> values(static_cast<size_t>(info.numel()));
-    r.read(info.name, values.data());
-    if (info.name.find("layers.1.") != info.name.npos && info.name.ends_with(".w2.weight"))
-      std::ranges::fill(values, 3e38f);
-    if (info.name.find("layers.1.") != info.name.npos && info.name.ends_with(".w3.weight"))
-      for (float& value : values) value *= 1e6f;
-    w.write(values.data(), info.bytes());
-  }
-  w.finish();
+  // Every expert of the second layer overflows.
+  write_changed_model(dir / "broken", dir / "made/step-000001",
+                      [](const std::string& name, std::vector<float>& values) {
+                        if (name.find("layers.1.") == name.npos) return;
+                        if (name.ends_with(".w2.weight")) std::ranges::fill(values, 3e38f);
+                        if (name.ends_with(".w3.weight"))
+                          for (float& value : values) value *= 1e6f;
+                      });
   const ProgramResult bad =
       run_program("--model " + (dir / "broken") + " --train-data " + tiny_data +
                   " --seq-len 33 --batch-size 2 --max-steps 1 --threads 1 --out-dir " + (dir / "run"));

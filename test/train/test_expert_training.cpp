@@ -2,24 +2,14 @@
 // expert or to one rank, and their biases.
 #include "catch2.h"
 #include "core/safetensors.h"
+#include "expert_steps.h"
 #include "helpers.h"
-#include "run/selftest.h"
 
 using namespace llmc;
+using expert_steps::Layout;
 using selftest::Outcome;
 
 namespace {
-
-struct Layout {
-  int dp = 1, stage = 0, tp = 1, cp = 1, ep = 1, pp = 1;
-  Schedule schedule = Schedule::one_f_one_b;
-  Recompute recompute = Recompute::none;
-  double imbalance = 1;
-};
-std::string to_string(const Layout& l) {
-  return formatted("dp {} stage {}, tp {}, cp {}, ep {}, pp {} {}, recompute {}, imbalance {}", l.dp, l.stage, l.tp,
-                   l.cp, l.ep, l.pp, l.schedule, name_of(l.recompute), l.imbalance);
-}
 
 ModelConfig model_of(const char* family) {
   ModelConfig model = selftest::Model{family, false, DType::fp32, 8, 2}.config();
@@ -29,22 +19,7 @@ ModelConfig model_of(const char* family) {
 }
 
 StepConfig step_of(const ModelConfig& model, const Layout& l, const ExpertOptions& options, DType dtype = DType::fp32) {
-  StepConfig step{.model = model,
-                  .dtype = dtype,
-                  .batch = {3, 20},
-                  .micro_batches = 4 / l.dp,
-                  .schedule = l.schedule,
-                  .recompute = l.recompute,
-                  .zero = {.shards = l.dp * l.cp},
-                  .tensor = tensor_parallel(model, l.tp)};
-  step.zero.set_stage(l.stage);
-  step.stages = l.pp;
-  step.chunks = l.pp * (l.schedule == Schedule::zb_v ? 2 : 1);
-  step.context = context_parallel(model, step.tensor, l.cp);
-  step.expert = expert_parallel(model, step.tensor, step.zero.shards, l.ep);
-  step.experts = options;
-  step.experts.imbalance = l.imbalance;
-  return step;
+  return expert_steps::step_of(model, l, options, dtype, {3, 20}, 4 / l.dp);
 }
 
 const ExpertOptions all_losses = {.aux_loss = 0.05, .z_loss = 0.01};
@@ -244,5 +219,39 @@ TEST_CASE("the biases of experts are updated once a step, from the choices of al
     for (const float b : alone) up += b == 0.125f, down += b == -0.125f;
     REQUIRE(alone.size() == 4 * 8);
     REQUIRE((up >= 8 && down >= 8 && up + down >= 28));
+  }
+}
+
+// Of slices, the balancing loss is that of each: compared with one rank that has the same.
+TEST_CASE("what a step records of experts in token slices is the same on stages and tensor-parallel ranks") {
+  const ModelConfig model = model_of("qwen3_moe");
+  auto recorded = [&](const Layout& layout, const std::vector<int64_t>& slices) {
+    StepConfig step = step_of(model, layout, {.z_loss = 0.01});
+    step.slices = slices;
+    const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
+    World world(step.mesh(), Backend::threads, poison_hooks);
+    ExpertStatistics statistics{};
+    run_ranks(world, [&](int rank) {
+      Run run(step, plan, {DeviceKind::cpu, 1}, world, rank);
+      init_weights(run.trainer.state(), 42, run.stream);
+      const StepResult r =
+          run.trainer.step([&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); }, {.step = 1}, {});
+      if (rank == 0) statistics = *r.experts;
+    });
+    return statistics;
+  };
+  const ExpertStatistics whole = recorded({}, {});
+  // Of three sequences, two ranks have one and a half each; of slices of one token, two and one.
+  for (const std::vector<int64_t>& slices : {std::vector<int64_t>{14, 5, 1}, {10, 10}}) {
+    const ExpertStatistics sliced = recorded({}, slices);
+    for (const Layout& layout : {Layout{.tp = 2}, {.tp = 2, .pp = 2}, {.dp = 2, .tp = 2, .ep = 4}}) {
+      INFO("slices of " << formatted("{}", slices) << ", " << to_string(layout));
+      const ExpertStatistics found = recorded(layout, slices);
+      REQUIRE(found.entropy == Approx(whole.entropy).epsilon(1e-6));
+      REQUIRE(found.z_loss == Approx(whole.z_loss).epsilon(1e-6));
+      REQUIRE(found.largest == whole.largest);
+      REQUIRE(found.smallest == whole.smallest);
+      REQUIRE(found.balance_loss == Approx(sliced.balance_loss).epsilon(1e-6));
+    }
   }
 }

@@ -3,7 +3,6 @@
 #include <set>
 
 #include "catch2.h"
-#include "core/safetensors.h"
 #include "tiny_run.h"
 #include "train/detector.h"
 
@@ -15,22 +14,12 @@ TEST_CASE("a non-finite step names the first bad tensor, its position and the sa
   const TempDir dir;
   // A model in which only token 9 at position 4 embeds to infinity. The head ignores that channel.
   run_well(tiny(dir / "made", "--max-steps 1 --warmup-steps 0"));
-  const std::string from = dir / "made/step-000001";
-  fs::create_directories(dir / "broken");
-  fs::copy(from + "/config.json", dir / "broken/config.json");
-  const SafetensorsReader r(from + "/model.safetensors");
-  std::vector<TensorInfo> infos;
-  for (const std::string& name : r.names()) infos.push_back(r.info(name));
-  SafetensorsWriter w(dir / "broken/model.safetensors", infos);
-  for (const TensorInfo& info : infos) {
-    std::vector<float> values(static_cast<size_t>(info.numel()));
-    r.read(info.name, values.data());
-    if (info.name.ends_with("wte.weight")) values[9 * 12] = 3e38f;
-    if (info.name.ends_with("wpe.weight")) values[4 * 12] = 1e38f;
-    if (info.name.ends_with("ln_f.weight")) values[0] = 0;
-    w.write(values.data(), info.bytes());
-  }
-  w.finish();
+  write_changed_model(dir / "broken", dir / "made/step-000001",
+                      [](const std::string& name, std::vector<float>& values) {
+                        if (name.ends_with("wte.weight")) values[9 * 12] = 3e38f;
+                        if (name.ends_with("wpe.weight")) values[4 * 12] = 1e38f;
+                        if (name.ends_with("ln_f.weight")) values[0] = 0;
+                      });
   std::vector<uint16_t> tokens(33 * 8 + 1, 5);
   tokens[33 * 3 + 4] = 9;  // sample 3: micro-batch 1, sequence 1
   write_shard<uint16_t>(dir / "data.bin", tokens);
@@ -53,6 +42,31 @@ TEST_CASE("a non-finite step names the first bad tensor, its position and the sa
   REQUIRE(ranks.status == 2);
   REQUIRE(ranks.err.find("in the forward of the embedding, rank 1, micro-batch 0, sample 3.") != std::string::npos);
   REQUIRE(checkpoint_steps(dir / "run").empty());
+}
+
+TEST_CASE("weights that an update has made infinite are not saved; the last checkpoint is kept and named") {
+  const TempDir dir;
+  run_well(tiny(dir / "made", "--max-steps 1"));
+  // Sequences never reach position 20. Weight decay multiplies it by -1 in the first update, and by -3 in the second.
+  write_changed_model(dir / "large", dir / "made/step-000001", [](const std::string& name, std::vector<float>& values) {
+    if (name.ends_with("wpe.weight")) values[20 * 12] = 3e38f;
+  });
+  for (const std::string more : {"--max-steps 2", "--max-steps 3 --local-ranks 2 --zero-stage 3"}) {
+    INFO(more);
+    const std::string out = dir / std::to_string(more.size());
+    const ProgramResult bad = run_program("--model " + (dir / "large") + " --train-data " + tiny_data +
+                                          " --seq-len 16 --batch-size 2 --lr 100 --warmup-steps 2 --weight-decay 0.04 "
+                                          "--checkpoint-every 1 --out-dir " +
+                                          out + " " + more);
+    INFO(bad.err);
+    REQUIRE(bad.status == 2);
+    REQUIRE(bad.err.find("no checkpoint after step 2: ") != std::string::npos);
+    REQUIRE(bad.err.find("wpe.weight contains a non-finite number: the step diverged in its update; lower --lr") !=
+            std::string::npos);
+    REQUIRE(bad.err.find("the last one is " + out + "/step-000001") != std::string::npos);
+    REQUIRE(checkpoint_steps(out) == std::vector<int64_t>{1});
+    REQUIRE_FALSE(fs::exists(out + "/.tmp-step-000002"));
+  }
 }
 
 TEST_CASE("outliers have no limit before the window is full; NaN is rejected and not recorded") {

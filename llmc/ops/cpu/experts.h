@@ -35,7 +35,7 @@ void dispatch_rows(T* out, const T* x, const int32_t* places, int64_t N, int64_t
     if (places[i] >= 0) std::copy_n(x + i / k * C, C, out + places[i] * C);
 }
 
-// weights: (N, k), or nullptr: all 1
+// weights: (N, k), or nullptr: all 1. places: (N, k), or nullptr: the rows are in the order (row, choice)
 template <class T, class A = accumulator_t<T>>
 void combine_rows(T* out, const T* y, const A* weights, const int32_t* places, int64_t N, int64_t C, int64_t k,
                   Accumulate accumulate) {
@@ -46,7 +46,7 @@ void combine_rows(T* out, const T* y, const A* weights, const int32_t* places, i
       const int64_t count = std::min(columns, C - begin);
       A sums[columns] = {};
       for (int64_t j = 0; j < k; ++j) {
-        const int32_t place = places[n * k + j];
+        const int64_t place = places == nullptr ? n * k + j : places[n * k + j];
         if (place < 0) continue;
         const T* row = y + place * C + begin;
         const A w = weights == nullptr ? A(1) : weights[n * k + j];
@@ -66,7 +66,7 @@ void combine_backward(T* dy, A* dweights, const T* dout, const T* y, const A* we
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < N; ++n)
     for (int64_t j = 0; j < k; ++j) {
-      const int32_t place = places[n * k + j];
+      const int64_t place = places == nullptr ? n * k + j : places[n * k + j];
       const T* gradient = dout + n * C;
       const A w = weights[n * k + j];
       A sum = 0;

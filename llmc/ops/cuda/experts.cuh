@@ -98,7 +98,7 @@ __global__ void dispatch_rows_kernel(T* __restrict__ out, const T* __restrict__ 
     if (const int64_t place = places[n * k + j]; place >= 0) row.store(out + place * C + c);
 }
 
-// Grid: (N, blocks of packs in C). weights: (N, k), or nullptr: all 1.
+// Grid: (N, blocks of packs in C). weights: (N, k), or nullptr: all 1. places: (N, k), or nullptr: as on the CPU.
 template <class T, int pack>
 __global__ void combine_rows_kernel(T* __restrict__ out, const T* __restrict__ y, const float* __restrict__ weights,
                                     const int32_t* __restrict__ places, int64_t C, int64_t k, Accumulate accumulate) {
@@ -107,7 +107,7 @@ __global__ void combine_rows_kernel(T* __restrict__ out, const T* __restrict__ y
   if (c >= C) return;
   float sums[pack] = {};
   for (int64_t j = 0; j < k; ++j) {
-    const int64_t place = places[n * k + j];
+    const int64_t place = places == nullptr ? n * k + j : places[n * k + j];
     if (place < 0) continue;
     const Pack row = Pack::load(y + place * C + c);
     const float w = weights == nullptr ? 1.0f : weights[n * k + j];
@@ -128,7 +128,7 @@ __global__ void combine_backward_kernel(T* dy, float* __restrict__ dweights, con
                                         const float* __restrict__ weights, const int32_t* __restrict__ places,
                                         int64_t C, int64_t k) {
   using Pack = Packed<T, pack>;
-  const int64_t i = blockIdx.x, place = places[i];
+  const int64_t i = blockIdx.x, place = places == nullptr ? i : places[i];
   float sum = 0;
   if (place >= 0) {
     const float w = weights[i];

@@ -68,7 +68,8 @@ struct Options {
   std::optional<double> moe_aux_loss;  // none: as transformers would for this config.json
   double moe_z_loss = 0, moe_bias_rate = 0;
   std::string moe_dispatch = "dropless";
-  std::optional<double> moe_capacity_factor;  // none: 1.25 with capacity
+  std::optional<double> moe_capacity_factor;  // with capacity
+  double capacity_factor() const { return moe_capacity_factor.value_or(1.25); }
   double moe_imbalance = 1;
   std::string device = "auto", comm = "auto", attention = "own";
   bool tf32 = false, tune_matmul = false;
@@ -238,8 +239,7 @@ void visit_options(O& o, Visitor&& visit) {
         "something else: every stage updates after each micro-batch without waiting for the others, clips by its own "
         "norm, and its gradients are as many updates old as stages come after it");
   visit("--pp", "", o.pp, between(1, 1 << 10), warn,
-        "pipeline parallelism: stages, each with some of the layers, on ranks of their own; for slow links; --generate "
-        "uses one rank");
+        "pipeline parallelism: stages, each with some of the layers, on ranks of their own; for slow links");
   visit("--pp-chunks", "", o.pp_chunks, between(1, 1 << 10), free,
         "runs of layers that each stage has with --schedule interleaved; zb-v has 2, the others 1; default: 2 with "
         "interleaved");
@@ -268,7 +268,7 @@ void visit_options(O& o, Visitor&& visit) {
         "the two round differently; auto: as before on resume, otherwise step, or micro from ZeRO stage 2 on");
   visit("--tp", "", o.tp, between(1, 1 << 10), warn,
         "tensor parallelism: ranks that share every layer, each with some of its heads, feed-forward channels and "
-        "vocabulary; neighbours, best on the fastest links; the others are data-parallel; --generate uses one rank");
+        "vocabulary; neighbours, best on the fastest links; the others are data-parallel");
   visit("--sequence-parallel", "", o.sequence_parallel, one_of({"on", "off"}), warn,
         "with --tp, each rank has some rows of what lies between the parallel products, such as norms and residuals, "
         "instead of all: less memory, a quarter more traffic");
@@ -277,15 +277,13 @@ void visit_options(O& o, Visitor&& visit) {
   visit(
       "--cp", "", o.cp, between(1, 1 << 10), warn,
       "context parallelism: ranks that share every sequence, for long ones: each has two of 2 N equal slices, an early "
-      "and a late one, so that all do the same work; 2 N must divide --seq-len; generated text is not divided; "
-      "--generate uses one rank");
+      "and a late one, so that all do the same work; 2 N must divide --seq-len; generated text is not divided");
   visit("--cp-attention", "", o.cp_attention, one_of({"ring", "all-gather", "ulysses"}), warn,
         "with --cp, how queries meet the keys of other ranks: ring: keys and values go round while they are computed "
         "with; all-gather: every rank gathers them all; ulysses: each rank computes some heads of whole sequences");
   visit("--ep", "", o.ep, between(1, 1 << 10), warn,
         "expert parallelism: ranks that divide the experts of each layer among them, and send each other tokens; it "
-        "takes the ranks of --tp, then of --cp, then data-parallel ones, and divides their product and the experts; "
-        "--generate uses one rank");
+        "takes the ranks of --tp, then of --cp, then data-parallel ones, and divides their product and the experts");
   visit("Mixture of experts");
   visit("--moe-aux-loss", "", o.moe_aux_loss, between(0, 1000), must_match,
         "coefficient of a loss that balances the experts, which is added to what is trained on, not to the loss that "
@@ -350,7 +348,7 @@ void visit_options(O& o, Visitor&& visit) {
         "threads of this process, divided among its ranks; 0: all available processors");
   visit("Modes");
   visit("--generate", "", o.generate, Limits{}, free,
-        "instead of training, continue --prompt with the model in directory --model");
+        "instead of training, continue --prompt with the model in directory --model, on one rank");
   visit("--plan", "", o.plan, Limits{}, free,
         "instead of training, print what the run would need: memory by name and by stage, work by op; needs no data, "
         "nor a "

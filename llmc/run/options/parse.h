@@ -19,6 +19,7 @@
 #include "dist/pipeline/pipeline.h"
 #include "dist/pipeline/stage_partition.h"
 #include "run/options/foreign.h"
+#include "run/options/ignored.h"
 #include "run/options/print.h"
 #include "text/unicode.h"
 
@@ -77,6 +78,9 @@ inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
     const std::string word = argv[i];
     if (word == "--") return;
     if (word.size() < 2 || word[0] != '-' || !is_letter(word[1])) continue;
+    const bool infinite = plain_name(word) == "inf" || plain_name(word) == "nan";
+    CHECK(!infinite || argv[i - 1][0] != '-', "{} {}: expected a finite number; text would be given as {}={}",
+          shown(argv[i - 1]), word, shown(argv[i - 1]), word);
     const size_t second = word.find_first_not_of("-_", 2);
     const bool named = second != std::string::npos && is_letter(word[second]);
     const bool help_of = word.starts_with("-h") && (word.size() > 2 || (i + 1 < argc && argv[i + 1][0] != '-'));
@@ -375,6 +379,7 @@ Command parse_command_line(int argc, const char* const* argv, TakePlace&& take_p
   }
   take_place(command.options);
   validate(command.options);
+  refuse_ignored(command.options, [&](const std::string& name) { return app.count(name) > 0; });
   return command;
 }
 

@@ -112,3 +112,22 @@ TEMPLATE_TEST_CASE("the kernels that move rows to experts and back match the CPU
                {{"sent", used_rows(sent)}, {"out", out}, {"sum", sum}, {"dy", used_rows(dy)}, {"dweights", dweights}},
                sizeof(T) == 2 ? 2e-3 : 1e-6);
 }
+
+TEMPLATE_TEST_CASE("the kernels take rows without places in the order of the choices", "[cuda]", float, bf16) {
+  using T = TestType;
+  const auto [N, C] = GENERATE(std::pair{6, 7}, std::pair{9, 40});
+  const int64_t k = GENERATE(1, 2);
+  const auto dout = normal_values<T>(N * C, 1), y = normal_values<T>(N * k * C, 2);
+  const auto weights = normal_values<float>(N * k, 3);
+  std::vector<int32_t> in_order(static_cast<size_t>(N * k));
+  std::iota(in_order.begin(), in_order.end(), 0);
+  DeviceArray<int32_t> places(in_order);
+  const auto results = [&, N = N, C = C](const int32_t* at) -> Outputs {
+    DeviceArray<T> ys(y), gradient(dout), out(N * C), dy(N * k * C);
+    DeviceArray<float> w(weights), dw(N * k);
+    cuda::combine_rows<T>(out, ys, w, at, N, C, k, Accumulate::no, nullptr);
+    cuda::combine_backward<T>(dy, dw, gradient, ys, w, at, N, C, k, nullptr);
+    return {{"out", out.host()}, {"dy", dy.host()}, {"dweights", dw.host()}};
+  };
+  REQUIRE(same_bits(results(nullptr), results(places)));
+}

@@ -4,24 +4,15 @@
 #include <optional>
 
 #include "cuda/trainer/trainer_test.h"
+#include "expert_steps.h"
 
 using namespace llmc;
+using expert_steps::Layout;
 using selftest::Outcome;
 
 namespace {
 
 constexpr selftest::Machine gpu_without_graphs{.device = {.kind = DeviceKind::cuda, .graphs = false}};
-
-struct Layout {
-  int dp = 1, stage = 0, tp = 1, cp = 1, ep = 1, pp = 1;
-  Schedule schedule = Schedule::one_f_one_b;
-  Recompute recompute = Recompute::none;
-  double imbalance = 1;
-};
-std::string to_string(const Layout& l) {
-  return formatted("dp {} stage {}, tp {}, cp {}, ep {}, pp {} {}, recompute {}, imbalance {}", l.dp, l.stage, l.tp,
-                   l.cp, l.ep, l.pp, l.schedule, name_of(l.recompute), l.imbalance);
-}
 
 // All layers have experts, Qwen2's a shared one as well.
 ModelConfig model_of(const char* family, int64_t layers = 1) {
@@ -38,21 +29,7 @@ ModelConfig model_of(const char* family, int64_t layers = 1) {
 
 // Two micro-batches of two sequences of 8 tokens.
 StepConfig step_of(const ModelConfig& model, const Layout& l, const ExpertOptions& options, DType dtype = DType::fp32) {
-  StepConfig step{.model = model,
-                  .dtype = dtype,
-                  .batch = {l.dp == 4 ? 1 : 2, 8},
-                  .micro_batches = l.dp == 1 ? 2 : 1,
-                  .schedule = l.schedule,
-                  .recompute = l.recompute,
-                  .zero = {.shards = l.dp * l.cp},
-                  .tensor = tensor_parallel(model, l.tp)};
-  step.zero.set_stage(l.stage);
-  step.stages = step.chunks = l.pp;
-  step.context = context_parallel(model, step.tensor, l.cp);
-  step.expert = expert_parallel(model, step.tensor, step.zero.shards, l.ep);
-  step.experts = options;
-  step.experts.imbalance = l.imbalance;
-  return step;
+  return expert_steps::step_of(model, l, options, dtype, {l.dp == 4 ? 1 : 2, 8}, l.dp == 1 ? 2 : 1);
 }
 
 const ExpertOptions dropless = {.aux_loss = 0.05, .z_loss = 0.01},
