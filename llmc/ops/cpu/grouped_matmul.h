@@ -104,17 +104,23 @@ void grouped_linear_backward_input(T* dx, const T* dout, const T* weight, const 
 template <class T, class A = accumulator_t<T>>
 void grouped_linear_backward_weight(A* dweight, const T* dout, const T* x, const int32_t* offsets, int64_t E, int64_t O,
                                     int64_t I) {
-  const detail::GroupedTile size = detail::grouped_tile<T>();
-#pragma omp parallel for collapse(3) schedule(dynamic)
+  detail::GroupedTile size = detail::grouped_tile<T>();
+  if (detail::uses_onednn<T>()) size.columns = 1024;
+  // One thread takes all tiles of an expert with few rows: its cache holds them then. Processors may have no cache in
+  // common. Who computes a tile does not change it.
+  const int64_t few = offsets[E] / (8 * omp_get_max_threads());
+#pragma omp parallel for collapse(2) schedule(dynamic)
   for (int64_t e = 0; e < E; ++e)
-    for (int64_t m0 = 0; m0 < O; m0 += size.rows)
-      for (int64_t n0 = 0; n0 < I; n0 += size.columns) {
-        const int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
-        if (rows == 0) continue;
-        const MatmulShape shape{
-            O, I, rows, Transpose::yes, Transpose::no, Accumulate::yes, dtype_of<T>(), dtype_of<A>(), Bias::no, 1};
-        detail::grouped_matmul_tile(dweight + e * O * I, dout + begin * O, x + begin * I, shape, size, m0, n0);
-      }
+    for (int64_t first = 0; first < O; first += size.rows) {
+      const int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
+      const bool whole = rows <= few;
+      if (rows == 0 || (whole && first > 0)) continue;
+      const MatmulShape shape{
+          O, I, rows, Transpose::yes, Transpose::no, Accumulate::yes, dtype_of<T>(), dtype_of<A>(), Bias::no, 1};
+      for (int64_t m0 = first; m0 < (whole ? O : first + 1); m0 += size.rows)
+        for (int64_t n0 = 0; n0 < I; n0 += size.columns)
+          detail::grouped_matmul_tile(dweight + e * O * I, dout + begin * O, x + begin * I, shape, size, m0, n0);
+    }
 }
 
 }  // namespace llmc::cpu
