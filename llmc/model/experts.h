@@ -11,7 +11,6 @@
 //
 // Sizes: as in transformer.h and activations.h. Which rows go to which expert stays on the device.
 #pragma once
-#include <optional>
 
 #include "model/expert_products.h"
 #include "model/routing.h"
