@@ -84,10 +84,11 @@ inline void require_whole(Outcome& outcome, const StepConfig& step) {
     }
   }
   auto check = [&](const Wholes& all, int Expected::*times) {
-    for (const auto& [name, whole] : all)
+    for (const auto& [name, whole] : all) {
+      const int n = expected.at(name.substr(0, name.find(':'))).*times;
       for (const int holders : whole.holders)
-        if (const int n = expected.at(name.substr(0, name.find(':'))).*times; holders != n)
-          outcome.fault = formatted("{} ranks hold an element of {}, expected {}", holders, name, n);
+        if (holders != n) outcome.fault = formatted("{} ranks hold an element of {}, expected {}", holders, name, n);
+    }
   };
   check(outcome.weights, &Expected::weights);
   check(outcome.optimizer_state, &Expected::state);
