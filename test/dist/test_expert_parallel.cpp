@@ -315,11 +315,10 @@ TEST_CASE("a layout that sends a token to another expert is told from one rank b
   const selftest::Model narrow = {"mixtral", false, DType::bf16, 8, 2, 20, 2},
                         wide = {"mixtral", false, DType::fp32, 8, 2, 20, 2},
                         shallow = {"mixtral", false, DType::bf16, 8, 2, 20, 1};
-  const auto found = [](const selftest::Model& model, const selftest::Parts& parts) {
+  const auto found = [](const selftest::Model& model, const selftest::Layout& layout, const selftest::Parts& parts) {
     const ModelConfig config = model.config();
     return selftest::rerouted(selftest::step_config(config, model.dtype, 1, selftest::Layout{}),
-                              selftest::step_config(config, model.dtype, two_expert_ranks(2, nullptr)[0]), {}, parts,
-                              1);
+                              selftest::step_config(config, model.dtype, layout), {}, parts, 1);
   };
   const StepConfig one = selftest::step_config(narrow.config(), narrow.dtype, 1, selftest::Layout{});
   std::string place;
@@ -333,9 +332,16 @@ TEST_CASE("a layout that sends a token to another expert is told from one rank b
   }
   REQUIRE(count > 1);
 
-  const selftest::Rerouted tie = found(narrow, {.read = read_instead<twin>, .init = init_twins}),
-                           same = found(wide, {.read = read_instead<twin>, .init = init_twins}),
-                           wrong = found(narrow, {.read = read_instead<6>, .init = init_twins});
+  const TensorParallel tensor = tensor_parallel(narrow.config(), 2);
+  const selftest::Layout simple = two_expert_ranks(2, nullptr)[0],
+                         all_axes{.zero = {.shards = 2},
+                                  .tensor = tensor,
+                                  .context = context_parallel(narrow.config(), tensor, 2),
+                                  .stages = 2,
+                                  .expert_ranks = 4};
+  const selftest::Rerouted tie = found(narrow, all_axes, {.read = read_instead<twin>, .init = init_twins}),
+                           same = found(wide, simple, {.read = read_instead<twin>, .init = init_twins}),
+                           wrong = found(narrow, simple, {.read = read_instead<6>, .init = init_twins});
   INFO(tie.first << "; " << same.first << "; " << wrong.first);
   REQUIRE((tie.tokens >= count && tie.ties));
   REQUIRE(tie.first.starts_with(place + "2, 5, but 5, 6 on one rank, which chose 6 before 2 by a margin of "));
