@@ -160,6 +160,22 @@ void together(const Processes& processes, const char* what, F&& f) {
   throw SharedError((same ? "" : processes.control()->name_of_rank(rank) + ": ") + *first);
 }
 
+// The texts of all processes, which may be longer than a message between them.
+inline std::vector<std::string> gather_large(const std::string& topic, const std::string& mine,
+                                             const Processes& processes) {
+  constexpr size_t piece = 1 << 19;
+  size_t longest = 0;
+  for (const std::string& size : processes.all_gather(topic + " to come", std::to_string(mine.size())))
+    longest = std::max<size_t>(longest, std::stoull(size));
+  std::vector<std::string> all;
+  for (size_t begin = 0; begin < longest || all.empty(); begin += piece) {
+    const auto parts = processes.all_gather(topic, begin < mine.size() ? mine.substr(begin, piece) : "");
+    all.resize(parts.size());
+    for (size_t p = 0; p < parts.size(); ++p) all[p] += parts[p];
+  }
+  return all;
+}
+
 // Refuses, on all processes, what each of them has found by itself and is not the same everywhere.
 inline void require_same(const Processes& processes, const char* what, const NamedValues& mine) {
   if (processes.alone()) return;

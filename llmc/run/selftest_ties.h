@@ -1,60 +1,259 @@
-// selftest_ties.h: where the routers of a model were nearest to another choice: a layout that rounds differently may
-// choose otherwise there, and then differs by more than rounding.
+// selftest_ties.h: to which experts the tokens of a run go. Where the scores of two experts are nearer than rounding, a
+// layout that rounds differently may choose the other one, and then differs from one rank by more than rounding.
 #pragma once
 #include <algorithm>
-#include <functional>
+#include <cmath>
+#include <compare>
+#include <limits>
+#include <map>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "device/host_copy.h"
+#include "run/processes.h"
 #include "run/ranks.h"
 
 namespace llmc::selftest {
 
-struct NearTie {
-  std::string place;  // "forward of blocks.3"
-  int64_t micro_batch = 0, row = 0, chosen = 0, other = 0;
-  double margin = std::numeric_limits<double>::infinity();  // of their logits
+// In the order in which one choice may change another: an earlier step, an earlier layer of the same sample.
+struct RoutedToken {
+  int64_t step, layer, sample, position;  // the sample within the global batch, the position within the sample
+  auto operator<=>(const RoutedToken&) const = default;
 };
-
-inline std::string to_string(const NearTie& t) {
-  return formatted("in the {}, micro-batch {}, token {}, expert {} was chosen before {} by a margin of {:.1e}", t.place,
-                   t.micro_batch, t.row, t.chosen, t.other, t.margin);
+inline std::string to_string(const RoutedToken& t) {
+  return formatted("step {}, blocks.{}, sample {}, position {}", t.step, t.layer, t.sample, t.position);
 }
 
-// Of the first step of a model with experts on one rank, with these inputs.
-inline NearTie nearest_tie(const StepConfig& step, const BatchSource& batches) {
-  const int64_t E = step.model.experts.count;
-  const size_t k = static_cast<size_t>(step.model.experts.per_token);
-  NearTie nearest;
-  if (k == static_cast<size_t>(E)) return nearest;
-  World world{Mesh()};
-  Run run(step, make_plan(step, {}), {}, world, 0);
-  init_weights(run.trainer.state(), 42, run.stream);
-  const auto look = [&](const auto* logits, int64_t rows) {
-    std::vector<double> row(static_cast<size_t>(E));
-    std::vector<int64_t> order(static_cast<size_t>(E));
-    for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t e = 0; e < E; ++e)
-        row[static_cast<size_t>(e)] = static_cast<double>(logits[i * E + e]), order[static_cast<size_t>(e)] = e;
-      std::ranges::stable_sort(order, std::greater(), [&](int64_t e) { return row[static_cast<size_t>(e)]; });
-      const int64_t last = order[k - 1], next = order[k];
-      const double margin = row[static_cast<size_t>(last)] - row[static_cast<size_t>(next)];
-      if (!(margin < nearest.margin)) continue;
-      const Interpreter::Place place = run.trainer.place();
-      nearest = {place.what, place.micro_batch, i, last, next, margin};
-    }
-  };
-  run.stream.set_inspector([&](const char* op, const Tensor& t) {
-    if (op != std::string_view("router_logits") || t.shape[1] != E) return;  // not the gate of a shared expert
-    const HostView logits(t, run.stream);
-    with_type(t.dtype, [&](auto tag) { look(logits.data<typename decltype(tag)::type>(), t.shape[0]); });
-  });
-  run.trainer.accumulate_gradients(batches);
-  run.stream.synchronize();
-  run.stream.set_inspector(nullptr);
+struct Route {
+  std::vector<int64_t> experts;  // that were chosen, sorted
+  std::vector<double> scores;    // of all experts, with their biases
+  std::vector<double> rounding;  // by which these may differ between layouts
+};
+using Routes = std::map<RoutedToken, Route>;
+
+// By how much an expert was chosen before another.
+struct Margin {
+  int64_t chosen = -1, other = -1;
+  double by = std::numeric_limits<double>::infinity(), rounding = 0;
+  bool is_tie() const { return by <= rounding; }  // false of NaN
+};
+inline Margin margin_of(const Route& route, int64_t chosen, int64_t other) {
+  const size_t a = static_cast<size_t>(chosen), b = static_cast<size_t>(other);
+  return {chosen, other, route.scores[a] - route.scores[b], route.rounding[a] + route.rounding[b]};
+}
+// Of the last expert that was chosen before the next.
+inline Margin margin_of(const Route& route) {
+  Margin nearest;
+  for (const int64_t chosen : route.experts)
+    for (int64_t e = 0; e < std::ssize(route.scores); ++e)
+      if (const Margin m = margin_of(route, chosen, e);
+          !std::ranges::binary_search(route.experts, e) && m.by < nearest.by)
+        nearest = m;
   return nearest;
 }
+// Of the experts that were chosen before those that others chose instead: the largest.
+inline Margin margin_of(const Route& route, const std::vector<int64_t>& others) {
+  Margin largest{.by = -std::numeric_limits<double>::infinity()};
+  for (const int64_t chosen : route.experts)
+    for (const int64_t other : others) {
+      if (std::ranges::binary_search(others, chosen) || std::ranges::binary_search(route.experts, other)) continue;
+      if (const Margin m = margin_of(route, chosen, other); !(m.by <= largest.by)) largest = m;
+    }
+  return largest;
+}
+
+// Scores, and by how much they may differ between two layouts. A row of a layer's input differs, relative to its size,
+// by two roundings of the training dtype for each layer so far, after attention and after the feed-forward, and a logit
+// by as much of the row's largest. (Of drawn weights in bf16, the choices that differ have margins of up to a seventh.)
+inline Route route_of(std::vector<double> logits, const float* biases, std::vector<int64_t> experts,
+                      const StepConfig& step, int64_t layer) {
+  double largest = -std::numeric_limits<double>::infinity(), size = 0, total = 0;
+  for (const double x : logits) largest = std::max(largest, x), size = std::max(size, std::abs(x));
+  for (const double x : logits) total += std::exp(x - largest);
+  constexpr double roundings = 2;  // of a layer
+  const double unit = step.dtype == DType::bf16 ? 0x1p-8 : 0x1p-23,
+               of_logit = roundings * static_cast<double>(layer + 1) * unit * size;
+  Route route{std::move(experts), std::move(logits), {}};
+  std::ranges::sort(route.experts);
+  for (double& x : route.scores) {
+    x = step.model.experts.scores == RouterScores::softmax ? std::exp(x - largest) / total : 1 / (1 + std::exp(-x));
+    route.rounding.push_back(x * of_logit);
+    if (biases != nullptr) x += *biases++;
+  }
+  return route;
+}
+
+// Watches the routers of a rank, and adds to the routes of all ranks.
+class RouteRecorder {
+ public:
+  RouteRecorder(Routes& all, std::mutex& mutex, const Run& run)
+      : all_(all), mutex_(mutex), dp_(run.dp), trainer_(run.trainer) {
+    CHECK(trainer_.config().slices.empty(), "routes are not recorded of token slices");
+    trainer_.stream().set_inspector([this](const char* op, const Tensor& t) { look(op, t); });
+  }
+  ~RouteRecorder() { trainer_.stream().set_inspector(nullptr); }
+  RouteRecorder(const RouteRecorder&) = delete;
+  RouteRecorder& operator=(const RouteRecorder&) = delete;
+
+  void begin_step(int64_t step) {
+    step_ = step;
+    biases_ = trainer_.expert_biases();
+  }
+
+ private:
+  void look(std::string_view op, const Tensor& t) {
+    if (op == "router_logits") {
+      const HostView view(t, trainer_.stream());
+      logits_.resize(static_cast<size_t>(t.numel()));
+      with_type(t.dtype, [&](auto tag) {
+        const auto* from = view.data<typename decltype(tag)::type>();
+        for (size_t i = 0; i < logits_.size(); ++i) logits_[i] = static_cast<double>(from[i]);
+      });
+    }
+    if (op != "router_forward" || t.dtype != DType::int32) return;
+    const int64_t E = trainer_.config().model.experts.count;
+    if (std::ssize(logits_) != t.shape[0] * E) return;          // the gate of a shared expert is a router of one
+    constexpr std::string_view forward = "forward of blocks.";  // not computed again
+    const Interpreter::Place place = trainer_.place();
+    if (place.what.starts_with(forward)) add(t, std::stoll(place.what.substr(forward.size())), place.micro_batch);
+  }
+
+  // choices (S, k), of the logits that came before
+  void add(const Tensor& choices, int64_t layer, int64_t micro_batch) {
+    const StepConfig& step = trainer_.config();
+    const int64_t E = step.model.experts.count, k = step.model.experts.per_token, T = step.batch.T;
+    const int64_t first_row = first_stream_row(),
+                  first_sample = (micro_batch * step.readers() + dp_.reader()) * step.batch.B;
+    const float* biases = nullptr;
+    if (!biases_.empty()) {
+      int64_t before = 0;  // layers with experts
+      for (int64_t l = 0; l < layer; ++l) before += step.model.is_sparse(l);
+      biases = biases_.data() + before * E;
+    }
+    const HostView view(choices, trainer_.stream());
+    const int32_t* chosen = view.data<int32_t>();
+    const std::lock_guard lock(mutex_);
+    for (int64_t n = 0; n < choices.shape[0]; ++n) {
+      const int64_t row = step.context.row_of_all(first_row + n, T, dp_.context_rank);
+      all_[{step_, layer, first_sample + row / T, row % T}] =
+          route_of({logits_.begin() + n * E, logits_.begin() + (n + 1) * E}, biases,
+                   {chosen + n * k, chosen + (n + 1) * k}, step, layer);
+    }
+  }
+  // The first row of the residual stream that this rank has, of those of its context-parallel rank.
+  int64_t first_stream_row() const {
+    const StepConfig& step = trainer_.config();
+    const int64_t N = step.share(step.batch, Purpose::train).rows();
+    return step.tensor.by_rows() ? step.tensor.stream_rows(N) * dp_.tensor_rank : 0;
+  }
+
+  Routes& all_;
+  std::mutex& mutex_;
+  const DataParallel& dp_;
+  const Trainer& trainer_;
+  int64_t step_ = 1;
+  std::vector<float> biases_;
+  std::vector<double> logits_;
+};
+
+// Completes the routes with those of the tokens of other processes.
+inline void merge(Routes& routes, const Processes& processes) {
+  nlohmann::json mine = nlohmann::json::array();
+  for (const auto& [t, route] : routes) mine.push_back({t.step, t.layer, t.sample, t.position, route.experts});
+  for (const std::string& text : gather_large("routes", mine.dump(), processes))
+    for (const auto& t : parse_json(text, "routes"))
+      routes[{t[0], t[1], t[2], t[3]}].experts = t[4].get<std::vector<int64_t>>();
+}
+
+// The nearest choice of all, compared with rounding.
+struct NearestTie {
+  RoutedToken token;
+  Margin margin;
+};
+inline NearestTie nearest_tie(const Routes& routes) {
+  NearestTie nearest{};
+  for (const auto& [token, route] : routes)
+    if (const Margin m = margin_of(route); m.by * nearest.margin.rounding <= nearest.margin.by * m.rounding)
+      nearest = {token, m};
+  return nearest;
+}
+
+// The tokens that a layout sends to other experts than one rank does.
+struct Rerouted {
+  int64_t tokens = 0;
+  bool ties = true;   // all of them at near ties, or because of others at near ties
+  std::string first;  // which comes first; of those that are no ties, if there are some
+};
+inline std::string to_string(const Rerouted& r) {
+  if (r.tokens == 0) return "all tokens go to the same experts";
+  return formatted("{} choice(s) of other experts, the first in {}", r.tokens, r.first);
+}
+inline Rerouted rerouted(const Routes& one, const Routes& found) {
+  Rerouted all;
+  const auto add = [&](bool tie, const std::string& text) {
+    if (all.first.empty() || (all.ties && !tie)) all.first = text;
+    all.ties = all.ties && tie;
+  };
+  int64_t first_step = 0;
+  std::map<int64_t, int64_t> first_layer;  // of each sample
+  for (const auto& [token, route] : one) {
+    const auto other = found.find(token);
+    if (other != found.end() && other->second.experts == route.experts) continue;
+    if (all.tokens++ == 0) first_step = token.step;
+    if (other == found.end()) {
+      add(false, to_string(token) + ", which no rank has routed");
+      continue;
+    }
+    // What came before explains the rest.
+    if (token.step > first_step || first_layer.try_emplace(token.sample, token.layer).first->second < token.layer)
+      continue;
+    const Margin m = margin_of(route, other->second.experts);
+    add(m.is_tie(), formatted("{}: experts {}, but {} on one rank, which chose {} before {} by a margin of {:.1e}: {} "
+                              "rounding, {:.1e}",
+                              to_string(token), other->second.experts, route.experts, m.chosen, m.other, m.by,
+                              m.is_tie() ? "a near tie, within" : "more than", m.rounding));
+  }
+  if (found.size() > one.size()) ++all.tokens, add(false, "tokens that one rank does not have");
+  return all;
+}
+
+// ---- Weights of which no token is near a tie ------------------------------------------------------------------------
+
+// In the first E channels of its embedding a token has two that its experts read, and else nothing.
+inline float routing_channel(int64_t token, int64_t channel, int64_t E) {
+  const int64_t first = token % E, second = (first + 1 + token / E % (E - 1)) % E;
+  return channel == first ? 0.25f : channel == second ? 0.1875f : 0.0f;
+}
+// What fresh weights are replaced by: f(name, value drawn, element).
+template <class F>
+void change_weights(const ModelState& state, Stream& stream, F&& f) {
+  for (const StateEntry& e : state.state_table()) {
+    if (e.kind != StateKind::weight && e.kind != StateKind::master) continue;
+    const Elements elements = e.elements();
+    const HostView drawn(e.tensor, stream);
+    write_on_host(e.tensor, stream, [&](const Tensor& host) {
+      with_type(host.dtype, [&](auto tag) {
+        using X = typename decltype(tag)::type;
+        for (int64_t i = 0; i < host.numel(); ++i)
+          host.data<X>()[i] = X(f(e.param->name, static_cast<float>(drawn.data<X>()[i]), elements.index(i)));
+      });
+    });
+  }
+}
+// Two experts for each token, chosen in all layers by margins far beyond the rounding of bf16.
+inline void init_routes_by_token(const StepConfig& step, const ModelState& state, Stream& stream) {
+  const int64_t E = step.model.experts.count, C = step.model.n_embd;
+  CHECK(step.model.experts.per_token == 2 && E > 1 && E <= C, "routes by token: {} of {} experts, {} channels",
+        step.model.experts.per_token, E, C);
+  init_weights(state, 42, stream);
+  change_weights(state, stream, [&](const std::string& name, float drawn, int64_t element) {
+    const int64_t row = element / C, channel = element % C;
+    if (name.ends_with("moe.router.weight")) return channel == row ? 0.5f : 0.0f;
+    return name == "wte.weight" && channel < E ? routing_channel(row, channel, E) : drawn;
+  });
+}
+inline void init_drawn(const StepConfig&, const ModelState& state, Stream& stream) { init_weights(state, 42, stream); }
 
 }  // namespace llmc::selftest

@@ -110,7 +110,10 @@ TEST_CASE("experts on any ranks give what one rank computes") {
         REQUIRE(found.fault == "");
         const selftest::Distances d(found, alone);
         INFO("loss " << d.loss << ", norm " << d.norm << ", gradients " << d.gradients << ", weights " << d.weights);
-        REQUIRE((d.loss <= 1e-6 && d.norm <= 1e-6 && d.gradients <= 1e-5 && d.weights <= 1e-5));
+        const bool close = d.loss <= 1e-6 && d.norm <= 1e-6 && d.gradients <= 1e-5 && d.weights <= 1e-5;
+        INFO(
+            (close ? "" : to_string(selftest::rerouted(step_of(model, {}, options), step_of(model, layout, options)))));
+        REQUIRE(close);
       }
     }
 }
