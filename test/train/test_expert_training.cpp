@@ -238,7 +238,8 @@ TEST_CASE("what a step records of experts in token slices is the same on stages 
       Run run(step, plan, {DeviceKind::cpu, 1}, world, rank);
       init_weights(run.trainer.state(), 42, run.stream);
       const StepResult r =
-          run.trainer.step([&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); }, {.step = 1}, {});
+          run.trainer.step([&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); },
+                           {.lr = 0, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = 1}, {});
       if (rank == 0) statistics = *r.experts;
     });
     return statistics;
