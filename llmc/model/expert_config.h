@@ -32,21 +32,23 @@ struct Experts {
   double imbalance = 1;
   int64_t sequence = 1, segment = 1;     // rows of a training sequence, and of what a rank has of it without a gap
   bool spread = false;                   // a sequence may be spread over ranks
+  bool cut = false;                      // a rank may begin within a segment
   std::optional<int64_t> capacity = {};  // rows of an expert from one training sequence; none: any number (dropless)
   int64_t own() const { return count / ranks; }
 
   // Where every rank has S rows: how many a capacity lets through from each rank to each other, at most.
   int64_t most_to_each(int64_t S) const {
-    const int64_t segments = spread ? Segments{segment}.most(S) : ceil_div(S, segment);
-    return std::min(per_token * S, segments * own() * std::min(*capacity, segment));
+    const int64_t segments = cut ? Segments{segment}.most(S) : ceil_div(S, segment);
+    return std::min(std::min(per_token, own()) * S, segments * own() * std::min(*capacity, segment));
   }
   // The same, if a rank has room for as many from all of them: for the capacities of all experts, or `imbalance`. 0: it
   // has not, or there is no capacity.
   int64_t stride(int64_t S) const {
     if (ranks == 1 || !capacity) return 0;
-    const double capacities = static_cast<double>(count * *capacity) / static_cast<double>(sequence),
-                 room = std::max(capacities, imbalance * static_cast<double>(per_token)) * static_cast<double>(S);
-    return static_cast<double>(ranks * most_to_each(S)) <= room ? most_to_each(S) : 0;
+    const int64_t most = most_to_each(S), all = ranks * most;
+    const bool of_capacities = all * sequence <= count * *capacity * S,
+               of_imbalance = static_cast<double>(all) <= imbalance * static_cast<double>(per_token * S) + 0.5;
+    return of_capacities || of_imbalance ? most : 0;
   }
   // Rows of its experts.
   int64_t room(int64_t S) const {

@@ -92,7 +92,8 @@ inline ExpertRounds exchange_counts(const ExpertActivations& a, const ModelConfi
   if (on_host.moves_data()) {
     for (const double n : on_host.values()) counts.push_back(static_cast<int64_t>(n));
   } else {  // on paper: each rank sends as many to all experts, but the others to those of this one as it has room for
-    const int64_t share = a.places.numel() / E, rest = (room - own * share) / (std::max(1, P - 1) * own);
+    const int64_t share = std::min(a.places.numel() / E, room / (P * own)),
+                  rest = (room - own * share) / (std::max(1, P - 1) * own);
     for (int64_t i = 0; i < P * E; ++i) counts.push_back(i / E != me && i % E / own == me ? rest : share);
   }
   return {std::move(counts), P, room};

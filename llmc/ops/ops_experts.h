@@ -195,12 +195,14 @@ inline void dispatch_plan(Tensor places, Tensor offsets, Tensor choices, Tensor 
   CHECK(!capacity || *capacity >= 0, "dispatch_plan: a capacity of {} rows", capacity.value_or(0));
   CHECK(rows.blocks >= 1 && E % rows.blocks == 0 && rows.room % rows.blocks == 0,
         "dispatch_plan: {} experts and {} rows do not divide into {} blocks", E, rows.room, rows.blocks);
-  const int64_t most = capacity ? std::min(N * k, S * (E / rows.blocks) * *capacity) : N * k;
+  const int64_t of_block = E / rows.blocks, all = N * std::min(k, of_block),  // a row chooses an expert once
+      most = capacity ? std::min(all, S * of_block * *capacity) : all;
   CHECK(rows.stride() >= most, "dispatch_plan: room for {} rows, but {} rows with {} choices can need {}",
         rows.stride(), N, k, most);
-  CHECK(N * k <= std::numeric_limits<int32_t>::max() && S * E < std::numeric_limits<int32_t>::max(),
-        "dispatch_plan: {} rows with {} choices in {} segments are too many for 32 bits; use smaller micro-batches", N,
-        k, S);
+  CHECK(
+      std::max(N * k, rows.room) <= std::numeric_limits<int32_t>::max() && S * E < std::numeric_limits<int32_t>::max(),
+      "dispatch_plan: {} rows with {} choices in {} segments are too many for 32 bits; use smaller micro-batches", N, k,
+      S);
   CHECK_TENSOR(choices, DType::int32, N, k);
   CHECK_TENSOR(places, DType::int32, N, k);
   CHECK_TENSOR(offsets, DType::int32, E + 1);

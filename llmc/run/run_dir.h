@@ -49,6 +49,9 @@ inline void check_resumed_options(Log& log, const std::string& file, const nlohm
         then.value(o.name, nlohmann::json(o.usual));  // absent in an older version: the default
     std::string before = found.is_string() ? found.get<std::string>() : found.dump();
     if (o.name == "--shuffle") before = now.shuffle ? formatted("{}", shuffled(then)) : o.text;
+    // Its default was not always recorded.
+    if (o.name == "--moe-capacity-factor" && before.empty() && now.capacity_factor() == Options().capacity_factor())
+      before = o.text;
     const bool pipedream = o.name == "--schedule" && (before == "pipedream" || o.text == "pipedream");
     const ResumeRule rule = pipedream ? ResumeRule::warn : o.rule;  // the other schedules compute the same
     if (before == o.text || rule == ResumeRule::free || (o.name == "--grad-reduce" && o.text == "auto")) continue;

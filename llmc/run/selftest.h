@@ -131,6 +131,12 @@ struct Machine {
     else its.gpu = (device.gpu + rank - processes->local_ranks().first) % gpus;
     return its;
   }
+  // Is it so on any process?
+  bool any_process(bool here) const {
+    if (!processes) return here;
+    const std::vector<std::string> all = processes->all_gather("distances of a layout", here ? "too far" : "");
+    return std::ranges::find(all, "too far") != all.end();
+  }
 };
 
 // Completes the whole tensors with what the ranks of other processes hold.
@@ -362,12 +368,11 @@ inline bool run_selftest(
         largest = largest.or_larger(d);
         std::string verdict = outcome.fault, tie;
         const Distances& allowed = other_device || layout.tensor.ranks > 1 ? farther : near;
-        if (!d.within(allowed)) {
-          const bool sparse = model.experts.count > 0;
-          const Rerouted routes = sparse ? rerouted(one, step, machine, used) : Rerouted();
-          if (routes.tokens > 0 && routes.ties) tie = to_string(routes);
-          else verdict += " too far" + (sparse ? "; " + to_string(routes) : "");
-        }
+        const bool sparse = model.experts.count > 0, too_far = !d.within(allowed);
+        const Rerouted routes =
+            sparse && machine.any_process(too_far) ? rerouted(one, step, machine, used) : Rerouted();
+        if (too_far && routes.tokens > 0 && routes.ties) tie = to_string(routes);
+        else if (too_far) verdict += " too far" + (sparse ? "; " + to_string(routes) : "");
         // Contracts 3 and 4: the stages agree bit for bit, and so do servers and schedules; overlap changes nothing
         // either. But zb-v has both parts of a tied table's gradient on one rank, and adds them up in another order.
         const bool reorders = model.tied && layout.schedule == Schedule::zb_v;
@@ -381,7 +386,10 @@ inline bool run_selftest(
           log.line(formatted("  {} | {} | {}{}", to_string(layout), text(d),
                              is_tie ? "NOT COMPARED: " : "FAILED:", is_tie ? tie : verdict));
       }
-      if (good == 0) ties = 0;  // nothing was compared: that is no success
+      if (good == 0 && ties > 0) {
+        log.line(formatted("  {:2} rank(s): FAILED: none of the layouts could be compared", ranks));
+        ties = 0;
+      }
       count += static_cast<int>(all.size());
       failed += static_cast<int>(all.size()) - good - ties;
       not_compared += ties;

@@ -93,6 +93,7 @@ struct StepConfig {
     part.experts.sequence = batch.T;
     part.experts.segment = context.ranks > 1 ? batch.T / (2 * context.ranks) : batch.T;
     part.experts.spread = context.ranks > 1 || tensor.by_rows();
+    part.experts.cut = tensor.by_rows();
     part.experts.capacity = experts.capacity(batch.T, model.experts);
     return part;
   }

@@ -73,17 +73,47 @@ TEST_CASE("rows are padded where a capacity bounds them and there is room for as
   REQUIRE(e.stride(128) == 2 * 128);
   e.capacity = 8;  // less than the share: a rank has rows for validation, which drops nothing
   REQUIRE((e.stride(128) == 32 && e.room(128) == 128 && e.sent(128) == 256));
-  // Context-parallel ranks with two slices of 16 rows of each sequence: 4, and perhaps one that began before.
-  e.capacity = 20;
-  e.segment = 16;
-  e.spread = true;
-  REQUIRE((e.stride(64) == 0 && e.room(64) == 128));
-  e.imbalance = 2.5;
-  REQUIRE((e.stride(64) == 0 && e.room(64) == 320));  // of 5 x 2 x 16 from each
-  e.imbalance = 4;
-  REQUIRE((e.stride(64) == 128 && e.room(64) == 512));  // both choices of all rows
+  e.ranks = 8;  // a row chooses an expert once
+  e.capacity = 64;
+  REQUIRE(e.stride(128) == 128);
   e.ranks = 1;
-  REQUIRE((e.stride(64) == 0 && e.room(64) == 128));
+  REQUIRE((e.stride(128) == 0 && e.room(128) == 256));
+  // Context-parallel ranks with two slices of 16 rows of each sequence: 4 in all.
+  e = {.count = 8, .per_token = 2, .ranks = 4, .imbalance = 2.4, .sequence = 64, .segment = 16, .spread = true};
+  e.capacity = 10;
+  REQUIRE((e.stride(64) == 0 && e.room(64) == 308));
+  e.imbalance = 2.5;
+  REQUIRE((e.stride(64) == 4 * 2 * 10 && e.room(64) == 320));
+  e.cut = true;  // tensor-parallel ranks may have a part of a fifth one
+  REQUIRE((e.stride(64) == 0 && e.room(64) == 320));
+}
+
+// What is planned for a layout is enough for its rows, whatever the sizes: dispatch_plan() refuses otherwise. Where
+// sequences are whole no capacity waits for the host, and elsewhere not with the imbalance that is named.
+TEST_CASE("the room for padded rows is what any choices need") {
+  Arena scratch({DeviceKind::null}, 1 << 20);
+  Stream stream({DeviceKind::null}, scratch);
+  for (const int64_t T : {20, 56, 64})
+    for (const int64_t B : {1, 3})
+      for (const int64_t E : {4, 8})
+        for (const int64_t k : {1, 2, 4})
+          for (const int ranks : {2, 4})
+            for (const double factor : {0.3, 1.1, 1.25, 2.0, 8.0})
+              for (const int64_t slices : {1, 4}) {
+                CAPTURE(T, B, E, k, ranks, factor, slices);
+                const int64_t S = B * T * (slices == 1 ? 1 : 2) / slices;  // two of them
+                Experts e{.count = E, .per_token = k, .ranks = ranks, .sequence = T, .segment = T / slices};
+                e.capacity = ExpertOptions{.capacity_factor = factor}.capacity(T, e);
+                e.spread = slices > 1;
+                if (e.spread) {
+                  const double needed = static_cast<double>(ranks * e.most_to_each(S)) / static_cast<double>(k * S);
+                  e.imbalance = std::ceil(100 * needed) / 100;
+                }
+                REQUIRE(e.stride(S) > 0);
+                auto table = [&](const Shape& shape) { return Tensor{.dtype = DType::int32, .shape = shape}; };
+                dispatch_plan(table({S, k}), table({E + 1}), table({S, k}), {}, e.capacity, {e.segment},
+                              {ranks * e.stride(S), ranks}, stream);
+              }
 }
 
 // The compute stream is held up, so a host that needs to know what it computes does not get to the end of the step. The

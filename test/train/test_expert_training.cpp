@@ -1,7 +1,6 @@
 // Training with experts: gradients against transformers, layouts against one rank, routers that send all rows to one
 // expert or to one rank, and their biases.
 #include "catch2.h"
-#include "core/safetensors.h"
 #include "expert_steps.h"
 #include "helpers.h"
 

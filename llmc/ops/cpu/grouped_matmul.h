@@ -54,6 +54,7 @@ void grouped_matmul_tile(Out* c, const T* a, const T* b, const MatmulShape& s, c
         product.run(c + m0 * s.N + n0, s.N, a, lda, b, ldb, m, n, s.K);
       } else {
         alignas(64) float tile[256 * 512];
+        CHECK(m * n <= std::ssize(tile), "a tile of {} x {}", m, n);
         product.run(tile, n, a, lda, b, ldb, m, n, s.K);
         for (int64_t i = 0; i < m; ++i) {
           Out* row = c + (m0 + i) * s.N + n0;

@@ -202,7 +202,8 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"--moe-expert-capacity-factor", "--moe-capacity-factor", "with --moe-dispatch capacity; within a sequence"},
         {"--moe-token-drop-policy", "--moe-dispatch", "the later choices of a sequence are dropped, as by 'position'"},
         {"--moe-pad-expert-input-to-capacity", "",
-         "rows on their way to the ranks of --ep are padded wherever a capacity bounds them; experts compute no "
+         "rows on their way to the ranks of --ep are, where a capacity bounds them and there is room; experts compute "
+         "no "
          "padding"},
         {"--moe-grouped-gemm", "", "products of experts always are"},
         {"--moe-router-dtype", "", "the router is fp32"},
