@@ -16,7 +16,8 @@ using namespace llmc;
 TEST_CASE("every layout of up to eight ranks agrees with one rank, and the ZeRO stages with each other bit for bit") {
   Log log = Log::silent();
   REQUIRE(run_selftest(log, 3));
-  REQUIRE(run_selftest(log, 8, {}, {}, {{"gpt2", true, DType::fp32}, {"qwen3", false, DType::bf16}}));
+  REQUIRE(run_selftest(log, 8, {}, {}, {{"gpt2", true, DType::fp32}}));
+  REQUIRE(run_selftest(log, 5, {}, {}, {{"qwen3", false, DType::bf16}}));
 }
 
 TEST_CASE("four and eight ranks with tensor parallelism agree with one rank") {
