@@ -16,7 +16,7 @@ std::vector<int32_t> some_choices(const Sizes& s, bool one_expert) {
   std::vector<int32_t> choices;
   for (int64_t n = 0; n < s.N; ++n) {
     std::vector<int32_t> all(static_cast<size_t>(s.E));
-    for (int32_t e = 0; e < s.E; ++e) all[static_cast<size_t>(e)] = e;
+    for (size_t e = 0; e < all.size(); ++e) all[e] = static_cast<int32_t>(all.size() - 1 - e);  // none to the first
     if (!one_expert) std::shuffle(all.begin(), all.end(), random);
     choices.insert(choices.end(), all.begin(), all.begin() + s.k);
   }
