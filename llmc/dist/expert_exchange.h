@@ -1,17 +1,25 @@
 // expert_exchange.h: rows on their way to the ranks that have their experts, and back.
 //
 // Every rank of an ep group has put its rows into the order of their experts, so that those for each rank of the group
-// are one block. A rank has room for a planned number of rows. If it gets more, they come in further rounds; within one
-// it gets the rows of rank 0 first, then those of rank 1, and so on: round i has rows [i room, (i + 1) room) of all of
-// them. So there are never more than the room, and nothing is dropped; all ranks take part in as many rounds as the
-// rank with the most rows needs.
+// are one block. Two ranks with two experts each, and tokens that choose two:
+//
+//   rank 0: a chose 1 3, b 0 1            a row for each choice, by expert:  b0 a1 b1 | a3
+//   rank 1: c chose 2 3, d 1 2                                                     d1 | c2 d2 c3
+//   arrived, by rank:                     rank 0:  b0 a1 b1 | d1             rank 1:  a3 | c2 d2 c3
+//   by expert, then by rank: computed     rank 0:  b0 a1 b1 d1               rank 1:  c2 d2 a3 c3
+//   and back the same way; a row of the sum adds the outputs of its choices in their order
+//
+// A rank has room for a planned number of rows. If it gets more, they come in further rounds; within one it gets the
+// rows of rank 0 first, then those of rank 1, and so on: round i has rows [i room, (i + 1) room) of all of them. So
+// there are never more than the room, and nothing is dropped; all ranks take part in as many rounds as the rank with
+// the most rows needs.
 //
 // Which rows each round has follows from one table, of how many rows each rank has for each expert. All ranks gather it
 // and their hosts read it: the host waits for the device once in each forward of a layer, recomputed ones included.
 //
 // It waits for nothing where a capacity bounds the rows from each rank to each other, and there is room for as many
-// from all of them (Experts::stride()). Then so many are sent, those that are left over as padding, in one round; how
-// many are rows is sent before them, and only the device learns it.
+// from all of them (Experts::stride() in model/expert_config.h). Then so many are sent in one round, those that are
+// left over as padding; how many are rows is sent before them, and only the device learns it.
 //
 // Bytes that a rank sends in a forward, of its S rows with k choices each and C elements: S k C (P - 1) / P if all
 // experts are chosen equally often, and as much again for their outputs; the backward sends the same, and the rows of
@@ -43,7 +51,7 @@ class ExpertRounds {
     }
   }
 
-  // One round, in which each rank has so many rows for each.
+  // One round, in which each rank has so many rows for each, as if it had one expert.
   static ExpertRounds padded(int ranks, int64_t rows) {
     return {std::vector<int64_t>(static_cast<size_t>(ranks * ranks), rows), ranks, ranks * rows};
   }

@@ -289,6 +289,9 @@ inline void scatter_hf(const HfTensor& hf, const SafetensorsReader& file, const 
         if (info.dtype == DType::bf16) copy(host.data<To>(), type_tag<bf16>{});
         if (info.dtype == DType::fp16) copy(host.data<To>(), type_tag<fp16>{});
       });
+      CHECK(all_finite(host),
+            "{}: tensor {} contains a number that is not finite, or too large for {}: use other weights", file.path(),
+            name, host.dtype);
     });
   });
 }

@@ -176,6 +176,13 @@ inline std::vector<std::string> gather_large(const std::string& topic, const std
   return all;
 }
 
+// Is it so on any of them? processes: none for this one alone
+inline bool any_process(const Processes* processes, const std::string& topic, bool here) {
+  if (processes == nullptr) return here;
+  const std::vector<std::string> all = processes->all_gather(topic, here ? "yes" : "");
+  return std::ranges::find(all, "yes") != all.end();
+}
+
 // Refuses, on all processes, what each of them has found by itself and is not the same everywhere.
 inline void require_same(const Processes& processes, const char* what, const NamedValues& mine) {
   if (processes.alone()) return;

@@ -131,12 +131,6 @@ struct Machine {
     else its.gpu = (device.gpu + rank - processes->local_ranks().first) % gpus;
     return its;
   }
-  // Is it so on any process?
-  bool any_process(bool here) const {
-    if (!processes) return here;
-    const std::vector<std::string> all = processes->all_gather("distances of a layout", here ? "too far" : "");
-    return std::ranges::find(all, "too far") != all.end();
-  }
 };
 
 // Completes the whole tensors with what the ranks of other processes hold.
@@ -369,8 +363,9 @@ inline bool run_selftest(
         std::string verdict = outcome.fault, tie;
         const Distances& allowed = other_device || layout.tensor.ranks > 1 ? farther : near;
         const bool sparse = model.experts.count > 0, too_far = !d.within(allowed);
-        const Rerouted routes =
-            sparse && machine.any_process(too_far) ? rerouted(one, step, machine, used) : Rerouted();
+        const Rerouted routes = sparse && any_process(machine.processes, "distances of a layout", too_far)
+                                    ? rerouted(one, step, machine, used)
+                                    : Rerouted();
         if (too_far && routes.tokens > 0 && routes.ties) tie = to_string(routes);
         else if (too_far) verdict += " too far" + (sparse ? "; " + to_string(routes) : "");
         // Contracts 3 and 4: the stages agree bit for bit, and so do servers and schedules; overlap changes nothing

@@ -146,9 +146,10 @@ inline ExpertOptions choose_experts(const Options& o, const ModelConfig& model) 
       .z_loss = o.moe_z_loss,
       .bias_rate = o.moe_bias_rate,
       .imbalance = o.moe_imbalance};
-  CHECK(o.moe_imbalance <= static_cast<double>(std::max<int64_t>(1, o.ep)),
-        "--moe-imbalance {} with --ep {}: a rank gets at most {} times its equal share: leave it out, or use 1 "
-        "to that",
+  CHECK(o.ep > 1 || o.moe_imbalance == 1,
+        "--moe-imbalance {} without --ep: no rank gets more than its share: leave it out", o.moe_imbalance);
+  CHECK(o.moe_imbalance <= static_cast<double>(o.ep),
+        "--moe-imbalance {} with --ep {}: a rank gets at most {} times its equal share: use a number from 1 to that",
         o.moe_imbalance, o.ep, o.ep);
   if (o.moe_dispatch == "capacity") experts.capacity_factor = o.capacity_factor();
   CHECK(o.schedule != "pipedream" || o.pp == 1,

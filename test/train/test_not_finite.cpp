@@ -44,6 +44,20 @@ TEST_CASE("a non-finite step names the first bad tensor, its position and the sa
   REQUIRE(checkpoint_steps(dir / "run").empty());
 }
 
+TEST_CASE("weights that are not finite are not trained on, whether data touch them or not") {
+  const TempDir dir;
+  run_well(tiny(dir / "made", "--max-steps 1"));
+  write_changed_model(dir / "broken", dir / "made/step-000001",
+                      [](const std::string& name, std::vector<float>& values) {
+                        if (name.ends_with("wpe.weight")) values[20 * 12] = std::numeric_limits<float>::quiet_NaN();
+                      });
+  const ProgramResult bad = run_program("--model " + (dir / "broken") + " --train-data " + tiny_data +
+                                        " --seq-len 16 --batch-size 2 --max-steps 1 --out-dir " + (dir / "run"));
+  REQUIRE(bad.status == 1);
+  REQUIRE(bad.err.find("model.safetensors: tensor transformer.wpe.weight contains a number that is not finite, or too "
+                       "large for fp32: use other weights") != std::string::npos);
+}
+
 TEST_CASE("weights that an update has made infinite are not saved; the last checkpoint is kept and named") {
   const TempDir dir;
   run_well(tiny(dir / "made", "--max-steps 1"));

@@ -283,7 +283,8 @@ void visit_options(O& o, Visitor&& visit) {
         "with; all-gather: every rank gathers them all; ulysses: each rank computes some heads of whole sequences");
   visit("--ep", "", o.ep, between(1, 1 << 10), warn,
         "expert parallelism: ranks that divide the experts of each layer among them, and send each other tokens; it "
-        "takes the ranks of --tp, then of --cp, then data-parallel ones, and divides their product and the experts");
+        "takes the ranks of --tp, then of --cp, then data-parallel ones of a replica, and divides their product and "
+        "the experts");
   visit("Mixture of experts");
   visit("--moe-aux-loss", "", o.moe_aux_loss, between(0, 1000), must_match,
         "coefficient of a loss that balances the experts, which is added to what is trained on, not to the loss that "

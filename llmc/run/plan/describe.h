@@ -68,10 +68,11 @@ inline std::string layout_text(const StepConfig& step) {
                    experts);
 }
 
-// The traffic of every --dp-sync beside that of the one chosen, where a run has the choice.
+// The traffic of every --dp-sync beside that of the one chosen, where a run has the choice; with experts it has none.
 inline void report_links(Log& log, const StepConfig& step) {
   const ZeroConfig& zero = step.zero;
   if (zero.ranks() == 1 || zero.stage > 0 || zero.replicas > 1 || step.ranks() > step.readers()) return;
+  if (step.model.experts.count > 0) return;
   int64_t elements = 0;
   for (const UnitSpec& unit : parameter_table(step.model)) elements += UnitLayout(unit, zero.ranks()).size;
   const int64_t R = zero.grad_reduce == GradReduce::step ? 1 : step.micro_batches,
@@ -111,11 +112,11 @@ inline std::string exchange_text(const StepConfig& step) {
   if (const int64_t rows = e.stride(S); rows > 0)
     return formatted("{} rows from each rank to each other, some of them padding: no host waits for their number",
                      rows);
-  std::string text =
-      formatted("rows in rounds of at most {} on a rank; hosts wait once a layer for how many there are", e.room(S));
+  std::string text = formatted(
+      "rows in rounds of at most {} on a rank; hosts wait once a layer to learn how many there are", e.room(S));
   if (e.capacity) {
     const double needed = static_cast<double>(e.ranks * e.most_to_each(S)) / static_cast<double>(e.per_token * S);
-    text += formatted(": not with --moe-imbalance {:.2f}", std::ceil(100 * needed) / 100);
+    text += formatted("; with --moe-imbalance {:.2f} they would not, for more memory", std::ceil(100 * needed) / 100);
   }
   return text;
 }
