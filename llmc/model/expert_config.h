@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "core/shape.h"
 #include "ops/types.h"
 
 namespace llmc {
