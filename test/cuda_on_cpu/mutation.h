@@ -70,6 +70,8 @@ pid_t start_apart(Test&& passes) {
   if (child < 0) throw Failure("cannot fork");
   if (child > 0) return child;
   if (std::freopen("/dev/null", "w", stderr) == nullptr) _exit(2);
+  // A mutant that crashes dies in silence; Catch2's handlers would report a failed test.
+  for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) std::signal(signal, SIG_DFL);
   alarm(most_seconds);
   bool passed = false;
   try {
@@ -92,12 +94,13 @@ inline bool passed_apart(pid_t child) {
 template <class Test>
 Mutants find_event_mutants(Test&& passes, const std::vector<Site>& known) {
   const auto passes_in_all_orders = [&] {
+    set_schedule({Order::reverse, AsyncCopy::eager, 0});  // first: most mutants fail in it
+    if (!passes()) return false;
     for (uint64_t seed = 0; seed < stream_orders; ++seed) {
       set_schedule({Order::random, AsyncCopy::eager, seed});
       if (!passes()) return false;
     }
-    set_schedule({Order::reverse, AsyncCopy::eager, 0});
-    return static_cast<bool>(passes());
+    return true;
   };
   const Restored restored;
   set_hosts_first(true);
