@@ -13,11 +13,14 @@
 
 using namespace llmc;
 
-TEST_CASE("every layout of up to eight ranks agrees with one rank, and the ZeRO stages with each other bit for bit") {
+TEST_CASE("layouts of up to eight ranks agree with one rank, and the ZeRO stages with each other bit for bit") {
+  const auto four_or_eight = [](int ranks, const ModelConfig* model) {
+    return ranks == 4 || ranks == 8 ? selftest::layouts(ranks, model) : std::vector<selftest::Layout>();
+  };
   Log log = Log::silent();
   REQUIRE(run_selftest(log, 3));
-  REQUIRE(run_selftest(log, 8, {}, {}, {{"gpt2", true, DType::fp32}}));
-  REQUIRE(run_selftest(log, 4, {}, {}, {{"qwen3", false, DType::bf16}}));
+  REQUIRE(run_selftest(log, 8, {}, {}, {{"gpt2", true, DType::fp32}}, four_or_eight));
+  REQUIRE(run_selftest(log, 4, {}, {}, {{"qwen3", false, DType::bf16}}, four_or_eight));
 }
 
 TEST_CASE("four and eight ranks with tensor parallelism agree with one rank") {
