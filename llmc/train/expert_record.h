@@ -21,7 +21,7 @@ class ExpertRecord {
     if (layers_ == 0) return;
     const int64_t E = model.experts.count;
     record_ = context.arena.alloc("balance of experts", "record of a step", DType::fp64, {others + layers_ * E});
-    if (config.tensor.by_rows() || config.context.ranks > 1)
+    if (config.part().experts.spread)
       for (int k = 0; k < config.slices_for(Purpose::train); ++k)
         order_segments(config.share(config.batch, Purpose::train, k), context);
     if (config.experts.bias_rate > 0) {

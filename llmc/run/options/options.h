@@ -310,9 +310,8 @@ void visit_options(O& o, Visitor&& visit) {
         "with --moe-dispatch capacity, how many times its equal share an expert takes; default: 1.25");
   visit("--moe-imbalance", "", o.moe_imbalance, between(1, 1e6), free,
         "with --ep, for how many times its equal share of tokens a rank has memory; more of them take further rounds, "
-        "which changes nothing but the order of sums; with a capacity the room is at least that of whole sequences, "
-        "--moe-capacity-factor times the share, and where it suffices for all that can come, no host waits for the "
-        "number of rows");
+        "which changes nothing but the order of sums; with a capacity, if this, or --moe-capacity-factor times the "
+        "share, is enough for all that can come, the memory is for that, and no host waits for the number of rows");
   visit("Machine");
   visit("--local-ranks", "", o.local_ranks, between(0, 1024), warn,
         "ranks as threads of this process; those of a --tp and --cp group share a --batch-size, others have their own; "
