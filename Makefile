@@ -369,11 +369,14 @@ FRESH_TEST := test/scripts/long_fresh_machine_test.sh
 TEST_SCRIPTS := $(if $(TESTS),,$(filter-out $(FRESH_TEST) $(if $(LONG),,test/scripts/long_%),$(wildcard test/scripts/*_test.sh)))
 TEST_RUNS := $(patsubst %,run/%,$(firstword $(TEST_PROGRAMS)) smoke $(wordlist 2,99,$(TEST_PROGRAMS))) \
              $(TEST_SCRIPTS:test/scripts/%=run/%)
-# What several of them need is there before the first one begins.
-SHARED_BY_TESTS := train_gpt build/pch/pch.h.gch build/test/main.o build/file_ops.so build/nvml_stand_in.so \
+# What several of them need is there before the first one begins; the trainer, which takes longer to compile than all of
+# that, before those that run it.
+SHARED_BY_TESTS := build/pch/pch.h.gch build/test/main.o build/file_ops.so build/nvml_stand_in.so \
                    $(STAND_INS:%.cpp=build/asan/%.o) $(if $(LONG),$(STAND_INS:%.cpp=build/tsan/%.o))
+RUN_THE_TRAINER := test/text test/data test/trainer $(TEST_SCRIPTS:test/scripts/%=%)
 .PHONY: $(TEST_RUNS)
 $(TEST_RUNS): $(SHARED_BY_TESTS)
+$(RUN_THE_TRAINER:%=run/%): train_gpt
 $(TEST_PROGRAMS:%=run/%): run/%:
 	+@$(MAKE) -s build/$* && scripts/run_tests.sh run $(subst /,-,$*) build/$*
 run/smoke:
@@ -385,7 +388,7 @@ $(TEST_SCRIPTS:test/scripts/%=run/%): run/%:
 test-runs: $(TEST_RUNS)
 test-sum:
 	@scripts/run_tests.sh sum $(STATUS) $(subst /,-,$(patsubst run/%,%,$(filter-out run/smoke,$(TEST_RUNS))))
-tests: $(SHARED_BY_TESTS) $(TEST_PROGRAMS:%=build/%) smoke
+tests: train_gpt $(SHARED_BY_TESTS) $(TEST_PROGRAMS:%=build/%) smoke
 
 # The same tests on a GPU, once instead of under all schedules.
 test-cuda: build/test_cuda_on_gpu
