@@ -7,9 +7,14 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
+#include <deque>
 #include <exception>
+#include <functional>
+#include <optional>
+#include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "cuda_on_cpu/emulator.h"
@@ -88,47 +93,66 @@ inline bool passed_apart(pid_t child) {
   return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
-// Mutation testing of the event waits that `passes` executes, except those in `known`, like find_mutants but in every
-// order of streams; each mutant in its own process, one process per processor. Uses hosts-first mode, so the outcome is
-// deterministic.
-template <class Test>
-Mutants find_event_mutants(Test&& passes, const std::vector<Site>& known) {
-  const auto passes_in_all_orders = [&] {
-    set_schedule({Order::reverse, AsyncCopy::eager, 0});  // first: most mutants fail in it
-    if (!passes()) return false;
-    for (uint64_t seed = 0; seed < stream_orders; ++seed) {
-      set_schedule({Order::random, AsyncCopy::eager, seed});
-      if (!passes()) return false;
-    }
-    return true;
-  };
+// The schedules in which each stream comes last once.
+inline std::vector<Schedule> all_stream_orders() {
+  std::vector<Schedule> all;
+  for (uint64_t seed = 0; seed < stream_orders; ++seed) all.push_back({Order::random, AsyncCopy::eager, seed});
+  return all;
+}
+
+// Mutation testing of the event waits that some of these programs execute, but those that are `exempt`. Each program is
+// like `passes` of find_mutants; a mutant is killed if one of them fails in some order of streams. Each mutant runs in
+// its own process, one process per processor, in hosts-first mode, so the outcome is deterministic.
+inline Mutants find_event_mutants(const std::vector<std::function<bool()>>& programs,
+                                  const std::function<bool(const Site&)>& exempt) {
   const Restored restored;
   set_hosts_first(true);
-  std::vector<Site> sites;
-  record_sites(&sites);
-  passes();
-  record_sites(nullptr);
-  std::erase_if(sites, [&](const Site& site) {
-    return site.what != "cudaStreamWaitEvent" || std::find(known.begin(), known.end(), site) != known.end();
-  });
-  std::sort(sites.begin(), sites.end());
-  std::vector<pid_t> children = {start_apart(passes_in_all_orders)};  // with nothing disabled
+  std::vector<std::vector<Site>> sites_of;
+  for (const auto& passes : programs) {
+    std::vector<Site>& sites = sites_of.emplace_back();
+    record_sites(&sites);
+    passes();
+    record_sites(nullptr);
+    std::erase_if(sites, [&](const Site& site) { return site.what != "cudaStreamWaitEvent" || exempt(site); });
+    std::sort(sites.begin(), sites.end());
+  }
   Mutants mutants;
-  const auto finish = [&](size_t i) {
-    const bool passed = passed_apart(children[i]);
-    if (i > 0) (passed ? mutants.survivors : mutants.killed).push_back(sites[i - 1]);
-    else if (!passed) throw Failure("fails in some order of streams, with nothing disabled");
+  std::deque<std::pair<pid_t, std::optional<Site>>> children;
+  const auto finish_oldest = [&] {
+    const auto [child, off] = children.front();
+    children.pop_front();
+    if (passed_apart(child)) return;
+    if (!off) throw Failure("fails in some order of streams, with nothing disabled");
+    mutants.killed.push_back(*off);
   };
   const size_t at_a_time = std::max(1u, std::thread::hardware_concurrency());
-  size_t finished = 0;
-  for (const Site& site : sites) {
-    while (children.size() - finished >= at_a_time) finish(finished++);
-    children.push_back(start_apart([&] {
-      switch_off(site);
-      return passes_in_all_orders();
-    }));
-  }
-  while (finished < children.size()) finish(finished++);
+  const auto start = [&](size_t program, const std::optional<Site>& off, const std::vector<Schedule>& orders) {
+    while (children.size() >= at_a_time) finish_oldest();
+    const pid_t child = start_apart([&] {
+      switch_off(off);
+      return std::all_of(orders.begin(), orders.end(), [&](const Schedule& order) {
+        set_schedule(order);
+        return programs[program]();
+      });
+    });
+    children.push_back({child, off});
+  };
+  // Most mutants fail in the first order, in one program or another; those that do not are tried in all others.
+  for (const auto& orders : {std::vector<Schedule>{{Order::reverse, AsyncCopy::eager, 0}}, all_stream_orders()})
+    for (size_t i = 0; i < programs.size(); ++i) {
+      std::erase_if(sites_of[i], [&](const Site& site) {
+        return std::find(mutants.killed.begin(), mutants.killed.end(), site) != mutants.killed.end();
+      });
+      if (sites_of[i].empty()) continue;
+      start(i, {}, orders);  // with nothing disabled
+      for (const Site& site : sites_of[i]) start(i, site, orders);
+      while (!children.empty()) finish_oldest();
+    }
+  std::set<Site> left;
+  for (const std::vector<Site>& sites : sites_of) left.insert(sites.begin(), sites.end());
+  for (const Site& site : left)
+    if (std::find(mutants.killed.begin(), mutants.killed.end(), site) == mutants.killed.end())
+      mutants.survivors.push_back(site);
   return mutants;
 }
 
