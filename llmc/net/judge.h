@@ -107,10 +107,11 @@ class Judge {
   std::optional<std::string> blame(const Wait& wait) const {
     const std::vector<int> absent = missing(wait);
     if (absent.empty()) return blame_within(wait);
-    std::set<int> visited = {wait.rank};
+    std::set<int> visited;  // without wait.rank: it may wait elsewhere, too, and others for it
     std::vector<std::pair<int, Wait>> found;
     follow(wait, visited, found);
     if (found.empty()) {
+      visited.insert(wait.rank);
       for (const int r : visited)
         if (at(r).still < limit(wait.rank)) return std::nullopt;
       return formatted("{} waits for {} at {}, {}, and that one too waits for others: nobody can go on ({})",

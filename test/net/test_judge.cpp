@@ -84,6 +84,19 @@ TEST_CASE("a chain of waits leads to who waits for nobody, in whatever group") {
   REQUIRE(ranks.verdict().starts_with("rank 3 on HOST has not arrived at the all-gather of unit c.2"));
 }
 
+TEST_CASE("a rank that waits in two groups at once is not excused by the first of them") {
+  // A stage of a pipeline: it waits for a gradient of the next one, which waits for its output, and for its own input.
+  Ranks ranks;
+  ranks.waits(2, "back", {2, 3}, 4, 33).reached(3, "back", {2, 3}, 3);
+  ranks.waits(3, "forth", {2, 3}, 6, 32).reached(2, "forth", {2, 3}, 5);
+  ranks.waits(2, "into", {1, 2}, 6, 31).reached(1, "into", {1, 2}, 5);
+  const std::string line = "rank 1 on HOST has not arrived at the all-gather of unit into.6, step 812 (waited 33 s";
+  REQUIRE(ranks.verdict().starts_with(line));
+  REQUIRE(ranks.silent(1, 33).verdict().starts_with(line));
+  ranks[1].still = 29;  // busy
+  REQUIRE(ranks.verdict() == "");
+}
+
 TEST_CASE("groups of one name with other members are other groups") {
   for (int culprit = 0; culprit < 4; ++culprit) {  // 2 replicas of 2 shards
     Ranks ranks;
