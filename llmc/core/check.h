@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdint>
 #include <cstdio>
+#include <memory>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -103,6 +104,42 @@ std::string format_argument(const std::string& spec, const T& value) {
   }
 }
 
+// An argument without its type, and what formats it: messages take so many combinations of types that a function for
+// each would be a tenth of the program.
+struct FormatArgument {
+  const void* value;
+  std::string (*format)(const std::string& spec, const void* value);
+};
+
+template <class T>
+FormatArgument format_argument_of(const T& value) {
+  if constexpr (std::is_convertible_v<T, const char*>)  // text of any length
+    return {static_cast<const char*>(value), [](const std::string& spec, const void* text) {
+              return format_argument(spec, static_cast<const char*>(text));
+            }};
+  else
+    return {std::addressof(value), [](const std::string& spec, const void* of_type_t) {
+              return format_argument(spec, *static_cast<const T*>(of_type_t));
+            }};
+}
+
+inline std::string format_all(std::string_view pattern, std::span<const FormatArgument> arguments) {
+  std::string out;
+  size_t at = 0;
+  for (const auto& [value, format] : arguments) {
+    const size_t open = pattern.find('{', at);
+    const size_t close = open == std::string_view::npos ? open : pattern.find('}', open);
+    if (close == std::string_view::npos) throw Error("format: more arguments than {} in: " + std::string(pattern));
+    out += pattern.substr(at, open - at);
+    std::string spec(pattern.substr(open + 1, close - open - 1));
+    if (!spec.empty()) spec.erase(0, 1);  // the colon
+    out += format(spec, value);
+    at = close + 1;
+  }
+  out += pattern.substr(at);
+  return out;
+}
+
 }  // namespace detail
 
 // "{}" takes the next argument; "{:SPEC}" formats it with printf's flags, width and precision: "{:8.4f}", "{:-20}" (a
@@ -110,21 +147,8 @@ std::string format_argument(const std::string& spec, const T& value) {
 // ambiguous.
 template <class... Args>
 std::string formatted(std::string_view pattern, const Args&... args) {
-  std::string out;
-  size_t at = 0;
-  [[maybe_unused]] auto next = [&](const auto& value) {
-    const size_t open = pattern.find('{', at);
-    const size_t close = open == std::string_view::npos ? open : pattern.find('}', open);
-    if (close == std::string_view::npos) throw Error("format: more arguments than {} in: " + std::string(pattern));
-    out += pattern.substr(at, open - at);
-    std::string spec(pattern.substr(open + 1, close - open - 1));
-    if (!spec.empty()) spec.erase(0, 1);  // the colon
-    out += detail::format_argument(spec, value);
-    at = close + 1;
-  };
-  (next(args), ...);
-  out += pattern.substr(at);
-  return out;
+  const std::array<detail::FormatArgument, sizeof...(Args)> arguments = {detail::format_argument_of(args)...};
+  return detail::format_all(pattern, arguments);
 }
 
 namespace detail {
@@ -133,9 +157,12 @@ namespace detail {
   throw Error(
       formatted("internal check failed: {} ({}:{}); please report it with the command line", condition, file, line));
 }
+[[noreturn]] inline void check_failed(std::string_view pattern, std::span<const FormatArgument> arguments) {
+  throw Error(format_all(pattern, arguments));
+}
 template <class... Args>
 [[noreturn]] void check_failed(const char*, const char*, int, std::string_view pattern, const Args&... args) {
-  throw Error(formatted(pattern, args...));
+  check_failed(pattern, std::array<FormatArgument, sizeof...(Args)>{format_argument_of(args)...});
 }
 
 }  // namespace detail

@@ -119,26 +119,8 @@ class Stream {
   }
   template <class F>
   void run(const OpCost& cost, std::span<const Tensor> outputs, F&& task) {
-    const ProfilerRange range(cost.name);
-    if (device_.kind == DeviceKind::null) {
-      const double seconds = clock_.run(cost);
-      if (ledger_ != nullptr) book(cost, seconds);
-    } else if (inspector_) {
-      enqueue(std::forward<F>(task));
-      synchronize();
-      for (const Tensor& t : outputs)
-        if (!t.empty()) inspector_(cost.name, t);
-    } else if (ledger_ != nullptr) {
-      enqueue_timed(cost, std::forward<F>(task));
-    } else if (trace_ != nullptr) {
-      enqueue([this, name = cost.name, task = std::forward<F>(task)] {
-        const auto begin = std::chrono::steady_clock::now();
-        task();
-        trace_->push_back({name, begin, std::chrono::steady_clock::now()});
-      });
-    } else {
-      enqueue(std::forward<F>(task));
-    }
+    if (device_.kind == DeviceKind::null) run_on_paper(cost);
+    else run_task(cost, outputs, std::forward<F>(task));
   }
 
   // Work that is not an op: on the CPU `task` runs in stream order; on a GPU it is called at once, to launch.
@@ -232,12 +214,37 @@ class Stream {
   void set_trace(std::vector<Span>* trace) { trace_ = trace; }
 
  private:
-  template <class F>
-  void enqueue_timed(const OpCost& cost, F&& task) {
+  using Task = std::function<void()>;
+
+  void run_on_paper(const OpCost& cost) {
+    const double seconds = clock_.run(cost);
+    if (ledger_ != nullptr) book(cost, seconds);
+  }
+  void run_task(const OpCost& cost, std::span<const Tensor> outputs, Task task) {
+    const ProfilerRange range(cost.name);
+    if (inspector_) {
+      enqueue(std::move(task));
+      synchronize();
+      for (const Tensor& t : outputs)
+        if (!t.empty()) inspector_(cost.name, t);
+    } else if (ledger_ != nullptr) {
+      enqueue_timed(cost, std::move(task));
+    } else if (trace_ != nullptr) {
+      enqueue([this, name = cost.name, task = std::move(task)] {
+        const auto begin = std::chrono::steady_clock::now();
+        task();
+        trace_->push_back({name, begin, std::chrono::steady_clock::now()});
+      });
+    } else {
+      enqueue(std::move(task));
+    }
+  }
+
+  void enqueue_timed(const OpCost& cost, Task task) {
 #ifdef TRAIN_GPT_CUDA
     if (gpu_) return gpu_->timed(task, [this, cost](double seconds) { book(cost, seconds); });
 #endif
-    enqueue([this, cost, task = std::forward<F>(task)] {
+    enqueue([this, cost, task = std::move(task)] {
       const auto begin = std::chrono::steady_clock::now();
       task();
       book(cost, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());

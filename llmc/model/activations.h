@@ -1,9 +1,11 @@
 // activations.h: what a block keeps between its forward and its backward, and between the parts of its backward; what
 // of it is recomputed. Sizes: as in transformer.h.
 #pragma once
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "device/arena.h"
 #include "dist/expert_exchange.h"
@@ -43,14 +45,18 @@ struct ActivationLabels {
   const char *block, *experts;
 };
 
-// Allocates the activations that are wanted(from, product_input): from is the lowest level that recomputes the tensor;
-// none: it is always kept.
-template <class Wanted>
-auto in_arena(Arena& arena, const ActivationLabels& labels, Wanted wanted) {
-  return [&arena, labels, wanted](Tensor& t, const char* name, DType d, const Shape& shape,
-                                  std::optional<Recompute> from, bool product_input, bool of_experts) {
-    if (wanted(from, product_input)) t = arena.alloc(of_experts ? labels.experts : labels.block, name, d, shape);
-  };
+// Sets a tensor, or leaves it. from: the lowest level that recomputes the tensor; none: it is always kept.
+using Place = std::function<void(Tensor& t, const char* name, DType dtype, const Shape& shape,
+                                 std::optional<Recompute> from, bool product_input, bool of_experts)>;
+
+// Allocates the activations that are wanted(from, product_input).
+inline Place in_arena(Arena& arena, const ActivationLabels& labels,
+                      std::function<bool(std::optional<Recompute> from, bool product_input)> wanted) {
+  return
+      [&arena, labels, wanted = std::move(wanted)](Tensor& t, const char* name, DType d, const Shape& shape,
+                                                   std::optional<Recompute> from, bool product_input, bool of_experts) {
+        if (wanted(from, product_input)) t = arena.alloc(of_experts ? labels.experts : labels.block, name, d, shape);
+      };
 }
 
 }  // namespace detail
@@ -153,11 +159,9 @@ struct BlockActivations {
   void set_rounds(const ModelConfig& c) {
     if (c.experts.ranks > 1) experts.rounds = std::make_shared<ExpertRounds>();
   }
-  // Begins as a copy of `others`. place(tensor, name, dtype, shape, from, product_input, of_experts): sets a tensor,
-  // or leaves it.
-  template <class Place>
+  // Begins as a copy of `others`.
   BlockActivations(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype,
-                   const BlockActivations& others, Place place)
+                   const BlockActivations& others, const detail::Place& place)
       : BlockActivations(others) {
     const int64_t N = s.rows(), S = tensor.stream_rows(N), C = c.n_embd;
     const DType stat = accumulator_of(dtype);

@@ -44,6 +44,23 @@ inline int64_t device_shared_bytes() {
   return bytes;
 }
 
+[[noreturn]] inline void launch_failed(const void* kernel, dim3 grid, dim3 block, int64_t shared_bytes,
+                                       cudaError_t status) {
+  const char* name = nullptr;
+  if (cudaFuncGetName(&name, kernel) != cudaSuccess) name = "a kernel";
+  cudaGetLastError();  // clear the error: it is reported here
+  const int64_t most_shared = shared_bytes > default_shared_bytes ? device_shared_bytes() : default_shared_bytes;
+  throw Error(
+      formatted("launching {} with a grid of {} x {} x {}, {} x {} x {} threads and {} bytes of dynamic shared "
+                "memory failed: {}{}",
+                name, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes, detail::describe(status),
+                shared_bytes > most_shared
+                    ? formatted("; on this GPU the limit is {}: use --dtype bf16 (heads of up to 128), or a model with "
+                                "fewer channels or smaller heads",
+                                most_shared)
+                    : ""));
+}
+
 // Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...). An empty grid is a no-op.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t stream,
@@ -59,20 +76,7 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, int64_t shared
     const cudaLaunchConfig_t config{grid, block, static_cast<size_t>(shared_bytes), stream, nullptr, 0};
     status = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
   }
-  if (status == cudaSuccess) return;
-  const char* name = nullptr;
-  if (cudaFuncGetName(&name, reinterpret_cast<const void*>(kernel)) != cudaSuccess) name = "a kernel";
-  cudaGetLastError();  // clear the error: it is reported here
-  const int64_t most_shared = shared_bytes > default_shared_bytes ? device_shared_bytes() : default_shared_bytes;
-  throw Error(
-      formatted("launching {} with a grid of {} x {} x {}, {} x {} x {} threads and {} bytes of dynamic shared "
-                "memory failed: {}{}",
-                name, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes, detail::describe(status),
-                shared_bytes > most_shared
-                    ? formatted("; on this GPU the limit is {}: use --dtype bf16 (heads of up to 128), or a model with "
-                                "fewer channels or smaller heads",
-                                most_shared)
-                    : ""));
+  if (status != cudaSuccess) launch_failed(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, status);
 }
 
 }  // namespace llmc::cuda
