@@ -55,6 +55,6 @@ class Shape {
   int rank_ = 0;
 };
 
-inline std::string to_string(const Shape& shape) { return "(" + formatted("{}", shape) + ")"; }
+inline std::string to_string(const Shape& shape) { return formatted("({})", shape); }
 
 }  // namespace llmc
