@@ -360,9 +360,8 @@ build/fuzz.flags: FORCE
 # ---- Running them: scripts/run_tests.sh -------------------------------------------------------------------------------
 
 # Each program is one job, which compiles it and runs it, so that the first results come while the rest is compiled. The
-# one that takes longest begins first, then come the cheap ones, then the next longest.
-CHEAP := core text device data ops
-TEST_PROGRAMS := asan/trainer $(CHEAP:%=test/%) $(patsubst %,test/%,$(filter-out $(CHEAP),$(TEST_NAMES))) asan/kernels \
+# two that take longest begin first.
+TEST_PROGRAMS := asan/trainer test/trainer $(patsubst %,test/%,$(filter-out trainer,$(TEST_NAMES))) asan/kernels \
                  asan/emulator asan/fuzz $(if $(LONG),$(CUDA_TESTS:%=tsan/%))
 # The test of fresh machines is a target of its own: it takes an hour, root and the network.
 FRESH_TEST := test/scripts/long_fresh_machine_test.sh
