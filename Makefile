@@ -360,9 +360,11 @@ build/fuzz.flags: FORCE
 # ---- Running them: scripts/run_tests.sh -------------------------------------------------------------------------------
 
 # Each program is one job, which compiles it and runs it, so that the first results come while the rest is compiled. The
-# two that take longest begin first.
-TEST_PROGRAMS := asan/trainer test/trainer $(patsubst %,test/%,$(filter-out trainer,$(TEST_NAMES))) asan/kernels \
-                 asan/emulator asan/fuzz $(if $(LONG),$(CUDA_TESTS:%=tsan/%))
+# one that takes longest begins first, then come those that can do without train_gpt: one for which it is not there yet
+# would be put off until all others have begun.
+RUN_THE_TRAINER := trainer text data
+TEST_PROGRAMS := asan/trainer $(patsubst %,test/%,$(filter-out $(RUN_THE_TRAINER),$(TEST_NAMES)) $(RUN_THE_TRAINER)) \
+                 asan/kernels asan/emulator asan/fuzz $(if $(LONG),$(CUDA_TESTS:%=tsan/%))
 # The test of fresh machines is a target of its own: it takes an hour, root and the network.
 FRESH_TEST := test/scripts/long_fresh_machine_test.sh
 TEST_SCRIPTS := $(if $(TESTS),,$(filter-out $(FRESH_TEST) $(if $(LONG),,test/scripts/long_%),$(wildcard test/scripts/*_test.sh)))
@@ -372,10 +374,9 @@ TEST_RUNS := $(patsubst %,run/%,$(firstword $(TEST_PROGRAMS)) smoke $(wordlist 2
 # that, before those that run it.
 SHARED_BY_TESTS := build/pch/pch.h.gch build/test/main.o build/file_ops.so build/nvml_stand_in.so \
                    $(STAND_INS:%.cpp=build/asan/%.o) $(if $(LONG),$(STAND_INS:%.cpp=build/tsan/%.o))
-RUN_THE_TRAINER := test/text test/data test/trainer $(TEST_SCRIPTS:test/scripts/%=%)
 .PHONY: $(TEST_RUNS)
 $(TEST_RUNS): $(SHARED_BY_TESTS)
-$(RUN_THE_TRAINER:%=run/%): train_gpt
+$(RUN_THE_TRAINER:%=run/test/%) $(TEST_SCRIPTS:test/scripts/%=run/%): train_gpt
 $(TEST_PROGRAMS:%=run/%): run/%:
 	+@$(MAKE) -s build/$* && scripts/run_tests.sh run $(subst /,-,$*) build/$*
 run/smoke:
@@ -384,7 +385,7 @@ run/tokenizer_test.sh: run/test/text
 run/mpi_test.sh: $(if $(MPI_VERSION),build/mpi/exchanges)
 $(TEST_SCRIPTS:test/scripts/%=run/%): run/%:
 	@scripts/run_tests.sh run $* test/scripts/$*
-test-runs: $(TEST_RUNS)
+test-runs: $(firstword $(TEST_RUNS)) train_gpt $(TEST_RUNS)
 test-sum:
 	@scripts/run_tests.sh sum $(STATUS) $(subst /,-,$(patsubst run/%,%,$(filter-out run/smoke,$(TEST_RUNS))))
 tests: train_gpt $(SHARED_BY_TESTS) $(TEST_PROGRAMS:%=build/%) smoke
