@@ -362,7 +362,7 @@ build/fuzz.flags: FORCE
 # Each program is one job, which compiles it and runs it, so that the first results come while the rest is compiled. The
 # one that takes longest begins first, then come those that can do without train_gpt: one for which it is not there yet
 # would be put off until all others have begun.
-RUN_THE_TRAINER := trainer text data
+RUN_THE_TRAINER := trainer text data   # by run_program() in test/helpers.h
 TEST_PROGRAMS := asan/trainer $(patsubst %,test/%,$(filter-out $(RUN_THE_TRAINER),$(TEST_NAMES)) $(RUN_THE_TRAINER)) \
                  asan/kernels asan/emulator asan/fuzz $(if $(LONG),$(CUDA_TESTS:%=tsan/%))
 # The test of fresh machines is a target of its own: it takes an hour, root and the network.

@@ -104,8 +104,7 @@ std::string format_argument(const std::string& spec, const T& value) {
   }
 }
 
-// An argument without its type, and what formats it: messages take so many combinations of types that a function for
-// each would be a tenth of the program.
+// An argument without its type, and what formats it, so that not every combination of types in a message is compiled.
 struct FormatArgument {
   const void* value;
   std::string (*format)(const std::string& spec, const void* value);

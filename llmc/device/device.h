@@ -120,7 +120,8 @@ class Stream {
   template <class F>
   void run(const OpCost& cost, std::span<const Tensor> outputs, F&& task) {
     if (device_.kind == DeviceKind::null) run_on_paper(cost);
-    else run_task(cost, outputs, std::forward<F>(task));
+    else if (cpu_) run_task(cost, outputs, std::forward<F>(task));
+    else run_task(cost, outputs, std::ref(task));  // called before this returns: no need to copy it
   }
 
   // Work that is not an op: on the CPU `task` runs in stream order; on a GPU it is called at once, to launch.
@@ -214,7 +215,7 @@ class Stream {
   void set_trace(std::vector<Span>* trace) { trace_ = trace; }
 
  private:
-  using Task = std::function<void()>;
+  using Task = std::function<void()>;  // of any op, so that these are compiled once
 
   void run_on_paper(const OpCost& cost) {
     const double seconds = clock_.run(cost);

@@ -44,6 +44,7 @@ inline int64_t device_shared_bytes() {
   return bytes;
 }
 
+// Says which launch it was and, if it asked for too much shared memory, what to do.
 [[noreturn]] inline void launch_failed(const void* kernel, dim3 grid, dim3 block, int64_t shared_bytes,
                                        cudaError_t status) {
   const char* name = nullptr;
