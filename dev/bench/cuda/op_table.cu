@@ -118,7 +118,7 @@ void measure_heads(OpTimer& timer, const ModelConfig& c, const AttentionShape& s
     rotary_table(table, c.rotary, stream);
     timer.measure(shape, 2 * L, [&] { rotary_embedding(qkv, table, positions, s, Turn::forward, stream); });
   }
-  if (!c.family.qk_norm) return;
+  if (c.family.qk_norm != QkNorm::by_head) return;
   const Tensor out = timer.tensor(dtype, qkv.shape), rstd = timer.tensor(DType::fp32, {N, s.Hq + s.Hkv}),
                weight = timer.normal({s.D}), dweight = timer.filled(0, {s.D}), dqkv = timer.normal(qkv.shape);
   timer.measure(shape, L, [&] { qk_norm_forward(out, rstd, qkv, weight, weight, c.norm_eps, s, stream); });
