@@ -361,10 +361,12 @@ build/fuzz.flags: FORCE
 
 # Each program is one job, which compiles it and runs it, so that the first results come while the rest is compiled. The
 # one that takes longest begins first, then come those that can do without train_gpt: one for which it is not there yet
-# would be put off until all others have begun.
+# would be put off until all others have begun. Long tests all wait for it, since one that needs it takes longest.
 RUN_THE_TRAINER := trainer text data   # by run_program() in test/helpers.h
-TEST_PROGRAMS := asan/trainer $(patsubst %,test/%,$(filter-out $(RUN_THE_TRAINER),$(TEST_NAMES)) $(RUN_THE_TRAINER)) \
-                 asan/kernels asan/emulator asan/fuzz $(if $(LONG),$(CUDA_TESTS:%=tsan/%))
+LONGEST_TESTS := $(if $(LONG),test/trainer tsan/trainer) asan/trainer
+TEST_PROGRAMS := $(LONGEST_TESTS) $(filter-out $(LONGEST_TESTS), \
+                 $(patsubst %,test/%,$(filter-out $(RUN_THE_TRAINER),$(TEST_NAMES)) $(RUN_THE_TRAINER)) \
+                 asan/kernels asan/emulator asan/fuzz $(if $(LONG),$(CUDA_TESTS:%=tsan/%)))
 # The test of fresh machines is a target of its own: it takes an hour, root and the network.
 FRESH_TEST := test/scripts/long_fresh_machine_test.sh
 TEST_SCRIPTS := $(if $(TESTS),,$(filter-out $(FRESH_TEST) $(if $(LONG),,test/scripts/long_%),$(wildcard test/scripts/*_test.sh)))
@@ -376,7 +378,7 @@ SHARED_BY_TESTS := build/pch/pch.h.gch build/test/main.o build/file_ops.so build
                    $(STAND_INS:%.cpp=build/asan/%.o) $(if $(LONG),$(STAND_INS:%.cpp=build/tsan/%.o))
 .PHONY: $(TEST_RUNS)
 $(TEST_RUNS): $(SHARED_BY_TESTS)
-$(RUN_THE_TRAINER:%=run/test/%) $(TEST_SCRIPTS:test/scripts/%=run/%): train_gpt
+$(if $(LONG),$(TEST_RUNS)) $(RUN_THE_TRAINER:%=run/test/%) $(TEST_SCRIPTS:test/scripts/%=run/%): train_gpt
 $(TEST_PROGRAMS:%=run/%): run/%:
 	+@$(MAKE) -s build/$* && scripts/run_tests.sh run $(subst /,-,$*) build/$*
 run/smoke:
