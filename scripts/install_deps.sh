@@ -31,6 +31,15 @@ find_missing() {
   done
 }
 
+# What make found before no longer holds, if it says otherwise of a part that was looked for.
+forget_old_answers() {
+  local part
+  for part in $(parts_of build test long); do
+    [[ -e build/config.mk && -e $probes/$part.answers ]] || continue
+    cmp -s <(grep -E "^${part^^}_[A-Z]+ :=" build/config.mk) "$probes/$part.answers" || rm -f build/config.mk
+  done
+}
+
 # names PART...: "xxHash (libxxhash-dev): neither xxhash.h nor -lxxhash"
 names() {
   local part
@@ -110,11 +119,7 @@ done
 mapfile -t wanted < <(parts_of "${sets[@]}")
 
 find_missing
-# What make found before no longer holds, if it says otherwise of a part.
-for part in $(parts_of build test long); do
-  [[ -e build/config.mk && -e $probes/$part.answers ]] || continue
-  cmp -s <(grep -E "^${part^^}_[A-Z]+ :=" build/config.mk) "$probes/$part.answers" || rm -f build/config.mk
-done
+forget_old_answers
 if [ ${#required[@]} -eq 0 ]; then
   [ "$if_needed" = no ] || exit 0
   [ ${#optional[@]} -gt 0 ] || { say "everything is there (${sets[*]})"; exit 0; }
@@ -143,8 +148,8 @@ fi
 
 failed=no errors=
 install_packages || { failed=yes errors=$(apt_errors); }
-rm -f build/config.mk
 find_missing
+forget_old_answers
 if [ ${#required[@]} -gt 0 ]; then
   mapfile -t required_packages < <(packages_of "${required[@]}")
   if [ $failed = yes ]; then printf '%s\n' "$(say "error: apt-get could not install ${required_packages[*]}")" "$errors"; else

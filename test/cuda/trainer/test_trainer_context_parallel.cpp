@@ -17,12 +17,12 @@ selftest::Model model_of(const char* family, DType dtype = DType::fp32) {
   const bool grouped = std::string_view(family) == "qwen3";
   return {family, grouped, dtype, 4, grouped ? 2 : 4, seq_len};
 }
-constexpr ContextAttention ring = ContextAttention::ring, gather = ContextAttention::all_gather,
+constexpr ContextAttention by_ring = ContextAttention::ring, by_gather = ContextAttention::all_gather,
                            ulysses = ContextAttention::ulysses;
 
 struct Layout {
   int cp = 1;
-  ContextAttention attention = ring;
+  ContextAttention attention = by_ring;
   int tp = 1;
   ZeroConfig zero = {};  // shards and replicas of data parallelism alone
 };
@@ -77,12 +77,12 @@ TEST_CASE("context parallelism on GPUs matches one rank on the CPU", "[cuda][tra
 #ifndef __CUDACC__
   const Gpus gpus(4);
 #endif
-  SECTION("two ranks, ring") { compare(model_of("gpt2"), {2, ring}, Documents::together, machines_for(2)); }
-  SECTION("two ranks, all-gather") { compare(model_of("qwen3"), {2, gather}, Documents::apart, machines_for(2)); }
+  SECTION("two ranks, ring") { compare(model_of("gpt2"), {2, by_ring}, Documents::together, machines_for(2)); }
+  SECTION("two ranks, all-gather") { compare(model_of("qwen3"), {2, by_gather}, Documents::apart, machines_for(2)); }
   SECTION("two ranks, Ulysses") { compare(model_of("gpt2"), {2, ulysses}, Documents::apart, machines_for(2)); }
-  SECTION("four ranks, ring") { compare(model_of("qwen3"), {4, ring}, Documents::apart, fastest_machine_for(4)); }
+  SECTION("four ranks, ring") { compare(model_of("qwen3"), {4, by_ring}, Documents::apart, fastest_machine_for(4)); }
   SECTION("four ranks, all-gather") {
-    compare(model_of("gpt2"), {4, gather}, Documents::together, fastest_machine_for(4));
+    compare(model_of("gpt2"), {4, by_gather}, Documents::together, fastest_machine_for(4));
   }
   SECTION("four ranks, Ulysses with two key-value heads") {
     compare(model_of("qwen3"), {4, ulysses}, Documents::together, fastest_machine_for(4));
@@ -96,8 +96,8 @@ TEST_CASE("context parallelism in bf16 is as good on GPUs as on the CPU", "[cuda
   auto in_bf16 = [](const char* family, const Layout& layout) {
     compare(model_of(family, DType::bf16), layout, Documents::apart, fastest_machine_for(layout.cp));
   };
-  SECTION("ring") { in_bf16("gpt2", {2, ring}); }
-  SECTION("all-gather") { in_bf16("qwen3", {2, gather}); }
+  SECTION("ring") { in_bf16("gpt2", {2, by_ring}); }
+  SECTION("all-gather") { in_bf16("qwen3", {2, by_gather}); }
   SECTION("Ulysses") { in_bf16("qwen3", {4, ulysses}); }
 }
 
@@ -118,7 +118,7 @@ TEST_CASE("context parallelism beside tensor and data parallelism matches one ra
 #ifndef __CUDACC__
   const Gpus gpus(4);
 #endif
-  const auto [attention, tp, shards] = GENERATE(std::tuple{gather, 2, 1}, std::tuple{ring, 1, 2});
+  const auto [attention, tp, shards] = GENERATE(std::tuple{by_gather, 2, 1}, std::tuple{by_ring, 1, 2});
   CAPTURE(name_of(attention), tp, shards);
   Layout layout{2, attention, tp, {.grad_reduce = GradReduce::micro, .shards = shards}};
   auto step = [](const Layout& l) {
