@@ -66,8 +66,8 @@ JOBS ?= $(shell nproc)
 ##   TESTS=                     run only these test cases, in Catch2's syntax: TESTS='[ops]', TESTS='a resumed run*'
 ##   BENCH_FLAGS=, OP_TABLE_FLAGS=   options for dev/bench/compare.py and for build/op_table
 ##   RUN_FLAGS=                 trainer options that `make run` adds to its own
-##   TEST_TIMEOUT=45m           a test program that takes longer is killed and counts as failed
-TEST_TIMEOUT ?= 45m
+##   TEST_TIMEOUT=45m           a test program that takes longer is killed and counts as failed; test-long: 2h
+TEST_TIMEOUT ?= $(if $(LONG),2h,45m)
 export CUDNN_HOME CUDNN_FRONTEND_HOME CXX NVCC MPICC MPIRUN CPPFLAGS CXXFLAGS LDFLAGS NVCCFLAGS TESTS TEST_TIMEOUT
 
 comma := ,
