@@ -37,7 +37,11 @@ struct Sequences {
   Tensor all_positions = {};               // of whole sequences, where attention needs them
   std::optional<SequenceRows> slice = {};  // which tokens of them these are; none: whole sequences
   Routing routing = {};                    // of a layer with experts
-  Tensor boundaries() const {              // for attention
+  std::optional<RotaryPositions> rotary() const {
+    if (rotary_table.empty()) return {};
+    return RotaryPositions{rotary_table, positions};
+  }
+  Tensor boundaries() const {  // for attention
     if (documents == Documents::together) return {};
     return all_positions.empty() ? positions : all_positions;
   }
@@ -86,13 +90,38 @@ inline void norm_backward(Tensor dx, Tensor dout, Tensor x, Tensor mean, Tensor 
     layernorm_backward(dx, dweight, unit.gradient(name + ".bias"), dout, x, weight, mean, rstd, accumulate_dx, stream);
 }
 
-// The backward of the query-key norm of heads(), in place.
-inline void heads_norm_backward(Tensor dqkv, const BlockActivations& a, const UnitState& unit, const ModelConfig& c,
-                                const AttentionShape& shape, const parallel::Group& p) {
+// sum = a + b, and its norm.
+inline void residual_norm(Tensor out, Tensor mean, Tensor rstd, Tensor sum, Tensor a, Tensor b, const std::string& name,
+                          const UnitState& unit, const ModelConfig& c, Stream& stream) {
+  const Tensor weight = unit.weight(name + ".weight");
+  if (c.family.norm == Norm::rmsnorm) residual_rmsnorm_forward(out, rstd, sum, a, b, weight, c.norm_eps, stream);
+  else residual_layernorm_forward(out, mean, rstd, sum, a, b, weight, unit.weight(name + ".bias"), c.norm_eps, stream);
+}
+
+// What attention reads of qkv; in place without query-key norm.
+inline void heads(const BlockActivations& a, const UnitState& unit, const ModelConfig& c, const Sequences& s,
+                  const parallel::Group& p) {
+  const AttentionShape shape = attention_shape(c, s.shape);
+  if (c.family.qk_norm != QkNorm::none) {
+    const Tensor q_weight = unit.weight("attn.q_norm.weight"), k_weight = unit.weight("attn.k_norm.weight");
+    if (c.family.qk_norm == QkNorm::by_head)
+      return qk_norm_forward(a.heads, a.heads_rstd, a.qkv, q_weight, k_weight, s.rotary(), c.norm_eps, shape,
+                             p.compute);
+    parallel::projection_norm(a.heads, a.heads_rstd, a.qkv, q_weight, k_weight, c.norm_eps, shape, p);
+  }
+  if (const auto rotary = s.rotary()) rotary_embedding(a.heads, *rotary, shape, Turn::forward, p.compute);
+}
+inline void heads_backward(Tensor dqkv, const BlockActivations& a, const UnitState& unit, const ModelConfig& c,
+                           const Sequences& s, const parallel::Group& p) {
+  const AttentionShape shape = attention_shape(c, s.shape);
+  const auto rotary = s.rotary();
+  if (rotary && c.family.qk_norm != QkNorm::by_head) rotary_embedding(dqkv, *rotary, shape, Turn::backward, p.compute);
+  if (c.family.qk_norm == QkNorm::none) return;
   const Tensor q_weight = unit.weight("attn.q_norm.weight"), k_weight = unit.weight("attn.k_norm.weight"),
                dq_weight = unit.gradient("attn.q_norm.weight"), dk_weight = unit.gradient("attn.k_norm.weight");
   if (c.family.qk_norm == QkNorm::by_head)
-    return qk_norm_backward(dqkv, dq_weight, dk_weight, a.qkv, q_weight, k_weight, a.heads_rstd, shape, p.compute);
+    return qk_norm_backward(dqkv, dq_weight, dk_weight, a.qkv, q_weight, k_weight, a.heads_rstd, rotary, shape,
+                            p.compute);
   parallel::projection_norm_backward(dqkv, dq_weight, dk_weight, a.qkv, q_weight, k_weight, a.heads_rstd, shape, p);
 }
 
@@ -119,14 +148,14 @@ struct MlpInput {
       : name(c.family.mlp == Mlp::swiglu ? "mlp.gate" : "mlp.up"), fused(c.family.mlp == Mlp::swiglu ? 2 : 1) {}
 };
 
-// The end of a residual branch, of attention or the MLP: out = x + linear(input).   x, out (S, C)
-inline void add_branch(Tensor out, Tensor x, Tensor input, const char* name, const UnitState& unit,
-                       const parallel::Group& p) {
+// The end of a residual branch, of attention or the MLP: linear(input), then add(that).   x (S, C): what it is added to
+template <class Add>
+void end_branch(Tensor x, Tensor input, const char* name, const UnitState& unit, const parallel::Group& p, Add&& add) {
   auto scope = p.arena.scope();
   const Tensor branch = p.temporary("residual branch", x.dtype, x.shape);
   const Linear linear(name, 1, unit);
   parallel::row_linear(branch, input, linear.weight, linear.bias, p);
-  residual_forward(out, x, branch, p.compute);
+  add(branch);
 }
 // The first product of a branch.   x (S, C); room: where x stays as all ranks have it, or an empty tensor
 inline void begin_branch(Tensor out, Tensor x, const char* name, int fused, Tensor room, const UnitState& unit,
@@ -147,28 +176,16 @@ inline void activation(const BlockActivations& a, const UnitState& unit, const M
   else if (c.family.mlp == Mlp::swiglu) swiglu_forward(a.activated, a.up, stream);
   else gelu_forward(a.activated, a.up, stream);
 }
-// What attention reads of qkv; in place without query-key norm.
-inline void heads(const BlockActivations& a, const UnitState& unit, const ModelConfig& c, const Sequences& s,
-                  const parallel::Group& p) {
-  const AttentionShape shape = attention_shape(c, s.shape);
-  if (c.family.qk_norm != QkNorm::none) {
-    const Tensor q_weight = unit.weight("attn.q_norm.weight"), k_weight = unit.weight("attn.k_norm.weight");
-    if (c.family.qk_norm == QkNorm::by_head)
-      qk_norm_forward(a.heads, a.heads_rstd, a.qkv, q_weight, k_weight, c.norm_eps, shape, p.compute);
-    else parallel::projection_norm(a.heads, a.heads_rstd, a.qkv, q_weight, k_weight, c.norm_eps, shape, p);
-  }
-  if (c.family.positions == Positions::rotary)
-    rotary_embedding(a.heads, s.rotary_table, s.positions, shape, Turn::forward, p.compute);
-}
 
 // The end of the feed-forward, and the residual addition.
 inline void add_feed_forward(const BlockActivations& a, const UnitState& unit, const Sequences& s,
                              const parallel::Group& p) {
-  if (!has_experts(unit)) return add_branch(a.out, a.middle, a.activated, "mlp.down", unit, p);
+  const auto add = [&](Tensor branch) { residual_forward(a.out, a.middle, branch, p.compute); };
+  if (!has_experts(unit)) return end_branch(a.middle, a.activated, "mlp.down", unit, p, add);
   auto scope = p.arena.scope();
   const Tensor branch = p.temporary("residual branch", a.out.dtype, a.out.shape);
   experts_sum(branch, a.experts, unit, s.routing, p);
-  residual_forward(a.out, a.middle, branch, p.compute);
+  add(branch);
 }
 
 // A block without its last product or sum and residual addition, which its backward does not need. `attend`: attention
@@ -180,8 +197,9 @@ void block_interior(const BlockActivations& a, Tensor x, const GatheredRows& gat
   begin_branch(a.qkv, a.norm1, "attn.q", 3, gathered.norm1, unit, p);
   heads(a, unit, c, s, p);
   attend();
-  add_branch(a.middle, x, a.attention, "attn.proj", unit, p);
-  norm2(a, unit, c, p.compute);
+  end_branch(x, a.attention, "attn.proj", unit, p, [&](Tensor branch) {
+    residual_norm(a.norm2, a.norm2_mean, a.norm2_rstd, a.middle, x, branch, "ln2", unit, c, p.compute);
+  });
   if (has_experts(unit)) return experts_interior(a.experts, a.norm2, gathered.norm2, unit, c, s.routing, p);
   const MlpInput mlp(c);
   begin_branch(a.up, a.norm2, mlp.name, mlp.fused, gathered.norm2, unit, p);
@@ -286,9 +304,7 @@ inline void block_backward(Tensor dx, const OutputGradients& later, const BlockA
     slice_attention_backward(dqkv, dattention, a.attention, a.heads, a.lse, a.slice_keys, s.boundaries(), shape,
                              *s.slice, p);
   else parallel::attention_backward(dqkv, dattention, a.attention, a.heads, a.lse, s.boundaries(), shape, s.context, p);
-  if (c.family.positions == Positions::rotary)
-    rotary_embedding(dqkv, s.rotary_table, s.positions, shape, Turn::backward, stream);
-  if (c.family.qk_norm != QkNorm::none) detail::heads_norm_backward(dqkv, a, unit, c, shape, p);
+  detail::heads_backward(dqkv, a, unit, c, s, p);
   column_backward(dqkv, a.norm1, gathered.norm1, "attn.q", 3);
   detail::norm_backward(dx, dbranch, x, a.norm1_mean, a.norm1_rstd, "ln1", unit, c, Accumulate::yes, stream);
 }

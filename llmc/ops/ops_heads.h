@@ -1,8 +1,10 @@
 // ops_heads.h: the ops that prepare queries and keys for attention: rotary positions, query-key norms. Conventions:
 // ops.h.
 #pragma once
+#include <optional>
+
+#include "ops/cpu/heads.h"
 #include "ops/cpu/projection_norm.h"
-#include "ops/cpu/rotary.h"
 #include "ops/ops_memory.h"
 
 namespace llmc {
@@ -27,48 +29,71 @@ inline void rotary_table(Tensor table, const Rotary& rotary, Stream& stream) {
   });
 }
 
+// The positions of rows.   table (P, D) in the accumulator dtype; of_row (B T) int32, all below P
+struct RotaryPositions {
+  Tensor table, of_row;
+};
+
+namespace detail {
+
+inline void check_rotary(const Tensor& qkv, const RotaryPositions& positions, const AttentionShape& shape) {
+  const auto& [table, of_row] = positions;
+  CHECK_TENSOR(of_row, DType::int32, shape.B * shape.T);
+  CHECK_TENSOR(table, accumulator_of(qkv.dtype), table.shape[0], shape.D);
+}
+
+}  // namespace detail
+
 // In place: rotates every query and key head of a row by its position; Turn::backward rotates the gradient back.
-// qkv (B T, (Hq + 2 Hkv) D); table (P, D) in the accumulator dtype; positions (B T) int32, all below P
-inline void rotary_embedding(Tensor qkv, Tensor table, Tensor positions, const AttentionShape& shape, Turn turn,
+// qkv (B T, (Hq + 2 Hkv) D)
+inline void rotary_embedding(Tensor qkv, const RotaryPositions& positions, const AttentionShape& shape, Turn turn,
                              Stream& stream) {
   detail::check_qkv("rotary_embedding", "qkv", qkv, shape);
-  CHECK_TENSOR(positions, DType::int32, shape.B * shape.T);
-  CHECK_TENSOR(table, accumulator_of(qkv.dtype), table.shape[0], shape.D);
+  detail::check_rotary(qkv, positions, shape);
   stream.run({"rotary_embedding", 0, 2 * detail::bytes_of({qkv})}, {qkv}, [=, &stream] {
     with_type(qkv.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, rotary, qkv.data<X>(), table.data<accumulator_t<X>>(), positions.data<int32_t>(), shape, turn);
+      CALL_OP(stream, X, rotary, qkv.data<X>(), positions.table.data<accumulator_t<X>>(),
+              positions.of_row.data<int32_t>(), shape, turn);
     });
   });
 }
 
-// rmsnorm of every query head with q_weight (D) and every key head with k_weight (D); the values are copied.
+// rmsnorm of every query head with q_weight (D) and every key head with k_weight (D); the values are copied. Given
+// positions, the normed heads are rotated: the bits of the two ops.
 // out, qkv (B T, (Hq + 2 Hkv) D); rstd (B T, Hq + Hkv)
-inline void qk_norm_forward(Tensor out, Tensor rstd, Tensor qkv, Tensor q_weight, Tensor k_weight, float eps,
-                            const AttentionShape& shape, Stream& stream) {
+inline void qk_norm_forward(Tensor out, Tensor rstd, Tensor qkv, Tensor q_weight, Tensor k_weight,
+                            const std::optional<RotaryPositions>& positions, float eps, const AttentionShape& shape,
+                            Stream& stream) {
   detail::check_qkv("qk_norm_forward", "qkv", qkv, shape);
   detail::check_tensor("qk_norm_forward", "out", out, qkv.dtype, qkv.shape);
   CHECK_TENSOR(rstd, accumulator_of(qkv.dtype), shape.B * shape.T, shape.Hq + shape.Hkv);
   CHECK_TENSOR(q_weight, qkv.dtype, shape.D);
   CHECK_TENSOR(k_weight, qkv.dtype, shape.D);
+  if (positions) detail::check_rotary(qkv, *positions, shape);
   stream.run({"qk_norm_forward", 0, detail::bytes_of({out, qkv})}, {out, rstd}, [=, &stream] {
     with_type(qkv.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, qk_norm_forward, out.data<X>(), rstd.data<accumulator_t<X>>(), qkv.data<X>(),
-              q_weight.data<X>(), k_weight.data<X>(), eps, shape);
+      using A = accumulator_t<X>;
+      const A* table = positions ? positions->table.data<A>() : nullptr;
+      const int32_t* of_row = positions ? positions->of_row.data<int32_t>() : nullptr;
+      CALL_OP(stream, X, qk_norm_forward, out.data<X>(), rstd.data<A>(), qkv.data<X>(), q_weight.data<X>(),
+              k_weight.data<X>(), table, of_row, eps, shape);
     });
   });
 }
 
 // dqkv: in, the gradient of out; out, the gradient of qkv. dq_weight, dk_weight +=.
 inline void qk_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_weight, Tensor qkv, Tensor q_weight,
-                             Tensor k_weight, Tensor rstd, const AttentionShape& shape, Stream& stream) {
+                             Tensor k_weight, Tensor rstd, const std::optional<RotaryPositions>& positions,
+                             const AttentionShape& shape, Stream& stream) {
   const DType stat = accumulator_of(qkv.dtype);
   detail::check_qkv("qk_norm_backward", "qkv", qkv, shape);
   detail::check_tensor("qk_norm_backward", "dqkv", dqkv, qkv.dtype, qkv.shape);
   CHECK_TENSOR(rstd, stat, shape.B * shape.T, shape.Hq + shape.Hkv);
   CHECK_TENSOR(dq_weight, stat, shape.D);
   CHECK_TENSOR(dk_weight, stat, shape.D);
+  if (positions) detail::check_rotary(qkv, *positions, shape);
   auto scope = stream.scratch().scope();
   const Tensor partials =
       detail::scratch(stream, "query-key norm partial sums", stat, cpu::row_partitions * 2 * shape.D,
@@ -77,8 +102,10 @@ inline void qk_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_weight, Te
     with_type(qkv.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
+      const A* table = positions ? positions->table.data<A>() : nullptr;
+      const int32_t* of_row = positions ? positions->of_row.data<int32_t>() : nullptr;
       CALL_OP(stream, X, qk_norm_backward, dqkv.data<X>(), dq_weight.data<A>(), dk_weight.data<A>(), partials.data<A>(),
-              qkv.data<X>(), q_weight.data<X>(), k_weight.data<X>(), rstd.data<A>(), shape);
+              qkv.data<X>(), q_weight.data<X>(), k_weight.data<X>(), rstd.data<A>(), table, of_row, shape);
     });
   });
 }

@@ -59,6 +59,29 @@ inline void layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Te
   });
 }
 
+// sum (N, C) = a + b, and its layernorm: the bits of the two ops.
+inline void residual_layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor sum, Tensor a, Tensor b,
+                                       Tensor weight, Tensor bias, float eps, Stream& stream) {
+  const int64_t N = a.shape[0], C = a.shape[1];
+  const DType stat = accumulator_of(a.dtype);
+  CHECK_TENSOR(out, a.dtype, N, C);
+  CHECK_TENSOR(sum, a.dtype, N, C);
+  CHECK_TENSOR(b, a.dtype, N, C);
+  CHECK_TENSOR(mean, stat, N);
+  CHECK_TENSOR(rstd, stat, N);
+  CHECK_TENSOR(weight, a.dtype, C);
+  CHECK_TENSOR(bias, a.dtype, C);
+  const OpCost cost = {"residual_layernorm_forward", 0, detail::bytes_of({out, sum, a, b})};
+  stream.run(cost, {out, mean, rstd, sum}, [=, &stream] {
+    with_type(a.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      using A = accumulator_t<X>;
+      CALL_OP(stream, X, residual_layernorm_forward, out.data<X>(), mean.data<A>(), rstd.data<A>(), sum.data<X>(),
+              a.data<X>(), b.data<X>(), weight.data<X>(), bias.data<X>(), eps, N, C);
+    });
+  });
+}
+
 // dx = or += (as requested), dweight +=, dbias +=.
 inline void layernorm_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor weight,
                                Tensor mean, Tensor rstd, Accumulate accumulate_dx, Stream& stream) {
@@ -95,6 +118,25 @@ inline void rmsnorm_forward(Tensor out, Tensor rstd, Tensor x, Tensor weight, fl
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
       CALL_OP(stream, X, rmsnorm_forward, out.data<X>(), rstd.data<A>(), x.data<X>(), weight.data<X>(), eps, N, C);
+    });
+  });
+}
+
+// sum (N, C) = a + b, and its rmsnorm: the bits of the two ops.
+inline void residual_rmsnorm_forward(Tensor out, Tensor rstd, Tensor sum, Tensor a, Tensor b, Tensor weight, float eps,
+                                     Stream& stream) {
+  const int64_t N = a.shape[0], C = a.shape[1];
+  CHECK_TENSOR(out, a.dtype, N, C);
+  CHECK_TENSOR(sum, a.dtype, N, C);
+  CHECK_TENSOR(b, a.dtype, N, C);
+  CHECK_TENSOR(rstd, accumulator_of(a.dtype), N);
+  CHECK_TENSOR(weight, a.dtype, C);
+  const OpCost cost = {"residual_rmsnorm_forward", 0, detail::bytes_of({out, sum, a, b})};
+  stream.run(cost, {out, rstd, sum}, [=, &stream] {
+    with_type(a.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      CALL_OP(stream, X, residual_rmsnorm_forward, out.data<X>(), rstd.data<accumulator_t<X>>(), sum.data<X>(),
+              a.data<X>(), b.data<X>(), weight.data<X>(), eps, N, C);
     });
   });
 }

@@ -60,8 +60,8 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   const AttentionShape shape = {N, 1, 1, 1, C};
   rotary_table(f, {}, N, C, stream);
   rotary(x, f, ids, shape, Turn::forward, stream);
-  qk_norm_rotary_forward(x, f, x, x, x, f, ids, 0, shape, stream);
-  qk_norm_rotary_backward(x, f, f, f, x, x, x, f, f, ids, shape, stream);
+  qk_norm_forward(x, f, x, x, x, f, ids, 0, shape, stream);
+  qk_norm_backward(x, f, f, f, x, x, x, f, f, ids, shape, stream);
   projection_sums(f, x, x, x, x, shape, stream);
   projection_norm_forward(x, f, x, x, x, f, 0, shape, {}, stream);
   projection_norm_backward(x, f, f, f, x, x, x, f, f, shape, {}, stream);

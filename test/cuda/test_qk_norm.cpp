@@ -2,8 +2,8 @@
 #include <numeric>
 
 #include "cuda/device_test.h"
+#include "ops/cpu/heads.h"
 #include "ops/cpu/projection_norm.h"
-#include "ops/cpu/rotary.h"
 #include "ops/cuda/projection_norm.cuh"
 #include "ops/cuda/qk_norm.cuh"
 
@@ -49,11 +49,11 @@ struct Case {
     std::vector<T> out(qkv.size()), dqkv = dout;
     std::vector<float> rstd(static_cast<size_t>(rows * (s.Hq + s.Hkv))),
         dq = dq_weight, dk = dk_weight, partials(static_cast<size_t>(cpu::row_partitions * 2 * s.D));
-    cpu::qk_norm_forward(out.data(), rstd.data(), qkv.data(), q_weight.data(), k_weight.data(), eps, s);
-    if (turning) cpu::rotary(out.data(), table.data(), positions.data(), s, Turn::forward);
-    if (turning) cpu::rotary(dqkv.data(), table.data(), positions.data(), s, Turn::backward);
+    const float* angles = turning ? table.data() : nullptr;
+    cpu::qk_norm_forward(out.data(), rstd.data(), qkv.data(), q_weight.data(), k_weight.data(), angles,
+                         positions.data(), eps, s);
     cpu::qk_norm_backward(dqkv.data(), dq.data(), dk.data(), partials.data(), qkv.data(), q_weight.data(),
-                          k_weight.data(), rstd.data(), s);
+                          k_weight.data(), rstd.data(), angles, positions.data(), s);
     return {{"out", out}, {"rstd", rstd}, {"dqkv", dqkv}, {"dq_weight", dq}, {"dk_weight", dk}};
   }
   enum class Passes { norm, two, one };
@@ -62,17 +62,13 @@ struct Case {
     DeviceArray<float> rstd(rows * (s.Hq + s.Hkv)), dq(dq_weight), dk(dk_weight), angles(table),
         partials(cuda::qk_norm_backward_scratch(s));
     DeviceArray<int32_t> where(positions);
-    if (passes == Passes::one) {
-      cuda::qk_norm_rotary_forward<T>(out, rstd, in, qw, kw, angles, where, eps, s, nullptr);
-      cuda::qk_norm_rotary_backward<T>(dqkv, dq, dk, partials, in, qw, kw, rstd, angles, where, s, nullptr);
-    } else {
-      cuda::qk_norm_forward<T>(out, rstd, in, qw, kw, eps, s, nullptr);
-      if (passes == Passes::two) {
-        cuda::rotary<T>(out, angles, where, s, Turn::forward, nullptr);
-        cuda::rotary<T>(dqkv, angles, where, s, Turn::backward, nullptr);
-      }
-      cuda::qk_norm_backward<T>(dqkv, dq, dk, partials, in, qw, kw, rstd, s, nullptr);
+    const float* fused = passes == Passes::one ? static_cast<float*>(angles) : nullptr;
+    cuda::qk_norm_forward<T>(out, rstd, in, qw, kw, fused, where, eps, s, nullptr);
+    if (passes == Passes::two) {
+      cuda::rotary<T>(out, angles, where, s, Turn::forward, nullptr);
+      cuda::rotary<T>(dqkv, angles, where, s, Turn::backward, nullptr);
     }
+    cuda::qk_norm_backward<T>(dqkv, dq, dk, partials, in, qw, kw, rstd, fused, where, s, nullptr);
     return {{"out", out.host()},
             {"rstd", rstd.host()},
             {"dqkv", dqkv.host()},
@@ -181,8 +177,9 @@ TEST_CASE("odd or too large head sizes are refused", "[cuda]") {
                        large = {.B = 1, .T = 1, .Hq = 1, .Hkv = 1, .D = 514};
   REQUIRE_THROWS_WITH(cuda::rotary<float>(nullptr, nullptr, nullptr, odd, Turn::forward, nullptr),
                       Catch::Matchers::ContainsSubstring("the head size 7 is not an even number up to 512"));
-  REQUIRE_THROWS_WITH(cuda::qk_norm_forward<float>(nullptr, nullptr, nullptr, nullptr, nullptr, eps, large, nullptr),
-                      Catch::Matchers::ContainsSubstring("the head size 514 is not an even number up to 512"));
+  REQUIRE_THROWS_WITH(
+      cuda::qk_norm_forward<float>(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, eps, large, nullptr),
+      Catch::Matchers::ContainsSubstring("the head size 514 is not an even number up to 512"));
 }
 
 // Element by element, ragged, in packs, more rows than parts of them, more channels than a block's threads; ranks with

@@ -137,7 +137,7 @@ Outcome with_norm_weights(const StepConfig& step, float weight, double* largest 
     const ModelConfig& m = step.model;
     if (largest != nullptr)
       run.stream.set_inspector([&](const char* op, const Tensor& t) {
-        if (std::string_view(op) != "rotary_embedding" || std::string_view(t.name) != "heads") return;
+        if (std::string_view(op) != "qk_norm_forward" || std::string_view(t.name) != "heads") return;
         const auto* values = t.data<double>();
         const int64_t width = t.shape[1], group = m.n_head / m.n_kv_head;
         for (int64_t i = 0; i < t.shape[0]; ++i)

@@ -28,6 +28,61 @@ TEST_CASE("rmsnorm: finite differences; dx overwrites or adds as requested, weig
   require_gradient(w, dw, value);
 }
 
+TEST_CASE(
+    "a residual addition fused with a norm, and a query-key norm with the rotation, have the bits of the two ops") {
+  for (const DType d : {DType::fp64, DType::fp32, DType::bf16}) {
+    INFO(name_of(d));
+    const DType stat = accumulator_of(d);
+    Bench b;
+    auto random = [&](const Shape& shape) { return b.as(d, b.normal(shape)); };
+    std::map<std::string, std::vector<std::string>> bits;  // of the two ops, then fused
+    auto keep = [&](const char* name, const Tensor& t) {
+      b.stream.synchronize();
+      bits[name].push_back(bits_of(t));
+    };
+    const Shape NC{7, 37};
+    const Tensor x = random(NC), y = random(NC), w = random({37}), bias = random({37});
+    const AttentionShape s{.B = 2, .T = 3, .Hq = 4, .Hkv = 2, .D = 6};
+    const Shape heads{6, 48};
+    const Tensor qkv = random(heads), dheads = random(heads), qw = random({6}), kw = random({6});
+    const RotaryPositions rotary = {b.poisoned(stat, {9, 6}), b.integers({0, 1, 2, 0, 8, 3})};
+    rotary_table(rotary.table, {.theta = 100}, b.stream);
+    for (const bool fused : {false, true}) {
+      const Tensor sum = b.poisoned(d, NC), out = b.poisoned(d, NC), mean = b.poisoned(stat, {7}),
+                   rstd = b.poisoned(stat, {7});
+      if (fused) {
+        residual_rmsnorm_forward(out, rstd, sum, x, y, w, 1e-5f, b.stream);
+      } else {
+        residual_forward(sum, x, y, b.stream);
+        rmsnorm_forward(out, rstd, sum, w, 1e-5f, b.stream);
+      }
+      keep("sum", sum), keep("rmsnorm", out), keep("rmsnorm's rstd", rstd);
+      const Tensor again = b.poisoned(d, NC);
+      if (fused) {
+        residual_layernorm_forward(out, mean, rstd, again, x, y, w, bias, 1e-5f, b.stream);
+      } else {
+        residual_forward(again, x, y, b.stream);
+        layernorm_forward(out, mean, rstd, again, w, bias, 1e-5f, b.stream);
+      }
+      keep("layernorm's sum", again), keep("layernorm", out), keep("mean", mean), keep("layernorm's rstd", rstd);
+
+      const Tensor turned = b.poisoned(d, heads), heads_rstd = b.poisoned(stat, {6, 6}), dqkv = b.poisoned(d, heads),
+                   dqw = b.zeros(stat, {6}), dkw = b.zeros(stat, {6});
+      const std::optional<RotaryPositions> inside = fused ? std::optional(rotary) : std::nullopt;
+      copy(dqkv, dheads, b.stream);
+      qk_norm_forward(turned, heads_rstd, qkv, qw, kw, inside, 1e-5f, s, b.stream);
+      if (!fused) rotary_embedding(turned, rotary, s, Turn::forward, b.stream);
+      if (!fused) rotary_embedding(dqkv, rotary, s, Turn::backward, b.stream);
+      qk_norm_backward(dqkv, dqw, dkw, qkv, qw, kw, heads_rstd, inside, s, b.stream);
+      keep("heads", turned), keep("heads' rstd", heads_rstd), keep("dqkv", dqkv), keep("dqw", dqw), keep("dkw", dkw);
+    }
+    for (const auto& [name, two] : bits) {
+      INFO(name);
+      REQUIRE(two[0] == two[1]);
+    }
+  }
+}
+
 TEST_CASE("SwiGLU: finite differences") {
   Bench b;
   const Tensor x = b.normal({4, 10}, 3), dout = b.normal({4, 5}), out = b.poisoned(DType::fp64, {4, 5}),
@@ -48,11 +103,10 @@ TEST_CASE("query-key norm and rotary positions: finite differences; values are u
   const Tensor qkv = b.normal({N, width}), qw = b.normal({s.D}), kw = b.normal({s.D}), dout = b.normal({N, width});
   const Tensor out = b.poisoned(DType::fp64, {N, width}), rstd = b.poisoned(DType::fp64, {N, s.Hq + s.Hkv}),
                table = b.poisoned(DType::fp64, {9, s.D});
-  const Tensor positions = b.integers({0, 1, 2, 0, 8, 3});
+  const RotaryPositions rotary = {table, b.integers({0, 1, 2, 0, 8, 3})};
   rotary_table(table, {.theta = 100}, b.stream);
   auto value = [&] {
-    qk_norm_forward(out, rstd, qkv, qw, kw, 1e-3f, s, b.stream);
-    rotary_embedding(out, table, positions, s, Turn::forward, b.stream);
+    qk_norm_forward(out, rstd, qkv, qw, kw, rotary, 1e-3f, s, b.stream);
     b.stream.synchronize();
     return dot(out, dout);
   };
@@ -63,8 +117,7 @@ TEST_CASE("query-key norm and rotary positions: finite differences; values are u
   const Tensor dqkv = b.poisoned(DType::fp64, {N, width}), dqw = b.zeros(DType::fp64, {s.D}),
                dkw = b.zeros(DType::fp64, {s.D});
   copy(dqkv, dout, b.stream);
-  rotary_embedding(dqkv, table, positions, s, Turn::backward, b.stream);
-  qk_norm_backward(dqkv, dqw, dkw, qkv, qw, kw, rstd, s, b.stream);
+  qk_norm_backward(dqkv, dqw, dkw, qkv, qw, kw, rstd, rotary, s, b.stream);
   b.stream.synchronize();
   require_gradient(qkv, dqkv, value);
   require_gradient(qw, dqw, value);
@@ -159,8 +212,8 @@ TEST_CASE("Llama's and Qwen's ops agree with PyTorch, in fp32 and in bf16") {
       const Tensor out = in("rotary.qkv", {10, 96}), dqkv = in("rotary.dout", {10, 96}),
                    table = b.poisoned(DType::fp32, {20, 12}), positions = golden.integers(b, "rotary.positions");
       rotary_table(table, {.theta = 500}, b.stream);
-      rotary_embedding(out, table, positions, s, Turn::forward, b.stream);
-      rotary_embedding(dqkv, table, positions, s, Turn::backward, b.stream);
+      rotary_embedding(out, {table, positions}, s, Turn::forward, b.stream);
+      rotary_embedding(dqkv, {table, positions}, s, Turn::backward, b.stream);
       golden.require(b, out, "rotary.out");
       golden.require(b, dqkv, "rotary.dqkv");
     }
@@ -170,8 +223,8 @@ TEST_CASE("Llama's and Qwen's ops agree with PyTorch, in fp32 and in bf16") {
                    kw = in("qk_norm.k_weight", {12}), dqkv = in("qk_norm.dout", {7, 96}), out = b.poisoned(d, {7, 96}),
                    rstd = b.poisoned(DType::fp32, {7, 6}), dqw = b.zeros(DType::fp32, {12}),
                    dkw = b.zeros(DType::fp32, {12});
-      qk_norm_forward(out, rstd, qkv, qw, kw, 1e-5f, s, b.stream);
-      qk_norm_backward(dqkv, dqw, dkw, qkv, qw, kw, rstd, s, b.stream);
+      qk_norm_forward(out, rstd, qkv, qw, kw, {}, 1e-5f, s, b.stream);
+      qk_norm_backward(dqkv, dqw, dkw, qkv, qw, kw, rstd, {}, s, b.stream);
       golden.require(b, out, "qk_norm.out");
       golden.require(b, dqkv, "qk_norm.dqkv");
       golden.require(b, dqw, "qk_norm.dq_weight");

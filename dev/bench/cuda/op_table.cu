@@ -88,17 +88,21 @@ void measure_norm(OpTimer& timer, const ModelConfig& c, int64_t N) {
   const auto scope = timer.scope();
   Stream& stream = timer.stream();
   const int64_t C = c.n_embd;
-  const double calls = static_cast<double>(2 * c.n_layer + 1);
+  const double L = static_cast<double>(c.n_layer), calls = 2 * L + 1;
   const Tensor x = timer.normal({N, C}), dout = timer.normal({N, C}), out = timer.tensor(dtype, {N, C}),
-               mean = timer.tensor(DType::fp32, {N}), rstd = timer.tensor(DType::fp32, {N});
+               sum = timer.tensor(dtype, {N, C}), mean = timer.tensor(DType::fp32, {N}),
+               rstd = timer.tensor(DType::fp32, {N});
   const Tensor weight = timer.normal({C}), bias = timer.normal({C}), dx = timer.normal({N, C}),
                dweight = timer.filled(0, {C}), dbias = timer.filled(0, {C});
   const std::string shape = formatted("{} x {}", N, C);
   if (c.family.norm == Norm::rmsnorm) {
-    timer.measure(shape, calls, [&] { rmsnorm_forward(out, rstd, x, weight, c.norm_eps, stream); });
+    timer.measure(shape, L + 1, [&] { rmsnorm_forward(out, rstd, x, weight, c.norm_eps, stream); });
+    timer.measure(shape, L, [&] { residual_rmsnorm_forward(out, rstd, sum, x, dout, weight, c.norm_eps, stream); });
     timer.measure(shape, calls, [&] { rmsnorm_backward(dx, dweight, dout, x, weight, rstd, Accumulate::yes, stream); });
   } else {
-    timer.measure(shape, calls, [&] { layernorm_forward(out, mean, rstd, x, weight, bias, c.norm_eps, stream); });
+    timer.measure(shape, L + 1, [&] { layernorm_forward(out, mean, rstd, x, weight, bias, c.norm_eps, stream); });
+    timer.measure(shape, L,
+                  [&] { residual_layernorm_forward(out, mean, rstd, sum, x, dout, weight, bias, c.norm_eps, stream); });
     timer.measure(shape, calls, [&] {
       layernorm_backward(dx, dweight, dbias, dout, x, weight, mean, rstd, Accumulate::yes, stream);
     });
@@ -113,16 +117,20 @@ void measure_heads(OpTimer& timer, const ModelConfig& c, const AttentionShape& s
   const double L = static_cast<double>(c.n_layer);
   const Tensor qkv = timer.normal({N, c.qkv_size()});
   const std::string shape = formatted("{} x {}", N, c.qkv_size());
+  std::optional<RotaryPositions> rotary;
   if (c.family.positions == Positions::rotary) {
-    const Tensor table = timer.tensor(DType::fp32, {s.T, s.D});
-    rotary_table(table, c.rotary, stream);
-    timer.measure(shape, 2 * L, [&] { rotary_embedding(qkv, table, positions, s, Turn::forward, stream); });
+    rotary = {timer.tensor(DType::fp32, {s.T, s.D}), positions};
+    rotary_table(rotary->table, c.rotary, stream);
   }
-  if (c.family.qk_norm != QkNorm::by_head) return;
+  if (c.family.qk_norm != QkNorm::by_head) {
+    if (rotary) timer.measure(shape, 2 * L, [&] { rotary_embedding(qkv, *rotary, s, Turn::forward, stream); });
+    return;
+  }
   const Tensor out = timer.tensor(dtype, qkv.shape), rstd = timer.tensor(DType::fp32, {N, s.Hq + s.Hkv}),
                weight = timer.normal({s.D}), dweight = timer.filled(0, {s.D}), dqkv = timer.normal(qkv.shape);
-  timer.measure(shape, L, [&] { qk_norm_forward(out, rstd, qkv, weight, weight, c.norm_eps, s, stream); });
-  timer.measure(shape, L, [&] { qk_norm_backward(dqkv, dweight, dweight, qkv, weight, weight, rstd, s, stream); });
+  timer.measure(shape, L, [&] { qk_norm_forward(out, rstd, qkv, weight, weight, rotary, c.norm_eps, s, stream); });
+  timer.measure(shape, L,
+                [&] { qk_norm_backward(dqkv, dweight, dweight, qkv, weight, weight, rstd, rotary, s, stream); });
 }
 
 void measure_activation(OpTimer& timer, const ModelConfig& c, int64_t N) {
@@ -144,7 +152,7 @@ void measure_activation(OpTimer& timer, const ModelConfig& c, int64_t N) {
 void measure_residual(OpTimer& timer, const ModelConfig& c, int64_t N) {
   const auto scope = timer.scope();
   const Tensor out = timer.tensor(dtype, {N, c.n_embd}), a = timer.normal(out.shape), b = timer.normal(out.shape);
-  timer.measure(formatted("{} x {}", N, c.n_embd), static_cast<double>(2 * c.n_layer),
+  timer.measure(formatted("{} x {}", N, c.n_embd), static_cast<double>(c.n_layer),
                 [&] { residual_forward(out, a, b, timer.stream()); });
 }
 

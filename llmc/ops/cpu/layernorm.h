@@ -4,25 +4,43 @@
 
 namespace llmc::cpu {
 
+namespace detail {
+
+// out = (x - mean) rstd weight + bias; mean, rstd = those of the row.
+template <class T, class A>
+void layernorm_row(T* out, A& mean, A& rstd, const T* x, const T* weight, const T* bias, float eps, int64_t C) {
+  A sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t c = 0; c < C; ++c) sum += static_cast<A>(x[c]);
+  const A m = sum / static_cast<A>(C);
+  A squares = 0;  // centred first, to avoid cancellation
+#pragma omp simd reduction(+ : squares)
+  for (int64_t c = 0; c < C; ++c) squares += (static_cast<A>(x[c]) - m) * (static_cast<A>(x[c]) - m);
+  const A r = A(1) / std::sqrt(squares / static_cast<A>(C) + static_cast<A>(eps));
+#pragma omp simd
+  for (int64_t c = 0; c < C; ++c)
+    store(out[c], (static_cast<A>(x[c]) - m) * r * static_cast<A>(weight[c]) + static_cast<A>(bias[c]));
+  mean = m;
+  rstd = r;
+}
+
+}  // namespace detail
+
 template <class T, class A = accumulator_t<T>>
 void layernorm_forward(T* out, A* mean, A* rstd, const T* x, const T* weight, const T* bias, float eps, int64_t N,
                        int64_t C) {
 #pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < N; ++n) detail::layernorm_row(out + n * C, mean[n], rstd[n], x + n * C, weight, bias, eps, C);
+}
+
+// sum = a + b, and its norm.
+template <class T, class A = accumulator_t<T>>
+void residual_layernorm_forward(T* out, A* mean, A* rstd, T* sum, const T* a, const T* b, const T* weight,
+                                const T* bias, float eps, int64_t N, int64_t C) {
+#pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < N; ++n) {
-    const T* row = x + n * C;
-    A sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t c = 0; c < C; ++c) sum += static_cast<A>(row[c]);
-    const A m = sum / static_cast<A>(C);
-    A squares = 0;  // centred first, to avoid cancellation
-#pragma omp simd reduction(+ : squares)
-    for (int64_t c = 0; c < C; ++c) squares += (static_cast<A>(row[c]) - m) * (static_cast<A>(row[c]) - m);
-    const A r = A(1) / std::sqrt(squares / static_cast<A>(C) + static_cast<A>(eps));
-#pragma omp simd
-    for (int64_t c = 0; c < C; ++c)
-      store(out[n * C + c], (static_cast<A>(row[c]) - m) * r * static_cast<A>(weight[c]) + static_cast<A>(bias[c]));
-    mean[n] = m;
-    rstd[n] = r;
+    add_rows(sum + n * C, a + n * C, b + n * C, C);
+    detail::layernorm_row(out + n * C, mean[n], rstd[n], sum + n * C, weight, bias, eps, C);
   }
 }
 

@@ -1,5 +1,4 @@
-// rmsnorm.h: Zhang & Sennrich 2019, on whole rows and on query and key heads (Henry et al. 2020; Qwen3). Statistics in
-// fp32. Contracts: ops/ops.h.
+// rmsnorm.h: Zhang & Sennrich 2019. Statistics in fp32. Contracts: ops/ops.h.
 #pragma once
 #include "ops/cpu/simd.h"
 
@@ -68,39 +67,15 @@ void rmsnorm_backward(T* dx, A* dweight, A* partials, const T* dout, const T* x,
   detail::add_partials(dweight, partials, C, C);
 }
 
-// Normalises each query and key head of a row separately; copies the values.
+// sum = a + b, and its norm.
 template <class T, class A = accumulator_t<T>>
-void qk_norm_forward(T* out, A* rstd, const T* qkv, const T* q_weight, const T* k_weight, float eps,
-                     const AttentionShape& s) {
-  const int64_t normed = s.Hq + s.Hkv, row = (s.Hq + 2 * s.Hkv) * s.D;
+void residual_rmsnorm_forward(T* out, A* rstd, T* sum, const T* a, const T* b, const T* weight, float eps, int64_t N,
+                              int64_t C) {
 #pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < s.B * s.T; ++n) {
-    for (int64_t h = 0; h < normed; ++h)
-      rstd[n * normed + h] = detail::rmsnorm_row(out + n * row + h * s.D, qkv + n * row + h * s.D,
-                                                 h < s.Hq ? q_weight : k_weight, eps, s.D);
-    std::copy(qkv + n * row + normed * s.D, qkv + (n + 1) * row, out + n * row + normed * s.D);
+  for (int64_t n = 0; n < N; ++n) {
+    add_rows(sum + n * C, a + n * C, b + n * C, C);
+    rstd[n] = detail::rmsnorm_row(out + n * C, sum + n * C, weight, eps, C);
   }
-}
-
-// partials: (row_partitions, 2 D)
-template <class T, class A = accumulator_t<T>>
-void qk_norm_backward(T* dqkv, A* dq_weight, A* dk_weight, A* partials, const T* qkv, const T* q_weight,
-                      const T* k_weight, const A* rstd, const AttentionShape& s) {
-  const int64_t normed = s.Hq + s.Hkv, row = (s.Hq + 2 * s.Hkv) * s.D, N = s.B * s.T;
-#pragma omp parallel for schedule(static)
-  for (int64_t part = 0; part < row_partitions; ++part) {
-    A* dw = partials + part * 2 * s.D;
-    std::fill(dw, dw + 2 * s.D, A(0));
-    for (int64_t n = partition_begin(N, part); n < partition_begin(N, part + 1); ++n)
-      for (int64_t h = 0; h < normed; ++h) {
-        T* d = dqkv + n * row + h * s.D;
-        const bool query = h < s.Hq;
-        detail::rmsnorm_row_backward(d, query ? dw : dw + s.D, d, qkv + n * row + h * s.D, query ? q_weight : k_weight,
-                                     rstd[n * normed + h], s.D, Accumulate::no);
-      }
-  }
-  detail::add_partials(dq_weight, partials, 2 * s.D, s.D);
-  detail::add_partials(dk_weight, partials + s.D, 2 * s.D, s.D);
 }
 
 }  // namespace llmc::cpu

@@ -117,6 +117,14 @@ void widen(A* out, const T* x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] = static_cast<A>(x[i]);
 }
 
+// sum = a + b
+template <class T>
+void add_rows(T* sum, const T* a, const T* b, int64_t n) {
+  using A = accumulator_t<T>;
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) store(sum[i], static_cast<A>(a[i]) + static_cast<A>(b[i]));
+}
+
 // Number of partial sums over rows; they are added in order, so the result does not depend on the thread count.
 inline constexpr int64_t row_partitions = 32;
 inline int64_t partition_begin(int64_t rows, int64_t part) { return rows * part / row_partitions; }

@@ -175,11 +175,11 @@ void choose_head_kernel(Run run, const float* table, int64_t D, const Arrays*...
 
 }  // namespace detail
 
-// qk_norm_forward fused with rotary embedding: bitwise equal to qk_norm_forward, then rotary (contract 11). table (P,
-// D); positions (B T)
+// out (B T, (Hq + 2 Hkv) D), rstd (B T, Hq + Hkv) = ; qkv like out; q_weight, k_weight (D). With a table (P, D) and
+// positions (B T) fused with rotary embedding: bitwise equal to the two ops (contract 11); else both are nullptr.
 template <class T>
-void qk_norm_rotary_forward(T* out, float* rstd, const T* qkv, const T* q_weight, const T* k_weight, const float* table,
-                            const int32_t* positions, float eps, const AttentionShape& s, cudaStream_t stream) {
+void qk_norm_forward(T* out, float* rstd, const T* qkv, const T* q_weight, const T* k_weight, const float* table,
+                     const int32_t* positions, float eps, const AttentionShape& s, cudaStream_t stream) {
   detail::check_head_size("qk_norm_forward", s.D);
   const auto run = [&]<int pack, detail::Turning turning>() {
     const int lanes = detail::head_lanes(s.D, pack);
@@ -190,21 +190,15 @@ void qk_norm_rotary_forward(T* out, float* rstd, const T* qkv, const T* q_weight
   detail::choose_head_kernel<T>(run, table, s.D, out, qkv, q_weight, k_weight);
 }
 
-// out (B T, (Hq + 2 Hkv) D), rstd (B T, Hq + Hkv) = ; qkv like out; q_weight, k_weight (D)
-template <class T>
-void qk_norm_forward(T* out, float* rstd, const T* qkv, const T* q_weight, const T* k_weight, float eps,
-                     const AttentionShape& s, cudaStream_t stream) {
-  qk_norm_rotary_forward<T>(out, rstd, qkv, q_weight, k_weight, nullptr, nullptr, eps, s, stream);
-}
-
 // Size of qk_norm_backward's `partials` in floats.
 inline int64_t qk_norm_backward_scratch(const AttentionShape& s) { return row_parts(s.B * s.T) * 2 * s.D; }
 
-// The backward of qk_norm_rotary_forward in one pass: bitwise equal to rotary backward, then qk_norm_backward.
+// dqkv: in, the gradient of out; out, the gradient of qkv. dq_weight (D), dk_weight (D) += ; partials: scratch. With a
+// table in one pass with the rotation back: bitwise equal to rotary backward, then the norm's.
 template <class T>
-void qk_norm_rotary_backward(T* dqkv, float* dq_weight, float* dk_weight, float* partials, const T* qkv,
-                             const T* q_weight, const T* k_weight, const float* rstd, const float* table,
-                             const int32_t* positions, const AttentionShape& s, cudaStream_t stream) {
+void qk_norm_backward(T* dqkv, float* dq_weight, float* dk_weight, float* partials, const T* qkv, const T* q_weight,
+                      const T* k_weight, const float* rstd, const float* table, const int32_t* positions,
+                      const AttentionShape& s, cudaStream_t stream) {
   detail::check_head_size("qk_norm_backward", s.D);
   const int64_t parts = row_parts(s.B * s.T);
   const auto run = [&]<int pack, detail::Turning turning>() {
@@ -215,14 +209,6 @@ void qk_norm_rotary_backward(T* dqkv, float* dq_weight, float* dk_weight, float*
   };
   detail::choose_head_kernel<T>(run, table, s.D, dqkv, qkv, q_weight, k_weight);
   add_partials(dq_weight, dk_weight, partials, parts, s.D, stream);
-}
-
-// dqkv: in, the gradient of out; out, the gradient of qkv. dq_weight (D), dk_weight (D) += ; partials: scratch
-template <class T>
-void qk_norm_backward(T* dqkv, float* dq_weight, float* dk_weight, float* partials, const T* qkv, const T* q_weight,
-                      const T* k_weight, const float* rstd, const AttentionShape& s, cudaStream_t stream) {
-  qk_norm_rotary_backward<T>(dqkv, dq_weight, dk_weight, partials, qkv, q_weight, k_weight, rstd, nullptr, nullptr, s,
-                             stream);
 }
 
 }  // namespace llmc::cuda

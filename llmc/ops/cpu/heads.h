@@ -1,0 +1,88 @@
+// heads.h: what is done to query and key heads: rotary position embedding (Su et al. 2021), in the convention of
+// transformers, where element i of a head is paired with element i + D / 2; rmsnorm of each head (Henry et al. 2020;
+// Qwen3), with statistics in fp32. Contracts: ops/ops.h.
+#pragma once
+#include "ops/cpu/rmsnorm.h"
+
+namespace llmc::cpu {
+
+// table (P, D): for position p, D / 2 cosines, then D / 2 sines.
+template <class A>
+void rotary_table(A* table, const Rotary& rotary, int64_t P, int64_t D) {
+#pragma omp parallel for schedule(static)
+  for (int64_t p = 0; p < P; ++p)
+    for (int64_t i = 0; i < D / 2; ++i) {
+      const float angle = static_cast<float>(p) * rotary.frequency(i, D);  // rounded to fp32, as transformers does
+      table[p * D + i] = static_cast<A>(std::cos(static_cast<double>(angle)));
+      table[p * D + D / 2 + i] = static_cast<A>(std::sin(static_cast<double>(angle)));
+    }
+}
+
+namespace detail {
+
+// In place, the query and key heads of one row.   row ((Hq + 2 Hkv) D); angles (D): of its position, from the table
+template <class T, class A>
+void rotate_row(T* row, const A* angles, const AttentionShape& s, Turn turn) {
+  const int64_t half = s.D / 2;
+  const A *cosines = angles, *sines = angles + half;
+  const A sign = turn == Turn::forward ? A(1) : A(-1);
+  for (int64_t h = 0; h < s.Hq + s.Hkv; ++h) {
+    T* x = row + h * s.D;
+#pragma omp simd
+    for (int64_t i = 0; i < half; ++i) {
+      const A a = static_cast<A>(x[i]), b = static_cast<A>(x[i + half]);
+      store(x[i], a * cosines[i] - sign * b * sines[i]);
+      store(x[i + half], b * cosines[i] + sign * a * sines[i]);
+    }
+  }
+}
+
+}  // namespace detail
+
+template <class T, class A = accumulator_t<T>>
+void rotary(T* qkv, const A* table, const int32_t* positions, const AttentionShape& s, Turn turn) {
+  const int64_t row = (s.Hq + 2 * s.Hkv) * s.D;
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < s.B * s.T; ++n) detail::rotate_row(qkv + n * row, table + positions[n] * s.D, s, turn);
+}
+
+// Normalises each query and key head of a row separately and, given a table, rotates it; copies the values.
+template <class T, class A = accumulator_t<T>>
+void qk_norm_forward(T* out, A* rstd, const T* qkv, const T* q_weight, const T* k_weight, const A* table,
+                     const int32_t* positions, float eps, const AttentionShape& s) {
+  const int64_t normed = s.Hq + s.Hkv, row = (s.Hq + 2 * s.Hkv) * s.D;
+#pragma omp parallel for schedule(static)
+  for (int64_t n = 0; n < s.B * s.T; ++n) {
+    for (int64_t h = 0; h < normed; ++h)
+      rstd[n * normed + h] = detail::rmsnorm_row(out + n * row + h * s.D, qkv + n * row + h * s.D,
+                                                 h < s.Hq ? q_weight : k_weight, eps, s.D);
+    std::copy(qkv + n * row + normed * s.D, qkv + (n + 1) * row, out + n * row + normed * s.D);
+    if (table != nullptr) detail::rotate_row(out + n * row, table + positions[n] * s.D, s, Turn::forward);
+  }
+}
+
+// partials: (row_partitions, 2 D)
+template <class T, class A = accumulator_t<T>>
+void qk_norm_backward(T* dqkv, A* dq_weight, A* dk_weight, A* partials, const T* qkv, const T* q_weight,
+                      const T* k_weight, const A* rstd, const A* table, const int32_t* positions,
+                      const AttentionShape& s) {
+  const int64_t normed = s.Hq + s.Hkv, row = (s.Hq + 2 * s.Hkv) * s.D, N = s.B * s.T;
+#pragma omp parallel for schedule(static)
+  for (int64_t part = 0; part < row_partitions; ++part) {
+    A* dw = partials + part * 2 * s.D;
+    std::fill(dw, dw + 2 * s.D, A(0));
+    for (int64_t n = partition_begin(N, part); n < partition_begin(N, part + 1); ++n) {
+      if (table != nullptr) detail::rotate_row(dqkv + n * row, table + positions[n] * s.D, s, Turn::backward);
+      for (int64_t h = 0; h < normed; ++h) {
+        T* d = dqkv + n * row + h * s.D;
+        const bool query = h < s.Hq;
+        detail::rmsnorm_row_backward(d, query ? dw : dw + s.D, d, qkv + n * row + h * s.D, query ? q_weight : k_weight,
+                                     rstd[n * normed + h], s.D, Accumulate::no);
+      }
+    }
+  }
+  detail::add_partials(dq_weight, partials, 2 * s.D, s.D);
+  detail::add_partials(dk_weight, partials + s.D, 2 * s.D, s.D);
+}
+
+}  // namespace llmc::cpu
