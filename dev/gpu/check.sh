@@ -5,7 +5,7 @@
 #
 #   build      the trainer, the tests, the kernel ladders and the op table, with nvcc
 #   ops        every op and kernel against the CPU's
-#   train      short runs against the CPU's, repeated, stopped and resumed, without graphs; the self-test
+#   train      short runs against the CPU's, repeated, stopped and resumed, without graphs; the self-test of four ranks
 #   sanitize   compute-sanitizer's tools on the ops and on short runs: parts sanitize-ops and sanitize-train
 #   kernels    the kernel ladders; each op against the GPU's measured roofline
 #   e2e        training steps compared with PyTorch: parts e2e-124M, e2e-1558M and e2e-qwen
@@ -132,18 +132,18 @@ train() {
   made train_gpt || return
   local what model dtype
   for what in against-cpu repeat resume graphs; do
-    for model in gpt2 llama; do
+    for model in gpt2 llama experts; do
       for dtype in fp32 bf16; do
         check "$what $model $dtype" 120 "$PYTHON" dev/gpu/check_training.py "$what" --model "$model" --dtype "$dtype" \
           --device "$DEVICE" --folder "$RUNS" ${STEPS:+--steps "$STEPS"}
       done
     done
   done
-  for model in gpt2 llama; do
+  for model in gpt2 llama experts; do
     check "generate $model fp32" 120 "$PYTHON" dev/gpu/check_training.py generate --model "$model" --device "$DEVICE" \
       --folder "$RUNS" ${STEPS:+--steps "$STEPS"}
   done
-  check 'self-test' 200 ./train_gpt --selftest --device "$DEVICE" --local-ranks 2
+  check 'self-test of four ranks' 300 ./train_gpt --selftest --device "$DEVICE" --local-ranks 4
 }
 
 # sanitized NAME SECONDS TOOL COMMAND...
@@ -183,9 +183,10 @@ with open(sys.argv[1], "wb") as file:
 PYTHON
   local tool dtype shape
   for tool in memcheck racecheck initcheck synccheck; do
-    for shape in 'd2 --n-embd 128' 'qwen3:0.6B --n-layer 2 --n-embd 128 --n-head 4 --n-kv-head 2'; do
+    for shape in 'd2 --n-embd 128' 'qwen3:0.6B --n-layer 2 --n-embd 128 --n-head 4 --n-kv-head 2' \
+      'd2-e4 --n-embd 128'; do
       for dtype in bf16 fp32; do
-        [[ $tool != synccheck || $dtype = bf16 ]] || continue
+        [[ $tool != synccheck && $shape != d2-e4* || $dtype = bf16 ]] || continue
         rm -rf "$RUNS/sanitized"
         # shellcheck disable=SC2086    # words
         sanitized "$tool: ${shape%% *} $dtype" 60 "$tool" ./train_gpt --device "$DEVICE" -i "$RUNS/tokens.bin" \

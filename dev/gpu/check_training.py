@@ -26,7 +26,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 MODELS = {   # the second has sizes that do not fill the widest memory accesses
     "gpt2": ["--model", "d4", "--vocab-size", "257"],
     "llama": ["--model", "smollm2:135M", "--n-layer", "3", "--n-embd", "252", "--n-head", "6", "--n-kv-head", "2",
-              "--vocab-size", "257"]}
+              "--vocab-size", "257"],
+    "experts": ["--model", "d4-e8", "--vocab-size", "257"]}
 STOPPED = 75   # exit status of a run stopped by a signal, which can be resumed
 # Relative: losses at step 1 and later, gradient norms at step 1, as in --selftest. bf16 may differ by up to twice the
 # difference between two runs with different micro-batches.

@@ -13,7 +13,7 @@ flags=(-std=c++20 -O1 -DTRAIN_GPT_CUDA -Illmc -Itest -Itest/cuda_on_cpu -Wall -W
 ${CXX:-g++} "${flags[@]}" -Werror -fopenmp -rdynamic test/cuda_on_cpu/*.cpp test/cuda_on_cpu/*/*.cpp -x c++ dev/bench/cuda/op_table.cu -x none \
   -o "$dir/op_table" ${LDFLAGS:-} -lboost_context -lxxhash -lcrypto -ldl
 
-models=(d1 test/golden/families/qwen2_tiny test/golden/families/qwen3_tiny)
+models=(d1 test/golden/families/qwen2_tiny test/golden/families/qwen3_tiny test/golden/experts/qwen3_moe_tiny)
 "$dir/op_table" --models "${models[@]}" -b 1 -t 16 --repeats 1 --peak-size 64 --copy-mib 1 --flush-mib 1 \
   --long-sequence 32 --json "$dir/rows" >"$dir/table"
 fail() {

@@ -13,7 +13,7 @@ namespace llmc {
 namespace {
 
 struct Settings {
-  std::vector<std::string> models = {"gpt2:124M", "gpt2:1558M", "qwen2.5:1.5B"};
+  std::vector<std::string> models = {"gpt2:124M", "gpt2:1558M", "qwen2.5:1.5B", "qwen3:30B-A3B"};
   BatchShape batch{16, 1024};
   int64_t repeats = 20, peak_size = 8192, copy_mib = 4096, flush_mib = 0, long_sequence = 4096;
   std::string json;
@@ -133,19 +133,81 @@ void measure_heads(OpTimer& timer, const ModelConfig& c, const AttentionShape& s
                 [&] { qk_norm_backward(dqkv, dweight, dweight, qkv, weight, weight, rstd, rotary, s, stream); });
 }
 
-void measure_activation(OpTimer& timer, const ModelConfig& c, int64_t N) {
+// F: the width; rows: how many there are on the device, or an empty tensor
+void measure_activation(OpTimer& timer, const ModelConfig& c, int64_t N, int64_t F, double calls, Tensor rows = {}) {
   const auto scope = timer.scope();
   Stream& stream = timer.stream();
-  const double L = static_cast<double>(c.n_layer);
-  const Tensor up = timer.normal({N, c.mlp_in_size()}), dup = timer.tensor(dtype, up.shape),
-               out = timer.normal({N, c.n_ffn});
-  const std::string shape = formatted("{} x {}", N, c.n_ffn);
+  const Tensor out = timer.normal({N, F}), up = timer.normal({N, c.family.mlp == Mlp::swiglu ? 2 * F : F}),
+               dup = timer.tensor(dtype, up.shape);
+  const std::string shape = formatted("{} x {}", N, F);
   if (c.family.mlp == Mlp::swiglu) {
-    timer.measure(shape, L, [&] { swiglu_backward(dup, out, up, stream); });
-    timer.measure(shape, L, [&] { swiglu_forward(out, up, stream); });
+    timer.measure(shape, calls, [&] { swiglu_backward(dup, out, up, stream, rows); });
+    timer.measure(shape, calls, [&] { swiglu_forward(out, up, stream, rows); });
   } else {
-    timer.measure(shape, L, [&] { gelu_backward(dup, out, up, stream); });
-    timer.measure(shape, L, [&] { gelu_forward(out, up, stream); });
+    timer.measure(shape, calls, [&] { gelu_backward(dup, out, up, stream); });
+    timer.measure(shape, calls, [&] { gelu_forward(out, up, stream); });
+  }
+}
+
+// An expert's matrix of all experts of a layer: grouped products of R rows.   weight (E, O, I)
+void measure_grouped(OpTimer& timer, const char* name, int64_t R, const Shape& weights, Tensor offsets, double calls) {
+  const auto scope = timer.scope();
+  Stream& stream = timer.stream();
+  const int64_t E = weights[0], O = weights[1], I = weights[2];
+  const Tensor x = timer.normal({R, I}), out = timer.normal({R, O}), weight = timer.normal(weights, 0.02f),
+               dweight = timer.filled(0, weights);
+  const std::string shape = formatted("{} {} x {} x {}, {} experts", name, R, O, I, E);
+  timer.measure(shape, calls, [&] { grouped_linear_forward(out, x, weight, offsets, stream); });
+  timer.measure(shape, calls, [&] { grouped_linear_backward_input(x, out, weight, offsets, stream); });
+  timer.measure(shape, calls, [&] { grouped_linear_backward_weight(dweight, out, x, offsets, stream); });
+}
+
+// The feed-forward of layers with experts, all on this GPU. The router's weights are random: each expert gets about as
+// many rows.
+void measure_experts(OpTimer& timer, const ModelConfig& c, const BatchShape& s, double calls) {
+  const auto scope = timer.scope();
+  Stream& stream = timer.stream();
+  const Router router = c.router();
+  const Segments segments = {s.T};
+  const int64_t N = s.rows(), C = c.n_embd, E = router.E, k = router.k, R = N * k, F = c.experts.width;
+  auto fp32 = [&](const Shape& shape) { return timer.tensor(DType::fp32, shape); };
+  auto int32 = [&](const Shape& shape) { return timer.tensor(DType::int32, shape); };
+  const Tensor places = int32({N, k}), offsets = int32({E + 1}), weights = fp32({N, k}), dweights = fp32({N, k});
+  const Tensor x = timer.normal({N, C}), weight = timer.normal({E, C}, 0.02f), logits = fp32({N, E}),
+               choices = int32({N, k}), counts = int32({s.B, E}), probabilities = fp32({s.B, E}), sums = fp32({s.B, 2}),
+               totals = timer.tensor(DType::fp64, {4}), chosen = timer.tensor(DType::fp64, {E});
+  zero(totals, stream), zero(chosen, stream);
+  const std::string routes = formatted("{} x {} of {} experts, C {}", N, k, E, C);
+  auto measure = [&](const std::function<void()>& op) { timer.measure(routes, calls, op); };
+  measure([&] { router_logits(logits, x, weight, stream); });
+  measure([&] { router_forward(choices, weights, logits, {}, router, stream); });
+  measure([&] { router_statistics(counts, probabilities, sums, logits, choices, router, segments, stream); });
+  measure([&] { add_expert_counts(chosen, counts, stream); });
+  measure([&] { router_losses(totals.slice(0, {3}), counts, probabilities, sums, router, s.T, stream); });
+  measure([&] { dispatch_plan(places, offsets, choices, {}, {}, segments, {R}, stream); });
+  measure([&] { count_dropped(totals.slice(3, {1}), R, offsets, stream); });
+  {
+    const auto scope_of_rows = timer.scope();
+    const Tensor rows = timer.normal({R, C}), out = timer.normal({N, C});
+    measure([&] { dispatch_rows(rows, x, places, stream); });
+    measure([&] { combine_rows(out, rows, weights, places, Accumulate::no, stream); });
+    measure([&] { combine_backward(rows, dweights, out, rows, weights, places, stream); });
+    measure([&] { combine_rows(out, rows, {}, places, Accumulate::no, stream); });
+  }
+  {
+    const auto scope_of_gradients = timer.scope();
+    const Tensor dlogits = fp32({N, E}), dx = timer.normal({N, C}), dweight = timer.filled(0, {E, C});
+    measure([&] { router_backward(dlogits, dweights, logits, choices, {}, router, {}, segments, stream); });
+    measure([&] { router_backward_input(dx, dlogits, weight, Accumulate::yes, stream); });
+    measure([&] { router_backward_weight(dweight, dlogits, x, stream); });
+  }
+  measure_grouped(timer, "experts, up", R, {E, 2 * F, C}, offsets, calls);
+  measure_activation(timer, c, R, F, calls, offsets.slice(E, {1}));
+  measure_grouped(timer, "experts, down", R, {E, C, F}, offsets, calls);
+  if (const int64_t shared = c.experts.shared; shared > 0) {  // its gate is not worth a row
+    measure_linear(timer, "shared expert, up", N, 2 * shared, C, Bias::no, calls);
+    measure_activation(timer, c, N, shared, calls);
+    measure_linear(timer, "shared expert, down", N, C, shared, Bias::no, calls);
   }
 }
 
@@ -201,9 +263,13 @@ void measure_model(OpTimer& timer, const ModelConfig& c, const BatchShape& s) {
   measure_attention(timer, heads, L);
   measure_linear(timer, "proj", N, C, c.q_size(), all, L);
   measure_residual(timer, c, N);
-  measure_linear(timer, "up", N, c.mlp_in_size(), C, all, L);
-  measure_activation(timer, c, N);
-  measure_linear(timer, "down", N, C, c.n_ffn, all, L);
+  const double sparse = static_cast<double>(c.sparse_layers()), dense = L - sparse;
+  if (dense > 0) {
+    measure_linear(timer, "up", N, c.mlp_in_size(), C, all, dense);
+    measure_activation(timer, c, N, c.n_ffn, dense);
+    measure_linear(timer, "down", N, C, c.n_ffn, all, dense);
+  }
+  if (sparse > 0) measure_experts(timer, c, s, sparse);
   measure_linear(timer, "head", N, c.padded_vocab(), C, Bias::no, 1);
   measure_loss(timer, c, N, tokens);
   measure_update(timer, c);
