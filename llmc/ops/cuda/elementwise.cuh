@@ -184,7 +184,8 @@ __global__ void copy_box_kernel(Out* out, BoxStrides to, const X* x, BoxStrides 
     if constexpr (std::is_same_v<Out, X>) outs.elements[e] = xs.elements[e];
     else outs.set(e, xs[e]);
   }
-  outs.store(out + to.begin + i * to.outer + j * to.inner + k);
+  const int64_t first = to.begin + i * to.outer + j * to.inner + k;
+  outs.store(out + first / pack * pack);  // a multiple, as nvcc must see to store the pack at once
 }
 
 // A box of out = a box of x, rounded to nearest even; the same dtype is copied to the bit, NaN too
