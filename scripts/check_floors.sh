@@ -9,7 +9,8 @@
 # 3. Devices and libraries appear only in llmc/device, llmc/ops and the transports llmc/dist/comm/comm_*: no other file has
 #    an #if on their macros or includes their headers.
 # 4. The transports are private to llmc/dist.
-# 5. No source has more than 400 lines, and no folder more than 20 files (llmc/ops/cuda may have more).
+# 5. A CUDA kernel in a header is a template: of any other nvcc puts one in every object file, and they do not link.
+# 6. No source has more than 400 lines, and no folder more than 20 files (llmc/ops/cuda may have more).
 set -euo pipefail
 cd "${1:-$(dirname "$0")/..}"
 failed=0
@@ -47,6 +48,8 @@ find "${code[@]}" -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -na
   function breach(text) { printf "%s:%d: %s\n", FILENAME, FNR, text; ++breaches }
 
   FNR == 1 {
+    is_header = FILENAME ~ /h$/
+    before = ""
     split(FILENAME, path, "/")
     is_test = path[1] == "test"
     here = path[1] == "llmc" ? path[2] : ""   # empty: train_gpt.cu and test/, which are on top
@@ -60,6 +63,11 @@ find "${code[@]}" -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -na
   is_condition && !may_see_devices && match($0, device_macro "[A-Z_0-9]*") {
     breach("an #if on " substr($0, RSTART, RLENGTH) ": devices belong in llmc/device, llmc/ops and llmc/dist/comm/comm_*")
   }
+
+  is_header && /^(static |inline )*__global__/ && before !~ /^template/ {
+    breach("a kernel that is not a template: nvcc would put one in every object file, and they would not link")
+  }
+  { before = $0 }
 
   match($0, /^[ \t]*#[ \t]*include[ \t]*[<"][^>"]*/) {
     target = substr($0, RSTART, RLENGTH)

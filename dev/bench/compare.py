@@ -3,11 +3,11 @@
 
     python3 dev/bench/compare.py [--device cuda] [--rounds 3] [--cases NAME ...] [--out dev/results/DATE-name.md]
 
-PyTorch runs compiled, on a CPU also eager; in bf16 with autocast, and also with bf16 weights (on a GPU with fp32
-masters). The trainer runs as it is, on a GPU also with --tune-matmul. The first round picks the fastest variant of each
-kind for the later rounds. Figures are medians over all timed steps of all rounds; "spread" is the interquartile range
-over the median. A case may also be a directory with a config.json. d6-e8 is sparse, and compared with transformers'
-Mixtral, whose experts run by the fastest of its implementations.
+PyTorch runs compiled, and eager too on a CPU and with experts; in bf16 with autocast, and also with bf16 weights (on a
+GPU with fp32 masters). The trainer runs as it is, on a GPU also with --tune-matmul. The first round picks the fastest
+variant of each kind for the later rounds. Figures are medians over all timed steps of all rounds; "spread" is the
+interquartile range over the median. A case may also be a directory with a config.json. d6-e8 and d12-e8 are sparse, and
+compared with transformers' Mixtral, whose experts run by the fastest of its implementations.
 """
 import argparse
 import dataclasses
@@ -50,7 +50,8 @@ CASES = {
     # batches for GPUs of 120 GiB and more; halved on smaller ones
     "cuda": {"gpt2:124M": Case("gpt2:124M", 64, 1024, 20),
              "gpt2:1558M": Case("gpt2:1558M", 16, 1024, 10),
-             "qwen2.5:1.5B": Case("qwen2.5:1.5B", 16, 1024, 10, vocab=151936)}}
+             "qwen2.5:1.5B": Case("qwen2.5:1.5B", 16, 1024, 10, vocab=151936),
+             "d12-e8": Case("d12-e8", 32, 1024, 10, (), 50257, ("--moe-aux-loss", "0.02"), ("transformers",))}}
 
 
 class Failed(Exception):
@@ -139,12 +140,12 @@ class Bench:
                    "--warmup", str(WARMUP[self.o.device]), "--steps", str(case.steps)]
         return json.loads(run(command + ["--compile"] * compiled))
 
-    def variants(self, dtype):
+    def variants(self, case, dtype):
         """Variants by name: options of the trainer, or PyTorch's precision and whether it compiles."""
         ways = {"ours": (), "ours --tune-matmul": ("--tune-matmul",)} if self.o.device == "cuda" else {"ours": ()}
         precisions = ("fp32",) if dtype == "fp32" else ("autocast", "bf16") if self.o.device == "cpu" else \
             ("autocast", "master")
-        for compiled in (False, True) if self.o.device == "cpu" else (True,):
+        for compiled in (False, True) if self.o.device == "cpu" or case.needs else (True,):
             ways |= {f"{'compiled' if compiled else 'eager'} {p}": (p, compiled) for p in precisions}
         return ways
 
@@ -163,7 +164,7 @@ def spread(values):
 
 def compare(bench, name, case, dtype):
     """Returns a row of the table, the losses of both, and the time by op."""
-    all_ways, longest, warmup = bench.variants(dtype), 0.0, WARMUP[bench.o.device]
+    all_ways, longest, warmup = bench.variants(case, dtype), 0.0, WARMUP[bench.o.device]
     ways = all_ways
     times, losses, profile, peer, reasons = {}, {}, [], {}, {"ours": "no time left"}
     for round_number in range(bench.o.rounds):

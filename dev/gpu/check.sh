@@ -8,7 +8,7 @@
 #   train      short runs against the CPU's, repeated, stopped and resumed, without graphs; the self-test of four ranks
 #   sanitize   compute-sanitizer's tools on the ops and on short runs: parts sanitize-ops and sanitize-train
 #   kernels    the kernel ladders; each op against the GPU's measured roofline
-#   e2e        training steps compared with PyTorch: parts e2e-124M, e2e-1558M and e2e-qwen
+#   e2e        training steps compared with PyTorch: parts e2e-124M, e2e-1558M, e2e-qwen and e2e-experts
 #
 # When a check fails, the part continues. Each part ends with a table; the tables of all parts come last. A part writes
 # OUT/PART.log and OUT/PART.json; kernels and e2e also write Markdown tables. Exit status 1: something failed.
@@ -108,6 +108,7 @@ part() {
     e2e-124M) beside_pytorch gpt2:124M ;;
     e2e-1558M) beside_pytorch gpt2:1558M ;;
     e2e-qwen) beside_pytorch qwen2.5:1.5B ;;
+    e2e-experts) beside_pytorch d12-e8 ;;
   esac
   summary=$(printf '%s: %s ok, %s failed, %s skipped, %s s' "$name" "$(grep -c '^ok' <<<"$rows")" \
     "$(grep -c '^FAILED' <<<"$rows")" "$(grep -c '^skipped' <<<"$rows")" $((SECONDS - begin)))
@@ -224,8 +225,9 @@ parts=()
 for argument in "$@"; do
   case $argument in
     sanitize) parts+=(sanitize-ops sanitize-train) ;;
-    e2e) parts+=(e2e-124M e2e-1558M e2e-qwen) ;;
-    build | ops | train | sanitize-ops | sanitize-train | kernels | e2e-124M | e2e-1558M | e2e-qwen)
+    e2e) parts+=(e2e-124M e2e-1558M e2e-qwen e2e-experts) ;;
+    build | ops | train | sanitize-ops | sanitize-train | kernels | e2e-124M | e2e-1558M | e2e-qwen | \
+      e2e-experts)
       parts+=("$argument") ;;
     *) echo "check.sh: unknown part '$argument'; use build ops train sanitize kernels e2e" >&2; exit 1 ;;
   esac

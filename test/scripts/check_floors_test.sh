@@ -34,6 +34,7 @@ refuses llmc/train/planted.h $'#if 1 || \\\n    __CUDA_ARCH__ >= 900' 'an #if on
 refuses llmc/train/planted.h '#include <cuda_runtime.h>' 'include of cuda_runtime.h'
 refuses llmc/dist/planted.h '#include <mpi.h>' 'include of mpi.h'
 refuses train_gpt.cu '#include "dnnl.h"' 'include of dnnl.h'
+refuses llmc/ops/cuda/planted.cuh '__global__ void planted_kernel(float* x) {}' 'a kernel that is not a template'
 
 # rejects EXPECTED: the tree in $copy/tree is refused with this.
 rejects() {

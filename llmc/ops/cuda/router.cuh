@@ -224,6 +224,7 @@ __global__ void router_losses_kernel(double* __restrict__ totals, const int32_t*
   totals[2] += entropy;
 }
 
+template <int threads>
 __global__ void count_dropped_kernel(double* __restrict__ dropped, const int32_t* __restrict__ rows, int64_t choices) {
   *dropped += static_cast<double>(choices - *rows);
 }
@@ -286,7 +287,7 @@ inline void router_losses(double* totals, const int32_t* counts, const float* pr
 }
 
 inline void count_dropped(double* dropped, const int32_t* rows, int64_t choices, cudaStream_t stream) {
-  launch(count_dropped_kernel, 1, 1, 0, stream, dropped, rows, choices);
+  launch(count_dropped_kernel<1>, 1, 1, 0, stream, dropped, rows, choices);
 }
 
 }  // namespace llmc::cuda
