@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The resources of each kernel as reported by ptxas: registers per thread, static shared memory per block, stack and
-# register spills in bytes per thread; and from its PTX, the bytes of its widest load from global memory and of its widest
-# store there. Writes a table; fails if a kernel spills that should not.
+# register spills in bytes per thread; and from its PTX, in bytes, the widest load from global memory and the widest
+# store. Writes a table; fails if a kernel spills that should not.
 #
 #   dev/cuda/kernel_resources.sh [OUTPUT]     default: dev/results/kernel-resources-$ARCH.md
 #
@@ -39,7 +39,8 @@ awk '
   echo "# Registers, shared memory and spills of every kernel"
   echo
   echo "$("$nvcc" --version | sed -n 's/.*release \([0-9.]*\),.*/nvcc \1/p'), $arch; made by \`dev/cuda/kernel_resources.sh\`." \
-    "Dynamic shared memory, set at launch, is not included."
+    "Dynamic shared memory, set at launch, is not included. Of a thread's loads from global memory and stores to it," \
+    "the widest, in bytes."
   echo
   echo "| kernel | registers | shared bytes | widest load | widest store | stack bytes | spilled bytes |"
   echo "| --- | --- | --- | --- | --- | --- | --- |"

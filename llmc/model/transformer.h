@@ -37,11 +37,7 @@ struct Sequences {
   Tensor all_positions = {};               // of whole sequences, where attention needs them
   std::optional<SequenceRows> slice = {};  // which tokens of them these are; none: whole sequences
   Routing routing = {};                    // of a layer with experts
-  std::optional<RotaryPositions> rotary() const {
-    if (rotary_table.empty()) return {};
-    return RotaryPositions{rotary_table, positions};
-  }
-  Tensor boundaries() const {  // for attention
+  Tensor boundaries() const {              // for attention
     if (documents == Documents::together) return {};
     return all_positions.empty() ? positions : all_positions;
   }
@@ -98,23 +94,27 @@ inline void residual_norm(Tensor out, Tensor mean, Tensor rstd, Tensor sum, Tens
   else residual_layernorm_forward(out, mean, rstd, sum, a, b, weight, unit.weight(name + ".bias"), c.norm_eps, stream);
 }
 
+inline std::optional<RotaryPositions> rotary_of(const ModelConfig& c, const Sequences& s) {
+  if (c.family.positions == Positions::learned) return {};
+  return RotaryPositions{s.rotary_table, s.positions};
+}
 // What attention reads of qkv; in place without query-key norm.
 inline void heads(const BlockActivations& a, const UnitState& unit, const ModelConfig& c, const Sequences& s,
                   const parallel::Group& p) {
   const AttentionShape shape = attention_shape(c, s.shape);
+  const auto rotary = rotary_of(c, s);
   if (c.family.qk_norm != QkNorm::none) {
     const Tensor q_weight = unit.weight("attn.q_norm.weight"), k_weight = unit.weight("attn.k_norm.weight");
     if (c.family.qk_norm == QkNorm::by_head)
-      return qk_norm_forward(a.heads, a.heads_rstd, a.qkv, q_weight, k_weight, s.rotary(), c.norm_eps, shape,
-                             p.compute);
+      return qk_norm_forward(a.heads, a.heads_rstd, a.qkv, q_weight, k_weight, rotary, c.norm_eps, shape, p.compute);
     parallel::projection_norm(a.heads, a.heads_rstd, a.qkv, q_weight, k_weight, c.norm_eps, shape, p);
   }
-  if (const auto rotary = s.rotary()) rotary_embedding(a.heads, *rotary, shape, Turn::forward, p.compute);
+  if (rotary) rotary_embedding(a.heads, *rotary, shape, Turn::forward, p.compute);
 }
 inline void heads_backward(Tensor dqkv, const BlockActivations& a, const UnitState& unit, const ModelConfig& c,
                            const Sequences& s, const parallel::Group& p) {
   const AttentionShape shape = attention_shape(c, s.shape);
-  const auto rotary = s.rotary();
+  const auto rotary = rotary_of(c, s);
   if (rotary && c.family.qk_norm != QkNorm::by_head) rotary_embedding(dqkv, *rotary, shape, Turn::backward, p.compute);
   if (c.family.qk_norm == QkNorm::none) return;
   const Tensor q_weight = unit.weight("attn.q_norm.weight"), k_weight = unit.weight("attn.k_norm.weight"),
@@ -148,11 +148,12 @@ struct MlpInput {
       : name(c.family.mlp == Mlp::swiglu ? "mlp.gate" : "mlp.up"), fused(c.family.mlp == Mlp::swiglu ? 2 : 1) {}
 };
 
-// The end of a residual branch, of attention or the MLP: linear(input), then add(that).   x (S, C): what it is added to
+// The end of a residual branch, of attention or the MLP: add(linear(input)).   like (S, C): the residual stream
 template <class Add>
-void end_branch(Tensor x, Tensor input, const char* name, const UnitState& unit, const parallel::Group& p, Add&& add) {
+void end_branch(const Tensor& like, Tensor input, const char* name, const UnitState& unit, const parallel::Group& p,
+                Add&& add) {
   auto scope = p.arena.scope();
-  const Tensor branch = p.temporary("residual branch", x.dtype, x.shape);
+  const Tensor branch = p.temporary("residual branch", like.dtype, like.shape);
   const Linear linear(name, 1, unit);
   parallel::row_linear(branch, input, linear.weight, linear.bias, p);
   add(branch);

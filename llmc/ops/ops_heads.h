@@ -36,10 +36,10 @@ struct RotaryPositions {
 
 namespace detail {
 
-inline void check_rotary(const Tensor& qkv, const RotaryPositions& positions, const AttentionShape& shape) {
+inline void check_rotary(const char* op, const Tensor& qkv, const RotaryPositions& positions, const AttentionShape& s) {
   const auto& [table, of_row] = positions;
-  CHECK_TENSOR(of_row, DType::int32, shape.B * shape.T);
-  CHECK_TENSOR(table, accumulator_of(qkv.dtype), table.shape[0], shape.D);
+  check_tensor(op, "positions", of_row, DType::int32, {s.B * s.T});
+  check_tensor(op, "the table of angles", table, accumulator_of(qkv.dtype), {table.shape[0], s.D});
 }
 
 }  // namespace detail
@@ -49,7 +49,7 @@ inline void check_rotary(const Tensor& qkv, const RotaryPositions& positions, co
 inline void rotary_embedding(Tensor qkv, const RotaryPositions& positions, const AttentionShape& shape, Turn turn,
                              Stream& stream) {
   detail::check_qkv("rotary_embedding", "qkv", qkv, shape);
-  detail::check_rotary(qkv, positions, shape);
+  detail::check_rotary("rotary_embedding", qkv, positions, shape);
   stream.run({"rotary_embedding", 0, 2 * detail::bytes_of({qkv})}, {qkv}, [=, &stream] {
     with_type(qkv.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
@@ -70,7 +70,7 @@ inline void qk_norm_forward(Tensor out, Tensor rstd, Tensor qkv, Tensor q_weight
   CHECK_TENSOR(rstd, accumulator_of(qkv.dtype), shape.B * shape.T, shape.Hq + shape.Hkv);
   CHECK_TENSOR(q_weight, qkv.dtype, shape.D);
   CHECK_TENSOR(k_weight, qkv.dtype, shape.D);
-  if (positions) detail::check_rotary(qkv, *positions, shape);
+  if (positions) detail::check_rotary("qk_norm_forward", qkv, *positions, shape);
   stream.run({"qk_norm_forward", 0, detail::bytes_of({out, qkv})}, {out, rstd}, [=, &stream] {
     with_type(qkv.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
@@ -93,7 +93,7 @@ inline void qk_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_weight, Te
   CHECK_TENSOR(rstd, stat, shape.B * shape.T, shape.Hq + shape.Hkv);
   CHECK_TENSOR(dq_weight, stat, shape.D);
   CHECK_TENSOR(dk_weight, stat, shape.D);
-  if (positions) detail::check_rotary(qkv, *positions, shape);
+  if (positions) detail::check_rotary("qk_norm_backward", qkv, *positions, shape);
   auto scope = stream.scratch().scope();
   const Tensor partials =
       detail::scratch(stream, "query-key norm partial sums", stat, cpu::row_partitions * 2 * shape.D,

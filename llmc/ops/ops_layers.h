@@ -59,7 +59,7 @@ inline void layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Te
   });
 }
 
-// sum (N, C) = a + b, and its layernorm: the bits of the two ops.
+// sum (N, C) = a + b, and its layernorm: the bits of the two ops. sum is another tensor than a and b.
 inline void residual_layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor sum, Tensor a, Tensor b,
                                        Tensor weight, Tensor bias, float eps, Stream& stream) {
   const int64_t N = a.shape[0], C = a.shape[1];
@@ -72,7 +72,7 @@ inline void residual_layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Ten
   CHECK_TENSOR(weight, a.dtype, C);
   CHECK_TENSOR(bias, a.dtype, C);
   const OpCost cost = {"residual_layernorm_forward", 0, detail::bytes_of({out, sum, a, b})};
-  stream.run(cost, {out, mean, rstd, sum}, [=, &stream] {
+  stream.run(cost, {sum, out, mean, rstd}, [=, &stream] {
     with_type(a.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
@@ -122,7 +122,7 @@ inline void rmsnorm_forward(Tensor out, Tensor rstd, Tensor x, Tensor weight, fl
   });
 }
 
-// sum (N, C) = a + b, and its rmsnorm: the bits of the two ops.
+// sum (N, C) = a + b, and its rmsnorm: the bits of the two ops. sum is another tensor than a and b.
 inline void residual_rmsnorm_forward(Tensor out, Tensor rstd, Tensor sum, Tensor a, Tensor b, Tensor weight, float eps,
                                      Stream& stream) {
   const int64_t N = a.shape[0], C = a.shape[1];
@@ -132,7 +132,7 @@ inline void residual_rmsnorm_forward(Tensor out, Tensor rstd, Tensor sum, Tensor
   CHECK_TENSOR(rstd, accumulator_of(a.dtype), N);
   CHECK_TENSOR(weight, a.dtype, C);
   const OpCost cost = {"residual_rmsnorm_forward", 0, detail::bytes_of({out, sum, a, b})};
-  stream.run(cost, {out, rstd, sum}, [=, &stream] {
+  stream.run(cost, {sum, out, rstd}, [=, &stream] {
     with_type(a.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       CALL_OP(stream, X, residual_rmsnorm_forward, out.data<X>(), rstd.data<accumulator_t<X>>(), sum.data<X>(),

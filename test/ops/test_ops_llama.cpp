@@ -42,10 +42,10 @@ TEST_CASE(
     };
     const Shape NC{7, 37};
     const Tensor x = random(NC), y = random(NC), w = random({37}), bias = random({37});
-    const AttentionShape s{.B = 2, .T = 3, .Hq = 4, .Hkv = 2, .D = 6};
-    const Shape heads{6, 48};
-    const Tensor qkv = random(heads), dheads = random(heads), qw = random({6}), kw = random({6});
-    const RotaryPositions rotary = {b.poisoned(stat, {9, 6}), b.integers({0, 1, 2, 0, 8, 3})};
+    const AttentionShape s{.B = 2, .T = 3, .Hq = 4, .Hkv = 2, .D = 70};
+    const Shape heads{6, 8 * s.D};
+    const Tensor qkv = random(heads), dheads = random(heads), qw = random({s.D}), kw = random({s.D});
+    const RotaryPositions rotary = {b.poisoned(stat, {9, s.D}), b.integers({0, 1, 2, 0, 8, 3})};
     rotary_table(rotary.table, {.theta = 100}, b.stream);
     for (const bool fused : {false, true}) {
       const Tensor sum = b.poisoned(d, NC), out = b.poisoned(d, NC), mean = b.poisoned(stat, {7}),
@@ -67,7 +67,7 @@ TEST_CASE(
       keep("layernorm's sum", again), keep("layernorm", out), keep("mean", mean), keep("layernorm's rstd", rstd);
 
       const Tensor turned = b.poisoned(d, heads), heads_rstd = b.poisoned(stat, {6, 6}), dqkv = b.poisoned(d, heads),
-                   dqw = b.zeros(stat, {6}), dkw = b.zeros(stat, {6});
+                   dqw = b.zeros(stat, {s.D}), dkw = b.zeros(stat, {s.D});
       const std::optional<RotaryPositions> inside = fused ? std::optional(rotary) : std::nullopt;
       copy(dqkv, dheads, b.stream);
       qk_norm_forward(turned, heads_rstd, qkv, qw, kw, inside, 1e-5f, s, b.stream);

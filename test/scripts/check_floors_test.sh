@@ -35,6 +35,8 @@ refuses llmc/train/planted.h '#include <cuda_runtime.h>' 'include of cuda_runtim
 refuses llmc/dist/planted.h '#include <mpi.h>' 'include of mpi.h'
 refuses train_gpt.cu '#include "dnnl.h"' 'include of dnnl.h'
 refuses llmc/ops/cuda/planted.cuh '__global__ void planted_kernel(float* x) {}' 'a kernel that is not a template'
+refuses llmc/ops/cuda/planted.cuh $'template <>\n__global__ void kernel<1>() {}' 'a kernel that is not a template'
+refuses llmc/ops/cuda/planted.cuh $'template <int>\nvoid f() {}\n__global__ void kernel() {}' 'a kernel that is not a template'
 
 # rejects EXPECTED: the tree in $copy/tree is refused with this.
 rejects() {

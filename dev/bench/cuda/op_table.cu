@@ -192,7 +192,7 @@ void measure_experts(OpTimer& timer, const ModelConfig& c, const BatchShape& s, 
     measure([&] { dispatch_rows(rows, x, places, stream); });
     measure([&] { combine_rows(out, rows, weights, places, Accumulate::no, stream); });
     measure([&] { combine_backward(rows, dweights, out, rows, weights, places, stream); });
-    measure([&] { combine_rows(out, rows, {}, places, Accumulate::no, stream); });
+    timer.measure(routes + ", backward", calls, [&] { combine_rows(out, rows, {}, places, Accumulate::no, stream); });
   }
   {
     const auto scope_of_gradients = timer.scope();

@@ -176,7 +176,8 @@ void choose_head_kernel(Run run, const float* table, int64_t D, const Arrays*...
 }  // namespace detail
 
 // out (B T, (Hq + 2 Hkv) D), rstd (B T, Hq + Hkv) = ; qkv like out; q_weight, k_weight (D). With a table (P, D) and
-// positions (B T) fused with rotary embedding: bitwise equal to the two ops (contract 11); else both are nullptr.
+// positions (B T) fused with rotary embedding: bitwise equal to the two ops (contract 11). No rotation: table is
+// nullptr.
 template <class T>
 void qk_norm_forward(T* out, float* rstd, const T* qkv, const T* q_weight, const T* k_weight, const float* table,
                      const int32_t* positions, float eps, const AttentionShape& s, cudaStream_t stream) {

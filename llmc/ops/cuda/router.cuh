@@ -224,7 +224,7 @@ __global__ void router_losses_kernel(double* __restrict__ totals, const int32_t*
   totals[2] += entropy;
 }
 
-template <int threads>
+template <int>  // without, each object file would have this kernel
 __global__ void count_dropped_kernel(double* __restrict__ dropped, const int32_t* __restrict__ rows, int64_t choices) {
   *dropped += static_cast<double>(choices - *rows);
 }

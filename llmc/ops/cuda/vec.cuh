@@ -68,10 +68,7 @@ struct alignas(sizeof(T) * N) Packed {
   __device__ void set(int i, float x) { elements[i] = from_float<T>(x); }
 
   __device__ static Packed load(const T* from) { return *reinterpret_cast<const Packed*>(from); }
-  __device__ void store(T* to) const {
-    if constexpr (bytes == 16) *reinterpret_cast<uint4*>(to) = bits();  // less code than element by element
-    else *reinterpret_cast<Packed*>(to) = *this;
-  }
+  __device__ void store(T* to) const { *reinterpret_cast<Packed*>(to) = *this; }
 
   // For data read or written once: evicted from the caches first.
   __device__ static Packed load_streaming(const T* from) {
@@ -85,15 +82,13 @@ struct alignas(sizeof(T) * N) Packed {
     }
   }
   __device__ void store_streaming(T* to) const {
-    if constexpr (bytes == 16) __stcs(reinterpret_cast<uint4*>(to), bits());
-    else store(to);
-  }
-
- private:
-  __device__ uint4 bits() const {
-    uint4 bits;
-    memcpy(&bits, this, sizeof bits);
-    return bits;
+    if constexpr (bytes == 16) {
+      uint4 bits;
+      memcpy(&bits, this, sizeof bits);
+      __stcs(reinterpret_cast<uint4*>(to), bits);
+    } else {
+      store(to);
+    }
   }
 };
 
