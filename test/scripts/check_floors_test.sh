@@ -44,8 +44,8 @@ rejects() {
   [[ $output == *"$1"* ]] || fail "expected '$1', found: $output"
 }
 rm -rf "$copy/tree" && mkdir "$copy/tree" && cp -r llmc train_gpt.cu "$copy/tree"
-for i in {1..401}; do echo "// line $i"; done >"$copy/tree/llmc/core/planted.h"
-rejects 'llmc/core/planted.h:401: more than 400 lines'
+for i in {1..601}; do echo "// line $i"; done >"$copy/tree/llmc/core/planted.h"
+rejects 'llmc/core/planted.h:601: more than 600 lines'
 rm "$copy/tree/llmc/core/planted.h"
-for i in {1..21}; do echo '// a header' >"$copy/tree/llmc/data/planted$i.h"; done
-rejects 'files in a folder, more than 20'
+for i in {1..41}; do echo '// a header' >"$copy/tree/llmc/data/planted$i.h"; done
+rejects 'files in a folder, more than 40'
