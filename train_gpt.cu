@@ -388,13 +388,13 @@ int main(int argc, char** argv) {
     else run_generate(o);
     return static_cast<int>(ExitStatus::done);
   } catch (const SharedError& error) {
-    if (reports) std::fprintf(stderr, "train_gpt: %s\n", error.what());
+    if (reports) print_error(formatted("train_gpt: {}", error.what()));
     return end_together(processes.get(), error.status());
   } catch (const Error& error) {
-    std::fprintf(stderr, "train_gpt: %s\n", end_alone(processes.get(), error).c_str());
+    print_error("train_gpt: " + end_alone(processes.get(), error));
     return static_cast<int>(error.status());
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "train_gpt: internal error: %s\n", end_alone(processes.get(), error).c_str());
+    print_error("train_gpt: internal error: " + end_alone(processes.get(), error));
     return static_cast<int>(ExitStatus::refused);
   }
 }

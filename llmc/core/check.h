@@ -11,6 +11,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "core/escape.h"
+
 namespace llmc {
 
 // Exit statuses of the program (see README.md, "Exit status").
@@ -40,22 +42,6 @@ class SharedError : public Error {
  public:
   using Error::Error;
 };
-
-// Text from a file as messages show it: control characters escaped, and its beginning if it is longer than `most`
-// bytes.
-inline std::string shown(std::string_view text, size_t most = 80) {
-  constexpr std::string_view digits = "0123456789abcdef";
-  size_t cut = text.size();
-  if (cut > most)
-    for (cut = most; cut > 0 && (text[cut] & 0xc0) == 0x80;) --cut;  // not within a UTF-8 character
-  std::string out;
-  for (const char c : text.substr(0, cut)) {
-    const auto byte = static_cast<unsigned char>(c);
-    if (byte >= 0x20 && byte != 0x7f) out += c;
-    else out.append("\\x").append({digits[byte / 16], digits[byte % 16]});
-  }
-  return cut == text.size() ? out : out + "... (" + std::to_string(text.size()) + " bytes)";
-}
 
 namespace detail {
 

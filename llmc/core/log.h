@@ -122,14 +122,15 @@ class Log {
   void line(const std::string& text) {
     if (silent_) return;
     erase_progress();
-    std::printf("%s\n", text.c_str());
+    const std::string shown = printable(text) + "\n";
+    std::fputs(shown.c_str(), stdout);
     std::fflush(stdout);
-    keep(text + "\n");
+    keep(shown);
   }
 
   // A line for log.txt alone: what the console shows anyway, such as the command or the error that ends the run.
   void file_line(const std::string& text) {
-    if (!silent_) keep(text + "\n");
+    if (!silent_) keep(printable(text) + "\n");
   }
 
   // A title and rows of name and value.
@@ -210,7 +211,8 @@ class Log {
   // A line that the next one overwrites; prints nothing if stdout is not a terminal.
   void progress(const std::string& what, int64_t done, int64_t total) {
     if (!terminal_) return;
-    std::printf("\r\033[K%s %lld/%lld", what.c_str(), static_cast<long long>(done), static_cast<long long>(total));
+    std::printf("\r\033[K%s %lld/%lld", printable(what).c_str(), static_cast<long long>(done),
+                static_cast<long long>(total));
     std::fflush(stdout);
     progress_shown_ = true;
   }

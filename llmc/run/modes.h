@@ -35,7 +35,7 @@ inline void run_generate(const Options& o) {
   initialise(run, o);
   if (!o.prompt.empty())
     for (const std::string& notice : detail::tokenizer_notices(o, config.model, *tokenizer, nullptr))
-      std::fprintf(stderr, "%s\n", notice.c_str());
+      print_error(notice);
   std::printf("%s", o.prompt.c_str());
   generate(run.trainer, prompt_tokens(*tokenizer, o, config.model), o.sample_tokens, sample_options(o),
            static_cast<uint64_t>(o.seed), "generate", [&](int32_t token) {

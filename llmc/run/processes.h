@@ -69,7 +69,7 @@ inline std::unique_ptr<Processes> meet(Options& o) {
   at.token = read_token(environment_variable);
   at.init_timeout = o.init_timeout;
   at.address = environment_variable("TRAIN_GPT_ADDRESS").value_or("");
-  at.say = [me](const std::string& text) { std::fprintf(stderr, "%s%s\n", me.c_str(), text.c_str()); };
+  at.say = [me](const std::string& text) { print_error(me + text); };
   auto processes = std::make_unique<Processes>(launch,
                                                Greeting{.process = launch.process,
                                                         .processes = launch.processes,
@@ -122,7 +122,7 @@ inline void tell_refusal(int argc, const char* const* argv, const std::string& e
     at.where = launch.rendezvous;
     at.token = read_token(environment_variable);
     at.init_timeout = patience;
-    at.say = [](const std::string& text) { std::fprintf(stderr, "%s\n", text.c_str()); };
+    at.say = print_error;
     const ControlPlane told({.process = launch.process,
                              .processes = launch.processes,
                              .build = version_text(),

@@ -1,4 +1,4 @@
-// unicode.h: UTF-8, general categories, white space and the normal form NFC, as in Hugging Face's tokenizers.
+// unicode.h: general categories, white space and the normal form NFC, as in Hugging Face's tokenizers.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -11,60 +11,10 @@
 #include <utility>
 #include <vector>
 
+#include "core/utf8.h"
 #include "text/unicode_tables.h"
 
 namespace llmc {
-
-// ---- UTF-8 ----------------------------------------------------------------------------------------------------------
-
-struct Utf8Character {
-  char32_t code;
-  size_t width;  // bytes
-};
-
-// The character at `at` of valid UTF-8.
-inline Utf8Character utf8_at(std::string_view text, size_t at) {
-  auto byte = [&](size_t i) { return static_cast<char32_t>(static_cast<unsigned char>(text[at + i])); };
-  auto rest = [&](size_t i) { return byte(i) & 0x3f; };
-  const char32_t lead = byte(0);
-  if (lead < 0x80) return {lead, 1};
-  if (lead < 0xe0) return {(lead & 0x1f) << 6 | rest(1), 2};
-  if (lead < 0xf0) return {(lead & 0x0f) << 12 | rest(1) << 6 | rest(2), 3};
-  return {(lead & 0x07) << 18 | rest(1) << 12 | rest(2) << 6 | rest(3), 4};
-}
-
-// Where the character before `end` begins.
-inline size_t utf8_before(std::string_view text, size_t end) {
-  do --end;
-  while ((static_cast<unsigned char>(text[end]) & 0xc0) == 0x80);
-  return end;
-}
-
-inline void append_utf8(std::string& text, char32_t code) {
-  auto byte = [&](char32_t value) { text += static_cast<char>(static_cast<unsigned char>(value)); };
-  if (code < 0x80) return byte(code);
-  if (code < 0x800) byte(0xc0 | code >> 6);
-  else if (code < 0x10000) byte(0xe0 | code >> 12), byte(0x80 | (code >> 6 & 0x3f));
-  else byte(0xf0 | code >> 18), byte(0x80 | (code >> 12 & 0x3f)), byte(0x80 | (code >> 6 & 0x3f));
-  byte(0x80 | (code & 0x3f));
-}
-
-// The first byte that is not well-formed UTF-8 (surrogates and overlong forms are not); none: all of it is.
-inline std::optional<size_t> utf8_fault(std::string_view text) {
-  for (size_t at = 0; at < text.size();) {
-    const unsigned char lead = static_cast<unsigned char>(text[at]);
-    const size_t width = lead < 0x80 ? 1 : lead < 0xc2 ? 0 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : lead < 0xf5 ? 4 : 0;
-    if (width == 0 || at + width > text.size()) return at;
-    for (size_t i = 1; i < width; ++i)
-      if ((static_cast<unsigned char>(text[at + i]) & 0xc0) != 0x80) return at;
-    const char32_t code = utf8_at(text, at).code;
-    if ((width == 3 && (code < 0x800 || (code >= 0xd800 && code < 0xe000))) ||
-        (width == 4 && (code < 0x10000 || code > 0x10ffff)))
-      return at;
-    at += width;
-  }
-  return std::nullopt;
-}
 
 // ---- The tables of unicode_tables.h, expanded on first use ----------------------------------------------------------
 

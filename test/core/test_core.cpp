@@ -50,6 +50,25 @@ TEST_CASE("the formatter formats values of all types and refuses more arguments 
   REQUIRE_ERROR(formatted("{}", 1, 2), "more arguments");
 }
 
+TEST_CASE("control characters and bytes that are not UTF-8 are shown escaped, on the terminal and in the log") {
+  REQUIRE(printable("a\tb\n\u00e9\u4e16\U0001f600") == "a\tb\n\u00e9\u4e16\U0001f600");
+  REQUIRE(printable("\x1b[31mred\a\r\x7f") == "\\x1b[31mred\\x07\\x0d\\x7f");
+  REQUIRE(printable("\u009b2J") == "\\xc2\\x9b2J");  // CSI of ISO 6429
+  REQUIRE(printable("a\xff\xc3(\xe4\xb8") == "a\\xff\\xc3(\\xe4\\xb8");
+  REQUIRE(printable(std::string_view("\0", 1)) == "\\x00");
+  REQUIRE(printable(printable("\x1b\xff")) == printable("\x1b\xff"));
+  REQUIRE(shown("a\tb\nc\x1b\u0085\xff") == "a\\x09b\\x0ac\\x1b\\xc2\\x85\\xff");
+  REQUIRE(shown("\u4e16\u4e16", 4) == "\u4e16... (6 bytes)");
+  REQUIRE(formatted("{}", nlohmann::json("\u009b\xff")) == "\"\\xc2\\x9b\ufffd\"");
+
+  const TempDir dir;
+  Log log;
+  log.open(dir.path(), 0);
+  log.line("sample: \x1b]0;title\a\xf0");
+  log.file_line("train_gpt: \x9b");
+  REQUIRE(read_whole(dir / "log.txt") == "sample: \\x1b]0;title\\x07\\xf0\ntrain_gpt: \\x9b\n");
+}
+
 TEST_CASE("bf16 rounds to nearest even, keeps NaN and infinity") {
   auto round = [](float x) { return static_cast<float>(bf16(x)); };
   REQUIRE(round(1.0f) == 1.0f);

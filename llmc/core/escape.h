@@ -1,0 +1,61 @@
+// escape.h: text that anyone may have written (names and values in files, what other processes say, generated text) as
+// a terminal and a log may show it: it cannot move the cursor, change colours or ring.
+#pragma once
+#include <cstdio>
+#include <string>
+#include <string_view>
+
+#include "core/utf8.h"
+
+namespace llmc {
+
+namespace detail {
+
+inline void append_escaped(std::string& out, std::string_view bytes) {
+  constexpr std::string_view digits = "0123456789abcdef";
+  for (const char c : bytes) {
+    const auto byte = static_cast<unsigned char>(c);
+    out.append("\\x").append({digits[byte / 16], digits[byte % 16]});
+  }
+}
+
+// keep: the control characters that stay.
+inline std::string escaped(std::string_view text, std::string_view keep) {
+  std::string out;
+  while (!text.empty()) {
+    const size_t valid = utf8_fault(text).value_or(text.size());
+    for (size_t at = 0; at < valid;) {
+      const Utf8Character c = utf8_at(text, at);
+      const bool control = c.code < 0x20 || (c.code >= 0x7f && c.code < 0xa0);  // ASCII's, and C1 of ISO 6429
+      const std::string_view bytes = text.substr(at, c.width);
+      if (control && keep.find(bytes) == keep.npos) append_escaped(out, bytes);
+      else out += bytes;
+      at += c.width;
+    }
+    append_escaped(out, text.substr(valid, 1));
+    text.remove_prefix(valid == text.size() ? valid : valid + 1);
+  }
+  return out;
+}
+
+}  // namespace detail
+
+// Every byte of control characters but line breaks and tabs, and of what is not UTF-8, as \x1b. Escaping again changes
+// nothing.
+inline std::string printable(std::string_view text) { return detail::escaped(text, "\n\t"); }
+
+// A name or a value within a message: line breaks and tabs are escaped too, and of more than `most` bytes only the
+// beginning is shown.
+inline std::string shown(std::string_view text, size_t most = 80) {
+  size_t cut = text.size();
+  if (cut > most)
+    for (cut = most; cut > 0 && (static_cast<unsigned char>(text[cut]) & 0xc0) == 0x80;)
+      --cut;  // not within a character
+  const std::string out = detail::escaped(text.substr(0, cut), "");
+  return cut == text.size() ? out : out + "... (" + std::to_string(text.size()) + " bytes)";
+}
+
+// One message on stderr.
+inline void print_error(const std::string& text) { std::fprintf(stderr, "%s\n", printable(text).c_str()); }
+
+}  // namespace llmc
