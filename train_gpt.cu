@@ -354,7 +354,7 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
           .run();
     });
   } catch (const Error& error) {
-    log.file_line(formatted("train_gpt: {}", error.what()));  // main() prints it
+    log.file_line("train_gpt: " + with_config_lines(error.what(), o.config_lines));  // main() prints it
     throw;
   }
 }
@@ -369,9 +369,13 @@ int main(int argc, char** argv) {
   set_nccl_environment();
   bool reports = true;  // errors that all processes have
   std::unique_ptr<Processes> processes;
+  Command command;
+  Options& o = command.options;
+  const auto report = [&](const std::string& error) {
+    print_error("train_gpt: " + with_config_lines(error, o.config_lines));
+  };
   try {
-    Command command = read_command_line(argc, argv);
-    Options& o = command.options;
+    command = read_command_line(argc, argv);
     reports = o.place.rank_on_host == 0;
     if (!command.print && !command.version) {
       processes = meet(o);
@@ -388,10 +392,10 @@ int main(int argc, char** argv) {
     else run_generate(o);
     return static_cast<int>(ExitStatus::done);
   } catch (const SharedError& error) {
-    if (reports) print_error(formatted("train_gpt: {}", error.what()));
+    if (reports) report(error.what());
     return end_together(processes.get(), error.status());
   } catch (const Error& error) {
-    print_error("train_gpt: " + end_alone(processes.get(), error));
+    report(end_alone(processes.get(), error));
     return static_cast<int>(error.status());
   } catch (const std::exception& error) {
     print_error("train_gpt: internal error: " + end_alone(processes.get(), error));

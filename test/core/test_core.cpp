@@ -148,8 +148,8 @@ TEST_CASE("--config reads back what --print-config prints; the command line over
   REQUIRE(back.memory_limit == 1.5);
   REQUIRE(!back.max_steps);
   REQUIRE(parse({"--config", dir / "c.ini", "--batch-size", "5"}).batch_size == 5);
-  std::ofstream(dir / "twice.ini") << "  # a comment\n\nlr=0.1 \nlr = 0.3\n";
-  REQUIRE(parse({"--config", dir / "twice.ini"}).lr == 0.3);
+  std::ofstream(dir / "spaced.ini") << "  # a comment\n\n lr = 0.3 \r\n";
+  REQUIRE(parse({"--config", dir / "spaced.ini"}).lr == 0.3);
   for (const auto& [line, culprit] : std::vector<std::pair<std::string, std::string>>{{"bach-size=3", "--batch-size"},
                                                                                       {"lr", "bad.ini:1"},
                                                                                       {"lr=", "--lr"},

@@ -2,6 +2,7 @@
 // may change it, and its help. print.h prints what the visitor sees, parse.h reads and checks it.
 #pragma once
 #include <limits>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -87,6 +88,8 @@ struct Options {
   // Not options, but what they and the launcher come to: the ranks of all processes, and where this one is.
   int64_t ranks = 1;
   Place place;
+  // Where a --config file sets an option: {"--lr", "run.ini:3"}, unless the command line does.
+  std::map<std::string, std::string> config_lines;
 };
 
 // On resume an option must match, may change with a warning, or may change freely.

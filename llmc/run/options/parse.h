@@ -1,4 +1,4 @@
-// parse.h: reads options from the command line and from --config files, and validates them.
+// parse.h: reads options from the command line and from --config files, and refuses combinations that do not work.
 #pragma once
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -18,57 +18,13 @@
 #include "core/words.h"
 #include "dist/pipeline/pipeline.h"
 #include "dist/pipeline/stage_partition.h"
-#include "run/options/foreign.h"
+#include "run/options/config_file.h"
 #include "run/options/ignored.h"
-#include "run/options/print.h"
-#include "text/unicode.h"
+#include "run/options/values.h"
 
 namespace llmc {
 
 namespace detail {
-
-template <class T>
-inline constexpr bool is_optional = false;
-template <class T>
-inline constexpr bool is_optional<std::optional<T>> = true;
-
-// Parses all of `text`, numbers in decimal.
-inline void parse_value(const std::string& name, const std::string& text, std::string& field) {
-  const std::optional<size_t> fault = utf8_fault(text);  // it is written into JSON
-  CHECK(!fault, "{}: byte {} is not UTF-8; give the text, or the path, in UTF-8", name, fault.value_or(0) + 1);
-  field = text;
-}
-inline void parse_value(const std::string& name, const std::string& text, bool& field) {
-  CHECK(text == "true" || text == "false", "{} '{}': expected true or false", name, shown(text));
-  field = text == "true";
-}
-template <class Number>
-void parse_value(const std::string& name, const std::string& text, Number& field) {
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), field);
-  const bool number = error == std::errc() && end == text.data() + text.size();
-  constexpr const char* expected = std::is_integral_v<Number> ? "a whole number" : "a number";
-  CHECK(number, "{} '{}': expected {}{}", name, shown(text), expected,
-        error == std::errc::result_out_of_range ? ", and this one does not fit into 64 bits" : "");
-}
-template <class T>
-void parse_value(const std::string& name, const std::string& text, std::optional<T>& field) {
-  parse_value(name, text, field.emplace());
-}
-
-// Throws "there is no such option", and says which one may be meant: ours for another trainer's, or a similar name.
-[[noreturn]] inline void unknown_option(const std::string& word, const std::string& where) {
-  std::vector<std::string> names;
-  for (const ModeOption& mode : mode_options) names.emplace_back(mode.name);
-  Options o;
-  visit_options(o, OptionVisitor{no_group, [&](const char* name, const char*, auto&, const Limits&, ResumeRule,
-                                               const char*) { names.emplace_back(name); }});
-  std::string hint;
-  if (const std::optional<std::string> foreign = foreign_hint(word)) hint = "; " + *foreign;
-  else if (const auto similar = similar_names(word, names); !similar.empty() && similar.size() <= 5)
-    hint = "; did you mean " + either(similar) + "?";
-  throw Error(formatted("{}{}: there is no such option{}{} see --help", where, shown(word), hint,
-                        hint.ends_with('?') ? "" : ";"));
-}
 
 // Refuses what CLI11 would misread: "-sl 5" and "-n-layer 5", as "-s l" and "-n -layer", and "-h 1", as help. A letter
 // may be followed by a number ("-b4"), but a word after one dash is a name.
@@ -105,67 +61,7 @@ inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
       formatted("{}: an argument without an option; quote file patterns ('data/*_train_*.bin'); see --help", word));
 }
 
-// " from 1 to 16777216", " from 0 to 0.9999999", " above 0".
-inline std::string range_text(const Limits& limits) {
-  const bool above_zero = limits.min == std::numeric_limits<double>::min();
-  if (std::isinf(limits.min)) return "";
-  return (above_zero ? " above 0" : formatted(" from {:.9g}", limits.min)) + (!std::isinf(limits.max)
-                                                                                  ? formatted(" to {:.9g}", limits.max)
-                                                                              : above_zero ? ""
-                                                                                           : " on");
-}
-
-// Reads a file in the format of --print-config: lines NAME=VALUE, text in quotes; lines that begin with # are comments.
-inline void read_config(Options& o, const std::string& path) {
-  std::istringstream lines(read_text(path));
-  int number = 0;
-  for (std::string line; std::getline(lines, line);) {
-    ++number;
-    line = CLI::detail::trim(line);
-    if (line.empty() || line[0] == '#') continue;
-    const std::string where = formatted("--config {}:{}: ", path, number);
-    const size_t equals = line.find('=');
-    CHECK(equals != std::string::npos, "{}'{}': expected NAME=VALUE as --print-config writes it", where, shown(line));
-    const std::string name = "--" + CLI::detail::trim_copy(line.substr(0, equals));
-    // Nothing is like it either, and to find that out would take long.
-    CHECK(name.size() <= 64, "{}{}: there is no such option; see --help", where, shown(name));
-    std::string value = CLI::detail::trim_copy(line.substr(equals + 1));
-    if (value.size() >= 2 && value.front() == '"' && value.back() == '"') value = value.substr(1, value.size() - 2);
-    bool found = false;
-    auto set = [&](const char* option, const char*, auto& field, const Limits&, ResumeRule, const char*) {
-      if (name != option) return;
-      found = true;
-      parse_value(where + name, value, field);
-    };
-    visit_options(o, OptionVisitor{no_group, set});
-    if (!found) unknown_option(name, where);
-  }
-}
-
 }  // namespace detail
-
-// Checks each value on its own, right after parsing.
-inline void check_limits(Options& o) {
-  visit_options(o, detail::OptionVisitor{
-                       detail::no_group,
-                       [](const char* name, const char*, auto& field, const Limits& limits, ResumeRule, const char*) {
-                         using T = std::remove_reference_t<decltype(field)>;
-                         auto check_number = [&](auto value) {
-                           const double v = static_cast<double>(value);
-                           CHECK(std::isfinite(v) && v >= limits.min && v <= limits.max, "{} {}: expected a number{}",
-                                 name, value, detail::range_text(limits));
-                         };
-                         if constexpr (std::is_same_v<T, std::string>) {
-                           CHECK(limits.choices.empty() || std::find(limits.choices.begin(), limits.choices.end(),
-                                                                     field) != limits.choices.end(),
-                                 "{} {}: expected one of {}", name, shown(field), limits.choices);
-                         } else if constexpr (detail::is_optional<T>) {
-                           if (field) check_number(*field);
-                         } else if constexpr (!std::is_same_v<T, bool>) {
-                           check_number(field);
-                         }
-                       }});
-}
 
 // "1020 or 1026": the multiples of n on both sides of x.
 inline std::string multiples_beside(int64_t x, int64_t n) {
@@ -368,18 +264,23 @@ Command parse_command_line(int argc, const char* const* argv, TakePlace&& take_p
   for (const std::string& path : configs) detail::read_config(command.options, path);
   visit_options(command.options, detail::OptionVisitor{detail::no_group, [&](const char* name, const char*, auto& field,
                                                                              const Limits&, ResumeRule, const char*) {
-                                                         if (app.count(name) > 0)
-                                                           detail::parse_value(name, given[name], field);
+                                                         if (app.count(name) == 0) return;
+                                                         detail::parse_value(name, given[name], field);
+                                                         command.options.config_lines.erase(name);
                                                        }});
-  check_limits(command.options);
-  if (print_config) {
-    command.print = true;
-    command.text = config_text(command.options);
-    return command;
+  try {
+    check_limits(command.options);
+    if (print_config) {
+      command.print = true;
+      command.text = config_text(command.options);
+      return command;
+    }
+    take_place(command.options);
+    validate(command.options);
+    refuse_ignored(command.options, [&](const std::string& name) { return app.count(name) > 0; });
+  } catch (const Error& error) {
+    throw Error(with_config_lines(error.what(), command.options.config_lines), error.status());
   }
-  take_place(command.options);
-  validate(command.options);
-  refuse_ignored(command.options, [&](const std::string& name) { return app.count(name) > 0; });
   return command;
 }
 

@@ -1,0 +1,90 @@
+// config_file.h: --config files: read line by line, so that every refusal of what stands in them says which line.
+#pragma once
+#include <algorithm>
+#include <map>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/check.h"
+#include "core/files.h"
+#include "run/options/options.h"
+#include "run/options/values.h"
+
+namespace llmc {
+
+namespace detail {
+
+inline std::string trimmed(const std::string& text) {
+  constexpr const char* white = " \t\r\v\f";
+  const size_t begin = text.find_first_not_of(white);
+  return begin == text.npos ? "" : text.substr(begin, text.find_last_not_of(white) - begin + 1);
+}
+
+// The value of an option as a line has it: text in quotes, or a word.
+inline std::string config_value(const std::string& where, const std::string& text) {
+  const bool opens = text.starts_with('"'), closes = text.size() >= 2 && text.ends_with('"');
+  CHECK(opens == closes, "{} '{}': a quote is missing; write text as \"text\"", where, shown(text));
+  CHECK(opens || text.find(" #") == text.npos,
+        "{} '{}': write the comment on a line of its own, or \"text with a #\" in quotes", where, shown(text));
+  return opens ? text.substr(1, text.size() - 2) : text;
+}
+
+// Reads a file in the format of --print-config: lines NAME=VALUE, text in quotes; lines that begin with # are comments.
+inline void read_config(Options& o, const std::string& path) {
+  constexpr int64_t most_bytes = 1 << 20;
+  CHECK(path_exists(path), "--config {}: there is no such file", path);
+  std::istringstream lines(read_text(path, most_bytes));
+  std::map<std::string, int> seen;  // the line of each name
+  int number = 0;
+  for (std::string line; std::getline(lines, line);) {
+    const std::string place = formatted("{}:{}", path, ++number), where = place + ": ";
+    line = trimmed(line);
+    if (line.empty() || line[0] == '#') continue;
+    const size_t equals = line.find('=');
+    CHECK(equals != line.npos, "{}'{}': expected NAME=VALUE as --print-config writes it", where, shown(line));
+    const std::string name = "--" + trimmed(line.substr(0, equals));
+    // Nothing is like it either, and to find that out would take long.
+    CHECK(name.size() <= 64, "{}{}: there is no such option; see --help", where, shown(name));
+    const std::string value = config_value(where + name, trimmed(line.substr(equals + 1)));
+    for (const ModeOption& mode : mode_options)
+      CHECK(name != mode.name, "{}{}: give this on the command line", where, name);
+    bool found = false;
+    auto set = [&](const char* option, const char*, auto& field, const Limits&, ResumeRule, const char*) {
+      if (name != option) return;
+      found = true;
+      parse_value(where + name, value, field);
+    };
+    visit_options(o, OptionVisitor{no_group, set});
+    if (!found) unknown_option(name, where);
+    const auto [first, is_new] = seen.emplace(name, number);
+    CHECK(is_new, "{}{}: line {} sets it too; leave out one of them", where, name, first->second);
+    o.config_lines[name] = place;
+  }
+}
+
+}  // namespace detail
+
+// An error's text, with the places of --config files where the options stand that it names: "run.ini:3: --tp 3 with
+// --cp 2 ... (--cp: run.ini:4)". lines: Options::config_lines.
+inline std::string with_config_lines(const std::string& error, const std::map<std::string, std::string>& lines) {
+  constexpr std::string_view of_names = "abcdefghijklmnopqrstuvwxyz0123456789-";
+  std::string before, after;
+  std::vector<std::string> named;
+  for (size_t at = 0; !lines.empty() && (at = error.find("--", at)) != error.npos;) {
+    const size_t end = std::min(error.find_first_not_of(of_names, at), error.size());
+    const std::string name = error.substr(at, end - at);
+    const auto line = lines.find(name);
+    const bool whole = at == 0 || of_names.find(error[at - 1]) == of_names.npos;
+    if (whole && line != lines.end() && std::ranges::find(named, name) == named.end()) {
+      named.push_back(name);
+      if (at == 0) before = line->second + ": ";
+      else after += formatted("{}{}: {}", after.empty() ? "" : ", ", name, line->second);
+    }
+    at = end;
+  }
+  return before + error + (after.empty() ? "" : " (" + after + ")");
+}
+
+}  // namespace llmc

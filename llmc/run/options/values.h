@@ -1,0 +1,99 @@
+// values.h: reads the value of an option, and checks it on its own; says which option a misspelt one may be.
+#pragma once
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "core/check.h"
+#include "core/utf8.h"
+#include "core/words.h"
+#include "run/options/foreign.h"
+#include "run/options/print.h"
+
+namespace llmc {
+
+namespace detail {
+
+template <class T>
+inline constexpr bool is_optional = false;
+template <class T>
+inline constexpr bool is_optional<std::optional<T>> = true;
+
+// Parses all of `text`, numbers in decimal.
+inline void parse_value(const std::string& name, const std::string& text, std::string& field) {
+  const std::optional<size_t> fault = utf8_fault(text);  // it is written into JSON
+  CHECK(!fault, "{}: byte {} is not UTF-8; give the text, or the path, in UTF-8", name, fault.value_or(0) + 1);
+  field = text;
+}
+inline void parse_value(const std::string& name, const std::string& text, bool& field) {
+  CHECK(text == "true" || text == "false", "{} '{}': expected true or false", name, shown(text));
+  field = text == "true";
+}
+template <class Number>
+void parse_value(const std::string& name, const std::string& text, Number& field) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), field);
+  const bool number = error == std::errc() && end == text.data() + text.size();
+  constexpr const char* expected = std::is_integral_v<Number> ? "a whole number" : "a number";
+  CHECK(number, "{} '{}': expected {}{}", name, shown(text), expected,
+        error == std::errc::result_out_of_range ? ", and this one does not fit into 64 bits" : "");
+}
+template <class T>
+void parse_value(const std::string& name, const std::string& text, std::optional<T>& field) {
+  parse_value(name, text, field.emplace());
+}
+
+// Throws "there is no such option", and says which one may be meant: ours for another trainer's, or a similar name.
+[[noreturn]] inline void unknown_option(const std::string& word, const std::string& where) {
+  std::vector<std::string> names;
+  for (const ModeOption& mode : mode_options) names.emplace_back(mode.name);
+  Options o;
+  visit_options(o, OptionVisitor{no_group, [&](const char* name, const char*, auto&, const Limits&, ResumeRule,
+                                               const char*) { names.emplace_back(name); }});
+  std::string hint;
+  if (const std::optional<std::string> foreign = foreign_hint(word)) hint = "; " + *foreign;
+  else if (const auto similar = similar_names(word, names); !similar.empty() && similar.size() <= 5)
+    hint = "; did you mean " + either(similar) + "?";
+  throw Error(formatted("{}{}: there is no such option{}{} see --help", where, shown(word), hint,
+                        hint.ends_with('?') ? "" : ";"));
+}
+
+// " from 1 to 16777216", " from 0 to 0.9999999", " above 0".
+inline std::string range_text(const Limits& limits) {
+  const bool above_zero = limits.min == std::numeric_limits<double>::min();
+  if (std::isinf(limits.min)) return "";
+  return (above_zero ? " above 0" : formatted(" from {:.9g}", limits.min)) + (!std::isinf(limits.max)
+                                                                                  ? formatted(" to {:.9g}", limits.max)
+                                                                              : above_zero ? ""
+                                                                                           : " on");
+}
+
+}  // namespace detail
+
+// Checks each value on its own, right after parsing.
+inline void check_limits(Options& o) {
+  visit_options(o, detail::OptionVisitor{
+                       detail::no_group,
+                       [](const char* name, const char*, auto& field, const Limits& limits, ResumeRule, const char*) {
+                         using T = std::remove_reference_t<decltype(field)>;
+                         auto check_number = [&](auto value) {
+                           const double v = static_cast<double>(value);
+                           CHECK(std::isfinite(v) && v >= limits.min && v <= limits.max, "{} {}: expected a number{}",
+                                 name, value, detail::range_text(limits));
+                         };
+                         if constexpr (std::is_same_v<T, std::string>) {
+                           CHECK(limits.choices.empty() || std::find(limits.choices.begin(), limits.choices.end(),
+                                                                     field) != limits.choices.end(),
+                                 "{} {}: expected one of {}", name, shown(field), limits.choices);
+                         } else if constexpr (detail::is_optional<T>) {
+                           if (field) check_number(*field);
+                         } else if constexpr (!std::is_same_v<T, bool>) {
+                           check_number(field);
+                         }
+                       }});
+}
+
+}  // namespace llmc
