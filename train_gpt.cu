@@ -81,7 +81,7 @@ class Training {
       choose_matmuls();
       finish_step();  // validation at step 0 shows where the run starts; a resumed run does what was left undone
       while (begun_ < job_.max_steps) {
-        poll();
+        if (poll().save) save_by_clock();
         update();
         if (!something_due(begun_)) continue;
         finish_updates();
@@ -109,12 +109,31 @@ class Training {
   }
   uint64_t seed() const { return static_cast<uint64_t>(o_.seed); }
 
+  // What all ranks have heard: whether rank 0's clock says that it is time to save.
+  struct Polled {
+    bool save = false;
+  };
+
   // Throws on all ranks if one of them has a reason to stop. Called between micro-batches, sampled tokens and updates.
-  void poll() const {
+  Polled poll() const {
+    constexpr const char* save = "save";
     // To carry on is to wait for the next update, and for those that are under way.
-    const std::string mine = stop_.reason(static_cast<double>(1 + under_way_.size()) * report_.last_seconds());
-    for (const std::string& reason : run_.dp.control->all_gather_text("time to stop", mine))
-      if (!reason.empty()) throw Interrupted{reason};
+    std::string mine = stop_.reason(static_cast<double>(1 + under_way_.size()) * report_.last_seconds());
+    if (mine.empty() && rank_ == 0 && checkpoints_.clock_says()) mine = save;
+    Polled polled;
+    for (const std::string& said : run_.dp.control->all_gather_text("time to stop", mine)) {
+      if (said == save) polled.save = true;
+      else if (!said.empty()) throw Interrupted{said};
+    }
+    return polled;
+  }
+
+  // Between two updates. Like a validation, it changes no number.
+  void save_by_clock() {
+    finish_updates();
+    if (progress_.done == 0) return;
+    const OnFailure on_failure = o_.checkpoint_errors == "fail" ? OnFailure::fail : OnFailure::retry;
+    if (checkpoints_.save(progress_, run_, on_failure, Because::clock)) checkpoints_.tidy(progress_.done, false);
   }
 
   HostBatch read(DataLoader& loader, int64_t cursor, int64_t micro_batch) {
@@ -240,9 +259,11 @@ class Training {
     if (progress_.done == 0) return;
     if (progress_.done > first_ && due(progress_.done, o_.sample_every)) report_.timed(Task::sample, [&] { sample(); });
     const bool best = o_.keep_best && progress_.best_step == progress_.done, last = progress_.done == job_.max_steps;
-    if (!last && !best && !due(progress_.done, o_.checkpoint_every) && !checkpoints_.retries_at(progress_.done)) return;
+    const bool by_rule = last || best || due(progress_.done, o_.checkpoint_every);
+    if (!by_rule && !checkpoints_.retries_at(progress_.done)) return;
+    const Because because = by_rule ? Because::rule : checkpoints_.retries_because();
     const OnFailure on_failure = last || o_.checkpoint_errors == "fail" ? OnFailure::fail : OnFailure::retry;
-    if (checkpoints_.save(progress_, run_, on_failure)) checkpoints_.tidy(progress_.done, best);
+    if (checkpoints_.save(progress_, run_, on_failure, because)) checkpoints_.tidy(progress_.done, best);
     else if (best) std::tie(progress_.best_step, progress_.best_val) = best_before_;  // that one was not kept
   }
 

@@ -28,6 +28,11 @@ inline std::string checkpoint_path(const std::string& out_dir, int64_t step) {
   return formatted("{}/step-{:06}", out_dir, step);
 }
 
+// Where the weights alone are saved if a run ends and a whole checkpoint does not fit: a model, not a checkpoint.
+inline std::string weights_path(const std::string& out_dir, int64_t step) {
+  return formatted("{}/weights-only-step-{:06}", out_dir, step);
+}
+
 // The step in the name of a checkpoint's directory; none: not such a name.
 inline std::optional<int64_t> checkpoint_step(const std::filesystem::path& path) {
   const std::string name = path.filename();
@@ -122,18 +127,22 @@ inline void require_space(const std::string& directory, int64_t bytes) {
   if (statvfs(directory.c_str(), &disk) != 0) return;  // the writes will report it
   const double free = static_cast<double>(disk.f_bavail) * static_cast<double>(disk.f_frsize);
   CHECK(free >= static_cast<double>(bytes),
-        "{}: a checkpoint of {:.1f} MiB does not fit into the {:.1f} MiB that are free: make room, or see "
+        "{}: the {:.1f} MiB to save do not fit into the {:.1f} MiB that are free: make room, or see "
         "--keep-checkpoints",
         directory, static_cast<double>(bytes) / (1 << 20), free / (1 << 20));
 }
 
 }  // namespace detail
 
+inline int64_t weights_bytes(const ModelConfig& config, DType dtype) {
+  return count_parameters(parameter_table(config)) * size_of(dtype);
+}
+
 // The size of a checkpoint on disk, up to some kilobytes: weights in the training dtype, master weights and two
 // moments.
 inline int64_t checkpoint_bytes(const ModelConfig& config, DType dtype, bool master_weights) {
   const int64_t state = size_of(accumulator_of(dtype)) * (dtype == accumulator_of(dtype) || !master_weights ? 2 : 3);
-  return count_parameters(parameter_table(config)) * (size_of(dtype) + state);
+  return weights_bytes(config, dtype) + count_parameters(parameter_table(config)) * state;
 }
 
 // The write speed assumed before the first checkpoint: that of a slow disk or a busy shared file system.

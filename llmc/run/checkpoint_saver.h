@@ -13,6 +13,7 @@
 namespace llmc {
 
 enum class OnFailure : uint8_t { retry, fail };
+enum class Because : uint8_t { rule, clock };  // clock: of --checkpoint-minutes alone
 
 // One rank's; all ranks call save() together.
 class CheckpointSaver {
@@ -24,28 +25,38 @@ class CheckpointSaver {
   const std::string& last() const { return last_; }  // in the out directory; empty: none
   void resumed_from(const std::string& path) { last_ = path; }
   bool retries_at(int64_t step) const { return step == retry_.at; }
+  Because retries_because() const { return retry_.because; }
+
+  // Is it time to save, by the clock of this rank? Rank 0 asks, and tells the others.
+  bool clock_says() const {
+    const double minutes = o_.minutes_between_checkpoints();
+    return minutes > 0 && retry_.at == 0 && seconds_since(saved_at_) >= 60 * minutes;
+  }
 
   // Writes the checkpoint of step progress.done, unless it exists already; returns whether there is one. If it cannot
-  // be written, as on a full disk, training may go on: it is tried again after 1, 2, 4 ... further updates. Weights
-  // that are not finite end the run.
-  bool save(const Progress& progress, Run& run, OnFailure on_failure) {
+  // be written, as on a full disk, training may go on: it is tried again after 1, 2, 4 ... further updates. Where the
+  // run ends instead, the weights alone are saved if they can be. Weights that are not finite end the run.
+  bool save(const Progress& progress, Run& run, OnFailure on_failure, Because because = Because::rule) {
     if (last_ == checkpoint_path(o_.out_dir, progress.done)) return true;
     const auto begin = std::chrono::steady_clock::now();
     log_.progress("writing checkpoint", 0, 1);
+    nlohmann::ordered_json trainer = to_json_object(progress, job_, run.trainer.expert_biases());
+    if (because == Because::clock) trainer["saved_by"] = saved_by_clock;
     try {
       report_.timed(Task::checkpoint, [&] {
-        last_ = write_checkpoint(o_.out_dir, progress.done, job_.step.model, run.trainer.state(), job_.step.dtype,
-                                 to_json_object(progress, job_, run.trainer.expert_biases()), run.stream,
-                                 job_.tokenizer_files, [&] {
-                                   log_.sync_metrics();  // a resumed run appends to them
-                                   directory_->ensure_run_file(o_);
-                                 });
+        last_ = write(progress.done, run, trainer, Part::all, [&] {
+          log_.sync_metrics();  // a resumed run appends to them
+          directory_->ensure_run_file(o_);
+        });
       });
     } catch (const CheckpointError& error) {
       const std::string last = last_.empty() ? "there is none" : "the last one is " + last_;
       if (on_failure == OnFailure::fail || error.status() == ExitStatus::diverged)
-        throw SharedError(formatted("no checkpoint after step {}: {}; {}", progress.done, error.what(), last),
-                          error.status());
+        throw SharedError(
+            formatted("no checkpoint after step {}: {}; {}{}", progress.done, error.what(), last,
+                      error.status() == ExitStatus::diverged ? "" : save_weights(progress.done, run, trainer)),
+            error.status());
+      retry_.because = because;
       retry_.at = progress.done + retry_.pause;
       retry_.pause *= 2;
       log_.line(formatted("WARNING: no checkpoint after step {}: {}; {}; trying again by step {}", progress.done,
@@ -53,6 +64,7 @@ class CheckpointSaver {
       return false;
     }
     retry_ = {};
+    saved_at_ = std::chrono::steady_clock::now();
     stop_.saved(seconds_since(begin));
     log_.line("checkpoint: " + last_);
     return true;
@@ -70,6 +82,22 @@ class CheckpointSaver {
   }
 
  private:
+  std::string write(int64_t step, Run& run, const nlohmann::ordered_json& trainer, Part part,
+                    const std::function<void()>& before_visible = {}) const {
+    return write_checkpoint(o_.out_dir, step, job_.step.model, run.trainer.state(), job_.step.dtype, trainer,
+                            run.stream, job_.tokenizer_files, before_visible, part);
+  }
+
+  // The last resort of a run that ends without a checkpoint, in words.
+  std::string save_weights(int64_t step, Run& run, const nlohmann::ordered_json& trainer) const try {
+    return formatted(
+        "; the weights alone are saved in {}: a model for --model or --generate, without the optimizer's "
+        "state, so that no run can resume from it",
+        write(step, run, trainer, Part::model));
+  } catch (const CheckpointError& error) {
+    return formatted("; nor could the weights alone be saved: {}", error.what());
+  }
+
   const Job& job_;
   const Options& o_;
   RunDirectory* directory_;
@@ -77,9 +105,11 @@ class CheckpointSaver {
   StepReport& report_;
   StopCondition& stop_;
   std::string last_;
+  std::chrono::steady_clock::time_point saved_at_ = std::chrono::steady_clock::now();  // or begun
   struct Retry {
     int64_t at = 0;     // the step after which to try again; 0: no checkpoint has failed
     int64_t pause = 1;  // updates until the attempt after that
+    Because because = Because::rule;
   } retry_;
 };
 

@@ -102,15 +102,17 @@ class CheckpointError : public Error {
 
 // Writes the checkpoint of `step` and returns its path; called by all ranks. Each writes some of the weights and the
 // optimizer slices that it owns; rank 0 writes the rest. `trainer`: contents of trainer.json; `more`: names and
-// contents of further files, such as the tokenizer's; before_visible: what rank 0 must have done before.
+// contents of further files, such as the tokenizer's; before_visible: what rank 0 must have done before. Part::model
+// leaves out the optimizer's slices: a model, under a name that no run resumes from.
 inline std::string write_checkpoint(const std::string& out_dir, int64_t step, const ModelConfig& config,
                                     ModelState& state, DType dtype, const nlohmann::ordered_json& trainer,
                                     Stream& stream, const std::map<std::string, std::string>& more = {},
-                                    const std::function<void()>& before_visible = {}) {
+                                    const std::function<void()>& before_visible = {}, Part part = Part::all) {
   stream.synchronize();
   DataParallel& dp = state.dp();
-  const std::string path = checkpoint_path(out_dir, step), temporary = formatted("{}/.tmp-step-{:06}", out_dir, step);
-  CHECK(!path_exists(path), "{} already exists: remove it, or choose another --out-dir", path);
+  const std::string path = part == Part::all ? checkpoint_path(out_dir, step) : weights_path(out_dir, step),
+                    temporary = formatted("{}/.tmp-step-{:06}", out_dir, step);
+  CHECK(part == Part::model || !path_exists(path), "{} already exists: remove it, or choose another --out-dir", path);
   // A rank that cannot write still takes part in every exchange, and all ranks then give up together.
   std::string fault;
   ExitStatus status = ExitStatus::refused;
@@ -147,7 +149,10 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   std::error_code error;
   attempt([&] {
     if (!dp.first()) return;
-    detail::require_space(out_dir, checkpoint_bytes(config, dtype, state.zero_config().master_weights));
+    if (part == Part::model) std::filesystem::remove_all(path, error);  // of an earlier attempt
+    detail::require_space(out_dir, part == Part::all
+                                       ? checkpoint_bytes(config, dtype, state.zero_config().master_weights)
+                                       : weights_bytes(config, dtype));
     std::filesystem::remove_all(temporary, error);
     if (!error) std::filesystem::create_directories(temporary, error);  // OUT, too, if it was removed meanwhile
     CHECK(!error, "cannot create {}: {}", temporary, error.message());
@@ -205,7 +210,7 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   std::erase_if(table, [](const StateEntry& e) { return e.kind == StateKind::weight || !e.param->first_copy; });
   const int place = dp.shard * dp.tensor.ranks + dp.tensor_rank;  // in the replica
   attempt([&] {
-    if (dp.replica > 0 || place >= owners) return;
+    if (part == Part::model || dp.replica > 0 || place >= owners) return;
     infos.clear();
     for (const StateEntry& e : table)
       infos.push_back({detail::slice_range(e).tensor_name(detail::what_of(e)), e.tensor.dtype, {e.tensor.numel()}});

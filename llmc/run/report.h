@@ -61,6 +61,17 @@ inline std::vector<std::string> tokenizer_notices(const Options& o, const ModelC
   return notices;
 }
 
+// When the run saves.
+inline std::string checkpoints_text(const Options& o) {
+  const double minutes = o.minutes_between_checkpoints();
+  std::string text = o.checkpoint_every > 0 ? formatted("every {} steps, ", o.checkpoint_every) : "";
+  if (minutes > 0) text += formatted("{} minutes after the last one (two such are kept), ", minutes);
+  text += "at the end and when it is stopped";
+  if (o.schedule == "pipedream")
+    text += "; none by the clock: pipedream empties its pipeline to save, which changes what it learns";
+  return text;
+}
+
 // Notices about data that can be trained on but are probably a mistake.
 inline void report_unlikely_data(Log& log, const Options& o, const StepConfig& step, const TokenShards& train,
                                  const TokenShards* val) {
@@ -118,6 +129,7 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
                                                       : formatted("{}: {} shard(s), {} tokens", o.val_data,
                                                                   val->count(), human_count(val->tokens())));
   rows.emplace_back("output", o.out_dir);
+  rows.emplace_back("checkpoints", detail::checkpoints_text(o));
   log.table("train_gpt " TRAIN_GPT_GIT_HASH, rows);
   if (step.ranks() > 1) report_ranks(log, o, device, backend, step.mesh());
   if (step.zero.sync != DpSync::all_reduce) detail::report_links(log, step);

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <functional>
 #include <limits>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
@@ -17,6 +18,8 @@
 #include "run/options/print.h"
 
 namespace llmc {
+
+inline constexpr const char* saved_by_clock = "clock";  // in trainer.json, of --checkpoint-minutes alone
 
 // The checkpoint that a run resumes from.
 struct ResumePoint {
@@ -179,16 +182,21 @@ class RunDirectory {
     if (!path_exists(run_file())) write_run_file(o);
   }
 
-  // Deletes checkpoints except the newest `keep` (0: keeps all), multiples of `keep_every`, and the one that OUT/best
-  // links to.
-  void prune(int64_t keep, int64_t keep_every) const {
-    if (keep == 0) return;
+  // Deletes checkpoints except the newest `keep` (0: keeps all), the two newest of those that only the clock has saved,
+  // multiples of `keep_every`, and the one that OUT/best links to.
+  void prune(int64_t keep, int64_t keep_every) {
+    constexpr size_t keep_by_clock = 2;
     std::error_code none;
     const std::optional<int64_t> best = checkpoint_step(std::filesystem::read_symlink(path_ + "/best", none));
-    std::vector<int64_t> steps = checkpoint_steps(path_);
-    steps.resize(steps.size() - std::min(steps.size(), static_cast<size_t>(keep)));
-    for (const int64_t step : steps)
-      if (!(keep_every > 0 && step % keep_every == 0) && step != best) remove(step);
+    std::vector<int64_t> by_clock, others;
+    for (const int64_t step : checkpoint_steps(path_)) (saved_by_the_clock(step) ? by_clock : others).push_back(step);
+    const auto remove_older = [&](std::vector<int64_t> steps, size_t most) {
+      steps.resize(steps.size() - std::min(steps.size(), most));
+      for (const int64_t step : steps)
+        if (!(keep_every > 0 && step % keep_every == 0) && step != best) remove(step);
+    };
+    remove_older(std::move(by_clock), keep_by_clock);
+    if (keep > 0) remove_older(std::move(others), static_cast<size_t>(keep));
   }
 
   // OUT/best links to the checkpoint with the best validation loss.
@@ -251,6 +259,17 @@ class RunDirectory {
   bool has_steps() const {
     return !checkpoint_steps(path_).empty() ||
            metrics_until(std::numeric_limits<int64_t>::max()).lines.find("\"kind\":\"train\"") != std::string::npos;
+  }
+
+  // Whether trainer.json says that a checkpoint was saved for --checkpoint-minutes alone.
+  bool saved_by_the_clock(int64_t step) {
+    const auto [found, is_new] = by_clock_.try_emplace(step, false);
+    if (is_new) try {
+        found->second = read_json(checkpoint_path(path_, step) + "/trainer.json").value("saved_by", nlohmann::json()) ==
+                        saved_by_clock;
+      } catch (const std::exception&) {  // a damaged one is not ours to delete early
+      }
+    return found->second;
   }
 
   // Whether this is an empty file, such as the lock, or is gone by now.
@@ -333,6 +352,7 @@ class RunDirectory {
   }
 
   std::string path_;
+  std::map<int64_t, bool> by_clock_;  // of checkpoints whose trainer.json was read
   bool shuffled_before_ = true;
   struct LockFile {
     int fd = -1;

@@ -50,6 +50,8 @@ struct Options {
   double top_p = 1;
 
   int64_t checkpoint_every = 0, keep_checkpoints = 0, keep_every = 0;
+  std::optional<double> checkpoint_minutes;  // none: 15; with pipedream, never
+  double minutes_between_checkpoints() const { return checkpoint_minutes.value_or(schedule == "pipedream" ? 0 : 15); }
   bool keep_best = false;
   std::string checkpoint_errors = "retry";
   std::string dtype = "fp32";
@@ -210,9 +212,15 @@ void visit_options(O& o, Visitor&& visit) {
         "sample from the fewest most likely tokens that together have this probability");
   visit("Checkpoints");
   visit("--checkpoint-every", "-n", o.checkpoint_every, at_least(0), free,
-        "updates between checkpoints; 0: only at the end");
-  visit("--keep-checkpoints", "", o.keep_checkpoints, at_least(0), free,
-        "number of newest checkpoints to keep; older ones are deleted; 0: keep all");
+        "updates between checkpoints, besides those of --checkpoint-minutes and the one at the end; 0: no others");
+  visit("--checkpoint-minutes", "", o.checkpoint_minutes, at_least(0), free,
+        "save when so many minutes have passed since the last checkpoint, and keep the two newest of those that only "
+        "this has saved; 0: never; default: 15, never with --schedule pipedream, which empties the pipeline to save "
+        "and so computes something else");
+  visit(
+      "--keep-checkpoints", "", o.keep_checkpoints, at_least(0), free,
+      "number of newest checkpoints to keep, not counting those of --checkpoint-minutes alone; older ones are deleted; "
+      "0: keep all");
   visit("--keep-every", "", o.keep_every, at_least(0), free,
         "never delete checkpoints whose step is a multiple of this; 0: none");
   visit("--keep-best", "", o.keep_best, Limits{}, free,

@@ -89,6 +89,10 @@ inline void validate_pipedream(const Options& o, int64_t readers) {
   refuse(o.skip_loss_z || o.skip_grad_z, o.skip_loss_z ? "--skip-loss-z" : "--skip-grad-z",
          "outliers are told by the loss and the norm of the whole model, and a stage updates before they are known",
          "leave it out");
+  refuse(o.checkpoint_minutes.value_or(0) > 0, formatted("--checkpoint-minutes {}", o.checkpoint_minutes.value_or(0)),
+         "a checkpoint empties the pipeline, and where that happens changes what the run learns, so that a clock would "
+         "decide on it",
+         "use --checkpoint-every");
 }
 
 // How the ranks share a step.

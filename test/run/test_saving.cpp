@@ -1,0 +1,110 @@
+// When a run saves: by the clock, and what it still saves where the disk is full at the end.
+#include <set>
+
+#include "catch2.h"
+#include "run/run_dir.h"
+#include "tiny_run.h"
+
+using namespace llmc;
+namespace fs = std::filesystem;
+
+namespace {
+
+std::set<std::string> checkpoints_in(const std::string& out) {
+  std::set<std::string> names;
+  for (const auto& entry : fs::directory_iterator(out))
+    if (entry.is_directory()) names.insert(entry.path().filename());
+  return names;
+}
+using Names = std::set<std::string>;
+
+ProgramResult refused(const std::string& arguments, const std::string& prefix = "") {
+  const ProgramResult r = run_program(arguments, prefix);
+  INFO(r.out << r.err);
+  REQUIRE(r.status == 1);
+  return r;
+}
+
+}  // namespace
+
+TEST_CASE("a run saves by the clock, keeps the two newest of those checkpoints, and computes the same") {
+  const TempDir dir;
+  const std::string often = "--checkpoint-minutes 1e-9 ";  // after every step
+  for (const std::string layout : {"", "--local-ranks 2 --zero-stage 1 "}) {
+    for (const char* run : {"never", "often"}) fs::remove_all(dir / run);
+    run_well(tiny(dir / "never", layout + "--max-steps 9 --checkpoint-minutes 0"));
+    run_well(tiny(dir / "often", layout + "--max-steps 9 --checkpoint-every 3 " + often));
+    REQUIRE(checkpoints_in(dir / "never") == Names{"step-000009"});
+    REQUIRE(checkpoints_in(dir / "often") ==
+            Names{"step-000003", "step-000006", "step-000007", "step-000008", "step-000009"});
+    REQUIRE(losses(dir / "often") == losses(dir / "never"));
+    for (const char* file : {"model.safetensors", "optimizer-00001-of-00001.safetensors"})
+      if (layout.empty())
+        REQUIRE((read_whole(dir / "often/step-000009/" + file) == read_whole(dir / "never/step-000009/" + file)));
+  }
+  // A later start still knows which ones it need not keep; --keep-checkpoints counts the others.
+  const ProgramResult more = run_program(
+      tiny(dir / "often", "--max-steps 13 --checkpoint-every 3 --keep-checkpoints 1 --keep-every 3 " + often));
+  INFO(more.err);
+  REQUIRE(more.status == 0);
+  REQUIRE(checkpoints_in(dir / "often") == Names{"step-000003", "step-000006", "step-000009", "step-000010",
+                                                 "step-000011", "step-000012", "step-000013"});
+  REQUIRE(
+      more.out.find("every 3 steps, 1e-09 minutes after the last one (two such are kept), at the end and when it is "
+                    "stopped\n") != std::string::npos);
+}
+
+TEST_CASE("a checkpoint by the clock that cannot be written is tried again, and stays one by the clock") {
+  const TempDir dir;
+  const ProgramResult r = run_program(
+      tiny(dir / "run", "--max-steps 7 --checkpoint-minutes 1e-9"),
+      "FILE_OPS_FULL=manifest FILE_OPS_FULL_WRITES=1 FILE_OPS_ROOT=" + dir.path() + " LD_PRELOAD=build/file_ops.so");
+  INFO(r.out << r.err);
+  REQUIRE(r.status == 0);
+  REQUIRE(r.out.find("WARNING: no checkpoint after step 1: ") != std::string::npos);
+  REQUIRE(checkpoints_in(dir / "run") == Names{"step-000005", "step-000006", "step-000007"});
+}
+
+TEST_CASE("by default a run saves every 15 minutes, but not an asynchronous pipeline") {
+  Options o;
+  REQUIRE(o.minutes_between_checkpoints() == 15);
+  o.schedule = "pipedream";
+  REQUIRE(o.minutes_between_checkpoints() == 0);
+  const TempDir dir;
+  REQUIRE(refused(tiny(dir / "run", "--total-batch-size 66 --schedule pipedream --checkpoint-minutes 5"))
+              .err.find("--checkpoint-minutes 5 with --schedule pipedream: a checkpoint empties the pipeline") !=
+          std::string::npos);
+}
+
+TEST_CASE("where the disk has no room for the last checkpoint, the weights alone are saved") {
+  const TempDir dir;
+  const auto full = [&](const std::string& what) {
+    return "FILE_OPS_FULL=" + what + " FILE_OPS_ROOT=" + dir.path() + " LD_PRELOAD=build/file_ops.so";
+  };
+  const std::string constant = "--lr-schedule constant ", options = constant + "--max-steps 4 --checkpoint-every 3 ",
+                    weights = dir / "run/weights-only-step-000004";
+  run_well(tiny(dir / "whole", options));
+  run_well(tiny(dir / "run", constant + "--max-steps 3"));
+  for (int attempt = 0; attempt < 2; ++attempt) {  // the second one replaces what the first one left
+    const ProgramResult r = refused(tiny(dir / "run", options), full("optimizer-"));
+    INFO(r.err);
+    REQUIRE(r.err.find("no checkpoint after step 4: ") != std::string::npos);
+    REQUIRE(r.err.find("the last one is " + (dir / "run/step-000003") + "; the weights alone are saved in " +
+                       weights) != std::string::npos);
+    REQUIRE(checkpoints_in(dir / "run") == Names{"step-000003", "weights-only-step-000004"});
+  }
+  REQUIRE((read_whole(weights + "/model.safetensors") == read_whole(dir / "whole/step-000004/model.safetensors")));
+  // It is a model, and no checkpoint.
+  const ProgramResult generated = run_program("--generate --sample-tokens 3 --model " + weights);
+  INFO(generated.err);
+  REQUIRE(generated.status == 0);
+  REQUIRE(refused(tiny(dir / "run", options + "--resume " + weights)).err.find("this is not a checkpoint") !=
+          std::string::npos);
+  const ProgramResult again = run_program(tiny(dir / "run", options));  // there is room now
+  REQUIRE(again.out.find("resuming after step 3") != std::string::npos);
+  REQUIRE((state_of(dir / "run/step-000004") == state_of(dir / "whole/step-000004")));
+  // Where not even they fit, the error says so, and nothing half-written stays.
+  const ProgramResult none = refused(tiny(dir / "none", options), full("model"));
+  REQUIRE(none.err.find("there is none; nor could the weights alone be saved: ") != std::string::npos);
+  REQUIRE(checkpoints_in(dir / "none").empty());
+}
