@@ -17,6 +17,7 @@
 #include "dist/whole_check.h"
 #include "dist/world.h"
 #include "run/checkpoint_saver.h"
+#include "run/evaluate.h"
 #include "run/job.h"
 #include "run/modes.h"
 #include "run/options/parse.h"
@@ -28,7 +29,7 @@
 #include "run/setup.h"
 #include "run/start.h"
 #include "run/step_report.h"
-#include "train/choices.h"
+#include "run/validation.h"
 #include "train/lr_schedule.h"
 #include "train/not_finite.h"
 #include "train/sample.h"
@@ -52,9 +53,11 @@ class Training {
         checkpoints_(job, directory, log, report_, stop_),
         run_(job.step, job.plan, rank_device(job.device, o_.place, rank - o_.place.first_rank()), world, rank),
         schedule_(choose_lr_schedule(o_, job.max_steps)),
-        train_(job.train, loader_config(o_.shuffled(), seed())) {
-    // A validation of a part of the data takes its samples from all of it: every time the same, for every --seed.
-    if (job.val) val_.emplace(*job.val, loader_config(o_.shuffled() && job.val_samples < job.val->samples(), 0));
+        train_(job.train, {.seed = seed(),
+                           .shuffle = o_.shuffled(),
+                           .vocab_size = job.step.model.vocab_size,
+                           .end_of_text = job.document_begin}) {
+    if (job.val) validation_.emplace(run_.trainer, run_.dp, job.validation());
     check_groups(run_.dp, world.mesh(), run_.stream,
                  [&](int r) { return watchdog_ != nullptr ? watchdog_->name_of_rank(r) : formatted("rank {}", r); });
     const StepConfig& step = job.step;
@@ -103,10 +106,6 @@ class Training {
   }
 
  private:
-  DataLoader::Config loader_config(bool shuffle, uint64_t seed) const {
-    return {
-        .seed = seed, .shuffle = shuffle, .vocab_size = job_.step.model.vocab_size, .end_of_text = job_.document_begin};
-  }
   uint64_t seed() const { return static_cast<uint64_t>(o_.seed); }
 
   // What all ranks have heard: whether rank 0's clock says that it is time to save.
@@ -136,15 +135,15 @@ class Training {
     if (checkpoints_.save(progress_, run_, on_failure, Because::clock)) checkpoints_.tidy(progress_.done, false);
   }
 
-  HostBatch read(DataLoader& loader, int64_t cursor, int64_t micro_batch) {
+  HostBatch read(int64_t cursor, int64_t micro_batch) {
     // Not in a pipeline: there a host may wait for a message of a stage that reads at another place of its list.
     if (job_.step.stages == 1) poll();
     HostBatch host;
-    loader.read_batch(cursor, micro_batch, {.rank = run_.dp.reader(), .ranks = readers(), .batch_size = o_.batch_size},
+    train_.read_batch(cursor, micro_batch,
+                      {.rank = run_.dp.reader(), .ranks = job_.step.readers(), .batch_size = o_.batch_size},
                       host.tokens, host.targets, host.positions);
     return host;
   }
-  int64_t readers() const { return job_.step.readers(); }
 
   int64_t cursor(int64_t step) const { return o_.overfit_batch ? 0 : (step - 1) * job_.samples_per_step; }
 
@@ -152,7 +151,7 @@ class Training {
     return [this, step](int64_t m) {
       if (job_.step.micro_batches > 1)
         log_.progress(formatted("step {}: micro-batch", step), m + 1, job_.step.micro_batches);
-      return read(train_, cursor(step), m);
+      return read(cursor(step), m);
     };
   }
 
@@ -225,7 +224,8 @@ class Training {
     run_.trainer.flush();
     log_.line("searching for the first non-finite number ...");
     const std::string where = where_not_finite(run_.trainer, batches, [&](int64_t micro_batch, int64_t b) {
-      return train_.sample_at(cursor(step) + (micro_batch * readers() + run_.dp.reader()) * o_.batch_size + b);
+      return train_.sample_at(cursor(step) + (micro_batch * job_.step.readers() + run_.dp.reader()) * o_.batch_size +
+                              b);
     });
     throw SharedError(formatted("step {} diverged: loss {} or gradient norm {} is not finite; {}. The weights were not "
                                 "updated{}. Lower --lr, add --warmup-steps or check the data; {}",
@@ -238,7 +238,7 @@ class Training {
 
   // Does finish_step() have anything to do after this step?
   bool something_due(int64_t step) const {
-    return due(step, val_ ? o_.val_every : 0) || due(step, o_.sample_every) || due(step, o_.checkpoint_every) ||
+    return due(step, validation_ ? o_.val_every : 0) || due(step, o_.sample_every) || due(step, o_.checkpoint_every) ||
            step == job_.max_steps || checkpoints_.retries_at(step);
   }
   bool due(int64_t step, int64_t every) const { return every > 0 && (step == job_.max_steps || step % every == 0); }
@@ -255,7 +255,8 @@ class Training {
 
   // What is due after step progress_.done: validation, a sample, a checkpoint.
   void finish_step() {
-    if (val_ && due(progress_.done, o_.val_every) && !validated_) report_.timed(Task::validation, [&] { validate(); });
+    if (validation_ && due(progress_.done, o_.val_every) && !validated_)
+      report_.timed(Task::validation, [&] { validate(); });
     if (progress_.done == 0) return;
     if (progress_.done > first_ && due(progress_.done, o_.sample_every)) report_.timed(Task::sample, [&] { sample(); });
     const bool best = o_.keep_best && progress_.best_step == progress_.done, last = progress_.done == job_.max_steps;
@@ -268,32 +269,14 @@ class Training {
   }
 
   void validate() {
-    // Every sample once, whatever the layout: rows after the last sample do not count.
-    const int64_t micro_batches = ceil_div(job_.val_samples, o_.batch_size * readers());
-    double sum = 0;
-    for (int64_t begin = 0; begin < micro_batches; poll(), begin += validation_pass)
-      sum += run_.trainer.evaluate(std::min(validation_pass, micro_batches - begin), 1, [&](int64_t in_pass) {
-        const int64_t m = begin + in_pass;
-        log_.progress("validation: micro-batch", m + 1, micro_batches);
-        HostBatch host = read(*val_, 0, m);
-        const int64_t rows = job_.val_samples - (m * readers() + run_.dp.reader()) * o_.batch_size;
-        for (int64_t b = std::max<int64_t>(rows, 0); b < o_.batch_size; ++b)
-          std::fill_n(host.targets.begin() + b * o_.seq_len, o_.seq_len, -1);
-        return host;
-      });
-    const double loss = sum / static_cast<double>(job_.val_samples * o_.seq_len);
-    std::optional<ChoiceScore> score;
-    if (job_.choices)
-      score = evaluate_choices(run_.trainer, *job_.choices, run_.dp, [&](int64_t m, int64_t count) {
-        if (job_.step.stages == 1) poll();
-        log_.progress("multiple choice: micro-batch", m + 1, count);
-      });
-    log_.val({.step = progress_.done,
-              .loss = loss,
-              .choices = score ? std::optional(score->accuracy) : std::nullopt,
-              .choices_normalized = score ? score->normalized_accuracy : std::nullopt});
-    if (loss < progress_.best_val)
-      best_before_ = {std::exchange(progress_.best_step, progress_.done), std::exchange(progress_.best_val, loss)};
+    const ValLine found = validation_->line(
+        progress_.done,
+        {[&] { poll(); }, [&](const char* what, int64_t done,
+                              int64_t total) { log_.progress(formatted("{}: micro-batch", what), done, total); }});
+    log_.val(found);
+    if (found.loss < progress_.best_val)
+      best_before_ = {std::exchange(progress_.best_step, progress_.done),
+                      std::exchange(progress_.best_val, found.loss)};
     validated_ = true;
   }
 
@@ -317,8 +300,6 @@ class Training {
     if (from.path == checkpoint_path(o_.out_dir, from.step)) checkpoints_.resumed_from(from.path);
   }
 
-  static constexpr int64_t validation_pass = 256;  // micro-batches in one list of actions
-
   const Job& job_;
   const Options& o_;
   Log& log_;
@@ -331,7 +312,7 @@ class Training {
   Run run_;
   LrSchedule schedule_;
   DataLoader train_;
-  std::optional<DataLoader> val_;
+  std::optional<Validation> validation_;
 
   Progress progress_;              // recorded in checkpoints
   int64_t begun_ = 0, first_ = 0;  // updates begun so far, and those done before this process
@@ -405,6 +386,7 @@ int main(int argc, char** argv) {
     if (command.print) std::printf("%s\n", command.text.c_str());  // --help, --print-config and the like
     else if (command.version) std::printf("%s\n", version_text().c_str());
     else if (o.selftest) run_selftest_mode(o, *processes);
+    else if (o.evaluate) run_evaluate(o, *processes);
     else if (needs_ranks(o)) run_training(o, *processes, begin);
     else if (o.place.process > 0) return static_cast<int>(ExitStatus::done);  // one process is enough
     else if (o.verify_data) run_verify_data(o);

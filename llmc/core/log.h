@@ -133,6 +133,9 @@ class Log {
     if (!silent_) keep(printable(text) + "\n");
   }
 
+  // Does a progress line show?
+  bool live() const { return terminal_; }
+
   // A title and rows of name and value.
   void table(const std::string& title, const std::vector<std::pair<std::string, std::string>>& rows) {
     line(title);

@@ -81,10 +81,11 @@ inline std::vector<std::string> similar_names(const std::string& word, const std
   return best;
 }
 
-// "a", "a or b", "a, b or c".
-inline std::string either(const std::vector<std::string>& names) {
+// "a", "a or b", "a, b or c"; or with another word than "or".
+inline std::string either(const std::vector<std::string>& names, const std::string& last = "or") {
   std::string text;
-  for (size_t i = 0; i < names.size(); ++i) text += (i == 0 ? "" : i + 1 == names.size() ? " or " : ", ") + names[i];
+  for (size_t i = 0; i < names.size(); ++i)
+    text += (i == 0 ? "" : i + 1 == names.size() ? " " + last + " " : ", ") + names[i];
   return text;
 }
 

@@ -60,7 +60,7 @@ class ModelState {
       return made;
     };
     if (zero.stage == 3) weight_buffers_ = buffers("gathered weights", dtype, 2);
-    if (zero.grad_reduce == GradReduce::micro)
+    if (zero.grad_reduce == GradReduce::micro && zero.holds == Holds::training_state)
       gradient_buffers_ = buffers("gradients in flight", accumulator_of(dtype), blocks_open + 1);
   }
 

@@ -15,6 +15,7 @@
 #include "run/report.h"
 #include "run/run_dir.h"
 #include "run/setup.h"
+#include "run/validation.h"
 #include "train/choices.h"
 
 namespace llmc {
@@ -57,28 +58,18 @@ struct Job {
     if (!o.val_data.empty()) {
       val.emplace(o.val_data, o.seq_len, "--val-data");
       val_checksums = val->checksums();
-      val_samples = o.val_steps > val->samples() / samples_per_step ? val->samples() : o.val_steps * samples_per_step;
+      val_samples = samples_of_steps(*val, o.val_steps.value_or(usual_val_steps), samples_per_step);
     }
     if (!o.eval_choices.empty()) {
       CHECK(val && o.val_every > 0, "--eval-choices runs with every validation: it needs --val-data and --val-every");
       choices.emplace(o.eval_choices, step.model.vocab_size, o.seq_len);
     }
-    if (o.mask_documents) document_begin = choose_document_begin();
+    if (o.mask_documents) document_begin = choose_document_begin(o, *tokenizer, step.model);
     CHECK(!o.keep_best || (val && o.val_every > 0), "--keep-best needs --val-data and --val-every");
-    require_gpu_for("--log-gpu-every", o.log_gpu_every > 0);
-    require_gpu_for("--tf32", o.tf32);
-    require_gpu_for("--tune-matmul", o.tune_matmul);
-    require_gpu_for("--attention cudnn", device.cudnn);
-    CHECK(
-        !device.cudnn || (step.dtype == DType::bf16 && !o.mask_documents),
-        "--attention cudnn needs --dtype bf16 and cannot mask documents: leave out --mask-documents, use --dtype bf16, "
-        "or use --attention own");
-    CHECK(!device.cudnn || step.context.ranks == 1,
-          "--attention cudnn computes whole sequences on one rank, and --cp {} divides them: use --attention own",
-          step.context.ranks);
-    CHECK(!device.cudnn || step.slices.empty(),
-          "--attention cudnn computes whole sequences, and --token-slices {} cuts them: use --attention own",
-          o.token_slices);
+    require_gpu_for("--log-gpu-every", o.log_gpu_every > 0, device, o);
+    require_gpu_for("--tf32", o.tf32, device, o);
+    require_gpu_for("--tune-matmul", o.tune_matmul, device, o);
+    require_cudnn_can(step, device, o);
     plan = make_plan(step, rank_device);
     // On resume, resume() checks the memory: what the checkpoint recorded may need less.
     std::error_code none;
@@ -86,29 +77,17 @@ struct Job {
     if (o.restart || o.resume == "never" || (o.resume == "auto" && !begun)) require_memory(o, step, plan, rank_device);
   }
 
+  ValidationInputs validation() const {
+    return {.data = val ? &*val : nullptr,
+            .samples = val_samples,
+            .shuffled = options.shuffled(),
+            .choices = choices ? &*choices : nullptr,
+            .document_begin = document_begin};
+  }
   int64_t checkpoint_bytes() const { return llmc::checkpoint_bytes(step.model, step.dtype, step.zero.master_weights); }
   int64_t steps_of_an_epoch() const { return std::max<int64_t>(1, train.samples() / samples_per_step); }
   double flops_per_step() const {
     return training_flops_per_token(step.model, options.seq_len) * static_cast<double>(step.tokens());
-  }
-
-  void require_gpu_for(const char* option, bool asked) const {
-    CHECK(!asked || device.kind == DeviceKind::cuda, "{} needs a GPU, and this run does not use one{}", option,
-          options.device == "cpu" ? " (--device cpu)" : ": " + visible_gpus().why_none);
-  }
-
-  // If no tokenizer names it, the end of text is that of a vocabulary of this size, if known.
-  int32_t choose_document_begin() const {
-    const bool guessed = options.tokenizer == "auto" && tokenizer_files.empty();
-    const std::optional<int64_t> known = end_of_text_of(step.model.vocab_size);
-    CHECK(!guessed || known,
-          "--mask-documents: the end of text of a vocabulary of {} is unknown: give the data's --tokenizer",
-          step.model.vocab_size);
-    const int64_t end = guessed ? *known : tokenizer->end_of_text();
-    CHECK(end < step.model.vocab_size,
-          "--mask-documents: the end of text of --tokenizer {}, {}, is outside the model's vocabulary of {}",
-          options.tokenizer, end, step.model.vocab_size);
-    return static_cast<int32_t>(end);
   }
 
   // With --grad-reduce auto, a resumed run reduces gradients as before, because the other way rounds differently; if

@@ -59,7 +59,8 @@ struct Plan {
   }
 };
 
-// Runs on paper: one training step and one evaluation, if the rank trains, and rank 0's generation at all lengths.
+// Runs on paper: one training step, if the rank trains; one evaluation, unless it only generates; and rank 0's
+// generation at all lengths.
 // `target`: a rank's device.
 inline Plan make_plan(const StepConfig& config, const Device& target, int rank = 0) {
   const Device device = target.on_paper();
@@ -79,8 +80,8 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
     plan.step_seconds = stream.seconds() - begin;
     plan.exposed_seconds = stream.exposed_seconds() - exposed_before;
     for (const Comm* comm : dp.tensor_groups()) plan.step_traffic.emplace_back(comm->name(), comm->bytes_sent());
-    trainer.evaluate(1, 1, nothing);
   }
+  if (config.zero.holds == Holds::training_state || !config.generates) trainer.evaluate(1, 1, nothing);
   for (int64_t length = 1; length < config.batch.T; length *= 2) trainer.evaluate(1, 1, nothing, {}, length);
   if (config.generates) {
     std::vector<int32_t> tokens;

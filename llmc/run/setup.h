@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/log.h"
+#include "data/dataloader.h"
 #include "device/gpu.h"
 #include "run/checkpoint.h"
 #include "run/options/parse.h"
@@ -211,6 +212,30 @@ inline StepConfig with_token_slices(StepConfig step, const Options& o, const Dev
   return step;
 }
 
+inline void require_gpu_for(const char* option, bool asked, const Device& device, const Options& o) {
+  CHECK(!asked || device.kind == DeviceKind::cuda, "{} needs a GPU, and this run does not use one{}", option,
+        o.device == "cpu" ? " (--device cpu)" : ": " + visible_gpus().why_none);
+}
+
+// Refuses --attention cudnn where cuDNN does not compute what the step needs.
+inline void require_cudnn_can(const StepConfig& step, const Device& device, const Options& o) {
+  require_gpu_for("--attention cudnn", device.cudnn, device, o);
+  CHECK(!device.cudnn || (step.dtype == DType::bf16 && !o.mask_documents),
+        "--attention cudnn needs --dtype bf16 and cannot mask documents: leave out --mask-documents, use --dtype bf16, "
+        "or use --attention own");
+  CHECK(!device.cudnn || step.context.ranks == 1,
+        "--attention cudnn computes whole sequences on one rank, and --cp {} divides them: use --attention own",
+        step.context.ranks);
+  CHECK(!device.cudnn || step.slices.empty(),
+        "--attention cudnn computes whole sequences, and --token-slices {} cuts them: use --attention own",
+        o.token_slices);
+}
+
+// Samples in so many steps, at most all.
+inline int64_t samples_of_steps(const TokenShards& data, int64_t steps, int64_t samples_per_step) {
+  return steps > data.samples() / samples_per_step ? data.samples() : steps * samples_per_step;
+}
+
 inline LrSchedule choose_lr_schedule(const Options& o, int64_t max_steps) {
   return {o.lr_schedule, o.lr, o.warmup_steps, max_steps, o.final_lr_frac};
 }
@@ -273,6 +298,20 @@ inline std::map<std::string, std::string> tokenizer_files(const Tokenizer& token
   const bool bytes = dynamic_cast<const ByteTokenizer*>(&tokenizer) != nullptr;
   return bytes && model.vocab_size != ByteTokenizer::vocab_size ? std::map<std::string, std::string>()
                                                                 : tokenizer.files();
+}
+
+// If no tokenizer names it, the end of text is that of a vocabulary of this size, if known.
+inline int32_t choose_document_begin(const Options& o, const Tokenizer& tokenizer, const ModelConfig& model) {
+  const bool guessed = o.tokenizer == "auto" && tokenizer_files(tokenizer, model).empty();
+  const std::optional<int64_t> known = end_of_text_of(model.vocab_size);
+  CHECK(!guessed || known,
+        "--mask-documents: the end of text of a vocabulary of {} is unknown: give the data's --tokenizer",
+        model.vocab_size);
+  const int64_t end = guessed ? *known : tokenizer.end_of_text();
+  CHECK(end < model.vocab_size,
+        "--mask-documents: the end of text of --tokenizer {}, {}, is outside the model's vocabulary of {}", o.tokenizer,
+        end, model.vocab_size);
+  return static_cast<int32_t>(end);
 }
 
 // The prompt as tokens: the tokenizer's prefix, as far as the vocabulary has it, then the text; token 0 if that is

@@ -110,6 +110,8 @@ class Bpe {
     static const std::string none;
     return id >= 0 && static_cast<size_t>(id) < tokens_.size() ? tokens_[static_cast<size_t>(id)] : none;
   }
+  // Is it for programs, not part of a text?
+  bool is_special(int32_t id) const { return std::ranges::binary_search(special_, id); }
   int32_t vocab_size() const { return narrow<int32_t>(static_cast<int64_t>(tokens_.size())); }
   // The tokens that the template puts before a text.
   const std::vector<int32_t>& prefix() const { return prefix_; }
@@ -168,6 +170,7 @@ class Bpe {
     CHECK(tokens_[i].empty() || tokens_[i] == content, "{}: added token '{}' has the id {} of token '{}'", where_,
           shown(content), token.id, shown(tokens_[i]));
     tokens_[i] = token.text;  // kept as it is; the library reads U+00E9 in it as GPT-2's sign for byte 0xe9
+    if (json.value("special", false)) special_.insert(std::ranges::upper_bound(special_, id), id);
     (normalised ? added_normalised_ : added_).add(token);
   }
 
@@ -222,6 +225,7 @@ class Bpe {
   bool nfc_ = false;
   std::vector<Step> steps_;
   std::vector<int32_t> prefix_, suffix_;
+  std::vector<int32_t> special_;  // ascending
 };
 
 }  // namespace llmc

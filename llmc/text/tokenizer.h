@@ -23,6 +23,8 @@ class Tokenizer {
   virtual std::vector<int32_t> encode(const std::string& text) const = 0;
   virtual std::string decode(std::span<const int32_t> tokens) const = 0;
   virtual int32_t end_of_text() const = 0;
+  // Bytes of text that a token stands for, none for special ones; none at all: there is no such token.
+  virtual std::optional<int64_t> bytes_of(int32_t token) const = 0;
   // Tokens that precede the text of a prompt.
   virtual std::vector<int32_t> prefix() const { return {end_of_text()}; }
   // Names and contents of the files that a checkpoint keeps of the tokenizer.
@@ -48,6 +50,10 @@ class ByteTokenizer final : public Tokenizer {
     return text;
   }
   int32_t end_of_text() const override { return 256; }
+  std::optional<int64_t> bytes_of(int32_t token) const override {
+    if (token < 0 || token > end_of_text()) return std::nullopt;
+    return token == end_of_text() ? 0 : 1;
+  }
   std::map<std::string, std::string> files() const override {
     using Json = nlohmann::ordered_json;
     const char* end = "<|endoftext|>";
@@ -128,6 +134,10 @@ class TableTokenizer final : public Tokenizer {
     return text;
   }
   int32_t end_of_text() const override { return end_of_text_; }
+  std::optional<int64_t> bytes_of(int32_t token) const override {
+    if (token < 0 || token >= std::ssize(tokens_)) return std::nullopt;
+    return token == end_of_text_ ? 0 : std::ssize(tokens_[static_cast<size_t>(token)]);
+  }
 
  private:
   std::string path_;
@@ -159,6 +169,10 @@ class HuggingFaceTokenizer final : public Tokenizer {
     return text;
   }
   int32_t end_of_text() const override { return end_of_text_; }
+  std::optional<int64_t> bytes_of(int32_t token) const override {
+    if (bpe_.text_of(token).empty()) return std::nullopt;
+    return token == end_of_text_ || bpe_.is_special(token) ? 0 : std::ssize(bpe_.text_of(token));
+  }
   std::vector<int32_t> prefix() const override {
     return bpe_.prefix().empty() ? std::vector<int32_t>{end_of_text_} : bpe_.prefix();
   }

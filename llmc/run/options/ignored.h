@@ -1,17 +1,79 @@
 // ignored.h: options of training that a mode other than training would ignore, and refuses.
 #pragma once
+#include <algorithm>
+#include <iterator>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "core/check.h"
+#include "core/words.h"
 #include "run/options/print.h"
 
 namespace llmc {
+
+// Options that change neither what a model computes nor where.
+inline bool of_training_alone(std::string_view name) {
+  constexpr std::string_view names[] = {"--train-data",
+                                        "--max-steps",
+                                        "--out-dir",
+                                        "--resume",
+                                        "--restart",
+                                        "--log-every",
+                                        "--time-limit",
+                                        "--overfit-batch",
+                                        "--lr",
+                                        "--warmup-steps",
+                                        "--lr-schedule",
+                                        "--final-lr-frac",
+                                        "--weight-decay",
+                                        "--beta1",
+                                        "--beta2",
+                                        "--adam-eps",
+                                        "--grad-clip",
+                                        "--skip-loss-z",
+                                        "--skip-grad-z",
+                                        "--val-every",
+                                        "--sample-every",
+                                        "--sample-tokens",
+                                        "--prompt",
+                                        "--temperature",
+                                        "--top-k",
+                                        "--top-p",
+                                        "--keep-best",
+                                        "--checkpoint-every",
+                                        "--keep-checkpoints",
+                                        "--keep-every",
+                                        "--recompute",
+                                        "--dp-sync",
+                                        "--checkpoint-errors",
+                                        "--master-weights",
+                                        "--token-slices",
+                                        "--grad-reduce",
+                                        "--profile",
+                                        "--peak-tflops",
+                                        "--log-gpu-every",
+                                        "--tune-matmul",
+                                        "--moe-dispatch",
+                                        "--moe-aux-loss",
+                                        "--moe-z-loss",
+                                        "--moe-bias-rate",
+                                        "--moe-capacity-factor"};
+  return std::ranges::find(names, name) != std::end(names);
+}
 
 // How ranks share a model, and what is asked of experts. is_given(name): on the command line; a --config file may have
 // what other modes use.
 template <class IsGiven>
 void refuse_ignored(const Options& o, IsGiven&& is_given) {
+  if (o.evaluate) {
+    std::vector<std::string> ignored;
+    for (const OptionText& option : option_texts(o))
+      if (of_training_alone(option.name) && option.text != option.usual && is_given(option.name))
+        ignored.push_back(option.name);
+    CHECK(ignored.empty(), "{} with --evaluate, which does not train and writes nothing: leave {} out",
+          either(ignored, "and"), ignored.size() == 1 ? "it" : "them");
+  }
   const struct {
     bool asked;
     const char *name, *what;

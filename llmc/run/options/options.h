@@ -41,7 +41,8 @@ struct Options {
   double final_lr_frac = 0, weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, adam_eps = 1e-8, grad_clip = 1;
   std::optional<double> skip_loss_z, skip_grad_z;  // none: outliers are not skipped
 
-  int64_t val_every = 250, val_steps = 20;
+  int64_t val_every = 250;
+  std::optional<int64_t> val_steps;  // none: usual_val_steps, or with --evaluate all of the data
   std::string eval_choices;
   int64_t sample_every = 0, sample_tokens = 256;
   std::string prompt;
@@ -83,7 +84,7 @@ struct Options {
   std::optional<int64_t> rank, world_size;
   std::string rendezvous;
   double init_timeout = 600, comm_timeout = 300;  // seconds
-  bool generate = false, plan = false, selftest = false, verify_data = false, profile = false;
+  bool evaluate = false, generate = false, plan = false, selftest = false, verify_data = false, profile = false;
   bool print_schedule = false, json = false;
   std::optional<int64_t> micro_batches;  // to draw; none: twice --pp
 
@@ -100,6 +101,8 @@ inline const char* name_of(ResumeRule rule) {
   constexpr const char* names[] = {"must match", "warns", "free"};
   return names[static_cast<int>(rule)];
 }
+
+inline constexpr int64_t usual_val_steps = 20;
 
 // The values that an option takes: a closed interval, or one of a list.
 struct Limits {
@@ -199,9 +202,10 @@ void visit_options(O& o, Visitor&& visit) {
         "updates between validations, besides one at the start and one at the end; 0: no validation");
   visit("--val-steps", "-m", o.val_steps, at_least(1), free,
         "size of a validation, in batches of a step's size; "
-        "its samples are from all of --val-data, and the same every time");
+        "its samples are from all of --val-data, and the same every time; default: 20, with --evaluate all of them");
   visit("--eval-choices", "", o.eval_choices, Limits{}, free,
-        "multiple-choice questions to answer with every validation, as data/hellaswag.py writes them; default: none");
+        "multiple-choice questions to answer with every validation, or with --evaluate, as data/hellaswag.py writes "
+        "them; default: none");
   visit("--sample-every", "-s", o.sample_every, at_least(0), free, "updates between samples; 0: no samples");
   visit("--sample-tokens", "-g", o.sample_tokens, at_least(1), free, "tokens per sample");
   visit("--prompt", "", o.prompt, Limits{}, free, "text that samples begin with");
@@ -310,7 +314,8 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--moe-bias-rate", "", o.moe_bias_rate, between(0, 1), must_match,
         "balance without a loss: after every step the bias of an expert, which counts for the choice alone, not for "
         "the weight, rises by this much if it was chosen less often than the mean, and falls if more often "
-        "(DeepSeek-V3: 0.001); trainer.json keeps the biases for a resumed run; --generate and transformers choose "
+        "(DeepSeek-V3: 0.001); trainer.json keeps the biases for a resumed run and --evaluate; --generate and "
+        "transformers choose "
         "without them; 0: no biases");
   visit("--moe-dispatch", "", o.moe_dispatch, one_of({"dropless", "capacity"}), must_match,
         "dropless: every expert computes all tokens that chose it, as the families are defined; capacity: in training, "
@@ -359,6 +364,10 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--threads", "", o.threads, between(0, 1024), warn,
         "threads of this process, divided among its ranks; 0: all available processors");
   visit("Modes");
+  visit("--evaluate", "", o.evaluate, Limits{}, free,
+        "instead of training, print what the model in directory --model makes of --val-data (all of them, or as much "
+        "as --val-steps says) and --eval-choices: loss, perplexity, bits per byte, accuracies; in any layout; writes "
+        "nothing; --seq-len is by default that of its training");
   visit("--generate", "", o.generate, Limits{}, free,
         "instead of training, continue --prompt with the model in directory --model, on one rank");
   visit("--plan", "", o.plan, Limits{}, free,
@@ -371,7 +380,8 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--micro-batches", "", o.micro_batches, between(1, 1 << 20), free,
         "with --print-schedule, the micro-batches of a step; default: twice --pp");
   visit("--json", "", o.json, Limits{}, free,
-        "with --print-schedule, print JSON instead, which scripts/plot_schedule.py draws");
+        "print JSON instead: with --print-schedule, which scripts/plot_schedule.py draws, and with --evaluate, one "
+        "object");
   visit("--selftest", "", o.selftest, Limits{}, free,
         "instead of training, compare every layout of up to --local-ranks ranks with one rank, on tiny models");
   visit("--verify-data", "", o.verify_data, Limits{}, free,

@@ -18,6 +18,7 @@
 #include "core/words.h"
 #include "dist/pipeline/pipeline.h"
 #include "dist/pipeline/stage_partition.h"
+#include "run/checkpoint.h"
 #include "run/options/config_file.h"
 #include "run/options/ignored.h"
 #include "run/options/values.h"
@@ -182,7 +183,7 @@ inline void validate_pipeline(const Options& o) {
   CHECK(!o.micro_batches,
         "--micro-batches {} is for --print-schedule: how many a step has follows from --total-batch-size",
         o.micro_batches.value_or(0));
-  CHECK(!o.json, "--json is for --print-schedule");
+  CHECK(!o.json || o.evaluate, "--json is for --print-schedule and --evaluate");
 }
 
 inline void validate_experts(const Options& o) {
@@ -192,10 +193,22 @@ inline void validate_experts(const Options& o) {
         o.moe_capacity_factor.value_or(0));
 }
 
+inline void validate_evaluation(const Options& o) {
+  CHECK(!model_preset(o.model), "--evaluate needs a trained model: --model {} is a preset; name a checkpoint directory",
+        o.model);
+  CHECK(!o.from_scratch,
+        "--evaluate with --from-scratch: random weights are not worth a number; leave out one of them");
+  CHECK(!o.val_data.empty() || !o.eval_choices.empty(),
+        "--evaluate has nothing to evaluate on: give --val-data, --eval-choices or both");
+  CHECK(o.val_steps.value_or(1) == 1 || !o.val_data.empty(), "--val-steps {} is a part of --val-data: give them",
+        o.val_steps.value_or(0));
+  CHECK(o.schedule != "pipedream", "--schedule pipedream with --evaluate, which updates nothing: leave it out");
+}
+
 // Checks combinations, as far as the options alone decide.
 inline void validate(const Options& o) {
-  CHECK(o.generate + o.plan + o.selftest + o.verify_data + o.print_schedule <= 1,
-        "--generate, --plan, --selftest, --verify-data and --print-schedule: choose one of them");
+  CHECK(o.evaluate + o.generate + o.plan + o.selftest + o.verify_data + o.print_schedule <= 1,
+        "--evaluate, --generate, --plan, --selftest, --verify-data and --print-schedule: choose one of them");
   if (o.print_schedule) return;
   validate_pipeline(o);
   if (o.selftest) return;
@@ -203,6 +216,7 @@ inline void validate(const Options& o) {
         "--generate with --from-scratch: random weights generate nothing useful; leave out one of them");
   if (o.generate) return;
   if (!o.verify_data) validate_layout(o), validate_experts(o);
+  if (o.evaluate) return validate_evaluation(o);
   if (o.plan) return;
   CHECK(!o.train_data.empty(),
         "--train-data is missing: name the token shards to train on (data/tokenize_text.py makes them), or see --help");
@@ -210,6 +224,16 @@ inline void validate(const Options& o) {
         "--restart starts a run over, --resume {} resumes one: leave out one of them", o.resume);
   CHECK(!o.out_dir.empty(), "--out-dir is empty: name a directory for metrics and checkpoints");
 }
+
+namespace detail {
+
+// The sequence length with which the model was trained, as far as its directory says, otherwise the usual one.
+inline int64_t trained_length(const Options& o) {
+  if (model_preset(o.model)) return o.seq_len;  // refused
+  return std::min(trained_seq_len(o.model).value_or(o.seq_len), resolve_model(o.model, {}).n_positions);
+}
+
+}  // namespace detail
 
 // The parsed command line.
 struct Command {
@@ -279,6 +303,8 @@ Command parse_command_line(int argc, const char* const* argv, TakePlace&& take_p
       command.text = config_text(command.options);
       return command;
     }
+    if (command.options.evaluate && app.count("--seq-len") == 0 && !command.options.config_lines.contains("--seq-len"))
+      command.options.seq_len = detail::trained_length(command.options);
     take_place(command.options);
     validate(command.options);
     refuse_ignored(command.options, [&](const std::string& name) { return app.count(name) > 0; });

@@ -59,9 +59,11 @@ inline std::string layout_text(const StepConfig& step) {
       step.expert.ranks > 1 ? formatted("; experts divided among groups of {} ranks", step.expert.ranks) : "";
   if (step.zero.ranks() == 1) return text + experts;
   const std::string sharding =
-      formatted("{} replica(s) x {} shard(s){}, ZeRO stage {}, gradients reduced every {}{}", zero.replicas,
-                zero.shards, step.context.ranks > 1 && step.readers() > zero.replicas ? " of shard x cp" : "",
-                zero.stage, zero.grad_reduce == GradReduce::step ? "step" : "micro-batch",
+      formatted("{} replica(s) x {} shard(s){}, ZeRO stage {}{}{}", zero.replicas, zero.shards,
+                step.context.ranks > 1 && step.readers() > zero.replicas ? " of shard x cp" : "", zero.stage,
+                zero.holds == Holds::weights           ? ""
+                : zero.grad_reduce == GradReduce::step ? ", gradients reduced every step"
+                                                       : ", gradients reduced every micro-batch",
                 zero.sync == DpSync::all_reduce ? "" : formatted(", {}", zero.sync));
   if (step.readers() == 1) return text + ": " + sharding + experts;
   return formatted("{} data-parallel {}: {}{}", step.readers(), text.empty() ? "ranks" : "groups of " + text, sharding,

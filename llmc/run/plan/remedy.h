@@ -225,7 +225,8 @@ inline std::string change_text(const StepConfig& from, const StepConfig& to) {
   if (to.zero.replicas != from.zero.replicas) text += formatted(" --dp-replicate {}", to.zero.replicas);
   if (to.batch.T != from.batch.T) text += formatted(" --seq-len {}", to.batch.T);
   if (to.batch.B != from.batch.B) text += formatted(" --batch-size {}", to.batch.B);
-  if (to.batch.B != from.batch.B || to.batch.T != from.batch.T || to.zero.ranks() != from.zero.ranks())
+  const bool trains = from.zero.holds == Holds::training_state;
+  if (trains && (to.batch.B != from.batch.B || to.batch.T != from.batch.T || to.zero.ranks() != from.zero.ranks()))
     text += formatted(" --total-batch-size {}", to.tokens());
   if (to.zero.sync != from.zero.sync) text += formatted(" --dp-sync {}", to.zero.sync);
   if (to.zero.stage != from.zero.stage) text += formatted(" --zero-stage {}", to.zero.stage);

@@ -1,0 +1,314 @@
+// evaluate.h: --evaluate: the validation of training (validation.h) alone, of a model that is only read, in any layout.
+#pragma once
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <numbers>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/log.h"
+#include "run/plan/describe.h"
+#include "run/plan/report_plan.h"
+#include "run/processes.h"
+#include "run/setup.h"
+#include "run/start.h"
+#include "run/validation.h"
+
+namespace llmc {
+
+// What trainer.json of one of our checkpoints says that an evaluation needs; of other models: nothing.
+struct TrainedRecord {
+  std::optional<int64_t> step, samples_per_step;
+  std::vector<float> expert_biases;
+  nlohmann::json options;  // of the run that wrote it
+};
+inline TrainedRecord trained_record(const std::string& model) {
+  const std::string file = model + "/trainer.json";
+  if (!path_exists(file)) return {};
+  const nlohmann::json json = read_json(file), biases = json.value("expert_biases", nlohmann::json::array());
+  const auto number = [&](const char* field) { return whole_number(json.value(field, nlohmann::json())); };
+  const auto tokens = number("tokens_per_step"), length = number("seq_len");
+  CHECK(number("step") && tokens && length && *length > 0 && *tokens >= *length,
+        "{}: \"step\", \"tokens_per_step\" and \"seq_len\" are not those of a run; the checkpoint is damaged", file);
+  CHECK(biases.is_array() && std::all_of(biases.begin(), biases.end(), [](auto& b) { return b.is_number(); }),
+        "{}: \"expert_biases\" is {}, expected a list of numbers; the checkpoint is damaged", file, biases);
+  return {number("step"), *tokens / *length, biases.get<std::vector<float>>(),
+          json.value("options", nlohmann::json::object())};
+}
+
+// Bytes that the targets of these samples add to a text, special tokens none; none: one of them is not a token of the
+// tokenizer. Its parts are decoded one by one: a character may be spread over several.
+inline std::optional<int64_t> target_bytes(const ValidationInputs& inputs, const Tokenizer& tokenizer,
+                                           int64_t vocab_size) {
+  constexpr int64_t unknown = -1;
+  std::vector<int64_t> bytes_of;
+  for (int64_t token = 0; token < vocab_size; ++token)
+    bytes_of.push_back(tokenizer.bytes_of(static_cast<int32_t>(token)).value_or(unknown));
+  DataLoader loader(*inputs.data, inputs.loader(vocab_size));
+  int64_t bytes = 0;
+  std::vector<int32_t> sample;
+  for (int64_t i = 0; i < inputs.samples; ++i) {
+    inputs.data->read_sample(loader.sample_at(i), vocab_size, sample);
+    for (size_t t = 1; t < sample.size(); ++t) {
+      const int64_t of_token = bytes_of[static_cast<size_t>(sample[t])];
+      if (of_token == unknown) return std::nullopt;
+      bytes += of_token;
+    }
+  }
+  return bytes;
+}
+
+// An evaluation, decided: everything is chosen, read and checked here.
+struct Evaluation {
+  Options options;
+  Device device, rank_device;
+  Backend backend;
+  TrainedRecord trained;
+  StepConfig step;
+  std::unique_ptr<Tokenizer> tokenizer;
+  std::optional<TokenShards> data;
+  std::optional<ChoiceSet> choices;
+  ValidationInputs inputs;
+  Plan plan;
+
+  explicit Evaluation(const Options& o)
+      : options(o),
+        device(choose_device(o)),
+        rank_device(llmc::rank_device(device, o.place)),
+        backend(choose_backend(o, rank_device)),
+        trained(trained_record(o.model)),
+        step(forward_only_step(o)),
+        tokenizer(choose_tokenizer(o, step.model)) {
+    if (!o.val_data.empty()) {
+      data.emplace(o.val_data, o.seq_len, "--val-data");
+      const int64_t per_step = o.total_batch_size ? *o.total_batch_size / o.seq_len
+                                                  : trained.samples_per_step.value_or(step.tokens() / o.seq_len);
+      inputs.data = &*data;
+      inputs.samples = o.val_steps ? samples_of_steps(*data, *o.val_steps, per_step) : data->samples();
+    }
+    if (!o.eval_choices.empty()) choices.emplace(o.eval_choices, step.model.vocab_size, o.seq_len);
+    if (choices) inputs.choices = &*choices;
+    inputs.shuffled = o.shuffled();
+    if (o.mask_documents) inputs.document_begin = choose_document_begin(o, *tokenizer, step.model);
+    require_gpu_for("--tf32", o.tf32, device, o);
+    require_cudnn_can(step, device, o);
+    plan = make_plan(step, rank_device);
+    require_memory(o, step, plan, rank_device);
+    require_whole_weights(o);
+  }
+  Evaluation(const Evaluation&) = delete;
+
+  // Does the tokenizer know the bytes of the data's tokens? Bytes that only stand in for another one do not.
+  bool knows_bytes() const { return options.tokenizer != "auto" || !tokenizer_files(*tokenizer, step.model).empty(); }
+
+  // Options of the run that wrote the checkpoint with which its own validations gave other numbers.
+  std::vector<std::string> differences() const {
+    std::vector<std::string> found;
+    if (!trained.options.is_object()) return found;
+    for (const OptionText& now : option_texts(options)) {
+      const bool matters = now.name == "--seq-len" || now.name == "--mask-documents" || now.name == "--dtype" ||
+                           (now.name == "--shuffle" && data && inputs.samples < data->samples());
+      const nlohmann::json then = trained.options.value(now.name, nlohmann::json());
+      const auto value = [&](const std::string& text) {
+        return now.name == "--shuffle" && text.empty() ? "true" : text;
+      };
+      if (matters && then.is_string() && value(then) != value(now.text))
+        found.push_back(formatted("{} {}", now.name, value(then)));
+    }
+    return found;
+  }
+
+ private:
+  // Weights alone, one micro-batch of each reader at a time.
+  StepConfig forward_only_step(const Options& o) const {
+    Options asked = o;
+    asked.total_batch_size.reset();  // may say the size of a validation
+    StepConfig forward = choose_step(asked);
+    forward.zero.holds = Holds::weights;
+    forward.generates = false;
+    forward.recompute = Recompute::block;  // there is no backward
+    if (forward.model.experts.count > 0 && !trained.expert_biases.empty()) {
+      const int64_t expected = forward.model.sparse_layers() * forward.model.experts.count;
+      CHECK(std::ssize(trained.expert_biases) == expected,
+            "{}/trainer.json: \"expert_biases\" has {} numbers, expected {}; the checkpoint is damaged", o.model,
+            trained.expert_biases.size(), expected);
+      forward.experts.bias_rate = 1;  // it holds biases; nothing is updated
+    }
+    return forward;
+  }
+};
+
+// What an evaluation has found.
+struct Evaluated {
+  std::optional<double> loss;
+  std::optional<ChoiceScore> choices;
+  std::optional<int64_t> bytes;  // of the targets
+  double seconds = 0;
+
+  // The loss of all targets, in bits, over the bytes of their text.
+  std::optional<double> bits_per_byte(int64_t targets) const {
+    if (!loss || bytes.value_or(0) == 0) return std::nullopt;
+    return *loss / std::numbers::ln2 * static_cast<double>(targets) / static_cast<double>(*bytes);
+  }
+};
+
+namespace detail {
+
+inline void report_evaluation_header(Log& log, const Evaluation& job) {
+  const Options& o = job.options;
+  Rows rows = {{"machine", formatted("{}: {}", host_name(), describe(job.device))},
+               {"model", formatted("{}: {} parameters{}", o.model,
+                                   human_count(count_parameters(parameter_table(job.step.model))),
+                                   job.trained.step ? formatted(", after step {}", *job.trained.step) : "")},
+               {"layout", formatted("{}, {}", o.dtype, layout_text(job.step))}};
+  if (job.data)
+    rows.emplace_back("validation data",
+                      formatted("{}: {} of {} samples of {} tokens{}", o.val_data, human_count(job.inputs.samples),
+                                human_count(job.data->samples()), o.seq_len,
+                                o.mask_documents ? ", documents masked from each other" : ""));
+  if (job.choices)
+    rows.emplace_back("multiple choice",
+                      formatted("{}: {} questions", o.eval_choices, human_count(job.choices->questions())));
+  rows.emplace_back("memory", formatted("{} per rank", human_bytes(job.plan.total_bytes())));
+  log.table("train_gpt " TRAIN_GPT_GIT_HASH ": evaluation", rows);
+  if (const std::vector<std::string> differences = job.differences(); !differences.empty())
+    log.line(formatted("notice: the run that wrote this model had {}: its validation losses compare only with these",
+                       either(differences, "and")));
+}
+
+inline void report_evaluated(Log& log, const Evaluation& job, const Evaluated& found) {
+  const int64_t targets = job.inputs.samples * job.options.seq_len;
+  Rows rows;
+  if (found.loss) {
+    rows.emplace_back("loss", formatted("{:.4f} nats per token", *found.loss));
+    rows.emplace_back("perplexity", formatted("{:.3f}", std::exp(*found.loss)));
+    const auto bits = found.bits_per_byte(targets);
+    rows.emplace_back("bits per byte", bits ? formatted("{:.4f}, of {} bytes that {} targets decode to", *bits,
+                                                        human_count(*found.bytes), human_count(targets))
+                                            : std::string("n/a: no tokenizer is known for these tokens; name it with "
+                                                          "--tokenizer"));
+  }
+  if (found.choices) rows.emplace_back("choices_acc", formatted("{:.2f}%", 100 * found.choices->accuracy));
+  if (found.choices && found.choices->normalized_accuracy)
+    rows.emplace_back("choices_acc_norm", formatted("{:.2f}%", 100 * *found.choices->normalized_accuracy));
+  rows.emplace_back("time", human_duration(found.seconds));
+  log.table("evaluated", rows);
+}
+
+// One object; numbers round-trip, those that are not finite are null.
+inline std::string to_json(const Evaluation& job, const Evaluated& found) {
+  nlohmann::ordered_json json = {{"model", job.options.model}};
+  if (job.trained.step) json["step"] = *job.trained.step;
+  if (found.loss) {
+    const int64_t targets = job.inputs.samples * job.options.seq_len;
+    json.update({{"loss", *found.loss},
+                 {"perplexity", std::exp(*found.loss)},
+                 {"samples", job.inputs.samples},
+                 {"seq_len", job.options.seq_len},
+                 {"targets", targets}});
+    if (const auto bits = found.bits_per_byte(targets)) json["bits_per_byte"] = *bits, json["bytes"] = *found.bytes;
+  }
+  if (found.choices) json["questions"] = job.choices->questions(), json["choices_acc"] = found.choices->accuracy;
+  if (found.choices && found.choices->normalized_accuracy)
+    json["choices_acc_norm"] = *found.choices->normalized_accuracy;
+  json["seconds"] = found.seconds;
+  return json.dump();
+}
+
+// A line that shows how far it is and what is left: always on a terminal, otherwise every minute.
+class EvaluationProgress {
+ public:
+  explicit EvaluationProgress(Log& log) : log_(log) {}
+  void operator()(const std::string& what, int64_t begins, int64_t total) {
+    const auto now = Clock::now();
+    if (what != what_) what_ = what, begin_ = shown_ = now;
+    const auto seconds = [&](Clock::time_point since) { return std::chrono::duration<double>(now - since).count(); };
+    const double done = static_cast<double>(begins - 1);
+    const std::string left =
+        done > 0 ? formatted(", {} left", human_duration(seconds(begin_) / done * (static_cast<double>(total) - done)))
+                 : "";
+    log_.progress(what + left + ": micro-batch", begins, total);
+    if (log_.live() || seconds(shown_) < seconds_between_lines) return;
+    shown_ = now;
+    log_.line(formatted("{}: micro-batch {} of {}{}", what, begins, total, left));
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr double seconds_between_lines = 60;
+  Log& log_;
+  std::string what_;
+  Clock::time_point begin_, shown_;
+};
+
+inline Evaluated evaluate_on_rank(const Evaluation& job, World& world, int rank, Log& log) {
+  const Options& o = job.options;
+  Run run(job.step, job.plan, rank_device(job.device, o.place, rank - o.place.first_rank()), world, rank);
+  check_groups(run.dp, world.mesh(), run.stream, [](int r) { return formatted("rank {}", r); });
+  const StepConfig& step = job.step;
+  check_whole_model(run.trainer.state(), part_of(parameter_table(step.model), step.tensor, 0), step.model.tied,
+                    world.mesh());
+  initialise(run, o);
+  if (step.experts.bias_rate > 0) run.trainer.set_expert_biases(job.trained.expert_biases);
+  EvaluationProgress progress(log);
+  const ValidationHooks hooks{[] {}, [&](const char* what, int64_t m, int64_t count) { progress(what, m, count); }};
+  Validation validation(run.trainer, run.dp, job.inputs);
+  const auto begin = std::chrono::steady_clock::now();
+  Evaluated found;
+  if (job.data) found.loss = validation.loss(hooks);
+  if (job.choices) found.choices = validation.answers(hooks);
+  found.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  return found;
+}
+
+}  // namespace detail
+
+// What each process has chosen from what its host has, and read.
+inline void require_same_evaluation(const Processes& processes, const Evaluation& job) {
+  if (processes.alone()) return;
+  const Options& o = job.options;
+  NamedValues found;
+  together(processes, "files", [&] {
+    found = {{"the transport, of --comm " + o.comm, name_of(job.backend)},
+             {"the device, of --device " + o.device, name_of(job.device.kind)},
+             {"what --model holds", detail::model_checksum(o, true)},
+             {"the number of validation samples", std::to_string(job.inputs.samples)}};
+    if (job.data) found.emplace_back("what --val-data holds", checksum(formatted("{}", job.data->checksums())));
+    if (job.choices) found.emplace_back("what --eval-choices holds", checksum(read_text(o.eval_choices)));
+  });
+  require_same(processes, "what was found", found);
+}
+
+// Called by all processes; the first one prints. Nothing is written.
+inline void run_evaluate(const Options& o, const Processes& processes) {
+  const bool first = processes.process() == 0;
+  Log log = first && !o.json ? Log() : Log::silent();
+  std::optional<Evaluation> made;
+  together(processes, "options", [&] { made.emplace(o); });
+  const Evaluation& job = *made;
+  require_same_evaluation(processes, job);
+  detail::report_evaluation_header(log, job);
+  Evaluated found;
+  together(processes, "validation data", [&] {
+    if (first && job.data && job.knows_bytes())
+      found.bytes = target_bytes(job.inputs, *job.tokenizer, job.step.model.vocab_size);
+  });
+  World world(job.step.mesh(), job.backend, no_hooks, processes.local_ranks());
+  world.limit_init(o.init_timeout);
+  run_ranks(world, [&](int rank) {
+    Log silent = Log::silent();
+    const bool reports = rank == o.place.first_rank();
+    const Evaluated mine = detail::evaluate_on_rank(job, world, rank, reports ? log : silent);
+    if (reports) found.loss = mine.loss, found.choices = mine.choices, found.seconds = mine.seconds;
+  });
+  if (first && o.json) std::printf("%s\n", detail::to_json(job, found).c_str());
+  else if (first) detail::report_evaluated(log, job, found);
+  if (found.loss && !std::isfinite(*found.loss))
+    throw SharedError(formatted("--evaluate: the loss of {} is not finite: {}", o.model, *found.loss),
+                      ExitStatus::diverged);
+}
+
+}  // namespace llmc

@@ -1,0 +1,94 @@
+// validation.h: the loss on --val-data and the answers to --eval-choices, computed by all ranks together; the same for
+// training and for --evaluate.
+#pragma once
+#include <algorithm>
+#include <functional>
+#include <optional>
+
+#include "core/log.h"
+#include "data/dataloader.h"
+#include "train/choices.h"
+#include "train/trainer.h"
+
+namespace llmc {
+
+// What a validation reads. A part of the data is taken from all of it: every time the same, for every --seed.
+struct ValidationInputs {
+  const TokenShards* data = nullptr;   // none: no loss
+  int64_t samples = 0;                 // of the data
+  bool shuffled = true;                // whether a part of them is from all of the data, or from its beginning
+  const ChoiceSet* choices = nullptr;  // none: no questions
+  std::optional<int32_t> document_begin = std::nullopt;
+
+  DataLoader::Config loader(int64_t vocab_size) const {
+    return {.seed = 0,
+            .shuffle = shuffled && data != nullptr && samples < data->samples(),
+            .vocab_size = vocab_size,
+            .end_of_text = document_begin};
+  }
+};
+
+// Called on every rank alike.
+struct ValidationHooks {
+  std::function<void()> poll;                                                      // may end the run
+  std::function<void(const char* what, int64_t done, int64_t total)> micro_batch;  // begins; done counts from 1
+};
+
+class Validation {
+ public:
+  Validation(Trainer& trainer, DataParallel& dp, const ValidationInputs& inputs)
+      : trainer_(trainer), dp_(dp), inputs_(inputs) {
+    if (inputs.data != nullptr) loader_.emplace(*inputs.data, inputs.loader(trainer.config().model.vocab_size));
+  }
+
+  // The mean over all targets. Every sample counts once, whatever the layout: rows after the last do not.
+  double loss(const ValidationHooks& hooks) {
+    const StepConfig& step = trainer_.config();
+    const int64_t B = step.batch.B, T = step.batch.T, readers = step.readers();
+    const int64_t micro_batches = ceil_div(inputs_.samples, B * readers);
+    double sum = 0;
+    for (int64_t begin = 0; begin < micro_batches; hooks.poll(), begin += in_one_list)
+      sum += trainer_.evaluate(std::min(in_one_list, micro_batches - begin), 1, [&](int64_t in_list) {
+        const int64_t m = begin + in_list;
+        before("validation", m, micro_batches, hooks);
+        HostBatch host;
+        loader_->read_batch(0, m, {.rank = dp_.reader(), .ranks = readers, .batch_size = B}, host.tokens, host.targets,
+                            host.positions);
+        const int64_t rows = inputs_.samples - (m * readers + dp_.reader()) * B;
+        for (int64_t b = std::max<int64_t>(rows, 0); b < B; ++b) std::fill_n(host.targets.begin() + b * T, T, -1);
+        return host;
+      });
+    return sum / static_cast<double>(inputs_.samples * T);
+  }
+
+  ChoiceScore answers(const ValidationHooks& hooks) {
+    return evaluate_choices(trainer_, *inputs_.choices, dp_,
+                            [&](int64_t m, int64_t count) { before("multiple choice", m, count, hooks); });
+  }
+
+  // Both, as far as there are any, after so many updates.
+  ValLine line(int64_t step, const ValidationHooks& hooks) {
+    ValLine found{.step = step, .loss = loss(hooks)};
+    if (inputs_.choices == nullptr) return found;
+    const ChoiceScore score = answers(hooks);
+    found.choices = score.accuracy;
+    found.choices_normalized = score.normalized_accuracy;
+    return found;
+  }
+
+ private:
+  void before(const char* what, int64_t m, int64_t count, const ValidationHooks& hooks) const {
+    // Not in a pipeline: there a host may wait for a message of a stage that reads at another place of its list.
+    if (trainer_.config().stages == 1) hooks.poll();
+    hooks.micro_batch(what, m + 1, count);
+  }
+
+  static constexpr int64_t in_one_list = 256;  // micro-batches in one list of actions
+
+  Trainer& trainer_;
+  DataParallel& dp_;
+  ValidationInputs inputs_;
+  std::optional<DataLoader> loader_;
+};
+
+}  // namespace llmc
