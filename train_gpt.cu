@@ -334,7 +334,7 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
   if (!o.shuffle && !start.shuffled) job.options.shuffle = false;
   if (start.complete) {
     log.line(formatted("already complete: {} is at step {}{} {}", o.out_dir, resume->step,
-                       resume->step == job.max_steps ? " of" : ", beyond --max-steps", job.max_steps));
+                       resume->step == job.max_steps ? " of" : ", beyond step", job.max_steps));
     return report_next_steps(log, o, resume->path, program_invocation_name);
   }
   together(processes, "weights", [&] {

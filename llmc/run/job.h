@@ -11,6 +11,7 @@
 #include "core/signals.h"
 #include "data/dataloader.h"
 #include "run/checkpoint.h"
+#include "run/length.h"
 #include "run/options/options.h"
 #include "run/report.h"
 #include "run/run_dir.h"
@@ -49,12 +50,10 @@ struct Job {
         train(o.train_data, o.seq_len),
         data_checksums(train.checksums()),
         samples_per_step(step.tokens() / o.seq_len),
-        max_steps(o.max_steps.value_or(steps_of_an_epoch())) {
+        max_steps(choose_steps(o, step.tokens(), steps_of_an_epoch())) {
     prompt_tokens(*tokenizer, o, step.model);  // refuses a bad --prompt now, not at the first sample
-    const int64_t most_steps = std::numeric_limits<int64_t>::max() / step.tokens();
-    CHECK(max_steps <= most_steps, "--max-steps {} x {} tokens per step are more than 64 bits count: use at most {}",
-          max_steps, step.tokens(), most_steps);
-    CHECK(o.warmup_steps <= max_steps, "--warmup-steps {} exceeds the {} steps of the run", o.warmup_steps, max_steps);
+    CHECK(o.warmup_steps <= max_steps, "--warmup-steps {} exceeds the {} steps of the run ({})", o.warmup_steps,
+          max_steps, length_text(o));
     if (!o.val_data.empty()) {
       val.emplace(o.val_data, o.seq_len, "--val-data");
       val_checksums = val->checksums();
@@ -85,7 +84,7 @@ struct Job {
             .document_begin = document_begin};
   }
   int64_t checkpoint_bytes() const { return llmc::checkpoint_bytes(step.model, step.dtype, step.zero.master_weights); }
-  int64_t steps_of_an_epoch() const { return std::max<int64_t>(1, train.samples() / samples_per_step); }
+  int64_t steps_of_an_epoch() const { return llmc::steps_of_an_epoch(train.samples(), samples_per_step); }
   double flops_per_step() const {
     return training_flops_per_token(step.model, options.seq_len) * static_cast<double>(step.tokens());
   }

@@ -9,6 +9,7 @@
 #include "core/log.h"
 #include "data/verify_data.h"
 #include "dist/pipeline/picture.h"
+#include "run/length.h"
 #include "run/options/parse.h"
 #include "run/processes.h"
 #include "run/report.h"
@@ -83,8 +84,18 @@ inline void run_plan(const Options& o) {
   const auto chip = own_gpu && o.place.hosts == 1 ? gpu_peaks(gpu_info(rank.gpu).name) : std::nullopt;
   if (chip) rank.rates = datasheet_rates(*chip, config.dtype, config.ranks());
   const Plan plan = make_plan(config, rank);
+  std::optional<int64_t> steps;
+  if (o.max_steps || o.tokens) steps = choose_steps(o, config.tokens(), 1);
+  if (o.epochs) {
+    CHECK(!o.train_data.empty(),
+          "--epochs {} with --plan: how many steps they have depends on --train-data: name the data, or give "
+          "--max-steps or --tokens instead",
+          *o.epochs);
+    const int64_t samples = TokenShards(o.train_data, o.seq_len).samples();
+    steps = choose_steps(o, config.tokens(), steps_of_an_epoch(samples, config.tokens() / o.seq_len));
+  }
   Log log;
-  report_plan(log, o, rank, config, plan);
+  report_plan(log, o, rank, config, plan, steps);
 }
 
 // The pipeline that the options describe.

@@ -31,6 +31,7 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"step", progress.done},
       {"tokens", progress.done * job.step.tokens()},
       {"tokens_per_step", job.step.tokens()},
+      {"max_steps", job.max_steps},
       {"data_cursor", progress.done * job.samples_per_step},
       {"data_samples", job.train.samples()},
       {"data_checksums", job.data_checksums},
@@ -95,14 +96,25 @@ inline void report_changed_validation(Log& log, const ResumePoint& from, const J
     log.line("notice: --val-data has other contents than before: its losses do not compare with the earlier ones");
 }
 
-// A run that resumes with another number of steps follows another schedule: says where the learning rate jumps to.
-inline void report_changed_schedule(Log& log, const ResumePoint& from, const Job& job) {
+// How many steps the run was to have when it wrote the checkpoint.
+inline int64_t recorded_steps(const ResumePoint& from, const Job& job) {
+  if (const nlohmann::json steps = from.trainer.value("max_steps", nlohmann::json()); !steps.is_null()) {
+    const std::optional<int64_t> number = whole_number(steps);
+    CHECK(number && *number > 0,
+          "{}/trainer.json: \"max_steps\" is {}, expected a number of steps; the file is damaged", from.path, steps);
+    return *number;
+  }
+  // An older version had --max-steps alone.
   const nlohmann::json options = from.trainer.value("options", nlohmann::json::object());
   const nlohmann::json steps = options.is_object() ? options.value("--max-steps", nlohmann::json()) : nlohmann::json();
-  if (!steps.is_string() || from.step >= job.max_steps) return;
-  const std::string text = steps;
-  const int64_t before = text.empty() ? job.steps_of_an_epoch() : std::strtoll(text.c_str(), nullptr, 10);
-  if (before == job.max_steps) return;
+  const std::string text = steps.is_string() ? steps.get<std::string>() : "";
+  return text.empty() ? job.steps_of_an_epoch() : std::strtoll(text.c_str(), nullptr, 10);
+}
+
+// A run that resumes with another number of steps follows another schedule: says where the learning rate jumps to.
+inline void report_changed_schedule(Log& log, const ResumePoint& from, const Job& job) {
+  const int64_t before = recorded_steps(from, job);
+  if (before == job.max_steps || from.step >= job.max_steps) return;
   const double was = learning_rate(choose_lr_schedule(job.options, before), std::min(from.step, before)),
                is = learning_rate(choose_lr_schedule(job.options, job.max_steps), from.step + 1);
   log.line(

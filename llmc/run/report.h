@@ -15,6 +15,7 @@
 #include "data/dataloader.h"
 #include "dist/world.h"
 #include "model/hf_config.h"
+#include "run/length.h"
 #include "run/options/print.h"
 #include "run/peak.h"
 #include "run/plan/report_plan.h"
@@ -114,10 +115,10 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
   if (device.kind == DeviceKind::cuda)
     if (const auto chip = gpu_peaks(gpu_info(device.gpu).name)) rows.emplace_back("datasheet", describe(*chip));
   for (auto& row : detail::run_rows(o, step)) rows.push_back(std::move(row));
-  rows.emplace_back(
-      "steps",
-      formatted("{} = {} tokens = {:.2f} epochs", max_steps, human_count(max_steps * step.tokens()),
-                static_cast<double>(max_steps * (step.tokens() / o.seq_len)) / static_cast<double>(train.samples())));
+  rows.emplace_back("steps", formatted("{} ({}) = {} tokens = {:.2f} epochs", max_steps, length_text(o),
+                                       human_count(max_steps * step.tokens()),
+                                       static_cast<double>(max_steps * (step.tokens() / o.seq_len)) /
+                                           static_cast<double>(train.samples())));
   rows.emplace_back("training data", formatted("{}: {} shard(s), {} tokens, {} samples of {}{}", o.train_data,
                                                train.count(), human_count(train.tokens()), human_count(train.samples()),
                                                o.seq_len, o.shuffled() ? ", shuffled" : ", in file order"));

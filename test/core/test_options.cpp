@@ -5,6 +5,7 @@
 
 #include "catch2.h"
 #include "helpers.h"
+#include "run/length.h"
 #include "run/options/parse.h"
 
 using namespace llmc;
@@ -59,6 +60,45 @@ TEST_CASE("what a --config file has wrong is refused with its line") {
   REQUIRE(refusal({"--config", file, "--cp", "2", "--seq-len", "33"}).starts_with("--cp 2 cuts sequences"));
   REQUIRE(refusal({"--config", file, "--seq-len", "33"}).starts_with(file + ":1: --cp 4 cuts sequences into 8"));
   REQUIRE(refused("val-data=\"x\"\nplan=true\ngenerate=true\n").ends_with(formatted(" (--plan: {}:2)", file)));
+}
+
+TEST_CASE("--tokens takes numbers with suffixes; --max-steps, --tokens and --epochs exclude each other") {
+  const auto tokens = [](const char* text) { return parse({"--tokens", text}).tokens->tokens; };
+  REQUIRE(tokens("1000000") == 1'000'000);
+  REQUIRE(tokens("9223372036854775807") == std::numeric_limits<int64_t>::max());
+  REQUIRE(tokens("300M") == 300'000'000);
+  REQUIRE(tokens("1.5b") == 1'500'000'000);
+  REQUIRE(tokens("20G") == 20'000'000'000);
+  REQUIRE(tokens("15T") == 15'000'000'000'000);
+  REQUIRE(tokens("2e9") == 2'000'000'000);
+  REQUIRE(tokens("0.5k") == 500);
+  for (const char* bad : {"", "M", "1.5", "0.1234k", "10 B", "10BB", "ten", "inf", "nan", "1e30", "0x10", "10Q"})
+    REQUIRE(refusal({"--tokens", bad}) ==
+            formatted("--tokens '{}': expected a whole number of tokens, such as 1000000, 300M or 1.5B", bad));
+  REQUIRE(refusal({"--tokens", "0"}) == "--tokens 0: expected a number from 1 on");
+  REQUIRE(refusal({"--tokens=-1M"}) == "--tokens -1M: expected a number from 1 on");
+  REQUIRE(refusal({"--epochs", "0"}) == "--epochs 0: expected a number above 0");
+  REQUIRE(refusal({"--tokens", "1B", "--epochs", "2"}) ==
+          "--tokens 1B with --epochs 2: each says how long the run is: give one of them");
+  REQUIRE(
+      refusal({"--max-steps", "5", "--tokens", "1B", "--plan"}).starts_with("--max-steps 5 with --tokens 1B: each"));
+  REQUIRE(command_line(parse({"--tokens", "1.5b"})) == "./train_gpt --train-data x --tokens 1.5b");
+  REQUIRE(config_text(parse({"--tokens", "1.5b"})).find("\ntokens=1.5b\n") != std::string::npos);
+}
+
+TEST_CASE("--tokens and --epochs come to a number of updates, rounded up") {
+  const auto steps = [](std::vector<std::string> arguments) { return choose_steps(parse(arguments), 1000, 100); };
+  REQUIRE(steps({}) == 100);
+  REQUIRE(steps({"--max-steps", "7"}) == 7);
+  REQUIRE(steps({"--tokens", "7k"}) == 7);
+  REQUIRE(steps({"--tokens", "7001"}) == 8);
+  REQUIRE(steps({"--tokens", "1"}) == 1);
+  REQUIRE(steps({"--tokens", "9223372036854775000"}) == 9223372036854775);
+  REQUIRE(steps({"--epochs", "2"}) == 200);
+  REQUIRE(steps({"--epochs", "0.07"}) == 7);  // 7.000000000000001
+  REQUIRE(steps({"--epochs", "0.071"}) == 8);
+  REQUIRE(steps({"--epochs", "1e-9"}) == 1);
+  REQUIRE_ERROR(steps({"--epochs", "1e300"}), "--epochs 1e+300 is more steps of 1000 tokens than 64 bits count");
 }
 
 TEST_CASE("what is found wrong later, with the option of a --config file, has its line too") {

@@ -227,6 +227,34 @@ TEST_CASE("a run that resumes with more steps is told what its learning rate doe
           std::string::npos);
 }
 
+TEST_CASE("--tokens and --epochs train as many steps as --max-steps would; a resumed run may extend them") {
+  const TempDir dir;
+  const auto run = [&](const char* out, const char* options) {
+    const ProgramResult r = run_program(tiny(dir / out, options));
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    return r.out;
+  };
+  run("steps", "--max-steps 8");
+  // 2000 tokens / 264 tokens per step
+  REQUIRE(run("run", "--tokens 2k").find(" 8 (--tokens 2k) = 2,112 tokens = 0.40 epochs\n") != std::string::npos);
+  REQUIRE(losses(dir / "run") == losses(dir / "steps"));
+  const json before = json::parse(read_whole(dir / "run/step-000008/trainer.json"));
+  REQUIRE(before["options"]["--tokens"] == "2k");
+  REQUIRE(before["max_steps"] == 8);
+  const std::string more = run("run", "--epochs 0.5");  // of 160 samples, 8 per step
+  REQUIRE(more.find("notice: --tokens was '2k' and is now ''\n") != std::string::npos);
+  REQUIRE(more.find("notice: 10 steps instead of 8: the learning rate was 0.00e+00 at step 8") != std::string::npos);
+  REQUIRE(losses(dir / "run").size() == 10);
+  REQUIRE(json::parse(read_whole(dir / "run/step-000010/trainer.json"))["options"]["--epochs"] == "0.5");
+  REQUIRE(run("run", "--tokens 1k").find("already complete: " + (dir / "run") + " is at step 10, beyond step 4\n") !=
+          std::string::npos);
+
+  const std::string plan = run("run", "--plan --epochs 1.5");
+  REQUIRE(plan.find(" 30 (--epochs 1.5) = 7,920 tokens, ") != std::string::npos);
+  REQUIRE(run_program("--plan --epochs 1").err.find("--epochs 1 with --plan: how many steps") != std::string::npos);
+}
+
 TEST_CASE("--resume accepts a checkpoint of its own out directory in any spelling") {
   const TempDir dir;
   const std::string more = "--max-steps 6 --checkpoint-every 2 ";

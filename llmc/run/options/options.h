@@ -9,6 +9,7 @@
 
 #include "core/check.h"
 #include "run/options/place.h"
+#include "run/options/token_count.h"
 
 namespace llmc {
 
@@ -26,7 +27,9 @@ struct Options {
   int64_t batch_size = 4, seq_len = 1024;
   std::optional<int64_t> total_batch_size;
 
-  std::optional<int64_t> max_steps;  // none: one epoch
+  std::optional<int64_t> max_steps;  // none of the three: one epoch
+  std::optional<TokenCount> tokens;
+  std::optional<double> epochs;
   std::string out_dir = "out/run";
   std::string resume = "auto";
   bool restart = false;
@@ -160,7 +163,13 @@ void visit_options(O& o, Visitor&& visit) {
         "tokens per step, by gradient accumulation; default: one micro-batch of all ranks. A resumed run must keep "
         "it, in any layout");
   visit("Run");
-  visit("--max-steps", "-x", o.max_steps, at_least(1), warn, "number of updates; default: one epoch");
+  visit("--max-steps", "-x", o.max_steps, at_least(1), warn,
+        "number of updates, and so the end of the learning-rate schedule; default: those of one epoch");
+  visit("--tokens", "", o.tokens, at_least(1), warn,
+        "instead of --max-steps, the number of tokens to train on, such as 300M or 10B: as many updates as that takes, "
+        "rounded up");
+  visit("--epochs", "", o.epochs, above_zero(), warn,
+        "instead of --max-steps, how often to train on the data: as many updates as that takes, rounded up");
   visit("--out-dir", "-o", o.out_dir, Limits{}, free, "directory for metrics.jsonl and the checkpoints of one run");
   visit("--resume", "", o.resume, Limits{}, free,
         "auto: resume from the newest complete checkpoint in --out-dir, or start there; never: refuse an --out-dir "

@@ -186,6 +186,15 @@ inline void validate_pipeline(const Options& o) {
   CHECK(!o.json || o.evaluate, "--json is for --print-schedule and --evaluate");
 }
 
+// How long a run is.
+inline void validate_length(const Options& o) {
+  std::vector<std::string> given;
+  if (o.max_steps) given.push_back(formatted("--max-steps {}", *o.max_steps));
+  if (o.tokens) given.push_back(formatted("--tokens {}", *o.tokens));
+  if (o.epochs) given.push_back(formatted("--epochs {}", *o.epochs));
+  CHECK(given.size() <= 1, "{} with {}: each says how long the run is: give one of them", given[0], given[1]);
+}
+
 inline void validate_experts(const Options& o) {
   CHECK(!o.moe_capacity_factor || o.moe_dispatch == "capacity",
         "--moe-capacity-factor {} with --moe-dispatch dropless, which has no capacity: use --moe-dispatch capacity, or "
@@ -215,7 +224,7 @@ inline void validate(const Options& o) {
   CHECK(!o.generate || !o.from_scratch,
         "--generate with --from-scratch: random weights generate nothing useful; leave out one of them");
   if (o.generate) return;
-  if (!o.verify_data) validate_layout(o), validate_experts(o);
+  if (!o.verify_data) validate_layout(o), validate_experts(o), validate_length(o);
   if (o.evaluate) return validate_evaluation(o);
   if (o.plan) return;
   CHECK(!o.train_data.empty(),

@@ -41,6 +41,11 @@ void parse_value(const std::string& name, const std::string& text, Number& field
   CHECK(number, "{} '{}': expected {}{}", name, shown(text), expected,
         error == std::errc::result_out_of_range ? ", and this one does not fit into 64 bits" : "");
 }
+inline void parse_value(const std::string& name, const std::string& text, TokenCount& field) {
+  const std::optional<TokenCount> count = token_count(text);
+  CHECK(count, "{} '{}': expected a whole number of tokens, such as 1000000, 300M or 1.5B", name, shown(text));
+  field = *count;
+}
 template <class T>
 void parse_value(const std::string& name, const std::string& text, std::optional<T>& field) {
   parse_value(name, text, field.emplace());

@@ -7,6 +7,7 @@
 
 #include "core/log.h"
 #include "dist/pipeline/simulate.h"
+#include "run/length.h"
 #include "run/plan/count_costs.h"
 #include "run/plan/describe.h"
 #include "run/plan/remedy.h"
@@ -161,7 +162,8 @@ inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, co
 
 // The time of a planned step, at the rates that its clock assumes. Of servers, which do not run in step with the ranks
 // they serve, the clock knows nothing.
-inline Rows time_rows(const StepConfig& step, const Plan& whole, const Device& device) {
+inline Rows time_rows(const StepConfig& step, const Plan& whole, const Device& device,
+                      std::optional<int64_t> max_steps = std::nullopt) {
   const std::optional<Rates>& rates = device.rates;
   if (!rates || whole.others) return {};
   const size_t slowest = whole.stage_with_most([](const Plan& p) { return p.step_seconds; });
@@ -179,6 +181,7 @@ inline Rows time_rows(const StepConfig& step, const Plan& whole, const Device& d
   if (step.stages > 1)
     rows.emplace_back("bubble", step.asynchronous() ? "none between flushes" : formatted("{:.3f} ms", ms - busy_ms));
   rows.emplace_back("step", formatted("{:.3f} ms: {:.0f} tokens/s", ms, static_cast<double>(step.tokens()) / ms * 1e3));
+  if (max_steps) rows.emplace_back("run", human_duration(ms * 1e-3 * static_cast<double>(*max_steps)));
   const std::string link = step.ranks() == 1 ? std::string()
                                              : formatted(", {:.1f} GB/s of link and {:.1f} us for a message",
                                                          rates->link_bytes_per_s * 1e-9, rates->link_latency_s * 1e6);
@@ -240,8 +243,16 @@ inline std::string axis_of_group(const std::string& name) {
 }  // namespace detail
 
 // --plan: prints what a run needs without running it; refused if that exceeds --memory-limit.
-inline void report_plan(Log& log, const Options& o, const Device& device, const StepConfig& step, const Plan& plan) {
-  log.table("plan for " + describe(device), detail::run_rows(o, step));
+// max_steps: of the run, if that is known.
+inline void report_plan(Log& log, const Options& o, const Device& device, const StepConfig& step, const Plan& plan,
+                        std::optional<int64_t> max_steps = std::nullopt) {
+  Rows run = detail::run_rows(o, step);
+  if (max_steps)
+    run.emplace_back("steps", formatted("{} ({}) = {} tokens, {}", *max_steps, length_text(o),
+                                        human_count(*max_steps * step.tokens()),
+                                        human_flops(training_flops_per_token(step.model, o.seq_len) *
+                                                    static_cast<double>(*max_steps * step.tokens()))));
+  log.table("plan for " + describe(device), run);
   if (const std::string notice = detail::depth_notice(o); !notice.empty()) log.line(notice);
   Rows not_counted;
   if (device.computes_as() == DeviceKind::cuda) not_counted = {{"not counted", detail::not_counted_text(step)}};
@@ -282,7 +293,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
                               : "work per rank and step",
             ops);
   if (step.stages > 1) log.table("balance of the stages, by counted flops", detail::balance_rows(step, device));
-  if (const Rows time = detail::time_rows(step, plan, device); !time.empty())
+  if (const Rows time = detail::time_rows(step, plan, device, max_steps); !time.empty())
     log.table("time of a step on paper, by the GPU's datasheet", time);
   if (const std::string notice = detail::too_many_ranks_notice(o, device); !notice.empty()) log.line(notice);
   const std::string verdict = detail::memory_verdict(o, step, plan, device);

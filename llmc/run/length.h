@@ -1,0 +1,41 @@
+// length.h: how long a run is: --max-steps, --tokens or --epochs as a number of updates.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "core/check.h"
+#include "run/options/options.h"
+
+namespace llmc {
+
+// Whole steps, but for data that have less than one.
+inline int64_t steps_of_an_epoch(int64_t samples, int64_t samples_per_step) {
+  return std::max<int64_t>(1, samples / samples_per_step);
+}
+
+// What says how long the run is.
+inline std::string length_text(const Options& o) {
+  if (o.max_steps) return formatted("--max-steps {}", *o.max_steps);
+  if (o.tokens) return formatted("--tokens {}", *o.tokens);
+  return o.epochs ? formatted("--epochs {}", *o.epochs) : "one epoch";
+}
+
+// The number of updates. of_an_epoch: how many an epoch has.
+inline int64_t choose_steps(const Options& o, int64_t tokens_per_step, int64_t of_an_epoch) {
+  const int64_t most = std::numeric_limits<int64_t>::max() / tokens_per_step;
+  int64_t steps = of_an_epoch;
+  if (o.max_steps) steps = *o.max_steps;
+  if (o.tokens) steps = (o.tokens->tokens - 1) / tokens_per_step + 1;
+  if (o.epochs) {
+    const double exact = *o.epochs * static_cast<double>(of_an_epoch), whole = std::round(exact);
+    const double up = std::abs(exact - whole) <= 1e-9 * whole ? whole : std::ceil(exact);  // 0.07 x 100 is above 7
+    steps = up < 0x1p62 ? std::max<int64_t>(1, static_cast<int64_t>(up)) : std::numeric_limits<int64_t>::max();
+  }
+  CHECK(steps <= most, "{} is more steps of {} tokens than 64 bits count: use at most {}", length_text(o),
+        tokens_per_step, most);
+  return steps;
+}
+
+}  // namespace llmc
