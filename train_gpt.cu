@@ -68,12 +68,12 @@ class Training {
     MetricsKept kept;
     if (directory != nullptr) {
       detail::require_space(o_.out_dir, job.checkpoint_bytes());
-      kept = directory->claim(o_, resume);
+      kept = directory->claim(log, o_, resume);
       log.open(o_.out_dir, kept.elapsed_s);
       report_header(log, o_, job.device, job.backend, job.step, job.max_steps, job.train, job.val ? &*job.val : nullptr,
                     job.plan, peaks, job_.document_begin, *job.tokenizer);
     }
-    take_validations(kept);
+    take_validation(kept);
     if (resume) log.line(formatted("resuming after step {} from {}", progress_.done, resume->path));
   }
 
@@ -183,13 +183,9 @@ class Training {
     while (static_cast<int>(under_way_.size() + waits) > run_.trainer.steps_under_way()) finish_update();
   }
 
-  // Validations that metrics.jsonl has and the checkpoint has not: it may have been saved before the one of its step.
-  void take_validations(const MetricsKept& kept) {
-    const nlohmann::ordered_json mine = {kept.validated, kept.best_step, kept.best_val};
-    const nlohmann::json first = parse_json(run_.dp.control->all_gather_text("validations", mine.dump())[0], "rank 0");
-    validated_ = first[0];
-    if (first[2].is_number() && first[2] < progress_.best_val)
-      progress_.best_step = first[1], progress_.best_val = first[2];
+  // Whether the validation after step progress_.done has been made, and metrics.jsonl has it.
+  void take_validation(const MetricsKept& kept) {
+    progress_.validated = run_.dp.control->all_gather_text("validated", kept.validated ? "yes" : "")[0] == "yes";
   }
 
   // Waits for all updates under way, and reports them. Where a run flushes is recorded: it changes what it learns.
@@ -216,7 +212,7 @@ class Training {
         if (const auto notice = watchdog_->notice()) log_.line(*notice);
     }
     progress_.done = update.step;
-    validated_ = false;
+    progress_.validated = false;
   }
 
   // Repeats the step with a check of every tensor, to say where the first non-finite number came from.
@@ -255,7 +251,7 @@ class Training {
 
   // What is due after step progress_.done: validation, a sample, a checkpoint.
   void finish_step() {
-    if (validation_ && due(progress_.done, o_.val_every) && !validated_)
+    if (validation_ && due(progress_.done, o_.val_every) && !progress_.validated)
       report_.timed(Task::validation, [&] { validate(); });
     if (progress_.done == 0) return;
     if (progress_.done > first_ && due(progress_.done, o_.sample_every)) report_.timed(Task::sample, [&] { sample(); });
@@ -277,7 +273,7 @@ class Training {
     if (found.loss < progress_.best_val)
       best_before_ = {std::exchange(progress_.best_step, progress_.done),
                       std::exchange(progress_.best_val, found.loss)};
-    validated_ = true;
+    progress_.validated = true;
   }
 
   void sample() {
@@ -317,7 +313,6 @@ class Training {
   Progress progress_;              // recorded in checkpoints
   int64_t begun_ = 0, first_ = 0;  // updates begun so far, and those done before this process
   std::deque<Update> under_way_;
-  bool validated_ = false;                  // after step progress_.done
   std::pair<int64_t, double> best_before_;  // step and loss of the best validation before the last improvement
 };
 

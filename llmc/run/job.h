@@ -51,6 +51,7 @@ struct Job {
         data_checksums(train.checksums()),
         samples_per_step(step.tokens() / o.seq_len),
         max_steps(choose_steps(o, step.tokens(), steps_of_an_epoch())) {
+    options.usual_aux_loss = usual_aux_loss(step.model);
     prompt_tokens(*tokenizer, o, step.model);  // refuses a bad --prompt now, not at the first sample
     CHECK(o.warmup_steps <= max_steps, "--warmup-steps {} exceeds the {} steps of the run ({})", o.warmup_steps,
           max_steps, length_text(o));

@@ -17,6 +17,7 @@ struct Progress {
   OutlierDetector losses, norms;
   double best_val = std::numeric_limits<double>::infinity();
   int64_t best_step = -1;
+  bool validated = false;            // after the last of the updates
   std::string matmul_choices;        // if tuned
   std::vector<float> expert_biases;  // of the checkpoint, of all layers; with --moe-bias-rate
 };
@@ -40,6 +41,7 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"document_begin", job.document_begin ? nlohmann::ordered_json(*job.document_begin) : nlohmann::ordered_json()},
       {"seed", job.options.seed},
       {"best_validation", best},
+      {"validated", progress.validated},
       {"detectors", {{"loss", progress.losses.values()}, {"grad_norm", progress.norms.values()}}},
       {"expert_biases", expert_biases},
       {"choices", {{"grad_reduce", name_of(job.step.zero.grad_reduce)}, {"matmul", progress.matmul_choices}}},

@@ -9,13 +9,13 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <vector>
 
 #include "core/log.h"
 #include "run/checkpoint.h"
-#include "run/options/print.h"
+#include "run/kept_metrics.h"
+#include "run/run_record.h"
 
 namespace llmc {
 
@@ -27,51 +27,6 @@ struct ResumePoint {
   int64_t step;
   nlohmann::json trainer;  // its trainer.json
 };
-
-// The recorded options of a run, with --local-ranks resolved for this machine, and the defaults of --shuffle and
-// --moe-capacity-factor.
-inline std::vector<OptionText> recorded_options(Options o) {
-  o.local_ranks = o.ranks;
-  o.shuffle = o.shuffled();
-  if (o.moe_dispatch == "capacity") o.moe_capacity_factor = o.capacity_factor();
-  return option_texts(o);
-}
-
-// Whether a run with these recorded options shuffles. File order was the default before all runs recorded it.
-inline bool shuffled(const nlohmann::json& recorded) {
-  return recorded.value("--shuffle", nlohmann::json("false")) == "true";
-}
-
-// Refuses changes of options that must match; logs changes of others. Without --shuffle and --no-shuffle the order of
-// the samples stays as it was.
-inline void check_resumed_options(Log& log, const std::string& file, const nlohmann::json& then, const Options& now) {
-  CHECK(then.is_object(), "{}: the options are missing; the file is damaged", file);
-  std::string broken;
-  for (const OptionText& o : recorded_options(now)) {
-    const nlohmann::json found =
-        then.value(o.name, nlohmann::json(o.usual));  // absent in an older version: the default
-    std::string before = found.is_string() ? found.get<std::string>() : found.dump();
-    if (o.name == "--shuffle") before = now.shuffle ? formatted("{}", shuffled(then)) : o.text;
-    // Its default was not always recorded.
-    if (o.name == "--moe-capacity-factor" && before.empty() && now.capacity_factor() == Options().capacity_factor())
-      before = o.text;
-    const bool pipedream = o.name == "--schedule" && (before == "pipedream" || o.text == "pipedream");
-    const ResumeRule rule = pipedream ? ResumeRule::warn : o.rule;  // the other schedules compute the same
-    if (before == o.text || rule == ResumeRule::free || (o.name == "--grad-reduce" && o.text == "auto")) continue;
-    const std::string change = formatted("{} was '{}' and is now '{}'", o.name, shown(before), o.text);
-    if (rule == ResumeRule::warn) log.line("notice: " + change);
-    else broken += "\n  " + change;
-  }
-  CHECK(broken.empty(),
-        "{} belongs to a run with other options:{}\nuse the same options to resume it, or choose another --out-dir",
-        file, broken);
-}
-
-inline nlohmann::ordered_json options_json(const Options& o) {
-  nlohmann::ordered_json json;
-  for (const OptionText& t : recorded_options(o)) json[t.name] = t.text;
-  return json;
-}
 
 // The newest complete checkpoint of a run directory; damaged ones are skipped with a warning each. None: there are no
 // checkpoints. It is an error if all are damaged.
@@ -93,15 +48,6 @@ inline std::optional<ResumePoint> newest_checkpoint(const std::string& out_dir,
   return std::nullopt;
 }
 
-// What metrics.jsonl holds up to a step.
-struct MetricsKept {
-  std::string lines;       // complete ones, of no later step
-  bool validated = false;  // whether there is a validation of the step itself
-  double elapsed_s = 0;    // seconds that the run had taken
-  int64_t best_step = -1;  // of the best validation
-  double best_val = std::numeric_limits<double>::infinity();
-};
-
 class RunDirectory {
  public:
   // Creates the directory if needed and locks it. Refuses one that holds anything but a run with these options or a run
@@ -111,7 +57,7 @@ class RunDirectory {
     std::filesystem::create_directories(path_, error);
     CHECK(!error && std::filesystem::is_directory(path_, unknown), "--out-dir {}: cannot create this directory: {}",
           path_, error ? error.message() : "a file has this name");
-    if (!path_exists(run_file()) && !(o.restart && path_exists(metrics_file())))
+    if (!path_exists(run_file()) && checkpoint_steps(path_).empty() && !(o.restart && path_exists(metrics_file())))
       for (const std::string& name : names_in(path_))
         CHECK(name.starts_with(".tmp-") || nothing_in(name),
               "--out-dir {} holds {}, which does not belong to a run: choose another directory, or empty it{}", path_,
@@ -119,13 +65,14 @@ class RunDirectory {
     lock();
     if (o.restart && requeued()) log.line("notice: Slurm has started this job again: --restart is left out");
     else if (o.restart) move_aside(log, o);
-    if (path_exists(run_file()) && has_steps()) {  // without a step, it may have been started with mistyped options
+    if (has_steps()) {  // without a step, it may have been started with mistyped options
       CHECK(o.resume != "never",
             "--resume never: --out-dir {} already holds a run; choose another one, or move it aside with --restart",
             path_);
-      const nlohmann::json options = read_json(run_file()).value("options", nlohmann::json());
-      check_resumed_options(log, run_file(), options, o);
-      shuffled_before_ = shuffled(options);
+      if (path_exists(run_file())) {
+        record_ = read_run_record(run_file());
+        require_same_options(run_file(), record_->options, o);
+      }
     }
     for (const std::string& name : names_in(path_))  // left by a killed run; we hold the lock
       if (name.starts_with(".tmp-")) std::filesystem::remove_all(path_ + "/" + name, error);
@@ -139,6 +86,8 @@ class RunDirectory {
       auto newest = newest_checkpoint(path_, [&](const std::string& warning) { log.line("WARNING: " + warning); });
       for (const int64_t step : checkpoint_steps(path_))
         if (newest && step > newest->step) set_aside(log, step);
+      if (newest) take_options(log, *newest, o);
+      else if (record_) take_options(log, *record_, o);
       return newest;
     }
     // The same directory has many spellings: links, a trailing slash.
@@ -158,9 +107,7 @@ class RunDirectory {
           "--resume {}: --out-dir {} holds {} checkpoint, of step {}: choose another --out-dir, or move it away",
           o.resume, path_, steps.back() == *step ? "another" : "a later", steps.back());
     ResumePoint point{is_own ? own : asked.string(), *step, read_json(asked.string() + "/trainer.json")};
-    const nlohmann::json options = point.trainer.value("options", nlohmann::json());
-    check_resumed_options(log, o.resume + "/trainer.json", options, o);
-    shuffled_before_ = shuffled(options);
+    take_options(log, point, o);
     return point;
   }
 
@@ -170,9 +117,10 @@ class RunDirectory {
   // Makes this the directory of a run with these options that begins at its first step, or resumes at a checkpoint.
   // Returns what metrics.jsonl holds up to there: of a run that begins nothing, since what another one has left is no
   // result of this one.
-  MetricsKept claim(const Options& o, const std::optional<ResumePoint>& resume) const {
-    const bool ours = resume && path_exists(run_file()) && has_steps();
-    const MetricsKept kept = truncate_metrics(ours ? std::optional(resume->step) : std::nullopt);
+  MetricsKept claim(Log& log, const Options& o, const std::optional<ResumePoint>& resume) const {
+    const bool ours = resume && has_steps();
+    const MetricsKept kept = ours ? truncate_metrics(log, *resume) : MetricsKept();
+    if (!ours) replace(metrics_file(), "");
     write_run_file(o);
     return kept;
   }
@@ -209,21 +157,14 @@ class RunDirectory {
     CHECK(!error, "cannot link {}/best: {}", path_, error.message());
   }
 
-  // Truncates metrics.jsonl after the lines of `step` and drops incomplete lines; none: drops all.
-  MetricsKept truncate_metrics(std::optional<int64_t> step) const {
-    const MetricsKept kept = step ? metrics_until(*step) : MetricsKept();
-    replace(metrics_file(), kept.lines);
-    return kept;
-  }
+  // Whether metrics.jsonl has the validation of a step.
   bool validated(int64_t step) const { return metrics_until(step).validated; }
 
  private:
   std::string run_file() const { return path_ + "/run.json"; }
   std::string metrics_file() const { return path_ + "/metrics.jsonl"; }
 
-  void write_run_file(const Options& o) const {
-    replace(run_file(), nlohmann::ordered_json{{"format", 1}, {"options", options_json(o)}}.dump(1) + "\n");
-  }
+  void write_run_file(const Options& o) const { replace(run_file(), run_record_text(o)); }
 
   // Gives a file of the directory new contents: either the former ones or the new ones survive a crash.
   void replace(const std::string& file, const std::string& text) const {
@@ -235,30 +176,44 @@ class RunDirectory {
     fsync_directory(path_);
   }
 
-  MetricsKept metrics_until(int64_t step) const {
-    MetricsKept kept;
-    if (!path_exists(metrics_file())) return kept;
-    std::istringstream lines(read_text(metrics_file()));
-    for (std::string line; std::getline(lines, line);) {
-      const nlohmann::json object = try_parse_json(line).value_or(nullptr);
-      const nlohmann::json at = object.is_object() ? object.value("step", nlohmann::json()) : nlohmann::json();
-      if (!at.is_number_integer() || at > step) continue;
-      if (object.value("kind", nlohmann::json()) == "val") {
-        kept.validated |= at == step;
-        const nlohmann::json loss = object.value("loss", nlohmann::json());
-        if (loss.is_number() && loss < kept.best_val) kept.best_step = at, kept.best_val = loss;
-      }
-      const nlohmann::json elapsed = object.value("elapsed_s", nlohmann::json());
-      if (elapsed.is_number()) kept.elapsed_s = elapsed;
-      kept.lines += line + "\n";
+  MetricsKept metrics_until(int64_t step, OwnValidation own = OwnValidation::keep) const {
+    return path_exists(metrics_file()) ? llmc::metrics_until(read_text(metrics_file()), step, own) : MetricsKept();
+  }
+
+  // Truncates metrics.jsonl after the lines of a checkpoint's step. Damaged lines go to a file of their own.
+  MetricsKept truncate_metrics(Log& log, const ResumePoint& resume) const {
+    // Then best_validation is without it.
+    const bool later = resume.trainer.is_object() && resume.trainer.value("validated", nlohmann::json()) == false;
+    MetricsKept kept = metrics_until(resume.step, later ? OwnValidation::repeat : OwnValidation::keep);
+    const std::string copy = path_ + "/metrics-damaged.txt";
+    if (!kept.damaged.empty()) {
+      File file = File::append(copy);
+      file.write(kept.damaged.data(), std::ssize(kept.damaged));
+      file.sync_and_close();
     }
+    if (resume.path == checkpoint_path(path_, resume.step))
+      if (const std::string fault = metrics_fault(kept, resume.step, metrics_file(), copy); !fault.empty())
+        log.line("WARNING: " + fault);
+    replace(metrics_file(), kept.lines);
     return kept;
+  }
+
+  // What a checkpoint's trainer.json, which has a checksum, says of the options; where there is none, run.json.
+  void take_options(Log& log, const ResumePoint& from, const Options& o) {
+    const nlohmann::json options = from.trainer.value("options", nlohmann::json());
+    check_resumed_options(log, from.path + "/trainer.json", options, o);
+    shuffled_before_ = shuffled(options);
+  }
+  void take_options(Log& log, const RunRecord& record, const Options& o) {
+    CHECK(o.shuffle || record.options.contains("--shuffle"),
+          "{} does not say whether the run shuffles: give --shuffle, or --no-shuffle", run_file());
+    check_resumed_options(log, run_file(), record.options, o);
+    shuffled_before_ = shuffled(record.options);
   }
 
   // Whether the run has done anything worth keeping.
   bool has_steps() const {
-    return !checkpoint_steps(path_).empty() ||
-           metrics_until(std::numeric_limits<int64_t>::max()).lines.find("\"kind\":\"train\"") != std::string::npos;
+    return !checkpoint_steps(path_).empty() || metrics_until(std::numeric_limits<int64_t>::max()).train_lines > 0;
   }
 
   // Whether trainer.json says that a checkpoint was saved for --checkpoint-minutes alone.
@@ -353,6 +308,7 @@ class RunDirectory {
 
   std::string path_;
   std::map<int64_t, bool> by_clock_;  // of checkpoints whose trainer.json was read
+  std::optional<RunRecord> record_;   // run.json, if the run has completed a step
   bool shuffled_before_ = true;
   struct LockFile {
     int fd = -1;

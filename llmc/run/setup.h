@@ -129,6 +129,12 @@ inline std::vector<int64_t> choose_layers(const Options& o, const StepConfig& st
   return {};
 }
 
+// The default of --moe-aux-loss.
+inline double usual_aux_loss(const ModelConfig& model) {
+  const Experts& e = model.experts;
+  return e.count > 0 && e.adds_aux_loss ? e.aux_loss * static_cast<double>(e.per_token) : 0;
+}
+
 // What is asked of experts. What --moe-* ask of a dense model, and what cannot be computed, is refused.
 inline ExpertOptions choose_experts(const Options& o, const ModelConfig& model) {
   const Experts& e = model.experts;
@@ -142,11 +148,10 @@ inline ExpertOptions choose_experts(const Options& o, const ModelConfig& model) 
             given.name, given.text, o.model);
     return {};
   }
-  ExpertOptions experts{
-      .aux_loss = o.moe_aux_loss.value_or(e.adds_aux_loss ? e.aux_loss * static_cast<double>(e.per_token) : 0),
-      .z_loss = o.moe_z_loss,
-      .bias_rate = o.moe_bias_rate,
-      .imbalance = o.moe_imbalance};
+  ExpertOptions experts{.aux_loss = o.moe_aux_loss.value_or(usual_aux_loss(model)),
+                        .z_loss = o.moe_z_loss,
+                        .bias_rate = o.moe_bias_rate,
+                        .imbalance = o.moe_imbalance};
   CHECK(o.ep > 1 || o.moe_imbalance == 1,
         "--moe-imbalance {} without --ep: no rank gets more than its share: leave it out", o.moe_imbalance);
   CHECK(o.moe_imbalance <= static_cast<double>(o.ep),

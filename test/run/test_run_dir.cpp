@@ -79,16 +79,16 @@ TEST_CASE("a run without a completed step may be replaced by one with other opti
   Log log = Log::silent();
   Options first = in(dir / "run"), other = first;
   other.seq_len = first.seq_len + 1;
-  RunDirectory(log, first).claim(first, {});
+  RunDirectory(log, first).claim(log, first, {});
   std::ofstream(dir / "run/metrics.jsonl") << "{\"kind\":\"val\",\"step\":0}\n";
   {  // a start that dies before it claims the directory leaves it as it was
     const RunDirectory died(log, other);
   }
-  RunDirectory(log, other).claim(other, {});
+  RunDirectory(log, other).claim(log, other, {});
   REQUIRE(fs::file_size(dir / "run/metrics.jsonl") == 0);  // the validation was of the first one's model
   // Nor does a run that resumes from a checkpoint of elsewhere take over what it finds.
   std::ofstream(dir / "run/metrics.jsonl") << "{\"kind\":\"val\",\"step\":0,\"elapsed_s\":9}\n";
-  REQUIRE(RunDirectory(log, other).claim(other, ResumePoint{dir / "elsewhere/step-000002", 2, {}}).elapsed_s == 0);
+  REQUIRE(RunDirectory(log, other).claim(log, other, ResumePoint{dir / "elsewhere/step-000002", 2, {}}).elapsed_s == 0);
   REQUIRE(fs::file_size(dir / "run/metrics.jsonl") == 0);
   std::ofstream(dir / "run/metrics.jsonl") << "{\"kind\":\"train\",\"step\":1}\n";
   REQUIRE_ERROR(RunDirectory(log, first), "--seq-len was");
@@ -121,6 +121,8 @@ TEST_CASE("a resumed run keeps the order of its samples; the opposite option is 
     };
     json record = read_json(dir / (run + "/run.json"));
     edit(record["options"]);
+    record["format"] = 1;
+    record.erase("checksum");
     std::ofstream(dir / (run + "/run.json")) << record;
     edit_trainer(dir / (run + "/step-000002"), [&](json& trainer) { edit(trainer["options"]); });
     const ProgramResult refused = run_program(tiny(dir / run, "--lr-schedule constant --max-steps 4 --shuffle"));
@@ -138,21 +140,28 @@ TEST_CASE("a resumed run keeps the order of its samples; the opposite option is 
   REQUIRE(refused.err.find("--shuffle was 'true' and is now 'false'") != std::string::npos);
 }
 
-TEST_CASE("metrics are truncated after the step, whatever their lines contain") {
+TEST_CASE("metrics are truncated after the step; damaged lines are moved to a file, with a warning") {
   const TempDir dir;
   Log log = Log::silent();
   const RunDirectory directory(log, in(dir / "run"));
   const std::string kept =
-      "{\"kind\":\"train\",\"step\":1}\n{\"kind\":3,\"step\":2}\n{\"step\":2,\"elapsed_s\":12.5}\n"
-      "{\"kind\":null,\"step\":2,\"elapsed_s\":null}\n";
-  const std::string text = kept + "{\"kind\":\"val\",\"step\":3,\"elapsed_s\":99}\n{\"kind\":\"val\",\"step\":\"2\"}" +
-                           "\n[2]\n\n{\"kind\":\"val\",\"st";
-  directory.claim(in(dir / "run"), {});
-  std::ofstream(dir / "run/metrics.jsonl") << text;
-  const MetricsKept end = directory.claim(in(dir / "run"), ResumePoint{dir / "elsewhere/step-000002", 2, {}});
+                        "{\"kind\":\"train\",\"step\":1}\n{\"kind\":\"train\",\"step\":2,\"elapsed_s\":12.5}\n"
+                        "{\"kind\":\"gpu\",\"step\":2,\"elapsed_s\":null}\n",
+                    bad = "{\"kind\":3,\"step\":2}\n{\"step\":2}\n{\"kind\":\"val\",\"step\":\"2\"}\n[2]\n\n",
+                    later = "{\"kind\":\"val\",\"step\":3,\"elapsed_s\":99}\n";
+  directory.claim(log, in(dir / "run"), {});
+  std::ofstream(dir / "run/metrics.jsonl") << kept << bad << later << "{\"kind\":\"val\",\"st";
+  const MetricsKept end = directory.claim(log, in(dir / "run"), ResumePoint{dir / "run/step-000002", 2, {}});
   REQUIRE_FALSE(end.validated);
   REQUIRE(end.elapsed_s == 12.5);
   REQUIRE(read_whole(dir / "run/metrics.jsonl") == kept);
+  REQUIRE(read_whole(dir / "run/metrics-damaged.txt") == bad);
+  REQUIRE(metrics_fault(metrics_until(kept + bad + later, 2), 2, "M", "D") ==
+          "M: 5 damaged line(s), the first is line 4: moved to D");
+  REQUIRE(metrics_fault(metrics_until(later + kept, 2), 2, "M", "D") ==
+          "M: 1 damaged line(s), the first is line 1: moved to D");
+  REQUIRE(metrics_fault(metrics_until(kept, 5), 5, "M", "D") == "M: 2 line(s) for steps 1 to 5");
+  REQUIRE(metrics_fault(metrics_until("", 5), 5, "M", "D") == "M: no line of a step up to 5");
 }
 
 TEST_CASE("a run that was stopped between its last update and its last validation does that validation") {

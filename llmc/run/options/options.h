@@ -91,7 +91,9 @@ struct Options {
   bool print_schedule = false, json = false;
   std::optional<int64_t> micro_batches;  // to draw; none: twice --pp
 
-  // Not options, but what they and the launcher come to: the ranks of all processes, and where this one is.
+  // Not options, but what they, the model and the launcher come to: the default of --moe-aux-loss, the ranks of all
+  // processes, and where this one is.
+  double usual_aux_loss = 0;
   int64_t ranks = 1;
   Place place;
   // Where a --config file sets an option: {"--lr", "run.ini:3"}, unless the command line does.

@@ -1,0 +1,85 @@
+// kept_metrics.h: what a resumed run keeps of metrics.jsonl, and what it says of damaged lines. No number of the file
+// decides how a run goes on: trainer.json has those.
+#pragma once
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "core/json.h"
+
+namespace llmc {
+
+// What metrics.jsonl holds up to a step.
+struct MetricsKept {
+  std::string lines;            // intact ones, of no later step
+  bool validated = false;       // whether there is a validation of the step itself
+  double elapsed_s = 0;         // seconds that the run had taken
+  int64_t train_lines = 0;      // of them
+  int64_t first = 0, last = 0;  // their smallest and largest step
+
+  std::string damaged;                 // lines that are not ours; the last one may be incomplete, which is no damage
+  std::vector<int64_t> damaged_lines;  // their numbers, from 1
+};
+
+// OwnValidation::repeat: leaves out the validation of the step itself, which will be made again.
+enum class OwnValidation : uint8_t { keep, repeat };
+
+inline MetricsKept metrics_until(const std::string& text, int64_t step, OwnValidation own = OwnValidation::keep) {
+  MetricsKept kept;
+  std::istringstream lines(text);
+  int64_t number = 0;
+  auto damage = [&](int64_t at, const std::string& line) {
+    kept.damaged += line + "\n";
+    kept.damaged_lines.push_back(at);
+  };
+  std::vector<std::pair<int64_t, std::string>> later;  // lines of later steps, with their numbers
+  for (std::string line; std::getline(lines, line);) {
+    ++number;
+    const bool whole = !lines.eof();  // it ends with a line break
+    const nlohmann::json object = try_parse_json(line).value_or(nullptr);
+    const nlohmann::json at = object.is_object() ? object.value("step", nlohmann::json()) : nlohmann::json();
+    const nlohmann::json kind = object.is_object() ? object.value("kind", nlohmann::json()) : nlohmann::json();
+    if (!whole_number(at) || !kind.is_string()) {
+      if (whole) damage(number, line);  // else it was being written when the run ended
+      continue;
+    }
+    if (at > step) {
+      later.emplace_back(number, line);
+      continue;
+    }
+    for (const auto& [where, before] : later) damage(where, before);  // lines come in the order of their steps
+    later.clear();
+    if (kind == "val" && at == step && own == OwnValidation::repeat) continue;
+    kept.validated |= kind == "val" && at == step;
+    if (kind == "train") {
+      kept.first = kept.train_lines == 0 ? at.get<int64_t>() : std::min(kept.first, at.get<int64_t>());
+      kept.last = std::max(kept.last, at.get<int64_t>());
+      ++kept.train_lines;
+    }
+    if (const nlohmann::json elapsed = object.value("elapsed_s", nlohmann::json()); elapsed.is_number())
+      kept.elapsed_s = elapsed;
+    kept.lines += line + "\n";
+  }
+  return kept;
+}
+
+// What is wrong with the lines of a run that resumes after this step; empty: nothing. copy: where damaged lines are
+// now.
+inline std::string metrics_fault(const MetricsKept& kept, int64_t step, const std::string& file,
+                                 const std::string& copy) {
+  std::string fault;
+  if (!kept.damaged_lines.empty())
+    fault = formatted("{}: {} damaged line(s), the first is line {}: moved to {}", file, kept.damaged_lines.size(),
+                      kept.damaged_lines[0], copy);
+  const std::string begin = fault.empty() ? file + ": " : "; ";
+  if (kept.train_lines == 0) fault += formatted("{}no line of a step up to {}", begin, step);
+  else if (kept.last != step || kept.train_lines != step - kept.first + 1)
+    fault += formatted("{}{} line(s) for steps {} to {}", begin, kept.train_lines, kept.first, step);
+  return fault;
+}
+
+}  // namespace llmc

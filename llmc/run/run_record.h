@@ -1,0 +1,140 @@
+// run_record.h: the options that a run records, in run.json and in the trainer.json of each checkpoint, and which of
+// them may differ when it is resumed.
+#pragma once
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "core/checksum.h"
+#include "core/log.h"
+#include "run/options/parse.h"
+
+namespace llmc {
+
+// The options of a run, with what their defaults come to: --local-ranks on this machine, --shuffle, and the defaults of
+// experts.
+inline Options with_recorded_defaults(Options o) {
+  o.local_ranks = o.ranks;
+  o.shuffle = o.shuffled();
+  if (o.moe_dispatch == "capacity") o.moe_capacity_factor = o.capacity_factor();
+  o.moe_aux_loss = o.moe_aux_loss.value_or(o.usual_aux_loss);
+  return o;
+}
+inline std::vector<OptionText> recorded_options(const Options& o) { return option_texts(with_recorded_defaults(o)); }
+
+inline nlohmann::ordered_json options_json(const Options& o) {
+  nlohmann::ordered_json json;
+  for (const OptionText& t : recorded_options(o)) json[t.name] = t.text;
+  return json;
+}
+
+// The options that were recorded; those that an older version did not have keep their defaults. Refuses what no version
+// has written.
+inline Options options_from_record(const std::string& file, const nlohmann::json& recorded) {
+  CHECK(recorded.is_object(), "{}: the options are missing; the file is damaged", file);
+  Options o;
+  size_t known = 0;
+  auto take = [&](const char* name, const char*, auto& field, const Limits&, ResumeRule, const char*) {
+    const auto found = recorded.find(name);
+    if (found == recorded.end()) return;
+    ++known;
+    CHECK(found->is_string(), "{}: {} is {}, expected text; the file is damaged", file, name, *found);
+    const std::string text = *found;
+    if (!text.empty()) detail::parse_value(formatted("{}: {}", file, name), text, field);
+  };
+  visit_options(o, detail::OptionVisitor{detail::no_group, take});
+  if (known == recorded.size()) return o;
+  std::string names;
+  for (const OptionText& t : option_texts(o)) names += t.name + "\n";
+  for (const auto& [name, value] : recorded.items())
+    CHECK(name.find('\n') == name.npos && names.find(name + "\n") != names.npos && name.starts_with("--"),
+          "{}: \"options\" has {}, which this version of train_gpt does not know: the file is damaged, or a newer "
+          "version wrote it",
+          file, shown(name));
+  return o;
+}
+
+// Whether a run with these recorded options shuffles. File order was the default before all runs recorded it.
+inline bool shuffled(const nlohmann::json& recorded) {
+  return recorded.value("--shuffle", nlohmann::json("false")) == "true";
+}
+
+// How options differ from recorded ones.
+struct OptionChanges {
+  std::string refused;               // a line each; empty: nothing is refused
+  std::vector<std::string> noticed;  // allowed, but worth a notice
+};
+
+// Without --shuffle and --no-shuffle the order of the samples stays as it was.
+inline OptionChanges option_changes(const std::string& file, const nlohmann::json& recorded, const Options& now) {
+  Options then = options_from_record(file, recorded);
+  then.ranks = then.local_ranks;
+  then.usual_aux_loss = now.usual_aux_loss;
+  then.shuffle = now.shuffle ? shuffled(recorded) : now.shuffled();
+  OptionChanges changes;
+  const std::vector<OptionText> before = recorded_options(then), after = recorded_options(now);
+  for (size_t i = 0; i < after.size(); ++i) {
+    const OptionText &was = before[i], &is = after[i];
+    const bool pipedream = is.name == "--schedule" && (was.text == "pipedream" || is.text == "pipedream");
+    const ResumeRule rule = pipedream ? ResumeRule::warn : is.rule;  // the other schedules compute the same
+    if (was.text == is.text || rule == ResumeRule::free || (is.name == "--grad-reduce" && is.text == "auto")) continue;
+    const std::string change = formatted("{} was '{}' and is now '{}'", is.name, shown(was.text), is.text);
+    if (rule == ResumeRule::warn) changes.noticed.push_back(change);
+    else changes.refused += "\n  " + change;
+  }
+  return changes;
+}
+
+// Refuses changes of options that must match. Returns the notices of others.
+inline std::vector<std::string> require_same_options(const std::string& file, const nlohmann::json& recorded,
+                                                     const Options& now) {
+  OptionChanges changes = option_changes(file, recorded, now);
+  CHECK(changes.refused.empty(),
+        "{} belongs to a run with other options:{}\nuse the same options to resume it, or choose another --out-dir",
+        file, changes.refused);
+  return std::move(changes.noticed);
+}
+inline void check_resumed_options(Log& log, const std::string& file, const nlohmann::json& recorded,
+                                  const Options& now) {
+  for (const std::string& change : require_same_options(file, recorded, now)) log.line("notice: " + change);
+}
+
+// run.json. From format 2 on it has a checksum of everything else, so that no damage is read over.
+struct RunRecord {
+  nlohmann::json options;
+};
+
+inline std::string run_record_text(const Options& o) {
+  nlohmann::ordered_json record = {{"format", 2}, {"options", options_json(o)}};
+  record["checksum"] = checksum(nlohmann::json(record).dump());
+  return record.dump(1) + "\n";
+}
+
+inline RunRecord parse_run_record(const std::string& text, const std::string& file) {
+  const char* const remedy = "; where there are checkpoints it may be removed, since they record the options too";
+  nlohmann::json record = parse_json(text, file);
+  CHECK(record.is_object(), "{}: expected a JSON object, found {}; the file is damaged{}", file, record, remedy);
+  const nlohmann::json format = record.value("format", nlohmann::json());
+  CHECK(format == 1 || format == 2,
+        "{}: \"format\" is {}, expected 1 or 2; the file is damaged, or a newer version of train_gpt wrote it{}", file,
+        format, remedy);
+  if (format == 2) {
+    const nlohmann::json expected = record.value("checksum", nlohmann::json());
+    record.erase("checksum");
+    const std::string found = checksum(record.dump());
+    CHECK(expected == found, "{}: its checksum is {}, but it says {}; the file is damaged{}", file, found, expected,
+          remedy);
+  }
+  for (const auto& [name, value] : record.items())
+    CHECK(name == "format" || name == "options", "{}: {} is unknown; the file is damaged{}", file, shown(name), remedy);
+  RunRecord run{record.value("options", nlohmann::json())};
+  options_from_record(file, run.options);
+  return run;
+}
+
+inline RunRecord read_run_record(const std::string& file) {
+  constexpr int64_t most_bytes = 1 << 20;
+  return parse_run_record(read_text(file, most_bytes), file);
+}
+
+}  // namespace llmc
