@@ -10,6 +10,8 @@
 // different versions can tell each other so; `version` is that of everything that follows. What follows is neither
 // encrypted nor signed: the token keeps strangers and mistakes out, it does not hide anything from who controls the
 // network.
+//
+// Without a token, both sides also look who has the other end (socket_owner.h): it must be a process of the same user.
 #pragma once
 #include <cstring>
 #include <string>
@@ -17,6 +19,7 @@
 
 #include "net/secret.h"
 #include "net/socket.h"
+#include "net/socket_owner.h"
 
 namespace llmc {
 
@@ -45,7 +48,16 @@ struct Reply {
 };
 static_assert(sizeof(Hello) == 64 && sizeof(Reply) == 48 && sizeof(Mac) == 32, "the format of the messages");
 
-enum class Answer : uint32_t { welcome, wrong_token, wrong_version, wrong_job, wrong_process, complete, unknown };
+enum class Answer : uint32_t {
+  welcome,
+  wrong_token,
+  wrong_version,
+  wrong_job,
+  wrong_process,
+  complete,
+  unknown,
+  other_user
+};
 struct Verdict {
   Answer answer = Answer::welcome;
   Mac proof{};
@@ -60,6 +72,9 @@ inline std::string reason(Answer answer) {
     case Answer::wrong_job: return "it belongs to another job";
     case Answer::wrong_process: return "it looks for another process of the job";
     case Answer::complete: return "all processes of the job have met already; is another run using the same address?";
+    case Answer::other_user:
+      return "it is a process of another user, and the job has no token: set TRAIN_GPT_TOKEN, to the same for all "
+             "processes of the job";
     default: return "for a reason that this version does not know";
   }
 }
@@ -90,6 +105,13 @@ inline Nonce introduce(const Socket& socket, Hello hello, const std::string& tok
   receive_all(socket, &reply, sizeof reply, limit);
   if (reply.magic != protocol_magic) throw ConnectionError("what listens there is not train_gpt");
   if (hello.job != Nonce{} && reply.job != hello.job) throw ConnectionError("what listens there is another job");
+  if (token.empty()) {  // it has accepted this connection, and so owns its end of it
+    const std::optional<bool> ours = other_end_is_ours(socket);
+    if (!ours) throw ConnectionError(Socket::closed);
+    if (!*ours)
+      throw ConnectionError(
+          "what listens there is a process of another user; set TRAIN_GPT_TOKEN if it is of this job");
+  }
   const Mac proof = proof_of(Role::connecting, Answer::welcome, hello, reply, token);
   send_all(socket, &proof, sizeof proof, limit);
   Verdict verdict;
@@ -133,12 +155,17 @@ class Stranger {
     Verdict verdict;
     if (!equal(proof, proof_of(Role::connecting, Answer::welcome, hello, reply_, token))) {
       verdict.answer = Answer::wrong_token;
+    } else if (const std::optional<bool> ours = token.empty() ? other_end_is_ours(socket) : true; !ours) {
+      throw ConnectionError("its user cannot be told, because it has closed its end or is of another machine");
+    } else if (!*ours) {
+      verdict.answer = Answer::other_user;
     } else {
       verdict.answer = hello.to_process != us.process                ? Answer::wrong_process
                        : hello.job != us.job && hello.job != Nonce{} ? Answer::wrong_job
                                                                      : accept(hello);
-      verdict.proof = proof_of(Role::listening, verdict.answer, hello, reply_, token);
     }
+    if (verdict.answer != Answer::wrong_token)
+      verdict.proof = proof_of(Role::listening, verdict.answer, hello, reply_, token);
     send(&verdict, sizeof verdict);
     if (verdict.answer != Answer::welcome) why = reason(verdict.answer);
     return verdict.answer == Answer::welcome ? State::welcome : State::refused;

@@ -18,7 +18,7 @@ namespace llmc {
 
 struct Rendezvous {
   std::string where;          // "HOST:PORT" or "file:PATH"
-  std::string token;          // empty: none, and then only on a loopback address
+  std::string token;          // empty: none, and then only on a loopback address, between processes of one user
   double init_timeout = 600;  // seconds to wait for all processes
   double patience = 2;        // seconds to wait for those still to come, when it is clear that the job cannot begin
   Say say;                    // must outlive the job
@@ -61,6 +61,7 @@ inline void check_token(const Endpoint& endpoint, const std::string& token) {
         "the rendezvous at {} can be reached from other machines, so this process has to prove that it belongs to the "
         "job, and {}",
         endpoint.text(), how_to_set_a_token);
+  if (token.empty()) check_that_users_are_told();
 }
 
 // An address by which other machines may reach this one: that of its host name, else that of its first interface, else

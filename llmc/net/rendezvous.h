@@ -187,6 +187,8 @@ class ControlPlane {
 
   // Who asks knows the token, and may still be of another job or build.
   Answer accept(const Hello& hello) {
+    // Only who reaches for process 0 cannot know the job yet.
+    if (hello.job != id_ && (process() != 0 || hello.purpose == ConnectionPurpose::data)) return Answer::wrong_job;
     const auto within = [](int32_t number, int begin, int end) { return number >= begin && number < end; };
     if (hello.purpose == ConnectionPurpose::data) {
       if (hello.version != protocol_version) return Answer::wrong_version;

@@ -26,8 +26,6 @@ inline void ControlPlane::hold_meeting(Rendezvous& at) {
     endpoint = parse_endpoint(at.where);
     if (!listening) listening = listen_at_meeting_point(endpoint, at.token);
   }
-  if (token_.empty())
-    at.say("notice: without a token (TRAIN_GPT_TOKEN) every program on this machine may join this job");
   std::unique_lock lock(mutex_);
   meeting_.emplace(introduction(me_, at, endpoint.port), at);
   listen(std::move(listening), at.say);

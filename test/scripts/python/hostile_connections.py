@@ -2,13 +2,16 @@
 """Connects to a process of a job as strangers might, in every wrong way, and says how each connection ended.
 
   test/scripts/python/hostile_connections.py HOST PORT [--seed N] [--count N] [--at-once N] [--patience SECONDS]
+      [--other-user UID --to PROCESS --ranks N]
 
 With TRAIN_GPT_TOKEN the replayed connections are recordings of one that knew the token; without it, of one that did
-not. Exits with status 1 if one was believed, or was still open after --patience seconds (0: do not look).
+not. With --other-user all connections are those of that user to a job without a token of N processes of one rank each:
+they know everything that one of its processes knows. Exits with status 1 if one was believed, or was still open after --patience seconds (0: do not look).
 """
 import argparse
 import collections
-import concurrent.futures
+import concurrent.futures.thread
+import encodings.idna  # both now: another user may not read the library
 import hashlib
 import hmac
 import os
@@ -20,12 +23,12 @@ import time
 
 MAGIC = b"traingpt"
 CONTROL, DATA = 1, 2
-WELCOME, WRONG_TOKEN = 0, 1
+WELCOME, WRONG_TOKEN, OTHER_USER = 0, 1, 7
 REPLY_BYTES, VERDICT_BYTES = 48, 36
 
 
-def hello(rng, version=1, purpose=CONTROL, to=0, numbers=(1, 0, 0)):
-    return MAGIC + struct.pack("<IIi3i", version, purpose, to, *numbers) + bytes(16) + rng.randbytes(16)
+def hello(rng, version=1, purpose=CONTROL, to=0, numbers=(1, 0, 0), job=bytes(16)):
+    return MAGIC + struct.pack("<IIi3i", version, purpose, to, *numbers) + job + rng.randbytes(16)
 
 
 def proof(token, said, reply):
@@ -46,7 +49,12 @@ class Hostile:
     def __init__(self, arguments):
         self.at, self.patience = (arguments.host, arguments.port), arguments.patience
         self.token = os.environ.get("TRAIN_GPT_TOKEN", "")
-        self.record(random.Random(arguments.seed))
+        self.to, self.ranks = arguments.to, arguments.ranks
+        if arguments.other_user is None:
+            self.record(random.Random(arguments.seed))
+        else:
+            os.setuid(arguments.other_user)
+            self.kinds = [Hostile.joins, Hostile.sends_data]
 
     def record(self, rng):
         """A handshake to be replayed: nobody has rank 2^31 - 1, so even with the token it opens nothing."""
@@ -94,6 +102,25 @@ class Hostile:
     def half_open(self, s, rng):
         s.sendall(hello(rng)[:rng.choice([0, 8, 64])])
 
+    def enter(self, s, rng, purpose, numbers):
+        with socket.create_connection(self.at, 5) as first:
+            first.sendall(hello(rng))
+            job = receive(first, REPLY_BYTES)[16:32]
+            said = hello(rng, purpose=purpose, to=self.to, numbers=numbers, job=job)
+            s.sendall(said)
+            reply = receive(s, REPLY_BYTES)
+            s.sendall(proof("", said, reply) + bytes(64))
+            if rng.randrange(2):  # at once: whoever looks then may find nobody
+                s.shutdown(socket.SHUT_WR)
+            else:
+                s.recv(1, socket.MSG_PEEK)
+
+    def joins(self, s, rng):
+        self.enter(s, rng, CONTROL, (rng.randrange(self.ranks), 0, 0))
+
+    def sends_data(self, s, rng):
+        self.enter(s, rng, DATA, (rng.randrange(2), rng.randrange(self.ranks), self.to))
+
     kinds = [garbage, request, truncated, wrong_token, wrong_version, replayed, endless, slow, half_open]
 
     def connect(self, seed):
@@ -120,7 +147,7 @@ class Hostile:
             ended = "left open"
         if len(data) in (VERDICT_BYTES, REPLY_BYTES + VERDICT_BYTES):
             answer = struct.unpack("<I", data[-VERDICT_BYTES:][:4])[0]
-            if answer != WRONG_TOKEN:
+            if answer not in (WRONG_TOKEN, OTHER_USER):
                 ended = "BELIEVED"
         return kind.__name__, ended
 
@@ -133,6 +160,9 @@ def main():
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--at-once", type=int, default=40)
     parser.add_argument("--patience", type=float, default=15)
+    parser.add_argument("--other-user", type=int)
+    parser.add_argument("--to", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=2)
     arguments = parser.parse_args()
     hostile = Hostile(arguments)
     seeds = [arguments.seed * 1000003 + i for i in range(arguments.count)]
