@@ -2,9 +2,11 @@
 // weights gathered, activations exchanged and keys passed on while the compute stream computes; and how data-parallel
 // ranks shard.
 #pragma once
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "dist/comm/comm.h"
@@ -76,6 +78,23 @@ inline ZeroConfig expert_zero(ZeroConfig zero, const TensorParallel& tensor, con
   zero.shards = static_cast<int>(exact_div(zero.shards * tensor.ranks, expert.ranks, "ranks of a replica over --ep"));
   return zero;
 }
+
+struct DataParallel;
+
+// Waits, at the end of its life, for streams whose tasks use what is destroyed after it. If it ends by an error, or a
+// stream has failed, the world is aborted first: a task may wait for a peer, and that peer for this rank.
+class Drain {
+ public:
+  Drain(const DataParallel& dp, std::vector<Stream*> streams) : dp_(dp), streams_(std::move(streams)) {}
+  ~Drain();
+  Drain(const Drain&) = delete;
+  Drain& operator=(const Drain&) = delete;
+
+ private:
+  const DataParallel& dp_;
+  std::vector<Stream*> streams_;
+  int exceptions_ = std::uncaught_exceptions();
+};
 
 struct DataParallel {
   using Join = std::function<std::unique_ptr<Comm>(const std::string& name, const std::vector<int>& members)>;
@@ -158,8 +177,17 @@ struct DataParallel {
         tensor_control(join("tensor-parallel control", mesh.group(rank, {Axis::tp}))),
         expert_control(join("expert-parallel control", same_experts(mesh, Axis::ep))),
         hooks(hooks_),
-        links(rank, mesh.size() / stages, stages, wraps, device, scratch_bytes, join) {}
+        links(rank, mesh.size() / stages, stages, wraps, device, scratch_bytes, join),
+        drain_(*this, streams()) {}
 
+  // Beside the compute stream.
+  std::vector<Stream*> streams() {
+    std::vector<Stream*> all = {&reduce_stream, &gather_stream};
+    for (Stream* s : {exchange_stream.get(), context_stream.get(), expert_stream.get()})
+      if (s != nullptr) all.push_back(s);
+    links.for_each([&](StageLink& link) { all.push_back(&link.stream()); });
+    return all;
+  }
   // The groups that move tensors.
   std::vector<Comm*> tensor_groups() const {
     std::vector<Comm*> all = {gradients.get(),         replicas.get(),       weights.get(),     activations.get(),
@@ -173,6 +201,9 @@ struct DataParallel {
   void check() const {
     for (const Comm* comm : tensor_groups()) comm->check();
   }
+
+  // This rank has failed: nobody waits for it any more, and it waits for nobody.
+  void abort() const { scalars->abort(); }
 
   // Among whom a unit is shared, beside the replicas, and which shard of it this rank has.
   struct Sharers {
@@ -225,6 +256,17 @@ struct DataParallel {
     const auto first = group.begin() + tensor_rank / tensor.head_copies * tensor.head_copies;
     return {first, first + tensor.head_copies};
   }
+
+  Drain drain_;  // last: the streams are idle before anything else is destroyed
 };
+
+inline Drain::~Drain() {
+  if (std::uncaught_exceptions() > exceptions_) dp_.abort();
+  for (Stream* s : streams_) try {
+      s->synchronize();
+    } catch (...) {  // already reported, or a peer's
+      dp_.abort();
+    }
+}
 
 }  // namespace llmc

@@ -51,10 +51,12 @@ class World {
 
   // Rank `rank` joins the group of these ranks, ascending; `name` distinguishes groups of the same ranks. Blocks until
   // all members have called it. gpu: the one this rank computes on; moves_tensors: false for a group that only
-  // exchanges text.
+  // exchanges text. The world must outlive it.
   std::unique_ptr<Comm> join(int rank, const std::string& name, const std::vector<int>& members, int gpu = 0,
                              bool moves_tensors = true) {
-    return hooks_.joined(make_group(rank, name, members, gpu, moves_tensors));
+    std::unique_ptr<Comm> group = hooks_.joined(make_group(rank, name, members, gpu, moves_tensors));
+    group->on_abort([this] { abort(); });
+    return group;
   }
   std::unique_ptr<Comm> join(int rank, const std::string& name, const std::vector<Axis>& along) {
     return join(rank, name, mesh_.group(rank, along));
@@ -65,7 +67,7 @@ class World {
     std::vector<std::shared_ptr<GpuCollectives>> alive;
     {
       std::lock_guard lock(mutex_);
-      failed_ = true;
+      if (std::exchange(failed_, true)) return;
       if (local_.links != nullptr) local_.links->abort();
       for (auto& [name, hub] : hubs_) hub->abort();
       for (const auto& group : groups_)

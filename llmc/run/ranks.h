@@ -31,35 +31,21 @@ struct Run {
             },
             world.hooks(), config.tensor, config.context, config.expert, config.chunks > config.stages,
             config.asynchronous()),
-        trainer((announce_arenas(world.hooks()), config), {arena, stream, &dp, copies.get()}),
-        world_(world) {
+        trainer((announce_arenas(world.hooks()), config), {arena, stream, &dp, copies.get()}) {
     if (world.backend() == Backend::nccl)
       for (Stream* s : streams()) s->set_watch([this] { dp.check(); });
-  }
-  // If this rank ends with an error, the others are told before its streams wait for them.
-  ~Run() {
-    if (std::uncaught_exceptions() > exceptions_) world_.abort();
-    for (Stream* s : streams()) {  // before the groups that their tasks use are destroyed
-      try {
-        s->synchronize();
-      } catch (...) {  // already reported, or a peer's
-      }
-    }
   }
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
 
  private:
   std::vector<Stream*> streams() {
-    std::vector<Stream*> all = {&stream, &dp.reduce_stream, &dp.gather_stream};
-    for (Stream* s : {copies.get(), dp.exchange_stream.get(), dp.context_stream.get(), dp.expert_stream.get()})
-      if (s != nullptr) all.push_back(s);
-    dp.links.for_each([&](StageLink& link) { all.push_back(&link.stream()); });
+    std::vector<Stream*> all = dp.streams();
+    all.push_back(&stream);
+    if (copies) all.push_back(copies.get());
     return all;
   }
 
-  World& world_;
-  int exceptions_ = std::uncaught_exceptions();
   // If the allocation fails after all, the error lists what the memory was for.
   static Arena planned_arena(const Plan& plan, const Device& device) {
     try {

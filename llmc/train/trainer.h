@@ -38,7 +38,8 @@ class Trainer {
         control_(scalar("update control", {4})),
         experts_(config_, context_),
         stage_(config_, context_, state_, my_scalars().slice(0, {1}), experts_),
-        interpreter_(config_, context_, state_, stage_) {
+        interpreter_(config_, context_, state_, stage_),
+        drain_(dp_, streams_of(context_)) {
     if (config.asynchronous()) pipedream_.emplace(config_, context_, state_, interpreter_, my_scalars(), control_);
     CHECK(dp_.ranks() == config.ranks() && dp_.tensor.ranks == config.tensor.ranks && dp_.stages == config.stages);
     CHECK(config.zero.stage >= 0 && config.zero.stage <= 3);
@@ -144,7 +145,7 @@ class Trainer {
   // pad them.
   double evaluate(int64_t micro_batches, int64_t targets, const BatchSource& batches, const RowLosses& row_losses = {},
                   std::optional<int64_t> T = std::nullopt) {
-    const Settle settle{context_.compute};  // row_losses may refer to what lives only as long as this call
+    const Drain drain(dp_, {&context_.compute});  // row_losses may refer to what lives only as long as this call
     const BatchShape asked{config_.batch.B, T.value_or(config_.batch.T)};
     const BatchShape shape{asked.B, config_.context.padded(asked.T)};
     const Pass pass{.purpose = Purpose::evaluate, .shape = shape, .row_losses = row_losses};
@@ -186,6 +187,12 @@ class Trainer {
   }
 
  private:
+  static std::vector<Stream*> streams_of(const Context& context) {
+    std::vector<Stream*> all = {&context.compute};
+    if (context.copies != nullptr) all.push_back(context.copies);
+    return all;
+  }
+
   // The parameters of this rank's tensor-parallel part, with the experts that it has; a copy of the embedding is
   // counted where the embedding is.
   static ParamTable table_of(const StepConfig& config, const DataParallel& dp) {
@@ -222,17 +229,6 @@ class Trainer {
   void check_headers() {
     for (const ReceivedHeaders& headers : interpreter_.take_headers()) headers.check();
   }
-
-  // Waits for the stream when a scope is left, by an exception as well.
-  struct Settle {
-    Stream& stream;
-    ~Settle() {
-      try {
-        stream.synchronize();
-      } catch (...) {  // an error of the stream has been thrown by synchronize() already, or another one is on its way
-      }
-    }
-  };
 
   // Of sequences shorter than pass.shape's: what is added at their ends has no targets.
   void evaluate_padded(const std::vector<Action>& actions, Pass pass, const BatchShape& shape,
@@ -329,6 +325,7 @@ class Trainer {
   Stage stage_;
   Interpreter interpreter_;
   std::optional<Pipedream> pipedream_;  // of an asynchronous pipeline
+  Drain drain_;                         // last: the streams are idle before anything else is destroyed
 };
 
 }  // namespace llmc

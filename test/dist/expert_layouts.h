@@ -64,15 +64,7 @@ struct Holder {
             world.mesh(), rank, {DeviceKind::cpu, 1},
             [&](const std::string& name, const auto& group) { return world.join(rank, name, group); }, world.hooks(),
             step.tensor, step.context, step.expert),
-        state(table_of(step, dp), step.dtype, step.zero, dp, poisoned(arena), step.stage_units()),
-        world_(world) {}
-  ~Holder() {  // as ~Run()
-    if (std::uncaught_exceptions() > exceptions_) world_.abort();
-    try {
-      synchronize();
-    } catch (...) {  // already reported, or a peer's
-    }
-  }
+        state(table_of(step, dp), step.dtype, step.zero, dp, poisoned(arena), step.stage_units()) {}
   Holder(const Holder&) = delete;
   Holder& operator=(const Holder&) = delete;
   void synchronize() {
@@ -80,9 +72,6 @@ struct Holder {
   }
 
  private:
-  World& world_;
-  int exceptions_ = std::uncaught_exceptions();
-
   static Arena& poisoned(Arena& arena) {
     arena.poison_free();
     return arena;

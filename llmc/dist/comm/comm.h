@@ -1,8 +1,13 @@
 // comm.h: collectives and point-to-point on the groups of a mesh, asynchronous on a stream. Every member of a group
 // calls the same collectives in the same order. Tensors go through a transport (threads; on the null device one that
 // only counts) by the algorithms of ring.h and server.h, or through a library (NCCL). Groups are made by world.h.
+//
+// A group may be destroyed while tasks of streams still use it: what they use of it they own. But a task may wait for a
+// peer that waits for this rank; so a rank that leaves a group by an error aborts the world.
 #pragma once
 #include <algorithm>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -37,7 +42,7 @@ class NullTransport final : public Transport {
 class Comm {
  public:
   Comm(std::string name, std::unique_ptr<Transport> transport)
-      : name_(std::move(name)), transport_(std::make_unique<Counter>(std::move(transport))) {}
+      : name_(std::move(name)), transport_(std::make_shared<Counter>(std::move(transport))) {}
   // Tensors go through `library`, and over a null transport to count their bytes; `transport` carries only the hosts'
   // messages.
   Comm(std::string name, std::unique_ptr<Transport> transport, std::shared_ptr<GpuCollectives> library)
@@ -46,18 +51,25 @@ class Comm {
     counted_ = std::make_unique<Counter>(std::make_unique<NullTransport>(rank(), size()));
   }
 
-  virtual ~Comm() = default;
+  virtual ~Comm() {
+    if (std::uncaught_exceptions() > exceptions_) abort();
+  }
 
   int rank() const { return transport_->rank(); }
   int size() const { return transport_->size(); }
   const std::string& name() const { return name_; }
   Transport& transport() { return *transport_; }  // for other forms of collectives (dev/comm)
   // Bytes of tensors that this rank has sent, and received; call with the streams idle.
-  int64_t bytes_sent() const { return (counted_ ? counted_ : transport_)->sent; }
-  int64_t bytes_received() const { return (counted_ ? counted_ : transport_)->received; }
+  int64_t bytes_sent() const { return counted().sent; }
+  int64_t bytes_received() const { return counted().received; }
   void forget_bytes() {
     for (Counter* c : {transport_.get(), counted_.get()})
       if (c != nullptr) c->sent = c->received = 0;
+  }
+  // What abort() calls: it ends every wait of this rank for a peer, and of peers for it, with a PeerError.
+  void on_abort(std::function<void()> abort) { abort_ = std::move(abort); }
+  void abort() const {
+    if (abort_) abort_();
   }
   // Writes there what it does.
   void report_to(std::shared_ptr<Attendance> place) { place_ = std::move(place); }
@@ -266,6 +278,7 @@ class Comm {
     std::unique_ptr<Transport> inner;
     int64_t sent = 0, received = 0;
   };
+  const Counter& counted() const { return counted_ ? *counted_ : *transport_; }
 
   // Sends and receives of the library.
   struct LibraryTransport final : Transport {
@@ -321,20 +334,25 @@ class Comm {
         cost.link_bytes = static_cast<double>(std::max(transport_->sent - sent, transport_->received - received));
         cost.messages = messages.value_or(size() - 1);
       }
-      stream.run(cost, {inspected}, [=, this] {
-        const Waiting waiting;
-        const bool units = name_ == "gradients" || name_ == "replicas" || name_ == "weights" ||
-                           name_ == "expert gradients" || name_ == "expert weights";
-        const Attending attending(place_.get(), op, units ? "unit " : "", buffer.name);
-        through(*transport_, gpu);
-      });
+      const bool units = name_ == "gradients" || name_ == "replicas" || name_ == "weights" ||
+                         name_ == "expert gradients" || name_ == "expert weights";
+      stream.run(cost, {inspected},
+                 [=, transport = transport_, place = place_, unit = std::string(units ? "unit " : ""),
+                  tensor = std::string(buffer.name)] {
+                   const Waiting waiting;
+                   const Attending attending(place.get(), op, unit, tensor);
+                   through(*transport, gpu);
+                 });
     }
   }
 
   std::string name_;
-  std::unique_ptr<Counter> transport_, counted_;
+  std::shared_ptr<Counter> transport_;
+  std::unique_ptr<Counter> counted_;
   std::shared_ptr<GpuCollectives> library_;
   std::shared_ptr<Attendance> place_;  // none: nobody wants to know
+  std::function<void()> abort_;        // none: nothing waits
+  int exceptions_ = std::uncaught_exceptions();
 };
 
 }  // namespace llmc

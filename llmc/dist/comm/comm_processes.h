@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -35,12 +36,13 @@ class ProcessesTransport final : public Transport {
     const bool sends = to >= 0 && out_bytes > 0, receives = from >= 0 && in_bytes > 0;
     const bool sends_here = sends && local_.here(member(to)), receives_here = receives && local_.here(member(from));
     // What is posted here first waits for nobody, so the order of the rest cannot deadlock.
-    if (sends_here) hub_->post(index_, to, out, out_bytes);
+    std::optional<ThreadsHub::Post> post;
+    if (sends_here) post.emplace(*hub_, index_, to, out, out_bytes);
     if ((sends && !sends_here) || (receives && !receives_here))
       remote(sends_here ? -1 : to, out, sends && !sends_here ? out_bytes : 0, receives_here ? -1 : from, in,
              receives && !receives_here ? in_bytes : 0, gpu);
     if (receives_here) hub_->take(from, index_, in, in_bytes, gpu);
-    if (sends_here) hub_->wait_taken(index_, to);
+    if (post) post->wait_taken();
   }
 
  private:

@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -16,6 +17,17 @@ namespace llmc {
 // What the threads of one group share: a slot for each ordered pair of ranks. A rank uses a
 // group from one thread, so at most one of the two waits for their slot.
 class ThreadsHub {
+  struct Slot {
+    std::mutex mutex;
+    std::condition_variable changed;
+    const void* data = nullptr;
+    int64_t bytes = 0;
+    bool aborted = false;
+  };
+  static void check(const Slot& s) {
+    if (s.aborted) throw PeerError();
+  }
+
  public:
   explicit ThreadsHub(int size) : size_(size), slots_(static_cast<size_t>(size * size)) {}
   int size() const { return size_; }
@@ -31,16 +43,6 @@ class ThreadsHub {
   // Makes each byte take so many seconds; for tests of overlap.
   void throttle(double seconds_per_byte) { seconds_per_byte_ = seconds_per_byte; }
 
-  void post(int from, int to, const void* data, int64_t bytes) {
-    Slot& s = slot(from, to);
-    std::unique_lock lock(s.mutex);
-    s.changed.wait(lock, [&] { return s.aborted || s.data == nullptr; });
-    check(s);
-    s.data = data;
-    s.bytes = bytes;
-    lock.unlock();  // first, or the rank that wakes up goes to sleep again at the mutex
-    s.changed.notify_one();
-  }
   void take(int from, int to, void* data, int64_t bytes, Stream* gpu) {
     Slot& s = slot(from, to);
     std::unique_lock lock(s.mutex);
@@ -54,24 +56,43 @@ class ThreadsHub {
     lock.unlock();
     s.changed.notify_one();
   }
-  // Waits until what was posted has been taken.
-  void wait_taken(int from, int to) {
+  // What a rank has posted; no peer reads it any more when this ends, by an error either.
+  class Post {
+   public:
+    Post(ThreadsHub& hub, int from, int to, const void* data, int64_t bytes) : slot_(hub.slot(from, to)) {
+      hub.post(from, to, data, bytes);
+    }
+    ~Post() {
+      if (taken_) return;
+      std::lock_guard lock(slot_.mutex);  // the receiver holds it while it copies
+      slot_.data = nullptr;
+      slot_.aborted = true;
+      slot_.changed.notify_all();
+    }
+    Post(const Post&) = delete;
+    Post& operator=(const Post&) = delete;
+    void wait_taken() {
+      std::unique_lock lock(slot_.mutex);
+      slot_.changed.wait(lock, [&] { return slot_.aborted || slot_.data == nullptr; });
+      check(slot_);
+      taken_ = true;
+    }
+
+   private:
+    Slot& slot_;
+    bool taken_ = false;
+  };
+
+ private:
+  void post(int from, int to, const void* data, int64_t bytes) {
     Slot& s = slot(from, to);
     std::unique_lock lock(s.mutex);
     s.changed.wait(lock, [&] { return s.aborted || s.data == nullptr; });
     check(s);
-  }
-
- private:
-  struct Slot {
-    std::mutex mutex;
-    std::condition_variable changed;
-    const void* data = nullptr;
-    int64_t bytes = 0;
-    bool aborted = false;
-  };
-  static void check(const Slot& s) {
-    if (s.aborted) throw PeerError();
+    s.data = data;
+    s.bytes = bytes;
+    lock.unlock();  // first, or the rank that wakes up goes to sleep again at the mutex
+    s.changed.notify_one();
   }
   Slot& slot(int from, int to) { return slots_[static_cast<size_t>(from * size_ + to)]; }
 
@@ -88,9 +109,10 @@ class ThreadsTransport final : public Transport {
   void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
                 Stream* gpu) override {
     const bool sends = to >= 0 && out_bytes > 0, receives = from >= 0 && in_bytes > 0;
-    if (sends) hub_->post(rank_, to, out, out_bytes);
+    std::optional<ThreadsHub::Post> post;
+    if (sends) post.emplace(*hub_, rank_, to, out, out_bytes);
     if (receives) hub_->take(from, rank_, in, in_bytes, gpu);
-    if (sends) hub_->wait_taken(rank_, to);
+    if (post) post->wait_taken();
   }
 
  private:
