@@ -11,10 +11,13 @@ count=${1:-${LONG:+40}}
 SEED=${SEED:-$RANDOM}
 RANDOM=$SEED
 dir=$(mktemp -d)
-# Of this test alone: their command lines name its directory.
-mine() { pgrep -f -- "^[^ ]*train_gpt .*--out-dir $dir/" || :; }
+# shellcheck source=test/scripts/processes.sh
+. test/scripts/processes.sh
+# Of this test alone, also where mpirun has ended and left them: the directory is its own.
+mine() { trainers_with --out-dir "$dir/run"; }
 cleanup() {
-  { mine; jobs -p; } | xargs -r kill -KILL 2>/dev/null || :
+  # shellcheck disable=SC2046
+  kill_all KILL $(mine) $(jobs -p)
   wait 2>/dev/null || :
   rm -rf "$dir"
 }
@@ -106,7 +109,8 @@ run_case() {
       done ;;
   esac
   begun=$(now)
-  kill -s "$signal" "${id:-0}" 2>/dev/null || fail "it had ended already"
+  [ -n "$id" ] || fail "process $victim was not found"
+  kill -s "$signal" "$id" 2>/dev/null || fail "it had ended already"
 
   [ "$signal" != KILL ] || wait "$id" 2>/dev/null || :
   for process in "${!pids[@]}"; do
@@ -138,7 +142,7 @@ run_case() {
         sleep 0.02
       done ;;
   esac
-  [ -z "$(mine)" ] || fail "left running: $(mine | xargs ps -o args= -p)"
+  [ -z "$(mine)" ] || fail "left running: $(for id in $(mine); do tr '\0' ' ' <"/proc/$id/cmdline"; done)"
   echo "  $case: $took ms: $(sed -n 's/^train_gpt: //p' "$dir"/log.[0-9m]* | sort | uniq -c | sort -rn | head -n 1)"
 
   # What is there is of the run that nobody disturbed, and leads to its end.

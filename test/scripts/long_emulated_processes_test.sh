@@ -5,8 +5,11 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 make -s build/emulated/train_gpt
 dir=$(mktemp -d)
+# shellcheck source=test/scripts/processes.sh
+. test/scripts/processes.sh
 cleanup() {
-  jobs -p | xargs -r kill -KILL 2>/dev/null || :
+  # shellcheck disable=SC2046
+  kill_all KILL $(jobs -p)
   rm -rf "$dir"
 }
 trap cleanup EXIT

@@ -13,6 +13,8 @@ skip() { echo "long_slurm_test: skipped: $1"; exit 77; }
 scripts/install_deps.sh --if-needed slurm test || skip "Slurm is missing and could not be installed"
 command -v mpirun >/dev/null || skip "there is no mpirun"
 
+# shellcheck source=test/scripts/processes.sh
+. test/scripts/processes.sh
 dir=$(mktemp -d)
 export SLURM_CONF=$dir/slurm.conf
 daemons=()
@@ -23,7 +25,8 @@ finish() {
   kill "${daemons[@]}"
   for _ in $(seq 50); do kill -0 "${daemons[@]}" || break; sleep 0.1; done
   # What is still there, such as a step that was torn down: all that was started with this cluster's configuration.
-  grep -lzs "^SLURM_CONF=$SLURM_CONF$" /proc/[0-9]*/environ | cut -d / -f 3 | xargs -r kill -KILL
+  # shellcheck disable=SC2046
+  kill_all KILL $(grep -lzs "^SLURM_CONF=$SLURM_CONF$" /proc/[0-9]*/environ | cut -d / -f 3)
   rm -rf "$dir"
 } 2>/dev/null
 trap 'set +e; finish' EXIT

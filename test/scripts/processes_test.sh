@@ -9,8 +9,11 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 all=${1:-${LONG:+all}}
 dir=$(mktemp -d)
+# shellcheck source=test/scripts/processes.sh
+. test/scripts/processes.sh
 cleanup() {
-  jobs -p | xargs -r kill -KILL 2>/dev/null || :
+  # shellcheck disable=SC2046
+  kill_all KILL $(jobs -p)
   rm -rf "$dir"
 }
 trap cleanup EXIT
@@ -191,7 +194,7 @@ long=("${run[@]}" --max-steps 400 --val-every 0 --checkpoint-every 0)
 ./train_gpt "${long[@]}" --local-ranks 4 --out-dir "$dir/whole" >"$dir/log.whole" 2>&1 || fail "400 steps of threads"
 (
   until grep -qs '"step":20,' "$dir/stopped/metrics.jsonl"; do sleep 0.02; done
-  pkill -TERM -f -- "^./train_gpt .*--out-dir $dir/stopped --rank 2"
+  kill -TERM "$(trainers_with --out-dir "$dir/stopped" --rank 2)"
 ) &
 status=0
 tcp 4 "${long[@]}" --out-dir "$dir/stopped" || status=$?
@@ -220,7 +223,7 @@ for ((tries = 0; tries < 500; ++tries)); do
 done
 python3 test/scripts/python/hostile_connections.py 127.0.0.1 "$port" --seed "$RANDOM" --count $count >"$dir/log.strangers" 2>&1 ||
   fail "strangers were believed, or kept waiting"
-pkill -USR1 -f -- "^./train_gpt .*--out-dir $dir/visited --rank 0"
+kill -USR1 "$(trainers_with --out-dir "$dir/visited" --rank 0)"
 for process in "${pids[@]}"; do
   status=0
   wait "$process" || status=$?
