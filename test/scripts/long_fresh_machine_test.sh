@@ -15,8 +15,9 @@
 #             name before anything is compiled (or, where it is optional, done without), with network it is installed
 #
 # From the environment:
-#   FRESH_TARGETS='run test'     what the first four forms make; FRESH_TARGETS=config only looks at the machine, installs
-#                                and looks again, which takes a minute a form
+#   FRESH_TARGETS='run test'     what the first four forms make; 'ci' is .ci/run, so `make check` and `make test`;
+#                                FRESH_TARGETS=config only looks at the machine, installs and looks again, which takes a
+#                                minute a form
 #   FRESH_CACHE=build/fresh_machine   the bare root, the one with everything, and logs; about 2 GB; rm -rf when done
 #   FRESH_SUITE=                 another release than this machine's
 #   FRESH_PACKAGES=              for each: these packages instead of the list
@@ -164,24 +165,26 @@ failed() {
 
 # succeeds FORM NETWORK USER: makes the targets
 succeeds() {
-  local form=$1 network=$2 user=$3 target log started status command result
+  local form=$1 network=$2 user=$3 target log started status command result processor TIMEFORMAT='%U %S'
   for target in $targets; do
     log=$logs/$form-$target status=0 started=$SECONDS
     case $target in
+      ci) command='.ci/run' ;;
       run) command="make run RUN_FLAGS='$run_flags'" ;;
       config) command='scripts/install_deps.sh --if-needed build test run && make config' ;;
       *) command="make $target" ;;
     esac
-    inside "$root" "$network" "$user" "$command" >"$log" 2>&1 || status=$?
+    { time inside "$root" "$network" "$user" "$command" >"$log" 2>&1 || status=$?; } 2>"$logs/time"
+    processor=$(awk '{ printf "%.0f", $1 + $2 }' "$logs/time")   # this machine may have others to serve
     result=$(tail -n 1 "$log")
     [ "$status" -eq 0 ] || failed "$form: $command ended with status $status; see $log, which ends:
 $(tail -n 15 "$log")"
     case $target in
       run) [ -s "$root/home/builder/train_gpt/out/kjv/metrics.jsonl" ] || failed "$form: make run trained nothing: $log" ;;
-      test*) [[ $result =~ ^[0-9]+' passed, 0 failed'$ ]] || failed "$form: make $target ended with '$result': $log" ;;
+      ci | test*) [[ $result =~ ^[0-9]+' passed, 0 failed'$ ]] || failed "$form: $command ended with '$result': $log" ;;
     esac
-    table+=("| $form | make $target | $((SECONDS - started)) s | $result |")
-    say "$form: make $target: $((SECONDS - started)) s: $result"
+    table+=("| $form | $command | $((SECONDS - started)) s | $processor s | $result |")
+    say "$form: $command: $((SECONDS - started)) s, of processors $processor s: $result"
   done
 }
 
@@ -298,12 +301,12 @@ try_each() {
     say "each: $package: $what, installed when online"
     drop
   done
-  table+=("| each | ${#packages[@]} packages deleted | $((SECONDS - started)) s | |")
+  table+=("| each | ${#packages[@]} packages deleted | $((SECONDS - started)) s | | |")
 }
 
 for form in "${forms[@]}"; do "try_$form"; done
-echo '| machine | what | time | last line |'
-echo '| --- | --- | --- | --- |'
+echo '| machine | what | time | of processors | last line |'
+echo '| --- | --- | --- | --- | --- |'
 printf '%s\n' "${table[@]}"
 [ $failures -eq 0 ] || { say "$failures failures"; exit 1; }
 say "ok: ${forms[*]}, with $suite on $(nproc) processors"
