@@ -20,12 +20,14 @@
 #include "run/evaluate.h"
 #include "run/job.h"
 #include "run/modes.h"
+#include "run/next_steps.h"
 #include "run/options/parse.h"
 #include "run/processes.h"
 #include "run/progress.h"
 #include "run/ranks.h"
 #include "run/report.h"
 #include "run/run_dir.h"
+#include "run/seen_samples.h"
 #include "run/setup.h"
 #include "run/start.h"
 #include "run/step_report.h"
@@ -335,7 +337,7 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
   together(processes, "weights", [&] {
     if (resume && !first) resume->trainer = read_json(resume->path + "/trainer.json");
     if (resume) job.resume(*resume, log), report_changes(log, *resume, job);
-    else require_whole_weights(o);
+    else require_whole_weights(o), report_seen_samples(log, job);
   });
   require_same_everywhere(processes, job, resume);
   Peaks peaks;

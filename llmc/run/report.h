@@ -165,42 +165,4 @@ inline void report_profile(Log& log, const OpLedger& ops, int64_t steps, const P
             rows);
 }
 
-namespace detail {
-
-// "out/run" for "out/run-continued" and "out/run-continued-2".
-inline std::string without_continued(const std::string& out) {
-  const size_t digits = out.find_last_not_of("0123456789") + 1;
-  const bool numbered = digits > 0 && digits < out.size() && out[digits - 1] == '-';
-  const std::string name = numbered ? out.substr(0, digits - 1) : out, ending = "-continued";
-  return name.ends_with(ending) ? name.substr(0, name.size() - ending.size()) : out;
-}
-
-}  // namespace detail
-
-// The next commands, to be pasted where `program` was called: each works as it stands.
-inline void report_next_steps(Log& log, const Options& o, const std::string& checkpoint, const std::string& program) {
-  Options more = o, made;
-  more.model = checkpoint;  // which knows its own shape
-  more.from_scratch = false;
-  more.n_layer = more.n_head = more.n_kv_head = more.n_embd = more.n_ffn = more.vocab_size = std::nullopt;
-  more.resume = Options().resume;
-  more.restart = false;
-  const std::string out = o.out_dir.substr(0, o.out_dir.find_last_not_of('/') + 1);
-  const std::string first = detail::without_continued(out);
-  more.out_dir = first + "-continued";
-  for (int i = 2; path_exists(more.out_dir); ++i) more.out_dir = formatted("{}-continued-{}", first, i);
-  made.generate = true;
-  made.model = checkpoint;
-  made.dtype = o.dtype;
-  made.tokenizer = o.tokenizer;
-  made.prompt = o.prompt;
-  made.temperature = o.temperature;
-  made.top_k = o.top_k;
-  made.top_p = o.top_p;
-  Rows rows = {{"train further", command_line(more, program)}, {"generate", command_line(made, program)}};
-  const std::string plot = (std::filesystem::path(program).parent_path() / "scripts/plot.py").lexically_normal();
-  if (path_exists(plot)) rows.emplace_back("plot", formatted("python3 {} {}", shell_word(plot), shell_word(out)));
-  log.table("next: train further from these weights (with a new optimizer), generate, plot", rows);
-}
-
 }  // namespace llmc

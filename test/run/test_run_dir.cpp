@@ -5,7 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "catch2.h"
-#include "run/report.h"
+#include "run/next_steps.h"
 #include "run/run_dir.h"
 #include "tiny_run.h"
 #include "train/lr_schedule.h"

@@ -1,0 +1,79 @@
+// next_steps.h: the commands that a run suggests: how to go on from its weights.
+#pragma once
+#include <filesystem>
+#include <limits>
+#include <optional>
+#include <string>
+
+#include "core/files.h"
+#include "core/log.h"
+#include "run/options/print.h"
+#include "run/plan/report_plan.h"
+
+namespace llmc {
+
+namespace detail {
+
+// "out/run" for "out/run-continued" and "out/run-continued-2".
+inline std::string without_continued(const std::string& out) {
+  const size_t digits = out.find_last_not_of("0123456789") + 1;
+  const bool numbered = digits > 0 && digits < out.size() && out[digits - 1] == '-';
+  const std::string name = numbered ? out.substr(0, digits - 1) : out, ending = "-continued";
+  return name.ends_with(ending) ? name.substr(0, name.size() - ending.size()) : out;
+}
+
+// "out/run-continued", or "out/run-continued-2" if that exists.
+inline std::string free_directory(const std::string& out, const std::string& ending) {
+  std::string free = out + ending;
+  for (int i = 2; path_exists(free); ++i) free = formatted("{}{}-{}", out, ending, i);
+  return free;
+}
+
+inline std::string without_slash(const std::string& out) { return out.substr(0, out.find_last_not_of('/') + 1); }
+
+// The options of a run without those of one start, or of one process.
+inline Options of_any_start(Options o) {
+  const Options usual;
+  o.resume = usual.resume;
+  o.restart = false;
+  o.rank = o.world_size = std::nullopt;
+  o.rendezvous.clear();
+  return o;
+}
+
+// A command for as many processes as these options have, with their launcher where it can be told.
+inline std::string launched(const Options& o, const std::string& command) {
+  if (o.place.processes == 1) return command;
+  const std::string launcher = o.place.started_by.substr(0, o.place.started_by.find(' '));
+  if (launcher == "srun" || ((launcher == "mpirun" || launcher == "mpiexec") && o.place.hosts == 1))
+    return formatted("{} -n {} {}", launcher, o.place.processes, command);
+  return formatted("in {} processes, started as these were: {}", o.place.processes, command);
+}
+
+}  // namespace detail
+
+// The next commands, to be pasted where `program` was called: each works as it stands.
+inline void report_next_steps(Log& log, const Options& o, const std::string& checkpoint, const std::string& program) {
+  const std::string out = detail::without_slash(o.out_dir);
+  Options more = detail::of_any_start(o), made;
+  more.model = checkpoint;  // which knows its own shape
+  more.from_scratch = false;
+  more.n_layer = more.n_head = more.n_kv_head = more.n_embd = more.n_ffn = more.vocab_size = std::nullopt;
+  more.seed = o.seed < std::numeric_limits<int64_t>::max() ? o.seed + 1 : 0;  // with the same one: the same samples
+  more.out_dir = detail::free_directory(detail::without_continued(out), "-continued");
+  made.generate = true;
+  made.model = checkpoint;
+  made.dtype = o.dtype;
+  made.tokenizer = o.tokenizer;
+  made.prompt = o.prompt;
+  made.temperature = o.temperature;
+  made.top_k = o.top_k;
+  made.top_p = o.top_p;
+  Rows rows = {{"train further", detail::launched(o, command_line(more, program))},
+               {"generate", command_line(made, program)}};
+  const std::string plot = (std::filesystem::path(program).parent_path() / "scripts/plot.py").lexically_normal();
+  if (path_exists(plot)) rows.emplace_back("plot", formatted("python3 {} {}", shell_word(plot), shell_word(out)));
+  log.table("next: train further from these weights (with a new optimizer), generate, plot", rows);
+}
+
+}  // namespace llmc

@@ -1,0 +1,61 @@
+// The commands that a run suggests: other samples than before, for as many processes as it had.
+#include "catch2.h"
+#include "run/job.h"
+#include "run/next_steps.h"
+#include "run/seen_samples.h"
+#include "tiny_run.h"
+
+using namespace llmc;
+using nlohmann::json;
+
+TEST_CASE("a suggested command is for as many processes, and belongs to none of them") {
+  Options o;
+  o.rank = 0, o.world_size = 4, o.rendezvous = "127.0.0.1:4000", o.restart = true, o.lr = 1;
+  REQUIRE(command_line(detail::of_any_start(o), "./t") == "./t --lr 1");
+  auto launched = [&](const std::string& by, int64_t processes, int64_t hosts) {
+    o.place.started_by = by, o.place.processes = processes, o.place.hosts = hosts;
+    return detail::launched(o, "./t");
+  };
+  REQUIRE(launched("one process", 1, 1) == "./t");
+  REQUIRE(launched("mpirun (Open MPI)", 4, 1) == "mpirun -n 4 ./t");
+  REQUIRE(launched("mpiexec (MPICH)", 2, 1) == "mpiexec -n 2 ./t");
+  REQUIRE(launched("srun (Slurm job 17)", 8, 2) == "srun -n 8 ./t");
+  for (const char* by : {"--rank", "torchrun's variables", "a launcher with PMIx"})
+    REQUIRE(launched(by, 4, 1) == "in 4 processes, started as these were: ./t");
+  REQUIRE(launched("mpirun (Open MPI)", 4, 2) == "in 4 processes, started as these were: ./t");  // on which hosts?
+}
+
+TEST_CASE("a run from weights that have seen the very samples that it begins with says so; the one suggested has not") {
+  const TempDir dir;
+  const ProgramResult first = run_program(tiny(dir / "run", "--max-steps 4"));
+  REQUIRE(first.status == 0);
+  const size_t table = first.out.rfind("\nnext: "), begin = first.out.find("./train_gpt ", table),
+               end = first.out.find('\n', begin);
+  const std::string command = first.out.substr(begin, end - begin), further = command.substr(12);
+  INFO(command);
+  REQUIRE(command.find(" --seed 43") != std::string::npos);
+  const ProgramResult on = run_program(further);
+  REQUIRE(on.status == 0);
+  REQUIRE(on.out.find("was trained on the same data") == std::string::npos);
+  const std::string notice = "notice: --model " + (dir / "run/step-000004") +
+                             " was trained on the same data in the same order, --seed 42: this run begins with the "
+                             "same samples, 0.20 epochs of them; another --seed takes them in another order\n";
+  const ProgramResult same = run_program(further + " --seed 42 --out-dir " + (dir / "same"));
+  REQUIRE(same.out.find(notice) != std::string::npos);
+
+  const json trainer = read_json(dir / "run/step-000004/trainer.json");
+  const std::vector<std::string> data = trainer["data_checksums"];
+  Options o;
+  o.seq_len = 33;
+  REQUIRE_FALSE(seen_samples(trainer, o, data).empty());
+  REQUIRE(seen_samples(trainer, o, {"other"}).empty());
+  REQUIRE(seen_samples(json(), o, data).empty());
+  o.shuffle = false;
+  REQUIRE(seen_samples(trainer, o, data).empty());
+  json in_order = trainer;
+  in_order["options"]["--shuffle"] = "false";
+  o.seed = 7;
+  REQUIRE(seen_samples(in_order, o, data).find("that of the files: ") != std::string::npos);
+  o.seq_len = 32;
+  REQUIRE(seen_samples(in_order, o, data).empty());
+}
