@@ -1,6 +1,8 @@
 // foreign.h: what other trainers call an option, and what it is called here: the one list, from which come the
 // answer to an unknown option and the tables in README.md.
 #pragma once
+#include <algorithm>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -14,6 +16,9 @@ struct ForeignOption {
   const char* name;  // as that trainer spells it
   const char* ours;  // our option, perhaps with its value; "": none
   const char* note;  // what differs, or why there is none
+  // How its values are written here; "": the same, but if there is a note, a person must say. "same"; or for each value
+  // ours, as in "True=1 False=", where nothing leaves the option out; "*=*": others are the same.
+  const char* values = "";
 };
 struct ForeignTrainer {
   const char* name;
@@ -41,12 +46,12 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
        {{"-e", "--model",
          "d6 and d12 as there; d24 and larger have 64 N channels here: add --n-embd and --n-head; not a .bin, but the "
          "Hugging Face directory of those weights"},
-        {"-y", "--resume", "a run resumes by itself; --restart begins it anew"},
+        {"-y", "--resume", "a run resumes by itself; --restart begins it anew", "1="},
         {"-lg", "--log-gpu-every", ""},
         {"-nk", "--keep-checkpoints", ""},
         {"-nm", "--keep-every", ""},
-        {"-sl", "--skip-loss-z", "never: leave it out, instead of 0"},
-        {"-sg", "--skip-grad-z", "never: leave it out, instead of 0"},
+        {"-sl", "--skip-loss-z", "never: leave it out, instead of 0", "0= *=*"},
+        {"-sg", "--skip-grad-z", "never: leave it out, instead of 0", "0= *=*"},
         {"-m", "--val-steps", "batches of a step's size, not micro-batches"},
         {"-h", "--eval-choices", "takes the file that data/hellaswag.py writes; -h alone is help"},
         {"-a", "--overfit-batch", "takes no value"},
@@ -74,10 +79,10 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"--val_loss_every", "--val-every", ""},
         {"--val_max_steps", "--val-steps", "batches of a step's size, not micro-batches"},
         {"--overfit_single_batch", "--overfit-batch", ""},
-        {"--tensorcores", "--tf32", "takes no value"},
+        {"--tensorcores", "--tf32", "takes no value", "same"},
         {"--flash", "--attention", "own kernels never store the scores; cudnn is the other choice"},
         {"--compile", "", no_compiler},
-        {"--inference_only", "--generate", "takes no value"}}},
+        {"--inference_only", "--generate", "takes no value", "same"}}},
       {"nanoGPT",
        {{"dataset", "--train-data", shards},
         {"block_size", "--seq-len", ""},
@@ -87,16 +92,16 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"min_lr", "--final-lr-frac", as_fraction},
         {"warmup_iters", "--warmup-steps", ""},
         {"lr_decay_iters", "--max-steps", whole_run},
-        {"decay_lr", "--lr-schedule", "constant instead of False"},
+        {"decay_lr", "--lr-schedule", "constant instead of False", "False=constant True="},
         {"max_iters", "--max-steps", ""},
         {"eval_interval", "--val-every", ""},
         {"eval_iters", "--val-steps", "batches of a step's size, not micro-batches"},
-        {"eval_only", "--evaluate", "takes no value; with --model DIRECTORY"},
+        {"eval_only", "--evaluate", "takes no value; with --model DIRECTORY", "same"},
         {"log_interval", "--log-every", ""},
         {"always_save_checkpoint", "--checkpoint-every", "--keep-best saves at every best validation"},
         {"init_from", "--model",
          "a preset trains from scratch; 'resume' is the default (--resume); a directory has weights"},
-        {"start", "--prompt", "with --generate"},
+        {"start", "--prompt", "with --generate", "same"},
         {"max_new_tokens", "--sample-tokens", ""},
         {"num_samples", "", "one sample; another --seed gives another one"},
         {"dropout", "", no_dropout},
@@ -134,7 +139,7 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"--save_steps", "--checkpoint-every", ""},
         {"--save_strategy", "--checkpoint-every", "in updates"},
         {"--save_total_limit", "--keep-checkpoints", ""},
-        {"--load_best_model_at_end", "--keep-best", "links OUT/best"},
+        {"--load_best_model_at_end", "--keep-best", "links OUT/best", "same"},
         {"--resume_from_checkpoint", "--resume", "auto by default"},
         {"--data_seed", "--seed", ""},
         {"--router_aux_loss_coef", "--moe-aux-loss", "times the experts per token; of each sequence"},
@@ -176,13 +181,13 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"--skip-train", "--evaluate", "with --model DIRECTORY"},
         {"--log-interval", "--log-every", ""},
         {"--exit-duration-in-mins", "--time-limit", ""},
-        {"--reset-attention-mask", "--mask-documents", "positions too"},
-        {"--recompute-activations", "--recompute", ""},
-        {"--recompute-granularity", "--recompute", ""},
+        {"--reset-attention-mask", "--mask-documents", "positions too", "same"},
+        {"--recompute-activations", "--recompute activation", "attention never keeps its scores here"},
+        {"--recompute-granularity", "--recompute", "block instead of full", "full=block"},
         {"--use-distributed-optimizer", "--zero-stage 1", ""},
         {"--tensor-model-parallel-size", "--tp", ""},
         {"--pipeline-model-parallel-size", "--pp", ""},
-        {"--num-virtual-stages-per-pipeline-rank", "--pp-chunks", "with --schedule interleaved"},
+        {"--num-virtual-stages-per-pipeline-rank", "--pp-chunks", "with --schedule interleaved", "same"},
         {"--decoder-first-pipeline-num-layers", "--pp-layout", "a list of the layers of all stages"},
         {"--decoder-last-pipeline-num-layers", "--pp-layout", "a list of the layers of all stages"},
         {"--context-parallel-size", "--cp", ""},
@@ -222,24 +227,45 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"--context-length", "--seq-len", ""},
         {"--grad-accum", "--total-batch-size", tokens_per_step},
         {"--precision", "--dtype", ""},
-        {"--gpus", "--local-ranks", "one for each visible GPU by default"},
+        {"--gpus", "--local-ranks", "one for each visible GPU by default", "same"},
         {"--nproc_per_node", "--local-ranks", "or start so many processes"}}},
   };
   return trainers;
 }
 
+struct ForeignMatch {
+  const ForeignTrainer* trainer;
+  const ForeignOption* option;
+};
+
+// Who has an option of this name: of several trainers the one that has most of `all`, the words beside it.
+inline std::optional<ForeignMatch> find_foreign(const std::string& word, const std::vector<std::string>& all = {}) {
+  const auto find_in = [](const ForeignTrainer& trainer, const std::string& name) -> const ForeignOption* {
+    for (const ForeignOption& option : trainer.options)
+      if (plain_name(option.name) == plain_name(name)) return &option;
+    return nullptr;
+  };
+  std::optional<ForeignMatch> best;
+  int64_t most = -1;
+  for (const ForeignTrainer& trainer : foreign_trainers()) {
+    const ForeignOption* option = find_in(trainer, word);
+    const int64_t has = std::ranges::count_if(all, [&](const std::string& name) { return find_in(trainer, name); });
+    if (option != nullptr && has > most) best = {&trainer, option}, most = has;
+  }
+  return best;
+}
+
 // What to say of an option that another trainer has: "-sl of llm.c is --skip-loss-z here". None: no trainer has it.
 inline std::optional<std::string> foreign_hint(const std::string& word) {
-  for (const ForeignTrainer& trainer : foreign_trainers())
-    for (const ForeignOption& option : trainer.options) {
-      if (plain_name(option.name) != plain_name(word)) continue;
-      const std::string theirs =
-          trainer.name == std::string("others") ? "it" : formatted("{} of {}", option.name, trainer.name);
-      const std::string note = option.note;
-      if (*option.ours == '\0') return formatted("{} has no counterpart here: {}", theirs, note);
-      return formatted("{} is {} here{}", theirs, option.ours, note.empty() ? "" : " (" + note + ")");
-    }
-  return std::nullopt;
+  const std::optional<ForeignMatch> match = find_foreign(word);
+  if (!match) return std::nullopt;
+  const auto [trainer, option] = *match;
+  const std::string theirs = trainer->name == std::string("others")
+                                 ? "it"
+                                 : formatted("{} of {}", option->name, trainer->name),
+                    note = option->note;
+  if (*option->ours == '\0') return formatted("{} has no counterpart here: {}", theirs, note);
+  return formatted("{} is {} here{}", theirs, option->ours, note.empty() ? "" : " (" + note + ")");
 }
 
 // The same as tables for README.md.
@@ -248,7 +274,7 @@ inline std::string foreign_markdown() {
       "### For those who come from another trainer\n\n"
       "Names that are the same, but for case, `-` and `_`, are left out. Letters that are not listed mean what they "
       "mean "
-      "in\nllm.c; defaults may differ. A name that does not exist here is refused, and the refusal names ours.\n";
+      "in\nllm.c; defaults may differ. Names that do not exist here are refused, all at once, with the command that has ours.\n";
   for (const ForeignTrainer& trainer : foreign_trainers()) {
     text += formatted("\n| {} | here | |\n| --- | --- | --- |\n", trainer.name);
     for (const ForeignOption& option : trainer.options)

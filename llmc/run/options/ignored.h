@@ -16,6 +16,8 @@ namespace llmc {
 inline bool of_training_alone(std::string_view name) {
   constexpr std::string_view names[] = {"--train-data",
                                         "--max-steps",
+                                        "--tokens",
+                                        "--epochs",
                                         "--out-dir",
                                         "--resume",
                                         "--restart",

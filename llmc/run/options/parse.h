@@ -21,16 +21,15 @@
 #include "run/checkpoint.h"
 #include "run/options/config_file.h"
 #include "run/options/ignored.h"
+#include "run/options/translate.h"
 #include "run/options/values.h"
 
 namespace llmc {
 
 namespace detail {
 
-// Refuses what CLI11 would misread: "-sl 5" and "-n-layer 5", as "-s l" and "-n -layer", and "-h 1", as help. A letter
-// may be followed by a number ("-b4"), but a word after one dash is a name.
+// Refuses what CLI11 would misread: a value that is a word after one dash.
 inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
-  auto is_letter = [](char c) { return std::isalpha(static_cast<unsigned char>(c)) != 0; };
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     if (word == "--") return;
@@ -38,13 +37,8 @@ inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
     const bool infinite = plain_name(word) == "inf" || plain_name(word) == "nan";
     CHECK(!infinite || argv[i - 1][0] != '-', "{} {}: expected a finite number; text would be given as {}={}",
           shown(argv[i - 1]), word, shown(argv[i - 1]), word);
-    const size_t second = word.find_first_not_of("-_", 2);
-    const bool named = second != std::string::npos && is_letter(word[second]);
-    const bool help_of = word.starts_with("-h") && (word.size() > 2 || (i + 1 < argc && argv[i + 1][0] != '-'));
-    if (!named && !help_of) continue;
-    CHECK(help_of || word.find('/') == std::string::npos, "{}: a value stands apart from its letter: {} {}",
-          shown(word), word.substr(0, 2), shown(word.substr(2)));
-    unknown_option(word.substr(0, word.find('=')), "");
+    CHECK(!is_word_after_one_dash(word) || word.starts_with("-h") || word.find('/') == std::string::npos,
+          "{}: a value stands apart from its letter: {} {}", shown(word), word.substr(0, 2), shown(word.substr(2)));
   }
 }
 
@@ -252,6 +246,27 @@ struct Command {
   std::string text;
 };
 
+template <class TakePlace>
+Command parse_command_line(int argc, const char* const* argv, TakePlace&& take_place);
+
+namespace detail {
+
+// What is wrong with the values of a command line, each on its own.
+inline std::string fault_of_values(const std::vector<std::string>& words) {
+  struct ValuesAreRight {};
+  std::vector<const char*> argv;
+  for (const std::string& word : words) argv.push_back(word.c_str());
+  try {
+    parse_command_line(static_cast<int>(argv.size()), argv.data(), [](Options&) { throw ValuesAreRight(); });
+  } catch (const ValuesAreRight&) {
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace detail
+
 // take_place(options): sets the number of ranks, and which of them are this process's.
 template <class TakePlace>
 Command parse_command_line(int argc, const char* const* argv, TakePlace&& take_place) {
@@ -279,6 +294,7 @@ Command parse_command_line(int argc, const char* const* argv, TakePlace&& take_p
   app.add_flag("--print-options-markdown", markdown);
   app.add_flag("--version", command.version);
   detail::refuse_words_after_one_dash(argc, argv);
+  refuse_unknown_options(argc, argv, detail::fault_of_values);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ArgumentMismatch& error) {  // "--lr: 1 required TEXT missing"
@@ -293,7 +309,6 @@ Command parse_command_line(int argc, const char* const* argv, TakePlace&& take_p
     return command;
   }
   for (const std::string& word : app.remaining()) {
-    if (word[0] == '-') detail::unknown_option(word.substr(0, word.find('=')), "");
     const char* const* at = std::find(argv + 1, argv + argc, word);
     detail::refuse_stray_word(word, at < argv + argc ? *(at - 1) : "");
   }

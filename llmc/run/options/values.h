@@ -51,16 +51,23 @@ void parse_value(const std::string& name, const std::string& text, std::optional
   parse_value(name, text, field.emplace());
 }
 
-// Throws "there is no such option", and says which one may be meant: ours for another trainer's, or a similar name.
-[[noreturn]] inline void unknown_option(const std::string& word, const std::string& where) {
+// Our names that resemble this one; none if there are too many.
+inline std::vector<std::string> our_similar_names(const std::string& word) {
   std::vector<std::string> names;
   for (const ModeOption& mode : mode_options) names.emplace_back(mode.name);
   Options o;
   visit_options(o, OptionVisitor{no_group, [&](const char* name, const char*, auto&, const Limits&, ResumeRule,
                                                const char*) { names.emplace_back(name); }});
+  std::vector<std::string> similar = similar_names(word, names);
+  if (similar.size() > 5) similar.clear();
+  return similar;
+}
+
+// Throws "there is no such option", and says which one may be meant: ours for another trainer's, or a similar name.
+[[noreturn]] inline void unknown_option(const std::string& word, const std::string& where) {
   std::string hint;
   if (const std::optional<std::string> foreign = foreign_hint(word)) hint = "; " + *foreign;
-  else if (const auto similar = similar_names(word, names); !similar.empty() && similar.size() <= 5)
+  else if (const auto similar = our_similar_names(word); !similar.empty())
     hint = "; did you mean " + either(similar) + "?";
   throw Error(formatted("{}{}: there is no such option{}{} see --help", where, shown(word), hint,
                         hint.ends_with('?') ? "" : ";"));

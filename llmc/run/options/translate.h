@@ -1,0 +1,191 @@
+// translate.h: a command line with options that do not exist here, such as another trainer's: all of them are named in
+// one refusal, with the command that would do as far as ours are the same.
+#pragma once
+#include <algorithm>
+#include <cctype>
+#include <map>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "core/words.h"
+#include "run/options/foreign.h"
+#include "run/options/print.h"
+#include "run/options/values.h"
+
+namespace llmc {
+
+namespace detail {
+
+inline bool is_letter(char c) { return std::isalpha(static_cast<unsigned char>(c)) != 0; }
+
+// "--lr", "-sl", "-b4"; not "-1".
+inline bool is_option_word(const std::string& word) {
+  return word.size() > 1 && word[0] == '-' && (word[1] == '-' || is_letter(word[1]));
+}
+
+// A letter may be followed by a value ("-b4"), but a word after one dash is a name.
+inline bool is_word_after_one_dash(const std::string& word) {
+  if (word.size() < 2 || word[0] != '-' || !is_letter(word[1])) return false;
+  const size_t second = word.find_first_not_of("-_", 2);
+  return second != std::string::npos && is_letter(word[second]);
+}
+
+// The words of a command line that belong together: an option with its value, or something else.
+struct Argument {
+  std::string name, value;  // as given
+  bool has_value = false, known = true;
+  std::vector<std::string> words;
+};
+
+// Whether each of our names and letters takes a value.
+inline std::map<std::string, bool> known_names() {
+  std::map<std::string, bool> takes_value;
+  for (const ModeOption& mode : mode_options) takes_value[mode.name] = mode.name == std::string("--config");
+  takes_value["-h"] = false;
+  Options o;
+  visit_options(o, OptionVisitor{no_group, [&](const char* name, const char* letter, auto& field, const Limits&,
+                                               ResumeRule, const char*) {
+                                   for (const std::string& each : {std::string(name), std::string(letter)})
+                                     if (!each.empty()) takes_value[each] = !is_flag(field);
+                                   if (const std::string no = negation(name, field); !no.empty())
+                                     takes_value[no] = false;
+                                 }});
+  return takes_value;
+}
+
+inline std::vector<Argument> split_arguments(int argc, const char* const* argv) {
+  const std::map<std::string, bool> takes_value = known_names();
+  std::vector<Argument> all;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    Argument a;
+    a.words = {word};
+    const bool last = i + 1 == argc, value_follows = !last && !is_option_word(argv[i + 1]);
+    if (word == "--") {
+      while (++i < argc) a.words.emplace_back(argv[i]);
+    } else if (is_option_word(word)) {
+      const bool letter = word[1] != '-' && !is_word_after_one_dash(word), help = letter && word[1] == 'h';
+      const size_t equals = std::min(word.find('='), word.size());
+      a.name = letter && !help ? word.substr(0, 2) : word.substr(0, equals);
+      a.has_value = a.name.size() < word.size();
+      if (a.has_value) a.value = word.substr(letter && !help ? 2 : equals + 1);
+      const auto known = takes_value.find(a.name);
+      a.known = known != takes_value.end() && !(help && (a.name != "-h" || a.has_value || value_follows));
+      const bool takes = a.known ? known->second && !last : value_follows;
+      if (!a.has_value && takes) a.words.emplace_back(a.value = argv[++i]), a.has_value = true;
+    }
+    all.push_back(std::move(a));
+  }
+  return all;
+}
+
+using Words = std::vector<std::string>;
+
+inline Words with_value(const std::string& name, const std::string& value) {
+  return is_option_word(value) ? Words{name + "=" + value} : Words{name, value};
+}
+inline std::string as_command(const Words& words) {
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : " ") + shell_word(word);
+  return text;
+}
+
+// What an option that does not exist here comes to.
+struct Translation {
+  std::string theirs;  // "--learning_rate 3e-4"
+  Words ours;          // {"--lr", "3e-4"}; empty: leave it out
+  std::string fault;   // why it is not the same; "": it is
+};
+
+// all: the names that do not exist here.
+inline Translation translate(const Argument& a, const Words& all) {
+  Translation t{.theirs = as_command(a.words), .ours = {}, .fault = ""};
+  const Words similar = our_similar_names(a.name);
+  std::string ours, note, values;
+  if (const std::optional<ForeignMatch> match = find_foreign(a.name, all)) {
+    ours = match->option->ours, note = match->option->note, values = match->option->values;
+    if (ours.empty()) t.fault = "no counterpart: " + note;
+    else if (values.empty() && !note.empty()) t.fault = formatted("{}: {}", ours, note);
+  } else if (similar.size() == 1 && plain_name(similar[0]) == plain_name(a.name)) {
+    ours = similar[0];  // --batch_size
+  } else {
+    t.fault = similar.empty() ? "unknown" : "did you mean " + either(similar) + "?";
+  }
+  if (!t.fault.empty()) return t;
+  const std::map<std::string, bool> takes_value = known_names();
+  if (const auto it = takes_value.find(ours); it == takes_value.end() || !it->second) {  // "--tf32", "--dtype bf16"
+    const std::string value = plain_name(a.value);
+    const bool off = a.has_value && (value == "0" || value == "false" || value == "no" || value == "off");
+    std::istringstream words(off ? "" : ours);
+    for (std::string word; words >> word;) t.ours.push_back(word);
+  } else if (!a.has_value) {
+    t.fault = ours + ", with a value";
+  } else if (values.empty() || values == "same") {
+    t.ours = with_value(ours, a.value);
+  } else {
+    t.fault = formatted("{}: {}", ours, note);
+    std::istringstream pairs(values);
+    for (std::string pair; !t.fault.empty() && pairs >> pair;) {
+      const std::string from = pair.substr(0, pair.find('=')), to = pair.substr(pair.find('=') + 1);
+      if (from != "*" && from != a.value) continue;
+      t.fault = "";
+      if (!to.empty()) t.ours = with_value(ours, to == "*" ? a.value : to);
+    }
+  }
+  return t;
+}
+
+}  // namespace detail
+
+// Refuses options that do not exist here: all of them at once, with what they are here, and the command that would do.
+// fault_of(words): why that command is refused in turn; "": it is not.
+template <class FaultOf>
+void refuse_unknown_options(int argc, const char* const* argv, FaultOf&& fault_of) {
+  using namespace detail;
+  const std::vector<Argument> arguments = split_arguments(argc, argv);
+  Words unknown, command = {argv[0]};
+  for (const Argument& a : arguments) {
+    if (a.known && (a.name == "-h" || a.name == "--help")) return;
+    if (!a.known) unknown.push_back(a.name);
+  }
+  if (unknown.empty()) return;
+  std::vector<Translation> translations;
+  bool any_ours = false, any_fault = false;
+  for (const Argument& a : arguments) {
+    const Translation t = a.known ? Translation{"", a.words, ""} : translate(a, unknown);
+    command.insert(command.end(), t.ours.begin(), t.ours.end());
+    if (a.known) continue;
+    translations.push_back(t);
+    (t.fault.empty() ? any_ours : any_fault) = true;
+  }
+  std::string text;
+  if (translations.size() == 1) {
+    try {
+      unknown_option(unknown[0], "");
+    } catch (const Error& error) {
+      text = error.what();
+    }
+    if (!any_ours) throw Error(text);
+  } else {
+    Words names;
+    for (const std::string& name : unknown) names.push_back(shown(name));
+    text = either(names, "and") + ": there are no such options; see --help. Here they are";
+    for (const Translation& t : translations)
+      text += formatted("\n  {:-36} {}", shown(t.theirs),
+                        !t.fault.empty() ? "? " + t.fault
+                        : t.ours.empty() ? "leave it out"
+                                         : as_command(t.ours));
+    if (!any_ours) throw Error(text);
+  }
+  text += formatted("\nthe command here{}:\n  {}", any_fault ? ", without what has a question mark" : "",
+                    as_command(command));
+  if (const std::string fault = fault_of(command); !fault.empty())
+    text += "\nof which this is still to change: " + fault;
+  throw Error(text);
+}
+
+}  // namespace llmc
