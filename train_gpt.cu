@@ -321,7 +321,7 @@ class Training {
 void run_training(const Options& o, const Processes& processes, StopCondition::Clock::time_point process_begin) {
   note_stop_signals();
   const bool first = processes.process() == 0;
-  Log log = first ? Log() : Log::silent();
+  Log log = make_log(o, processes);
   std::optional<Job> made;
   together(processes, "options", [&] { made.emplace(o, process_begin); });
   Job& job = *made;

@@ -1,8 +1,6 @@
 // log.h: what a run prints: lines and tables on stdout, which OUT/log.txt keeps, a live progress line on a terminal,
 // and OUT/metrics.jsonl, one object for each line of numbers.
 #pragma once
-#include <unistd.h>
-
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -94,14 +92,15 @@ struct ValLine {
                         choices_normalized = std::nullopt;  // fractions of questions answered right
 };
 
+enum class ProgressLine : uint8_t { none, shown };
+
 class Log {
  public:
-  Log() : terminal_(isatty(STDOUT_FILENO) == 1) {}
+  explicit Log(ProgressLine progress = ProgressLine::none) : live_(progress == ProgressLine::shown) {}
   // For ranks that print nothing.
   static Log silent() {
     Log log;
     log.silent_ = true;
-    log.terminal_ = false;
     return log;
   }
 
@@ -134,7 +133,7 @@ class Log {
   }
 
   // Does a progress line show?
-  bool live() const { return terminal_; }
+  bool live() const { return live_; }
 
   // A title and rows of name and value.
   void table(const std::string& title, const std::vector<std::pair<std::string, std::string>>& rows) {
@@ -211,9 +210,9 @@ class Log {
     write(object);
   }
 
-  // A line that the next one overwrites; prints nothing if stdout is not a terminal.
+  // A line that the next one overwrites; prints nothing without ProgressLine::shown.
   void progress(const std::string& what, int64_t done, int64_t total) {
-    if (!terminal_) return;
+    if (!live_) return;
     std::printf("\r\033[K%s %lld/%lld", printable(what).c_str(), static_cast<long long>(done),
                 static_cast<long long>(total));
     std::fflush(stdout);
@@ -249,7 +248,7 @@ class Log {
                      fault));
   }
 
-  bool terminal_, progress_shown_ = false, silent_ = false;
+  bool live_, progress_shown_ = false, silent_ = false;
   int rows_ = 0;
   std::optional<AppendFile> metrics_, console_;
   std::string early_;  // lines for log.txt, before it is open

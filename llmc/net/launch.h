@@ -101,6 +101,13 @@ class FindLaunch {
     return launch_of(claim);
   }
 
+  // Slurm gives `srun --pty`, and the shell of salloc, the terminal of who has called it.
+  bool has_output() const {
+    for (const Claim& claim : {open_mpi(), mpich(), pmix(), torchrun(), from_options()})
+      if (claim.rank) return true;
+    return slurm().rank && !text("SLURM_PTY_PORT");
+  }
+
  private:
   // ---- What launchers say ----
 
@@ -291,6 +298,12 @@ class FindLaunch {
 // What this process is to do. Refuses what contradicts itself, is incomplete, or cannot work, and names the variables.
 inline Launched find_launch(const LaunchOptions& options, const Environment& environment, MpiLibrary built) {
   return detail::FindLaunch(options, environment, built).find();
+}
+
+// Does a launcher, or who gives each process its --rank, collect what this process prints? It may do so through a
+// terminal that nobody reads, as mpirun does.
+inline bool launcher_has_output(const LaunchOptions& options, const Environment& environment) {
+  return detail::FindLaunch(options, environment, MpiLibrary::none).has_output();
 }
 
 }  // namespace llmc

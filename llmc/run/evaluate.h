@@ -285,7 +285,7 @@ inline void require_same_evaluation(const Processes& processes, const Evaluation
 // Called by all processes; the first one prints. Nothing is written.
 inline void run_evaluate(const Options& o, const Processes& processes) {
   const bool first = processes.process() == 0;
-  Log log = first && !o.json ? Log() : Log::silent();
+  Log log = first && !o.json ? make_log(o) : Log::silent();
   std::optional<Evaluation> made;
   together(processes, "options", [&] { made.emplace(o); });
   const Evaluation& job = *made;

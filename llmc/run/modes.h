@@ -50,7 +50,7 @@ inline void run_generate(const Options& o) {
 
 // --selftest: every layout of the available ranks against one CPU rank.
 inline void run_selftest_mode(const Options& o, const Processes& processes) {
-  Log log = processes.process() == 0 ? Log() : Log::silent();
+  Log log = make_log(o, processes);
   selftest::Machine machine{.device = rank_device(choose_device(o), o.place)};
   machine.device.threads = 1;
   machine.backend = choose_backend(o, machine.device);
@@ -67,7 +67,7 @@ inline void run_selftest_mode(const Options& o, const Processes& processes) {
 inline void run_verify_data(const Options& o) {
   const ModelConfig model = choose_model(o);
   omp_set_num_threads(choose_device(o).threads);
-  Log log;
+  Log log = make_log(o);
   const std::optional<int64_t> end_of_text = end_of_text_of(model.vocab_size);
   std::string bad = verify_data(log, "--train-data", o.train_data, model.vocab_size, end_of_text);
   if (!o.val_data.empty()) bad += verify_data(log, "--val-data", o.val_data, model.vocab_size, end_of_text);
@@ -94,7 +94,7 @@ inline void run_plan(const Options& o) {
     const int64_t samples = TokenShards(o.train_data, o.seq_len).samples();
     steps = choose_steps(o, config.tokens(), steps_of_an_epoch(samples, config.tokens() / o.seq_len));
   }
-  Log log;
+  Log log = make_log(o);
   report_plan(log, o, rank, config, plan, steps);
 }
 
@@ -122,9 +122,9 @@ inline void run_print_schedule(const Options& o) {
   const Pipeline p = choose_pipeline(o);
   PictureStyle style;
   winsize terminal{};
-  if (isatty(STDOUT_FILENO) == 1 && ioctl(STDOUT_FILENO, TIOCGWINSZ, &terminal) == 0 && terminal.ws_col > 0) {
-    style.width = terminal.ws_col;
-    style.colour = !environment_variable("NO_COLOR") && environment_variable("TERM") != "dumb";
+  if (detail::person_reads(o)) {
+    if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &terminal) == 0 && terminal.ws_col > 0) style.width = terminal.ws_col;
+    style.colour = !environment_variable("NO_COLOR");
   }
   std::printf("%s\n", (o.json ? schedule_json(p) : picture_of(p, style)).c_str());
 }

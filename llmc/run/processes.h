@@ -1,5 +1,7 @@
 // processes.h: a job of several processes: which one this is, what they must agree on, and what they do together.
 #pragma once
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <map>
@@ -30,6 +32,12 @@ inline Launched launch_of(const Options& o) {
   return find_launch({o.rank, o.world_size, o.rendezvous}, environment_variable, mpi_library());
 }
 
+// Is stdout a terminal that a person reads, and that knows escape codes?
+inline bool person_reads(const Options& o) {
+  return isatty(STDOUT_FILENO) == 1 && environment_variable("TERM").value_or("dumb") != "dumb" &&
+         !launcher_has_output({o.rank, o.world_size, o.rendezvous}, environment_variable);
+}
+
 // The options that all processes must have alike: but for what says where one of them is.
 inline NamedValues options_to_agree_on(const Options& o) {
   NamedValues all;
@@ -39,6 +47,12 @@ inline NamedValues options_to_agree_on(const Options& o) {
 }
 
 }  // namespace detail
+
+// What this process prints, if it is the one that prints.
+inline Log make_log(const Options& o, const Processes& processes = {}) {
+  if (processes.process() != 0) return Log::silent();
+  return Log(detail::person_reads(o) ? ProgressLine::shown : ProgressLine::none);
+}
 
 // Neither of the modes that one process does alone; --selftest counts.
 inline bool needs_ranks(const Options& o) { return !o.generate && !o.plan && !o.verify_data && !o.print_schedule; }

@@ -27,6 +27,13 @@ Launched find(const Variables& variables, MpiLibrary built = MpiLibrary::none, c
       built);
 }
 
+bool launcher_has_output(const Variables& variables, const LaunchOptions& options = {}) {
+  return llmc::launcher_has_output(options, [&](const std::string& name) {
+    const auto found = variables.find(name);
+    return found == variables.end() ? std::nullopt : std::optional(found->second);
+  });
+}
+
 // "by process/processes rendezvous"
 std::string shown(const Launched& l) {
   constexpr std::array<const char*, 5> by = {"alone", "mpi", "slurm", "torchrun", "options"};
@@ -216,4 +223,18 @@ TEST_CASE("the first host of a Slurm node list") {
     REQUIRE(first_slurm_host(list) == host);
   for (const char* list : {"", ",a", "n[1-2", "n]", "n[]", "n[-2]", "n[[1]]", "n[a-b]", "n 1", "n[1 ]"})
     REQUIRE_ERROR(first_slurm_host(list), "is no list of Slurm nodes");
+}
+
+TEST_CASE("a launcher's terminal is nobody's, but for the one of srun --pty") {
+  REQUIRE(!launcher_has_output({}));
+  REQUIRE(!launcher_has_output(batch));
+  for (const Variables& variables :
+       {open_mpi, mpich, step, daemon, step + step_pmix, step + step_pmi2, by_hand, torchrun})
+    REQUIRE(launcher_has_output(variables));
+  REQUIRE(launcher_has_output({{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "1"}}));
+  REQUIRE(launcher_has_output({}, {.rank = 0, .world_size = 2}));
+  const Variables by_person = step + Variables{{"SLURM_STEP_NUM_TASKS", "1"}, {"SLURM_PTY_PORT", "40011"}};
+  for (const Variables& variables : {by_person, by_person + step_pmix, by_person + step_pmi2})
+    REQUIRE(!launcher_has_output(variables));
+  REQUIRE(launcher_has_output(by_person + open_mpi));
 }

@@ -164,3 +164,29 @@ TEST_CASE("no line of metrics.jsonl vanishes on resume without a word") {
     if (!kept.validated) REQUIRE(now <= lines + 1);
   });
 }
+
+TEST_CASE("progress lines and escape codes are for a terminal that a person reads, never for that of a launcher") {
+  const TempDir dir;
+  const auto on_terminal = [&](const std::string& arguments, const std::string& variables) {
+    const std::string command = formatted("XDG_CACHE_HOME=build/cache {} script -qec './train_gpt {}' /dev/null >{}",
+                                          variables, arguments, dir / "seen");
+    REQUIRE(std::system(command.c_str()) == 0);
+    return read_whole(dir / "seen");
+  };
+  const std::string run = tiny(dir / "out", "--max-steps 1"), escape = "\033[";
+  const std::string seen = on_terminal(run, "TERM=xterm");
+  INFO(seen);
+  REQUIRE(seen.find("\r\033[Kstep 1: micro-batch 1/4") != std::string::npos);
+  const std::string schedule = "--print-schedule --pp 2";
+  int runs = 0;
+  REQUIRE(on_terminal(schedule, "TERM=xterm").find(escape) != std::string::npos);
+  REQUIRE(on_terminal(schedule, "TERM=xterm NO_COLOR=1").find(escape) == std::string::npos);
+  for (const char* variables :
+       {"TERM=dumb", "TERM=xterm OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1", "TERM=xterm RANK=0 WORLD_SIZE=1"}) {
+    const std::string other = on_terminal(tiny(dir / formatted("out{}", ++runs), "--max-steps 1"), variables);
+    INFO(other);
+    REQUIRE(other.find("1/1 ") != std::string::npos);  // the row of step 1
+    REQUIRE(other.find(escape) == std::string::npos);
+    REQUIRE(on_terminal(schedule, variables).find(escape) == std::string::npos);
+  }
+}
