@@ -18,6 +18,7 @@
 #include "dist/world.h"
 #include "run/checkpoint_saver.h"
 #include "run/evaluate.h"
+#include "run/generate.h"
 #include "run/job.h"
 #include "run/modes.h"
 #include "run/next_steps.h"
@@ -104,7 +105,8 @@ class Training {
           ExitStatus::requeue);
     }
     report_.summary(progress_, checkpoints_.last(), ops_);
-    if (progress_.done > first_) report_next_steps(log_, o_, checkpoints_.last(), program_invocation_name);
+    if (progress_.done > first_)
+      report_next_steps(log_, o_, checkpoints_.last(), program_invocation_name, job_.example_prompt());
   }
 
  private:
@@ -280,8 +282,8 @@ class Training {
 
   void sample() {
     std::vector<int32_t> made;
-    generate(run_.trainer, prompt_tokens(*job_.tokenizer, o_, job_.step.model), o_.sample_tokens, sample_options(o_),
-             seed(), formatted("sample {}", progress_.done), [&](int32_t token) {
+    generate(run_.trainer, prompt_tokens(*job_.tokenizer, o_.prompt, job_.step.model), o_.sample_tokens,
+             sample_options(o_), seed(), formatted("sample {}", progress_.done), [&](int32_t token) {
                poll();
                made.push_back(token);
                log_.progress("sampling", static_cast<int64_t>(made.size()), o_.sample_tokens);
@@ -332,7 +334,7 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
   if (start.complete) {
     log.line(formatted("already complete: {} is at step {}{} {}", o.out_dir, resume->step,
                        resume->step == job.max_steps ? " of" : ", beyond step", job.max_steps));
-    return report_next_steps(log, o, resume->path, program_invocation_name);
+    return report_next_steps(log, o, resume->path, program_invocation_name, job.example_prompt());
   }
   together(processes, "weights", [&] {
     if (resume && !first) resume->trainer = read_json(resume->path + "/trainer.json");

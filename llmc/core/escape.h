@@ -1,9 +1,11 @@
 // escape.h: text that anyone may have written (names and values in files, what other processes say, generated text) as
 // a terminal and a log may show it: it cannot move the cursor, change colours or ring.
 #pragma once
+#include <algorithm>
 #include <cstdio>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "core/utf8.h"
 
@@ -26,7 +28,9 @@ inline std::string escaped(std::string_view text, std::string_view keep) {
     const size_t valid = utf8_fault(text).value_or(text.size());
     for (size_t at = 0; at < valid;) {
       const Utf8Character c = utf8_at(text, at);
-      const bool control = c.code < 0x20 || (c.code >= 0x7f && c.code < 0xa0);  // ASCII's, and C1 of ISO 6429
+      const bool control = c.code < 0x20 || (c.code >= 0x7f && c.code < 0xa0) ||  // ASCII's, and C1 of ISO 6429
+                           (c.code >= 0x202a && c.code <= 0x202e) ||  // these turn the order of others round
+                           (c.code >= 0x2066 && c.code <= 0x2069);
       const std::string_view bytes = text.substr(at, c.width);
       if (control && keep.find(bytes) == keep.npos) append_escaped(out, bytes);
       else out += bytes;
@@ -38,11 +42,40 @@ inline std::string escaped(std::string_view text, std::string_view keep) {
   return out;
 }
 
+// How many bytes at the end begin a character whose others may follow.
+inline size_t unfinished(std::string_view text) {
+  for (size_t n = 1; n <= std::min<size_t>(3, text.size()); ++n) {
+    const auto lead = static_cast<unsigned char>(text[text.size() - n]);
+    if (lead < 0x80) return 0;
+    if (lead < 0xc0) continue;  // not the first byte of a character
+    const size_t width = lead < 0xc2 ? 0 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : lead < 0xf5 ? 4 : 0;
+    return n < width ? n : 0;
+  }
+  return 0;
+}
+
 }  // namespace detail
 
 // Every byte of control characters but line breaks and tabs, and of what is not UTF-8, as \x1b. Escaping again changes
 // nothing.
 inline std::string printable(std::string_view text) { return detail::escaped(text, "\n\t"); }
+
+// The same of text that comes in pieces: a character whose bytes are in several of them is shown when it is whole.
+class PrintableStream {
+ public:
+  std::string add(std::string_view bytes) {
+    held_ += bytes;
+    const size_t begun = detail::unfinished(held_);
+    const std::string out = printable(std::string_view(held_).substr(0, held_.size() - begun));
+    held_.erase(0, held_.size() - begun);
+    return out;
+  }
+  // What was begun and is not to be finished.
+  std::string rest() { return printable(std::exchange(held_, "")); }
+
+ private:
+  std::string held_;
+};
 
 // A name or a value within a message: line breaks and tabs are escaped too, and of more than `most` bytes only the
 // beginning is shown.

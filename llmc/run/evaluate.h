@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "core/log.h"
+#include "dist/group_check.h"
+#include "dist/whole_check.h"
 #include "run/plan/describe.h"
 #include "run/plan/report_plan.h"
 #include "run/processes.h"

@@ -52,7 +52,7 @@ struct Job {
         samples_per_step(step.tokens() / o.seq_len),
         max_steps(choose_steps(o, step.tokens(), steps_of_an_epoch())) {
     options.usual_aux_loss = usual_aux_loss(step.model);
-    prompt_tokens(*tokenizer, o, step.model);  // refuses a bad --prompt now, not at the first sample
+    prompt_tokens(*tokenizer, o.prompt, step.model);  // refuses a bad --prompt now, not at the first sample
     CHECK(o.warmup_steps <= max_steps, "--warmup-steps {} exceeds the {} steps of the run ({})", o.warmup_steps,
           max_steps, length_text(o));
     if (!o.val_data.empty()) {
@@ -83,6 +83,18 @@ struct Job {
             .shuffled = options.shuffled(),
             .choices = choices ? &*choices : nullptr,
             .document_begin = document_begin};
+  }
+  // --prompt, or a text that the tokenizer can encode for a first try; empty: it can none, or is not known.
+  std::string example_prompt() const {
+    const std::string usual = "Once upon a time";
+    const bool known = options.tokenizer != "auto" || !tokenizer_files.empty();
+    if (!options.prompt.empty() || !known) return options.prompt;
+    try {
+      prompt_tokens(*tokenizer, usual, step.model);
+      return usual;
+    } catch (const Error&) {
+      return "";
+    }
   }
   int64_t checkpoint_bytes() const { return llmc::checkpoint_bytes(step.model, step.dtype, step.zero.master_weights); }
   int64_t steps_of_an_epoch() const { return llmc::steps_of_an_epoch(train.samples(), samples_per_step); }

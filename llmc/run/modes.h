@@ -1,4 +1,5 @@
-// modes.h: the modes other than training: --generate, --selftest, --verify-data, --plan, --print-schedule.
+// modes.h: modes other than training: --selftest, --verify-data, --plan, --print-schedule; --generate and
+// --evaluate have files of their own.
 #pragma once
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -15,38 +16,8 @@
 #include "run/report.h"
 #include "run/selftest.h"
 #include "run/setup.h"
-#include "train/sample.h"
 
 namespace llmc {
-
-// --generate: loads a model and prints the continuation of the prompt token by token.
-inline void run_generate(const Options& o) {
-  CHECK(!model_preset(o.model), "--generate needs a trained model: --model {} is a preset; name a checkpoint directory",
-        o.model);
-  StepConfig config{.model = choose_model(o), .dtype = choose_dtype(o), .zero = {.holds = Holds::weights}};
-  config.batch = {1, std::min(trained_seq_len(o.model).value_or(o.seq_len), config.model.n_positions)};
-  require_countable(config);
-  const Device device = choose_device(o);
-  const auto tokenizer = choose_tokenizer(o, config.model);
-  const Plan plan = make_plan(config, device);
-  require_memory(o, config, plan, device);
-  require_whole_weights(o);
-  World world{Mesh()};
-  Run run(config, plan, device, world, 0);
-  initialise(run, o);
-  if (!o.prompt.empty())
-    for (const std::string& notice : detail::tokenizer_notices(o, config.model, *tokenizer, nullptr))
-      print_error(notice);
-  std::printf("%s", o.prompt.c_str());
-  generate(run.trainer, prompt_tokens(*tokenizer, o, config.model), o.sample_tokens, sample_options(o),
-           static_cast<uint64_t>(o.seed), "generate", [&](int32_t token) {
-             if (token == tokenizer->end_of_text()) return false;
-             std::printf("%s", tokenizer->decode({&token, 1}).c_str());
-             std::fflush(stdout);
-             return true;
-           });
-  std::printf("\n");
-}
 
 // --selftest: every layout of the available ranks against one CPU rank.
 inline void run_selftest_mode(const Options& o, const Processes& processes) {

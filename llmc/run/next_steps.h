@@ -52,8 +52,9 @@ inline std::string launched(const Options& o, const std::string& command) {
 
 }  // namespace detail
 
-// The next commands, to be pasted where `program` was called: each works as it stands.
-inline void report_next_steps(Log& log, const Options& o, const std::string& checkpoint, const std::string& program) {
+// The next commands, to be pasted where `program` was called: each works as it stands. prompt: for --generate
+inline void report_next_steps(Log& log, const Options& o, const std::string& checkpoint, const std::string& program,
+                              const std::string& prompt) {
   const std::string out = detail::without_slash(o.out_dir);
   Options more = detail::of_any_start(o), made;
   more.model = checkpoint;  // which knows its own shape
@@ -65,7 +66,7 @@ inline void report_next_steps(Log& log, const Options& o, const std::string& che
   made.model = checkpoint;
   made.dtype = o.dtype;
   made.tokenizer = o.tokenizer;
-  made.prompt = o.prompt;
+  made.prompt = prompt;
   made.temperature = o.temperature;
   made.top_k = o.top_k;
   made.top_p = o.top_p;

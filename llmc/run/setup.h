@@ -321,15 +321,16 @@ inline int32_t choose_document_begin(const Options& o, const Tokenizer& tokenize
 
 // The prompt as tokens: the tokenizer's prefix, as far as the vocabulary has it, then the text; token 0 if that is
 // empty. Refuses a prompt that the tokenizer or the model cannot take.
-inline std::vector<int32_t> prompt_tokens(const Tokenizer& tokenizer, const Options& o, const ModelConfig& model) {
+inline std::vector<int32_t> prompt_tokens(const Tokenizer& tokenizer, const std::string& prompt,
+                                          const ModelConfig& model, const std::string& where = "--prompt") {
   std::vector<int32_t> tokens;
   for (int32_t token : tokenizer.prefix())
     if (token < model.vocab_size) tokens.push_back(token);
-  for (int32_t token : tokenizer.encode(o.prompt)) tokens.push_back(token);
+  for (int32_t token : tokenizer.encode(prompt, where)) tokens.push_back(token);
   if (tokens.empty()) tokens.push_back(0);
   for (int32_t token : tokens)
     CHECK(token < model.vocab_size,
-          "--prompt: token {} is outside the model's vocabulary of {}; use a --tokenizer that fits the model", token,
+          "{}: token {} is outside the model's vocabulary of {}; use a --tokenizer that fits the model", where, token,
           model.vocab_size);
   return tokens;
 }

@@ -20,7 +20,8 @@ namespace llmc {
 class Tokenizer {
  public:
   virtual ~Tokenizer() = default;
-  virtual std::vector<int32_t> encode(const std::string& text) const = 0;
+  // where: how errors about the text begin
+  virtual std::vector<int32_t> encode(const std::string& text, const std::string& where = "--prompt") const = 0;
   virtual std::string decode(std::span<const int32_t> tokens) const = 0;
   virtual int32_t end_of_text() const = 0;
   // Bytes of text that a token stands for, none for special ones; none at all: there is no such token.
@@ -36,7 +37,7 @@ class Tokenizer {
 class ByteTokenizer final : public Tokenizer {
  public:
   static constexpr int64_t vocab_size = 257;
-  std::vector<int32_t> encode(const std::string& text) const override {
+  std::vector<int32_t> encode(const std::string& text, const std::string& = "--prompt") const override {
     std::vector<int32_t> tokens;
     for (unsigned char byte : text) tokens.push_back(byte);
     return tokens;
@@ -122,8 +123,8 @@ class TableTokenizer final : public Tokenizer {
           path, header[3], header[2]);
     end_of_text_ = header[1] == 1 ? 50256 : narrow<int32_t>(header[3]);
   }
-  std::vector<int32_t> encode(const std::string& text) const override {
-    CHECK(text.empty(), "--prompt: --tokenizer {} can decode tokens but not encode text: leave out --prompt", path_);
+  std::vector<int32_t> encode(const std::string& text, const std::string& where = "--prompt") const override {
+    CHECK(text.empty(), "{}: --tokenizer {} can decode tokens but not encode text: leave out the prompt", where, path_);
     return {};
   }
   std::string decode(std::span<const int32_t> tokens) const override {
@@ -157,10 +158,11 @@ class HuggingFaceTokenizer final : public Tokenizer {
   explicit HuggingFaceTokenizer(const std::string& path)
       : path_(path), bpe_(read(path)), end_of_text_(find_end_of_text()) {}
 
-  std::vector<int32_t> encode(const std::string& text) const override {
+  std::vector<int32_t> encode(const std::string& text, const std::string& where = "--prompt") const override {
     const std::optional<size_t> fault = utf8_fault(text);
-    CHECK(!fault, "--tokenizer {}: byte {} of the text is not UTF-8: convert the text, or use --tokenizer bytes", path_,
-          *fault);
+    CHECK(!fault,
+          "{}: byte {} of the text is not UTF-8, which --tokenizer {} takes: convert it, or use --tokenizer bytes",
+          where, *fault + 1, path_);
     return bpe_.encode(text);
   }
   std::string decode(std::span<const int32_t> tokens) const override {

@@ -101,9 +101,8 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"always_save_checkpoint", "--checkpoint-every", "--keep-best saves at every best validation"},
         {"init_from", "--model",
          "a preset trains from scratch; 'resume' is the default (--resume); a directory has weights"},
-        {"start", "--prompt", "with --generate", "same"},
+        {"start", "--prompt", "with --generate; --prompt-file for a file of them, - for stdin", "same"},
         {"max_new_tokens", "--sample-tokens", ""},
-        {"num_samples", "", "one sample; another --seed gives another one"},
         {"dropout", "", no_dropout},
         {"bias", "", "GPT-2 has biases, Llama has none: --model"},
         {"backend", "--comm", ""},
@@ -274,7 +273,8 @@ inline std::string foreign_markdown() {
       "### For those who come from another trainer\n\n"
       "Names that are the same, but for case, `-` and `_`, are left out. Letters that are not listed mean what they "
       "mean "
-      "in\nllm.c; defaults may differ. Names that do not exist here are refused, all at once, with the command that has ours.\n";
+      "in\nllm.c; defaults may differ. Names that do not exist here are refused, all at once, with the command that "
+      "has ours.\n";
   for (const ForeignTrainer& trainer : foreign_trainers()) {
     text += formatted("\n| {} | here | |\n| --- | --- | --- |\n", trainer.name);
     for (const ForeignOption& option : trainer.options)

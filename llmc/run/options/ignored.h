@@ -14,53 +14,18 @@ namespace llmc {
 
 // Options that change neither what a model computes nor where.
 inline bool of_training_alone(std::string_view name) {
-  constexpr std::string_view names[] = {"--train-data",
-                                        "--max-steps",
-                                        "--tokens",
-                                        "--epochs",
-                                        "--out-dir",
-                                        "--resume",
-                                        "--restart",
-                                        "--log-every",
-                                        "--time-limit",
-                                        "--overfit-batch",
-                                        "--lr",
-                                        "--warmup-steps",
-                                        "--lr-schedule",
-                                        "--final-lr-frac",
-                                        "--weight-decay",
-                                        "--beta1",
-                                        "--beta2",
-                                        "--adam-eps",
-                                        "--grad-clip",
-                                        "--skip-loss-z",
-                                        "--skip-grad-z",
-                                        "--val-every",
-                                        "--sample-every",
-                                        "--sample-tokens",
-                                        "--prompt",
-                                        "--temperature",
-                                        "--top-k",
-                                        "--top-p",
-                                        "--keep-best",
-                                        "--checkpoint-every",
-                                        "--keep-checkpoints",
-                                        "--keep-every",
-                                        "--recompute",
-                                        "--dp-sync",
-                                        "--checkpoint-errors",
-                                        "--master-weights",
-                                        "--token-slices",
-                                        "--grad-reduce",
-                                        "--profile",
-                                        "--peak-tflops",
-                                        "--log-gpu-every",
-                                        "--tune-matmul",
-                                        "--moe-dispatch",
-                                        "--moe-aux-loss",
-                                        "--moe-z-loss",
-                                        "--moe-bias-rate",
-                                        "--moe-capacity-factor"};
+  constexpr std::string_view names[] = {
+      // clang-format off
+      "--train-data", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume", "--restart", "--log-every",
+      "--time-limit", "--overfit-batch", "--lr", "--warmup-steps", "--lr-schedule", "--final-lr-frac",
+      "--weight-decay", "--beta1", "--beta2", "--adam-eps", "--grad-clip", "--skip-loss-z", "--skip-grad-z",
+      "--val-every", "--sample-every", "--sample-tokens", "--prompt", "--temperature", "--top-k", "--top-p",
+      "--keep-best", "--checkpoint-every", "--checkpoint-minutes", "--checkpoint-errors", "--keep-checkpoints",
+      "--keep-every", "--recompute", "--dp-sync", "--master-weights", "--token-slices", "--grad-reduce", "--profile",
+      "--peak-tflops", "--log-gpu-every", "--tune-matmul", "--moe-dispatch", "--moe-aux-loss", "--moe-z-loss",
+      "--moe-bias-rate", "--moe-capacity-factor"
+      // clang-format on
+  };
   return std::ranges::find(names, name) != std::end(names);
 }
 

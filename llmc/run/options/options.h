@@ -48,7 +48,8 @@ struct Options {
   std::optional<int64_t> val_steps;  // none: usual_val_steps, or with --evaluate all of the data
   std::string eval_choices;
   int64_t sample_every = 0, sample_tokens = 256;
-  std::string prompt;
+  std::string prompt, prompt_file;
+  int64_t num_samples = 1;
   double temperature = 1;
   int64_t top_k = 0;
   double top_p = 1;
@@ -87,7 +88,8 @@ struct Options {
   std::optional<int64_t> rank, world_size;
   std::string rendezvous;
   double init_timeout = 600, comm_timeout = 300;  // seconds
-  bool evaluate = false, generate = false, plan = false, selftest = false, verify_data = false, profile = false;
+  bool evaluate = false, generate = false, interactive = false, plan = false, selftest = false, verify_data = false,
+       profile = false;
   bool print_schedule = false, json = false;
   std::optional<int64_t> micro_batches;  // to draw; none: twice --pp
 
@@ -219,7 +221,12 @@ void visit_options(O& o, Visitor&& visit) {
         "them; default: none");
   visit("--sample-every", "-s", o.sample_every, at_least(0), free, "updates between samples; 0: no samples");
   visit("--sample-tokens", "-g", o.sample_tokens, at_least(1), free, "tokens per sample");
-  visit("--prompt", "", o.prompt, Limits{}, free, "text that samples begin with");
+  visit("--prompt", "", o.prompt, Limits{}, free,
+        "text that samples begin with; - with --generate: all of stdin, but a line break at its end");
+  visit("--prompt-file", "", o.prompt_file, Limits{}, free,
+        "with --generate, a file with a prompt in each line; empty lines are left out");
+  visit("--num-samples", "", o.num_samples, between(1, largest_size), free,
+        "with --generate, continuations of each prompt, with --seed, --seed + 1 and so on");
   visit("--temperature", "", o.temperature, between(0, 100), free,
         "sampling temperature; 0: always the most likely token");
   visit("--top-k", "", o.top_k, at_least(0), free, "sample from the k most likely tokens; 0: from all");
@@ -381,6 +388,9 @@ void visit_options(O& o, Visitor&& visit) {
         "nothing; --seq-len is by default that of its training");
   visit("--generate", "", o.generate, Limits{}, free,
         "instead of training, continue --prompt with the model in directory --model, on one rank");
+  visit("--interactive", "", o.interactive, Limits{}, free,
+        "with --generate, take each line of stdin for a prompt, and continue it before the next is read; the end of "
+        "the file (Ctrl-D) ends it");
   visit("--plan", "", o.plan, Limits{}, free,
         "instead of training, print what the run would need: memory by name and by stage, work by op; needs no data, "
         "nor a "

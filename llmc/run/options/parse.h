@@ -196,6 +196,13 @@ inline void validate_experts(const Options& o) {
         o.moe_capacity_factor.value_or(0));
 }
 
+inline void validate_generation(const Options& o) {
+  CHECK(!o.prompt.empty() + !o.prompt_file.empty() + o.interactive <= 1,
+        "--prompt, --prompt-file and --interactive each say what to continue: choose one of them");
+  CHECK(o.seed <= std::numeric_limits<int64_t>::max() - o.num_samples,
+        "--seed {} with --num-samples {}: the last of the seeds is beyond 64 bits", o.seed, o.num_samples);
+}
+
 inline void validate_evaluation(const Options& o) {
   CHECK(!model_preset(o.model), "--evaluate needs a trained model: --model {} is a preset; name a checkpoint directory",
         o.model);
@@ -217,7 +224,11 @@ inline void validate(const Options& o) {
   if (o.selftest) return;
   CHECK(!o.generate || !o.from_scratch,
         "--generate with --from-scratch: random weights generate nothing useful; leave out one of them");
-  if (o.generate) return;
+  if (o.generate) return validate_generation(o);
+  CHECK(o.prompt_file.empty(), "--prompt-file {} is for --generate: training has one --prompt", shown(o.prompt_file));
+  CHECK(o.num_samples == 1, "--num-samples {} is for --generate: training takes one sample at a time", o.num_samples);
+  CHECK(!o.interactive, "--interactive is for --generate: add it, or leave out --interactive");
+  CHECK(o.prompt != "-", "--prompt - stands for stdin, which --generate reads, not training: give a text");
   if (!o.verify_data) validate_layout(o), validate_experts(o), validate_length(o);
   if (o.evaluate) return validate_evaluation(o);
   if (o.plan) return;

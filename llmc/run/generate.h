@@ -1,0 +1,149 @@
+// generate.h: --generate: prompts from the command line, a file, stdin or a dialogue, and how a model continues them.
+#pragma once
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <iostream>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/escape.h"
+#include "core/files.h"
+#include "run/report.h"
+#include "run/setup.h"
+#include "train/sample.h"
+
+namespace llmc {
+
+inline constexpr int64_t most_prompt_bytes = 1 << 26;
+
+// Generated text on stdout: byte for byte to a pipe or a file; on a terminal whole characters, escaped where they could
+// do anything but show.
+class TextOut {
+ public:
+  TextOut() : terminal_(isatty(STDOUT_FILENO) == 1) {}
+  void add(std::string_view bytes) {
+    if (terminal_) put(characters_.add(bytes));
+    else put(bytes);
+  }
+  // What follows is no continuation of a character.
+  void end(std::string_view after) {
+    put(characters_.rest());
+    put(after);
+  }
+
+ private:
+  static void put(std::string_view bytes) {
+    const bool good = std::fwrite(bytes.data(), 1, bytes.size(), stdout) == bytes.size() && std::fflush(stdout) == 0;
+    CHECK(good, "cannot write to stdout: {}", std::strerror(errno));
+  }
+  bool terminal_;
+  PrintableStream characters_;
+};
+
+namespace detail {
+
+// A line without its end; none: there are no more.
+inline std::optional<std::string> read_line(std::istream& in) {
+  std::string line;
+  if (!std::getline(in, line)) return std::nullopt;
+  if (line.ends_with('\r')) line.pop_back();
+  return line;
+}
+
+// All of stdin, without a line break at its end.
+inline std::string read_stdin() {
+  std::string text;
+  std::vector<char> piece(1 << 16);
+  for (size_t n = 0; (n = std::fread(piece.data(), 1, piece.size(), stdin)) > 0;) {
+    text.append(piece.data(), n);
+    CHECK(std::ssize(text) <= most_prompt_bytes, "--prompt -: stdin has more than {} bytes, too many for a prompt",
+          most_prompt_bytes);
+  }
+  if (text.ends_with('\n')) text.pop_back();
+  if (text.ends_with('\r')) text.pop_back();
+  return text;
+}
+
+struct Prompt {
+  std::string text, where;  // where: how errors begin, "--prompt"
+};
+
+// Those that are known before the first is continued; with --interactive none are.
+inline std::vector<Prompt> given_prompts(const Options& o) {
+  if (o.prompt_file.empty()) return {{o.prompt == "-" ? read_stdin() : o.prompt, "--prompt"}};
+  std::istringstream lines(read_text(o.prompt_file, most_prompt_bytes));
+  std::vector<Prompt> prompts;
+  int64_t number = 0;
+  while (const std::optional<std::string> line = read_line(lines)) {
+    ++number;
+    if (!line->empty()) prompts.push_back({*line, formatted("--prompt-file {}:{}", o.prompt_file, number)});
+  }
+  CHECK(!prompts.empty(), "--prompt-file {} has no prompt: it has one in each line", o.prompt_file);
+  return prompts;
+}
+
+}  // namespace detail
+
+// --generate: loads a model and prints how prompts go on, token by token.
+inline void run_generate(const Options& o) {
+  CHECK(!model_preset(o.model), "--generate needs a trained model: --model {} is a preset; name a checkpoint directory",
+        o.model);
+  StepConfig config{.model = choose_model(o), .dtype = choose_dtype(o), .zero = {.holds = Holds::weights}};
+  config.batch = {1, std::min(trained_seq_len(o.model).value_or(o.seq_len), config.model.n_positions)};
+  require_countable(config);
+  const Device device = choose_device(o);
+  const auto tokenizer = choose_tokenizer(o, config.model);
+  const auto tokens_of = [&](const detail::Prompt& prompt) {
+    return prompt_tokens(*tokenizer, prompt.text, config.model, prompt.where);
+  };
+  std::vector<detail::Prompt> prompts;
+  if (!o.interactive) prompts = detail::given_prompts(o);
+  for (const detail::Prompt& prompt : prompts) tokens_of(prompt);  // refuses a bad one before the first is continued
+  const Plan plan = make_plan(config, device);
+  require_memory(o, config, plan, device);
+  require_whole_weights(o);
+  World world{Mesh()};
+  Run run(config, plan, device, world, 0);
+  initialise(run, o);
+  if (o.interactive || !prompts[0].text.empty())
+    for (const std::string& notice : detail::tokenizer_notices(o, config.model, *tokenizer, nullptr))
+      print_error(notice);
+  TextOut out;
+  int64_t texts = 0;
+  const auto print_text = [&](const detail::Prompt& prompt, int64_t sample) {
+    std::vector<int32_t> tokens = tokens_of(prompt);
+    if (texts++ > 0 && !o.interactive) out.end("---\n");
+    out.add(prompt.text);
+    generate(run.trainer, std::move(tokens), o.sample_tokens, sample_options(o), static_cast<uint64_t>(o.seed + sample),
+             "generate", [&](int32_t token) {
+               if (token == tokenizer->end_of_text()) return false;
+               out.add(tokenizer->decode({&token, 1}));
+               return true;
+             });
+    out.end("\n");
+  };
+  for (const detail::Prompt& prompt : prompts)
+    for (int64_t sample = 0; sample < o.num_samples; ++sample) print_text(prompt, sample);
+  if (!o.interactive) return;
+  const bool asks = isatty(STDIN_FILENO) == 1;
+  for (int64_t sample = 0;;) {
+    if (asks) std::fputs("> ", stderr);
+    const std::optional<std::string> line = detail::read_line(std::cin);
+    if (!line) break;
+    try {
+      for (int64_t i = 0; i < o.num_samples; ++i) print_text({*line, "this line"}, sample++);
+    } catch (const Error& error) {
+      if (!asks) throw;
+      print_error(error.what());
+    }
+  }
+  if (asks) std::fputs("\n", stderr);
+}
+
+}  // namespace llmc
