@@ -1,4 +1,4 @@
-// words.h: the names that a mistyped or half-remembered one was probably meant to be.
+// words.h: the names that a mistyped or half-remembered one was probably meant to be; words of a shell.
 #pragma once
 #include <algorithm>
 #include <cctype>
@@ -87,6 +87,17 @@ inline std::string either(const std::vector<std::string>& names, const std::stri
   for (size_t i = 0; i < names.size(); ++i)
     text += (i == 0 ? "" : i + 1 == names.size() ? " " + last + " " : ", ") + names[i];
   return text;
+}
+
+// Quotes a word for a shell if needed.
+inline std::string shell_word(const std::string& word) {
+  const bool plain = !word.empty() && word.find_first_not_of(
+                                          "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+                                          "0123456789_-./:,=+") == std::string::npos;
+  if (plain) return word;
+  std::string quoted = "'";
+  for (char c : word) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return quoted + "'";
 }
 
 }  // namespace llmc

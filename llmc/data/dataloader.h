@@ -14,6 +14,7 @@
 #include "core/files.h"
 #include "core/rng.h"
 #include "core/shape.h"
+#include "data/no_shard.h"
 
 namespace llmc {
 
@@ -29,15 +30,15 @@ struct Shard {
 inline Shard open_shard(const std::string& path) {
   File file = File::open_read(path);
   const int64_t size = file.size();
-  CHECK(size >= Shard::header_bytes, "{}: {} bytes are too few for a token shard, whose header takes {}", path, size,
-        Shard::header_bytes);
+  CHECK(size >= Shard::header_bytes, "{}: {} bytes are too few for a token shard, whose header takes {}{}", path, size,
+        Shard::header_bytes, detail::hint_of_no_shard(file));
   int32_t header[256];
   file.read_at(header, Shard::header_bytes, 0);
   const bool is_uint16 = header[0] == 20240520 && header[1] == 1, is_uint32 = header[0] == 20240801 && header[1] == 7;
   CHECK(is_uint16 || is_uint32,
         "{}: magic {} version {}, expected 20240520 version 1 (uint16) or 20240801 version 7 (uint32); not a token "
-        "shard",
-        path, header[0], header[1]);
+        "shard{}",
+        path, header[0], header[1], detail::hint_of_no_shard(file));
   const int64_t width = is_uint16 ? 2 : 4, payload = size - Shard::header_bytes, tokens = payload / width;
   CHECK(payload % width == 0 && static_cast<uint32_t>(header[2]) == static_cast<uint32_t>(tokens),
         "{}: the header says {} tokens, but {} bytes follow it ({} per token); truncated or damaged: create it again",

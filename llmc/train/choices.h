@@ -28,7 +28,13 @@ class ChoiceSet {
  public:
   // Reads and checks the file. T: tokens in a sequence; longer contexts are truncated at their beginning.
   ChoiceSet(const std::string& file, int64_t vocab_size, int64_t T) {
-    std::istringstream in(read_text(file));
+    const std::string text = read_text(file);
+    CHECK(
+        !text.starts_with("\x8a\xd8\x34\x01"),
+        "--eval-choices {}: these are llm.c's questions, with a header of magic 20240522: let data/hellaswag.py write "
+        "them as JSON lines",
+        file);
+    std::istringstream in(text);
     int64_t line_number = 0;
     for (std::string line; std::getline(in, line);) {
       const std::string where = formatted("--eval-choices {}, line {}", file, ++line_number);

@@ -7,6 +7,7 @@
 #include "data/verify_data.h"
 #include "helpers.h"
 #include "text/tokenizer.h"
+#include "train/choices.h"
 #include "train/lr_schedule.h"
 
 using namespace llmc;
@@ -53,6 +54,60 @@ std::vector<int32_t> stream_of(DataLoader& loader, int64_t cursor, int64_t n) {
 }
 
 }  // namespace
+
+TEST_CASE("a file that is no shard is refused with what it seems to be; a header makes one of nanoGPT's tokens") {
+  const TempDir dir;
+  const std::string file = dir / "train.bin";
+  const auto refusal = [&](const std::string& contents) {
+    std::ofstream(file, std::ios::binary) << contents;
+    try {
+      open_shard(file);
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  const auto bytes = [](const auto& numbers) {
+    return std::string(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof numbers[0]);
+  };
+  const auto ends = [&](const std::string& contents, const std::string& part) {
+    const std::string r = refusal(contents);
+    INFO(r);
+    REQUIRE(r.find(part) != std::string::npos);
+  };
+  std::vector<uint16_t> gpt2(100'000), letters(3000);
+  std::vector<uint32_t> llama(50'000);
+  for (size_t i = 0; i < gpt2.size(); ++i) gpt2[i] = static_cast<uint16_t>(i * 7919 % 50257);
+  for (size_t i = 0; i < letters.size(); ++i) letters[i] = static_cast<uint16_t>(i * 7919 % 65);
+  for (size_t i = 0; i < llama.size(); ++i) llama[i] = static_cast<uint32_t>(i * 7919 % 128'256);
+  ends(bytes(letters), "as nanoGPT writes them (uint16)");
+  ends(std::string(100, 'a') + "\n", "it seems to be text: data/tokenize_text.py makes shards of it");
+  std::string text = "x";
+  for (int i = 0; i < 60'000; ++i) text += "\u4e16";
+  ends(text, "it seems to be text");
+  for (uint16_t& t : letters) t = static_cast<uint16_t>(t * 1009);
+  REQUIRE(refusal(bytes(letters)).ends_with("not a token shard"));  // anything
+  REQUIRE(refusal(std::string(4096, '\0')).ends_with("not a token shard"));
+  std::vector<int32_t> hellaswag(256);
+  hellaswag[0] = 20240522, hellaswag[1] = 1;
+  ends(bytes(hellaswag), "llm.c's multiple-choice questions: let data/hellaswag.py write them for --eval-choices");
+  REQUIRE_ERROR(ChoiceSet(file, 50257, 64), "these are llm.c's questions, with a header of magic 20240522");
+  hellaswag[0] = 20240326;
+  ends(bytes(hellaswag), "a model of llm.c; --model takes the Hugging Face directory");
+
+  // What it says to do works.
+  const auto convert = [&](const std::string& contents, int64_t tokens, int64_t width) {
+    const std::string r = refusal(contents);
+    INFO(r);
+    REQUIRE(std::system(r.substr(r.find('(', r.find("before them"))).c_str()) == 0);
+    const Shard shard = open_shard(dir / "train_shard.bin");
+    REQUIRE(shard.tokens == tokens);
+    REQUIRE(shard.width == width);
+    REQUIRE(read_whole(dir / "train_shard.bin").ends_with(contents));
+  };
+  convert(bytes(gpt2), 100'000, 2);
+  convert(bytes(llama), 50'000, 4);
+}
 
 TEST_CASE("without shuffling samples come in file order in every epoch, and targets are the next tokens") {
   const CountingShards data;

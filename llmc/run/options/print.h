@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "core/words.h"
 #include "run/options/options.h"
 
 namespace llmc {
@@ -125,17 +126,6 @@ inline std::string config_text(const Options& options) {
                        }});
   if (!text.empty()) text.pop_back();
   return text;
-}
-
-// Quotes a word for a shell if needed.
-inline std::string shell_word(const std::string& word) {
-  const bool plain = !word.empty() && word.find_first_not_of(
-                                          "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-                                          "0123456789_-./:,=+") == std::string::npos;
-  if (plain) return word;
-  std::string quoted = "'";
-  for (char c : word) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
-  return quoted + "'";
 }
 
 // Every option as text, with its default and its rule on resume.

@@ -156,7 +156,11 @@ void refuse_unknown_options(int argc, const char* const* argv, FaultOf&& fault_o
   std::vector<Translation> translations;
   bool any_ours = false, any_fault = false;
   for (const Argument& a : arguments) {
-    const Translation t = a.known ? Translation{"", a.words, ""} : translate(a, unknown);
+    Translation t{"", a.words, ""};
+    const std::optional<ForeignMatch> match = find_foreign(a.name, unknown);
+    const bool same_name = a.known && match && a.name == match->option->name;  // llm.c's "-r 1"
+    if (!a.known || (same_name && *match->option->values != '\0')) t = translate(a, unknown);
+    if (a.known && !t.fault.empty()) t.ours = a.words;
     command.insert(command.end(), t.ours.begin(), t.ours.end());
     if (a.known) continue;
     translations.push_back(t);
