@@ -4,25 +4,35 @@ A worker tokenizes one chunk at a time. Chunk boundaries depend on the files alo
 of workers, and a worker needs nothing but its chunk.
 """
 
+import codecs
+import collections
 import dataclasses
 import glob
+import gzip
 import hashlib
 import json
 import os
 import sys
+import zlib
 
 from token_shards import DataError
 
 CHUNK_BYTES = 1 << 20   # a document of this size or more is tokenized in pieces
 DRAWN_AT_LEAST = 32     # documents, or blocks of long documents, to expect in a validation set
 
-JSON_SUFFIXES = (".jsonl", ".ndjson")
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 TEXT_SUFFIXES = (".txt", ".text", ".md")
+# What a folder stands for, also with .gz. Not .json: among texts that is more often something else.
+FOLDER_SUFFIXES = TEXT_SUFFIXES + (".jsonl", ".ndjson")
+NOT_TEXT = 0.005   # a file with a larger share of bytes that are NUL or not UTF-8 is no text
 
-# Magic bytes of compressed files.
+GZIP = b"\x1f\x8b"   # read; these are not: magic bytes, kind, remedy
 PACKED = {
-    b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"BZh": "bzip2",
-    b"PK\x03\x04": "zip", b"PAR1": "parquet",
+    b"\x28\xb5\x2f\xfd": ("zstd", "unpack it: zstd -d"), b"\xfd7zXZ": ("xz", "unpack it: xz -d"),
+    b"BZh": ("bzip2", "unpack it: bunzip2"), b"PK\x03\x04": ("zip", "unpack it: unzip"),
+    b"PAR1": ("Parquet", "convert it, with the package pyarrow: python3 -c 'import json, sys, pyarrow.parquet as p; "
+              "[print(json.dumps({\"text\": str(t)})) for b in p.ParquetFile(sys.argv[1]).iter_batches(columns=[\"text\"]) "
+              "for t in b[0]]' FILE >FILE.jsonl"),
 }
 
 
@@ -30,10 +40,14 @@ PACKED = {
 class Chunk:
     """A section of one file: whole JSONL lines, or text cut at a document's end or at a safe place within one."""
     path: str
-    line: int            # number of the first line, from 1
+    line: int            # number of the first line, from 1; in a JSON list that of the first document
     is_json: bool
     new_document: bool   # text: the first byte begins a document; otherwise it continues the last chunk's
     data: bytes
+    in_list: bool = False
+
+    def where(self, number):
+        return f"{self.path}: document {number}" if self.in_list else f"{self.path}:{number}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +95,19 @@ class Draw:
 def find_files(names):
     """Regular files and pipes that `names` (files, globs, folders) match, in order; DataError if a name matches none.
 
-    A folder stands for the .txt, .text, .md, .jsonl and .ndjson files below it, hidden folders left out.
-    Globs and folders expand in sorted order.
+    A folder stands for the .txt, .text, .md, .jsonl and .ndjson files below it, also .gz, hidden ones left out; a notice
+    on stderr names the others. Globs and folders expand in sorted order. DataError: a file that is packed, or no text.
     """
     paths = []
     for name in names:
         if os.path.isdir(name):
-            found = sorted(_walk(name))
-            remedy = f"no {' '.join(TEXT_SUFFIXES + JSON_SUFFIXES)} file below this folder; name the files with a glob"
+            found, skipped = _walk(name)
+            remedy = f"no {' '.join(FOLDER_SUFFIXES)} file below this folder, also none with .gz; name the files with a glob"
+            if skipped and found:
+                print(f"notice: {name}: {_kinds(skipped)} skipped, neither text nor JSONL by the name; name a file "
+                      "itself to read it", file=sys.stderr)
+            elif skipped:
+                remedy += f"; there are {_kinds(skipped)}"
         elif os.path.exists(name):
             found, remedy = [name], ""
         else:
@@ -98,17 +117,40 @@ def find_files(names):
             raise DataError(f"{name}: {remedy}")
         paths += found
     for path in paths:
-        _refuse_packed(path)
+        if os.path.isfile(path):   # a pipe can be read only once
+            with _opened(path) as file:
+                _refuse_binary(file.read(CHUNK_BYTES), path)
     return paths
 
 
-def read_chunks(path, is_json, separator):
-    """Yields the chunks of a file in order; holds a few megabytes, or the longest JSONL line.
+def is_json(path):
+    """By the name: JSONL, or a JSON list."""
+    return _unpacked_name(path).endswith(JSON_SUFFIXES)
+
+
+def text_bytes(path):
+    """The size of a file, unpacked; None: a pipe. DataError: damaged gzip data."""
+    if not os.path.isfile(path):
+        return None
+    with _opened(path) as file:
+        if not isinstance(file, _Unpacked):
+            return os.path.getsize(path)
+        return sum(map(len, iter(lambda: file.read(CHUNK_BYTES), b"")))
+
+
+def read_chunks(path, json_documents, separator):
+    """Yields the chunks of a file in order; holds a few megabytes, or the longest JSONL line or document of a JSON list.
 
     `separator`: bytes between the documents of a text file, None if it is one document. OSError: unreadable.
+    DataError: no text, or damaged.
     """
-    with open(path, "rb") as file:
-        yield from _json_chunks(file, path) if is_json else _text_chunks(file, path, separator)
+    with _opened(path) as file:
+        if not json_documents:
+            yield from _text_chunks(file, path, separator)
+        elif _unpacked_name(path).endswith(".json") and file.peek(CHUNK_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            yield from _list_chunks(file, path)
+        else:
+            yield from _json_chunks(file, path)
 
 
 def documents(chunk, separator, json_field):
@@ -117,7 +159,7 @@ def documents(chunk, separator, json_field):
     if chunk.is_json:
         for number, row in enumerate(chunk.data.split(b"\n"), line):
             if row.strip():
-                text = _json_text(row, json_field, f"{chunk.path}:{number}")
+                text = _json_text(row, json_field, chunk.where(number))
                 if text:
                     yield Piece(chunk.path, number, True, text)
         return
@@ -130,21 +172,83 @@ def documents(chunk, separator, json_field):
 
 
 def _walk(folder):
+    """The files to read below a folder, and the others; sorted."""
+    found, skipped = [], []
     for parent, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
-            if name.endswith(TEXT_SUFFIXES + JSON_SUFFIXES) and not name.startswith("."):
-                yield os.path.join(parent, name)
+            if not name.startswith("."):
+                (found if _unpacked_name(name).endswith(FOLDER_SUFFIXES) else skipped).append(os.path.join(parent, name))
+    return sorted(found), sorted(skipped)
 
 
-def _refuse_packed(path):
-    if not os.path.isfile(path):
-        return   # a pipe can be read only once
-    with open(path, "rb") as file:
-        start = file.read(8)
-    for magic, kind in PACKED.items():
+def _kinds(paths, named=3):
+    """"5 files (3 .parquet, 2 .json: a.json, b.json, c.parquet, ...)"."""
+    kinds = collections.Counter(os.path.splitext(path)[1] or "without suffix" for path in paths)
+    return (f"{len(paths):,} file{'s' * (len(paths) > 1)} ({', '.join(f'{n:,} {kind}' for kind, n in kinds.most_common(5))}: "
+            f"{', '.join(paths[:named])}{', ...' * (len(paths) > named)})")
+
+
+def _unpacked_name(path):
+    return path.removesuffix(".gz")
+
+
+class _Unpacked(gzip.GzipFile):
+    """A gzip file whose damage is a DataError."""
+
+    def __init__(self, file, path):
+        super().__init__(fileobj=file, mode="rb")
+        self.path, self.packed = path, file
+
+    def read(self, size=-1):
+        return self._checked(super().read, size)
+
+    def readline(self, size=-1):
+        return self._checked(super().readline, size)
+
+    def peek(self, n):
+        return self._checked(super().peek, n)
+
+    def _checked(self, action, size):
+        try:
+            return action(size)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise DataError(f"{self.path}: damaged gzip data ({error}); expected a whole file: get it again") from None
+
+    def close(self):
+        super().close()
+        self.packed.close()
+
+
+def _opened(path):
+    """The file, unpacked if it is a gzip file. DataError: another kind of packed file."""
+    file = open(path, "rb")
+    start = file.peek(8)
+    if start.startswith(GZIP):
+        return _Unpacked(file, path)
+    for magic, (kind, remedy) in PACKED.items():
         if start.startswith(magic):
-            raise DataError(f"{path}: a {kind} file, not text; unpack it to text or JSONL first")
+            file.close()
+            raise DataError(f"{path}: a {kind} file, expected text or JSONL; {remedy}")
+    return file
+
+
+def _refuse_binary(data, path):
+    """DataError if `data`, the first bytes of a file, is no UTF-8 text."""
+    nul = data.count(b"\0")
+    invalid = data.decode(errors="replace").count("\ufffd") - data.count("\ufffd".encode())
+    if len(data) == CHUNK_BYTES:
+        invalid -= min(invalid, 3)   # the last character may be cut
+    if nul + invalid <= NOT_TEXT * len(data):
+        return
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        found, remedy = "text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"
+    elif nul:
+        found, remedy = f"a binary file, {nul / len(data):.1%} of its first bytes are NUL", "name text files only"
+    else:
+        found = f"text of which {invalid / len(data):.1%} of the first bytes are not UTF-8"
+        remedy = "convert it (iconv -f WINDOWS-1252 -t UTF-8, if it is Western European text), or name text files only"
+    raise DataError(f"{path}: found {found}; expected text in UTF-8; {remedy}")
 
 
 def _json_chunks(file, path):
@@ -154,9 +258,74 @@ def _json_chunks(file, path):
         line += data.count(b"\n")
 
 
+def _list_chunks(file, path):
+    """The documents of a JSON list, each as a line of JSON."""
+    decoder, parse = codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder().raw_decode
+    text, at, number, first, rows, size, ended = "", 0, 0, 1, [], 0, False
+
+    def skip_blanks():
+        nonlocal text, at, ended
+        while True:
+            while at < len(text) and text[at] in " \t\r\n":
+                at += 1
+            if at < len(text) or ended:
+                return text[at:at + 1]
+            read_more()
+
+    def read_more():
+        nonlocal text, at, ended
+        block = file.read(max(CHUNK_BYTES, len(text) - at))   # doubled, so that a long document costs no square of its length
+        try:
+            text, at, ended = text[at:] + decoder.decode(block, not block), 0, not block
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: document {number + 1}: byte {error.object[error.start]:#04x} is not UTF-8; convert the file "
+                            "to UTF-8") from None
+
+    assert skip_blanks() == "["
+    at += 1
+    more = skip_blanks() != "]"
+    while more:
+        number += 1
+        skip_blanks()
+        while True:
+            try:
+                value, end = parse(text, at)
+                break
+            except (ValueError, RecursionError) as error:
+                cut = isinstance(error, json.JSONDecodeError) and (error.pos > len(text) - 16 or "Unterminated" in error.msg)
+                if ended or not cut:
+                    raise DataError(f"{path}: document {number}: not a JSON value ({getattr(error, 'msg', error)}): "
+                                    f"{_excerpt(text[at:at + 50].encode(errors='replace'))}; expected a list of objects "
+                                    "(--format text reads the file as plain text)") from None
+                read_more()
+        at = end
+        rows.append(json.dumps(value).encode())
+        size += len(rows[-1])
+        if size >= CHUNK_BYTES:
+            yield Chunk(path, first, True, True, b"\n".join(rows), True)
+            first, rows, size = number + 1, [], 0
+        mark = skip_blanks()
+        if mark not in (",", "]"):
+            if not mark:
+                raise DataError(f"{path}: ends after document {number}, within the list: the file is cut off; get it again")
+            raise DataError(f"{path}: document {number}: the list goes on with {_excerpt(text[at:at + 50].encode(errors='replace'))}"
+                            f", expected , or ]")
+        at += 1
+        more = mark == ","
+    if not number:
+        at += 1
+    if skip_blanks():
+        raise DataError(f"{path}: text after the list of {number} documents: {_excerpt(text[at:at + 50].encode(errors='replace'))}; "
+                        "expected one list (one object per line is JSONL: name it .jsonl)")
+    if rows:
+        yield Chunk(path, first, True, True, b"\n".join(rows), True)
+
+
 def _text_chunks(file, path, separator):
     line, new_document, rest = 1, True, b""
     while block := file.read(CHUNK_BYTES):
+        if line == 1 and new_document and not rest:
+            _refuse_binary(block, path)   # of a pipe it is seen only now
         rest += block
         if len(rest) < CHUNK_BYTES:
             break   # the end of the file
@@ -203,7 +372,7 @@ def _json_text(row, field, where):
         raise DataError(f"{where}: byte {row[error.start]:#04x} at column {error.start + 1} is not UTF-8; "
                         "convert the file to UTF-8") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not a JSON value ({error}): {_excerpt(row)}; each line must hold one object "
+        raise DataError(f"{where}: not a JSON value ({error}): {_excerpt(row)}; each line must hold one object, or a .json file one list of them "
                         "(--format text reads the file as plain text)") from None
     if not isinstance(document, dict):
         raise DataError(f"{where}: not a JSON object: {_excerpt(row)}; expected {{\"{field}\": \"...\"}}")

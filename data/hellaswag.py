@@ -21,7 +21,7 @@ from documents import Piece   # noqa: E402
 from prepare import download   # noqa: E402
 from text_tokenizers import make_tokenizer   # noqa: E402
 from tokenize_text import Parser, end_by_signal   # noqa: E402
-from token_shards import DataError   # noqa: E402
+from token_shards import DataError, reason   # noqa: E402
 
 BASE = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data"
 FILE = "hellaswag_val.jsonl"
@@ -126,4 +126,4 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except (DataError, OSError) as problem:
-        sys.exit(f"hellaswag.py: error: {problem}")
+        sys.exit(f"hellaswag.py: error: {reason(problem)}")

@@ -27,7 +27,7 @@ sys.dont_write_bytecode = True   # data/ holds data
 from documents import CHUNK_BYTES, Chunk, Draw, read_chunks   # noqa: E402
 from text_tokenizers import make_tokenizer   # noqa: E402
 from tokenize_text import Parser, Progress, Splitter, count, encode_all, end_by_signal   # noqa: E402
-from token_shards import DataError, ShardWriter, existing_shards, sync_folder   # noqa: E402
+from token_shards import DataError, ShardWriter, existing_shards, sync_folder, reason   # noqa: E402
 from write_tokenizer import write_tokenizer   # noqa: E402
 
 SHARDS_OF_A_SOURCE = 100   # shard numbers reserved for each source
@@ -294,4 +294,4 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except (DataError, OSError) as problem:
-        sys.exit(f"prepare.py: error: {problem}")
+        sys.exit(f"prepare.py: error: {reason(problem)}")

@@ -12,6 +12,7 @@ Source of the format: write_datafile() of llm.c's dev/data/data_common.py (GPT-2
 
 import array
 import contextlib
+import errno
 import glob
 import os
 import re
@@ -21,9 +22,21 @@ import sys
 HEADER_BYTES = 256 * 4
 MAX_SHARDS = 1_000_000   # six digits in the file names
 
+DISK_REMEDY = "give --out on a disk that can be written"
+REMEDIES = {errno.ENOSPC: "free some space, or give --out on another disk",
+            errno.EDQUOT: "your quota is used up: free some space, or give --out on another disk",
+            errno.EFBIG: "files may not be as large (ulimit -f, or the file system): a smaller --shard-size"}
+
 
 class DataError(Exception):
     """A problem with the input or the arguments, in one line with cause and remedy."""
+
+
+def reason(problem):
+    """A DataError or OSError in one line: file and cause."""
+    if not isinstance(problem, OSError) or not problem.strerror:
+        return str(problem)
+    return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror
 
 
 class TokenFormat:
@@ -92,7 +105,8 @@ class ShardWriter:
                 self._begin_shard()
                 continue
             part = packed[:room * self.format.width]
-            self._file.write(part)
+            with self._writing(self.shards - 1):
+                self._file.write(part)
             self.count += len(part) // self.format.width
             packed = packed[len(part):]
 
@@ -101,7 +115,7 @@ class ShardWriter:
         self._close()
         for index in range(self.shards):
             count = min(self.shard_size, self.count - index * self.shard_size)
-            with open(self._temporary_path(index), "r+b") as shard:
+            with self._writing(index), open(self._temporary_path(index), "r+b") as shard:
                 shard.write(self.format.header(count))
                 shard.flush()
                 os.fsync(shard.fileno())
@@ -113,7 +127,7 @@ class ShardWriter:
 
     def discard(self):
         """Removes every temporary file of this writer; harmless after publish()."""
-        with contextlib.suppress(OSError):   # closing flushes, which fails again on a full disk
+        with contextlib.suppress(DataError):   # closing flushes, which fails again on a full disk
             self._close()
         for path in glob.glob(glob.escape(self._temporary_stem()) + "*"):
             with contextlib.suppress(OSError):
@@ -123,14 +137,27 @@ class ShardWriter:
         self._close()
         if self.shards == MAX_SHARDS:
             raise DataError(f"more than {MAX_SHARDS:,} shards of {self.shard_size:,} tokens: raise --shard-size")
-        self._file = open(self._temporary_path(self.shards), "wb")
-        self._file.write(bytes(HEADER_BYTES))   # no magic: not a valid shard until finish()
+        with self._writing(self.shards):
+            self._file = open(self._temporary_path(self.shards), "wb")
+            self._file.write(bytes(HEADER_BYTES))   # no magic: not a valid shard until finish()
         self.shards += 1
 
     def _close(self):
         if self._file is not None:
             file, self._file = self._file, None
-            file.close()
+            with self._writing(self.shards - 1):
+                file.close()
+
+    @contextlib.contextmanager
+    def _writing(self, index):
+        """Makes a DataError of what the disk says, such as that it is full."""
+        try:
+            yield
+        except OSError as error:
+            path = shard_path(self.prefix, self.split, self.first + index)
+            raise DataError(f"{path}: cannot be written: {error.strerror}, after {self.count:,} tokens of {self.format.width} "
+                            f"bytes; nothing was left of this run, earlier shards are unchanged; {REMEDIES.get(error.errno, DISK_REMEDY)}"
+                            ) from None
 
     def _temporary_stem(self):
         folder, name = os.path.split(self.prefix)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tokenizes text or JSONL files to shards for training.
+"""Tokenizes text or JSON files to shards for training.
 
     python3 data/tokenize_text.py book.txt --out data/book
     python3 data/tokenize_text.py 'corpus/*.jsonl' --tokenizer gpt2/tokenizer.json --out data/corpus
@@ -29,9 +29,10 @@ import time
 import typing
 
 sys.dont_write_bytecode = True   # data/ holds data
-from documents import JSON_SUFFIXES, Draw, documents, find_files, read_chunks   # noqa: E402
+import documents as inputs   # noqa: E402
+from documents import Draw, documents, find_files, read_chunks, text_bytes   # noqa: E402
 from text_tokenizers import make_tokenizer   # noqa: E402
-from token_shards import DataError, ShardWriter, existing_shards, publish   # noqa: E402
+from token_shards import DataError, ShardWriter, existing_shards, publish, reason   # noqa: E402
 
 
 class Part(typing.NamedTuple):
@@ -162,8 +163,8 @@ class Progress:
 def tokenize(options, train_files, val_files):
     """Writes all shards; returns the lines of the summary. DataError, OSError: nothing was written."""
     token_format = make_tokenizer(options).format
-    sizes = [os.path.getsize(path) for path in train_files + val_files if os.path.isfile(path)]
-    progress = Progress(sum(sizes) if len(sizes) == len(train_files + val_files) else None)
+    sizes = [text_bytes(path) for path in train_files + val_files]
+    progress = Progress(None if None in sizes else sum(sizes))
     options.draw = Draw.of(0 if val_files else options.val_fraction, options.val_seed, progress.total)
     writers = {split: ShardWriter(options.out, split, token_format, options.shard_size) for split in ("train", "val")}
     train, val = writers.values()
@@ -202,7 +203,7 @@ def tokenize(options, train_files, val_files):
 
 
 def is_json(path, options):
-    return options.format == "jsonl" or (options.format == "auto" and path.endswith(JSON_SUFFIXES))
+    return options.format == "jsonl" or (options.format == "auto" and inputs.is_json(path))
 
 
 def unescape(text):
@@ -236,7 +237,8 @@ class Parser(argparse.ArgumentParser):
 def add_input_options(parser):
     """How the inputs divide into documents."""
     parser.add_argument("--format", choices=("auto", "text", "jsonl"), default="auto",
-                        help="auto (the default): jsonl by the suffix .jsonl or .ndjson, else text")
+                        help="auto (the default): by the suffix, also before .gz: .jsonl and .ndjson hold one JSON object "
+                             "per line, .json these or one list of them; else text")
     parser.add_argument("--json-field", default="text", metavar="NAME", help="field of the text (default: text)")
     parser.add_argument("--split-on", type=unescape, metavar="SEPARATOR",
                         help=r"separates documents within a text file, e.g. '\n\n' (default: a file is a document)")
@@ -244,8 +246,8 @@ def add_input_options(parser):
 
 def parse_options(arguments):
     parser = Parser(prog="tokenize_text.py", allow_abbrev=False,
-                    description="Tokenizes text or JSONL to shards PREFIX_train_000000.bin, PREFIX_val_000000.bin.")
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="text or JSONL files, globs, folders")
+                    description="Tokenizes text or JSON to shards PREFIX_train_000000.bin, PREFIX_val_000000.bin.")
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="text or JSON files, also packed by gzip; globs; folders (of which files with other suffixes are skipped)")
     parser.add_argument("--out", required=True, metavar="PREFIX", help="path and prefix of the shards' names")
     parser.add_argument("--tokenizer", default="bytes", help="'bytes' (the default), 'gpt2' or a .tiktoken file (package tiktoken), or a tokenizer.json "
                              "(package tokenizers)")
@@ -313,4 +315,4 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except (DataError, OSError) as problem:
-        sys.exit(f"tokenize_text.py: error: {problem}")
+        sys.exit(f"tokenize_text.py: error: {reason(problem)}")

@@ -26,9 +26,9 @@ import sys
 import time
 
 sys.dont_write_bytecode = True   # data/ holds data
-from documents import documents, find_files, read_chunks   # noqa: E402
+from documents import documents, find_files, read_chunks, text_bytes   # noqa: E402
 from text_tokenizers import utf8   # noqa: E402
-from token_shards import DataError   # noqa: E402
+from token_shards import DataError, reason   # noqa: E402
 from tokenize_text import Parser, Progress, add_input_options, count, end_by_signal, is_json, made_folder  # noqa: E402
 
 BYTES = 256
@@ -62,8 +62,8 @@ def train(options, files):
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=options.vocab_size - 1, min_frequency=options.min_frequency,
                                              initial_alphabet=byte_level.alphabet(), show_progress=False)
-    sizes = [os.path.getsize(path) for path in files if os.path.isfile(path)]
-    total = sum(sizes) if len(sizes) == len(files) else None
+    sizes = [text_bytes(path) for path in files]
+    total = None if None in sizes else sum(sizes)
     progress = Progress(min(total, options.max_bytes or total) if total else None, "counting words: ")
     seen = 0
 
@@ -155,4 +155,4 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except (DataError, OSError) as problem:
-        sys.exit(f"train_tokenizer.py: error: {problem}")
+        sys.exit(f"train_tokenizer.py: error: {reason(problem)}")

@@ -17,7 +17,7 @@ import sys
 
 sys.dont_write_bytecode = True   # data/ holds data
 from text_tokenizers import make_tokenizer   # noqa: E402
-from token_shards import DataError   # noqa: E402
+from token_shards import DataError, reason   # noqa: E402
 
 
 def write_tokenizer(tokenizer, path):
@@ -48,4 +48,4 @@ if __name__ == "__main__":
     try:
         main()
     except (DataError, OSError) as problem:
-        sys.exit(f"write_tokenizer.py: error: {problem}")
+        sys.exit(f"write_tokenizer.py: error: {reason(problem)}")

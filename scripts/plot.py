@@ -56,10 +56,24 @@ def smoothed(values, window):
     return out
 
 
+def directory_of(run):
+    return os.path.abspath(run if os.path.isdir(run) else os.path.dirname(run))
+
+
+def default_output(runs):
+    """In the directory of a single run; for several beside that of the first, by the names of at most three."""
+    first = directory_of(runs[0])
+    if len(runs) == 1:
+        return os.path.relpath(os.path.join(first, "plot.png"))
+    names = [os.path.basename(directory_of(run)) for run in runs[:3]] + [f"{len(runs) - 3}-more"] * (len(runs) > 3)
+    return os.path.relpath(os.path.join(os.path.dirname(first), f"plot-{'-'.join(names)}.png"))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="run directories or metrics.jsonl files")
-    parser.add_argument("-o", "--output", help="PNG to write (default for a single run: plot.png next to its metrics)")
+    parser.add_argument("-o", "--output", help="PNG to write (default: plot.png in a run's directory; for several runs "
+                                               "plot-A-B.png beside the first one's directory, by their names)")
     options = parser.parse_args()
     try:
         import matplotlib
@@ -71,16 +85,13 @@ def main():
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    if options.output is None and len(options.runs) > 1:
-        fail("several runs: name the output with -o FILE.png")
-    first = options.runs[0]
-    output = options.output or os.path.join(first if os.path.isdir(first) else os.path.dirname(first), "plot.png")
+    output = options.output or default_output(options.runs)
 
     figure, axes = plt.subplots(2, 2, figsize=(12, 7.5), constrained_layout=True)
     (loss, rate), (norm, speed) = axes
     for index, run in enumerate(options.runs):
         color, metrics = f"C{index}", read_metrics(run)
-        name = os.path.basename(os.path.normpath(run))
+        name = os.path.basename(directory_of(run))
         window = max(1, len(metrics["train"]) // 100)
         steps, losses = series(metrics["train"], "loss")
         loss.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)

@@ -129,7 +129,88 @@ before=$(cksum <"$dir/json_train_000000.bin")
 if tokenize "$dir/a.txt" --out "$dir/json"; then fail "existing shards were overwritten"; fi
 [ "$before" = "$(cksum <"$dir/json_train_000000.bin")" ] || fail "a refused run changed a shard"
 
-# The plot, if matplotlib is available.
+# Files that are no text, or packed: refused by name with what to do, or read as what they are.
+cp "$BASH" "$dir/program.txt"
+refused 'program.txt: found a binary file' "$dir/program.txt"
+printf 'gr\374n und sch\366n\n' >"$dir/latin1.txt"
+refused 'latin1.txt: found text of which .* are not UTF-8; .*iconv' "$dir/latin1.txt"
+printf '\377\376H\0i\0' >"$dir/utf16.txt"
+refused 'UTF-16' "$dir/utf16.txt"
+printf 'PAR1....' >"$dir/rows.parquet"
+refused 'rows.parquet: a Parquet file, expected text or JSONL; convert it' "$dir/rows.parquet"
+python3 - "$dir" <<'PY'
+import gzip, json, random, sys
+directory = sys.argv[1]
+rows = [{"text": f"document {i}, \"with\" {{}} [] \u00e4 " + "words " * (i % 400)} for i in range(3000)]
+forms = {"rows.jsonl": "\n".join(map(json.dumps, rows)), "lines.json": "\n".join(map(json.dumps, rows)),
+         "list.json": json.dumps(rows, indent=2, ensure_ascii=False), "empty.json": "[]", "object.json": '{\n "text": "one"}',
+         "cut.json": json.dumps(rows)[:-9], "odd.json": '[{"text": "one"}, {"text": }]', "two.json": '[{"text": "one"}]\n[]',
+         "other.json": '[{"text": "one"}, {"body": "two"}]'}
+for name, text in forms.items():
+    open(f"{directory}/{name}", "w", encoding="utf-8").write(text)
+    gzip.open(f"{directory}/{name}.gz", "wt", encoding="utf-8").write(text)
+data = open(f"{directory}/rows.jsonl.gz", "rb").read()
+open(f"{directory}/cut.jsonl.gz", "wb").write(data[:-20])
+open(f"{directory}/bent.jsonl.gz", "wb").write(data[:2000] + bytes([data[2000] ^ 255]) + data[2001:])
+PY
+tokenize "$dir/rows.jsonl" --out "$dir/rows" || fail "JSONL failed"
+for form in lines.json list.json rows.jsonl.gz list.json.gz; do
+  tokenize "$dir/$form" --workers 1 --out "$dir/form" --overwrite || fail "$form failed"
+  for split in train val; do
+    cmp "$dir/rows_${split}_000000.bin" "$dir/form_${split}_000000.bin" || fail "$form is not read as the same documents"
+  done
+done
+tokenize <(cat "$dir/rows.jsonl.gz") --format jsonl --val-fraction 0 --workers 1 --out "$dir/pipe" || fail "a pipe of gzip data failed"
+refused 'no text in' "$dir/empty.json"
+refused 'object.json:1: not a JSON value.* one list of them' "$dir/object.json"
+refused 'cut.json: document 3000: not a JSON value' "$dir/cut.json"
+refused 'odd.json: document 2: not a JSON value' "$dir/odd.json"
+refused 'two.json: text after the list of 1 documents' "$dir/two.json"
+refused "other.json: document 2: no field 'text', only 'body'" "$dir/other.json"
+refused 'cut.jsonl.gz: damaged gzip data' "$dir/cut.jsonl.gz"
+refused 'bent.jsonl.gz: damaged gzip data' "$dir/bent.jsonl.gz"
+
+# A folder: what is not read is counted and named.
+mkdir -p "$dir/folder/deep"
+cp "$dir/a.txt" "$dir/rows.parquet" "$dir/list.json" "$dir/folder"
+gzip -c "$dir/b.txt" >"$dir/folder/deep/b.txt.gz"
+tokenize "$dir/folder" --val-fraction 0 --workers 1 --out "$dir/folder_of" || fail "a folder failed"
+cmp "$dir/one_train_000000.bin" "$dir/folder_of_train_000000.bin" || fail "a folder was read otherwise than its files"
+grep -q 'folder: 2 files (1 .*: .*/list.json, .*/rows.parquet) skipped' "$dir/err" || fail "no word of the files that were skipped"
+rm "$dir/folder/a.txt" "$dir/folder/deep/b.txt.gz"
+refused 'no .txt .*; there are 2 files (1 ' "$dir/folder"
+
+# A disk that takes no more: named, and nothing is left.
+status=0
+(ulimit -f 20; tokenize "$dir/b.txt" --val-fraction 0 --workers 1 --out "$dir/refused") || status=$?
+[ $status = 1 ] || fail "status $status where a file cannot be written"
+grep -q 'refused_train_000000.bin: cannot be written: File too large.*--shard-size' "$dir/err" || fail "not named: a file that cannot be written"
+[ -z "$(find "$dir" -name '*refused*')" ] || fail "a file that could not be written was left"
+mkdir "$dir/disk"
+if mount -t tmpfs -o size=64k tmpfs "$dir/disk" 2>/dev/null; then
+  trap 'umount "$dir/disk"; rm -rf "$dir"' EXIT
+  status=0
+  tokenize "$dir/b.txt" --val-fraction 0 --out "$dir/disk/x/b" || status=$?
+  [ $status = 1 ] || fail "status $status on a full disk"
+  grep -q 'b_train_000000.bin: cannot be written: No space left on device.*free some space' "$dir/err" || fail "not named: a full disk"
+  [ -z "$(ls -A "$dir/disk")" ] || fail "a full disk: something was left"
+fi
+status=0
+tokenize "$dir/a.txt" --val-fraction 0 --out /proc/nowhere/a || status=$?
+{ [ $status = 1 ] && grep -q "error: /proc/nowhere: No such file" "$dir/err"; } || fail "--out in a folder that cannot be made"
+
+# The plot of several runs has a name of its own; the plot itself, if matplotlib is available.
+mkdir -p "$dir/runs/"{a,b,c,d}
+PYTHONDONTWRITEBYTECODE=1 python3 - "$dir/runs" <<'PY' || fail "plot.py's default output"
+import os, sys
+sys.path.insert(0, "scripts")
+from plot import default_output
+runs = [f"{sys.argv[1]}/{name}" for name in "abcd"]
+def name(count, more=""): return os.path.relpath(os.path.abspath(default_output([run + more for run in runs[:count]])), sys.argv[1])
+assert name(1) == name(1, "/metrics.jsonl") == "a/plot.png"
+assert name(2) == name(2, "/") == name(2, "/metrics.jsonl") == "plot-a-b.png"
+assert name(4) == "plot-a-b-c-1-more.png", name(4)
+PY
 if python=$(scripts/find_python.sh matplotlib); then
   printf '%s\n' '{"kind":"train","step":1,"loss":5.5,"grad_norm":1,"lr":0.1,"ms":3,"tokens_per_s":10,"mfu":0.1}' \
     '{"kind":"val","step":1,"loss":5.4}' '{"kind":"train","step":2,"loss":null,"grad_norm":null,"lr":0.1,"ms":3,"tokens_per_s":10,"mfu":0.1}' \
@@ -137,6 +218,9 @@ if python=$(scripts/find_python.sh matplotlib); then
   printf '{"kind":"tr' >>"$dir/metrics.jsonl"
   "$python" scripts/plot.py "$dir" >"$dir/out" 2>"$dir/err" || fail "plot.py failed"
   [[ $(head -c 4 "$dir/plot.png") == *PNG ]] || fail "plot.py wrote no PNG"
+  cp "$dir/metrics.jsonl" "$dir/runs/a" && cp "$dir/metrics.jsonl" "$dir/runs/b"
+  "$python" scripts/plot.py "$dir"/runs/[ab] >"$dir/out" 2>"$dir/err" || fail "plot.py of two runs failed"
+  [[ -s $dir/runs/plot-a-b.png && $(<"$dir/out") = *plot-a-b.png ]] || fail "plot.py of two runs wrote elsewhere: $(<"$dir/out")"
 else
   echo "data_test: plot.py skipped: no Python here has matplotlib"
 fi
