@@ -106,6 +106,7 @@ os.system(f"pkill {1}")
 os.execvp("pkill", ["x"])
 PY
 planted test.cpp <<'CPP'
+auto e = std::system(text.substr(text.find("kill")).c_str());
 int a = std::system("pkill x");
 FILE* b = popen(("cd " + folder + " && pkill").c_str(), "r");
 int c = std::system(formatted("{} pkill {}", environment, id).c_str());

@@ -132,7 +132,7 @@ class Lister:
     def cpp(self, text):
         """What std::system, popen, execlp, execvp and run_program's second argument get: their literals, as shell."""
         for match in re.finditer(r"\b(?:std::)?(system|popen|exec[lv]p|posix_spawnp|run_program)\(", text):
-            depth, end, pieces, arguments = 1, match.end(), [], []
+            depth, end, begin, pieces, arguments = 1, match.end(), match.end(), [], []
             while depth and end < len(text):
                 c = text[end]
                 string = re.compile(r'"((?:[^"\\\n]|\\.)*)"').match(text, end)
@@ -144,16 +144,18 @@ class Lister:
                     end = text.find("\n", end)
                     continue
                 depth += (c in "([{") - (c in ")]}")
-                if c == "," and depth == 1:
-                    arguments.append("".join(pieces))
-                    pieces = []
+                if depth == 0 or (c == "," and depth == 1):
+                    # The literals in a call of an unknown function are its own.
+                    call = re.compile(r"[\s(]*([\w.:]+)\(").match(text, begin)
+                    known = not call or call[1].split(":")[-1] in ("formatted", "string")
+                    arguments.append("".join(pieces) if known else UNKNOWN)
+                    pieces, begin = [], end + 1
                 elif name := re.compile(r"[\w.:]+").match(text, end):   # of a function, or a value
                     end = name.end()
                     if not text.startswith("(", end):
                         pieces.append(UNKNOWN)
                     continue
                 end += 1
-            arguments.append("".join(pieces))
             chosen = arguments[1:2] if match[1] == "run_program" else arguments[:1]
             for command in chosen:
                 # Formats' {} and what comes before the first literal: the setting of the environment, at most a program.
