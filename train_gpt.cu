@@ -10,6 +10,7 @@
 #include <tuple>
 #include <utility>
 
+#include "core/host_name.h"
 #include "core/log.h"
 #include "core/signals.h"
 #include "data/dataloader.h"
@@ -21,6 +22,7 @@
 #include "run/generate.h"
 #include "run/job.h"
 #include "run/modes.h"
+#include "run/news.h"
 #include "run/next_steps.h"
 #include "run/options/parse.h"
 #include "run/processes.h"
@@ -78,6 +80,7 @@ class Training {
     }
     take_validation(kept);
     if (resume) log.line(formatted("resuming after step {} from {}", progress_.done, resume->path));
+    for (const DataChange& change : changed_data_) log.data_change(progress_.done, change);
   }
 
   void run() {
@@ -87,20 +90,20 @@ class Training {
       choose_matmuls();
       finish_step();  // validation at step 0 shows where the run starts; a resumed run does what was left undone
       while (begun_ < job_.max_steps) {
-        if (poll().save) save_by_clock();
+        read_ahead();
+        if (poll() == NewsKind::save) save_by_clock();
         update();
         if (!something_due(begun_)) continue;
         finish_updates();
         finish_step();
       }
-    } catch (const Interrupted& stop) {
+    } catch (const EndsEarly& early) {
       finish_updates();
+      if (early.kind == NewsKind::unreadable) end_unreadable(early.reason);
       if (progress_.done > 0) checkpoints_.save(progress_, run_, OnFailure::fail);
       throw SharedError(
-          formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume{}", stop.reason,
-                    progress_.done, job_.max_steps,
-                    progress_.done > 0 ? ", saved to " + checkpoints_.last() : std::string(),
-                    o_.restart ? ", without --restart," : "",
+          formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume{}", early.reason,
+                    progress_.done, job_.max_steps, saved_to(), o_.restart ? ", without --restart," : "",
                     progress_.done == first_ ? " (this start completed no update: another such would not either)" : ""),
           ExitStatus::requeue);
     }
@@ -112,23 +115,20 @@ class Training {
  private:
   uint64_t seed() const { return static_cast<uint64_t>(o_.seed); }
 
-  // What all ranks have heard: whether rank 0's clock says that it is time to save.
-  struct Polled {
-    bool save = false;
-  };
+  std::string saved_to() const { return progress_.done > 0 ? ", saved to " + checkpoints_.last() : ""; }
 
-  // Throws on all ranks if one of them has a reason to stop. Called between micro-batches, sampled tokens and updates.
-  Polled poll() const {
-    constexpr const char* save = "save";
+  // Throws on all ranks if one of them has a reason to end; otherwise returns the news that all have heard. Called
+  // between micro-batches, sampled tokens and updates.
+  NewsKind poll() const {
+    News mine;
     // To carry on is to wait for the next update, and for those that are under way.
-    std::string mine = stop_.reason(static_cast<double>(1 + under_way_.size()) * report_.last_seconds());
-    if (mine.empty() && rank_ == 0 && checkpoints_.clock_says()) mine = save;
-    Polled polled;
-    for (const std::string& said : run_.dp.control->all_gather_text("time to stop", mine)) {
-      if (said == save) polled.save = true;
-      else if (!said.empty()) throw Interrupted{said};
-    }
-    return polled;
+    const std::string stop = stop_.reason(static_cast<double>(1 + under_way_.size()) * report_.last_seconds());
+    if (!unreadable_.empty()) mine = {NewsKind::unreadable, unreadable_};
+    else if (!stop.empty()) mine = {NewsKind::stop, stop};
+    else if (rank_ == 0 && checkpoints_.clock_says()) mine = {NewsKind::save};
+    const News all = most_urgent(run_.dp.control->all_gather_text("time to stop", mine.message()));
+    if (all.kind >= NewsKind::stop) throw EndsEarly{all};
+    return all.kind;
   }
 
   // Between two updates. Like a validation, it changes no number.
@@ -137,25 +137,52 @@ class Training {
     if (progress_.done == 0) return;
     const OnFailure on_failure = o_.checkpoint_errors == "fail" ? OnFailure::fail : OnFailure::retry;
     if (checkpoints_.save(progress_, run_, on_failure, Because::clock)) checkpoints_.tidy(progress_.done, false);
+    report_.start_clock();  // of the next update
   }
 
   HostBatch read(int64_t cursor, int64_t micro_batch) {
-    // Not in a pipeline: there a host may wait for a message of a stage that reads at another place of its list.
-    if (job_.step.stages == 1) poll();
     HostBatch host;
     train_.read_batch(cursor, micro_batch,
                       {.rank = run_.dp.reader(), .ranks = job_.step.readers(), .batch_size = o_.batch_size},
                       host.tokens, host.targets, host.positions);
     return host;
   }
+  // The next poll tells all ranks that this one cannot read its samples, and for what it needs them.
+  void cannot_read(const Error& error, const std::string& what_for) {
+    unreadable_ = (run_.dp.ranks() > 1 ? formatted("rank {} on {}: ", rank_, host_name()) : "") +
+                  formatted("{}; {} needs it", error.what(), what_for);
+  }
+  // Reads the batches of the next step, before any rank begins it.
+  void read_ahead() {
+    if (under_way_.empty()) report_.start_clock();
+    const int64_t step = begun_ + 1;
+    ahead_.clear();
+    try {
+      for (int64_t m = 0; m < job_.step.micro_batches; ++m) ahead_.push_back(read(cursor(step), m));
+    } catch (const Error& error) {
+      cannot_read(error, formatted("step {}", step));
+    }
+  }
+  // Not in a pipeline: there a host may wait for a message of a stage that reads at another place of its list.
+  void poll_within_step() const {
+    if (job_.step.stages == 1) poll();
+  }
 
   int64_t cursor(int64_t step) const { return o_.overfit_batch ? 0 : (step - 1) * job_.samples_per_step; }
 
   BatchSource batches_of(int64_t step) {
     return [this, step](int64_t m) {
+      poll_within_step();
+      return read(cursor(step), m);
+    };
+  }
+  // Those that were read ahead.
+  BatchSource batches_of_next_step() {
+    return [this, step = begun_ + 1](int64_t m) {
+      poll_within_step();
       if (job_.step.micro_batches > 1)
         log_.progress(formatted("step {}: micro-batch", step), m + 1, job_.step.micro_batches);
-      return read(cursor(step), m);
+      return std::move(ahead_[static_cast<size_t>(m)]);
     };
   }
 
@@ -172,12 +199,11 @@ class Training {
   void update() {
     const int64_t step = begun_ + 1;
     if (watchdog_ != nullptr) watchdog_->board.at_step(static_cast<int>(rank_), step);
-    if (under_way_.empty()) report_.start_clock();
     const double lr = learning_rate(schedule_, step);
     const double infinity = std::numeric_limits<double>::infinity();
     if (o_.profile) run_.stream.set_ledger(&ops_);
     PendingStep result =
-        run_.trainer.begin_step(batches_of(step), adamw_options(o_, lr, step),
+        run_.trainer.begin_step(batches_of_next_step(), adamw_options(o_, lr, step),
                                 {.max_norm = o_.grad_clip,
                                  .largest_loss = o_.skip_loss_z ? progress_.losses.limit(*o_.skip_loss_z) : infinity,
                                  .largest_norm = o_.skip_grad_z ? progress_.norms.limit(*o_.skip_grad_z) : infinity});
@@ -253,6 +279,21 @@ class Training {
     progress_.matmul_choices = run_.trainer.tune(batches_of(begun_ + 1));
   }
 
+  // A sample that no rank can do without cannot be read: the work so far is saved.
+  [[noreturn]] void end_unreadable(const std::string& why) {
+    std::string saved;
+    try {
+      if (progress_.done > 0) checkpoints_.save(progress_, run_, OnFailure::fail);
+      saved = saved_to();
+    } catch (const SharedError& error) {
+      saved = formatted("; {}", error.what());
+    }
+    throw SharedError(
+        formatted("{}. The run ended after step {} of {}{}. Repair the file, keeping its number of tokens "
+                  "(--verify-data names every bad token), and run the same command again with --data-changed accept{}",
+                  why, progress_.done, job_.max_steps, saved, o_.restart ? ", without --restart" : ""));
+  }
+
   // What is due after step progress_.done: validation, a sample, a checkpoint.
   void finish_step() {
     if (validation_ && due(progress_.done, o_.val_every) && !progress_.validated)
@@ -271,8 +312,13 @@ class Training {
   void validate() {
     const ValLine found = validation_->line(
         progress_.done,
-        {[&] { poll(); }, [&](const char* what, int64_t done,
-                              int64_t total) { log_.progress(formatted("{}: micro-batch", what), done, total); }});
+        {.poll = [&] { poll(); },
+         .micro_batch = [&](const char* what, int64_t done,
+                            int64_t total) { log_.progress(formatted("{}: micro-batch", what), done, total); },
+         .cannot_read =
+             [&](const Error& error) {
+               cannot_read(error, formatted("the validation after step {}", progress_.done));
+             }});
     log_.val(found);
     if (found.loss < progress_.best_val)
       best_before_ = {std::exchange(progress_.best_step, progress_.done),
@@ -294,6 +340,7 @@ class Training {
 
   void restore(const ResumePoint& from) {
     progress_ = resumed_progress(from, job_);
+    changed_data_ = accept_changed_data(from, job_, progress_);
     load_checkpoint(from.path, job_.step.model, run_.trainer.state(), run_.stream);
     run_.trainer.set_expert_biases(progress_.expert_biases);
     run_.stream.synchronize();
@@ -317,6 +364,9 @@ class Training {
   Progress progress_;              // recorded in checkpoints
   int64_t begun_ = 0, first_ = 0;  // updates begun so far, and those done before this process
   std::deque<Update> under_way_;
+  std::vector<HostBatch> ahead_;            // of step begun_ + 1
+  std::string unreadable_;                  // why this rank cannot read a sample that is needed; empty: it can
+  std::vector<DataChange> changed_data_;    // since the checkpoint that this start resumes from
   std::pair<int64_t, double> best_before_;  // step and loss of the best validation before the last improvement
 };
 

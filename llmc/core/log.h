@@ -94,6 +94,11 @@ struct ValLine {
 
 enum class ProgressLine : uint8_t { none, shown };
 
+// A file of training data that has other contents than before, as checksums.
+struct DataChange {
+  std::string shard, before, now;
+};
+
 class Log {
  public:
   explicit Log(ProgressLine progress = ProgressLine::none) : live_(progress == ProgressLine::shown) {}
@@ -201,6 +206,14 @@ class Log {
 
   // After this step all stages of an asynchronous pipeline have made the same updates.
   void flush(int64_t step) { write({{"kind", "flush"}, {"step", step}}); }
+
+  // From this step on the run reads other data.
+  void data_change(int64_t step, const DataChange& change) {
+    line(
+        formatted("notice: {} has changed since step {} (checksum {}, now {}): --data-changed accept takes it as it is",
+                  change.shard, step, change.before, change.now));
+    write({{"kind", "data"}, {"step", step}, {"shard", change.shard}, {"before", change.before}, {"now", change.now}});
+  }
 
   // The GPU's readings after a step.
   void gpu(int64_t step, const std::string& text, const nlohmann::ordered_json& readings) {

@@ -78,6 +78,11 @@ class TokenShards {
     for (const Placed& shard : shards_) all.push_back(shard.path);
     return all;
   }
+  std::vector<int64_t> tokens_of_shards() const {
+    std::vector<int64_t> all;
+    for (const Placed& shard : shards_) all.push_back(shard.tokens);
+    return all;
+  }
   // Of each shard, to notice that data have changed between a run and its resume: of all bytes if they are at most
   // 256 MiB, else of samples of them, of each shard its share.
   std::vector<std::string> checksums() const {

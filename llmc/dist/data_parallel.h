@@ -90,10 +90,14 @@ class Drain {
   Drain(const Drain&) = delete;
   Drain& operator=(const Drain&) = delete;
 
+  // Not by an error: all ranks leave at the same place, as where a run is stopped and still has to save.
+  void all_leave() { all_leave_ = true; }
+
  private:
   const DataParallel& dp_;
   std::vector<Stream*> streams_;
   int exceptions_ = std::uncaught_exceptions();
+  bool all_leave_ = false;
 };
 
 struct DataParallel {
@@ -261,7 +265,7 @@ struct DataParallel {
 };
 
 inline Drain::~Drain() {
-  if (std::uncaught_exceptions() > exceptions_) dp_.abort();
+  if (!all_leave_ && std::uncaught_exceptions() > exceptions_) dp_.abort();
   for (Stream* s : streams_) try {
       s->synchronize();
     } catch (...) {  // already reported, or a peer's

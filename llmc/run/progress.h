@@ -20,6 +20,7 @@ struct Progress {
   bool validated = false;            // after the last of the updates
   std::string matmul_choices;        // if tuned
   std::vector<float> expert_biases;  // of the checkpoint, of all layers; with --moe-bias-rate
+  nlohmann::ordered_json data_changes = nlohmann::ordered_json::array();  // shards that --data-changed accept took
 };
 
 // trainer.json
@@ -36,6 +37,8 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"data_cursor", progress.done * job.samples_per_step},
       {"data_samples", job.train.samples()},
       {"data_checksums", job.data_checksums},
+      {"data_tokens", job.train.tokens_of_shards()},
+      {"data_changes", progress.data_changes},
       {"val_checksums", job.val_checksums},
       {"seq_len", job.options.seq_len},
       {"document_begin", job.document_begin ? nlohmann::ordered_json(*job.document_begin) : nlohmann::ordered_json()},
@@ -49,19 +52,45 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"options", options_json(job.options)}};
 }
 
-// Refuses training data whose contents are not those that the checkpoint's run has read.
-inline void require_same_data(const ResumePoint& from, const Job& job) {
-  const nlohmann::json then = from.trainer.value("data_checksums", nlohmann::json());
-  if (then.is_null()) return;  // written by an older version
+// The shards whose contents are not those that the checkpoint's run has read; without --data-changed accept they are
+// refused, as are others than it had, or other numbers of tokens.
+inline std::vector<DataChange> changed_data(const ResumePoint& from, const Job& job) {
+  const nlohmann::json none, then = from.trainer.value("data_checksums", none),
+                             tokens = from.trainer.value("data_tokens", none);
+  if (then.is_null()) return {};  // written by an older version
   CHECK(then.is_array() && then.size() == job.data_checksums.size(),
         "{}/trainer.json: \"data_checksums\" are of {} shards, but --train-data has {} in this run: use the former "
         "shards, or another --out-dir",
         from.path, then.size(), job.data_checksums.size());
-  for (size_t i = 0; i < then.size(); ++i)
-    CHECK(then[i] == job.data_checksums[i],
+  CHECK(tokens.is_null() || (tokens.is_array() && tokens.size() == then.size()),
+        "{}/trainer.json: \"data_tokens\" is {}, expected a number for each of {} shards; the file is damaged",
+        from.path, tokens, then.size());
+  std::vector<DataChange> changes;
+  for (size_t i = 0; i < then.size(); ++i) {
+    if (then[i] == job.data_checksums[i]) continue;
+    const std::string shard = job.train.paths()[i], now = job.data_checksums[i],
+                      before = then[i].is_string() ? then[i].get<std::string>() : then[i].dump();
+    CHECK(job.options.data_changed == "accept",
           "--train-data: {} has changed since the run began (checksum {}, in {}/trainer.json {}): restore its former "
-          "contents to resume, or start a new run in another --out-dir",
-          job.train.paths()[i], job.data_checksums[i], from.path, then[i].dump());
+          "contents to resume, take it as it is with --data-changed accept, or start a new run in another --out-dir",
+          shard, now, from.path, shown(before));
+    const int64_t count = job.train.tokens_of_shards()[i];
+    CHECK(tokens.is_null() || tokens[i] == count,
+          "--data-changed accept: {} has {} tokens, but {} when the run began: other samples would follow; restore its "
+          "former contents, or start a new run in another --out-dir",
+          shard, count, tokens[i]);
+    changes.push_back({shard, before, now});
+  }
+  return changes;
+}
+
+// Accepts what changed_data() returns, and records it.
+inline std::vector<DataChange> accept_changed_data(const ResumePoint& from, const Job& job, Progress& progress) {
+  const std::vector<DataChange> changes = changed_data(from, job);
+  for (const DataChange& change : changes)
+    progress.data_changes.push_back(
+        {{"step", from.step}, {"shard", change.shard}, {"before", change.before}, {"now", change.now}});
+  return changes;
 }
 
 // Refuses a checkpoint from which the job would not continue the same run.
@@ -86,7 +115,7 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
           from.path, field, value, now.value(field, nlohmann::json()), job.options.model,
           "the model's directory has changed; --resume never and another --out-dir start a new run");
   expect("data_samples", job.train.samples(), "--train-data has changed: use the former shards, or another --out-dir");
-  require_same_data(from, job);
+  changed_data(from, job);  // refuses
   expect("data_cursor", from.step * job.samples_per_step,
          "the checkpoint is damaged, or was written by another program");
 }
@@ -158,6 +187,10 @@ inline Progress progress_at(const ResumePoint& from) {
   CHECK(biases.is_array() && std::all_of(biases.begin(), biases.end(), [](auto& value) { return value.is_number(); }),
         "{}/trainer.json: \"expert_biases\" is {}, expected a list of numbers; the file is damaged", from.path, biases);
   progress.expert_biases = biases.get<std::vector<float>>();
+  progress.data_changes = from.trainer.value("data_changes", nlohmann::json::array());
+  CHECK(progress.data_changes.is_array(),
+        "{}/trainer.json: \"data_changes\" is {}, expected a list; the file is damaged", from.path,
+        progress.data_changes);
   if (const nlohmann::json choices = from.trainer.value("choices", nlohmann::json::object());
       choices.is_object() && choices.value("matmul", nlohmann::json()).is_string())
     progress.matmul_choices = choices["matmul"];

@@ -32,6 +32,8 @@ struct ValidationInputs {
 struct ValidationHooks {
   std::function<void()> poll;                                                      // may end the run
   std::function<void(const char* what, int64_t done, int64_t total)> micro_batch;  // begins; done counts from 1
+  // This rank cannot read its samples, and goes on with none until a poll ends all ranks; none: throw the error.
+  std::function<void(const Error& error)> cannot_read = {};
 };
 
 class Validation {
@@ -51,9 +53,7 @@ class Validation {
       sum += trainer_.evaluate(std::min(in_one_list, micro_batches - begin), 1, [&](int64_t in_list) {
         const int64_t m = begin + in_list;
         before("validation", m, micro_batches, hooks);
-        HostBatch host;
-        loader_->read_batch(0, m, {.rank = dp_.reader(), .ranks = readers, .batch_size = B}, host.tokens, host.targets,
-                            host.positions);
+        HostBatch host = read(m, hooks);
         const int64_t rows = inputs_.samples - (m * readers + dp_.reader()) * B;
         for (int64_t b = std::max<int64_t>(rows, 0); b < B; ++b) std::fill_n(host.targets.begin() + b * T, T, -1);
         return host;
@@ -77,6 +77,19 @@ class Validation {
   }
 
  private:
+  HostBatch read(int64_t m, const ValidationHooks& hooks) try {
+    const StepConfig& step = trainer_.config();
+    HostBatch host;
+    loader_->read_batch(0, m, {.rank = dp_.reader(), .ranks = step.readers(), .batch_size = step.batch.B}, host.tokens,
+                        host.targets, host.positions);
+    return host;
+  } catch (const Error& error) {
+    if (!hooks.cannot_read) throw;
+    hooks.cannot_read(error);
+    const size_t tokens = static_cast<size_t>(trainer_.config().batch.rows());
+    return {std::vector(tokens, 0), std::vector(tokens, -1), std::vector(tokens, 0)};
+  }
+
   void before(const char* what, int64_t m, int64_t count, const ValidationHooks& hooks) const {
     // Not in a pipeline: there a host may wait for a message of a stage that reads at another place of its list.
     if (trainer_.config().stages == 1) hooks.poll();

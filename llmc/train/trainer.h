@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "core/signals.h"
 #include "device/profiler_range.h"
 #include "dist/zero.h"
 #include "train/interpreter.h"
@@ -145,13 +146,18 @@ class Trainer {
   // pad them.
   double evaluate(int64_t micro_batches, int64_t targets, const BatchSource& batches, const RowLosses& row_losses = {},
                   std::optional<int64_t> T = std::nullopt) {
-    const Drain drain(dp_, {&context_.compute});  // row_losses may refer to what lives only as long as this call
+    Drain drain(dp_, {&context_.compute});  // row_losses may refer to what lives only as long as this call
     const BatchShape asked{config_.batch.B, T.value_or(config_.batch.T)};
     const BatchShape shape{asked.B, config_.context.padded(asked.T)};
     const Pass pass{.purpose = Purpose::evaluate, .shape = shape, .row_losses = row_losses};
     const std::vector<Action> actions = forwards(micro_batches);
-    if (shape.T == asked.T) run(actions, pass, batches);
-    else evaluate_padded(actions, pass, asked, batches);
+    try {
+      if (shape.T == asked.T) run(actions, pass, batches);
+      else evaluate_padded(actions, pass, asked, batches);
+    } catch (const Interrupted&) {
+      drain.all_leave();
+      throw;
+    }
     combine();
     context_.compute.synchronize();
     check_headers();

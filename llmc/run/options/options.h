@@ -15,6 +15,7 @@ namespace llmc {
 
 struct Options {
   std::string train_data, val_data;
+  std::string data_changed = "refuse";
   std::optional<bool> shuffle;  // none: as before on resume, otherwise true
   bool shuffled() const { return shuffle.value_or(true); }
   bool mask_documents = false;
@@ -132,6 +133,9 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--train-data", "-i", o.train_data, Limits{}, must_match,
         "token shards to train on: a file or a quoted pattern ('data/*_train_*.bin')");
   visit("--val-data", "-j", o.val_data, Limits{}, warn, "token shards for validation; default: no validation");
+  visit("--data-changed", "", o.data_changed, one_of({"refuse", "accept"}), free,
+        "if shards of --train-data have other contents on resume than before: refuse: end; accept: take those that "
+        "have as many tokens as before, such as a repaired one; the log, metrics.jsonl and trainer.json name them");
   visit("--shuffle", "", o.shuffle, Limits{}, must_match,
         "reshuffle the samples in every epoch; --no-shuffle: file order; default: as before on resume, otherwise "
         "--shuffle");

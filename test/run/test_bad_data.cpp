@@ -1,0 +1,111 @@
+// Data that turn out to be bad in the middle of a run: the work is saved, all ranks end alike, and a repaired shard is
+// taken on resume if the user says so.
+#include "catch2.h"
+#include "tiny_run.h"
+
+using namespace llmc;
+namespace fs = std::filesystem;
+
+namespace {
+
+void set_token(const std::string& shard, int64_t position, uint16_t token) {
+  std::fstream file(shard, std::ios::binary | std::ios::in | std::ios::out);
+  file.seekp(1024 + 2 * position);
+  file.write(reinterpret_cast<const char*>(&token), 2);
+}
+uint16_t token_at(const std::string& shard, int64_t position) {
+  uint16_t token = 0;
+  std::ifstream file(shard, std::ios::binary);
+  file.seekg(1024 + 2 * position);
+  file.read(reinterpret_cast<char*>(&token), 2);
+  return token;
+}
+std::string on(const std::string& shard) { return " --no-shuffle --train-data " + shard + " "; }
+
+}  // namespace
+
+TEST_CASE("a bad token in mid-run ends all ranks after a save, and the repaired shard is accepted on request") {
+  const TempDir dir;
+  const std::string shard = dir / "a.bin", other = dir / "b.bin";
+  // Of the eight samples of step 3, with two ranks, the second rank's last one.
+  constexpr int64_t position = 23 * 33 + 5;
+  for (const std::string layout : {"", "--local-ranks 2", "--local-ranks 2 --pp 2 --n-layer 2"}) {
+    INFO(layout);
+    fs::copy_file(tiny_data, shard, fs::copy_options::overwrite_existing);
+    const uint16_t good = token_at(shard, position);
+    for (const char* run : {"whole", "run"}) fs::remove_all(dir / run);
+    const std::string options = "--max-steps 5 " + on(shard) + layout;
+    run_well(tiny(dir / "whole", options));
+    set_token(shard, position, 60000);
+    for (int start = 0; start < 2; ++start) {  // nor does another start lose anything
+      const ProgramResult r = run_program(tiny(dir / "run", options));
+      INFO(r.out << r.err);
+      REQUIRE(r.status == 1);
+      REQUIRE(r.err.find(formatted("{}: token 60000 at position {} is outside the model's vocabulary of 211", shard,
+                                   position)) != std::string::npos);
+      REQUIRE(r.err.find("; step 3 needs it. The run ended after step 2 of 5, saved to " + (dir / "run/step-000002") +
+                         ". Repair the file") != std::string::npos);
+      REQUIRE((r.err.find("train_gpt: rank 1 on ") == 0) == (layout == "--local-ranks 2"));
+      REQUIRE(r.err.find('\n') == r.err.size() - 1);  // said once
+    }
+    set_token(shard, position, good);
+    set_token(shard, 0, static_cast<uint16_t>(token_at(shard, 0) ^ 1));  // so that it is not the former one
+    const ProgramResult refused = run_program(tiny(dir / "run", options));
+    REQUIRE(refused.status == 1);
+    REQUIRE(refused.err.find(shard + " has changed since the run began (checksum ") != std::string::npos);
+    REQUIRE(refused.err.find("take it as it is with --data-changed accept") != std::string::npos);
+    const ProgramResult accepted = run_program(tiny(dir / "run", options + " --data-changed accept"));
+    INFO(accepted.err);
+    REQUIRE(accepted.status == 0);
+    REQUIRE(losses(dir / "run") == losses(dir / "whole"));  // the other change was in step 1
+    // Named on the console, in the metrics and in all later checkpoints.
+    const std::string notice = "notice: " + shard + " has changed since step 2 (checksum ";
+    REQUIRE(accepted.out.find(notice) != std::string::npos);
+    REQUIRE(read_whole(dir / "run/log.txt").find(notice) != std::string::npos);
+    REQUIRE(read_whole(dir / "run/metrics.jsonl").find("{\"kind\":\"data\",\"step\":2,\"shard\":\"" + shard) !=
+            std::string::npos);
+    run_well(tiny(dir / "run", "--max-steps 6 " + on(shard) + layout));
+    const nlohmann::json changes = read_json(dir / "run/step-000006/trainer.json")["data_changes"];
+    REQUIRE(changes.size() == 1);
+    REQUIRE(changes[0]["step"] == 2);
+    REQUIRE(changes[0]["shard"] == shard);
+  }
+}
+
+TEST_CASE("--data-changed accept takes no shard with another number of tokens") {
+  const TempDir dir;
+  const auto write = [&](int64_t first, int64_t second) {  // two shards, of so many samples and a token
+    write_shard<uint16_t>(dir / "a.bin", std::vector<uint16_t>(static_cast<size_t>(33 * first + 1), 7));
+    write_shard<uint16_t>(dir / "b.bin", std::vector<uint16_t>(static_cast<size_t>(33 * second + 1), 7));
+  };
+  const std::string data = on("\"" + dir.path() + "/?.bin\"");
+  write(20, 10);
+  run_well(tiny(dir / "run", "--max-steps 1" + data));
+  write(10, 20);
+  const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 2 --data-changed accept" + data));
+  INFO(r.err);
+  REQUIRE(r.status == 1);
+  REQUIRE(r.err.find(formatted("--data-changed accept: {} has {} tokens, but {} when the run began", dir / "a.bin",
+                               33 * 10 + 1, 33 * 20 + 1)) != std::string::npos);
+}
+
+TEST_CASE("validation data that cannot be read any more end a run after a save") {
+  for (const std::string layout : {"", "--local-ranks 2"}) {
+    INFO(layout);
+    const TempDir dir;
+    fs::copy_file(tiny_data, dir / "val.bin");
+    const ProgramResult r = run_program(tiny(
+        dir / "run", formatted("{} --max-steps 1000000 --val-every 20 --val-steps 2 --val-data {} >/dev/null 2>{} & "
+                               "while [ ! -s {} ]; do sleep 0.05; done; truncate -s 2000 {}; wait $!",
+                               layout, dir / "val.bin", dir / "said", dir / "run/metrics.jsonl", dir / "val.bin")));
+    REQUIRE(r.status == 1);
+    const std::string said = read_whole(dir / "said");
+    INFO(said);
+    REQUIRE(said.find("its size has changed since the run began") != std::string::npos);
+    const size_t after = said.find("; the validation after step ");
+    REQUIRE(after != std::string::npos);
+    const int64_t step = std::stoll(said.substr(said.find_first_of("0123456789", after)));
+    REQUIRE(step > 0);
+    REQUIRE_FALSE(checkpoint_fault(checkpoint_path(dir / "run", step)));
+  }
+}
