@@ -3,6 +3,7 @@
 // one more line of layouts().
 #pragma once
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <map>
 #include <optional>
@@ -302,16 +303,44 @@ struct Distances {
 
 }  // namespace selftest
 
-// Compares every layout on the machine with one rank on the CPU, for each of the models. Prints a line for each number
-// of ranks and for each layout that failed; false: one failed. The layouts, not the one rank, run with `parts`.
-// layouts_of(ranks, model): those to compare.
+// Compares every layout on the machine with one rank on the CPU, for each of the models. Prints a table for each model,
+// with a row for each number of ranks, and a line for each layout that failed; false: one failed. The layouts, not the
+// one rank, run with `parts`. layouts_of(ranks, model): those to compare.
 inline bool run_selftest(
     Log& log, int64_t max_ranks, const selftest::Machine& machine = {}, const selftest::Parts& parts = {},
     const std::vector<selftest::Model>& models = selftest::all_models(),
     std::vector<selftest::Layout> (*layouts_of)(int ranks, const ModelConfig* shared_out) = selftest::layouts) {
   using namespace selftest;
-  int failed = 0, not_compared = 0, count = 0;
+  const auto begin = std::chrono::steady_clock::now();
+  struct Task {
+    Model model;
+    std::vector<std::vector<Layout>> layouts;  // by their number of ranks - 1
+    std::vector<Layout> all;
+  };
+  std::vector<Task> tasks;
+  int64_t total = 0, number = 0;
   for (const Model& compared : models) {
+    Task task{.model = compared, .layouts = {}, .all = {}};
+    const ModelConfig model = compared.config();
+    for (int ranks = 1; ranks <= max_ranks; ++ranks) {
+      task.layouts.push_back(layouts_of(ranks, compared.heads > 0 ? &model : nullptr));
+      task.all.insert(task.all.end(), task.layouts.back().begin(), task.layouts.back().end());
+    }
+    total += std::ssize(task.all);
+    if (!task.all.empty()) tasks.push_back(std::move(task));
+  }
+  log.line(formatted("self-test: {} layouts of up to {} ranks; in each, ranks together train a tiny model for {} steps",
+                     total, max_ranks, steps));
+  const auto row = [](const std::string& name, const auto&... columns) {
+    return formatted("  {:-34} {:9} {:9} {:9} {:9}", name, columns...);
+  };
+  const auto distances = [&](const std::string& name, const Distances& d) {
+    const auto text = [](double x) { return formatted("{:.1e}", x); };
+    return row(name, text(d.loss), text(d.norm), text(d.gradients), text(d.weights));
+  };
+  int failed = 0, not_compared = 0, count = 0;
+  for (const Task& task : tasks) {
+    const Model& compared = task.model;
     const ModelConfig model = compared.config();
     const DType dtype = compared.dtype;
     Parts used = parts;  // of layouts
@@ -340,21 +369,20 @@ inline bool run_selftest(
       return formatted("loss {:.1e} | norm {:.1e} | gradients {:.1e} | weights {:.1e}", d.loss, d.norm, d.gradients,
                        d.weights);
     };
-    log.line(formatted(
-        "{} in {}, {} embeddings{}: largest distances from one rank; allowed: {}{}", compared.family, dtype,
-        compared.tied ? "tied" : "untied",
-        (compared.heads == 0 ? "" : formatted(", {} heads on {} key-value heads", compared.heads, compared.kv_heads)) +
-            (compared.length == seq_len ? "" : formatted(", sequences of {}", compared.length)),
-        text(other_device ? farther : near),
-        fp32 || other_device || compared.heads == 0 ? "" : "; with tp: " + text(farther)));
+    const bool with_tp = std::ranges::any_of(task.all, [](const Layout& l) { return l.tensor.ranks > 1; });
+    log.line("");
+    log.line(formatted("{} | {}", to_string(compared), axes_of(task.all)));
+    log.line(row("largest distance from one rank", "loss", "norm", "gradients", "weights"));
+    log.line(distances("allowed", other_device ? farther : near));
+    if (!fp32 && !other_device && with_tp) log.line(distances("allowed with tp", farther));
     for (int ranks = 1; ranks <= max_ranks; ++ranks) {
-      const std::vector<Layout> all = layouts_of(ranks, compared.heads > 0 ? &model : nullptr);
+      const std::vector<Layout>& all = task.layouts[static_cast<size_t>(ranks) - 1];
+      const std::string of_ranks = formatted("{} rank{}", ranks, ranks == 1 ? "" : "s");
       Distances largest(alone, alone);
       int good = 0, ties = 0;
       Outcome first;  // of those that agree bit for bit
-      int64_t number = 0;
       for (const Layout& layout : all) {
-        log.progress(formatted("  {} rank(s): layout", ranks), ++number, static_cast<int64_t>(all.size()));
+        log.progress(formatted("{}, {}: layout", to_string(compared), of_ranks), ++number, total);
         const StepConfig step = step_config(model, dtype, layout);
         const Outcome outcome = run_layout(step, machine, used);
         if (layout.begins()) first = outcome;
@@ -382,18 +410,21 @@ inline bool run_selftest(
                              is_tie ? "NOT COMPARED: " : "FAILED:", is_tie ? tie : verdict));
       }
       if (good == 0 && ties > 0) {
-        log.line(formatted("  {:2} rank(s): FAILED: none of the layouts could be compared", ranks));
+        log.line(formatted("  {}: FAILED: none of the layouts could be compared", of_ranks));
         ties = 0;
       }
       count += static_cast<int>(all.size());
       failed += static_cast<int>(all.size()) - good - ties;
       not_compared += ties;
       if (!all.empty())
-        log.line(formatted("  {:2} rank(s): {} of {} layouts good | {}", ranks, good, all.size(), text(largest)));
+        log.line(distances(formatted("{}: {} of {} layouts good", of_ranks, good, all.size()), largest));
     }
   }
-  log.line(formatted("self-test: {} of {} layouts are good{}", count - failed - not_compared, count,
-                     not_compared == 0 ? "" : formatted("; near ties of routers: {} not compared", not_compared)));
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  log.line("");
+  log.line(formatted("self-test: {} of {} layouts are good{} | {}", count - failed - not_compared, count,
+                     not_compared == 0 ? "" : formatted("; near ties of routers: {} not compared", not_compared),
+                     human_duration(seconds)));
   return failed == 0;
 }
 

@@ -1,6 +1,7 @@
 // selftest_layouts.h: what --selftest compares: tiny models with awkward sizes, and the layouts of a number of ranks. A
 // new axis of parallelism is a few more lines of layouts().
 #pragma once
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -117,6 +118,29 @@ inline std::string to_string(const Layout& layout) {
   if (tensor.ranks > 1)
     text +=
         formatted(", tp {}{}{}", tensor.ranks, tensor.sequence ? " by rows" : "", tensor.overlap ? " overlapped" : "");
+  return text;
+}
+
+// "dp, ZeRO, pp": what some of these layouts have.
+inline std::string axes_of(const std::vector<Layout>& layouts) {
+  const std::pair<const char*, bool (*)(const Layout&)> axes[] = {
+      {"dp", [](const Layout& l) { return l.readers() > 1; }},
+      {"ZeRO", [](const Layout& l) { return l.zero.stage > 0; }},
+      {"parameter servers", [](const Layout& l) { return l.zero.sync != DpSync::all_reduce; }},
+      {"tp", [](const Layout& l) { return l.tensor.ranks > 1; }},
+      {"cp", [](const Layout& l) { return l.context.ranks > 1; }},
+      {"pp", [](const Layout& l) { return l.stages > 1; }},
+      {"ep", [](const Layout& l) { return l.expert_ranks > 1; }}};
+  std::string text;
+  for (const auto& [name, has] : axes)
+    if (std::ranges::any_of(layouts, has)) text += formatted("{}{}", text.empty() ? "" : ", ", name);
+  return text.empty() ? "one rank" : text;
+}
+inline std::string to_string(const Model& m) {
+  std::string text = formatted("{} in {}, {} embeddings", m.family, m.dtype, m.tied ? "tied" : "untied");
+  if (m.heads > 0) text += formatted(", {} heads on {} key-value heads", m.heads, m.kv_heads);
+  if (m.length != seq_len) text += formatted(", sequences of {}", m.length);
+  if (m.layers != few_layers) text += formatted(", {} layers", m.layers);
   return text;
 }
 

@@ -380,3 +380,22 @@ TEST_CASE("bf16 weights without masters are rounded identically in every layout"
       selftest::run_layout(selftest::step_config(selftest::awkward_model(), DType::bf16, 4, ZeroConfig{.shards = 2}));
   REQUIRE(selftest::distance(alone.weights, masters.weights) < 0x1p-7);
 }
+
+TEST_CASE("the self-test says what it compares, with what axes, at what distances and how long it took") {
+  const TempDir dir;
+  Log log;
+  log.open(dir.path(), 0);
+  REQUIRE(run_selftest(log, 2, {}, {},
+                       {{"gpt2", true, DType::bf16, 6, 3}, {"llama", false, DType::bf16, 8, 4, selftest::seq_len, 9}}));
+  const std::string text = read_whole(dir / "log.txt");
+  INFO(text);
+  for (const char* line :
+       {"self-test: 9 layouts of up to 2 ranks; in each, ranks together train a tiny model for 2 steps\n",
+        "\nllama in bf16, untied embeddings, 8 heads on 4 key-value heads, 9 layers | ZeRO, pp\n"
+        "  largest distance from one rank          loss      norm gradients   weights\n"
+        "  allowed                              1.0e-03 ",
+        "\n  2 ranks: 9 of 9 layouts good         ", "\nself-test: 9 of 9 layouts are good | 0:"})
+    REQUIRE(text.find(line) != std::string::npos);
+  REQUIRE(text.find("with tp") == std::string::npos);  // no layout has it
+  REQUIRE(text.find("gpt2") == std::string::npos);     // six heads, as few as two ranks cannot share three of
+}
