@@ -178,6 +178,15 @@ inline std::optional<int64_t> end_of_text_of(int64_t vocab_size) {
   }
 }
 
+// Are tokens of this vocabulary special by what transformers takes for the family, or by what config_to_hf() writes?
+inline bool knows_special_tokens(const ModelConfig& c) {
+  if (end_of_text_of(c.vocab_size)) return true;
+  if (c.family.positions == Positions::learned) return c.vocab_size > 50256;  // GPT-2's, perhaps padded
+  return std::ranges::any_of(detail::llama_defaults, [&](const detail::LlamaDefaults& d) {
+    return c.family.model_type == std::string_view(d.family) && c.vocab_size == d.vocab_size;
+  });
+}
+
 // config.json as transformers reads it; `dtype` is that of the weights beside it.
 inline nlohmann::ordered_json config_to_hf(const ModelConfig& c, DType dtype) {
   const std::optional<int64_t> known = end_of_text_of(c.vocab_size);

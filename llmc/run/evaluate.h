@@ -104,7 +104,7 @@ struct Evaluation {
   Evaluation(const Evaluation&) = delete;
 
   // Does the tokenizer know the bytes of the data's tokens? Bytes that only stand in for another one do not.
-  bool knows_bytes() const { return options.tokenizer != "auto" || !tokenizer_files(*tokenizer, step.model).empty(); }
+  bool knows_bytes() const { return knows_tokens(options, *tokenizer, step.model); }
 
   // Options of the run that wrote the checkpoint with which its own validations gave other numbers.
   std::vector<std::string> differences() const {

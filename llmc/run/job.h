@@ -52,6 +52,7 @@ struct Job {
         samples_per_step(step.tokens() / o.seq_len),
         max_steps(choose_steps(o, step.tokens(), steps_of_an_epoch())) {
     options.usual_aux_loss = usual_aux_loss(step.model);
+    step.model.special_tokens = choose_special_tokens(o, *tokenizer, step.model);
     prompt_tokens(*tokenizer, o.prompt, step.model);  // refuses a bad --prompt now, not at the first sample
     CHECK(o.warmup_steps <= max_steps, "--warmup-steps {} exceeds the {} steps of the run ({})", o.warmup_steps,
           max_steps, length_text(o));
@@ -87,8 +88,7 @@ struct Job {
   // --prompt, or a text that the tokenizer can encode for a first try; empty: it can none, or is not known.
   std::string example_prompt() const {
     const std::string usual = "Once upon a time";
-    const bool known = options.tokenizer != "auto" || !tokenizer_files.empty();
-    if (!options.prompt.empty() || !known) return options.prompt;
+    if (!options.prompt.empty() || !knows_tokens(options, *tokenizer, step.model)) return options.prompt;
     try {
       prompt_tokens(*tokenizer, usual, step.model);
       return usual;

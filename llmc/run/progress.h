@@ -111,8 +111,10 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
                            job.step.dtype),
                        now = config_to_hf(job.step.model, job.step.dtype);
   for (const auto& [field, value] : before.items())
-    CHECK(now.value(field, nlohmann::json()) == value, "{}/config.json: \"{}\" is {}, but {} in --model {} now: {}",
-          from.path, field, value, now.value(field, nlohmann::json()), job.options.model,
+    CHECK(std::ranges::find(special_tokens, field) != std::end(special_tokens) ||
+              now.value(field, nlohmann::json()) == value,
+          "{}/config.json: \"{}\" is {}, but {} in --model {} now: {}", from.path, field, value,
+          now.value(field, nlohmann::json()), job.options.model,
           "the model's directory has changed; --resume never and another --out-dir start a new run");
   expect("data_samples", job.train.samples(), "--train-data has changed: use the former shards, or another --out-dir");
   changed_data(from, job);  // refuses

@@ -305,9 +305,51 @@ inline std::map<std::string, std::string> tokenizer_files(const Tokenizer& token
                                                                 : tokenizer.files();
 }
 
+// Is it known what the tokens of the vocabulary are? Bytes stand in for a tokenizer that was not given.
+inline bool knows_tokens(const Options& o, const Tokenizer& tokenizer, const ModelConfig& model) {
+  return o.tokenizer != "auto" || !tokenizer_files(tokenizer, model).empty();
+}
+
+// Where config.json says that texts begin and end, which is where generate() of transformers stops: what the tokenizer
+// says, unless a directory's own values are of tokens that the vocabulary has and, with another --tokenizer, end texts
+// as that does. Without a tokenizer nothing is said of published vocabularies, whose tokens transformers knows, and
+// null of others, for which it would take tokens that are none or that are a letter.
+inline std::map<std::string, std::string> choose_special_tokens(const Options& o, const Tokenizer& tokenizer,
+                                                                const ModelConfig& model) {
+  const std::map<std::string, std::string>& own = model.special_tokens;  // of a directory; JSON
+  const auto ids = [&](const char* name) {
+    std::vector<int64_t> all;
+    if (!own.contains(name) || own.at(name).empty()) return all;
+    const nlohmann::json value = nlohmann::json::parse(own.at(name));
+    for (const nlohmann::json& id : value.is_array() ? value : nlohmann::json::array({value}))
+      if (!id.is_null()) all.push_back(whole_number(id).value_or(-1));
+    return all;
+  };
+  const std::vector<int64_t> begins = ids("bos_token_id"), ends = ids("eos_token_id");
+  const auto in_vocabulary = [&](const std::vector<int64_t>& all) {
+    return std::ranges::all_of(all, [&](int64_t id) { return id >= 0 && id < model.vocab_size; });
+  };
+  const int64_t end = tokenizer.end_of_text();
+  const bool known = knows_tokens(o, tokenizer, model) && end < model.vocab_size;
+  const bool same_end = o.tokenizer == "auto" || !known || std::ranges::find(ends, end) != ends.end();
+  if (!ends.empty() && in_vocabulary(begins) && in_vocabulary(ends) && same_end) return own;
+  std::map<std::string, std::string> chosen = own;
+  if (!in_vocabulary(ids("pad_token_id"))) chosen["pad_token_id"] = "null";
+  if (known) {
+    const std::vector<int32_t> prefix = tokenizer.prefix();
+    chosen["bos_token_id"] = formatted("{}", prefix[0] < model.vocab_size ? prefix[0] : end);
+    chosen["eos_token_id"] = formatted("{}", end);
+  } else if (in_vocabulary(ends) && knows_special_tokens(model)) {
+    return own;
+  } else {
+    chosen["bos_token_id"] = chosen["eos_token_id"] = "null";
+  }
+  return chosen;
+}
+
 // If no tokenizer names it, the end of text is that of a vocabulary of this size, if known.
 inline int32_t choose_document_begin(const Options& o, const Tokenizer& tokenizer, const ModelConfig& model) {
-  const bool guessed = o.tokenizer == "auto" && tokenizer_files(tokenizer, model).empty();
+  const bool guessed = !knows_tokens(o, tokenizer, model);
   const std::optional<int64_t> known = end_of_text_of(model.vocab_size);
   CHECK(!guessed || known,
         "--mask-documents: the end of text of a vocabulary of {} is unknown: give the data's --tokenizer",
