@@ -352,8 +352,9 @@ inline bool run_selftest(
     // Contract 5: the distance between two runs that differ only in the micro-batch, or a bound where that is larger.
     const Distances noise(run_layout(step_config(model, dtype, 2, Layout{}), {}, right), alone);
     const bool fp32 = dtype == DType::fp32;
-    // Another device rounds differently in bf16, and so do ranks that add parts of a product: they may be as far away
-    // as both are from fp32.
+    // Another device rounds differently in bf16, and so do ranks that add parts of a product, or merge parts of
+    // attention: they may be as far away as both are from fp32. (Two runs that differ in the micro-batch alone round
+    // every activation alike.)
     const Distances from_fp32 =
         fp32 ? noise : Distances(run_layout(step_config(model, DType::fp32, 1, Layout{}), {}, right), alone);
     const auto twice = [&](const Distances& usual) {
@@ -369,12 +370,13 @@ inline bool run_selftest(
       return formatted("loss {:.1e} | norm {:.1e} | gradients {:.1e} | weights {:.1e}", d.loss, d.norm, d.gradients,
                        d.weights);
     };
-    const bool with_tp = std::ranges::any_of(task.all, [](const Layout& l) { return l.tensor.ranks > 1; });
+    const auto in_parts = [](const Layout& l) { return l.tensor.ranks > 1 || l.context.ranks > 1; };
     log.line("");
     log.line(formatted("{} | {}", to_string(compared), axes_of(task.all)));
     log.line(row("largest distance from one rank", "loss", "norm", "gradients", "weights"));
     log.line(distances("allowed", other_device ? farther : near));
-    if (!fp32 && !other_device && with_tp) log.line(distances("allowed with tp", farther));
+    if (!fp32 && !other_device && std::ranges::any_of(task.all, in_parts))
+      log.line(distances("allowed with tp or cp", farther));
     for (int ranks = 1; ranks <= max_ranks; ++ranks) {
       const std::vector<Layout>& all = task.layouts[static_cast<size_t>(ranks) - 1];
       const std::string of_ranks = formatted("{} rank{}", ranks, ranks == 1 ? "" : "s");
@@ -389,7 +391,7 @@ inline bool run_selftest(
         const Distances d(outcome, alone);
         largest = largest.or_larger(d);
         std::string verdict = outcome.fault, tie;
-        const Distances& allowed = other_device || layout.tensor.ranks > 1 ? farther : near;
+        const Distances& allowed = other_device || in_parts(layout) ? farther : near;
         const bool sparse = model.experts.count > 0, too_far = !d.within(allowed);
         const Rerouted routes = sparse && any_process(machine.processes, "distances of a layout", too_far)
                                     ? rerouted(one, step, machine, used)

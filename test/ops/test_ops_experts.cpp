@@ -170,7 +170,7 @@ TEST_CASE("experts: finite differences of dispatch, grouped linear layers and we
 TEST_CASE("grouped linear layers in fp32 and bf16 are those of each expert alone, within rounding") {
   const DType d = GENERATE(DType::fp32, DType::bf16);
   const auto rows = GENERATE(std::vector<int32_t>{700}, std::vector<int32_t>{0, 300, 0, 1, 130, 0},
-                             std::vector<int32_t>{0, 0, 0}, std::vector<int32_t>{5, 257, 64, 31});
+                             std::vector<int32_t>{0, 0, 0}, std::vector<int32_t>{5, 257, 63, 31});
   const auto [O, I] = GENERATE(table<int64_t, int64_t>({{600, 193}, {70, 1100}}));
   const int64_t E = static_cast<int64_t>(rows.size());
   Bench b;

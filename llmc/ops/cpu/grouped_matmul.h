@@ -18,10 +18,9 @@ inline ExpertRows row_tile(const int32_t* offsets, int64_t E, int64_t rows, int6
 }
 
 // Does oneDNN multiply these, as in matmul.h?
-template <class T>
-bool uses_onednn() {
+inline bool by_onednn([[maybe_unused]] DType in, [[maybe_unused]] int64_t K) {
 #ifdef TRAIN_GPT_ONEDNN
-  return std::is_same_v<T, float> || (std::is_same_v<T, bf16> && onednn::bf16_is_native());
+  return onednn::multiplies(in, K);
 #else
   return false;
 #endif
@@ -31,10 +30,9 @@ bool uses_onednn() {
 struct GroupedTile {
   int64_t rows, columns;
 };
-template <class T>
-GroupedTile grouped_tile() {
-  return uses_onednn<T>() ? GroupedTile{256, 512}
-                          : GroupedTile{MatmulTiles::max_rows, MatmulTiles::max_columns(sizeof(accumulator_t<T>))};
+inline GroupedTile grouped_tile(DType in, int64_t K) {
+  return by_onednn(in, K) ? GroupedTile{256, 512}
+                          : GroupedTile{MatmulTiles::max_rows, MatmulTiles::max_columns(in == DType::fp64 ? 8 : 4)};
 }
 
 // The tile of C (M, N) = or += op(A) op(B) that begins at (m0, n0).
@@ -43,7 +41,7 @@ void grouped_matmul_tile(Out* c, const T* a, const T* b, const MatmulShape& s, c
                          int64_t n0) {
 #ifdef TRAIN_GPT_ONEDNN
   if constexpr (!std::is_same_v<T, double>) {
-    if (uses_onednn<T>()) {
+    if (by_onednn(s.in, s.K)) {
       const int64_t m = std::min(size.rows, s.M - m0), n = std::min(size.columns, s.N - n0);
       const bool a_transposed = s.a == Transpose::yes, b_transposed = s.b == Transpose::yes;
       const int64_t lda = a_transposed ? s.M : s.K, ldb = b_transposed ? s.K : s.N;
@@ -75,8 +73,8 @@ void grouped_matmul_tile(Out* c, const T* a, const T* b, const MatmulShape& s, c
 template <class T>
 void grouped_rows(T* out, const T* x, const T* weight, const int32_t* offsets, int64_t R, int64_t E, int64_t N,
                   int64_t K, Transpose transpose) {
-  const GroupedTile size = grouped_tile<T>();
   const DType dtype = dtype_of<T>();
+  const GroupedTile size = grouped_tile(dtype, K);
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int64_t t = 0; t < ceil_div(R, size.rows) + E; ++t)
     for (int64_t n0 = 0; n0 < N; n0 += size.columns) {
@@ -105,15 +103,18 @@ void grouped_linear_backward_input(T* dx, const T* dout, const T* weight, const 
 template <class T, class A = accumulator_t<T>>
 void grouped_linear_backward_weight(A* dweight, const T* dout, const T* x, const int32_t* offsets, int64_t E, int64_t O,
                                     int64_t I) {
-  detail::GroupedTile size = detail::grouped_tile<T>();
-  if (detail::uses_onednn<T>()) size.columns = 1024;
   // One thread takes all tiles of an expert with few rows: its cache holds them then. Processors may have no cache in
   // common. Who computes a tile does not change it.
   const int64_t few = offsets[E] / (8 * omp_get_max_threads());
+  const int64_t tiles = ceil_div(O, detail::MatmulTiles::max_rows);  // of an expert, at most
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int64_t e = 0; e < E; ++e)
-    for (int64_t first = 0; first < O; first += size.rows) {
+    for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
+      detail::GroupedTile size = detail::grouped_tile(dtype_of<T>(), rows);
+      if (detail::by_onednn(dtype_of<T>(), rows)) size.columns = 1024;
+      const int64_t first = tile * size.rows;
+      if (first >= O) continue;
       const bool whole = rows <= few;
       if (rows == 0 || (whole && first > 0)) continue;
       const MatmulShape shape{

@@ -120,7 +120,7 @@ class Matmul {
     product.shape_ = shape;
 #ifdef TRAIN_GPT_ONEDNN
     const bool empty = shape.M == 0 || shape.N == 0 || shape.K == 0;
-    if (empty || shape.in == DType::fp64 || (shape.in == DType::bf16 && !onednn::bf16_is_native())) return product;
+    if (empty || !onednn::multiplies(shape.in, shape.K)) return product;
     thread_local std::map<decltype(shape.key()), std::shared_ptr<const onednn::Matmul>> prepared;
     auto& entry = prepared[shape.key()];
     if (!entry)
@@ -131,6 +131,15 @@ class Matmul {
     product.onednn_ = entry;
 #endif
     return product;
+  }
+
+  // Or our own?
+  bool by_onednn() const {
+#ifdef TRAIN_GPT_ONEDNN
+    return onednn_ != nullptr;
+#else
+    return false;
+#endif
   }
 
   int64_t scratch_bytes() const {

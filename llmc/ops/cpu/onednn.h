@@ -237,9 +237,20 @@ class AnyMatmul {
   dnnl_primitive_t primitive_ = nullptr;
 };
 
+// Does this processor multiply bf16, and may oneDNN use that (DNNL_MAX_CPU_ISA)?
 inline bool bf16_is_native() {
-  static const bool native = __builtin_cpu_supports("avx512bf16");
+  static const bool native =
+      __builtin_cpu_supports("avx512bf16") &&
+      (dnnl_get_effective_cpu_isa() & dnnl_cpu_isa_avx512_core_bf16) == dnnl_cpu_isa_avx512_core_bf16;
   return native;
+}
+
+// Does oneDNN multiply these? The others are our own: doubles, bf16 on processors that do not multiply it, and bf16 of
+// depth 63, on every processor alike: there, and only there, oneDNN 2.6.3's kernel for AMX runs with the tiles of
+// another depth. It is then wrong, by up to twice the size of the result, or ends with an illegal instruction.
+inline bool multiplies(DType in, int64_t K) {
+  if (in == DType::bf16) return bf16_is_native() && K != 63;
+  return in == DType::fp32;
 }
 
 }  // namespace llmc::cpu::onednn
