@@ -56,7 +56,7 @@ class RunDirectory {
     std::error_code error, unknown;
     std::filesystem::create_directories(path_, error);
     CHECK(!error && std::filesystem::is_directory(path_, unknown), "--out-dir {}: cannot create this directory: {}",
-          path_, error ? error.message() : "a file has this name");
+          path_, error && !std::filesystem::exists(path_, unknown) ? error.message() : "a file has this name");
     if (!path_exists(run_file()) && checkpoint_steps(path_).empty() && !(o.restart && path_exists(metrics_file())))
       for (const std::string& name : names_in(path_))
         CHECK(name.starts_with(".tmp-") || nothing_in(name),

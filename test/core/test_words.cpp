@@ -43,7 +43,8 @@ TEST_CASE("an unknown option is answered with a name that it begins, shares part
       {"--bath-size", "did you mean --batch-size?"},
       {"--dtpye", "did you mean --dtype?"},
       {"--val", "did you mean --val-data, --val-every or --val-steps?"},
-      {"--data", "did you mean --train-data, --val-data or --verify-data?"},
+      {"--data", "it is --train-data here (token shards"},
+      {"--layer", "did you mean --n-layer?"},
       {"--my-batch-size", "did you mean --batch-size?"},
       {"--max-train-steps", "did you mean --max-steps?"},
       {"--learning-rate", "learning_rate of llm.c's train_gpt2.py is --lr here"},
@@ -88,6 +89,11 @@ TEST_CASE("llm.c's two-letter options and -h N are refused by name, never split 
   answers({"-h", "--lr", "1"}, "train_gpt pretrains");
   answers({"-a", "1"}, "--overfit-batch takes no value: leave out '1'");
   answers({"--shuffle", "0"}, "--shuffle takes no value: leave out '0'");
+  answers({"help"}, "did you mean --help?");
+  answers({"-?"}, "did you mean --help?");
+  answers({"generate", "--model", "x"}, "generate: an argument without an option; did you mean --generate?");
+  answers({"\u2013lr", "1"}, "\u2013lr: options begin with one or two hyphens (-)");
+  answers({"a/generate"}, "quote file patterns");
   answers({"-i", "x", "-b4", "-l", "1e-3", "-k", "cosine", "--prompt", "- x"}, "accepted");
 }
 

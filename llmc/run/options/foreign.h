@@ -218,6 +218,7 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
        {{"--steps", "--max-steps", ""},
         {"--iters", "--max-steps", ""},
         {"--max-tokens", "--tokens", ""},
+        {"--data", "--train-data", shards},
         {"--bs", "--batch-size", ""},
         {"--wd", "--weight-decay", ""},
         {"--save-every", "--checkpoint-every", ""},

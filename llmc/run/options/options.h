@@ -226,7 +226,7 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--sample-every", "-s", o.sample_every, at_least(0), free, "updates between samples; 0: no samples");
   visit("--sample-tokens", "-g", o.sample_tokens, at_least(1), free, "tokens per sample");
   visit("--prompt", "", o.prompt, Limits{}, free,
-        "text that samples begin with; - with --generate: all of stdin, but a line break at its end");
+        "text that samples begin with; with --generate, - stands for all of stdin, without the line break at its end");
   visit("--prompt-file", "", o.prompt_file, Limits{}, free,
         "with --generate, a file with a prompt in each line; empty lines are left out");
   visit("--num-samples", "", o.num_samples, between(1, largest_size), free,
@@ -240,9 +240,9 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--checkpoint-every", "-n", o.checkpoint_every, at_least(0), free,
         "updates between checkpoints, besides those of --checkpoint-minutes and the one at the end; 0: no others");
   visit("--checkpoint-minutes", "", o.checkpoint_minutes, at_least(0), free,
-        "save when so many minutes have passed since the last checkpoint, and keep the two newest of those that only "
-        "this has saved; 0: never; default: 15, never with --schedule pipedream, which empties the pipeline to save "
-        "and so computes something else");
+        "save when this many minutes have passed since the last checkpoint, and keep the two newest of the checkpoints "
+        "that only this has saved; 0: never; default: 15, but never with --schedule pipedream, which must empty its "
+        "pipeline to save, and then computes something else");
   visit(
       "--keep-checkpoints", "", o.keep_checkpoints, at_least(0), free,
       "number of newest checkpoints to keep, not counting those of --checkpoint-minutes alone; older ones are deleted; "
@@ -264,17 +264,16 @@ void visit_options(O& o, Visitor&& visit) {
         "compute the head in this many chunks of a micro-batch, so that the logits of only one exist at a time; 0: as "
         "few as keep them below 1 GiB");
   visit("--recompute", "-r", o.recompute, one_of({"none", "activation", "norm", "block"}), free,
-        "what the backward recomputes instead of keeping: activation functions, also norms, or whole blocks; less "
+        "what the backward recomputes instead of keeping it: activation functions, also norms, or whole blocks; less "
         "memory, more time, the same numbers");
   visit("--memory-limit", "", o.memory_limit, between(0, 1 << 30), free,
         "GiB that each rank may use: a run that needs more is refused before it starts; default: the rank's share of "
         "the machine's memory, or of the GPU's free memory");
   visit("--schedule", "", o.schedule, one_of({"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream"}), free,
-        "order of forwards and backwards; 1f1b needs less memory than gpipe; the others are for pipelines: more chunks "
-        "(interleaved), or weight gradients computed later (zb-h1, zb-v), idle less; the same numbers; pipedream "
-        "computes "
-        "something else: every stage updates after each micro-batch without waiting for the others, clips by its own "
-        "norm, and its gradients are as many updates old as stages come after it");
+        "order of forwards and backwards; 1f1b needs less memory than gpipe; the others are for pipelines and idle "
+        "less: interleaved has more chunks, zb-h1 and zb-v compute weight gradients later. All compute the same "
+        "numbers but pipedream: there every stage updates after each micro-batch without waiting for the others, and "
+        "clips by its own norm; its gradients are as many updates old as stages come after it");
   visit("--pp", "", o.pp, between(1, 1 << 10), warn,
         "pipeline parallelism: stages, each with some of the layers, on ranks of their own; for slow links");
   visit("--pp-chunks", "", o.pp_chunks, between(1, 1 << 10), free,
@@ -285,10 +284,10 @@ void visit_options(O& o, Visitor&& visit) {
         "as possible, by the counted work of the embedding, the layers and the head; or numbers such as 8,10,10,8, one "
         "for each stage, with --pp-chunks one for each chunk, in the order of the model");
   visit("--token-slices", "", o.token_slices, Limits{}, warn,
-        "slices of its sequences in which a micro-batch passes through the stages, one after the other, each attending "
-        "to the keys of those before (TeraPipe): the bubble of long sequences and few micro-batches is so many times "
-        "as short, and products are smaller; auto: as many, and as long, as are best on paper, later ones shorter; "
-        "with gpipe and 1f1b, and without --cp");
+        "a micro-batch passes through the stages in this many slices of its sequences, one after the other; each slice "
+        "attends to the keys of those before it (TeraPipe). With long sequences and few micro-batches the bubble is "
+        "that many times shorter; products are smaller. auto: the number and the lengths that are best on paper, later "
+        "slices shorter; needs gpipe or 1f1b, and no --cp");
   visit("--zero-stage", "-z", o.zero_stage, between(0, 3), free,
         "what data-parallel ranks shard: 1 optimizer state, 2 also gradients, 3 also weights; the same numbers at "
         "equal --grad-reduce");
@@ -296,10 +295,10 @@ void visit_options(O& o, Visitor&& visit) {
         "hybrid sharding: number of replicas; each is sharded over its part of the ranks");
   visit("--dp-sync", "", o.dp_sync,
         one_of({"all-reduce", "parameter-server", "parameter-server-chain", "partitioned-server"}), warn,
-        "how data-parallel ranks synchronise: all-reduce: by a ring; parameter-server: rank 0 alone keeps optimizer "
-        "state, adds all gradients, updates, and sends the weights to every rank; parameter-server-chain: the weights "
-        "go from rank to rank; partitioned-server: every rank is the server of its shard; servers add in another order "
-        "than the ring, so round differently, and are for --zero-stage 0");
+        "how data-parallel ranks synchronise: all-reduce: in a ring; parameter-server: rank 0 alone keeps the "
+        "optimizer state, adds all gradients, updates, and sends the weights to every rank; parameter-server-chain: "
+        "the weights go from rank to rank; partitioned-server: every rank is the server of its shard. Servers add in "
+        "another order than the ring and so round differently; they need --zero-stage 0");
   visit("--grad-reduce", "", o.grad_reduce, one_of({"auto", "step", "micro"}), warn,
         "reduce gradients across ranks once per step, or after every micro-batch, with less memory and more traffic; "
         "the two round differently; auto: as before on resume, otherwise step, or micro from ZeRO stage 2 on");
@@ -307,49 +306,50 @@ void visit_options(O& o, Visitor&& visit) {
         "tensor parallelism: ranks that share every layer, each with some of its heads, feed-forward channels and "
         "vocabulary; neighbours, best on the fastest links; the others are data-parallel");
   visit("--sequence-parallel", "", o.sequence_parallel, one_of({"on", "off"}), warn,
-        "with --tp, each rank has some rows of what lies between the parallel products, such as norms and residuals, "
-        "instead of all: less memory, a quarter more traffic");
+        "with --tp, divide the rows of what lies between the parallel products, such as norms and residuals, among the "
+        "ranks, instead of keeping all rows on each: less memory, a quarter more traffic");
   visit("--tp-overlap", "", o.tp_overlap, Limits{}, free,
         "with --tp, exchange one piece of a product while another is computed; the same numbers");
-  visit(
-      "--cp", "", o.cp, between(1, 1 << 10), warn,
-      "context parallelism: ranks that share every sequence, for long ones: each has two of 2 N equal slices, an early "
-      "and a late one, so that all do the same work; 2 N must divide --seq-len; generated text is not divided");
+  visit("--cp", "", o.cp, between(1, 1 << 10), warn,
+        "context parallelism: ranks that share every sequence, for long sequences: each rank has two of 2 N equal "
+        "slices, an early and a late one, so that all do the same work; 2 N must divide --seq-len; generated text is "
+        "not divided");
   visit("--cp-attention", "", o.cp_attention, one_of({"ring", "all-gather", "ulysses"}), warn,
-        "with --cp, how queries meet the keys of other ranks: ring: keys and values go round while they are computed "
-        "with; all-gather: every rank gathers them all; ulysses: each rank computes some heads of whole sequences");
+        "with --cp, how queries meet the keys of other ranks: ring: keys and values travel from rank to rank during "
+        "the computation; all-gather: every rank gathers all of them; ulysses: each rank computes some heads of whole "
+        "sequences");
   visit("--ep", "", o.ep, between(1, 1 << 10), warn,
-        "expert parallelism: ranks that divide the experts of each layer among them, and send each other tokens; it "
-        "takes the ranks of --tp, then of --cp, then data-parallel ones of a replica, and divides their product and "
-        "the experts");
+        "expert parallelism: ranks that divide the experts of each layer among them and send each other tokens: the "
+        "ranks of --tp, then those of --cp, then data-parallel ranks of a replica; N must divide the number of all "
+        "these and the number of experts");
   visit("Mixture of experts");
   visit("--moe-aux-loss", "", o.moe_aux_loss, between(0, 1000), must_match,
-        "coefficient of a loss that balances the experts, which is added to what is trained on, not to the loss that "
-        "is reported: the mean, over sequences and layers with experts, of E x the sum over the E experts of f x P, f "
-        "being an expert's share of the choices and P the mean of its probabilities; 1 if all are chosen equally "
+        "coefficient of a loss that balances the experts; training minimizes it too, the reported loss leaves it out. "
+        "It is the mean, over sequences and layers with experts, of E x the sum over the E experts of f x P, where f "
+        "is an expert's share of the choices and P the mean of its probabilities; 1 if all experts are chosen equally "
         "often. transformers takes f and P over the whole batch and all layers, and not per choice: its number is k "
-        "times as large for k experts per token; default: k x router_aux_loss_coef if config.json has "
+        "times as large for k experts per token. Default: k x router_aux_loss_coef if config.json has "
         "output_router_logits, with which transformers adds it, otherwise 0; 0.01 is usual");
   visit("--moe-z-loss", "", o.moe_z_loss, between(0, 1000), must_match,
-        "coefficient of a loss that keeps the routers' logits small: the mean, over tokens and layers with experts, of "
-        "the square of the logarithm of the sum of their exponentials (ST-MoE); 0.001 is usual");
+        "coefficient of a loss that keeps the routers' logits small (ST-MoE): the mean, over tokens and layers with "
+        "experts, of the square of the logarithm of the sum of their exponentials; 0.001 is usual");
   visit("--moe-bias-rate", "", o.moe_bias_rate, between(0, 1), must_match,
-        "balance without a loss: after every step the bias of an expert, which counts for the choice alone, not for "
-        "the weight, rises by this much if it was chosen less often than the mean, and falls if more often "
-        "(DeepSeek-V3: 0.001); trainer.json keeps the biases for a resumed run and --evaluate; --generate and "
-        "transformers choose "
-        "without them; 0: no biases");
+        "balances the experts without a loss (DeepSeek-V3): every expert has a bias that counts for the choice, not "
+        "for the weight; after every step it rises by this much if the expert was chosen less often than the mean, and "
+        "falls if more often; 0.001 is usual; trainer.json keeps the biases for a resumed run and --evaluate; "
+        "--generate and transformers choose without them; 0: no biases");
   visit("--moe-dispatch", "", o.moe_dispatch, one_of({"dropless", "capacity"}), must_match,
-        "dropless: every expert computes all tokens that chose it, as the families are defined; capacity: in training, "
+        "dropless: every expert computes all tokens that chose it, as the families define it; capacity: in training, "
         "an expert takes at most --moe-capacity-factor x T x k / E, rounded up, of the choices of a sequence of T "
-        "tokens, in their order, and the later ones are dropped: the token goes on without this expert; validation and "
+        "tokens, in their order, and drops later ones, whose tokens go on without this expert; validation and "
         "generation drop nothing");
   visit("--moe-capacity-factor", "", o.moe_capacity_factor, between(0.01, 1e6), must_match,
-        "with --moe-dispatch capacity, how many times its equal share an expert takes; default: 1.25");
-  visit("--moe-imbalance", "", o.moe_imbalance, between(1, 1e6), free,
-        "with --ep, for how many times its equal share of tokens a rank has memory; more of them take further rounds, "
-        "which changes nothing but the order of sums; with a capacity, if this, or --moe-capacity-factor times the "
-        "share, is enough for all that can come, the memory is for that, and no host waits for the number of rows");
+        "with --moe-dispatch capacity, how many times its equal share an expert takes at most; default: 1.25");
+  visit(
+      "--moe-imbalance", "", o.moe_imbalance, between(1, 1e6), free,
+      "with --ep, a rank has memory for this many times its equal share of tokens; more tokens take further rounds, "
+      "which change nothing but the order of sums. With a capacity, if this, or --moe-capacity-factor times the share, "
+      "is enough for all tokens that can come, the memory is for those, and no host waits for the number of rows");
   visit("Machine");
   visit("--local-ranks", "", o.local_ranks, between(0, 1024), warn,
         "ranks as threads of this process; those of a --tp and --cp group share a --batch-size, others have their own; "
@@ -359,17 +359,17 @@ void visit_options(O& o, Visitor&& visit) {
         "transport between ranks; auto: NCCL if every rank has its own GPU; otherwise memory within a process, and MPI "
         "between processes that mpirun has started, TCP between others");
   visit("--rank", "", o.rank, between(0, largest_size), free,
-        "number of this process, from 0; only where no launcher (mpirun, srun, torchrun's variables) tells");
+        "number of this process, from 0; only without a launcher: mpirun, srun and torchrun's variables say it");
   visit("--world-size", "", o.world_size, between(1, largest_size), free,
-        "number of processes; each has --local-ranks ranks; only where no launcher tells");
+        "number of processes; each has --local-ranks ranks; only without a launcher");
   visit("--rendezvous", "", o.rendezvous, Limits{}, free,
         "where the processes meet: HOST:PORT of process 0, or file:PATH on a shared file system; the environment "
         "variable TRAIN_GPT_TOKEN or TRAIN_GPT_TOKEN_FILE has the secret that all of them must know");
   visit("--init-timeout", "", o.init_timeout, above_zero(), free,
         "seconds to wait for all processes to meet, and for their first step");
   visit("--comm-timeout", "", o.comm_timeout, above_zero(), free,
-        "seconds after which a rank that the others wait for is given up and named, and all processes end; it counts "
-        "from the second step on, before it counts --init-timeout");
+        "seconds that the others wait for a rank before they name it and all processes end; from the second step on, "
+        "and until then --init-timeout");
   visit("--device", "", o.device, one_of({"auto", "cpu", "cuda"}), warn,
         "where to compute; auto: on GPUs if this build and this machine have them");
   visit("--attention", "", o.attention, one_of({"own", "cudnn"}), warn,
@@ -387,9 +387,9 @@ void visit_options(O& o, Visitor&& visit) {
         "threads of this process, divided among its ranks; 0: all available processors");
   visit("Modes");
   visit("--evaluate", "", o.evaluate, Limits{}, free,
-        "instead of training, print what the model in directory --model makes of --val-data (all of them, or as much "
-        "as --val-steps says) and --eval-choices: loss, perplexity, bits per byte, accuracies; in any layout; writes "
-        "nothing; --seq-len is by default that of its training");
+        "instead of training, evaluate the model in directory --model on --val-data (all of them, or as much as "
+        "--val-steps says) and on --eval-choices: print loss, perplexity, bits per byte and accuracies; in any layout; "
+        "writes nothing; the default of --seq-len is that of its training");
   visit("--generate", "", o.generate, Limits{}, free,
         "instead of training, continue --prompt with the model in directory --model, on one rank");
   visit("--interactive", "", o.interactive, Limits{}, free,

@@ -52,8 +52,15 @@ inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
                                  }});
   CHECK(flag.empty(), "{} takes no value: leave out '{}', or write {}=false to switch it off; see --help", flag, word,
         flag);
-  throw Error(
-      formatted("{}: an argument without an option; quote file patterns ('data/*_train_*.bin'); see --help", word));
+  // "generate", "-?", and "–lr", with a dash that a text processor has made
+  const bool dash = word.starts_with("\u2013") || word.starts_with("\u2014") || word.starts_with("\u2212");
+  CHECK(!dash, "{}: options begin with one or two hyphens (-), and this is another kind of dash: type it anew",
+        shown(word));
+  const std::vector<std::string> similar = our_similar_names(word == "-?" ? "help" : word);
+  const bool named = similar.size() == 1 && plain_name(similar[0]) == (word == "-?" ? "help" : plain_name(word));
+  CHECK(!named, "{}: an argument without an option; did you mean {}?", shown(word), similar[0]);
+  throw Error(formatted("{}: an argument without an option; quote file patterns ('data/*_train_*.bin'); see --help",
+                        shown(word)));
 }
 
 }  // namespace detail

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "core/words.h"
@@ -49,14 +50,16 @@ const char* type_text(const T& field) {
 struct ModeOption {
   const char* name;
   const char* help;
+  const char* letter = "";
+  const char* type = "";
 };
 inline constexpr ModeOption mode_options[] = {
-    {"--config", "FILE: read options from a file that --print-config wrote; the command line takes precedence"},
+    {"--config", "read options from a file that --print-config wrote; the command line takes precedence", "", "FILE"},
     {"--print-config", "print all options as a file for --config, and stop"},
     {"--print-options-markdown",
      "print the options, and other trainers' names for them, as the tables in README.md, and stop"},
     {"--version", "print version, compiler, flags and libraries, and stop"},
-    {"--help", "print this, and stop"}};
+    {"--help", "print this, and stop", "-h"}};
 
 inline std::string wrapped(const std::string& text, size_t indent, size_t width = 100) {
   std::string out;
@@ -80,13 +83,14 @@ inline std::string wrapped(const std::string& text, size_t indent, size_t width 
 
 inline std::string help_text() {
   std::string text =
-      "train_gpt pretrains GPT language models on token shards (make those with data/tokenize_text.py).\n\n"
+      "train_gpt pretrains language models on token shards (make those with data/tokenize_text.py).\n\n"
       "  ./train_gpt -i 'data/mine_train_*.bin' -j 'data/mine_val_*.bin' --model d6 --vocab-size 257 \\\n"
       "      -t 256 -o out/mine\n"
       "  ./train_gpt --generate --model out/mine/step-001000 --prompt 'Once upon'\n";
   Options defaults;
   auto line = [&](std::string left, const std::string& help) {
-    left.resize(std::max<size_t>(left.size() + 2, 34), ' ');
+    if (left.size() + 2 > 34) left += "\n", text += std::exchange(left, "");
+    left.resize(34, ' ');
     text += left + detail::wrapped(help, 34) + "\n";
   };
   visit_options(defaults, detail::OptionVisitor{
@@ -103,7 +107,10 @@ inline std::string help_text() {
                                                name, negated.empty() ? "" : " / " + negated, type),
                                      all);
                               }});
-  for (const auto& mode : detail::mode_options) line(formatted("      {}", mode.name), mode.help);
+  for (const auto& mode : detail::mode_options)
+    line(formatted("  {} {} {}", *mode.letter ? std::string(mode.letter) + "," : std::string("   "), mode.name,
+                   mode.type),
+         mode.help);
   return text +
          "\nExit status: 0 done, 1 refused (the reason is on stderr), 2 diverged or self-test failed, 75 stopped "
          "early\nand saved: run the same command again.";
