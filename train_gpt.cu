@@ -58,7 +58,8 @@ class Training {
         checkpoints_(job, directory, log, report_, stop_),
         run_(job.step, job.plan, rank_device(job.device, o_.place, rank - o_.place.first_rank()), world, rank),
         schedule_(choose_lr_schedule(o_, job.max_steps)),
-        train_(job.train, {.seed = seed(),
+        train_(job.train, {.seed = job.first_seed,
+                           .reseeds = job.reseeds,
                            .shuffle = o_.shuffled(),
                            .vocab_size = job.step.model.vocab_size,
                            .end_of_text = job.document_begin}) {
@@ -79,7 +80,9 @@ class Training {
                     job.plan, peaks, job_.document_begin, *job.tokenizer);
     }
     take_validation(kept);
-    if (resume) log.line(formatted("resuming after step {} from {}", progress_.done, resume->path));
+    if (resume)
+      log.line(formatted("{} after step {} from {}", resume->begin == Begin::branch ? "branching" : "resuming",
+                         progress_.done, resume->path));
     for (const DataChange& change : changed_data_) log.data_change(progress_.done, change);
   }
 
@@ -253,13 +256,22 @@ class Training {
       return train_.sample_at(cursor(step) + (micro_batch * job_.step.readers() + run_.dp.reader()) * o_.batch_size +
                               b);
     });
-    throw SharedError(formatted("step {} diverged: loss {} or gradient norm {} is not finite; {}. The weights were not "
-                                "updated{}. Lower --lr, add --warmup-steps or check the data; {}",
-                                step, result.loss, result.grad_norm, where,
-                                job_.step.asynchronous() ? ", but those of stages with finite gradients" : "",
-                                checkpoints_.last().empty() ? "no checkpoint was written"
-                                                            : "the last checkpoint is " + checkpoints_.last()),
-                      ExitStatus::diverged);
+    throw SharedError(
+        formatted("step {} diverged: loss {} or gradient norm {} is not finite; {}. The weights were not "
+                  "updated{}. Lower --lr, add --warmup-steps or check the data; {}",
+                  step, result.loss, result.grad_norm, where,
+                  job_.step.asynchronous() ? ", but those of stages with finite gradients" : "", way_back()),
+        ExitStatus::diverged);
+  }
+
+  // From the last checkpoint, or the one at which a branch began.
+  std::string way_back() const {
+    const std::string last = !checkpoints_.last().empty() || job_.parent.is_null()
+                                 ? checkpoints_.last()
+                                 : job_.parent["path"].get<std::string>();
+    if (last.empty()) return "no checkpoint was written";
+    return formatted("the last checkpoint is {}; this continues from it with half the --lr:\n{}", last,
+                     branch_command(o_, last, program_invocation_name));
   }
 
   // Does finish_step() have anything to do after this step?
@@ -389,7 +401,7 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
   together(processes, "weights", [&] {
     if (resume && !first) resume->trainer = read_json(resume->path + "/trainer.json");
     if (resume) job.resume(*resume, log), report_changes(log, *resume, job);
-    else require_whole_weights(o), report_seen_samples(log, job);
+    else report_seen_samples(log, job);
   });
   require_same_everywhere(processes, job, resume);
   Peaks peaks;

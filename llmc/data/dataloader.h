@@ -141,11 +141,19 @@ class TokenShards {
   std::unique_ptr<OpenFiles> files_ = std::make_unique<OpenFiles>();
 };
 
+// From a position of the stream on, another seed orders the samples.
+struct Reseed {
+  int64_t position = 0;
+  uint64_t seed = 0;
+  bool operator==(const Reseed&) const = default;
+};
+
 // The endless stream of samples, epoch after epoch.
 class DataLoader {
  public:
   struct Config {
     uint64_t seed = 0;
+    std::vector<Reseed> reseeds = {};  // in ascending order; each permutes anew what its epoch has left
     bool shuffle = false;
     int64_t vocab_size = 0;
     std::optional<int32_t> end_of_text = std::nullopt;  // restarts positions at 0; none: nothing does
@@ -161,11 +169,12 @@ class DataLoader {
   int64_t sample_at(int64_t position) {
     const int64_t epoch = position / shards_.samples(), index = position % shards_.samples();
     if (!config_.shuffle) return index;
-    if (epoch != epoch_ || !order_) {
-      order_.emplace(shards_.samples(), config_.seed, formatted("data order of epoch {}", epoch));
-      epoch_ = epoch;
-    }
-    return (*order_)(index);
+    if (epoch != epoch_ || !order_) begin_epoch(epoch);
+    // A rest begins within the rests before it, so that no sample comes twice and none is skipped.
+    int64_t at = index;
+    for (auto rest = rests_.rbegin(); rest != rests_.rend(); ++rest)
+      if (index >= rest->begin) at = rest->begin + rest->order(at - rest->begin);
+    return (*order_)(at);
   }
 
   // The micro-batch (batch_size, T) of the step that begins at stream position `cursor`.
@@ -187,10 +196,32 @@ class DataLoader {
   }
 
  private:
+  void begin_epoch(int64_t epoch) {
+    const int64_t n = shards_.samples();
+    const std::string name = formatted("data order of epoch {}", epoch);
+    uint64_t seed = config_.seed;  // at the beginning of the epoch
+    rests_.clear();
+    for (const Reseed& other : config_.reseeds) {
+      const int64_t begin = other.position - epoch * n;
+      if (begin <= 0) seed = other.seed;
+      else if (begin < n)
+        rests_.push_back({begin, Permutation(n - begin, other.seed, formatted("{} from sample {}", name, begin))});
+    }
+    order_.emplace(n, seed, name);
+    epoch_ = epoch;
+  }
+
+  // What an epoch had left when another seed came.
+  struct Rest {
+    int64_t begin;
+    Permutation order;
+  };
+
   const TokenShards& shards_;
   Config config_;
   int64_t epoch_ = -1;
   std::optional<Permutation> order_;
+  std::vector<Rest> rests_;
   std::vector<int32_t> sample_;
 };
 

@@ -35,6 +35,9 @@ struct Job {
   std::vector<std::string> val_checksums;
   std::optional<ChoiceSet> choices;
   std::optional<int32_t> document_begin;  // the token that begins a document, for --mask-documents
+  nlohmann::json parent;                  // of a branch, see parent_of()
+  uint64_t first_seed;                    // of the order of samples
+  std::vector<Reseed> reseeds;            // by branches
   int64_t samples_per_step, max_steps, val_samples = 0;
   Plan plan;
 
@@ -49,6 +52,7 @@ struct Job {
         tokenizer_files(llmc::tokenizer_files(*tokenizer, step.model)),
         train(o.train_data, o.seq_len),
         data_checksums(train.checksums()),
+        first_seed(static_cast<uint64_t>(o.seed)),
         samples_per_step(step.tokens() / o.seq_len),
         max_steps(choose_steps(o, step.tokens(), steps_of_an_epoch())) {
     options.usual_aux_loss = usual_aux_loss(step.model);
@@ -75,7 +79,10 @@ struct Job {
     // On resume, resume() checks the memory: what the checkpoint recorded may need less.
     std::error_code none;
     const bool begun = std::filesystem::is_directory(o.out_dir, none) && !checkpoint_steps(o.out_dir).empty();
-    if (o.restart || o.resume == "never" || (o.resume == "auto" && !begun)) require_memory(o, step, plan, rank_device);
+    if (o.restart || o.resume == "never" || (o.resume == "auto" && !begun)) {
+      require_memory(o, step, plan, rank_device);
+      if (o.branch_from.empty()) require_whole_weights(o);
+    }
   }
 
   ValidationInputs validation() const {
@@ -125,6 +132,33 @@ struct Job {
       }
     }
     require_memory(options, step, plan, rank_device, Begun::yes);
+    parent = parent_of(from);
+    resume_order(from);
+  }
+
+  // The order of the samples is that of the checkpoint's run; a branch may go on with another seed.
+  void resume_order(const ResumePoint& from) {
+    const nlohmann::json seeds = from.trainer.value("seeds", nlohmann::json());
+    if (seeds.is_null()) {  // one from the beginning
+      if (const auto first = whole_number(from.trainer.value("seed", nlohmann::json())))
+        first_seed = static_cast<uint64_t>(*first);
+    } else {
+      const auto is_seed = [](const nlohmann::json& seed) {
+        return seed.is_array() && seed.size() == 2 && whole_number(seed[0]) && whole_number(seed[1]);
+      };
+      CHECK(seeds.is_array() && !seeds.empty() && std::all_of(seeds.begin(), seeds.end(), is_seed) &&
+                std::is_sorted(seeds.begin(), seeds.end()) && seeds[0][0] == 0,
+            "{}/trainer.json: \"seeds\" is {}, expected [POSITION, SEED] in ascending order; the file is damaged",
+            from.path, seeds);
+      first_seed = seeds[0][1].get<uint64_t>();
+      for (size_t i = 1; i < seeds.size(); ++i)
+        reseeds.push_back({seeds[i][0].get<int64_t>(), seeds[i][1].get<uint64_t>()});
+    }
+    const uint64_t now = static_cast<uint64_t>(options.seed);
+    const uint64_t before = reseeds.empty() ? first_seed : reseeds.back().seed;
+    CHECK(before == now || from.begin == Begin::branch,
+          "{}/trainer.json: the last seed is {}, but --seed {}; the file is damaged", from.path, before, now);
+    if (before != now) reseeds.push_back({from.step * samples_per_step, now});
   }
 };
 

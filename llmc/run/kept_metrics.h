@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -68,17 +69,19 @@ inline MetricsKept metrics_until(const std::string& text, int64_t step, OwnValid
 }
 
 // What is wrong with the lines of a run that resumes after this step; empty: nothing. copy: where damaged lines are
-// now.
+// now; begin: the step after which a branch has begun.
 inline std::string metrics_fault(const MetricsKept& kept, int64_t step, const std::string& file,
-                                 const std::string& copy) {
+                                 const std::string& copy, std::optional<int64_t> begin = std::nullopt) {
   std::string fault;
   if (!kept.damaged_lines.empty())
     fault = formatted("{}: {} damaged line(s), the first is line {}: moved to {}", file, kept.damaged_lines.size(),
                       kept.damaged_lines[0], copy);
-  const std::string begin = fault.empty() ? file + ": " : "; ";
-  if (kept.train_lines == 0) fault += formatted("{}no line of a step up to {}", begin, step);
-  else if (kept.last != step || kept.train_lines != step - kept.first + 1)
-    fault += formatted("{}{} line(s) for steps {} to {}", begin, kept.train_lines, kept.first, step);
+  if (step == begin) return fault;
+  const std::string where = fault.empty() ? file + ": " : "; ";
+  const int64_t first = begin ? *begin + 1 : kept.first;
+  if (kept.train_lines == 0) fault += formatted("{}no line of a step up to {}", where, step);
+  else if (kept.first != first || kept.last != step || kept.train_lines != step - first + 1)
+    fault += formatted("{}{} line(s) for steps {} to {}", where, kept.train_lines, first, step);
   return fault;
 }
 

@@ -35,6 +35,7 @@ inline std::string without_slash(const std::string& out) { return out.substr(0, 
 inline Options of_any_start(Options o) {
   const Options usual;
   o.resume = usual.resume;
+  o.branch_from.clear();
   o.restart = false;
   o.rank = o.world_size = std::nullopt;
   o.rendezvous.clear();
@@ -51,6 +52,15 @@ inline std::string launched(const Options& o, const std::string& command) {
 }
 
 }  // namespace detail
+
+// The command that continues from a checkpoint with half the learning rate.
+inline std::string branch_command(const Options& o, const std::string& checkpoint, const std::string& program) {
+  Options branch = detail::of_any_start(o);
+  branch.branch_from = checkpoint;
+  branch.lr = o.lr / 2;
+  branch.out_dir = detail::free_directory(detail::without_slash(o.out_dir), "-branch");
+  return detail::launched(o, command_line(branch, program));
+}
 
 // The next commands, to be pasted where `program` was called: each works as it stands. prompt: for --generate
 inline void report_next_steps(Log& log, const Options& o, const std::string& checkpoint, const std::string& program,

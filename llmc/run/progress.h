@@ -28,7 +28,7 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
                                              const std::vector<float>& expert_biases) {
   nlohmann::ordered_json best;
   if (std::isfinite(progress.best_val)) best = {{"step", progress.best_step}, {"loss", progress.best_val}};
-  return {
+  nlohmann::ordered_json trainer = {
       {"format", 1},
       {"step", progress.done},
       {"tokens", progress.done * job.step.tokens()},
@@ -50,6 +50,13 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"choices", {{"grad_reduce", name_of(job.step.zero.grad_reduce)}, {"matmul", progress.matmul_choices}}},
       {"layout", detail::layout_text(job.step)},
       {"options", options_json(job.options)}};
+  if (!job.parent.is_null()) trainer["parent"] = job.parent;
+  if (job.reseeds.empty()) return trainer;
+  nlohmann::ordered_json seeds;  // with the positions of the stream from which they order the samples
+  seeds.push_back(nlohmann::ordered_json::array({0, job.first_seed}));
+  for (const Reseed& other : job.reseeds) seeds.push_back(nlohmann::ordered_json::array({other.position, other.seed}));
+  trainer["seeds"] = seeds;
+  return trainer;
 }
 
 // The shards whose contents are not those that the checkpoint's run has read; without --data-changed accept they are
@@ -147,19 +154,27 @@ inline int64_t recorded_steps(const ResumePoint& from, const Job& job) {
 // A run that resumes with another number of steps follows another schedule: says where the learning rate jumps to.
 inline void report_changed_schedule(Log& log, const ResumePoint& from, const Job& job) {
   const int64_t before = recorded_steps(from, job);
-  if (before == job.max_steps || from.step >= job.max_steps) return;
-  const double was = learning_rate(choose_lr_schedule(job.options, before), std::min(from.step, before)),
-               is = learning_rate(choose_lr_schedule(job.options, job.max_steps), from.step + 1);
+  if (from.step >= job.max_steps) return;
+  const nlohmann::json options = from.trainer.value("options", nlohmann::json());
+  const LrSchedule then = choose_lr_schedule(options_from_record(from.path + "/trainer.json", options), before),
+                   now = choose_lr_schedule(job.options, job.max_steps);
+  if (before == job.max_steps && learning_rate(then, from.step + 1) == learning_rate(now, from.step + 1)) return;
   log.line(
-      formatted("notice: {} steps instead of {}: the learning rate was {:.2e} at step {} and is {:.2e} at step {}, "
-                "on its way to {:.2e} ({})",
-                job.max_steps, before, was, from.step, is, from.step + 1,
-                learning_rate(choose_lr_schedule(job.options, job.max_steps), job.max_steps), job.options.lr_schedule));
+      formatted("notice: {}the learning rate was {:.2e} at step {} and is {:.2e} at step {}, on its way to {:.2e} "
+                "({})",
+                before == job.max_steps ? "" : formatted("{} steps instead of {}: ", job.max_steps, before),
+                learning_rate(then, std::min(from.step, before)), from.step, learning_rate(now, from.step + 1),
+                from.step + 1, learning_rate(now, job.max_steps), job.options.lr_schedule));
 }
 
 inline void report_changes(Log& log, const ResumePoint& from, const Job& job) {
   report_changed_validation(log, from, job);
   report_changed_schedule(log, from, job);
+  if (!job.reseeds.empty() && job.reseeds.back().position == from.step * job.samples_per_step && job.options.shuffled())
+    log.line(
+        formatted("notice: --seed {} orders the samples from step {} on: those that are left of this epoch, then "
+                  "those of the next ones",
+                  job.options.seed, from.step + 1));
 }
 
 inline Progress progress_at(const ResumePoint& from) {
@@ -203,6 +218,10 @@ inline Progress progress_at(const ResumePoint& from) {
 inline Progress resumed_progress(const ResumePoint& from, const Job& job) {
   require_same_run(from, job);
   Progress progress = progress_at(from);
+  if (from.begin == Begin::branch) {  // its best validation is its own
+    progress.best_val = Progress().best_val;
+    progress.best_step = Progress().best_step;
+  }
   const ModelConfig& model = job.step.model;
   const int64_t expected = job.step.experts.bias_rate > 0 ? model.sparse_layers() * model.experts.count : 0;
   CHECK(

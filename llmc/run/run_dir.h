@@ -4,7 +4,6 @@
 #include <sys/file.h>
 
 #include <filesystem>
-#include <functional>
 #include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -15,38 +14,34 @@
 #include "core/log.h"
 #include "run/checkpoint.h"
 #include "run/kept_metrics.h"
+#include "run/resume_point.h"
 #include "run/run_record.h"
 
 namespace llmc {
 
 inline constexpr const char* saved_by_clock = "clock";  // in trainer.json, of --checkpoint-minutes alone
 
-// The checkpoint that a run resumes from.
-struct ResumePoint {
-  std::string path;
-  int64_t step;
-  nlohmann::json trainer;  // its trainer.json
-};
-
-// The newest complete checkpoint of a run directory; damaged ones are skipped with a warning each. None: there are no
-// checkpoints. It is an error if all are damaged.
-inline std::optional<ResumePoint> newest_checkpoint(const std::string& out_dir,
-                                                    const std::function<void(const std::string&)>& warn) {
-  std::vector<int64_t> steps = checkpoint_steps(out_dir);
-  std::string faults;
-  for (; !steps.empty(); steps.pop_back()) {
-    const std::string path = checkpoint_path(out_dir, steps.back());
-    const std::optional<std::string> fault = checkpoint_fault(path);
-    if (!fault) return ResumePoint{path, steps.back(), read_json(path + "/trainer.json")};
-    warn("skipping a damaged checkpoint: " + *fault);
-    faults += "\n  " + *fault;
+// What a start makes before it is sure to begin: removed unless it keeps it, so that nothing is left of one that is
+// refused.
+class NewFiles {
+ public:
+  NewFiles() = default;
+  NewFiles(const NewFiles&) = delete;
+  NewFiles& operator=(const NewFiles&) = delete;
+  ~NewFiles() {
+    for (auto path = paths_.rbegin(); path != paths_.rend(); ++path) ::remove(path->c_str());  // directories if empty
   }
-  CHECK(faults.empty(),
-        "--out-dir {}: all of its checkpoints are damaged; nothing was overwritten:{}\nto start a new run, move "
-        "them aside with --restart, or choose another directory",
-        out_dir, faults);
-  return std::nullopt;
-}
+  // The file or directory will be made, with the directories above it that do not exist.
+  void note(const std::filesystem::path& path) {
+    if (path.empty() || path_exists(path)) return;
+    note(path.parent_path());
+    paths_.push_back(path);
+  }
+  void keep() { paths_.clear(); }
+
+ private:
+  std::vector<std::filesystem::path> paths_;
+};
 
 class RunDirectory {
  public:
@@ -54,6 +49,7 @@ class RunDirectory {
   // that completed no step.
   RunDirectory(Log& log, const Options& o) : path_(o.out_dir) {
     std::error_code error, unknown;
+    traces_.note(path_);
     std::filesystem::create_directories(path_, error);
     CHECK(!error && std::filesystem::is_directory(path_, unknown), "--out-dir {}: cannot create this directory: {}",
           path_, error && !std::filesystem::exists(path_, unknown) ? error.message() : "a file has this name");
@@ -86,27 +82,22 @@ class RunDirectory {
       auto newest = newest_checkpoint(path_, [&](const std::string& warning) { log.line("WARNING: " + warning); });
       for (const int64_t step : checkpoint_steps(path_))
         if (newest && step > newest->step) set_aside(log, step);
+      if (newest) require_parent(newest->path + "/trainer.json", parent_of(*newest), o.branch_from, path_);
+      else if (record_) require_parent(run_file(), record_->parent, o.branch_from, path_);
       if (newest) take_options(log, *newest, o);
+      else if (!o.branch_from.empty() || (record_ && !record_->parent.is_null())) return branch_point(log, o);
       else if (record_) take_options(log, *record_, o);
       return newest;
     }
-    // The same directory has many spellings: links, a trailing slash.
-    std::error_code error, none;
-    const std::filesystem::path asked = std::filesystem::canonical(o.resume, error);
-    const std::optional<int64_t> step = checkpoint_step(asked);
-    const std::vector<int64_t> inside = step || error ? std::vector<int64_t>() : checkpoint_steps(asked);
-    CHECK(step, "--resume {}: {}; expected auto, never, or a checkpoint's directory, {}", o.resume,
-          error ? error.message() : std::string("this is not a checkpoint"),
-          inside.empty() ? "OUT/step-NNNNNN" : checkpoint_path(o.resume, inside.back()));
-    if (const auto fault = checkpoint_fault(asked))
-      throw Error(formatted("--resume {}: this checkpoint is damaged: {}", o.resume, *fault));
+    const auto [asked, step] = named_checkpoint("--resume", o.resume, "auto, never, or a checkpoint's directory");
     const std::vector<int64_t> steps = checkpoint_steps(path_);
-    const std::string own = checkpoint_path(path_, *step);
+    const std::string own = checkpoint_path(path_, step);
+    std::error_code none;
     const bool is_own = std::filesystem::equivalent(asked, own, none);
-    CHECK(steps.empty() || steps.back() < *step || (steps.back() == *step && is_own),
+    CHECK(steps.empty() || steps.back() < step || (steps.back() == step && is_own),
           "--resume {}: --out-dir {} holds {} checkpoint, of step {}: choose another --out-dir, or move it away",
-          o.resume, path_, steps.back() == *step ? "another" : "a later", steps.back());
-    ResumePoint point{is_own ? own : asked.string(), *step, read_json(asked.string() + "/trainer.json")};
+          o.resume, path_, steps.back() == step ? "another" : "a later", steps.back());
+    ResumePoint point{is_own ? own : asked, step, read_json(asked + "/trainer.json")};
     take_options(log, point, o);
     return point;
   }
@@ -117,7 +108,8 @@ class RunDirectory {
   // Makes this the directory of a run with these options that begins at its first step, or resumes at a checkpoint.
   // Returns what metrics.jsonl holds up to there: of a run that begins nothing, since what another one has left is no
   // result of this one.
-  MetricsKept claim(Log& log, const Options& o, const std::optional<ResumePoint>& resume) const {
+  MetricsKept claim(Log& log, const Options& o, const std::optional<ResumePoint>& resume) {
+    traces_.keep();
     const bool ours = resume && has_steps();
     const MetricsKept kept = ours ? truncate_metrics(log, *resume) : MetricsKept();
     if (!ours) replace(metrics_file(), "");
@@ -164,7 +156,7 @@ class RunDirectory {
   std::string run_file() const { return path_ + "/run.json"; }
   std::string metrics_file() const { return path_ + "/metrics.jsonl"; }
 
-  void write_run_file(const Options& o) const { replace(run_file(), run_record_text(o)); }
+  void write_run_file(const Options& o) const { replace(run_file(), run_record_text(o, parent_)); }
 
   // Gives a file of the directory new contents: either the former ones or the new ones survive a crash.
   void replace(const std::string& file, const std::string& text) const {
@@ -183,7 +175,8 @@ class RunDirectory {
   // Truncates metrics.jsonl after the lines of a checkpoint's step. Damaged lines go to a file of their own.
   MetricsKept truncate_metrics(Log& log, const ResumePoint& resume) const {
     // Then best_validation is without it.
-    const bool later = resume.trainer.is_object() && resume.trainer.value("validated", nlohmann::json()) == false;
+    const bool later = resume.begin == Begin::branch ||
+                       (resume.trainer.is_object() && resume.trainer.value("validated", nlohmann::json()) == false);
     MetricsKept kept = metrics_until(resume.step, later ? OwnValidation::repeat : OwnValidation::keep);
     const std::string copy = path_ + "/metrics-damaged.txt";
     if (!kept.damaged.empty()) {
@@ -191,8 +184,10 @@ class RunDirectory {
       file.write(kept.damaged.data(), std::ssize(kept.damaged));
       file.sync_and_close();
     }
+    const nlohmann::json parent = parent_.is_object() ? parent_.value("step", nlohmann::json()) : parent_;
     if (resume.path == checkpoint_path(path_, resume.step))
-      if (const std::string fault = metrics_fault(kept, resume.step, metrics_file(), copy); !fault.empty())
+      if (const auto fault = metrics_fault(kept, resume.step, metrics_file(), copy, whole_number(parent));
+          !fault.empty())
         log.line("WARNING: " + fault);
     replace(metrics_file(), kept.lines);
     return kept;
@@ -201,14 +196,32 @@ class RunDirectory {
   // What a checkpoint's trainer.json, which has a checksum, says of the options; where there is none, run.json.
   void take_options(Log& log, const ResumePoint& from, const Options& o) {
     const nlohmann::json options = from.trainer.value("options", nlohmann::json());
-    check_resumed_options(log, from.path + "/trainer.json", options, o);
+    check_resumed_options(log, from.path + "/trainer.json", options, o, from.begin);
     shuffled_before_ = shuffled(options);
+    parent_ = parent_of(from);
   }
   void take_options(Log& log, const RunRecord& record, const Options& o) {
     CHECK(o.shuffle || record.options.contains("--shuffle"),
           "{} does not say whether the run shuffles: give --shuffle, or --no-shuffle", run_file());
     check_resumed_options(log, run_file(), record.options, o);
     shuffled_before_ = shuffled(record.options);
+  }
+
+  // The checkpoint of another run at which this one begins: the one asked for, or, before the branch has a checkpoint
+  // of its own, the one that it has begun with.
+  ResumePoint branch_point(Log& log, const Options& o) {
+    const nlohmann::json recorded = record_ ? record_->parent : nlohmann::json();
+    const nlohmann::json path = recorded.is_object() ? recorded.value("path", nlohmann::json()) : recorded;
+    CHECK(!o.branch_from.empty() || path.is_string(),
+          "{}: \"parent\" is {}, expected a checkpoint; the file is damaged", run_file(), recorded);
+    const bool given = !o.branch_from.empty();
+    const auto [asked, step] =
+        named_checkpoint(given ? "--branch-from" : "the parent in " + run_file() + ",",
+                         given ? o.branch_from : path.get<std::string>(), "a checkpoint's directory");
+    ResumePoint point{asked, step, read_json(asked + "/trainer.json"), Begin::branch};
+    if (record_) require_parent(run_file(), recorded, asked, path_);
+    take_options(log, point, o);
+    return point;
   }
 
   // Whether the run has done anything worth keeping.
@@ -238,6 +251,7 @@ class RunDirectory {
     const std::string file = path_ + "/.lock";
     for (;;) {
       if (lock_.fd >= 0) ::close(lock_.fd);
+      traces_.note(file);
       lock_.fd = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
       CHECK(lock_.fd >= 0, "--out-dir {}: cannot write there: {}", path_, std::strerror(errno));
       const bool locked = flock(lock_.fd, LOCK_EX | LOCK_NB) == 0;
@@ -309,6 +323,7 @@ class RunDirectory {
   std::string path_;
   std::map<int64_t, bool> by_clock_;  // of checkpoints whose trainer.json was read
   std::optional<RunRecord> record_;   // run.json, if the run has completed a step
+  nlohmann::json parent_;             // of a branch
   bool shuffled_before_ = true;
   struct LockFile {
     int fd = -1;
@@ -316,6 +331,7 @@ class RunDirectory {
       if (fd >= 0) ::close(fd);  // which releases it
     }
   } lock_;
+  NewFiles traces_;  // removed before the lock is released
 };
 
 }  // namespace llmc

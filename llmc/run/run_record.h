@@ -65,8 +65,12 @@ struct OptionChanges {
   std::vector<std::string> noticed;  // allowed, but worth a notice
 };
 
+// What a run does with a checkpoint: go on with the run that wrote it, or begin another one.
+enum class Begin : uint8_t { resume, branch };
+
 // Without --shuffle and --no-shuffle the order of the samples stays as it was.
-inline OptionChanges option_changes(const std::string& file, const nlohmann::json& recorded, const Options& now) {
+inline OptionChanges option_changes(const std::string& file, const nlohmann::json& recorded, const Options& now,
+                                    Begin begin = Begin::resume) {
   Options then = options_from_record(file, recorded);
   then.ranks = then.local_ranks;
   then.usual_aux_loss = now.usual_aux_loss;
@@ -79,7 +83,8 @@ inline OptionChanges option_changes(const std::string& file, const nlohmann::jso
     const ResumeRule rule = pipedream ? ResumeRule::warn : is.rule;  // the other schedules compute the same
     if (was.text == is.text || rule == ResumeRule::free || (is.name == "--grad-reduce" && is.text == "auto")) continue;
     const std::string change = formatted("{} was '{}' and is now '{}'", is.name, shown(was.text), is.text);
-    if (rule == ResumeRule::warn) changes.noticed.push_back(change);
+    if (rule == ResumeRule::warn || (rule == ResumeRule::branch && begin == Begin::branch))
+      changes.noticed.push_back(change);
     else changes.refused += "\n  " + change;
   }
   return changes;
@@ -87,25 +92,34 @@ inline OptionChanges option_changes(const std::string& file, const nlohmann::jso
 
 // Refuses changes of options that must match. Returns the notices of others.
 inline std::vector<std::string> require_same_options(const std::string& file, const nlohmann::json& recorded,
-                                                     const Options& now) {
-  OptionChanges changes = option_changes(file, recorded, now);
+                                                     const Options& now, Begin begin = Begin::resume) {
+  OptionChanges changes = option_changes(file, recorded, now, begin);
+  std::string may_change;
+  for (const OptionText& o : option_texts(now))
+    if (o.rule == ResumeRule::branch) may_change += (may_change.empty() ? "" : ", ") + o.name;
+  CHECK(changes.refused.empty() || begin == Begin::branch,
+        "{} belongs to a run with other options:{}\nuse the same options to resume it, or choose another --out-dir; a "
+        "branch of it (--branch-from) may have other values of {}",
+        file, changes.refused, may_change);
   CHECK(changes.refused.empty(),
-        "{} belongs to a run with other options:{}\nuse the same options to resume it, or choose another --out-dir",
-        file, changes.refused);
+        "{} belongs to a run with other options:{}\na branch may have other values of {}; otherwise use the same "
+        "options, or begin a new run from its weights with --model instead of --branch-from",
+        file, changes.refused, may_change);
   return std::move(changes.noticed);
 }
-inline void check_resumed_options(Log& log, const std::string& file, const nlohmann::json& recorded,
-                                  const Options& now) {
-  for (const std::string& change : require_same_options(file, recorded, now)) log.line("notice: " + change);
+inline void check_resumed_options(Log& log, const std::string& file, const nlohmann::json& recorded, const Options& now,
+                                  Begin begin = Begin::resume) {
+  for (const std::string& change : require_same_options(file, recorded, now, begin)) log.line("notice: " + change);
 }
 
 // run.json. From format 2 on it has a checksum of everything else, so that no damage is read over.
 struct RunRecord {
-  nlohmann::json options;
+  nlohmann::json options, parent;  // parent: of a branch, see parent_of() in run_dir.h; otherwise null
 };
 
-inline std::string run_record_text(const Options& o) {
+inline std::string run_record_text(const Options& o, const nlohmann::json& parent = {}) {
   nlohmann::ordered_json record = {{"format", 2}, {"options", options_json(o)}};
+  if (!parent.is_null()) record["parent"] = parent;
   record["checksum"] = checksum(nlohmann::json(record).dump());
   return record.dump(1) + "\n";
 }
@@ -126,8 +140,9 @@ inline RunRecord parse_run_record(const std::string& text, const std::string& fi
           remedy);
   }
   for (const auto& [name, value] : record.items())
-    CHECK(name == "format" || name == "options", "{}: {} is unknown; the file is damaged{}", file, shown(name), remedy);
-  RunRecord run{record.value("options", nlohmann::json())};
+    CHECK(name == "format" || name == "options" || (name == "parent" && format == 2),
+          "{}: {} is unknown; the file is damaged{}", file, shown(name), remedy);
+  RunRecord run{record.value("options", nlohmann::json()), record.value("parent", nlohmann::json())};
   options_from_record(file, run.options);
   return run;
 }

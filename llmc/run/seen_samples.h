@@ -19,6 +19,7 @@ inline std::string seen_samples(const nlohmann::json& trainer, const Options& o,
   const nlohmann::json options = field("options");
   if (!seen || !all || *seen == 0 || *all == 0 || o.overfit_batch || !options.is_object()) return "";
   if (field("data_checksums") != nlohmann::json(data_checksums) || field("seq_len") != o.seq_len) return "";
+  if (!field("seeds").is_null()) return "";  // a branch, of more than one order
   if (shuffled(options) != o.shuffled() || (o.shuffled() && field("seed") != o.seed)) return "";
   return formatted(
       "was trained on the same data in the same order, {}: this run begins with the same samples, {:.2f} "

@@ -36,6 +36,10 @@ inline Start find_start(const Job& job, Log& log) {
   start.shuffled = start.directory->shuffled_before();
   if (!start.resume || start.resume->step < job.max_steps) return start;
   const int64_t step = start.resume->step;
+  CHECK(start.resume->begin == Begin::resume,
+        "--branch-from {} is at step {}, and the branch ends at step {} ({}): nothing would be left to do; name an "
+        "earlier checkpoint, or a longer run",
+        start.resume->path, step, job.max_steps, length_text(o));
   start.complete = step > job.max_steps || !job.val || o.val_every == 0 || start.directory->validated(step);
   return start;
 }
@@ -81,13 +85,14 @@ inline Start find_start(const Processes& processes, const Job& job, Log& log) {
   if (processes.alone()) return start;
   detail::require_shared_directory(processes, job.options.out_dir);
   const nlohmann::ordered_json mine = {start.resume ? start.resume->path : "", start.resume ? start.resume->step : 0,
-                                       start.shuffled, start.complete};
+                                       start.shuffled, start.complete,
+                                       start.resume && start.resume->begin == Begin::branch};
   const nlohmann::json first = parse_json(processes.all_gather("start", mine.dump())[0], "process 0");
   if (processes.process() == 0) return start;
   start.shuffled = first[2];
   start.complete = first[3];
   const std::string path = first[0];
-  if (!path.empty()) start.resume = ResumePoint{path, first[1], {}};
+  if (!path.empty()) start.resume = ResumePoint{path, first[1], {}, first[4] ? Begin::branch : Begin::resume};
   return start;
 }
 

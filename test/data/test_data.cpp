@@ -143,6 +143,39 @@ TEST_CASE("with shuffling every epoch has each sample once, in an order that dep
   REQUIRE(stream_of(other, 0, 12) != epochs[0]);
 }
 
+TEST_CASE("a seed that comes in the middle of an epoch takes what is left of it, each sample once") {
+  const TempDir dir;
+  write_shard(dir / "x.bin", std::vector<uint16_t>(4 * 53 + 1, 3));
+  const TokenShards shards(dir / "x.bin", 4);
+  const int64_t n = shards.samples();
+  REQUIRE(n == 53);
+  // In the middle of epoch 0, twice; again in it; at the beginning of epoch 2; at the last sample of epoch 3.
+  const std::vector<Reseed> reseeds = {{20, 2}, {31, 3}, {31, 4}, {2 * n, 5}, {4 * n - 1, 6}};
+  for (size_t count = 1; count <= reseeds.size(); ++count) {
+    const std::vector<Reseed> some(reseeds.begin(), reseeds.begin() + static_cast<int64_t>(count));
+    DataLoader fewer(shards, {.seed = 1, .reseeds = {some.begin(), some.end() - 1}, .shuffle = true, .vocab_size = 4}),
+        loader(shards, {.seed = 1, .reseeds = some, .shuffle = true, .vocab_size = 4});
+    const int64_t position = some.back().position;
+    bool differs = false;
+    for (int64_t epoch = 0; epoch < 6; ++epoch) {
+      std::vector<int64_t> seen(static_cast<size_t>(n));
+      for (int64_t i = epoch * n; i < (epoch + 1) * n; ++i) {
+        ++seen[static_cast<size_t>(loader.sample_at(i))];
+        if (i < position) REQUIRE(loader.sample_at(i) == fewer.sample_at(i));  // what was before stays
+        else differs |= loader.sample_at(i) != fewer.sample_at(i);
+      }
+      REQUIRE(seen == std::vector<int64_t>(static_cast<size_t>(n), 1));
+    }
+    REQUIRE(differs);
+  }
+  // From an epoch's beginning on it is the order of that seed alone.
+  DataLoader after(shards, {.seed = 1, .reseeds = {{2 * n, 5}}, .shuffle = true, .vocab_size = 4}),
+      alone(shards, {.seed = 5, .shuffle = true, .vocab_size = 4});
+  for (int64_t i = 2 * n; i < 4 * n; ++i) REQUIRE(after.sample_at(i) == alone.sample_at(i));
+  DataLoader in_order(shards, {.seed = 1, .reseeds = reseeds, .vocab_size = 4});
+  for (int64_t i = 0; i < 2 * n; ++i) REQUIRE(in_order.sample_at(i) == i % n);
+}
+
 TEST_CASE("any split of a step into micro-batches and ranks reads the same samples, none twice, none skipped") {
   const CountingShards data;
   const TokenShards shards(data.pattern(), data.T);

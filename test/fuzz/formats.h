@@ -262,7 +262,7 @@ inline std::vector<Format> make_formats(const std::string& root, std::unique_ptr
   for (const auto& [file, content] : {std::pair("run.json", Content::json), {"metrics.jsonl", Content::json_lines}})
     formats.push_back({file, out, file, content, false, {}, [=] {
                          Log log = Log::silent();
-                         const RunDirectory run(log, o);
+                         RunDirectory run(log, o);
                          const MetricsKept kept = run.claim(log, o, ResumePoint{out, 3, {}});
                          return formatted("{} {} {}", kept.validated, kept.elapsed_s,
                                           read_whole(out + "/metrics.jsonl"));

@@ -102,8 +102,19 @@ TEST_CASE("a --model of ours with modified weights is refused, unless its manife
     REQUIRE(r.err.find("model.safetensors: bytes") != std::string::npos);
     REQUIRE(r.err.find("remove manifest.json if the files were changed on purpose") != std::string::npos);
   }
+  REQUIRE_FALSE(fs::exists(dir / "other"));
   fs::remove(checkpoint + "/manifest.json");
   run_well(generate);
+  // Without a manifest it is damage of the format that is noticed; nothing is left of the start, nor is a run moved.
+  fs::resize_file(checkpoint + "/model.safetensors", 3000);
+  run_well(tiny(dir / "run/of/another", "--max-steps 1"));
+  for (const char* out : {"other", "more/than/one", "run/of/another --restart"}) {
+    const ProgramResult r = run_program(tiny(dir / out, "--max-steps 1 --model " + checkpoint));
+    INFO(r.err);
+    REQUIRE(r.status == 1);
+    REQUIRE(r.err.find(checkpoint + "/model.safetensors") != std::string::npos);
+  }
+  for (const char* gone : {"other", "more", "run/of/another.before-1"}) REQUIRE_FALSE(fs::exists(dir / gone));
 }
 
 TEST_CASE("--log-every thins the console output, not the metrics") {

@@ -143,7 +143,7 @@ TEST_CASE("a resumed run keeps the order of its samples; the opposite option is 
 TEST_CASE("metrics are truncated after the step; damaged lines are moved to a file, with a warning") {
   const TempDir dir;
   Log log = Log::silent();
-  const RunDirectory directory(log, in(dir / "run"));
+  RunDirectory directory(log, in(dir / "run"));
   const std::string kept =
                         "{\"kind\":\"train\",\"step\":1}\n{\"kind\":\"train\",\"step\":2,\"elapsed_s\":12.5}\n"
                         "{\"kind\":\"gpu\",\"step\":2,\"elapsed_s\":null}\n",

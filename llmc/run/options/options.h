@@ -32,7 +32,7 @@ struct Options {
   std::optional<TokenCount> tokens;
   std::optional<double> epochs;
   std::string out_dir = "out/run";
-  std::string resume = "auto";
+  std::string resume = "auto", branch_from;
   bool restart = false;
   int64_t log_every = 1;
   std::optional<double> time_limit;  // minutes
@@ -103,10 +103,11 @@ struct Options {
   std::map<std::string, std::string> config_lines;
 };
 
-// On resume an option must match, may change with a warning, or may change freely.
-enum class ResumeRule { must_match, warn, free };
+// On resume an option must match, must match unless --branch-from begins another run, may change with a notice, or may
+// change freely.
+enum class ResumeRule { must_match, branch, warn, free };
 inline const char* name_of(ResumeRule rule) {
-  constexpr const char* names[] = {"must match", "warns", "free"};
+  constexpr const char* names[] = {"must match", "must match, except in a branch", "warns", "free"};
   return names[static_cast<int>(rule)];
 }
 
@@ -183,6 +184,11 @@ void visit_options(O& o, Visitor&& visit) {
         "auto: resume from the newest complete checkpoint in --out-dir, or start there; never: refuse an --out-dir "
         "that holds a run; or the directory of a checkpoint to resume from");
   visit(
+      "--branch-from", "", o.branch_from, Limits{}, free,
+      "the directory of a checkpoint, of a run with these options, from which a run in a new --out-dir continues with "
+      "other ones: learning rate and schedule, clipping, skipped outliers, --seed; optimizer state and data position "
+      "are kept");
+  visit(
       "--restart", "", o.restart, Limits{}, free,
       "start over where --out-dir holds a run: its directory is renamed to OUT.before-N, nothing is deleted; leave it "
       "out to resume the new run");
@@ -191,29 +197,29 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--time-limit", "", o.time_limit, above_zero(), free,
         "minutes after which the run saves and exits with status 75, as on SIGINT, SIGTERM, SIGHUP, SIGUSR1 "
         "and SIGUSR2");
-  visit("--seed", "", o.seed, at_least(0), must_match, "seed of initial weights, data order and samples");
+  visit("--seed", "", o.seed, at_least(0), branch, "seed of initial weights, data order and samples");
   visit("--overfit-batch", "-a", o.overfit_batch, Limits{}, must_match,
         "train on the first batch only: the loss must fall towards zero");
   visit("Optimizer");
-  visit("--lr", "-l", o.lr, between(0, 100), must_match, "peak learning rate of AdamW");
-  visit("--warmup-steps", "-u", o.warmup_steps, at_least(0), must_match,
+  visit("--lr", "-l", o.lr, between(0, 100), branch, "peak learning rate of AdamW");
+  visit("--warmup-steps", "-u", o.warmup_steps, at_least(0), branch,
         "updates over which the learning rate rises to its peak");
-  visit("--lr-schedule", "-k", o.lr_schedule, one_of({"constant", "cosine", "linear", "wsd"}), must_match,
+  visit("--lr-schedule", "-k", o.lr_schedule, one_of({"constant", "cosine", "linear", "wsd"}), branch,
         "learning rate after the warm-up, down to --final-lr-frac at the last step; wsd: constant until the last fifth "
         "of the run");
-  visit("--final-lr-frac", "-q", o.final_lr_frac, between(0, 1), must_match,
+  visit("--final-lr-frac", "-q", o.final_lr_frac, between(0, 1), branch,
         "learning rate of the last step, as a fraction of the peak; ignored with --lr-schedule constant");
   visit("--weight-decay", "-c", o.weight_decay, between(0, 100), must_match,
         "decoupled weight decay, of matrices only, not of biases and norms");
   visit("--beta1", "", o.beta1, between(0, 0.9999999), must_match, "decay of AdamW's first moment");
   visit("--beta2", "", o.beta2, between(0, 0.9999999), must_match, "decay of AdamW's second moment");
   visit("--adam-eps", "", o.adam_eps, between(1e-30, 1), must_match, "added to the square root of the second moment");
-  visit("--grad-clip", "", o.grad_clip, at_least(0), must_match,
+  visit("--grad-clip", "", o.grad_clip, at_least(0), branch,
         "largest gradient norm; larger gradients are scaled down to it; 0: no clipping");
-  visit("--skip-loss-z", "", o.skip_loss_z, at_least(0), must_match,
+  visit("--skip-loss-z", "", o.skip_loss_z, at_least(0), branch,
         "skip an update if its loss is more than this many standard deviations above the mean of the last 128; "
         "default: never");
-  visit("--skip-grad-z", "", o.skip_grad_z, at_least(0), must_match, "the same for the gradient norm");
+  visit("--skip-grad-z", "", o.skip_grad_z, at_least(0), branch, "the same for the gradient norm");
   visit("Evaluation and samples");
   visit("--val-every", "-v", o.val_every, at_least(0), free,
         "updates between validations, besides one at the start and one at the end; 0: no validation");

@@ -243,6 +243,12 @@ inline void validate(const Options& o) {
         "--train-data is missing: name the token shards to train on (data/tokenize_text.py makes them), or see --help");
   CHECK(!o.restart || o.resume == "auto" || o.resume == "never",
         "--restart starts a run over, --resume {} resumes one: leave out one of them", o.resume);
+  CHECK(o.branch_from.empty() || !o.restart,
+        "--branch-from with --restart: a branch begins in a new --out-dir: choose one, and leave out --restart");
+  CHECK(o.branch_from.empty() || o.resume == "auto",
+        "--branch-from {} with --resume {}: a branch begins at its parent's checkpoint and then resumes from its own: "
+        "leave out --resume",
+        o.branch_from, o.resume);
   CHECK(!o.out_dir.empty(), "--out-dir is empty: name a directory for metrics and checkpoints");
 }
 
