@@ -35,6 +35,21 @@ struct FileRecord {
   }
 };
 
+// Of bytes that come in pieces.
+class RunningHash {
+ public:
+  RunningHash() : state_(XXH3_createState(), XXH3_freeState) {
+    CHECK(state_ != nullptr, "no memory for a checksum");
+    XXH3_64bits_reset(state_.get());
+  }
+  void add(const void* data, int64_t bytes) { XXH3_64bits_update(state_.get(), data, static_cast<size_t>(bytes)); }
+  uint64_t value() const { return XXH3_64bits_digest(state_.get()); }
+  void reset() { XXH3_64bits_reset(state_.get()); }
+
+ private:
+  std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> state_;
+};
+
 inline std::string hex_digits(uint64_t hash) {
   return detail::printf_string("%016llx", static_cast<unsigned long long>(hash));
 }
@@ -44,16 +59,12 @@ inline std::string checksum(std::string_view text) { return hex_digits(XXH3_64bi
 // Writes a file and its record in one pass.
 class RecordedFile {
  public:
-  explicit RecordedFile(const std::string& path)
-      : file_(File::create(path)), state_(XXH3_createState(), XXH3_freeState) {
-    CHECK(state_ != nullptr, "no memory for the checksum of {}", path);
-    XXH3_64bits_reset(state_.get());
-  }
+  explicit RecordedFile(const std::string& path) : file_(File::create(path)) {}
   void write(const void* data, int64_t bytes) {
     file_.write(data, bytes);
     for (const char* from = static_cast<const char*>(data); bytes > 0;) {
       const int64_t room = FileRecord::slice_bytes - record_.size % FileRecord::slice_bytes, n = std::min(bytes, room);
-      XXH3_64bits_update(state_.get(), from, static_cast<size_t>(n));
+      hash_.add(from, n);
       record_.size += n;
       from += n;
       bytes -= n;
@@ -69,11 +80,11 @@ class RecordedFile {
 
  private:
   void end_slice() {
-    record_.slices.push_back(hex_digits(XXH3_64bits_digest(state_.get())));
-    XXH3_64bits_reset(state_.get());
+    record_.slices.push_back(hex_digits(hash_.value()));
+    hash_.reset();
   }
   File file_;
-  std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t*)> state_;
+  RunningHash hash_;
   FileRecord record_;
 };
 

@@ -7,6 +7,7 @@
 #include "run/checkpoint_write.h"
 #include "run/job.h"
 #include "run/progress.h"
+#include "run/replicas.h"
 #include "run/run_dir.h"
 #include "run/step_report.h"
 
@@ -35,9 +36,11 @@ class CheckpointSaver {
 
   // Writes the checkpoint of step progress.done, unless it exists already; returns whether there is one. If it cannot
   // be written, as on a full disk, training may go on: it is tried again after 1, 2, 4 ... further updates. Where the
-  // run ends instead, the weights alone are saved if they can be. Weights that are not finite end the run.
+  // run ends instead, the weights alone are saved if they can be. Weights that are not finite end the run, as do copies
+  // that differ.
   bool save(const Progress& progress, Run& run, OnFailure on_failure, Because because = Because::rule) {
     if (last_ == checkpoint_path(o_.out_dir, progress.done)) return true;
+    report_.timed(Task::checkpoint, [&] { require_equal_copies(run, o_.place, progress.done, last_); });
     const auto begin = std::chrono::steady_clock::now();
     log_.progress("writing checkpoint", 0, 1);
     nlohmann::ordered_json trainer = to_json_object(progress, job_, run.trainer.expert_biases());
