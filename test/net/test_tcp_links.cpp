@@ -137,11 +137,14 @@ TEST_CASE("a rank that is gone in the middle of a message is named") {
   std::vector<char> much(64 << 20);
   const auto size = static_cast<int64_t>(much.size());
   const auto errors = on_threads(3, [&](int p) {
-    char byte = 0;
-    if (p == 0) all[0].exchange(0, 0, 2, much.data(), size, -1, nullptr, 0);
+    char byte = 0, first = 0;
+    if (p == 0) {
+      all[0].exchange(0, 0, 2, &byte, 1, -1, nullptr, 0);
+      all[0].exchange(0, 0, 2, much.data(), size, -1, nullptr, 0);
+    }
     if (p == 1) all[1].exchange(0, 1, -1, nullptr, 0, 2, &byte, 1);
     if (p == 2) {
-      all[2].exchange(0, 2, 1, &byte, 1, -1, nullptr, 0);
+      all[2].exchange(0, 2, 1, &byte, 1, 0, &first, 1);  // the connection is there, however busy this machine is
       std::this_thread::sleep_for(std::chrono::milliseconds(40));
       all.links[2].reset();
     }
