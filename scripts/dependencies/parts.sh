@@ -56,7 +56,9 @@ nvcc="$NVCC -std=c++20 --expt-relaxed-constexpr -ccbin ${CXX##* } ${CPPFLAGS:-} 
 nvcc_host=(-Xcompiler "${host_flags//,/\\,}")
 [ -z "${LDFLAGS:-}" ] || nvcc_host+=(-Xcompiler "${LDFLAGS//,/\\,}")
 
-probes=$(mktemp -d)   # of each part that was looked for: PART.found, PART.answers for make, PART.fault in words
+# Of each part that was looked for: PART.found, PART.answers for make, PART.fault in words. Not in /tmp, where some machines
+# run no programs.
+probes=$(mkdir -p build && mktemp -d "$PWD/build/probes.XXXXXX")
 trap 'rm -rf "$probes"' EXIT
 
 # parts_of SET...: the parts of these sets, each once
