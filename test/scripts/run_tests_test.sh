@@ -2,7 +2,7 @@
 # scripts/run_tests.sh: nothing that fails, dies, hangs or never ran counts as passed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-dir=$(mktemp -d)
+dir=$(mkdir -p build && mktemp -d "$PWD/build/run_tests_test.XXXXXX")   # programs do not run from every /tmp
 trap 'rm -rf "$dir"' EXIT
 export TEST_RESULTS=$dir/results TEST_TIMEOUT=2s
 unset TESTS LONG
