@@ -24,6 +24,7 @@ class Tokenizer {
   virtual std::vector<int32_t> encode(const std::string& text, const std::string& where = "--prompt") const = 0;
   virtual std::string decode(std::span<const int32_t> tokens) const = 0;
   virtual int32_t end_of_text() const = 0;
+  virtual int64_t size() const = 0;  // ids are below it
   // Bytes of text that a token stands for, none for special ones; none at all: there is no such token.
   virtual std::optional<int64_t> bytes_of(int32_t token) const = 0;
   // Tokens that precede the text of a prompt.
@@ -51,6 +52,7 @@ class ByteTokenizer final : public Tokenizer {
     return text;
   }
   int32_t end_of_text() const override { return 256; }
+  int64_t size() const override { return vocab_size; }
   std::optional<int64_t> bytes_of(int32_t token) const override {
     if (token < 0 || token > end_of_text()) return std::nullopt;
     return token == end_of_text() ? 0 : 1;
@@ -135,6 +137,7 @@ class TableTokenizer final : public Tokenizer {
     return text;
   }
   int32_t end_of_text() const override { return end_of_text_; }
+  int64_t size() const override { return std::ssize(tokens_); }
   std::optional<int64_t> bytes_of(int32_t token) const override {
     if (token < 0 || token >= std::ssize(tokens_)) return std::nullopt;
     return token == end_of_text_ ? 0 : std::ssize(tokens_[static_cast<size_t>(token)]);
@@ -171,6 +174,7 @@ class HuggingFaceTokenizer final : public Tokenizer {
     return text;
   }
   int32_t end_of_text() const override { return end_of_text_; }
+  int64_t size() const override { return bpe_.vocab_size(); }
   std::optional<int64_t> bytes_of(int32_t token) const override {
     if (bpe_.text_of(token).empty()) return std::nullopt;
     return token == end_of_text_ || bpe_.is_special(token) ? 0 : std::ssize(bpe_.text_of(token));

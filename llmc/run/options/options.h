@@ -97,6 +97,7 @@ struct Options {
   // Not options, but what they, the model and the launcher come to: the default of --moe-aux-loss, the ranks of all
   // processes, and where this one is.
   double usual_aux_loss = 0;
+  int64_t preset_vocabulary = 0;  // the preset's, if --vocab-size is the tokenizer's instead; 0: it is not
   int64_t ranks = 1;
   Place place;
   // Where a --config file sets an option: {"--lr", "run.ini:3"}, unless the command line does.
@@ -162,7 +163,8 @@ void visit_options(O& o, Visitor&& visit) {
         "channels; the feed-forward width scales with them; default: the model's");
   visit("--n-ffn", "", o.n_ffn, between(1, largest_size), must_match, "feed-forward width; default: the model's");
   visit("--vocab-size", "", o.vocab_size, between(1, largest_size), must_match,
-        "vocabulary size, 257 for byte tokens; default: the model's");
+        "vocabulary size, 257 for byte tokens; default: the model's; of a preset with a --tokenizer, its number of "
+        "tokens");
   visit("Batch");
   visit("--batch-size", "-b", o.batch_size, between(1, largest_size), warn,
         "sequences per micro-batch and rank; more take more memory");

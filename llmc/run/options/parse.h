@@ -18,8 +18,8 @@
 #include "core/words.h"
 #include "dist/pipeline/pipeline.h"
 #include "dist/pipeline/stage_partition.h"
-#include "run/checkpoint.h"
 #include "run/options/config_file.h"
+#include "run/options/file_defaults.h"
 #include "run/options/ignored.h"
 #include "run/options/translate.h"
 #include "run/options/values.h"
@@ -252,15 +252,8 @@ inline void validate(const Options& o) {
   CHECK(!o.out_dir.empty(), "--out-dir is empty: name a directory for metrics and checkpoints");
 }
 
-namespace detail {
-
-// The sequence length with which the model was trained, as far as its directory says, otherwise the usual one.
-inline int64_t trained_length(const Options& o) {
-  if (model_preset(o.model)) return o.seq_len;  // refused
-  return std::min(trained_seq_len(o.model).value_or(o.seq_len), resolve_model(o.model, {}).n_positions);
-}
-
-}  // namespace detail
+// Is it a run that trains, or one on paper, or its data?
+inline bool trains(const Options& o) { return !o.generate && !o.evaluate && !o.selftest && !o.print_schedule; }
 
 // The parsed command line.
 struct Command {
@@ -352,7 +345,8 @@ Command parse_command_line(int argc, const char* const* argv, TakePlace&& take_p
       return command;
     }
     if (command.options.evaluate && app.count("--seq-len") == 0 && !command.options.config_lines.contains("--seq-len"))
-      command.options.seq_len = detail::trained_length(command.options);
+      command.options.seq_len = default_length(command.options);
+    if (trains(command.options)) take_vocabulary(command.options);
     take_place(command.options);
     validate(command.options);
     refuse_ignored(command.options, [&](const std::string& name) { return app.count(name) > 0; });

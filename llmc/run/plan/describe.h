@@ -172,6 +172,12 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
       {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
                               o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip) +
                         (step.asynchronous() ? ", stage by stage by its own norm" : "")}};
+  if (o.preset_vocabulary > 0)
+    rows.insert(
+        rows.begin() + 1,
+        {"vocabulary", formatted("notice: {} tokens, those of --tokenizer, instead of the {} of {}; --vocab-size "
+                                 "says otherwise",
+                                 human_count(m.vocab_size), human_count(o.preset_vocabulary), o.model)});
   if (m.experts.count > 0)
     for (auto& row : expert_rows(step)) rows.insert(rows.end() - 1, std::move(row));
   if (step.stages > 1) rows.insert(rows.end() - 1, {"pipeline", pipeline_text(step)});

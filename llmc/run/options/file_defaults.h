@@ -1,0 +1,56 @@
+// file_defaults.h: defaults of options that files know: the length of sequences that a model was trained with, and the
+// vocabulary of a tokenizer.
+#pragma once
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "model/hf_config.h"
+#include "run/checkpoint.h"
+#include "run/options/options.h"
+#include "text/tokenizer.h"
+
+namespace llmc {
+
+// For --evaluate: that of the model's training, as far as its directory says, otherwise the usual one.
+inline int64_t default_length(const Options& o) {
+  if (model_preset(o.model)) return o.seq_len;  // refused
+  return std::min(trained_seq_len(o.model).value_or(o.seq_len), resolve_model(o.model, {}).n_positions);
+}
+
+namespace detail {
+
+// The --vocab-size that the checkpoint to resume from recorded; "": the run had none. None: no run is resumed.
+inline std::optional<std::string> recorded_vocabulary(const Options& o) {
+  if (o.restart || o.resume == "never") return std::nullopt;
+  std::vector<std::string> checkpoints;
+  if (o.resume != "auto") checkpoints.push_back(o.resume);
+  else if (is_directory(o.out_dir))
+    for (const int64_t step : checkpoint_steps(o.out_dir))
+      checkpoints.insert(checkpoints.begin(), checkpoint_path(o.out_dir, step));
+  for (const std::string& checkpoint : checkpoints) try {
+      const nlohmann::json options = read_json(checkpoint + "/trainer.json").value("options", nlohmann::json());
+      if (options.is_object()) return options.value("--vocab-size", std::string());
+    } catch (const std::exception&) {  // a damaged one is reported when the run looks for one to resume from
+    }
+  return std::nullopt;
+}
+
+}  // namespace detail
+
+// A preset has as many tokens as the named tokenizer, unless --vocab-size says otherwise. It keeps its own vocabulary
+// if that is the tokenizer's with less than a hundredth of padding, as published ones are; and in a run that began with
+// its own, as all did in earlier versions.
+inline void take_vocabulary(Options& o) {
+  const std::optional<ModelConfig> preset = model_preset(o.model);
+  if (!preset || o.vocab_size || o.tokenizer == "auto") return;
+  const int64_t tokens = make_tokenizer(o.tokenizer)->size();
+  if (tokens <= preset->vocab_size && preset->vocab_size - tokens < preset->vocab_size / 100) return;
+  if (detail::recorded_vocabulary(o) == "") return;
+  o.vocab_size = tokens;
+  o.preset_vocabulary = preset->vocab_size;
+}
+
+}  // namespace llmc

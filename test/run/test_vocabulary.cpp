@@ -1,0 +1,77 @@
+// The default vocabulary of a preset: the tokenizer's.
+#include <nlohmann/json.hpp>
+
+#include "catch2.h"
+#include "core/files.h"
+#include "helpers.h"
+#include "run/options/file_defaults.h"
+#include "tiny_run.h"
+
+using namespace llmc;
+
+namespace {
+
+const std::string gpt2 = "test/golden/tokenizers/gpt2.json";
+const int64_t tokens = make_tokenizer(gpt2)->size();
+
+}  // namespace
+
+TEST_CASE("a preset has the vocabulary of the tokenizer that is named, and says so") {
+  auto planned = [](const std::string& options) {
+    const ProgramResult r = run_program("--plan -t 16 " + options);
+    INFO(r.out << r.err);
+    REQUIRE(r.status == 0);
+    return r.out;
+  };
+  const std::string notice = formatted("notice: {} tokens, those of --tokenizer, instead of the 50,257 of d1", tokens);
+  REQUIRE(planned("--model d1 --tokenizer " + gpt2).find(notice) != std::string::npos);
+  REQUIRE(planned("--model d1 --tokenizer bytes").find("notice: 257 tokens") != std::string::npos);
+  for (const std::string& same : {std::string("--model d1"), "--model d1 --vocab-size 1024 --tokenizer " + gpt2}) {
+    const std::string plan = planned(same);
+    REQUIRE(plan.find("notice:") == std::string::npos);
+    REQUIRE(plan.find(same == "--model d1" ? "vocabulary 50257" : "vocabulary 1024") != std::string::npos);
+  }
+
+  auto taken = [](const std::string& model, const std::string& tokenizer) {
+    Options o;
+    o.model = model;
+    o.tokenizer = tokenizer;
+    take_vocabulary(o);
+    return o.vocab_size;
+  };
+  REQUIRE(taken("llama3:8B", gpt2) == tokens);
+  // Published vocabularies are padded: as many tokens as Qwen's tokenizer has, and GPT-2's.
+  const TempDir dir;
+  auto table = [&](uint32_t size) {
+    std::string text(1024, '\0');
+    const uint32_t header[4] = {20240328, 2, size, 0};
+    std::memcpy(text.data(), header, sizeof header);
+    for (uint32_t i = 0; i < size; ++i) text += std::string("\1x");
+    std::ofstream(dir / "table.bin", std::ios::binary) << text;
+    return dir / "table.bin";
+  };
+  REQUIRE_FALSE(taken("qwen2.5:0.5B", table(151665)));
+  REQUIRE_FALSE(taken("d12", table(50257)));
+  REQUIRE(taken("d12", table(50258)) == 50258);
+}
+
+TEST_CASE("a run has it from its start to its end; one that began with the preset's own keeps that") {
+  const TempDir dir;
+  const std::string shape =
+      "--model d1 --n-embd 12 --n-head 2 --seq-len 33 --batch-size 2 --threads 1 --train-data " + tiny_data;
+  auto vocabulary = [&](const std::string& checkpoint) {
+    return read_json(dir / (checkpoint + "/config.json"))["vocab_size"].get<int64_t>();
+  };
+  const std::string run = shape + " --out-dir " + (dir / "new") + " --tokenizer " + gpt2;
+  run_well(run + " --max-steps 1");
+  run_well(run + " --max-steps 2");
+  REQUIRE(vocabulary("new/step-000002") == tokens);
+
+  const std::string old = shape + " --out-dir " + (dir / "old");
+  run_well(old + " --max-steps 1");
+  run_well(old + " --max-steps 2 --tokenizer " + gpt2);
+  REQUIRE(vocabulary("old/step-000002") == 50257);
+  run_well(shape + " --max-steps 2 --out-dir " + (dir / "moved") + " --resume " + (dir / "old/step-000001") +
+           " --tokenizer " + gpt2);
+  REQUIRE(vocabulary("moved/step-000002") == 50257);
+}
