@@ -362,7 +362,8 @@ build/fuzz.flags: FORCE
 # Each program is one job, which compiles it and runs it, so that the first results come while the rest is compiled. The
 # one that takes longest begins first, then come those that can do without train_gpt: one for which it is not there yet
 # would be put off until all others have begun. Long tests all wait for it, since one that needs it takes longest.
-RUN_THE_TRAINER := trainer text data   # by run_program() in test/helpers.h
+CALLERS := $(patsubst test/%/,%,$(sort $(dir $(shell grep -lE 'run_program|\./train_gpt' test/*/*.cpp test/*/*.h))))
+RUN_THE_TRAINER := trainer $(strip $(foreach name,$(filter-out trainer,$(TEST_NAMES)),$(if $(filter $(CALLERS),$(name)),$(name))))
 LONGEST_TESTS := $(if $(LONG),test/trainer tsan/trainer) asan/trainer
 TEST_PROGRAMS := $(LONGEST_TESTS) $(filter-out $(LONGEST_TESTS), \
                  $(patsubst %,test/%,$(filter-out $(RUN_THE_TRAINER),$(TEST_NAMES)) $(RUN_THE_TRAINER)) \
