@@ -406,8 +406,7 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
   require_same_everywhere(processes, job, resume);
   Peaks peaks;
   if (first)
-    peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops, o.profile)
-                .times(static_cast<double>(devices_in_use(job.device, o)));
+    peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops, o.profile).times(devices_in_use(job.device, o));
   World world(job.step.mesh(), job.backend, no_hooks, processes.local_ranks());
   world.limit_init(o.init_timeout);
   try {

@@ -1,6 +1,7 @@
 // check.h: the error type, the formatter behind every message, and the CHECK macros.
 #pragma once
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <memory>
@@ -71,7 +72,9 @@ std::string format_argument(const std::string& spec, const T& value) {
   } else if constexpr (std::is_enum_v<T>) {
     return format_argument(spec, name_of(value));  // found by argument-dependent lookup beside the enum
   } else if constexpr (std::is_floating_point_v<T>) {
-    return printf_string("%" + (spec.empty() ? "g" : spec), static_cast<double>(value));
+    // No NaN has a sign that means anything.
+    return printf_string("%" + (spec.empty() ? "g" : spec),
+                         std::isnan(value) ? std::abs(value) : static_cast<double>(value));
   } else if constexpr (std::is_same_v<T, char>) {
     return std::string(1, value);
   } else if constexpr (std::is_integral_v<T> && std::is_signed_v<T>) {

@@ -1,6 +1,7 @@
 // log.h: what a run prints: lines and tables on stdout, which OUT/log.txt keeps, a live progress line on a terminal,
 // and OUT/metrics.jsonl, one object for each line of numbers.
 #pragma once
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -143,7 +144,10 @@ class Log {
   // A title and rows of name and value.
   void table(const std::string& title, const std::vector<std::pair<std::string, std::string>>& rows) {
     line(title);
-    for (const auto& [name, value] : rows) line(formatted("  {:-22} {}", name, value));
+    size_t width = 22;
+    for (const auto& [name, value] : rows) width = std::max(width, name.size());
+    const std::string row = "  {:-" + std::to_string(width) + "} {}";
+    for (const auto& [name, value] : rows) line(formatted(row, name, value));
   }
 
   // print: also on the console, as a row of a table of at most 80 columns; its titles come again with every screen.

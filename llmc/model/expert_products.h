@@ -178,6 +178,7 @@ void experts_of_all_ranks(const ExpertActivations& a, Tensor x, const ModelConfi
   if (stride > 0) arriving = send_counts(a, c, p);
   ExpertRounds& rounds = *a.rounds =
       arriving ? ExpertRounds::padded(c.experts.ranks, stride) : exchange_counts(a, c, room, p);
+  if (r.training && r.training->rounds) *r.training->rounds = std::max(*r.training->rounds, rounds.rounds());
   auto like_received = [&](const char* name) { return travelling(p, name, x.dtype, a.received.rows.shape); };
   const Tensor out = like_received("outputs of experts"), arrived = like_received("rows that arrive");
   const ReceivedRows further = arriving ? ReceivedRows{} : received_in_round(a.received, p);

@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <functional>
+#include <memory>
 #include <optional>
 
 #include "dist/parallel.h"
@@ -35,6 +36,7 @@ struct ExpertTraining {
   Tensor chosen;                               // (E) fp64 +=: how often each expert was chosen
   std::optional<SegmentOrder> sequences = {};  // where they are spread over ranks: how their segments make them up
   bool records = true;                         // false: computed again
+  std::shared_ptr<int> rounds = {};            // the most rounds in which rows went to experts of other ranks
 };
 
 // What a layer with experts needs besides its inputs.

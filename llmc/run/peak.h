@@ -136,6 +136,14 @@ struct Peaks {
   Peaks times(double factor) const {
     return {measured * factor, bandwidth * factor, promised ? std::optional(*promised * factor) : std::nullopt, source};
   }
+  // A step that was faster than the measured peak proves it too low: the machine was busy then. True: it was.
+  bool raise(double flops_per_s) {
+    if (measured == 0 || flops_per_s <= measured) return false;
+    if (promised && source == from_measurement) promised = flops_per_s;
+    measured = flops_per_s;
+    return true;
+  }
+  static constexpr const char* from_measurement = "measured";
   Peaks of_rank(int64_t ranks) const { return times(1 / static_cast<double>(ranks)); }
 };
 
@@ -146,7 +154,8 @@ inline Peaks find_peaks(const Device& device, DType dtype, const std::optional<d
   peaks.measured = matmul_peak(device, dtype);
   if (with_bandwidth) peaks.bandwidth = measure_bandwidth(device);
   if (peak_tflops) return peaks.promised = *peak_tflops * 1e12, peaks.source = "--peak-tflops", peaks;
-  if (device.kind != DeviceKind::cuda) return peaks.promised = peaks.measured, peaks.source = "measured", peaks;
+  if (device.kind != DeviceKind::cuda)
+    return peaks.promised = peaks.measured, peaks.source = Peaks::from_measurement, peaks;
   const std::optional<GpuPeaks> chip = gpu_peaks(gpu_info(device.gpu).name);
   peaks.source = "no datasheet peak known for this GPU and dtype";
   if (dtype == DType::bf16 && chip && chip->bf16) peaks.promised = *chip->bf16 * 1e12, peaks.source = chip->source;

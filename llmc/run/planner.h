@@ -100,9 +100,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   plan.scratch_bytes = scratch.high_water();
   plan.memory = arena.table();
   plan.memory.push_back({"op scratch", plan.scratch_bytes});
-  // Streams that communicate beside the compute stream.
-  const int rings = 2 + config.tensor.overlap + (config.context.ranks > 1) + (config.expert.ranks > 1);
-  if (dp.ranks() > 1) plan.memory.push_back({"ring chunks", rings * DataParallel::scratch_bytes});
+  if (dp.ranks() > 1) plan.memory.push_back({"ring chunks", std::ssize(dp.streams()) * DataParallel::scratch_bytes});
   if (dp.ranks() > 1 && rank == 0 && config.zero.updates() == ZeroConfig::Updates::server)
     plan.others = std::make_shared<Plan>(make_plan(config, target, 1));
   if (config.stages > 1 && rank == 0) {

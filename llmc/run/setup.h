@@ -86,10 +86,13 @@ inline Device rank_device(Device device, const Place& place, int64_t thread = 0)
   return device;
 }
 
-// The number of GPUs that all ranks use; or of processes, of which each has its share of a host's processors.
-inline int64_t devices_in_use(const Device& device, const Options& o) {
-  if (device.kind != DeviceKind::cuda) return o.place.processes;
-  return o.ranks / rank_device(device, o.place).sharers;
+// How many times the peak of this process's device all ranks have: the number of GPUs that they use; or of processes,
+// but where these share processors, of which there are `processors`, and have more threads than those, their share.
+inline double devices_in_use(const Device& device, const Options& o, int processors = available_processors()) {
+  if (device.kind == DeviceKind::cuda)
+    return static_cast<double>(o.ranks) / static_cast<double>(rank_device(device, o.place).sharers);
+  const double threads = static_cast<double>(o.place.sharers) * device.threads;
+  return static_cast<double>(o.place.processes) * std::min(1.0, std::max(processors, device.threads) / threads);
 }
 
 // The transport between the ranks.

@@ -9,6 +9,7 @@
 #include <numeric>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/log.h"
@@ -54,6 +55,11 @@ class StepReport {
     if (recent_.size() > recent_updates || (recent_.size() == 2 && step == first_ + 2)) recent_.pop_front();
     last_loss_ = result.loss;
     const bool on_gpu = job_.device.kind == DeviceKind::cuda;
+    if (peaks_.raise(job_.flops_per_step() / seconds) && !std::exchange(raised_, true))
+      log_.line(
+          formatted("notice: step {} was faster than the matmul peak that was measured at the start, when the "
+                    "machine was busy: MFU refers to the fastest step from here on",
+                    step));
     log_.train({.step = step,
                 .max_steps = job_.max_steps,
                 .loss = result.loss,
@@ -83,6 +89,12 @@ class StepReport {
   // What else there is to say about an update that has finished and has not diverged.
   void notices(int64_t step, const StepResult& result) {
     if (monitor_ && step % o_.log_gpu_every == 0) read_gpu(step);
+    if (result.experts && result.experts->rounds > 1 && !std::exchange(rounds_said_, true))
+      log_.line(
+          formatted("notice: in step {} tokens went to the experts of other ranks in {} rounds, because one rank "
+                    "got more than --moe-imbalance has room for; expert_rounds in metrics.jsonl has the number of "
+                    "every step",
+                    step, result.experts->rounds));
     if (!result.applied) log_.line(formatted("step {} is an outlier: its update was skipped", step));
   }
 
@@ -122,7 +134,8 @@ class StepReport {
     if (!result.experts) return {};
     const ExpertStatistics& e = *result.experts;
     return {{"moe_balance_loss", e.balance_loss}, {"moe_z_loss", e.z_loss},        {"router_entropy", e.entropy},
-            {"expert_largest", e.largest},        {"expert_smallest", e.smallest}, {"dropped", e.dropped}};
+            {"expert_largest", e.largest},        {"expert_smallest", e.smallest}, {"dropped", e.dropped},
+            {"expert_rounds", e.rounds}};
   }
 
   // The share of a peak, in flops per second, that a step of so many seconds has reached.
@@ -156,6 +169,7 @@ class StepReport {
   const Options& o_;
   Log& log_;
   Peaks peaks_;
+  bool raised_ = false, rounds_said_ = false;  // notices that are printed once
   std::optional<GpuMonitor> monitor_;
   int64_t first_ = 0;  // updates done when training began or resumed
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <compare>
 #include <map>
+#include <memory>
 #include <optional>
 #include <span>
 #include <utility>
@@ -53,7 +54,8 @@ class ExpertRecord {
             .capacity = o.capacity(T, config_.model.experts),
             .totals = record_.slice(0, {others}),
             .chosen = record_.slice(others + index_of(layer) * E, {E}),
-            .sequences = orders_.empty() ? std::nullopt : std::optional(orders_.at(shape.T))};
+            .sequences = orders_.empty() ? std::nullopt : std::optional(orders_.at(shape.T)),
+            .rounds = rounds_};
   }
 
   // After the gradients of a step, from the record of all ranks: every rank updates the biases of all layers.
@@ -64,8 +66,11 @@ class ExpertRecord {
                            static_cast<float>(config_.experts.bias_rate), stream);
   }
 
-  // From the record of all ranks.
-  ExpertStatistics statistics(std::span<const double> record) const {
+  // Those of this rank's group of --ep since the last call: of a step, when all of it is enqueued.
+  int take_rounds() const { return std::exchange(*rounds_, 1); }
+
+  // From the record of all ranks, and take_rounds().
+  ExpertStatistics statistics(std::span<const double> record, int rounds) const {
     const double layers = static_cast<double>(layers_), tokens = static_cast<double>(config_.tokens()),
                  T = static_cast<double>(config_.batch.T), k = static_cast<double>(config_.model.experts.per_token),
                  E = static_cast<double>(config_.model.experts.count);
@@ -77,7 +82,8 @@ class ExpertRecord {
             .entropy = record[2] / (layers * tokens),
             .dropped = record[3] / (layers * tokens * k),
             .largest = *most * E / (tokens * k),
-            .smallest = *least * E / (tokens * k)};
+            .smallest = *least * E / (tokens * k),
+            .rounds = rounds};
   }
 
  private:
@@ -130,6 +136,7 @@ class ExpertRecord {
   int64_t layers_ = 0;                   // with experts
   std::vector<int64_t> index_of_layer_;  // among them; -1: a dense one
   Tensor record_, biases_;
+  std::shared_ptr<int> rounds_ = std::make_shared<int>(1);
   std::map<int64_t, SegmentOrder> orders_;  // by BatchShape::T; none: each rank has whole sequences
 };
 

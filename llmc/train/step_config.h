@@ -171,6 +171,7 @@ struct ExpertStatistics {
   double entropy;               // of a router's probabilities, in nats: the mean over layers and rows
   double dropped;               // share of the choices
   double largest, smallest;     // share of a layer's choices that one expert has, times the number of experts
+  int rounds = 1;               // with --ep, the most exchanges that a layer took, in rank 0's group
 };
 
 struct StepResult {

@@ -89,7 +89,10 @@ class Trainer {
     pending.enqueued(loss_, control_, interpreter_.take_headers(), context_.compute);
     if (!experts_.empty())
       pending.enqueued_experts(
-          experts_.record(), [this](std::span<const double> record) { return experts_.statistics(record); },
+          experts_.record(),
+          [this, rounds = experts_.take_rounds()](std::span<const double> record) {
+            return experts_.statistics(record, rounds);
+          },
           context_.compute);
     return pending;
   }

@@ -47,7 +47,20 @@ TrainLine wide_row(int64_t step, double grad_norm) {
 TEST_CASE("the formatter formats values of all types and refuses more arguments than placeholders") {
   REQUIRE(formatted("{} {:.2f} {:5} {:-4}| {}", 3, 2.5, 7, "ab", std::vector<int>{1, 2}) == "3 2.50     7 ab  | 1, 2");
   REQUIRE(formatted("{:06} {}", 42, true) == "000042 true");
+  REQUIRE(formatted("{:.4f} {:6.1f}", -std::numeric_limits<double>::quiet_NaN(), -std::nanf("")) == "nan    nan");
   REQUIRE_ERROR(formatted("{}", 1, 2), "more arguments");
+}
+
+TEST_CASE("the values of a table are aligned, however long their names are") {
+  const TempDir dir;
+  const std::string longest = "an op whose name is much longer than others";
+  {
+    Log log;
+    log.open(dir.path(), 0);
+    log.table("ops", {{"short", "1"}, {longest, "2"}});
+  }
+  REQUIRE(read_text(dir / "log.txt") ==
+          "ops\n  short" + std::string(longest.size() - 4, ' ') + "1\n  " + longest + " 2\n");
 }
 
 TEST_CASE("control characters and bytes that are not UTF-8 are shown escaped, on the terminal and in the log") {

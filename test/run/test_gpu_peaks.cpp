@@ -1,6 +1,7 @@
 // Datasheet peaks by the GPU names that drivers report.
 #include "catch2.h"
 #include "run/peak.h"
+#include "run/setup.h"
 
 using namespace llmc;
 
@@ -12,6 +13,32 @@ struct Chip {
 };
 
 }  // namespace
+
+TEST_CASE("a step that is faster than the measured peak raises it, so that no share of it is above 1", "[peaks]") {
+  Peaks cpu{.measured = 2e12, .promised = 2e12, .source = Peaks::from_measurement};
+  REQUIRE(!cpu.raise(1.9e12));
+  REQUIRE(cpu.raise(2.5e12));
+  REQUIRE((cpu.measured == 2.5e12 && cpu.promised == 2.5e12));
+  Peaks named{.measured = 2e12, .promised = 3e12, .source = "--peak-tflops"};
+  REQUIRE(named.raise(2.5e12));
+  REQUIRE(named.promised == 3e12);
+  REQUIRE(!Peaks().raise(1));  // of a rank that reports nothing
+}
+
+TEST_CASE("processes that share processors have their peak once", "[peaks]") {
+  Options o;
+  const auto times = [&](int64_t processes, int64_t sharers, int threads, int processors) {
+    o.place.processes = processes, o.place.sharers = sharers;
+    return devices_in_use({.threads = threads}, o, processors);
+  };
+  REQUIRE(times(1, 1, 4, 4) == 1);
+  REQUIRE(times(4, 4, 1, 2) == 2);  // four of one thread on two processors
+  REQUIRE(times(2, 2, 2, 4) == 2);  // each its half
+  REQUIRE(times(2, 1, 4, 4) == 2);  // on a host each, or bound to processors of their own
+  REQUIRE(times(8, 4, 1, 2) == 4);  // on two hosts
+  REQUIRE(times(2, 2, 4, 4) == 1);  // --threads 4 for both
+  REQUIRE(times(1, 1, 8, 4) == 1);  // --threads beyond the processors: so it was measured
+}
 
 TEST_CASE("a GPU is recognised by the driver's name for it", "[peaks]") {
   const std::optional<double> na;

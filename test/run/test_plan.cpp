@@ -5,6 +5,7 @@
 #include "helpers.h"
 #include "model/hf_config.h"
 #include "run/report.h"
+#include "run/selftest.h"
 
 using namespace llmc;
 
@@ -17,6 +18,21 @@ int64_t line(const Plan& plan, const std::string& label) {
 }
 
 }  // namespace
+
+TEST_CASE("a plan counts the ring's chunk of every stream that communicates, links between stages included") {
+  const auto chunks = [](const StepConfig& step) {
+    const Plan plan = make_plan(step, {});
+    int64_t bytes = 0;
+    for (const MemoryLine& line : plan.of(0).memory) bytes += line.label == "ring chunks" ? line.bytes : 0;
+    return bytes / DataParallel::scratch_bytes;
+  };
+  StepConfig step{.model = selftest::awkward_model("gpt2"), .batch = {1, 19}, .micro_batches = 2};
+  REQUIRE(chunks(step) == 0);  // one rank
+  step.zero.shards = 2;
+  REQUIRE(chunks(step) == 2);  // reductions, gathers
+  step.stages = step.chunks = 2;
+  REQUIRE(chunks(step) == 4);  // and activations down, gradients up
+}
 
 TEST_CASE("the plan of gpt3:13B equals the sum computed by hand") {
   const int64_t L = 40, C = 5120, F = 20480, H = 40, V = 50304, P = 2048, B = 2, T = 2048, N = B * T;

@@ -74,6 +74,29 @@ TEST_CASE("gradients of models with experts are those of PyTorch") {
   }
 }
 
+TEST_CASE("a step says in how many rounds tokens went to the experts of other ranks") {
+  const auto rounds = [](double imbalance) {
+    const StepConfig step = step_of(model_of("mixtral"), {.dp = 2, .ep = 2, .imbalance = imbalance}, all_losses);
+    const Plan plan = make_plan(step, {});
+    World world(step.mesh());
+    std::vector<int> found(2);
+    run_ranks(world, [&](int rank) {
+      Run run(step, plan, {}, world, rank);
+      init_weights(run.trainer.state(), 42, run.stream);
+      for (int64_t k = 1; k <= 2; ++k)  // of each step, not of all so far
+        found[static_cast<size_t>(rank)] =
+            run.trainer
+                .step([&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); },
+                      {.lr = 1e-3f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = k}, {})
+                .experts->rounds;
+    });
+    return found;
+  };
+  REQUIRE(rounds(2) == std::vector<int>{1, 1});  // room for all
+  const std::vector<int> several = rounds(0.4);
+  REQUIRE((several[0] > 1 && several[0] == several[1]));
+}
+
 // Models without near ties: what a router chooses does not depend on rounding.
 TEST_CASE("experts on any ranks give what one rank computes") {
   const Layout layouts[] = {

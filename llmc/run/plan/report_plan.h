@@ -200,7 +200,12 @@ inline std::string not_counted_text(const StepConfig& step) {
 // Ranks are threads of one process: a notice where there are more than one machine takes, or than this one has room
 // for.
 inline std::string too_many_ranks_notice(const Options& o, const Device& device) {
-  const int64_t ranks = o.place.local_ranks;
+  const int64_t ranks = o.place.local_ranks, all = o.place.sharers * ranks;
+  if (device.computes_as() != DeviceKind::cuda && o.place.sharers > 1 && all > available_processors())
+    return formatted(
+        "notice: {} processes of this host, with {} rank{} each, share {} processor(s): start fewer, or let "
+        "the launcher bind each to processors of its own",
+        o.place.sharers, ranks, ranks == 1 ? "" : "s", available_processors());
   constexpr int largest_server = 16;  // in GPUs
   const bool elsewhere = is_gpu_elsewhere(device);
   const bool gpus = device.computes_as() == DeviceKind::cuda;
