@@ -293,7 +293,8 @@ class ModelState {
         dp_.tensor.ranks == 1 || dp_.experts_apart(),
         "{}: with {} tensor-parallel ranks it has groups of its own, which were not made: ExpertParallel of {} experts",
         unit.name, dp_.tensor.ranks, dp_.expert.count);
-    CHECK(zero_.sync == DpSync::all_reduce, "{}: servers, as of --dp-sync {}, have no experts", unit.name, zero_.sync);
+    CHECK(zero_.sync == DpSync::all_reduce, "{}: the servers of --dp-sync {} cannot hold experts", unit.name,
+          zero_.sync);
   }
 
   struct Buffer {

@@ -112,7 +112,7 @@ inline void validate_experts(const ModelConfig& c) {
   const Experts& e = c.experts;
   const char* type = c.family.model_type;
   CHECK(c.family.experts != ExpertFields::none || e.count == 0,
-        "{} has no experts, not {} of them: choose another family", type, e.count);
+        "{} has no experts, and {} were asked for: choose another family", type, e.count);
   if (c.family.experts == ExpertFields::none) return;
   constexpr int64_t largest = 1 << 24;
   CHECK(e.count > 0 && e.count <= most_experts_in(c),

@@ -156,7 +156,7 @@ class Stranger {
     if (!equal(proof, proof_of(Role::connecting, Answer::welcome, hello, reply_, token))) {
       verdict.answer = Answer::wrong_token;
     } else if (const std::optional<bool> ours = token.empty() ? other_end_is_ours(socket) : true; !ours) {
-      throw ConnectionError("its user cannot be told, because it has closed its end or is of another machine");
+      throw ConnectionError("its user is unknown: it has closed its end, or is on another machine");
     } else if (!*ours) {
       verdict.answer = Answer::other_user;
     } else {

@@ -114,7 +114,7 @@ class Judge {
       visited.insert(wait.rank);
       for (const int r : visited)
         if (at(r).still < limit(wait.rank)) return std::nullopt;
-      return formatted("{} waits for {} at {}, {}, and that one too waits for others: nobody can go on ({})",
+      return formatted("{} waits for {} at {}, {}, and that rank waits for others, too: none can go on ({})",
                        name_(wait.rank), name_(absent[0]), wait.in->what, how_long(wait),
                        timeouts_.option(warm(wait.rank)));
     }
@@ -134,8 +134,8 @@ class Judge {
       if (at(m).silent > at(silent).silent) silent = m;
     }
     if (at(silent).stale) return formatted("{} has not finished {}, {}", name_(silent), wait.in->what, how_long(wait));
-    return formatted("{} waits in {}, {}, where all ranks have arrived: nothing comes through between them",
-                     name_(wait.rank), wait.in->what, how_long(wait));
+    return formatted("{} waits in {}, {}, where all ranks have arrived: no data passes between them", name_(wait.rank),
+                     wait.in->what, how_long(wait));
   }
 
   std::string how_long(const Wait& wait) const {

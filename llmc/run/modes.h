@@ -72,10 +72,10 @@ inline void run_plan(const Options& o) {
 // The pipeline that the options describe.
 inline Pipeline choose_pipeline(const Options& o) {
   CHECK(o.token_slices != "auto",
-        "--token-slices auto: how many there are follows from the times of a model, which --print-schedule does not "
-        "know: give their number");
+        "--token-slices auto: their number depends on the times of a model, which --print-schedule does not know: give "
+        "a number");
   CHECK(o.pp_layout == "even",
-        "--pp-layout {} with --print-schedule, which draws chunks that all take equally long: leave it out, and see "
+        "--pp-layout {} with --print-schedule, which draws all chunks equally long: leave it out, and see "
         "--plan for what the layers cost",
         shown(o.pp_layout));
   Pipeline p{.schedule = schedule_from_name(o.schedule),

@@ -164,7 +164,8 @@ class HuggingFaceTokenizer final : public Tokenizer {
   std::vector<int32_t> encode(const std::string& text, const std::string& where = "--prompt") const override {
     const std::optional<size_t> fault = utf8_fault(text);
     CHECK(!fault,
-          "{}: byte {} of the text is not UTF-8, which --tokenizer {} takes: convert it, or use --tokenizer bytes",
+          "{}: byte {} of the text is not UTF-8, and --tokenizer {} takes nothing else: convert it, or use --tokenizer "
+          "bytes",
           where, *fault + 1, path_);
     return bpe_.encode(text);
   }

@@ -198,7 +198,7 @@ class PendingStep {
     results_->statistics = std::move(statistics);
   }
   StepResult wait() const {
-    CHECK(results_->enqueued, "a step is waited for that has only begun: flush first");
+    CHECK(results_->enqueued, "the caller waits for a step that has only begun: flush first");
     for (const ReceivedHeaders& headers : results_->headers) headers.check();
     const std::vector<double> control = results_->control.values();
     StepResult result{results_->loss.values()[0] / tokens_, control[0], control[2] != 0};

@@ -64,7 +64,8 @@ TEST_CASE("what a --config file has wrong is refused with its line") {
   // Combinations: the lines of all that the refusal names, but for what the command line sets.
   REQUIRE(refused("tp=3\n").starts_with(file + ":1: --tp 3 needs a multiple of 3 ranks"));
   const std::string both = refused("cp=4\nseq-len=1001\n");
-  REQUIRE(both.starts_with(file + ":1: --cp 4 cuts sequences into 8 equal slices, and --seq-len 1001"));
+  REQUIRE(
+      both.starts_with(file + ":1: --cp 4 cuts sequences into 8 equal slices, and 8 does not divide --seq-len 1001"));
   REQUIRE(both.ends_with(" (--seq-len: " + file + ":2)"));
   REQUIRE(refusal({"--config", file, "--cp", "2", "--seq-len", "33"}).starts_with("--cp 2 cuts sequences"));
   REQUIRE(refusal({"--config", file, "--seq-len", "33"}).starts_with(file + ":1: --cp 4 cuts sequences into 8"));

@@ -173,7 +173,7 @@ TEST_CASE("layouts that cannot divide the experts are refused with those that ca
   REQUIRE(of(selftest::awkward_model("llama"), {.ranks = 2, .sequence = false}, 2, 1).count == 0);
   StepConfig served = step_of(six, {.shards = 2});
   served.zero.sync = DpSync::parameter_server;
-  REQUIRE_ERROR(on_holders(served, [](Holder&) {}), "blocks.0.experts: servers, as of --dp-sync parameter-server");
+  REQUIRE_ERROR(on_holders(served, [](Holder&) {}), "blocks.0.experts: the servers of --dp-sync parameter-server");
 }
 
 TEST_CASE("given gradients of experts are summed over the ranks that share them, exactly, in every stage and layout") {

@@ -151,7 +151,7 @@ TEST_CASE("ranks that wait for each other, or for the network, do not wait forev
   REQUIRE(ranks.verdict().starts_with("rank 0 on HOST waits for rank 1 on HOST at the all-gather of unit a.5"));
   Ranks stuck;
   for (int r = 0; r < 4; ++r) stuck.waits(r, "w", all, 7, 31);
-  REQUIRE(stuck.verdict().ends_with("where all ranks have arrived: nothing comes through between them"));
+  REQUIRE(stuck.verdict().ends_with("where all ranks have arrived: no data passes between them"));
   stuck[1].still = 5;  // bytes come through
   REQUIRE(stuck.verdict() == "");
 }

@@ -118,7 +118,7 @@ TEST_CASE("without a token, another user can neither join a job nor disturb or b
                          }),
               "");
   REQUIRE((lines.contain("it is a process of another user, and the job has no token: set TRAIN_GPT_TOKEN") ||
-           lines.contain("its user cannot be told")));
+           lines.contain("its user is unknown")));
   links.clear();
   on_threads(3, [&](int p) { jobs[static_cast<size_t>(p)].reset(); });
 }

@@ -117,8 +117,8 @@ TEST_CASE("what pipedream cannot do is refused by name") {
            {"--zero-stage 1 --local-ranks 8", with + "every rank keeps whole older versions"},
            {"--pp 1 --local-ranks 2 --dp-sync partitioned-server", with + "a server has no older versions"},
            {"--grad-reduce micro", with + "a step is one micro-batch"},
-           {"--skip-loss-z 3", with + "outliers are told by the loss and the norm of the whole model"},
-           {"--skip-grad-z 3", with + "outliers are told by the loss and the norm of the whole model"},
+           {"--skip-loss-z 3", with + "the loss and the norm of the whole model tell outliers"},
+           {"--skip-grad-z 3", with + "the loss and the norm of the whole model tell outliers"},
            {"--token-slices 2", "--token-slices 2"},
            {"--model d5 --n-head 4 --n-kv-head 4", "--model d5, whose embedding is also its head"}}) {
     const ProgramResult r = run_program(options(dir / "refused", more));

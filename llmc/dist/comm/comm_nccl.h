@@ -77,7 +77,7 @@ struct NcclSetting {
 inline constexpr NcclSetting nccl_settings[] = {
     // Gradients and weights are in flight at the same time, in different groups: NCCL must run their collectives in the
     // order in which they were enqueued, which is the same on all ranks.
-    {"NCCL_LAUNCH_ORDER_IMPLICIT", "1", "the ranks may wait for each other for ever"},
+    {"NCCL_LAUNCH_ORDER_IMPLICIT", "1", "the ranks may wait for each other forever"},
     // Connect the peers when a group is made, not in its first collective.
     {"NCCL_RUNTIME_CONNECT", "0", "a first collective may wait where an abort does not reach it"},
     // Contract 1. The order in which NVSwitches add (NVLS) may vary from call to call; NCCL's own algorithms have a

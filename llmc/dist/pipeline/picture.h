@@ -45,9 +45,10 @@ class Picture {
     std::string of = formatted("{} micro-batch{}", p_.micro_batches, p_.micro_batches == 1 ? "" : "es");
     if (p_.slices > 1) of += formatted(" in {} slices", p_.slices);
     if (p_.chunks_per_stage > 1) of += formatted(", {} chunks per stage", p_.chunks_per_stage);
-    const char* numbers = p_.slices > 1             ? "numbers: micro-batch.slice"
-                          : p_.chunks_per_stage > 1 ? "numbers: micro-batch.chunk, of those of the stage"
-                                                    : "numbers: micro-batch";
+    const char* numbers = p_.slices > 1 ? "numbers: micro-batch.slice"
+                          : p_.chunks_per_stage > 1
+                              ? "numbers: micro-batch.chunk, the stage's own chunks counted from 0"
+                              : "numbers: micro-batch";
     return formatted("{}: {} stage{}, {}\n", p_.schedule, p_.stages, p_.stages == 1 ? "" : "s", of) +
            formatted("F forward, {}, . idle; {}\n",
                      p_.splits_backward()                 ? "B input part of the backward, W weight part"

@@ -98,7 +98,7 @@ inline std::vector<int64_t> even_layers(int64_t n_layer, const std::vector<int>&
   CHECK(chunks > 0);
   const int stages = *std::max_element(stage_of.begin(), stage_of.end()) + 1;
   CHECK(chunks <= n_layer,
-        "--pp {}{}: {} layers cannot be spread over {} {}, of which each needs one; use at most {}{}", stages,
+        "--pp {}{}: {} layers cannot be spread over {} {}: each needs at least one; use at most {}{}", stages,
         chunks == stages ? "" : formatted(" x --pp-chunks {}", chunks / stages), n_layer, chunks,
         chunks == stages ? "stages" : "chunks", n_layer,
         n_layer + 2 < chunks ? "" : ", or a list whose first or last number is 0 (--pp-layout)");

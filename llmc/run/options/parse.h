@@ -89,7 +89,7 @@ inline void validate_pipedream(const Options& o, int64_t readers) {
   refuse(o.grad_reduce == "micro", "--grad-reduce micro", "a step is one micro-batch, whose gradients are reduced once",
          "leave it out");
   refuse(o.skip_loss_z || o.skip_grad_z, o.skip_loss_z ? "--skip-loss-z" : "--skip-grad-z",
-         "outliers are told by the loss and the norm of the whole model, and a stage updates before they are known",
+         "the loss and the norm of the whole model tell outliers, and a stage updates before they are known",
          "leave it out");
   refuse(o.checkpoint_minutes.value_or(0) > 0, formatted("--checkpoint-minutes {}", o.checkpoint_minutes.value_or(0)),
          "a checkpoint empties the pipeline, and where that happens changes what the run learns, so that a clock would "
@@ -112,12 +112,12 @@ inline void validate_layout(const Options& o) {
   CHECK(readers % o.dp_replicate == 0, "--dp-replicate {} does not divide the {} {}", o.dp_replicate, readers,
         together == 1 ? "ranks" : "data-parallel ranks, each of which is a group of " + group);
   CHECK(o.cp == 1 || o.seq_len % (2 * o.cp) == 0,
-        "--cp {} cuts sequences into {} equal slices, and --seq-len {} cannot be: use {}, or another --cp", o.cp,
-        2 * o.cp, o.seq_len, multiples_beside(o.seq_len, 2 * o.cp));
+        "--cp {} cuts sequences into {} equal slices, and {} does not divide --seq-len {}: use {}, or another --cp",
+        o.cp, 2 * o.cp, 2 * o.cp, o.seq_len, multiples_beside(o.seq_len, 2 * o.cp));
   CHECK(o.cp_attention == "ring" || o.cp > 1,
         "--cp-attention {}: there is nothing to share with --cp 1; leave it out, or raise --cp", o.cp_attention);
   CHECK(o.sequence_parallel == "on" || o.tp > 1,
-        "--sequence-parallel off: there is no other with --tp 1; leave it out, or raise --tp");
+        "--sequence-parallel off: there is none with --tp 1; leave it out, or raise --tp");
   CHECK(!o.tp_overlap || o.tp > 1,
         "--tp-overlap: there is nothing to overlap with --tp 1; leave it out, or raise --tp");
   if (o.dp_sync != "all-reduce") {

@@ -93,7 +93,7 @@ inline void report_links(Log& log, const StepConfig& step) {
 // make that less than 20%; or how old the gradients of an asynchronous one are.
 inline std::string pipeline_text(const StepConfig& step) {
   if (step.asynchronous())
-    return formatted("gradients of stage s are P - 1 - s = {} - s updates old: not the numbers of 1f1b",
+    return formatted("gradients of stage s are P - 1 - s = {} - s updates old: the numbers differ from those of 1f1b",
                      step.stages - 1);
   Pipeline p = step.pipeline();
   const auto law = bubble_law(p);

@@ -287,10 +287,10 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
   }
   RemedySearch search(o, step, device, begun);
   if (const std::optional<Remedy> found = search.find())
-    return formatted("does not fit into {}; it would with{} ({} instead of {}{}){}", what,
-                     change_text(step, found->step), human_bytes(found->plan.total_bytes()),
-                     human_bytes(plan.total_bytes()), price_text(step, plan, *found),
-                     found->step.batch.T < step.batch.T ? ", or with long sequences shared out by --cp" : "");
+    return formatted(
+        "does not fit into {}; it would with{} ({} instead of {}{}){}", what, change_text(step, found->step),
+        human_bytes(found->plan.total_bytes()), human_bytes(plan.total_bytes()), price_text(step, plan, *found),
+        found->step.batch.T < step.batch.T ? ", or with --cp, which divides long sequences among ranks" : "");
   const Remedy& least = *search.least();
   StepConfig changed = least.step;  // was planned with few micro-batches
   changed.micro_batches = step.tokens() / (changed.batch.rows() * changed.readers());
