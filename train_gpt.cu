@@ -94,6 +94,7 @@ class Training {
       finish_step();  // validation at step 0 shows where the run starts; a resumed run does what was left undone
       while (begun_ < job_.max_steps) {
         read_ahead();
+        directory_ = checkpoints_.look_at_directory();
         if (poll() == NewsKind::save) save_by_clock();
         update();
         if (!something_due(begun_)) continue;
@@ -101,14 +102,11 @@ class Training {
         finish_step();
       }
     } catch (const EndsEarly& early) {
-      finish_updates();
-      if (early.kind == NewsKind::unreadable) end_unreadable(early.reason);
-      if (progress_.done > 0) checkpoints_.save(progress_, run_, OnFailure::fail);
-      throw SharedError(
-          formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume{}", early.reason,
-                    progress_.done, job_.max_steps, saved_to(), o_.restart ? ", without --restart," : "",
-                    progress_.done == first_ ? " (this start completed no update: another such would not either)" : ""),
-          ExitStatus::requeue);
+      try {
+        end(early);
+      } catch (const EndsEarly& lost) {
+        end_lost(lost.reason);
+      }
     }
     report_.summary(progress_, checkpoints_.last(), ops_);
     if (progress_.done > first_)
@@ -126,9 +124,11 @@ class Training {
     News mine;
     // To carry on is to wait for the next update, and for those that are under way.
     const std::string stop = stop_.reason(static_cast<double>(1 + under_way_.size()) * report_.last_seconds());
-    if (!unreadable_.empty()) mine = {NewsKind::unreadable, unreadable_};
+    if (directory_.kind == NewsKind::lost) mine = directory_;
+    else if (!unreadable_.empty()) mine = {NewsKind::unreadable, unreadable_};
     else if (!stop.empty()) mine = {NewsKind::stop, stop};
     else if (rank_ == 0 && checkpoints_.clock_says()) mine = {NewsKind::save};
+    else mine = directory_;
     const News all = most_urgent(run_.dp.control->all_gather_text("time to stop", mine.message()));
     if (all.kind >= NewsKind::stop) throw EndsEarly{all};
     return all.kind;
@@ -291,6 +291,26 @@ class Training {
     progress_.matmul_choices = run_.trainer.tune(batches_of(begun_ + 1));
   }
 
+  [[noreturn]] void end(const EndsEarly& early) {
+    finish_updates();
+    if (early.kind == NewsKind::lost) end_lost(early.reason);
+    if (early.kind == NewsKind::unreadable) end_unreadable(early.reason);
+    if (progress_.done > 0) checkpoints_.save(progress_, run_, OnFailure::fail);
+    throw SharedError(
+        formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume{}", early.reason,
+                  progress_.done, job_.max_steps, saved_to(), o_.restart ? ", without --restart," : "",
+                  progress_.done == first_ ? " (this start completed no update: another such would not either)" : ""),
+        ExitStatus::requeue);
+  }
+
+  // Another run has the out directory: what this one has learned goes to where its own one is now, if anywhere.
+  [[noreturn]] void end_lost(const std::string& how) {
+    const bool follows = checkpoints_.follow_directory(run_) && progress_.done > 0;
+    if (follows) checkpoints_.save(progress_, run_, OnFailure::fail);
+    throw SharedError(formatted("{}; the run ended after step {} of {}{}", how, progress_.done, job_.max_steps,
+                                follows ? saved_to() : ", and saved nothing more"));
+  }
+
   // A sample that no rank can do without cannot be read: the work so far is saved.
   [[noreturn]] void end_unreadable(const std::string& why) {
     std::string saved;
@@ -377,6 +397,7 @@ class Training {
   int64_t begun_ = 0, first_ = 0;  // updates begun so far, and those done before this process
   std::deque<Update> under_way_;
   std::vector<HostBatch> ahead_;            // of step begun_ + 1
+  News directory_;                          // rank 0's, of the last look at the out directory
   std::string unreadable_;                  // why this rank cannot read a sample that is needed; empty: it can
   std::vector<DataChange> changed_data_;    // since the checkpoint that this start resumes from
   std::pair<int64_t, double> best_before_;  // step and loss of the best validation before the last improvement

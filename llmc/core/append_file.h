@@ -25,6 +25,22 @@ class AppendFile {
     return failed_before ? "" : fault_;
   }
 
+  // If the file was deleted, or moved with its directory, it is made again with all that it had; another one that has
+  // taken its name is appended to. Returns whether that was so.
+  bool ensure_in_place() {
+    if (file_.in_place()) return false;
+    const bool gone = !path_exists(path());
+    File again = File::append(path());
+    if (gone) {
+      std::string before(static_cast<size_t>(file_.size()), '\0');
+      file_.read_at(before.data(), static_cast<int64_t>(before.size()), 0);
+      waiting_.insert(0, before);
+    }
+    file_ = std::move(again);
+    write_waiting();
+    return true;
+  }
+
   // Everything so far is on the disk when this returns; it is an error if that cannot be.
   void sync() {
     write_waiting();

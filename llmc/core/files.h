@@ -24,20 +24,36 @@
 
 namespace llmc {
 
+// Is the open file still the one of this name? Yes, too, if the system cannot tell, as in an outage of a network.
+inline bool same_file(int fd, const std::string& path) {
+  struct stat held {
+  }, there{};
+  if (::stat(path.c_str(), &there) != 0) return errno != ENOENT && errno != ENOTDIR;
+  return ::fstat(fd, &held) == 0 && held.st_dev == there.st_dev && held.st_ino == there.st_ino;
+}
+
 class File {
  public:
   // Only regular files: reading a FIFO or a terminal would wait for someone to write, without end.
   static File open_read(const std::string& path) { return File(path, O_RDONLY, "open"); }
   static File create(const std::string& path) { return File(path, O_WRONLY | O_CREAT | O_TRUNC, "create"); }
-  static File append(const std::string& path) { return File(path, O_WRONLY | O_CREAT | O_APPEND, "open"); }
+  // Not through a symbolic link: what is appended would land elsewhere.
+  static File append(const std::string& path) {
+    return File(path, O_RDWR | O_CREAT | O_APPEND | O_NOFOLLOW, "append to");
+  }
 
   File(File&& other) noexcept : path_(std::move(other.path_)), fd_(std::exchange(other.fd_, -1)) {}
-  File& operator=(File&&) = delete;
+  File& operator=(File&& other) noexcept {
+    std::swap(path_, other.path_);
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
   ~File() {
     if (fd_ >= 0) ::close(fd_);  // after reading or an exception; writers call sync_and_close()
   }
 
   const std::string& path() const { return path_; }
+  bool in_place() const { return same_file(fd_, path_); }
 
   int64_t size() const {
     struct stat info {};
@@ -84,6 +100,9 @@ class File {
  private:
   File(const std::string& path, int flags, const char* operation)
       : path_(path), fd_(::open(path.c_str(), flags | O_CLOEXEC | O_NONBLOCK, 0644)) {
+    CHECK(fd_ >= 0 || errno != ELOOP || (flags & O_NOFOLLOW) == 0,
+          "cannot {} {}: it is a symbolic link, expected a file: remove it, or replace it by what it links to",
+          operation, path_);
     check(fd_ >= 0, operation);
     struct stat info {};
     try {

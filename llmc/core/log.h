@@ -124,6 +124,16 @@ class Log {
     if (metrics_) metrics_->sync();
   }
 
+  // Where one of the two files was deleted, or moved, it is made again.
+  void ensure_in_place() {
+    for (std::optional<AppendFile>* file : {&metrics_, &console_}) try {
+        if (*file && (*file)->ensure_in_place())
+          line(formatted("WARNING: {} was deleted, moved or replaced: its lines go to the file of that name now",
+                         (*file)->path()));
+      } catch (const Error&) {  // the disk may be full: tried again
+      }
+  }
+
   void line(const std::string& text) {
     if (silent_) return;
     erase_progress();

@@ -6,6 +6,7 @@
 
 #include "run/checkpoint_write.h"
 #include "run/job.h"
+#include "run/news.h"
 #include "run/progress.h"
 #include "run/replicas.h"
 #include "run/run_dir.h"
@@ -34,12 +35,34 @@ class CheckpointSaver {
     return minutes > 0 && retry_.at == 0 && seconds_since(saved_at_) >= 60 * minutes;
   }
 
+  // Rank 0 looks whether the out directory is still the run's.
+  News look_at_directory() {
+    if (directory_ == nullptr || out_dir_ != o_.out_dir) return {};
+    const RunDirectory::Found found = directory_->look_again(o_);
+    if (found.fate == RunDirectory::Fate::lost) return {NewsKind::lost, found.text};
+    if (!found.text.empty()) log_.line(found.text);
+    log_.ensure_in_place();
+    return {found.fate == RunDirectory::Fate::made_anew ? NewsKind::save : NewsKind::none};
+  }
+  // From now on checkpoints go to the directory that was lost, where it is now. Returns whether there is one.
+  bool follow_directory(const Run& run) {
+    const std::string now = directory_ != nullptr ? directory_->moved_to() : "";
+    out_dir_ = run.dp.control->all_gather_text("moved to", now)[0];
+    return !out_dir_.empty();
+  }
+
   // Writes the checkpoint of step progress.done, unless it exists already; returns whether there is one. If it cannot
   // be written, as on a full disk, training may go on: it is tried again after 1, 2, 4 ... further updates. Where the
   // run ends instead, the weights alone are saved if they can be. Weights that are not finite end the run, as do copies
   // that differ.
   bool save(const Progress& progress, Run& run, OnFailure on_failure, Because because = Because::rule) {
-    if (last_ == checkpoint_path(o_.out_dir, progress.done)) return true;
+    News directory = look_at_directory();
+    if (directory.kind == NewsKind::none && directory_ != nullptr && !last_.empty() && !is_directory(last_))
+      directory = {NewsKind::save};  // it was deleted
+    directory = most_urgent(run.dp.control->all_gather_text("out directory", directory.message()));
+    if (directory.kind == NewsKind::lost) throw EndsEarly{directory};
+    if (directory.kind == NewsKind::save) last_.clear();
+    if (last_ == checkpoint_path(out_dir_, progress.done)) return true;
     report_.timed(Task::checkpoint, [&] { require_equal_copies(run, o_.place, progress.done, last_); });
     const auto begin = std::chrono::steady_clock::now();
     log_.progress("writing checkpoint", 0, 1);
@@ -49,7 +72,7 @@ class CheckpointSaver {
       report_.timed(Task::checkpoint, [&] {
         last_ = write(progress.done, run, trainer, Part::all, [&] {
           log_.sync_metrics();  // a resumed run appends to them
-          directory_->ensure_run_file(o_);
+          if (out_dir_ == o_.out_dir) directory_->ensure_run_file(o_);
         });
       });
     } catch (const CheckpointError& error) {
@@ -87,8 +110,8 @@ class CheckpointSaver {
  private:
   std::string write(int64_t step, Run& run, const nlohmann::ordered_json& trainer, Part part,
                     const std::function<void()>& before_visible = {}) const {
-    return write_checkpoint(o_.out_dir, step, job_.step.model, run.trainer.state(), job_.step.dtype, trainer,
-                            run.stream, job_.tokenizer_files, before_visible, part);
+    return write_checkpoint(out_dir_, step, job_.step.model, run.trainer.state(), job_.step.dtype, trainer, run.stream,
+                            job_.tokenizer_files, before_visible, part);
   }
 
   // The last resort of a run that ends without a checkpoint, in words.
@@ -107,7 +130,7 @@ class CheckpointSaver {
   Log& log_;
   StepReport& report_;
   StopCondition& stop_;
-  std::string last_;
+  std::string out_dir_ = o_.out_dir, last_;
   std::chrono::steady_clock::time_point saved_at_ = std::chrono::steady_clock::now();  // or begun
   struct Retry {
     int64_t at = 0;     // the step after which to try again; 0: no checkpoint has failed

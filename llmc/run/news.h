@@ -11,9 +11,10 @@ namespace llmc {
 // The later, the more urgent.
 enum class NewsKind : char {
   none = '0',
-  save,        // rank 0: the clock says so
+  save,        // rank 0: the clock says so, or the out directory is a new one
   stop,        // a signal or the time limit; text: which
   unreadable,  // text: what a rank that cannot read its samples says
+  lost,        // the out directory; text: how
 };
 
 struct News {

@@ -1,11 +1,10 @@
 // run_dir.h: the directory of one run: the options that it belongs to (run.json), its one writer (a lock), the
 // checkpoint to resume from, the checkpoints to keep, and where metrics.jsonl is truncated.
 #pragma once
-#include <sys/file.h>
-
 #include <filesystem>
 #include <limits>
 #include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -13,6 +12,7 @@
 
 #include "core/log.h"
 #include "run/checkpoint.h"
+#include "run/dir_lock.h"
 #include "run/kept_metrics.h"
 #include "run/resume_point.h"
 #include "run/run_record.h"
@@ -122,6 +122,37 @@ class RunDirectory {
     if (!path_exists(run_file())) write_run_file(o);
   }
 
+  // What has become of the directory while the run was in it: it may have been moved or deleted.
+  enum class Fate : uint8_t { in_place, made_anew, lost };
+  struct Found {
+    Fate fate = Fate::in_place;
+    std::string text = {};  // what to say
+  };
+  // Compares the held lock with the one of its name. If that is another one and nobody has it, the directory is taken
+  // again; if another run is there, or was, it is lost: no directory has two writers.
+  Found look_again(const Options& o) try {
+    if (lock_.in_place()) return {};
+    const std::string now = moved_to(), what = formatted("--out-dir {} was {} while the run was in it", path_,
+                                                         now.empty() ? "deleted" : "moved to " + now);
+    std::filesystem::create_directories(path_);
+    DirectoryLock again;
+    if (!again.take(path_)) return {Fate::lost, what + ", and another run is writing to it now"};
+    if (path_exists(run_file())) {
+      if (!claimed_ || !claimed_->in_place()) return {Fate::lost, what + ", and another run has begun there"};
+      lock_ = std::move(again);
+      return {Fate::in_place, formatted("WARNING: {}/.lock was deleted; it is made again", path_)};
+    }
+    write_run_file(o);
+    lock_ = std::move(again);
+    by_clock_.clear();
+    return {Fate::made_anew, formatted("WARNING: {}; it is made again, and the run goes on there{}", what,
+                                       now.empty() ? "" : formatted(": its checkpoints so far are in {}", now))};
+  } catch (const std::exception&) {  // someone may still be deleting it: tried again at the next look
+    return {};
+  }
+  // Where the directory that this run still holds is now; empty: nowhere.
+  std::string moved_to() const { return lock_.directory(); }
+
   // Deletes checkpoints except the newest `keep` (0: keeps all), the two newest of those that only the clock has saved,
   // multiples of `keep_every`, and the one that OUT/best links to.
   void prune(int64_t keep, int64_t keep_every) {
@@ -156,7 +187,10 @@ class RunDirectory {
   std::string run_file() const { return path_ + "/run.json"; }
   std::string metrics_file() const { return path_ + "/metrics.jsonl"; }
 
-  void write_run_file(const Options& o) const { replace(run_file(), run_record_text(o, parent_)); }
+  void write_run_file(const Options& o) const {
+    replace(run_file(), run_record_text(o, parent_));
+    claimed_ = std::make_unique<const File>(File::open_read(run_file()));
+  }
 
   // Gives a file of the directory new contents: either the former ones or the new ones survive a crash.
   void replace(const std::string& file, const std::string& text) const {
@@ -248,21 +282,9 @@ class RunDirectory {
   }
 
   void lock() {
-    const std::string file = path_ + "/.lock";
-    for (;;) {
-      if (lock_.fd >= 0) ::close(lock_.fd);
-      traces_.note(file);
-      lock_.fd = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
-      CHECK(lock_.fd >= 0, "--out-dir {}: cannot write there: {}", path_, std::strerror(errno));
-      const bool locked = flock(lock_.fd, LOCK_EX | LOCK_NB) == 0;
-      CHECK(locked || errno != EWOULDBLOCK,
-            "--out-dir {}: another run is writing to it; wait for its end, or choose another directory", path_);
-      struct stat held {
-      }, there{};  // differ if another process's --restart has moved the directory meanwhile
-      const bool same = ::fstat(lock_.fd, &held) == 0 && ::stat(file.c_str(), &there) == 0 &&
-                        held.st_dev == there.st_dev && held.st_ino == there.st_ino;
-      if (same) return;
-    }
+    traces_.note(path_ + "/.lock");
+    CHECK(lock_.take(path_),
+          "--out-dir {}: another run is writing to it; wait for its end, or choose another directory", path_);
   }
 
   // Started again by Slurm, after exit status 75 or the loss of a node: the command is the same, and the run is not to
@@ -325,13 +347,9 @@ class RunDirectory {
   std::optional<RunRecord> record_;   // run.json, if the run has completed a step
   nlohmann::json parent_;             // of a branch
   bool shuffled_before_ = true;
-  struct LockFile {
-    int fd = -1;
-    ~LockFile() {
-      if (fd >= 0) ::close(fd);  // which releases it
-    }
-  } lock_;
-  NewFiles traces_;  // removed before the lock is released
+  DirectoryLock lock_;
+  NewFiles traces_;                              // removed before the lock is released
+  mutable std::unique_ptr<const File> claimed_;  // run.json as this run has written it
 };
 
 }  // namespace llmc
