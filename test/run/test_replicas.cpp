@@ -1,0 +1,117 @@
+// A bit that flips in the memory of one of two data-parallel ranks of a run.
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+#include "catch2.h"
+#include "core/files.h"
+#include "core/host_name.h"
+#include "core/json.h"
+#include "run/run_dir.h"
+#include "tiny_run.h"
+
+using namespace llmc;
+
+namespace {
+
+// A run that goes on by itself, and whose memory can be changed.
+class Running {
+ public:
+  Running(const std::string& arguments, std::string log) : log_(std::move(log)), pid_(fork()) {
+    const std::string command = "exec ./train_gpt " + arguments + " > " + log_ + " 2>&1";
+    if (pid_ == 0) execl("/bin/sh", "sh", "-c", command.c_str(), nullptr), _exit(127);
+    REQUIRE(pid_ > 0);
+  }
+  ~Running() {
+    if (ended()) return;
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+
+  bool ended() { return ended_ || (ended_ = waitpid(pid_, &status_, WNOHANG) == pid_); }
+  int exit_status() const { return WIFEXITED(status_) ? WEXITSTATUS(status_) : -1; }
+  std::string log() const { return read_whole(log_); }
+
+  // Where these bytes are in its writable memory.
+  std::vector<uint64_t> find(const std::string& bytes) const {
+    std::vector<uint64_t> places;
+    std::ifstream maps(formatted("/proc/{}/maps", pid_));
+    const int memory = open(formatted("/proc/{}/mem", pid_).c_str(), O_RDONLY);
+    for (std::string line; std::getline(maps, line);) {
+      unsigned long long begin = 0, end = 0;
+      char rights[5] = {};
+      if (std::sscanf(line.c_str(), "%llx-%llx %4s", &begin, &end, rights) != 3 || rights[1] != 'w') continue;
+      std::string contents(end - begin, '\0');
+      const ssize_t n = pread(memory, contents.data(), contents.size(), static_cast<off_t>(begin));
+      if (n <= 0) continue;
+      for (size_t at = 0; (at = contents.find(bytes, at)) != std::string::npos; at += bytes.size())
+        places.push_back(begin + at);
+    }
+    close(memory);
+    return places;
+  }
+  void flip_bit(uint64_t place) const {
+    const int memory = open(formatted("/proc/{}/mem", pid_).c_str(), O_RDWR);
+    char byte = 0;
+    if (pread(memory, &byte, 1, static_cast<off_t>(place)) == 1) {
+      byte ^= 1;
+      const ssize_t written = pwrite(memory, &byte, 1, static_cast<off_t>(place));
+      (void)written;  // the run may have ended
+    }
+    close(memory);
+  }
+
+ private:
+  std::string log_;
+  pid_t pid_;
+  bool ended_ = false;
+  int status_ = 0;
+};
+
+void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
+
+}  // namespace
+
+TEST_CASE("a bit that flips in a weight of one of two ranks ends the run at the next checkpoint, with status 2") {
+  const TempDir dir;
+  const std::string out = dir / "run";
+  Running run(tiny(out, "--local-ranks 2 --max-steps 1000000 --lr 1e-30 --checkpoint-every 40"), dir / "log");
+  for (int i = 0; i < 600 && checkpoint_steps(out).empty() && !run.ended(); ++i) sleep_ms(50);
+  INFO(run.log());
+  REQUIRE(!checkpoint_steps(out).empty());
+  // Weights that do not change, as they are in the first checkpoint: rows in the middle of the table of tokens.
+  const std::string first = checkpoint_path(out, checkpoint_steps(out).front());
+  const std::string name = "transformer.wte.weight";
+  const auto files = read_json(first + "/model.safetensors.index.json").at("weight_map");
+  const std::string model = read_whole(first + "/" + files.at(name).get<std::string>());
+  REQUIRE(model.size() > 8);
+  uint64_t header = 0;
+  std::memcpy(&header, model.data(), sizeof header);
+  const auto offsets = parse_json(model.substr(8, header), "header").at(name).at("data_offsets");
+  const std::string weights = model.substr(8 + header + offsets[0].get<size_t>() + 480, 480);
+  const std::vector<uint64_t> places = run.find(weights);
+  REQUIRE(places.size() >= 2);  // of two ranks; and where a checkpoint was written from
+  for (const uint64_t place : places) {
+    run.flip_bit(place);
+    const std::vector<int64_t> before = checkpoint_steps(out);
+    for (int i = 0; i < 200 && !run.ended() && checkpoint_steps(out).back() < before.back() + 120; ++i) sleep_ms(20);
+    if (run.ended()) break;
+  }
+  const std::string log = run.log();
+  INFO(log);
+  REQUIRE(run.ended());
+  REQUIRE(run.exit_status() == 2);
+  const std::string last = checkpoint_path(out, checkpoint_steps(out).back()), host = host_name();
+  REQUIRE(log.find(formatted("the replicas have diverged by step {}: wte.weight of unit embedding: rank ",
+                             checkpoint_steps(out).back() + 40)) != std::string::npos);
+  for (const int rank : {0, 1}) REQUIRE(log.find(formatted("rank {} on {} has ", rank, host)) != std::string::npos);
+  REQUIRE(log.find("the last good one is " + last) != std::string::npos);
+}
