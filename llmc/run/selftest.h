@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/log.h"
+#include "dist/replica_check.h"
 #include "run/processes.h"
 #include "run/ranks.h"
 #include "run/selftest_layouts.h"
@@ -197,6 +198,7 @@ inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, c
   Outcome outcome;
   outcome.key_biases = step.model.family.positions == Positions::rotary && step.dtype != DType::bf16;
   std::vector<Outcome> after(static_cast<size_t>(steps));  // the state of all ranks after each step
+  std::string copies;                                      // how they differ, bit for bit, after the last step
   std::mutex mutex;
   const Plan plan = make_plan(step, machine.device);
   World world(step.mesh(), machine.backend, parts.hooks,
@@ -226,11 +228,16 @@ inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, c
         else if (!(all->back() == mine)) outcome.fault = formatted("rank {} reports another loss or norm", rank);
       }
     }
+    if (const auto differ = diverged_copies(run.trainer.state(), formatted("rank {}", rank), run.stream)) {
+      std::lock_guard lock(mutex);
+      copies = "copies differ: " + *differ;
+    }
   });
   for (Outcome& state : after) {  // every update leaves copies equal and the model whole
     if (!machine.processes) require_whole(state, step);
     if (outcome.fault.empty()) outcome.fault = state.fault;
   }
+  if (outcome.fault.empty()) outcome.fault = copies;
   outcome.weights = std::move(after.back().weights);
   outcome.optimizer_state = std::move(after.back().optimizer_state);
   if (machine.processes) {
