@@ -27,7 +27,7 @@ inline constexpr uint32_t protocol_version = 1;
 inline constexpr std::array<char, 8> protocol_magic = {'t', 'r', 'a', 'i', 'n', 'g', 'p', 't'};
 inline constexpr double handshake_seconds = 5;  // a stranger may take no longer
 
-enum class ConnectionPurpose : uint32_t { control = 1, data = 2 };
+enum class ConnectionPurpose : uint32_t { control = 1, data = 2, question = 3 };  // question: is it alive?
 
 struct Hello {
   std::array<char, 8> magic = protocol_magic;
@@ -35,7 +35,7 @@ struct Hello {
   ConnectionPurpose purpose{};
   int32_t to_process = 0;
   std::array<int32_t, 3>
-      numbers{};  // control: the process that connects; data: group, rank that sends, rank that receives
+      numbers{};  // control, question: the process that connects; data: group, rank that sends, rank that receives
   Nonce job{};    // zero: to be told
   Nonce nonce{};
 };

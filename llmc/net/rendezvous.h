@@ -51,7 +51,10 @@ class ControlPlane {
 
   // Tells the others that this process has ended, unless it has failed: then they had better find it gone.
   ~ControlPlane() {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    // Who has lost the same connection asks whether this process is alive, and shall find it so.
+    if (cut_from_ && process() <= 1)
+      changed_.wait_until(lock, Limit::seconds(1).deadline, [&] { return asked_by_.contains(*cut_from_); });
     if (!aborted_ && fault_.empty() && std::uncaught_exceptions() == 0) broadcast({Kind::end, {}});
   }
   ControlPlane(const ControlPlane&) = delete;
@@ -175,6 +178,10 @@ class ControlPlane {
       if (hello.purpose == ConnectionPurpose::data)
         return data_door_.arrive({hello.numbers[0], hello.numbers[1], hello.numbers[2]}, std::move(socket));
       std::lock_guard lock(mutex_);
+      if (hello.purpose == ConnectionPurpose::question) {
+        asked_by_.insert(hello.numbers[0]);
+        return changed_.notify_all();
+      }
       const int line = control_->add(std::move(socket));
       if (process() == 0) return void(seen_at_[line] = from.endpoint().host);
       std::erase_if(lines_, [&](const auto& l) { return l.second == hello.numbers[0]; });  // it has tried again
@@ -198,6 +205,8 @@ class ControlPlane {
           group >= 0 && within(from, 0, processes() * local_ranks()) && within(to, first, first + local_ranks());
       return ours ? Answer::welcome : Answer::wrong_process;
     }
+    if (hello.purpose == ConnectionPurpose::question)
+      return hello.job == id_ && within(hello.numbers[0], 0, processes()) ? Answer::welcome : Answer::wrong_process;
     if (hello.purpose != ConnectionPurpose::control) return Answer::unknown;
     std::lock_guard lock(mutex_);
     if (process() == 0) return verdict_ && verdict_->empty() ? Answer::complete : Answer::welcome;
@@ -246,15 +255,39 @@ class ControlPlane {
   }
 
   void closed(int line, const std::string& why) {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     if (meeting_) meeting_->leave(line);
     const auto known = lines_.find(line);
     // Process 1 knows only then that one does not try again; and who ends meanwhile is missed by process 0.
     const bool counts = connected_ || process() == 0 || (known != lines_.end() && known->second == 0);
-    if (known != lines_.end() && counts && !ended_.contains(known->second))
-      suspect(known->second, formatted("{} has gone: {}", peers_.empty() ? "another process" : name_of(known->second),
-                                       Socket::is_end(why) ? "its process has ended" : why));
+    if (known != lines_.end() && counts && !ended_.contains(known->second)) {
+      const int other = known->second;
+      const bool broke = fault_.empty() && connected_ && !std::string_view(why).starts_with("it sent ");
+      lock.unlock();
+      const bool cut = broke && is_alive(other);
+      lock.lock();
+      if (cut) cut_from_ = other;
+      suspect(other, cut ? cut_between(process(), other)
+                         : formatted("{} has gone: {}", peers_.empty() ? "another process" : name_of(other),
+                                     Socket::is_end(why) ? "its process has ended" : why));
+    }
     changed_.notify_all();
+  }
+  // Both sides of a connection that was cut say the same.
+  std::string cut_between(int a, int b) const {
+    const auto named = [&](int p) { return formatted("process {} ({})", p, peers_.at(static_cast<size_t>(p)).host); };
+    return formatted("the connection between {} and {} was cut", named(std::min(a, b)), named(std::max(a, b)));
+  }
+  // Does another process answer at its door? Its connections may be cut while it lives.
+  bool is_alive(int other) const try {
+    const Peer& peer = peers_.at(static_cast<size_t>(other));
+    detail::connect_to_any(
+        {peer.address, peer.port},
+        {.purpose = ConnectionPurpose::question, .to_process = other, .numbers = {process(), 0, 0}, .job = id_}, token_,
+        name_of(other), Limit::seconds(0.7));
+    return true;
+  } catch (const Error&) {
+    return false;
   }
 
   void arrived(int line, Introduction introduction) {
@@ -352,6 +385,8 @@ class ControlPlane {
   std::optional<std::string> verdict_;  // why the job cannot begin; empty: it can
   std::map<int, int> lines_;            // the number of a connection in control_, and the process at its other end
   std::set<int> ended_;                 // processes that have said that they end
+  std::optional<int> cut_from_;         // a process that lives, and to which the connection was cut
+  std::set<int> asked_by_;              // processes that have asked whether this one is alive
   Gatherings gatherings_;               // of process 0
   std::map<std::string, std::vector<std::string>> gathered_;  // by topic: the texts of all processes
   std::map<int, std::vector<std::string>> posts_;             // by process

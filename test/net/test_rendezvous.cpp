@@ -237,3 +237,33 @@ TEST_CASE("nobody waits for a process that has ended, process 0 included") {
                 formatted("rank {} on {} has ended while others wait for it at \"once more\"", first, host_name()));
   }
 }
+
+TEST_CASE("a cut control connection is named by both of its ends, and by all others, in the same words") {
+  for (int round = 0; round < 24; ++round) {
+    Jobs jobs(2 + round % 3);
+    const int n = jobs.size(), judge = n > 2 && round % 4 == 3 ? 1 : 0;
+    const auto errors = on_threads(n + 1, [&](int p) {
+      if (p < n)
+        for (int i = 0;; ++i) jobs[p].barrier(formatted("number {}", i));
+      std::this_thread::sleep_for(std::chrono::milliseconds(3 * round));
+      std::vector<int> ends;  // of connections with the judge
+      for (int fd = 3; fd < 1024; ++fd) {
+        sockaddr_storage there{};
+        socklen_t size = sizeof there;
+        if (getpeername(fd, reinterpret_cast<sockaddr*>(&there), &size) != 0) continue;
+        const int port = ntohs(there.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(there).sin6_port
+                                                           : reinterpret_cast<sockaddr_in&>(there).sin_port);
+        if (port == jobs[0].peers()[static_cast<size_t>(judge)].port) ends.push_back(fd);
+      }
+      CHECK(!ends.empty());
+      ::shutdown(ends[static_cast<size_t>(round) % ends.size()], SHUT_RDWR);
+    });
+    std::set<std::string> expected;
+    for (int p = judge + 1; p < n; ++p)
+      expected.insert(formatted("the connection between process {} ({}) and process {} ({}) was cut", judge,
+                                host_name(), p, host_name()));
+    INFO("round " << round << ": " << errors[0]);
+    REQUIRE(expected.count(errors[0]) == 1);
+    for (int p = 1; p < n; ++p) REQUIRE(errors[static_cast<size_t>(p)] == errors[0]);
+  }
+}
