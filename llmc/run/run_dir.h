@@ -69,6 +69,10 @@ class RunDirectory {
         record_ = read_run_record(run_file());
         require_same_options(run_file(), record_->options, o);
       }
+    } else if (path_exists(run_file())) {  // if the options are the same otherwise, so is the order of the samples
+      const nlohmann::json options = read_run_record(run_file()).options;
+      if (options.contains("--shuffle") && option_changes(run_file(), options, o).refused.empty())
+        shuffled_before_ = shuffled(options);
     }
     for (const std::string& name : names_in(path_))  // left by a killed run; we hold the lock
       if (name.starts_with(".tmp-")) std::filesystem::remove_all(path_ + "/" + name, error);

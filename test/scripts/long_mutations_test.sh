@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# 4,000 random damages of run.json, trainer.json, metrics.jsonl, --config files and questions of --eval-choices, each given
+# to ./train_gpt: refused by name, or no number changes. See mutate_files.py.
+#
+#   test/scripts/long_mutations_test.sh [COUNT]     SEED=N repeats a run; otherwise the seed is random
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+export PYTHONDONTWRITEBYTECODE=1
+seed=${SEED:-$RANDOM} count=${1:-4000}
+python=$(scripts/find_python.sh)
+"$python" test/scripts/python/mutate_files.py --seed "$seed" --count "$count" --jobs "$(nproc)" || {
+  echo "long_mutations_test: SEED=$seed test/scripts/long_mutations_test.sh $count repeats it" >&2
+  exit 1
+}
+echo "long_mutations_test: ok: $count mutations (SEED=$seed), none silently different"
