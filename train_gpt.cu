@@ -299,7 +299,9 @@ class Training {
     throw SharedError(
         formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume{}", early.reason,
                   progress_.done, job_.max_steps, saved_to(), o_.restart ? ", without --restart," : "",
-                  progress_.done == first_ ? " (this start completed no update: another such would not either)" : ""),
+                  progress_.done == first_ && comes_again(early.reason)
+                      ? " (this start completed no update: another such would not either)"
+                      : ""),
         ExitStatus::requeue);
   }
 
@@ -463,6 +465,7 @@ int main(int argc, char** argv) {
     if (!command.print && !command.version) {
       processes = meet(o);
       reports = o.place.rank_on_host == 0;
+      if (const std::string notice = notice_of_ignored(o); !notice.empty() && o.place.process == 0) print_error(notice);
     }
     if (command.print) std::printf("%s\n", command.text.c_str());  // --help, --print-config and the like
     else if (command.version) std::printf("%s\n", version_text().c_str());

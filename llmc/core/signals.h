@@ -14,12 +14,18 @@
 
 namespace llmc {
 
+// Who sends it as a rule: a person with Ctrl-C or by closing the terminal, or a batch system when a job's time is up.
+enum class StopSender : uint8_t { person, batch_system };
 struct StopSignal {
   int number;
   const char* name;
+  StopSender sender;
 };
-inline constexpr StopSignal stop_signals[] = {
-    {SIGINT, "SIGINT"}, {SIGTERM, "SIGTERM"}, {SIGHUP, "SIGHUP"}, {SIGUSR1, "SIGUSR1"}, {SIGUSR2, "SIGUSR2"}};
+inline constexpr StopSignal stop_signals[] = {{SIGINT, "SIGINT", StopSender::person},
+                                              {SIGTERM, "SIGTERM", StopSender::batch_system},
+                                              {SIGHUP, "SIGHUP", StopSender::person},
+                                              {SIGUSR1, "SIGUSR1", StopSender::batch_system},
+                                              {SIGUSR2, "SIGUSR2", StopSender::batch_system}};
 
 namespace detail {
 // A signal handler can only reach globals.
@@ -56,6 +62,13 @@ inline void note_stop_signals() {
   }
   // A run must still be saved when the reader of its output has ended (Ctrl-C also ends `| tee`).
   std::signal(SIGPIPE, SIG_IGN);
+}
+
+// Is this a reason of StopCondition's that comes again when the run is started again?
+inline bool comes_again(const std::string& reason) {
+  return std::ranges::none_of(stop_signals, [&](const StopSignal& signal) {
+    return signal.sender == StopSender::person && reason == signal.name;
+  });
 }
 
 // Thrown when a run stops early.

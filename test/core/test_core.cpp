@@ -19,7 +19,10 @@ namespace {
 
 Options parse(std::vector<std::string> arguments) {
   arguments.insert(arguments.begin(), "train_gpt");
-  arguments.insert(arguments.begin() + 1, {"--train-data", "x"});
+  const bool reads = std::ranges::none_of(arguments, [](const std::string& a) {
+    return a == "--generate" || a == "--selftest" || a == "--print-schedule" || a == "--train-data";
+  });
+  if (reads) arguments.insert(arguments.begin() + 1, {"--train-data", "x"});
   std::vector<const char*> argv;
   for (const std::string& a : arguments) argv.push_back(a.c_str());
   const auto take_place = [](Options& o) { o.ranks = o.local_ranks > 0 ? o.local_ranks : o.seed == 4 ? 4 : 1; };
@@ -257,17 +260,33 @@ TEST_CASE("option errors name the option, what was found and what was expected")
   REQUIRE_ERROR(parse({"--dp-sync", "ring"}), "expected one of all-reduce, parameter-server, parameter-server-chain");
 }
 
-TEST_CASE("a mode that would ignore how ranks share a model, or --moe-*, refuses them on the command line") {
+TEST_CASE("what a mode has no use for is refused on the command line, and noted of a --config file") {
   for (const std::string mode : {"--generate", "--verify-data", "--selftest", "--print-schedule"})
     for (const std::string option : {"--pp", "--tp", "--cp", "--ep", "--moe-z-loss", "--moe-capacity-factor"}) {
       if (mode == "--print-schedule" && option == "--pp") continue;
-      REQUIRE_ERROR(parse({mode, option, "2"}), option + " 2 with " + mode + ", which ");
+      REQUIRE_ERROR(parse({mode, option, "2"}), option + " with " + mode + ", which ");
       if (option != "--moe-capacity-factor") parse({mode, option, option == "--moe-z-loss" ? "0" : "1"});
     }
   const TempDir dir;
   std::ofstream(dir / "c.ini") << "tp=2\nep=2\nmoe-z-loss=0.1\n";
   REQUIRE(parse({"--generate", "--config", dir / "c.ini"}).ep == 2);
-  REQUIRE_ERROR(parse({"--generate", "--config", dir / "c.ini", "--ep", "4"}), "--ep 4 with --generate");
+  REQUIRE_ERROR(parse({"--generate", "--config", dir / "c.ini", "--ep", "4"}), "--ep with --generate");
+  for (const std::string mode : {"--generate", "--verify-data", "--selftest", "--print-schedule"})
+    REQUIRE(notice_of_ignored(parse({mode, "--config", dir / "c.ini"})) ==
+            "notice: " + mode + " has no use for what --config sets: --tp, --ep and --moe-z-loss");
+  REQUIRE(notice_of_ignored(parse({"--config", dir / "c.ini", "--plan", "--local-ranks", "2"})).empty());
+  REQUIRE(notice_of_ignored(parse({"--generate"})).empty());
+  const std::vector<OptionText> all = option_texts(Options());
+  for (const detail::OptionKind& kind : detail::option_kinds())
+    for (const std::string_view name : kind.names)
+      REQUIRE(std::ranges::any_of(all, [&](const OptionText& option) { return option.name == name; }));
+  REQUIRE_ERROR(parse({"--generate", "--lr", "1e-3", "--train-data", "x", "--batch-size", "2"}),
+                "--train-data, --batch-size and --lr with --generate, which computes on one rank and does not train: "
+                "leave them out");
+  REQUIRE_ERROR(parse({"--verify-data", "--prompt", "x"}), "--prompt with --verify-data");
+  REQUIRE_ERROR(parse({"--selftest", "--n-layer", "2"}), "--n-layer with --selftest");
+  REQUIRE_ERROR(parse({"--print-schedule", "--dtype", "bf16"}), "--dtype with --print-schedule");
+  REQUIRE(parse({"--generate", "--prompt", "x", "--top-k", "3", "--dtype", "bf16", "--local-ranks", "2"}).top_k == 3);
   REQUIRE(parse({"--print-schedule", "--pp", "2"}).pp == 2);
   REQUIRE(parse({"--plan", "--local-ranks", "2", "--ep", "2", "--moe-z-loss", "0.1"}).ep == 2);
 }

@@ -103,6 +103,24 @@ TEST_CASE("every signal that asks for a stop saves the run") {
   }
 }
 
+TEST_CASE("only after a batch system's signal is a start without an update said to come again") {
+  for (const StopSignal& signal : stop_signals) {
+    if (signal.number != SIGINT && signal.number != SIGTERM) continue;
+    const TempDir dir;
+    const ProgramResult r =
+        run_program(tiny(dir / "run", formatted("--max-steps 1 --total-batch-size 660000 >/dev/null 2>{} & "
+                                                "while [ ! -s {} ]; do sleep 0.05; done; kill -{} $!; wait $!",
+                                                dir / "said", dir / "run/log.txt", signal.name + 3)));
+    const std::string said = read_whole(dir / "said");
+    INFO(said);
+    REQUIRE(r.status == 75);
+    REQUIRE(said.find(formatted("stopped by {} after step 0 of 1", signal.name)) != std::string::npos);
+    REQUIRE((said.find("this start completed no update") != std::string::npos) == (signal.number == SIGTERM));
+  }
+  REQUIRE(comes_again("--time-limit 1 minutes"));
+  REQUIRE(!comes_again("SIGHUP"));
+}
+
 TEST_CASE("nohup's SIGHUP is left alone") {
   const TempDir dir;
   const ProgramResult r = run_program(

@@ -235,7 +235,7 @@ TEST_CASE("bad input is refused with exit status 1, names the culprit, and leave
       {"stray", "stray"},
       {"--prompt \"$(printf 'a\\377')\"", "--prompt: byte 2 is not UTF-8"},
       {"--model " + (dir / "huge"), "n_embd"},
-      {"--generate --model d2", "--model d2"},
+      {"--generate --model d2", "with --generate, which computes on one rank"},
   };
   for (const auto& [options, culprit] : cases) {
     const ProgramResult r = run_program(golden_options(dir / "out", options));

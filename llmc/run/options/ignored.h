@@ -1,7 +1,8 @@
-// ignored.h: options of training that a mode other than training would ignore, and refuses.
+// ignored.h: options that a mode other than training has no use for. On the command line they are refused; in a
+// --config file, which may be that of a run, they are noted. --plan is about a run, and takes them all.
 #pragma once
 #include <algorithm>
-#include <iterator>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -12,52 +13,106 @@
 
 namespace llmc {
 
-// Options that change neither what a model computes nor where.
-inline bool of_training_alone(std::string_view name) {
-  constexpr std::string_view names[] = {
+namespace detail {
+
+struct OptionKind {
+  enum Bit : unsigned {
+    training = 1,
+    train_data = 2,
+    val_data = 4,
+    validation = 8,
+    batch = 16,
+    sampling = 32,
+    layout = 64,
+    stages = 128,
+    slices = 256,
+    model = 512
+  } kind;
+  std::vector<std::string_view> names;
+};
+
+// Options that no kind has say where to compute, or belong to one mode alone.
+inline const std::vector<OptionKind>& option_kinds() {
+  static const std::vector<OptionKind> kinds = {
       // clang-format off
-      "--train-data", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume", "--restart", "--log-every",
-      "--time-limit", "--overfit-batch", "--lr", "--warmup-steps", "--lr-schedule", "--final-lr-frac",
-      "--weight-decay", "--beta1", "--beta2", "--adam-eps", "--grad-clip", "--skip-loss-z", "--skip-grad-z",
-      "--val-every", "--sample-every", "--sample-tokens", "--prompt", "--temperature", "--top-k", "--top-p",
-      "--keep-best", "--checkpoint-every", "--checkpoint-minutes", "--checkpoint-errors", "--keep-checkpoints",
-      "--keep-every", "--recompute", "--dp-sync", "--master-weights", "--token-slices", "--grad-reduce", "--profile",
-      "--peak-tflops", "--log-gpu-every", "--tune-matmul", "--moe-dispatch", "--moe-aux-loss", "--moe-z-loss",
-      "--moe-bias-rate", "--moe-capacity-factor"
+      {OptionKind::training, {
+        "--data-changed", "--shuffle", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume", "--restart",
+        "--log-every", "--time-limit", "--overfit-batch", "--lr", "--warmup-steps", "--lr-schedule", "--final-lr-frac",
+        "--weight-decay", "--beta1", "--beta2", "--adam-eps", "--grad-clip", "--skip-loss-z", "--skip-grad-z",
+        "--val-every", "--sample-every", "--keep-best", "--checkpoint-every", "--checkpoint-minutes",
+        "--checkpoint-errors", "--keep-checkpoints", "--keep-every", "--recompute", "--dp-sync", "--master-weights",
+        "--grad-reduce", "--profile", "--peak-tflops", "--log-gpu-every", "--tune-matmul", "--moe-dispatch",
+        "--moe-aux-loss", "--moe-z-loss", "--moe-bias-rate", "--moe-capacity-factor"}},
+      {OptionKind::train_data, {"--train-data"}},
+      {OptionKind::val_data, {"--val-data"}},
+      {OptionKind::validation, {"--val-steps", "--eval-choices"}},
+      {OptionKind::batch, {"--batch-size", "--total-batch-size", "--mask-documents", "--head-chunks"}},
+      {OptionKind::sampling, {"--sample-tokens", "--prompt", "--temperature", "--top-k", "--top-p"}},
+      {OptionKind::layout, {
+        "--zero-stage", "--dp-replicate", "--tp", "--sequence-parallel", "--tp-overlap", "--cp", "--cp-attention",
+        "--ep", "--moe-imbalance"}},
+      {OptionKind::stages, {"--pp", "--schedule", "--pp-chunks", "--pp-layout"}},
+      {OptionKind::slices, {"--token-slices"}},
+      {OptionKind::model, {
+        "--model", "--from-scratch", "--n-layer", "--n-head", "--n-kv-head", "--n-embd", "--n-ffn", "--vocab-size",
+        "--seq-len", "--dtype", "--tokenizer"}},
       // clang-format on
   };
-  return std::ranges::find(names, name) != std::end(names);
+  return kinds;
 }
 
-// How ranks share a model, and what is asked of experts. is_given(name): on the command line; a --config file may have
-// what other modes use.
+struct Mode {
+  const char *name, *what;
+  unsigned uses;  // of the kinds
+};
+// None: training, or --plan.
+inline std::optional<Mode> mode_of(const Options& o) {
+  using K = OptionKind;
+  if (o.evaluate)
+    return Mode{"--evaluate", "which does not train and writes nothing",
+                K::val_data | K::validation | K::batch | K::layout | K::stages | K::model};
+  if (o.generate) return Mode{"--generate", "which computes on one rank and does not train", K::sampling | K::model};
+  if (o.verify_data)
+    return Mode{"--verify-data", "which reads data and does not train", K::train_data | K::val_data | K::model};
+  if (o.selftest) return Mode{"--selftest", "which has models and layouts of its own, on --local-ranks ranks", 0};
+  if (o.print_schedule)
+    return Mode{"--print-schedule", "which draws the stages of --pp, whatever they compute", K::stages | K::slices};
+  return {};
+}
+
+// Those that are not as usual. is_given(name): where they are looked for
+template <class IsGiven>
+std::vector<std::string> ignored_options(const Options& o, const Mode& mode, IsGiven&& is_given) {
+  std::vector<std::string> ignored;
+  for (const OptionText& option : option_texts(o)) {
+    if (option.text == option.usual || !is_given(option.name)) continue;
+    for (const OptionKind& kind : option_kinds())
+      if ((mode.uses & kind.kind) == 0 && std::ranges::find(kind.names, option.name) != kind.names.end())
+        ignored.push_back(option.name);
+  }
+  return ignored;
+}
+
+}  // namespace detail
+
+// is_given(name): on the command line.
 template <class IsGiven>
 void refuse_ignored(const Options& o, IsGiven&& is_given) {
-  if (o.evaluate) {
-    std::vector<std::string> ignored;
-    for (const OptionText& option : option_texts(o))
-      if (of_training_alone(option.name) && option.text != option.usual && is_given(option.name))
-        ignored.push_back(option.name);
-    CHECK(ignored.empty(), "{} with --evaluate, which does not train and writes nothing: leave {} out",
-          either(ignored, "and"), ignored.size() == 1 ? "it" : "them");
-  }
-  const struct {
-    bool asked;
-    const char *name, *what;
-  } modes[] = {{o.generate, "--generate", "which computes on one rank and does not train"},
-               {o.verify_data, "--verify-data", "which reads data and does not train"},
-               {o.selftest, "--selftest", "which has models and layouts of its own, on --local-ranks ranks"},
-               {o.print_schedule, "--print-schedule", "which draws the stages of --pp, whatever they compute"}};
-  for (const auto& mode : modes) {
-    if (!mode.asked) continue;
-    for (const OptionText& option : option_texts(o)) {
-      const std::string_view name = option.name;
-      const bool ignored = name == "--tp" || name == "--cp" || name == "--ep" || name.starts_with("--moe-") ||
-                           (name == "--pp" && !o.print_schedule);
-      CHECK(!ignored || option.text == option.usual || !is_given(option.name), "{} {} with {}, {}: leave it out",
-            option.name, option.text, mode.name, mode.what);
-    }
-  }
+  const std::optional<detail::Mode> mode = detail::mode_of(o);
+  if (!mode) return;
+  const std::vector<std::string> ignored = detail::ignored_options(o, *mode, is_given);
+  CHECK(ignored.empty(), "{} with {}, {}: leave {} out", either(ignored, "and"), mode->name, mode->what,
+        ignored.size() == 1 ? "it" : "them");
+}
+
+// What --config files say that the mode has no use for, as a line; empty: nothing.
+inline std::string notice_of_ignored(const Options& o) {
+  const std::optional<detail::Mode> mode = detail::mode_of(o);
+  if (!mode) return "";
+  const std::vector<std::string> ignored =
+      detail::ignored_options(o, *mode, [&](const std::string& name) { return o.config_lines.contains(name); });
+  if (ignored.empty()) return "";
+  return formatted("notice: {} has no use for what --config sets: {}", mode->name, either(ignored, "and"));
 }
 
 }  // namespace llmc

@@ -54,7 +54,10 @@ struct ModeOption {
   const char* type = "";
 };
 inline constexpr ModeOption mode_options[] = {
-    {"--config", "read options from a file that --print-config wrote; the command line takes precedence", "", "FILE"},
+    {"--config",
+     "read options from a file that --print-config wrote; the command line takes precedence; a mode refuses on the "
+     "command line what it has no use for, and notes it of the file",
+     "", "FILE"},
     {"--print-config", "print all options as a file for --config, and stop"},
     {"--print-options-markdown",
      "print the options, and other trainers' names for them, as the tables in README.md, and stop"},
