@@ -157,8 +157,11 @@ class OpenFiles {
   std::list<std::shared_ptr<const File>> files_;  // most recently used first
 };
 
+// More than any file that is read as a whole has, but for the metrics of a long run.
+inline constexpr int64_t largest_text = int64_t{1} << 30;
+
 // A whole file, of at most `most` bytes.
-inline std::string read_text(const std::string& path, int64_t most = std::numeric_limits<int64_t>::max()) {
+inline std::string read_text(const std::string& path, int64_t most = largest_text) {
   const File file = File::open_read(path);
   CHECK(file.size() <= most, "{}: {} bytes are too many for a file of this kind, which has at most {}", path,
         file.size(), most);

@@ -62,6 +62,7 @@ inline void note_stop_signals() {
   }
   // A run must still be saved when the reader of its output has ended (Ctrl-C also ends `| tee`).
   std::signal(SIGPIPE, SIG_IGN);
+  std::signal(SIGXFSZ, SIG_IGN);  // a file larger than ulimit -f fails like one on a full disk
 }
 
 // Is this a reason of StopCondition's that comes again when the run is started again?

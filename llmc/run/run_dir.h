@@ -207,7 +207,9 @@ class RunDirectory {
   }
 
   MetricsKept metrics_until(int64_t step, OwnValidation own = OwnValidation::keep) const {
-    return path_exists(metrics_file()) ? llmc::metrics_until(read_text(metrics_file()), step, own) : MetricsKept();
+    return path_exists(metrics_file())
+               ? llmc::metrics_until(read_text(metrics_file(), std::numeric_limits<int64_t>::max()), step, own)
+               : MetricsKept();
   }
 
   // Truncates metrics.jsonl after the lines of a checkpoint's step. Damaged lines go to a file of their own.

@@ -1,0 +1,44 @@
+// Files that are too large, or not where they seem to be.
+#include "catch2.h"
+#include "run/run_dir.h"
+#include "tiny_run.h"
+
+using namespace llmc;
+namespace fs = std::filesystem;
+
+TEST_CASE("a lock or log that is a symbolic link is refused, and what it links to stays as it is") {
+  for (const char* name : {".lock", "log.txt"}) {
+    INFO(name);
+    const TempDir dir;
+    std::ofstream(dir / "precious") << "precious\n";
+    run_well(tiny(dir / "run", "--max-steps 1"));
+    fs::remove(dir / (std::string("run/") + name));
+    fs::create_symlink(dir / "precious", dir / (std::string("run/") + name));
+    const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 2"));
+    INFO(r.err);
+    REQUIRE(r.status == 1);
+    REQUIRE(r.err.find((dir / (std::string("run/") + name))) != std::string::npos);
+    REQUIRE(r.err.find("is a symbolic link, expected a file") != std::string::npos);
+    REQUIRE(read_whole(dir / "precious") == "precious\n");
+  }
+}
+
+TEST_CASE("ulimit -f acts like a full disk") {
+  const TempDir dir;
+  const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 1"), "bash -c 'ulimit -f 8; exec \"$0\" \"$@\"'");
+  INFO(r.out << r.err);
+  REQUIRE(r.status == 1);
+  REQUIRE(r.err.find("no checkpoint after step 1: ") != std::string::npos);
+  REQUIRE(r.err.find("File too large") != std::string::npos);
+}
+
+TEST_CASE("questions of 40 GB are refused by their size") {
+  const TempDir dir;
+  std::ofstream(dir / "questions") << "x";
+  fs::resize_file(dir / "questions", 40'000'000'000);  // a hole
+  const ProgramResult r = run_program(
+      tiny(dir / "run", "--max-steps 1 --val-data " + tiny_data + " --eval-choices " + (dir / "questions")));
+  INFO(r.err);
+  REQUIRE(r.status == 1);
+  REQUIRE(r.err.find("questions: 40000000000 bytes are too many for a file of this kind") != std::string::npos);
+}
