@@ -1,4 +1,4 @@
-// Files that are too large, or not where they seem to be.
+// Files that are too large, for the program or for ulimit -f, or not where they seem to be.
 #include "catch2.h"
 #include "run/run_dir.h"
 #include "tiny_run.h"
