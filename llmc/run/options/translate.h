@@ -90,7 +90,10 @@ inline Words with_value(const std::string& name, const std::string& value) {
 }
 inline std::string as_command(const Words& words) {
   std::string text;
-  for (const std::string& word : words) text += (text.empty() ? "" : " ") + shell_word(word);
+  for (const std::string& word : words) {
+    if (!text.empty()) text += ' ';
+    text += shell_word(word);
+  }
   return text;
 }
 
