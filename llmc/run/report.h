@@ -138,7 +138,12 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
   detail::report_unlikely_data(log, o, step, train, val);
   for (const std::string& notice : detail::tokenizer_notices(o, step.model, tokenizer, &train)) log.line(notice);
   if (const std::string notice = detail::depth_notice(o); !notice.empty()) log.line(notice);
-  if (device.kind == DeviceKind::cpu && o.place.local_ranks > device.threads)
+  std::string crowded;
+  if (device.kind == DeviceKind::cpu)
+    crowded =
+        detail::crowded_notice(o.place, std::max<int64_t>(o.place.local_ranks, device.threads), available_processors());
+  if (!crowded.empty()) log.line(crowded);
+  else if (device.kind == DeviceKind::cpu && o.place.local_ranks > device.threads)
     log.line(formatted("notice: {} ranks share {} processors: fine for tests and for learning, slower than one rank",
                        o.place.local_ranks, device.threads));
   if (device.kind == DeviceKind::cpu && o.dtype == "bf16" && !cpu::bf16_is_native())

@@ -1,6 +1,7 @@
 // Datasheet peaks by the GPU names that drivers report.
 #include "catch2.h"
 #include "run/peak.h"
+#include "run/plan/report_plan.h"
 #include "run/setup.h"
 
 using namespace llmc;
@@ -38,6 +39,19 @@ TEST_CASE("processes that share processors have their peak once", "[peaks]") {
   REQUIRE(times(8, 4, 1, 2) == 4);  // on two hosts
   REQUIRE(times(2, 2, 4, 4) == 1);  // --threads 4 for both
   REQUIRE(times(1, 1, 8, 4) == 1);  // --threads beyond the processors: so it was measured
+}
+
+TEST_CASE("processes of a host that have more threads than processors are told so", "[peaks]") {
+  const auto notice = [](int64_t sharers, int64_t threads, int64_t processors) {
+    Place place;
+    place.processes = place.sharers = sharers;
+    return detail::crowded_notice(place, threads, processors);
+  };
+  REQUIRE(notice(4, 1, 2).find("4 processes of this host, with 1 thread each, share 2 processors") !=
+          std::string::npos);
+  REQUIRE(!notice(2, 4, 4).empty());  // no more processes than processors, but too many threads
+  REQUIRE(notice(2, 2, 4).empty());
+  REQUIRE(notice(1, 8, 4).empty());  // one process, or each with processors of its own
 }
 
 TEST_CASE("a GPU is recognised by the driver's name for it", "[peaks]") {

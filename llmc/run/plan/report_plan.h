@@ -197,15 +197,19 @@ inline std::string not_counted_text(const StepConfig& step) {
                    built_for_gpus ? "" : "; some MiB of op scratch, which only a build for GPUs counts");
 }
 
+// A notice where processes that may use the same processors have more threads, `threads` each, than there are.
+inline std::string crowded_notice(const llmc::Place& place, int64_t threads, int64_t processors) {
+  if (place.sharers == 1 || place.sharers * threads <= processors) return "";
+  return formatted(
+      "notice: {} processes of this host, with {} thread{} each, share {} processor{}: start fewer, give them fewer "
+      "--threads, or let the launcher bind each to processors of its own",
+      place.sharers, threads, threads == 1 ? "" : "s", processors, processors == 1 ? "" : "s");
+}
+
 // Ranks are threads of one process: a notice where there are more than one machine takes, or than this one has room
 // for.
 inline std::string too_many_ranks_notice(const Options& o, const Device& device) {
-  const int64_t ranks = o.place.local_ranks, all = o.place.sharers * ranks;
-  if (device.computes_as() != DeviceKind::cuda && o.place.sharers > 1 && all > available_processors())
-    return formatted(
-        "notice: {} processes of this host, with {} rank{} each, share {} processor(s): start fewer, or let "
-        "the launcher bind each to processors of its own",
-        o.place.sharers, ranks, ranks == 1 ? "" : "s", available_processors());
+  const int64_t ranks = o.place.local_ranks;
   constexpr int largest_server = 16;  // in GPUs
   const bool elsewhere = is_gpu_elsewhere(device);
   const bool gpus = device.computes_as() == DeviceKind::cuda;
@@ -300,7 +304,11 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
   if (step.stages > 1) log.table("balance of the stages, by counted flops", detail::balance_rows(step, device));
   if (const Rows time = detail::time_rows(step, plan, device, max_steps); !time.empty())
     log.table("time of a step on paper, by the GPU's datasheet", time);
-  if (const std::string notice = detail::too_many_ranks_notice(o, device); !notice.empty()) log.line(notice);
+  std::string notice;
+  if (device.computes_as() != DeviceKind::cuda)
+    notice = detail::crowded_notice(o.place, o.place.local_ranks * device.threads, available_processors());
+  if (notice.empty()) notice = detail::too_many_ranks_notice(o, device);
+  if (!notice.empty()) log.line(notice);
   const std::string verdict = detail::memory_verdict(o, step, plan, device);
   if (o.memory_limit && !fits(plan, memory_limit(o, device))) throw Error(verdict);
   log.line("=> " + verdict);
