@@ -16,8 +16,8 @@ inline void require_equal_copies(Run& run, const Place& place, int64_t step, con
   const std::string process = place.processes > 1 ? formatted(" of process {}", place.process) : "",
                     me = formatted("rank {}{} on {}", run.dp.rank, process, host_name());
   std::vector<SharedByAll> shared;
-  if (std::vector<float> biases = run.trainer.expert_biases(); !biases.empty())
-    shared.push_back({"the biases of the experts", std::move(biases)});
+  const std::vector<float> biases = run.trainer.expert_biases();
+  if (!biases.empty()) shared.push_back({"the biases of the experts", biases});
   const std::optional<std::string> differ = diverged_copies(run.trainer.state(), me, run.trainer.stream(), shared);
   if (!differ) return;
   throw SharedError(
