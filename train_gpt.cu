@@ -3,6 +3,7 @@
 // llmc/README.md is a map of the rest.
 #include <cerrno>  // program_invocation_name, from glibc
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <deque>
 #include <limits>
@@ -134,12 +135,43 @@ class Training {
     return all.kind;
   }
 
+  // Called on all ranks, after finish_updates(). Returns whether there is a checkpoint.
+  bool save(OnFailure on_failure, Because because = Because::rule) {
+    require_finite_loss();
+    return checkpoints_.save(progress_, run_, on_failure, because);
+  }
+
+  // The loss of a step is that of the weights before its update. So a checkpoint takes one micro-batch more, of the
+  // data of its last step: the weights may be finite, and their loss not.
+  void require_finite_loss() {
+    if (finite_after_ == progress_.done) return;
+    const double loss = run_.trainer.evaluate(1, job_.step.batch.rows() * job_.step.readers(), [this](int64_t) {
+      try {
+        return read(cursor(progress_.done), 0);
+      } catch (
+          const Error&) {  // it was there when the step was computed; the ranks stay together, and the next step tells
+        const size_t rows = static_cast<size_t>(job_.step.batch.rows());
+        return HostBatch{std::vector(rows, 0), std::vector(rows, -1), std::vector(rows, 0)};
+      }
+    });
+    require_finite(loss, "");
+  }
+  void require_finite(double loss, const char* which) {
+    if (!std::isfinite(loss))
+      throw SharedError(
+          formatted("the last update diverged: with the weights after step {} the {}loss is {}, so they were "
+                    "not saved. Lower --lr, add --warmup-steps or check the data; {}",
+                    progress_.done, which, loss, way_back()),
+          ExitStatus::diverged);
+    finite_after_ = progress_.done;
+  }
+
   // Between two updates. Like a validation, it changes no number.
   void save_by_clock() {
     finish_updates();
     if (progress_.done == 0) return;
     const OnFailure on_failure = o_.checkpoint_errors == "fail" ? OnFailure::fail : OnFailure::retry;
-    if (checkpoints_.save(progress_, run_, on_failure, Because::clock)) checkpoints_.tidy(progress_.done, false);
+    if (save(on_failure, Because::clock)) checkpoints_.tidy(progress_.done, false);
     report_.start_clock();  // of the next update
   }
 
@@ -295,7 +327,7 @@ class Training {
     finish_updates();
     if (early.kind == NewsKind::lost) end_lost(early.reason);
     if (early.kind == NewsKind::unreadable) end_unreadable(early.reason);
-    if (progress_.done > 0) checkpoints_.save(progress_, run_, OnFailure::fail);
+    if (progress_.done > 0) save(OnFailure::fail);
     throw SharedError(
         formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume{}", early.reason,
                   progress_.done, job_.max_steps, saved_to(), o_.restart ? ", without --restart," : "",
@@ -308,7 +340,7 @@ class Training {
   // Another run has the out directory: what this one has learned goes to where its own one is now, if anywhere.
   [[noreturn]] void end_lost(const std::string& how) {
     const bool follows = checkpoints_.follow_directory(run_) && progress_.done > 0;
-    if (follows) checkpoints_.save(progress_, run_, OnFailure::fail);
+    if (follows) save(OnFailure::fail);
     throw SharedError(formatted("{}; the run ended after step {} of {}{}", how, progress_.done, job_.max_steps,
                                 follows ? saved_to() : ", and saved nothing more"));
   }
@@ -317,7 +349,7 @@ class Training {
   [[noreturn]] void end_unreadable(const std::string& why) {
     std::string saved;
     try {
-      if (progress_.done > 0) checkpoints_.save(progress_, run_, OnFailure::fail);
+      if (progress_.done > 0) save(OnFailure::fail);
       saved = saved_to();
     } catch (const SharedError& error) {
       saved = formatted("; {}", error.what());
@@ -339,7 +371,7 @@ class Training {
     if (!by_rule && !checkpoints_.retries_at(progress_.done)) return;
     const Because because = by_rule ? Because::rule : checkpoints_.retries_because();
     const OnFailure on_failure = last || o_.checkpoint_errors == "fail" ? OnFailure::fail : OnFailure::retry;
-    if (checkpoints_.save(progress_, run_, on_failure, because)) checkpoints_.tidy(progress_.done, best);
+    if (save(on_failure, because)) checkpoints_.tidy(progress_.done, best);
     else if (best) std::tie(progress_.best_step, progress_.best_val) = best_before_;  // that one was not kept
   }
 
@@ -354,6 +386,7 @@ class Training {
                cannot_read(error, formatted("the validation after step {}", progress_.done));
              }});
     log_.val(found);
+    require_finite(found.loss, "validation ");
     if (found.loss < progress_.best_val)
       best_before_ = {std::exchange(progress_.best_step, progress_.done),
                       std::exchange(progress_.best_val, found.loss)};
@@ -397,6 +430,7 @@ class Training {
 
   Progress progress_;              // recorded in checkpoints
   int64_t begun_ = 0, first_ = 0;  // updates begun so far, and those done before this process
+  int64_t finite_after_ = -1;      // this step the loss was seen to be finite; -1: after none yet
   std::deque<Update> under_way_;
   std::vector<HostBatch> ahead_;            // of step begun_ + 1
   News directory_;                          // rank 0's, of the last look at the out directory

@@ -108,3 +108,35 @@ TEST_CASE("where the disk has no room for the last checkpoint, the weights alone
   REQUIRE(none.err.find("there is none; nor could the weights alone be saved: ") != std::string::npos);
   REQUIRE(checkpoints_in(dir / "none").empty());
 }
+
+// The loss of a step is that of the weights before its update: that of the last weights no step shows.
+TEST_CASE("weights whose loss is not finite are not saved, also where the very last update made them so") {
+  const TempDir dir;
+  const std::string flies = "--lr 100 --grad-clip 0 --lr-schedule constant --warmup-steps 0 --batch-size 8 ";
+  int64_t last = 0;
+  for (int64_t steps = 4; steps <= 40 && last == 0; ++steps) {
+    fs::remove_all(dir / "run");
+    const ProgramResult r =
+        run_program(tiny(dir / "run", flies + formatted("--max-steps {} --checkpoint-every 3", steps)));
+    INFO(steps << " steps: " << r.err);
+    REQUIRE((r.status == 0 || r.status == 2));
+    if (r.status == 0) continue;
+    // By the time the loss is first seen, at the end of the run that has just one step too many.
+    REQUIRE(r.err.find(formatted("with the weights after step {} the loss is nan", steps)) != std::string::npos);
+    REQUIRE(!fs::exists(checkpoint_path(dir / "run", steps)));
+    const int64_t good = (steps - 1) / 3 * 3;
+    REQUIRE(r.err.find("the last checkpoint is " + checkpoint_path(dir / "run", good)) != std::string::npos);
+    last = steps;
+  }
+  REQUIRE(last > 0);
+  // A validation sees it, too, and a stage of a pipeline ends with the others.
+  for (const std::string more : {"--val-data " + tiny_data, std::string("--pp 2 --n-layer 2 --local-ranks 2")}) {
+    fs::remove_all(dir / "run");
+    const ProgramResult r =
+        run_program(tiny(dir / "run", flies + "--max-steps 40 --val-every 1 --checkpoint-every 1 " + more));
+    INFO(r.err);
+    REQUIRE(r.status == 2);
+    REQUIRE(r.err.find("the last update diverged: with the weights after step ") != std::string::npos);
+    REQUIRE(r.err.find(more.starts_with("--val") ? "the validation loss is " : "the loss is ") != std::string::npos);
+  }
+}
