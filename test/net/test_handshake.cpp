@@ -72,6 +72,7 @@ TEST_CASE("the token comes from one variable or from a file of its owner alone")
   const TempDir dir;
   const std::string file = dir / "token";
   write_text_durably(file, "0123456789abcdef\n");
+  ::chmod(file.c_str(), 0644);
   const auto of_file = environment({{"TRAIN_GPT_TOKEN_FILE", file}});
   REQUIRE_ERROR(read_token(of_file), "chmod 600 " + file);
   REQUIRE_ERROR(read_token(of_file), "its mode is 644");
