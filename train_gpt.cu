@@ -519,7 +519,7 @@ int main(int argc, char** argv) {
     report(end_alone(processes.get(), error));
     return static_cast<int>(error.status());
   } catch (const std::exception& error) {
-    print_error("train_gpt: internal error: " + end_alone(processes.get(), error));
+    print_error("train_gpt: " + end_alone(processes.get(), error));
     return static_cast<int>(ExitStatus::refused);
   }
 }

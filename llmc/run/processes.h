@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/environment.h"
+#include "core/failure_text.h"
 #include "core/json.h"
 #include "core/log.h"
 #include "device/gpu.h"
@@ -213,7 +214,8 @@ inline void require_same(const Processes& processes, const char* what, const Nam
 inline std::string end_alone(Processes* processes, const std::exception& error) {
   const bool follows =
       dynamic_cast<const PeerError*>(&error) != nullptr || dynamic_cast<const ConnectionError*>(&error) != nullptr;
-  return processes == nullptr ? error.what() : processes->fail(error.what(), follows);
+  const std::string text = failure_text(error);
+  return processes == nullptr ? text : processes->fail(text, follows);
 }
 
 // Where all processes end for the same reason: none ends before process 0 has said why, because launchers end the

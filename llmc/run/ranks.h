@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/failure_text.h"
 #include "core/host_name.h"
 #include "dist/world.h"
 #include "run/planner.h"
@@ -103,7 +104,7 @@ void run_ranks(World& world, F&& rank_main) {
       stop_all(std::make_exception_ptr(
           many ? Error(failure(formatted("rank {} on {}", rank, host_name()), error.what())) : error));
     } catch (const std::exception& error) {
-      if (watchdog != nullptr) watchdog->failed(rank, formatted("internal error: {}", error.what()));
+      if (watchdog != nullptr) watchdog->failed(rank, failure_text(error));
       stop_all(std::current_exception());
     } catch (...) {
       stop_all(std::current_exception());

@@ -1,10 +1,31 @@
 // Files that are too large, for the program or for ulimit -f, or not where they seem to be.
 #include "catch2.h"
+#include "core/failure_text.h"
 #include "run/run_dir.h"
 #include "tiny_run.h"
 
 using namespace llmc;
 namespace fs = std::filesystem;
+
+TEST_CASE("memory and threads that a limit refuses are named, with the limit, and are no internal error") {
+  const auto says = [](const std::exception& error) {
+    rlimit before{};
+    REQUIRE(getrlimit(RLIMIT_AS, &before) == 0);
+    rlimit low = before;
+    low.rlim_cur = rlim_t{1} << 40;  // more than there is
+    REQUIRE(setrlimit(RLIMIT_AS, &low) == 0);
+    const std::string text = failure_text(error);
+    REQUIRE(setrlimit(RLIMIT_AS, &before) == 0);
+    return text;
+  };
+  REQUIRE(
+      says(std::bad_alloc()).starts_with("the system gave no more memory (ulimit -v is 1073741824 KiB): end other"));
+  const std::string thread = says(std::system_error(EAGAIN, std::generic_category()));
+  REQUIRE(thread.starts_with("the system started no further thread"));
+  REQUIRE(thread.find("(ulimit -v is 1073741824 KiB)") != thread.npos);
+  REQUIRE(says(std::runtime_error("x")) == "internal error: x");
+  REQUIRE(says(Error("ours")) == "ours");
+}
 
 TEST_CASE("a lock or log that is a symbolic link is refused, and what it links to stays as it is") {
   for (const char* name : {".lock", "log.txt"}) {

@@ -1,0 +1,40 @@
+// failure_text.h: in words, what ended a process that is no Error of ours: memory or a thread that could not be had, by
+// whatever limit, or a fault of the program.
+#pragma once
+#include <sys/resource.h>
+
+#include <new>
+#include <string>
+#include <system_error>
+
+#include "core/check.h"
+
+namespace llmc {
+
+namespace detail {
+
+// " (ulimit -v is 200000 KiB)", or nothing where there is no such limit.
+inline std::string limit_text(int resource, const char* name, rlim_t unit, const char* of_unit) {
+  rlimit limit{};
+  if (getrlimit(static_cast<__rlimit_resource>(resource), &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "";
+  return formatted(" (ulimit {} is {}{})", name, limit.rlim_cur / unit, of_unit);
+}
+
+}  // namespace detail
+
+inline std::string failure_text(const std::exception& error) {
+  if (dynamic_cast<const Error*>(&error) != nullptr) return error.what();
+  if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr)
+    return formatted(
+        "the system gave no more memory{}: end other programs, raise the limit, or make the run smaller "
+        "(--plan says what it needs)",
+        detail::limit_text(RLIMIT_AS, "-v", 1024, " KiB"));
+  const auto* const system = dynamic_cast<const std::system_error*>(&error);
+  if (system != nullptr && system->code() == std::errc::resource_unavailable_try_again)
+    return formatted(
+        "the system started no further thread{}{}: raise the limit, or use fewer --local-ranks and --threads",
+        detail::limit_text(RLIMIT_NPROC, "-u", 1, ""), detail::limit_text(RLIMIT_AS, "-v", 1024, " KiB"));
+  return formatted("internal error: {}", error.what());
+}
+
+}  // namespace llmc
