@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "device/device.h"
 
@@ -23,7 +24,7 @@ struct VisibleGpus {
 struct GpuInfo {
   std::string name;  // "NVIDIA H200"
   int major = 0, minor = 0;
-  int64_t free_bytes = 0, total_bytes = 0;
+  int64_t total_bytes = 0;
   std::string bus_id;    // for NVML
   std::string software;  // driver and runtime
 };
@@ -44,12 +45,29 @@ inline int driver_version() {
   cudaDriverGetVersion(&version);
   return version;
 }
+inline std::string cuda_version_text(int version) { return formatted("{}.{}", version / 1000, version % 1000 / 10); }
+inline int runtime_version() {
+  int version = 0;
+  cudaRuntimeGetVersion(&version);
+  return version;
+}
 inline std::string cuda_versions() {
   const int driver = driver_version();
-  int runtime = 0;
-  cudaRuntimeGetVersion(&runtime);
-  const auto text = [](int v) { return formatted("{}.{}", v / 1000, v % 1000 / 10); };
-  return formatted("driver for CUDA {}, built with CUDA {}", driver == 0 ? "none" : text(driver), text(runtime));
+  return formatted("driver for CUDA {}, built with CUDA {}", driver == 0 ? "none" : cuda_version_text(driver),
+                   cuda_version_text(runtime_version()));
+}
+
+// A driver runs programs that any toolkit of its major version has built, and those of earlier ones ("CUDA Toolkit
+// Release Notes", NVIDIA, table of minor version compatibility).
+inline std::string driver_too_old() {
+  const int built = runtime_version() / 1000;
+  const char* const needs = built >= 13 ? "r580" : "r525";
+  return formatted(
+      "the driver is for CUDA {} and older, and this program was built with CUDA {}, which needs driver {} or "
+      "newer (nvidia-smi shows the driver): update the driver, or build with a toolkit of the driver's "
+      "version, `make DEVICE=cuda NVCC=/usr/local/cuda-{}/bin/nvcc`",
+      cuda_version_text(driver_version()), cuda_version_text(runtime_version()), needs,
+      cuda_version_text(driver_version()));
 }
 
 }  // namespace detail
@@ -60,31 +78,34 @@ inline VisibleGpus visible_gpus() {
   if (status == cudaSuccess && gpus.count > 0) return gpus;
   cudaGetLastError();
   gpus.count = 0;
-  gpus.why_none = formatted(
-      "{} ({}): check that `nvidia-smi` works, that the driver is not older than CUDA, and that "
-      "CUDA_VISIBLE_DEVICES lists a GPU",
-      status == cudaSuccess           ? "no device"
-      : detail::driver_version() == 0 ? "no NVIDIA driver"
-                                      : cudaGetErrorString(status),
-      detail::cuda_versions());
+  if (status == cudaErrorInsufficientDriver && detail::driver_version() > 0) {
+    gpus.why_none = detail::driver_too_old();
+    return gpus;
+  }
+  gpus.why_none = formatted("{} ({}): check that `nvidia-smi` works, and that CUDA_VISIBLE_DEVICES lists a GPU",
+                            status == cudaSuccess           ? "no device"
+                            : detail::driver_version() == 0 ? "no NVIDIA driver"
+                                                            : cudaGetErrorString(status),
+                            detail::cuda_versions());
   return gpus;
 }
 
+// Without a context on that GPU: any visible one may be asked.
 inline GpuInfo gpu_info(int gpu) {
-  CUDA_CHECK(cudaSetDevice(gpu));
   cudaDeviceProp properties;
   CUDA_CHECK(cudaGetDeviceProperties(&properties, gpu));
-  size_t free = 0, total = 0;
-  CUDA_CHECK(cudaMemGetInfo(&free, &total));
   char bus_id[32] = {};
   CUDA_CHECK(cudaDeviceGetPCIBusId(bus_id, sizeof bus_id, gpu));
-  return {properties.name,
-          properties.major,
-          properties.minor,
-          static_cast<int64_t>(free),
-          static_cast<int64_t>(total),
-          bus_id,
-          detail::cuda_versions()};
+  return {properties.name, properties.major,       properties.minor, static_cast<int64_t>(properties.totalGlobalMem),
+          bus_id,          detail::cuda_versions()};
+}
+
+// Free bytes of a GPU of this process: a context is made there, which takes some hundred MB and stays.
+inline int64_t free_memory_of_own(int gpu) {
+  CUDA_CHECK(cudaSetDevice(gpu));
+  size_t free = 0, total = 0;
+  CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  return static_cast<int64_t>(free);
 }
 
 namespace detail {
@@ -94,9 +115,9 @@ __global__ void code_probe() {}
 
 }  // namespace detail
 
-// Throws Error if the program has no code for one of the first `gpus` GPUs.
-inline void require_code_for_gpus(int64_t gpus) {
-  for (int gpu = 0; gpu < gpus; ++gpu) {
+// Throws Error if the program has no code for one of these GPUs, which are this process's own.
+inline void require_code_for_gpus(const std::vector<int>& own) {
+  for (const int gpu : own) {
     CUDA_CHECK(cudaSetDevice(gpu));
     cudaFuncAttributes attributes;
     const cudaError_t status = cudaFuncGetAttributes(&attributes, detail::code_probe<void>);
@@ -116,19 +137,19 @@ inline constexpr bool built_for_gpus = false;
 
 inline VisibleGpus visible_gpus() { return {0, "this train_gpt was built without CUDA: `make DEVICE=cuda`"}; }
 inline GpuInfo gpu_info(int) { throw Error(visible_gpus().why_none); }
-inline void require_code_for_gpus(int64_t) {}
+inline int64_t free_memory_of_own(int) { throw Error(visible_gpus().why_none); }
+inline void require_code_for_gpus(const std::vector<int>&) {}
 #endif
 
-// Bytes that the arenas of `ranks` ranks may take on each of their GPUs: the least free memory, minus what libraries
-// allocate.
-inline int64_t gpu_memory(int64_t ranks) {
-  const int64_t gpus = std::min<int64_t>(ranks, visible_gpus().count);
+// Bytes that arenas may take on each of these GPUs, which are this process's own: the least free memory, minus what
+// libraries allocate; with several ranks, NCCL's groups too.
+inline int64_t gpu_memory(const std::vector<int>& own, int64_t ranks) {
   int64_t least = std::numeric_limits<int64_t>::max();
-  for (int64_t gpu = gpus; gpu-- > 0;) least = std::min(least, gpu_info(static_cast<int>(gpu)).free_bytes);
-  return std::max<int64_t>(0, least - gpu_reserve - (gpus > 1 ? nccl_reserve : 0));
+  for (const int gpu : own) least = std::min(least, free_memory_of_own(gpu));
+  return std::max<int64_t>(0, least - gpu_reserve - (ranks > 1 ? nccl_reserve : 0));
 }
 
-// Which GPUs those are, by the addresses of their slots.
+// Which GPUs this process sees, by the addresses of their slots.
 inline std::string gpu_set() {
   std::string text;
   for (int gpu = 0; gpu < visible_gpus().count; ++gpu) text += gpu_info(gpu).bus_id + " ";

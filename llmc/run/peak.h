@@ -57,7 +57,7 @@ double best_seconds(const Device& device, DType dtype, const Shape& shape, Op&& 
 
 // Elements per tensor, so that three take half of a GPU's free memory: other programs may use the GPU, too.
 inline int64_t most_elements(const Device& device, DType dtype) {
-  return gpu_info(device.gpu).free_bytes / 2 / 3 / size_of(dtype);
+  return free_memory_of_own(device.gpu) / 2 / 3 / size_of(dtype);
 }
 
 // Flops per second of a square matrix product in `dtype`.

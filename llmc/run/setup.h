@@ -15,6 +15,7 @@
 #include "run/checkpoint.h"
 #include "run/options/parse.h"
 #include "run/plan/count_costs.h"
+#include "run/rank_device.h"
 #include "run/ranks.h"
 #include "text/tokenizer.h"
 #include "train/lr_schedule.h"
@@ -43,7 +44,7 @@ inline Device choose_device(const Options& o) {
   CHECK(!elsewhere || !device.cudnn, "--attention cudnn: cuDNN's work space can only be planned on a GPU: {}",
         gpus.why_none);
   if (gpus.count > 0 || elsewhere) device.kind = DeviceKind::cuda;
-  require_code_for_gpus(std::min<int64_t>(o.place.ranks_on_host, gpus.count));
+  if (gpus.count > 0) require_code_for_gpus(gpus_of_process(o.place));
   return device;
 }
 
@@ -71,19 +72,6 @@ inline ZeroConfig choose_layout(const Options& o) {
   zero.master_weights = o.master_weights == "fp32";
   zero.sync = dp_sync_from_name(o.dp_sync);
   return zero;
-}
-
-// One rank's part of the device: a share of the threads, or one of the host's GPUs, dealt out round-robin; without any,
-// for a plan, each has one. thread: the rank's number in this process.
-inline Device rank_device(Device device, const Place& place, int64_t thread = 0) {
-  const int64_t gpus = visible_gpus().count, ranks = place.own_gpus ? place.local_ranks : place.ranks_on_host,
-                parts = device.kind != DeviceKind::cuda ? 1
-                        : gpus > 0                      ? gpus
-                                                        : ranks;
-  device.threads = std::max(1, device.threads / static_cast<int>(place.local_ranks));
-  device.gpu = static_cast<int>(((place.own_gpus ? 0 : place.rank_on_host) + thread) % parts);
-  device.sharers = static_cast<int>(ceil_div(ranks, parts));
-  return device;
 }
 
 // How many times the peak of this process's device all ranks have: the number of GPUs that they use; or of processes,

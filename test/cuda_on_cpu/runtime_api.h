@@ -59,6 +59,10 @@ uint64_t allocations();
 // How long a host waits, while nothing runs anywhere, for what another host thread has to enqueue (initially 60 s);
 // then the wait throws Failure.
 void set_patience(double seconds);
+// A context takes this much of a device's memory, from now on; the devices on which this process has one. A call makes it
+// that uses a device; what only asks for properties makes none.
+void set_context_bytes(size_t bytes);
+std::vector<int> contexts();
 // With true, streams run only while every host thread that has used the runtime waits for a stream or another thread,
 // one task at a time on all devices: the schedule alone determines the order of all tasks, and each runs as late as
 // possible. Order::random then ranks the streams by number: with each of `stream_orders` seeds a different one comes

@@ -23,20 +23,28 @@ data=test/golden/gpt2_tiny/train.bin
 run=(timeout 300 build/emulated/train_gpt --model d1 --n-layer 2 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33
   --batch-size 2 --lr 1e-2 --threads 1 --train-data "$data" --max-steps 4 --val-every 0 --device cuda)
 
+# Each process made contexts on so many GPUs as it has ranks there, and no two processes on the same one, but where ranks
+# share GPUs. one_context_each PROCESSES CONTEXTS_OF_EACH
+one_context_each() {
+  [ "$(cut -d ' ' -f 1 "$dir/contexts" | sort | uniq -c | awk -v each="$2" '$1 == each' | wc -l)" -eq "$1" ] ||
+    fail "$1 processes made these contexts (process, GPU), not $2 each: $(tr '\n' ',' <"$dir/contexts")"
+}
+
 # same GPUS TRANSPORT PROCESSES LOCAL_RANKS OPTIONS...
 same() {
   export EMULATED_GPUS=$1
   local transport=$2 processes=$3 local_ranks=$4 process status=0 pids=() ranks=$(($3 * $4))
   shift 4
-  rm -rf "$dir/threads" "$dir/processes"
+  rm -rf "$dir/threads" "$dir/processes" "$dir/contexts"
   "${run[@]}" "$@" --local-ranks $ranks --out-dir "$dir/threads" >"$dir/log.threads" 2>&1 || fail "threads: $*"
   for ((process = 0; process < processes; ++process)); do
-    "${run[@]}" "$@" --local-ranks "$local_ranks" --out-dir "$dir/processes" --rank $process --world-size "$processes" \
+    EMULATED_CONTEXTS=$dir/contexts "${run[@]}" "$@" --local-ranks "$local_ranks" --out-dir "$dir/processes" --rank $process --world-size "$processes" \
       --rendezvous "file:$dir/meet" >"$dir/log.$process" 2>&1 &
     pids+=($!)
   done
   for process in "${pids[@]}"; do wait "$process" || status=$?; done
   [ $status -eq 0 ] || fail "processes end with $status: $*"
+  one_context_each "$processes" $((local_ranks < EMULATED_GPUS ? local_ranks : EMULATED_GPUS))
   grep -q "tensors go by $transport" "$dir/log.0" || fail "not by $transport: $*"
   for file in "$dir"/threads/step-000004/*.safetensors; do
     cmp -s "$file" "$dir/processes/step-000004/${file##*/}" || fail "${file##*/} differs: $transport, $*"
@@ -58,5 +66,6 @@ same 1 TCP 2 2 --zero-stage 3 --dtype bf16
 same 1 TCP 2 1 --tp 2 --sequence-parallel off
 same 1 TCP 2 1 --cp 2 --seq-len 32 --cp-attention all-gather
 same 1 TCP 2 1 --pp 2 --total-batch-size 132
+same 8 NCCL 2 1   # which sees six GPUs that it does not use
 [ -z "$(find /dev/shm -newer "$dir" -name '*nccl*' 2>/dev/null)" ] || fail 'something is left in /dev/shm'
 echo 'long_emulated_processes_test: ok'

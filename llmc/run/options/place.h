@@ -14,8 +14,8 @@ struct Place {
   int64_t sharers = 1;                          // processes that may use the same processors
   bool own_gpus = false;                        // the launcher shows each process GPUs of its own
   bool by_mpi = false;                          // MPI has started the processes
-  std::string started_by;
-  std::vector<std::string> host_of_process;
+  std::string started_by = {};
+  std::vector<std::string> host_of_process = {};
 
   int64_t first_rank() const { return process * local_ranks; }
 };

@@ -164,6 +164,41 @@ TEST_CASE("a run that does not fit on a GPU is refused with the table of its mem
   REQUIRE(refusal({}, step) == "");  // 4 GiB
 }
 
+TEST_CASE("a process makes a context on the GPUs of its own ranks alone", "[cuda][trainer]") {
+  struct Form {
+    int visible;
+    Place place;
+    std::vector<int> own;
+  };
+  const Form form = GENERATE(
+      Form{1, {}, {0}}, Form{8, {}, {0}},                                                   // one rank
+      Form{2, {.local_ranks = 2, .ranks_on_host = 2}, {0, 1}},                              // threads
+      Form{8, {.local_ranks = 8, .ranks_on_host = 8}, {0, 1, 2, 3, 4, 5, 6, 7}},            //
+      Form{8, {.process = 5, .processes = 8, .ranks_on_host = 8, .rank_on_host = 5}, {5}},  // a process a GPU, all seen
+      Form{8, {.process = 1, .processes = 2, .local_ranks = 4, .ranks_on_host = 8, .rank_on_host = 4}, {4, 5, 6, 7}},
+      Form{1, {.process = 5, .processes = 8, .ranks_on_host = 8, .rank_on_host = 5, .own_gpus = true}, {0}},  // Slurm's
+      Form{2, {.process = 3, .processes = 4, .ranks_on_host = 4, .rank_on_host = 3}, {1}});  // more ranks than GPUs
+  constexpr size_t context = 500 << 20, memory = size_t{4} << 30;
+  cuda_on_cpu::set_devices(form.visible, memory);
+  cuda_on_cpu::set_context_bytes(context);
+  Options o;
+  o.device = "cuda";
+  o.place = form.place;
+  o.ranks = form.place.processes * form.place.local_ranks;
+  const Device device = choose_device(o), first = rank_device(device, o.place);
+  const bool several_seen = gpu_set().size() > gpu_info(0).bus_id.size() + 1;
+  const int64_t limit = memory_limit(o, first);
+  for (int64_t thread = 0; thread < o.place.local_ranks; ++thread)
+    const cuda::Queue made(rank_device(device, o.place, thread).gpu);
+  const std::vector<int> made = cuda_on_cpu::contexts();
+  cuda_on_cpu::set_context_bytes(0);
+  cuda_on_cpu::set_devices(1);
+  REQUIRE(made == form.own);
+  REQUIRE(several_seen == (form.visible > 1));
+  const int64_t reserves = gpu_reserve + (o.ranks > 1 ? nccl_reserve : 0);
+  REQUIRE(limit == (static_cast<int64_t>(memory - context) - reserves) / first.sharers);
+}
+
 TEST_CASE("a step allocates nothing, nor does a second one", "[cuda][trainer]") {
   Alone alone(small_step(DType::bf16), gpu_device, 1);
   const uint64_t before = cuda_on_cpu::allocations();
@@ -186,15 +221,16 @@ TEST_CASE("--device auto uses the CPU if there is no GPU, and cuda says why ther
   cuda_on_cpu::set_devices(1);
   cudaGetLastError();
   REQUIRE(without == DeviceKind::cpu);
-  REQUIRE_THAT(why, Catch::Matchers::ContainsSubstring("--device cuda: CUDA driver version is insufficient") &&
-                        Catch::Matchers::ContainsSubstring("driver for CUDA 12.0, built with CUDA 13.0"));
+  REQUIRE_THAT(why, Catch::Matchers::ContainsSubstring("--device cuda: the driver is for CUDA 12.0 and older") &&
+                        Catch::Matchers::ContainsSubstring("built with CUDA 13.0, which needs driver r580 or newer") &&
+                        Catch::Matchers::ContainsSubstring("NVCC=/usr/local/cuda-12.0/bin/nvcc"));
 }
 
 TEST_CASE("a program without code for the GPU says so before it starts", "[cuda][trainer]") {
-  REQUIRE_NOTHROW(require_code_for_gpus(1));
+  REQUIRE_NOTHROW(require_code_for_gpus({0}));
   cuda_on_cpu::set_code(false);
-  REQUIRE_THROWS_WITH(require_code_for_gpus(1), Catch::Matchers::ContainsSubstring("no code for GPU 0, ") &&
-                                                    Catch::Matchers::ContainsSubstring("ARCH=sm_90"));
+  REQUIRE_THROWS_WITH(require_code_for_gpus({0}), Catch::Matchers::ContainsSubstring("no code for GPU 0, ") &&
+                                                      Catch::Matchers::ContainsSubstring("ARCH=sm_90"));
   cuda_on_cpu::set_code(true);
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <sstream>
 #include <utility>
 #include <vector>
@@ -92,9 +93,17 @@ cudaError_t note(cudaError_t status) {
   if (status != cudaSuccess) host().last_error = status;
   return status;
 }
+void make_context(Device& device) {
+  if (std::exchange(device.has_context, true)) return;
+  if (const char* const log = std::getenv("EMULATED_CONTEXTS"); log != nullptr) {
+    std::ofstream(log, std::ios::app) << std::to_string(getpid()) + " " + std::to_string(device.gpu) + "\n";
+  }
+}
 Device* current_device() {
   const auto number = static_cast<size_t>(host().device);
-  return number < runtime().devices.size() ? runtime().devices[number].get() : nullptr;
+  if (number >= runtime().devices.size()) return nullptr;
+  make_context(*runtime().devices[number]);
+  return runtime().devices[number].get();
 }
 cudaError_t no_device() { return note(runtime().devices.empty() ? runtime().why_no_device : cudaErrorInvalidDevice); }
 
@@ -226,6 +235,17 @@ void cuda_on_cpu::set_devices(int count, size_t bytes_each, cudaError_t why_none
   host().device = 0;
   if (!left.empty()) throw Failure("set_devices: not released:" + left + " destroy and free them first");
 }
+void cuda_on_cpu::set_context_bytes(size_t bytes) {
+  Lock lock;
+  runtime().context_bytes = bytes;
+}
+std::vector<int> cuda_on_cpu::contexts() {
+  Lock lock;
+  std::vector<int> all;
+  for (const auto& device : runtime().devices)
+    if (device->has_context) all.push_back(device->number);
+  return all;
+}
 void cuda_on_cpu::set_patience(double seconds) {
   Lock lock;
   runtime().patience = std::chrono::duration<double>(seconds);
@@ -257,8 +277,9 @@ cudaError_t cudaGetDeviceCount(int* count) {
   return *count > 0 ? cudaSuccess : no_device();
 }
 cudaError_t cudaSetDevice(int device) {
-  return with_device(device, [&](const Device&) {
+  return with_device(device, [&](Device& d) {
     host().device = device;
+    make_context(d);  // since CUDA 12
     return cudaSuccess;
   });
 }
@@ -309,8 +330,9 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   });
 }
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
-  return with_device(host().device, [&](const Device& d) {
-    *free = d.bytes - d.bytes_used;
+  return with_device(host().device, [&](Device& d) {
+    make_context(d);
+    *free = d.bytes - d.bytes_used - std::min(runtime().context_bytes, d.bytes - d.bytes_used);
     *total = d.bytes;
     return cudaSuccess;
   });

@@ -1,0 +1,40 @@
+// rank_device.h: which part of a host's processors or GPUs each rank has.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "core/shape.h"
+#include "device/gpu.h"
+#include "run/options/place.h"
+
+namespace llmc {
+
+// The GPU, of those that this process sees, of its rank with this number: dealt out round-robin over the host's ranks.
+inline int gpu_of_thread(const Place& place, int64_t thread, int64_t gpus) {
+  return static_cast<int>(((place.own_gpus ? 0 : place.rank_on_host) + thread) % gpus);
+}
+
+// One rank's part of the device: a share of the threads, or one of the host's GPUs, dealt out round-robin; without any,
+// for a plan, each has one. thread: the rank's number in this process.
+inline Device rank_device(Device device, const Place& place, int64_t thread = 0) {
+  const int64_t gpus = visible_gpus().count, ranks = place.own_gpus ? place.local_ranks : place.ranks_on_host,
+                parts = device.kind != DeviceKind::cuda ? 1
+                        : gpus > 0                      ? gpus
+                                                        : ranks;
+  device.threads = std::max(1, device.threads / static_cast<int>(place.local_ranks));
+  device.gpu = gpu_of_thread(place, thread, parts);
+  device.sharers = static_cast<int>(ceil_div(ranks, parts));
+  return device;
+}
+
+// The GPUs of this process's ranks, each once. The others that it sees are other processes': a context there would take
+// some hundred MB of their memory.
+inline std::vector<int> gpus_of_process(const Place& place) {
+  std::vector<int> own;
+  const int64_t gpus = visible_gpus().count;
+  for (int64_t thread = 0; thread < std::min(place.local_ranks, gpus); ++thread)
+    own.push_back(gpu_of_thread(place, thread, gpus));
+  return own;
+}
+
+}  // namespace llmc
