@@ -141,8 +141,17 @@ class Queue {
       if (captured != nullptr) cudaGraphDestroy(captured);
       throw;
     }
-    CUDA_CHECK(cudaStreamEndCapture(stream_, &captured));
+    const cudaError_t status = cudaStreamEndCapture(stream_, &captured);
+    CHECK(status == cudaSuccess,
+          "the work of a micro-batch cannot be captured in a CUDA graph: {}: use --cuda-graphs off",
+          detail::describe(status));
     return Graph(captured);
+  }
+  // Throws if what was captured so far makes no graph.
+  void require_capture() {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    CUDA_CHECK(cudaStreamIsCapturing(stream_, &status));
+    CHECK(status == cudaStreamCaptureStatusActive, "{}", detail::describe(cudaErrorStreamCaptureInvalidated));
   }
   void launch(const Graph& graph) { CUDA_CHECK(cudaGraphLaunch(graph, stream_)); }
 

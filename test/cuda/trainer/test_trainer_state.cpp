@@ -206,6 +206,38 @@ TEST_CASE("a step allocates nothing, nor does a second one", "[cuda][trainer]") 
   REQUIRE(cuda_on_cpu::allocations() == before);
 }
 
+TEST_CASE("an op that cannot be captured in a graph is named, with the option that does without", "[cuda][trainer]") {
+  Arena scratch(gpu_device);
+  const auto refusal = [&](const std::function<void(Stream&)>& work) -> std::string {
+    Stream stream(gpu_device, scratch);
+    Replay replay;
+    const auto enqueue = [&] {
+      stream.run({.name = "fine"}, {}, [] {});
+      stream.run({.name = "pickle"}, {}, [&] { work(stream); });
+    };
+    try {
+      for (int i = 0; i < 2; ++i) stream.replayed(replay, enqueue);
+    } catch (const Error& error) {
+      cudaGetLastError();
+      return error.what();
+    }
+    return "";
+  };
+  REQUIRE(refusal([](Stream&) {}) == "");
+  // The host waits: an error at once, which the op checks; and one that it overlooks.
+  for (const bool checks : {true, false}) {
+    const std::string text = refusal([&](Stream& s) {
+      const cudaError_t status = cudaStreamSynchronize(s.cuda());
+      if (checks) CUDA_CHECK(status);
+    });
+    CAPTURE(text);
+    REQUIRE(text.starts_with("pickle cannot be captured in a CUDA graph: "));
+    REQUIRE(text.find(checks ? "not permitted when stream is capturing" : "previous error during capture") !=
+            text.npos);
+    REQUIRE(text.ends_with(": use --cuda-graphs off"));
+  }
+}
+
 TEST_CASE("--device auto uses the CPU if there is no GPU, and cuda says why there is none", "[cuda][trainer]") {
   Options automatic, cuda;
   cuda.device = "cuda";
