@@ -89,9 +89,13 @@ inline Backend choose_backend(const Options& o, const Device& rank_device) {
   if (o.comm == "nccl") {
     CHECK(built_for_gpus, "--comm nccl: {}", visible_gpus().why_none);
     CHECK(built_with_nccl, "--comm nccl: this train_gpt was built without NCCL; install libnccl-dev and rebuild");
-    CHECK(own_gpus,
-          "--comm nccl needs a GPU for each rank: {} rank(s) on {} GPU(s) of this host, --device {}; use --comm auto",
-          o.place.ranks_on_host, visible_gpus().count, rank_device.kind);
+    const bool take_turns = rank_device.kind == DeviceKind::cuda && o.place.local_ranks == 1 && nccl_shares_gpus();
+    CHECK(own_gpus || take_turns,
+          "--comm nccl needs a GPU for each rank, or NCCL 2.30 and processes of one rank each ({} is here): {} rank(s) "
+          "on "
+          "{} GPU(s) of this host, --device {}; use --comm auto",
+          nccl_version(), o.place.ranks_on_host, visible_gpus().count, rank_device.kind);
+    if (take_turns && o.ranks > 1) return Backend::nccl;
   }
   const bool several = o.place.processes > 1;
   CHECK(o.comm != "threads" || !several,

@@ -11,9 +11,9 @@
 #include "cuda_on_cpu/runtime_api.h"
 
 #define NCCL_MAJOR 2
-#define NCCL_MINOR 27
-#define NCCL_PATCH 3
-#define NCCL_VERSION_CODE 22703
+#define NCCL_MINOR 30
+#define NCCL_PATCH 4
+#define NCCL_VERSION_CODE 23004
 #define NCCL_VERSION(X, Y, Z) ((X)*10000 + (Y)*100 + (Z))
 
 using ncclComm_t = struct ncclComm*;

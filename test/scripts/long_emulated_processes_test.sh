@@ -38,7 +38,7 @@ same() {
   rm -rf "$dir/threads" "$dir/processes" "$dir/contexts"
   "${run[@]}" "$@" --local-ranks $ranks --out-dir "$dir/threads" >"$dir/log.threads" 2>&1 || fail "threads: $*"
   for ((process = 0; process < processes; ++process)); do
-    EMULATED_CONTEXTS=$dir/contexts "${run[@]}" "$@" --local-ranks "$local_ranks" --out-dir "$dir/processes" --rank $process --world-size "$processes" \
+    EMULATED_CONTEXTS=$dir/contexts "${run[@]}" "$@" --local-ranks "$local_ranks" --comm "${COMM:-auto}" --out-dir "$dir/processes" --rank $process --world-size "$processes" \
       --rendezvous "file:$dir/meet" >"$dir/log.$process" 2>&1 &
     pids+=($!)
   done
@@ -61,6 +61,8 @@ same 4 NCCL 2 2 --cp 4 --seq-len 32 --zero-stage 3 --dtype bf16
 same 2 NCCL 2 1 --pp 2 --total-batch-size 132
 same 4 NCCL 2 2 --pp 2 --schedule interleaved --n-layer 4 --zero-stage 3 --dtype bf16 --total-batch-size 264
 same 4 NCCL 4 1 --pp 4 --n-layer 4 --total-batch-size 132
+COMM=nccl same 1 NCCL 2 1   # which share a GPU
+COMM=nccl same 1 NCCL 2 1 --zero-stage 3 --dtype bf16
 same 1 TCP 2 1
 same 1 TCP 2 2 --zero-stage 3 --dtype bf16
 same 1 TCP 2 1 --tp 2 --sequence-parallel off

@@ -85,6 +85,10 @@ inline constexpr NcclSetting nccl_settings[] = {
     // about the order is left to NCCL, because it is a function of message size and topology and so the same in every
     // run on the same GPUs: protocol, channels, and the ring itself. Collectives that only copy may use any algorithm.
     {"NCCL_ALGO", "reduce:ring;reducescatter:ring", "the same run may not give the same bits again"},
+    // What such reductions need would be allocated for every group, and never used.
+    {"NCCL_NVLS_ENABLE", "0", "NCCL takes memory for NVSwitches in every group, which no plan counts"},
+    // From NCCL 2.30 on; earlier versions know no such setting, and refuse.
+    {"NCCL_MULTI_RANK_GPU_ENABLE", "1", "processes that share a GPU cannot use NCCL"},
 };
 
 // Sleeps between two looks at something that takes from microseconds to seconds.
@@ -113,6 +117,12 @@ inline void prepare_nccl() {
         "--comm nccl: NCCL {}.{}.{} was found, but 2.26 or newer is needed; update it, or use --comm threads",
         version / 10000, version / 100 % 100, version % 100);
   set_nccl_environment();
+}
+// Whether processes, of one rank each, may share a GPU: for tests, since their kernels take turns.
+inline bool nccl_shares_gpus() {
+  int version = 0;
+  detail::check_nccl(ncclGetVersion(&version), "ncclGetVersion");
+  return version >= 23000;
 }
 // One for each setting that the user's environment overrides.
 inline std::vector<std::string> nccl_notices() {
@@ -319,6 +329,7 @@ inline std::string nccl_version() { return "no NCCL"; }
 }
 inline void set_nccl_environment() {}
 [[noreturn]] inline void prepare_nccl() { refuse_nccl(); }
+inline bool nccl_shares_gpus() { return false; }
 inline std::vector<std::string> nccl_notices() { return {}; }
 inline std::string nccl_unique_id() { refuse_nccl(); }
 inline std::unique_ptr<GpuCollectives> make_nccl_group(const std::string&, int, int, int) { refuse_nccl(); }

@@ -33,7 +33,13 @@ bool takes_effect_later(ncclComm& comm) {
 }
 
 // Once all ranks have joined: are they all in this process?
-static void settle(Clique& clique) {
+static  // As in NCCL 2.30, ranks of several processes may.
+    bool
+    may_share_gpus() {
+  const char* const wanted = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  return wanted != nullptr && std::string(wanted) == "1";
+}
+void settle(Clique& clique) {
   if (clique.segment == nullptr || clique.settled || !clique.segment->complete()) return;
   clique.settled = true;
   library().made.erase(clique.segment->id());
@@ -42,7 +48,7 @@ static void settle(Clique& clique) {
     clique.segment = nullptr;
     return;
   }
-  clique.refused = clique.refused || clique.segment->shares_gpu();
+  clique.refused = clique.refused || (clique.segment->shares_gpu() && !may_share_gpus());
   for (ncclComm* member : clique.members)
     if (member != nullptr)
       member->proxy = std::make_unique<Proxy>(clique.segment, *runtime().devices[static_cast<size_t>(member->device)]);
