@@ -485,6 +485,7 @@ int main(int argc, char** argv) {
   using namespace llmc;
   const auto begin = StopCondition::Clock::now();
   wait_without_spinning(argv);
+  set_gpu_environment();
   set_nccl_environment();
   bool reports = true;  // errors that all processes have
   std::unique_ptr<Processes> processes;

@@ -46,10 +46,12 @@ class Queue {
   };
 
  public:
-  explicit Queue(int gpu) {
+  explicit Queue(int gpu, bool comes_first = false) {
     CUDA_CHECK(cudaSetDevice(gpu));                                  // per host thread: each rank is one
     CUDA_CHECK(cudaSetDeviceFlags(cudaDeviceScheduleBlockingSync));  // waiting yields the processor
-    CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    int least = 0, greatest = 0;
+    CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, comes_first ? greatest : least));
     reserve(least_staging);
   }
   ~Queue() {

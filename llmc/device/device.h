@@ -89,6 +89,9 @@ struct Span {
 
 class Arena;
 
+// On a GPU, blocks of kernels on streams that communicate come before those that compute: others wait for them.
+enum class Precedence : uint8_t { compute, communication };
+
 // Work that is enqueued repeatedly, on the same tensors.
 struct Replay {
   int64_t times = 0;  // times it was enqueued
@@ -100,10 +103,12 @@ struct Replay {
 class Stream {
  public:
   // `scratch`: work space of the ops on this stream. They run in order, so all of them may use the same bytes.
-  Stream(Device device, Arena& scratch) : device_(device), scratch_(scratch), clock_(device.rates) {
+  Stream(Device device, Arena& scratch, [[maybe_unused]] Precedence precedence = Precedence::compute)
+      : device_(device), scratch_(scratch), clock_(device.rates) {
     if (device_.kind == DeviceKind::cpu) cpu_ = std::make_unique<CpuQueue>(device_.threads);
 #ifdef TRAIN_GPT_CUDA
-    if (device_.kind == DeviceKind::cuda) gpu_ = std::make_unique<cuda::Queue>(device_.gpu);
+    if (device_.kind == DeviceKind::cuda)
+      gpu_ = std::make_unique<cuda::Queue>(device_.gpu, precedence == Precedence::communication);
 #endif
   }
   Stream(const Stream&) = delete;

@@ -1,6 +1,7 @@
 // gpu.h: the GPUs of this process, without CUDA types.
 #pragma once
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
 #include <string>
 #include <vector>
@@ -33,6 +34,30 @@ struct GpuInfo {
 inline constexpr int64_t gpu_reserve = 512 << 20;
 // Likewise for NCCL's groups of a rank.
 inline constexpr int64_t nccl_reserve = int64_t{1} << 30;
+
+// What CUDA is told through the environment, where the user's own value wins.
+struct GpuSetting {
+  const char *name, *value, *why;
+};
+inline constexpr GpuSetting gpu_settings[] = {
+    // A rank has up to a dozen streams, and NCCL some of its own; streams in one queue wait for each other.
+    {"CUDA_DEVICE_MAX_CONNECTIONS", "32", "queues between host and GPU, so that streams do not wait for each other"},
+    // Loading a kernel at its first launch may wait for others on the GPU and takes memory after the arena has its own.
+    {"CUDA_MODULE_LOADING", "EAGER", "all kernels are loaded at the start, not within steps"},
+};
+// Call before CUDA is, and before other threads begin, which may read the environment.
+inline void set_gpu_environment() {
+  for (const GpuSetting& setting : gpu_settings) setenv(setting.name, setting.value, 0);
+}
+// "CUDA_DEVICE_MAX_CONNECTIONS=32, CUDA_MODULE_LOADING=EAGER", as it is.
+inline std::string gpu_environment() {
+  std::string text;
+  for (const GpuSetting& setting : gpu_settings) {
+    const char* const its = std::getenv(setting.name);
+    text += formatted("{}{}={}", text.empty() ? "" : ", ", setting.name, its == nullptr ? "" : its);
+  }
+  return text;
+}
 
 #ifdef TRAIN_GPT_CUDA
 inline constexpr bool built_for_gpus = true;

@@ -114,6 +114,7 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
                              : formatted("n/a: {}; set it with --peak-tflops", peaks.source)}};
   if (device.kind == DeviceKind::cuda)
     if (const auto chip = gpu_peaks(gpu_info(device.gpu).name)) rows.emplace_back("datasheet", describe(*chip));
+  if (device.kind == DeviceKind::cuda) rows.emplace_back("CUDA", gpu_environment());
   for (auto& row : detail::run_rows(o, step)) rows.push_back(std::move(row));
   rows.emplace_back("steps", formatted("{} ({}) = {} tokens = {:.2f} epochs", max_steps, length_text(o),
                                        human_count(max_steps * step.tokens()),
