@@ -52,11 +52,15 @@ inline void wait_without_spinning(char** argv) {
   if (setenv("OMP_WAIT_POLICY", "passive", 1) == 0) execv("/proc/self/exe", argv);  // on failure, continue without
 }
 
+// Who moves tensors between ranks on GPUs: this program, or a library (NCCL), which takes memory for that.
+enum class Collectives : uint8_t { own, library };
+
 struct Device {
   DeviceKind kind = DeviceKind::cpu;
   int threads = 1;  // of each op, on a CPU
   int gpu = 0;      // its number in this process
   int sharers = 1;  // ranks of this process on the same device
+  Collectives collectives = Collectives::own;
   Tf32 tf32 = Tf32::no;
   bool cudnn = false;                         // use cuDNN's attention
   bool graphs = true;                         // replay repeated work as CUDA graphs

@@ -32,8 +32,6 @@ struct GpuInfo {
 
 // GPU memory that no plan counts: what libraries allocate when first called.
 inline constexpr int64_t gpu_reserve = 512 << 20;
-// Likewise for NCCL's groups of a rank.
-inline constexpr int64_t nccl_reserve = int64_t{1} << 30;
 
 // What CUDA is told through the environment, where the user's own value wins.
 struct GpuSetting {
@@ -167,11 +165,11 @@ inline void require_code_for_gpus(const std::vector<int>&) {}
 #endif
 
 // Bytes that arenas may take on each of these GPUs, which are this process's own: the least free memory, minus what
-// libraries allocate; with several ranks, NCCL's groups too.
-inline int64_t gpu_memory(const std::vector<int>& own, int64_t ranks) {
+// libraries allocate.
+inline int64_t gpu_memory(const std::vector<int>& own) {
   int64_t least = std::numeric_limits<int64_t>::max();
   for (const int gpu : own) least = std::min(least, free_memory_of_own(gpu));
-  return std::max<int64_t>(0, least - gpu_reserve - (ranks > 1 ? nccl_reserve : 0));
+  return std::max<int64_t>(0, least - gpu_reserve);
 }
 
 // Which GPUs this process sees, by the addresses of their slots.

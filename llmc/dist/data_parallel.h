@@ -157,11 +157,14 @@ struct DataParallel {
         exchange_scratch(device, tensor.overlap ? scratch_bytes : 0),
         context_scratch(device, context.ranks > 1 ? scratch_bytes : 0),
         expert_scratch(device, expert.ranks > 1 ? scratch_bytes : 0),
-        reduce_stream(device, reduce_scratch),
-        gather_stream(device, gather_scratch),
-        exchange_stream(tensor.overlap ? std::make_unique<Stream>(device, exchange_scratch) : nullptr),
-        context_stream(context.ranks > 1 ? std::make_unique<Stream>(device, context_scratch) : nullptr),
-        expert_stream(expert.ranks > 1 ? std::make_unique<Stream>(device, expert_scratch) : nullptr),
+        reduce_stream(device, reduce_scratch, Precedence::communication),
+        gather_stream(device, gather_scratch, Precedence::communication),
+        exchange_stream(tensor.overlap ? std::make_unique<Stream>(device, exchange_scratch, Precedence::communication)
+                                       : nullptr),
+        context_stream(context.ranks > 1 ? std::make_unique<Stream>(device, context_scratch, Precedence::communication)
+                                         : nullptr),
+        expert_stream(expert.ranks > 1 ? std::make_unique<Stream>(device, expert_scratch, Precedence::communication)
+                                       : nullptr),
         gradients(join("gradients", mesh.group(rank, {Axis::shard, Axis::cp}))),
         replicas(join("replicas", mesh.group(rank, {Axis::replicate}))),
         weights(join("weights", mesh.group(rank, {Axis::shard, Axis::cp}))),

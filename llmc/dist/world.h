@@ -50,11 +50,9 @@ class World {
   const Hooks& hooks() const { return hooks_; }
 
   // Rank `rank` joins the group of these ranks, ascending; `name` distinguishes groups of the same ranks. Blocks until
-  // all members have called it. gpu: the one this rank computes on; moves_tensors: false for a group that only
-  // exchanges text. The world must outlive it.
-  std::unique_ptr<Comm> join(int rank, const std::string& name, const std::vector<int>& members, int gpu = 0,
-                             bool moves_tensors = true) {
-    std::unique_ptr<Comm> group = hooks_.joined(make_group(rank, name, members, gpu, moves_tensors));
+  // all members have called it. gpu: the one this rank computes on. The world must outlive it.
+  std::unique_ptr<Comm> join(int rank, const std::string& name, const std::vector<int>& members, int gpu = 0) {
+    std::unique_ptr<Comm> group = hooks_.joined(make_group(rank, name, members, gpu));
     group->on_abort([this] { abort(); });
     return group;
   }
@@ -85,8 +83,7 @@ class World {
   void throttle(double seconds_per_byte) { seconds_per_byte_ = seconds_per_byte; }
 
  private:
-  std::unique_ptr<Comm> make_group(int rank, const std::string& name, const std::vector<int>& members, int gpu,
-                                   bool moves_tensors) {
+  std::unique_ptr<Comm> make_group(int rank, const std::string& name, const std::vector<int>& members, int gpu) {
     const int size = static_cast<int>(members.size());
     int index = 0;
     while (members[static_cast<size_t>(index)] != rank) ++index;
@@ -95,9 +92,9 @@ class World {
     };
     auto comm = std::make_unique<Comm>(name, connect());
     if (local_.watchdog != nullptr) comm->report_to(local_.watchdog->board.join(rank, name, members));
-    if (backend_ != Backend::nccl || size == 1 || !moves_tensors) return comm;
+    if (backend_ != Backend::nccl || size == 1 || traffic_of(name) == Traffic::text) return comm;
     const std::string id = comm->all_gather_text("id of " + name, index == 0 ? nccl_unique_id() : "")[0];
-    std::shared_ptr<GpuCollectives> group = make_nccl_group(id, index, size, gpu);
+    std::shared_ptr<GpuCollectives> group = make_nccl_group(id, index, size, gpu, nccl_channels(traffic_of(name)));
     {
       std::lock_guard lock(mutex_);
       if (failed_) throw PeerError();

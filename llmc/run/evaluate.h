@@ -79,7 +79,7 @@ struct Evaluation {
   explicit Evaluation(const Options& o)
       : options(o),
         device(choose_device(o)),
-        rank_device(llmc::rank_device(device, o.place)),
+        rank_device(first_rank_device(device, o)),
         backend(choose_backend(o, rank_device)),
         trained(trained_record(o.model)),
         step(forward_only_step(o)),

@@ -45,7 +45,7 @@ struct Job {
       : options(o),
         begin(process_begin),
         device(choose_device(o)),
-        rank_device(llmc::rank_device(device, o.place)),
+        rank_device(first_rank_device(device, o)),
         backend(choose_backend(o, rank_device)),
         step(with_token_slices(choose_step(o), o, device)),
         tokenizer(choose_tokenizer(o, step.model)),

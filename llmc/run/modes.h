@@ -50,7 +50,7 @@ inline void run_verify_data(const Options& o) {
 inline void run_plan(const Options& o) {
   const Device device = choose_device(o);
   const StepConfig config = with_token_slices(choose_step(o), o, device);
-  Device rank = rank_device(device, o.place);
+  Device rank = first_rank_device(device, o);
   const bool own_gpu = rank.kind == DeviceKind::cuda && rank.sharers == 1 && !is_gpu_elsewhere(rank);
   const auto chip = own_gpu && o.place.hosts == 1 ? gpu_peaks(gpu_info(rank.gpu).name) : std::nullopt;
   if (chip) rank.rates = datasheet_rates(*chip, config.dtype, config.ranks());

@@ -101,6 +101,12 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   plan.memory = arena.table();
   plan.memory.push_back({"op scratch", plan.scratch_bytes});
   if (dp.ranks() > 1) plan.memory.push_back({"ring chunks", std::ssize(dp.streams()) * DataParallel::scratch_bytes});
+  if (target.collectives == Collectives::library) {
+    int64_t bytes = 0;
+    for (const Comm* comm : dp.tensor_groups())
+      bytes += nccl_bytes(comm->name(), comm->size(), static_cast<int>(comm->partners().size()));
+    if (bytes > 0) plan.memory.push_back({"NCCL", bytes});
+  }
   if (dp.ranks() > 1 && rank == 0 && config.zero.updates() == ZeroConfig::Updates::server)
     plan.others = std::make_shared<Plan>(make_plan(config, target, 1));
   if (config.stages > 1 && rank == 0) {

@@ -9,29 +9,34 @@
 
 #include "core/failure_text.h"
 #include "core/host_name.h"
+#include "device/gpu.h"
 #include "dist/world.h"
 #include "run/planner.h"
 
 namespace llmc {
 
 struct Run {
+  int64_t free_before;  // bytes of its GPU
+  DataParallel dp;      // before the arena, which is as large as what NCCL leaves
   Arena arena, scratch;
   Stream stream;
   std::unique_ptr<Stream> copies;  // on a GPU
-  DataParallel dp;
+  Drain drain;                     // before the memory that their tasks use is freed
   Trainer trainer;
   Run(const StepConfig& config, const Plan& plan, const Device& device, World& world, int rank)
-      : arena(planned_arena(plan.of(rank), device)),
-        scratch(device, plan.of(rank).scratch_bytes),
-        stream(device, scratch),
-        copies(device.kind == DeviceKind::cuda ? std::make_unique<Stream>(device, scratch) : nullptr),
+      : free_before(device.kind == DeviceKind::cuda ? free_memory_of_own(device.gpu) : 0),
         dp(
             world.mesh(), rank, device,
             [&](const std::string& name, const std::vector<int>& members) {
-              return world.join(rank, name, members, device.gpu, !name.ends_with("control"));
+              return world.join(rank, name, members, device.gpu);
             },
             world.hooks(), config.tensor, config.context, config.expert, config.chunks > config.stages,
             config.asynchronous()),
+        arena(planned_arena(plan.of(rank), device, free_before)),
+        scratch(device, plan.of(rank).scratch_bytes),
+        stream(device, scratch),
+        copies(device.kind == DeviceKind::cuda ? std::make_unique<Stream>(device, scratch) : nullptr),
+        drain(dp, streams()),
         trainer((announce_arenas(world.hooks()), config), {arena, stream, &dp, copies.get()}) {
     if (world.backend() == Backend::nccl)
       for (Stream* s : streams()) s->set_watch([this] { dp.check(); });
@@ -47,13 +52,16 @@ struct Run {
     return all;
   }
 
-  // If the allocation fails after all, the error lists what the memory was for.
-  static Arena planned_arena(const Plan& plan, const Device& device) {
+  // If the allocation fails after all, the error lists what the memory was for, and what the groups have taken.
+  static Arena planned_arena(const Plan& plan, const Device& device, int64_t free_before) {
     try {
       return Arena(device, plan.arena_bytes);
     } catch (const Error& error) {
       std::string message = error.what();
       for (const MemoryLine& line : plan.memory) message += formatted("\n  {:-22} {} bytes", line.label, line.bytes);
+      if (device.kind == DeviceKind::cuda)
+        message +=
+            formatted("\n  {:-22} {} bytes", "taken by groups so far", free_before - free_memory_of_own(device.gpu));
       throw Error(message);
     }
   }

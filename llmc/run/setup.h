@@ -83,6 +83,17 @@ inline double devices_in_use(const Device& device, const Options& o, int process
   return static_cast<double>(o.place.processes) * std::min(1.0, std::max(processors, device.threads) / threads);
 }
 
+// The device of this process's first rank, and who moves its tensors: on a GPU of its own NCCL, also in a plan for one
+// that is not here.
+inline Device first_rank_device(const Device& device, const Options& o) {
+  Device rank = rank_device(device, o.place);
+  const bool own_gpu = rank.kind == DeviceKind::cuda && rank.sharers == 1;
+  const bool found = built_with_nccl || is_gpu_elsewhere(rank);
+  if (own_gpu && found && o.ranks > 1 && (o.comm == "auto" || o.comm == "nccl"))
+    rank.collectives = Collectives::library;
+  return rank;
+}
+
 // The transport between the ranks.
 inline Backend choose_backend(const Options& o, const Device& rank_device) {
   const bool own_gpus = rank_device.kind == DeviceKind::cuda && rank_device.sharers == 1;

@@ -59,10 +59,17 @@ uint64_t allocations();
 // How long a host waits, while nothing runs anywhere, for what another host thread has to enqueue (initially 60 s);
 // then the wait throws Failure.
 void set_patience(double seconds);
-// A context takes this much of a device's memory, from now on; the devices on which this process has one. A call makes it
-// that uses a device; what only asks for properties makes none.
+// A context takes this much of a device's memory, from now on; the devices on which this process has one. A call makes
+// it that uses a device; what only asks for properties makes none.
 void set_context_bytes(size_t bytes);
 std::vector<int> contexts();
+// A communicator of NCCL takes this much of its device's memory for each channel (maxCTAs), from now on; how much all
+// of them have taken of a device, and how much the program had allocated there before the last one was made.
+void set_channel_bytes(size_t bytes);
+struct CommunicatorMemory {
+  size_t taken = 0, allocated_before = 0;
+};
+CommunicatorMemory communicator_memory(int device);
 // With true, streams run only while every host thread that has used the runtime waits for a stream or another thread,
 // one task at a time on all devices: the schedule alone determines the order of all tasks, and each runs as late as
 // possible. Order::random then ranks the streams by number: with each of `stream_orders` seeds a different one comes

@@ -11,7 +11,9 @@
 #include <memory>
 #include <numeric>
 #include <optional>
+#include <set>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -62,6 +64,9 @@ class Comm {
   // Bytes of tensors that this rank has sent, and received; call with the streams idle.
   int64_t bytes_sent() const { return counted().sent; }
   int64_t bytes_received() const { return counted().received; }
+  // The ranks with which this one has exchanged messages other than in collectives, all-to-alls included: a library
+  // connects to each.
+  const std::set<int>& partners() const { return counted().partners; }
   void forget_bytes() {
     for (Counter* c : {transport_.get(), counted_.get()})
       if (c != nullptr) c->sent = c->received = 0;
@@ -272,13 +277,17 @@ class Comm {
                   Stream* gpu) override {
       if (to >= 0) sent += out_bytes;
       if (from >= 0) received += in_bytes;
+      for (const int other : {to, from})
+        if (between_two && other >= 0 && other != rank()) partners.insert(other);
       inner->exchange(to, out, out_bytes, from, in, in_bytes, gpu);
       pulse();
     }
     std::unique_ptr<Transport> inner;
     int64_t sent = 0, received = 0;
+    bool between_two = false;  // not in a collective
+    std::set<int> partners;
   };
-  const Counter& counted() const { return counted_ ? *counted_ : *transport_; }
+  Counter& counted() const { return counted_ ? *counted_ : *transport_; }
 
   // Sends and receives of the library.
   struct LibraryTransport final : Transport {
@@ -316,9 +325,11 @@ class Comm {
       });
     };
     OpCost cost{op, 0, static_cast<double>(buffer.size_bytes())};
+    constexpr bool by_exchanges = std::is_same_v<std::decay_t<Library>, ByExchanges>;
+    counted().between_two = by_exchanges || std::string_view(op).starts_with("all_to_all");
     if (library_) {
       stream.run(cost, {inspected}, [=, this, &stream] {
-        if constexpr (std::is_same_v<std::decay_t<Library>, ByExchanges>) {
+        if constexpr (by_exchanges) {
           LibraryTransport transport(*this);
           through(transport, &stream);
         } else {

@@ -1,6 +1,7 @@
 // comm_nccl.h: NCCL's collectives between GPUs, one rank per GPU, on the caller's streams. Private to comm.h and
 // world.h.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -44,6 +45,35 @@ class GpuCollectives {
   virtual void expect_abort() = 0;
   virtual void abort() = 0;
 };
+
+// What a group moves: text between hosts alone; also a few numbers; or tensors.
+enum class Traffic : uint8_t { text, numbers, tensors };
+inline Traffic traffic_of(const std::string& group) {
+  if (group.ends_with("control")) return Traffic::text;
+  return group == "sequences" || group.starts_with("scalars") ? Traffic::numbers : Traffic::tensors;
+}
+
+// The multiprocessors that a kernel of NCCL may take, which are the channels that it connects: the more, the faster and
+// the more memory. NCCL_MAX_CTAS is NCCL's own variable, and wins there too.
+inline int nccl_channels(Traffic traffic) {
+  const char* const set = std::getenv("NCCL_MAX_CTAS");
+  const int most = set != nullptr && std::atoi(set) > 0 ? std::atoi(set) : 16;
+  return traffic == Traffic::numbers ? std::min(most, 2) : most;
+}
+
+// Bytes of a GPU that NCCL takes for a group of `size` ranks, of which this one also exchanges messages with `partners`
+// others. From NCCL's sources (2.30: init.cc, p2p.cc, paths.cc), for GPUs that see each other's memory: a channel
+// keeps, for each rank that it hears from, buffers of its three protocols, 512 KiB, 4.69 MiB and 4 MiB, and for each
+// that it tells something a page of 2 MiB; all in pages of 2 MiB. A group is connected as a ring and as a tree: to two
+// neighbours, and beyond one server to up to four. Sends and receives have connections of their own.
+inline int64_t nccl_bytes(const std::string& group, int size, int partners) {
+  constexpr int64_t page = int64_t{2} << 20, of_connection = 5 * page + page;
+  constexpr int server = 8;
+  constexpr int64_t of_group = int64_t{16} << 20;  // queues of work, tables; an estimate
+  if (size == 1 || traffic_of(group) == Traffic::text) return 0;
+  const int neighbours = std::min(size - 1, size <= server ? 2 : 4);
+  return of_group + nccl_channels(traffic_of(group)) * (neighbours + partners) * of_connection;
+}
 
 #ifdef TRAIN_GPT_NCCL
 inline constexpr bool built_with_nccl = true;
@@ -139,14 +169,15 @@ inline std::vector<std::string> nccl_notices() {
 // abort() does not wait for it but leaves the rest to whoever holds the mutex.
 class NcclGroup final : public GpuCollectives {
  public:
-  // `id`: the unique_id() of one member, passed to all. Begins to join.
-  NcclGroup(const std::string& id, int rank, int size, int gpu) : rank_(rank), size_(size) {
+  // `id`: the unique_id() of one member, passed to all; channels: see nccl_channels(). Begins to join.
+  NcclGroup(const std::string& id, int rank, int size, int gpu, int channels) : rank_(rank), size_(size) {
     CHECK(id.size() == sizeof(ncclUniqueId), "an NCCL id has {} bytes, expected {}", id.size(), sizeof(ncclUniqueId));
     ncclUniqueId bytes;
     std::memcpy(&bytes, id.data(), sizeof bytes);
     CUDA_CHECK(cudaSetDevice(gpu));
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
+    config.maxCTAs = channels;
     begun_ = ncclCommInitRankConfig(&comm_, size, bytes, rank, &config);
   }
   ~NcclGroup() override {
@@ -317,8 +348,9 @@ inline std::string nccl_version() {
   return formatted("NCCL {}.{}.{}", version / 10000, version / 100 % 100, version % 100);
 }
 inline std::string nccl_unique_id() { return NcclGroup::unique_id(); }
-inline std::unique_ptr<GpuCollectives> make_nccl_group(const std::string& id, int rank, int size, int gpu) {
-  return std::make_unique<NcclGroup>(id, rank, size, gpu);
+inline std::unique_ptr<GpuCollectives> make_nccl_group(const std::string& id, int rank, int size, int gpu,
+                                                       int channels) {
+  return std::make_unique<NcclGroup>(id, rank, size, gpu, channels);
 }
 #else
 inline constexpr bool built_with_nccl = false;
@@ -332,7 +364,7 @@ inline void set_nccl_environment() {}
 inline bool nccl_shares_gpus() { return false; }
 inline std::vector<std::string> nccl_notices() { return {}; }
 inline std::string nccl_unique_id() { refuse_nccl(); }
-inline std::unique_ptr<GpuCollectives> make_nccl_group(const std::string&, int, int, int) { refuse_nccl(); }
+inline std::unique_ptr<GpuCollectives> make_nccl_group(const std::string&, int, int, int, int) { refuse_nccl(); }
 #endif
 
 }  // namespace llmc

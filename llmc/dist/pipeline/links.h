@@ -55,7 +55,10 @@ struct ReceivedHeaders {
 class StageLink {
  public:
   StageLink(const Device& device, int64_t scratch_bytes, std::unique_ptr<Comm> comm, int peer)
-      : scratch_(device, scratch_bytes), stream_(device, scratch_), comm_(std::move(comm)), peer_(peer) {}
+      : scratch_(device, scratch_bytes),
+        stream_(device, scratch_, Precedence::communication),
+        comm_(std::move(comm)),
+        peer_(peer) {}
 
   Stream& stream() { return stream_; }
   Comm& comm() { return *comm_; }

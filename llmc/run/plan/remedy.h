@@ -27,7 +27,7 @@ inline int64_t memory_limit(const Options& o, const Device& device) {
   if (o.memory_limit) return static_cast<int64_t>(*o.memory_limit * (1 << 30));
   if (device.computes_as() != DeviceKind::cuda) return host_memory() / device.sharers;
   if (is_gpu_elsewhere(device)) return std::numeric_limits<int64_t>::max();  // unknown
-  return gpu_memory(gpus_of_process(o.place), o.ranks) / device.sharers;
+  return gpu_memory(gpus_of_process(o.place)) / device.sharers;
 }
 
 // Has the run begun? Then what it computes must stay.

@@ -191,9 +191,8 @@ inline Rows time_rows(const StepConfig& step, const Plan& whole, const Device& d
 }
 
 // What a GPU's memory holds besides what is planned.
-inline std::string not_counted_text(const StepConfig& step) {
-  return formatted("about {} for the CUDA context and cuBLASLt{}{}", human_bytes(gpu_reserve),
-                   step.ranks() > 1 ? formatted(", {} for NCCL's buffers", human_bytes(nccl_reserve)) : "",
+inline std::string not_counted_text() {
+  return formatted("about {} for the CUDA context and cuBLASLt{}", human_bytes(gpu_reserve),
                    built_for_gpus ? "" : "; some MiB of op scratch, which only a build for GPUs counts");
 }
 
@@ -264,7 +263,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
   log.table("plan for " + describe(device), run);
   if (const std::string notice = detail::depth_notice(o); !notice.empty()) log.line(notice);
   Rows not_counted;
-  if (device.computes_as() == DeviceKind::cuda) not_counted = {{"not counted", detail::not_counted_text(step)}};
+  if (device.computes_as() == DeviceKind::cuda) not_counted = {{"not counted", detail::not_counted_text()}};
   detail::report_memory(log, step, plan, not_counted);
   if (step.ranks() > 1) {
     auto rows = [](const Plan& p) {

@@ -195,8 +195,47 @@ TEST_CASE("a process makes a context on the GPUs of its own ranks alone", "[cuda
   cuda_on_cpu::set_devices(1);
   REQUIRE(made == form.own);
   REQUIRE(several_seen == (form.visible > 1));
-  const int64_t reserves = gpu_reserve + (o.ranks > 1 ? nccl_reserve : 0);
-  REQUIRE(limit == (static_cast<int64_t>(memory - context) - reserves) / first.sharers);
+  REQUIRE(limit == (static_cast<int64_t>(memory - context) - gpu_reserve) / first.sharers);
+}
+
+TEST_CASE("NCCL's groups are made before the arena, with as many channels as the plan counts", "[cuda][trainer]") {
+  StepConfig step = small_step(DType::bf16);
+  SECTION("two replicas of the optimizer state") { step.zero.shards = 2, step.zero.set_stage(1); }
+  SECTION("tensor parallelism") { step.tensor = tensor_parallel(step.model, 2, true); }
+  SECTION("a pipeline") { step.stages = step.chunks = 2, step.schedule = Schedule::one_f_one_b; }
+  constexpr size_t of_channel = 1 << 20;
+  cuda_on_cpu::set_devices(2);
+  cuda_on_cpu::set_channel_bytes(of_channel);
+  Device device = gpu_device;
+  device.collectives = Collectives::library;
+  const Plan plan = make_plan(step, device);
+  std::mutex mutex;
+  int64_t channels = 0;
+  size_t small = 0;  // what is allocated for the groups themselves
+  {
+    World world(step.mesh(), Backend::nccl);
+    run_ranks(world, [&](int rank) {
+      Device own = device;
+      own.gpu = rank;
+      const Run run(step, plan, own, world, rank);
+      const std::lock_guard lock(mutex);
+      if (rank != 0) return;
+      for (const Comm* group : run.dp.tensor_groups())
+        if (group->size() > 1) channels += nccl_channels(traffic_of(group->name()));
+      small = 2 * DataParallel::scratch_bytes,
+      run.dp.links.for_each([&](StageLink&) { small += DataParallel::scratch_bytes; });
+    });
+  }
+  const cuda_on_cpu::CommunicatorMemory found = cuda_on_cpu::communicator_memory(0);
+  cuda_on_cpu::set_channel_bytes(0);
+  cuda_on_cpu::set_devices(1);
+  REQUIRE(channels > 0);
+  REQUIRE(found.taken == static_cast<size_t>(channels) * of_channel);
+  REQUIRE(found.allocated_before <= small);
+  const auto line = std::find_if(plan.of(0).memory.begin(), plan.of(0).memory.end(),
+                                 [](const MemoryLine& l) { return l.label == "NCCL"; });
+  REQUIRE(line != plan.of(0).memory.end());
+  REQUIRE(line->bytes >= channels * int64_t{12 << 20});  // each is connected to one rank at least
 }
 
 TEST_CASE("a step allocates nothing, nor does a second one", "[cuda][trainer]") {

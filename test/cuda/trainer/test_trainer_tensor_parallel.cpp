@@ -157,7 +157,7 @@ TEST_CASE("every group of tensor-parallel ranks works over NCCL, and sums what t
     Arena arena(device, 1 << 20), scratch(device, DataParallel::scratch_bytes);
     Stream compute(device, scratch);
     const auto join = [&](const std::string& name, const std::vector<int>& members) {
-      return world.join(rank, name, members, rank, !name.ends_with("control"));
+      return world.join(rank, name, members, rank);
     };
     DataParallel dp(mesh, rank, device, join, no_hooks, tensor);
     check_groups(dp, mesh, compute, [](int r) { return formatted("rank {}", r); });

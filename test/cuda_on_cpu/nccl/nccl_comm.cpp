@@ -182,6 +182,14 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id
   if (clique->segment == nullptr) return error(ncclRemoteError, "the process that made the unique id has ended");
   if (const std::string fault = clique->segment->join(ranks, rank, device->gpu); !fault.empty())
     return error(ncclInvalidUsage, fault);
+  // Its channels' buffers, for as long as the device is there: so that a plan may only count too many of them.
+  Device& there = *runtime().devices[static_cast<size_t>(device->number)];
+  constexpr int most_channels = 32;
+  const bool limited = config != nullptr && config->maxCTAs != NCCL_CONFIG_UNDEF_INT;
+  const size_t bytes =
+      ranks == 1 ? 0 : runtime().channel_bytes * static_cast<size_t>(limited ? config->maxCTAs : most_channels);
+  if (bytes > free_bytes(there)) return error(ncclUnhandledCudaError, "out of memory");
+  there.communicators = {there.communicators.taken + bytes, there.bytes_used};
   library().joining[name] = clique;
   ncclComm* const made = *comm = enter(clique, rank, device->number);
   if (config != nullptr && config->blocking == 0) {

@@ -109,6 +109,7 @@ struct Device {
   int number;
   int gpu;  // its number in the machine, of whose GPUs this process may see only some
   size_t bytes, bytes_used = 0;
+  CommunicatorMemory communicators;
   bool has_context = false;  // of this process; then runtime().context_bytes of its memory are gone
   std::unique_ptr<CUstream_st> stream0;
   std::vector<CUstream_st*> streams;  // in order of creation
@@ -149,6 +150,7 @@ struct Runtime {
   std::vector<std::shared_ptr<Capture>> captures;      // in progress
   std::set<Host*> hosts;                               // live threads that have used the runtime
   uint64_t allocated = 0;                              // allocations so far
+  size_t channel_bytes = 0;                            // of a device's memory, for each channel of a communicator
   size_t context_bytes = 0;                            // of a device's memory, that this process's context takes
   bool has_code = true;                                // whether the program has code for the devices
   bool hosts_first = false;                            // see set_hosts_first
@@ -178,8 +180,9 @@ class Lock {
 };
 
 cudaError_t note(cudaError_t status);  // for cudaGetLastError
-Device* current_device();              // makes its context; null if there is none: return no_device()
-cudaError_t no_device();               // the reason, noted
+size_t free_bytes(const Device& device);
+Device* current_device();  // makes its context; null if there is none: return no_device()
+cudaError_t no_device();   // the reason, noted
 CUstream_st& stream_of(cudaStream_t stream);
 std::string name_of(const CUstream_st& stream);
 void destroy(CUstream_st* stream);  // must be idle

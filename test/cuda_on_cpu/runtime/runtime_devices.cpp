@@ -93,6 +93,10 @@ cudaError_t note(cudaError_t status) {
   if (status != cudaSuccess) host().last_error = status;
   return status;
 }
+size_t free_bytes(const Device& device) {
+  const size_t used = device.bytes_used + device.communicators.taken + runtime().context_bytes;
+  return device.bytes - std::min(used, device.bytes);
+}
 void make_context(Device& device) {
   if (std::exchange(device.has_context, true)) return;
   if (const char* const log = std::getenv("EMULATED_CONTEXTS"); log != nullptr) {
@@ -239,6 +243,14 @@ void cuda_on_cpu::set_context_bytes(size_t bytes) {
   Lock lock;
   runtime().context_bytes = bytes;
 }
+void cuda_on_cpu::set_channel_bytes(size_t bytes) {
+  Lock lock;
+  runtime().channel_bytes = bytes;
+}
+cuda_on_cpu::CommunicatorMemory cuda_on_cpu::communicator_memory(int device) {
+  Lock lock;
+  return runtime().devices.at(static_cast<size_t>(device))->communicators;
+}
 std::vector<int> cuda_on_cpu::contexts() {
   Lock lock;
   std::vector<int> all;
@@ -332,7 +344,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   return with_device(host().device, [&](Device& d) {
     make_context(d);
-    *free = d.bytes - d.bytes_used - std::min(runtime().context_bytes, d.bytes - d.bytes_used);
+    *free = free_bytes(d);
     *total = d.bytes;
     return cudaSuccess;
   });

@@ -73,8 +73,7 @@ cudaError_t allocate(void** p, size_t bytes, bool on_device) {
   if (device == nullptr) return no_device();
   if (const cudaError_t error = check_unsafe_call(); error != cudaSuccess) return error;
   if (bytes == 0) return cudaSuccess;
-  if (on_device && bytes + device->bytes_used + runtime().context_bytes > device->bytes)
-    return note(cudaErrorMemoryAllocation);
+  if (on_device && bytes > free_bytes(*device)) return note(cudaErrorMemoryAllocation);
   if (posix_memalign(p, 256, bytes) != 0) return note(cudaErrorMemoryAllocation);
   std::memset(*p, 0xff, bytes);  // NaN
   ++runtime().allocated;
