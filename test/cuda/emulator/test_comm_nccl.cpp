@@ -23,7 +23,7 @@ struct Member {
   explicit Member(int ranks_) : ranks(ranks_) {
     prepare_nccl();
     const ncclUniqueId id = told_id();
-    group = make_nccl_group({id.internal, sizeof id.internal}, rank, ranks, 0);
+    group = make_nccl_group({id.internal, sizeof id.internal}, rank, ranks, 0, 1);
   }
   Tensor tensor(const char* name, DType dtype, int64_t n, uint64_t seed) {
     Tensor t = arena.alloc(name, "test", dtype, {n});
@@ -227,7 +227,7 @@ TEST_CASE("a rank whose peer's process dies has an error at once", "[cuda][emula
 
 TEST_CASE("an abort does not wait for a call that hangs in the library, which then ends it", "[cuda][emulator]") {
   const std::string id = nccl_unique_id();
-  const auto group = make_nccl_group(id, 0, 1, 0);
+  const auto group = make_nccl_group(id, 0, 1, 0, 1);
   group->connect(10);
   std::string thrown;
   std::optional<cuda_on_cpu::detail::Lock> hang(std::in_place);  // the emulated library waits for it in every call
@@ -250,7 +250,7 @@ TEST_CASE("sends and receives that NCCL refuses leave no group of calls open", "
   Arena arena(device, 1 << 20);
   Stream stream(device, arena);
   const Tensor x = arena.alloc("x", "test", DType::fp32, {4});
-  const auto group = make_nccl_group(nccl_unique_id(), 0, 1, 0);
+  const auto group = make_nccl_group(nccl_unique_id(), 0, 1, 0, 1);
   group->connect(10);
   const int nobody = 7;
   REQUIRE_THAT(thrown_by([&] { group->exchange(nobody, x.bytes, 16, -1, nullptr, 0, stream); }),
@@ -264,7 +264,7 @@ TEST_CASE("sends and receives that NCCL refuses leave no group of calls open", "
 TEST_CASE("a group ends cleanly, or is aborted, but never left", "[cuda][emulator]") {
   const bool fails = GENERATE(false, true);
   for (int i = 0; i < 5; ++i) {
-    const auto group = make_nccl_group(nccl_unique_id(), 0, 1, 0);
+    const auto group = make_nccl_group(nccl_unique_id(), 0, 1, 0, 1);
     if (i > 0) group->connect(10);
     if (fails) group->expect_abort();
   }
