@@ -9,6 +9,11 @@
 
 namespace llmc {
 
+// Is the device a GPU for a plan alone, on a machine without one?
+inline bool is_gpu_elsewhere(const Device& device) {
+  return device.computes_as() == DeviceKind::cuda && visible_gpus().count == 0;
+}
+
 // The GPU, of those that this process sees, of its rank with this number: dealt out round-robin over the host's ranks.
 inline int gpu_of_thread(const Place& place, int64_t thread, int64_t gpus) {
   return static_cast<int>(((place.own_gpus ? 0 : place.rank_on_host) + thread) % gpus);

@@ -17,11 +17,6 @@
 
 namespace llmc {
 
-// Is the device a GPU for a plan alone, on a machine without one?
-inline bool is_gpu_elsewhere(const Device& device) {
-  return device.computes_as() == DeviceKind::cuda && visible_gpus().count == 0;
-}
-
 // Bytes that a rank may use.
 inline int64_t memory_limit(const Options& o, const Device& device) {
   if (o.memory_limit) return static_cast<int64_t>(*o.memory_limit * (1 << 30));
