@@ -130,7 +130,7 @@ TEST_CASE("weights whose loss is not finite are not saved, also where the very l
   }
   REQUIRE(last > 0);
   // A validation sees it, too, and a stage of a pipeline ends with the others.
-  for (const std::string more : {"--val-data " + tiny_data, std::string("--pp 2 --n-layer 2 --local-ranks 2")}) {
+  for (const std::string& more : {"--val-data " + tiny_data, std::string("--pp 2 --n-layer 2 --local-ranks 2")}) {
     fs::remove_all(dir / "run");
     const ProgramResult r =
         run_program(tiny(dir / "run", flies + "--max-steps 40 --val-every 1 --checkpoint-every 1 " + more));
