@@ -149,6 +149,7 @@ class Trainer {
   // pad them.
   double evaluate(int64_t micro_batches, int64_t targets, const BatchSource& batches, const RowLosses& row_losses = {},
                   std::optional<int64_t> T = std::nullopt) {
+    require_flushed();                      // before anything that an error would end the job for
     Drain drain(dp_, {&context_.compute});  // row_losses may refer to what lives only as long as this call
     const BatchShape asked{config_.batch.B, T.value_or(config_.batch.T)};
     const BatchShape shape{asked.B, config_.context.padded(asked.T)};
@@ -282,8 +283,11 @@ class Trainer {
         });
   }
 
-  void run(const std::vector<Action>& actions, const Pass& pass, const BatchSource& batches) {
+  void require_flushed() const {
     CHECK(!pipedream_ || pipedream_->flushed(), "the steps of an asynchronous pipeline are under way: flush first");
+  }
+  void run(const std::vector<Action>& actions, const Pass& pass, const BatchSource& batches) {
+    require_flushed();
     zero(my_scalars(), context_.compute);
     interpreter_.run(actions, pass, batches);
   }

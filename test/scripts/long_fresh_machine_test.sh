@@ -75,6 +75,7 @@ inside() {
     shift 2
     mount -t proc proc "$root/proc"
     mount --bind /dev "$root/dev"
+    mount --bind /dev/pts "$root/dev/pts"
     mount -t tmpfs tmpfs "$root/dev/shm"
     mount --rbind /sys "$root/sys"
     if [ "$network" = offline ]; then   # such a machine still talks to itself
