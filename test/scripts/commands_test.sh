@@ -111,6 +111,7 @@ int a = std::system("pkill x");
 FILE* b = popen(("cd " + folder + " && pkill").c_str(), "r");
 int c = std::system(formatted("{} pkill {}", environment, id).c_str());
 auto d = run_program("--help", "pkill");
+const std::string f = formatted("X=1 {} timeout 5 pkill {}", d, 1); int g = std::system(f.c_str());
 CPP
 mkdir "$dir/make"
 planted make/Makefile <<'MAKE'

@@ -157,6 +157,11 @@ class Lister:
                     continue
                 end += 1
             chosen = arguments[1:2] if match[1] == "run_program" else arguments[:1]
+            variable = re.compile(r"\s*(\w+)(\.c_str\(\))?\s*[,)]").match(text, match.end())
+            if variable and match[1] != "run_program":   # the text that the variable got last
+                values = list(re.finditer(rf"\b{variable[1]} = (?:formatted\()?([^;]*);", text[:match.start()]))
+                strings = re.findall(r'"((?:[^"\\\n]|\\.)*)"', values[-1][1].split('",')[0] + '"') if values else []
+                chosen = ["".join(re.sub(r"\\(.)", r"\1", string) + UNKNOWN for string in strings)]
             for command in chosen:
                 # Formats' {} and what comes before the first literal: the setting of the environment, at most a program.
                 command = re.sub(r"\{[^}]*\}", UNKNOWN, command).lstrip(UNKNOWN + " ")
