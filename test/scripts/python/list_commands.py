@@ -165,6 +165,7 @@ class Lister:
             for command in chosen:
                 # Formats' {} and what comes before the first literal: the setting of the environment, at most a program.
                 command = re.sub(r"\{[^}]*\}", UNKNOWN, command).lstrip(UNKNOWN + " ")
+                command = re.sub(rf"^((?:\w+=\S*\s+)*){UNKNOWN}\s+", r"\1", command)
                 self.shell(command, text.count("\n", 0, match.start()) + 1)
 
     def read(self, path):
