@@ -24,20 +24,27 @@ class Arena {
   static constexpr int64_t alignment = 256;
 
   // capacity: in bytes. The null device has no memory and no limit; it only counts.
-  Arena(Device device, int64_t capacity = 0) : device_(device), capacity_(round_up(capacity, alignment)) {
-    if (device_.kind == DeviceKind::null || capacity_ == 0) return;
+  Arena(Device device, int64_t capacity = 0) : device_(device) { reserve(capacity); }
+  // Takes the memory, once, before the first tensor: for an arena that is made before what must be there first.
+  void reserve(int64_t capacity) {
+    CHECK(capacity_ == 0, "an arena takes its memory once");
+    if (device_.kind == DeviceKind::null) return;
+    const int64_t wanted = round_up(capacity, alignment);
+    if (wanted == 0) return;
 #ifdef TRAIN_GPT_CUDA
     if (device_.kind == DeviceKind::cuda) {
-      base_ = cuda::allocate(device_.gpu, static_cast<size_t>(capacity_));
+      base_ = cuda::allocate(device_.gpu, static_cast<size_t>(wanted));
+      capacity_ = wanted;
       return;
     }
 #endif
-    void* memory = mmap(nullptr, static_cast<size_t>(capacity_), PROT_READ | PROT_WRITE,
+    void* memory = mmap(nullptr, static_cast<size_t>(wanted), PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     CHECK(memory != MAP_FAILED, "cannot reserve {:.2f} GiB of memory for the arena: free memory, or lower --batch-size",
-          static_cast<double>(capacity_) / (1 << 30));
-    madvise(memory, static_cast<size_t>(capacity_), MADV_HUGEPAGE);
+          static_cast<double>(wanted) / (1 << 30));
+    madvise(memory, static_cast<size_t>(wanted), MADV_HUGEPAGE);
     base_ = static_cast<std::byte*>(memory);
+    capacity_ = wanted;
   }
   ~Arena() {
     if (device_.kind == DeviceKind::null || capacity_ == 0) return;

@@ -16,15 +16,16 @@
 namespace llmc {
 
 struct Run {
-  int64_t free_before;  // bytes of its GPU
-  DataParallel dp;      // before the arena, which is as large as what NCCL leaves
   Arena arena, scratch;
   Stream stream;
   std::unique_ptr<Stream> copies;  // on a GPU
-  Drain drain;                     // before the memory that their tasks use is freed
+  DataParallel dp;
   Trainer trainer;
   Run(const StepConfig& config, const Plan& plan, const Device& device, World& world, int rank)
-      : free_before(device.kind == DeviceKind::cuda ? free_memory_of_own(device.gpu) : 0),
+      : arena(device),
+        scratch(device),
+        stream(device, scratch),
+        copies(device.kind == DeviceKind::cuda ? std::make_unique<Stream>(device, scratch) : nullptr),
         dp(
             world.mesh(), rank, device,
             [&](const std::string& name, const std::vector<int>& members) {
@@ -32,12 +33,7 @@ struct Run {
             },
             world.hooks(), config.tensor, config.context, config.expert, config.chunks > config.stages,
             config.asynchronous()),
-        arena(planned_arena(plan.of(rank), device, free_before)),
-        scratch(device, plan.of(rank).scratch_bytes),
-        stream(device, scratch),
-        copies(device.kind == DeviceKind::cuda ? std::make_unique<Stream>(device, scratch) : nullptr),
-        drain(dp, streams()),
-        trainer((announce_arenas(world.hooks()), config), {arena, stream, &dp, copies.get()}) {
+        trainer((take_memory(plan.of(rank), device, world.hooks()), config), {arena, stream, &dp, copies.get()}) {
     if (world.backend() == Backend::nccl)
       for (Stream* s : streams()) s->set_watch([this] { dp.check(); });
   }
@@ -52,20 +48,19 @@ struct Run {
     return all;
   }
 
-  // If the allocation fails after all, the error lists what the memory was for, and what the groups have taken.
-  static Arena planned_arena(const Plan& plan, const Device& device, int64_t free_before) {
+  // After the groups, which take what they need of a GPU. If there is too little left, the error lists what the memory
+  // was for.
+  void take_memory(const Plan& plan, const Device& device, const Hooks& hooks) {
     try {
-      return Arena(device, plan.arena_bytes);
+      arena.reserve(plan.arena_bytes);
+      scratch.reserve(plan.scratch_bytes);
     } catch (const Error& error) {
       std::string message = error.what();
       for (const MemoryLine& line : plan.memory) message += formatted("\n  {:-22} {} bytes", line.label, line.bytes);
-      if (device.kind == DeviceKind::cuda)
-        message +=
-            formatted("\n  {:-22} {} bytes", "taken by groups so far", free_before - free_memory_of_own(device.gpu));
+      if (device.collectives == Collectives::library)
+        message += "\nNCCL has its memory already: the rest is what is left";
       throw Error(message);
     }
-  }
-  void announce_arenas(const Hooks& hooks) {
     hooks.arena_created(arena);
     hooks.arena_created(scratch);
   }
