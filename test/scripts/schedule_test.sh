@@ -36,7 +36,7 @@ shows '2 micro-batches in 3 slices' --pp 2 --schedule gpipe --token-slices 3 --m
 
 refuses '--pp-chunks 2 with --schedule 1f1b' ./train_gpt --print-schedule --pp 4 --pp-chunks 2
 refuses '--token-slices 2 with --schedule zb-v' ./train_gpt --print-schedule --schedule zb-v --token-slices 2
-refuses '--token-slices auto: how many' ./train_gpt --print-schedule --token-slices auto
+refuses '--token-slices auto: their number' ./train_gpt --print-schedule --token-slices auto
 refuses "--token-slices 'many': expected a whole number" ./train_gpt --print-schedule --token-slices many
 refuses '--pp-layout balanced with --print-schedule' ./train_gpt --print-schedule --pp 4 --pp-layout balanced
 refuses '--schedule 2f2b: expected one of' ./train_gpt --print-schedule --schedule 2f2b
