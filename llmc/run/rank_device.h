@@ -1,10 +1,12 @@
 // rank_device.h: which part of a host's processors or GPUs each rank has.
 #pragma once
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include "core/shape.h"
 #include "device/gpu.h"
+#include "dist/comm/comm.h"
 #include "run/options/place.h"
 
 namespace llmc {
@@ -30,6 +32,14 @@ inline Device rank_device(Device device, const Place& place, int64_t thread = 0)
   device.gpu = gpu_of_thread(place, thread, parts);
   device.sharers = static_cast<int>(ceil_div(ranks, parts));
   return device;
+}
+
+// Who moves the tensors of so many ranks with --comm: on GPUs of their own NCCL, also in a plan for those that are not
+// here.
+inline Collectives collectives_of(const Device& device, int64_t ranks, const std::string& comm) {
+  const bool own_gpus = device.computes_as() == DeviceKind::cuda && device.sharers == 1 && ranks > 1;
+  const bool found = built_with_nccl || is_gpu_elsewhere(device);
+  return own_gpus && found && (comm == "auto" || comm == "nccl") ? Collectives::library : Collectives::own;
 }
 
 // The GPUs of this process's ranks, each once. The others that it sees are other processes': a context there would take

@@ -87,10 +87,7 @@ inline double devices_in_use(const Device& device, const Options& o, int process
 // that is not here.
 inline Device first_rank_device(const Device& device, const Options& o) {
   Device rank = rank_device(device, o.place);
-  const bool own_gpu = rank.kind == DeviceKind::cuda && rank.sharers == 1;
-  const bool found = built_with_nccl || is_gpu_elsewhere(rank);
-  if (own_gpu && found && o.ranks > 1 && (o.comm == "auto" || o.comm == "nccl"))
-    rank.collectives = Collectives::library;
+  rank.collectives = collectives_of(rank, o.ranks, o.comm);
   return rank;
 }
 

@@ -171,8 +171,10 @@ TEST_CASE("a plan for GPUs needs none, says what it leaves out, and where ranks 
     REQUIRE(one.find(part) != std::string::npos);
   REQUIRE(std::regex_search(one, std::regex("\n  op scratch +32\\.0 MiB")));  // cuBLASLt's work space
   REQUIRE(one.find("NCCL") == std::string::npos);
-  for (const char* part : {"NCCL's buffers", "fits into --memory-limit 80.00 GiB"})
-    REQUIRE(eight.find(part) != std::string::npos);
+  REQUIRE(eight.find("fits into --memory-limit 80.00 GiB") != std::string::npos);
+  // Gradients and weights in groups of 16 channels, scalars in one of 2, each connected to two neighbours by 12 MiB,
+  // and 16 MiB for each group.
+  REQUIRE(std::regex_search(eight, std::regex("\n  NCCL +864\\.0 MiB")));
   REQUIRE(eight.find("threads of one process") == std::string::npos);
   REQUIRE(many.find("notice: 512 ranks would be threads of one process") != std::string::npos);
   // To train takes a GPU.

@@ -102,6 +102,8 @@ class RemedySearch {
 
   Device device_for(const StepConfig& step) const {
     Device device = device_;
+    if (device.computes_as() == DeviceKind::cuda)
+      device.collectives = collectives_of(device, step.ranks(), options_.comm);
     if (device.computes_as() == DeviceKind::cuda || step.ranks() == asked_.ranks()) return device;
     const int ranks = step.ranks();  // of the one data-parallel rank
     device.threads = std::max(1, device.threads * device.sharers / ranks);
