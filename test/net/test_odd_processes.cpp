@@ -60,7 +60,9 @@ TEST_CASE("a door without room for the first try of a process is tried again") {
     Socket(::accept4(listening.fd(), nullptr, nullptr, SOCK_NONBLOCK));  // and closed
     const Listener door(
         std::move(listening), 1, deputy.reached.job, token,
-        {[](const Hello&) { return Answer::welcome; }, [&](const Hello&, Socket, const Address&) { ++guests; }},
+        {[](const Hello&) { return Answer::welcome; },
+         // Who loses a line asks whether this process is alive.
+         [&](const Hello& hello, Socket, const Address&) { guests += hello.purpose != ConnectionPurpose::question; }},
         lines.say());
     deputy.say({Kind::text, {"deputy", ""}});
     for (int i = 0; i < 5000 && guests == 0; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
