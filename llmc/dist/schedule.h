@@ -5,6 +5,7 @@
 #pragma once
 #include <algorithm>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -58,14 +59,6 @@ inline Schedule schedule_from_name(const std::string& name) {
   throw Error(formatted("--schedule {}: expected gpipe, 1f1b, interleaved, zb-h1, zb-v or pipedream", name));
 }
 
-// Forward-only lists: evaluation and generation.
-inline std::vector<Action> forward_only(int chunks, int64_t micro_batches) {
-  std::vector<Action> actions;
-  for (int64_t m = 0; m < micro_batches; ++m)
-    for (int c = 0; c < chunks; ++c) actions.push_back({ActionKind::forward, c, m});
-  return actions;
-}
-
 // The list for one rank that holds all chunks.
 // gpipe: all forwards, then all backwards, in the order of the micro-batches (Huang et al. 2019).
 // 1f1b: each backward as soon as it can run, so that one set of activations suffices (Narayanan et al. 2019,
@@ -95,21 +88,26 @@ inline std::vector<Action> training_actions(Schedule schedule, int chunks, int64
 // A backward, or the part of it on which the stage before waits.
 inline bool is_backward(ActionKind k) { return k == ActionKind::backward || k == ActionKind::backward_input; }
 
-// The largest number of micro-batches of which a chunk is between its forward and its backward, or its input part, at
-// the same time; chunk -1: any chunk. Without backwards 1, if the list has the chunk. So many sets of activations, or
-// inputs, are needed.
+// The largest number of micro-batches of which a chunk is between its first forward and its last backward, or input
+// part, at the same time, and in a list without backwards its last forward; chunk -1: any chunk. So many sets of
+// activations, or inputs, are needed.
 inline int64_t passes_in_flight(const std::vector<Action>& actions, int chunk) {
-  std::map<int64_t, int> live;  // passes of each micro-batch
+  auto counts = [&](const Action& a) { return chunk < 0 || a.chunk == chunk; };
+  const bool backwards =
+      std::any_of(actions.begin(), actions.end(), [&](const Action& a) { return counts(a) && is_backward(a.kind); });
+  auto ends = [&](const Action& a) {
+    return counts(a) && (backwards ? is_backward(a.kind) : a.kind == ActionKind::forward);
+  };
+  std::map<int64_t, int> left;  // of each micro-batch, what ends it
+  for (const Action& a : actions)
+    if (ends(a)) ++left[a.micro_batch];
+  std::set<int64_t> live;
   size_t most = 0;
-  bool backward = false;
   for (const Action& a : actions) {
-    if (chunk >= 0 && a.chunk != chunk) continue;
-    if (a.kind == ActionKind::forward) ++live[a.micro_batch], most = std::max(most, live.size());
-    if (!is_backward(a.kind)) continue;
-    backward = true;
-    if (--live[a.micro_batch] == 0) live.erase(a.micro_batch);
+    if (counts(a) && a.kind == ActionKind::forward) live.insert(a.micro_batch), most = std::max(most, live.size());
+    if (ends(a) && --left[a.micro_batch] == 0) live.erase(a.micro_batch);
   }
-  return backward ? static_cast<int64_t>(most) : std::min<int64_t>(static_cast<int64_t>(most), 1);
+  return static_cast<int64_t>(most);
 }
 inline int64_t micro_batches_in_flight(const std::vector<Action>& actions) { return passes_in_flight(actions, -1); }
 

@@ -35,6 +35,17 @@ inline Recompute recompute_from_name(const std::string& name) {
   throw Error(formatted("--recompute {}: expected one of none, activation, norm, block", name));
 }
 
+// Which layers of a model a set of activations is for. Where some have experts and some do not, one for any of them has
+// room for both.
+enum class Layers : uint8_t { dense, sparse, any };
+inline Layers kind_of_layer(const ModelConfig& c, int64_t layer) {
+  return c.is_sparse(layer) ? Layers::sparse : Layers::dense;
+}
+inline bool has_dense(const ModelConfig& c, Layers layers) {
+  return layers != Layers::sparse && c.sparse_layers() < c.n_layer;
+}
+inline bool has_sparse(const ModelConfig& c, Layers layers) { return layers != Layers::dense && c.experts.count > 0; }
+
 // Is the backward of a block done at once, or in two parts, of which the second, for the weights, comes later?
 enum class Backward : uint8_t { whole, in_parts };
 
@@ -106,38 +117,46 @@ struct BlockActivations {
   static BlockActivations recomputed(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor,
                                      DType dtype, Recompute recompute, Arena& arena) {
     auto wanted = [=](std::optional<Recompute> from, bool) { return from && *from <= recompute; };
-    BlockActivations all(c, s, tensor, dtype, {},
+    BlockActivations all(c, s, Layers::any, tensor, dtype, {},
                          detail::in_arena(arena, {"recomputed", "recomputed of experts"}, wanted));
-    if (recompute == Recompute::block) all.set_rounds(c);
+    if (recompute == Recompute::block) all.set_rounds(c, Layers::any);
     return all;
   }
   // The tensors that each block keeps; the others are in `shared`. Of a backward in parts, without product_inputs().
-  static BlockActivations kept(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype,
-                               Recompute recompute, Backward backward, const BlockActivations& shared, Arena& arena) {
+  static BlockActivations kept(const ModelConfig& c, const BatchShape& s, Layers layers, const TensorParallel& tensor,
+                               DType dtype, Recompute recompute, Backward backward, const BlockActivations& shared,
+                               Arena& arena) {
     auto wanted = [=](std::optional<Recompute> from, bool product_input) {
       return (!from || *from > recompute) && !(product_input && backward == Backward::in_parts);
     };
-    BlockActivations block(c, s, tensor, dtype, shared,
+    BlockActivations block(c, s, layers, tensor, dtype, shared,
                            detail::in_arena(arena, {"activations", "activations of experts"}, wanted));
-    if (recompute < Recompute::block) block.set_rounds(c);
+    if (recompute < Recompute::block) block.set_rounds(c, layers);
     return block;
   }
   // The inputs of the products, for the weight part: those that the forward keeps for it, or those that the input part
   // recomputes.
-  static BlockActivations product_inputs(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor,
-                                         DType dtype, Recompute recompute, ActionKind made_by, Arena& arena) {
+  static BlockActivations product_inputs(const ModelConfig& c, const BatchShape& s, Layers layers,
+                                         const TensorParallel& tensor, DType dtype, Recompute recompute,
+                                         ActionKind made_by, Arena& arena) {
     auto wanted = [=](std::optional<Recompute> from, bool product_input) {
       return product_input && (*from <= recompute) == (made_by == ActionKind::backward_input);
     };
-    return {c, s, tensor, dtype, {}, detail::in_arena(arena, {"for the weight part", "for the weight part"}, wanted)};
+    return {c,
+            s,
+            layers,
+            tensor,
+            dtype,
+            {},
+            detail::in_arena(arena, {"for the weight part", "for the weight part"}, wanted)};
   }
-  // The same memory for a batch of at most as many rows.
+  // The same memory for a batch of at most as many rows, of a layer of the kind that it is for.
   static BlockActivations part_of(const BlockActivations& room, const ModelConfig& c, const BatchShape& s,
-                                  const TensorParallel& tensor) {
+                                  Layers layers, const TensorParallel& tensor) {
     auto place = [](Tensor& t, const char*, DType, const Shape& shape, std::optional<Recompute>, bool, bool) {
       t = t.slice(0, shape);
     };
-    return {c, s, tensor, room.out.dtype, room, place};
+    return {c, s, layers, tensor, room.out.dtype, room, place};
   }
   // Takes the inputs of the products that `other` has.
   void take_product_inputs(const BlockActivations& other) {
@@ -156,11 +175,11 @@ struct BlockActivations {
   static int64_t most_segments(const BatchShape& s, int64_t S) { return std::min(S, 2 * s.B + 1); }
 
  private:
-  void set_rounds(const ModelConfig& c) {
-    if (c.experts.ranks > 1) experts.rounds = std::make_shared<ExpertRounds>();
+  void set_rounds(const ModelConfig& c, Layers layers) {
+    if (has_sparse(c, layers) && c.experts.ranks > 1) experts.rounds = std::make_shared<ExpertRounds>();
   }
   // Begins as a copy of `others`.
-  BlockActivations(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype,
+  BlockActivations(const ModelConfig& c, const BatchShape& s, Layers layers, const TensorParallel& tensor, DType dtype,
                    const BlockActivations& others, const detail::Place& place)
       : BlockActivations(others) {
     const int64_t N = s.rows(), S = tensor.stream_rows(N), C = c.n_embd;
@@ -188,11 +207,12 @@ struct BlockActivations {
     alloc(norm2, "norm2", dtype, {S, C}, norm, product_input);
     if (means) alloc(norm2_mean, "norm2 mean", stat, {S}, block);
     alloc(norm2_rstd, "norm2 rstd", stat, {S}, block);
-    if (c.sparse_layers() < c.n_layer) {
+    if (has_dense(c, layers)) {
       alloc(up, "up", dtype, {N, c.mlp_in_size()}, block);
       alloc(activated, "activated", dtype, {N, c.n_ffn}, activation, product_input);
     }
-    if (const Experts& e = c.experts; e.count > 0) {
+    if (has_sparse(c, layers)) {
+      const Experts& e = c.experts;
       const int64_t k = e.per_token, segments = most_segments(s, S), R = e.room(S);
       ExpertActivations& x = experts;
       ReceivedRows& r = x.received;
@@ -236,7 +256,8 @@ struct OutputGradients {
     Tensor logits, up, outputs, shared_up, shared_out, gate_logits;
   } experts = {};
   OutputGradients() = default;
-  OutputGradients(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor, DType dtype, Arena& arena) {
+  OutputGradients(const ModelConfig& c, const BatchShape& s, Layers layers, const TensorParallel& tensor, DType dtype,
+                  Arena& arena) {
     const int64_t N = s.rows(), S = tensor.stream_rows(N), C = c.n_embd;
     const DType stat = accumulator_of(dtype);
     auto of = [&](const char* name, DType d, const Shape& shape) {
@@ -246,9 +267,9 @@ struct OutputGradients {
     qkv = alloc("gradient of qkv", {N, c.qkv_size()});
     middle = alloc("gradient of middle", {S, C});
     out = alloc("gradient of out", {S, C});
-    if (c.sparse_layers() < c.n_layer) up = alloc("gradient of up", {N, c.mlp_in_size()});
+    if (has_dense(c, layers)) up = alloc("gradient of up", {N, c.mlp_in_size()});
+    if (!has_sparse(c, layers)) return;
     const Experts& e = c.experts;
-    if (e.count == 0) return;
     const int64_t R = e.room(S);
     experts.logits = of("gradient of router logits", stat, {S, e.count});
     if (e.ranks == 1) {

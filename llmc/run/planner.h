@@ -81,8 +81,10 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
     plan.exposed_seconds = stream.exposed_seconds() - exposed_before;
     for (const Comm* comm : dp.tensor_groups()) plan.step_traffic.emplace_back(comm->name(), comm->bytes_sent());
   }
-  if (config.zero.holds == Holds::training_state || !config.generates) trainer.evaluate(1, 1, nothing);
-  for (int64_t length = 1; length < config.batch.T; length *= 2) trainer.evaluate(1, 1, nothing, {}, length);
+  // With several chunks a stage, as many micro-batches are on their way as there are stages (forward_orders).
+  const int64_t in_flight = config.chunks > config.stages ? config.stages : 1;
+  if (config.zero.holds == Holds::training_state || !config.generates) trainer.evaluate(in_flight, 1, nothing);
+  for (int64_t length = 1; length < config.batch.T; length *= 2) trainer.evaluate(in_flight, 1, nothing, {}, length);
   if (config.generates) {
     std::vector<int32_t> tokens;
     for (int64_t length = 1;; length = std::min(2 * length, config.batch.T)) {

@@ -46,15 +46,19 @@ class PassMemory {
       : config_(config),
         period_(period),
         chunks_(chunks),
+        model_(config.part()),
         // Forward only: nothing is kept for a backward; the blocks of a chunk write to two outputs in turn.
         block_sets_(
-            actions, [&](int c) { return std::min(layers(c), purpose == Purpose::train ? layers(c) : 2); },
+            actions,
+            [&](int c) {
+              if (purpose == Purpose::train) return kinds_of(c);
+              return std::vector<Layers>(std::min<size_t>(kinds_of(c).size(), 2), Layers::any);
+            },
             ActionKind::forward, is_backward),
         input_sets_(
-            actions, [&](int c) { return has_own_input(c) ? 1 : 0; }, ActionKind::forward, is_backward),
+            actions, [&](int c) { return std::vector<int>(has_own_input(c), 0); }, ActionKind::forward, is_backward),
         product_sets_(parts(actions, ActionKind::forward)),
-        gradient_sets_(parts(actions, ActionKind::backward_input)),
-        model_(config.part()) {
+        gradient_sets_(parts(actions, ActionKind::backward_input)) {
     const ModelConfig& model = model_;
     BatchShape shape = config.share(all, purpose, 0);  // of the largest slice
     for (int k = 0; k < config.slices_for(purpose); ++k) {
@@ -64,8 +68,9 @@ class PassMemory {
     const Shape stream_shape{config.tensor.stream_rows(shape.rows()), model.n_embd};
     const Recompute recompute = config.recompute_for(purpose);
     const Backward backward = gradient_sets_.count() > 0 ? Backward::in_parts : Backward::whole;
-    auto product_inputs = [&](ActionKind made_by) {
-      return BlockActivations::product_inputs(model, shape, config.tensor, config.dtype, recompute, made_by, arena);
+    auto product_inputs = [&](const PassSets& sets, size_t set, ActionKind made_by) {
+      return BlockActivations::product_inputs(model, shape, sets.kind_of<Layers>(set), config.tensor, config.dtype,
+                                              recompute, made_by, arena);
     };
     // The activations that are recomputed, one set for all.
     const BlockActivations shared =
@@ -76,13 +81,14 @@ class PassMemory {
     for (size_t i = 0; i < input_sets_.count(); ++i)
       chunk_inputs_.push_back(arena.alloc("activations", "input of a chunk", config.dtype, stream_shape));
     for (const BatchShape& room : rooms_of_blocks(actions))
-      blocks_.push_back(
-          BlockActivations::kept(model, room, config.tensor, config.dtype, recompute, backward, shared, arena));
+      blocks_.push_back(BlockActivations::kept(model, room, block_sets_.kind_of<Layers>(blocks_.size()), config.tensor,
+                                               config.dtype, recompute, backward, shared, arena));
     if (sliced()) keys_of_slices(actions, all, arena);
-    for (size_t i = 0; i < product_sets_.count(); ++i) products_.push_back(product_inputs(ActionKind::forward));
+    for (size_t i = 0; i < product_sets_.count(); ++i)
+      products_.push_back(product_inputs(product_sets_, i, ActionKind::forward));
     for (size_t i = 0; i < gradient_sets_.count(); ++i) {
-      recomputed_products_.push_back(product_inputs(ActionKind::backward_input));
-      gradients_.emplace_back(model, shape, config.tensor, config.dtype, arena);
+      recomputed_products_.push_back(product_inputs(gradient_sets_, i, ActionKind::backward_input));
+      gradients_.emplace_back(model, shape, gradient_sets_.kind_of<Layers>(i), config.tensor, config.dtype, arena);
     }
     if (purpose == Purpose::train)
       gradient_ = arena.alloc("gradients of activations", "gradient", config.dtype, stream_shape);
@@ -114,7 +120,7 @@ class PassMemory {
       for (size_t l = 0; l < blocks.size(); ++l) blocks[l] = blocks_[set_of(sets, static_cast<int64_t>(l))];
     }
     for (size_t l = 0; sliced() && l < blocks.size(); ++l) {
-      blocks[l] = BlockActivations::part_of(blocks[l], model_, slot.shape, config_.tensor);
+      blocks[l] = BlockActivations::part_of(blocks[l], model_, slot.shape, kinds_of(a.chunk)[l], config_.tensor);
       blocks[l].slice_keys = {keys_[key_sets_.of(a.chunk, a.micro_batch)[l]],
                               key_gradients_[static_cast<size_t>(a.chunk)][l]};
     }
@@ -132,6 +138,12 @@ class PassMemory {
 
  private:
   int64_t layers(int chunk) const { return static_cast<int64_t>(chunks_[static_cast<size_t>(chunk)].layers.size()); }
+  // Of its layers.
+  std::vector<Layers> kinds_of(int chunk) const {
+    std::vector<Layers> kinds;
+    for (const int64_t l : chunks_[static_cast<size_t>(chunk)].layers) kinds.push_back(kind_of_layer(model_, l));
+    return kinds;
+  }
   // Is its input not the output of another chunk of this rank?
   bool has_own_input(int chunk) const {
     const Pipeline pipeline = config_.pipeline();
@@ -143,7 +155,7 @@ class PassMemory {
     if (std::none_of(actions.begin(), actions.end(), [&](const Action& a) { return is_weight_part(a.kind); }))
       return PassSets();
     return PassSets(
-        actions, [&](int c) { return layers(c); }, from, is_weight_part);
+        actions, [&](int c) { return kinds_of(c); }, from, is_weight_part);
   }
   static size_t set_of(const std::vector<size_t>& sets, int64_t layer) {
     return sets[static_cast<size_t>(layer) % sets.size()];
@@ -172,7 +184,8 @@ class PassMemory {
     for (const Action& a : actions)
       if (a.slice == 0) ends.push_back(a);
     key_sets_ = PassSets(
-        ends, [&](int c) { return layers(c); }, ActionKind::forward, is_backward);
+        ends, [&](int c) { return std::vector<int>(static_cast<size_t>(layers(c)), 0); }, ActionKind::forward,
+        is_backward);
     auto alloc = [&](const char* name, DType dtype) {
       return arena.alloc("keys of token slices", name, dtype, {all.rows(), 2 * model_.kv_size()});
     };
@@ -187,8 +200,8 @@ class PassMemory {
   const StepConfig& config_;
   int64_t period_;
   std::vector<Chunk> chunks_;  // of the model; without layers where they are elsewhere
+  ModelConfig model_;          // of this rank's part
   PassSets block_sets_, input_sets_, product_sets_, gradient_sets_;
-  ModelConfig model_;               // of this rank's part
   std::vector<BatchShape> shapes_;  // by slice
   PassSets key_sets_;
   std::vector<Tensor> keys_;

@@ -36,6 +36,7 @@ class SliceTimes {
         stream_(device_, scratch_),
         dp_(mesh_of({}, config.tensor), 0, device_, DataParallel::null_groups(0), no_hooks, config.tensor),
         table_(part_of(parameter_table(config.model), config.tensor, 0)),
+        kind_(kind_of_layer(model_, typical_layer(config.model))),
         layer_(layer_units(config.model)[static_cast<size_t>(typical_layer(config.model))]),
         block_(table_[layer_.block], config.dtype, {}, 0, arena_),
         experts_(layer_.experts
@@ -55,7 +56,7 @@ class SliceTimes {
     const int64_t T = config_.batch.T;
     const Recompute recompute = config_.recompute;
     BlockActivations acts = BlockActivations::kept(
-        model_, shape, config_.tensor, config_.dtype, recompute, Backward::whole,
+        model_, shape, kind_, config_.tensor, config_.dtype, recompute, Backward::whole,
         BlockActivations::recomputed(model_, shape, config_.tensor, config_.dtype, recompute, arena_), arena_);
     auto alloc = [&](DType dtype, const Shape& as) { return arena_.alloc("slices on paper", "a tensor", dtype, as); };
     const Shape keys{shape.B * T, 2 * model_.kv_size()};
@@ -105,6 +106,7 @@ class SliceTimes {
   Stream stream_;
   DataParallel dp_;
   ParamTable table_;
+  Layers kind_;
   LayerUnits layer_;
   UnitState block_;
   std::unique_ptr<UnitState> experts_;  // none: of a dense layer

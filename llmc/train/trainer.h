@@ -224,16 +224,10 @@ class Trainer {
 
   // The forwards of this rank, with their messages.
   std::vector<Action> forwards(int64_t micro_batches) const {
-    std::vector<Action> actions;
-    const Pipeline pipeline = config_.pipeline();
-    auto elsewhere = [&](int c) { return c >= 0 && c < config_.chunks && pipeline.stage_of(c) != dp_.stage; };
-    for (const Action& a : forward_only(config_.chunks, micro_batches)) {
-      if (elsewhere(a.chunk)) continue;
-      if (elsewhere(a.chunk - 1)) actions.push_back({ActionKind::receive_activations, a.chunk, a.micro_batch});
-      actions.push_back(a);
-      if (elsewhere(a.chunk + 1)) actions.push_back({ActionKind::send_activations, a.chunk, a.micro_batch});
-    }
-    return actions;
+    Pipeline pipeline = config_.pipeline();
+    pipeline.micro_batches = micro_batches;
+    pipeline.slices = 1;
+    return forward_actions(pipeline)[static_cast<size_t>(dp_.stage)];
   }
 
   void check_headers() {

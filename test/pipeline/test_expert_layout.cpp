@@ -42,3 +42,43 @@ TEST_CASE("layers with experts cost what a token uses of them, and --pp-layout b
   REQUIRE(balanced == Catch::Approx(least).epsilon(1e-3));
   REQUIRE(balanced < 0.95 * most_flops({4, 3}));
 }
+
+TEST_CASE("dense layers and layers with experts keep each only what they need") {
+  ModelConfig model = selftest::Model{"qwen2_moe", false, DType::fp32, 2, 2}.config();
+  model.n_layer = 7;
+  model.experts.dense_layers = {0, 1, 3};
+  constexpr int64_t micro_batches = 5;
+  for (const Schedule schedule : {Schedule::gpipe, Schedule::one_f_one_b, Schedule::zb_h1})
+    for (const Recompute recompute : all_recompute) {
+      INFO(name_of(schedule) << ", " << name_of(recompute));
+      StepConfig step{.model = model, .batch = {2, 16}, .micro_batches = micro_batches, .recompute = recompute};
+      step.generates = false;
+      step.schedule = schedule;
+      const bool in_parts = schedule == Schedule::zb_h1;
+      if (in_parts) {
+        step.stages = step.chunks = 2;
+        step.layers = {4, 3};
+      }
+      const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
+      for (int stage = 0; stage < step.stages; ++stage) {
+        auto bytes_of = [&](Layers layers) {
+          Arena arena({DeviceKind::null});
+          BlockActivations::kept(model, step.batch, layers, {}, step.dtype, recompute,
+                                 in_parts ? Backward::in_parts : Backward::whole, {}, arena);
+          return arena.used();
+        };
+        const int64_t layers = step.stages == 1 ? 7 : (stage == 0 ? 4 : 3), first = stage == 0 ? 0 : 4;
+        int64_t dense = 0;
+        for (const int64_t l : model.experts.dense_layers) dense += l >= first && l < first + layers;
+        const int64_t kept = schedule == Schedule::gpipe ? micro_batches : step.stages - stage;
+        const int64_t input = step.batch.rows() * model.n_embd * 4;
+        int64_t planned = 0;
+        for (const MemoryLine& line : (plan.stages.empty() ? plan : *plan.stages[static_cast<size_t>(stage)]).memory)
+          if (line.label == "activations" || line.label == "activations of experts") planned += line.bytes;
+        if (recompute != Recompute::block)
+          REQUIRE(std::max(bytes_of(Layers::dense), bytes_of(Layers::sparse)) < bytes_of(Layers::any));
+        REQUIRE(planned ==
+                kept * (dense * bytes_of(Layers::dense) + (layers - dense) * bytes_of(Layers::sparse) + input));
+      }
+    }
+}

@@ -165,6 +165,22 @@ TEST_CASE("a pipeline of one stage computes in the order of one rank") {
     REQUIRE(pipeline_actions({schedule, 1, 1, 5})[0] == training_actions(schedule, 1, 5));
 }
 
+TEST_CASE("forwards alone fill the stages of every schedule, and cannot hang") {
+  for_all(schedules, 16, 32, [](const Pipeline& p, const Lists&) {
+    const Lists lists = forward_actions(p);
+    REQUIRE_NOTHROW(check_forwards(p, lists));
+    // The last micro-batch begins as soon as the first stage may take it, and then waits for nothing.
+    const int64_t P = p.stages, V = p.chunks_per_stage, M = p.micro_batches, full = (M - 1) / P * P * V;
+    const int64_t begins = p.schedule == Schedule::zb_v ? 2 * (M - 1) : full + (M - 1) % P;
+    REQUIRE(simulate(p, lists).makespan <= static_cast<double>(begins + p.chunks()));
+    for (const ActionList& list : lists) REQUIRE(micro_batches_in_flight(list) <= (V == 1 ? 1 : P));
+  });
+  // One micro-batch at a time would take 2 P M.
+  REQUIRE(simulate({Schedule::interleaved, 4, 2, 16}, forward_actions({Schedule::interleaved, 4, 2, 16})).makespan ==
+          2 * 16 + 3);
+  REQUIRE(simulate({Schedule::zb_v, 4, 2, 16}, forward_actions({Schedule::zb_v, 4, 2, 16})).makespan == 2 * 16 + 6);
+}
+
 TEST_CASE("a simulation takes the times of chunks and messages") {
   const Pipeline two{Schedule::gpipe, 2, 1, 1};
   const Simulation head = simulate(two, pipeline_actions(two), {.chunk = {1, 3}});

@@ -197,7 +197,7 @@ TEST_CASE("activations are kept by slice, as many as the law says, and keys by m
           for (int s = 0; s < P; ++s) {
             const ActionList& list = lists[static_cast<size_t>(s)];
             INFO(name_of(schedule) << " P " << P << " M " << M << " K " << K << " stage " << s);
-            const auto one = [](int) { return 1; };
+            const auto one = [](int) { return std::vector<int>{0}; };
             REQUIRE(static_cast<int64_t>(PassSets(list, one, ActionKind::forward, is_backward).count()) ==
                     *activations_law(p, s));
             REQUIRE(micro_batches_in_flight(list) == most_kept(p, list).micro_batches);

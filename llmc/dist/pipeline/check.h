@@ -16,9 +16,11 @@ namespace detail {
 // Checks one stage after another, then what goes between them.
 class ListCheck {
  public:
-  ListCheck(const Pipeline& p, const std::vector<ActionList>& lists)
+  enum class Lists : uint8_t { of_steps, of_forwards };
+  ListCheck(const Pipeline& p, const std::vector<ActionList>& lists, Lists what)
       : p_(p),
         lists_(lists),
+        what_(what),
         done_(kinds, PerPass<uint8_t>(p, 0)),
         last_(kinds, std::vector<int64_t>(static_cast<size_t>(p.chunks()), -1)) {}
 
@@ -114,12 +116,13 @@ class ListCheck {
       CHECK(!needed || is_done(kind, a), "stage {}: {} is missing", p_.stage_of(c), text(a));
     };
     require(forward, true);
+    require(send_activations, elsewhere(c, c + 1));
+    require(receive_activations, elsewhere(c, c - 1));
+    if (what_ == Lists::of_forwards) return;
     require(backward, !p_.splits_backward());
     require(backward_input, p_.splits_backward());
     require(backward_weight, p_.splits_backward());
     require(update, p_.schedule == Schedule::pipedream);
-    require(send_activations, elsewhere(c, c + 1));
-    require(receive_activations, elsewhere(c, c - 1));
     require(send_gradients, elsewhere(c, c - 1));
     require(receive_gradients, elsewhere(c, c + 1));
   }
@@ -193,16 +196,21 @@ class ListCheck {
 
   const Pipeline& p_;
   const std::vector<ActionList>& lists_;
+  Lists what_;
   std::vector<PerPass<uint8_t>> done_;      // by kind
   std::vector<std::vector<int64_t>> last_;  // by kind and chunk: the pass before
 };
 
 }  // namespace detail
 
-// Throws an Error that names the stage and the action.
+// Throws an Error that names the stage and the action. Lists of steps, and of forwards alone.
 inline void check_actions(const Pipeline& p, const std::vector<ActionList>& lists) {
   require_possible(p);
-  detail::ListCheck(p, lists).run();
+  detail::ListCheck(p, lists, detail::ListCheck::Lists::of_steps).run();
+}
+inline void check_forwards(const Pipeline& p, const std::vector<ActionList>& lists) {
+  require_possible(p);
+  detail::ListCheck(p, lists, detail::ListCheck::Lists::of_forwards).run();
 }
 
 }  // namespace llmc

@@ -9,13 +9,14 @@
 
 namespace llmc {
 
-// One list of actions per stage. Where messages come in the lists is decided for all stages at once: all messages are
-// put into one order, that of the times at which they are made if every pass takes its time of PassCosts, and each is
-// put into the lists of its sender and its receiver at this place, before what they begin at that time or later. So no
-// stage waits in a circle, even if every send waited until its receive begins; and two stages see the messages between
-// them in the same order.
-inline std::vector<ActionList> pipeline_actions(const Pipeline& p) {
-  const std::vector<ActionList> computes = compute_orders(p);
+namespace detail {
+
+// Adds the messages to what each stage computes. Where they come in the lists is decided for all stages at once: all
+// messages are put into one order, that of the times at which they are made if every pass takes its time of PassCosts,
+// and each is put into the lists of its sender and its receiver at this place, before what they begin at that time or
+// later. So no stage waits in a circle, even if every send waited until its receive begins; and two stages see the
+// messages between them in the same order.
+inline std::vector<ActionList> with_messages(const Pipeline& p, const std::vector<ActionList>& computes) {
   const Simulation sim = simulate(p, computes);
   struct Message {
     double time;
@@ -54,6 +55,16 @@ inline std::vector<ActionList> pipeline_actions(const Pipeline& p) {
     }
   for (int s = 0; s < p.stages; ++s) compute_until(s, sim.makespan + 1);
   return lists;
+}
+
+}  // namespace detail
+
+// One list of actions per stage: of a step, and of forwards alone.
+inline std::vector<ActionList> pipeline_actions(const Pipeline& p) {
+  return detail::with_messages(p, compute_orders(p));
+}
+inline std::vector<ActionList> forward_actions(const Pipeline& p) {
+  return detail::with_messages(p, forward_orders(p));
 }
 
 // The lists of pipedream again, one turn after another: how many micro-batches there are until the next flush is known

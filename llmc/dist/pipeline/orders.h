@@ -127,4 +127,23 @@ inline std::vector<ActionList> compute_orders(const Pipeline& p) {
   return orders;
 }
 
+// The forwards alone, of p.micro_batches whole micro-batches: evaluation and generation. As on a conveyor belt: a
+// micro-batch enters chunk c at begins_at(m) + c, so that no stage has two at a time, and none waits once it is full.
+inline std::vector<ActionList> forward_orders(const Pipeline& p) {
+  const int64_t P = p.stages, V = p.chunks_per_stage;
+  auto begins_at = [&](int64_t m) {
+    if (p.schedule == Schedule::zb_v) return 2 * m;  // the chunks on the way up take the turns between
+    return m / P * P * V + m % P;                    // P of them, which then come round for the next chunk
+  };
+  std::vector<ActionList> orders(static_cast<size_t>(P));
+  for (int c = 0; c < p.chunks(); ++c)
+    for (int64_t m = 0; m < p.micro_batches; ++m)
+      orders[static_cast<size_t>(p.stage_of(c))].push_back({ActionKind::forward, c, m});
+  for (ActionList& order : orders)
+    std::sort(order.begin(), order.end(), [&](const Action& a, const Action& b) {
+      return begins_at(a.micro_batch) + a.chunk < begins_at(b.micro_batch) + b.chunk;
+    });
+  return orders;
+}
+
 }  // namespace llmc
