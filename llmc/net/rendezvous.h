@@ -101,9 +101,11 @@ class ControlPlane {
     aborted_ = true;
     changed_.notify_all();
   }
-  // This process has failed for this reason, of which all others learn.
-  void report_failure(const std::string& why) {
+  // This process has failed for this reason, of which all others learn; where it knows that the job cannot go on, for
+  // that reason, which one that was away for a while may not have heard of yet.
+  void report_failure(std::string why) {
     std::lock_guard lock(mutex_);
+    if (!fault_.empty()) why = fault_;
     for (const auto& [line, process] : lines_)
       if (process <= 1) control_->send(line, {Kind::failed, {why}});
     suspect(process(), why);

@@ -116,6 +116,13 @@ TEST_CASE("a process that fails tells all others why, and what follows from it i
   }
 }
 
+TEST_CASE("who knows why the job ends reports that, and not what follows from it, to who does not know yet") {
+  Watched job(3);
+  job.jobs[2].end_job("the disk is full");  // the others do not hear of it
+  job[2].failed(2, "a consequence");
+  for (int p = 0; p < 3; ++p) REQUIRE(job[p].reason(20) == "the disk is full");
+}
+
 TEST_CASE("a rank that is busy for longer than the timeout is waited for") {
   Watched job(2);
   std::atomic<bool> done = false;
