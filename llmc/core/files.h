@@ -36,6 +36,8 @@ class File {
  public:
   // Only regular files: reading a FIFO or a terminal would wait for someone to write, without end.
   static File open_read(const std::string& path) { return File(path, O_RDONLY, "open"); }
+  // Not through a symbolic link, which would be lost where the file is then replaced.
+  static File open_own(const std::string& path) { return File(path, O_RDONLY | O_NOFOLLOW, "open"); }
   static File create(const std::string& path) { return File(path, O_WRONLY | O_CREAT | O_TRUNC, "create"); }
   // Not through a symbolic link: what is appended would land elsewhere.
   static File append(const std::string& path) {

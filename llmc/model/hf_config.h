@@ -291,6 +291,14 @@ inline std::string why_no_model(const std::string& model) {
 
 }  // namespace detail
 
+// Refuses a preset, or what may be meant as the name of one, for what needs weights. option: "--generate"
+inline void require_trained_model(const char* option, const std::string& model) {
+  const bool is_word = model.find('/') == std::string::npos && !model.ends_with(".bin") && !is_directory(model);
+  CHECK(!model_preset(model) && !is_word,
+        "{} needs a trained model: --model {} is {}; name a checkpoint's directory, such as out/step-001000", option,
+        model, model_preset(model) ? "a preset" : "no directory");
+}
+
 // A preset or a directory with config.json, then the overrides. Sizes that are not given scale with those that are: the
 // feed-forward widths with the channels, rounded down; key-value heads with the heads, if that is a whole number; the
 // heads divide the channels.

@@ -207,9 +207,9 @@ class RunDirectory {
   }
 
   MetricsKept metrics_until(int64_t step, OwnValidation own = OwnValidation::keep) const {
-    return path_exists(metrics_file())
-               ? llmc::metrics_until(read_text(metrics_file(), std::numeric_limits<int64_t>::max()), step, own)
-               : MetricsKept();
+    if (!path_exists(metrics_file())) return {};
+    File::open_own(metrics_file());
+    return llmc::metrics_until(read_text(metrics_file(), std::numeric_limits<int64_t>::max()), step, own);
   }
 
   // Truncates metrics.jsonl after the lines of a checkpoint's step. Damaged lines go to a file of their own.

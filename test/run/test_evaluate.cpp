@@ -121,6 +121,7 @@ TEST_CASE("what cannot be evaluated, or would be ignored, is refused by name") {
     REQUIRE(r.err.find(words) != std::string::npos);
   };
   refused("-j " + tiny_data, "needs a trained model: --model d12 is a preset");
+  refused("--model elsewhere -j " + tiny_data, "needs a trained model: --model elsewhere is no directory");
   refused("--model " + model, "give --val-data, --eval-choices or both");
   refused("--model " + model + " -m 3 --eval-choices x", "--val-steps 3 is a part of --val-data");
   refused("--model " + model + " -j " + tiny_data + " --lr 1e-3 -x 3 -o x", "--max-steps, --out-dir and --lr");

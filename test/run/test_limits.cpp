@@ -27,8 +27,8 @@ TEST_CASE("memory and threads that a limit refuses are named, with the limit, an
   REQUIRE(says(Error("ours")) == "ours");
 }
 
-TEST_CASE("a lock or log that is a symbolic link is refused, and what it links to stays as it is") {
-  for (const char* name : {".lock", "log.txt"}) {
+TEST_CASE("a lock, log or metrics that are a symbolic link are refused, and what it links to stays as it is") {
+  for (const char* name : {".lock", "log.txt", "metrics.jsonl"}) {
     INFO(name);
     const TempDir dir;
     std::ofstream(dir / "precious") << "precious\n";

@@ -74,4 +74,7 @@ TEST_CASE("a run has it from its start to its end; one that began with the prese
   run_well(shape + " --max-steps 2 --out-dir " + (dir / "moved") + " --resume " + (dir / "old/step-000001") +
            " --tokenizer " + gpt2);
   REQUIRE(vocabulary("moved/step-000002") == 50257);
+  run_well(shape + " --max-steps 2 --out-dir " + (dir / "branch") + " --branch-from " + (dir / "old/step-000001") +
+           " --tokenizer " + gpt2);
+  REQUIRE(vocabulary("branch/step-000002") == 50257);
 }

@@ -16,13 +16,14 @@ namespace llmc {
 
 // For --evaluate: that of the model's training, as far as its directory says, otherwise the usual one.
 inline int64_t default_length(const Options& o) {
-  if (model_preset(o.model)) return o.seq_len;  // refused
+  require_trained_model("--evaluate", o.model);
   return std::min(trained_seq_len(o.model).value_or(o.seq_len), resolve_model(o.model, {}).n_positions);
 }
 
 namespace detail {
 
-// The --vocab-size that the checkpoint to resume from recorded; "": the run had none. None: no run is resumed.
+// The --vocab-size that the checkpoint to resume from, or to branch from, recorded; "": the run had none. None: a run
+// begins.
 inline std::optional<std::string> recorded_vocabulary(const Options& o) {
   if (o.restart || o.resume == "never") return std::nullopt;
   std::vector<std::string> checkpoints;
@@ -30,6 +31,7 @@ inline std::optional<std::string> recorded_vocabulary(const Options& o) {
   else if (is_directory(o.out_dir))
     for (const int64_t step : checkpoint_steps(o.out_dir))
       checkpoints.insert(checkpoints.begin(), checkpoint_path(o.out_dir, step));
+  if (!o.branch_from.empty()) checkpoints.push_back(o.branch_from);
   for (const std::string& checkpoint : checkpoints) try {
       const nlohmann::json options = read_json(checkpoint + "/trainer.json").value("options", nlohmann::json());
       if (options.is_object()) return options.value("--vocab-size", std::string());

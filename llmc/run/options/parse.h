@@ -211,8 +211,7 @@ inline void validate_generation(const Options& o) {
 }
 
 inline void validate_evaluation(const Options& o) {
-  CHECK(!model_preset(o.model), "--evaluate needs a trained model: --model {} is a preset; name a checkpoint directory",
-        o.model);
+  require_trained_model("--evaluate", o.model);
   CHECK(!o.from_scratch,
         "--evaluate with --from-scratch: random weights are not worth a number; leave out one of them");
   CHECK(!o.val_data.empty() || !o.eval_choices.empty(),
