@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Tiny runs of one rank, of four and of a pipeline of four stages, and some with long steps, are killed at random moments,
-# half of them within the first 0.2 seconds, some on a full disk, and started again until they are done. No start is
-# refused, and in the end weights, optimizer state and metrics are bitwise those of a run that nobody killed.
+# Tiny runs of every axis, as threads and as two processes, some with long steps, some saved by the clock, some branches of
+# another run, are killed at random moments, half of them within the first 0.2 seconds, some on a full disk, and started
+# again until they are done. No start is refused, and in the end weights, optimizer state and metrics are bitwise those of
+# a run that nobody killed.
 #
 #   test/scripts/long_kills_test.sh [KILLS]     default: 300; SEED=N repeats a test. Full disks need root, for a tmpfs.
 set -euo pipefail
@@ -16,7 +17,7 @@ disk=
 if mount -t tmpfs -o size=3m tmpfs "$dir/disk" 2>/dev/null; then disk=yes; fi
 fail() {
   echo "long_kills_test: $1; SEED=$SEED test/scripts/long_kills_test.sh $kills repeats it" >&2
-  cat "$dir/err" >&2
+  cat "$dir"/err* >&2
   ls -la "$out" >&2
   exit 1
 }
@@ -30,6 +31,47 @@ tiny=(--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --batch-si
   four=("${one[@]}" --local-ranks 4 --zero-stage 2)
   stages=("${one[@]}" --pp 4 --n-layer 5 --schedule gpipe)
   long=("${tiny[@]}" --total-batch-size 33000 --max-steps 6 --checkpoint-every 2 --val-every 3)
+  sharded=("${one[@]}" --local-ranks 2 --zero-stage 3)
+  tensor=("${one[@]}" --tp 2)
+  context=("${one[@]}" --cp 2 --seq-len 32 --total-batch-size 256)
+  experts=("${one[@]}" --model d1-e4 --ep 2 --local-ranks 2)
+  zero_bubble=("${one[@]}" --pp 2 --n-layer 4 --schedule zb-v)
+  interleaved=("${one[@]}" --pp 2 --n-layer 4 --schedule interleaved --pp-chunks 2)
+  asynchronous=("${one[@]}" --model llama2:7B --pp 2 --n-layer 2 --n-ffn 32
+    --schedule pipedream --total-batch-size 66)
+  processes=("${one[@]}" --zero-stage 1 --init-timeout 8)
+  clock=("${one[@]}" --local-ranks 2 --checkpoint-every 0 --checkpoint-minutes 0.001)
+  long_clock=("${long[@]}" --checkpoint-every 0 --checkpoint-minutes 0.001)
+  branch=("${one[@]}" --lr 5e-3 --branch-from "$dir/parent/step-000100")
+  branch_of_two=("${branch[@]}" --init-timeout 8 --checkpoint-minutes 0.002)
+}
+kinds=(one four long stages sharded tensor context experts zero_bubble interleaved asynchronous processes clock long_clock
+  branch branch_of_two)
+of_two_processes=(processes branch_of_two)
+# run_it KIND OUT: in the background, as one process or two; their ids are in `started`, and outputs in "$dir"/out*, err*
+run_it() {
+  local -n options_of_kind=$1
+  local process count=1 line
+  started=()
+  if [[ " ${of_two_processes[*]} " = *" $1 "* ]]; then count=2; fi
+  rm -f "$dir"/out* "$dir"/err*
+  for ((process = 0; process < count; ++process)); do
+    line=("${options_of_kind[@]}" --out-dir "$2")
+    [ $count = 1 ] || line+=(--rank "$process" --world-size "$count" --rendezvous "file:$dir/meet" --local-ranks 1)
+    ./train_gpt "${line[@]}" >"$dir/out$process" 2>"$dir/err$process" &
+    started+=($!)
+  done
+}
+# Waits for all that were started: the status of one that was not 0, of 1 if there is one that was neither killed nor told to
+# end; and 0 if all were.
+end_all() {
+  local process status all=0
+  for process in "${started[@]}"; do
+    status=0
+    wait "$process" 2>/dev/null || status=$?
+    if [ $status != 0 ] && { [ $all = 0 ] || [ $status -gt $all ]; }; then all=$status; fi
+  done
+  return $all
 }
 # results OUT: what must not depend on interruptions
 results() {
@@ -42,30 +84,32 @@ for line in open(sys.argv[1]):
 PY
 }
 
-kinds=(one four long stages)
+out=$dir/parent
+./train_gpt "${one[@]}" --max-steps 100 --out-dir "$out" >"$dir/out0" 2>"$dir/err0" || fail "the parent of branches failed"
 for kind in "${kinds[@]}"; do
-  declare -n line=$kind
   out=$dir/whole-$kind
-  ./train_gpt "${line[@]}" --out-dir "$out" >"$dir/out" 2>"$dir/err" || fail "the run that nobody kills failed"
+  run_it "$kind" "$out"
+  end_all || fail "the run that nobody kills failed ($kind)"
   results "$out" >"$dir/whole-$kind.txt"
+  rm -rf "$out"
 done
 
 milliseconds() { printf '%d.%03d' $(($1 / 1000)) $(($1 % 1000)); }
 # start PLACE KIND ATTEMPT: starts the run and kills it at a random moment, later with each attempt. 0: it is done.
 declare -A ended=([0]=0 [1]=0 [75]=0 [other]=0)
 start() {
-  local -n options_of_kind=$2
   local signals=(KILL TERM INT) signal status=0 process
+  if [ "$2" = asynchronous ]; then signals=(KILL KILL KILL); fi   # who saves empties the pipeline, and then others are its sums
   signal=${signals[RANDOM % 3]}
-  ./train_gpt "${options_of_kind[@]}" --out-dir "$1/run" >"$dir/out" 2>"$dir/err" &
-  process=$!
+  run_it "$2" "$1/run"
+  process=${started[RANDOM % ${#started[@]}]}
   sleep "$(milliseconds $((RANDOM % 2 ? RANDOM % 200 : RANDOM % (900 + 100 * $3))))"
-  kill -s "$signal" $process 2>/dev/null || true
+  kill -s "$signal" "$process" 2>/dev/null || true
   if [ $((RANDOM % 4)) = 0 ]; then   # it may be saving
     sleep "$(milliseconds $((RANDOM % 50)))"
-    kill -s KILL $process 2>/dev/null || true
+    kill -s KILL "$process" 2>/dev/null || true
   fi
-  wait $process 2>/dev/null || status=$?
+  end_all || status=$?
   case $status in
     0 | 1 | 75) ended[$status]=$((ended[$status] + 1)) ;;
     130 | 137 | 143) ended[other]=$((ended[other] + 1)) ;;   # SIGKILL, or before the handlers of signals are there
@@ -77,8 +121,8 @@ start() {
 killed=0 runs=0 full=0
 while [ $killed -lt "$kills" ]; do
   runs=$((runs + 1))
-  kind=${kinds[runs % 4]} place=$dir/place
-  if [ -n "$disk" ] && [ $((runs / 4 % 2)) = 1 ]; then place=$dir/disk; fi
+  kind=${kinds[runs % ${#kinds[@]}]} place=$dir/place
+  if [ -n "$disk" ] && [ $((runs / ${#kinds[@]} % 2)) = 1 ]; then place=$dir/disk; fi
   mkdir -p "$place"
   out=$place/run
   for attempt in $(seq 200); do
@@ -94,7 +138,7 @@ while [ $killed -lt "$kills" ]; do
     if [ $status = 0 ]; then break; fi
     if [ $status = 1 ]; then
       if [ -z "$filled" ]; then fail "a start was refused"; fi
-      grep -q -e 'No space left' -e 'free' "$dir/err" || fail "a start on a full disk failed with another reason"
+      grep -q -e 'No space left' -e 'free' "$dir"/err* || fail "a start on a full disk failed with another reason"
     else
       killed=$((killed + 1))
     fi
