@@ -308,7 +308,8 @@ TEST_CASE("a validation of more steps than there is data uses all of it, for any
   const double whole = loss("whole", " --val-steps 500 --batch-size 10");
   REQUIRE(std::isfinite(whole));
   REQUIRE(loss("most", " --val-steps 4611686018427387904 --batch-size 10") == whole);
-  REQUIRE(std::abs(loss("small", " --val-steps 4611686018427387904 --batch-size 1") / whole - 1) < 1e-9);
+  // The products of other micro-batches are rounded otherwise, to 6e-8; a target left out would be 1e-4 of the sum.
+  REQUIRE(std::abs(loss("small", " --val-steps 4611686018427387904 --batch-size 1") / whole - 1) < 1e-6);
 }
 
 TEST_CASE("a tokenizer that is not the data's, and llm.c's deep models, get a notice") {
