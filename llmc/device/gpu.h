@@ -165,11 +165,11 @@ inline void require_code_for_gpus(const std::vector<int>&) {}
 #endif
 
 // Bytes that arenas may take on each of these GPUs, which are this process's own: the least free memory, minus what
-// libraries allocate.
-inline int64_t gpu_memory(const std::vector<int>& own) {
+// libraries allocate. processes: that share a GPU; the others may have yet to make their contexts.
+inline int64_t gpu_memory(const std::vector<int>& own, int64_t processes) {
   int64_t least = std::numeric_limits<int64_t>::max();
   for (const int gpu : own) least = std::min(least, free_memory_of_own(gpu));
-  return std::max<int64_t>(0, least - gpu_reserve);
+  return std::max<int64_t>(0, least - processes * gpu_reserve);
 }
 
 // Which GPUs this process sees, by the addresses of their slots.

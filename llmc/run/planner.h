@@ -13,6 +13,9 @@
 
 namespace llmc {
 
+// In the memory of a plan: what NCCL takes for a rank's groups.
+inline constexpr const char* nccl_label = "NCCL";
+
 struct Plan {
   int64_t arena_bytes = 0, scratch_bytes = 0;
   std::vector<MemoryLine> memory;  // of a rank: what is live at the high-water mark, scratch last
@@ -107,7 +110,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
     int64_t bytes = 0;
     for (const Comm* comm : dp.tensor_groups())
       bytes += nccl_bytes(comm->name(), comm->size(), static_cast<int>(comm->partners().size()));
-    if (bytes > 0) plan.memory.push_back({"NCCL", bytes});
+    if (bytes > 0) plan.memory.push_back({nccl_label, bytes});
   }
   if (dp.ranks() > 1 && rank == 0 && config.zero.updates() == ZeroConfig::Updates::server)
     plan.others = std::make_shared<Plan>(make_plan(config, target, 1));

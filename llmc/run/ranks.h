@@ -1,6 +1,7 @@
 // ranks.h: one rank: memory of exactly the planned size, its stream, its groups and its trainer; and several ranks as
 // threads of this process.
 #pragma once
+#include <algorithm>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -19,6 +20,7 @@ struct Run {
   Arena arena, scratch;
   Stream stream;
   std::unique_ptr<Stream> copies;  // on a GPU
+  int64_t free_before_groups;      // bytes of the GPU, where NCCL makes them
   DataParallel dp;
   Trainer trainer;
   Run(const StepConfig& config, const Plan& plan, const Device& device, World& world, int rank)
@@ -26,6 +28,7 @@ struct Run {
         scratch(device),
         stream(device, scratch),
         copies(device.kind == DeviceKind::cuda ? std::make_unique<Stream>(device, scratch) : nullptr),
+        free_before_groups(has_nccl(device) ? free_memory_of_own(device.gpu) : 0),
         dp(
             world.mesh(), rank, device,
             [&](const std::string& name, const std::vector<int>& members) {
@@ -48,17 +51,36 @@ struct Run {
     return all;
   }
 
+  // A GPU of its own, with groups that take some of its memory.
+  static bool has_nccl(const Device& device) {
+    return device.kind == DeviceKind::cuda && device.collectives == Collectives::library && device.sharers == 1;
+  }
+
+  // What NCCL takes is planned from its sources; another version, or other links, may take more.
+  void require_room_beside_nccl(const Plan& plan, const Device& device) const {
+    int64_t planned = 0;
+    for (const MemoryLine& line : plan.memory)
+      if (line.label == nccl_label) planned = line.bytes;
+    const int64_t free = free_memory_of_own(device.gpu), taken = free_before_groups - free,
+                  needed = plan.arena_bytes + plan.scratch_bytes;
+    // It may take the rest when a group is used first.
+    CHECK(needed <= free - std::max<int64_t>(0, planned - taken),
+          "GPU {}: the groups of NCCL took {} of the {} that were planned for them, {} are free, and {} are needed for "
+          "the rest: set NCCL_MAX_CTAS below {}, which limits what they take, or use a smaller --batch-size",
+          device.gpu, human_bytes(taken), human_bytes(planned), human_bytes(free), human_bytes(needed),
+          nccl_channels(Traffic::tensors));
+  }
+
   // After the groups, which take what they need of a GPU. If there is too little left, the error lists what the memory
   // was for.
   void take_memory(const Plan& plan, const Device& device, const Hooks& hooks) {
+    if (has_nccl(device)) require_room_beside_nccl(plan, device);
     try {
       arena.reserve(plan.arena_bytes);
       scratch.reserve(plan.scratch_bytes);
     } catch (const Error& error) {
       std::string message = error.what();
       for (const MemoryLine& line : plan.memory) message += formatted("\n  {:-22} {} bytes", line.label, line.bytes);
-      if (device.collectives == Collectives::library)
-        message += "\nNCCL has its memory already: the rest is what is left";
       throw Error(message);
     }
     hooks.arena_created(arena);

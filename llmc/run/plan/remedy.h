@@ -22,7 +22,9 @@ inline int64_t memory_limit(const Options& o, const Device& device) {
   if (o.memory_limit) return static_cast<int64_t>(*o.memory_limit * (1 << 30));
   if (device.computes_as() != DeviceKind::cuda) return host_memory() / device.sharers;
   if (is_gpu_elsewhere(device)) return std::numeric_limits<int64_t>::max();  // unknown
-  return gpu_memory(gpus_of_process(o.place)) / device.sharers;
+  const std::vector<int> own = gpus_of_process(o.place);
+  const int64_t of_process = ceil_div(o.place.local_ranks, std::ssize(own));  // ranks on one of its GPUs
+  return gpu_memory(own, ceil_div(device.sharers, of_process)) / device.sharers;
 }
 
 // Has the run begun? Then what it computes must stay.
