@@ -10,6 +10,7 @@
 
 #include "core/failure_text.h"
 #include "core/host_name.h"
+#include "core/log.h"
 #include "device/gpu.h"
 #include "dist/world.h"
 #include "run/planner.h"
