@@ -1,6 +1,7 @@
 // ops_attention.h: attention, and its key-value cache. Conventions: ops.h.
 #pragma once
 #include <limits>
+#include <string>
 #include <vector>
 
 #include "ops/cpu/attention.h"
@@ -102,6 +103,20 @@ inline const int32_t* data_or_null(const Tensor& ids) { return ids.empty() ? nul
 
 }  // namespace detail
 #endif
+
+// What to say at the start of the kernels for heads of D channels on this GPU: nothing, or which of them are slower
+// there than they are meant to be. Throws Error if one of them cannot run there at all.
+inline std::vector<std::string> attention_notices([[maybe_unused]] const Device& device, [[maybe_unused]] DType dtype,
+                                                  [[maybe_unused]] int64_t D) {
+#ifdef TRAIN_GPT_CUDA
+  if (device.kind == DeviceKind::cuda) {
+    CUDA_CHECK(cudaSetDevice(device.gpu));
+    return dtype == DType::bf16 ? cuda::attention_occupancy_notices<bf16>(D)
+                                : cuda::attention_occupancy_notices<float>(D);
+  }
+#endif
+  return {};
+}
 
 // softmax(q k^T / sqrt(D)) v per head, for the block's query rows over the keys that they see; query head h reads
 // key-value head h / (Hq / Hkv).

@@ -15,6 +15,7 @@
 #include "data/dataloader.h"
 #include "dist/world.h"
 #include "model/hf_config.h"
+#include "ops/ops_attention.h"
 #include "run/length.h"
 #include "run/options/print.h"
 #include "run/peak.h"
@@ -143,6 +144,7 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
   if (device.kind == DeviceKind::cpu)
     crowded =
         detail::crowded_notice(o.place, std::max<int64_t>(o.place.local_ranks, device.threads), available_processors());
+  for (const std::string& notice : attention_notices(device, step.dtype, step.model.head_size)) log.line(notice);
   if (!crowded.empty()) log.line(crowded);
   else if (device.kind == DeviceKind::cpu && o.place.local_ranks > device.threads)
     log.line(formatted("notice: {} ranks share {} processors: fine for tests and for learning, slower than one rank",

@@ -1,7 +1,7 @@
 // The attention kernels against the CPU op.
 #include "cuda/device_test.h"
-#include "ops/cpu/attention.h"
 #include "ops/cuda/attention.cuh"
+#include "ops/ops_attention.h"
 
 using namespace llmc;
 
@@ -224,3 +224,31 @@ TEST_CASE("attention refuses heads that are too large for its kernels", "[cuda]"
       cuda::attention_forward<bf16>({}, {}, nullptr, whole_sequences(AttentionShape{1, 1, 1, 1, 160}), nullptr),
       Catch::Matchers::ContainsSubstring("heads of up to 128 channels in bf16, not 160"));
 }
+
+#ifndef __CUDACC__
+TEST_CASE("attention's kernels say at the start where fewer of their blocks run at a time than they are meant to",
+          "[cuda]") {
+  const auto notices = [](int registers, DType dtype, int64_t D) {
+    cuda_on_cpu::set_kernel_registers(registers);
+    std::vector<std::string> said;
+    try {
+      said = attention_notices({DeviceKind::cuda}, dtype, D);
+    } catch (const Error& error) {
+      said = {error.what()};
+    }
+    cuda_on_cpu::set_kernel_registers(0);
+    return said;
+  };
+  for (const int64_t D : {16, 64, 80, 128}) {
+    INFO(D);
+    REQUIRE(notices(255, DType::bf16, D).empty());  // as the compiler reports for sm_90
+    REQUIRE(notices(255, DType::fp32, D).empty());
+  }
+  REQUIRE(notices(255, DType::fp32, 256).empty());  // shared memory has room for one block
+  const std::vector<std::string> slow = notices(300, DType::bf16, 128);
+  REQUIRE(slow.size() == 3);
+  REQUIRE(slow[1].find("attention_backward_keys_kernel for heads of 128 channels in bf16 has 1 of 2 blocks") !=
+          std::string::npos);
+  REQUIRE(notices(1000, DType::bf16, 64).at(0).find("launching ") == 0);  // not one
+}
+#endif

@@ -70,6 +70,8 @@ struct CommunicatorMemory {
   size_t taken = 0, allocated_before = 0;
 };
 CommunicatorMemory communicator_memory(int device);
+// A thread of any kernel has so many registers, from now on; 0: their number limits nothing.
+void set_kernel_registers(int registers);
 // With true, streams run only while every host thread that has used the runtime waits for a stream or another thread,
 // one task at a time on all devices: the schedule alone determines the order of all tasks, and each runs as late as
 // possible. Order::random then ranks the streams by number: with each of `stream_orders` seeds a different one comes
@@ -88,7 +90,9 @@ enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount = 16,
   cudaDevAttrComputeCapabilityMajor = 75,
   cudaDevAttrComputeCapabilityMinor = 76,
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+  cudaDevAttrReservedSharedMemoryPerBlock = 111,
 };
 cudaError_t cudaDriverGetVersion(int* version);
 cudaError_t cudaRuntimeGetVersion(int* version);
@@ -235,6 +239,9 @@ template <class T>
 cudaError_t cudaFuncSetAttribute(T* function, cudaFuncAttribute attribute, int value) {
   return cudaFuncSetAttribute(reinterpret_cast<const void*>(function), attribute, value);
 }
+// Limited by threads, shared memory, and registers (set_kernel_registers).
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* function, int threads,
+                                                          size_t dynamic_shared);
 
 namespace cuda_on_cpu {
 cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, const void* function, std::function<void()> call);

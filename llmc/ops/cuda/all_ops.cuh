@@ -3,6 +3,7 @@
 #include "ops/cuda/adamw.cuh"
 #include "ops/cuda/attention.cuh"
 #include "ops/cuda/attention_cudnn.cuh"
+#include "ops/cuda/attention_occupancy.cuh"
 #include "ops/cuda/column_sum.cuh"
 #include "ops/cuda/cross_entropy.cuh"
 #include "ops/cuda/elementwise.cuh"

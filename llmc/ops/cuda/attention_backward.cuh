@@ -48,7 +48,7 @@ __global__ void attention_row_terms_kernel(RowTerms* __restrict__ terms, const T
 
 // dK and dV. Grid (B Hkv, blocks of keys), first keys first: the most rows see them.
 template <class T, class Block, int DP, Copy copy>
-__global__ void __launch_bounds__(Block::threads, 2)
+__global__ void __launch_bounds__(Block::threads, attention_blocks)
     attention_backward_keys_kernel(Heads<T> dkeys, Heads<T> dvalues, Heads<float> dkey_sums, Heads<float> dvalue_sums,
                                    Heads<const T> douts, Heads<const T> queries, Heads<const T> keys,
                                    Heads<const T> values, const RowTerms* __restrict__ terms,
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(Block::threads, 2)
 // dQ. Grid (B Hq, blocks of rows). Rows are counted like the keys in all but `douts` and `queries`. keys_values: Hkv
 // heads of keys, then those of values: with a stride and a base of their own, registers would be spilled.
 template <class T, class Block, int DP, Copy copy>
-__global__ void __launch_bounds__(Block::threads, 2)
+__global__ void __launch_bounds__(Block::threads, attention_blocks)
     attention_backward_queries_kernel(Heads<T> dqueries, Heads<float> dquery_sums, Heads<const T> douts,
                                       Heads<const T> queries, Heads<const T> keys_values,
                                       const RowTerms* __restrict__ terms, const int32_t* __restrict__ positions,
@@ -174,6 +174,10 @@ template <>
 struct BackwardQueriesBlock<bf16, 64> : BlockSize<2, 4, 64, 64, bf16> {};
 template <>
 struct BackwardQueriesBlock<bf16, 128> : BlockSize<2, 4, 32, 128, bf16> {};
+// With the terms of two tiles of rows.
+template <class Block>
+inline constexpr int64_t backward_keys_shared_bytes = Block::shared_bytes(2) +
+                                                      2 * Block::tile_rows* static_cast<int64_t>(sizeof(RowTerms));
 static_assert(BackwardKeysBlock<float, 128>::shared_bytes(2) + (1 << 10) <= 99 << 10);
 static_assert(BackwardKeysBlock<float, 256>::shared_bytes(2) + (1 << 10) <= 163 << 10);
 
@@ -210,8 +214,8 @@ void attention_backward(const AttentionGradients<T, float>& to, const T* dout, c
     using Keys = detail::BackwardKeysBlock<T, DP>;
     const dim3 keys_grid(static_cast<unsigned>(s.B * s.Hkv), static_cast<unsigned>(ceil_div(s.keys.rows, Keys::rows)));
     launch(attention_backward_keys_kernel<T, Keys, DP, copy>, keys_grid, Keys::threads,
-           Keys::shared_bytes(2) + 2 * Keys::tile_rows * static_cast<int64_t>(sizeof(RowTerms)), stream, dkeys, dvalues,
-           dkey_sums, dvalue_sums, douts, queries, keys, values, terms, positions, block);
+           detail::backward_keys_shared_bytes<Keys>, stream, dkeys, dvalues, dkey_sums, dvalue_sums, douts, queries,
+           keys, values, terms, positions, block);
     using Queries = detail::BackwardQueriesBlock<T, DP>;
     const dim3 queries_grid(static_cast<unsigned>(s.B * s.Hq),
                             static_cast<unsigned>(ceil_div(s.queries.rows, Queries::rows)));

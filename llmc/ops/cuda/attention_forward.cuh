@@ -97,9 +97,9 @@ __device__ void merge_outputs(const KernelOutputs<T>& to, const KernelBlock& s, 
               [&](int m, int half, float sum, float x) { return sum * kept[m][half] + x; });
 }
 
-// Grid (B Hq, blocks of rows). Two blocks per SM.
+// Grid (B Hq, blocks of rows).
 template <class T, class Block, int DP, Copy copy>
-__global__ void __launch_bounds__(Block::threads, 2)
+__global__ void __launch_bounds__(Block::threads, attention_blocks)
     attention_forward_kernel(KernelOutputs<T> to, Heads<const T> queries, Heads<const T> keys, Heads<const T> values,
                              const int32_t* __restrict__ positions, KernelBlock s) {
   constexpr int M = Block::M;

@@ -312,6 +312,9 @@ __device__ void multiply(Accumulators<M, N>& sums, const Accumulators<M, K>& p, 
 
 // ---- Sizes ----------------------------------------------------------------------------------------------------------
 
+// Blocks that are meant to share a multiprocessor: one computes while the other waits for memory.
+inline constexpr int attention_blocks = 2;
+
 // Each of the block's `warps` warps holds 16 M rows of a head, of queries or of keys, and reads tiles of `tile_rows`
 // rows of the opposite kind.
 template <int M_, int warps_, int tile_rows_, int DP, class T>

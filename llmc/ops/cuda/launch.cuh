@@ -36,12 +36,22 @@ inline constexpr int64_t default_shared_bytes = 48 << 10, max_shared_bytes = 227
 // Upper bound for the static shared arrays of any kernel that uses dynamic shared memory.
 inline constexpr int64_t most_static_shared_bytes = 2 << 10;
 
-// The largest shared memory per block on the current device, in bytes.
-inline int64_t device_shared_bytes() {
-  int device = 0, bytes = 0;
+// An attribute of the current device.
+inline int64_t device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
   CUDA_CHECK(cudaGetDevice(&device));
-  CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  return bytes;
+  CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+// The largest shared memory per block on the current device, in bytes.
+inline int64_t device_shared_bytes() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
+
+// Lets a kernel have so much dynamic shared memory. Static arrays count too. All launches use one limit: ranks in other
+// threads may set it at the same time.
+inline cudaError_t allow_shared_bytes(const void* kernel, int64_t shared_bytes) {
+  if (shared_bytes <= default_shared_bytes - most_static_shared_bytes) return cudaSuccess;
+  const int64_t limit = std::max(shared_bytes, device_shared_bytes() - most_static_shared_bytes);
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit));
 }
 
 // Says which launch it was and, if it asked for too much shared memory, what to do.
@@ -67,12 +77,7 @@ template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t stream,
             Arguments&&... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
-  cudaError_t status = cudaSuccess;
-  // Static arrays count too. All launches use one limit: ranks in other threads may set it at the same time.
-  if (shared_bytes > default_shared_bytes - most_static_shared_bytes) {
-    const int64_t limit = std::max(shared_bytes, device_shared_bytes() - most_static_shared_bytes);
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit));
-  }
+  cudaError_t status = allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes);
   if (status == cudaSuccess) {
     const cudaLaunchConfig_t config{grid, block, static_cast<size_t>(shared_bytes), stream, nullptr, 0};
     status = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);

@@ -150,6 +150,7 @@ struct Runtime {
   std::vector<std::shared_ptr<Capture>> captures;      // in progress
   std::set<Host*> hosts;                               // live threads that have used the runtime
   uint64_t allocated = 0;                              // allocations so far
+  int kernel_registers = 0;                            // of a thread; 0: they limit nothing
   size_t channel_bytes = 0;                            // of a device's memory, for each channel of a communicator
   size_t context_bytes = 0;                            // of a device's memory, that this process's context takes
   bool has_code = true;                                // whether the program has code for the devices

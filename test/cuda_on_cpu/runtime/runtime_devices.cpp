@@ -321,6 +321,10 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
       case cudaDevAttrMaxSharedMemoryPerBlockOptin:
         *value = static_cast<int>(properties.sharedMemPerBlockOptin);
         return cudaSuccess;
+      case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+        *value = static_cast<int>(properties.sharedMemPerMultiprocessor);
+        return cudaSuccess;
+      case cudaDevAttrReservedSharedMemoryPerBlock: *value = 1024; return cudaSuccess;
     }
     return cudaErrorInvalidValue;
   });

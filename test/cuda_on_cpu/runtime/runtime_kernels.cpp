@@ -53,8 +53,30 @@ cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribu
   kernel_of(function).dynamic_shared_limit = static_cast<size_t>(value);
   return cudaSuccess;
 }
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* function, int threads,
+                                                          size_t dynamic_shared) {
+  cudaDeviceProp properties{};
+  if (const cudaError_t status = cudaGetDeviceProperties(&properties, 0); status != cudaSuccess) return status;
+  Lock lock;
+  if (dynamic_shared > kernel_of(function).dynamic_shared_limit) {
+    *blocks = 0;
+    return cudaSuccess;
+  }
+  constexpr size_t most_blocks = 32, reserved = 1024;
+  size_t most = std::min(most_blocks, properties.sharedMemPerMultiprocessor / (dynamic_shared + reserved));
+  most = std::min(most, static_cast<size_t>(properties.maxThreadsPerMultiProcessor / threads));
+  if (const int registers = runtime().kernel_registers; registers > 0)
+    most = std::min(most, static_cast<size_t>(properties.regsPerBlock / (registers * threads)));
+  *blocks = static_cast<int>(most);
+  return cudaSuccess;
+}
 
 namespace cuda_on_cpu {
+
+void set_kernel_registers(int registers) {
+  Lock lock;
+  runtime().kernel_registers = registers;
+}
 
 cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, const void* function, std::function<void()> call) {
   Lock lock;

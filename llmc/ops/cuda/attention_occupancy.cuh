@@ -1,0 +1,74 @@
+// attention_occupancy.cuh: do as many blocks of attention's kernels share a multiprocessor of this GPU as they were
+// written for? Their registers are limited by launch bounds, and most of them need more shared memory than a kernel has
+// without asking for it.
+#pragma once
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "ops/cuda/attention_backward.cuh"
+#include "ops/cuda/attention_forward.cuh"
+
+namespace llmc::cuda {
+
+struct KernelSize {
+  const char* name;
+  const void* kernel;
+  int threads;
+  int64_t shared_bytes;  // dynamic
+};
+
+// Those for heads of D channels.
+template <class T>
+std::vector<KernelSize> attention_kernels(int64_t D) {
+  std::vector<KernelSize> all;
+  const auto list = [&]<int DP, Copy copy>() {
+    using Forward = detail::ForwardBlock<T, DP>;
+    using Keys = detail::BackwardKeysBlock<T, DP>;
+    using Queries = detail::BackwardQueriesBlock<T, DP>;
+    const auto add = [&](const char* name, auto* kernel, int threads, int64_t shared_bytes) {
+      all.push_back({name, reinterpret_cast<const void*>(kernel), threads, shared_bytes});
+    };
+    add("attention_forward_kernel", attention_forward_kernel<T, Forward, DP, copy>, Forward::threads,
+        Forward::shared_bytes(1));
+    add("attention_backward_keys_kernel", attention_backward_keys_kernel<T, Keys, DP, copy>, Keys::threads,
+        detail::backward_keys_shared_bytes<Keys>);
+    add("attention_backward_queries_kernel", attention_backward_queries_kernel<T, Queries, DP, copy>, Queries::threads,
+        Queries::shared_bytes(2));
+  };
+  with_head_size<T>(D, list);
+  return all;
+}
+
+// How many blocks share a multiprocessor of the current device. Throws Error if it has no room for one.
+inline int blocks_of(const KernelSize& k) {
+  int blocks = 0;
+  cudaError_t status = allow_shared_bytes(k.kernel, k.shared_bytes);
+  if (status == cudaSuccess)
+    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, k.kernel, k.threads,
+                                                           static_cast<size_t>(k.shared_bytes));
+  if (status != cudaSuccess || blocks == 0)
+    launch_failed(k.kernel, 1, static_cast<unsigned>(k.threads), k.shared_bytes,
+                  status == cudaSuccess ? cudaErrorInvalidConfiguration : status);
+  return blocks;
+}
+
+// A notice for each kernel of which fewer blocks share a multiprocessor than it was written for, with as much shared
+// memory as there is: it is slower than it could be.
+template <class T>
+std::vector<std::string> attention_occupancy_notices(int64_t D) {
+  const int64_t shared = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
+                reserved = device_attribute(cudaDevAttrReservedSharedMemoryPerBlock);
+  std::vector<std::string> notices;
+  for (const KernelSize& k : attention_kernels<T>(D)) {
+    const int64_t meant = std::min<int64_t>(attention_blocks, shared / (k.shared_bytes + reserved));
+    if (const int blocks = blocks_of(k); blocks < meant)
+      notices.push_back(formatted(
+          "notice: {} for heads of {} channels in {} has {} of {} blocks on a multiprocessor of this GPU: it was "
+          "compiled to more registers than its launch bounds ask for, and is slower for that",
+          k.name, D, dtype_of<T>(), blocks, meant));
+  }
+  return notices;
+}
+
+}  // namespace llmc::cuda
