@@ -396,7 +396,8 @@ tests: train_gpt $(SHARED_BY_TESTS) $(TEST_PROGRAMS:%=build/%) smoke
 # The same tests on a GPU, once instead of under all schedules.
 test-cuda: build/test_cuda_on_gpu
 	build/test_cuda_on_gpu
-GPU_TEST_SOURCES := $(SOURCES_kernels) $(SOURCES_trainer) $(LADDERS) $(if $(CUDNN),$(CUDNN_TEST))
+# Those that take longest first.
+GPU_TEST_SOURCES := $(SOURCES_trainer) $(SOURCES_kernels) $(LADDERS) $(if $(CUDNN),$(CUDNN_TEST))
 build/test_cuda_on_gpu: $(patsubst %,build/gpu/%.o,$(basename $(GPU_TEST_SOURCES))) build/test/main.o
 	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $^ -o $@ $(CATCH2_LIBS) $(LINK_cuda)
 gpu_object = $(NVCC) -x cu $(call FLAGS_cuda,-O3) -Itest -MMD -MP -c $< -o $@

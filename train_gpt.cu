@@ -109,7 +109,7 @@ class Training {
         end_lost(lost.reason);
       }
     }
-    report_.summary(progress_, checkpoints_.last(), ops_);
+    report_.summary(progress_, checkpoints_.last(), ops_, run_.memory_taken(job_.plan.of(static_cast<int>(rank_))));
     if (progress_.done > first_)
       report_next_steps(log_, o_, checkpoints_.last(), program_invocation_name, job_.example_prompt());
   }

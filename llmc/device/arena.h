@@ -88,6 +88,7 @@ class Arena {
   [[nodiscard]] Scope scope() { return Scope(*this); }
 
   int64_t used() const { return used_; }
+  const Device& device() const { return device_; }
   int64_t high_water() const { return high_water_; }
   const std::vector<MemoryLine>& table() const { return table_at_high_water_; }
 

@@ -21,7 +21,7 @@ struct Run {
   Arena arena, scratch;
   Stream stream;
   std::unique_ptr<Stream> copies;  // on a GPU
-  int64_t free_before_groups;      // bytes of the GPU, where NCCL makes them
+  int64_t free_at_start;           // bytes of the GPU, if it is this rank's alone, before the groups are made
   DataParallel dp;
   Trainer trainer;
   Run(const StepConfig& config, const Plan& plan, const Device& device, World& world, int rank)
@@ -29,7 +29,7 @@ struct Run {
         scratch(device),
         stream(device, scratch),
         copies(device.kind == DeviceKind::cuda ? std::make_unique<Stream>(device, scratch) : nullptr),
-        free_before_groups(has_nccl(device) ? free_memory_of_own(device.gpu) : 0),
+        free_at_start(has_own_gpu(device) ? free_memory_of_own(device.gpu) : 0),
         dp(
             world.mesh(), rank, device,
             [&](const std::string& name, const std::vector<int>& members) {
@@ -44,6 +44,17 @@ struct Run {
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
 
+  // What this rank's GPU has lost since the start, beside what was planned for it: "5.2 GiB after the CUDA context, 5.1
+  // GiB planned; ...". Empty if the GPU is not this rank's alone.
+  std::string memory_taken(const Plan& plan) const {
+    const Device& device = arena.device();
+    if (!has_own_gpu(device)) return "";
+    const int64_t taken = free_at_start - free_memory_of_own(device.gpu), planned = plan.total_bytes();
+    return formatted("{} after the CUDA context, {} planned; of {} left for libraries, {} in use{}", human_bytes(taken),
+                     human_bytes(planned), human_bytes(gpu_reserve), human_bytes(std::max<int64_t>(0, taken - planned)),
+                     taken > planned + gpu_reserve ? ": too little was left, unless another program took it" : "");
+  }
+
  private:
   std::vector<Stream*> streams() {
     std::vector<Stream*> all = dp.streams();
@@ -52,9 +63,10 @@ struct Run {
     return all;
   }
 
-  // A GPU of its own, with groups that take some of its memory.
+  static bool has_own_gpu(const Device& device) { return device.kind == DeviceKind::cuda && device.sharers == 1; }
+  // With groups that take some of its memory.
   static bool has_nccl(const Device& device) {
-    return device.kind == DeviceKind::cuda && device.collectives == Collectives::library && device.sharers == 1;
+    return has_own_gpu(device) && device.collectives == Collectives::library;
   }
 
   // What NCCL takes is planned from its sources; another version, or other links, may take more.
@@ -62,7 +74,7 @@ struct Run {
     int64_t planned = 0;
     for (const MemoryLine& line : plan.memory)
       if (line.label == nccl_label) planned = line.bytes;
-    const int64_t free = free_memory_of_own(device.gpu), taken = free_before_groups - free,
+    const int64_t free = free_memory_of_own(device.gpu), taken = free_at_start - free,
                   needed = plan.arena_bytes + plan.scratch_bytes;
     // It may take the rest when a group is used first.
     CHECK(needed <= free - std::max<int64_t>(0, planned - taken),

@@ -102,22 +102,25 @@ class StepReport {
   double last_seconds() const { return recent_.empty() ? 0 : recent_.back(); }
 
   // At the end of a run. ops: where --profile has booked its ops.
-  void summary(const Progress& progress, const std::string& checkpoint, const OpLedger& ops) const {
+  // gpu_memory: Run::memory_taken().
+  void summary(const Progress& progress, const std::string& checkpoint, const OpLedger& ops,
+               const std::string& gpu_memory) const {
     const int64_t updates = job_.max_steps - first_;
     if (updates == 0) return log_.line("done: only the last validation was missing");
     const double steps = static_cast<double>(updates), tokens = static_cast<double>(job_.step.tokens());
     const std::optional<double> mfu = share_of(peaks_.promised, step_seconds_ / steps);
-    log_.table("done",
-               {{"time", formatted("{} total, {} in training steps", human_duration(seconds_since(begin_)),
-                                   human_duration(step_seconds_))},
-                {"throughput", formatted("{:.0f} tokens/s, {}", tokens * steps / step_seconds_,
-                                         mfu ? formatted("{:.1f}% MFU", 100 * *mfu) : std::string("MFU n/a"))},
-                {"training loss", formatted("{:.4f} at step {}", last_loss_, job_.max_steps)},
-                {"validation loss", std::isfinite(progress.best_val)
-                                        ? formatted("best {:.4f} at step {}", progress.best_val, progress.best_step)
-                                        : "not measured"},
-                {"checkpoint", checkpoint},
-                {"metrics", o_.out_dir + "/metrics.jsonl"}});
+    Rows rows = {{"time", formatted("{} total, {} in training steps", human_duration(seconds_since(begin_)),
+                                    human_duration(step_seconds_))},
+                 {"throughput", formatted("{:.0f} tokens/s, {}", tokens * steps / step_seconds_,
+                                          mfu ? formatted("{:.1f}% MFU", 100 * *mfu) : std::string("MFU n/a"))},
+                 {"training loss", formatted("{:.4f} at step {}", last_loss_, job_.max_steps)},
+                 {"validation loss", std::isfinite(progress.best_val)
+                                         ? formatted("best {:.4f} at step {}", progress.best_val, progress.best_step)
+                                         : "not measured"},
+                 {"checkpoint", checkpoint},
+                 {"metrics", o_.out_dir + "/metrics.jsonl"}};
+    if (!gpu_memory.empty()) rows.emplace_back("GPU memory", gpu_memory);
+    log_.table("done", rows);
     if (o_.profile) report_profile(log_, ops, updates, peaks_.of_rank(job_.step.ranks()));
   }
 

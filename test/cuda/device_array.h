@@ -1,7 +1,10 @@
 // device_array.h: device arrays, random inputs and comparable outputs, for tests and benchmarks of kernels.
 #pragma once
+#include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <string>
 #include <vector>
@@ -55,8 +58,10 @@ std::vector<T> normal_values(int64_t n, uint64_t seed, float mean = 0, float sca
 struct Output {
   std::string name;
   std::vector<float> values;
+  int digits;  // of a value's significand, in bits
   template <class T>
-  Output(std::string name_, const std::vector<T>& from) : name(std::move(name_)), values(from.size()) {
+  Output(std::string name_, const std::vector<T>& from)
+      : name(std::move(name_)), values(from.size()), digits(sizeof(T) == 2 ? 8 : 24) {
     for (size_t i = 0; i < from.size(); ++i) values[i] = static_cast<float>(from[i]);
   }
 };
@@ -81,6 +86,29 @@ inline double relative_error(const std::vector<float>& got, const std::vector<fl
     size += double{wanted[i]} * wanted[i];
   }
   return size == 0 ? std::sqrt(difference) : std::sqrt(difference / size);
+}
+
+// How far `got` is from what was wanted, in words: over all values, and the worst of them in units in the last place
+// (ulps) of what was wanted there, or of a typical value where that is larger.
+inline std::string describe_error(const Output& got, const Output& wanted) {
+  double squares = 0, worst = -1;
+  size_t at = 0;
+  const size_t n = wanted.values.size();
+  for (const float value : wanted.values) squares += double{value} * value;
+  const double typical = std::sqrt(squares / static_cast<double>(std::max<size_t>(1, n)));
+  for (size_t i = 0; i < n; ++i) {
+    const double size = std::max({std::abs(double{wanted.values[i]}), typical, 0x1p-126});
+    const double ulps = std::abs(double{got.values[i]} - wanted.values[i]) /
+                        std::ldexp(1, std::ilogb(std::isfinite(size) ? size : 1.0) - wanted.digits + 1);
+    if (ulps <= worst || worst == std::numeric_limits<double>::infinity()) continue;
+    worst = std::isnan(ulps) ? std::numeric_limits<double>::infinity() : ulps, at = i;
+  }
+  char text[200];
+  std::snprintf(text, sizeof text, "%s: %.2e of the norm; at most %.1f ulps of %s, value %zu of %zu: %.9g, wanted %.9g",
+                wanted.name.c_str(), relative_error(got.values, wanted.values), worst,
+                wanted.digits == 8 ? "bf16" : "fp32", at, n, n == 0 ? 0.0 : double{got.values[at]},
+                n == 0 ? 0.0 : double{wanted.values[at]});
+  return text;
 }
 
 }  // namespace llmc

@@ -27,7 +27,9 @@ inline Outputs check_kernel(const std::function<Outputs()>& run, const Outputs& 
   for (size_t i = 0; i < first.size(); ++i) {
     INFO(reference[i].name);
     REQUIRE(first[i].values.size() == reference[i].values.size());
-    REQUIRE(relative_error(first[i].values, reference[i].values) < tolerance);
+    const double error = relative_error(first[i].values, reference[i].values);
+    if (!(error < tolerance)) UNSCOPED_INFO(describe_error(first[i], reference[i]));
+    EXPECT(error < tolerance);  // of every output: on a GPU all are to be seen at once
   }
 #ifndef __CUDACC__
   if (std::getenv("ONE_SCHEDULE") != nullptr) return first;

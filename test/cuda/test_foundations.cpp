@@ -204,3 +204,16 @@ TEMPLATE_TEST_CASE("packs move and convert every element", "[cuda]", float, bf16
   };
   check_kernel(run, {{"full packs", doubled}, {"single", doubled}}, 1e-30);
 }
+
+TEST_CASE("an error is described in ulps of the worst value", "[cuda]") {
+  const Output wanted{"out", std::vector<float>{1.5f, -0.25f, 1e-9f, 2}};
+  const Output near{"out", std::vector<float>{1.5f, -0.25f, 1e-9f, 2 + 0x1p-21f}};
+  REQUIRE(describe_error(near, wanted) ==
+          "out: 1.90e-07 of the norm; at most 2.0 ulps of fp32, value 3 of 4: 2.00000048, wanted 2");
+  const Output rounded{"dx", std::vector<bf16>{bf16(1.5f), bf16(3)}},
+      off{"dx", std::vector<bf16>{bf16(1.5078125f), bf16(3)}};
+  REQUIRE_THAT(describe_error(off, rounded),
+               Catch::Matchers::ContainsSubstring("at most 0.5 ulps of bf16, value 0 of 2"));
+  const Output hole{"out", std::vector<float>{1.5f, std::nanf(""), 1e-9f, 3}};
+  REQUIRE_THAT(describe_error(hole, wanted), Catch::Matchers::ContainsSubstring("inf ulps of fp32, value 1 of 4: nan"));
+}

@@ -274,6 +274,21 @@ TEST_CASE("a step allocates nothing, nor does a second one", "[cuda][trainer]") 
   REQUIRE(cuda_on_cpu::allocations() == before);
 }
 
+TEST_CASE("what a run has taken of a GPU is said beside what was planned", "[cuda][trainer]") {
+  Alone alone(small_step(DType::bf16), gpu_device, 1);
+  alone.train(1);
+  const Plan plan = make_plan(small_step(DType::bf16), gpu_device);
+  const std::string planned = human_bytes(plan.total_bytes());
+  REQUIRE(alone.run.memory_taken(plan) == planned + " after the CUDA context, " + planned +
+                                              " planned; of 512.0 MiB left for libraries, 0.0 KiB in use");
+  void* others = nullptr;
+  CUDA_CHECK(cudaMalloc(&others, size_t{600} << 20));
+  const std::string more = alone.run.memory_taken(plan);
+  CUDA_CHECK(cudaFree(others));
+  INFO(more);
+  REQUIRE(more.find("in use: too little was left") != std::string::npos);
+}
+
 TEST_CASE("an op that cannot be captured in a graph is named, with the option that does without", "[cuda][trainer]") {
   Arena scratch(gpu_device);
   const auto refusal = [&](const std::function<void(Stream&)>& work) -> std::string {

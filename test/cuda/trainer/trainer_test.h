@@ -54,9 +54,9 @@ inline selftest::Outcome asynchronous_steps(const StepConfig& step, const selfte
 inline void require_close(const selftest::Outcome& outcome, const selftest::Outcome& wanted) {
   const selftest::Distances d(outcome, wanted);
   CAPTURE(d.loss, d.norm, d.gradients, d.weights);
-  REQUIRE(outcome.fault == "");
-  REQUIRE(d.loss < 1e-6);
-  REQUIRE(std::max({d.norm, d.gradients, d.weights}) < 1e-5);
+  EXPECT(outcome.fault == "");
+  EXPECT(d.loss < 1e-6);
+  EXPECT(std::max({d.norm, d.gradients, d.weights}) < 1e-5);
 }
 
 // In bf16 the devices round at different places (attention's probabilities are bf16 on tensor cores): the GPU is not
@@ -65,11 +65,11 @@ inline void require_as_good(const selftest::Outcome& gpu_bf16, const selftest::O
                             const selftest::Outcome& fp32) {
   const selftest::Distances d(gpu_bf16, fp32), usual(cpu_bf16, fp32);
   CAPTURE(d.loss, d.norm, d.gradients, d.weights, usual.loss, usual.norm, usual.gradients, usual.weights);
-  REQUIRE(gpu_bf16.fault == "");
-  REQUIRE(d.loss < std::max(1.5 * usual.loss, 1e-3));
-  REQUIRE(d.norm < std::max(1.5 * usual.norm, 0x1p-8));
-  REQUIRE(d.gradients < std::max(1.5 * usual.gradients, 0x1p-8));
-  REQUIRE(d.weights < std::max(1.5 * usual.weights, 0x1p-8));
+  EXPECT(gpu_bf16.fault == "");
+  EXPECT(d.loss < std::max(1.5 * usual.loss, 1e-3));
+  EXPECT(d.norm < std::max(1.5 * usual.norm, 0x1p-8));
+  EXPECT(d.gradients < std::max(1.5 * usual.gradients, 0x1p-8));
+  EXPECT(d.weights < std::max(1.5 * usual.weights, 0x1p-8));
 }
 
 // Bit by bit.
