@@ -1,28 +1,43 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU to check, in independent parts of less than ten minutes each, build included:
+# Everything that needs a GPU to check, in parts; all, or those named:
 #
-#   dev/gpu/check.sh [PART...]      default: all, in this order
+#   dev/gpu/check.sh [--sitting 1|2] [PART...]
 #
-#   build      the trainer, the tests, the kernel ladders and the op table, with nvcc
-#   ops        every op and kernel against the CPU's
-#   train      short runs against the CPU's, repeated, stopped and resumed, without graphs; the self-test of four ranks
-#   sanitize   compute-sanitizer's tools on the ops and on short runs: parts sanitize-ops and sanitize-train
-#   kernels    the kernel ladders; each op against the GPU's measured roofline
-#   e2e        training steps compared with PyTorch: parts e2e-124M, e2e-1558M, e2e-qwen and e2e-experts
+#   build        the trainer, the tests, the kernel ladders and the op table, with nvcc
+#   memory       what a run takes of the GPU, beside what was planned
+#   train        short runs against the CPU's, and the text that the trained models write
+#   determinism  the same run twice has the same bits
+#   resume       a stopped and resumed run has the bits of one that was not
+#   graphs       with and without CUDA graphs: the same bits
+#   ranks        the self-test of four ranks that share the GPU
+#   nccl         two and four processes that share it with NCCL, against one rank; NCCL 2.30 or newer
+#   test         every op and kernel, and the whole trainer, against the CPU's
+#   sanitize     compute-sanitizer on the ops and on short runs: bad accesses, uninitialised memory, barriers
+#   racecheck    the same, for races
+#   kernels      the kernel ladders
+#   ops          each op of a training step against the GPU's measured roofline
+#   e2e          training steps compared with PyTorch: parts e2e-124M, e2e-1558M, e2e-qwen and e2e-experts
 #
-# When a check fails, the part continues. Each part ends with a table; the tables of all parts come last. A part writes
-# OUT/PART.log and OUT/PART.json; kernels and e2e also write Markdown tables. Exit status 1: something failed.
+# --sitting 1: whether all is right, all but the last three lines; parts that may run at the same time do. --sitting 2:
+# how fast it is, one part after the other. Each takes at most SITTING_SECONDS=570, the build included.
+#
+# What a part needs is built in the background, and a part begins when its programs are there. A check that fails, or
+# takes too long, stops no other. Every result is in OUT/checks.tsv as soon as it is known, and all output in
+# OUT/log.txt; kernels, ops and e2e also write Markdown tables. The table of all results comes last. Exit status 1:
+# something failed.
 #
 # Environment: OUT=build/gpu-out  DEPS=build/gpu-deps (from dev/gpu/pack_deps.sh, if the machine lacks packages)
-# PART_SECONDS=570  JOBS=processors  PYTHON=python3 (with torch, for e2e)  ARCH=the GPU's
+# JOBS=processors  PYTHON=python3 (with torch, for e2e)  ARCH=the GPU's  MORE_SECONDS=1: times all limits
 # NO_BUILD=1: use programs built elsewhere   DEVICE=cpu: try this script without a GPU
+# SMALL=1: tiny models and few steps, as for the emulated GPU (dev/gpu/rehearse.sh)
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 
 OUT=${OUT:-build/gpu-out} DEPS=${DEPS:-build/gpu-deps} JOBS=${JOBS:-$(nproc)} DEVICE=${DEVICE:-cuda}
-PART_SECONDS=${PART_SECONDS:-570}
 PYTHON=${PYTHON:-python3}
-RUNS=build/gpu-runs output=build/gpu-runs/output   # output: of the last check
+MORE_SECONDS=${MORE_SECONDS:-1}
+SITTING_SECONDS=${SITTING_SECONDS:-$((570 * MORE_SECONDS))}
+RUNS=build/gpu-runs
 export XDG_CACHE_HOME=$PWD/build/cache
 export OMP_WAIT_POLICY=passive   # else the trainer re-executes itself to set it, which confuses sanitizers
 if [ -d "$DEPS" ]; then
@@ -31,211 +46,305 @@ if [ -d "$DEPS" ]; then
   export LIBRARY_PATH=$DEPS/lib${LIBRARY_PATH:+:$LIBRARY_PATH}
   export LD_LIBRARY_PATH=$DEPS/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 fi
-mkdir -p "$OUT" "$RUNS"
 
-# ---- Checks and their table ------------------------------------------------------------------------------------------
-
-# One line per check of a part: status, seconds, name, note.
-rows='' tables='' failed=0
-
-row() {
-  rows+="$1"$'\t'"$2"$'\t'"$3"$'\t'"$4"$'\n'
-  [ "$1" != FAILED ] || failed=1
-  printf '%-7s %5s s  %-32s %s\n' "$1" "$2" "$3" "$4"
+# Seconds for a part, at most, without the build.
+limit_of() {
+  case $1 in
+    build) echo 420 ;;
+    memory) echo 60 ;;
+    determinism | graphs) echo 90 ;;
+    train | resume) echo 120 ;;
+    nccl) echo 200 ;;
+    test) echo 150 ;;
+    ranks | sanitize | racecheck) echo 240 ;;
+    kernels) echo 90 ;;
+    ops | e2e-124M) echo 120 ;;
+    e2e-*) echo 150 ;;
+  esac
 }
 
-# check NAME SECONDS COMMAND...: status 0 means ok. The note is the last line that begins with "note:" or is the summary
-# of a test program or a sanitizer; else the error. The check is killed after SECONDS, or when the part's time is up.
-summaries='^note:|^========= .*SUMMARY|^All tests passed|^test cases:'
+# ---- Checks ----------------------------------------------------------------------------------------------------------
+
+# row STATUS SECONDS CHECK NOTE, of the part $part
+row() {
+  printf '%s\t%s\t%s\t%s\t%s\n' "$part" "$1" "$2" "$3" "$4" >>"$OUT/checks.tsv"
+  printf '%-11s %-7s %4s s  %-34s %s\n' "$part" "$1" "$2" "$3" "$4"
+}
+
+left() { echo $(((part_end < sitting_end ? part_end : sitting_end) - SECONDS)); }
+
+# check NAME SECONDS COMMAND...: status 0 is ok, 77 that it cannot be tried here. The note is the last line that begins
+# with "note:" or is the summary of a test program or a sanitizer; else the error. It is killed after SECONDS, or when
+# the part's time is up.
+summaries='^note:|^========= .*SUMMARY|^All tests passed|^test cases:|^selftest:'
 check() {
-  local name=$1 limit=$2 left status=0 begin=$SECONDS note
+  local name=$1 limit=$(($2 * MORE_SECONDS)) output=$RUNS/$part.output status=0 begin=$SECONDS note
   shift 2
-  left=$((part_end - SECONDS))
-  [ "$limit" -le "$left" ] || limit=$left
+  [ "$limit" -le "$(left)" ] || limit=$(left)
   if [ "$limit" -le 0 ]; then
-    row FAILED 0 "$name" "no time left of the part's $PART_SECONDS s"
+    row skipped 0 "$name" 'no time left'
     return 1
   fi
-  printf '\n==== %s: %s\n' "$name" "$*" >>"$log"
   timeout --kill-after=10 "$limit" "$@" >"$output" 2>&1 </dev/null || status=$?
-  cat "$output" >>"$log"
+  { printf '\n==== %s: %s: %s\n' "$part" "$name" "$*" && cat "$output"; } >"$RUNS/$part.more"
+  flock "$OUT/log.txt" -c "cat '$RUNS/$part.more' >>'$OUT/log.txt'"
   note=$(grep -aE "$summaries" "$output" | tail -n 1 | sed -E 's/^(note:|=========) *//')
   case $status in
     0) row ok $((SECONDS - begin)) "$name" "$note" ;;
+    77) row skipped $((SECONDS - begin)) "$name" "$note" ;;
     124 | 137) row FAILED $((SECONDS - begin)) "$name" "stopped after $limit s" ;;
-    *) [ -n "$note" ] || note=$(grep -av '^ *$' "$output" | tail -n 1 | cut -c 1-160)
+    *) [ -n "$note" ] || note=$(grep -av '^ *$' "$output" | tail -n 1 | tr '\t' ' ' | cut -c 1-160)
       row FAILED $((SECONDS - begin)) "$name" "status $status: $note" ;;
   esac
   [ "$status" -eq 0 ]
 }
-skip() { row skipped 0 "$1" "$2"; }
 
-# made TARGET...: builds what a part needs; with NO_BUILD, checks that it exists.
-made() {
-  if [ -n "${NO_BUILD:-}" ]; then
-    check 'programs built elsewhere' 5 ls -l "$@"
-  else
-    local onednn=0
-    [ ! -e "$DEPS/lib/libdnnl.so" ] || onednn=1
+# ---- Building --------------------------------------------------------------------------------------------------------
+
+programs=(train_gpt build/test_cuda_on_gpu build/ladders build/op_table)
+mark_of() { echo "$RUNS/built/${1##*/}"; }
+
+# build JOBS PROGRAM...: one after the other. A program's mark is "ok" or "failed" when that is known.
+build() {
+  local jobs=$1 part=build-${2##*/} program made
+  for program in "${@:2}"; do
+    made=failed
     # shellcheck disable=SC2086    # words
-    check "build $*" 540 make -j"$JOBS" DEVICE="$DEVICE" ONEDNN="${ONEDNN:-$onednn}" ${ARCH:+ARCH=$ARCH} "$@"
-  fi
+    ! check "build $program" "$(limit_of build)" make -j"$jobs" DEVICE="$DEVICE" ONEDNN="$onednn" ${ARCH:+ARCH=$ARCH} \
+      "$program" || made=ok
+    echo $made >"$(mark_of "$program")"
+  done
 }
 
-one_line() { "$@" 2>/dev/null | head -n 1 | tr '\t' ' '; }
-machine() {
-  printf 'host\t%s, %s processors, %s\n' "$(uname -sr)" "$(nproc)" \
-    "$(one_line sed -n 's/^model name.*: //p' /proc/cpuinfo)"
-  printf 'gpu\t%s\n' "$(one_line nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader)"
-  printf 'nvcc\t%s\n' "$("${NVCC:-nvcc}" --version 2>/dev/null | sed -n 's/.*, V//p')"
-  printf 'c++\t%s\n' "$(one_line "${CXX:-g++}" --version)"
-  printf 'train_gpt\t%s\n' "$([ ! -x train_gpt ] || one_line ./train_gpt --version)"
+# Builds these programs in the background, all at once; but the tests and the ladders share objects.
+start_builds() {
+  local part=build part_end=$((SECONDS + $(limit_of build) * MORE_SECONDS)) onednn=${ONEDNN:-0} program tests=()
+  [ ! -e "$DEPS/lib/libdnnl.so" ] || onednn=${ONEDNN:-1}
+  rm -rf "$RUNS/built" && mkdir -p "$RUNS/built"
+  check 'look at the machine' 120 make DEVICE="$DEVICE" ONEDNN="$onednn" config || {
+    for program in "$@"; do echo failed >"$(mark_of "$program")"; done
+    return
+  }
+  for program in "$@"; do
+    case $program in
+      build/test_cuda_on_gpu) tests=("$program" "${tests[@]}") ;;
+      build/ladders) tests+=("$program") ;;
+      *) build 1 "$program" & ;;
+    esac
+  done
+  [ ${#tests[@]} -eq 0 ] || build $((JOBS > 3 ? JOBS - 2 : 1)) "${tests[@]}" &
 }
 
-# part NAME
-part() {
-  local name=$1 begin=$SECONDS summary
-  log=$OUT/$name.log part_end=$((SECONDS + PART_SECONDS)) rows=''
-  printf '\n%s, at most %s s\n' "$name" "$PART_SECONDS"
-  machine >"$log"
-  case $name in
-    build) made train_gpt build/test_cuda_on_gpu build/ladders build/op_table ;;
-    ops) ops ;;
-    train) train ;;
-    sanitize-ops) sanitize_ops ;;
-    sanitize-train) sanitize_train ;;
-    kernels) kernels ;;
-    e2e-124M) beside_pytorch gpt2:124M ;;
-    e2e-1558M) beside_pytorch gpt2:1558M ;;
-    e2e-qwen) beside_pytorch qwen2.5:1.5B ;;
-    e2e-experts) beside_pytorch d12-e8 ;;
+# built PROGRAM...: waits until they are there. The part's time begins then.
+built() {
+  local name mark
+  for name in "$@"; do
+    if [ -n "${NO_BUILD:-}" ]; then
+      [ -x "$name" ] || { row FAILED 0 "$name" 'NO_BUILD is set, and it is not there' && return 1; }
+      continue
+    fi
+    mark=$(mark_of "$name")
+    until [ -s "$mark" ]; do
+      [ "$SECONDS" -lt "$sitting_end" ] || { row skipped 0 "$name" 'was not built in time' && return 1; }
+      sleep 0.5
+    done
+    [ "$(cat "$mark")" = ok ] || { row FAILED 0 "$name" 'was not built' && return 1; }
+  done
+  part_end=$((SECONDS + $(limit_of "$part") * MORE_SECONDS))
+}
+
+# The programs that a part runs.
+programs_of() {
+  case $1 in
+    build) echo "${programs[@]}" ;;
+    test | racecheck) echo build/test_cuda_on_gpu ;;
+    sanitize) echo train_gpt build/test_cuda_on_gpu ;;
+    kernels) echo build/ladders ;;
+    ops) echo build/op_table ;;
+    *) echo train_gpt ;;
   esac
-  summary=$(printf '%s: %s ok, %s failed, %s skipped, %s s' "$name" "$(grep -c '^ok' <<<"$rows")" \
-    "$(grep -c '^FAILED' <<<"$rows")" "$(grep -c '^skipped' <<<"$rows")" $((SECONDS - begin)))
-  tables+=$'\n'$summary$'\n'$(awk -F '\t' 'NF { printf "  %-7s %5s s  %-32s %s\n", $1, $2, $3, $4 }' <<<"$rows")$'\n'
-  PART=$name SUMMARY=$summary MACHINE=$(machine) "$PYTHON" -c '
-import json, os, sys
-rows = [line.rstrip("\n").split("\t") for line in sys.stdin if line.strip()]
-print(json.dumps({"part": os.environ["PART"], "summary": os.environ["SUMMARY"],
-                  "machine": dict(line.split("\t", 1) for line in os.environ["MACHINE"].splitlines()),
-                  "checks": [{"status": status, "seconds": int(seconds), "check": check, "note": note}
-                             for status, seconds, check, note in rows]}, indent=1))' <<<"$rows" >"$OUT/$name.json"
 }
 
 # ---- The parts -------------------------------------------------------------------------------------------------------
 
-ops() {
-  made build/test_cuda_on_gpu || return
-  check 'every op against the CPU' 400 build/test_cuda_on_gpu --durations yes
+# trained WHAT MODEL DTYPE [OPTIONS...]
+trained() {
+  check "$1 $2 $3" 120 "$PYTHON" dev/gpu/check_training.py "$1" --model "$2" --dtype "$3" --device "$DEVICE" \
+    --folder "$RUNS" ${SMALL:+--small} "${@:4}"
 }
-
-train() {
-  made train_gpt || return
-  local what model dtype
-  for what in against-cpu repeat resume graphs; do
-    for model in gpt2 llama experts; do
-      for dtype in fp32 bf16; do
-        # Rounded to bf16, near ties of a router fall otherwise on another device.
-        [ "$what $model $dtype" != 'against-cpu experts bf16' ] || continue
-        check "$what $model $dtype" 120 "$PYTHON" dev/gpu/check_training.py "$what" --model "$model" --dtype "$dtype" \
-          --device "$DEVICE" --folder "$RUNS" ${STEPS:+--steps "$STEPS"}
-      done
+every_model() {
+  local model dtype
+  for model in gpt2 llama experts; do
+    for dtype in fp32 bf16; do
+      # Rounded to bf16, near ties of a router fall otherwise on another device.
+      [ "$1 $model $dtype" = 'against-cpu experts bf16' ] || trained "$1" "$model" "$dtype"
     done
   done
-  for model in gpt2 llama experts; do
-    check "generate $model fp32" 120 "$PYTHON" dev/gpu/check_training.py generate --model "$model" --device "$DEVICE" \
-      --folder "$RUNS" ${STEPS:+--steps "$STEPS"}
-  done
-  check 'self-test of four ranks' 300 ./train_gpt --selftest --device "$DEVICE" --local-ranks 4
 }
 
-# sanitized NAME SECONDS TOOL COMMAND...
+memory() {
+  local model
+  for model in gpt2 llama experts; do trained memory "$model" bf16; done
+}
+train() {
+  every_model against-cpu
+  local model
+  for model in gpt2 llama experts; do trained generate "$model" fp32; done
+}
+nccl() {
+  local processes layout
+  for processes in 2 4; do
+    for layout in all-reduce zero-3 tp pp cp ep; do
+      trained processes "$([ $layout = ep ] && echo experts || echo gpt2)" fp32 --processes $processes --layout $layout
+      [ -z "$(awk -F '\t' '$1 == "nccl" && $2 == "skipped"' "$OUT/checks.tsv")" ] || return   # the others are, too
+    done
+  done
+}
+ranks() {
+  local ranks=4
+  [ -z "${SMALL:-}" ] || ranks=2
+  check "self-test of $ranks ranks" 240 ./train_gpt --selftest --device "$DEVICE" --local-ranks $ranks
+}
+
+test_ops() {
+  check 'every op against the CPU' 100 build/test_cuda_on_gpu '[cuda]~[trainer]' --durations yes
+  check 'the trainer against the CPU' 100 build/test_cuda_on_gpu '[trainer]' --durations yes
+}
+
+# sanitized TOOL NAME SECONDS COMMAND...
 sanitized() {
-  local name=$1 limit=$2 tool=$3 options=()
+  local tool=$1 name=$2 limit=$3 command=(compute-sanitizer --tool "$1" --error-exitcode 9 --print-limit 20 --report-api-errors no)
   shift 3
   # Not on the large kernels of other libraries; but initcheck must see what they write.
-  [ "$tool" != racecheck ] || ! grep -q -e --kernel-name <<<"$(compute-sanitizer --help)" || options=(--kernel-name kns=llmc)
-  check "$name" "$limit" compute-sanitizer --tool "$tool" "${options[@]}" --error-exitcode 9 --print-limit 20 \
-    --report-api-errors no "$@"
+  [ "$tool" != racecheck ] || ! grep -q -e --kernel-name <<<"$(compute-sanitizer --help)" || command+=(--kernel-name kns=llmc)
+  [ -z "${SMALL:-}" ] || command=()   # it finds no kernel of an emulated GPU
+  check "$tool: $name" "$limit" "${command[@]}" "$@"
 }
-
-# with_sanitizer PROGRAM...
-with_sanitizer() {
-  command -v compute-sanitizer >/dev/null || {
-    skip 'compute-sanitizer' 'is not installed'
-    return 1
-  }
-  made "$@"
-}
-
-sanitize_ops() {
-  with_sanitizer build/test_cuda_on_gpu || return
-  local tool
-  for tool in memcheck racecheck initcheck; do
-    sanitized "$tool: the ops" 150 "$tool" build/test_cuda_on_gpu '[cuda]~[trainer]'
-  done
-}
-
-sanitize_train() {
-  with_sanitizer train_gpt || return
-  "$PYTHON" - "$RUNS/tokens.bin" <<'PYTHON'
+short_runs() {
+  local tool=$1 dtype shape
+  "$PYTHON" - "$RUNS/tokens-$tool.bin" <<'PYTHON'
 import struct, sys
 with open(sys.argv[1], "wb") as file:
     file.write(struct.pack("<256i", 20240520, 1, 4000, *[0] * 253))
     file.write(struct.pack("<4000H", *(i * 7919 % 257 for i in range(4000))))
 PYTHON
-  local tool dtype shape
-  for tool in memcheck racecheck initcheck synccheck; do
-    for shape in 'd2 --n-embd 128' 'qwen3:0.6B --n-layer 2 --n-embd 128 --n-head 4 --n-kv-head 2' \
-      'd2-e4 --n-embd 128'; do
-      for dtype in bf16 fp32; do
-        [[ $tool != synccheck && $shape != d2-e4* || $dtype = bf16 ]] || continue
-        rm -rf "$RUNS/sanitized"
-        # shellcheck disable=SC2086    # words
-        sanitized "$tool: ${shape%% *} $dtype" 60 "$tool" ./train_gpt --device "$DEVICE" -i "$RUNS/tokens.bin" \
-          --model $shape --vocab-size 257 --dtype "$dtype" --local-ranks 1 -b 2 -t 64 -x 2 -o "$RUNS/sanitized"
-      done
+  for shape in 'd2 --n-embd 128' 'qwen3:0.6B --n-layer 2 --n-embd 128 --n-head 4 --n-kv-head 2' 'd2-e4 --n-embd 128'; do
+    for dtype in bf16 fp32; do
+      [[ $tool != synccheck && $shape != d2-e4* || $dtype = bf16 ]] || continue
+      rm -rf "$RUNS/sanitized-$tool"
+      # shellcheck disable=SC2086    # words
+      sanitized "$tool" "${shape%% *} $dtype" 60 ./train_gpt --device "$DEVICE" -i "$RUNS/tokens-$tool.bin" \
+        --model $shape --vocab-size 257 --dtype "$dtype" --local-ranks 1 -b 2 -t 64 -x 2 -o "$RUNS/sanitized-$tool"
     done
   done
 }
+sanitize() {
+  local tool
+  for tool in memcheck initcheck synccheck; do short_runs $tool; done
+  for tool in memcheck initcheck; do sanitized $tool 'the ops' 100 build/test_cuda_on_gpu '[cuda]~[trainer]'; done
+}
+racecheck() {
+  built train_gpt || return
+  short_runs racecheck
+  sanitized racecheck 'the ops' 150 build/test_cuda_on_gpu '[cuda]~[trainer]'
+}
 
 kernels() {
-  made build/ladders build/op_table || return
-  check 'ladders' 120 build/ladders
-  cp "$output" "$OUT/ladders.md"
+  check 'ladders' 90 build/ladders
+  cp "$RUNS/kernels.output" "$OUT/ladders.md"
+}
+ops() {
   # shellcheck disable=SC2086    # words
-  check 'each op against the roofline' 400 build/op_table --json "$OUT/op_table.jsonl" ${OP_TABLE_FLAGS:-}
-  cp "$output" "$OUT/op_table.md"
-  grep -a '^A step of these ops' "$output"
+  check 'each op against the roofline' 120 build/op_table --json "$OUT/op_table.jsonl" ${OP_TABLE_FLAGS:-}
+  cp "$RUNS/ops.output" "$OUT/op_table.md"
+  grep -a '^A step of these ops' "$RUNS/ops.output"
 }
 
 # beside_pytorch CASE
 beside_pytorch() {
-  made train_gpt || return
   local modules=torch
   [[ $1 != *-e* ]] || modules='torch, transformers'
   if ! "$PYTHON" -c "import $modules" 2>/dev/null; then
-    skip "$1 against PyTorch" "PYTHON=$PYTHON cannot import $modules"
+    row skipped 0 "$1 against PyTorch" "PYTHON=$PYTHON cannot import $modules"
     return
   fi
   # shellcheck disable=SC2086    # words
-  check "$1 against PyTorch" 540 "$PYTHON" dev/bench/compare.py --device "$DEVICE" --cases "$1" --rounds 2 \
-    --seconds $((part_end - SECONDS - 20)) --out "$OUT/$name.md" ${BENCH_FLAGS:-}
-  [ ! -s "$OUT/$name.md" ] || grep -a '^|\|^- ' "$OUT/$name.md"
+  check "$1 against PyTorch" 150 "$PYTHON" dev/bench/compare.py --device "$DEVICE" --cases "$1" --rounds 2 \
+    --seconds $(($(left) / 3)) --out "$RUNS/$part.md" ${BENCH_FLAGS:-}
+  [ ! -s "$RUNS/$part.md" ] || { cat "$RUNS/$part.md" >>"$OUT/e2e.md" && grep -a '^|\|^- ' "$RUNS/$part.md"; }
 }
 
-parts=()
-[ $# -gt 0 ] || set -- build ops train sanitize kernels e2e
-for argument in "$@"; do
-  case $argument in
-    sanitize) parts+=(sanitize-ops sanitize-train) ;;
-    e2e) parts+=(e2e-124M e2e-1558M e2e-qwen e2e-experts) ;;
-    build | ops | train | sanitize-ops | sanitize-train | kernels | e2e-124M | e2e-1558M | e2e-qwen | \
-      e2e-experts)
-      parts+=("$argument") ;;
-    *) echo "check.sh: unknown part '$argument'; use build ops train sanitize kernels e2e" >&2; exit 1 ;;
+run_part() {
+  local part=$1 part_end=$sitting_end
+  case $part in build | kernels | ops | e2e-*) wait ;; esac   # nothing else is to run while something is timed
+  # shellcheck disable=SC2046    # words
+  [ "$part" = build ] || built $(programs_of "$part") || return
+  case $part in
+    build) ;;
+    memory | train | nccl | ranks | sanitize | racecheck | kernels | ops) $part ;;
+    determinism) every_model repeat ;;
+    resume | graphs) every_model "$part" ;;
+    test) test_ops ;;
+    e2e-124M) beside_pytorch gpt2:124M ;;
+    e2e-1558M) beside_pytorch gpt2:1558M ;;
+    e2e-qwen) beside_pytorch qwen2.5:1.5B ;;
+    e2e-experts) beside_pytorch d12-e8 ;;
   esac
+}
+
+# ---- What is wanted --------------------------------------------------------------------------------------------------
+
+refuse() {
+  echo "check.sh: $*" >&2
+  exit 1
+}
+all=(build memory train determinism resume graphs ranks nccl 'test' sanitize racecheck kernels ops e2e-124M e2e-1558M e2e-qwen
+  e2e-experts)
+lanes=() parts=() sitting_end=1000000
+if [ "${1:-}" = --sitting ]; then
+  sitting_end=$SITTING_SECONDS
+  case ${2:-} in
+    # memory by itself: it looks at what is free. Then those that share the GPU.
+    1) parts=(memory) lanes=('train determinism resume graphs' 'ranks nccl' 'test sanitize racecheck') ;;
+    2) parts=(e2e-124M ops kernels e2e-1558M e2e-qwen e2e-experts) ;;
+    *) refuse "--sitting '${2:-}' is unknown; use 1 or 2" ;;
+  esac
+  [ $# -eq 2 ] || refuse "--sitting has its own parts: leave out '${*:3}'"
+elif [ $# -eq 0 ]; then
+  parts=("${all[@]}")
+fi
+[ $# -eq 0 ] || [ "$1" = --sitting ] || for argument in "$@"; do
+  if [ "$argument" = e2e ]; then
+    parts+=(e2e-124M e2e-1558M e2e-qwen e2e-experts)
+  elif [[ " ${all[*]} " = *" $argument "* ]]; then
+    parts+=("$argument")
+  else
+    refuse "unknown part '$argument'; use ${all[*]} or e2e"
+  fi
 done
-for argument in "${parts[@]}"; do part "$argument"; done
-printf '%s' "$tables"
-exit $failed
+
+one_line() { "$@" 2>/dev/null | head -n 1 | tr '\t' ' '; }
+mkdir -p "$OUT" "$RUNS"
+{
+  printf '# host\t%s, %s processors, %s\n' "$(uname -sr)" "$(nproc)" "$(one_line sed -n 's/^model name.*: //p' /proc/cpuinfo)"
+  printf '# gpu\t%s\n' "$(one_line nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader)"
+  printf '# nvcc\t%s\n' "$("${NVCC:-nvcc}" --version 2>/dev/null | sed -n 's/.*, V//p')"
+  printf '# c++\t%s\n' "$(one_line "${CXX:-g++}" --version)"
+} >"$OUT/checks.tsv"
+cat "$OUT/checks.tsv"
+: >"$OUT/log.txt"
+rm -f "$OUT/e2e.md"
+
+# shellcheck disable=SC2046,SC2048,SC2086    # words
+[ -n "${NO_BUILD:-}" ] || start_builds $(for part in "${parts[@]}" ${lanes[*]}; do programs_of $part; done | tr ' ' '\n' | sort -u)
+for part in "${parts[@]}"; do run_part "$part"; done
+for lane in "${lanes[@]}"; do
+  # shellcheck disable=SC2086    # words
+  (for part in $lane; do run_part "$part"; done) &
+done
+wait
+
+echo
+awk -F '\t' '!/^#/ { printf "%-11s %-7s %4s s  %-34s %s\n", $1, $2, $3, $4, $5; ++of[$2] }
+  END { printf "%d ok, %d failed, %d skipped in %d s\n", of["ok"], of["FAILED"], of["skipped"], '$SECONDS' }' "$OUT/checks.tsv"
+! grep -q $'^[^#]*\tFAILED\t' "$OUT/checks.tsv"
