@@ -339,6 +339,12 @@ build/emulated/train_gpt.o: train_gpt.cu build/cuda_test.flags
 	@mkdir -p $(@D) && echo 'train_gpt.cu (emulated)'
 	@$(CXX) -x c++ $(CUDA_TEST_FLAGS) -g0 -MMD -MP -c $< -o $@
 
+# What dev/gpu/rehearse.sh runs in place of the programs for a GPU.
+build/emulated/ladders: $(patsubst %.cu,build/emulated/%.o,dev/cuda/ladders.cu $(LADDERS))
+build/emulated/op_table: build/emulated/dev/bench/cuda/op_table.o
+build/emulated/ladders build/emulated/op_table: $(STAND_INS:%.cpp=build/emulated/%.o) build/cuda_test_link.list
+	@$(CXX) $(CUDA_TEST_LINK_FLAGS) $(filter %.o,$^) -o $@ $(LDFLAGS) -lboost_context $(REQUIRED_LIBS)
+
 build/cuda_test.flags: FORCE
 	$(call text_file,$(CXX) $(CUDA_TEST_FLAGS) $(SANITIZE_asan) $(SANITIZE_tsan) $(CXX_VERSION) $(CATCH2_VERSION) $(BOOST_VERSION))
 build/cuda_test_link.list: FORCE

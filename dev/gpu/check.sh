@@ -250,7 +250,7 @@ racecheck() {
 }
 
 kernels() {
-  check 'ladders' 90 build/ladders
+  check 'ladders' 90 build/ladders ${SMALL:+--small}
   cp "$RUNS/kernels.output" "$OUT/ladders.md"
 }
 ops() {
