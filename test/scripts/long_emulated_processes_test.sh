@@ -69,5 +69,28 @@ same 1 TCP 2 1 --tp 2 --sequence-parallel off
 same 1 TCP 2 1 --cp 2 --seq-len 32 --cp-attention all-gather
 same 1 TCP 2 1 --pp 2 --total-batch-size 132
 same 8 NCCL 2 1   # which sees six GPUs that it does not use
+
+# The same two processes by mpirun, and as srun starts them: launched GPUS
+launched() {
+  export EMULATED_GPUS=$1
+  local process status=0 pids=() started=("${run[@]}" --local-ranks 1 --rendezvous "file:$dir/meet" --out-dir "$dir/launched")
+  if command -v mpirun >/dev/null; then
+    rm -rf "$dir/launched" "$dir/contexts"
+    EMULATED_CONTEXTS=$dir/contexts mpirun --allow-run-as-root --oversubscribe -n 2 "${started[@]}" >"$dir/log.0" 2>&1 ||
+      fail "mpirun, on $1 GPUs"
+    one_context_each 2 1
+  fi
+  rm -rf "$dir/launched" "$dir/contexts"
+  for process in 0 1; do
+    env EMULATED_CONTEXTS="$dir/contexts" SLURM_PROCID=$process SLURM_LOCALID=$process SLURM_STEP_NUM_TASKS=2 \
+      SLURM_STEP_TASKS_PER_NODE=2 SLURM_JOB_ID=1 SLURM_STEP_ID=0 SLURM_STEP_NODELIST="$(hostname)" "${started[@]}" \
+      >"$dir/log.$process" 2>&1 &
+    pids+=($!)
+  done
+  for process in "${pids[@]}"; do wait "$process" || status=$?; done
+  [ $status -eq 0 ] || fail "srun, on $1 GPUs: status $status"
+  one_context_each 2 1
+}
+for gpus in 1 2 8; do launched $gpus; done
 [ -z "$(find /dev/shm -newer "$dir" -name '*nccl*' 2>/dev/null)" ] || fail 'something is left in /dev/shm'
 echo 'long_emulated_processes_test: ok'
