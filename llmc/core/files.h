@@ -212,15 +212,32 @@ inline std::vector<std::string> names_in(const std::string& directory) {
   return names;
 }
 
+// What is there instead of files that match a pattern, in words for an error: files with the same ending, or that the
+// directory is not there.
+inline std::string instead_of(const std::string& pattern) {
+  const std::filesystem::path path(pattern), parent = path.has_parent_path() ? path.parent_path() : ".";
+  if (parent.string().find_first_of("*?[") != std::string::npos) return "check the path";
+  std::error_code none;
+  if (!std::filesystem::exists(parent, none)) return formatted("there is no directory {}", parent.string());
+  if (!is_directory(parent)) return formatted("{} is no directory", parent.string());
+  constexpr size_t most = 3;
+  std::string names;
+  size_t count = 0;
+  for (const std::string& name : names_in(parent))
+    if (std::filesystem::path(name).extension() == path.extension() && ++count <= most)
+      names += (count > 1 ? ", " : "") + name;
+  if (count == 0) return formatted("{} has no file *{}", parent.string(), path.extension().string());
+  return formatted("{} has {}{}", parent.string(), names, count > most ? formatted(" and {} more", count - most) : "");
+}
+
 // The matching files, sorted; errors name `option`.
 inline std::vector<std::string> expand_glob(const std::string& pattern, const char* option) {
   glob_t found{};
   const int status = ::glob(pattern.c_str(), 0, nullptr, &found);
   std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + (status == 0 ? found.gl_pathc : 0));
   ::globfree(&found);
-  CHECK(!paths.empty(),
-        "{} {}: no file matches; check the path, and quote patterns so that the shell does not expand them", option,
-        pattern);
+  CHECK(!paths.empty(), "{} {}: no file matches: {}; quote patterns so that the shell does not expand them", option,
+        pattern, instead_of(pattern));
   for (const std::string& path : paths)
     CHECK(!is_directory(path), "{} {} is a directory: name its files with a quoted pattern, such as '{}/*.bin'", option,
           path, path);

@@ -82,3 +82,23 @@ TEST_CASE("messages escape control characters and shorten long values") {
   REQUIRE(formatted("{}", nlohmann::json(std::string("\xff"))) == "\"\xef\xbf\xbd\"");
   REQUIRE(formatted("{}", nlohmann::json(std::string(500, 'x'))).size() < 120);
 }
+
+TEST_CASE("a pattern that no file matches says what is there instead", "[core]") {
+  const TempDir dir;
+  const auto refused = [&](const std::string& pattern) -> std::string {
+    try {
+      expand_glob(dir / pattern, "--train-data");
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const std::string where = std::filesystem::path(dir / "x").parent_path().string();
+  REQUIRE(refused("train.bin") == "--train-data " + where + "/train.bin: no file matches: " + where +
+                                      " has no file *.bin; quote patterns so that the shell does not expand them");
+  for (const char* name : {"a_000000.bin", "a_000001.bin", "b.bin", "c.bin", "notes.txt"})
+    write_text_durably(dir / name, "");
+  REQUIRE_THAT(refused("train*.bin"),
+               Catch::Matchers::ContainsSubstring(where + " has a_000000.bin, a_000001.bin, b.bin and 1 more;"));
+  REQUIRE_THAT(refused("data/*.bin"), Catch::Matchers::ContainsSubstring("there is no directory " + where + "/data;"));
+}
