@@ -241,7 +241,9 @@ def _refuse_binary(data, path):
         invalid -= min(invalid, 3)   # the last character may be cut
     if nul + invalid <= NOT_TEXT * len(data):
         return
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):   # before UTF-16, whose mark that of UTF-32 begins with
+        found, remedy = "text in UTF-32", "convert it: iconv -f UTF-32 -t UTF-8"
+    elif data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         found, remedy = "text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"
     elif nul:
         found, remedy = f"a binary file, {nul / len(data):.1%} of its first bytes are NUL", "name text files only"
@@ -274,12 +276,12 @@ def _list_chunks(file, path):
 
     def read_more():
         nonlocal text, at, ended
-        block = file.read(max(CHUNK_BYTES, len(text) - at))   # doubled, so that a long document costs no square of its length
+        block = file.read(max(CHUNK_BYTES, len(text) - at))   # doubled: else a long document would cost a square
         try:
             text, at, ended = text[at:] + decoder.decode(block, not block), 0, not block
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}: document {number + 1}: byte {error.object[error.start]:#04x} is not UTF-8; convert the file "
-                            "to UTF-8") from None
+            raise DataError(f"{path}: document {number + 1}: byte {error.object[error.start]:#04x} is not UTF-8; convert "
+                            "the file to UTF-8") from None
 
     assert skip_blanks() == "["
     at += 1
@@ -292,7 +294,10 @@ def _list_chunks(file, path):
                 value, end = parse(text, at)
                 break
             except (ValueError, RecursionError) as error:
-                cut = isinstance(error, json.JSONDecodeError) and (error.pos > len(text) - 16 or "Unterminated" in error.msg)
+                cut = isinstance(error, json.JSONDecodeError) and (error.pos > len(text) - 16 or
+                                                                   "Unterminated" in error.msg)
+                if ended and cut and ("Unterminated" in error.msg or error.pos >= len(text.rstrip())):
+                    raise DataError(f"{path}: ends within document {number}: the file is cut off; get it again") from None
                 if ended or not cut:
                     raise DataError(f"{path}: document {number}: not a JSON value ({getattr(error, 'msg', error)}): "
                                     f"{_excerpt(text[at:at + 50].encode(errors='replace'))}; expected a list of objects "
@@ -307,16 +312,18 @@ def _list_chunks(file, path):
         mark = skip_blanks()
         if mark not in (",", "]"):
             if not mark:
-                raise DataError(f"{path}: ends after document {number}, within the list: the file is cut off; get it again")
-            raise DataError(f"{path}: document {number}: the list goes on with {_excerpt(text[at:at + 50].encode(errors='replace'))}"
-                            f", expected , or ]")
+                raise DataError(f"{path}: ends after document {number}, within the list: the file is cut off; get it "
+                                "again")
+            found = _excerpt(text[at:at + 50].encode(errors="replace"))
+            raise DataError(f"{path}: document {number}: the list goes on with {found}, expected , or ]")
         at += 1
         more = mark == ","
     if not number:
         at += 1
     if skip_blanks():
-        raise DataError(f"{path}: text after the list of {number} documents: {_excerpt(text[at:at + 50].encode(errors='replace'))}; "
-                        "expected one list (one object per line is JSONL: name it .jsonl)")
+        found = _excerpt(text[at:at + 50].encode(errors="replace"))
+        raise DataError(f"{path}: text after the list of {number} documents: {found}; expected one "
+                        "list (one object per line is JSONL: name it .jsonl)")
     if rows:
         yield Chunk(path, first, True, True, b"\n".join(rows), True)
 
@@ -372,8 +379,8 @@ def _json_text(row, field, where):
         raise DataError(f"{where}: byte {row[error.start]:#04x} at column {error.start + 1} is not UTF-8; "
                         "convert the file to UTF-8") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not a JSON value ({error}): {_excerpt(row)}; each line must hold one object, or a .json file one list of them "
-                        "(--format text reads the file as plain text)") from None
+        raise DataError(f"{where}: not a JSON value ({error}): {_excerpt(row)}; each line must hold one object, or a .json "
+                        "file one list of them (--format text reads the file as plain text)") from None
     if not isinstance(document, dict):
         raise DataError(f"{where}: not a JSON object: {_excerpt(row)}; expected {{\"{field}\": \"...\"}}")
     if field not in document:

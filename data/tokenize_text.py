@@ -247,9 +247,12 @@ def add_input_options(parser):
 def parse_options(arguments):
     parser = Parser(prog="tokenize_text.py", allow_abbrev=False,
                     description="Tokenizes text or JSON to shards PREFIX_train_000000.bin, PREFIX_val_000000.bin.")
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="text or JSON files, also packed by gzip; globs; folders (of which files with other suffixes are skipped)")
+    parser.add_argument("inputs", nargs="+", metavar="INPUT",
+                        help="text or JSON files, also packed by gzip; globs; folders (of which files with other suffixes are "
+                             "skipped)")
     parser.add_argument("--out", required=True, metavar="PREFIX", help="path and prefix of the shards' names")
-    parser.add_argument("--tokenizer", default="bytes", help="'bytes' (the default), 'gpt2' or a .tiktoken file (package tiktoken), or a tokenizer.json "
+    parser.add_argument("--tokenizer", default="bytes",
+                        help="'bytes' (the default), 'gpt2' or a .tiktoken file (package tiktoken), or a tokenizer.json "
                              "(package tokenizers)")
     parser.add_argument("--eot", metavar="TOKEN", help="end-of-text token of the tokenizer.json, if unusual")
     add_input_options(parser)

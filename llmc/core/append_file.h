@@ -29,14 +29,13 @@ class AppendFile {
   // taken its name is appended to. Returns whether that was so.
   bool ensure_in_place() {
     if (file_.in_place()) return false;
-    const bool gone = !path_exists(path());
-    File again = File::append(path());
-    if (gone) {
-      std::string before(static_cast<size_t>(file_.size()), '\0');
+    std::string before;  // read before there is a new one: if that fails, all can be tried again
+    if (!path_exists(path())) {
+      before.resize(static_cast<size_t>(file_.size()));
       file_.read_at(before.data(), static_cast<int64_t>(before.size()), 0);
-      waiting_.insert(0, before);
     }
-    file_ = std::move(again);
+    file_ = File::append(path());
+    waiting_.insert(0, before);
     write_waiting();
     return true;
   }

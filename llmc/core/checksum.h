@@ -35,7 +35,7 @@ struct FileRecord {
   }
 };
 
-// Of bytes that come in pieces.
+// A running checksum of bytes that come in pieces.
 class RunningHash {
  public:
   RunningHash() : state_(XXH3_createState(), XXH3_freeState) {

@@ -56,8 +56,8 @@ inline size_t unfinished(std::string_view text) {
 
 }  // namespace detail
 
-// Every byte of control characters but line breaks and tabs, and of what is not UTF-8, as \x1b. Escaping again changes
-// nothing.
+// Escapes as \x1b every byte of control characters but line breaks and tabs, of those that change the direction of
+// text, and of what is not UTF-8. Escaping again changes nothing.
 inline std::string printable(std::string_view text) { return detail::escaped(text, "\n\t"); }
 
 // The same of text that comes in pieces: a character whose bytes are in several of them is shown when it is whole.

@@ -1,5 +1,5 @@
-// failure_text.h: in words, what ended a process that is no Error of ours: memory or a thread that could not be had, by
-// whatever limit, or a fault of the program.
+// failure_text.h: what ended a process, in words, where it is no Error of ours: memory or a thread that could not be
+// had, by whatever limit, or a fault of the program.
 #pragma once
 #include <sys/resource.h>
 
@@ -13,26 +13,29 @@ namespace llmc {
 
 namespace detail {
 
-// " (ulimit -v is 200000 KiB)", or nothing where there is no such limit.
+// ", ulimit -v is 200000 KiB", or nothing where there is no such limit.
 inline std::string limit_text(int resource, const char* name, rlim_t unit, const char* of_unit) {
   rlimit limit{};
   if (getrlimit(static_cast<__rlimit_resource>(resource), &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "";
-  return formatted(" (ulimit {} is {}{})", name, limit.rlim_cur / unit, of_unit);
+  return formatted(", ulimit {} is {}{}", name, limit.rlim_cur / unit, of_unit);
 }
 
 }  // namespace detail
 
 inline std::string failure_text(const std::exception& error) {
   if (dynamic_cast<const Error*>(&error) != nullptr) return error.what();
-  if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr)
+  const bool wrong_size = dynamic_cast<const std::bad_array_new_length*>(&error) != nullptr;  // a fault of the program
+  if (!wrong_size && dynamic_cast<const std::bad_alloc*>(&error) != nullptr)
     return formatted(
-        "the system gave no more memory{}: end other programs, raise the limit, or make the run smaller "
-        "(--plan says what it needs)",
+        "the system gave no more memory{}: end other programs, raise a limit (ulimit -v, or a container's), or make "
+        "the "
+        "run smaller (--plan says what it needs)",
         detail::limit_text(RLIMIT_AS, "-v", 1024, " KiB"));
   const auto* const system = dynamic_cast<const std::system_error*>(&error);
   if (system != nullptr && system->code() == std::errc::resource_unavailable_try_again)
     return formatted(
-        "the system started no further thread{}{}: raise the limit, or use fewer --local-ranks and --threads",
+        "the system started no further thread{}{}: raise a limit (ulimit -u and -v, or a container's pids.max), or use "
+        "fewer --local-ranks and --threads",
         detail::limit_text(RLIMIT_NPROC, "-u", 1, ""), detail::limit_text(RLIMIT_AS, "-v", 1024, " KiB"));
   return formatted("internal error: {}", error.what());
 }

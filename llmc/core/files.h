@@ -159,7 +159,7 @@ class OpenFiles {
   std::list<std::shared_ptr<const File>> files_;  // most recently used first
 };
 
-// More than any file that is read as a whole has, but for the metrics of a long run.
+// The largest file that is read as a whole, where no smaller limit is given.
 inline constexpr int64_t largest_text = int64_t{1} << 30;
 
 // A whole file, of at most `most` bytes.

@@ -130,7 +130,7 @@ class Log {
         if (*file && (*file)->ensure_in_place())
           line(formatted("WARNING: {} was deleted, moved or replaced: its lines go to the file of that name now",
                          (*file)->path()));
-      } catch (const Error&) {  // the disk may be full: tried again
+      } catch (const std::exception&) {  // the disk may be full, or memory: tried again
       }
   }
 
@@ -223,9 +223,8 @@ class Log {
 
   // From this step on the run reads other data.
   void data_change(int64_t step, const DataChange& change) {
-    line(
-        formatted("notice: {} has changed since step {} (checksum {}, now {}): --data-changed accept takes it as it is",
-                  change.shard, step, change.before, change.now));
+    line(formatted("notice: {} has changed since step {} (checksum {}, now {}): accepted, by --data-changed accept",
+                   change.shard, step, change.before, change.now));
     write({{"kind", "data"}, {"step", step}, {"shard", change.shard}, {"before", change.before}, {"now", change.now}});
   }
 

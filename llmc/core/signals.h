@@ -14,7 +14,7 @@
 
 namespace llmc {
 
-// Who sends it as a rule: a person with Ctrl-C or by closing the terminal, or a batch system when a job's time is up.
+// Who usually sends it: a person with Ctrl-C or by closing the terminal, or a batch system when a job's time is up.
 enum class StopSender : uint8_t { person, batch_system };
 struct StopSignal {
   int number;

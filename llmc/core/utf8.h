@@ -1,4 +1,4 @@
-// utf8.h: UTF-8: reading and writing characters, and finding what is none.
+// utf8.h: UTF-8: reading and writing characters, and finding invalid bytes.
 #pragma once
 #include <cstddef>
 #include <optional>

@@ -150,11 +150,12 @@ class Queue {
     return Graph(captured);
   }
   // Throws if what was captured so far makes no graph.
-  void require_capture() {
+  bool captures() const {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     CUDA_CHECK(cudaStreamIsCapturing(stream_, &status));
-    CHECK(status == cudaStreamCaptureStatusActive, "{}", detail::describe(cudaErrorStreamCaptureInvalidated));
+    return status == cudaStreamCaptureStatusActive;
   }
+  void require_capture() const { CHECK(captures(), "{}", detail::describe(cudaErrorStreamCaptureInvalidated)); }
   void launch(const Graph& graph) { CUDA_CHECK(cudaGraphLaunch(graph, stream_)); }
 
   // f(GPU seconds of what `work` launches) is called by the host thread that waits for this stream.

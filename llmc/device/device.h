@@ -59,7 +59,7 @@ struct Device {
   DeviceKind kind = DeviceKind::cpu;
   int threads = 1;  // of each op, on a CPU
   int gpu = 0;      // its number in this process
-  int sharers = 1;  // ranks of this process on the same device
+  int sharers = 1;  // ranks of this host on the same device
   Collectives collectives = Collectives::own;
   Tf32 tf32 = Tf32::no;
   bool cudnn = false;                         // use cuDNN's attention
@@ -263,6 +263,7 @@ class Stream {
       task();
       gpu_->require_capture();
     } catch (const Error& error) {
+      if (gpu_->captures()) throw;  // a fault of its own
       throw Error(formatted("{} cannot be captured in a CUDA graph: {}: use --cuda-graphs off", op, error.what()));
     }
 #endif

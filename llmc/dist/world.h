@@ -74,7 +74,11 @@ class World {
     for (const auto& group : alive) group->expect_abort();
     // All at once: freeing the memory of one may wait for the collectives of all groups on the same GPU.
     std::vector<std::thread> aborts;
-    for (const auto& group : alive) aborts.emplace_back([&group] { group->abort(); });
+    for (const auto& group : alive) try {
+        aborts.emplace_back([&group] { group->abort(); });
+      } catch (const std::exception&) {  // no thread could be had: one after the other is better than not at all
+        group->abort();
+      }
     for (std::thread& thread : aborts) thread.join();
   }
   // How long join() waits for the other members' GPUs.

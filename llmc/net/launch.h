@@ -101,11 +101,14 @@ class FindLaunch {
     return launch_of(claim);
   }
 
-  // Slurm gives `srun --pty`, and the shell of salloc, the terminal of who has called it.
-  bool has_output() const {
+  // Slurm gives `srun --pty`, and the shell of salloc, the terminal of who has called it. Variables of which only half
+  // are set say nothing: whether they are a mistake, find() tells where they count.
+  bool has_output() const try {
     for (const Claim& claim : {open_mpi(), mpich(), pmix(), torchrun(), from_options()})
       if (claim.rank) return true;
     return slurm().rank && !text("SLURM_PTY_PORT");
+  } catch (const Error&) {
+    return false;
   }
 
  private:

@@ -52,7 +52,7 @@ class ControlPlane {
   // Tells the others that this process has ended, unless it has failed: then they had better find it gone.
   ~ControlPlane() {
     std::unique_lock lock(mutex_);
-    // Who has lost the same connection asks whether this process is alive, and shall find it so.
+    // The process at the other end of a cut connection asks whether this one is alive: it stays until it was asked.
     if (cut_from_ && process() <= 1)
       changed_.wait_until(lock, Limit::seconds(1).deadline, [&] { return asked_by_.contains(*cut_from_); });
     if (!aborted_ && fault_.empty() && std::uncaught_exceptions() == 0) broadcast({Kind::end, {}});
@@ -101,8 +101,8 @@ class ControlPlane {
     aborted_ = true;
     changed_.notify_all();
   }
-  // This process has failed for this reason, of which all others learn; where it knows that the job cannot go on, for
-  // that reason, which one that was away for a while may not have heard of yet.
+  // This process has failed for this reason, of which all others learn. If it already knows why the job ends, it
+  // reports that instead.
   void report_failure(std::string why) {
     std::lock_guard lock(mutex_);
     if (!fault_.empty()) why = fault_;

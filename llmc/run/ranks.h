@@ -150,8 +150,13 @@ void run_ranks(World& world, F&& rank_main) {
   };
   const LocalRanks& local = world.local();
   std::vector<std::thread> threads;
-  for (int rank = local.first + 1; rank < local.first + local.count; ++rank) threads.emplace_back(guarded, rank);
-  if (local.count > 0) guarded(local.first);
+  try {
+    for (int rank = local.first + 1; rank < local.first + local.count; ++rank) threads.emplace_back(guarded, rank);
+    if (local.count > 0) guarded(local.first);
+  } catch (const std::exception& error) {  // the system gives no further thread; those that began wait for it
+    if (watchdog != nullptr) watchdog->failed(local.first, failure_text(error));
+    stop_all(std::current_exception());
+  }
   for (std::thread& thread : threads) thread.join();
   if (first) try {
       std::rethrow_exception(first);

@@ -249,6 +249,7 @@ TEST_CASE("attention's kernels say at the start where fewer of their blocks run 
   REQUIRE(slow.size() == 3);
   REQUIRE(slow[1].find("attention_backward_keys_kernel for heads of 128 channels in bf16 has 1 of 2 blocks") !=
           std::string::npos);
+  REQUIRE(slow[1].find("its threads have 300 registers each") != std::string::npos);
   REQUIRE(notices(1000, DType::bf16, 64).at(0).find("launching ") == 0);  // not one
 }
 #endif

@@ -228,7 +228,10 @@ struct cudaLaunchConfig_t {
 };
 
 cudaError_t cudaFuncGetName(const char** name, const void* function);
-struct cudaFuncAttributes {};  // only used to query whether there is code: see set_code
+struct cudaFuncAttributes {
+  int numRegs = 0;             // see set_kernel_registers()
+  size_t sharedSizeBytes = 0;  // of static arrays, which the emulator does not count
+};
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function);
 template <class T>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, T* function) {

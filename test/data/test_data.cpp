@@ -1,4 +1,5 @@
 // Data order (contract 8), invalid shards, learning rates, the byte tokenizer.
+#include <bit>
 #include <map>
 #include <nlohmann/json.hpp>
 
@@ -87,6 +88,18 @@ TEST_CASE("a file that is no shard is refused with what it seems to be; a header
   ends(text, "it seems to be text");
   for (uint16_t& t : letters) t = static_cast<uint16_t>(t * 1009);
   REQUIRE(refusal(bytes(letters)).ends_with("not a token shard"));  // anything
+  std::vector<uint16_t> weights(3000);
+  for (size_t i = 0; i < weights.size(); ++i) {  // -1.5 to 1.5, in bf16
+    const float value = static_cast<float>(i * 7919 % 3001) / 1000 - 1.5f;
+    weights[i] = static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16);
+  }
+  REQUIRE(refusal(bytes(weights)).ends_with("not a token shard"));
+  const std::string header = R"({"w":{"dtype":"BF16","shape":[3000],"data_offsets":[0,6000]}})";
+  const std::vector<uint64_t> size = {header.size()};
+  ends(bytes(size) + header + bytes(weights), "it seems to be a model's weights (safetensors)");
+  std::string wide;
+  for (int i = 0; i < 3000; ++i) wide += std::string{"The cat\n"[i % 8], '\0'};
+  ends(wide, "it seems to be text in UTF-16: convert it with iconv");
   REQUIRE(refusal(std::string(4096, '\0')).ends_with("not a token shard"));
   std::vector<int32_t> hellaswag(256);
   hellaswag[0] = 20240522, hellaswag[1] = 1;

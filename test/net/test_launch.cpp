@@ -237,4 +237,5 @@ TEST_CASE("a launcher's terminal is nobody's, but for the one of srun --pty") {
   for (const Variables& variables : {by_person, by_person + step_pmix, by_person + step_pmi2})
     REQUIRE(!launcher_has_output(variables));
   REQUIRE(launcher_has_output(by_person + open_mpi));
+  REQUIRE(!launcher_has_output({{"RANK", "3"}}));  // without WORLD_SIZE: nobody's launcher
 }

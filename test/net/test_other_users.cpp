@@ -137,10 +137,10 @@ TEST_CASE("without a token, another user's process 0 is not believed") {
         "while True:\n"
         "  c = s.accept()[0]\n"
         "  if c.recv(64) == b\"end\": break\n"
-        "  c.sendall(b\"traingpt\" + bytes([1, 0, 0, 0]) + bytes(36))\n"
+        "  c.sendall(b\"traingpt\" + bytes([{}, 0, 0, 0]) + bytes(36))\n"
         "  c.settimeout(5)\n"
         "  if c.recv(64): os._exit(1)\n",
-        other_user, port);
+        other_user, port, protocol_version);
     CHECK(std::system(formatted("python3 -c '{}'", program).c_str()) == 0);
   });
   connect_when_ready(port);

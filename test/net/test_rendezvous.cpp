@@ -160,8 +160,8 @@ TEST_CASE("processes that do not come are named on all that have") {
   Lines lines;
   const std::string where = "file:" + dir / "meeting";
   const auto errors =
-      on_threads(3, [&](int p) { const ControlPlane job(greeting(p == 2 ? 4 : p, 6), at(where, lines, 1)); });
-  require_all(errors, formatted("ranks 2, 3 and 5 have not arrived at {} within 1 s (--init-timeout)", where));
+      on_threads(3, [&](int p) { const ControlPlane job(greeting(p == 2 ? 4 : p, 6), at(where, lines, 3)); });
+  require_all(errors, formatted("ranks 2, 3 and 5 have not arrived at {} within 3 s (--init-timeout)", where));
   REQUIRE(lines.contain("waiting for ranks 2, 3 and 5 of 6 at " + where));
 }
 

@@ -18,13 +18,25 @@ TEST_CASE("memory and threads that a limit refuses are named, with the limit, an
     REQUIRE(setrlimit(RLIMIT_AS, &before) == 0);
     return text;
   };
-  REQUIRE(
-      says(std::bad_alloc()).starts_with("the system gave no more memory (ulimit -v is 1073741824 KiB): end other"));
+  REQUIRE(says(std::bad_alloc()).starts_with("the system gave no more memory, ulimit -v is 1073741824 KiB: end other"));
   const std::string thread = says(std::system_error(EAGAIN, std::generic_category()));
   REQUIRE(thread.starts_with("the system started no further thread"));
-  REQUIRE(thread.find("(ulimit -v is 1073741824 KiB)") != thread.npos);
+  REQUIRE(thread.find(", ulimit -v is 1073741824 KiB: raise a limit") != thread.npos);
+  REQUIRE(says(std::bad_array_new_length()).starts_with("internal error: "));
   REQUIRE(says(std::runtime_error("x")) == "internal error: x");
   REQUIRE(says(Error("ours")) == "ours");
+}
+
+TEST_CASE("where the system gives too few threads or too little memory for the ranks, the program ends with an error") {
+  for (const int kib : {250'000, 300'000, 400'000, 500'000, 700'000}) {
+    const TempDir dir;
+    const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 2 --local-ranks 16 --batch-size 1"),
+                                        formatted("bash -c 'ulimit -v {}; exec \"$0\" \"$@\"'", kib));
+    INFO(kib << " KiB: " << r.status << ": " << r.err);
+    REQUIRE(r.status < 128);  // no signal
+    REQUIRE(r.err.find("terminate called") == std::string::npos);
+    REQUIRE(r.err.find("internal error") == std::string::npos);
+  }
 }
 
 TEST_CASE("a lock, log or metrics that are a symbolic link are refused, and what it links to stays as it is") {

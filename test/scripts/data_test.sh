@@ -163,7 +163,7 @@ done
 tokenize <(cat "$dir/rows.jsonl.gz") --format jsonl --val-fraction 0 --workers 1 --out "$dir/pipe" || fail "a pipe of gzip data failed"
 refused 'no text in' "$dir/empty.json"
 refused 'object.json:1: not a JSON value.* one list of them' "$dir/object.json"
-refused 'cut.json: document 3000: not a JSON value' "$dir/cut.json"
+refused 'cut.json: ends within document 3000: the file is cut off' "$dir/cut.json"
 refused 'odd.json: document 2: not a JSON value' "$dir/odd.json"
 refused 'two.json: text after the list of 1 documents' "$dir/two.json"
 refused "other.json: document 2: no field 'text', only 'body'" "$dir/other.json"

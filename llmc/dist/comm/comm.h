@@ -2,8 +2,9 @@
 // calls the same collectives in the same order. Tensors go through a transport (threads; on the null device one that
 // only counts) by the algorithms of ring.h and server.h, or through a library (NCCL). Groups are made by world.h.
 //
-// A group may be destroyed while tasks of streams still use it: what they use of it they own. But a task may wait for a
-// peer that waits for this rank; so a rank that leaves a group by an error aborts the world.
+// A group may be destroyed while tasks of streams still use it: what they use of it they own (those of a library, on
+// GPUs, have run when they are enqueued). But a task may wait for a peer that waits for this rank; so a rank that
+// leaves a group by an error aborts the world.
 #pragma once
 #include <algorithm>
 #include <exception>
@@ -284,7 +285,7 @@ class Comm {
     }
     std::unique_ptr<Transport> inner;
     int64_t sent = 0, received = 0;
-    bool between_two = false;  // not in a collective
+    bool between_two = false;  // not in a collective; known where it is counted when it is called, not in tasks
     std::set<int> partners;
   };
   Counter& counted() const { return counted_ ? *counted_ : *transport_; }
@@ -326,7 +327,7 @@ class Comm {
     };
     OpCost cost{op, 0, static_cast<double>(buffer.size_bytes())};
     constexpr bool by_exchanges = std::is_same_v<std::decay_t<Library>, ByExchanges>;
-    counted().between_two = by_exchanges || std::string_view(op).starts_with("all_to_all");
+    const bool between_two = by_exchanges || std::string_view(op).starts_with("all_to_all");
     if (library_) {
       stream.run(cost, {inspected}, [=, this, &stream] {
         if constexpr (by_exchanges) {
@@ -336,11 +337,13 @@ class Comm {
           library(*library_, stream);
         }
       });
+      counted_->between_two = between_two;
       through(*counted_, nullptr);
     } else {
       Stream* const gpu = stream.device().kind == DeviceKind::cuda ? &stream : nullptr;
       if (!transport_->moves_data()) {  // the null device runs no tasks: count now
         const int64_t sent = transport_->sent, received = transport_->received;
+        transport_->between_two = between_two;
         through(*transport_, nullptr);
         cost.link_bytes = static_cast<double>(std::max(transport_->sent - sent, transport_->received - received));
         cost.messages = messages.value_or(size() - 1);

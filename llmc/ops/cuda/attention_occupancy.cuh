@@ -61,12 +61,16 @@ std::vector<std::string> attention_occupancy_notices(int64_t D) {
                 reserved = device_attribute(cudaDevAttrReservedSharedMemoryPerBlock);
   std::vector<std::string> notices;
   for (const KernelSize& k : attention_kernels<T>(D)) {
-    const int64_t meant = std::min<int64_t>(attention_blocks, shared / (k.shared_bytes + reserved));
+    cudaFuncAttributes compiled{};
+    CUDA_CHECK(cudaFuncGetAttributes(&compiled, k.kernel));
+    const int64_t of_block = k.shared_bytes + static_cast<int64_t>(compiled.sharedSizeBytes) + reserved,
+                  meant = std::min<int64_t>(attention_blocks, shared / of_block);
     if (const int blocks = blocks_of(k); blocks < meant)
-      notices.push_back(formatted(
-          "notice: {} for heads of {} channels in {} has {} of {} blocks on a multiprocessor of this GPU: it was "
-          "compiled to more registers than its launch bounds ask for, and is slower for that",
-          k.name, D, dtype_of<T>(), blocks, meant));
+      notices.push_back(
+          formatted("notice: {} for heads of {} channels in {} has {} of {} blocks on a multiprocessor of this GPU, "
+                    "and is slower for "
+                    "that: its threads have {} registers each, its blocks {} bytes of shared memory",
+                    k.name, D, dtype_of<T>(), blocks, meant, compiled.numRegs, of_block));
   }
   return notices;
 }

@@ -42,8 +42,9 @@ cudaError_t cudaFuncGetName(const char** name, const void* function) {
   *name = name_of(function).c_str();
   return cudaSuccess;
 }
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   Lock lock;
+  attributes->numRegs = runtime().kernel_registers;
   return runtime().has_code ? cudaSuccess : note(cudaErrorNoKernelImageForDevice);
 }
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
