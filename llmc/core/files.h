@@ -218,7 +218,8 @@ inline std::string instead_of(const std::string& pattern) {
   const std::filesystem::path path(pattern), parent = path.has_parent_path() ? path.parent_path() : ".";
   if (parent.string().find_first_of("*?[") != std::string::npos) return "check the path";
   std::error_code none;
-  if (!std::filesystem::exists(parent, none)) return formatted("there is no directory {}", parent.string());
+  if (!std::filesystem::exists(parent, none))
+    return formatted("there is no directory {} (data/README.md says what makes token shards)", parent.string());
   if (!is_directory(parent)) return formatted("{} is no directory", parent.string());
   constexpr size_t most = 3;
   std::string names;

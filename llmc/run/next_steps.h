@@ -1,5 +1,6 @@
 // next_steps.h: the commands that a run suggests: how to go on from its weights.
 #pragma once
+#include <cstdlib>
 #include <filesystem>
 #include <limits>
 #include <optional>
@@ -46,8 +47,11 @@ inline Options of_any_start(Options o) {
 inline std::string launched(const Options& o, const std::string& command) {
   if (o.place.processes == 1) return command;
   const std::string launcher = o.place.started_by.substr(0, o.place.started_by.find(' '));
-  if (launcher == "srun" || ((launcher == "mpirun" || launcher == "mpiexec") && o.place.hosts == 1))
-    return formatted("{} -n {} {}", launcher, o.place.processes, command);
+  const bool by_mpi = launcher == "mpirun" || launcher == "mpiexec";
+  const char* const script = std::getenv("TRAIN_GPT_LAUNCHER");  // scripts/multi_node/local_mpirun.sh
+  if (launcher == "srun" || (by_mpi && o.place.hosts == 1))
+    return formatted("{} -n {} {}", by_mpi && script != nullptr ? shell_word(script) : launcher, o.place.processes,
+                     command);
   return formatted("in {} processes, started as these were: {}", o.place.processes, command);
 }
 

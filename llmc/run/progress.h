@@ -103,13 +103,14 @@ inline std::vector<DataChange> accept_changed_data(const ResumePoint& from, cons
 // Refuses a checkpoint from which the job would not continue the same run.
 inline void require_same_run(const ResumePoint& from, const Job& job) {
   const std::string file = from.path + "/trainer.json";
-  auto expect = [&](const char* field, int64_t now, const char* what) {
+  auto expect = [&](const char* field, int64_t now, const std::string& what) {
     const nlohmann::json then = from.trainer.value(field, nlohmann::json());
     CHECK(then == now, "{}: \"{}\" is {}, but {} in this run: {}", file, field, then, now, what);
   };
   expect("step", from.step, "the directory was renamed");
   expect("tokens_per_step", job.step.tokens(),
-         "use the former as --total-batch-size, with a --batch-size that divides it");
+         formatted("resume with --total-batch-size {}, and a --batch-size that divides it",
+                   from.trainer.value("tokens_per_step", nlohmann::json())));
   if (job.document_begin)
     expect("document_begin", *job.document_begin,
            "--mask-documents needs the same end of text: give the same --tokenizer");

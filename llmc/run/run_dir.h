@@ -67,6 +67,7 @@ class RunDirectory {
             path_);
       if (path_exists(run_file())) {
         record_ = read_run_record(run_file());
+        require_parent(run_file(), record_->parent, o.branch_from, path_);  // before its options, which may be others
         require_same_options(run_file(), record_->options, o);
       }
     } else if (path_exists(run_file())) {  // if the options are the same otherwise, so is the order of the samples
@@ -98,9 +99,14 @@ class RunDirectory {
     const std::string own = checkpoint_path(path_, step);
     std::error_code none;
     const bool is_own = std::filesystem::equivalent(asked, own, none);
-    CHECK(steps.empty() || steps.back() < step || (steps.back() == step && is_own),
-          "--resume {}: --out-dir {} holds {} checkpoint, of step {}: choose another --out-dir, or move it away",
-          o.resume, path_, steps.back() == step ? "another" : "a later", steps.back());
+    CHECK(
+        steps.empty() || is_own,
+        "--resume {}: --out-dir {} holds checkpoints of its own, the last of step {}: choose another --out-dir; or, if "
+        "that one belongs to this run, move it into {}",
+        o.resume, path_, steps.back(), path_);
+    CHECK(steps.empty() || steps.back() <= step,
+          "--resume {}: --out-dir {} holds a later checkpoint, of step {}: choose another --out-dir, or move it away",
+          o.resume, path_, steps.back());
     ResumePoint point{is_own ? own : asked, step, read_json(asked + "/trainer.json")};
     take_options(log, point, o);
     return point;

@@ -93,6 +93,10 @@ TEST_CASE("all options of another trainer are named at once, with the command th
   REQUIRE(refusal_of("./train_gpt -i x -sl 0 -sg 7 -nk 3 -y 1 -pn 2 -b 4 -r 1 -w 0")
               .ends_with("\nthe command here, without what has a question mark:\n  ./train_gpt -i x --skip-grad-z 7 "
                          "--keep-checkpoints 3 -b 4 --recompute activation --master-weights none"));
+  REQUIRE(refusal_of("./train_gpt -i x -a 1 -f 1 -h 0 -y 0 -nk 3")
+              .ends_with("\nthe command here:\n  ./train_gpt -i x --overfit-batch --tf32 --resume never "
+                         "--keep-checkpoints 3"));
+  REQUIRE(refusal_of("./train_gpt -a 0 -nk 3").ends_with("\nthe command here:\n  ./train_gpt --keep-checkpoints 3"));
   REQUIRE(refusal_of("./train_gpt --max_iters=10 --block_size=8 --dtype=float16")
               .ends_with("\nthe command here:\n  ./train_gpt --max-steps 10 --seq-len 8 --dtype=float16\nof which this "
                          "is still to change: "

@@ -97,7 +97,7 @@ TEST_CASE("what a branch cannot do is refused with a remedy, and nothing is left
   no("--branch-from " + (dir / "run"), "expected a checkpoint's directory, " + (dir / "run/step-000004"));
   no("--branch-from " + (dir / "run/step-000003"), "No such file or directory");
   no("--max-steps 4 --branch-from " + (dir / "run/step-000004"), "nothing would be left to do");
-  refused(tiny(dir / "run", "--max-steps 4 --lr 1e-3 " + from), "belongs to a run with other options");
+  refused(tiny(dir / "run", "--max-steps 4 --lr 1e-3 " + from), "holds a run that is no branch");
   refused(tiny(dir / "run", "--max-steps 4 " + from), "holds a run that is no branch");
 }
 

@@ -75,7 +75,9 @@ inline std::vector<Argument> split_arguments(int argc, const char* const* argv) 
       if (a.has_value) a.value = word.substr(letter && !help ? 2 : equals + 1);
       const auto known = takes_value.find(a.name);
       a.known = known != takes_value.end() && !(help && (a.name != "-h" || a.has_value || value_follows));
-      const bool takes = a.known ? known->second && !last : value_follows;
+      // Our flags have none, but llm.c's "-a 1" has.
+      const bool number_follows = value_follows && (std::string(argv[i + 1]) == "0" || std::string(argv[i + 1]) == "1");
+      const bool takes = !a.known ? value_follows : known->second ? !last : number_follows;
       if (!a.has_value && takes) a.words.emplace_back(a.value = argv[++i]), a.has_value = true;
     }
     all.push_back(std::move(a));
