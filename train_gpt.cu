@@ -472,6 +472,13 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
       Training(job, rank == 0 ? start.directory.get() : nullptr, rank == 0 ? log : silent, resume, peaks, world, rank)
           .run();
     });
+  } catch (const PeerError& error) {  // another rank has gone; which one, all say in the same words
+    const std::vector<int64_t> saved = checkpoint_steps(o.out_dir);
+    const std::string text =
+        error.what() +
+        (saved.empty() ? std::string() : formatted("; the same command resumes from step {}", saved.back()));
+    log.file_line("train_gpt: " + text);
+    throw PeerError(text);
   } catch (const Error& error) {
     log.file_line("train_gpt: " + with_config_lines(error.what(), o.config_lines));  // main() prints it
     throw;

@@ -31,8 +31,8 @@ PACKED = {
     b"\x28\xb5\x2f\xfd": ("zstd", "unpack it: zstd -d"), b"\xfd7zXZ": ("xz", "unpack it: xz -d"),
     b"BZh": ("bzip2", "unpack it: bunzip2"), b"PK\x03\x04": ("zip", "unpack it: unzip"),
     b"PAR1": ("Parquet", "convert it, with the package pyarrow: python3 -c 'import json, sys, pyarrow.parquet as p; "
-              "[print(json.dumps({\"text\": str(t)})) for b in p.ParquetFile(sys.argv[1]).iter_batches(columns=[\"text\"]) "
-              "for t in b[0]]' FILE >FILE.jsonl"),
+              "[print(json.dumps({\"text\": t})) for b in p.ParquetFile(sys.argv[1]).iter_batches(columns=[\"text\"]) "
+              "for t in b[0].to_pylist() if t]' FILE >FILE.jsonl, where \"text\" is the name of the column"),
 }
 
 
@@ -387,6 +387,11 @@ def _json_text(row, field, where):
         raise DataError(f"{where}: no field '{field}', only {', '.join(map(repr, list(document)[:8])) or 'none'}; "
                         "name the text field with --json-field")
     text = document[field]
+    if text is None:
+        raise DataError(f"{where}: field '{field}' is null: remove such objects, or give them a text")
+    if isinstance(text, list):
+        raise DataError(f"{where}: field '{field}' holds a list, {_excerpt(json.dumps(text).encode())}, not a string: "
+                        "write what it holds as a file of its own, one object per line")
     if not isinstance(text, str):
         raise DataError(f"{where}: field '{field}' holds {_excerpt(json.dumps(text).encode())}, not a string; "
                         "name the text field with --json-field")

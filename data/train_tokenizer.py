@@ -141,7 +141,7 @@ def main(arguments):
     print(f"tokens  {size:,}, end of text {tokenizer.token_to_id(options.eot)}",
           f"text    {seen / 1e6:,.1f} MB, {time.monotonic() - began:.1f} s",
           f"wrote   {standing}",
-          f"next    data/tokenize_text.py ... --tokenizer {options.out}; ./train_gpt --tokenizer {options.out} "
+          f"next    {sys.executable} data/tokenize_text.py ... --tokenizer {options.out}; ./train_gpt --tokenizer {options.out} "
           f"--vocab-size {size} ...", sep="\n")
     if size < options.vocab_size:
         print(f"train_tokenizer.py: notice: the text has no more pairs that occur {options.min_frequency} times: "

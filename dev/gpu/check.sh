@@ -169,8 +169,10 @@ programs_of() {
 
 # trained WHAT MODEL DTYPE [OPTIONS...]
 trained() {
-  check "$1 $2 $3" 120 "$PYTHON" dev/gpu/check_training.py "$1" --model "$2" --dtype "$3" --device "$DEVICE" \
-    --folder "$RUNS" ${SMALL:+--small} "${@:4}"
+  local options=${*:4}
+  check "$1 $2 $3${options:+ ${options//--/}}" 120 \
+    "$PYTHON" dev/gpu/check_training.py "$1" --model "$2" --dtype "$3" --device "$DEVICE" --folder "$RUNS" \
+    ${SMALL:+--small} "${@:4}"
 }
 every_model() {
   local model dtype

@@ -86,7 +86,7 @@ emulate() {
   program build/test_cuda_on_gpu <<'PROGRAM'
 export LD_LIBRARY_PATH=/train_gpt/build/emulated/lib ONE_SCHEDULE=1
 case $1 in
-  '[trainer]') exec /train_gpt/build/emulated/trainer 'a step allocates nothing*' 'validation on a GPU*' ;;
+  '[trainer]') exec /train_gpt/build/emulated/trainer 'a step allocates nothing*,validation on a GPU*' ;;
 esac
 exec /train_gpt/build/emulated/kernels "$@"
 PROGRAM

@@ -39,7 +39,8 @@ inline void run_verify_data(const Options& o) {
   const ModelConfig model = choose_model(o);
   omp_set_num_threads(choose_device(o).threads);
   Log log = make_log(o);
-  const std::optional<int64_t> end_of_text = end_of_text_of(model.vocab_size);
+  std::optional<int64_t> end_of_text = end_of_text_of(model.vocab_size);
+  if (o.tokenizer != "auto") end_of_text = choose_tokenizer(o, model)->end_of_text();
   std::string bad = verify_data(log, "--train-data", o.train_data, model.vocab_size, end_of_text);
   if (!o.val_data.empty()) bad += verify_data(log, "--val-data", o.val_data, model.vocab_size, end_of_text);
   CHECK(bad.empty(), "--verify-data found bad shards:{}", bad);

@@ -1,5 +1,7 @@
 // next_steps.h: the commands that a run suggests: how to go on from its weights.
 #pragma once
+#include <unistd.h>
+
 #include <cstdlib>
 #include <filesystem>
 #include <limits>
@@ -43,15 +45,19 @@ inline Options of_any_start(Options o) {
   return o;
 }
 
+// What stood before the trainer's options where a script of scripts/multi_node/ started it, program included.
+inline constexpr const char* launch_variable = "TRAIN_GPT_LAUNCH";
+
 // A command for as many processes as these options have, with their launcher where it can be told.
-inline std::string launched(const Options& o, const std::string& command) {
+inline std::string launched(const Options& o, const std::string& program, const Options& next) {
+  const std::string command = command_line(next, program);
   if (o.place.processes == 1) return command;
+  if (const char* const before = std::getenv(launch_variable); before != nullptr && *before != '\0')
+    return before + command.substr(shell_word(program).size());
   const std::string launcher = o.place.started_by.substr(0, o.place.started_by.find(' '));
-  const bool by_mpi = launcher == "mpirun" || launcher == "mpiexec";
-  const char* const script = std::getenv("TRAIN_GPT_LAUNCHER");  // scripts/multi_node/local_mpirun.sh
-  if (launcher == "srun" || (by_mpi && o.place.hosts == 1))
-    return formatted("{} -n {} {}", by_mpi && script != nullptr ? shell_word(script) : launcher, o.place.processes,
-                     command);
+  if (launcher == "srun" || ((launcher == "mpirun" || launcher == "mpiexec") && o.place.hosts == 1))
+    return formatted("{}{} -n {} {}", launcher, launcher == "mpirun" && ::geteuid() == 0 ? " --allow-run-as-root" : "",
+                     o.place.processes, command);
   return formatted("in {} processes, started as these were: {}", o.place.processes, command);
 }
 
@@ -63,7 +69,7 @@ inline std::string branch_command(const Options& o, const std::string& checkpoin
   branch.branch_from = checkpoint;
   branch.lr = o.lr / 2;
   branch.out_dir = detail::free_directory(detail::without_slash(o.out_dir), "-branch");
-  return detail::launched(o, command_line(branch, program));
+  return detail::launched(o, program, branch);
 }
 
 // The next commands, to be pasted where `program` was called: each works as it stands. prompt: for --generate
@@ -84,8 +90,7 @@ inline void report_next_steps(Log& log, const Options& o, const std::string& che
   made.temperature = o.temperature;
   made.top_k = o.top_k;
   made.top_p = o.top_p;
-  Rows rows = {{"train further", detail::launched(o, command_line(more, program))},
-               {"generate", command_line(made, program)}};
+  Rows rows = {{"train further", detail::launched(o, program, more)}, {"generate", command_line(made, program)}};
   const std::string plot = (std::filesystem::path(program).parent_path() / "scripts/plot.py").lexically_normal();
   if (path_exists(plot)) rows.emplace_back("plot", formatted("python3 {} {}", shell_word(plot), shell_word(out)));
   log.table("next: train further from these weights (with a new optimizer), generate, plot", rows);

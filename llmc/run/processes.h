@@ -67,6 +67,7 @@ inline void take_place(Options& o) {
     const Launched launch = detail::launch_of(o);
     place.process = launch.process;
     place.processes = launch.processes;
+    place.started_by = launch.how;
   }
   place.local_ranks = o.local_ranks > 0 ? o.local_ranks : place.processes > 1 ? 1 : default_ranks(o);
   o.ranks = place.processes * place.local_ranks;

@@ -21,6 +21,7 @@
 #include "run/peak.h"
 #include "run/plan/report_plan.h"
 #include "run/report_ranks.h"
+#include "run/setup.h"
 #include "text/tokenizer.h"
 
 #ifndef TRAIN_GPT_GIT_HASH
@@ -39,6 +40,13 @@ inline std::string version_text() {
 
 namespace detail {
 
+// Whether JSON text, a number or a list of them, has this one.
+inline bool holds_number(const std::string& json, const std::string& number) {
+  const nlohmann::json value = try_parse_json(json).value_or(nullptr);
+  const auto is_it = [&](const nlohmann::json& one) { return one.dump() == number; };
+  return value.is_array() ? std::any_of(value.begin(), value.end(), is_it) : is_it(value);
+}
+
 // Notices about a tokenizer that is probably not the data's, or not the one that transformers would use.
 inline std::vector<std::string> tokenizer_notices(const Options& o, const ModelConfig& model,
                                                   const Tokenizer& tokenizer, const TokenShards* train) {
@@ -56,6 +64,13 @@ inline std::vector<std::string> tokenizer_notices(const Options& o, const ModelC
         formatted("notice: the training data begin with token {}, not with the tokenizer's end of text, {}: "
                   "were they made with another tokenizer?",
                   sample[0], tokenizer.end_of_text()));
+  const auto ends = model.special_tokens.find("eos_token_id");
+  if (const std::string end = formatted("{}", tokenizer.end_of_text());
+      ends != model.special_tokens.end() && knows_tokens(o, tokenizer, model) && !holds_number(ends->second, end))
+    notices.push_back(
+        formatted("notice: the model's config.json says that texts end with token {}, and its tokenizer with {}: "
+                  "transformers' generate() will stop at the former; with --tokenizer {} checkpoints say the latter",
+                  ends->second, end, shell_word(o.model)));
   if (model.family.model_type == std::string("qwen2") && (o.tokenizer != "auto" || model_preset(o.model)))
     notices.push_back(
         "notice: transformers' AutoTokenizer takes the tokenizer of qwen2 checkpoints for Qwen's own, which splits "
@@ -134,6 +149,7 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
   rows.emplace_back("output", o.out_dir);
   rows.emplace_back("checkpoints", detail::checkpoints_text(o));
   log.table("train_gpt " TRAIN_GPT_GIT_HASH, rows);
+  if (o.place.started_by.starts_with("one process,")) log.line("notice: this is " + o.place.started_by);
   if (step.ranks() > 1) report_ranks(log, o, device, backend, step.mesh());
   if (step.zero.sync != DpSync::all_reduce) detail::report_links(log, step);
   detail::report_memory(log, step, plan);
@@ -147,8 +163,9 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
   for (const std::string& notice : attention_notices(device, step.dtype, step.model.head_size)) log.line(notice);
   if (!crowded.empty()) log.line(crowded);
   else if (device.kind == DeviceKind::cpu && o.place.local_ranks > device.threads)
-    log.line(formatted("notice: {} ranks share {} processors: fine for tests and for learning, slower than one rank",
-                       o.place.local_ranks, device.threads));
+    log.line(formatted(
+        "notice: {} ranks share {} thread{} (--threads): fine for tests and for learning, not faster than one",
+        o.place.local_ranks, device.threads, device.threads == 1 ? "" : "s"));
   if (device.kind == DeviceKind::cpu && o.dtype == "bf16" && !cpu::bf16_is_native())
     log.line("notice: this processor or build has no bf16 products: they are widened to fp32, correct but slow");
 }

@@ -8,6 +8,8 @@
 # Inside a Slurm job neither is needed: mpirun asks Slurm. Options of mpirun are also variables: OMPI_MCA_btl=tcp,self.
 # SIGINT and SIGTERM save the run and end it with status 75: mpirun itself would give it a second for that.
 set -euo pipefail
+# For the commands that a run suggests.
+export TRAIN_GPT_LAUNCH=${TRAIN_GPT_LAUNCH:-${HOSTS:+HOSTS=$HOSTS }${RANKS:+RANKS=$RANKS }$0}
 cd "$(dirname "$0")/../.."
 refuse() { echo "run_mpirun.sh: $1" >&2; exit 1; }
 

@@ -22,6 +22,14 @@ refuse() { echo "run_sbatch.sh: $1" >&2; exit 1; }
 cd "$SLURM_SUBMIT_DIR"   # Slurm runs a copy of this script, elsewhere
 [ -x ./train_gpt ] || refuse "there is no train_gpt in $PWD: build it, and submit from its directory"
 
+# For the commands that a run suggests.
+TRAIN_GPT_LAUNCH="${LAUNCHER:+LAUNCHER=$LAUNCHER }sbatch --nodes ${SLURM_JOB_NUM_NODES:-2}"
+for option in NTASKS_PER_NODE CPUS_PER_TASK GPUS_PER_NODE; do
+  name=SLURM_$option
+  [ -z "${!name:-}" ] || TRAIN_GPT_LAUNCH+=" --$(tr _A-Z -a-z <<<"$option") ${!name}"
+done
+export TRAIN_GPT_LAUNCH+=" scripts/multi_node/run_sbatch.sh"
+
 launcher=${LAUNCHER:-$([ -n "${SLURM_GPUS_ON_NODE:-}" ] && echo srun || echo mpirun)}
 case $launcher in
   mpirun) command=(scripts/multi_node/run_mpirun.sh) ;;

@@ -14,15 +14,22 @@ TEST_CASE("a suggested command is for as many processes, and belongs to none of 
   REQUIRE(command_line(detail::of_any_start(o), "./t") == "./t --lr 1");
   auto launched = [&](const std::string& by, int64_t processes, int64_t hosts) {
     o.place.started_by = by, o.place.processes = processes, o.place.hosts = hosts;
-    return detail::launched(o, "./t");
+    return detail::launched(o, "./t", Options());
   };
   REQUIRE(launched("one process", 1, 1) == "./t");
-  REQUIRE(launched("mpirun (Open MPI)", 4, 1) == "mpirun -n 4 ./t");
+  REQUIRE(launched("mpirun (Open MPI)", 4, 1) ==
+          std::string("mpirun ") + (::geteuid() == 0 ? "--allow-run-as-root " : "") + "-n 4 ./t");
   REQUIRE(launched("mpiexec (MPICH)", 2, 1) == "mpiexec -n 2 ./t");
   REQUIRE(launched("srun (Slurm job 17)", 8, 2) == "srun -n 8 ./t");
   for (const char* by : {"--rank", "torchrun's variables", "a launcher with PMIx"})
     REQUIRE(launched(by, 4, 1) == "in 4 processes, started as these were: ./t");
   REQUIRE(launched("mpirun (Open MPI)", 4, 2) == "in 4 processes, started as these were: ./t");  // on which hosts?
+  // The scripts say how they were called.
+  setenv(detail::launch_variable, "HOSTS=a,b RANKS=4 ./run_mpirun.sh", 1);
+  const std::string by_script = launched("mpirun (Open MPI)", 8, 2), alone = launched("one process", 1, 1);
+  unsetenv(detail::launch_variable);
+  REQUIRE(by_script == "HOSTS=a,b RANKS=4 ./run_mpirun.sh");
+  REQUIRE(alone == "./t");
 }
 
 TEST_CASE("a run from weights that have seen the very samples that it begins with says so; the one suggested has not") {
