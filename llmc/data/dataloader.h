@@ -1,7 +1,7 @@
 // dataloader.h: token shards in llm.c's format, and the order of samples (contract 8): a shard of n tokens holds
 // floor((n-1)/T) samples; sample k is tokens [kT, kT+T]; the order depends on the seed, the epoch and the sample's
-// index alone; after branches with another seed, also on where they began. Format: a header of 256 little-endian int32, {magic, version, token count}, then the tokens: uint16
-// (20240520, 1) or uint32 (20240801, 7).
+// index alone; after branches with another seed, also on where they began. Format: a header of 256 little-endian int32,
+// {magic, version, token count}, then the tokens: uint16 (20240520, 1) or uint32 (20240801, 7).
 #pragma once
 #include <algorithm>
 #include <filesystem>

@@ -24,8 +24,8 @@ bool all_below(const std::string& sample, uint32_t limit) {
 }
 
 // What all of a file's beginning is, read as 16 bits a number: weights in bf16 or fp16, of which about half are
-// negative, and so between 0x9000 and 0xc480; or text in UTF-16, all of which are characters that can be printed. Tokens
-// of a text are neither: of those of GPT-2, few are that large.
+// negative, and so between 0x9000 and 0xc480; or text in UTF-16, all of which are characters that can be printed.
+// Tokens of a text are neither: of those of GPT-2, few are that large.
 inline bool seems_weights(const std::string& sample) {
   size_t negative = 0, n = sample.size() / 2;
   for (size_t i = 0; i < n; ++i) {
@@ -62,8 +62,8 @@ inline std::string hint_of_no_shard(const File& file) {
   if (sample.size() > 9 && header_bytes < static_cast<uint64_t>(size) && sample.compare(8, 2, "{\"") == 0)
     return "; it seems to be a model's weights (safetensors); --model takes their directory";
   if (sample.size() > 1 && seems_utf16(sample))
-    return "; it seems to be text in UTF-16: convert it with iconv -f UTF-16LE -t UTF-8, and data/tokenize_text.py makes "
-           "shards of it";
+    return "; it seems to be text in UTF-16: convert it with iconv -f UTF-16LE -t UTF-8, and "
+           "data/tokenize_text.py makes shards of it";
   const bool cut = piece < size,
              controls = std::ranges::any_of(
                  sample,
@@ -79,7 +79,8 @@ inline std::string hint_of_no_shard(const File& file) {
   // GPT-2's tokens are below 50257, those of Llama and Qwen, which do not fit into 16 bits, below 2^18; of any other
   // contents some number would hardly be.
   const bool uint32 = size % 4 == 0 && all_below<uint32_t>(sample, 1 << 18) && all_below<uint32_t>(end, 1 << 18);
-  const bool uint16 = size % 2 == 0 && !seems_weights(sample) && all_below<uint16_t>(sample, 50304) && all_below<uint16_t>(end, 50304);
+  const bool uint16 =
+      size % 2 == 0 && !seems_weights(sample) && all_below<uint16_t>(sample, 50304) && all_below<uint16_t>(end, 50304);
   if (!uint32 && !uint16) return "";
   const uint32_t header[] = {uint32 ? 20240801u : 20240520u, uint32 ? 7u : 1u,
                              static_cast<uint32_t>(size / (uint32 ? 4 : 2))};
