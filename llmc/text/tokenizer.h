@@ -232,7 +232,7 @@ inline std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name) {
   CHECK(name.ends_with(".json"),
         "--tokenizer {}: expected auto, bytes (ids 0-255, end of text 256), a Hugging Face tokenizer.json or its "
         "directory, or a gpt2_tokenizer.bin (data/README.md)",
-        name);
+        shown(name, 300));
   return std::make_unique<HuggingFaceTokenizer>(name);
 }
 

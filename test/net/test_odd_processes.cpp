@@ -123,12 +123,13 @@ TEST_CASE("another version of the protocol is refused on all") {
     std::atomic<bool> done = false;
     Control control(
         {[&](int, Message message) { told = message.parts.at(0), done = true; }, [](int, const std::string&) {}});
-    Introduction it{2, greeting(2, 3), {2, "elsewhere", "", "", 1}};
+    Introduction it{protocol_version + 1, greeting(2, 3), {2, "elsewhere", "", "", 1}};
     control.send(control.add(reach_process_0(at(where, lines), 2).socket), {1, it.parts()});
     while (!done) std::this_thread::yield();
     throw Error(told);
   });
-  require_all(errors, "the protocol version differs: 1 on ranks 0 and 1, 2 on rank 2");
+  require_all(errors, formatted("the protocol version differs: {} on ranks 0 and 1, {} on rank 2", protocol_version,
+                                protocol_version + 1));
 }
 
 TEST_CASE("a process with another token or none is refused, and the others wait for the real one") {

@@ -61,7 +61,8 @@ build() {
   # shellcheck disable=SC2086   # flags are words
   for test in $2; do
     $compiler -std=c++20 -O1 -march=native -fsanitize=address,undefined -fno-sanitize-recover=undefined \
-      -fno-strict-aliasing -w -include test/cuda/mutants/mutants.h -I"$tree/llmc" -Itest -Itest/cuda_on_cpu \
+      -fno-strict-aliasing -w -DTRAIN_GPT_CUDA -include test/cuda/mutants/mutants.h -I"$tree/llmc" -Itest \
+      -Itest/cuda_on_cpu \
       ${CPPFLAGS:-} ${CXXFLAGS:-} -c "$(find test/cuda -name "test_$test.cpp")" -o "$tree/$test.o"
     objects+=("$tree/$test.o")
   done

@@ -194,6 +194,7 @@ TEST_CASE("kinds of tokenizer.json that are not supported are refused by name") 
   REQUIRE_ERROR(make_tokenizer(dir / "other.json"), "other.json: expected a JSON object, found [1,2]");
   REQUIRE_ERROR(make_tokenizer(dir / "none.json"), "none.json");
   REQUIRE_ERROR(make_tokenizer("tokenizer.model"), "--tokenizer tokenizer.model");
+  REQUIRE_ERROR(make_tokenizer(std::string(100000, 'a')), "aaa... (100000 bytes): expected auto, bytes");
 }
 
 TEST_CASE("a token for a byte is needed only if the byte is in the text") {
