@@ -190,6 +190,8 @@ class Check:
 
     def processes(self):
         n, steps = self.o.processes, ("-x", 5 if self.o.small else 20, "-l", "2e-4")
+        if self.o.small:   # heads and layers for four
+            steps += ("--n-layer", 4, "--n-head", 4)
         one = self.train("one", self.o.device, *steps)
         layout = LAYOUTS[self.o.layout](n)
         readers = n if self.o.layout in ("all-reduce", "zero-3", "ep") else 1
