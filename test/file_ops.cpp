@@ -1,6 +1,7 @@
 // file_ops.so: intercepts the trainer's C library calls (LD_PRELOAD) and numbers the operations that change files under
 // $FILE_OPS_ROOT.
 //   FILE_OPS_KILL=n    kills the process (SIGKILL) before operation n; half of the bytes of a write are written
+//   FILE_OPS_MOVE=n    renames $FILE_OPS_ROOT to $FILE_OPS_ROOT.moved before operation n
 //   FILE_OPS_LOG=f     logs each operation to file f, with the bytes of writes: test_durable.cpp replays them
 //   FILE_OPS_SLEEP=s   the first operation takes s seconds
 //   FILE_OPS_FULL=t    writes to files with t in their path fail as on a full disk; FILE_OPS_FULL_WRITES=n: the first n
@@ -53,8 +54,14 @@ bool operation(const std::string& words, const void* bytes = nullptr, size_t n =
   }
   if (const char* seconds = getenv("FILE_OPS_SLEEP"); seconds != nullptr && count == 0)
     usleep(static_cast<useconds_t>(1e6 * atof(seconds)));
-  const char* kill_at = getenv("FILE_OPS_KILL");
-  return ++count == (kill_at != nullptr ? atol(kill_at) : -1);
+  const auto is_now = [](const char* variable) {
+    const char* at = getenv(variable);
+    return at != nullptr && count == atol(at);
+  };
+  ++count;
+  if (is_now("FILE_OPS_MOVE"))
+    syscall(SYS_renameat2, AT_FDCWD, root(), AT_FDCWD, (std::string(root()) + ".moved").c_str(), 0);
+  return is_now("FILE_OPS_KILL");
 }
 void die() {
   kill(getpid(), SIGKILL);

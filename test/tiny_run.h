@@ -4,6 +4,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "core/safetensors.h"
 #include "helpers.h"
@@ -53,6 +54,17 @@ void write_changed_model(const std::string& to, const std::string& checkpoint, C
     w.write(values.data(), info.bytes());
   }
   w.finish();
+}
+
+// The operations in a log of file_ops.cpp: "WORDS BYTES\n", then that many bytes.
+inline std::vector<std::string> file_operations(const std::string& log) {
+  std::vector<std::string> all;
+  for (size_t at = 0; at < log.size();) {
+    const size_t end = log.find('\n', at), space = log.rfind(' ', end);
+    all.push_back(log.substr(at, space - at));
+    at = end + 1 + std::stoul(log.substr(space + 1, end - space - 1));
+  }
+  return all;
 }
 
 inline void run_well(const std::string& arguments) {

@@ -56,12 +56,7 @@ class CheckpointSaver {
   // run ends instead, the weights alone are saved if they can be. Weights that are not finite end the run, as do copies
   // that differ.
   bool save(const Progress& progress, Run& run, OnFailure on_failure, Because because = Because::rule) {
-    News directory = look_at_directory();
-    if (directory.kind == NewsKind::none && directory_ != nullptr && !last_.empty() && !is_directory(last_))
-      directory = {NewsKind::save};  // it was deleted
-    directory = most_urgent(run.dp.control->all_gather_text("out directory", directory.message()));
-    if (directory.kind == NewsKind::lost) throw EndsEarly{directory};
-    if (directory.kind == NewsKind::save) last_.clear();
+    if (directory_is_new(run)) last_.clear();
     if (last_ == checkpoint_path(out_dir_, progress.done)) return true;
     report_.timed(Task::checkpoint, [&] { require_equal_copies(run, o_.place, progress.done, last_); });
     const auto begin = std::chrono::steady_clock::now();
@@ -76,6 +71,10 @@ class CheckpointSaver {
         });
       });
     } catch (const CheckpointError& error) {
+      if (error.status() != ExitStatus::diverged && directory_is_new(run)) {  // moved or deleted while this was written
+        last_.clear();
+        return save(progress, run, on_failure, because);
+      }
       const std::string last = last_.empty() ? "there is none" : "the last one is " + last_;
       if (on_failure == OnFailure::fail || error.status() == ExitStatus::diverged)
         throw SharedError(
@@ -108,6 +107,17 @@ class CheckpointSaver {
   }
 
  private:
+  // Whether the out directory had to be made again, or has lost its last checkpoint; all ranks end if another run has
+  // it.
+  bool directory_is_new(const Run& run) {
+    News found = look_at_directory();
+    if (found.kind == NewsKind::none && directory_ != nullptr && !last_.empty() && !is_directory(last_))
+      found = {NewsKind::save};
+    found = most_urgent(run.dp.control->all_gather_text("out directory", found.message()));
+    if (found.kind == NewsKind::lost) throw EndsEarly{found};
+    return found.kind == NewsKind::save;
+  }
+
   std::string write(int64_t step, Run& run, const nlohmann::ordered_json& trainer, Part part,
                     const std::function<void()>& before_visible = {}) const {
     return write_checkpoint(out_dir_, step, job_.step.model, run.trainer.state(), job_.step.dtype, trainer, run.stream,

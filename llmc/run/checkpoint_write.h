@@ -154,7 +154,7 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
                                        ? checkpoint_bytes(config, dtype, state.zero_config().master_weights)
                                        : weights_bytes(config, dtype));
     std::filesystem::remove_all(temporary, error);
-    if (!error) std::filesystem::create_directories(temporary, error);  // OUT, too, if it was removed meanwhile
+    if (!error) std::filesystem::create_directory(temporary, error);  // but not OUT: it would have no lock
     CHECK(!error, "cannot create {}: {}", temporary, error.message());
   });
   agree();

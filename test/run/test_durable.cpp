@@ -58,13 +58,7 @@ void kill_everywhere(int kills, uint64_t seed) {
   const std::string options = "--max-steps 12 --checkpoint-every 3 --keep-checkpoints 1 --keep-every 6 ";
   const std::string shim = "FILE_OPS_ROOT=" + dir.path() + " LD_PRELOAD=build/file_ops.so ";
   REQUIRE(run_program(tiny(dir / "whole", options), shim + "FILE_OPS_LOG=" + (dir / "log")).status == 0);
-  int64_t operations = 0;
-  const std::string log = read_whole(dir / "log");
-  for (size_t at = 0; at < log.size();) {  // "WORDS BYTES\n", then that many bytes
-    const size_t end = log.find('\n', at), space = log.rfind(' ', end);
-    at = end + 1 + std::stoul(log.substr(space + 1, end - space - 1));
-    ++operations;
-  }
+  const int64_t operations = std::ssize(file_operations(read_whole(dir / "log")));
   REQUIRE(operations > 100);
   const Philox rng(seed, "kill -9");
   for (int i = 0; i < kills; ++i) {

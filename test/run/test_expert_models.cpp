@@ -111,6 +111,7 @@ TEST_CASE("weights in either layout are written back as transformers wrote them,
         INFO(name << " on " << shards << (fused ? ", fused" : ""));
         const ModelConfig model = resolve_model(folder_of(name), {});
         const TempDir dir;
+        std::filesystem::create_directories(dir / "out");
         if (fused) {
           std::filesystem::copy(folder_of(name) + "/config.json", dir.path());
           std::filesystem::copy(folder_of(name) + "/fused.safetensors", dir / "model.safetensors");

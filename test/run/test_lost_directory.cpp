@@ -59,6 +59,42 @@ TEST_CASE("an out directory that is deleted or moved is made again, with all met
     }
 }
 
+namespace {
+
+// Moved before an operation of the first save, or of the last one, after which no update follows; every `stride`-th.
+void move_at_operations(size_t stride) {
+  const TempDir dir;
+  const std::string options = "--max-steps 4 --checkpoint-every 2 --lr-schedule constant ", whole = dir / "whole";
+  const auto shim = [](const std::string& out, const std::string& more) {
+    return formatted("FILE_OPS_ROOT={} LD_PRELOAD=build/file_ops.so {}", out, more);
+  };
+  REQUIRE(run_program(tiny(whole, options), shim(whole, "FILE_OPS_LOG=" + (dir / "log"))).status == 0);
+  const std::vector<std::string> operations = file_operations(read_whole(dir / "log"));
+  size_t first = 0;
+  while (operations.at(first).find(".tmp-step-000002") == std::string::npos) ++first;
+  for (size_t at = first; at < operations.size(); at += stride) {
+    INFO("moved before operation " << at + 1 << ", " << operations[at]);
+    const std::string out = dir / std::to_string(at);
+    const ProgramResult r = run_program(tiny(out, options), shim(out, formatted("FILE_OPS_MOVE={}", at + 1)));
+    INFO(r.out << r.err);
+    REQUIRE(r.status == 0);
+    const bool ended = !fs::exists(out);  // moved after the last save
+    REQUIRE((ended ||
+             r.out.find("was moved to " + out + ".moved while the run was in it; it is made again") != r.out.npos));
+    const std::string now = ended ? out + ".moved" : out;
+    REQUIRE(state_of(checkpoint_path(now, 4)) == state_of(checkpoint_path(whole, 4)));
+    REQUIRE(losses(now) == losses(whole));
+    run_well(tiny(now, options + "--max-steps 5"));
+  }
+}
+
+}  // namespace
+
+TEST_CASE("an out directory that is moved at any moment of a save is made again, with all metrics and a checkpoint") {
+  move_at_operations(7);
+}
+TEST_CASE("an out directory that is moved at every moment of a save is made again", "[long]") { move_at_operations(1); }
+
 TEST_CASE("where another run has taken a moved out directory's name, the first one saves where it is now, and ends") {
   const TempDir dir;
   const std::string out = dir / "run", moved = dir / "moved";
