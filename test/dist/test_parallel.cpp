@@ -1,5 +1,6 @@
 // Many ranks in one process: data parallelism in every ZeRO stage, traffic volume, memory by stage, layout-independent
 // checkpoints, overlap, and planted bugs that the self-test must find.
+#include <latch>
 #include <mutex>
 #include <ranges>
 
@@ -323,6 +324,7 @@ TEST_CASE("an error during gradient reduction prevents the update on every rank"
   World world(config.mesh(), Backend::threads, poison_hooks);
   std::mutex mutex;
   int unchanged = 0;
+  std::latch begun(2);  // else a rank that is late would be ended before its step
   REQUIRE_THROWS_WITH(
       run_ranks(world,
                 [&](int rank) {
@@ -334,6 +336,7 @@ TEST_CASE("an error during gradient reduction prevents the update on every rank"
                     return std::vector<float>(t.data<float>(), t.data<float>() + t.numel());
                   };
                   const std::vector<float> before = weights();
+                  begun.arrive_and_wait();
                   run.dp.reduce_stream.enqueue([&] {
                     if (rank == 1) throw Error("the wire was cut");
                   });

@@ -1,4 +1,6 @@
 // net/: odd, late and hostile processes where others meet: they are refused or named, and harmless.
+#include <latch>
+
 #include "catch2.h"
 #include "net/meetings.h"
 
@@ -135,11 +137,15 @@ TEST_CASE("another version of the protocol is refused on all") {
 TEST_CASE("a process with another token or none is refused, and the others wait for the real one") {
   const std::string where = formatted("127.0.0.1:{}", free_port());
   Lines lines;
+  std::latch refused(2);
   const auto errors = on_threads(4, [&](int p) {
     Rendezvous there = at(where, lines);
-    if (p == 1) std::this_thread::sleep_for(std::chrono::milliseconds(80));
+    if (p == 1) refused.wait();  // once all have come, nobody else is let in
     if (p == 2) there.token = "a token of somebody else's tests";
     if (p == 3) there.token = "";
+    const std::shared_ptr<void> told(nullptr, [&](void*) {
+      if (p >= 2) refused.count_down();
+    });
     const ControlPlane job(greeting(p == 0 ? 0 : 1, 2), std::move(there));
   });
   REQUIRE(errors[0] == "");

@@ -144,7 +144,7 @@ TEST_CASE("without a token, another user's process 0 is not believed") {
     CHECK(std::system(formatted("python3 -c '{}'", program).c_str()) == 0);
   });
   connect_when_ready(port);
-  REQUIRE_ERROR(ControlPlane(greeting(1, 2), without_token(formatted("127.0.0.1:{}", port), lines, 0.5)),
+  REQUIRE_ERROR(ControlPlane(greeting(1, 2), without_token(formatted("127.0.0.1:{}", port), lines, 3)),
                 "what listens there is a process of another user; set TRAIN_GPT_TOKEN");
   const Socket last = connect_when_ready(port);
   send_all(last, "end", 3, Limit::seconds(5));
