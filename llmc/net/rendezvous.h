@@ -56,6 +56,7 @@ class ControlPlane {
     if (cut_from_ && process() <= 1)
       changed_.wait_until(lock, Limit::seconds(1).deadline, [&] { return asked_by_.contains(*cut_from_); });
     if (!aborted_ && fault_.empty() && std::uncaught_exceptions() == 0) broadcast({Kind::end, {}});
+    ending_ = true;
   }
   ControlPlane(const ControlPlane&) = delete;
   ControlPlane& operator=(const ControlPlane&) = delete;
@@ -259,6 +260,7 @@ class ControlPlane {
   void closed(int line, const std::string& why) {
     std::unique_lock lock(mutex_);
     if (meeting_) meeting_->leave(line);
+    if (ending_) return;  // the others close their ends, too
     const auto known = lines_.find(line);
     // Process 1 knows only then that one does not try again; and who ends meanwhile is missed by process 0.
     const bool counts = connected_ || process() == 0 || (known != lines_.end() && known->second == 0);
@@ -398,7 +400,7 @@ class ControlPlane {
   std::string suspicion_;                                     // what it may be
   Limit suspicion_due_;                                       // when nobody knows better
   Waker fault_known_;
-  bool aborted_ = false;
+  bool aborted_ = false, ending_ = false;
 
   DataDoor data_door_;
 

@@ -30,7 +30,7 @@ Rendezvous without_token(const std::string& where, Lines& lines, double init_tim
 bool attack_as_other(int port, int to, int count) {
   return attack(
       port, count,
-      formatted("--patience 5 --at-once 4 --seed {} --other-user {} --to {} --ranks 3", port, other_user, to));
+      formatted("--patience 25 --at-once 4 --seed {} --other-user {} --to {} --ranks 3", port, other_user, to));
 }
 
 }  // namespace
