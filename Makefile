@@ -42,10 +42,8 @@ endif
 
 ##   DEVICE=cpu|cuda            default: cuda if nvcc, cuBLASLt and a GPU are found; a cuda build also runs on CPUs
 DEVICE ?= $(if $(and $(NVCC_VERSION),$(CUBLASLT_VERSION),$(GPU)),cuda,cpu)
-##   ONEDNN=1|0                 default: 1 if oneDNN is found; 0 builds our own, slower matmul
-ONEDNN ?= $(if $(ONEDNN_VERSION),1,0)
-##   ARCH_FLAGS=-march=native   the processors that the trainer will run on
-ARCH_FLAGS ?= -march=native
+##   ARCH_FLAGS=                the processors that all but the CPU's ops are compiled for; default: any. The ops are
+##                              compiled for several instruction sets, of which a run takes the best that is there
 ##   ARCH=sm_90                 the GPUs that it will run on; default: the architecture of the GPU found, else sm_90
 ARCH ?= $(or $(GPU_ARCH),sm_90)
 ##   CXX=g++                    the C++ compiler, also nvcc's host compiler
@@ -93,9 +91,6 @@ endif
 ifneq ($(and $(CUDA),$(if $(CUBLASLT_VERSION),,without cuBLASLt)),)
 $(error DEVICE=cuda needs cuBLASLt, cublasLt.h and -lcublasLt, which come with the CUDA toolkit: install it, or DEVICE=cpu)
 endif
-ifneq ($(and $(filter 1,$(ONEDNN)),$(if $(ONEDNN_VERSION),,without oneDNN)),)
-$(error ONEDNN=1 needs oneDNN, dnnl.h and -ldnnl: `make deps` installs it; ONEDNN=0 builds without)
-endif
 ifneq ($(and $(filter tests test-runs,$(MAKECMDGOALS)),$(if $(and $(CATCH2_VERSION),$(BOOST_VERSION),$(ASAN_VERSION)),,without)),)
 $(error the tests need Catch2 ($(or $(CATCH2_VERSION:%=found),$(CATCH2_FAULT),not found)), Boost.Context \
   ($(or $(BOOST_VERSION:%=found),$(BOOST_FAULT),not found)) and AddressSanitizer \
@@ -140,7 +135,6 @@ config:
 	$(call row,nlohmann/json,$(JSON_VERSION),JSON files)
 	$(call row,xxHash,$(XXHASH_VERSION),checksums)
 	$(call row,libcrypto,$(LIBCRYPTO_VERSION),authenticated connections)
-	$(call row,oneDNN,$(ONEDNN_VERSION),$(if $(filter 1,$(ONEDNN)),matmul on CPUs,-: a slower matmul of our own instead),$(ONEDNN_FAULT))
 	$(call row,nvcc,$(NVCC_VERSION),$(if $(CUDA),the trainer$(comma) for $(ARCH),$(if $(NVCC_VERSION),smoke test only,-)),$(NVCC_FAULT))
 	$(call row,GPU,$(GPU),$(if $(GPU),$(if $(CUDA),the trainer$(comma) tests by `make test-cuda`,not in this build),-))
 	$(call row,cuBLASLt,$(CUBLASLT_VERSION),$(if $(CUBLASLT_VERSION),$(if $(CUDA),matmul on GPUs,not in this build),-),$(CUBLASLT_FAULT))
@@ -152,8 +146,8 @@ config:
 	$(call row,Catch2,$(CATCH2_VERSION),$(if $(CATCH2_VERSION),the tests,no tests before `make deps`),$(CATCH2_FAULT))
 	$(call row,Boost.Context,$(BOOST_VERSION),$(if $(BOOST_VERSION),tests of CUDA kernels on the CPU,no tests before `make deps`),$(BOOST_FAULT))
 	$(call row,sanitizers,$(ASAN_VERSION),$(if $(ASAN_VERSION),the same tests,no tests before `make deps`),$(ASAN_FAULT))
-	@echo '  => train_gpt with DEVICE=$(DEVICE) ONEDNN=$(ONEDNN)$(if $(CUDA), USE_CUDNN=$(USE_CUDNN) ARCH=$(ARCH))' \
-	  'ARCH_FLAGS=$(ARCH_FLAGS)'
+	@echo '  => train_gpt with DEVICE=$(DEVICE)$(if $(CUDA), USE_CUDNN=$(USE_CUDNN) ARCH=$(ARCH))' \
+	  $(if $(ARCH_FLAGS),'ARCH_FLAGS=$(ARCH_FLAGS)',)
 
 # A build after a new look at the machine shows what was found.
 SHOW_CONFIG := $(if $(MAKE_RESTARTS),config)
@@ -162,10 +156,6 @@ SHOW_CONFIG := $(if $(MAKE_RESTARTS),config)
 
 REQUIRED_LIBS := -lxxhash -lcrypto -ldl
 LIBS := $(REQUIRED_LIBS)
-ifeq ($(ONEDNN),1)
-DEFINES += -DTRAIN_GPT_ONEDNN
-LIBS += -ldnnl
-endif
 ifneq ($(MPI_VERSION),)
 DEFINES += -DTRAIN_GPT_MPI $(MPI_FLAGS)
 LIBS += $(MPI_LIBS)
@@ -191,27 +181,40 @@ COMPILER_cuda = $(NVCC) -x cu
 LAVISH = $(if $(findstring g++,$(CXX_VERSION)),--param ggc-min-expand=400 --param ggc-min-heapsize=1000000)
 COMPILER_VERSION := $(if $(CUDA),nvcc $(NVCC_VERSION) with )$(CXX_VERSION)
 
+# The CPU's ops, for each set of instructions in an object of its own (llmc/ops/cpu/isa.h): all programs use these.
+ISA_SETS := portable $(if $(findstring x86_64,$(shell $(CXX) -dumpmachine 2>&-)),avx2 avx512 avx512_pairs)
+DEFINES += $(if $(filter avx2,$(ISA_SETS)),-DCPU_ISA_SETS)
+CPU_OPS := $(ISA_SETS:%=build/cpu/%.o)
+$(CPU_OPS): build/cpu/%.o: llmc/ops/cpu/sets/%.cpp build/cpu.flags
+	@mkdir -p $(@D) && echo $<
+	@$(CXX) $(CPU_OPS_FLAGS) -MMD -MP -c $< -o $@
+CPU_OPS_FLAGS = -std=c++20 -O3 -Illmc $(filter -DCPU%,$(DEFINES)) $(HOST_FLAGS) $(CPPFLAGS) $(CXXFLAGS)
+build/cpu.flags: FORCE
+	$(call text_file,$(CXX) $(CPU_OPS_FLAGS) $(CXX_VERSION))
+build/cpu/all: $(CPU_OPS)
+	@touch $@
+LIBS := $(CPU_OPS:%=-Xlinker %) $(LIBS)   # handed to the linker as they are, since -x would have them compiled
+
 all: train_gpt
-train_gpt: train_gpt.cu build/build_info.h | $(SHOW_CONFIG)
-	@$(if $(filter 1,$(ONEDNN)),,echo 'notice: without oneDNN a matmul of our own is built, which is slower')
+train_gpt: train_gpt.cu build/build_info.h build/cpu/all | $(SHOW_CONFIG)
 	$(COMPILER_$(DEVICE)) $(call FLAGS_$(DEVICE),-O3) $(if $(CUDA),,$(LAVISH)) -Ibuild -MMD -MP -MF build/train_gpt.d \
 	  -MT $@ $< -o $@ $(LINK_$(DEVICE))
 
 # The collectives in the manner of nccl-tests.
 comm-bench: build/comm_bench $(if $(MPI_VERSION),build/mpi_bench)
-build/comm_bench build/mpi_bench: build/%: dev/comm/%.cpp dev/comm/forms.h llmc/dist/*.h llmc/dist/comm/*.h | $(SHOW_CONFIG)
+build/comm_bench build/mpi_bench: build/%: dev/comm/%.cpp dev/comm/forms.h llmc/dist/*.h llmc/dist/comm/*.h build/cpu/all | $(SHOW_CONFIG)
 	@mkdir -p $(@D)
 	$(CXX) $(call FLAGS_cpu,-O3) $< -o $@ $(LDFLAGS) $(LIBS)
 
 # A pipeline beside data parallelism, and its bubble beside the law.
 pipeline-bench: build/pipeline_bench
-build/pipeline_bench: dev/bench/pipeline_bench.cpp $(wildcard llmc/*/*.h llmc/*/*/*.h) | $(SHOW_CONFIG)
+build/pipeline_bench: dev/bench/pipeline_bench.cpp $(wildcard llmc/*/*.h llmc/*/*/*.h) build/cpu/all | $(SHOW_CONFIG)
 	@mkdir -p $(@D)
 	$(CXX) $(call FLAGS_cpu,-O3) $(LAVISH) $< -o $@ $(LDFLAGS) $(LIBS)
 
 # Grouped products of experts beside dense ones.
 experts-bench: build/experts_bench
-build/experts_bench: dev/bench/experts_bench.cpp $(wildcard llmc/core/*.h llmc/device/*.h llmc/ops/*.h llmc/ops/cpu/*.h) | $(SHOW_CONFIG)
+build/experts_bench: dev/bench/experts_bench.cpp $(wildcard llmc/core/*.h llmc/device/*.h llmc/ops/*.h llmc/ops/cpu/*.h) build/cpu/all | $(SHOW_CONFIG)
 	@mkdir -p $(@D)
 	$(CXX) $(call FLAGS_cpu,-O3) $< -o $@ $(LDFLAGS) $(LIBS)
 
@@ -269,7 +272,7 @@ $(TEST_NAMES:%=build/test/%.cpp): build/test/%.cpp: FORCE
 $(TEST_NAMES:%=build/test/%.o): build/test/%.o: build/test/%.cpp build/pch/pch.h.gch
 	@echo '$(FOLDERS_$*:%=test/%)'
 	@$(CXX) -Ibuild/pch -include pch.h -Winvalid-pch $(TEST_FLAGS) -MMD -MP -MT $@ -c $< -o $@
-$(TEST_NAMES:%=build/test/%): build/test/%: build/test/%.o build/test/main.o build/test_link.list
+$(TEST_NAMES:%=build/test/%): build/test/%: build/test/%.o build/test/main.o build/test_link.list build/cpu/all
 	@$(CXX) $(HOST_FLAGS) $(CXXFLAGS) $(filter %.o,$^) -o $@ $(LDFLAGS) $(CATCH2_LIBS) $(LIBS)
 build/test/main.o: test/main.cpp test/catch2.h build/test.flags
 	@mkdir -p $(@D) && echo test/main.cpp
@@ -283,7 +286,7 @@ build/test_link.list: FORCE
 	$(call text_file,$(LDFLAGS) $(CATCH2_LIBS) $(LIBS))
 
 # Run by mpirun, in test/scripts/mpi_test.sh.
-build/mpi/exchanges: test/mpi/exchanges.cpp build/test.flags
+build/mpi/exchanges: test/mpi/exchanges.cpp build/test.flags build/cpu/all
 	@mkdir -p $(@D) && echo $<
 	@$(CXX) $(TEST_FLAGS) -MMD -MP $< -o $@ $(LDFLAGS) $(LIBS)
 
@@ -300,6 +303,8 @@ SOURCES_kernels := $(filter-out $(CUDNN_TEST),$(wildcard test/cuda/test_*.cpp te
 SOURCES_emulator := $(wildcard test/cuda/emulator/test_*.cpp)
 SOURCES_trainer := $(wildcard test/cuda/trainer/test_*.cpp)
 STAND_INS := $(wildcard test/cuda_on_cpu/*.cpp test/cuda_on_cpu/*/*.cpp)
+# The CPU's ops for any processor alone: sanitizers see into them.
+PORTABLE_OPS := llmc/ops/cpu/sets/portable.cpp
 CUDA_TEST_FLAGS = -std=c++20 -O1 -g1 $(ARCH_FLAGS) -DTRAIN_GPT_CUDA -DTRAIN_GPT_NCCL -Illmc -Itest -Itest/cuda_on_cpu -I. -Wall -Wextra \
                   -Wno-unknown-pragmas -Wno-unused-parameter -Wno-restrict -fno-strict-aliasing \
                   -fno-omit-frame-pointer $(LAVISH) $(CPPFLAGS) $(CXXFLAGS)
@@ -316,11 +321,14 @@ $(CUDA_TESTS:%=build/cuda/%.cpp): build/cuda/%.cpp: FORCE
 	$(call joined,$(SOURCES_$*))
 define CUDA_TEST_RULES   # $1: asan or tsan
 build/$1/kernels: $(LADDERS:%.cu=build/$1/%.o)
-$(CUDA_TESTS:%=build/$1/%): build/$1/%: build/$1/%.o $(STAND_INS:%.cpp=build/$1/%.o) build/test/main.o build/cuda_test_link.list
+$(CUDA_TESTS:%=build/$1/%): build/$1/%: build/$1/%.o $(STAND_INS:%.cpp=build/$1/%.o) $(PORTABLE_OPS:%.cpp=build/$1/%.o) build/test/main.o build/cuda_test_link.list
 	@$$(CXX) $(SANITIZE_$1) $(CUDA_TEST_LINK_FLAGS) $$(filter %.o,$$^) -o $$@ $$(LDFLAGS) $$(CATCH2_LIBS) -lboost_context $(REQUIRED_LIBS)
 $(CUDA_TESTS:%=build/$1/%.o): build/$1/%.o: build/cuda/%.cpp build/cuda_test.flags
 	@mkdir -p $$(@D) && echo 'test/cuda: $$* ($1)'
 	@$$(CXX) $(SANITIZE_$1) $$(SANITIZE_ASAN_MORE) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@
+build/$1/llmc/%.o: llmc/%.cpp build/cuda_test.flags
+	@mkdir -p $$(@D) && echo '$$< ($1)'
+	@$$(CXX) $(SANITIZE_$1) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@
 build/$1/test/%.o: test/%.cpp build/cuda_test.flags
 	@mkdir -p $$(@D) && echo '$$< ($1)'
 	@$$(CXX) $(SANITIZE_$1) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@
@@ -333,8 +341,8 @@ $(eval $(call CUDA_TEST_RULES,tsan))
 $(eval $(call CUDA_TEST_RULES,emulated))
 
 # The trainer for GPUs, with emulated ones and without sanitizers: for tests that run it as several processes.
-build/emulated/train_gpt: build/emulated/train_gpt.o $(STAND_INS:%.cpp=build/emulated/%.o) build/cuda_test_link.list
-	@$(CXX) $(CUDA_TEST_LINK_FLAGS) $(filter %.o,$^) -o $@ $(LDFLAGS) -lboost_context $(filter-out -ldnnl,$(LIBS))
+build/emulated/train_gpt: build/emulated/train_gpt.o $(STAND_INS:%.cpp=build/emulated/%.o) $(PORTABLE_OPS:%.cpp=build/emulated/%.o) build/cuda_test_link.list
+	@$(CXX) $(CUDA_TEST_LINK_FLAGS) $(filter %.o,$^) -o $@ $(LDFLAGS) -lboost_context $(filter-out -Xlinker $(CPU_OPS),$(LIBS))
 build/emulated/train_gpt.o: train_gpt.cu build/cuda_test.flags
 	@mkdir -p $(@D) && echo 'train_gpt.cu (emulated)'
 	@$(CXX) -x c++ $(CUDA_TEST_FLAGS) -g0 -MMD -MP -c $< -o $@
@@ -342,7 +350,7 @@ build/emulated/train_gpt.o: train_gpt.cu build/cuda_test.flags
 # What dev/gpu/rehearse.sh runs in place of the programs for a GPU.
 build/emulated/ladders: $(patsubst %.cu,build/emulated/%.o,dev/cuda/ladders.cu $(LADDERS))
 build/emulated/op_table: build/emulated/dev/bench/cuda/op_table.o
-build/emulated/ladders build/emulated/op_table: $(STAND_INS:%.cpp=build/emulated/%.o) build/cuda_test_link.list
+build/emulated/ladders build/emulated/op_table: $(STAND_INS:%.cpp=build/emulated/%.o) $(PORTABLE_OPS:%.cpp=build/emulated/%.o) build/cuda_test_link.list
 	@$(CXX) $(CUDA_TEST_LINK_FLAGS) $(filter %.o,$^) -o $@ $(LDFLAGS) -lboost_context $(REQUIRED_LIBS)
 
 build/cuda_test.flags: FORCE
@@ -358,7 +366,7 @@ FUZZ_FLAGS = -std=c++20 -O0 -g1 -Illmc -Itest -I. $(ARCH_FLAGS) -fopenmp -Wall -
 build/asan/fuzz.o: test/fuzz/test_fuzz.cpp build/fuzz.flags
 	@mkdir -p $(@D) && echo 'test/fuzz (asan)'
 	@$(CXX) $(FUZZ_FLAGS) -MMD -MP -c $< -o $@
-build/asan/fuzz: build/asan/fuzz.o build/test/main.o
+build/asan/fuzz: build/asan/fuzz.o $(PORTABLE_OPS:%.cpp=build/asan/%.o) build/test/main.o
 	@$(CXX) $(FUZZ_FLAGS) $(filter %.o,$^) -o $@ $(LDFLAGS) $(CATCH2_LIBS) $(REQUIRED_LIBS)
 build/fuzz.flags: FORCE
 	$(call text_file,$(CXX) $(FUZZ_FLAGS) $(CXX_VERSION) $(CATCH2_VERSION))
@@ -382,7 +390,8 @@ TEST_RUNS := $(patsubst %,run/%,$(firstword $(TEST_PROGRAMS)) smoke $(wordlist 2
 # What several of them need is there before the first one begins; the trainer, which takes longer to compile than all of
 # that, before those that run it.
 SHARED_BY_TESTS := build/pch/pch.h.gch build/test/main.o build/file_ops.so build/nvml_stand_in.so \
-                   $(STAND_INS:%.cpp=build/asan/%.o) $(if $(LONG),$(STAND_INS:%.cpp=build/tsan/%.o))
+                   $(STAND_INS:%.cpp=build/asan/%.o) $(if $(LONG),$(STAND_INS:%.cpp=build/tsan/%.o)) \
+                   $(PORTABLE_OPS:%.cpp=build/asan/%.o)
 .PHONY: $(TEST_RUNS)
 $(TEST_RUNS): $(SHARED_BY_TESTS)
 $(if $(LONG),$(TEST_RUNS)) $(RUN_THE_TRAINER:%=run/test/%) $(TEST_SCRIPTS:test/scripts/%=run/%): train_gpt
@@ -404,8 +413,8 @@ test-cuda: build/test_cuda_on_gpu
 	build/test_cuda_on_gpu
 # Those that take longest first.
 GPU_TEST_SOURCES := $(SOURCES_trainer) $(SOURCES_kernels) $(LADDERS) $(if $(CUDNN),$(CUDNN_TEST))
-build/test_cuda_on_gpu: $(patsubst %,build/gpu/%.o,$(basename $(GPU_TEST_SOURCES))) build/test/main.o
-	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $^ -o $@ $(CATCH2_LIBS) $(LINK_cuda)
+build/test_cuda_on_gpu: $(patsubst %,build/gpu/%.o,$(basename $(GPU_TEST_SOURCES))) build/test/main.o build/cpu/all
+	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $(filter %.o,$^) -o $@ $(CATCH2_LIBS) $(LINK_cuda)
 gpu_object = $(NVCC) -x cu $(call FLAGS_cuda,-O3) -Itest -MMD -MP -c $< -o $@
 build/gpu/%.o: %.cpp build/smoke_cuda.flags
 	@mkdir -p $(@D)
@@ -416,11 +425,11 @@ build/gpu/%.o: %.cu build/smoke_cuda.flags
 
 # Every version of the kernels in dev/cuda/, timed on a GPU.
 ladders: build/ladders
-build/ladders: $(patsubst %.cu,build/gpu/%.o,dev/cuda/ladders.cu $(LADDERS))
-	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $^ -o $@ $(if $(LDFLAGS),$(call to_host,$(LDFLAGS)))
+build/ladders: $(patsubst %.cu,build/gpu/%.o,dev/cuda/ladders.cu $(LADDERS)) build/cpu/all
+	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $(filter %.o,$^) -o $@ $(LINK_cuda)
 
 # Each op of a training step, timed on a GPU. At -O3 g++ 12 sees an array overrun that is none.
-build/op_table: dev/bench/cuda/op_table.cu build/smoke_cuda.flags
+build/op_table: dev/bench/cuda/op_table.cu build/smoke_cuda.flags build/cpu/all
 	$(NVCC) -x cu $(call FLAGS_cuda,-O2) -MMD -MP -MF build/op_table.d -MT $@ $< -o $@ $(LINK_cuda)
 
 # The same kernels with nvcc, without a warning.
@@ -433,7 +442,7 @@ check-archs: $(patsubst %,build/all_kernels_%.o,sm_80 sm_90 sm_100)
 build/all_kernels_sm_%.o: test/cuda/all_kernels.cu build/smoke_cuda.flags
 	$(NVCC) -x cu $(call FLAGS_cuda,-O0,sm_$*) -Werror all-warnings -MMD -MP -c $< -o $@
 
--include $(wildcard build/*.d build/test/*.d build/mpi/*.d $(foreach d,/ /*/*/ /*/*/*/,build/[at]san$d*.d build/emulated$d*.d build/gpu$d*.d))
+-include $(wildcard build/*.d build/test/*.d build/mpi/*.d build/cpu/*.d $(foreach d,/ /*/*/ /*/*/*/,build/[at]san$d*.d build/emulated$d*.d build/gpu$d*.d))
 
 # ---- Checks: each may be made alone ----------------------------------------------------------------------------------
 

@@ -33,9 +33,9 @@ find "${code[@]}" -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -na
     floor("data", "core")
     floor("train", "model dist ops device core")
     floor("run", "train data model dist net ops device text core")
-    device_macro = "(__CUDA|__NVCC__|CUDA_VERSION|CUDART_VERSION|NCCL_|OMPI_|MPICH_|MPI_VERSION|DNNL_|" \
-                   "TRAIN_GPT_(CUDA|CUBLASLT|CUDNN|NCCL|MPI|ONEDNN))"
-    device_header = "^(cuda[^/]*|cublas[^/]*|curand[^/]*|cudnn[^/]*|nccl[^/]*|nvml|mma|mpi|(oneapi/)?dnnl.*|" \
+    device_macro = "(__CUDA|__NVCC__|CUDA_VERSION|CUDART_VERSION|NCCL_|OMPI_|MPICH_|MPI_VERSION|" \
+                   "TRAIN_GPT_(CUDA|CUBLASLT|CUDNN|NCCL|MPI))"
+    device_header = "^(cuda[^/]*|cublas[^/]*|curand[^/]*|cudnn[^/]*|nccl[^/]*|nvml|mma|mpi|" \
                     "cooperative_groups.*|cub/.*)\\.(h|hpp|cuh)$|^cooperative_groups$"
   }
 

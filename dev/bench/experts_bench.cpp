@@ -104,7 +104,7 @@ void measure(const Sizes& s, DType dtype, Share share, int threads) {
 int main(int argc, char** argv) {
   wait_without_spinning(argv);
   const int threads = argc > 1 ? std::atoi(argv[1]) : omp_get_num_procs();
-  std::printf("%s, %d threads\n\n", cpu::matmul_library().c_str(), threads);
+  std::printf("%s, %d threads\n\n", matmul_library({DeviceKind::cpu, threads}).c_str(), threads);
   std::printf("| sizes | dtype | rows | product | grouped, GFLOP/s | dense | grouped / dense |\n");
   std::printf("| --- | --- | --- | --- | ---: | ---: | ---: |\n");
   for (const Sizes& s :

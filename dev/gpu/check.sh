@@ -110,7 +110,7 @@ build() {
   for program in "${@:2}"; do
     made=failed
     # shellcheck disable=SC2086    # words
-    ! check "build $program" "$(limit_of build)" make -j"$jobs" DEVICE="$DEVICE" ONEDNN="$onednn" ${ARCH:+ARCH=$ARCH} \
+    ! check "build $program" "$(limit_of build)" make -j"$jobs" DEVICE="$DEVICE" ${ARCH:+ARCH=$ARCH} \
       "$program" || made=ok
     echo $made >"$(mark_of "$program")"
   done
@@ -118,10 +118,9 @@ build() {
 
 # Builds these programs in the background, all at once; but the tests and the ladders share objects.
 start_builds() {
-  local part=build part_end=$((SECONDS + $(limit_of build) * MORE_SECONDS)) onednn=${ONEDNN:-0} program tests=()
-  [ ! -e "$DEPS/lib/libdnnl.so" ] || onednn=${ONEDNN:-1}
+  local part=build part_end=$((SECONDS + $(limit_of build) * MORE_SECONDS)) program tests=()
   rm -rf "$RUNS/built" && mkdir -p "$RUNS/built"
-  check 'look at the machine' 120 make DEVICE="$DEVICE" ONEDNN="$onednn" config || {
+  check 'look at the machine' 120 make DEVICE="$DEVICE" config || {
     for program in "$@"; do echo failed >"$(mark_of "$program")"; done
     return
   }

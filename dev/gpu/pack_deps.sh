@@ -2,23 +2,18 @@
 # Collects, on a machine with Debian's packages, the headers and libraries that a GPU build needs and a bare GPU machine
 # lacks. Copy the folder there with the sources; dev/gpu/check.sh finds it, and
 #
-#   CPLUS_INCLUDE_PATH=build/gpu-deps/include LIBRARY_PATH=build/gpu-deps/lib make DEVICE=cuda ONEDNN=0
+#   CPLUS_INCLUDE_PATH=build/gpu-deps/include LIBRARY_PATH=build/gpu-deps/lib make DEVICE=cuda
 #
 # builds with it. (CPPFLAGS='-isystem build/gpu-deps/include' LDFLAGS=-Lbuild/gpu-deps/lib does the same.)
 #
-#   dev/gpu/pack_deps.sh [--onednn] [FOLDER]      default: build/gpu-deps
+#   dev/gpu/pack_deps.sh [FOLDER]      default: build/gpu-deps
 #
-# --onednn: also oneDNN, 40 MB, for a faster matmul on the CPU; programs that use it need LD_LIBRARY_PATH=FOLDER/lib.
 # A package that is not installed is downloaded without installing it. xxHash and libcrypto are linked
 # statically.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 packages=(libcli11-dev nlohmann-json3-dev libxxhash-dev libssl-dev catch2)
-if [ "${1:-}" = --onednn ]; then
-  packages+=(libdnnl-dev libdnnl2 ocl-icd-libopencl1)
-  shift
-fi
 folder=${1:-build/gpu-deps}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
@@ -44,12 +39,10 @@ for package in "${packages[@]}"; do
         header=${header#"$(gcc -print-multiarch)"/}
         mkdir -p "$folder/include/$(dirname "$header")"
         cp -L "$file" "$folder/include/$header" ;;
-      */libxxhash.a | */libcrypto.a | */libdnnl.so | */libdnnl.so.2 | */libOpenCL.so.1) cp -L "$file" "$folder/lib/" ;;
+      */libxxhash.a | */libcrypto.a) cp -L "$file" "$folder/lib/" ;;
     esac
   done < <(if [ -n "$root" ]; then find "$root" -not -type d; else
     dpkg -L "$package" | while IFS= read -r file; do [ -d "$file" ] || echo "$file"; done
   fi)
 done
-# One file for linking and loading.
-[ ! -e "$folder/lib/libdnnl.so.2" ] || ln -sf libdnnl.so.2 "$folder/lib/libdnnl.so"
 echo "$folder: ${packages[*]}, $(du -sm "$folder" | cut -f 1) MB"

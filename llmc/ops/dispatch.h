@@ -5,6 +5,7 @@
 #include "device/arena.h"
 #include "device/device.h"
 #include "device/tensor.h"
+#include "ops/cpu/table.h"
 #ifdef TRAIN_GPT_CUDA
 #include "ops/cuda/all_ops.cuh"
 #endif
@@ -19,7 +20,7 @@ namespace llmc::detail {
 
 // RUN_ON_DEVICE(stream, X, cuda_call, cpu_call): runs one of the two calls. X: the C++ type that the op computes in;
 // never double on GPUs.
-// CALL_OP(stream, X, f, arguments...): the same for cuda::f(arguments..., stream) and cpu::f(arguments...).
+// CALL_OP(stream, X, f, arguments...): the same for cuda::f(arguments..., stream) and the CPU's f(arguments...).
 // ON_GPU(value): 0 in a build without GPUs.
 #ifdef TRAIN_GPT_CUDA
 #define RUN_ON_DEVICE(stream, X, cuda_call, cpu_call) \
@@ -45,4 +46,5 @@ namespace llmc::detail {
     cpu_call;                                         \
   } while (false)
 #endif
-#define CALL_OP(stream, X, f, ...) RUN_ON_DEVICE(stream, X, cuda::f(__VA_ARGS__, (stream).cuda()), cpu::f(__VA_ARGS__))
+#define CALL_OP(stream, X, f, ...) \
+  RUN_ON_DEVICE(stream, X, cuda::f(__VA_ARGS__, (stream).cuda()), cpu::ops<X>().f(__VA_ARGS__))

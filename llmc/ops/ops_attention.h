@@ -4,7 +4,6 @@
 #include <string>
 #include <vector>
 
-#include "ops/cpu/attention.h"
 #include "ops/ops_heads.h"
 
 namespace llmc {
@@ -154,7 +153,7 @@ inline void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor kv, Tenso
       const AttentionOutputs<X, A> to{{out.data<X>(), out.shape[1]}, lse.empty() ? nullptr : lse.data<A>()};
       const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
       RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
-                    cpu::attention_forward(to, from, scratch.data<A>(), block, threads));
+                    cpu::ops<X>().attention_forward(to, from, scratch.data<A>(), block, threads));
     });
   });
 }
@@ -197,7 +196,7 @@ inline void attention_merge(const RunningAttention& running, Tensor q, Tensor kv
                                           running.total.data<A>()};
           const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
           RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
-                        cpu::attention_forward(to, from, scratch.data<A>(), block, threads));
+                        cpu::ops<X>().attention_forward(to, from, scratch.data<A>(), block, threads));
         });
       });
 }
@@ -278,8 +277,8 @@ inline void attention_backward(Tensor dq, Tensor dkv, Tensor dout, Tensor out, T
       RUN_ON_DEVICE(stream, X,
                     cuda::attention_backward(to, dout.data<X>(), out.data<X>(), lse.data<A>(), from, scratch.data<A>(),
                                              block, stream.cuda()),
-                    cpu::attention_backward(to, dout.data<X>(), out.data<X>(), lse.data<A>(), from, scratch.data<A>(),
-                                            block, threads));
+                    cpu::ops<X>().attention_backward(to, dout.data<X>(), out.data<X>(), lse.data<A>(), from,
+                                                     scratch.data<A>(), block, threads));
     });
   });
 }

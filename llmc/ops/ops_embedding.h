@@ -1,6 +1,5 @@
 // ops_embedding.h: token and position embedding. Conventions: ops.h.
 #pragma once
-#include "ops/cpu/embedding.h"
 #include "ops/ops_memory.h"
 
 namespace llmc {
@@ -54,10 +53,11 @@ inline void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tok
       using A = accumulator_t<X>;
       A* const dwpe_data = dwpe.empty() ? nullptr : dwpe.data<A>();
       const int32_t *ids = tokens.data<int32_t>(), *places = positions.data<int32_t>();
-      RUN_ON_DEVICE(stream, X,
-                    cuda::embedding_backward(dwte.data<A>(), dwpe_data, scratch.data<int32_t>(), dout.data<X>(), ids,
-                                             places, N, C, V, P, part, stream.cuda()),
-                    cpu::embedding_backward(dwte.data<A>(), dwpe_data, dout.data<X>(), ids, places, N, C, part));
+      RUN_ON_DEVICE(
+          stream, X,
+          cuda::embedding_backward(dwte.data<A>(), dwpe_data, scratch.data<int32_t>(), dout.data<X>(), ids, places, N,
+                                   C, V, P, part, stream.cuda()),
+          cpu::ops<X>().embedding_backward(dwte.data<A>(), dwpe_data, dout.data<X>(), ids, places, N, C, part));
     });
   });
 }
@@ -93,7 +93,7 @@ inline void add_positions_backward(Tensor dwpe, Tensor dout, Tensor positions, S
       RUN_ON_DEVICE(
           stream, X,
           cuda::add_rows(dwpe.data<A>(), scratch.data<int32_t>(), dout.data<X>(), places, N, C, P, {}, stream.cuda()),
-          cpu::embedding_backward(no_table, dwpe.data<A>(), dout.data<X>(), nullptr, places, N, C));
+          cpu::ops<X>().embedding_backward(no_table, dwpe.data<A>(), dout.data<X>(), nullptr, places, N, C, {}));
     });
   });
 }

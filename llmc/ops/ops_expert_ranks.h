@@ -1,7 +1,6 @@
 // ops_expert_ranks.h: mixture of experts on several ranks: rows that arrive from others, sequences that are spread over
 // ranks, and the biases that balance experts. Conventions: ops.h and ops_experts.h. Nothing here waits for the host.
 #pragma once
-#include "ops/cpu/expert_ranks.h"
 #include "ops/ops_experts.h"
 
 namespace llmc {

@@ -7,9 +7,6 @@
 #pragma once
 #include <optional>
 
-#include "ops/cpu/experts.h"
-#include "ops/cpu/grouped_matmul.h"
-#include "ops/cpu/router.h"
 #include "ops/ops_layers.h"
 
 namespace llmc {
@@ -287,6 +284,12 @@ inline OpCost grouped_cost(const char* name, int64_t R, const Tensor& weight, co
   return {name, flops, bytes_of({weight, in, out})};
 }
 
+// For products over at most K, on CPUs.
+inline Tensor grouped_scratch(Stream& stream, int64_t K, DType in) {
+  return scratch(stream, "grouped matmul", DType::int32,
+                 ceil_div(cpu::grouped_scratch(K, in, stream.device().threads), int64_t{4}), ON_GPU(0));
+}
+
 }  // namespace detail
 
 // Rows of expert e: out = x weight[e]^T.   out (R, O); x (R, I); weight (E, O, I); offsets (E + 1) int32
@@ -296,11 +299,16 @@ inline void grouped_linear_forward(Tensor out, Tensor x, Tensor weight, Tensor o
   CHECK_TENSOR(x, x.dtype, R, I);
   CHECK_TENSOR(weight, x.dtype, E, O, I);
   CHECK_TENSOR(offsets, DType::int32, E + 1);
+  auto scope = stream.scratch().scope();
+  const Tensor scratch = detail::grouped_scratch(stream, I, x.dtype);
   stream.run(detail::grouped_cost("grouped_linear_forward", R, weight, x, out), {}, [=, &stream] {
     with_type(x.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, grouped_linear_forward, out.data<X>(), x.data<X>(), weight.data<X>(), offsets.data<int32_t>(),
-              R, E, O, I);
+      RUN_ON_DEVICE(stream, X,
+                    cuda::grouped_linear_forward(out.data<X>(), x.data<X>(), weight.data<X>(), offsets.data<int32_t>(),
+                                                 R, E, O, I, stream.cuda()),
+                    cpu::ops<X>().grouped_linear_forward(out.data<X>(), x.data<X>(), weight.data<X>(),
+                                                         offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
     });
   });
 }
@@ -312,11 +320,16 @@ inline void grouped_linear_backward_input(Tensor dx, Tensor dout, Tensor weight,
   CHECK_TENSOR(dout, dout.dtype, R, O);
   CHECK_TENSOR(weight, dout.dtype, E, O, I);
   CHECK_TENSOR(offsets, DType::int32, E + 1);
+  auto scope = stream.scratch().scope();
+  const Tensor scratch = detail::grouped_scratch(stream, O, dout.dtype);
   stream.run(detail::grouped_cost("grouped_linear_backward_input", R, weight, dout, dx), {}, [=, &stream] {
     with_type(dout.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, grouped_linear_backward_input, dx.data<X>(), dout.data<X>(), weight.data<X>(),
-              offsets.data<int32_t>(), R, E, O, I);
+      RUN_ON_DEVICE(stream, X,
+                    cuda::grouped_linear_backward_input(dx.data<X>(), dout.data<X>(), weight.data<X>(),
+                                                        offsets.data<int32_t>(), R, E, O, I, stream.cuda()),
+                    cpu::ops<X>().grouped_linear_backward_input(dx.data<X>(), dout.data<X>(), weight.data<X>(),
+                                                                offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
     });
   });
 }
@@ -331,12 +344,17 @@ inline void grouped_linear_backward_weight(Tensor dweight, Tensor dout, Tensor x
   CHECK_TENSOR(offsets, DType::int32, E + 1);
   OpCost cost = detail::grouped_cost("grouped_linear_backward_weight", R, dweight, dout, x);
   cost.bytes += detail::bytes_of({dweight});  // read and written
+  auto scope = stream.scratch().scope();
+  const Tensor scratch = detail::grouped_scratch(stream, R, x.dtype);
   stream.run(cost, {dweight}, [=, &stream] {
     with_type(x.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
-      CALL_OP(stream, X, grouped_linear_backward_weight, dweight.data<A>(), dout.data<X>(), x.data<X>(),
-              offsets.data<int32_t>(), E, O, I);
+      RUN_ON_DEVICE(stream, X,
+                    cuda::grouped_linear_backward_weight(dweight.data<A>(), dout.data<X>(), x.data<X>(),
+                                                         offsets.data<int32_t>(), E, O, I, stream.cuda()),
+                    cpu::ops<X>().grouped_linear_backward_weight(dweight.data<A>(), dout.data<X>(), x.data<X>(),
+                                                                 offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
     });
   });
 }

@@ -3,8 +3,6 @@
 #pragma once
 #include <optional>
 
-#include "ops/cpu/heads.h"
-#include "ops/cpu/projection_norm.h"
 #include "ops/ops_memory.h"
 
 namespace llmc {

@@ -1,9 +1,5 @@
 // ops_layers.h: norms, linear layers, activations, sums. Conventions: ops.h.
 #pragma once
-#include "ops/cpu/layernorm.h"
-#include "ops/cpu/matmul.h"
-#include "ops/cpu/rmsnorm.h"
-#include "ops/cpu/swiglu.h"
 #include "ops/ops_memory.h"
 
 namespace llmc {
@@ -13,7 +9,7 @@ inline std::string matmul_library([[maybe_unused]] const Device& device) {
 #ifdef TRAIN_GPT_CUDA
   if (device.computes_as() == DeviceKind::cuda) return formatted("cuBLASLt {}", cublasLtGetVersion());
 #endif
-  return cpu::matmul_library();
+  return formatted("our own, for {}", cpu::name_of(cpu::isa_in_use()));
 }
 
 // Selects a GPU's matmul algorithms by shape. While `on`, the first product of each shape tries every algorithm that
@@ -188,12 +184,23 @@ inline void matmul(const char* name, Tensor c, Tensor a, Transpose a_as, Tensor 
 #endif
     });
   }
-  const cpu::Matmul product =
-      cpu::Matmul::prepare({M, N, K, a_as, b_as, accumulate, a.dtype, c.dtype, with_bias, stream.device().threads});
-  Tensor scratch;
-  if (product.scratch_bytes() > 0)
-    scratch = stream.scratch().alloc("scratch", "matmul", DType::int32, {ceil_div(product.scratch_bytes(), 4)});
-  stream.run({name, flops, bytes}, {c}, [=] { product.run(c.bytes, a.bytes, b.bytes, bias.bytes, scratch.bytes); });
+  const cpu::MatmulShape shape = {M,          N,       K,       a_as,      b_as,
+                                  accumulate, a.dtype, c.dtype, with_bias, stream.device().threads};
+  const DType sum = accumulator_of(a.dtype);
+  CHECK(c.dtype == a.dtype || c.dtype == sum, "matmul cannot write {} from {} inputs: use {} or {}; {}", c.dtype,
+        a.dtype, a.dtype, sum, cpu::to_string(shape));
+  const Tensor scratch =
+      stream.scratch().alloc("scratch", "matmul", DType::int32, {ceil_div(cpu::matmul_scratch(shape), int64_t{4})});
+  stream.run({name, flops, bytes}, {c}, [=] {
+    with_type(a.dtype, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      using A = accumulator_t<X>;
+      const X* bias_data = bias.empty() ? nullptr : bias.data<X>();
+      if (c.dtype == a.dtype)
+        cpu::ops<X>().matmul(c.data<X>(), a.data<X>(), b.data<X>(), bias_data, scratch.bytes, shape);
+      else cpu::ops<X>().matmul_sum(c.data<A>(), a.data<X>(), b.data<X>(), bias_data, scratch.bytes, shape);
+    });
+  });
 }
 
 }  // namespace detail

@@ -4,7 +4,6 @@
 #include <string_view>
 #include <utility>
 
-#include "ops/cpu/elementwise.h"
 #include "ops/dispatch.h"
 #include "ops/types.h"
 
@@ -57,7 +56,8 @@ inline void convert(Tensor out, Tensor x, Stream& stream) {
         using X = typename decltype(from)::type;
         using Out = typename decltype(to)::type;
         using Both = std::conditional_t<std::is_same_v<Out, double>, double, X>;
-        CALL_OP(stream, Both, convert, out.data<Out>(), x.data<X>(), x.numel());
+        RUN_ON_DEVICE(stream, Both, cuda::convert(out.data<Out>(), x.data<X>(), x.numel(), stream.cuda()),
+                      cpu::ops<X>().template convert<Out>()(out.data<Out>(), x.data<X>(), x.numel()));
       });
     });
   });
@@ -79,7 +79,8 @@ inline void copy_box(Tensor out, const BoxStrides& to, Tensor x, const BoxStride
         using X = typename decltype(from_tag)::type;
         using Out = typename decltype(to_tag)::type;
         using Both = std::conditional_t<std::is_same_v<Out, double>, double, X>;
-        CALL_OP(stream, Both, copy_box, out.data<Out>(), to, x.data<X>(), from, sizes);
+        RUN_ON_DEVICE(stream, Both, cuda::copy_box(out.data<Out>(), to, x.data<X>(), from, sizes, stream.cuda()),
+                      cpu::ops<X>().template copy_box<Out>()(out.data<Out>(), to, x.data<X>(), from, sizes));
       });
     });
   });
@@ -117,8 +118,8 @@ namespace detail {
 // The same for arrays of `n` elements, fp64 on GPUs as well: in stream order on a GPU, at once in host memory.
 template <class T>
 void add_arrays(T* out, const T* x, int64_t n, Stream* gpu) {
-  if (gpu == nullptr) return cpu::residual_forward(out, out, x, n);
-  RUN_ON_DEVICE(*gpu, void, cuda::add_to(out, x, n, gpu->cuda()), cpu::residual_forward(out, out, x, n));
+  if (gpu == nullptr) return cpu::ops<T>().residual_forward(out, out, x, n);
+  RUN_ON_DEVICE(*gpu, void, cuda::add_to(out, x, n, gpu->cuda()), cpu::ops<T>().residual_forward(out, out, x, n));
 }
 
 }  // namespace detail

@@ -1,8 +1,5 @@
 // ops_step.h: the ops at the end of a step: loss, gradient norm, clipping, update. Conventions: ops.h.
 #pragma once
-#include "ops/cpu/adamw.h"
-#include "ops/cpu/cross_entropy.h"
-#include "ops/cpu/step.h"
 #include "ops/ops_memory.h"
 
 namespace llmc {
@@ -79,7 +76,7 @@ inline void add_losses(Tensor sum, Tensor losses, Stream& stream) {
   CHECK_TENSOR(sum, DType::fp64, 1);
   stream.run({"add_losses", 0, detail::bytes_of({losses})}, {sum}, [=, &stream] {
     with_type(losses.dtype, [&](auto tag) {
-      using A = typename decltype(tag)::type;
+      using A = accumulator_t<typename decltype(tag)::type>;
       CALL_OP(stream, A, add_losses, sum.data<double>(), losses.data<A>(), losses.numel());
     });
   });

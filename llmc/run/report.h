@@ -166,8 +166,10 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
     log.line(formatted(
         "notice: {} ranks share {} thread{} (--threads): fine for tests and for learning, not faster than one",
         o.place.local_ranks, device.threads, device.threads == 1 ? "" : "s"));
-  if (device.kind == DeviceKind::cpu && o.dtype == "bf16" && !cpu::bf16_is_native())
-    log.line("notice: this processor or build has no bf16 products: they are widened to fp32, correct but slow");
+  if (device.kind == DeviceKind::cpu && o.dtype == "bf16" && cpu::isa_in_use() < cpu::Isa::avx512_bf16)
+    log.line(
+        "notice: this processor has no bf16 products, or --cpu-isa leaves them out: they are widened to fp32, correct "
+        "but slow");
 }
 
 // The time of each op in a rank's training steps, the longest first, and what share of its roof it reached: the time

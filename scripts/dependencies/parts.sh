@@ -19,7 +19,6 @@ parts='
     build  json            nlohmann-json3-dev    required   nlohmann/json
     build  xxhash          libxxhash-dev         required   xxHash
     build  libcrypto       libssl-dev            required   libcrypto
-    build  onednn          libdnnl-dev           optional   oneDNN
     build  mpi             libopenmpi-dev        optional   MPI
     test   catch2          catch2                required   Catch2
     test   boost           libboost-context-dev  required   Boost.Context

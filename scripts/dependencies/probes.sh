@@ -87,24 +87,6 @@ int main() {
 CPP
 }
 
-probe_onednn() {
-  library dnnl.h -ldnnl <<'CPP'
-#include <cstdio>
-#include <dnnl.h>
-int main() {
-  const dnnl_version_t* version = dnnl_version();
-  dnnl_engine_t engine;
-  if (version->major != DNNL_VERSION_MAJOR) {
-    std::printf("the header is version %d, the library %d\n", DNNL_VERSION_MAJOR, version->major);
-    return 1;
-  }
-  if (dnnl_engine_create(&engine, dnnl_cpu, 0) != dnnl_success) return 1;
-  std::printf("%d.%d.%d\n", version->major, version->minor, version->patch);
-  return dnnl_engine_destroy(engine) != dnnl_success;
-}
-CPP
-}
-
 # What the tests are written in: version 3 is a library, version 2 headers alone. test/catch2.h takes version 3 where it
 # finds the header of it.
 probe_catch2() {

@@ -31,10 +31,11 @@ struct Case {
 
   Outputs cpu() const {
     std::vector<Out> sum = c;
-    cpu::Matmul::prepare(
-        {shape.M, shape.N, shape.K, shape.a, shape.b, shape.accumulate, shape.in, shape.out, shape.bias, 1})
-        .run(sum.data() + offset, a.data() + offset, b.data() + offset, has_bias() ? bias.data() + offset : nullptr,
-             nullptr);
+    const cpu::MatmulShape s{shape.M,          shape.N,  shape.K,   shape.a,    shape.b,
+                             shape.accumulate, shape.in, shape.out, shape.bias, 1};
+    std::vector<std::byte> scratch(static_cast<size_t>(cpu::matmul_scratch(s)));
+    cpu::matmul(sum.data() + offset, a.data() + offset, b.data() + offset, has_bias() ? bias.data() + offset : nullptr,
+                scratch.data(), s);
     return {{"c", std::vector<Out>(sum.begin() + offset, sum.end())}};
   }
 

@@ -3,10 +3,10 @@
 #include "ops/adamw_step.h"
 #include "ops/cpu/simd.h"
 
-namespace llmc::cpu {
+namespace llmc::cpu::inline CPU_ISA {
 
 // master == nullptr: the weights are their own master copy. Nothing changes where control (3) forbids it.
-template <class W, class A>
+template <class W, class A = accumulator_t<W>>
 void adamw_update(W* weight, A* master, A* moment1, A* moment2, const A* gradient, const double* control, int64_t n,
                   const AdamWOptions& options) {
   if (control[2] == 0) return;
@@ -52,4 +52,4 @@ inline void adamw_update_stochastic(bf16* weight, float* moment1, float* moment2
     }
 }
 
-}  // namespace llmc::cpu
+}  // namespace llmc::cpu::inline CPU_ISA

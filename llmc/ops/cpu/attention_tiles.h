@@ -5,7 +5,7 @@
 
 #include "ops/cpu/pack.h"
 
-namespace llmc::cpu {
+namespace llmc::cpu::inline CPU_ISA {
 
 namespace detail {
 
@@ -207,4 +207,4 @@ void merge_row(A* sums, A& largest, A& total, const A* values, const RowSum<A>& 
 }
 
 }  // namespace detail
-}  // namespace llmc::cpu
+}  // namespace llmc::cpu::inline CPU_ISA

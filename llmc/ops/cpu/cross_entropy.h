@@ -3,7 +3,7 @@
 #include "ops/cpu/simd.h"
 #include "ops/types.h"
 
-namespace llmc::cpu {
+namespace llmc::cpu::inline CPU_ISA {
 
 namespace detail {
 
@@ -90,4 +90,4 @@ void cross_entropy_merge(A* losses, T* logits, const A* stats, const int32_t* ta
   }
 }
 
-}  // namespace llmc::cpu
+}  // namespace llmc::cpu::inline CPU_ISA

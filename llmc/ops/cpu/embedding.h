@@ -2,7 +2,7 @@
 #pragma once
 #include "ops/cpu/simd.h"
 
-namespace llmc::cpu {
+namespace llmc::cpu::inline CPU_ISA {
 
 namespace detail {
 
@@ -37,7 +37,7 @@ void add_positions(T* x, const int32_t* positions, const T* wpe, int64_t N, int6
 
 // Threads split the columns, not the rows: each element is summed in row order for any thread count, and no two threads
 // write to the same element. Either table may be nullptr.
-template <class T, class G>
+template <class T, class G = accumulator_t<T>>
 void embedding_backward(G* dwte, G* dwpe, const T* dout, const int32_t* tokens, const int32_t* positions, int64_t N,
                         int64_t C, const Vocabulary& part = {}) {
   constexpr int64_t columns = 64;
@@ -58,4 +58,4 @@ void embedding_backward(G* dwte, G* dwpe, const T* dout, const int32_t* tokens, 
   }
 }
 
-}  // namespace llmc::cpu
+}  // namespace llmc::cpu::inline CPU_ISA

@@ -3,7 +3,7 @@
 #pragma once
 #include "ops/cpu/simd.h"
 
-namespace llmc::cpu {
+namespace llmc::cpu::inline CPU_ISA {
 
 inline void expert_counts(int32_t* counts, const int32_t* offsets, int64_t E) {
   for (int64_t e = 0; e < E; ++e) counts[e] = offsets[e + 1] - offsets[e];
@@ -77,4 +77,4 @@ inline void update_expert_biases(float* biases, const double* counts, const doub
   }
 }
 
-}  // namespace llmc::cpu
+}  // namespace llmc::cpu::inline CPU_ISA

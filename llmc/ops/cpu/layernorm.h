@@ -2,7 +2,7 @@
 #pragma once
 #include "ops/cpu/simd.h"
 
-namespace llmc::cpu {
+namespace llmc::cpu::inline CPU_ISA {
 
 namespace detail {
 
@@ -85,4 +85,4 @@ void layernorm_backward(T* dx, A* dweight, A* dbias, A* partials, const T* dout,
     }
 }
 
-}  // namespace llmc::cpu
+}  // namespace llmc::cpu::inline CPU_ISA

@@ -1,194 +1,98 @@
-// matmul.h: C = op(A) op(B) on the CPU: by oneDNN if built in, else (and always in double) by our own blocked matmul.
-// Contracts: ops/ops.h.
+// matmul.h: C = op(A) op(B) on the CPU, in blocks that fit into caches (Goto & van de Geijn 2008): panels of A and B
+// are packed (panels.h) and multiplied in registers (register_tile.h). Contracts: ops/ops.h.
 #pragma once
 #include <omp.h>
 
-#include <map>
-#include <memory>
-#include <tuple>
+#include "ops/cpu/matmul_shape.h"
+#include "ops/cpu/panels.h"
 
-#include "ops/cpu/pack.h"
-#ifdef TRAIN_GPT_ONEDNN
-#include "ops/cpu/onednn.h"
-#endif
-
-namespace llmc::cpu {
-
-using llmc::Bias;
-using llmc::Transpose;
-
-// C (M, N) = or += op(A) op(B) + bias. Row-major and contiguous; A is stored (M, K) or, transposed, (K, M); B (K, N) or
-// (N, K); bias (N) in the dtype of A and B. C has that dtype too, or fp32 for bf16 inputs. Accumulates in fp32 (fp64
-// for fp64).
-struct MatmulShape {
-  int64_t M, N, K;
-  Transpose a, b;
-  Accumulate accumulate;
-  DType in, out;
-  Bias bias;
-  int threads;
-  auto key() const { return std::make_tuple(M, N, K, a, b, accumulate, in, out, bias, threads); }
-};
-
-inline std::string to_string(const MatmulShape& s) {
-  return formatted("C ({}, {}) {} {} {}{}, A and B in {}, C in {}, {} threads", s.M, s.N,
-                   s.accumulate == Accumulate::yes ? "+=" : "=",
-                   s.a == Transpose::yes ? formatted("A ({}, {})^T", s.K, s.M) : formatted("A ({}, {})", s.M, s.K),
-                   s.b == Transpose::yes ? formatted("B ({}, {})^T", s.N, s.K) : formatted("B ({}, {})", s.K, s.N),
-                   s.bias == Bias::yes ? " + bias" : "", s.in, s.out, s.threads);
-}
+namespace llmc::cpu::inline CPU_ISA {
 
 namespace detail {
 
-// The tiles of C depend on the shape alone, never on the thread count: one thread computes a tile, and each element is
-// summed in the order of k.
-struct MatmulTiles {
-  static constexpr int64_t depth = 192;  // of k: a panel of B, (192, 32) fp32, stays in an L1 cache of 32 KiB
-  static constexpr int64_t max_rows = 128;
-  int64_t rows, columns;
+// out = sum + bias + (where it accumulates) out, rounded once
+template <class Out, class Sum, class T>
+void finish_tile(Out* out, int64_t stride, const Sum* sums, int64_t width, const T* bias, int64_t rows, int64_t columns,
+                 Accumulate accumulate) {
+  for (int64_t i = 0; i < rows; ++i, out += stride, sums += width) {
+    if (bias == nullptr && accumulate == Accumulate::no) {
+#pragma omp simd
+      for (int64_t j = 0; j < columns; ++j) store(out[j], sums[j]);
+      continue;
+    }
+#pragma omp simd
+    for (int64_t j = 0; j < columns; ++j) {
+      Sum value = sums[j];
+      if (bias != nullptr) value += static_cast<Sum>(bias[j]);
+      if (accumulate == Accumulate::yes) value += static_cast<Sum>(out[j]);
+      store(out[j], value);
+    }
+  }
+}
 
-  // A tile and its packed operands take at most 512 KiB of a thread's stack and fit into an L2 cache.
-  static constexpr int64_t max_columns(int64_t element_bytes) { return element_bytes == 8 ? 128 : 256; }
-  explicit MatmulTiles(const MatmulShape& s) {
-    rows = std::min(max_rows, s.M);
-    columns = std::min(max_columns(size_of(s.in)), round_up(s.N, panel_width));
-    // At least 32 tiles, unless they become too small to repay the packing.
-    while (columns > 64 && ceil_div(s.M, rows) * ceil_div(s.N, columns) < 32)
-      columns = round_up(columns / 2, panel_width);
-    while (rows > 64 && ceil_div(s.M, rows) * ceil_div(s.N, columns) < 32) rows /= 2;
+// Where a thread packs, and adds up what is divided along k.
+template <class How>
+struct MatmulScratch {
+  typename How::Packed *a, *b;
+  typename How::Sum* sums;
+  MatmulScratch(std::byte* bytes, const MatmulBlocks& blocks) {
+    const auto aligned = [](int64_t n) { return round_up(n * static_cast<int64_t>(sizeof(*a)), int64_t{64}); };
+    constexpr int64_t beyond = 64;  // that pack_panels() may write
+    const int64_t depth = round_up(blocks.depth, How::group);
+    a = reinterpret_cast<typename How::Packed*>(bytes);
+    b = reinterpret_cast<typename How::Packed*>(bytes += aligned(blocks.rows * depth + beyond));
+    sums = reinterpret_cast<typename How::Sum*>(bytes + aligned(MatmulBlocks::strip * depth + beyond));
   }
 };
 
-// The tile of C that begins at (m0, n0).
-template <class T, class Out, class A = accumulator_t<T>>
-void matmul_tile(Out* c, const T* a, const T* b, const T* bias, const MatmulShape& s, const MatmulTiles& tiles,
-                 int64_t m0, int64_t n0) {
-  constexpr int64_t width = panel_width, depth = MatmulTiles::depth;
-  constexpr int64_t columns_at_most = MatmulTiles::max_columns(sizeof(A));
-  alignas(64) A tile[MatmulTiles::max_rows * columns_at_most];  // (columns / 32, rows, 32)
-  alignas(64) A panels[depth * columns_at_most];
-  alignas(64) A packed_a[MatmulTiles::max_rows * depth];  // (rows, depth) or, of a transposed A, (depth, rows)
-  const int64_t m = std::min(tiles.rows, s.M - m0), n = std::min(tiles.columns, s.N - n0);
-  const int64_t a_row = s.a == Transpose::no ? depth : 1, a_k = s.a == Transpose::no ? 1 : tiles.rows;
-  for (int64_t k0 = 0; k0 == 0 || k0 < s.K; k0 += depth) {
-    const int64_t k = std::min(depth, s.K - k0);
-    if (s.a == Transpose::no)
-      for (int64_t i = 0; i < m; ++i) widen(packed_a + i * depth, a + (m0 + i) * s.K + k0, k);
-    else
-      for (int64_t j = 0; j < k; ++j) widen(packed_a + j * tiles.rows, a + (k0 + j) * s.M + m0, m);
-    if (s.b == Transpose::no) panels_of(panels, b + k0 * s.N + n0, s.N, k, n);
-    else panels_of_transposed(panels, b + n0 * s.K + k0, s.K, k, n);
-    for (int64_t j = 0; j < n; j += width)
-      small_matmul(tile + j * tiles.rows, width, packed_a, a_row, a_k, panels + j * k, width, m, width, k,
-                   k0 == 0 ? Accumulate::no : Accumulate::yes);
-  }
-  for (int64_t i = 0; i < m; ++i)
-    for (int64_t first = 0; first < n; first += width) {
-      const A* from = tile + first * tiles.rows + i * width;
-      Out* to = c + (m0 + i) * s.N + n0 + first;
-      const int64_t columns = std::min(width, n - first);
-#pragma omp simd
-      for (int64_t j = 0; j < columns; ++j) {
-        A value = from[j];
-        if (bias != nullptr) value += static_cast<A>(bias[n0 + first + j]);
-        if (s.accumulate == Accumulate::yes) value += static_cast<A>(to[j]);
-        store(to[j], value);
+// A rectangle of C, M rows of N columns: the products of M lines of A and N lines of B.
+template <class How, class Out, class T>
+void matmul_rectangle(Out* c, int64_t stride, const Lines<T>& a, const Lines<T>& b, const T* bias, int64_t M, int64_t N,
+                      int64_t K, Accumulate accumulate, const MatmulBlocks& blocks, const MatmulScratch<How>& scratch) {
+  constexpr int64_t rows = How::rows, columns = How::columns;
+  alignas(64) typename How::Sum tile[rows * columns];
+  const bool divided = K > blocks.depth;
+  for (int64_t m0 = 0; m0 < M; m0 += blocks.rows)
+    for (int64_t n0 = 0; n0 < N; n0 += blocks.columns)
+      for (int64_t k0 = 0; k0 == 0 || k0 < K; k0 += blocks.depth) {
+        const int64_t m = std::min(blocks.rows, M - m0), n = std::min(blocks.columns, N - n0);
+        const int64_t k = std::min(blocks.depth, K - k0), steps = ceil_div(k, How::group), depth = steps * How::group;
+        const bool last = k0 + blocks.depth >= K;
+        pack_panels<How>(scratch.a, rows, LastPanel::narrow, a.from(m0, k0), m, M - m0, k);
+        for (int64_t j = 0; j < n; j += columns) {
+          const int64_t strip = j % MatmulBlocks::strip;
+          if (strip == 0)
+            pack_panels<How>(scratch.b, columns, LastPanel::padded, b.from(n0 + j, k0),
+                             std::min(MatmulBlocks::strip, n - j), n - j, k);
+          for (int64_t i = 0; i < m; i += rows) {
+            const int64_t height = std::min(rows, m - i);
+            auto* sums = divided ? scratch.sums + j * m + i * columns : tile;
+            register_tiles<How>[static_cast<size_t>(height)](sums, scratch.a + i * depth, scratch.b + strip * depth,
+                                                             steps, k0 == 0 ? Accumulate::no : Accumulate::yes);
+            if (last)
+              finish_tile(c + (m0 + i) * stride + n0 + j, stride, sums, columns,
+                          bias == nullptr ? nullptr : bias + n0 + j, height, std::min(columns, n - j), accumulate);
+          }
+        }
       }
-    }
-}
-
-template <class T, class Out>
-void blocked_matmul(Out* c, const T* a, const T* b, const T* bias, const MatmulShape& s) {
-  const MatmulTiles tiles(s);
-#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(s.threads)
-  for (int64_t m0 = 0; m0 < s.M; m0 += tiles.rows)
-    for (int64_t n0 = 0; n0 < s.N; n0 += tiles.columns) matmul_tile(c, a, b, bias, s, tiles, m0, n0);
 }
 
 }  // namespace detail
 
-// A prepared matmul; cheap to copy.
-class Matmul {
- public:
-  // Cached by shape, per host thread.
-  static Matmul prepare(const MatmulShape& shape) {
-    const DType sum = shape.in == DType::fp64 ? DType::fp64 : DType::fp32;
-    CHECK(shape.out == shape.in || shape.out == sum, "matmul cannot write {} from {} inputs: use {} or {}; {}",
-          shape.out, shape.in, shape.in, sum, to_string(shape));
-    CHECK(shape.M >= 0 && shape.N >= 0 && shape.K >= 0 && shape.threads > 0, "matmul: {}", to_string(shape));
-    Matmul product;
-    product.shape_ = shape;
-#ifdef TRAIN_GPT_ONEDNN
-    const bool empty = shape.M == 0 || shape.N == 0 || shape.K == 0;
-    if (empty || !onednn::multiplies(shape.in, shape.K)) return product;
-    thread_local std::map<decltype(shape.key()), std::shared_ptr<const onednn::Matmul>> prepared;
-    auto& entry = prepared[shape.key()];
-    if (!entry)
-      entry = std::make_shared<const onednn::Matmul>(
-          onednn::MatmulProblem{shape.M, shape.N, shape.K, shape.a == Transpose::yes, shape.b == Transpose::yes,
-                                shape.accumulate == Accumulate::yes, shape.bias == Bias::yes, shape.in, shape.out,
-                                shape.threads, to_string(shape)});
-    product.onednn_ = entry;
-#endif
-    return product;
-  }
-
-  // Or our own?
-  bool by_onednn() const {
-#ifdef TRAIN_GPT_ONEDNN
-    return onednn_ != nullptr;
-#else
-    return false;
-#endif
-  }
-
-  int64_t scratch_bytes() const {
-#ifdef TRAIN_GPT_ONEDNN
-    if (onednn_) return onednn_->scratch_bytes();
-#endif
-    return 0;
-  }
-
-  // Call on a thread whose OpenMP thread count is shape.threads.
-  void run(void* c, const void* a, const void* b, const void* bias, void* scratch) const {
-    if (shape_.M == 0 || shape_.N == 0) return;
-#ifdef TRAIN_GPT_ONEDNN
-    if (onednn_) return onednn_->run(c, a, b, bias, scratch);
-#endif
-    (void)scratch;
-    with_type(shape_.in, [&](auto in) {
-      with_type(shape_.out, [&](auto out) {
-        using T = typename decltype(in)::type;
-        using Out = typename decltype(out)::type;
-        if constexpr (std::is_same_v<T, Out> || std::is_same_v<accumulator_t<T>, Out>)
-          detail::blocked_matmul(static_cast<Out*>(c), static_cast<const T*>(a), static_cast<const T*>(b),
-                                 static_cast<const T*>(bias), shape_);
-      });
-    });
-  }
-
- private:
-  MatmulShape shape_{};
-#ifdef TRAIN_GPT_ONEDNN
-  std::shared_ptr<const onednn::Matmul> onednn_;
-#endif
-};
-
-inline std::string matmul_library() {
-#ifdef TRAIN_GPT_ONEDNN
-  return onednn::version();
-#else
-  return "our own blocked matmul (oneDNN was not built in)";
-#endif
+// T: of A, B and bias. How: in which way they are multiplied. scratch: matmul_scratch() bytes
+template <class T, class Out, class How = Multiply<accumulator_t<T>>>
+void matmul(Out* c, const T* a, const T* b, const T* bias, std::byte* scratch, const MatmulShape& s) {
+  const MatmulBlocks blocks(s);
+  const Lines<T> rows = s.a == Transpose::no ? Lines<T>{a, s.K, 1} : Lines<T>{a, 1, s.M};
+  const Lines<T> columns = s.b == Transpose::yes ? Lines<T>{b, s.K, 1} : Lines<T>{b, 1, s.N};
+  scratch = aligned_scratch(scratch);
+#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(s.threads)
+  for (int64_t m = 0; m < s.M; m += blocks.rectangle_rows)
+    for (int64_t n = 0; n < s.N; n += blocks.rectangle_columns)
+      detail::matmul_rectangle<How>(
+          c + m * s.N + n, s.N, rows.from(m, 0), columns.from(n, 0), bias == nullptr ? nullptr : bias + n,
+          std::min(blocks.rectangle_rows, s.M - m), std::min(blocks.rectangle_columns, s.N - n), s.K, s.accumulate,
+          blocks, detail::MatmulScratch<How>(scratch + omp_get_thread_num() * blocks.thread_bytes(s), blocks));
 }
 
-// Does this processor multiply bf16 natively, or is bf16 widened to fp32 first (correct, but slow)?
-inline bool bf16_is_native() {
-#ifdef TRAIN_GPT_ONEDNN
-  return onednn::bf16_is_native();
-#else
-  return false;
-#endif
-}
-
-}  // namespace llmc::cpu
+}  // namespace llmc::cpu::inline CPU_ISA

@@ -2,7 +2,7 @@
 #pragma once
 #include "ops/cpu/simd.h"
 
-namespace llmc::cpu {
+namespace llmc::cpu::inline CPU_ISA {
 
 namespace detail {
 
@@ -78,4 +78,4 @@ void residual_rmsnorm_forward(T* out, A* rstd, T* sum, const T* a, const T* b, c
   }
 }
 
-}  // namespace llmc::cpu
+}  // namespace llmc::cpu::inline CPU_ISA

@@ -9,9 +9,10 @@
 
 #include "core/dtype.h"
 #include "core/shape.h"
+#include "ops/cpu/isa.h"
 #include "ops/types.h"
 
-namespace llmc::cpu {
+namespace llmc::cpu::inline CPU_ISA {
 
 // exp(x) for x in [-87, 88], clamped outside; NaN stays NaN. About 1 ulp (Cody-Waite reduction, degree 6 polynomial).
 // Inline and branchless, so that loops over it vectorise without -ffast-math.
@@ -34,14 +35,13 @@ inline float exponential(float x) {
 }
 inline double exponential(double x) { return std::exp(x); }
 
-// The widest vector with hardware registers: g++ 12 splits wider ones through memory, fifty times slower.
-#if defined(__AVX512F__)
-inline constexpr int vector_bytes = 64, kernel_rows = 8;
-#elif defined(__AVX__)
-inline constexpr int vector_bytes = 32, kernel_rows = 6;  // 2 x 6 sums, 2 of B and 1 of A in 16 registers
-#else
-inline constexpr int vector_bytes = 16, kernel_rows = 6;
+// The widest vector with hardware registers, as the set says (sets/): g++ 12 splits wider ones through memory, fifty
+// times slower.
+#ifndef CPU_VECTOR_BYTES
+#define CPU_VECTOR_BYTES 16
 #endif
+inline constexpr int vector_bytes = CPU_VECTOR_BYTES;
+inline constexpr int kernel_rows = vector_bytes == 64 ? 8 : 6;  // 2 x 6 sums, 2 of B and 1 of A in 16 registers
 template <class A>
 struct simd;
 template <>
@@ -129,4 +129,4 @@ void add_rows(T* sum, const T* a, const T* b, int64_t n) {
 inline constexpr int64_t row_partitions = 32;
 inline int64_t partition_begin(int64_t rows, int64_t part) { return rows * part / row_partitions; }
 
-}  // namespace llmc::cpu
+}  // namespace llmc::cpu::inline CPU_ISA

@@ -86,6 +86,7 @@ struct Options {
   std::optional<double> peak_tflops;
   int64_t log_gpu_every = 0;
   int64_t threads = 0;
+  std::string cpu_isa = "auto";
   std::optional<int64_t> rank, world_size;
   std::string rendezvous;
   double init_timeout = 600, comm_timeout = 300;  // seconds
@@ -393,6 +394,8 @@ void visit_options(O& o, Visitor&& visit) {
         "GPUs compute fp32 products on tensor cores with a 10-bit mantissa: faster, less exact than fp32");
   visit("--threads", "", o.threads, between(0, 1024), warn,
         "threads of this process, divided among its ranks; 0: all available processors");
+  visit("--cpu-isa", "", o.cpu_isa, one_of({"auto", "portable", "avx2", "avx512", "avx512-bf16"}), warn,
+        "instructions that the CPU's ops may use; auto: the best that the processor has. Each set rounds differently");
   visit("Modes");
   visit("--evaluate", "", o.evaluate, Limits{}, free,
         "instead of training, evaluate the model in directory --model on --val-data (all of them, or as much as "

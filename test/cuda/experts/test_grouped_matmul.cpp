@@ -35,9 +35,12 @@ struct Case {
   Outputs cpu() const {
     std::vector<T> out = dout, dx = x;  // NaN in the stale rows
     std::vector<float> dw = dweight;
-    cpu::grouped_linear_forward(out.data(), x.data(), weight.data(), offsets.data(), R, E, O, I);
-    cpu::grouped_linear_backward_input(dx.data(), dout.data(), weight.data(), offsets.data(), R, E, O, I);
-    cpu::grouped_linear_backward_weight(dw.data(), dout.data(), x.data(), offsets.data(), E, O, I);
+    std::vector<std::byte> bytes(
+        static_cast<size_t>(cpu::grouped_scratch(std::max({R, O, I}), dtype_of<T>(), omp_get_max_threads())));
+    std::byte* scratch = bytes.data();
+    cpu::grouped_linear_forward(out.data(), x.data(), weight.data(), offsets.data(), scratch, R, E, O, I);
+    cpu::grouped_linear_backward_input(dx.data(), dout.data(), weight.data(), offsets.data(), scratch, R, E, O, I);
+    cpu::grouped_linear_backward_weight(dw.data(), dout.data(), x.data(), offsets.data(), scratch, R, E, O, I);
     return outputs(out, dx, dw);
   }
   Outputs cuda() const {

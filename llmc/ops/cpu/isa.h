@@ -1,0 +1,72 @@
+// isa.h: the instruction sets that the CPU's ops are compiled for, and which of them this processor has. The ops stand
+// in headers that are compiled once for each set, into objects of their own (sets/), in a namespace named after the
+// set: nothing of one object is used by another, so that a program for all processors has no instruction that some
+// lack.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+
+#include "core/check.h"
+
+// The namespace that ops/cpu/*.h define their functions in. Whoever includes them outside of sets/, as tests do, gets
+// those of any processor.
+#ifndef CPU_ISA
+#define CPU_ISA portable
+#endif
+
+namespace llmc::cpu {
+
+// The later, the faster; each has all that those before it have.
+enum class Isa : uint8_t { portable, avx2, avx512, avx512_bf16 };
+inline constexpr std::array<const char*, 4> isa_names = {"portable", "avx2", "avx512", "avx512-bf16"};
+inline const char* name_of(Isa isa) { return isa_names[static_cast<size_t>(isa)]; }
+
+// The best that this processor has, and the operating system keeps the registers of.
+inline Isa processor_isa() {
+#ifdef __x86_64__
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
+    return Isa::portable;
+  for (const bool has : {__builtin_cpu_supports("avx512f"), __builtin_cpu_supports("avx512bw"),
+                         __builtin_cpu_supports("avx512dq"), __builtin_cpu_supports("avx512vl")})
+    if (!has) return Isa::avx2;
+  return __builtin_cpu_supports("avx512bf16") ? Isa::avx512_bf16 : Isa::avx512;
+#else
+  return Isa::portable;
+#endif
+}
+
+inline constexpr const char* isa_variable = "TRAIN_GPT_CPU_ISA";  // what --cpu-isa sets
+
+// The instruction set with this name; none is better than the processor's.
+inline Isa isa_of(const std::string& name, const char* option) {
+  std::string names;
+  for (size_t i = 0; i < isa_names.size(); ++i) {
+    const Isa isa = static_cast<Isa>(i);
+    if (name == isa_names[i]) {
+      CHECK(isa <= processor_isa(), "{} {}: this processor has {} at best; leave {} out, or use that", option, name,
+            name_of(processor_isa()), option);
+      return isa;
+    }
+    names += (i == 0 ? "" : ", ") + std::string(isa_names[i]);
+  }
+  throw Error(formatted("{} {}: no such instruction set; use one of {}", option, name, names));
+}
+
+// Before the first op.
+inline void use_isa(const std::string& name, const char* option) {
+  isa_of(name, option);
+  setenv(isa_variable, name.c_str(), 1);
+}
+// The one that this process uses.
+inline Isa isa_in_use() {
+  static const Isa isa = [] {
+    const char* most = std::getenv(isa_variable);
+    return most == nullptr || *most == '\0' ? processor_isa() : isa_of(most, isa_variable);
+  }();
+  return isa;
+}
+
+}  // namespace llmc::cpu

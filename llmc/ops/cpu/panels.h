@@ -1,0 +1,168 @@
+// panels.h: packs the operands of a product into the panels that register_tile.h reads: a few lines (rows of A, columns
+// of B) side by side, step by step of k, so that the innermost loop reads memory in order.
+#pragma once
+#include <utility>
+
+#include "ops/cpu/register_tile.h"
+
+namespace llmc::cpu::inline CPU_ISA {
+
+// The lines of an operand as stored: element k of line i is at data[i * line + k * depth]; one of the strides is 1.
+template <class T>
+struct Lines {
+  const T* data;
+  int64_t line, depth;
+  Lines from(int64_t i, int64_t k) const { return {data + i * line + k * depth, line, depth}; }
+};
+
+namespace detail {
+
+// Vectors of 32-bit words: an fp32, or two bf16 next to each other.
+typedef uint32_t Words __attribute__((vector_size(vector_bytes)));
+inline constexpr int words = vector_bytes / 4;
+
+template <size_t First, size_t... I>
+Words interleave(const Words& x, const Words& y, std::index_sequence<I...>) {
+  return __builtin_shuffle(x, y, Words{static_cast<uint32_t>(First + I / 2 + I % 2 * words)...});
+}
+// In place, a square of words: in every round rows from the two halves are interleaved.
+inline void transpose(Words* x) {
+  constexpr std::make_index_sequence<words> all;
+  Words y[words];
+  for (int round = 1; round < words; round *= 2) {
+    for (int i = 0; i < words / 2; ++i) {
+      y[2 * i] = interleave<0>(x[i], x[i + words / 2], all);
+      y[2 * i + 1] = interleave<words / 2>(x[i], x[i + words / 2], all);
+    }
+    for (int i = 0; i < words; ++i) x[i] = y[i];
+  }
+}
+
+// The next words of a line, of which there are n elements; zeros after them.
+template <class P, class T>
+Words words_of(const T* x, int64_t n) {
+  constexpr int64_t most = words * 4 / sizeof(P);
+  alignas(64) T padded[most];
+  if (n < most) {
+    std::fill_n(padded, most, T{});
+    if (n > 0) std::memcpy(static_cast<void*>(padded), x, static_cast<size_t>(n) * sizeof(T));
+    x = padded;
+  }
+  alignas(64) P packed[most];
+  if constexpr (std::is_same_v<P, T>) {
+    std::memcpy(static_cast<void*>(packed), x, sizeof(packed));
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < most; ++i) packed[i] = static_cast<P>(x[i]);
+  }
+  Words v;
+  std::memcpy(&v, packed, sizeof(v));
+  return v;
+}
+
+// Lines that are contiguous along k: squares of words are transposed.
+template <class How, class T>
+void pack_along_k(typename How::Packed* out, int64_t width, const Lines<T>& x, int64_t n, int64_t K) {
+  using P = typename How::Packed;
+  constexpr int64_t group = How::group, step = words * group;  // elements of a line in a vector
+  constexpr int most = (How::columns + words - 1) / words;
+  const int64_t squares = ceil_div(width, words);
+  for (int64_t k = 0; k < K; k += step) {
+    alignas(64) Words square[most][words];
+    for (int64_t s = 0; s < squares; ++s) {
+      for (int64_t i = 0; i < words; ++i) {
+        const int64_t line = s * words + i;
+        const T* at = x.data + std::min(line, n - 1) * x.line + k;
+        __builtin_prefetch(at + 4 * step);  // more lines than a processor sees coming
+        square[s][i] = words_of<P>(at, line < n ? K - k : 0);
+      }
+      transpose(square[s]);
+    }
+    P* to = out + k * width;
+    for (int64_t j = 0; j < std::min<int64_t>(words, ceil_div(K - k, group)); ++j, to += width * group)
+      for (int64_t s = 0; s < squares; ++s)  // what exceeds the panel's width is overwritten by the next line
+        std::memcpy(static_cast<void*>(to + s * words * group), &square[s][j], sizeof(Words));
+  }
+}
+
+// Words for as many lines side by side, of which n are there: element k of each, or in pairs k and k + 1, which is in
+// the row `next` (nullptr: there is none).
+template <class P, class T>
+Words words_across(const T* row, const T* next, int64_t n) {
+  alignas(64) T padded[2][words];
+  if (n < words) {
+    std::fill_n(padded[0], 2 * words, T{});
+    std::memcpy(static_cast<void*>(padded[0]), row, static_cast<size_t>(n) * sizeof(T));
+    if (next != nullptr) std::memcpy(static_cast<void*>(padded[1]), next, static_cast<size_t>(n) * sizeof(T));
+    row = padded[0], next = next == nullptr ? nullptr : padded[1];
+  }
+  Words v;
+  if constexpr (sizeof(T) == sizeof(uint32_t)) {
+    std::memcpy(&v, row, sizeof(v));
+  } else {
+    typedef uint16_t HalfWords __attribute__((vector_size(vector_bytes / 2)));
+    HalfWords half;
+    std::memcpy(&half, row, sizeof(half));
+    v = __builtin_convertvector(half, Words);
+    if constexpr (sizeof(P) == sizeof(uint32_t)) {
+      v <<= 16;  // bf16 to fp32
+    } else if (next != nullptr) {
+      std::memcpy(&half, next, sizeof(half));
+      v |= __builtin_convertvector(half, Words) << 16;
+    }
+  }
+  return v;
+}
+
+// Lines that lie side by side, for several panels at a time: so that more is read of each row than a line of a cache.
+template <class How, class T>
+void pack_along_lines(typename How::Packed* out, int64_t width, int64_t panels, int64_t last_width, const Lines<T>& x,
+                      int64_t n, int64_t K) {
+  using P = typename How::Packed;
+  constexpr int64_t group = How::group;
+  static_assert(group <= 2);
+  const int64_t panel = width * round_up(K, group);
+  for (int64_t k = 0; k < K; k += group) {
+    const T *row = x.data + k * x.depth, *next = k + 1 < K ? row + x.depth : nullptr;
+    for (int64_t p = 0; p < panels; ++p) {
+      const int64_t columns = p + 1 < panels ? width : last_width;
+      P* to = out + p * panel + k * columns;
+      for (int64_t i = 0; i < columns; i += words) {
+        const int64_t line = std::min(p * width + i, n);
+        const Words v =
+            words_across<P>(row + line, next == nullptr ? nullptr : next + line, std::min<int64_t>(words, n - line));
+        // What exceeds the panel's width is overwritten by the next step, but for the last one: there the next panel
+        // is.
+        if (k + group < K || columns - i >= words) std::memcpy(static_cast<void*>(to + i * group), &v, sizeof(v));
+        else std::memcpy(static_cast<void*>(to + i * group), &v, static_cast<size_t>(columns - i) * 4);
+      }
+    }
+  }
+}
+
+// Panels (ceil(K / group), width, group) of `lines` of the n lines that there are, one after another; the last one is
+// as wide as lines are left, or padded with zeros to the full width. Writes up to a vector beyond them.
+enum class LastPanel : uint8_t { narrow, padded };
+template <class How, class T>
+void pack_panels(typename How::Packed* out, int64_t width, LastPanel last, const Lines<T>& x, int64_t lines, int64_t n,
+                 int64_t K) {
+  constexpr int64_t at_a_time = 8;
+  const int64_t depth = round_up(K, How::group);
+  const auto width_at = [&](int64_t i) { return last == LastPanel::padded ? width : std::min(width, lines - i); };
+  if constexpr (sizeof(typename How::Packed) == 8) {
+    for (int64_t i = 0; i < lines; i += width)
+      for (int64_t k = 0; k < K; ++k)
+        for (int64_t r = 0; r < width_at(i); ++r)
+          out[i * depth + k * width_at(i) + r] = i + r < n ? x.data[(i + r) * x.line + k * x.depth] : 0;
+  } else if (x.depth == 1) {
+    for (int64_t i = 0; i < lines; i += width) pack_along_k<How>(out + i * depth, width_at(i), x.from(i, 0), n - i, K);
+  } else {
+    for (int64_t i = 0; i < lines; i += at_a_time * width) {
+      const int64_t panels = std::min(at_a_time, ceil_div(lines - i, width));
+      pack_along_lines<How>(out + i * depth, width, panels, width_at(i + (panels - 1) * width), x.from(i, 0), n - i, K);
+    }
+  }
+}
+
+}  // namespace detail
+}  // namespace llmc::cpu::inline CPU_ISA

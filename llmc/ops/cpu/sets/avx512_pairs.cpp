@@ -1,0 +1,17 @@
+// The CPU's ops in bf16 for processors with AVX-512 that multiply bf16 in pairs (Cooper Lake, Sapphire Rapids, Zen 4
+// and later).
+#include "ops/cpu/sets/shared.h"
+
+#undef CPU_ISA
+#define CPU_ISA avx512_pairs
+#define CPU_VECTOR_BYTES 64
+#define CPU_BF16_PAIRS
+#pragma GCC target( \
+    "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2,lzcnt,movbe,popcnt,prefer-vector-width=512")
+#include "ops/cpu/sets/set.h"
+
+namespace llmc::cpu {
+
+constexpr const OpsOf<bf16> avx512_pairs_bf16 = avx512_pairs::all_ops<bf16, MultiplyPairs>();
+
+}  // namespace llmc::cpu

@@ -1,0 +1,34 @@
+// set.h: fills the tables of an instruction set, with the ops compiled for it. Included by the files beside it, after
+// what they share with other sets, and after the set was named.
+#pragma once
+#include "ops/cpu/table.h"
+
+namespace llmc::cpu::CPU_ISA {
+
+// How: in which way elements of T are multiplied.
+template <class T, class How>
+constexpr OpsOf<T> all_ops() {
+  using Sum = accumulator_t<T>;
+  OpsOf<T> all{};
+#define CPU_OP(name) all.name = &name<T>;
+  CPU_OPS_OF_TYPE(CPU_OP)
+#undef CPU_OP
+#define CPU_OP(name) all.name = &name<Sum>;
+  CPU_OPS_OF_SUMS(CPU_OP)
+#undef CPU_OP
+  all.adamw_update_stochastic = &adamw_update_stochastic;
+  all.to_fp32 = &convert<float, T>;
+  all.to_bf16 = &convert<bf16, T>;
+  all.to_fp64 = &convert<double, T>;
+  all.box_to_fp32 = &copy_box<float, T>;
+  all.box_to_bf16 = &copy_box<bf16, T>;
+  all.box_to_fp64 = &copy_box<double, T>;
+  all.matmul = &matmul<T, T, How>;
+  all.matmul_sum = &matmul<T, Sum, How>;
+  all.grouped_linear_forward = &grouped_linear_forward<T, How>;
+  all.grouped_linear_backward_input = &grouped_linear_backward_input<T, How>;
+  all.grouped_linear_backward_weight = &grouped_linear_backward_weight<T, Sum, How>;
+  return all;
+}
+
+}  // namespace llmc::cpu::CPU_ISA

@@ -1,0 +1,28 @@
+// shared.h: what the ops of several instruction sets use, compiled for any processor: it is included before a set's
+// instructions are switched on, because the linker keeps one copy of an inline function, whichever.
+#pragma once
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+#include <omp.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "core/dtype.h"
+#include "core/rng.h"
+#include "core/shape.h"
+#include "ops/adamw_step.h"
+#include "ops/cpu/isa.h"
+#include "ops/cpu/matmul_shape.h"
+#include "ops/types.h"

@@ -1,0 +1,119 @@
+// table.h: all ops of the CPU as pointers, one table for each type that they compute in, filled by every instruction
+// set (sets/). Callers reach an op through the table of the set in use: ops<float>().gelu_forward(out, x, n).
+#pragma once
+#include "ops/cpu/adamw.h"
+#include "ops/cpu/attention.h"
+#include "ops/cpu/cross_entropy.h"
+#include "ops/cpu/elementwise.h"
+#include "ops/cpu/embedding.h"
+#include "ops/cpu/expert_ranks.h"
+#include "ops/cpu/experts.h"
+#include "ops/cpu/grouped_matmul.h"
+#include "ops/cpu/heads.h"
+#include "ops/cpu/isa.h"
+#include "ops/cpu/layernorm.h"
+#include "ops/cpu/matmul.h"
+#include "ops/cpu/projection_norm.h"
+#include "ops/cpu/rmsnorm.h"
+#include "ops/cpu/router.h"
+#include "ops/cpu/step.h"
+#include "ops/cpu/swiglu.h"
+
+// The ops by name: templates over the type that they compute in; over the type that they add up in; and those that have
+// no vectors to gain, which are compiled once.
+#define CPU_OPS_OF_TYPE(OP)                                                                                           \
+  OP(adamw_update)                                                                                                    \
+  OP(add_positions) OP(attention_backward) OP(attention_finish) OP(attention_forward) OP(cache_append) OP(column_sum) \
+      OP(combine_backward) OP(combine_rows) OP(cross_entropy) OP(cross_entropy_merge) OP(cross_entropy_stats)         \
+          OP(dispatch_rows) OP(embedding_backward) OP(embedding_forward) OP(fill) OP(gelu_backward) OP(gelu_forward)  \
+              OP(init_normal) OP(layernorm_backward) OP(layernorm_forward) OP(merge_parts)                            \
+                  OP(projection_norm_backward) OP(projection_norm_forward) OP(projection_sums) OP(qk_norm_backward)   \
+                      OP(qk_norm_forward) OP(residual_forward) OP(residual_layernorm_forward)                         \
+                          OP(residual_rmsnorm_forward) OP(rmsnorm_backward) OP(rmsnorm_forward) OP(rotary) OP(scale)  \
+                              OP(square_sum) OP(swiglu_backward) OP(swiglu_forward)
+#define CPU_OPS_OF_SUMS(OP) \
+  OP(add_losses)            \
+  OP(join_segments) OP(rotary_table) OP(router_backward) OP(router_forward) OP(router_losses) OP(router_statistics)
+#define CPU_OPS_OF_NO_TYPE(OP)                                                                                         \
+  OP(add_expert_counts)                                                                                                \
+  OP(arrival_plan) OP(clip_control) OP(combine_scalars) OP(copy) OP(count_dropped) OP(dispatch_plan) OP(expert_counts) \
+      OP(poison) OP(segment_starts) OP(split_in_three) OP(update_expert_biases) OP(zero)
+
+namespace llmc::cpu {
+
+template <class T>
+struct OpsOf {
+  using Sum = accumulator_t<T>;
+#define CPU_OP(name) decltype(&cpu::name<T>) name;
+  CPU_OPS_OF_TYPE(CPU_OP)
+#undef CPU_OP
+#define CPU_OP(name) decltype(&cpu::name<Sum>) name;
+  CPU_OPS_OF_SUMS(CPU_OP)
+#undef CPU_OP
+  decltype(&cpu::adamw_update_stochastic) adamw_update_stochastic;
+  decltype(&cpu::convert<float, T>) to_fp32;
+  decltype(&cpu::convert<bf16, T>) to_bf16;
+  decltype(&cpu::convert<double, T>) to_fp64;
+  decltype(&cpu::copy_box<float, T>) box_to_fp32;
+  decltype(&cpu::copy_box<bf16, T>) box_to_bf16;
+  decltype(&cpu::copy_box<double, T>) box_to_fp64;
+  // Products, with C in T or in what is added up in.
+  decltype(&cpu::matmul<T, T>) matmul;
+  decltype(&cpu::matmul<T, Sum>) matmul_sum;
+  decltype(&cpu::grouped_linear_forward<T>) grouped_linear_forward;
+  decltype(&cpu::grouped_linear_backward_input<T>) grouped_linear_backward_input;
+  decltype(&cpu::grouped_linear_backward_weight<T>) grouped_linear_backward_weight;
+
+  // convert() and copy_box() to type To.
+  template <class To>
+  auto convert() const {
+    if constexpr (std::is_same_v<To, float>) return to_fp32;
+    else if constexpr (std::is_same_v<To, bf16>) return to_bf16;
+    else return to_fp64;
+  }
+  template <class To>
+  auto copy_box() const {
+    if constexpr (std::is_same_v<To, float>) return box_to_fp32;
+    else if constexpr (std::is_same_v<To, bf16>) return box_to_bf16;
+    else return box_to_fp64;
+  }
+};
+template <>
+struct OpsOf<void> {
+#define CPU_OP(name) decltype(&cpu::name) name = &cpu::name;
+  CPU_OPS_OF_NO_TYPE(CPU_OP)
+#undef CPU_OP
+};
+
+// The tables of each set. fp64 is for finite differences and other references: every processor computes it alike.
+extern const OpsOf<double> portable_fp64;
+extern const OpsOf<float> portable_fp32, avx2_fp32, avx512_fp32;
+extern const OpsOf<bf16> portable_bf16, avx2_bf16, avx512_bf16, avx512_pairs_bf16;
+
+template <class T>
+const OpsOf<T>& ops_of([[maybe_unused]] Isa isa) {
+  constexpr bool fp32 = std::is_same_v<T, float>;
+  if constexpr (std::is_same_v<T, double>) return portable_fp64;
+#ifdef CPU_ISA_SETS  // else this program has those of any processor alone
+  else if constexpr (fp32) return isa >= Isa::avx512 ? avx512_fp32 : isa == Isa::avx2 ? avx2_fp32 : portable_fp32;
+  else if (isa == Isa::avx512_bf16) return avx512_pairs_bf16;
+  else return isa == Isa::avx512 ? avx512_bf16 : isa == Isa::avx2 ? avx2_bf16 : portable_bf16;
+#else
+  else if constexpr (fp32) return portable_fp32;
+  else return portable_bf16;
+#endif
+}
+
+// Of the set in use.
+template <class T>
+const OpsOf<T>& ops() {
+  if constexpr (std::is_void_v<T>) {
+    static constexpr OpsOf<void> plain;
+    return plain;
+  } else {
+    static const OpsOf<T>& in_use = ops_of<T>(isa_in_use());
+    return in_use;
+  }
+}
+
+}  // namespace llmc::cpu
