@@ -182,7 +182,7 @@ LAVISH = $(if $(findstring g++,$(CXX_VERSION)),--param ggc-min-expand=400 --para
 COMPILER_VERSION := $(if $(CUDA),nvcc $(NVCC_VERSION) with )$(CXX_VERSION)
 
 # The CPU's ops, for each set of instructions in an object of its own (llmc/ops/cpu/isa.h): all programs use these.
-ISA_SETS := portable $(if $(findstring x86_64,$(shell $(CXX) -dumpmachine 2>&-)),avx2 avx512 avx512_pairs)
+ISA_SETS := portable stand_ins $(if $(findstring x86_64,$(shell $(CXX) -dumpmachine 2>&-)),avx2 avx512 avx512_pairs amx)
 DEFINES += $(if $(filter avx2,$(ISA_SETS)),-DCPU_ISA_SETS)
 CPU_OPS := $(ISA_SETS:%=build/cpu/%.o)
 $(CPU_OPS): build/cpu/%.o: llmc/ops/cpu/sets/%.cpp build/cpu.flags
@@ -304,7 +304,7 @@ SOURCES_emulator := $(wildcard test/cuda/emulator/test_*.cpp)
 SOURCES_trainer := $(wildcard test/cuda/trainer/test_*.cpp)
 STAND_INS := $(wildcard test/cuda_on_cpu/*.cpp test/cuda_on_cpu/*/*.cpp)
 # The CPU's ops for any processor alone: sanitizers see into them.
-PORTABLE_OPS := llmc/ops/cpu/sets/portable.cpp
+PORTABLE_OPS := llmc/ops/cpu/sets/portable.cpp llmc/ops/cpu/sets/stand_ins.cpp
 CUDA_TEST_FLAGS = -std=c++20 -O1 -g1 $(ARCH_FLAGS) -DTRAIN_GPT_CUDA -DTRAIN_GPT_NCCL -Illmc -Itest -Itest/cuda_on_cpu -I. -Wall -Wextra \
                   -Wno-unknown-pragmas -Wno-unused-parameter -Wno-restrict -fno-strict-aliasing \
                   -fno-omit-frame-pointer $(LAVISH) $(CPPFLAGS) $(CXXFLAGS)

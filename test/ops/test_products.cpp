@@ -11,7 +11,7 @@ namespace {
 std::vector<Isa> sets_here() {
   std::vector<Isa> sets;
   for (size_t i = 0; i < cpu::isa_names.size(); ++i)
-    if (const Isa isa = static_cast<Isa>(i); isa <= cpu::processor_isa()) sets.push_back(isa);
+    if (const Isa isa = static_cast<Isa>(i); cpu::processor_has(isa)) sets.push_back(isa);
   return sets;
 }
 // A product with inputs of its own, behind which nothing may be read or written.

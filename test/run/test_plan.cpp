@@ -98,8 +98,8 @@ TEST_CASE("advice fits when it is followed, and shows its price") {
   };
   for (const Case& c : std::vector<Case>{
            // fp32 state takes 16 bytes per parameter, bf16 with master weights 18.
-           {"--model gpt2:124M -t 64 -b 1 --memory-limit 1.88", "--recompute block", {"more work"}},
-           {"--model gpt2:124M -t 64 -b 1 --memory-limit 1.85", "--dtype bf16 --master-weights none", {"; less exact"}},
+           {"--model gpt2:124M -t 64 -b 1 --memory-limit 1.89", "--recompute block", {"more work"}},
+           {"--model gpt2:124M -t 64 -b 1 --memory-limit 1.86", "--dtype bf16 --master-weights none", {"; less exact"}},
            // Stage 1 costs no traffic; stage 2 does, and comes only where less does not help.
            {"--model d6 -t 256 -b 2 --local-ranks 4 -d 32768 --memory-limit 0.45", "--zero-stage 1", {}},
            // A parameter server needs as much as a rank of stage 0; the higher stages have no servers.

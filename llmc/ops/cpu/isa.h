@@ -8,6 +8,11 @@
 #include <cstdlib>
 #include <string>
 
+#ifdef __x86_64__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "core/check.h"
 
 // The namespace that ops/cpu/*.h define their functions in. Whoever includes them outside of sets/, as tests do, gets
@@ -18,39 +23,58 @@
 
 namespace llmc::cpu {
 
-// The later, the faster; each has all that those before it have.
-enum class Isa : uint8_t { portable, avx2, avx512, avx512_bf16 };
-inline constexpr std::array<const char*, 4> isa_names = {"portable", "avx2", "avx512", "avx512-bf16"};
+// The later, the faster; each has all that those before it have. Then stand-ins, for tests: the products of the last
+// two in plain C++, bit for bit, on any processor.
+enum class Isa : uint8_t { portable, avx2, avx512, avx512_bf16, amx, pairs_stand_in, tiles_stand_in };
+inline constexpr std::array<const char*, 7> isa_names = {
+    "portable", "avx2", "avx512", "avx512-bf16", "amx", "avx512-bf16-stand-in", "amx-stand-in"};
 inline const char* name_of(Isa isa) { return isa_names[static_cast<size_t>(isa)]; }
+
+// Linux lets a process use AMX's registers only if it has asked before.
+inline bool may_use_amx() {
+#ifdef __x86_64__
+  constexpr int request_permission = 0x1023, tile_data = 18;  // of arch_prctl
+  static const bool may = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+  return may;
+#else
+  return false;
+#endif
+}
 
 // The best that this processor has, and the operating system keeps the registers of.
 inline Isa processor_isa() {
 #ifdef __x86_64__
-  __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
-    return Isa::portable;
-  for (const bool has : {__builtin_cpu_supports("avx512f"), __builtin_cpu_supports("avx512bw"),
-                         __builtin_cpu_supports("avx512dq"), __builtin_cpu_supports("avx512vl")})
-    if (!has) return Isa::avx2;
-  return __builtin_cpu_supports("avx512bf16") ? Isa::avx512_bf16 : Isa::avx512;
+  static const Isa isa = [] {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
+      return Isa::portable;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+      return Isa::avx2;
+    if (!__builtin_cpu_supports("avx512bf16")) return Isa::avx512;
+    return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && may_use_amx() ? Isa::amx
+                                                                                                     : Isa::avx512_bf16;
+  }();
+  return isa;
 #else
   return Isa::portable;
 #endif
 }
+inline bool processor_has(Isa isa) { return isa >= Isa::pairs_stand_in || isa <= processor_isa(); }
 
 inline constexpr const char* isa_variable = "TRAIN_GPT_CPU_ISA";  // what --cpu-isa sets
 
-// The instruction set with this name; none is better than the processor's.
+// The instruction set with this name; none that the processor lacks.
 inline Isa isa_of(const std::string& name, const char* option) {
   std::string names;
   for (size_t i = 0; i < isa_names.size(); ++i) {
     const Isa isa = static_cast<Isa>(i);
     if (name == isa_names[i]) {
-      CHECK(isa <= processor_isa(), "{} {}: this processor has {} at best; leave {} out, or use that", option, name,
+      CHECK(processor_has(isa), "{} {}: this processor has {} at best; leave {} out, or use that", option, name,
             name_of(processor_isa()), option);
       return isa;
     }
-    names += (i == 0 ? "" : ", ") + std::string(isa_names[i]);
+    if (isa < Isa::pairs_stand_in) names += (i == 0 ? "" : ", ") + std::string(isa_names[i]);
   }
   throw Error(formatted("{} {}: no such instruction set; use one of {}", option, name, names));
 }

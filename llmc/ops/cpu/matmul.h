@@ -38,9 +38,9 @@ struct MatmulScratch {
   MatmulScratch(std::byte* bytes, const MatmulBlocks& blocks) {
     const auto aligned = [](int64_t n) { return round_up(n * static_cast<int64_t>(sizeof(*a)), int64_t{64}); };
     constexpr int64_t beyond = 64;  // that pack_panels() may write
-    const int64_t depth = round_up(blocks.depth, How::group);
+    const int64_t depth = round_up(blocks.depth, How::step);
     a = reinterpret_cast<typename How::Packed*>(bytes);
-    b = reinterpret_cast<typename How::Packed*>(bytes += aligned(blocks.rows * depth + beyond));
+    b = reinterpret_cast<typename How::Packed*>(bytes += aligned(round_up(blocks.rows, How::rows) * depth + beyond));
     sums = reinterpret_cast<typename How::Sum*>(bytes + aligned(MatmulBlocks::strip * depth + beyond));
   }
 };
@@ -50,25 +50,27 @@ template <class How, class Out, class T>
 void matmul_rectangle(Out* c, int64_t stride, const Lines<T>& a, const Lines<T>& b, const T* bias, int64_t M, int64_t N,
                       int64_t K, Accumulate accumulate, const MatmulBlocks& blocks, const MatmulScratch<How>& scratch) {
   constexpr int64_t rows = How::rows, columns = How::columns;
+  constexpr LastPanel last_of_a = How::group_a == 32 ? LastPanel::padded : LastPanel::narrow;
   alignas(64) typename How::Sum tile[rows * columns];
   const bool divided = K > blocks.depth;
+  [[maybe_unused]] const typename How::Session session;
   for (int64_t m0 = 0; m0 < M; m0 += blocks.rows)
     for (int64_t n0 = 0; n0 < N; n0 += blocks.columns)
       for (int64_t k0 = 0; k0 == 0 || k0 < K; k0 += blocks.depth) {
         const int64_t m = std::min(blocks.rows, M - m0), n = std::min(blocks.columns, N - n0);
-        const int64_t k = std::min(blocks.depth, K - k0), steps = ceil_div(k, How::group), depth = steps * How::group;
+        const int64_t k = std::min(blocks.depth, K - k0), steps = ceil_div(k, How::step), depth = steps * How::step;
         const bool last = k0 + blocks.depth >= K;
-        pack_panels<How>(scratch.a, rows, LastPanel::narrow, a.from(m0, k0), m, M - m0, k);
+        pack_panels<How::group_a>(scratch.a, rows, last_of_a, depth, a.from(m0, k0), m, M - m0, k);
         for (int64_t j = 0; j < n; j += columns) {
           const int64_t strip = j % MatmulBlocks::strip;
           if (strip == 0)
-            pack_panels<How>(scratch.b, columns, LastPanel::padded, b.from(n0 + j, k0),
-                             std::min(MatmulBlocks::strip, n - j), n - j, k);
+            pack_panels<How::group_b>(scratch.b, columns, LastPanel::padded, depth, b.from(n0 + j, k0),
+                                      std::min(MatmulBlocks::strip, n - j), n - j, k);
           for (int64_t i = 0; i < m; i += rows) {
             const int64_t height = std::min(rows, m - i);
-            auto* sums = divided ? scratch.sums + j * m + i * columns : tile;
-            register_tiles<How>[static_cast<size_t>(height)](sums, scratch.a + i * depth, scratch.b + strip * depth,
-                                                             steps, k0 == 0 ? Accumulate::no : Accumulate::yes);
+            auto* sums = divided ? scratch.sums + j * round_up(m, rows) + i * columns : tile;
+            How::tile(height)(sums, scratch.a + i * depth, scratch.b + strip * depth, steps,
+                              k0 == 0 ? Accumulate::no : Accumulate::yes);
             if (last)
               finish_tile(c + (m0 + i) * stride + n0 + j, stride, sums, columns,
                           bias == nullptr ? nullptr : bias + n0 + j, height, std::min(columns, n - j), accumulate);

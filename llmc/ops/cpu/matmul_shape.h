@@ -33,7 +33,7 @@ inline std::string to_string(const MatmulShape& s) {
 // own; within one, into blocks of rows, strips of columns and blocks of k. Nothing of this changes a bit of C, so
 // threads and caches decide it, and not the instruction set, or a plan for another processor would be wrong.
 struct MatmulBlocks {
-  static constexpr int64_t most_depth = 1024, most_elements = 1 << 21, most_columns = 4096;  // elements: of packed A
+  static constexpr int64_t most_depth = 1024, most_elements = 1 << 20, most_columns = 1024;  // elements: of packed A
   static constexpr int64_t strip = 128;      // columns of packed B: panels of up to 32
   static constexpr int64_t least_rows = 56;  // of a rectangle, or packing takes too much of the time
   static constexpr int64_t least_columns = 64;
@@ -57,12 +57,14 @@ struct MatmulBlocks {
     columns = depth >= s.K ? rectangle_columns : std::min(rectangle_columns, most_columns);
   }
 
-  // Bytes for each thread: packed blocks of A and panels of B, the sums of a block whose K is divided.
+  // Bytes for each thread: packed blocks of A and panels of B, the sums of a block whose K is divided. Instruction sets
+  // round rows and depth up to whole tiles, of at most 32.
   int64_t thread_bytes(const MatmulShape& s) const {
-    const int64_t element = s.in == DType::fp64 ? 8 : 4, beyond = 64;
-    const int64_t packed = ((rows + strip) * (depth + 1) + 2 * beyond) * element;
-    const int64_t sums = depth >= s.K ? 0 : rows * round_up(columns, strip) * element;
-    return round_up(packed, int64_t{64}) + round_up(sums, int64_t{64});
+    const int64_t element = s.in == DType::fp64 ? 8 : 4, beyond = 64, whole_rows = rows + 32;
+    const int64_t packed =
+        ((whole_rows + strip) * (s.in == DType::bf16 ? round_up(depth, int64_t{32}) : depth) + 2 * beyond) * element;
+    const int64_t sums = depth >= s.K ? 0 : whole_rows * round_up(columns, strip) * element;
+    return round_up(packed, int64_t{64}) + round_up(sums, int64_t{64}) + 64;
   }
 
  private:

@@ -3,7 +3,7 @@
 #pragma once
 #include <utility>
 
-#include "ops/cpu/register_tile.h"
+#include "ops/cpu/matrix_tile.h"
 
 namespace llmc::cpu::inline CPU_ISA {
 
@@ -60,12 +60,11 @@ Words words_of(const T* x, int64_t n) {
   return v;
 }
 
-// Lines that are contiguous along k: squares of words are transposed.
-template <class How, class T>
-void pack_along_k(typename How::Packed* out, int64_t width, const Lines<T>& x, int64_t n, int64_t K) {
-  using P = typename How::Packed;
-  constexpr int64_t group = How::group, step = words * group;  // elements of a line in a vector
-  constexpr int most = (How::columns + words - 1) / words;
+// Lines that are contiguous along k: squares of words are transposed. Group: elements next to each other in the panel.
+template <int64_t Group, class P, class T>
+void pack_along_k(P* out, int64_t width, const Lines<T>& x, int64_t n, int64_t K) {
+  constexpr int64_t step = words * Group;  // elements of a line in a vector
+  constexpr int most = (32 + words - 1) / words;
   const int64_t squares = ceil_div(width, words);
   for (int64_t k = 0; k < K; k += step) {
     alignas(64) Words square[most][words];
@@ -79,9 +78,9 @@ void pack_along_k(typename How::Packed* out, int64_t width, const Lines<T>& x, i
       transpose(square[s]);
     }
     P* to = out + k * width;
-    for (int64_t j = 0; j < std::min<int64_t>(words, ceil_div(K - k, group)); ++j, to += width * group)
+    for (int64_t j = 0; j < std::min<int64_t>(words, ceil_div(K - k, Group)); ++j, to += width * Group)
       for (int64_t s = 0; s < squares; ++s)  // what exceeds the panel's width is overwritten by the next line
-        std::memcpy(static_cast<void*>(to + s * words * group), &square[s][j], sizeof(Words));
+        std::memcpy(static_cast<void*>(to + s * words * Group), &square[s][j], sizeof(Words));
   }
 }
 
@@ -115,53 +114,74 @@ Words words_across(const T* row, const T* next, int64_t n) {
 }
 
 // Lines that lie side by side, for several panels at a time: so that more is read of each row than a line of a cache.
-template <class How, class T>
-void pack_along_lines(typename How::Packed* out, int64_t width, int64_t panels, int64_t last_width, const Lines<T>& x,
+template <int64_t Group, class P, class T>
+void pack_along_lines(P* out, int64_t width, int64_t panels, int64_t last_width, int64_t depth, const Lines<T>& x,
                       int64_t n, int64_t K) {
-  using P = typename How::Packed;
-  constexpr int64_t group = How::group;
-  static_assert(group <= 2);
-  const int64_t panel = width * round_up(K, group);
-  for (int64_t k = 0; k < K; k += group) {
+  static_assert(Group <= 2);
+  for (int64_t k = 0; k < K; k += Group) {
     const T *row = x.data + k * x.depth, *next = k + 1 < K ? row + x.depth : nullptr;
     for (int64_t p = 0; p < panels; ++p) {
       const int64_t columns = p + 1 < panels ? width : last_width;
-      P* to = out + p * panel + k * columns;
+      P* to = out + p * width * depth + k * columns;
       for (int64_t i = 0; i < columns; i += words) {
         const int64_t line = std::min(p * width + i, n);
         const Words v =
             words_across<P>(row + line, next == nullptr ? nullptr : next + line, std::min<int64_t>(words, n - line));
         // What exceeds the panel's width is overwritten by the next step, but for the last one: there the next panel
         // is.
-        if (k + group < K || columns - i >= words) std::memcpy(static_cast<void*>(to + i * group), &v, sizeof(v));
-        else std::memcpy(static_cast<void*>(to + i * group), &v, static_cast<size_t>(columns - i) * 4);
+        if (k + Group < K || columns - i >= words) std::memcpy(static_cast<void*>(to + i * Group), &v, sizeof(v));
+        else std::memcpy(static_cast<void*>(to + i * Group), &v, static_cast<size_t>(columns - i) * 4);
       }
     }
   }
 }
 
-// Panels (ceil(K / group), width, group) of `lines` of the n lines that there are, one after another; the last one is
-// as wide as lines are left, or padded with zeros to the full width. Writes up to a vector beyond them.
+// bf16 lines with 32 elements next to each other, n of them and zeros up to `width`.
+template <class T>
+void pack_in_32s(bf16* out, int64_t width, const Lines<T>& x, int64_t n, int64_t K) {
+  for (int64_t k = 0; k < K; k += 32)
+    for (int64_t i = 0; i < width; ++i, out += 32) {
+      const int64_t there = i < n ? std::min<int64_t>(32, K - k) : 0;
+      const T* from = x.data + i * x.line + k * x.depth;
+      if (x.depth == 1)
+        for (int64_t e = 0; e < there; ++e) out[e] = from[e];
+      else
+        for (int64_t e = 0; e < there; ++e) out[e] = from[e * x.depth];
+      std::fill(out + there, out + 32, bf16{});
+    }
+}
+
+// Panels (ceil(K / Group), width, Group) of `lines` of the n lines that there are, one after another; the last one is
+// as wide as lines are left, or padded with zeros to the full width. A line has `depth` elements in a panel: K, and
+// zeros. Writes up to a vector beyond them.
 enum class LastPanel : uint8_t { narrow, padded };
-template <class How, class T>
-void pack_panels(typename How::Packed* out, int64_t width, LastPanel last, const Lines<T>& x, int64_t lines, int64_t n,
+template <int64_t Group, class P, class T>
+void pack_panels(P* out, int64_t width, LastPanel last, int64_t depth, const Lines<T>& x, int64_t lines, int64_t n,
                  int64_t K) {
   constexpr int64_t at_a_time = 8;
-  const int64_t depth = round_up(K, How::group);
   const auto width_at = [&](int64_t i) { return last == LastPanel::padded ? width : std::min(width, lines - i); };
-  if constexpr (sizeof(typename How::Packed) == 8) {
+  if constexpr (sizeof(P) == 8) {
     for (int64_t i = 0; i < lines; i += width)
       for (int64_t k = 0; k < K; ++k)
         for (int64_t r = 0; r < width_at(i); ++r)
           out[i * depth + k * width_at(i) + r] = i + r < n ? x.data[(i + r) * x.line + k * x.depth] : 0;
+  } else if constexpr (Group == 32) {
+    for (int64_t i = 0; i < lines; i += width)
+      pack_in_32s(out + i * depth, width, x.from(i, 0), std::min(lines - i, width), K);
   } else if (x.depth == 1) {
-    for (int64_t i = 0; i < lines; i += width) pack_along_k<How>(out + i * depth, width_at(i), x.from(i, 0), n - i, K);
+    for (int64_t i = 0; i < lines; i += width)
+      pack_along_k<Group>(out + i * depth, width_at(i), x.from(i, 0), n - i, K);
   } else {
     for (int64_t i = 0; i < lines; i += at_a_time * width) {
       const int64_t panels = std::min(at_a_time, ceil_div(lines - i, width));
-      pack_along_lines<How>(out + i * depth, width, panels, width_at(i + (panels - 1) * width), x.from(i, 0), n - i, K);
+      pack_along_lines<Group>(out + i * depth, width, panels, width_at(i + (panels - 1) * width), depth, x.from(i, 0),
+                              n - i, K);
     }
   }
+  // The rest of a step, of lines whose K does not fill it.
+  if (const int64_t filled = round_up(K, Group); filled < depth)
+    for (int64_t i = 0; i < lines; i += width)
+      std::fill(out + i * depth + filled * width_at(i), out + (i + width_at(i)) * depth, P{});
 }
 
 }  // namespace detail

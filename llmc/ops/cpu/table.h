@@ -21,23 +21,25 @@
 
 // The ops by name: templates over the type that they compute in; over the type that they add up in; and those that have
 // no vectors to gain, which are compiled once.
-#define CPU_OPS_OF_TYPE(OP)                                                                                           \
-  OP(adamw_update)                                                                                                    \
-  OP(add_positions) OP(attention_backward) OP(attention_finish) OP(attention_forward) OP(cache_append) OP(column_sum) \
-      OP(combine_backward) OP(combine_rows) OP(cross_entropy) OP(cross_entropy_merge) OP(cross_entropy_stats)         \
-          OP(dispatch_rows) OP(embedding_backward) OP(embedding_forward) OP(fill) OP(gelu_backward) OP(gelu_forward)  \
-              OP(init_normal) OP(layernorm_backward) OP(layernorm_forward) OP(merge_parts)                            \
-                  OP(projection_norm_backward) OP(projection_norm_forward) OP(projection_sums) OP(qk_norm_backward)   \
-                      OP(qk_norm_forward) OP(residual_forward) OP(residual_layernorm_forward)                         \
-                          OP(residual_rmsnorm_forward) OP(rmsnorm_backward) OP(rmsnorm_forward) OP(rotary) OP(scale)  \
+#define CPU_OPS_OF_TYPE(OP)                                                                                          \
+  OP(adamw_update)                                                                                                   \
+  OP(add_positions)                                                                                                  \
+  OP(attention_backward) OP(attention_finish) OP(attention_forward) OP(cache_append) OP(column_sum)                  \
+      OP(combine_backward) OP(combine_rows) OP(cross_entropy) OP(cross_entropy_merge) OP(cross_entropy_stats)        \
+          OP(dispatch_rows) OP(embedding_backward) OP(embedding_forward) OP(fill) OP(gelu_backward) OP(gelu_forward) \
+              OP(init_normal) OP(layernorm_backward) OP(layernorm_forward) OP(merge_parts)                           \
+                  OP(projection_norm_backward) OP(projection_norm_forward) OP(projection_sums) OP(qk_norm_backward)  \
+                      OP(qk_norm_forward) OP(residual_forward) OP(residual_layernorm_forward)                        \
+                          OP(residual_rmsnorm_forward) OP(rmsnorm_backward) OP(rmsnorm_forward) OP(rotary) OP(scale) \
                               OP(square_sum) OP(swiglu_backward) OP(swiglu_forward)
 #define CPU_OPS_OF_SUMS(OP) \
   OP(add_losses)            \
   OP(join_segments) OP(rotary_table) OP(router_backward) OP(router_forward) OP(router_losses) OP(router_statistics)
-#define CPU_OPS_OF_NO_TYPE(OP)                                                                                         \
-  OP(add_expert_counts)                                                                                                \
-  OP(arrival_plan) OP(clip_control) OP(combine_scalars) OP(copy) OP(count_dropped) OP(dispatch_plan) OP(expert_counts) \
-      OP(poison) OP(segment_starts) OP(split_in_three) OP(update_expert_biases) OP(zero)
+#define CPU_OPS_OF_NO_TYPE(OP)                                                                                   \
+  OP(add_expert_counts)                                                                                          \
+  OP(arrival_plan)                                                                                               \
+  OP(clip_control) OP(combine_scalars) OP(copy) OP(count_dropped) OP(dispatch_plan) OP(expert_counts) OP(poison) \
+      OP(segment_starts) OP(split_in_three) OP(update_expert_biases) OP(zero)
 
 namespace llmc::cpu {
 
@@ -88,20 +90,30 @@ struct OpsOf<void> {
 // The tables of each set. fp64 is for finite differences and other references: every processor computes it alike.
 extern const OpsOf<double> portable_fp64;
 extern const OpsOf<float> portable_fp32, avx2_fp32, avx512_fp32;
-extern const OpsOf<bf16> portable_bf16, avx2_bf16, avx512_bf16, avx512_pairs_bf16;
+extern const OpsOf<bf16> portable_bf16, avx2_bf16, avx512_bf16, avx512_pairs_bf16, amx_bf16, pairs_stand_in_bf16,
+    tiles_stand_in_bf16;
 
 template <class T>
 const OpsOf<T>& ops_of([[maybe_unused]] Isa isa) {
-  constexpr bool fp32 = std::is_same_v<T, float>;
-  if constexpr (std::is_same_v<T, double>) return portable_fp64;
+  if constexpr (std::is_same_v<T, double>) {
+    return portable_fp64;
+  } else if constexpr (std::is_same_v<T, float>) {
 #ifdef CPU_ISA_SETS  // else this program has those of any processor alone
-  else if constexpr (fp32) return isa >= Isa::avx512 ? avx512_fp32 : isa == Isa::avx2 ? avx2_fp32 : portable_fp32;
-  else if (isa == Isa::avx512_bf16) return avx512_pairs_bf16;
-  else return isa == Isa::avx512 ? avx512_bf16 : isa == Isa::avx2 ? avx2_bf16 : portable_bf16;
-#else
-  else if constexpr (fp32) return portable_fp32;
-  else return portable_bf16;
+    if (isa == Isa::avx2) return avx2_fp32;
+    if (isa >= Isa::avx512 && isa <= Isa::amx) return avx512_fp32;
 #endif
+    return portable_fp32;
+  } else {
+    if (isa == Isa::pairs_stand_in) return pairs_stand_in_bf16;
+    if (isa == Isa::tiles_stand_in) return tiles_stand_in_bf16;
+#ifdef CPU_ISA_SETS
+    if (isa == Isa::avx2) return avx2_bf16;
+    if (isa == Isa::avx512) return avx512_bf16;
+    if (isa == Isa::avx512_bf16) return avx512_pairs_bf16;
+    if (isa == Isa::amx) return amx_bf16;
+#endif
+    return portable_bf16;
+  }
 }
 
 // Of the set in use.

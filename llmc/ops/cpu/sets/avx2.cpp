@@ -9,7 +9,7 @@
 
 namespace llmc::cpu {
 
-constexpr const OpsOf<float> avx2_fp32 = avx2::all_ops<float, Multiply<float>>();
-constexpr const OpsOf<bf16> avx2_bf16 = avx2::all_ops<bf16, Multiply<float>>();
+constexpr const OpsOf<float> avx2_fp32 = avx2::all_ops<float>();
+constexpr const OpsOf<bf16> avx2_bf16 = avx2::all_ops<bf16>();
 
 }  // namespace llmc::cpu

@@ -10,7 +10,7 @@
 
 namespace llmc::cpu {
 
-constexpr const OpsOf<float> avx512_fp32 = avx512::all_ops<float, Multiply<float>>();
-constexpr const OpsOf<bf16> avx512_bf16 = avx512::all_ops<bf16, Multiply<float>>();
+constexpr const OpsOf<float> avx512_fp32 = avx512::all_ops<float>();
+constexpr const OpsOf<bf16> avx512_bf16 = avx512::all_ops<bf16>();
 
 }  // namespace llmc::cpu

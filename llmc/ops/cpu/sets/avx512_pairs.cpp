@@ -1,4 +1,4 @@
-// The CPU's ops in bf16 for processors with AVX-512 that multiply bf16 in pairs (Cooper Lake, Sapphire Rapids, Zen 4
+// The CPU's products of bf16 for processors with AVX-512 that multiply it in pairs (Cooper Lake, Sapphire Rapids, Zen 4
 // and later).
 #include "ops/cpu/sets/shared.h"
 
@@ -12,6 +12,6 @@
 
 namespace llmc::cpu {
 
-constexpr const OpsOf<bf16> avx512_pairs_bf16 = avx512_pairs::all_ops<bf16, MultiplyPairs>();
+const OpsOf<bf16> avx512_pairs_bf16 = avx512_pairs::with_products<MultiplyPairs>(avx512_bf16);
 
 }  // namespace llmc::cpu

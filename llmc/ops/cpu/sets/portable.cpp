@@ -3,8 +3,8 @@
 
 namespace llmc::cpu {
 
-constexpr const OpsOf<double> portable_fp64 = portable::all_ops<double, Multiply<double>>();
-constexpr const OpsOf<float> portable_fp32 = portable::all_ops<float, Multiply<float>>();
-constexpr const OpsOf<bf16> portable_bf16 = portable::all_ops<bf16, Multiply<float>>();
+constexpr const OpsOf<double> portable_fp64 = portable::all_ops<double>();
+constexpr const OpsOf<float> portable_fp32 = portable::all_ops<float>();
+constexpr const OpsOf<bf16> portable_bf16 = portable::all_ops<bf16>();
 
 }  // namespace llmc::cpu

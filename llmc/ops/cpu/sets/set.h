@@ -7,6 +7,15 @@ namespace llmc::cpu::CPU_ISA {
 
 // How: in which way elements of T are multiplied.
 template <class T, class How>
+constexpr void set_products(OpsOf<T>& ops) {
+  using Sum = accumulator_t<T>;
+  ops.matmul = &matmul<T, T, How>;
+  ops.matmul_sum = &matmul<T, Sum, How>;
+  ops.grouped_linear_forward = &grouped_linear_forward<T, How>;
+  ops.grouped_linear_backward_input = &grouped_linear_backward_input<T, How>;
+  ops.grouped_linear_backward_weight = &grouped_linear_backward_weight<T, Sum, How>;
+}
+template <class T>
 constexpr OpsOf<T> all_ops() {
   using Sum = accumulator_t<T>;
   OpsOf<T> all{};
@@ -23,12 +32,15 @@ constexpr OpsOf<T> all_ops() {
   all.box_to_fp32 = &copy_box<float, T>;
   all.box_to_bf16 = &copy_box<bf16, T>;
   all.box_to_fp64 = &copy_box<double, T>;
-  all.matmul = &matmul<T, T, How>;
-  all.matmul_sum = &matmul<T, Sum, How>;
-  all.grouped_linear_forward = &grouped_linear_forward<T, How>;
-  all.grouped_linear_backward_input = &grouped_linear_backward_input<T, How>;
-  all.grouped_linear_backward_weight = &grouped_linear_backward_weight<T, Sum, How>;
+  set_products<T, Multiply<Sum>>(all);
   return all;
+}
+// Those of another set, but for the products.
+template <class How>
+OpsOf<bf16> with_products(const OpsOf<bf16>& others) {
+  OpsOf<bf16> ops = others;
+  set_products<bf16, How>(ops);
+  return ops;
 }
 
 }  // namespace llmc::cpu::CPU_ISA

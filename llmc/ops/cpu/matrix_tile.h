@@ -1,0 +1,97 @@
+// matrix_tile.h: a tile of C by AMX, whose registers hold matrices of 16 rows of 64 bytes (Intel 64 and IA-32
+// Architectures Software Developer's Manual, volume 1, chapter 18); and the same in plain C++, bit for bit, for tests
+// on processors that lack it.
+#pragma once
+#include "ops/cpu/register_tile.h"
+
+namespace llmc::cpu::inline CPU_ISA {
+
+#if defined(CPU_AMX) || defined(CPU_STAND_INS)
+
+namespace detail {
+
+#ifdef CPU_AMX
+
+// Registers 0 to 3 are a tile of C, 4 and 5 of A, 6 and 7 of B.
+struct MatrixRegisters {
+  MatrixRegisters() {
+    struct {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } const configuration;
+    static_assert(sizeof(configuration) == 64);
+    _tile_loadconfig(&configuration);
+  }
+  ~MatrixRegisters() { _tile_release(); }
+  MatrixRegisters(const MatrixRegisters&) = delete;
+  MatrixRegisters& operator=(const MatrixRegisters&) = delete;
+};
+
+inline void matrix_tile(float* sums, const bf16* a, const bf16* b, int64_t steps, Accumulate accumulate) {
+  constexpr int64_t of_sums = 32 * sizeof(float), of_a = 64, of_b = 128;  // bytes from row to row
+  if (accumulate == Accumulate::yes) {
+    _tile_loadd(0, sums, of_sums);
+    _tile_loadd(1, sums + 16, of_sums);
+    _tile_loadd(2, sums + 16 * 32, of_sums);
+    _tile_loadd(3, sums + 16 * 32 + 16, of_sums);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t k = 0; k < steps; ++k, a += 32 * 32, b += 32 * 32) {
+    _tile_loadd(4, a, of_a);
+    _tile_loadd(6, b, of_b);
+    _tile_loadd(7, b + 32, of_b);
+    _tile_loadd(5, a + 16 * 32, of_a);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, sums, of_sums);
+  _tile_stored(1, sums + 16, of_sums);
+  _tile_stored(2, sums + 16 * 32, of_sums);
+  _tile_stored(3, sums + 16 * 32 + 16, of_sums);
+}
+
+#else
+
+struct MatrixRegisters {};
+
+// In each step of 32 elements the products of even and of odd ones are added up apart, and then to C.
+inline void matrix_tile(float* sums, const bf16* a, const bf16* b, int64_t steps, Accumulate accumulate) {
+  if (accumulate == Accumulate::no) std::fill_n(sums, 32 * 32, 0.0f);
+  const auto add = [](float x, float y) { return MultiplyPairs::multiply_add(x, 1, y); };
+  for (int64_t k = 0; k < steps; ++k, a += 32 * 32, b += 32 * 32)
+    for (int64_t i = 0; i < 32; ++i)
+      for (int64_t j = 0; j < 32; ++j) {
+        float even = 0, odd = 0;
+        for (int64_t p = 0; p < 16; ++p) {
+          const bf16 *x = a + i * 32 + 2 * p, *y = b + p * 64 + 2 * j;
+          even = MultiplyPairs::multiply_add(static_cast<float>(x[0]), static_cast<float>(y[0]), even);
+          odd = MultiplyPairs::multiply_add(static_cast<float>(x[1]), static_cast<float>(y[1]), odd);
+        }
+        sums[i * 32 + j] = add(sums[i * 32 + j], add(even, odd));
+      }
+}
+
+#endif
+}  // namespace detail
+
+// bf16 in tiles of 32 x 32 sums, 32 elements of each line at a time. A line of A has them next to each other, B in
+// pairs. Panels of A are padded to 32 rows.
+struct MultiplyTiles {
+  using Packed = bf16;
+  using Sum = float;
+  static constexpr int64_t group_a = 32, group_b = 2, step = 32;
+  static constexpr int64_t rows = 32, columns = 32;
+  using Session = detail::MatrixRegisters;
+  static RegisterTile<MultiplyTiles> tile(int64_t) { return detail::matrix_tile; }
+};
+
+#endif
+
+}  // namespace llmc::cpu::inline CPU_ISA

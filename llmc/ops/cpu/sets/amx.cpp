@@ -1,0 +1,16 @@
+// The CPU's products of bf16 for processors with AMX (Sapphire Rapids and later).
+#include "ops/cpu/sets/shared.h"
+
+#undef CPU_ISA
+#define CPU_ISA amx
+#define CPU_VECTOR_BYTES 64
+#define CPU_AMX
+#pragma GCC target( \
+    "amx-tile,amx-bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2,lzcnt,movbe,popcnt,prefer-vector-width=512")
+#include "ops/cpu/sets/set.h"
+
+namespace llmc::cpu {
+
+const OpsOf<bf16> amx_bf16 = amx::with_products<MultiplyTiles>(avx512_bf16);
+
+}  // namespace llmc::cpu
