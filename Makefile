@@ -400,6 +400,7 @@ $(TEST_PROGRAMS:%=run/%): run/%:
 run/smoke:
 	+@$(MAKE) smoke-other
 run/tokenizer_test.sh: run/test/text
+run/instruction_sets_test.sh: run/test/ops
 run/mpi_test.sh: $(if $(MPI_VERSION),build/mpi/exchanges)
 $(TEST_SCRIPTS:test/scripts/%=run/%): run/%:
 	@scripts/run_tests.sh run $* test/scripts/$*

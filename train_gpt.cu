@@ -315,12 +315,22 @@ class Training {
 
   // On a GPU, the matmul algorithms: as recorded in a checkpoint of the same GPU and library, else by --tune-matmul.
   void choose_matmuls() {
-    if (job_.device.kind != DeviceKind::cuda) return;
+    if (job_.device.kind == DeviceKind::cpu) return choose_instructions();
     if (take_recorded_matmuls(run_, progress_.matmul_choices, log_)) return;
     progress_.matmul_choices.clear();
     if (!o_.tune_matmul || begun_ == job_.max_steps) return;
     log_.line("timing matmul algorithms ...");
     progress_.matmul_choices = run_.trainer.tune(batches_of(begun_ + 1));
+  }
+
+  // On a CPU, those of the processor or of --cpu-isa: a run that changes them goes on, and rounds differently.
+  void choose_instructions() {
+    const std::string before = std::exchange(progress_.cpu_isa, cpu::name_of(cpu::isa_in_use()));
+    if (!before.empty() && before != progress_.cpu_isa)
+      log_.line(formatted(
+          "notice: the checkpoint was computed with the instructions of {}, and the run goes on with those of {}: "
+          "it rounds differently from here on. --cpu-isa {} would repeat it bit for bit, where it is there",
+          before, progress_.cpu_isa, before));
   }
 
   [[noreturn]] void end(const EndsEarly& early) {

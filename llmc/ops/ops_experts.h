@@ -307,8 +307,8 @@ inline void grouped_linear_forward(Tensor out, Tensor x, Tensor weight, Tensor o
       RUN_ON_DEVICE(stream, X,
                     cuda::grouped_linear_forward(out.data<X>(), x.data<X>(), weight.data<X>(), offsets.data<int32_t>(),
                                                  R, E, O, I, stream.cuda()),
-                    cpu::ops<X>().grouped_linear_forward(out.data<X>(), x.data<X>(), weight.data<X>(),
-                                                         offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
+                    cpu::products<X>().grouped_linear_forward(out.data<X>(), x.data<X>(), weight.data<X>(),
+                                                              offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
     });
   });
 }
@@ -325,11 +325,12 @@ inline void grouped_linear_backward_input(Tensor dx, Tensor dout, Tensor weight,
   stream.run(detail::grouped_cost("grouped_linear_backward_input", R, weight, dout, dx), {}, [=, &stream] {
     with_type(dout.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
-      RUN_ON_DEVICE(stream, X,
-                    cuda::grouped_linear_backward_input(dx.data<X>(), dout.data<X>(), weight.data<X>(),
-                                                        offsets.data<int32_t>(), R, E, O, I, stream.cuda()),
-                    cpu::ops<X>().grouped_linear_backward_input(dx.data<X>(), dout.data<X>(), weight.data<X>(),
-                                                                offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
+      RUN_ON_DEVICE(
+          stream, X,
+          cuda::grouped_linear_backward_input(dx.data<X>(), dout.data<X>(), weight.data<X>(), offsets.data<int32_t>(),
+                                              R, E, O, I, stream.cuda()),
+          cpu::products<X>().grouped_linear_backward_input(dx.data<X>(), dout.data<X>(), weight.data<X>(),
+                                                           offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
     });
   });
 }
@@ -350,11 +351,12 @@ inline void grouped_linear_backward_weight(Tensor dweight, Tensor dout, Tensor x
     with_type(x.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
-      RUN_ON_DEVICE(stream, X,
-                    cuda::grouped_linear_backward_weight(dweight.data<A>(), dout.data<X>(), x.data<X>(),
-                                                         offsets.data<int32_t>(), E, O, I, stream.cuda()),
-                    cpu::ops<X>().grouped_linear_backward_weight(dweight.data<A>(), dout.data<X>(), x.data<X>(),
-                                                                 offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
+      RUN_ON_DEVICE(
+          stream, X,
+          cuda::grouped_linear_backward_weight(dweight.data<A>(), dout.data<X>(), x.data<X>(), offsets.data<int32_t>(),
+                                               E, O, I, stream.cuda()),
+          cpu::products<X>().grouped_linear_backward_weight(dweight.data<A>(), dout.data<X>(), x.data<X>(),
+                                                            offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
     });
   });
 }

@@ -197,8 +197,8 @@ inline void matmul(const char* name, Tensor c, Tensor a, Transpose a_as, Tensor 
       using A = accumulator_t<X>;
       const X* bias_data = bias.empty() ? nullptr : bias.data<X>();
       if (c.dtype == a.dtype)
-        cpu::ops<X>().matmul(c.data<X>(), a.data<X>(), b.data<X>(), bias_data, scratch.bytes, shape);
-      else cpu::ops<X>().matmul_sum(c.data<A>(), a.data<X>(), b.data<X>(), bias_data, scratch.bytes, shape);
+        cpu::products<X>().matmul(c.data<X>(), a.data<X>(), b.data<X>(), bias_data, scratch.bytes, shape);
+      else cpu::products<X>().matmul_sum(c.data<A>(), a.data<X>(), b.data<X>(), bias_data, scratch.bytes, shape);
     });
   });
 }

@@ -1,4 +1,4 @@
-// peak.h: the device's matmul and copy peaks, measured with the library that training uses, and the peak that MFU
+// peak.h: the device's matmul and memory peaks, measured with the kernels that training uses, and the peak that MFU
 // refers to.
 #pragma once
 #include <algorithm>
@@ -60,29 +60,37 @@ inline int64_t most_elements(const Device& device, DType dtype) {
   return free_memory_of_own(device.gpu) / 2 / 3 / size_of(dtype);
 }
 
-// Flops per second of a square matrix product in `dtype`.
+// Flops per second of products in `dtype`: on a CPU of those in registers, on a GPU of a square matrix.
 inline double measure_matmul_peak(const Device& device, DType dtype) {
+  if (device.kind == DeviceKind::cpu) {
+    double peak = 0;
+    with_type(dtype,
+              [&](auto tag) { peak = cpu::products<typename decltype(tag)::type>().register_peak(device.threads); });
+    return peak;
+  }
   const auto seconds = [&](int64_t size) {
     return best_seconds(device, dtype, {size, size},
                         [](Tensor out, Tensor x, Tensor y, Stream& stream) { linear_forward(out, x, y, {}, stream); });
   };
-  const bool gpu = device.kind == DeviceKind::cuda;
-  int64_t size = gpu ? 64 : 1536;
+  int64_t size = 64;
   double best = seconds(size);
   // A larger product keeps a GPU busier, unless one of this size already takes it long.
   const int64_t most = dtype == DType::fp32 ? 4096 : 8192;
-  while (gpu && best < 2e-3 && size < most && 4 * size * size <= most_elements(device, dtype))
-    best = seconds(size *= 2);
+  while (best < 2e-3 && size < most && 4 * size * size <= most_elements(device, dtype)) best = seconds(size *= 2);
   return 2.0 * static_cast<double>(size * size * size) / best;
 }
 
-// Bytes per second of a copy, reads and writes counted.
+// Bytes per second, reads and writes counted, of a copy, or on a CPU of a sum in place if that is more: a CPU reads
+// what it writes, which a copy has no use for.
 inline double measure_bandwidth(const Device& device) {
   int64_t n = int64_t{1} << 26;
   if (device.kind == DeviceKind::cuda) n = std::min(4 * n, most_elements(device, DType::fp32));
-  return 8.0 * static_cast<double>(n) /
-         best_seconds(device, DType::fp32, {n},
-                      [](Tensor out, Tensor x, Tensor, Stream& stream) { copy(out, x, stream); });
+  const auto rate = [&](double bytes, auto&& op) {
+    return bytes * static_cast<double>(n) / best_seconds(device, DType::fp32, {n}, op);
+  };
+  const double copied = rate(8, [](Tensor out, Tensor x, Tensor, Stream& stream) { copy(out, x, stream); });
+  if (device.kind == DeviceKind::cuda) return copied;
+  return std::max(copied, rate(12, [](Tensor, Tensor x, Tensor y, Stream& stream) { add_to(x, y, stream); }));
 }
 
 inline std::string peak_cache_file() {
@@ -129,7 +137,7 @@ inline double matmul_peak(const Device& device, DType dtype) {
 // The peaks that the speed of a run, or of a rank, is compared with.
 struct Peaks {
   double measured = 0;             // flops per second of matmul on this machine: the speed of light
-  double bandwidth = 0;            // bytes per second of a copy on this machine, if requested
+  double bandwidth = 0;            // bytes per second of memory on this machine, if requested
   std::optional<double> promised;  // flops per second that MFU refers to; none: unknown
   std::string source;              // of `promised`
 

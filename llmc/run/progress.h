@@ -19,6 +19,7 @@ struct Progress {
   int64_t best_step = -1;
   bool validated = false;            // after the last of the updates
   std::string matmul_choices;        // if tuned
+  std::string cpu_isa;               // on CPUs: the instructions that the last updates were computed with
   std::vector<float> expert_biases;  // of the checkpoint, of all layers; with --moe-bias-rate
   nlohmann::ordered_json data_changes = nlohmann::ordered_json::array();  // shards that --data-changed accept took
 };
@@ -47,7 +48,10 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"validated", progress.validated},
       {"detectors", {{"loss", progress.losses.values()}, {"grad_norm", progress.norms.values()}}},
       {"expert_biases", expert_biases},
-      {"choices", {{"grad_reduce", name_of(job.step.zero.grad_reduce)}, {"matmul", progress.matmul_choices}}},
+      {"choices",
+       {{"grad_reduce", name_of(job.step.zero.grad_reduce)},
+        {"matmul", progress.matmul_choices},
+        {"cpu_isa", progress.cpu_isa}}},
       {"layout", detail::layout_text(job.step)},
       {"options", options_json(job.options)}};
   if (!job.parent.is_null()) trainer["parent"] = job.parent;
@@ -209,9 +213,9 @@ inline Progress progress_at(const ResumePoint& from) {
   CHECK(progress.data_changes.is_array(),
         "{}/trainer.json: \"data_changes\" is {}, expected a list; the file is damaged", from.path,
         progress.data_changes);
-  if (const nlohmann::json choices = from.trainer.value("choices", nlohmann::json::object());
-      choices.is_object() && choices.value("matmul", nlohmann::json()).is_string())
-    progress.matmul_choices = choices["matmul"];
+  if (const nlohmann::json choices = from.trainer.value("choices", nlohmann::json::object()); choices.is_object())
+    for (const auto& [name, choice] : {std::pair{"matmul", &progress.matmul_choices}, {"cpu_isa", &progress.cpu_isa}})
+      if (const nlohmann::json made = choices.value(name, nlohmann::json()); made.is_string()) *choice = made;
   return progress;
 }
 

@@ -187,7 +187,7 @@ inline void report_profile(Log& log, const OpLedger& ops, int64_t steps, const P
                                 t.seconds * 1e3 / static_cast<double>(steps), 100 * t.seconds / total, t.calls / steps,
                                 t.flops * 1e-9 / t.seconds, t.bytes * 1e-9 / t.seconds,
                                 100 * std::max(t.flops / roof.measured, t.bytes / roof.bandwidth) / t.seconds));
-  log.table(formatted("ops per rank; roof: {:.1f} TFLOP/s of matmul, {:.1f} GB/s of a copy, measured here",
+  log.table(formatted("ops per rank; roof: {:.1f} TFLOP/s of matmul, {:.1f} GB/s of memory, measured here",
                       roof.measured * 1e-12, roof.bandwidth * 1e-9),
             rows);
 }

@@ -39,9 +39,9 @@ struct Product {
     if (s.accumulate == Accumulate::no) std::fill(c.begin(), c.end(), Out(NAN));
     std::vector<std::byte> scratch(static_cast<size_t>(cpu::matmul_scratch(s)), std::byte{0xff});
     const T* with = bias.empty() ? nullptr : bias.data();
-    const cpu::OpsOf<T>& ops = cpu::ops_of<T>(isa);
-    if constexpr (std::is_same_v<Out, T>) ops.matmul(c.data(), a.data(), b.data(), with, scratch.data(), s);
-    else ops.matmul_sum(c.data(), a.data(), b.data(), with, scratch.data(), s);
+    const cpu::ProductsOf<T>& products = cpu::products_of<T>(isa);
+    if constexpr (std::is_same_v<Out, T>) products.matmul(c.data(), a.data(), b.data(), with, scratch.data(), s);
+    else products.matmul_sum(c.data(), a.data(), b.data(), with, scratch.data(), s);
     return c;
   }
   // How far an element may be from its value in fp64, in units of that distance: each of its K + 2 additions rounds to
@@ -148,6 +148,33 @@ TEST_CASE("a row of a product has the same bits whatever other rows and columns 
           REQUIRE(part[static_cast<size_t>(i * some.shape.N + j)] == c[static_cast<size_t>(i * shape.N + j)]);
     }
   }
+}
+
+// So tests of the stand-ins are tests of the instructions, whatever the processor.
+TEST_CASE("pairs and tiles of bf16 have the bits of their stand-ins in plain C++, where the processor has them") {
+  std::mt19937_64 random(9);
+  for (const auto& [real, stand_in] :
+       {std::pair{Isa::avx512_bf16, Isa::pairs_stand_in}, {Isa::amx, Isa::tiles_stand_in}})
+    for (const int64_t K : {1, 2, 31, 63, 64, 333, 1500}) {
+      if (!cpu::processor_has(real)) continue;
+      const cpu::MatmulShape shape{.M = 45,
+                                   .N = 70,
+                                   .K = K,
+                                   .a = K % 2 == 0 ? Transpose::yes : Transpose::no,
+                                   .b = Transpose::yes,
+                                   .accumulate = Accumulate::no,
+                                   .in = DType::bf16,
+                                   .out = DType::fp32,
+                                   .bias = Bias::no,
+                                   .threads = 1};
+      Product<bf16, float> product(shape, random);
+      for (size_t i = 0; i < product.a.size(); i += 7) product.a[i].bits = static_cast<uint16_t>(random() % 0x7f80);
+      INFO(cpu::name_of(real) << ", depth " << K);
+      const std::vector<float> c = product.computed(real, 1), same = product.computed(stand_in, 1);
+      for (size_t i = 0; i < c.size(); ++i)
+        if (!std::isnan(c[i]) || !std::isnan(same[i]))
+          REQUIRE(std::bit_cast<uint32_t>(c[i]) == std::bit_cast<uint32_t>(same[i]));
+    }
 }
 
 TEST_CASE("an instruction set that there is not, or that the processor lacks, is refused by name") {

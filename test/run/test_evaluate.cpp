@@ -85,7 +85,7 @@ TEST_CASE("two processes evaluate as two threads do, and process 0 alone says so
                                       "--model " +
                                           model + arguments + meet + " --rank 1 >" + (dir / "other") +
                                           " 2>&1 &'; CUDA_VISIBLE_DEVICES= TRAIN_GPT_TOKEN=a-secret-of-this-test",
-                                      1);  // as many threads a rank: oneDNN's products differ by their number
+                                      1);
   REQUIRE(of_processes["loss"] == of_threads["loss"]);
   REQUIRE(read_whole(dir / "other").empty());
 }

@@ -69,8 +69,7 @@ void require_exchangeable(const Model& model, int64_t n_layer, const std::vector
   }
 }
 
-// An untied Llama of six layers, which three stages divide and four do not. Each rank has one thread: of oneDNN's
-// products on processors without AVX-512 the last bits depend on their number.
+// An untied Llama of six layers, which three stages divide and four do not.
 struct Setting {
   TempDir dir;
   // The exit status is `status`; returns what went to stderr.

@@ -49,3 +49,20 @@ TEST_CASE("--restart moves a run aside as a whole and begins anew") {
   refused(tiny(dir / "mine", "--restart"), "holds notes.txt, which does not belong to a run");
   REQUIRE(fs::exists(dir / "run/step-000002/manifest.json"));
 }
+
+TEST_CASE("a run that is resumed with other instructions goes on, and says so") {
+  const TempDir dir;
+  const std::string notice =
+      "computed with the instructions of portable, and the run goes on with those of amx-stand-in";
+  REQUIRE(run_program(tiny(dir / "run", "--max-steps 2 --dtype bf16"), "TRAIN_GPT_CPU_ISA=portable").status == 0);
+  for (const int64_t steps : {3, 4}) {
+    const ProgramResult r = run_program(tiny(dir / "run", formatted("--max-steps {} --dtype bf16", steps)),
+                                        "TRAIN_GPT_CPU_ISA=amx-stand-in");
+    INFO(r.out << r.err);
+    REQUIRE(r.status == 0);
+    REQUIRE((r.out.find(notice) != r.out.npos) == (steps == 3));
+  }
+  const ProgramResult refused = run_program(tiny(dir / "run", "--max-steps 5 --dtype bf16"), "TRAIN_GPT_CPU_ISA=sse9");
+  REQUIRE(refused.status == 1);
+  REQUIRE(refused.err.find("TRAIN_GPT_CPU_ISA sse9: no such instruction set") != std::string::npos);
+}

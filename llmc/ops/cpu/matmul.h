@@ -97,4 +97,31 @@ void matmul(Out* c, const T* a, const T* b, const T* bias, std::byte* scratch, c
           blocks, detail::MatmulScratch<How>(scratch + omp_get_thread_num() * blocks.thread_bytes(s), blocks));
 }
 
+// Flops per second of register tiles alone, on panels that stay in an L1 cache, by all threads at once: a roof for
+// every product. The best of some hundredths of a second.
+template <class How>
+double register_peak(int threads) {
+  constexpr int64_t steps = 128 / How::step, windows = 5, calls = 16;
+  constexpr double seconds = 0.006;  // of a window
+  double best = 0;
+  for (int64_t window = 0; window < windows; ++window) {
+    double rate = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : rate)
+    {
+      alignas(64) typename How::Packed a[How::rows * 128] = {}, b[How::columns * 128] = {};
+      alignas(64) typename How::Sum sums[How::rows * How::columns];
+      [[maybe_unused]] const typename How::Session session;
+      const RegisterTile<How> volatile tile = How::tile(How::rows);  // else a compiler sees that nobody needs the sums
+      const double begin = omp_get_wtime();
+      double passed = 0;
+      int64_t done = 0;
+      for (; passed < seconds; done += calls, passed = omp_get_wtime() - begin)
+        for (int64_t call = 0; call < calls; ++call) tile(sums, a, b, steps, Accumulate::no);
+      rate += 2.0 * static_cast<double>(done * How::rows * How::columns * 128) / passed;
+    }
+    best = std::max(best, rate);
+  }
+  return best;
+}
+
 }  // namespace llmc::cpu::inline CPU_ISA

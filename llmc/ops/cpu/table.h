@@ -21,25 +21,30 @@
 
 // The ops by name: templates over the type that they compute in; over the type that they add up in; and those that have
 // no vectors to gain, which are compiled once.
-#define CPU_OPS_OF_TYPE(OP)                                                                                          \
-  OP(adamw_update)                                                                                                   \
-  OP(add_positions)                                                                                                  \
-  OP(attention_backward) OP(attention_finish) OP(attention_forward) OP(cache_append) OP(column_sum)                  \
-      OP(combine_backward) OP(combine_rows) OP(cross_entropy) OP(cross_entropy_merge) OP(cross_entropy_stats)        \
-          OP(dispatch_rows) OP(embedding_backward) OP(embedding_forward) OP(fill) OP(gelu_backward) OP(gelu_forward) \
-              OP(init_normal) OP(layernorm_backward) OP(layernorm_forward) OP(merge_parts)                           \
-                  OP(projection_norm_backward) OP(projection_norm_forward) OP(projection_sums) OP(qk_norm_backward)  \
-                      OP(qk_norm_forward) OP(residual_forward) OP(residual_layernorm_forward)                        \
-                          OP(residual_rmsnorm_forward) OP(rmsnorm_backward) OP(rmsnorm_forward) OP(rotary) OP(scale) \
-                              OP(square_sum) OP(swiglu_backward) OP(swiglu_forward)
+#define CPU_OPS_OF_TYPE(OP)                                                                                       \
+  OP(adamw_update)                                                                                                \
+  OP(add_positions)                                                                                               \
+  OP(attention_backward)                                                                                          \
+  OP(attention_finish)                                                                                            \
+  OP(attention_forward)                                                                                           \
+  OP(cache_append) OP(column_sum) OP(combine_backward) OP(combine_rows) OP(cross_entropy) OP(cross_entropy_merge) \
+      OP(cross_entropy_stats) OP(dispatch_rows) OP(embedding_backward) OP(embedding_forward) OP(fill)             \
+          OP(gelu_backward) OP(gelu_forward) OP(init_normal) OP(layernorm_backward) OP(layernorm_forward)         \
+              OP(merge_parts) OP(projection_norm_backward) OP(projection_norm_forward) OP(projection_sums)        \
+                  OP(qk_norm_backward) OP(qk_norm_forward) OP(residual_forward) OP(residual_layernorm_forward)    \
+                      OP(residual_rmsnorm_forward) OP(rmsnorm_backward) OP(rmsnorm_forward) OP(rotary) OP(scale)  \
+                          OP(square_sum) OP(swiglu_backward) OP(swiglu_forward)
 #define CPU_OPS_OF_SUMS(OP) \
   OP(add_losses)            \
   OP(join_segments) OP(rotary_table) OP(router_backward) OP(router_forward) OP(router_losses) OP(router_statistics)
-#define CPU_OPS_OF_NO_TYPE(OP)                                                                                   \
-  OP(add_expert_counts)                                                                                          \
-  OP(arrival_plan)                                                                                               \
-  OP(clip_control) OP(combine_scalars) OP(copy) OP(count_dropped) OP(dispatch_plan) OP(expert_counts) OP(poison) \
-      OP(segment_starts) OP(split_in_three) OP(update_expert_biases) OP(zero)
+#define CPU_OPS_OF_NO_TYPE(OP)                                                                           \
+  OP(add_expert_counts)                                                                                  \
+  OP(arrival_plan)                                                                                       \
+  OP(clip_control)                                                                                       \
+  OP(combine_scalars)                                                                                    \
+  OP(copy)                                                                                               \
+  OP(count_dropped) OP(dispatch_plan) OP(expert_counts) OP(poison) OP(segment_starts) OP(split_in_three) \
+      OP(update_expert_biases) OP(zero)
 
 namespace llmc::cpu {
 
@@ -59,12 +64,6 @@ struct OpsOf {
   decltype(&cpu::copy_box<float, T>) box_to_fp32;
   decltype(&cpu::copy_box<bf16, T>) box_to_bf16;
   decltype(&cpu::copy_box<double, T>) box_to_fp64;
-  // Products, with C in T or in what is added up in.
-  decltype(&cpu::matmul<T, T>) matmul;
-  decltype(&cpu::matmul<T, Sum>) matmul_sum;
-  decltype(&cpu::grouped_linear_forward<T>) grouped_linear_forward;
-  decltype(&cpu::grouped_linear_backward_input<T>) grouped_linear_backward_input;
-  decltype(&cpu::grouped_linear_backward_weight<T>) grouped_linear_backward_weight;
 
   // convert() and copy_box() to type To.
   template <class To>
@@ -87,34 +86,72 @@ struct OpsOf<void> {
 #undef CPU_OP
 };
 
-// The tables of each set. fp64 is for finite differences and other references: every processor computes it alike.
+// The products, of which a processor may have some that are its own: with C in T, or in what is added up in.
+template <class T>
+struct ProductsOf {
+  using Sum = accumulator_t<T>;
+  decltype(&cpu::matmul<T, T>) matmul;
+  decltype(&cpu::matmul<T, Sum>) matmul_sum;
+  decltype(&cpu::grouped_linear_forward<T>) grouped_linear_forward;
+  decltype(&cpu::grouped_linear_backward_input<T>) grouped_linear_backward_input;
+  decltype(&cpu::grouped_linear_backward_weight<T>) grouped_linear_backward_weight;
+  decltype(&cpu::register_peak<Multiply<Sum>>) register_peak;
+};
+
+// The tables of each set; constants, so that nothing of a set runs where it is not used. fp64 is for finite differences
+// and other references: every processor computes it alike.
 extern const OpsOf<double> portable_fp64;
 extern const OpsOf<float> portable_fp32, avx2_fp32, avx512_fp32;
-extern const OpsOf<bf16> portable_bf16, avx2_bf16, avx512_bf16, avx512_pairs_bf16, amx_bf16, pairs_stand_in_bf16,
-    tiles_stand_in_bf16;
+extern const OpsOf<bf16> portable_bf16, avx2_bf16, avx512_bf16;
+extern const ProductsOf<double> portable_fp64_products;
+extern const ProductsOf<float> portable_fp32_products, avx2_fp32_products, avx512_fp32_products;
+extern const ProductsOf<bf16> portable_bf16_products, avx2_bf16_products, avx512_bf16_products, avx512_pairs_products,
+    amx_products, pairs_stand_in_products, tiles_stand_in_products;
+
+namespace detail {
+
+// By set: any processor's, AVX2's, AVX-512's.
+template <class Table>
+const Table& of_vectors([[maybe_unused]] Isa isa, const Table& portable, [[maybe_unused]] const Table& avx2,
+                        [[maybe_unused]] const Table& avx512) {
+#ifdef CPU_ISA_SETS  // else this program has those of any processor alone
+  if (isa == Isa::avx2) return avx2;
+  if (isa >= Isa::avx512 && isa <= Isa::amx) return avx512;
+#endif
+  return portable;
+}
+
+}  // namespace detail
+
+#ifdef CPU_ISA_SETS
+#define CPU_SETS(type, products) portable_##type##products, avx2_##type##products, avx512_##type##products
+#else
+#define CPU_SETS(type, products) portable_##type##products, portable_##type##products, portable_##type##products
+#endif
 
 template <class T>
 const OpsOf<T>& ops_of([[maybe_unused]] Isa isa) {
+  if constexpr (std::is_same_v<T, double>) return portable_fp64;
+  else if constexpr (std::is_same_v<T, float>) return detail::of_vectors(isa, CPU_SETS(fp32, ));
+  else return detail::of_vectors(isa, CPU_SETS(bf16, ));
+}
+template <class T>
+const ProductsOf<T>& products_of([[maybe_unused]] Isa isa) {
   if constexpr (std::is_same_v<T, double>) {
-    return portable_fp64;
+    return portable_fp64_products;
   } else if constexpr (std::is_same_v<T, float>) {
-#ifdef CPU_ISA_SETS  // else this program has those of any processor alone
-    if (isa == Isa::avx2) return avx2_fp32;
-    if (isa >= Isa::avx512 && isa <= Isa::amx) return avx512_fp32;
-#endif
-    return portable_fp32;
+    return detail::of_vectors(isa, CPU_SETS(fp32, _products));
   } else {
-    if (isa == Isa::pairs_stand_in) return pairs_stand_in_bf16;
-    if (isa == Isa::tiles_stand_in) return tiles_stand_in_bf16;
+    if (isa == Isa::pairs_stand_in) return pairs_stand_in_products;
+    if (isa == Isa::tiles_stand_in) return tiles_stand_in_products;
 #ifdef CPU_ISA_SETS
-    if (isa == Isa::avx2) return avx2_bf16;
-    if (isa == Isa::avx512) return avx512_bf16;
-    if (isa == Isa::avx512_bf16) return avx512_pairs_bf16;
-    if (isa == Isa::amx) return amx_bf16;
+    if (isa == Isa::avx512_bf16) return avx512_pairs_products;
+    if (isa == Isa::amx) return amx_products;
 #endif
-    return portable_bf16;
+    return detail::of_vectors(isa, CPU_SETS(bf16, _products));
   }
 }
+#undef CPU_SETS
 
 // Of the set in use.
 template <class T>
@@ -126,6 +163,11 @@ const OpsOf<T>& ops() {
     static const OpsOf<T>& in_use = ops_of<T>(isa_in_use());
     return in_use;
   }
+}
+template <class T>
+const ProductsOf<T>& products() {
+  static const ProductsOf<T>& in_use = products_of<T>(isa_in_use());
+  return in_use;
 }
 
 }  // namespace llmc::cpu

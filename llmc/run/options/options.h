@@ -394,7 +394,7 @@ void visit_options(O& o, Visitor&& visit) {
         "GPUs compute fp32 products on tensor cores with a 10-bit mantissa: faster, less exact than fp32");
   visit("--threads", "", o.threads, between(0, 1024), warn,
         "threads of this process, divided among its ranks; 0: all available processors");
-  visit("--cpu-isa", "", o.cpu_isa, one_of({"auto", "portable", "avx2", "avx512", "avx512-bf16"}), warn,
+  visit("--cpu-isa", "", o.cpu_isa, one_of({"auto", "portable", "avx2", "avx512", "avx512-bf16", "amx"}), warn,
         "instructions that the CPU's ops may use; auto: the best that the processor has. Each set rounds differently");
   visit("Modes");
   visit("--evaluate", "", o.evaluate, Limits{}, free,

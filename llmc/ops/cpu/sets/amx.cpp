@@ -11,6 +11,6 @@
 
 namespace llmc::cpu {
 
-const OpsOf<bf16> amx_bf16 = amx::with_products<MultiplyTiles>(avx512_bf16);
+constexpr const ProductsOf<bf16> amx_products = amx::all_products<bf16, MultiplyTiles>();
 
 }  // namespace llmc::cpu

@@ -12,6 +12,6 @@
 
 namespace llmc::cpu {
 
-const OpsOf<bf16> avx512_pairs_bf16 = avx512_pairs::with_products<MultiplyPairs>(avx512_bf16);
+constexpr const ProductsOf<bf16> avx512_pairs_products = avx512_pairs::all_products<bf16, MultiplyPairs>();
 
 }  // namespace llmc::cpu

@@ -6,14 +6,15 @@
 namespace llmc::cpu::CPU_ISA {
 
 // How: in which way elements of T are multiplied.
-template <class T, class How>
-constexpr void set_products(OpsOf<T>& ops) {
+template <class T, class How = Multiply<accumulator_t<T>>>
+constexpr ProductsOf<T> all_products() {
   using Sum = accumulator_t<T>;
-  ops.matmul = &matmul<T, T, How>;
-  ops.matmul_sum = &matmul<T, Sum, How>;
-  ops.grouped_linear_forward = &grouped_linear_forward<T, How>;
-  ops.grouped_linear_backward_input = &grouped_linear_backward_input<T, How>;
-  ops.grouped_linear_backward_weight = &grouped_linear_backward_weight<T, Sum, How>;
+  return {&matmul<T, T, How>,
+          &matmul<T, Sum, How>,
+          &grouped_linear_forward<T, How>,
+          &grouped_linear_backward_input<T, How>,
+          &grouped_linear_backward_weight<T, Sum, How>,
+          &register_peak<How>};
 }
 template <class T>
 constexpr OpsOf<T> all_ops() {
@@ -32,15 +33,7 @@ constexpr OpsOf<T> all_ops() {
   all.box_to_fp32 = &copy_box<float, T>;
   all.box_to_bf16 = &copy_box<bf16, T>;
   all.box_to_fp64 = &copy_box<double, T>;
-  set_products<T, Multiply<Sum>>(all);
   return all;
-}
-// Those of another set, but for the products.
-template <class How>
-OpsOf<bf16> with_products(const OpsOf<bf16>& others) {
-  OpsOf<bf16> ops = others;
-  set_products<bf16, How>(ops);
-  return ops;
 }
 
 }  // namespace llmc::cpu::CPU_ISA

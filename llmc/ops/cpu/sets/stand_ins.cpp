@@ -9,7 +9,7 @@
 
 namespace llmc::cpu {
 
-const OpsOf<bf16> pairs_stand_in_bf16 = stand_ins::with_products<MultiplyPairs>(portable_bf16);
-const OpsOf<bf16> tiles_stand_in_bf16 = stand_ins::with_products<MultiplyTiles>(portable_bf16);
+constexpr const ProductsOf<bf16> pairs_stand_in_products = stand_ins::all_products<bf16, MultiplyPairs>();
+constexpr const ProductsOf<bf16> tiles_stand_in_products = stand_ins::all_products<bf16, MultiplyTiles>();
 
 }  // namespace llmc::cpu

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# One program for all processors: outside of the ops that are compiled for AVX2, AVX-512 and AMX it has no instruction
+# that a processor may lack; and the ops and layouts are right with the instructions of lesser processors, and with
+# the stand-ins for better ones.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+export OMP_WAIT_POLICY=passive
+fail() {
+  echo "instruction_sets_test: $*" >&2
+  exit 1
+}
+
+if [ "$(uname -m)" = x86_64 ]; then
+  # Those that begin with v, and wide or many registers.
+  stray=$(objdump -d --no-show-raw-insn -C train_gpt | awk '
+    /^[0-9a-f]+ </ { name = $0 }
+    /\tv[a-z]|%[yz]mm|%tmm|%k[0-7]/ { if (name !~ /cpu::(avx2|avx512|avx512_pairs|amx)::/ && !seen[name]++) print name }')
+  [ -z "$stray" ] || fail "not every processor has the instructions of: $stray"
+fi
+
+for isa in avx2 portable avx512-bf16-stand-in amx-stand-in; do
+  [ "$isa" != avx2 ] || grep -qsw avx2 /proc/cpuinfo || continue
+  [ "$isa" = portable ] || TRAIN_GPT_CPU_ISA=$isa build/test/ops '~[long]~[.]' >build/instructions.log 2>&1 ||
+    fail "test/ops fails with $isa: $(tail -n 40 build/instructions.log)"
+  [ "$isa" = avx2 ] || [ -n "${LONG:-}" ] || continue
+  TRAIN_GPT_CPU_ISA=$isa ./train_gpt --selftest --local-ranks 2 >build/instructions.log 2>&1 ||
+    fail "the self-test fails with $isa: $(tail -n 40 build/instructions.log)"
+done
