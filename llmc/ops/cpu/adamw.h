@@ -3,7 +3,8 @@
 #include "ops/adamw_step.h"
 #include "ops/cpu/simd.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 // master == nullptr: the weights are their own master copy. Nothing changes where control (3) forbids it.
 template <class W, class A = accumulator_t<W>>
@@ -52,4 +53,5 @@ inline void adamw_update_stochastic(bf16* weight, float* moment1, float* moment2
     }
 }
 
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

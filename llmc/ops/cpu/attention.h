@@ -5,7 +5,8 @@
 
 #include "ops/cpu/attention_tiles.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 namespace detail {
 
@@ -221,4 +222,5 @@ void cache_append(T* cache_rows, const T* qkv, const AttentionShape& s) {
   for (int64_t t = 0; t < s.T; ++t) std::copy(qkv + t * row + s.Hq * s.D, qkv + (t + 1) * row, cache_rows + t * kept);
 }
 
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

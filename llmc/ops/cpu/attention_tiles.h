@@ -5,7 +5,8 @@
 
 #include "ops/cpu/pack.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 namespace detail {
 
@@ -207,4 +208,5 @@ void merge_row(A* sums, A& largest, A& total, const A* values, const RowSum<A>& 
 }
 
 }  // namespace detail
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

@@ -3,7 +3,8 @@
 #include "ops/cpu/simd.h"
 #include "ops/types.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 namespace detail {
 
@@ -90,4 +91,5 @@ void cross_entropy_merge(A* losses, T* logits, const A* stats, const int32_t* ta
   }
 }
 
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

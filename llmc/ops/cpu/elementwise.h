@@ -4,7 +4,8 @@
 #include "core/rng.h"
 #include "ops/cpu/simd.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 // GELU, tanh form: 0.5 x (1 + tanh u) = x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3).
 // Hendrycks & Gimpel 2016; GPT-2's "gelu_new".
@@ -146,4 +147,5 @@ void init_normal(T* out, const Elements& elements, int64_t n, float stddev, cons
   }
 }
 
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

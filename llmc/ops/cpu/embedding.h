@@ -2,7 +2,8 @@
 #pragma once
 #include "ops/cpu/simd.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 namespace detail {
 
@@ -58,4 +59,5 @@ void embedding_backward(G* dwte, G* dwpe, const T* dout, const int32_t* tokens, 
   }
 }
 
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

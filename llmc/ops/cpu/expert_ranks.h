@@ -3,7 +3,8 @@
 #pragma once
 #include "ops/cpu/simd.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 inline void expert_counts(int32_t* counts, const int32_t* offsets, int64_t E) {
   for (int64_t e = 0; e < E; ++e) counts[e] = offsets[e + 1] - offsets[e];
@@ -77,4 +78,5 @@ inline void update_expert_biases(float* biases, const double* counts, const doub
   }
 }
 
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

@@ -3,7 +3,8 @@
 #pragma once
 #include "ops/cpu/simd.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 // scratch: (segments + 1, E) integers. starts: (segments, E) or nullptr. capacity: -1 for none.
 inline void dispatch_plan(int32_t* places, int32_t* offsets, int32_t* scratch, const int32_t* choices,
@@ -82,4 +83,5 @@ void combine_backward(T* dy, A* dweights, const T* dout, const T* y, const A* we
     }
 }
 
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

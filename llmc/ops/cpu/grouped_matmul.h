@@ -3,7 +3,8 @@
 #pragma once
 #include "ops/cpu/matmul.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 namespace detail {
 
@@ -83,4 +84,5 @@ void grouped_linear_backward_weight(A* dweight, const T* dout, const T* x, const
     }
 }
 
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

@@ -4,7 +4,8 @@
 #pragma once
 #include "ops/cpu/rmsnorm.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 // table (P, D): for position p, D / 2 cosines, then D / 2 sines.
 template <class A>
@@ -85,4 +86,5 @@ void qk_norm_backward(T* dqkv, A* dq_weight, A* dk_weight, A* partials, const T*
   detail::add_partials(dk_weight, partials + s.D, 2 * s.D, s.D);
 }
 
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

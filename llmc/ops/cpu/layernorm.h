@@ -2,7 +2,8 @@
 #pragma once
 #include "ops/cpu/simd.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 namespace detail {
 
@@ -85,4 +86,5 @@ void layernorm_backward(T* dx, A* dweight, A* dbias, A* partials, const T* dout,
     }
 }
 
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

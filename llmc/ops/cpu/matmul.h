@@ -6,7 +6,8 @@
 #include "ops/cpu/matmul_shape.h"
 #include "ops/cpu/panels.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 namespace detail {
 
@@ -124,4 +125,5 @@ double register_peak(int threads) {
   return best;
 }
 
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

@@ -4,7 +4,8 @@
 #pragma once
 #include "ops/cpu/register_tile.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 #if defined(CPU_AMX) || defined(CPU_STAND_INS)
 
@@ -94,4 +95,5 @@ struct MultiplyTiles {
 
 #endif
 
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

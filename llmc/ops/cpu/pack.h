@@ -3,7 +3,8 @@
 #pragma once
 #include "ops/cpu/simd.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 inline constexpr int64_t panel_width = 32;  // columns of small_matmul's kernel in fp32, of two kernels in fp64
 
@@ -42,4 +43,5 @@ void panels_of_transposed(A* out, const T* x, int64_t ldx, int64_t R, int64_t C)
 }
 
 }  // namespace detail
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

@@ -5,7 +5,8 @@
 
 #include "ops/cpu/matrix_tile.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 // The lines of an operand as stored: element k of line i is at data[i * line + k * depth]; one of the strides is 1.
 template <class T>
@@ -185,4 +186,5 @@ void pack_panels(P* out, int64_t width, LastPanel last, int64_t depth, const Lin
 }
 
 }  // namespace detail
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

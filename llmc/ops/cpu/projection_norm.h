@@ -3,7 +3,8 @@
 #pragma once
 #include "ops/cpu/rmsnorm.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 namespace detail {
 
@@ -90,4 +91,5 @@ void projection_norm_backward(T* dqkv, A* dq_weight, A* dk_weight, A* partials, 
   detail::add_partials(dk_weight, partials + s.Hq * s.D, normed, s.Hkv * s.D);
 }
 
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

@@ -10,7 +10,8 @@
 #include <immintrin.h>
 #endif
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 // sums (height, columns) = or += the products of a panel of A (steps, height, group_a) and one of B (steps, columns,
 // group_b).
@@ -118,4 +119,5 @@ struct MultiplyPairs {
 };
 #endif
 
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

@@ -5,7 +5,8 @@
 
 #include "ops/cpu/simd.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 // Rows whose statistics are summed before they are added to those of their segment: a fixed number, so that sums do not
 // depend on the thread count.
@@ -188,4 +189,5 @@ inline void split_in_three(bf16* out, const float* x, int64_t rows, int64_t colu
     }
 }
 
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

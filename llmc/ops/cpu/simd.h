@@ -12,7 +12,8 @@
 #include "ops/cpu/isa.h"
 #include "ops/types.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 // exp(x) for x in [-87, 88], clamped outside; NaN stays NaN. About 1 ulp (Cody-Waite reduction, degree 6 polynomial).
 // Inline and branchless, so that loops over it vectorise without -ffast-math.
@@ -129,4 +130,5 @@ void add_rows(T* sum, const T* a, const T* b, int64_t n) {
 inline constexpr int64_t row_partitions = 32;
 inline int64_t partition_begin(int64_t rows, int64_t part) { return rows * part / row_partitions; }
 
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

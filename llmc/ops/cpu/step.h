@@ -4,7 +4,8 @@
 
 #include "ops/cpu/simd.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 // The sum of f(0) ... f(n - 1), in the order defined in ops/types.h.
 template <class F>
@@ -69,4 +70,5 @@ inline void clip_control(double* control, const double* square_sums, int64_t n, 
   control[2] = control[3] == 0 && *loss <= rule.largest_loss && norm <= rule.largest_norm ? 1 : 0;
 }
 
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

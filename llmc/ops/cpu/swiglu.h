@@ -2,7 +2,8 @@
 #pragma once
 #include "ops/cpu/simd.h"
 
-namespace llmc::cpu::inline CPU_ISA {
+namespace llmc::cpu {
+inline namespace CPU_ISA {
 
 // rows: how many of the N rows are there, or nullptr: all
 template <class T, class A = accumulator_t<T>>
@@ -37,4 +38,5 @@ void swiglu_backward(T* dgate_up, const T* dout, const T* gate_up, int64_t N, in
   }
 }
 
-}  // namespace llmc::cpu::inline CPU_ISA
+}  // namespace CPU_ISA
+}  // namespace llmc::cpu

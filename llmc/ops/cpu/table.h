@@ -21,30 +21,22 @@
 
 // The ops by name: templates over the type that they compute in; over the type that they add up in; and those that have
 // no vectors to gain, which are compiled once.
-#define CPU_OPS_OF_TYPE(OP)                                                                                       \
-  OP(adamw_update)                                                                                                \
-  OP(add_positions)                                                                                               \
-  OP(attention_backward)                                                                                          \
-  OP(attention_finish)                                                                                            \
-  OP(attention_forward)                                                                                           \
+// clang-format off
+#define CPU_OPS_OF_TYPE(OP) \
+  OP(adamw_update) OP(add_positions) OP(attention_backward) OP(attention_finish) OP(attention_forward) \
   OP(cache_append) OP(column_sum) OP(combine_backward) OP(combine_rows) OP(cross_entropy) OP(cross_entropy_merge) \
-      OP(cross_entropy_stats) OP(dispatch_rows) OP(embedding_backward) OP(embedding_forward) OP(fill)             \
-          OP(gelu_backward) OP(gelu_forward) OP(init_normal) OP(layernorm_backward) OP(layernorm_forward)         \
-              OP(merge_parts) OP(projection_norm_backward) OP(projection_norm_forward) OP(projection_sums)        \
-                  OP(qk_norm_backward) OP(qk_norm_forward) OP(residual_forward) OP(residual_layernorm_forward)    \
-                      OP(residual_rmsnorm_forward) OP(rmsnorm_backward) OP(rmsnorm_forward) OP(rotary) OP(scale)  \
-                          OP(square_sum) OP(swiglu_backward) OP(swiglu_forward)
+  OP(cross_entropy_stats) OP(dispatch_rows) OP(embedding_backward) OP(embedding_forward) OP(fill) OP(gelu_backward) \
+  OP(gelu_forward) OP(init_normal) OP(layernorm_backward) OP(layernorm_forward) OP(merge_parts) \
+  OP(projection_norm_backward) OP(projection_norm_forward) OP(projection_sums) OP(qk_norm_backward) \
+  OP(qk_norm_forward) OP(residual_forward) OP(residual_layernorm_forward) OP(residual_rmsnorm_forward) \
+  OP(rmsnorm_backward) OP(rmsnorm_forward) OP(rotary) OP(scale) OP(square_sum) OP(swiglu_backward) OP(swiglu_forward)
 #define CPU_OPS_OF_SUMS(OP) \
-  OP(add_losses)            \
-  OP(join_segments) OP(rotary_table) OP(router_backward) OP(router_forward) OP(router_losses) OP(router_statistics)
-#define CPU_OPS_OF_NO_TYPE(OP)                                                                           \
-  OP(add_expert_counts)                                                                                  \
-  OP(arrival_plan)                                                                                       \
-  OP(clip_control)                                                                                       \
-  OP(combine_scalars)                                                                                    \
-  OP(copy)                                                                                               \
-  OP(count_dropped) OP(dispatch_plan) OP(expert_counts) OP(poison) OP(segment_starts) OP(split_in_three) \
-      OP(update_expert_biases) OP(zero)
+  OP(add_losses) OP(join_segments) OP(rotary_table) OP(router_backward) OP(router_forward) OP(router_losses) \
+  OP(router_statistics)
+#define CPU_OPS_OF_NO_TYPE(OP) \
+  OP(add_expert_counts) OP(arrival_plan) OP(clip_control) OP(combine_scalars) OP(copy) OP(count_dropped) \
+  OP(dispatch_plan) OP(expert_counts) OP(poison) OP(segment_starts) OP(split_in_three) OP(update_expert_biases) OP(zero)
+// clang-format on
 
 namespace llmc::cpu {
 
