@@ -13,6 +13,12 @@ namespace detail {
 
 #ifdef CPU_AMX
 
+// What was written to memory is there for instructions that read it: g++ 12's intrinsics do not say what they read.
+template <class... Memory>
+void written(const Memory*... memory) {
+  (..., [&] { __asm__ volatile("" : : "r"(memory) : "memory"); }());
+}
+
 // Registers 0 to 3 are a tile of C, 4 and 5 of A, 6 and 7 of B.
 struct MatrixRegisters {
   MatrixRegisters() {
@@ -22,6 +28,7 @@ struct MatrixRegisters {
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } const configuration;
     static_assert(sizeof(configuration) == 64);
+    written(&configuration);
     _tile_loadconfig(&configuration);
   }
   ~MatrixRegisters() { _tile_release(); }
@@ -31,6 +38,7 @@ struct MatrixRegisters {
 
 inline void matrix_tile(float* sums, const bf16* a, const bf16* b, int64_t steps, Accumulate accumulate) {
   constexpr int64_t of_sums = 32 * sizeof(float), of_a = 64, of_b = 128;  // bytes from row to row
+  written(sums, a, b);
   if (accumulate == Accumulate::yes) {
     _tile_loadd(0, sums, of_sums);
     _tile_loadd(1, sums + 16, of_sums);

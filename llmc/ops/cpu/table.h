@@ -1,6 +1,10 @@
 // table.h: all ops of the CPU as pointers, one table for each type that they compute in, filled by every instruction
 // set (sets/). Callers reach an op through the table of the set in use: ops<float>().gelu_forward(out, x, n).
 #pragma once
+#include <cmath>
+#include <utility>
+#include <vector>
+
 #include "ops/cpu/adamw.h"
 #include "ops/cpu/attention.h"
 #include "ops/cpu/cross_entropy.h"
@@ -145,6 +149,28 @@ const ProductsOf<T>& products_of([[maybe_unused]] Isa isa) {
 }
 #undef CPU_SETS
 
+// Instructions that multiply bf16 must have the bits of their stand-ins: processors, emulators of them and operating
+// systems that lose registers differ in what they do. A product of all their parts is compared.
+inline void require_known_bits(Isa isa) {
+  if (isa != Isa::avx512_bf16 && isa != Isa::amx) return;
+  constexpr int64_t M = 37, N = 45, K = 70;
+  std::vector<bf16> a(M * K), b(N * K);
+  for (const auto& [values, factor] : {std::pair{&a, 0.37f}, {&b, 0.73f}})
+    for (size_t i = 0; i < values->size(); ++i) store((*values)[i], std::sin(factor * static_cast<float>(i)));
+  const MatmulShape shape{M,           N,        K, Transpose::no, Transpose::yes, Accumulate::no, DType::bf16,
+                          DType::fp32, Bias::no, 1};
+  std::vector<std::byte> scratch(static_cast<size_t>(matmul_scratch(shape)));
+  std::vector<float> c[2];
+  for (const auto& [sums, set] :
+       {std::pair{&c[0], isa}, {&c[1], isa == Isa::amx ? Isa::tiles_stand_in : Isa::pairs_stand_in}}) {
+    sums->resize(M * N);
+    products_of<bf16>(set).matmul_sum(sums->data(), a.data(), b.data(), nullptr, scratch.data(), shape);
+  }
+  CHECK(c[0] == c[1],
+        "products of bf16 by {} on this processor are not those of its manual: use --cpu-isa {}, and please report it",
+        name_of(isa), name_of(isa == Isa::amx ? Isa::avx512_bf16 : Isa::avx512));
+}
+
 // Of the set in use.
 template <class T>
 const OpsOf<T>& ops() {
@@ -158,7 +184,10 @@ const OpsOf<T>& ops() {
 }
 template <class T>
 const ProductsOf<T>& products() {
-  static const ProductsOf<T>& in_use = products_of<T>(isa_in_use());
+  static const ProductsOf<T>& in_use = []() -> const ProductsOf<T>& {
+    if constexpr (std::is_same_v<T, bf16>) require_known_bits(isa_in_use());
+    return products_of<T>(isa_in_use());
+  }();
   return in_use;
 }
 
