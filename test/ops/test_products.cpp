@@ -107,6 +107,7 @@ void random_products(int count, uint64_t seed) {
                        .out = DType::fp32,
                        .bias = one_of_two() ? Bias::yes : Bias::no,
                        .threads = 1 + static_cast<int>(random() % 3)};
+    if (random() % 50 == 0) (one_of_two() ? s.M : s.N) = 0;
     switch (random() % 4) {
       case 0: check<float, float>(s, random); break;
       case 1: s.in = DType::bf16, check<bf16, float>(s, random); break;

@@ -40,7 +40,8 @@ struct MatmulBlocks {
   int64_t rectangle_rows, rectangle_columns;
   int64_t rows, columns, depth;
 
-  explicit MatmulBlocks(const MatmulShape& s) : rectangle_rows(s.M), rectangle_columns(s.N) {
+  explicit MatmulBlocks(const MatmulShape& s)
+      : rectangle_rows(std::max<int64_t>(s.M, 1)), rectangle_columns(std::max<int64_t>(s.N, 1)) {
     // Each row of rectangles packs B anew, and each column of them A; a transposition in reverse costs twice as much.
     const int64_t cost_a = s.a == Transpose::no ? 1 : 2, cost_b = s.b == Transpose::yes ? 1 : 2;
     const auto count = [&] { return ceil_div(s.M, rectangle_rows) * ceil_div(s.N, rectangle_columns); };
