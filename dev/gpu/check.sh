@@ -116,14 +116,16 @@ build() {
   done
 }
 
-# Builds these programs in the background, all at once; but the tests and the ladders share objects.
+# Builds these programs in the background, all at once; but the tests and the ladders share objects. What all of them
+# share, the CPU's ops, comes first.
 start_builds() {
   local part=build part_end=$((SECONDS + $(limit_of build) * MORE_SECONDS)) program tests=()
   rm -rf "$RUNS/built" && mkdir -p "$RUNS/built"
-  check 'look at the machine' 120 make DEVICE="$DEVICE" config || {
+  if ! { check 'look at the machine' 120 make DEVICE="$DEVICE" config &&
+    check "build the CPU's ops" 120 make -j"$JOBS" DEVICE="$DEVICE" build/cpu/all; }; then
     for program in "$@"; do echo failed >"$(mark_of "$program")"; done
     return
-  }
+  fi
   for program in "$@"; do
     case $program in
       build/test_cuda_on_gpu) tests=("$program" "${tests[@]}") ;;
