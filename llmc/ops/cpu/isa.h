@@ -41,9 +41,9 @@ inline bool may_use_amx() {
 #endif
 }
 
-// The best that this processor has, and the operating system keeps the registers of.
+// The best that this processor has, the operating system keeps the registers of, and this program has ops for.
 inline Isa processor_isa() {
-#ifdef __x86_64__
+#if defined(__x86_64__) && defined(CPU_ISA_SETS)
   static const Isa isa = [] {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c"))
