@@ -391,7 +391,7 @@ TEST_RUNS := $(patsubst %,run/%,$(firstword $(TEST_PROGRAMS)) smoke $(wordlist 2
 # that, before those that run it.
 SHARED_BY_TESTS := build/pch/pch.h.gch build/test/main.o build/file_ops.so build/nvml_stand_in.so \
                    $(STAND_INS:%.cpp=build/asan/%.o) $(if $(LONG),$(STAND_INS:%.cpp=build/tsan/%.o)) \
-                   $(PORTABLE_OPS:%.cpp=build/asan/%.o)
+                   $(PORTABLE_OPS:%.cpp=build/asan/%.o) $(if $(LONG),$(PORTABLE_OPS:%.cpp=build/tsan/%.o)) build/cpu/all
 .PHONY: $(TEST_RUNS)
 $(TEST_RUNS): $(SHARED_BY_TESTS)
 $(if $(LONG),$(TEST_RUNS)) $(RUN_THE_TRAINER:%=run/test/%) $(TEST_SCRIPTS:test/scripts/%=run/%): train_gpt
@@ -443,7 +443,7 @@ check-archs: $(patsubst %,build/all_kernels_%.o,sm_80 sm_90 sm_100)
 build/all_kernels_sm_%.o: test/cuda/all_kernels.cu build/smoke_cuda.flags
 	$(NVCC) -x cu $(call FLAGS_cuda,-O0,sm_$*) -Werror all-warnings -MMD -MP -c $< -o $@
 
--include $(wildcard build/*.d build/test/*.d build/mpi/*.d build/cpu/*.d $(foreach d,/ /*/*/ /*/*/*/,build/[at]san$d*.d build/emulated$d*.d build/gpu$d*.d))
+-include $(wildcard build/*.d build/test/*.d build/mpi/*.d build/cpu/*.d $(foreach d,/ /*/*/ /*/*/*/ /*/*/*/*/,build/[at]san$d*.d build/emulated$d*.d build/gpu$d*.d))
 
 # ---- Checks: each may be made alone ----------------------------------------------------------------------------------
 
