@@ -3,10 +3,12 @@
 // set: nothing of one object is used by another, so that a program for all processors has no instruction that some
 // lack.
 #pragma once
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstdlib>
 #include <string>
+#include <vector>
 
 #ifdef __x86_64__
 #include <sys/syscall.h>
@@ -68,22 +70,22 @@ inline constexpr bool has_isa_sets = false;
 #endif
 inline bool processor_has(Isa isa) { return isa >= Isa::pairs_stand_in || isa <= processor_isa(); }
 
+// Those that a user may ask for.
+inline std::vector<std::string> isa_choices() {
+  return {isa_names.begin(), isa_names.begin() + static_cast<size_t>(Isa::pairs_stand_in)};
+}
+
 inline constexpr const char* isa_variable = "TRAIN_GPT_CPU_ISA";  // what --cpu-isa sets
 
 // The instruction set with this name; none that the processor lacks.
 inline Isa isa_of(const std::string& name, const char* option) {
-  std::string names;
-  for (size_t i = 0; i < isa_names.size(); ++i) {
-    const Isa isa = static_cast<Isa>(i);
-    if (name == isa_names[i]) {
-      if (!has_isa_sets && isa < Isa::pairs_stand_in) return Isa::portable;
-      CHECK(processor_has(isa), "{} {}: this processor has {} at best; leave {} out, or use that", option, name,
-            name_of(processor_isa()), option);
-      return isa;
-    }
-    if (isa < Isa::pairs_stand_in) names += (i == 0 ? "" : ", ") + std::string(isa_names[i]);
-  }
-  throw Error(formatted("{} {}: no such instruction set; use one of {}", option, name, names));
+  const auto found = std::find(isa_names.begin(), isa_names.end(), name);
+  CHECK(found != isa_names.end(), "{} {}: no such instruction set; use one of {}", option, name, isa_choices());
+  const Isa isa = static_cast<Isa>(found - isa_names.begin());
+  if (!has_isa_sets && isa < Isa::pairs_stand_in) return Isa::portable;
+  CHECK(processor_has(isa), "{} {}: this processor has {} at best; leave {} out, or use that", option, name,
+        name_of(processor_isa()), option);
+  return isa;
 }
 
 // Before the first op.

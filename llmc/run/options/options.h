@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "ops/cpu/isa.h"
 #include "run/options/place.h"
 #include "run/options/token_count.h"
 
@@ -124,6 +125,10 @@ inline Limits at_least(double min) { return {.min = min, .choices = {}}; }
 inline Limits above_zero() { return {.min = std::numeric_limits<double>::min(), .choices = {}}; }
 inline Limits between(double min, double max) { return {.min = min, .max = max, .choices = {}}; }
 inline Limits one_of(std::vector<std::string> choices) { return {.choices = std::move(choices)}; }
+inline std::vector<std::string> with_auto(std::vector<std::string> choices) {
+  choices.insert(choices.begin(), "auto");
+  return choices;
+}
 
 // Of one dimension. Products of several are bounded by require_countable() in planner.h.
 inline constexpr double largest_size = 1 << 24;
@@ -394,7 +399,7 @@ void visit_options(O& o, Visitor&& visit) {
         "GPUs compute fp32 products on tensor cores with a 10-bit mantissa: faster, less exact than fp32");
   visit("--threads", "", o.threads, between(0, 1024), warn,
         "threads of this process, divided among its ranks; 0: all available processors");
-  visit("--cpu-isa", "", o.cpu_isa, one_of({"auto", "portable", "avx2", "avx512", "avx512-bf16", "amx"}), warn,
+  visit("--cpu-isa", "", o.cpu_isa, one_of(with_auto(cpu::isa_choices())), warn,
         "instructions that the CPU's ops may use; auto: the best that the processor has. Each set rounds differently");
   visit("Modes");
   visit("--evaluate", "", o.evaluate, Limits{}, free,
