@@ -69,6 +69,14 @@ AttentionInputs<T> attention_inputs(const Tensor& q, const Tensor& kv, const Ten
           positions.empty() ? nullptr : positions.data<int32_t>()};
 }
 
+// Scratch: on CPUs of so many bytes, on GPUs of accumulators.
+inline Tensor attention_scratch(Stream& stream, DType dtype, int64_t (*on_cpu)(const AttentionBlock&, int64_t, int),
+                                int64_t on_gpu, const AttentionBlock& block) {
+  const DType stat = accumulator_of(dtype);
+  const int64_t element = size_of(stat);
+  return scratch(stream, "attention", stat, ceil_div(on_cpu(block, element, stream.device().threads), element), on_gpu);
+}
+
 // Checked on the null device too: a plan is refused whenever the run would be.
 inline void check_heads_of_gpu([[maybe_unused]] Stream& stream, [[maybe_unused]] DType dtype,
                                [[maybe_unused]] int64_t head_size) {
@@ -143,9 +151,8 @@ inline void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor kv, Tenso
 #endif
   detail::check_heads_of_gpu(stream, q.dtype, block.D);
   const int threads = stream.device().threads;
-  const Tensor scratch =
-      detail::scratch(stream, "attention", accumulator_of(q.dtype), cpu::attention_forward_scratch(block, threads),
-                      ON_GPU(cuda::attention_forward_scratch(block)));
+  const Tensor scratch = detail::attention_scratch(stream, q.dtype, cpu::attention_forward_scratch,
+                                                   ON_GPU(cuda::attention_forward_scratch(block)), block);
   stream.run(cost, detail::rows_written(out, block.B, block.queries), [=, &stream] {
     with_type(q.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
@@ -153,7 +160,7 @@ inline void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor kv, Tenso
       const AttentionOutputs<X, A> to{{out.data<X>(), out.shape[1]}, lse.empty() ? nullptr : lse.data<A>()};
       const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
       RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
-                    cpu::ops<X>().attention_forward(to, from, scratch.data<A>(), block, threads));
+                    cpu::products<X>().attention_forward(to, from, scratch.bytes, block, threads));
     });
   });
 }
@@ -181,7 +188,7 @@ inline void attention_merge(const RunningAttention& running, Tensor q, Tensor kv
   if (block.pairs() == 0) return;
   const int threads = stream.device().threads;
   auto scope = stream.scratch().scope();
-  const Tensor scratch = detail::scratch(stream, "attention", stat, cpu::attention_forward_scratch(block, threads), 0);
+  const Tensor scratch = detail::attention_scratch(stream, q.dtype, cpu::attention_forward_scratch, 0, block);
   stream.run(
       {"attention_merge", detail::attention_flops(block),
        detail::query_bytes(block, q.dtype) + detail::key_bytes(block, q.dtype) + 2 * detail::query_bytes(block, stat)},
@@ -196,7 +203,7 @@ inline void attention_merge(const RunningAttention& running, Tensor q, Tensor kv
                                           running.total.data<A>()};
           const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
           RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
-                        cpu::ops<X>().attention_forward(to, from, scratch.data<A>(), block, threads));
+                        cpu::products<X>().attention_forward(to, from, scratch.bytes, block, threads));
         });
       });
 }
@@ -254,8 +261,8 @@ inline void attention_backward(Tensor dq, Tensor dkv, Tensor dout, Tensor out, T
 #endif
   detail::check_heads_of_gpu(stream, q.dtype, block.D);
   const int threads = stream.device().threads;
-  const Tensor scratch = detail::scratch(stream, "attention", stat, cpu::attention_backward_scratch(block, threads),
-                                         ON_GPU(cuda::attention_backward_scratch(block)));
+  const Tensor scratch = detail::attention_scratch(stream, q.dtype, cpu::attention_backward_scratch,
+                                                   ON_GPU(cuda::attention_backward_scratch(block)), block);
   // What is added to has other blocks' rows as well.
   std::vector<Tensor> outputs = add ? std::vector{dq} : detail::rows_written(dq, block.B, block.queries);
   if (dkv.bytes != dq.bytes) outputs.push_back(dkv);
@@ -277,8 +284,8 @@ inline void attention_backward(Tensor dq, Tensor dkv, Tensor dout, Tensor out, T
       RUN_ON_DEVICE(stream, X,
                     cuda::attention_backward(to, dout.data<X>(), out.data<X>(), lse.data<A>(), from, scratch.data<A>(),
                                              block, stream.cuda()),
-                    cpu::ops<X>().attention_backward(to, dout.data<X>(), out.data<X>(), lse.data<A>(), from,
-                                                     scratch.data<A>(), block, threads));
+                    cpu::products<X>().attention_backward(to, dout.data<X>(), out.data<X>(), lse.data<A>(), from,
+                                                          scratch.bytes, block, threads));
     });
   });
 }

@@ -133,15 +133,15 @@ TEST_CASE("attention: fp32 gradients are exact up to rounding where large scores
     return b.as(DType::fp64, dqkv);
   };
   const Tensor ours = gradient(DType::fp32), reference = gradient(DType::fp64);
-  // In half units of the last place, 2^-24: dV sees the rounding of the exponential, of the division by the sum and of
-  // a product; dQ and dK also that of the 16 products of each dP, and of the mean, with which it largely cancels. (The
-  // rounding of the lse of such a row is up to 64 of them, in all of its p.)
+  // In half units of the last place, 2^-24: dV sees the rounding of the exponential and of a product, and that of the
+  // lse of its row, of up to 64 of them, in all p; dQ and dK also that of the 16 products of each dP, and of the mean,
+  // with which it largely cancels.
   struct Columns {
     int64_t first, last;
     double bound;
   };
   for (const auto [first, last, bound] :
-       {Columns{0, s.Hq * s.D, 12}, Columns{s.Hq * s.D, queries_and_keys, 12}, Columns{queries_and_keys, width, 4}}) {
+       {Columns{0, s.Hq * s.D, 76}, Columns{s.Hq * s.D, queries_and_keys, 76}, Columns{queries_and_keys, width, 68}}) {
     double error = 0, size = 0;
     for (int64_t t = 0; t < s.T; ++t)
       for (int64_t i = t * width + first; i < t * width + last; ++i) {

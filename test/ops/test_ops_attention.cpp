@@ -31,7 +31,7 @@ bool sees_any(const AttentionBlock& s, const Tensor& positions, int64_t b, int64
 // A block of fp64 tensors, queries apart from keys and values.
 struct BlockTest {
   AttentionBlock s;
-  Bench b{1, 1 << 20};
+  Bench b{1, 1 << 22};
   Tensor positions, q, kv, dout, out, lse;
   std::vector<bool> seeing;  // the block's rows that see a key
 

@@ -2,18 +2,13 @@
 #include <random>
 
 #include "ops/op_bench.h"
+#include "ops/sets_here.h"
 
 using namespace llmc;
 using cpu::Isa;
 
 namespace {
 
-std::vector<Isa> sets_here() {
-  std::vector<Isa> sets;
-  for (size_t i = 0; i < cpu::isa_names.size(); ++i)
-    if (const Isa isa = static_cast<Isa>(i); cpu::processor_has(isa)) sets.push_back(isa);
-  return sets;
-}
 // A product with inputs of its own, behind which nothing may be read or written.
 template <class T, class Out>
 struct Product {

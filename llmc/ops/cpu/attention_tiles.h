@@ -1,30 +1,13 @@
-// attention_tiles.h: the parts of attention.h: which keys a row sees, packed products of a tile of query rows and keys,
-// softmax of a row and its gradient, and where results go.
+// attention_tiles.h: the parts of attention.h: which keys a row sees, products of panels, softmax of a tile of scores
+// and its gradient, and where results go.
 #pragma once
-#include <limits>
-
-#include "ops/cpu/pack.h"
+#include "ops/cpu/attention_shape.h"
+#include "ops/cpu/panels.h"
 
 namespace llmc::cpu {
 inline namespace CPU_ISA {
 
 namespace detail {
-
-inline constexpr int64_t attention_rows = 32;  // query rows in a tile
-
-// The sizes of a thread's packed operands.
-struct AttentionLayout {
-  int64_t keys, D;
-  int64_t keys_padded, D_padded;  // rounded up to whole panels
-  explicit AttentionLayout(const AttentionBlock& s)
-      : keys(s.keys.rows), D(s.D), keys_padded(round_up(keys, panel_width)), D_padded(round_up(D, panel_width)) {}
-  int64_t rows_panels() const { return keys * D_padded; }     // (D / 32, keys, 32): a head as stored
-  int64_t columns_panels() const { return keys_padded * D; }  // (keys / 32, D, 32): a head transposed
-  int64_t tile() const { return attention_rows * D_padded; }
-  int64_t scores() const { return attention_rows * keys_padded; }
-  int64_t forward_scratch() const { return rows_panels() + columns_panels() + 2 * tile() + scores(); }
-  int64_t backward_scratch() const { return 3 * rows_panels() + 2 * columns_panels() + 3 * tile() + 2 * scores(); }
-};
 
 // Where a head of the block's rows lies, or nullptr if the matrix is not there.
 template <class T>
@@ -35,66 +18,146 @@ inline const int32_t* places_of(const int32_t* positions, const SequenceRows& ro
   return positions == nullptr ? nullptr : positions + b * rows.length + rows.first;
 }
 
-// Splits up a thread's scratch.
-template <class A>
-struct ScratchCursor {
-  A* at;
-  A* take(int64_t n) {
-    A* piece = at;
-    at += n;
-    return piece;
-  }
-};
-
-// out (rows, ldo) = x (rows, D) * factor, with zeros in the columns from D to ldo.
-template <class A, class T>
-void load_tile(A* out, int64_t ldo, const T* x, int64_t stride, int64_t rows, int64_t D, A factor = A(1)) {
-  for (int64_t t = 0; t < rows; ++t) {
-#pragma omp simd
-    for (int64_t d = 0; d < D; ++d) out[t * ldo + d] = static_cast<A>(x[t * stride + d]) * factor;
-    std::fill(out + t * ldo + D, out + (t + 1) * ldo, A(0));
-  }
-}
-
-// C (M, columns) = A B, where B (columns / 32, K, 32) is packed in panels.
-template <class A>
-void multiply_panels(A* c, int64_t ldc, const A* a, int64_t lda, const A* panels, int64_t panel_rows, int64_t M,
-                     int64_t columns, int64_t K) {
-  for (int64_t n = 0; n < columns; n += panel_width)
-    small_matmul(c + n, ldc, a, lda, int64_t{1}, panels + n * panel_rows, panel_width, M, panel_width, K,
-                 Accumulate::no);
-}
-// C (columns / 32, M, 32), in panels, += A^T B, where A is (K, M) and B (K, columns).
-template <class A>
-void add_outer_products(A* panels, int64_t panel_rows, const A* a, int64_t lda, const A* b, int64_t ldb, int64_t M,
-                        int64_t columns, int64_t K) {
-  for (int64_t n = 0; n < columns; n += panel_width)
-    small_matmul(panels + n * panel_rows, panel_width, a, int64_t{1}, lda, b + n, ldb, M, panel_width, K,
-                 Accumulate::yes);
-}
-
 // Keys from `first` to `last`.
 struct KeyRange {
   int64_t first = 0, last = 0;
   bool empty() const { return first >= last; }
-  int64_t count() const { return last - first; }
-  KeyRange relative_to(int64_t start) const { return {first - start, last - start}; }
+  bool overlaps(int64_t begin, int64_t end) const { return first < end && begin < last; }
+  KeyRange within(int64_t begin, int64_t end) const { return {std::max(first, begin), std::min(last, end)}; }
+  bool covers(int64_t begin, int64_t end) const { return first <= begin && end <= last; }
 };
 // Those that row i of the block sees. `places`: positions of the block's rows, or nullptr
 inline KeyRange keys_of_row(const AttentionBlock& s, const int32_t* places, int64_t i) {
   const int64_t last = i + s.offset;
   return {places == nullptr ? 0 : std::max(last - places[i], int64_t{0}), std::min(last + 1, s.keys.rows)};
 }
-// Those that any of several rows sees, from the beginning of a panel.
+// Those that any of several rows sees.
 inline KeyRange keys_of_rows(const AttentionBlock& s, const int32_t* places, int64_t begin, int64_t rows) {
   KeyRange all{s.keys.rows, 0};
   for (int64_t i = begin; i < begin + rows; ++i)
     if (const KeyRange keys = keys_of_row(s, places, i); !keys.empty())
       all = {std::min(all.first, keys.first), std::max(all.last, keys.last)};
-  if (all.empty()) return {};
-  all.first = all.first / panel_width * panel_width;
-  return all;
+  return all.empty() ? KeyRange{} : all;
 }
+
+// Splits up a thread's scratch.
+struct ScratchCursor {
+  std::byte* at;
+  template <class P>
+  P* take(int64_t n) {
+    constexpr int64_t beyond = 64;  // that pack_panels() may write
+    P* piece = reinterpret_cast<P*>(at);
+    at += round_up((n + beyond) * static_cast<int64_t>(sizeof(P)), int64_t{64});
+    return piece;
+  }
+};
+
+// Packs lines as the panels of A, or of B, of a product (register_tile.h).
+template <class How, class T>
+void pack_a(typename How::Packed* out, const Lines<T>& x, int64_t lines, int64_t K) {
+  constexpr LastPanel last = How::group_a == 32 ? LastPanel::padded : LastPanel::narrow;
+  pack_panels<How::group_a>(out, How::rows, last, round_up(K, How::step), x, lines, lines, K);
+}
+template <class How, class T>
+void pack_b(typename How::Packed* out, const Lines<T>& x, int64_t lines, int64_t K) {
+  pack_panels<How::group_b>(out, How::columns, LastPanel::padded, round_up(K, How::step), x, lines, lines, K);
+}
+
+// Packed panels, of lines with `depth` elements each; from element `first` of each on.
+template <class How>
+struct Panels {
+  const typename How::Packed* data;
+  int64_t depth, first = 0;
+  Panels from(int64_t element) const { return {data, depth, first + element}; }
+  // The panel of lines `line` to line + height.
+  const typename How::Packed* at(int64_t line, int64_t height) const { return data + line * depth + first * height; }
+};
+
+// C (M, How::columns) = or += A B: panels of A, and the one panel of B, of lines of K elements.
+template <class How>
+void multiply_panels(typename How::Sum* c, const Panels<How>& a, const typename How::Packed* b, int64_t M, int64_t K,
+                     Accumulate accumulate) {
+  for (int64_t i = 0; i < M; i += How::rows) {
+    const int64_t rows = std::min(How::rows, M - i);
+    How::tile(rows)(c + i * How::columns, a.at(i, How::group_a == 32 ? How::rows : rows), b, ceil_div(K, How::step),
+                    accumulate);
+  }
+}
+
+// Sums (rows, How::columns), of which How::columns lines are multiplied next, as a panel of B; zeros follow up to a
+// whole step. Returns it: `out`, or `x` itself where that is one.
+template <class How>
+typename How::Packed* pack_columns([[maybe_unused]] typename How::Packed* out, typename How::Sum* x, int64_t rows) {
+  constexpr int64_t C = How::columns;
+  const int64_t depth = round_up(rows, How::step);
+  std::fill(x + rows * C, x + depth * C, typename How::Sum(0));
+  if constexpr (How::group_b == 1) {
+    return x;
+  } else {
+    static_assert(How::group_b == 2);
+    for (int64_t k = 0; k < depth; k += 2) {
+      uint32_t pairs[C];
+#pragma omp simd
+      for (int64_t l = 0; l < C; ++l)
+        pairs[l] = bf16::rounded_bits(x[k * C + l]) | static_cast<uint32_t>(bf16::rounded_bits(x[(k + 1) * C + l]))
+                                                          << 16;
+      std::memcpy(static_cast<void*>(out + k * C), pairs, sizeof(pairs));
+    }
+    return out;
+  }
+}
+
+// Some lines of `width` elements each, out (width, lines) = x (lines, width) from its columns `begin` on.   lines: up
+// to 32; writes up to a vector beyond the end of out
+template <class A>
+void transposed_lines(A* out, const A* x, int64_t width, int64_t lines) {
+  pack_panels<1>(out, lines, LastPanel::narrow, width, Lines<A>{x, width, 1}, lines, lines, width);
+}
+
+// What a panel of queries has seen: the largest score of each, the sum of exponentials relative to it, and that of
+// values weighted by them (D, How::columns).
+template <class How>
+struct QueryPanel {
+  using Sum = typename How::Sum;
+  static constexpr int64_t C = How::columns;
+  Sum *largest, *total, *sums;
+
+  void clear(int64_t D) const {
+    std::fill_n(largest, C, std::numeric_limits<Sum>::lowest());  // not -infinity: the difference of two is a number
+    std::fill_n(total, C, Sum(0));
+    std::fill_n(sums, D * C, Sum(0));
+  }
+  // Replaces scores (keys, C) by their exponentials; 0 where visible(k, l) is false.
+  template <class Visible>
+  void see(Sum* scores, int64_t keys, Sum scale, int64_t D, const Visible& visible) const {
+    Sum most[C], added[C], before[C];
+    std::fill_n(most, C, std::numeric_limits<Sum>::lowest());
+    for (int64_t k = 0; k < keys; ++k)
+#pragma omp simd
+      for (int64_t l = 0; l < C; ++l) {
+        const Sum score = visible(k, l) ? scores[k * C + l] : std::numeric_limits<Sum>::lowest();
+        most[l] = most[l] < score ? score : most[l];
+      }
+#pragma omp simd
+    for (int64_t l = 0; l < C; ++l) {
+      const Sum now = std::max(largest[l], most[l] * scale);
+      before[l] = exponential(largest[l] - now);
+      largest[l] = now;
+      added[l] = 0;
+    }
+    for (int64_t k = 0; k < keys; ++k)
+#pragma omp simd
+      for (int64_t l = 0; l < C; ++l) {
+        const Sum p = exponential(scores[k * C + l] * scale - largest[l]);
+        added[l] += scores[k * C + l] = visible(k, l) ? p : Sum(0);
+      }
+    for (int64_t d = 0; d < D; ++d)
+#pragma omp simd
+      for (int64_t l = 0; l < C; ++l) sums[d * C + l] *= before[l];
+#pragma omp simd
+    for (int64_t l = 0; l < C; ++l) total[l] = total[l] * before[l] + added[l];
+  }
+};
 
 // A head of a gradient, whose rows are overwritten in the training dtype or, if `sums` is set, added to.
 template <class T, class A>
@@ -120,90 +183,42 @@ struct GradientHead {
       for (int64_t i = 0; i < n; ++i) store(row[i], x[i] * factor);
     }
   }
-  void write_panels(const A* panels, int64_t panel_rows, const KeyRange& rows, int64_t D) const {
-    for (int64_t d = 0; d < D; d += panel_width, panels += panel_rows * panel_width)
-      for (int64_t t = rows.first; t < rows.last; ++t)
-        write(t, d, panels + t * panel_width, A(1), std::min(panel_width, D - d));
-  }
 };
 
-template <class A>
-struct RowSum {
-  A largest, sum;
-};
-// row = exp(row - its maximum) where a key is visible; 0 elsewhere up to `end` (a multiple of the panel width).
-template <class A>
-RowSum<A> exponentiate_row(A* row, const KeyRange& visible, int64_t end) {
-  if (visible.empty()) {
-    std::fill(row, row + end, A(0));
-    return {-std::numeric_limits<A>::infinity(), 0};
-  }
-  const auto [first, last] = visible;
-  const int64_t panels = end / panel_width;
-  std::fill(row, row + first, row[first]);  // leaves the maximum unchanged; whole vectors are faster than a remainder
-  std::fill(row + last, row + end, row[first]);
-  A lanes[panel_width];
-  std::fill(lanes, lanes + panel_width, row[first]);
-  for (int64_t j = 0; j < panels; ++j)
+// P and dS of a panel, (rows, How::columns), from the scores and dP, in their place: p = exp(scale * score - lse),
+// ds = p (dp - mean); 0 where the row does not see the key. The panel's first key is `key`.
+template <class How>
+void score_gradients(typename How::Sum* p, typename How::Sum* dp, typename How::Sum scale, int64_t rows, int64_t key,
+                     const typename How::Sum* lse, const typename How::Sum* means, const KeyRange* visible) {
+  using Sum = typename How::Sum;
+  constexpr int64_t C = How::columns;
+  for (int64_t i = 0; i < rows; ++i, p += C, dp += C) {
+    const Sum m = means[i], s = lse[i];
 #pragma omp simd
-    for (int64_t l = 0; l < panel_width; ++l)
-      lanes[l] = lanes[l] < row[j * panel_width + l] ? row[j * panel_width + l] : lanes[l];
-  const A largest = *std::max_element(lanes, lanes + panel_width);
-#pragma omp simd
-  for (int64_t j = 0; j < panels * panel_width; ++j) row[j] = exponential(row[j] - largest);
-  std::fill(row, row + first, A(0));
-  std::fill(row + last, row + end, A(0));
-  A sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t j = 0; j < panels * panel_width; ++j) sum += row[j];
-  return {largest, sum};
-}
-
-// P and dS from the scores and dP, in their place: p = exp(p - lse), dp = p (dp - sum(p dp)); 0 where no key is
-// visible. Where one key has nearly all of the probability, dP and its mean cancel, and every rounding that differs
-// between the two shows. So the mean is summed from the very dP that it is subtracted from, not taken as the row sum of
-// dO O, which is equal but rounds differently; and the row is divided by its sum, because the rounding of a large lse
-// is an error of all of the row's p. Neither can be had from a part of the keys: `mean_of_all`, if not nullptr, is the
-// mean over all keys, and the sum of all p counts as 1.
-template <class A>
-void score_gradient_row(A* p, A* dp, A lse, const A* mean_of_all, const KeyRange& visible, int64_t end) {
-  const int64_t n = visible.empty() ? 0 : end / panel_width * panel_width;
-  const auto [first, last] = visible.empty() ? KeyRange{end, end} : visible;
-#pragma omp simd
-  for (int64_t j = 0; j < n; ++j) p[j] = exponential(p[j] - lse);
-  for (A* row : {p, dp}) {
-    std::fill(row, row + first, A(0));
-    std::fill(row + last, row + end, A(0));
-  }
-  A inverse = 1, mean = 0;
-  if (mean_of_all != nullptr) {
-    mean = *mean_of_all;
-  } else {
-    A sum = 0, weighted = 0;
-#pragma omp simd reduction(+ : sum, weighted)
-    for (int64_t j = 0; j < n; ++j) {
-      sum += p[j];
-      weighted += p[j] * dp[j];
+    for (int64_t l = 0; l < C; ++l) {
+      p[l] = exponential(p[l] * scale - s);
+      dp[l] = p[l] * (dp[l] - m);
     }
-    inverse = A(1) / sum;
-    mean = weighted * inverse;
-  }
-#pragma omp simd
-  for (int64_t j = 0; j < n; ++j) {
-    p[j] *= inverse;
-    dp[j] = p[j] * (dp[j] - mean);
+    if (visible[i].covers(key, key + C)) continue;
+    const int64_t first = std::clamp<int64_t>(visible[i].first - key, 0, C),
+                  last = std::clamp<int64_t>(visible[i].last - key, first, C);
+    for (Sum* x : {p, dp}) {
+      std::fill(x, x + first, Sum(0));
+      std::fill(x + last, x + C, Sum(0));
+    }
   }
 }
 
-// Merges a row of a block, `values` (D) weighted by exponentials, into what blocks before it gave: all exponentials
-// become relative to the larger maximum. Before the first block that is -infinity, and sums and total are 0.
+// Merges a row of a block, `values` (D) weighted by exponentials relative to `most`, whose sum is `sum`, into what
+// blocks before it gave: all exponentials become relative to the larger maximum. Before the first block that is
+// -infinity, and sums and total are 0.
 template <class A>
-void merge_row(A* sums, A& largest, A& total, const A* values, const RowSum<A>& row, int64_t D) {
-  const A both = std::max(largest, row.largest);
-  const A before = exponential(largest - both), now = exponential(row.largest - both);
+void merge_row(A* sums, A& largest, A& total, const A* values, A most, A sum, int64_t D) {
+  const A both = std::max(largest, most);
+  const A before = exponential(largest - both), now = exponential(most - both);
 #pragma omp simd
   for (int64_t d = 0; d < D; ++d) sums[d] = sums[d] * before + values[d] * now;
-  total = total * before + row.sum * now;
+  total = total * before + sum * now;
   largest = both;
 }
 

@@ -54,7 +54,7 @@ Words words_of(const T* x, int64_t n) {
     std::memcpy(static_cast<void*>(packed), x, sizeof(packed));
   } else {
 #pragma omp simd
-    for (int64_t i = 0; i < most; ++i) packed[i] = static_cast<P>(x[i]);
+    for (int64_t i = 0; i < most; ++i) store(packed[i], static_cast<accumulator_t<P>>(x[i]));
   }
   Words v;
   std::memcpy(&v, packed, sizeof(v));
@@ -145,9 +145,9 @@ void pack_in_32s(bf16* out, int64_t width, const Lines<T>& x, int64_t n, int64_t
       const int64_t there = i < n ? std::min<int64_t>(32, K - k) : 0;
       const T* from = x.data + i * x.line + k * x.depth;
       if (x.depth == 1)
-        for (int64_t e = 0; e < there; ++e) out[e] = from[e];
+        for (int64_t e = 0; e < there; ++e) out[e] = static_cast<bf16>(from[e]);
       else
-        for (int64_t e = 0; e < there; ++e) out[e] = from[e * x.depth];
+        for (int64_t e = 0; e < there; ++e) out[e] = static_cast<bf16>(from[e * x.depth]);
       std::fill(out + there, out + 32, bf16{});
     }
 }

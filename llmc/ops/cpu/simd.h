@@ -1,5 +1,5 @@
-// simd.h: shared by the CPU ops: an exponential that vectorises, a small in-cache matmul, and the fixed partition that
-// keeps sums independent of the thread count.
+// simd.h: shared by the CPU ops: an exponential that vectorises, the widest vectors, and the fixed partition that keeps
+// sums independent of the thread count.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -42,7 +42,6 @@ inline double exponential(double x) { return std::exp(x); }
 #define CPU_VECTOR_BYTES 16
 #endif
 inline constexpr int vector_bytes = CPU_VECTOR_BYTES;
-inline constexpr int kernel_rows = vector_bytes == 64 ? 8 : 6;  // 2 x 6 sums, 2 of B and 1 of A in 16 registers
 template <class A>
 struct simd;
 template <>
@@ -53,64 +52,6 @@ template <>
 struct simd<double> {
   typedef double type __attribute__((vector_size(vector_bytes)));
 };
-
-namespace detail {
-
-// Rows x (2 vectors) of C, in registers.
-template <int Rows, class A>
-void matmul_kernel(A* c, int64_t ldc, const A* a, int64_t a_row, int64_t a_k, const A* b, int64_t ldb, int64_t K) {
-  using Vector = typename simd<A>::type;
-  constexpr int64_t width = sizeof(Vector) / sizeof(A);
-  Vector sum[Rows][2];
-  for (int r = 0; r < Rows; ++r) {
-    std::memcpy(&sum[r][0], c + r * ldc, sizeof(Vector));
-    std::memcpy(&sum[r][1], c + r * ldc + width, sizeof(Vector));
-  }
-  for (int64_t k = 0; k < K; ++k) {
-    Vector b0, b1;
-    std::memcpy(&b0, b + k * ldb, sizeof(Vector));
-    std::memcpy(&b1, b + k * ldb + width, sizeof(Vector));
-    for (int r = 0; r < Rows; ++r) {
-      const A scale = a[r * a_row + k * a_k];
-      sum[r][0] += scale * b0;
-      sum[r][1] += scale * b1;
-    }
-  }
-  for (int r = 0; r < Rows; ++r) {
-    std::memcpy(c + r * ldc, &sum[r][0], sizeof(Vector));
-    std::memcpy(c + r * ldc + width, &sum[r][1], sizeof(Vector));
-  }
-}
-
-}  // namespace detail
-
-// C (M, N) = or += A (M, K) B (K, N), for operands that fit into a cache. A has two strides, so it may be transposed;
-// rows of B and C are contiguous. Each element is summed in the order of k.
-template <class A>
-void small_matmul(A* c, int64_t ldc, const A* a, int64_t a_row, int64_t a_k, const A* b, int64_t ldb, int64_t M,
-                  int64_t N, int64_t K, Accumulate accumulate) {
-  constexpr int64_t width = 2 * sizeof(typename simd<A>::type) / sizeof(A);
-  if (accumulate == Accumulate::no)
-    for (int64_t m = 0; m < M; ++m) std::fill(c + m * ldc, c + m * ldc + N, A(0));
-  const int64_t N_vector = N / width * width;
-  int64_t m = 0;
-  auto rows = [&]<int Rows>() {
-    for (; m + Rows <= M; m += Rows)
-      for (int64_t n = 0; n < N_vector; n += width)
-        detail::matmul_kernel<Rows>(c + m * ldc + n, ldc, a + m * a_row, a_row, a_k, b + n, ldb, K);
-  };
-  rows.template operator()<kernel_rows>();
-  rows.template operator()<4>();
-  rows.template operator()<2>();
-  rows.template operator()<1>();
-  if (N_vector == N) return;
-  for (m = 0; m < M; ++m)  // the remaining columns
-    for (int64_t k = 0; k < K; ++k) {
-      const A scale = a[m * a_row + k * a_k];
-#pragma omp simd
-      for (int64_t n = N_vector; n < N; ++n) c[m * ldc + n] += scale * b[k * ldb + n];
-    }
-}
 
 template <class A, class T>
 void widen(A* out, const T* x, int64_t n) {

@@ -7,6 +7,7 @@
 
 #include "ops/cpu/adamw.h"
 #include "ops/cpu/attention.h"
+#include "ops/cpu/attention_backward.h"
 #include "ops/cpu/cross_entropy.h"
 #include "ops/cpu/elementwise.h"
 #include "ops/cpu/embedding.h"
@@ -27,7 +28,7 @@
 // no vectors to gain, which are compiled once.
 // clang-format off
 #define CPU_OPS_OF_TYPE(OP) \
-  OP(adamw_update) OP(add_positions) OP(attention_backward) OP(attention_finish) OP(attention_forward) \
+  OP(adamw_update) OP(add_positions) OP(attention_finish) \
   OP(cache_append) OP(column_sum) OP(combine_backward) OP(combine_rows) OP(cross_entropy) OP(cross_entropy_merge) \
   OP(cross_entropy_stats) OP(dispatch_rows) OP(embedding_backward) OP(embedding_forward) OP(fill) OP(gelu_backward) \
   OP(gelu_forward) OP(init_normal) OP(layernorm_backward) OP(layernorm_forward) OP(merge_parts) \
@@ -82,7 +83,8 @@ struct OpsOf<void> {
 #undef CPU_OP
 };
 
-// The products, of which a processor may have some that are its own: with C in T, or in what is added up in.
+// The products and what is made of them, of which a processor may have some that are its own: with C in T, or in what
+// is added up in.
 template <class T>
 struct ProductsOf {
   using Sum = accumulator_t<T>;
@@ -91,6 +93,8 @@ struct ProductsOf {
   decltype(&cpu::grouped_linear_forward<T>) grouped_linear_forward;
   decltype(&cpu::grouped_linear_backward_input<T>) grouped_linear_backward_input;
   decltype(&cpu::grouped_linear_backward_weight<T>) grouped_linear_backward_weight;
+  decltype(&cpu::attention_forward<T>) attention_forward;
+  decltype(&cpu::attention_backward<T>) attention_backward;
   decltype(&cpu::register_peak<Multiply<Sum>>) register_peak;
 };
 

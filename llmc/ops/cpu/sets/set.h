@@ -14,6 +14,8 @@ constexpr ProductsOf<T> all_products() {
           &grouped_linear_forward<T, How>,
           &grouped_linear_backward_input<T, How>,
           &grouped_linear_backward_weight<T, Sum, How>,
+          &attention_forward<T, How>,
+          &attention_backward<T, How>,
           &register_peak<How>};
 }
 template <class T>

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -15,6 +16,8 @@
 #include <limits>
 #include <numeric>
 #include <string>
+#include <thread>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -23,6 +26,7 @@
 #include "core/rng.h"
 #include "core/shape.h"
 #include "ops/adamw_step.h"
+#include "ops/cpu/attention_shape.h"
 #include "ops/cpu/isa.h"
 #include "ops/cpu/matmul_shape.h"
 #include "ops/types.h"
