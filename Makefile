@@ -17,6 +17,7 @@
 ##   tests        build what `make test` runs, without running it
 ##   test-cuda    run the CUDA tests on a GPU; `make test` runs them on the CPU
 ##   ladders      build build/ladders, which times the versions of the kernels in dev/cuda/ on a GPU
+##   cpu-ladder   build build/cpu_ladder, which times the steps of a product in dev/cpu/ on this processor
 ##   smoke        compile train_gpt.cu with g++ and, if found, with nvcc
 ##   check-archs  compile all CUDA kernels with nvcc for sm_80, sm_90 and sm_100; takes minutes
 ##   config       show what was found on this machine, what the build uses, and what does not work and why
@@ -33,7 +34,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 # The outer targets install what is missing and then start make again, so that it looks at the machine only after the
 # installation. They need to know nothing of the machine; all other targets do.
 OUTER_TARGETS := help run test test-long test-fresh check bench bench-dist bench-cuda reconfigure deps format clean
-INNER_TARGETS := all tests test-runs test-sum test-cuda ladders smoke smoke-other check-archs config \
+INNER_TARGETS := all tests test-runs test-sum test-cuda ladders cpu-ladder smoke smoke-other check-archs config \
                  check-floors check-headers check-format check-shell check-python
 .PHONY: $(OUTER_TARGETS) $(INNER_TARGETS)
 ifneq ($(filter-out $(OUTER_TARGETS),$(or $(MAKECMDGOALS),train_gpt)),)
@@ -217,6 +218,12 @@ experts-bench: build/experts_bench
 build/experts_bench: dev/bench/experts_bench.cpp $(wildcard llmc/core/*.h llmc/device/*.h llmc/ops/*.h llmc/ops/cpu/*.h) build/cpu/all | $(SHOW_CONFIG)
 	@mkdir -p $(@D)
 	$(CXX) $(call FLAGS_cpu,-O3) $< -o $@ $(LDFLAGS) $(LIBS)
+
+# The steps of a product, for this processor alone, beside what the trainer does on any.
+cpu-ladder: build/cpu_ladder
+build/cpu_ladder: dev/cpu/ladder.cpp dev/cpu/matmul_steps.h $(wildcard llmc/core/*.h llmc/ops/*.h llmc/ops/cpu/*.h) build/cpu/all | $(SHOW_CONFIG)
+	@mkdir -p $(@D)
+	$(CXX) $(call FLAGS_cpu,-O3) -march=native $< -o $@ $(LDFLAGS) $(LIBS)
 
 # What --version reports. The tests and the smoke test do without it (see __has_include), or every commit would recompile
 # them all.

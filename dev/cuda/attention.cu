@@ -220,8 +220,9 @@ Ladder attention_ladder(int64_t B, int64_t T, int64_t H) {
   const AttentionBlock block = whole_sequences(s);
   const auto p = std::make_shared<Problem>(s);
   std::vector<bf16> out(p->qkv.size() / 3);
-  std::vector<float> lse(static_cast<size_t>(B * H * T)),
-      scratch(static_cast<size_t>(cpu::attention_forward_scratch(block, omp_get_max_threads())));
+  std::vector<float> lse(static_cast<size_t>(B * H * T));
+  std::vector<std::byte> scratch(
+      static_cast<size_t>(cpu::attention_forward_scratch(block, sizeof(float), omp_get_max_threads())));
   cpu::attention_forward<bf16>({{out.data(), H * head_size}, lse.data()}, inputs(p->qkv.data(), s), scratch.data(),
                                block, omp_get_max_threads());
   const unsigned heads = static_cast<unsigned>(B * H), rows = static_cast<unsigned>(T);

@@ -46,6 +46,23 @@ class Arena {
     base_ = static_cast<std::byte*>(memory);
     capacity_ = wanted;
   }
+  // Has the system give a CPU's pages now, by all threads, and not while the first step waits for each. What is in them
+  // stays.
+  void touch() {
+    if (device_.kind != DeviceKind::cpu) return;
+    constexpr int64_t piece = 16 << 20;
+#pragma omp parallel for schedule(dynamic) num_threads(device_.threads)
+    for (int64_t begin = 0; begin < capacity_; begin += piece) {
+      const int64_t bytes = std::min(piece, capacity_ - begin);
+#ifdef MADV_POPULATE_WRITE
+      if (madvise(base_ + begin, static_cast<size_t>(bytes), MADV_POPULATE_WRITE) == 0) continue;
+#endif
+      for (int64_t i = begin; i < begin + bytes; i += 4096) {  // a kernel before 5.14
+        volatile std::byte& at = base_[i];
+        at = at;
+      }
+    }
+  }
   ~Arena() {
     if (device_.kind == DeviceKind::null || capacity_ == 0) return;
 #ifdef TRAIN_GPT_CUDA

@@ -96,8 +96,10 @@ struct Run {
       for (const MemoryLine& line : plan.memory) message += formatted("\n  {:-22} {} bytes", line.label, line.bytes);
       throw Error(message);
     }
-    hooks.arena_created(arena);
-    hooks.arena_created(scratch);
+    for (Arena* taken : {&arena, &scratch}) {
+      taken->touch();
+      hooks.arena_created(*taken);
+    }
   }
 };
 

@@ -56,14 +56,14 @@ struct Case {
   const int32_t* places() const { return documents == Documents::yes ? positions.data() : nullptr; }
   Forward cpu_forward() const {
     Forward f{std::vector<T>(dout.size()), std::vector<float>(static_cast<size_t>(s.B * s.Hq * s.T))};
-    std::vector<float> scratch(static_cast<size_t>(cpu::attention_forward_scratch(block, 1)));
+    std::vector<std::byte> scratch(static_cast<size_t>(cpu::attention_forward_scratch(block, sizeof(float), 1)));
     cpu::attention_forward<T>({heads(f.out.data(), s.Hq, 0), f.lse.data()}, inputs(qkv.data(), places()),
                               scratch.data(), block, 1);
     return f;
   }
   Outputs cpu() const {
     std::vector<T> dqkv(qkv.size());
-    std::vector<float> scratch(static_cast<size_t>(cpu::attention_backward_scratch(block, 1)));
+    std::vector<std::byte> scratch(static_cast<size_t>(cpu::attention_backward_scratch(block, sizeof(float), 1)));
     cpu::attention_backward<T>(outputs_in(dqkv.data()), dout.data(), forward.out.data(), forward.lse.data(),
                                inputs(qkv.data(), places()), scratch.data(), block, 1);
     Outputs outputs = gradients(dqkv);
@@ -129,7 +129,7 @@ struct CachedCase {
   }
   Outputs cpu() const {
     std::vector<T> rows = cache, out(static_cast<size_t>(s.T * s.Hq * s.D));
-    std::vector<float> scratch(static_cast<size_t>(cpu::attention_forward_scratch(block, 1)));
+    std::vector<std::byte> scratch(static_cast<size_t>(cpu::attention_forward_scratch(block, sizeof(float), 1)));
     cpu::cache_append(rows.data() + begin * 2 * s.Hkv * s.D, qkv.data(), s);
     cpu::attention_forward<T>({{out.data(), s.Hq * s.D}}, inputs(qkv.data(), rows.data()), scratch.data(), block, 1);
     return {{"cache", rows}, {"out", out}};

@@ -3,7 +3,7 @@
 #include <random>
 
 #include "cuda/device_test.h"
-#include "ops/cpu/attention.h"
+#include "ops/cpu/attention_backward.h"
 #include "ops/cuda/attention.cuh"
 
 using namespace llmc;
@@ -33,8 +33,9 @@ struct Whole {
       : s(shape), documents(d), size(size_), padding(padding_) {
     const AttentionBlock block = whole_sequences(s);
     const AttentionInputs<T> from = inputs(q.data(), kv.data(), positions.data());
-    std::vector<float> scratch(static_cast<size_t>(
-        std::max(cpu::attention_forward_scratch(block, 1), cpu::attention_backward_scratch(block, 1))));
+    std::vector<std::byte> scratch(
+        static_cast<size_t>(std::max(cpu::attention_forward_scratch(block, sizeof(float), 1),
+                                     cpu::attention_backward_scratch(block, sizeof(float), 1))));
     cpu::attention_forward<T>({{out.data(), C}, lse.data()}, from, scratch.data(), block, 1);
     cpu::attention_backward<T>(sums(dq.data(), dkv.data(), C, 2 * keys_C), dout.data(), out.data(), lse.data(), from,
                                scratch.data(), block, 1);
@@ -243,8 +244,9 @@ TEMPLATE_TEST_CASE("attention of a block writes its rows and no others", "[cuda]
   const auto gradients = [&](T* queries, T* keys) -> AttentionGradients<T, float> {
     return {{queries, C}, {keys, 2 * keys_C}, {keys + keys_C, 2 * keys_C}};
   };
-  std::vector<float> scratch(static_cast<size_t>(
-      std::max(cpu::attention_forward_scratch(block, 1), cpu::attention_backward_scratch(block, 1))));
+  std::vector<std::byte> scratch(
+      static_cast<size_t>(std::max(cpu::attention_forward_scratch(block, sizeof(float), 1),
+                                   cpu::attention_backward_scratch(block, sizeof(float), 1))));
   cpu::attention_forward<T>({{out.data(), C}, lse.data()}, inputs(q.data(), kv.data()), scratch.data(), block, 1);
   cpu::attention_backward<T>(gradients(dq.data(), dkv.data()), dout.data(), out.data(), lse.data(),
                              inputs(q.data(), kv.data()), scratch.data(), block, 1);

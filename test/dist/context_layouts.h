@@ -85,8 +85,8 @@ struct OneRank {
 };
 
 // Does a layout round numbers that one rank does not? Tensor-parallel ranks round the parts of a product before they
-// are added.
-inline bool rounds_more(const Layout& l) { return l.tp > 1; }
+// are added; where bf16 is multiplied, context-parallel ones round probabilities relative to other maxima.
+inline bool rounds_more(const Layout& l) { return l.tp > 1 || l.cp > 1; }
 inline void require_close(const Outcome& found, const OneRank& alone, bool rounds_more) {
   const Distances d(found, alone.outcome);
   INFO(to_string(d) << "; two micro-batches: " << to_string(alone.noise)

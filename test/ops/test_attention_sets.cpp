@@ -36,9 +36,9 @@ struct Results {
 
 Inputs random_inputs(std::mt19937_64& random) {
   const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % static_cast<uint64_t>(n)); };
-  constexpr int64_t sizes[] = {64, 80, 128, 33, 5};
+  constexpr int64_t sizes[] = {64, 80, 128, 32, 33, 5};
   const int64_t keys = 1 + below(below(2) ? 40 : 650), queries = 1 + below(below(2) ? 40 : 500), Hkv = 1 + below(2);
-  Inputs x{{1 + below(2), Hkv * (1 + below(3)), Hkv, sizes[below(5)], {}, {}}, {}, {}, {}, {}};
+  Inputs x{{1 + below(2), Hkv * (1 + below(3)), Hkv, sizes[below(6)], {}, {}}, {}, {}, {}, {}};
   AttentionBlock& s = x.s;
   s.queries = {queries + below(4), 0, queries};
   s.queries.first = s.queries.length - queries;
@@ -220,4 +220,40 @@ void random_attention(int count, uint64_t seed) {
 TEST_CASE("random blocks of attention are as defined, by every instruction set, with any threads") {
   random_attention(12, 3);
 }
+
+// The product of a score and the scale is off by far more than 1: where an instruction subtracts before it rounds, it
+// must not show.
+TEST_CASE("scores beyond what fp32 resolves give one key all of the probability, by every instruction set") {
+  Inputs x{{1, 2, 1, 24, {40, 0, 40}, {40, 0, 40}}, {}, {}, {}, {}};
+  std::mt19937_64 random(4);
+  std::normal_distribution<double> draw;
+  for (auto& [values, heads, size] : {std::tuple{&x.q, 2, 1e6}, {&x.kv, 2, 1e6}, {&x.dout, 2, 1.0}})
+    for (int64_t i = 0; i < 40 * heads * 24; ++i)
+      values->push_back(static_cast<double>(bf16(static_cast<float>(size * draw(random)))));
+  for (const Isa isa : sets_here()) {
+    INFO(cpu::name_of(isa));
+    const auto check_type = [&]<class T>(T) {
+      const Results found = computed<T>(x, isa, 2, false);
+      for (int64_t i = 0; i < 40; ++i)
+        for (int64_t h = 0; h < 2; ++h) {
+          const auto score = [&](int64_t j) {
+            return std::inner_product(x.q.begin() + x.query(0, i, h), x.q.begin() + x.query(0, i, h) + 24,
+                                      x.kv.begin() + x.key(0, j, h), 0.0);
+          };
+          int64_t most = 0;
+          for (int64_t j = 1; j <= i; ++j)
+            if (score(j) > score(most)) most = j;
+          for (int64_t d = 0; d < 24; ++d) {
+            const double value = x.kv[static_cast<size_t>(x.value(0, most, h) + d)];
+            REQUIRE(std::abs(found.out[static_cast<size_t>(x.query(0, i, h) + d)] - value) <= 1e-5 * std::abs(value));
+          }
+        }
+      for (const auto* part : {&found.dq, &found.dkv})
+        for (const double value : *part) REQUIRE(std::isfinite(value));
+    };
+    check_type(float{});
+    check_type(bf16{});
+  }
+}
+
 TEST_CASE("five hundred random blocks of attention are as defined", "[long]") { random_attention(500, 1); }

@@ -99,7 +99,8 @@ void require_parity(int micro, int other) {
   const SafetensorsReader weights(checkpoint + "model.safetensors"),
       optimizer(checkpoint + "optimizer-00001-of-00001.safetensors"),
       theirs(model + formatted("/masters_bf16_{}.safetensors", micro)),
-      others(model + formatted("/masters_bf16_{}.safetensors", other)), start(model + "/model.safetensors");
+      others(model + formatted("/masters_bf16_{}.safetensors", other)), in_fp32(model + "/final.safetensors"),
+      start(model + "/model.safetensors");
   const std::vector<HfTensor> tensors = hf_tensors(resolve_model(model, {}));
   REQUIRE(tensors.size() == theirs.names().size());
   for (const HfTensor& hf : tensors) {
@@ -114,7 +115,11 @@ void require_parity(int micro, int other) {
 
     auto of = [&](const SafetensorsReader& file) { return without_key_bias(hf.name, wide_values(file, hf.name)); };
     const std::vector<float> a = without_key_bias(hf.name, whole), b = of(theirs), c = of(others), before = of(start);
-    REQUIRE(distance(a, b) < std::max(2 * distance(b, c), 0x1p-8));
+    // Not all that PyTorch rounds inside an op is rounded here, and the other way round: both are as far from fp32, in
+    // directions of their own.
+    const std::vector<float> f = of(in_fp32);
+    REQUIRE(distance(a, f) < std::max(1.5 * distance(b, f), 0x1p-8));
+    REQUIRE(distance(a, b) < std::max({2 * distance(b, c), std::sqrt(2.0) * distance(b, f), 0x1p-8}));
     // Distance from PyTorch's update, relative to the update: 1 for a weight that did not move, 2 for one that moved
     // backward, 1/2 at half the speed.
     std::vector<float> our_way(a.size()), their_way(a.size());

@@ -100,7 +100,8 @@ void attention_forward(const AttentionOutputs<T, A>& to, const AttentionInputs<T
   constexpr int64_t C = How::columns, of_group = AttentionTiles::forward_queries,
                     of_block = AttentionTiles::keys / How::rows * How::rows;
   const int64_t D = s.D, depth = round_up(D, How::step), heads = s.B * s.Hq,
-                groups = ceil_div(s.queries.rows, of_group);
+                groups = ceil_div(s.queries.rows, of_group),
+                most_keys = std::min(of_block, round_up(s.keys.rows, How::rows));
   const A scale = A(1) / std::sqrt(static_cast<A>(D));
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (int64_t task = 0; task < groups * heads; ++task) {
@@ -110,12 +111,13 @@ void attention_forward(const AttentionOutputs<T, A>& to, const AttentionInputs<T
     const int32_t* places = places_of(from.positions, s.queries, b);
     [[maybe_unused]] const typename How::Session session;
     ScratchCursor cursor{scratch + omp_get_thread_num() * tiling.forward_bytes()};
-    auto* k = cursor.take<typename How::Packed>(round_up(of_block, How::rows) * depth);
-    auto* v = cursor.take<typename How::Packed>(round_up(D, How::rows) * round_up(of_block, How::step));
-    auto* q = cursor.take<typename How::Packed>(round_up(of_group, C) * depth);
-    auto* p = cursor.take<typename How::Packed>(round_up(of_block, How::step) * C);
-    A *scores = cursor.take<A>((of_block + 32) * C), *square = cursor.take<A>(C * 32);
-    A *sums = cursor.take<A>(round_up(of_group, C) * round_up(D, How::rows)), *state = cursor.take<A>(2 * of_group + C);
+    auto* k = cursor.take<typename How::Packed>(most_keys * depth);
+    auto* v = cursor.take<typename How::Packed>(round_up(D, How::rows) * most_keys);
+    auto* q = cursor.take<typename How::Packed>(round_up(queries, C) * depth);
+    auto* p = cursor.take<typename How::Packed>(most_keys * C);
+    A *scores = cursor.take<A>(most_keys * C), *square = cursor.take<A>(C * 32);
+    A *sums = cursor.take<A>(round_up(queries, C) * round_up(D, How::rows)),
+      *state = cursor.take<A>(2 * round_up(queries, C));
 
     const Lines<T> q_rows{head_of(from.queries, s.queries, b, h, D) + group * from.queries.stride, from.queries.stride,
                           1};

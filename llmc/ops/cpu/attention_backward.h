@@ -25,6 +25,8 @@ struct KeyBlockGradients {
                            of_tile = AttentionTiles::backward_queries / R * R;  // keys, rows of queries
   static_assert(of_block % C == 0);
 
+  static int64_t rows_of_tile(const AttentionBlock& s) { return std::min(of_tile, round_up(s.queries.rows, R)); }
+
   const AttentionBlock& s;
   const AttentionInputs<T>& from;
   int64_t b, hk, key, keys;  // sequence, key-value head, keys [key, key + keys)
@@ -32,6 +34,7 @@ struct KeyBlockGradients {
   A scale = A(1) / std::sqrt(static_cast<A>(s.D));
   int64_t depth = round_up(s.D, How::step), keys_depth = round_up(keys, How::step);  // of packed lines
   int64_t D_rows = round_up(s.D, R);
+  int64_t tile_rows = rows_of_tile(s), tile_keys = round_up(keys, C);  // what there is memory for
 
   // Operands: those called rows have a line for each key or query, of D elements; the others a line for each channel.
   Packed *k_rows, *v_rows, *k_channels;
@@ -45,17 +48,17 @@ struct KeyBlockGradients {
                     int64_t first, std::byte* scratch)
       : s(block), from(inputs), b(sequence), hk(head), key(first), keys(std::min(of_block, block.keys.rows - first)) {
     ScratchCursor cursor{scratch};
-    for (Packed** rows : {&k_rows, &v_rows}) *rows = cursor.take<Packed>(of_block * depth);
-    k_channels = cursor.take<Packed>(round_up(s.D, C) * of_block);
-    for (Packed** rows : {&q_rows, &g_rows}) *rows = cursor.take<Packed>(of_tile * depth);
+    for (Packed** rows : {&k_rows, &v_rows}) *rows = cursor.take<Packed>(tile_keys * depth);
+    k_channels = cursor.take<Packed>(round_up(s.D, C) * tile_keys);
+    for (Packed** rows : {&q_rows, &g_rows}) *rows = cursor.take<Packed>(tile_rows * depth);
     o_rows = cursor.take<Packed>(round_up(R, C) * depth);
-    for (Packed** channels : {&q_channels, &g_channels}) *channels = cursor.take<Packed>(D_rows * of_tile);
-    for (A** scores : {&p, &dp}) *scores = cursor.take<A>(of_tile * C);
-    packed = cursor.take<Packed>(of_tile * C);
-    ds_rows = cursor.take<Packed>(of_tile * of_block);
+    for (Packed** channels : {&q_channels, &g_channels}) *channels = cursor.take<Packed>(D_rows * tile_rows);
+    for (A** scores : {&p, &dp}) *scores = cursor.take<A>(tile_rows * C);
+    packed = cursor.take<Packed>(tile_rows * C);
+    ds_rows = cursor.take<Packed>(tile_rows * tile_keys);
     for (A** gradient : {&dk, &dv}) {
-      *gradient = cursor.take<A>(of_block * D_rows);
-      std::fill_n(*gradient, of_block * D_rows, A(0));
+      *gradient = cursor.take<A>(tile_keys * D_rows);
+      std::fill_n(*gradient, tile_keys * D_rows, A(0));
     }
     square = cursor.take<A>(C * 32);
 
@@ -87,8 +90,8 @@ struct KeyBlockGradients {
     }
   }
 
-  // Adds what n rows of queries, from row `begin` of the block on, give dK and dV; dq (D / C, of_tile, C) = or += what
-  // the keys give theirs. lse, means: of the rows
+  // Adds what n rows of queries, from row `begin` of the block on, give dK and dV; dq (D / C, tile_rows, C) = or +=
+  // what the keys give theirs. lse, means: of the rows
   void add_queries(A* dq, const A* lse, const A* means, int64_t begin, int64_t n, Accumulate accumulate) const {
     // The keys that each row sees, and in whole panels those of this block that any of a tile's rows sees.
     KeyRange visible[of_tile], of_rows[of_tile / R];
@@ -106,7 +109,7 @@ struct KeyBlockGradients {
     for (int64_t d = 0; d < s.D; d += C)
       for (int64_t i = 0; i < n; i += R) {
         const auto [first, last] = of_rows[i / R];
-        multiply_panels<How>(dq + d * of_tile + i * C, {ds_rows + i * keys_depth, keys_depth, first},
+        multiply_panels<How>(dq + d * tile_rows + i * C, {ds_rows + i * keys_depth, keys_depth, first},
                              k_channels + d * keys_depth + first * C, std::min(R, n - i), last - first, accumulate);
       }
   }
@@ -159,11 +162,12 @@ void attention_backward(const AttentionGradients<T, A>& to, const T* dout, const
                         const AttentionInputs<T>& from, std::byte* scratch, const AttentionBlock& s, int threads) {
   using namespace detail;
   using KeyBlock = KeyBlockGradients<T, How, A>;
-  constexpr int64_t C = How::columns, of_tile = KeyBlock::of_tile;
+  constexpr int64_t C = How::columns;
   const AttentionTiles tiling(s, sizeof(A));
-  const int64_t blocks = tiling.key_blocks(), tiles = ceil_div(s.queries.rows, of_tile), group = s.Hq / s.Hkv,
+  const int64_t blocks = tiling.key_blocks(), tile_rows = KeyBlock::rows_of_tile(s),
+                tiles = ceil_div(s.queries.rows, tile_rows), group = s.Hq / s.Hkv,
                 stride = s.Hq * s.D;  // of dout and out
-  const int64_t of_dq = of_tile * round_up(s.D, C);
+  const int64_t dq_elements = tile_rows * round_up(s.D, C);
   const bool adds = to.query_sums.data != nullptr;
 
   scratch = aligned_scratch(scratch);
@@ -180,18 +184,18 @@ void attention_backward(const AttentionGradients<T, A>& to, const T* dout, const
     const KeyBlock k(s, from, b, hk, block * KeyBlock::of_block,
                      scratch + omp_get_thread_num() * tiling.backward_bytes());
     for (int64_t step = 0; step < group * tiles; ++step) {
-      const int64_t h = hk * group + step / tiles, tile = step % tiles, begin = tile * of_tile,
-                    n = std::min(of_tile, s.queries.rows - begin);
+      const int64_t h = hk * group + step / tiles, tile = step % tiles, begin = tile * tile_rows,
+                    n = std::min(tile_rows, s.queries.rows - begin);
       const KeyRange seen = keys_of_rows(s, k.places, begin, n);
-      A *dq = sums + ((b * s.Hq + h) * tiles + tile) * (of_dq + of_tile), *means = dq + of_dq;
+      A *dq = sums + ((b * s.Hq + h) * tiles + tile) * (dq_elements + tile_rows), *means = dq + dq_elements;
       const GradientHead dqueries(to.queries, to.query_sums, s.queries, b, h, s.D);
       const auto write_dq = [&] {
         for (int64_t i = 0; i < n; ++i)
           for (int64_t d = 0; d < s.D; d += C)
-            dqueries.write(begin + i, d, dq + d * of_tile + i * C, k.scale, std::min(C, s.D - d));
+            dqueries.write(begin + i, d, dq + d * tile_rows + i * C, k.scale, std::min(C, s.D - d));
       };
       if (seen.empty() && block == 0 && !adds) {
-        std::fill_n(dq, of_dq, A(0));
+        std::fill_n(dq, dq_elements, A(0));
         write_dq();
       }
       if (!seen.overlaps(k.key, k.key + k.keys)) continue;

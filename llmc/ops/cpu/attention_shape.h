@@ -27,22 +27,26 @@ struct AttentionTiles {
   // Bytes for each thread.
   int64_t forward_bytes() const {
     if (few_rows()) return bytes({s.D + s.keys.rows});
-    constexpr int64_t K = keys + most, Q = forward_queries + most;
+    const int64_t K = std::min(keys, s.keys.rows) + most, Q = std::min(forward_queries, s.queries.rows) + most;
     return bytes({K * D(), K * D(), Q * D(), Q * D(), 2 * Q, K * most, K * most, most * most});
   }
   int64_t backward_bytes() const {
-    constexpr int64_t K = keys + most, Q = backward_queries + most;
+    const int64_t K = std::min(keys, s.keys.rows) + most, Q = std::min(backward_queries, s.queries.rows) + most;
     const int64_t block = K * D(), tile = Q * D();
     return bytes({block, block, block, block, block, tile, tile, tile, tile, most * D(), Q * most, Q * most, Q * most,
                   Q * K, most * most});
   }
   // Elements of what all heads and sequences have added up of dQ, and the mean of dP for each of its rows.
-  int64_t query_gradients() const { return s.B * s.Hq * (s.queries.rows + backward_queries) * (D() + 1); }
+  int64_t query_gradients() const {
+    const int64_t rows = s.queries.rows + (s.queries.rows > backward_queries - most / 2 ? backward_queries : most);
+    return s.B * s.Hq * rows * (D() + 1);
+  }
 
  private:
   static constexpr int64_t most = 32;  // rows and columns of a tile of any instruction set
 
-  int64_t D() const { return round_up(s.D, most); }
+  // Channels in whole tiles of any instruction set.
+  int64_t D() const { return std::max({round_up(s.D, int64_t{6}), round_up(s.D, int64_t{14}), round_up(s.D, most)}); }
   int64_t bytes(std::initializer_list<int64_t> counts) const {
     constexpr int64_t beyond = 128;  // of an array: what packing writes, and what aligns the next one
     int64_t sum = 0;

@@ -127,7 +127,8 @@ struct QueryPanel {
     std::fill_n(total, C, Sum(0));
     std::fill_n(sums, D * C, Sum(0));
   }
-  // Replaces scores (keys, C) by their exponentials; 0 where visible(k, l) is false.
+  // Replaces scores (keys, C) by their exponentials; 0 where visible(k, l) is false. The scaled scores are rounded, and
+  // stored: multiplied and subtracted at once they would not be those that `largest` is of.
   template <class Visible>
   void see(Sum* scores, int64_t keys, Sum scale, int64_t D, const Visible& visible) const {
     Sum most[C], added[C], before[C];
@@ -135,12 +136,12 @@ struct QueryPanel {
     for (int64_t k = 0; k < keys; ++k)
 #pragma omp simd
       for (int64_t l = 0; l < C; ++l) {
-        const Sum score = visible(k, l) ? scores[k * C + l] : std::numeric_limits<Sum>::lowest();
-        most[l] = most[l] < score ? score : most[l];
+        const Sum score = scores[k * C + l] *= scale;
+        most[l] = visible(k, l) && most[l] < score ? score : most[l];
       }
 #pragma omp simd
     for (int64_t l = 0; l < C; ++l) {
-      const Sum now = std::max(largest[l], most[l] * scale);
+      const Sum now = std::max(largest[l], most[l]);
       before[l] = exponential(largest[l] - now);
       largest[l] = now;
       added[l] = 0;
@@ -148,7 +149,7 @@ struct QueryPanel {
     for (int64_t k = 0; k < keys; ++k)
 #pragma omp simd
       for (int64_t l = 0; l < C; ++l) {
-        const Sum p = exponential(scores[k * C + l] * scale - largest[l]);
+        const Sum p = exponential(scores[k * C + l] - largest[l]);
         added[l] += scores[k * C + l] = visible(k, l) ? p : Sum(0);
       }
     for (int64_t d = 0; d < D; ++d)
@@ -186,17 +187,20 @@ struct GradientHead {
 };
 
 // P and dS of a panel, (rows, How::columns), from the scores and dP, in their place: p = exp(scale * score - lse),
-// ds = p (dp - mean); 0 where the row does not see the key. The panel's first key is `key`.
+// ds = p (dp - mean); 0 where the row does not see the key. The panel's first key is `key`. Scaled scores are rounded,
+// as in the forward, which a loop of their own sees to.
 template <class How>
 void score_gradients(typename How::Sum* p, typename How::Sum* dp, typename How::Sum scale, int64_t rows, int64_t key,
                      const typename How::Sum* lse, const typename How::Sum* means, const KeyRange* visible) {
   using Sum = typename How::Sum;
   constexpr int64_t C = How::columns;
+#pragma omp simd
+  for (int64_t i = 0; i < rows * C; ++i) p[i] *= scale;
   for (int64_t i = 0; i < rows; ++i, p += C, dp += C) {
     const Sum m = means[i], s = lse[i];
 #pragma omp simd
     for (int64_t l = 0; l < C; ++l) {
-      p[l] = exponential(p[l] * scale - s);
+      p[l] = exponential(p[l] - s);
       dp[l] = p[l] * (dp[l] - m);
     }
     if (visible[i].covers(key, key + C)) continue;
