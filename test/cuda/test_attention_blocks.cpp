@@ -3,6 +3,7 @@
 #include <random>
 
 #include "cuda/device_test.h"
+#include "ops/cpu/attention.h"
 #include "ops/cpu/attention_backward.h"
 #include "ops/cuda/attention.cuh"
 
