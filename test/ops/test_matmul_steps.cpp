@@ -1,8 +1,8 @@
 // The steps of dev/cpu/ all compute the same product.
 #include <random>
 
-#include "../dev/cpu/matmul_steps.h"
 #include "catch2.h"
+#include "dev/cpu/matmul_steps.h"
 
 using namespace llmc;
 
