@@ -72,6 +72,7 @@ class Training {
                       world.mesh());
     if (resume) restore(*resume);
     else initialise(run_, o_);
+    run_.touch_memory();
     MetricsKept kept;
     if (directory != nullptr) {
       detail::require_space(o_.out_dir, job.checkpoint_bytes());

@@ -5,7 +5,8 @@
 #
 # 1. Folders are floors: a file in llmc/ includes files of its own floor and of the floors it stands on, as drawn in
 #    llmc/README.md. train_gpt.cu and the tests are on top and may include everything.
-# 2. Quoted includes are relative to llmc/ ("core/check.h"), in tests also to test/ or of dev/, without "..", and exist.
+# 2. Quoted includes are relative to llmc/ ("core/check.h"), without "..", and exist; tests also include from test/ and,
+#    as "dev/...", from dev/.
 # 3. Devices and libraries appear only in llmc/device, llmc/ops and the transports llmc/dist/comm/comm_*: no other file has
 #    an #if on their macros or includes their headers.
 # 4. The transports are private to llmc/dist.

@@ -81,7 +81,8 @@ int main(int argc, char** argv) try {
       if (isa < cpu::Isa::avx512_bf16) {
         const auto& products = cpu::products_of<float>(isa);
         row(std::string("6 ops/cpu/matmul.h, fp32, ") + cpu::name_of(isa) + by, products.register_peak(threads), [&] {
-          products.matmul(c.data(), a.data(), b.data(), nullptr, scratch.data(), shape(DType::fp32, threads));
+          const cpu::MatmulShape m = shape(DType::fp32, threads);
+          products.matmul(c.data(), a.data(), b.data(), nullptr, scratch.data(), m);
         });
       } else {
         const auto& products = cpu::products_of<bf16>(isa);

@@ -52,7 +52,11 @@ inline void matmul_blocked(float* c, const float* a, const float* b, const Sizes
 
 // 4. Registers: a tile of C, rows x 2 vectors, stays in registers while k runs: each element of B that is read serves
 // all rows of the tile, each of A all columns, and C is touched once for a block of k.
+#ifdef __AVX512F__
 inline constexpr int64_t tile_rows = 6, tile_columns = 32;
+#else
+inline constexpr int64_t tile_rows = 6, tile_columns = 16;  // 16 registers of 8 numbers
+#endif
 inline void matmul_registers(float* c, const float* a, const float* b, const Sizes& s) {
   constexpr int64_t depth = 256, width = 512;
   std::fill_n(c, s.M * s.N, 0.0f);

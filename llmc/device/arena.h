@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <string>
 #include <utility>
 #include <vector>
@@ -46,8 +47,8 @@ class Arena {
     base_ = static_cast<std::byte*>(memory);
     capacity_ = wanted;
   }
-  // Has the system give a CPU's pages now, by all threads, and not while the first step waits for each. What is in them
-  // stays.
+  // On a CPU, faults in all pages, on all threads; contents are kept. Where the system refuses, pages come as they are
+  // needed.
   void touch() {
     if (device_.kind != DeviceKind::cpu) return;
     constexpr int64_t piece = 16 << 20;
@@ -55,9 +56,9 @@ class Arena {
     for (int64_t begin = 0; begin < capacity_; begin += piece) {
       const int64_t bytes = std::min(piece, capacity_ - begin);
 #ifdef MADV_POPULATE_WRITE
-      if (madvise(base_ + begin, static_cast<size_t>(bytes), MADV_POPULATE_WRITE) == 0) continue;
+      if (madvise(base_ + begin, static_cast<size_t>(bytes), MADV_POPULATE_WRITE) == 0 || errno != EINVAL) continue;
 #endif
-      for (int64_t i = begin; i < begin + bytes; i += 4096) {  // a kernel before 5.14
+      for (int64_t i = begin; i < begin + bytes; i += 4096) {  // a kernel before 5.14 does not know it
         volatile std::byte& at = base_[i];
         at = at;
       }

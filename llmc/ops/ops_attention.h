@@ -69,7 +69,7 @@ AttentionInputs<T> attention_inputs(const Tensor& q, const Tensor& kv, const Ten
           positions.empty() ? nullptr : positions.data<int32_t>()};
 }
 
-// Scratch: on CPUs of so many bytes, on GPUs of accumulators.
+// on_cpu: a function that returns bytes; on_gpu: accumulators
 inline Tensor attention_scratch(Stream& stream, DType dtype, int64_t (*on_cpu)(const AttentionBlock&, int64_t, int),
                                 int64_t on_gpu, const AttentionBlock& block) {
   const DType stat = accumulator_of(dtype);

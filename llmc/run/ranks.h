@@ -44,6 +44,12 @@ struct Run {
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
 
+  // Before the first step, which would otherwise wait for each page.
+  void touch_memory() {
+    arena.touch();
+    scratch.touch();
+  }
+
   // What this rank's GPU has lost since the start, beside what was planned for it: "5.2 GiB after the CUDA context, 5.1
   // GiB planned; ...". Empty if the GPU is not this rank's alone.
   std::string memory_taken(const Plan& plan) const {
@@ -96,10 +102,8 @@ struct Run {
       for (const MemoryLine& line : plan.memory) message += formatted("\n  {:-22} {} bytes", line.label, line.bytes);
       throw Error(message);
     }
-    for (Arena* taken : {&arena, &scratch}) {
-      taken->touch();
-      hooks.arena_created(*taken);
-    }
+    hooks.arena_created(arena);
+    hooks.arena_created(scratch);
   }
 };
 

@@ -36,9 +36,9 @@ struct Results {
 
 Inputs random_inputs(std::mt19937_64& random) {
   const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % static_cast<uint64_t>(n)); };
-  constexpr int64_t sizes[] = {64, 80, 128, 32, 33, 5};
+  constexpr int64_t sizes[] = {64, 80, 128, 32, 33, 1, 14, 256};
   const int64_t keys = 1 + below(below(2) ? 40 : 650), queries = 1 + below(below(2) ? 40 : 500), Hkv = 1 + below(2);
-  Inputs x{{1 + below(2), Hkv * (1 + below(3)), Hkv, sizes[below(6)], {}, {}}, {}, {}, {}, {}};
+  Inputs x{{1 + below(2), Hkv * (1 + below(3)), Hkv, sizes[below(8)], {}, {}}, {}, {}, {}, {}};
   AttentionBlock& s = x.s;
   s.queries = {queries + below(4), 0, queries};
   s.queries.first = s.queries.length - queries;
@@ -125,46 +125,88 @@ std::vector<double> widened(const std::vector<T>& x) {
   return y;
 }
 
-// merges: through running sums, which are merged once; gradients are added to zeros.
+// Scratch of exactly the planned size, behind which nothing may be written.
+struct GuardedScratch {
+  std::vector<std::byte> bytes;
+  explicit GuardedScratch(int64_t size) : bytes(static_cast<size_t>(size) + 4096, std::byte{0xff}) {}
+  ~GuardedScratch() {
+    const bool whole = std::all_of(bytes.end() - 4096, bytes.end(), [](std::byte b) { return b == std::byte{0xff}; });
+    if (!whole) std::abort();
+  }
+};
+
+// Requires that rows outside of the block are still NaN, and sets them to 0; then so are all others that are NaN
+// wrongly.
+template <class A>
+void require_outside_untouched(std::vector<A>& x, int64_t B, const SequenceRows& rows, int64_t width) {
+  for (int64_t r = 0; r < B * rows.length; ++r)
+    if (r % rows.length < rows.first || r % rows.length >= rows.first + rows.rows)
+      for (int64_t i = r * width; i < (r + 1) * width; ++i) {
+        REQUIRE(std::isnan(static_cast<double>(x[static_cast<size_t>(i)])));
+        store(x[static_cast<size_t>(i)], accumulator_t<A>(0));
+      }
+}
+
+// merges: through running sums, into which the keys are merged in two blocks if there are as many; gradients are added
+// to a half. Whatever is to be overwritten is NaN before.
 template <class T>
 Results computed(const Inputs& x, Isa isa, int threads, bool merges) {
   using A = accumulator_t<T>;
-  AttentionBlock s = x.s;
-  s.all_keys = !merges;
+  const AttentionBlock& s = x.s;
   const int64_t width = s.Hq * s.D, kv_width = 2 * s.Hkv * s.D;
   const std::vector<T> q = narrowed<T>(x.q), kv = narrowed<T>(x.kv), dout = narrowed<T>(x.dout);
-  std::vector<T> out(q.size()), dq(merges ? 0 : q.size()), dkv(merges ? 0 : kv.size());
-  std::vector<A> lse(static_cast<size_t>(s.B * s.Hq * s.queries.length)), sums(q.size()), dq_sums(q.size()),
-      dkv_sums(kv.size()), largest(lse.size(), -std::numeric_limits<A>::infinity()), total(lse.size());
+  std::vector<T> out(q.size(), T(NAN)), dq(merges ? 0 : q.size(), T(NAN)), dkv(merges ? 0 : kv.size(), T(NAN));
+  std::vector<A> lse(static_cast<size_t>(s.B * s.Hq * s.queries.length), A(NAN)), sums(q.size()),
+      dq_sums(q.size(), A(0.5)), dkv_sums(kv.size(), A(0.5)), largest(lse.size(), -std::numeric_limits<A>::infinity()),
+      total(lse.size());
   const AttentionInputs<T> from{{q.data(), width},
                                 {kv.data(), kv_width},
                                 {kv.data() + s.Hkv * s.D, kv_width},
                                 x.positions.empty() ? nullptr : x.positions.data()};
   AttentionOutputs<T, A> to{{out.data(), width}, lse.data()};
   AttentionGradients<T, A> gradients{{dq.data(), width}, {dkv.data(), kv_width}, {dkv.data() + s.Hkv * s.D, kv_width}};
+  std::vector<AttentionBlock> blocks = {s};
   if (merges) {
     to = {{}, nullptr, {sums.data(), width}, largest.data(), total.data()};
     gradients = {
         {}, {}, {}, {dq_sums.data(), width}, {dkv_sums.data(), kv_width}, {dkv_sums.data() + s.Hkv * s.D, kv_width}};
+    if (const int64_t half = s.keys.rows / 2; half > 0) {
+      blocks.push_back(s);
+      blocks[0].keys.rows = half;
+      blocks[1].keys.first += half, blocks[1].keys.rows -= half, blocks[1].offset -= half;
+    }
+    for (AttentionBlock& block : blocks) block.all_keys = false;
   }
   const cpu::ProductsOf<T>& products = cpu::products_of<T>(isa);
-  const auto scratch_of = [&](auto bytes) {
-    return std::vector<std::byte>(static_cast<size_t>(bytes(s, sizeof(A), threads)), std::byte{0xff});
-  };
-  products.attention_forward(to, from, scratch_of(cpu::attention_forward_scratch).data(), s, threads);
+  for (const AttentionBlock& block : blocks)
+    products.attention_forward(to, from,
+                               GuardedScratch(cpu::attention_forward_scratch(block, sizeof(A), threads)).bytes.data(),
+                               block, threads);
   for (size_t i = 0; merges && i < lse.size(); ++i) {
-    if (total[i] == 0) continue;
-    lse[i] = largest[i] + std::log(total[i]);
+    lse[i] = total[i] == 0 ? A(0) : largest[i] + std::log(total[i]);
     const size_t b = i / static_cast<size_t>(s.Hq * s.queries.length), t = i % static_cast<size_t>(s.queries.length),
                  h = i / static_cast<size_t>(s.queries.length) % static_cast<size_t>(s.Hq),
                  at = ((b * static_cast<size_t>(s.queries.length) + t) * static_cast<size_t>(s.Hq) + h) *
                       static_cast<size_t>(s.D);
-    for (size_t d = at; d < at + static_cast<size_t>(s.D); ++d) store(out[d], sums[d] / total[i]);
+    for (size_t d = at; d < at + static_cast<size_t>(s.D); ++d)
+      store(out[d], total[i] == 0 ? A(0) : sums[d] / total[i]);
   }
-  products.attention_backward(gradients, dout.data(), out.data(), lse.data(), from,
-                              scratch_of(cpu::attention_backward_scratch).data(), s, threads);
-  return merges ? Results{widened(out), widened(lse), widened(dq_sums), widened(dkv_sums)}
-                : Results{widened(out), widened(lse), widened(dq), widened(dkv)};
+  if (!merges) {
+    require_outside_untouched(out, s.B, s.queries, width);
+    require_outside_untouched(lse, s.B * s.Hq, s.queries, 1);
+  }
+  for (const AttentionBlock& block : blocks)
+    products.attention_backward(gradients, dout.data(), out.data(), lse.data(), from,
+                                GuardedScratch(cpu::attention_backward_scratch(block, sizeof(A), threads)).bytes.data(),
+                                block, threads);
+  if (!merges) {
+    require_outside_untouched(dq, s.B, s.queries, width);
+    require_outside_untouched(dkv, s.B, s.keys, kv_width);
+    return {widened(out), widened(lse), widened(dq), widened(dkv)};
+  }
+  for (auto* gradient : {&dq_sums, &dkv_sums})
+    for (A& value : *gradient) value -= A(0.5);
+  return {widened(out), widened(lse), widened(dq_sums), widened(dkv_sums)};
 }
 
 // Relative distances: what fp32 gives; in bf16, a few roundings to 8 bits, and what the rounding of `out` makes of

@@ -15,7 +15,7 @@ inline namespace CPU_ISA {
 
 namespace detail {
 
-// One thread per row and query head.
+// One task per row and query head. Scores are summed in another order than in the backward, which differs by rounding.
 template <class T, class A>
 void few_rows_forward(const AttentionOutputs<T, A>& to, const AttentionInputs<T>& from, A* scratch,
                       const AttentionBlock& s, int threads) {
@@ -25,7 +25,7 @@ void few_rows_forward(const AttentionOutputs<T, A>& to, const AttentionInputs<T>
   for (int64_t b = 0; b < s.B; ++b)
     for (int64_t i = 0; i < s.queries.rows; ++i)
       for (int64_t h = 0; h < s.Hq; ++h) {
-        const KeyRange keys = keys_of_row(s, places_of(from.positions, s.queries, b), i);
+        const KeyRange keys = keys_of_row(s, positions_of(from.positions, s.queries, b), i);
         if (keys.empty() && to.sums.data != nullptr) continue;
         A *sums = scratch + omp_get_thread_num() * (s.D + s.keys.rows), *p = sums + s.D;
         const int64_t hk = h / (s.Hq / s.Hkv), at = (b * s.Hq + h) * s.queries.length + s.queries.first + i;
@@ -89,7 +89,7 @@ void write_rows(const AttentionOutputs<T, A>& to, const AttentionBlock& s, int64
 
 // Scores are transposed, a column for each query, so that a softmax runs along whole vectors and its result is an
 // operand as it is: with K and V of a block of keys, and O the sums,   S^T = K Q^T,   O^T += V^T P^T
-// One thread per (sequence, query head, group of query rows).
+// A task is a (sequence, query head, group of query rows).   scratch: attention_forward_scratch() bytes
 template <class T, class How = Multiply<accumulator_t<T>>, class A = accumulator_t<T>>
 void attention_forward(const AttentionOutputs<T, A>& to, const AttentionInputs<T>& from, std::byte* scratch,
                        const AttentionBlock& s, int threads) {
@@ -97,18 +97,18 @@ void attention_forward(const AttentionOutputs<T, A>& to, const AttentionInputs<T
   scratch = aligned_scratch(scratch);
   const AttentionTiles tiling(s, sizeof(A));
   if (tiling.few_rows()) return few_rows_forward(to, from, reinterpret_cast<A*>(scratch), s, threads);
-  constexpr int64_t C = How::columns, of_group = AttentionTiles::forward_queries,
-                    of_block = AttentionTiles::keys / How::rows * How::rows;
+  constexpr int64_t C = How::columns, query_group = AttentionTiles::forward_queries,
+                    key_block = AttentionTiles::keys / How::rows * How::rows;
   const int64_t D = s.D, depth = round_up(D, How::step), heads = s.B * s.Hq,
-                groups = ceil_div(s.queries.rows, of_group),
-                most_keys = std::min(of_block, round_up(s.keys.rows, How::rows));
+                groups = ceil_div(s.queries.rows, query_group),
+                most_keys = std::min(key_block, round_up(s.keys.rows, How::rows));
   const A scale = A(1) / std::sqrt(static_cast<A>(D));
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (int64_t task = 0; task < groups * heads; ++task) {
     // The last rows, which see most keys, come first.
-    const int64_t group = (groups - 1 - task / heads) * of_group, b = task % heads / s.Hq, h = task % s.Hq,
-                  hk = h / (s.Hq / s.Hkv), queries = std::min(of_group, s.queries.rows - group);
-    const int32_t* places = places_of(from.positions, s.queries, b);
+    const int64_t group = (groups - 1 - task / heads) * query_group, b = task % heads / s.Hq, h = task % s.Hq,
+                  hk = h / (s.Hq / s.Hkv), queries = std::min(query_group, s.queries.rows - group);
+    const int32_t* positions = positions_of(from.positions, s.queries, b);
     [[maybe_unused]] const typename How::Session session;
     ScratchCursor cursor{scratch + omp_get_thread_num() * tiling.forward_bytes()};
     auto* k = cursor.take<typename How::Packed>(most_keys * depth);
@@ -128,33 +128,34 @@ void attention_forward(const AttentionOutputs<T, A>& to, const AttentionInputs<T
       return QueryPanel<How>{state + 2 * i, state + 2 * i + C, sums + i * round_up(D, How::rows)};
     };
     for (int64_t i = 0; i < queries; i += C) panel_at(i).clear(round_up(D, How::rows));
-    const KeyRange seen = keys_of_rows(s, places, group, queries);
-    for (int64_t key = seen.first / of_block * of_block; key < seen.last; key += of_block) {
-      const int64_t keys = std::min(of_block, s.keys.rows - key);
+    const KeyRange seen = keys_of_rows(s, positions, group, queries);
+    for (int64_t key = seen.first / key_block * key_block; key < seen.last; key += key_block) {
+      const int64_t keys = std::min(key_block, s.keys.rows - key);
       pack_a<How>(k, k_rows.from(key, 0), keys, D);
       pack_a<How>(v, v_columns.from(0, key), D, keys);
       for (int64_t i = 0; i < queries; i += C) {
         const int64_t rows = std::min(C, queries - i);
-        const KeyRange any = keys_of_rows(s, places, group + i, rows).within(key, key + keys);
+        const KeyRange any = keys_of_rows(s, positions, group + i, rows).within(key, key + keys);
         if (any.empty()) continue;
-        // Whole tiles of the block's keys, from `begin` to `end`; which of them each query sees.
-        const int64_t begin = (any.first - key) / How::rows * How::rows,
-                      end = std::min(round_up(any.last - key, How::rows), keys);
+        // The block's keys from a whole tile on, `n` of them in memory; which of them each query sees.
+        const int64_t begin = (any.first - key) / How::rows * How::rows, n = any.last - key - begin;
         bool all = true;
         A first[C] = {}, last[C] = {};
         for (int64_t l = 0; l < rows; ++l) {
-          const KeyRange seen_by = keys_of_row(s, places, group + i + l);
-          all &= seen_by.covers(key + begin, key + end);
+          const KeyRange seen_by = keys_of_row(s, positions, group + i + l);
+          all &= seen_by.covers(key + begin, key + begin + n);
           first[l] = static_cast<A>(seen_by.first - key - begin), last[l] = static_cast<A>(seen_by.last - key - begin);
         }
         const QueryPanel<How> panel = panel_at(i);
-        multiply_panels<How>(scores, {k + begin * depth, depth}, q + i * depth, end - begin, D, Accumulate::no);
-        if (all) panel.see(scores, end - begin, scale, D, [](int64_t, int64_t) { return true; });
+        multiply_panels<How>(scores, {k + begin * depth, depth}, q + i * depth,
+                             std::min(round_up(n, How::rows), keys - begin), D, Accumulate::no);  // whole panels of K
+        if (all) panel.update_softmax(scores, n, scale, D, [](int64_t, int64_t) { return true; });
         else
-          panel.see(scores, end - begin, scale, D,
-                    [&](int64_t j, int64_t l) { return static_cast<A>(j) >= first[l] && static_cast<A>(j) < last[l]; });
-        multiply_panels<How>(panel.sums, {v, round_up(keys, How::step), begin},
-                             pack_columns<How>(p, scores, end - begin), D, end - begin, Accumulate::yes);
+          panel.update_softmax(scores, n, scale, D, [&](int64_t j, int64_t l) {
+            return static_cast<A>(j) >= first[l] && static_cast<A>(j) < last[l];
+          });
+        multiply_panels<How>(panel.sums, {v, round_up(keys, How::step), begin}, pack_columns<How>(p, scores, n), D, n,
+                             Accumulate::yes);
       }
     }
     for (int64_t i = 0; i < queries; i += C)

@@ -14,7 +14,7 @@ template <class T>
 T* head_of(const HeadRows<T>& m, const SequenceRows& rows, int64_t b, int64_t head, int64_t D) {
   return m.data == nullptr ? nullptr : m.data + (b * rows.length + rows.first) * m.stride + head * D;
 }
-inline const int32_t* places_of(const int32_t* positions, const SequenceRows& rows, int64_t b) {
+inline const int32_t* positions_of(const int32_t* positions, const SequenceRows& rows, int64_t b) {
   return positions == nullptr ? nullptr : positions + b * rows.length + rows.first;
 }
 
@@ -26,16 +26,16 @@ struct KeyRange {
   KeyRange within(int64_t begin, int64_t end) const { return {std::max(first, begin), std::min(last, end)}; }
   bool covers(int64_t begin, int64_t end) const { return first <= begin && end <= last; }
 };
-// Those that row i of the block sees. `places`: positions of the block's rows, or nullptr
-inline KeyRange keys_of_row(const AttentionBlock& s, const int32_t* places, int64_t i) {
+// Those that row i of the block sees. `positions`: positions of the block's rows, or nullptr
+inline KeyRange keys_of_row(const AttentionBlock& s, const int32_t* positions, int64_t i) {
   const int64_t last = i + s.offset;
-  return {places == nullptr ? 0 : std::max(last - places[i], int64_t{0}), std::min(last + 1, s.keys.rows)};
+  return {positions == nullptr ? 0 : std::max(last - positions[i], int64_t{0}), std::min(last + 1, s.keys.rows)};
 }
 // Those that any of several rows sees.
-inline KeyRange keys_of_rows(const AttentionBlock& s, const int32_t* places, int64_t begin, int64_t rows) {
+inline KeyRange keys_of_rows(const AttentionBlock& s, const int32_t* positions, int64_t begin, int64_t rows) {
   KeyRange all{s.keys.rows, 0};
   for (int64_t i = begin; i < begin + rows; ++i)
-    if (const KeyRange keys = keys_of_row(s, places, i); !keys.empty())
+    if (const KeyRange keys = keys_of_row(s, positions, i); !keys.empty())
       all = {std::min(all.first, keys.first), std::max(all.last, keys.last)};
   return all.empty() ? KeyRange{} : all;
 }
@@ -45,22 +45,20 @@ struct ScratchCursor {
   std::byte* at;
   template <class P>
   P* take(int64_t n) {
-    constexpr int64_t beyond = 64;  // that pack_panels() may write
     P* piece = reinterpret_cast<P*>(at);
-    at += round_up((n + beyond) * static_cast<int64_t>(sizeof(P)), int64_t{64});
+    at += round_up((n + beyond_panels) * static_cast<int64_t>(sizeof(P)), int64_t{64});
     return piece;
   }
 };
 
-// Packs lines as the panels of A, or of B, of a product (register_tile.h).
+// All lines as the panels of A, or of B, of a product, with K elements each.
 template <class How, class T>
 void pack_a(typename How::Packed* out, const Lines<T>& x, int64_t lines, int64_t K) {
-  constexpr LastPanel last = How::group_a == 32 ? LastPanel::padded : LastPanel::narrow;
-  pack_panels<How::group_a>(out, How::rows, last, round_up(K, How::step), x, lines, lines, K);
+  pack_a<How>(out, x, lines, lines, K, round_up(K, How::step));
 }
 template <class How, class T>
 void pack_b(typename How::Packed* out, const Lines<T>& x, int64_t lines, int64_t K) {
-  pack_panels<How::group_b>(out, How::columns, LastPanel::padded, round_up(K, How::step), x, lines, lines, K);
+  pack_b<How>(out, x, lines, lines, K, round_up(K, How::step));
 }
 
 // Packed panels, of lines with `depth` elements each; from element `first` of each on.
@@ -78,9 +76,8 @@ template <class How>
 void multiply_panels(typename How::Sum* c, const Panels<How>& a, const typename How::Packed* b, int64_t M, int64_t K,
                      Accumulate accumulate) {
   for (int64_t i = 0; i < M; i += How::rows) {
-    const int64_t rows = std::min(How::rows, M - i);
-    How::tile(rows)(c + i * How::columns, a.at(i, How::group_a == 32 ? How::rows : rows), b, ceil_div(K, How::step),
-                    accumulate);
+    How::tile(std::min(How::rows, M - i))(c + i * How::columns, a.at(i, panel_height<How>(M - i)), b,
+                                          ceil_div(K, How::step), accumulate);
   }
 }
 
@@ -114,8 +111,8 @@ void transposed_lines(A* out, const A* x, int64_t width, int64_t lines) {
   pack_panels<1>(out, lines, LastPanel::narrow, width, Lines<A>{x, width, 1}, lines, lines, width);
 }
 
-// What a panel of queries has seen: the largest score of each, the sum of exponentials relative to it, and that of
-// values weighted by them (D, How::columns).
+// Online softmax of a panel of queries: the largest score so far of each, the sum of exponentials relative to it, and
+// that of values weighted by them (D, How::columns).
 template <class How>
 struct QueryPanel {
   using Sum = typename How::Sum;
@@ -130,7 +127,7 @@ struct QueryPanel {
   // Replaces scores (keys, C) by their exponentials; 0 where visible(k, l) is false. The scaled scores are rounded, and
   // stored: multiplied and subtracted at once they would not be those that `largest` is of.
   template <class Visible>
-  void see(Sum* scores, int64_t keys, Sum scale, int64_t D, const Visible& visible) const {
+  void update_softmax(Sum* scores, int64_t keys, Sum scale, int64_t D, const Visible& visible) const {
     Sum most[C], added[C], before[C];
     std::fill_n(most, C, std::numeric_limits<Sum>::lowest());
     for (int64_t k = 0; k < keys; ++k)
@@ -186,22 +183,22 @@ struct GradientHead {
   }
 };
 
-// P and dS of a panel, (rows, How::columns), from the scores and dP, in their place: p = exp(scale * score - lse),
-// ds = p (dp - mean); 0 where the row does not see the key. The panel's first key is `key`. Scaled scores are rounded,
-// as in the forward, which a loop of their own sees to.
+// P and dS of a panel, (rows, How::columns), from the scores and dP, in place: p = exp(scale * score - lse),
+// ds = p (dp - delta); 0 where the row does not see the key. The panel's first key is `key`. The scaled scores are
+// rounded before lse is subtracted, as in the forward: a separate loop keeps g++ from fusing the two.
 template <class How>
 void score_gradients(typename How::Sum* p, typename How::Sum* dp, typename How::Sum scale, int64_t rows, int64_t key,
-                     const typename How::Sum* lse, const typename How::Sum* means, const KeyRange* visible) {
+                     const typename How::Sum* lse, const typename How::Sum* delta, const KeyRange* visible) {
   using Sum = typename How::Sum;
   constexpr int64_t C = How::columns;
 #pragma omp simd
   for (int64_t i = 0; i < rows * C; ++i) p[i] *= scale;
   for (int64_t i = 0; i < rows; ++i, p += C, dp += C) {
-    const Sum m = means[i], s = lse[i];
+    const Sum mean = delta[i], s = lse[i];
 #pragma omp simd
     for (int64_t l = 0; l < C; ++l) {
       p[l] = exponential(p[l] - s);
-      dp[l] = p[l] * (dp[l] - m);
+      dp[l] = p[l] * (dp[l] - mean);
     }
     if (visible[i].covers(key, key + C)) continue;
     const int64_t first = std::clamp<int64_t>(visible[i].first - key, 0, C),

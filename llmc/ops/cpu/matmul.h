@@ -38,11 +38,11 @@ struct MatmulScratch {
   typename How::Sum* sums;
   MatmulScratch(std::byte* bytes, const MatmulBlocks& blocks) {
     const auto aligned = [](int64_t n) { return round_up(n * static_cast<int64_t>(sizeof(*a)), int64_t{64}); };
-    constexpr int64_t beyond = 64;  // that pack_panels() may write
     const int64_t depth = round_up(blocks.depth, How::step);
     a = reinterpret_cast<typename How::Packed*>(bytes);
-    b = reinterpret_cast<typename How::Packed*>(bytes += aligned(round_up(blocks.rows, How::rows) * depth + beyond));
-    sums = reinterpret_cast<typename How::Sum*>(bytes + aligned(MatmulBlocks::strip * depth + beyond));
+    b = reinterpret_cast<typename How::Packed*>(bytes +=
+                                                aligned(round_up(blocks.rows, How::rows) * depth + beyond_panels));
+    sums = reinterpret_cast<typename How::Sum*>(bytes + aligned(MatmulBlocks::strip * depth + beyond_panels));
   }
 };
 
@@ -51,7 +51,6 @@ template <class How, class Out, class T>
 void matmul_rectangle(Out* c, int64_t stride, const Lines<T>& a, const Lines<T>& b, const T* bias, int64_t M, int64_t N,
                       int64_t K, Accumulate accumulate, const MatmulBlocks& blocks, const MatmulScratch<How>& scratch) {
   constexpr int64_t rows = How::rows, columns = How::columns;
-  constexpr LastPanel last_of_a = How::group_a == 32 ? LastPanel::padded : LastPanel::narrow;
   alignas(64) typename How::Sum tile[rows * columns];
   const bool divided = K > blocks.depth;
   [[maybe_unused]] const typename How::Session session;
@@ -61,12 +60,11 @@ void matmul_rectangle(Out* c, int64_t stride, const Lines<T>& a, const Lines<T>&
         const int64_t m = std::min(blocks.rows, M - m0), n = std::min(blocks.columns, N - n0);
         const int64_t k = std::min(blocks.depth, K - k0), steps = ceil_div(k, How::step), depth = steps * How::step;
         const bool last = k0 + blocks.depth >= K;
-        pack_panels<How::group_a>(scratch.a, rows, last_of_a, depth, a.from(m0, k0), m, M - m0, k);
+        pack_a<How>(scratch.a, a.from(m0, k0), m, M - m0, k, depth);
         for (int64_t j = 0; j < n; j += columns) {
           const int64_t strip = j % MatmulBlocks::strip;
           if (strip == 0)
-            pack_panels<How::group_b>(scratch.b, columns, LastPanel::padded, depth, b.from(n0 + j, k0),
-                                      std::min(MatmulBlocks::strip, n - j), n - j, k);
+            pack_b<How>(scratch.b, b.from(n0 + j, k0), std::min(MatmulBlocks::strip, n - j), n - j, k, depth);
           for (int64_t i = 0; i < m; i += rows) {
             const int64_t height = std::min(rows, m - i);
             auto* sums = divided ? scratch.sums + j * round_up(m, rows) + i * columns : tile;

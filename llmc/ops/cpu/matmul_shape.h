@@ -29,6 +29,9 @@ inline std::string to_string(const MatmulShape& s) {
                    s.bias == Bias::yes ? " + bias" : "", s.in, s.out, s.threads);
 }
 
+// Elements that packing may write beyond the end of the panels (panels.h).
+inline constexpr int64_t beyond_panels = 64;
+
 // How a product is divided: into rectangles of C that threads take one after another, each with packed panels of its
 // own; within one, into blocks of rows, strips of columns and blocks of k. Nothing of this changes a bit of C, so
 // threads and caches decide it, and not the instruction set, or a plan for another processor would be wrong.
@@ -61,9 +64,10 @@ struct MatmulBlocks {
   // Bytes for each thread: packed blocks of A and panels of B, the sums of a block whose K is divided. Instruction sets
   // round rows and depth up to whole tiles, of at most 32.
   int64_t thread_bytes(const MatmulShape& s) const {
-    const int64_t element = s.in == DType::fp64 ? 8 : 4, beyond = 64, whole_rows = rows + 32;
+    const int64_t element = s.in == DType::fp64 ? 8 : 4, whole_rows = rows + 32;
     const int64_t packed =
-        ((whole_rows + strip) * (s.in == DType::bf16 ? round_up(depth, int64_t{32}) : depth) + 2 * beyond) * element;
+        ((whole_rows + strip) * (s.in == DType::bf16 ? round_up(depth, int64_t{32}) : depth) + 2 * beyond_panels) *
+        element;
     const int64_t sums = depth >= s.K ? 0 : whole_rows * round_up(columns, strip) * element;
     return round_up(packed, int64_t{64}) + round_up(sums, int64_t{64}) + 64;
   }

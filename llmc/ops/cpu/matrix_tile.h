@@ -97,6 +97,7 @@ struct MultiplyTiles {
   using Sum = float;
   static constexpr int64_t group_a = 32, group_b = 2, step = 32;
   static constexpr int64_t rows = 32, columns = 32;
+  static constexpr bool pads_rows = true;
   using Session = detail::MatrixRegisters;
   static RegisterTile<MultiplyTiles> tile(int64_t) { return detail::matrix_tile; }
 };

@@ -154,7 +154,7 @@ void pack_in_32s(bf16* out, int64_t width, const Lines<T>& x, int64_t n, int64_t
 
 // Panels (ceil(K / Group), width, Group) of `lines` of the n lines that there are, one after another; the last one is
 // as wide as lines are left, or padded with zeros to the full width. A line has `depth` elements in a panel: K, and
-// zeros. Writes up to a vector beyond them.
+// zeros. Writes up to beyond_panels elements beyond them.
 enum class LastPanel : uint8_t { narrow, padded };
 template <int64_t Group, class P, class T>
 void pack_panels(P* out, int64_t width, LastPanel last, int64_t depth, const Lines<T>& x, int64_t lines, int64_t n,
@@ -172,6 +172,8 @@ void pack_panels(P* out, int64_t width, LastPanel last, int64_t depth, const Lin
   } else if (x.depth == 1) {
     for (int64_t i = 0; i < lines; i += width)
       pack_along_k<Group>(out + i * depth, width_at(i), x.from(i, 0), n - i, K);
+  } else if constexpr (sizeof(T) > sizeof(P)) {
+    std::abort();  // sums are packed along k alone
   } else {
     for (int64_t i = 0; i < lines; i += at_a_time * width) {
       const int64_t panels = std::min(at_a_time, ceil_div(lines - i, width));
@@ -183,6 +185,17 @@ void pack_panels(P* out, int64_t width, LastPanel last, int64_t depth, const Lin
   if (const int64_t filled = round_up(K, Group); filled < depth)
     for (int64_t i = 0; i < lines; i += width)
       std::fill(out + i * depth + filled * width_at(i), out + (i + width_at(i)) * depth, P{});
+}
+
+// Panels of A and of B, of `lines` of the n lines that there are.
+template <class How, class T>
+void pack_a(typename How::Packed* out, const Lines<T>& x, int64_t lines, int64_t n, int64_t K, int64_t depth) {
+  pack_panels<How::group_a>(out, How::rows, How::pads_rows ? LastPanel::padded : LastPanel::narrow, depth, x, lines, n,
+                            K);
+}
+template <class How, class T>
+void pack_b(typename How::Packed* out, const Lines<T>& x, int64_t lines, int64_t n, int64_t K, int64_t depth) {
+  pack_panels<How::group_b>(out, How::columns, LastPanel::padded, depth, x, lines, n, K);
 }
 
 }  // namespace detail

@@ -71,7 +71,8 @@ struct Multiply {
   static constexpr int64_t group_a = 1, group_b = 1;  // elements of a line that lie next to each other in a panel
   static constexpr int64_t step = 1;                  // elements of a line that are multiplied at once
   static constexpr int64_t rows = vector_bytes == 64 ? 14 : 6, columns = 2 * vector_bytes / sizeof(A);
-  struct Session {};  // what a thread needs while it multiplies
+  static constexpr bool pads_rows = false;  // is the last panel of A as high as the others?
+  struct Session {};                        // what a thread needs while it multiplies
 
   static RegisterTile<Multiply> tile(int64_t height) {
     return detail::vector_tiles<Multiply>[static_cast<size_t>(height)];
@@ -91,6 +92,7 @@ struct MultiplyPairs {
   typedef int32_t Pairs __attribute__((vector_size(64)));
   static constexpr int64_t group_a = 2, group_b = 2, step = 2;
   static constexpr int64_t rows = 14, columns = 32;
+  static constexpr bool pads_rows = false;
   struct Session {};
 
   static RegisterTile<MultiplyPairs> tile(int64_t height) {
@@ -118,6 +120,12 @@ struct MultiplyPairs {
   }
 };
 #endif
+
+// The height of a panel of A that has `rows` lines.
+template <class How>
+constexpr int64_t panel_height(int64_t rows) {
+  return How::pads_rows ? How::rows : std::min(How::rows, rows);
+}
 
 }  // namespace CPU_ISA
 }  // namespace llmc::cpu

@@ -83,8 +83,8 @@ struct OpsOf<void> {
 #undef CPU_OP
 };
 
-// The products and what is made of them, of which a processor may have some that are its own: with C in T, or in what
-// is added up in.
+// Products, and attention, which consists of them: some processors have instructions for them alone. C is in T, or in
+// the type of the sums.
 template <class T>
 struct ProductsOf {
   using Sum = accumulator_t<T>;
