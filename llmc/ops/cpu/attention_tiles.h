@@ -66,7 +66,6 @@ template <class How>
 struct Panels {
   const typename How::Packed* data;
   int64_t depth, first = 0;
-  Panels from(int64_t element) const { return {data, depth, first + element}; }
   // The panel of lines `line` to line + height.
   const typename How::Packed* at(int64_t line, int64_t height) const { return data + line * depth + first * height; }
 };
@@ -75,10 +74,9 @@ struct Panels {
 template <class How>
 void multiply_panels(typename How::Sum* c, const Panels<How>& a, const typename How::Packed* b, int64_t M, int64_t K,
                      Accumulate accumulate) {
-  for (int64_t i = 0; i < M; i += How::rows) {
+  for (int64_t i = 0; i < M; i += How::rows)
     How::tile(std::min(How::rows, M - i))(c + i * How::columns, a.at(i, panel_height<How>(M - i)), b,
                                           ceil_div(K, How::step), accumulate);
-  }
 }
 
 // Sums (rows, How::columns), of which How::columns lines are multiplied next, as a panel of B; zeros follow up to a
@@ -104,8 +102,7 @@ typename How::Packed* pack_columns([[maybe_unused]] typename How::Packed* out, t
   }
 }
 
-// Some lines of `width` elements each, out (width, lines) = x (lines, width) from its columns `begin` on.   lines: up
-// to 32; writes up to a vector beyond the end of out
+// out (width, lines) = x (lines, width)^T.   lines: up to 32; out: with room for beyond_panels more elements
 template <class A>
 void transposed_lines(A* out, const A* x, int64_t width, int64_t lines) {
   pack_panels<1>(out, lines, LastPanel::narrow, width, Lines<A>{x, width, 1}, lines, lines, width);
