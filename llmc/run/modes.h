@@ -19,7 +19,7 @@
 
 namespace llmc {
 
-// --selftest: every layout of the available ranks against one CPU rank.
+// --selftest: layouts of the available ranks against one CPU rank.
 inline void run_selftest_mode(const Options& o, const Processes& processes) {
   Log log = make_log(o, processes);
   selftest::Machine machine{.device = rank_device(choose_device(o), o.place)};
@@ -30,7 +30,15 @@ inline void run_selftest_mode(const Options& o, const Processes& processes) {
                 {"the device, of --device " + o.device, name_of(machine.device.kind)}});
   if (machine.device.kind == DeviceKind::cuda) machine.gpus = visible_gpus().count;
   if (!processes.alone()) machine.processes = &processes;
-  if (!run_selftest(log, o.ranks, machine))
+  std::vector<selftest::ModelLayouts> models = selftest::all_layouts(static_cast<int>(o.ranks));
+  if (o.selftest_layouts == "pairs") {
+    const int64_t all = selftest::count_layouts(models);
+    models = selftest::every_pair(models);
+    log.line(
+        formatted("self-test: {} of {} layouts try every two choices together; --selftest-layouts all compares all",
+                  selftest::count_layouts(models), all));
+  }
+  if (!run_selftest(log, models, machine))
     throw SharedError("--selftest: the layouts above that say FAILED differ from one rank", ExitStatus::diverged);
 }
 

@@ -1,6 +1,5 @@
-// selftest.h: --selftest compares a tiny model with awkward sizes, in every layout of the available ranks, with one
-// rank: loss, gradient norm, every gradient, the resulting weights (contracts 3 and 5). A new axis of parallelism is
-// one more line of layouts().
+// selftest.h: --selftest compares tiny models with awkward sizes, in layouts of the available ranks, with one rank:
+// loss, gradient norm, every gradient, the resulting weights (contracts 3 and 5).
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -310,32 +309,17 @@ struct Distances {
 
 }  // namespace selftest
 
-// Compares every layout on the machine with one rank on the CPU, for each of the models. Prints a table for each model,
-// with a row for each number of ranks, and a line for each layout that failed; false: one failed. The layouts, not the
-// one rank, run with `parts`. layouts_of(ranks, model): those to compare.
-inline bool run_selftest(
-    Log& log, int64_t max_ranks, const selftest::Machine& machine = {}, const selftest::Parts& parts = {},
-    const std::vector<selftest::Model>& models = selftest::all_models(),
-    std::vector<selftest::Layout> (*layouts_of)(int ranks, const ModelConfig* shared_out) = selftest::layouts) {
+// Compares these layouts on the machine with one rank on the CPU. Prints a table for each model, with a row for each
+// number of ranks, and a line for each layout that failed; false: one failed. The layouts, not the one rank, run with
+// `parts`.
+inline bool run_selftest(Log& log, const std::vector<selftest::ModelLayouts>& models,
+                         const selftest::Machine& machine = {}, const selftest::Parts& parts = {}) {
   using namespace selftest;
   const auto begin = std::chrono::steady_clock::now();
-  struct Task {
-    Model model;
-    std::vector<std::vector<Layout>> layouts;  // by their number of ranks - 1
-    std::vector<Layout> all;
-  };
-  std::vector<Task> tasks;
-  int64_t total = 0, number = 0;
-  for (const Model& compared : models) {
-    Task task{.model = compared, .layouts = {}, .all = {}};
-    const ModelConfig model = compared.config();
-    for (int ranks = 1; ranks <= max_ranks; ++ranks) {
-      task.layouts.push_back(layouts_of(ranks, compared.heads > 0 ? &model : nullptr));
-      task.all.insert(task.all.end(), task.layouts.back().begin(), task.layouts.back().end());
-    }
-    total += std::ssize(task.all);
-    if (!task.all.empty()) tasks.push_back(std::move(task));
-  }
+  const int64_t total = count_layouts(models);
+  int64_t number = 0;
+  int max_ranks = 0;
+  for (const ModelLayouts& m : models) max_ranks = std::max(max_ranks, m.layouts.back().ranks());
   log.line(formatted("self-test: {} layouts of up to {} ranks; in each, ranks together train a tiny model for {} steps",
                      total, max_ranks, steps));
   const auto row = [](const std::string& name, const auto&... columns) {
@@ -346,8 +330,8 @@ inline bool run_selftest(
     return row(name, text(d.loss), text(d.norm), text(d.gradients), text(d.weights));
   };
   int failed = 0, not_compared = 0, count = 0;
-  for (const Task& task : tasks) {
-    const Model& compared = task.model;
+  for (const ModelLayouts& m : models) {
+    const Model& compared = m.model;
     const ModelConfig model = compared.config();
     const DType dtype = compared.dtype;
     Parts used = parts;  // of layouts
@@ -379,13 +363,16 @@ inline bool run_selftest(
     };
     const auto in_parts = [](const Layout& l) { return l.tensor.ranks > 1 || l.context.ranks > 1; };
     log.line("");
-    log.line(formatted("{} | {}", to_string(compared), axes_of(task.all)));
+    log.line(formatted("{} | {}", to_string(compared), axes_of(m.layouts)));
     log.line(row("largest distance from one rank", "loss", "norm", "gradients", "weights"));
     log.line(distances("allowed", other_device ? farther : near));
-    if (!fp32 && !other_device && std::ranges::any_of(task.all, in_parts))
+    if (!fp32 && !other_device && std::ranges::any_of(m.layouts, in_parts))
       log.line(distances("allowed with tp or cp", farther));
-    for (int ranks = 1; ranks <= max_ranks; ++ranks) {
-      const std::vector<Layout>& all = task.layouts[static_cast<size_t>(ranks) - 1];
+    for (auto from = m.layouts.begin(); from != m.layouts.end();) {
+      const int ranks = from->ranks();
+      const auto to = std::find_if(from, m.layouts.end(), [&](const Layout& l) { return l.ranks() != ranks; });
+      const std::vector<Layout> all(from, to);
+      from = to;
       const std::string of_ranks = formatted("{} rank{}", ranks, ranks == 1 ? "" : "s");
       Distances largest(alone, alone);
       int good = 0, ties = 0;
@@ -425,8 +412,7 @@ inline bool run_selftest(
       count += static_cast<int>(all.size());
       failed += static_cast<int>(all.size()) - good - ties;
       not_compared += ties;
-      if (!all.empty())
-        log.line(distances(formatted("{}: {} of {} layouts good", of_ranks, good, all.size()), largest));
+      log.line(distances(formatted("{}: {} of {} layouts good", of_ranks, good, all.size()), largest));
     }
   }
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();

@@ -2,9 +2,13 @@
 // new axis of parallelism is a few more lines of layouts().
 #pragma once
 #include <algorithm>
+#include <numeric>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "core/rng.h"
 
 #include "train/step_config.h"
 
@@ -246,6 +250,99 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
       if (sequences % ranks == 0 && ranks > 1 && sync != DpSync::all_reduce)
         all.push_back({{.grad_reduce = reduce, .shards = ranks, .sync = sync}});
   return all;
+}
+
+// A model, and the layouts in which it is compared with one rank: of one rank, then of two, and so on.
+struct ModelLayouts {
+  Model model;
+  std::vector<Layout> layouts;
+};
+
+// Every layout of up to this many ranks. layouts_of(ranks, model): in the place of layouts()
+inline std::vector<ModelLayouts> all_layouts(int max_ranks, const std::vector<Model>& models = all_models(),
+                                             std::vector<Layout> (*layouts_of)(int ranks,
+                                                                               const ModelConfig*) = layouts) {
+  std::vector<ModelLayouts> all;
+  for (const Model& model : models) {
+    const ModelConfig config = model.config();
+    ModelLayouts m{model, {}};
+    for (int ranks = 1; ranks <= max_ranks; ++ranks)
+      for (const Layout& layout : layouts_of(ranks, model.heads > 0 ? &config : nullptr)) m.layouts.push_back(layout);
+    if (!m.layouts.empty()) all.push_back(std::move(m));
+  }
+  return all;
+}
+inline int64_t count_layouts(const std::vector<ModelLayouts>& models) {
+  return std::accumulate(models.begin(), models.end(), int64_t{0},
+                         [](int64_t n, const ModelLayouts& m) { return n + std::ssize(m.layouts); });
+}
+
+// What is chosen where this model has this layout: "family gpt2", "stage 3".
+inline std::vector<std::string> choices(const Model& model, const Layout& l) {
+  return {formatted("family {}", model.family),
+          formatted("{}", model.dtype),
+          model.tied ? "tied" : "untied",
+          formatted("ranks {}", l.ranks()),
+          formatted("dp {}", l.readers()),
+          formatted("replicas {}", l.zero.replicas),
+          formatted("stage {}", l.zero.stage),
+          formatted("reduce {}", l.zero.grad_reduce),
+          formatted("{}", l.zero.sync),
+          formatted("tp {}{}{}", l.tensor.ranks, l.tensor.sequence ? " by rows" : "",
+                    l.tensor.overlap ? " overlapped" : ""),
+          formatted("cp {} {}", l.context.ranks, l.context.attention),
+          formatted("pp {} {} in {} chunks", l.stages, l.stages > 1 ? name_of(l.schedule) : "", l.chunks_per_stage),
+          formatted("ep {}", l.expert_ranks)};
+}
+// Calls visit(pair) for every two of them.
+template <class F>
+void for_each_pair(const std::vector<std::string>& choices, F&& visit) {
+  for (auto a = choices.begin(); a != choices.end(); ++a)
+    for (auto b = a + 1; b != choices.end(); ++b) visit(std::pair(*a, *b));
+}
+
+// Some of these layouts, in which any two choices occur together that do so in all of them: most faults that only a
+// combination shows need two parts of it (Kuhn, Wallace and Gallo, 2004). Layouts are drawn one after the other; one
+// with a new pair of choices is kept, and with it the first of its kind, with which it must agree bit for bit.
+inline std::vector<ModelLayouts> every_pair(const std::vector<ModelLayouts>& all) {
+  struct Place {
+    size_t model, layout;
+    auto operator<=>(const Place&) const = default;
+  };
+  struct Drawn {
+    Place place, first;
+  };
+  std::vector<Drawn> drawn;
+  for (size_t t = 0; t < all.size(); ++t)
+    for (size_t i = 0, first = 0; i < all[t].layouts.size(); ++i) {
+      if (all[t].layouts[i].begins()) first = i;
+      drawn.push_back({{t, i}, {t, first}});
+    }
+  const Philox rng(7, "layouts of the self-test");
+  for (size_t i = drawn.size(); i > 1; --i) std::swap(drawn[i - 1], drawn[rng.bits(i) % i]);
+
+  std::set<std::pair<std::string, std::string>> tried;
+  std::set<Place> kept;
+  const auto tries_new = [&](const Place& place) {
+    const auto before = tried.size();
+    for_each_pair(choices(all[place.model].model, all[place.model].layouts[place.layout]),
+                  [&](const auto& pair) { tried.insert(pair); });
+    return tried.size() > before;
+  };
+  for (const Drawn& d : drawn)
+    if (tries_new(d.place)) {
+      kept.insert(d.place);
+      kept.insert(d.first);
+      tries_new(d.first);
+    }
+  std::vector<ModelLayouts> some;
+  for (size_t t = 0; t < all.size(); ++t) {
+    ModelLayouts m{all[t].model, {}};
+    for (size_t i = 0; i < all[t].layouts.size(); ++i)
+      if (kept.contains({t, i})) m.layouts.push_back(all[t].layouts[i]);
+    if (!m.layouts.empty()) some.push_back(std::move(m));
+  }
+  return some;
 }
 
 inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t batch_size, const Layout& layout) {

@@ -307,8 +307,9 @@ TEST_CASE("four ranks with experts in bf16 agree with one rank, and too large a 
     return {{.zero = {.shards = 4}, .expert_ranks = 2}};
   };
   Log log = Log::silent();
-  REQUIRE(run_selftest(log, 4, {}, {}, model(2), layouts));
-  REQUIRE_FALSE(run_selftest(log, 4, {}, {.hooks = layout_bugs::Replaces<TimesEp>()}, model(1), four_shards));
+  REQUIRE(run_selftest(log, selftest::all_layouts(4, model(2), layouts)));
+  REQUIRE_FALSE(run_selftest(log, selftest::all_layouts(4, model(1), four_shards), {},
+                             {.hooks = layout_bugs::Replaces<TimesEp>()}));
 }
 
 TEST_CASE("a layout that sends a token to another expert is told from one rank by token, layer and margin") {
@@ -358,7 +359,7 @@ TEST_CASE("a layout that sends a token to another expert is told from one rank b
   // A layout with a tie is not compared, which is no failure if others are; one that chooses otherwise fails.
   Log log = Log::silent();
   const auto passes = [&](auto read, auto layouts) {
-    return run_selftest(log, 2, {}, {.read = read, .init = init_twins}, {shallow}, layouts);
+    return run_selftest(log, selftest::all_layouts(2, {shallow}, layouts), {}, {.read = read, .init = init_twins});
   };
   REQUIRE(passes(read_instead<twin>, two_ranks));
   REQUIRE_FALSE(passes(read_instead<twin>, two_expert_ranks));

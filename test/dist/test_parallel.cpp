@@ -3,6 +3,7 @@
 #include <latch>
 #include <mutex>
 #include <ranges>
+#include <set>
 
 #include "catch2.h"
 #include "core/signals.h"
@@ -24,9 +25,9 @@ TEST_CASE(
     return m.dtype == DType::bf16 && !m.tied && m.config().experts.count == 0;
   });
   Log log = Log::silent();
-  REQUIRE(run_selftest(log, 3, {}, {}, models));
-  REQUIRE(run_selftest(log, 8, {}, {}, {{"gpt2", true, DType::fp32}}, four_or_eight));
-  REQUIRE(run_selftest(log, 4, {}, {}, {{"qwen3", false, DType::bf16}}, four_or_eight));
+  REQUIRE(run_selftest(log, selftest::all_layouts(3, models)));
+  REQUIRE(run_selftest(log, selftest::all_layouts(8, {{"gpt2", true, DType::fp32}}, four_or_eight)));
+  REQUIRE(run_selftest(log, selftest::all_layouts(4, {{"qwen3", false, DType::bf16}}, four_or_eight)));
 }
 
 TEST_CASE("four and eight ranks with tensor parallelism agree with one rank") {
@@ -39,13 +40,47 @@ TEST_CASE("four and eight ranks with tensor parallelism agree with one rank") {
     return some;
   };
   Log log = Log::silent();
-  REQUIRE(
-      run_selftest(log, 8, {}, {}, {{"qwen2", true, DType::fp32, 8, 2}, {"gpt2", false, DType::bf16, 8, 8}}, layouts));
+  REQUIRE(run_selftest(log, selftest::all_layouts(
+                                8, {{"qwen2", true, DType::fp32, 8, 2}, {"gpt2", false, DType::bf16, 8, 8}}, layouts)));
+}
+
+TEST_CASE("few layouts try every two choices that occur together, each with the first of its kind") {
+  using namespace selftest;
+  const auto pairs = [](const std::vector<ModelLayouts>& models) {
+    std::set<std::pair<std::string, std::string>> all;
+    for (const auto& [model, layouts] : models)
+      for (const Layout& layout : layouts)
+        for_each_pair(choices(model, layout), [&](const auto& pair) { all.insert(pair); });
+    return all;
+  };
+  for (const int ranks : {1, 2, 8}) {
+    const std::vector<ModelLayouts> all = all_layouts(ranks), some = every_pair(all);
+    INFO(ranks << ": " << count_layouts(some) << " of " << count_layouts(all));
+    REQUIRE(pairs(some) == pairs(all));
+    REQUIRE(count_layouts(some) < count_layouts(all));
+    REQUIRE((ranks < 8 || count_layouts(some) < count_layouts(all) / 8));
+    for (const ModelLayouts& m : some) {
+      const auto same_model =
+          std::ranges::find(all, to_string(m.model), [](const ModelLayouts& l) { return to_string(l.model); });
+      REQUIRE(same_model != all.end());
+      size_t next = 0;  // in the list of all; they are in the same order
+      std::string first_kept;
+      for (const Layout& layout : m.layouts) {
+        if (layout.begins()) first_kept = to_string(layout);
+        std::string first;
+        for (; to_string(same_model->layouts.at(next)) != to_string(layout); ++next) {
+        }
+        for (size_t i = 0; i <= next; ++i)
+          if (same_model->layouts[i].begins()) first = to_string(same_model->layouts[i]);
+        REQUIRE(first == first_kept);
+      }
+    }
+  }
 }
 
 TEST_CASE("every layout of up to eight ranks, with every family in every dtype", "[long]") {
   Log log = Log::silent();
-  REQUIRE(run_selftest(log, 8));
+  REQUIRE(run_selftest(log, selftest::all_layouts(8)));
 }
 
 TEST_CASE("the self-test finds a skipped reduction, a mean instead of a sum, a duplicate sample and a stale unit") {
@@ -66,7 +101,7 @@ TEST_CASE("the self-test finds a skipped reduction, a mean instead of a sum, a d
         Case{"duplicate sample", {.read = read_as_rank_0}, 0}, Case{"stale unit", {.hooks = stale_gather}, 1}}) {
     INFO(bug);
     Log log = Log::silent();
-    REQUIRE_FALSE(run_selftest(log, 2, {}, parts, {{"gpt2", true, DType::fp32}}));
+    REQUIRE_FALSE(run_selftest(log, selftest::all_layouts(2, {{"gpt2", true, DType::fp32}}), {}, parts));
     for (const ZeroConfig& zero : selftest::layouts(2) | std::views::transform(&selftest::Layout::zero)) {
       if (zero.stage < first_stage || (first_stage > 0 && zero.shards == 1) || zero.sync != DpSync::all_reduce)
         continue;
@@ -388,8 +423,8 @@ TEST_CASE("the self-test says what it compares, with what axes, at what distance
   const TempDir dir;
   Log log;
   log.open(dir.path(), 0);
-  REQUIRE(run_selftest(log, 2, {}, {},
-                       {{"gpt2", true, DType::bf16, 6, 3}, {"llama", false, DType::bf16, 8, 4, selftest::seq_len, 9}}));
+  REQUIRE(run_selftest(log, selftest::all_layouts(2, {{"gpt2", true, DType::bf16, 6, 3},
+                                                      {"llama", false, DType::bf16, 8, 4, selftest::seq_len, 9}})));
   const std::string text = read_whole(dir / "log.txt");
   INFO(text);
   for (const char* line :

@@ -171,7 +171,9 @@ TEST_CASE("the self-test finds a server that skips a rank, adds in another order
     return all;
   };
   Log silent = Log::silent();
-  REQUIRE(run_selftest(silent, 3, {}, {}, {{"gpt2", true, DType::fp32}}, three_ranks));
+  const std::vector<selftest::ModelLayouts> models =
+      selftest::all_layouts(3, {{"gpt2", true, DType::fp32}}, three_ranks);
+  REQUIRE(run_selftest(silent, models));
   const Replaces<ServerSkipsARank> skips;
   const Replaces<ServerAddsAsItArrives> arrival;
   const Replaces<ServerSendsStaleWeights> stale;
@@ -187,7 +189,7 @@ TEST_CASE("the self-test finds a server that skips a rank, adds in another order
                                          {"one part", &one_part, partitioned},
                                          {"untold", &untold, central}}) {
     INFO(bug);
-    REQUIRE_FALSE(run_selftest(silent, 3, {}, {.hooks = *hooks}, {{"gpt2", true, DType::fp32}}, three_ranks));
+    REQUIRE_FALSE(run_selftest(silent, models, {}, {.hooks = *hooks}));
     for (const DpSync sync : hits) {  // each of them, not only one
       INFO(name_of(sync));
       const selftest::Outcome right = selftest::run_layout(step_of(3, sync)),

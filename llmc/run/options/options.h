@@ -93,6 +93,7 @@ struct Options {
   double init_timeout = 600, comm_timeout = 300;  // seconds
   bool evaluate = false, generate = false, interactive = false, plan = false, selftest = false, verify_data = false,
        profile = false;
+  std::string selftest_layouts = "pairs";
   bool print_schedule = false, json = false;
   std::optional<int64_t> micro_batches;  // to draw; none: twice --pp
 
@@ -424,7 +425,10 @@ void visit_options(O& o, Visitor&& visit) {
         "print JSON instead: with --print-schedule, which scripts/plot_schedule.py draws, and with --evaluate, one "
         "object");
   visit("--selftest", "", o.selftest, Limits{}, free,
-        "instead of training, compare every layout of up to --local-ranks ranks with one rank, on tiny models");
+        "instead of training, compare layouts of up to --local-ranks ranks with one rank, on tiny models");
+  visit("--selftest-layouts", "", o.selftest_layouts, one_of({"pairs", "all"}), free,
+        "pairs: as few as it takes to try every two choices (of axes, stages, schedules, dtypes, families) together; "
+        "all: every layout");
   visit("--verify-data", "", o.verify_data, Limits{}, free,
         "instead of training, read all of --train-data and --val-data, check every token against the vocabulary, and "
         "count");

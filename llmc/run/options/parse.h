@@ -225,6 +225,8 @@ inline void validate_evaluation(const Options& o) {
 inline void validate(const Options& o) {
   CHECK(o.evaluate + o.generate + o.plan + o.selftest + o.verify_data + o.print_schedule <= 1,
         "--evaluate, --generate, --plan, --selftest, --verify-data and --print-schedule: choose one of them");
+  CHECK(o.selftest || o.selftest_layouts == Options().selftest_layouts,
+        "--selftest-layouts {} is for --selftest: add it, or leave out --selftest-layouts", o.selftest_layouts);
   if (o.print_schedule) return;
   validate_pipeline(o);
   if (o.selftest) return;
