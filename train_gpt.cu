@@ -326,12 +326,16 @@ class Training {
 
   // On a CPU, those of the processor or of --cpu-isa: a run that changes them goes on, and rounds differently.
   void choose_instructions() {
-    const std::string before = std::exchange(progress_.cpu_isa, cpu::name_of(cpu::isa_in_use()));
-    if (!before.empty() && before != progress_.cpu_isa)
-      log_.line(formatted(
-          "notice: the checkpoint was computed with the instructions of {}, and the run goes on with those of {}: "
-          "it rounds differently from here on. --cpu-isa {} would repeat it bit for bit, where it is there",
-          before, progress_.cpu_isa, before));
+    const std::string before = std::exchange(progress_.cpu_isa, cpu::recorded_isa());
+    if (before.empty() || before == progress_.cpu_isa) return;
+    const std::vector<std::string> choices = cpu::isa_choices();
+    const bool can_choose =
+        before != cpu::name_of(cpu::isa_in_use()) && std::ranges::find(choices, before) != choices.end();
+    log_.line(formatted(
+        "notice: the checkpoint was computed with the instructions of {}, and the run goes on with those of {}: "
+        "it rounds differently from here on{}",
+        before, progress_.cpu_isa,
+        can_choose ? formatted(". --cpu-isa {} would repeat it bit for bit, where it is there", before) : ""));
   }
 
   [[noreturn]] void end(const EndsEarly& early) {

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Installs what train_gpt needs out of Debian's packages: only what is missing, and only the sets that are named.
 #
-#   scripts/install_deps.sh [--if-needed] [build|test|long|run|check|fresh|slurm ...]
+#   scripts/install_deps.sh [--if-needed] [build|test|long|run|check|fresh|slurm|arm ...]
 #
-# No set named: all of them but fresh and slurm, which are for single long tests.
+# No set named: all of them but fresh, slurm and arm, which are for single long tests.
 #
 # As root, or with a sudo that asks for no password, it installs, and repairs installed packages that have lost files;
 # otherwise it names what is missing, prints the command to type and exits 1. --if-needed is for make: it does nothing as
@@ -110,9 +110,9 @@ sets=()
 for argument in "$@"; do
   case $argument in
     --if-needed) if_needed=yes ;;
-    build | test | long | run | check | fresh | slurm) sets+=("$argument") ;;
+    build | test | long | run | check | fresh | slurm | arm) sets+=("$argument") ;;
     *) fail "unknown argument '$argument'; usage: scripts/install_deps.sh [--if-needed]" \
-         "[build|test|long|run|check|fresh|slurm ...]" ;;
+         "[build|test|long|run|check|fresh|slurm|arm ...]" ;;
   esac
 done
 [ ${#sets[@]} -gt 0 ] || sets=(build test long run check)

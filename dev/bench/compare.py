@@ -7,7 +7,8 @@ PyTorch runs compiled, and eager too on a CPU and with experts; in bf16 with aut
 GPU with fp32 masters). The trainer runs as it is, on a GPU also with --tune-matmul. The first round picks the fastest
 variant of each kind for the later rounds. Figures are medians over all timed steps of all rounds; "spread" is the
 interquartile range over the median. A case may also be a directory with a config.json. d6-e8 and d12-e8 are sparse, and
-compared with transformers' Mixtral, whose experts run by the fastest of its implementations.
+compared with transformers' Mixtral, whose experts run by the fastest of its implementations. drawn:SEED is a GPT-2 of a
+shape that the seed draws. Memory is what the process holds after a step on a CPU, and PyTorch's largest on a GPU.
 """
 import argparse
 import dataclasses
@@ -15,6 +16,7 @@ import importlib.util
 import json
 import os
 import platform
+import random
 import shutil
 import statistics
 import struct
@@ -169,7 +171,7 @@ def compare(bench, name, case, dtype):
     """Returns a row of the table, the losses of both, and the time by op."""
     all_ways, longest, warmup = bench.variants(case, dtype), 0.0, WARMUP[bench.o.device]
     ways = all_ways
-    times, losses, profile, peer, reasons = {}, {}, [], {}, {"ours": "no time left"}
+    times, losses, memory, profile, peer, reasons = {}, {}, {}, [], {}, {"ours": "no time left"}
     for round_number in range(bench.o.rounds):
         if round_number > 0 and not bench.in_time(longest):
             print(f"{name} {dtype}: no time left for round {round_number + 1}", file=sys.stderr)
@@ -186,9 +188,10 @@ def compare(bench, name, case, dtype):
                     lines, profile = bench.ours(case, dtype, options)
                     milliseconds = [line["ms"] for line in lines[warmup:]]
                     losses[way] = [line["loss"] for line in lines]
+                    memory[way] = max(line["memory_bytes"] for line in lines) / 2**30
                 else:
                     peer = bench.pytorch(case, options)
-                    milliseconds, losses[way] = peer["ms"], peer["losses"]
+                    milliseconds, losses[way], memory[way] = peer["ms"], peer["losses"], peer["gib"]
                 times.setdefault(way, []).extend(milliseconds)
             except Failed as error:   # e.g. out of memory, where another variant may fit
                 reasons["ours" if kind_of(way) == "ours" else "PyTorch"] = error
@@ -220,8 +223,7 @@ def compare(bench, name, case, dtype):
     if peer["kernel_ms"]:
         text += f"; {'experts' if case.needs else 'attention'} of PyTorch by {peer['kernel']}, ms of a layer " \
                 f"{peer['kernel_ms']}"
-    if peer["gib"]:
-        text += f"; {peer['gib']:.1f} GiB"
+    text += f"; {memory[mine]:.2f} GiB, PyTorch {memory[theirs]:.2f}"
     return row, text, f"{name} {dtype}\n" + "\n".join(profile), peer
 
 
@@ -234,8 +236,16 @@ def gpu(field):
     return run(["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]).splitlines()[0].strip()
 
 
+def drawn_case(seed):
+    draw = random.Random(seed)
+    heads, size, layers = draw.randint(3, 12), draw.choice((32, 48, 64, 80, 96)), draw.randint(2, 6)
+    vocab = draw.randint(2000, 50000)
+    return Case("gpt2:124M", draw.randint(1, 6), 32 * draw.randint(2, 24), 6,
+                ("--n-layer", layers, "--n-head", heads, "--n-embd", heads * size, "--vocab-size", vocab), vocab)
+
+
 def choose_case(name, o):
-    case = CASES[o.device].get(name)
+    case = drawn_case(int(name[6:])) if name.startswith("drawn:") else CASES[o.device].get(name)
     if case is None:
         with open(f"{ROOT}/{name}/config.json") as file:
             config = json.load(file)

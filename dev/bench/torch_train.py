@@ -323,7 +323,7 @@ def main():
     loss_of = torch.compile(model) if o.compile else model
     precision = torch.autocast(o.device, torch.bfloat16) if o.precision == "autocast" else contextlib.nullcontext()
     data = batches(read_shard(o.train_data), o.batch_size, o.seq_len, o.device)
-    milliseconds, losses, norms = [], [], []
+    milliseconds, losses, norms, resident = [], [], [], 0.0
     with sdpa_kernel(KERNELS[kernel]) if kernel in KERNELS else contextlib.nullcontext():
         for _ in range(o.warmup + o.steps):
             begin = time.perf_counter()
@@ -334,11 +334,13 @@ def main():
             norms.append(optimizer.step())
             losses.append(loss.item())
             milliseconds.append((time.perf_counter() - begin) * 1e3)
+            with open("/proc/self/statm") as file:
+                resident = max(resident, int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30)
     print(json.dumps({
         "ms": milliseconds[o.warmup:], "losses": losses, "norms": [norm.item() for norm in norms], "parameters": count,
         "flops_per_token": 6 * multiplied + 6 * width * o.seq_len,
         "torch": torch.__version__, "cuda": torch.version.cuda, "kernel": kernel, "kernel_ms": times,
-        "gib": torch.cuda.max_memory_allocated() / 2**30 if o.device == "cuda" else None}))
+        "gib": torch.cuda.max_memory_allocated() / 2**30 if o.device == "cuda" else resident}))
 
 
 if __name__ == "__main__":

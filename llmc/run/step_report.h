@@ -31,7 +31,7 @@ enum class Task : uint8_t { validation, sample, checkpoint };
 class StepReport {
  public:
   StepReport(const Job& job, Log& log, const Peaks& peaks, bool first_rank)
-      : job_(job), o_(job.options), log_(log), peaks_(peaks) {
+      : job_(job), o_(job.options), log_(log), peaks_(peaks), first_rank_(first_rank) {
     if (first_rank && o_.log_gpu_every > 0) monitor_.emplace(gpu_info(job.rank_device.gpu).bus_id);
   }
 
@@ -121,10 +121,21 @@ class StepReport {
                  {"metrics", o_.out_dir + "/metrics.jsonl"}};
     if (!gpu_memory.empty()) rows.emplace_back("GPU memory", gpu_memory);
     log_.table("done", rows);
-    if (o_.profile) report_profile(log_, ops, updates, peaks_.of_rank(job_.step.ranks()));
+    if (o_.profile && first_rank_) report_profile(log_, ops, updates, roof().of_rank(job_.step.ranks()));
   }
 
  private:
+  // The peaks; on a CPU those that are measured now where they are higher, since the machine may have been busy before.
+  Peaks roof() const {
+    Peaks best = peaks_;
+    if (job_.device.kind != DeviceKind::cpu) return best;
+    const Peaks now =
+        find_peaks(job_.device, job_.step.dtype, o_.peak_tflops, true).times(devices_in_use(job_.device, o_));
+    best.raise(now.measured);
+    best.bandwidth = std::max(best.bandwidth, now.bandwidth);
+    return best;
+  }
+
   // "0.7-1.5": how often the least and the most chosen expert was, over the mean; with a capacity, what was dropped.
   std::optional<std::pair<std::string, std::string>> experts_column(const StepResult& result) const {
     if (!result.experts) return std::nullopt;
@@ -172,6 +183,7 @@ class StepReport {
   const Options& o_;
   Log& log_;
   Peaks peaks_;
+  bool first_rank_;
   bool raised_ = false, rounds_said_ = false;  // notices that are printed once
   std::optional<GpuMonitor> monitor_;
   int64_t first_ = 0;  // updates done when training began or resumed

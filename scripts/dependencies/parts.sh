@@ -37,6 +37,9 @@ parts='
     slurm  slurmd          slurmd                required   the Slurm node daemon
     slurm  slurm_client    slurm-client          required   Slurm commands
     slurm  munge           munge                 required   MUNGE
+    arm    arm_cxx         g++-aarch64-linux-gnu required   a compiler for aarch64
+    arm    qemu            qemu-user             required   qemu-aarch64
+    arm    debootstrap     debootstrap           required   debootstrap
     other  nvcc            -                     optional   nvcc
     other  gpu             -                     optional   a GPU
     nvcc   cublaslt        -                     optional   cuBLASLt

@@ -178,6 +178,8 @@ probe_bible() {
 probe_clang_format() { tool clang-format --version; }
 probe_shellcheck() { tool shellcheck --version; }
 probe_debootstrap() { tool debootstrap --version; }
+probe_arm_cxx() { tool aarch64-linux-gnu-g++ --version; }
+probe_qemu() { tool qemu-aarch64 --version; }
 probe_slurmctld() { tool slurmctld -V; }
 probe_slurmd() { tool slurmd -V; }
 # Slurm's commands do not start without a configuration.

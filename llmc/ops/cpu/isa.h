@@ -82,7 +82,9 @@ inline Isa isa_of(const std::string& name, const char* option) {
   const auto found = std::find(isa_names.begin(), isa_names.end(), name);
   CHECK(found != isa_names.end(), "{} {}: no such instruction set; use one of {}", option, name, isa_choices());
   const Isa isa = static_cast<Isa>(found - isa_names.begin());
+#ifdef __x86_64__
   if (!has_isa_sets && isa < Isa::pairs_stand_in) return Isa::portable;
+#endif
   CHECK(processor_has(isa), "{} {}: this processor has {} at best; leave {} out, or use that", option, name,
         name_of(processor_isa()), option);
   return isa;
@@ -100,6 +102,16 @@ inline Isa isa_in_use() {
     return most == nullptr || *most == '\0' ? processor_isa() : isa_of(most, isa_variable);
   }();
   return isa;
+}
+// As a run records it: what rounds alike. The same ops for any processor round otherwise on another kind of it.
+inline std::string recorded_isa() {
+#ifdef __x86_64__
+  return name_of(isa_in_use());
+#elif defined(__aarch64__)
+  return formatted("{} on aarch64", name_of(isa_in_use()));
+#else
+  return formatted("{} on another processor than x86-64", name_of(isa_in_use()));
+#endif
 }
 
 }  // namespace llmc::cpu
