@@ -1,6 +1,7 @@
 // train_gpt.cu: the trainer, and the place to start reading. main() parses the options and picks a mode; run_training()
 // checks the job, finds the checkpoint to resume from and starts the ranks; Training::run() is the loop of each rank.
 // llmc/README.md is a map of the rest.
+#include <algorithm>
 #include <cerrno>  // program_invocation_name, from glibc
 #include <chrono>
 #include <cmath>
@@ -328,14 +329,13 @@ class Training {
   void choose_instructions() {
     const std::string before = std::exchange(progress_.cpu_isa, cpu::recorded_isa());
     if (before.empty() || before == progress_.cpu_isa) return;
-    const std::vector<std::string> choices = cpu::isa_choices();
-    const bool can_choose =
-        before != cpu::name_of(cpu::isa_in_use()) && std::ranges::find(choices, before) != choices.end();
+    const auto same = std::ranges::find(cpu::isa_names, before);
+    const bool is_here = same != cpu::isa_names.end() && before != cpu::name_of(cpu::isa_in_use()) &&
+                         cpu::processor_has(static_cast<cpu::Isa>(same - cpu::isa_names.begin()));
     log_.line(formatted(
         "notice: the checkpoint was computed with the instructions of {}, and the run goes on with those of {}: "
         "it rounds differently from here on{}",
-        before, progress_.cpu_isa,
-        can_choose ? formatted(". --cpu-isa {} would repeat it bit for bit, where it is there", before) : ""));
+        before, progress_.cpu_isa, is_here ? formatted(". --cpu-isa {} would repeat it bit for bit", before) : ""));
   }
 
   [[noreturn]] void end(const EndsEarly& early) {

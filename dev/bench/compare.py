@@ -8,7 +8,8 @@ GPU with fp32 masters). The trainer runs as it is, on a GPU also with --tune-mat
 variant of each kind for the later rounds. Figures are medians over all timed steps of all rounds; "spread" is the
 interquartile range over the median. A case may also be a directory with a config.json. d6-e8 and d12-e8 are sparse, and
 compared with transformers' Mixtral, whose experts run by the fastest of its implementations. drawn:SEED is a GPT-2 of a
-shape that the seed draws. Memory is what the process holds after a step on a CPU, and PyTorch's largest on a GPU.
+shape that the seed draws. Memory: on a CPU the largest resident set in the timed steps (ours: after a step, since it has
+all of it from the first step on); on a GPU the trainer's plan, and what PyTorch allocated at most.
 """
 import argparse
 import dataclasses
@@ -224,6 +225,8 @@ def compare(bench, name, case, dtype):
         text += f"; {'experts' if case.needs else 'attention'} of PyTorch by {peer['kernel']}, ms of a layer " \
                 f"{peer['kernel_ms']}"
     text += f"; {memory[mine]:.2f} GiB, PyTorch {memory[theirs]:.2f}"
+    if case.shape:
+        text += f"; {' '.join(map(str, case.shape))}"
     return row, text, f"{name} {dtype}\n" + "\n".join(profile), peer
 
 
@@ -237,7 +240,9 @@ def gpu(field):
 
 
 def drawn_case(seed):
-    draw = random.Random(seed)
+    if not seed.isdigit():
+        sys.exit(f"compare.py: error: --cases drawn:{seed}: expected a number after the colon, such as drawn:7")
+    draw = random.Random(int(seed))
     heads, size, layers = draw.randint(3, 12), draw.choice((32, 48, 64, 80, 96)), draw.randint(2, 6)
     vocab = draw.randint(2000, 50000)
     return Case("gpt2:124M", draw.randint(1, 6), 32 * draw.randint(2, 24), 6,
@@ -245,14 +250,14 @@ def drawn_case(seed):
 
 
 def choose_case(name, o):
-    case = drawn_case(int(name[6:])) if name.startswith("drawn:") else CASES[o.device].get(name)
+    case = drawn_case(name.removeprefix("drawn:")) if name.startswith("drawn:") else CASES[o.device].get(name)
     if case is None:
         with open(f"{ROOT}/{name}/config.json") as file:
             config = json.load(file)
         case = Case(name, 2, config.get("n_positions") or min(config["max_position_embeddings"], 1024), 4,
                     vocab=config["vocab_size"])
     elif o.device == "cuda" and float(gpu("memory.total")) < 120 * 1024:
-        case = dataclasses.replace(case, batch=case.batch // 2)
+        case = dataclasses.replace(case, batch=max(1, case.batch // 2))
     return dataclasses.replace(case, **{k: v for k, v in (("batch", o.batch_size), ("steps", o.steps)) if v})
 
 
@@ -261,7 +266,7 @@ def main():
     parser.add_argument("--device", choices=CASES, default="cpu")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="+", metavar="NAME",
-                        help="default: " + "; ".join(f"on {device} {' '.join(c)}" for device, c in CASES.items()))
+                        help="also drawn:SEED; default: " + "; ".join(f"on {device} {' '.join(c)}" for device, c in CASES.items()))
     parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), help="default: both on a CPU, bf16 on a GPU")
     parser.add_argument("--batch-size", type=int, help="sequences, instead of the case's")
     parser.add_argument("--steps", type=int, help="timed steps per run, instead of the case's")

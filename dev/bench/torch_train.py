@@ -298,6 +298,18 @@ def dense_model(o):
     return model, s.n_layer * s.n_embd, kernel, times, count_parameters(model)
 
 
+def forget_peak_memory():
+    """What compiling took is not what training takes."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def peak_memory_gib():
+    """The largest resident set since then."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 2**20
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt2:124M", help=f"{', '.join(PRESETS)}, d<N>-e<E>, or a directory")
@@ -323,9 +335,11 @@ def main():
     loss_of = torch.compile(model) if o.compile else model
     precision = torch.autocast(o.device, torch.bfloat16) if o.precision == "autocast" else contextlib.nullcontext()
     data = batches(read_shard(o.train_data), o.batch_size, o.seq_len, o.device)
-    milliseconds, losses, norms, resident = [], [], [], 0.0
+    milliseconds, losses, norms = [], [], []
     with sdpa_kernel(KERNELS[kernel]) if kernel in KERNELS else contextlib.nullcontext():
-        for _ in range(o.warmup + o.steps):
+        for step in range(o.warmup + o.steps):
+            if step == o.warmup:
+                forget_peak_memory()
             begin = time.perf_counter()
             inputs, targets = next(data)
             with precision:
@@ -334,13 +348,11 @@ def main():
             norms.append(optimizer.step())
             losses.append(loss.item())
             milliseconds.append((time.perf_counter() - begin) * 1e3)
-            with open("/proc/self/statm") as file:
-                resident = max(resident, int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30)
     print(json.dumps({
         "ms": milliseconds[o.warmup:], "losses": losses, "norms": [norm.item() for norm in norms], "parameters": count,
         "flops_per_token": 6 * multiplied + 6 * width * o.seq_len,
         "torch": torch.__version__, "cuda": torch.version.cuda, "kernel": kernel, "kernel_ms": times,
-        "gib": torch.cuda.max_memory_allocated() / 2**30 if o.device == "cuda" else resident}))
+        "gib": torch.cuda.max_memory_allocated() / 2**30 if o.device == "cuda" else peak_memory_gib()}))
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ left() { echo $(((part_end < sitting_end ? part_end : sitting_end) - SECONDS)); 
 # check NAME SECONDS COMMAND...: status 0 is ok, 77 that it cannot be tried here. The note is the last line that begins
 # with "note:" or is the summary of a test program or a sanitizer; else the error. It is killed after SECONDS, or when
 # the part's time is up.
-summaries='^note:|^========= .*SUMMARY|^All tests passed|^test cases:|^selftest:'
+summaries='^note:|^========= .*SUMMARY|^All tests passed|^test cases:|^self-test:'
 check() {
   local name=$1 limit=$(($2 * MORE_SECONDS)) output=$RUNS/$part.output status=0 begin=$SECONDS note
   shift 2

@@ -9,7 +9,7 @@ inline std::string matmul_library([[maybe_unused]] const Device& device) {
 #ifdef TRAIN_GPT_CUDA
   if (device.computes_as() == DeviceKind::cuda) return formatted("cuBLASLt {}", cublasLtGetVersion());
 #endif
-  return formatted("our own, for {}", cpu::name_of(cpu::isa_in_use()));
+  return formatted("our own, for {}", cpu::recorded_isa());
 }
 
 // Selects a GPU's matmul algorithms by shape. While `on`, the first product of each shape tries every algorithm that

@@ -34,9 +34,9 @@ inline void run_selftest_mode(const Options& o, const Processes& processes) {
   if (o.selftest_layouts == "pairs") {
     const int64_t all = selftest::count_layouts(models);
     models = selftest::every_pair(models);
-    log.line(
-        formatted("self-test: {} of {} layouts try every two choices together; --selftest-layouts all compares all",
-                  selftest::count_layouts(models), all));
+    log.line(formatted(
+        "self-test: every pair of choices occurs in these {} of {} layouts; --selftest-layouts all compares all",
+        selftest::count_layouts(models), all));
   }
   if (!run_selftest(log, models, machine))
     throw SharedError("--selftest: the layouts above that say FAILED differ from one rank", ExitStatus::diverged);

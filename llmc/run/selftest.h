@@ -6,7 +6,9 @@
 #include <cmath>
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/log.h"
@@ -318,6 +320,7 @@ inline bool run_selftest(Log& log, const std::vector<selftest::ModelLayouts>& mo
   const auto begin = std::chrono::steady_clock::now();
   const int64_t total = count_layouts(models);
   int64_t number = 0;
+  CHECK(total > 0, "the self-test has no layout to compare");
   int max_ranks = 0;
   for (const ModelLayouts& m : models) max_ranks = std::max(max_ranks, m.layouts.back().ranks());
   log.line(formatted("self-test: {} layouts of up to {} ranks; in each, ranks together train a tiny model for {} steps",
@@ -329,7 +332,7 @@ inline bool run_selftest(Log& log, const std::vector<selftest::ModelLayouts>& mo
     const auto text = [](double x) { return formatted("{:.1e}", x); };
     return row(name, text(d.loss), text(d.norm), text(d.gradients), text(d.weights));
   };
-  int failed = 0, not_compared = 0, count = 0;
+  int64_t failed = 0, not_compared = 0;
   for (const ModelLayouts& m : models) {
     const Model& compared = m.model;
     const ModelConfig model = compared.config();
@@ -368,16 +371,17 @@ inline bool run_selftest(Log& log, const std::vector<selftest::ModelLayouts>& mo
     log.line(distances("allowed", other_device ? farther : near));
     if (!fp32 && !other_device && std::ranges::any_of(m.layouts, in_parts))
       log.line(distances("allowed with tp or cp", farther));
+    int64_t compared_here = 0, ties_here = 0;
     for (auto from = m.layouts.begin(); from != m.layouts.end();) {
       const int ranks = from->ranks();
       const auto to = std::find_if(from, m.layouts.end(), [&](const Layout& l) { return l.ranks() != ranks; });
-      const std::vector<Layout> all(from, to);
+      const std::span of_this_size(from, to);
       from = to;
       const std::string of_ranks = formatted("{} rank{}", ranks, ranks == 1 ? "" : "s");
       Distances largest(alone, alone);
       int good = 0, ties = 0;
       Outcome first;  // of those that agree bit for bit
-      for (const Layout& layout : all) {
+      for (const Layout& layout : of_this_size) {
         log.progress(formatted("{}, {}: layout", to_string(compared), of_ranks), ++number, total);
         const StepConfig step = step_config(model, dtype, layout);
         const Outcome outcome = run_layout(step, machine, used);
@@ -405,19 +409,20 @@ inline bool run_selftest(Log& log, const std::vector<selftest::ModelLayouts>& mo
           log.line(formatted("  {} | {} | {}{}", to_string(layout), text(d),
                              is_tie ? "NOT COMPARED: " : "FAILED:", is_tie ? tie : verdict));
       }
-      if (good == 0 && ties > 0) {
-        log.line(formatted("  {}: FAILED: none of the layouts could be compared", of_ranks));
-        ties = 0;
-      }
-      count += static_cast<int>(all.size());
-      failed += static_cast<int>(all.size()) - good - ties;
-      not_compared += ties;
-      log.line(distances(formatted("{}: {} of {} layouts good", of_ranks, good, all.size()), largest));
+      compared_here += good;
+      ties_here += ties;
+      failed += static_cast<int>(of_this_size.size()) - good - ties;
+      log.line(distances(formatted("{}: {} of {} layouts good", of_ranks, good, of_this_size.size()), largest));
     }
+    if (compared_here == 0 && ties_here > 0) {
+      log.line("  FAILED: none of the layouts could be compared");
+      failed += std::exchange(ties_here, 0);
+    }
+    not_compared += ties_here;
   }
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   log.line("");
-  log.line(formatted("self-test: {} of {} layouts are good{} | {}", count - failed - not_compared, count,
+  log.line(formatted("self-test: {} of {} layouts are good{} | {}", total - failed - not_compared, total,
                      not_compared == 0 ? "" : formatted("; near ties of routers: {} not compared", not_compared),
                      human_duration(seconds)));
   return failed == 0;

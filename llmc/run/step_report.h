@@ -125,14 +125,18 @@ class StepReport {
   }
 
  private:
-  // The peaks; on a CPU those that are measured now where they are higher, since the machine may have been busy before.
+  // On a CPU, measured again, since the machine may have been busy at the start; the higher value counts. Not where
+  // there is too little memory left to measure its speed.
   Peaks roof() const {
+    constexpr int64_t enough = int64_t{1} << 30;
     Peaks best = peaks_;
-    if (job_.device.kind != DeviceKind::cpu) return best;
-    const Peaks now =
-        find_peaks(job_.device, job_.step.dtype, o_.peak_tflops, true).times(devices_in_use(job_.device, o_));
-    best.raise(now.measured);
-    best.bandwidth = std::max(best.bandwidth, now.bandwidth);
+    if (job_.device.kind != DeviceKind::cpu || host_memory() - resident_bytes() < enough) return best;
+    try {
+      const double devices = devices_in_use(job_.device, o_);
+      best.raise(measure_matmul_peak(job_.device, job_.step.dtype) * devices);
+      best.bandwidth = std::max(best.bandwidth, measure_bandwidth(job_.device) * devices);
+    } catch (const Error&) {  // the memory is somebody else's
+    }
     return best;
   }
 

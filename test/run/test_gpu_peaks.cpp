@@ -1,5 +1,6 @@
 // Datasheet peaks by the GPU names that drivers report.
 #include "catch2.h"
+#include "helpers.h"
 #include "run/peak.h"
 #include "run/plan/report_plan.h"
 #include "run/setup.h"
@@ -24,6 +25,32 @@ TEST_CASE("a step that is faster than the measured peak raises it, so that no sh
   REQUIRE(named.raise(2.5e12));
   REQUIRE(named.promised == 3e12);
   REQUIRE(!Peaks().raise(1));  // of a rank that reports nothing
+}
+
+TEST_CASE("a profile ends with each op's time and its share of a roof that was measured here", "[peaks]") {
+  const TempDir dir;
+  for (const char* ranks : {"1", "2"}) {
+    const ProgramResult done =
+        run_program(std::string("--profile --local-ranks ") + ranks + " --train-data " + tiny_data +
+                    " --model d1 --n-embd 32 --n-head 2 --vocab-size 257 --seq-len 16 " +
+                    "--batch-size 2 --max-steps 2 --out-dir " + (dir / ranks));
+    INFO(done.out << done.err);
+    REQUIRE(done.status == 0);
+    const auto table = done.out.find("ops per rank; roof: ");
+    REQUIRE(table != std::string::npos);
+    REQUIRE(done.out.find("ops per rank", table + 1) == std::string::npos);  // of one rank
+    double of_all = 0;
+    for (const char* op : {"linear_forward", "attention_backward", "adamw_update"}) {
+      const auto line = done.out.find(std::string("\n  ") + op + " ", table);
+      REQUIRE(line != std::string::npos);
+      const std::string text = done.out.substr(line + 1, done.out.find('\n', line + 1) - line - 1);
+      const auto share = text.find(" ms/step");
+      of_all += std::stod(text.substr(share + 8));
+      REQUIRE(text.ends_with("% of roof"));
+      REQUIRE(std::stod(text.substr(text.find("GB/s") + 4)) > 0);
+    }
+    REQUIRE((of_all > 0 && of_all < 100));
+  }
 }
 
 TEST_CASE("processes that share processors have their peak once", "[peaks]") {

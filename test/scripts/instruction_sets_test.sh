@@ -18,11 +18,13 @@ if [ "$(uname -m)" = x86_64 ]; then
   [ -z "$stray" ] || fail "not every processor has the instructions of: $stray"
 fi
 
+layouts=pairs
+[ -z "${LONG:-}" ] || layouts=all
 for isa in avx2 portable avx512-bf16-stand-in amx-stand-in; do
   [ "$isa" != avx2 ] || grep -qsw avx2 /proc/cpuinfo || continue
   [ "$isa" = portable ] || TRAIN_GPT_CPU_ISA=$isa build/test/ops '~[long]~[.]' >build/instructions.log 2>&1 ||
     fail "test/ops fails with $isa: $(tail -n 40 build/instructions.log)"
   [ "$isa" = avx2 ] || [ -n "${LONG:-}" ] || continue
-  TRAIN_GPT_CPU_ISA=$isa ./train_gpt --selftest --local-ranks 2 >build/instructions.log 2>&1 ||
+  TRAIN_GPT_CPU_ISA=$isa ./train_gpt --selftest --local-ranks 2 --selftest-layouts "$layouts" >build/instructions.log 2>&1 ||
     fail "the self-test fails with $isa: $(tail -n 40 build/instructions.log)"
 done

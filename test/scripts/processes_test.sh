@@ -114,8 +114,8 @@ if [ "$all" = all ]; then
     same "$form" --pp 2 --n-layer 3 --token-slices 3 --total-batch-size 264
     same "$form" --pp 4 --n-layer 5 --schedule pipedream --model llama3:8B --n-kv-head 1 --n-ffn 24
   done
-  limit=900 tcp 2 --selftest --local-ranks 2 --device cpu || fail "--selftest over TCP"
-  [ -z $has_mpi ] || limit=900 mpi 4 --selftest --device cpu || fail "--selftest under mpirun"
+  limit=900 tcp 2 --selftest --selftest-layouts all --local-ranks 2 --device cpu || fail "--selftest over TCP"
+  [ -z $has_mpi ] || limit=900 mpi 4 --selftest --selftest-layouts all --device cpu || fail "--selftest under mpirun"
 else
   same tcp --zero-stage 3 --dtype bf16
   same tcp-threads --zero-stage 1 --dp-replicate 2

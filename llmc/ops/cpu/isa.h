@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include <sys/utsname.h>
+
 #ifdef __x86_64__
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -82,7 +84,7 @@ inline Isa isa_of(const std::string& name, const char* option) {
   const auto found = std::find(isa_names.begin(), isa_names.end(), name);
   CHECK(found != isa_names.end(), "{} {}: no such instruction set; use one of {}", option, name, isa_choices());
   const Isa isa = static_cast<Isa>(found - isa_names.begin());
-#ifdef __x86_64__
+#ifdef __x86_64__  // tests without the sets take any name for the ops of any processor
   if (!has_isa_sets && isa < Isa::pairs_stand_in) return Isa::portable;
 #endif
   CHECK(processor_has(isa), "{} {}: this processor has {} at best; leave {} out, or use that", option, name,
@@ -103,15 +105,11 @@ inline Isa isa_in_use() {
   }();
   return isa;
 }
-// As a run records it: what rounds alike. The same ops for any processor round otherwise on another kind of it.
+// What a run records: equal names round alike. The ops for any processor round differently on another architecture.
 inline std::string recorded_isa() {
-#ifdef __x86_64__
-  return name_of(isa_in_use());
-#elif defined(__aarch64__)
-  return formatted("{} on aarch64", name_of(isa_in_use()));
-#else
-  return formatted("{} on another processor than x86-64", name_of(isa_in_use()));
-#endif
+  utsname system{};
+  const bool x86 = uname(&system) == 0 && std::string(system.machine) == "x86_64";
+  return x86 ? name_of(isa_in_use()) : formatted("{} on {}", name_of(isa_in_use()), system.machine);
 }
 
 }  // namespace llmc::cpu

@@ -427,8 +427,8 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--selftest", "", o.selftest, Limits{}, free,
         "instead of training, compare layouts of up to --local-ranks ranks with one rank, on tiny models");
   visit("--selftest-layouts", "", o.selftest_layouts, one_of({"pairs", "all"}), free,
-        "pairs: as few as it takes to try every two choices (of axes, stages, schedules, dtypes, families) together; "
-        "all: every layout");
+        "pairs: a subset in which every pair of choices occurs (of axes, stages, schedules, families, in either "
+        "dtype); all: every layout");
   visit("--verify-data", "", o.verify_data, Limits{}, free,
         "instead of training, read all of --train-data and --val-data, check every token against the vocabulary, and "
         "count");
