@@ -294,7 +294,7 @@ TEST_CASE("what a mode has no use for is refused on the command line, and noted 
   REQUIRE(parse({"--plan", "--local-ranks", "2", "--ep", "2", "--moe-z-loss", "0.1"}).ep == 2);
 }
 
-TEST_CASE("the help and the README's table list every option") {
+TEST_CASE("the help and the table in dev/docs/options.md list every option") {
   const std::string help = help_text(), table = options_markdown();
   Options o;
   visit_options(o, detail::OptionVisitor{detail::no_group, [&](const char* name, const char*, auto&, const Limits&,
@@ -302,9 +302,9 @@ TEST_CASE("the help and the README's table list every option") {
                                            REQUIRE(help.find(std::string(name) + " ") != std::string::npos);
                                            REQUIRE(table.find(text) != std::string::npos);
                                          }});
-  const std::string readme = read_whole("README.md");
-  INFO("run scripts/update_readme.sh to write the options into README.md");
-  REQUIRE(readme.find(table) != std::string::npos);
+  const std::string document = read_whole("dev/docs/options.md");
+  INFO("run scripts/update_options.sh to write the options into dev/docs/options.md");
+  REQUIRE(document.find(table) != std::string::npos);
 }
 
 TEST_CASE("metrics.jsonl holds every number exactly, null where one is not finite") {

@@ -97,8 +97,8 @@ TEST_CASE("llm.c's two-letter options and -h N are refused by name, never split 
   answers({"-i", "x", "-b4", "-l", "1e-3", "-k", "cosine", "--prompt", "- x"}, "accepted");
 }
 
-TEST_CASE("what other trainers' options are here exists here, and the README has the tables") {
-  const std::string help = help_text(), readme = read_whole("README.md");
+TEST_CASE("what other trainers' options are here exists here, and dev/docs/options.md has the tables") {
+  const std::string help = help_text(), document = read_whole("dev/docs/options.md");
   for (const ForeignTrainer& trainer : foreign_trainers())
     for (const ForeignOption& option : trainer.options) {
       const std::string ours = option.ours;
@@ -106,6 +106,6 @@ TEST_CASE("what other trainers' options are here exists here, and the README has
       if (ours.empty()) REQUIRE(*option.note != '\0');
       else REQUIRE(help.find(" " + ours.substr(0, ours.find(' ')) + " ") != std::string::npos);
     }
-  INFO("run scripts/update_readme.sh to write the tables into README.md");
-  REQUIRE(readme.find(foreign_markdown()) != std::string::npos);
+  INFO("run scripts/update_options.sh to write the tables into dev/docs/options.md");
+  REQUIRE(document.find(foreign_markdown()) != std::string::npos);
 }

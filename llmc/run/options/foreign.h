@@ -1,5 +1,5 @@
 // foreign.h: what other trainers call an option, and what it is called here: the one list, from which come the
-// answer to an unknown option and the tables in README.md.
+// answer to an unknown option and the tables in dev/docs/options.md.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -269,7 +269,7 @@ inline std::optional<std::string> foreign_hint(const std::string& word) {
   return formatted("{} is {} here{}", theirs, option->ours, note.empty() ? "" : " (" + note + ")");
 }
 
-// The same as tables for README.md.
+// The same as tables for dev/docs/options.md.
 inline std::string foreign_markdown() {
   std::string text =
       "### For those who come from another trainer\n\n"

@@ -1,4 +1,4 @@
-// print.h: the options as text: help, a --config file, a command line, the table in README.md.
+// print.h: the options as text: help, a --config file, a command line, the tables in dev/docs/options.md.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -60,7 +60,7 @@ inline constexpr ModeOption mode_options[] = {
      "", "FILE"},
     {"--print-config", "print all options as a file for --config, and stop"},
     {"--print-options-markdown",
-     "print the options, and other trainers' names for them, as the tables in README.md, and stop"},
+     "print the options, and other trainers' names for them, as the tables in dev/docs/options.md, and stop"},
     {"--version", "print version, compiler, flags and libraries, and stop"},
     {"--help", "print this, and stop", "-h"}};
 
