@@ -176,7 +176,7 @@ TEST_CASE("a process that ends while others arrive is named at once") {
         return;
       }
       Control control({[](int, Message) {}, [](int, const std::string&) {}});
-      Introduction it{1, greeting(2, 4), {2, "elsewhere", "", "", 1}};
+      Introduction it{protocol_version, greeting(2, 4), {2, "elsewhere", "", "", 1}};
       control.send(control.add(reach_process_0(at(where, lines), 2).socket), {1, it.parts()});
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
     });
