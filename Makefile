@@ -32,7 +32,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DELETE_ON_ERROR:
 
 # The outer targets install what is missing and then start make again, so that it looks at the machine only after the
-# installation. They need to know nothing of the machine; all other targets do.
+# installation. They need no knowledge of the machine; all other targets do.
 OUTER_TARGETS := help run test test-long test-fresh check bench bench-dist bench-cuda reconfigure deps format clean
 INNER_TARGETS := all tests test-runs test-sum test-cuda ladders cpu-ladder smoke smoke-other check-archs config \
                  check-floors check-headers check-format check-shell check-python
@@ -78,8 +78,8 @@ endif
 ifeq ($(filter 0 1,$(USE_CUDNN)),)
 $(error USE_CUDNN=$(USE_CUDNN) is unknown: use 0 or 1)
 endif
-# The question that build/config.mk answers. If it was another one, make looks at the machine again.
-# The time is that of the last change of Debian's packages.
+# The question that build/config.mk answers. If it has changed, make looks at the machine again. The time is that of the
+# last change to Debian's packages.
 QUESTION = $(strip $(CXX) $(CPPFLAGS) $(CXXFLAGS) $(LDFLAGS) $(shell $(CXX) --version 2>&1 | head -n 1) \
                    $(NVCC) $(NVCCFLAGS) $(shell $(NVCC) --version 2>&1 | tail -n 1) '$(CUDNN_HOME)' \
                    '$(CUDNN_FRONTEND_HOME)' '$(MPICC)' '$(MPIRUN)' '$(CPATH)' '$(CPLUS_INCLUDE_PATH)' '$(LIBRARY_PATH)' \
@@ -109,8 +109,8 @@ endif
 endif
 endif
 
-# A rule that always runs, for a file whose time stamp says when its text last changed: $(call text_file,TEXT). Several
-# makes may do it at the same time.
+# A rule that always runs, for a file whose time stamp tells when its text last changed: $(call text_file,TEXT). Several
+# makes may run it at the same time.
 NEW := new.$(shell echo $$PPID)
 define text_file
 $(shell mkdir -p $(@D))$(file >$@.$(NEW),$1)
@@ -127,7 +127,7 @@ build/config.question: FORCE
 build/config.mk: Makefile scripts/configure.sh $(wildcard scripts/dependencies/*.sh) build/config.question
 	@scripts/configure.sh >$@.$(NEW) && mv $@.$(NEW) $@
 
-# $4: what is wrong with a part that is there and does not work
+# $4: the fault of a part that is present but does not work
 row = @printf '  %-14s %-40s %s\n' '$1' '$(or $2,-)' '$3' $(if $4,'' '$4' '')
 config:
 	$(call row,part,found,in this build)
@@ -150,7 +150,7 @@ config:
 	@echo '  => train_gpt with DEVICE=$(DEVICE)$(if $(CUDA), USE_CUDNN=$(USE_CUDNN) ARCH=$(ARCH))' \
 	  $(if $(ARCH_FLAGS),'ARCH_FLAGS=$(ARCH_FLAGS)',)
 
-# A build after a new look at the machine shows what was found.
+# After a new look at the machine, a build shows what was found.
 SHOW_CONFIG := $(if $(MAKE_RESTARTS),config)
 
 # ---- The trainer -----------------------------------------------------------------------------------------------------
@@ -178,11 +178,11 @@ LINK_cuda = $(if $(LDFLAGS),$(call to_host,$(LDFLAGS))) $(LIBS) $(CUDA_LIBS)
 to_host = -Xcompiler '$(subst $(comma),\$(comma),$(strip $1))'   # nvcc would split at commas
 COMPILER_cpu = $(CXX) -x c++
 COMPILER_cuda = $(NVCC) -x cu
-# g++ need not collect its garbage so often.
+# Makes g++ collect its garbage less often.
 LAVISH = $(if $(findstring g++,$(CXX_VERSION)),--param ggc-min-expand=400 --param ggc-min-heapsize=1000000)
 COMPILER_VERSION := $(if $(CUDA),nvcc $(NVCC_VERSION) with )$(CXX_VERSION)
 
-# The CPU's ops, for each set of instructions in an object of its own (llmc/ops/cpu/isa.h): all programs use these.
+# The CPU's ops, one object for each instruction set (llmc/ops/cpu/isa.h): all programs use these.
 ISA_SETS := portable stand_ins $(if $(findstring x86_64,$(shell $(CXX) -dumpmachine 2>&-)),avx2 avx512 avx512_pairs amx)
 DEFINES += $(if $(filter avx2,$(ISA_SETS)),-DCPU_ISA_SETS)
 CPU_OPS := $(ISA_SETS:%=build/cpu/%.o)
@@ -201,32 +201,32 @@ train_gpt: train_gpt.cu build/build_info.h build/cpu/all | $(SHOW_CONFIG)
 	$(COMPILER_$(DEVICE)) $(call FLAGS_$(DEVICE),-O3) $(if $(CUDA),,$(LAVISH)) -Ibuild -MMD -MP -MF build/train_gpt.d \
 	  -MT $@ $< -o $@ $(LINK_$(DEVICE))
 
-# The collectives in the manner of nccl-tests.
+# Times the collectives like nccl-tests.
 comm-bench: build/comm_bench $(if $(MPI_VERSION),build/mpi_bench)
 build/comm_bench build/mpi_bench: build/%: dev/comm/%.cpp dev/comm/forms.h llmc/dist/*.h llmc/dist/comm/*.h build/cpu/all | $(SHOW_CONFIG)
 	@mkdir -p $(@D)
 	$(CXX) $(call FLAGS_cpu,-O3) $< -o $@ $(LDFLAGS) $(LIBS)
 
-# A pipeline beside data parallelism, and its bubble beside the law.
+# Compares a pipeline with data parallelism, and its bubble with the law.
 pipeline-bench: build/pipeline_bench
 build/pipeline_bench: dev/bench/pipeline_bench.cpp $(wildcard llmc/*/*.h llmc/*/*/*.h) build/cpu/all | $(SHOW_CONFIG)
 	@mkdir -p $(@D)
 	$(CXX) $(call FLAGS_cpu,-O3) $(LAVISH) $< -o $@ $(LDFLAGS) $(LIBS)
 
-# Grouped products of experts beside dense ones.
+# Compares grouped products of experts with dense ones.
 experts-bench: build/experts_bench
 build/experts_bench: dev/bench/experts_bench.cpp $(wildcard llmc/core/*.h llmc/device/*.h llmc/ops/*.h llmc/ops/cpu/*.h) build/cpu/all | $(SHOW_CONFIG)
 	@mkdir -p $(@D)
 	$(CXX) $(call FLAGS_cpu,-O3) $< -o $@ $(LDFLAGS) $(LIBS)
 
-# The steps of a product, for this processor alone, beside what the trainer does on any.
+# Times the steps of a product, compiled for this processor alone, beside the trainer's product for any processor.
 cpu-ladder: build/cpu_ladder
 build/cpu_ladder: dev/cpu/ladder.cpp dev/cpu/matmul_steps.h $(wildcard llmc/core/*.h llmc/ops/*.h llmc/ops/cpu/*.h) build/cpu/all | $(SHOW_CONFIG)
 	@mkdir -p $(@D)
 	$(CXX) $(call FLAGS_cpu,-O3) -march=native $< -o $@ $(LDFLAGS) $(LIBS)
 
-# What --version reports. The tests and the smoke test do without it (see __has_include), or every commit would recompile
-# them all.
+# The text that --version prints. The tests and the smoke test do without it (see __has_include), or every commit would
+# recompile them all.
 quoted = "$(subst ",\",$(subst \,\\,$(strip $1)))"
 define BUILD_INFO
 // Written by make.
@@ -238,8 +238,8 @@ endef
 build/build_info.h: FORCE
 	$(call text_file,$(BUILD_INFO))
 
-# One of the two compilers builds the trainer; the other one, if it is there, must accept the source too. nvcc is given
-# the kernels that no trainer calls yet as well, and optimises nothing: this is for its errors and warnings alone.
+# One of the two compilers builds the trainer; the other, if present, must accept the source too. nvcc also gets the
+# kernels that no trainer calls yet, and optimises nothing: this is only for its errors and warnings.
 OTHER := $(if $(CUDA),cpu,$(if $(and $(NVCC_VERSION),$(CUBLASLT_VERSION)),cuda))
 smoke: train_gpt smoke-other
 smoke-other: $(OTHER:%=build/smoke_%.ok) $(if $(CUDA),build/all_kernels.o)
@@ -256,7 +256,7 @@ build/smoke_cpu.flags build/smoke_cuda.flags: build/smoke_%.flags: FORCE
 
 # ---- The tests: a folder with test_*.cpp is one program, compiled in one go --------------------------------------------
 
-# A program for each folder; but one for those that use the whole trainer, which takes longest to compile.
+# One program per folder, but a single one for those that use the whole trainer, which takes longest to compile.
 WITH_TRAINER := dist pipeline train run
 TEST_FOLDERS := $(filter-out cuda fuzz,$(patsubst test/%/,%,$(sort $(dir $(wildcard test/*/test_*.cpp)))))
 TEST_NAMES := $(filter-out $(WITH_TRAINER),$(TEST_FOLDERS)) trainer
@@ -300,25 +300,25 @@ build/mpi/exchanges: test/mpi/exchanges.cpp build/test.flags build/cpu/all
 # ---- CUDA kernels on a CPU: test/cuda_on_cpu/README.md ---------------------------------------------------------------
 
 # Compiled with the C++ compiler, twice: with AddressSanitizer, which also runs all orders of threads, and with
-# ThreadSanitizer. Without OpenMP, whose threads are not the subject; only its library is linked, because the CPU's ops
+# ThreadSanitizer. Without OpenMP, whose threads are not under test; only its library is linked, because the CPU's ops
 # ask it for thread numbers.
 LADDERS := dev/cuda/layernorm.cu dev/cuda/classifier.cu dev/cuda/adamw.cu dev/cuda/attention.cu
-# Not here: what tests a library for GPUs.
+# Excluded: the test of a library for GPUs.
 CUDNN_TEST := test/cuda/test_attention_cudnn.cpp
 CUDA_TESTS := kernels emulator trainer
 SOURCES_kernels := $(filter-out $(CUDNN_TEST),$(wildcard test/cuda/test_*.cpp test/cuda/experts/test_*.cpp))
 SOURCES_emulator := $(wildcard test/cuda/emulator/test_*.cpp)
 SOURCES_trainer := $(wildcard test/cuda/trainer/test_*.cpp)
 STAND_INS := $(wildcard test/cuda_on_cpu/*.cpp test/cuda_on_cpu/*/*.cpp)
-# The CPU's ops for any processor alone: sanitizers see into them.
+# The CPU's ops in the portable version alone, compiled here so that sanitizers see into them.
 PORTABLE_OPS := llmc/ops/cpu/sets/portable.cpp llmc/ops/cpu/sets/stand_ins.cpp
 CUDA_TEST_FLAGS = -std=c++20 -O1 -g1 $(ARCH_FLAGS) -DTRAIN_GPT_CUDA -DTRAIN_GPT_NCCL -Illmc -Itest -Itest/cuda_on_cpu -I. -Wall -Wextra \
                   -Wno-unknown-pragmas -Wno-unused-parameter -Wno-restrict -fno-strict-aliasing \
                   -fno-omit-frame-pointer $(LAVISH) $(CPPFLAGS) $(CXXFLAGS)
-# -rdynamic: kernels are named by their symbols. Sorted: else g++ 12's sanitizers miss the lines of some templates.
+# -rdynamic: kernels are named by their symbols. Sorted: otherwise g++ 12's sanitizers miss the lines of some templates.
 CUDA_TEST_LINK_FLAGS := -fopenmp -rdynamic -Wl,--sort-section=name
-# Null pointers and object ends are left to AddressSanitizer, which sees them too: those checks take longest to compile.
-# So are, in the tests of the trainer, all checks of pointers; its kernels have them in the tests of the kernels.
+# Null pointers and object bounds are left to AddressSanitizer, which detects them too: those checks take longest to
+# compile. The tests of the trainer leave all pointer checks to it; the kernels have them in their own tests.
 SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize=null,object-size,nonnull-attribute,returns-nonnull-attribute \
                  -fno-sanitize-recover=undefined
 build/asan/trainer.o: SANITIZE_ASAN_MORE := -fno-sanitize=alignment,vptr,pointer-overflow
@@ -347,14 +347,14 @@ $(eval $(call CUDA_TEST_RULES,asan))
 $(eval $(call CUDA_TEST_RULES,tsan))
 $(eval $(call CUDA_TEST_RULES,emulated))
 
-# The trainer for GPUs, with emulated ones and without sanitizers: for tests that run it as several processes.
+# The trainer built for GPUs, with emulated GPUs and no sanitizers: for tests that run it as several processes.
 build/emulated/train_gpt: build/emulated/train_gpt.o $(STAND_INS:%.cpp=build/emulated/%.o) $(PORTABLE_OPS:%.cpp=build/emulated/%.o) build/cuda_test_link.list
 	@$(CXX) $(CUDA_TEST_LINK_FLAGS) $(filter %.o,$^) -o $@ $(LDFLAGS) -lboost_context $(filter-out -Xlinker $(CPU_OPS),$(LIBS))
 build/emulated/train_gpt.o: train_gpt.cu build/cuda_test.flags
 	@mkdir -p $(@D) && echo 'train_gpt.cu (emulated)'
 	@$(CXX) -x c++ $(CUDA_TEST_FLAGS) -g0 -MMD -MP -c $< -o $@
 
-# What dev/gpu/rehearse.sh runs in place of the programs for a GPU.
+# dev/gpu/rehearse.sh runs these in place of the programs for a GPU.
 build/emulated/ladders: $(patsubst %.cu,build/emulated/%.o,dev/cuda/ladders.cu $(LADDERS))
 build/emulated/op_table: build/emulated/dev/bench/cuda/op_table.o
 build/emulated/ladders build/emulated/op_table: $(STAND_INS:%.cpp=build/emulated/%.o) $(PORTABLE_OPS:%.cpp=build/emulated/%.o) build/cuda_test_link.list
@@ -367,7 +367,7 @@ build/cuda_test_link.list: FORCE
 
 # ---- Fuzzing: the readers of all formats, in a program under sanitizers ----------------------------------------------
 
-# Without optimisation and checks of pointers but AddressSanitizer's own, because compiling takes longer than running.
+# Without optimisation, and with no pointer checks but AddressSanitizer's, because compiling takes longer than running.
 FUZZ_FLAGS = -std=c++20 -O0 -g1 -Illmc -Itest -I. $(ARCH_FLAGS) -fopenmp -Wall -Wextra -fno-omit-frame-pointer $(LAVISH) \
              $(CPPFLAGS) $(CXXFLAGS) $(SANITIZE_asan) -fno-sanitize=alignment,vptr,pointer-overflow
 build/asan/fuzz.o: test/fuzz/test_fuzz.cpp build/fuzz.flags
@@ -380,22 +380,22 @@ build/fuzz.flags: FORCE
 
 # ---- Running them: scripts/run_tests.sh -------------------------------------------------------------------------------
 
-# Each program is one job, which compiles it and runs it, so that the first results come while the rest is compiled. The
-# one that takes longest begins first, then come those that can do without train_gpt: one for which it is not there yet
-# would be put off until all others have begun. Long tests all wait for it, since one that needs it takes longest.
+# Each program is one job, which compiles and runs it, so that the first results come while the rest is compiled. The
+# job that takes longest begins first; then come those that do not need train_gpt, since one that needs it before it is
+# built would be put off until all others have begun. Long tests all wait for it, since one that needs it takes longest.
 CALLERS := $(patsubst test/%/,%,$(sort $(dir $(shell grep -lE 'run_program|\./train_gpt' test/*/*.cpp test/*/*.h))))
 RUN_THE_TRAINER := trainer $(strip $(foreach name,$(filter-out trainer,$(TEST_NAMES)),$(if $(filter $(CALLERS),$(name)),$(name))))
 LONGEST_TESTS := $(if $(LONG),test/trainer tsan/trainer) asan/trainer
 TEST_PROGRAMS := $(LONGEST_TESTS) $(filter-out $(LONGEST_TESTS), \
                  $(patsubst %,test/%,$(filter-out $(RUN_THE_TRAINER),$(TEST_NAMES)) $(RUN_THE_TRAINER)) \
                  asan/kernels asan/emulator asan/fuzz $(if $(LONG),$(CUDA_TESTS:%=tsan/%)))
-# The test of fresh machines is a target of its own: it takes an hour, root and the network.
+# The test of fresh machines is a separate target: it takes an hour, root and the network.
 FRESH_TEST := test/scripts/long_fresh_machine_test.sh
 TEST_SCRIPTS := $(if $(TESTS),,$(filter-out $(FRESH_TEST) $(if $(LONG),,test/scripts/long_%),$(wildcard test/scripts/*_test.sh)))
 TEST_RUNS := $(patsubst %,run/%,$(firstword $(TEST_PROGRAMS)) smoke $(wordlist 2,99,$(TEST_PROGRAMS))) \
              $(TEST_SCRIPTS:test/scripts/%=run/%)
-# What several of them need is there before the first one begins; the trainer, which takes longer to compile than all of
-# that, before those that run it.
+# Files that several of them need are built before the first one begins; the trainer, which takes longer to compile than
+# all of those, before the programs that run it.
 SHARED_BY_TESTS := build/pch/pch.h.gch build/test/main.o build/file_ops.so build/nvml_stand_in.so \
                    $(STAND_INS:%.cpp=build/asan/%.o) $(if $(LONG),$(STAND_INS:%.cpp=build/tsan/%.o)) \
                    $(PORTABLE_OPS:%.cpp=build/asan/%.o) $(if $(LONG),$(PORTABLE_OPS:%.cpp=build/tsan/%.o)) build/cpu/all
@@ -419,7 +419,7 @@ tests: train_gpt $(SHARED_BY_TESTS) $(TEST_PROGRAMS:%=build/%) smoke
 # The same tests on a GPU, once instead of under all schedules.
 test-cuda: build/test_cuda_on_gpu
 	build/test_cuda_on_gpu
-# Those that take longest first.
+# The slowest to compile first.
 GPU_TEST_SOURCES := $(SOURCES_trainer) $(SOURCES_kernels) $(LADDERS) $(if $(CUDNN),$(CUDNN_TEST))
 build/test_cuda_on_gpu: $(patsubst %,build/gpu/%.o,$(basename $(GPU_TEST_SOURCES))) build/test/main.o build/cpu/all
 	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $(filter %.o,$^) -o $@ $(CATCH2_LIBS) $(LINK_cuda)
@@ -436,15 +436,15 @@ ladders: build/ladders
 build/ladders: $(patsubst %.cu,build/gpu/%.o,dev/cuda/ladders.cu $(LADDERS)) build/cpu/all
 	$(NVCC) -ccbin $(lastword $(CXX)) $(call to_host,-fopenmp) $(filter %.o,$^) -o $@ $(LINK_cuda)
 
-# Each op of a training step, timed on a GPU. At -O3 g++ 12 sees an array overrun that is none.
+# Times each op of a training step on a GPU. At -O3 g++ 12 reports an array overrun that does not exist.
 build/op_table: dev/bench/cuda/op_table.cu build/smoke_cuda.flags build/cpu/all
 	$(NVCC) -x cu $(call FLAGS_cuda,-O2) -MMD -MP -MF build/op_table.d -MT $@ $< -o $@ $(LINK_cuda)
 
-# The same kernels with nvcc, without a warning.
+# Compiles the same kernels with nvcc, allowing no warnings.
 build/all_kernels.o: test/cuda/all_kernels.cu build/smoke_cuda.flags
 	$(NVCC) -x cu $(call FLAGS_cuda,-O0) -Werror all-warnings -MMD -MP -c $< -o $@
 
-# And for every generation of GPUs that they are written for: minutes, and so not among the tests.
+# The same for every generation of GPUs that they are written for: takes minutes, so it is not among the tests.
 check-archs: $(patsubst %,build/all_kernels_%.o,sm_80 sm_90 sm_100)
 	@echo 'check-archs: $(^:build/all_kernels_%.o=%) take all kernels without a warning'
 build/all_kernels_sm_%.o: test/cuda/all_kernels.cu build/smoke_cuda.flags

@@ -47,7 +47,7 @@ namespace {
 // One rank of a run, from the first update or a checkpoint to the last update. Step s is the s-th update.
 class Training {
  public:
-  // directory: of rank 0; none on the others.
+  // directory: rank 0's out directory; null on the other ranks.
   Training(const Job& job, RunDirectory* directory, Log& log, const std::optional<ResumePoint>& resume,
            const Peaks& peaks, World& world, int rank)
       : job_(job),
@@ -125,7 +125,7 @@ class Training {
   // between micro-batches, sampled tokens and updates.
   NewsKind poll() const {
     News mine;
-    // To carry on is to wait for the next update, and for those that are under way.
+    // Carrying on means waiting for the next update and for those under way.
     const std::string stop = stop_.reason(static_cast<double>(1 + under_way_.size()) * report_.last_seconds());
     if (directory_.kind == NewsKind::lost) mine = directory_;
     else if (!unreadable_.empty()) mine = {NewsKind::unreadable, unreadable_};
@@ -143,15 +143,15 @@ class Training {
     return checkpoints_.save(progress_, run_, on_failure, because);
   }
 
-  // The loss of a step is that of the weights before its update. So a checkpoint takes one micro-batch more, of the
-  // data of its last step: the weights may be finite, and their loss not.
+  // The loss of a step is computed with the weights before its update. A checkpoint therefore evaluates one more
+  // micro-batch, from the data of its last step: the weights may be finite and their loss not.
   void require_finite_loss() {
     if (finite_after_ == progress_.done) return;
     const double loss = run_.trainer.evaluate(1, job_.step.batch.rows() * job_.step.readers(), [this](int64_t) {
       try {
         return read(cursor(progress_.done), 0);
       } catch (
-          const Error&) {  // it was there when the step was computed; the ranks stay together, and the next step tells
+          const Error&) {  // it was readable when the step was computed; ranks stay together, and the next step reports
         const size_t rows = static_cast<size_t>(job_.step.batch.rows());
         return HostBatch{std::vector(rows, 0), std::vector(rows, -1), std::vector(rows, 0)};
       }
@@ -168,13 +168,13 @@ class Training {
     finite_after_ = progress_.done;
   }
 
-  // Between two updates. Like a validation, it changes no number.
+  // Called between two updates. Like a validation, it does not affect the results.
   void save_by_clock() {
     finish_updates();
     if (progress_.done == 0) return;
     const OnFailure on_failure = o_.checkpoint_errors == "fail" ? OnFailure::fail : OnFailure::retry;
     if (save(on_failure, Because::clock)) checkpoints_.tidy(progress_.done, false);
-    report_.start_clock();  // of the next update
+    report_.start_clock();  // for the next update
   }
 
   HostBatch read(int64_t cursor, int64_t micro_batch) {
@@ -184,7 +184,7 @@ class Training {
                       host.tokens, host.targets, host.positions);
     return host;
   }
-  // The next poll tells all ranks that this one cannot read its samples, and for what it needs them.
+  // The next poll tells all ranks that this one cannot read its samples, and what needs them.
   void cannot_read(const Error& error, const std::string& what_for) {
     unreadable_ = (run_.dp.ranks() > 1 ? formatted("rank {} on {}: ", rank_, host_name()) : "") +
                   formatted("{}; {} needs it", error.what(), what_for);
@@ -200,7 +200,7 @@ class Training {
       cannot_read(error, formatted("step {}", step));
     }
   }
-  // Not in a pipeline: there a host may wait for a message of a stage that reads at another place of its list.
+  // Not in a pipeline: there, a host may be waiting for a message from a stage that is at another point of its list.
   void poll_within_step() const {
     if (job_.step.stages == 1) poll();
   }
@@ -213,7 +213,7 @@ class Training {
       return read(cursor(step), m);
     };
   }
-  // Those that were read ahead.
+  // The batches that were read ahead.
   BatchSource batches_of_next_step() {
     return [this, step = begun_ + 1](int64_t m) {
       poll_within_step();
@@ -230,9 +230,9 @@ class Training {
     PendingStep result;
   };
 
-  // Begins the update of step begun_ + 1. While a GPU runs it, the previous one is reported. Where the next step needs
-  // its result, and on a CPU, which has nothing to gain from running ahead, it is reported right away; those of an
-  // asynchronous pipeline when all stages have made them.
+  // Begins the update of step begun_ + 1. While a GPU runs it, the previous one is reported. If the next step needs its
+  // result, or on a CPU, which gains nothing by running ahead, the update is reported right away. The updates of an
+  // asynchronous pipeline are reported once all stages have made them.
   void update() {
     const int64_t step = begun_ + 1;
     if (watchdog_ != nullptr) watchdog_->board.at_step(static_cast<int>(rank_), step);
@@ -250,12 +250,12 @@ class Training {
     while (static_cast<int>(under_way_.size() + waits) > run_.trainer.steps_under_way()) finish_update();
   }
 
-  // Whether the validation after step progress_.done has been made, and metrics.jsonl has it.
+  // Tells all ranks whether the validation after step progress_.done has been made and stands in metrics.jsonl.
   void take_validation(const MetricsKept& kept) {
     progress_.validated = run_.dp.control->all_gather_text("validated", kept.validated ? "yes" : "")[0] == "yes";
   }
 
-  // Waits for all updates under way, and reports them. Where a run flushes is recorded: it changes what it learns.
+  // Waits for all updates under way, and reports them. Flushes are recorded, because they change what the run learns.
   void finish_updates() {
     const bool flushed = run_.trainer.flush();
     while (!under_way_.empty()) finish_update();
@@ -282,7 +282,7 @@ class Training {
     progress_.validated = false;
   }
 
-  // Repeats the step with a check of every tensor, to say where the first non-finite number came from.
+  // Repeats the step with a check of every tensor, to find where the first non-finite number came from.
   [[noreturn]] void diverged(int64_t step, const StepResult& result, const BatchSource& batches) {
     run_.trainer.flush();
     log_.line("searching for the first non-finite number ...");
@@ -298,7 +298,7 @@ class Training {
         ExitStatus::diverged);
   }
 
-  // From the last checkpoint, or the one at which a branch began.
+  // How to go on from the last checkpoint, or from the one at which this branch began.
   std::string way_back() const {
     const std::string last = !checkpoints_.last().empty() || job_.parent.is_null()
                                  ? checkpoints_.last()
@@ -315,7 +315,7 @@ class Training {
   }
   bool due(int64_t step, int64_t every) const { return every > 0 && (step == job_.max_steps || step % every == 0); }
 
-  // On a GPU, the matmul algorithms: as recorded in a checkpoint of the same GPU and library, else by --tune-matmul.
+  // On a GPU, chooses matmul algorithms: as a checkpoint of the same GPU and library recorded, else by --tune-matmul.
   void choose_matmuls() {
     if (job_.device.kind == DeviceKind::cpu) return choose_instructions();
     if (take_recorded_matmuls(run_, progress_.matmul_choices, log_)) return;
@@ -325,7 +325,7 @@ class Training {
     progress_.matmul_choices = run_.trainer.tune(batches_of(begun_ + 1));
   }
 
-  // On a CPU, those of the processor or of --cpu-isa: a run that changes them goes on, and rounds differently.
+  // On a CPU, records the instruction set in use. A run that resumes with another one goes on, but rounds differently.
   void choose_instructions() {
     const std::string before = std::exchange(progress_.cpu_isa, cpu::recorded_isa());
     if (before.empty() || before == progress_.cpu_isa) return;
@@ -352,7 +352,7 @@ class Training {
         ExitStatus::requeue);
   }
 
-  // Another run has the out directory: what this one has learned goes to where its own one is now, if anywhere.
+  // Another run has the out directory: the work so far is saved to where this run's own directory is now, if anywhere.
   [[noreturn]] void end_lost(const std::string& how) {
     const bool follows = checkpoints_.follow_directory(run_) && progress_.done > 0;
     if (follows) save(OnFailure::fail);
@@ -360,7 +360,7 @@ class Training {
                                 follows ? saved_to() : ", and saved nothing more"));
   }
 
-  // A sample that no rank can do without cannot be read: the work so far is saved.
+  // A sample that some rank needs cannot be read: the work so far is saved.
   [[noreturn]] void end_unreadable(const std::string& why) {
     std::string saved;
     try {
@@ -387,7 +387,7 @@ class Training {
     const Because because = by_rule ? Because::rule : checkpoints_.retries_because();
     const OnFailure on_failure = last || o_.checkpoint_errors == "fail" ? OnFailure::fail : OnFailure::retry;
     if (save(on_failure, because)) checkpoints_.tidy(progress_.done, best);
-    else if (best) std::tie(progress_.best_step, progress_.best_val) = best_before_;  // that one was not kept
+    else if (best) std::tie(progress_.best_step, progress_.best_val) = best_before_;  // the best one was not saved
   }
 
   void validate() {
@@ -434,10 +434,10 @@ class Training {
   Log& log_;
   StopCondition stop_;
   int64_t rank_;
-  Watchdog* watchdog_;  // of several processes
+  Watchdog* watchdog_;  // with several processes; else null
   StepReport report_;
   CheckpointSaver checkpoints_;
-  OpLedger ops_;  // declared before the stream that books ops in it
+  OpLedger ops_;  // declared before the stream that records ops in it
   Run run_;
   LrSchedule schedule_;
   DataLoader train_;
@@ -445,10 +445,10 @@ class Training {
 
   Progress progress_;              // recorded in checkpoints
   int64_t begun_ = 0, first_ = 0;  // updates begun so far, and those done before this process
-  int64_t finite_after_ = -1;      // this step the loss was seen to be finite; -1: after none yet
+  int64_t finite_after_ = -1;      // the loss after this step was seen to be finite; -1: after none yet
   std::deque<Update> under_way_;
-  std::vector<HostBatch> ahead_;            // of step begun_ + 1
-  News directory_;                          // rank 0's, of the last look at the out directory
+  std::vector<HostBatch> ahead_;            // for step begun_ + 1
+  News directory_;                          // rank 0's, from the last look at the out directory
   std::string unreadable_;                  // why this rank cannot read a sample that is needed; empty: it can
   std::vector<DataChange> changed_data_;    // since the checkpoint that this start resumes from
   std::pair<int64_t, double> best_before_;  // step and loss of the best validation before the last improvement
@@ -487,7 +487,7 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
       Training(job, rank == 0 ? start.directory.get() : nullptr, rank == 0 ? log : silent, resume, peaks, world, rank)
           .run();
     });
-  } catch (const PeerError& error) {  // another rank has gone; which one, all say in the same words
+  } catch (const PeerError& error) {  // another rank has gone; all ranks report which one, in the same words
     const std::vector<int64_t> saved = checkpoint_steps(o.out_dir);
     const std::string text =
         error.what() +
@@ -509,7 +509,7 @@ int main(int argc, char** argv) {
   wait_without_spinning(argv);
   set_gpu_environment();
   set_nccl_environment();
-  bool reports = true;  // errors that all processes have
+  bool reports = true;  // prints errors common to all processes
   std::unique_ptr<Processes> processes;
   Command command;
   Options& o = command.options;

@@ -10,9 +10,9 @@
 # 3. Devices and libraries appear only in llmc/device, llmc/ops and the transports llmc/dist/comm/comm_*: no other file has
 #    an #if on their macros or includes their headers.
 # 4. The transports are private to llmc/dist.
-# 5. A CUDA kernel in a header is a template: of any other nvcc puts one in every object file, and they do not link.
-# 6. No source has more than 600 lines, and no folder more than 40 files. Whether a room is one room is for readers to judge:
-#    the ten longest sources are printed for them.
+# 5. A CUDA kernel in a header is a template: nvcc puts any other into every object file, and they do not link.
+# 6. No source has more than 600 lines, and no folder more than 40 files. Whether a file has one purpose is for readers
+# to judge: the ten longest sources are printed for them.
 set -euo pipefail
 cd "${1:-$(dirname "$0")/..}"
 failed=0
@@ -66,7 +66,7 @@ find "${code[@]}" -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -na
     breach("an #if on " substr($0, RSTART, RLENGTH) ": devices belong in llmc/device, llmc/ops and llmc/dist/comm/comm_*")
   }
 
-  # The head of a template may be of several lines.
+  # The head of a template may span several lines.
   /^template *</ { templated = !/^template *<>/ }
   is_header && /^(inline )?__global__/ && !templated {
     breach("a kernel that is not a template: nvcc would put one in every object file, and they would not link")

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Checks that every header of llmc/ compiles alone, and twice: each is compiled as a program that includes only it, two
-# times. And that the programs compile which measure, and which `make test` does not build. Warnings are errors.
-# `make check` passes the build's own flags.
+# Checks that every header of llmc/ compiles alone, and twice: as a program that includes only this header, two times.
+# Also checks that the benchmarks compile, which `make test` does not build. Warnings are errors. `make check` passes
+# the build's own flags.
 #
 #   FLAGS=... CUDA_FLAGS=... scripts/check_headers.sh [FILE...]
 #
 # .cuh and .cu files are compiled as the tests compile them, for the CPU (test/cuda_on_cpu), which needs no nvcc.
 #
-# The program ends with an error, where the compiler stops: it would instantiate templates there, which takes two thirds
-# of the time, and which the build does.
+# The program ends with an error, so that the compiler stops before it instantiates templates, which takes two thirds of
+# the time, and which the build does.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,7 +22,7 @@ check() {
   [[ $1 != *.cuh && $1 != *.cu ]] || flags=$CUDA_FLAGS
   [[ $1 != *.h && $1 != *.cuh ]] || program+=$program
   program+="static_assert(false, \"$end\");"
-  # Flags may quote, as on a command line.
+  # Flags may contain quotes, as on a command line.
   messages=$(eval "$CXX $flags -I. -Werror -Wfatal-errors -fsyntax-only -x c++ -" <<<"$program" 2>&1) || true
   [[ $messages != *error:*"$end"* ]] || return 0
   printf '%s:1: does not compile when it is all that a program includes (a header: twice):\n%s\n' "$1" "$messages"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Asks this machine what it has, by building with it, and prints the answers as make variables for build/config.mk: a
-# version where the part is there and works, else nothing, and a fault where something of it is there. Only a missing
-# part without which there is no trainer is an error.
+# Finds out what this machine has by building with it, and prints the answers as make variables for build/config.mk: the
+# version of a part that works, else nothing, and a fault if something of it is there. A missing part is an error only
+# if the trainer cannot be built without it.
 #
 #   CXX=g++ NVCC=nvcc CPPFLAGS= CXXFLAGS= LDFLAGS= NVCCFLAGS= CUDNN_HOME= CUDNN_FRONTEND_HOME= scripts/configure.sh \
 #     >build/config.mk

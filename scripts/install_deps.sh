@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Installs what train_gpt needs out of Debian's packages: only what is missing, and only the sets that are named.
+# Installs the Debian packages that train_gpt needs: only what is missing, and only the sets that are named.
 #
 #   scripts/install_deps.sh [--if-needed] [build|test|long|run|check|fresh|slurm|arm ...]
 #
-# No set named: all of them but fresh, slurm and arm, which are for single long tests.
+# Default: all sets but fresh, slurm and arm, which are for single long tests.
 #
 # As root, or with a sudo that asks for no password, it installs, and repairs installed packages that have lost files;
-# otherwise it names what is missing, prints the command to type and exits 1. --if-needed is for make: it does nothing as
-# long as nothing REQUIRED is missing. A machine that lacks only optional parts (no root, no network) is then left in
-# peace; `make deps` offers them again.
+# otherwise it names what is missing, prints the command to type and exits 1. --if-needed is for make: it does nothing
+# unless something REQUIRED is missing. A machine that lacks only optional parts (no root, no network) is then left
+# alone; `make deps` offers them again.
 #
-# scripts/dependencies/parts.sh has the list of parts and packages, and how each is looked for. Where build/config.mk says
-# otherwise of a part than what is found now, it is removed, and make looks again.
+# scripts/dependencies/parts.sh has the list of parts and packages, and how each is looked for. If build/config.mk
+# disagrees with what is found now, it is removed, and make looks again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/dependencies/parts.sh
@@ -20,7 +20,7 @@ cd "$(dirname "$0")/.."
 say() { echo "install_deps.sh: $*"; }
 fail() { say "error: $*" >&2; exit 1; }
 
-# find_missing: looks for the sets' parts; the arrays required and optional are the ones that are not there
+# find_missing: looks for the sets' parts; puts the missing ones into the arrays required and optional
 find_missing() {
   local part
   required=() optional=()
@@ -31,7 +31,7 @@ find_missing() {
   done
 }
 
-# What make found before no longer holds, if it says otherwise of a part that was looked for.
+# Removes make's earlier answers if one of them disagrees with what was found now.
 forget_old_answers() {
   local part
   for part in $(parts_of build test long); do
@@ -54,8 +54,8 @@ packages_of() {
 
 is_installed() { [[ $(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null) = installed ]]; }
 
-# damaged PACKAGE...: the installed ones among these packages and what they depend on that have lost files, or have
-# others than they came with. Without documentation, which many machines leave out.
+# damaged PACKAGE...: those of these packages and their dependencies that are installed and have lost or changed files.
+# Ignores documentation, which many machines leave out.
 damaged() {
   apt-cache depends --recurse --installed --no-recommends --no-suggests --no-conflicts --no-breaks --no-replaces \
     --no-enhances "$@" 2>/dev/null | sed -n '/^[a-z0-9]/p' | xargs -r dpkg --verify 2>/dev/null |
@@ -63,17 +63,17 @@ damaged() {
     xargs -r dpkg -S 2>/dev/null | sed 's/[:,].*//' | sort -u
 }
 
-# apt ARGUMENTS...: apt-get that asks nothing, waits for another one to finish, and is heard only when it fails
+# apt ARGUMENTS...: apt-get that asks nothing, waits for another one to finish, and prints only if it fails
 apt() {
   local status=0
   ${sudo:+sudo -n} env DEBIAN_FRONTEND=noninteractive \
     apt-get -q -y -o DPkg::Lock::Timeout=300 -o Acquire::Retries=3 "$@" >"$probes/apt.log" 2>&1 || status=$?
   return $status
 }
-# What apt said went wrong.
+# The errors and warnings that apt printed.
 apt_errors() { grep -E '^(E|W): ' "$probes/apt.log" | awk '!seen[$0]++' | tail -n 5 | sed 's/^/  /' || true; }
 
-# installed_and_damaged PACKAGE...: what has to be installed again, so that these are whole
+# installed_and_damaged PACKAGE...: packages to install again, so that these are whole
 installed_and_damaged() {
   local package installed=()
   for package in "$@"; do ! is_installed "$package" || installed+=("$package"); done
@@ -91,7 +91,7 @@ install_packages() {
   done
   [ ${#packages[@]} -gt 0 ] || return 0
   [ -z "$(dpkg --audit 2>/dev/null)" ] || ${sudo:+sudo -n} dpkg --configure -a >/dev/null 2>&1 || true
-  # What installed packages depend on may have been removed by force. Then apt-get installs nothing else before that.
+  # Dependencies of installed packages may have been removed by force: apt-get must repair them first.
   if ! apt check; then
     say "installing what installed packages depend on"
     apt install "${options[@]}" --fix-broken || return

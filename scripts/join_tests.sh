@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prints one translation unit made of several sources: what they include, once and first; then each source in a namespace
-# of its own, so that their helpers may share names. Compiling a folder of tests in one go takes half the time of
+# Prints one translation unit made of several sources: first all their includes, each once; then each source in its own
+# namespace, so that their helpers may share names. Compiling a folder of tests in one go takes half the time of
 # compiling its files one by one, because most of that time goes into the headers and the templates they instantiate.
 #
 #   scripts/join_tests.sh SOURCE...        paths from the root of the repository

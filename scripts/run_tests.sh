@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Runs one test program or script and notes how its test cases ended; adds up what was noted. `make test` calls it, for
+# Runs one test program or script and records how its test cases ended; adds up the records. `make test` calls it for
 # each program as soon as it is built.
 #
-#   scripts/run_tests.sh run NAME COMMAND...    the result goes to build/results/NAME.notes, the output to NAME.log; what
-#                                               fails is printed at once
+#   scripts/run_tests.sh run NAME COMMAND...    the result goes to build/results/NAME.notes, the output to NAME.log;
+#                                               failures are printed at once
 #   scripts/run_tests.sh sum STATUS NAME...     adds up; STATUS is make's. The last line is "N passed, N failed". Exits 1
 #                                               if anything failed
 #
 # A test program writes a line to the file TEST_NOTES when a test case begins and one when it ends (test/main.cpp). A
 # script (*.sh) counts as one test case; exit status 77 says that it was skipped, and the last line of its output why.
-# From the environment: TESTS, test cases in Catch2's syntax; LONG, also those tagged [long]; TEST_TIMEOUT. Programs with
-# ThreadSanitizer (tsan-*) run no [long] cases, which would take hours: these sweep layouts that the others sample. Nor
-# do they search for needed waits (mutation.h): without them there are races.
+# From the environment: TESTS, test cases in Catch2's syntax; LONG, also those tagged [long]; TEST_TIMEOUT. Programs
+# with ThreadSanitizer (tsan-*) run no [long] cases, which would take hours: these sweep layouts that the others sample.
+# Nor do they test whether each wait is needed (mutation.h): leaving one out is a race.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 results=${TEST_RESULTS:-build/results}
 mkdir -p "$results"
 
-# with_timeout COMMAND...: stops a command that hangs, and whatever it has started. `timeout` gives it a process group
-# of its own for that, which a Ctrl-C at the terminal does not reach: so wait for it here and pass the signal on.
+# with_timeout COMMAND...: stops a command that hangs, and all that it started. `timeout` gives it a process group of
+# its own for that, which a Ctrl-C at the terminal does not reach: so this waits and passes the signal on.
 with_timeout() {
   local status=0 limit=${TEST_TIMEOUT:-45m}
   timeout --kill-after=10 "$limit" "$@" </dev/null &
@@ -29,8 +29,8 @@ with_timeout() {
   return $status
 }
 
-# The first of this machine's two processors, for the tests of many ranks. To wake threads on the other one took a quarter
-# of their processor time and won nothing, and another program runs there meanwhile.
+# The first of this machine's two processors, for the tests of many ranks. Waking threads on the other one took a
+# quarter of their processor time and gained nothing, and another program runs there meanwhile.
 one_processor() { taskset -cp $$ | sed 's/.*: \([0-9]*\).*/\1/'; }
 
 # count WORD FILE...: the lines that begin with the word
@@ -55,8 +55,8 @@ run() {
     elif [ -z "${LONG:-}" ]; then filter=('~[long]~[.]'); fi
     [[ $name != test-trainer || $(nproc) -ne 2 ]] || ! command -v taskset >/dev/null || set -- taskset -c "$(one_processor)" "$@"
     OMP_WAIT_POLICY=passive TEST_NOTES=$notes with_timeout "$@" "${filter[@]}" >"$log" 2>&1 || status=$?
-    # A test case that began and never ended is the one that the program died in. It may also die between test cases or
-    # at exit, and must not pass for that.
+    # A test case that began and never ended is the one in which the program died. A program that dies between test
+    # cases or at exit must not pass either.
     if [[ $(tail -n 1 "$notes") == 'started - '* ]]; then
       echo "run_tests.sh: $* ended with status $status in '$(sed -n '$s/^started - //p' "$notes")';" \
         "the test cases after it did not run" >>"$log"

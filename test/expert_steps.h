@@ -19,7 +19,7 @@ inline std::string to_string(const Layout& l) {
                    l.cp, l.ep, l.pp, l.schedule, name_of(l.recompute), l.imbalance);
 }
 
-// batch: a micro-batch; micro_batches: of a data-parallel rank
+// batch: one micro-batch; micro_batches: per data-parallel rank
 inline StepConfig step_of(const ModelConfig& model, const Layout& l, const ExpertOptions& options, DType dtype,
                           const BatchShape& batch, int64_t micro_batches) {
   StepConfig step{.model = model,

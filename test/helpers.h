@@ -60,7 +60,7 @@ void write_shard(const std::string& path, const std::vector<Token>& tokens) {
   out.write(reinterpret_cast<const char*>(tokens.data()), static_cast<std::streamsize>(tokens.size() * sizeof(Token)));
 }
 
-// The expression throws llmc::Error, and the message contains `part`.
+// Requires that the expression throws llmc::Error with a message that contains `part`.
 #define REQUIRE_ERROR(expression, part)                \
   do {                                                 \
     std::string message_ = "no error";                 \

@@ -18,7 +18,7 @@ inline std::string tiny(const std::string& out, const std::string& more) {
          " --seq-len 33 --batch-size 2 --total-batch-size 264 --lr 1e-2 --threads 1 --out-dir " + out + " " + more;
 }
 
-// A number of all lines of a kind in metrics.jsonl, by step; each step occurs once.
+// A number from all lines of a kind in metrics.jsonl, by step; each step occurs once.
 inline std::map<int64_t, double> metric(const std::string& out, const std::string& kind, const std::string& name) {
   std::map<int64_t, double> found;
   std::ifstream in(out + "/metrics.jsonl");
@@ -38,7 +38,7 @@ inline std::string state_of(const std::string& checkpoint) {
          read_whole(checkpoint + "/optimizer-00001-of-00001.safetensors");
 }
 
-// A model directory with the weights of a checkpoint, after change(name, values) of each tensor.
+// A model directory with the weights of a checkpoint, each tensor changed by change(name, values).
 template <class Change>
 void write_changed_model(const std::string& to, const std::string& checkpoint, Change&& change) {
   std::filesystem::create_directories(to);

@@ -50,7 +50,7 @@ CASES = {
             "gpt2_124M_T1024": Case("gpt2:124M", 1, 1024, 4),
             "gpt2_124M_T64": Case("gpt2:124M", 4, 64, 8),
             "qwen2.5_4_layers": Case("qwen2.5:0.5B", 1, 512, 4, ("--n-layer", 4), 151936),
-            # transformers' coefficient is 0.01, of a loss that is twice as large with two experts per token
+            # transformers' coefficient is 0.01, for a loss that is twice as large with two experts per token
             "d6-e8": Case("d6-e8", 4, 256, 8, ("--vocab-size", 4096), 4096, ("--moe-aux-loss", "0.02"),
                           ("transformers",))},
     # batches for GPUs of 120 GiB and more; halved on smaller ones

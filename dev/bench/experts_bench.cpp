@@ -1,10 +1,10 @@
-// experts_bench: grouped products of experts beside one dense product of the same flops, on the CPU: even shares of the
-// rows, uneven ones, and all rows to one expert.
+// experts_bench: compares grouped products of experts with one dense product of the same flops, on the CPU: even shares
+// of the rows, uneven ones, and all rows to one expert.
 //
 //   make experts-bench && build/experts_bench [THREADS]
 //
-// The two take turns; times are the best of several. Those of one thread are processor time, which other work on the
-// machine leaves as it is but for the caches.
+// The two take turns; times are the best of several. With one thread they are processor time, which other work on the
+// machine affects only through the caches.
 #include <omp.h>
 
 #include <algorithm>
@@ -37,7 +37,7 @@ const char* name_of(Share share) {
 std::vector<int32_t> offsets_of(int64_t R, int64_t E, Share share) {
   std::mt19937 random(1);
   std::vector<double> weights(static_cast<size_t>(E), 1);
-  for (double& w : weights) {  // the busiest expert gets some four times its share
+  for (double& w : weights) {  // the busiest expert gets about four times its share
     if (share == Share::uneven) w = std::exp(std::normal_distribution<double>(0, 0.7)(random));
     if (share == Share::one) w = &w == weights.data() + E / 2;
   }

@@ -1,10 +1,10 @@
-// pipeline_bench: a pipeline of two stages beside two data-parallel ranks, on the same two threads, of a model whose
-// stages balance: the time of a step, and what the stages wait, beside the law of the bubble.
+// pipeline_bench: compares a pipeline of two stages with two data-parallel ranks, on the same two threads, for a model
+// whose stages balance: the time of a step, and the time that stages wait, beside the law of the bubble.
 //
 //   make pipeline-bench && build/pipeline_bench [RUNS]
 //
-// The forms take turns; times are medians. A stage's busy time is that of its compute stream without waits for others
-// (Stream::busy_seconds()), over the forwards and backwards of a step without its update.
+// The forms take turns; times are medians. A stage is busy when its compute stream does not wait for others
+// (Stream::busy_seconds()), during the forwards and backwards of a step without its update.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -22,7 +22,7 @@ namespace {
 
 constexpr int ranks = 2;
 
-// GPT-2's shape, with a head that costs little: 3 layers a stage.
+// GPT-2's shape, with a cheap head: 3 layers per stage.
 StepConfig step_of(int stages, int64_t micro_batches) {
   ModelConfig model;
   model.n_layer = model.n_head = model.n_kv_head = 6;

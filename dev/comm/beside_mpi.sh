@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Our rings over MpiLinks beside MPI's own collectives, between processes of this machine, as a table for dev/results/: bus
-# bandwidth in GB/s, from the median over runs in turn of their median times.
+# Compares our rings over MpiLinks with MPI's own collectives, between processes of this machine. Prints a table for
+# dev/results/: bus bandwidth in GB/s, from the median over alternating runs of their median times.
 #
 #   make comm-bench && dev/comm/beside_mpi.sh [PROCESSES [LARGEST_MIB [RUNS]]]      default: 2 64 5
 set -euo pipefail

@@ -20,7 +20,7 @@ struct Form {
   const char* name;
   double bus_factor;  // depends on P: bus bandwidth over algorithm bandwidth
   void (*run)(Comm&, Tensor, Tensor, Stream&);
-  bool sums;  // the result is the sum over the ranks on every rank; else each shard is its owner's
+  bool sums;  // every rank gets the sum over the ranks; else each shard is its owner's
 };
 
 float element(int rank, int64_t i) { return static_cast<float>((rank * 13 + i) % 61); }

@@ -1,6 +1,6 @@
 // mpi_bench.cpp: the collectives of MPI itself, or the rings of llmc/dist/comm/ring.h over MpiLinks, between processes.
 // dev/comm/beside_mpi.sh runs both in turn and prints them side by side. A process runs only one of the two, because
-// all calls of MPI must come from one thread, and with MpiLinks it has its own.
+// all MPI calls must come from one thread, and MpiLinks has its own.
 //
 //   mpirun -n PROCESSES build/mpi_bench mpi|ring [LARGEST_MIB]     lines of "COLLECTIVE BYTES MICROSECONDS"
 #include <omp.h>
@@ -21,7 +21,7 @@ using namespace llmc;
 
 namespace {
 
-// Buffers are those of ring.h: P shards of n elements. Each returns where the result is: in the buffer or in spare.
+// Buffers are those of ring.h: P shards of n elements. Calls return where the result is: in the buffer or in spare.
 class Collectives {
  public:
   virtual ~Collectives() = default;

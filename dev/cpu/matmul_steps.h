@@ -1,5 +1,5 @@
-// matmul_steps.h: C (M, N) = A (M, K) B (K, N) in steps, from three loops to what llmc/ops/cpu/matmul.h does, each
-// improving on the one before: for readers. ladder.cpp times them, test/ops/test_matmul_steps.cpp compares them.
+// matmul_steps.h: C (M, N) = A (M, K) B (K, N) in steps, each improving on the one before, from three loops to the
+// method of llmc/ops/cpu/matmul.h: for readers. ladder.cpp times them, test/ops/test_matmul_steps.cpp compares them.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -11,7 +11,7 @@ struct Sizes {
   int64_t M, N, K;
 };
 
-// 1. The definition. Every product reads another row of B: a line of the cache for each of its elements.
+// 1. The definition. Every product reads another row of B: a whole cache line for each element.
 inline void matmul_loops(float* c, const float* a, const float* b, const Sizes& s) {
   for (int64_t i = 0; i < s.M; ++i)
     for (int64_t j = 0; j < s.N; ++j) {
@@ -21,7 +21,7 @@ inline void matmul_loops(float* c, const float* a, const float* b, const Sizes& 
     }
 }
 
-// 2. The two inner loops change places: B and C are read along their rows, a vector at a time. But all of B passes
+// 2. The two inner loops are swapped: B and C are read along their rows, a vector at a time. But all of B passes
 // through the caches for every row of C.
 inline void matmul_along_rows(float* c, const float* a, const float* b, const Sizes& s) {
   for (int64_t i = 0; i < s.M; ++i) {
@@ -50,8 +50,8 @@ inline void matmul_blocked(float* c, const float* a, const float* b, const Sizes
         }
 }
 
-// 4. Registers: a tile of C, rows x 2 vectors, stays in registers while k runs: each element of B that is read serves
-// all rows of the tile, each of A all columns, and C is touched once for a block of k.
+// 4. Registers: a tile of C, rows x 2 vectors, stays in registers while k runs: each element read from B serves all
+// rows of the tile, each from A all columns, and C is touched once per block of k.
 #ifdef __AVX512F__
 inline constexpr int64_t tile_rows = 6, tile_columns = 32;
 #else
@@ -86,9 +86,9 @@ inline void matmul_registers(float* c, const float* a, const float* b, const Siz
     }
 }
 
-// 5. Packing: the tile's operands are copied to where they lie in the order in which it reads them, so that no line of
-// a cache is read for some of its bytes and no page for one row. What is left is ops/cpu/matmul.h: more rows per tile,
-// transposed and narrow operands, all threads; then bf16 in pairs, and in matrix registers.
+// 5. Packing: the tile's operands are copied into the order in which it reads them, so that no cache line is read for
+// only some of its bytes and no page for one row. ops/cpu/matmul.h adds the rest: more rows per tile, transposed and
+// narrow operands, all threads; then bf16 in pairs, and in matrix registers.
 inline void matmul_packed(float* c, const float* a, const float* b, const Sizes& s) {
   constexpr int64_t depth = 256, width = 512;
   std::fill_n(c, s.M * s.N, 0.0f);

@@ -74,7 +74,7 @@ __global__ void attention2(bf16* out, float* lse, const bf16* qkv, AttentionShap
   const int64_t row = item % s.T, h = item / s.T % s.Hq, b = item / s.T / s.Hq;
   const Heads at(qkv, s, b, h);
   const int lane = lane_of_thread();
-  float largest = -INFINITY, sum = 0, outs[2] = {};  // sum: of this lane's keys
+  float largest = -INFINITY, sum = 0, outs[2] = {};  // sum: over this lane's keys
   for (int64_t first = 0; first <= row; first += warp_size) {
     const int64_t key = first + lane;
     float score = -INFINITY;
@@ -126,7 +126,7 @@ __global__ void attention3(bf16* out, float* lse, const bf16* qkv, AttentionShap
       keys[i] = key < s.T ? to_float(at.k.data[key * at.k.stride + i % head_size]) : 0.0f;
       values[i] = key < s.T ? to_float(at.v.data[key * at.v.stride + i % head_size]) : 0.0f;
     }
-    __syncthreads();  // the tile is there
+    __syncthreads();  // the tile is loaded
     for (int j = 0; j < tile_rows && first + j <= row; ++j) {
       float score = 0;
 #pragma unroll
@@ -143,7 +143,7 @@ __global__ void attention3(bf16* out, float* lse, const bf16* qkv, AttentionShap
 #pragma unroll
       for (int d = 0; d < head_size; ++d) outs[d] += p * values[j * head_size + d];
     }
-    __syncthreads();  // the tile is read
+    __syncthreads();  // the tile has been read
   }
   if (row >= s.T) return;
   const Head<bf16> to = head_of(out, s, s.Hq, b, h);
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(Block::threads) attention4(bf16* out, float* l
   for (int key = 0; key < end; key += Block::tile_rows) {
     copy_rows<Block::tile_rows, Block::threads>(keys, at.k, key);
     copy_rows<Block::tile_rows, Block::threads>(values, at.v, key);
-    __syncthreads();  // the tile is there
+    __syncthreads();  // the tile is loaded
     Accumulators<1, Block::N> p = {};
     multiply_transposed(p, queries, warp_row, keys);
     for_each(p, [&](float& x, int, int n, int i) {
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(Block::threads) attention4(bf16* out, float* l
     });
     for (int half = 0; half < 2; ++half) softmax.update(p, outs, 0, half, scale);
     multiply(outs, p, values);
-    __syncthreads();  // the tile is read
+    __syncthreads();  // the tile has been read
   }
   for (int half = 0; half < 2; ++half) {
     const float total = quad_reduce(softmax.sum[0][half], Sum{});

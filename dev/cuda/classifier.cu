@@ -35,7 +35,7 @@ __global__ void classifier2(float* losses, bf16* logits, const int32_t* targets,
   for (int64_t v = threadIdx.x; v < V; v += threads) largest = fmaxf(largest, to_float(row[v]));
   largest = block_max(largest);
   for (int64_t v = threadIdx.x; v < V; v += threads) sum += expf(to_float(row[v]) - largest);
-  const float target_logit = to_float(row[targets[n]]);  // before the barrier after which the row is written
+  const float target_logit = to_float(row[targets[n]]);  // before the barrier that precedes writing the row
   sum = block_sum(sum);
   if (threadIdx.x == 0) losses[n] = logf(sum) + largest - target_logit;
   for (int64_t v = threadIdx.x; v < V_padded; v += threads)

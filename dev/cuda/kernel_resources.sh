@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The resources of each kernel as reported by ptxas: registers per thread, static shared memory per block, stack and
 # register spills in bytes per thread; and from its PTX, in bytes, the widest load from global memory and the widest
-# store. Writes a table; fails if a kernel spills that should not.
+# store. Writes a table; fails if a kernel spills that should not spill.
 #
 #   dev/cuda/kernel_resources.sh [OUTPUT]     default: dev/results/kernel-resources-$ARCH.md
 #

@@ -36,7 +36,7 @@ __device__ float halving_sum(float x) {
     __syncthreads();
   }
   const float sum = sums[0];
-  __syncthreads();  // read by all before the next call writes
+  __syncthreads();  // all must have read before the next call writes
   return sum;
 }
 

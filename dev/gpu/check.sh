@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU to check, in parts; all, or those named:
+# All checks that need a GPU, in parts. Runs all parts, or those named:
 #
 #   dev/gpu/check.sh [--sitting 1|2] [PART...]
 #
 #   build        the trainer, the tests, the kernel ladders and the op table, with nvcc
-#   memory       what a run takes of the GPU, beside what was planned
+#   memory       the GPU memory that a run takes, beside the plan
 #   train        short runs against the CPU's, and the text that the trained models write
 #   determinism  the same run twice has the same bits
-#   resume       a stopped and resumed run has the bits of one that was not
+#   resume       a stopped and resumed run has the bits of an uninterrupted one
 #   graphs       with and without CUDA graphs: the same bits
 #   ranks        the self-test of four ranks that share the GPU
-#   nccl         two and four processes that share it with NCCL, against one rank; NCCL 2.30 or newer
+#   nccl         two and four processes that share the GPU, with NCCL, against one rank; NCCL 2.30 or newer
 #   test         every op and kernel, and the whole trainer, against the CPU's
 #   sanitize     compute-sanitizer on the ops and on short runs: bad accesses, uninitialised memory, barriers
 #   racecheck    the same, for races
@@ -18,13 +18,12 @@
 #   ops          each op of a training step against the GPU's measured roofline
 #   e2e          training steps compared with PyTorch: parts e2e-124M, e2e-1558M, e2e-qwen and e2e-experts
 #
-# --sitting 1: whether all is right, all but the last three lines; parts that may run at the same time do. --sitting 2:
-# how fast it is, one part after the other. Each takes at most SITTING_SECONDS=570, the build included.
+# --sitting 1 checks correctness: all parts but the last three lines, at the same time where possible. --sitting 2
+# measures speed, one part after the other. Each takes at most SITTING_SECONDS=570, the build included.
 #
-# What a part needs is built in the background, and a part begins when its programs are there. A check that fails, or
-# takes too long, stops no other. Every result is in OUT/checks.tsv as soon as it is known, and all output in
-# OUT/log.txt; kernels, ops and e2e also write Markdown tables. The table of all results comes last. Exit status 1:
-# something failed.
+# Programs are built in the background, and a part begins when its own are ready. A check that fails, or takes too long,
+# stops no other. Every result is in OUT/checks.tsv as soon as it is known, and all output in OUT/log.txt; kernels, ops
+# and e2e also write Markdown tables. The table of all results comes last. Exit status 1: something failed.
 #
 # Environment: OUT=build/gpu-out  DEPS=build/gpu-deps (from dev/gpu/pack_deps.sh, if the machine lacks packages)
 # JOBS=processors  PYTHON=python3 (with torch, for e2e)  ARCH=the GPU's  MORE_SECONDS=1: times all limits
@@ -47,7 +46,7 @@ if [ -d "$DEPS" ]; then
   export LD_LIBRARY_PATH=$DEPS/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 fi
 
-# Seconds for a part, at most, without the build.
+# The time limit of a part in seconds, without the build.
 limit_of() {
   case $1 in
     build) echo 420 ;;
@@ -65,7 +64,7 @@ limit_of() {
 
 # ---- Checks ----------------------------------------------------------------------------------------------------------
 
-# row STATUS SECONDS CHECK NOTE, of the part $part
+# row STATUS SECONDS CHECK NOTE: a row of the results, for the part $part
 row() {
   printf '%s\t%s\t%s\t%s\t%s\n' "$part" "$1" "$2" "$3" "$4" >>"$OUT/checks.tsv"
   printf '%-11s %-7s %4s s  %-34s %s\n' "$part" "$1" "$2" "$3" "$4"
@@ -73,9 +72,9 @@ row() {
 
 left() { echo $(((part_end < sitting_end ? part_end : sitting_end) - SECONDS)); }
 
-# check NAME SECONDS COMMAND...: status 0 is ok, 77 that it cannot be tried here. The note is the last line that begins
-# with "note:" or is the summary of a test program or a sanitizer; else the error. It is killed after SECONDS, or when
-# the part's time is up.
+# check NAME SECONDS COMMAND...: status 0 means ok, 77 that it cannot be tried here. The note is the last line that
+# begins with "note:" or is the summary of a test program or a sanitizer; else the error. The command is killed after
+# SECONDS, or when the part's time is up.
 summaries='^note:|^========= .*SUMMARY|^All tests passed|^test cases:|^self-test:'
 check() {
   local name=$1 limit=$(($2 * MORE_SECONDS)) output=$RUNS/$part.output status=0 begin=$SECONDS note
@@ -104,7 +103,7 @@ check() {
 programs=(train_gpt build/test_cuda_on_gpu build/ladders build/op_table)
 mark_of() { echo "$RUNS/built/${1##*/}"; }
 
-# build JOBS PROGRAM...: one after the other. A program's mark is "ok" or "failed" when that is known.
+# build JOBS PROGRAM...: builds them one after the other, and marks each as "ok" or "failed".
 build() {
   local jobs=$1 part=build-${2##*/} program made
   for program in "${@:2}"; do
@@ -116,8 +115,8 @@ build() {
   done
 }
 
-# Builds these programs in the background, all at once; but the tests and the ladders share objects. What all of them
-# share, the CPU's ops, comes first.
+# Builds these programs in the background, all at once, but the tests and the ladders, which share objects, one after
+# the other. The CPU's ops, which all of them share, come first.
 start_builds() {
   local part=build part_end=$((SECONDS + $(limit_of build) * MORE_SECONDS)) program tests=()
   rm -rf "$RUNS/built" && mkdir -p "$RUNS/built"
@@ -136,7 +135,7 @@ start_builds() {
   [ ${#tests[@]} -eq 0 ] || build $((JOBS > 3 ? JOBS - 2 : 1)) "${tests[@]}" &
 }
 
-# built PROGRAM...: waits until they are there. The part's time begins then.
+# built PROGRAM...: waits until they are built. The part's time begins then.
 built() {
   local name mark
   for name in "$@"; do
@@ -179,7 +178,7 @@ every_model() {
   local model dtype
   for model in gpt2 llama experts; do
     for dtype in fp32 bf16; do
-      # Rounded to bf16, near ties of a router fall otherwise on another device.
+      # In bf16, another device may decide near ties of a router differently.
       [ "$1 $model $dtype" = 'against-cpu experts bf16' ] || trained "$1" "$model" "$dtype"
     done
   done
@@ -218,7 +217,7 @@ test_ops() {
 sanitized() {
   local tool=$1 name=$2 limit=$3 command=(compute-sanitizer --tool "$1" --error-exitcode 9 --print-limit 20 --report-api-errors no)
   shift 3
-  # Not on the large kernels of other libraries; but initcheck must see what they write.
+  # racecheck skips the large kernels of other libraries; initcheck must see what they write.
   [ "$tool" != racecheck ] || ! grep -q -e --kernel-name <<<"$(compute-sanitizer --help)" || command+=(--kernel-name kns=llmc)
   [ -z "${SMALL:-}" ] || command=()   # it finds no kernel of an emulated GPU
   check "$tool: $name" "$limit" "${command[@]}" "$@"
@@ -307,7 +306,7 @@ lanes=() parts=() sitting_end=1000000
 if [ "${1:-}" = --sitting ]; then
   sitting_end=$SITTING_SECONDS
   case ${2:-} in
-    # memory by itself: it looks at what is free. Then those that share the GPU.
+    # memory runs by itself, since it looks at free memory; then the parts that share the GPU.
     1) parts=(memory) lanes=('train determinism resume graphs' 'ranks nccl' 'test sanitize racecheck') ;;
     2) parts=(e2e-124M ops kernels e2e-1558M e2e-qwen e2e-experts) ;;
     *) refuse "--sitting '${2:-}' is unknown; use 1 or 2" ;;

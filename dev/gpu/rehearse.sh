@@ -2,11 +2,11 @@
 # Rehearses dev/gpu/check.sh on a machine without a GPU, as root, in a bare Debian that debootstrap makes: it has make,
 # g++ and Python, this machine's CUDA toolkit, and a copy of this tree with build/gpu-deps, at most 64 MiB together.
 #
-#   dev/gpu/rehearse.sh [build] [sitting-1] [sitting-2] [broken]      none named: all of them
+#   dev/gpu/rehearse.sh [build] [sitting-1] [sitting-2] [broken]      default: all of them
 #
 #   build       everything with nvcc, within the bare root
-#   sitting-1, sitting-2   all parts, with programs for emulated GPUs in place of those that were built
-#   broken      all parts again, while the programs fail, are not there, or do not end: none stops the others
+#   sitting-1, sitting-2   all parts, with programs for emulated GPUs in place of those built with nvcc
+#   broken      all parts again, with programs that fail, are missing, or do not end: none stops the others
 #
 # From the environment: FOLDER=build/rehearsal, 4 GB; rm -rf when done. SUITE=bookworm. JOBS=processors
 # MORE_SECONDS=8: times the limits of check.sh, which are for a GPU and 16 processors
@@ -30,7 +30,7 @@ done
 nvcc=$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)
 toolkit=$(dirname "$(dirname "$(readlink -f "$nvcc")")")
 [ -x "$toolkit/bin/nvcc" ] || fail "no CUDA toolkit with nvcc was found: $nvcc"
-# Mounts are seen by this script alone, and are gone when it ends.
+# Mounts are visible to this script alone, and are gone when it ends.
 [ -n "${REHEARSE_OWN_MOUNTS:-}" ] || REHEARSE_OWN_MOUNTS=yes exec unshare --mount "$0" "${acts[@]}"
 
 if [ ! -e "$root/usr/bin/g++" ] || [ ! -e "$root/usr/bin/python3" ]; then
@@ -43,7 +43,7 @@ mkdir -p "$root/usr/local/cuda" "$tree"
 mount --bind -o ro "$toolkit" "$root/usr/local/cuda"
 mount -t proc proc "$root/proc"
 
-# What is carried. Built programs stay, so that acts may follow each other.
+# The files carried into the root. Built programs stay, so that acts may follow each other.
 [ -e build/gpu-deps/lib/libcrypto.a ] || dev/gpu/pack_deps.sh
 git ls-files -z --cached --others --exclude-standard | tar -c --null -T - --ignore-failed-read | tar -x -C "$tree"
 mkdir -p "$tree/build" && cp -r build/gpu-deps "$tree/build/"
@@ -60,14 +60,14 @@ in_root() {
 
 programs=(train_gpt build/test_cuda_on_gpu build/ladders build/op_table)
 
-# program NAME: writes it, a script, from standard input.
+# program NAME: writes it as a script, from standard input.
 program() {
   rm -f "${tree:?}/$1"
   { printf '#!/bin/sh\n' && cat; } >"$tree/$1"
   chmod +x "$tree/$1"
 }
 
-# Programs for emulated GPUs in place of those for a GPU, with the libraries that a bare machine lacks.
+# Replaces the programs for a GPU by those for emulated GPUs, with the libraries that a bare machine lacks.
 emulate() {
   local name library
   make -s -j"$JOBS" build/emulated/train_gpt build/emulated/kernels build/emulated/trainer build/emulated/ladders \
@@ -82,7 +82,7 @@ emulate() {
   for name in train_gpt build/ladders build/op_table; do
     program "$name" <<<"LD_LIBRARY_PATH=/train_gpt/build/emulated/lib exec /train_gpt/build/emulated/${name##*/} \"\$@\""
   done
-  # One program on a GPU, and two here. Of the trainer's tests, which take longest, some.
+  # A GPU has one test program, this machine two. Only some of the trainer's tests, which take longest, are run.
   program build/test_cuda_on_gpu <<'PROGRAM'
 export LD_LIBRARY_PATH=/train_gpt/build/emulated/lib ONE_SCHEDULE=1
 case $1 in
@@ -94,7 +94,7 @@ PROGRAM
 small=(NO_BUILD=1 SMALL=1
   OP_TABLE_FLAGS='--models d1 -b 1 -t 16 --repeats 1 --peak-size 64 --copy-mib 1 --flush-mib 1 --long-sequence 32')
 
-# checked NAME COMMAND...: check.sh in the root; its table and log are kept. Returns its status.
+# checked NAME COMMAND...: runs check.sh in the root; keeps its table and log. Returns its status.
 checked() {
   local name=$1 status=0 begin=$SECONDS
   shift
@@ -105,7 +105,7 @@ checked() {
   say "$name: $((SECONDS - begin)) s, status $status"
   return $status
 }
-# count STATUS NAME
+# count STATUS NAME: the number of checks of NAME that ended with STATUS
 count() { awk -F '\t' -v status="$1" '$2 == status' "$folder/$2.tsv" | wc -l; }
 
 build_act() { checked build /train_gpt/dev/gpu/check.sh build || fail "not all was built: $folder/build.log"; }
@@ -113,7 +113,7 @@ sitting_act() {
   emulate
   checked "sitting-$1" "${small[@]}" /train_gpt/dev/gpu/check.sh --sitting "$1" || fail "something failed: $folder/sitting-$1.log"
 }
-# Every program fails; then none is there; then none ends. All parts are tried nevertheless, and all within their limits.
+# Every program fails, then is missing, then does not end. All parts are tried nevertheless, within their limits.
 broken_act() {
   local how name sitting parts seconds
   for how in fails missing endless; do

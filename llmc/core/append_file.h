@@ -1,5 +1,5 @@
-// append_file.h: a file that grows line by line while a run goes on, and that a full disk does not end: what the disk
-// does not take stays in memory and is written before the next line.
+// append_file.h: a file that grows line by line during a run. A full disk does not end the run: text that does not fit
+// stays in memory and is written before the next line.
 #pragma once
 #include <cerrno>
 #include <cstring>
@@ -16,8 +16,8 @@ class AppendFile {
 
   const std::string& path() const { return file_.path(); }
 
-  // Appends the text as far as the disk takes it. Returns why it did not take all of it, once for each time that it
-  // begins to fail; otherwise "".
+  // Appends as much of the text as the disk takes. Returns why the rest was not written, once for each time that
+  // writing begins to fail; otherwise "".
   std::string append(const std::string& text) {
     waiting_ += text;
     const bool failed_before = !fault_.empty();
@@ -25,11 +25,11 @@ class AppendFile {
     return failed_before ? "" : fault_;
   }
 
-  // If the file was deleted, or moved with its directory, it is made again with all that it had; another one that has
-  // taken its name is appended to. Returns whether that was so.
+  // If the file was deleted, or moved with its directory, recreates it with all its contents; if another file has taken
+  // its name, appends to that one. Returns whether either was the case.
   bool ensure_in_place() {
     if (file_.in_place()) return false;
-    std::string before;  // read before there is a new one: if that fails, all can be tried again
+    std::string before;  // read before the new file is made: if this fails, everything can be tried again
     if (!path_exists(path())) {
       before.resize(static_cast<size_t>(file_.size()));
       file_.read_at(before.data(), static_cast<int64_t>(before.size()), 0);
@@ -40,7 +40,7 @@ class AppendFile {
     return true;
   }
 
-  // Everything so far is on the disk when this returns; it is an error if that cannot be.
+  // Returns when everything so far is on the disk; throws Error if that is impossible.
   void sync() {
     write_waiting();
     CHECK(fault_.empty(), "cannot write to {}: {}", path(), fault_);

@@ -34,11 +34,11 @@ class Error : public std::runtime_error {
 // Thrown by a rank that stops only because another one failed.
 class PeerError : public Error {
  public:
-  // why: if it is known.
+  // why: the reason, if it is known.
   explicit PeerError(const std::string& why = "another rank has failed") : Error(why) {}
 };
 
-// An error that all ranks have, at the same place: one process on each host reports it.
+// An error that all ranks have at the same place: one process on each host reports it.
 class SharedError : public Error {
  public:
   using Error::Error;
@@ -46,7 +46,7 @@ class SharedError : public Error {
 
 namespace detail {
 
-// A JSON value, which this file does not know.
+// A JSON value; this file does not know its type.
 template <class T>
 concept Json = requires(const T& value) {
   value.dump(-1, ' ', false, T::error_handler_t::replace);
@@ -72,7 +72,7 @@ std::string format_argument(const std::string& spec, const T& value) {
   } else if constexpr (std::is_enum_v<T>) {
     return format_argument(spec, name_of(value));  // found by argument-dependent lookup beside the enum
   } else if constexpr (std::is_floating_point_v<T>) {
-    // No NaN has a sign that means anything.
+    // The sign of a NaN means nothing.
     return printf_string("%" + (spec.empty() ? "g" : spec),
                          std::isnan(value) ? std::abs(value) : static_cast<double>(value));
   } else if constexpr (std::is_same_v<T, char>) {
@@ -93,7 +93,7 @@ std::string format_argument(const std::string& spec, const T& value) {
   }
 }
 
-// An argument without its type, and what formats it, so that not every combination of types in a message is compiled.
+// An argument with its type erased, and its formatter, so that not every combination of types in a message is compiled.
 struct FormatArgument {
   const void* value;
   std::string (*format)(const std::string& spec, const void* value);

@@ -35,7 +35,7 @@ struct FileRecord {
   }
 };
 
-// A running checksum of bytes that come in pieces.
+// A running checksum of bytes that arrive in pieces.
 class RunningHash {
  public:
   RunningHash() : state_(XXH3_createState(), XXH3_freeState) {
@@ -114,8 +114,8 @@ inline std::optional<std::string> file_fault(const std::string& path, const File
   return error.what();
 }
 
-// A checksum of a file's size and of `share` of its contents: evenly spaced blocks, the first and the last among them;
-// 1: all. Other contents of the same size are noticed unless they differ only between the blocks.
+// A checksum of a file's size and of `share` of its contents: evenly spaced blocks, including the first and the last;
+// 1: all. Changed contents of the same size are noticed unless they differ only between the blocks.
 inline std::string sampled_checksum(const std::string& path, double share) {
   constexpr int64_t block_bytes = 64 << 10;
   const File file = File::open_read(path);

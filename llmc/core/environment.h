@@ -1,4 +1,4 @@
-// environment.h: the variables that a program finds when it starts.
+// environment.h: reads environment variables.
 #pragma once
 #include <cstdlib>
 #include <functional>

@@ -1,5 +1,5 @@
-// escape.h: text that anyone may have written (names and values in files, what other processes say, generated text) as
-// a terminal and a log may show it: it cannot move the cursor, change colours or ring.
+// escape.h: makes text that anyone may have written (names and values in files, messages of other processes, generated
+// text) safe for a terminal and a log: it cannot move the cursor, change colours or ring the bell.
 #pragma once
 #include <algorithm>
 #include <cstdio>
@@ -21,7 +21,7 @@ inline void append_escaped(std::string& out, std::string_view bytes) {
   }
 }
 
-// keep: the control characters that stay.
+// keep: control characters that are not escaped.
 inline std::string escaped(std::string_view text, std::string_view keep) {
   std::string out;
   while (!text.empty()) {
@@ -29,7 +29,7 @@ inline std::string escaped(std::string_view text, std::string_view keep) {
     for (size_t at = 0; at < valid;) {
       const Utf8Character c = utf8_at(text, at);
       const bool control = c.code < 0x20 || (c.code >= 0x7f && c.code < 0xa0) ||  // ASCII's, and C1 of ISO 6429
-                           (c.code >= 0x202a && c.code <= 0x202e) ||  // these turn the order of others round
+                           (c.code >= 0x202a && c.code <= 0x202e) ||  // these reverse the order of other characters
                            (c.code >= 0x2066 && c.code <= 0x2069);
       const std::string_view bytes = text.substr(at, c.width);
       if (control && keep.find(bytes) == keep.npos) append_escaped(out, bytes);
@@ -42,7 +42,7 @@ inline std::string escaped(std::string_view text, std::string_view keep) {
   return out;
 }
 
-// How many bytes at the end begin a character whose others may follow.
+// The number of bytes at the end that begin a character whose other bytes may follow.
 inline size_t unfinished(std::string_view text) {
   for (size_t n = 1; n <= std::min<size_t>(3, text.size()); ++n) {
     const auto lead = static_cast<unsigned char>(text[text.size() - n]);
@@ -56,11 +56,11 @@ inline size_t unfinished(std::string_view text) {
 
 }  // namespace detail
 
-// Escapes as \x1b every byte of control characters but line breaks and tabs, of those that change the direction of
-// text, and of what is not UTF-8. Escaping again changes nothing.
+// Escapes as \x1b the bytes of control characters except line breaks and tabs, of characters that change the direction
+// of text, and of invalid UTF-8. Escaping again changes nothing.
 inline std::string printable(std::string_view text) { return detail::escaped(text, "\n\t"); }
 
-// The same of text that comes in pieces: a character whose bytes are in several of them is shown when it is whole.
+// The same for text that arrives in pieces: a character spread over several pieces is shown once it is complete.
 class PrintableStream {
  public:
   std::string add(std::string_view bytes) {
@@ -70,15 +70,15 @@ class PrintableStream {
     held_.erase(0, held_.size() - begun);
     return out;
   }
-  // What was begun and is not to be finished.
+  // The bytes of a character that was begun and never completed.
   std::string rest() { return printable(std::exchange(held_, "")); }
 
  private:
   std::string held_;
 };
 
-// A name or a value within a message: line breaks and tabs are escaped too, and of more than `most` bytes only the
-// beginning is shown.
+// A name or a value within a message: line breaks and tabs are escaped too, and text of more than `most` bytes is cut
+// off there.
 inline std::string shown(std::string_view text, size_t most = 80) {
   size_t cut = text.size();
   if (cut > most)
@@ -88,7 +88,7 @@ inline std::string shown(std::string_view text, size_t most = 80) {
   return cut == text.size() ? out : out + "... (" + std::to_string(text.size()) + " bytes)";
 }
 
-// One message on stderr.
+// Prints one message to stderr.
 inline void print_error(const std::string& text) { std::fprintf(stderr, "%s\n", printable(text).c_str()); }
 
 }  // namespace llmc

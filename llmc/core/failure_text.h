@@ -1,5 +1,5 @@
-// failure_text.h: what ended a process, in words, where it is no Error of ours: memory or a thread that could not be
-// had, by whatever limit, or a fault of the program.
+// failure_text.h: says in words what ended a process when it is not one of our Errors: memory or a thread that the
+// system did not give, whatever the limit, or a bug in the program.
 #pragma once
 #include <sys/resource.h>
 
@@ -13,7 +13,7 @@ namespace llmc {
 
 namespace detail {
 
-// ", ulimit -v is 200000 KiB", or nothing where there is no such limit.
+// ", ulimit -v is 200000 KiB"; "" if there is no such limit.
 inline std::string limit_text(int resource, const char* name, rlim_t unit, const char* of_unit) {
   rlimit limit{};
   if (getrlimit(static_cast<__rlimit_resource>(resource), &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "";
@@ -24,7 +24,7 @@ inline std::string limit_text(int resource, const char* name, rlim_t unit, const
 
 inline std::string failure_text(const std::exception& error) {
   if (dynamic_cast<const Error*>(&error) != nullptr) return error.what();
-  const bool wrong_size = dynamic_cast<const std::bad_array_new_length*>(&error) != nullptr;  // a fault of the program
+  const bool wrong_size = dynamic_cast<const std::bad_array_new_length*>(&error) != nullptr;  // a bug in the program
   if (!wrong_size && dynamic_cast<const std::bad_alloc*>(&error) != nullptr)
     return formatted(
         "the system gave no more memory{}: end other programs, raise a limit (ulimit -v, or a container's), or make "

@@ -24,7 +24,7 @@
 
 namespace llmc {
 
-// Is the open file still the one of this name? Yes, too, if the system cannot tell, as in an outage of a network.
+// Is the open file still the one with this name? Also true if the system cannot tell, as during a network outage.
 inline bool same_file(int fd, const std::string& path) {
   struct stat held {
   }, there{};
@@ -34,12 +34,12 @@ inline bool same_file(int fd, const std::string& path) {
 
 class File {
  public:
-  // Only regular files: reading a FIFO or a terminal would wait for someone to write, without end.
+  // Only regular files: reading a FIFO or a terminal would wait for ever for someone to write.
   static File open_read(const std::string& path) { return File(path, O_RDONLY, "open"); }
-  // Not through a symbolic link, which would be lost where the file is then replaced.
+  // Does not follow a symbolic link: replacing the file later would lose the link.
   static File open_own(const std::string& path) { return File(path, O_RDONLY | O_NOFOLLOW, "open"); }
   static File create(const std::string& path) { return File(path, O_WRONLY | O_CREAT | O_TRUNC, "create"); }
-  // Not through a symbolic link: what is appended would land elsewhere.
+  // Does not follow a symbolic link: the text would be appended to another file.
   static File append(const std::string& path) {
     return File(path, O_RDWR | O_CREAT | O_APPEND | O_NOFOLLOW, "append to");
   }
@@ -110,7 +110,7 @@ class File {
     try {
       check(::fstat(fd_, &info) == 0, "stat");
       CHECK(S_ISREG(info.st_mode), "cannot {} {}: it is {}, expected a file", operation, path_, kind_of(info.st_mode));
-    } catch (...) {  // there will be no destructor
+    } catch (...) {  // the destructor will not run
       ::close(fd_);
       throw;
     }
@@ -159,10 +159,10 @@ class OpenFiles {
   std::list<std::shared_ptr<const File>> files_;  // most recently used first
 };
 
-// The largest file that is read as a whole, where no smaller limit is given.
+// The default limit on the size of files that are read whole.
 inline constexpr int64_t largest_text = int64_t{1} << 30;
 
-// A whole file, of at most `most` bytes.
+// Reads a whole file, of at most `most` bytes.
 inline std::string read_text(const std::string& path, int64_t most = largest_text) {
   const File file = File::open_read(path);
   CHECK(file.size() <= most, "{}: {} bytes are too many for a file of this kind, which has at most {}", path,
@@ -212,8 +212,7 @@ inline std::vector<std::string> names_in(const std::string& directory) {
   return names;
 }
 
-// What is there instead of files that match a pattern, in words for an error: files with the same ending, or that the
-// directory is not there.
+// For errors: what exists in place of files that match a pattern: files with the same ending, or no such directory.
 inline std::string instead_of(const std::string& pattern) {
   const std::filesystem::path path(pattern), parent = path.has_parent_path() ? path.parent_path() : ".";
   if (parent.string().find_first_of("*?[") != std::string::npos) return "check the path";

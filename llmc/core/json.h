@@ -1,6 +1,5 @@
-// json.h: the only reader of JSON: from files that anyone may have written, and so with limits on size and depth,
-// without equal names in an object, of which the library would keep the last, and with nothing before or after the
-// value.
+// json.h: the only reader of JSON. Anyone may have written the files, so size and depth are limited, an object may not
+// name a member twice (the library would keep the last), and nothing may come before or after the value.
 #pragma once
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -15,8 +14,8 @@ namespace llmc {
 
 namespace detail {
 
-// Builds the value as the library reports its parts, until the first fault. (The library's own builder takes quadratic
-// time with a callback, and values of any depth, for which its copies and dump() would exhaust the stack.)
+// Builds the value from the parts that the library reports, until the first fault. (The library's own builder takes
+// quadratic time with a callback, and accepts any depth, with which its copies and dump() would exhaust the stack.)
 class JsonBuilder {
  public:
   nlohmann::json root;
@@ -28,7 +27,7 @@ class JsonBuilder {
   bool number_unsigned(uint64_t value) { return put(value); }
   bool number_float(double value, const std::string&) { return put(value); }
   bool string(std::string& value) { return put(std::move(value)); }
-  bool binary(nlohmann::json::binary_t&) { return false; }  // not in text
+  bool binary(nlohmann::json::binary_t&) { return false; }  // does not occur in text
   bool start_object(size_t) { return open(nlohmann::json::object()); }
   bool start_array(size_t) { return open(nlohmann::json::array()); }
   bool end_object() { return close(); }
@@ -44,7 +43,7 @@ class JsonBuilder {
   }
 
  private:
-  static constexpr size_t most_open = 64;            // the formats that are read here need 8
+  static constexpr size_t most_open = 64;            // the formats read here need 8
   static constexpr size_t most_values = 10'000'000;  // a tokenizer's file has about a million
 
   nlohmann::json* put(nlohmann::json&& value) {
@@ -73,12 +72,12 @@ class JsonBuilder {
 
   std::vector<nlohmann::json*> open_;  // objects and arrays, from the root inwards
   size_t values_ = 0;
-  nlohmann::json* member_ = nullptr;  // of the innermost object: the one that is being read
+  nlohmann::json* member_ = nullptr;  // the member of the innermost object that is being read
 };
 
 inline JsonBuilder build_json(std::string_view text) {
   JsonBuilder builder;
-  if (text.find('\0') != text.npos) builder.fault = "not JSON: it has a NUL";  // for the library, the end of the text
+  if (text.find('\0') != text.npos) builder.fault = "not JSON: it has a NUL";  // the library takes it for the end
   else if (!nlohmann::json::sax_parse(text, &builder) && builder.fault.empty()) builder.fault = "not JSON";
   return builder;
 }
@@ -92,7 +91,7 @@ inline nlohmann::json parse_json(std::string_view text, const std::string& where
   return std::move(built.root);
 }
 
-// The same for what may be incomplete, such as the last line of metrics.jsonl: none, if it is not JSON.
+// The same for text that may be incomplete, such as the last line of metrics.jsonl; none: it is not JSON.
 inline std::optional<nlohmann::json> try_parse_json(std::string_view text) {
   detail::JsonBuilder built = detail::build_json(text);
   return built.fault.empty() ? std::optional(std::move(built.root)) : std::nullopt;
@@ -100,7 +99,7 @@ inline std::optional<nlohmann::json> try_parse_json(std::string_view text) {
 
 // Reads a file that holds a JSON object; errors begin with `option` and its path.
 inline nlohmann::json read_json(const std::string& path, const std::string& option = "") {
-  constexpr int64_t most_bytes = int64_t{256} << 20;  // the largest are tokenizers, of some tens of MB
+  constexpr int64_t most_bytes = int64_t{256} << 20;  // the largest are tokenizers, some tens of MB
   nlohmann::json json = parse_json(read_text(path, most_bytes), option + path);
   CHECK(json.is_object(), "{}{}: expected a JSON object, found {}; the file is damaged", option, path, json);
   return json;
@@ -108,7 +107,7 @@ inline nlohmann::json read_json(const std::string& path, const std::string& opti
 
 // A non-negative integer that fits into int64_t; none: anything else.
 inline std::optional<int64_t> whole_number(const nlohmann::json& json) {
-  const int64_t value = json.is_number_integer() ? json.get<int64_t>() : -1;  // beyond 2^63 negative as well
+  const int64_t value = json.is_number_integer() ? json.get<int64_t>() : -1;  // 2^63 and more become negative too
   return value >= 0 ? std::optional(value) : std::nullopt;
 }
 

@@ -63,7 +63,7 @@ inline std::string human_duration(double seconds) {
   return s >= 3600 ? formatted("{}:{:02}:{:02}", s / 3600, s / 60 % 60, s % 60) : formatted("{}:{:02}", s / 60, s % 60);
 }
 
-// The current time in UTC, as ISO 8601 has it: "2026-01-31T23:59:59Z".
+// The current time in UTC, in ISO 8601: "2026-01-31T23:59:59Z".
 inline std::string time_stamp() {
   const std::time_t now = std::chrono::system_clock::to_time_t(std::chrono::system_clock::now());
   std::tm utc{};
@@ -81,8 +81,8 @@ struct TrainLine {
   int64_t tokens;                                       // seen since the first step
   int64_t memory;                                       // bytes in use, of the process or of the rank's GPU
   bool skipped = false;                                 // whether the update was
-  // One more column of the console, its title and value of at most 7 characters, instead of the speed of light; and
-  // numbers that only metrics.jsonl has.
+  // One more console column (title and value, of at most 7 characters each) instead of the speed of light; and numbers
+  // that only metrics.jsonl has.
   std::optional<std::pair<std::string, std::string>> column = std::nullopt;
   std::vector<std::pair<const char*, double>> more = {};
 };
@@ -90,12 +90,12 @@ struct ValLine {
   int64_t step;
   double loss;
   std::optional<double> choices = std::nullopt,
-                        choices_normalized = std::nullopt;  // fractions of questions answered right
+                        choices_normalized = std::nullopt;  // fractions of questions answered correctly
 };
 
 enum class ProgressLine : uint8_t { none, shown };
 
-// A file of training data that has other contents than before, as checksums.
+// A file of training data whose contents have changed, as checksums.
 struct DataChange {
   std::string shard, before, now;
 };
@@ -110,8 +110,8 @@ class Log {
     return log;
   }
 
-  // From now on also appends to metrics.jsonl and log.txt of this directory; the latter begins with the lines so far.
-  // elapsed_s: seconds that the run had taken when it was stopped, if it resumes.
+  // From now on also appends to metrics.jsonl and log.txt in this directory; log.txt begins with the lines so far.
+  // elapsed_s: seconds that a resumed run had taken when it was stopped.
   void open(const std::string& out_dir, double elapsed_s) {
     metrics_.emplace(out_dir + "/metrics.jsonl");
     console_.emplace(out_dir + "/log.txt");
@@ -119,18 +119,18 @@ class Log {
     opened_ = Clock::now();
     keep(std::exchange(early_, ""));
   }
-  // Syncs the metrics written so far to disk; it is an error if that cannot be.
+  // Syncs the metrics written so far to disk; throws Error if that is impossible.
   void sync_metrics() {
     if (metrics_) metrics_->sync();
   }
 
-  // Where one of the two files was deleted, or moved, it is made again.
+  // Recreates either of the two files if it was deleted or moved.
   void ensure_in_place() {
     for (std::optional<AppendFile>* file : {&metrics_, &console_}) try {
         if (*file && (*file)->ensure_in_place())
           line(formatted("WARNING: {} was deleted, moved or replaced: its lines go to the file of that name now",
                          (*file)->path()));
-      } catch (const std::exception&) {  // the disk may be full, or memory: tried again
+      } catch (const std::exception&) {  // the disk or memory may be full: tried again later
       }
   }
 
@@ -148,7 +148,7 @@ class Log {
     if (!silent_) keep(printable(text) + "\n");
   }
 
-  // Does a progress line show?
+  // Is a progress line shown?
   bool live() const { return live_; }
 
   // A title and rows of name and value.
@@ -160,11 +160,11 @@ class Log {
     for (const auto& [name, value] : rows) line(formatted(row, name, value));
   }
 
-  // print: also on the console, as a row of a table of at most 80 columns; its titles come again with every screen.
+  // print: also on the console, as a row of a table of at most 80 columns, whose titles repeat on every screen.
   void train(const TrainLine& t, bool print = true) {
     if (print) {
       const int digits = static_cast<int>(formatted("{}", t.max_steps).size());
-      const bool both = digits <= 5;  // "500/20000"; of more steps, "500000"
+      const bool both = digits <= 5;  // "500/20000"; with more steps, "500000"
       const std::string place = "{:" + std::to_string(std::max(5, both ? 2 * digits + 1 : digits)) + "}",
                         rate = t.column ? " {:6}" : " {:7}",
                         last = t.column           ? " {:7}"
@@ -256,7 +256,7 @@ class Log {
     if (progress_shown_) std::printf("\r\033[K");
     progress_shown_ = false;
   }
-  // For log.txt, which begins when the directory is known to be the run's.
+  // Text for log.txt, kept in memory until the file is opened, when the directory is known to be the run's.
   void keep(const std::string& text) {
     if (console_) warn(*console_, console_->append(text));
     else early_ += text;

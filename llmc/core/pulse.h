@@ -1,5 +1,5 @@
 // pulse.h: a count that moves whenever this process gets something done: an op, a part of a file, a part of an
-// exchange. By it the watchdog (net/watchdog.h) tells a process that is busy for long from one that hangs.
+// exchange. It lets the watchdog (net/watchdog.h) tell a process that is busy for long from one that hangs.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace detail {
 inline std::atomic<uint64_t> pulse_count = 0;
 }
 
-// Called from any thread, often: two threads at the same time may count once.
+// Called often, from any thread: two calls at the same time may count once.
 inline void pulse() {
   detail::pulse_count.store(detail::pulse_count.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
 }

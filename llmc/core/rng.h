@@ -20,8 +20,8 @@ inline uint64_t hash_name(std::string_view name) {
 }
 
 // Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): four random words per (key,
-// counter). Every counter costs the same, so a slice of a tensor is drawn without what precedes it. constexpr: kernels
-// call it too.
+// counter). Every counter costs the same, so a slice of a tensor is drawn without drawing what precedes it. constexpr:
+// kernels call it too.
 class Philox {
  public:
   Philox(uint64_t seed, std::string_view stream) : seed_(seed), stream_(hash_name(stream)) {}
@@ -93,7 +93,7 @@ class Philox {
     return std::fma(static_cast<float>(k), std::numbers::ln2_v<float>, std::fma(2.0f * s * z, series, 2.0f * s));
   }
 
-  // Of the angle `turn` / 2^24 of a full turn: whole quarters, and a remainder within an eighth by its Taylor series.
+  // Cosine and sine of `turn` / 2^24 of a full turn: whole quarters, and a remainder within an eighth by Taylor series.
   static constexpr std::array<float, 2> cos_sin(uint32_t turn) {
     const uint32_t quarters = (turn + (1u << 21)) >> 22;
     const int32_t rest = static_cast<int32_t>(turn) - static_cast<int32_t>(quarters << 22);

@@ -30,7 +30,7 @@ inline constexpr StopSignal stop_signals[] = {{SIGINT, "SIGINT", StopSender::per
 namespace detail {
 // A signal handler can only reach globals.
 inline volatile std::sig_atomic_t signal_received = 0;
-inline std::atomic<int64_t> signal_time = 0;  // of the first one
+inline std::atomic<int64_t> signal_time = 0;  // when the first one came
 static_assert(std::atomic<int64_t>::is_always_lock_free);
 
 // Steady clock; async-signal-safe.
@@ -65,7 +65,7 @@ inline void note_stop_signals() {
   std::signal(SIGXFSZ, SIG_IGN);  // a file larger than ulimit -f fails like one on a full disk
 }
 
-// Is this a reason of StopCondition's that comes again when the run is started again?
+// Will this reason (StopCondition) stop the run again after it is restarted?
 inline bool comes_again(const std::string& reason) {
   return std::ranges::none_of(stop_signals, [&](const StopSignal& signal) {
     return signal.sender == StopSender::person && reason == signal.name;
@@ -91,7 +91,7 @@ class StopCondition {
   // A save took this long.
   void saved(double seconds) { reserve_ = margin * seconds; }
 
-  // Why to save and exit now; empty: carry on. under_way: seconds of work to wait for first.
+  // The reason to save and exit now; empty: carry on. under_way: seconds of work to wait for first.
   std::string reason(double under_way = 0) const {
     for (const StopSignal& signal : stop_signals)
       if (signal.number == detail::signal_received) return signal.name;

@@ -58,9 +58,9 @@ std::vector<std::string> best_names(const std::vector<std::string>& names, Score
 
 }  // namespace detail
 
-// The names that `word` probably means, by the first of these that holds for any: it is the name in another spelling;
-// the name begins with it; one has all parts of the other (--data: --train-data, --val-data); it is mistyped, by one
-// letter in four. Empty: none.
+// The names that `word` probably means, by the first of these rules that any name meets: it is another spelling of the
+// name; the name begins with it; one has all parts of the other (--data: --train-data, --val-data); it is a
+// misspelling, by one letter in four. Empty: none.
 inline std::vector<std::string> similar_names(const std::string& word, const std::vector<std::string>& names) {
   const std::string plain = plain_name(word);
   if (plain.empty()) return {};
@@ -81,7 +81,7 @@ inline std::vector<std::string> similar_names(const std::string& word, const std
   return best;
 }
 
-// "a", "a or b", "a, b or c"; or with another word than "or".
+// "a", "a or b", "a, b or c"; `last`: another word than "or".
 inline std::string either(const std::vector<std::string>& names, const std::string& last = "or") {
   std::string text;
   for (size_t i = 0; i < names.size(); ++i)

@@ -1,6 +1,6 @@
 // dataloader.h: token shards in llm.c's format, and the order of samples (contract 8): a shard of n tokens holds
-// floor((n-1)/T) samples; sample k is tokens [kT, kT+T]; the order depends on the seed, the epoch and the sample's
-// index alone; after branches with another seed, also on where they began. Format: a header of 256 little-endian int32,
+// floor((n-1)/T) samples; sample k is tokens [kT, kT+T]; the order depends only on the seed, the epoch and the sample's
+// index; after branches with another seed, also on where they began. Format: a header of 256 little-endian int32,
 // {magic, version, token count}, then the tokens: uint16 (20240520, 1) or uint32 (20240801, 7).
 #pragma once
 #include <algorithm>
@@ -55,7 +55,7 @@ inline bool look_like_bytes(int64_t largest_token, int64_t vocab_size) {
 
 class TokenShards {
  public:
-  // Checks every file that `pattern` matches, of which there may be more than a process can hold open. Errors name
+  // Checks every file that `pattern` matches; there may be more of them than a process can hold open. Errors name
   // `option`.
   TokenShards(const std::string& pattern, int64_t seq_len, const char* option = "--train-data") : seq_len_(seq_len) {
     for (const std::string& path : expand_glob(pattern, option)) {
@@ -83,8 +83,8 @@ class TokenShards {
     for (const Placed& shard : shards_) all.push_back(shard.tokens);
     return all;
   }
-  // Of each shard, to notice that data have changed between a run and its resume: of all bytes if they are at most
-  // 256 MiB, else of samples of them, of each shard its share.
+  // A checksum of each shard, to notice that data have changed between a run and its resume: of all bytes if the shards
+  // have at most 256 MiB together, otherwise of samples, the same fraction of each shard.
   std::vector<std::string> checksums() const {
     constexpr double most = 256 << 20;
     double bytes = 0;
@@ -93,7 +93,7 @@ class TokenShards {
     for (const Placed& shard : shards_) all.push_back(sampled_checksum(shard.path, std::min(1.0, most / bytes)));
     return all;
   }
-  bool has(const std::string& path) const {  // under whatever path
+  bool has(const std::string& path) const {  // even if under another path
     std::error_code ignored;
     return std::any_of(shards_.begin(), shards_.end(),
                        [&](const Placed& shard) { return std::filesystem::equivalent(shard.path, path, ignored); });
@@ -141,7 +141,7 @@ class TokenShards {
   std::unique_ptr<OpenFiles> files_ = std::make_unique<OpenFiles>();
 };
 
-// From a position of the stream on, another seed orders the samples.
+// From this position of the stream on, another seed orders the samples.
 struct Reseed {
   int64_t position = 0;
   uint64_t seed = 0;
@@ -153,10 +153,10 @@ class DataLoader {
  public:
   struct Config {
     uint64_t seed = 0;
-    std::vector<Reseed> reseeds = {};  // in ascending order; each permutes anew what its epoch has left
+    std::vector<Reseed> reseeds = {};  // in ascending order; each permutes the rest of its epoch anew
     bool shuffle = false;
     int64_t vocab_size = 0;
-    std::optional<int32_t> end_of_text = std::nullopt;  // restarts positions at 0; none: nothing does
+    std::optional<int32_t> end_of_text = std::nullopt;  // restarts positions at 0; none: no token does
   };
   // The reading rank: `rank` of `ranks` that share a step, each with `batch_size` sequences per micro-batch.
   struct Reader {
@@ -170,7 +170,7 @@ class DataLoader {
     const int64_t epoch = position / shards_.samples(), index = position % shards_.samples();
     if (!config_.shuffle) return index;
     if (epoch != epoch_ || !order_) begin_epoch(epoch);
-    // A rest begins within the rests before it, so that no sample comes twice and none is skipped.
+    // Each rest permutes the end of the order before it, so that no sample comes twice and none is skipped.
     int64_t at = index;
     for (auto rest = rests_.rbegin(); rest != rests_.rend(); ++rest)
       if (index >= rest->begin) at = rest->begin + rest->order(at - rest->begin);
@@ -211,7 +211,7 @@ class DataLoader {
     epoch_ = epoch;
   }
 
-  // What an epoch had left when another seed came.
+  // The rest of an epoch when another seed came.
   struct Rest {
     int64_t begin;
     Permutation order;

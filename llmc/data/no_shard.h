@@ -1,4 +1,4 @@
-// no_shard.h: what a file that is no token shard seems to be instead, and what makes a shard of it.
+// no_shard.h: guesses what a file is if it is no token shard, and how to make a shard of it.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -11,7 +11,7 @@
 
 namespace llmc::detail {
 
-// Whether all numbers of a file's beginning and end may be tokens of a vocabulary.
+// Whether all numbers of a sample of a file may be tokens of a vocabulary.
 template <class Token>
 bool all_below(const std::string& sample, uint32_t limit) {
   uint32_t largest = 0;
@@ -23,9 +23,9 @@ bool all_below(const std::string& sample, uint32_t limit) {
   return largest > 0 && largest < limit;
 }
 
-// What all of a file's beginning is, read as 16 bits a number: weights in bf16 or fp16, of which about half are
-// negative, and so between 0x9000 and 0xc480; or text in UTF-16, all of which are characters that can be printed.
-// Tokens of a text are neither: of those of GPT-2, few are that large.
+// Whether a file's beginning, read as 16-bit numbers, seems to be weights in bf16 or fp16: about half of them are
+// negative, and so between 0x9000 and 0xc480; or text in UTF-16: all of it is printable characters. Tokens of a text
+// are neither: few of GPT-2's are that large.
 inline bool seems_weights(const std::string& sample) {
   size_t negative = 0, n = sample.size() / 2;
   for (size_t i = 0; i < n; ++i) {
@@ -33,7 +33,7 @@ inline bool seems_weights(const std::string& sample) {
     std::memcpy(&bits, sample.data() + 2 * i, sizeof bits);
     negative += bits >= 0x9000 && bits < 0xc480;
   }
-  return 20 * negative > 7 * n;  // of tokens drawn evenly from 50,304 it would be a quarter
+  return 20 * negative > 7 * n;  // with tokens drawn evenly from 50,304 it would be a quarter
 }
 inline bool seems_utf16(const std::string& sample) {
   for (size_t i = 0; i + 1 < sample.size(); i += 2) {
@@ -76,8 +76,8 @@ inline std::string hint_of_no_shard(const File& file) {
     return "; it seems to be text: data/tokenize_text.py makes shards of it";
   std::string end(sample.size(), '\0');
   file.read_at(end.data(), piece, (size - piece) / 4 * 4);
-  // GPT-2's tokens are below 50257, those of Llama and Qwen, which do not fit into 16 bits, below 2^18; of any other
-  // contents some number would hardly be.
+  // GPT-2's tokens are below 50257; those of Llama and Qwen, which do not fit into 16 bits, are below 2^18. Almost any
+  // other contents would have a larger number.
   const bool uint32 = size % 4 == 0 && all_below<uint32_t>(sample, 1 << 18) && all_below<uint32_t>(end, 1 << 18);
   const bool uint16 =
       size % 2 == 0 && !seems_weights(sample) && all_below<uint16_t>(sample, 50304) && all_below<uint16_t>(end, 50304);

@@ -26,7 +26,7 @@ class Arena {
 
   // capacity: in bytes. The null device has no memory and no limit; it only counts.
   Arena(Device device, int64_t capacity = 0) : device_(device) { reserve(capacity); }
-  // Takes the memory, once, before the first tensor: for an arena that is made before what must be there first.
+  // Takes the memory, once, before the first tensor: for an arena made before others, such as NCCL, take theirs.
   void reserve(int64_t capacity) {
     CHECK(capacity_ == 0, "an arena takes its memory once");
     if (device_.kind == DeviceKind::null) return;
@@ -47,8 +47,8 @@ class Arena {
     base_ = static_cast<std::byte*>(memory);
     capacity_ = wanted;
   }
-  // On a CPU, faults in all pages, on all threads; contents are kept. Where the system refuses, pages come as they are
-  // needed.
+  // On a CPU, faults in all pages, on all threads; contents are kept. If the system refuses, pages are faulted in when
+  // first used.
   void touch() {
     if (device_.kind != DeviceKind::cpu) return;
     constexpr int64_t piece = 16 << 20;
@@ -58,7 +58,7 @@ class Arena {
 #ifdef MADV_POPULATE_WRITE
       if (madvise(base_ + begin, static_cast<size_t>(bytes), MADV_POPULATE_WRITE) == 0 || errno != EINVAL) continue;
 #endif
-      for (int64_t i = begin; i < begin + bytes; i += 4096) {  // a kernel before 5.14 does not know it
+      for (int64_t i = begin; i < begin + bytes; i += 4096) {  // kernels before 5.14 do not know the flag
         volatile std::byte& at = base_[i];
         at = at;
       }

@@ -1,9 +1,9 @@
-// clock.h: time on paper. A stream of the null device runs nothing, but at stated rates it knows when each op would
-// begin and end, and with events also what overlaps and what waits.
+// clock.h: time on paper. A stream of the null device runs nothing but, at stated rates, computes when each op would
+// begin and end and, by its events, what overlaps and what waits.
 //
 // The simplest model of concurrency: every stream has engines of its own, so that ops and transfers of different
 // streams do not slow each other down; the host enqueues in no time; and the ranks of a group run in step, so that a
-// transfer begins as soon as this rank is there, and takes as long as this rank's own bytes.
+// transfer begins as soon as this rank arrives, and takes as long as this rank's own bytes.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -15,9 +15,9 @@ namespace llmc {
 
 // What the clock assumes of a device and of its link to the others. Infinity: takes no time.
 struct Rates {
-  double flops_per_s, bytes_per_s;  // of memory, reads and writes
+  double flops_per_s, bytes_per_s;  // of memory: reads and writes
   double link_bytes_per_s;          // in each of its two directions
-  double link_latency_s;            // of a message
+  double link_latency_s;            // per message
 };
 
 // The cost of an op, computed from its shapes alone; the null device adds these up.
@@ -25,8 +25,8 @@ struct OpCost {
   const char* name;
   double flops = 0;
   double bytes = 0;  // read + written once
-  // Of a transfer: bytes through this rank's link, in the busier direction, and messages of which each follows from the
-  // one before. Known on the null device; no messages: not a transfer.
+  // For a transfer: bytes through this rank's link, in the busier direction, and the number of messages that must
+  // follow one another. Known on the null device; no messages: not a transfer.
   double link_bytes = 0;
   int64_t messages = 0;
 };
@@ -50,7 +50,7 @@ class PaperClock {
     if (cost.messages > 0) exposed_ += seconds;
     return seconds;
   }
-  // Continues when another stream has come to this time.
+  // Waits until another stream has reached this time.
   void wait(double until) {
     exposed_ += std::max(0.0, until - now_);
     now_ = std::max(now_, until);

@@ -36,7 +36,7 @@ class Waiting {
 class Event {
  public:
   Event() : state_(std::make_shared<State>()) {}
-  // Of the null device: complete, as nothing runs, and at this time of its clock.
+  // The null device's event: complete, as nothing runs, and at this time of its clock.
   static Event on_paper(double seconds) {
     Event event;
     event.signal();
@@ -74,7 +74,7 @@ class Event {
     std::exception_ptr error;
   };
   std::shared_ptr<State> state_;
-  double seconds_ = 0;  // of the null device's clock
+  double seconds_ = 0;  // by the null device's clock
 #ifdef TRAIN_GPT_CUDA
   std::shared_ptr<cuda::Event> gpu_;
 #endif
@@ -106,7 +106,7 @@ class CpuQueue {
     if (error_) std::rethrow_exception(error_);
   }
 
-  // How long it has worked, but for waits for other streams and other ranks.
+  // Seconds that it has worked, without waits for other streams and other ranks.
   double busy_seconds() const { return busy_seconds_; }
 
   Event record() {
@@ -139,7 +139,7 @@ class CpuQueue {
     if (asleep) changed_.notify_one();
   }
 
-  // Takes all that is queued at once: one lock for many small ops.
+  // Takes the whole queue at once: one lock for many small ops.
   void work(int threads) {
     omp_set_num_threads(threads);  // a setting of this thread, so that each rank has its own
     std::deque<Task> taken;

@@ -57,8 +57,8 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-// Work enqueued on the stream from now on runs after the event. where: the calling line, by which tests without a GPU
-// disable single waits.
+// Work enqueued on the stream from now on runs after the event. where: the calling line, so that tests without a GPU
+// can disable single waits.
 template <class Where>
 void wait_for_event(cudaStream_t stream, cudaEvent_t event, [[maybe_unused]] const Where& where) {
   if constexpr (requires { cudaStreamWaitEvent(stream, event, 0, where); })

@@ -38,7 +38,7 @@ class Graph {
 };
 
 class Queue {
-  // Pinned memory of a copy; free again once the copy is done and nobody uses its contents.
+  // Pinned memory for a copy; free again once the copy is done and nobody uses its contents.
   struct Staging {
     PinnedMemory memory;
     Event copied = Event(Event::For::host);
@@ -149,7 +149,7 @@ class Queue {
           detail::describe(status));
     return Graph(captured);
   }
-  // Throws if what was captured so far makes no graph.
+  // Is what was captured so far still a valid graph? require_capture() throws if it is not.
   bool captures() const {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     CUDA_CHECK(cudaStreamIsCapturing(stream_, &status));
@@ -170,7 +170,7 @@ class Queue {
   }
 
  private:
-  // `status`: of what is waited for.
+  // status(): the state of what is waited for.
   template <class F>
   void wait_watching(F&& status) {
     cudaError_t now;

@@ -57,7 +57,7 @@ enum class Collectives : uint8_t { own, library };
 
 struct Device {
   DeviceKind kind = DeviceKind::cpu;
-  int threads = 1;  // of each op, on a CPU
+  int threads = 1;  // per op, on a CPU
   int gpu = 0;      // its number in this process
   int sharers = 1;  // ranks of this host on the same device
   Collectives collectives = Collectives::own;
@@ -65,7 +65,7 @@ struct Device {
   bool cudnn = false;                         // use cuDNN's attention
   bool graphs = true;                         // replay repeated work as CUDA graphs
   DeviceKind planned = DeviceKind::cpu;       // what the null device plans for
-  std::optional<Rates> rates = std::nullopt;  // of the null device's clock; none: all its times are 0
+  std::optional<Rates> rates = std::nullopt;  // the null device's clock has these; none: all its times are 0
 
   // The same device as a null device, for planning.
   Device on_paper() const {
@@ -93,7 +93,7 @@ struct Span {
 
 class Arena;
 
-// On a GPU, blocks of kernels on streams that communicate come before those that compute: others wait for them.
+// On a GPU, kernel blocks of communication streams run before those of compute streams: other ranks wait for them.
 enum class Precedence : uint8_t { compute, communication };
 
 // Work that is enqueued repeatedly, on the same tensors.
@@ -166,13 +166,13 @@ class Stream {
 #endif
   }
 
-  // How long a CPU stream has worked, but for waits for other streams and other ranks.
+  // Seconds that a CPU stream has worked, without waits for other streams and other ranks.
   double busy_seconds() const { return cpu_ ? cpu_->busy_seconds() : 0; }
 
   // On the null device: when all enqueued work would be done.
   double seconds() const { return clock_.now(); }
-  // The part of it in which this stream waits for others, or transfers: what is exposed, because no work of this stream
-  // hides it. The rest it works.
+  // The part of it that this stream spends waiting for others or transferring: it is exposed, because no work of this
+  // stream hides it. The stream works the rest of the time.
   double exposed_seconds() const { return clock_.exposed(); }
 
   Event record() {
@@ -228,7 +228,7 @@ class Stream {
   void set_trace(std::vector<Span>* trace) { trace_ = trace; }
 
  private:
-  using Task = std::function<void()>;  // of any op, so that these are compiled once
+  using Task = std::function<void()>;  // any op's, so that these are compiled once
 
   void run_on_paper(const OpCost& cost) {
     const double seconds = clock_.run(cost);
@@ -256,14 +256,14 @@ class Stream {
     }
   }
 
-  // What may not be captured is reported by CUDA only at the end, and not by name: so it is looked for after each op.
+  // CUDA reports work that cannot be captured only at the end, and does not name it: so it is looked for after each op.
   void enqueue_captured([[maybe_unused]] const char* op, [[maybe_unused]] const Task& task) {
 #ifdef TRAIN_GPT_CUDA
     try {
       task();
       gpu_->require_capture();
     } catch (const Error& error) {
-      if (gpu_->captures()) throw;  // a fault of its own
+      if (gpu_->captures()) throw;  // an error of the op's own
       throw Error(formatted("{} cannot be captured in a CUDA graph: {}: use --cuda-graphs off", op, error.what()));
     }
 #endif

@@ -33,7 +33,7 @@ struct GpuInfo {
 // GPU memory that no plan counts: what libraries allocate when first called.
 inline constexpr int64_t gpu_reserve = 512 << 20;
 
-// What CUDA is told through the environment, where the user's own value wins.
+// Environment variables for CUDA; the user's own values win.
 struct GpuSetting {
   const char *name, *value, *why;
 };
@@ -43,11 +43,11 @@ inline constexpr GpuSetting gpu_settings[] = {
     // Loading a kernel at its first launch may wait for others on the GPU and takes memory after the arena has its own.
     {"CUDA_MODULE_LOADING", "EAGER", "all kernels are loaded at the start, not within steps"},
 };
-// Call before CUDA is, and before other threads begin, which may read the environment.
+// Call before the first call of CUDA, and before other threads begin, which may read the environment.
 inline void set_gpu_environment() {
   for (const GpuSetting& setting : gpu_settings) setenv(setting.name, setting.value, 0);
 }
-// "CUDA_DEVICE_MAX_CONNECTIONS=32, CUDA_MODULE_LOADING=EAGER", as it is.
+// "CUDA_DEVICE_MAX_CONNECTIONS=32, CUDA_MODULE_LOADING=EAGER": the values in effect.
 inline std::string gpu_environment() {
   std::string text;
   for (const GpuSetting& setting : gpu_settings) {
@@ -80,8 +80,8 @@ inline std::string cuda_versions() {
                    cuda_version_text(runtime_version()));
 }
 
-// A driver runs programs that any toolkit of its major version has built, and those of earlier ones ("CUDA Toolkit
-// Release Notes", NVIDIA, table of minor version compatibility).
+// A driver runs programs built by any toolkit of its own major version or an earlier one ("CUDA Toolkit Release Notes",
+// NVIDIA, table of minor version compatibility).
 inline std::string driver_too_old() {
   const int built = runtime_version() / 1000;
   const char* const needs = built >= 13 ? "r580" : "r525";
@@ -113,7 +113,7 @@ inline VisibleGpus visible_gpus() {
   return gpus;
 }
 
-// Without a context on that GPU: any visible one may be asked.
+// Makes no context on that GPU: any visible one may be queried.
 inline GpuInfo gpu_info(int gpu) {
   cudaDeviceProp properties;
   CUDA_CHECK(cudaGetDeviceProperties(&properties, gpu));
@@ -123,7 +123,7 @@ inline GpuInfo gpu_info(int gpu) {
           bus_id,          detail::cuda_versions()};
 }
 
-// Free bytes of a GPU of this process: a context is made there, which takes some hundred MB and stays.
+// Free bytes of a GPU of this process. Makes a context there, which takes a few hundred MB and stays.
 inline int64_t free_memory_of_own(int gpu) {
   CUDA_CHECK(cudaSetDevice(gpu));
   size_t free = 0, total = 0;
@@ -138,7 +138,7 @@ __global__ void code_probe() {}
 
 }  // namespace detail
 
-// Throws Error if the program has no code for one of these GPUs, which are this process's own.
+// Throws Error if the program has no code for one of these GPUs, all of them this process's own.
 inline void require_code_for_gpus(const std::vector<int>& own) {
   for (const int gpu : own) {
     CUDA_CHECK(cudaSetDevice(gpu));
@@ -164,15 +164,15 @@ inline int64_t free_memory_of_own(int) { throw Error(visible_gpus().why_none); }
 inline void require_code_for_gpus(const std::vector<int>&) {}
 #endif
 
-// Bytes that arenas may take on each of these GPUs, which are this process's own: the least free memory, minus what
-// libraries allocate. processes: that share a GPU; the others may have yet to make their contexts.
+// Bytes that arenas may take on each of these GPUs, all of them this process's own: the least free memory, minus what
+// libraries allocate. processes: how many share a GPU; the others may not have made their contexts yet.
 inline int64_t gpu_memory(const std::vector<int>& own, int64_t processes) {
   int64_t least = std::numeric_limits<int64_t>::max();
   for (const int gpu : own) least = std::min(least, free_memory_of_own(gpu));
   return std::max<int64_t>(0, least - processes * gpu_reserve);
 }
 
-// Which GPUs this process sees, by the addresses of their slots.
+// The GPUs that this process sees, by the addresses of their slots.
 inline std::string gpu_set() {
   std::string text;
   for (int gpu = 0; gpu < visible_gpus().count; ++gpu) text += gpu_info(gpu).bus_id + " ";

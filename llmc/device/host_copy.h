@@ -45,7 +45,7 @@ class HostView {
 
  private:
   Tensor tensor_;
-  std::unique_ptr<std::byte[]> copy_;  // of a tensor in device memory
+  std::unique_ptr<std::byte[]> copy_;  // if the tensor is in device memory
 };
 
 // Are all numbers of a tensor in host memory finite?
@@ -129,7 +129,7 @@ void upload(const Tensor& t, std::vector<T> values, Stream& stream) {
   stream.enqueue([t, values = std::move(values)] { std::memcpy(t.bytes, values.data(), detail::bytes_of(t)); });
 }
 
-// to = from, complete on return. gpu: a stream of the GPU whose memory holds both; none: host memory.
+// to = from, complete on return. gpu: a stream of the GPU that holds both; nullptr: both are in host memory.
 inline void copy_now(void* to, const void* from, int64_t bytes, [[maybe_unused]] Stream* gpu) {
 #ifdef TRAIN_GPT_CUDA
   if (gpu != nullptr) {
@@ -146,7 +146,7 @@ class Staging {
   explicit Staging(int64_t bytes) : memory_(static_cast<size_t>(2 * bytes)), bytes_(bytes) {}
   std::byte* out() { return memory_.data(); }
   std::byte* in() { return out() + bytes_; }
-  int64_t bytes() const { return bytes_; }  // of a message
+  int64_t bytes() const { return bytes_; }  // per message
 
  private:
 #ifdef TRAIN_GPT_CUDA

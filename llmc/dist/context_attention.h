@@ -3,17 +3,17 @@
 //
 //   ring         P steps. In each, a rank's queries meet the keys and values of one rank, which then go on to its
 //                neighbour; they travel on a stream of their own while the step computes. In the backward the gradients
-//                of keys and values go round behind them, in fp32: each rank adds its part, and the last one sends them
-//                home. What a rank computes for its own keys stays there: some of it is done first, while the first
-//                keys arrive, and the rest last, while the last gradients do.
+//                of keys and values follow them round the ring, in fp32: each rank adds its part, and the last one
+//                sends them home. The gradients of a rank's own keys stay there: it computes some of them first, while
+//                the first keys arrive, and the rest last, while the last gradients arrive.
 //   all-gather   every rank gathers all keys and values, and in the backward the sum of their gradients is scattered,
 //                in fp32.
 //   ulysses      an all-to-all gives each rank some heads of whole sequences, and another one takes the results back.
-//                Key-value heads fewer than ranks are sent to several; their gradients are added in fp32 in rank order.
+//                If key-value heads are fewer than ranks, several ranks get the same one; their gradients are added in
+//                fp32 in rank order.
 //
-// Bytes that a rank sends, P ranks: K those of its own keys and values, K32 the same in fp32, Q those of its queries,
-// H those of the heads that it sends in all, its queries and each rank's keys and values, the latter A of them, and A32
-// in fp32; f = (P - 1) / P:
+// Bytes that a rank sends to the others, with P ranks and f = (P - 1) / P. K: its own keys and values (K32: in fp32);
+// Q: its queries; A: the keys and values that it packs for all ranks (A32: in fp32); H = Q + A: all heads it sends:
 //
 //                forward            backward
 //   ring         (P - 1) K          (P - 1) (K + K32)
@@ -33,17 +33,17 @@ namespace llmc::parallel {
 
 namespace detail {
 
-// What the three ways share: a rank's place in the group, and the shape of its rows.
+// Common to the three algorithms: a rank's place in the group, and the shape of its rows.
 struct ContextGroup {
   const Group& g;
-  AttentionShape shape;  // T: of this rank's share
+  AttentionShape shape;  // T: the tokens of a sequence that this rank has
   int P = g.ranks.context.ranks, r = g.ranks.context_rank;
   int64_t N = shape.B * shape.T, L = shape.T / 2, whole = shape.T * P;  // rows of a rank, of a slice, of a sequence
   int64_t query_width = shape.Hq * shape.D, key_width = 2 * shape.Hkv * shape.D;
 
   Comm& comm() const { return *g.ranks.keys_values; }
   Stream& stream() const { return *g.ranks.context_stream; }
-  // The next exchange waits for all that is enqueued on the compute stream.
+  // The stream for the next exchange, which waits for all work enqueued on the compute stream.
   Stream& after_compute(const std::source_location& where = std::source_location::current()) const {
     stream().wait(g.compute.record(), where);
     return stream();
@@ -56,12 +56,12 @@ struct ContextGroup {
   int next() const { return (r + 1) % P; }
   int previous() const { return (r + P - 1) % P; }
 
-  // Rows of a matrix: columns [from_column, from_column + width) of x become columns [to_column, ...) of out.
+  // Columns [from_column, from_column + width) of x become columns [to_column, ...) of out, in every row.
   void copy_columns(Tensor out, int64_t to_column, Tensor x, int64_t from_column, int64_t width) const {
     copy_box(out, {to_column, out.shape[1], 0}, x, {from_column, x.shape[1], 0}, {x.numel() / x.shape[1], 1, width},
              g.compute);
   }
-  // out (B P T, width), whole sequences = the shares (P, B T, width) of all ranks; and back.
+  // out (B P T, width): whole sequences, put together from the shares (P, B T, width) of all ranks; and back.
   void to_sequences(Tensor out, Tensor shares) const { each_slice(out, shares, true); }
   void to_shares(Tensor shares, Tensor sequences) const { each_slice(sequences, shares, false); }
 
@@ -81,8 +81,7 @@ struct ContextGroup {
 
 // ---- Ring ----------------------------------------------------------------------------------------------------------
 
-// The pairs of this rank's slices (i) with those of `owner` (j), as blocks: use(block) for those of which some key is
-// seen.
+// Pairs this rank's slices (i) with those of `owner` (j); calls use(block) for each pair whose queries see any key.
 template <class Use>
 void for_blocks(const ContextGroup& c, int owner, Use&& use) {
   for (int i = 0; i < 2; ++i)
@@ -100,14 +99,14 @@ void for_blocks(const ContextGroup& c, int owner, Use&& use) {
     }
 }
 
-// Keys and values on their way round: those of this rank, then of the one before it, ...
+// Keys and values on their way round the ring: this rank's own, then those of the rank before it, ...
 class TravellingKeys {
  public:
   TravellingKeys(const ContextGroup& c, Tensor qkv) : c_(c) {
     for (Tensor& t : buffers_) t = c.temporary("keys and values", qkv.dtype, c.N, c.key_width);
     c.copy_columns(buffers_[0], 0, qkv, c.query_width, c.key_width);
   }
-  // Those of step `s`; they begin to go on, and those of the step after it to arrive.
+  // Keys and values of step `s`; starts to send them on and to receive those of step s + 1.
   Tensor at(int s) {
     if (s > 0) c_.g.compute.wait(arrived_);
     if (s + 1 < c_.P) {
@@ -146,7 +145,7 @@ inline void ring_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, Tens
   const Tensor dq = c.temporary("gradient of queries", stat, c.N, c.query_width);
   const Tensor home = c.temporary("gradient of own keys and values", stat, c.N, c.key_width);
   const Tensor incoming = c.temporary("gradient of keys that arrives", stat, c.N, c.key_width);
-  Tensor parts[2];  // of the gradients of others' keys; one is sent while the other is computed
+  Tensor parts[2];  // this rank's gradients of others' keys; one is sent while the other is computed
   for (Tensor& t : parts) t = c.temporary("gradient of others' keys", stat, c.N, c.key_width);
   zero(dq, compute);
   zero(home, compute);
@@ -156,8 +155,9 @@ inline void ring_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, Tens
     attention_backward(dq, dkv, dout, out, qkv, kv, lse, positions, block, Accumulate::yes, compute);
   };
   keys.at(0);
-  // Of this rank's own keys: rows of the later slice against the earlier one first, beside the first keys; the others
-  // and each slice against itself last, beside the last gradients. As many first as the keys are of all that travels.
+  // This rank's own keys: some rows of the later slice against the earlier slice come first, while the first keys
+  // travel; the other rows, and each slice against itself, come last, while the last gradients travel. The fraction
+  // that comes first is that of the keys in all bytes that travel.
   const int64_t size = size_of(qkv.dtype), rows_first = 2 * c.L * size / (size + size_of(stat));
   auto own = [&](bool last) {
     for_blocks(c, c.r, [&](AttentionBlock block) {
@@ -203,7 +203,7 @@ inline Tensor gather_keys(Tensor qkv, const ContextGroup& c) {
   c.to_sequences(all, shares);
   return all;
 }
-// f(block) for each slice of this rank: against all keys up to its own.
+// Calls f(block) for each slice of this rank, against all keys up to the slice's own.
 template <class F>
 void for_slices(const ContextGroup& c, F&& f) {
   for (int i = 0; i < 2; ++i) {
@@ -259,8 +259,8 @@ struct HeadShares {
   int64_t first_key(int rank) const { return rank / copies * keys; }
 };
 
-// out (B P T, width), rows of whole sequences = what all ranks have for this one; pack(p, room): enqueues what fills
-// room (B T, width) with what this rank has for rank p.
+// out (B P T, width) = the heads of this rank for whole sequences, received from all ranks. pack(p, room) enqueues the
+// copies that fill room (B T, width) with the data for rank p.
 template <class Pack>
 void to_heads(Tensor out, const ContextGroup& c, Pack&& pack) {
   auto scope = c.g.arena.scope();
@@ -272,7 +272,7 @@ void to_heads(Tensor out, const ContextGroup& c, Pack&& pack) {
   c.g.compute.wait(c.stream().record());
   c.to_sequences(out, shares);
 }
-// The way back: returns what each rank has for this rank's rows, (P, B T, width), in `dtype`; x (B P T, width).
+// The way back: sends x (B P T, width) and returns each rank's heads for this rank's rows, (P, B T, width), in `dtype`.
 inline Tensor to_rows(Tensor x, DType dtype, const ContextGroup& c) {
   const int64_t width = x.shape[1];
   const Tensor shares = c.temporary("rows that arrive", dtype, c.P * c.N, width);
@@ -316,7 +316,7 @@ inline void ulysses_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, T
   const HeadShares heads(c.shape, c.P);
   const AttentionShape shape = whole_shape(heads, c);
   const int64_t D = c.shape.D, width = heads.queries * D, keys = 2 * heads.keys * D;
-  // Parts of the gradients of keys that several ranks have stay in fp32.
+  // Where several ranks have the same keys, their parts of the gradients stay in fp32.
   const bool parts = heads.copies > 1;
   const DType sum = parts ? c.sum_dtype(qkv) : qkv.dtype;
   const Tensor all = heads_of_sequences(qkv, heads, c);
@@ -354,9 +354,9 @@ inline void ulysses_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, T
 
 }  // namespace detail
 
-// attention_forward() over whole sequences, of which this rank has the rows of its share.
+// attention_forward() over whole sequences; this rank has the rows of its share.
 // out (B T, Hq D); lse: room for (B, Hq, T) numbers, for the backward; qkv (B T, (Hq + 2 Hkv) D); positions: an empty
-// tensor, or those of the rows that this rank computes: of its share (B T), with ulysses of whole sequences (B P T)
+// tensor, or those of the rows that this rank computes: its share (B T), or whole sequences with ulysses (B P T)
 inline void attention_forward(Tensor out, Tensor lse, Tensor qkv, Tensor positions, const AttentionShape& shape,
                               const ContextParallel& context, const Group& g) {
   if (context.ranks == 1)

@@ -1,6 +1,6 @@
 // data_parallel.h: one rank among all: its coordinates, its groups, and the streams on which gradients are reduced,
 // weights gathered, activations exchanged and keys passed on while the compute stream computes; and how data-parallel
-// ranks shard.
+// ranks shard the state.
 #pragma once
 #include <exception>
 #include <functional>
@@ -39,11 +39,11 @@ enum class Holds : uint8_t { training_state, weights };
 struct ZeroConfig {
   int stage = 0;
   GradReduce grad_reduce = GradReduce::step;
-  int shards = 1, replicas = 1;  // ranks of a shard group: data-parallel times context-parallel ones; copies of it
+  int shards = 1, replicas = 1;  // ranks of a shard group (data-parallel times context-parallel); its replicas
   bool reduce_by_stage = true;   // set_stage() sets grad_reduce
   Holds holds = Holds::training_state;
   bool master_weights = true;        // fp32 copies of bf16 weights; without them updates are rounded stochastically
-  DpSync sync = DpSync::all_reduce;  // the servers are for stage 0 and one replica
+  DpSync sync = DpSync::all_reduce;  // servers need stage 0 and one replica
 
   // Also sets grad_reduce to the default of the stage: micro where gradients are sharded, because it saves their
   // memory.
@@ -52,13 +52,13 @@ struct ZeroConfig {
     if (reduce_by_stage) grad_reduce = stage >= 2 ? GradReduce::micro : GradReduce::step;
   }
   int ranks() const { return shards * replicas; }
-  // Who updates a unit, and so holds its master weights and moments.
+  // Which ranks update a unit, and so hold its master weights and moments.
   enum class Updates : uint8_t { everyone, server, shard_owners };
   Updates updates() const {
     if (stage > 0 || sync == DpSync::partitioned_server) return Updates::shard_owners;
     return sync == DpSync::all_reduce ? Updates::everyone : Updates::server;
   }
-  // Ranks of a shard group that hold different parts of the optimizer state: its first ones.
+  // How many ranks of a shard group hold different parts of the optimizer state: always the first ones.
   int owners() const { return updates() == Updates::shard_owners ? shards : 1; }
 };
 
@@ -73,7 +73,7 @@ inline Mesh mesh_of(const ZeroConfig& zero, const TensorParallel& tensor = {}, c
                {Axis::tp, tensor.ranks}});
 }
 
-// The same for experts, which are sharded among the ranks of a replica that have the same ones.
+// The same for experts: each is sharded among the ranks of a replica that have it.
 inline ZeroConfig expert_zero(ZeroConfig zero, const TensorParallel& tensor, const ExpertParallel& expert) {
   zero.shards = static_cast<int>(exact_div(zero.shards * tensor.ranks, expert.ranks, "ranks of a replica over --ep"));
   return zero;
@@ -81,8 +81,8 @@ inline ZeroConfig expert_zero(ZeroConfig zero, const TensorParallel& tensor, con
 
 struct DataParallel;
 
-// Waits, at the end of its life, for streams whose tasks use what is destroyed after it. If it ends by an error, or a
-// stream has failed, the world is aborted first: a task may wait for a peer, and that peer for this rank.
+// The destructor waits for streams whose tasks use objects that are destroyed after it. If it runs because of an error,
+// or a stream has failed, it first aborts the world: a task may wait for a peer, and that peer for this rank.
 class Drain {
  public:
   Drain(const DataParallel& dp, std::vector<Stream*> streams) : dp_(dp), streams_(std::move(streams)) {}
@@ -90,7 +90,8 @@ class Drain {
   Drain(const Drain&) = delete;
   Drain& operator=(const Drain&) = delete;
 
-  // Not by an error: all ranks leave at the same place, as where a run is stopped and still has to save.
+  // The exception that ends the scope is no failure: all ranks leave at the same place, as when a run is stopped and
+  // still has to save.
   void all_leave() { all_leave_ = true; }
 
  private:
@@ -104,8 +105,8 @@ struct DataParallel {
   using Join = std::function<std::unique_ptr<Comm>(const std::string& name, const std::vector<int>& members)>;
 
   int rank, stage, shard, replica, context_rank, tensor_rank;  // shard: its place in the shard group
-  int expert_rank, expert_shard;  // its places in the ep group, and in the experts' shard group
-  int stages;                     // of the pipeline
+  int expert_rank, expert_shard;  // its places in the ep group and in the experts' shard group
+  int stages;                     // pipeline stages
   TensorParallel tensor;
   ContextParallel context;
   ExpertParallel expert;
@@ -119,17 +120,17 @@ struct DataParallel {
   std::unique_ptr<Comm> weights;            // the shard group, on gather_stream
   std::unique_ptr<Comm> activations;        // the tensor-parallel group, on the compute stream or exchange_stream
   std::unique_ptr<Comm> partial_gradients;  // the same ranks, on reduce_stream
-  std::unique_ptr<Comm> head_gradients;     // those of them with the same key-value head, on reduce_stream
-  // Where experts are shared among other ranks than the rest of a layer (experts_apart()), otherwise of this rank
-  // alone:
+  std::unique_ptr<Comm> head_gradients;     // the ranks among these with the same key-value head, on reduce_stream
+  // The next three are this rank alone unless experts are shared among other ranks than the rest of a layer
+  // (experts_apart()):
   std::unique_ptr<Comm> experts;           // the ep group, on expert_stream
   std::unique_ptr<Comm> expert_gradients;  // the shard group of the experts, on reduce_stream
   std::unique_ptr<Comm> expert_weights;    // the same, on gather_stream
-  std::unique_ptr<Comm> sequences;         // of a model with experts: ranks with parts of the same sequences
+  std::unique_ptr<Comm> sequences;         // in a model with experts: ranks with parts of the same sequences
   std::unique_ptr<Comm> keys_values;       // the context-parallel group, on context_stream
   std::unique_ptr<Comm> tied_gradients;    // this rank's place in the first and in the last stage, on reduce_stream
   std::unique_ptr<Comm> scalars;           // all ranks, on the compute stream
-  std::unique_ptr<Comm> stage_scalars;     // those of a stage of an asynchronous pipeline, on the compute stream
+  std::unique_ptr<Comm> stage_scalars;     // in an asynchronous pipeline: the stage's ranks, on the compute stream
   std::unique_ptr<Comm> control;           // all ranks; only text, between the hosts
   std::unique_ptr<Comm> tensor_control;    // the tensor-parallel group; only text, between the hosts
   std::unique_ptr<Comm> expert_control;    // the ep group; only text, between the hosts
@@ -187,7 +188,7 @@ struct DataParallel {
         links(rank, mesh.size() / stages, stages, wraps, device, scratch_bytes, join),
         drain_(*this, streams()) {}
 
-  // Beside the compute stream.
+  // All streams except the compute stream.
   std::vector<Stream*> streams() {
     std::vector<Stream*> all = {&reduce_stream, &gather_stream};
     for (Stream* s : {exchange_stream.get(), context_stream.get(), expert_stream.get()})
@@ -212,7 +213,7 @@ struct DataParallel {
   // This rank has failed: nobody waits for it any more, and it waits for nobody.
   void abort() const { scalars->abort(); }
 
-  // Among whom a unit is shared, beside the replicas, and which shard of it this rank has.
+  // The groups that share a unit within a replica, and which shard of it this rank has.
   struct Sharers {
     Comm &gradients, &weights;
     int shard;
@@ -225,8 +226,8 @@ struct DataParallel {
 
   int ranks() const { return scalars->size(); }
   bool first() const { return rank == 0; }
-  // Groups of ranks that read different samples, and which of them this rank is in: tensor- and context-parallel ranks
-  // and the stages of a pipeline read the same.
+  // How many groups of ranks read different samples, and which of them this rank is in: tensor- and context-parallel
+  // ranks and the stages of a pipeline read the same samples.
   int readers() const { return ranks_of_stage() / (tensor.ranks * context.ranks); }
   int reader() const { return rank % ranks_of_stage() / (tensor.ranks * context.ranks); }
   int ranks_of_stage() const { return ranks() / stages; }
@@ -236,7 +237,7 @@ struct DataParallel {
   // One chunk of the ring, in the widest dtype.
   static constexpr int64_t scratch_bytes = ring::chunk_elements * 8;
 
-  // Groups of the sizes of a mesh over null transports: nothing moves, bytes are counted.
+  // Groups over null transports with the same sizes as in the mesh: nothing moves, bytes are counted.
   static Join null_groups(int rank) {
     return [rank](const std::string& name, const std::vector<int>& members) {
       const auto index = std::find(members.begin(), members.end(), rank) - members.begin();

@@ -7,21 +7,21 @@
 //   rank 1: c chose 2 3, d 1 2                                                     d1 | c2 d2 c3
 //   arrived, by rank:                     rank 0:  b0 a1 b1 | d1             rank 1:  a3 | c2 d2 c3
 //   by expert, then by rank: computed     rank 0:  b0 a1 b1 d1               rank 1:  c2 d2 a3 c3
-//   and back the same way; a row of the sum adds the outputs of its choices in their order
+//   and back the same way; each token then adds the outputs of its choices, in their order
 //
-// A rank has room for a planned number of rows. If it gets more, they come in further rounds; within one it gets the
-// rows of rank 0 first, then those of rank 1, and so on: round i has rows [i room, (i + 1) room) of all of them. So
-// there are never more than the room, and nothing is dropped; all ranks take part in as many rounds as the rank with
-// the most rows needs.
+// A rank has room for a planned number of rows. If it gets more, they come in further rounds: with all its rows in
+// order, those of rank 0 first, then those of rank 1, and so on, round i brings rows [i room, (i + 1) room). So the
+// rows never exceed the room, and none is dropped; all ranks take part in as many rounds as the rank with the most rows
+// needs.
 //
-// Which rows each round has follows from one table, of how many rows each rank has for each expert. All ranks gather it
-// and their hosts read it: the host waits for the device once in each forward of a layer, recomputed ones included.
+// The rows of each round follow from one table: how many rows each rank has for each expert. All ranks gather it and
+// their hosts read it: the host waits for the device once in each forward of a layer, recomputed ones included.
 //
-// It waits for nothing where a capacity bounds the rows from each rank to each other, and there is room for as many
-// from all of them (Experts::stride() in model/expert_config.h). Then so many are sent in one round, those that are
-// left over as padding; how many are rows is sent before them, and only the device learns it.
+// The host does not wait where a capacity bounds the rows from each rank to each other, and a rank has room for that
+// many from every rank (Experts::stride() in model/expert_config.h). Then each rank sends that many in one round,
+// padding included; the number of real rows is sent before them, and only the device learns it.
 //
-// Bytes that a rank sends in a forward, of its S rows with k choices each and C elements: S k C (P - 1) / P if all
+// Elements that a rank sends in a forward, with S rows of C elements and k choices each: S k C (P - 1) / P if all
 // experts are chosen equally often, and as much again for their outputs; the backward sends the same, and the rows of
 // further rounds once more. The table is E numbers from each rank to each other. With padding: P - 1 blocks each time,
 // and E / P numbers for each rank.
@@ -39,8 +39,8 @@ namespace llmc {
 class ExpertRounds {
  public:
   ExpertRounds() = default;
-  // counts (ranks, E): rows of each rank for each expert, of which rank d has the d-th E / ranks. room: rows that a
-  // rank takes in one round
+  // counts (ranks, E): rows of each rank for each expert; rank d has the d-th E / ranks experts. room: rows that a rank
+  // takes in one round
   ExpertRounds(std::vector<int64_t> counts, int ranks, int64_t room)
       : counts_(std::move(counts)), ranks_(ranks), experts_(std::ssize(counts_) / ranks), room_(room) {
     CHECK(room > 0, "experts on {} ranks: room for {} rows", ranks, room);
@@ -51,25 +51,25 @@ class ExpertRounds {
     }
   }
 
-  // One round, in which each rank has so many rows for each, as if it had one expert.
+  // One round in which each rank sends `rows` rows to each, as if every rank had one expert.
   static ExpertRounds padded(int ranks, int64_t rows) {
     return {std::vector<int64_t>(static_cast<size_t>(ranks * ranks), rows), ranks, ranks * rows};
   }
 
   int rounds() const { return rounds_; }  // at least 1
-  // Rows that a rank has for another.
+  // How many rows a rank has for another.
   int64_t rows(int from, int to) const {
     const auto first = of(from, to * own());
     return std::accumulate(first, first + own(), int64_t{0});
   }
-  // Which of its rows for `to`, counted from the first of them, a rank sends in a round.
+  // The rows that rank `from` sends to `to` in a round, counted from its first row for `to`.
   Range sent(int from, int to, int round) const {
     int64_t before = 0;  // rows of ranks before it
     for (int r = 0; r < from; ++r) before += rows(r, to);
     const Range window = overlap({before, rows(from, to)}, {room_ * round, room_});
     return window.size > 0 ? Range{window.begin - before, window.size} : Range{};
   }
-  // Blocks of the rows of a rank that it sends in a round, and of those that it gets.
+  // The blocks of rows that a rank sends in a round, and those that it gets.
   std::vector<RowBlock> blocks_sent(int rank, int round) const {
     std::vector<RowBlock> blocks;
     int64_t begin = 0;

@@ -1,6 +1,6 @@
-// group_check.h: before the first step, known values go through every group of a rank: each member's to all others, and
-// their sum; and through every link between the stages of a pipeline. So a transport that mixes up ranks or groups is
-// noticed where it does so, not by a loss that is wrong.
+// group_check.h: before the first step, known values go through every group of a rank (an all-gather and a sum) and
+// through every link between the stages of a pipeline. So a transport that mixes up ranks or groups is noticed where it
+// does so, not by a wrong loss.
 #pragma once
 #include <functional>
 #include <memory>
@@ -33,7 +33,7 @@ inline void check_group(Comm& group, int number, const std::vector<int>& members
           "the group {}: got {} from {} instead of {}; the transport mixes up ranks or groups: try another --comm",
           group.name(), all.data<float>()[m], name_of_rank(members[static_cast<size_t>(m)]), value(m));
 
-  // Below 200: the sum of any number of ranks that there may be is exact.
+  // Each term is below 200, so the sum is exact in fp32 for any number of ranks that can occur.
   const auto term = [&](int member) {
     return static_cast<float>(10 * number + members[static_cast<size_t>(member)] % 10);
   };
@@ -48,7 +48,7 @@ inline void check_group(Comm& group, int number, const std::vector<int>& members
   group.forget_bytes();
 }
 
-// A value that tells by which link it went, and from where.
+// Sends through each link a value that tells the link and the sender.
 inline void check_links(DataParallel& dp, const std::function<std::string(int)>& name_of_rank) {
   const int inner = dp.ranks_of_stage(), place = dp.rank % inner;
   const auto value = [&](int from, int to) {
@@ -89,13 +89,13 @@ inline void check_links(DataParallel& dp, const std::function<std::string(int)>&
 
 }  // namespace detail
 
-// Called by all ranks. compute: the stream that the group `scalars` is used on.
+// Called by all ranks. compute: the stream that uses the group `scalars`.
 inline void check_groups(DataParallel& dp, const Mesh& mesh, Stream& compute,
                          const std::function<std::string(int)>& name_of_rank) {
   const auto along = [&](const std::vector<Axis>& axes) { return mesh.group(dp.rank, axes); };
   const std::vector<int> tensor = along({Axis::tp}), shard_group = along({Axis::shard, Axis::cp}),
                          everybody = along({Axis::pp, Axis::replicate, Axis::shard, Axis::cp, Axis::tp});
-  // Found anew, so that a wrong group is noticed.
+  // Computed again here, so that a wrong group in `dp` is noticed.
   const auto same_head = tensor.begin() + dp.tensor_rank / dp.tensor.head_copies * dp.tensor.head_copies;
   Stream& exchanges = dp.exchange_stream ? *dp.exchange_stream : compute;
   detail::check_group(*dp.gradients, 1, shard_group, dp.reduce_stream, name_of_rank);

@@ -1,8 +1,8 @@
 // hooks.h: what a test, or --selftest, installs in a World to watch its ranks, or to break them on purpose. Production
 // code calls each hook once per event, and the hooks that are installed by default do nothing.
 //
-// Poison makes reads of memory that nobody may read visible: it is filled with NaN. Bugs are planted by replacing a
-// group with a class derived from Comm whose collectives skip or change something.
+// Poison fills memory that nobody may read with NaN, so that such reads show. Bugs are planted by replacing a group
+// with a class derived from Comm whose collectives skip or change something.
 #pragma once
 #include <memory>
 
@@ -16,7 +16,7 @@ namespace llmc {
 class Hooks {
  public:
   virtual ~Hooks() = default;
-  // The arena, or the ops' scratch, of a rank was made; nothing has been allocated from it yet.
+  // An arena of a rank, or the scratch of its ops, was created; nothing has been allocated from it yet.
   virtual void arena_created(Arena&) const {}
   // From this point of the stream on, nobody may read `memory` until it is written again.
   virtual void released(const Tensor& memory, Stream&) const { (void)memory; }
@@ -25,7 +25,7 @@ class Hooks {
     released(unit.slice(0, {kept.begin}), stream);
     released(unit.slice(kept.end(), {unit.numel() - kept.end()}), stream);
   }
-  // A rank has joined this group; what is returned takes its place.
+  // A rank has joined this group; the returned group takes its place.
   virtual std::unique_ptr<Comm> joined(std::unique_ptr<Comm> group) const { return group; }
 };
 

@@ -1,5 +1,5 @@
 // mesh.h: the coordinates of each rank. The ranks form a grid with named axes; a group is the ranks along some of them.
-// The order of the axes is data: neighbours along the innermost axis have consecutive ranks, and so the fastest links.
+// The order of the axes matters: neighbours along the innermost axis have consecutive ranks, and so the fastest links.
 #pragma once
 #include <cstdint>
 #include <string>

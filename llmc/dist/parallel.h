@@ -1,22 +1,23 @@
 // parallel.h: the ops that need the ranks of a tensor-parallel group (tensor_parallel.h says who has which part). On a
 // group of one each is the plain op: the same bits, and no copy.
 //
-// Rows. A micro-batch has R rows. Between the parallel products the residual stream has, with sequence parallelism, S =
-// ceil(R / P) rows on each of the P ranks: rank p those from p S on, the last ranks padding. Padding is finite, has no
-// loss and so no gradient. Without sequence parallelism every rank has all R rows.
+// Rows. A micro-batch has R rows. With sequence parallelism, each of the P ranks has S = ceil(R / P) rows of the
+// residual stream between the parallel products: rank p has those from p S on, and the last rows may be padding.
+// Padding is finite, has no loss and so no gradient. Without sequence parallelism every rank has all R rows.
 //
 //                     with sequence parallelism                         without
 //   column_linear     all-gather the rows, then the product             the product
 //   row_linear        the product, then reduce-scatter                  the product, then all-reduce
 //
-// and the backward of one communicates like the forward of the other. Bytes that a rank sends, A those of R rows of C
-// (padded), f = (P - 1) / P: column_linear f A or nothing, its backward 2 f A either way (with sequence parallelism f A
-// of it to gather x again for the weight gradient; nothing if it is still there); row_linear f A or 2 f A, its backward
-// f A or nothing; embedding f A or 2 f A, its backward f A or nothing; cross_entropy 3 (P - 1) numbers a row;
-// projection_norm 2 (P - 1), and its backward.
+// and the backward of one communicates like the forward of the other. Bytes that a rank sends (with sequence
+// parallelism, or without), where A is the size of R rows of C (padded) and f = (P - 1) / P: column_linear f A or
+// nothing, its backward 2 f A either way (with sequence parallelism, f A of that gathers x again for the weight
+// gradient, and is saved if x is still there); row_linear f A or 2 f A, its backward f A or nothing; embedding f A or
+// 2 f A, its backward f A or nothing; cross_entropy 3 (P - 1) numbers a row; projection_norm 2 (P - 1) numbers a row,
+// and so does its backward.
 // (Gradients of shared parameters: sum_partial_gradients() in zero.h.)
 //
-// A reduction is an all-to-all in the training dtype; what arrives is added in fp32 in rank order and rounded once
+// A reduction is an all-to-all in the training dtype; each rank adds the parts in fp32 in rank order and rounds once
 // (contract 12). An all-gather and a product, or a product and a reduction, go in P pieces of S rows, so that one piece
 // may travel while another is computed (--tp-overlap); without overlap the same pieces are computed one after the
 // other.
@@ -28,7 +29,7 @@
 
 namespace llmc::parallel {
 
-// The group of a rank, and what an op needs besides its tensors.
+// The group of a rank, with the memory and the stream that an op needs.
 struct Group {
   DataParallel& ranks;
   Arena& arena;
@@ -50,13 +51,13 @@ inline Tensor rows_of(const Tensor& t, const Range& rows) {
 
 namespace detail {
 
-// Of R rows in slices of S, slice p; short, or none, where it is padding.
+// Slice p of R rows cut into slices of S, without padding: it may be short or empty.
 inline Range slice_of(int64_t R, int64_t S, int p) {
   const int64_t begin = std::min(R, S * p);
   return {begin, std::min(R, S * (p + 1)) - begin};
 }
 
-// The stream of the exchanges: everything enqueued on the compute stream so far is done before the next exchange.
+// The stream of the exchanges; the next exchange waits for everything enqueued on the compute stream so far.
 inline Stream& after_compute(const Group& g) {
   if (!g.ranks.exchange_stream) return g.compute;
   g.ranks.exchange_stream->wait(g.compute.record());
@@ -67,10 +68,10 @@ inline void wait_for_exchanges(const Group& g) {
   if (g.ranks.exchange_stream) g.compute.wait(g.ranks.exchange_stream->record());
 }
 
-// Slices of a matrix that are on their way from other ranks; an event for each of ranks rank() - 1, rank() - 2, ...
+// Slices of a matrix that are on their way from other ranks: one event for each of rank() - 1, rank() - 2, ...
 using Arrivals = std::vector<Event>;
 
-// all (P S, C), of which this rank has set slice rank(): begins to gather the other slices.
+// Begins to gather the slices of the other ranks into all (P S, C); this rank has already set slice rank().
 inline Arrivals begin_all_gather(Tensor all, const Group& g) {
   const int P = g.size(), r = g.rank();
   const int64_t S = all.shape[0] / P;
@@ -84,7 +85,7 @@ inline Arrivals begin_all_gather(Tensor all, const Group& g) {
   }
   return arrivals;
 }
-// use(p): enqueues what reads slice p, as the slices arrive.
+// Calls use(p) for each slice, in the order of arrival; it enqueues the work that reads slice p.
 template <class Use>
 void as_they_arrive(const Arrivals& arrivals, const Group& g, Use&& use) {
   const int P = g.size(), r = g.rank();
@@ -95,8 +96,8 @@ void as_they_arrive(const Arrivals& arrivals, const Group& g, Use&& use) {
   }
 }
 
-// out (S, C) = bias + the sum over the ranks of what product(piece (S, C), p) computes for slice p. meanwhile():
-// enqueues work that does not depend on the result.
+// out (S, C) = bias + the sum over the ranks of their products for this rank's slice. product(piece (S, C), p):
+// computes slice p. meanwhile(): enqueues work that does not depend on the result.
 template <class Product, class Meanwhile>
 void reduce_scatter(Tensor out, Tensor bias, const Group& g, Product&& product, Meanwhile&& meanwhile) {
   const int P = g.size(), r = g.rank();
@@ -127,8 +128,8 @@ void all_reduce(Tensor out, Tensor bias, const Group& g, Product&& product, Mean
   copy(out, rows_of(all, {0, R}), g.compute);
 }
 
-// out, rows of the residual stream = bias + the sum over the ranks of a product of R rows. product(piece, rows): those
-// rows of it.
+// out, rows of the residual stream = bias + the sum over the ranks of a product of R rows. product(piece, rows):
+// computes these rows of it.
 template <class Product, class Meanwhile>
 void reduce(Tensor out, int64_t R, Tensor bias, const Group& g, Product&& product, Meanwhile&& meanwhile) {
   const int64_t S = g.by_rows() ? out.shape[0] : ceil_div(R, g.size());
@@ -145,11 +146,11 @@ void reduce(Tensor out, int64_t R, Tensor bias, const Group& g, Product&& produc
 
 // ---- Rows ----------------------------------------------------------------------------------------------------------
 
-// Room for x (S, C) as all ranks have it (P S, C); an empty tensor where every rank has all rows.
+// Room for the rows x (S, C) of all ranks: (P S, C); an empty tensor where every rank already has all rows.
 inline Tensor room_for_rows(const char* name, Tensor x, const Group& g) {
   return g.by_rows() ? g.temporary(name, x.dtype, {g.size() * x.shape[0], x.shape[1]}) : Tensor{};
 }
-// The rows of `all`, a tensor of all ranks' rows with any number of axes, that this rank has in `stream_rows`.
+// The rows of `all` (all ranks' rows, with any number of axes) that belong to this rank's rows `stream_rows`.
 inline Tensor own_rows(Tensor all, Tensor stream_rows, const Group& g) {
   const int64_t S = stream_rows.shape[0], width = all.numel() / all.shape[0];
   Shape shape = all.shape;
@@ -166,7 +167,8 @@ inline Arrivals begin_gather_rows(Tensor room, Tensor x, const Group& g) {
 
 }  // namespace detail
 
-// room (P S, C) = the rows of x (S, C) of all ranks. use(rows): enqueues what reads these rows, of the first R.
+// room (P S, C) = the rows x (S, C) of all ranks. use(rows): enqueues the work that reads these rows; called only for
+// the first R.
 template <class Use>
 void gather_rows(Tensor room, Tensor x, int64_t R, const Group& g, Use&& use) {
   detail::as_they_arrive(detail::begin_gather_rows(room, x, g), g, [&](int p) {
@@ -242,8 +244,7 @@ inline void row_linear_backward_input(Tensor dx, Tensor dout, Tensor weight, Ten
     linear_backward_input(rows_of(dx, rows), rows_of(room, rows), weight, g.compute);
   });
 }
-// dweight +=; dbias += the sum of the rows of dout that this rank has.   gathered: all rows of dout, if they are still
-// there
+// dweight +=; dbias += the sum of this rank's rows of dout.   gathered: all rows of dout, if they are still there
 inline void row_linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor gathered,
                                        const Group& g) {
   if (!g.by_rows()) return linear_backward_weight(dweight, dbias, dout, x, g.compute);
@@ -268,7 +269,7 @@ inline void row_linear_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor 
 
 namespace detail {
 
-// (P, N, 2): what sum(part (N, 2)) computes on each rank.
+// (P, N, 2): the results of sum(part (N, 2)) of all ranks.
 template <class Sum>
 Tensor sums_of_all(DType dtype, int64_t N, const Group& g, Sum&& sum) {
   const Tensor all = g.temporary("sums over the heads of all ranks", dtype, {g.size() * N, 2});
@@ -280,7 +281,7 @@ inline HeadShares head_shares(const Group& g) { return {g.size(), g.rank(), g.te
 
 }  // namespace detail
 
-// The norm of whole query and key projections, of which each rank has some heads (ops_heads.h). rstd (N, 2), equal on
+// The norm of whole query and key projections; each rank has some of their heads (ops_heads.h). rstd (N, 2), equal on
 // all ranks
 inline void projection_norm(Tensor out, Tensor rstd, Tensor qkv, Tensor q_weight, Tensor k_weight, float eps,
                             const AttentionShape& shape, const Group& g) {
@@ -301,7 +302,7 @@ inline void projection_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_we
 
 // ---- Vocabulary ----------------------------------------------------------------------------------------------------
 
-// out, rows of the residual stream = wte[tokens] + wpe[positions].   tokens, positions: of all rows, padding included;
+// out, rows of the residual stream = wte[tokens] + wpe[positions].   tokens, positions: for all rows, padding included;
 // wte: the rows of `part` of the vocabulary; wpe (P, C), or an empty tensor
 inline void embedding(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, const Vocabulary& part,
                       const Group& g) {
@@ -327,8 +328,8 @@ inline void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tok
   if (!dwpe.empty()) add_positions_backward(dwpe, dout, own_rows(positions, dout, g), g.compute);
 }
 
-// cross_entropy() over a vocabulary of which each rank has a part. logits (N, V of this part, padded); losses (N),
-// equal on all ranks. Each rank sends three numbers a row to each other: never a row of logits.
+// cross_entropy() over a vocabulary divided among the ranks. logits (N, V of this part, padded); losses (N), equal on
+// all ranks. Each rank sends three numbers per row to every other rank, and never a row of logits.
 inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, const Vocabulary& part, double scale,
                           Gradient gradient, const Group& g) {
   if (g.size() == 1) return llmc::cross_entropy(losses, logits, targets, part.size, scale, gradient, g.compute);
@@ -340,7 +341,7 @@ inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, const Vo
   cross_entropy_merge(losses, logits, stats.reshaped({P, N, 3}), targets, part, scale, gradient, g.compute);
 }
 
-// The logits (V of all parts, padded) of a row of which each rank has its part's.
+// The logits (V of all parts, padded) of one row, gathered from the parts of all ranks.
 inline Tensor gather_vocabulary(Tensor logits, const Group& g) {
   if (g.size() == 1) return logits;
   const Tensor all = g.temporary("logits of all ranks", logits.dtype, {g.size(), logits.numel()});

@@ -1,7 +1,7 @@
 // params.h: the one list of parameters. A ParamSpec describes a canonical parameter completely; sizes, gradients,
 // optimizer state, checkpoints and plans derive from the table. Units group parameters into flat, padded buffers: one
-// per block, one more for the experts of a block, one for the embedding, one for the head. A unit is what is gathered,
-// reduced and updated at once.
+// per block, one more for the experts of a block, one for the embedding, one for the head. A unit is gathered, reduced
+// and updated as a whole.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -21,7 +21,7 @@ enum class Init : uint8_t { normal, zeros, ones };
 enum class TensorSplit : uint8_t {
   outputs,     // column parallel: each rank has rows of the (out, in) matrix, or elements of its bias
   inputs,      // row parallel: each rank has columns of the (out, in) matrix
-  vocabulary,  // each rank has rows, padded for themselves; the last ranks may have none
+  vocabulary,  // each rank has rows, padded on each rank; the last ranks may have none
   by_row,      // every rank has it all, and applies it to its rows of the residual stream
   by_head,     // every rank has it all, and applies it to its heads
 };
@@ -29,7 +29,7 @@ enum class TensorSplit : uint8_t {
 // Where a parameter lies in its unit's flat buffer.
 enum class Placement : uint8_t {
   aligned,   // at the next multiple of UnitLayout::alignment elements
-  adjacent,  // directly after the previous one: the matmul sees q, k and v as one matrix, all else as three parameters
+  adjacent,  // directly after the previous one: q, k, v are one matrix to the matmul, three parameters to all else
 };
 
 // Rows and columns of a matrix; a vector has one column.
@@ -46,20 +46,20 @@ struct ParamSpec {
   Init init = Init::normal;
   float init_std = 0.02f;
   bool decay = false;       // weight decay: matrices only
-  int64_t padded_rows = 0;  // rows stored, of which the padding at the end is always zero; 0: no padding
+  int64_t padded_rows = 0;  // rows stored, including padding at the end, which is always zero; 0: no padding
   Placement placement = Placement::aligned;
-  int64_t most_parts = 0;  // it can be divided into so many parts; more ranks have copies of them; 0: any number
+  int64_t most_parts = 0;  // it divides into at most this many parts; further ranks have copies; 0: any number
   std::optional<int64_t> expert = {};  // which expert of its layer it is a part of (expert_parallel.h)
 
-  // What this rank has of it, and with whom (tensor_parallel.h); none: all of it.
+  // The part that this rank has, and who shares it (tensor_parallel.h); none: the whole parameter.
   std::optional<Box> part = {};
   int copies = 1;          // ranks of its tensor-parallel group that have the same part
-  bool first_copy = true;  // this rank is the first of them: it alone counts it in the norm and writes it
-  bool partial = false;    // each of them computes a part of the gradient: their sum is the gradient
+  bool first_copy = true;  // this rank is the first of them: it alone counts the part in the norm and writes it
+  bool partial = false;    // each of them computes a partial gradient: their sum is the gradient
 
   int64_t numel() const { return shape.numel(); }  // of the whole parameter
   Box box() const { return part ? *part : Box{0, shape[0], 0, numel() / shape[0]}; }
-  // As this rank stores it.
+  // The shape that this rank stores.
   Shape stored_shape() const {
     const Box held = box();
     Shape stored = shape;
@@ -67,7 +67,7 @@ struct ParamSpec {
     if (stored.rank() == 2) stored[1] = held.columns;
     return stored;
   }
-  // Where the elements of its box, from the one with index `begin` on, are in the whole parameter.
+  // Where in the whole parameter the elements of this rank's box are, from index `begin` of the box on.
   Elements elements_from(int64_t begin) const {
     const Box held = box();
     const int64_t stride = numel() / shape[0];
@@ -75,7 +75,7 @@ struct ParamSpec {
   }
 };
 
-// Among which ranks a unit is shared: all that have the layer, or those that have the same experts of it.
+// Which ranks share a unit: all that have the layer, or those that have the same experts of it.
 enum class Sharing : uint8_t { dense, experts };
 
 struct UnitSpec {

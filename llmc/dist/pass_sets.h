@@ -1,6 +1,6 @@
 // pass_sets.h: which sets of memory the passes of a list of actions use in turn: each pass (a chunk's work on a
-// micro-batch, or on a slice of it) has some from one of its actions to another; then the next pass may have them. The
-// chunks of a rank share what they use: of each kind there are as many sets as are in use at the same time.
+// micro-batch, or on a slice of it) holds some sets from one of its actions to another; then the next pass may use
+// them. The chunks of a rank share the sets: there are only as many of each kind as are in use at the same time.
 #pragma once
 #include <map>
 #include <set>
@@ -14,9 +14,9 @@ namespace llmc {
 class PassSets {
  public:
   PassSets() = default;  // none
-  // needs(chunk): the kinds (vector<K>) of the sets that one of its passes has, from its action of kind `from` to the
-  // first one of which until(kind) is true. In a list without such actions, a forward-only one, all passes of a chunk
-  // have the same.
+  // needs(chunk): the kinds (vector<K>) of the sets that a pass of the chunk holds, from its action of kind `from` to
+  // its first action with until(kind). In a list without such actions, a forward-only one, all passes of a chunk use
+  // the same sets.
   template <class Needs, class Until>
   PassSets(const std::vector<Action>& actions, Needs&& needs, ActionKind from, Until&& until) {
     for (const Action& a : actions) turns_ = turns_ || until(a.kind);
@@ -24,7 +24,7 @@ class PassSets {
     for (const Action& a : actions) {
       if (a.kind == from && !of_.contains(key(a))) {
         std::vector<size_t>& mine = of_[key(a)];
-        for (const auto kind : needs(a.chunk)) {  // always the first, so that equal lists use equal sets
+        for (const auto kind : needs(a.chunk)) {  // takes the lowest free set, so that equal lists use equal sets
           std::set<size_t>& sets = free[static_cast<int>(kind)];
           if (sets.empty()) {
             sets.insert(kinds_.size());
@@ -56,7 +56,7 @@ class PassSets {
 
   bool turns_ = false;
   std::map<Key, std::vector<size_t>> of_;
-  std::vector<int> kinds_;  // of each set
+  std::vector<int> kinds_;  // the kind of each set
 };
 
 }  // namespace llmc

@@ -16,12 +16,12 @@
 
 namespace llmc {
 
-// This process and those it shares a job with. One that is alone meets nobody.
+// This process and the others of its job. A process that is alone meets nobody.
 class Processes {
  public:
   Processes() = default;
-  // Meets the others; blocks until all are there and agree, or throws on all of them. mpi: tensors go by MPI where it
-  // has started the processes, otherwise by TCP.
+  // Meets the others; blocks until all are there and agree, or throws on all of them. mpi: tensors go by MPI if it has
+  // started the processes, otherwise by TCP.
   Processes(const Launched& launch, Greeting greeting, Rendezvous at, bool mpi, double comm_timeout)
       : greeting_(greeting), timeouts_{at.init_timeout, comm_timeout} {
     if (launch.processes == 1) return;
@@ -43,7 +43,7 @@ class Processes {
     if (!mpi || !links_) tcp_ = std::make_unique<TcpLinks>(*control_);
     watchdog_ = std::make_unique<Watchdog>(*control_, timeouts_);
   }
-  // MPI ends when the other processes do so too; after a failure it is left alone.
+  // Shutting down MPI waits for the other processes to do so too; after a failure it is not shut down.
   ~Processes() {
     if (alone()) return;
     const LastResort last_resort(
@@ -73,15 +73,15 @@ class Processes {
     return *links_;
   }
 
-  // An all-gather of text between the processes, by process.
+  // An all-gather of text among the processes; returns one text per process.
   std::vector<std::string> all_gather(const std::string& topic, const std::string& text) const {
     if (alone()) return {text};
     const Attending attending(watchdog_->board.processes.get(), "exchange", "", formatted("\"{}\"", topic));
     return control_->all_gather(topic, text);
   }
 
-  // This process ends with this error. The others learn it, unless it follows from what they know. Returns what all of
-  // them print.
+  // This process ends with this error. It tells the others, unless the error follows from one that they know. Returns
+  // the text that all of them print.
   std::string fail(const std::string& error, bool follows) {
     if (alone()) return error;
     failed_ = true;
@@ -97,8 +97,8 @@ class Processes {
   }
 
  private:
-  // MPI knows the processes already: it tells them the token of process 0, or one that nobody else knows, and where
-  // process 0 listens. All of them always call it, because the environment of one host says nothing of the others'.
+  // MPI already connects the processes: by MPI, process 0 tells them its token, or a random one, and where it listens.
+  // Every process always calls this, because the environment of one host says nothing about that of another.
   static void tell_by_mpi(MpiLinks& mpi, Rendezvous& at) {
     const bool first = mpi.process() == 0;
     if (first && at.token.empty()) at.token = random_token();

@@ -1,12 +1,12 @@
 // replica_check.h: are the copies of the model's state still equal, bit for bit (contract 14)? A bit that flips in the
-// memory of one rank, or a device that computes wrong, makes one model two, and no loss says so.
+// memory of one rank, or a device that computes wrong, turns one model into two, and no loss shows it.
 //
-// Who holds a copy of what is nowhere listed: two ranks whose StateTables name the same elements of the same parameter
-// hold copies of them, be they data-parallel or context-parallel ranks, replicas, tensor-parallel ranks with the same
-// norms or key-value heads, ranks with the same experts, or the two ends of a pipeline with a tied table. Each rank
-// hashes what it holds, in one pass over its memory, and sends rank 0 two numbers for each unit, kind of state and
-// number of tensor-parallel copies: which elements, and what is in them. Only where those differ do the ranks tell what
-// they have of each parameter.
+// No list says which ranks hold copies: two ranks whose StateTables name the same elements of the same parameter hold
+// copies of them, be they data-parallel or context-parallel ranks, replicas, tensor-parallel ranks with the same norms
+// or key-value heads, ranks with the same experts, or the two ends of a pipeline with a tied table. Each rank hashes
+// its state, in one pass over its memory, and sends rank 0 two numbers for each unit, kind of state and number of
+// tensor-parallel copies: a hash of which elements, and one of their contents. Only if those differ do the ranks send
+// the hashes of each parameter.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -25,7 +25,7 @@
 
 namespace llmc {
 
-// What all ranks have alike beside the units.
+// State outside the units that all ranks have alike.
 struct SharedByAll {
   std::string name;
   std::vector<float> values;
@@ -33,13 +33,13 @@ struct SharedByAll {
 
 namespace detail {
 
-// What a rank holds of a parameter.
+// The part of a parameter's state that a rank holds.
 struct HeldCopy {
-  std::string name;  // as in a checkpoint: PARAMETER:KIND[BEGIN:END], without what is whole
+  std::string name;  // as in a checkpoint: PARAMETER:KIND[BEGIN:END]; a weight has no KIND, a whole tensor no range
   std::string unit;
   uint64_t where = 0, contents = 0;  // which elements; their bits
 };
-// Copies that the same ranks hold: of one unit, kind of state and number of tensor-parallel copies.
+// Parts that the same ranks hold: those of one unit, kind of state and number of tensor-parallel copies.
 struct HeldCopies {
   std::vector<HeldCopy> parts;
   uint64_t where() const { return of_parts(&HeldCopy::where); }
@@ -53,7 +53,7 @@ struct HeldCopies {
   }
 };
 
-// In pieces, so that a GPU's memory needs little of the host's.
+// Hashes in pieces, so that the copy of a GPU's memory takes little memory of the host.
 inline uint64_t hash_of_bits(const Tensor& t, Stream& stream) {
   constexpr int64_t piece_bytes = int64_t{16} << 20;
   const int64_t piece = piece_bytes / size_of(t.dtype);
@@ -110,7 +110,8 @@ inline std::vector<uint64_t> numbers_of(const std::string& bytes) {
   return numbers;
 }
 
-// Who holds a parameter, and the bits that they have, in words: of three or more the odd ones, of two both.
+// Who holds a parameter, and the hash of each holder, in words. A majority of equal holders is only counted; the others
+// are named. With two holders, both are named.
 inline std::string describe_copies(const std::vector<std::pair<std::string, uint64_t>>& holders) {
   std::map<uint64_t, std::vector<std::string>> by_contents;
   for (const auto& [holder, contents] : holders) by_contents[contents].push_back(holder);
@@ -139,7 +140,7 @@ inline std::optional<std::string> diverged_copies(const ModelState& state, const
   std::vector<uint64_t> hashes;
   for (const detail::HeldCopies& copies : held) hashes.insert(hashes.end(), {copies.where(), copies.contents()});
   std::map<uint64_t, uint64_t> first;
-  std::vector<uint64_t> differ;  // where
+  std::vector<uint64_t> differ;  // the `where` of copies that differ
   for (const std::string& theirs : control.gather_text(0, "hashes of copies", detail::bytes_of(hashes))) {
     const std::vector<uint64_t> numbers = detail::numbers_of(theirs);
     for (size_t i = 0; i + 1 < numbers.size(); i += 2)
@@ -153,7 +154,7 @@ inline std::optional<std::string> diverged_copies(const ModelState& state, const
     if (std::ranges::find(differ, copies.where()) != differ.end())
       for (const detail::HeldCopy& part : copies.parts)
         mine += formatted("{} {} {}\t{}\n", part.where, part.contents, part.name, part.unit);
-  std::vector<std::pair<std::string, uint64_t>> names;  // and where, in the order of the model
+  std::vector<std::pair<std::string, uint64_t>> names;  // with `where`, in the order of the model
   std::map<uint64_t, std::vector<std::pair<std::string, uint64_t>>> holders;
   for (const std::string& theirs : control.gather_text(0, "what differs", mine)) {
     std::istringstream in(theirs);

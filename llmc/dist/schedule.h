@@ -1,7 +1,7 @@
 // schedule.h: the order in which the forwards and backwards of a step run, as lists of actions: pure functions whose
 // values can be printed and tested. A schedule is only an order (contract 4): in every list the backwards of a chunk
-// come in the order of the micro-batches. The lists of one rank that has the whole model are here, those of the stages
-// of a pipeline in pipeline/.
+// come in the order of the micro-batches. The lists for one rank that has the whole model are here; those for the
+// stages of a pipeline are in pipeline/.
 #pragma once
 #include <algorithm>
 #include <map>
@@ -40,7 +40,7 @@ inline const char* name_of(ActionKind kind) {
   return names[static_cast<int>(kind)];
 }
 
-// chunk: one of the stage that has the action in its list: also for a message, which that chunk has made or waits for.
+// chunk: a chunk of the stage whose list has the action; for a message, the chunk that has made it or waits for it.
 struct Action {
   ActionKind kind;
   int chunk;
@@ -63,7 +63,7 @@ inline Schedule schedule_from_name(const std::string& name) {
 // gpipe: all forwards, then all backwards, in the order of the micro-batches (Huang et al. 2019).
 // 1f1b: each backward as soon as it can run, so that one set of activations suffices (Narayanan et al. 2019,
 // PipeDream-Flush).
-// slices: of each micro-batch's sequence; they go forward one after the other, and back from the last to the first.
+// slices: how many each micro-batch's sequence has; they go forward one after the other, and back from last to first.
 inline std::vector<Action> training_actions(Schedule schedule, int chunks, int64_t micro_batches, int slices = 1) {
   CHECK(schedule == Schedule::gpipe || schedule == Schedule::one_f_one_b,
         "--schedule {}: a rank that has the whole model has the schedules gpipe and 1f1b", schedule);
@@ -85,12 +85,12 @@ inline std::vector<Action> training_actions(Schedule schedule, int chunks, int64
   return actions;
 }
 
-// A backward, or the part of it on which the stage before waits.
+// A backward, or the input part of one, for which the stage before waits.
 inline bool is_backward(ActionKind k) { return k == ActionKind::backward || k == ActionKind::backward_input; }
 
-// The largest number of micro-batches of which a chunk is between its first forward and its last backward, or input
-// part, at the same time, and in a list without backwards its last forward; chunk -1: any chunk. So many sets of
-// activations, or inputs, are needed.
+// The largest number of micro-batches that are in flight in a chunk at the same time: from the first forward to the
+// last backward or input part, or to the last forward in a list without backwards; chunk -1: in any chunk. So many sets
+// of activations, or inputs, are needed.
 inline int64_t passes_in_flight(const std::vector<Action>& actions, int chunk) {
   auto counts = [&](const Action& a) { return chunk < 0 || a.chunk == chunk; };
   const bool backwards =
@@ -98,7 +98,7 @@ inline int64_t passes_in_flight(const std::vector<Action>& actions, int chunk) {
   auto ends = [&](const Action& a) {
     return counts(a) && (backwards ? is_backward(a.kind) : a.kind == ActionKind::forward);
   };
-  std::map<int64_t, int> left;  // of each micro-batch, what ends it
+  std::map<int64_t, int> left;  // backwards (or forwards) each micro-batch still has to do
   for (const Action& a : actions)
     if (ends(a)) ++left[a.micro_batch];
   std::set<int64_t> live;
@@ -130,10 +130,10 @@ inline std::vector<Chunk> make_chunks(int64_t n_layer, int chunks) {
   return made;
 }
 
-// The most blocks whose gradients are between the first and the last part of the backward of a micro-batch at the same
-// time: those of a chunk, if a micro-batch passes through it in several parts; else one after another.
+// The most blocks whose gradients are open at the same time, that is, between the first and the last part of a
+// micro-batch's backward: all blocks of a chunk, if its backward has several parts; otherwise one block after another.
 inline int64_t blocks_open(const std::vector<Action>& actions, const std::vector<Chunk>& chunks) {
-  std::map<std::pair<int, int64_t>, int64_t> parts;  // left, by chunk and micro-batch
+  std::map<std::pair<int, int64_t>, int64_t> parts;  // still to come, by chunk and micro-batch
   auto key = [](const Action& a) { return std::pair(a.chunk, a.micro_batch); };
   auto is_part = [](const Action& a) { return computes(a.kind) && a.kind != ActionKind::forward; };
   for (const Action& a : actions) parts[key(a)] += is_part(a);

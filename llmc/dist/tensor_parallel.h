@@ -15,15 +15,15 @@ struct TensorParallel {
   int ranks = 1;
   bool sequence = true;  // sequence parallelism: between the products each rank has some rows of the residual stream
   bool overlap = false;  // exchange one piece of a product while another is computed
-  int head_copies = 1;   // ranks that have the same key-value head: more than one where heads are fewer than ranks
+  int head_copies = 1;   // ranks that have the same key-value head: more than one if heads are fewer than ranks
 
   bool by_rows() const { return ranks > 1 && sequence; }
-  // Rows of R that each rank exchanges with each other; the last ranks' may be padding.
+  // How many of R rows each rank exchanges with every other; those of the last ranks may be padding.
   int64_t slice_rows(int64_t R) const { return ceil_div(R, ranks); }
   int64_t padded_rows(int64_t R) const { return slice_rows(R) * ranks; }
-  // Rows of the residual stream that a rank has, padding included.
+  // How many rows of the residual stream a rank has, padding included.
   int64_t stream_rows(int64_t R) const { return by_rows() ? slice_rows(R) : R; }
-  // Rows of a vocabulary of V that a rank stores, padding included.
+  // How many rows of a vocabulary of V a rank stores, padding included.
   int64_t stored_vocab(int64_t V) const { return round_up(ceil_div(V, ranks), vocab_multiple); }
 };
 
@@ -64,9 +64,9 @@ inline ParamSpec part_of(ParamSpec p, const TensorParallel& tp, int rank) {
   return p;
 }
 
-// The parts that a rank has. What all ranks of the group have comes last in its unit, so that one exchange sums its
-// partial gradients; adjacent parameters stay together. Experts are not divided: to those who share them, the ranks of
-// the group are like any others (expert_parallel.h).
+// The parts of a table that a rank has. Parameters that all ranks of the group have come last in their unit, so that
+// one exchange sums their partial gradients; adjacent parameters stay together. Tensor parallelism does not divide
+// experts: their sharing treats the ranks of the group like any others (expert_parallel.h).
 inline ParamTable part_of(const ParamTable& table, const TensorParallel& tp, int rank) {
   ParamTable parts;
   for (const UnitSpec& unit : table) {

@@ -1,13 +1,13 @@
-// unit_state.h: which part of a unit a rank holds: of its weights, gradients, master weights and moments; and the
+// unit_state.h: which part of a unit's weights, gradients, master weights and moments a rank holds; and the
 // corresponding entries of the StateTable. No other file computes an offset from a number of ranks.
 //
 // A unit's flat buffer divides into as many equal shards as the shard group has ranks. Two ranges of it matter to a
-// rank, which differ only at stage 0:
+// rank; they differ only at stage 0:
 //
-//   shard_range()    the shard of this rank, whose gradients it reduces and whose square sum it contributes to the norm
-//   update_range()   what this rank updates, and so holds masters and moments for: the whole unit at stage 0, where
-//                    every rank repeats the same update; its own shard at stages 1 to 3. With a parameter server: the
-//                    whole unit on the server, nothing on the other ranks; with partitioned ones: its own shard
+//   shard_range()    the shard of this rank: it reduces its gradients and contributes its square sum to the norm
+//   update_range()   the part that this rank updates, and so holds masters and moments for: the whole unit at stage 0,
+//                    where every rank repeats the same update; its own shard at stages 1 to 3. With a parameter server:
+//                    the whole unit on the server, nothing on the other ranks; with partitioned ones: its own shard
 //
 // llmc/README.md draws how a unit goes through a step at each stage.
 #pragma once
@@ -37,8 +37,8 @@ struct StateEntry {
   Tensor tensor;                                                     // flat, without padding rows
   Elements elements() const { return param->elements_from(begin); }  // where they are in the whole parameter
 
-  // f(i, index, n) for each row, or part of one: elements [i, i + n) of the tensor are those of the parameter from
-  // `index` on.
+  // Calls f(i, index, n) for each row, or part of one: elements [i, i + n) of the tensor are those of the parameter
+  // from `index` on.
   template <class F>
   void for_each_row(F&& f) const {
     const Elements where = elements();
@@ -52,7 +52,7 @@ using StateTable = std::vector<StateEntry>;
 
 class UnitState {
  public:
-  // versions: of the weights, of which one is used at a time
+  // versions: how many versions of the weights are kept; one is used at a time
   UnitState(const UnitSpec& spec, DType dtype, const ZeroConfig& zero, int shard, Arena& arena, int64_t versions = 1)
       : spec_(spec), layout_(spec, zero.ranks()) {
     const DType state = accumulator_of(dtype);
@@ -91,7 +91,7 @@ class UnitState {
   const Range& shard_range() const { return shard_range_; }
   const Range& update_range() const { return update_range_; }
 
-  // A parameter, by a suffix of its name; `fused`: that many adjacent parameters as one matrix or vector.
+  // A parameter, by a suffix of its name; `fused`: this many adjacent parameters as one matrix or vector.
   Tensor weight(const std::string& suffix, int fused = 1) const { return view(weights_, suffix, fused); }
   Tensor gradient(const std::string& suffix, int fused = 1) const { return view(gradients_, suffix, fused); }
   bool has(const std::string& suffix) const {
@@ -101,20 +101,20 @@ class UnitState {
   }
 
   Tensor weights() const { return weights_; }  // of the whole unit; at stage 3 only while it is gathered
-  // The rows of the vocabulary that this rank has of a table.
+  // Which rows of the vocabulary this rank's part of a table has.
   Vocabulary vocabulary(const std::string& suffix) const {
     const Box box = spec_.params[param_index(spec_, suffix)].box();
     return {box.row, box.rows};
   }
   Tensor weight_shard() const { return weight_shard_; }
-  // Of the whole unit, from this rank's samples; with GradReduce::micro only between start and reduction.
+  // Gradients of the whole unit, from this rank's samples; with GradReduce::micro only between start and reduction.
   Tensor gradients() const { return gradients_; }
-  // Summed over all ranks, of update_range().
+  // Gradients of update_range(), summed over all ranks.
   Tensor reduced_gradients() const {
     return gradient_sum_.empty() ? gradients_.slice(update_range_.begin, {update_range_.size}) : gradient_sum_;
   }
-  // Summed over all ranks, what this rank counts of shard `k` in the gradient norm. The shard is its own, or on a
-  // parameter server any; what several tensor-parallel ranks have, the first of them counts.
+  // The part of shard `k`, summed over all ranks, that this rank counts in the gradient norm. `k` is its own shard, or
+  // on a parameter server any; if several tensor-parallel ranks have the same elements, the first of them counts them.
   std::vector<Tensor> counted_gradients(int k) const {
     std::vector<Tensor> counted;
     for (const Range& r : counted_)
@@ -122,7 +122,7 @@ class UnitState {
         counted.push_back(part(reduced_gradients(), update_range_, in_shard));
     return counted;
   }
-  // Elements of which each of `copies` tensor-parallel ranks has a part of the gradient.
+  // Elements for which each of `copies` tensor-parallel ranks has a partial gradient.
   struct PartialSum {
     Range range;
     int copies;
@@ -137,7 +137,7 @@ class UnitState {
     return mine;
   }
   void attach_weights(const Tensor& buffer) { weights_ = in_buffer(buffer); }
-  // From here on, the weights are those of this buffer.
+  // From here on, weights() are those of this version.
   void use_version(size_t index) {
     weights_ = versions_[index];
     weight_shard_ = weights_.slice(shard_range_.begin, {shard_range_.size});
@@ -204,7 +204,7 @@ class UnitState {
 
  private:
   void find_copies() {
-    int64_t begin = 0;  // of what is counted
+    int64_t begin = 0;  // of the range to be counted
     for (size_t i = 0; i < spec_.params.size(); ++i) {
       const ParamSpec& p = spec_.params[i];
       const Range range{layout_.offsets[i], p.stored_shape().numel()};
@@ -215,7 +215,7 @@ class UnitState {
       if (!p.partial) continue;
       const bool continues = i > 0 && spec_.params[i - 1].partial && spec_.params[i - 1].copies == p.copies;
       if (!continues) partial_sums_.push_back({range, p.copies});
-      // With the gap that follows, so that most numbers of ranks divide it.
+      // The range includes the gap that follows, so that most numbers of ranks divide it.
       Range& all = partial_sums_.back().range;
       all.size = round_up(range.end(), UnitLayout::alignment) - all.begin;
     }
@@ -266,7 +266,7 @@ class UnitState {
   std::vector<Range> counted_;
   std::vector<PartialSum> partial_sums_;
   Tensor weights_, weight_shard_;      // in the training dtype
-  std::vector<Tensor> versions_;       // buffers of weights_, one of which it is
+  std::vector<Tensor> versions_;       // the buffers of all versions; weights_ is one of them
   Tensor gradients_, gradient_sum_;    // fp32; with GradReduce::micro the sum of the reduced micro-batches
   Tensor master_, moment1_, moment2_;  // fp32, of update_range_
 };

@@ -1,7 +1,7 @@
-// whole_check.h: before the first step, the ranks say which elements of which parameters they hold; together that must
-// be the whole model, every element exactly as often as the layout says (contract 15). So a layer that falls between
-// two stages of a pipeline, or lies on two of them, or an expert that no rank has, ends the run by its name before
-// anything is computed.
+// whole_check.h: before the first step, the ranks say which elements of which parameters they hold; together these must
+// be the whole model, every element exactly as often as the layout says (contract 15). So if a layer falls between two
+// stages of a pipeline, or lies on two of them, or if no rank has an expert, the run ends with its name before anything
+// is computed.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -15,18 +15,18 @@
 
 namespace llmc {
 
-// What a rank holds of a parameter: elements of the box that its tensor-parallel rank has. Of experts, it has whole
-// ones.
+// The part of a parameter that a rank holds: elements of the box of its tensor-parallel rank. An expert's box is always
+// whole.
 struct HeldParam {
   Box box;
   Range weights, moments;
   bool operator==(const HeldParam&) const = default;
 };
-// Of units that it holds alike, such as most blocks, by their places in the model.
+// Consecutive units of which a rank holds the same parts, such as most blocks, by their places in the model.
 struct HeldUnits {
   size_t first = 0, last = 0;
   std::vector<HeldParam> params;
-  Range experts = {};  // in a unit of them: which
+  Range experts = {};  // in a unit of experts: which ones
 };
 struct HeldByRank {
   int stage = 0, tensor_rank = 0;
@@ -58,7 +58,7 @@ inline std::vector<HeldUnits> units_held(const ModelState& state) {
   return held;
 }
 
-// As text, to be sent: numbers, of which the fifth says how many parameters follow.
+// As text, to be sent: numbers; the fifth of each unit says how many parameters follow.
 inline std::string text_of(const std::vector<HeldUnits>& held) {
   std::string text;
   for (const HeldUnits& h : held) {
@@ -87,7 +87,7 @@ inline std::vector<HeldUnits> held_from_text(const std::string& text) {
 
 namespace detail {
 
-// Refuses ranges of which the elements [0, size) are not in exactly `times` each. what: for the message.
+// Throws unless each of the elements [0, size) is in exactly `times` of the ranges. what: for the message.
 inline void require_covered(const std::vector<Range>& ranges, int64_t size, int times, const std::string& what) {
   std::map<int64_t, int> changes{{0, 0}, {size, 0}};
   for (const Range& r : ranges) {
@@ -102,7 +102,7 @@ inline void require_covered(const std::vector<Range>& ranges, int64_t size, int 
   }
 }
 
-// The same for the boxes of tensor-parallel ranks, which are of one parameter.
+// The same for the boxes that tensor-parallel ranks have of one parameter.
 inline void require_covered(const std::vector<Box>& boxes, int64_t rows, int64_t columns, int times,
                             const std::string& what) {
   std::set<int64_t> row_cuts{0}, column_cuts{0};
@@ -123,8 +123,8 @@ inline void require_covered(const std::vector<Box>& boxes, int64_t rows, int64_t
 
 }  // namespace detail
 
-// What the ranks of a layout hold is the whole model. table: what one tensor-parallel rank has of it, and all experts.
-// experts: how they are sharded.
+// Throws unless the ranks of a layout together hold the whole model. table: the parts of one tensor-parallel rank, with
+// all experts. experts: how they are sharded.
 inline void require_whole_model(const ParamTable& table, bool tied, const ZeroConfig& dense, const ZeroConfig& experts,
                                 const std::vector<HeldByRank>& ranks) {
   using Updates = ZeroConfig::Updates;
@@ -163,7 +163,7 @@ inline void require_whole_model(const ParamTable& table, bool tied, const ZeroCo
             unit.name, stages, heads);
     else CHECK(stages.size() == 1, "the model is not whole: {} is on stages {}, expected one", unit.name, stages);
     for (const int stage : stages) {
-      // Of each parameter, by part: what the ranks that share it hold.
+      // For each parameter, by part: the elements that each rank with this part holds.
       std::vector<std::map<int, std::vector<const HeldParam*>>> parts(unit.params.size());
       for (const Holder& h : holders[u]) {
         if (h.stage != stage) continue;

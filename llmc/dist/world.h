@@ -50,7 +50,7 @@ class World {
   const Hooks& hooks() const { return hooks_; }
 
   // Rank `rank` joins the group of these ranks, ascending; `name` distinguishes groups of the same ranks. Blocks until
-  // all members have called it. gpu: the one this rank computes on. The world must outlive it.
+  // all members have called it. gpu: the one this rank computes on. The world must outlive the group.
   std::unique_ptr<Comm> join(int rank, const std::string& name, const std::vector<int>& members, int gpu = 0) {
     std::unique_ptr<Comm> group = hooks_.joined(make_group(rank, name, members, gpu));
     group->on_abort([this] { abort(); });
@@ -76,7 +76,7 @@ class World {
     std::vector<std::thread> aborts;
     for (const auto& group : alive) try {
         aborts.emplace_back([&group] { group->abort(); });
-      } catch (const std::exception&) {  // no thread could be had: one after the other is better than not at all
+      } catch (const std::exception&) {  // no thread could be started: abort one after the other instead
         group->abort();
       }
     for (std::thread& thread : aborts) thread.join();
@@ -108,7 +108,7 @@ class World {
     return std::make_unique<Comm>(name, connect(), group);
   }
 
-  // All ranks join the groups of the same names in the same order: so a group has one number on all of its members.
+  // All ranks join groups with the same names in the same order, so a group has the same number on all its members.
   int group_number(int rank, const std::string& name) {
     std::lock_guard lock(mutex_);
     std::vector<std::string>& joined = joined_[rank];

@@ -1,5 +1,6 @@
-// zero.h: when the units of a model are whole: when weights are gathered and released, when gradients are reduced, the
-// update, and the StateTable of all units, which checkpoints iterate. Which part of a unit a rank holds: unit_state.h.
+// zero.h: when the units of a model are whole: when weights are gathered and released, and gradients reduced; the
+// update; and the StateTable of all units, which checkpoints iterate. unit_state.h says which part of a unit a rank
+// holds.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -12,7 +13,7 @@
 namespace llmc {
 
 // Which stage of a pipeline has which unit of a model; empty: one stage has all. copy_of_embedding: the stage that has
-// a copy of the embedding, whose table is also its head's; -1: none.
+// a copy of the embedding because its head is tied to that table; -1: none.
 struct StageUnits {
   std::vector<int> stage_of = {};
   int copy_of_embedding = -1;
@@ -21,12 +22,12 @@ struct StageUnits {
   }
 };
 
-// The units of a model: the embedding, the blocks and the experts of those that have them, the head. A stage of a
+// The units of a model: the embedding, the blocks (and their experts, if they have any), the head. A stage of a
 // pipeline has some of them.
 class ModelState {
  public:
   // blocks_open: the most blocks whose gradients are between start_gradients() and reduce_gradients() at the same time
-  // versions: of the weights that are kept
+  // versions: how many versions of the weights are kept
   ModelState(const ParamTable& table, DType dtype, const ZeroConfig& zero, DataParallel& dp, Arena& arena,
              StageUnits stages = {}, int64_t blocks_open = 1, int64_t versions = 1)
       : zero_(zero),
@@ -48,8 +49,8 @@ class ModelState {
       largest = std::max(largest, size_of_unit(u));
     }
     has_experts_ = largest_experts > 0;
-    // One buffer for the embedding, one for the head, some that the blocks use in turn, and, if they have any, as many
-    // for their experts, which are of another size and needed beside the block.
+    // One buffer for the embedding, one for the head, some that the blocks use in turn, and as many for their experts,
+    // if any, which differ in size and are needed at the same time as the block.
     auto buffers = [&](const char* label, DType d, int64_t for_blocks) {
       std::vector<int64_t> sizes = {size_of_unit(0), size_of_unit(units_.size() - 1)};
       sizes.insert(sizes.end(), static_cast<size_t>(for_blocks), largest_block);
@@ -65,7 +66,7 @@ class ModelState {
   }
 
   bool has(size_t index) const { return units_[index] != nullptr; }
-  // The stage that has a unit; of one that two have, the first.
+  // The stage that has a unit; if two have it, the first.
   int stage_of(size_t index) const { return stages_.stage_of.empty() ? 0 : stages_.stage_of[index]; }
   const UnitState& unit(size_t index) const { return *units_[index]; }
   const UnitState& front() const { return *units_.front(); }
@@ -95,7 +96,7 @@ class ModelState {
   // `order`: the units in the order in which acquire() will be called for them.
   void start_pass(std::vector<size_t> order, Stream& compute) {
     if (zero_.stage < 3) return;
-    // Buffers that an interrupted pass had gathered ahead or still held are free again.
+    // Frees the buffers that an interrupted pass had gathered ahead or still held.
     for (const size_t b : gathered_) held_.emplace_back(0, b);
     gathered_.clear();
     for (const auto& [u, b] : held_) {
@@ -132,7 +133,7 @@ class ModelState {
     held_.erase(held);
     gather_ahead();
   }
-  // f(unit) with all of its weights, for a checkpoint; called by all ranks of the shard group.
+  // Calls f(unit) with all of its weights, for a checkpoint; called by all ranks of the shard group.
   template <class F>
   void with_whole_unit(size_t u, Stream& compute, F&& f) {
     start_pass({u}, compute);
@@ -142,10 +143,10 @@ class ModelState {
     release(u, compute);
   }
 
-  // ---- Versions of the weights: of an asynchronous pipeline --------------------------------------------------------
+  // ---- Versions of the weights: for an asynchronous pipeline -------------------------------------------------------
 
-  // The backward of a micro-batch reads the version that its forward has read. At most as many micro-batches are
-  // between forward and backward as versions are kept.
+  // The backward of a micro-batch reads the version that its forward has read. There must be no more micro-batches
+  // between forward and backward than versions are kept.
   void begin_forward(int64_t micro_batch) {
     use_version(newest_);
     read_by_[static_cast<size_t>(micro_batch) % read_by_.size()] = newest_;
@@ -153,7 +154,7 @@ class ModelState {
   void begin_backward(int64_t micro_batch) {
     use_version(read_by_[static_cast<size_t>(micro_batch) % read_by_.size()]);
   }
-  // The next update makes a new version, of the newest one, in the place of the oldest.
+  // The next update makes a new version from a copy of the newest, in the place of the oldest.
   void begin_version(Stream& compute) {
     const size_t before = newest_;
     newest_ = (newest_ + 1) % read_by_.size();
@@ -161,7 +162,7 @@ class ModelState {
     for (const auto& unit : units_)
       if (unit && newest_ != before) copy(unit->version(newest_), unit->version(before), compute);
   }
-  // After a flush only the newest is read.
+  // After a flush only the newest version is read.
   void forget_old_versions(Stream& compute) {
     for (const auto& unit : units_)
       for (size_t v = 0; unit && v < read_by_.size(); ++v)
@@ -172,7 +173,7 @@ class ModelState {
 
   // Before the first micro-batch of a step.
   void zero_gradients(Stream& compute) {
-    for (const auto& [u, buffer] : current_gradients_)  // of an interrupted step
+    for (const auto& [u, buffer] : current_gradients_)  // left by an interrupted step
       buffer->free = compute.record(), buffer->in_use = false;
     current_gradients_.clear();
     for (const auto& unit : units_) {
@@ -193,11 +194,11 @@ class ModelState {
     zero(units_[u]->gradients(), compute);
     current_gradients_.emplace_back(u, &buffer);
   }
-  // Before a later part of its backward: of the micro-batches for which a unit has gradients, the oldest is next.
+  // Before a later part of a unit's backward: continues the gradients of its oldest micro-batch.
   void resume_gradients(size_t u) {
     if (zero_.grad_reduce == GradReduce::micro) units_[u]->attach_gradients(oldest_gradients(u)->second->memory);
   }
-  // After the last backward of a unit in a micro-batch: reduced while the next unit computes.
+  // After the last backward of a unit in a micro-batch: reduces its gradients while the next unit computes.
   void reduce_gradients(size_t u, bool last_micro_batch, Stream& compute) {
     const UnitState& unit = *units_[u];
     const bool micro = zero_.grad_reduce == GradReduce::micro;
@@ -227,8 +228,8 @@ class ModelState {
       dp_.hooks.released_except(all, unit.update_range(), stream);
     }
   }
-  // After the last micro-batch: the compute stream waits for the sums. A tied table on two stages gets its gradient
-  // from both.
+  // After the last micro-batch: the compute stream waits for the sums. A tied table on two stages gets the sum of the
+  // gradients of both.
   void finish_gradients(Stream& compute) {
     if (stages_.copy_of_embedding >= 0 && units_.front()) {
       dp_.reduce_stream.wait(compute.record());
@@ -237,8 +238,8 @@ class ModelState {
     compute.wait(dp_.reduce_stream.record());
   }
 
-  // out (1) fp64 = the square sum of what this rank counts of its shard of a unit's gradients, or on a parameter server
-  // of shard `k`.
+  // out (1) fp64 = the square sum of the gradients that this rank counts in its shard of a unit, or, on a parameter
+  // server, in shard `k`.
   void square_sum_of(size_t u, const Tensor& out, Stream& compute, std::optional<int> k = std::nullopt) const {
     const int shard = k.value_or(dp_.sharers(sharing_[u]).shard);
     const std::vector<Tensor> counted = has(u) ? units_[u]->counted_gradients(shard) : std::vector<Tensor>();
@@ -270,7 +271,7 @@ class ModelState {
   }
   int64_t size_of_unit(size_t u) const { return units_[u] ? units_[u]->size() : 0; }
 
-  // Of this rank's shard: the sum over the tensor-parallel ranks that have copies and compute parts of the gradient.
+  // Sums, in this rank's shard, the partial gradients of the tensor-parallel ranks that have copies of a parameter.
   void sum_partial_gradients(const UnitState& unit, Stream& stream) {
     for (const auto& [range, copies] : unit.partial_sums()) {
       const Range r = overlap(range, unit.shard_range());
@@ -279,7 +280,7 @@ class ModelState {
     }
   }
 
-  // Every rank of a group gets the weights of a unit from those who have updated them.
+  // Every rank of a group gets the weights of a unit from the ranks that have updated them.
   void gather_updated(const Tensor& weights, Comm& sharers) {
     switch (zero_.sync) {
       case DpSync::all_reduce: return sharers.all_gather(weights, dp_.gather_stream);
@@ -304,7 +305,7 @@ class ModelState {
     Buffer(Tensor m, Event f, bool used) : memory(m), free(f), in_use(used) { free.signal(); }
   };
 
-  struct Turns {  // of the buffers that are used in turn: the next of those for blocks, and for experts
+  struct Turns {  // the next of the buffers that are used in turn: for blocks, and for experts
     size_t block = 0, experts = 0;
   };
   size_t buffer_of(size_t u, Turns& turns, const std::vector<Buffer>& buffers) const {
@@ -353,8 +354,8 @@ class ModelState {
   std::vector<Sharing> sharing_;                   // of each unit of the model
   bool has_experts_ = false;                       // on this stage
   std::vector<Buffer> weight_buffers_, gradient_buffers_;
-  std::vector<size_t> order_;         // of a pass: the units to acquire
-  size_t issued_ = 0, acquired_ = 0;  // of order_: gathers begun, units acquired
+  std::vector<size_t> order_;         // the units to acquire in this pass
+  size_t issued_ = 0, acquired_ = 0;  // how many units of order_ have their gather begun, and are acquired
   std::vector<size_t> gathered_;      // buffers issued and not yet acquired
   Turns weight_turn_, gradient_turn_;
   std::vector<std::pair<size_t, size_t>> held_;                // unit and weight buffer, between acquire and release
@@ -362,7 +363,7 @@ class ModelState {
   Event updated_weights_;
   size_t newest_ = 0;  // version of the weights
   std::vector<size_t>
-      read_by_;  // the version that a micro-batch's forward has read, by micro-batch modulo their number
+      read_by_;  // the version that a micro-batch's forward has read, by micro-batch modulo the number of versions
 };
 
 // Fresh weights (contract 7): they depend only on the seed, the parameter's name and the element's global index, not on

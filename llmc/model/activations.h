@@ -1,5 +1,5 @@
-// activations.h: what a block keeps between its forward and its backward, and between the parts of its backward; what
-// of it is recomputed. Sizes: as in transformer.h.
+// activations.h: the tensors that a block keeps between its forward and its backward, and between the parts of its
+// backward; which of them are recomputed. Sizes: as in transformer.h.
 #pragma once
 #include <functional>
 #include <memory>
@@ -20,8 +20,9 @@ struct BatchShape {
   int64_t rows() const { return B * T; }
 };
 
-// What the backward recomputes instead of keeping it from the forward (contract 11: bitwise the same). Each level
-// includes those before it. Whole blocks: Chen et al. 2016; parts that are large and cheap: Korthikanti et al. 2022.
+// The activations that the backward recomputes instead of keeping them from the forward (contract 11: bitwise the
+// same). Each level includes those before it. Whole blocks: Chen et al. 2016; large but cheap parts: Korthikanti et al.
+// 2022.
 enum class Recompute : uint8_t { none, activation, norm, block };
 inline const char* name_of(Recompute r) {
   constexpr const char* names[] = {"none", "activation", "norm", "block"};
@@ -35,8 +36,8 @@ inline Recompute recompute_from_name(const std::string& name) {
   throw Error(formatted("--recompute {}: expected one of none, activation, norm, block", name));
 }
 
-// Which layers of a model a set of activations is for. Where some have experts and some do not, one for any of them has
-// room for both.
+// Which layers of a model a set of activations is for. If some layers have experts and some do not, a set for any layer
+// has room for both.
 enum class Layers : uint8_t { dense, sparse, any };
 inline Layers kind_of_layer(const ModelConfig& c, int64_t layer) {
   return c.is_sparse(layer) ? Layers::sparse : Layers::dense;
@@ -46,12 +47,12 @@ inline bool has_dense(const ModelConfig& c, Layers layers) {
 }
 inline bool has_sparse(const ModelConfig& c, Layers layers) { return layers != Layers::dense && c.experts.count > 0; }
 
-// Is the backward of a block done at once, or in two parts, of which the second, for the weights, comes later?
+// Whether the backward of a block is done at once, or in two parts: the second, for the weights, comes later.
 enum class Backward : uint8_t { whole, in_parts };
 
 namespace detail {
 
-// Labels in the memory table: of what a block keeps, and of that what is of its experts.
+// Labels in the memory table: for the activations of a block, and for those of its experts.
 struct ActivationLabels {
   const char *block, *experts;
 };
@@ -72,34 +73,34 @@ inline Place in_arena(Arena& arena, const ActivationLabels& labels,
 
 }  // namespace detail
 
-// What the token slices of a micro-batch share in a block (slice_attention.h).
+// The tensors that the token slices of a micro-batch share in a block (slice_attention.h).
 struct SliceKeys {
   Tensor keys_values;  // (B T, 2 Hkv D) of whole sequences, as far as their slices have gone forward
-  Tensor gradient;     // of it, in fp32, as far as they have gone back
+  Tensor gradient;     // its gradient, in fp32, as far as the slices have gone backward
 };
 
-// What experts of a rank compute, R rows in the order of these experts, E of width F.
+// The activations of a rank's E experts of width F: R rows in the order of these experts.
 struct ReceivedRows {
   Tensor offsets;              // (E + 1) int32: the first row of each
-  Tensor places;               // (R, 1) int32: of arrival_plan(); an empty tensor where no rows come from other ranks
+  Tensor places;               // (R, 1) int32: from arrival_plan(); empty where no rows come from other ranks
   Tensor rows, up, activated;  // (R, C) (R, 2 F) (R, F)
 };
-// What the backward of a layer with experts needs of its feed-forward (experts.h). E experts of all ranks, k choices of
-// a row, a shared expert of width Fs.
+// The activations that the backward of a layer with experts needs from its feed-forward (experts.h). E: experts of all
+// ranks; k: choices of a row; Fs: width of the shared expert.
 struct ExpertActivations {
   Tensor logits, choices, weights;     // of the router: (S, E) (S, k) int32 (S, k)
   Tensor counts, starts;               // (segments, E) int32: how often each expert was chosen in the sequence, and
-                                       // in what comes before the segment; starts: empty where sequences are whole
-  Tensor places, offsets;              // (S, k) (E + 1) int32: of dispatch_plan()
-  Tensor outputs;                      // (R', C) of the experts, in the order of these; R': Experts::sent()
+                                       // in its part before the segment; starts: empty where sequences are whole
+  Tensor places, offsets;              // (S, k) (E + 1) int32: from dispatch_plan()
+  Tensor outputs;                      // (R', C) of the experts, in their order; R': Experts::sent()
   ReceivedRows received;               // of the experts that this rank has
-  Tensor shared_up, shared_activated;  // (N, 2 Fs) (N, Fs); empty tensors without a shared expert, and so below
-  Tensor shared_out, gate_logits;      // (S, C) (S, 1); without its gate empty tensors
+  Tensor shared_up, shared_activated;  // (N, 2 Fs) (N, Fs); empty tensors without a shared expert
+  Tensor shared_out, gate_logits;      // (S, C) (S, 1); empty tensors without the shared expert's gate
   std::shared_ptr<ExpertRounds> rounds = {};  // which rows are exchanged, for the host; none: no ranks share experts
 };
 
 // The activations that the backward of a block needs. Its weight part needs the inputs of the products: norm1,
-// attention, norm2 and activated, or of experts rows, activated and the order of their rows.
+// attention, norm2 and activated; with experts, their rows, activated, and the order of the rows.
 struct BlockActivations {
   Tensor norm1, norm1_mean, norm1_rstd;  // (S, C) (S) (S); no mean with rmsnorm
   Tensor qkv;                            // (N, (Hq + 2 Hkv) D): q heads, k heads, v heads
@@ -122,7 +123,8 @@ struct BlockActivations {
     if (recompute == Recompute::block) all.set_rounds(c, Layers::any);
     return all;
   }
-  // The tensors that each block keeps; the others are in `shared`. Of a backward in parts, without product_inputs().
+  // The tensors that each block keeps; the others are in `shared`. With a backward in parts, product_inputs() are left
+  // out.
   static BlockActivations kept(const ModelConfig& c, const BatchShape& s, Layers layers, const TensorParallel& tensor,
                                DType dtype, Recompute recompute, Backward backward, const BlockActivations& shared,
                                Arena& arena) {
@@ -150,7 +152,7 @@ struct BlockActivations {
             {},
             detail::in_arena(arena, {"for the weight part", "for the weight part"}, wanted)};
   }
-  // The same memory for a batch of at most as many rows, of a layer of the kind that it is for.
+  // The same memory for a batch of at most as many rows, in a layer of a kind that the memory is for.
   static BlockActivations part_of(const BlockActivations& room, const ModelConfig& c, const BatchShape& s,
                                   Layers layers, const TensorParallel& tensor) {
     auto place = [](Tensor& t, const char*, DType, const Shape& shape, std::optional<Recompute>, bool, bool) {
@@ -158,7 +160,7 @@ struct BlockActivations {
     };
     return {c, s, layers, tensor, room.out.dtype, room, place};
   }
-  // Takes the inputs of the products that `other` has.
+  // Takes those inputs of the products that `other` has.
   void take_product_inputs(const BlockActivations& other) {
     using A = BlockActivations;
     for (auto t : {&A::norm1, &A::attention, &A::norm2, &A::activated})
@@ -171,7 +173,7 @@ struct BlockActivations {
 
   BlockActivations() = default;
 
-  // Sequences, or slices of them, that S rows of the residual stream may be of.
+  // The most sequences, or slices of them, to which S rows of the residual stream may belong.
   static int64_t most_segments(const BatchShape& s, int64_t S) { return std::min(S, 2 * s.B + 1); }
 
  private:
@@ -251,8 +253,8 @@ struct BlockActivations {
 
 // The gradients of the outputs of a block's products, which its weight part needs.
 struct OutputGradients {
-  Tensor qkv, middle, up, out;  // as in BlockActivations; middle: of the product before it, and so for out
-  struct OfExperts {            // likewise; of a layer with experts
+  Tensor qkv, middle, up, out;  // as in BlockActivations; middle and out: of the product added to the residual stream
+  struct OfExperts {            // the same for a layer with experts
     Tensor logits, up, outputs, shared_up, shared_out, gate_logits;
   } experts = {};
   OutputGradients() = default;

@@ -22,10 +22,10 @@ enum class Norm : uint8_t { layernorm, rmsnorm };
 enum class Positions : uint8_t { learned, rotary };
 enum class Mlp : uint8_t { gelu, swiglu };
 enum class Biases : uint8_t { all, qkv, none };
-// Which channels of queries, and of keys, have one root mean square: those of a head, or of all heads together.
+// Which channels of queries, and of keys, share one root mean square: those of a head, or of all heads together.
 enum class QkNorm : uint8_t { none, by_head, by_projection };
-// Whether layers have experts, and in which fields of config.json their widths are: one field for the feed-forward of
-// all layers, or another one for the experts.
+// Whether layers have experts, and which fields of config.json have the widths: one field for the feed-forward of all
+// layers, or a second one for the experts.
 enum class ExpertFields : uint8_t { none, one_width, two_widths };
 
 // The traits that the models of a family share. A new family that needs no new op is a line here, its names in hf.h,
@@ -38,7 +38,7 @@ struct Family {
   Mlp mlp;
   Biases biases;
   QkNorm qk_norm;
-  bool own_head_size;    // not always C / heads
+  bool own_head_size;    // the head size may differ from C / heads
   ExpertFields experts;  // none: all layers are dense
 };
 inline constexpr Family families[] = {
@@ -103,7 +103,7 @@ struct ModelConfig {
   }
 };
 
-inline constexpr int64_t most_experts_in_all = 1 << 16;  // of all layers: their parameters are listed by name
+inline constexpr int64_t most_experts_in_all = 1 << 16;  // in all layers: their parameters are listed by name
 inline int64_t most_experts_in(const ModelConfig& c) { return std::min(most_experts, most_experts_in_all / c.n_layer); }
 
 namespace detail {
@@ -187,7 +187,7 @@ inline bool can_share_out(const ModelConfig& c, int64_t ranks) {
          c.experts.shared % ranks == 0;
 }
 
-// Refuses a number of tensor-parallel ranks that cannot share this model out.
+// Throws if this number of tensor-parallel ranks cannot share the model.
 inline TensorParallel tensor_parallel(const ModelConfig& c, int64_t ranks, bool sequence = true, bool overlap = false) {
   std::vector<int64_t> would_do;
   for (const int64_t n : divisors(c.n_head))
@@ -203,8 +203,8 @@ inline TensorParallel tensor_parallel(const ModelConfig& c, int64_t ranks, bool 
           .head_copies = static_cast<int>(std::max<int64_t>(1, ranks / c.n_kv_head))};
 }
 
-// Refuses what context-parallel ranks cannot do with the heads of a tensor-parallel rank: ring and all-gather divide
-// rows alone, ulysses heads.
+// Throws if context-parallel ranks cannot divide the heads of a tensor-parallel rank: only ulysses divides heads; ring
+// and all-gather divide rows.
 inline ContextParallel context_parallel(const ModelConfig& c, const TensorParallel& tensor, int64_t ranks,
                                         ContextAttention attention = ContextAttention::ring) {
   const ModelConfig part = part_of(c, tensor);
@@ -216,7 +216,7 @@ inline ContextParallel context_parallel(const ModelConfig& c, const TensorParall
   return {.ranks = static_cast<int>(ranks), .attention = attention};
 }
 
-// Refuses a number of ranks that cannot divide the experts of a layer among them. shards: ranks of a shard group,
+// Throws if this number of ranks cannot divide the experts of a layer among them. shards: ranks of a shard group,
 // context-parallel ones included.
 inline ExpertParallel expert_parallel(const ModelConfig& c, const TensorParallel& tensor, int64_t shards,
                                       int64_t ranks) {
@@ -241,10 +241,10 @@ inline ExpertParallel expert_parallel(const ModelConfig& c, const TensorParallel
 // The parameters, with GPT-2's initialisation: normal 0.02, projections into the residual stream scaled by
 // 1 / sqrt(2 L) (Radford et al. 2019). A tied token embedding is one parameter, used by the embedding and the head.
 //
-// The experts of a layer are a unit of their own, since other ranks share them than the rest of the layer: first the
-// gates and ups of all experts, expert by expert, then their downs, without gaps. So a grouped product sees each kind
-// as one matrix for each expert, (E, 2 F, C) and (E, C, F), which are also transformers' fused tensors, and a row of
-// any expert is aligned like those of the first.
+// The experts of a layer are a unit of their own, since they are shared among other ranks than the rest of the layer.
+// It has the gates and ups of all experts, expert by expert, then their downs, without gaps. So a grouped product sees
+// one tensor of each kind, (E, 2 F, C) and (E, C, F), which are also transformers' fused tensors, and the rows of every
+// expert are aligned like those of the first.
 inline ParamTable parameter_table(const ModelConfig& c) {
   const int64_t C = c.n_embd, F = c.n_ffn, D = c.head_size, Q = c.q_size(), KV = c.kv_size();
   const float std = c.init_std;
@@ -344,7 +344,7 @@ inline ParamTable parameter_table(const ModelConfig& c) {
 // Where the units of a layer are in the parameter table.
 struct LayerUnits {
   size_t block;
-  std::optional<size_t> experts;  // none: of a dense layer
+  std::optional<size_t> experts;  // none: the layer is dense
 };
 inline std::vector<LayerUnits> layer_units(const ModelConfig& c) {
   std::vector<LayerUnits> units;
@@ -356,7 +356,7 @@ inline std::vector<LayerUnits> layer_units(const ModelConfig& c) {
   return units;
 }
 
-// Parameters that a token uses: of the experts of a layer, those that the router chooses for it, and the shared one.
+// Parameters that a token uses: among the experts of a layer only those that the router chooses, and the shared one.
 inline int64_t count_active_parameters(const ModelConfig& c) {
   const Experts& e = c.experts;
   return count_parameters(parameter_table(c)) - c.sparse_layers() * (e.count - e.per_token) * 3 * e.width * c.n_embd;
@@ -369,7 +369,7 @@ inline int64_t matmul_parameters(const ModelConfig& c) {
   return count_active_parameters(c) - lookups * c.n_embd;
 }
 
-// 6 N + 6 L C T: forward and backward of the matrices, and of causal attention, whose C is the width of all heads.
+// 6 N + 6 L C T: forward and backward of the matrices and of causal attention; this C is the width of all heads.
 inline double training_flops_per_token(const ModelConfig& c, int64_t seq_len) {
   return 6.0 * static_cast<double>(matmul_parameters(c)) + 6.0 * static_cast<double>(c.n_layer * c.q_size() * seq_len);
 }

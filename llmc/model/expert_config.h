@@ -11,8 +11,8 @@
 
 namespace llmc {
 
-// The experts of sparse layers (Shazeer et al. 2017): for each token the router chooses some of them, whose outputs are
-// added with weights: their scores, normalised or not, times the scaling.
+// The experts of sparse layers (Shazeer et al. 2017): for each token the router chooses some experts, and their outputs
+// are added with weights: their scores, normalised or not, times the scaling.
 struct Experts {
   int64_t count = 0;         // E; 0: a dense model
   int64_t per_token = 0;     // k
@@ -27,23 +27,23 @@ struct Experts {
   double aux_loss = 0;                     // the coefficient of the balancing loss, as config.json has it
   bool adds_aux_loss = false;              // whether transformers adds that loss ("output_router_logits")
 
-  // Of the part that one rank computes: ranks that share the experts of a layer, and the rows that it has room for,
-  // over those that it gets if all experts are chosen equally often.
+  // For the part that one rank computes. ranks: those that share the experts of a layer; imbalance: the rows that a
+  // rank has room for, divided by those that it gets if all experts are chosen equally often.
   int64_t ranks = 1;
   double imbalance = 1;
-  int64_t sequence = 1, segment = 1;     // rows of a training sequence, and of what a rank has of it without a gap
+  int64_t sequence = 1, segment = 1;     // rows of a training sequence, and of a contiguous part that a rank has
   bool spread = false;                   // a sequence may be spread over ranks
-  bool cut = false;                      // a rank may begin within a segment
+  bool cut = false;                      // a rank's rows may begin within a segment
   std::optional<int64_t> capacity = {};  // rows of an expert from one training sequence; none: any number (dropless)
   int64_t own() const { return count / ranks; }
 
-  // Where every rank has S rows: how many a capacity lets through from each rank to each other, at most.
+  // If every rank has S rows: the most rows that the capacity lets through from each rank to each other.
   int64_t most_to_each(int64_t S) const {
     const int64_t segments = cut ? Segments{segment}.most(S) : ceil_div(S, segment);
     return std::min(std::min(per_token, own()) * S, segments * own() * std::min(*capacity, segment));
   }
-  // The same, if a rank has room for as many from all of them: for the capacities of all experts, or `imbalance`. 0: it
-  // has not, or there is no capacity.
+  // The same, if a rank has room for that many rows from every rank, by the capacities of all experts or by
+  // `imbalance`. 0: it has no such room, or there is no capacity.
   int64_t stride(int64_t S) const {
     if (ranks == 1 || !capacity) return 0;
     const int64_t most = most_to_each(S), all = ranks * most;
@@ -51,13 +51,13 @@ struct Experts {
                of_imbalance = static_cast<double>(all) <= imbalance * static_cast<double>(per_token * S) + 0.5;
     return of_capacities || of_imbalance ? most : 0;
   }
-  // Rows of its experts.
+  // How many rows a rank has room for, for its experts.
   int64_t room(int64_t S) const {
     const int64_t share = per_token * S, padded = ranks * stride(S);
     if (padded > 0) return padded;
     return ranks == 1 ? share : static_cast<int64_t>(std::ceil(imbalance * static_cast<double>(share)));
   }
-  // Rows in the order of experts that a rank sends.
+  // How many rows, in the order of experts, a rank sends.
   int64_t sent(int64_t S) const { return std::max(per_token * S, ranks * stride(S)); }
 };
 

@@ -1,6 +1,6 @@
-// expert_products.h: what the experts of a rank compute, forward and backward: grouped products of the rows that were
-// sent to them. Where ranks share the experts of a layer (--ep), rows go to the ranks that have them and come back
-// (dist/expert_exchange.h), while the shared expert computes.
+// expert_products.h: the computation of a rank's experts, forward and backward: grouped products of the rows that were
+// sent to them. If ranks share the experts of a layer (--ep), rows go to the ranks that have their experts and come
+// back (dist/expert_exchange.h), while the shared expert computes.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -18,7 +18,7 @@ struct ExpertMatrices {
   Tensor gate_up, down;
   enum class Of : uint8_t { weights, gradients };
   ExpertMatrices(const UnitState& unit, const ModelConfig& c, Of of) {
-    const auto& params = unit.spec().params;  // gate and up of each, then the downs
+    const auto& params = unit.spec().params;  // gate and up of each expert, then all downs
     const int E = static_cast<int>(params.size() / 3);
     auto matrix = [&](size_t first, int fused) {
       const std::string& name = params[first].name;
@@ -29,19 +29,19 @@ struct ExpertMatrices {
   }
 };
 
-// The number of rows that experts have, on the device.
+// The number of rows that the experts of this rank have, on the device.
 inline Tensor number_of_rows(const ReceivedRows& r) { return r.offsets.slice(r.offsets.shape[0] - 1, {1}); }
 
 // ---- Of this rank ---------------------------------------------------------------------------------------------------
 
-// out (R, C) = down(SwiGLU of gate and up) of the rows that were received.
+// out (R, C) = down(SwiGLU of gate and up) of the received rows.
 inline void experts_forward(Tensor out, const ReceivedRows& r, const ExpertMatrices& experts, Stream& stream) {
   grouped_linear_forward(r.up, r.rows, experts.gate_up, r.offsets, stream);
   swiglu_forward(r.activated, r.up, stream, number_of_rows(r));
   grouped_linear_forward(out, r.activated, experts.down, r.offsets, stream);
 }
 
-// drows (R, C) and dup (R, 2 F) = the gradients of the rows that were received and of up, from those of their outputs.
+// drows (R, C) and dup (R, 2 F) = the gradients of the received rows and of up, from the gradients of their outputs.
 inline void experts_backward_input(Tensor drows, Tensor dup, Tensor doutputs, const ReceivedRows& r,
                                    const ExpertMatrices& experts, const parallel::Group& p) {
   auto scope = p.arena.scope();
@@ -50,7 +50,7 @@ inline void experts_backward_input(Tensor drows, Tensor dup, Tensor doutputs, co
   swiglu_backward(dup, dactivated, r.up, p.compute, number_of_rows(r));
   grouped_linear_backward_input(drows, dup, experts.gate_up, r.offsets, p.compute);
 }
-// The gradients of the experts' matrices += ..., from those of their outputs (R, C) and of up (R, 2 F).
+// The gradients of the experts' matrices += ..., from the gradients of their outputs (R, C) and of up (R, 2 F).
 inline void experts_backward_matrices(Tensor doutputs, Tensor dup, const ReceivedRows& r,
                                       const ExpertMatrices& gradients, Stream& stream) {
   grouped_linear_backward_weight(gradients.down, doutputs, r.activated, r.offsets, stream);
@@ -59,12 +59,12 @@ inline void experts_backward_matrices(Tensor doutputs, Tensor dup, const Receive
 
 // ---- Between the ranks that share the experts of a layer ------------------------------------------------------------
 
-// Room for what is on its way to experts or back, and for rounds after the first.
+// Memory for rows on their way to experts or back, and for rounds after the first.
 inline Tensor travelling(const parallel::Group& p, const char* name, DType dtype, const Shape& shape) {
   return p.arena.alloc("rows between ranks", name, dtype, shape);
 }
 
-// What the experts of this rank have in a round after the first, whose rows are not kept.
+// The activations of this rank's experts in a round after the first; they are not kept.
 inline ReceivedRows received_in_round(const ReceivedRows& like, const parallel::Group& p) {
   ReceivedRows r = like;
   for (auto t : {&ReceivedRows::offsets, &ReceivedRows::places, &ReceivedRows::rows, &ReceivedRows::up,
@@ -73,7 +73,8 @@ inline ReceivedRows received_in_round(const ReceivedRows& like, const parallel::
   return r;
 }
 
-// Which rows are sent to which rank, from how many rows each rank has for each expert: the host waits for it.
+// Plans which rows are sent to which rank, from the number of rows that each rank has for each expert: the host waits
+// for these numbers.
 inline ExpertRounds exchange_counts(const ExpertActivations& a, const ModelConfig& c, int64_t room,
                                     const parallel::Group& p) {
   auto scope = p.arena.scope();
@@ -91,7 +92,7 @@ inline ExpertRounds exchange_counts(const ExpertActivations& a, const ModelConfi
   std::vector<int64_t> counts;
   if (on_host.moves_data()) {
     for (const double n : on_host.values()) counts.push_back(static_cast<int64_t>(n));
-  } else {  // on paper: each rank sends as many to all experts, but the others to those of this one as it has room for
+  } else {  // on paper: each rank sends equally many to all experts, but the others fill the room of this rank
     const int64_t share = std::min(a.places.numel() / E, room / (P * own)),
                   rest = (room - own * share) / (std::max(1, P - 1) * own);
     for (int64_t i = 0; i < P * E; ++i) counts.push_back(i / E != me && i % E / own == me ? rest : share);
@@ -99,8 +100,8 @@ inline ExpertRounds exchange_counts(const ExpertActivations& a, const ModelConfi
   return {std::move(counts), P, room};
 }
 
-// Where each rank sends as many rows to each other, with padding, only the device knows how many are rows: for each
-// expert of this rank those of each rank, (ranks, experts).
+// If each rank sends the same number of rows to each other, with padding, only the device knows how many are real rows:
+// the counts for each expert of this rank from each rank, (ranks, experts).
 struct ArrivingCounts {
   Tensor counts;
   Event event;
@@ -122,7 +123,7 @@ struct Arrival {
   Tensor rows;  // (R, C)
   Event event;
 };
-// sent: in the order of their experts; arrived (R, C)
+// Sends the rows of a round. sent: rows in the order of their experts; arrived (R, C): the rows that come
 inline Arrival send_rows(Tensor arrived, Tensor sent, const ExpertRounds& rounds, int round, const parallel::Group& p) {
   Comm& group = *p.ranks.experts;
   Stream& stream = *p.ranks.expert_stream;
@@ -131,7 +132,7 @@ inline Arrival send_rows(Tensor arrived, Tensor sent, const ExpertRounds& rounds
                         rounds.blocks_received(group.rank(), round), stream);
   return {arrived, stream.record()};
 }
-// The order by expert of the rows of a round.
+// Plans how the rows of a round are put into the order of their experts.
 inline void plan_arrival(const ReceivedRows& r, const ExpertRounds& rounds, int round, const parallel::Group& p) {
   auto scope = p.arena.scope();
   const Comm& group = *p.ranks.experts;
@@ -146,12 +147,12 @@ inline void plan_arrival(const ReceivedRows& r, const ArrivingCounts& arriving, 
   p.compute.wait(arriving.event);
   arrival_plan(r.places, r.offsets, arriving.counts, stride, p.compute);
 }
-// out (R, C) = the rows in the order of the experts.
+// out (R, C) = the arrived rows in the order of the experts.
 inline void take_rows(Tensor out, const Arrival& arrival, const ReceivedRows& r, const parallel::Group& p) {
   p.compute.wait(arrival.event);
   dispatch_rows(out, arrival.rows, r.places, p.compute);
 }
-// to = what the ranks with the experts have made of the rows, `from` (R, C) on each, of a round.
+// Sends the results of a round back: to = the results of the ranks with the experts, `from` (R, C) on each of them.
 inline void return_rows(Tensor to, Tensor from, const ReceivedRows& r, const ExpertRounds& rounds, int round,
                         const parallel::Group& p) {
   auto scope = p.arena.scope();
@@ -165,8 +166,8 @@ inline void return_rows(Tensor to, Tensor from, const ReceivedRows& r, const Exp
   p.compute.wait(stream.record());
 }
 
-// a.outputs = those of all rows of x (S, C), by way of the ranks that have the experts. meanwhile(): enqueues work that
-// does not depend on them.
+// a.outputs = the experts' outputs for all rows of x (S, C), computed on the ranks that have the experts. meanwhile():
+// enqueues work that does not depend on them.
 template <class Meanwhile>
 void experts_of_all_ranks(const ExpertActivations& a, Tensor x, const ModelConfig& c, const Routing& r,
                           const parallel::Group& p, Meanwhile&& meanwhile) {
@@ -195,9 +196,9 @@ void experts_of_all_ranks(const ExpertActivations& a, Tensor x, const ModelConfi
   }
 }
 
-// drows = the gradients of the rows of x, in the order of the experts, from doutputs, those of their outputs; both as
-// a.outputs. The gradients of the experts' matrices += ... The rows of further rounds are sent and computed again. So
-// the weight part of the experts is done here as well: the rows are no longer there when it comes.
+// drows = the gradients of the rows of x, in the order of the experts, from doutputs, the gradients of their outputs;
+// both have the shape of a.outputs. The gradients of the experts' matrices += ... The rows of further rounds are sent
+// and computed again, so the weight part of the experts is done here as well: later the rows are no longer there.
 template <class Meanwhile>
 void backward_of_all_ranks(Tensor drows, Tensor doutputs, const ExpertActivations& a, Tensor x, const ModelConfig& c,
                            const Routing& r, const parallel::Group& p, Meanwhile&& meanwhile) {
@@ -223,7 +224,7 @@ void backward_of_all_ranks(Tensor drows, Tensor doutputs, const ExpertActivation
     compute(first, arrival, 0);
   }
   if (padded_rows(x, c, r) > 0) return;
-  const ReceivedRows further = received_in_round(first, p);  // room for it, whether there is one or not
+  const ReceivedRows further = received_in_round(first, p);  // allocated even if there is no further round
   const Tensor sent = like("rows by expert", a.outputs), arrived = like("rows that arrive", first.rows);
   for (const Tensor& t : {first.rows, first.activated}) {
     auto scope_of_round = p.arena.scope();

@@ -1,15 +1,15 @@
 // experts.h: the feed-forward of a layer with experts (Shazeer et al. 2017), forward and backward, as sequences of ops:
 //
 //   router     logits in fp32; the k experts with the largest scores, and their weights
-//   dispatch   rows in the order of their experts; with a capacity, those that come too late in their sequence are left
-//              out
-//   experts    down(SwiGLU of gate and up), each for its own rows: grouped products. Where ranks share the experts of a
-//              layer (--ep), the rows go to the ranks that have them and come back (dist/expert_exchange.h), while the
-//              shared expert computes
+//   dispatch   rows in the order of their experts; with a capacity, rows that come too late in their sequence are
+//              dropped
+//   experts    down(SwiGLU of gate and up), each for its own rows: grouped products. If ranks share the experts of a
+//              layer (--ep), the rows go to the ranks that have their experts and come back (dist/expert_exchange.h),
+//              while the shared expert computes
 //   combine    the sum of a row's k outputs with their weights, in the order of its choices
 //   shared     one more expert for all rows, perhaps times the sigmoid of a gate of its own
 //
-// Sizes: as in transformer.h and activations.h. Which rows go to which expert stays on the device.
+// Sizes: as in transformer.h and activations.h. The choice of experts for each row stays on the device.
 #pragma once
 
 #include "model/expert_products.h"
@@ -20,7 +20,7 @@ namespace llmc::detail {
 // The shared expert's gate is a router of one expert, with sigmoid scores.
 inline constexpr Router shared_gate = {.E = 1, .k = 1, .scores = RouterScores::sigmoid, .normalised = false};
 
-// Its choices and weights, from its logits. Every row has one choice, so the rows stay in their order.
+// The choices and weights of this router, from its logits. Every row has one choice, so the rows stay in their order.
 struct SharedGate {
   Tensor choices, weights;  // (n, 1) each
   SharedGate(Tensor logits, const parallel::Group& p) {
@@ -39,8 +39,8 @@ inline void expert_activation(const ExpertActivations& a, Stream& stream) {
 
 // ---- Forward --------------------------------------------------------------------------------------------------------
 
-// All but the sum of the outputs, which the backward does not need.   x (S, C); gathered: room for x as all ranks have
-// it, or an empty tensor
+// The forward without the sum of the outputs, which the backward does not need.   x (S, C); gathered: room for the x of
+// all ranks, or an empty tensor
 inline void experts_interior(const ExpertActivations& a, Tensor x, Tensor gathered, const UnitState& unit,
                              const ModelConfig& c, const Routing& r, const parallel::Group& p) {
   const int64_t n = r.rows.count;
@@ -58,7 +58,7 @@ inline void experts_interior(const ExpertActivations& a, Tensor x, Tensor gather
   experts_forward(a.outputs, a.received, ExpertMatrices(r.experts(), c, ExpertMatrices::Of::weights), p.compute);
   shared_expert();
 }
-// What of it is recomputed when the norm before it is.
+// The part of it that is recomputed together with the norm before it.
 inline void recompute_rows(const ExpertActivations& a, Tensor x, const ModelConfig& c, const Routing& r,
                            Stream& stream) {
   if (c.experts.ranks == 1) rows_by_expert(a.received.rows, a, x, r, stream);
@@ -84,14 +84,14 @@ inline void experts_sum(Tensor out, const ExpertActivations& a, const UnitState&
 
 // ---- Backward -------------------------------------------------------------------------------------------------------
 
-// The gradients of the matrices that multiply rows of the residual stream or of an expert += ...: the weight part.
+// The weight part: the gradients of the matrices that multiply rows of the residual stream or of an expert += ...
 // d: the gradients of the outputs of the products
 inline void experts_backward_weight(const OutputGradients::OfExperts& d, const ExpertActivations& a, Tensor x,
                                     Tensor gathered, const UnitState& unit, const ModelConfig& c, const Routing& r,
                                     const parallel::Group& p) {
   const int64_t n = r.rows.count;
   const Tensor rows = first_rows(x, n);
-  if (c.experts.ranks == 1)  // otherwise they have it from backward_of_all_ranks()
+  if (c.experts.ranks == 1)  // otherwise backward_of_all_ranks() has done it
     experts_backward_matrices(d.outputs, d.up, a.received, {r.experts(), c, ExpertMatrices::Of::gradients}, p.compute);
   router_backward_weight(unit.gradient("moe.router.weight"), first_rows(d.logits, n), rows, p.compute);
   if (a.shared_activated.empty()) return;
@@ -129,8 +129,8 @@ inline void shared_expert_backward(Tensor dx, const OutputGradients::OfExperts& 
   parallel::column_linear_backward_input(dx, d.shared_up, unit.weight("moe.shared.gate.weight", 2), p, [] {});
 }
 
-// dx = the gradient of x (S, C), from dout, that of the sum; the gradients of the units += ... With `later` it is the
-// input part alone, which sets them. The outputs of the experts may be replaced by their gradients.
+// dx = the gradient of x (S, C), from dout, the gradient of the sum; the gradients of the units += ... With `later`
+// only the input part runs, and sets *later. It may overwrite the outputs of the experts with their gradients.
 inline void experts_backward(Tensor dx, Tensor dout, const OutputGradients::OfExperts* later,
                              const ExpertActivations& a, Tensor x, Tensor gathered, const UnitState& unit,
                              const ModelConfig& c, const Routing& r, const parallel::Group& p) {

@@ -26,8 +26,8 @@ struct HfTensor {
   std::vector<std::string> parts;
 };
 
-// How the experts of a layer are stored: a tensor for each matrix of each expert, as every version of transformers
-// reads them and we write them; or as version 5 has them in memory, one tensor of all gates and ups and one of all
+// How the experts of a layer are stored. separate: a tensor for each matrix of each expert, which every version of
+// transformers reads and we write; fused: as in version 5's memory, one tensor of all gates and ups and one of all
 // downs.
 enum class ExpertTensors : uint8_t { separate, fused };
 
@@ -66,8 +66,8 @@ inline std::vector<HfTensor> gpt2_tensors(const ModelConfig& c) {
   return all;
 }
 
-// The names in all families but GPT-2: one tensor per parameter. mixtral: with its own names for what has experts,
-// which it has only beside separate tensors.
+// The names in all families but GPT-2: one tensor per parameter. mixtral: with Mixtral's own names for routers and
+// experts, which it uses only with separate tensors.
 inline std::string llama_name(const std::string& ours, bool mixtral) {
   static constexpr std::pair<const char*, const char*> names[] = {
       {"wte.weight", "model.embed_tokens.weight"},
@@ -93,7 +93,7 @@ inline std::string llama_name(const std::string& ours, bool mixtral) {
       {"moe.shared_gate.weight", "mlp.shared_expert_gate.weight"},
   };
   static constexpr std::pair<const char*, std::array<const char*, 2>> of_experts[] = {
-      // the second: of Mixtral
+      // the second name: Mixtral's
       {"gate.weight", {"gate_proj.weight", "w1.weight"}},
       {"up.weight", {"up_proj.weight", "w3.weight"}},
       {"down.weight", {"down_proj.weight", "w2.weight"}},
@@ -149,7 +149,7 @@ inline std::vector<HfTensor> hf_tensors(const ModelConfig& c, ExpertTensors layo
   return c.family.positions == Positions::learned ? detail::gpt2_tensors(c) : detail::llama_tensors(c, layout);
 }
 
-// The same, with experts as these files have them.
+// The same, with experts stored as in these files.
 inline std::vector<HfTensor> hf_tensors(const ModelConfig& c,
                                         const std::vector<std::unique_ptr<SafetensorsReader>>& files) {
   for (const auto& file : files)
@@ -160,12 +160,12 @@ inline std::vector<HfTensor> hf_tensors(const ModelConfig& c,
 
 namespace detail {
 
-// Where elements of a part's row are in the Hugging Face tensor: at `begin` and then every `step`.
+// Where the elements of a part's row are in the Hugging Face tensor: at `begin` and then every `step`.
 struct HfRow {
   int64_t begin, step;
 };
-// From element `index` of the part on. The parts of a tensor have equal sizes: GPT-2 has as many key-value heads as
-// query heads.
+// The row from element `index` of the part on. The parts of a tensor have equal sizes: GPT-2 has as many key-value
+// heads as query heads.
 inline HfRow hf_row(const HfTensor& hf, size_t part, int64_t index) {
   const int64_t parts = std::ssize(hf.parts), before = static_cast<int64_t>(part);
   if (!hf.transposed) return {TensorInfo{"", DType::fp32, hf.shape}.numel() / parts * before + index, 1};
@@ -173,7 +173,7 @@ inline HfRow hf_row(const HfTensor& hf, size_t part, int64_t index) {
   return {index % in * out + out / parts * before + index / in, out};
 }
 
-// f(number of the part, entry) for each entry of these kinds that is of a part of the tensor.
+// Calls f(number of the part, entry) for each entry of these kinds that belongs to a part of the tensor.
 template <class F>
 void for_each_part(const HfTensor& hf, const StateTable& table, std::initializer_list<StateKind> kinds, F&& f) {
   for (size_t part = 0; part < hf.parts.size(); ++part)
@@ -184,7 +184,7 @@ void for_each_part(const HfTensor& hf, const StateTable& table, std::initializer
 }  // namespace detail
 
 // The bytes of a Hugging Face tensor, from boxes in host memory that together are its parts; `weights` may also have
-// others.
+// boxes of other tensors.
 inline std::vector<std::byte> gather_hf(const HfTensor& hf, const StateTable& weights) {
   std::vector<std::byte> bytes;
   detail::for_each_part(hf, weights, {StateKind::weight}, [&](size_t part, const StateEntry& e) {
@@ -258,8 +258,8 @@ inline void require_same_head(const std::vector<std::unique_ptr<SafetensorsReade
   }
 }
 
-// This rank's slices of the parts, weights and master weights = the Hugging Face tensor `name` of the file, each
-// rounded to its own dtype. Reads what lies between the first and the last element that the rank has.
+// Sets this rank's slices of the parts, weights and master weights, from the Hugging Face tensor `name` of the file,
+// each rounded to its own dtype. Reads only from the first to the last element that the rank has.
 inline void scatter_hf(const HfTensor& hf, const SafetensorsReader& file, const std::string& name,
                        const StateTable& table, Stream& stream) {
   const TensorInfo& info = file.info(name);

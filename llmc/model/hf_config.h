@@ -1,5 +1,5 @@
 // hf_config.h: Hugging Face's config.json, both ways, and --model: a preset or a directory that has one. Fields with
-// values that this program does not implement are refused by name.
+// values that this program does not implement are rejected by name.
 #pragma once
 #include <array>
 #include <charconv>
@@ -40,7 +40,7 @@ inline void read_gpt2(ModelConfig& c, const HfFields& f) {
 }
 
 // transformers 5 keeps theta and scaling in "rope_parameters"; earlier versions in "rope_theta" and "rope_scaling".
-// Conflicting or unknown entries are refused.
+// Conflicting or unknown entries are rejected.
 inline Rotary read_rotary(const HfFields& f, double default_theta) {
   auto object = [&](const char* field) {
     const nlohmann::json found = f.get(field, nlohmann::json::object());
@@ -80,7 +80,7 @@ inline Rotary read_rotary(const HfFields& f, double default_theta) {
   return rotary;
 }
 
-// The values of fields that a config.json does not have.
+// The values of fields that are missing in a config.json.
 struct LlamaDefaults {
   const char* family;
   int64_t n_layer, n_head, n_kv_head;  // 0 key-value heads: as many as heads
@@ -178,7 +178,8 @@ inline std::optional<int64_t> end_of_text_of(int64_t vocab_size) {
   }
 }
 
-// Are tokens of this vocabulary special by what transformers takes for the family, or by what config_to_hf() writes?
+// Whether special tokens of this vocabulary are known, from transformers' defaults for the family or from
+// config_to_hf().
 inline bool knows_special_tokens(const ModelConfig& c) {
   if (end_of_text_of(c.vocab_size)) return true;
   if (c.family.positions == Positions::learned) return c.vocab_size > 50256;  // GPT-2's, perhaps padded
@@ -190,7 +191,7 @@ inline bool knows_special_tokens(const ModelConfig& c) {
 // config.json as transformers reads it; `dtype` is that of the weights beside it.
 inline nlohmann::ordered_json config_to_hf(const ModelConfig& c, DType dtype) {
   const std::optional<int64_t> known = end_of_text_of(c.vocab_size);
-  auto shortest = [](float x) {  // the decimal number with the fewest digits that is this one
+  auto shortest = [](float x) {  // the decimal number with the fewest digits that rounds to x
     std::array<char, 64> digits;
     return std::stod(std::string(digits.data(), std::to_chars(digits.data(), digits.data() + digits.size(), x).ptr));
   };
@@ -257,7 +258,7 @@ struct ModelOverrides {
 
 namespace detail {
 
-// Has it the shape of a repository's name on a hub, OWNER/NAME, where OWNER is no directory here?
+// Whether the name looks like a repository on a hub, OWNER/NAME, and OWNER is no directory here.
 inline bool may_be_on_a_hub(const std::string& name) {
   constexpr auto allowed = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-/";
   const size_t slash = name.find('/');
@@ -267,7 +268,7 @@ inline bool may_be_on_a_hub(const std::string& name) {
          name[0] != '.' && !std::filesystem::exists(name.substr(0, slash), none);
 }
 
-// What is wrong with a --model that is neither a preset nor a directory with a config.json.
+// Says what is wrong with a --model that is neither a preset nor a directory with a config.json.
 inline std::string why_no_model(const std::string& model) {
   if (is_directory(model)) {
     for (const std::string& name : names_in(model) | std::views::reverse)  // the newest checkpoint has the last name
@@ -291,7 +292,7 @@ inline std::string why_no_model(const std::string& model) {
 
 }  // namespace detail
 
-// Refuses a preset, or what may be meant as the name of one, for what needs weights. option: "--generate"
+// Throws if `model` is a preset, or looks like the name of one: `option`, such as "--generate", needs weights.
 inline void require_trained_model(const char* option, const std::string& model) {
   const bool is_word = model.find('/') == std::string::npos && !model.ends_with(".bin") && !is_directory(model);
   CHECK(!model_preset(model) && !is_word,
@@ -299,9 +300,9 @@ inline void require_trained_model(const char* option, const std::string& model) 
         model, model_preset(model) ? "a preset" : "no directory");
 }
 
-// A preset or a directory with config.json, then the overrides. Sizes that are not given scale with those that are: the
-// feed-forward widths with the channels, rounded down; key-value heads with the heads, if that is a whole number; the
-// heads divide the channels.
+// The model of a preset or of a directory with config.json, with the overrides. Sizes that are not given scale with
+// those that are: the feed-forward widths with the channels, rounded down; key-value heads with the heads, if that is a
+// whole number; the heads divide the channels.
 inline ModelConfig resolve_model(const std::string& model, const ModelOverrides& o) {
   const std::optional<ModelConfig> preset = model_preset(model);
   ModelConfig c;

@@ -9,7 +9,7 @@
 
 namespace llmc::detail {
 
-// The number of experts has two names. Of most families transformers takes either: which one it prefers depends on the
+// The number of experts has two names. For most families transformers takes either; which one it prefers depends on the
 // family and the version.
 inline int64_t read_expert_count(const ModelConfig& c, const HfFields& f, int64_t fallback) {
   const std::string type = c.family.model_type;
@@ -21,7 +21,7 @@ inline int64_t read_expert_count(const ModelConfig& c, const HfFields& f, int64_
   return f.integer(has_other ? other : name, fallback, most_experts_in(c));
 }
 
-// c: with its layers and its feed-forward width.
+// c must already have its layers and its feed-forward width.
 inline Experts read_experts(const ModelConfig& c, const HfFields& f) {
   const std::string type = c.family.model_type;
   Experts e;

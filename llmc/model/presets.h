@@ -25,7 +25,7 @@ struct Preset {
   int64_t n_layer, n_head, n_kv_head, head_size, n_embd, n_ffn, vocab_size, n_positions;
   bool tied;
   float norm_eps;
-  double theta;          // of rotary positions; 0: learned ones
+  double theta;          // of rotary positions; 0: learned positions
   double rotary_factor;  // of Llama 3's scaling; 0: none
   double parameters;     // as published
   PresetExperts experts = {};
@@ -96,8 +96,8 @@ inline std::optional<double> size_from_text(const std::string& text) {
 
 }  // namespace detail
 
-// What a name that is no preset may mean: "the nearest is llama3:8B" for llama3:9B, the sizes of a family that is named
-// without one, or all presets.
+// What a name that is no preset may mean: "the nearest is llama3:8B" for llama3:9B; the sizes of a family, if the name
+// has none; or all presets.
 inline std::string presets_like(const std::string& name) {
   const size_t colon = std::min(name.find_first_of(":-_"), name.size());
   const std::optional<double> size = detail::size_from_text(name.substr(std::min(colon + 1, name.size())));
@@ -159,8 +159,8 @@ inline int64_t dial_number(const std::string& digits) {
 }  // namespace detail
 
 // A published shape, or "d<N>": GPT-2 with N layers, N heads, C = 64 N; or "d<N>-e<E>": Mixtral with the same sizes and
-// E experts, of which the router chooses two for each token. They are as wide as makes the products of a token those of
-// d<N>: 3 matrices of C F for 2 experts are the 2 of 4 C C there. None: not a preset (perhaps a directory).
+// E experts, two for each token. The experts' width F gives a token as many multiplications as in d<N>: 3 matrices of
+// C F for 2 experts instead of 2 matrices of 4 C C. None: not a preset (perhaps a directory).
 inline std::optional<ModelConfig> model_preset(const std::string& name) {
   for (const Preset& p : presets)
     if (name == p.name) return config_of(p);

@@ -1,4 +1,4 @@
-// routing.h: which experts the rows of a layer go to, and what a training step records of it.
+// routing.h: which experts the rows of a layer go to, and what a training step records about it.
 #pragma once
 #include <algorithm>
 #include <functional>
@@ -13,14 +13,14 @@
 
 namespace llmc {
 
-// Rows of the residual stream that a rank has, and of which sequences.
+// The rows of the residual stream that a rank has, and their sequences.
 struct StreamRows {
   int64_t count = 0;  // without padding
   Segments segments = {1};
-  int64_t sequence = 1;  // rows of a whole one, on all ranks
+  int64_t sequence = 1;  // rows of a whole sequence, on all ranks
 };
 
-// shape: of what a context-parallel rank has; with context parallelism two slices of each sequence.
+// shape: the rows of a context-parallel rank; with context parallelism it has two slices of each sequence.
 inline StreamRows stream_rows_of(const BatchShape& shape, const TensorParallel& tensor, const ContextParallel& context,
                                  int tensor_rank) {
   const int64_t N = shape.rows(), S = tensor.stream_rows(N), first = tensor.by_rows() ? S * tensor_rank : 0;
@@ -28,23 +28,23 @@ inline StreamRows stream_rows_of(const BatchShape& shape, const TensorParallel& 
   return {std::clamp<int64_t>(N - first, 0, S), {length, first % length}, shape.T * context.ranks};
 }
 
-// What training has of the experts of a layer.
+// The settings and records of training for the experts of a layer.
 struct ExpertTraining {
   RouterLosses losses;
   std::optional<int64_t> capacity;             // rows of an expert from one sequence; none: any number (dropless)
   Tensor totals;                               // (4) fp64 +=: the losses of router_losses(), and dropped choices
   Tensor chosen;                               // (E) fp64 +=: how often each expert was chosen
-  std::optional<SegmentOrder> sequences = {};  // where they are spread over ranks: how their segments make them up
-  bool records = true;                         // false: computed again
+  std::optional<SegmentOrder> sequences = {};  // if sequences are spread over ranks: the order of their segments
+  bool records = true;                         // false in a recomputation
   std::shared_ptr<int> rounds = {};            // the most rounds in which rows went to experts of other ranks
 };
 
 // What a layer with experts needs besides its inputs.
 struct Routing {
   StreamRows rows = {};
-  Tensor bias = {};                                // (E) of the scores, for the choice alone; or an empty tensor
+  Tensor bias = {};                                // (E) added to the scores for the choice only; or an empty tensor
   std::optional<ExpertTraining> training = {};     // none: nothing is dropped or recorded
-  std::function<const UnitState&()> experts = {};  // acquires their unit, if it is not yet
+  std::function<const UnitState&()> experts = {};  // acquires the experts' unit unless it is acquired already
 };
 
 namespace detail {
@@ -55,13 +55,14 @@ inline void zero_padding(const Tensor& t, int64_t n, Stream& stream) {
   if (const int64_t S = t.shape[0]; n < S) zero(parallel::rows_of(t, {n, S - n}), stream);
 }
 
-// The rows that each rank sends to each other, with padding, where a capacity bounds their number; 0: those there are.
-// x (S, C)
+// The number of rows that each rank sends to each other, with padding, if a capacity bounds it; 0: no padding, only the
+// real rows. x (S, C)
 inline int64_t padded_rows(const Tensor& x, const ModelConfig& c, const Routing& r) {
   return r.training && r.training->capacity ? c.experts.stride(x.shape[0]) : 0;
 }
 
-// Adds to what training records, and keeps what its balancing loss and its capacity need of whole sequences.
+// Adds to the records of training, and keeps the counts over whole sequences that the balancing loss and the capacity
+// need.
 inline void record_routing(const ExpertActivations& a, const ModelConfig& c, const Routing& r,
                            const parallel::Group& p) {
   auto scope = p.arena.scope();
@@ -99,7 +100,7 @@ inline void record_routing(const ExpertActivations& a, const ModelConfig& c, con
   router_losses(losses, of_all, probabilities_of_all, sums_of_all, c.router(), r.rows.sequence, p.compute);
 }
 
-// The choices of the rows of x (S, C), their weights and their order by expert.
+// Computes the choices of the rows of x (S, C), their weights and their order by expert.
 inline void route(const ExpertActivations& a, Tensor x, const UnitState& unit, const ModelConfig& c, const Routing& r,
                   const parallel::Group& p) {
   const int64_t n = r.rows.count;

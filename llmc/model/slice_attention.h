@@ -1,8 +1,7 @@
 // slice_attention.h: attention of a micro-batch that goes through the model in slices of its sequences (Li et al. 2021,
 // TeraPipe). Slice k attends to the keys of slices 0 to k, and so the forward goes from the first slice to the last.
-// The backward goes from the last to the first: when it comes to slice k, those after it have added what they owe to
-// the gradients of its keys and values, and with its own part they are complete. They are added up in fp32 (contract
-// 12).
+// The backward goes from the last to the first: when it comes to slice k, the slices after it have added their parts to
+// the gradients of its keys and values, and its own part completes them. They are added up in fp32 (contract 12).
 //
 //   keys of slice    0 1 2 3
 //   queries of 0     c
@@ -31,7 +30,7 @@ inline AttentionBlock slice_block(const AttentionShape& shape, const SequenceRow
           .keys = {slice.length, 0, slice.first + slice.rows},
           .offset = slice.first};
 }
-// Where columns of the slice's rows are, in a matrix of whole sequences and in one of its own rows; and how many.
+// Where the slice's keys and values are, in a matrix of whole sequences and in one of the slice's rows; and how many.
 struct SliceBox {
   BoxStrides in_sequences, in_slice;
   BoxSizes sizes;
@@ -47,7 +46,7 @@ struct SliceBox {
 
 }  // namespace detail
 
-// Adds the slice's keys and values to those of the slices before, and attends to them all.
+// Appends the slice's keys and values to those of the slices before, and attends to all of them.
 // out (B T_k, Hq D); lse (B, Hq, T_k); qkv (B T_k, (Hq + 2 Hkv) D); positions (B T_k), or an empty tensor; shape: of
 // the slice; slice: which tokens of each sequence
 inline void slice_attention_forward(Tensor out, Tensor lse, Tensor qkv, const SliceKeys& keys, Tensor positions,

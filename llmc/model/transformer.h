@@ -5,8 +5,8 @@
 //                 or    x2 = x1 + experts(norm2(x1))                      experts.h
 // config.h says which of these a model has. Sizes: N = B T rows, C channels, F feed-forward, Hq query heads, Hkv
 // key-value heads, D head size, V vocabulary (stored padded). With tensor parallelism Hq, Hkv, F and V are those of
-// this rank (part_of() in config.h), and the residual stream may have S of the N rows (dist/parallel.h). With context
-// parallelism a rank has N = B T / cp rows, some slices of each sequence (dist/context_attention.h).
+// this rank (part_of() in config.h), and a rank may have S of the N rows of the residual stream (dist/parallel.h). With
+// context parallelism a rank has N = B T / cp rows, some slices of each sequence (dist/context_attention.h).
 #pragma once
 #include <optional>
 #include <string>
@@ -29,25 +29,25 @@ enum class Documents : uint8_t { together, apart };
 
 // The inputs that all blocks share.
 struct Sequences {
-  BatchShape shape;     // of what this rank has of them
+  BatchShape shape;     // of the rows that this rank has
   Tensor positions;     // (N) int32
   Tensor rotary_table;  // (positions, D); empty without rotary positions
   Documents documents = Documents::together;
   ContextParallel context = {};
-  Tensor all_positions = {};               // of whole sequences, where attention needs them
-  std::optional<SequenceRows> slice = {};  // which tokens of them these are; none: whole sequences
-  Routing routing = {};                    // of a layer with experts
+  Tensor all_positions = {};               // of whole sequences, if attention needs them
+  std::optional<SequenceRows> slice = {};  // the tokens of this slice; none: whole sequences
+  Routing routing = {};                    // for a layer with experts
   Tensor boundaries() const {              // for attention
     if (documents == Documents::together) return {};
     return all_positions.empty() ? positions : all_positions;
   }
 };
 
-// The inputs of a micro-batch on the device, of N rows. Positions are an input, not an index: they are those in the
-// whole sample, and with Documents::apart restart at 0 in each document.
+// The inputs of a micro-batch of N rows, on the device. Positions are an input, not the row's index: they count within
+// the whole sample, and with Documents::apart restart at 0 in each document.
 struct MicroBatch {
   Tensor tokens, targets, positions;  // (N) int32; with sequence parallelism padded to a multiple of the ranks
-  Tensor all_positions;               // of `all_rows` rows of whole sequences; an empty tensor if 0
+  Tensor all_positions;               // for `all_rows` rows of whole sequences; an empty tensor if 0
   int64_t rows;                       // without the padding
   MicroBatch(int64_t N, int64_t all_rows, const TensorParallel& tensor, Arena& arena) : rows(N) {
     const int64_t padded = tensor.by_rows() ? tensor.padded_rows(N) : N;
@@ -63,8 +63,8 @@ inline AttentionShape attention_shape(const ModelConfig& c, const BatchShape& s)
   return {.B = s.B, .T = s.T, .Hq = c.n_head, .Hkv = c.n_kv_head, .D = c.head_size};
 }
 
-// The inputs of a block's column-parallel products as all ranks have them, where its recomputation gathered them and
-// its backward needs them again.
+// The inputs of a block's column-parallel products, gathered from all ranks by its recomputation and kept for its
+// backward.
 struct GatheredRows {
   Tensor norm1, norm2;  // (P S, C), or empty tensors
 };
@@ -98,7 +98,7 @@ inline std::optional<RotaryPositions> rotary_of(const ModelConfig& c, const Sequ
   if (c.family.positions == Positions::learned) return {};
   return RotaryPositions{s.rotary_table, s.positions};
 }
-// What attention reads of qkv; in place without query-key norm.
+// a.heads = the queries, keys and values that attention reads, from a.qkv; in place without query-key norm.
 inline void heads(const BlockActivations& a, const UnitState& unit, const ModelConfig& c, const Sequences& s,
                   const parallel::Group& p) {
   const AttentionShape shape = attention_shape(c, s.shape);
@@ -125,7 +125,7 @@ inline void heads_backward(Tensor dqkv, const BlockActivations& a, const UnitSta
   parallel::projection_norm_backward(dqkv, dq_weight, dk_weight, a.qkv, q_weight, k_weight, a.heads_rstd, shape, p);
 }
 
-// The weight of a linear layer, parameter `name` and the `fused` - 1 adjacent to it, its bias if it has one, and their
+// The weight of a linear layer (parameter `name` and the `fused` - 1 adjacent ones), its bias if it has one, and their
 // gradients.
 struct Linear {
   Tensor weight, bias;
@@ -148,7 +148,7 @@ struct MlpInput {
       : name(c.family.mlp == Mlp::swiglu ? "mlp.gate" : "mlp.up"), fused(c.family.mlp == Mlp::swiglu ? 2 : 1) {}
 };
 
-// The end of a residual branch, of attention or the MLP: add(linear(input)).   like (S, C): the residual stream
+// The end of a residual branch (attention or MLP): add(linear(input)).   like (S, C): the residual stream
 template <class Add>
 void end_branch(const Tensor& like, Tensor input, const char* name, const UnitState& unit, const parallel::Group& p,
                 Add&& add) {
@@ -158,7 +158,7 @@ void end_branch(const Tensor& like, Tensor input, const char* name, const UnitSt
   parallel::row_linear(branch, input, linear.weight, linear.bias, p);
   add(branch);
 }
-// The first product of a branch.   x (S, C); room: where x stays as all ranks have it, or an empty tensor
+// The first product of a branch.   x (S, C); room: where the gathered x stays, or an empty tensor
 inline void begin_branch(Tensor out, Tensor x, const char* name, int fused, Tensor room, const UnitState& unit,
                          const parallel::Group& p) {
   const Linear linear(name, fused, unit);
@@ -189,8 +189,8 @@ inline void add_feed_forward(const BlockActivations& a, const UnitState& unit, c
   add(branch);
 }
 
-// A block without its last product or sum and residual addition, which its backward does not need. `attend`: attention
-// over whole sequences, or against a cache.
+// A block without its last product (or sum of experts) and residual addition, which its backward does not need.
+// `attend`: attention over whole sequences, or against a cache.
 template <class Attend>
 void block_interior(const BlockActivations& a, Tensor x, const GatheredRows& gathered, const UnitState& unit,
                     const ModelConfig& c, const Sequences& s, Attend&& attend, const parallel::Group& p) {
@@ -226,8 +226,8 @@ inline void block_forward(const BlockActivations& a, Tensor x, const UnitState& 
   detail::add_feed_forward(a, unit, s, p);
 }
 
-// The same for the rows of one sequence from `begin` on. `cache` (rows, 2 Hkv D) holds the keys and values of the rows
-// before; those of the new rows are appended.
+// The same for the rows of one sequence from `begin` on. `cache` (rows, 2 Hkv D) holds the keys and values of earlier
+// rows; those of the new rows are appended.
 inline void block_forward_cached(const BlockActivations& a, Tensor x, Tensor cache, int64_t begin,
                                  const UnitState& unit, const ModelConfig& c, const Sequences& s,
                                  const parallel::Group& p) {
@@ -240,7 +240,7 @@ inline void block_forward_cached(const BlockActivations& a, Tensor x, Tensor cac
   detail::add_feed_forward(a, unit, s, p);
 }
 
-// Recomputes what the forward of the block did not keep. gathered: room for what is gathered on the way.
+// Recomputes the activations that the forward of the block did not keep. gathered: room for rows gathered on the way.
 inline void block_recompute(const BlockActivations& a, Tensor x, const GatheredRows& gathered, Recompute recompute,
                             const UnitState& unit, const ModelConfig& c, const Sequences& s, const parallel::Group& p) {
   if (recompute == Recompute::block) return detail::block_interior(a, x, gathered, unit, c, s, p);
@@ -253,9 +253,9 @@ inline void block_recompute(const BlockActivations& a, Tensor x, const GatheredR
   if (recompute != Recompute::none) detail::activation(a, unit, c, p.compute);
 }
 
-// dx: on entry the gradient of a.out, on return that of x; the gradients of the unit += ... gathered: of
-// block_recompute(). With `later` it is the input part alone, which sets `later`, and the gradients of the linear
-// layers are left to block_backward_weight(): the same bits.
+// dx: on entry the gradient of a.out, on return that of x; the gradients of the unit += ... gathered: from
+// block_recompute(). With `later` only the input part runs: it sets `later`, and leaves the gradients of the linear
+// layers to block_backward_weight(): the same bits.
 inline void block_backward(Tensor dx, const OutputGradients& later, const BlockActivations& a, Tensor x,
                            const GatheredRows& gathered, const UnitState& unit, const ModelConfig& c,
                            const Sequences& s, const parallel::Group& p) {
@@ -333,15 +333,15 @@ inline void block_backward_weight(const OutputGradients& d, const BlockActivatio
   column(d.qkv, a.norm1, "attn.q", 3);
 }
 
-// logits = head(norm(x)). The rows of the logits are those that all ranks have of x: N = P S of them with sequence
-// parallelism, ordered by rank.
+// logits = head(norm(x)). The logits have the rows of all ranks: with sequence parallelism N = P S of them, ordered by
+// rank.
 struct HeadActivations {
   Tensor norm, mean, rstd;  // (S, C) (S) (S); no mean with rmsnorm
   Tensor gathered;          // (N, C); an empty tensor without sequence parallelism
   Tensor logits;            // (N, V padded)
   Tensor losses;            // (N)
 
-  // c: of this rank's part of the model; S: rows of x
+  // c: this rank's part of the model; S: rows of x
   HeadActivations(const ModelConfig& c, int64_t S, const TensorParallel& tensor, DType dtype, Arena& arena) {
     const DType stat = accumulator_of(dtype);
     const int64_t N = tensor.by_rows() ? S * tensor.ranks : S;
@@ -365,7 +365,7 @@ inline void head_forward(const HeadActivations& a, Tensor x, const UnitState& he
   parallel::column_linear(a.logits, a.norm, head_matrix(head, embedding, c), {}, a.gathered, p);
 }
 
-// dx = ..., from a.logits, which hold their gradient already; the weight gradients += ...
+// dx = ..., from a.logits, which already hold their gradient; the weight gradients += ...
 inline void head_backward(Tensor dx, const HeadActivations& a, Tensor x, const UnitState& head,
                           const UnitState& embedding, const ModelConfig& c, const parallel::Group& p) {
   auto scope = p.arena.scope();

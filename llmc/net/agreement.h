@@ -1,4 +1,4 @@
-// agreement.h: what each process of a job says of itself when they meet, and what all of them must have in common.
+// agreement.h: what each process of a job says about itself when they meet, and what must be the same for all of them.
 #pragma once
 #include <algorithm>
 #include <map>
@@ -13,7 +13,7 @@ namespace llmc {
 
 using NamedValues = std::vector<std::pair<std::string, std::string>>;
 
-// In place of an option's name, with the error as its value: this process cannot take part, and comes only to say so.
+// Stands in for an option's name, with the error as its value: this process cannot take part, and comes only to say so.
 inline constexpr const char* refusal = "";
 
 // What the trainer says.
@@ -23,12 +23,12 @@ struct Greeting {
   NamedValues agree;  // option and value: must be equal on all
 };
 
-// What the others know of a process.
+// What the others know about a process.
 struct Peer {
   int process = 0;
   std::string host;  // its name
   std::string
-      machine;  // equal on two processes if they share processors; more than the name, which two containers may share
+      machine;  // equal for two processes if they share processors; not the name alone, which two containers may share
   std::string address;  // where it listens; empty: on the machine of process 0
   int port = 0;
 };
@@ -61,7 +61,7 @@ struct Introduction {
     for (size_t i = 9; i < parts.size(); i += 2) it.greeting.agree.emplace_back(parts[i], parts[i + 1]);
     return it;
   }
-  // Throws if it can be of no job, whatever its size.
+  // Throws if no job of any size can have such a process.
   void check() const {
     CHECK(greeting.process >= 0 && greeting.process < greeting.processes && greeting.local_ranks >= 1 &&
           peer.port > 0 && peer.port < 1 << 16);
@@ -85,7 +85,7 @@ inline std::string named(std::vector<int> processes, int local_ranks) {
   return text;
 }
 
-// What processes say of what they should have alike, each with its number.
+// What processes, each with its number, say about the values that they must have in common.
 using Said = std::vector<std::pair<int, NamedValues>>;
 
 inline constexpr const char *protocol_name = "the protocol version", *build_name = "the build";
@@ -94,7 +94,7 @@ inline constexpr const char *protocol_name = "the protocol version", *build_name
 inline std::string disagreement(const Said& all, int local_ranks) {
   constexpr size_t most = 4;                                 // names, and values of a name
   std::vector<std::string> names;                            // in the order of the first process that has it
-  std::map<std::string, std::map<int, std::string>> values;  // of each process
+  std::map<std::string, std::map<int, std::string>> values;  // by name and process
   for (const auto& [process, said] : all)
     for (const auto& [name, value] : said) {
       if (!values.contains(name)) names.push_back(name);

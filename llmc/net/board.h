@@ -1,5 +1,5 @@
 // board.h: what the ranks of a process are doing, for the watchdog: which collective of each group a rank has reached,
-// and whether it waits in it. Ranks write it at every collective; a thread sends it to those who judge (judge.h).
+// and whether it waits in it. Ranks write it at every collective; a thread sends it to the judges (judge.h).
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -18,8 +18,8 @@
 
 namespace llmc {
 
-// What a board says of a rank in one of its groups. Groups are known by their name, their first member and their World:
-// the worlds of a process are counted, 0 stands for what processes do without one.
+// The state of a rank in one of its groups. A group is known by its name, its first member and its World: a process
+// counts its worlds, and 0 stands for what processes do without one.
 struct GroupState {
   std::string name;
   int world = 0;
@@ -33,12 +33,12 @@ struct GroupState {
   }
 };
 
-// What it says of a rank.
+// The state of a rank.
 struct RankState {
-  int64_t step = 0;     // the update that it works at, or has done last
+  int64_t step = 0;     // the update that it works on, or did last
   int64_t updates = 0;  // done by this process
-  double busy = 0;      // seconds that the compute stream is busy in a step: the median of the last ones; 0: not known
-  uint64_t pulses = 0;  // of its process
+  double busy = 0;      // seconds that the compute stream is busy in a step, the median of the last ones; 0: not known
+  uint64_t pulses = 0;  // the count of its process (core/pulse.h)
   std::vector<GroupState> groups;
 };
 
@@ -104,7 +104,7 @@ inline std::vector<RankState> ranks_from(const std::vector<std::string>& parts) 
   return ranks;
 }
 
-// Where a rank writes what it does in one group, from the one thread that uses it.
+// Where a rank records what it does in one group, written by the one thread that uses the group.
 class Attendance {
  public:
   Attendance(std::string name, int world, std::vector<int> members) {
@@ -117,7 +117,7 @@ class Attendance {
     std::lock_guard lock(mutex_);
     ++state_.begun;
     state_.waiting = 0;
-    op_ = op, kind_ = kind, subject_ = subject;  // strings that have grown once: no memory is allocated
+    op_ = op, kind_ = kind, subject_ = subject;  // strings that have grown before: no memory is allocated
   }
   void end() {
     pulse();
@@ -139,7 +139,7 @@ class Attendance {
   std::string op_, kind_, subject_;
 };
 
-// A collective that is under way, until the end of the scope; an exception leaves it under way.
+// A collective that is in progress until the end of the scope; an exception leaves it in progress.
 class Attending {
  public:
   Attending(Attendance* place, std::string_view op, std::string_view kind, std::string_view subject)
@@ -167,7 +167,7 @@ class Board {
   std::shared_ptr<Attendance> processes;  // texts between the processes, by the main thread; in the name of their first
                                           // ranks
 
-  // A World begins; all processes begin the same ones.
+  // A World begins; all processes begin the same worlds.
   void begin_world() {
     std::lock_guard lock(mutex_);
     ++world_;
@@ -183,12 +183,12 @@ class Board {
     of(rank).places.push_back(place);
     return place;
   }
-  // A rank works at this update.
+  // A rank works on this update.
   void at_step(int rank, int64_t step) {
     std::lock_guard lock(mutex_);
     of(rank).step = step;
   }
-  // A rank has done an update. busy_total: how long its compute stream has been busy since it was made.
+  // A rank has done an update. busy_total: seconds that its compute stream has been busy since it was made.
   void step_done(int rank, double busy_total) {
     std::lock_guard lock(mutex_);
     Rank& r = of(rank);
@@ -197,7 +197,7 @@ class Board {
     r.busy_total = busy_total;
   }
 
-  // How long ranks have waited is counted here, in `seconds` since the last call.
+  // The states of all ranks. `seconds` since the last call are added to the waits that are still in progress.
   std::vector<RankState> read(double seconds) {
     std::lock_guard lock(mutex_);
     std::vector<RankState> states;
@@ -226,11 +226,11 @@ class Board {
   struct Rank {
     int64_t step = 0, updates = 0;
     double busy_total = 0;
-    std::deque<double> busy;  // of the last updates
+    std::deque<double> busy;  // seconds, in the last updates
     std::vector<std::shared_ptr<Attendance>> places;
   };
   Rank& of(int rank) { return ranks_.at(static_cast<size_t>(rank - first_)); }
-  // 0: of too few.
+  // 0: too few values.
   static double median(const std::deque<double>& values) {
     if (values.size() < steps_compared) return 0;
     std::vector<double> sorted(values.begin(), values.end());

@@ -1,5 +1,5 @@
-// control.h: small messages between processes that know each other: a thread that reads what comes over any number of
-// connections and writes what is to be sent, so that nobody waits for a slow one.
+// control.h: small messages between processes that know each other: one thread reads from and writes to any number of
+// connections, so that nobody waits for a slow one.
 #pragma once
 #include <cstring>
 #include <functional>
@@ -64,7 +64,7 @@ struct Message {
   }
 };
 
-// A connection is known by the number that add() gave it.
+// A connection is known by the number that add() returned.
 class Control {
  public:
   struct Events {  // called on the thread of this object
@@ -73,7 +73,7 @@ class Control {
   };
 
   explicit Control(Events events) : events_(std::move(events)), thread_([this] { run(); }) {}
-  // Waits a moment for what is still to be sent, and for the others to have read it.
+  // Waits at most a second for the rest to be sent, and for the others to have read it.
   ~Control() {
     {
       std::lock_guard lock(mutex_);
@@ -86,8 +86,8 @@ class Control {
   Control& operator=(const Control&) = delete;
 
   int add(Socket socket) {
-    // Keepalive finds only silent connections broken; where something is under way, TCP would try for a quarter of an
-    // hour. Connections for data do without: their other side may be busy for longer, and reads nothing meanwhile.
+    // Keepalive detects only idle connections that broke; with data under way, TCP would try for a quarter of an hour.
+    // Data connections do without this limit: their other side may be busy for longer, and reads nothing meanwhile.
     detail::set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, 30'000);  // milliseconds
     std::lock_guard lock(mutex_);
     lines_.emplace(next_, Line{std::move(socket), "", ""});
@@ -137,7 +137,7 @@ class Control {
     }
   }
 
-  // Moves what can be moved, then tells what has happened, without the lock.
+  // Sends and receives what it can, then reports what has happened, without the lock.
   void attend(int id) {
     std::vector<Message> messages;
     std::optional<std::string> closed;
@@ -169,7 +169,7 @@ class Control {
   std::mutex mutex_;
   std::map<int, Line> lines_;
   int next_ = 0;
-  std::optional<Limit> end_;  // this object is being destroyed
+  std::optional<Limit> end_;  // set when this object is being destroyed
   Waker waker_;
   std::thread thread_;  // last: it uses all of them
 };

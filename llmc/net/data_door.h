@@ -1,4 +1,4 @@
-// data_door.h: connections for data, from when they come until somebody takes them.
+// data_door.h: holds incoming data connections until somebody takes them.
 #pragma once
 #include <compare>
 #include <functional>
@@ -20,7 +20,7 @@ class DataDoor {
  public:
   using Take = std::function<void(const Channel&, Socket)>;
 
-  // Who takes the connections, also those that have come already. Empty: nobody any more.
+  // Sets who takes the connections, including those that have already come. Empty: nobody from now on.
   void serve(Take take) {
     std::lock_guard lock(mutex_);
     take_ = std::move(take);

@@ -13,7 +13,7 @@ class Gatherings {
  public:
   explicit Gatherings(int processes) : processes_(processes) {}
 
-  // The texts of all processes, once this was the last one.
+  // Adds a process's text. Returns the texts of all processes if this was the last one.
   std::optional<std::vector<std::string>> add(int from, const std::string& topic, const std::string& text) {
     auto& texts = texts_[topic];
     texts[from] = text;
@@ -30,7 +30,7 @@ class Gatherings {
       if (found == texts_.end() || !found->second.contains(p)) missing.push_back(p);
     return missing;
   }
-  // One of these processes, for which others wait, and the topic.
+  // One of these processes that others wait for, and the topic.
   std::optional<std::pair<int, std::string>> waits_for(const std::set<int>& processes) const {
     for (const auto& [topic, texts] : texts_)
       for (const int process : processes)

@@ -5,13 +5,12 @@
 //   connecting -> listening   proof    32 bytes   HMAC-SHA256 of (role, answer, hello, reply) under the token
 //   listening -> connecting   answer   36 bytes   welcome or why not, and the same for the other role
 //
-// Both nonces are fresh, so what was recorded proves nothing later; the role is part of the proof, so what one side
-// says cannot be sent back to it. Numbers are little-endian. These messages never change, so that processes of
-// different versions can tell each other so; `version` is that of everything that follows. What follows is neither
-// encrypted nor signed: the token keeps strangers and mistakes out, it does not hide anything from who controls the
-// network.
+// Both nonces are fresh, so a recording proves nothing later; the role is part of the proof, so what one side says
+// cannot be sent back to it. Numbers are little-endian. These messages never change, so that processes of different
+// versions can tell each other so; `version` is that of everything that follows. What follows is neither encrypted nor
+// signed: the token keeps out strangers and mistakes, but hides nothing from whoever controls the network.
 //
-// Without a token, both sides also look who has the other end (socket_owner.h): it must be a process of the same user.
+// Without a token, both sides also check that a process of the same user owns the other end (socket_owner.h).
 #pragma once
 #include <cstring>
 #include <string>
@@ -64,7 +63,7 @@ struct Verdict {
 };
 static_assert(sizeof(Verdict) == 36);
 
-// What is wrong with whoever gets this answer.
+// What is wrong with the process that gets this answer.
 inline std::string reason(Answer answer) {
   switch (answer) {
     case Answer::wrong_token: return "its token differs";
@@ -116,7 +115,7 @@ inline Nonce introduce(const Socket& socket, Hello hello, const std::string& tok
   send_all(socket, &proof, sizeof proof, limit);
   Verdict verdict;
   receive_all(socket, &verdict, sizeof verdict, limit);
-  if (verdict.answer != Answer::wrong_token &&  // who knows another token can prove nothing
+  if (verdict.answer != Answer::wrong_token &&  // a process with another token can prove nothing
       !equal(verdict.proof, proof_of(Role::listening, verdict.answer, hello, reply, token)))
     throw ConnectionError("what listens there does not know the job's token");
   if (verdict.answer != Answer::welcome)
@@ -203,7 +202,7 @@ class Stranger {
   }
 
   std::array<char, sizeof(Hello)> bytes_{};
-  size_t received_ = 0;  // of the message that comes now
+  size_t received_ = 0;  // bytes of the current message
   bool greeted_ = false;
   Reply reply_;
 };

@@ -1,4 +1,4 @@
-// judge.h: who is to blame when ranks wait too long: whoever has not arrived at what another one waits for, and itself
+// judge.h: who is to blame when ranks wait too long: a rank that has not arrived where another one waits, and itself
 // waits for nobody. Pure functions of what the boards of all ranks say (board.h).
 #pragma once
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace llmc {
 
 struct Timeouts {
   double init = 600, comm = 300;  // seconds: before and after the first update is done
-  // warm: it is done.
+  // warm: the first update is done.
   double limit(bool warm) const { return warm ? comm : init; }
   double silence(bool warm) const { return limit(warm) + std::min(5.0, limit(warm) / 2); }  // of a process
   std::string option(bool warm) const {
@@ -23,12 +23,12 @@ struct Timeouts {
   }
 };
 
-// What those who judge know of a rank.
+// What the judges know about a rank.
 struct Seen {
   RankState state;
-  double silent = 0;   // seconds since its process has sent a board
-  double still = 0;    // seconds since it has got anything done
-  bool stale = false;  // it has been silent for so long that its state may not be the present one
+  double silent = 0;   // seconds since its process last sent a board
+  double still = 0;    // seconds since it last got anything done
+  bool stale = false;  // silent for so long that its state may be out of date
   bool ended = false;  // its process has said farewell
 };
 
@@ -91,8 +91,8 @@ class Judge {
     return ranks;
   }
 
-  // Those who are missing where others wait, and who do not wait for somebody missing themselves; each with a wait for
-  // it. What a stale board says to wait for does not count.
+  // Finds ranks that are missing where others wait, and that do not themselves wait for a missing rank; each with a
+  // wait for it. A wait on a stale board does not count.
   void follow(const Wait& wait, std::set<int>& visited, std::vector<std::pair<int, Wait>>& found) const {
     for (const int m : missing(wait)) {
       if (!visited.insert(m).second) continue;
@@ -126,7 +126,7 @@ class Judge {
     return formatted("{} has not arrived at {}, {}", name_(culprit), its.in->what, how_long(wait));
   }
 
-  // All have arrived, and it does not end.
+  // All have arrived, but the collective does not end.
   std::optional<std::string> blame_within(const Wait& wait) const {
     int silent = wait.rank;
     for (const int m : wait.in->members) {
@@ -148,7 +148,7 @@ class Judge {
   const NameOfRank& name_;
 };
 
-// A rank that computes much longer than the others, as a line; none: there is none.
+// A line about a rank that computes much longer than the others; none: there is no such rank.
 inline std::optional<std::string> straggler(const std::vector<Seen>& ranks, const NameOfRank& name) {
   constexpr double much = 1.5, negligible = 1e-3;  // times; seconds
   int slowest = 0;

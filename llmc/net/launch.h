@@ -25,11 +25,11 @@
 
 namespace llmc {
 
-// The MPI library of this build. mpich: or one that comes from it, such as Intel MPI and MVAPICH.
+// The MPI library of this build. mpich: MPICH or a library derived from it, such as Intel MPI and MVAPICH.
 enum class MpiLibrary : uint8_t { none, open_mpi, mpich };
 
 struct Launched {
-  // mpi: MPI_Init finds the other processes. options: and those of an mpirun that is not of this build's MPI.
+  // mpi: MPI_Init finds the other processes. options: also under an mpirun of another MPI than this build's.
   enum class By : uint8_t { alone, mpi, slurm, torchrun, options } by = By::alone;
   int process = 0, processes = 1;
   std::string rendezvous;           // --rendezvous, or "HOST:PORT"; empty: alone, or MPI tells
@@ -77,7 +77,7 @@ struct Number {
   std::string shown() const { return formatted(name.starts_with("--") ? "{} {}" : "{}={}", name, value); }
 };
 
-// What a launcher, or the user, says of this process. Without a rank: nothing.
+// What a launcher, or the user, says about this process. Without a rank: nothing.
 struct Claim {
   Launched::By by = Launched::By::alone;
   std::string how;
@@ -101,8 +101,8 @@ class FindLaunch {
     return launch_of(claim);
   }
 
-  // Slurm gives `srun --pty`, and the shell of salloc, the terminal of who has called it. Variables of which only half
-  // are set say nothing: whether they are a mistake, find() tells where they count.
+  // Slurm gives `srun --pty`, and the shell of salloc, their caller's terminal. A variable without its partner says
+  // nothing here: find() reports the mistake where it counts.
   bool has_output() const try {
     for (const Claim& claim : {open_mpi(), mpich(), pmix(), torchrun(), from_options()})
       if (claim.rank) return true;
@@ -139,7 +139,7 @@ class FindLaunch {
             .mpi = MpiLibrary::mpich};
   }
 
-  // How many there are, PMIx tells only those who call it, as Open MPI does.
+  // PMIx tells the number of processes only to programs that call it, as Open MPI does.
   Claim pmix() const {
     if (text("PMIX_NAMESPACE").value_or("").starts_with("slurm.pmix.")) return {};  // srun --mpi=pmix
     return {.by = Launched::By::mpi,
@@ -183,7 +183,7 @@ class FindLaunch {
     return claim;
   }
 
-  // ---- Whether it can be so ----
+  // ---- Is it consistent? ----
 
   static void agree(const Claim& claim, const Claim& other, const char* remedy) {
     if (!claim.rank) return;
@@ -200,7 +200,7 @@ class FindLaunch {
           rank->shown(), size->shown(), size->value - 1);
   }
 
-  // ---- What follows ----
+  // ---- From a claim to a launch ----
 
   Launched launch_of(const Claim& claim) const {
     const std::string all = "--rank, --world-size and --rendezvous go together, unless a launcher gives the first two";
@@ -261,7 +261,7 @@ class FindLaunch {
     CHECK(host && port, "{} is not set, and RANK and WORLD_SIZE are: set it, or give --rendezvous HOST:PORT",
           host ? "MASTER_PORT" : "MASTER_ADDR");
     CHECK(port->value > 0 && port->value < 65535, "{}: expected a port, 1 to 65534", port->shown());
-    // At MASTER_PORT itself torchrun's own store may be listening.
+    // torchrun's own store may be listening at MASTER_PORT itself.
     const bool taken = text("TORCHELASTIC_USE_AGENT_STORE") == "True";
     return formatted(host->find(':') == std::string::npos ? "{}:{}" : "[{}]:{}", *host, port->value + (taken ? 1 : 0));
   }
@@ -270,7 +270,7 @@ class FindLaunch {
     return mpi == MpiLibrary::none ? "no MPI" : mpi == MpiLibrary::open_mpi ? "Open MPI" : "MPICH";
   }
 
-  // ---- Variables; an empty one is as good as none ----
+  // ---- Variables; an empty one counts as unset ----
 
   std::optional<std::string> text(const char* name) const {
     const std::optional<std::string> value = environment_(name);
@@ -298,12 +298,12 @@ class FindLaunch {
 
 }  // namespace detail
 
-// What this process is to do. Refuses what contradicts itself, is incomplete, or cannot work, and names the variables.
+// How this process was launched. Refuses what is contradictory, incomplete or cannot work, and names the variables.
 inline Launched find_launch(const LaunchOptions& options, const Environment& environment, MpiLibrary built) {
   return detail::FindLaunch(options, environment, built).find();
 }
 
-// Does a launcher, or who gives each process its --rank, collect what this process prints? It may do so through a
+// Does a launcher, or whatever gives each process its --rank, collect what this process prints? It may do so through a
 // terminal that nobody reads, as mpirun does.
 inline bool launcher_has_output(const LaunchOptions& options, const Environment& environment) {
   return detail::FindLaunch(options, environment, MpiLibrary::none).has_output();

@@ -17,12 +17,12 @@ using Say = std::function<void(const std::string&)>;  // prints a line; called b
 
 class Listener {
  public:
-  static constexpr size_t most_strangers = 64;  // at a time; of more, the oldest go
+  static constexpr size_t most_strangers = 64;  // at a time; beyond that, the oldest go
 
-  // What happens to those who have proved that they know the token; both are called on the listener's thread.
+  // Handlers for connections that have proved that they know the token; both are called on the listener's thread.
   struct Guests {
     std::function<Answer(const Hello&)> accept;
-    std::function<void(const Hello&, Socket, const Address& from)> take;  // was welcome
+    std::function<void(const Hello&, Socket, const Address& from)> take;  // accept() said welcome
   };
 
   Listener(Socket listening, int process, const Nonce& job, std::string token, Guests guests, Say say)
@@ -61,13 +61,13 @@ class Listener {
     }
   }
 
-  // Not more of them than leave those who are here time to be attended to.
+  // Accepts only a few at a time, so that strangers already here are attended to.
   void accept_some() {
     for (size_t i = 0; i < most_strangers / 4; ++i) {
       Socket socket(::accept4(listening_.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
       if (!socket) {
         if (errno == EINTR || errno == ECONNABORTED) continue;
-        // No file descriptor is left, or no memory: whoever waits longest makes room, and the others wait a moment.
+        // No file descriptor, or no memory, is left: the oldest stranger makes room, and the others wait a moment.
         full_ = errno != EAGAIN && errno != EWOULDBLOCK;
         if (full_ && !strangers_.empty()) refuse(strangers_.begin(), "there was no room for it");
         return;
@@ -94,7 +94,7 @@ class Listener {
     }
   }
 
-  // Says so, unless it would say it all the time.
+  // Reports the refusal, but not too often.
   void refuse(std::list<Stranger>::iterator s, const std::string& why) {
     ++refused_;
     if (quiet_until_.passed()) {

@@ -14,13 +14,13 @@
 
 namespace llmc {
 
-// What this process says of itself, which listens at this port.
+// What this process, which listens at this port, says about itself.
 inline Introduction introduction(const Greeting& greeting, const Rendezvous& at, int port) {
   std::string boot = "unknown";
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
   return {protocol_version, greeting, {greeting.process, host_name(), host_name() + " " + boot, at.address, port}};
 }
-// What process 0 tells the others of all. Loopback addresses mean other machines elsewhere: they are left out.
+// What process 0 tells the others about all. It omits loopback addresses, which mean other machines elsewhere.
 inline std::vector<std::string> parts_of(const std::vector<Peer>& peers) {
   std::vector<std::string> parts;
   for (const Peer& p : peers)
@@ -70,7 +70,7 @@ class Meeting {
     return formatted("{} {} not arrived at {} within {} s (--init-timeout)", named(missing, local_ranks()),
                      missing.size() == 1 ? "has" : "have", where_, init_timeout_);
   }
-  // verdict() may change then, even if nobody comes.
+  // When verdict() may change even if nobody comes.
   Limit next() const { return last_call_ ? *last_call_ : end_; }
   // The verdict has been given, and everyone has read it.
   bool is_over() const { return missing().empty() && lines_.empty(); }
@@ -86,7 +86,7 @@ class Meeting {
                      where_);
   }
 
-  // Once the job can begin.
+  // Call once the job can begin.
   std::vector<Peer> peers() const {
     std::vector<Peer> peers;
     for (size_t p = 0; p < all_.size(); ++p) peers.push_back(find(static_cast<int>(p))->it.peer);
@@ -114,7 +114,7 @@ class Meeting {
     for (const Arrival& a : all_) out.push_back(a.it);
     return out;
   }
-  // The error of a process that cannot take part.
+  // The error of a process that cannot take part; empty: there is none.
   std::string refused() const {
     for (const Arrival& a : all_)
       for (const auto& [option, error] : a.it.greeting.agree)
@@ -122,7 +122,7 @@ class Meeting {
           return formatted("{} on {}: {}", named({a.it.greeting.process}, local_ranks()), a.it.peer.host, error);
     return "";
   }
-  // A process whose number is another one's.
+  // The error of two processes with the same number; empty: there is none.
   std::string impostor() const {
     for (const Arrival& a : all_)
       if (const Arrival& first = *find(a.it.greeting.process); &first != &a)
@@ -136,7 +136,7 @@ class Meeting {
   double init_timeout_, patience_;  // seconds
   Limit end_;
   std::vector<Arrival> all_;        // process 0 first
-  std::set<int> lines_;             // that are open
+  std::set<int> lines_;             // the open ones
   std::string left_;                // who has ended, as a sentence
   std::optional<Limit> last_call_;  // set once the processes here differ
 };

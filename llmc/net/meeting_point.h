@@ -24,14 +24,14 @@ struct Rendezvous {
   Say say;                    // must outlive the job
   std::string
       address;       // TRAIN_GPT_ADDRESS: where others reach this process, if it is not where its connections come from
-  Socket listening;  // of process 0, if it listens at HOST:PORT already
+  Socket listening;  // process 0's, if it listens at HOST:PORT already
 
   std::optional<std::string> file() const {
     return where.starts_with("file:") ? std::optional(where.substr(5)) : std::nullopt;
   }
 };
 
-// Something to say again and again, each time after twice as long.
+// Times a repeated message: each interval is twice the last one, up to a minute.
 class NowAndThen {
  public:
   explicit NowAndThen(double first_seconds) : seconds_(first_seconds), next_(Limit::seconds(first_seconds)) {}
@@ -121,8 +121,8 @@ class MeetingFile {
   MeetingFile(const MeetingFile&) = delete;
   MeetingFile& operator=(const MeetingFile&) = delete;
 
-  // Throws ConnectionError if it is not there, or not (yet) such a file, or one of a job with a token and there is none
-  // here: it may be an earlier job's.
+  // Throws ConnectionError if the file is missing, is not (yet) such a file, or is of a job with a token and this
+  // process has none: it may be an earlier job's.
   static std::pair<Endpoint, Nonce> read(const std::string& path, const std::string& token) {
     std::string text, title, endpoint, job;
     try {
@@ -181,7 +181,7 @@ struct Reached {
   Endpoint endpoint;
 };
 
-// Another process connects to process 0 as soon as that listens.
+// Connects another process to process 0 as soon as process 0 listens.
 inline Reached reach_process_0(const Rendezvous& at, int process) {
   const Limit limit = Limit::seconds(at.init_timeout);
   NowAndThen reminder(std::min(5.0, at.init_timeout / 4));
@@ -200,8 +200,8 @@ inline Reached reach_process_0(const Rendezvous& at, int process) {
       }
       auto [socket, job] = detail::connect_to_any(endpoint, hello, at.token, where, limit);
       return {std::move(socket), job, endpoint};
-    } catch (const ConnectionError& error) {  // not there yet, or what is there is not process 0 of this job
-      if (fault.empty() || !limit.passed()) fault = error.what();  // not what was cut short
+    } catch (const ConnectionError& error) {  // not there yet, or what listens there is not process 0 of this job
+      if (fault.empty() || !limit.passed()) fault = error.what();  // not the attempt that was cut short
     }
     CHECK(!limit.passed(), "{} has not been reached within {} s (--init-timeout): {}; has process 0 started{}?", where,
           at.init_timeout, fault, at.file() ? ", and do both see the same file" : "");

@@ -9,8 +9,8 @@ struct Kind {
   enum Value : uint32_t { greeting = 1, verdict, text, gathered, fault, end, failed, board, beat };
 };
 
-// Whether process `to` takes such a message from process `from`; none: from one that has not been let into the job yet.
-// Each process is connected with processes 0 and 1 alone.
+// Whether process `to` takes a message of this kind from process `from`; none: a process that is not in the job yet.
+// Each process has control connections only with processes 0 and 1.
 inline bool may_say(uint32_t kind, std::optional<int> from, int to) {
   switch (kind) {
     case Kind::greeting: return !from && to == 0;

@@ -49,10 +49,10 @@ class ControlPlane {
     connect_with_deputy();
   }
 
-  // Tells the others that this process has ended, unless it has failed: then they had better find it gone.
+  // Tells the others that this process has ended, unless it has failed: then they should find it gone.
   ~ControlPlane() {
     std::unique_lock lock(mutex_);
-    // The process at the other end of a cut connection asks whether this one is alive: it stays until it was asked.
+    // The process at the other end of a cut connection asks whether this one is alive: so it stays until asked.
     if (cut_from_ && process() <= 1)
       changed_.wait_until(lock, Limit::seconds(1).deadline, [&] { return asked_by_.contains(*cut_from_); });
     if (!aborted_ && fault_.empty() && std::uncaught_exceptions() == 0) broadcast({Kind::end, {}});
@@ -73,8 +73,8 @@ class ControlPlane {
     return formatted("rank {} on {}", rank, peers_.at(static_cast<size_t>(rank / local_ranks())).host);
   }
 
-  // The texts of all processes, by process. All of them call it, each topic from one thread at a time. For small texts:
-  // of at most a megabyte. seconds: how long process 0 waits; none: for ever.
+  // The texts of all processes, by process. All of them call it, each topic from one thread at a time. A text may have
+  // at most a megabyte. seconds: how long process 0 waits; none: for ever.
   std::vector<std::string> all_gather(const std::string& topic, const std::string& text,
                                       std::optional<double> seconds = {}) {
     if (processes() == 1) return {text};
@@ -102,8 +102,8 @@ class ControlPlane {
     aborted_ = true;
     changed_.notify_all();
   }
-  // This process has failed for this reason, of which all others learn. If it already knows why the job ends, it
-  // reports that instead.
+  // This process has failed for this reason, which all others learn. If it already knows why the job ends, it reports
+  // that instead.
   void report_failure(std::string why) {
     std::lock_guard lock(mutex_);
     if (!fault_.empty()) why = fault_;
@@ -116,7 +116,7 @@ class ControlPlane {
     std::lock_guard lock(mutex_);
     fail(why);
   }
-  // The fault; waits for it until the limit or until done(), which is looked at after wake(). Empty: there is none.
+  // Returns the fault; waits for it until the limit or done(), which is checked after wake(). Empty: there is none.
   std::string wait_for_fault(const Limit& limit, const std::function<bool()>& done) {
     std::unique_lock lock(mutex_);
     wait(lock, limit, [&] { return !fault_.empty() || done(); });
@@ -133,25 +133,25 @@ class ControlPlane {
     for (const auto& [line, process] : lines_)
       if (process <= 1) control_->send(line, {Kind::board, parts});
   }
-  // Of processes 0 and 1: the last post of each other process since the last call; and those that have said farewell.
+  // On processes 0 and 1: the last post of each other process since the last call; and those that have said farewell.
   std::pair<std::map<int, std::vector<std::string>>, std::set<int>> take_posts() {
     std::lock_guard lock(mutex_);
     return {std::exchange(posts_, {}), ended_};
   }
 
-  // Says that processes 0 and 1, which judge the others, are there.
+  // Processes 0 and 1, which judge the others, tell them that they are there.
   void beat() {
     std::lock_guard lock(mutex_);
     if (process() <= 1) broadcast({Kind::beat, {}});
   }
-  // Those of processes 0 and 1 that have said anything since the last call; and the processes that have said farewell.
+  // Which of processes 0 and 1 have said anything since the last call; and the processes that have said farewell.
   std::pair<std::set<int>, std::set<int>> take_heard() {
     std::lock_guard lock(mutex_);
     return {std::exchange(heard_, {}), ended_};
   }
 
-  // Connects to another process of the job; tries again until the limit, because strangers may take the room at its
-  // door. Throws ConnectionError.
+  // Connects to another process of the job; tries again until the limit, because strangers may take all room at its
+  // listener. Throws ConnectionError.
   Socket connect(int process, ConnectionPurpose purpose, const std::array<int32_t, 3>& numbers,
                  const Limit& limit) const {
     const Peer& peer = peers_.at(static_cast<size_t>(process));
@@ -169,8 +169,8 @@ class ControlPlane {
  private:
   // ---- The meeting (rendezvous_meeting.h)
 
-  void hold_meeting(Rendezvous& at);    // of process 0
-  void attend_meeting(Rendezvous& at);  // of the others
+  void hold_meeting(Rendezvous& at);    // on process 0
+  void attend_meeting(Rendezvous& at);  // on the others
   void tell_verdict(int line);
   void connect_with_deputy();
 
@@ -195,9 +195,9 @@ class ControlPlane {
                                    Listener::Guests{[this](const Hello& hello) { return accept(hello); }, take}, say);
   }
 
-  // Who asks knows the token, and may still be of another job or build.
+  // The caller knows the token, but may be of another job or build.
   Answer accept(const Hello& hello) {
-    // Only who reaches for process 0 cannot know the job yet.
+    // Only a process that connects to process 0 may not know the job yet.
     if (hello.job != id_ && (process() != 0 || hello.purpose == ConnectionPurpose::data)) return Answer::wrong_job;
     const auto within = [](int32_t number, int begin, int end) { return number >= begin && number < end; };
     if (hello.purpose == ConnectionPurpose::data) {
@@ -253,7 +253,7 @@ class ControlPlane {
       }
       default: return;  // a beat
     }
-  } catch (const std::exception& error) {  // of the parts, and nothing was changed
+  } catch (const std::exception& error) {  // in the parts, before anything was changed
     closed(line, "it sent a message of the wrong form");
   }
 
@@ -262,7 +262,7 @@ class ControlPlane {
     if (meeting_) meeting_->leave(line);
     if (ending_) return;  // the others close their ends, too
     const auto known = lines_.find(line);
-    // Process 1 knows only then that one does not try again; and who ends meanwhile is missed by process 0.
+    // Until all are connected, process 1 cannot tell whether one tries again; process 0 notices one that ends.
     const bool counts = connected_ || process() == 0 || (known != lines_.end() && known->second == 0);
     if (known != lines_.end() && counts && !ended_.contains(known->second)) {
       const int other = known->second;
@@ -277,12 +277,12 @@ class ControlPlane {
     }
     changed_.notify_all();
   }
-  // Both sides of a connection that was cut say the same.
+  // Both sides of a connection that was cut report the same.
   std::string cut_between(int a, int b) const {
     const auto named = [&](int p) { return formatted("process {} ({})", p, peers_.at(static_cast<size_t>(p)).host); };
     return formatted("the connection between {} and {} was cut", named(std::min(a, b)), named(std::max(a, b)));
   }
-  // Does another process answer at its door? Its connections may be cut while it lives.
+  // Does another process still answer new connections? It may be alive although its connections were cut.
   bool is_alive(int other) const try {
     const Peer& peer = peers_.at(static_cast<size_t>(other));
     detail::connect_to_any(
@@ -311,7 +311,7 @@ class ControlPlane {
     if (aborted_) throw PeerError();
   }
 
-  // Of process 0.
+  // On process 0.
   void contribute(int from, const std::string& topic, const std::string& text) {
     if (const auto texts = gatherings_.add(from, topic, text)) {
       for (const std::string& its : *texts) broadcast({Kind::gathered, {topic, its}});
@@ -328,8 +328,8 @@ class ControlPlane {
 
   // ---- The fault
 
-  // A process has failed, or is gone. All shall learn the same reason: so process 0 decides, or process 1 about process
-  // 0; and if neither is there any more, nobody tells within a moment.
+  // A process has failed, or is gone. All should learn the same reason: so process 0 decides, or process 1 about
+  // process 0. If both are gone and nobody tells within a second, this reason counts.
   void suspect(int which, const std::string& why) {
     if (suspicion_.empty()) suspicion_ = why, suspicion_due_ = Limit::seconds(1);
     if (process() == 0 || (process() == 1 && which == 0)) fail(suspicion_);
@@ -342,7 +342,7 @@ class ControlPlane {
     if (process() <= 1) broadcast({Kind::fault, {fault_}});
     changed_.notify_all();
   }
-  // False: not before the limit.
+  // False: the limit came first.
   template <class Done>
   bool wait(std::unique_lock<std::mutex>& lock, const Limit& limit, Done&& done) {
     while (!done()) {
@@ -379,26 +379,26 @@ class ControlPlane {
   Greeting me_;
   std::string token_;
   double answer_seconds_;    // a process that was here a moment ago takes no longer
-  Nonce id_{};               // of the job
+  Nonce id_{};               // the job's
   std::vector<Peer> peers_;  // set once all have met
 
-  std::mutex mutex_;  // of what follows
+  std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
-  std::optional<Meeting> meeting_;      // of process 0
-  std::map<int, std::string> seen_at_;  // of process 0: where connections come from
+  std::optional<Meeting> meeting_;      // on process 0
+  std::map<int, std::string> seen_at_;  // on process 0: where connections come from
   std::optional<std::string> verdict_;  // why the job cannot begin; empty: it can
   std::map<int, int> lines_;            // the number of a connection in control_, and the process at its other end
   std::set<int> ended_;                 // processes that have said that they end
-  std::optional<int> cut_from_;         // a process that lives, and to which the connection was cut
+  std::optional<int> cut_from_;         // a live process whose connection to this one was cut
   std::set<int> asked_by_;              // processes that have asked whether this one is alive
-  Gatherings gatherings_;               // of process 0
+  Gatherings gatherings_;               // on process 0
   std::map<std::string, std::vector<std::string>> gathered_;  // by topic: the texts of all processes
   std::map<int, std::vector<std::string>> posts_;             // by process
-  std::set<int> heard_;                                       // which of processes 0 and 1
+  std::set<int> heard_;                                       // which of processes 0 and 1 were heard from
   bool connected_ = false;                                    // all are connected with processes 0 and 1
   std::string fault_;                                         // why no process can go on
-  std::string suspicion_;                                     // what it may be
-  Limit suspicion_due_;                                       // when nobody knows better
+  std::string suspicion_;                                     // what the fault may be
+  Limit suspicion_due_;                                       // when it becomes the fault
   Waker fault_known_;
   bool aborted_ = false, ending_ = false;
 

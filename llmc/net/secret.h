@@ -34,7 +34,7 @@ inline Mac hmac_sha256(const std::string& key, std::string_view message) {
   return mac;
 }
 
-// Takes the same time wherever they differ, so that nobody can find a code byte by byte.
+// Takes the same time wherever they differ, so that nobody can guess a code byte by byte.
 inline bool equal(const Mac& a, const Mac& b) { return CRYPTO_memcmp(a.data(), b.data(), a.size()) == 0; }
 
 inline Nonce random_nonce() {

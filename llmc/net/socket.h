@@ -54,7 +54,7 @@ class Socket {
     return error == closed || error == std::strerror(ECONNRESET) || error == std::strerror(EPIPE);
   }
 
-  // As many of these bytes as can be moved without waiting; 0: none now. The other side has closed: an error.
+  // Moves as many of these bytes as it can without waiting; 0: none now. Throws if the other side has closed.
   size_t send_some(const iovec* parts, size_t n) const { return move_some(::sendmsg, parts, n); }
   size_t receive_some(const iovec* parts, size_t n) const { return move_some(::recvmsg, parts, n); }
 
@@ -95,7 +95,7 @@ class Waker {
   Socket event_;
 };
 
-// How long a wait may take. stop: ends it with a PeerError, when awake.
+// How long a wait may take. stop: when woken, ends the wait with a PeerError.
 struct Limit {
   using Clock = std::chrono::steady_clock;
   Clock::time_point deadline = Clock::time_point::max();
@@ -115,7 +115,7 @@ struct Limit {
   }
 };
 
-// Waits until one of at most four files is ready. False: the deadline has come.
+// Waits until one of at most four files is ready. False: the deadline has passed.
 inline bool wait_for(std::span<const pollfd> files, const Limit& limit) {
   std::array<pollfd, 5> polled{};
   size_t n = static_cast<size_t>(std::copy(files.begin(), files.end(), polled.begin()) - polled.begin());
@@ -130,7 +130,7 @@ inline bool wait_for(std::span<const pollfd> files, const Limit& limit) {
 }
 inline void sleep_until(const Limit& limit) { wait_for({}, limit); }
 
-// All of these bytes. Throws ConnectionError, also at the deadline.
+// Sends, or receives, all of these bytes. Throws ConnectionError, also at the deadline.
 inline void send_all(const Socket& socket, const void* data, size_t bytes, const Limit& limit) {
   iovec rest{const_cast<void*>(data), bytes};
   while (rest.iov_len > 0) {
@@ -272,7 +272,7 @@ inline Socket connect_to(const Address& address, const Limit& limit) {
     socklen_t bytes = sizeof fault;
     ::getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &fault, &bytes);
   }
-  // Where nobody listens, a connection may by chance get the number of that very port and so reach itself.
+  // Where nobody listens, a connection may be given that very port by chance, and so reach itself.
   const Endpoint here = address_here(socket).endpoint(), there = address_there(socket).endpoint();
   if (fault == 0 && here.host == there.host && here.port == there.port) fault = ECONNREFUSED;
   if (fault != 0) throw ConnectionError(std::strerror(fault));

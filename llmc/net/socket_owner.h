@@ -1,4 +1,4 @@
-// socket_owner.h: which user has the other end of a connection within this machine. Linux lists the sockets of a
+// socket_owner.h: which user owns the other end of a connection within this machine. Linux lists the sockets of a
 // network namespace, and so of its loopback addresses, with their owners (proc(5): /proc/net/tcp, /proc/net/tcp6).
 #pragma once
 #include <unistd.h>
@@ -16,7 +16,7 @@ namespace llmc {
 
 namespace detail {
 
-// As such a table shows an address: words of 32 bits as this machine stores them, then the port.
+// An address as such a table shows it: words of 32 bits as this machine stores them, then the port.
 inline std::string table_text(const Address& address) {
   const bool v4 = address.family() == AF_INET;
   const auto* bytes = v4 ? reinterpret_cast<const char*>(&address.v4().sin_addr)
@@ -48,7 +48,7 @@ constexpr const char* or_set_a_token =
 
 }  // namespace detail
 
-// Whether it can be told at all: without a token, processes know each other by their user.
+// Checks that users can be told at all: without a token, processes know each other by their user.
 inline void check_that_users_are_told() {
   constexpr const char* table = "/proc/net/tcp";
   CHECK(std::ifstream(table).good(),
@@ -63,7 +63,7 @@ inline void check_that_users_are_told() {
         unknown, detail::or_set_a_token);
 }
 
-// Has a process of this user the other end? None: nobody has an open socket there, or not on this machine.
+// Does a process of this user own the other end? None: nobody has an open socket there, or not on this machine.
 inline std::optional<bool> other_end_is_ours(const Socket& socket) {
   const Address here = address_here(socket), there = address_there(socket);
   if (there.family() == AF_UNSPEC) return std::nullopt;

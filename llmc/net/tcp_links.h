@@ -27,7 +27,7 @@ class TcpLinks final : public Links {
                 int64_t in_bytes) override {
     Transfer sending(const_cast<void*>(out), to >= 0 ? out_bytes : none);
     Transfer receiving(in, from >= 0 ? in_bytes : none);
-    receiving.length = 0;  // to be told
+    receiving.length = 0;  // the other side tells it
     Outgoing* there = to >= 0 ? &outgoing({group, self, to}) : nullptr;
     Incoming* here = from >= 0 ? &incoming({group, from, self}) : nullptr;
     while (!sending.done() || !receiving.done()) {
@@ -55,7 +55,7 @@ class TcpLinks final : public Links {
   static constexpr double connect_seconds = 20;
   static constexpr size_t piece_bytes = 256 << 10;  // moved at once: still in the cache when the other side copies it
 
-  // What is still to be moved of a length and of the bytes that follow it.
+  // The part of a message, its length and its bytes, that is still to be moved.
   struct Transfer {
     Transfer(void* data, int64_t bytes)
         : length(static_cast<uint64_t>(bytes)),
@@ -75,7 +75,7 @@ class TcpLinks final : public Links {
   struct Outgoing {
     Socket socket;
   };
-  // Its first message may be waited for before it has been made.
+  // Its first message may be waited for before the connection is made.
   struct Incoming {
     Socket socket;
     std::unique_ptr<Waker> arrival = std::make_unique<Waker>();
@@ -136,13 +136,13 @@ class TcpLinks final : public Links {
   void arrived(const Channel& channel, Socket socket) {
     std::lock_guard lock(mutex_);
     Incoming& place = incoming_[channel];
-    if (place.in_use) return;          // a channel is made once; and closed, this one tells its maker so
+    if (place.in_use) return;          // a channel is made once; closing this one tells its maker
     place.socket = std::move(socket);  // again, if its maker missed that it was welcome
     place.arrival->wake();
   }
 
   ControlPlane& job_;
-  std::mutex mutex_;  // of the maps, whose elements stay where they are
+  std::mutex mutex_;  // guards the maps, whose elements stay where they are
   std::map<Channel, Outgoing> outgoing_;
   std::map<Channel, Incoming> incoming_;
   std::atomic<bool> aborted_ = false;

@@ -1,7 +1,7 @@
 // watchdog.h: nobody waits for the dead (contract 17). A thread of each process tells processes 0 and 1 what its ranks
 // are doing (board.h); process 0, or in its absence process 1, finds who keeps the others waiting (judge.h) and tells
-// all. The others hear from both again and again, and end by themselves where neither is there any more. On every
-// process it then wakes whoever waits, and ends the process if that does not help.
+// all. The others hear from both regularly, and end by themselves if both are gone. On every process the thread then
+// wakes the ranks that wait, and ends the process if that does not help.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -52,14 +52,14 @@ class Watchdog {
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  // What to do, on another thread, when it is known that the job cannot go on: wake those who wait. Empty: nothing.
+  // What to call, on another thread, when the job cannot go on: it wakes those who wait. Empty: nothing.
   void on_fault(std::function<void()> wake) {
     std::lock_guard lock(mutex_);
     wake_ = std::move(wake);
     if (fault_known_ && wake_) wake_();
   }
-  // Why the job cannot go on; waits so long for it to be known. Empty: nothing is known. The first sign that another
-  // process is in trouble is often only a consequence of its end.
+  // Why the job cannot go on; waits up to `seconds` for the reason. Empty: nothing is known. The first sign that
+  // another process is in trouble is often only a consequence of its end.
   std::string reason(double seconds = 2) const {
     return control_.wait_for_fault(Limit::seconds(seconds), [] { return false; });
   }
@@ -69,7 +69,7 @@ class Watchdog {
     control_.report_failure(failure(control_.name_of_rank(rank), error));
   }
 
-  // A line about a rank that is much slower than the others, now and then; process 0 knows it.
+  // A line about a rank that is much slower than the others, now and then; known to process 0.
   std::optional<std::string> notice() {
     std::lock_guard lock(mutex_);
     if (!notice_ || !next_notice_.passed()) return std::nullopt;
@@ -134,7 +134,7 @@ class Watchdog {
     notice_ = slow;
   }
 
-  // Ends the job here if neither of processes 0 and 1 says anything any more: one frozen host may have both.
+  // Ends the job here if processes 0 and 1 both say nothing any more: one frozen host may have both.
   void listen_to_judges(const std::vector<RankState>& mine, double seconds) {
     const auto [heard, ended] = control_.take_heard();
     const bool warm = std::any_of(mine.begin(), mine.end(), [](const RankState& r) { return r.updates > 0; });
@@ -167,10 +167,10 @@ class Watchdog {
   ControlPlane& control_;
   Timeouts timeouts_;
   double period_;                          // seconds
-  std::vector<Seen> seen_;                 // of processes 0 and 1: by rank
-  std::array<double, 2> judges_silent_{};  // of the others: seconds since processes 0 and 1 were heard from
+  std::vector<Seen> seen_;                 // on processes 0 and 1: by rank
+  std::array<double, 2> judges_silent_{};  // on the others: seconds since processes 0 and 1 were heard from
 
-  std::mutex mutex_;  // of what follows
+  std::mutex mutex_;  // guards what follows
   std::function<void()> wake_;
   bool fault_known_ = false;
   std::optional<std::string> notice_;

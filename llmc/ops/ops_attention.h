@@ -10,7 +10,7 @@ namespace llmc {
 
 namespace detail {
 
-// t: a matrix of queries, or of keys and values, or of all three, that has these rows of B sequences.
+// t: a matrix of queries, of keys and values, or of all three, that has these rows of B sequences.
 inline void check_rows(const char* op, const char* argument, const Tensor& t, DType dtype, int64_t B,
                        const SequenceRows& rows, int64_t least_width) {
   CHECK(rows.first >= 0 && rows.rows > 0 && rows.first + rows.rows <= rows.length, "{}: rows {} to {} of {}", op,
@@ -33,14 +33,14 @@ inline void check_attention(const char* op, const Tensor& out, const Tensor& lse
 inline double attention_flops(const AttentionBlock& b) {
   return 4.0 * static_cast<double>(b.B * b.Hq) * static_cast<double>(b.pairs()) * static_cast<double>(b.D);
 }
-// Bytes of what has the shape of the queries, and of the keys and values.
+// Bytes of a tensor with the shape of the queries, and of one with that of the keys and values.
 inline double query_bytes(const AttentionBlock& b, DType dtype) {
   return static_cast<double>(size_of(dtype) * b.B * b.D * b.Hq * b.queries.rows);
 }
 inline double key_bytes(const AttentionBlock& b, DType dtype) {
   return static_cast<double>(size_of(dtype) * b.B * b.D * 2 * b.Hkv * b.keys.rows);
 }
-// The rows that an op writes, of a matrix of all rows of the sequences: one tensor for each of them.
+// The rows that an op writes in a matrix of all rows of the sequences: one tensor per sequence, or the whole matrix.
 inline std::vector<Tensor> rows_written(const Tensor& t, int64_t B, const SequenceRows& rows) {
   if (rows.rows == rows.length) return {t};
   std::vector<Tensor> written;
@@ -93,8 +93,8 @@ inline void check_heads_of_gpu([[maybe_unused]] Stream& stream, [[maybe_unused]]
 #ifdef TRAIN_GPT_CUDNN
 namespace detail {
 
-// Does cuDNN compute attention? It takes whole sequences; new rows of a text that is generated are left to our own
-// kernels. Its work space, under `scratch`.
+// Does cuDNN compute this attention? It takes whole sequences; our own kernels take the new rows of generated text.
+// cudnn_scratch(): its work space.
 inline bool by_cudnn(Stream& stream, const Tensor& q, const Tensor& kv, const AttentionBlock& b) {
   if (stream.device().computes_as() != DeviceKind::cuda || !stream.device().cudnn || q.bytes != kv.bytes) return false;
   CHECK(q.dtype == DType::bf16, "--attention cudnn computes only in bf16, not in {}: use --attention own", q.dtype);
@@ -111,8 +111,8 @@ inline const int32_t* data_or_null(const Tensor& ids) { return ids.empty() ? nul
 }  // namespace detail
 #endif
 
-// What to say at the start of the kernels for heads of D channels on this GPU: nothing, or which of them are slower
-// there than they are meant to be. Throws Error if one of them cannot run there at all.
+// Notices about the kernels for heads of D channels on this GPU, for the start of a run: which of them are slower there
+// than intended, if any. Throws Error if one of them cannot run there at all.
 inline std::vector<std::string> attention_notices([[maybe_unused]] const Device& device, [[maybe_unused]] DType dtype,
                                                   [[maybe_unused]] int64_t D) {
 #ifdef TRAIN_GPT_CUDA
@@ -171,7 +171,7 @@ struct RunningAttention {
   Tensor sums;            // (B queries.length, Hq D) of values, weighted by exponentials; in the accumulator dtype
   Tensor largest, total;  // (B, Hq, queries.length) score, sum of exponentials
 };
-// Before the first block: no key was seen.
+// Before the first block: no key has been seen.
 inline void attention_begin(const RunningAttention& running, Stream& stream) {
   zero(running.sums, stream);
   fill(running.largest, -std::numeric_limits<float>::infinity(), stream);
@@ -225,10 +225,10 @@ inline void attention_finish(Tensor out, Tensor lse, const RunningAttention& run
   });
 }
 
-// The gradients of attention for the block's query rows and keys. lse, out: over all keys that the rows see, which the
-// block need not have.
-// Accumulate::no: dq, rows as of q, and dkv, rows as of kv, in the training dtype: the heads are overwritten, what else
-// a row has is left alone. Accumulate::yes: dq, dkv += in the accumulator dtype.
+// The gradients of attention for the block's query rows and keys. lse, out: over all keys that the rows see, including
+// keys outside the block.
+// Accumulate::no: dq (with the rows of q) and dkv (with the rows of kv), in the training dtype: their heads are
+// overwritten, the rest of each row is left alone. Accumulate::yes: dq, dkv += in the accumulator dtype.
 inline void attention_backward(Tensor dq, Tensor dkv, Tensor dout, Tensor out, Tensor q, Tensor kv, Tensor lse,
                                Tensor positions, const AttentionBlock& block, Accumulate accumulate, Stream& stream) {
   const bool add = accumulate == Accumulate::yes;
@@ -263,7 +263,7 @@ inline void attention_backward(Tensor dq, Tensor dkv, Tensor dout, Tensor out, T
   const int threads = stream.device().threads;
   const Tensor scratch = detail::attention_scratch(stream, q.dtype, cpu::attention_backward_scratch,
                                                    ON_GPU(cuda::attention_backward_scratch(block)), block);
-  // What is added to has other blocks' rows as well.
+  // Tensors that are added to hold the rows of other blocks as well.
   std::vector<Tensor> outputs = add ? std::vector{dq} : detail::rows_written(dq, block.B, block.queries);
   if (dkv.bytes != dq.bytes) outputs.push_back(dkv);
   stream.run(cost, outputs, [=, &stream] {
@@ -292,8 +292,8 @@ inline void attention_backward(Tensor dq, Tensor dkv, Tensor dout, Tensor out, T
 
 // ---- A cache of keys and values ------------------------------------------------------------------------------------
 
-// Writes the keys and values of qkv's rows to the cache, at rows `begin` and up.   cache (rows, 2 Hkv D): per row the
-// key heads, then the value heads; qkv (T, (Hq + 2 Hkv) D)
+// Writes the keys and values of qkv's rows to the cache, from row `begin` on.   cache (rows, 2 Hkv D): per row the key
+// heads, then the value heads; qkv (T, (Hq + 2 Hkv) D)
 inline void cache_append(Tensor cache, Tensor qkv, int64_t begin, const AttentionShape& shape, Stream& stream) {
   const int64_t width = 2 * shape.Hkv * shape.D;
   detail::check_qkv("cache_append", "qkv", qkv, shape);

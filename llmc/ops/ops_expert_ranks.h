@@ -15,12 +15,12 @@ inline void expert_counts(Tensor counts, Tensor offsets, Stream& stream) {
   });
 }
 
-// The order by expert of rows that have arrived from P ranks. counts (P, E): rows that each rank has sent for each of
-// this rank's E experts; they arrive by rank, those of a rank by expert. The rows of rank p begin after all those of
-// the ranks before, or with a stride at p * stride, with padding after them. offsets (E + 1); places (A, 1) = where
-// each arrival is in the order (expert, rank, arrival), -1 for padding. All int32. So dispatch_rows(rows, arrived,
-// places) brings what arrived into the order of experts, and combine_rows(arrived, rows, {}, places) back, with zeros
-// in the padding. There must be no more rows than room for arrivals, and with a stride from no rank more than it.
+// Orders by expert the rows that have arrived from P ranks. counts (P, E): the rows that each rank has sent for each of
+// this rank's E experts. Rows arrive by rank, and within a rank by expert; those of rank p begin right after those of
+// rank p - 1 or, with a stride, at p * stride, with padding after them. offsets (E + 1); places (A, 1) = where each
+// arrival is in the order (expert, rank, arrival), -1 for padding. All int32. So dispatch_rows(rows, arrived, places)
+// brings arrivals into the order of experts, and combine_rows(arrived, rows, {}, places) brings them back, with zeros
+// in the padding. All ranks together may send at most A rows and, with a stride, each rank at most `stride`.
 inline void arrival_plan(Tensor places, Tensor offsets, Tensor counts, int64_t stride, Stream& stream) {
   const int64_t P = counts.shape[0], E = counts.shape[1], A = places.numel();
   CHECK_TENSOR(counts, DType::int32, P, E);
@@ -54,7 +54,7 @@ struct SegmentOrder {
   }
 };
 
-// Of whole sequences, counts (B, E), probabilities (B, E) and sums (B, 2) = those of their segments, added in order.
+// counts (B, E), probabilities (B, E) and sums (B, 2) of whole sequences = those of their segments, added in order.
 // all_counts (ranks, S, E), all_probabilities (ranks, S, E), all_sums (ranks, S, 2): router_statistics() of all ranks
 inline void join_segments(Tensor counts, Tensor probabilities, Tensor sums, Tensor all_counts, Tensor all_probabilities,
                           Tensor all_sums, const SegmentOrder& order, Stream& stream) {
@@ -78,9 +78,9 @@ inline void join_segments(Tensor counts, Tensor probabilities, Tensor sums, Tens
              });
 }
 
-// What a rank's own ops need of sequences that it shares: counts (S, E) int32 = of the whole sequence of each of its
-// segments, for router_backward(); starts (S, E) int32 = of the segments before it in the sequence, for
-// dispatch_plan(). Zeros for a segment that is not there.   all_counts (ranks, S, E)
+// The counts that a rank's own ops need for sequences that it shares, one row per segment: counts (S, E) int32 = those
+// of the segment's whole sequence, for router_backward(); starts (S, E) int32 = those of the segments before it in the
+// sequence, for dispatch_plan(). Zeros for a segment that is not there.   all_counts (ranks, S, E)
 inline void segment_starts(Tensor counts, Tensor starts, Tensor all_counts, const SegmentOrder& order, int64_t rank,
                            Stream& stream) {
   const int64_t G = order.ranks(), S = order.segments(), E = counts.shape[1];

@@ -1,7 +1,7 @@
 // ops_experts.h: mixture of experts: router, balance, order of rows by expert, grouped linear layers, weighted sum.
-// Conventions: ops.h. Here E experts, k choices of a row, R rows in the order of experts, at most.
+// Conventions: ops.h. Here: E experts, k choices per row, at most R rows in the order of experts.
 //
-// How many rows each expert gets stays on the device. offsets (E + 1) int32 say it: rows [offsets[e], offsets[e + 1])
+// The number of rows of each expert stays on the device, in offsets (E + 1) int32: rows [offsets[e], offsets[e + 1])
 // are those of expert e. Rows from offsets[E] on are neither read nor written, and may hold anything; so tensors of R
 // rows are not checked for NaN, and their cost is booked as if all R rows were there.
 #pragma once
@@ -22,8 +22,8 @@ inline void check_segments(const char* op, const Segments& s) {
         "{}: a first row {} of segments of {} rows; it must be one of them", op, s.first, s.length);
 }
 
-// Three bf16 matrices whose sum is x (N, E), an fp32 matrix, exactly: so that bf16 products of the router's gradient do
-// not round it. They are side by side, (N, 3, E), or one after the other, (3, N, E).
+// Three bf16 matrices whose sum is exactly the fp32 matrix x (N, E), so that bf16 products do not round the router's
+// gradient. They are side by side, (N, 3, E), or one after the other, (3, N, E).
 enum class Parts : uint8_t { side_by_side, one_after_the_other };
 inline Tensor split_in_three(Tensor x, Parts parts, Stream& stream) {
   const int64_t N = x.shape[0], E = x.shape[1];
@@ -78,9 +78,9 @@ inline void router_backward_weight(Tensor dweight, Tensor dlogits, Tensor x, Str
   for (int64_t part = 0; part < 3; ++part) add(parts.slice(part * N * E, {N, E}));
 }
 
-// choices (N, k) int32 = the experts of each row with the largest score, or score + bias, in this order; of equal ones
-// the first, and NaN counts as the smallest. weights (N, k) = their scores, without bias, as `router` says.
-// logits (N, E); bias (E), or an empty tensor. Shazeer et al. 2017; biases: Wang et al. 2024, DeepSeek-V3.
+// choices (N, k) int32 = the experts of each row with the largest score, or score + bias, in this order; ties go to the
+// first expert, and NaN counts as the smallest. weights (N, k) = their scores, without bias, as `router` says. logits
+// (N, E); bias (E), or an empty tensor. Shazeer et al. 2017; biases: Wang et al. 2024, DeepSeek-V3.
 inline void router_forward(Tensor choices, Tensor weights, Tensor logits, Tensor bias, const Router& router,
                            Stream& stream) {
   const int64_t N = logits.shape[0];
@@ -98,8 +98,8 @@ inline void router_forward(Tensor choices, Tensor weights, Tensor logits, Tensor
   });
 }
 
-// dlogits (N, E) = what the weights' gradients give, plus those of the router's own losses (types.h). Choices that were
-// dropped have dweights 0.   counts (segments, E) int32: how often each expert was chosen in the whole sequence of each
+// dlogits (N, E) = the gradient through the weights, plus that of the router's own losses (types.h). dweights are 0 for
+// dropped choices.   counts (segments, E) int32: how often each expert was chosen in the whole sequence of each
 // segment; or an empty tensor: no balancing loss
 inline void router_backward(Tensor dlogits, Tensor dweights, Tensor logits, Tensor choices, Tensor counts,
                             const Router& router, const RouterLosses& losses, const Segments& segments,
@@ -122,8 +122,8 @@ inline void router_backward(Tensor dlogits, Tensor dweights, Tensor logits, Tens
 }
 
 // Sums over the rows of each segment, in a fixed order: counts (segments, E) int32 = how often each expert was chosen,
-// dropped or not; probabilities (segments, E) = of the scores, divided by their sum; sums (segments, 2) = of
-// logsumexp^2 of the logits and of the entropy of the probabilities (in nats). Ranks that share a sequence add theirs.
+// dropped or not; probabilities (segments, E) = the scores divided by their sum; sums (segments, 2) = logsumexp^2 of
+// the logits, and the entropy of the probabilities (in nats). Ranks that share a sequence add theirs.
 inline void router_statistics(Tensor counts, Tensor probabilities, Tensor sums, Tensor logits, Tensor choices,
                               const Router& router, const Segments& segments, Stream& stream) {
   const int64_t N = logits.shape[0], S = segments.count(N);
@@ -148,8 +148,8 @@ inline void router_statistics(Tensor counts, Tensor probabilities, Tensor sums, 
 }
 
 // totals (3) fp64 += over sequences: the balancing loss E sum_e f_e P_e, f_e the share of the choices, P_e the mean
-// probability (Fedus et al. 2021, eq. 4); the sum over rows of logsumexp^2 (Zoph et al. 2022); that of the entropy. The
-// arguments are those of whole sequences, with `sequence` rows each.
+// probability (Fedus et al. 2021, eq. 4); the sum over rows of logsumexp^2 (Zoph et al. 2022); the sum over rows of the
+// entropy. The arguments are those of whole sequences, with `sequence` rows each.
 inline void router_losses(Tensor totals, Tensor counts, Tensor probabilities, Tensor sums, const Router& router,
                           int64_t sequence, Stream& stream) {
   const int64_t B = counts.shape[0];
@@ -167,7 +167,7 @@ inline void router_losses(Tensor totals, Tensor counts, Tensor probabilities, Te
   });
 }
 
-// dropped (1) fp64 += how many of so many choices have no row.   offsets (E + 1) int32, of dispatch_plan()
+// dropped (1) fp64 += how many of the `choices` choices have no row.   offsets (E + 1) int32, of dispatch_plan()
 inline void count_dropped(Tensor dropped, int64_t choices, Tensor offsets, Stream& stream) {
   const int64_t E = offsets.shape[0] - 1;
   CHECK_TENSOR(offsets, DType::int32, E + 1);
@@ -177,12 +177,11 @@ inline void count_dropped(Tensor dropped, int64_t choices, Tensor offsets, Strea
   });
 }
 
-// The order of the choices by expert; those of an expert in the order (row, choice). offsets (E + 1); places (N, k) =
-// the row of each choice in this order, -1 for a dropped one. All int32. With blocks of rows, the experts are in as
-// many blocks, of as many experts each, and the rows of each block begin at a multiple of the stride, with a gap after
-// them; offsets do not count the gaps.
-// Without a capacity nothing is dropped. With one, each segment's first `capacity` choices of an expert are kept, in
-// the order (row, choice), where starts (segments, E) int32 say how many came before in the segment's sequence, on
+// Orders the choices by expert, and those of an expert by (row, choice). offsets (E + 1); places (N, k) = the row of
+// each choice in this order, -1 for a dropped one. All int32. With several blocks of rows, each has an equal number of
+// experts and its rows begin at a multiple of the stride, with a gap after them; offsets do not count the gaps.
+// Without a capacity nothing is dropped. With one, each segment keeps the first `capacity` choices of an expert, in the
+// order (row, choice). starts (segments, E) int32 count the choices that came before in the segment's sequence, on
 // other ranks; an empty tensor: none.   choices (N, k)
 inline void dispatch_plan(Tensor places, Tensor offsets, Tensor choices, Tensor starts, std::optional<int64_t> capacity,
                           const Segments& segments, const ExpertRoom& rows, Stream& stream) {
@@ -230,7 +229,7 @@ inline void dispatch_rows(Tensor out, Tensor x, Tensor places, Stream& stream) {
 
 namespace detail {
 
-// Where the rows of the choices are: places (N, k), or an empty tensor: one after the other, k of each row.
+// The rows of the choices: places (N, k); or an empty tensor: in the order (row, choice), k rows for each row.
 inline void check_places(const char* op, const Tensor& places, const Tensor& y, int64_t N, int64_t k) {
   if (!places.empty()) return check_tensor(op, "places", places, DType::int32, {N, k});
   CHECK(y.shape[0] == N * k, "{}: {} rows of {} choices each, but there are {}: give their places", op, N, k,
@@ -240,7 +239,7 @@ inline void check_places(const char* op, const Tensor& places, const Tensor& y, 
 }  // namespace detail
 
 // out = or += (as requested) the sum over j of weights[n, j] y[places[n, j]], in this order, rounded once; dropped
-// choices give nothing. Without weights it is the backward of dispatch_rows.   out (N, C); y (R, C); weights (N, k) in
+// choices add nothing. Without weights it is the backward of dispatch_rows.   out (N, C); y (R, C); weights (N, k) in
 // the accumulator dtype, or an empty tensor: all 1; places (N, k) int32, or an empty tensor: y has the choices in order
 inline void combine_rows(Tensor out, Tensor y, Tensor weights, Tensor places, Accumulate accumulate, Stream& stream) {
   const int64_t N = out.shape[0], C = out.shape[1], k = (places.empty() ? weights : places).shape[1];
@@ -284,7 +283,7 @@ inline OpCost grouped_cost(const char* name, int64_t R, const Tensor& weight, co
   return {name, flops, bytes_of({weight, in, out})};
 }
 
-// For products over at most K, on CPUs.
+// For products that sum at most K elements, on CPUs.
 inline Tensor grouped_scratch(Stream& stream, int64_t K, DType in) {
   return scratch(stream, "grouped matmul", DType::int32,
                  ceil_div(cpu::grouped_scratch(K, in, stream.device().threads), int64_t{4}), ON_GPU(0));
@@ -335,8 +334,8 @@ inline void grouped_linear_backward_input(Tensor dx, Tensor dout, Tensor weight,
   });
 }
 
-// dweight[e] += dout^T x over the rows of expert e; without rows it stays as it is.   dweight (E, O, I) in the
-// accumulator dtype
+// dweight[e] += dout^T x over the rows of expert e; unchanged if it has none.   dweight (E, O, I) in the accumulator
+// dtype
 inline void grouped_linear_backward_weight(Tensor dweight, Tensor dout, Tensor x, Tensor offsets, Stream& stream) {
   const int64_t R = x.shape[0], E = dweight.shape[0], O = dweight.shape[1], I = dweight.shape[2];
   CHECK_TENSOR(dweight, accumulator_of(x.dtype), E, O, I);

@@ -58,7 +58,7 @@ inline void rotary_embedding(Tensor qkv, const RotaryPositions& positions, const
 }
 
 // rmsnorm of every query head with q_weight (D) and every key head with k_weight (D); the values are copied. Given
-// positions, the normed heads are rotated: the bits of the two ops.
+// positions, the normed heads are rotated, with the same bits as by the two ops.
 // out, qkv (B T, (Hq + 2 Hkv) D); rstd (B T, Hq + Hkv)
 inline void qk_norm_forward(Tensor out, Tensor rstd, Tensor qkv, Tensor q_weight, Tensor k_weight,
                             const std::optional<RotaryPositions>& positions, float eps, const AttentionShape& shape,
@@ -108,13 +108,13 @@ inline void qk_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_weight, Te
   });
 }
 
-// ---- Query-key norm of whole projections (OLMo 2, OLMoE): the heads of a row share a root mean square, on all of its
-// tensor-parallel ranks (HeadShares). First each rank sums over its heads, then all use the sums of all.
+// ---- Query-key norm of whole projections (OLMo 2, OLMoE): the heads of a row, on all of its tensor-parallel ranks
+// (HeadShares), share a root mean square. Each rank first sums over its own heads; then all ranks use the sums of all.
 
 namespace detail {
 
-// sums (N, 2) = over the query channels and over the key channels of a row: of x^2; or, given the gradient of the
-// normed projections and the weights, of gradient x weight x x.
+// sums (N, 2) = x^2 summed over the query channels and over the key channels of a row; or, given the gradient of the
+// normed projections and the weights, gradient * weight * x.
 inline void projection_sums(Tensor sums, Tensor qkv, Tensor dout, Tensor q_weight, Tensor k_weight,
                             const AttentionShape& shape, Stream& stream) {
   check_qkv("projection_norm_sums", "qkv", qkv, shape);
@@ -145,7 +145,7 @@ inline void check_projections(const char* op, const Tensor& rstd, const Tensor& 
 
 }  // namespace detail
 
-// sums (N, 2) = of the squares of a row's query channels, and of its key channels.
+// sums (N, 2) = the sum of the squares of a row's query channels, and that of its key channels.
 inline void projection_norm_sums(Tensor sums, Tensor qkv, const AttentionShape& shape, Stream& stream) {
   detail::projection_sums(sums, qkv, {}, {}, {}, shape, stream);
 }
@@ -166,8 +166,8 @@ inline void projection_norm_forward(Tensor out, Tensor rstd, Tensor qkv, Tensor 
   });
 }
 
-// sums (N, 2) = of gradient x weight x channel over a row's query channels, and over its key channels.   dout: of the
-// normed projections
+// sums (N, 2) = gradient * weight * channel summed over a row's query channels, and over its key channels.   dout: the
+// gradient of the normed projections
 inline void projection_norm_backward_sums(Tensor sums, Tensor dout, Tensor qkv, Tensor q_weight, Tensor k_weight,
                                           const AttentionShape& shape, Stream& stream) {
   detail::check_tensor("projection_norm_sums", "dout", dout, qkv.dtype, qkv.shape);
@@ -177,8 +177,8 @@ inline void projection_norm_backward_sums(Tensor sums, Tensor dout, Tensor qkv, 
 }
 
 // dqkv: in, the gradient of out; out, the gradient of qkv. dq_weight, dk_weight +=.   sums (ranks, N, 2):
-// projection_norm_backward_sums() of all ranks. Where ranks have the same key heads, each has a part of the gradient of
-// those, here too.
+// projection_norm_backward_sums() of all ranks. Ranks with the same key heads have a part of their gradient each, here
+// too.
 inline void projection_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_weight, Tensor qkv, Tensor q_weight,
                                      Tensor k_weight, Tensor rstd, Tensor sums, const AttentionShape& shape,
                                      const HeadShares& shares, Stream& stream) {

@@ -55,7 +55,7 @@ inline void layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Te
   });
 }
 
-// sum (N, C) = a + b, and its layernorm: the bits of the two ops. sum is another tensor than a and b.
+// sum (N, C) = a + b, and its layernorm, with the same bits as by the two ops. sum must not be a or b.
 inline void residual_layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor sum, Tensor a, Tensor b,
                                        Tensor weight, Tensor bias, float eps, Stream& stream) {
   const int64_t N = a.shape[0], C = a.shape[1];
@@ -118,7 +118,7 @@ inline void rmsnorm_forward(Tensor out, Tensor rstd, Tensor x, Tensor weight, fl
   });
 }
 
-// sum (N, C) = a + b, and its rmsnorm: the bits of the two ops. sum is another tensor than a and b.
+// sum (N, C) = a + b, and its rmsnorm, with the same bits as by the two ops. sum must not be a or b.
 inline void residual_rmsnorm_forward(Tensor out, Tensor rstd, Tensor sum, Tensor a, Tensor b, Tensor weight, float eps,
                                      Stream& stream) {
   const int64_t N = a.shape[0], C = a.shape[1];
@@ -273,7 +273,7 @@ inline void gelu_backward(Tensor dx, Tensor dout, Tensor x, Stream& stream) {
 
 namespace detail {
 
-// The number of rows on the device, or nullptr: all.
+// The number of rows, on the device; nullptr: all.
 inline const int32_t* rows_on_device(const Tensor& rows) {
   if (rows.empty()) return nullptr;
   CHECK_TENSOR(rows, DType::int32, 1);
@@ -282,8 +282,8 @@ inline const int32_t* rows_on_device(const Tensor& rows) {
 
 }  // namespace detail
 
-// out = silu(gate) up.   out (N, F); gate_up (N, 2 F): per row the gates, then the ups. rows (1) int32: only so many
-// rows are read and written; or an empty tensor: all
+// out = silu(gate) up.   out (N, F); gate_up (N, 2 F): per row the gates, then the ups. rows (1) int32: how many rows
+// are read and written; or an empty tensor: all
 inline void swiglu_forward(Tensor out, Tensor gate_up, Stream& stream, Tensor rows = {}) {
   const int64_t N = out.shape[0], F = out.shape[1];
   CHECK_TENSOR(gate_up, out.dtype, N, 2 * F);

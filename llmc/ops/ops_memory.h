@@ -20,7 +20,7 @@ inline void check_tensor(const char* op, const char* argument, const Tensor& t, 
 #define CHECK_TENSOR(tensor, dtype, ...) \
   ::llmc::detail::check_tensor(__func__, #tensor, tensor, dtype, Shape{__VA_ARGS__})
 
-// Scratch of the op about to run, with the number of elements that its implementation on this device needs.
+// Scratch for the op about to run, with as many elements as its implementation on this device needs.
 inline Tensor scratch(Stream& stream, const char* name, DType dtype, int64_t on_cpu, int64_t on_gpu) {
   const int64_t n = stream.device().computes_as() == DeviceKind::cuda ? on_gpu : on_cpu;
   return stream.scratch().alloc("scratch", name, dtype, {n});

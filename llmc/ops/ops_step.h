@@ -32,10 +32,10 @@ inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, int64_t 
   });
 }
 
-// The same where the vocabulary is cut into parts, each with its columns of the logits. First, of this part: stats
-// (N, 3) = {largest logit, sum of exp(logit - largest), the target's logit} per row, in the accumulator dtype; only the
-// first part.size of the V_padded columns count; the target's logit is 0 where another part has it, and for -1. An
-// empty part gives {-infinity, 0, 0}.
+// The same for a vocabulary cut into parts, each with its own columns of the logits. First the stats of this part:
+// stats (N, 3) = {largest logit, sum of exp(logit - largest), the target's logit} per row, in the accumulator dtype;
+// only the first part.size of the V_padded columns count; the target's logit is 0 if another part has it or the target
+// is -1. An empty part gives {-infinity, 0, 0}.
 inline void cross_entropy_stats(Tensor stats, Tensor logits, Tensor targets, const Vocabulary& part, Stream& stream) {
   const int64_t N = logits.shape[0], V_padded = logits.shape[1];
   CHECK_TENSOR(stats, accumulator_of(logits.dtype), N, 3);
@@ -51,8 +51,8 @@ inline void cross_entropy_stats(Tensor stats, Tensor logits, Tensor targets, con
   });
 }
 
-// Then losses (N) = those of the whole vocabulary, from the stats (P, N, 3) of all parts, which are merged in order.
-// With Gradient::yes, the logits of this part become d(scale * sum of losses) / d logits, zero in the padding.
+// Then losses (N) of the whole vocabulary, from the stats (P, N, 3) of all parts, which are merged in order. With
+// Gradient::yes, the logits of this part become d(scale * sum of losses) / d logits, zero in the padding.
 inline void cross_entropy_merge(Tensor losses, Tensor logits, Tensor stats, Tensor targets, const Vocabulary& part,
                                 double scale, Gradient gradient, Stream& stream) {
   const int64_t N = logits.shape[0], V_padded = logits.shape[1], P = stats.shape[0];
@@ -96,9 +96,9 @@ inline void square_sum(Tensor out, Tensor x, Stream& stream, Accumulate accumula
   });
 }
 
-// Combines the scalars of all ranks, which are ordered by replica, then by shard, then by tensor-parallel rank: loss
-// (1) fp64 = the sum over the ranks whose tensor-parallel rank is 0, since those of a group have the same loss;
-// square_sums (units tensor_ranks shards) fp64, those of the first replica, ordered by unit, then by tensor-parallel
+// Combines the scalars of all ranks, which are ordered by stage, replica, shard, then tensor-parallel rank: loss (1)
+// fp64 = the sum over the ranks whose tensor-parallel rank is 0, since a group's ranks have the same loss; square_sums
+// (units tensor_ranks shards) fp64 = those of each stage's first replica, ordered by unit, then by tensor-parallel
 // rank, then by shard (contract 10). gathered (ranks, 1 + units): each rank's loss, then the sums of its shards.
 inline void combine_scalars(Tensor loss, Tensor square_sums, Tensor gathered, int64_t shards, int64_t tensor_ranks,
                             int64_t stages, Stream& stream) {

@@ -22,15 +22,15 @@ struct AttentionShape {
   int64_t B, T, Hq, Hkv, D;
 };
 
-// How tensor-parallel ranks share the heads of a projection: each has as many query heads and as many key heads;
-// `key_copies` ranks after each other have the same key heads.
+// How tensor-parallel ranks share the heads of a projection: all have equally many query heads and equally many key
+// heads; each `key_copies` consecutive ranks have the same key heads.
 struct HeadShares {
   int64_t ranks = 1, rank = 0, key_copies = 1;
 
-  // Ranks that together have all query heads (which = 0), or all key heads (1), once.
+  // The number of ranks that together have all query heads (which = 0), or all key heads (1), once.
   constexpr int64_t parts(int64_t which) const { return which == 0 ? ranks : ranks / key_copies; }
-  // Of what all ranks summed over their heads of row n, sums (ranks, N, 2), the sum over those ranks, in their order.
-  // Of keys, this rank's copies: so parts of a gradient, each from a copy's own query heads, stay parts.
+  // The sum, over those ranks in order, of row n of sums (ranks, N, 2), where each rank has summed over its own heads.
+  // For keys they are the ranks with this rank's copies, so a gradient in parts, one per copy, stays in parts.
   template <class A>
   constexpr A total(const A* sums, int64_t N, int64_t n, int64_t which) const {
     const int64_t step = ranks / parts(which);
@@ -45,16 +45,16 @@ struct SequenceRows {
   int64_t length, first, rows;
 };
 
-// A block of causal attention: some query rows of each of B sequences against some key rows, of the same sequences or,
-// in a cache or on their way round a ring, elsewhere. Counted within the block, query row i sees the keys up to i +
-// offset; of packed documents only those of its own, which begin position(i) keys before that.
+// A block of causal attention: some query rows of each of B sequences against some key rows: in the same sequences, in
+// a cache, or on their way round a ring. Counted within the block, query row i sees the keys up to i + offset; in
+// packed documents only those of its own document, which begins position(i) keys before that.
 struct AttentionBlock {
   int64_t B, Hq, Hkv, D;
   SequenceRows queries, keys;
   int64_t offset = 0;
   bool all_keys = true;  // no query row sees a key outside of the block
 
-  // Pairs of a query and a key that it sees, of one head and sequence; packed documents count as one.
+  // Pairs of a query and a key that it sees, for one head and sequence; packed documents count as one document.
   constexpr int64_t pairs() const {
     constexpr auto triangle = [](int64_t n) { return n > 0 ? n * (n + 1) / 2 : 0; };
     const int64_t beyond = offset - keys.rows;  // rows see no more keys than there are
@@ -65,7 +65,7 @@ struct AttentionBlock {
 constexpr AttentionBlock whole_sequences(const AttentionShape& s) {
   return {.B = s.B, .Hq = s.Hq, .Hkv = s.Hkv, .D = s.D, .queries = {s.T, 0, s.T}, .keys = {s.T, 0, s.T}};
 }
-// New rows, from `begin` on, of one sequence against all of its keys so far, the first of a cache's `rows`.
+// New rows, from `begin` on, of one sequence against all of its keys so far, which begin a cache of `rows` rows.
 constexpr AttentionBlock continuation(const AttentionShape& s, int64_t begin, int64_t rows) {
   return {.B = 1,
           .Hq = s.Hq,
@@ -86,7 +86,7 @@ struct HeadRows {
 template <class T>
 struct AttentionInputs {
   HeadRows<const T> queries, keys, values;
-  const int32_t* positions;  // of all query rows, or nullptr: sequences are one document each
+  const int32_t* positions;  // for all query rows, or nullptr: sequences are one document each
 };
 // What the forward writes: out and lse; or, if `sums` is set, it merges the block into sums, largest and total
 // (RunningAttention in ops_attention.h).
@@ -114,25 +114,25 @@ struct BoxSizes {
 
 enum class Turn : uint8_t { forward, backward };  // direction of the rotation by rotary positions
 
-// Which elements of a parameter a flat tensor has: those of a box of it (rows x columns, row by row) from element
-// `begin` of the box on. What depends on an element's place in the whole parameter, as random numbers do, asks index().
+// The elements of a parameter that a flat tensor has: those of a box of it (rows x columns, row by row) from element
+// `begin` of the box on. Anything that depends on an element's index in the parameter (random numbers) asks index().
 struct Elements {
   int64_t begin = 0;
   int64_t first = 0;                // index in the parameter of the box's first element
-  int64_t columns = 1, stride = 1;  // of the box, and of the parameter; equal where the box has whole rows
+  int64_t columns = 1, stride = 1;  // row lengths of the box and of the parameter; equal if the box has whole rows
 
   // The index in the parameter of element i of the tensor.
   constexpr int64_t index(int64_t i) const {
     const int64_t in_box = begin + i;
     return columns == stride ? first + in_box : first + in_box / columns * stride + in_box % columns;
   }
-  // How many elements from element i on follow each other in the parameter.
+  // The number of elements from element i on that are contiguous in the parameter.
   constexpr int64_t run(int64_t i) const {
     return columns == stride ? std::numeric_limits<int64_t>::max() : columns - (begin + i) % columns;
   }
 };
 
-// Tokens [first, first + size) of a vocabulary: those whose rows of a table, or columns of the logits, a rank has.
+// Tokens [first, first + size) of a vocabulary: a rank has their rows of a table, or their columns of the logits.
 struct Vocabulary {
   int64_t first = 0, size = -1;  // size -1: all tokens
 
@@ -169,7 +169,7 @@ struct Rotary {
 
 inline constexpr int64_t most_experts = 1024;
 
-enum class RouterScores : uint8_t { softmax, sigmoid };  // of a row's logits
+enum class RouterScores : uint8_t { softmax, sigmoid };  // how scores follow from a row's logits
 
 // A router chooses k of E experts for each row and weights what they compute.
 struct Router {
@@ -180,13 +180,13 @@ struct Router {
 };
 
 // Segments are sequences, or slices of sequences that are spread over ranks, of `length` rows each, one after the
-// other. Row n of a call is row first + n of them; the first one may have begun before, and the last one may go on.
+// other. Row n of a call is row first + n of them; the first one may have begun earlier, and the last one may continue.
 struct Segments {
   int64_t length, first = 0;
 
   constexpr int64_t of(int64_t n) const { return (first + n) / length; }
   constexpr int64_t count(int64_t N) const { return N == 0 ? 0 : of(N - 1) + 1; }
-  // The most that N rows can be of, wherever the first one is: for memory that is equal on all ranks.
+  // The most segments that N rows can belong to, wherever they begin: for memory that is equal on all ranks.
   constexpr int64_t most(int64_t N) const { return N == 0 ? 0 : (N - 1) / length + 2; }
   constexpr int64_t begin(int64_t segment) const { return segment == 0 ? 0 : segment * length - first; }
   constexpr int64_t end(int64_t segment, int64_t N) const {
@@ -195,7 +195,7 @@ struct Segments {
   }
 };
 
-// Room for rows in the order of experts: without gaps, or as many rows for each of some blocks of experts.
+// Room for rows in the order of experts: without gaps, or divided equally among blocks of experts.
 struct ExpertRoom {
   int64_t room;
   int64_t blocks = 1;
@@ -203,8 +203,8 @@ struct ExpertRoom {
   constexpr int64_t stride() const { return room / blocks; }
 };
 
-// What the router's own losses add to the gradient of the logits: d loss / d (balancing loss of a sequence), and
-// d loss / d (sum over rows of logsumexp^2).
+// The coefficients of the router's own losses in the gradient of the logits: d loss / d (balancing loss of a sequence),
+// and d loss / d (sum over rows of logsumexp^2).
 struct RouterLosses {
   float balance = 0, z = 0;
   int64_t sequence = 1;  // rows of a whole sequence, on all ranks that share it
@@ -216,8 +216,8 @@ struct ExpertRows {
 };
 
 // Sums in double that all devices and vector widths add in the same order (contract 10): sum_lanes running sums,
-// element i in lane i % sum_lanes, then a pairwise tree over neighbouring lanes. Squares are summed so in blocks of
-// square_sum_block elements, then over the blocks.
+// element i in lane i % sum_lanes, then a pairwise tree over neighbouring lanes. Squares are summed this way in blocks
+// of square_sum_block elements, then over the blocks.
 inline constexpr int64_t sum_lanes = 1024, square_sum_block = 1 << 16;
 
 // When an update is allowed, and how its gradients are scaled.
@@ -229,7 +229,7 @@ struct UpdateRule {
 struct AdamWOptions {
   float lr, beta1, beta2, eps, weight_decay;
   int64_t step;       // counts from 1
-  uint64_t seed = 0;  // of stochastic rounding
+  uint64_t seed = 0;  // for stochastic rounding
 };
 
 }  // namespace llmc

@@ -2,7 +2,7 @@
 // config.json and model.safetensors as transformers loads them, optimizer-*.safetensors with slices of master weights
 // and moments, trainer.json, the tokenizer's files, and manifest.json with the size and checksums of each. All is
 // written to a temporary directory, with every write, fsync and close checked. A rename makes the checkpoint visible;
-// then the parent directory is synced. What any layout wrote, any layout reads, bit for bit (contract 6).
+// then the parent directory is synced. Any layout reads what any other wrote, bit for bit (contract 6).
 #pragma once
 #include <sys/statvfs.h>
 
@@ -28,7 +28,7 @@ inline std::string checkpoint_path(const std::string& out_dir, int64_t step) {
   return formatted("{}/step-{:06}", out_dir, step);
 }
 
-// Where the weights alone are saved if a run ends and a whole checkpoint does not fit: a model, not a checkpoint.
+// Where the weights alone are saved when a run ends and a whole checkpoint does not fit: a model, not a checkpoint.
 inline std::string weights_path(const std::string& out_dir, int64_t step) {
   return formatted("{}/weights-only-step-{:06}", out_dir, step);
 }
@@ -51,12 +51,12 @@ inline std::vector<int64_t> checkpoint_steps(const std::string& out_dir) {
   return steps;
 }
 
-// Whether it can be the name of a file beside the one that names it.
+// Whether this is a plain file name, so that a manifest or index cannot point outside its directory.
 inline bool is_file_name(const std::string& name) {
   return !name.empty() && name.find('/') == name.npos && shown(name) == name;
 }
 
-// The manifest's record of each file; a file that it does not name is not part of the checkpoint.
+// The manifest's record of each file; files that it does not list are not part of the checkpoint.
 inline std::map<std::string, FileRecord> read_manifest(const std::string& path) {
   const std::string file = path + "/manifest.json";
   CHECK(path_exists(file), "{} has no manifest.json", path);
@@ -70,10 +70,10 @@ inline std::map<std::string, FileRecord> read_manifest(const std::string& path) 
   return files;
 }
 
-// Which part of a checkpoint to check: all of it, or only what a model is loaded from, its shape and weights.
+// Which part of a checkpoint to check: all of it, or only what is needed to load the model: shape and weights.
 enum class Part : uint8_t { all, model };
 
-// What is wrong with a checkpoint; none: every file of the part exists and matches its checksums.
+// The first fault found in a checkpoint; none: every file of the part exists and matches its checksums.
 inline std::optional<std::string> checkpoint_fault(const std::string& path, Part part = Part::all) try {
   const std::map<std::string, FileRecord> files = read_manifest(path);
   for (const char* file : {"config.json", "trainer.json"})
@@ -86,7 +86,7 @@ inline std::optional<std::string> checkpoint_fault(const std::string& path, Part
   return error.what();
 }
 
-// The sequence length that one of our checkpoints was trained with; positions beyond it are untrained. None: not ours.
+// The sequence length that one of our checkpoints was trained with; later positions are untrained. None: not ours.
 inline std::optional<int64_t> trained_seq_len(const std::string& checkpoint) {
   const std::string file = checkpoint + "/trainer.json";
   if (!path_exists(file)) return std::nullopt;
@@ -98,8 +98,8 @@ inline std::optional<int64_t> trained_seq_len(const std::string& checkpoint) {
 
 namespace detail {
 
-// Which elements of a parameter a tensor of optimizer-*.safetensors has: [begin, end) of its flat contents, or of some
-// of its columns, row by row.
+// The elements of a parameter that a tensor of optimizer-*.safetensors holds: [begin, end) of its flat contents, or of
+// some of its columns, row by row.
 struct SliceRange {
   std::optional<Range> columns;  // none: all of them
   int64_t begin = 0, end = 0;
@@ -138,7 +138,7 @@ inline int64_t weights_bytes(const ModelConfig& config, DType dtype) {
   return count_parameters(parameter_table(config)) * size_of(dtype);
 }
 
-// The size of a checkpoint on disk, up to some kilobytes: weights in the training dtype, master weights and two
+// The size of a checkpoint on disk, to within a few kilobytes: weights in the training dtype, master weights and two
 // moments.
 inline int64_t checkpoint_bytes(const ModelConfig& config, DType dtype, bool master_weights) {
   const int64_t state = size_of(accumulator_of(dtype)) * (dtype == accumulator_of(dtype) || !master_weights ? 2 : 3);
@@ -154,7 +154,7 @@ inline std::vector<std::unique_ptr<SafetensorsReader>> open_all(const std::vecto
   return files;
 }
 
-// The weight files of a Hugging Face directory: one, or those that its index names.
+// The weight files of a Hugging Face directory: a single one, or those listed in its index.
 inline std::vector<std::string> model_files(const std::string& directory) {
   const std::string one = directory + "/model.safetensors", index = one + ".index.json";
   if (path_exists(one) || !path_exists(index)) {  // if both exist, transformers takes the first
@@ -209,8 +209,8 @@ struct Slice : SliceRange {
   std::string name;
 };
 
-// All slices, by "PARAMETER:KIND", in ascending order of columns and elements. Refuses a name that
-// SliceRange::tensor_name() would not give.
+// All slices, by "PARAMETER:KIND", in ascending order of columns and elements. Rejects names that
+// SliceRange::tensor_name() would not produce.
 inline std::map<std::string, std::vector<Slice>> find_slices(
     const std::vector<std::unique_ptr<SafetensorsReader>>& files) {
   std::map<std::string, std::vector<Slice>> slices;
@@ -239,11 +239,11 @@ inline std::map<std::string, std::vector<Slice>> find_slices(
   return slices;
 }
 
-// Refuses slices of a parameter's state, in ascending order, that do not hold every element exactly once.
+// Rejects slices of a parameter's state, given in ascending order, unless they hold every element exactly once.
 inline void require_whole(const std::vector<Slice>& slices, const ParamSpec& p, const std::string& what,
                           const std::string& path) {
   const int64_t stride = row_size(p);
-  int64_t column = 0;  // those before it are complete
+  int64_t column = 0;  // earlier columns are complete
   for (size_t i = 0; i < slices.size();) {
     const Slice& first = slices[i];
     CHECK(first.columns.has_value() == slices[0].columns.has_value(),
@@ -272,7 +272,7 @@ inline void require_whole(const std::vector<Slice>& slices, const ParamSpec& p, 
         stride);
 }
 
-// Refuses slices that do not hold every element of every parameter's state exactly once, and no others.
+// Rejects slices unless they hold every element of every parameter's state exactly once, and nothing else.
 inline void require_whole_slices(const std::map<std::string, std::vector<Slice>>& slices, const std::string& path,
                                  const ModelConfig& config, bool masters) {
   std::set<std::string> expected;
@@ -290,7 +290,7 @@ inline void require_whole_slices(const std::map<std::string, std::vector<Slice>>
           all[0].file->path(), shown(all[0].name));
 }
 
-// The elements of an entry that a slice has, into `host`: the entry's tensor in host memory.
+// Reads the elements of an entry that a slice holds into `host`, the entry's tensor in host memory.
 inline void read_slice(const Slice& s, const StateEntry& entry, float* host) {
   const int64_t stride = row_size(*entry.param);
   const Range columns = s.columns.value_or(Range{0, stride});
@@ -298,11 +298,11 @@ inline void read_slice(const Slice& s, const StateEntry& entry, float* host) {
   const int64_t row = s.begin / columns.size - box.row, end_row = ceil_div(s.end, columns.size) - box.row;
   const Range rows = overlap({entry.begin, entry.tensor.numel()}, {row * box.columns, (end_row - row) * box.columns});
   if (rows.size == 0) return;
-  StateEntry e = entry;  // in these rows
+  StateEntry e = entry;  // which lie in these rows
   e.begin = rows.begin;
   e.tensor = entry.tensor.slice(rows.begin - entry.begin, {rows.size});
   host += rows.begin - entry.begin;
-  // f(i, first, n) row by row: elements [i, i + n) of the tensor are those of the slice from `first` on.
+  // Calls f(i, first, n) row by row: elements [i, i + n) of the tensor are the slice's from `first` on.
   auto for_each_common = [&](auto&& f) {
     e.for_each_row([&](int64_t i, int64_t index, int64_t n) {
       const Range both = overlap({index % stride, n}, columns);
@@ -315,7 +315,7 @@ inline void read_slice(const Slice& s, const StateEntry& entry, float* host) {
   int64_t end = 0;
   for_each_common([&](int64_t, int64_t first, int64_t n) { end = first + n; });
   constexpr int64_t most = 1 << 18;
-  std::vector<float> piece;  // of the slice, from element `begin` on: not more than what is needed of it
+  std::vector<float> piece;  // part of the slice, from element `begin` on: no more than is needed
   int64_t begin = 0;
   for_each_common([&](int64_t i, int64_t first, int64_t n) {
     if (first + n > begin + std::ssize(piece)) {
@@ -345,7 +345,7 @@ inline void load_checkpoint(const std::string& path, const ModelConfig& config, 
   const std::vector<std::unique_ptr<SafetensorsReader>> files = open_all(optimizers);
   const StateTable table = state.state_table();
   const std::map<std::string, std::vector<detail::Slice>> slices = detail::find_slices(files);
-  size_t held = 0;  // a unit of this stage; of a small one the rank may have nothing but padding
+  size_t held = 0;  // a unit of this stage; with a small one, the rank may hold nothing but padding
   while (!state.has(held)) ++held;
   const DType dtype = state.unit(held).weight_shard().dtype;
   const bool masters = dtype != accumulator_of(dtype) && state.zero_config().master_weights;

@@ -1,4 +1,4 @@
-// checkpoint_saver.h: saves a run's checkpoints, tries again where one could not be written, deletes old ones.
+// checkpoint_saver.h: saves a run's checkpoints, retries those that could not be written, deletes old ones.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -15,12 +15,12 @@
 namespace llmc {
 
 enum class OnFailure : uint8_t { retry, fail };
-enum class Because : uint8_t { rule, clock };  // clock: of --checkpoint-minutes alone
+enum class Because : uint8_t { rule, clock };  // clock: for --checkpoint-minutes alone
 
-// One rank's; all ranks call save() together.
+// One per rank; all ranks call save() together.
 class CheckpointSaver {
  public:
-  // directory: of rank 0; none on the others.
+  // directory: rank 0's out directory; null on the other ranks.
   CheckpointSaver(const Job& job, RunDirectory* directory, Log& log, StepReport& report, StopCondition& stop)
       : job_(job), o_(job.options), directory_(directory), log_(log), report_(report), stop_(stop) {}
 
@@ -29,13 +29,13 @@ class CheckpointSaver {
   bool retries_at(int64_t step) const { return step == retry_.at; }
   Because retries_because() const { return retry_.because; }
 
-  // Is it time to save, by the clock of this rank? Rank 0 asks, and tells the others.
+  // Is it time to save, by this rank's clock? Rank 0 asks, and tells the others.
   bool clock_says() const {
     const double minutes = o_.minutes_between_checkpoints();
     return minutes > 0 && retry_.at == 0 && seconds_since(saved_at_) >= 60 * minutes;
   }
 
-  // Rank 0 looks whether the out directory is still the run's.
+  // Rank 0 checks whether the out directory is still the run's.
   News look_at_directory() {
     if (directory_ == nullptr || out_dir_ != o_.out_dir) return {};
     const RunDirectory::Found found = directory_->look_again(o_);
@@ -44,7 +44,7 @@ class CheckpointSaver {
     log_.ensure_in_place();
     return {found.fate == RunDirectory::Fate::made_anew ? NewsKind::save : NewsKind::none};
   }
-  // From now on checkpoints go to the directory that was lost, where it is now. Returns whether there is one.
+  // From now on, saves checkpoints to where the lost directory is now. Returns whether it still exists.
   bool follow_directory(const Run& run) {
     const std::string now = directory_ != nullptr ? directory_->moved_to() : "";
     out_dir_ = run.dp.control->all_gather_text("moved to", now)[0];
@@ -52,8 +52,8 @@ class CheckpointSaver {
   }
 
   // Writes the checkpoint of step progress.done, unless it exists already; returns whether there is one. If it cannot
-  // be written, as on a full disk, training may go on: it is tried again after 1, 2, 4 ... further updates. Where the
-  // run ends instead, the weights alone are saved if they can be. Weights that are not finite end the run, as do copies
+  // be written, for example on a full disk, training may go on and the save is retried after 1, 2, 4 ... more updates.
+  // If the run ends instead, the weights alone are saved if possible. Non-finite weights end the run, and so do copies
   // that differ.
   bool save(const Progress& progress, Run& run, OnFailure on_failure, Because because = Because::rule) {
     if (directory_is_new(run)) last_.clear();
@@ -95,7 +95,7 @@ class CheckpointSaver {
     return true;
   }
 
-  // After a checkpoint was saved. best: it is that of the best validation so far.
+  // Called after a checkpoint was saved. best: it has the best validation loss so far.
   void tidy(int64_t step, bool best) const {
     if (directory_ == nullptr) return;
     try {
@@ -124,7 +124,7 @@ class CheckpointSaver {
                             job_.tokenizer_files, before_visible, part);
   }
 
-  // The last resort of a run that ends without a checkpoint, in words.
+  // The last resort of a run that ends without a checkpoint; returns a text for the user.
   std::string save_weights(int64_t step, Run& run, const nlohmann::ordered_json& trainer) const try {
     return formatted(
         "; the weights alone are saved in {}: a model for --model or --generate, without the optimizer's "
@@ -141,10 +141,10 @@ class CheckpointSaver {
   StepReport& report_;
   StopCondition& stop_;
   std::string out_dir_ = o_.out_dir, last_;
-  std::chrono::steady_clock::time_point saved_at_ = std::chrono::steady_clock::now();  // or begun
+  std::chrono::steady_clock::time_point saved_at_ = std::chrono::steady_clock::now();  // or when the run began
   struct Retry {
-    int64_t at = 0;     // the step after which to try again; 0: no checkpoint has failed
-    int64_t pause = 1;  // updates until the attempt after that
+    int64_t at = 0;     // step after which to retry; 0: no checkpoint has failed
+    int64_t pause = 1;  // updates until the retry after that
     Because because = Because::rule;
   } retry_;
 };

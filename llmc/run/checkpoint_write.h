@@ -1,6 +1,6 @@
-// checkpoint_write.h: writes a checkpoint (checkpoint.h) with all ranks: each its share of the weights, which are
-// gathered tensor by tensor, and the optimizer slices that it owns, rank 0 the rest and the rename. Ranks fail
-// together, and can try again.
+// checkpoint_write.h: all ranks write a checkpoint (checkpoint.h) together. Each rank writes its share of the weights,
+// which are gathered tensor by tensor, and the optimizer slices that it owns; rank 0 also writes the rest and renames.
+// Ranks fail together, and can try again.
 #pragma once
 #include <algorithm>
 #include <filesystem>
@@ -19,9 +19,9 @@ namespace llmc {
 
 namespace detail {
 
-// The bytes of a Hugging Face tensor on rank `writer` of a group whose ranks have parts of a unit: of boxes, or some of
-// the experts; nothing on the others. weights: what this rank has of the unit, in host memory. units: the unit on each
-// rank of the group.
+// The bytes of a Hugging Face tensor on rank `writer` of a group whose ranks hold parts of a unit (boxes, or some of
+// the experts); nothing on the other ranks. weights: this rank's part of the unit, in host memory. units: the unit on
+// each rank of the group.
 inline std::vector<std::byte> gather_boxes(const HfTensor& hf, StateTable weights, const std::vector<UnitSpec>& units,
                                            DType dtype, int writer, Comm& group) {
   const auto gives = [&](const ParamSpec& p) {
@@ -55,8 +55,8 @@ inline std::vector<std::byte> gather_boxes(const HfTensor& hf, StateTable weight
 // Which rank writes each Hugging Face tensor: a unit goes to the rank with the fewest bytes so far.
 struct WritePlan {
   std::vector<HfTensor> tensors;
-  std::vector<size_t> unit;  // of each tensor
-  std::vector<int> writer;   // of each unit
+  std::vector<size_t> unit;  // the unit of each tensor
+  std::vector<int> writer;   // the rank that writes each unit
   std::set<int> writers;     // ranks that write anything
 
   WritePlan(const ModelConfig& config, const ModelState& state) : tensors(hf_tensors(config)) {
@@ -66,7 +66,7 @@ struct WritePlan {
     std::vector<int64_t> bytes(static_cast<size_t>(dp.ranks()), 0);
     for (size_t u = 0; u < units.size(); ++u) {
       for (const ParamSpec& p : units[u].params) unit_of[p.name] = u;
-      const auto first = bytes.begin() + state.stage_of(u) * dp.ranks_of_stage();  // of those that have it
+      const auto first = bytes.begin() + state.stage_of(u) * dp.ranks_of_stage();  // ranks that hold it
       const auto least = std::min_element(first, first + dp.ranks_of_stage());
       *least += UnitLayout(units[u], state.zero_config().ranks()).size;
       writer.push_back(static_cast<int>(least - bytes.begin()));
@@ -94,7 +94,7 @@ struct WritePlan {
 }  // namespace detail
 
 // Thrown by all ranks if one of them could not write its part of a checkpoint. Earlier checkpoints are untouched. The
-// step may be tried again, as on a full disk, unless the status is `diverged`: it has a number that is not finite.
+// step may be retried, for example after a full disk, unless the status is `diverged`: a number is not finite.
 class CheckpointError : public Error {
  public:
   using Error::Error;
@@ -102,7 +102,7 @@ class CheckpointError : public Error {
 
 // Writes the checkpoint of `step` and returns its path; called by all ranks. Each writes some of the weights and the
 // optimizer slices that it owns; rank 0 writes the rest. `trainer`: contents of trainer.json; `more`: names and
-// contents of further files, such as the tokenizer's; before_visible: what rank 0 must have done before. Part::model
+// contents of further files, such as the tokenizer's; before_visible: called on rank 0 before the rename. Part::model
 // leaves out the optimizer's slices: a model, under a name that no run resumes from.
 inline std::string write_checkpoint(const std::string& out_dir, int64_t step, const ModelConfig& config,
                                     ModelState& state, DType dtype, const nlohmann::ordered_json& trainer,
@@ -113,7 +113,7 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   const std::string path = part == Part::all ? checkpoint_path(out_dir, step) : weights_path(out_dir, step),
                     temporary = formatted("{}/.tmp-step-{:06}", out_dir, step);
   CHECK(part == Part::model || !path_exists(path), "{} already exists: remove it, or choose another --out-dir", path);
-  // A rank that cannot write still takes part in every exchange, and all ranks then give up together.
+  // A rank that cannot write still takes part in every exchange; then all ranks give up together.
   std::string fault;
   ExitStatus status = ExitStatus::refused;
   auto attempt = [&](auto&& write) {
@@ -143,13 +143,13 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
     if (first.empty()) return;
     std::error_code ignored;
     if (dp.first()) std::filesystem::remove_all(temporary, ignored);
-    dp.control->barrier();  // a rank that throws ends the others, also before they have removed it
+    dp.control->barrier();  // a rank that throws ends the others, even before they have removed it
     throw CheckpointError(first, status);
   };
   std::error_code error;
   attempt([&] {
     if (!dp.first()) return;
-    if (part == Part::model) std::filesystem::remove_all(path, error);  // of an earlier attempt
+    if (part == Part::model) std::filesystem::remove_all(path, error);  // left by an earlier attempt
     detail::require_space(out_dir, part == Part::all
                                        ? checkpoint_bytes(config, dtype, state.zero_config().master_weights)
                                        : weights_bytes(config, dtype));
@@ -158,7 +158,7 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
     CHECK(!error, "cannot create {}: {}", temporary, error.message());
   });
   agree();
-  nlohmann::ordered_json files = nlohmann::ordered_json::object();  // written by this rank
+  nlohmann::ordered_json files = nlohmann::ordered_json::object();  // those written by this rank
 
   const detail::WritePlan plan(config, state);
   std::vector<TensorInfo> infos;
@@ -175,7 +175,7 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
         const bool experts = state.sharing_of(u) == Sharing::experts;
         Comm& group = experts ? *dp.expert_control : *dp.tensor_control;
         const int writer = plan.writer[u], n = group.size();
-        if (writer / n != dp.rank / n) return;  // the ranks of either group are neighbours
+        if (writer / n != dp.rank / n) return;  // the ranks of either group are adjacent
         const HostView whole(unit.weights(), stream);
         std::vector<UnitSpec> held;
         for (int rank = 0; rank < n; ++rank) {
@@ -198,9 +198,9 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
     if (model) files[plan.file(dp.rank)] = model->finish().to_json();
   });
 
-  // A rank owns slices of what the rest of its replica does not have, or has and updates alike (stage 0).
+  // A rank owns slices of state that the rest of its replica does not hold, or holds and updates alike (stage 0).
   StateTable table;
-  int owners = 0;  // ranks of a replica that own any
+  int owners = 0;  // ranks of a replica that own any slices
   for (size_t u = 0; u < state.size(); ++u) {
     const Sharing sharing = state.sharing_of(u);
     const int shards = state.zero_config(sharing).owners();
@@ -208,7 +208,7 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
     if (state.has(u) && dp.sharers(sharing).shard < shards) state.unit(u).append_to(table);
   }
   std::erase_if(table, [](const StateEntry& e) { return e.kind == StateKind::weight || !e.param->first_copy; });
-  const int place = dp.shard * dp.tensor.ranks + dp.tensor_rank;  // in the replica
+  const int place = dp.shard * dp.tensor.ranks + dp.tensor_rank;  // of this rank in the replica
   attempt([&] {
     if (part == Part::model || dp.replica > 0 || place >= owners) return;
     infos.clear();
@@ -247,7 +247,7 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
     CHECK(!error, "cannot rename {} to {}: {}", temporary, path, error.message());
     try {
       fsync_directory(out_dir);
-    } catch (const Error&) {  // a crash could undo the rename: so it is undone
+    } catch (const Error&) {  // a crash could undo the rename, so undo it now
       std::filesystem::rename(path, temporary, error);
       throw;
     }

@@ -1,5 +1,5 @@
-// dir_lock.h: the lock of an out directory: who holds OUT/.lock is its only writer, as long as it is the file of that
-// name: a directory may be moved or deleted while a run is in it.
+// dir_lock.h: the lock of an out directory. The process that holds OUT/.lock is its only writer, provided that the lock
+// is still the file of that name: a directory may be moved or deleted while a run is using it.
 #pragma once
 #include <fcntl.h>
 #include <sys/file.h>
@@ -30,7 +30,7 @@ class DirectoryLock {
     if (fd_ >= 0) ::close(fd_);  // which releases it
   }
 
-  // False: another process has it.
+  // False: another process holds it.
   bool take(const std::string& directory) {
     file_ = directory + "/.lock";
     for (;;) {
@@ -40,12 +40,12 @@ class DirectoryLock {
             file_);
       CHECK(fd_ >= 0, "--out-dir {}: cannot write there: {}", directory, std::strerror(errno));
       if (flock(fd_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return false;
-      if (same_file(fd_, file_)) return true;  // not if a --restart has moved the directory meanwhile
+      if (same_file(fd_, file_)) return true;  // false if a --restart has moved the directory meanwhile
     }
   }
   bool in_place() const { return same_file(fd_, file_); }
 
-  // The directory that the held lock is in now, as after a move; empty: in none, or the system does not say.
+  // The directory where the held lock is now, for example after a move; empty: none, or the system does not say.
   std::string directory() const {
     std::array<char, PATH_MAX> text;
     const ssize_t n = ::readlink(formatted("/proc/self/fd/{}", fd_).c_str(), text.data(), text.size());

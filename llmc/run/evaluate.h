@@ -1,4 +1,4 @@
-// evaluate.h: --evaluate: the validation of training (validation.h) alone, of a model that is only read, in any layout.
+// evaluate.h: --evaluate: the validation of training (validation.h) alone, on a model that is only read, in any layout.
 #pragma once
 #include <chrono>
 #include <cmath>
@@ -21,11 +21,11 @@
 
 namespace llmc {
 
-// What trainer.json of one of our checkpoints says that an evaluation needs; of other models: nothing.
+// The facts that an evaluation takes from trainer.json of our checkpoints; other models have none.
 struct TrainedRecord {
   std::optional<int64_t> step, samples_per_step;
   std::vector<float> expert_biases;
-  nlohmann::json options;  // of the run that wrote it
+  nlohmann::json options;  // of the run that wrote the checkpoint
 };
 inline TrainedRecord trained_record(const std::string& model) {
   const std::string file = model + "/trainer.json";
@@ -41,8 +41,8 @@ inline TrainedRecord trained_record(const std::string& model) {
           json.value("options", nlohmann::json::object())};
 }
 
-// Bytes that the targets of these samples add to a text, special tokens none; none: one of them is not a token of the
-// tokenizer. Its parts are decoded one by one: a character may be spread over several.
+// The number of bytes of text that the targets of these samples stand for; special tokens count as none. None: some
+// target is not a token of the tokenizer. Tokens are decoded one by one: a character may be spread over several.
 inline std::optional<int64_t> target_bytes(const ValidationInputs& inputs, const Tokenizer& tokenizer,
                                            int64_t vocab_size) {
   constexpr int64_t unknown = -1;
@@ -63,7 +63,7 @@ inline std::optional<int64_t> target_bytes(const ValidationInputs& inputs, const
   return bytes;
 }
 
-// An evaluation, decided: everything is chosen, read and checked here.
+// An evaluation with every choice made: everything is chosen, read and checked here.
 struct Evaluation {
   Options options;
   Device device, rank_device;
@@ -103,10 +103,10 @@ struct Evaluation {
   }
   Evaluation(const Evaluation&) = delete;
 
-  // Does the tokenizer know the bytes of the data's tokens? Bytes that only stand in for another one do not.
+  // Does the tokenizer know the bytes of the data's tokens? A byte tokenizer that stands in for another does not.
   bool knows_bytes() const { return knows_tokens(options, *tokenizer, step.model); }
 
-  // Options of the run that wrote the checkpoint with which its own validations gave other numbers.
+  // Options of the run that wrote the checkpoint whose values made its own validations give other numbers.
   std::vector<std::string> differences() const {
     std::vector<std::string> found;
     if (!trained.options.is_object()) return found;
@@ -124,10 +124,10 @@ struct Evaluation {
   }
 
  private:
-  // Weights alone, one micro-batch of each reader at a time.
+  // Weights alone, one micro-batch per reader at a time.
   StepConfig forward_only_step(const Options& o) const {
     Options asked = o;
-    asked.total_batch_size.reset();  // may say the size of a validation
+    asked.total_batch_size.reset();  // it may state the size of a validation
     StepConfig forward = choose_step(asked);
     forward.zero.holds = Holds::weights;
     forward.generates = false;
@@ -137,20 +137,20 @@ struct Evaluation {
       CHECK(std::ssize(trained.expert_biases) == expected,
             "{}/trainer.json: \"expert_biases\" has {} numbers, expected {}; the checkpoint is damaged", o.model,
             trained.expert_biases.size(), expected);
-      forward.experts.bias_rate = 1;  // it holds biases; nothing is updated
+      forward.experts.bias_rate = 1;  // it has biases; nothing is updated
     }
     return forward;
   }
 };
 
-// What an evaluation has found.
+// The results of an evaluation.
 struct Evaluated {
   std::optional<double> loss;
   std::optional<ChoiceScore> choices;
-  std::optional<int64_t> bytes;  // of the targets
+  std::optional<int64_t> bytes;  // bytes of the targets
   double seconds = 0;
 
-  // The loss of all targets, in bits, over the bytes of their text.
+  // The total loss of the targets, in bits, over the bytes of their text.
   std::optional<double> bits_per_byte(int64_t targets) const {
     if (!loss || bytes.value_or(0) == 0) return std::nullopt;
     return *loss / std::numbers::ln2 * static_cast<double>(targets) / static_cast<double>(*bytes);
@@ -200,7 +200,7 @@ inline void report_evaluated(Log& log, const Evaluation& job, const Evaluated& f
   log.table("evaluated", rows);
 }
 
-// One object; numbers round-trip, those that are not finite are null.
+// One JSON object; numbers round-trip, and non-finite ones are null.
 inline std::string to_json(const Evaluation& job, const Evaluated& found) {
   nlohmann::ordered_json json = {{"model", job.options.model}};
   if (job.trained.step) json["step"] = *job.trained.step;
@@ -220,7 +220,7 @@ inline std::string to_json(const Evaluation& job, const Evaluated& found) {
   return json.dump();
 }
 
-// A line that shows how far it is and what is left: always on a terminal, otherwise every minute.
+// A line that shows how much is done and what is left: always on a terminal, otherwise every minute.
 class EvaluationProgress {
  public:
   explicit EvaluationProgress(Log& log) : log_(log) {}
@@ -268,7 +268,7 @@ inline Evaluated evaluate_on_rank(const Evaluation& job, World& world, int rank,
 
 }  // namespace detail
 
-// What each process has chosen from what its host has, and read.
+// Checks that all processes chose and read the same from what their hosts have.
 inline void require_same_evaluation(const Processes& processes, const Evaluation& job) {
   if (processes.alone()) return;
   const Options& o = job.options;

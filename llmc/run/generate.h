@@ -22,8 +22,8 @@ namespace llmc {
 
 inline constexpr int64_t most_prompt_bytes = 1 << 26;
 
-// Generated text on stdout: byte for byte to a pipe or a file; on a terminal whole characters, escaped where they could
-// do anything but show.
+// Writes generated text to stdout: byte for byte to a pipe or a file; to a terminal as whole characters, escaped if
+// they could do anything but show.
 class TextOut {
  public:
   TextOut() : terminal_(isatty(STDOUT_FILENO) == 1) {}
@@ -31,7 +31,7 @@ class TextOut {
     if (terminal_) put(characters_.add(bytes));
     else put(bytes);
   }
-  // What follows is no continuation of a character.
+  // The text that follows does not continue a character.
   void end(std::string_view after) {
     put(characters_.rest());
     put(after);
@@ -48,7 +48,7 @@ class TextOut {
 
 namespace detail {
 
-// A line without its end; none: there are no more.
+// A line without its line break; none: there are no more.
 inline std::optional<std::string> read_line(std::istream& in) {
   std::string line;
   if (!std::getline(in, line)) return std::nullopt;
@@ -74,7 +74,7 @@ struct Prompt {
   std::string text, where;  // where: how errors begin, "--prompt"
 };
 
-// Those that are known before the first is continued; with --interactive none are.
+// The prompts known before the first one is continued; with --interactive there are none.
 inline std::vector<Prompt> given_prompts(const Options& o) {
   if (o.prompt_file.empty()) return {{o.prompt == "-" ? read_stdin() : o.prompt, "--prompt"}};
   std::istringstream lines(read_text(o.prompt_file, most_prompt_bytes));
@@ -90,7 +90,7 @@ inline std::vector<Prompt> given_prompts(const Options& o) {
 
 }  // namespace detail
 
-// --generate: loads a model and prints how prompts go on, token by token.
+// --generate: loads a model and prints how it continues the prompts, token by token.
 inline void run_generate(const Options& o) {
   require_trained_model("--generate", o.model);
   StepConfig config{.model = choose_model(o), .dtype = choose_dtype(o), .zero = {.holds = Holds::weights}};
@@ -103,7 +103,7 @@ inline void run_generate(const Options& o) {
   };
   std::vector<detail::Prompt> prompts;
   if (!o.interactive) prompts = detail::given_prompts(o);
-  for (const detail::Prompt& prompt : prompts) tokens_of(prompt);  // refuses a bad one before the first is continued
+  for (const detail::Prompt& prompt : prompts) tokens_of(prompt);  // rejects a bad one before the first is continued
   const Plan plan = make_plan(config, device);
   require_memory(o, config, plan, device);
   require_whole_weights(o);

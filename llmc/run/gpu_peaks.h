@@ -1,5 +1,5 @@
-// gpu_peaks.h: datasheet peaks of the NVIDIA GPUs that run the kernels (sm_80 and later), by the name that the driver
-// reports: dense tensor-core peaks, memory bandwidth, NVLink. Figures marked "*with sparsity" are twice these. GeForce
+// gpu_peaks.h: datasheet peaks (dense tensor cores, memory bandwidth, NVLink) of the NVIDIA GPUs that run the kernels
+// (sm_80 and later), by the name that the driver reports. Figures marked "*with sparsity" are twice these. GeForce
 // cards accumulate in fp32 at half the rate of fp16, and advertise the latter.
 #pragma once
 #include <algorithm>
@@ -19,7 +19,7 @@ struct GpuPeaks {
   std::optional<double> bf16, fp8;
   std::optional<double> bandwidth;  // GB/s
   const char* source;
-  // GB/s to the other GPUs of its server, through NVLink between any two: half of the datasheet's figure, which is for
+  // GB/s to the other GPUs of its server, through NVLink between any two: half of the datasheet's figure, which counts
   // both directions. None: not all GPUs of a server are linked.
   std::optional<double> link = std::nullopt;
 };
@@ -39,7 +39,7 @@ inline constexpr GpuPeaks gpu_peaks_table[] = {
     // Data centres.
     {"A100 SXM4 40GB", 312, na, 1555, "NVIDIA A100 datasheet", 300},
     {"A100 PCIE 40GB", 312, na, 1555, "NVIDIA A100 datasheet"},
-    {"A100 SXM 80GB", 312, na, 2039, "NVIDIA A100 80GB datasheet", 300},  // in early drivers
+    {"A100 SXM 80GB", 312, na, 2039, "NVIDIA A100 80GB datasheet", 300},  // early drivers' name
     {"A100 SXM4 80GB", 312, na, 2039, "NVIDIA A100 80GB datasheet", 300},
     {"A100 80GB PCIe", 312, na, 1935, "NVIDIA A100 80GB datasheet"},
     {"A30", 165, na, 933, "NVIDIA A30 datasheet"},
@@ -68,7 +68,7 @@ inline constexpr GpuPeaks gpu_peaks_table[] = {
     {"RTX PRO 6000 Blackwell Workstation Edition", 500, 1000, 1792, pro_blackwell},
     {"RTX PRO 6000 Blackwell Max Q Workstation Edition", 438.9, 877.8, 1792, pro_blackwell},
     {"GB10", na, na, 273, "NVIDIA DGX Spark datasheet, which gives only fp4"},
-    // GeForce. Cards of one name may differ in memory; the bandwidth is that of the first version.
+    // GeForce. Cards of the same name may differ in memory; the bandwidth is that of the first version.
     {"GeForce RTX 3060", 25.5, na, 360, ampere_site},
     {"GeForce RTX 3060 Ti", 32.4, na, 448, ampere_site},
     {"GeForce RTX 3070", 40.6, na, 448, ampere},
@@ -94,7 +94,7 @@ inline constexpr GpuPeaks gpu_peaks_table[] = {
     {"GeForce RTX 5090", 209.5, 419, 1792, blackwell},
 };
 
-// "NVIDIA A100-SXM4-80GB" -> a100, sxm4, 80gb: without the brand, which drivers report since 2021.
+// "NVIDIA A100-SXM4-80GB" -> a100, sxm4, 80gb: without the brand, which drivers have reported since 2021.
 inline std::vector<std::string> words_of_gpu(std::string_view name) {
   std::vector<std::string> words(1);
   for (const char c : name) {
@@ -112,8 +112,8 @@ inline bool is_memory_size(const std::string& word) {
 
 }  // namespace detail
 
-// `name`: that of cudaDeviceProp. The longest row that the name begins with; only a memory size may follow, because
-// anything else ("Ti", "D", "Laptop GPU", "MIG 1g.10gb") means another chip or a part of one. None: unknown.
+// `name`: as in cudaDeviceProp. Returns the longest entry that the name begins with. Only a memory size may follow,
+// because anything else ("Ti", "D", "Laptop GPU", "MIG 1g.10gb") means another chip or a part of one. None: unknown.
 inline std::optional<GpuPeaks> gpu_peaks(std::string_view name) {
   const std::vector<std::string> words = detail::words_of_gpu(name);
   std::optional<GpuPeaks> found;

@@ -1,4 +1,4 @@
-// job.h: a training run, decided: everything is chosen, read and validated here, before anything is created.
+// job.h: a training run with every choice made: all is chosen, read and validated here, before anything is created.
 #pragma once
 #include <limits>
 #include <map>
@@ -23,21 +23,21 @@ namespace llmc {
 
 struct Job {
   Options options;
-  StopCondition::Clock::time_point begin;  // of the process
-  Device device, rank_device;              // of the process, of rank 0
-  Backend backend;                         // between ranks
+  StopCondition::Clock::time_point begin;  // when the process began
+  Device device, rank_device;              // the process's, and its first rank's
+  Backend backend;                         // the transport between ranks
   StepConfig step;
   std::unique_ptr<Tokenizer> tokenizer;
-  std::map<std::string, std::string> tokenizer_files;  // read once, so that all checkpoints have the same
+  std::map<std::string, std::string> tokenizer_files;  // read once, so that all checkpoints save the same
   TokenShards train;
-  std::vector<std::string> data_checksums;  // of its shards
+  std::vector<std::string> data_checksums;  // of the training shards
   std::optional<TokenShards> val;
   std::vector<std::string> val_checksums;
   std::optional<ChoiceSet> choices;
   std::optional<int32_t> document_begin;  // the token that begins a document, for --mask-documents
-  nlohmann::json parent;                  // of a branch, see parent_of()
-  uint64_t first_seed;                    // of the order of samples
-  std::vector<Reseed> reseeds;            // by branches
+  nlohmann::json parent;                  // a branch's parent, see parent_of()
+  uint64_t first_seed;                    // for the order of the samples
+  std::vector<Reseed> reseeds;            // made by branches
   int64_t samples_per_step, max_steps, val_samples = 0;
   Plan plan;
 
@@ -57,7 +57,7 @@ struct Job {
         max_steps(choose_steps(o, step.tokens(), steps_of_an_epoch())) {
     options.usual_aux_loss = usual_aux_loss(step.model);
     step.model.special_tokens = choose_special_tokens(o, *tokenizer, step.model);
-    prompt_tokens(*tokenizer, o.prompt, step.model);  // refuses a bad --prompt now, not at the first sample
+    prompt_tokens(*tokenizer, o.prompt, step.model);  // rejects a bad --prompt now, not at the first sample
     CHECK(o.warmup_steps <= max_steps, "--warmup-steps {} exceeds the {} steps of the run ({})", o.warmup_steps,
           max_steps, length_text(o));
     if (!o.val_data.empty()) {
@@ -76,7 +76,7 @@ struct Job {
     require_gpu_for("--tune-matmul", o.tune_matmul, device, o);
     require_cudnn_can(step, device, o);
     plan = make_plan(step, rank_device);
-    // On resume, resume() checks the memory: what the checkpoint recorded may need less.
+    // When resuming, resume() checks the memory: the checkpoint's recorded choices may need less.
     std::error_code none;
     const bool begun = std::filesystem::is_directory(o.out_dir, none) && !checkpoint_steps(o.out_dir).empty();
     if (o.restart || o.resume == "never" || (o.resume == "auto" && !begun)) {
@@ -92,7 +92,7 @@ struct Job {
             .choices = choices ? &*choices : nullptr,
             .document_begin = document_begin};
   }
-  // --prompt, or a text that the tokenizer can encode for a first try; empty: it can none, or is not known.
+  // --prompt, or a text for a first try that the tokenizer can encode; empty: it cannot, or the tokenizer is unknown.
   std::string example_prompt() const {
     const std::string usual = "Once upon a time";
     if (!options.prompt.empty() || !knows_tokens(options, *tokenizer, step.model)) return options.prompt;
@@ -136,10 +136,10 @@ struct Job {
     resume_order(from);
   }
 
-  // The order of the samples is that of the checkpoint's run; a branch may go on with another seed.
+  // The samples keep the order of the checkpoint's run; a branch may continue with another seed.
   void resume_order(const ResumePoint& from) {
     const nlohmann::json seeds = from.trainer.value("seeds", nlohmann::json());
-    if (seeds.is_null()) {  // one from the beginning
+    if (seeds.is_null()) {  // one seed from the beginning
       if (const auto first = whole_number(from.trainer.value("seed", nlohmann::json())))
         first_seed = static_cast<uint64_t>(*first);
     } else {

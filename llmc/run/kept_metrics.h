@@ -1,5 +1,5 @@
-// kept_metrics.h: what a resumed run keeps of metrics.jsonl, and what it says of damaged lines. No number of the file
-// decides how a run goes on: trainer.json has those.
+// kept_metrics.h: what a resumed run keeps of metrics.jsonl, and what it reports about damaged lines. No number in that
+// file affects how a run goes on: trainer.json has those.
 #pragma once
 #include <algorithm>
 #include <nlohmann/json.hpp>
@@ -14,15 +14,15 @@
 
 namespace llmc {
 
-// What metrics.jsonl holds up to a step.
+// The contents of metrics.jsonl up to a step.
 struct MetricsKept {
-  std::string lines;            // intact ones, of no later step
-  bool validated = false;       // whether there is a validation of the step itself
+  std::string lines;            // the intact ones, up to the step
+  bool validated = false;       // there is a validation of the step itself
   double elapsed_s = 0;         // seconds that the run had taken
-  int64_t train_lines = 0;      // of them
+  int64_t train_lines = 0;      // training lines among them
   int64_t first = 0, last = 0;  // their smallest and largest step
 
-  std::string damaged;                 // lines that are not ours; the last one may be incomplete, which is no damage
+  std::string damaged;                 // lines that are not ours; an incomplete last line is no damage
   std::vector<int64_t> damaged_lines;  // their numbers, from 1
 };
 
@@ -68,8 +68,8 @@ inline MetricsKept metrics_until(const std::string& text, int64_t step, OwnValid
   return kept;
 }
 
-// What is wrong with the lines of a run that resumes after this step; empty: nothing. copy: where damaged lines are
-// now; begin: the step after which a branch has begun.
+// The fault in the metrics of a run that resumes after this step; empty: none. copy: where damaged lines are now;
+// begin: the step after which a branch began.
 inline std::string metrics_fault(const MetricsKept& kept, int64_t step, const std::string& file,
                                  const std::string& copy, std::optional<int64_t> begin = std::nullopt) {
   std::string fault;

@@ -10,19 +10,19 @@
 
 namespace llmc {
 
-// Whole steps, but for data that have less than one.
+// Whole steps, or one for data that have less than one.
 inline int64_t steps_of_an_epoch(int64_t samples, int64_t samples_per_step) {
   return std::max<int64_t>(1, samples / samples_per_step);
 }
 
-// What says how long the run is.
+// The option that sets the length of the run.
 inline std::string length_text(const Options& o) {
   if (o.max_steps) return formatted("--max-steps {}", *o.max_steps);
   if (o.tokens) return formatted("--tokens {}", *o.tokens);
   return o.epochs ? formatted("--epochs {}", *o.epochs) : "one epoch";
 }
 
-// The number of updates. of_an_epoch: how many an epoch has.
+// The number of updates. of_an_epoch: updates per epoch.
 inline int64_t choose_steps(const Options& o, int64_t tokens_per_step, int64_t of_an_epoch) {
   const int64_t most = std::numeric_limits<int64_t>::max() / tokens_per_step;
   int64_t steps = of_an_epoch;

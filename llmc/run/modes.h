@@ -1,5 +1,5 @@
-// modes.h: modes other than training: --selftest, --verify-data, --plan, --print-schedule; --generate and
-// --evaluate have files of their own.
+// modes.h: modes other than training: --selftest, --verify-data, --plan, --print-schedule. --generate and --evaluate
+// have their own files.
 #pragma once
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -19,7 +19,7 @@
 
 namespace llmc {
 
-// --selftest: layouts of the available ranks against one CPU rank.
+// --selftest: compares layouts of the available ranks with one CPU rank.
 inline void run_selftest_mode(const Options& o, const Processes& processes) {
   Log log = make_log(o, processes);
   selftest::Machine machine{.device = rank_device(choose_device(o), o.place)};
@@ -54,8 +54,8 @@ inline void run_verify_data(const Options& o) {
   CHECK(bad.empty(), "--verify-data found bad shards:{}", bad);
 }
 
-// --plan: a step's memory by name and work by op, from the null device; and its time on GPUs of this machine that have
-// datasheets.
+// --plan: the memory of a step by name and its work by op, from the null device, and its time on this machine's GPUs if
+// they have datasheets.
 inline void run_plan(const Options& o) {
   const Device device = choose_device(o);
   const StepConfig config = with_token_slices(choose_step(o), o, device);
@@ -97,7 +97,7 @@ inline Pipeline choose_pipeline(const Options& o) {
   return p;
 }
 
-// --print-schedule: as wide and as colourful as the terminal.
+// --print-schedule: as wide as the terminal, and in colour if it has colours.
 inline void run_print_schedule(const Options& o) {
   const Pipeline p = choose_pipeline(o);
   PictureStyle style;

@@ -1,5 +1,5 @@
-// news.h: what ranks tell each other between micro-batches and updates, so that all of them save, or end, at the same
-// place, whichever of them has the reason.
+// news.h: the messages that ranks exchange between micro-batches and updates, so that all of them save or end at the
+// same point, whichever has the reason.
 #pragma once
 #include <string>
 #include <vector>
@@ -8,12 +8,12 @@
 
 namespace llmc {
 
-// The later, the more urgent.
+// In order of urgency, the most urgent last.
 enum class NewsKind : char {
   none = '0',
-  save,        // rank 0: the clock says so, or the out directory is a new one
+  save,        // rank 0: it is time, or the out directory is a new one
   stop,        // a signal or the time limit; text: which
-  unreadable,  // text: what a rank that cannot read its samples says
+  unreadable,  // text: the error of a rank that cannot read its samples
   lost,        // the out directory; text: how
 };
 
@@ -25,7 +25,7 @@ struct News {
   std::string message() const { return kind == NewsKind::none ? "" : static_cast<char>(kind) + text; }
 };
 
-// The most urgent of all ranks' messages; of equally urgent ones that of the lowest rank.
+// The most urgent of all ranks' messages; among equals, that of the lowest rank.
 inline News most_urgent(const std::vector<std::string>& messages) {
   News first;
   for (const std::string& message : messages)

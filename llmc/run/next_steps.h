@@ -1,4 +1,4 @@
-// next_steps.h: the commands that a run suggests: how to go on from its weights.
+// next_steps.h: the commands that a run suggests for going on from its weights.
 #pragma once
 #include <unistd.h>
 
@@ -34,7 +34,7 @@ inline std::string free_directory(const std::string& out, const std::string& end
 
 inline std::string without_slash(const std::string& out) { return out.substr(0, out.find_last_not_of('/') + 1); }
 
-// The options of a run without those of one start, or of one process.
+// The options of a run without those that concern one start or one process.
 inline Options of_any_start(Options o) {
   const Options usual;
   o.resume = usual.resume;
@@ -45,10 +45,10 @@ inline Options of_any_start(Options o) {
   return o;
 }
 
-// What stood before the trainer's options where a script of scripts/multi_node/ started it, program included.
+// The command before the trainer's options, program included, if a script of scripts/multi_node/ started it.
 inline constexpr const char* launch_variable = "TRAIN_GPT_LAUNCH";
 
-// A command for as many processes as these options have, with their launcher where it can be told.
+// A command for as many processes as these options have, with their launcher if it is known.
 inline std::string launched(const Options& o, const std::string& program, const Options& next) {
   const std::string command = command_line(next, program);
   if (o.place.processes == 1) return command;
@@ -72,15 +72,15 @@ inline std::string branch_command(const Options& o, const std::string& checkpoin
   return detail::launched(o, program, branch);
 }
 
-// The next commands, to be pasted where `program` was called: each works as it stands. prompt: for --generate
+// The next commands, to be pasted where `program` was called: each works as it stands. prompt: for --generate.
 inline void report_next_steps(Log& log, const Options& o, const std::string& checkpoint, const std::string& program,
                               const std::string& prompt) {
   const std::string out = detail::without_slash(o.out_dir);
   Options more = detail::of_any_start(o), made;
-  more.model = checkpoint;  // which knows its own shape
+  more.model = checkpoint;  // the checkpoint knows its own shape
   more.from_scratch = false;
   more.n_layer = more.n_head = more.n_kv_head = more.n_embd = more.n_ffn = more.vocab_size = std::nullopt;
-  more.seed = o.seed < std::numeric_limits<int64_t>::max() ? o.seed + 1 : 0;  // with the same one: the same samples
+  more.seed = o.seed < std::numeric_limits<int64_t>::max() ? o.seed + 1 : 0;  // the same seed draws the same samples
   more.out_dir = detail::free_directory(detail::without_continued(out), "-continued");
   made.generate = true;
   made.model = checkpoint;

@@ -25,7 +25,7 @@ inline std::string processor_name() {
   return "unknown processor";
 }
 
-// Best time in seconds of op(tensors of `shape`, stream); on a GPU, as one of several in a row.
+// Best time in seconds of op(tensors of `shape`, stream); on a GPU, as one of several back to back.
 template <class Op>
 double best_seconds(const Device& device, DType dtype, const Shape& shape, Op&& op) {
   double best = std::numeric_limits<double>::infinity();
@@ -55,12 +55,12 @@ double best_seconds(const Device& device, DType dtype, const Shape& shape, Op&& 
   return best;
 }
 
-// Elements per tensor, so that three take half of a GPU's free memory: other programs may use the GPU, too.
+// Elements per tensor for three to take half of a GPU's free memory: other programs may use the GPU, too.
 inline int64_t most_elements(const Device& device, DType dtype) {
   return free_memory_of_own(device.gpu) / 2 / 3 / size_of(dtype);
 }
 
-// Flops per second of products in `dtype`: on a CPU of those in registers, on a GPU of a square matrix.
+// Matmul flops per second in `dtype`: from registers on a CPU, of a square matrix on a GPU.
 inline double measure_matmul_peak(const Device& device, DType dtype) {
   if (device.kind == DeviceKind::cpu) {
     double peak = 0;
@@ -74,14 +74,14 @@ inline double measure_matmul_peak(const Device& device, DType dtype) {
   };
   int64_t size = 64;
   double best = seconds(size);
-  // A larger product keeps a GPU busier, unless one of this size already takes it long.
+  // A larger product keeps a GPU busier, unless one of this size already takes long.
   const int64_t most = dtype == DType::fp32 ? 4096 : 8192;
   while (best < 2e-3 && size < most && 4 * size * size <= most_elements(device, dtype)) best = seconds(size *= 2);
   return 2.0 * static_cast<double>(size * size * size) / best;
 }
 
-// Bytes per second, reads and writes counted, of a copy, or on a CPU of a sum in place if that is more: a CPU reads
-// what it writes, which a copy has no use for.
+// Bytes per second, counting reads and writes, of a copy; on a CPU, of an in-place sum if that is faster: a CPU also
+// reads the memory that it writes, and a copy has no use for that.
 inline double measure_bandwidth(const Device& device) {
   int64_t n = int64_t{1} << 26;
   if (device.kind == DeviceKind::cuda) n = std::min(4 * n, most_elements(device, DType::fp32));
@@ -113,7 +113,7 @@ inline double matmul_peak(const Device& device, DType dtype) {
   nlohmann::json cache = nlohmann::json::object();
   try {
     if (path_exists(file)) cache = read_json(file);
-  } catch (const Error&) {  // measured again, and written anew
+  } catch (const Error&) {  // measure again, and write it anew
   }
   auto cached = [&](const char* field) {
     const nlohmann::json entry = cache.contains(key) ? cache[key] : nlohmann::json();
@@ -129,22 +129,22 @@ inline double matmul_peak(const Device& device, DType dtype) {
   std::filesystem::create_directories(std::filesystem::path(file).parent_path(), ignored);
   try {
     write_text_durably(file, cache.dump(1) + "\n");
-  } catch (const Error&) {  // measured again next time
+  } catch (const Error&) {  // measure again next time
   }
   return best;
 }
 
-// The peaks that the speed of a run, or of a rank, is compared with.
+// The peaks that the speed of a run or a rank is compared with.
 struct Peaks {
   double measured = 0;             // flops per second of matmul on this machine: the speed of light
   double bandwidth = 0;            // bytes per second of memory on this machine, if requested
   std::optional<double> promised;  // flops per second that MFU refers to; none: unknown
-  std::string source;              // of `promised`
+  std::string source;              // where `promised` comes from
 
   Peaks times(double factor) const {
     return {measured * factor, bandwidth * factor, promised ? std::optional(*promised * factor) : std::nullopt, source};
   }
-  // A step that was faster than the measured peak proves it too low: the machine was busy then. True: it was.
+  // A step faster than the measured peak proves it too low: the machine was busy then. Returns whether it was.
   bool raise(double flops_per_s) {
     if (measured == 0 || flops_per_s <= measured) return false;
     if (promised && source == from_measurement) promised = flops_per_s;
@@ -155,7 +155,7 @@ struct Peaks {
   Peaks of_rank(int64_t ranks) const { return times(1 / static_cast<double>(ranks)); }
 };
 
-// Of one device. MFU refers to --peak-tflops or a GPU's datasheet; on a CPU, which has none, to the measured peak.
+// For one device. MFU refers to --peak-tflops or a GPU's datasheet; a CPU has none, so to its measured peak.
 inline Peaks find_peaks(const Device& device, DType dtype, const std::optional<double>& peak_tflops,
                         bool with_bandwidth = false) {
   Peaks peaks;
@@ -170,8 +170,8 @@ inline Peaks find_peaks(const Device& device, DType dtype, const std::optional<d
   return peaks;
 }
 
-// What a plan's clock assumes of a GPU, by its datasheet. None where that does not say all of it: for fp32, and for
-// several ranks without NVLink.
+// The rates that a plan's clock assumes for a GPU, from its datasheet. None if the datasheet lacks some of them: for
+// fp32, and for several ranks without NVLink.
 inline std::optional<Rates> datasheet_rates(const GpuPeaks& chip, DType dtype, int ranks) {
   if (dtype != DType::bf16 || !chip.bf16 || !chip.bandwidth || (ranks > 1 && !chip.link)) return std::nullopt;
   return Rates{.flops_per_s = *chip.bf16 * 1e12,

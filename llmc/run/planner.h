@@ -1,6 +1,6 @@
-// planner.h: what a run needs, found by running the trainer itself on the null device: nothing is computed; memory is
-// counted by name, work by op, and at stated rates time. The arenas of the real run are made exactly this large, so the
-// plan cannot drift from the code.
+// planner.h: finds what a run needs by running the trainer itself on the null device. Nothing is computed; memory is
+// counted by name, work by op, and, at given rates, time. The real run's arenas have exactly this size, so the plan
+// cannot drift from the code.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -13,26 +13,26 @@
 
 namespace llmc {
 
-// In the memory of a plan: what NCCL takes for a rank's groups.
+// The label in a plan's memory of what NCCL takes for a rank's groups.
 inline constexpr const char* nccl_label = "NCCL";
 
 struct Plan {
   int64_t arena_bytes = 0, scratch_bytes = 0;
-  std::vector<MemoryLine> memory;  // of a rank: what is live at the high-water mark, scratch last
-  OpLedger step_ops;               // calls, flops and bytes of one training step of a rank, if it trains
+  std::vector<MemoryLine> memory;  // of a rank, live at the high-water mark, scratch last
+  OpLedger step_ops;               // calls, flops and bytes per training step of a rank, if it trains
   std::vector<std::pair<std::string, int64_t>> step_traffic;  // bytes that a rank sends in a step, by group
-  // Of a training step on paper, at the rates of the target; 0 without. Exposed: the compute stream waits for others,
-  // or transfers itself.
+  // The time of a training step on paper, at the rates of the target; 0 without. Exposed: the compute stream waits for
+  // others, or does transfers itself.
   double step_seconds = 0, exposed_seconds = 0;
-  std::shared_ptr<const Plan> others;  // of the ranks that a parameter server, rank 0, serves; none: as rank 0's
-  // Of each stage of a pipeline; empty: all ranks have this one. Rank 0's is on the first stage.
+  std::shared_ptr<const Plan> others;  // ranks that a parameter server, rank 0, serves; none: as rank 0's
+  // A plan for each stage of a pipeline; empty: all ranks have this one. Rank 0's is on the first stage.
   std::vector<std::shared_ptr<const Plan>> stages;
   int ranks_of_stage = 1;
   const Plan& of(int rank) const {
     if (!stages.empty()) return *stages[static_cast<size_t>(rank / ranks_of_stage)];
     return rank > 0 && others ? *others : *this;
   }
-  // The stage of which f(plan) is largest; of equals the first.
+  // The stage with the largest f(plan); among equals, the first.
   template <class F>
   size_t stage_with_most(F&& f) const {
     size_t most = 0;
@@ -44,7 +44,7 @@ struct Plan {
     return stage_with_most([](const Plan& p) { return p.total_bytes(); });
   }
   const Plan& of_stage(size_t s) const { return stages.empty() ? *this : *stages[s]; }
-  double flops() const {  // of a rank in a step, of this stage
+  double flops() const {  // of a rank of this stage, per step
     double sum = 0;
     for (const auto& [op, totals] : step_ops) sum += totals.flops;
     return sum;
@@ -84,7 +84,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
     plan.exposed_seconds = stream.exposed_seconds() - exposed_before;
     for (const Comm* comm : dp.tensor_groups()) plan.step_traffic.emplace_back(comm->name(), comm->bytes_sent());
   }
-  // With several chunks a stage, as many micro-batches are on their way as there are stages (forward_orders).
+  // With several chunks per stage, as many micro-batches are in flight as there are stages (forward_orders).
   const int64_t in_flight = config.chunks > config.stages ? config.stages : 1;
   if (config.zero.holds == Holds::training_state || !config.generates) trainer.evaluate(in_flight, 1, nothing);
   for (int64_t length = 1; length < config.batch.T; length *= 2) trainer.evaluate(in_flight, 1, nothing, {}, length);
@@ -124,11 +124,11 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   return plan;
 }
 
-// Beyond any run: layers, whose parameters are listed by name, and layers times the micro-batches of a step, whose
-// actions and activations are listed before it begins.
+// Beyond any run: the number of layers, whose parameters are listed by name, and layers times the micro-batches of a
+// step, whose actions and activations are listed before it begins.
 inline constexpr int64_t most_layers = 1 << 14, most_passes = 1 << 18;
 
-// Refuses what cannot even be planned: a step of more actions than can be listed, sizes whose products overflow 64
+// Rejects what cannot even be planned: a step with more actions than can be listed, or sizes whose products overflow 64
 // bits. Generous bounds, in floating point, on the bytes of a plan and the operations of its largest op.
 inline void require_countable(const StepConfig& config) {
   const ModelConfig& m = config.model;

@@ -33,13 +33,13 @@ inline Launched launch_of(const Options& o) {
   return find_launch({o.rank, o.world_size, o.rendezvous}, environment_variable, mpi_library());
 }
 
-// Is stdout a terminal that a person reads, and that knows escape codes?
+// Is stdout a terminal that a person reads and that understands escape codes?
 inline bool person_reads(const Options& o) {
   return isatty(STDOUT_FILENO) == 1 && environment_variable("TERM").value_or("dumb") != "dumb" &&
          !launcher_has_output({o.rank, o.world_size, o.rendezvous}, environment_variable);
 }
 
-// The options that all processes must have alike: but for what says where one of them is.
+// The options that must be the same for all processes: all but those that say where a process is.
 inline NamedValues options_to_agree_on(const Options& o) {
   NamedValues all;
   for (const OptionText& t : option_texts(o))
@@ -49,16 +49,16 @@ inline NamedValues options_to_agree_on(const Options& o) {
 
 }  // namespace detail
 
-// What this process prints, if it is the one that prints.
+// The log of this process, silent unless it is the one that prints.
 inline Log make_log(const Options& o, const Processes& processes = {}) {
   if (processes.process() != 0) return Log::silent();
   return Log(detail::person_reads(o) ? ProgressLine::shown : ProgressLine::none);
 }
 
-// Neither of the modes that one process does alone; --selftest counts.
+// Modes that run on ranks, --selftest included; the others need one process.
 inline bool needs_ranks(const Options& o) { return !o.generate && !o.plan && !o.verify_data && !o.print_schedule; }
 
-// The number of ranks, and which of them are this process's, as far as the launcher and the options tell.
+// Sets the number of ranks, and which of them are this process's, as far as launcher and options say.
 inline void take_place(Options& o) {
   Place& place = o.place;
   if (o.plan && !o.rank) {  // a plan needs no processes
@@ -74,7 +74,7 @@ inline void take_place(Options& o) {
   place.ranks_on_host = o.plan ? o.ranks : place.local_ranks;
 }
 
-// Meets the other processes of the job, and completes the place of this one.
+// Meets the other processes of the job, and completes this process's place.
 inline std::unique_ptr<Processes> meet(Options& o) {
   Place& place = o.place;
   if (place.processes == 1 || !needs_ranks(o)) return std::make_unique<Processes>();
@@ -113,15 +113,15 @@ inline std::unique_ptr<Processes> meet(Options& o) {
     return count;
   };
   place.sharers = sharing("processors", processor_set());
-  const int64_t gpu_sharers = sharing("GPUs", gpu_set());  // asked of all, whether this process sees any or not
+  const int64_t gpu_sharers = sharing("GPUs", gpu_set());  // all processes ask, whether they see any or not
   place.own_gpus = visible_gpus().count > 0 && gpu_sharers == 1;
   return processes;
 }
 
-// The command line of this process was refused. Others that wait for it are told why and end too, unless it is their
-// launcher that ends them, as mpirun does: then this throws what all of them print.
+// The command line of this process was rejected. Processes that wait for it are told why and end too, unless their
+// launcher ends them, as mpirun does; in that case this throws the error that all of them print.
 inline void tell_refusal(int argc, const char* const* argv, const std::string& error) {
-  constexpr double patience = 10;  // seconds for the others to come
+  constexpr double patience = 10;  // seconds for the others to arrive
   std::map<std::string, std::string> given;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
@@ -150,7 +150,7 @@ inline void tell_refusal(int argc, const char* const* argv, const std::string& e
   }
 }
 
-// The options and the place of this process.
+// The options and this process's place.
 inline Command read_command_line(int argc, const char* const* argv) try {
   return parse_command_line(argc, argv, take_place);
 } catch (const Error& error) {
@@ -158,7 +158,7 @@ inline Command read_command_line(int argc, const char* const* argv) try {
   throw;
 }
 
-// Does the same on all processes; if it fails on one of them, it fails on all, with the error and who had it.
+// Does the same on all processes; if it fails on one, it fails on all, with the error and the process that had it.
 template <class F>
 void together(const Processes& processes, const char* what, F&& f) {
   std::string fault;
@@ -176,7 +176,7 @@ void together(const Processes& processes, const char* what, F&& f) {
   throw SharedError((same ? "" : processes.control()->name_of_rank(rank) + ": ") + *first);
 }
 
-// The texts of all processes, which may be longer than a message between them.
+// Gathers the texts of all processes, which may be longer than a message between them.
 inline std::vector<std::string> gather_large(const std::string& topic, const std::string& mine,
                                              const Processes& processes) {
   constexpr size_t piece = 1 << 19;
@@ -192,14 +192,14 @@ inline std::vector<std::string> gather_large(const std::string& topic, const std
   return all;
 }
 
-// Is it so on any of them? processes: none for this one alone
+// Whether this holds on any process. processes: null for this one alone.
 inline bool any_process(const Processes* processes, const std::string& topic, bool here) {
   if (processes == nullptr) return here;
   const std::vector<std::string> all = processes->all_gather(topic, here ? "yes" : "");
   return std::ranges::find(all, "yes") != all.end();
 }
 
-// Refuses, on all processes, what each of them has found by itself and is not the same everywhere.
+// Throws on all processes if what each has found by itself is not the same everywhere.
 inline void require_same(const Processes& processes, const char* what, const NamedValues& mine) {
   if (processes.alone()) return;
   Said said;
@@ -211,7 +211,7 @@ inline void require_same(const Processes& processes, const char* what, const Nam
   if (!difference.empty()) throw SharedError(difference);
 }
 
-// Where a process ends with an error of its own, or because another one has: what to print.
+// What to print when a process ends with an error of its own, or because another one ended.
 inline std::string end_alone(Processes* processes, const std::exception& error) {
   const bool follows =
       dynamic_cast<const PeerError*>(&error) != nullptr || dynamic_cast<const ConnectionError*>(&error) != nullptr;
@@ -219,8 +219,8 @@ inline std::string end_alone(Processes* processes, const std::exception& error) 
   return processes == nullptr ? text : processes->fail(text, follows);
 }
 
-// Where all processes end for the same reason: none ends before process 0 has said why, because launchers end the
-// others as soon as one has failed. Returns the exit status.
+// Called when all processes end for the same reason: none ends before process 0 has said why, because launchers end the
+// others once one has failed. Returns the exit status.
 inline int end_together(const Processes* processes, ExitStatus status) {
   try {
     if (processes) processes->all_gather("end", "");

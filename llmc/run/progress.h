@@ -1,4 +1,4 @@
-// progress.h: the progress of a run, besides its tensors: trainer.json, written to each checkpoint and read on resume.
+// progress.h: a run's progress apart from its tensors: trainer.json, written to each checkpoint and read on resume.
 #pragma once
 #include <cmath>
 #include <limits>
@@ -13,15 +13,15 @@
 namespace llmc {
 
 struct Progress {
-  int64_t done = 0;  // updates
+  int64_t done = 0;  // updates made
   OutlierDetector losses, norms;
   double best_val = std::numeric_limits<double>::infinity();
   int64_t best_step = -1;
   bool validated = false;            // after the last of the updates
   std::string matmul_choices;        // if tuned
   std::string cpu_isa;               // on CPUs: the instructions that the last updates were computed with
-  std::vector<float> expert_biases;  // of the checkpoint, of all layers; with --moe-bias-rate
-  nlohmann::ordered_json data_changes = nlohmann::ordered_json::array();  // shards that --data-changed accept took
+  std::vector<float> expert_biases;  // the checkpoint's, for all layers; with --moe-bias-rate
+  nlohmann::ordered_json data_changes = nlohmann::ordered_json::array();  // shards accepted by --data-changed accept
 };
 
 // trainer.json
@@ -56,15 +56,15 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"options", options_json(job.options)}};
   if (!job.parent.is_null()) trainer["parent"] = job.parent;
   if (job.reseeds.empty()) return trainer;
-  nlohmann::ordered_json seeds;  // with the positions of the stream from which they order the samples
+  nlohmann::ordered_json seeds;  // with the positions of the sample stream from which each orders it
   seeds.push_back(nlohmann::ordered_json::array({0, job.first_seed}));
   for (const Reseed& other : job.reseeds) seeds.push_back(nlohmann::ordered_json::array({other.position, other.seed}));
   trainer["seeds"] = seeds;
   return trainer;
 }
 
-// The shards whose contents are not those that the checkpoint's run has read; without --data-changed accept they are
-// refused, as are others than it had, or other numbers of tokens.
+// The shards whose contents differ from those that the checkpoint's run read. Without --data-changed accept they are
+// rejected; other shards, or other numbers of tokens, always are.
 inline std::vector<DataChange> changed_data(const ResumePoint& from, const Job& job) {
   const nlohmann::json none, then = from.trainer.value("data_checksums", none),
                              tokens = from.trainer.value("data_tokens", none);
@@ -104,7 +104,7 @@ inline std::vector<DataChange> accept_changed_data(const ResumePoint& from, cons
   return changes;
 }
 
-// Refuses a checkpoint from which the job would not continue the same run.
+// Rejects a checkpoint from which the job would not continue the same run.
 inline void require_same_run(const ResumePoint& from, const Job& job) {
   const std::string file = from.path + "/trainer.json";
   auto expect = [&](const char* field, int64_t now, const std::string& what) {
@@ -129,12 +129,12 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
           now.value(field, nlohmann::json()), job.options.model,
           "the model's directory has changed; --resume never and another --out-dir start a new run");
   expect("data_samples", job.train.samples(), "--train-data has changed: use the former shards, or another --out-dir");
-  changed_data(from, job);  // refuses
+  changed_data(from, job);  // throws if the data changed
   expect("data_cursor", from.step * job.samples_per_step,
          "the checkpoint is damaged, or was written by another program");
 }
 
-// Says that validation losses before and after are of different data.
+// Reports that validation losses before and after the checkpoint are of different data.
 inline void report_changed_validation(Log& log, const ResumePoint& from, const Job& job) {
   const nlohmann::json then = from.trainer.value("val_checksums", nlohmann::json());
   if (then.is_array() && !then.empty() && job.val && then != nlohmann::json(job.val_checksums))
@@ -149,14 +149,14 @@ inline int64_t recorded_steps(const ResumePoint& from, const Job& job) {
           "{}/trainer.json: \"max_steps\" is {}, expected a number of steps; the file is damaged", from.path, steps);
     return *number;
   }
-  // An older version had --max-steps alone.
+  // Older versions had only --max-steps.
   const nlohmann::json options = from.trainer.value("options", nlohmann::json::object());
   const nlohmann::json steps = options.is_object() ? options.value("--max-steps", nlohmann::json()) : nlohmann::json();
   const std::string text = steps.is_string() ? steps.get<std::string>() : "";
   return text.empty() ? job.steps_of_an_epoch() : std::strtoll(text.c_str(), nullptr, 10);
 }
 
-// A run that resumes with another number of steps follows another schedule: says where the learning rate jumps to.
+// A run that resumes with another number of steps follows another schedule: reports where the learning rate jumps to.
 inline void report_changed_schedule(Log& log, const ResumePoint& from, const Job& job) {
   const int64_t before = recorded_steps(from, job);
   if (from.step >= job.max_steps) return;
@@ -219,11 +219,11 @@ inline Progress progress_at(const ResumePoint& from) {
   return progress;
 }
 
-// Of a checkpoint from which the job continues the same run; others are refused.
+// The progress in a checkpoint from which the job continues the same run; other checkpoints are rejected.
 inline Progress resumed_progress(const ResumePoint& from, const Job& job) {
   require_same_run(from, job);
   Progress progress = progress_at(from);
-  if (from.begin == Begin::branch) {  // its best validation is its own
+  if (from.begin == Begin::branch) {  // a branch has its own best validation
     progress.best_val = Progress().best_val;
     progress.best_step = Progress().best_step;
   }
@@ -234,7 +234,7 @@ inline Progress resumed_progress(const ResumePoint& from, const Job& job) {
       "{}/trainer.json: \"expert_biases\" has {} numbers, expected {}: resume with the --moe-bias-rate of the run; if "
       "it is the same, the file is damaged",
       from.path, progress.expert_biases.size(), expected);
-  // An update changes them by at most 1 (--moe-bias-rate).
+  // One update changes a bias by at most 1 (--moe-bias-rate).
   for (const float bias : progress.expert_biases)
     CHECK(std::abs(bias) <= static_cast<float>(from.step),
           "{}/trainer.json: \"expert_biases\" has {}, more than {} steps can give: the file is damaged", from.path,

@@ -11,18 +11,18 @@
 
 namespace llmc {
 
-// Is the device a GPU for a plan alone, on a machine without one?
+// Is the device a GPU for a plan alone, on a machine without GPUs?
 inline bool is_gpu_elsewhere(const Device& device) {
   return device.computes_as() == DeviceKind::cuda && visible_gpus().count == 0;
 }
 
-// The GPU, of those that this process sees, of its rank with this number: dealt out round-robin over the host's ranks.
+// The GPU, among those this process sees, of its rank with this number: round-robin over the host's ranks.
 inline int gpu_of_thread(const Place& place, int64_t thread, int64_t gpus) {
   return static_cast<int>(((place.own_gpus ? 0 : place.rank_on_host) + thread) % gpus);
 }
 
-// One rank's part of the device: a share of the threads, or one of the host's GPUs, dealt out round-robin; without any,
-// for a plan, each has one. thread: the rank's number in this process.
+// One rank's part of the device: a share of the threads, or one of the host's GPUs, dealt out round-robin. In a plan on
+// a host without GPUs, each rank has its own. thread: the rank's number in this process.
 inline Device rank_device(Device device, const Place& place, int64_t thread = 0) {
   const int64_t gpus = visible_gpus().count, ranks = place.own_gpus ? place.local_ranks : place.ranks_on_host,
                 parts = device.kind != DeviceKind::cuda ? 1
@@ -34,16 +34,16 @@ inline Device rank_device(Device device, const Place& place, int64_t thread = 0)
   return device;
 }
 
-// Who moves the tensors of so many ranks with --comm: on GPUs of their own NCCL, also in a plan for those that are not
-// here.
+// Who moves the tensors of this many ranks with --comm: NCCL if ranks have GPUs of their own, even in a plan for GPUs
+// that are not here.
 inline Collectives collectives_of(const Device& device, int64_t ranks, const std::string& comm) {
   const bool own_gpus = device.computes_as() == DeviceKind::cuda && device.sharers == 1 && ranks > 1;
   const bool found = built_with_nccl || is_gpu_elsewhere(device);
   return own_gpus && found && (comm == "auto" || comm == "nccl") ? Collectives::library : Collectives::own;
 }
 
-// The GPUs of this process's ranks, each once. The others that it sees are other processes': a context there would take
-// some hundred MB of their memory.
+// The GPUs of this process's ranks, each once. The other GPUs that it sees belong to other processes: a context there
+// would take some hundred MB of their memory.
 inline std::vector<int> gpus_of_process(const Place& place) {
   std::vector<int> own;
   const int64_t gpus = visible_gpus().count;

@@ -1,4 +1,4 @@
-// ranks.h: one rank: memory of exactly the planned size, its stream, its groups and its trainer; and several ranks as
+// ranks.h: one rank (memory of exactly the planned size, its stream, its groups and its trainer), and several ranks as
 // threads of this process.
 #pragma once
 #include <algorithm>
@@ -21,7 +21,7 @@ struct Run {
   Arena arena, scratch;
   Stream stream;
   std::unique_ptr<Stream> copies;  // on a GPU
-  int64_t free_at_start;           // bytes of the GPU, if it is this rank's alone, before the groups are made
+  int64_t free_at_start;           // free bytes of the GPU before the groups are made, if only this rank uses it
   DataParallel dp;
   Trainer trainer;
   Run(const StepConfig& config, const Plan& plan, const Device& device, World& world, int rank)
@@ -44,14 +44,14 @@ struct Run {
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
 
-  // Before the first step, which would otherwise wait for each page.
+  // Called before the first step, which would otherwise wait for each page.
   void touch_memory() {
     arena.touch();
     scratch.touch();
   }
 
-  // What this rank's GPU has lost since the start, beside what was planned for it: "5.2 GiB after the CUDA context, 5.1
-  // GiB planned; ...". Empty if the GPU is not this rank's alone.
+  // The memory that this rank's GPU has lost since the start, beside what was planned for it: "5.2 GiB after the CUDA
+  // context, 5.1 GiB planned; ...". Empty if other ranks share the GPU.
   std::string memory_taken(const Plan& plan) const {
     const Device& device = arena.device();
     if (!has_own_gpu(device)) return "";
@@ -70,19 +70,19 @@ struct Run {
   }
 
   static bool has_own_gpu(const Device& device) { return device.kind == DeviceKind::cuda && device.sharers == 1; }
-  // With groups that take some of its memory.
+  // Whether its groups take some of its memory.
   static bool has_nccl(const Device& device) {
     return has_own_gpu(device) && device.collectives == Collectives::library;
   }
 
-  // What NCCL takes is planned from its sources; another version, or other links, may take more.
+  // The memory that NCCL takes is planned from its sources; another version, or other links, may take more.
   void require_room_beside_nccl(const Plan& plan, const Device& device) const {
     int64_t planned = 0;
     for (const MemoryLine& line : plan.memory)
       if (line.label == nccl_label) planned = line.bytes;
     const int64_t free = free_memory_of_own(device.gpu), taken = free_at_start - free,
                   needed = plan.arena_bytes + plan.scratch_bytes;
-    // It may take the rest when a group is used first.
+    // NCCL may take the rest when a group is first used.
     CHECK(needed <= free - std::max<int64_t>(0, planned - taken),
           "GPU {}: the groups of NCCL took {} of the {} that were planned for them, {} are free, and {} are needed for "
           "the rest: set NCCL_MAX_CTAS below {}, which limits what they take, or use a smaller --batch-size",
@@ -90,8 +90,8 @@ struct Run {
           nccl_channels(Traffic::tensors));
   }
 
-  // After the groups, which take what they need of a GPU. If there is too little left, the error lists what the memory
-  // was for.
+  // Called after the groups were made, which take what they need of a GPU. If too little is left, the error lists what
+  // the memory was for.
   void take_memory(const Plan& plan, const Device& device, const Hooks& hooks) {
     if (has_nccl(device)) require_room_beside_nccl(plan, device);
     try {
@@ -112,7 +112,7 @@ struct Run {
 template <class F>
 void run_ranks(World& world, F&& rank_main) {
   std::mutex mutex;
-  std::exception_ptr first, other;  // the cause, and what followed from it
+  std::exception_ptr first, other;  // the cause, and errors that followed from it
   auto stop_all = [&](std::exception_ptr reason) {
     {
       std::lock_guard lock(mutex);
@@ -121,8 +121,8 @@ void run_ranks(World& world, F&& rank_main) {
     world.abort();
   };
   Watchdog* const watchdog = world.local().watchdog;
-  // Does an error of this process follow from one that the others know already? A broken connection may be the first
-  // sign of that.
+  // Does an error of this process follow from one that the others already know? A broken connection may be the first
+  // sign of one.
   auto follows = [&](const Error& error) {
     if (watchdog == nullptr) return false;
     const bool broken = dynamic_cast<const ConnectionError*>(&error) != nullptr;
@@ -141,7 +141,7 @@ void run_ranks(World& world, F&& rank_main) {
     } catch (const SharedError&) {  // all ranks end here, by themselves
       std::lock_guard lock(mutex);
       if (!first) first = std::current_exception();
-    } catch (const Error& error) {  // with several ranks, say which
+    } catch (const Error& error) {  // with several ranks, name the rank
       if (follows(error)) return world.abort();
       const bool many = world.mesh().size() > 1 && error.status() == ExitStatus::refused;
       if (watchdog != nullptr) watchdog->failed(rank, error.what());
@@ -168,7 +168,7 @@ void run_ranks(World& world, F&& rank_main) {
       std::rethrow_exception(first);
     } catch (const SharedError&) {
       throw;
-    } catch (const std::exception& error) {  // in the words of all processes
+    } catch (const std::exception& error) {  // in the words common to all processes
       const std::string reason = watchdog != nullptr ? watchdog->reason() : "";
       if (reason.empty()) throw;
       const auto* const ours = dynamic_cast<const Error*>(&error);

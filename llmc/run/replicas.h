@@ -1,4 +1,4 @@
-// replicas.h: a run whose replicas have diverged ends, because nobody knows what it trains.
+// replicas.h: ends a run whose replicas have diverged, because nobody knows what it trains.
 #pragma once
 #include <string>
 #include <vector>
@@ -10,8 +10,8 @@
 
 namespace llmc {
 
-// Ends the run on all ranks if the copies that they hold of the model's state differ; called by all, between two
-// updates. last: the last checkpoint; empty: none.
+// Ends the run on all ranks if their copies of the model's state differ; called by all, between two updates. last: the
+// last checkpoint; empty: none.
 inline void require_equal_copies(Run& run, const Place& place, int64_t step, const std::string& last) {
   const std::string process = place.processes > 1 ? formatted(" of process {}", place.process) : "",
                     me = formatted("rank {}{} on {}", run.dp.rank, process, host_name());

@@ -40,7 +40,7 @@ inline std::string version_text() {
 
 namespace detail {
 
-// Whether JSON text, a number or a list of them, has this one.
+// Whether JSON text, a number or a list of numbers, contains this one.
 inline bool holds_number(const std::string& json, const std::string& number) {
   const nlohmann::json value = try_parse_json(json).value_or(nullptr);
   const auto is_it = [&](const nlohmann::json& one) { return one.dump() == number; };
@@ -172,8 +172,8 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
         "but slow");
 }
 
-// The time of each op in a rank's training steps, the longest first, and what share of its roof it reached: the time
-// that its flops take at the matmul peak, or its bytes at the copy peak, whichever is longer.
+// The time of each op in a rank's training steps, the longest first, and the share of its roof that it reached. The
+// roof: the time that its flops take at the matmul peak, or its bytes at the copy peak, whichever is longer.
 inline void report_profile(Log& log, const OpLedger& ops, int64_t steps, const Peaks& roof) {
   std::vector<std::pair<std::string, OpTotals>> sorted(ops.begin(), ops.end());
   std::sort(sorted.begin(), sorted.end(),

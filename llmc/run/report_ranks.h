@@ -11,7 +11,7 @@ namespace llmc {
 
 namespace detail {
 
-// How tensors go between the ranks, and why --comm auto chose it.
+// How tensors travel between the ranks, and why --comm auto chose this way.
 inline std::string transport_text(const Options& o, Backend backend) {
   const bool chosen = o.comm == "auto", several = o.place.processes > 1;
   const std::string within =

@@ -14,7 +14,7 @@
 
 namespace llmc {
 
-// The checkpoint that a run resumes from, or that another run begins with.
+// The checkpoint from which a run resumes, or with which a branch begins.
 struct ResumePoint {
   std::string path;
   int64_t step;
@@ -22,7 +22,7 @@ struct ResumePoint {
   Begin begin = Begin::resume;
 };
 
-// The newest complete checkpoint of a run directory; damaged ones are skipped with a warning each. None: there are no
+// The newest complete checkpoint of a run directory; damaged ones are skipped, each with a warning. None: there are no
 // checkpoints. It is an error if all are damaged.
 inline std::optional<ResumePoint> newest_checkpoint(const std::string& out_dir,
                                                     const std::function<void(const std::string&)>& warn) {
@@ -42,7 +42,7 @@ inline std::optional<ResumePoint> newest_checkpoint(const std::string& out_dir,
   return std::nullopt;
 }
 
-// The checkpoint that an option names, under its only path (the same directory has many: links, a trailing slash), and
+// The checkpoint that an option names, under its canonical path (links and trailing slashes give a directory many), and
 // its step.
 inline std::pair<std::string, int64_t> named_checkpoint(const std::string& option, const std::string& named,
                                                         const char* expected) {
@@ -58,7 +58,7 @@ inline std::pair<std::string, int64_t> named_checkpoint(const std::string& optio
   return {asked, *step};
 }
 
-// The checkpoint that a run has branched from, as run.json and trainer.json record it; null: it is no branch.
+// The checkpoint that a run branched from, as run.json and trainer.json record it; null: the run is no branch.
 inline nlohmann::json parent_of(const ResumePoint& from) {
   if (from.begin == Begin::resume)
     return from.trainer.is_object() ? from.trainer.value("parent", nlohmann::json()) : nlohmann::json();
@@ -67,8 +67,8 @@ inline nlohmann::json parent_of(const ResumePoint& from) {
   return {{"path", from.path}, {"step", from.step}, {"manifest", checksum(read_text(from.path + "/manifest.json"))}};
 }
 
-// Refuses a --branch-from that is not what the run in the out directory has branched from. The parent may be gone, once
-// the branch has a checkpoint.
+// Rejects a --branch-from that is not the checkpoint from which the run in the out directory branched. The parent may
+// be gone once the branch has a checkpoint.
 inline void require_parent(const std::string& file, const nlohmann::json& recorded, const std::string& branch_from,
                            const std::string& out_dir) {
   if (branch_from.empty()) return;

@@ -1,5 +1,5 @@
-// run_dir.h: the directory of one run: the options that it belongs to (run.json), its one writer (a lock), the
-// checkpoint to resume from, the checkpoints to keep, and where metrics.jsonl is truncated.
+// run_dir.h: the directory of one run: the run's options (run.json), its one writer (a lock), the checkpoint to resume
+// from, the checkpoints to keep, and where metrics.jsonl is truncated.
 #pragma once
 #include <filesystem>
 #include <limits>
@@ -19,10 +19,10 @@
 
 namespace llmc {
 
-inline constexpr const char* saved_by_clock = "clock";  // in trainer.json, of --checkpoint-minutes alone
+inline constexpr const char* saved_by_clock = "clock";  // in trainer.json, if saved for --checkpoint-minutes alone
 
-// What a start makes before it is sure to begin: removed unless it keeps it, so that nothing is left of one that is
-// refused.
+// Files that a start makes before it is sure to begin. They are removed unless it keeps them, so that a rejected start
+// leaves nothing behind.
 class NewFiles {
  public:
   NewFiles() = default;
@@ -31,7 +31,7 @@ class NewFiles {
   ~NewFiles() {
     for (auto path = paths_.rbegin(); path != paths_.rend(); ++path) ::remove(path->c_str());  // directories if empty
   }
-  // The file or directory will be made, with the directories above it that do not exist.
+  // Notes that this file or directory will be made, with any missing directories above it.
   void note(const std::filesystem::path& path) {
     if (path.empty() || path_exists(path)) return;
     note(path.parent_path());
@@ -45,7 +45,7 @@ class NewFiles {
 
 class RunDirectory {
  public:
-  // Creates the directory if needed and locks it. Refuses one that holds anything but a run with these options or a run
+  // Creates the directory if needed and locks it. Rejects one that holds anything but a run with these options or a run
   // that completed no step.
   RunDirectory(Log& log, const Options& o) : path_(o.out_dir) {
     std::error_code error, unknown;
@@ -61,13 +61,13 @@ class RunDirectory {
     lock();
     if (o.restart && requeued()) log.line("notice: Slurm has started this job again: --restart is left out");
     else if (o.restart) move_aside(log, o);
-    if (has_steps()) {  // without a step, it may have been started with mistyped options
+    if (has_steps()) {  // a run without a step may have been started with mistyped options
       CHECK(o.resume != "never",
             "--resume never: --out-dir {} already holds a run; choose another one, or move it aside with --restart",
             path_);
       if (path_exists(run_file())) {
         record_ = read_run_record(run_file());
-        require_parent(run_file(), record_->parent, o.branch_from, path_);  // before its options, which may be others
+        require_parent(run_file(), record_->parent, o.branch_from, path_);  // before its options, which may differ
         require_same_options(run_file(), record_->options, o);
       }
     } else if (path_exists(run_file())) {  // if the options are the same otherwise, so is the order of the samples
@@ -115,9 +115,9 @@ class RunDirectory {
   // False: the run to resume takes its samples in file order.
   bool shuffled_before() const { return shuffled_before_; }
 
-  // Makes this the directory of a run with these options that begins at its first step, or resumes at a checkpoint.
-  // Returns what metrics.jsonl holds up to there: of a run that begins nothing, since what another one has left is no
-  // result of this one.
+  // Makes this the directory of a run with these options, which begins at its first step or resumes at a checkpoint.
+  // Returns what metrics.jsonl holds up to there; nothing if the run is new, since lines left by another run are not
+  // its results.
   MetricsKept claim(Log& log, const Options& o, const std::optional<ResumePoint>& resume) {
     traces_.keep();
     const bool ours = resume && has_steps();
@@ -127,19 +127,19 @@ class RunDirectory {
     return kept;
   }
 
-  // The directory may have been removed while the run went on: then its checkpoint needs a new run.json.
+  // The directory may have been removed during the run: its checkpoint then needs a new run.json.
   void ensure_run_file(const Options& o) const {
     if (!path_exists(run_file())) write_run_file(o);
   }
 
-  // What has become of the directory while the run was in it: it may have been moved or deleted.
+  // The fate of the directory during the run: it may have been moved or deleted.
   enum class Fate : uint8_t { in_place, made_anew, lost };
   struct Found {
     Fate fate = Fate::in_place;
-    std::string text = {};  // what to say
+    std::string text = {};  // for the user
   };
-  // Compares the held lock with the one of its name. If that is another one and nobody has it, the directory is taken
-  // again; if another run is there, or was, it is lost: no directory has two writers.
+  // Compares the held lock with the file of that name. If they differ and nobody holds the other one, the directory is
+  // taken again; if another run is or was there, it is lost: no directory has two writers.
   Found look_again(const Options& o) try {
     if (lock_.in_place()) return {};
     const std::string now = moved_to(), what = formatted("--out-dir {} was {} while the run was in it", path_,
@@ -157,14 +157,14 @@ class RunDirectory {
     by_clock_.clear();
     return {Fate::made_anew, formatted("WARNING: {}; it is made again, and the run goes on there{}", what,
                                        now.empty() ? "" : formatted(": its checkpoints so far are in {}", now))};
-  } catch (const std::exception&) {  // someone may still be deleting it: tried again at the next look
+  } catch (const std::exception&) {  // someone may still be deleting it: retried at the next look
     return {};
   }
   // Where the directory that this run still holds is now; empty: nowhere.
   std::string moved_to() const { return lock_.directory(); }
 
-  // Deletes checkpoints except the newest `keep` (0: keeps all), the two newest of those that only the clock has saved,
-  // multiples of `keep_every`, and the one that OUT/best links to.
+  // Deletes all checkpoints except the newest `keep` (0: keeps all), the two newest saved by the clock alone, multiples
+  // of `keep_every`, and the one that OUT/best links to.
   void prune(int64_t keep, int64_t keep_every) {
     constexpr size_t keep_by_clock = 2;
     std::error_code none;
@@ -180,7 +180,7 @@ class RunDirectory {
     if (keep > 0) remove_older(std::move(others), static_cast<size_t>(keep));
   }
 
-  // OUT/best links to the checkpoint with the best validation loss.
+  // Makes OUT/best a link to the checkpoint with the best validation loss.
   void link_best(int64_t step) const {
     const std::string temporary = path_ + "/.tmp-best";
     std::error_code error;
@@ -202,7 +202,7 @@ class RunDirectory {
     claimed_ = std::make_unique<const File>(File::open_read(run_file()));
   }
 
-  // Gives a file of the directory new contents: either the former ones or the new ones survive a crash.
+  // Replaces the contents of a file in the directory: after a crash it has either the old or the new ones.
   void replace(const std::string& file, const std::string& text) const {
     const std::string temporary = path_ + "/.tmp-" + std::filesystem::path(file).filename().string();
     write_text_durably(temporary, text);
@@ -218,7 +218,7 @@ class RunDirectory {
     return llmc::metrics_until(read_text(metrics_file(), std::numeric_limits<int64_t>::max()), step, own);
   }
 
-  // Truncates metrics.jsonl after the lines of a checkpoint's step. Damaged lines go to a file of their own.
+  // Truncates metrics.jsonl after the lines of a checkpoint's step. Damaged lines are moved to a separate file.
   MetricsKept truncate_metrics(Log& log, const ResumePoint& resume) const {
     // Then best_validation is without it.
     const bool later = resume.begin == Begin::branch ||
@@ -239,7 +239,7 @@ class RunDirectory {
     return kept;
   }
 
-  // What a checkpoint's trainer.json, which has a checksum, says of the options; where there is none, run.json.
+  // Takes the options from a checkpoint's trainer.json, which has a checksum, or from run.json if it has none.
   void take_options(Log& log, const ResumePoint& from, const Options& o) {
     const nlohmann::json options = from.trainer.value("options", nlohmann::json());
     check_resumed_options(log, from.path + "/trainer.json", options, o, from.begin);
@@ -253,8 +253,8 @@ class RunDirectory {
     shuffled_before_ = shuffled(record.options);
   }
 
-  // The checkpoint of another run at which this one begins: the one asked for, or, before the branch has a checkpoint
-  // of its own, the one that it has begun with.
+  // The checkpoint of another run at which this one begins: the one that --branch-from names, or, before the branch has
+  // a checkpoint of its own, the one that it began with.
   ResumePoint branch_point(Log& log, const Options& o) {
     const nlohmann::json recorded = record_ ? record_->parent : nlohmann::json();
     const nlohmann::json path = recorded.is_object() ? recorded.value("path", nlohmann::json()) : recorded;
@@ -281,12 +281,12 @@ class RunDirectory {
     if (is_new) try {
         found->second = read_json(checkpoint_path(path_, step) + "/trainer.json").value("saved_by", nlohmann::json()) ==
                         saved_by_clock;
-      } catch (const std::exception&) {  // a damaged one is not ours to delete early
+      } catch (const std::exception&) {  // do not delete a damaged one early
       }
     return found->second;
   }
 
-  // Whether this is an empty file, such as the lock, or is gone by now.
+  // Whether this is an empty file, such as the lock, or has disappeared.
   bool nothing_in(const std::string& name) const {
     struct stat info {};
     if (::lstat((path_ + "/" + name).c_str(), &info) != 0) return errno == ENOENT;
@@ -299,14 +299,14 @@ class RunDirectory {
           "--out-dir {}: another run is writing to it; wait for its end, or choose another directory", path_);
   }
 
-  // Started again by Slurm, after exit status 75 or the loss of a node: the command is the same, and the run is not to
-  // begin anew.
+  // Whether Slurm has started the job again, after exit status 75 or the loss of a node: the command is the same, and
+  // the run must not begin anew.
   static bool requeued() {
     const char* restarts = std::getenv("SLURM_RESTART_COUNT");
     return restarts != nullptr && std::atoi(restarts) > 0;
   }
 
-  // --restart: the directory is renamed as a whole, at once, and made anew.
+  // --restart: renames the whole directory in one step, and makes it anew.
   void move_aside(Log& log, const Options& o) {
     const std::vector<std::string> names = names_in(path_);
     if (std::all_of(names.begin(), names.end(), [](const std::string& name) { return name == ".lock"; })) return;
@@ -335,7 +335,7 @@ class RunDirectory {
     lock();
   }
 
-  // Renames a damaged checkpoint to make room for the one that will be written again.
+  // Renames a damaged checkpoint to make room for a new one of the same step.
   void set_aside(Log& log, int64_t step) const {
     const std::string from = checkpoint_path(path_, step);
     std::string to = formatted("{}/damaged-step-{:06}", path_, step);
@@ -357,11 +357,11 @@ class RunDirectory {
   std::string path_;
   std::map<int64_t, bool> by_clock_;  // of checkpoints whose trainer.json was read
   std::optional<RunRecord> record_;   // run.json, if the run has completed a step
-  nlohmann::json parent_;             // of a branch
+  nlohmann::json parent_;             // a branch's parent
   bool shuffled_before_ = true;
   DirectoryLock lock_;
   NewFiles traces_;                              // removed before the lock is released
-  mutable std::unique_ptr<const File> claimed_;  // run.json as this run has written it
+  mutable std::unique_ptr<const File> claimed_;  // run.json as this run wrote it
 };
 
 }  // namespace llmc

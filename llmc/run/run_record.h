@@ -11,8 +11,7 @@
 
 namespace llmc {
 
-// The options of a run, with what their defaults come to: --local-ranks on this machine, --shuffle, and the defaults of
-// experts.
+// The options of a run, with its defaults resolved: --local-ranks on this machine, --shuffle, and those of experts.
 inline Options with_recorded_defaults(Options o) {
   o.local_ranks = o.ranks;
   o.shuffle = o.shuffled();
@@ -28,8 +27,8 @@ inline nlohmann::ordered_json options_json(const Options& o) {
   return json;
 }
 
-// The options that were recorded; those that an older version did not have keep their defaults. Refuses what no version
-// has written.
+// The options that were recorded; options that an older version lacked keep their defaults. Rejects records that no
+// version has written.
 inline Options options_from_record(const std::string& file, const nlohmann::json& recorded) {
   CHECK(recorded.is_object(), "{}: the options are missing; the file is damaged", file);
   Options o;
@@ -59,16 +58,16 @@ inline bool shuffled(const nlohmann::json& recorded) {
   return recorded.value("--shuffle", nlohmann::json("false")) == "true";
 }
 
-// How options differ from recorded ones.
+// The differences between options and recorded ones.
 struct OptionChanges {
-  std::string refused;               // a line each; empty: nothing is refused
+  std::string refused;               // one per line; empty: nothing is rejected
   std::vector<std::string> noticed;  // allowed, but worth a notice
 };
 
-// What a run does with a checkpoint: go on with the run that wrote it, or begin another one.
+// What a run does with a checkpoint: continue the run that wrote it, or begin another one.
 enum class Begin : uint8_t { resume, branch };
 
-// Without --shuffle and --no-shuffle the order of the samples stays as it was.
+// Without --shuffle and --no-shuffle, the samples keep their order.
 inline OptionChanges option_changes(const std::string& file, const nlohmann::json& recorded, const Options& now,
                                     Begin begin = Begin::resume) {
   Options then = options_from_record(file, recorded);
@@ -80,7 +79,7 @@ inline OptionChanges option_changes(const std::string& file, const nlohmann::jso
   for (size_t i = 0; i < after.size(); ++i) {
     const OptionText &was = before[i], &is = after[i];
     const bool pipedream = is.name == "--schedule" && (was.text == "pipedream" || is.text == "pipedream");
-    const ResumeRule rule = pipedream ? ResumeRule::warn : is.rule;  // the other schedules compute the same
+    const ResumeRule rule = pipedream ? ResumeRule::warn : is.rule;  // the other schedules give the same results
     if (was.text == is.text || rule == ResumeRule::free || (is.name == "--grad-reduce" && is.text == "auto")) continue;
     const std::string change = formatted("{} was '{}' and is now '{}'", is.name, shown(was.text), is.text);
     if (rule == ResumeRule::warn || (rule == ResumeRule::branch && begin == Begin::branch))
@@ -90,7 +89,7 @@ inline OptionChanges option_changes(const std::string& file, const nlohmann::jso
   return changes;
 }
 
-// Refuses changes of options that must match. Returns the notices of others.
+// Rejects changes to options that must match. Returns notices about the others.
 inline std::vector<std::string> require_same_options(const std::string& file, const nlohmann::json& recorded,
                                                      const Options& now, Begin begin = Begin::resume) {
   OptionChanges changes = option_changes(file, recorded, now, begin);
@@ -112,9 +111,9 @@ inline void check_resumed_options(Log& log, const std::string& file, const nlohm
   for (const std::string& change : require_same_options(file, recorded, now, begin)) log.line("notice: " + change);
 }
 
-// run.json. From format 2 on it has a checksum of everything else, so that no damage is read over.
+// run.json. From format 2 on it has a checksum of everything else, so that damage is always noticed.
 struct RunRecord {
-  nlohmann::json options, parent;  // parent: of a branch, see parent_of() in run_dir.h; otherwise null
+  nlohmann::json options, parent;  // parent: a branch's, see parent_of() in run_dir.h; otherwise null
 };
 
 inline std::string run_record_text(const Options& o, const nlohmann::json& parent = {}) {

@@ -1,5 +1,4 @@
-// seen_samples.h: a notice where a run begins with weights that have been trained on the very samples that it takes
-// next.
+// seen_samples.h: a notice when a run begins with weights that were trained on the very samples that come next.
 #pragma once
 #include <nlohmann/json.hpp>
 #include <string>
@@ -10,8 +9,8 @@
 
 namespace llmc {
 
-// What trainer.json of a checkpoint says of the samples that its run has taken, beside those that this one takes;
-// empty: they are others, or come in another order.
+// A notice if the run that wrote this trainer.json took the same samples in the same order as this run will; empty:
+// they are others, or come in another order.
 inline std::string seen_samples(const nlohmann::json& trainer, const Options& o,
                                 const std::vector<std::string>& data_checksums) {
   auto field = [&](const char* name) { return trainer.is_object() ? trainer.value(name, nlohmann::json()) : trainer; };
@@ -19,7 +18,7 @@ inline std::string seen_samples(const nlohmann::json& trainer, const Options& o,
   const nlohmann::json options = field("options");
   if (!seen || !all || *seen == 0 || *all == 0 || o.overfit_batch || !options.is_object()) return "";
   if (field("data_checksums") != nlohmann::json(data_checksums) || field("seq_len") != o.seq_len) return "";
-  if (!field("seeds").is_null()) return "";  // a branch, of more than one order
+  if (!field("seeds").is_null()) return "";  // a branch, with more than one order
   if (shuffled(options) != o.shuffled() || (o.shuffled() && field("seed") != o.seed)) return "";
   return formatted(
       "was trained on the same data in the same order, {}: this run begins with the same samples, {:.2f} "

@@ -1,5 +1,5 @@
-// selftest.h: --selftest compares tiny models with awkward sizes, in layouts of the available ranks, with one rank:
-// loss, gradient norm, every gradient, the resulting weights (contracts 3 and 5).
+// selftest.h: --selftest compares tiny models with awkward sizes, in layouts of the available ranks, with the same
+// models on one rank: loss, gradient norm, every gradient, the resulting weights (contracts 3 and 5).
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -33,9 +33,9 @@ using Wholes = std::map<std::string, Whole>;
 // The results of a layout: whole parameters and gradients, assembled from all ranks.
 struct Outcome {
   std::vector<double> losses, norms;
-  Wholes gradients, weights, optimizer_state;  // the latter two after the last step
+  Wholes gradients, weights, optimizer_state;  // the last two after the last step
   bool key_biases = false;                     // are their gradients more than rounding errors?
-  std::string fault;                           // copies that differ between ranks, or what they report of a step
+  std::string fault;                           // copies that differ between ranks, or faults that ranks report
 };
 
 // Assembles every rank's slices into whole tensors; elements that several ranks hold must be equal (contract 14).
@@ -66,8 +66,8 @@ inline void collect_state(Outcome& outcome, const ModelState& state, int rank, S
     else collect(outcome.optimizer_state, outcome.fault, e, formatted("{}:{}", e.param->name, e.kind), rank, stream);
 }
 
-// Every element of every parameter is held exactly as often as the layout says (contract 15); called when the slices of
-// all ranks are collected.
+// Checks that every element of every parameter is held exactly as often as the layout says (contract 15); called when
+// the slices of all ranks are collected.
 inline void require_whole(Outcome& outcome, const StepConfig& step) {
   struct Expected {
     int weights, state;
@@ -98,7 +98,7 @@ inline void require_whole(Outcome& outcome, const StepConfig& step) {
   if (outcome.weights.size() != expected.size()) outcome.fault = "a parameter is held by no rank";
 }
 
-// What a reader has as micro-batch m of a step: random tokens, the same for every step. Some begin a document.
+// Micro-batch m of a step for a reader: random tokens, the same for every step. Some begin a document.
 inline HostBatch read_batch(const StepConfig& step, int reader, int64_t micro_batch) {
   HostBatch batch;
   const Philox rng(7, "self-test");
@@ -114,7 +114,7 @@ inline HostBatch read_batch(const StepConfig& step, int reader, int64_t micro_ba
   return batch;
 }
 
-// What a model, or a test that plants a bug, replaces. Free and released memory is always poisoned.
+// The parts that a model, or a test that plants a bug, replaces. Free and released memory is always poisoned.
 struct Parts {
   const Hooks& hooks = poison_hooks;
   HostBatch (*read)(const StepConfig& step, int reader, int64_t micro_batch) = read_batch;
@@ -126,7 +126,7 @@ struct Machine {
   Device device = {};  // of rank 0
   Backend backend = Backend::threads;
   int gpus = 1;
-  const Processes* processes = nullptr;  // of the ranks; none: this one has them all
+  const Processes* processes = nullptr;  // that have the ranks; null: this one has them all
 
   Device of_rank(int rank) const {
     Device its = device;
@@ -136,7 +136,7 @@ struct Machine {
   }
 };
 
-// Completes the whole tensors with what the ranks of other processes hold.
+// Completes the whole tensors with the parts held by the ranks of other processes.
 inline void merge(Wholes& whole, std::string& fault, const Processes& processes) {
   std::string mine;
   const auto append = [&](const void* bytes, size_t size) { mine.append(static_cast<const char*>(bytes), size); };
@@ -181,7 +181,7 @@ inline void merge(Outcome& outcome, const Processes& processes, size_t steps) {
   merge(outcome.optimizer_state, outcome.fault, processes);
   std::vector<double> scalars = outcome.losses;
   scalars.insert(scalars.end(), outcome.norms.begin(), outcome.norms.end());
-  scalars.resize(2 * steps);  // of processes without rank 0 as well
+  scalars.resize(2 * steps);  // also on processes without rank 0
   const size_t bytes = scalars.size() * sizeof(double);
   const std::string mine(reinterpret_cast<const char*>(scalars.data()), bytes);
   const std::vector<std::string> all = processes.all_gather("losses", mine + outcome.fault);
@@ -199,7 +199,7 @@ inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, c
   Outcome outcome;
   outcome.key_biases = step.model.family.positions == Positions::rotary && step.dtype != DType::bf16;
   std::vector<Outcome> after(static_cast<size_t>(steps));  // the state of all ranks after each step
-  std::string copies;                                      // how they differ, bit for bit, after the last step
+  std::string copies;                                      // how they differ bitwise after the last step
   std::mutex mutex;
   const Plan plan = make_plan(step, machine.device);
   World world(step.mesh(), machine.backend, parts.hooks,
@@ -218,7 +218,7 @@ inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, c
     }
     for (int s = 1; s <= steps; ++s) {
       if (recorder) recorder->begin_step(s);
-      // An epsilon as large as the gradients: the update is smooth and shows an error in proportion.
+      // An epsilon as large as the gradients: the update is smooth, so errors show in proportion.
       const StepResult r = run.trainer.step(
           batches, {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0.1f, .step = s},
           {.max_norm = 1});
@@ -234,7 +234,7 @@ inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, c
       copies = "copies differ: " + *differ;
     }
   });
-  for (Outcome& state : after) {  // every update leaves copies equal and the model whole
+  for (Outcome& state : after) {  // every update leaves the copies equal and the model whole
     if (!machine.processes) require_whole(state, step);
     if (outcome.fault.empty()) outcome.fault = state.fault;
   }
@@ -249,7 +249,7 @@ inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, c
   return outcome;
 }
 
-// What a layout routes otherwise than one rank that begins with the same weights.
+// Tokens that a layout routes differently from one rank that begins with the same weights.
 inline Rerouted rerouted(const StepConfig& one, const StepConfig& step, const Machine& machine = {},
                          const Parts& parts = {}, int steps = selftest::steps) {
   Routes expected, found;
@@ -258,7 +258,7 @@ inline Rerouted rerouted(const StepConfig& one, const StepConfig& step, const Ma
   return rerouted(expected, found);
 }
 
-// The largest ||a - b|| / ||b|| of all tensors; NaN counts as infinite.
+// The largest ||a - b|| / ||b|| over all tensors; NaN counts as infinite.
 inline double distance(const Wholes& a, const Wholes& b, bool key_biases = false) {
   double largest = 0;
   for (const auto& [name, whole] : b) {
@@ -286,9 +286,9 @@ inline double distance(const std::vector<double>& a, const std::vector<double>& 
   return largest;
 }
 
-// The distances of one outcome from another. A key bias shifts all scores of a query alike but for the rotation of
-// rotary positions: without them its true gradient is zero, and in bf16 mostly rounding error with them. Then key
-// biases are left out.
+// The distances of one outcome from another. A key bias shifts all scores of a query alike, except for the rotation of
+// rotary positions. Without rotary positions its true gradient is zero; with them it is, in bf16, mostly rounding
+// error. In both cases key biases are left out.
 struct Distances {
   double loss, norm, gradients, weights;
   Distances(const Outcome& a, const Outcome& b)
@@ -312,8 +312,8 @@ struct Distances {
 }  // namespace selftest
 
 // Compares these layouts on the machine with one rank on the CPU. Prints a table for each model, with a row for each
-// number of ranks, and a line for each layout that failed; false: one failed. The layouts, not the one rank, run with
-// `parts`.
+// number of ranks, and a line for each layout that failed; false: one failed. The layouts run with `parts`, the one
+// rank does not.
 inline bool run_selftest(Log& log, const std::vector<selftest::ModelLayouts>& models,
                          const selftest::Machine& machine = {}, const selftest::Parts& parts = {}) {
   using namespace selftest;
@@ -337,17 +337,17 @@ inline bool run_selftest(Log& log, const std::vector<selftest::ModelLayouts>& mo
     const Model& compared = m.model;
     const ModelConfig model = compared.config();
     const DType dtype = compared.dtype;
-    Parts used = parts;  // of layouts
+    Parts used = parts;  // for the layouts
     if (model.experts.count > 0 && dtype == DType::bf16 && parts.init == init_drawn)
-      used.init = init_routes_by_token;  // otherwise some tokens' scores of two experts would be nearer than rounding
+      used.init = init_routes_by_token;  // without it, some tokens' scores of two experts would be closer than rounding
     const Parts right{.init = used.init};
     const StepConfig one = step_config(model, dtype, 1, Layout{});
     const Outcome alone = run_layout(one, {}, right);
     // Contract 5: the distance between two runs that differ only in the micro-batch, or a bound where that is larger.
     const Distances noise(run_layout(step_config(model, dtype, 2, Layout{}), {}, right), alone);
     const bool fp32 = dtype == DType::fp32;
-    // Another device rounds differently in bf16, and so do ranks that add parts of a product, or merge parts of
-    // attention: they may be as far away as both are from fp32. (Two runs that differ in the micro-batch alone round
+    // Another device rounds differently in bf16, and so do ranks that add parts of a product or merge parts of
+    // attention: they may be as far away as both are from fp32. (Two runs that differ only in the micro-batch round
     // every activation alike.)
     const Distances from_fp32 =
         fp32 ? noise : Distances(run_layout(step_config(model, DType::fp32, 1, Layout{}), {}, right), alone);
@@ -380,7 +380,7 @@ inline bool run_selftest(Log& log, const std::vector<selftest::ModelLayouts>& mo
       const std::string of_ranks = formatted("{} rank{}", ranks, ranks == 1 ? "" : "s");
       Distances largest(alone, alone);
       int good = 0, ties = 0;
-      Outcome first;  // of those that agree bit for bit
+      Outcome first;  // the first of those that agree bitwise
       for (const Layout& layout : of_this_size) {
         log.progress(formatted("{}, {}: layout", to_string(compared), of_ranks), ++number, total);
         const StepConfig step = step_config(model, dtype, layout);
@@ -397,7 +397,7 @@ inline bool run_selftest(Log& log, const std::vector<selftest::ModelLayouts>& mo
         if (too_far && routes.tokens > 0 && routes.ties) tie = to_string(routes);
         else if (too_far) verdict += " too far" + (sparse ? "; " + to_string(routes) : "");
         // Contracts 3 and 4: the stages agree bit for bit, and so do servers and schedules; overlap changes nothing
-        // either. But zb-v has both parts of a tied table's gradient on one rank, and adds them up in another order.
+        // either. But zb-v has both parts of a tied table's gradient on one rank, and adds them in another order.
         const bool reorders = model.tied && layout.schedule == Schedule::zb_v;
         if (!reorders &&
             (outcome.losses != first.losses || outcome.norms != first.norms || outcome.weights != first.weights))

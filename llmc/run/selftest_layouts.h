@@ -1,5 +1,5 @@
-// selftest_layouts.h: what --selftest compares: tiny models with awkward sizes, and the layouts of a number of ranks. A
-// new axis of parallelism is a few more lines of layouts().
+// selftest_layouts.h: the models and layouts that --selftest compares: tiny models with awkward sizes, and the layouts
+// of a number of ranks. A new axis of parallelism is a few more lines of layouts().
 #pragma once
 #include <algorithm>
 #include <compare>
@@ -46,9 +46,9 @@ inline ModelConfig awkward_model(const char* family = "gpt2", bool tied = true) 
   return m;
 }
 
-// The models that are compared: every family in every dtype, GPT-2 with tied and with untied embeddings. Those with
-// numbers of heads are for tensor parallelism, which must be able to share them out; those with a length, for context
-// parallelism, which must be able to cut it; those with more layers, for the stages of pipelines.
+// The models that are compared: every family in every dtype, GPT-2 with tied and untied embeddings. Models with given
+// head counts are for tensor parallelism, which must be able to divide the heads; those with a length, for context
+// parallelism, which must be able to cut it; those with more layers, for pipeline stages.
 struct Model {
   const char* family;
   bool tied;
@@ -88,7 +88,7 @@ inline std::vector<Model> all_models() {
     all.push_back({"llama", false, dtype, 8, 4, seq_len, 9});
     all.push_back({"gpt2", true, dtype, 8, 8, seq_len, 8});
   }
-  // With experts. Of these sizes no token's scores of two of them are as near as the rounding of fp32; for bf16 see
+  // With experts. With these sizes, no token has scores of two experts closer than the rounding of fp32; for bf16 see
   // init_routes_by_token().
   all.push_back({"qwen2_moe", false, DType::fp32, 8, 2, 20});
   all.push_back({"qwen2_moe", false, DType::bf16, 8, 2, 20});
@@ -105,7 +105,7 @@ struct Layout {
   int expert_ranks = 1;  // of an ep group
   int ranks() const { return zero.ranks() * tensor.ranks * stages; }
   int readers() const { return zero.ranks() / context.ranks; }
-  // Is it the first of those that agree bit for bit?
+  // Is it the first of the layouts that agree bit for bit?
   bool begins() const {
     if (stages > 1) return zero.stage == 0 && schedule == Schedule::gpipe;
     return zero.stage == 0 && zero.sync <= DpSync::parameter_server && !tensor.overlap;
@@ -126,7 +126,7 @@ inline std::string to_string(const Layout& layout) {
   return text;
 }
 
-// "dp, ZeRO, pp": what some of these layouts have.
+// The axes that some of these layouts have: "dp, ZeRO, pp".
 inline std::string axes_of(const std::vector<Layout>& layouts) {
   const std::pair<const char*, bool (*)(const Layout&)> axes[] = {
       {"dp", [](const Layout& l) { return l.readers() > 1; }},
@@ -149,9 +149,9 @@ inline std::string to_string(const Model& m) {
   return text;
 }
 
-// Every layout of this many ranks, those of tensor or context parallelism or of pipelines for a model that can be
-// shared out; empty if the ranks cannot share a step equally. One that begins() is followed by those that agree with it
-// bit for bit.
+// Every layout of this many ranks; tensor or context parallelism and pipelines only for a model that can be divided.
+// Empty if the ranks cannot share a step equally. A layout that begins() is followed by those that agree with it bit
+// for bit.
 inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nullptr) {
   std::vector<Layout> all;
   auto zero_layouts = [&](int readers, const TensorParallel& tensor) {
@@ -160,7 +160,7 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
         for (int stage = 0; stage <= 3; ++stage) {
           if (sequences % readers != 0 || readers % replicas != 0) continue;
           if (tensor.ranks > 1 && readers == 1 && (reduce == GradReduce::micro || stage % 3 != 0))
-            continue;  // the same
+            continue;  // would repeat a layout
           Layout layout{{.stage = stage, .grad_reduce = reduce, .shards = readers / replicas, .replicas = replicas},
                         tensor};
           all.push_back(layout);
@@ -201,7 +201,7 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
           }
       }
   };
-  // Expert, tensor, context and pipeline parallelism, alone and together, of a model with experts.
+  // Expert, tensor, context and pipeline parallelism, alone and together, for a model with experts.
   auto expert_layouts = [&](const ModelConfig& m) {
     for (const int pp : {1, 2})
       for (const int cp : {1, 2})
@@ -253,13 +253,13 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
   return all;
 }
 
-// A model, and the layouts in which it is compared with one rank: of one rank, then of two, and so on.
+// A model, and the layouts in which it is compared with one rank: those of one rank, then of two, and so on.
 struct ModelLayouts {
   Model model;
   std::vector<Layout> layouts;
 };
 
-// Every layout of up to this many ranks. layouts_of(ranks, model): instead of layouts().
+// Every layout of at most this many ranks. layouts_of(ranks, model): replaces layouts().
 inline std::vector<ModelLayouts> all_layouts(int max_ranks, const std::vector<Model>& models = all_models(),
                                              std::vector<Layout> (*layouts_of)(int ranks,
                                                                                const ModelConfig*) = layouts) {
@@ -278,7 +278,7 @@ inline int64_t count_layouts(const std::vector<ModelLayouts>& models) {
                          [](int64_t n, const ModelLayouts& m) { return n + std::ssize(m.layouts); });
 }
 
-// What is chosen where this model has this layout, but for the dtype: "family gpt2", "stage 3".
+// The choices that make up this model in this layout, except the dtype: "family gpt2", "stage 3".
 inline std::vector<std::string> choices(const Model& model, const Layout& l) {
   return {formatted("family {}", model.family),
           model.tied ? "tied" : "untied",
@@ -299,7 +299,7 @@ inline std::vector<std::string> choices(const Model& model, const Layout& l) {
 }
 using PairOfChoices = std::tuple<DType, std::string, std::string>;
 // Calls visit(pair) for every pair of choices. fp32 and bf16 have pairs of their own: their bounds differ by a factor
-// of 1,000, and what is tried in bf16 alone is hardly tested.
+// of 1,000, so bf16 alone hardly tests a pair.
 template <class F>
 void for_each_pair(const Model& model, const Layout& layout, F&& visit) {
   const std::vector<std::string> all = choices(model, layout);
@@ -307,8 +307,8 @@ void for_each_pair(const Model& model, const Layout& layout, F&& visit) {
     for (auto b = a + 1; b != all.end(); ++b) visit(PairOfChoices(model.dtype, *a, *b));
 }
 
-// A subset in which every pair of choices occurs that occurs in `all`: most faults that only a combination shows need
-// two parts of it (Kuhn, Wallace and Gallo, 2004). In random order; a layout with a new pair is kept, along with the
+// A subset in which every pair of choices occurs that occurs in `all`: most faults that only a combination reveals need
+// just two choices (Kuhn, Wallace and Gallo, 2004). In random order, a layout with a new pair is kept, along with the
 // first of its kind, with which it must agree bit for bit.
 inline std::vector<ModelLayouts> every_pair(const std::vector<ModelLayouts>& all) {
   struct Place {
@@ -370,8 +370,8 @@ inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t bat
                          ? ExpertOptions()
                          : ExpertOptions{.aux_loss = 0.1, .z_loss = 0.01, .capacity_factor = 1.1, .imbalance = 0.5}};
 }
-// Where ranks share a micro-batch, it has a few sequences, since each costs many exchanges, but such that the rows are
-// not a multiple of the tensor-parallel ranks.
+// A micro-batch that ranks share has few sequences, since each costs many exchanges; its rows are not a multiple of the
+// tensor-parallel ranks.
 inline StepConfig step_config(const ModelConfig& model, DType dtype, const Layout& layout) {
   int64_t batch_size = layout.ranks() == layout.readers() ? 1 : layout.tensor.ranks == 3 ? 2 : 3;
   if (sequences % (batch_size * layout.readers()) != 0) batch_size = 1;

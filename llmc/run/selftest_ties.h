@@ -1,5 +1,5 @@
-// selftest_ties.h: to which experts the tokens of a run go. Where the scores of two experts are nearer than rounding, a
-// layout that rounds differently may choose the other one, and then differs from one rank by more than rounding.
+// selftest_ties.h: the experts to which a run sends its tokens. If the scores of two experts are closer than rounding,
+// a layout that rounds differently may choose the other one, and then differs from one rank by more than rounding.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,7 @@
 
 namespace llmc::selftest {
 
-// In the order in which one choice may change another: an earlier step, an earlier layer of the same sample.
+// Ordered so that earlier choices may change later ones: earlier steps, and earlier layers of the same sample.
 struct RoutedToken {
   int64_t step, layer, sample, position;  // the sample within the global batch, the position within the sample
   auto operator<=>(const RoutedToken&) const = default;
@@ -27,23 +27,23 @@ inline std::string to_string(const RoutedToken& t) {
 }
 
 struct Route {
-  std::vector<int64_t> experts;  // that were chosen, sorted
+  std::vector<int64_t> experts;  // the chosen ones, sorted
   std::vector<double> scores;    // of all experts, with their biases
-  std::vector<double> rounding;  // by which these may differ between layouts
+  std::vector<double> rounding;  // how far scores may differ between layouts
 };
 using Routes = std::map<RoutedToken, Route>;
 
-// By how much an expert was chosen before another.
+// By how much one expert was preferred to another.
 struct Margin {
   int64_t chosen = -1, other = -1;
   double by = std::numeric_limits<double>::infinity(), rounding = 0;
-  bool is_tie() const { return by <= rounding; }  // false of NaN
+  bool is_tie() const { return by <= rounding; }  // false for NaN
 };
 inline Margin margin_of(const Route& route, int64_t chosen, int64_t other) {
   const size_t a = static_cast<size_t>(chosen), b = static_cast<size_t>(other);
   return {chosen, other, route.scores[a] - route.scores[b], route.rounding[a] + route.rounding[b]};
 }
-// Of the last expert that was chosen before the next.
+// The smallest margin of a chosen expert over one that was not chosen.
 inline Margin margin_of(const Route& route) {
   Margin nearest;
   for (const int64_t chosen : route.experts)
@@ -53,7 +53,7 @@ inline Margin margin_of(const Route& route) {
         nearest = m;
   return nearest;
 }
-// Of the experts that were chosen before those that others chose instead: the largest.
+// The largest margin of a chosen expert over one that another layout chose instead.
 inline Margin margin_of(const Route& route, const std::vector<int64_t>& others) {
   Margin largest{.by = -std::numeric_limits<double>::infinity()};
   for (const int64_t chosen : route.experts)
@@ -64,15 +64,15 @@ inline Margin margin_of(const Route& route, const std::vector<int64_t>& others) 
   return largest;
 }
 
-// Scores, and by how much they may differ between two layouts. A row of a layer's input differs, relative to its size,
-// by two roundings of the training dtype for each layer so far, after attention and after the feed-forward, and a logit
-// by as much of the row's largest. (Of drawn weights in bf16, the choices that differ have margins of up to a seventh.)
+// Scores, and how much they may differ between two layouts. A row of a layer's input differs, relative to its size, by
+// two roundings of the training dtype for each layer so far, after attention and after the feed-forward, and a logit by
+// as much of the row's largest. (With drawn weights in bf16, choices that differ have margins of up to 1/7.)
 inline Route route_of(std::vector<double> logits, const float* biases, std::vector<int64_t> experts,
                       const StepConfig& step, int64_t layer) {
   double largest = -std::numeric_limits<double>::infinity(), size = 0, total = 0;
   for (const double x : logits) largest = std::max(largest, x), size = std::max(size, std::abs(x));
   for (const double x : logits) total += std::exp(x - largest);
-  constexpr double roundings = 2;  // of a layer
+  constexpr double roundings = 2;  // per layer
   const double unit = step.dtype == DType::bf16 ? 0x1p-8 : 0x1p-23,
                of_logit = roundings * static_cast<double>(layer + 1) * unit * size;
   Route route{std::move(experts), std::move(logits), {}};
@@ -85,7 +85,7 @@ inline Route route_of(std::vector<double> logits, const float* biases, std::vect
   return route;
 }
 
-// Watches the routers of a rank, and adds to the routes of all ranks.
+// Watches the routers of one rank, and adds to the routes of all ranks.
 class RouteRecorder {
  public:
   RouteRecorder(Routes& all, std::mutex& mutex, const Run& run)
@@ -114,13 +114,13 @@ class RouteRecorder {
     }
     if (op != "router_forward" || t.dtype != DType::int32) return;
     const int64_t E = trainer_.config().model.experts.count;
-    if (std::ssize(logits_) != t.shape[0] * E) return;          // the gate of a shared expert is a router of one
-    constexpr std::string_view forward = "forward of blocks.";  // not computed again
+    if (std::ssize(logits_) != t.shape[0] * E) return;          // a shared expert's gate is a router of one expert
+    constexpr std::string_view forward = "forward of blocks.";  // skips recomputation
     const Interpreter::Place place = trainer_.place();
     if (place.what.starts_with(forward)) add(t, std::stoll(place.what.substr(forward.size())), place.micro_batch);
   }
 
-  // choices (S, k), of the logits that came before
+  // choices (S, k): for the logits that came before
   void add(const Tensor& choices, int64_t layer, int64_t micro_batch) {
     const StepConfig& step = trainer_.config();
     const int64_t E = step.model.experts.count, k = step.model.experts.per_token, T = step.batch.T;
@@ -142,7 +142,7 @@ class RouteRecorder {
                    {chosen + n * k, chosen + (n + 1) * k}, step, layer);
     }
   }
-  // The first row of the residual stream that this rank has, of those of its context-parallel rank.
+  // The first row of the residual stream that this rank holds, among those of its context-parallel rank.
   int64_t first_stream_row() const {
     const StepConfig& step = trainer_.config();
     const int64_t N = step.share(step.batch, Purpose::train).rows();
@@ -158,7 +158,7 @@ class RouteRecorder {
   std::vector<double> logits_;
 };
 
-// Completes the routes with those of the tokens of other processes.
+// Completes the routes with the tokens of other processes.
 inline void merge(Routes& routes, const Processes& processes) {
   nlohmann::json mine = nlohmann::json::array();
   for (const auto& [t, route] : routes) mine.push_back({t.step, t.layer, t.sample, t.position, route.experts});
@@ -183,8 +183,8 @@ inline NearestTie nearest_tie(const Routes& routes) {
 // The tokens that a layout sends to other experts than one rank does.
 struct Rerouted {
   int64_t tokens = 0;
-  bool ties = true;   // all of them at near ties, or because of others at near ties
-  std::string first;  // which comes first; of those that are no ties, if there are some
+  bool ties = true;   // all at near ties, or because of others at near ties
+  std::string first;  // the first token; the first that is no tie, if there is one
 };
 inline std::string to_string(const Rerouted& r) {
   if (r.tokens == 0) return "all tokens go to the same experts";
@@ -197,7 +197,7 @@ inline Rerouted rerouted(const Routes& one, const Routes& found) {
     all.ties = all.ties && tie;
   };
   int64_t first_step = 0;
-  std::map<int64_t, int64_t> first_layer;  // of each sample
+  std::map<int64_t, int64_t> first_layer;  // by sample
   for (const auto& [token, route] : one) {
     const auto other = found.find(token);
     if (other != found.end() && other->second.experts == route.experts) continue;
@@ -206,7 +206,7 @@ inline Rerouted rerouted(const Routes& one, const Routes& found) {
       add(false, to_string(token) + ", which no rank has routed");
       continue;
     }
-    // What came before explains the rest.
+    // Earlier rerouted tokens explain the rest.
     if (token.step > first_step || first_layer.try_emplace(token.sample, token.layer).first->second < token.layer)
       continue;
     const Margin m = margin_of(route, other->second.experts);
@@ -219,14 +219,14 @@ inline Rerouted rerouted(const Routes& one, const Routes& found) {
   return all;
 }
 
-// ---- Weights of which no token is near a tie ------------------------------------------------------------------------
+// ---- Weights with which no token is near a tie ----------------------------------------------------------------------
 
-// In the first E channels of its embedding a token has two that its experts read, and else nothing.
+// In the first E channels of its embedding, a token is nonzero in two: those of its two experts.
 inline float routing_channel(int64_t token, int64_t channel, int64_t E) {
   const int64_t first = token % E, second = (first + 1 + token / E % (E - 1)) % E;
   return channel == first ? 0.25f : channel == second ? 0.1875f : 0.0f;
 }
-// What fresh weights are replaced by: f(name, value drawn, element).
+// Replaces fresh weights by f(name, value drawn, element).
 template <class F>
 void change_weights(const ModelState& state, Stream& stream, F&& f) {
   for (const StateEntry& e : state.state_table()) {
@@ -242,7 +242,7 @@ void change_weights(const ModelState& state, Stream& stream, F&& f) {
     });
   }
 }
-// Two experts for each token, chosen in all layers by margins far beyond the rounding of bf16.
+// Gives each token two experts, chosen in all layers by margins far beyond the rounding of bf16.
 inline void init_routes_by_token(const StepConfig& step, const ModelState& state, Stream& stream) {
   const int64_t E = step.model.experts.count, C = step.model.n_embd;
   CHECK(step.model.experts.per_token == 2 && E > 1 && E <= C, "routes by token: {} of {} experts, {} channels",

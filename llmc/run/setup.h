@@ -39,7 +39,7 @@ inline Device choose_device(const Options& o) {
         "own");
   if (o.device == "cpu") return device;
   const VisibleGpus gpus = visible_gpus();
-  const bool elsewhere = o.device == "cuda" && o.plan && gpus.count == 0;  // a plan for a GPU needs none
+  const bool elsewhere = o.device == "cuda" && o.plan && gpus.count == 0;  // a plan for a GPU needs no GPU
   CHECK(gpus.count > 0 || o.device == "auto" || elsewhere, "--device cuda: {}", gpus.why_none);
   CHECK(!elsewhere || !device.cudnn, "--attention cudnn: cuDNN's work space can only be planned on a GPU: {}",
         gpus.why_none);
@@ -48,7 +48,7 @@ inline Device choose_device(const Options& o) {
   return device;
 }
 
-// One per visible GPU; as few as --pp, --tp, --cp and --ep allow on a CPU, one in modes that use one rank.
+// One rank per visible GPU; on a CPU, as few as --pp, --tp, --cp and --ep allow; in modes that use one rank, one.
 inline int64_t default_ranks(const Options& o) {
   if (o.generate || o.verify_data || o.print_schedule) return 1;
   const int64_t gpus = o.device == "cpu" ? 0 : visible_gpus().count;
@@ -74,8 +74,8 @@ inline ZeroConfig choose_layout(const Options& o) {
   return zero;
 }
 
-// How many times the peak of this process's device all ranks have: the number of GPUs that they use; or of processes,
-// but where these share processors, of which there are `processors`, and have more threads than those, their share.
+// All ranks together have this many times the peak of this process's device: the number of GPUs that they use, or the
+// number of processes. Processes that share `processors` processors and have more threads than that count for less.
 inline double devices_in_use(const Device& device, const Options& o, int processors = available_processors()) {
   if (device.kind == DeviceKind::cuda)
     return static_cast<double>(o.ranks) / static_cast<double>(rank_device(device, o.place).sharers);
@@ -83,8 +83,8 @@ inline double devices_in_use(const Device& device, const Options& o, int process
   return static_cast<double>(o.place.processes) * std::min(1.0, std::max(processors, device.threads) / threads);
 }
 
-// The device of this process's first rank, and who moves its tensors: on a GPU of its own NCCL, also in a plan for one
-// that is not here.
+// The device of this process's first rank, and who moves its tensors: NCCL on a GPU of its own, even in a plan for a
+// GPU that is not here.
 inline Device first_rank_device(const Device& device, const Options& o) {
   Device rank = rank_device(device, o.place);
   rank.collectives = collectives_of(rank, o.ranks, o.comm);
@@ -138,12 +138,12 @@ inline double usual_aux_loss(const ModelConfig& model) {
   return e.count > 0 && e.adds_aux_loss ? e.aux_loss * static_cast<double>(e.per_token) : 0;
 }
 
-// What is asked of experts. What --moe-* ask of a dense model, and what cannot be computed, is refused.
+// The expert options. Rejects --moe-* for a dense model, and what cannot be computed.
 inline ExpertOptions choose_experts(const Options& o, const ModelConfig& model) {
   const Experts& e = model.experts;
   if (e.count == 0) {
     Options asked = o;
-    if (o.moe_aux_loss == 0) asked.moe_aux_loss.reset();  // no loss, as without it
+    if (o.moe_aux_loss == 0) asked.moe_aux_loss.reset();  // 0: no loss, as without the option
     for (const OptionText& given : option_texts(asked))
       CHECK(!given.name.starts_with("--moe-") || given.text == given.usual,
             "{} {} is for models with experts, and --model {} has none: leave it out, or use one such as d12-e8 or "
@@ -175,7 +175,7 @@ inline ExpertOptions choose_experts(const Options& o, const ModelConfig& model) 
   return experts;
 }
 
-// What a step computes. Checks everything that the options alone decide.
+// The step that the options describe. Checks everything that the options alone decide.
 inline StepConfig choose_step(const Options& o) {
   StepConfig step{.model = choose_model(o),
                   .dtype = choose_dtype(o),
@@ -210,7 +210,7 @@ inline StepConfig choose_step(const Options& o) {
   return step;
 }
 
-// The step, its sequences cut by --token-slices.
+// The step, with its sequences cut by --token-slices.
 inline StepConfig with_token_slices(StepConfig step, const Options& o, const Device& device) {
   const std::optional<int64_t> slices = token_slices(o);  // validated with the options
   step.slices =
@@ -225,7 +225,7 @@ inline void require_gpu_for(const char* option, bool asked, const Device& device
         o.device == "cpu" ? " (--device cpu)" : ": " + visible_gpus().why_none);
 }
 
-// Refuses --attention cudnn where cuDNN does not compute what the step needs.
+// Rejects --attention cudnn if cuDNN does not compute what the step needs.
 inline void require_cudnn_can(const StepConfig& step, const Device& device, const Options& o) {
   require_gpu_for("--attention cudnn", device.cudnn, device, o);
   CHECK(!device.cudnn || (step.dtype == DType::bf16 && !o.mask_documents),
@@ -239,7 +239,7 @@ inline void require_cudnn_can(const StepConfig& step, const Device& device, cons
         o.token_slices);
 }
 
-// Samples in so many steps, at most all.
+// The samples in this many steps, at most all.
 inline int64_t samples_of_steps(const TokenShards& data, int64_t steps, int64_t samples_per_step) {
   return steps > data.samples() / samples_per_step ? data.samples() : steps * samples_per_step;
 }
@@ -258,7 +258,7 @@ inline AdamWOptions adamw_options(const Options& o, double lr, int64_t step) {
           .seed = static_cast<uint64_t>(o.seed)};
 }
 
-// Refuses a --model whose files do not hold the tensors of its config.json, before memory for them is taken, and one of
+// Rejects a --model whose files do not hold the tensors of its config.json, before taking memory for them, and one of
 // our checkpoints if its weights do not match its manifest.
 inline void require_whole_weights(const Options& o) {
   if (o.from_scratch || model_preset(o.model)) return;
@@ -282,7 +282,7 @@ inline void initialise(Run& run, const Options& o) {
 
 // Uses the matmul algorithms that a checkpoint recorded, if they fit the GPU and library of all ranks.
 inline bool take_recorded_matmuls(Run& run, const std::string& recorded, Log& log) {
-  const std::string here = matmul_choices(run.stream);  // nothing is chosen yet: the header alone
+  const std::string here = matmul_choices(run.stream);  // nothing is chosen yet, so only the header
   const bool fits = !recorded.empty() && recorded.starts_with(here);
   bool all_fit = true;
   for (const std::string& other : run.dp.control->all_gather_text("matmul algorithms fit", fits ? "yes" : "no"))
@@ -300,26 +300,26 @@ inline std::unique_ptr<Tokenizer> choose_tokenizer(const Options& o, const Model
   return make_tokenizer(o.tokenizer, model_preset(o.model) ? std::nullopt : std::optional(o.model), model.vocab_size);
 }
 
-// What checkpoints keep of the tokenizer. Bytes are kept only for a vocabulary of them: with another one they stand in
-// for a tokenizer that was not given or is not supported.
+// The tokenizer files that checkpoints keep. The byte tokenizer is saved only for a vocabulary of bytes: with other
+// vocabularies it stands in for a tokenizer that was not given or is not supported.
 inline std::map<std::string, std::string> tokenizer_files(const Tokenizer& tokenizer, const ModelConfig& model) {
   const bool bytes = dynamic_cast<const ByteTokenizer*>(&tokenizer) != nullptr;
   return bytes && model.vocab_size != ByteTokenizer::vocab_size ? std::map<std::string, std::string>()
                                                                 : tokenizer.files();
 }
 
-// Is it known what the tokens of the vocabulary are? Bytes stand in for a tokenizer that was not given.
+// Are the vocabulary's tokens known? The byte tokenizer also stands in for one that was not given.
 inline bool knows_tokens(const Options& o, const Tokenizer& tokenizer, const ModelConfig& model) {
   return o.tokenizer != "auto" || !tokenizer_files(tokenizer, model).empty();
 }
 
-// Where config.json says that texts begin and end, which is where generate() of transformers stops: what the tokenizer
-// says, unless a directory's own values are of tokens that the vocabulary has and, with another --tokenizer, end texts
-// as that does. Without a tokenizer nothing is said of published vocabularies, whose tokens transformers knows, and
-// null of others, for which it would take tokens that are none or that are a letter.
+// The tokens at which texts begin and end, for config.json; generate() of transformers stops there. They are the
+// tokenizer's, unless a directory's own tokens are in the vocabulary and, with another --tokenizer, end texts as it
+// does. Without a tokenizer, a published vocabulary keeps its own, which transformers knows; other vocabularies get
+// null, for otherwise transformers would assume tokens that do not exist or that stand for a letter.
 inline std::map<std::string, std::string> choose_special_tokens(const Options& o, const Tokenizer& tokenizer,
                                                                 const ModelConfig& model) {
-  const std::map<std::string, std::string>& own = model.special_tokens;  // of a directory; JSON
+  const std::map<std::string, std::string>& own = model.special_tokens;  // a directory's own; JSON
   const auto ids = [&](const char* name) {
     std::vector<int64_t> all;
     if (!own.contains(name) || own.at(name).empty()) return all;
@@ -350,7 +350,7 @@ inline std::map<std::string, std::string> choose_special_tokens(const Options& o
   return chosen;
 }
 
-// If no tokenizer names it, the end of text is that of a vocabulary of this size, if known.
+// If no tokenizer gives the end of text, it is that of a known vocabulary of this size.
 inline int32_t choose_document_begin(const Options& o, const Tokenizer& tokenizer, const ModelConfig& model) {
   const bool guessed = !knows_tokens(o, tokenizer, model);
   const std::optional<int64_t> known = end_of_text_of(model.vocab_size);
@@ -364,8 +364,8 @@ inline int32_t choose_document_begin(const Options& o, const Tokenizer& tokenize
   return static_cast<int32_t>(end);
 }
 
-// The prompt as tokens: the tokenizer's prefix, as far as the vocabulary has it, then the text; token 0 if that is
-// empty. Refuses a prompt that the tokenizer or the model cannot take.
+// The prompt as tokens: the tokenizer's prefix, as far as the vocabulary has it, then the text; token 0 if both are
+// empty. Rejects a prompt that the tokenizer or the model cannot take.
 inline std::vector<int32_t> prompt_tokens(const Tokenizer& tokenizer, const std::string& prompt,
                                           const ModelConfig& model, const std::string& where = "--prompt") {
   std::vector<int32_t> tokens;

@@ -1,5 +1,5 @@
-// start.h: where a run begins: what process 0 finds in the out directory, told to the other processes; and what each of
-// them finds by itself, which must be the same on all.
+// start.h: where a run begins: process 0 looks in the out directory and tells the others; what each process finds by
+// itself must be the same on all.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -19,9 +19,9 @@
 namespace llmc {
 
 struct Start {
-  std::unique_ptr<RunDirectory> directory;  // of process 0
+  std::unique_ptr<RunDirectory> directory;  // process 0's
   std::optional<ResumePoint> resume;
-  bool shuffled = true;   // in the run to resume
+  bool shuffled = true;   // by the run to resume
   bool complete = false;  // nothing is left to do
 };
 
@@ -44,8 +44,8 @@ inline Start find_start(const Job& job, Log& log) {
   return start;
 }
 
-// Refuses an out directory that is not the same one for all processes: process 0 writes a file whose name nobody could
-// know, and the others look for it.
+// Rejects an out directory that is not the same for all processes: process 0 writes a file with an unguessable name,
+// and the others look for it.
 inline void require_shared_directory(const Processes& processes, const std::string& out_dir) {
   const bool first = processes.process() == 0;
   std::string name;
@@ -98,8 +98,8 @@ inline Start find_start(const Processes& processes, const Job& job, Log& log) {
 
 namespace detail {
 
-// Of the files of a --model directory that this run reads: our manifests have checksums of the weights, which were
-// verified; of other weights a sample is enough to tell two models apart.
+// A checksum of the files that this run reads of a --model directory. Our manifests have checksums of the weights,
+// which were verified; for other weights, a sample is enough to tell two models apart.
 inline std::string model_checksum(const Options& o, bool weights) {
   constexpr double most = 64 << 20;  // bytes
   std::string text = read_text(o.model + "/config.json");
@@ -115,7 +115,7 @@ inline std::string model_checksum(const Options& o, bool weights) {
 
 }  // namespace detail
 
-// Called by all processes. Each has chosen from what its host has and read its own files.
+// Called by all processes: each has made its choices on its own host and read its own files.
 inline void require_same_everywhere(const Processes& processes, const Job& job,
                                     const std::optional<ResumePoint>& resume) {
   if (processes.alone()) return;

@@ -1,5 +1,5 @@
-// step_report.h: what a run says about its updates: a line for each, with speed and time left, the readings of the GPU,
-// and the summary at the end.
+// step_report.h: what a run prints about its updates: a line for each with speed and time left, GPU readings, and the
+// summary at the end.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -40,9 +40,9 @@ class StepReport {
   // An update begins, and none is under way.
   void start_clock() { clock_ = std::chrono::steady_clock::now(); }
 
-  // An update has finished. Its time is that since the previous one finished, or since start_clock(); with an
-  // asynchronous pipeline the mean of those of the last updates, as many as are under way: several finish together when
-  // it is flushed, and none while it fills.
+  // An update has finished. Its time runs from the end of the previous one, or from start_clock(). With an asynchronous
+  // pipeline it is the mean over the last updates, as many as are under way: several finish together when the pipeline
+  // is flushed, and none while it fills.
   void finished(int64_t step, double lr, const StepResult& result) {
     between_.push_back(seconds_since(clock_));
     clock_ = std::chrono::steady_clock::now();
@@ -78,7 +78,7 @@ class StepReport {
                step % o_.log_every == 0 || step == first_ + 1 || step == job_.max_steps);
   }
 
-  // Runs a task, and remembers how long it took.
+  // Runs a task and records how long it took.
   template <class F>
   void timed(Task task, F&& work) {
     const auto begin = std::chrono::steady_clock::now();
@@ -86,7 +86,7 @@ class StepReport {
     task_seconds_[static_cast<size_t>(task)] = seconds_since(begin);
   }
 
-  // What else there is to say about an update that has finished and has not diverged.
+  // Further remarks about an update that has finished and not diverged.
   void notices(int64_t step, const StepResult& result) {
     if (monitor_ && step % o_.log_gpu_every == 0) read_gpu(step);
     if (result.experts && result.experts->rounds > 1 && !std::exchange(rounds_said_, true))
@@ -98,11 +98,10 @@ class StepReport {
     if (!result.applied) log_.line(formatted("step {} is an outlier: its update was skipped", step));
   }
 
-  // Of the last update.
+  // The duration of the last update, in seconds.
   double last_seconds() const { return recent_.empty() ? 0 : recent_.back(); }
 
-  // At the end of a run. ops: where --profile has booked its ops.
-  // gpu_memory: Run::memory_taken().
+  // Called at the end of a run. ops: where --profile has recorded its ops. gpu_memory: Run::memory_taken().
   void summary(const Progress& progress, const std::string& checkpoint, const OpLedger& ops,
                const std::string& gpu_memory) const {
     const int64_t updates = job_.max_steps - first_;
@@ -125,8 +124,8 @@ class StepReport {
   }
 
  private:
-  // On a CPU, measured again, since the machine may have been busy at the start; the higher value counts. Not where
-  // there is too little memory left to measure its speed.
+  // On a CPU, the peaks are measured again, since the machine may have been busy at the start; the higher value counts.
+  // They are not if too little memory is left to measure its speed.
   Peaks roof() const {
     constexpr int64_t enough = int64_t{1} << 30;
     Peaks best = peaks_;
@@ -135,12 +134,12 @@ class StepReport {
       const double devices = devices_in_use(job_.device, o_);
       best.raise(measure_matmul_peak(job_.device, job_.step.dtype) * devices);
       best.bandwidth = std::max(best.bandwidth, measure_bandwidth(job_.device) * devices);
-    } catch (const Error&) {  // the memory is somebody else's
+    } catch (const Error&) {  // another program has the memory
     }
     return best;
   }
 
-  // "0.7-1.5": how often the least and the most chosen expert was, over the mean; with a capacity, what was dropped.
+  // "0.7-1.5": the use of the least and the most chosen expert, over the mean; with a capacity, the share dropped.
   std::optional<std::pair<std::string, std::string>> experts_column(const StepResult& result) const {
     if (!result.experts) return std::nullopt;
     const ExpertStatistics& e = *result.experts;
@@ -156,13 +155,13 @@ class StepReport {
             {"expert_rounds", e.rounds}};
   }
 
-  // The share of a peak, in flops per second, that a step of so many seconds has reached.
+  // The share of a peak, in flops per second, that a step taking this many seconds reached.
   std::optional<double> share_of(std::optional<double> peak, double seconds) const {
     return peak ? std::optional(job_.flops_per_step() / seconds / *peak) : std::nullopt;
   }
 
-  // From the time of recent updates, and of the last validation, sample and checkpoint. One that has not been yet is
-  // left out.
+  // Estimated from the times of recent updates and of the last validation, sample and checkpoint. Tasks that have not
+  // run yet are left out.
   double seconds_left(int64_t step) const {
     std::vector<double> sorted(recent_.begin(), recent_.end());
     std::nth_element(sorted.begin(), sorted.begin() + sorted.size() / 2,
@@ -193,11 +192,11 @@ class StepReport {
   int64_t first_ = 0;  // updates done when training began or resumed
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   std::chrono::steady_clock::time_point clock_;  // when the last update finished, or the current one began
-  double step_seconds_ = 0;                      // of all updates, without validation, sampling and checkpoints
+  double step_seconds_ = 0;                      // total, without validation, sampling and checkpoints
   static constexpr size_t recent_updates = 16;
-  std::deque<double> between_;               // seconds from one update to the next, of the last ones
-  std::deque<double> recent_;                // seconds of the last updates
-  std::array<double, 3> task_seconds_ = {};  // of the last one of each kind; 0: none yet
+  std::deque<double> between_;               // seconds from one update to the next, for recent ones
+  std::deque<double> recent_;                // seconds per update, for recent ones
+  std::array<double, 3> task_seconds_ = {};  // of the last task of each kind; 0: none yet
   double last_loss_ = 0;
 };
 

@@ -12,11 +12,11 @@
 
 namespace llmc {
 
-// What a validation reads. A part of the data is taken from all of it: every time the same, for every --seed.
+// The inputs of a validation. A part of the data is drawn from all of it: the same part every time, for every --seed.
 struct ValidationInputs {
   const TokenShards* data = nullptr;   // none: no loss
   int64_t samples = 0;                 // of the data
-  bool shuffled = true;                // whether a part of them is from all of the data, or from its beginning
+  bool shuffled = true;                // takes a part from all of the data, not from its beginning
   const ChoiceSet* choices = nullptr;  // none: no questions
   std::optional<int32_t> document_begin = std::nullopt;
 
@@ -28,11 +28,11 @@ struct ValidationInputs {
   }
 };
 
-// Called on every rank alike.
+// Called alike on every rank.
 struct ValidationHooks {
   std::function<void()> poll;                                                      // may end the run
   std::function<void(const char* what, int64_t done, int64_t total)> micro_batch;  // begins; done counts from 1
-  // This rank cannot read its samples, and goes on with none until a poll ends all ranks; none: throw the error.
+  // This rank cannot read its samples; it goes on without them until a poll ends all ranks. None: throws the error.
   std::function<void(const Error& error)> cannot_read = {};
 };
 
@@ -43,7 +43,7 @@ class Validation {
     if (inputs.data != nullptr) loader_.emplace(*inputs.data, inputs.loader(trainer.config().model.vocab_size));
   }
 
-  // The mean over all targets. Every sample counts once, whatever the layout: rows after the last do not.
+  // The mean over all targets. Every sample counts once in any layout: padding rows after the last do not count.
   double loss(const ValidationHooks& hooks) {
     const StepConfig& step = trainer_.config();
     const int64_t B = step.batch.B, T = step.batch.T, readers = step.readers();
@@ -66,7 +66,7 @@ class Validation {
                             [&](int64_t m, int64_t count) { before("multiple choice", m, count, hooks); });
   }
 
-  // Both, as far as there are any, after so many updates.
+  // The loss and the answers, as far as there are any, after this many updates.
   ValLine line(int64_t step, const ValidationHooks& hooks) {
     ValLine found{.step = step, .loss = loss(hooks)};
     if (inputs_.choices == nullptr) return found;
@@ -91,7 +91,7 @@ class Validation {
   }
 
   void before(const char* what, int64_t m, int64_t count, const ValidationHooks& hooks) const {
-    // Not in a pipeline: there a host may wait for a message of a stage that reads at another place of its list.
+    // Not in a pipeline: there, a host may be waiting for a message from a stage that is at another point of its list.
     if (trainer_.config().stages == 1) hooks.poll();
     hooks.micro_batch(what, m + 1, count);
   }

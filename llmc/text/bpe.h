@@ -1,6 +1,6 @@
 // bpe.h: a byte-level BPE tokenizer as described by Hugging Face's tokenizer.json. Added tokens are cut out of the
 // text; the text between them is normalised (NFC), split into pieces by patterns, and encoded piece by piece. Unknown
-// kinds of these steps are refused by name. "truncation" and "padding" are for batches and ignored.
+// kinds of these steps are refused by name. "truncation" and "padding" apply to batches and are ignored.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -35,8 +35,8 @@ class AddedTokens {
                      [](const Token& a, const Token& b) { return a.text.size() > b.text.size(); });
   }
 
-  // Splits the text at its tokens, leftmost first and the longest of those; passes their ids to on_token and the text
-  // between them to on_text.
+  // Splits the text at its tokens, leftmost first, then longest; passes their ids to on_token and the text between them
+  // to on_text.
   template <class OnToken, class OnText>
   void split(std::string_view text, OnToken&& on_token, OnText&& on_text) const {
     size_t cut = 0;
@@ -110,7 +110,7 @@ class Bpe {
     static const std::string none;
     return id >= 0 && static_cast<size_t>(id) < tokens_.size() ? tokens_[static_cast<size_t>(id)] : none;
   }
-  // Is it for programs, not part of a text?
+  // Is the token for programs rather than part of a text?
   bool is_special(int32_t id) const { return std::ranges::binary_search(special_, id); }
   int32_t vocab_size() const { return narrow<int32_t>(static_cast<int64_t>(tokens_.size())); }
   // The tokens that the template puts before a text.
@@ -138,7 +138,7 @@ class Bpe {
     return json.is_null() ? "null" : shown(json.at("type").get<std::string>());
   }
 
-  // Passes on the pieces into which step `s` and the later ones split a text.
+  // Passes on the pieces into which step `s` and the later steps split a text.
   template <class F>
   void cut(std::string_view text, size_t s, F&& on_piece) const {
     if (s == steps_.size()) return on_piece(text);

@@ -83,7 +83,7 @@ class BpeVocabulary {
     whole_pieces_first_ = model.value("ignore_merges", false);
   }
 
-  // How many ids a vocabulary may have for its tokens: some are left out, but a table of all ids must fit into memory.
+  // The most ids that `tokens` tokens may use: ids may have gaps, but a table of all of them must fit into memory.
   static size_t most_ids(size_t tokens) { return tokens + (1 << 16); }
   // An id below `most`; errors begin with `what`.
   static int32_t id_of(const nlohmann::json& json, size_t most, const std::string& what) {
@@ -119,7 +119,7 @@ class BpeVocabulary {
     };
     struct Candidate {
       int32_t rank, left, merged;
-      uint64_t ids;  // of both symbols when the candidate was found
+      uint64_t ids;  // both symbols' ids when the candidate was found
       // Lower ranks first, equal ranks from left to right.
       bool operator>(const Candidate& o) const { return rank != o.rank ? rank > o.rank : left > o.left; }
     };

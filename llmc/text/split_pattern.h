@@ -85,7 +85,7 @@ class SplitPattern {
   struct Item {
     Kind kind;
     CharacterSet set;
-    Alternatives inside;  // of a group or a lookahead
+    Alternatives inside;  // the contents of a group or a lookahead
     size_t min = 1, max = 1;
     bool possessive = false;
   };
@@ -97,7 +97,7 @@ class SplitPattern {
     CharacterSet set{};
     size_t min = 1, max = 1;
     bool possessive = false;
-    std::vector<size_t> ways{};  // of a branch: in order of preference; of a lookahead: where its inside begins
+    std::vector<size_t> ways{};  // a branch: in order of preference; a lookahead: where its inside begins
   };
 
   // ---- Matching ----
@@ -346,7 +346,7 @@ class SplitPattern {
   }
 
   std::string pattern_, where_;
-  size_t at_ = 0, depth_ = 0;  // of the parser
+  size_t at_ = 0, depth_ = 0;  // the parser's position and depth
   std::vector<Node> nodes_;
   size_t start_ = 0;
 };

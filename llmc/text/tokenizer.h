@@ -25,16 +25,16 @@ class Tokenizer {
   virtual std::string decode(std::span<const int32_t> tokens) const = 0;
   virtual int32_t end_of_text() const = 0;
   virtual int64_t size() const = 0;  // ids are below it
-  // Bytes of text that a token stands for, none for special ones; none at all: there is no such token.
+  // The number of bytes of text that a token stands for, 0 for special tokens; none: there is no such token.
   virtual std::optional<int64_t> bytes_of(int32_t token) const = 0;
   // Tokens that precede the text of a prompt.
   virtual std::vector<int32_t> prefix() const { return {end_of_text()}; }
-  // Names and contents of the files that a checkpoint keeps of the tokenizer.
+  // Names and contents of the tokenizer's files, for a checkpoint to keep.
   virtual std::map<std::string, std::string> files() const { return {}; }
 };
 
-// Ids 0 to 255 are bytes, 256 is the end of text. Its files say the same to transformers: byte-level BPE without
-// merges.
+// Ids 0 to 255 are bytes, 256 is the end of text. Its files describe the same tokenizer to transformers: byte-level BPE
+// without merges.
 class ByteTokenizer final : public Tokenizer {
  public:
   static constexpr int64_t vocab_size = 257;

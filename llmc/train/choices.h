@@ -1,5 +1,5 @@
-// choices.h: multiple choice in the manner of HellaSwag (Zellers et al. 2019): of several continuations of a context,
-// the one that the model finds most likely is its answer. File format: data/README.md.
+// choices.h: multiple choice in the manner of HellaSwag (Zellers et al. 2019): the model's answer is the continuation
+// of a context that it finds most likely. File format: data/README.md.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -88,13 +88,13 @@ class ChoiceSet {
     return host;
   }
 
-  // losses: of each row, the sum over the tokens of its choice.
+  // losses: for each row, the sum over the tokens of its choice.
   ChoiceScore score(std::span<const double> losses) const {
     int64_t correct = 0, correct_normalized = 0;
     const auto unknown = [](const Row& row) { return row.characters == 0; };
     const bool lengths = std::none_of(rows_.begin(), rows_.end(), unknown);
     for (const Question& q : questions_) {
-      auto best = [&](auto&& cost) {  // the first of equals
+      auto best = [&](auto&& cost) {  // among equals the first
         int64_t least = 0;
         for (int64_t c = 1; c < q.choices; ++c)
           if (cost(q.first_row + c) < cost(q.first_row + least)) least = c;
@@ -149,8 +149,8 @@ class ChoiceSet {
   std::vector<Question> questions_;
 };
 
-// Answers all questions, each row computed once whatever the batch and the layout; called by all ranks. `before`:
-// called before each micro-batch.
+// Answers all questions, computing each row once with any batch and layout; called by all ranks. `before`: called
+// before each micro-batch.
 template <class Before>
 ChoiceScore evaluate_choices(Trainer& trainer, const ChoiceSet& set, DataParallel& dp, Before&& before) {
   const int64_t B = trainer.config().batch.B, readers = dp.readers(), T = set.length(trainer.config().batch.T);
@@ -172,8 +172,8 @@ ChoiceScore evaluate_choices(Trainer& trainer, const ChoiceSet& set, DataParalle
                   static_cast<double>(rows[static_cast<size_t>(b * T + t)]);
         },
         T);
-  // Each reader has its own rows, zeros elsewhere, and so has each context-parallel rank; of tensor-parallel ranks,
-  // which have the same, the first counts.
+  // Each reader has its own rows, zeros elsewhere, and so has each context-parallel rank; tensor-parallel ranks have
+  // the same rows, so only the first counts.
   if (dp.tensor_rank > 0) std::fill(losses.begin(), losses.end(), 0);
   const std::string mine(reinterpret_cast<const char*>(losses.data()), losses.size() * sizeof(double));
   std::vector<double> all(losses.size(), 0);

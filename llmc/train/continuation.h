@@ -18,8 +18,8 @@ class Continuation {
   int64_t rows() const { return cache_.rows; }
   void restart(int64_t rows = 0) { cache_.rows = rows; }
 
-  // Appends these tokens to the text, at most T in all, and returns the logits (V) after the last one. They are
-  // computed in powers of two, so that few shapes occur.
+  // Appends these tokens to the text, which may have at most T, and returns the logits (V) after the last one. Tokens
+  // are computed in powers of two, so that few shapes occur.
   std::vector<float> feed(std::span<const int32_t> tokens) {
     CHECK(!tokens.empty() && rows() + static_cast<int64_t>(tokens.size()) <= trainer_.config().batch.T);
     while (!tokens.empty()) {

@@ -1,5 +1,6 @@
-// expert_record.h: what a run asks of experts, and what the steps of training record of them: the losses and the
-// entropy of their routers, how often each expert was chosen, what was dropped; and the biases that balance them.
+// expert_record.h: the settings of experts in a run, and the records that training steps keep of them: the losses and
+// the entropy of their routers, how often each expert was chosen, how many choices were dropped; and the biases that
+// balance them.
 #pragma once
 #include <algorithm>
 #include <compare>
@@ -35,7 +36,7 @@ class ExpertRecord {
   ExpertRecord& operator=(const ExpertRecord&) = delete;
 
   bool empty() const { return layers_ == 0; }
-  // (4 + layers E) fp64: what the functions below give, summed over the micro-batches of a step.
+  // (4 + layers E) fp64: the totals and counts of training_of(), summed over the micro-batches of a step.
   const Tensor& record() const { return record_; }
   const Tensor& biases() const { return biases_; }  // (layers with experts, E); an empty tensor: none
 
@@ -43,7 +44,7 @@ class ExpertRecord {
     const int64_t E = config_.model.experts.count;
     return biases_.empty() ? Tensor{} : biases_.slice(index_of(layer) * E, {E});
   }
-  // shape: what a rank has of a micro-batch, or of a slice of it.
+  // shape: the rows that a rank has of a micro-batch, or of a slice of it.
   ExpertTraining training_of(int64_t layer, const BatchShape& shape) const {
     const int64_t E = config_.model.experts.count, T = config_.batch.T;
     const double layers = static_cast<double>(layers_), tokens = static_cast<double>(config_.tokens());
@@ -66,10 +67,10 @@ class ExpertRecord {
                            static_cast<float>(config_.experts.bias_rate), stream);
   }
 
-  // Those of this rank's group of --ep since the last call: of a step, when all of it is enqueued.
+  // The most rounds of this rank's --ep group since the last call: those of a step, if all of it is enqueued.
   int take_rounds() const { return std::exchange(*rounds_, 1); }
 
-  // From the record of all ranks, and take_rounds().
+  // The statistics of a step, from the record of all ranks and from take_rounds().
   ExpertStatistics statistics(std::span<const double> record, int rounds) const {
     const double layers = static_cast<double>(layers_), tokens = static_cast<double>(config_.tokens()),
                  T = static_cast<double>(config_.batch.T), k = static_cast<double>(config_.model.experts.per_token),
@@ -87,8 +88,8 @@ class ExpertRecord {
   }
 
  private:
-  // How the segments of the context- and tensor-parallel ranks make up the sequences of a micro-batch, or their slices
-  // of one length.
+  // Sets how the segments of the context- and tensor-parallel ranks make up the sequences of a micro-batch, or their
+  // slices of one length.
   void order_segments(const BatchShape& share, const Context& context) {
     if (orders_.contains(share.T)) return;
     const int cp = config_.context.ranks, tp = config_.tensor.by_rows() ? config_.tensor.ranks : 1;
@@ -129,12 +130,12 @@ class ExpertRecord {
                         on_device("first segments of sequences", std::move(begins), {share.B + 1})};
   }
 
-  static constexpr int64_t others = 4;  // besides how often experts were chosen
+  static constexpr int64_t others = 4;  // numbers besides how often experts were chosen
   int64_t index_of(int64_t layer) const { return index_of_layer_[static_cast<size_t>(layer)]; }
 
   const StepConfig& config_;
-  int64_t layers_ = 0;                   // with experts
-  std::vector<int64_t> index_of_layer_;  // among them; -1: a dense one
+  int64_t layers_ = 0;                   // layers with experts
+  std::vector<int64_t> index_of_layer_;  // index among these; -1: a dense layer
   Tensor record_, biases_;
   std::shared_ptr<int> rounds_ = std::make_shared<int>(1);
   std::map<int64_t, SegmentOrder> orders_;  // by BatchShape::T; none: each rank has whole sequences

@@ -1,6 +1,6 @@
-// in_flight.h: what a micro-batch holds while it is in flight: its inputs, which may still be on their way to a GPU,
-// its activations, and the key-value cache of a text that is being generated; and what a pass over a list of actions is
-// for.
+// in_flight.h: the memory of a micro-batch in flight: its inputs, which may still be on their way to a GPU, its
+// activations, and the key-value cache of a text that is being generated; and the purpose of a pass over a list of
+// actions.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -13,33 +13,33 @@
 
 namespace llmc {
 
-// What an action works on: the inputs of the micro-batch, or of a token slice of it, its activations in the action's
-// chunk and in the one before, where that is on the same rank, and the gradient of the residual stream (S, C), which
-// goes from chunk to chunk.
+// The tensors of an action: the inputs of the micro-batch, or of a token slice of it, its activations in the action's
+// chunk and in the one before, if that is on the same rank, and the gradient of the residual stream (S, C), which goes
+// from chunk to chunk.
 struct Slot {
   const MicroBatch& inputs;
   std::vector<BlockActivations> blocks;  // of the chunk
   Tensor input;                          // (S, C), of the chunk's first block
   Tensor gradient;
-  BatchShape shape;                                    // of what this rank has of it
+  BatchShape shape;                                    // of the rows that this rank has
   std::optional<SequenceRows> slice = {};              // which tokens; none: whole sequences
   std::vector<OutputGradients> output_gradients = {};  // by block, in both parts of a backward in parts
 
   // The residual stream that enters block `l` of the chunk, and that leaves the last one.
   const Tensor& block_input(size_t l) const { return l > 0 ? blocks[l - 1].out : input; }
   const Tensor& output() const { return block_input(blocks.size()); }
-  // Is its backward the first, or the last, of the micro-batch? They go from the last slice to the first.
+  // Whether its backward is the first, or the last, of the micro-batch; they go from the last slice to the first.
   bool begins_backward() const { return !slice || slice->first + slice->rows == slice->length; }
   bool ends_backward() const { return !slice || slice->first == 0; }
 };
 
 // The memory of a pass over a list of actions: as many sets of inputs, and of each block's activations, as are in use
-// at the same time. Of a backward in parts, what only the input part needs is free after it. Token slices have the keys
-// and values of their micro-batch in one place, and those gradients for the one micro-batch whose backward is under
-// way.
+// at the same time. With a backward in parts, memory that only the input part needs is free after it. The token slices
+// of a micro-batch share one buffer of keys and values; there is one set of their gradients, for the one micro-batch
+// whose backward is in progress.
 class PassMemory {
  public:
-  // all: the shape of a micro-batch. period: micro-batch m uses what micro-batch m modulo `period` does; 0: the list
+  // all: the shape of a micro-batch. period: micro-batch m uses the sets of micro-batch m modulo `period`; 0: the list
   // has all micro-batches
   PassMemory(const StepConfig& config, const std::vector<Chunk>& chunks, const std::vector<Action>& actions,
              const BatchShape& all, Purpose purpose, Arena& arena, int64_t period = 0)
@@ -72,7 +72,7 @@ class PassMemory {
       return BlockActivations::product_inputs(model, shape, sets.kind_of<Layers>(set), config.tensor, config.dtype,
                                               recompute, made_by, arena);
     };
-    // The activations that are recomputed, one set for all.
+    // The activations that are recomputed: one set for all blocks.
     const BlockActivations shared =
         BlockActivations::recomputed(model, shape, config.tensor, config.dtype, recompute, arena);
     for (int64_t i = 0; i < micro_batches_in_flight(actions); ++i)
@@ -97,12 +97,12 @@ class PassMemory {
   const MicroBatch& inputs(int64_t micro_batch, int slice) const {
     return inputs_[(static_cast<size_t>(micro_batch) * shapes_.size() + static_cast<size_t>(slice)) % inputs_.size()];
   }
-  // Of the residual stream of a slice.
+  // The shape of the residual stream of a slice.
   Shape stream_shape(int slice) const {
     return {config_.tensor.stream_rows(shapes_[static_cast<size_t>(slice)].rows()), model_.n_embd};
   }
   Tensor gradient(int slice) const { return gradient_.empty() ? gradient_ : gradient_.slice(0, stream_shape(slice)); }
-  // Of a chunk, for a micro-batch, or slice, between its forward and its backward.
+  // The output of a chunk, for a micro-batch, or slice, between its forward and its backward.
   Tensor output(Action a) const {
     if (period_ > 0) a.micro_batch %= period_;
     const auto& sets = block_sets_.of(a.chunk, a.micro_batch, a.slice);
@@ -138,18 +138,18 @@ class PassMemory {
 
  private:
   int64_t layers(int chunk) const { return static_cast<int64_t>(chunks_[static_cast<size_t>(chunk)].layers.size()); }
-  // Of its layers.
+  // The kinds of a chunk's layers.
   std::vector<Layers> kinds_of(int chunk) const {
     std::vector<Layers> kinds;
     for (const int64_t l : chunks_[static_cast<size_t>(chunk)].layers) kinds.push_back(kind_of_layer(model_, l));
     return kinds;
   }
-  // Is its input not the output of another chunk of this rank?
+  // Whether a chunk's input is not the output of another chunk of this rank.
   bool has_own_input(int chunk) const {
     const Pipeline pipeline = config_.pipeline();
     return chunk == 0 || pipeline.stage_of(chunk) != pipeline.stage_of(chunk - 1);
   }
-  // From an action of this kind to the weight part.
+  // Sets that are held from an action of this kind to the weight part.
   PassSets parts(const std::vector<Action>& actions, ActionKind from) const {
     auto is_weight_part = [](ActionKind kind) { return kind == ActionKind::backward_weight; };
     if (std::none_of(actions.begin(), actions.end(), [&](const Action& a) { return is_weight_part(a.kind); }))
@@ -160,7 +160,7 @@ class PassMemory {
   static size_t set_of(const std::vector<size_t>& sets, int64_t layer) {
     return sets[static_cast<size_t>(layer) % sets.size()];
   }
-  // (S, C), what the first block of the action's chunk reads
+  // (S, C): the input of the first block of the action's chunk
   Tensor input(const Action& a) const {
     if (!has_own_input(a.chunk)) return output({a.kind, a.chunk - 1, a.micro_batch, a.slice});
     Tensor input = chunk_inputs_[input_sets_.of(a.chunk, a.micro_batch, a.slice)[0]].slice(0, stream_shape(a.slice));
@@ -168,7 +168,7 @@ class PassMemory {
     return input;
   }
   bool sliced() const { return shapes_.size() > 1; }
-  // Of each set, the largest slice that uses it.
+  // The largest slice that uses each set.
   std::vector<BatchShape> rooms_of_blocks(const std::vector<Action>& actions) const {
     std::vector<BatchShape> rooms(block_sets_.count(), {shapes_[0].B, 0});
     for (const Action& a : actions) {
@@ -199,21 +199,21 @@ class PassMemory {
 
   const StepConfig& config_;
   int64_t period_;
-  std::vector<Chunk> chunks_;  // of the model; without layers where they are elsewhere
-  ModelConfig model_;          // of this rank's part
+  std::vector<Chunk> chunks_;  // of the model; those of other stages have no layers
+  ModelConfig model_;          // this rank's part
   PassSets block_sets_, input_sets_, product_sets_, gradient_sets_;
   std::vector<BatchShape> shapes_;  // by slice
   PassSets key_sets_;
   std::vector<Tensor> keys_;
   std::vector<std::vector<Tensor>> key_gradients_;  // by chunk and block
-  std::vector<MicroBatch> inputs_;                  // micro-batch m uses those of m modulo their number, one a slice
+  std::vector<MicroBatch> inputs_;                  // micro-batch m uses set m modulo their number; one per slice
   std::vector<Tensor> chunk_inputs_;
   std::vector<BlockActivations> blocks_, products_, recomputed_products_;
   std::vector<OutputGradients> gradients_;
   Tensor gradient_;
 };
 
-// These tokens of each of B sequences; of an empty batch on paper none.
+// These tokens of each of B sequences; none if the batch is empty, on paper.
 inline HostBatch slice_of(const HostBatch& all, int64_t B, const SequenceRows& tokens) {
   HostBatch part;
   for (const auto ids : {&HostBatch::tokens, &HostBatch::targets, &HostBatch::positions})
@@ -224,13 +224,13 @@ inline HostBatch slice_of(const HostBatch& all, int64_t B, const SequenceRows& t
   return part;
 }
 
-// Uploads inputs to the device: of each sequence what this rank has. On a GPU they are copied to two buffers in turn,
-// while the previous micro-batch is being computed.
+// Uploads inputs to the device: the rows that this rank has of each sequence. On a GPU they are copied to two buffers
+// in turn, while the previous micro-batch is being computed.
 class Uploads {
  public:
   Uploads(const StepConfig& config, const Context& context) : config_(config) {
     if (context.compute.device().computes_as() == DeviceKind::cuda) {
-      // Of a step, or of a text, which is not divided.
+      // The rows of a step, or of a text, which is not divided.
       const int64_t rows = std::max(config.share(config.batch, Purpose::train).rows(), config.batch.T);
       for (int i = 0; i < 2; ++i)
         arriving_.emplace_back(rows, config.all_position_rows(config.batch, Purpose::train), config.tensor,
@@ -241,7 +241,7 @@ class Uploads {
           std::max(arriving_[0].inputs.tokens.size_bytes(), arriving_[0].inputs.all_positions.size_bytes()));
   }
 
-  // from: (B T) of each kind, of the shape `all`; `context_rank`: of this rank
+  // from: (B T) of each kind, of the shape `all`; context_rank: this rank's
   void upload_batch(const MicroBatch& to, HostBatch from, const BatchShape& all, Purpose purpose, int context_rank,
                     const Context& context) {
     const bool on_paper = context.compute.device().kind == DeviceKind::null;
@@ -289,16 +289,16 @@ class Uploads {
     }
   };
   const StepConfig& config_;
-  std::vector<Arriving> arriving_;  // of a GPU
+  std::vector<Arriving> arriving_;  // on a GPU
   int64_t uploads_ = 0;
 };
 
 // The keys and values of the tokens of one sequence so far.
 struct KeyValueCache {
-  std::vector<Tensor> layers;  // each (T, 2 Hkv D); empty tensors for those of other stages
-  int64_t rows = 0;            // filled
+  std::vector<Tensor> layers;  // each (T, 2 Hkv D); empty tensors for layers of other stages
+  int64_t rows = 0;            // how many are filled
 
-  // held(layer): of those that this rank has
+  // held(layer): whether this rank has the layer
   template <class Held>
   KeyValueCache(const StepConfig& config, Arena& arena, Held&& held) {
     for (int64_t l = 0; l < config.model.n_layer; ++l)
@@ -308,10 +308,10 @@ struct KeyValueCache {
   }
 };
 
-// May the actions of a training step be launched as CUDA graphs that were captured before?
+// Whether the actions of a training step may be launched as CUDA graphs that were captured before.
 enum class Launch : uint8_t { replay, enqueue };
 
-// One pass over a list of actions: what it is for.
+// The purpose of one pass over a list of actions.
 struct Pass {
   Purpose purpose;
   BatchShape shape;  // of a micro-batch

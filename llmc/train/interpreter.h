@@ -1,6 +1,6 @@
 // interpreter.h: runs lists of actions (dist/schedule.h): the only place that runs forward and backward. It gives every
-// micro-batch in flight a slot of activations, uploads inputs, says which units will be needed, and launches what
-// repeats as a CUDA graph. What an action computes is in stage.h.
+// micro-batch in flight a slot of activations, uploads inputs, says which units will be needed, and launches repeated
+// work as CUDA graphs. stage.h has the computation of each action.
 #pragma once
 #include <map>
 #include <set>
@@ -32,7 +32,7 @@ class Interpreter {
     if (state_.dp().stages > 1) read_headers();
     if (pass.purpose != Purpose::generate) return;
     const DataParallel& dp = state_.dp();
-    if (dp.stages > 1) {  // from a rank that has the head
+    if (dp.stages > 1) {  // broadcast from a rank that has the head
       const int head = config_.pipeline().stage_of(config_.chunks - 1);
       dp.scalars->broadcast(logits, head * dp.ranks_of_stage(), context_.compute);
     }
@@ -45,8 +45,8 @@ class Interpreter {
     PassMemory memory;
     int64_t uploaded = 0;  // micro-batches
   };
-  // With room for as many micro-batches in flight as these actions have; the caller opens a scope of the arena.
-  // period: after so many micro-batches the use of memory repeats itself; 0: it does not
+  // Begins a pass, with room for as many micro-batches in flight as these actions have; the caller opens a scope of the
+  // arena. period: after this many micro-batches the use of memory repeats; 0: it does not
   OpenPass begin(const std::vector<Action>& actions, const Pass& pass, int64_t period = 0) {
     PassMemory memory(config_, chunks_here(), actions, pass.shape, pass.purpose, context_.arena, period);
     reserve_messages(actions, pass, memory);
@@ -69,17 +69,17 @@ class Interpreter {
     else enqueue_it();
   }
 
-  // What the messages that were taken so far say of themselves, for take_headers(): who waits for the results of a pass
+  // Reads the headers of the messages taken so far, for take_headers(): the caller that waits for the results of a pass
   // checks them.
   void read_headers() { headers_.push_back(state_.dp().links.read_headers(context_.compute)); }
   std::vector<ReceivedHeaders> take_headers() { return std::exchange(headers_, {}); }
 
-  // Where the interpreter is.
+  // The interpreter's place in the list.
   struct Place {
     std::string what;  // "forward of blocks.3"
     int64_t micro_batch;
     int slice;
-    int64_t turn;  // of the slice in the chunk, among the forwards and then the backwards of the micro-batch
+    int64_t turn;  // place of this pass among all forwards, then all backwards, of the micro-batch
   };
   Place place() const {
     const bool is_forward = action_.kind == ActionKind::forward || action_.kind == ActionKind::receive_activations ||
@@ -90,7 +90,7 @@ class Interpreter {
   }
 
  private:
-  // All slices of a micro-batch.
+  // Uploads all slices of a micro-batch.
   void upload(int64_t micro_batch, const PassMemory& memory, const Pass& pass, HostBatch all) {
     const int context_rank = state_.dp().context_rank;
     if (config_.slices_for(pass.purpose) == 1)
@@ -109,7 +109,7 @@ class Interpreter {
 
   // ---- Messages between stages -------------------------------------------------------------------------------------
 
-  // The chunks of the model, without layers where they are on other stages.
+  // The chunks of the model; those of other stages have no layers.
   std::vector<Chunk> chunks_here() const {
     std::vector<Chunk> chunks = stage_.chunks();
     for (size_t c = 0; c < chunks.size(); ++c)
@@ -122,13 +122,13 @@ class Interpreter {
             static_cast<double>(a.slice)};
   }
   static constexpr int activations = 0, gradients = 1;
-  // Of the message from which an action gets its input, or which it receives.
+  // The header of the message from which an action gets its input, or which it receives.
   static MessageHeader header_of_input(const Action& a) {
     const bool forward = a.kind == ActionKind::forward || a.kind == ActionKind::receive_activations;
     return forward ? header_of(activations, a.chunk - 1, a) : header_of(gradients, a.chunk + 1, a);
   }
 
-  // Room for the messages of each link: two to send, and as many as come before they are used.
+  // Makes room for the messages of each link: two to send, and as many as arrive before they are used.
   void reserve_messages(const std::vector<Action>& actions, const Pass& pass, const PassMemory& memory) {
     DataParallel& dp = state_.dp();
     if (dp.stages == 1) return;
@@ -190,13 +190,13 @@ class Interpreter {
     return units;
   }
 
-  // Of a step; an asynchronous one has no other.
+  // Whether the action belongs to the last micro-batch of a step; an asynchronous step has only one.
   bool is_last(const Action& action) const {
     return config_.asynchronous() || action.micro_batch + 1 == config_.micro_batches;
   }
 
-  // Does the action enqueue the same every time, and only on the compute stream? Not where it waits for other streams,
-  // or they for it, nor where it exchanges activations or rows of experts.
+  // Whether the action enqueues the same work every time, and only on the compute stream. It does not if it waits for
+  // other streams, or they for it, or if it exchanges activations or rows of experts.
   bool replayable(const Action& action, const Pass& pass) const {
     if (pass.purpose != Purpose::train || pass.launch == Launch::enqueue) return false;
     if (config_.zero.stage == 3 || config_.zero.grad_reduce == GradReduce::micro) return false;
@@ -214,7 +214,7 @@ class Interpreter {
   // By kind, chunk, and the addresses of its inputs.
   std::map<std::tuple<ActionKind, int, const std::byte*, const std::byte*>, Replay> replays_;
   std::vector<ReceivedHeaders> headers_;          // not yet taken
-  Action action_ = {ActionKind::forward, 0, -1};  // what is being enqueued
+  Action action_ = {ActionKind::forward, 0, -1};  // the action that is being enqueued
 };
 
 }  // namespace llmc

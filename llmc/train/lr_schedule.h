@@ -16,14 +16,14 @@ struct LrSchedule {
   double final_frac = 0;  // of the peak, at the last step
 };
 
-// The learning rate of update `step`, which counts from 1. Warm-up is linear: peak * step / warmup_steps. The peak is
-// reached at the last step of the warm-up, without one at step 1; final_frac * peak at step max_steps. (nanoGPT ends
-// there too; llm.c and transformers would only reach it one step later.) Between the two:
+// The learning rate of update `step`, which counts from 1. Warm-up is linear: peak * step / warmup_steps. It reaches
+// the peak at the last step of the warm-up (without one at step 1), and final_frac * peak at step max_steps. (nanoGPT
+// ends there too; llm.c and transformers would only reach it one step later.) Between the two:
 //   cosine    half a cosine (Loshchilov & Hutter 2017)
 //   linear    a straight line
 //   wsd       warmup-stable-decay: the peak, then a decay by 1 - sqrt over the last fifth of the run (Haegele et al.
 //   2024)
-// A run of one step, and one that ends with its warm-up, has no decay: it ends at the peak.
+// A run of one step, or one that ends with its warm-up, has no decay: it ends at the peak.
 inline double learning_rate(const LrSchedule& s, int64_t step) {
   if (step < s.warmup_steps) return s.peak * static_cast<double>(step) / static_cast<double>(s.warmup_steps);
   const double end = static_cast<double>(s.max_steps);

@@ -1,4 +1,4 @@
-// not_finite.h: where the first non-finite number of a step comes from, found by repeating the step with a check of
+// not_finite.h: finds where the first non-finite number of a step comes from, by repeating the step with a check of
 // every tensor that is written.
 #pragma once
 #include <algorithm>
@@ -21,9 +21,9 @@ struct NotFinite {
   std::string tensor, op;
   std::string place;               // "forward of blocks.3"
   int64_t micro_batch = -1;        // -1: none, the number was there before the step
-  int64_t turn = -1;               // of the chunk, among the forwards and then the backwards of the micro-batch
+  int64_t turn = -1;               // place of its pass among all forwards, then all backwards, of the micro-batch
   int64_t writes = -1;             // tensors written in the step before it
-  std::vector<int64_t> sequences;  // of the micro-batch, that contain one; empty: the tensor has no sequence axis
+  std::vector<int64_t> sequences;  // those of the micro-batch that contain one; empty: the tensor has no sequence axis
   int slice = 0;                   // of the micro-batch's sequences
 };
 
@@ -42,12 +42,12 @@ inline bool is_gradient(const ModelState& state, const Tensor& t) {
   return false;
 }
 
-// Rows by expert are not checked, since some of them may hold anything: what is written of them next, is.
+// Rows by expert are not checked, since some of them may hold anything; the tensors computed from them next are.
 inline bool is_of_experts(std::string_view op) { return op.starts_with("grouped_") || op.starts_with("combine_"); }
 
 }  // namespace detail
 
-// Repeats the forwards and backwards of a step and checks everything that is written. The weights do not change.
+// Repeats the forwards and backwards of a step and checks every tensor that is written. The weights do not change.
 inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSource& batches) {
   Stream& stream = trainer.stream();
   const StepConfig& config = trainer.config();
@@ -82,7 +82,7 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
   return found;
 }
 
-// Where it is, in words. sample_of(micro-batch, sequence): which sample of the data that sequence was.
+// Where it is, in words. sample_of(micro-batch, sequence): the sample of the data that the sequence was.
 template <class SampleOf>
 std::string describe(const NotFinite& first, const Trainer& trainer, SampleOf&& sample_of) {
   const DataParallel& dp = trainer.state().dp();
@@ -102,8 +102,8 @@ std::string describe(const NotFinite& first, const Trainer& trainer, SampleOf&& 
 }
 
 // The same, from the rank where it comes first: the others may have got it from there. The ranks of a stage go through
-// the step together, in the order of its list; of stages, which do not, the first is the one that a micro-batch comes
-// to first. Of equals, the lowest rank. Called by all ranks.
+// the step together, in the order of its list. Stages do not: among these, the one that a micro-batch reaches first
+// counts. Among equals, the lowest rank. Called by all ranks.
 template <class SampleOf>
 std::string where_not_finite(Trainer& trainer, const BatchSource& batches, SampleOf&& sample_of) {
   const DataParallel& dp = trainer.state().dp();

@@ -8,12 +8,12 @@
 // the paper's equation, in which weights before a flush count as those of the flush. So the gradients of stage s are
 // P - 1 - s updates old, and P - s versions of its weights are kept (dist/zero.h).
 //
-// A flush runs the backwards and updates that are left. Afterwards all stages have made the same updates and old
-// versions are dead: what is saved then is all there is, and a run that resumes from it continues bit for bit like one
-// that flushed there.
+// A flush runs the backwards and updates that are left. Afterwards all stages have made the same updates and no old
+// version is needed: a checkpoint then has the whole state, and a run that resumes from it continues bit for bit like
+// one that flushed there.
 //
 // Gradients are clipped stage by stage, by the norm of the stage's own gradients. The loss and the norm of the whole
-// model are for the report alone: they go round on a stream of their own, so that no stage waits for them.
+// model are only for the report: they are exchanged on a stream of their own, so that no stage waits for them.
 #pragma once
 #include <cmath>
 #include <deque>
@@ -27,7 +27,7 @@ namespace llmc {
 
 class Pipedream {
  public:
-  // row (1 + units) fp64: this rank's loss, to which the stage adds, and square sums. control: of the update.
+  // row (1 + units) fp64: this rank's loss, to which the stage adds, and its square sums. control: of the update.
   Pipedream(const StepConfig& config, const Context& context, ModelState& state, Interpreter& interpreter,
             const Tensor& row, const Tensor& control)
       : config_(config),
@@ -42,8 +42,8 @@ class Pipedream {
         report_control_(scalar("report", {4})) {
     CHECK(config.micro_batches == 1 && config.zero.stage == 0 && config.zero.sync == DpSync::all_reduce &&
           !config.model.tied);
-    // A step is reported when the first stage, P - 1 steps behind, has been through it: with room for more steps than
-    // that, no stage waits to make its next row.
+    // A step is reported when the first stage, P - 1 steps behind, has finished it: with room for more steps than that,
+    // no stage waits to make its next row.
     for (int i = 0; i < 2 * config.stages; ++i) {
       reports_.push_back({scalar("scalars of a step", row.shape), {}, {}});
       reports_.back().free.signal();
@@ -68,7 +68,7 @@ class Pipedream {
     return pending;
   }
 
-  // Returns whether there was anything to do.
+  // Runs the backwards and updates that are left. Returns whether there was anything to do.
   bool flush() {
     if (flushed()) return false;
     for (int64_t turn = begun_; turn < begun_ + config_.stages - 1; ++turn)
@@ -98,7 +98,7 @@ class Pipedream {
     return context_.arena.alloc("step scalars", name, DType::fp64, shape);
   }
 
-  // What some ranks exchange to find their loss and their gradient norm.
+  // The tensors by which a group of ranks finds its loss and its gradient norm.
   struct Exchange {
     Tensor rows, loss, square_sums;
     Exchange(const Pipedream& p, int64_t ranks)
@@ -107,7 +107,7 @@ class Pipedream {
           square_sums(p.scalar("square sums", {static_cast<int64_t>(p.state_.size()) * p.config_.zero.shards *
                                                p.config_.tensor.ranks})) {}
   };
-  // control = what clip_control() makes of the rows of a group's ranks, `index` of which is this one.
+  // control = the result of clip_control() for the rows of all ranks of a group; `index`: this rank's place in it.
   void combine(const Exchange& e, const Tensor& row, int index, Comm& group, int stages, const Tensor& control,
                const UpdateRule& rule, Stream& stream) {
     const int64_t n = row.numel();
@@ -119,7 +119,7 @@ class Pipedream {
 
   // The memory of the steps until the next flush.
   void open() {
-    // With n micro-batches in flight, each uses the memory of the one n before it.
+    // With n micro-batches in flight, each uses the memory of the n-th one before it.
     std::vector<Action> steady;
     const int64_t steps = 2 * (config_.stages - dp_.stage);
     for (int64_t turn = 0; turn < steps + config_.stages - 1; ++turn)
@@ -143,7 +143,7 @@ class Pipedream {
       interpreter_.enqueue(a, *pass_, batches);
     }
     if (dp_.stages > 1) interpreter_.read_headers();
-    // Of the step whose backward the first stage, the last one to have it, has just been through.
+    // Reports the step whose backward the first stage, the last to run it, has just finished.
     if (const int64_t done = turn - (config_.stages - 1); done >= 0) report(done);
   }
 
@@ -164,7 +164,7 @@ class Pipedream {
     state_.update(control_, step(k).optimizer, compute);
   }
 
-  // Loss and gradient norm of the whole model in step k, on the stream that has no weights to gather here.
+  // Loss and gradient norm of the whole model in step k, on the gather stream, which has no weights to gather here.
   void report(int64_t k) {
     Stream& stream = dp_.gather_stream;
     Report& report = reports_[static_cast<size_t>(k) % reports_.size()];
@@ -183,7 +183,7 @@ class Pipedream {
   Tensor row_, control_;
   Exchange of_stage_, of_all_;
   Tensor report_control_;
-  std::vector<Report> reports_;  // of steps, in turn
+  std::vector<Report> reports_;  // used by the steps in turn
   std::deque<Step> under_way_;
   int64_t begun_ = 0;  // steps since the last flush
   std::optional<Arena::Scope> scope_;

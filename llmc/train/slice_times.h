@@ -1,7 +1,8 @@
-// slice_times.h: how long a stage of a pipeline takes for a token slice, on paper, and into which slices --token-slices
-// auto therefore cuts a sequence. The blocks of transformer.h run on the null device, whose clock counts their time at
-// the rates below. These are round numbers of a common machine of either kind, and not those of this one: the cut, and
-// so the order in which gradients are added, depends on options and the kind of device alone (contracts 1 and 2).
+// slice_times.h: how long a stage of a pipeline takes for a token slice, on paper, and the slices into which
+// --token-slices auto therefore cuts a sequence. The blocks of transformer.h run on the null device, whose clock counts
+// their time at the rates below. These are round numbers for a common machine of either kind, not measured on this one:
+// the cut, and so the order in which gradients are added, depends only on options and the kind of device (contracts 1
+// and 2).
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -12,8 +13,8 @@
 
 namespace llmc {
 
-// What a cut assumes of a machine. What counts are the ratios: short slices are slow because the weights are read again
-// for each, and because every op takes a while to begin.
+// The speeds that a cut assumes of a machine. Only the ratios matter: short slices are slow because the weights are
+// read again for each, and because every op takes a while to begin.
 struct SliceRates {
   Rates rates;
   double op_seconds;  // before an op begins
@@ -25,7 +26,7 @@ inline SliceRates slice_rates(DeviceKind kind, DType dtype) {
 
 class SliceTimes {
  public:
-  // device: of a rank; on paper it is only counted
+  // kind: of the device of a rank; time is only counted, on paper
   SliceTimes(const StepConfig& config, DeviceKind kind)
       : config_(config),
         model_(with_all_experts(config.part())),
@@ -48,8 +49,8 @@ class SliceTimes {
   SliceTimes(const SliceTimes&) = delete;
   SliceTimes& operator=(const SliceTimes&) = delete;
 
-  // Forward and backward of a slice of `length` tokens after `context` others, in all blocks of a stage. Messages
-  // travel meanwhile; the embedding and the head, which some stages have, take equally long for every token.
+  // Seconds for forward and backward of a slice of `length` tokens after `context` others, in all blocks of a stage.
+  // Messages travel meanwhile; the embedding and the head, which some stages have, take equally long for every token.
   double operator()(int64_t length, int64_t context) {
     auto scope = arena_.scope();
     const BatchShape shape{config_.batch.B, length};
@@ -81,7 +82,7 @@ class SliceTimes {
   }
 
  private:
-  // As if each rank had all experts: with --ep it computes as many rows, and these travel while it does.
+  // The model as if each rank had all experts: with --ep a rank computes equally many rows, and rows travel meanwhile.
   static ModelConfig with_all_experts(ModelConfig part) {
     part.experts.ranks = 1;
     return part;
@@ -99,7 +100,7 @@ class SliceTimes {
   }
 
   const StepConfig& config_;
-  ModelConfig model_;  // of a rank's part
+  ModelConfig model_;  // a rank's part
   SliceRates rates_;
   Device device_;
   Arena arena_, scratch_;
@@ -109,7 +110,7 @@ class SliceTimes {
   Layers kind_;
   LayerUnits layer_;
   UnitState block_;
-  std::unique_ptr<UnitState> experts_;  // none: of a dense layer
+  std::unique_ptr<UnitState> experts_;  // none: the layer is dense
   int64_t blocks_;
   OpLedger ops_;
 };

@@ -1,6 +1,6 @@
-// stage.h: what the chunks of a rank compute: forward and backward of the embedding, the blocks and the head of one
-// chunk, for the micro-batch in one slot. It knows no schedule: which chunk and which slot come next is the
-// interpreter's business (interpreter.h). What a block computes is in model/transformer.h.
+// stage.h: the computation of a rank's chunks: forward and backward of the embedding, the blocks and the head of one
+// chunk, for the micro-batch in one slot. It knows no schedule: the interpreter decides which chunk and which slot come
+// next (interpreter.h). The computation of a block is in model/transformer.h.
 //
 // The head (final norm, logits, loss and their gradients) runs at the start of the backward of the chunk that has it:
 // logits then exist for one micro-batch at a time, whatever the schedule, and the gradients of a tied table arrive in
@@ -22,7 +22,7 @@ namespace llmc {
 
 class Stage {
  public:
-  // loss_sum (1) fp64: the losses of every micro-batch are added to it. experts: what is recorded of experts
+  // loss_sum (1) fp64: the losses of every micro-batch are added to it. experts: the records of experts
   Stage(const StepConfig& config, const Context& context, ModelState& state, const Tensor& loss_sum,
         const ExpertRecord& experts)
       : config_(config),
@@ -46,16 +46,16 @@ class Stage {
   const std::vector<Chunk>& chunks() const { return chunks_; }  // of the whole model
   bool is_here(int chunk) const { return config_.pipeline().stage_of(chunk) == state_.dp().stage; }
   const Chunk& chunk(int index) const { return chunks_[static_cast<size_t>(index)]; }
-  // What is being enqueued, in words: "forward of blocks.3".
+  // The work that is being enqueued, in words: "forward of blocks.3".
   const std::string& current() const { return current_; }
-  // Of the last forward for Purpose::generate (V); read with the stream idle.
+  // The logits (V) of the last forward for Purpose::generate; read with the stream idle.
   const std::vector<float>& logits() const { return logits_; }
   // Room for the logits of all tensor-parallel ranks, padding included.
   Tensor logits_room() const {
     const int64_t V = model_.padded_vocab() * config_.tensor.ranks;
     return context_.arena.alloc("head", "logits of all ranks", config_.dtype, {V});
   }
-  // Hands logits that are complete, on all ranks, to the host.
+  // Copies complete logits, which all ranks have, to the host.
   void deliver_logits(const Tensor& all) {
     const int64_t V = config_.model.vocab_size, part = model_.vocab_size, stored = model_.padded_vocab();
     download(all, context_.compute, [this, V, part, stored](const std::vector<float>& host) {
@@ -89,7 +89,7 @@ class Stage {
     return units;
   }
 
-  // logits: of logits_room(), for Purpose::generate
+  // logits: from logits_room(), for Purpose::generate
   void forward(int index, const Slot& slot, const Pass& pass, int64_t micro_batch, const Tensor& logits) {
     const Chunk& c = chunk(index);
     if (c.has_embedding) forward_embedding(slot.input, slot);
@@ -104,15 +104,15 @@ class Stage {
     release_tied();
   }
 
-  // Gradients of the chunk's weights += those of the micro-batch. `last_micro_batch`: they are complete, and reduced
-  // unit by unit. With slot.output_gradients it is the input part, and blocks are completed by backward_weight().
+  // Gradients of the chunk's weights += those of the micro-batch. `last_micro_batch`: they are then complete, and are
+  // reduced unit by unit. With slot.output_gradients this is the input part; backward_weight() completes the blocks.
   void backward(int index, const Slot& slot, const Pass& pass, bool last_micro_batch) {
     const Chunk& c = chunk(index);
     if (c.has_head) backward_head(slot.output(), slot, last_micro_batch);
     for (size_t l = c.layers.size(); l-- > 0;) backward_block(c.layers[l], l, slot, pass, last_micro_batch);
     if (c.has_embedding) backward_embedding(slot, last_micro_batch);
   }
-  // The weight part. It needs no weights, and of the micro-batch only what the input part has left for it.
+  // The weight part. It needs no weights, and only the tensors of the micro-batch that the input part has left for it.
   void backward_weight(int index, const Slot& slot, bool last_micro_batch) {
     const Chunk& c = chunk(index);
     for (size_t l = c.layers.size(); l-- > 0;) {
@@ -130,7 +130,7 @@ class Stage {
  private:
   static constexpr size_t embedding_unit = 0;
   const LayerUnits& units_of(int64_t layer) const { return layer_units_[static_cast<size_t>(layer)]; }
-  // f(unit) for those of a layer.
+  // Calls f(unit) for the units of a layer.
   template <class F>
   static void for_units(const LayerUnits& units, F&& f) {
     f(units.block);
@@ -138,8 +138,8 @@ class Stage {
   }
   size_t head_unit() const { return state_.size() - 1; }
 
-  // Are the two parts of a tied table's gradient, from the head and from the embedding, reduced each by itself? Where
-  // they are on two stages, and where other micro-batches come between them and the buffer is for one of them.
+  // Whether the two parts of a tied table's gradient, from the head and from the embedding, are reduced separately: if
+  // they are on two stages, or if other micro-batches come between them and the buffer is for one micro-batch.
   bool reduces_tied_parts() const {
     if (!config_.model.tied || config_.stages == 1) return false;
     return !is_here(0) || !is_here(config_.chunks - 1) || config_.zero.grad_reduce == GradReduce::micro;
@@ -153,7 +153,7 @@ class Stage {
     if (config_.model.tied) state_.release(embedding_unit, context_.compute);
   }
 
-  // Says what is enqueued from here on.
+  // Names the work that is enqueued from here on.
   ProfilerRange set_current(std::string what) {
     current_ = std::move(what);
     return ProfilerRange(current_.c_str());
@@ -179,8 +179,8 @@ class Stage {
     return stream_rows_of(slot.shape, config_.tensor, config_.context_for(purpose), state_.dp().tensor_rank);
   }
 
-  // A layer's units while it computes. The experts, the larger one, are acquired when they are needed, and so gathered
-  // while what comes before them computes.
+  // A layer's units while it computes. The experts, the larger unit, are acquired only when they are needed, and so are
+  // gathered while the layer computes what comes before them.
   class HeldLayer {
    public:
     HeldLayer(const LayerUnits& units, ModelState& state, Stream& stream)
@@ -231,7 +231,7 @@ class Stage {
     held.release();
   }
 
-  // Adds the losses of x (S, C) to the sum, and passes those of every row to pass.row_losses if it is set.
+  // Adds the losses of x (S, C) to the sum, and passes the loss of every row to pass.row_losses if it is set.
   void evaluate_head(const Tensor& x, const UnitState& head_state, const UnitState& embedding, const Slot& slot,
                      const Pass& pass, int64_t micro_batch) {
     const int64_t R = config_.share(pass.shape, pass.purpose).rows();
@@ -264,7 +264,7 @@ class Stage {
     auto scope = context_.arena.scope();
     const int64_t S = x.shape[0], C = x.shape[1];
     const HeadActivations head(model_, 1, config_.tensor, config_.dtype, context_.arena);
-    // With sequence parallelism one rank has it; the others' rows beside it are computed for nothing.
+    // With sequence parallelism one rank has the row; the other ranks compute rows that are not used.
     head_forward(head, x.slice(pass.logits_row % S * C, {1, C}), head_state, embedding, model_, parallel_);
     const Tensor mine = head.logits.slice(pass.logits_row / S * head.logits.shape[1], {head.logits.shape[1]});
     copy(logits, parallel::gather_vocabulary(mine, parallel_), context_.compute);
@@ -278,7 +278,7 @@ class Stage {
     const ProfilerRange range = set_current("backward of the head");
     const UnitState &unit = state_.acquire(head_unit(), stream), &embedding = acquire_tied();
     start_gradients(head_unit(), slot);
-    // A tied table gets its gradients in two parts, here and in backward_embedding(), which has them reduced.
+    // A tied table gets its gradients in two parts, here and in backward_embedding(), which reduces them.
     if (config_.model.tied) start_gradients(embedding_unit, slot);
     for_head_chunks(
         x, slot,
@@ -294,7 +294,7 @@ class Stage {
     release_tied();
   }
 
-  // Block `l` of the chunk. slot.gradient: in, the gradient of its output; out, that of its input.
+  // Block `l` of the chunk. slot.gradient: on entry the gradient of its output, on return that of its input.
   void backward_block(int64_t layer, size_t l, const Slot& slot, const Pass& pass, bool last_micro_batch) {
     const BlockActivations& acts = slot.blocks[l];
     const Tensor& x = slot.block_input(l);  // (S, C)
@@ -340,8 +340,8 @@ class Stage {
 
   // ---- The head's rows ---------------------------------------------------------------------------------------------
 
-  // f(head, part of x, targets, rows) for parts of the rows of x (S, C), each with activations of its own. rows: which
-  // rows of the micro-batch the logits and targets are of; with sequence parallelism some from each rank.
+  // Calls f(head, part of x, targets, rows) for parts of the rows of x (S, C), each with activations of its own. rows:
+  // the rows of the micro-batch that the logits and targets belong to; with sequence parallelism some from each rank.
   template <class F>
   void for_head_chunks(const Tensor& x, const Slot& slot, F&& f) {
     const int64_t S = x.shape[0], C = x.shape[1], most = config_.head_rows(S);

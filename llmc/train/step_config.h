@@ -19,7 +19,7 @@
 
 namespace llmc {
 
-// What a trainer runs on.
+// The memory and streams that a trainer runs on.
 struct Context {
   Arena& arena;
   Stream& compute;
@@ -27,17 +27,17 @@ struct Context {
   Stream* copies = nullptr;    // uploads inputs to a GPU while it computes; none: the compute stream does
 };
 
-// What a list of actions is run for.
+// The purpose of running a list of actions.
 enum class Purpose { train, evaluate, generate };
 
-// What a run asks of experts; a model without has the defaults.
+// The settings of experts in a run; a model without experts has the defaults.
 struct ExpertOptions {
   double aux_loss = 0, z_loss = 0;             // coefficients of the routers' own losses
-  double bias_rate = 0;                        // of the biases that balance experts without a loss; 0: none
+  double bias_rate = 0;                        // of the biases that balance experts without a loss; 0: no biases
   std::optional<double> capacity_factor = {};  // none: dropless
-  double imbalance = 1;                        // rows that a rank has room for, over its share
+  double imbalance = 1;                        // rows that a rank has room for, divided by its share
 
-  // Rows of an expert from one sequence of T tokens: so many times as many as if all had equally many, rounded up.
+  // The most rows of an expert from one sequence of T tokens: capacity_factor times an equal share, rounded up.
   std::optional<int64_t> capacity(int64_t T, const Experts& e) const {
     if (!capacity_factor) return std::nullopt;
     const double rows = *capacity_factor * static_cast<double>(T * e.per_token) / static_cast<double>(e.count);
@@ -52,7 +52,7 @@ struct StepConfig {
   int64_t micro_batches = 1;  // of one step
   Schedule schedule = Schedule::one_f_one_b;
   int stages = 1, chunks = 1;        // of the pipeline, in all
-  std::vector<int64_t> slices = {};  // tokens of each token slice of a sequence; empty: it is whole
+  std::vector<int64_t> slices = {};  // tokens of each token slice of a sequence; empty: sequences are whole
   std::vector<int64_t> layers = {};  // of each chunk, in the order of the model; empty: spread evenly (--pp-layout)
   Recompute recompute = Recompute::none;
   ZeroConfig zero = {};
@@ -67,12 +67,12 @@ struct StepConfig {
 
   Mesh mesh() const { return mesh_of(zero, tensor, context, stages); }
   int ranks() const { return zero.ranks() * tensor.ranks * stages; }
-  // Do stages update by themselves? One stage has nobody to wait for: pipedream is then 1f1b.
+  // Whether stages update by themselves. A single stage waits for no other: pipedream is then 1f1b.
   bool asynchronous() const { return schedule == Schedule::pipedream && stages > 1; }
   Pipeline pipeline() const {
     return {schedule, stages, chunks / stages, micro_batches, static_cast<int>(slices_for(Purpose::train))};
   }
-  // Of the whole model, in its order.
+  // The chunks of the whole model, in its order.
   std::vector<Chunk> model_chunks() const {
     if (!layers.empty()) return chunks_of(layers);
     if (stages == 1) return make_chunks(model.n_layer, chunks);
@@ -83,9 +83,9 @@ struct StepConfig {
     for (int c = 0; c < chunks; ++c) stage_of.push_back(pipeline().stage_of(c));
     return stage_of;
   }
-  // Ranks, or groups of tensor- and context-parallel ranks, with samples of their own.
+  // How many ranks, or groups of tensor- and context-parallel ranks, read samples of their own.
   int readers() const { return zero.ranks() / context.ranks; }
-  // The shape of what one rank computes.
+  // The shape of the part that one rank computes.
   ModelConfig part() const {
     ModelConfig part = part_of(model, tensor);
     part.experts.ranks = expert.ranks;
@@ -98,8 +98,8 @@ struct StepConfig {
     return part;
   }
 
-  // Rows of one part, of the S rows of the residual stream that a rank has: by head_chunks, or as many as have at most
-  // 1 GiB of logits.
+  // How many of a rank's S rows of the residual stream the head takes at a time: by head_chunks, or as many as have at
+  // most 1 GiB of logits.
   int64_t head_rows(int64_t S) const {
     const int64_t logits_rows = tensor.by_rows() ? S * tensor.ranks : S;
     const int64_t row_bytes = tensor.stored_vocab(model.vocab_size) * size_of(dtype);
@@ -111,7 +111,7 @@ struct StepConfig {
   ContextParallel context_for(Purpose purpose) const {
     return purpose == Purpose::generate ? ContextParallel{} : context;
   }
-  // Who has which units.
+  // Which stage has which units.
   StageUnits stage_units() const {
     StageUnits units;
     if (stages == 1) return units;
@@ -127,9 +127,9 @@ struct StepConfig {
     if (model.tied && head != 0) units.copy_of_embedding = head;
     return units;
   }
-  // What a rank has of a micro-batch.
+  // The part of a micro-batch that a rank has.
   BatchShape share(const BatchShape& all, Purpose purpose) const { return {all.B, context_for(purpose).share(all.T)}; }
-  // Token slices of a sequence; only training has them.
+  // How many token slices a sequence has; only training has them.
   int64_t slices_for(Purpose purpose) const {
     return purpose == Purpose::train && !slices.empty() ? static_cast<int64_t>(slices.size()) : 1;
   }
@@ -138,12 +138,12 @@ struct StepConfig {
     const auto begin = slices.begin(), end = begin + k;
     return {batch.T, std::accumulate(begin, end, int64_t{0}), *end};
   }
-  // What a rank has of slice k of a micro-batch.
+  // The part of slice k of a micro-batch that a rank has.
   BatchShape share(const BatchShape& all, Purpose purpose, int k) const {
     if (slices_for(purpose) == 1) return share(all, purpose);
     return {all.B, slices[static_cast<size_t>(k)]};
   }
-  // Rows of whole sequences whose positions a rank needs.
+  // How many rows of whole sequences a rank needs the positions of.
   int64_t all_position_rows(const BatchShape& all, Purpose purpose) const {
     const ContextParallel c = context_for(purpose);
     const bool needed = c.ranks > 1 && c.attention == ContextAttention::ulysses && documents == Documents::apart;
@@ -161,15 +161,15 @@ struct HostBatch {
 
 using BatchSource = std::function<HostBatch(int64_t micro_batch)>;
 
-// Receives the loss of every row (B T) of a micro-batch of this rank, 0 where a context-parallel rank beside it has the
-// row; called on the stream.
+// Receives the loss of every row (B T) of a micro-batch of this rank, 0 for rows that other context-parallel ranks
+// have; called on the stream.
 using RowLosses = std::function<void(int64_t micro_batch, std::span<const float> losses)>;
 
-// Of one step, over all ranks, micro-batches and layers with experts.
+// The statistics of one step, over all ranks, micro-batches and layers with experts.
 struct ExpertStatistics {
   double balance_loss, z_loss;  // means over layers, and sequences (or their token slices) or rows; no coefficients
   double entropy;               // of a router's probabilities, in nats: the mean over layers and rows
-  double dropped;               // share of the choices
+  double dropped;               // as a share of all choices
   double largest, smallest;     // share of a layer's choices that one expert has, times the number of experts
   int rounds = 1;               // with --ep, the most exchanges that a layer took, in rank 0's group
 };
@@ -178,20 +178,20 @@ struct StepResult {
   double loss;       // mean over all target tokens
   double grad_norm;  // before clipping
   bool applied;      // false: the loss or the norm was not finite or above its limit, and no weight has changed
-  std::optional<ExpertStatistics> experts = {};  // of a model that has them
+  std::optional<ExpertStatistics> experts = {};  // none: a model without experts
   bool finite() const { return std::isfinite(loss) && std::isfinite(grad_norm); }
 };
 
-// A step that was begun. The host may begin the next one before it waits for this one; with an asynchronous pipeline
-// it has to begin P - 1 further ones first, or to flush.
+// A step that has begun. The host may begin the next one before it waits for this one; with an asynchronous pipeline it
+// has to begin P - 1 further ones first, or to flush.
 class PendingStep {
  public:
   explicit PendingStep(int64_t tokens) : tokens_(static_cast<double>(tokens)) {}
-  // The last of the step is enqueued: its results are then in these tensors.
+  // Call when the whole step is enqueued; its results will be in these tensors.
   void enqueued(const Tensor& loss, const Tensor& control, std::vector<ReceivedHeaders> headers, Stream& stream) {
     *results_ = {Readback(loss, stream), Readback(control, stream), std::move(headers), true};
   }
-  // record: an ExpertRecord's; statistics(values): what it says
+  // record: an ExpertRecord's; statistics(values): computes the statistics from its values
   void enqueued_experts(const Tensor& record, std::function<ExpertStatistics(std::span<const double>)> statistics,
                         Stream& stream) {
     results_->experts.emplace(record, stream);
@@ -214,7 +214,7 @@ class PendingStep {
     std::optional<Readback> experts = {};
     std::function<ExpertStatistics(std::span<const double>)> statistics = {};
   };
-  std::shared_ptr<Results> results_ = std::make_shared<Results>();  // of all copies
+  std::shared_ptr<Results> results_ = std::make_shared<Results>();  // shared by all copies
   double tokens_;
 };
 

@@ -1,6 +1,6 @@
 // trainer.h: one rank's trainer. A training step is a list of forwards and backwards that accumulates gradients, then
-// their norm over all ranks, then the update; evaluation and generation are lists of forwards. The lists are run by
-// interpreter.h.
+// their norm over all ranks, then the update; evaluation and generation are lists of forwards. interpreter.h runs the
+// lists.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -75,8 +75,8 @@ class Trainer {
 
   // ---- Training ----------------------------------------------------------------------------------------------------
 
-  // Enqueues one update. `optimizer.step` counts from 1. rule.largest_loss: of the mean loss. With an asynchronous
-  // pipeline the update is complete after P - 1 further ones, or flush().
+  // Enqueues one update. `optimizer.step` counts from 1. rule.largest_loss: limit of the mean loss. With an
+  // asynchronous pipeline the update is complete after P - 1 further ones, or flush().
   PendingStep begin_step(const BatchSource& batches, const AdamWOptions& optimizer, UpdateRule rule) {
     const ProfilerRange range("step");
     if (pipedream_) return pipedream_->begin_step(batches, optimizer, rule);
@@ -96,10 +96,10 @@ class Trainer {
           context_.compute);
     return pending;
   }
-  // Enqueues what is left of all steps that have begun; needed before anything else than a further step, and before
-  // the weights are read. Returns whether there was anything.
+  // Enqueues the rest of all steps that have begun; needed before anything other than a further step, and before the
+  // weights are read. Returns whether there was anything to enqueue.
   bool flush() { return pipedream_ && pipedream_->flush(); }
-  // How many steps begin before the first of them is enqueued as a whole.
+  // How many steps begin before the first of them is completely enqueued.
   int steps_under_way() const { return config_.asynchronous() ? config_.stages : 1; }
   StepResult step(const BatchSource& batches, const AdamWOptions& optimizer, UpdateRule rule) {
     const PendingStep pending = begin_step(batches, optimizer, rule);
@@ -116,7 +116,7 @@ class Trainer {
     if (!experts_.empty()) dp_.scalars->all_reduce(experts_.record(), context_.compute);
   }
 
-  // Of all layers with experts, E each; none: without --moe-bias-rate.
+  // The biases of all layers with experts, E each; empty without --moe-bias-rate.
   std::vector<float> expert_biases() const {
     const Tensor& biases = experts_.biases();
     if (biases.empty()) return {};
@@ -130,7 +130,7 @@ class Trainer {
   }
 
   // Runs the forwards and backwards of a step once, without an update, while rank 0 times the algorithms for every
-  // product. All ranks then use what it has chosen, which is returned.
+  // product. All ranks then use the algorithms that it has chosen, which are returned.
   std::string tune(const BatchSource& batches) {
     Stream& stream = context_.compute;
     tune_matmuls(dp_.first(), stream);
@@ -146,11 +146,11 @@ class Trainer {
 
   // Mean loss over `targets` tokens, forward only. `micro_batches`: of each rank, the same number on all. Rows whose
   // target is -1 do not count. `T`: tokens in a sequence, at most the step's; none: the step's. Context-parallel ranks
-  // pad them.
+  // pad sequences.
   double evaluate(int64_t micro_batches, int64_t targets, const BatchSource& batches, const RowLosses& row_losses = {},
                   std::optional<int64_t> T = std::nullopt) {
-    require_flushed();                      // before anything that an error would end the job for
-    Drain drain(dp_, {&context_.compute});  // row_losses may refer to what lives only as long as this call
+    require_flushed();                      // first, so that its error does not end the whole job
+    Drain drain(dp_, {&context_.compute});  // row_losses may refer to objects that live only as long as this call
     const BatchShape asked{config_.batch.B, T.value_or(config_.batch.T)};
     const BatchShape shape{asked.B, config_.context.padded(asked.T)};
     const Pass pass{.purpose = Purpose::evaluate, .shape = shape, .row_losses = row_losses};
@@ -189,7 +189,7 @@ class Trainer {
     forward_text(tokens, &cache, n - 1);
     cache.rows += n;
   }
-  // Of the text that was computed last.
+  // The logits of the text that was computed last.
   std::vector<float> logits() {
     context_.compute.synchronize();
     check_headers();
@@ -213,7 +213,7 @@ class Trainer {
     return table;
   }
 
-  // The forwards and backwards of a step; with pipedream those of one alone, without its updates.
+  // The forwards and backwards of a step; with pipedream those of a single step, without its updates.
   static std::vector<Action> actions_of(const StepConfig& config, int stage) {
     Pipeline pipeline = config.pipeline();
     if (pipeline.schedule == Schedule::pipedream) pipeline.schedule = Schedule::one_f_one_b;
@@ -234,7 +234,7 @@ class Trainer {
     for (const ReceivedHeaders& headers : interpreter_.take_headers()) headers.check();
   }
 
-  // Of sequences shorter than pass.shape's: what is added at their ends has no targets.
+  // Evaluates sequences shorter than pass.shape's: the padding at their ends has no targets.
   void evaluate_padded(const std::vector<Action>& actions, Pass pass, const BatchShape& shape,
                        const BatchSource& batches) {
     const int64_t T = pass.shape.T;
@@ -264,7 +264,7 @@ class Trainer {
     });
   }
 
-  // One sequence, which follows the rows in the cache if there is one, up to the logits of one of its rows.
+  // Computes one sequence, which follows the rows in the cache if there is one, up to the logits of one of its rows.
   void forward_text(std::span<const int32_t> tokens, KeyValueCache* cache, int64_t logits_row) {
     const int64_t T = static_cast<int64_t>(tokens.size()), first_position = cache == nullptr ? 0 : cache->rows;
     run(forwards(1), {.purpose = Purpose::generate, .shape = {1, T}, .cache = cache, .logits_row = logits_row},
@@ -290,11 +290,11 @@ class Trainer {
     return context_.arena.alloc("step scalars", name, DType::fp64, shape);
   }
 
-  // This rank's row of the scalars: its loss, then the square sum of what it counts of its shard of each unit.
+  // This rank's row of the scalars: its loss, then for each unit the square sum of the gradients that it counts.
   Tensor my_scalars() const { return scalars_.slice(dp_.rank * scalars_.shape[1], {scalars_.shape[1]}); }
 
-  // control_ = what the update needs, from the loss and the gradient norm of all ranks. A parameter server alone has
-  // gradients, of all shards: it decides, and tells the others.
+  // control_ = the values that the update needs, from the loss and the gradient norm of all ranks. With a parameter
+  // server only the server has gradients, of all shards: it decides, and tells the others.
   void decide(const UpdateRule& rule) {
     Stream& stream = context_.compute;
     const int64_t units = static_cast<int64_t>(state_.size()), shards = config_.zero.shards;
@@ -314,7 +314,7 @@ class Trainer {
     dp_.scalars->broadcast(control_, 0, stream);
   }
 
-  // loss_ and square_sums_ = those of all ranks.
+  // loss_ and square_sums_ = the values combined over all ranks.
   void combine() {
     dp_.scalars->all_gather(scalars_, context_.compute);
     combine_scalars(loss_, square_sums_, scalars_, config_.zero.shards, config_.tensor.ranks, config_.stages,
@@ -331,7 +331,7 @@ class Trainer {
   ExpertRecord experts_;
   Stage stage_;
   Interpreter interpreter_;
-  std::optional<Pipedream> pipedream_;  // of an asynchronous pipeline
+  std::optional<Pipedream> pipedream_;  // for an asynchronous pipeline
   Drain drain_;                         // last: the streams are idle before anything else is destroyed
 };
 

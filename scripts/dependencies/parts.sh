@@ -1,16 +1,16 @@
 # shellcheck shell=bash disable=SC2086    # compilers and flags are lists of words throughout
-# What train_gpt is built, tested and run with, and how each part is looked for. This is the one list, for
-# scripts/install_deps.sh, which installs what is missing, and scripts/configure.sh, which tells make what there is; both
-# source it, from the root of the repository.
+# The parts with which train_gpt is built, tested and run, and how each is looked for. This is the only list:
+# scripts/install_deps.sh, which installs what is missing, and scripts/configure.sh, which tells make what was found,
+# both source it, from the root of the repository.
 #
-# A probe does what train_gpt does with the part: it compiles, links and runs a small program, by the build's own compiler
+# A probe uses the part as train_gpt does: it compiles, links and runs a small program, with the build's own compiler
 # and flags, or calls the tool. So a header without its library, a library without its header, and an nvcc that does not
 # run all count as missing; and a library from elsewhere (conda, pip, a source build named in CPPFLAGS and LDFLAGS) is
 # as good as a package.
 #
-# What is in the environment: CXX NVCC MPICC MPIRUN CPPFLAGS CXXFLAGS LDFLAGS NVCCFLAGS CUDNN_HOME CUDNN_FRONTEND_HOME PYTHON
+# From the environment: CXX NVCC MPICC MPIRUN CPPFLAGS CXXFLAGS LDFLAGS NVCCFLAGS CUDNN_HOME CUDNN_FRONTEND_HOME PYTHON
 
-# necessity: required, or optional: without it there is a slower or smaller train_gpt
+# necessity: required, or optional: without it train_gpt is slower or smaller
 # package:   Debian's; -: none that install_deps.sh would install
 #   set    part            package               necessity  name
 parts='
@@ -53,12 +53,12 @@ NVCC=${NVCC:-nvcc}
 MPICC=${MPICC:-mpicc}
 flags="-std=c++20 -fopenmp${CPPFLAGS:+ $CPPFLAGS}${CXXFLAGS:+ $CXXFLAGS}"
 host_flags="-fopenmp${CXXFLAGS:+ $CXXFLAGS}"
-# -ccbin: the compiler itself, where CXX is "ccache g++". nvcc would split what is for the host at its commas.
+# -ccbin: the compiler itself, even if CXX is "ccache g++". nvcc would split the host's flags at their commas.
 nvcc="$NVCC -std=c++20 --expt-relaxed-constexpr -ccbin ${CXX##* } ${CPPFLAGS:-} ${NVCCFLAGS:-}"
 nvcc_host=(-Xcompiler "${host_flags//,/\\,}")
 [ -z "${LDFLAGS:-}" ] || nvcc_host+=(-Xcompiler "${LDFLAGS//,/\\,}")
 
-# Of each part that was looked for: PART.found, PART.answers for make, PART.fault in words. Not in /tmp, where some machines
+# The results for each part: PART.found, PART.answers for make, PART.fault in words. Not in /tmp, where some machines
 # run no programs.
 probes=$(mkdir -p build && mktemp -d "$PWD/build/probes.XXXXXX")
 trap 'rm -rf "$probes"' EXIT
@@ -71,7 +71,7 @@ parts_of() {
   done <<<"$parts" | awk '!seen[$0]++'
 }
 
-# entry PART COLUMN: what the list says of a part; columns are 3 package, 4 necessity, 5 name
+# entry PART COLUMN: a column of a part's row in the list: 3 package, 4 necessity, 5 name
 entry() {
   local set part package necessity name
   while read -r set part package necessity name; do
@@ -81,7 +81,7 @@ entry() {
   done <<<"$parts"
 }
 
-# look_for PART...: all at once, for most of it is waiting for compilers
+# look_for PART...: all at once, since it mostly waits for compilers
 look_for() {
   local part
   for part in "$@"; do look_for_one "$part" </dev/null & done
@@ -100,7 +100,7 @@ is_there() { [ -e "$probes/$1.found" ]; }
 # answer VARIABLE VALUE: a make variable for build/config.mk; PART_VERSION and the like
 answer() { echo "${part^^}_$1 := ${2:-}"; }
 
-# absent WORDS...: nothing of it is here.  unusable WORDS...: something is, which does not work; make config shows why.
+# absent WORDS...: the part is missing.  unusable WORDS...: it is there but does not work; make config shows why.
 absent() {
   echo "$*" >"$probes/$part.fault"
   return 1
@@ -111,7 +111,7 @@ unusable() {
   return 1
 }
 
-# build NAME COMPILER FLAGS...: the program on standard input -> $dir/NAME; what the compiler says -> $dir/NAME.log
+# build NAME COMPILER FLAGS...: the program on standard input -> $dir/NAME; the compiler's output -> $dir/NAME.log
 build() {
   local name=$1 compiler=$2
   shift 2
@@ -125,20 +125,20 @@ first_error() {
     head -n 1 "$1"
 }
 
-# Without one, no other probe can say what is there.
+# Without a compiler, no other probe can tell what is there.
 has_compiler() { includes "$CXX" cstddef || absent "no C++ compiler to look with"; }
 
-# includes COMPILER HEADER [FLAGS...]: there is such a header
+# includes COMPILER HEADER [FLAGS...]: whether the header exists, with all that it includes
 includes() {
   local compiler=$1 header=$2
   shift 2
   echo "#include <$header>" | $compiler "$@" -x c++ -E - >/dev/null 2>&1
 }
 
-# includes_name HEADER: there is a file of that name; it may include others that are not there
+# includes_name HEADER: whether a file of that name exists, even if headers that it includes do not
 includes_name() { printf '#if !__has_include(<%s>)\n#error\n#endif\n' "$1" | $CXX $flags -x c++ -E - >/dev/null 2>&1; }
 
-# header_version COMPILER HEADER EXPRESSION: what the header's macros make of the expression; nothing without the header
+# header_version COMPILER HEADER EXPRESSION: the value of an expression of the header's macros; nothing without it
 header_version() {
   printf '#include <%s>\n#define TEXT_(x) #x\n#define TEXT(x) TEXT_(x)\nTEXT(%s)\n' "$2" "$3" >"$dir/version.cpp"
   { $1 -E "$dir/version.cpp" 2>/dev/null || true; } | tail -n 1 | tr -d '\\" ' | sed -n '/^[0-9][0-9.]*$/p'
@@ -147,7 +147,7 @@ header_version() {
 # at_least VERSION LEAST
 at_least() { [ "$(printf '%s\n%s\n' "$2" "$1" | sort -V | head -n 1)" = "$2" ]; }
 
-# library HEADER LIBRARY: the program on standard input, which prints the version, is built with both and runs
+# library HEADER LIBRARY: builds the program on standard input, which prints the version, with both, and runs it
 library() {
   local header=$1 library=$2 with_header=no with_library=no version
   if build try "$CXX" $flags ${LDFLAGS:-} "$library"; then
@@ -166,8 +166,8 @@ library() {
   esac
 }
 
-# headers HEADER EXPRESSION: there is no library; the program on standard input compiles. That takes seconds, and what
-# once compiled, to the letter, compiles again: build/probed has the checksums.
+# headers HEADER EXPRESSION: for a part without a library: compiles the program on standard input. That takes seconds,
+# so a text that compiled once is not compiled again: build/probed has the checksums.
 headers() {
   local header=$1 text version sum=
   { cat && printf '#define TEXT_(x) #x\n#define TEXT(x) TEXT_(x)\nconst char version[] = TEXT(%s);\n' "$2"; } >"$dir/all.cpp"
@@ -191,7 +191,7 @@ headers() {
   fi
 }
 
-# tool COMMAND...: it runs
+# tool COMMAND...: whether it runs
 tool() {
   if "$@" >"$dir/log" 2>&1; then answer VERSION "$(grep -m 1 -oE '[0-9]+(\.[0-9]+)+' "$dir/log")"; return; fi
   if command -v "$1" >/dev/null; then

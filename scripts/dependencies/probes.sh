@@ -63,7 +63,7 @@ int main() {
 CPP
 }
 
-# Of OpenSSL: authenticates the processes of a job.
+# Part of OpenSSL: authenticates the processes of a job.
 probe_libcrypto() {
   library openssl/hmac.h -lcrypto <<'CPP'
 #include <cstdio>
@@ -87,8 +87,8 @@ int main() {
 CPP
 }
 
-# What the tests are written in: version 3 is a library, version 2 headers alone. test/catch2.h takes version 3 where it
-# finds the header of it.
+# The framework of the tests: version 3 is a library, version 2 only headers. test/catch2.h uses version 3 if it finds
+# its header.
 probe_catch2() {
   local version
   if includes "$CXX $flags" catch2/catch_all.hpp; then
@@ -153,7 +153,7 @@ sanitizer() {
 probe_asan() { sanitizer -fsanitize=address,undefined; }
 probe_tsan() { sanitizer -fsanitize=thread; }
 
-# More than a bare interpreter, which is what python3-minimal has: what data/, scripts/ and the tests import.
+# Checks for the modules that data/, scripts/ and the tests import: python3-minimal has only a bare interpreter.
 probe_python() {
   tool python3 -c 'import argparse, array, concurrent.futures, http.server, json, multiprocessing, platform, struct
 import tempfile, unicodedata, urllib.request
@@ -166,7 +166,7 @@ probe_matplotlib() {
   MPLBACKEND=Agg tool "$python" -c 'import matplotlib, matplotlib.pyplot; print(matplotlib.__version__)'
 }
 
-# The program and its text are packages of their own.
+# The program and its text are separate packages.
 probe_bible() {
   if ! command -v bible >/dev/null; then
     absent "no program bible"
@@ -253,7 +253,7 @@ probe_cudnn_frontend() {
   if [ -n "$version" ]; then answer VERSION "$version"; else absent "no cudnn_frontend_version.h"; fi
 }
 
-# A GPU that answers. Where there is a driver alone, nvidia-smi fails.
+# A GPU that answers. With a driver but no GPU, nvidia-smi fails.
 probe_gpu() {
   local gpus
   gpus=$(nvidia-smi -L 2>/dev/null) || gpus=
@@ -262,9 +262,9 @@ probe_gpu() {
   answer ARCH "sm_$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)"
 }
 
-# Into mpi_flags and mpi_libs: what the compiler wrapper, or pkg-config, says of MPI's C interface; without either it may
-# be where the compiler looks, or in CPPFLAGS and LDFLAGS. The wrapper of C, because that of C++ adds MPI's old bindings
-# for C++. Only what both g++ and nvcc take: "-Wl,-rpath,/opt" becomes "-Xlinker -rpath -Xlinker /opt".
+# Sets mpi_flags and mpi_libs for MPI's C interface, from the compiler wrapper or pkg-config; without either it may be
+# where the compiler looks, or in CPPFLAGS and LDFLAGS. Uses the wrapper for C: the one for C++ adds MPI's old C++
+# bindings. Keeps only what both g++ and nvcc take: "-Wl,-rpath,/opt" becomes "-Xlinker -rpath -Xlinker /opt".
 find_mpi_flags() {
   local said word previous=
   said=$($MPICC -show 2>/dev/null | cut -d ' ' -s -f 2-) || said=
@@ -316,7 +316,7 @@ CPP
   fi
 }
 
-# That it belongs to this MPI: another's starts every process as the only one of its job.
+# Checks that mpirun belongs to this MPI: another's starts every process as the only one of its job.
 probe_mpirun() {
   local mpi_flags mpi_libs program=${MPIRUN:-mpirun}
   command -v ${program%% *} >/dev/null || { absent "no program $program"; return; }

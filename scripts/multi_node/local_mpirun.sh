@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# mpirun on this machine alone, as tests and benchmarks need it: also as root, also with more processes than processors
-# (which then are bound to none), and without a network.
+# mpirun on this machine alone, as tests and benchmarks need it: works as root, with more processes than processors
+# (which are then bound to none), and without a network.
 #
 #   scripts/multi_node/local_mpirun.sh -n PROCESSES PROGRAM [ARGUMENTS...]
 #
 # From the environment: MPIRUN, another mpirun. Jobs across nodes: the other scripts here.
 set -euo pipefail
-# Open MPI 4; Open MPI 5, whose launcher is PRRTE. MPICH refuses none of this.
+# For Open MPI 4, and for Open MPI 5, whose launcher is PRRTE. MPICH needs no permission for any of this.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none OMPI_MCA_plm=isolated
 export PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# A run of many processes on one host or several, by Open MPI's mpirun. Arguments are passed to the trainer.
+# Runs many processes on one host or several, with Open MPI's mpirun. Arguments are passed to the trainer.
 #
 #   HOSTS=node1,node2 RANKS=8 scripts/multi_node/run_mpirun.sh --train-data ...
 #
-# HOSTS   where, separated by commas; default: this host. mpirun reaches the others by ssh, without a password
+# HOSTS   host names, separated by commas; default: this host. mpirun reaches the others by ssh, without a password
 # RANKS   processes on each host
-# Inside a Slurm job neither is needed: mpirun asks Slurm. Options of mpirun are also variables: OMPI_MCA_btl=tcp,self.
-# SIGINT and SIGTERM save the run and end it with status 75: mpirun itself would give it a second for that.
+# Inside a Slurm job neither is needed: mpirun asks Slurm. Variables set options of mpirun, too: OMPI_MCA_btl=tcp,self.
+# SIGINT and SIGTERM save the run and end it with status 75: mpirun itself would allow only a second for that.
 set -euo pipefail
-# For the commands that a run suggests.
+# Used in the commands that a run suggests.
 export TRAIN_GPT_LAUNCH=${TRAIN_GPT_LAUNCH:-${HOSTS:+HOSTS=$HOSTS }${RANKS:+RANKS=$RANKS }$0}
 cd "$(dirname "$0")/../.."
 refuse() { echo "run_mpirun.sh: $1" >&2; exit 1; }
@@ -28,15 +28,15 @@ if [ -z "${TRAIN_GPT_TOKEN:-}${TRAIN_GPT_TOKEN_FILE:-}" ]; then
   TRAIN_GPT_TOKEN=$(head -c 32 /dev/urandom | base64 -w 0)
   export TRAIN_GPT_TOKEN
 fi
-# Of the variables, mpirun takes only its own to other hosts. The values do not appear on a command line. An address is
-# of this host alone.
+# mpirun passes only its own variables to other hosts, so these are named; their values do not appear on a command line.
+# An address is valid on this host alone.
 variables=()
 for name in "${!TRAIN_GPT_@}" "${!NCCL_@}" "${!OMP_@}"; do
   [ "$name" = TRAIN_GPT_ADDRESS ] || ! printenv "$name" >/dev/null || variables+=(-x "$name")
 done
 
 # --bind-to none: the trainer divides the processors of a host among its processes; mpirun would give each a core or a
-# socket. In a session of its own, so that a Ctrl-C at the terminal reaches mpirun by way of this script only.
+# socket. setsid: so that a Ctrl-C at the terminal reaches mpirun only through this script.
 setsid mpirun "${where[@]}" --bind-to none "${variables[@]}" ./train_gpt "$@" </dev/null &
 mpirun=$!
 trap 'again=yes; kill -USR1 $mpirun || :' INT TERM HUP USR1 USR2   # which mpirun passes on

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A run on the nodes of a Slurm cluster. Submit it from the directory of ./train_gpt, which all nodes must share;
+# Runs on the nodes of a Slurm cluster. Submit it from the directory of ./train_gpt, which all nodes must share;
 # arguments after the script are passed to the trainer:
 #
 #   sbatch --ntasks-per-node 4 --cpus-per-task 8 scripts/multi_node/run_sbatch.sh --train-data ...        on CPUs
 #   sbatch --gpus-per-node 8 --ntasks-per-node 8 --cpus-per-task 12 scripts/multi_node/run_sbatch.sh ...  on GPUs
 #
-# Without GPUs mpirun starts the tasks, with GPUs srun, one for each; LAUNCHER=mpirun or LAUNCHER=srun says otherwise.
+# Without GPUs mpirun starts the tasks, with GPUs srun, one for each; LAUNCHER=mpirun or LAUNCHER=srun overrides this.
 # Three minutes before its time limit the run is saved, and the job is queued again: the trainer resumes.
 # `scancel --batch --signal=TERM JOB` saves it and ends the job with status 75; the same sbatch resumes later. Without
 # --batch it would end mpirun, and `scancel JOB` may kill before all is saved.
@@ -22,7 +22,7 @@ refuse() { echo "run_sbatch.sh: $1" >&2; exit 1; }
 cd "$SLURM_SUBMIT_DIR"   # Slurm runs a copy of this script, elsewhere
 [ -x ./train_gpt ] || refuse "there is no train_gpt in $PWD: build it, and submit from its directory"
 
-# For the commands that a run suggests.
+# Used in the commands that a run suggests.
 TRAIN_GPT_LAUNCH="${LAUNCHER:+LAUNCHER=$LAUNCHER }sbatch --nodes ${SLURM_JOB_NUM_NODES:-2}"
 for option in NTASKS_PER_NODE CPUS_PER_TASK GPUS_PER_NODE; do
   name=SLURM_$option
@@ -39,8 +39,8 @@ case $launcher in
       TRAIN_GPT_TOKEN=$(head -c 32 /dev/urandom | base64 -w 0)
       export TRAIN_GPT_TOKEN
     fi
-    # Every process sees all GPUs of its node, as NCCL needs, and takes the one of its number. The first that ends does
-    # not take the others with it: they may still be saving.
+    # Every process sees all GPUs of its node, as NCCL needs, and takes the one with its number. The first process to
+    # end does not take the others with it: they may still be saving.
     command=(srun --export=ALL --kill-on-bad-exit=0 --cpu-bind=none ${SLURM_GPUS_ON_NODE:+--gpu-bind=none} ./train_gpt)
     [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK   # srun no longer asks sbatch
     ;;

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# A run on several hosts with neither MPI nor Slurm: start this on each of them, with its rank. Arguments after the
-# first three are passed to the trainer, and are the same on all hosts:
+# Runs on several hosts with neither MPI nor Slurm: start this on each of them, with its rank. Arguments after the first
+# three are passed to the trainer, and are the same on all hosts:
 #
 #   scripts/multi_node/run_tcp.sh 0 2 node1:29500 --local-ranks 8 --train-data ...      on node1
 #   scripts/multi_node/run_tcp.sh 1 2 node1:29500 --local-ranks 8 --train-data ...      on node2
 #
-# They are the rank of this process, the number of processes, and where they meet: a free port of the host of rank 0,
-# which the others must reach. --local-ranks 8: this process drives eight GPUs, or is eight ranks on the CPU.
+# The first three are the rank of this process, the number of processes, and where they meet: a free port on the host of
+# rank 0, which the others must reach. --local-ranks 8: this process drives eight GPUs, or is eight ranks on the CPU.
 #
 # The job's token, the same on all hosts, is in TRAIN_GPT_TOKEN, or in the file TRAIN_GPT_TOKEN_FILE, which only you may
 # read. In a directory that all hosts share, once:

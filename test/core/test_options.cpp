@@ -1,4 +1,4 @@
-// run/options/: what refusals say: the line of a --config file, other trainers' names.
+// run/options/: the texts of errors: the line of a --config file, other trainers' names.
 #include <fstream>
 #include <sstream>
 #include <string>

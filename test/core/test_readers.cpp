@@ -1,4 +1,4 @@
-// Reading what others wrote: JSON within limits, regular files only, and messages that repeat little of it.
+// Reading untrusted files: JSON within limits, regular files only, and messages that repeat little of their contents.
 #include <sys/stat.h>
 
 #include <chrono>

@@ -1,6 +1,6 @@
 // cublasLt.cpp: matrix products as defined by cuBLASLt. Each is one task of its stream: sums in fp32 in the order of k,
-// rounded once to the output's type. Errors that the real library returns as a status are returned so; all others throw
-// Failure.
+// rounded once to the output's type. Errors that the real library returns as a status are returned likewise; all others
+// throw Failure.
 //
 // It offers algorithms with different requirements, like the real library, the most demanding first, so that a caller
 // who states its constraints wrongly gets one that refuses to run or rounds too often.

@@ -1,4 +1,4 @@
-// Time on paper: what collectives take, and what of a step's communication is exposed, against laws by hand.
+// Time on paper: the duration of collectives, and the exposed part of a step's communication, against laws by hand.
 #include "catch2.h"
 #include "run/planner.h"
 #include "run/selftest.h"

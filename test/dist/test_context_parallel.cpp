@@ -1,5 +1,5 @@
 // Context parallelism against one rank (contract 5): every way of attention, alone and with other axes; large scores;
-// planted bugs that the comparison must find. What else a step does is in test_context_steps.cpp.
+// planted bugs that the comparison must find. The rest of a step is tested in test_context_steps.cpp.
 #include <cstdio>
 #include <mutex>
 #include <optional>

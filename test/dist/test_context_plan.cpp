@@ -1,6 +1,6 @@
 // Context parallelism on paper and between threads: bytes by the law of context_attention.h, communication that
-// computation hides, equal work, a share of the memory; and what is refused. That it computes what one rank computes is
-// tested in test_context_parallel.cpp.
+// computation hides, equal work, a share of the memory; rejected options. test_context_parallel.cpp tests that it
+// computes what one rank computes.
 #include <limits>
 
 #include "catch2.h"

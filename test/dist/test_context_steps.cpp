@@ -1,5 +1,5 @@
-// What a step, an evaluation and a generation do with context parallelism, against one rank: recomputation, parts of
-// the head, schedules, targets on few ranks, texts of other lengths, multiple choice, sampling, the search for NaN.
+// Steps, evaluation and generation with context parallelism, against one rank: recomputation, parts of the head,
+// schedules, targets on few ranks, texts of other lengths, multiple choice, sampling, the search for NaN.
 #include <mutex>
 
 #include "dist/context_layouts.h"

@@ -1,5 +1,5 @@
-// Expert parallelism: which experts a rank has, with whom it shares them, and that their gradients, the norm and the
-// update are those of one rank, whatever the layout. Gradients are given, not computed.
+// Expert parallelism: which experts a rank has, with which ranks it shares them, and that their gradients, the norm and
+// the update equal those of one rank in any layout. Gradients are given, not computed.
 #include <tuple>
 
 #include "catch2.h"

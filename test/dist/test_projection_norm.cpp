@@ -1,4 +1,4 @@
-// The query-key norm of whole projections over tensor-parallel ranks, which each have some of its heads.
+// The query-key norm of whole projections over tensor-parallel ranks, each of which has some of its heads.
 #include "catch2.h"
 #include "dist/tensor_bugs.h"
 #include "helpers.h"

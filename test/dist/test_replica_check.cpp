@@ -1,4 +1,4 @@
-// A flipped bit in any kind of copy is noticed and named; without one nothing is.
+// A flipped bit in any kind of copy is noticed and named; without one, nothing is reported.
 #include <map>
 #include <mutex>
 #include <set>

@@ -1,5 +1,5 @@
-// Parameter servers: sums in rank order, traffic by the law, who holds what, one decision for all ranks, bugs that the
-// self-test must find. That they agree with one rank, and with each other bit for bit, is the self-test's.
+// Parameter servers: sums in rank order, traffic by the law, which rank holds what, one decision for all ranks, bugs
+// that the self-test must find. The self-test checks that they agree with one rank, and with each other bit for bit.
 #include <mutex>
 
 #include "catch2.h"

@@ -1,5 +1,5 @@
-// Tensor and sequence parallelism: who has which part of a parameter, traffic by the laws, memory on paper, planted
-// bugs that the self-test must find. That layouts agree with one rank is the self-test's (test_parallel.cpp).
+// Tensor and sequence parallelism: which rank has which part of a parameter, traffic by the laws, memory on paper,
+// planted bugs that the self-test must find. The self-test checks that layouts agree with one rank (test_parallel.cpp).
 #include <set>
 
 #include "catch2.h"

@@ -1,5 +1,5 @@
-// What a step, an evaluation and a generation do with tensor parallelism, against one rank: recomputation, parts of the
-// head, masked documents, rounding without masters, twenty steps, multiple choice, sampling, the search for NaN.
+// Steps, evaluation and generation with tensor parallelism, against one rank: recomputation, parts of the head, masked
+// documents, rounding without masters, twenty steps, multiple choice, sampling, the search for NaN.
 #include <mutex>
 
 #include "catch2.h"

@@ -1,5 +1,5 @@
-// Random changes of every input format, in a process under sanitizers: each is refused by an error that names a file,
-// or read; none crashes, hangs, fills the memory, or silently changes what a manifest protects.
+// Random changes of every input format, in a process under sanitizers: each is rejected by an error that names a file,
+// or read; none crashes the process, hangs it, fills the memory, or silently changes what a manifest protects.
 #include <omp.h>
 #include <sys/mman.h>
 #include <sys/time.h>

@@ -4,8 +4,8 @@
 //   exchanges length OUT_BYTES IN_BYTES DIR    process 0 sends another length than process 1 expects
 //   exchanges abort DIR                        a rank fails while others wait
 //
-// After the last two MPI cannot be ended, and mpirun kills every process when the first one exits: so each writes what
-// it saw to DIR/PROCESS, waits until all have done so, and exits with 1.
+// After the last two, MPI cannot be finalized, and mpirun kills every process when the first one exits: so each writes
+// what it saw to DIR/PROCESS, waits until all have done so, and exits with 1.
 #include <unistd.h>
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// net/: tokens, addresses, and who is let in.
+// net/: tokens, addresses, and which processes are let in.
 #include <sys/stat.h>
 
 #include <atomic>

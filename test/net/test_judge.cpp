@@ -1,4 +1,4 @@
-// net/: who is to blame when ranks wait, as a function of what their boards say.
+// net/: which rank is to blame when ranks wait, as a function of their boards.
 #include <thread>
 
 #include "catch2.h"

@@ -1,4 +1,4 @@
-// Who this process is: what launchers set, as was seen with Open MPI 4.1, MPICH 4.0, Slurm 22.05 and torchrun.
+// Finding this process's place from what launchers set: seen with Open MPI 4.1, MPICH 4.0, Slurm 22.05 and torchrun.
 #include <map>
 
 #include "catch2.h"

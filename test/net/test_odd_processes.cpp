@@ -1,4 +1,4 @@
-// net/: odd, late and hostile processes where others meet: they are refused or named, and harmless.
+// net/: odd, late and hostile processes at the rendezvous: they are rejected or named, and do no harm.
 #include <latch>
 
 #include "catch2.h"

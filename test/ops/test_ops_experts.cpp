@@ -1,5 +1,5 @@
 // The ops that move rows to experts and back, and their products: finite differences in double, plain references, and
-// rows that are not there.
+// rows beyond those in use.
 #include "ops/op_bench.h"
 
 using namespace llmc;

@@ -1,4 +1,4 @@
-// What layers with experts cost, and how --pp-layout balanced therefore divides a model that has some.
+// The cost of layers with experts, and how --pp-layout balanced therefore divides a model that has some.
 #include "catch2.h"
 #include "run/plan/count_costs.h"
 #include "run/selftest_layouts.h"

@@ -1,5 +1,5 @@
-// Bugs of pipelines that tests plant, in the manner of layout_bugs.h: the comparison with one stage must find them, or
-// what a message says of itself.
+// Planted bugs of pipelines, in the manner of layout_bugs.h: the comparison with one stage must find them, or else the
+// words in each message that say what it is.
 #include <algorithm>
 #include <string_view>
 #include <utility>

@@ -1,5 +1,5 @@
-// Pipelines against one stage (contract 4): training steps of every schedule, alone and with the other axes; what else
-// a step does. Planted bugs are in test_pipeline_bugs.cpp.
+// Pipelines against one stage (contract 4): training steps of every schedule, alone and with the other axes; the rest
+// of a step. Planted bugs are in test_pipeline_bugs.cpp.
 #include <cmath>
 #include <limits>
 #include <mutex>

@@ -1,5 +1,5 @@
-// The schedules of a pipeline: lists that are right for every number of stages, micro-batches, chunks and slices, and
-// whose bubble and memory are those of the laws; lists with a bug planted, which the checker must name.
+// The schedules of a pipeline: lists that are right for every number of stages, micro-batches, chunks and slices, with
+// the bubble and memory that the laws give; lists with a planted bug, which the checker must name.
 #include <array>
 #include <functional>
 #include <set>

@@ -1,4 +1,4 @@
-// Which layers a stage has: against every partition of small models, on answers known beforehand, and what is refused.
+// Which layers a stage has: against every partition of small models, on known answers, and rejected options.
 #include "catch2.h"
 #include "dist/pipeline/balance.h"
 #include "pipeline/partitions.h"

@@ -1,5 +1,4 @@
-// Where sequences are cut into token slices: against every cut of short ones, on answers known beforehand, and what is
-// refused.
+// Where sequences are cut into token slices: against every cut of short ones, on known answers, and rejected options.
 #include "catch2.h"
 #include "dist/pipeline/token_slices.h"
 #include "pipeline/partitions.h"

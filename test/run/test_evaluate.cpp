@@ -1,4 +1,4 @@
-// --evaluate: the numbers of training's own validation, of a model that is only read, in any layout.
+// --evaluate gives the numbers of training's own validation, for a model that is only read, in any layout.
 #include <cmath>
 #include <fstream>
 #include <nlohmann/json.hpp>

@@ -1,5 +1,5 @@
-// Checkpoints of ranks that divide experts among them: what any layout wrote, any other reads, bit for bit (contract
-// 6). The ranks only hold state; nothing is trained.
+// Checkpoints of ranks that divide experts among them: any layout reads what any other wrote, bit for bit (contract 6).
+// The ranks only hold state; nothing is trained.
 #include <mutex>
 #include <set>
 

@@ -1,5 +1,5 @@
-// An out directory that is moved or deleted while a run is in it: nothing is lost without a word, and no directory has
-// two writers.
+// An out directory that is moved or deleted while a run is in it: nothing is lost silently, and no directory has two
+// writers.
 #include "catch2.h"
 #include "run/run_dir.h"
 #include "tiny_run.h"

@@ -1,6 +1,6 @@
-// Runs of the program with --schedule pipedream: killed and resumed they are bitwise the run that nobody killed;
-// stopped by a signal they record where they flushed, and are bitwise a run that flushed there; what it cannot do is
-// refused.
+// Runs of the program with --schedule pipedream: killed and resumed, they are bitwise equal to an uninterrupted run;
+// stopped by a signal, they record where they flushed, and are bitwise equal to a run that flushed there. Options that
+// it does not support are rejected.
 #include <csignal>
 #include <filesystem>
 #include <fstream>

@@ -1,5 +1,5 @@
-// Checkpoints of pipelines: what any layout wrote, any other reads, bit for bit (contract 6). Runs with a pipeline that
-// are stopped, killed and moved to other layouts are the run that never was; what the command line must not ask for.
+// Checkpoints of pipelines: any layout reads what any other wrote, bit for bit (contract 6). Pipeline runs that are
+// stopped, killed and moved to other layouts equal an uninterrupted one; rejected command lines.
 #include <filesystem>
 #include <fstream>
 #include <mutex>

@@ -1,4 +1,4 @@
-// Files that are no files, and values in a checkpoint that no run would write: refused at once, by name.
+// Paths that are not regular files, and values in a checkpoint that no run would write: rejected at once, by name.
 #include <sys/stat.h>
 
 #include <nlohmann/json.hpp>

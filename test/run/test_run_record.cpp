@@ -1,5 +1,5 @@
-// Damage of what a run records of itself: run.json, trainer.json, metrics.jsonl. It is refused by name, or changes no
-// number of the run that resumes.
+// Damage to a run's own records: run.json, trainer.json, metrics.jsonl. It is rejected by name, or changes no number of
+// the run that resumes.
 #include "catch2.h"
 #include "core/rng.h"
 #include "run/run_dir.h"

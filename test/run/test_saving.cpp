@@ -1,4 +1,4 @@
-// When a run saves: by the clock, and what it still saves where the disk is full at the end.
+// When a run saves: by the clock, and what it can still save if the disk is full at the end.
 #include <set>
 
 #include "catch2.h"

@@ -1,4 +1,4 @@
-// bos_token_id and eos_token_id of config.json: what the run's tokenizer says, so that generate() of transformers
+// bos_token_id and eos_token_id of config.json: they come from the run's tokenizer, so that generate() of transformers
 // stops.
 #include <fstream>
 #include <nlohmann/json.hpp>

@@ -1,6 +1,6 @@
-// Checkpoints of tensor-parallel ranks, which hold boxes of the parameters, and of context-parallel ones, which share
-// out the optimizer state as data-parallel ones do: what any layout wrote, any other reads, bit for bit (contract 6).
-// The ranks only hold state; nothing is trained.
+// Checkpoints of tensor-parallel ranks, which hold boxes of the parameters, and of context-parallel ones, which divide
+// the optimizer state as data-parallel ones do: any layout reads what any other wrote, bit for bit (contract 6). The
+// ranks only hold state; nothing is trained.
 #include <mutex>
 #include <set>
 

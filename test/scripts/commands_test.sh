@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Scripts, tests, recipes of make and the programs they run call no program that bare Debian lacks and nobody installs: all
-# are in commands.list. And what the list says of Debian is so, where this is one.
+# Scripts, tests, make recipes and the programs they run call no program that bare Debian lacks and nobody installs: all
+# are in commands.list. On Debian, the list's claims about packages are checked too.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
@@ -10,7 +10,7 @@ fail() {
   echo "commands_test: $1" >&2
   exit 1
 }
-# unlisted CALLS: those lines "FILE:LINE COMMAND" that the list does not allow
+# unlisted CALLS: the lines "FILE:LINE COMMAND" that the list does not allow
 unlisted() {
   awk 'NR == FNR { for (i = 3; !/^#/ && i <= NF; ++i) from[$i] = $2; next }
     { file = $1; sub(/:[0-9]+$/, "", file) }
@@ -23,13 +23,13 @@ find Makefile .ci/run train_gpt.cu llmc scripts test dev data/*.sh data/*.py -ty
 unlisted "$dir/calls" >"$dir/unlisted"
 [ ! -s "$dir/unlisted" ] || fail "not in $list (is there a way by bash, coreutils, sed, awk, /proc?):
 $(<"$dir/unlisted")"
-# What is called there, by which way: were one no longer read, it would be silent.
+# Known calls, one of each kind: if a kind were no longer read, nothing else would show it.
 for call in 'Makefile:[0-9]+ git' 'Makefile:[0-9]+ clang-format' '\.ci/run:[0-9]+ make' 'scripts/run_tests\.sh:[0-9]+ taskset' \
   'test/run/[a-z_]*\.cpp:[0-9]+ mount' 'test/net/processes\.h:[0-9]+ python3' 'data/prepare_kjv\.sh:[0-9]+ bible'; do
   grep -qE "^$call$" "$dir/calls" || fail "no longer found: $call"
 done
 
-# Planted, each wherever a program may be called: found, at its line.
+# Calls are planted in every place where a program may be called; each is found, at its line.
 planted() { # NAME: the file is standard input; each line that has pkill in it calls it
   cat >"$dir/$1"
   python3 test/scripts/python/list_commands.py "$dir/$1" >"$dir/calls"
@@ -145,7 +145,7 @@ printf 'xargs kill\nenv kill\nkill 1\ntimeout 5 true\n' >"$dir/kill.sh"
 [ "$(python3 test/scripts/python/list_commands.py "$dir/kill.sh" | grep -c ' kill$')" = 2 ] ||
   fail "xargs and env know no builtin kill"
 
-# The list: its packages are what it says they are. Ubuntu's have other names for a part of them.
+# The packages are what the list says they are. Some of Ubuntu's have other names.
 debian=$(. /etc/os-release 2>/dev/null && [ "${ID:-}" = debian ] && command -v dpkg-query) || debian=
 parts=$(. scripts/dependencies/parts.sh && echo "$parts")
 while read -r package from commands; do

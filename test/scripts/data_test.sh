@@ -47,8 +47,8 @@ for file in "$dir"/w1_*.bin; do cmp "$file" "${file/w1_/w3_}" || fail "workers c
 [ "$(compgen -G "$dir/w1_train_*.bin" | wc -l)" -gt 2 ] || fail "no shards were cut"
 [ -e "$dir/w1_val_000000.bin" ] || fail "no validation shard"
 
-# Validation is drawn by documents, whole, from all files, by their text: equal documents are in one split, and neither
-# others nor the number of workers change the draw. Of one long text, blocks are drawn, from all of it.
+# Validation data are drawn as whole documents, from all files, by their text: equal documents are in one split, and
+# neither others nor the number of workers change the draw. From one long text, blocks are drawn, from all of it.
 python3 - "$dir" <<'PY'
 import json, sys
 directory = sys.argv[1]
@@ -98,7 +98,7 @@ assert 0.03 < size < 0.17, size   # 32 of 320 blocks, give or take four standard
 for third in range(3):
     assert any(third * 40000 <= line < (third + 1) * 40000 for line in drawn), "validation misses a third of the book"
 
-# A document of several pieces that is no longer than a block stays whole; a longer one is drawn anew after each block.
+# A document of several pieces that is no longer than a block stays whole; in a longer one, each block is drawn anew.
 sys.dont_write_bytecode = True
 sys.path.insert(0, "data")
 import types
@@ -180,7 +180,7 @@ grep -q 'folder: 2 files (1 .*: .*/list.json, .*/rows.parquet) skipped' "$dir/er
 rm "$dir/folder/a.txt" "$dir/folder/deep/b.txt.gz"
 refused 'no .txt .*; there are 2 files (1 ' "$dir/folder"
 
-# A disk that takes no more: named, and nothing is left.
+# A full disk is named, and nothing is left.
 status=0
 (ulimit -f 20; tokenize "$dir/b.txt" --val-fraction 0 --workers 1 --out "$dir/refused") || status=$?
 [ $status = 1 ] || fail "status $status where a file cannot be written"
@@ -199,7 +199,7 @@ status=0
 tokenize "$dir/a.txt" --val-fraction 0 --out /proc/nowhere/a || status=$?
 { [ $status = 1 ] && grep -q "error: /proc/nowhere: No such file" "$dir/err"; } || fail "--out in a folder that cannot be made"
 
-# The plot of several runs has a name of its own; the plot itself, if matplotlib is available.
+# The plot of several runs has its own name; the plot itself, if matplotlib is available.
 mkdir -p "$dir/runs/"{a,b,c,d}
 PYTHONDONTWRITEBYTECODE=1 python3 - "$dir/runs" <<'PY' || fail "plot.py's default output"
 import os, sys

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Nobody waits for the dead (contract 17): one process of a job is killed or stopped, at start-up, in a step, in validation
-# or while saving. All others end soon, not with status 0, and name it; every checkpoint there is whole, and the run goes
-# on from it to the end of one that nobody disturbed; nothing is left running.
+# No rank waits for a dead one (contract 17): one process of a job is killed or stopped, at start-up, in a step, in
+# validation or while saving. All others end soon, with a status other than 0, and name it; every checkpoint is
+# complete, and the run resumes from it to the end of an undisturbed run; nothing is left running.
 #
 #   test/scripts/dead_ranks_test.sh [COUNT]     COUNT random cases, which SEED=N repeats; default: 40 in `make test-long`
 #                                               (LONG in the environment), otherwise a few that are always the same
@@ -13,7 +13,7 @@ RANDOM=$SEED
 dir=$(mktemp -d)
 # shellcheck source=test/scripts/processes.sh
 . test/scripts/processes.sh
-# Of this test alone, also where mpirun has ended and left them: the directory is its own.
+# This test's own trainers, even after mpirun has ended and left them: the directory is its own.
 mine() { trainers_with --out-dir "$dir/run"; }
 cleanup() {
   # shellcheck disable=SC2046
@@ -37,7 +37,7 @@ unset TRAIN_GPT_TOKEN TRAIN_GPT_TOKEN_FILE
 data=test/golden/gpt2_tiny/train.bin
 common=(--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --batch-size 2 --lr 1e-2 --threads 1
   --device cpu --train-data "$data" --val-data "$data")
-# What the four ranks of a run do most of the time. It lasts some seconds, also on a fast machine.
+# Options with which four ranks spend most of their time there. Such a run lasts some seconds, even on a fast machine.
 of_moment() {
   case $1 in
     start | step) echo --total-batch-size 1056 --max-steps 300 --val-every 0 --checkpoint-every 50 ;;
@@ -45,14 +45,14 @@ of_moment() {
     saving) echo --total-batch-size 264 --max-steps 60 --val-every 0 --checkpoint-every 1 ;;
   esac
 }
-# How they share it: a stage of ZeRO, or the stages of a pipeline, of which each has a checkpoint's part.
+# How they divide the work: a ZeRO stage, or pipeline stages, each of which has a part of the checkpoint.
 layout() {
   if [ "$1" = pp ]; then echo --pp 4 --n-layer 5
   else echo --zero-stage "$1"; fi
 }
 milliseconds() { printf '%d.%03d' $(($1 / 1000)) $(($1 % 1000)); }
 now() { date +%s%3N; }
-# whole OUT ARGUMENTS...: the run as threads of one process, which is bitwise the same (processes_test.sh)
+# whole OUT ARGUMENTS...: the run as threads of one process, which is bitwise equal (processes_test.sh)
 whole() { ./train_gpt "${common[@]}" --local-ranks 4 --out-dir "$1" "${@:2}" >"$dir/log.whole" 2>&1; }
 
 # process_of_job NUMBER: its id
@@ -118,7 +118,7 @@ run_case() {
     status=0
     while kill -0 "${pids[process]}" 2>/dev/null && [ $(($(now) - begun)) -lt $(((init + 11) * 1000)) ]; do sleep 0.02; done
     took=$(($(now) - begun))
-    # Open MPI 4.1.4's mpirun may wait forever after a process was killed while it said hello to mpirun.
+    # Open MPI 4.1.4's mpirun may hang after a process was killed while it was connecting to mpirun.
     if [[ $form = mpi* && $moment = start && -z $(mine) ]] && kill -0 "${pids[process]}" 2>/dev/null; then
       echo "  $case: mpirun hangs; all processes it had started have ended"
       kill -KILL "${pids[process]}"
@@ -145,7 +145,7 @@ run_case() {
   [ -z "$(mine)" ] || fail "left running: $(for id in $(mine); do tr '\0' ' ' <"/proc/$id/cmdline"; done)"
   echo "  $case: $took ms: $(sed -n 's/^train_gpt: //p' "$dir"/log.[0-9m]* | sort | uniq -c | sort -rn | head -n 1)"
 
-  # What is there is of the run that nobody disturbed, and leads to its end.
+  # The checkpoints are those of the undisturbed run, and lead to its end.
   local checkpoint file
   for checkpoint in "$out"/step-*; do
     [ -d "$checkpoint" ] || continue
@@ -159,7 +159,7 @@ run_case() {
     fail "the resumed run differs"
 }
 last_of() { printf '%s\n' "$1"/step-* | tail -n 1; }
-# All who are left name the victim; those of a run that had begun in the same words.
+# All survivors name the victim; once the run has begun, in the same words.
 named_in_logs() {
   local process names="process $victim" rank lines
   for ((rank = victim * local_ranks; rank < (victim + 1) * local_ranks; ++rank)); do names+="|rank $rank"; done
@@ -172,7 +172,7 @@ named_in_logs() {
   lines=$(cat "$dir"/log.[0-9] | grep '^train_gpt: ' | sort -u | wc -l)
   [ "$moment" = start ] || [ "$lines" -eq 1 ] || fail "not the same line everywhere"
 }
-# Before all have met, process 0 is where they meet.
+# Until all have met, process 0 is the meeting point.
 start_of_0() {
   [ "$moment" = start ] && [ "$victim" -eq 0 ] && grep -q '^train_gpt: the rendezvous at .* has' "$dir/log.$1"
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# dev/gpu/check.sh with programs that fail, are not there or do not end: no part stops another, every result is written,
+# dev/gpu/check.sh with programs that fail, are missing or do not end: no part stops another, every result is written,
 # and a sitting keeps its time.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -15,7 +15,7 @@ fail() {
 }
 programs=(train_gpt build/test_cuda_on_gpu build/ladders build/op_table)
 
-# tried SITTING SECONDS SCRIPT...: each program is this script; without one, none is there.
+# tried SITTING SECONDS SCRIPT...: each program is this script; without a script, all are missing.
 tried() {
   local program begin=$SECONDS
   for program in "${programs[@]}"; do
@@ -39,7 +39,7 @@ grep -q $'^memory\tFAILED\t.*it is not there' "$dir/out/checks.tsv" || fail 'a m
 tried 1 3 'exec sleep 60'
 grep -q $'^memory\tFAILED\t.*stopped after' "$dir/out/checks.tsv" || fail 'what does not end is not stopped'
 
-# A test that is right is ok, at once, whatever else fails.
+# A test that passes is reported at once, whatever else fails.
 printf '#!/bin/sh\necho "All tests passed (3 assertions in 1 test case)"\n' >"$dir/build/test_cuda_on_gpu"
 NO_BUILD=1 OUT=$dir/out "$dir/dev/gpu/check.sh" test >"$dir/table" || fail 'a part that passes has not status 0'
 [ "$(grep -c $'^test\tok\t.*All tests passed' "$dir/out/checks.tsv")" -eq 2 ] || fail 'what passes is not in the table'

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One program for all processors: outside of the ops that are compiled for AVX2, AVX-512 and AMX it has no instruction
-# that a processor may lack; and the ops and layouts are right with the instructions of lesser processors, and with
-# the stand-ins for better ones.
+# One program for all processors: outside of the ops compiled for AVX2, AVX-512 and AMX it has no instruction that a
+# processor may lack; and the ops and layouts are right with lesser instruction sets, and with the stand-ins for better
+# ones.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export OMP_WAIT_POLICY=passive
@@ -11,7 +11,7 @@ fail() {
 }
 
 if [ "$(uname -m)" = x86_64 ]; then
-  # Those that begin with v, and wide or many registers.
+  # Instructions that begin with v, or use wide vector, matrix or mask registers.
   stray=$(objdump -d --no-show-raw-insn -C train_gpt | awk '
     /^[0-9a-f]+ </ { name = $0 }
     /\tv[a-z]|%[yz]mm|%tmm|%k[0-7]/ { if (name !~ /cpu::(avx2|avx512|avx512_pairs|amx)::/ && !seen[name]++) print name }')

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The trainer and the tests of its ops for 64-bit ARM: compiled here, run by qemu. It trains in fp32 and bf16, as one rank
-# and as two, to the losses that this machine has with plain vectors, and each resumes from the other's checkpoints.
+# The trainer and the tests of its ops for 64-bit ARM: compiled here, run by qemu. It trains in fp32 and bf16, on one
+# rank and on two, to the losses of this machine with plain vectors, and each resumes from the other's checkpoints.
 #
 # Takes root and a network, for a folder with Debian's libraries for arm64 (debootstrap), which stays in build/aarch64.
 set -euo pipefail
@@ -61,7 +61,7 @@ here() { TRAIN_GPT_CPU_ISA=portable ./train_gpt "$@"; }
 [ "$(od -An -t u2 -j 18 -N 2 "$build/train_gpt" | tr -d ' ')" = 183 ] || fail 'train_gpt is no program for aarch64'
 arm ops '~[long]~[.]' >"$build/ops.log" 2>&1 || fail "tests of ops fail: $(tail -n 40 "$build/ops.log")"
 
-# The same numbers up to rounding: another processor's fused operations and library functions differ in last places.
+# The same numbers up to rounding: another processor's fused operations and library functions differ in the last digits.
 python=$(scripts/find_python.sh)
 "$python" - "$build/tokens.bin" <<'PYTHON'
 import struct, sys

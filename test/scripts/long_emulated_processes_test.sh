@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The trainer's build for GPUs, on emulated ones, as several processes: from the launcher to NCCL's id, its communicators
-# and the sums; and processes that share a GPU, whose tensors go through pinned memory. Bitwise the run of as many threads.
+# The trainer's GPU build on emulated GPUs, as several processes: from the launcher to NCCL's id, its communicators and
+# the sums; and processes that share a GPU, whose tensors go through pinned memory. Bitwise equal to as many threads.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 make -s build/emulated/train_gpt
@@ -23,8 +23,8 @@ data=test/golden/gpt2_tiny/train.bin
 run=(timeout 300 build/emulated/train_gpt --model d1 --n-layer 2 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33
   --batch-size 2 --lr 1e-2 --threads 1 --train-data "$data" --max-steps 4 --val-every 0 --device cuda)
 
-# Each process made contexts on so many GPUs as it has ranks there, and no two processes on the same one, but where ranks
-# share GPUs. one_context_each PROCESSES CONTEXTS_OF_EACH
+# one_context_each PROCESSES CONTEXTS_OF_EACH: each process made contexts on as many GPUs as it has ranks, and no two
+# processes on the same GPU, unless ranks share GPUs.
 one_context_each() {
   [ "$(cut -d ' ' -f 1 "$dir/contexts" | sort | uniq -c | awk -v each="$2" '$1 == each' | wc -l)" -eq "$1" ] ||
     fail "$1 processes made these contexts (process, GPU), not $2 each: $(tr '\n' ',' <"$dir/contexts")"
@@ -70,7 +70,7 @@ same 1 TCP 2 1 --cp 2 --seq-len 32 --cp-attention all-gather
 same 1 TCP 2 1 --pp 2 --total-batch-size 132
 same 8 NCCL 2 1   # which sees six GPUs that it does not use
 
-# The same two processes by mpirun, and as srun starts them: launched GPUS
+# launched GPUS: the same two processes by mpirun, and as srun starts them
 launched() {
   export EMULATED_GPUS=$1
   local process status=0 pids=() started=("${run[@]}" --local-ranks 1 --rendezvous "file:$dir/meet" --out-dir "$dir/launched")

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# `make run` and `make test` on machines that have little: in roots of Debian (or Ubuntu: whatever this machine is) that
-# debootstrap makes. Takes root, and a network for all forms but none of what the tree itself needs.
+# `make run` and `make test` on bare machines: in roots of Debian (or Ubuntu: whatever this machine is) that debootstrap
+# makes. Needs root and, in all forms, a network, but none of the tree's own dependencies.
 #
-#   test/scripts/long_fresh_machine_test.sh [bare|half|offline|user|each ...]      no form named: all of them
+#   test/scripts/long_fresh_machine_test.sh [bare|half|offline|user|each ...]      default: all of them
 #
 #   bare      nothing but make, git and ca-certificates
 #   half      g++, and half of every dependency: headers without their library, a library without its headers, packages
@@ -12,7 +12,7 @@
 #   user      everything there, and a user who is not root and has no sudo; with one package missing, `make test` names
 #             it and compiles nothing
 #   each      each package that scripts/dependencies/parts.sh lists is deleted from a copy: without network it is refused by
-#             name before anything is compiled (or, where it is optional, done without), with network it is installed
+#             name before anything is compiled (or, if optional, done without), with network it is installed
 #
 # From the environment:
 #   FRESH_TARGETS='run test'     what the first four forms make; 'ci' is .ci/run, so `make check` and `make test`;
@@ -43,7 +43,7 @@ not_tried() {
 command -v apt-get >/dev/null || not_tried "it makes roots of Debian, with apt-get, and there is none here"
 unshare --mount true 2>/dev/null || not_tried "root may not mount here (a container? docker run --privileged)"
 scripts/install_deps.sh --if-needed fresh || not_tried "it takes debootstrap"
-# Whatever is mounted from here on is seen by this script alone, and is gone when it ends, however it ends.
+# Mounts made from here on are visible to this script alone, and are gone when it ends, however it ends.
 [ -n "${FRESH_OWN_MOUNTS:-}" ] || FRESH_OWN_MOUNTS=yes exec unshare --mount "$0" "${forms[@]}"
 
 # shellcheck source=/dev/null
@@ -58,13 +58,13 @@ mkdir -p "$logs"
 failures=0
 table=()
 
-# The packages of what `make run` and `make test-long` need, each once.
+# The packages that `make run` and `make test-long` need, each once.
 parts=$(. scripts/dependencies/parts.sh && echo "$parts")
 listed() { awk '$1 ~ /^(build|test|long|run)$/ && !seen[$3]++ { print $3 }' <<<"$parts"; }
 
 # ---- Roots -------------------------------------------------------------------------------------------------------------
 
-# inside ROOT [online|offline] [root|builder] COMMAND: in the tree, by bash, in a process tree that ends with it
+# inside ROOT [online|offline] [root|builder] COMMAND: runs it in the tree, by bash, in a process tree that ends with it
 # shellcheck disable=SC2016    # the inner shell's variables
 inside() {
   local root=$1 network=$2 user=$3 net=()
@@ -88,7 +88,7 @@ inside() {
 }
 mapfile -t proxies < <(env | grep -iE '^(https?|ftp|no|all)_proxy=' || true)
 
-# An apt that finds here what it finds outside.
+# Lets apt find the same packages inside as outside.
 like_this_machine() {
   local root=$1 folder
   rm -rf "$root"/etc/apt/sources.list "$root"/etc/apt/sources.list.d
@@ -109,7 +109,7 @@ full=$cache/$suite-full-$(listed | cksum | cut -d ' ' -f 1)
 make_base() {
   local mirror started=$SECONDS
   [ ! -d "$base" ] || return 0
-  # Wherever this machine's own packages come from.
+  # The source of this machine's own packages.
   mirror=$(apt-get indextargets --format "\$(REPO_URI)" 'Created-By: Packages' "Codename: $suite" | head -n 1)
   [ -n "$mirror" ] || { say "apt has no source here for '$suite': set FRESH_SUITE, or run apt-get update"; exit 1; }
   rm -rf --one-file-system "$base.new"
@@ -135,7 +135,7 @@ make_full() {
   say "made a root with everything in $((SECONDS - started)) s"
 }
 
-# fresh NAME FROM: a root like FROM that is thrown away, with the tree, into the variable root
+# fresh NAME FROM: makes a temporary root like FROM, with the tree; sets the variable root
 fresh() {
   local name=$1 from=$2 tree
   mkdir -p "$work/$name"/{upper,work,root}
@@ -158,7 +158,7 @@ drop() {
 
 # ---- What is tried in them ---------------------------------------------------------------------------------------------
 
-# failed WORDS...: goes on with what comes next
+# failed WORDS...: reports a failure, and goes on
 failed() {
   say "FAILED: $*"
   failures=$((failures + 1))
@@ -189,8 +189,8 @@ $(tail -n 15 "$log")"
   done
 }
 
-# remove PACKAGE LOG: by force, and what it leads to where it is only a name for others: libboost-context1.74-dev,
-# python3-minimal
+# remove PACKAGE LOG: removes it by force, and the package that it stands for if it is only another name:
+# libboost-context1.74-dev, python3-minimal
 remove() {
   # shellcheck disable=SC2016    # the root's shell expands them
   inside "$root" offline root "package=$1"'
@@ -293,7 +293,7 @@ try_each() {
       what="refused by make $target when offline"
       refuses "each-$package" offline root "$target" "$package"
     fi
-    # `make deps` asks for what is optional, too.
+    # `make deps` installs optional parts, too.
     inside "$root" online root "scripts/install_deps.sh build test run && make config &&
       dpkg -s $package | grep -q '^Status: install ok installed'" >>"$log" 2>&1 ||
       failed "each: $package was not installed again: $log"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Tiny runs of every axis, as threads and as two processes, some with long steps, some saved by the clock, some branches of
-# another run, are killed at random moments, half of them within the first 0.2 seconds, some on a full disk, and started
-# again until they are done. No start is refused, and in the end weights, optimizer state and metrics are bitwise those of
-# a run that nobody killed.
+# Tiny runs of every axis, as threads and as two processes, some with long steps, some saved by the clock, some branches
+# of another run, are killed at random moments, half of them within the first 0.2 seconds, some on a full disk, and
+# started again until they are done. No start is refused, and in the end weights, optimizer state and metrics are
+# bitwise those of an uninterrupted run.
 #
 #   test/scripts/long_kills_test.sh [KILLS]     default: 300; SEED=N repeats a test. Full disks need root, for a tmpfs.
 set -euo pipefail
@@ -48,7 +48,7 @@ tiny=(--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --batch-si
 kinds=(one four long stages sharded tensor context experts zero_bubble interleaved asynchronous processes clock long_clock
   branch branch_of_two)
 of_two_processes=(processes branch_of_two)
-# run_it KIND OUT: in the background, as one process or two; their ids are in `started`, and outputs in "$dir"/out*, err*
+# run_it KIND OUT: in the background, as one process or two; `started` has their ids, "$dir"/out* and err* their outputs
 run_it() {
   local -n options_of_kind=$1
   local process count=1 line
@@ -62,8 +62,7 @@ run_it() {
     started+=($!)
   done
 }
-# Waits for all that were started: the status of one that was not 0, of 1 if there is one that was neither killed nor told to
-# end; and 0 if all were.
+# Waits for all that were started; returns the largest of their statuses.
 end_all() {
   local process status all=0
   for process in "${started[@]}"; do
@@ -73,7 +72,7 @@ end_all() {
   done
   return $all
 }
-# results OUT: what must not depend on interruptions
+# results OUT: the results that must not depend on interruptions
 results() {
   (cd "$(printf '%s\n' "$1"/step-* | tail -n 1)" && basename "$PWD" && sha256sum -- *.safetensors)
   python3 - "$1/metrics.jsonl" <<'PY'
@@ -95,7 +94,7 @@ for kind in "${kinds[@]}"; do
 done
 
 milliseconds() { printf '%d.%03d' $(($1 / 1000)) $(($1 % 1000)); }
-# start PLACE KIND ATTEMPT: starts the run and kills it at a random moment, later with each attempt. 0: it is done.
+# start PLACE KIND ATTEMPT: starts the run and kills it at a random moment, later with each attempt. 0: the run is done.
 declare -A ended=([0]=0 [1]=0 [75]=0 [other]=0)
 start() {
   local signals=(KILL TERM INT) signal status=0 process

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# 4,000 random damages of run.json, trainer.json, metrics.jsonl, --config files and questions of --eval-choices, each given
-# to ./train_gpt: refused by name, or no number changes. See mutate_files.py.
+# Damages run.json, trainer.json, metrics.jsonl, --config files and questions of --eval-choices at random, 4,000 times,
+# and gives each to ./train_gpt: it is rejected by name, or no number changes. See mutate_files.py.
 #
 #   test/scripts/long_mutations_test.sh [COUNT]     SEED=N repeats a run; otherwise the seed is random
 set -euo pipefail

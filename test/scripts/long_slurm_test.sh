@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # scripts/multi_node/run_sbatch.sh on a Slurm cluster of two nodes, both on this machine: started for this test, with
-# directories and ports of its own, and stopped at its end. A run of two processes on each node is stopped by a
-# signal, ends with status 75, and goes on with the next sbatch; another is queued again by itself. In the end
-# weights, optimizer state and metrics are bitwise those of four threads that nobody stopped. By mpirun, by srun with
-# TCP, and by srun with PMIx.
+# directories and ports of its own, and stopped at its end. A run of two processes on each node is stopped by a signal,
+# ends with status 75, and goes on with the next sbatch; another is queued again by itself. In the end weights,
+# optimizer state and metrics are bitwise those of an uninterrupted run of four threads. By mpirun, by srun with TCP,
+# and by srun with PMIx.
 #
 # Takes root, and installs Slurm where it is missing (scripts/install_deps.sh slurm).
 set -euo pipefail
@@ -24,7 +24,7 @@ finish() {
   for _ in $(seq 50); do [ -n "$(squeue --noheader)" ] || break; sleep 0.1; done
   kill "${daemons[@]}"
   for _ in $(seq 50); do kill -0 "${daemons[@]}" || break; sleep 0.1; done
-  # What is still there, such as a step that was torn down: all that was started with this cluster's configuration.
+  # Kills what is left, such as a step that was torn down: all processes with this cluster's configuration.
   # shellcheck disable=SC2046
   kill_all KILL $(grep -lzs "^SLURM_CONF=$SLURM_CONF$" /proc/[0-9]*/environ | cut -d / -f 3)
   rm -rf "$dir"
@@ -77,13 +77,13 @@ daemon() { # NAME COMMAND...
   "$@" >"$dir/$name.log" 2>&1 </dev/null &
   daemons+=($!)
 }
-# --force: a directory of a user, and not of the system, is what we want
+# --force: accepts a directory that belongs to a user, not to the system
 daemon munged munged --foreground --force --key-file="$dir/munge.key" --socket="$dir/munge.socket" \
   --pid-file="$dir/munged.pid" --log-file="$dir/munged.log" --seed-file="$dir/munge.seed"
 daemon slurmctld slurmctld -D -c
 daemon n1 slurmd -D -N n1
 daemon n2 slurmd -D -N n2
-# wait_for COMMAND...: waits for it, a minute at most
+# wait_for COMMAND...: waits until it succeeds, a minute at most
 wait_for() {
   for _ in $(seq 600); do
     if "$@" >/dev/null 2>&1; then return; fi
@@ -100,12 +100,12 @@ echo "long_slurm_test: two nodes of $(slurmd -V) are up"
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
 
-# Open MPI would go by shared memory between nodes that are one host, and its files there have the names of nodes.
+# Open MPI would use shared memory between nodes on one host, where its files are named after the nodes.
 export OMPI_MCA_btl=tcp,self OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 run=(--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --batch-size 2 --total-batch-size 264 --lr 1e-2
   --zero-stage 2 --max-steps "${STEPS:-1500}" --checkpoint-every 400 --val-every 500 --val-steps 2 --threads 1
   --train-data test/golden/gpt2_tiny/train.bin --val-data test/golden/gpt2_tiny/train.bin)
-# results OUT: what must not depend on who started the ranks and who stopped them
+# results OUT: the results that must not depend on who started the ranks and who stopped them
 results() {
   (cd "$(printf '%s\n' "$1"/step-* | tail -n 1)" && basename "$PWD" && sha256sum -- *.safetensors)
   python3 - "$1/metrics.jsonl" <<'PY'
@@ -119,7 +119,7 @@ same() { # OUT
   results "$1" >"$dir/now.txt"
   cmp -s "$dir/whole.txt" "$dir/now.txt" || fail "$1 differs: $(diff "$dir/whole.txt" "$dir/now.txt" | head -n 6)"
 }
-# submit OUT [OPTION...]: the number of the job
+# submit OUT [OPTION...]: prints the number of the job
 submit() {
   sbatch --parsable --ntasks-per-node=2 --output="$1.out" scripts/multi_node/run_sbatch.sh "${run[@]}" --out-dir "$@"
 }
@@ -157,14 +157,14 @@ wait_for in_step "$out" 100
 scancel --batch --signal=USR1 "$job"
 is_queued_again() { [[ $(state_of "$job") = *PENDING*Restarts=1* || $(state_of "$job") = *Restarts=1*PENDING* ]]; }
 wait_for is_queued_again
-# Slurm itself would let two minutes pass, and in the same second it would still take the job for one that was killed.
+# Slurm itself would wait two minutes, and within the same second it would still take the job for a killed one.
 sleep 3
 scontrol update JobId="$job" StartTime=now
 ended "$job" ExitCode=0:0
 same "$out"
 echo "long_slurm_test: srun and TCP: queued again after status 75, and bitwise the run of four threads"
 
-# srun, which tells MPI who is there
+# srun, which tells MPI about the processes
 if [[ $(srun --mpi=list 2>&1) = *pmix* ]]; then
   out=$dir/pmix
   export SLURM_MPI_TYPE=pmix

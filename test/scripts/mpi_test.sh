@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# MpiLinks (llmc/dist/comm/comm_mpi.h) between processes under mpirun, by test/mpi/exchanges.cpp: all pairs of ranks in several
-# groups at once, also in parts; wrong lengths are named; abort() wakes whoever waits.
+# MpiLinks (llmc/dist/comm/comm_mpi.h) between processes under mpirun, by test/mpi/exchanges.cpp: all pairs of ranks in
+# several groups at once, also in parts; wrong lengths are named; abort() wakes all who wait.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if ! grep -q '^MPI_VERSION := .' build/config.mk || [ -z "${MPI_VERSION-as found}" ]; then
@@ -17,7 +17,7 @@ fail() {
   cat "$dir/log"
   exit 1
 }
-# mpirun waits so many seconds before it kills what does not end.
+# The seconds that mpirun waits before it kills processes that do not end.
 export OMPI_MCA_odls_base_sigkill_timeout=0 PRTE_MCA_odls_base_sigkill_timeout=0
 run() { timeout 60 scripts/multi_node/local_mpirun.sh "$@" >"$dir/log" 2>&1; }
 
@@ -37,7 +37,7 @@ ends() {
   ! run -n 2 build/mpi/exchanges "$@" "$dir/seen" || fail "exit status 0: $*"
   [ "$(cat "$dir"/seen/[01])" = "$wanted" ] || fail "$*: expected '$wanted', found '$(cat "$dir"/seen/*)'"
 }
-# length SENT EXPECTED AS_NAMED: parts have 1000 bytes. The sender is done; other groups end with the one that is wrong.
+# length SENT EXPECTED AS_NAMED: parts have 1000 bytes. The sender finishes; other groups end with the faulty one.
 length() { ends nothing "rank 0 sent $3 bytes to rank 1, which expected $2, in group 4; PeerError" length "$1" "$2"; }
 length 0 8 0
 length 16 8 16

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Which processes are there: for scripts that stop those of a test. Out of /proc, because bare Debian has no ps, no pgrep and
-# no program called kill.
+# Finds processes, for scripts that stop those of a test. Reads /proc, because bare Debian has no ps, no pgrep and no
+# program called kill.
 
 # trainers_with WORD...: the ids of the processes that run train_gpt with these words one after the other among its
 # arguments, such as --out-dir and a directory that is one test's own. Words are compared whole; there are no patterns.
@@ -15,5 +15,5 @@ trainers_with() {
   done
 }
 
-# kill_all SIGNAL ID...: also none, and those that have ended
+# kill_all SIGNAL ID...: there may be no ids, or ids of processes that have ended
 kill_all() { [ $# -eq 1 ] || kill -s "$@" 2>/dev/null || :; }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs of several processes, started by mpirun, over TCP and both, are bitwise the run of as many threads: losses, norms,
-# weights, optimizer state. Processes that do not belong together are refused, all of them and at once. A run that one
-# process was asked to stop is saved, and goes on in another form.
+# Runs of several processes, started by mpirun, over TCP and both, are bitwise equal to the run with as many threads:
+# losses, norms, weights, optimizer state. Processes that do not belong together are rejected, all of them, at once. A
+# run that one process was asked to stop is saved, and goes on in another form.
 #
 #   test/scripts/processes_test.sh [all]     all, as in `make test-long`: every stage, dtype and form, and the whole
 #                                            self-test; takes minutes
@@ -57,7 +57,7 @@ tcp() {
   done
   return $status
 }
-# results OUT: what must not depend on how the ranks were started
+# results OUT: the results that must not depend on how the ranks were started
 results() {
   (cd "$1/step-000008" && sha256sum -- *.safetensors)
   python3 - "$1/metrics.jsonl" <<'PY'
@@ -67,7 +67,7 @@ for line in open(sys.argv[1]):
     print(*(object.get(name) for name in ("kind", "step", "loss", "grad_norm", "lr")))
 PY
 }
-# same FORM OPTIONS...: the run in this form is the one of four threads
+# same FORM OPTIONS...: the run in this form equals that of four threads
 same() {
   local form=$1 options=("${@:2}") out=$dir/$1 threads
   threads=$dir/threads-$(printf '%s' "${options[@]}")
@@ -129,8 +129,8 @@ else
   fi
 fi
 
-# refused WORDS PROCESSES OPTIONS...: process I begins with the words of `before[I]`, and gets those of `own[I]` as well;
-# all are refused within seconds, each with these words, unless `said=once`: what all have is said once for each host
+# refused WORDS PROCESSES OPTIONS...: process I begins with the words of `before[I]` and also gets those of `own[I]`;
+# all are rejected within seconds, each with these words, or with `said=once` once per host, as errors common to all are
 trainer=$PWD/train_gpt
 refused() {
   local words=$1 processes=$2 process status begin pids=()
@@ -186,7 +186,7 @@ grep -qE 'what --model holds differs: [0-9a-f]{16} on rank 0, [0-9a-f]{16} on ra
   fail "the two models were taken for one"
 before=()
 
-# A token that only rank 1 reads and that no model has: all save, all end with status 1, and rank 0 says it for all.
+# A token that only rank 1 reads and that no model has: all save, all end with status 1, and rank 0 reports it for all.
 cp "$data" "$dir/bad.bin"
 printf '\377\377' | dd of="$dir/bad.bin" bs=1 seek=$((1024 + 2 * (2 * 33 + 5))) conv=notrunc status=none
 ! tcp 2 "${run[@]}" --train-data "$dir/bad.bin" --no-shuffle --val-every 0 --val-data '' --out-dir "$dir/bad" ||

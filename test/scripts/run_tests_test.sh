@@ -10,7 +10,7 @@ fail() { echo "run_tests_test: $*"; exit 1; }
 
 # program NAME COMMANDS: a stand-in for a test program
 program() { printf '#!/usr/bin/env bash\n%s\n' "$2" >"$dir/$1"; chmod +x "$dir/$1"; }
-# ends_with LAST_LINE STATUS_OF_MAKE NAME...: the programs are run, then added up
+# ends_with LAST_LINE STATUS_OF_MAKE NAME...: runs the programs, then adds up
 ends_with() {
   local wanted=$1 make_status=$2 name sum status=0
   shift 2

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# ./train_gpt --print-schedule draws schedules, as text and as JSON, scripts/plot_schedule.py plots the JSON, and what is
-# impossible, or only drawn, is refused by name.
+# ./train_gpt --print-schedule draws schedules, as text and as JSON, and scripts/plot_schedule.py plots the JSON;
+# impossible schedules, and runs of those that can only be drawn, are rejected by name.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
@@ -10,7 +10,7 @@ fail() {
   echo "schedule_test: $1" >&2
   exit 1
 }
-# shows TEXT OPTION...: the picture has TEXT
+# shows TEXT OPTION...: the picture contains TEXT
 shows() {
   local text=$1 picture
   shift

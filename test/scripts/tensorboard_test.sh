@@ -109,7 +109,7 @@ train() { # STEP LOSS
 }
 val() { printf '{"kind":"val","step":%d,"loss":%s}\n' "$1" "$2"; }
 
-# All numbers of a run, of any name and size; nothing that is not a number.
+# All numbers of a run, of any name and size; nothing else.
 mkdir "$dir/run"
 metrics=$dir/run/metrics.jsonl logdir=$dir/run/tensorboard
 {
@@ -138,7 +138,7 @@ while at < len(data):  # a record of ours begins with wall time and step
 assert abs(times[127] - times[1] - 0.0125) < 1e-5, times
 PY
 
-# A line that says its time has it.
+# A line that states its time keeps it.
 mkdir "$dir/timed"
 printf '{"kind":"train","step":%d,"loss":1,"ms":5,"time":"2026-01-31T23:59:%dZ","elapsed_s":7}\n' 1 10 2 42 \
   >"$dir/timed/metrics.jsonl"
@@ -154,7 +154,7 @@ while at < len(data):
 assert times[-2:] == [1769903950.0, 1769903982.0], times
 PY
 
-# Again: no point twice, neither in the new file nor for a reader that had already read the old one.
+# A second export repeats no point, neither in the new file nor for a reader that had already read the old one.
 cp "${events[0]}" "$dir/before"
 { train 1 4.25; val 1 4.5; } >"$metrics" # a complete object counts even without a newline
 truncate -s -1 "$metrics"

@@ -109,7 +109,7 @@ void measure_norm(OpTimer& timer, const ModelConfig& c, int64_t N) {
   }
 }
 
-// The ops that prepare queries and keys.
+// The ops that prepare queries and keys for attention.
 void measure_heads(OpTimer& timer, const ModelConfig& c, const AttentionShape& s, Tensor positions) {
   const auto scope = timer.scope();
   Stream& stream = timer.stream();
@@ -133,7 +133,7 @@ void measure_heads(OpTimer& timer, const ModelConfig& c, const AttentionShape& s
                 [&] { qk_norm_backward(dqkv, dweight, dweight, qkv, weight, weight, rstd, rotary, s, stream); });
 }
 
-// F: the width; rows: how many there are on the device, or an empty tensor
+// F: the width; rows: the number of rows, on the device, or an empty tensor
 void measure_activation(OpTimer& timer, const ModelConfig& c, int64_t N, int64_t F, double calls, Tensor rows = {}) {
   const auto scope = timer.scope();
   Stream& stream = timer.stream();
@@ -149,7 +149,7 @@ void measure_activation(OpTimer& timer, const ModelConfig& c, int64_t N, int64_t
   }
 }
 
-// An expert's matrix of all experts of a layer: grouped products of R rows.   weight (E, O, I)
+// One weight matrix of all experts of a layer: grouped products of R rows.   weight (E, O, I)
 void measure_grouped(OpTimer& timer, const char* name, int64_t R, const Shape& weights, Tensor offsets, double calls) {
   const auto scope = timer.scope();
   Stream& stream = timer.stream();
@@ -162,8 +162,8 @@ void measure_grouped(OpTimer& timer, const char* name, int64_t R, const Shape& w
   timer.measure(shape, calls, [&] { grouped_linear_backward_weight(dweight, out, x, offsets, stream); });
 }
 
-// The feed-forward of layers with experts, all on this GPU. The router's weights are random: each expert gets about as
-// many rows.
+// The feed-forward of layers with experts, all on this GPU. The router's weights are random, so the experts get about
+// equally many rows.
 void measure_experts(OpTimer& timer, const ModelConfig& c, const BatchShape& s, double calls) {
   const auto scope = timer.scope();
   Stream& stream = timer.stream();

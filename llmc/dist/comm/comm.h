@@ -2,9 +2,9 @@
 // calls the same collectives in the same order. Tensors go through a transport (threads; on the null device one that
 // only counts) by the algorithms of ring.h and server.h, or through a library (NCCL). Groups are made by world.h.
 //
-// A group may be destroyed while tasks of streams still use it: what they use of it they own (those of a library, on
-// GPUs, have run when they are enqueued). But a task may wait for a peer that waits for this rank; so a rank that
-// leaves a group by an error aborts the world.
+// A group may be destroyed while tasks of streams still use it: the tasks own the parts of it that they use (calls of a
+// library, on GPUs, have returned when they are enqueued). But a task may wait for a peer that waits for this rank; so
+// a rank that leaves a group by an error aborts the world.
 #pragma once
 #include <algorithm>
 #include <exception>
@@ -40,14 +40,13 @@ class NullTransport final : public Transport {
   int rank_, size_;
 };
 
-// One rank's membership in a group. Buffers are flat: size() shards where a collective shards. A class derived from it
-// may stand in for a group, and change what its collectives do (hooks.h).
+// One rank's membership in a group. Buffers are flat, and divided into size() shards where a collective shards. A
+// derived class may stand in for a group, and change what its collectives do (hooks.h).
 class Comm {
  public:
   Comm(std::string name, std::unique_ptr<Transport> transport)
       : name_(std::move(name)), transport_(std::make_shared<Counter>(std::move(transport))) {}
-  // Tensors go through `library`, and over a null transport to count their bytes; `transport` carries only the hosts'
-  // messages.
+  // `library` moves tensors, and a null transport counts their bytes; `transport` carries only the hosts' messages.
   Comm(std::string name, std::unique_ptr<Transport> transport, std::shared_ptr<GpuCollectives> library)
       : Comm(std::move(name), std::move(transport)) {
     library_ = std::move(library);
@@ -65,19 +64,20 @@ class Comm {
   // Bytes of tensors that this rank has sent, and received; call with the streams idle.
   int64_t bytes_sent() const { return counted().sent; }
   int64_t bytes_received() const { return counted().received; }
-  // The ranks with which this one has exchanged messages other than in collectives, all-to-alls included: a library
-  // connects to each.
+  // The ranks with which this one has exchanged messages outside of collectives, or in all-to-alls: a library connects
+  // to each.
   const std::set<int>& partners() const { return counted().partners; }
   void forget_bytes() {
     for (Counter* c : {transport_.get(), counted_.get()})
       if (c != nullptr) c->sent = c->received = 0;
   }
-  // What abort() calls: it ends every wait of this rank for a peer, and of peers for it, with a PeerError.
+  // Sets the function that abort() calls: it ends every wait of this rank for a peer, and of peers for it, with a
+  // PeerError.
   void on_abort(std::function<void()> abort) { abort_ = std::move(abort); }
   void abort() const {
     if (abort_) abort_();
   }
-  // Writes there what it does.
+  // From now on the group records at `place` what it is doing.
   void report_to(std::shared_ptr<Attendance> place) { place_ = std::move(place); }
   // Throws if the library has reported an error, here or at a peer.
   void check() const {
@@ -138,8 +138,8 @@ class Comm {
         },
         [=](GpuCollectives& g, Stream& s) { g.all_to_all(out, in, n, s); });
   }
-  // The same with rows, of which each rank has as many for each other as it says: blocks send[k] of `in` (rows, width)
-  // for rank k, and receive[k] of `out` from rank k. Other rows stay as they are. All ranks know what is sent to them.
+  // The same with blocks of rows, of any size: block send[k] of `in` (rows, width) goes to rank k, and block receive[k]
+  // of `out` comes from rank k. Other rows stay as they are. Every rank must know how many rows it receives.
   virtual void all_to_all_rows(Tensor out, Tensor in, const std::vector<RowBlock>& send,
                                const std::vector<RowBlock>& receive, Stream& stream) {
     const int64_t width = in.shape[1];
@@ -165,14 +165,14 @@ class Comm {
         [=](GpuCollectives& g, Stream& s) { g.all_to_all_rows(out, in, send, receive, s); }, std::nullopt,
         Inspect::no);  // rows between the blocks may hold anything
   }
-  // Blocks of so many rows, one after the other in rank order.
+  // Blocks with these numbers of rows, one after the other in rank order.
   static std::vector<RowBlock> in_order(const std::vector<int64_t>& counts) {
     std::vector<RowBlock> blocks;
     int64_t begin = 0;
     for (const int64_t n : counts) blocks.push_back({begin, n}), begin += n;
     return blocks;
   }
-  // Sends `out` while `in` is received.
+  // Sends `out` and receives `in` at the same time.
   virtual void exchange(Tensor out, int to, Tensor in, int from, Stream& stream) {
     run(
         "exchange", in, stream,
@@ -193,13 +193,13 @@ class Comm {
         [=]<class T>(const Link& link, T* x, T*) { link.exchange(-1, nullptr, 0, from, x, buffer.size_bytes()); },
         ByExchanges{}, 1);
   }
-  // Part k of `servers` equal parts of buffer = on rank k its sum over the ranks, added in rank order (server.h).
+  // On rank k, part k of `servers` equal parts of buffer = its sum over the ranks, added in rank order (server.h).
   virtual void push(Tensor buffer, int servers, Stream& stream) {
     const int64_t n = exact_div(buffer.numel(), servers, "push: elements over servers");
     run("push", buffer, stream,
         [=]<class T>(const Link& link, T* x, T* scratch) { server::push(link, x, n, servers, scratch); });
   }
-  // Part k of buffer = that of rank k.
+  // Part k of buffer = part k of rank k's buffer.
   virtual void pull(Tensor buffer, int servers, Stream& stream) {
     const int64_t n = exact_div(buffer.numel(), servers, "pull: elements over servers");
     run("pull", buffer, stream, [=]<class T>(const Link& link, T* x, T*) { server::pull(link, x, n, servers); });
@@ -285,7 +285,7 @@ class Comm {
     }
     std::unique_ptr<Transport> inner;
     int64_t sent = 0, received = 0;
-    bool between_two = false;  // not in a collective; known where it is counted when it is called, not in tasks
+    bool between_two = false;  // not in a collective; set only where a call is counted at once, not in tasks
     std::set<int> partners;
   };
   Counter& counted() const { return counted_ ? *counted_ : *transport_; }
@@ -302,16 +302,16 @@ class Comm {
     }
     Comm& comm;
   };
-  // Integers are moved like floating-point numbers, of which only the bits are copied.
+  // Integers are moved as floating-point numbers: only the bits are copied.
   static DType as_moved(DType dtype) { return dtype == DType::int32 ? DType::fp32 : dtype; }
 
   struct ByExchanges {};  // the library has no such collective, only its sends and receives
 
-  enum class Inspect : uint8_t { no, yes };  // the result for NaN
+  enum class Inspect : uint8_t { no, yes };  // whether to look for NaN in the result
 
-  // Runs a collective by the library if there is one, and `ring` over a null transport to count what it sends;
-  // otherwise runs `ring` over the transport. messages: those of which each follows from the one before; none: from
-  // rank to rank, size() - 1. The chunks of a message follow each other closely and count once.
+  // Runs a collective by the library if there is one, and `ring` over a null transport to count its bytes; otherwise
+  // runs `ring` over the transport. messages: the length of the chain of messages that wait for each other; none:
+  // size() - 1, from rank to rank. The chunks of a message follow each other closely and count once.
   template <class Ring, class Library = ByExchanges>
   void run(const char* op, Tensor buffer, Stream& stream, Ring&& ring, Library&& library = {},
            std::optional<int> messages = std::nullopt, Inspect inspect = Inspect::yes) {
@@ -364,7 +364,7 @@ class Comm {
   std::shared_ptr<Counter> transport_;
   std::unique_ptr<Counter> counted_;
   std::shared_ptr<GpuCollectives> library_;
-  std::shared_ptr<Attendance> place_;  // none: nobody wants to know
+  std::shared_ptr<Attendance> place_;  // none: nothing is recorded
   std::function<void()> abort_;        // none: nothing waits
   int exceptions_ = std::uncaught_exceptions();
 };

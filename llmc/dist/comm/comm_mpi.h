@@ -21,8 +21,8 @@ inline constexpr bool built_with_mpi = true;
 // Ranks are numbered process by process: rank r is in process r / local_ranks.
 class MpiLinks final : public Links {
  public:
-  // Starts MPI, which returns when all processes have done so. local_ranks: of every process. part_bytes: how long a
-  // message of MPI may be; MPI counts in int.
+  // Starts MPI; returns when all processes have done so. local_ranks: ranks of each process. part_bytes: the longest
+  // message that MPI is given, since it counts in int.
   explicit MpiLinks(int local_ranks, int64_t part_bytes = largest_part)
       : local_ranks_(local_ranks), mpi_(std::make_shared<detail::MpiThread>(part_bytes)) {
     CHECK(local_ranks >= 1 && part_bytes >= 1 && part_bytes <= largest_part);
@@ -45,7 +45,7 @@ class MpiLinks final : public Links {
       throw;
     }
   }
-  // Ends MPI, which waits for the other processes to do so too; but after abort() leaves it alone.
+  // Ends MPI, which waits for the other processes to do so too; after abort() MPI is not ended.
   ~MpiLinks() override {
     if (std::uncaught_exceptions() > 0) abort();
     if (mpi_->close()) thread_.join();
@@ -56,7 +56,7 @@ class MpiLinks final : public Links {
   int processes() const { return mpi_->processes; }
   std::string name() const override { return mpi_version(); }
 
-  // Of process 0, on all processes; all call it.
+  // Returns the text of process 0 on all processes; all of them call it.
   std::string broadcast_text(const std::string& text) {
     const auto move = [&](int to, int from, void* data, size_t bytes) {
       detail::MpiThread::Exchange e;
@@ -82,7 +82,7 @@ class MpiLinks final : public Links {
                 int64_t in_bytes) override {
     detail::MpiThread::Exchange e;
     e.group = group, e.self = self, e.to = to, e.from = from;
-    // MPI takes the buffer that it sends as const.
+    // MPI does not write to the buffer that it sends.
     if (to >= 0)
       e.out = {to / local_ranks_, tag(group, self, to), static_cast<std::byte*>(const_cast<void*>(out)), out_bytes};
     if (from >= 0) e.in = {from / local_ranks_, tag(group, from, self), static_cast<std::byte*>(in), in_bytes};
@@ -128,7 +128,7 @@ class MpiLinks final : public Links {
 };
 #endif
 
-// Whose launchers MPI_Init understands.
+// The MPI library whose launchers MPI_Init understands.
 inline MpiLibrary mpi_library() {
 #if defined(OMPI_MAJOR_VERSION)
   return MpiLibrary::open_mpi;

@@ -1,5 +1,5 @@
-// comm_mpi_thread.h: the thread that makes all MPI calls of a process, because many MPIs take them from one thread
-// alone. It moves along the exchanges of all ranks and groups of the process together. Private to comm_mpi.h.
+// comm_mpi_thread.h: the thread that makes all MPI calls of a process, because many MPIs accept calls from one thread
+// only. It drives the exchanges of all ranks and groups of the process. Private to comm_mpi.h.
 #pragma once
 #ifdef TRAIN_GPT_MPI
 #include <mpi.h>
@@ -21,7 +21,7 @@
 
 namespace llmc {
 
-// Of the library that is loaded: "Open MPI 4.1.4", "MPICH 4.0.2". From any thread, at any time.
+// The version of the loaded library: "Open MPI 4.1.4", "MPICH 4.0.2". May be called from any thread, at any time.
 inline std::string mpi_version() {
   char text[MPI_MAX_LIBRARY_VERSION_STRING] = "";
   int length = 0;
@@ -47,7 +47,7 @@ inline void check_mpi(int status, const char* call) {
   if (status != MPI_SUCCESS) throw Error(formatted("{} failed: {}", call, mpi_error(status)));
 }
 
-// What the thread that makes the MPI calls shares with the threads that wait for it.
+// The state shared by the thread that makes the MPI calls and the threads that wait for it.
 class MpiThread {
  public:
   // One direction of an exchange.
@@ -59,7 +59,7 @@ class MpiThread {
   struct Exchange {
     Side out, in;
     int group = -1, self = 0, to = -1, from = -1;  // ranks, for errors
-    int64_t open = 0;                              // requests that are not done
+    int64_t open = 0;                              // requests that are not complete
     bool done = false, broken = false;
     std::string error = {};
     std::condition_variable ready = {};
@@ -68,7 +68,7 @@ class MpiThread {
   explicit MpiThread(int64_t part_bytes) : part_bytes_(part_bytes) {}
 
   int process = 0, processes = 1;
-  int tag_limit = 32767;  // the least that the standard allows
+  int tag_limit = 32767;  // the smallest limit that the standard allows
 
   // ---- On the MPI thread: first start(), then run() until close() or abort() ---------------------------------------
 
@@ -145,7 +145,8 @@ class MpiThread {
     release();
   }
 
-  // No exchange is under way. Returns whether the MPI thread ends: false if it hangs in a call that abort() gave up.
+  // Call when no exchange is in progress. Returns whether the MPI thread will end: false if it hangs in a call that
+  // abort() gave up waiting for.
   bool close() {
     std::lock_guard lock(mutex_);
     closing_ = true;
@@ -156,7 +157,7 @@ class MpiThread {
  private:
   using Clock = std::chrono::steady_clock;
 
-  // A copy of what is posted, for the exchange may be gone when a call of MPI returns late.
+  // Copies the sides of an exchange, which may be gone when an MPI call returns late.
   struct Posted {
     Exchange* exchange;
     Side out, in;
@@ -167,8 +168,8 @@ class MpiThread {
     int64_t begin, bytes;  // of the part in the message
   };
 
-  // A message is as many full parts as fit into it, and a last one of fewer bytes, perhaps none: so a full part says
-  // that there are more, and a receiver notices every length that it did not expect.
+  // A message is as many full parts as fit into it, and a last part of fewer bytes, perhaps none: so a full part says
+  // that more follow, and a receiver notices every length that it did not expect.
   template <class F>
   void for_parts(int64_t bytes, F&& f) const {
     for (int64_t begin = 0; begin <= bytes; begin += part_bytes_) f(begin, std::min(part_bytes_, bytes - begin));
@@ -193,7 +194,7 @@ class MpiThread {
     post_side(p.out, false);
   }
 
-  // Moves everything along; returns how many requests are done: indices_, statuses_.
+  // Lets MPI make progress; returns how many requests have completed, listed in indices_ and statuses_.
   int test() {
     if (requests_.empty()) return 0;
     indices_.resize(requests_.size());
@@ -204,7 +205,7 @@ class MpiThread {
     if (status != MPI_SUCCESS) MPI_Error_class(status, &error_class);
     if (error_class != MPI_ERR_IN_STATUS) {
       check_mpi(status, "MPI_Testsome");
-      for (MPI_Status& each : statuses_) each.MPI_ERROR = MPI_SUCCESS;  // else they are not set
+      for (MPI_Status& each : statuses_) each.MPI_ERROR = MPI_SUCCESS;  // MPI does not set them in this case
     }
     return completed == MPI_UNDEFINED ? 0 : completed;
   }
@@ -229,7 +230,7 @@ class MpiThread {
     of_requests_.resize(kept);
   }
 
-  // Empty if all is well.
+  // Describes an error of the request; empty if there is none.
   std::string fault_of(const Request& request, const MPI_Status& status) const {
     const Exchange& e = *request.exchange;
     int error_class = MPI_SUCCESS, count = 0;
@@ -241,7 +242,7 @@ class MpiThread {
     if (!request.receives) return {};
     MPI_Get_count(&status, MPI_BYTE, &count);
     if (error_class == MPI_SUCCESS && count == request.bytes) return {};
-    // Not every MPI counts a message that is too long; then the text of its error may say how long it is.
+    // Not every MPI counts the bytes of a message that is too long; then its error text may say how long it is.
     const bool is_counted = error_class == MPI_SUCCESS || count > request.bytes;
     const char* about = !is_counted ? "more than " : count == part_bytes_ ? "at least " : "";
     return formatted("rank {} sent {}{} bytes to rank {}, which expected {}, in group {}{}", e.from, about,
@@ -249,10 +250,10 @@ class MpiThread {
                      is_counted ? "" : ": " + mpi_error(status.MPI_ERROR));
   }
 
-  // Nothing is to be expected of MPI after an error: all other exchanges end too.
+  // MPI cannot be relied on after an error: all other exchanges end too.
   void fail(Exchange& e, const std::string& fault) {
     e.error = fault;
-    e.broken = fault.starts_with("MPI_");  // a call has failed; it is not that something else was sent than expected
+    e.broken = fault.starts_with("MPI_");  // a call has failed; otherwise a message has an unexpected length
     e.done = true;
     aborted_ = true;
   }
@@ -263,9 +264,10 @@ class MpiThread {
     released_now_.notify_all();
   }
 
-  // Nothing has happened for a while. MPI has no call that sleeps until something does, nor does it say that a message
-  // is moving before it is done. So: yields the processor and looks again, for as long as what is open may take at 1
-  // byte/ns; then naps, for a small part of the time waited so far, or the waits of a ring would feed each other.
+  // Called when nothing has completed since the last look. MPI has no call that sleeps until something completes, and
+  // it does not say that a message is moving before it has arrived. So this yields the processor for as long as the
+  // open bytes may take at 1 byte/ns; after that it naps for a small part of the time waited so far: with longer naps
+  // the waits around a ring would add up.
   void back_off(std::unique_lock<std::mutex>& lock, Clock::duration waited) {
     using namespace std::chrono_literals;
     const auto has_work = [&] { return aborted_ || closing_ || !posted_.empty(); };
@@ -280,7 +282,7 @@ class MpiThread {
     }
   }
 
-  // Of the MPI thread alone.
+  // Used by the MPI thread only.
   int64_t part_bytes_, open_bytes_ = 0;
   std::vector<Posted> taken_;
   std::vector<MPI_Request> requests_;
@@ -291,7 +293,7 @@ class MpiThread {
   std::mutex mutex_;  // for all below, and for exchanges
   std::condition_variable work_, released_now_;
   std::vector<Posted> posted_;
-  std::vector<Exchange*> waiting_;  // posted, or being moved along
+  std::vector<Exchange*> waiting_;  // posted, or in progress
   bool closing_ = false, aborted_ = false, left_mpi_ = false;
   bool released_ = false;  // no exchange waits any longer
 };

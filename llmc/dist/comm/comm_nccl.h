@@ -21,12 +21,12 @@
 
 namespace llmc {
 
-// A library that does what ring.h does. Buffers are those of Comm; `n`: elements of a shard, or of the buffer in
-// collectives that do not shard.
+// A library with the same collectives as ring.h. Buffers are those of Comm; `n`: elements of a shard, or of the buffer
+// in collectives that do not shard.
 class GpuCollectives {
  public:
   virtual ~GpuCollectives() = default;
-  // Waits until all members have begun to join, at most this long. Everything else comes after it.
+  // Waits until all members have begun to join, at most this long. Must come before all other calls.
   virtual void connect(double seconds) = 0;
   virtual void reduce_scatter(Tensor buffer, int64_t n, Stream& stream) = 0;
   virtual void all_gather(Tensor buffer, int64_t n, Stream& stream) = 0;
@@ -40,32 +40,32 @@ class GpuCollectives {
                         Stream& stream) = 0;
   // Throws if an error has occurred, here or at a peer; called while the host waits for a stream.
   virtual void check() = 0;
-  // Both may be called from any thread, and neither waits for a call in progress. A peer has failed: calls throw
-  // PeerError from now on; and collectives in progress are aborted.
+  // Both may be called from any thread, and neither waits for a call in progress. expect_abort(): a peer has failed, so
+  // calls throw PeerError from now on. abort(): also aborts collectives in progress.
   virtual void expect_abort() = 0;
   virtual void abort() = 0;
 };
 
-// What a group moves: text between hosts alone; also a few numbers; or tensors.
+// What a group moves: only text between hosts, a few numbers, or tensors.
 enum class Traffic : uint8_t { text, numbers, tensors };
 inline Traffic traffic_of(const std::string& group) {
   if (group.ends_with("control")) return Traffic::text;
   return group == "sequences" || group.starts_with("scalars") ? Traffic::numbers : Traffic::tensors;
 }
 
-// The multiprocessors that a kernel of NCCL may take, which are the channels that it connects: the more, the faster and
-// the more memory. NCCL_MAX_CTAS is NCCL's own variable, and wins there too.
+// How many multiprocessors a kernel of NCCL may take, which is the number of channels that it connects: more are faster
+// and take more memory. NCCL_MAX_CTAS is NCCL's own variable, and NCCL itself lets it win, too.
 inline int nccl_channels(Traffic traffic) {
   const char* const set = std::getenv("NCCL_MAX_CTAS");
   const int most = set != nullptr && std::atoi(set) > 0 ? std::atoi(set) : 16;
   return traffic == Traffic::numbers ? std::min(most, 2) : most;
 }
 
-// Bytes of a GPU that NCCL takes for a group of `size` ranks, of which this one also exchanges messages with `partners`
-// others. From NCCL's sources (2.30: init.cc, p2p.cc, paths.cc), for GPUs that see each other's memory: a channel
-// keeps, for each rank that it hears from, buffers of its three protocols, 512 KiB, 4.69 MiB and 4 MiB, and for each
-// that it tells something a page of 2 MiB; all in pages of 2 MiB. A group is connected as a ring and as a tree: to two
-// neighbours, and beyond one server to up to four. Sends and receives have connections of their own.
+// GPU memory in bytes that NCCL takes for a group of `size` ranks, if this rank also exchanges messages with `partners`
+// others. From NCCL's sources (2.30: init.cc, p2p.cc, paths.cc), for GPUs that see each other's memory: a channel has,
+// for each rank that it receives from, buffers of its three protocols, 512 KiB, 4.69 MiB and 4 MiB, and for each rank
+// that it sends to a page of 2 MiB; all in pages of 2 MiB. A group is connected as a ring and as a tree: to two
+// neighbours, or up to four if it spans several servers. Sends and receives have connections of their own.
 inline int64_t nccl_bytes(const std::string& group, int size, int partners) {
   constexpr int64_t page = int64_t{2} << 20, of_connection = 5 * page + page;
   constexpr int server = 8;
@@ -100,9 +100,9 @@ inline ncclDataType_t nccl_type(DType dtype) {
   throw Error("NCCL has no such data type");
 }
 
-// What NCCL is told through the environment, where the user's own value wins.
+// A setting that NCCL gets through the environment; the user's own value wins.
 struct NcclSetting {
-  const char *name, *value, *without;  // what may happen with another value
+  const char *name, *value, *without;  // without: what may happen with another value
 };
 inline constexpr NcclSetting nccl_settings[] = {
     // Gradients and weights are in flight at the same time, in different groups: NCCL must run their collectives in the
@@ -111,17 +111,17 @@ inline constexpr NcclSetting nccl_settings[] = {
     // Connect the peers when a group is made, not in its first collective.
     {"NCCL_RUNTIME_CONNECT", "0", "a first collective may wait where an abort does not reach it"},
     // Contract 1. The order in which NVSwitches add (NVLS) may vary from call to call; NCCL's own algorithms have a
-    // fixed one, and around the ring it does not depend on which of them its cost model prefers. What else decides
-    // about the order is left to NCCL, because it is a function of message size and topology and so the same in every
-    // run on the same GPUs: protocol, channels, and the ring itself. Collectives that only copy may use any algorithm.
+    // fixed one, and with the ring it does not depend on which algorithm its cost model prefers. Everything else that
+    // decides the order (protocol, channels, and the ring itself) is left to NCCL: it is a function of message size and
+    // topology, and so the same in every run on the same GPUs. Collectives that only copy may use any algorithm.
     {"NCCL_ALGO", "reduce:ring;reducescatter:ring", "the same run may not give the same bits again"},
-    // What such reductions need would be allocated for every group, and never used.
+    // NVLS memory would be allocated for every group, and never used.
     {"NCCL_NVLS_ENABLE", "0", "NCCL takes memory for NVSwitches in every group, which no plan counts"},
-    // From NCCL 2.30 on; earlier versions know no such setting, and refuse.
+    // From NCCL 2.30 on; earlier versions have no such setting, and do not let processes share a GPU.
     {"NCCL_MULTI_RANK_GPU_ENABLE", "1", "processes that share a GPU cannot use NCCL"},
 };
 
-// Sleeps between two looks at something that takes from microseconds to seconds.
+// Pauses between two polls of something that takes from microseconds to seconds.
 class Pause {
  public:
   void operator()() {
@@ -135,7 +135,7 @@ class Pause {
 
 }  // namespace detail
 
-// Call before other threads begin, which may read the environment; where a variable is set nothing happens.
+// Call before other threads start, since they may read the environment; variables that are set stay as they are.
 inline void set_nccl_environment() {
   for (const detail::NcclSetting& setting : detail::nccl_settings) setenv(setting.name, setting.value, 0);
 }
@@ -154,7 +154,7 @@ inline bool nccl_shares_gpus() {
   detail::check_nccl(ncclGetVersion(&version), "ncclGetVersion");
   return version >= 23000;
 }
-// One for each setting that the user's environment overrides.
+// One notice for each setting that the user's environment overrides.
 inline std::vector<std::string> nccl_notices() {
   std::vector<std::string> notices;
   for (const detail::NcclSetting& setting : detail::nccl_settings)
@@ -164,9 +164,9 @@ inline std::vector<std::string> nccl_notices() {
   return notices;
 }
 
-// The communicator does not block: a call only begins what may take long, and while it is in progress its state is
-// looked at again and again. So the mutex is never held for long; and should a call of the library hang after all,
-// abort() does not wait for it but leaves the rest to whoever holds the mutex.
+// The communicator is non-blocking: a call only starts an operation that may take long, and its state is polled until
+// it is done. So the mutex is never held for long; if a call of the library hangs after all, abort() does not wait for
+// it but leaves the rest to the thread that holds the mutex.
 class NcclGroup final : public GpuCollectives {
  public:
   // `id`: the unique_id() of one member, passed to all; channels: see nccl_channels(). Begins to join.
@@ -274,7 +274,7 @@ class NcclGroup final : public GpuCollectives {
   }
 
  private:
-  // calls(keep): calls of NCCL that belong together, each result given to keep(). Returns the first error.
+  // calls(keep): makes the NCCL calls of one group, and gives each result to keep(). Returns the first error.
   template <class Calls>
   static ncclResult_t grouped(Calls&& calls) {
     ncclResult_t first = ncclGroupStart();
@@ -294,7 +294,7 @@ class NcclGroup final : public GpuCollectives {
     if (failed_) throw PeerError();  // the error here is only a consequence
     detail::check_nccl(status, what);
   }
-  // f() if there is a communicator.
+  // Calls f() under the mutex, if there is a communicator and no abort is wanted.
   template <class F>
   ncclResult_t locked(F&& f) {
     ncclResult_t status = ncclSuccess;
@@ -312,7 +312,7 @@ class NcclGroup final : public GpuCollectives {
       return status == ncclSuccess ? state : status;
     });
   }
-  // Waits while a call is in progress. Nothing but an abort may be called until then.
+  // Waits while a call is in progress. Until it is done, only an abort may be called.
   ncclResult_t await(ncclResult_t status, double seconds = std::numeric_limits<double>::infinity()) {
     using Clock = std::chrono::steady_clock;
     const Clock::time_point begin = Clock::now();
@@ -322,8 +322,8 @@ class NcclGroup final : public GpuCollectives {
     }
     return status;
   }
-  // If a call holds the mutex, it does this when it is back. Both modify the flag, one after the other: either the call
-  // sees it set, or abort() the mutex free.
+  // If a call holds the mutex, it aborts when it returns. Both modify the flag, one after the other: either the call
+  // sees it set, or abort() finds the mutex free.
   void abort_if_wanted() {
     if (abort_wanted_.fetch_or(0) == 0) return;
     std::unique_lock lock(mutex_, std::try_to_lock);
@@ -334,7 +334,7 @@ class NcclGroup final : public GpuCollectives {
   }
 
   int rank_, size_;
-  std::mutex mutex_;  // of the communicator: no call may use it while it is freed
+  std::mutex mutex_;  // guards the communicator: no call may use it while it is freed
   ncclComm_t comm_ = nullptr;
   ncclResult_t begun_ = ncclSuccess;
   bool connected_ = false;

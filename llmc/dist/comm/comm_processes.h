@@ -1,5 +1,5 @@
-// comm_processes.h: a transport between ranks of several processes. Neighbours in this process talk through its memory,
-// the others through Links (TCP or MPI). Private to world.h.
+// comm_processes.h: a transport between ranks of several processes. Ranks of this process talk through its memory, and
+// with other ranks through Links (TCP or MPI). Private to world.h.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -16,16 +16,16 @@ class Watchdog;
 
 // The ranks of the job that this process runs, as threads: `count` ranks from `first` on.
 struct LocalRanks {
-  int first = 0, count = 0;      // 0: all ranks are here
-  Links* links = nullptr;        // to those of other processes
-  Watchdog* watchdog = nullptr;  // of the ranks of several processes
+  int first = 0, count = 0;      // count 0: all ranks are here
+  Links* links = nullptr;        // to ranks of other processes
+  Watchdog* watchdog = nullptr;  // for ranks of several processes
 
   bool here(int rank) const { return count == 0 || (rank >= first && rank < first + count); }
 };
 
 class ProcessesTransport final : public Transport {
  public:
-  // members: the global ranks of the group, in which this rank has this index. group: a number, equal on all members.
+  // members: the global ranks of the group; index: this rank's place among them. group: a number, equal on all members.
   ProcessesTransport(std::shared_ptr<ThreadsHub> hub, int index, std::vector<int> members, int group, LocalRanks local)
       : hub_(std::move(hub)), index_(index), members_(std::move(members)), group_(group), local_(local) {}
   int rank() const override { return index_; }
@@ -35,7 +35,7 @@ class ProcessesTransport final : public Transport {
                 Stream* gpu) override {
     const bool sends = to >= 0 && out_bytes > 0, receives = from >= 0 && in_bytes > 0;
     const bool sends_here = sends && local_.here(member(to)), receives_here = receives && local_.here(member(from));
-    // What is posted here first waits for nobody, so the order of the rest cannot deadlock.
+    // Posting a local send does not wait, so if it comes first, the order of the rest cannot deadlock.
     std::optional<ThreadsHub::Post> post;
     if (sends_here) post.emplace(*hub_, index_, to, out, out_bytes);
     if ((sends && !sends_here) || (receives && !receives_here))

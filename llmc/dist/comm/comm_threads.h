@@ -14,8 +14,8 @@
 
 namespace llmc {
 
-// What the threads of one group share: a slot for each ordered pair of ranks. A rank uses a
-// group from one thread, so at most one of the two waits for their slot.
+// The state shared by the threads of one group: a slot for each ordered pair of ranks. A rank
+// uses a group from one thread, so at most one of the two waits for their slot.
 class ThreadsHub {
   struct Slot {
     std::mutex mutex;
@@ -40,7 +40,7 @@ class ThreadsHub {
       slot.changed.notify_all();
     }
   }
-  // Makes each byte take so many seconds; for tests of overlap.
+  // Makes each byte take this many seconds; for tests of overlap.
   void throttle(double seconds_per_byte) { seconds_per_byte_ = seconds_per_byte; }
 
   void take(int from, int to, void* data, int64_t bytes, Stream* gpu) {
@@ -56,7 +56,7 @@ class ThreadsHub {
     lock.unlock();
     s.changed.notify_one();
   }
-  // What a rank has posted; no peer reads it any more when this ends, by an error either.
+  // Data that a rank has posted. After the destructor no peer reads the data any more, even if an error ends it.
   class Post {
    public:
     Post(ThreadsHub& hub, int from, int to, const void* data, int64_t bytes) : slot_(hub.slot(from, to)) {
@@ -91,7 +91,7 @@ class ThreadsHub {
     check(s);
     s.data = data;
     s.bytes = bytes;
-    lock.unlock();  // first, or the rank that wakes up goes to sleep again at the mutex
+    lock.unlock();  // before notifying, or the rank that wakes up would sleep again at the mutex
     s.changed.notify_one();
   }
   Slot& slot(int from, int to) { return slots_[static_cast<size_t>(from * size_ + to)]; }

@@ -22,7 +22,7 @@ class Transport {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   // Sends and receives at the same time, and returns when both are done. Rank -1: do not send, or not receive. gpu: a
-  // stream of the GPU whose memory both buffers are in, idle unless exchanges are enqueued; none: they are in host
+  // stream of the GPU in whose memory both buffers are, idle unless exchanges are enqueued; none: they are in host
   // memory.
   virtual void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
                         Stream* gpu = nullptr) = 0;
@@ -66,7 +66,7 @@ namespace detail {
 
 inline int wrap(int rank, int size) { return (rank % size + size) % size; }
 
-// f(first element, elements) for the chunks of n elements.
+// Calls f(first element, elements) for each chunk of n elements.
 template <class F>
 void for_chunks(int64_t n, F&& f) {
   for (int64_t begin = 0; begin < n; begin += chunk_elements) f(begin, std::min(chunk_elements, n - begin));
@@ -75,7 +75,7 @@ void for_chunks(int64_t n, F&& f) {
 }  // namespace detail
 
 // Shard r becomes the sum over the ranks; the other shards are left with partial sums. Shard k is summed from rank k +
-// 1 around the ring to rank k, so the order of addition is fixed. scratch: chunk_elements. Sent by each rank: (P - 1) n
+// 1 around the ring to rank k, so the order of addition is fixed. scratch: chunk_elements. Each rank sends (P - 1) n
 // elements.
 template <class T>
 void reduce_scatter(const Link& t, T* buffer, int64_t n, T* scratch) {
@@ -91,7 +91,7 @@ void reduce_scatter(const Link& t, T* buffer, int64_t n, T* scratch) {
   }
 }
 
-// Every rank gets all shards. Sent by each rank: (P - 1) n elements.
+// Every rank gets all shards. Each rank sends (P - 1) n elements.
 template <class T>
 void all_gather(const Link& t, T* buffer, int64_t n) {
   const int P = t.size(), r = t.rank(), next = detail::wrap(r + 1, P), previous = detail::wrap(r - 1, P);
@@ -105,7 +105,7 @@ void all_gather(const Link& t, T* buffer, int64_t n) {
   }
 }
 
-// buffer (n) becomes a copy of the root's, forwarded chunk by chunk. Sent by each rank but the last: n elements.
+// buffer (n) becomes a copy of the root's, forwarded chunk by chunk. Each rank but the last sends n elements.
 template <class T>
 void broadcast(const Link& t, T* buffer, int64_t n, int root) {
   const int P = t.size(), position = detail::wrap(t.rank() - root, P);
@@ -118,7 +118,7 @@ void broadcast(const Link& t, T* buffer, int64_t n, int root) {
   });
 }
 
-// The root's buffer (n) becomes the sum over the ranks, added around the ring; the other ranks' become partial sums.
+// The root's buffer (n) becomes the sum over the ranks, added around the ring; other buffers become partial sums.
 template <class T>
 void reduce(const Link& t, T* buffer, int64_t n, int root, T* scratch) {
   const int P = t.size(), position = detail::wrap(t.rank() - root - 1, P);  // the root comes last
@@ -134,8 +134,8 @@ void reduce(const Link& t, T* buffer, int64_t n, int root, T* scratch) {
   });
 }
 
-// out: shard k from rank k; in: shard k for rank k. In step s each rank sends to the rank s after it. Sent by each
-// rank: (P - 1) n elements.
+// out: shard k from rank k; in: shard k for rank k. In step s each rank sends to the rank s places after it. Each rank
+// sends (P - 1) n elements.
 template <class T>
 void all_to_all(const Link& t, T* out, const T* in, int64_t n) {
   const int P = t.size(), r = t.rank();

@@ -1,9 +1,9 @@
 // server.h: parameter servers (Dean et al. 2012; Li et al. 2014), the classical alternative to an all-reduce. Gradients
 // are pushed to the rank that serves them, which adds them in rank order and updates; weights are pulled from there.
 //
-// A buffer has S parts of n elements, and rank k < S serves part k: one central server has S = 1, and if every rank
+// A buffer has S parts of n elements, and rank k < S serves part k: with one central server S = 1, and if every rank
 // serves its shard, S = P. All messages go directly between a rank and a server, in chunks. Bytes through the link of
-// one rank in a step, f = (P - 1) / P, G and W the bytes of gradients and weights, R reductions:
+// one rank in a step, with f = (P - 1) / P, G and W the bytes of gradients and weights, and R reductions:
 //
 //   --dp-sync                 link of            out               in
 //   all-reduce                every rank         2 f G R           2 f G R         the ring, for comparison
@@ -12,7 +12,7 @@
 //   parameter-server-chain    rank 0, serves     W                 (P - 1) G R     weights go from rank to rank, in
 //                             ranks between      G R + W           W               chunks
 //                             the last rank      G R               W
-//   partitioned-server        every rank         f (G R + W)       f (G R + W)     that of ZeRO stage 1
+//   partitioned-server        every rank         f (G R + W)       f (G R + W)     the traffic of ZeRO stage 1
 //
 // All three servers add the same numbers in the same order: they agree bit for bit (contract 3).
 #pragma once
@@ -44,7 +44,7 @@ inline constexpr int64_t chunk_elements = ring::chunk_elements / 2;  // scratch 
 
 namespace detail {
 
-// Gives `out` to rank p and takes `in` from it, n elements each; nullptr: nothing.
+// Sends `out` to rank p and receives `in` from it, n elements each; nullptr: nothing.
 template <class T>
 void meet(const Link& t, int p, const T* out, T* in, int64_t n) {
   const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
@@ -52,8 +52,8 @@ void meet(const Link& t, int p, const T* out, T* in, int64_t n) {
     t.exchange(out != nullptr ? p : -1, out, bytes, in != nullptr ? p : -1, in, bytes);
 }
 
-// f(part, count) for each chunk of the parts of n elements; part(k): where it begins in part k; nullptr if no rank k
-// serves.
+// Calls f(part, count) for each chunk of the parts of n elements; part(k): where the chunk begins in part k; nullptr if
+// rank k is no server.
 template <class T, class F>
 void for_chunks(T* buffer, int64_t n, int servers, F&& f) {
   for (int64_t begin = 0; begin < n; begin += chunk_elements)
@@ -62,13 +62,13 @@ void for_chunks(T* buffer, int64_t n, int servers, F&& f) {
 
 }  // namespace detail
 
-// Part k becomes, on rank k < servers, its sum over the ranks, added in rank order; the rest of the buffer stays. In
-// each chunk every rank meets the others in rank order: x and p meet in turn x + p of the chunk, so that nobody waits
-// in a circle, and one chunk begins while the one before ends. scratch: ring::chunk_elements.
+// On rank k < servers, part k becomes its sum over the ranks, added in rank order; the rest of the buffer stays. In
+// each chunk every rank meets the others in rank order: ranks x and p meet in turn x + p of the chunk, so that no ranks
+// wait in a circle, and one chunk begins while the one before ends. scratch: ring::chunk_elements.
 template <class T>
 void push(const Link& t, T* buffer, int64_t n, int servers, T* scratch) {
   const int r = t.rank();
-  T *lower = scratch, *in = scratch + chunk_elements;  // the sum of the ranks below this one; what arrives
+  T *lower = scratch, *in = scratch + chunk_elements;  // the sum of the ranks below this one; the data that arrives
   detail::for_chunks(buffer, n, servers, [&](auto part, int64_t count) {
     T* const mine = part(r);
     for (int p = 0; p < t.size(); ++p) {
@@ -91,11 +91,11 @@ void pull(const Link& t, T* buffer, int64_t n, int servers) {
 
 }  // namespace server
 
-// The table above, in numbers: bytes through the link of each of some ranks in a step.
+// A row of the table above, in numbers: bytes in a step through the link of each of these ranks.
 struct LinkTraffic {
   DpSync sync;
   std::string of;   // which ranks
-  int first, last;  // the same in numbers
+  int first, last;  // the same ranks, in numbers
   std::string out_law, in_law;
   int64_t out, in;
 };

@@ -1,6 +1,6 @@
-// balance.h: --pp-layout balanced: the layers of each stage so that the slowest stage is as fast as possible, by
-// PipeDream's dynamic programming over what each module costs (Narayanan et al. 2019, section 3.1), in its full form,
-// with replicated stages, too; and for several chunks a stage, of equal layers, without it.
+// balance.h: --pp-layout balanced: divides the layers so that the slowest stage is as fast as possible, by PipeDream's
+// dynamic programming over the costs of the modules (Narayanan et al. 2019, section 3.1), also in its full form with
+// replicated stages. Several chunks a stage, with equal layers, need no dynamic programming.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -17,10 +17,10 @@
 
 namespace llmc {
 
-// What a module costs for one micro-batch.
+// The costs of a module for one micro-batch.
 struct ModuleCost {
   double seconds = 0;           // forward and backward; T_l in the paper
-  double weight_bytes = 0;      // what replicas all-reduce: as many elements as weights, in fp32 (contract 12); |w_l|
+  double weight_bytes = 0;      // that replicas all-reduce: an fp32 gradient for each weight (contract 12); |w_l|
   double activation_bytes = 0;  // sent to the next module in the forward; a_l
   double gradient_bytes = 0;    // sent back for them in the backward; the paper counts a_l again
 };
@@ -56,15 +56,16 @@ enum class Replicate : uint8_t { no, yes };
 //
 // Many pipelines have the same slowest stage or link; which of them is the best?
 // - Not replicated: the one with the faster second slowest stage or link, and so on: the descending lists of times are
-//   compared as words are. That order survives the addition of the same stage to both, so the recurrence stays exact.
-// - Replicated: the one with the fewest stages. A last pass, in which all times up to the answer count as the answer,
-//   finds it.
-// - Still equal: the one with the longest last stage (see even_layers), and that with the fewest replicas.
-// A fused multiply-add would change nothing here, so every build finds the same.
+//   compared lexicographically. Adding the same stage to two lists keeps their order, so the recurrence stays exact.
+// - Replicated: the one with the fewest stages. A last pass finds it by counting all times up to the answer as the
+//   answer.
+// - Still equal: the one with the longest last stage (see even_layers), then the one whose last stage has the fewest
+//   replicas.
+// A fused multiply-add would change nothing here, so every build finds the same pipeline.
 //
-// A(j, m) takes n^2 m^2 / 4 steps with replication: too many for thousands of workers. So a pass takes only times up to
-// a limit, and leaves out what cannot stay below it: modules of t seconds need t / limit workers. The limit begins just
-// above perfect balance and rises until there is a pipeline; that is then the best without a limit, too.
+// A(j, m) takes n^2 m^2 / 4 steps with replication: too many for thousands of workers. So a pass considers only times
+// up to a limit, and skips pipelines that cannot stay below it: modules of t seconds need t / limit workers. The limit
+// begins just above perfect balance and rises until there is a pipeline, which is then the best without a limit, too.
 class Pipedream {
  public:
   // links: bytes/s of the link after each stage, or one for all.
@@ -80,7 +81,7 @@ class Pipedream {
     const size_t n = modules_.size();
     seconds_.resize(n * (n + 1));
     weight_bytes_.resize(n * (n + 1));
-    for (size_t i = 0; i < n; ++i)  // each added up from its own first module: equal runs of modules cost equally
+    for (size_t i = 0; i < n; ++i)  // sums start at each run's own first module: equal runs of modules cost the same
       for (size_t j = i; j < n; ++j) {
         seconds_[at(i, j + 1)] = seconds_[at(i, j)] + modules_[j].seconds;
         weight_bytes_[at(i, j + 1)] = weight_bytes_[at(i, j)] + modules_[j].weight_bytes;
@@ -129,7 +130,7 @@ class Pipedream {
     }
   }
 
-  // At least so many workers for modules [i, j); at most one too few by rounding.
+  // The least number of workers for modules [i, j); rounding may make it one too low.
   int needed(size_t i, size_t j) const {
     return limit_ == 0 ? 0 : static_cast<int>(std::min<double>(workers_, seconds_[at(i, j)] / limit_));
   }
@@ -197,7 +198,7 @@ class Pipedream {
   std::vector<double> links_;
   Replicate replicate_;
   double limit_ = 0, floor_ = 0;    // slower times are left out; faster ones count as floor_
-  std::vector<int> fewest_, most_;  // workers that the first j modules may have in a pipeline within the limit
+  std::vector<int> fewest_, most_;  // workers that the first j modules can have in a pipeline within the limit
   std::vector<ModuleCost> modules_;
   std::vector<double> seconds_, weight_bytes_;  // of modules [i, j), by at(i, j)
   std::vector<std::vector<Best>> best_;         // A(j, m), by [m][j]
@@ -206,8 +207,8 @@ class Pipedream {
 }  // namespace detail
 
 // The pipeline of exactly `stages` stages, none replicated, whose slowest stage or link is the fastest. The first and
-// the last may have no layers, only the embedding or the head. links: bytes/s of the link after each stage but the
-// last, or one for all.
+// the last stage may have no layers, only the embedding or the head. links: bytes/s of the link after each stage but
+// the last, or one for all.
 inline BalancedPipeline balanced_stages(const ModelCosts& costs, int stages, const std::vector<double>& links) {
   const int64_t modules = static_cast<int64_t>(costs.blocks.size()) + 2;
   CHECK(stages >= 1 && stages <= modules,
@@ -219,19 +220,20 @@ inline BalancedPipeline balanced_stages(const ModelCosts& costs, int stages, con
   return detail::Pipedream(costs, stages, links, detail::Replicate::no).solve();
 }
 
-// The fastest pipeline of all `workers`, with as many stages, each as often replicated, as it takes. link: bytes/s
-// between any two workers. For 128 modules it takes milliseconds to a second with up to 256 workers, seconds to minutes
-// with thousands: there let a worker be a group of data-parallel ranks (a level in the paper), so many times as fast.
+// The fastest pipeline that uses all `workers`, with any number of stages and of replicas of each. link: bytes/s
+// between any two workers. For 128 modules this takes milliseconds to a second with up to 256 workers, seconds to
+// minutes with thousands: then let a worker be a group of n data-parallel ranks (a level in the paper), n times as
+// fast.
 inline BalancedPipeline balanced_replicated_stages(const ModelCosts& costs, int workers, double link) {
   CHECK(workers >= 1, "{} workers, expected at least 1", workers);
   return detail::Pipedream(costs, workers, {link}, detail::Replicate::yes).solve();
 }
 
-// The layers of each chunk, for any placement of chunks on stages: stage_of[c] runs chunk c, and every stage as many.
-// One chunk a stage: balanced_stages(). Otherwise all layers must cost the same, and each in turn goes to the stage
-// that has least to do, there to the chunk with least: no other choice makes the slowest stage faster. Every chunk has
-// a layer, but for the first and the last, which have the embedding and the head. Messages do not count: between any
-// two layers they are as large.
+// The number of layers of each chunk, for any placement of chunks on stages: stage stage_of[c] runs chunk c, and all
+// stages run equally many chunks. With one chunk a stage: balanced_stages(). Otherwise all layers must cost the same,
+// and each in turn goes to the stage with the least work, there to the chunk with the least: no other choice makes the
+// slowest stage faster. Every chunk has a layer, except the first and the last, which have the embedding and the head.
+// Messages do not count: they are equally large between any two layers.
 inline std::vector<int64_t> balanced_layers(const ModelCosts& costs, const std::vector<int>& stage_of) {
   const size_t chunks = stage_of.size(), stages = static_cast<size_t>(*std::ranges::max_element(stage_of)) + 1;
   std::vector<int64_t> layers(chunks);
@@ -258,7 +260,7 @@ inline std::vector<int64_t> balanced_layers(const ModelCosts& costs, const std::
   add(chunks - 1, costs.head.seconds);
   for (size_t c = 1; c + 1 < chunks; ++c) ++layers[c], add(c, layer);
   for (size_t left = costs.blocks.size() + 2 - chunks; left > 0; --left) {
-    size_t least = 0;  // among equals the later stage: see even_layers()
+    size_t least = 0;  // among equal stages the later one: see even_layers()
     for (size_t c = 1; c < chunks; ++c) {
       const auto load = [&](size_t i) {
         const size_t stage = static_cast<size_t>(stage_of[i]);

@@ -1,6 +1,6 @@
-// check.h: proves lists of actions of a pipeline right, or says what is wrong with them: nothing missing, nothing
-// twice, everything after what it needs, gradients added in the order of the micro-batches, every message sent once and
-// received once, and no stages that wait for each other.
+// check.h: proves the lists of actions of a pipeline right, or says what is wrong with them: no action is missing or
+// comes twice, each comes after those that it needs, gradients are added in the order of the micro-batches, every
+// message is sent once and received once, and no stages wait for each other in a circle.
 #pragma once
 #include <map>
 #include <string>
@@ -13,7 +13,7 @@ namespace llmc {
 
 namespace detail {
 
-// Checks one stage after another, then what goes between them.
+// Checks one stage after another, then the messages between them.
 class ListCheck {
  public:
   enum class Lists : uint8_t { of_steps, of_forwards };
@@ -56,7 +56,7 @@ class ListCheck {
     done(a.kind, a) = 1;
   }
 
-  // What an action needs of its own stage comes before it.
+  // Every action that this one needs from its own stage must come before it.
   void check_needs(int stage, const Action& a) {
     auto need = [&](ActionKind kind, int chunk) {
       const Action needed{kind, chunk, a.micro_batch, a.slice};
@@ -93,8 +93,8 @@ class ListCheck {
     }
   }
 
-  // Forwards, backwards, weight parts and updates of a chunk come in the order of the micro-batches, the slices of one
-  // from the first to the last, and back.
+  // Forwards, backwards, weight parts and updates of a chunk come in the order of the micro-batches; slices go forward
+  // from the first to the last, and backward from the last to the first.
   void check_order(int stage, const Action& a) {
     if (is_send(a.kind) || is_receive(a.kind)) return;
     int64_t& last = last_[static_cast<size_t>(a.kind)][static_cast<size_t>(a.chunk)];
@@ -127,7 +127,7 @@ class ListCheck {
     require(receive_gradients, elsewhere(c, c + 1));
   }
 
-  // The same message, as its sender lists it and as its receiver does.
+  // The receive that belongs to a send: the same message as its receiver lists it.
   static Action as_received(const Action& send) {
     const bool down = send.kind == ActionKind::send_activations;
     return {down ? ActionKind::receive_activations : ActionKind::receive_gradients, chunk_after(send), send.micro_batch,
@@ -135,7 +135,7 @@ class ListCheck {
   }
   int peer_of(const Action& a) const { return p_.stage_of(is_send(a.kind) ? chunk_after(a) : chunk_before(a)); }
 
-  // Two stages list what one sends to the other in the same order.
+  // Sender and receiver must list the messages from one stage to another in the same order.
   void check_links() {
     using Link = std::pair<int, int>;  // from, to
     std::map<Link, ActionList> sent, received;
@@ -153,7 +153,7 @@ class ListCheck {
     }
   }
 
-  // Runs the lists with sends that wait for their receives.
+  // Runs the lists as if every send waited for its receive.
   void check_blocking() {
     std::vector<size_t> at(lists_.size(), 0);
     auto next = [&](int s) -> const Action* {
@@ -182,7 +182,7 @@ class ListCheck {
       if (next(s) != nullptr) throw Error(deadlock(s, next));
   }
 
-  // From a stage that waits to the one that it waits for, until one comes again.
+  // Goes from each waiting stage to the one that it waits for, until a stage comes again.
   template <class Next>
   std::string deadlock(int s, const Next& next) const {
     std::vector<int> path;
@@ -198,12 +198,13 @@ class ListCheck {
   const std::vector<ActionList>& lists_;
   Lists what_;
   std::vector<PerPass<uint8_t>> done_;      // by kind
-  std::vector<std::vector<int64_t>> last_;  // by kind and chunk: the pass before
+  std::vector<std::vector<int64_t>> last_;  // by kind and chunk: the last pass so far
 };
 
 }  // namespace detail
 
-// Throws an Error that names the stage and the action. Lists of steps, and of forwards alone.
+// Throw an Error that names the stage and the action. check_actions() is for lists of whole steps, check_forwards() for
+// lists of forwards alone.
 inline void check_actions(const Pipeline& p, const std::vector<ActionList>& lists) {
   require_possible(p);
   detail::ListCheck(p, lists, detail::ListCheck::Lists::of_steps).run();

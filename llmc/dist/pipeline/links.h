@@ -1,15 +1,15 @@
 // links.h: how the stages of a pipeline pass activations and gradients on: one link from each stage to each of its
 // neighbours, with a stream of its own at both ends, so that messages travel while the stages compute. A message goes
-// through a buffer at either end, and says at its end what it is.
+// through a buffer at either end; its last bytes are a header that says what it is.
 //
-// Nobody waits in a circle. A link has a direction, and a group of its two ranks that nothing else uses: where
+// No ranks wait in a circle. A link has a direction, and a group of its two ranks that nothing else uses: where
 // neighbours send both ways at the same time, these are two groups on two streams, so that neither waits behind the
 // other. (NCCL needs a group call only where a send and a receive share a communicator and a stream.) The first message
-// of a communicator may keep the host until its peer has come to it, too, and NCCL starts what a rank has enqueued on
-// all of its communicators in that order (comm_nccl.h): both are as if sends and receives blocked, and check.h proves
-// that the lists go on even then. The groups themselves are made in rounds, two for each colour of the pipeline's
-// edges: edges of one colour share no stage, so a rank joins at most one group in a round, and all ranks go through
-// them in one order.
+// of a communicator may block the host until its peer gets there, too, and NCCL runs the work that a rank has enqueued
+// on all of its communicators in the order of enqueueing (comm_nccl.h): both are as if sends and receives blocked, and
+// check.h proves that the lists go on even then. The groups themselves are made in rounds, two for each colour of the
+// pipeline's edges: edges of one colour share no stage, so a rank joins at most one group in a round, and all ranks go
+// through the rounds in the same order.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -25,12 +25,12 @@
 
 namespace llmc {
 
-// What a message says of itself: kind, chunk that made it, micro-batch, slice. Doubles, as other scalars that go to the
-// host: they are exact far beyond most_pipeline_passes.
+// What a message is: kind, chunk that made it, micro-batch, slice. Doubles, like other scalars that go to the host:
+// they are exact far beyond most_pipeline_passes.
 using MessageHeader = std::array<double, 4>;
 
-// The headers of messages that were received, on their way to the host. It never waits for a message by itself: what
-// another stage waits for may be what this host has not enqueued yet.
+// The headers of received messages, on their way to the host. The host never waits for a message on its own account:
+// the message may depend on work that this host has not enqueued yet.
 struct ReceivedHeaders {
   std::vector<MessageHeader> expected;
   Readback received;
@@ -62,11 +62,11 @@ class StageLink {
 
   Stream& stream() { return stream_; }
   Comm& comm() { return *comm_; }
-  int peer() const { return peer_; }  // among the two members
+  int peer() const { return peer_; }  // its index among the two members
   const Comm& comm() const { return *comm_; }
 
-  // Room for `count` messages of at most `elements` of this dtype; before each pass. It is free: the first message of a
-  // pass follows from what its receiver computed last in the pass before.
+  // Makes room for `count` messages of at most `elements` of this dtype; called before each pass. All of it is free:
+  // the first message of a pass depends on what its receiver computed last in the pass before.
   void reserve(DType dtype, int64_t elements, int64_t count, Arena& arena) {
     buffers_.assign(static_cast<size_t>(count), {});
     posted_.clear();
@@ -88,7 +88,7 @@ class StageLink {
     comm_->send(message, peer_, stream_);
     b.free = stream_.record();
   }
-  // Begins to receive the next message of the link, of so many elements; take() waits for it.
+  // Begins to receive the next message of the link, of this many elements; take() waits for it.
   void post(const MessageHeader& expected, int64_t elements) {
     auto in_use = [&](const Buffer& b) { return std::find(posted_.begin(), posted_.end(), &b) != posted_.end(); };
     while (in_use(buffers_[turn_ % buffers_.size()])) ++turn_;
@@ -100,9 +100,9 @@ class StageLink {
     b.arrived = stream_.record();
     posted_.push_back(&b);
   }
-  // payload = the message with this header, which was posted. Messages are not always used in the order in which they
-  // come: activations and gradients from the same stage may overtake each other.
-  // received (4) fp64 = what the message says of itself
+  // payload = the posted message with this header. Messages are not always used in the order in which they arrive:
+  // activations and gradients from the same stage may overtake each other.
+  // received (4) fp64 = the header in the message
   void take(const Tensor& payload, const MessageHeader& expected, const Tensor& received, Stream& compute) {
     const auto found =
         std::find_if(posted_.begin(), posted_.end(), [&](const Buffer* b) { return b->header == expected; });
@@ -118,11 +118,11 @@ class StageLink {
  private:
   struct Buffer {
     Tensor memory;
-    MessageHeader header;  // of what was posted
+    MessageHeader header;  // of the posted message
     Event free, arrived;
   };
   Buffer& next() { return buffers_[turn_++ % buffers_.size()]; }
-  // With its header, which begins at a multiple of 8 bytes.
+  // The size of a message with its header, which begins at a multiple of 8 bytes.
   static int64_t message_elements(DType dtype, int64_t elements) {
     const auto align = static_cast<int64_t>(sizeof(double)), header = static_cast<int64_t>(sizeof(MessageHeader));
     return (round_up(elements * size_of(dtype), align) + header) / size_of(dtype);
@@ -130,7 +130,7 @@ class StageLink {
   static Tensor message_of(const Buffer& b, int64_t elements) {
     return b.memory.slice(0, {message_elements(b.memory.dtype, elements)});
   }
-  // The last bytes of a message.
+  // The header: the last bytes of a message.
   static Tensor header_of(const Tensor& message) {
     Tensor header = message;
     header.bytes += message.size_bytes() - static_cast<int64_t>(sizeof(MessageHeader));
@@ -149,7 +149,7 @@ class StageLink {
   std::vector<Buffer*> posted_;
 };
 
-// The links of a stage: to its neighbours and from them.
+// The links of a stage to and from its neighbours.
 class StageLinks {
  public:
   // f(name, members): the group of these two ranks, ascending; the same names in the same order on all ranks.
@@ -164,7 +164,7 @@ class StageLinks {
     const auto colour = [&](int e) { return e == stages - 1 && stages % 2 == 1 ? 2 : e % 2; };
     for (int c = 0; c < 3; ++c)
       for (const bool down : {true, false}) {
-        int mine = -1;  // the edge of this colour that ends here
+        int mine = -1;  // the edge of this colour at this stage
         for (int e = 0; e < edges; ++e)
           if (colour(e) == c && (e == stage || (e + 1) % stages == stage)) mine = e;
         const std::string name = formatted("stages {} {}", down ? "down" : "up", c);
@@ -192,20 +192,20 @@ class StageLinks {
     find(from, stage_).take(payload, expected, headers_.slice(4 * taken, {4}), compute);
     expected_.push_back(expected);
   }
-  // Of the messages that were taken since the last call.
+  // The headers of the messages taken since the last call.
   ReceivedHeaders read_headers(Stream& compute) {
     const Tensor taken = headers_.slice(0, {4 * static_cast<int64_t>(expected_.size())});
     return {std::exchange(expected_, {}), Readback(taken, compute)};
   }
 
-  // The link of this stage to another one, and from it.
+  // The link from this stage to another one, and the link back.
   StageLink& to(int stage) { return find(stage_, stage); }
   StageLink& from(int stage) { return find(stage, stage_); }
   template <class F>
   void for_each(F&& f) const {
     for (const Entry& e : links_) f(*e.link);
   }
-  // f(link, from, to): with the stages at its ends.
+  // Calls f(link, from, to) for each link, with the stages at its ends.
   template <class F>
   void for_each_with_ends(F&& f) const {
     for (const Entry& e : links_) f(*e.link, e.from, e.to);
@@ -227,7 +227,7 @@ class StageLinks {
   int stage_;
   std::vector<Entry> links_;
   Tensor headers_;                       // fp64, 4 of each message
-  std::vector<MessageHeader> expected_;  // of what was taken
+  std::vector<MessageHeader> expected_;  // headers of the messages taken
   std::vector<std::unique_ptr<Comm>> unused_;
 };
 

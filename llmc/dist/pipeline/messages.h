@@ -1,5 +1,5 @@
-// messages.h: the whole lists of a pipeline's stages: what each computes, sends and receives, in its order; those of
-// pipedream also piece by piece.
+// messages.h: the complete action lists of a pipeline's stages: what each computes, sends and receives, in order. Those
+// of pipedream are also made turn by turn.
 #pragma once
 #include <algorithm>
 #include <tuple>
@@ -11,11 +11,11 @@ namespace llmc {
 
 namespace detail {
 
-// Adds the messages to what each stage computes. Where they come in the lists is decided for all stages at once: all
-// messages are put into one order, that of the times at which they are made if every pass takes its time of PassCosts,
-// and each is put into the lists of its sender and its receiver at this place, before what they begin at that time or
-// later. So no stage waits in a circle, even if every send waited until its receive begins; and two stages see the
-// messages between them in the same order.
+// Adds the messages to the passes that each stage computes. Their places in the lists are decided for all stages at
+// once: all messages are sorted by the time at which they are made, if every pass takes its time in PassCosts, and each
+// is put into the lists of its sender and its receiver before the passes that these begin at that time or later. So no
+// stages wait in a circle, even if every send waits until its receive begins; and two stages see the messages between
+// them in the same order.
 inline std::vector<ActionList> with_messages(const Pipeline& p, const std::vector<ActionList>& computes) {
   const Simulation sim = simulate(p, computes);
   struct Message {
@@ -41,7 +41,7 @@ inline std::vector<ActionList> with_messages(const Pipeline& p, const std::vecto
 
   std::vector<ActionList> lists(computes.size());
   std::vector<size_t> computed(computes.size(), 0);
-  // Lists what a stage begins before `time`.
+  // Lists the passes that a stage begins before `time`.
   auto compute_until = [&](int stage, double time) {
     const auto s = static_cast<size_t>(stage);
     while (computed[s] < computes[s].size() && sim.times[s][computed[s]].begin < time)
@@ -59,7 +59,7 @@ inline std::vector<ActionList> with_messages(const Pipeline& p, const std::vecto
 
 }  // namespace detail
 
-// One list of actions per stage: of a step, and of forwards alone.
+// One list of actions per stage: for a step, and for forwards alone.
 inline std::vector<ActionList> pipeline_actions(const Pipeline& p) {
   return detail::with_messages(p, compute_orders(p));
 }
@@ -67,12 +67,12 @@ inline std::vector<ActionList> forward_actions(const Pipeline& p) {
   return detail::with_messages(p, forward_orders(p));
 }
 
-// The lists of pipedream again, one turn after another: how many micro-batches there are until the next flush is known
-// only when it comes. In turn t a stage takes micro-batch t forward, while micro-batches begin, and an earlier one
-// backward, whose update follows: the last stage takes back the same one, every stage before it one that is a turn
-// older. A gradient is received one turn before it is used, in the turn in which it is sent. All turns up to
-// begun + P - 2, where `begun` micro-batches have begun by then, are the whole lists of so many micro-batches; in them,
-// too, two stages see the messages between them in the same order, and no stages wait in a circle.
+// The lists of pipedream turn by turn, because the number of micro-batches until the next flush is known only when it
+// comes. In turn t a stage runs the forward of micro-batch t, as long as new ones begin, and the backward and update of
+// an earlier one: on the last stage of micro-batch t itself, on each stage before of one that is a turn older. A
+// gradient is received one turn before it is used, in the turn in which it is sent. If `begun` micro-batches have
+// begun, all turns up to begun + P - 2 are the complete lists for them; in these, too, two stages see the messages
+// between them in the same order, and no stages wait in a circle.
 inline ActionList pipedream_turn(int stages, int stage, int64_t turn, int64_t begun) {
   using enum ActionKind;
   const int behind = stages - 1 - stage;  // stages after this one

@@ -1,4 +1,4 @@
-// orders.h: in which order each stage of a pipeline computes: one rule for each schedule. messages.h adds what is sent.
+// orders.h: the order in which each stage of a pipeline computes: one rule for each schedule. messages.h adds messages.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -13,7 +13,7 @@ using ActionList = std::vector<Action>;
 
 namespace detail {
 
-// Forwards `ahead` of the backwards, then one forward and one backward in turn, then the backwards that are left.
+// First `ahead` forwards, then one forward and one backward in turn, then the backwards that are left.
 inline ActionList in_turn(const ActionList& forwards, const ActionList& backwards, int64_t ahead) {
   const size_t lead = std::min(forwards.size(), static_cast<size_t>(ahead));
   ActionList order(forwards.begin(), forwards.begin() + static_cast<ptrdiff_t>(lead));
@@ -25,8 +25,9 @@ inline ActionList in_turn(const ActionList& forwards, const ActionList& backward
 }
 
 // gpipe, 1f1b and pipedream: one chunk. The slices of a micro-batch go forward in their order and back from the last,
-// which attends to all others. A stage is ahead by the stages after it, and by the slices before the last: so each
-// backward is there in time, and no more slices are kept (with K = 1, 1f1b; with more, as in Sun et al. 2024, Seq1F1B).
+// which attends to all others. With 1f1b and pipedream, the forwards of a stage are ahead by the number of stages after
+// it plus the slices before the last: so each gradient arrives in time, and no more slices than needed are kept (K = 1:
+// 1f1b; K > 1: as in Sun et al. 2024, Seq1F1B).
 inline ActionList one_chunk_order(const Pipeline& p, int stage) {
   ActionList forwards, backwards;
   for (int64_t m = 0; m < p.micro_batches; ++m)
@@ -47,9 +48,9 @@ inline ActionList pipedream_order(const Pipeline& p, int stage) {
 }
 
 // Micro-batches go through the chunks of a stage in groups: all of a group through the first chunk, then all through
-// the second, and so on. When the last of a group has left the first chunk, the first must have come round: so a group
-// has at least as many micro-batches as there are stages. Where they do not divide, some groups have more; M < P is one
-// group, whose stages wait for it.
+// the second, and so on. When the last micro-batch of a group has left the first chunk, the group's first must have
+// come round: so a group has at least as many micro-batches as there are stages. If P does not divide M, some groups
+// have more; M < P is one group, and the stages wait until its first micro-batch comes round.
 inline ActionList interleaved_order(const Pipeline& p, int stage) {
   if (p.chunks_per_stage == 1) return one_chunk_order(p, stage);
   const int64_t M = p.micro_batches, V = p.chunks_per_stage, groups = std::max<int64_t>(1, M / p.stages);
@@ -64,8 +65,8 @@ inline ActionList interleaved_order(const Pipeline& p, int stage) {
   return in_turn(forwards, backwards, (V - 1) * largest_group + 2 * (p.stages - stage - 1));
 }
 
-// 1f1b, and the weight part `stage` micro-batches after the input part: later stages have more of them left to fill
-// the time in which 1f1b waits, and all stages keep equally much, the activations of P micro-batches.
+// 1f1b, with the weight part `stage` micro-batches after the input part: later stages have more weight parts left to
+// fill the time in which 1f1b waits, and all stages keep the same amount, the activations of P micro-batches.
 inline ActionList zb_h1_order(const Pipeline& p, int stage) {
   ActionList order;
   int64_t input_parts = 0, weight_parts = 0;
@@ -79,10 +80,10 @@ inline ActionList zb_h1_order(const Pipeline& p, int stage) {
   return order;
 }
 
-// The V of Qi et al. 2023, section 6, in the form for parts that take equally long: every stage enters the steady phase
-// with 2 P forwards that wait for their backward, and in it runs forward, input and weight part of one chunk, then of
-// the other. What is written down is for at least 2 P - 1 micro-batches; with fewer, those that do not exist are left
-// out.
+// The V schedule of Qi et al. 2023, section 6, in the form for parts that take equally long: every stage enters the
+// steady phase with 2 P forwards that wait for their backward, and then runs forward, input part and weight part of one
+// chunk, then of the other. The rule is for at least 2 P - 1 micro-batches; with fewer, the passes of those that do not
+// exist are left out.
 inline ActionList zb_v_order(const Pipeline& p, int stage) {
   const int P = p.stages;
   const int64_t M = std::max<int64_t>(p.micro_batches, 2 * P - 1);
@@ -112,7 +113,7 @@ inline ActionList zb_v_order(const Pipeline& p, int stage) {
 
 }  // namespace detail
 
-// What each stage computes, in its order.
+// The passes that each stage computes, in order.
 inline std::vector<ActionList> compute_orders(const Pipeline& p) {
   require_possible(p);
   std::vector<ActionList> orders;
@@ -127,8 +128,9 @@ inline std::vector<ActionList> compute_orders(const Pipeline& p) {
   return orders;
 }
 
-// The forwards alone, of p.micro_batches whole micro-batches: evaluation and generation. As on a conveyor belt: a
-// micro-batch enters chunk c at begins_at(m) + c, so that no stage has two at a time, and none waits once it is full.
+// Only the forwards of p.micro_batches whole micro-batches, for evaluation and generation. As on a conveyor belt, a
+// micro-batch enters chunk c at begins_at(m) + c, so that no stage has two at a time, and none waits once the pipeline
+// is full.
 inline std::vector<ActionList> forward_orders(const Pipeline& p) {
   const int64_t P = p.stages, V = p.chunks_per_stage;
   auto begins_at = [&](int64_t m) {

@@ -1,5 +1,5 @@
-// picture.h: a schedule to look at: in the terminal, stages down and time across; and as JSON, for
-// scripts/plot_schedule.py. Every pass takes its time of PassCosts, messages take none.
+// picture.h: a picture of a schedule: in the terminal, stages down and time across; and as JSON, for
+// scripts/plot_schedule.py. Every pass takes its time in PassCosts, messages take none.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -15,7 +15,7 @@ namespace llmc {
 struct PictureStyle {
   int64_t width = 120;  // of the terminal, in characters
   bool colour = false;
-  int64_t most_rows = 8;  // of the time axis, which is wrapped at the width
+  int64_t most_rows = 8;  // of the time axis, which wraps at the width
 };
 
 namespace detail {
@@ -62,7 +62,7 @@ class Picture {
                          : "micro-batch through a stage");
   }
 
-  // One stage, from time `begin` to `end`.
+  // The row of one stage, from time `begin` to `end`.
   std::string row(size_t stage, int64_t begin, int64_t end) const {
     std::string line;
     int64_t now = begin;
@@ -76,7 +76,7 @@ class Picture {
       idle_until(from);
       std::string box = label(a);
       box.resize(static_cast<size_t>(to - from) * cell_ - 1, to - from > 1 ? '-' : ' ');
-      // What lies before or after this row of the time axis is cut off.
+      // Cuts off the parts before and after this row of the time axis.
       const size_t cut = static_cast<size_t>(now - from) * cell_;
       box = box.substr(cut, static_cast<size_t>(std::min(to, end) - now) * cell_);
       line += coloured(a.kind, box);
@@ -124,7 +124,7 @@ class Picture {
     return text;
   }
 
-  // Passes as micro-batches of the whole stage.
+  // A number of passes, as micro-batches of the whole stage.
   std::string micro_batches(int64_t passes) const {
     return formatted("{:.4g}", static_cast<double>(passes) / (p_.chunks_per_stage * p_.slices));
   }
@@ -163,7 +163,7 @@ class Picture {
   PictureStyle style_;
   std::vector<ActionList> lists_;
   Simulation sim_;
-  size_t cell_, margin_;  // characters of a unit of time, and before the first
+  size_t cell_, margin_;  // characters per unit of time, and before the first
 };
 
 }  // namespace detail
@@ -173,7 +173,7 @@ inline std::string picture_of(const Pipeline& p, const PictureStyle& style = {})
   return detail::Picture(p, style).text();
 }
 
-// {"schedule", "stages", ..., "actions": of each stage: [{"kind", "chunk", "micro_batch", "slice", "begin", "end"}]}
+// {"schedule", "stages", ..., "actions": [[{"kind", "chunk", "micro_batch", "slice", "begin", "end"}, ...] per stage]}
 inline std::string schedule_json(const Pipeline& p) {
   constexpr const char* kinds[] = {"forward",         "backward",          "backward_input",
                                    "backward_weight", "send_activations",  "receive_activations",

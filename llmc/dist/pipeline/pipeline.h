@@ -1,11 +1,11 @@
 // pipeline.h: a pipeline as a value: which schedule, how many stages, chunks, micro-batches and slices; which stage has
 // which chunk; and the laws of its bubble and its memory.
 //
-// A model cut by layers: stage s of P holds some layers, and the micro-batches pass through the stages, forward and
-// then backward. A stage waits while the first micro-batch comes to it and while the last one comes back: the bubble.
+// The model is cut by layers: stage s of P holds some layers, and the micro-batches pass through the stages, forward
+// and then backward. A stage waits until the first micro-batch reaches it, and while the last one returns: the bubble.
 //   gpipe        all forwards, then all backwards (Huang et al. 2019)
 //   1f1b         each backward as soon as it can run: less memory, the same bubble (Narayanan et al. 2019, 2021)
-//   interleaved  each stage has V chunks, so the bubble is V times as short, for V times the messages (Narayanan 2021)
+//   interleaved  each stage has V chunks: a bubble V times shorter, for V times the messages (Narayanan 2021)
 //   zb-h1        the weight part of the backward waits until there is nothing better to do (Qi et al. 2023)
 //   zb-v         the same with two chunks per stage, placed down and up again: the last chunk is on the first stage
 //   pipedream    1f1b that updates after every micro-batch, without waiting for the others (Narayanan et al. 2019)
@@ -24,7 +24,7 @@ struct Pipeline {
   Schedule schedule = Schedule::one_f_one_b;
   int stages = 1;             // P
   int chunks_per_stage = 1;   // V
-  int64_t micro_batches = 1;  // M, of a step; with pipedream, between two flushes
+  int64_t micro_batches = 1;  // M, in a step; with pipedream, between two flushes
   int slices = 1;             // K, of the sequence of each micro-batch (TeraPipe, Li et al. 2021)
 
   int chunks() const { return stages * chunks_per_stage; }
@@ -38,16 +38,16 @@ struct Pipeline {
     if (schedule == Schedule::zb_v && v == 1) return 2 * stages - 1 - stage;
     return v * stages + stage;
   }
-  // Of a chunk, among those of its stage.
+  // The place of a chunk among those of its stage.
   int place_of(int chunk) const { return chunk / stages; }
 
   bool splits_backward() const { return schedule == Schedule::zb_h1 || schedule == Schedule::zb_v; }
 };
 
-// What can be listed: bounds the memory of the lists.
+// The most forwards that can be listed; bounds the memory of the lists.
 inline constexpr int64_t most_pipeline_passes = 1 << 20;
 
-// Refuses values that no schedule can have, by the names of their options.
+// Throws if the schedule cannot have these values; the error names the options.
 inline void require_possible(const Pipeline& p) {
   const bool has_chunks = p.schedule == Schedule::interleaved || p.schedule == Schedule::zb_v;
   const bool has_slices = p.schedule == Schedule::gpipe || p.schedule == Schedule::one_f_one_b;
@@ -76,8 +76,8 @@ inline void require_possible(const Pipeline& p) {
 
 // ---- Laws, for chunks that take equally long, and messages that take no time ----------------------------------------
 
-// The bubble: the part of the time of a step that a stage idles. None: there is no law for these numbers, only the
-// simulation. zb-h1 and zb-v: if forward, input part and weight part take equally long.
+// The bubble: the fraction of a step's time in which a stage idles. None: there is no law for these numbers, only the
+// simulation. For zb-h1 and zb-v the law holds if forward, input part and weight part take equally long.
 struct Law {
   double bubble;
   const char* formula;
@@ -102,8 +102,8 @@ inline std::optional<Law> bubble_law(const Pipeline& p) {
   return std::nullopt;
 }
 
-// The most passes (a micro-batch or slice in a chunk) that are between their forward and their backward, or its input
-// part, at the same time on a stage. None: only the lists tell.
+// The most passes (a micro-batch or slice in a chunk) that are, on a stage at the same time, between their forward and
+// their backward or its input part. None: there is no law, only the lists.
 inline std::optional<int64_t> activations_law(const Pipeline& p, int stage) {
   const int64_t behind = p.stages - stage;  // stages from this one to the last
   switch (p.schedule) {
@@ -115,8 +115,8 @@ inline std::optional<int64_t> activations_law(const Pipeline& p, int stage) {
   }
 }
 
-// How many versions of its weights a stage keeps with pipedream, so that each backward finds those of its forward.
-// From 2 (P - s) - 1 micro-batches on it is exactly so many.
+// How many versions of its weights a stage keeps with pipedream, so that each backward finds the version of its
+// forward. From 2 (P - s) - 1 micro-batches on, exactly this many are needed.
 inline int64_t weight_versions(const Pipeline& p, int stage) {
   return p.schedule == Schedule::pipedream ? p.stages - stage : 1;
 }

@@ -1,5 +1,5 @@
-// simulate.h: the lists of a pipeline's stages in time and memory, on paper: when each action runs, how long each stage
-// idles, and how much it keeps at most.
+// simulate.h: the time and memory of a pipeline's lists, on paper: when each action runs, how long each stage idles,
+// and how much it keeps at most.
 #pragma once
 #include <algorithm>
 #include <string>
@@ -9,15 +9,15 @@
 
 namespace llmc {
 
-// Of one pass through a chunk, in any unit of time. A backward takes as long as its two parts.
+// The time of one pass through a chunk, in any unit. A backward takes as long as its two parts.
 struct PassCosts {
   double forward = 1, input = 1, weight = 1;
   double message = 0;              // from the end of a pass until the next stage has its result
   std::vector<double> chunk = {};  // how many times as long a chunk takes; empty: all equally long
-  std::vector<double> slice = {};  // the same of a slice
+  std::vector<double> slice = {};  // the same for a slice
 };
 
-// Begin and end of an action. Sends and receives run beside the computation: theirs are those of the message.
+// Begin and end of an action. Sends and receives run beside the computation: their times are those of the message.
 struct PassTime {
   double begin = 0, end = 0;
   bool operator==(const PassTime&) const = default;
@@ -26,17 +26,17 @@ struct PassTime {
 // The most that a stage keeps at a time, in passes of a chunk: micro-batches, or slices of them.
 struct Kept {
   int64_t activations = 0;    // between forward and backward, or its input part
-  int64_t for_weights = 0;    // what a weight part needs, between input part and weight part
-  int64_t together = 0;       // of both
-  int64_t received = 0;       // messages that have come and are not used yet
-  int64_t micro_batches = 0;  // of which any slice is kept, in all chunks; without slices as many as activations
+  int64_t for_weights = 0;    // between input part and weight part: the data that the weight part needs
+  int64_t together = 0;       // the sum of both
+  int64_t received = 0;       // messages that have arrived and are not used yet
+  int64_t micro_batches = 0;  // with any slice kept, over all chunks; without slices equal to activations
   bool operator==(const Kept&) const = default;
 };
 
 struct Simulation {
   std::vector<std::vector<PassTime>> times;  // of each action of each stage
   double makespan = 0;
-  std::vector<double> busy;  // time that each stage computes
+  std::vector<double> busy;  // the time in which each stage computes
   double bubble(size_t stage) const { return 1 - busy[stage] / makespan; }
   double bubble() const {  // of all stages
     double sum = 0;
@@ -57,7 +57,7 @@ inline bool is_receive(ActionKind k) {
   return k == ActionKind::receive_activations || k == ActionKind::receive_gradients;
 }
 
-// The chunk from which a pass gets its input, or to which it gives its result; out of [0, chunks): there is none.
+// The chunk from which a pass gets its input, or to which it gives its result; none if outside [0, chunks).
 inline int chunk_before(const Action& a) {
   const bool down = a.kind == ActionKind::forward || a.kind == ActionKind::receive_activations;
   return down ? a.chunk - 1 : a.chunk + 1;
@@ -83,7 +83,7 @@ class PerPass {
   std::vector<T> values_;
 };
 
-// Runs every list in its order, each pass as soon as what it needs is there. Lists that hang are refused.
+// Runs every list in its order, each pass as soon as its inputs are there. Throws if the lists hang.
 inline Simulation simulate(const Pipeline& p, const std::vector<ActionList>& lists, const PassCosts& costs = {}) {
   constexpr double never = -1;
   const size_t P = lists.size();
@@ -91,7 +91,7 @@ inline Simulation simulate(const Pipeline& p, const std::vector<ActionList>& lis
   std::vector<double> now(P, 0);
   PerPass<double> forward_end(p, never), backward_end(p, never);
 
-  // When what the result of `chunk` is sent to, chunk `to`, has it.
+  // When chunk `to` has the result that `chunk` makes at time `end`.
   auto arrival = [&](double end, int chunk, int to) {
     return end == never || p.stage_of(chunk) == p.stage_of(to) ? end : end + costs.message;
   };
@@ -147,7 +147,7 @@ inline Simulation simulate(const Pipeline& p, const std::vector<ActionList>& lis
   return sim;
 }
 
-// From the list alone: a stage keeps what the actions before have made and the actions after need.
+// Follows from the list alone: a stage keeps the data that earlier actions have made and later actions need.
 inline Kept most_kept(const Pipeline& p, const ActionList& list) {
   Kept now, most;
   auto received = [&](const Action& a) {
@@ -158,7 +158,7 @@ inline Kept most_kept(const Pipeline& p, const ActionList& list) {
     if (a.kind == ActionKind::forward) ++now.activations;
     if (a.kind == ActionKind::forward && a.slice == 0) ++now.micro_batches;
     if (is_receive(a.kind)) ++now.received;
-    // A pass has its input, and makes its result, before it frees anything.
+    // A pass holds its input and makes its result before it frees anything.
     now.together = now.activations + now.for_weights;
     if (a.kind == ActionKind::backward_input) ++now.for_weights;
     for (auto n : {&Kept::activations, &Kept::for_weights, &Kept::together, &Kept::received, &Kept::micro_batches})

@@ -1,11 +1,11 @@
-// stage_partition.h: which layers a stage of the pipeline has, as pure functions to values that can be printed. `even`
+// stage_partition.h: which layers a stage of the pipeline has: pure functions that return printable values. `even`
 // spreads the layers and their remainder; a list is checked; `balanced` is in balance.h. A model with L layers has L +
 // 2 modules, in this order: the embedding, the blocks and the head.
 //
 //   10 layers, 4 stages, even:   | embedding, 0 1 | 2 3 4 | 5 6 7 | 8 9, head |
 //
-// A stage may run several chunks (interleaved, zb-v); then the runs of layers are those of chunks, in the order of the
-// model. Whatever the way, every layer is in exactly one chunk: a remainder is spread, never dropped.
+// A stage may run several chunks (interleaved, zb-v); then each run of layers is a chunk, in the order of the model. In
+// every case each layer is in exactly one chunk: a remainder is spread, never dropped.
 #pragma once
 #include <algorithm>
 #include <charconv>
@@ -40,7 +40,7 @@ inline std::string name_of(const PipelineLayout& layout) {
   return name;
 }
 
-// "even", "balanced", or "8,10,10,8". Whether a list fits the model is for listed_layers().
+// "even", "balanced", or "8,10,10,8". listed_layers() checks whether a list fits the model.
 inline PipelineLayout pipeline_layout_from_name(const std::string& name) {
   if (name == "even") return {LayoutKind::even, {}};
   if (name == "balanced") return {LayoutKind::balanced, {}};
@@ -60,8 +60,9 @@ inline PipelineLayout pipeline_layout_from_name(const std::string& name) {
   return layout;
 }
 
-// The layers of each chunk by a list, if it fits: one number for each chunk, which together are the model's layers. A
-// chunk without layers has a purpose only if it has the embedding or the head: so only the first and the last may be 0.
+// The number of layers of each chunk, from a list, if it fits: one number for each chunk, which add up to the model's
+// layers. A chunk without layers is useful only with the embedding or the head: so only the first and the last may be
+// 0.
 inline std::vector<int64_t> listed_layers(const std::vector<int64_t>& layers, int64_t n_layer, int stages,
                                           int chunks_per_stage = 1) {
   const std::string option = "--pp-layout " + name_of(PipelineLayout{LayoutKind::list, layers});
@@ -87,12 +88,13 @@ inline std::vector<int64_t> listed_layers(const std::vector<int64_t>& layers, in
 
 // ---- even -----------------------------------------------------------------------------------------------------------
 
-// The layers of each chunk, spread as evenly as possible over chunks and over stages: the chunks differ by at most one
-// layer, and so do the sums of the stages. stage_of[c]: the stage that runs chunk c; every stage runs as many chunks.
+// The number of layers of each chunk, spread as evenly as possible over chunks and over stages: the chunks differ by at
+// most one layer, and so do the sums of the stages. stage_of[c]: the stage that runs chunk c; all stages run equally
+// many chunks.
 //
-// Who has one more: first the stages with neither embedding nor head, then that of the embedding, whose lookup is
-// cheap, last that of the head. Among equals the later stage, since in 1F1B stage s of P keeps the activations of P - s
-// micro-batches: there a layer costs less memory.
+// One layer more goes first to stages with neither embedding nor head, then to the stage with the embedding, whose
+// lookup is cheap, last to the stage with the head. Among equals the later stage comes first: in 1F1B stage s of P
+// keeps the activations of P - s micro-batches, so a layer costs less memory on a later stage.
 inline std::vector<int64_t> even_layers(int64_t n_layer, const std::vector<int>& stage_of) {
   const int chunks = static_cast<int>(stage_of.size());
   CHECK(chunks > 0);
@@ -110,8 +112,8 @@ inline std::vector<int64_t> even_layers(int64_t n_layer, const std::vector<int>&
   std::vector<int> order(static_cast<size_t>(chunks));
   std::iota(order.rbegin(), order.rend(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return has(a) < has(b); });
-  // A stage has its second additional layer after every other stage has its first. By: how many before on this stage,
-  // what the stage has, -stage, chunk.
+  // A stage gets its second additional layer only after every other stage has its first. Sorted by: chunks before on
+  // this stage, what the stage has (embedding, head), -stage, chunk.
   std::vector<std::tuple<int, int, int, int>> turns;
   for (const int c : order) {
     const int stage = stage_of[static_cast<size_t>(c)];
@@ -126,7 +128,7 @@ inline std::vector<int64_t> even_layers(int64_t n_layer, const std::vector<int>&
   return layers;
 }
 
-// One chunk a stage.
+// The same with one chunk a stage.
 inline std::vector<int64_t> even_layers(int64_t n_layer, int stages) {
   std::vector<int> stage_of(static_cast<size_t>(stages));
   std::iota(stage_of.begin(), stage_of.end(), 0);

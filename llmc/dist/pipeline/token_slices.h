@@ -3,7 +3,8 @@
 //
 // P stages that take equally long for a slice work on slices t_1 .. t_K of M micro-batches, one after the other, in
 //   M x (t_1 + ... + t_K) + (P - 1) x max t_k               (the paper's objective, which has one micro-batch)
-// The second term is the bubble: more slices make it smaller, until what a slice costs at least makes the sum larger.
+// The second term is the bubble: more slices make it smaller, but each slice has a minimum cost, which makes the sum
+// larger.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -28,18 +29,18 @@ inline std::vector<int64_t> even_token_slices(int64_t tokens, int64_t slices) {
   return lengths;
 }
 
-// What optimal_token_slices() cuts, and for whom.
+// The problem that optimal_token_slices() solves.
 struct TokenCut {
   int64_t tokens = 0;                  // of the sequence
   int64_t granularity = 1;             // cuts are at multiples of it
   int stages = 1;                      // P
   int64_t micro_batches = 1;           // M
-  std::optional<int64_t> slices = {};  // K; none: as many as are best
+  std::optional<int64_t> slices = {};  // K; none: the best number
 };
 
 struct TokenSlices {
   std::vector<int64_t> lengths;  // in tokens, from the first slice to the last
-  double seconds = 0;            // of the micro-batches through all stages, by the formula above
+  double seconds = 0;            // of all micro-batches through all stages, by the formula above
 };
 
 // t(l, c): the seconds that a stage takes for a slice of l tokens after c others.
@@ -51,8 +52,8 @@ namespace detail {
 // smallest sum is
 //   S(i; t_max) = min over l with t(l, i - l) <= t_max of S(i - l; t_max) + t(l, i - l)
 // and the best cut is found by trying bounds. Each of the n (n + 1) / 2 times of the n pieces may be the best bound;
-// the paper tries them in ascending order, leaving out those within 0.1 ms. This search is exact and needs few of them:
-// - S falls as the bound rises; so bounds in [a, b), of which b's sum is known, give at least M S(b) + (P - 1) a;
+// the paper tries them in ascending order, skipping those within 0.1 ms. This search is exact and needs few of them:
+// - S falls as the bound rises; so if S(b) is known, every bound in [a, b) gives at least M S(b) + (P - 1) a;
 // - if the slowest slice of the cut for bound b takes t, every bound in [t, b] has that cut.
 class Terapipe {
  public:
@@ -73,7 +74,7 @@ class Terapipe {
   }
 
   TokenSlices solve() {
-    struct Open {  // bounds not yet decided, and the sum of a bound above them
+    struct Open {  // bounds not yet decided, and the sum S of a bound above them
       std::vector<double>::const_iterator first, last;
       double sum;
     };
@@ -89,7 +90,7 @@ class Terapipe {
       const auto middle = first + (last - first) / 2;
       Cut cut = smallest_sum(*middle);
       open.push_back({middle + 1, last, sum});
-      if (cut.sum == infinity) continue;  // and so for all smaller bounds
+      if (cut.sum == infinity) continue;  // no cut for this bound, nor for any smaller one
       open.push_back({first, bounds_below(cut.slowest), cut.sum});
       if (seconds_of(cut) < seconds_of(best)) best = std::move(cut);
     }
@@ -109,7 +110,7 @@ class Terapipe {
   }
   double seconds_of(const Cut& cut) const { return seconds_of(cut.sum, cut.slowest); }
 
-  // S(tokens; bound) and its cut. With K slices, S has one row for each number of slices; else all rows are one.
+  // S(tokens; bound) and its cut. With K slices, S has one row for each number of slices; otherwise a single row.
   Cut smallest_sum(double bound) {
     const size_t n = points_.size();
     const size_t rows = cut_.slices ? static_cast<size_t>(*cut_.slices) : 1, step = cut_.slices ? 1 : 0;
@@ -143,16 +144,16 @@ class Terapipe {
   TokenCut cut_;
   std::vector<int64_t> points_;  // where a slice may begin or end
   std::vector<double> seconds_;  // of the slice from point s to point i, at i (i - 1) / 2 + s
-  std::vector<double> fastest_;  // of the slices to i that are as long or longer
-  std::vector<double> bounds_;   // all different times, ascending
+  std::vector<double> fastest_;  // the fastest of the slices to i that are as long or longer
+  std::vector<double> bounds_;   // all distinct times, ascending
   std::vector<double> sums_;     // S, by rows of points
-  std::vector<size_t> starts_;   // of the last slice, beside its sum
+  std::vector<size_t> starts_;   // the start of the last slice, for each sum
 };
 
 }  // namespace detail
 
-// The cut of a sequence that a pipeline finishes first. t(l, c) may be any function; it is called once for each pair of
-// points, of which there are tokens / granularity.
+// The cut of a sequence with which a pipeline finishes first. t(l, c) may be any function; it is called once for each
+// pair of points at which the sequence may be cut, its ends included.
 inline TokenSlices optimal_token_slices(const TokenCut& cut, const SliceSeconds& slice_seconds) {
   CHECK(cut.tokens >= 1 && cut.granularity >= 1 && cut.stages >= 1 && cut.micro_batches >= 1);
   const int64_t pieces = (cut.tokens + cut.granularity - 1) / cut.granularity;

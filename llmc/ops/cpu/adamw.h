@@ -6,7 +6,7 @@
 namespace llmc::cpu {
 inline namespace CPU_ISA {
 
-// master == nullptr: the weights are their own master copy. Nothing changes where control (3) forbids it.
+// master == nullptr: the weights are their own master copy. Nothing changes where control (4) forbids the update.
 template <class W, class A = accumulator_t<W>>
 void adamw_update(W* weight, A* master, A* moment1, A* moment2, const A* gradient, const double* control, int64_t n,
                   const AdamWOptions& options) {
@@ -28,8 +28,8 @@ void adamw_update(W* weight, A* master, A* moment1, A* moment2, const A* gradien
 }
 
 // bf16 weights without a master copy: an update is often less than half the distance to the next bf16, so rounding to
-// nearest would always lose it; stochastic rounding keeps it on average. `words` belong to the parameter, of which the
-// segment holds these elements.
+// nearest would always lose it; stochastic rounding keeps it on average. `words` are those of the whole parameter,
+// `elements` the part of it that the segment holds.
 inline void adamw_update_stochastic(bf16* weight, float* moment1, float* moment2, const float* gradient,
                                     const double* control, const Elements& elements, int64_t n,
                                     const AdamWOptions& options, const Philox& words) {

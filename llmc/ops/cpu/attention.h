@@ -1,7 +1,7 @@
-// attention.h: causal attention by blocks of queries and keys, so no T x T matrix is stored: the forward rescales what
-// it has added up whenever a row's largest score grows; the backward recomputes the probabilities from the saved
-// log-sum-exp (Dao 2023, FlashAttention-2). All products are those of matmul.h's panels and register tiles: where they
-// multiply bf16, probabilities and the gradients of scores are rounded to it. Contracts: ops/ops.h.
+// attention.h: causal attention by blocks of queries and keys, so no T x T matrix is stored: the forward rescales its
+// sums whenever a row's largest score grows; the backward recomputes the probabilities from the saved log-sum-exp (Dao
+// 2023, FlashAttention-2). All products use the panels and register tiles of matmul.h: where they multiply bf16,
+// probabilities and the gradients of scores are rounded to it. Contracts: ops/ops.h.
 #pragma once
 #include <omp.h>
 
@@ -15,7 +15,7 @@ inline namespace CPU_ISA {
 
 namespace detail {
 
-// One task per row and query head. Scores are summed in another order than in the backward, which differs by rounding.
+// One task per row and query head. Scores are summed in another order than in the backward: they differ by rounding.
 template <class T, class A>
 void few_rows_forward(const AttentionOutputs<T, A>& to, const AttentionInputs<T>& from, A* scratch,
                       const AttentionBlock& s, int threads) {
@@ -55,7 +55,7 @@ void few_rows_forward(const AttentionOutputs<T, A>& to, const AttentionInputs<T>
       }
 }
 
-// Where the rows of a panel of queries go when they have seen all keys of the block.
+// Writes the rows of a panel of queries once they have seen all keys of the block.
 template <class How, class T, class A>
 void write_rows(const AttentionOutputs<T, A>& to, const AttentionBlock& s, int64_t b, int64_t h, int64_t begin,
                 int64_t rows, const QueryPanel<How>& panel, A* square) {
@@ -68,7 +68,7 @@ void write_rows(const AttentionOutputs<T, A>& to, const AttentionBlock& s, int64
     for (int64_t i = 0; i < rows; ++i) {
       const A* values = square + i * channels;
       if (merges) {
-        if (panel.total[i] == 0) continue;  // it sees none of the keys
+        if (panel.total[i] == 0) continue;  // this row sees none of the keys
         A largest = to.largest[first + i], total = to.total[first + i];
         merge_row(head_of(to.sums, s.queries, b, h, s.D) + (begin + i) * to.sums.stride + d, largest, total, values,
                   panel.largest[i], panel.total[i], channels);
@@ -87,7 +87,7 @@ void write_rows(const AttentionOutputs<T, A>& to, const AttentionBlock& s, int64
 
 }  // namespace detail
 
-// Scores are transposed, a column for each query, so that a softmax runs along whole vectors and its result is an
+// Scores are transposed, a column for each query, so that the softmax runs along whole vectors and its result is an
 // operand as it is: with K and V of a block of keys, and O the sums,   S^T = K Q^T,   O^T += V^T P^T
 // A task is a (sequence, query head, group of query rows).   scratch: attention_forward_scratch() bytes
 template <class T, class How = Multiply<accumulator_t<T>>, class A = accumulator_t<T>>
@@ -137,7 +137,7 @@ void attention_forward(const AttentionOutputs<T, A>& to, const AttentionInputs<T
         const int64_t rows = std::min(C, queries - i);
         const KeyRange any = keys_of_rows(s, positions, group + i, rows).within(key, key + keys);
         if (any.empty()) continue;
-        // The block's keys from a whole tile on, `n` of them in memory; which of them each query sees.
+        // The block's keys from a whole tile on, `n` of them in memory; and which of these each query sees.
         const int64_t begin = (any.first - key) / How::rows * How::rows, n = any.last - key - begin;
         bool all = true;
         A first[C] = {}, last[C] = {};

@@ -1,9 +1,9 @@
 // attention_backward.h: the gradients of attention.h, by blocks of keys. With P the probabilities, dO the gradient of
 // the output, and scores S = Q K^T / sqrt(D):
 //   dV = P^T dO,   dP = dO V^T,   dS = P (dP - rowsum(P dP)),   dQ = dS K / sqrt(D),   dK = dS^T Q / sqrt(D)
-// P is recomputed from the saved log-sum-exp (Dao 2023, FlashAttention-2). The row sum of P dP is the one of dO O.
-// Where one key has nearly all of the probability, O is its value, and the two terms of dS cancel; so the sum is taken
-// by the products that give dP, whose rounding is then the same.
+// P is recomputed from the saved log-sum-exp (Dao 2023, FlashAttention-2). The row sum of P dP equals that of dO O.
+// Where one key has nearly all of the probability, O is nearly its value, and the two terms of dS cancel; so the sum is
+// computed by the products that give dP, and has the same rounding.
 #pragma once
 #include <omp.h>
 
@@ -31,13 +31,13 @@ struct KeyBlockGradients {
   int64_t b, hk, key, keys;  // sequence, key-value head, keys [key, key + keys)
   const int32_t* positions = positions_of(from.positions, s.queries, b);
   A scale = A(1) / std::sqrt(static_cast<A>(s.D));
-  int64_t depth = round_up(s.D, How::step), keys_depth = round_up(keys, How::step);  // of packed lines
+  int64_t depth = round_up(s.D, How::step), keys_depth = round_up(keys, How::step);  // elements of packed lines
   int64_t D_rows = round_up(s.D, R);
-  int64_t tile_rows = tile_rows_of(s), tile_keys = round_up(keys, C);  // what there is memory for
+  int64_t tile_rows = tile_rows_of(s), tile_keys = round_up(keys, C);  // memory is allocated for these
 
-  // Operands: those called rows have a line for each key or query, of D elements; the others a line for each channel.
+  // Operands: `rows` have a line of D elements for each key or query; `channels` have a line for each channel.
   Packed *k_rows, *v_rows, *k_channels;
-  Packed *q_rows, *g_rows, *o_rows, *q_channels, *g_channels;  // of a tile of queries; g is dO
+  Packed *q_rows, *g_rows, *o_rows, *q_channels, *g_channels;  // a tile of queries; g is dO
   A *p, *dp;                                                   // (queries, C), of the tile and a panel of keys
   Packed *packed, *ds_rows;
   A *dk, *dv;  // transposed: a panel (D, C) for every C keys
@@ -68,7 +68,7 @@ struct KeyBlockGradients {
     pack_b<How>(v_rows, Lines<T>{first_value, from.values.stride, 1}, keys, s.D);
   }
 
-  // n rows of Q and of dO, and both transposed.
+  // Packs n rows of Q and of dO, and both transposed.
   void pack_queries(const T* q, int64_t q_stride, const T* dout, int64_t dout_stride, int64_t n) const {
     pack_a<How>(q_rows, Lines<T>{q, q_stride, 1}, n, s.D);
     pack_a<How>(g_rows, Lines<T>{dout, dout_stride, 1}, n, s.D);
@@ -89,10 +89,10 @@ struct KeyBlockGradients {
     }
   }
 
-  // Adds what n rows of queries, from row `begin` of the block on, give dK and dV; dq (D / C, tile_rows, C) = or +=
-  // what the keys give theirs. lse, delta: of the rows
+  // For n query rows, from row `begin` of the block on: adds their part to dK and dV; dq (D / C, tile_rows, C) = or +=
+  // the part of these keys. lse, delta: of the rows
   void add_queries(A* dq, const A* lse, const A* delta, int64_t begin, int64_t n, Accumulate accumulate) const {
-    // The keys that each row sees, and in whole panels those of this block that any of a tile's rows sees.
+    // The keys that each row sees and, in whole panels, the keys of this block that any row of a tile sees.
     KeyRange visible[query_tile], of_rows[query_tile / R];
     for (int64_t i = 0; i < n; ++i) visible[i] = keys_of_row(s, positions, begin + i);
     for (int64_t i = 0; i < n; i += R) {
@@ -129,7 +129,7 @@ struct KeyBlockGradients {
   }
 
  private:
-  // Rows [i0, i0 + rows) of the n of a tile, with the panel of keys from j on: adds to dK and dV, sets dS in ds_rows.
+  // Rows [i0, i0 + rows) of the n of a tile, and the panel of keys from j on: adds to dK and dV, stores dS in ds_rows.
   void add_panel(int64_t j, int64_t i0, int64_t rows, int64_t n, const A* lse, const A* delta,
                  const KeyRange* visible) const {
     multiply_panels<How>(p, {q_rows + i0 * depth, depth}, k_rows + j * depth, rows, s.D, Accumulate::no);
@@ -151,9 +151,9 @@ struct KeyBlockGradients {
 
 }  // namespace detail
 
-// A task is a (sequence, key-value head, block of keys), and has dK and dV of them. Its part of dQ is added in the
-// order of the blocks: it waits until the block before has been added to the rows that it comes to. All first blocks
-// come first, which see most rows and wait for nobody, then all second ones, so that waits are rare. scratch:
+// A task is a (sequence, key-value head, block of keys), and owns their dK and dV. dQ is added in the order of the
+// blocks: before each tile of rows, a task waits until the previous block has been added to it. All first blocks, which
+// see the most rows and wait for nobody, come before all second ones, so that waits are rare. scratch:
 // attention_backward_scratch() bytes
 template <class T, class How = Multiply<accumulator_t<T>>, class A = accumulator_t<T>>
 void attention_backward(const AttentionGradients<T, A>& to, const T* dout, const T* out, const A* lse,
@@ -164,14 +164,14 @@ void attention_backward(const AttentionGradients<T, A>& to, const T* dout, const
   const AttentionTiles tiling(s, sizeof(A));
   const int64_t blocks = tiling.key_blocks(), tile_rows = KeyBlock::tile_rows_of(s),
                 tiles = ceil_div(s.queries.rows, tile_rows), group = s.Hq / s.Hkv,
-                stride = s.Hq * s.D;  // of dout and out
+                stride = s.Hq * s.D;  // row length of dout and out
   const int64_t dq_elements = tile_rows * round_up(s.D, C);
   const bool adds = to.query_sums.data != nullptr;
 
   scratch = aligned_scratch(scratch);
   A* const dq_tiles = reinterpret_cast<A*>(scratch + threads * tiling.backward_bytes());  // each followed by its delta
   std::byte* const behind = reinterpret_cast<std::byte*>(dq_tiles + tiling.query_gradients());
-  // Of each task, the steps that it has finished; a step is a query head of the group and a tile of its rows.
+  // The steps that each task has finished; a step is a query head of the group and a tile of its rows.
   int64_t* const finished = reinterpret_cast<int64_t*>(aligned_scratch(behind));
   const int64_t heads = s.B * s.Hkv;
   std::fill_n(finished, heads * blocks, int64_t{0});

@@ -8,12 +8,12 @@
 
 namespace llmc::cpu {
 
-// Blocks of queries and keys whose scores stay in a core's caches, and what a thread needs for them. Results depend on
-// them, and not on the number of threads.
+// Sizes of the blocks of queries and keys whose scores stay in a core's caches, and the scratch that a thread needs.
+// Results depend on these sizes, but not on the number of threads.
 struct AttentionTiles {
-  static constexpr int64_t keys = 256;              // of a block, at most
+  static constexpr int64_t keys = 256;              // per block, at most
   static constexpr int64_t forward_queries = 256;   // for which a thread packs keys and values once
-  static constexpr int64_t backward_queries = 112;  // whose scores are in memory at a time, at most
+  static constexpr int64_t backward_queries = 112;  // scores are in memory for so many at a time, at most
 
   AttentionBlock s;
   int64_t element;  // bytes of an accumulator
@@ -39,14 +39,14 @@ struct AttentionTiles {
   }
   // Elements of dQ of all heads and sequences, in whole tiles, and a delta for each row.
   int64_t query_gradients() const {
-    const int64_t rows = std::max({in_tiles(112), in_tiles(108), in_tiles(96)});  // of the instruction sets
+    const int64_t rows = std::max({in_tiles(112), in_tiles(108), in_tiles(96)});  // query tiles of the sets
     return s.B * s.Hq * rows * (round_up(s.D, max_tile) + 1);
   }
 
  private:
   static constexpr int64_t max_tile = 32;  // rows and columns of a tile of any instruction set
 
-  // Query rows in tiles of so many, or in one that is as high as they need.
+  // Query rows in tiles of `rows`, or in one tile that is as high as they need.
   int64_t in_tiles(int64_t rows) const {
     return s.queries.rows > rows ? round_up(s.queries.rows, rows) : std::min(rows, s.queries.rows + max_tile - 1);
   }
@@ -56,7 +56,7 @@ struct AttentionTiles {
   }
   int64_t bytes(std::initializer_list<int64_t> counts) const {
     int64_t sum = 0;
-    for (const int64_t count : counts)  // what is packed beyond an array may be as long as what aligns the next one
+    for (const int64_t count : counts)  // room for packing beyond an array, and for aligning the next one
       sum += (count + 2 * beyond_panels) * element;
     return round_up(sum, int64_t{64});
   }

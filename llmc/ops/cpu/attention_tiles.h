@@ -9,7 +9,7 @@ inline namespace CPU_ISA {
 
 namespace detail {
 
-// Where a head of the block's rows lies, or nullptr if the matrix is not there.
+// The address of a head of the block's rows; nullptr if there is no matrix.
 template <class T>
 T* head_of(const HeadRows<T>& m, const SequenceRows& rows, int64_t b, int64_t head, int64_t D) {
   return m.data == nullptr ? nullptr : m.data + (b * rows.length + rows.first) * m.stride + head * D;
@@ -26,12 +26,12 @@ struct KeyRange {
   KeyRange within(int64_t begin, int64_t end) const { return {std::max(first, begin), std::min(last, end)}; }
   bool covers(int64_t begin, int64_t end) const { return first <= begin && end <= last; }
 };
-// Those that row i of the block sees. `positions`: positions of the block's rows, or nullptr
+// The keys that row i of the block sees. `positions`: positions of the block's rows, or nullptr
 inline KeyRange keys_of_row(const AttentionBlock& s, const int32_t* positions, int64_t i) {
   const int64_t last = i + s.offset;
   return {positions == nullptr ? 0 : std::max(last - positions[i], int64_t{0}), std::min(last + 1, s.keys.rows)};
 }
-// Those that any of several rows sees.
+// The range of keys that any of several rows sees.
 inline KeyRange keys_of_rows(const AttentionBlock& s, const int32_t* positions, int64_t begin, int64_t rows) {
   KeyRange all{s.keys.rows, 0};
   for (int64_t i = begin; i < begin + rows; ++i)
@@ -51,7 +51,7 @@ struct ScratchCursor {
   }
 };
 
-// All lines as the panels of A, or of B, of a product, with K elements each.
+// Packs all lines, with K elements each, as the panels of A, or of B, of a product.
 template <class How, class T>
 void pack_a(typename How::Packed* out, const Lines<T>& x, int64_t lines, int64_t K) {
   pack_a<How>(out, x, lines, lines, K, round_up(K, How::step));
@@ -61,7 +61,7 @@ void pack_b(typename How::Packed* out, const Lines<T>& x, int64_t lines, int64_t
   pack_b<How>(out, x, lines, lines, K, round_up(K, How::step));
 }
 
-// Packed panels, of lines with `depth` elements each; from element `first` of each on.
+// Packed panels, of lines with `depth` elements each; read from element `first` of each on.
 template <class How>
 struct Panels {
   const typename How::Packed* data;
@@ -79,8 +79,8 @@ void multiply_panels(typename How::Sum* c, const Panels<How>& a, const typename 
                                           ceil_div(K, How::step), accumulate);
 }
 
-// Sums (rows, How::columns), of which How::columns lines are multiplied next, as a panel of B; zeros follow up to a
-// whole step. Returns it: `out`, or `x` itself where that is one.
+// Packs sums (rows, How::columns) as a panel of B for the next product, with zeros up to a whole step. Returns the
+// panel: `out`, or `x` itself where that is one already.
 template <class How>
 typename How::Packed* pack_columns([[maybe_unused]] typename How::Packed* out, typename How::Sum* x, int64_t rows) {
   constexpr int64_t C = How::columns;
@@ -108,8 +108,8 @@ void transposed_lines(A* out, const A* x, int64_t width, int64_t lines) {
   pack_panels<1>(out, lines, LastPanel::narrow, width, Lines<A>{x, width, 1}, lines, lines, width);
 }
 
-// Online softmax of a panel of queries: the largest score so far of each, the sum of exponentials relative to it, and
-// that of values weighted by them (D, How::columns).
+// Online softmax of a panel of queries: for each query the largest score so far, the sum of exponentials relative to
+// it, and the sum of values weighted by them (D, How::columns).
 template <class How>
 struct QueryPanel {
   using Sum = typename How::Sum;
@@ -121,8 +121,8 @@ struct QueryPanel {
     std::fill_n(total, C, Sum(0));
     std::fill_n(sums, D * C, Sum(0));
   }
-  // Replaces scores (keys, C) by their exponentials; 0 where visible(k, l) is false. The scaled scores are rounded, and
-  // stored: multiplied and subtracted at once they would not be those that `largest` is of.
+  // Replaces scores (keys, C) by their exponentials; 0 where visible(k, l) is false. The scaled scores are rounded and
+  // stored: multiplied and subtracted in one operation, they would differ from those that `largest` is taken from.
   template <class Visible>
   void update_softmax(Sum* scores, int64_t keys, Sum scale, int64_t D, const Visible& visible) const {
     Sum most[C], added[C], before[C];
@@ -207,9 +207,9 @@ void score_gradients(typename How::Sum* p, typename How::Sum* dp, typename How::
   }
 }
 
-// Merges a row of a block, `values` (D) weighted by exponentials relative to `most`, whose sum is `sum`, into what
-// blocks before it gave: all exponentials become relative to the larger maximum. Before the first block that is
-// -infinity, and sums and total are 0.
+// Merges a row of a block into the result of the blocks before it: `values` (D) are weighted by exponentials relative
+// to `most`, whose sum is `sum`; all exponentials become relative to the larger maximum. Before the first block,
+// `largest` is -infinity, and sums and total are 0.
 template <class A>
 void merge_row(A* sums, A& largest, A& total, const A* values, A most, A sum, int64_t D) {
   const A both = std::max(largest, most);

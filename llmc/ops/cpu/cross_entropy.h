@@ -77,12 +77,12 @@ void cross_entropy_merge(A* losses, T* logits, const A* stats, const int32_t* ta
       if (gradient == Gradient::yes) std::fill(row, row + V_padded, T(A(0)));
       continue;
     }
-    const A* of_row = stats + 3 * n;  // and every 3 N
+    const A* of_row = stats + 3 * n;  // and every 3 N from there
     A largest = of_row[0], sum = 0, target_logit = 0;
     for (int64_t p = 1; p < P; ++p) largest = std::max(largest, of_row[3 * N * p]);
     for (int64_t p = 0; p < P; ++p) {
       const A* of_part = of_row + 3 * N * p;
-      sum += of_part[1] * exponential(of_part[0] - largest);  // 0 of an empty part, whose largest is -infinity
+      sum += of_part[1] * exponential(of_part[0] - largest);  // 0 for an empty part, whose largest is -infinity
       target_logit += of_part[2];
     }
     losses[n] = std::log(sum) + largest - target_logit;

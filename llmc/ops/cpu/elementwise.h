@@ -49,10 +49,10 @@ void convert(To* out, const From* x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) store(out[i], static_cast<accumulator_t<To>>(static_cast<A>(x[i])));
 }
 
-// A box of out = a box of x; the same dtype is copied to the bit, NaN too.
+// A box of out = a box of x; with equal dtypes the bits are copied, NaN too.
 template <class To, class From>
 void copy_box(To* out, const BoxStrides& to, const From* x, const BoxStrides& from, const BoxSizes& sizes) {
-  constexpr int64_t piece = 1 << 16;  // of a run, for a thread
+  constexpr int64_t piece = 1 << 16;  // part of a run for one thread
 #pragma omp parallel for collapse(3) schedule(static)
   for (int64_t i = 0; i < sizes.outer; ++i)
     for (int64_t j = 0; j < sizes.inner; ++j)

@@ -69,7 +69,7 @@ inline void add_expert_counts(double* totals, const int32_t* counts, int64_t B, 
 
 inline void update_expert_biases(float* biases, const double* counts, const double* control, int64_t E, float rate) {
   if (control[2] == 0) return;
-  double total = 0;  // of whole numbers: exact
+  double total = 0;  // exact, as counts are whole numbers
   for (int64_t e = 0; e < E; ++e) total += counts[e];
   for (int64_t e = 0; e < E; ++e) {
     const double share = counts[e] * static_cast<double>(E);

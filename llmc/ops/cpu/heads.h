@@ -1,6 +1,6 @@
-// heads.h: what is done to query and key heads: rotary position embedding (Su et al. 2021), in the convention of
-// transformers, where element i of a head is paired with element i + D / 2; rmsnorm of each head (Henry et al. 2020;
-// Qwen3), with statistics in fp32. Contracts: ops/ops.h.
+// heads.h: ops on query and key heads: rotary position embedding (Su et al. 2021), in the convention of transformers,
+// where element i of a head is paired with element i + D / 2; rmsnorm of each head (Henry et al. 2020; Qwen3), with
+// statistics in fp32. Contracts: ops/ops.h.
 #pragma once
 #include "ops/cpu/rmsnorm.h"
 
@@ -21,7 +21,7 @@ void rotary_table(A* table, const Rotary& rotary, int64_t P, int64_t D) {
 
 namespace detail {
 
-// In place, the query and key heads of one row.   row ((Hq + 2 Hkv) D); angles (D): of its position, from the table
+// Rotates the query and key heads of one row in place.   row ((Hq + 2 Hkv) D); angles (D): of its position (the table)
 template <class T, class A>
 void rotate_row(T* row, const A* angles, const AttentionShape& s, Turn turn) {
   const int64_t half = s.D / 2;

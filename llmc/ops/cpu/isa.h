@@ -1,7 +1,7 @@
 // isa.h: the instruction sets that the CPU's ops are compiled for, and which of them this processor has. The ops stand
 // in headers that are compiled once for each set, into objects of their own (sets/), in a namespace named after the
-// set: nothing of one object is used by another, so that a program for all processors has no instruction that some
-// lack.
+// set: no object uses anything of another, so a program for all processors runs no instruction that its processor
+// lacks.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -19,7 +19,7 @@
 
 #include "core/check.h"
 
-// The namespace that ops/cpu/*.h define their functions in. Whoever includes them outside of sets/, as tests do, gets
+// The namespace that ops/cpu/*.h define their functions in. Code that includes them outside sets/, such as tests, gets
 // those of any processor.
 #ifndef CPU_ISA
 #define CPU_ISA portable
@@ -27,17 +27,17 @@
 
 namespace llmc::cpu {
 
-// The later, the faster; each has all that those before it have. Then stand-ins, for tests: the products of the last
-// two in plain C++, bit for bit, on any processor.
+// Each is faster than those before it, and includes their instructions. Then stand-ins, for tests: the products of the
+// last two in plain C++, bit for bit, on any processor.
 enum class Isa : uint8_t { portable, avx2, avx512, avx512_bf16, amx, pairs_stand_in, tiles_stand_in };
 inline constexpr std::array<const char*, 7> isa_names = {
     "portable", "avx2", "avx512", "avx512-bf16", "amx", "avx512-bf16-stand-in", "amx-stand-in"};
 inline const char* name_of(Isa isa) { return isa_names[static_cast<size_t>(isa)]; }
 
-// Linux lets a process use AMX's registers only if it has asked before.
+// Linux lets a process use AMX's registers only after it has asked.
 inline bool may_use_amx() {
 #ifdef __x86_64__
-  constexpr int request_permission = 0x1023, tile_data = 18;  // of arch_prctl
+  constexpr int request_permission = 0x1023, tile_data = 18;  // for arch_prctl
   static const bool may = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
   return may;
 #else
@@ -45,7 +45,7 @@ inline bool may_use_amx() {
 #endif
 }
 
-// The best that this processor has, the operating system keeps the registers of, and this program has ops for.
+// The best set that this processor has, whose registers the operating system saves, and that this program has ops for.
 inline Isa processor_isa() {
 #if defined(__x86_64__) && defined(CPU_ISA_SETS)
   static const Isa isa = [] {
@@ -64,7 +64,7 @@ inline Isa processor_isa() {
   return Isa::portable;
 #endif
 }
-// Whether this program has more than the ops of any processor: some tests have not.
+// Whether this program has more than the ops for any processor: some tests do not.
 #ifdef CPU_ISA_SETS
 inline constexpr bool has_isa_sets = true;
 #else
@@ -72,14 +72,14 @@ inline constexpr bool has_isa_sets = false;
 #endif
 inline bool processor_has(Isa isa) { return isa >= Isa::pairs_stand_in || isa <= processor_isa(); }
 
-// Those that a user may ask for.
+// The sets that a user may ask for.
 inline std::vector<std::string> isa_choices() {
   return {isa_names.begin(), isa_names.begin() + static_cast<size_t>(Isa::pairs_stand_in)};
 }
 
-inline constexpr const char* isa_variable = "TRAIN_GPT_CPU_ISA";  // what --cpu-isa sets
+inline constexpr const char* isa_variable = "TRAIN_GPT_CPU_ISA";  // set by --cpu-isa
 
-// The instruction set with this name; none that the processor lacks.
+// The instruction set with this name. Throws Error if the processor lacks it.
 inline Isa isa_of(const std::string& name, const char* option) {
   const auto found = std::find(isa_names.begin(), isa_names.end(), name);
   CHECK(found != isa_names.end(), "{} {}: no such instruction set; use one of {}", option, name, isa_choices());
@@ -92,12 +92,12 @@ inline Isa isa_of(const std::string& name, const char* option) {
   return isa;
 }
 
-// Before the first op.
+// Call before the first op.
 inline void use_isa(const std::string& name, const char* option) {
   isa_of(name, option);
   setenv(isa_variable, name.c_str(), 1);
 }
-// The one that this process uses.
+// The set that this process uses.
 inline Isa isa_in_use() {
   static const Isa isa = [] {
     const char* most = std::getenv(isa_variable);
@@ -105,7 +105,7 @@ inline Isa isa_in_use() {
   }();
   return isa;
 }
-// What a run records: equal names round alike. The ops for any processor round differently on another architecture.
+// The name that a run records: equal names round alike. The portable ops round differently on another architecture.
 inline std::string recorded_isa() {
   utsname system{};
   const bool x86 = uname(&system) == 0 && std::string(system.machine) == "x86_64";

@@ -11,7 +11,7 @@ inline namespace CPU_ISA {
 
 namespace detail {
 
-// out = sum + bias + (where it accumulates) out, rounded once
+// out = sum + bias + (if it accumulates) out, rounded once
 template <class Out, class Sum, class T>
 void finish_tile(Out* out, int64_t stride, const Sum* sums, int64_t width, const T* bias, int64_t rows, int64_t columns,
                  Accumulate accumulate) {
@@ -31,7 +31,7 @@ void finish_tile(Out* out, int64_t stride, const Sum* sums, int64_t width, const
   }
 }
 
-// Where a thread packs, and adds up what is divided along k.
+// A thread's packed panels, and its sums where k is divided.
 template <class How>
 struct MatmulScratch {
   typename How::Packed *a, *b;
@@ -80,7 +80,7 @@ void matmul_rectangle(Out* c, int64_t stride, const Lines<T>& a, const Lines<T>&
 
 }  // namespace detail
 
-// T: of A, B and bias. How: in which way they are multiplied. scratch: matmul_scratch() bytes
+// T: the type of A, B and bias. How: the way in which they are multiplied. scratch: matmul_scratch() bytes
 template <class T, class Out, class How = Multiply<accumulator_t<T>>>
 void matmul(Out* c, const T* a, const T* b, const T* bias, std::byte* scratch, const MatmulShape& s) {
   const MatmulBlocks blocks(s);
@@ -96,12 +96,12 @@ void matmul(Out* c, const T* a, const T* b, const T* bias, std::byte* scratch, c
           blocks, detail::MatmulScratch<How>(scratch + omp_get_thread_num() * blocks.thread_bytes(s), blocks));
 }
 
-// Flops per second of register tiles alone, on panels that stay in an L1 cache, by all threads at once: a roof for
-// every product. The best of some hundredths of a second.
+// Flops per second of register tiles alone, on panels that stay in an L1 cache, by all threads at once: an upper bound
+// for every product. The best of a few windows of milliseconds.
 template <class How>
 double register_peak(int threads) {
   constexpr int64_t steps = 128 / How::step, windows = 5, calls = 16;
-  constexpr double seconds = 0.006;  // of a window
+  constexpr double seconds = 0.006;  // per window
   double best = 0;
   for (int64_t window = 0; window < windows; ++window) {
     double rate = 0;
@@ -110,7 +110,7 @@ double register_peak(int threads) {
       alignas(64) typename How::Packed a[How::rows * 128] = {}, b[How::columns * 128] = {};
       alignas(64) typename How::Sum sums[How::rows * How::columns];
       [[maybe_unused]] const typename How::Session session;
-      const RegisterTile<How> volatile tile = How::tile(How::rows);  // else a compiler sees that nobody needs the sums
+      const RegisterTile<How> volatile tile = How::tile(How::rows);  // else the compiler sees that the sums are unused
       const double begin = omp_get_wtime();
       double passed = 0;
       int64_t done = 0;

@@ -33,8 +33,8 @@ inline std::string to_string(const MatmulShape& s) {
 inline constexpr int64_t beyond_panels = 64;
 
 // How a product is divided: into rectangles of C that threads take one after another, each with packed panels of its
-// own; within one, into blocks of rows, strips of columns and blocks of k. Nothing of this changes a bit of C, so
-// threads and caches decide it, and not the instruction set, or a plan for another processor would be wrong.
+// own; within one, into blocks of rows, strips of columns and blocks of k. None of this changes a bit of C, so threads
+// and caches decide it, but not the instruction set, or a plan for another processor would be wrong.
 struct MatmulBlocks {
   static constexpr int64_t most_depth = 1024, most_elements = 1 << 20, most_columns = 1024;  // elements: of packed A
   static constexpr int64_t strip = 128;      // columns of packed B: panels of up to 32
@@ -45,7 +45,7 @@ struct MatmulBlocks {
 
   explicit MatmulBlocks(const MatmulShape& s)
       : rectangle_rows(std::max<int64_t>(s.M, 1)), rectangle_columns(std::max<int64_t>(s.N, 1)) {
-    // Each row of rectangles packs B anew, and each column of them A; a transposition in reverse costs twice as much.
+    // Each row of rectangles packs B anew, each column of them A; lines that are not contiguous along k cost twice.
     const int64_t cost_a = s.a == Transpose::no ? 1 : 2, cost_b = s.b == Transpose::yes ? 1 : 2;
     const auto count = [&] { return ceil_div(s.M, rectangle_rows) * ceil_div(s.N, rectangle_columns); };
     while (count() < wanted(s)) {
@@ -76,13 +76,13 @@ struct MatmulBlocks {
   static int64_t wanted(const MatmulShape& s) { return s.threads <= 4 ? s.threads : 2 * s.threads; }
 };
 
-// Bytes of scratch that matmul() needs; it begins at a whole cache line of it.
+// Bytes of scratch that matmul() needs; it begins at the first whole cache line of them.
 inline int64_t matmul_scratch(const MatmulShape& s) { return s.threads * MatmulBlocks(s).thread_bytes(s) + 64; }
 inline std::byte* aligned_scratch(std::byte* scratch) {
   return reinterpret_cast<std::byte*>(round_up(reinterpret_cast<intptr_t>(scratch), intptr_t{64}));
 }
 
-// The tiles of the products of experts, each of which one thread computes at a time.
+// The tiles of the products of experts; one thread computes a tile.
 struct GroupedTile {
   static constexpr int64_t rows = 448, columns = 512;
 };
@@ -98,7 +98,7 @@ inline MatmulShape grouped_tile_shape(int64_t M, int64_t N, int64_t K, DType in)
           .bias = Bias::no,
           .threads = 1};
 }
-// Bytes of scratch for each thread, and for all: of products over at most K.
+// Bytes of scratch for each thread, and for all, for products that sum at most K elements.
 inline int64_t grouped_thread_bytes(int64_t K, DType in) {
   const MatmulShape most = grouped_tile_shape(GroupedTile::rows, GroupedTile::columns, K, in);
   return MatmulBlocks(most).thread_bytes(most);

@@ -13,7 +13,7 @@ namespace detail {
 
 #ifdef CPU_AMX
 
-// What was written to memory is there for instructions that read it: g++ 12's intrinsics do not say what they read.
+// Makes writes to memory visible to the instructions that read it: g++ 12's intrinsics do not say what they read.
 template <class... Memory>
 void written(const Memory*... memory) {
   (..., [&] { __asm__ volatile("" : : "r"(memory) : "memory"); }());
@@ -70,7 +70,7 @@ inline void matrix_tile(float* sums, const bf16* a, const bf16* b, int64_t steps
 
 struct MatrixRegisters {};
 
-// In each step of 32 elements the products of even and of odd ones are added up apart, and then to C.
+// In each step of 32 elements, the products of even and of odd elements are summed separately, then added to C.
 inline void matrix_tile(float* sums, const bf16* a, const bf16* b, int64_t steps, Accumulate accumulate) {
   if (accumulate == Accumulate::no) std::fill_n(sums, 32 * 32, 0.0f);
   const auto add = [](float x, float y) { return MultiplyPairs::multiply_add(x, 1, y); };
@@ -90,8 +90,8 @@ inline void matrix_tile(float* sums, const bf16* a, const bf16* b, int64_t steps
 #endif
 }  // namespace detail
 
-// bf16 in tiles of 32 x 32 sums, 32 elements of each line at a time. A line of A has them next to each other, B in
-// pairs. Panels of A are padded to 32 rows.
+// bf16 in tiles of 32 x 32 sums, 32 elements of each line at a time. In a panel, A has the elements of a line next to
+// each other, and B has pairs of them. Panels of A are padded to 32 rows.
 struct MultiplyTiles {
   using Packed = bf16;
   using Sum = float;

@@ -26,7 +26,7 @@ template <size_t First, size_t... I>
 Words interleave(const Words& x, const Words& y, std::index_sequence<I...>) {
   return __builtin_shuffle(x, y, Words{static_cast<uint32_t>(First + I / 2 + I % 2 * words)...});
 }
-// In place, a square of words: in every round rows from the two halves are interleaved.
+// Transposes a square of words in place: every round interleaves rows of the two halves.
 inline void transpose(Words* x) {
   constexpr std::make_index_sequence<words> all;
   Words y[words];
@@ -39,7 +39,7 @@ inline void transpose(Words* x) {
   }
 }
 
-// The next words of a line, of which there are n elements; zeros after them.
+// The next words of a line that has n elements left; zeros after them.
 template <class P, class T>
 Words words_of(const T* x, int64_t n) {
   constexpr int64_t most = words * 4 / sizeof(P);
@@ -73,7 +73,7 @@ void pack_along_k(P* out, int64_t width, const Lines<T>& x, int64_t n, int64_t K
       for (int64_t i = 0; i < words; ++i) {
         const int64_t line = s * words + i;
         const T* at = x.data + std::min(line, n - 1) * x.line + k;
-        __builtin_prefetch(at + 4 * step);  // more lines than a processor sees coming
+        __builtin_prefetch(at + 4 * step);  // more lines than a hardware prefetcher follows
         square[s][i] = words_of<P>(at, line < n ? K - k : 0);
       }
       transpose(square[s]);
@@ -85,8 +85,8 @@ void pack_along_k(P* out, int64_t width, const Lines<T>& x, int64_t n, int64_t K
   }
 }
 
-// Words for as many lines side by side, of which n are there: element k of each, or in pairs k and k + 1, which is in
-// the row `next` (nullptr: there is none).
+// A vector of words from as many adjacent lines, n of which exist: element k of each or, in pairs, k and k + 1, which
+// is in the row `next` (nullptr: there is none).
 template <class P, class T>
 Words words_across(const T* row, const T* next, int64_t n) {
   alignas(64) T padded[2][words];
@@ -114,7 +114,7 @@ Words words_across(const T* row, const T* next, int64_t n) {
   return v;
 }
 
-// Lines that lie side by side, for several panels at a time: so that more is read of each row than a line of a cache.
+// Lines that lie side by side, packed for several panels at a time, to read more than one cache line of each row.
 template <int64_t Group, class P, class T>
 void pack_along_lines(P* out, int64_t width, int64_t panels, int64_t last_width, int64_t depth, const Lines<T>& x,
                       int64_t n, int64_t K) {
@@ -128,8 +128,7 @@ void pack_along_lines(P* out, int64_t width, int64_t panels, int64_t last_width,
         const int64_t line = std::min(p * width + i, n);
         const Words v =
             words_across<P>(row + line, next == nullptr ? nullptr : next + line, std::min<int64_t>(words, n - line));
-        // What exceeds the panel's width is overwritten by the next step, but for the last one: there the next panel
-        // is.
+        // The next step overwrites what exceeds the panel's width; after the last step the next panel begins there.
         if (k + Group < K || columns - i >= words) std::memcpy(static_cast<void*>(to + i * Group), &v, sizeof(v));
         else std::memcpy(static_cast<void*>(to + i * Group), &v, static_cast<size_t>(columns - i) * 4);
       }
@@ -137,7 +136,7 @@ void pack_along_lines(P* out, int64_t width, int64_t panels, int64_t last_width,
   }
 }
 
-// bf16 lines with 32 elements next to each other, n of them and zeros up to `width`.
+// Packs n bf16 lines, 32 elements of each next to each other, and zeros up to `width` lines.
 template <class T>
 void pack_in_32s(bf16* out, int64_t width, const Lines<T>& x, int64_t n, int64_t K) {
   for (int64_t k = 0; k < K; k += 32)
@@ -152,9 +151,9 @@ void pack_in_32s(bf16* out, int64_t width, const Lines<T>& x, int64_t n, int64_t
     }
 }
 
-// Panels (ceil(K / Group), width, Group) of `lines` of the n lines that there are, one after another; the last one is
-// as wide as lines are left, or padded with zeros to the full width. A line has `depth` elements in a panel: K, and
-// zeros. Writes up to beyond_panels elements beyond them.
+// Packs `lines` of the n lines that exist into panels (ceil(K / Group), width, Group), one after another; the last one
+// is as wide as lines are left, or padded with zeros to the full width. A line has `depth` elements in a panel: K, and
+// zeros. Writes up to beyond_panels elements beyond the panels.
 enum class LastPanel : uint8_t { narrow, padded };
 template <int64_t Group, class P, class T>
 void pack_panels(P* out, int64_t width, LastPanel last, int64_t depth, const Lines<T>& x, int64_t lines, int64_t n,
@@ -181,13 +180,13 @@ void pack_panels(P* out, int64_t width, LastPanel last, int64_t depth, const Lin
                               n - i, K);
     }
   }
-  // The rest of a step, of lines whose K does not fill it.
+  // Zeros for the rest of the last step, where K does not fill it.
   if (const int64_t filled = round_up(K, Group); filled < depth)
     for (int64_t i = 0; i < lines; i += width)
       std::fill(out + i * depth + filled * width_at(i), out + (i + width_at(i)) * depth, P{});
 }
 
-// Panels of A and of B, of `lines` of the n lines that there are.
+// Packs `lines` of the n lines that exist as panels of A, or of B.
 template <class How, class T>
 void pack_a(typename How::Packed* out, const Lines<T>& x, int64_t lines, int64_t n, int64_t K, int64_t depth) {
   pack_panels<How::group_a>(out, How::rows, How::pads_rows ? LastPanel::padded : LastPanel::narrow, depth, x, lines, n,

@@ -1,4 +1,4 @@
-// projection_norm.h: rmsnorm of whole query and key projections, of which other ranks may have some heads. Statistics
+// projection_norm.h: rmsnorm of whole query and key projections; other ranks may have some of their heads. Statistics
 // in fp32. Contracts: ops/ops_heads.h.
 #pragma once
 #include "ops/cpu/rmsnorm.h"

@@ -1,5 +1,5 @@
 // register_tile.h: the innermost loop of a product: a tile of C that stays in registers while the panels of A and B
-// that it needs are read once, in order (Goto & van de Geijn 2008; Van Zee & van de Geijn 2015). And the layout of
+// that it needs are read once, in order (Goto & van de Geijn 2008; Van Zee & van de Geijn 2015); and the layout of
 // those panels, which depends on how an instruction set multiplies.
 #pragma once
 #include <array>
@@ -45,7 +45,7 @@ void vector_tile(typename How::Sum* sums, const typename How::Packed* a, const t
     for (int v = 0; v < 2; ++v) std::memcpy(sums + (2 * r + v) * lanes, &sum[r][v], sizeof(Vector));
 }
 
-// By height.
+// Indexed by height.
 template <class How>
 inline constexpr auto vector_tiles = []<int... R>(std::integer_sequence<int, R...>) {
   return std::array<RegisterTile<How>, How::rows + 1>{nullptr, vector_tile<How, R + 1>...};
@@ -83,8 +83,8 @@ struct Multiply {
 };
 
 #if defined(CPU_BF16_PAIRS) || defined(CPU_STAND_INS)
-// bf16 in pairs, whose two products are added to an fp32, first that of the second element (AVX-512-BF16's vdpbf16ps).
-// Numbers that are not normal count as zeros.
+// bf16 in pairs: both products of a pair are added to an fp32, that of the second element first (AVX-512-BF16's
+// vdpbf16ps). Subnormal numbers count as zeros.
 struct MultiplyPairs {
   using Packed = bf16;
   using Sum = float;

@@ -14,7 +14,7 @@ inline constexpr int64_t router_block = 128;
 
 namespace detail {
 
-// What a router makes of the logits of a row.
+// A router's scores and probabilities for the logits of a row.
 template <class A>
 struct RouterRow {
   A scores[most_experts];
@@ -71,7 +71,7 @@ void router_forward(int32_t* choices, A* weights, const A* logits, const A* bias
   }
 }
 
-// counts: of the sequence of each segment, or nullptr without a balancing loss
+// counts: those of each segment's sequence, or nullptr without a balancing loss
 template <class A>
 void router_backward(A* dlogits, const A* dweights, const A* logits, const int32_t* choices, const int32_t* counts,
                      int64_t N, const Router& r, const RouterLosses& losses, const Segments& segments) {
@@ -83,17 +83,17 @@ void router_backward(A* dlogits, const A* dweights, const A* logits, const int32
     row.compute(logits + n * r.E, r);
     const int32_t* chosen = choices + n * r.k;
     const A* dw = dweights + n * r.k;
-    A d[most_experts];  // of the scores
+    A d[most_experts];  // gradient of the scores
     std::fill(d, d + r.E, A(0));
     if (counts != nullptr) {
       const int32_t* count = counts + segments.of(n) * r.E;
-      A mean = 0;  // of the probabilities' gradient: 0 for softmax scores, which sum to 1 anyway
+      A mean = 0;  // mean gradient of the probabilities: 0 for softmax scores, which sum to 1 anyway
       if (r.scores == RouterScores::sigmoid)
         for (int64_t e = 0; e < r.E; ++e) mean += per_count * static_cast<A>(count[e]) * row.probabilities[e];
       for (int64_t e = 0; e < r.E; ++e) d[e] = (per_count * static_cast<A>(count[e]) - mean) / row.sum;
     }
     const A divisor = row.divisor(chosen, r);
-    A shared = 0;  // what each weight's gradient takes from all, by their common divisor
+    A shared = 0;  // subtracted from each weight's gradient, as they share a divisor
     if (r.normalised)
       for (int64_t j = 0; j < r.k; ++j) shared += dw[j] * row.scores[chosen[j]] / divisor;
     for (int64_t j = 0; j < r.k; ++j) d[chosen[j]] += static_cast<A>(r.scaling) * (dw[j] - shared) / divisor;
@@ -174,8 +174,8 @@ inline void count_dropped(double* dropped, const int32_t* rows, int64_t choices)
   *dropped += static_cast<double>(choices - *rows);
 }
 
-// x (rows, columns) as the sum of three bf16 matrices, exactly: 24 bits are three times 8. Part p of row n is at
-// out + p * part + n * row.
+// x (rows, columns) as the exact sum of three bf16 matrices: 24 bits are three times 8. Part p of row n is
+// at out + p * part + n * row.
 inline void split_in_three(bf16* out, const float* x, int64_t rows, int64_t columns, int64_t row, int64_t part) {
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < rows; ++n)

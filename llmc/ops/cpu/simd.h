@@ -36,8 +36,8 @@ inline float exponential(float x) {
 }
 inline double exponential(double x) { return std::exp(x); }
 
-// The widest vector with hardware registers, as the set says (sets/): g++ 12 splits wider ones through memory, fifty
-// times slower.
+// The widest vector that the set (sets/) has registers for: g++ 12 splits wider ones through memory, fifty times
+// slower.
 #ifndef CPU_VECTOR_BYTES
 #define CPU_VECTOR_BYTES 16
 #endif

@@ -52,7 +52,7 @@ inline void combine_scalars(double* loss, double* square_sums, const double* gat
   for (int64_t u = 0; u < units; ++u)
     for (int64_t t = 0; t < tensor_ranks; ++t)
       for (int64_t s = 0; s < shards; ++s) {
-        double sum = 0;  // of one stage; the others have zeros
+        double sum = 0;  // one stage has the value, the others have zeros
         for (int64_t p = 0; p < stages; ++p) sum += gathered[p * of_stage + (s * tensor_ranks + t) * row + 1 + u];
         *square_sums++ = sum;
       }

@@ -5,7 +5,7 @@
 namespace llmc::cpu {
 inline namespace CPU_ISA {
 
-// rows: how many of the N rows are there, or nullptr: all
+// rows: how many of the N rows are valid; nullptr: all
 template <class T, class A = accumulator_t<T>>
 void swiglu_forward(T* out, const T* gate_up, int64_t N, int64_t F, const int32_t* rows = nullptr) {
   if (rows != nullptr) N = *rows;

@@ -24,8 +24,8 @@
 #include "ops/cpu/step.h"
 #include "ops/cpu/swiglu.h"
 
-// The ops by name: templates over the type that they compute in; over the type that they add up in; and those that have
-// no vectors to gain, which are compiled once.
+// The ops by name: templates over the type that they compute in; templates over the type that they sum in; and ops that
+// would not gain from vectors, which are compiled once.
 // clang-format off
 #define CPU_OPS_OF_TYPE(OP) \
   OP(adamw_update) OP(add_positions) OP(attention_finish) \
@@ -83,8 +83,8 @@ struct OpsOf<void> {
 #undef CPU_OP
 };
 
-// Products, and attention, which consists of them: some processors have instructions for them alone. C is in T, or in
-// the type of the sums.
+// Products, and attention, which is made of products: some processors have instructions for these alone. C is in T, or
+// in the type of the sums.
 template <class T>
 struct ProductsOf {
   using Sum = accumulator_t<T>;
@@ -98,8 +98,8 @@ struct ProductsOf {
   decltype(&cpu::register_peak<Multiply<Sum>>) register_peak;
 };
 
-// The tables of each set; constants, so that nothing of a set runs where it is not used. fp64 is for finite differences
-// and other references: every processor computes it alike.
+// The tables of each set; constants, so that no code of an unused set runs. fp64 is for finite differences and other
+// references: every processor computes it alike.
 extern const OpsOf<double> portable_fp64;
 extern const OpsOf<float> portable_fp32, avx2_fp32, avx512_fp32;
 extern const OpsOf<bf16> portable_bf16, avx2_bf16, avx512_bf16;
@@ -110,11 +110,11 @@ extern const ProductsOf<bf16> portable_bf16_products, avx2_bf16_products, avx512
 
 namespace detail {
 
-// By set: any processor's, AVX2's, AVX-512's.
+// The table of a set: any processor's, AVX2's or AVX-512's.
 template <class Table>
 const Table& of_vectors([[maybe_unused]] Isa isa, const Table& portable, [[maybe_unused]] const Table& avx2,
                         [[maybe_unused]] const Table& avx512) {
-#ifdef CPU_ISA_SETS  // else this program has those of any processor alone
+#ifdef CPU_ISA_SETS  // else this program has only those for any processor
   if (isa == Isa::avx2) return avx2;
   if (isa >= Isa::avx512 && isa <= Isa::amx) return avx512;
 #endif
@@ -153,8 +153,8 @@ const ProductsOf<T>& products_of([[maybe_unused]] Isa isa) {
 }
 #undef CPU_SETS
 
-// Instructions that multiply bf16 must have the bits of their stand-ins: processors, emulators of them and operating
-// systems that lose registers differ in what they do. A product of all their parts is compared.
+// Checks that instructions that multiply bf16 give the bits of their stand-ins: processors, emulators of them, and
+// operating systems that lose registers may differ. Compares a product that uses all their parts.
 inline void require_known_bits(Isa isa) {
   if (isa != Isa::avx512_bf16 && isa != Isa::amx) return;
   constexpr int64_t M = 37, N = 45, K = 70;
@@ -175,7 +175,7 @@ inline void require_known_bits(Isa isa) {
         name_of(isa), name_of(isa == Isa::amx ? Isa::avx512_bf16 : Isa::avx512));
 }
 
-// Of the set in use.
+// The ops of the set in use.
 template <class T>
 const OpsOf<T>& ops() {
   if constexpr (std::is_void_v<T>) {

@@ -52,8 +52,8 @@ __global__ void adamw_kernel(W* __restrict__ weight, float* __restrict__ master,
 
 namespace detail {
 
-// Are elements 0 to 3, 4 to 7 and so on each a block of random numbers, which has elements 4 k to 4 k + 3 of the
-// parameter?
+// Does each pack of four elements (0 to 3, 4 to 7, ...) match a block of random numbers, which belongs to elements
+// 4 k to 4 k + 3 of the parameter?
 inline bool are_blocks(const Elements& e) {
   return e.index(0) % 4 == 0 &&
          (e.columns == e.stride || (e.begin % 4 == 0 && e.columns % 4 == 0 && e.stride % 4 == 0));
@@ -74,8 +74,8 @@ void adamw_update(W* weight, float* master, float* moment1, float* moment2, cons
 
 }  // namespace detail
 
-// weight, master, moment1, moment2 (n) change in place, unless control (3) forbids it. master: nullptr where the
-// weights are fp32 and their own master copy.
+// weight, master, moment1, moment2 (n) change in place, unless control (4) forbids the update. master: nullptr where
+// the weights are fp32 and their own master copy.
 template <class W>
 void adamw_update(W* weight, float* master, float* moment1, float* moment2, const float* gradient,
                   const double* control, int64_t n, const AdamWOptions& options, cudaStream_t stream) {

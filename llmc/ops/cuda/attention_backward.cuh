@@ -19,7 +19,7 @@ struct alignas(8) RowTerms {
 
 namespace detail {
 
-// Rows in the terms of a head: whole tiles of every kernel. Those past the block's are {infinity, 0}: P and dS are 0.
+// Rows of terms per head: whole tiles of every kernel. Those past the block's are {infinity, 0}, so P and dS are 0.
 __host__ __device__ constexpr int64_t terms_rows(int64_t rows) { return (rows + 127) / 128 * 128; }
 
 }  // namespace detail
@@ -46,7 +46,7 @@ __global__ void attention_row_terms_kernel(RowTerms* __restrict__ terms, const T
         t < s.queries.rows ? lse[(b * s.Hq + h) * s.queries.length + s.queries.first + t] * log2_e : INFINITY, delta};
 }
 
-// dK and dV. Grid (B Hkv, blocks of keys), first keys first: the most rows see them.
+// dK and dV. Grid (B Hkv, blocks of keys), first keys first, which the most rows see.
 template <class T, class Block, int DP, Copy copy>
 __global__ void __launch_bounds__(Block::threads, attention_blocks)
     attention_backward_keys_kernel(Heads<T> dkeys, Heads<T> dvalues, Heads<float> dkey_sums, Heads<float> dvalue_sums,
@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(Block::threads, attention_blocks)
   store_or_add_rows<copy>(dvalues, dvalue_sums, b, kv, first, dv);
 }
 
-// dQ. Grid (B Hq, blocks of rows). Rows are counted like the keys in all but `douts` and `queries`. keys_values: Hkv
-// heads of keys, then those of values: with a stride and a base of their own, registers would be spilled.
+// dQ. Grid (B Hq, blocks of rows). Rows are counted like the keys, except in `douts` and `queries`. keys_values: Hkv
+// heads of keys, then Hkv of values: two arguments, each with a stride and a base, would spill registers.
 template <class T, class Block, int DP, Copy copy>
 __global__ void __launch_bounds__(Block::threads, attention_blocks)
     attention_backward_queries_kernel(Heads<T> dqueries, Heads<float> dquery_sums, Heads<const T> douts,
@@ -174,7 +174,7 @@ template <>
 struct BackwardQueriesBlock<bf16, 64> : BlockSize<2, 4, 64, 64, bf16> {};
 template <>
 struct BackwardQueriesBlock<bf16, 128> : BlockSize<2, 4, 32, 128, bf16> {};
-// With the terms of two tiles of rows.
+// Including the terms of two tiles of rows.
 template <class Block>
 inline constexpr int64_t backward_keys_shared_bytes = Block::shared_bytes(2) +
                                                       2 * Block::tile_rows* static_cast<int64_t>(sizeof(RowTerms));

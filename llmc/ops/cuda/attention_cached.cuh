@@ -1,5 +1,5 @@
-// attention_cached.cuh: attention of a few rows, as against a cache of keys and values when text is generated. One
-// block per part of the keys, so that a single row fills a GPU; a second kernel combines the parts in order. Contracts:
+// attention_cached.cuh: attention of a few rows, as in text generation with a cache of keys and values. One block per
+// part of the keys, so that a single row fills a GPU; a second kernel combines the parts in order. Contracts:
 // ops/ops_attention.h.
 #pragma once
 #include "ops/cuda/attention_tiles.cuh"
@@ -32,7 +32,7 @@ __global__ void attention_cached_kernel(float* __restrict__ partials, AttentionI
   const float scale = log2_e / sqrtf(static_cast<float>(D));
   SHARED(float, p, part);
 
-  float score = -INFINITY;  // of this thread's key
+  float score = -INFINITY;  // for this thread's key
   if (thread < keys) {
     score = 0;
     for (int d = 0; d < D; d += pack) {
@@ -99,7 +99,7 @@ __global__ void cache_append_kernel(T* __restrict__ cache_rows, const T* __restr
 
 namespace detail {
 
-// Too few rows to fill a GPU, unless many blocks share the keys of each?
+// Are there too few rows to fill a GPU unless many blocks share the keys of each?
 inline bool few_rows(const AttentionBlock& s) { return s.B == 1 && s.queries.rows <= 16 && s.offset >= 0; }
 
 inline int64_t cached_parts(const AttentionBlock& s) {

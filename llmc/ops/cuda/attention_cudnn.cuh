@@ -3,7 +3,7 @@
 #pragma once
 #ifdef TRAIN_GPT_CUDNN
 #include <cstring>  // cudnn_frontend.h uses std::strlen and does not include it
-// No writing of graphs to files: cudnn-frontend bundles its own, different version of our JSON library for that.
+// Graphs are not written to files: for that, cudnn-frontend bundles its own, different version of our JSON library.
 #define CUDNN_FRONTEND_SKIP_JSON_LIB
 #include <cudnn_frontend.h>
 static_assert(CUDNN_MAJOR == 9 && CUDNN_FRONTEND_VERSION >= 11300, "use cuDNN 9 and cudnn-frontend 1.13 or later");
@@ -33,7 +33,7 @@ inline constexpr int64_t cudnn_workspace_alignment = 256;
 
 namespace detail {
 
-// Ids of a graph's tensors, by which it receives their addresses.
+// Ids under which a graph's tensors receive their addresses.
 struct CudnnTensor {
   enum Number : int64_t { q = 1, k, v, out, lse, dout, dq, dk, dv };
 };

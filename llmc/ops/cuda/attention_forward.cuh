@@ -67,7 +67,7 @@ __device__ void store_outputs(const KernelOutputs<T>& to, const KernelBlock& s, 
   store_rows<copy>(to.out.of(at.b, at.h), first, outs);
 }
 
-// Adds the block to the running sums, each weighted by the exponential of its largest score minus that of both.
+// Adds the block to the running sums, each weighted by the exponential of its largest score minus the larger of both.
 template <int M, int ND, class T>
 __device__ void merge_outputs(const KernelOutputs<T>& to, const KernelBlock& s, const BlockOfQueries& at, int first,
                               const OnlineSoftmax<M>& softmax, Accumulators<M, ND>& outs, float scale) {
@@ -80,8 +80,8 @@ __device__ void merge_outputs(const KernelOutputs<T>& to, const KernelBlock& s, 
       const int row = first + 16 * m + fragment_row(2 * half);
       float weight = 0;
       kept[m][half] = 1;
-      // Rows that see no key have a total of 0; that of NaNs is NaN. The first lane of a quad reads and writes the
-      // row's statistics for all four.
+      // Rows that see no key have a total of 0; rows with NaNs a total of NaN. The first lane of a quad reads and
+      // writes the row's statistics for all four.
       if (total != 0 && row < s.offset + s.rows && fragment_column(0) == 0) {
         float &before = s.statistic(to.largest, at.b, at.h)[row], &sum = s.statistic(to.total, at.b, at.h)[row];
         const float added = softmax.largest[m][half] * scale * ln_2, largest = fmaxf(before, added);

@@ -1,4 +1,4 @@
-// attention_keys.cuh: which keys of a block its rows see: masks, and the tiles that no row sees and that are skipped.
+// attention_keys.cuh: which keys of a block its rows see: masks, and tiles that are skipped because no row sees them.
 #pragma once
 #include <climits>
 
@@ -20,8 +20,8 @@ struct SeenKeys {
   __device__ int first(int row) const { return positions == nullptr || row >= rows ? 0 : row - positions[row]; }
 };
 
-// The keys that rows [begin, end) see, possibly none: `smallest` and `largest` are the extremes of their first keys,
-// `end` is past the last one.
+// The keys that rows [begin_row, end_row) see, possibly none: `begin` is the first row, `smallest` and `largest` are
+// the extremes of the rows' first keys, `end` is past the last key.
 struct RowRange {
   int begin, end, smallest = 0, largest = 0;
 
@@ -60,7 +60,7 @@ __device__ void for_unseen(Accumulators<M, N>& scores, int m, int half, const Se
     }
 }
 
-// The same, with the causal mask and that of documents apart: the forward's registers then suffice.
+// The same with the causal mask and the mask of documents apart, for which the forward's registers suffice.
 template <int M, int N, class F>
 __device__ void for_unseen_apart(Accumulators<M, N>& scores, int m, int half, const SeenKeys& seen, int first, int key,
                                  F f) {

@@ -1,5 +1,5 @@
-// attention_occupancy.cuh: do as many blocks of attention's kernels share a multiprocessor of this GPU as they were
-// written for? Their registers are limited by launch bounds, and most of them need more shared memory than a kernel has
+// attention_occupancy.cuh: checks that as many blocks of attention's kernels share a multiprocessor of this GPU as they
+// were written for. Launch bounds limit their registers, and most of them need more shared memory than a kernel has
 // without asking for it.
 #pragma once
 #include <algorithm>
@@ -18,7 +18,7 @@ struct KernelSize {
   int64_t shared_bytes;  // dynamic
 };
 
-// Those for heads of D channels.
+// The kernels for heads of D channels.
 template <class T>
 std::vector<KernelSize> attention_kernels(int64_t D) {
   std::vector<KernelSize> all;
@@ -53,8 +53,8 @@ inline int blocks_of(const KernelSize& k) {
   return blocks;
 }
 
-// A notice for each kernel of which fewer blocks share a multiprocessor than it was written for, with as much shared
-// memory as there is: it is slower than it could be.
+// A notice for each kernel with fewer blocks on a multiprocessor than it was written for, although there is shared
+// memory for more: it is slower than it could be.
 template <class T>
 std::vector<std::string> attention_occupancy_notices(int64_t D) {
   const int64_t shared = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),

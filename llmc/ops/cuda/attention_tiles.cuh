@@ -29,7 +29,7 @@ struct Head {
 // The block's rows of all heads and sequences. Made by the host: kernels have no registers to spare.
 template <class T>
 struct Heads {
-  T* data = nullptr;  // of row 0; the block's first row is row `offset`
+  T* data = nullptr;  // row 0's; the block's first row is row `offset`
   int64_t stride = 0, sequence_stride = 0;
   int rows = 0, D = 0;  // rows: one past the last
 
@@ -56,13 +56,13 @@ struct KernelBlock {
         offset(static_cast<int>(s.offset)),
         length(s.queries.length),
         scale(1.0f / sqrtf(static_cast<float>(s.D))) {}
-  // Of a head in an array (B, Hq, length).
+  // The part for one head of an array (B, Hq, length).
   template <class T>
   __device__ T* statistic(T* array, int64_t b, int64_t h) const {
     return array + (b * Hq + h) * length;
   }
 };
-// Of something per row of queries: that of row 0, counted like the keys, where the block's first row is row s.offset.
+// The element of row 0 in an array per query row, counted like the keys: the block's first row is row s.offset.
 template <class T>
 T* from_row_0(T* array, const AttentionBlock& s) {
   return array == nullptr ? nullptr : array + (s.queries.first - s.offset);
@@ -131,8 +131,8 @@ __device__ void store_rows(const Head<T>& to, int first, const Accumulators<M, N
     }
 }
 
-// Rows of `to` from `first` on = f(m, half, what they are, sums), for element 2 half or 2 half + 1 of sums[m]; skips
-// rows and columns past the head's.
+// Rows of `to` from `first` on = f(m, half, old value, sum), for elements 2 half and 2 half + 1 of sums[m]; skips rows
+// and columns past the head's.
 template <int M, int N, class F>
 __device__ void update_rows(const Head<float>& to, int first, const Accumulators<M, N>& sums, F f) {
 #pragma unroll
@@ -203,8 +203,8 @@ __device__ void double_buffered(int begin, int end, Load load, Use use) {
   if (begin < end) load(begin);
   cp_async_commit();
   for (int i = begin; i < end; ++i) {
-    cp_async_wait<0>();  // this thread's copies of i are there
-    __syncthreads();     // everyone's are; and nobody reads the other buffer any more
+    cp_async_wait<0>();  // this thread's copies of i have arrived
+    __syncthreads();     // so have everyone's; and nobody reads the other buffer any more
     if (i + 1 < end) load(i + 1);
     cp_async_commit();
     use(i);

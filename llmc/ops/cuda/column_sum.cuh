@@ -24,7 +24,7 @@ __global__ void add_partials_kernel(float* __restrict__ first, float* __restrict
   if (column < width)
     for (int64_t part = threadIdx.y; part < parts; part += rows) sum += partials[part * width + column];
   sums[threadIdx.y * warp_size + threadIdx.x] = sum;
-  __syncthreads();  // all rows of sums are there
+  __syncthreads();  // all rows of sums are written
   if (threadIdx.y != 0 || column >= width) return;
   float total = 0;
   for (int row = 0; row < rows; ++row) total += sums[row * warp_size + threadIdx.x];
@@ -39,7 +39,7 @@ inline void add_partials(float* first, float* second, const float* partials, int
   launch(add_partials_kernel<rows>, static_cast<unsigned>(ceil_div(width, warp_size)), dim3(warp_size, rows), 0, stream,
          first, second, partials, parts, C, width);
 }
-// The same with as many columns each; without a second one, partials (parts, C).
+// The same with C columns in each; without a second one, partials (parts, C).
 inline void add_partials(float* first, float* second, const float* partials, int64_t parts, int64_t C,
                          cudaStream_t stream) {
   add_partials(first, second, partials, parts, C, second == nullptr ? C : 2 * C, stream);
@@ -62,7 +62,7 @@ __global__ void column_sum_kernel(float* __restrict__ partials, const T* __restr
     }
   }
   for (int i = 0; i < pack; ++i) sums[(threadIdx.y * pack + i) * warp_size + threadIdx.x] = sum[i];
-  __syncthreads();  // all rows of sums are there
+  __syncthreads();  // all rows of sums are written
   if (threadIdx.y != 0 || column >= C) return;
   for (int row = 1; row < rows; ++row)
     for (int i = 0; i < pack; ++i) sum[i] += sums[(row * pack + i) * warp_size + threadIdx.x];

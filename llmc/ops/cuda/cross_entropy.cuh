@@ -1,7 +1,7 @@
 // cross_entropy.cuh: softmax, cross-entropy and its gradient in one kernel, in place on the logits. One block per row,
 // which it keeps in shared memory, so that the row is read and written once; a row that does not fit is read a second
-// time, from L2 if still there. Where ranks have parts of the vocabulary there are two kernels, and the ranks exchange
-// three numbers a row in between. Contracts: ops/ops.h.
+// time, from L2 if still there. For a vocabulary in parts on several ranks there are two kernels, between which the
+// ranks exchange three numbers per row. Contracts: ops/ops.h.
 #pragma once
 #include <limits>
 
@@ -33,7 +33,7 @@ struct SoftmaxSum {
     sum *= exponential<T>(before - largest);
     for (int i = 0; i < Pack::size; ++i) sum += exponential<T>(logit(xs, v, i, V) - largest);
   }
-  // Of all threads of the block.
+  // Combines all threads of the block.
   __device__ void reduce() {
     const float maximum = block_max(largest);
     sum = block_sum(sum * exponential<T>(largest - maximum));
@@ -41,7 +41,7 @@ struct SoftmaxSum {
   }
 };
 
-// The gradients of a pack of logits, which has column `target` or not: scale (softmax - 1 at the target), 0 in the
+// The gradients of a pack of logits, which may include column `target`: scale (softmax - 1 at the target), 0 in the
 // padding. factor: scale / sum
 template <class T, class Pack>
 __device__ Pack softmax_gradient(const Pack& xs, int64_t v, int64_t V, float largest, float factor, int64_t target,
@@ -163,7 +163,7 @@ __global__ void cross_entropy_merge_kernel(float* __restrict__ losses, T* __rest
   for (int64_t p = 0; p < P; ++p) largest = fmaxf(largest, of_row[p * next_part]);
   for (int64_t p = 0; p < P; ++p) {
     const float* of_part = of_row + p * next_part;
-    sum += of_part[1] * expf(of_part[0] - largest);  // 0 of an empty part, whose largest is -infinity
+    sum += of_part[1] * expf(of_part[0] - largest);  // 0 for an empty part, whose largest is -infinity
     target_logit += of_part[2];
   }
   if (threadIdx.x == 0) losses[blockIdx.x] = logf(sum) + largest - target_logit;
@@ -179,7 +179,7 @@ __global__ void cross_entropy_merge_kernel(float* __restrict__ losses, T* __rest
   }
 }
 
-// stats (N, 3) = ; targets (N): -1 and what is outside of `part` has a logit of 0
+// stats (N, 3) = ; targets (N): for -1 and for tokens outside `part` the target's logit is 0
 template <class T>
 void cross_entropy_stats(float* stats, const T* logits, const int32_t* targets, int64_t N, int64_t V_padded,
                          const Vocabulary& part, cudaStream_t stream) {

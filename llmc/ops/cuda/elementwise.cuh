@@ -185,10 +185,10 @@ __global__ void copy_box_kernel(Out* out, BoxStrides to, const X* x, BoxStrides 
     else outs.set(e, xs[e]);
   }
   const int64_t first = to.begin + i * to.outer + j * to.inner + k;
-  outs.store(out + first / pack * pack);  // a multiple, as nvcc must see to store the pack at once
+  outs.store(out + first / pack * pack);  // a multiple: nvcc must see one to store the pack at once
 }
 
-// A box of out = a box of x, rounded to nearest even; the same dtype is copied to the bit, NaN too
+// A box of out = a box of x, rounded to nearest even; with equal dtypes the bits are copied, NaN too
 template <class Out, class X>
 void copy_box(Out* out, const BoxStrides& to, const X* x, const BoxStrides& from, const BoxSizes& sizes,
               cudaStream_t stream) {

@@ -130,8 +130,8 @@ __global__ void add_sorted_rows_kernel(float* __restrict__ dtable, float* __rest
   sum.store(to);
 }
 
-// dtable[id] += the carried sums of an id, in segment order. Grid as above; the block of the first segment that carries
-// an id does it.
+// dtable[id] += the carried sums of an id, in segment order. Grid as above; only the block of the first segment that
+// carries an id adds them.
 template <int pack>
 __global__ void add_carried_kernel(float* __restrict__ dtable, const float* __restrict__ carried,
                                    const int32_t* __restrict__ ids, int64_t segments, int64_t C, int64_t V) {
@@ -199,7 +199,7 @@ inline int64_t embedding_backward_scratch(int64_t N, int64_t C) {
   return round_up(sort_rows_scratch(N), 4) + ceil_div(N, detail::embedding_segment) * C;
 }
 
-// dtable (V, C) += the rows of dout (N, C) that ids (N) select; with a part, which has V tokens then, ids outside of it
+// dtable (V, C) += the rows of dout (N, C) that ids (N) select; with a part, V is its size, and ids outside of it
 // select none. The rows of an id are added in order, in sums of 32 rows that are then added: the order depends on the
 // ids alone.
 template <class T>

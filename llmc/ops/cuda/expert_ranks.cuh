@@ -12,7 +12,7 @@ __global__ void expert_counts_kernel(int32_t* __restrict__ counts, const int32_t
   if (e < E) counts[e] = offsets[e + 1] - offsets[e];
 }
 
-// A run: the rows of a rank for an expert. by_rank (P, E), by_expert (E, P) = the rows of each run.
+// A run: the rows from one rank for one expert. by_rank (P, E), by_expert (E, P) = the number of rows of each run.
 template <int threads>
 __global__ void order_runs_kernel(int32_t* __restrict__ by_rank, int32_t* __restrict__ by_expert,
                                   const int32_t* __restrict__ counts, int64_t P, int64_t E) {
@@ -22,8 +22,8 @@ __global__ void order_runs_kernel(int32_t* __restrict__ by_rank, int32_t* __rest
   by_expert[i % E * P + i / E] = counts[i];
 }
 
-// Now by_rank and by_expert are how many rows come before each run. A thread per row of the arrivals, and per offset:
-// it looks for the last run that begins at its row or before. stride: 0 for rows without gaps.
+// Now by_rank and by_expert are the number of rows before each run. One thread per row of the arrivals, and per offset:
+// it finds the last run that begins at its row or before. stride: 0 for rows without gaps.
 template <int threads>
 __global__ void arrival_plan_kernel(int32_t* __restrict__ places, int32_t* __restrict__ offsets,
                                     const int32_t* __restrict__ by_rank, const int32_t* __restrict__ by_expert,

@@ -16,14 +16,14 @@ __global__ void segment_ids_kernel(int32_t* __restrict__ ids, const int32_t* __r
   if (i < n) ids[i] = static_cast<int32_t>(segments.of(i / k) * E + choices[i]);
 }
 
-// begins (V) = where each id begins among the sorted ids; those that do not occur are not written.
+// begins (V) = where each id begins among the sorted ids; ids that do not occur are not written.
 template <int threads>
 __global__ void runs_kernel(int32_t* __restrict__ begins, const int32_t* __restrict__ ids, int64_t n) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
   if (i < n && (i == 0 || ids[i - 1] != ids[i])) begins[ids[i]] = static_cast<int32_t>(i);
 }
 
-// experts (N k) = that of each choice, or E if it is beyond the capacity of its segment. sorted: by segment and expert.
+// experts (N k) = the expert of each choice; E if beyond its segment's capacity. sorted: by segment and expert.
 template <int threads>
 __global__ void keep_kernel(int32_t* __restrict__ experts, detail::RowIds sorted, const int32_t* __restrict__ begins,
                             const int32_t* __restrict__ starts, int64_t n, int64_t E, int64_t capacity) {
@@ -34,8 +34,8 @@ __global__ void keep_kernel(int32_t* __restrict__ experts, detail::RowIds sorted
   experts[sorted.rows[i]] = static_cast<int32_t>(before < capacity ? id % E : E);
 }
 
-// places and offsets from the choices sorted by expert, of which those with expert E are dropped. One thread more than
-// there are choices: it writes the offsets of the experts after the last choice.
+// places and offsets from the choices sorted by expert; those with expert E are dropped. There is one more thread than
+// choices: it writes the offsets of the experts after the last choice.
 template <int threads>
 __global__ void plan_kernel(int32_t* __restrict__ places, int32_t* __restrict__ offsets, detail::RowIds sorted,
                             int64_t n, int32_t E) {
@@ -47,7 +47,7 @@ __global__ void plan_kernel(int32_t* __restrict__ places, int32_t* __restrict__ 
   places[sorted.rows[i]] = expert < E ? static_cast<int32_t>(i) : -1;
 }
 
-// Moves the places of each block of experts to the rows of that block. of_block: its experts
+// Moves the places of each block of experts to the rows of that block. of_block: experts per block
 template <int threads>
 __global__ void blocks_kernel(int32_t* __restrict__ places, const int32_t* __restrict__ choices,
                               const int32_t* __restrict__ offsets, int64_t n, int64_t of_block, int64_t stride) {
@@ -57,7 +57,7 @@ __global__ void blocks_kernel(int32_t* __restrict__ places, const int32_t* __res
   places[i] += static_cast<int32_t>(block * stride - offsets[block * of_block]);
 }
 
-// Integers of dispatch_plan's scratch, S segments.
+// Integers of dispatch_plan's scratch, for S segments.
 inline int64_t dispatch_plan_scratch(int64_t N, int64_t E, int64_t k, int64_t S) {
   return sort_rows_scratch(N * k) + N * k + S * E;
 }

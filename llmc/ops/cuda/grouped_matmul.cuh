@@ -1,6 +1,6 @@
-// grouped_matmul.cuh: the products of each expert's rows with its weights. A block computes a tile of the output; which
-// expert's it is, it finds from the offsets in device memory, so the grid has room for every way to spread the rows.
-// bf16 by tensor cores, fp32 by FMAs; each element is summed in the order of k. Contracts: ops/ops_experts.h.
+// grouped_matmul.cuh: the products of each expert's rows with its weights. A block computes a tile of the output, and
+// finds its expert from the offsets in device memory, so the grid has room for every way to spread the rows. bf16 by
+// tensor cores, fp32 by FMAs; each element is summed in the order of k. Contracts: ops/ops_experts.h.
 #pragma once
 #include "ops/cuda/attention_tiles.cuh"
 
@@ -13,7 +13,7 @@ template <class T>
 struct GroupedTile {
   static constexpr int rows = 128, columns = 128, warps = 8, threads = warps * warp_size;
   static constexpr int depth = 128 / sizeof(T);                // eight chunks, so that Tile covers all banks
-  static constexpr int M = 2, N = 8;                           // of a warp's Accumulators
+  static constexpr int M = 2, N = 8;                           // a warp's Accumulators
   static constexpr int64_t buffer = (rows + columns) * depth;  // elements: a tile of A and one of B
   static constexpr int64_t shared_bytes = 2 * buffer * static_cast<int64_t>(sizeof(T));
 };
@@ -52,7 +52,7 @@ __device__ ExpertRows row_tile(const int32_t* offsets, int64_t E, int64_t t) {
   return {};
 }
 
-// Where a tile of A or B has element (i, k), i a row of C for A and a column for B.
+// Element (i, k) of a tile of A or B; i is a row of C for A, and a column for B.
 template <Transpose k_first, class T, int width>
 __device__ float element(const Tile<T, width>& tile, int i, int k) {
   const int row = k_first == Transpose::yes ? k : i, column = k_first == Transpose::yes ? i : k;
@@ -60,7 +60,7 @@ __device__ float element(const Tile<T, width>& tile, int i, int k) {
 }
 
 // sums += rows [row, row + 16 M) of op(A) times columns [column, column + 8 N) of op(B), for tiles in shared memory.
-// a_first, b_first: has the tile a row for each k? Else it has one for each row of op(A) or column of op(B).
+// a_first, b_first: does the tile have a row for each k? Otherwise, one for each row of op(A) or column of op(B).
 template <Transpose a_first, Transpose b_first, int M, int N, int A, int B>
 __device__ void multiply_tiles(Accumulators<M, N>& sums, const Tile<bf16, A>& a, int row, const Tile<bf16, B>& b,
                                int column) {

@@ -46,8 +46,8 @@ inline int64_t device_attribute(cudaDeviceAttr attribute) {
 // The largest shared memory per block on the current device, in bytes.
 inline int64_t device_shared_bytes() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
-// Lets a kernel have so much dynamic shared memory. Static arrays count too. All launches use one limit: ranks in other
-// threads may set it at the same time.
+// Lets a kernel have this much dynamic shared memory. Static arrays count too. All launches use one limit: ranks in
+// other threads may set it at the same time.
 inline cudaError_t allow_shared_bytes(const void* kernel, int64_t shared_bytes) {
   if (shared_bytes <= default_shared_bytes - most_static_shared_bytes) return cudaSuccess;
   const int64_t limit = std::max(shared_bytes, device_shared_bytes() - most_static_shared_bytes);

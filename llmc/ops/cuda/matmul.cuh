@@ -59,7 +59,7 @@ inline std::string to_string(const MatmulShape& s) {
                    s.alignment);
 }
 
-// As the arena aligns.
+// The arena's alignment.
 inline constexpr int64_t matmul_workspace_alignment = 256;
 
 namespace detail {
@@ -240,7 +240,7 @@ class Matmul {
 
 struct MatmulTiming {
   int candidates;
-  float first_ms, best_ms;  // of the heuristic's first choice and of the chosen one
+  float first_ms, best_ms;  // the heuristic's first choice, and the chosen algorithm
 };
 
 // The library handle, and the algorithm chosen for each shape. For the current device and one host thread at a time.

@@ -1,6 +1,6 @@
-// projection_norm.cuh: rmsnorm of whole query and key projections, of which other ranks may have some heads. The sums
-// of a row are there before its channels are needed, so that no thread waits for another: each takes a pack of
-// channels. Statistics in fp32. Contracts: ops/ops_heads.h.
+// projection_norm.cuh: rmsnorm of whole query and key projections; other ranks may have some of their heads. A row's
+// sums are computed before its channels are needed, so that no thread waits for another: each takes a pack of channels.
+// Statistics in fp32. Contracts: ops/ops_heads.h.
 #pragma once
 #include "ops/cuda/column_sum.cuh"
 #include "ops/cuda/reduce.cuh"
@@ -85,7 +85,7 @@ __global__ void projection_norm_backward_kernel(T* __restrict__ dqkv, float* __r
 
 namespace detail {
 
-// Calls run.operator()<pack>(): heads begin at whole packs, if D has them.
+// Calls run.operator()<pack>(), with full packs if heads consist of them and the arrays are aligned.
 template <class T, class Run, class... Arrays>
 void choose_projection_kernel(Run run, int64_t D, const Arrays*... arrays) {
   if (rows_fit_packs(D, full_pack<T>, arrays...)) run.template operator()<full_pack<T>>();

@@ -97,7 +97,7 @@ __global__ void qk_norm_backward_kernel(T* __restrict__ dqkv, float* __restrict_
   const unsigned head_count = static_cast<unsigned>(queries ? s.Hq : s.Hkv);
   const unsigned groups = blockDim.x / lanes, group = threadIdx.x / lanes;
   const T* weight = queries ? q_weight : k_weight;
-  float a_sums[Lane::packs][pack] = {}, b_sums[Lane::packs][pack] = {};  // of dweight
+  float a_sums[Lane::packs][pack] = {}, b_sums[Lane::packs][pack] = {};  // partial sums of dweight
 
   const int64_t N = s.B * s.T, first_row = row_part_begin(N, blockIdx.x, gridDim.x);
   const unsigned rows = static_cast<unsigned>(row_part_begin(N, blockIdx.x + 1, gridDim.x) - first_row);
@@ -142,7 +142,7 @@ __global__ void qk_norm_backward_kernel(T* __restrict__ dqkv, float* __restrict_
       dweights[group * s.D + lane.half + i + e] = b_sums[j][e];
     }
   });
-  __syncthreads();  // the sums of all groups are there
+  __syncthreads();  // the sums of all groups are written
   for (int64_t c = threadIdx.x; c < s.D; c += blockDim.x) {
     float sum = 0;
     for (unsigned g = 0; g < groups; ++g) sum += dweights[g * s.D + c];

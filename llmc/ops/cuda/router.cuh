@@ -18,7 +18,7 @@ __device__ void for_experts_of_lane(int E, F f) {
   for (int e = static_cast<int>(threadIdx.x) % warp_size; e < E; e += warp_size) f(e);
 }
 
-// What a router makes of the logits of a row; the warp computes it together.
+// A router's results for the logits of a row; the lanes of the warp compute them together.
 struct RouterRow {
   float* scores;  // (E), in shared memory
   float sum;      // of the scores: probabilities are scores / sum
@@ -37,7 +37,7 @@ struct RouterRow {
       else all += scores[e] = 1.0f / (1.0f + expf(-logits[e]));
     });
     sum = r.scores == RouterScores::softmax ? 1.0f : warp_sum(all);
-    __syncwarp();  // all lanes' scores are there
+    __syncwarp();  // all lanes' scores are written
   }
 
   __device__ float divisor(const int32_t* choices, const Router& r) const {
@@ -48,7 +48,7 @@ struct RouterRow {
   }
 };
 
-// An expert and what it is chosen by. The larger key wins; of equal ones the lower expert.
+// An expert and the key that it is chosen by. The larger key wins; ties go to the lower expert.
 struct Candidate {
   float key;
   int expert;
@@ -224,12 +224,12 @@ __global__ void router_losses_kernel(double* __restrict__ totals, const int32_t*
   totals[2] += entropy;
 }
 
-template <int>  // without, each object file would have this kernel
+template <int>  // a template, or each object file would have this kernel
 __global__ void count_dropped_kernel(double* __restrict__ dropped, const int32_t* __restrict__ rows, int64_t choices) {
   *dropped += static_cast<double>(choices - *rows);
 }
 
-// x as the sum of three bf16 matrices; see the CPU's.
+// x as the sum of three bf16 matrices; see cpu/router.h.
 template <int threads>
 __global__ void split_in_three_kernel(bf16* __restrict__ out, const float* __restrict__ x, int64_t n, int64_t columns,
                                       int64_t row, int64_t part) {

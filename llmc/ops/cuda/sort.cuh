@@ -61,7 +61,7 @@ __global__ void sums_before_kernel(int32_t* counts, int64_t n) {
   constexpr int warps = threads / warp_size;
   SHARED(int32_t, of_warp, warps);
   if (lane == warp_size - 1) of_warp[warp] = up_to_mine;
-  __syncthreads();  // the sums of all warps are there
+  __syncthreads();  // the sums of all warps are written
   int32_t before = up_to_mine - sum;
   for (int w = 0; w < warp; ++w) before += of_warp[w];
   for (int64_t i = begin; i < end; ++i) {
@@ -83,7 +83,7 @@ __global__ void place_rows_kernel(int32_t* __restrict__ sorted_ids, int32_t* __r
   const int digits = 1 << digit_bits;
   int32_t* place = shared + tile.warp * detail::max_digits;
   for (int digit = tile.lane; digit < digits; digit += warp_size) place[digit] = places[digit * tiles + tile.index];
-  __syncwarp();  // all places are there
+  __syncwarp();  // all places are written
   for (int64_t begin = tile.begin; begin < tile.end; begin += warp_size) {
     const int64_t i = begin + tile.lane;
     const bool valid = i < tile.end;

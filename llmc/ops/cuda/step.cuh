@@ -116,7 +116,7 @@ __global__ void combine_scalars_kernel(Double* __restrict__ loss, Double* __rest
   if (threadIdx.x == 0) *loss = total;
   for (int64_t i = threadIdx.x; i < units * tensor_ranks * shards; i += warp_size) {
     const int64_t shard = i % shards, tensor_rank = i / shards % tensor_ranks, unit = i / shards / tensor_ranks;
-    Double sum = 0;  // of one stage; the others have zeros
+    Double sum = 0;  // one stage has the value, the others have zeros
     for (int64_t p = 0; p < stages; ++p)
       sum += gathered[p * of_stage + (shard * tensor_ranks + tensor_rank) * row + 1 + unit];
     square_sums[i] = sum;

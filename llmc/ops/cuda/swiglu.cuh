@@ -5,7 +5,7 @@
 
 namespace llmc::cuda {
 
-// Grid: (N, blocks of packs in F). rows: how many of the N rows are there, or nullptr: all.
+// Grid: (N, blocks of packs in F). rows: how many of the N rows are valid; nullptr: all.
 template <class T, int pack>
 __global__ void swiglu_forward_kernel(T* __restrict__ out, const T* __restrict__ gate_up, int64_t F,
                                       const int32_t* __restrict__ rows) {

@@ -1,4 +1,4 @@
-// config_file.h: --config files: read line by line, so that every refusal of what stands in them says which line.
+// config_file.h: reads --config files line by line, so that every error about them names the line.
 #pragma once
 #include <algorithm>
 #include <map>
@@ -22,7 +22,7 @@ inline std::string trimmed(const std::string& text) {
   return begin == text.npos ? "" : text.substr(begin, text.find_last_not_of(white) - begin + 1);
 }
 
-// The value of an option as a line has it: text in quotes, or a word.
+// The value of an option as written in a line: text in quotes, or a word.
 inline std::string config_value(const std::string& where, const std::string& text) {
   const bool opens = text.starts_with('"'), closes = text.size() >= 2 && text.ends_with('"');
   CHECK(opens == closes, "{} '{}': a quote is missing; write text as \"text\"", where, shown(text));
@@ -45,7 +45,7 @@ inline void read_config(Options& o, const std::string& path) {
     const size_t equals = line.find('=');
     CHECK(equals != line.npos, "{}'{}': expected NAME=VALUE as --print-config writes it", where, shown(line));
     const std::string name = "--" + trimmed(line.substr(0, equals));
-    // Nothing is like it either, and to find that out would take long.
+    // No option resembles it either, and finding that out would take long.
     CHECK(name.size() <= 64, "{}{}: there is no such option; see --help", where, shown(name));
     const std::string value = config_value(where + name, trimmed(line.substr(equals + 1)));
     for (const ModeOption& mode : mode_options)
@@ -66,8 +66,8 @@ inline void read_config(Options& o, const std::string& path) {
 
 }  // namespace detail
 
-// An error's text, with the places of --config files where the options stand that it names: "run.ini:3: --tp 3 with
-// --cp 2 ... (--cp: run.ini:4)". lines: Options::config_lines.
+// An error's text, with the places in --config files of the options that it names: "run.ini:3: --tp 3 with --cp 2 ...
+// (--cp: run.ini:4)". lines: Options::config_lines.
 inline std::string with_config_lines(const std::string& error, const std::map<std::string, std::string>& lines) {
   constexpr std::string_view of_names = "abcdefghijklmnopqrstuvwxyz0123456789-";
   std::string before, after;

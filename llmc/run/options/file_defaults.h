@@ -1,4 +1,4 @@
-// file_defaults.h: defaults of options that files know: the length of sequences that a model was trained with, and the
+// file_defaults.h: option defaults taken from files: the sequence length that a model was trained with, and the
 // vocabulary of a tokenizer.
 #pragma once
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace llmc {
 
-// For --evaluate: that of the model's training, as far as its directory says, otherwise the usual one.
+// For --evaluate: the sequence length of the model's training if its directory says so, otherwise the usual one.
 inline int64_t default_length(const Options& o) {
   require_trained_model("--evaluate", o.model);
   return std::min(trained_seq_len(o.model).value_or(o.seq_len), resolve_model(o.model, {}).n_positions);
@@ -22,8 +22,8 @@ inline int64_t default_length(const Options& o) {
 
 namespace detail {
 
-// The --vocab-size that the checkpoint to resume from, or to branch from, recorded; "": the run had none. None: a run
-// begins.
+// The --vocab-size recorded by the checkpoint from which a run resumes or branches; "": none was given. None: a new
+// run.
 inline std::optional<std::string> recorded_vocabulary(const Options& o) {
   if (o.restart || o.resume == "never") return std::nullopt;
   std::vector<std::string> checkpoints;
@@ -35,16 +35,16 @@ inline std::optional<std::string> recorded_vocabulary(const Options& o) {
   for (const std::string& checkpoint : checkpoints) try {
       const nlohmann::json options = read_json(checkpoint + "/trainer.json").value("options", nlohmann::json());
       if (options.is_object()) return options.value("--vocab-size", std::string());
-    } catch (const std::exception&) {  // a damaged one is reported when the run looks for one to resume from
+    } catch (const std::exception&) {  // reported when the run looks for a checkpoint to resume from
     }
   return std::nullopt;
 }
 
 }  // namespace detail
 
-// A preset has as many tokens as the named tokenizer, unless --vocab-size says otherwise. It keeps its own vocabulary
-// if that is the tokenizer's with less than a hundredth of padding, as published ones are; and in a run that began with
-// its own, as all did in earlier versions.
+// A preset takes the vocabulary of the named tokenizer, unless --vocab-size says otherwise. It keeps its own if that is
+// the tokenizer's plus less than a hundredth of padding, as published ones are, and in a run that began with its own,
+// as all runs of earlier versions did.
 inline void take_vocabulary(Options& o) {
   const std::optional<ModelConfig> preset = model_preset(o.model);
   if (!preset || o.vocab_size || o.tokenizer == "auto") return;

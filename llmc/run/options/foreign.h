@@ -1,5 +1,5 @@
-// foreign.h: what other trainers call an option, and what it is called here: the one list, from which come the
-// answer to an unknown option and the tables in dev/docs/options.md.
+// foreign.h: the names that other trainers give to options, with ours: the one list behind the answer to an unknown
+// option and the tables in dev/docs/options.md.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -16,8 +16,8 @@ struct ForeignOption {
   const char* name;  // as that trainer spells it
   const char* ours;  // our option, perhaps with its value; "": none
   const char* note;  // what differs, or why there is none
-  // How its values are written here; "": the same, but if there is a note, a person must say. "same"; or for each value
-  // ours, as in "True=1 False=", where nothing leaves the option out; "*=*": others are the same.
+  // How its values are written here. "": unchanged, but if there is a note, a person must decide; "same": unchanged; or
+  // ours for each value, as in "True=1 False=", where an empty one leaves the option out; "*=*": others are unchanged.
   const char* values = "";
 };
 struct ForeignTrainer {
@@ -239,7 +239,7 @@ struct ForeignMatch {
   const ForeignOption* option;
 };
 
-// Who has an option of this name: of several trainers the one that has most of `all`, the words beside it.
+// The trainer that has an option of this name; of several, the one that has most of `all`, the unknown names.
 inline std::optional<ForeignMatch> find_foreign(const std::string& word, const std::vector<std::string>& all = {}) {
   const auto find_in = [](const ForeignTrainer& trainer, const std::string& name) -> const ForeignOption* {
     for (const ForeignOption& option : trainer.options)
@@ -256,7 +256,7 @@ inline std::optional<ForeignMatch> find_foreign(const std::string& word, const s
   return best;
 }
 
-// What to say of an option that another trainer has: "-sl of llm.c is --skip-loss-z here". None: no trainer has it.
+// The hint for an option of another trainer: "-sl of llm.c is --skip-loss-z here". None: no trainer has it.
 inline std::optional<std::string> foreign_hint(const std::string& word) {
   const std::optional<ForeignMatch> match = find_foreign(word);
   if (!match) return std::nullopt;
@@ -269,7 +269,7 @@ inline std::optional<std::string> foreign_hint(const std::string& word) {
   return formatted("{} is {} here{}", theirs, option->ours, note.empty() ? "" : " (" + note + ")");
 }
 
-// The same as tables for dev/docs/options.md.
+// The same list as tables for dev/docs/options.md.
 inline std::string foreign_markdown() {
   std::string text =
       "### For those who come from another trainer\n\n"

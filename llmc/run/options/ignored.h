@@ -1,5 +1,5 @@
-// ignored.h: options that a mode other than training has no use for. On the command line they are refused; in a
-// --config file, which may be that of a run, they are noted. --plan is about a run, and takes them all.
+// ignored.h: options that a mode other than training does not use. On the command line they are rejected; in a --config
+// file, which may be that of a run, they get a notice. --plan is about a run, and takes them all.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -31,7 +31,7 @@ struct OptionKind {
   std::vector<std::string_view> names;
 };
 
-// Options that no kind has say where to compute, or belong to one mode alone.
+// Options in no kind say where to compute, or belong to one mode alone.
 inline const std::vector<OptionKind>& option_kinds() {
   static const std::vector<OptionKind> kinds = {
       // clang-format off
@@ -63,9 +63,9 @@ inline const std::vector<OptionKind>& option_kinds() {
 
 struct Mode {
   const char *name, *what;
-  unsigned uses;  // of the kinds
+  unsigned uses;  // of the kinds that it uses
 };
-// None: training, or --plan.
+// None: training or --plan.
 inline std::optional<Mode> mode_of(const Options& o) {
   using K = OptionKind;
   if (o.evaluate)
@@ -80,7 +80,7 @@ inline std::optional<Mode> mode_of(const Options& o) {
   return {};
 }
 
-// Those that are not as usual. is_given(name): where they are looked for
+// Options that differ from their defaults. is_given(name): whether the place searched sets it.
 template <class IsGiven>
 std::vector<std::string> ignored_options(const Options& o, const Mode& mode, IsGiven&& is_given) {
   std::vector<std::string> ignored;
@@ -95,7 +95,7 @@ std::vector<std::string> ignored_options(const Options& o, const Mode& mode, IsG
 
 }  // namespace detail
 
-// is_given(name): on the command line.
+// is_given(name): whether the command line has it.
 template <class IsGiven>
 void refuse_ignored(const Options& o, IsGiven&& is_given) {
   const std::optional<detail::Mode> mode = detail::mode_of(o);
@@ -105,7 +105,7 @@ void refuse_ignored(const Options& o, IsGiven&& is_given) {
         ignored.size() == 1 ? "it" : "them");
 }
 
-// What --config files say that the mode has no use for, as a line; empty: nothing.
+// A line naming the options of --config files that the mode does not use; empty: none.
 inline std::string notice_of_ignored(const Options& o) {
   const std::optional<detail::Mode> mode = detail::mode_of(o);
   if (!mode) return "";

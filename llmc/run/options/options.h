@@ -1,5 +1,5 @@
-// options.h: every option, defined once. One visitor gives its name, the values that it takes, whether a resumed run
-// may change it, and its help. print.h prints what the visitor sees, parse.h reads and checks it.
+// options.h: every option, defined once. One visitor gives its name, its allowed values, whether a resumed run may
+// change it, and its help. print.h prints what the visitor sees; parse.h reads and checks it.
 #pragma once
 #include <limits>
 #include <map>
@@ -68,7 +68,7 @@ struct Options {
   std::optional<double> memory_limit;  // GiB; none: what the machine has
   std::string schedule = "1f1b", token_slices = "1";
   int64_t pp = 1;
-  std::optional<int64_t> pp_chunks;  // none: as few as --schedule has
+  std::optional<int64_t> pp_chunks;  // none: the fewest that --schedule has
   std::string pp_layout = "even";
   int64_t local_ranks = 0, zero_stage = 0, dp_replicate = 1;
   int64_t tp = 1, cp = 1, ep = 1;
@@ -97,13 +97,13 @@ struct Options {
   bool print_schedule = false, json = false;
   std::optional<int64_t> micro_batches;  // to draw; none: twice --pp
 
-  // Not options, but what they, the model and the launcher come to: the default of --moe-aux-loss, the ranks of all
-  // processes, and where this one is.
+  // Not options, but derived from them, the model and the launcher: the default of --moe-aux-loss, the number of ranks
+  // in all processes, and this process's place.
   double usual_aux_loss = 0;
-  int64_t preset_vocabulary = 0;  // the preset's, if --vocab-size is the tokenizer's instead; 0: it is not
+  int64_t preset_vocabulary = 0;  // the preset's, if --vocab-size comes from the tokenizer; 0: it does not
   int64_t ranks = 1;
   Place place;
-  // Where a --config file sets an option: {"--lr", "run.ini:3"}, unless the command line does.
+  // Where a --config file sets an option, unless the command line does: {"--lr", "run.ini:3"}.
   std::map<std::string, std::string> config_lines;
 };
 
@@ -131,7 +131,7 @@ inline std::vector<std::string> with_auto(std::vector<std::string> choices) {
   return choices;
 }
 
-// Of one dimension. Products of several are bounded by require_countable() in planner.h.
+// The limit of one dimension. Products of several are bounded by require_countable() in planner.h.
 inline constexpr double largest_size = 1 << 24;
 
 // visit(group) before each group, then visit(long name, letter or "", field, limits, rule, help) for each option.

@@ -1,4 +1,4 @@
-// parse.h: reads options from the command line and from --config files, and refuses combinations that do not work.
+// parse.h: reads options from the command line and from --config files, and rejects combinations that do not work.
 #pragma once
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -28,7 +28,7 @@ namespace llmc {
 
 namespace detail {
 
-// Refuses what CLI11 would misread: a value that is a word after one dash.
+// Rejects words after one dash that CLI11 would misread: -inf, or a letter joined to a path.
 inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
@@ -42,7 +42,7 @@ inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
   }
 }
 
-// Refuses a word that belongs to no option.
+// Rejects a word that belongs to no option.
 [[noreturn]] inline void refuse_stray_word(const std::string& word, const std::string& before) {
   Options o;
   std::string flag;
@@ -52,7 +52,7 @@ inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
                                  }});
   CHECK(flag.empty(), "{} takes no value: leave out '{}', or write {}=false to switch it off; see --help", flag, word,
         flag);
-  // "generate", "-?", and "–lr", with a dash that a text processor has made
+  // "generate", "-?", and "–lr", with a dash made by a text processor
   const bool dash = word.starts_with("\u2013") || word.starts_with("\u2014") || word.starts_with("\u2212");
   CHECK(!dash, "{}: options begin with one or two hyphens (-), and this is another kind of dash: type it anew",
         shown(word));
@@ -65,12 +65,12 @@ inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
 
 }  // namespace detail
 
-// "1020 or 1026": the multiples of n on both sides of x.
+// "1020 or 1026": the multiples of n on either side of x.
 inline std::string multiples_beside(int64_t x, int64_t n) {
   return x < n ? formatted("{}", n) : formatted("{} or {}", x / n * n, (x / n + 1) * n);
 }
 
-// What an asynchronous pipeline cannot do, since it updates each stage after every micro-batch, by itself.
+// Checks what an asynchronous pipeline cannot do, since each of its stages updates by itself after every micro-batch.
 inline void validate_pipedream(const Options& o, int64_t readers) {
   auto refuse = [](bool asked, const std::string& option, const char* why, const char* remedy) {
     CHECK(!asked, "{} with --schedule pipedream: {}; {}, or use --schedule 1f1b", option, why, remedy);
@@ -97,7 +97,7 @@ inline void validate_pipedream(const Options& o, int64_t readers) {
          "use --checkpoint-every");
 }
 
-// How the ranks share a step.
+// Checks how the ranks share a step.
 inline void validate_layout(const Options& o) {
   std::string group, values;  // "--tp and --cp", "--tp 2 with --cp 2"
   for (const auto& [name, size] : {std::pair{"--pp", o.pp}, {"--tp", o.tp}, {"--cp", o.cp}}) {
@@ -142,7 +142,7 @@ inline void validate_layout(const Options& o) {
         std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
 }
 
-// Into how many slices --token-slices cuts sequences; none: auto.
+// The number of slices into which --token-slices cuts sequences; none: auto.
 inline std::optional<int64_t> token_slices(const Options& o) {
   if (o.token_slices == "auto") return std::nullopt;
   int64_t slices = 0;
@@ -187,7 +187,7 @@ inline void validate_pipeline(const Options& o) {
   CHECK(!o.json || o.evaluate, "--json is for --print-schedule and --evaluate");
 }
 
-// How long a run is.
+// Checks how long a run is.
 inline void validate_length(const Options& o) {
   std::vector<std::string> given;
   if (o.max_steps) given.push_back(formatted("--max-steps {}", *o.max_steps));
@@ -253,7 +253,7 @@ inline void validate(const Options& o) {
   CHECK(!o.out_dir.empty(), "--out-dir is empty: name a directory for metrics and checkpoints");
 }
 
-// Is it a run that trains, or one on paper, or its data?
+// Is it a run that trains, or one on paper, or a check of its data?
 inline bool trains(const Options& o) { return !o.generate && !o.evaluate && !o.selftest && !o.print_schedule; }
 
 // The parsed command line.

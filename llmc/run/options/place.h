@@ -6,11 +6,11 @@
 
 namespace llmc {
 
-// This process among those of the job, and its ranks among all. Alone, it has all ranks.
+// This process among those of the job, and its ranks among all ranks. A process alone has all ranks.
 struct Place {
   int64_t process = 0, processes = 1, hosts = 1;
-  int64_t local_ranks = 1;                      // of this process, and of each other
-  int64_t ranks_on_host = 1, rank_on_host = 0;  // of all processes on this host; the first of this process among them
+  int64_t local_ranks = 1;                      // of each process
+  int64_t ranks_on_host = 1, rank_on_host = 0;  // ranks on this host; this process's first among them
   int64_t sharers = 1;                          // processes that may use the same processors
   bool own_gpus = false;                        // the launcher shows each process GPUs of its own
   bool by_mpi = false;                          // MPI has started the processes

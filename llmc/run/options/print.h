@@ -18,7 +18,7 @@ namespace detail {
 template <class T>
 std::string option_text(const T& value) {
   if constexpr (std::is_same_v<T, double>) {
-    const std::string brief = formatted("{}", value);  // the shortest that parses to the same number
+    const std::string brief = formatted("{}", value);  // the shortest text that parses to the same number
     return std::strtod(brief.c_str(), nullptr) == value ? brief : formatted("{:.17g}", value);
   } else {
     return formatted("{}", value);
@@ -29,7 +29,7 @@ std::string option_text(const std::optional<T>& value) {
   return value ? option_text(*value) : "";
 }
 
-// A flag takes no value. One that is neither on nor off by default has a negation, --no-NAME.
+// A flag takes no value. A flag without a fixed default has a negation, --no-NAME.
 template <class T>
 bool is_flag(const T&) {
   return std::is_same_v<T, bool> || std::is_same_v<T, std::optional<bool>>;
@@ -143,7 +143,7 @@ struct OptionText {
   std::string name, text, usual;
   ResumeRule rule;
   bool flag;
-  std::string negation;  // of a flag that has one
+  std::string negation;  // --no-NAME, for a flag that has one
 };
 inline std::vector<OptionText> option_texts(const Options& options) {
   Options o = options, defaults;
@@ -160,14 +160,14 @@ inline std::vector<OptionText> option_texts(const Options& options) {
   return all;
 }
 
-// The command line for these options: those that differ from the default. `program`: as it was called.
+// The command line for these options: those that differ from their defaults. `program`: as it was called.
 inline std::string command_line(const Options& options, const std::string& program = "./train_gpt") {
   std::string text = shell_word(program);
   for (const OptionText& o : option_texts(options)) {
     if (o.text == o.usual) continue;
     text += " " + (o.flag && o.text == "false" ? o.negation : o.name);
     if (!o.flag)
-      text += (o.text.starts_with("-") ? "=" : " ") + shell_word(o.text);  // a value is not taken for an option
+      text += (o.text.starts_with("-") ? "=" : " ") + shell_word(o.text);  // so that a value is not taken for an option
   }
   return text;
 }

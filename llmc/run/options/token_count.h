@@ -11,7 +11,7 @@ namespace llmc {
 
 struct TokenCount {
   int64_t tokens = 0;
-  std::string text;  // as it was given, and is recorded
+  std::string text;  // as given and recorded
 
   operator const std::string&() const { return text; }
   explicit operator double() const { return static_cast<double>(tokens); }

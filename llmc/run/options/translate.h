@@ -1,5 +1,5 @@
-// translate.h: a command line with options that do not exist here, such as another trainer's: all of them are named in
-// one refusal, with the command that would do as far as ours are the same.
+// translate.h: a command line with unknown options, such as another trainer's: one error names all of them, with the
+// command that would do the same as far as ours are the same.
 #pragma once
 #include <algorithm>
 #include <cctype>
@@ -27,14 +27,14 @@ inline bool is_option_word(const std::string& word) {
   return word.size() > 1 && word[0] == '-' && (word[1] == '-' || is_letter(word[1]));
 }
 
-// A letter may be followed by a value ("-b4"), but a word after one dash is a name.
+// A letter may be followed by a value ("-b4"), but a longer word after one dash is a name.
 inline bool is_word_after_one_dash(const std::string& word) {
   if (word.size() < 2 || word[0] != '-' || !is_letter(word[1])) return false;
   const size_t second = word.find_first_not_of("-_", 2);
   return second != std::string::npos && is_letter(word[second]);
 }
 
-// The words of a command line that belong together: an option with its value, or something else.
+// Words of a command line that belong together: an option with its value, or something else.
 struct Argument {
   std::string name, value;  // as given
   bool has_value = false, known = true;
@@ -75,7 +75,7 @@ inline std::vector<Argument> split_arguments(int argc, const char* const* argv) 
       if (a.has_value) a.value = word.substr(letter && !help ? 2 : equals + 1);
       const auto known = takes_value.find(a.name);
       a.known = known != takes_value.end() && !(help && (a.name != "-h" || a.has_value || value_follows));
-      // Our flags have none, but llm.c's "-a 1" has.
+      // Our flags take no value, but llm.c's "-a 1" has one.
       const bool number_follows = value_follows && (std::string(argv[i + 1]) == "0" || std::string(argv[i + 1]) == "1");
       const bool takes = !a.known ? value_follows : known->second ? !last : number_follows;
       if (!a.has_value && takes) a.words.emplace_back(a.value = argv[++i]), a.has_value = true;
@@ -99,14 +99,14 @@ inline std::string as_command(const Words& words) {
   return text;
 }
 
-// What an option that does not exist here comes to.
+// What an unknown option translates to.
 struct Translation {
   std::string theirs;  // "--learning_rate 3e-4"
   Words ours;          // {"--lr", "3e-4"}; empty: leave it out
-  std::string fault;   // why it is not the same; "": it is
+  std::string fault;   // why it differs; "": it does not
 };
 
-// all: the names that do not exist here.
+// all: the unknown names of the command line.
 inline Translation translate(const Argument& a, const Words& all) {
   Translation t{.theirs = as_command(a.words), .ours = {}, .fault = ""};
   const Words similar = our_similar_names(a.name);
@@ -146,8 +146,8 @@ inline Translation translate(const Argument& a, const Words& all) {
 
 }  // namespace detail
 
-// Refuses options that do not exist here: all of them at once, with what they are here, and the command that would do.
-// fault_of(words): why that command is refused in turn; "": it is not.
+// Rejects unknown options: all of them at once, with what they are called here and a command to use instead.
+// fault_of(words): why that command would be rejected in turn; "": it would not.
 template <class FaultOf>
 void refuse_unknown_options(int argc, const char* const* argv, FaultOf&& fault_of) {
   using namespace detail;

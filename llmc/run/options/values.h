@@ -1,4 +1,4 @@
-// values.h: reads the value of an option, and checks it on its own; says which option a misspelt one may be.
+// values.h: reads the value of an option and checks it on its own; suggests options for a misspelt one.
 #pragma once
 #include <algorithm>
 #include <charconv>
@@ -25,7 +25,7 @@ inline constexpr bool is_optional<std::optional<T>> = true;
 
 // Parses all of `text`, numbers in decimal.
 inline void parse_value(const std::string& name, const std::string& text, std::string& field) {
-  const std::optional<size_t> fault = utf8_fault(text);  // it is written into JSON
+  const std::optional<size_t> fault = utf8_fault(text);  // it is written to JSON
   CHECK(!fault, "{}: byte {} is not UTF-8; give the text, or the path, in UTF-8", name, fault.value_or(0) + 1);
   field = text;
 }
@@ -63,7 +63,7 @@ inline std::vector<std::string> our_similar_names(const std::string& word) {
   return similar;
 }
 
-// Throws "there is no such option", and says which one may be meant: ours for another trainer's, or a similar name.
+// Throws "there is no such option", and suggests one: ours for another trainer's, or a similar name.
 [[noreturn]] inline void unknown_option(const std::string& word, const std::string& where) {
   std::string hint;
   if (const std::optional<std::string> foreign = foreign_hint(word)) hint = "; " + *foreign;

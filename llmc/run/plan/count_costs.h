@@ -1,4 +1,4 @@
-// count_costs.h: what each module of a model costs, counted by the planner: for --pp-layout balanced, and for what
+// count_costs.h: the cost of each module of a model, counted by the planner, for --pp-layout balanced and for what
 // --plan says about it.
 #pragma once
 #include <array>
@@ -13,8 +13,8 @@ namespace llmc {
 
 namespace detail {
 
-// The embedding, a layer and the head of a model that has this one layer: a pipeline of three stages is planned, with
-// two micro-batches and with one: what both have, such as the update, does not count.
+// The costs of the embedding, a layer and the head, from a model with this one layer. A pipeline of three stages is
+// planned with two micro-batches and with one; costs common to both, such as the update, cancel.
 inline std::array<ModuleCost, 3> count_modules(StepConfig step, double flops_per_s) {
   step.schedule = Schedule::one_f_one_b;
   step.stages = step.chunks = 3;
@@ -46,8 +46,8 @@ inline std::array<ModuleCost, 3> count_modules(StepConfig step, double flops_per
 
 }  // namespace detail
 
-// Of one micro-batch, forward and backward, on a rank: the flops of its ops, at `flops_per_s`; of experts, if all ranks
-// have equally many rows.
+// The costs of one micro-batch, forward and backward, on a rank: the flops of its ops, at `flops_per_s`; with experts,
+// as if all ranks had equally many rows.
 inline ModelCosts count_costs(const StepConfig& step, double flops_per_s = 1e12) {
   std::array<std::optional<std::array<ModuleCost, 3>>, 2> kinds;  // with a dense layer, and with a sparse one
   std::vector<ModuleCost> blocks;

@@ -1,4 +1,4 @@
-// describe.h: a run in words, as its options describe it: the device, the model, the layout.
+// describe.h: describes a run in words, from its options: the device, the model, the layout.
 #pragma once
 #include <string>
 #include <tuple>
@@ -70,7 +70,7 @@ inline std::string layout_text(const StepConfig& step) {
                    experts);
 }
 
-// The traffic of every --dp-sync beside that of the one chosen, where a run has the choice; with experts it has none.
+// The traffic of every --dp-sync beside that of the chosen one, where a run has the choice; with experts it has none.
 inline void report_links(Log& log, const StepConfig& step) {
   const ZeroConfig& zero = step.zero;
   if (zero.ranks() == 1 || zero.stage > 0 || zero.replicas > 1 || step.ranks() > step.readers()) return;
@@ -89,8 +89,8 @@ inline void report_links(Log& log, const StepConfig& step) {
             rows);
 }
 
-// What a pipeline costs: how long its stages idle, if all chunks take equally long, and how many micro-batches would
-// make that less than 20%; or how old the gradients of an asynchronous one are.
+// The cost of a pipeline: how long its stages idle if all chunks take equally long, and how many micro-batches would
+// bring that below 20%; or how old the gradients of an asynchronous one are.
 inline std::string pipeline_text(const StepConfig& step) {
   if (step.asynchronous())
     return formatted("gradients of stage s are P - 1 - s = {} - s updates old: the numbers differ from those of 1f1b",
@@ -107,7 +107,7 @@ inline std::string pipeline_text(const StepConfig& step) {
                           tokens * p.micro_batches, 100 * bubble_law(p)->bubble);
 }
 
-// What ranks that share the experts of a layer send each other.
+// What ranks that share a layer's experts send each other.
 inline std::string exchange_text(const StepConfig& step) {
   const Experts e = step.part().experts;
   const int64_t S = step.tensor.stream_rows(step.share(step.batch, Purpose::train).rows());
@@ -123,7 +123,7 @@ inline std::string exchange_text(const StepConfig& step) {
   return text;
 }
 
-// Of a model with experts: who they are, how they are balanced, and what is dropped.
+// For a model with experts: how many there are, how they are balanced, and what is dropped.
 inline Rows expert_rows(const StepConfig& step) {
   const Experts& e = step.model.experts;
   const ExpertOptions& o = step.experts;
@@ -150,7 +150,7 @@ inline Rows expert_rows(const StepConfig& step) {
   return rows;
 }
 
-// A run as described by the options alone.
+// A run as its options alone describe it.
 inline Rows run_rows(const Options& o, const StepConfig& step) {
   const ModelConfig& m = step.model;
   const double flops = training_flops_per_token(m, o.seq_len);

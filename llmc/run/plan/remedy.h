@@ -1,5 +1,5 @@
-// remedy.h: how a run that does not fit into memory would: changes of its options, each planned before it is named,
-// with what it costs.
+// remedy.h: how to make a run fit into memory: changes of its options, each planned before it is suggested, with its
+// costs.
 #pragma once
 #include <algorithm>
 #include <limits>
@@ -23,11 +23,11 @@ inline int64_t memory_limit(const Options& o, const Device& device) {
   if (device.computes_as() != DeviceKind::cuda) return host_memory() / device.sharers;
   if (is_gpu_elsewhere(device)) return std::numeric_limits<int64_t>::max();  // unknown
   const std::vector<int> own = gpus_of_process(o.place);
-  const int64_t of_process = ceil_div(o.place.local_ranks, std::ssize(own));  // ranks on one of its GPUs
+  const int64_t of_process = ceil_div(o.place.local_ranks, std::ssize(own));  // ranks of a process on one of its GPUs
   return gpu_memory(own, ceil_div(device.sharers, of_process)) / device.sharers;
 }
 
-// Has the run begun? Then what it computes must stay.
+// Has the run begun? Then its results must not change.
 enum class Begun : uint8_t { no, yes };
 
 struct Remedy {
@@ -35,10 +35,10 @@ struct Remedy {
   Plan plan;
 };
 
-// Looks for the change that costs least: first those that change no numbers (at equal --grad-reduce), which are, in
-// this order, ZeRO stage 1, recomputation, smaller micro-batches and higher stages; then another number of ranks, then
-// bf16, then bf16 without master weights; last, fewer tokens per sequence. A few plans for each choice of ranks and
-// dtype: memory grows with the micro-batch and falls with recomputation, so the smallest plan is tried first.
+// Looks for the cheapest change: first those that change no numbers (at equal --grad-reduce), which are, in this order,
+// ZeRO stage 1, recomputation, smaller micro-batches and higher stages; then another number of ranks, then bf16, then
+// bf16 without master weights; last, fewer tokens per sequence. A few plans suffice for each choice of ranks and dtype:
+// memory grows with the micro-batch and falls with recomputation, so the smallest plan is tried first.
 class RemedySearch {
  public:
   RemedySearch(const Options& o, const StepConfig& asked, const Device& device, Begun begun)
@@ -55,7 +55,7 @@ class RemedySearch {
     }
     return shorter_sequences();
   }
-  // Of all that was planned, what needs least.
+  // The one that needs least, of all that were planned.
   const std::optional<Remedy>& least() const { return least_; }
 
  private:
@@ -69,8 +69,8 @@ class RemedySearch {
     return all;
   }
 
-  // On a CPU, one rank instead of several, which share its memory; on GPUs, twice as many and so on, as far as there
-  // are GPUs. Data-parallel ranks: --pp, --tp and --cp are kept.
+  // On a CPU, one rank instead of several, which share its memory; on GPUs, twice as many, and so on, as far as there
+  // are GPUs. Only data-parallel ranks change: --pp, --tp and --cp are kept.
   std::vector<int> ranks_to_try() const {
     const int asked = asked_.readers();
     std::vector<int> all{asked};
@@ -87,7 +87,7 @@ class RemedySearch {
     return all;
   }
 
-  // None: the sequences of a step cannot be dealt out to so many ranks.
+  // None: the sequences of a step cannot be divided among this many ranks.
   std::optional<StepConfig> with_ranks(StepConfig step, int ranks) const {
     const int asked = step.readers();
     if (ranks == asked) return step;
@@ -107,7 +107,7 @@ class RemedySearch {
     if (device.computes_as() == DeviceKind::cuda)
       device.collectives = collectives_of(device, step.ranks(), options_.comm);
     if (device.computes_as() == DeviceKind::cuda || step.ranks() == asked_.ranks()) return device;
-    const int ranks = step.ranks();  // of the one data-parallel rank
+    const int ranks = step.ranks();  // of one data-parallel rank
     device.threads = std::max(1, device.threads * device.sharers / ranks);
     device.sharers = ranks;
     return device;
@@ -118,8 +118,8 @@ class RemedySearch {
     return memory_limit(o, device_for(step));
   }
 
-  // The memory of a step does not depend on the number of its micro-batches, from two on, or from a few for each stage,
-  // unless gpipe keeps them all. What is named in the end is planned with all of them.
+  // The memory of a step does not depend on the number of its micro-batches beyond two, or beyond a few for each stage,
+  // unless gpipe keeps them all. The change suggested in the end is planned with all of them.
   bool fits_on_paper(StepConfig step) {
     const int64_t enough = step.stages == 1 ? 2 : 4 * step.stages;
     if (step.schedule != Schedule::gpipe) step.micro_batches = std::min(step.micro_batches, enough);
@@ -129,7 +129,7 @@ class RemedySearch {
     return good;
   }
 
-  // Of gpipe, that it keeps the activations of all micro-batches.
+  // Replaces gpipe, which keeps the activations of all micro-batches, by 1f1b.
   static void keep_few(StepConfig& step) {
     if (step.schedule == Schedule::gpipe) step.schedule = Schedule::one_f_one_b;
   }
@@ -153,7 +153,7 @@ class RemedySearch {
     const Recompute asked = step.recompute;
     const int64_t sequences = step.batch.B * step.micro_batches;
     keep_few(step);
-    std::vector<int64_t> sizes;  // of micro-batches, the largest first
+    std::vector<int64_t> sizes;  // micro-batch sizes, the largest first
     for (int64_t B = step.batch.B; B >= 1; --B)
       if (sequences % B == 0 && sequences / B <= most_passes / step.model.n_layer) sizes.push_back(B);
     if (sizes.empty()) return std::nullopt;
@@ -178,17 +178,17 @@ class RemedySearch {
       }
       for (const Recompute recompute : all_recompute) {
         if (recompute < asked || !fits_on_paper(set(sizes[smallest], recompute))) continue;
-        Plan plan = make_plan(step, device_for(step));  // of all micro-batches
+        Plan plan = make_plan(step, device_for(step));  // with all micro-batches
         if (fits(plan, limit_for(step))) return Remedy{step, std::move(plan)};
       }
     }
     return std::nullopt;
   }
 
-  // If the state alone fits: with half as many tokens per sequence, a quarter, and so on.
+  // If the state alone fits: tries half as many tokens per sequence, a quarter, and so on.
   std::optional<Remedy> shorter_sequences() {
     if (begun_ == Begun::yes || asked_.zero.holds == Holds::weights) return std::nullopt;
-    const std::optional<Remedy> least = least_;  // with the sequences asked for
+    const std::optional<Remedy> least = least_;  // with the sequence length asked for
     StepConfig step = asked_;
     const int64_t slices = step.slices_for(Purpose::train), least_T = step.context.slices() * slices;
     auto set_length = [&](int64_t T) {
@@ -216,7 +216,7 @@ class RemedySearch {
 
 namespace detail {
 
-// The options that make the one step the other.
+// The options that turn one step into the other.
 inline std::string change_text(const StepConfig& from, const StepConfig& to) {
   std::string text;
   if (to.dtype != from.dtype) text += formatted(" --dtype {}", to.dtype);
@@ -231,23 +231,23 @@ inline std::string change_text(const StepConfig& from, const StepConfig& to) {
   if (to.zero.sync != from.zero.sync) text += formatted(" --dp-sync {}", to.zero.sync);
   if (to.zero.stage != from.zero.stage) text += formatted(" --zero-stage {}", to.zero.stage);
   if (to.recompute != from.recompute) text += formatted(" --recompute {}", to.recompute);
-  const bool alike = from.micro_batches == 1 && from.schedule != Schedule::pipedream;  // gpipe and 1f1b
+  const bool alike = from.micro_batches == 1 && from.schedule != Schedule::pipedream;  // gpipe and 1f1b are then alike
   if (to.schedule != from.schedule && !alike) text += formatted(" --schedule {}", to.schedule);
   return text;
 }
 
 inline double flops_of_step(const Plan& plan, const StepConfig& step) {
-  double flops = 0;  // of one rank of each stage
+  double flops = 0;  // sum over one rank of each stage
   for (size_t s = 0; s < static_cast<size_t>(step.stages); ++s) flops += plan.of_stage(s).flops();
   return flops * step.ranks() / step.stages;
 }
-// Of a rank, of the stage whose ranks send most.
+// The bytes that a rank sends in a step, on the stage whose ranks send most.
 inline int64_t traffic_of_step(const Plan& plan) {
   const auto sent = [](const Plan& p) { return p.bytes_sent(); };
   return sent(plan.of_stage(plan.stage_with_most(sent)));
 }
 
-// What the change costs besides the memory that it saves: "; 33% more work; each rank sends 3.1 GiB a step instead of
+// The costs of the change besides the memory that it saves: "; 33% more work; each rank sends 3.1 GiB a step instead of
 // ..".
 inline std::string price_text(const StepConfig& from, const Plan& before, const Remedy& remedy) {
   const StepConfig& to = remedy.step;

@@ -1,4 +1,4 @@
-// report_plan.h: what a run needs, as tables: memory by name, the stages of a pipeline, work by op, traffic, time.
+// report_plan.h: prints what a run needs: memory by name, the stages of a pipeline, work by op, traffic, time.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -27,7 +27,7 @@ inline Rows memory_rows(const Plan& plan) {
   return rows;
 }
 
-// "embedding, 0-7 and 64-71, head": what a stage has of the model.
+// The part of the model that a stage has: "embedding, 0-7 and 64-71, head".
 inline std::string modules_text(const StepConfig& step, int stage) {
   std::string text;
   const std::vector<Chunk> chunks = step.model_chunks();
@@ -59,8 +59,8 @@ inline Rows stage_rows(const StepConfig& step, const Plan& plan) {
   return rows;
 }
 
-// What the stages wait for each other in a step, on paper: chunks take as long as their flops, slices as --token-slices
-// auto takes them to, messages no time.
+// How long the stages wait for each other in a step, on paper: chunks take as long as their flops, slices as
+// --token-slices auto estimates, and messages no time.
 inline Simulation simulate_step(const StepConfig& step, const ModelCosts& costs, DeviceKind kind) {
   PassCosts pass;
   if (!step.slices.empty()) {
@@ -105,7 +105,7 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
                       law ? formatted("; would be {:.1f}% if all chunks took equally long: {}", 100 * law->bubble,
                                       law->formula)
                           : "");
-  double dense = 0, sparse = 0;  // seconds of such a layer; 0: there is none
+  double dense = 0, sparse = 0;  // seconds per layer of this kind; 0: there is none
   for (int64_t l = 0; l < step.model.n_layer; ++l)
     (step.model.is_sparse(l) ? sparse : dense) = costs.blocks[static_cast<size_t>(l)].seconds;
   const double layer = dense > 0 ? dense : sparse;
@@ -116,7 +116,7 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
                {"slowest stage",
                 formatted("{} of {}: {:.1f}% more work than the mean", slowest - sim.busy.begin(), step.stages, above)},
                {"bubble", bubble}};
-  // Some layers cannot be spread otherwise.
+  // Some layers cannot be divided otherwise.
   if (step.model.n_layer + 2 >= step.chunks && (alike || step.chunks == step.stages)) {
     const std::vector<int64_t> balanced = balanced_layers(costs, step.stages_of_chunks());
     std::vector<int64_t> used;
@@ -124,7 +124,7 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
     rows.emplace_back("--pp-layout balanced", balanced == used ? "the same layers" : layers_text(balanced));
   }
   if (!rates) return rows;
-  // A worker of PipeDream's: a group of tensor- and context-parallel ranks; many of them are counted in groups.
+  // A PipeDream worker is a group of tensor- and context-parallel ranks; beyond this many, they are counted in groups.
   constexpr int most_workers = 128;
   const int all = step.stages * step.readers();
   int workers = all;
@@ -146,7 +146,7 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
   return rows;
 }
 
-// more: rows for the end of the table.
+// more: rows to append to the table.
 inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, const Rows& more = {}) {
   const size_t largest = plan.stage_with_most_memory();
   Rows rows = memory_rows(plan.of_stage(largest));
@@ -160,15 +160,15 @@ inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, co
   if (step.stages > 1) log.table("stages: layers; memory, work and traffic of a rank", stage_rows(step, plan));
 }
 
-// The time of a planned step, at the rates that its clock assumes. Of servers, which do not run in step with the ranks
-// they serve, the clock knows nothing.
+// The time of a planned step, at the rates that its clock assumes. The clock does not cover servers, which do not run
+// in step with the ranks they serve.
 inline Rows time_rows(const StepConfig& step, const Plan& whole, const Device& device,
                       std::optional<int64_t> max_steps = std::nullopt) {
   const std::optional<Rates>& rates = device.rates;
   if (!rates || whole.others) return {};
   const size_t slowest = whole.stage_with_most([](const Plan& p) { return p.step_seconds; });
   const Plan& plan = whole.of_stage(slowest);
-  // Between two flushes the slowest stage of an asynchronous pipeline waits for nobody.
+  // Between two flushes, the slowest stage of an asynchronous pipeline never waits.
   const double busy_ms = plan.step_seconds * 1e3, exposed_ms = plan.exposed_seconds * 1e3,
                bubble = step.stages == 1 || step.asynchronous()
                             ? 0
@@ -190,13 +190,13 @@ inline Rows time_rows(const StepConfig& step, const Plan& whole, const Device& d
   return rows;
 }
 
-// What a GPU's memory holds besides what is planned.
+// GPU memory that the plan does not count.
 inline std::string not_counted_text() {
   return formatted("about {} for the CUDA context and cuBLASLt{}", human_bytes(gpu_reserve),
                    built_for_gpus ? "" : "; some MiB of op scratch, which only a build for GPUs counts");
 }
 
-// A notice where processes that may use the same processors have more threads, `threads` each, than there are.
+// A notice if processes that may share processors have more threads, `threads` each, than there are processors.
 inline std::string crowded_notice(const llmc::Place& place, int64_t threads, int64_t processors) {
   if (place.sharers == 1 || place.sharers * threads <= processors) return "";
   return formatted(
@@ -205,8 +205,7 @@ inline std::string crowded_notice(const llmc::Place& place, int64_t threads, int
       place.sharers, threads, threads == 1 ? "" : "s", processors, processors == 1 ? "" : "s");
 }
 
-// Ranks are threads of one process: a notice where there are more than one machine takes, or than this one has room
-// for.
+// Ranks are threads of one process: a notice if there are more than one machine takes, or than this one has room for.
 inline std::string too_many_ranks_notice(const Options& o, const Device& device) {
   const int64_t ranks = o.place.local_ranks;
   constexpr int largest_server = 16;  // in GPUs
@@ -224,7 +223,7 @@ inline std::string too_many_ranks_notice(const Options& o, const Device& device)
 
 }  // namespace detail
 
-// Refuses a run, or a generation, that needs more memory than --memory-limit or the machine allows.
+// Rejects a run, or a generation, that needs more memory than --memory-limit or the machine allows.
 inline void require_memory(const Options& o, const StepConfig& step, const Plan& plan, const Device& device,
                            Begun begun = Begun::no) {
   if (fits(plan, memory_limit(o, device))) return;
@@ -250,8 +249,8 @@ inline std::string axis_of_group(const std::string& name) {
 
 }  // namespace detail
 
-// --plan: prints what a run needs without running it; refused if that exceeds --memory-limit.
-// max_steps: of the run, if that is known.
+// --plan: prints what a run needs without running it; an error if that exceeds --memory-limit. max_steps: the run's, if
+// known.
 inline void report_plan(Log& log, const Options& o, const Device& device, const StepConfig& step, const Plan& plan,
                         std::optional<int64_t> max_steps = std::nullopt) {
   Rows run = detail::run_rows(o, step);
@@ -275,7 +274,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
       if (messages > 0) traffic.emplace_back("messages (--pp)", human_bytes(messages));
       return traffic;
     };
-    // Partial gradients of --tp are reduced by the ranks whose shard they are in.
+    // Partial gradients of --tp are reduced by the ranks that hold their shard.
     const bool alike = !plan.others && (step.tensor.ranks == 1 || step.zero.shards == 1);
     const size_t most = plan.stage_with_most([](const Plan& p) { return p.bytes_sent(); });
     log.table(step.stages > 1 ? formatted("sent by a rank of stage {} per step, which sends most", most)

@@ -1,5 +1,5 @@
-// NCCL's collectives as the trainer calls them (dist/comm/comm_nccl.h), between processes: that peers die or never
-// come, and that an abort comes from another thread.
+// NCCL's collectives as the trainer calls them (dist/comm/comm_nccl.h), between processes: peers that die or never
+// come, and an abort from another thread.
 #include <future>
 
 #include "cuda/emulator/processes.h"

@@ -1,5 +1,5 @@
 // The order of rows that arrive from several ranks, the tables of sequences that ranks share and the biases of experts:
-// the CPU's bits.
+// bitwise equal to the CPU's.
 #include "cuda/device_test.h"
 #include "ops/cpu/expert_ranks.h"
 #include "ops/cuda/expert_ranks.cuh"

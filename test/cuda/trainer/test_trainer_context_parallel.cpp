@@ -1,6 +1,6 @@
 // Context parallelism on GPUs: every way of attention against one rank on the CPU, with ranks that share a GPU and with
-// NCCL between GPUs; beside tensor and data parallelism; evaluation and generation. That every wait is needed:
-// test_trainer.cpp.
+// NCCL between GPUs; beside tensor and data parallelism; evaluation and generation. test_trainer.cpp tests that every
+// wait is needed.
 #include <mutex>
 #include <optional>
 

@@ -1,6 +1,6 @@
 // Models with experts on GPUs: layouts against one rank on the CPU, with ranks that share a GPU and with NCCL between
 // GPUs, in one round of exchanged rows or several; routers that send all rows to one expert or one rank; in every order
-// of streams. That every wait is needed: test_trainer.cpp.
+// of streams. test_trainer.cpp tests that every wait is needed.
 #include <optional>
 
 #include "cuda/trainer/trainer_test.h"

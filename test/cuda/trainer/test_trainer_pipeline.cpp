@@ -1,6 +1,6 @@
-// Pipelines on GPUs: bitwise the same layout on one stage of the same device (contract 4), with ranks that share a GPU
-// and with NCCL between GPUs; every schedule, some beside data and tensor parallelism; the asynchronous one; validation
-// and generation. That every wait is needed: test_trainer.cpp.
+// Pipelines on GPUs: bitwise equal to the same layout on one stage of the same device (contract 4), with ranks that
+// share a GPU and with NCCL between GPUs; every schedule, some beside data and tensor parallelism; the asynchronous
+// one; validation and generation. test_trainer.cpp tests that every wait is needed.
 #include <mutex>
 #include <optional>
 

@@ -1,5 +1,5 @@
 // Tensor parallelism on GPUs: layouts against one rank on the CPU, with ranks that share a GPU and with NCCL between
-// GPUs; generation and validation; the groups over NCCL. That every wait is needed: test_trainer.cpp.
+// GPUs; generation and validation; the groups over NCCL. test_trainer.cpp tests that every wait is needed.
 #include <mutex>
 
 #include "cuda/trainer/trainer_test.h"

@@ -1,5 +1,5 @@
 // nccl.cpp: the library's functions: groups and calls; nccl_comm.cpp has communicators. Errors that the real library
-// returns as codes are returned so; mismatched calls, on which it would hang or corrupt data, throw Failure.
+// returns as codes are returned likewise; mismatched calls, on which it would hang or corrupt data, throw Failure.
 #include "cuda_on_cpu/nccl.h"
 
 #include <cstring>

@@ -1,5 +1,5 @@
-// nccl_segment.cpp: joining, leaving and dying. A process holds a lock on the byte of the memory that has its rank's
-// number: the system releases it when the process ends, in whatever way, even before its parent has noticed.
+// nccl_segment.cpp: joining, leaving and dying. Each process locks the byte of the shared memory at its rank's number:
+// the system releases the lock when the process ends, in whatever way, even before its parent has noticed.
 #include "cuda_on_cpu/nccl/nccl_segment.h"
 
 #include <fcntl.h>

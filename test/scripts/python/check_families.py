@@ -35,7 +35,7 @@ DENSE, SPARSE = make_families.FAMILIES, make_experts.FAMILIES
 
 TOLERANCES = {"loss": 1e-4, "grad_norm": 1e-4, "lr": 1e-12}   # relative, at every step
 TENSOR_TOLERANCE = 1e-4                                       # relative norm, of weights and logits
-# Fields in which a checkpoint may differ: its origin and format, and what no forward pass reads.
+# Fields in which a checkpoint may differ: its origin and format, and settings that no forward pass reads.
 FREE_SETTINGS = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache", "n_ctx",
                  "max_window_layers", "pretraining_tp", "is_llama_config", "rope_interleaved"}
 

@@ -145,7 +145,7 @@ class Lister:
                     continue
                 depth += (c in "([{") - (c in ")]}")
                 if depth == 0 or (c == "," and depth == 1):
-                    # The literals in a call of an unknown function are its own.
+                    # Literals in a call of an unknown function belong to that function.
                     call = re.compile(r"[\s(]*([\w.:]+)\(").match(text, begin)
                     known = not call or call[1].split(":")[-1] in ("formatted", "string")
                     arguments.append("".join(pieces) if known else UNKNOWN)
@@ -163,7 +163,7 @@ class Lister:
                 strings = re.findall(r'"((?:[^"\\\n]|\\.)*)"', values[-1][1].split('",')[0] + '"') if values else []
                 chosen = ["".join(re.sub(r"\\(.)", r"\1", string) + UNKNOWN for string in strings)]
             for command in chosen:
-                # Formats' {} and what comes before the first literal: the setting of the environment, at most a program.
+                # Formats' {} and what precedes the first literal are unknown: environment settings, at most a program.
                 command = re.sub(r"\{[^}]*\}", UNKNOWN, command).lstrip(UNKNOWN + " ")
                 command = re.sub(rf"^((?:\w+=\S*\s+)*){UNKNOWN}\s+", r"\1", command)
                 self.shell(command, text.count("\n", 0, match.start()) + 1)

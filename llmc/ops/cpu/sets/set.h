@@ -1,11 +1,11 @@
-// set.h: fills the tables of an instruction set, with the ops compiled for it. Included by the files beside it, after
-// what they share with other sets, and after the set was named.
+// set.h: fills the tables of an instruction set with the ops compiled for it. The files beside it include it, after
+// shared.h and after naming the set.
 #pragma once
 #include "ops/cpu/table.h"
 
 namespace llmc::cpu::CPU_ISA {
 
-// How: in which way elements of T are multiplied.
+// How: the way in which elements of T are multiplied.
 template <class T, class How = Multiply<accumulator_t<T>>>
 constexpr ProductsOf<T> all_products() {
   using Sum = accumulator_t<T>;

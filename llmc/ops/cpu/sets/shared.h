@@ -1,5 +1,5 @@
 // shared.h: what the ops of several instruction sets use, compiled for any processor: it is included before a set's
-// instructions are switched on, because the linker keeps one copy of an inline function, whichever.
+// instructions are switched on, because the linker keeps one copy of an inline function, no matter which.
 #pragma once
 #ifdef __x86_64__
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-// What processors with AVX-512-BF16 and with AMX compute, in plain C++ and bit for bit, for tests on others.
+// The products of processors with AVX-512-BF16 and with AMX, in plain C++, bit for bit, for tests on others.
 #include "ops/cpu/sets/shared.h"
 
 #undef CPU_ISA
