@@ -1,7 +1,6 @@
 // train_gpt.cu: the trainer, and the place to start reading. main() parses the options and picks a mode; run_training()
 // checks the job, finds the checkpoint to resume from and starts the ranks; Training::run() is the loop of each rank.
 // llmc/README.md is a map of the rest.
-#include <algorithm>
 #include <cerrno>  // program_invocation_name, from glibc
 #include <chrono>
 #include <cmath>
@@ -317,7 +316,7 @@ class Training {
 
   // On a GPU, chooses matmul algorithms: as a checkpoint of the same GPU and library recorded, else by --tune-matmul.
   void choose_matmuls() {
-    if (job_.device.kind == DeviceKind::cpu) return choose_instructions();
+    if (job_.device.kind == DeviceKind::cpu) return record_instructions();
     if (take_recorded_matmuls(run_, progress_.matmul_choices, log_)) return;
     progress_.matmul_choices.clear();
     if (!o_.tune_matmul || begun_ == job_.max_steps) return;
@@ -326,12 +325,11 @@ class Training {
   }
 
   // On a CPU, records the instruction set in use. A run that resumes with another one goes on, but rounds differently.
-  void choose_instructions() {
+  void record_instructions() {
     const std::string before = std::exchange(progress_.cpu_isa, cpu::recorded_isa());
     if (before.empty() || before == progress_.cpu_isa) return;
-    const auto same = std::ranges::find(cpu::isa_names, before);
-    const bool is_here = same != cpu::isa_names.end() && before != cpu::name_of(cpu::isa_in_use()) &&
-                         cpu::processor_has(static_cast<cpu::Isa>(same - cpu::isa_names.begin()));
+    // "portable" of another architecture rounds differently from this one's.
+    const bool is_here = cpu::can_choose(before) && before != cpu::name_of(cpu::isa_in_use());
     log_.line(formatted(
         "notice: the checkpoint was computed with the instructions of {}, and the run goes on with those of {}: "
         "it rounds differently from here on{}",

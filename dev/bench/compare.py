@@ -8,8 +8,8 @@ GPU with fp32 masters). The trainer runs as it is, on a GPU also with --tune-mat
 variant of each kind for the later rounds. Figures are medians over all timed steps of all rounds; "spread" is the
 interquartile range over the median. A case may also be a directory with a config.json. d6-e8 and d12-e8 are sparse, and
 compared with transformers' Mixtral, whose experts run by the fastest of its implementations. drawn:SEED is a GPT-2 of a
-shape that the seed draws. Memory: on a CPU the largest resident set in the timed steps (ours: after a step, since it has
-all of it from the first step on); on a GPU the trainer's plan, and what PyTorch allocated at most.
+shape that the seed draws. Memory: on a CPU the largest resident set in the timed steps (ours: after a step, since it
+has all of it from the first step on); on a GPU the trainer's plan, and what PyTorch allocated at most.
 """
 import argparse
 import dataclasses
@@ -266,7 +266,8 @@ def main():
     parser.add_argument("--device", choices=CASES, default="cpu")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="+", metavar="NAME",
-                        help="also drawn:SEED; default: " + "; ".join(f"on {device} {' '.join(c)}" for device, c in CASES.items()))
+                        help="also drawn:SEED; default: " +
+                        "; ".join(f"on {device} {' '.join(c)}" for device, c in CASES.items()))
     parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), help="default: both on a CPU, bf16 on a GPU")
     parser.add_argument("--batch-size", type=int, help="sequences, instead of the case's")
     parser.add_argument("--steps", type=int, help="timed steps per run, instead of the case's")

@@ -34,6 +34,7 @@ toolkit=$(dirname "$(dirname "$(readlink -f "$nvcc")")")
 [ -n "${REHEARSE_OWN_MOUNTS:-}" ] || REHEARSE_OWN_MOUNTS=yes exec unshare --mount "$0" "${acts[@]}"
 
 if [ ! -e "$root/usr/bin/g++" ] || [ ! -e "$root/usr/bin/python3" ]; then
+  scripts/install_deps.sh --if-needed fresh || fail 'it takes debootstrap'
   say "making $root"
   rm -rf "$root"
   debootstrap --variant=minbase --include=make,g++,python3 "${SUITE:-bookworm}" "$root" >"$folder/debootstrap.log" ||

@@ -178,7 +178,15 @@ probe_bible() {
 probe_clang_format() { tool clang-format --version; }
 probe_shellcheck() { tool shellcheck --version; }
 probe_debootstrap() { tool debootstrap --version; }
-probe_arm_cxx() { tool aarch64-linux-gnu-g++ --version; }
+probe_arm_cxx() {
+  command -v aarch64-linux-gnu-g++ >/dev/null || { absent 'no program aarch64-linux-gnu-g++'; return; }
+  build try 'aarch64-linux-gnu-g++ -std=c++20 -fopenmp' <<'CPP' ||
+#include <omp.h>
+#include <span>
+int main() { return omp_get_max_threads() < 1; }
+CPP
+    unusable "aarch64-linux-gnu-g++ builds no C++20 with OpenMP: $(first_error "$dir/try.log")"
+}
 probe_qemu() { tool qemu-aarch64 --version; }
 probe_slurmctld() { tool slurmctld -V; }
 probe_slurmd() { tool slurmd -V; }

@@ -10,11 +10,11 @@
 #include <string>
 #include <vector>
 
-#include <sys/utsname.h>
-
 #ifdef __x86_64__
 #include <sys/syscall.h>
 #include <unistd.h>
+#else
+#include <sys/utsname.h>
 #endif
 
 #include "core/check.h"
@@ -107,9 +107,19 @@ inline Isa isa_in_use() {
 }
 // The name that a run records: equal names round alike. The portable ops round differently on another architecture.
 inline std::string recorded_isa() {
+#ifdef __x86_64__
+  return name_of(isa_in_use());
+#else
   utsname system{};
-  const bool x86 = uname(&system) == 0 && std::string(system.machine) == "x86_64";
-  return x86 ? name_of(isa_in_use()) : formatted("{} on {}", name_of(isa_in_use()), system.machine);
+  CHECK(uname(&system) == 0, "uname fails");
+  return formatted("{} on {}", name_of(isa_in_use()), system.machine);
+#endif
+}
+// Would --cpu-isa take this name here?
+inline bool can_choose(const std::string& name) {
+  const std::vector<std::string> choices = isa_choices();
+  const auto found = std::find(choices.begin(), choices.end(), name);
+  return found != choices.end() && processor_has(static_cast<Isa>(found - choices.begin()));
 }
 
 }  // namespace llmc::cpu
