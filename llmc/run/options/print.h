@@ -87,8 +87,8 @@ inline std::string wrapped(const std::string& text, size_t indent, size_t width 
 inline std::string help_text() {
   std::string text =
       "train_gpt pretrains language models on token shards (make those with data/tokenize_text.py).\n\n"
-      "  ./train_gpt -i 'data/mine_train_*.bin' -j 'data/mine_val_*.bin' --model d6 --vocab-size 257 \\\n"
-      "      -t 256 -o out/mine\n"
+      "  ./train_gpt -i 'data/mine/mine_train_*.bin' -j 'data/mine/mine_val_*.bin' --model d6 --vocab-size 257 \\\n"
+      "      -t 256 -x 1000 -o out/mine\n"
       "  ./train_gpt --generate --model out/mine/step-001000 --prompt 'Once upon'\n";
   Options defaults;
   auto line = [&](std::string left, const std::string& help) {
