@@ -95,7 +95,7 @@ TEST_CASE("the sort needs every barrier", "[cuda]") {
   const std::vector<int32_t> ids = some_ids(1000, 300, Spread::frequent, 1);
   // Lanes meet at votes, which do not order memory: only ThreadSanitizer sees a barrier missing before them.
   check_barriers([&] { return cuda_sort(ids, 300, 1000); },  // the space: rows go to places a little outside
-                 {"sort.cuh: __syncwarp();  // all places are there",
+                 {"sort.cuh: __syncwarp();  // all places are written",
                   "sort.cuh: __syncwarp();  // the places are those behind these rows"});
 }
 
