@@ -44,8 +44,8 @@ class Case:
 
 
 CASES = {
-    "cpu": {"kjv": Case("gpt2:124M", 16, 128, 40,
-                        ("--n-layer", 4, "--n-head", 4, "--n-embd", 128, "--vocab-size", 257), 257),
+    "cpu": {"kjv": Case("smollm2:135M", 16, 128, 40, ("--n-layer", 4, "--n-head", 4, "--n-kv-head", 2, "--n-embd", 128,
+                                                   "--n-ffn", 256, "--vocab-size", 257), 257),
             "gpt2_124M": Case("gpt2:124M", 4, 256, 4),
             "gpt2_124M_T1024": Case("gpt2:124M", 1, 1024, 4),
             "gpt2_124M_T64": Case("gpt2:124M", 4, 64, 8),

@@ -50,9 +50,12 @@ PRESETS = {
     "gpt2:350M": Shape("gpt2", 24, 16, 16, 1024, 4096, 50257, 1024, 1e-5),
     "gpt2:774M": Shape("gpt2", 36, 20, 20, 1280, 5120, 50257, 1024, 1e-5),
     "gpt2:1558M": Shape("gpt2", 48, 25, 25, 1600, 6400, 50257, 1024, 1e-5),
+    "smollm2:135M": Shape("llama", 30, 9, 3, 576, 1536, 49152, 8192, 1e-5, True, 1e5, False),
     "qwen2.5:0.5B": Shape("llama", 24, 14, 2, 896, 4864, 151936, 32768, 1e-6, True, 1e6),
     "qwen2.5:1.5B": Shape("llama", 28, 12, 2, 1536, 8960, 151936, 131072, 1e-6, True, 1e6),
 }
+
+SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "n_ffn", "vocab_size")   # which options override
 
 
 def shape_of(model):
@@ -284,13 +287,12 @@ class Optimizer:
 def dense_model(o):
     """The model, its attention kernel and the times of all, and its numbers of parameters."""
     s = shape_of(o.model)
-    for name in ("n_layer", "n_head", "n_embd", "vocab_size"):
-        if getattr(o, name):
-            if name == "n_embd":
-                s.n_ffn = s.n_ffn * o.n_embd // s.n_embd
-            if name == "n_head":
-                s.n_kv_head = o.n_head * s.n_kv_head // s.n_head
-            setattr(s, name, getattr(o, name))
+    if o.n_embd:
+        s.n_ffn = s.n_ffn * o.n_embd // s.n_embd
+    if o.n_head:
+        s.n_kv_head = o.n_head * s.n_kv_head // s.n_head
+    for name in SIZES:
+        setattr(s, name, getattr(o, name) or getattr(s, name))
     kernel, repeat_heads, times = choose_attention(s, o) if o.device == "cuda" else ("cpu", False, {})
     model = Model(s, o.seq_len, repeat_heads)
     if os.path.exists(f"{o.model}/model.safetensors"):
@@ -313,8 +315,8 @@ def peak_memory_gib():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt2:124M", help=f"{', '.join(PRESETS)}, d<N>-e<E>, or a directory")
-    for name in ("n-layer", "n-head", "n-embd", "vocab-size"):
-        parser.add_argument(f"--{name}", type=int, help="override the model's value")
+    for name in SIZES:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help="override the model's value")
     parser.add_argument("--train-data", required=True, metavar="SHARD")
     for name, default in (("batch-size", 4), ("seq-len", 256), ("threads", 2), ("steps", 5), ("warmup", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
