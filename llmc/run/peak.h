@@ -83,7 +83,7 @@ inline double measure_matmul_peak(const Device& device, DType dtype) {
 // Bytes per second, counting reads and writes, of a copy; on a CPU, of an in-place sum if that is faster: a CPU also
 // reads the memory that it writes, and a copy has no use for that.
 inline double measure_bandwidth(const Device& device) {
-  int64_t n = int64_t{1} << 26;
+  int64_t n = (int64_t{1} << 26) - 200'000;  // arrays a power of two apart would evict each other from the caches
   if (device.kind == DeviceKind::cuda) n = std::min(4 * n, most_elements(device, DType::fp32));
   const auto rate = [&](double bytes, auto&& op) {
     return bytes * static_cast<double>(n) / best_seconds(device, DType::fp32, {n}, op);
