@@ -239,7 +239,7 @@ class Training {
     const double infinity = std::numeric_limits<double>::infinity();
     if (o_.profile) run_.stream.set_ledger(&ops_);
     PendingStep result =
-        run_.trainer.begin_step(batches_of_next_step(), adamw_options(o_, lr, step),
+        run_.trainer.begin_step(batches_of_next_step(), optimizer_options(o_, lr, step),
                                 {.max_norm = o_.grad_clip,
                                  .largest_loss = o_.skip_loss_z ? progress_.losses.limit(*o_.skip_loss_z) : infinity,
                                  .largest_norm = o_.skip_grad_z ? progress_.norms.limit(*o_.skip_grad_z) : infinity});

@@ -2,13 +2,13 @@
 #include <memory>
 
 #include "cuda/ladder.h"
-#include "ops/cpu/adamw.h"
-#include "ops/cuda/adamw.cuh"
+#include "ops/cpu/update.h"
+#include "ops/cuda/update.cuh"
 
 namespace llmc::cuda {
 namespace {
 
-constexpr AdamWOptions options = {
+constexpr OptimizerOptions options = {
     .lr = 0.01f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 3};
 constexpr float clip = 0.5f;
 
@@ -44,7 +44,8 @@ Ladder adamw_ladder(int64_t n) {
   std::vector<float> master = p->weight, m = p->m, v = p->v;
   std::vector<bf16> weight(master.size());
   const double clipped[] = {1, clip, 1};
-  cpu::adamw_update(weight.data(), master.data(), m.data(), v.data(), p->g.data(), clipped, n, options);
+  cpu::update_weights(Optimizer::adamw, weight.data(), master.data(), m.data(), v.data(), p->g.data(), clipped, n,
+                      options);
   const AdamWStep<float> update(options);
   constexpr int64_t threads = 256;
   const unsigned blocks = static_cast<unsigned>(ceil_div(n, threads));
@@ -62,10 +63,10 @@ Ladder adamw_ladder(int64_t n) {
                           launch(adamw2, blocks, threads, 0, nullptr, p->weights, p->master, p->moment1, p->moment2,
                                  p->gradient, n, update, p->control);
                         }},
-                       {"llmc/ops/cuda/adamw.cuh: 16-byte accesses, evicted from the caches first",
+                       {"llmc/ops/cuda/update.cuh: 16-byte accesses, evicted from the caches first",
                         [=] {
-                          adamw_update<bf16>(p->weights, p->master, p->moment1, p->moment2, p->gradient, p->control, n,
-                                             options, nullptr);
+                          update_weights<bf16>(Optimizer::adamw, p->weights, p->master, p->moment1, p->moment2,
+                                               p->gradient, p->control, n, options, nullptr);
                         }}},
           .prepare =
               [=] {

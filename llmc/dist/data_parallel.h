@@ -42,8 +42,9 @@ struct ZeroConfig {
   int shards = 1, replicas = 1;  // ranks of a shard group (data-parallel times context-parallel); its replicas
   bool reduce_by_stage = true;   // set_stage() sets grad_reduce
   Holds holds = Holds::training_state;
-  bool master_weights = true;        // fp32 copies of bf16 weights; without them updates are rounded stochastically
-  DpSync sync = DpSync::all_reduce;  // servers need stage 0 and one replica
+  bool master_weights = true;  // fp32 copies of bf16 weights; without them updates are rounded stochastically
+  Optimizer optimizer = Optimizer::adamw;  // whose slots are sharded like the master weights
+  DpSync sync = DpSync::all_reduce;        // servers need stage 0 and one replica
 
   // Also sets grad_reduce to the default of the stage: micro where gradients are sharded, because it saves their
   // memory.
@@ -52,7 +53,7 @@ struct ZeroConfig {
     if (reduce_by_stage) grad_reduce = stage >= 2 ? GradReduce::micro : GradReduce::step;
   }
   int ranks() const { return shards * replicas; }
-  // Which ranks update a unit, and so hold its master weights and moments.
+  // Which ranks update a unit, and so hold its master weights and slots.
   enum class Updates : uint8_t { everyone, server, shard_owners };
   Updates updates() const {
     if (stage > 0 || sync == DpSync::partitioned_server) return Updates::shard_owners;

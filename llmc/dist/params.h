@@ -11,6 +11,7 @@
 
 #include "core/dtype.h"
 #include "core/shape.h"
+#include "ops/optimizers.h"
 #include "ops/types.h"
 
 namespace llmc {
@@ -45,8 +46,9 @@ struct ParamSpec {
   TensorSplit tp = TensorSplit::by_row;
   Init init = Init::normal;
   float init_std = 0.02f;
-  bool decay = false;       // weight decay: matrices only
-  int64_t padded_rows = 0;  // rows stored, including padding at the end, which is always zero; 0: no padding
+  bool decay = false;                 // weight decay: matrices only
+  Optimizer rule = Optimizer::adamw;  // which optimizer updates it
+  int64_t padded_rows = 0;            // rows stored, including padding at the end, which is always zero; 0: no padding
   Placement placement = Placement::aligned;
   int64_t most_parts = 0;  // it divides into at most this many parts; further ranks have copies; 0: any number
   std::optional<int64_t> expert = {};  // which expert of its layer it is a part of (expert_parallel.h)

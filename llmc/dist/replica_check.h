@@ -67,13 +67,13 @@ inline uint64_t hash_of_bits(const Tensor& t, Stream& stream) {
 
 inline HeldCopy held_copy(const StateEntry& e, const std::string& unit, Stream& stream) {
   const Elements elements = e.elements();
-  const int64_t numbers[] = {elements.begin,  elements.first,   elements.columns,
-                             elements.stride, e.tensor.numel(), static_cast<int64_t>(e.kind)};
+  const int64_t numbers[] = {elements.begin, elements.first, elements.columns, elements.stride, e.tensor.numel()};
   RunningHash where;
   where.add(e.param->name.data(), std::ssize(e.param->name));
+  where.add(e.name(), static_cast<int64_t>(std::strlen(e.name())));
   where.add(numbers, sizeof numbers);
   HeldCopy held{e.param->name, unit, where.value(), hash_of_bits(e.tensor, stream)};
-  if (e.kind != StateKind::weight) held.name += formatted(":{}", e.kind);
+  if (e.kind != StateKind::weight) held.name += formatted(":{}", e.name());
   if (e.tensor.numel() < e.param->numel())
     held.name += formatted("[{}:{}]", elements.index(0), elements.index(e.tensor.numel() - 1) + 1);
   return held;
@@ -86,10 +86,10 @@ inline std::vector<HeldCopies> copies_held(const ModelState& state, const std::v
     if (!state.has(u)) continue;
     StateTable table;
     state.unit(u).append_to(table);
-    std::map<std::pair<StateKind, int>, HeldCopies> of_unit;
+    std::map<std::tuple<StateKind, size_t, int>, HeldCopies> of_unit;
     for (const StateEntry& e : table)
-      of_unit[{e.kind, e.param->copies}].parts.push_back(held_copy(e, state.unit(u).spec().name, stream));
-    for (auto& [kind_and_copies, copies] : of_unit) held.push_back(std::move(copies));
+      of_unit[{e.kind, e.slot, e.param->copies}].parts.push_back(held_copy(e, state.unit(u).spec().name, stream));
+    for (auto& [key, copies] : of_unit) held.push_back(std::move(copies));
   }
   for (const SharedByAll& s : shared) {
     RunningHash where, contents;

@@ -1,11 +1,11 @@
-// unit_state.h: which part of a unit's weights, gradients, master weights and moments a rank holds; and the
+// unit_state.h: which part of a unit's weights, gradients, master weights and optimizer slots a rank holds; and the
 // corresponding entries of the StateTable. No other file computes an offset from a number of ranks.
 //
 // A unit's flat buffer divides into as many equal shards as the shard group has ranks. Two ranges of it matter to a
 // rank; they differ only at stage 0:
 //
 //   shard_range()    the shard of this rank: it reduces its gradients and contributes its square sum to the norm
-//   update_range()   the part that this rank updates, and so holds masters and moments for: the whole unit at stage 0,
+//   update_range()   the part that this rank updates, and so holds masters and slots for: the whole unit at stage 0,
 //                    where every rank repeats the same update; its own shard at stages 1 to 3. With a parameter server:
 //                    the whole unit on the server, nothing on the other ranks; with partitioned ones: its own shard
 //
@@ -23,18 +23,21 @@
 
 namespace llmc {
 
-enum class StateKind : uint8_t { weight, master, moment1, moment2 };
-inline const char* name_of(StateKind kind) {
-  constexpr const char* names[] = {"weight", "master", "moment1", "moment2"};
-  return names[static_cast<int>(kind)];
-}
+enum class StateKind : uint8_t { weight, master, slot };
 
 // One entry of the StateTable: the elements [begin, begin + tensor.numel()) of param->box(), held by this rank.
 struct StateEntry {
   const ParamSpec* param;
   StateKind kind;
   int64_t begin;
-  Tensor tensor;                                                     // flat, without padding rows
+  Tensor tensor;    // flat, without padding rows
+  size_t slot = 0;  // which one of the parameter's rule
+  // "weight", "master" or the name of the slot, such as "moment1".
+  const char* name() const {
+    return kind == StateKind::weight   ? "weight"
+           : kind == StateKind::master ? "master"
+                                       : rule_of(param->rule).slots[slot].name;
+  }
   Elements elements() const { return param->elements_from(begin); }  // where they are in the whole parameter
 
   // Calls f(i, index, n) for each row, or part of one: elements [i, i + n) of the tensor are those of the parameter
@@ -82,8 +85,11 @@ class UnitState {
     if (dtype != state && zero.master_weights) master_ = flat("master weights", state, update_range_);
     if (zero.grad_reduce == GradReduce::step) gradients_ = flat("gradients", state, whole_);
     else gradient_sum_ = flat("gradients", state, update_range_);
-    moment1_ = flat("AdamW first moment", state, update_range_);
-    moment2_ = flat("AdamW second moment", state, update_range_);
+    if (spec_.params.empty()) return;
+    const Optimizer rule = spec_.params.front().rule;
+    for (const ParamSpec& p : spec_.params) CHECK(p.rule == rule, "{} has two optimizers", spec_.name);
+    for (size_t i = 0; i < rule_of(rule).slots.size(); ++i)
+      slots_[i] = flat(rule_of(rule).slots[i].label, state, update_range_);
   }
 
   const UnitSpec& spec() const { return spec_; }
@@ -146,11 +152,11 @@ class UnitState {
   void attach_gradients(const Tensor& buffer) { gradients_ = in_buffer(buffer); }
 
   void zero_all(Stream& stream) const {
-    for (const Tensor& t : {sharded_ == Sharded::weights ? weight_shard_ : weights_, master_, moment1_, moment2_})
+    for (const Tensor& t : {sharded_ == Sharded::weights ? weight_shard_ : weights_, master_, slots_[0], slots_[1]})
       if (!t.empty()) zero(t, stream);
   }
 
-  void update(Tensor control, AdamWOptions options, Stream& stream) const {
+  void update(Tensor control, OptimizerOptions options, Stream& stream) const {
     if (rounds_stochastically()) return update_stochastic(control, options, stream);
     const float decay = options.weight_decay;
     for (size_t i = 0; i < spec_.params.size();) {  // one call for neighbours with equal decay, gaps included
@@ -161,9 +167,9 @@ class UnitState {
       if (r.size == 0) continue;
       auto in_update_range = [&](const Tensor& t) { return t.empty() ? t : part(t, update_range_, r); };
       options.weight_decay = spec_.params[first].decay ? decay : 0.0f;
-      adamw_update(in_update_range(sharded_ == Sharded::nothing ? weights_ : weight_shard_), in_update_range(master_),
-                   in_update_range(moment1_), in_update_range(moment2_), in_update_range(reduced_gradients()), control,
-                   options, stream);
+      update_weights(spec_.params[first].rule, in_update_range(sharded_ == Sharded::nothing ? weights_ : weight_shard_),
+                     in_update_range(master_), {in_update_range(slots_[0]), in_update_range(slots_[1])},
+                     in_update_range(reduced_gradients()), control, options, stream);
     }
   }
 
@@ -179,16 +185,15 @@ class UnitState {
   void append_to(StateTable& table) const {
     for (size_t i = 0; i < spec_.params.size(); ++i) {
       const Range param{layout_.offsets[i], spec_.params[i].box().numel()};
-      auto add = [&](StateKind kind, const Tensor& t, const Range& held) {
+      auto add = [&](StateKind kind, const Tensor& t, const Range& held, size_t slot = 0) {
         const Range r = overlap(param, held);
         if (!t.empty() && r.size > 0)
-          table.push_back({&spec_.params[i], kind, r.begin - param.begin, part(t, held, r)});
+          table.push_back({&spec_.params[i], kind, r.begin - param.begin, part(t, held, r), slot});
       };
       if (sharded_ == Sharded::weights) add(StateKind::weight, weight_shard_, shard_range_);
       else add(StateKind::weight, weights_, whole_);
       add(StateKind::master, master_, update_range_);
-      add(StateKind::moment1, moment1_, update_range_);
-      add(StateKind::moment2, moment2_, update_range_);
+      for (size_t slot = 0; slot < slots_.size(); ++slot) add(StateKind::slot, slots_[slot], update_range_, slot);
     }
   }
 
@@ -225,16 +230,17 @@ class UnitState {
   bool rounds_stochastically() const { return master_.empty() && weight_shard_.dtype == DType::bf16; }
 
   // One parameter at a time: each has its own random numbers.
-  void update_stochastic(Tensor control, AdamWOptions options, Stream& stream) const {
+  void update_stochastic(Tensor control, OptimizerOptions options, Stream& stream) const {
     const float decay = options.weight_decay;
     for (size_t i = 0; i < spec_.params.size(); ++i) {
       const Range r = overlap({layout_.offsets[i], spec_.params[i].box().numel()}, update_range_);
       if (r.size == 0) continue;
       options.weight_decay = spec_.params[i].decay ? decay : 0.0f;
-      adamw_update_stochastic(part(sharded_ == Sharded::nothing ? weights_ : weight_shard_, update_range_, r),
-                              part(moment1_, update_range_, r), part(moment2_, update_range_, r),
-                              part(reduced_gradients(), update_range_, r), control, spec_.params[i].name,
-                              spec_.params[i].elements_from(r.begin - layout_.offsets[i]), options, stream);
+      auto in_update_range = [&](const Tensor& t) { return t.empty() ? t : part(t, update_range_, r); };
+      update_weights_stochastic(
+          spec_.params[i].rule, in_update_range(sharded_ == Sharded::nothing ? weights_ : weight_shard_),
+          {in_update_range(slots_[0]), in_update_range(slots_[1])}, in_update_range(reduced_gradients()), control,
+          spec_.params[i].name, spec_.params[i].elements_from(r.begin - layout_.offsets[i]), options, stream);
     }
   }
 
@@ -265,10 +271,11 @@ class UnitState {
   Range whole_, shard_range_, update_range_;
   std::vector<Range> counted_;
   std::vector<PartialSum> partial_sums_;
-  Tensor weights_, weight_shard_;      // in the training dtype
-  std::vector<Tensor> versions_;       // the buffers of all versions; weights_ is one of them
-  Tensor gradients_, gradient_sum_;    // fp32; with GradReduce::micro the sum of the reduced micro-batches
-  Tensor master_, moment1_, moment2_;  // fp32, of update_range_
+  Tensor weights_, weight_shard_;    // in the training dtype
+  std::vector<Tensor> versions_;     // the buffers of all versions; weights_ is one of them
+  Tensor gradients_, gradient_sum_;  // fp32; with GradReduce::micro the sum of the reduced micro-batches
+  Tensor master_;                    // fp32, of update_range_, as the slots are
+  SlotTensors slots_;
 };
 
 }  // namespace llmc

@@ -19,7 +19,7 @@ namespace llmc {
 // whole.
 struct HeldParam {
   Box box;
-  Range weights, moments;
+  Range weights, slots;
   bool operator==(const HeldParam&) const = default;
 };
 // Consecutive units of which a rank holds the same parts, such as most blocks, by their places in the model.
@@ -48,7 +48,7 @@ inline std::vector<HeldUnits> units_held(const ModelState& state) {
     for (const StateEntry& e : table) {
       HeldParam& p = unit.params[static_cast<size_t>(e.param - params.data())];
       if (e.kind == StateKind::weight) p.weights = {e.begin, e.tensor.numel()};
-      if (e.kind == StateKind::moment1) p.moments = {e.begin, e.tensor.numel()};
+      if (e.kind == StateKind::slot && e.slot == 0) p.slots = {e.begin, e.tensor.numel()};
     }
     if (!held.empty() && held.back().last + 1 == u && held.back().params == unit.params &&
         held.back().experts == unit.experts)
@@ -65,7 +65,7 @@ inline std::string text_of(const std::vector<HeldUnits>& held) {
     text += formatted("{} {} {} {} {}\n", h.first, h.last, h.experts.begin, h.experts.size, h.params.size());
     for (const HeldParam& p : h.params)
       text += formatted("{} {} {} {} {} {} {} {}\n", p.box.row, p.box.rows, p.box.column, p.box.columns,
-                        p.weights.begin, p.weights.size, p.moments.begin, p.moments.size);
+                        p.weights.begin, p.weights.size, p.slots.begin, p.slots.size);
   }
   return text;
 }
@@ -78,7 +78,7 @@ inline std::vector<HeldUnits> held_from_text(const std::string& text) {
     HeldUnits& h = held.emplace_back(HeldUnits{first, last, {}, experts});
     for (HeldParam p; h.params.size() < count; h.params.push_back(p)) {
       in >> p.box.row >> p.box.rows >> p.box.column >> p.box.columns >> p.weights.begin >> p.weights.size >>
-          p.moments.begin >> p.moments.size;
+          p.slots.begin >> p.slots.size;
       CHECK(in, "a rank's list of what it holds breaks off");
     }
   }
@@ -153,9 +153,9 @@ inline void require_whole_model(const ParamTable& table, bool tied, const ZeroCo
     const bool of_experts = unit.sharing == Sharing::experts;
     const ZeroConfig& zero = of_experts ? experts : dense;
     const int holders_of_weights = zero.stage == 3 ? zero.replicas : zero.ranks(),
-              holders_of_moments = zero.updates() == Updates::everyone       ? zero.ranks()
-                                   : zero.updates() == Updates::shard_owners ? zero.replicas
-                                                                             : 1;
+              holders_of_slots = zero.updates() == Updates::everyone       ? zero.ranks()
+                                 : zero.updates() == Updates::shard_owners ? zero.replicas
+                                                                           : 1;
     const std::vector<int> stages = stages_of(u), heads = stages_of(table.size() - 1);
     if (u == 0 && tied)
       CHECK(std::ranges::includes(stages, heads) && stages.size() <= 2,
@@ -183,17 +183,17 @@ inline void require_whole_model(const ParamTable& table, bool tied, const ZeroCo
         std::vector<Box> boxes;
         for (const auto& [part, held] : parts[i]) {
           const Box box = boxes.emplace_back(held.front()->box);
-          std::vector<Range> weights, moments;
+          std::vector<Range> weights, slots;
           for (const HeldParam* h : held) {
             CHECK(h->box == box, "the model is not whole: data-parallel ranks have different parts of {}", p.name);
             weights.push_back(h->weights);
-            moments.push_back(h->moments);
+            slots.push_back(h->slots);
           }
           const std::string whose =
               formatted("{} on stage {}, {} rank {},", p.name, stage, of_experts ? "ep" : "tensor-parallel", part);
           detail::require_covered(weights, box.numel(), holders_of_weights, whose);
           if (zero.holds == Holds::training_state)
-            detail::require_covered(moments, box.numel(), holders_of_moments, "AdamW's moments of " + whose);
+            detail::require_covered(slots, box.numel(), holders_of_slots, "optimizer state of " + whose);
         }
         detail::require_covered(boxes, p.shape[0], p.numel() / p.shape[0], p.copies,
                                 formatted("{} on stage {}", p.name, stage));

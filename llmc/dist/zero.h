@@ -250,7 +250,7 @@ class ModelState {
 
   // ---- The update --------------------------------------------------------------------------------------------------
 
-  void update(Tensor control, const AdamWOptions& options, Stream& compute) {
+  void update(Tensor control, const OptimizerOptions& options, Stream& compute) {
     const bool divided = zero_.stage < 3 && zero_.updates() != ZeroConfig::Updates::everyone;
     for (size_t u = 0; u < units_.size(); ++u) {
       if (!has(u)) continue;

@@ -245,7 +245,7 @@ inline ExpertParallel expert_parallel(const ModelConfig& c, const TensorParallel
 // It has the gates and ups of all experts, expert by expert, then their downs, without gaps. So a grouped product sees
 // one tensor of each kind, (E, 2 F, C) and (E, C, F), which are also transformers' fused tensors, and the rows of every
 // expert are aligned like those of the first.
-inline ParamTable parameter_table(const ModelConfig& c) {
+inline ParamTable parameter_table(const ModelConfig& c, Optimizer rule = Optimizer::adamw) {
   const int64_t C = c.n_embd, F = c.n_ffn, D = c.head_size, Q = c.q_size(), KV = c.kv_size();
   const float std = c.init_std;
   const float residual_std = std / std::sqrt(2.0f * static_cast<float>(c.n_layer));
@@ -338,6 +338,8 @@ inline ParamTable parameter_table(const ModelConfig& c) {
   table.push_back({"head", {}});
   norm("ln_f");
   if (!c.tied) table.back().params.push_back(table_of_tokens("lm_head.weight"));
+  for (UnitSpec& unit : table)
+    for (ParamSpec& p : unit.params) p.rule = rule;
   return table;
 }
 

@@ -14,4 +14,4 @@
 #include "ops/ops_heads.h"         // rotary positions, query-key norms
 #include "ops/ops_layers.h"        // norms, linear, activations, sums of parts
 #include "ops/ops_memory.h"        // zero, copy, convert, fill, add, scale, initial numbers
-#include "ops/ops_step.h"          // loss, gradient norm, clipping, AdamW
+#include "ops/ops_step.h"          // loss, gradient norm, clipping, update

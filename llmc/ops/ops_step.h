@@ -1,6 +1,9 @@
 // ops_step.h: the ops at the end of a step: loss, gradient norm, clipping, update. Conventions: ops.h.
 #pragma once
+#include <array>
+
 #include "ops/ops_memory.h"
+#include "ops/optimizers.h"
 
 namespace llmc {
 
@@ -128,46 +131,64 @@ inline void clip_control(Tensor control, Tensor square_sums, Tensor loss, const 
   });
 }
 
-// AdamW on one segment of bf16 weights without a master copy, with stochastic rounding (contract 1: keyed by seed,
+// What an optimizer keeps for a segment of weights: a tensor for each slot of its rule, empty ones after these.
+using SlotTensors = std::array<Tensor, most_slots>;
+
+namespace detail {
+
+inline OpCost cost_of_update(Optimizer optimizer, const Tensor& weight, const Tensor& master, const SlotTensors& slots,
+                             const Tensor& gradient) {
+  const size_t count = rule_of(optimizer).slots.size();
+  for (size_t i = 0; i < slots.size(); ++i)
+    if (i < count) CHECK_TENSOR(slots[i], accumulator_of(weight.dtype), weight.numel());
+    else CHECK(slots[i].empty(), "{}: has {} slot(s)", rule_of(optimizer).op, count);
+  CHECK_TENSOR(gradient, accumulator_of(weight.dtype), weight.numel());
+  return {rule_of(optimizer).op, 0, 2 * bytes_of({weight, master, slots[0], slots[1]}) + bytes_of({gradient})};
+}
+
+template <class A>
+A* data_or_null(const Tensor& t) {
+  return t.empty() ? nullptr : t.data<A>();
+}
+
+}  // namespace detail
+
+// A step on one segment of bf16 weights without a master copy, with stochastic rounding (contract 1: keyed by seed,
 // parameter name, step and element). The segment holds these elements of the parameter.
-inline void adamw_update_stochastic(Tensor weight, Tensor moment1, Tensor moment2, Tensor gradient, Tensor control,
-                                    std::string_view parameter, const Elements& elements, const AdamWOptions& options,
-                                    Stream& stream) {
+inline void update_weights_stochastic(Optimizer optimizer, Tensor weight, const SlotTensors& slots, Tensor gradient,
+                                      Tensor control, std::string_view parameter, const Elements& elements,
+                                      const OptimizerOptions& options, Stream& stream) {
   const int64_t n = weight.numel();
   CHECK_TENSOR(weight, DType::bf16, n);
-  for (const Tensor& t : {moment1, moment2, gradient}) CHECK_TENSOR(t, DType::fp32, n);
   CHECK_TENSOR(control, DType::fp64, 4);
   const Philox words = rounding_words(options.seed, parameter, options.step);
-  stream.run({"adamw_update", 0, 2 * detail::bytes_of({weight, moment1, moment2}) + detail::bytes_of({gradient})},
-             {weight, moment1, moment2}, [=, &stream] {
-               CALL_OP(stream, bf16, adamw_update_stochastic, weight.data<bf16>(), moment1.data<float>(),
-                       moment2.data<float>(), gradient.data<float>(), control.data<double>(), elements, n, options,
-                       words);
+  stream.run(detail::cost_of_update(optimizer, weight, {}, slots, gradient), {weight, slots[0], slots[1]},
+             [=, &stream] {
+               CALL_OP(stream, bf16, update_weights_stochastic, optimizer, weight.data<bf16>(),
+                       detail::data_or_null<float>(slots[0]), detail::data_or_null<float>(slots[1]),
+                       gradient.data<float>(), control.data<double>(), elements, n, options, words);
              });
 }
 
-// AdamW on one segment: updates weight, master, moment1 and moment2 in place. master is fp32 when weight is bf16, else
-// empty (the weight is its own master copy). Nothing changes where control forbids the update.
-inline void adamw_update(Tensor weight, Tensor master, Tensor moment1, Tensor moment2, Tensor gradient, Tensor control,
-                         const AdamWOptions& options, Stream& stream) {
-  const DType state = accumulator_of(weight.dtype);
+// A step on one segment: weight, master and slots change in place. master is fp32 when weight is bf16, else empty (the
+// weight is its own master copy). Nothing changes where control forbids the update.
+inline void update_weights(Optimizer optimizer, Tensor weight, Tensor master, const SlotTensors& slots, Tensor gradient,
+                           Tensor control, const OptimizerOptions& options, Stream& stream) {
   const int64_t n = weight.numel();
-  CHECK(master.empty() == (weight.dtype == state), "adamw_update: weights in {} {} a separate master copy",
-        weight.dtype, master.empty() ? "need" : "must not have");
-  CHECK_TENSOR(moment1, state, n);
-  CHECK_TENSOR(moment2, state, n);
-  CHECK_TENSOR(gradient, state, n);
+  CHECK(master.empty() == (weight.dtype == accumulator_of(weight.dtype)),
+        "update_weights: weights in {} {} a separate master copy", weight.dtype,
+        master.empty() ? "need" : "must not have");
   CHECK_TENSOR(control, DType::fp64, 4);
-  stream.run(
-      {"adamw_update", 0, 2 * detail::bytes_of({weight, master, moment1, moment2}) + detail::bytes_of({gradient})},
-      {weight, master, moment1, moment2}, [=, &stream] {
-        with_type(weight.dtype, [&](auto tag) {
-          using W = typename decltype(tag)::type;
-          using A = accumulator_t<W>;
-          CALL_OP(stream, W, adamw_update, weight.data<W>(), master.empty() ? nullptr : master.data<A>(),
-                  moment1.data<A>(), moment2.data<A>(), gradient.data<A>(), control.data<double>(), n, options);
-        });
-      });
+  stream.run(detail::cost_of_update(optimizer, weight, master, slots, gradient), {weight, master, slots[0], slots[1]},
+             [=, &stream] {
+               with_type(weight.dtype, [&](auto tag) {
+                 using W = typename decltype(tag)::type;
+                 using A = accumulator_t<W>;
+                 CALL_OP(stream, W, update_weights, optimizer, weight.data<W>(), detail::data_or_null<A>(master),
+                         detail::data_or_null<A>(slots[0]), detail::data_or_null<A>(slots[1]), gradient.data<A>(),
+                         control.data<double>(), n, options);
+               });
+             });
 }
 
 }  // namespace llmc

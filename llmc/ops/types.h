@@ -226,10 +226,15 @@ struct UpdateRule {
   double largest_loss = std::numeric_limits<double>::infinity(), largest_norm = largest_loss;
 };
 
-struct AdamWOptions {
-  float lr, beta1, beta2, eps, weight_decay;
-  int64_t step;       // counts from 1
-  uint64_t seed = 0;  // for stochastic rounding
+// Of all rules (optimizers.h); each uses some of them.
+struct OptimizerOptions {
+  float lr;
+  float beta1;         // decay of AdamW's first moment; momentum of SGD; Lion's share of the momentum in its direction
+  float beta2;         // decay of AdamW's second moment, of Lion's momentum
+  float eps;           // of AdamW
+  float weight_decay;  // per step, times lr
+  int64_t step;        // counts from 1
+  uint64_t seed = 0;   // for stochastic rounding
 };
 
 }  // namespace llmc

@@ -1,8 +1,8 @@
 // checkpoint.h: checkpoints as Hugging Face directories, complete or absent (contract 13). OUT/step-000500/ holds
 // config.json and model.safetensors as transformers loads them, optimizer-*.safetensors with slices of master weights
-// and moments, trainer.json, the tokenizer's files, and manifest.json with the size and checksums of each. All is
-// written to a temporary directory, with every write, fsync and close checked. A rename makes the checkpoint visible;
-// then the parent directory is synced. Any layout reads what any other wrote, bit for bit (contract 6).
+// and optimizer slots, trainer.json, the tokenizer's files, and manifest.json with the size and checksums of each. All
+// is written to a temporary directory, with every write, fsync and close checked. A rename makes the checkpoint
+// visible; then the parent directory is synced. Any layout reads what any other wrote, bit for bit (contract 6).
 #pragma once
 #include <sys/statvfs.h>
 
@@ -112,7 +112,7 @@ struct SliceRange {
 };
 
 inline int64_t row_size(const ParamSpec& p) { return p.numel() / p.shape[0]; }
-inline std::string what_of(const StateEntry& e) { return formatted("{}:{}", e.param->name, e.kind); }
+inline std::string what_of(const StateEntry& e) { return formatted("{}:{}", e.param->name, e.name()); }
 
 inline SliceRange slice_range(const StateEntry& e) {
   const Box box = e.param->box();
@@ -138,11 +138,14 @@ inline int64_t weights_bytes(const ModelConfig& config, DType dtype) {
   return count_parameters(parameter_table(config)) * size_of(dtype);
 }
 
-// The size of a checkpoint on disk, to within a few kilobytes: weights in the training dtype, master weights and two
-// moments.
-inline int64_t checkpoint_bytes(const ModelConfig& config, DType dtype, bool master_weights) {
-  const int64_t state = size_of(accumulator_of(dtype)) * (dtype == accumulator_of(dtype) || !master_weights ? 2 : 3);
-  return weights_bytes(config, dtype) + count_parameters(parameter_table(config)) * state;
+// The size of a checkpoint on disk, to within a few kilobytes: weights in the training dtype, master weights and the
+// optimizer's slots.
+inline int64_t checkpoint_bytes(const ModelConfig& config, DType dtype, const ZeroConfig& zero) {
+  const int64_t masters = dtype != accumulator_of(dtype) && zero.master_weights ? 1 : 0;
+  int64_t numbers = 0;
+  for (const UnitSpec& unit : parameter_table(config, zero.optimizer))
+    for (const ParamSpec& p : unit.params) numbers += p.numel() * (masters + std::ssize(rule_of(p.rule).slots));
+  return weights_bytes(config, dtype) + numbers * size_of(accumulator_of(dtype));
 }
 
 // The write speed assumed before the first checkpoint: that of a slow disk or a busy shared file system.
@@ -274,17 +277,19 @@ inline void require_whole(const std::vector<Slice>& slices, const ParamSpec& p, 
 
 // Rejects slices unless they hold every element of every parameter's state exactly once, and nothing else.
 inline void require_whole_slices(const std::map<std::string, std::vector<Slice>>& slices, const std::string& path,
-                                 const ModelConfig& config, bool masters) {
+                                 const ParamTable& table, bool masters) {
   std::set<std::string> expected;
-  for (const UnitSpec& unit : parameter_table(config))
-    for (const ParamSpec& p : unit.params)
-      for (const StateKind kind : {StateKind::master, StateKind::moment1, StateKind::moment2}) {
-        if (kind == StateKind::master && !masters) continue;
+  for (const UnitSpec& unit : table)
+    for (const ParamSpec& p : unit.params) {
+      const auto require = [&](const char* kind) {
         const std::string what = *expected.insert(formatted("{}:{}", p.name, kind)).first;
         const auto found = slices.find(what);
         CHECK(found != slices.end(), "{}: has no {}; it was written with other options", path, what);
         require_whole(found->second, p, what, path);
-      }
+      };
+      if (masters) require("master");
+      for (const OptimizerSlot& slot : rule_of(p.rule).slots) require(slot.name);
+    }
   for (const auto& [what, all] : slices)
     CHECK(expected.contains(what), "{}: tensor {} belongs to no state of this model; it was written with other options",
           all[0].file->path(), shown(all[0].name));
@@ -349,7 +354,7 @@ inline void load_checkpoint(const std::string& path, const ModelConfig& config, 
   while (!state.has(held)) ++held;
   const DType dtype = state.unit(held).weight_shard().dtype;
   const bool masters = dtype != accumulator_of(dtype) && state.zero_config().master_weights;
-  detail::require_whole_slices(slices, path, config, masters);
+  detail::require_whole_slices(slices, path, parameter_table(config, state.zero_config().optimizer), masters);
   for (const StateEntry& e : table)
     if (e.kind != StateKind::weight)
       write_on_host(e.tensor, stream, [&](const Tensor& host) {

@@ -150,9 +150,8 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   attempt([&] {
     if (!dp.first()) return;
     if (part == Part::model) std::filesystem::remove_all(path, error);  // left by an earlier attempt
-    detail::require_space(out_dir, part == Part::all
-                                       ? checkpoint_bytes(config, dtype, state.zero_config().master_weights)
-                                       : weights_bytes(config, dtype));
+    detail::require_space(out_dir, part == Part::all ? checkpoint_bytes(config, dtype, state.zero_config())
+                                                     : weights_bytes(config, dtype));
     std::filesystem::remove_all(temporary, error);
     if (!error) std::filesystem::create_directory(temporary, error);  // but not OUT: it would have no lock
     CHECK(!error, "cannot create {}: {}", temporary, error.message());

@@ -11,10 +11,12 @@
 
 namespace llmc {
 
-// The options of a run, with its defaults resolved: --local-ranks on this machine, --shuffle, and those of experts.
+// The options of a run, with its defaults resolved: --local-ranks on this machine, --shuffle, those of the optimizer
+// and of experts.
 inline Options with_recorded_defaults(Options o) {
   o.local_ranks = o.ranks;
   o.shuffle = o.shuffled();
+  o.beta2 = o.beta2_in_use();
   if (o.moe_dispatch == "capacity") o.moe_capacity_factor = o.capacity_factor();
   o.moe_aux_loss = o.moe_aux_loss.value_or(o.usual_aux_loss);
   return o;

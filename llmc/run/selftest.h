@@ -63,7 +63,7 @@ inline void collect_gradients(Outcome& outcome, const ModelState& state, int ran
 inline void collect_state(Outcome& outcome, const ModelState& state, int rank, Stream& stream) {
   for (const StateEntry& e : state.state_table())
     if (e.kind == StateKind::weight) collect(outcome.weights, outcome.fault, e, e.param->name, rank, stream);
-    else collect(outcome.optimizer_state, outcome.fault, e, formatted("{}:{}", e.param->name, e.kind), rank, stream);
+    else collect(outcome.optimizer_state, outcome.fault, e, formatted("{}:{}", e.param->name, e.name()), rank, stream);
 }
 
 // Checks that every element of every parameter is held exactly as often as the layout says (contract 15); called when

@@ -70,6 +70,7 @@ inline ZeroConfig choose_layout(const Options& o) {
   zero.set_stage(static_cast<int>(o.zero_stage));
   if (o.grad_reduce != "auto") zero.grad_reduce = grad_reduce_from_name(o.grad_reduce);
   zero.master_weights = o.master_weights == "fp32";
+  zero.optimizer = optimizer_from_name(o.optimizer);
   zero.sync = dp_sync_from_name(o.dp_sync);
   return zero;
 }
@@ -248,10 +249,10 @@ inline LrSchedule choose_lr_schedule(const Options& o, int64_t max_steps) {
   return {o.lr_schedule, o.lr, o.warmup_steps, max_steps, o.final_lr_frac};
 }
 
-inline AdamWOptions adamw_options(const Options& o, double lr, int64_t step) {
+inline OptimizerOptions optimizer_options(const Options& o, double lr, int64_t step) {
   return {.lr = static_cast<float>(lr),
           .beta1 = static_cast<float>(o.beta1),
-          .beta2 = static_cast<float>(o.beta2),
+          .beta2 = static_cast<float>(o.beta2_in_use().value_or(0)),
           .eps = static_cast<float>(o.adam_eps),
           .weight_decay = static_cast<float>(o.weight_decay),
           .step = step,

@@ -55,7 +55,7 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
   std::optional<NotFinite> found;
   for (const StateEntry& e : trainer.state().state_table())
     if (!found && !all_finite(e.tensor, stream))
-      found = NotFinite{e.param->name, formatted("{}, before the step", e.kind), "", -1, -1, -1, {}};
+      found = NotFinite{e.param->name, formatted("{}, before the step", e.name()), "", -1, -1, -1, {}};
   // If the state of one rank is bad already, no rank repeats the step.
   for (const std::string& bad : trainer.state().dp().control->all_gather_text("bad state", found ? "yes" : ""))
     if (!bad.empty()) return found;

@@ -56,7 +56,7 @@ class Pipedream {
   bool flushed() const { return !pass_; }
 
   // If reading the batch throws, the step has not begun.
-  PendingStep begin_step(const BatchSource& batches, const AdamWOptions& optimizer, const UpdateRule& rule) {
+  PendingStep begin_step(const BatchSource& batches, const OptimizerOptions& optimizer, const UpdateRule& rule) {
     CHECK(std::isinf(rule.largest_loss) && std::isinf(rule.largest_norm),
           "an asynchronous pipeline cannot skip outliers of the whole model's loss or norm");
     HostBatch batch = batches(0);
@@ -84,7 +84,7 @@ class Pipedream {
  private:
   // A step that has begun and is not reported.
   struct Step {
-    AdamWOptions optimizer;
+    OptimizerOptions optimizer;
     UpdateRule rule;
     PendingStep result;
   };

@@ -77,7 +77,7 @@ class Trainer {
 
   // Enqueues one update. `optimizer.step` counts from 1. rule.largest_loss: limit of the mean loss. With an
   // asynchronous pipeline the update is complete after P - 1 further ones, or flush().
-  PendingStep begin_step(const BatchSource& batches, const AdamWOptions& optimizer, UpdateRule rule) {
+  PendingStep begin_step(const BatchSource& batches, const OptimizerOptions& optimizer, UpdateRule rule) {
     const ProfilerRange range("step");
     if (pipedream_) return pipedream_->begin_step(batches, optimizer, rule);
     accumulate_gradients(batches);
@@ -101,7 +101,7 @@ class Trainer {
   bool flush() { return pipedream_ && pipedream_->flush(); }
   // How many steps begin before the first of them is completely enqueued.
   int steps_under_way() const { return config_.asynchronous() ? config_.stages : 1; }
-  StepResult step(const BatchSource& batches, const AdamWOptions& optimizer, UpdateRule rule) {
+  StepResult step(const BatchSource& batches, const OptimizerOptions& optimizer, UpdateRule rule) {
     const PendingStep pending = begin_step(batches, optimizer, rule);
     flush();
     return pending.wait();
@@ -207,7 +207,8 @@ class Trainer {
   // counted where the embedding is.
   static ParamTable table_of(const StepConfig& config, const DataParallel& dp) {
     ParamTable table =
-        part_of(part_of(parameter_table(config.model), config.tensor, dp.tensor_rank), config.expert, dp.expert_rank);
+        part_of(part_of(parameter_table(config.model, config.zero.optimizer), config.tensor, dp.tensor_rank),
+                config.expert, dp.expert_rank);
     if (config.stages > 1 && config.stage_units().copy_of_embedding == dp.stage)
       for (ParamSpec& p : table.front().params) p.first_copy = false;
     return table;

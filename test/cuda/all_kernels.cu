@@ -1,6 +1,5 @@
 // all_kernels.cu: every kernel, in every instantiation that its launcher uses. `make smoke` compiles it with nvcc, for
 // warnings; dev/cuda/kernel_resources.sh lists each kernel's resources; nothing links it.
-#include "ops/cuda/adamw.cuh"
 #include "ops/cuda/attention.cuh"
 #include "ops/cuda/attention_cudnn.cuh"
 #include "ops/cuda/column_sum.cuh"
@@ -19,6 +18,7 @@
 #include "ops/cuda/router.cuh"
 #include "ops/cuda/step.cuh"
 #include "ops/cuda/swiglu.cuh"
+#include "ops/cuda/update.cuh"
 
 namespace llmc::cuda {
 
@@ -42,7 +42,7 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   square_sum(d, d, x, N, Accumulate::no, stream);
   add_losses(d, f, N, stream);
   combine_scalars(d, d, d, N, N, N, 1, 1, stream);
-  adamw_update(x, f, f, f, f, d, N, {}, stream);
+  update_weights(Optimizer::adamw, x, f, f, f, f, d, N, {}, stream);
   clip_control(d, d, N, d, {}, stream);
   cross_entropy(f, x, ids, N, C, C, 1, Gradient::yes, stream);
   const Vocabulary part = {N, N};

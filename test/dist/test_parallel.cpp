@@ -245,8 +245,8 @@ WholeState pass_through(const StepConfig& config, const std::string& from, const
     if (from.empty()) {
       init_weights(run.trainer.state(), 3, run.stream);
       for (const StateEntry& e : run.trainer.state().state_table())  // moments too
-        if (e.kind == StateKind::moment1 || e.kind == StateKind::moment2)
-          init_normal(e.tensor, 0.3f, e.elements(), 5, e.param->name + name_of(e.kind), run.stream);
+        if (e.kind == StateKind::slot)
+          init_normal(e.tensor, 0.3f, e.elements(), 5, e.param->name + e.name(), run.stream);
     } else {
       load_checkpoint(from, config.model, run.trainer.state(), run.stream);
     }
@@ -254,7 +254,7 @@ WholeState pass_through(const StepConfig& config, const std::string& from, const
     {
       std::lock_guard lock(mutex);
       for (const StateEntry& e : run.trainer.state().state_table()) {
-        std::vector<float>& to = whole[e.param->name + name_of(e.kind)];
+        std::vector<float>& to = whole[e.param->name + e.name()];
         to.resize(static_cast<size_t>(e.param->numel()));
         with_type(e.tensor.dtype, [&](auto tag) {
           const auto* from = e.tensor.data<typename decltype(tag)::type>();

@@ -17,7 +17,7 @@ namespace {
 struct Flip {
   int rank;
   const char* param;
-  StateKind kind = StateKind::weight;
+  std::string kind = "weight";
 };
 
 // What all ranks say of their copies.
@@ -28,7 +28,7 @@ std::string told(const StepConfig& step, const std::vector<Flip>& flips) {
     init_weights(h.state, 42, h.stream);
     for (const Flip& flip : flips)
       for (const StateEntry& e : h.state.state_table())
-        if (flip.rank == h.dp.rank && e.param->name == flip.param && e.kind == flip.kind)
+        if (flip.rank == h.dp.rank && e.param->name == flip.param && e.name() == flip.kind)
           write_on_host(e.tensor, h.stream, [](const Tensor& t) { t.bytes[0] ^= std::byte{1}; });
     const auto differ =
         diverged_copies(h.state, formatted("rank {}", h.dp.rank), h.stream, {{"what all have", {1, 2}}});
@@ -59,23 +59,22 @@ TEST_CASE("a flipped bit in any kind of copy is named with who has it: of two co
     const char* expected;
     DType dtype = DType::fp32;
   };
-  const StateKind master = StateKind::master, moment1 = StateKind::moment1, moment2 = StateKind::moment2;
   for (const Case& c : std::vector<Case>{
            {"stage 0", gpt2, {.shards = 2}, {1, "blocks.1.attn.k.weight"}, "0 1"},
-           {"its moments", gpt2, {.shards = 2}, {0, "blocks.1.attn.k.weight", moment2}, "0 1"},
-           {"its master weights", gpt2, {.shards = 3}, {1, "blocks.1.attn.k.weight", master}, "odd 1", DType::bf16},
+           {"its moments", gpt2, {.shards = 2}, {0, "blocks.1.attn.k.weight", "moment2"}, "0 1"},
+           {"its master weights", gpt2, {.shards = 3}, {1, "blocks.1.attn.k.weight", "master"}, "odd 1", DType::bf16},
            {"three copies", gpt2, {.shards = 3}, {2, "blocks.1.attn.k.weight"}, "odd 2"},
            {"stage 1", gpt2, {.shards = 4, .stage = 1}, {0, "wte.weight"}, "odd 0"},
            {"stage 2", gpt2, {.shards = 2, .stage = 2}, {1, "ln_f.weight"}, "0 1"},
            {"replicas", gpt2, {.shards = 2, .stage = 3, .replicas = 2}, {0, "wte.weight"}, "0 2"},
-           {"their moments", gpt2, {.shards = 2, .stage = 1, .replicas = 3}, {4, "wte.weight", moment1}, "odd 4"},
+           {"their moments", gpt2, {.shards = 2, .stage = 1, .replicas = 3}, {4, "wte.weight", "moment1"}, "odd 4"},
            {"context", llama, {.cp = 2}, {1, "blocks.0.mlp.up.weight"}, "0 1"},
            {"norms", llama, {.tp = 2}, {1, "blocks.2.ln1.weight"}, "0 1"},
-           {"biases", gpt2, {.tp = 4}, {3, "blocks.2.attn.proj.bias", moment1}, "odd 3"},
+           {"biases", gpt2, {.tp = 4}, {3, "blocks.2.attn.proj.bias", "moment1"}, "odd 3"},
            {"key-value heads", llama, {.tp = 4}, {2, "blocks.1.attn.k.weight"}, "2 3"},
            {"experts", mixtral, {.ep = 2, .shards = 4}, {1, "blocks.0.experts.5.up.weight"}, "1 3"},
            {"their tensor ranks", mixtral, {.shards = 2, .tp = 2}, {2, "blocks.2.experts.0.gate.weight"}, "odd 2"},
-           {"a tied table", gpt2, {.shards = 2, .stage = 1, .pp = 3}, {5, "wte.weight", moment1}, "1 5"},
+           {"a tied table", gpt2, {.shards = 2, .stage = 1, .pp = 3}, {5, "wte.weight", "moment1"}, "1 5"},
        }) {
     const StepConfig step = step_of(c.model, c.layout, c.dtype);
     const std::string text = told(step, {c.flip});
@@ -94,7 +93,7 @@ TEST_CASE("a flipped bit in any kind of copy is named with who has it: of two co
 TEST_CASE("more that differs is listed, and counted") {
   const ModelConfig model = small_model("llama", false, 0);
   const std::string text = told(step_of(model, {.shards = 4}), {{2, "wte.weight"},
-                                                                {2, "wte.weight", StateKind::moment1},
+                                                                {2, "wte.weight", "moment1"},
                                                                 {0, "blocks.0.ln1.weight"},
                                                                 {1, "blocks.0.ln1.weight"},
                                                                 {3, "blocks.1.ln1.weight"},
@@ -135,7 +134,7 @@ TEST_CASE("in every layout each element is compared with all of its copies") {
         std::lock_guard lock(mutex);
         for (const StateEntry& e : h.state.state_table()) {
           const uint64_t where = detail::held_copy(e, "", h.stream).where;
-          const std::string what = formatted("{}:{}", e.param->name, e.kind);
+          const std::string what = formatted("{}:{}", e.param->name, e.name());
           ++holders[where];
           for (int64_t i = 0; i < e.tensor.numel(); ++i) {
             ++elements[what][e.elements().index(i)];

@@ -19,7 +19,7 @@ StepConfig step_of(int ranks, DpSync sync, GradReduce reduce = GradReduce::step,
                                ZeroConfig{.grad_reduce = reduce, .shards = ranks, .sync = sync});
 }
 
-constexpr AdamWOptions optimizer{
+constexpr OptimizerOptions optimizer{
     .lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 1};
 
 // A number whose sums depend on their order.

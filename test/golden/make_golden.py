@@ -12,7 +12,8 @@ gpt2_tiny/        a tiny GPT-2 with awkward sizes as saved by transformers (conf
                   gradient norm, learning rate by step) and final.safetensors; logits.safetensors: the initial model's
                   for the token after the first 20; trajectory_bf16.json and final_bf16_*.safetensors: the same steps
                   with bf16 weights and activations, fp32 master weights and accumulated gradients, in micro-batches of
-                  4 and of 8; masters_bf16_*.safetensors: the master weights before rounding to final_bf16_*.safetensors
+                  4 and of 8; masters_bf16_*.safetensors: the master weights before rounding to final_bf16_*.safetensors;
+                  trajectory_optimizers.json: the same steps in fp32 by PyTorch's SGD with momentum and by Lion
 
 The committed files were made with torch 2.15.0 and transformers 5.23.0 on a CPU.
 """
@@ -190,12 +191,36 @@ def write_shard(path, tokens):
         f.write(struct.pack(f"<{len(tokens)}H", *tokens))
 
 
-def adamw(parameters):
+def groups(parameters):
     """Matrices decay, vectors do not."""
     decayed = [p for p in parameters if p.dim() >= 2]
     others = [p for p in parameters if p.dim() < 2]
-    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-                             lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(groups(parameters), lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(groups(parameters), lr=1e-3, momentum=0.9)
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al. 2023, algorithm 2; PyTorch has none."""
+
+    def __init__(self, parameters):
+        super().__init__(groups(parameters), {"lr": 1e-3, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(group["lr"] * torch.sign(beta1 * momentum + (1 - beta1) * p.grad))
+                momentum.mul_(beta2).add_((1 - beta2) * p.grad)
 
 
 def mean_loss(model, data, samples, T):
@@ -205,19 +230,19 @@ def mean_loss(model, data, samples, T):
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), rows[:, 1:].reshape(-1))
 
 
-def train(model, data, T, batch, steps):
+def train(model, data, T, batch, steps, optimizer=adamw, peak=1e-3):
     """The trajectory of `steps` updates: loss, gradient norm and learning rate of each."""
-    optimizer = adamw(list(model.parameters()))
+    optimizer = optimizer(list(model.parameters()))
     trajectory = {"loss": [], "grad_norm": [], "lr": []}
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step)
+            group["lr"] = learning_rate(step, peak)
         loss = mean_loss(model, data, range((step - 1) * batch, step * batch), T)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        for key, value in (("loss", loss.item()), ("grad_norm", norm.item()), ("lr", learning_rate(step))):
+        for key, value in (("loss", loss.item()), ("grad_norm", norm.item()), ("lr", learning_rate(step, peak))):
             trajectory[key].append(value)
     return trajectory
 
@@ -250,6 +275,20 @@ def make_trajectory():
     with open(os.path.join(folder, "trajectory.json"), "w") as f:
         json.dump(train(model, data, T, batch, steps), f, indent=1)
     save_file(stored_weights(model), os.path.join(folder, "final.safetensors"))
+
+
+def make_trajectories_of_optimizers():
+    """The steps of make_trajectory() by other optimizers."""
+    T, batch, steps, vocab = 33, 8, 20, 211
+    folder = os.path.join(HERE, "gpt2_tiny")
+    with open(os.path.join(folder, "train.bin"), "rb") as f:
+        data = torch.tensor(struct.unpack(f"<{T * batch * steps + 1}H", f.read()[1024:]))
+    trajectories = {}
+    for name, optimizer, peak in (("sgd", sgd, 0.3), ("lion", Lion, 3e-4)):
+        model = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32)
+        trajectories[name] = {"peak": peak, **train(model, data, T, batch, steps, optimizer, peak)}
+    with open(os.path.join(folder, "trajectory_optimizers.json"), "w") as f:
+        json.dump(trajectories, f, indent=1)
 
 
 def make_trajectory_bf16():
@@ -300,3 +339,4 @@ if __name__ == "__main__":
     make_ops()
     make_trajectory()
     make_trajectory_bf16()
+    make_trajectories_of_optimizers()

@@ -190,8 +190,8 @@ TEST_CASE("a control that forbids the update changes nothing") {
   const Tensor w = b.as(DType::fp32, b.normal({50})), m = b.zeros(DType::fp32, {50}), v = b.zeros(DType::fp32, {50});
   const Tensor g = b.as(DType::fp32, b.normal({50})), control = b.zeros(DType::fp64, {4});
   const std::vector<float> before(w.data<float>(), w.data<float>() + 50);
-  adamw_update(w, {}, m, v, g, control,
-               {.lr = 1, .beta1 = 0.9f, .beta2 = 0.9f, .eps = 1e-8f, .weight_decay = 1, .step = 1}, b.stream);
+  update_weights(Optimizer::adamw, w, {}, {m, v}, g, control,
+                 {.lr = 1, .beta1 = 0.9f, .beta2 = 0.9f, .eps = 1e-8f, .weight_decay = 1, .step = 1}, b.stream);
   b.stream.synchronize();
   REQUIRE(std::memcmp(before.data(), w.bytes, 200) == 0);
   REQUIRE(m.data<float>()[7] == 0);

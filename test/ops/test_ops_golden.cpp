@@ -108,9 +108,9 @@ TEST_CASE("every op agrees with PyTorch in fp32 and bf16") {
         square_sum(sums.slice(0, {1}), g.slice(0, {100}), b.stream);
         square_sum(sums.slice(1, {1}), g.slice(100, {33}), b.stream);
         clip_control(control, sums, loss, {.max_norm = max_norm}, b.stream);
-        adamw_update(weight, rounded ? master : Tensor{}, m, v, g, control,
-                     {.lr = 0.01f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = step},
-                     b.stream);
+        update_weights(Optimizer::adamw, weight, rounded ? master : Tensor{}, {m, v}, g, control,
+                       {.lr = 0.01f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = step},
+                       b.stream);
         golden.require(b, control.slice(0, {1}), formatted("{}.norm{}", op, step));
         golden.require(b, master, formatted("{}.after{}", op, step));
         golden.require(b, weight, formatted("{}.after{}", op, step));

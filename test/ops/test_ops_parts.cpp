@@ -84,10 +84,11 @@ TEST_CASE("stochastic rounding of a part of a parameter draws the numbers of the
       }
       const Tensor control = b.zeros(DType::fp64, {4});
       control.data<double>()[1] = control.data<double>()[2] = 1;
-      const AdamWOptions options{
+      const OptimizerOptions options{
           .lr = 1e-3f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 1, .seed = 3};
       auto update = [&](const State& s, const Elements& e) {
-        adamw_update_stochastic(s.weight, s.moment1, s.moment2, s.gradient, control, "w", e, options, b.stream);
+        update_weights_stochastic(Optimizer::adamw, s.weight, {s.moment1, s.moment2}, s.gradient, control, "w", e,
+                                  options, b.stream);
       };
       update(whole, {});
       update(part, elements);

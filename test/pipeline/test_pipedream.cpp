@@ -43,7 +43,7 @@ StepConfig step_of(const Layout& l) {
 }
 
 // Every step has a learning rate of its own.
-AdamWOptions options_of(int64_t k) {
+OptimizerOptions options_of(int64_t k) {
   return {.lr = 1e-2f * static_cast<float>(1 + k % 5) / 3,
           .beta1 = 0.9f,
           .beta2 = 0.95f,
@@ -157,7 +157,7 @@ Outcome reference(const StepConfig& step, double max_norm, const std::set<int64_
             copy(of_stage.slice(u * shards, {shards}), sums.slice(u * shards, {shards}), stream);
         clip_control(control, of_stage, loss, {.max_norm = max_norm}, stream);
         const int64_t rate_of = mistake == Mistake::late_rate ? k + step.stages - 1 - stage : k;
-        AdamWOptions options = options_of(k);
+        OptimizerOptions options = options_of(k);
         options.lr = options_of(rate_of).lr;
         for (size_t u = 0; u < state.size(); ++u) {
           if (owners.stage_of[u] != stage) continue;

@@ -374,7 +374,7 @@ TEST_CASE("what the ranks of a layout hold is the whole model, and what is lost 
   REQUIRE_ERROR(require_whole(step, planted([&](HeldByRank& r) { r.units.pop_back(); })), "has ");
   bool first = true;
   REQUIRE_ERROR(require_whole(step, planted([&](HeldByRank& r) {
-                                if (first) --blocks(r).params[0].moments.size, first = false;
+                                if (first) --blocks(r).params[0].slots.size, first = false;
                               })),
                 "rank(s), expected 1");
   first = true;

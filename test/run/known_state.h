@@ -11,7 +11,7 @@
 template <class F>
 void for_each_value(const llmc::StateEntry& e, F&& f) {
   using namespace llmc;
-  const Philox numbers(3, e.param->name + name_of(e.kind));
+  const Philox numbers(3, e.param->name + e.name());
   with_type(e.tensor.dtype, [&]<class T>(type_tag<T>) {
     for (int64_t i = 0; i < e.tensor.numel(); ++i)
       f(e.tensor.data<T>()[i], T(static_cast<float>(numbers.uniform(static_cast<uint64_t>(e.elements().index(i))))));

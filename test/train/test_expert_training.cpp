@@ -230,7 +230,7 @@ TEST_CASE("the biases of experts are updated once a step, from the choices of al
       Run run(step, plan, {DeviceKind::cpu, 1}, world, rank);
       init_weights(run.trainer.state(), 42, run.stream);
       const auto batches = [&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); };
-      AdamWOptions adamw{.lr = 0, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0, .step = 1};
+      OptimizerOptions adamw{.lr = 0, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0, .step = 1};
       run.trainer.step(batches, adamw, {.largest_norm = 1e-30});
       for (const float b : run.trainer.expert_biases())
         if (b != 0) throw Error("a skipped step has changed a bias");

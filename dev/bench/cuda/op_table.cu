@@ -239,11 +239,13 @@ void measure_update(OpTimer& timer, const ModelConfig& c) {
   convert(master, weight, stream);
   convert(gradient, weight, stream);
   upload(control, std::vector<double>{1, 1, 1, 0}, stream);  // norm 1, scale 1, update allowed
-  const AdamWOptions options{.lr = 1e-4f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 1};
+  const OptimizerOptions options{
+      .lr = 1e-4f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 1};
   const std::string shape = formatted("{}", n);
   timer.measure(shape, calls, [&] { square_sum(sum, gradient, stream); });
-  timer.measure(shape, calls,
-                [&] { adamw_update(weight, master, moment1, moment2, gradient, control, options, stream); });
+  timer.measure(shape, calls, [&] {
+    update_weights(Optimizer::adamw, weight, master, {moment1, moment2}, gradient, control, options, stream);
+  });
   timer.measure(shape, calls, [&] { zero(gradient, stream); });
 }
 

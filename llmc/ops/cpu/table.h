@@ -5,7 +5,6 @@
 #include <utility>
 #include <vector>
 
-#include "ops/cpu/adamw.h"
 #include "ops/cpu/attention.h"
 #include "ops/cpu/attention_backward.h"
 #include "ops/cpu/cross_entropy.h"
@@ -23,18 +22,20 @@
 #include "ops/cpu/router.h"
 #include "ops/cpu/step.h"
 #include "ops/cpu/swiglu.h"
+#include "ops/cpu/update.h"
 
 // The ops by name: templates over the type that they compute in; templates over the type that they sum in; and ops that
 // would not gain from vectors, which are compiled once.
 // clang-format off
 #define CPU_OPS_OF_TYPE(OP) \
-  OP(adamw_update) OP(add_positions) OP(attention_finish) \
+  OP(add_positions) OP(attention_finish) \
   OP(cache_append) OP(column_sum) OP(combine_backward) OP(combine_rows) OP(cross_entropy) OP(cross_entropy_merge) \
   OP(cross_entropy_stats) OP(dispatch_rows) OP(embedding_backward) OP(embedding_forward) OP(fill) OP(gelu_backward) \
   OP(gelu_forward) OP(init_normal) OP(layernorm_backward) OP(layernorm_forward) OP(merge_parts) \
   OP(projection_norm_backward) OP(projection_norm_forward) OP(projection_sums) OP(qk_norm_backward) \
   OP(qk_norm_forward) OP(residual_forward) OP(residual_layernorm_forward) OP(residual_rmsnorm_forward) \
-  OP(rmsnorm_backward) OP(rmsnorm_forward) OP(rotary) OP(scale) OP(square_sum) OP(swiglu_backward) OP(swiglu_forward)
+  OP(rmsnorm_backward) OP(rmsnorm_forward) OP(rotary) OP(scale) OP(square_sum) OP(swiglu_backward) OP(swiglu_forward) \
+  OP(update_weights)
 #define CPU_OPS_OF_SUMS(OP) \
   OP(add_losses) OP(join_segments) OP(rotary_table) OP(router_backward) OP(router_forward) OP(router_losses) \
   OP(router_statistics)
@@ -54,7 +55,7 @@ struct OpsOf {
 #define CPU_OP(name) decltype(&cpu::name<Sum>) name;
   CPU_OPS_OF_SUMS(CPU_OP)
 #undef CPU_OP
-  decltype(&cpu::adamw_update_stochastic) adamw_update_stochastic;
+  decltype(&cpu::update_weights_stochastic) update_weights_stochastic;
   decltype(&cpu::convert<float, T>) to_fp32;
   decltype(&cpu::convert<bf16, T>) to_bf16;
   decltype(&cpu::convert<double, T>) to_fp64;

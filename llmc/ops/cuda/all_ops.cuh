@@ -1,6 +1,5 @@
 // all_ops.cuh: the GPU implementations that ops/dispatch.h calls.
 #pragma once
-#include "ops/cuda/adamw.cuh"
 #include "ops/cuda/attention.cuh"
 #include "ops/cuda/attention_cudnn.cuh"
 #include "ops/cuda/attention_occupancy.cuh"
@@ -20,3 +19,4 @@
 #include "ops/cuda/router.cuh"
 #include "ops/cuda/step.cuh"
 #include "ops/cuda/swiglu.cuh"
+#include "ops/cuda/update.cuh"

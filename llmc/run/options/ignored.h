@@ -37,7 +37,7 @@ inline const std::vector<OptionKind>& option_kinds() {
       // clang-format off
       {OptionKind::training, {
         "--data-changed", "--shuffle", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume", "--restart",
-        "--log-every", "--time-limit", "--overfit-batch", "--lr", "--warmup-steps", "--lr-schedule", "--final-lr-frac",
+        "--log-every", "--time-limit", "--overfit-batch", "--optimizer", "--lr", "--warmup-steps", "--lr-schedule", "--final-lr-frac",
         "--weight-decay", "--beta1", "--beta2", "--adam-eps", "--grad-clip", "--skip-loss-z", "--skip-grad-z",
         "--val-every", "--sample-every", "--keep-best", "--checkpoint-every", "--checkpoint-minutes",
         "--checkpoint-errors", "--keep-checkpoints", "--keep-every", "--recompute", "--dp-sync", "--master-weights",

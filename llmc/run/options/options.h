@@ -9,6 +9,7 @@
 
 #include "core/check.h"
 #include "ops/cpu/isa.h"
+#include "ops/optimizers.h"
 #include "run/options/place.h"
 #include "run/options/token_count.h"
 
@@ -40,10 +41,17 @@ struct Options {
   int64_t seed = 42;
   bool overfit_batch = false;
 
+  std::string optimizer = "adamw";
   double lr = 3e-4;
   int64_t warmup_steps = 0;
   std::string lr_schedule = "cosine";
-  double final_lr_frac = 0, weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, adam_eps = 1e-8, grad_clip = 1;
+  double final_lr_frac = 0, weight_decay = 0.1, beta1 = 0.9, adam_eps = 1e-8, grad_clip = 1;
+  std::optional<double> beta2;  // none: the optimizer's, if it has one
+  std::optional<double> beta2_in_use() const {
+    for (const OptimizerRule& rule : optimizer_rules)
+      if (!beta2 && optimizer == rule.name) return rule.usual_beta2;
+    return beta2;
+  }
   std::optional<double> skip_loss_z, skip_grad_z;  // none: outliers are not skipped
 
   int64_t val_every = 250;
@@ -210,7 +218,11 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--overfit-batch", "-a", o.overfit_batch, Limits{}, must_match,
         "train on the first batch only: the loss must fall towards zero");
   visit("Optimizer");
-  visit("--lr", "-l", o.lr, between(0, 100), branch, "peak learning rate of AdamW");
+  visit("--optimizer", "", o.optimizer, one_of(optimizer_names()), must_match,
+        "adamw: two moments for each weight; sgd: momentum alone, as torch.optim.SGD; lion: the sign of a momentum, "
+        "half of AdamW's state");
+  visit("--lr", "-l", o.lr, between(0, 100), branch,
+        "peak learning rate; Lion's is about a tenth of AdamW's, SGD's far larger");
   visit("--warmup-steps", "-u", o.warmup_steps, at_least(0), branch,
         "updates over which the learning rate rises to its peak");
   visit("--lr-schedule", "-k", o.lr_schedule, one_of({"constant", "cosine", "linear", "wsd"}), branch,
@@ -219,10 +231,13 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--final-lr-frac", "-q", o.final_lr_frac, between(0, 1), branch,
         "learning rate of the last step, as a fraction of the peak; ignored with --lr-schedule constant");
   visit("--weight-decay", "-c", o.weight_decay, between(0, 100), must_match,
-        "decoupled weight decay, of matrices only, not of biases and norms");
-  visit("--beta1", "", o.beta1, between(0, 0.9999999), must_match, "decay of AdamW's first moment");
-  visit("--beta2", "", o.beta2, between(0, 0.9999999), must_match, "decay of AdamW's second moment");
-  visit("--adam-eps", "", o.adam_eps, between(1e-30, 1), must_match, "added to the square root of the second moment");
+        "decoupled weight decay, of matrices only, not of biases and norms; with sgd a part of the gradient");
+  visit("--beta1", "", o.beta1, between(0, 0.9999999), must_match,
+        "decay of AdamW's first moment; momentum of sgd; share of the momentum in the direction of lion");
+  visit("--beta2", "", o.beta2, between(0, 0.9999999), must_match,
+        "decay of AdamW's second moment, of lion's momentum; default: 0.95, with lion 0.99");
+  visit("--adam-eps", "", o.adam_eps, between(1e-30, 1), must_match,
+        "added to the square root of AdamW's second moment");
   visit("--grad-clip", "", o.grad_clip, at_least(0), branch,
         "largest gradient norm; larger gradients are scaled down to it; 0: no clipping");
   visit("--skip-loss-z", "", o.skip_loss_z, at_least(0), branch,

@@ -196,6 +196,13 @@ inline void validate_length(const Options& o) {
   CHECK(given.size() <= 1, "{} with {}: each says how long the run is: give one of them", given[0], given[1]);
 }
 
+inline void validate_optimizer(const Options& o) {
+  CHECK(!o.beta2 || rule_of(optimizer_from_name(o.optimizer)).usual_beta2,
+        "--beta2 {} with --optimizer {}, which has no second moment: leave it out", o.beta2.value_or(0), o.optimizer);
+  CHECK(o.adam_eps == Options{}.adam_eps || o.optimizer == "adamw",
+        "--adam-eps {} with --optimizer {}, which divides by nothing: leave it out", o.adam_eps, o.optimizer);
+}
+
 inline void validate_experts(const Options& o) {
   CHECK(!o.moe_capacity_factor || o.moe_dispatch == "capacity",
         "--moe-capacity-factor {} with --moe-dispatch dropless, which has no capacity: use --moe-dispatch capacity, or "
@@ -237,7 +244,7 @@ inline void validate(const Options& o) {
   CHECK(o.num_samples == 1, "--num-samples {} is for --generate: training takes one sample at a time", o.num_samples);
   CHECK(!o.interactive, "--interactive is for --generate: add it, or leave out --interactive");
   CHECK(o.prompt != "-", "--prompt - stands for stdin, which --generate reads, not training: give a text");
-  if (!o.verify_data) validate_layout(o), validate_experts(o), validate_length(o);
+  if (!o.verify_data) validate_layout(o), validate_optimizer(o), validate_experts(o), validate_length(o);
   if (o.evaluate) return validate_evaluation(o);
   if (o.plan) return;
   CHECK(!o.train_data.empty(),

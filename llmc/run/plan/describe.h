@@ -169,9 +169,10 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
                           human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.readers(),
                           step.ranks() == step.readers() ? "rank(s)" : "group(s) of ranks")},
       {"layout", layout_text(step)},
-      {"optimizer", formatted("AdamW, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}", o.lr,
-                              o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip) +
-                        (step.asynchronous() ? ", stage by stage by its own norm" : "")}};
+      {"optimizer",
+       formatted("{}, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}",
+                 rule_of(step.zero.optimizer).title, o.lr, o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip) +
+           (step.asynchronous() ? ", stage by stage by its own norm" : "")}};
   if (o.preset_vocabulary > 0)
     rows.insert(
         rows.begin() + 1,

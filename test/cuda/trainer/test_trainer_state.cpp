@@ -12,7 +12,8 @@ using namespace llmc;
 namespace {
 
 constexpr Device cpu_device{}, gpu_device{.kind = DeviceKind::cuda};
-const AdamWOptions options{.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0.1f, .step = 1};
+const OptimizerOptions options{
+    .lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0.1f, .step = 1};
 
 StepConfig small_step(DType dtype) {
   return {.model = selftest::awkward_model("qwen3"), .dtype = dtype, .batch = {2, 19}, .micro_batches = 2};
@@ -41,7 +42,7 @@ struct Alone {
     };
   }
   StepResult train(int64_t step) {
-    AdamWOptions its = options;
+    OptimizerOptions its = options;
     its.step = step;
     return run.trainer.step(batches(), its, {.max_norm = 1});
   }

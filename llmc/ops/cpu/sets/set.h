@@ -28,7 +28,7 @@ constexpr OpsOf<T> all_ops() {
 #define CPU_OP(name) all.name = &name<Sum>;
   CPU_OPS_OF_SUMS(CPU_OP)
 #undef CPU_OP
-  all.adamw_update_stochastic = &adamw_update_stochastic;
+  all.update_weights_stochastic = &update_weights_stochastic;
   all.to_fp32 = &convert<float, T>;
   all.to_bf16 = &convert<bf16, T>;
   all.to_fp64 = &convert<double, T>;

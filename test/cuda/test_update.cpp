@@ -1,13 +1,13 @@
-// The AdamW kernels against the CPU op.
+// The kernels of the update against the CPU op.
 #include "cuda/device_test.h"
-#include "ops/cpu/adamw.h"
-#include "ops/cuda/adamw.cuh"
+#include "ops/cpu/update.h"
+#include "ops/cuda/update.cuh"
 
 using namespace llmc;
 
 namespace {
 
-constexpr AdamWOptions options = {
+constexpr OptimizerOptions options = {
     .lr = 0.01f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 3};
 constexpr float factor = 0.5f;
 
@@ -44,16 +44,35 @@ TEMPLATE_TEST_CASE("AdamW kernels match the CPU", "[cuda]", float, bf16) {
   const int64_t shift = c.n > 1000 ? GENERATE(0, 1) : 0;
   std::vector<W> weight = c.weight_as<W>();
   std::vector<float> master = c.weight, m = c.moment1, v = c.moment2;
-  cpu::adamw_update(weight.data() + shift, copy ? master.data() + shift : nullptr, m.data() + shift, v.data() + shift,
-                    c.gradient.data() + shift, allowed, c.n - shift, options);
+  cpu::update_weights(Optimizer::adamw, weight.data() + shift, copy ? master.data() + shift : nullptr, m.data() + shift,
+                      v.data() + shift, c.gradient.data() + shift, allowed, c.n - shift, options);
   const auto run = [&]() -> Outputs {
     DeviceArray<W> weights(c.weight_as<W>());
     DeviceArray<float> masters(c.weight), ms(c.moment1), vs(c.moment2), gradients(c.gradient);
-    cuda::adamw_update<W>(weights + shift, copy ? masters + shift : nullptr, ms + shift, vs + shift, gradients + shift,
-                          control_of(true), c.n - shift, options, nullptr);
+    cuda::update_weights<W>(Optimizer::adamw, weights + shift, copy ? masters + shift : nullptr, ms + shift, vs + shift,
+                            gradients + shift, control_of(true), c.n - shift, options, nullptr);
     return {{"weight", weights.host()}, {"master", masters.host()}, {"moment1", ms.host()}, {"moment2", vs.host()}};
   };
   check_kernel(run, {{"weight", weight}, {"master", master}, {"moment1", m}, {"moment2", v}}, copy ? 1e-3 : 1e-6);
+}
+
+TEMPLATE_TEST_CASE("kernels of optimizers with one slot match the CPU", "[cuda]", float, bf16) {
+  using W = TestType;
+  constexpr bool copy = sizeof(W) == 2;
+  const Case c{some_size()};
+  const Optimizer optimizer = GENERATE(Optimizer::sgd, Optimizer::lion);
+  std::vector<W> weight = c.weight_as<W>();
+  std::vector<float> master = c.weight, momentum = c.moment1;
+  cpu::update_weights(optimizer, weight.data(), copy ? master.data() : nullptr, momentum.data(),
+                      static_cast<float*>(nullptr), c.gradient.data(), allowed, c.n, options);
+  const auto run = [&]() -> Outputs {
+    DeviceArray<W> weights(c.weight_as<W>());
+    DeviceArray<float> masters(c.weight), momenta(c.moment1), gradients(c.gradient);
+    cuda::update_weights<W>(optimizer, weights, copy ? masters + 0 : nullptr, momenta, nullptr, gradients,
+                            control_of(true), c.n, options, nullptr);
+    return {{"weight", weights.host()}, {"master", masters.host()}, {"momentum", momenta.host()}};
+  };
+  check_kernel(run, {{"weight", weight}, {"master", master}, {"momentum", momentum}}, copy ? 1e-3 : 1e-6);
 }
 
 TEST_CASE("AdamW with stochastic rounding draws the same numbers as the CPU", "[cuda]") {
@@ -69,12 +88,13 @@ TEST_CASE("AdamW with stochastic rounding draws the same numbers as the CPU", "[
   const Philox words = rounding_words(5, "a parameter", options.step);
   std::vector<bf16> weight = c.weight_as<bf16>();
   std::vector<float> m = c.moment1, v = c.moment2;
-  cpu::adamw_update_stochastic(weight.data(), m.data(), v.data(), c.gradient.data(), allowed, elements, c.n, options,
-                               words);
+  cpu::update_weights_stochastic(Optimizer::adamw, weight.data(), m.data(), v.data(), c.gradient.data(), allowed,
+                                 elements, c.n, options, words);
   const auto run = [&]() -> Outputs {
     DeviceArray<bf16> weights(c.weight_as<bf16>());
     DeviceArray<float> ms(c.moment1), vs(c.moment2), gradients(c.gradient);
-    cuda::adamw_update_stochastic(weights, ms, vs, gradients, control_of(true), elements, c.n, options, words, nullptr);
+    cuda::update_weights_stochastic(Optimizer::adamw, weights, ms, vs, gradients, control_of(true), elements, c.n,
+                                    options, words, nullptr);
     return {{"weight", weights.host()}, {"moment1", ms.host()}, {"moment2", vs.host()}};
   };
   // With other random numbers half of the weights would be one bf16 step off: 2e-3.
@@ -86,8 +106,8 @@ TEST_CASE("stochastic rounding keeps the mean of updates that rounding to neares
   std::vector<bf16> weight(n, bf16(1));
   std::vector<float> m(n, 0.0f), v(n, 0.0f), gradient(n, 1.0f);
   for (int64_t step = 1; step <= 8; ++step)  // each moves a weight by 2^-12, a 16th of the distance to the next bf16
-    cpu::adamw_update_stochastic(
-        weight.data(), m.data(), v.data(), gradient.data(), unclipped, {}, n,
+    cpu::update_weights_stochastic(
+        Optimizer::adamw, weight.data(), m.data(), v.data(), gradient.data(), unclipped, {}, n,
         {.lr = 0x1p-12f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = step},
         rounding_words(5, "a parameter", step));
   double mean = 0;
@@ -102,9 +122,10 @@ TEST_CASE("AdamW kernels change nothing if the control forbids the update", "[cu
     DeviceArray<float> weights(c.weight), ms(c.moment1), vs(c.moment2), gradients(c.gradient);
     DeviceArray<bf16> rounded(narrow);
     DeviceArray<double> control = control_of(false);
-    cuda::adamw_update<float>(weights, nullptr, ms, vs, gradients, control, c.n, options, nullptr);
-    cuda::adamw_update<bf16>(rounded, weights, ms, vs, gradients, control, c.n, options, nullptr);
-    cuda::adamw_update_stochastic(rounded, ms, vs, gradients, control, {}, c.n, options, Philox(1, ""), nullptr);
+    cuda::update_weights<float>(Optimizer::adamw, weights, nullptr, ms, vs, gradients, control, c.n, options, nullptr);
+    cuda::update_weights<bf16>(Optimizer::adamw, rounded, weights, ms, vs, gradients, control, c.n, options, nullptr);
+    cuda::update_weights_stochastic(Optimizer::adamw, rounded, ms, vs, gradients, control, {}, c.n, options,
+                                    Philox(1, ""), nullptr);
     return {{"fp32", weights.host()}, {"bf16", rounded.host()}, {"moment1", ms.host()}, {"moment2", vs.host()}};
   };
   const Outputs before = {{"fp32", c.weight}, {"bf16", narrow}, {"moment1", c.moment1}, {"moment2", c.moment2}};
@@ -112,7 +133,7 @@ TEST_CASE("AdamW kernels change nothing if the control forbids the update", "[cu
 }
 
 TEST_CASE("AdamW refuses bf16 weights without a master copy", "[cuda]") {
-  REQUIRE_THROWS_WITH(
-      cuda::adamw_update<bf16>(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 8, options, nullptr),
-      Catch::Matchers::ContainsSubstring("need a master copy"));
+  REQUIRE_THROWS_WITH(cuda::update_weights<bf16>(Optimizer::adamw, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+                                                 8, options, nullptr),
+                      Catch::Matchers::ContainsSubstring("need a master copy"));
 }

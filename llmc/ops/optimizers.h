@@ -1,0 +1,132 @@
+// optimizers.h: the rules by which weights follow their gradients. A rule keeps slots for every weight, such as AdamW's
+// moments, and has a step on one weight, the same source for every device. Sharding, checkpoints, plans and checks go
+// through the slots and know no rule by name: a new one is an Optimizer, a row of optimizer_rules, a step, and a case
+// of with_step().
+#pragma once
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/check.h"
+#include "core/rng.h"
+#include "ops/types.h"
+
+namespace llmc {
+
+enum class Optimizer : uint8_t { adamw, sgd, lion };
+
+// A number for every weight, in the accumulator dtype, zero before the first step.
+struct OptimizerSlot {
+  const char* name;   // in checkpoints: "blocks.0.ln1.weight:moment1"
+  const char* label;  // in plans
+};
+inline constexpr size_t most_slots = 2;
+
+struct OptimizerRule {
+  const char* name;   // of --optimizer
+  const char* title;  // in texts
+  const char* op;     // in profiles
+  std::span<const OptimizerSlot> slots;
+  std::optional<double> usual_beta2;  // none: it uses none
+};
+
+namespace detail {
+inline constexpr OptimizerSlot adamw_slots[] = {{"moment1", "AdamW first moment"}, {"moment2", "AdamW second moment"}};
+inline constexpr OptimizerSlot sgd_slots[] = {{"momentum", "SGD momentum"}};
+inline constexpr OptimizerSlot lion_slots[] = {{"momentum", "Lion momentum"}};
+}  // namespace detail
+
+// In the order of Optimizer.
+inline constexpr OptimizerRule optimizer_rules[] = {
+    {"adamw", "AdamW", "adamw_update", detail::adamw_slots, 0.95},
+    {"sgd", "SGD with momentum", "sgd_update", detail::sgd_slots, {}},
+    {"lion", "Lion", "lion_update", detail::lion_slots, 0.99},
+};
+inline const OptimizerRule& rule_of(Optimizer optimizer) { return optimizer_rules[static_cast<size_t>(optimizer)]; }
+inline const char* name_of(Optimizer optimizer) { return rule_of(optimizer).name; }
+
+inline std::vector<std::string> optimizer_names() {
+  std::vector<std::string> names;
+  for (const OptimizerRule& rule : optimizer_rules) names.push_back(rule.name);
+  return names;
+}
+inline Optimizer optimizer_from_name(std::string_view name) {
+  for (size_t i = 0; i < std::size(optimizer_rules); ++i)
+    if (optimizer_rules[i].name == name) return static_cast<Optimizer>(i);
+  throw Error(formatted("--optimizer {}: there is no such optimizer", name));
+}
+
+// AdamW (Loshchilov & Hutter 2019), as torch.optim.AdamW computes it.
+template <class A>
+struct AdamWStep {
+  static constexpr size_t slots = 2;
+  A beta1, beta2, eps, decay, rate, root2;
+
+  explicit AdamWStep(const OptimizerOptions& o)
+      : beta1(o.beta1),
+        beta2(o.beta2),
+        eps(o.eps),
+        decay(A(1) - A(o.lr) * A(o.weight_decay)),
+        rate(A(o.lr) / A(1 - std::pow(static_cast<double>(o.beta1), static_cast<double>(o.step)))),
+        root2(A(std::sqrt(1 - std::pow(static_cast<double>(o.beta2), static_cast<double>(o.step))))) {}
+
+  constexpr void operator()(A& weight, A& moment1, A& moment2, A gradient) const {
+    moment1 = beta1 * moment1 + (A(1) - beta1) * gradient;
+    moment2 = beta2 * moment2 + (A(1) - beta2) * gradient * gradient;
+    weight = weight * decay - rate * moment1 / (std::sqrt(moment2) / root2 + eps);
+  }
+};
+
+// SGD with momentum, as torch.optim.SGD computes it: weight decay is a part of the gradient.
+template <class A>
+struct SgdStep {
+  static constexpr size_t slots = 1;
+  A beta, decay, rate;
+
+  explicit SgdStep(const OptimizerOptions& o) : beta(o.beta1), decay(o.weight_decay), rate(o.lr) {}
+
+  constexpr void operator()(A& weight, A& momentum, A gradient) const {
+    momentum = beta * momentum + (gradient + decay * weight);
+    weight -= rate * momentum;
+  }
+};
+
+// Lion (Chen et al. 2023): every weight moves by the learning rate, in the direction of an average that counts the
+// newest gradient more than the momentum does. Decoupled weight decay, as AdamW's.
+template <class A>
+struct LionStep {
+  static constexpr size_t slots = 1;
+  A beta1, beta2, decay, rate;
+
+  explicit LionStep(const OptimizerOptions& o)
+      : beta1(o.beta1), beta2(o.beta2), decay(A(1) - A(o.lr) * A(o.weight_decay)), rate(o.lr) {}
+
+  constexpr void operator()(A& weight, A& momentum, A gradient) const {
+    const A direction = beta1 * momentum + (A(1) - beta1) * gradient;
+    weight = weight * decay - (direction > A(0) ? rate : direction < A(0) ? -rate : A(0));
+    momentum = beta2 * momentum + (A(1) - beta2) * gradient;
+  }
+};
+
+// Calls f(step) with the step of a rule.
+template <class A, class F>
+void with_step(Optimizer optimizer, const OptimizerOptions& options, F&& f) {
+  switch (optimizer) {
+    case Optimizer::adamw: return f(AdamWStep<A>(options));
+    case Optimizer::sgd: return f(SgdStep<A>(options));
+    case Optimizer::lion: return f(LionStep<A>(options));
+  }
+}
+
+// The random numbers that round one parameter's weights at one step, one per element: element i uses word i % 4 of
+// block i / 4.
+inline Philox rounding_words(uint64_t seed, std::string_view parameter, int64_t step) {
+  return Philox(seed, formatted("{}, rounded at step {}", parameter, step));
+}
+
+}  // namespace llmc
