@@ -21,8 +21,9 @@ def config_of(o):
     width = 4 * 64 * depth // 3 // 8 * 8
     n_embd, n_head = o.n_embd or 64 * depth, o.n_head or depth
     return MixtralConfig(
-        vocab_size=o.vocab_size or 50257, hidden_size=n_embd, intermediate_size=width * n_embd // (64 * depth),
-        num_hidden_layers=o.n_layer or depth, num_attention_heads=n_head, num_key_value_heads=n_head,
+        vocab_size=o.vocab_size or 50257, hidden_size=n_embd,
+        intermediate_size=o.n_ffn or width * n_embd // (64 * depth), num_hidden_layers=o.n_layer or depth,
+        num_attention_heads=n_head, num_key_value_heads=o.n_kv_head or n_head,
         max_position_embeddings=o.seq_len, num_local_experts=experts, num_experts_per_tok=2, rms_norm_eps=1e-5,
         rope_theta=1e4, tie_word_embeddings=True, output_router_logits=True, router_aux_loss_coef=0.01, use_cache=False,
         bos_token_id=None, eos_token_id=None)

@@ -48,7 +48,6 @@ inline constexpr OptimizerRule optimizer_rules[] = {
     {"lion", "Lion", "lion_update", detail::lion_slots, 0.99},
 };
 inline const OptimizerRule& rule_of(Optimizer optimizer) { return optimizer_rules[static_cast<size_t>(optimizer)]; }
-inline const char* name_of(Optimizer optimizer) { return rule_of(optimizer).name; }
 
 inline std::vector<std::string> optimizer_names() {
   std::vector<std::string> names;
@@ -64,7 +63,7 @@ inline Optimizer optimizer_from_name(std::string_view name) {
 // AdamW (Loshchilov & Hutter 2019), as torch.optim.AdamW computes it.
 template <class A>
 struct AdamWStep {
-  static constexpr size_t slots = 2;
+  static constexpr size_t slots = std::size(detail::adamw_slots);
   A beta1, beta2, eps, decay, rate, root2;
 
   explicit AdamWStep(const OptimizerOptions& o)
@@ -85,7 +84,7 @@ struct AdamWStep {
 // SGD with momentum, as torch.optim.SGD computes it: weight decay is a part of the gradient.
 template <class A>
 struct SgdStep {
-  static constexpr size_t slots = 1;
+  static constexpr size_t slots = std::size(detail::sgd_slots);
   A beta, decay, rate;
 
   explicit SgdStep(const OptimizerOptions& o) : beta(o.beta1), decay(o.weight_decay), rate(o.lr) {}
@@ -100,7 +99,7 @@ struct SgdStep {
 // newest gradient more than the momentum does. Decoupled weight decay, as AdamW's.
 template <class A>
 struct LionStep {
-  static constexpr size_t slots = 1;
+  static constexpr size_t slots = std::size(detail::lion_slots);
   A beta1, beta2, decay, rate;
 
   explicit LionStep(const OptimizerOptions& o)
