@@ -64,11 +64,11 @@ class Training {
                            .shuffle = o_.shuffled(),
                            .vocab_size = job.step.model.vocab_size,
                            .end_of_text = job.document_begin}) {
-    if (job.val) validation_.emplace(run_.trainer, run_.dp, job.validation());
-    check_groups(run_.dp, world.mesh(), run_.stream,
+    if (job.val) validation_.emplace(run_.trainer, run_.groups, job.validation());
+    check_groups(run_.groups, run_.stream,
                  [&](int r) { return watchdog_ != nullptr ? watchdog_->name_of_rank(r) : formatted("rank {}", r); });
     const StepConfig& step = job.step;
-    check_whole_model(run_.trainer.state(), part_of(parameter_table(step.model), step.tensor, 0), step.model.tied,
+    check_whole_model(run_.trainer.state(), part_of(parameter_table(step.model), step.layout.tensor, 0), step.model.tied,
                       world.mesh());
     if (resume) restore(*resume);
     else initialise(run_, o_);
@@ -131,7 +131,7 @@ class Training {
     else if (!stop.empty()) mine = {NewsKind::stop, stop};
     else if (rank_ == 0 && checkpoints_.clock_says()) mine = {NewsKind::save};
     else mine = directory_;
-    const News all = most_urgent(run_.dp.control->all_gather_text("time to stop", mine.message()));
+    const News all = most_urgent(run_.groups[GroupName::control].all_gather_text("time to stop", mine.message()));
     if (all.kind >= NewsKind::stop) throw EndsEarly{all};
     return all.kind;
   }
@@ -146,7 +146,7 @@ class Training {
   // micro-batch, from the data of its last step: the weights may be finite and their loss not.
   void require_finite_loss() {
     if (finite_after_ == progress_.done) return;
-    const double loss = run_.trainer.evaluate(1, job_.step.batch.rows() * job_.step.readers(), [this](int64_t) {
+    const double loss = run_.trainer.evaluate(1, job_.step.batch.rows() * job_.step.layout.readers(), [this](int64_t) {
       try {
         return read(cursor(progress_.done), 0);
       } catch (
@@ -179,13 +179,13 @@ class Training {
   HostBatch read(int64_t cursor, int64_t micro_batch) {
     HostBatch host;
     train_.read_batch(cursor, micro_batch,
-                      {.rank = run_.dp.reader(), .ranks = job_.step.readers(), .batch_size = o_.batch_size},
+                      {.rank = run_.groups.reader(), .ranks = job_.step.layout.readers(), .batch_size = o_.batch_size},
                       host.tokens, host.targets, host.positions);
     return host;
   }
   // The next poll tells all ranks that this one cannot read its samples, and what needs them.
   void cannot_read(const Error& error, const std::string& what_for) {
-    unreadable_ = (run_.dp.ranks() > 1 ? formatted("rank {} on {}: ", rank_, host_name()) : "") +
+    unreadable_ = (run_.groups.ranks() > 1 ? formatted("rank {} on {}: ", rank_, host_name()) : "") +
                   formatted("{}; {} needs it", error.what(), what_for);
   }
   // Reads the batches of the next step, before any rank begins it.
@@ -201,7 +201,7 @@ class Training {
   }
   // Not in a pipeline: there, a host may be waiting for a message from a stage that is at another point of its list.
   void poll_within_step() const {
-    if (job_.step.stages == 1) poll();
+    if (job_.step.layout.pipeline.stages == 1) poll();
   }
 
   int64_t cursor(int64_t step) const { return o_.overfit_batch ? 0 : (step - 1) * job_.samples_per_step; }
@@ -251,7 +251,7 @@ class Training {
 
   // Tells all ranks whether the validation after step progress_.done has been made and stands in metrics.jsonl.
   void take_validation(const MetricsKept& kept) {
-    progress_.validated = run_.dp.control->all_gather_text("validated", kept.validated ? "yes" : "")[0] == "yes";
+    progress_.validated = run_.groups[GroupName::control].all_gather_text("validated", kept.validated ? "yes" : "")[0] == "yes";
   }
 
   // Waits for all updates under way, and reports them. Flushes are recorded, because they change what the run learns.
@@ -286,14 +286,14 @@ class Training {
     run_.trainer.flush();
     log_.line("searching for the first non-finite number ...");
     const std::string where = where_not_finite(run_.trainer, batches, [&](int64_t micro_batch, int64_t b) {
-      return train_.sample_at(cursor(step) + (micro_batch * job_.step.readers() + run_.dp.reader()) * o_.batch_size +
+      return train_.sample_at(cursor(step) + (micro_batch * job_.step.layout.readers() + run_.groups.reader()) * o_.batch_size +
                               b);
     });
     throw SharedError(
         formatted("step {} diverged: loss {} or gradient norm {} is not finite; {}. The weights were not "
                   "updated{}. Lower --lr, add --warmup-steps or check the data; {}",
                   step, result.loss, result.grad_norm, where,
-                  job_.step.asynchronous() ? ", but those of stages with finite gradients" : "", way_back()),
+                  job_.step.layout.pipeline.asynchronous() ? ", but those of stages with finite gradients" : "", way_back()),
         ExitStatus::diverged);
   }
 
@@ -477,7 +477,7 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
   Peaks peaks;
   if (first)
     peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops, o.profile).times(devices_in_use(job.device, o));
-  World world(job.step.mesh(), job.backend, no_hooks, processes.local_ranks());
+  World world(job.step.layout.mesh(), job.backend, no_hooks, processes.local_ranks());
   world.limit_init(o.init_timeout);
   try {
     run_ranks(world, [&](int rank) {

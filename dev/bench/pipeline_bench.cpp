@@ -31,8 +31,8 @@ StepConfig step_of(int stages, int64_t micro_batches) {
   model.vocab_size = 257;
   model.tied = false;
   StepConfig step{.model = model, .batch = {2, 128}, .micro_batches = micro_batches, .generates = false};
-  step.stages = step.chunks = stages;
-  step.zero.shards = ranks / stages;
+  step.layout.pipeline.stages = stages;
+  step.layout.zero.shards = ranks / stages;
   return step;
 }
 
@@ -47,21 +47,21 @@ struct Times {
 
 void measure(const StepConfig& step, int steps, Times& times) {
   const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
-  World world(step.mesh());
+  World world(step.layout.mesh());
   std::vector<double> busy(ranks);
   run_ranks(world, [&](int rank) {
     Run run(step, plan, {DeviceKind::cpu, 1}, world, rank);
     init_weights(run.trainer.state(), 42, run.stream);
-    const BatchSource batches = [&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); };
+    const BatchSource batches = [&](int64_t m) { return selftest::read_batch(step, run.groups.reader(), m); };
     const auto timed = [&](auto&& work) {
       run.stream.synchronize();
-      run.dp.control->barrier();
+      run.groups[GroupName::control].barrier();
       const auto begin = std::chrono::steady_clock::now();
       const double before = run.stream.busy_seconds();
       work();
       run.stream.synchronize();
       busy[static_cast<size_t>(rank)] = run.stream.busy_seconds() - before;
-      run.dp.control->barrier();
+      run.groups[GroupName::control].barrier();
       return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     };
     for (int s = 1; s <= steps + 1; ++s) {

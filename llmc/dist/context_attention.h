@@ -37,12 +37,12 @@ namespace detail {
 struct ContextGroup {
   const Group& g;
   AttentionShape shape;  // T: the tokens of a sequence that this rank has
-  int P = g.ranks.context.ranks, r = g.ranks.context_rank;
+  int P = g.ranks.layout.context.ranks, r = g.ranks.me.context;
   int64_t N = shape.B * shape.T, L = shape.T / 2, whole = shape.T * P;  // rows of a rank, of a slice, of a sequence
   int64_t query_width = shape.Hq * shape.D, key_width = 2 * shape.Hkv * shape.D;
 
-  Comm& comm() const { return *g.ranks.keys_values; }
-  Stream& stream() const { return *g.ranks.context_stream; }
+  Comm& comm() const { return g.ranks[GroupName::keys_values]; }
+  Stream& stream() const { return *g.ranks.find_stream(Lane::context); }
   // The stream for the next exchange, which waits for all work enqueued on the compute stream.
   Stream& after_compute(const std::source_location& where = std::source_location::current()) const {
     stream().wait(g.compute.record(), where);
@@ -52,7 +52,7 @@ struct ContextGroup {
   Tensor temporary(const char* name, DType dtype, int64_t rows, int64_t width) const {
     return g.temporary(name, dtype, {rows, width});
   }
-  int slice_of(int rank, int i) const { return g.ranks.context.slice_of(rank, i); }
+  int slice_of(int rank, int i) const { return g.ranks.layout.context.slice_of(rank, i); }
   int next() const { return (r + 1) % P; }
   int previous() const { return (r + P - 1) % P; }
 

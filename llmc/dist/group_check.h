@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "dist/data_parallel.h"
+#include "dist/groups.h"
 
 namespace llmc {
 
@@ -33,7 +33,7 @@ inline void check_group(Comm& group, int number, const std::vector<int>& members
           "the group {}: got {} from {} instead of {}; the transport mixes up ranks or groups: try another --comm",
           group.name(), all.data<float>()[m], name_of_rank(members[static_cast<size_t>(m)]), value(m));
 
-  // Each term is below 200, so the sum is exact in fp32 for any number of ranks that can occur.
+  // Each term is below 300, so the sum is exact in fp32 for any number of ranks that can occur.
   const auto term = [&](int member) {
     return static_cast<float>(10 * number + members[static_cast<size_t>(member)] % 10);
   };
@@ -49,8 +49,8 @@ inline void check_group(Comm& group, int number, const std::vector<int>& members
 }
 
 // Sends through each link a value that tells the link and the sender.
-inline void check_links(DataParallel& dp, const std::function<std::string(int)>& name_of_rank) {
-  const int inner = dp.ranks_of_stage(), place = dp.rank % inner;
+inline void check_links(Groups& groups, const std::function<std::string(int)>& name_of_rank) {
+  const int inner = groups.ranks_of_stage(), place = groups.rank() % inner;
   const auto value = [&](int from, int to) {
     return static_cast<float>(10'000 * (from + 1) + 10 * to + 1 + place % 7);
   };
@@ -61,11 +61,11 @@ inline void check_links(DataParallel& dp, const std::function<std::string(int)>&
   };
   std::vector<Expected> expected;
   std::vector<std::unique_ptr<Arena::Scope>> scopes;
-  dp.links.for_each_with_ends([&](StageLink& link, int from, int to) {
+  groups.links.for_each_with_ends([&](StageLink& link, int from, int to) {
     Stream& stream = link.stream();
     scopes.emplace_back(new Arena::Scope(stream.scratch()));
     const Tensor x = stream.scratch().alloc("scratch", "known value", DType::fp32, {1});
-    if (from == dp.stage) {
+    if (from == groups.me.stage) {
       upload(x, std::vector<float>{value(from, to)}, stream);
       link.comm().send(x, link.peer(), stream);
     } else {
@@ -81,49 +81,50 @@ inline void check_links(DataParallel& dp, const std::function<std::string(int)>&
           "try another --comm",
           from, to, got.data<float>()[0], name_of_rank(from * inner + place), value(from, to));
   }
-  dp.links.for_each([](StageLink& link) {
+  groups.links.for_each([](StageLink& link) {
     link.stream().synchronize();
     link.comm().forget_bytes();
   });
 }
 
+// Are ranks a and b in the same group of this row? From their numbers alone, so that a wrong group, or a wrong mesh, is
+// noticed.
+inline bool belong_together(const GroupRow& row, const Layout& l, int a, int b) {
+  if (a == b) return true;
+  if (row.needed == Needed::with_experts && l.expert.count == 0) return false;
+  if (row.needed == Needed::asynchronous && !l.pipeline.asynchronous()) return false;
+  if (row.view == View::experts && !l.experts_apart()) return false;
+  const int tp = l.tensor.ranks, cp = l.context.ranks, replica = l.zero.shards * tp, stage = replica * l.zero.replicas,
+            ep = l.expert.ranks;
+  const auto same = [&](Axis axis, int of_a, int of_b) { return row.axes.has(axis) || of_a == of_b; };
+  if (!same(Axis::pp, a / stage, b / stage)) return false;
+  if (!same(Axis::replicate, a % stage / replica, b % stage / replica)) return false;
+  const int x = a % replica, y = b % replica;  // places in the replica
+  if (row.view == View::experts) return same(Axis::shard, x / ep, y / ep) && same(Axis::ep, x % ep, y % ep);
+  const int heads = row.view == View::same_head ? l.tensor.head_copies : tp;
+  const auto is_end = [&](int rank) { return rank / stage == 0 || rank / stage == l.pipeline.stages - 1; };
+  return same(Axis::shard, x / (tp * cp), y / (tp * cp)) && same(Axis::cp, x / tp % cp, y / tp % cp) &&
+         same(Axis::tp, x % tp, y % tp) && x % tp / heads == y % tp / heads &&
+         (row.view != View::ends || (is_end(a) && is_end(b)));
+}
+
 }  // namespace detail
 
-// Called by all ranks. compute: the stream that uses the group `scalars`.
-inline void check_groups(DataParallel& dp, const Mesh& mesh, Stream& compute,
-                         const std::function<std::string(int)>& name_of_rank) {
-  const auto along = [&](const std::vector<Axis>& axes) { return mesh.group(dp.rank, axes); };
-  const std::vector<int> tensor = along({Axis::tp}), shard_group = along({Axis::shard, Axis::cp}),
-                         everybody = along({Axis::pp, Axis::replicate, Axis::shard, Axis::cp, Axis::tp});
-  // Computed again here, so that a wrong group in `dp` is noticed.
-  const auto same_head = tensor.begin() + dp.tensor_rank / dp.tensor.head_copies * dp.tensor.head_copies;
-  Stream& exchanges = dp.exchange_stream ? *dp.exchange_stream : compute;
-  detail::check_group(*dp.gradients, 1, shard_group, dp.reduce_stream, name_of_rank);
-  detail::check_group(*dp.replicas, 2, along({Axis::replicate}), dp.reduce_stream, name_of_rank);
-  detail::check_group(*dp.weights, 3, shard_group, dp.gather_stream, name_of_rank);
-  detail::check_group(*dp.scalars, 4, everybody, compute, name_of_rank);
-  detail::check_group(*dp.activations, 5, tensor, exchanges, name_of_rank);
-  detail::check_group(*dp.partial_gradients, 6, tensor, dp.reduce_stream, name_of_rank);
-  detail::check_group(*dp.head_gradients, 7, {same_head, same_head + dp.tensor.head_copies}, dp.reduce_stream,
-                      name_of_rank);
-  detail::check_group(*dp.keys_values, 8, along({Axis::cp}), dp.context_stream ? *dp.context_stream : compute,
-                      name_of_rank);
-  if (dp.experts_apart()) {
-    const Mesh view = expert_view(mesh, dp.expert);
-    detail::check_group(*dp.experts, 11, view.group(dp.rank, {Axis::ep}),
-                        dp.expert_stream ? *dp.expert_stream : compute, name_of_rank);
-    const std::vector<int> same_experts = view.group(dp.rank, {Axis::shard});
-    detail::check_group(*dp.expert_gradients, 12, same_experts, dp.reduce_stream, name_of_rank);
-    detail::check_group(*dp.expert_weights, 13, same_experts, dp.gather_stream, name_of_rank);
+// Called by all ranks. compute: the stream that lanes without one of their own use.
+inline void check_groups(Groups& groups, Stream& compute, const std::function<std::string(int)>& name_of_rank) {
+  int number = 0;
+  for (const GroupRow& row : groups.table()) {
+    std::vector<int> members;
+    for (int rank = 0; rank < groups.ranks(); ++rank)
+      if (detail::belong_together(row, groups.layout, groups.rank(), rank)) members.push_back(rank);
+    Comm& group = groups[row.id];
+    CHECK(group.size() == static_cast<int>(members.size()) && members[static_cast<size_t>(group.rank())] == groups.rank(),
+          "the group {} of {}: this is rank {} of {}, expected one of {}", group.name(), name_of_rank(groups.rank()),
+          group.rank(), group.size(), members);
+    if (row.traffic != Traffic::text)
+      detail::check_group(group, ++number, members, groups.stream(row.lane, compute), name_of_rank);
   }
-  if (dp.expert.count > 0) detail::check_group(*dp.sequences, 14, along({Axis::cp, Axis::tp}), compute, name_of_rank);
-  const std::vector<int> column = along({Axis::pp});
-  const bool end = dp.rank == column.front() || dp.rank == column.back();
-  const std::vector<int> ends = end ? std::vector{column.front(), column.back()} : std::vector{dp.rank};
-  if (column.size() > 1) detail::check_group(*dp.tied_gradients, 9, ends, dp.reduce_stream, name_of_rank);
-  if (dp.stage_scalars->size() > 1)
-    detail::check_group(*dp.stage_scalars, 10, along(DataParallel::of_stage), compute, name_of_rank);
-  detail::check_links(dp, name_of_rank);
+  detail::check_links(groups, name_of_rank);
 }
 
 }  // namespace llmc

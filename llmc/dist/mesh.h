@@ -2,6 +2,7 @@
 // The order of the axes matters: neighbours along the innermost axis have consecutive ranks, and so the fastest links.
 #pragma once
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,6 +18,18 @@ inline const char* name_of(Axis axis) {
   constexpr const char* names[] = {"pp", "replicate", "shard", "cp", "tp", "ep"};
   return names[static_cast<int>(axis)];
 }
+
+// Some of the axes.
+class Axes {
+ public:
+  constexpr Axes(std::initializer_list<Axis> axes) {
+    for (const Axis axis : axes) bits_ |= 1u << static_cast<int>(axis);
+  }
+  constexpr bool has(Axis axis) const { return (bits_ >> static_cast<int>(axis) & 1) != 0; }
+
+ private:
+  unsigned bits_ = 0;
+};
 
 class Mesh {
  public:
@@ -50,15 +63,11 @@ class Mesh {
   }
 
   // The ranks that differ from `rank` only along these axes, `rank` included, in ascending order.
-  std::vector<int> group(int rank, const std::vector<Axis>& along) const {
+  std::vector<int> group(int rank, Axes along) const {
     std::vector<int> members;
     for (int other = 0; other < size(); ++other) {
       bool same = true;
-      for (const auto& [axis, n] : order_) {
-        bool free = false;
-        for (Axis a : along) free |= a == axis;
-        same &= free || coordinate(other, axis) == coordinate(rank, axis);
-      }
+      for (const auto& [axis, n] : order_) same &= along.has(axis) || coordinate(other, axis) == coordinate(rank, axis);
       if (same) members.push_back(other);
     }
     return members;

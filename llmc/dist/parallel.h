@@ -24,21 +24,21 @@
 #pragma once
 #include <vector>
 
-#include "dist/data_parallel.h"
+#include "dist/groups.h"
 #include "ops/ops.h"
 
 namespace llmc::parallel {
 
 // The group of a rank, with the memory and the stream that an op needs.
 struct Group {
-  DataParallel& ranks;
+  Groups& ranks;
   Arena& arena;
   Stream& compute;
 
-  const TensorParallel& tensor() const { return ranks.tensor; }
-  int size() const { return ranks.tensor.ranks; }
-  int rank() const { return ranks.tensor_rank; }
-  bool by_rows() const { return ranks.tensor.by_rows(); }
+  const TensorParallel& tensor() const { return ranks.layout.tensor; }
+  int size() const { return ranks.layout.tensor.ranks; }
+  int rank() const { return ranks.me.tensor; }
+  bool by_rows() const { return ranks.layout.tensor.by_rows(); }
   Tensor temporary(const char* name, DType dtype, const Shape& shape) const {
     return arena.alloc("temporary", name, dtype, shape);
   }
@@ -59,13 +59,13 @@ inline Range slice_of(int64_t R, int64_t S, int p) {
 
 // The stream of the exchanges; the next exchange waits for everything enqueued on the compute stream so far.
 inline Stream& after_compute(const Group& g) {
-  if (!g.ranks.exchange_stream) return g.compute;
-  g.ranks.exchange_stream->wait(g.compute.record());
-  return *g.ranks.exchange_stream;
+  if (!g.ranks.find_stream(Lane::exchange)) return g.compute;
+  g.ranks.find_stream(Lane::exchange)->wait(g.compute.record());
+  return *g.ranks.find_stream(Lane::exchange);
 }
 // The compute stream waits for all exchanges so far.
 inline void wait_for_exchanges(const Group& g) {
-  if (g.ranks.exchange_stream) g.compute.wait(g.ranks.exchange_stream->record());
+  if (g.ranks.find_stream(Lane::exchange)) g.compute.wait(g.ranks.find_stream(Lane::exchange)->record());
 }
 
 // Slices of a matrix that are on their way from other ranks: one event for each of rank() - 1, rank() - 2, ...
@@ -80,7 +80,7 @@ inline Arrivals begin_all_gather(Tensor all, const Group& g) {
   Arrivals arrivals;
   for (int s = 1; s < P; ++s) {
     const int to = (r + s) % P, from = (r - s + P) % P;
-    g.ranks.activations->exchange(slice(r), to, slice(from), from, stream);
+    g.ranks[GroupName::activations].exchange(slice(r), to, slice(from), from, stream);
     arrivals.push_back(stream.record());
   }
   return arrivals;
@@ -91,7 +91,7 @@ void as_they_arrive(const Arrivals& arrivals, const Group& g, Use&& use) {
   const int P = g.size(), r = g.rank();
   use(r);
   for (int s = 1; s < P; ++s) {
-    if (g.ranks.exchange_stream) g.compute.wait(arrivals[static_cast<size_t>(s) - 1]);
+    if (g.ranks.find_stream(Lane::exchange)) g.compute.wait(arrivals[static_cast<size_t>(s) - 1]);
     use((r - s + P) % P);
   }
 }
@@ -109,7 +109,7 @@ void reduce_scatter(Tensor out, Tensor bias, const Group& g, Product&& product, 
   for (int s = 1; s < P; ++s) {
     const int to = (r + s) % P, from = (r - s + P) % P;
     product(slice(sent, s - 1), to);
-    g.ranks.activations->exchange(slice(sent, s - 1), to, slice(parts, from), from, after_compute(g));
+    g.ranks[GroupName::activations].exchange(slice(sent, s - 1), to, slice(parts, from), from, after_compute(g));
   }
   product(slice(parts, r), r);
   meanwhile();

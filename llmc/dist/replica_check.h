@@ -134,8 +134,8 @@ inline std::string describe_copies(const std::vector<std::pair<std::string, uint
 // get the same answer. me: this rank and where it runs.
 inline std::optional<std::string> diverged_copies(const ModelState& state, const std::string& me, Stream& stream,
                                                   const std::vector<SharedByAll>& shared = {}) {
-  if (state.dp().ranks() == 1) return std::nullopt;
-  Comm& control = *state.dp().control;
+  if (state.groups().ranks() == 1) return std::nullopt;
+  Comm& control = state.groups()[GroupName::control];
   const std::vector<detail::HeldCopies> held = detail::copies_held(state, shared, stream);
   std::vector<uint64_t> hashes;
   for (const detail::HeldCopies& copies : held) hashes.insert(hashes.end(), {copies.where(), copies.contents()});

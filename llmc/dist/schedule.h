@@ -52,6 +52,10 @@ struct Action {
 enum class Schedule : uint8_t { gpipe, one_f_one_b, interleaved, zb_h1, zb_v, pipedream };
 inline constexpr const char* schedule_names[] = {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream"};
 inline const char* name_of(Schedule s) { return schedule_names[static_cast<int>(s)]; }
+// Do its stages have several chunks each?
+inline bool has_chunks(Schedule s) { return s == Schedule::interleaved || s == Schedule::zb_v; }
+// Can it take a micro-batch in token slices?
+inline bool has_slices(Schedule s) { return s == Schedule::gpipe || s == Schedule::one_f_one_b; }
 inline Schedule schedule_from_name(const std::string& name) {
   for (const Schedule s : {Schedule::gpipe, Schedule::one_f_one_b, Schedule::interleaved, Schedule::zb_h1,
                            Schedule::zb_v, Schedule::pipedream})

@@ -17,7 +17,7 @@
 
 #include "device/arena.h"
 #include "device/device.h"
-#include "dist/data_parallel.h"
+#include "dist/groups.h"
 #include "dist/params.h"
 #include "ops/ops.h"
 

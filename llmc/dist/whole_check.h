@@ -204,10 +204,10 @@ inline void require_whole_model(const ParamTable& table, bool tied, const ZeroCo
 
 // Called by all ranks; rank 0 compares.
 inline void check_whole_model(const ModelState& state, const ParamTable& table, bool tied, const Mesh& mesh) {
-  const Mesh view = expert_view(mesh, state.dp().expert);
+  const Mesh view = expert_view(mesh, state.groups().layout.expert);
   std::vector<HeldByRank> ranks;
   for (const std::string& text :
-       state.dp().control->gather_text(0, "parameters that the ranks hold", text_of(units_held(state)))) {
+       state.groups()[GroupName::control].gather_text(0, "parameters that the ranks hold", text_of(units_held(state)))) {
     const int rank = static_cast<int>(ranks.size());
     ranks.push_back({mesh.coordinate(rank, Axis::pp), mesh.coordinate(rank, Axis::tp), held_from_text(text),
                      view.coordinate(rank, Axis::ep)});

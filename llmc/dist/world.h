@@ -56,7 +56,7 @@ class World {
     group->on_abort([this] { abort(); });
     return group;
   }
-  std::unique_ptr<Comm> join(int rank, const std::string& name, const std::vector<Axis>& along) {
+  std::unique_ptr<Comm> join(int rank, const std::string& name, Axes along) {
     return join(rank, name, mesh_.group(rank, along));
   }
 

@@ -28,19 +28,19 @@ class ModelState {
  public:
   // blocks_open: the most blocks whose gradients are between start_gradients() and reduce_gradients() at the same time
   // versions: how many versions of the weights are kept
-  ModelState(const ParamTable& table, DType dtype, const ZeroConfig& zero, DataParallel& dp, Arena& arena,
+  ModelState(const ParamTable& table, DType dtype, const ZeroConfig& zero, Groups& groups, Arena& arena,
              StageUnits stages = {}, int64_t blocks_open = 1, int64_t versions = 1)
       : zero_(zero),
-        expert_zero_(expert_zero(zero, dp.tensor, dp.expert)),
-        dp_(dp),
+        expert_zero_(groups.layout.expert_zero()),
+        groups_(groups),
         stages_(std::move(stages)),
         read_by_(static_cast<size_t>(versions)) {
     for (const UnitSpec& unit : table) {
       sharing_.push_back(unit.sharing);
       if (unit.sharing == Sharing::experts) require_expert_groups(unit);
-      units_.push_back(stages_.has(units_.size(), dp.stage)
+      units_.push_back(stages_.has(units_.size(), groups.me.stage)
                            ? std::make_unique<UnitState>(unit, dtype, zero_config(unit.sharing),
-                                                         dp.sharers(unit.sharing).shard, arena, versions)
+                                                         groups.sharers(unit.sharing).shard, arena, versions)
                            : nullptr);
     }
     int64_t largest_block = 0, largest_experts = 0;
@@ -76,7 +76,7 @@ class ModelState {
     return sharing == Sharing::experts ? expert_zero_ : zero_;
   }
   Sharing sharing_of(size_t index) const { return sharing_[index]; }
-  DataParallel& dp() const { return dp_; }
+  Groups& groups() const { return groups_; }
 
   StateTable state_table() const {
     StateTable table;
@@ -127,7 +127,7 @@ class ModelState {
     const auto held = std::find_if(held_.begin(), held_.end(), [&](const auto& h) { return h.first == u; });
     CHECK(held != held_.end());
     Buffer& buffer = weight_buffers_[held->second];
-    dp_.hooks.released(buffer.memory, compute);
+    groups_.hooks.released(buffer.memory, compute);
     buffer.free = compute.record();
     buffer.in_use = false;
     held_.erase(held);
@@ -166,7 +166,7 @@ class ModelState {
   void forget_old_versions(Stream& compute) {
     for (const auto& unit : units_)
       for (size_t v = 0; unit && v < read_by_.size(); ++v)
-        if (v != newest_) dp_.hooks.released(unit->version(v), compute);
+        if (v != newest_) groups_.hooks.released(unit->version(v), compute);
   }
 
   // ---- Gradients ---------------------------------------------------------------------------------------------------
@@ -204,44 +204,44 @@ class ModelState {
     const bool micro = zero_.grad_reduce == GradReduce::micro;
     const bool alone = zero_config(sharing_[u]).ranks() == 1 && unit.partial_sums().empty();
     if (!micro && (!last_micro_batch || alone)) return;
-    Stream& stream = dp_.reduce_stream;
+    Stream& stream = groups_.reduce_stream();
     stream.wait(compute.record());
     const Tensor all = unit.gradients(), shard = all.slice(unit.shard_range().begin, {unit.shard_range().size});
     if (zero_.sync == DpSync::all_reduce) {
-      Comm& sharers = dp_.sharers(sharing_[u]).gradients;
+      Comm& sharers = groups_.sharers(sharing_[u]).gradients;
       sharers.reduce_scatter(all, stream);  // the shard group first, then the replicas (contract 3)
-      dp_.replicas->all_reduce(shard, stream);
+      groups_[GroupName::replicas].all_reduce(shard, stream);
       sum_partial_gradients(unit, stream);
       if (zero_.stage == 0) sharers.all_gather(all, stream);
     } else {
-      dp_.gradients->push(all, zero_.owners(), stream);
+      groups_[GroupName::gradients].push(all, zero_.owners(), stream);
     }
     if (micro) {
       if (const Range kept = unit.update_range(); kept.size > 0)
         add_to(unit.gradient_sum(), all.slice(kept.begin, {kept.size}), stream);
       const auto current = oldest_gradients(u);
-      dp_.hooks.released(current->second->memory, stream);
+      groups_.hooks.released(current->second->memory, stream);
       current->second->free = stream.record();
       current->second->in_use = false;
       current_gradients_.erase(current);
     } else {
-      dp_.hooks.released_except(all, unit.update_range(), stream);
+      groups_.hooks.released_except(all, unit.update_range(), stream);
     }
   }
   // After the last micro-batch: the compute stream waits for the sums. A tied table on two stages gets the sum of the
   // gradients of both.
   void finish_gradients(Stream& compute) {
     if (stages_.copy_of_embedding >= 0 && units_.front()) {
-      dp_.reduce_stream.wait(compute.record());
-      dp_.tied_gradients->all_reduce(units_.front()->reduced_gradients(), dp_.reduce_stream);
+      groups_.reduce_stream().wait(compute.record());
+      groups_[GroupName::tied_gradients].all_reduce(units_.front()->reduced_gradients(), groups_.reduce_stream());
     }
-    compute.wait(dp_.reduce_stream.record());
+    compute.wait(groups_.reduce_stream().record());
   }
 
   // out (1) fp64 = the square sum of the gradients that this rank counts in its shard of a unit, or, on a parameter
   // server, in shard `k`.
   void square_sum_of(size_t u, const Tensor& out, Stream& compute, std::optional<int> k = std::nullopt) const {
-    const int shard = k.value_or(dp_.sharers(sharing_[u]).shard);
+    const int shard = k.value_or(groups_.sharers(sharing_[u]).shard);
     const std::vector<Tensor> counted = has(u) ? units_[u]->counted_gradients(shard) : std::vector<Tensor>();
     if (counted.empty()) zero(out, compute);
     for (size_t i = 0; i < counted.size(); ++i)
@@ -257,11 +257,11 @@ class ModelState {
       const UnitState& unit = *units_[u];
       unit.update(control, options, compute);
       if (!divided || zero_config(sharing_[u]).ranks() == 1) continue;
-      dp_.gather_stream.wait(compute.record());
-      dp_.hooks.released_except(unit.weights(), unit.update_range(), dp_.gather_stream);
-      gather_updated(unit.weights(), dp_.sharers(sharing_[u]).weights);
+      groups_.gather_stream().wait(compute.record());
+      groups_.hooks.released_except(unit.weights(), unit.update_range(), groups_.gather_stream());
+      gather_updated(unit.weights(), groups_.sharers(sharing_[u]).weights);
     }
-    if (divided) compute.wait(dp_.gather_stream.record());
+    if (divided) compute.wait(groups_.gather_stream().record());
   }
 
  private:
@@ -275,7 +275,7 @@ class ModelState {
   void sum_partial_gradients(const UnitState& unit, Stream& stream) {
     for (const auto& [range, copies] : unit.partial_sums()) {
       const Range r = overlap(range, unit.shard_range());
-      Comm& group = copies == dp_.tensor.ranks ? *dp_.partial_gradients : *dp_.head_gradients;
+      Comm& group = copies == groups_.layout.tensor.ranks ? groups_[GroupName::partial_gradients] : groups_[GroupName::head_gradients];
       if (r.size > 0) group.all_reduce(unit.gradients().slice(r.begin, {r.size}), stream);
     }
   }
@@ -283,17 +283,17 @@ class ModelState {
   // Every rank of a group gets the weights of a unit from the ranks that have updated them.
   void gather_updated(const Tensor& weights, Comm& sharers) {
     switch (zero_.sync) {
-      case DpSync::all_reduce: return sharers.all_gather(weights, dp_.gather_stream);
-      case DpSync::parameter_server_chain: return sharers.broadcast(weights, 0, dp_.gather_stream);
+      case DpSync::all_reduce: return sharers.all_gather(weights, groups_.gather_stream());
+      case DpSync::parameter_server_chain: return sharers.broadcast(weights, 0, groups_.gather_stream());
       case DpSync::parameter_server:
-      case DpSync::partitioned_server: return sharers.pull(weights, zero_.owners(), dp_.gather_stream);
+      case DpSync::partitioned_server: return sharers.pull(weights, zero_.owners(), groups_.gather_stream());
     }
   }
   void require_expert_groups(const UnitSpec& unit) const {
     CHECK(
-        dp_.tensor.ranks == 1 || dp_.experts_apart(),
+        groups_.layout.tensor.ranks == 1 || groups_.layout.experts_apart(),
         "{}: with {} tensor-parallel ranks it has groups of its own, which were not made: ExpertParallel of {} experts",
-        unit.name, dp_.tensor.ranks, dp_.expert.count);
+        unit.name, groups_.layout.tensor.ranks, groups_.layout.expert.count);
     CHECK(zero_.sync == DpSync::all_reduce, "{}: the servers of --dp-sync {} cannot hold experts", unit.name,
           zero_.sync);
   }
@@ -337,18 +337,18 @@ class ModelState {
     buffer.in_use = true;
     gathered_.push_back(b);
     ++issued_;
-    Stream& stream = dp_.gather_stream;
+    Stream& stream = groups_.gather_stream();
     stream.wait(updated_weights_);
     stream.wait(buffer.free);
     const UnitState& unit = *units_[u];
     const Tensor all = unit.in_buffer(buffer.memory);
     copy(all.slice(unit.shard_range().begin, {unit.shard_range().size}), unit.weight_shard(), stream);
-    dp_.sharers(sharing_[u]).weights.all_gather(all, stream);
+    groups_.sharers(sharing_[u]).weights.all_gather(all, stream);
     buffer.ready = stream.record();
   }
 
   ZeroConfig zero_, expert_zero_;  // of dense units, of experts
-  DataParallel& dp_;
+  Groups& groups_;
   StageUnits stages_;
   std::vector<std::unique_ptr<UnitState>> units_;  // none: on another stage
   std::vector<Sharing> sharing_;                   // of each unit of the model

@@ -78,14 +78,14 @@ inline ReceivedRows received_in_round(const ReceivedRows& like, const parallel::
 inline ExpertRounds exchange_counts(const ExpertActivations& a, const ModelConfig& c, int64_t room,
                                     const parallel::Group& p) {
   auto scope = p.arena.scope();
-  const int P = p.ranks.experts->size(), me = p.ranks.experts->rank();
+  const int P = p.ranks[GroupName::experts].size(), me = p.ranks[GroupName::experts].rank();
   const int64_t E = c.experts.count, own = E / P;
   const Tensor table = travelling(p, "rows for each expert", DType::int32, {P, E}),
                numbers = travelling(p, "rows for each expert", DType::fp64, {P * E});
-  Stream& stream = *p.ranks.expert_stream;
+  Stream& stream = *p.ranks.find_stream(Lane::expert);
   expert_counts(parallel::rows_of(table, {me, 1}).reshaped({E}), a.offsets, p.compute);
   stream.wait(p.compute.record());
-  p.ranks.experts->all_gather(table, stream);
+  p.ranks[GroupName::experts].all_gather(table, stream);
   zero(numbers, stream);
   add_expert_counts(numbers, table.reshaped({1, P * E}), stream);
   const Readback on_host(numbers, stream);
@@ -107,8 +107,8 @@ struct ArrivingCounts {
   Event event;
 };
 inline ArrivingCounts send_counts(const ExpertActivations& a, const ModelConfig& c, const parallel::Group& p) {
-  Comm& group = *p.ranks.experts;
-  Stream& stream = *p.ranks.expert_stream;
+  Comm& group = p.ranks[GroupName::experts];
+  Stream& stream = *p.ranks.find_stream(Lane::expert);
   const Shape shape = {group.size(), c.experts.own()};
   const Tensor sent = travelling(p, "rows for each expert", DType::int32, shape),
                counts = travelling(p, "rows that arrive for each expert", DType::int32, shape);
@@ -125,8 +125,8 @@ struct Arrival {
 };
 // Sends the rows of a round. sent: rows in the order of their experts; arrived (R, C): the rows that come
 inline Arrival send_rows(Tensor arrived, Tensor sent, const ExpertRounds& rounds, int round, const parallel::Group& p) {
-  Comm& group = *p.ranks.experts;
-  Stream& stream = *p.ranks.expert_stream;
+  Comm& group = p.ranks[GroupName::experts];
+  Stream& stream = *p.ranks.find_stream(Lane::expert);
   stream.wait(p.compute.record());
   group.all_to_all_rows(arrived, sent, rounds.blocks_sent(group.rank(), round),
                         rounds.blocks_received(group.rank(), round), stream);
@@ -135,7 +135,7 @@ inline Arrival send_rows(Tensor arrived, Tensor sent, const ExpertRounds& rounds
 // Plans how the rows of a round are put into the order of their experts.
 inline void plan_arrival(const ReceivedRows& r, const ExpertRounds& rounds, int round, const parallel::Group& p) {
   auto scope = p.arena.scope();
-  const Comm& group = *p.ranks.experts;
+  const Comm& group = p.ranks[GroupName::experts];
   std::vector<int32_t> counts = rounds.counts_received(group.rank(), round);
   const Tensor on_device =
       travelling(p, "rows that arrive for each expert", DType::int32, {group.size(), r.offsets.shape[0] - 1});
@@ -156,8 +156,8 @@ inline void take_rows(Tensor out, const Arrival& arrival, const ReceivedRows& r,
 inline void return_rows(Tensor to, Tensor from, const ReceivedRows& r, const ExpertRounds& rounds, int round,
                         const parallel::Group& p) {
   auto scope = p.arena.scope();
-  Comm& group = *p.ranks.experts;
-  Stream& stream = *p.ranks.expert_stream;
+  Comm& group = p.ranks[GroupName::experts];
+  Stream& stream = *p.ranks.find_stream(Lane::expert);
   const Tensor sent = travelling(p, "rows that return", from.dtype, from.shape);
   combine_rows(sent, from, {}, r.places, Accumulate::no, p.compute);
   stream.wait(p.compute.record());

@@ -68,7 +68,7 @@ inline void record_routing(const ExpertActivations& a, const ModelConfig& c, con
   auto scope = p.arena.scope();
   const ExpertTraining& training = *r.training;
   const int64_t n = r.rows.count, segments = r.rows.segments.count(n), most = a.counts.shape[0], E = c.experts.count;
-  const int64_t ranks = training.sequences ? training.sequences->ranks() : 1, me = p.ranks.sequences->rank();
+  const int64_t ranks = training.sequences ? training.sequences->ranks() : 1, me = p.ranks[GroupName::sequences].rank();
   auto table = [&](const char* name, DType dtype, int64_t columns) {
     return p.temporary(name, dtype, {ranks, most, columns});
   };
@@ -89,7 +89,7 @@ inline void record_routing(const ExpertActivations& a, const ModelConfig& c, con
   if (!training.sequences)
     return router_losses(losses, first_rows(counts, segments), first_rows(mine(probabilities), segments),
                          first_rows(mine(sums), segments), c.router(), r.rows.sequence, p.compute);
-  for (const Tensor& t : {counts, probabilities, sums}) p.ranks.sequences->all_gather(t, p.compute);
+  for (const Tensor& t : {counts, probabilities, sums}) p.ranks[GroupName::sequences].all_gather(t, p.compute);
   segment_starts(a.counts, a.starts, counts, *training.sequences, me, p.compute);
   if (me > 0) return;  // the first of the ranks counts the losses of their sequences
   const int64_t B = training.sequences->count();

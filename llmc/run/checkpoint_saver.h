@@ -47,7 +47,7 @@ class CheckpointSaver {
   // From now on, saves checkpoints to where the lost directory is now. Returns whether it still exists.
   bool follow_directory(const Run& run) {
     const std::string now = directory_ != nullptr ? directory_->moved_to() : "";
-    out_dir_ = run.dp.control->all_gather_text("moved to", now)[0];
+    out_dir_ = run.groups[GroupName::control].all_gather_text("moved to", now)[0];
     return !out_dir_.empty();
   }
 
@@ -113,7 +113,7 @@ class CheckpointSaver {
     News found = look_at_directory();
     if (found.kind == NewsKind::none && directory_ != nullptr && !last_.empty() && !is_directory(last_))
       found = {NewsKind::save};
-    found = most_urgent(run.dp.control->all_gather_text("out directory", found.message()));
+    found = most_urgent(run.groups[GroupName::control].all_gather_text("out directory", found.message()));
     if (found.kind == NewsKind::lost) throw EndsEarly{found};
     return found.kind == NewsKind::save;
   }

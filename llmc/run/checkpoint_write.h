@@ -60,14 +60,14 @@ struct WritePlan {
   std::set<int> writers;     // ranks that write anything
 
   WritePlan(const ModelConfig& config, const ModelState& state) : tensors(hf_tensors(config)) {
-    const DataParallel& dp = state.dp();
+    const Groups& groups = state.groups();
     const ParamTable units = parameter_table(config);
     std::map<std::string, size_t> unit_of;
-    std::vector<int64_t> bytes(static_cast<size_t>(dp.ranks()), 0);
+    std::vector<int64_t> bytes(static_cast<size_t>(groups.ranks()), 0);
     for (size_t u = 0; u < units.size(); ++u) {
       for (const ParamSpec& p : units[u].params) unit_of[p.name] = u;
-      const auto first = bytes.begin() + state.stage_of(u) * dp.ranks_of_stage();  // ranks that hold it
-      const auto least = std::min_element(first, first + dp.ranks_of_stage());
+      const auto first = bytes.begin() + state.stage_of(u) * groups.ranks_of_stage();  // ranks that hold it
+      const auto least = std::min_element(first, first + groups.ranks_of_stage());
       *least += UnitLayout(units[u], state.zero_config().ranks()).size;
       writer.push_back(static_cast<int>(least - bytes.begin()));
     }
@@ -109,7 +109,7 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
                                     Stream& stream, const std::map<std::string, std::string>& more = {},
                                     const std::function<void()>& before_visible = {}, Part part = Part::all) {
   stream.synchronize();
-  DataParallel& dp = state.dp();
+  Groups& groups = state.groups();
   const std::string path = part == Part::all ? checkpoint_path(out_dir, step) : weights_path(out_dir, step),
                     temporary = formatted("{}/.tmp-step-{:06}", out_dir, step);
   CHECK(part == Part::model || !path_exists(path), "{} already exists: remove it, or choose another --out-dir", path);
@@ -132,7 +132,7 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   };
   auto agree = [&] {
     const std::string mine = nlohmann::json{fault, status}.dump();
-    const std::vector<std::string> all = dp.control->all_gather_text("checkpoint faults", mine);
+    const std::vector<std::string> all = groups[GroupName::control].all_gather_text("checkpoint faults", mine);
     std::string first;
     for (size_t rank = 0; rank < all.size() && first.empty(); ++rank) {
       const nlohmann::json theirs = parse_json(all[rank], "another rank's fault");
@@ -142,13 +142,13 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
     }
     if (first.empty()) return;
     std::error_code ignored;
-    if (dp.first()) std::filesystem::remove_all(temporary, ignored);
-    dp.control->barrier();  // a rank that throws ends the others, even before they have removed it
+    if (groups.first()) std::filesystem::remove_all(temporary, ignored);
+    groups[GroupName::control].barrier();  // a rank that throws ends the others, even before they have removed it
     throw CheckpointError(first, status);
   };
   std::error_code error;
   attempt([&] {
-    if (!dp.first()) return;
+    if (!groups.first()) return;
     if (part == Part::model) std::filesystem::remove_all(path, error);  // left by an earlier attempt
     detail::require_space(out_dir, part == Part::all ? checkpoint_bytes(config, dtype, state.zero_config())
                                                      : weights_bytes(config, dtype));
@@ -162,30 +162,30 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   const detail::WritePlan plan(config, state);
   std::vector<TensorInfo> infos;
   for (size_t i = 0; i < plan.tensors.size(); ++i)
-    if (plan.writer[plan.unit[i]] == dp.rank) infos.push_back({plan.tensors[i].name, dtype, plan.tensors[i].shape});
+    if (plan.writer[plan.unit[i]] == groups.rank()) infos.push_back({plan.tensors[i].name, dtype, plan.tensors[i].shape});
   std::optional<SafetensorsWriter> model;
   attempt([&] {
-    if (!infos.empty()) model.emplace(temporary + "/" + plan.file(dp.rank), infos);
+    if (!infos.empty()) model.emplace(temporary + "/" + plan.file(groups.rank()), infos);
   });
   const ParamTable parameters = parameter_table(config);
   for (size_t u = 0; u < state.size(); ++u)  // one unit gathered, one tensor in host memory at a time
-    if (state.stage_of(u) == dp.stage)
+    if (state.stage_of(u) == groups.me.stage)
       state.with_whole_unit(u, stream, [&](const UnitState& unit) {
         const bool experts = state.sharing_of(u) == Sharing::experts;
-        Comm& group = experts ? *dp.expert_control : *dp.tensor_control;
+        Comm& group = experts ? groups[GroupName::expert_control] : groups[GroupName::tensor_control];
         const int writer = plan.writer[u], n = group.size();
-        if (writer / n != dp.rank / n) return;  // the ranks of either group are adjacent
+        if (writer / n != groups.rank() / n) return;  // the ranks of either group are adjacent
         const HostView whole(unit.weights(), stream);
         std::vector<UnitSpec> held;
         for (int rank = 0; rank < n; ++rank) {
           const ParamTable all = {parameters[u]};
-          held.push_back(experts ? part_of(all, dp.expert, rank)[0] : part_of(all, dp.tensor, rank)[0]);
+          held.push_back(experts ? part_of(all, groups.layout.expert, rank)[0] : part_of(all, groups.layout.tensor, rank)[0]);
         }
         for (size_t i = 0; i < plan.tensors.size(); ++i) {
           if (plan.unit[i] != u) continue;
           std::vector<std::byte> bytes =
               detail::gather_boxes(plan.tensors[i], unit.whole_weights(whole.tensor()), held, dtype, writer % n, group);
-          if (writer != dp.rank) continue;
+          if (writer != groups.rank()) continue;
           attempt([&] {
             require_finite(plan.tensors[i].name,
                            {.dtype = dtype, .shape = {std::ssize(bytes) / size_of(dtype)}, .bytes = bytes.data()});
@@ -194,7 +194,7 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
         }
       });
   attempt([&] {
-    if (model) files[plan.file(dp.rank)] = model->finish().to_json();
+    if (model) files[plan.file(groups.rank())] = model->finish().to_json();
   });
 
   // A rank owns slices of state that the rest of its replica does not hold, or holds and updates alike (stage 0).
@@ -203,18 +203,18 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   for (size_t u = 0; u < state.size(); ++u) {
     const Sharing sharing = state.sharing_of(u);
     const int shards = state.zero_config(sharing).owners();
-    owners = std::max(owners, shards * (sharing == Sharing::experts ? dp.expert.ranks : dp.tensor.ranks));
-    if (state.has(u) && dp.sharers(sharing).shard < shards) state.unit(u).append_to(table);
+    owners = std::max(owners, shards * (sharing == Sharing::experts ? groups.layout.expert.ranks : groups.layout.tensor.ranks));
+    if (state.has(u) && groups.sharers(sharing).shard < shards) state.unit(u).append_to(table);
   }
   std::erase_if(table, [](const StateEntry& e) { return e.kind == StateKind::weight || !e.param->first_copy; });
-  const int place = dp.shard * dp.tensor.ranks + dp.tensor_rank;  // of this rank in the replica
+  const int place = groups.me.shard * groups.layout.tensor.ranks + groups.me.tensor;  // of this rank in the replica
   attempt([&] {
-    if (part == Part::model || dp.replica > 0 || place >= owners) return;
+    if (part == Part::model || groups.me.replica > 0 || place >= owners) return;
     infos.clear();
     for (const StateEntry& e : table)
       infos.push_back({detail::slice_range(e).tensor_name(detail::what_of(e)), e.tensor.dtype, {e.tensor.numel()}});
     const std::string name =
-        formatted("optimizer-{:05}-of-{:05}.safetensors", dp.stage * owners + place + 1, dp.stages * owners);
+        formatted("optimizer-{:05}-of-{:05}.safetensors", groups.me.stage * owners + place + 1, groups.stages() * owners);
     SafetensorsWriter optimizer(temporary + "/" + name, infos);
     for (size_t i = 0; i < table.size(); ++i) {
       const HostView view(table[i].tensor, stream);
@@ -225,9 +225,9 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   });
   agree();
 
-  const std::vector<std::string> written = dp.control->all_gather_text("checkpoint files", files.dump());
+  const std::vector<std::string> written = groups[GroupName::control].all_gather_text("checkpoint files", files.dump());
   attempt([&] {
-    if (!dp.first()) return;
+    if (!groups.first()) return;
     nlohmann::ordered_json all;
     auto record_text = [&](const std::string& name, const std::string& text) {
       all[name] = write_recorded_text(temporary + "/" + name, text).to_json();

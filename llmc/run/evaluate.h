@@ -129,7 +129,7 @@ struct Evaluation {
     Options asked = o;
     asked.total_batch_size.reset();  // it may state the size of a validation
     StepConfig forward = choose_step(asked);
-    forward.zero.holds = Holds::weights;
+    forward.layout.zero.holds = Holds::weights;
     forward.generates = false;
     forward.recompute = Recompute::block;  // there is no backward
     if (forward.model.experts.count > 0 && !trained.expert_biases.empty()) {
@@ -249,15 +249,15 @@ class EvaluationProgress {
 inline Evaluated evaluate_on_rank(const Evaluation& job, World& world, int rank, Log& log) {
   const Options& o = job.options;
   Run run(job.step, job.plan, rank_device(job.device, o.place, rank - o.place.first_rank()), world, rank);
-  check_groups(run.dp, world.mesh(), run.stream, [](int r) { return formatted("rank {}", r); });
+  check_groups(run.groups, run.stream, [](int r) { return formatted("rank {}", r); });
   const StepConfig& step = job.step;
-  check_whole_model(run.trainer.state(), part_of(parameter_table(step.model), step.tensor, 0), step.model.tied,
+  check_whole_model(run.trainer.state(), part_of(parameter_table(step.model), step.layout.tensor, 0), step.model.tied,
                     world.mesh());
   initialise(run, o);
   if (step.experts.bias_rate > 0) run.trainer.set_expert_biases(job.trained.expert_biases);
   EvaluationProgress progress(log);
   const ValidationHooks hooks{[] {}, [&](const char* what, int64_t m, int64_t count) { progress(what, m, count); }};
-  Validation validation(run.trainer, run.dp, job.inputs);
+  Validation validation(run.trainer, run.groups, job.inputs);
   const auto begin = std::chrono::steady_clock::now();
   Evaluated found;
   if (job.data) found.loss = validation.loss(hooks);
@@ -298,7 +298,7 @@ inline void run_evaluate(const Options& o, const Processes& processes) {
     if (first && job.data && job.knows_bytes())
       found.bytes = target_bytes(job.inputs, *job.tokenizer, job.step.model.vocab_size);
   });
-  World world(job.step.mesh(), job.backend, no_hooks, processes.local_ranks());
+  World world(job.step.layout.mesh(), job.backend, no_hooks, processes.local_ranks());
   world.limit_init(o.init_timeout);
   run_ranks(world, [&](int rank) {
     Log silent = Log::silent();

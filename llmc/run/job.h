@@ -103,7 +103,7 @@ struct Job {
       return "";
     }
   }
-  int64_t checkpoint_bytes() const { return llmc::checkpoint_bytes(step.model, step.dtype, step.zero); }
+  int64_t checkpoint_bytes() const { return llmc::checkpoint_bytes(step.model, step.dtype, step.layout.zero); }
   int64_t steps_of_an_epoch() const { return llmc::steps_of_an_epoch(train.samples(), samples_per_step); }
   double flops_per_step() const {
     return training_flops_per_token(step.model, options.seq_len) * static_cast<double>(step.tokens());
@@ -118,17 +118,17 @@ struct Job {
     CHECK(recorded.is_null() || recorded == name_of(GradReduce::step) || recorded == name_of(GradReduce::micro),
           "{}/trainer.json: \"grad_reduce\" of \"choices\" is {}, expected \"step\" or \"micro\"; the file is damaged",
           from.path, recorded);
-    if (!recorded.is_null() && step.zero.reduce_by_stage) {
+    if (!recorded.is_null() && step.layout.zero.reduce_by_stage) {
       StepConfig as_before = step;
-      as_before.zero.grad_reduce = grad_reduce_from_name(recorded);
-      if (as_before.zero.grad_reduce != step.zero.grad_reduce) {
+      as_before.layout.zero.grad_reduce = grad_reduce_from_name(recorded);
+      if (as_before.layout.zero.grad_reduce != step.layout.zero.grad_reduce) {
         const Plan planned = make_plan(as_before, rank_device);
         if (fits(planned, memory_limit(options, rank_device))) step = as_before, plan = planned;
         else
           log.line(
               formatted("notice: --grad-reduce {}, with which the run began, needs {}, which does not fit: "
                         "it is now {}, which rounds differently",
-                        as_before.zero.grad_reduce, human_bytes(planned.total_bytes()), step.zero.grad_reduce));
+                        as_before.layout.zero.grad_reduce, human_bytes(planned.total_bytes()), step.layout.zero.grad_reduce));
       }
     }
     require_memory(options, step, plan, rank_device, Begun::yes);

@@ -62,7 +62,7 @@ inline void run_plan(const Options& o) {
   Device rank = first_rank_device(device, o);
   const bool own_gpu = rank.kind == DeviceKind::cuda && rank.sharers == 1 && !is_gpu_elsewhere(rank);
   const auto chip = own_gpu && o.place.hosts == 1 ? gpu_peaks(gpu_info(rank.gpu).name) : std::nullopt;
-  if (chip) rank.rates = datasheet_rates(*chip, config.dtype, config.ranks());
+  if (chip) rank.rates = datasheet_rates(*chip, config.dtype, config.layout.ranks());
   const Plan plan = make_plan(config, rank);
   std::optional<int64_t> steps;
   if (o.max_steps || o.tokens) steps = choose_steps(o, config.tokens(), 1);
@@ -79,7 +79,7 @@ inline void run_plan(const Options& o) {
 }
 
 // The pipeline that the options describe.
-inline Pipeline choose_pipeline(const Options& o) {
+inline Pipeline pipeline_to_draw(const Options& o) {
   CHECK(o.token_slices != "auto",
         "--token-slices auto: their number depends on the times of a model, which --print-schedule does not know: give "
         "a number");
@@ -87,19 +87,19 @@ inline Pipeline choose_pipeline(const Options& o) {
         "--pp-layout {} with --print-schedule, which draws all chunks equally long: leave it out, and see "
         "--plan for what the layers cost",
         shown(o.pp_layout));
-  Pipeline p{.schedule = schedule_from_name(o.schedule),
-             .stages = static_cast<int>(o.pp),
-             .micro_batches = o.micro_batches.value_or(2 * o.pp)};
-  const bool has_chunks = p.schedule == Schedule::interleaved || p.schedule == Schedule::zb_v;
-  p.chunks_per_stage = static_cast<int>(o.pp_chunks.value_or(has_chunks ? 2 : 1));
-  p.slices = static_cast<int>(token_slices(o).value_or(1));
+  const PipelineParallel chosen = choose_pipeline(o);
+  const Pipeline p{.schedule = chosen.schedule,
+                   .stages = chosen.stages,
+                   .chunks_per_stage = chosen.chunks_per_stage,
+                   .micro_batches = o.micro_batches.value_or(2 * o.pp),
+                   .slices = static_cast<int>(token_slices(o).value_or(1))};
   require_possible(p);
   return p;
 }
 
 // --print-schedule: as wide as the terminal, and in colour if it has colours.
 inline void run_print_schedule(const Options& o) {
-  const Pipeline p = choose_pipeline(o);
+  const Pipeline p = pipeline_to_draw(o);
   PictureStyle style;
   winsize terminal{};
   if (detail::person_reads(o)) {

@@ -67,26 +67,24 @@ struct Plan {
 // `target`: a rank's device.
 inline Plan make_plan(const StepConfig& config, const Device& target, int rank = 0) {
   const Device device = target.on_paper();
-  const Mesh mesh = config.mesh();
   Arena arena(device), scratch(device);
   Stream stream(device, scratch);
-  DataParallel dp(mesh, rank, device, DataParallel::null_groups(rank), no_hooks, config.tensor, config.context,
-                  config.expert, config.chunks > config.stages, config.asynchronous());
-  Trainer trainer(config, {arena, stream, &dp});
+  Groups groups(config.layout, rank, device, Groups::null_groups(rank));
+  Trainer trainer(config, {arena, stream, &groups});
   const BatchSource nothing = [](int64_t) { return HostBatch{}; };
   Plan plan;
-  if (config.zero.holds == Holds::training_state) {
+  if (config.layout.zero.holds == Holds::training_state) {
     const double begin = stream.seconds(), exposed_before = stream.exposed_seconds();
     stream.set_ledger(&plan.step_ops);
     trainer.step(nothing, {}, {.max_norm = 1});
     stream.set_ledger(nullptr);
     plan.step_seconds = stream.seconds() - begin;
     plan.exposed_seconds = stream.exposed_seconds() - exposed_before;
-    for (const Comm* comm : dp.tensor_groups()) plan.step_traffic.emplace_back(comm->name(), comm->bytes_sent());
+    for (const Comm* comm : groups.tensor_groups()) plan.step_traffic.emplace_back(comm->name(), comm->bytes_sent());
   }
   // With several chunks per stage, as many micro-batches are in flight as there are stages (forward_orders).
-  const int64_t in_flight = config.chunks > config.stages ? config.stages : 1;
-  if (config.zero.holds == Holds::training_state || !config.generates) trainer.evaluate(in_flight, 1, nothing);
+  const int64_t in_flight = config.layout.pipeline.chunks() > config.layout.pipeline.stages ? config.layout.pipeline.stages : 1;
+  if (config.layout.zero.holds == Holds::training_state || !config.generates) trainer.evaluate(in_flight, 1, nothing);
   for (int64_t length = 1; length < config.batch.T; length *= 2) trainer.evaluate(in_flight, 1, nothing, {}, length);
   if (config.generates) {
     std::vector<int32_t> tokens;
@@ -105,19 +103,19 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   plan.scratch_bytes = scratch.high_water();
   plan.memory = arena.table();
   plan.memory.push_back({"op scratch", plan.scratch_bytes});
-  if (dp.ranks() > 1) plan.memory.push_back({"ring chunks", std::ssize(dp.streams()) * DataParallel::scratch_bytes});
+  if (groups.ranks() > 1) plan.memory.push_back({"ring chunks", std::ssize(groups.streams()) * Groups::scratch_bytes});
   if (target.collectives == Collectives::library) {
     int64_t bytes = 0;
-    for (const Comm* comm : dp.tensor_groups())
+    for (const Comm* comm : groups.tensor_groups())
       bytes += nccl_bytes(comm->name(), comm->size(), static_cast<int>(comm->partners().size()));
     if (bytes > 0) plan.memory.push_back({nccl_label, bytes});
   }
-  if (dp.ranks() > 1 && rank == 0 && config.zero.updates() == ZeroConfig::Updates::server)
+  if (groups.ranks() > 1 && rank == 0 && config.layout.zero.updates() == ZeroConfig::Updates::server)
     plan.others = std::make_shared<Plan>(make_plan(config, target, 1));
-  if (config.stages > 1 && rank == 0) {
-    plan.ranks_of_stage = dp.ranks_of_stage();
+  if (config.layout.pipeline.stages > 1 && rank == 0) {
+    plan.ranks_of_stage = groups.ranks_of_stage();
     std::vector<std::shared_ptr<const Plan>> stages = {std::make_shared<Plan>(plan)};
-    for (int s = 1; s < config.stages; ++s)
+    for (int s = 1; s < config.layout.pipeline.stages; ++s)
       stages.push_back(std::make_shared<Plan>(make_plan(config, target, s * plan.ranks_of_stage)));
     plan.stages = std::move(stages);
   }
@@ -140,7 +138,7 @@ inline void require_countable(const StepConfig& config) {
   const double L = static_cast<double>(m.n_layer), C = static_cast<double>(m.n_embd), F = static_cast<double>(m.n_ffn),
                V = static_cast<double>(m.vocab_size) + static_cast<double>(vocab_multiple),
                T = static_cast<double>(config.batch.T), N = static_cast<double>(config.batch.B) * T,
-               in_flight = config.schedule == Schedule::gpipe ? static_cast<double>(config.micro_batches) : 1;
+               in_flight = config.layout.pipeline.schedule == Schedule::gpipe ? static_cast<double>(config.micro_batches) : 1;
   const double experts = static_cast<double>(m.experts.count) * static_cast<double>(m.experts.width) * 3 * C;
   const double parameters = (2 * V + static_cast<double>(m.n_positions)) * C + L * (8 * C * C + 4 * C * F + experts);
   const double k = static_cast<double>(m.experts.per_token),

@@ -49,7 +49,7 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"detectors", {{"loss", progress.losses.values()}, {"grad_norm", progress.norms.values()}}},
       {"expert_biases", expert_biases},
       {"choices",
-       {{"grad_reduce", name_of(job.step.zero.grad_reduce)},
+       {{"grad_reduce", name_of(job.step.layout.zero.grad_reduce)},
         {"matmul", progress.matmul_choices},
         {"cpu_isa", progress.cpu_isa}}},
       {"layout", detail::layout_text(job.step)},

@@ -22,7 +22,7 @@ struct Run {
   Stream stream;
   std::unique_ptr<Stream> copies;  // on a GPU
   int64_t free_at_start;           // free bytes of the GPU before the groups are made, if only this rank uses it
-  DataParallel dp;
+  Groups groups;
   Trainer trainer;
   Run(const StepConfig& config, const Plan& plan, const Device& device, World& world, int rank)
       : arena(device),
@@ -30,16 +30,15 @@ struct Run {
         stream(device, scratch),
         copies(device.kind == DeviceKind::cuda ? std::make_unique<Stream>(device, scratch) : nullptr),
         free_at_start(has_own_gpu(device) ? free_memory_of_own(device.gpu) : 0),
-        dp(
-            world.mesh(), rank, device,
+        groups(
+            config.layout, rank, device,
             [&](const std::string& name, const std::vector<int>& members) {
               return world.join(rank, name, members, device.gpu);
             },
-            world.hooks(), config.tensor, config.context, config.expert, config.chunks > config.stages,
-            config.asynchronous()),
-        trainer((take_memory(plan.of(rank), device, world.hooks()), config), {arena, stream, &dp, copies.get()}) {
+            world.hooks()),
+        trainer((take_memory(plan.of(rank), device, world.hooks()), config), {arena, stream, &groups, copies.get()}) {
     if (world.backend() == Backend::nccl)
-      for (Stream* s : streams()) s->set_watch([this] { dp.check(); });
+      for (Stream* s : streams()) s->set_watch([this] { groups.check(); });
   }
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
@@ -63,7 +62,7 @@ struct Run {
 
  private:
   std::vector<Stream*> streams() {
-    std::vector<Stream*> all = dp.streams();
+    std::vector<Stream*> all = groups.streams();
     all.push_back(&stream);
     if (copies) all.push_back(copies.get());
     return all;

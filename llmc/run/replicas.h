@@ -14,7 +14,7 @@ namespace llmc {
 // last checkpoint; empty: none.
 inline void require_equal_copies(Run& run, const Place& place, int64_t step, const std::string& last) {
   const std::string process = place.processes > 1 ? formatted(" of process {}", place.process) : "",
-                    me = formatted("rank {}{} on {}", run.dp.rank, process, host_name());
+                    me = formatted("rank {}{} on {}", run.groups.rank(), process, host_name());
   std::vector<SharedByAll> shared;
   const std::vector<float> biases = run.trainer.expert_biases();
   if (!biases.empty()) shared.push_back({"the biases of the experts", biases});

@@ -150,8 +150,8 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
   rows.emplace_back("checkpoints", detail::checkpoints_text(o));
   log.table("train_gpt " TRAIN_GPT_GIT_HASH, rows);
   if (o.place.started_by.starts_with("one process,")) log.line("notice: this is " + o.place.started_by);
-  if (step.ranks() > 1) report_ranks(log, o, device, backend, step.mesh());
-  if (step.zero.sync != DpSync::all_reduce) detail::report_links(log, step);
+  if (step.layout.ranks() > 1) report_ranks(log, o, device, backend, step.layout.mesh());
+  if (step.layout.zero.sync != DpSync::all_reduce) detail::report_links(log, step);
   detail::report_memory(log, step, plan);
   detail::report_unlikely_data(log, o, step, train, val);
   for (const std::string& notice : detail::tokenizer_notices(o, step.model, tokenizer, &train)) log.line(notice);

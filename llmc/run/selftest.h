@@ -73,15 +73,15 @@ inline void require_whole(Outcome& outcome, const StepConfig& step) {
     int weights, state;
   };
   std::map<std::string, Expected> expected;
-  for (const UnitSpec& unit : part_of(parameter_table(step.model), step.tensor, 0)) {
+  for (const UnitSpec& unit : part_of(parameter_table(step.model), step.layout.tensor, 0)) {
     const ZeroConfig zero =
-        unit.sharing == Sharing::experts ? expert_zero(step.zero, step.tensor, step.expert) : step.zero;
+        unit.sharing == Sharing::experts ? step.layout.expert_zero() : step.layout.zero;
     const int of_weights = zero.stage == 3 ? zero.replicas : zero.ranks(),
               of_state = zero.updates() == ZeroConfig::Updates::everyone       ? zero.ranks()
                          : zero.updates() == ZeroConfig::Updates::shard_owners ? zero.replicas
                                                                                : 1;
     for (const ParamSpec& p : unit.params) {
-      const bool twice = unit.name == "embedding" && step.model.tied && step.pipeline().stage_of(step.chunks - 1) != 0;
+      const bool twice = unit.name == "embedding" && step.model.tied && step.pipeline().stage_of(step.layout.pipeline.chunks() - 1) != 0;
       const int copies = p.copies * (twice ? 2 : 1);
       expected[p.name] = {copies * of_weights, copies * of_state};
     }
@@ -102,7 +102,7 @@ inline void require_whole(Outcome& outcome, const StepConfig& step) {
 inline HostBatch read_batch(const StepConfig& step, int reader, int64_t micro_batch) {
   HostBatch batch;
   const Philox rng(7, "self-test");
-  const int64_t T = step.batch.T, rows = step.batch.B * T, first = (micro_batch * step.readers() + reader) * rows;
+  const int64_t T = step.batch.T, rows = step.batch.B * T, first = (micro_batch * step.layout.readers() + reader) * rows;
   const uint64_t V = static_cast<uint64_t>(step.model.vocab_size);
   for (int64_t i = 0; i < rows; ++i) {
     const uint64_t token = static_cast<uint64_t>(first + i);
@@ -202,12 +202,12 @@ inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, c
   std::string copies;                                      // how they differ bitwise after the last step
   std::mutex mutex;
   const Plan plan = make_plan(step, machine.device);
-  World world(step.mesh(), machine.backend, parts.hooks,
+  World world(step.layout.mesh(), machine.backend, parts.hooks,
               machine.processes ? machine.processes->local_ranks() : LocalRanks());
   run_ranks(world, [&](int rank) {
     Run run(step, plan, machine.of_rank(rank), world, rank);
     parts.init(step, run.trainer.state(), run.stream);
-    const BatchSource batches = [&](int64_t micro_batch) { return parts.read(step, run.dp.reader(), micro_batch); };
+    const BatchSource batches = [&](int64_t micro_batch) { return parts.read(step, run.groups.reader(), micro_batch); };
     std::optional<RouteRecorder> recorder;
     if (routes != nullptr) recorder.emplace(*routes, mutex, run);
     run.trainer.accumulate_gradients(batches);
@@ -385,7 +385,7 @@ inline bool run_selftest(Log& log, const std::vector<selftest::ModelLayouts>& mo
         log.progress(formatted("{}, {}: layout", to_string(compared), of_ranks), ++number, total);
         const StepConfig step = step_config(model, dtype, layout);
         const Outcome outcome = run_layout(step, machine, used);
-        if (layout.begins()) first = outcome;
+        if (begins(layout)) first = outcome;
         const Distances d(outcome, alone);
         largest = largest.or_larger(d);
         std::string verdict = outcome.fault, tie;
@@ -398,7 +398,7 @@ inline bool run_selftest(Log& log, const std::vector<selftest::ModelLayouts>& mo
         else if (too_far) verdict += " too far" + (sparse ? "; " + to_string(routes) : "");
         // Contracts 3 and 4: the stages agree bit for bit, and so do servers and schedules; overlap changes nothing
         // either. But zb-v has both parts of a tied table's gradient on one rank, and adds them in another order.
-        const bool reorders = model.tied && layout.schedule == Schedule::zb_v;
+        const bool reorders = model.tied && layout.pipeline.schedule == Schedule::zb_v;
         if (!reorders &&
             (outcome.losses != first.losses || outcome.norms != first.norms || outcome.weights != first.weights))
           verdict += " not bitwise equal to the first of its kind";

@@ -95,30 +95,19 @@ inline std::vector<Model> all_models() {
   return all;
 }
 
-// How some ranks share the work.
-struct Layout {
-  ZeroConfig zero;
-  TensorParallel tensor = {};
-  ContextParallel context = {};
-  int stages = 1, chunks_per_stage = 1;
-  Schedule schedule = Schedule::one_f_one_b;
-  int expert_ranks = 1;  // of an ep group
-  int ranks() const { return zero.ranks() * tensor.ranks * stages; }
-  int readers() const { return zero.ranks() / context.ranks; }
-  // Is it the first of the layouts that agree bit for bit?
-  bool begins() const {
-    if (stages > 1) return zero.stage == 0 && schedule == Schedule::gpipe;
-    return zero.stage == 0 && zero.sync <= DpSync::parameter_server && !tensor.overlap;
-  }
-};
+// Is it the first of the layouts that agree bit for bit?
+inline bool begins(const Layout& l) {
+  if (l.pipeline.stages > 1) return l.zero.stage == 0 && l.pipeline.schedule == Schedule::gpipe;
+  return l.zero.stage == 0 && l.zero.sync <= DpSync::parameter_server && !l.tensor.overlap;
+}
 
 inline std::string to_string(const Layout& layout) {
-  const auto& [zero, tensor, context, stages, chunks, schedule, expert_ranks] = layout;
+  const auto& [zero, tensor, context, expert, pipeline] = layout;
   std::string text = formatted("dp {} = {} x {}, {}, stage {}, reduce {}", layout.readers(), zero.replicas,
                                layout.readers() / zero.replicas, zero.sync, zero.stage, zero.grad_reduce);
-  if (stages > 1) text += formatted(", pp {} {}", stages, schedule);
-  if (chunks > 1) text += formatted(" in {} chunks", chunks);
-  if (expert_ranks > 1) text += formatted(", ep {}", expert_ranks);
+  if (pipeline.stages > 1) text += formatted(", pp {} {}", pipeline.stages, pipeline.schedule);
+  if (pipeline.chunks_per_stage > 1) text += formatted(" in {} chunks", pipeline.chunks_per_stage);
+  if (expert.ranks > 1) text += formatted(", ep {}", expert.ranks);
   if (context.ranks > 1) text += formatted(", cp {} {}", context.ranks, context.attention);
   if (tensor.ranks > 1)
     text +=
@@ -134,8 +123,8 @@ inline std::string axes_of(const std::vector<Layout>& layouts) {
       {"parameter servers", [](const Layout& l) { return l.zero.sync != DpSync::all_reduce; }},
       {"tp", [](const Layout& l) { return l.tensor.ranks > 1; }},
       {"cp", [](const Layout& l) { return l.context.ranks > 1; }},
-      {"pp", [](const Layout& l) { return l.stages > 1; }},
-      {"ep", [](const Layout& l) { return l.expert_ranks > 1; }}};
+      {"pp", [](const Layout& l) { return l.pipeline.stages > 1; }},
+      {"ep", [](const Layout& l) { return l.expert.ranks > 1; }}};
   std::string text;
   for (const auto& [name, has] : axes)
     if (std::ranges::any_of(layouts, has)) text += formatted("{}{}", text.empty() ? "" : ", ", name);
@@ -195,9 +184,9 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
         for (const int stage : {0, 3})
           for (const Schedule schedule :
                {Schedule::gpipe, Schedule::one_f_one_b, Schedule::interleaved, Schedule::zb_h1, Schedule::zb_v}) {
-            const int chunks = schedule == Schedule::interleaved || schedule == Schedule::zb_v ? 2 : 1;
+            const int chunks = has_chunks(schedule) ? 2 : 1;
             if (pp * chunks > m.n_layer || (stage == 3 && schedule == Schedule::gpipe)) continue;
-            all.push_back({{.stage = stage, .shards = readers}, tensor_parallel(m, tp), {}, pp, chunks, schedule});
+            all.push_back({{.stage = stage, .shards = readers}, tensor_parallel(m, tp), {}, {}, {schedule, pp, chunks}});
           }
       }
   };
@@ -218,10 +207,8 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
               all.push_back({{.stage = stage, .shards = readers * cp},
                              tensor,
                              context_parallel(m, tensor, cp),
-                             pp,
-                             1,
-                             schedule,
-                             static_cast<int>(ep)});
+                             expert_parallel(m, tensor, readers * cp, ep),
+                             {schedule, pp}});
             }
           }
         }
@@ -294,8 +281,9 @@ inline std::vector<std::string> choices(const Model& model, const Layout& l) {
                     l.tensor.overlap ? " overlapped" : ""),
           formatted("head copies {}", l.tensor.head_copies),
           formatted("cp {} {}", l.context.ranks, l.context.attention),
-          formatted("pp {} {} in {} chunks", l.stages, l.stages > 1 ? name_of(l.schedule) : "", l.chunks_per_stage),
-          formatted("ep {}", l.expert_ranks)};
+          formatted("pp {} {} in {} chunks", l.pipeline.stages,
+                    l.pipeline.stages > 1 ? name_of(l.pipeline.schedule) : "", l.pipeline.chunks_per_stage),
+          formatted("ep {}", l.expert.ranks)};
 }
 using PairOfChoices = std::tuple<DType, std::string, std::string>;
 // Calls visit(pair) for every pair of choices. fp32 and bf16 have pairs of their own: their bounds differ by a factor
@@ -322,7 +310,7 @@ inline std::vector<ModelLayouts> every_pair(const std::vector<ModelLayouts>& all
   for (size_t t = 0; t < all.size(); ++t)
     for (size_t i = 0, first = 0; i < all[t].layouts.size(); ++i) {
       const Layout& layout = all[t].layouts[i];
-      if (layout.begins()) first = i;
+      if (begins(layout)) first = i;
       CHECK(layout.ranks() == all[t].layouts[first].ranks(), "no layout begins those of {} ranks", layout.ranks());
       drawn.push_back({{t, i}, {t, first}});
     }
@@ -353,18 +341,13 @@ inline std::vector<ModelLayouts> every_pair(const std::vector<ModelLayouts>& all
   return some;
 }
 
-inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t batch_size, const Layout& layout) {
+inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t batch_size, Layout layout) {
+  layout.expert = expert_parallel(model, layout.tensor, layout.zero.shards, layout.expert.ranks);
   return {.model = model,
           .dtype = dtype,
           .batch = {batch_size, model.n_positions},
           .micro_batches = sequences / batch_size / layout.readers(),
-          .schedule = layout.schedule,
-          .stages = layout.stages,
-          .chunks = layout.stages * layout.chunks_per_stage,
-          .zero = layout.zero,
-          .tensor = layout.tensor,
-          .context = layout.context,
-          .expert = expert_parallel(model, layout.tensor, layout.zero.shards, layout.expert_ranks),
+          .layout = layout,
           .documents = model.n_positions == seq_len ? Documents::together : Documents::apart,
           .experts = model.experts.count == 0
                          ? ExpertOptions()

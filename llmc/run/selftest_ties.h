@@ -89,8 +89,8 @@ inline Route route_of(std::vector<double> logits, const float* biases, std::vect
 class RouteRecorder {
  public:
   RouteRecorder(Routes& all, std::mutex& mutex, const Run& run)
-      : all_(all), mutex_(mutex), dp_(run.dp), trainer_(run.trainer) {
-    CHECK(trainer_.config().slices.empty(), "routes are not recorded of token slices");
+      : all_(all), mutex_(mutex), groups_(run.groups), trainer_(run.trainer) {
+    CHECK(trainer_.config().layout.pipeline.slices.empty(), "routes are not recorded of token slices");
     trainer_.stream().set_inspector([this](const char* op, const Tensor& t) { look(op, t); });
   }
   ~RouteRecorder() { trainer_.stream().set_inspector(nullptr); }
@@ -125,7 +125,7 @@ class RouteRecorder {
     const StepConfig& step = trainer_.config();
     const int64_t E = step.model.experts.count, k = step.model.experts.per_token, T = step.batch.T;
     const int64_t first_row = first_stream_row(),
-                  first_sample = (micro_batch * step.readers() + dp_.reader()) * step.batch.B;
+                  first_sample = (micro_batch * step.layout.readers() + groups_.reader()) * step.batch.B;
     const float* biases = nullptr;
     if (!biases_.empty()) {
       int64_t before = 0;  // layers with experts
@@ -136,7 +136,7 @@ class RouteRecorder {
     const int32_t* chosen = view.data<int32_t>();
     const std::lock_guard lock(mutex_);
     for (int64_t n = 0; n < choices.shape[0]; ++n) {
-      const int64_t row = step.context.row_of_all(first_row + n, T, dp_.context_rank);
+      const int64_t row = step.layout.context.row_of_all(first_row + n, T, groups_.me.context);
       all_[{step_, layer, first_sample + row / T, row % T}] =
           route_of({logits_.begin() + n * E, logits_.begin() + (n + 1) * E}, biases,
                    {chosen + n * k, chosen + (n + 1) * k}, step, layer);
@@ -146,12 +146,12 @@ class RouteRecorder {
   int64_t first_stream_row() const {
     const StepConfig& step = trainer_.config();
     const int64_t N = step.share(step.batch, Purpose::train).rows();
-    return step.tensor.by_rows() ? step.tensor.stream_rows(N) * dp_.tensor_rank : 0;
+    return step.layout.tensor.by_rows() ? step.layout.tensor.stream_rows(N) * groups_.me.tensor : 0;
   }
 
   Routes& all_;
   std::mutex& mutex_;
-  const DataParallel& dp_;
+  const Groups& groups_;
   const Trainer& trainer_;
   int64_t step_ = 1;
   std::vector<float> biases_;

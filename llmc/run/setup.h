@@ -62,7 +62,7 @@ inline ModelConfig choose_model(const Options& o) {
 inline DType choose_dtype(const Options& o) { return o.dtype == "bf16" ? DType::bf16 : DType::fp32; }
 
 // How the ranks shard the state.
-inline ZeroConfig choose_layout(const Options& o) {
+inline ZeroConfig choose_zero(const Options& o) {
   ZeroConfig zero;
   zero.replicas = static_cast<int>(o.dp_replicate);
   zero.shards = static_cast<int>(o.ranks / o.tp / o.pp / o.dp_replicate);
@@ -120,15 +120,22 @@ inline Backend choose_backend(const Options& o, const Device& rank_device) {
   return !several ? Backend::threads : o.place.by_mpi && o.comm != "tcp" ? Backend::mpi : Backend::tcp;
 }
 
+// The stages of a pipeline and their chunks, which have no layers yet.
+inline PipelineParallel choose_pipeline(const Options& o) {
+  const Schedule schedule = schedule_from_name(o.schedule);
+  const int64_t chunks = o.pp_chunks.value_or(has_chunks(schedule) ? 2 : 1);
+  return {.schedule = schedule, .stages = static_cast<int>(o.pp), .chunks_per_stage = static_cast<int>(chunks)};
+}
+
 // The layers of each chunk of a pipeline; none without one.
 inline std::vector<int64_t> choose_layers(const Options& o, const StepConfig& step) {
-  if (step.stages == 1) return {};
+  if (step.layout.pipeline.stages == 1) return {};
   const PipelineLayout layout = pipeline_layout_from_name(o.pp_layout);
   switch (layout.kind) {
     case LayoutKind::even: return even_layers(step.model.n_layer, step.stages_of_chunks());
     case LayoutKind::balanced: return balanced_layers(count_costs(step), step.stages_of_chunks());
     case LayoutKind::list:
-      return listed_layers(layout.layers, step.model.n_layer, step.stages, step.chunks / step.stages);
+      return listed_layers(layout.layers, step.model.n_layer, step.layout.pipeline.stages, step.layout.pipeline.chunks_per_stage);
   }
   return {};
 }
@@ -176,48 +183,50 @@ inline ExpertOptions choose_experts(const Options& o, const ModelConfig& model) 
   return experts;
 }
 
+// How the ranks divide the work. Rejects layouts that the model cannot have.
+inline Layout choose_layout(const Options& o, const ModelConfig& model) {
+  Layout l{.zero = choose_zero(o), .pipeline = choose_pipeline(o)};
+  l.tensor = tensor_parallel(model, o.tp, o.sequence_parallel == "on", o.tp_overlap);
+  l.context = context_parallel(model, l.tensor, o.cp, context_attention_from_name(o.cp_attention));
+  l.expert = expert_parallel(model, l.tensor, l.zero.shards, o.ep);
+  CHECK(model.experts.count == 0 || l.zero.sync == DpSync::all_reduce,
+        "--dp-sync {} with --model {}, which has experts: servers are for dense models: use --dp-sync all-reduce",
+        l.zero.sync, o.model);
+  CHECK(!l.pipeline.asynchronous() || !model.tied,
+        "--schedule pipedream with --model {}, whose embedding is also its head: the first and the last stage update "
+        "at different times, so a table that both have would not stay the same; use a model with a head of its own, "
+        "or --schedule 1f1b",
+        o.model);
+  return l;
+}
+
 // The step that the options describe. Checks everything that the options alone decide.
 inline StepConfig choose_step(const Options& o) {
   StepConfig step{.model = choose_model(o),
                   .dtype = choose_dtype(o),
                   .batch = {o.batch_size, o.seq_len},
-                  .schedule = schedule_from_name(o.schedule),
                   .recompute = recompute_from_name(o.recompute),
-                  .zero = choose_layout(o),
                   .generates = o.sample_every > 0,
                   .documents = o.mask_documents ? Documents::apart : Documents::together};
   CHECK(o.seq_len <= step.model.n_positions, "--seq-len {} exceeds the {} positions of --model {}: use at most {}",
         o.seq_len, step.model.n_positions, o.model, step.model.n_positions);
   step.experts = choose_experts(o, step.model);
-  step.tensor = tensor_parallel(step.model, o.tp, o.sequence_parallel == "on", o.tp_overlap);
-  step.context = context_parallel(step.model, step.tensor, o.cp, context_attention_from_name(o.cp_attention));
-  step.expert = expert_parallel(step.model, step.tensor, step.zero.shards, o.ep);
-  CHECK(step.model.experts.count == 0 || step.zero.sync == DpSync::all_reduce,
-        "--dp-sync {} with --model {}, which has experts: servers are for dense models: use --dp-sync all-reduce",
-        step.zero.sync, o.model);
-  step.stages = static_cast<int>(o.pp);
-  const bool has_chunks = step.schedule == Schedule::interleaved || step.schedule == Schedule::zb_v;
-  step.chunks = static_cast<int>(o.pp * o.pp_chunks.value_or(has_chunks ? 2 : 1));
+  step.layout = choose_layout(o, step.model);
   if (o.total_batch_size)
-    step.micro_batches = *o.total_batch_size / (step.batch.rows() * step.readers());  // validated with the options
-  CHECK(!step.asynchronous() || !step.model.tied,
-        "--schedule pipedream with --model {}, whose embedding is also its head: the first and the last stage update "
-        "at different times, so a table that both have would not stay the same; use a model with a head of its own, "
-        "or --schedule 1f1b",
-        o.model);
+    step.micro_batches = *o.total_batch_size / (step.batch.rows() * step.layout.readers());  // validated with the options
   step.head_chunks = o.head_chunks;
   require_countable(step);
-  step.layers = choose_layers(o, step);
+  step.layout.pipeline.layers = choose_layers(o, step);
   return step;
 }
 
 // The step, with its sequences cut by --token-slices.
 inline StepConfig with_token_slices(StepConfig step, const Options& o, const Device& device) {
   const std::optional<int64_t> slices = token_slices(o);  // validated with the options
-  step.slices =
+  step.layout.pipeline.slices =
       slices ? even_token_slices(step.batch.T, *slices) : planned_token_slices(step, device.computes_as()).lengths;
-  if (step.slices.size() == 1) step.slices.clear();
-  if (!step.slices.empty()) require_possible(step.pipeline());
+  if (step.layout.pipeline.slices.size() == 1) step.layout.pipeline.slices.clear();
+  if (!step.layout.pipeline.slices.empty()) require_possible(step.pipeline());
   return step;
 }
 
@@ -232,10 +241,10 @@ inline void require_cudnn_can(const StepConfig& step, const Device& device, cons
   CHECK(!device.cudnn || (step.dtype == DType::bf16 && !o.mask_documents),
         "--attention cudnn needs --dtype bf16 and cannot mask documents: leave out --mask-documents, use --dtype bf16, "
         "or use --attention own");
-  CHECK(!device.cudnn || step.context.ranks == 1,
+  CHECK(!device.cudnn || step.layout.context.ranks == 1,
         "--attention cudnn computes whole sequences on one rank, and --cp {} divides them: use --attention own",
-        step.context.ranks);
-  CHECK(!device.cudnn || step.slices.empty(),
+        step.layout.context.ranks);
+  CHECK(!device.cudnn || step.layout.pipeline.slices.empty(),
         "--attention cudnn computes whole sequences, and --token-slices {} cuts them: use --attention own",
         o.token_slices);
 }
@@ -286,7 +295,7 @@ inline bool take_recorded_matmuls(Run& run, const std::string& recorded, Log& lo
   const std::string here = matmul_choices(run.stream);  // nothing is chosen yet, so only the header
   const bool fits = !recorded.empty() && recorded.starts_with(here);
   bool all_fit = true;
-  for (const std::string& other : run.dp.control->all_gather_text("matmul algorithms fit", fits ? "yes" : "no"))
+  for (const std::string& other : run.groups[GroupName::control].all_gather_text("matmul algorithms fit", fits ? "yes" : "no"))
     all_fit &= other == "yes";
   if (all_fit) set_matmul_choices(recorded, run.stream);
   else if (!recorded.empty())

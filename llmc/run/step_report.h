@@ -47,7 +47,7 @@ class StepReport {
     between_.push_back(seconds_since(clock_));
     clock_ = std::chrono::steady_clock::now();
     step_seconds_ += between_.back();
-    if (between_.size() > static_cast<size_t>(job_.step.asynchronous() ? job_.step.stages : 1)) between_.pop_front();
+    if (between_.size() > static_cast<size_t>(job_.step.layout.pipeline.asynchronous() ? job_.step.layout.pipeline.stages : 1)) between_.pop_front();
     const double seconds =
         std::accumulate(between_.begin(), between_.end(), 0.0) / static_cast<double>(between_.size());
     recent_.push_back(seconds);
@@ -120,7 +120,7 @@ class StepReport {
                  {"metrics", o_.out_dir + "/metrics.jsonl"}};
     if (!gpu_memory.empty()) rows.emplace_back("GPU memory", gpu_memory);
     log_.table("done", rows);
-    if (o_.profile && first_rank_) report_profile(log_, ops, updates, roof().of_rank(job_.step.ranks()));
+    if (o_.profile && first_rank_) report_profile(log_, ops, updates, roof().of_rank(job_.step.layout.ranks()));
   }
 
  private:

@@ -38,15 +38,15 @@ struct ValidationHooks {
 
 class Validation {
  public:
-  Validation(Trainer& trainer, DataParallel& dp, const ValidationInputs& inputs)
-      : trainer_(trainer), dp_(dp), inputs_(inputs) {
+  Validation(Trainer& trainer, Groups& groups, const ValidationInputs& inputs)
+      : trainer_(trainer), groups_(groups), inputs_(inputs) {
     if (inputs.data != nullptr) loader_.emplace(*inputs.data, inputs.loader(trainer.config().model.vocab_size));
   }
 
   // The mean over all targets. Every sample counts once in any layout: padding rows after the last do not count.
   double loss(const ValidationHooks& hooks) {
     const StepConfig& step = trainer_.config();
-    const int64_t B = step.batch.B, T = step.batch.T, readers = step.readers();
+    const int64_t B = step.batch.B, T = step.batch.T, readers = step.layout.readers();
     const int64_t micro_batches = ceil_div(inputs_.samples, B * readers);
     double sum = 0;
     for (int64_t begin = 0; begin < micro_batches; hooks.poll(), begin += in_one_list)
@@ -54,7 +54,7 @@ class Validation {
         const int64_t m = begin + in_list;
         before("validation", m, micro_batches, hooks);
         HostBatch host = read(m, hooks);
-        const int64_t rows = inputs_.samples - (m * readers + dp_.reader()) * B;
+        const int64_t rows = inputs_.samples - (m * readers + groups_.reader()) * B;
         for (int64_t b = std::max<int64_t>(rows, 0); b < B; ++b) std::fill_n(host.targets.begin() + b * T, T, -1);
         return host;
       });
@@ -62,7 +62,7 @@ class Validation {
   }
 
   ChoiceScore answers(const ValidationHooks& hooks) {
-    return evaluate_choices(trainer_, *inputs_.choices, dp_,
+    return evaluate_choices(trainer_, *inputs_.choices, groups_,
                             [&](int64_t m, int64_t count) { before("multiple choice", m, count, hooks); });
   }
 
@@ -80,7 +80,7 @@ class Validation {
   HostBatch read(int64_t m, const ValidationHooks& hooks) try {
     const StepConfig& step = trainer_.config();
     HostBatch host;
-    loader_->read_batch(0, m, {.rank = dp_.reader(), .ranks = step.readers(), .batch_size = step.batch.B}, host.tokens,
+    loader_->read_batch(0, m, {.rank = groups_.reader(), .ranks = step.layout.readers(), .batch_size = step.batch.B}, host.tokens,
                         host.targets, host.positions);
     return host;
   } catch (const Error& error) {
@@ -92,14 +92,14 @@ class Validation {
 
   void before(const char* what, int64_t m, int64_t count, const ValidationHooks& hooks) const {
     // Not in a pipeline: there, a host may be waiting for a message from a stage that is at another point of its list.
-    if (trainer_.config().stages == 1) hooks.poll();
+    if (trainer_.config().layout.pipeline.stages == 1) hooks.poll();
     hooks.micro_batch(what, m + 1, count);
   }
 
   static constexpr int64_t in_one_list = 256;  // micro-batches in one list of actions
 
   Trainer& trainer_;
-  DataParallel& dp_;
+  Groups& groups_;
   ValidationInputs inputs_;
   std::optional<DataLoader> loader_;
 };

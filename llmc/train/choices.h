@@ -152,10 +152,10 @@ class ChoiceSet {
 // Answers all questions, computing each row once with any batch and layout; called by all ranks. `before`: called
 // before each micro-batch.
 template <class Before>
-ChoiceScore evaluate_choices(Trainer& trainer, const ChoiceSet& set, DataParallel& dp, Before&& before) {
-  const int64_t B = trainer.config().batch.B, readers = dp.readers(), T = set.length(trainer.config().batch.T);
+ChoiceScore evaluate_choices(Trainer& trainer, const ChoiceSet& set, Groups& groups, Before&& before) {
+  const int64_t B = trainer.config().batch.B, readers = groups.readers(), T = set.length(trainer.config().batch.T);
   const int64_t micro_batches = ceil_div(set.rows(), B * readers);
-  auto first_row = [&](int64_t m) { return (m * readers + dp.reader()) * B; };
+  auto first_row = [&](int64_t m) { return (m * readers + groups.reader()) * B; };
   std::vector<double> losses(static_cast<size_t>(micro_batches * readers * B), 0);
   constexpr int64_t piece = 4096;  // micro-batches in one list of actions
   for (int64_t begin = 0; begin < micro_batches; begin += piece)
@@ -174,10 +174,10 @@ ChoiceScore evaluate_choices(Trainer& trainer, const ChoiceSet& set, DataParalle
         T);
   // Each reader has its own rows, zeros elsewhere, and so has each context-parallel rank; tensor-parallel ranks have
   // the same rows, so only the first counts.
-  if (dp.tensor_rank > 0) std::fill(losses.begin(), losses.end(), 0);
+  if (groups.me.tensor > 0) std::fill(losses.begin(), losses.end(), 0);
   const std::string mine(reinterpret_cast<const char*>(losses.data()), losses.size() * sizeof(double));
   std::vector<double> all(losses.size(), 0);
-  for (const std::string& theirs : dp.control->all_gather_text("choices", mine))
+  for (const std::string& theirs : groups[GroupName::control].all_gather_text("choices", mine))
     for (size_t i = 0; i < all.size(); ++i) {
       double loss;
       std::memcpy(&loss, theirs.data() + i * sizeof loss, sizeof loss);

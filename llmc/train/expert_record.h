@@ -92,8 +92,8 @@ class ExpertRecord {
   // slices of one length.
   void order_segments(const BatchShape& share, const Context& context) {
     if (orders_.contains(share.T)) return;
-    const int cp = config_.context.ranks, tp = config_.tensor.by_rows() ? config_.tensor.ranks : 1;
-    const int64_t S = config_.tensor.stream_rows(share.rows()), most = BlockActivations::most_segments(share, S);
+    const int cp = config_.layout.context.ranks, tp = config_.layout.tensor.by_rows() ? config_.layout.tensor.ranks : 1;
+    const int64_t S = config_.layout.tensor.stream_rows(share.rows()), most = BlockActivations::most_segments(share, S);
     struct Segment {
       int64_t sequence, slice;
       int tensor_rank;
@@ -104,7 +104,7 @@ class ExpertRecord {
     std::vector<int32_t> sequence_of(static_cast<size_t>(cp * tp * most), -1), ids, begins = {0};
     for (int c = 0; c < cp; ++c)
       for (int t = 0; t < tp; ++t) {
-        const StreamRows rows = stream_rows_of(share, config_.tensor, config_.context, t);
+        const StreamRows rows = stream_rows_of(share, config_.layout.tensor, config_.layout.context, t);
         const int64_t slices = cp > 1 ? 2 : 1, before = S * t / rows.segments.length;
         for (int64_t s = 0; s < rows.segments.count(rows.count); ++s) {
           const int64_t slice = (before + s) % slices, sequence = (before + s) / slices;

@@ -65,30 +65,30 @@ class PassMemory {
       shapes_.push_back(config.share(all, purpose, k));
       if (shapes_.back().T > shape.T) shape = shapes_.back();
     }
-    const Shape stream_shape{config.tensor.stream_rows(shape.rows()), model.n_embd};
+    const Shape stream_shape{config.layout.tensor.stream_rows(shape.rows()), model.n_embd};
     const Recompute recompute = config.recompute_for(purpose);
     const Backward backward = gradient_sets_.count() > 0 ? Backward::in_parts : Backward::whole;
     auto product_inputs = [&](const PassSets& sets, size_t set, ActionKind made_by) {
-      return BlockActivations::product_inputs(model, shape, sets.kind_of<Layers>(set), config.tensor, config.dtype,
+      return BlockActivations::product_inputs(model, shape, sets.kind_of<Layers>(set), config.layout.tensor, config.dtype,
                                               recompute, made_by, arena);
     };
     // The activations that are recomputed: one set for all blocks.
     const BlockActivations shared =
-        BlockActivations::recomputed(model, shape, config.tensor, config.dtype, recompute, arena);
+        BlockActivations::recomputed(model, shape, config.layout.tensor, config.dtype, recompute, arena);
     for (int64_t i = 0; i < micro_batches_in_flight(actions); ++i)
       for (const BatchShape& slice : shapes_)
-        inputs_.emplace_back(slice.rows(), config.all_position_rows(all, purpose), config.tensor, arena);
+        inputs_.emplace_back(slice.rows(), config.all_position_rows(all, purpose), config.layout.tensor, arena);
     for (size_t i = 0; i < input_sets_.count(); ++i)
       chunk_inputs_.push_back(arena.alloc("activations", "input of a chunk", config.dtype, stream_shape));
     for (const BatchShape& room : rooms_of_blocks(actions))
-      blocks_.push_back(BlockActivations::kept(model, room, block_sets_.kind_of<Layers>(blocks_.size()), config.tensor,
+      blocks_.push_back(BlockActivations::kept(model, room, block_sets_.kind_of<Layers>(blocks_.size()), config.layout.tensor,
                                                config.dtype, recompute, backward, shared, arena));
     if (sliced()) keys_of_slices(actions, all, arena);
     for (size_t i = 0; i < product_sets_.count(); ++i)
       products_.push_back(product_inputs(product_sets_, i, ActionKind::forward));
     for (size_t i = 0; i < gradient_sets_.count(); ++i) {
       recomputed_products_.push_back(product_inputs(gradient_sets_, i, ActionKind::backward_input));
-      gradients_.emplace_back(model, shape, gradient_sets_.kind_of<Layers>(i), config.tensor, config.dtype, arena);
+      gradients_.emplace_back(model, shape, gradient_sets_.kind_of<Layers>(i), config.layout.tensor, config.dtype, arena);
     }
     if (purpose == Purpose::train)
       gradient_ = arena.alloc("gradients of activations", "gradient", config.dtype, stream_shape);
@@ -99,7 +99,7 @@ class PassMemory {
   }
   // The shape of the residual stream of a slice.
   Shape stream_shape(int slice) const {
-    return {config_.tensor.stream_rows(shapes_[static_cast<size_t>(slice)].rows()), model_.n_embd};
+    return {config_.layout.tensor.stream_rows(shapes_[static_cast<size_t>(slice)].rows()), model_.n_embd};
   }
   Tensor gradient(int slice) const { return gradient_.empty() ? gradient_ : gradient_.slice(0, stream_shape(slice)); }
   // The output of a chunk, for a micro-batch, or slice, between its forward and its backward.
@@ -120,7 +120,7 @@ class PassMemory {
       for (size_t l = 0; l < blocks.size(); ++l) blocks[l] = blocks_[set_of(sets, static_cast<int64_t>(l))];
     }
     for (size_t l = 0; sliced() && l < blocks.size(); ++l) {
-      blocks[l] = BlockActivations::part_of(blocks[l], model_, slot.shape, kinds_of(a.chunk)[l], config_.tensor);
+      blocks[l] = BlockActivations::part_of(blocks[l], model_, slot.shape, kinds_of(a.chunk)[l], config_.layout.tensor);
       blocks[l].slice_keys = {keys_[key_sets_.of(a.chunk, a.micro_batch)[l]],
                               key_gradients_[static_cast<size_t>(a.chunk)][l]};
     }
@@ -233,7 +233,7 @@ class Uploads {
       // The rows of a step, or of a text, which is not divided.
       const int64_t rows = std::max(config.share(config.batch, Purpose::train).rows(), config.batch.T);
       for (int i = 0; i < 2; ++i)
-        arriving_.emplace_back(rows, config.all_position_rows(config.batch, Purpose::train), config.tensor,
+        arriving_.emplace_back(rows, config.all_position_rows(config.batch, Purpose::train), config.layout.tensor,
                                context.arena);
     }
     if (context.copies != nullptr)

@@ -29,12 +29,12 @@ class Interpreter {
     const Tensor logits = pass.purpose == Purpose::generate ? stage_.logits_room() : Tensor{};
     state_.start_pass(units_acquired(actions, pass.purpose), context_.compute);
     for (const Action& action : actions) enqueue(action, open, batches, logits);
-    if (state_.dp().stages > 1) read_headers();
+    if (state_.groups().stages() > 1) read_headers();
     if (pass.purpose != Purpose::generate) return;
-    const DataParallel& dp = state_.dp();
-    if (dp.stages > 1) {  // broadcast from a rank that has the head
-      const int head = config_.pipeline().stage_of(config_.chunks - 1);
-      dp.scalars->broadcast(logits, head * dp.ranks_of_stage(), context_.compute);
+    const Groups& groups = state_.groups();
+    if (groups.stages() > 1) {  // broadcast from a rank that has the head
+      const int head = config_.pipeline().stage_of(config_.layout.pipeline.chunks() - 1);
+      groups[GroupName::scalars].broadcast(logits, head * groups.ranks_of_stage(), context_.compute);
     }
     stage_.deliver_logits(logits);
   }
@@ -71,7 +71,7 @@ class Interpreter {
 
   // Reads the headers of the messages taken so far, for take_headers(): the caller that waits for the results of a pass
   // checks them.
-  void read_headers() { headers_.push_back(state_.dp().links.read_headers(context_.compute)); }
+  void read_headers() { headers_.push_back(state_.groups().links.read_headers(context_.compute)); }
   std::vector<ReceivedHeaders> take_headers() { return std::exchange(headers_, {}); }
 
   // The interpreter's place in the list.
@@ -84,15 +84,15 @@ class Interpreter {
   Place place() const {
     const bool is_forward = action_.kind == ActionKind::forward || action_.kind == ActionKind::receive_activations ||
                             action_.kind == ActionKind::send_activations;
-    const int64_t passes = config_.slices_for(Purpose::train) * config_.chunks,
-                  pass = int64_t{action_.slice} * config_.chunks + action_.chunk;
+    const int64_t passes = config_.slices_for(Purpose::train) * config_.layout.pipeline.chunks(),
+                  pass = int64_t{action_.slice} * config_.layout.pipeline.chunks() + action_.chunk;
     return {stage_.current(), action_.micro_batch, action_.slice, is_forward ? pass : 2 * passes - 1 - pass};
   }
 
  private:
   // Uploads all slices of a micro-batch.
   void upload(int64_t micro_batch, const PassMemory& memory, const Pass& pass, HostBatch all) {
-    const int context_rank = state_.dp().context_rank;
+    const int context_rank = state_.groups().me.context;
     if (config_.slices_for(pass.purpose) == 1)
       return uploads_.upload_batch(memory.inputs(micro_batch, 0), std::move(all), pass.shape, pass.purpose,
                                    context_rank, context_);
@@ -130,8 +130,8 @@ class Interpreter {
 
   // Makes room for the messages of each link: two to send, and as many as arrive before they are used.
   void reserve_messages(const std::vector<Action>& actions, const Pass& pass, const PassMemory& memory) {
-    DataParallel& dp = state_.dp();
-    if (dp.stages == 1) return;
+    Groups& groups = state_.groups();
+    if (groups.stages() == 1) return;
     int64_t elements = 0;  // of the largest slice
     for (int k = 0; k < config_.slices_for(pass.purpose); ++k)
       elements = std::max(elements, memory.stream_shape(k).numel());
@@ -146,21 +146,21 @@ class Interpreter {
       waiting[before] += receives ? 1 : -1;
       most[before] = std::max(most[before], waiting[before]);
     }
-    dp.links.reserve_headers(context_.arena);
-    for (const int stage : sent) dp.links.to(stage).reserve(config_.dtype, elements, 2, context_.arena);
+    groups.links.reserve_headers(context_.arena);
+    for (const int stage : sent) groups.links.to(stage).reserve(config_.dtype, elements, 2, context_.arena);
     for (const auto& [stage, count] : most)
-      dp.links.from(stage).reserve(config_.dtype, elements, count + 1, context_.arena);
+      groups.links.from(stage).reserve(config_.dtype, elements, count + 1, context_.arena);
   }
   // The stage from which an action gets a message, or receives it; -1: none.
   int comes_from(const Action& a) const {
     const bool forward = a.kind == ActionKind::forward || a.kind == ActionKind::receive_activations;
     if (!forward && !is_backward(a.kind) && a.kind != ActionKind::receive_gradients) return -1;
     const int other = forward ? a.chunk - 1 : a.chunk + 1;
-    if (other < 0 || other == config_.chunks || stage_of(other) == stage_of(a.chunk)) return -1;
+    if (other < 0 || other == config_.layout.pipeline.chunks() || stage_of(other) == stage_of(a.chunk)) return -1;
     return stage_of(other);
   }
   void pass_message(const Action& a, const PassMemory& memory) {
-    StageLinks& links = state_.dp().links;
+    StageLinks& links = state_.groups().links;
     const int64_t elements = memory.stream_shape(a.slice).numel();
     switch (a.kind) {
       case ActionKind::send_activations:
@@ -177,7 +177,7 @@ class Interpreter {
   void take_message(const Action& a, const Slot& slot) {
     const int from = comes_from(a);
     if (from < 0) return;
-    StageLinks& links = state_.dp().links;
+    StageLinks& links = state_.groups().links;
     if (!links.has_room_for_header()) read_headers();
     links.take(from, a.kind == ActionKind::forward ? slot.input : slot.gradient, header_of_input(a), context_.compute);
   }
@@ -192,17 +192,17 @@ class Interpreter {
 
   // Whether the action belongs to the last micro-batch of a step; an asynchronous step has only one.
   bool is_last(const Action& action) const {
-    return config_.asynchronous() || action.micro_batch + 1 == config_.micro_batches;
+    return config_.layout.pipeline.asynchronous() || action.micro_batch + 1 == config_.micro_batches;
   }
 
   // Whether the action enqueues the same work every time, and only on the compute stream. It does not if it waits for
   // other streams, or they for it, or if it exchanges activations or rows of experts.
   bool replayable(const Action& action, const Pass& pass) const {
     if (pass.purpose != Purpose::train || pass.launch == Launch::enqueue) return false;
-    if (config_.zero.stage == 3 || config_.zero.grad_reduce == GradReduce::micro) return false;
-    if (config_.tensor.ranks > 1 || config_.context.ranks > 1 || config_.stages > 1 || config_.expert.ranks > 1)
+    if (config_.layout.zero.stage == 3 || config_.layout.zero.grad_reduce == GradReduce::micro) return false;
+    if (config_.layout.tensor.ranks > 1 || config_.layout.context.ranks > 1 || config_.layout.pipeline.stages > 1 || config_.layout.expert.ranks > 1)
       return false;
-    const bool reduces = action.kind == ActionKind::backward && is_last(action) && config_.zero.ranks() > 1;
+    const bool reduces = action.kind == ActionKind::backward && is_last(action) && config_.layout.zero.ranks() > 1;
     return !reduces;
   }
 

@@ -57,7 +57,7 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
     if (!found && !all_finite(e.tensor, stream))
       found = NotFinite{e.param->name, formatted("{}, before the step", e.name()), "", -1, -1, -1, {}};
   // If the state of one rank is bad already, no rank repeats the step.
-  for (const std::string& bad : trainer.state().dp().control->all_gather_text("bad state", found ? "yes" : ""))
+  for (const std::string& bad : trainer.state().groups()[GroupName::control].all_gather_text("bad state", found ? "yes" : ""))
     if (!bad.empty()) return found;
   struct Inspection {
     Stream& stream;
@@ -85,10 +85,10 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
 // Where it is, in words. sample_of(micro-batch, sequence): the sample of the data that the sequence was.
 template <class SampleOf>
 std::string describe(const NotFinite& first, const Trainer& trainer, SampleOf&& sample_of) {
-  const DataParallel& dp = trainer.state().dp();
+  const Groups& groups = trainer.state().groups();
   if (first.micro_batch < 0)
     return formatted("{} ({}) contains a non-finite number{}", first.tensor, first.op,
-                     dp.tensor.ranks > 1 || dp.stages > 1 ? formatted(" on rank {}", dp.rank) : "");
+                     groups.layout.tensor.ranks > 1 || groups.stages() > 1 ? formatted(" on rank {}", groups.rank()) : "");
   std::vector<int64_t> samples;
   for (int64_t b = 0; b < trainer.config().batch.B; ++b)
     if (first.sequences.empty() ||
@@ -96,8 +96,8 @@ std::string describe(const NotFinite& first, const Trainer& trainer, SampleOf&& 
       samples.push_back(sample_of(first.micro_batch, b));
   return formatted("the first non-finite number is in {}, written by {} in the {}, {}micro-batch {}{}, {} {}",
                    first.tensor, first.op, first.place,
-                   dp.ranks() > 1 ? formatted("rank {}, ", dp.rank) : std::string(), first.micro_batch,
-                   trainer.config().slices.size() > 1 ? formatted(", token slice {}", first.slice) : std::string(),
+                   groups.ranks() > 1 ? formatted("rank {}, ", groups.rank()) : std::string(), first.micro_batch,
+                   trainer.config().layout.pipeline.slices.size() > 1 ? formatted(", token slice {}", first.slice) : std::string(),
                    samples.size() == 1 ? "sample" : "samples", samples);
 }
 
@@ -106,7 +106,7 @@ std::string describe(const NotFinite& first, const Trainer& trainer, SampleOf&& 
 // counts. Among equals, the lowest rank. Called by all ranks.
 template <class SampleOf>
 std::string where_not_finite(Trainer& trainer, const BatchSource& batches, SampleOf&& sample_of) {
-  const DataParallel& dp = trainer.state().dp();
+  const Groups& groups = trainer.state().groups();
   std::string mine;
   nlohmann::json first;  // micro-batch, turn, tensors written before; null: nothing was found
   try {
@@ -118,13 +118,13 @@ std::string where_not_finite(Trainer& trainer, const BatchSource& batches, Sampl
     mine = formatted("the search for its origin was interrupted by {}", stop.reason);
   }
   const std::vector<std::string> all =
-      dp.control->all_gather_text("first not finite", nlohmann::json{first, mine}.dump());
+      groups[GroupName::control].all_gather_text("first not finite", nlohmann::json{first, mine}.dump());
   std::optional<std::array<int64_t, 2>> earliest;  // micro-batch and turn, of the stages so far
   std::string found = mine;
-  for (size_t stage = 0; stage < static_cast<size_t>(dp.stages); ++stage) {
+  for (size_t stage = 0; stage < static_cast<size_t>(groups.stages()); ++stage) {
     std::optional<std::array<int64_t, 3>> of_stage;
     std::string its;
-    for (size_t i = 0, n = static_cast<size_t>(dp.ranks_of_stage()); i < n; ++i) {
+    for (size_t i = 0, n = static_cast<size_t>(groups.ranks_of_stage()); i < n; ++i) {
       const nlohmann::json theirs = parse_json(all[stage * n + i], "what another rank has found");
       if (theirs[0].is_null()) continue;
       const auto at = theirs[0].get<std::array<int64_t, 3>>();
@@ -136,7 +136,7 @@ std::string where_not_finite(Trainer& trainer, const BatchSource& batches, Sampl
   }
   if (!found.empty()) return found;
   // The versions of the weights that an asynchronous step has read are gone.
-  return trainer.config().asynchronous() ? "repeated with the newest weights, it has none"
+  return trainer.config().layout.pipeline.asynchronous() ? "repeated with the newest weights, it has none"
                                          : "no tensor contains one: a sum overflowed";
 }
 

@@ -34,21 +34,21 @@ class Pipedream {
         context_(context),
         state_(state),
         interpreter_(interpreter),
-        dp_(state.dp()),
+        groups_(state.groups()),
         row_(row),
         control_(control),
-        of_stage_(*this, dp_.ranks_of_stage()),
-        of_all_(*this, dp_.ranks()),
+        of_stage_(*this, groups_.ranks_of_stage()),
+        of_all_(*this, groups_.ranks()),
         report_control_(scalar("report", {4})) {
-    CHECK(config.micro_batches == 1 && config.zero.stage == 0 && config.zero.sync == DpSync::all_reduce &&
+    CHECK(config.micro_batches == 1 && config.layout.zero.stage == 0 && config.layout.zero.sync == DpSync::all_reduce &&
           !config.model.tied);
     // A step is reported when the first stage, P - 1 steps behind, has finished it: with room for more steps than that,
     // no stage waits to make its next row.
-    for (int i = 0; i < 2 * config.stages; ++i) {
+    for (int i = 0; i < 2 * config.layout.pipeline.stages; ++i) {
       reports_.push_back({scalar("scalars of a step", row.shape), {}, {}});
       reports_.back().free.signal();
     }
-    zero(report_control_, dp_.gather_stream);
+    zero(report_control_, groups_.gather_stream());
   }
   Pipedream(const Pipedream&) = delete;
   Pipedream& operator=(const Pipedream&) = delete;
@@ -71,10 +71,10 @@ class Pipedream {
   // Runs the backwards and updates that are left. Returns whether there was anything to do.
   bool flush() {
     if (flushed()) return false;
-    for (int64_t turn = begun_; turn < begun_ + config_.stages - 1; ++turn)
+    for (int64_t turn = begun_; turn < begun_ + config_.layout.pipeline.stages - 1; ++turn)
       run_turn(turn, [](int64_t) -> HostBatch { throw Error("a flush begins no micro-batch"); });
     state_.forget_old_versions(context_.compute);
-    context_.compute.wait(dp_.gather_stream.record());  // the compute stream is the next to use the group of all ranks
+    context_.compute.wait(groups_.gather_stream().record());  // the compute stream is the next to use the group of all ranks
     begun_ = 0;
     pass_.reset();
     scope_.reset();
@@ -104,8 +104,8 @@ class Pipedream {
     Exchange(const Pipedream& p, int64_t ranks)
         : rows(p.scalar("scalars of all ranks", {ranks, p.row_.numel()})),
           loss(p.scalar("loss", {1})),
-          square_sums(p.scalar("square sums", {static_cast<int64_t>(p.state_.size()) * p.config_.zero.shards *
-                                               p.config_.tensor.ranks})) {}
+          square_sums(p.scalar("square sums", {static_cast<int64_t>(p.state_.size()) * p.config_.layout.zero.shards *
+                                               p.config_.layout.tensor.ranks})) {}
   };
   // control = the result of clip_control() for the rows of all ranks of a group; `index`: this rank's place in it.
   void combine(const Exchange& e, const Tensor& row, int index, Comm& group, int stages, const Tensor& control,
@@ -113,7 +113,7 @@ class Pipedream {
     const int64_t n = row.numel();
     copy(e.rows.slice(index * n, {n}), row, stream);
     group.all_gather(e.rows, stream);
-    combine_scalars(e.loss, e.square_sums, e.rows, config_.zero.shards, config_.tensor.ranks, stages, stream);
+    combine_scalars(e.loss, e.square_sums, e.rows, config_.layout.zero.shards, config_.layout.tensor.ranks, stages, stream);
     clip_control(control, e.square_sums, e.loss, rule, stream);
   }
 
@@ -121,15 +121,15 @@ class Pipedream {
   void open() {
     // With n micro-batches in flight, each uses the memory of the n-th one before it.
     std::vector<Action> steady;
-    const int64_t steps = 2 * (config_.stages - dp_.stage);
-    for (int64_t turn = 0; turn < steps + config_.stages - 1; ++turn)
-      for (const Action& a : pipedream_turn(config_.stages, dp_.stage, turn, steps)) steady.push_back(a);
+    const int64_t steps = 2 * (config_.layout.pipeline.stages - groups_.me.stage);
+    for (int64_t turn = 0; turn < steps + config_.layout.pipeline.stages - 1; ++turn)
+      for (const Action& a : pipedream_turn(config_.layout.pipeline.stages, groups_.me.stage, turn, steps)) steady.push_back(a);
     scope_.emplace(context_.arena);
     pass_.emplace(interpreter_.begin(steady, {.purpose = Purpose::train, .shape = config_.batch}, steps));
   }
 
   void run_turn(int64_t turn, const BatchSource& batches) {
-    for (const Action& a : pipedream_turn(config_.stages, dp_.stage, turn, begun_)) {
+    for (const Action& a : pipedream_turn(config_.layout.pipeline.stages, groups_.me.stage, turn, begun_)) {
       if (a.kind == ActionKind::update) {
         update(a.micro_batch);
         continue;
@@ -142,9 +142,9 @@ class Pipedream {
       }
       interpreter_.enqueue(a, *pass_, batches);
     }
-    if (dp_.stages > 1) interpreter_.read_headers();
+    if (groups_.stages() > 1) interpreter_.read_headers();
     // Reports the step whose backward the first stage, the last to run it, has just finished.
-    if (const int64_t done = turn - (config_.stages - 1); done >= 0) report(done);
+    if (const int64_t done = turn - (config_.layout.pipeline.stages - 1); done >= 0) report(done);
   }
 
   const Step& step(int64_t k) const { return under_way_[under_way_.size() - static_cast<size_t>(begun_ - k)]; }
@@ -159,17 +159,17 @@ class Pipedream {
     compute.wait(report.free);
     copy(report.row, row_, compute);
     report.ready = compute.record();
-    combine(of_stage_, row_, dp_.rank % dp_.ranks_of_stage(), *dp_.stage_scalars, 1, control_, step(k).rule, compute);
+    combine(of_stage_, row_, groups_.rank() % groups_.ranks_of_stage(), groups_[GroupName::stage_scalars], 1, control_, step(k).rule, compute);
     state_.begin_version(compute);
     state_.update(control_, step(k).optimizer, compute);
   }
 
   // Loss and gradient norm of the whole model in step k, on the gather stream, which has no weights to gather here.
   void report(int64_t k) {
-    Stream& stream = dp_.gather_stream;
+    Stream& stream = groups_.gather_stream();
     Report& report = reports_[static_cast<size_t>(k) % reports_.size()];
     stream.wait(report.ready);
-    combine(of_all_, report.row, dp_.rank, *dp_.scalars, config_.stages, report_control_, {}, stream);
+    combine(of_all_, report.row, groups_.rank(), groups_[GroupName::scalars], config_.layout.pipeline.stages, report_control_, {}, stream);
     report.free = stream.record();
     under_way_.front().result.enqueued(of_all_.loss, report_control_, interpreter_.take_headers(), stream);
     under_way_.pop_front();
@@ -179,7 +179,7 @@ class Pipedream {
   Context context_;
   ModelState& state_;
   Interpreter& interpreter_;
-  DataParallel& dp_;
+  Groups& groups_;
   Tensor row_, control_;
   Exchange of_stage_, of_all_;
   Tensor report_control_;

@@ -35,15 +35,15 @@ class SliceTimes {
         arena_(device_),
         scratch_(device_),
         stream_(device_, scratch_),
-        dp_(mesh_of({}, config.tensor), 0, device_, DataParallel::null_groups(0), no_hooks, config.tensor),
-        table_(part_of(parameter_table(config.model), config.tensor, 0)),
+        groups_({.tensor = config.layout.tensor}, 0, device_, Groups::null_groups(0)),
+        table_(part_of(parameter_table(config.model), config.layout.tensor, 0)),
         kind_(kind_of_layer(model_, typical_layer(config.model))),
         layer_(layer_units(config.model)[static_cast<size_t>(typical_layer(config.model))]),
         block_(table_[layer_.block], config.dtype, {}, 0, arena_),
         experts_(layer_.experts
                      ? std::make_unique<UnitState>(table_[*layer_.experts], config.dtype, ZeroConfig{}, 0, arena_)
                      : nullptr),
-        blocks_(ceil_div(model_.n_layer, config.stages)) {
+        blocks_(ceil_div(model_.n_layer, config.layout.pipeline.stages)) {
     stream_.set_ledger(&ops_);
   }
   SliceTimes(const SliceTimes&) = delete;
@@ -57,8 +57,8 @@ class SliceTimes {
     const int64_t T = config_.batch.T;
     const Recompute recompute = config_.recompute;
     BlockActivations acts = BlockActivations::kept(
-        model_, shape, kind_, config_.tensor, config_.dtype, recompute, Backward::whole,
-        BlockActivations::recomputed(model_, shape, config_.tensor, config_.dtype, recompute, arena_), arena_);
+        model_, shape, kind_, config_.layout.tensor, config_.dtype, recompute, Backward::whole,
+        BlockActivations::recomputed(model_, shape, config_.layout.tensor, config_.dtype, recompute, arena_), arena_);
     auto alloc = [&](DType dtype, const Shape& as) { return arena_.alloc("slices on paper", "a tensor", dtype, as); };
     const Shape keys{shape.B * T, 2 * model_.kv_size()};
     acts.slice_keys = {alloc(config_.dtype, keys), alloc(accumulator_of(config_.dtype), keys)};
@@ -70,7 +70,7 @@ class SliceTimes {
         .documents = config_.documents,
         .slice = SequenceRows{T, context, length},
         .routing = {.rows = {x.shape[0], {length}, T}, .experts = [this]() -> const UnitState& { return *experts_; }}};
-    const parallel::Group group{dp_, arena_, stream_};
+    const parallel::Group group{groups_, arena_, stream_};
     const double begin = stream_.seconds();
     ops_.clear();
     block_forward(acts, x, block_, model_, sequences, group);
@@ -105,7 +105,7 @@ class SliceTimes {
   Device device_;
   Arena arena_, scratch_;
   Stream stream_;
-  DataParallel dp_;
+  Groups groups_;
   ParamTable table_;
   Layers kind_;
   LayerUnits layer_;
@@ -120,7 +120,7 @@ inline TokenSlices planned_token_slices(const StepConfig& config, DeviceKind kin
   SliceTimes times(config, kind);
   return optimal_token_slices({.tokens = config.batch.T,
                                .granularity = ceil_div(config.batch.T, int64_t{64}),
-                               .stages = config.stages,
+                               .stages = config.layout.pipeline.stages,
                                .micro_batches = config.micro_batches},
                               [&](int64_t length, int64_t context) { return times(length, context); });
 }

@@ -29,7 +29,7 @@ class Stage {
         context_(context),
         state_(state),
         model_(config.part()),
-        parallel_{state.dp(), context.arena, context.compute},
+        parallel_{state.groups(), context.arena, context.compute},
         loss_sum_(loss_sum),
         experts_(experts),
         chunks_(config.model_chunks()),
@@ -44,7 +44,7 @@ class Stage {
   Stage& operator=(const Stage&) = delete;
 
   const std::vector<Chunk>& chunks() const { return chunks_; }  // of the whole model
-  bool is_here(int chunk) const { return config_.pipeline().stage_of(chunk) == state_.dp().stage; }
+  bool is_here(int chunk) const { return config_.pipeline().stage_of(chunk) == state_.groups().me.stage; }
   const Chunk& chunk(int index) const { return chunks_[static_cast<size_t>(index)]; }
   // The work that is being enqueued, in words: "forward of blocks.3".
   const std::string& current() const { return current_; }
@@ -52,7 +52,7 @@ class Stage {
   const std::vector<float>& logits() const { return logits_; }
   // Room for the logits of all tensor-parallel ranks, padding included.
   Tensor logits_room() const {
-    const int64_t V = model_.padded_vocab() * config_.tensor.ranks;
+    const int64_t V = model_.padded_vocab() * config_.layout.tensor.ranks;
     return context_.arena.alloc("head", "logits of all ranks", config_.dtype, {V});
   }
   // Copies complete logits, which all ranks have, to the host.
@@ -141,8 +141,8 @@ class Stage {
   // Whether the two parts of a tied table's gradient, from the head and from the embedding, are reduced separately: if
   // they are on two stages, or if other micro-batches come between them and the buffer is for one micro-batch.
   bool reduces_tied_parts() const {
-    if (!config_.model.tied || config_.stages == 1) return false;
-    return !is_here(0) || !is_here(config_.chunks - 1) || config_.zero.grad_reduce == GradReduce::micro;
+    if (!config_.model.tied || config_.layout.pipeline.stages == 1) return false;
+    return !is_here(0) || !is_here(config_.layout.pipeline.chunks() - 1) || config_.layout.zero.grad_reduce == GradReduce::micro;
   }
   // The unit of the embedding, if the head shares its table.
   const UnitState& acquire_tied() {
@@ -176,7 +176,7 @@ class Stage {
   }
   // The rows that this rank has of the residual stream.
   StreamRows stream_rows(const Slot& slot, Purpose purpose) const {
-    return stream_rows_of(slot.shape, config_.tensor, config_.context_for(purpose), state_.dp().tensor_rank);
+    return stream_rows_of(slot.shape, config_.layout.tensor, config_.context_for(purpose), state_.groups().me.tensor);
   }
 
   // A layer's units while it computes. The experts, the larger unit, are acquired only when they are needed, and so are
@@ -237,7 +237,7 @@ class Stage {
     const int64_t R = config_.share(pass.shape, pass.purpose).rows();
     const auto losses =
         std::make_shared<std::vector<float>>(pass.row_losses ? static_cast<size_t>(pass.shape.rows()) : 0);
-    const auto row_of_all = [context = config_.context, T = pass.shape.T, rank = state_.dp().context_rank](
+    const auto row_of_all = [context = config_.layout.context, T = pass.shape.T, rank = state_.groups().me.context](
                                 int64_t row) { return static_cast<size_t>(context.row_of_all(row, T, rank)); };
     for_head_chunks(
         x, slot,
@@ -263,7 +263,7 @@ class Stage {
                       const Pass& pass) {
     auto scope = context_.arena.scope();
     const int64_t S = x.shape[0], C = x.shape[1];
-    const HeadActivations head(model_, 1, config_.tensor, config_.dtype, context_.arena);
+    const HeadActivations head(model_, 1, config_.layout.tensor, config_.dtype, context_.arena);
     // With sequence parallelism one rank has the row; the other ranks compute rows that are not used.
     head_forward(head, x.slice(pass.logits_row % S * C, {1, C}), head_state, embedding, model_, parallel_);
     const Tensor mine = head.logits.slice(pass.logits_row / S * head.logits.shape[1], {head.logits.shape[1]});
@@ -345,13 +345,13 @@ class Stage {
   template <class F>
   void for_head_chunks(const Tensor& x, const Slot& slot, F&& f) {
     const int64_t S = x.shape[0], C = x.shape[1], most = config_.head_rows(S);
-    const int slices = config_.tensor.by_rows() ? config_.tensor.ranks : 1;
+    const int slices = config_.layout.tensor.by_rows() ? config_.layout.tensor.ranks : 1;
     for (int64_t begin = 0; begin < S; begin += most) {
       const int64_t n = std::min(most, S - begin);
       auto scope = context_.arena.scope();
       std::vector<Range> rows;
       for (int p = 0; p < slices; ++p) rows.push_back({S * p + begin, n});
-      f(HeadActivations(model_, n, config_.tensor, config_.dtype, context_.arena), x.slice(begin * C, {n, C}),
+      f(HeadActivations(model_, n, config_.layout.tensor, config_.dtype, context_.arena), x.slice(begin * C, {n, C}),
         targets_of(rows, slot), rows);
     }
   }

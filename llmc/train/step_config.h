@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "device/host_copy.h"
-#include "dist/pipeline/links.h"
 #include "dist/pipeline/messages.h"
 #include "dist/pipeline/stage_partition.h"
 #include "dist/schedule.h"
@@ -23,7 +22,7 @@ namespace llmc {
 struct Context {
   Arena& arena;
   Stream& compute;
-  DataParallel* dp = nullptr;  // none: this rank is the only one
+  Groups* groups = nullptr;    // none: this rank is the only one
   Stream* copies = nullptr;    // uploads inputs to a GPU while it computes; none: the compute stream does
 };
 
@@ -50,50 +49,38 @@ struct StepConfig {
   DType dtype = DType::fp32;
   BatchShape batch{1, 1};     // one micro-batch: B sequences of T tokens
   int64_t micro_batches = 1;  // of one step
-  Schedule schedule = Schedule::one_f_one_b;
-  int stages = 1, chunks = 1;        // of the pipeline, in all
-  std::vector<int64_t> slices = {};  // tokens of each token slice of a sequence; empty: sequences are whole
-  std::vector<int64_t> layers = {};  // of each chunk, in the order of the model; empty: spread evenly (--pp-layout)
   Recompute recompute = Recompute::none;
-  ZeroConfig zero = {};
-  TensorParallel tensor = {};  // made by tensor_parallel()
-  ContextParallel context = {};
-  ExpertParallel expert = {};  // made by expert_parallel()
+  Layout layout = {};
   // Parts of a micro-batch that the head takes one after another; 0: as few as head_rows() allows.
   int64_t head_chunks = 0;
   bool generates = true;  // plan memory for a text and its key-value cache
   Documents documents = Documents::together;
   ExpertOptions experts = {};
 
-  Mesh mesh() const { return mesh_of(zero, tensor, context, stages); }
-  int ranks() const { return zero.ranks() * tensor.ranks * stages; }
-  // Whether stages update by themselves. A single stage waits for no other: pipedream is then 1f1b.
-  bool asynchronous() const { return schedule == Schedule::pipedream && stages > 1; }
   Pipeline pipeline() const {
-    return {schedule, stages, chunks / stages, micro_batches, static_cast<int>(slices_for(Purpose::train))};
+    return {layout.pipeline.schedule, layout.pipeline.stages, layout.pipeline.chunks_per_stage, micro_batches,
+            static_cast<int>(slices_for(Purpose::train))};
   }
   // The chunks of the whole model, in its order.
   std::vector<Chunk> model_chunks() const {
-    if (!layers.empty()) return chunks_of(layers);
-    if (stages == 1) return make_chunks(model.n_layer, chunks);
+    if (!layout.pipeline.layers.empty()) return chunks_of(layout.pipeline.layers);
+    if (layout.pipeline.stages == 1) return make_chunks(model.n_layer, layout.pipeline.chunks());
     return chunks_of(even_layers(model.n_layer, stages_of_chunks()));
   }
   std::vector<int> stages_of_chunks() const {
     std::vector<int> stage_of;
-    for (int c = 0; c < chunks; ++c) stage_of.push_back(pipeline().stage_of(c));
+    for (int c = 0; c < layout.pipeline.chunks(); ++c) stage_of.push_back(pipeline().stage_of(c));
     return stage_of;
   }
-  // How many ranks, or groups of tensor- and context-parallel ranks, read samples of their own.
-  int readers() const { return zero.ranks() / context.ranks; }
   // The shape of the part that one rank computes.
   ModelConfig part() const {
-    ModelConfig part = part_of(model, tensor);
-    part.experts.ranks = expert.ranks;
+    ModelConfig part = part_of(model, layout.tensor);
+    part.experts.ranks = layout.expert.ranks;
     part.experts.imbalance = experts.imbalance;
     part.experts.sequence = batch.T;
-    part.experts.segment = context.ranks > 1 ? batch.T / (2 * context.ranks) : batch.T;
-    part.experts.spread = context.ranks > 1 || tensor.by_rows();
-    part.experts.cut = tensor.by_rows();
+    part.experts.segment = layout.context.ranks > 1 ? batch.T / (2 * layout.context.ranks) : batch.T;
+    part.experts.spread = layout.context.ranks > 1 || layout.tensor.by_rows();
+    part.experts.cut = layout.tensor.by_rows();
     part.experts.capacity = experts.capacity(batch.T, model.experts);
     return part;
   }
@@ -101,25 +88,25 @@ struct StepConfig {
   // How many of a rank's S rows of the residual stream the head takes at a time: by head_chunks, or as many as have at
   // most 1 GiB of logits.
   int64_t head_rows(int64_t S) const {
-    const int64_t logits_rows = tensor.by_rows() ? S * tensor.ranks : S;
-    const int64_t row_bytes = tensor.stored_vocab(model.vocab_size) * size_of(dtype);
+    const int64_t logits_rows = layout.tensor.by_rows() ? S * layout.tensor.ranks : S;
+    const int64_t row_bytes = layout.tensor.stored_vocab(model.vocab_size) * size_of(dtype);
     const int64_t chunks =
         head_chunks > 0 ? std::min(head_chunks, S) : ceil_div(logits_rows * row_bytes, int64_t{1} << 30);
     return ceil_div(S, chunks);
   }
   // A text that is generated is not divided: every context-parallel rank computes all of it.
   ContextParallel context_for(Purpose purpose) const {
-    return purpose == Purpose::generate ? ContextParallel{} : context;
+    return purpose == Purpose::generate ? ContextParallel{} : layout.context;
   }
   // Which stage has which units.
   StageUnits stage_units() const {
     StageUnits units;
-    if (stages == 1) return units;
+    if (layout.pipeline.stages == 1) return units;
     const std::vector<Chunk> all = model_chunks();
-    const int head = pipeline().stage_of(chunks - 1);
+    const int head = pipeline().stage_of(layout.pipeline.chunks() - 1);
     const std::vector<LayerUnits> of_layers = layer_units(model);
     units.stage_of.push_back(0);  // the embedding
-    for (int c = 0; c < chunks; ++c)
+    for (int c = 0; c < layout.pipeline.chunks(); ++c)
       for (const int64_t layer : all[static_cast<size_t>(c)].layers)
         units.stage_of.insert(units.stage_of.end(), of_layers[static_cast<size_t>(layer)].experts ? 2 : 1,
                               pipeline().stage_of(c));
@@ -131,17 +118,17 @@ struct StepConfig {
   BatchShape share(const BatchShape& all, Purpose purpose) const { return {all.B, context_for(purpose).share(all.T)}; }
   // How many token slices a sequence has; only training has them.
   int64_t slices_for(Purpose purpose) const {
-    return purpose == Purpose::train && !slices.empty() ? static_cast<int64_t>(slices.size()) : 1;
+    return purpose == Purpose::train && !layout.pipeline.slices.empty() ? static_cast<int64_t>(layout.pipeline.slices.size()) : 1;
   }
   // The tokens of slice k.
   SequenceRows slice_rows(int k) const {
-    const auto begin = slices.begin(), end = begin + k;
+    const auto begin = layout.pipeline.slices.begin(), end = begin + k;
     return {batch.T, std::accumulate(begin, end, int64_t{0}), *end};
   }
   // The part of slice k of a micro-batch that a rank has.
   BatchShape share(const BatchShape& all, Purpose purpose, int k) const {
     if (slices_for(purpose) == 1) return share(all, purpose);
-    return {all.B, slices[static_cast<size_t>(k)]};
+    return {all.B, layout.pipeline.slices[static_cast<size_t>(k)]};
   }
   // How many rows of whole sequences a rank needs the positions of.
   int64_t all_position_rows(const BatchShape& all, Purpose purpose) const {
@@ -151,7 +138,7 @@ struct StepConfig {
   }
   // A forward without a backward keeps as little as if all of it were recomputed.
   Recompute recompute_for(Purpose purpose) const { return purpose == Purpose::train ? recompute : Recompute::block; }
-  int64_t tokens() const { return batch.rows() * micro_batches * readers(); }  // of one step, over all ranks
+  int64_t tokens() const { return batch.rows() * micro_batches * layout.readers(); }  // of one step, over all ranks
 };
 
 // One micro-batch of token ids on the host, of whole sequences, each (B T).

@@ -24,40 +24,40 @@ class Trainer {
   Trainer(const StepConfig& config, Context context)
       : config_(config),
         context_(context),
-        alone_(context.dp
+        alone_(context.groups
                    ? nullptr
-                   : std::make_unique<DataParallel>(Mesh(), 0, context.compute.device(), DataParallel::null_groups(0))),
-        dp_(context.dp ? *context.dp : *alone_),
-        actions_(actions_of(config, dp_.stage)),
-        state_(table_of(config, dp_), config.dtype, config.zero, dp_, context.arena, config.stage_units(),
+                   : std::make_unique<Groups>(Layout{}, 0, context.compute.device(), Groups::null_groups(0))),
+        groups_(context.groups ? *context.groups : *alone_),
+        actions_(actions_of(config, groups_.me.stage)),
+        state_(table_of(config, groups_), config.dtype, config.layout.zero, groups_, context.arena, config.stage_units(),
                blocks_open(actions_, config.model_chunks()),
-               config.asynchronous() ? weight_versions(config.pipeline(), dp_.stage) : 1),
-        scalars_(scalar("scalars of all ranks", {dp_.ranks(), 1 + static_cast<int64_t>(state_.size())})),
+               config.layout.pipeline.asynchronous() ? weight_versions(config.pipeline(), groups_.me.stage) : 1),
+        scalars_(scalar("scalars of all ranks", {groups_.ranks(), 1 + static_cast<int64_t>(state_.size())})),
         loss_(scalar("loss", {1})),
         square_sums_(
-            scalar("square sums", {static_cast<int64_t>(state_.size()) * config.zero.shards * config.tensor.ranks})),
+            scalar("square sums", {static_cast<int64_t>(state_.size()) * config.layout.zero.shards * config.layout.tensor.ranks})),
         control_(scalar("update control", {4})),
         experts_(config_, context_),
         stage_(config_, context_, state_, my_scalars().slice(0, {1}), experts_),
         interpreter_(config_, context_, state_, stage_),
-        drain_(dp_, streams_of(context_)) {
-    if (config.asynchronous()) pipedream_.emplace(config_, context_, state_, interpreter_, my_scalars(), control_);
-    CHECK(dp_.ranks() == config.ranks() && dp_.tensor.ranks == config.tensor.ranks && dp_.stages == config.stages);
-    CHECK(config.zero.stage >= 0 && config.zero.stage <= 3);
-    CHECK(dp_.context.ranks == config.context.ranks && config.batch.T % config.context.slices() == 0);
-    CHECK(config.slices.empty() ||
-          (config.context.ranks == 1 &&
-           std::accumulate(config.slices.begin(), config.slices.end(), int64_t{0}) == config.batch.T));
-    CHECK(dp_.expert.ranks == config.expert.ranks);
-    CHECK(config.tensor.head_copies == tensor_parallel(config.model, config.tensor.ranks).head_copies);
-    CHECK(config.zero.sync == DpSync::all_reduce ||
-          (config.zero.stage == 0 && config.zero.replicas == 1 && config.ranks() == config.zero.ranks() &&
-           config.context.ranks == 1));
+        drain_(groups_, streams_of(context_)) {
+    if (config.layout.pipeline.asynchronous()) pipedream_.emplace(config_, context_, state_, interpreter_, my_scalars(), control_);
+    CHECK(groups_.ranks() == config.layout.ranks() && groups_.layout.tensor.ranks == config.layout.tensor.ranks && groups_.stages() == config.layout.pipeline.stages);
+    CHECK(config.layout.zero.stage >= 0 && config.layout.zero.stage <= 3);
+    CHECK(groups_.layout.context.ranks == config.layout.context.ranks && config.batch.T % config.layout.context.slices() == 0);
+    CHECK(config.layout.pipeline.slices.empty() ||
+          (config.layout.context.ranks == 1 &&
+           std::accumulate(config.layout.pipeline.slices.begin(), config.layout.pipeline.slices.end(), int64_t{0}) == config.batch.T));
+    CHECK(groups_.layout.expert.ranks == config.layout.expert.ranks);
+    CHECK(config.layout.tensor.head_copies == tensor_parallel(config.model, config.layout.tensor.ranks).head_copies);
+    CHECK(config.layout.zero.sync == DpSync::all_reduce ||
+          (config.layout.zero.stage == 0 && config.layout.zero.replicas == 1 && config.layout.ranks() == config.layout.zero.ranks() &&
+           config.layout.context.ranks == 1));
     zero(control_, context_.compute);
-    if (config.expert.ranks > 1) {  // for the tables of the rows that are exchanged
-      const int64_t bytes = config.expert.count * config.expert.ranks * size_of(DType::fp64);
+    if (config.layout.expert.ranks > 1) {  // for the tables of the rows that are exchanged
+      const int64_t bytes = config.layout.expert.count * config.layout.expert.ranks * size_of(DType::fp64);
       context_.compute.reserve_uploads(bytes);
-      dp_.expert_stream->reserve_uploads(bytes);
+      groups_.find_stream(Lane::expert)->reserve_uploads(bytes);
     }
   }
   Trainer(const Trainer&) = delete;
@@ -100,7 +100,7 @@ class Trainer {
   // weights are read. Returns whether there was anything to enqueue.
   bool flush() { return pipedream_ && pipedream_->flush(); }
   // How many steps begin before the first of them is completely enqueued.
-  int steps_under_way() const { return config_.asynchronous() ? config_.stages : 1; }
+  int steps_under_way() const { return config_.layout.pipeline.asynchronous() ? config_.layout.pipeline.stages : 1; }
   StepResult step(const BatchSource& batches, const OptimizerOptions& optimizer, UpdateRule rule) {
     const PendingStep pending = begin_step(batches, optimizer, rule);
     flush();
@@ -113,7 +113,7 @@ class Trainer {
     if (!experts_.empty()) zero(experts_.record(), context_.compute);
     run(actions_, {.purpose = Purpose::train, .shape = config_.batch, .launch = launch}, batches);
     state_.finish_gradients(context_.compute);
-    if (!experts_.empty()) dp_.scalars->all_reduce(experts_.record(), context_.compute);
+    if (!experts_.empty()) groups_[GroupName::scalars].all_reduce(experts_.record(), context_.compute);
   }
 
   // The biases of all layers with experts, E each; empty without --moe-bias-rate.
@@ -133,11 +133,11 @@ class Trainer {
   // product. All ranks then use the algorithms that it has chosen, which are returned.
   std::string tune(const BatchSource& batches) {
     Stream& stream = context_.compute;
-    tune_matmuls(dp_.first(), stream);
+    tune_matmuls(groups_.first(), stream);
     accumulate_gradients(batches, Launch::enqueue);
     stream.synchronize();
     tune_matmuls(false, stream);
-    const std::string choices = dp_.control->all_gather_text("matmul algorithms", matmul_choices(stream))[0];
+    const std::string choices = groups_[GroupName::control].all_gather_text("matmul algorithms", matmul_choices(stream))[0];
     set_matmul_choices(choices, stream);
     return choices;
   }
@@ -150,9 +150,9 @@ class Trainer {
   double evaluate(int64_t micro_batches, int64_t targets, const BatchSource& batches, const RowLosses& row_losses = {},
                   std::optional<int64_t> T = std::nullopt) {
     require_flushed();                      // first, so that its error does not end the whole job
-    Drain drain(dp_, {&context_.compute});  // row_losses may refer to objects that live only as long as this call
+    Drain drain(groups_, {&context_.compute});  // row_losses may refer to objects that live only as long as this call
     const BatchShape asked{config_.batch.B, T.value_or(config_.batch.T)};
-    const BatchShape shape{asked.B, config_.context.padded(asked.T)};
+    const BatchShape shape{asked.B, config_.layout.context.padded(asked.T)};
     const Pass pass{.purpose = Purpose::evaluate, .shape = shape, .row_losses = row_losses};
     const std::vector<Action> actions = forwards(micro_batches);
     try {
@@ -205,11 +205,11 @@ class Trainer {
 
   // The parameters of this rank's tensor-parallel part, with the experts that it has; a copy of the embedding is
   // counted where the embedding is.
-  static ParamTable table_of(const StepConfig& config, const DataParallel& dp) {
+  static ParamTable table_of(const StepConfig& config, const Groups& groups) {
     ParamTable table =
-        part_of(part_of(parameter_table(config.model, config.zero.optimizer), config.tensor, dp.tensor_rank),
-                config.expert, dp.expert_rank);
-    if (config.stages > 1 && config.stage_units().copy_of_embedding == dp.stage)
+        part_of(part_of(parameter_table(config.model, config.layout.zero.optimizer), config.layout.tensor, groups.me.tensor),
+                config.layout.expert, groups.me.expert);
+    if (config.layout.pipeline.stages > 1 && config.stage_units().copy_of_embedding == groups.me.stage)
       for (ParamSpec& p : table.front().params) p.first_copy = false;
     return table;
   }
@@ -218,8 +218,8 @@ class Trainer {
   static std::vector<Action> actions_of(const StepConfig& config, int stage) {
     Pipeline pipeline = config.pipeline();
     if (pipeline.schedule == Schedule::pipedream) pipeline.schedule = Schedule::one_f_one_b;
-    if (config.stages == 1)
-      return training_actions(pipeline.schedule, config.chunks, config.micro_batches, pipeline.slices);
+    if (config.layout.pipeline.stages == 1)
+      return training_actions(pipeline.schedule, config.layout.pipeline.chunks(), config.micro_batches, pipeline.slices);
     return pipeline_actions(pipeline)[static_cast<size_t>(stage)];
   }
 
@@ -228,7 +228,7 @@ class Trainer {
     Pipeline pipeline = config_.pipeline();
     pipeline.micro_batches = micro_batches;
     pipeline.slices = 1;
-    return forward_actions(pipeline)[static_cast<size_t>(dp_.stage)];
+    return forward_actions(pipeline)[static_cast<size_t>(groups_.me.stage)];
   }
 
   void check_headers() {
@@ -292,40 +292,40 @@ class Trainer {
   }
 
   // This rank's row of the scalars: its loss, then for each unit the square sum of the gradients that it counts.
-  Tensor my_scalars() const { return scalars_.slice(dp_.rank * scalars_.shape[1], {scalars_.shape[1]}); }
+  Tensor my_scalars() const { return scalars_.slice(groups_.rank() * scalars_.shape[1], {scalars_.shape[1]}); }
 
   // control_ = the values that the update needs, from the loss and the gradient norm of all ranks. With a parameter
   // server only the server has gradients, of all shards: it decides, and tells the others.
   void decide(const UpdateRule& rule) {
     Stream& stream = context_.compute;
-    const int64_t units = static_cast<int64_t>(state_.size()), shards = config_.zero.shards;
-    if (config_.zero.updates() != ZeroConfig::Updates::server) {
+    const int64_t units = static_cast<int64_t>(state_.size()), shards = config_.layout.zero.shards;
+    if (config_.layout.zero.updates() != ZeroConfig::Updates::server) {
       for (int64_t u = 0; u < units; ++u)
         state_.square_sum_of(static_cast<size_t>(u), my_scalars().slice(1 + u, {1}), stream);
       combine();
       return clip_control(control_, square_sums_, loss_, rule, stream);
     }
     combine();  // the losses
-    if (dp_.first()) {
+    if (groups_.first()) {
       for (int64_t i = 0; i < units * shards; ++i)
         state_.square_sum_of(static_cast<size_t>(i / shards), square_sums_.slice(i, {1}), stream,
                              static_cast<int>(i % shards));
       clip_control(control_, square_sums_, loss_, rule, stream);
     }
-    dp_.scalars->broadcast(control_, 0, stream);
+    groups_[GroupName::scalars].broadcast(control_, 0, stream);
   }
 
   // loss_ and square_sums_ = the values combined over all ranks.
   void combine() {
-    dp_.scalars->all_gather(scalars_, context_.compute);
-    combine_scalars(loss_, square_sums_, scalars_, config_.zero.shards, config_.tensor.ranks, config_.stages,
+    groups_[GroupName::scalars].all_gather(scalars_, context_.compute);
+    combine_scalars(loss_, square_sums_, scalars_, config_.layout.zero.shards, config_.layout.tensor.ranks, config_.layout.pipeline.stages,
                     context_.compute);
   }
 
   StepConfig config_;
   Context context_;
-  std::unique_ptr<DataParallel> alone_;
-  DataParallel& dp_;
+  std::unique_ptr<Groups> alone_;
+  Groups& groups_;
   std::vector<Action> actions_;
   ModelState state_;
   Tensor scalars_, loss_, square_sums_, control_;  // fp64: (ranks, 1 + units) (1) (units tp shards) (4)

@@ -132,8 +132,8 @@ struct LossOfRank0 final : Comm {
 
 // Of row t of a sequence: the slice that it is in, and the row within a rank's two slices.
 inline int64_t row_of_rank(const StepConfig& step, int64_t t) {
-  const int64_t L = step.context.slice_rows(step.batch.T);
-  return t / L < step.context.ranks ? t % L : L + t % L;
+  const int64_t L = step.layout.context.slice_rows(step.batch.T);
+  return t / L < step.layout.context.ranks ? t % L : L + t % L;
 }
 // Every rank counts its rows from 0.
 inline HostBatch positions_of_each_rank(const StepConfig& step, int reader, int64_t micro_batch) {
@@ -143,18 +143,18 @@ inline HostBatch positions_of_each_rank(const StepConfig& step, int reader, int6
 }
 inline HostBatch positions_of_each_slice(const StepConfig& step, int reader, int64_t micro_batch) {
   HostBatch batch = selftest::read_batch(step, reader, micro_batch);
-  for (int32_t& position : batch.positions) position %= static_cast<int32_t>(step.context.slice_rows(step.batch.T));
+  for (int32_t& position : batch.positions) position %= static_cast<int32_t>(step.layout.context.slice_rows(step.batch.T));
   return batch;
 }
 // Rank r reads slices 2 r and 2 r + 1.
 inline HostBatch slices_in_plain_order(const StepConfig& step, int reader, int64_t micro_batch) {
   const HostBatch batch = selftest::read_batch(step, reader, micro_batch);
   HostBatch moved = batch;
-  const int64_t T = step.batch.T, share = T / step.context.ranks;
+  const int64_t T = step.batch.T, share = T / step.layout.context.ranks;
   for (int64_t b = 0; b < step.batch.B; ++b)
-    for (int rank = 0; rank < step.context.ranks; ++rank)
+    for (int rank = 0; rank < step.layout.context.ranks; ++rank)
       for (int64_t i = 0; i < share; ++i) {
-        const size_t to = static_cast<size_t>(b * T + step.context.row_of_all(i, T, rank)),
+        const size_t to = static_cast<size_t>(b * T + step.layout.context.row_of_all(i, T, rank)),
                      from = static_cast<size_t>(b * T + rank * share + i);
         moved.tokens[to] = batch.tokens[from];
         moved.targets[to] = batch.targets[from];
@@ -165,8 +165,8 @@ inline HostBatch slices_in_plain_order(const StepConfig& step, int reader, int64
 // Targets are those of the micro-batch's first rows on every rank.
 inline HostBatch targets_of_rank_0(const StepConfig& step, int reader, int64_t micro_batch) {
   HostBatch batch = selftest::read_batch(step, reader, micro_batch);
-  const std::vector<int32_t> targets = step.context.share_of(batch.targets, step.batch.T, 0);
-  const int64_t share = step.context.share(step.batch.T);
+  const std::vector<int32_t> targets = step.layout.context.share_of(batch.targets, step.batch.T, 0);
+  const int64_t share = step.layout.context.share(step.batch.T);
   for (size_t row = 0; row < batch.targets.size(); ++row) {
     const int64_t b = static_cast<int64_t>(row) / step.batch.T, t = static_cast<int64_t>(row) % step.batch.T;
     batch.targets[row] = targets[static_cast<size_t>(b * share + row_of_rank(step, t))];

@@ -15,19 +15,19 @@ using selftest::Outcome;
 inline constexpr int64_t seq_len = 48;   // can be divided into the slices of 2, 3, 4 and 8 ranks
 inline constexpr int64_t sequences = 4;  // of a step
 
-struct Layout {
+struct LayoutCase {
   int cp = 1;
   ContextAttention attention = ContextAttention::ring;
   int tp = 1;
   ZeroConfig zero = {};  // shards and replicas of data parallelism alone
 };
 inline const char* name_of(Documents d) { return d == Documents::apart ? "documents apart" : "documents together"; }
-inline std::string to_string(const Layout& l) {
+inline std::string to_string(const LayoutCase& l) {
   return formatted("{} cp {} tp {} dp {} x {} stage {} reduce {}", name_of(l.attention), l.cp, l.tp, l.zero.replicas,
                    l.zero.shards, l.zero.stage, l.zero.grad_reduce);
 }
 
-inline StepConfig step_of(const Model& model, const Layout& layout, Documents documents = Documents::together,
+inline StepConfig step_of(const Model& model, const LayoutCase& layout, Documents documents = Documents::together,
                           int64_t batch_size = 2) {
   ModelConfig config = model.config();
   config.n_positions = seq_len;
@@ -35,10 +35,9 @@ inline StepConfig step_of(const Model& model, const Layout& layout, Documents do
                   .dtype = model.dtype,
                   .batch = {batch_size, seq_len},
                   .micro_batches = sequences / batch_size / layout.zero.ranks(),
-                  .zero = layout.zero,
-                  .tensor = tensor_parallel(config, layout.tp)};
-  step.context = context_parallel(config, step.tensor, layout.cp, layout.attention);
-  step.zero.shards *= layout.cp;
+                  .layout = {.zero = layout.zero, .tensor = tensor_parallel(config, layout.tp)}};
+  step.layout.context = context_parallel(config, step.layout.tensor, layout.cp, layout.attention);
+  step.layout.zero.shards *= layout.cp;
   step.documents = documents;
   return step;
 }
@@ -86,7 +85,7 @@ struct OneRank {
 
 // Does a layout round numbers that one rank does not? Tensor-parallel ranks round the parts of a product before they
 // are added; where bf16 is multiplied, context-parallel ones round probabilities relative to other maxima.
-inline bool rounds_more(const Layout& l) { return l.tp > 1 || l.cp > 1; }
+inline bool rounds_more(const LayoutCase& l) { return l.tp > 1 || l.cp > 1; }
 inline void require_close(const Outcome& found, const OneRank& alone, bool rounds_more) {
   const Distances d(found, alone.outcome);
   INFO(to_string(d) << "; two micro-batches: " << to_string(alone.noise)
@@ -94,7 +93,7 @@ inline void require_close(const Outcome& found, const OneRank& alone, bool round
   REQUIRE(found.fault == "");
   REQUIRE(alone.allows(d, rounds_more));
 }
-inline void require_close(const Model& model, const Layout& layout, Documents documents, const OneRank& alone) {
+inline void require_close(const Model& model, const LayoutCase& layout, Documents documents, const OneRank& alone) {
   require_close(run(step_of(model, layout, documents)), alone, rounds_more(layout));
 }
 

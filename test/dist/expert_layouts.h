@@ -31,22 +31,22 @@ inline ModelConfig small_model(const char* family, bool tied = false, int64_t ex
   return m;
 }
 
-struct Layout {
+struct LayoutCase {
   int ep = 1, shards = 1, stage = 0, replicas = 1, tp = 1, cp = 1, pp = 1;  // shards: data-parallel ranks of a replica
   GradReduce reduce = GradReduce::step;
 };
-inline std::string to_string(const Layout& l) {
+inline std::string to_string(const LayoutCase& l) {
   return formatted("ep {}, {} shards, stage {}, {} replicas, tp {}, cp {}, pp {}, reduce {}", l.ep, l.shards, l.stage,
                    l.replicas, l.tp, l.cp, l.pp, name_of(l.reduce));
 }
 
-inline StepConfig step_of(const ModelConfig& model, const Layout& l, DType dtype = DType::fp32) {
+inline StepConfig step_of(const ModelConfig& model, const LayoutCase& l, DType dtype = DType::fp32) {
   StepConfig step{.model = model, .dtype = dtype, .micro_batches = 2};
-  step.zero = {.stage = l.stage, .grad_reduce = l.reduce, .shards = l.shards * l.cp, .replicas = l.replicas};
-  step.tensor = tensor_parallel(model, l.tp);
-  step.context = {.ranks = l.cp};
-  step.expert = expert_parallel(model, step.tensor, step.zero.shards, l.ep);
-  step.stages = step.chunks = l.pp;
+  step.layout.zero = {.stage = l.stage, .grad_reduce = l.reduce, .shards = l.shards * l.cp, .replicas = l.replicas};
+  step.layout.tensor = tensor_parallel(model, l.tp);
+  step.layout.context = {.ranks = l.cp};
+  step.layout.expert = expert_parallel(model, step.layout.tensor, step.layout.zero.shards, l.ep);
+  step.layout.pipeline.stages = l.pp;
   return step;
 }
 
@@ -54,21 +54,20 @@ inline StepConfig step_of(const ModelConfig& model, const Layout& l, DType dtype
 struct Holder {
   Arena arena, scratch;
   Stream stream;
-  DataParallel dp;
+  Groups groups;
   ModelState state;
   Holder(const StepConfig& step, World& world, int rank)
       : arena({DeviceKind::cpu, 1}, (1 << 20) + 64 * count_parameters(parameter_table(step.model))),
         scratch({DeviceKind::cpu, 1}, 1 << 20),
         stream({DeviceKind::cpu, 1}, scratch),
-        dp(
-            world.mesh(), rank, {DeviceKind::cpu, 1},
-            [&](const std::string& name, const auto& group) { return world.join(rank, name, group); }, world.hooks(),
-            step.tensor, step.context, step.expert),
-        state(table_of(step, dp), step.dtype, step.zero, dp, poisoned(arena), step.stage_units()) {}
+        groups(
+            step.layout, rank, {DeviceKind::cpu, 1},
+            [&](const std::string& name, const auto& group) { return world.join(rank, name, group); }, world.hooks()),
+        state(table_of(step, groups), step.dtype, step.layout.zero, groups, poisoned(arena), step.stage_units()) {}
   Holder(const Holder&) = delete;
   Holder& operator=(const Holder&) = delete;
   void synchronize() {
-    for (Stream* s : {&stream, &dp.reduce_stream, &dp.gather_stream}) s->synchronize();
+    for (Stream* s : {&stream, &groups.reduce_stream(), &groups.gather_stream()}) s->synchronize();
   }
 
  private:
@@ -76,15 +75,15 @@ struct Holder {
     arena.poison_free();
     return arena;
   }
-  static ParamTable table_of(const StepConfig& step, const DataParallel& dp) {
-    return part_of(part_of(parameter_table(step.model), step.tensor, dp.tensor_rank), step.expert, dp.expert_rank);
+  static ParamTable table_of(const StepConfig& step, const Groups& groups) {
+    return part_of(part_of(parameter_table(step.model), step.layout.tensor, groups.me.tensor), step.layout.expert, groups.me.expert);
   }
 };
 
 // f(holder) on every rank.
 template <class F>
 void on_holders(const StepConfig& step, F&& f, const Hooks& hooks = poison_hooks) {
-  World world(step.mesh(), Backend::threads, hooks);
+  World world(step.layout.mesh(), Backend::threads, hooks);
   run_ranks(world, [&](int rank) {
     Holder holder(step, world, rank);
     f(holder);
@@ -104,16 +103,16 @@ inline float part_of_gradient(const std::string& name, int64_t element, int64_t 
 
 // Adds what this rank has seen of a micro-batch. Dense weights: everyone but tensor-parallel neighbours has seen other
 // rows. Experts: their ep group has seen the rows of all of its ranks.
-inline void add_gradients(const UnitState& unit, const DataParallel& dp, int64_t micro_batch) {
+inline void add_gradients(const UnitState& unit, const Groups& groups, int64_t micro_batch) {
   const bool experts = unit.spec().sharing == Sharing::experts;
-  const int group = experts ? dp.expert.ranks : dp.tensor.ranks, place = dp.rank % dp.ranks_of_stage();
+  const int group = experts ? groups.layout.expert.ranks : groups.layout.tensor.ranks, place = groups.rank() % groups.ranks_of_stage();
   for (const ParamSpec& p : unit.spec().params) {
     if (p.partial && !p.first_copy) continue;
     float* const gradient = unit.gradient(p.name).data<float>();
     const Elements elements = p.elements_from(0);
     for (int64_t i = 0; i < p.box().numel(); ++i)
       gradient[i] +=
-          part_of_gradient(p.name, elements.index(i), micro_batch, place / group, dp.ranks_of_stage() / group);
+          part_of_gradient(p.name, elements.index(i), micro_batch, place / group, groups.ranks_of_stage() / group);
   }
 }
 
@@ -125,9 +124,9 @@ struct Scalars {
   Scalars(const StepConfig& step, Holder& h) {
     const int64_t units = static_cast<int64_t>(h.state.size());
     auto alloc = [&](const Shape& shape) { return h.arena.alloc("test", "scalars", DType::fp64, shape); };
-    gathered = alloc({step.ranks(), 1 + units});
+    gathered = alloc({step.layout.ranks(), 1 + units});
     loss = alloc({1});
-    square_sums = alloc({units * step.zero.shards * step.tensor.ranks});
+    square_sums = alloc({units * step.layout.zero.shards * step.layout.tensor.ranks});
     control = alloc({4});
     for (const Tensor& t : {gathered, control}) zero(t, h.stream);
   }
@@ -149,18 +148,18 @@ inline selftest::Outcome given_step(const StepConfig& step, const Hooks& hooks =
             if (!state.has(u)) continue;
             state.start_gradients(u, h.stream);
             h.stream.synchronize();
-            add_gradients(state.unit(u), h.dp, m);
+            add_gradients(state.unit(u), h.groups, m);
             state.reduce_gradients(u, m + 1 == step.micro_batches, h.stream);
           }
         state.finish_gradients(h.stream);
 
         const Scalars s(step, h);  // as Trainer::decide() has it
-        const Tensor mine = s.gathered.slice(h.dp.rank * s.gathered.shape[1], {s.gathered.shape[1]});
-        const std::optional<int> shard = planted == Planted::nothing ? std::nullopt : std::optional(h.dp.shard);
+        const Tensor mine = s.gathered.slice(h.groups.rank() * s.gathered.shape[1], {s.gathered.shape[1]});
+        const std::optional<int> shard = planted == Planted::nothing ? std::nullopt : std::optional(h.groups.me.shard);
         for (size_t u = 0; u < state.size(); ++u)
           state.square_sum_of(u, mine.slice(1 + static_cast<int64_t>(u), {1}), h.stream, shard);
-        h.dp.scalars->all_gather(s.gathered, h.stream);
-        combine_scalars(s.loss, s.square_sums, s.gathered, step.zero.shards, step.tensor.ranks, step.stages, h.stream);
+        h.groups[GroupName::scalars].all_gather(s.gathered, h.stream);
+        combine_scalars(s.loss, s.square_sums, s.gathered, step.layout.zero.shards, step.layout.tensor.ranks, step.layout.pipeline.stages, h.stream);
         clip_control(s.control, s.square_sums, s.loss, {.max_norm = 1}, h.stream);
         state.update(s.control,
                      {.lr = 0.01f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 1},
@@ -169,8 +168,8 @@ inline selftest::Outcome given_step(const StepConfig& step, const Hooks& hooks =
 
         const std::lock_guard lock(mutex);
         outcome.norms.push_back(*HostView(s.control, h.stream).data<double>());
-        selftest::collect_gradients(outcome, state, h.dp.rank, h.stream);
-        selftest::collect_state(outcome, state, h.dp.rank, h.stream);
+        selftest::collect_gradients(outcome, state, h.groups.rank(), h.stream);
+        selftest::collect_state(outcome, state, h.groups.rank(), h.stream);
       },
       hooks);
   selftest::require_whole(outcome, step);

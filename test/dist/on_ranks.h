@@ -6,7 +6,7 @@
 template <class F>
 void on_ranks(const llmc::StepConfig& step, F&& f) {
   using namespace llmc;
-  World world(step.mesh(), Backend::threads, poison_hooks);
+  World world(step.layout.mesh(), Backend::threads, poison_hooks);
   const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
   run_ranks(world, [&](int rank) {
     Run run(step, plan, {DeviceKind::cpu, 1}, world, rank);

@@ -71,6 +71,12 @@ struct LosesExperts final : Comm {
   explicit LosesExperts(Comm&& comm) : Comm(std::move(comm)) {}
   void reduce_scatter(Tensor, Stream&) override {}
 };
+struct LosesColumns final : Comm {
+  static constexpr std::string_view group = "columns";
+  static constexpr int member = 1;
+  explicit LosesColumns(Comm&& comm) : Comm(std::move(comm)) {}
+  void reduce_scatter(Tensor, Stream&) override {}
+};
 struct SendsAnother final : Comm {
   static constexpr std::string_view group = "stages down 0";
   static constexpr int member = 0;
@@ -88,9 +94,9 @@ struct Plants final : Hooks {
   }
 };
 
-void check_groups_of(const Mesh& mesh, const Hooks& hooks = no_hooks, const TensorParallel& tensor = {},
-                     const ContextParallel& context = {}, const ExpertParallel& expert = {}) {
-  World world(mesh, Backend::threads, hooks);
+void check_groups_of(const Layout& layout, const Hooks& hooks = no_hooks,
+                     std::span<const GroupRow> table = group_table) {
+  World world(layout.mesh(), Backend::threads, hooks);
   run_ranks(world, [&](int rank) {
     const Device device{DeviceKind::cpu, 1};
     Arena scratch(device, 1 << 20);
@@ -98,9 +104,9 @@ void check_groups_of(const Mesh& mesh, const Hooks& hooks = no_hooks, const Tens
     const auto join = [&](const std::string& name, const std::vector<int>& members) {
       return world.join(rank, name, members);
     };
-    DataParallel dp(mesh, rank, device, join, hooks, tensor, context, expert, mesh.size(Axis::pp) > 2);
-    check_groups(dp, mesh, compute, [](int r) { return formatted("rank {} elsewhere", r); });
-    for (const Comm* comm : dp.tensor_groups()) CHECK(comm->bytes_sent() == 0 && comm->bytes_received() == 0);
+    Groups groups(layout, rank, device, join, hooks, table);
+    check_groups(groups, compute, [](int r) { return formatted("rank {} elsewhere", r); });
+    for (const Comm* comm : groups.tensor_groups()) CHECK(comm->bytes_sent() == 0 && comm->bytes_received() == 0);
   });
 }
 
@@ -321,27 +327,40 @@ TEST_CASE("mismatched sizes, or a failing rank, end all ranks with the reason") 
 }
 
 TEST_CASE("known values go through every group, and a pair between which they are wrong is named") {
-  check_groups_of(Mesh({{Axis::replicate, 2}, {Axis::shard, 3}}));
-  check_groups_of(Mesh());
+  check_groups_of({.zero = {.shards = 3, .replicas = 2}});
+  check_groups_of({});
   for (const bool overlap : {false, true})
-    check_groups_of(Mesh({{Axis::shard, 2}, {Axis::tp, 4}}), no_hooks,
-                    {.ranks = 4, .overlap = overlap, .head_copies = 2});
-  check_groups_of(Mesh({{Axis::replicate, 2}, {Axis::shard, 2}, {Axis::cp, 2}, {Axis::tp, 2}}), no_hooks, {.ranks = 2},
-                  {.ranks = 2});
-  for (const int stages : {2, 3, 4}) check_groups_of(Mesh({{Axis::pp, stages}, {Axis::shard, 2}}));
-  const Mesh data_and_tensor({{Axis::replicate, 2}, {Axis::shard, 2}, {Axis::tp, 2}});
-  for (const int ep : {1, 2, 4})
-    check_groups_of(data_and_tensor, no_hooks, {.ranks = 2}, {}, {.ranks = ep, .count = 8});
-  REQUIRE_ERROR(check_groups_of(data_and_tensor, Plants<LosesExperts>(), {.ranks = 2}, {}, {.ranks = 2, .count = 8}),
-                "the group expert gradients: got the sum ");
-  const Mesh pipeline({{Axis::pp, 3}});
+    check_groups_of({.zero = {.shards = 2}, .tensor = {.ranks = 4, .overlap = overlap, .head_copies = 2}});
+  check_groups_of({.zero = {.shards = 4, .replicas = 2}, .tensor = {.ranks = 2}, .context = {.ranks = 2}});
+  for (const int stages : {2, 3, 4})
+    check_groups_of({.zero = {.shards = 2}, .pipeline = {.stages = stages, .chunks_per_stage = stages > 2 ? 2 : 1}});
+  check_groups_of({.zero = {.shards = 2}, .pipeline = {.schedule = Schedule::pipedream, .stages = 2}});
+  const auto with_experts = [](int ep) {
+    return Layout{.zero = {.shards = 2, .replicas = 2}, .tensor = {.ranks = 2}, .expert = {.ranks = ep, .count = 8}};
+  };
+  for (const int ep : {1, 2, 4}) check_groups_of(with_experts(ep));
+  REQUIRE_ERROR(check_groups_of(with_experts(2), Plants<LosesExperts>()), "the group expert gradients: got the sum ");
+  const Layout pipeline{.pipeline = {.stages = 3}}, four{.zero = {.shards = 4}};
   REQUIRE_ERROR(check_groups_of(pipeline, Plants<SendsAnother>()),
                 "the link from stage 0 to stage 1: got 0 from rank 0 elsewhere instead of 10011");
   REQUIRE_ERROR(check_groups_of(pipeline, Plants<LosesTied>()), "the group tied gradients: got the sum ");
-  const Mesh four({{Axis::shard, 4}});
   REQUIRE_ERROR(
       check_groups_of(four, Plants<MixesUp>()),
       "rank 3 on " + host_name() + " has failed: the group weights: got 3003 from rank 2 elsewhere instead of 3002");
   REQUIRE_ERROR(check_groups_of(four, Plants<Loses>()),
                 "rank 0 on " + host_name() + " has failed: the group gradients: got the sum 10 instead of 46");
+}
+
+TEST_CASE("a new group is a row of the table: it is made, has its stream and is checked like the others") {
+  std::vector<GroupRow> table(std::begin(group_table), std::end(group_table));
+  const GroupName columns = static_cast<GroupName>(table.size());
+  table.push_back({columns, "columns", Traffic::tensors, Lane::context, {Axis::pp, Axis::cp}});
+  const Layout layout{.zero = {.shards = 4}, .context = {.ranks = 2}, .pipeline = {.stages = 2}};
+  check_groups_of(layout, no_hooks, table);
+  REQUIRE_ERROR(check_groups_of(layout, Plants<LosesColumns>(), table), "the group columns: got the sum ");
+  const Device paper = Device{DeviceKind::cpu, 1}.on_paper();
+  const Groups groups(layout, 5, paper, Groups::null_groups(5), no_hooks, table);
+  REQUIRE((groups[columns].size() == 4 && groups[columns].rank() == 3));
+  const std::vector<Comm*> moving = groups.tensor_groups();
+  REQUIRE(std::find(moving.begin(), moving.end(), &groups[columns]) != moving.end());
 }

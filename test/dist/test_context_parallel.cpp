@@ -77,7 +77,7 @@ void compare_stages(DType dtype, GradReduce reduce) {
     const int one = gpt2 ? 1 : 2, two = gpt2 ? 2 : 1;  // tensor-parallel ranks: the models take turns
     const Documents documents = gpt2 ? Documents::together : Documents::apart;
     const OneRank alone(model, documents);
-    for (Layout layout : {Layout{2, ContextAttention::ring, one, {.shards = 2}},
+    for (LayoutCase layout : {LayoutCase{2, ContextAttention::ring, one, {.shards = 2}},
                           {2, ContextAttention::all_gather, two, {.shards = 2}},
                           {4, ContextAttention::ulysses, two, {}},
                           {2, ContextAttention::ring, two, {.replicas = 2}},
@@ -133,7 +133,7 @@ Outcome with_norm_weights(const StepConfig& step, float weight, double* largest 
     for (const StateEntry& e : run.trainer.state().state_table())
       if (e.kind == StateKind::weight && e.param->name.find("_norm.weight") != std::string::npos)
         fill(e.tensor, weight, run.stream);
-    const BatchSource batches = [&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); };
+    const BatchSource batches = [&](int64_t m) { return selftest::read_batch(step, run.groups.reader(), m); };
     const ModelConfig& m = step.model;
     if (largest != nullptr)
       run.stream.set_inspector([&](const char* op, const Tensor& t) {
@@ -154,7 +154,7 @@ Outcome with_norm_weights(const StepConfig& step, float weight, double* largest 
     run.stream.synchronize();
     run.stream.set_inspector(nullptr);
     std::unique_lock lock(mutex);
-    selftest::collect_gradients(outcome, run.trainer.state(), run.dp.rank, run.stream);
+    selftest::collect_gradients(outcome, run.trainer.state(), run.groups.rank(), run.stream);
     lock.unlock();
     const StepResult r = run.trainer.step(
         batches, {.lr = 0, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0, .step = 1}, {});

@@ -29,11 +29,11 @@ StepConfig step_of(const Case& c, int64_t heads, int64_t kv_heads, const BatchSh
                   .batch = batch,
                   .micro_batches = micro_batches,
                   .recompute = c.recompute,
-                  .zero = {.shards = c.dp * c.cp},
+                  .layout = {.zero = {.shards = c.dp * c.cp}},
                   .generates = false};
   step.model.n_positions = batch.T;
-  step.tensor = tensor_parallel(step.model, c.tp);
-  step.context = context_parallel(step.model, step.tensor, c.cp, c.attention);
+  step.layout.tensor = tensor_parallel(step.model, c.tp);
+  step.layout.context = context_parallel(step.model, step.layout.tensor, c.cp, c.attention);
   return step;
 }
 
@@ -42,9 +42,9 @@ struct Law {
   int64_t forward, backward;
   explicit Law(const StepConfig& step) {
     const ModelConfig m = step.part();
-    const int64_t P = step.context.ranks, N = step.batch.rows() / P, D = m.head_size, size = size_of(step.dtype);
+    const int64_t P = step.layout.context.ranks, N = step.batch.rows() / P, D = m.head_size, size = size_of(step.dtype);
     const int64_t K = N * 2 * m.n_kv_head * D * size, K32 = K / size * 4, Q = N * m.n_head * D * size;
-    if (step.context.attention != ContextAttention::ulysses) {
+    if (step.layout.context.attention != ContextAttention::ulysses) {
       forward = (P - 1) * K;
       backward = (P - 1) * (K + K32);
       return;
@@ -76,20 +76,20 @@ int64_t line(const Plan& plan, const std::string& label) {
 void require_as_planned(const StepConfig& step) {
   const Device device{DeviceKind::cpu, 1};
   const Plan plan = make_plan(step, device);
-  World world(step.mesh());
+  World world(step.layout.mesh());
   run_ranks(world, [&](int rank) {
     Run run(step, plan, device, world, rank);
     init_weights(run.trainer.state(), 1, run.stream);
-    const BatchSource batches = [&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); };
+    const BatchSource batches = [&](int64_t m) { return selftest::read_batch(step, run.groups.reader(), m); };
     const StepResult result = run.trainer.step(batches, {1e-3f, 0.9f, 0.95f, 1e-8f, 0, 1}, {});
-    run.dp.reduce_stream.synchronize();
+    run.groups.reduce_stream().synchronize();
     CHECK(result.applied, "the step was not applied");
     const auto planned = make_plan(step, device, rank).step_traffic;
-    const std::vector<Comm*> groups = run.dp.tensor_groups();
+    const std::vector<Comm*> groups = run.groups.tensor_groups();
     for (size_t g = 0; g < groups.size(); ++g)
       CHECK(groups[g]->bytes_sent() == planned[g].second, "rank {} sends {} bytes to {}, planned {}", rank,
             groups[g]->bytes_sent(), groups[g]->name(), planned[g].second);
-    CHECK(run.dp.keys_values->bytes_sent() == sent_to(plan, "keys and values"),
+    CHECK(run.groups[GroupName::keys_values].bytes_sent() == sent_to(plan, "keys and values"),
           "ranks send different numbers of bytes of keys and values");
     run.trainer.evaluate(1, 1, batches);
     CHECK(run.arena.high_water() == plan.arena_bytes, "rank {} uses {} bytes, planned {}", rank, run.arena.high_water(),
@@ -126,7 +126,7 @@ TEST_CASE(
     const StepConfig step = step_of(c, 8, 2, {2, 32}, 3);
     const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
     REQUIRE(sent_to(plan, "keys and values") == Law(step).of_step(step));
-    REQUIRE(sent_to(plan, "scalars") == (step.ranks() - 1) * 8 * (1 + step.model.n_layer + 2));
+    REQUIRE(sent_to(plan, "scalars") == (step.layout.ranks() - 1) * 8 * (1 + step.model.n_layer + 2));
     require_as_planned(step);
   }
 }
@@ -140,10 +140,10 @@ TEST_CASE("on paper the ring's transfers are hidden exactly where computation be
       for (const ContextAttention attention : all_context_attentions) {
         INFO(Case({attention, cp, 1, 1, dtype}).text());
         StepConfig step = step_of({attention, cp, 1, 1, dtype}, 8, 8, {2, 64});
-        step.zero.set_stage(1);
+        step.layout.zero.set_stage(1);
         const ModelConfig& m = step.model;
         // Two slices of L rows against two others, of which one pair sees half.
-        const double L = static_cast<double>(step.context.slice_rows(step.batch.T));
+        const double L = static_cast<double>(step.layout.context.slice_rows(step.batch.T));
         const double pairs = 4.0 * static_cast<double>(step.batch.B * m.n_head * m.head_size) * L * L / flops_per_s;
         const double size = size_of(dtype), K = static_cast<double>(step.batch.rows() / cp * 2 * m.kv_size()) * size;
         // The slowest links on which all is hidden: in the forward the blocks of a step, 2 L^2 pairs, are beside K; in
@@ -230,9 +230,9 @@ StepConfig long_step(int cp, ContextAttention attention) {
       .model = resolve_model(
           "llama3:1B", {.n_layer = 6, .n_head = 6, .n_kv_head = 2, .n_embd = 384, .n_ffn = 1024, .vocab_size = 257}),
       .batch = {1, 16384},
-      .zero = {.shards = cp},
+      .layout = {.zero = {.shards = cp}},
       .generates = false};
-  step.context = context_parallel(step.model, step.tensor, cp, attention);
+  step.layout.context = context_parallel(step.model, step.layout.tensor, cp, attention);
   return step;
 }
 
@@ -286,12 +286,12 @@ TEST_CASE("llama3:8B at 131,072 tokens is planned in a moment: what a rank keeps
   StepConfig step{.model = resolve_model("llama3:8B", {}), .dtype = DType::bf16, .batch = {1, 131072}};
   step.recompute = Recompute::block;
   step.generates = false;
-  step.zero.shards = 16;
-  step.zero.set_stage(3);
-  step.tensor = tensor_parallel(step.model, 8);
+  step.layout.zero.shards = 16;
+  step.layout.zero.set_stage(3);
+  step.layout.tensor = tensor_parallel(step.model, 8);
   const int64_t N = step.batch.T / 16 / 8, C = step.model.n_embd, L = step.model.n_layer;
   for (const ContextAttention attention : {ContextAttention::ring, ContextAttention::all_gather}) {
-    step.context = context_parallel(step.model, step.tensor, 16, attention);
+    step.layout.context = context_parallel(step.model, step.layout.tensor, 16, attention);
     const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
     REQUIRE(sent_to(plan, "keys and values") == Law(step).of_step(step));
     // A block keeps its output; the embedding's comes to that.

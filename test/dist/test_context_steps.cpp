@@ -32,10 +32,10 @@ TEST_CASE("recomputation and the schedule change no bits on context-parallel ran
       for (const Recompute recompute : all_recompute) {
         const bool gpipe = recompute == Recompute::none || recompute == Recompute::norm;
         step.recompute = recompute;
-        step.schedule = gpipe ? Schedule::gpipe : Schedule::one_f_one_b;
-        step.chunks = recompute == Recompute::none || recompute == Recompute::activation ? 1 : 3;
+        step.layout.pipeline.schedule = gpipe ? Schedule::gpipe : Schedule::one_f_one_b;
+        step.layout.pipeline.chunks_per_stage = recompute == Recompute::none || recompute == Recompute::activation ? 1 : 3;
         INFO(name_of(attention) << ", " << name_of(dtype) << ", recompute " << name_of(recompute) << ", "
-                                << name_of(step.schedule) << ", " << step.chunks << " chunks");
+                                << name_of(step.layout.pipeline.schedule) << ", " << step.layout.pipeline.chunks() << " chunks");
         REQUIRE(same_bits(run(step), kept));
       }
     }
@@ -59,8 +59,8 @@ TEST_CASE("any division of a step into micro-batches, and of the head's rows int
 
 TEST_CASE("twenty steps of context-parallel ranks follow one rank") {
   const Outcome alone = selftest::run_layout(step_of(qwen3, {}), {}, {}, 20);
-  for (const Layout& layout :
-       {Layout{4}, {2, ContextAttention::all_gather, 1, {.stage = 3, .shards = 2}}, {4, ContextAttention::ulysses}}) {
+  for (const LayoutCase& layout :
+       {LayoutCase{4}, {2, ContextAttention::all_gather, 1, {.stage = 3, .shards = 2}}, {4, ContextAttention::ulysses}}) {
     const Outcome found = selftest::run_layout(step_of(qwen3, layout), {}, {}, 20);
     const Distances d(found, alone);
     INFO(to_string(layout) << ": " << to_string(d));
@@ -95,7 +95,7 @@ TEST_CASE("the loss and its gradient are divided by the tokens of all ranks, whe
   for (const auto read : {read_few_targets<0>, read_few_targets<1>, read_few_targets<2>})
     for (const Documents documents : {Documents::together, Documents::apart}) {
       const Outcome alone = selftest::run_layout(step_of(gpt2, {}, documents), {}, {.read = read});
-      for (const Layout& layout : {Layout{2},
+      for (const LayoutCase& layout : {LayoutCase{2},
                                    {8},
                                    {4, ContextAttention::all_gather},
                                    {4, ContextAttention::ulysses},
@@ -121,10 +121,10 @@ struct Evaluation {
 Evaluation evaluate(const StepConfig& step, int64_t T) {
   StepConfig texts = step;
   texts.batch.T = T;
-  texts.zero = {};  // one reader has them all
-  texts.context = {};
+  texts.layout.zero = {};  // one reader has them all
+  texts.layout.context = {};
   constexpr int64_t all = 2;  // micro-batches of all readers
-  const int64_t readers = step.readers();
+  const int64_t readers = step.layout.readers();
   auto read = [&](int64_t number) {
     return number == 0 ? read_few_targets<1>(texts, 0, 0) : read_few_targets<2>(texts, 0, number);
   };
@@ -134,7 +134,7 @@ Evaluation evaluate(const StepConfig& step, int64_t T) {
   Evaluation found;
   std::mutex mutex;
   on_ranks(step, [&](Run& run) {
-    auto number_of = [&](int64_t m) { return m * readers + run.dp.reader(); };
+    auto number_of = [&](int64_t m) { return m * readers + run.groups.reader(); };
     const double loss = run.trainer.evaluate(
         all / readers, targets, [&](int64_t m) { return read(number_of(m)); },
         [&](int64_t m, std::span<const float> losses) {
@@ -150,7 +150,7 @@ Evaluation evaluate(const StepConfig& step, int64_t T) {
         },
         T);
     std::lock_guard lock(mutex);
-    CHECK(found.loss == 0 || found.loss == loss, "rank {} has another loss", run.dp.rank);
+    CHECK(found.loss == 0 || found.loss == loss, "rank {} has another loss", run.groups.rank());
     found.loss = loss;
   });
   return found;
@@ -162,7 +162,7 @@ TEST_CASE("texts of any length have the loss of one rank, and every row its own,
   for (const auto& [model, documents] : {std::pair{qwen3, Documents::apart}, {gpt2, Documents::together}})
     for (const int64_t T : {1, 5, 7, 16, 33, 48}) {
       const Evaluation alone = evaluate(step_of(model, {}, documents), T);
-      for (const Layout& layout : {Layout{2},
+      for (const LayoutCase& layout : {LayoutCase{2},
                                    {4},
                                    {8},
                                    {2, ContextAttention::ring, 1, {.shards = 2}},
@@ -193,14 +193,14 @@ TEST_CASE("multiple choice gives on context-parallel ranks what it gives on one"
     const ChoiceSet set(dir / "choices.jsonl", model.config().vocab_size, seq_len);
     ChoiceScore score;
     on_ranks(step_of(model, {}),
-             [&](Run& run) { score = evaluate_choices(run.trainer, set, run.dp, [](int64_t, int64_t) {}); });
-    for (const Layout& layout : {Layout{2},
+             [&](Run& run) { score = evaluate_choices(run.trainer, set, run.groups, [](int64_t, int64_t) {}); });
+    for (const LayoutCase& layout : {LayoutCase{2},
                                  {8},
                                  {4, ContextAttention::all_gather},
                                  {4, ContextAttention::ulysses},
                                  {2, ContextAttention::ring, 2, {.shards = 2}}})
       on_ranks(step_of(model, layout), [&](Run& run) {
-        const ChoiceScore mine = evaluate_choices(run.trainer, set, run.dp, [](int64_t, int64_t) {});
+        const ChoiceScore mine = evaluate_choices(run.trainer, set, run.groups, [](int64_t, int64_t) {});
         CHECK(mine.accuracy == score.accuracy && mine.normalized_accuracy == score.normalized_accuracy,
               "{}: accuracy {} instead of {}", to_string(layout), mine.accuracy, score.accuracy);
       });
@@ -210,12 +210,12 @@ TEST_CASE("multiple choice gives on context-parallel ranks what it gives on one"
 TEST_CASE("a text is generated from the same logits, bit for bit, on context-parallel ranks") {
   const std::vector<int32_t> text = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5};
   auto logits_of = [&](const StepConfig& step) {
-    std::vector<std::vector<std::vector<float>>> of_rank(static_cast<size_t>(step.ranks()));
+    std::vector<std::vector<std::vector<float>>> of_rank(static_cast<size_t>(step.layout.ranks()));
     on_ranks(step, [&](Run& run) {
       Continuation grown(run.trainer);
       for (size_t n = 1; n <= text.size(); ++n) {
-        of_rank[static_cast<size_t>(run.dp.rank)].push_back(run.trainer.next_token_logits(std::span(text).first(n)));
-        of_rank[static_cast<size_t>(run.dp.rank)].push_back(grown.feed(std::span(text).subspan(n - 1, 1)));
+        of_rank[static_cast<size_t>(run.groups.rank())].push_back(run.trainer.next_token_logits(std::span(text).first(n)));
+        of_rank[static_cast<size_t>(run.groups.rank())].push_back(grown.feed(std::span(text).subspan(n - 1, 1)));
       }
     });
     for (const auto& logits : of_rank) REQUIRE(logits == of_rank[0]);
@@ -249,7 +249,7 @@ TEST_CASE("the search for a number that is not finite names the sample, on the c
           if (m == 2) batch.tokens[static_cast<size_t>(row)] = 96;
           return batch;
         };
-        found[static_cast<size_t>(run.dp.rank)] =
+        found[static_cast<size_t>(run.groups.rank())] =
             where_not_finite(run.trainer, batches, [](int64_t m, int64_t b) { return 100 * m + b; });
       });
       INFO(name_of(attention) << ": " << found[0]);

@@ -126,7 +126,7 @@ TEST_CASE("the host waits for no counts of rows where a capacity bounds them; wi
     step.batch = {2, 16};
     step.micro_batches = 1;
     if (bounded) step.experts.capacity_factor = 1.25;
-    World world(step.mesh(), Backend::threads, poison_hooks);
+    World world(step.layout.mesh(), Backend::threads, poison_hooks);
     std::atomic<int> enqueued = 0;
     std::atomic<bool> all_enqueued = true;
     run_ranks(world, [&](int rank) {
@@ -135,12 +135,12 @@ TEST_CASE("the host waits for no counts of rows where a capacity bounds them; wi
       run.stream.synchronize();
       run.stream.enqueue([&] {
         const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(bounded ? 60000 : 300);
-        while (enqueued < step.ranks() && std::chrono::steady_clock::now() < end)
+        while (enqueued < step.layout.ranks() && std::chrono::steady_clock::now() < end)
           std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        if (enqueued < step.ranks()) all_enqueued = false;
+        if (enqueued < step.layout.ranks()) all_enqueued = false;
       });
       const PendingStep pending = run.trainer.begin_step(
-          [&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); },
+          [&](int64_t m) { return selftest::read_batch(step, run.groups.reader(), m); },
           {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 1}, {.max_norm = 1});
       ++enqueued;
       pending.wait();

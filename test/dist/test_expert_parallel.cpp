@@ -63,7 +63,7 @@ struct StaleExperts final : Comm {
   void all_gather(Tensor, Stream&) override {}
 };
 
-const std::vector<Layout> awkward_layouts = {{.ep = 2, .shards = 2},
+const std::vector<LayoutCase> awkward_layouts = {{.ep = 2, .shards = 2},
                                              {.ep = 2, .shards = 4},
                                              {.ep = 4, .shards = 4},
                                              {.ep = 2, .shards = 2, .replicas = 2},
@@ -99,22 +99,22 @@ void init_twins(const StepConfig& step, const ModelState& state, Stream& stream)
 template <int32_t other>
 HostBatch read_instead(const StepConfig& step, int reader, int64_t micro_batch) {
   HostBatch batch = selftest::read_batch(step, reader, micro_batch);
-  if (step.expert.ranks > 1) std::ranges::replace(batch.tokens, token, other);
+  if (step.layout.expert.ranks > 1) std::ranges::replace(batch.tokens, token, other);
   return batch;
 }
-std::vector<selftest::Layout> two_ranks(int ranks, const ModelConfig*) {
+std::vector<Layout> two_ranks(int ranks, const ModelConfig*) {
   if (ranks != 2) return {};
-  return {{.zero = {.shards = 2}}, {.zero = {.shards = 2}, .expert_ranks = 2}};
+  return {{.zero = {.shards = 2}}, {.zero = {.shards = 2}, .expert = {.ranks = 2}}};
 }
-std::vector<selftest::Layout> two_expert_ranks(int ranks, const ModelConfig*) {
+std::vector<Layout> two_expert_ranks(int ranks, const ModelConfig*) {
   if (ranks != 2) return {};
-  return {{.zero = {.shards = 2}, .expert_ranks = 2}};
+  return {{.zero = {.shards = 2}, .expert = {.ranks = 2}}};
 }
 
 }  // namespace
 
 TEST_CASE("the ranks of an ep group are neighbours, of tp, then cp, then shard; the others share an expert") {
-  const Mesh mesh = step_of(small_model("qwen2_moe"), {.ep = 4, .shards = 2, .replicas = 2, .tp = 2, .cp = 2}).mesh();
+  const Mesh mesh = step_of(small_model("qwen2_moe"), {.ep = 4, .shards = 2, .replicas = 2, .tp = 2, .cp = 2}).layout.mesh();
   const Mesh view = expert_view(mesh, {.ranks = 4, .count = 8});
   REQUIRE((view.size() == 16 && view.size(Axis::shard) == 2 && view.size(Axis::ep) == 4));
   REQUIRE(view.group(5, {Axis::ep}) == std::vector<int>{4, 5, 6, 7});
@@ -124,10 +124,10 @@ TEST_CASE("the ranks of an ep group are neighbours, of tp, then cp, then shard; 
   REQUIRE(view.group(5, {Axis::shard, Axis::replicate}) == std::vector<int>{1, 5, 9, 13});
   const Mesh beside = expert_view(mesh, {.ranks = 1, .count = 8});  // tensor-parallel ranks share all experts
   REQUIRE(beside.group(9, {Axis::shard}) == std::vector<int>{8, 9, 10, 11, 12, 13, 14, 15});
-  const Mesh pipeline = step_of(small_model("qwen2_moe"), {.ep = 2, .shards = 2, .pp = 2}).mesh();
+  const Mesh pipeline = step_of(small_model("qwen2_moe"), {.ep = 2, .shards = 2, .pp = 2}).layout.mesh();
   REQUIRE(expert_view(pipeline, {.ranks = 2, .count = 8}).group(3, {Axis::ep}) == std::vector<int>{2, 3});
   // Without tensor parallelism and --ep, experts are shared like the rest of the layer.
-  const Mesh data = step_of(small_model("mixtral"), {.shards = 2, .replicas = 2, .cp = 2}).mesh();
+  const Mesh data = step_of(small_model("mixtral"), {.shards = 2, .replicas = 2, .cp = 2}).layout.mesh();
   for (int rank = 0; rank < data.size(); ++rank)
     REQUIRE(expert_view(data, {.count = 8}).group(rank, {Axis::shard}) == data.group(rank, {Axis::shard, Axis::cp}));
 }
@@ -172,7 +172,7 @@ TEST_CASE("layouts that cannot divide the experts are refused with those that ca
   REQUIRE_ERROR(of(selftest::awkward_model("llama"), {}, 2, 2), "--ep 2: llama has no experts to divide");
   REQUIRE(of(selftest::awkward_model("llama"), {.ranks = 2, .sequence = false}, 2, 1).count == 0);
   StepConfig served = step_of(six, {.shards = 2});
-  served.zero.sync = DpSync::parameter_server;
+  served.layout.zero.sync = DpSync::parameter_server;
   REQUIRE_ERROR(on_holders(served, [](Holder&) {}), "blocks.0.experts: the servers of --dp-sync parameter-server");
 }
 
@@ -182,7 +182,7 @@ TEST_CASE("given gradients of experts are summed over the ranks that share them,
     const StepConfig one_rank = step_of(model, {}, dtype);
     const selftest::Outcome one = given_step(one_rank);
     REQUIRE(difference(one_rank, one, one) == "");
-    for (Layout layout : awkward_layouts)
+    for (LayoutCase layout : awkward_layouts)
       for (const auto& [stage, reduce] : {std::pair(0, GradReduce::step),
                                           {1, GradReduce::micro},
                                           {2, GradReduce::micro},
@@ -204,11 +204,11 @@ TEST_CASE("given gradients of experts are summed over the ranks that share them,
 TEST_CASE("bugs in the sums of experts, their norm and their gathers are noticed") {
   const ModelConfig model = small_model("mixtral");
   const selftest::Outcome one = given_step(step_of(model, {}));
-  const auto found = [&](const Layout& layout, const Hooks& hooks, Planted planted = Planted::nothing) {
+  const auto found = [&](const LayoutCase& layout, const Hooks& hooks, Planted planted = Planted::nothing) {
     const StepConfig step = step_of(model, layout);
     return difference(step, one, given_step(step, hooks, planted));
   };
-  const Layout ep = {.ep = 2, .shards = 4}, tp = {.ep = 1, .shards = 2, .tp = 2};
+  const LayoutCase ep = {.ep = 2, .shards = 4}, tp = {.ep = 1, .shards = 2, .tp = 2};
   using layout_bugs::Replaces;
   REQUIRE(found(ep, PlantsSumsOverAllData()) != "");
   REQUIRE(found(ep, Replaces<TimesEp>()) != "");
@@ -222,13 +222,12 @@ TEST_CASE("bugs in the sums of experts, their norm and their gathers are noticed
 }
 
 TEST_CASE("models without experts have no further groups, and experts that are shared alike use those there are") {
-  const auto groups = [](const ModelConfig& model, const Layout& layout) {
+  const auto groups = [](const ModelConfig& model, const LayoutCase& layout) {
     const StepConfig step = step_of(model, layout);
-    DataParallel dp(step.mesh(), 0, Device{DeviceKind::cpu, 1}.on_paper(), DataParallel::null_groups(0), no_hooks,
-                    step.tensor, step.context, step.expert);
-    REQUIRE(dp.experts_apart() == (&dp.sharers(Sharing::experts).gradients != dp.gradients.get()));
-    REQUIRE(&dp.sharers(Sharing::dense).weights == dp.weights.get());
-    return std::tuple(dp.experts->size(), dp.expert_gradients->size(), dp.expert_weights->size());
+    const Groups all(step.layout, 0, Device{DeviceKind::cpu, 1}.on_paper(), Groups::null_groups(0));
+    REQUIRE(all.layout.experts_apart() == (&all.sharers(Sharing::experts).gradients != &all[GroupName::gradients]));
+    REQUIRE(&all.sharers(Sharing::dense).weights == &all[GroupName::weights]);
+    return std::tuple(all[GroupName::experts].size(), all[GroupName::expert_gradients].size(), all[GroupName::expert_weights].size());
   };
   const ModelConfig dense = selftest::Model{"llama", false, DType::fp32, 8, 8}.config(),
                     sparse = small_model("mixtral");
@@ -239,34 +238,34 @@ TEST_CASE("models without experts have no further groups, and experts that are s
 }
 
 TEST_CASE("an expert that no rank has, or that two ranks of an ep group have, is refused by name") {
-  for (const Layout& layout : awkward_layouts)
+  for (const LayoutCase& layout : awkward_layouts)
     for (const int stage : {0, 3}) {
-      Layout staged = layout;
+      LayoutCase staged = layout;
       staged.stage = stage;
       INFO(to_string(staged));
       const StepConfig step = step_of(small_model("qwen3_moe", layout.pp == 1), staged);
-      const Mesh mesh = step.mesh();
+      const Mesh mesh = step.layout.mesh();
       on_holders(step, [&](Holder& h) {
-        check_whole_model(h.state, part_of(parameter_table(step.model), step.tensor, 0), step.model.tied, mesh);
+        check_whole_model(h.state, part_of(parameter_table(step.model), step.layout.tensor, 0), step.model.tied, mesh);
       });
     }
 
   const StepConfig step = step_of(small_model("qwen3_moe"), {.ep = 2, .shards = 4, .stage = 1});
   const ParamTable table = parameter_table(step.model);
-  const Mesh view = expert_view(step.mesh(), step.expert);
-  std::vector<HeldByRank> good(static_cast<size_t>(step.ranks()));
+  const Mesh view = expert_view(step.layout.mesh(), step.layout.expert);
+  std::vector<HeldByRank> good(static_cast<size_t>(step.layout.ranks()));
   on_holders(step, [&](Holder& h) {
-    good[static_cast<size_t>(h.dp.rank)] = {0, 0, held_from_text(text_of(units_held(h.state))),
-                                            view.coordinate(h.dp.rank, Axis::ep)};
+    good[static_cast<size_t>(h.groups.rank())] = {0, 0, held_from_text(text_of(units_held(h.state))),
+                                            view.coordinate(h.groups.rank(), Axis::ep)};
   });
   const auto refused = [&](const char* why, auto&& plant) {
     std::vector<HeldByRank> held = good;
     for (HeldByRank& rank : held)
       for (HeldUnits& unit : rank.units)
         if (table[unit.first].name == "blocks.2.experts") plant(rank.expert_rank, unit);
-    const ZeroConfig experts = expert_zero(step.zero, step.tensor, step.expert);
-    if (*why != '\0') REQUIRE_ERROR(require_whole_model(table, false, step.zero, experts, held), why);
-    else require_whole_model(table, false, step.zero, experts, held);
+    const ZeroConfig experts = step.layout.expert_zero();
+    if (*why != '\0') REQUIRE_ERROR(require_whole_model(table, false, step.layout.zero, experts, held), why);
+    else require_whole_model(table, false, step.layout.zero, experts, held);
   };
   refused("", [](int, HeldUnits&) {});
   refused("blocks.2.experts.0.gate.weight on stage 0 belongs to 0 rank(s) of an ep group, expected 1",
@@ -293,18 +292,18 @@ TEST_CASE("four ranks with experts in bf16 agree with one rank, and too large a 
   const auto model = [](int64_t layers) {
     return std::vector<selftest::Model>{{"mixtral", false, DType::bf16, 8, 2, 20, layers}};
   };
-  const auto layouts = [](int ranks, const ModelConfig* m) -> std::vector<selftest::Layout> {
+  const auto layouts = [](int ranks, const ModelConfig* m) -> std::vector<Layout> {
     if (ranks != 4) return {};
     const TensorParallel tensor = tensor_parallel(*m, 2);
-    return {{.zero = {.shards = 2}, .tensor = tensor, .expert_ranks = 4},
-            {.zero = {.stage = 3, .shards = 2}, .tensor = tensor, .expert_ranks = 4},
-            {.zero = {.shards = 4}, .context = context_parallel(*m, {}, 2), .expert_ranks = 4},
-            {.zero = {.shards = 2, .replicas = 2}, .expert_ranks = 2},
-            {.zero = {.shards = 2}, .stages = 2, .schedule = Schedule::gpipe, .expert_ranks = 2}};
+    return {{.zero = {.shards = 2}, .tensor = tensor, .expert = {.ranks = 4}},
+            {.zero = {.stage = 3, .shards = 2}, .tensor = tensor, .expert = {.ranks = 4}},
+            {.zero = {.shards = 4}, .context = context_parallel(*m, {}, 2), .expert = {.ranks = 4}},
+            {.zero = {.shards = 2, .replicas = 2}, .expert = {.ranks = 2}},
+            {.zero = {.shards = 2}, .expert = {.ranks = 2}, .pipeline = {.schedule = Schedule::gpipe, .stages = 2}}};
   };
-  const auto four_shards = [](int ranks, const ModelConfig*) -> std::vector<selftest::Layout> {
+  const auto four_shards = [](int ranks, const ModelConfig*) -> std::vector<Layout> {
     if (ranks != 4) return {};
-    return {{.zero = {.shards = 4}, .expert_ranks = 2}};
+    return {{.zero = {.shards = 4}, .expert = {.ranks = 2}}};
   };
   Log log = Log::silent();
   REQUIRE(run_selftest(log, selftest::all_layouts(4, model(2), layouts)));
@@ -316,12 +315,12 @@ TEST_CASE("a layout that sends a token to another expert is told from one rank b
   const selftest::Model narrow = {"mixtral", false, DType::bf16, 8, 2, 20, 2},
                         wide = {"mixtral", false, DType::fp32, 8, 2, 20, 2},
                         shallow = {"mixtral", false, DType::bf16, 8, 2, 20, 1};
-  const auto found = [](const selftest::Model& model, const selftest::Layout& layout, const selftest::Parts& parts) {
+  const auto found = [](const selftest::Model& model, const Layout& layout, const selftest::Parts& parts) {
     const ModelConfig config = model.config();
-    return selftest::rerouted(selftest::step_config(config, model.dtype, 1, selftest::Layout{}),
+    return selftest::rerouted(selftest::step_config(config, model.dtype, 1, Layout{}),
                               selftest::step_config(config, model.dtype, layout), {}, parts, 1);
   };
-  const StepConfig one = selftest::step_config(narrow.config(), narrow.dtype, 1, selftest::Layout{});
+  const StepConfig one = selftest::step_config(narrow.config(), narrow.dtype, 1, Layout{});
   std::string place;
   int64_t count = 0;
   for (int64_t sample = 0; sample < selftest::sequences; ++sample) {
@@ -334,12 +333,12 @@ TEST_CASE("a layout that sends a token to another expert is told from one rank b
   REQUIRE(count > 1);
 
   const TensorParallel tensor = tensor_parallel(narrow.config(), 2);
-  const selftest::Layout simple = two_expert_ranks(2, nullptr)[0],
+  const Layout simple = two_expert_ranks(2, nullptr)[0],
                          all_axes{.zero = {.shards = 2},
                                   .tensor = tensor,
                                   .context = context_parallel(narrow.config(), tensor, 2),
-                                  .stages = 2,
-                                  .expert_ranks = 4};
+                                  .expert = {.ranks = 4},
+                                  .pipeline = {.stages = 2}};
   const selftest::Rerouted tie = found(narrow, all_axes, {.read = read_instead<twin>, .init = init_twins}),
                            same = found(wide, simple, {.read = read_instead<twin>, .init = init_twins}),
                            wrong = found(narrow, simple, {.read = read_instead<6>, .init = init_twins});

@@ -60,7 +60,7 @@ struct Watch {
 };
 
 const Device device{DeviceKind::cpu, 1};
-const Mesh mesh({{Axis::pp, 2}, {Axis::shard, 2}, {Axis::cp, 2}});
+const Layout layout{.zero = {.shards = 4}, .context = {.ranks = 2}, .pipeline = {.stages = 2}};
 
 // Until some time after its rank has begun to leave: by then everything is destroyed that will not wait.
 struct HeldUp {
@@ -75,22 +75,22 @@ struct HeldUp {
 
 // What a rank has on its streams when it leaves: on each an exchange of another group, behind something slow.
 struct Work {
-  Work(DataParallel& dp, Stream& compute, Arena& arena, Watch& watch, bool fails) {
+  Work(Groups& groups, Stream& compute, Arena& arena, Watch& watch, bool fails) {
     const auto enqueue = [&](Comm& comm, Stream& stream, auto&& collective) {
       held_up.enqueue(stream);
       const Tensor x = arena.alloc("test", "x", DType::fp32, {8});
       zero(x, stream);
-      watch.expect_one(dp.rank, comm);
+      watch.expect_one(groups.rank(), comm);
       collective(comm, x, stream);
     };
     const auto gather = [](Comm& comm, const Tensor& x, Stream& stream) { comm.all_gather(x, stream); };
-    enqueue(*dp.gradients, dp.reduce_stream, gather);
-    enqueue(*dp.weights, dp.gather_stream, gather);
-    enqueue(*dp.keys_values, *dp.context_stream, gather);
-    if (fails) enqueue(*dp.scalars, compute, gather);  // of more ranks than two: several exchanges
-    dp.links.for_each_with_ends([&](StageLink& link, int from, int) {
+    enqueue(groups[GroupName::gradients], groups.reduce_stream(), gather);
+    enqueue(groups[GroupName::weights], groups.gather_stream(), gather);
+    enqueue(groups[GroupName::keys_values], *groups.find_stream(Lane::context), gather);
+    if (fails) enqueue(groups[GroupName::scalars], compute, gather);  // of more ranks than two: several exchanges
+    groups.links.for_each_with_ends([&](StageLink& link, int from, int) {
       enqueue(link.comm(), link.stream(), [&](Comm& comm, const Tensor& x, Stream& stream) {
-        if (from == dp.stage) comm.send(x, link.peer(), stream);
+        if (from == groups.me.stage) comm.send(x, link.peer(), stream);
         else comm.receive(x, link.peer(), stream);
       });
     });
@@ -105,18 +105,18 @@ struct Work {
 struct Rank {
   Arena arena, scratch;
   Stream compute;
-  DataParallel dp;
-  explicit Rank(int rank, const DataParallel::Join& join)
+  Groups groups;
+  explicit Rank(int rank, const Groups::Join& join)
       : arena(device, 1 << 20),
         scratch(device, 1 << 20),
         compute(device, scratch),
-        dp(mesh, rank, device, join, no_hooks, {}, {.ranks = 2}) {}
+        groups(layout, rank, device, join) {}
 };
 struct WorkingRank : Rank {
   Work work;
   WorkingRank(int rank, Watch& watch, bool fails)
       : Rank(rank, [&](const std::string& name, const auto& members) { return watch.join(rank, name, members); }),
-        work(dp, compute, arena, watch, fails) {}
+        work(groups, compute, arena, watch, fails) {}
 };
 
 }  // namespace
@@ -148,7 +148,7 @@ TEST_CASE("a group that is destroyed lives on in the tasks that use it") {
 
 TEST_CASE("a rank that ends while its streams work waits for them") {
   Watch watch;
-  World world(mesh);
+  World world(layout.mesh());
   run_ranks(world, [&](int rank) { WorkingRank(rank, watch, false); });
   REQUIRE(watch.destroyed_early == 0);
   REQUIRE(watch.exchanges == 8 * (3 + 3 + 1 + 2));  // of each rank: round two groups of four, one of two, two links
@@ -158,7 +158,7 @@ TEST_CASE("a constructor that throws waits for no peer, no peer waits for it, an
   for (const int failing : {0, 5}) {
     INFO("rank " << failing);
     Watch watch;
-    World world(mesh);
+    World world(layout.mesh());
     REQUIRE_ERROR(run_ranks(world,
                             [&](int rank) {
                               if (rank == failing) WorkingRank(rank, watch, true);
@@ -167,7 +167,7 @@ TEST_CASE("a constructor that throws waits for no peer, no peer waits for it, an
                               };
                               Rank waits(rank, join);  // for all of the failing rank's groups but one
                               const Tensor x = waits.arena.alloc("test", "x", DType::fp32, {8});
-                              waits.dp.scalars->all_gather(x, waits.compute);
+                              waits.groups[GroupName::scalars].all_gather(x, waits.compute);
                               waits.compute.synchronize();
                             }),
                   formatted("rank {} on {} has failed: no more disk", failing, host_name()));
@@ -177,7 +177,7 @@ TEST_CASE("a constructor that throws waits for no peer, no peer waits for it, an
 
 TEST_CASE("groups that throw while they are made leave no task without its group") {
   Watch watch;
-  World world(mesh);
+  World world(layout.mesh());
   REQUIRE_ERROR(run_ranks(world,
                           [&](int rank) {
                             Arena arena(device, 1 << 20), scratch(device, 1 << 20);
@@ -195,7 +195,7 @@ TEST_CASE("groups that throw while they are made leave no task without its group
                               comm->all_gather(arena.alloc("test", "x", DType::fp32, {4}), compute);
                               return comm;
                             };
-                            const DataParallel dp(mesh, rank, device, join, no_hooks, {}, {.ranks = 2});
+                            const Groups groups(layout, rank, device, join);
                             *held_up.leaving = true;
                             compute.synchronize();
                           }),

@@ -18,7 +18,7 @@ using namespace llmc;
 TEST_CASE(
     "layouts of up to four and of eight ranks agree with one rank, and the ZeRO stages with each other bit for bit") {
   const auto four_or_eight = [](int ranks, const ModelConfig* model) {
-    return ranks == 4 || ranks == 8 ? selftest::layouts(ranks, model) : std::vector<selftest::Layout>();
+    return ranks == 4 || ranks == 8 ? selftest::layouts(ranks, model) : std::vector<Layout>();
   };
   std::vector<selftest::Model> models = selftest::all_models();
   std::erase_if(models, [](const selftest::Model& m) {  // these are among the long tests
@@ -32,8 +32,8 @@ TEST_CASE(
 
 TEST_CASE("four and eight ranks with tensor parallelism agree with one rank") {
   const auto layouts = [](int ranks, const ModelConfig* model) {
-    std::vector<selftest::Layout> some;
-    for (const selftest::Layout& layout : selftest::layouts(ranks, model))
+    std::vector<Layout> some;
+    for (const Layout& layout : selftest::layouts(ranks, model))
       if (layout.zero.replicas == 1 && layout.zero.grad_reduce == GradReduce::step &&
           (ranks == 4 || (ranks == 8 && layout.zero.stage % 3 == 0 && layout.tensor.ranks > 2)))
         some.push_back(layout);
@@ -60,9 +60,9 @@ TEST_CASE(
         all.insert(formatted("{} {}, stage {}", m.dtype, tp, l.zero.stage));
         all.insert(formatted("{} {} key-value heads, {}", m.dtype, m.kv_heads, tp));
         all.insert(formatted("{} cp {} {}, {}", m.dtype, l.context.ranks, l.context.attention, tp));
-        all.insert(formatted("{} pp {} {}, {}", m.dtype, l.stages, l.schedule, tp));
-        all.insert(formatted("{} ep {}, pp {}", m.dtype, l.expert_ranks, l.stages));
-        all.insert(formatted("{} tied {}, pp {} {}", m.dtype, m.tied, l.stages, l.schedule));
+        all.insert(formatted("{} pp {} {}, {}", m.dtype, l.pipeline.stages, l.pipeline.schedule, tp));
+        all.insert(formatted("{} ep {}, pp {}", m.dtype, l.expert.ranks, l.pipeline.stages));
+        all.insert(formatted("{} tied {}, pp {} {}", m.dtype, m.tied, l.pipeline.stages, l.pipeline.schedule));
       }
     return all;
   };
@@ -82,10 +82,10 @@ TEST_CASE(
       std::string first_kept, first;
       size_t next = 0;  // in the list of all; they are in the same order
       for (const Layout& layout : m.layouts) {
-        if (layout.begins()) first_kept = to_string(layout);
+        if (begins(layout)) first_kept = to_string(layout);
         for (;; ++next) {
           const Layout& candidate = same_model->layouts.at(next);
-          if (candidate.begins()) first = to_string(candidate);
+          if (begins(candidate)) first = to_string(candidate);
           if (to_string(candidate) == to_string(layout)) break;
         }
         REQUIRE(first == first_kept);
@@ -118,12 +118,12 @@ TEST_CASE("the self-test finds a skipped reduction, a mean instead of a sum, a d
     INFO(bug);
     Log log = Log::silent();
     REQUIRE_FALSE(run_selftest(log, selftest::all_layouts(2, {{"gpt2", true, DType::fp32}}), {}, parts));
-    for (const ZeroConfig& zero : selftest::layouts(2) | std::views::transform(&selftest::Layout::zero)) {
+    for (const ZeroConfig& zero : selftest::layouts(2) | std::views::transform(&Layout::zero)) {
       if (zero.stage < first_stage || (first_stage > 0 && zero.shards == 1) || zero.sync != DpSync::all_reduce)
         continue;
       INFO("stage " << zero.stage << ", " << zero.shards << " shards, reduce " << name_of(zero.grad_reduce));
       StepConfig step = one_rank;
-      step.zero = zero;
+      step.layout.zero = zero;
       step.micro_batches /= 2;
       const selftest::Distances d(selftest::run_layout(step, {}, parts), alone);
       REQUIRE_FALSE(std::max(d.gradients, d.weights) < 1e-5);
@@ -162,7 +162,7 @@ TEST_CASE("bytes sent per step match the formula, planned and between threads") 
           }
           if (shards * replicas == 1) continue;
           std::vector<std::map<std::string, int64_t>> counted(static_cast<size_t>(zero.ranks()));
-          World world(mesh_of(zero));
+          World world(Layout{.zero = zero}.mesh());
           run_ranks(world, [&](int rank) {
             Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
             init_weights(run.trainer.state(), 1, run.stream);
@@ -174,9 +174,9 @@ TEST_CASE("bytes sent per step match the formula, planned and between threads") 
                   return batch;
                 },
                 {.lr = 1e-3f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = 1}, {});
-            run.dp.gather_stream.synchronize();
-            run.dp.reduce_stream.synchronize();
-            for (const Comm* comm : run.dp.tensor_groups())
+            run.groups.gather_stream().synchronize();
+            run.groups.reduce_stream().synchronize();
+            for (const Comm* comm : run.groups.tensor_groups())
               counted[static_cast<size_t>(rank)][comm->name()] = comm->bytes_sent();
           });
           for (const auto& sent : counted)
@@ -200,8 +200,8 @@ TEST_CASE("memory of model states by stage is the ZeRO paper's, for the dtypes i
   }
   auto states = [&](int stage) {
     StepConfig c = alone;
-    c.zero.shards = 8;
-    c.zero.set_stage(stage);
+    c.layout.zero.shards = 8;
+    c.layout.zero.set_stage(stage);
     int64_t bytes = 0;
     for (const MemoryLine& line : make_plan(c, {DeviceKind::cpu, 1}).memory)
       for (const char* label : {"weights", "master weights", "gradients", "AdamW first moment", "AdamW second moment"})
@@ -215,8 +215,8 @@ TEST_CASE("memory of model states by stage is the ZeRO paper's, for the dtypes i
   REQUIRE(is(states(3), 18 * padded / 8));
   // Additional memory: whole units in flight, of gradients from stage 2 on, of weights in stage 3.
   StepConfig c = alone;
-  c.zero.shards = 8;
-  c.zero.set_stage(3);
+  c.layout.zero.shards = 8;
+  c.layout.zero.set_stage(3);
   for (const MemoryLine& line : make_plan(c, {DeviceKind::cpu, 1}).memory) {
     if (line.label == "gathered weights") REQUIRE(line.bytes == 2 * in_flight);
     if (line.label == "gradients in flight") REQUIRE(line.bytes == 4 * in_flight);
@@ -237,7 +237,7 @@ StepConfig layout(int ranks, int stage, DType dtype) {
 // Loads `from` (or initialises weights), saves to `out` as step `step`, and returns the state.
 WholeState pass_through(const StepConfig& config, const std::string& from, const std::string& out, int64_t step) {
   const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
-  World world(config.mesh(), Backend::threads, poison_hooks);
+  World world(config.layout.mesh(), Backend::threads, poison_hooks);
   WholeState whole;
   std::mutex mutex;
   run_ranks(world, [&](int rank) {
@@ -274,14 +274,14 @@ int ops_during_reductions(bool pushed, double seconds_per_byte) {
   if (pushed) zero.stage = 0, zero.sync = DpSync::parameter_server;
   StepConfig config = selftest::step_config(selftest::awkward_model(), DType::fp32, 12, zero);
   const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
-  World world(mesh_of(zero));
+  World world(Layout{.zero = zero}.mesh());
   world.throttle(seconds_per_byte);
   std::vector<Span> compute, reduce;
   run_ranks(world, [&](int rank) {
     Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
     init_weights(run.trainer.state(), 1, run.stream);
     run.stream.synchronize();
-    if (rank == 0) run.stream.set_trace(&compute), run.dp.reduce_stream.set_trace(&reduce);
+    if (rank == 0) run.stream.set_trace(&compute), run.groups.reduce_stream().set_trace(&reduce);
     run.trainer.accumulate_gradients([&](int64_t) {
       HostBatch batch;
       for (int32_t i = 0; i < config.batch.rows(); ++i)
@@ -289,7 +289,7 @@ int ops_during_reductions(bool pushed, double seconds_per_byte) {
       return batch;
     });
     run.stream.synchronize();
-    run.dp.reduce_stream.synchronize();
+    run.groups.reduce_stream().synchronize();
   });
   int overlapping = 0;
   for (const Span& r : reduce)
@@ -313,7 +313,7 @@ TEST_CASE("checkpoints are layout-independent: any layout reads what any other w
       for (int stage = 0; stage <= 3; ++stage) layouts.push_back(layout(ranks, stage, dtype));
     for (const DpSync sync : {DpSync::parameter_server, DpSync::partitioned_server}) {
       layouts.push_back(layout(4, 0, dtype));
-      layouts.back().zero.sync = sync;
+      layouts.back().layout.zero.sync = sync;
     }
     for (const StepConfig& writer : layouts) {
       // From one rank to this layout, and from this layout to every other.
@@ -346,9 +346,9 @@ TEST_CASE("a step that is interrupted in the middle can be saved, in every stage
   const TempDir dir;
   for (int stage = 0; stage <= 4; ++stage) {
     StepConfig config = layout(2, stage % 4, DType::fp32);
-    if (stage == 4) config.zero.sync = DpSync::parameter_server;
+    if (stage == 4) config.layout.zero.sync = DpSync::parameter_server;
     const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
-    World world(config.mesh(), Backend::threads, poison_hooks);
+    World world(config.layout.mesh(), Backend::threads, poison_hooks);
     run_ranks(world, [&](int rank) {
       Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
       init_weights(run.trainer.state(), 3, run.stream);
@@ -372,7 +372,7 @@ TEST_CASE("a step that is interrupted in the middle can be saved, in every stage
 TEST_CASE("an error during gradient reduction prevents the update on every rank") {
   const StepConfig config = layout(2, 2, DType::fp32);
   const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
-  World world(config.mesh(), Backend::threads, poison_hooks);
+  World world(config.layout.mesh(), Backend::threads, poison_hooks);
   std::mutex mutex;
   int unchanged = 0;
   std::latch begun(2);  // else a rank that is late would be ended before its step
@@ -388,7 +388,7 @@ TEST_CASE("an error during gradient reduction prevents the update on every rank"
                   };
                   const std::vector<float> before = weights();
                   begun.arrive_and_wait();
-                  run.dp.reduce_stream.enqueue([&] {
+                  run.groups.reduce_stream().enqueue([&] {
                     if (rank == 1) throw Error("the wire was cut");
                   });
                   try {
@@ -403,7 +403,7 @@ TEST_CASE("an error during gradient reduction prevents the update on every rank"
                         {.max_norm = 1});
                   } catch (const Error&) {
                     world.abort();
-                    for (Stream* s : {&run.stream, &run.dp.reduce_stream, &run.dp.gather_stream})
+                    for (Stream* s : {&run.stream, &run.groups.reduce_stream(), &run.groups.gather_stream()})
                       REQUIRE_THROWS_AS(s->synchronize(), Error);
                     std::lock_guard lock(mutex);
                     unchanged += weights() == before;
@@ -416,10 +416,10 @@ TEST_CASE("an error during gradient reduction prevents the update on every rank"
 
 TEST_CASE("bf16 weights without masters are rounded identically in every layout", "[parallel]") {
   selftest::Outcome alone;
-  std::vector<selftest::Layout> layouts = selftest::layouts(1);
-  for (const selftest::Layout& layout : selftest::layouts(2))
+  std::vector<Layout> layouts = selftest::layouts(1);
+  for (const Layout& layout : selftest::layouts(2))
     if (layout.zero.shards == 2) layouts.push_back(layout);
-  for (ZeroConfig zero : layouts | std::views::transform(&selftest::Layout::zero)) {
+  for (ZeroConfig zero : layouts | std::views::transform(&Layout::zero)) {
     zero.master_weights = false;
     const StepConfig step = selftest::step_config(selftest::awkward_model(), DType::bf16, 4, zero);
     for (const MemoryLine& line : make_plan(step, {DeviceKind::cpu, 1}).memory) REQUIRE(line.label != "master weights");

@@ -12,7 +12,7 @@ namespace {
 StepConfig step_of(QkNorm norm, int64_t kv_heads, int tp, bool sequence, DType dtype = DType::fp32) {
   ModelConfig model = selftest::Model{"qwen3", true, dtype, 8, kv_heads}.config();
   model.family.qk_norm = norm;
-  return selftest::step_config(model, dtype, 3, selftest::Layout{{}, tensor_parallel(model, tp, sequence)});
+  return selftest::step_config(model, dtype, 3, Layout{{}, tensor_parallel(model, tp, sequence)});
 }
 
 constexpr std::string_view sums = "sums over the heads of all ranks";
@@ -30,7 +30,7 @@ TEST_CASE("tensor-parallel ranks norm whole projections as one rank does") {
         selftest::Outcome first;
         for (const Recompute recompute : all_recompute) {
           step.recompute = recompute;
-          step.tensor.overlap = recompute == Recompute::norm;
+          step.layout.tensor.overlap = recompute == Recompute::norm;
           const selftest::Outcome outcome = selftest::run_layout(step, {}, {.hooks = poison_hooks});
           REQUIRE(outcome.fault == "");
           if (recompute == Recompute::none) {

@@ -28,10 +28,10 @@ std::string told(const StepConfig& step, const std::vector<Flip>& flips) {
     init_weights(h.state, 42, h.stream);
     for (const Flip& flip : flips)
       for (const StateEntry& e : h.state.state_table())
-        if (flip.rank == h.dp.rank && e.param->name == flip.param && e.name() == flip.kind)
+        if (flip.rank == h.groups.rank() && e.param->name == flip.param && e.name() == flip.kind)
           write_on_host(e.tensor, h.stream, [](const Tensor& t) { t.bytes[0] ^= std::byte{1}; });
     const auto differ =
-        diverged_copies(h.state, formatted("rank {}", h.dp.rank), h.stream, {{"what all have", {1, 2}}});
+        diverged_copies(h.state, formatted("rank {}", h.groups.rank()), h.stream, {{"what all have", {1, 2}}});
     std::lock_guard lock(mutex);
     all.insert(differ.value_or(""));
   });
@@ -54,7 +54,7 @@ TEST_CASE("a flipped bit in any kind of copy is named with who has it: of two co
   struct Case {
     const char* what;
     const ModelConfig& model;
-    Layout layout;
+    LayoutCase layout;
     Flip flip;
     const char* expected;
     DType dtype = DType::fp32;
@@ -108,7 +108,7 @@ TEST_CASE("more that differs is listed, and counted") {
 
 TEST_CASE("in every layout each element is compared with all of its copies") {
   const ModelConfig gpt2 = small_model("gpt2", true, 0), sparse = small_model("qwen2_moe");
-  for (const Layout& layout : std::vector<Layout>{{.shards = 2, .replicas = 2},
+  for (const LayoutCase& layout : std::vector<LayoutCase>{{.shards = 2, .replicas = 2},
                                                   {.shards = 3, .stage = 1, .replicas = 2},
                                                   {.shards = 2, .stage = 2, .tp = 2, .cp = 2},
                                                   {.shards = 2, .stage = 3, .replicas = 2, .tp = 2},

@@ -86,18 +86,18 @@ TEST_CASE("bytes through every rank's link match the law of --dp-sync, planned a
                         R = reduce == GradReduce::step ? 1 : step.micro_batches;
           const std::vector<LinkTraffic> law = link_traffic(P, G * R, W);
           const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
-          World world(step.mesh());
+          World world(step.layout.mesh());
           std::mutex mutex;
           std::string wrong;
           run_ranks(world, [&](int rank) {
             Run run(step, plan, {DeviceKind::cpu, 1}, world, rank);
             init_weights(run.trainer.state(), 1, run.stream);
             run.trainer.step([&](int64_t m) { return selftest::read_batch(step, rank, m); }, optimizer, {});
-            for (Stream* s : {&run.stream, &run.dp.reduce_stream, &run.dp.gather_stream}) s->synchronize();
+            for (Stream* s : {&run.stream, &run.groups.reduce_stream(), &run.groups.gather_stream()}) s->synchronize();
             std::lock_guard lock(mutex);
             int found = 0;
-            const int64_t out = run.dp.gradients->bytes_sent() + run.dp.weights->bytes_sent(),
-                          in = run.dp.gradients->bytes_received() + run.dp.weights->bytes_received();
+            const int64_t out = run.groups[GroupName::gradients].bytes_sent() + run.groups[GroupName::weights].bytes_sent(),
+                          in = run.groups[GroupName::gradients].bytes_received() + run.groups[GroupName::weights].bytes_received();
             for (const LinkTraffic& link : law) {
               if (link.sync != sync || rank < link.first || rank > link.last) continue;
               ++found;
@@ -108,12 +108,12 @@ TEST_CASE("bytes through every rank's link match the law of --dp-sync, planned a
             // The losses of all ranks, and a central server's decision.
             const bool tells =
                 (sync == DpSync::parameter_server || sync == DpSync::parameter_server_chain) && rank + 1 < P;
-            if (run.dp.scalars->bytes_sent() != (P - 1) * 8 * 6 + (tells ? 4 * 8 : 0))
-              wrong += formatted("rank {}: {} bytes of scalars\n", rank, run.dp.scalars->bytes_sent());
+            if (run.groups[GroupName::scalars].bytes_sent() != (P - 1) * 8 * 6 + (tells ? 4 * 8 : 0))
+              wrong += formatted("rank {}: {} bytes of scalars\n", rank, run.groups[GroupName::scalars].bytes_sent());
             if (rank > 1) return;  // plans are of ranks 0 and 1
-            for (const auto* comm : {&run.dp.gradients, &run.dp.weights, &run.dp.scalars})
+            for (const GroupName id : {GroupName::gradients, GroupName::weights, GroupName::scalars})
               for (const auto& [group, bytes] : plan.of(rank).step_traffic)
-                if (group == (*comm)->name() && bytes != (*comm)->bytes_sent() && (rank == 0 || plan.others))
+                if (group == run.groups[id].name() && bytes != run.groups[id].bytes_sent() && (rank == 0 || plan.others))
                   wrong += formatted("rank {}: {} bytes planned for {}\n", rank, bytes, group);
           });
           REQUIRE(wrong == "");
@@ -144,7 +144,7 @@ TEST_CASE("only servers hold master weights, moments and reduced gradients") {
     REQUIRE((!everyone.others && !sharded.others));
     const StepConfig stage1 = [&] {
       StepConfig step = step_of(4, DpSync::all_reduce, reduce, DType::bf16);
-      step.zero.stage = 1;
+      step.layout.zero.stage = 1;
       return step;
     }();
     for (const MemoryLine& line : make_plan(stage1, device).memory) REQUIRE(line.bytes == bytes(sharded, line.label));
@@ -165,7 +165,7 @@ TEST_CASE("only servers hold master weights, moments and reduced gradients") {
 TEST_CASE("the self-test finds a server that skips a rank, adds in another order, or sends old or too few weights") {
   using namespace layout_bugs;
   const auto three_ranks = [](int ranks, const ModelConfig*) {
-    std::vector<selftest::Layout> all;
+    std::vector<Layout> all;
     for (const DpSync sync : servers)
       if (ranks == 3) all.push_back({{.shards = 3, .sync = sync}});
     return all;
@@ -204,7 +204,7 @@ TEST_CASE("the server decides for all ranks: a step that is not finite, or an ou
     INFO(name_of(sync));
     const StepConfig step = step_of(3, sync);
     const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
-    World world(step.mesh(), Backend::threads, poison_hooks);
+    World world(step.layout.mesh(), Backend::threads, poison_hooks);
     std::mutex mutex;
     int good = 0;
     run_ranks(world, [&](int rank) {

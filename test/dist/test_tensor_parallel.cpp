@@ -18,7 +18,7 @@ selftest::Model model_of(const char* family, int64_t heads, int64_t kv_heads, DT
 
 StepConfig step_of(const selftest::Model& model, int tp, bool sequence, const ZeroConfig& zero = {}) {
   return selftest::step_config(model.config(), model.dtype, 3,
-                               selftest::Layout{zero, tensor_parallel(model.config(), tp, sequence)});
+                               Layout{zero, tensor_parallel(model.config(), tp, sequence)});
 }
 
 }  // namespace
@@ -98,7 +98,7 @@ TEST_CASE("what tensor-parallel ranks send obeys the laws, planned and between t
           law["activations"] = M * (of_blocks + of_ends + of_loss);
           law["scalars"] = (P - 1) * 8 * (1 + L + 2);
           // All-reduced in fp32: parameters that lie beside each other together, with the gaps between and after them.
-          for (const UnitSpec& unit : part_of(parameter_table(m), step.tensor, 0)) {
+          for (const UnitSpec& unit : part_of(parameter_table(m), step.layout.tensor, 0)) {
             const UnitLayout layout(unit);
             for (size_t first = 0, last = 0; first < unit.params.size(); first = last + 1) {
               const int copies = unit.params[first].copies;
@@ -116,7 +116,7 @@ TEST_CASE("what tensor-parallel ranks send obeys the laws, planned and between t
             INFO(group);
             REQUIRE(bytes == law[group]);
           }
-          World world(step.mesh());
+          World world(step.layout.mesh());
           std::mutex mutex;
           run_ranks(world, [&](int rank) {
             Run run(step, plan, {DeviceKind::cpu, 1}, world, rank);
@@ -124,9 +124,9 @@ TEST_CASE("what tensor-parallel ranks send obeys the laws, planned and between t
             run.trainer.step([&](int64_t m) { return selftest::read_batch(step, 0, m); },
                              {.lr = 1e-3f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = 1},
                              {});
-            run.dp.reduce_stream.synchronize();
+            run.groups.reduce_stream().synchronize();
             std::lock_guard lock(mutex);
-            const std::vector<Comm*> groups = run.dp.tensor_groups();
+            const std::vector<Comm*> groups = run.groups.tensor_groups();
             for (size_t g = 0; g < groups.size(); ++g) {
               CHECK(groups[g]->bytes_sent() == plan.step_traffic[g].second, "rank {} sends {} bytes to {}, planned {}",
                     rank, groups[g]->bytes_sent(), groups[g]->name(), plan.step_traffic[g].second);
@@ -138,8 +138,8 @@ TEST_CASE("what tensor-parallel ranks send obeys the laws, planned and between t
 TEST_CASE("with sequence parallelism a rank keeps its share of the activations") {
   auto activations = [](int tp, bool sequence) {
     StepConfig step{.model = resolve_model("llama3:8B", {}), .dtype = DType::bf16, .batch = {1, 8192}};
-    step.tensor = tensor_parallel(step.model, tp, sequence);
-    step.zero.holds = Holds::training_state;
+    step.layout.tensor = tensor_parallel(step.model, tp, sequence);
+    step.layout.zero.holds = Holds::training_state;
     int64_t bytes = 0;
     for (const MemoryLine& line : make_plan(step, {DeviceKind::cpu, 1}).memory)
       if (line.label == "activations") bytes = line.bytes;
@@ -159,9 +159,9 @@ TEST_CASE("overlap hides some of the exchanges of tensor parallelism on paper, a
       INFO("tp " << tp << ", by rows " << sequence);
       StepConfig step{.model = resolve_model("llama3:8B", {}), .dtype = DType::bf16, .batch = {1, 4096}};
       step.generates = false;
-      step.tensor = tensor_parallel(step.model, tp, sequence);
+      step.layout.tensor = tensor_parallel(step.model, tp, sequence);
       const Plan without = make_plan(step, device);
-      step.tensor.overlap = true;
+      step.layout.tensor.overlap = true;
       const Plan with = make_plan(step, device);
       REQUIRE(with.step_traffic == without.step_traffic);
       const double compute = without.step_seconds - without.exposed_seconds;

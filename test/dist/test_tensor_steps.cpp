@@ -18,7 +18,7 @@ const selftest::Model qwen3{"qwen3", true, DType::fp32, 8, 2}, gpt2{"gpt2", fals
 
 StepConfig step_of(const selftest::Model& model, int tp, bool sequence = true, const ZeroConfig& zero = {}) {
   const ModelConfig config = model.config();
-  return selftest::step_config(config, model.dtype, 3, selftest::Layout{zero, tensor_parallel(config, tp, sequence)});
+  return selftest::step_config(config, model.dtype, 3, Layout{zero, tensor_parallel(config, tp, sequence)});
 }
 
 void require_close(const selftest::Outcome& outcome, const selftest::Outcome& alone, double weights = 1e-5) {
@@ -34,7 +34,7 @@ TEST_CASE("recomputation changes no bits on tensor-parallel ranks") {
   for (const bool sequence : {true, false})
     for (const bool overlap : {false, true}) {
       StepConfig step = step_of(qwen3, 4, sequence);
-      step.tensor.overlap = overlap;
+      step.layout.tensor.overlap = overlap;
       const selftest::Outcome kept = selftest::run_layout(step);
       for (const Recompute recompute : {Recompute::activation, Recompute::norm, Recompute::block}) {
         INFO(name_of(recompute) << ", by rows " << sequence << ", overlap " << overlap);
@@ -83,7 +83,7 @@ TEST_CASE("bf16 weights without masters are rounded as on one rank, and alike on
   model.dtype = DType::bf16;
   auto without_masters = [&](int tp) {
     StepConfig step = step_of(model, tp);
-    step.zero.master_weights = false;
+    step.layout.zero.master_weights = false;
     return selftest::run_layout(step);
   };
   const selftest::Outcome alone = without_masters(1);
@@ -95,15 +95,15 @@ TEST_CASE("bf16 weights without masters are rounded as on one rank, and alike on
   // An update that no gradient takes part in is the same on all layouts, and so is its rounding, bit for bit.
   auto decayed = [&](int tp) {
     StepConfig step = step_of(model, tp);
-    step.zero.master_weights = false;
+    step.layout.zero.master_weights = false;
     selftest::Outcome outcome;
     std::mutex mutex;
     on_ranks(step, [&](Run& run) {
-      run.trainer.step([&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); },
+      run.trainer.step([&](int64_t m) { return selftest::read_batch(step, run.groups.reader(), m); },
                        {.lr = 0.1f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e30f, .weight_decay = 0.1f, .step = 1}, {});
       run.stream.synchronize();
       std::lock_guard lock(mutex);
-      selftest::collect_state(outcome, run.trainer.state(), run.dp.rank, run.stream);
+      selftest::collect_state(outcome, run.trainer.state(), run.groups.rank(), run.stream);
     });
     REQUIRE(outcome.fault == "");
     return outcome.weights;
@@ -119,7 +119,7 @@ TEST_CASE("a rank whose part of the vocabulary is all padding trains with the ot
       ModelConfig config = gpt2.config();
       config.vocab_size = 9;  // two tokens for each of four ranks, one for the fifth
       const StepConfig step =
-          selftest::step_config(config, DType::fp32, 1, selftest::Layout{{}, tensor_parallel(config, tp, sequence)});
+          selftest::step_config(config, DType::fp32, 1, Layout{{}, tensor_parallel(config, tp, sequence)});
       if (tp == 1) alone = selftest::run_layout(step);
       else require_close(selftest::run_layout(step), alone);
     }
@@ -148,7 +148,7 @@ TEST_CASE("multiple choice and sampling give on tensor-parallel ranks what they 
     ChoiceScore score;
     std::vector<std::vector<float>> logits;
     on_ranks(step_of(model, 1), [&](Run& run) {
-      score = evaluate_choices(run.trainer, set, run.dp, [](int64_t, int64_t) {});
+      score = evaluate_choices(run.trainer, set, run.groups, [](int64_t, int64_t) {});
       for (size_t n = 1; n <= text.size(); ++n)
         logits.push_back(run.trainer.next_token_logits(std::span(text).first(n)));
     });
@@ -156,7 +156,7 @@ TEST_CASE("multiple choice and sampling give on tensor-parallel ranks what they 
       StepConfig step = step_of(model, tp, sequence);
       step.head_chunks = chunks;
       on_ranks(step, [&](Run& run) {
-        const ChoiceScore mine = evaluate_choices(run.trainer, set, run.dp, [](int64_t, int64_t) {});
+        const ChoiceScore mine = evaluate_choices(run.trainer, set, run.groups, [](int64_t, int64_t) {});
         CHECK(mine.accuracy == score.accuracy && mine.normalized_accuracy == score.normalized_accuracy,
               "tp {}: accuracy {} instead of {}", tp, mine.accuracy, score.accuracy);
         Continuation sequence_so_far(run.trainer);
@@ -181,8 +181,8 @@ TEST_CASE("the first number that is not finite is found on the tensor-parallel r
   auto search = [&](auto&& break_weights) {
     on_ranks(step, [&](Run& run) {
       break_weights(run);
-      const BatchSource batches = [&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); };
-      found[static_cast<size_t>(run.dp.rank)] =
+      const BatchSource batches = [&](int64_t m) { return selftest::read_batch(step, run.groups.reader(), m); };
+      found[static_cast<size_t>(run.groups.rank())] =
           where_not_finite(run.trainer, batches, [](int64_t m, int64_t b) { return m + b; });
     });
     for (const std::string& text : found) REQUIRE(text == found[0]);
@@ -193,13 +193,13 @@ TEST_CASE("the first number that is not finite is found on the tensor-parallel r
       if (e.param->name == name && e.kind == StateKind::weight) fill(e.tensor, value, run.stream);
   };
   const std::string bad_weight = search([&](Run& run) {
-    if (run.dp.rank == 2) set(run, "blocks.1.mlp.up.weight", std::numeric_limits<float>::quiet_NaN());
+    if (run.groups.rank() == 2) set(run, "blocks.1.mlp.up.weight", std::numeric_limits<float>::quiet_NaN());
   });
   INFO(bad_weight);
   REQUIRE(bad_weight == "blocks.1.mlp.up.weight (weight, before the step) contains a non-finite number on rank 2");
   // Finite, but their product is not; the others get it with the sum of the branch.
   const std::string overflow = search([&](Run& run) {
-    if (run.dp.rank == 2) set(run, "blocks.1.mlp.gate.weight", 3e38f);
+    if (run.groups.rank() == 2) set(run, "blocks.1.mlp.gate.weight", 3e38f);
   });
   INFO(overflow);
   REQUIRE(overflow.find("is in up, written by linear_forward in the forward of blocks.1, rank 2") != std::string::npos);
@@ -224,7 +224,7 @@ TEST_CASE(
       batch.tokens.back() = 96;
       return batch;
     };
-    found[static_cast<size_t>(run.dp.rank)] =
+    found[static_cast<size_t>(run.groups.rank())] =
         where_not_finite(run.trainer, batches, [](int64_t, int64_t b) { return 100 + b; });
   });
   INFO(found[0]);

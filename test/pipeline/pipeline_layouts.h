@@ -13,7 +13,7 @@ using selftest::Distances;
 using selftest::Model;
 using selftest::Outcome;
 
-struct Layout {
+struct LayoutCase {
   int pp = 1;
   Schedule schedule = Schedule::one_f_one_b;
   int chunks = 1;  // per stage
@@ -22,13 +22,13 @@ struct Layout {
   ContextAttention attention = ContextAttention::ring;
   bool sequence = true;  // of tp
 };
-inline std::string to_string(const Layout& l) {
+inline std::string to_string(const LayoutCase& l) {
   return formatted("pp {} {} in {} chunks, dp {} x {} stage {} reduce {}, tp {}{}, cp {} {}", l.pp, l.schedule,
                    l.chunks, l.zero.replicas, l.zero.shards, l.zero.stage, l.zero.grad_reduce, l.tp,
                    l.sequence ? " by rows" : "", l.cp, l.attention);
 }
 // The same layout on one stage.
-inline Layout on_one_stage(Layout l) {
+inline LayoutCase on_one_stage(LayoutCase l) {
   l.pp = l.chunks = 1;
   l.schedule = l.schedule == Schedule::gpipe ? Schedule::gpipe : Schedule::one_f_one_b;
   return l;
@@ -36,20 +36,18 @@ inline Layout on_one_stage(Layout l) {
 
 inline constexpr int64_t sequences = 12;  // of a step
 
-inline StepConfig step_of(const Model& model, const Layout& layout, int64_t n_layer, int64_t batch_size = 2) {
+inline StepConfig step_of(const Model& model, const LayoutCase& layout, int64_t n_layer, int64_t batch_size = 2) {
   ModelConfig config = model.config();
   config.n_layer = n_layer;
   StepConfig step{.model = config,
                   .dtype = model.dtype,
                   .batch = {batch_size, config.n_positions},
                   .micro_batches = sequences / batch_size / layout.zero.ranks(),
-                  .schedule = layout.schedule,
-                  .zero = layout.zero,
-                  .tensor = tensor_parallel(config, layout.tp, layout.sequence)};
-  step.stages = layout.pp;
-  step.chunks = layout.pp * layout.chunks;
-  step.context = context_parallel(config, step.tensor, layout.cp, layout.attention);
-  step.zero.shards *= layout.cp;
+                  .layout = {.zero = layout.zero,
+                             .tensor = tensor_parallel(config, layout.tp, layout.sequence),
+                             .pipeline = {layout.schedule, layout.pp, layout.chunks}}};
+  step.layout.context = context_parallel(config, step.layout.tensor, layout.cp, layout.attention);
+  step.layout.zero.shards *= layout.cp;
   step.documents = layout.cp > 1 ? Documents::apart : Documents::together;
   return step;
 }

@@ -11,7 +11,7 @@ TEST_CASE("layers with experts cost what a token uses of them, and --pp-layout b
   model.vocab_size = 64;
   model.experts.dense_layers = {0, 1, 3};
   StepConfig step{.model = model, .batch = {2, 16}, .micro_batches = 6};
-  step.stages = step.chunks = 2;
+  step.layout.pipeline.stages = 2;
   const ModelCosts costs = count_costs(step, 1);
   const double rows = static_cast<double>(step.batch.rows());
   const ParamTable table = parameter_table(model);
@@ -32,7 +32,7 @@ TEST_CASE("layers with experts cost what a token uses of them, and --pp-layout b
   }
   REQUIRE(costs.head.seconds == Catch::Approx(6 * rows * static_cast<double>(model.n_embd) * 128).epsilon(1e-3));
   const auto most_flops = [&](const std::vector<int64_t>& layers) {
-    step.layers = layers;
+    step.layout.pipeline.layers = layers;
     const Plan plan = make_plan(step, Device{});
     return std::max(plan.of_stage(0).flops(), plan.of_stage(1).flops());
   };
@@ -53,24 +53,24 @@ TEST_CASE("dense layers and layers with experts keep each only what they need") 
       INFO(name_of(schedule) << ", " << name_of(recompute));
       StepConfig step{.model = model, .batch = {2, 16}, .micro_batches = micro_batches, .recompute = recompute};
       step.generates = false;
-      step.schedule = schedule;
+      step.layout.pipeline.schedule = schedule;
       const bool in_parts = schedule == Schedule::zb_h1;
       if (in_parts) {
-        step.stages = step.chunks = 2;
-        step.layers = {4, 3};
+        step.layout.pipeline.stages = 2;
+        step.layout.pipeline.layers = {4, 3};
       }
       const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
-      for (int stage = 0; stage < step.stages; ++stage) {
+      for (int stage = 0; stage < step.layout.pipeline.stages; ++stage) {
         auto bytes_of = [&](Layers layers) {
           Arena arena({DeviceKind::null});
           BlockActivations::kept(model, step.batch, layers, {}, step.dtype, recompute,
                                  in_parts ? Backward::in_parts : Backward::whole, {}, arena);
           return arena.used();
         };
-        const int64_t layers = step.stages == 1 ? 7 : (stage == 0 ? 4 : 3), first = stage == 0 ? 0 : 4;
+        const int64_t layers = step.layout.pipeline.stages == 1 ? 7 : (stage == 0 ? 4 : 3), first = stage == 0 ? 0 : 4;
         int64_t dense = 0;
         for (const int64_t l : model.experts.dense_layers) dense += l >= first && l < first + layers;
-        const int64_t kept = schedule == Schedule::gpipe ? micro_batches : step.stages - stage;
+        const int64_t kept = schedule == Schedule::gpipe ? micro_batches : step.layout.pipeline.stages - stage;
         const int64_t input = step.batch.rows() * model.n_embd * 4;
         int64_t planned = 0;
         for (const MemoryLine& line : (plan.stages.empty() ? plan : *plan.stages[static_cast<size_t>(stage)]).memory)

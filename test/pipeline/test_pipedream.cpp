@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t all_steps = 30;
 
-struct Layout {
+struct LayoutCase {
   int stages = 2;
   DType dtype = DType::fp32;
   int dp = 1, tp = 1, cp = 1;
@@ -26,7 +26,7 @@ struct Layout {
   bool masters = true;
 };
 
-StepConfig step_of(const Layout& l) {
+StepConfig step_of(const LayoutCase& l) {
   selftest::Model made{l.family, false, l.dtype, 8, std::string_view(l.family) == "gpt2" ? 8 : 2};
   made.length = 20;
   ModelConfig model = made.config();
@@ -34,11 +34,11 @@ StepConfig step_of(const Layout& l) {
   StepConfig step{.model = model,
                   .dtype = l.dtype,
                   .batch = {2, 20},
-                  .schedule = Schedule::pipedream,
-                  .zero = {.shards = l.dp * l.cp, .master_weights = l.masters}};
-  step.stages = step.chunks = l.stages;
-  step.tensor = tensor_parallel(model, l.tp);
-  step.context = context_parallel(model, step.tensor, l.cp, ContextAttention::ring);
+                  .layout = {.zero = {.shards = l.dp * l.cp, .master_weights = l.masters},
+                             .pipeline = {.schedule = Schedule::pipedream}}};
+  step.layout.pipeline.stages = l.stages;
+  step.layout.tensor = tensor_parallel(model, l.tp);
+  step.layout.context = context_parallel(model, step.layout.tensor, l.cp, ContextAttention::ring);
   return step;
 }
 
@@ -63,7 +63,7 @@ Outcome on_all_ranks(const StepConfig& step, F&& f, const Hooks& hooks = poison_
   std::mutex mutex;
   const Device device{DeviceKind::cpu, 1};
   const Plan plan = make_plan(step, device);
-  World world(step.mesh(), Backend::threads, hooks);
+  World world(step.layout.mesh(), Backend::threads, hooks);
   run_ranks(world, [&](int rank) {
     Run run(step, plan, device, world, rank);
     init_weights(run.trainer.state(), 42, run.stream);
@@ -89,7 +89,7 @@ Outcome run_pipedream(const StepConfig& step, double max_norm, const std::set<in
         std::vector<PendingStep> pending;
         for (int64_t k = 0; k < steps; ++k) {
           pending.push_back(
-              run.trainer.begin_step(batches_of(step, run.dp.reader(), k), options_of(k), {.max_norm = max_norm}));
+              run.trainer.begin_step(batches_of(step, run.groups.reader(), k), options_of(k), {.max_norm = max_norm}));
           if (flushes.contains(k + 1)) run.trainer.flush();
         }
         run.trainer.flush();
@@ -108,13 +108,13 @@ enum class Mistake { none, fresh_weights, whole_norm, late_rate };
 Outcome reference(const StepConfig& step, double max_norm, const std::set<int64_t>& flushes = {},
                   Mistake mistake = Mistake::none) {
   StepConfig alone = step;
-  alone.stages = alone.chunks = 1;
-  alone.schedule = Schedule::one_f_one_b;
+  alone.layout.pipeline.stages = 1;
+  alone.layout.pipeline.schedule = Schedule::one_f_one_b;
   const StageUnits owners = step.stage_units();
   return on_all_ranks(alone, [&](Run& run) {
     ModelState& state = run.trainer.state();
     Stream& stream = run.stream;
-    const int64_t units = static_cast<int64_t>(state.size()), shards = step.zero.shards;
+    const int64_t units = static_cast<int64_t>(state.size()), shards = step.layout.zero.shards;
     Arena arena(stream.device(), 1 << 20);
     auto scalars = [&](int64_t n) {
       const Tensor t = arena.alloc("test", "scalars", DType::fp64, {n});
@@ -140,23 +140,23 @@ Outcome reference(const StepConfig& step, double max_norm, const std::set<int64_
     int64_t begin = 0;  // the step after the last flush
     for (int64_t k = 0; k < all_steps; ++k) {
       for (size_t u = 0; u < state.size(); ++u) {
-        const int64_t age = step.stages - 1 - owners.stage_of[u];  // of the weights, in updates
+        const int64_t age = step.layout.pipeline.stages - 1 - owners.stage_of[u];  // of the weights, in updates
         load(u, std::max<int64_t>(0, k - begin - age + (mistake == Mistake::fresh_weights && age > 0)));
       }
-      const BatchSource batches = batches_of(step, run.dp.reader(), k);
+      const BatchSource batches = batches_of(step, run.groups.reader(), k);
       const double of_k = run.trainer.evaluate(1, step.tokens(), batches);
       run.trainer.accumulate_gradients(batches);
       for (int64_t u = 0; u < units; ++u)
         for (int64_t s = 0; s < shards; ++s)
           state.square_sum_of(static_cast<size_t>(u), sums.slice(u * shards + s, {1}), stream, static_cast<int>(s));
       clip_control(whole_control, sums, loss, {.max_norm = max_norm}, stream);
-      for (int stage = 0; stage < step.stages; ++stage) {
+      for (int stage = 0; stage < step.layout.pipeline.stages; ++stage) {
         zero(of_stage, stream);
         for (int64_t u = 0; u < units; ++u)
           if (owners.stage_of[static_cast<size_t>(u)] == stage)
             copy(of_stage.slice(u * shards, {shards}), sums.slice(u * shards, {shards}), stream);
         clip_control(control, of_stage, loss, {.max_norm = max_norm}, stream);
-        const int64_t rate_of = mistake == Mistake::late_rate ? k + step.stages - 1 - stage : k;
+        const int64_t rate_of = mistake == Mistake::late_rate ? k + step.layout.pipeline.stages - 1 - stage : k;
         OptimizerOptions options = options_of(k);
         options.lr = options_of(rate_of).lr;
         for (size_t u = 0; u < state.size(); ++u) {
@@ -190,7 +190,7 @@ void require_equal(const Outcome& a, const Outcome& b) {
 
 TEST_CASE("pipedream is bitwise a reference that keeps the stale weights by itself") {
   const std::set<int64_t> flushes = {1, 4, 17, 18};  // after fewer steps than stages, and after one
-  for (const Layout& l : {Layout{2},
+  for (const LayoutCase& l : {LayoutCase{2},
                           {3, DType::bf16},
                           {4},
                           {4, DType::bf16, 2},
@@ -204,7 +204,7 @@ TEST_CASE("pipedream is bitwise a reference that keeps the stale weights by itse
 }
 
 TEST_CASE("pipedream with tensor and context parallelism inside a stage is bitwise the reference of that layout") {
-  for (const Layout& l : {Layout{2, DType::fp32, 1, 2}, {3, DType::fp32, 1, 1, 2}, {2, DType::bf16, 2, 2}}) {
+  for (const LayoutCase& l : {LayoutCase{2, DType::fp32, 1, 2}, {3, DType::fp32, 1, 1, 2}, {2, DType::bf16, 2, 2}}) {
     INFO(l.stages << " stages, dp " << l.dp << ", tp " << l.tp << ", cp " << l.cp);
     const StepConfig step = step_of(l);
     if (l.tp == 1) {
@@ -244,8 +244,8 @@ TEST_CASE("the comparison with the reference notices fresh weights, a norm of al
 TEST_CASE("pipedream on one stage is 1f1b with one micro-batch a step, and flushed after every step any pipeline is") {
   StepConfig one = step_of({1});
   StepConfig other = one;
-  other.schedule = Schedule::one_f_one_b;
-  REQUIRE(!one.asynchronous());
+  other.layout.pipeline.schedule = Schedule::one_f_one_b;
+  REQUIRE(!one.layout.pipeline.asynchronous());
   const Outcome alone = run_pipedream(other, 0);
   require_equal(run_pipedream(one, 0), alone);
   std::set<int64_t> always;
@@ -278,13 +278,13 @@ TEST_CASE("a resumed run is bitwise the one that flushed where it stopped") {
     on_all_ranks(step, [&](Run& run) {
       const std::vector<StepResult> results = train(run, 0, stop);
       for (const Tensor& t : tensors(run))
-        saved[static_cast<size_t>(run.dp.rank)].emplace_back(t.bytes, t.bytes + t.size_bytes());
+        saved[static_cast<size_t>(run.groups.rank())].emplace_back(t.bytes, t.bytes + t.size_bytes());
       return results;
     });
     Outcome resumed = on_all_ranks(step, [&](Run& run) {
       const std::vector<Tensor> all = tensors(run);
       for (size_t i = 0; i < all.size(); ++i)
-        std::copy_n(saved[static_cast<size_t>(run.dp.rank)][i].data(), all[i].size_bytes(), all[i].bytes);
+        std::copy_n(saved[static_cast<size_t>(run.groups.rank())][i].data(), all[i].size_bytes(), all[i].bytes);
       return train(run, stop, all_steps);
     });
     const Outcome whole = run_pipedream(step, 0.5, {stop});

@@ -166,7 +166,7 @@ const Hooks& on_links() {
 
 TEST_CASE("planted bugs of pipelines change what a step computes") {
   const Model untied{"qwen3", false, DType::fp32, 8, 2}, tied{"gpt2", true, DType::fp32, 8, 8};
-  const Layout layout{3, Schedule::one_f_one_b}, chunks{2, Schedule::interleaved, 2};
+  const LayoutCase layout{3, Schedule::one_f_one_b}, chunks{2, Schedule::interleaved, 2};
   const std::pair<const char*, const Hooks*> of_messages[] = {
       {"activations lost", &on_links<Changed<down, Lost>, down>()},
       {"activations doubled", &on_links<Changed<down, Doubled>, down>()},

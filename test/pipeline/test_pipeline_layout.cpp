@@ -16,10 +16,10 @@ namespace {
 using Sizes = std::vector<int64_t>;
 
 StepConfig step_of(const ModelConfig& model, DType dtype, Schedule schedule, int stages, int chunks, Sizes layers) {
-  StepConfig step{.model = model, .dtype = dtype, .batch = {2, 16}, .micro_batches = 6, .schedule = schedule};
-  step.stages = stages;
-  step.chunks = stages * chunks;
-  step.layers = std::move(layers);
+  StepConfig step{.model = model, .dtype = dtype, .batch = {2, 16}, .micro_batches = 6, .layout = {.pipeline = {.schedule = schedule}}};
+  step.layout.pipeline.stages = stages;
+  step.layout.pipeline.chunks_per_stage = chunks;
+  step.layout.pipeline.layers = std::move(layers);
   return step;
 }
 
@@ -61,9 +61,9 @@ double fastest(const ModelCosts& costs, const std::vector<int>& stage_of, Sizes&
 
 std::vector<int> stages_of(Schedule schedule, int stages, int chunks) {
   StepConfig step;
-  step.schedule = schedule;
-  step.stages = stages;
-  step.chunks = stages * chunks;
+  step.layout.pipeline.schedule = schedule;
+  step.layout.pipeline.stages = stages;
+  step.layout.pipeline.chunks_per_stage = chunks;
   return step.stages_of_chunks();
 }
 
@@ -228,19 +228,19 @@ TEST_CASE("a plan says how well the stages are balanced, by the schedule, the sl
   const double slowest = plan.of_stage(plan.stage_with_most([](const Plan& p) { return p.step_seconds; })).step_seconds;
   REQUIRE(std::stod(shown["step"]) == Catch::Approx(1e3 * slowest).margin(1e-3));
 
-  step.layers = balanced_layers(count_costs(step), step.stages_of_chunks());
+  step.layout.pipeline.layers = balanced_layers(count_costs(step), step.stages_of_chunks());
   REQUIRE(rows_of(step)["--pp-layout balanced"] == "the same layers");
-  step.schedule = Schedule::zb_h1;
+  step.layout.pipeline.schedule = Schedule::zb_h1;
   step.micro_batches = 8;
   has(rows_of(step)["bubble"], "(both parts of a backward count as equally long); would be 11.1% if all chunks");
 
   // Slices take as long as --token-slices auto takes them to: one that is much longer than the other makes the stages
   // wait longer than two halves do.
-  step.schedule = Schedule::one_f_one_b;
+  step.layout.pipeline.schedule = Schedule::one_f_one_b;
   step.micro_batches = 1;
   step.batch = {1, 1024};
   const auto bubble_with = [&](const Sizes& slices) {
-    step.slices = slices;
+    step.layout.pipeline.slices = slices;
     return std::stod(rows_of(step)["bubble"]);
   };
   REQUIRE(bubble_with({1000, 24}) > bubble_with({540, 484}) + 2);
@@ -254,7 +254,7 @@ TEST_CASE("the header says what a pipeline idles on paper, and what would make i
           "would leave 16%");
   step.micro_batches = 16;
   REQUIRE(detail::pipeline_text(step) == "4 stages, 16 micro-batches: on paper each stage idles 16% of a step");
-  step.schedule = Schedule::zb_v, step.chunks = 8, step.micro_batches = 2;  // too few for a law
+  step.layout.pipeline.schedule = Schedule::zb_v, step.layout.pipeline.chunks_per_stage = 2, step.micro_batches = 2;  // too few for a law
   REQUIRE(detail::pipeline_text(step).ends_with("; 16 micro-batches (--total-batch-size 512) would leave 3%"));
   REQUIRE(detail::layout_text(step).find("zb-v, 2 chunks per stage") != std::string::npos);
 }
@@ -316,36 +316,36 @@ TEST_CASE("the plan of Llama 3 405B takes seconds") {
 
 TEST_CASE("what the ranks of a layout hold is the whole model, and what is lost or held twice is named") {
   const auto all_held = [](const StepConfig& step) {
-    std::vector<HeldByRank> all(static_cast<size_t>(step.ranks()));
+    std::vector<HeldByRank> all(static_cast<size_t>(step.layout.ranks()));
     std::mutex mutex;
-    const Mesh mesh = step.mesh();
+    const Mesh mesh = step.layout.mesh();
     on_ranks(step, [&](Run& run) {
-      check_whole_model(run.trainer.state(), part_of(parameter_table(step.model), step.tensor, 0), step.model.tied,
+      check_whole_model(run.trainer.state(), part_of(parameter_table(step.model), step.layout.tensor, 0), step.model.tied,
                         mesh);
       std::lock_guard lock(mutex);
-      const int rank = run.dp.rank;
+      const int rank = run.groups.rank();
       all[static_cast<size_t>(rank)] = {mesh.coordinate(rank, Axis::pp), mesh.coordinate(rank, Axis::tp),
                                         held_from_text(text_of(units_held(run.trainer.state())))};
     });
     return all;
   };
   const auto require_whole = [](const StepConfig& step, const std::vector<HeldByRank>& held) {
-    require_whole_model(part_of(parameter_table(step.model), step.tensor, 0), step.model.tied, step.zero, step.zero,
+    require_whole_model(part_of(parameter_table(step.model), step.layout.tensor, 0), step.model.tied, step.layout.zero, step.layout.zero,
                         held);
   };
   for (const int zero : {0, 1, 2, 3})
     for (const bool tied : {false, true})
       for (const int tp : {1, 2}) {
         StepConfig step = step_of(tiny(tied, 4), DType::fp32, Schedule::interleaved, 2, 2, {0, 1, 1, 2});
-        step.zero = {.shards = 2};
-        step.zero.set_stage(zero);
-        step.tensor = tensor_parallel(step.model, tp);
+        step.layout.zero = {.shards = 2};
+        step.layout.zero.set_stage(zero);
+        step.layout.tensor = tensor_parallel(step.model, tp);
         require_whole(step, all_held(step));
       }
 
   StepConfig step = step_of(tiny(true, 4), DType::fp32, Schedule::one_f_one_b, 2, 1, {2, 2});
-  step.zero = {.stage = 1, .shards = 2};
-  step.tensor = tensor_parallel(step.model, 2);
+  step.layout.zero = {.stage = 1, .shards = 2};
+  step.layout.tensor = tensor_parallel(step.model, 2);
   const std::vector<HeldByRank> good = all_held(step);
   require_whole(step, good);
   const auto planted = [&](auto&& plant) {

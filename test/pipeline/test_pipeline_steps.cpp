@@ -18,10 +18,10 @@ namespace {
 constexpr Schedule gpipe = Schedule::gpipe, one_f_one_b = Schedule::one_f_one_b, interleaved = Schedule::interleaved;
 
 // Every one of these layouts against the same one on one stage.
-void compare(const Model& model, int64_t n_layer, const std::vector<Layout>& layouts, int64_t batch_size = 2) {
+void compare(const Model& model, int64_t n_layer, const std::vector<LayoutCase>& layouts, int64_t batch_size = 2) {
   std::map<std::string, Outcome> on_one;
-  for (const Layout& layout : layouts) {
-    const Layout one = on_one_stage(layout);
+  for (const LayoutCase& layout : layouts) {
+    const LayoutCase one = on_one_stage(layout);
     const auto [known, fresh] = on_one.try_emplace(to_string(one));
     if (fresh) known->second = run(step_of(model, one, n_layer, batch_size));
     INFO(model.family << (model.tied ? ", tied, " : ", untied, ") << name_of(model.dtype) << ", " << n_layer
@@ -34,7 +34,7 @@ void compare(const Model& model, int64_t n_layer, const std::vector<Layout>& lay
 
 TEST_CASE("every schedule computes bitwise what one stage does, whether the layers divide or not") {
   const DType dtype = GENERATE(DType::fp32, DType::bf16);
-  const std::vector<Layout> layouts = {{2, gpipe},       {2, one_f_one_b}, {2, interleaved, 2}, {2, interleaved, 3},
+  const std::vector<LayoutCase> layouts = {{2, gpipe},       {2, one_f_one_b}, {2, interleaved, 2}, {2, interleaved, 3},
                                        {3, one_f_one_b}, {3, gpipe},       {3, interleaved, 2}, {4, one_f_one_b}};
   compare({"gpt2", false, dtype, 8, 8}, 7, layouts);
   compare({"qwen3", true, dtype, 8, 2}, 6, layouts);
@@ -44,7 +44,7 @@ TEST_CASE("every schedule on up to 8 stages of every family is one stage", "[lon
   for (const DType dtype : {DType::fp32, DType::bf16})
     for (const bool tied : {false, true})
       for (const char* family : {"gpt2", "llama", "qwen2", "qwen3"}) {
-        std::vector<Layout> layouts;
+        std::vector<LayoutCase> layouts;
         for (const int pp : {2, 3, 4, 8}) {
           layouts.push_back({pp, gpipe});
           layouts.push_back({pp, one_f_one_b});
@@ -56,7 +56,7 @@ TEST_CASE("every schedule on up to 8 stages of every family is one stage", "[lon
 }
 
 TEST_CASE("a pipeline may have fewer micro-batches than stages") {
-  const std::vector<Layout> layouts = {{4, gpipe}, {4, one_f_one_b}, {3, interleaved, 2}};
+  const std::vector<LayoutCase> layouts = {{4, gpipe}, {4, one_f_one_b}, {3, interleaved, 2}};
   compare({"llama", false, DType::fp32, 6, 3}, 7, layouts, 12);  // one micro-batch
   compare({"llama", true, DType::fp32, 6, 3}, 7, layouts, 6);
 }
@@ -64,7 +64,7 @@ TEST_CASE("a pipeline may have fewer micro-batches than stages") {
 TEST_CASE("pipelines of data-parallel ranks compute bitwise what one stage of them does") {
   for (const DType dtype : {DType::fp32, DType::bf16})
     for (const GradReduce reduce : {GradReduce::step, GradReduce::micro}) {
-      std::vector<Layout> layouts;
+      std::vector<LayoutCase> layouts;
       for (const int stage : {0, 1, 2, 3}) {
         const ZeroConfig zero{.stage = stage, .grad_reduce = reduce, .shards = 2};
         layouts.push_back({2, stage % 2 == 0 ? one_f_one_b : gpipe, 1, zero});
@@ -77,7 +77,7 @@ TEST_CASE("pipelines of data-parallel ranks compute bitwise what one stage of th
 
 TEST_CASE("pipelines of tensor- and context-parallel ranks compute bitwise what one stage of them does") {
   const auto [tied, dtype] = GENERATE(std::pair{false, DType::fp32}, std::pair{true, DType::bf16});
-  std::vector<Layout> layouts = {{2, one_f_one_b, 1, {}, 2},
+  std::vector<LayoutCase> layouts = {{2, one_f_one_b, 1, {}, 2},
                                  {2, interleaved, 2, {.stage = 3, .shards = 2}, 2},
                                  {2, gpipe, 1, {.stage = 1, .shards = 2}, 2, 1, ContextAttention::ring, false}};
   compare({"llama", tied, dtype, 8, 4}, 5, layouts, 3);
@@ -93,7 +93,7 @@ TEST_CASE("recomputation, and a head in parts, change no bits of a pipeline") {
   const Model model{"qwen2", false, DType::bf16, 8, 2};
   const Outcome alone = run(step_of(model, {}, 5));
   for (const Recompute recompute : all_recompute)
-    for (const Layout& layout : {Layout{2, one_f_one_b}, {2, interleaved, 2}}) {
+    for (const LayoutCase& layout : {LayoutCase{2, one_f_one_b}, {2, interleaved, 2}}) {
       StepConfig step = step_of(model, layout, 5);
       step.recompute = recompute;
       INFO(name_of(recompute));
@@ -121,8 +121,8 @@ TEST_CASE("validation, multiple choice and sampling give with a pipeline what th
     auto losses_of = [](Run& run, const StepConfig& step) {
       std::vector<float> rows;
       const double mean = run.trainer.evaluate(
-          3, 3 * step.batch.rows() * step.readers(),
-          [&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); },
+          3, 3 * step.batch.rows() * step.layout.readers(),
+          [&](int64_t m) { return selftest::read_batch(step, run.groups.reader(), m); },
           [&](int64_t, std::span<const float> losses) { rows.insert(rows.end(), losses.begin(), losses.end()); });
       return std::pair{mean, rows};
     };
@@ -132,19 +132,19 @@ TEST_CASE("validation, multiple choice and sampling give with a pipeline what th
     const StepConfig alone = step_of(model, {}, 6);
     on_ranks(alone, [&](Run& run) {
       losses = losses_of(run, alone);
-      score = evaluate_choices(run.trainer, set, run.dp, [](int64_t, int64_t) {});
+      score = evaluate_choices(run.trainer, set, run.groups, [](int64_t, int64_t) {});
       for (size_t n = 1; n <= text.size(); ++n)
         logits.push_back(run.trainer.next_token_logits(std::span(text).first(n)));
     });
-    for (const Layout& layout :
-         {Layout{3, one_f_one_b}, {2, interleaved, 3}, {2, gpipe, 1, {.stage = 3, .shards = 1}}, {4, one_f_one_b}}) {
+    for (const LayoutCase& layout :
+         {LayoutCase{3, one_f_one_b}, {2, interleaved, 3}, {2, gpipe, 1, {.stage = 3, .shards = 1}}, {4, one_f_one_b}}) {
       StepConfig step = step_of(model, layout, 6);
-      if (layout.pp == 4) step.layers = {0, 3, 3, 0};  // the embedding, and the head, by themselves
+      if (layout.pp == 4) step.layout.pipeline.layers = {0, 3, 3, 0};  // the embedding, and the head, by themselves
       on_ranks(step, [&](Run& run) {
         const auto [mean, rows] = losses_of(run, step);
         CHECK(mean == losses.first, "{}: validation {} instead of {}", to_string(layout), mean, losses.first);
         CHECK(rows.empty() || rows == losses.second, "{}: other losses of rows", to_string(layout));
-        const ChoiceScore mine = evaluate_choices(run.trainer, set, run.dp, [](int64_t, int64_t) {});
+        const ChoiceScore mine = evaluate_choices(run.trainer, set, run.groups, [](int64_t, int64_t) {});
         CHECK(mine.accuracy == score.accuracy && mine.normalized_accuracy == score.normalized_accuracy,
               "{}: accuracy {} instead of {}", to_string(layout), mine.accuracy, score.accuracy);
         Continuation sequence_so_far(run.trainer);
@@ -163,15 +163,15 @@ TEST_CASE("validation, multiple choice and sampling give with a pipeline what th
 
 TEST_CASE("the first number that is not finite is found on the stage where it arose") {
   const Model model{"qwen3", false, DType::fp32, 8, 2};
-  for (const Layout& layout : {Layout{3, one_f_one_b}, {3, gpipe}, {3, interleaved, 2}}) {
+  for (const LayoutCase& layout : {LayoutCase{3, one_f_one_b}, {3, gpipe}, {3, interleaved, 2}}) {
     const StepConfig step = step_of(model, layout, 6);
     std::vector<std::string> found(3);
     auto search = [&](const std::string& name, float value) {
       on_ranks(step, [&](Run& run) {
         for (const StateEntry& e : run.trainer.state().state_table())
           if (e.param->name == name && e.kind == StateKind::weight) fill(e.tensor, value, run.stream);
-        const BatchSource batches = [&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); };
-        found[static_cast<size_t>(run.dp.rank)] =
+        const BatchSource batches = [&](int64_t m) { return selftest::read_batch(step, run.groups.reader(), m); };
+        found[static_cast<size_t>(run.groups.rank())] =
             where_not_finite(run.trainer, batches, [](int64_t m, int64_t b) { return 100 * m + b; });
       });
       for (const std::string& text : found) REQUIRE(text == found[0]);

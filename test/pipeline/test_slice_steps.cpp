@@ -25,14 +25,14 @@ struct Sliced {
 };
 std::string to_string(const Sliced& s) {
   return formatted("{} stages, slices of {}, {}, recompute {}, {}, {} sequences a micro-batch", s.stages, s.slices,
-                   s.schedule, s.recompute, context_layouts::to_string(Layout{.tp = s.tp, .zero = s.zero}),
+                   s.schedule, s.recompute, context_layouts::to_string(LayoutCase{.tp = s.tp, .zero = s.zero}),
                    s.batch_size);
 }
 StepConfig step_of(const Model& model, const Sliced& s, Documents documents) {
-  StepConfig step = step_of(model, Layout{.tp = s.tp, .zero = s.zero}, documents, s.batch_size);
-  step.schedule = s.schedule;
-  step.stages = step.chunks = s.stages;
-  step.slices = s.slices;
+  StepConfig step = step_of(model, LayoutCase{.tp = s.tp, .zero = s.zero}, documents, s.batch_size);
+  step.layout.pipeline.schedule = s.schedule;
+  step.layout.pipeline.stages = s.stages;
+  step.layout.pipeline.slices = s.slices;
   step.recompute = s.recompute;
   return step;
 }
@@ -112,7 +112,7 @@ TEST_CASE("token slices agree with whole sequences for every family, dtype and u
 }
 
 TEST_CASE("twenty steps in token slices follow whole sequences") {
-  const Outcome whole = selftest::run_layout(step_of(qwen3, Layout{}, Documents::apart), {}, {}, 20);
+  const Outcome whole = selftest::run_layout(step_of(qwen3, LayoutCase{}, Documents::apart), {}, {}, 20);
   const Outcome found = selftest::run_layout(step_of(qwen3, {2, uneven(3)}, Documents::apart), {}, {}, 20);
   const Distances d(found, whole);
   INFO(context_layouts::to_string(d));
@@ -125,7 +125,7 @@ TEST_CASE("parameter servers and parts of the head take token slices") {
   const OneRank alone(qwen3, Documents::apart);
   step.head_chunks = 3;
   require_close(run(step), alone, false);
-  step.zero.sync = DpSync::partitioned_server;
+  step.layout.zero.sync = DpSync::partitioned_server;
   require_close(run(step), alone, false);
 }
 
@@ -176,7 +176,7 @@ TEST_CASE("the search for a non-finite number names the token slice") {
       if (m == 1) batch.tokens[44] = 96;
       return batch;
     };
-    found[run.dp.rank] = where_not_finite(run.trainer, batches, [](int64_t m, int64_t b) { return 100 * m + b; });
+    found[run.groups.rank()] = where_not_finite(run.trainer, batches, [](int64_t m, int64_t b) { return 100 * m + b; });
   });
   INFO(found[0]);
   REQUIRE(found[0] == found[1]);
@@ -239,7 +239,7 @@ ModelConfig long_gpt2(int64_t T) {
   return m;
 }
 StepConfig long_step(int64_t T) {
-  return {.model = long_gpt2(T), .dtype = DType::bf16, .batch = {1, T}, .micro_batches = 2, .stages = 4, .chunks = 4};
+  return {.model = long_gpt2(T), .dtype = DType::bf16, .batch = {1, T}, .micro_batches = 2, .layout = {.pipeline = {.stages = 4}}};
 }
 
 }  // namespace
@@ -253,7 +253,7 @@ TEST_CASE("the longer the sequence, the more slices are best and the smaller is 
     const TokenSlices cut = planned_token_slices(step, DeviceKind::cuda);
     // How long the lists take, and how long their stages idle.
     auto simulated = [&](const Lengths& lengths) {
-      const Pipeline p{Schedule::gpipe, step.stages, 1, step.micro_batches, static_cast<int>(lengths.size())};
+      const Pipeline p{Schedule::gpipe, step.layout.pipeline.stages, 1, step.micro_batches, static_cast<int>(lengths.size())};
       PassCosts costs{.forward = 1.0 / 3, .input = 1.0 / 3, .weight = 1.0 / 3};
       int64_t context = 0;
       for (const int64_t l : lengths) costs.slice.push_back(times(l, context)), context += l;

@@ -15,7 +15,7 @@ namespace {
 constexpr Schedule zb_h1 = Schedule::zb_h1, zb_v = Schedule::zb_v;
 constexpr GradReduce every_step = GradReduce::step, every_micro_batch = GradReduce::micro;
 
-struct Layout {
+struct LayoutCase {
   int pp = 1;
   Schedule schedule = Schedule::one_f_one_b;
   ZeroConfig zero = {};
@@ -23,12 +23,12 @@ struct Layout {
   bool sequence = true, overlap = false;  // of tp
   int chunks() const { return schedule == Schedule::interleaved || schedule == Schedule::zb_v ? 2 : 1; }
 };
-std::string to_string(const Layout& l) {
+std::string to_string(const LayoutCase& l) {
   return formatted("pp {} {}, dp {} x {} stage {} reduce {}, tp {}{}, cp {}", l.pp, l.schedule, l.zero.replicas,
                    l.zero.shards, l.zero.stage, l.zero.grad_reduce, l.tp, l.sequence ? " by rows" : "", l.cp);
 }
 
-StepConfig step_of(const Model& model, const Layout& layout, int64_t n_layer, int64_t micro_batches,
+StepConfig step_of(const Model& model, const LayoutCase& layout, int64_t n_layer, int64_t micro_batches,
                    Recompute recompute = Recompute::none) {
   ModelConfig config = model.config();
   config.n_layer = n_layer;
@@ -36,26 +36,24 @@ StepConfig step_of(const Model& model, const Layout& layout, int64_t n_layer, in
                   .dtype = model.dtype,
                   .batch = {1, config.n_positions},
                   .micro_batches = micro_batches,
-                  .schedule = layout.schedule,
                   .recompute = recompute,
-                  .zero = layout.zero,
-                  .tensor = tensor_parallel(config, layout.tp, layout.sequence, layout.overlap)};
-  step.stages = layout.pp;
-  step.chunks = layout.pp * layout.chunks();
-  step.context = context_parallel(config, step.tensor, layout.cp, ContextAttention::ring);
-  step.zero.shards *= layout.cp;
+                  .layout = {.zero = layout.zero,
+                             .tensor = tensor_parallel(config, layout.tp, layout.sequence, layout.overlap),
+                             .pipeline = {layout.schedule, layout.pp, layout.chunks()}}};
+  step.layout.context = context_parallel(config, step.layout.tensor, layout.cp, ContextAttention::ring);
+  step.layout.zero.shards *= layout.cp;
   step.documents = layout.cp > 1 ? Documents::apart : Documents::together;
   return step;
 }
 
 // Untied models are bitwise what one stage computes; of a tied table two parts are added in another order (contracts 4
 // and 5).
-void compare(const Model& model, const Layout& layout, int64_t n_layer, int64_t micro_batches,
+void compare(const Model& model, const LayoutCase& layout, int64_t n_layer, int64_t micro_batches,
              Recompute recompute = Recompute::none) {
   INFO(model.family << (model.tied ? ", tied, " : ", untied, ") << name_of(model.dtype) << ", " << n_layer
                     << " layers, " << to_string(layout) << ", " << micro_batches << " micro-batches, recompute "
                     << name_of(recompute));
-  Layout one = layout;
+  LayoutCase one = layout;
   one.pp = 1, one.schedule = Schedule::one_f_one_b;
   static std::map<std::string, Outcome> known;
   const auto [alone, fresh] = known.try_emplace(
@@ -160,7 +158,7 @@ TEST_CASE("the planned activations of every stage are what the simulation counts
     for (const Recompute recompute : all_recompute)
       for (const int pp : {2, 3, 4})
         for (const int64_t micro_batches : {1, 2, 3, 8}) {
-          const Layout layout{pp, schedule};
+          const LayoutCase layout{pp, schedule};
           StepConfig step = step_of({"llama", false, dtype, 6, 3}, layout, per_chunk * pp * layout.chunks(),
                                     micro_batches, recompute);
           step.generates = false;
@@ -212,7 +210,7 @@ TEST_CASE("gradients in flight are those of the blocks between an input part and
   for (const Schedule schedule : {Schedule::gpipe, Schedule::one_f_one_b, Schedule::interleaved, zb_h1, zb_v})
     for (const int pp : {2, 3, 4, 8})
       for (const int64_t micro_batches : {1, 2, 5, 24}) {
-        const int chunks = pp * Layout{pp, schedule}.chunks();
+        const int chunks = pp * LayoutCase{pp, schedule}.chunks();
         const Pipeline pipeline{schedule, pp, chunks / pp, micro_batches};
         for (int s = 0; s < pp; ++s) {
           INFO(name_of(schedule) << ", " << pp << " stages, stage " << s << ", " << micro_batches << " micro-batches");
@@ -228,7 +226,7 @@ TEST_CASE("where a stage has both chunks of a hand-over, the gradient goes strai
   for (const Schedule schedule : {zb_h1, zb_v, Schedule::interleaved})
     for (int pp = 2; pp <= 8; ++pp)
       for (int64_t micro_batches = 1; micro_batches <= 20; ++micro_batches) {
-        const Pipeline p{schedule, pp, Layout{pp, schedule}.chunks(), micro_batches};
+        const Pipeline p{schedule, pp, LayoutCase{pp, schedule}.chunks(), micro_batches};
         const std::vector<ActionList> lists = compute_orders(p);
         for (int s = 0; s < pp; ++s) {
           ActionList backwards;

@@ -26,7 +26,7 @@ struct Model {
   Device device{DeviceKind::cpu, 1};
   Arena arena{device, 8 << 20}, scratch{device, 1 << 20};
   Stream stream{device, scratch};
-  DataParallel alone{Mesh(), 0, device, DataParallel::null_groups(0)};
+  Groups alone{Layout{}, 0, device, Groups::null_groups(0)};
   ModelState state;
   DType dtype;
   explicit Model(DType d, uint64_t seed) : state(parameter_table(odd_model()), d, {}, alone, arena), dtype(d) {

@@ -39,7 +39,7 @@ std::set<std::string> read_known(const StepConfig& step, const std::string& path
 }
 
 // Each layout writes, the next two read.
-void require_exchangeable(const ModelConfig& model, DType dtype, const std::vector<Layout>& layouts) {
+void require_exchangeable(const ModelConfig& model, DType dtype, const std::vector<LayoutCase>& layouts) {
   const TempDir dir;
   for (size_t i = 0; i < layouts.size(); ++i) {
     INFO(model.family.model_type << ", " << name_of(dtype) << ", written with " << to_string(layouts[i]));
@@ -50,7 +50,7 @@ void require_exchangeable(const ModelConfig& model, DType dtype, const std::vect
     REQUIRE_FALSE(checkpoint_fault(path));
     REQUIRE(weights_of(path) == weights_of(checkpoint_path(dir.path(), 1)));
     for (const size_t after : {1, 2}) {
-      const Layout& reader = layouts[(i + after) % layouts.size()];
+      const LayoutCase& reader = layouts[(i + after) % layouts.size()];
       INFO("read with " << to_string(reader));
       REQUIRE(read_known(step_of(model, reader, dtype), path) == std::set<std::string>());
     }
@@ -81,7 +81,7 @@ TEST_CASE(
     "the rest") {
   const TempDir dir;
   const ModelConfig model = small_model("qwen2_moe");  // 8 experts in blocks 0 and 2
-  const auto holders = [&](const Layout& layout, int64_t number, int files) {
+  const auto holders = [&](const LayoutCase& layout, int64_t number, int files) {
     write_known(step_of(model, layout), dir.path(), number);
     std::map<std::string, std::set<int>> all;  // the numbers of the files that have a slice of a parameter
     const std::string path = checkpoint_path(dir.path(), number);

@@ -39,18 +39,18 @@ template <class F>
 void on_shards(const ModelConfig& model, int shards, int stage, F&& f) {
   ZeroConfig zero{.shards = shards};
   zero.set_stage(stage);
-  const Mesh mesh = mesh_of(zero);
-  World world(mesh, Backend::threads, poison_hooks);
+  const Layout layout{.zero = zero};
+  World world(layout.mesh(), Backend::threads, poison_hooks);
   run_ranks(world, [&](int rank) {
     const Device device{DeviceKind::cpu, 1};
     Arena arena(device, (1 << 20) + 40 * count_parameters(parameter_table(model))), scratch(device, 1 << 20);
     arena.poison_free();
     Stream stream(device, scratch);
     const auto join = [&](const std::string& name, const auto& group) { return world.join(rank, name, group); };
-    DataParallel dp(mesh, rank, device, join, world.hooks(), TensorParallel{}, ContextParallel{});
-    ModelState state(parameter_table(model), DType::fp32, zero, dp, arena);
+    Groups groups(layout, rank, device, join, world.hooks());
+    ModelState state(parameter_table(model), DType::fp32, zero, groups, arena);
     f(state, stream);
-    for (Stream* s : {&stream, &dp.reduce_stream, &dp.gather_stream}) s->synchronize();
+    for (Stream* s : {&stream, &groups.reduce_stream(), &groups.gather_stream()}) s->synchronize();
   });
 }
 
@@ -291,8 +291,8 @@ TEST_CASE("tensor-parallel ranks all have every expert, and share out the shared
 
 TEST_CASE("both units of a layer go to its stage of a pipeline") {
   StepConfig step{.model = resolve_model(folder_of("qwen3_moe_tiny"), {})};
-  step.stages = step.chunks = 2;
-  step.layers = {1, 3};
+  step.layout.pipeline.stages = 2;
+  step.layout.pipeline.layers = {1, 3};
   REQUIRE(step.stage_units().stage_of == std::vector<int>{0, 0, 1, 1, 1, 1, 1, 1});
 }
 

@@ -184,7 +184,7 @@ TEST_CASE("no router of the self-test's models with experts is near a tie") {
     if (model.config().experts.count == 0) continue;
     ++compared;
     const bool bf16 = model.dtype == DType::bf16;
-    const StepConfig step = selftest::step_config(model.config(), model.dtype, 1, selftest::Layout{});
+    const StepConfig step = selftest::step_config(model.config(), model.dtype, 1, Layout{});
     selftest::Routes routes;
     run_layout(step, {}, {.init = bf16 ? selftest::init_routes_by_token : selftest::init_drawn}, 2, &routes);
     REQUIRE(std::ssize(routes) == 2 * 2 * step.tokens());  // of two layers, in two steps

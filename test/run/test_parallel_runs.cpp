@@ -112,10 +112,10 @@ TEST_CASE("a run resumed in another stage reduces gradients as before, bit for b
                      "d2", {.n_layer = 12, .n_head = 2, .n_kv_head = {}, .n_embd = 24, .n_ffn = {}, .vocab_size = 211}),
                  .batch = {2, 33},
                  .micro_batches = 2};
-    c.zero.shards = 2;
-    c.zero.set_stage(2);
+    c.layout.zero.shards = 2;
+    c.layout.zero.set_stage(2);
     const int64_t micro = make_plan(c, {DeviceKind::cpu, 1}).total_bytes();
-    c.zero.grad_reduce = GradReduce::step;
+    c.layout.zero.grad_reduce = GradReduce::step;
     REQUIRE(micro < make_plan(c, {DeviceKind::cpu, 1}).total_bytes());
     const std::string out = go_on(then + formatted("--memory-limit {:.17g}", static_cast<double>(micro) / (1 << 30)));
     REQUIRE(out.find("notice: --grad-reduce step, with which the run began, needs") != std::string::npos);
@@ -187,9 +187,9 @@ TEST_CASE(
                    "d2", {.n_layer = 12, .n_head = 2, .n_kv_head = {}, .n_embd = 24, .n_ffn = {}, .vocab_size = 211}),
                .batch = {2, 33},
                .micro_batches = 2};
-  c.zero.shards = 2;
-  c.zero.set_stage(1);
-  c.zero.grad_reduce = GradReduce::micro;
+  c.layout.zero.shards = 2;
+  c.layout.zero.set_stage(1);
+  c.layout.zero.grad_reduce = GradReduce::micro;
   const double limit = static_cast<double>(make_plan(c, {DeviceKind::cpu, 1}).total_bytes());
   const std::string one = steps + "--max-steps 8 --zero-stage 1 --memory-limit ";
   const ProgramResult small = run_program(small_run(dir / "run", one + formatted("{:.17g}", 0.99 * limit / (1 << 30))));
@@ -211,8 +211,8 @@ TEST_CASE("with --memory-limit a little above what stage 3 needs, stage 3 runs a
   StepConfig c{.model = resolve_model(
                    "d8", {.n_layer = {}, .n_head = 4, .n_kv_head = {}, .n_embd = 256, .n_ffn = {}, .vocab_size = 257}),
                .batch = {1, 16}};
-  c.zero.shards = 8;
-  c.zero.set_stage(3);
+  c.layout.zero.shards = 8;
+  c.layout.zero.set_stage(3);
   const double limit = 1.2 * static_cast<double>(make_plan(c, {DeviceKind::cpu, 1}).total_bytes()) / (1 << 30);
   const std::string with_limit = shape + formatted(" --memory-limit {:.6f} ", limit);
   const ProgramResult three = run_program(with_limit + "--zero-stage 3 --out-dir " + (dir / "three"));

@@ -50,10 +50,10 @@ std::set<std::string> read_known(const StepConfig& step, const std::string& path
   return wrong;
 }
 
-void require_exchangeable(const Model& model, int64_t n_layer, const std::vector<Layout>& layouts) {
+void require_exchangeable(const Model& model, int64_t n_layer, const std::vector<LayoutCase>& layouts) {
   const TempDir dir;
   int64_t number = 0;
-  for (const Layout& writer : layouts) {
+  for (const LayoutCase& writer : layouts) {
     const StepConfig step = step_of(model, writer, n_layer, 1);
     INFO(model.family << ", " << name_of(model.dtype) << ", written with " << to_string(writer));
     write_known(step, dir.path(), ++number);
@@ -61,8 +61,8 @@ void require_exchangeable(const Model& model, int64_t n_layer, const std::vector
     REQUIRE_FALSE(checkpoint_fault(path));
     REQUIRE(weights_of(path) == weights_of(checkpoint_path(dir.path(), 1)));
     REQUIRE(files_of(path, "optimizer-").size() ==
-            static_cast<size_t>(step.zero.owners() * step.tensor.ranks * step.stages));
-    for (const Layout& reader : layouts) {
+            static_cast<size_t>(step.layout.zero.owners() * step.layout.tensor.ranks * step.layout.pipeline.stages));
+    for (const LayoutCase& reader : layouts) {
       INFO("read with " << to_string(reader));
       REQUIRE(read_known(step_of(model, reader, n_layer, 1), path) == std::set<std::string>());
     }
@@ -131,7 +131,7 @@ TEST_CASE("ranks of a stage that hold nothing but padding take part in checkpoin
   const TempDir dir;
   const Model model{"gpt2", true, DType::bf16, 2, 2};
   StepConfig sharded = step_of(model, {2, one_f_one_b, 1, {.stage = 3, .shards = 12}}, 2, 1);
-  sharded.zero.shards = 20;
+  sharded.layout.zero.shards = 20;
   write_known(sharded, dir.path(), 1);
   int empty = 0;
   for (const std::string& file : files_of(checkpoint_path(dir.path(), 1), "optimizer-"))

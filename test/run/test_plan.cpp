@@ -25,13 +25,13 @@ TEST_CASE("a plan counts the ring's chunk of every stream that communicates, lin
     const Plan plan = make_plan(step, {});
     int64_t bytes = 0;
     for (const MemoryLine& line : plan.of(0).memory) bytes += line.label == "ring chunks" ? line.bytes : 0;
-    return bytes / DataParallel::scratch_bytes;
+    return bytes / Groups::scratch_bytes;
   };
   StepConfig step{.model = selftest::awkward_model("gpt2"), .batch = {1, 19}, .micro_batches = 2};
   REQUIRE(chunks(step) == 0);  // one rank
-  step.zero.shards = 2;
+  step.layout.zero.shards = 2;
   REQUIRE(chunks(step) == 2);  // reductions, gathers
-  step.stages = step.chunks = 2;
+  step.layout.pipeline.stages = 2;
   REQUIRE(chunks(step) == 4);  // and activations down, gradients up
 }
 
@@ -187,7 +187,7 @@ TEST_CASE("a plan shows the time of a step on paper where its rates are known, w
   ZeroConfig zero{.shards = 8};
   zero.set_stage(1);
   const StepConfig step{
-      .model = resolve_model("gpt2:124M", {}), .dtype = DType::bf16, .batch = {4, 1024}, .zero = zero};
+      .model = resolve_model("gpt2:124M", {}), .dtype = DType::bf16, .batch = {4, 1024}, .layout = {.zero = zero}};
   Device device{DeviceKind::cuda};
   REQUIRE(detail::time_rows(step, make_plan(step, device), device).empty());
   device.rates = datasheet_rates(*gpu_peaks("NVIDIA H100 80GB HBM3"), DType::bf16, 8);
@@ -203,7 +203,7 @@ TEST_CASE("a plan shows the time of a step on paper where its rates are known, w
           "989.5 TFLOP/s, 3350.0 GB/s of memory, 450.0 GB/s of link and 0.0 us for a message; no time for launches");
   // Ranks that wait for a server do not run in step with it.
   StepConfig served = step;
-  served.zero = {.shards = 8, .sync = DpSync::parameter_server};
+  served.layout.zero = {.shards = 8, .sync = DpSync::parameter_server};
   REQUIRE(detail::time_rows(served, make_plan(served, device), device).empty());
   // Without a GPU here, and on a CPU, whose peaks no datasheet states, no rates are made up.
   for (const char* where : {"--device cpu", "--device cuda"})
@@ -227,7 +227,7 @@ TEST_CASE("generation needs only the weights, and is refused if they do not fit"
   const std::string model = dir / "out/step-000001";
   StepConfig config{.model = resolve_model(model, {}), .batch = {1, 64}};
   const Plan training = make_plan(config, {DeviceKind::cpu, 1});
-  config.zero.holds = Holds::weights;
+  config.layout.zero.holds = Holds::weights;
   const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
   REQUIRE(line(plan, "weights") == line(training, "weights"));
   for (const char* held : {"gradients", "AdamW first moment", "AdamW second moment"}) REQUIRE(line(training, held) > 0);

@@ -33,7 +33,7 @@ ModelConfig small_model(const char* family, bool tied, int64_t vocab_size = 97) 
   return m;
 }
 
-struct Layout {
+struct LayoutCase {
   int tp = 1, shards = 1, stage = 0, replicas = 1, cp = 1;  // cp ranks are among the shards
   std::string text() const {
     return formatted("tp {}, {} shards, stage {}, {} replicas, cp {}", tp, shards, stage, replicas, cp);
@@ -42,30 +42,29 @@ struct Layout {
 
 // f(state, stream) on every rank of a layout.
 template <class F>
-void on_ranks(const ModelConfig& model, DType dtype, const Layout& layout, F&& f) {
-  const TensorParallel tensor{.ranks = layout.tp};
-  const ContextParallel context{.ranks = layout.cp};
-  ZeroConfig zero{.shards = layout.shards, .replicas = layout.replicas};
-  zero.set_stage(layout.stage);
-  const Mesh mesh = mesh_of(zero, tensor, context);
-  World world(mesh, Backend::threads, poison_hooks);
+void on_ranks(const ModelConfig& model, DType dtype, const LayoutCase& layout, F&& f) {
+  Layout all{.zero = {.shards = layout.shards, .replicas = layout.replicas},
+             .tensor = {.ranks = layout.tp},
+             .context = {.ranks = layout.cp}};
+  all.zero.set_stage(layout.stage);
+  all.expert = expert_parallel(model, all.tensor, layout.shards, 1);
+  World world(all.mesh(), Backend::threads, poison_hooks);
   run_ranks(world, [&](int rank) {
     const Device device{DeviceKind::cpu, 1};
     Arena arena(device, (1 << 20) + 24 * count_parameters(parameter_table(model))), scratch(device, 1 << 20);
     arena.poison_free();
     Stream stream(device, scratch);
     const auto join = [&](const std::string& name, const auto& group) { return world.join(rank, name, group); };
-    const ExpertParallel expert = expert_parallel(model, tensor, layout.shards, 1);
-    DataParallel dp(mesh, rank, device, join, world.hooks(), tensor, context, expert);
-    ModelState state(part_of(parameter_table(model), tensor, dp.tensor_rank), dtype, zero, dp, arena);
+    Groups groups(all, rank, device, join, world.hooks());
+    ModelState state(part_of(parameter_table(model), all.tensor, groups.me.tensor), dtype, all.zero, groups, arena);
     f(state, stream);
-    for (Stream* s : {&stream, &dp.reduce_stream, &dp.gather_stream}) s->synchronize();
+    for (Stream* s : {&stream, &groups.reduce_stream(), &groups.gather_stream()}) s->synchronize();
   });
 }
 
 // Writes a checkpoint with these numbers. Ranks that are not the first to have a part have others: only the first one's
 // may be written.
-void write_known(const ModelConfig& model, DType dtype, const Layout& layout, const std::string& out, int64_t step) {
+void write_known(const ModelConfig& model, DType dtype, const LayoutCase& layout, const std::string& out, int64_t step) {
   on_ranks(model, dtype, layout, [&](ModelState& state, Stream& stream) {
     for (const StateEntry& e : state.state_table())
       for_each_value(e, [&]<class T>(T& element, T value) { element = e.param->first_copy ? value : T(-1.0f); });
@@ -74,7 +73,7 @@ void write_known(const ModelConfig& model, DType dtype, const Layout& layout, co
 }
 
 // Reads it; returns what is wrong.
-std::set<std::string> read_known(const ModelConfig& model, DType dtype, const Layout& layout, const std::string& path) {
+std::set<std::string> read_known(const ModelConfig& model, DType dtype, const LayoutCase& layout, const std::string& path) {
   std::set<std::string> wrong;
   std::mutex mutex;
   on_ranks(model, dtype, layout, [&](ModelState& state, Stream& stream) {
@@ -95,10 +94,10 @@ std::set<std::string> read_known(const ModelConfig& model, DType dtype, const La
   return wrong;
 }
 
-void require_exchangeable(const ModelConfig& model, DType dtype, const std::vector<Layout>& layouts) {
+void require_exchangeable(const ModelConfig& model, DType dtype, const std::vector<LayoutCase>& layouts) {
   const TempDir dir;
   int64_t step = 0;
-  for (const Layout& writer : layouts) {
+  for (const LayoutCase& writer : layouts) {
     INFO(model.family.model_type << ", " << name_of(dtype) << ", written with " << writer.text());
     write_known(model, dtype, writer, dir.path(), ++step);
     const std::string path = checkpoint_path(dir.path(), step);
@@ -106,7 +105,7 @@ void require_exchangeable(const ModelConfig& model, DType dtype, const std::vect
     REQUIRE(weights_of(path) == weights_of(checkpoint_path(dir.path(), 1)));
     const int owners = writer.stage > 0 ? writer.shards : 1;
     REQUIRE(files_of(path, "optimizer-").size() == static_cast<size_t>(owners * writer.tp));
-    for (const Layout& reader : layouts) {
+    for (const LayoutCase& reader : layouts) {
       INFO("read with " << reader.text());
       REQUIRE(read_known(model, dtype, reader, path) == std::set<std::string>());
     }
@@ -116,7 +115,7 @@ void require_exchangeable(const ModelConfig& model, DType dtype, const std::vect
 }  // namespace
 
 TEST_CASE("any number of tensor-parallel ranks, in any ZeRO stage, reads what any other wrote, bit for bit") {
-  const std::vector<Layout> layouts = {
+  const std::vector<LayoutCase> layouts = {
       {}, {.tp = 2}, {.tp = 4}, {.tp = 2, .shards = 2, .stage = 1}, {.tp = 4, .shards = 2, .stage = 3}};
   require_exchangeable(small_model("gpt2", true), DType::bf16, layouts);
   require_exchangeable(small_model("qwen2", false), DType::fp32, layouts);
@@ -132,7 +131,7 @@ TEST_CASE("any number of tensor-parallel ranks, in any ZeRO stage, reads what an
 }
 
 TEST_CASE("models with experts are read bit for bit from what any other layout wrote") {
-  const std::vector<Layout> layouts = {{}, {.tp = 2}, {.tp = 4, .shards = 2, .stage = 3}, {.shards = 3, .stage = 2}};
+  const std::vector<LayoutCase> layouts = {{}, {.tp = 2}, {.tp = 4, .shards = 2, .stage = 3}, {.shards = 3, .stage = 2}};
   require_exchangeable(small_model("mixtral", false), DType::bf16, layouts);
   require_exchangeable(small_model("qwen2_moe", true), DType::fp32, layouts);
   require_exchangeable(small_model("qwen3_moe", true), DType::bf16, {{}, {.tp = 8}, {.tp = 2, .replicas = 2}});

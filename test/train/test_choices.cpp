@@ -67,13 +67,13 @@ TEST_CASE("multiple choice: exact for any batch and layout, and equal to sums by
   for (const auto& [ranks, B] : {std::pair{1, 1}, {1, 5}, {2, 2}, {3, 4}}) {
     ZeroConfig zero{.shards = ranks};
     zero.set_stage(ranks == 1 ? 0 : 3);
-    const StepConfig config{.model = model, .batch = {B, 19}, .zero = zero};
+    const StepConfig config{.model = model, .batch = {B, 19}, .layout = {.zero = zero}};
     const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
-    World world(mesh_of(zero));
+    World world(Layout{.zero = zero}.mesh());
     run_ranks(world, [&](int rank) {
       Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
       init_weights(run.trainer.state(), 5, run.stream);
-      const ChoiceScore score = evaluate_choices(run.trainer, set, run.dp, [](int64_t, int64_t) {});
+      const ChoiceScore score = evaluate_choices(run.trainer, set, run.groups, [](int64_t, int64_t) {});
       if (std::abs(score.accuracy - by_hand.accuracy) > 1e-9 ||
           std::abs(score.normalized_accuracy.value() - *by_hand.normalized_accuracy) > 1e-9)
         throw Error(formatted("{} and {} by rank {} of {}, {} and {} by hand", score.accuracy,

@@ -5,7 +5,7 @@
 #include "helpers.h"
 
 using namespace llmc;
-using expert_steps::Layout;
+using expert_steps::LayoutCase;
 using selftest::Outcome;
 
 namespace {
@@ -17,7 +17,7 @@ ModelConfig model_of(const char* family) {
   return model;
 }
 
-StepConfig step_of(const ModelConfig& model, const Layout& l, const ExpertOptions& options, DType dtype = DType::fp32) {
+StepConfig step_of(const ModelConfig& model, const LayoutCase& l, const ExpertOptions& options, DType dtype = DType::fp32) {
   return expert_steps::step_of(model, l, options, dtype, {3, 20}, 4 / l.dp);
 }
 
@@ -78,7 +78,7 @@ TEST_CASE("a step says in how many rounds tokens went to the experts of other ra
   const auto rounds = [](double imbalance) {
     const StepConfig step = step_of(model_of("mixtral"), {.dp = 2, .ep = 2, .imbalance = imbalance}, all_losses);
     const Plan plan = make_plan(step, {});
-    World world(step.mesh());
+    World world(step.layout.mesh());
     std::vector<int> found(2);
     run_ranks(world, [&](int rank) {
       Run run(step, plan, {}, world, rank);
@@ -86,7 +86,7 @@ TEST_CASE("a step says in how many rounds tokens went to the experts of other ra
       for (int64_t k = 1; k <= 2; ++k)  // of each step, not of all so far
         found[static_cast<size_t>(rank)] =
             run.trainer
-                .step([&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); },
+                .step([&](int64_t m) { return selftest::read_batch(step, run.groups.reader(), m); },
                       {.lr = 1e-3f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = k}, {})
                 .experts->rounds;
     });
@@ -99,7 +99,7 @@ TEST_CASE("a step says in how many rounds tokens went to the experts of other ra
 
 // Models without near ties: what a router chooses does not depend on rounding.
 TEST_CASE("experts on any ranks give what one rank computes") {
-  const Layout layouts[] = {
+  const LayoutCase layouts[] = {
       {.dp = 2, .ep = 2},
       {.dp = 2, .stage = 1, .ep = 2, .recompute = Recompute::activation},
       {.dp = 4, .stage = 2, .ep = 2, .recompute = Recompute::norm},
@@ -124,7 +124,7 @@ TEST_CASE("experts on any ranks give what one rank computes") {
     for (const ExpertOptions& options : {all_losses, dropping}) {
       const ModelConfig model = model_of(family);
       const Outcome alone = selftest::run_layout(step_of(model, {}, options));
-      for (const Layout& layout : layouts) {
+      for (const LayoutCase& layout : layouts) {
         const bool few = std::string_view(family) != "mixtral";  // of the others, every third
         if (few && (&layout - layouts) % 3 != (options.capacity_factor ? 0 : 2)) continue;
         INFO(family << (options.capacity_factor ? " with a capacity, " : ", ") << to_string(layout));
@@ -144,14 +144,14 @@ TEST_CASE("stages of a pipeline, recomputation and backwards in parts change no 
   const ModelConfig model = model_of("qwen2_moe");
   for (const DType dtype : {DType::fp32, DType::bf16})
     for (const int ep : {1, 2}) {
-      const Layout one{.dp = 2, .ep = ep, .imbalance = 0.5};
+      const LayoutCase one{.dp = 2, .ep = ep, .imbalance = 0.5};
       const Outcome alone = selftest::run_layout(step_of(model, one, dropping, dtype));
       for (const auto& [pp, schedule, recompute] : {std::tuple(1, Schedule::one_f_one_b, Recompute::activation),
                                                     {1, Schedule::gpipe, Recompute::block},
                                                     {2, Schedule::one_f_one_b, Recompute::norm},
                                                     {2, Schedule::zb_h1, Recompute::none},
                                                     {2, Schedule::zb_v, Recompute::block}}) {
-        Layout layout = one;
+        LayoutCase layout = one;
         layout.pp = pp, layout.schedule = schedule, layout.recompute = recompute;
         INFO(name_of(dtype) << ", " << to_string(layout));
         const Outcome found = selftest::run_layout(step_of(model, layout, dropping, dtype));
@@ -177,7 +177,7 @@ TEST_CASE("all rows may go to one expert, or to the experts of one rank, and an 
                                {"none to one expert", 7, {0, 1, 2, 3, 4, 6, 7}, 8.0 / 7, 0}}) {
     model.experts.per_token = routes.per_token;
     std::vector<StepResult> alone;
-    for (const Layout& layout : {Layout{},
+    for (const LayoutCase& layout : {LayoutCase{},
                                  {.dp = 2, .ep = 2},
                                  {.dp = 4, .stage = 3, .ep = 4, .recompute = Recompute::block},
                                  {.dp = 2, .stage = 2, .tp = 2, .ep = 4}}) {
@@ -188,14 +188,14 @@ TEST_CASE("all rows may go to one expert, or to the experts of one rank, and an 
         for (const int64_t e : routes.wanted) biases[static_cast<size_t>(8 * l + e)] = 10;
       std::vector<StepResult> results;
       const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
-      World world(step.mesh(), Backend::threads, poison_hooks);
+      World world(step.layout.mesh(), Backend::threads, poison_hooks);
       run_ranks(world, [&](int rank) {
         Run run(step, plan, {DeviceKind::cpu, 1}, world, rank);
         init_weights(run.trainer.state(), 42, run.stream);
         run.trainer.set_expert_biases(biases);
         for (int s = 1; s <= 2; ++s) {
           const StepResult r = run.trainer.step(
-              [&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); },
+              [&](int64_t m) { return selftest::read_batch(step, run.groups.reader(), m); },
               {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0.1f, .step = s},
               {.max_norm = 1});
           if (rank == 0) results.push_back(r);
@@ -216,7 +216,7 @@ TEST_CASE("all rows may go to one expert, or to the experts of one rank, and an 
 TEST_CASE("the biases of experts are updated once a step, from the choices of all ranks, and not by a skipped step") {
   const ModelConfig model = model_of("mixtral");
   std::vector<float> alone;
-  for (const Layout& layout : {Layout{},
+  for (const LayoutCase& layout : {LayoutCase{},
                                {.recompute = Recompute::block},
                                {.dp = 4},
                                {.tp = 2, .cp = 2, .ep = 4},
@@ -224,12 +224,12 @@ TEST_CASE("the biases of experts are updated once a step, from the choices of al
     INFO(to_string(layout));
     const StepConfig step = step_of(model, layout, {.bias_rate = 0.125});
     const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
-    World world(step.mesh(), Backend::threads, poison_hooks);
+    World world(step.layout.mesh(), Backend::threads, poison_hooks);
     std::mutex mutex;
     run_ranks(world, [&](int rank) {
       Run run(step, plan, {DeviceKind::cpu, 1}, world, rank);
       init_weights(run.trainer.state(), 42, run.stream);
-      const auto batches = [&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); };
+      const auto batches = [&](int64_t m) { return selftest::read_batch(step, run.groups.reader(), m); };
       OptimizerOptions adamw{.lr = 0, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0, .step = 1};
       run.trainer.step(batches, adamw, {.largest_norm = 1e-30});
       for (const float b : run.trainer.expert_biases())
@@ -250,17 +250,17 @@ TEST_CASE("the biases of experts are updated once a step, from the choices of al
 // Of slices, the balancing loss is that of each: compared with one rank that has the same.
 TEST_CASE("what a step records of experts in token slices is the same on stages and tensor-parallel ranks") {
   const ModelConfig model = model_of("qwen3_moe");
-  auto recorded = [&](const Layout& layout, const std::vector<int64_t>& slices) {
+  auto recorded = [&](const LayoutCase& layout, const std::vector<int64_t>& slices) {
     StepConfig step = step_of(model, layout, {.z_loss = 0.01});
-    step.slices = slices;
+    step.layout.pipeline.slices = slices;
     const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
-    World world(step.mesh(), Backend::threads, poison_hooks);
+    World world(step.layout.mesh(), Backend::threads, poison_hooks);
     ExpertStatistics statistics{};
     run_ranks(world, [&](int rank) {
       Run run(step, plan, {DeviceKind::cpu, 1}, world, rank);
       init_weights(run.trainer.state(), 42, run.stream);
       const StepResult r =
-          run.trainer.step([&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); },
+          run.trainer.step([&](int64_t m) { return selftest::read_batch(step, run.groups.reader(), m); },
                            {.lr = 0, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = 1}, {});
       if (rank == 0) statistics = *r.experts;
     });
@@ -270,7 +270,7 @@ TEST_CASE("what a step records of experts in token slices is the same on stages 
   // Of three sequences, two ranks have one and a half each; of slices of one token, two and one.
   for (const std::vector<int64_t>& slices : {std::vector<int64_t>{14, 5, 1}, {10, 10}}) {
     const ExpertStatistics sliced = recorded({}, slices);
-    for (const Layout& layout : {Layout{.tp = 2}, {.tp = 2, .pp = 2}, {.dp = 2, .tp = 2, .ep = 4}}) {
+    for (const LayoutCase& layout : {LayoutCase{.tp = 2}, {.tp = 2, .pp = 2}, {.dp = 2, .tp = 2, .ep = 4}}) {
       INFO("slices of " << formatted("{}", slices) << ", " << to_string(layout));
       const ExpertStatistics found = recorded(layout, slices);
       REQUIRE(found.entropy == Approx(whole.entropy).epsilon(1e-6));

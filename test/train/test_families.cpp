@@ -159,7 +159,7 @@ TEST_CASE("incremental decoding with a cache gives the logits of the whole seque
     for (const DType dtype : {DType::fp32, DType::bf16}) {
       INFO(family.model_type << " in " << name_of(dtype));
       const StepConfig config{
-          .model = selftest::awkward_model(family.model_type), .dtype = dtype, .batch = {1, 19}, .chunks = 2};
+          .model = selftest::awkward_model(family.model_type), .dtype = dtype, .batch = {1, 19}, .layout = {.pipeline = {.chunks_per_stage = 2}}};
       World world{Mesh()};
       Run run(config, make_plan(config, {DeviceKind::cpu, 2}), {DeviceKind::cpu, 2}, world, 0);
       init_weights(run.trainer.state(), 5, run.stream);
@@ -202,10 +202,10 @@ TEST_CASE("files written by transformers are rewritten bit for bit, from any lay
       const std::string folder = folder_of(family);
       ZeroConfig zero{.shards = ranks};
       zero.set_stage(ranks == 1 ? 0 : 3);
-      const StepConfig config{.model = resolve_model(folder, {}), .batch = {1, 8}, .zero = zero};
+      const StepConfig config{.model = resolve_model(folder, {}), .batch = {1, 8}, .layout = {.zero = zero}};
       const TempDir dir;
       const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
-      World world(mesh_of(zero), Backend::threads, poison_hooks);
+      World world(Layout{.zero = zero}.mesh(), Backend::threads, poison_hooks);
       run_ranks(world, [&](int rank) {
         Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
         load_model(folder, config.model, run.trainer.state(), run.stream);

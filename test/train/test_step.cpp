@@ -84,8 +84,8 @@ TEST_CASE("schedules and chunks are only an order: gpipe, 1f1b, one to three chu
     for (const Schedule schedule : {Schedule::one_f_one_b, Schedule::gpipe})
       for (int chunks = 1; chunks <= 3; ++chunks) {
         StepConfig c = awkward_step(dtype);
-        c.schedule = schedule;
-        c.chunks = chunks;
+        c.layout.pipeline.schedule = schedule;
+        c.layout.pipeline.chunks_per_stage = chunks;
         INFO(name_of(dtype) << " " << name_of(schedule) << ", " << chunks << " chunks");
         REQUIRE(bitwise_equal(reference, Fixture(c).train(2)));
       }
@@ -100,8 +100,8 @@ TEST_CASE("recomputation is bitwise in every family; each level needs less memor
                                       {DType::bf16, "qwen3"}})
     for (const Schedule schedule : {Schedule::one_f_one_b, Schedule::gpipe}) {
       StepConfig c = awkward_step(dtype, family);
-      c.schedule = schedule;
-      c.chunks = 2;
+      c.layout.pipeline.schedule = schedule;
+      c.layout.pipeline.chunks_per_stage = 2;
       const std::vector<double> reference = Fixture(c).train(2);
       int64_t bytes = std::numeric_limits<int64_t>::max(), calls = 0;
       for (const Recompute recompute : all_recompute) {
@@ -143,10 +143,10 @@ TEST_CASE("the null device plans exactly the memory that the CPU uses") {
     for (const Recompute recompute : all_recompute)
       for (const int64_t T : {1, 8, 19}) {
         StepConfig c = awkward_step(dtype, T == 1 ? "llama" : T == 8 ? "gpt2" : "qwen3");
-        c.schedule = T == 8 ? Schedule::gpipe : Schedule::one_f_one_b;
+        c.layout.pipeline.schedule = T == 8 ? Schedule::gpipe : Schedule::one_f_one_b;
         c.recompute = recompute;
         c.batch.T = T;
-        c.chunks = 2;
+        c.layout.pipeline.chunks_per_stage = 2;
         Fixture f(c, 2);  // an arena of exactly the planned size: one byte more would throw
         f.train(1);
         f.trainer.evaluate(1, 38, f.batches());
@@ -170,7 +170,7 @@ TEST_CASE("the null device plans exactly the memory that the CPU uses") {
 TEST_CASE("1f1b needs one set of activations, gpipe one for each micro-batch") {
   StepConfig c = awkward_step(DType::fp32);
   auto activations = [&](Schedule schedule) {
-    c.schedule = schedule;
+    c.layout.pipeline.schedule = schedule;
     for (const MemoryLine& line : make_plan(c, {DeviceKind::cpu, 1}).memory)
       if (line.label == "activations") return line.bytes;
     return int64_t{0};

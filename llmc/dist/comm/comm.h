@@ -348,8 +348,7 @@ class Comm {
         cost.link_bytes = static_cast<double>(std::max(transport_->sent - sent, transport_->received - received));
         cost.messages = messages.value_or(size() - 1);
       }
-      const bool units = name_ == "gradients" || name_ == "replicas" || name_ == "weights" ||
-                         name_ == "expert gradients" || name_ == "expert weights";
+      const bool units = traffic_of(name_) == Traffic::units;
       stream.run(cost, {inspected},
                  [=, transport = transport_, place = place_, unit = std::string(units ? "unit " : ""),
                   tensor = std::string(buffer.name)] {

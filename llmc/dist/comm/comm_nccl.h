@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "dist/comm/group_table.h"
 #include "dist/comm/ring.h"
 #ifdef TRAIN_GPT_NCCL
 #include <nccl.h>
@@ -45,13 +46,6 @@ class GpuCollectives {
   virtual void expect_abort() = 0;
   virtual void abort() = 0;
 };
-
-// What a group moves: only text between hosts, a few numbers, or tensors.
-enum class Traffic : uint8_t { text, numbers, tensors };
-inline Traffic traffic_of(const std::string& group) {
-  if (group.ends_with("control")) return Traffic::text;
-  return group == "sequences" || group.starts_with("scalars") ? Traffic::numbers : Traffic::tensors;
-}
 
 // How many multiprocessors a kernel of NCCL may take, which is the number of channels that it connects: more are faster
 // and take more memory. NCCL_MAX_CTAS is NCCL's own variable, and NCCL itself lets it win, too.

@@ -49,13 +49,11 @@ inline constexpr int64_t most_pipeline_passes = 1 << 20;
 
 // Throws if the schedule cannot have these values; the error names the options.
 inline void require_possible(const Pipeline& p) {
-  const bool has_chunks = p.schedule == Schedule::interleaved || p.schedule == Schedule::zb_v;
-  const bool has_slices = p.schedule == Schedule::gpipe || p.schedule == Schedule::one_f_one_b;
   CHECK(p.stages >= 1, "--pp {}: a pipeline has at least 1 stage", p.stages);
   CHECK(p.micro_batches >= 1, "{} micro-batches: a step has at least 1", p.micro_batches);
   CHECK(p.chunks_per_stage >= 1, "--pp-chunks {}: a stage has at least 1 chunk", p.chunks_per_stage);
   CHECK(p.slices >= 1, "--token-slices {}: a micro-batch has at least 1 slice", p.slices);
-  CHECK(has_chunks || p.chunks_per_stage == 1,
+  CHECK(has_chunks(p.schedule) || p.chunks_per_stage == 1,
         "--pp-chunks {} with --schedule {}, whose stages have 1 chunk each: use --schedule interleaved, or leave out "
         "--pp-chunks",
         p.chunks_per_stage, p.schedule);
@@ -63,7 +61,7 @@ inline void require_possible(const Pipeline& p) {
         "--pp-chunks {} with --schedule zb-v, whose stages have 2 chunks each, one on the way down and one on the way "
         "up: leave out --pp-chunks",
         p.chunks_per_stage);
-  CHECK(has_slices || p.slices == 1,
+  CHECK(has_slices(p.schedule) || p.slices == 1,
         "--token-slices {} with --schedule {}: only gpipe and 1f1b take a micro-batch in slices; leave out "
         "--token-slices, or use one of them",
         p.slices, p.schedule);

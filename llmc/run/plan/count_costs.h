@@ -16,9 +16,7 @@ namespace detail {
 // The costs of the embedding, a layer and the head, from a model with this one layer. A pipeline of three stages is
 // planned with two micro-batches and with one; costs common to both, such as the update, cancel.
 inline std::array<ModuleCost, 3> count_modules(StepConfig step, double flops_per_s) {
-  step.schedule = Schedule::one_f_one_b;
-  step.stages = step.chunks = 3;
-  step.layers = {0, 1, 0};
+  step.layout.pipeline = {.schedule = Schedule::one_f_one_b, .stages = 3, .layers = {0, 1, 0}};
   step.generates = false;
   const auto flops_with = [&](int64_t micro_batches) {
     step.micro_batches = micro_batches;
@@ -27,9 +25,9 @@ inline std::array<ModuleCost, 3> count_modules(StepConfig step, double flops_per
     return flops;
   };
   const std::vector<double> one = flops_with(1), two = flops_with(2);
-  const double message = static_cast<double>(step.tensor.stream_rows(step.share(step.batch, Purpose::train).rows()) *
+  const double message = static_cast<double>(step.layout.tensor.stream_rows(step.share(step.batch, Purpose::train).rows()) *
                                              step.model.n_embd * size_of(step.dtype));
-  const ParamTable table = part_of(parameter_table(step.model), step.tensor, 0);
+  const ParamTable table = part_of(parameter_table(step.model), step.layout.tensor, 0);
   std::array<int64_t, 3> elements = {};
   for (size_t u = 0; u < table.size(); ++u)  // a layer may have two units
     for (const ParamSpec& p : table[u].params) elements[u == 0 ? 0 : u + 1 == table.size() ? 2 : 1] += p.box().numel();

@@ -35,45 +35,45 @@ using Rows = std::vector<std::pair<std::string, std::string>>;
 namespace detail {
 
 inline std::string layout_text(const StepConfig& step) {
-  const ZeroConfig& zero = step.zero;
-  const TensorParallel& tensor = step.tensor;
-  if (step.ranks() == 1) return "1 rank";
+  const ZeroConfig& zero = step.layout.zero;
+  const TensorParallel& tensor = step.layout.tensor;
+  if (step.layout.ranks() == 1) return "1 rank";
   std::string text;
   if (tensor.ranks > 1)
     text = formatted("{} tensor-parallel ranks{}{}", tensor.ranks, tensor.sequence ? " with sequence parallelism" : "",
                      tensor.overlap ? ", overlapped" : "");
-  if (step.context.ranks > 1)
-    text = formatted("{} context-parallel {}, {} attention", step.context.ranks,
-                     text.empty() ? "ranks" : "groups of " + text, step.context.attention);
-  if (step.stages > 1) {
-    std::vector<size_t> layers(static_cast<size_t>(step.stages));
+  if (step.layout.context.ranks > 1)
+    text = formatted("{} context-parallel {}, {} attention", step.layout.context.ranks,
+                     text.empty() ? "ranks" : "groups of " + text, step.layout.context.attention);
+  if (step.layout.pipeline.stages > 1) {
+    std::vector<size_t> layers(static_cast<size_t>(step.layout.pipeline.stages));
     const std::vector<Chunk> chunks = step.model_chunks();
     for (size_t c = 0; c < chunks.size(); ++c)
       layers[static_cast<size_t>(step.pipeline().stage_of(static_cast<int>(c)))] += chunks[c].layers.size();
-    text = formatted("{} stages of {} layers, {}{}{}{}", step.stages, layers, step.schedule,
-                     step.chunks > step.stages ? formatted(", {} chunks per stage", step.chunks / step.stages) : "",
-                     step.asynchronous() ? formatted(" with up to {} versions of weights", step.stages) : "",
+    text = formatted("{} stages of {} layers, {}{}{}{}", step.layout.pipeline.stages, layers, step.layout.pipeline.schedule,
+                     step.layout.pipeline.chunks() > step.layout.pipeline.stages ? formatted(", {} chunks per stage", step.layout.pipeline.chunks() / step.layout.pipeline.stages) : "",
+                     step.layout.pipeline.asynchronous() ? formatted(" with up to {} versions of weights", step.layout.pipeline.stages) : "",
                      text.empty() ? "" : ", each " + text);
   }
   const std::string experts =
-      step.expert.ranks > 1 ? formatted("; experts divided among groups of {} ranks", step.expert.ranks) : "";
-  if (step.zero.ranks() == 1) return text + experts;
+      step.layout.expert.ranks > 1 ? formatted("; experts divided among groups of {} ranks", step.layout.expert.ranks) : "";
+  if (step.layout.zero.ranks() == 1) return text + experts;
   const std::string sharding =
       formatted("{} replica(s) x {} shard(s){}, ZeRO stage {}{}{}", zero.replicas, zero.shards,
-                step.context.ranks > 1 && step.readers() > zero.replicas ? " of shard x cp" : "", zero.stage,
+                step.layout.context.ranks > 1 && step.layout.readers() > zero.replicas ? " of shard x cp" : "", zero.stage,
                 zero.holds == Holds::weights           ? ""
                 : zero.grad_reduce == GradReduce::step ? ", gradients reduced every step"
                                                        : ", gradients reduced every micro-batch",
                 zero.sync == DpSync::all_reduce ? "" : formatted(", {}", zero.sync));
-  if (step.readers() == 1) return text + ": " + sharding + experts;
-  return formatted("{} data-parallel {}: {}{}", step.readers(), text.empty() ? "ranks" : "groups of " + text, sharding,
+  if (step.layout.readers() == 1) return text + ": " + sharding + experts;
+  return formatted("{} data-parallel {}: {}{}", step.layout.readers(), text.empty() ? "ranks" : "groups of " + text, sharding,
                    experts);
 }
 
 // The traffic of every --dp-sync beside that of the chosen one, where a run has the choice; with experts it has none.
 inline void report_links(Log& log, const StepConfig& step) {
-  const ZeroConfig& zero = step.zero;
-  if (zero.ranks() == 1 || zero.stage > 0 || zero.replicas > 1 || step.ranks() > step.readers()) return;
+  const ZeroConfig& zero = step.layout.zero;
+  if (zero.ranks() == 1 || zero.stage > 0 || zero.replicas > 1 || step.layout.ranks() > step.layout.readers()) return;
   if (step.model.experts.count > 0) return;
   int64_t elements = 0;
   for (const UnitSpec& unit : parameter_table(step.model)) elements += UnitLayout(unit, zero.ranks()).size;
@@ -92,9 +92,9 @@ inline void report_links(Log& log, const StepConfig& step) {
 // The cost of a pipeline: how long its stages idle if all chunks take equally long, and how many micro-batches would
 // bring that below 20%; or how old the gradients of an asynchronous one are.
 inline std::string pipeline_text(const StepConfig& step) {
-  if (step.asynchronous())
+  if (step.layout.pipeline.asynchronous())
     return formatted("gradients of stage s are P - 1 - s = {} - s updates old: the numbers differ from those of 1f1b",
-                     step.stages - 1);
+                     step.layout.pipeline.stages - 1);
   Pipeline p = step.pipeline();
   const auto law = bubble_law(p);
   const double idle = law ? law->bubble : simulate(p, pipeline_actions(p)).bubble();
@@ -110,7 +110,7 @@ inline std::string pipeline_text(const StepConfig& step) {
 // What ranks that share a layer's experts send each other.
 inline std::string exchange_text(const StepConfig& step) {
   const Experts e = step.part().experts;
-  const int64_t S = step.tensor.stream_rows(step.share(step.batch, Purpose::train).rows());
+  const int64_t S = step.layout.tensor.stream_rows(step.share(step.batch, Purpose::train).rows());
   if (const int64_t rows = e.stride(S); rows > 0)
     return formatted("{} rows from each rank to each other, some of them padding: no host waits for their number",
                      rows);
@@ -146,7 +146,7 @@ inline Rows expert_rows(const StepConfig& step) {
                           layers == step.model.n_layer ? "each layer" : formatted("{} of the layers", layers),
                           e.per_token, e.shared > 0 ? formatted(", and a shared one of {}", e.shared) : "", dispatch)},
                {"balance", balance.empty() ? "left to the router: see --moe-aux-loss and --moe-bias-rate" : balance}};
-  if (step.expert.ranks > 1) rows.emplace_back("exchange", exchange_text(step));
+  if (step.layout.expert.ranks > 1) rows.emplace_back("exchange", exchange_text(step));
   return rows;
 }
 
@@ -166,13 +166,13 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
            human_flops(flops), human_flops(flops * static_cast<double>(step.tokens())))},
       {"numerics", formatted("{}, recompute {}", o.dtype, step.recompute)},
       {"batch", formatted("{} tokens per step = {} micro-batch(es) x {} sequences x {} tokens x {} {}",
-                          human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.readers(),
-                          step.ranks() == step.readers() ? "rank(s)" : "group(s) of ranks")},
+                          human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.layout.readers(),
+                          step.layout.ranks() == step.layout.readers() ? "rank(s)" : "group(s) of ranks")},
       {"layout", layout_text(step)},
       {"optimizer",
        formatted("{}, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}",
-                 rule_of(step.zero.optimizer).title, o.lr, o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip) +
-           (step.asynchronous() ? ", stage by stage by its own norm" : "")}};
+                 rule_of(step.layout.zero.optimizer).title, o.lr, o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip) +
+           (step.layout.pipeline.asynchronous() ? ", stage by stage by its own norm" : "")}};
   if (o.preset_vocabulary > 0)
     rows.insert(
         rows.begin() + 1,
@@ -181,10 +181,10 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
                                  human_count(m.vocab_size), human_count(o.preset_vocabulary), o.model)});
   if (m.experts.count > 0)
     for (auto& row : expert_rows(step)) rows.insert(rows.end() - 1, std::move(row));
-  if (step.stages > 1) rows.insert(rows.end() - 1, {"pipeline", pipeline_text(step)});
-  if (!step.slices.empty())
+  if (step.layout.pipeline.stages > 1) rows.insert(rows.end() - 1, {"pipeline", pipeline_text(step)});
+  if (!step.layout.pipeline.slices.empty())
     rows.insert(rows.end() - 1,
-                {"token slices", formatted("{} of each sequence, of {} tokens", step.slices.size(), step.slices)});
+                {"token slices", formatted("{} of each sequence, of {} tokens", step.layout.pipeline.slices.size(), step.layout.pipeline.slices)});
   return rows;
 }
 

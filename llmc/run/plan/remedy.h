@@ -64,38 +64,38 @@ class RemedySearch {
     if (begun_ == Begun::yes) return all;
     StepConfig step = asked_;
     if (step.dtype == DType::fp32) step.dtype = DType::bf16, all.push_back(step);
-    if (step.zero.holds == Holds::training_state && step.zero.master_weights)
-      step.zero.master_weights = false, all.push_back(step);
+    if (step.layout.zero.holds == Holds::training_state && step.layout.zero.master_weights)
+      step.layout.zero.master_weights = false, all.push_back(step);
     return all;
   }
 
   // On a CPU, one rank instead of several, which share its memory; on GPUs, twice as many, and so on, as far as there
   // are GPUs. Only data-parallel ranks change: --pp, --tp and --cp are kept.
   std::vector<int> ranks_to_try() const {
-    const int asked = asked_.readers();
+    const int asked = asked_.layout.readers();
     std::vector<int> all{asked};
-    if (asked_.zero.holds == Holds::weights) return all;
+    if (asked_.layout.zero.holds == Holds::weights) return all;
     if (device_.computes_as() != DeviceKind::cuda) {
       if (asked > 1 && !options_.memory_limit && options_.place.processes == 1) all.push_back(1);
       return all;
     }
-    const int most = is_gpu_elsewhere(device_)                               ? 256 * asked_.ranks()
+    const int most = is_gpu_elsewhere(device_)                               ? 256 * asked_.layout.ranks()
                      : device_.sharers == 1 && options_.place.processes == 1 ? visible_gpus().count
                                                                              : 0;
-    for (int ranks = 2 * asked; ranks * (asked_.ranks() / asked) <= std::min(most, 1024); ranks *= 2)
+    for (int ranks = 2 * asked; ranks * (asked_.layout.ranks() / asked) <= std::min(most, 1024); ranks *= 2)
       all.push_back(ranks);
     return all;
   }
 
   // None: the sequences of a step cannot be divided among this many ranks.
   std::optional<StepConfig> with_ranks(StepConfig step, int ranks) const {
-    const int asked = step.readers();
+    const int asked = step.layout.readers();
     if (ranks == asked) return step;
     const int64_t sequences = step.batch.B * step.micro_batches * asked;
     if (sequences % ranks != 0) return std::nullopt;
-    if (ranks % step.zero.replicas != 0) step.zero.replicas = 1;
-    step.zero.shards = ranks * step.context.ranks / step.zero.replicas;
-    if (step.zero.shards * step.tensor.ranks % step.expert.ranks != 0) return std::nullopt;
+    if (ranks % step.layout.zero.replicas != 0) step.layout.zero.replicas = 1;
+    step.layout.zero.shards = ranks * step.layout.context.ranks / step.layout.zero.replicas;
+    if (step.layout.zero.shards * step.layout.tensor.ranks % step.layout.expert.ranks != 0) return std::nullopt;
     step.batch.B = std::min(step.batch.B, sequences / ranks);
     while (sequences / ranks % step.batch.B != 0) --step.batch.B;
     step.micro_batches = sequences / ranks / step.batch.B;
@@ -105,24 +105,24 @@ class RemedySearch {
   Device device_for(const StepConfig& step) const {
     Device device = device_;
     if (device.computes_as() == DeviceKind::cuda)
-      device.collectives = collectives_of(device, step.ranks(), options_.comm);
-    if (device.computes_as() == DeviceKind::cuda || step.ranks() == asked_.ranks()) return device;
-    const int ranks = step.ranks();  // of one data-parallel rank
+      device.collectives = collectives_of(device, step.layout.ranks(), options_.comm);
+    if (device.computes_as() == DeviceKind::cuda || step.layout.ranks() == asked_.layout.ranks()) return device;
+    const int ranks = step.layout.ranks();  // of one data-parallel rank
     device.threads = std::max(1, device.threads * device.sharers / ranks);
     device.sharers = ranks;
     return device;
   }
   int64_t limit_for(const StepConfig& step) const {
     Options o = options_;
-    if (o.place.processes == 1) o.place.ranks_on_host = step.ranks();
+    if (o.place.processes == 1) o.place.ranks_on_host = step.layout.ranks();
     return memory_limit(o, device_for(step));
   }
 
   // The memory of a step does not depend on the number of its micro-batches beyond two, or beyond a few for each stage,
   // unless gpipe keeps them all. The change suggested in the end is planned with all of them.
   bool fits_on_paper(StepConfig step) {
-    const int64_t enough = step.stages == 1 ? 2 : 4 * step.stages;
-    if (step.schedule != Schedule::gpipe) step.micro_batches = std::min(step.micro_batches, enough);
+    const int64_t enough = step.layout.pipeline.stages == 1 ? 2 : 4 * step.layout.pipeline.stages;
+    if (step.layout.pipeline.schedule != Schedule::gpipe) step.micro_batches = std::min(step.micro_batches, enough);
     Plan plan = make_plan(step, device_for(step));
     const bool good = fits(plan, limit_for(step));
     if (!least_ || plan.total_bytes() < least_->plan.total_bytes()) least_ = {step, std::move(plan)};
@@ -131,12 +131,12 @@ class RemedySearch {
 
   // Replaces gpipe, which keeps the activations of all micro-batches, by 1f1b.
   static void keep_few(StepConfig& step) {
-    if (step.schedule == Schedule::gpipe) step.schedule = Schedule::one_f_one_b;
+    if (step.layout.pipeline.schedule == Schedule::gpipe) step.layout.pipeline.schedule = Schedule::one_f_one_b;
   }
   // The higher stages have no servers.
   static void set_stage(StepConfig& step, int stage) {
-    step.zero.set_stage(stage);
-    if (stage > 0) step.zero.sync = DpSync::all_reduce;
+    step.layout.zero.set_stage(stage);
+    if (stage > 0) step.layout.zero.sync = DpSync::all_reduce;
   }
 
   bool could_fit(StepConfig step) {
@@ -144,12 +144,12 @@ class RemedySearch {
     step.micro_batches *= step.batch.B;
     step.batch.B = 1;
     step.recompute = Recompute::block;
-    if (step.zero.shards > 1) set_stage(step, 3);
+    if (step.layout.zero.shards > 1) set_stage(step, 3);
     return fits_on_paper(step);
   }
 
   std::optional<Remedy> cheapest(StepConfig step) {
-    const bool sharded = step.zero.shards > 1;
+    const bool sharded = step.layout.zero.shards > 1;
     const Recompute asked = step.recompute;
     const int64_t sequences = step.batch.B * step.micro_batches;
     keep_few(step);
@@ -163,7 +163,7 @@ class RemedySearch {
       step.recompute = recompute;
       return step;
     };
-    for (int stage = sharded ? std::max(step.zero.stage, 1) : step.zero.stage; stage <= (sharded ? 3 : stage);
+    for (int stage = sharded ? std::max(step.layout.zero.stage, 1) : step.layout.zero.stage; stage <= (sharded ? 3 : stage);
          ++stage) {
       set_stage(step, stage);
       if (!fits_on_paper(set(sizes.back(), Recompute::block))) {
@@ -187,13 +187,13 @@ class RemedySearch {
 
   // If the state alone fits: tries half as many tokens per sequence, a quarter, and so on.
   std::optional<Remedy> shorter_sequences() {
-    if (begun_ == Begun::yes || asked_.zero.holds == Holds::weights) return std::nullopt;
+    if (begun_ == Begun::yes || asked_.layout.zero.holds == Holds::weights) return std::nullopt;
     const std::optional<Remedy> least = least_;  // with the sequence length asked for
     StepConfig step = asked_;
-    const int64_t slices = step.slices_for(Purpose::train), least_T = step.context.slices() * slices;
+    const int64_t slices = step.slices_for(Purpose::train), least_T = step.layout.context.slices() * slices;
     auto set_length = [&](int64_t T) {
       step.batch.T = T;
-      if (slices > 1 && T >= slices) step.slices = even_token_slices(T, slices);
+      if (slices > 1 && T >= slices) step.layout.pipeline.slices = even_token_slices(T, slices);
     };
     set_length(least_T);
     std::optional<Remedy> found = cheapest(step);
@@ -220,26 +220,26 @@ namespace detail {
 inline std::string change_text(const StepConfig& from, const StepConfig& to) {
   std::string text;
   if (to.dtype != from.dtype) text += formatted(" --dtype {}", to.dtype);
-  if (to.zero.master_weights != from.zero.master_weights) text += " --master-weights none";
-  if (to.zero.ranks() != from.zero.ranks()) text += formatted(" --local-ranks {}", to.ranks());
-  if (to.zero.replicas != from.zero.replicas) text += formatted(" --dp-replicate {}", to.zero.replicas);
+  if (to.layout.zero.master_weights != from.layout.zero.master_weights) text += " --master-weights none";
+  if (to.layout.zero.ranks() != from.layout.zero.ranks()) text += formatted(" --local-ranks {}", to.layout.ranks());
+  if (to.layout.zero.replicas != from.layout.zero.replicas) text += formatted(" --dp-replicate {}", to.layout.zero.replicas);
   if (to.batch.T != from.batch.T) text += formatted(" --seq-len {}", to.batch.T);
   if (to.batch.B != from.batch.B) text += formatted(" --batch-size {}", to.batch.B);
-  const bool trains = from.zero.holds == Holds::training_state;
-  if (trains && (to.batch.B != from.batch.B || to.batch.T != from.batch.T || to.zero.ranks() != from.zero.ranks()))
+  const bool trains = from.layout.zero.holds == Holds::training_state;
+  if (trains && (to.batch.B != from.batch.B || to.batch.T != from.batch.T || to.layout.zero.ranks() != from.layout.zero.ranks()))
     text += formatted(" --total-batch-size {}", to.tokens());
-  if (to.zero.sync != from.zero.sync) text += formatted(" --dp-sync {}", to.zero.sync);
-  if (to.zero.stage != from.zero.stage) text += formatted(" --zero-stage {}", to.zero.stage);
+  if (to.layout.zero.sync != from.layout.zero.sync) text += formatted(" --dp-sync {}", to.layout.zero.sync);
+  if (to.layout.zero.stage != from.layout.zero.stage) text += formatted(" --zero-stage {}", to.layout.zero.stage);
   if (to.recompute != from.recompute) text += formatted(" --recompute {}", to.recompute);
-  const bool alike = from.micro_batches == 1 && from.schedule != Schedule::pipedream;  // gpipe and 1f1b are then alike
-  if (to.schedule != from.schedule && !alike) text += formatted(" --schedule {}", to.schedule);
+  const bool alike = from.micro_batches == 1 && from.layout.pipeline.schedule != Schedule::pipedream;  // gpipe and 1f1b are then alike
+  if (to.layout.pipeline.schedule != from.layout.pipeline.schedule && !alike) text += formatted(" --schedule {}", to.layout.pipeline.schedule);
   return text;
 }
 
 inline double flops_of_step(const Plan& plan, const StepConfig& step) {
   double flops = 0;  // sum over one rank of each stage
-  for (size_t s = 0; s < static_cast<size_t>(step.stages); ++s) flops += plan.of_stage(s).flops();
-  return flops * step.ranks() / step.stages;
+  for (size_t s = 0; s < static_cast<size_t>(step.layout.pipeline.stages); ++s) flops += plan.of_stage(s).flops();
+  return flops * step.layout.ranks() / step.layout.pipeline.stages;
 }
 // The bytes that a rank sends in a step, on the stage whose ranks send most.
 inline int64_t traffic_of_step(const Plan& plan) {
@@ -256,13 +256,13 @@ inline std::string price_text(const StepConfig& from, const Plan& before, const 
   if (to.batch.T == from.batch.T && work > 1.005) text += formatted("; {:.0f}% more work", 100 * (work - 1));
   const int64_t sent = traffic_of_step(remedy.plan), sent_before = traffic_of_step(before);
   if (sent * 100 > sent_before * 101 || sent * 101 < sent_before * 100)
-    text += formatted("; each rank sends {}{} a step{}", to.stages > 1 ? "at most " : "",
+    text += formatted("; each rank sends {}{} a step{}", to.layout.pipeline.stages > 1 ? "at most " : "",
                       sent == 0 ? "nothing" : human_bytes(sent),
                       sent_before == 0 ? "" : " instead of " + human_bytes(sent_before));
-  if (to.zero.grad_reduce != from.zero.grad_reduce)
+  if (to.layout.zero.grad_reduce != from.layout.zero.grad_reduce)
     text += "; gradients are then reduced every micro-batch, which rounds differently";
-  if (to.zero.sync != from.zero.sync) text += "; gradients are then added in another order, which rounds differently";
-  if (to.dtype != from.dtype || to.zero.master_weights != from.zero.master_weights) text += "; less exact";
+  if (to.layout.zero.sync != from.layout.zero.sync) text += "; gradients are then added in another order, which rounds differently";
+  if (to.dtype != from.dtype || to.layout.zero.master_weights != from.layout.zero.master_weights) text += "; less exact";
   return text;
 }
 
@@ -273,11 +273,11 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
     return "there is no GPU here to compare with: --memory-limit says how many GiB of one a rank may use";
   const std::string where = device.computes_as() == DeviceKind::cuda ? "GPU" : "machine";
   const std::string what = (o.memory_limit      ? std::string("--memory-limit ")
-                            : step.ranks() == 1 ? "this " + where + "'s "
+                            : step.layout.ranks() == 1 ? "this " + where + "'s "
                                                 : "a rank's share of this " + where + ", ") +
                            human_bytes(limit);
   if (fits(plan, limit)) return "fits into " + what;
-  if (step.generates && step.context.ranks > 1) {  // every rank has memory for whole texts
+  if (step.generates && step.layout.context.ranks > 1) {  // every rank has memory for whole texts
     StepConfig silent = step;
     silent.generates = false;
     if (const Plan without = make_plan(silent, device); fits(without, limit))
@@ -293,7 +293,7 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
         found->step.batch.T < step.batch.T ? ", or with --cp, which divides long sequences among ranks" : "");
   const Remedy& least = *search.least();
   StepConfig changed = least.step;  // was planned with few micro-batches
-  changed.micro_batches = step.tokens() / (changed.batch.rows() * changed.readers());
+  changed.micro_batches = step.tokens() / (changed.batch.rows() * changed.layout.readers());
   const std::string change = change_text(step, changed);
   return formatted("does not fit into {}, nor does what was tried on paper{}: use a smaller --model, or a larger {}",
                    what,

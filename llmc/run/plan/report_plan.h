@@ -32,7 +32,7 @@ inline std::string modules_text(const StepConfig& step, int stage) {
   std::string text;
   const std::vector<Chunk> chunks = step.model_chunks();
   const auto add = [&](const std::string& what) { text += (text.empty() ? "" : ", ") + what; };
-  for (int c = 0; c < step.chunks; ++c) {
+  for (int c = 0; c < step.layout.pipeline.chunks(); ++c) {
     if (step.pipeline().stage_of(c) != stage) continue;
     const Chunk& chunk = chunks[static_cast<size_t>(c)];
     if (chunk.has_embedding) add("embedding");
@@ -46,9 +46,9 @@ inline std::string modules_text(const StepConfig& step, int stage) {
 // A row for each stage.
 inline Rows stage_rows(const StepConfig& step, const Plan& plan) {
   size_t width = 0;
-  for (int s = 0; s < step.stages; ++s) width = std::max(width, modules_text(step, s).size());
+  for (int s = 0; s < step.layout.pipeline.stages; ++s) width = std::max(width, modules_text(step, s).size());
   Rows rows;
-  for (int s = 0; s < step.stages; ++s) {
+  for (int s = 0; s < step.layout.pipeline.stages; ++s) {
     const Plan& its = plan.of_stage(static_cast<size_t>(s));
     std::string modules = modules_text(step, s);
     modules.resize(width, ' ');
@@ -63,10 +63,10 @@ inline Rows stage_rows(const StepConfig& step, const Plan& plan) {
 // --token-slices auto estimates, and messages no time.
 inline Simulation simulate_step(const StepConfig& step, const ModelCosts& costs, DeviceKind kind) {
   PassCosts pass;
-  if (!step.slices.empty()) {
+  if (!step.layout.pipeline.slices.empty()) {
     SliceTimes times(step, kind);
     int64_t context = 0;
-    for (const int64_t length : step.slices) {
+    for (const int64_t length : step.layout.pipeline.slices) {
       pass.slice.push_back(times(length, context));
       context += length;
     }
@@ -92,14 +92,14 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
     return name_of(PipelineLayout{LayoutKind::list, layers});
   };
   double mean = 0;
-  for (const double b : sim.busy) mean += b / step.stages;
+  for (const double b : sim.busy) mean += b / step.layout.pipeline.stages;
   const double above = 100 * (most / mean - 1);
   const std::string bubble =
-      step.asynchronous()
+      step.layout.pipeline.asynchronous()
           ? formatted(
                 "none between flushes but for unequal stages (the slowest has {:.1f}% more than the mean); each "
                 "flush costs the time of P - 1 = {} micro-batches",
-                above, step.stages - 1)
+                above, step.layout.pipeline.stages - 1)
           : formatted("{:.1f}% of the stages' time{}{}", 100 * sim.bubble(),
                       step.pipeline().splits_backward() ? " (both parts of a backward count as equally long)" : "",
                       law ? formatted("; would be {:.1f}% if all chunks took equally long: {}", 100 * law->bubble,
@@ -114,10 +114,10 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
   Rows rows = {{"work", formatted("{}, the embedding {:.2f}, the head {:.2f}", layers, costs.embedding.seconds / layer,
                                   costs.head.seconds / layer)},
                {"slowest stage",
-                formatted("{} of {}: {:.1f}% more work than the mean", slowest - sim.busy.begin(), step.stages, above)},
+                formatted("{} of {}: {:.1f}% more work than the mean", slowest - sim.busy.begin(), step.layout.pipeline.stages, above)},
                {"bubble", bubble}};
   // Some layers cannot be divided otherwise.
-  if (step.model.n_layer + 2 >= step.chunks && (alike || step.chunks == step.stages)) {
+  if (step.model.n_layer + 2 >= step.layout.pipeline.chunks() && (alike || step.layout.pipeline.chunks() == step.layout.pipeline.stages)) {
     const std::vector<int64_t> balanced = balanced_layers(costs, step.stages_of_chunks());
     std::vector<int64_t> used;
     for (const Chunk& chunk : step.model_chunks()) used.push_back(static_cast<int64_t>(chunk.layers.size()));
@@ -126,7 +126,7 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
   if (!rates) return rows;
   // A PipeDream worker is a group of tensor- and context-parallel ranks; beyond this many, they are counted in groups.
   constexpr int most_workers = 128;
-  const int all = step.stages * step.readers();
+  const int all = step.layout.pipeline.stages * step.layout.readers();
   int workers = all;
   for (int group = 2; workers > most_workers && group <= all; ++group)
     if (all % group == 0) workers = all / group;
@@ -151,13 +151,13 @@ inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, co
   const size_t largest = plan.stage_with_most_memory();
   Rows rows = memory_rows(plan.of_stage(largest));
   rows.insert(rows.end(), more.begin(), more.end());
-  log.table(step.ranks() == 1 ? std::string("memory")
+  log.table(step.layout.ranks() == 1 ? std::string("memory")
             : plan.others     ? "memory of rank 0, the server"
-            : step.stages > 1 ? formatted("memory per rank of stage {}, which needs most", largest)
+            : step.layout.pipeline.stages > 1 ? formatted("memory per rank of stage {}, which needs most", largest)
                               : "memory per rank",
             rows);
   if (plan.others) log.table("memory of each other rank", memory_rows(*plan.others));
-  if (step.stages > 1) log.table("stages: layers; memory, work and traffic of a rank", stage_rows(step, plan));
+  if (step.layout.pipeline.stages > 1) log.table("stages: layers; memory, work and traffic of a rank", stage_rows(step, plan));
 }
 
 // The time of a planned step, at the rates that its clock assumes. The clock does not cover servers, which do not run
@@ -170,19 +170,19 @@ inline Rows time_rows(const StepConfig& step, const Plan& whole, const Device& d
   const Plan& plan = whole.of_stage(slowest);
   // Between two flushes, the slowest stage of an asynchronous pipeline never waits.
   const double busy_ms = plan.step_seconds * 1e3, exposed_ms = plan.exposed_seconds * 1e3,
-               bubble = step.stages == 1 || step.asynchronous()
+               bubble = step.layout.pipeline.stages == 1 || step.layout.pipeline.asynchronous()
                             ? 0
                             : simulate_step(step, count_costs(step), device.computes_as()).bubble(slowest),
                ms = busy_ms / (1 - bubble);
   Rows rows = {{"compute", formatted("{:.3f} ms{}", busy_ms - exposed_ms,
-                                     step.stages == 1 ? "" : formatted(", of stage {}, the slowest", slowest))}};
-  if (step.ranks() > 1)
+                                     step.layout.pipeline.stages == 1 ? "" : formatted(", of stage {}, the slowest", slowest))}};
+  if (step.layout.ranks() > 1)
     rows.emplace_back("exposed communication", formatted("{:.3f} ms, which no computation hides", exposed_ms));
-  if (step.stages > 1)
-    rows.emplace_back("bubble", step.asynchronous() ? "none between flushes" : formatted("{:.3f} ms", ms - busy_ms));
+  if (step.layout.pipeline.stages > 1)
+    rows.emplace_back("bubble", step.layout.pipeline.asynchronous() ? "none between flushes" : formatted("{:.3f} ms", ms - busy_ms));
   rows.emplace_back("step", formatted("{:.3f} ms: {:.0f} tokens/s", ms, static_cast<double>(step.tokens()) / ms * 1e3));
   if (max_steps) rows.emplace_back("run", human_duration(ms * 1e-3 * static_cast<double>(*max_steps)));
-  const std::string link = step.ranks() == 1 ? std::string()
+  const std::string link = step.layout.ranks() == 1 ? std::string()
                                              : formatted(", {:.1f} GB/s of link and {:.1f} us for a message",
                                                          rates->link_bytes_per_s * 1e-9, rates->link_latency_s * 1e6);
   rows.emplace_back("rates", formatted("{:.1f} TFLOP/s, {:.1f} GB/s of memory{}; no time for launches",
@@ -229,9 +229,9 @@ inline void require_memory(const Options& o, const StepConfig& step, const Plan&
   if (fits(plan, memory_limit(o, device))) return;
   std::string message =
       formatted("{} needs {} and {}",
-                step.ranks() == 1 ? "the run"
+                step.layout.ranks() == 1 ? "the run"
                 : plan.others     ? "the server, rank 0,"
-                : step.stages > 1 ? formatted("each rank of stage {}, which needs most,", plan.stage_with_most_memory())
+                : step.layout.pipeline.stages > 1 ? formatted("each rank of stage {}, which needs most,", plan.stage_with_most_memory())
                                   : "each rank",
                 human_bytes(plan.total_bytes()), detail::memory_verdict(o, step, plan, device, begun));
   const Plan& largest = plan.of_stage(plan.stage_with_most_memory());
@@ -264,7 +264,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
   Rows not_counted;
   if (device.computes_as() == DeviceKind::cuda) not_counted = {{"not counted", detail::not_counted_text()}};
   detail::report_memory(log, step, plan, not_counted);
-  if (step.ranks() > 1) {
+  if (step.layout.ranks() > 1) {
     auto rows = [](const Plan& p) {
       Rows traffic;
       int64_t messages = 0;
@@ -275,9 +275,9 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
       return traffic;
     };
     // Partial gradients of --tp are reduced by the ranks that hold their shard.
-    const bool alike = !plan.others && (step.tensor.ranks == 1 || step.zero.shards == 1);
+    const bool alike = !plan.others && (step.layout.tensor.ranks == 1 || step.layout.zero.shards == 1);
     const size_t most = plan.stage_with_most([](const Plan& p) { return p.bytes_sent(); });
-    log.table(step.stages > 1 ? formatted("sent by a rank of stage {} per step, which sends most", most)
+    log.table(step.layout.pipeline.stages > 1 ? formatted("sent by a rank of stage {} per step, which sends most", most)
               : alike         ? "sent per rank and step"
                               : "sent by rank 0 per step",
               rows(plan.of_stage(most)));
@@ -296,10 +296,10 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
   ops.emplace_back("total", formatted("{:8}       {:12} {:12.3f} GB", "", human_flops(flops), bytes * 1e-9));
   log.table(o.ranks == 1      ? std::string("work per step")
             : plan.others     ? "work of rank 0 per step"
-            : step.stages > 1 ? formatted("work per step of a rank of stage {}, which has most", slowest)
+            : step.layout.pipeline.stages > 1 ? formatted("work per step of a rank of stage {}, which has most", slowest)
                               : "work per rank and step",
             ops);
-  if (step.stages > 1) log.table("balance of the stages, by counted flops", detail::balance_rows(step, device));
+  if (step.layout.pipeline.stages > 1) log.table("balance of the stages, by counted flops", detail::balance_rows(step, device));
   if (const Rows time = detail::time_rows(step, plan, device, max_steps); !time.empty())
     log.table("time of a step on paper, by the GPU's datasheet", time);
   std::string notice;

@@ -112,8 +112,8 @@ std::vector<std::function<bool()>> programs_with_waits() {
     StepConfig step = tiny;
     step.micro_batches = 3;  // input buffers alternate
     if (stage > 0) {
-      step.zero = {.stage = stage, .shards = 2};
-      step.zero.grad_reduce = stage == 3 ? GradReduce::micro : GradReduce::step;
+      step.layout.zero = {.stage = stage, .shards = 2};
+      step.layout.zero.grad_reduce = stage == 3 ? GradReduce::micro : GradReduce::step;
       step.micro_batches = 1;
     }
     find(step, stage == 0 ? gpu : own_gpus(2));  // with threads the host waits at every exchange
@@ -125,7 +125,7 @@ std::vector<std::function<bool()>> programs_with_waits() {
   shared_out.model.n_embd = 4;
   shared_out.model.n_ffn = 2;
   shared_out.micro_batches = 1;
-  shared_out.tensor = tensor_parallel(shared_out.model, 2, true, true);
+  shared_out.layout.tensor = tensor_parallel(shared_out.model, 2, true, true);
   find(shared_out, own_gpus(2));
   for (const ContextAttention attention : all_context_attentions) {
     StepConfig divided = tiny;
@@ -138,8 +138,8 @@ std::vector<std::function<bool()>> programs_with_waits() {
     divided.batch.T = divided.model.n_positions = 2 * ranks;
     divided.micro_batches = 1;
     divided.documents = Documents::apart;
-    divided.zero.shards = ranks;
-    divided.context = context_parallel(divided.model, {}, ranks, attention);
+    divided.layout.zero.shards = ranks;
+    divided.layout.context = context_parallel(divided.model, {}, ranks, attention);
     find(divided, own_gpus(ranks), 1);
     divided.micro_batches = 3;  // the positions of whole sequences, too, arrive in two buffers in turn
     if (ulysses) find(divided, own_gpus(ranks), 1);
@@ -154,19 +154,19 @@ std::vector<std::function<bool()>> programs_with_waits() {
   sparse.model.experts.count = 4;
   sparse.model.experts.width = sparse.model.n_ffn = 3;
   sparse.micro_batches = 1;
-  sparse.zero.shards = 2;
-  sparse.expert = expert_parallel(sparse.model, {}, 2, 2);
+  sparse.layout.zero.shards = 2;
+  sparse.layout.expert = expert_parallel(sparse.model, {}, 2, 2);
   sparse.experts.imbalance = 0.6;
   find(sparse, own_gpus(2), 1);
   sparse.experts.capacity_factor = 1;  // with padding: the device alone learns how many rows there are
   find(sparse, own_gpus(2), 1);
   StepConfig staged = tiny;  // tied: the table's gradients have two parts
   staged.model.n_layer = 2;
-  staged.stages = staged.chunks = 2;
-  staged.schedule = Schedule::gpipe;  // messages follow each other without an answer: two buffers are used again
+  staged.layout.pipeline.stages = 2;
+  staged.layout.pipeline.schedule = Schedule::gpipe;  // messages follow each other without an answer: two buffers are used again
   staged.micro_batches = 3;
   find(staged, own_gpus(2), 1);
-  staged.schedule = Schedule::pipedream;
+  staged.layout.pipeline.schedule = Schedule::pipedream;
   staged.micro_batches = 1;
   staged.model.tied = false;
   find_in([=] { return asynchronous_steps(staged, own_gpus(2), 6); });  // two rounds of reports

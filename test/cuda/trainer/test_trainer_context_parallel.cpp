@@ -20,18 +20,18 @@ selftest::Model model_of(const char* family, DType dtype = DType::fp32) {
 constexpr ContextAttention by_ring = ContextAttention::ring, by_gather = ContextAttention::all_gather,
                            ulysses = ContextAttention::ulysses;
 
-struct Layout {
+struct LayoutCase {
   int cp = 1;
   ContextAttention attention = by_ring;
   int tp = 1;
   ZeroConfig zero = {};  // shards and replicas of data parallelism alone
 };
 // One block, one micro-batch of two sequences.
-StepConfig step_of(const selftest::Model& model, const Layout& layout = {}, Documents documents = Documents::apart) {
+StepConfig step_of(const selftest::Model& model, const LayoutCase& layout = {}, Documents documents = Documents::apart) {
   ModelConfig config = model.config();
   config.n_layer = 1;
   const TensorParallel tensor = tensor_parallel(config, layout.tp);
-  selftest::Layout shared{layout.zero, tensor, context_parallel(config, tensor, layout.cp, layout.attention)};
+  Layout shared{layout.zero, tensor, context_parallel(config, tensor, layout.cp, layout.attention)};
   shared.zero.shards *= layout.cp;
   StepConfig step = selftest::step_config(config, model.dtype, 2, shared);
   step.micro_batches = 1;
@@ -53,7 +53,7 @@ selftest::Outcome one_step(const StepConfig& step, const selftest::Machine& mach
 }
 
 // fp32: contract 5. Otherwise the GPUs are as good as the same ranks on the CPU.
-void compare(const selftest::Model& model, const Layout& layout, Documents documents,
+void compare(const selftest::Model& model, const LayoutCase& layout, Documents documents,
              const std::vector<selftest::Machine>& machines) {
   selftest::Model exact = model;
   exact.dtype = DType::fp32;
@@ -93,7 +93,7 @@ TEST_CASE("context parallelism in bf16 is as good on GPUs as on the CPU", "[cuda
 #ifndef __CUDACC__
   const Gpus gpus(4);
 #endif
-  auto in_bf16 = [](const char* family, const Layout& layout) {
+  auto in_bf16 = [](const char* family, const LayoutCase& layout) {
     compare(model_of(family, DType::bf16), layout, Documents::apart, fastest_machine_for(layout.cp));
   };
   SECTION("ring") { in_bf16("gpt2", {2, by_ring}); }
@@ -120,8 +120,8 @@ TEST_CASE("context parallelism beside tensor and data parallelism matches one ra
 #endif
   const auto [attention, tp, shards] = GENERATE(std::tuple{by_gather, 2, 1}, std::tuple{by_ring, 1, 2});
   CAPTURE(name_of(attention), tp, shards);
-  Layout layout{2, attention, tp, {.grad_reduce = GradReduce::micro, .shards = shards}};
-  auto step = [](const Layout& l) {
+  LayoutCase layout{2, attention, tp, {.grad_reduce = GradReduce::micro, .shards = shards}};
+  auto step = [](const LayoutCase& l) {
     StepConfig s = step_of(model_of("qwen3"), l);
     s.batch.B = 1;
     return s;
@@ -133,7 +133,7 @@ TEST_CASE("context parallelism beside tensor and data parallelism matches one ra
   require_close(stage0, one_step(one_rank));
   layout.zero.stage = 3;
   StepConfig sharded = step(layout);
-  sharded.tensor.overlap = tp > 1;
+  sharded.layout.tensor.overlap = tp > 1;
   sharded.recompute = Recompute::block;
   REQUIRE(same(one_step(sharded, machine), stage0));  // contracts 3 and 11
 }
@@ -144,7 +144,7 @@ TEST_CASE("context-parallel ranks on GPUs evaluate and generate like one rank on
 #endif
   const std::vector<int32_t> tokens = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5};  // more than a rank has of a micro-batch
   constexpr int64_t T = 13;                                               // padded to 16
-  auto step = [](const Layout& layout) {
+  auto step = [](const LayoutCase& layout) {
     StepConfig s = step_of(model_of("qwen3"), layout);
     s.batch.B = 1;
     return s;
@@ -157,7 +157,7 @@ TEST_CASE("context-parallel ranks on GPUs evaluate and generate like one rank on
     std::vector<std::vector<float>> all(3);
     all[0].resize(2 * T);
     std::mutex mutex;
-    World world(config.mesh(), machine.backend);
+    World world(config.layout.mesh(), machine.backend);
     const Plan plan = make_plan(config, machine.device);
     run_ranks(world, [&](int rank) {
       Run run(config, plan, machine.of_rank(rank), world, rank);
@@ -172,7 +172,7 @@ TEST_CASE("context-parallel ranks on GPUs evaluate and generate like one rank on
       const std::vector<float> whole = run.trainer.next_token_logits(tokens);
       Continuation text(run.trainer);
       const std::vector<float> grown = text.feed(tokens);
-      if (rank == config.ranks() - 1) all[1] = whole, all[2] = grown;
+      if (rank == config.layout.ranks() - 1) all[1] = whole, all[2] = grown;
     });
     return all;
   };

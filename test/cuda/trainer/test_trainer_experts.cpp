@@ -7,7 +7,7 @@
 #include "expert_steps.h"
 
 using namespace llmc;
-using expert_steps::Layout;
+using expert_steps::LayoutCase;
 using selftest::Outcome;
 
 namespace {
@@ -28,7 +28,7 @@ ModelConfig model_of(const char* family, int64_t layers = 1) {
 }
 
 // Two micro-batches of two sequences of 8 tokens.
-StepConfig step_of(const ModelConfig& model, const Layout& l, const ExpertOptions& options, DType dtype = DType::fp32) {
+StepConfig step_of(const ModelConfig& model, const LayoutCase& l, const ExpertOptions& options, DType dtype = DType::fp32) {
   return expert_steps::step_of(model, l, options, dtype, {l.dp == 4 ? 1 : 2, 8}, l.dp == 1 ? 2 : 1);
 }
 
@@ -46,7 +46,7 @@ std::vector<selftest::Machine> machines_for(int ranks) {
   return machines;
 }
 
-void compare(const char* family, const ExpertOptions& options, const Layout& layout,
+void compare(const char* family, const ExpertOptions& options, const LayoutCase& layout,
              const std::vector<selftest::Machine>& machines) {
   const ModelConfig model = model_of(family, layout.pp);
   const Outcome alone = one_step(step_of(model, {}, options));
@@ -107,7 +107,7 @@ TEST_CASE("experts on GPUs: stages, schedules and recomputation change no bit", 
   const DType dtype = ep == 1 ? DType::fp32 : DType::bf16;
   const ModelConfig model = model_of("qwen2_moe", 2);
   const selftest::Machine machine = machines_for(4).back();
-  auto step = [&](Layout layout) {
+  auto step = [&](LayoutCase layout) {
     layout.dp = layout.ep = ep;
     layout.imbalance = 0.4;
     return step_of(model, layout, dropping, dtype);
@@ -139,7 +139,7 @@ TEST_CASE("on GPUs all rows may go to one expert, or to the experts of one rank,
   model.experts.per_token = routes.per_token;
   std::optional<StepResult> alone;
   for (const auto& [layout, machine] :
-       {std::pair(Layout{}, selftest::Machine()),
+       {std::pair(LayoutCase{}, selftest::Machine()),
         {{.dp = 2, .ep = 2}, machines_for(2).back()},
         {{.dp = 2, .stage = 2, .tp = 2, .ep = 4, .recompute = Recompute::block}, machines_for(4).back()}}) {
     CAPTURE(routes.what, to_string(layout));
@@ -148,13 +148,13 @@ TEST_CASE("on GPUs all rows may go to one expert, or to the experts of one rank,
     for (const int64_t e : routes.wanted) biases[static_cast<size_t>(e)] = 10;
     std::optional<StepResult> result;
     const Plan plan = make_plan(step, machine.device);
-    World world(step.mesh(), machine.backend, poison_hooks);
+    World world(step.layout.mesh(), machine.backend, poison_hooks);
     run_ranks(world, [&](int rank) {
       Run run(step, plan, machine.of_rank(rank), world, rank);
       init_weights(run.trainer.state(), 42, run.stream);
       run.trainer.set_expert_biases(biases);
       const StepResult r = run.trainer.step(
-          [&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); },
+          [&](int64_t m) { return selftest::read_batch(step, run.groups.reader(), m); },
           {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0.1f, .step = 1}, {.max_norm = 1});
       if (rank == 0) result = r;
     });

@@ -12,7 +12,7 @@ namespace {
 
 constexpr Schedule gpipe = Schedule::gpipe, one_f_one_b = Schedule::one_f_one_b, interleaved = Schedule::interleaved;
 
-struct Layout {
+struct LayoutCase {
   int pp = 1;
   Schedule schedule = one_f_one_b;
   int chunks = 1;  // per stage
@@ -21,14 +21,13 @@ struct Layout {
 };
 
 // Few numbers: tiny layers, one more than there are stages, or as many as chunks; a short sequence.
-StepConfig step_of(const selftest::Model& model, const Layout& layout, int64_t n_layer, int64_t micro_batches,
+StepConfig step_of(const selftest::Model& model, const LayoutCase& layout, int64_t n_layer, int64_t micro_batches,
                    int64_t T = 5) {
   ModelConfig config = model.config();
   config.n_layer = n_layer;
-  selftest::Layout shared{layout.zero, tensor_parallel(config, layout.tp)};
-  shared.stages = layout.pp;
-  shared.chunks_per_stage = layout.chunks;
-  shared.schedule = layout.schedule;
+  const Layout shared{.zero = layout.zero,
+                      .tensor = tensor_parallel(config, layout.tp),
+                      .pipeline = {layout.schedule, layout.pp, layout.chunks}};
   StepConfig step = selftest::step_config(config, model.dtype, 1, shared);
   step.batch.T = T;
   step.micro_batches = micro_batches;
@@ -48,9 +47,9 @@ std::vector<selftest::Machine> machines_for(int ranks) {
 selftest::Machine fastest_machine_for(int ranks) { return machines_for(ranks).back(); }
 
 // Untied models: bit by bit, on each of the machines.
-void compare(const selftest::Model& model, const Layout& layout, const std::vector<selftest::Machine>& machines,
+void compare(const selftest::Model& model, const LayoutCase& layout, const std::vector<selftest::Machine>& machines,
              int64_t micro_batches = 3, int64_t T = 5) {
-  Layout one = layout;
+  LayoutCase one = layout;
   one.pp = one.chunks = 1;
   one.schedule = one_f_one_b;
   const int64_t n_layer = layout.chunks == 1 ? layout.pp + 1 : layout.pp * layout.chunks;
@@ -61,9 +60,9 @@ void compare(const selftest::Model& model, const Layout& layout, const std::vect
     CAPTURE(model.family, name_of(model.dtype), layout.pp, name_of(layout.schedule), layout.chunks, layout.zero.stage,
             layout.zero.ranks(), layout.tp, name_of(machine.backend));
     // NCCL and threads add in orders of their own.
-    if (!on_one || alone.ranks() > 1) {
+    if (!on_one || alone.layout.ranks() > 1) {
       selftest::Machine its = machine;
-      its.gpus = std::min(machine.gpus, alone.ranks());
+      its.gpus = std::min(machine.gpus, alone.layout.ranks());
       on_one = selftest::run_layout(alone, its, {}, 1);
     }
     const selftest::Outcome outcome = selftest::run_layout(step, machine, {}, 1);
@@ -162,7 +161,7 @@ TEST_CASE("pipelines on GPUs validate and generate what one stage does", "[cuda]
   auto computed = [&](const StepConfig& config, const selftest::Machine& machine) {
     std::vector<float> all;
     std::mutex mutex;
-    World world(config.mesh(), machine.backend);
+    World world(config.layout.mesh(), machine.backend);
     const Plan plan = make_plan(config, machine.device);
     run_ranks(world, [&](int rank) {
       Run run(config, plan, machine.of_rank(rank), world, rank);

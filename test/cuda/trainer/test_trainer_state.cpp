@@ -202,9 +202,9 @@ TEST_CASE("a process makes a context on the GPUs of its own ranks alone", "[cuda
 
 TEST_CASE("NCCL's groups are made before the arena, with as many channels as the plan counts", "[cuda][trainer]") {
   StepConfig step = small_step(DType::bf16);
-  SECTION("two replicas of the optimizer state") { step.zero.shards = 2, step.zero.set_stage(1); }
-  SECTION("tensor parallelism") { step.tensor = tensor_parallel(step.model, 2, true); }
-  SECTION("a pipeline") { step.stages = step.chunks = 2, step.schedule = Schedule::one_f_one_b; }
+  SECTION("two replicas of the optimizer state") { step.layout.zero.shards = 2, step.layout.zero.set_stage(1); }
+  SECTION("tensor parallelism") { step.layout.tensor = tensor_parallel(step.model, 2, true); }
+  SECTION("a pipeline") { step.layout.pipeline.stages = 2, step.layout.pipeline.schedule = Schedule::one_f_one_b; }
   constexpr size_t of_channel = 1 << 20;
   cuda_on_cpu::set_devices(2);
   cuda_on_cpu::set_channel_bytes(of_channel);
@@ -215,17 +215,17 @@ TEST_CASE("NCCL's groups are made before the arena, with as many channels as the
   int64_t channels = 0;
   size_t small = 0;  // what is allocated for the groups themselves
   {
-    World world(step.mesh(), Backend::nccl);
+    World world(step.layout.mesh(), Backend::nccl);
     run_ranks(world, [&](int rank) {
       Device own = device;
       own.gpu = rank;
       const Run run(step, plan, own, world, rank);
       const std::lock_guard lock(mutex);
       if (rank != 0) return;
-      for (const Comm* group : run.dp.tensor_groups())
+      for (const Comm* group : run.groups.tensor_groups())
         if (group->size() > 1) channels += nccl_channels(traffic_of(group->name()));
-      small = 2 * DataParallel::scratch_bytes,
-      run.dp.links.for_each([&](StageLink&) { small += DataParallel::scratch_bytes; });
+      small = 2 * Groups::scratch_bytes,
+      run.groups.links.for_each([&](StageLink&) { small += Groups::scratch_bytes; });
     });
   }
   const cuda_on_cpu::CommunicatorMemory found = cuda_on_cpu::communicator_memory(0);
@@ -242,7 +242,7 @@ TEST_CASE("NCCL's groups are made before the arena, with as many channels as the
 
 TEST_CASE("where NCCL takes more than was planned, and the rest has no room, the error says so", "[cuda][trainer]") {
   StepConfig step = small_step(DType::bf16);
-  step.zero.shards = 2, step.zero.set_stage(1);
+  step.layout.zero.shards = 2, step.layout.zero.set_stage(1);
   Device device = gpu_device;
   device.collectives = Collectives::library;
   Plan plan = make_plan(step, device);
@@ -252,7 +252,7 @@ TEST_CASE("where NCCL takes more than was planned, and the rest has no room, the
   cuda_on_cpu::set_channel_bytes(of_channel);
   std::string error;
   try {
-    World world(step.mesh(), Backend::nccl);
+    World world(step.layout.mesh(), Backend::nccl);
     run_ranks(world, [&](int rank) {
       Device own = device;
       own.gpu = rank;

@@ -19,13 +19,13 @@ StepConfig step_of(const selftest::Model& model, int tp = 1, bool sequence = tru
   ModelConfig config = model.config();
   config.n_layer = 1;
   StepConfig step =
-      selftest::step_config(config, model.dtype, 1, selftest::Layout{zero, tensor_parallel(config, tp, sequence)});
+      selftest::step_config(config, model.dtype, 1, Layout{zero, tensor_parallel(config, tp, sequence)});
   step.batch.T = 9;
   step.micro_batches = 1;
   return step;
 }
 StepConfig overlapped(StepConfig step) {
-  step.tensor.overlap = true;
+  step.layout.tensor.overlap = true;
   return step;
 }
 
@@ -112,7 +112,7 @@ TEST_CASE("tensor-parallel ranks on GPUs validate and generate like one rank on 
   // What rank 0 of a layout computes: the losses of all rows, then the logits after the tokens, whole and with a cache.
   auto computed = [&](const StepConfig& step, const selftest::Machine& machine) {
     std::vector<std::vector<float>> all(3);
-    World world(step.mesh(), machine.backend);
+    World world(step.layout.mesh(), machine.backend);
     const Plan plan = make_plan(step, machine.device);
     run_ranks(world, [&](int rank) {
       Run run(step, plan, machine.of_rank(rank), world, rank);
@@ -146,27 +146,26 @@ TEST_CASE("tensor-parallel ranks on GPUs validate and generate like one rank on 
 
 TEST_CASE("every group of tensor-parallel ranks works over NCCL, and sums what they do not divide", "[cuda][trainer]") {
   const Gpus gpus(6);
-  TensorParallel tensor{.ranks = 6, .overlap = true, .head_copies = 3};
-  const Mesh mesh = mesh_of({}, tensor);
-  World world(mesh, Backend::nccl);
+  const Layout layout{.tensor = {.ranks = 6, .overlap = true, .head_copies = 3}};
+  World world(layout.mesh(), Backend::nccl);
   std::mutex mutex;
   std::vector<std::vector<float>> sums;
   constexpr int64_t n = 3 * 64 + 2;
   run_ranks(world, [&](int rank) {
     const Device device{.kind = DeviceKind::cuda, .gpu = rank};
-    Arena arena(device, 1 << 20), scratch(device, DataParallel::scratch_bytes);
+    Arena arena(device, 1 << 20), scratch(device, Groups::scratch_bytes);
     Stream compute(device, scratch);
     const auto join = [&](const std::string& name, const std::vector<int>& members) {
       return world.join(rank, name, members, rank);
     };
-    DataParallel dp(mesh, rank, device, join, no_hooks, tensor);
-    check_groups(dp, mesh, compute, [](int r) { return formatted("rank {}", r); });
+    Groups groups(layout, rank, device, join);
+    check_groups(groups, compute, [](int r) { return formatted("rank {}", r); });
     const Tensor x = arena.alloc("test", "head gradients", DType::fp32, {n});
     std::vector<float> values;
     for (int64_t i = 0; i < n; ++i) values.push_back(static_cast<float>(i + 1000 * rank));
-    upload(x, values, dp.reduce_stream);
-    dp.head_gradients->all_reduce(x, dp.reduce_stream);
-    const HostView sum(x, dp.reduce_stream);
+    upload(x, values, groups.reduce_stream());
+    groups[GroupName::head_gradients].all_reduce(x, groups.reduce_stream());
+    const HostView sum(x, groups.reduce_stream());
     std::lock_guard lock(mutex);
     sums.resize(6);
     sums[static_cast<size_t>(rank)].assign(sum.data<float>(), sum.data<float>() + n);

@@ -22,22 +22,22 @@ inline selftest::Outcome asynchronous_steps(const StepConfig& step, const selfte
   selftest::Outcome outcome;
   std::mutex mutex;
   const Plan plan = make_plan(step, machine.device);
-  World world(step.mesh(), machine.backend);
+  World world(step.layout.mesh(), machine.backend);
   run_ranks(world, [&](int rank) {
     Run run(step, plan, machine.of_rank(rank), world, rank);
     init_weights(run.trainer.state(), 42, run.stream);
     std::vector<PendingStep> pending;
     auto begin_step = [&](int k) {
       pending.push_back(run.trainer.begin_step(
-          [&, k](int64_t) { return selftest::read_batch(step, run.dp.reader(), k); },
+          [&, k](int64_t) { return selftest::read_batch(step, run.groups.reader(), k); },
           {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0.1f, .step = k + 1},
           {.max_norm = 1}));
     };
     for (int k = 0; k < steps; ++k) begin_step(k);
     run.trainer.flush();
     std::vector<double> losses, norms;
-    losses.push_back(run.trainer.evaluate(2, 2 * step.batch.rows() * step.readers(),
-                                          [&](int64_t m) { return selftest::read_batch(step, run.dp.reader(), m); }));
+    losses.push_back(run.trainer.evaluate(2, 2 * step.batch.rows() * step.layout.readers(),
+                                          [&](int64_t m) { return selftest::read_batch(step, run.groups.reader(), m); }));
     begin_step(steps);
     run.trainer.flush();
     run.stream.synchronize();
