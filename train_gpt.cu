@@ -68,8 +68,8 @@ class Training {
     check_groups(run_.groups, run_.stream,
                  [&](int r) { return watchdog_ != nullptr ? watchdog_->name_of_rank(r) : formatted("rank {}", r); });
     const StepConfig& step = job.step;
-    check_whole_model(run_.trainer.state(), part_of(parameter_table(step.model), step.layout.tensor, 0), step.model.tied,
-                      world.mesh());
+    check_whole_model(run_.trainer.state(), part_of(parameter_table(step.model), step.layout.tensor, 0),
+                      step.model.tied, world.mesh());
     if (resume) restore(*resume);
     else initialise(run_, o_);
     run_.touch_memory();
@@ -171,7 +171,7 @@ class Training {
   void save_by_clock() {
     finish_updates();
     if (progress_.done == 0) return;
-    const OnFailure on_failure = o_.checkpoint_errors == "fail" ? OnFailure::fail : OnFailure::retry;
+    const OnFailure on_failure = o_.checkpoint_errors;
     if (save(on_failure, Because::clock)) checkpoints_.tidy(progress_.done, false);
     report_.start_clock();  // for the next update
   }
@@ -251,7 +251,8 @@ class Training {
 
   // Tells all ranks whether the validation after step progress_.done has been made and stands in metrics.jsonl.
   void take_validation(const MetricsKept& kept) {
-    progress_.validated = run_.groups[GroupName::control].all_gather_text("validated", kept.validated ? "yes" : "")[0] == "yes";
+    progress_.validated =
+        run_.groups[GroupName::control].all_gather_text("validated", kept.validated ? "yes" : "")[0] == "yes";
   }
 
   // Waits for all updates under way, and reports them. Flushes are recorded, because they change what the run learns.
@@ -286,14 +287,15 @@ class Training {
     run_.trainer.flush();
     log_.line("searching for the first non-finite number ...");
     const std::string where = where_not_finite(run_.trainer, batches, [&](int64_t micro_batch, int64_t b) {
-      return train_.sample_at(cursor(step) + (micro_batch * job_.step.layout.readers() + run_.groups.reader()) * o_.batch_size +
-                              b);
+      return train_.sample_at(cursor(step) +
+                              (micro_batch * job_.step.layout.readers() + run_.groups.reader()) * o_.batch_size + b);
     });
     throw SharedError(
         formatted("step {} diverged: loss {} or gradient norm {} is not finite; {}. The weights were not "
                   "updated{}. Lower --lr, add --warmup-steps or check the data; {}",
                   step, result.loss, result.grad_norm, where,
-                  job_.step.layout.pipeline.asynchronous() ? ", but those of stages with finite gradients" : "", way_back()),
+                  job_.step.layout.pipeline.asynchronous() ? ", but those of stages with finite gradients" : "",
+                  way_back()),
         ExitStatus::diverged);
   }
 
@@ -383,7 +385,7 @@ class Training {
     const bool by_rule = last || best || due(progress_.done, o_.checkpoint_every);
     if (!by_rule && !checkpoints_.retries_at(progress_.done)) return;
     const Because because = by_rule ? Because::rule : checkpoints_.retries_because();
-    const OnFailure on_failure = last || o_.checkpoint_errors == "fail" ? OnFailure::fail : OnFailure::retry;
+    const OnFailure on_failure = last ? OnFailure::fail : o_.checkpoint_errors;
     if (save(on_failure, because)) checkpoints_.tidy(progress_.done, best);
     else if (best) std::tie(progress_.best_step, progress_.best_val) = best_before_;  // the best one was not saved
   }

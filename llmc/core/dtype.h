@@ -7,21 +7,13 @@
 #include <string_view>
 
 #include "core/check.h"
+#include "core/enum_names.h"
 
 namespace llmc {
 
 enum class DType : uint8_t { fp32, bf16, fp16, fp64, int32 };
 
-inline const char* name_of(DType dtype) {
-  switch (dtype) {
-    case DType::fp32: return "fp32";
-    case DType::bf16: return "bf16";
-    case DType::fp16: return "fp16";
-    case DType::fp64: return "fp64";
-    case DType::int32: return "int32";
-  }
-  return "?";
-}
+constexpr auto names_of_values(DType) { return std::array{"fp32", "bf16", "fp16", "fp64", "int32"}; }
 
 inline int64_t size_of(DType dtype) {
   switch (dtype) {

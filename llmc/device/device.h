@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/enum_names.h"
 #include "device/clock.h"
 #include "device/cpu_queue.h"
 #include "device/host.h"
@@ -35,14 +36,7 @@ enum class Tf32 : uint8_t { no, yes };
 
 enum class DeviceKind { cpu, cuda, null };
 
-inline const char* name_of(DeviceKind kind) {
-  switch (kind) {
-    case DeviceKind::cpu: return "cpu";
-    case DeviceKind::cuda: return "cuda";
-    case DeviceKind::null: return "null";
-  }
-  return "?";
-}
+constexpr auto names_of_values(DeviceKind) { return std::array{"cpu", "cuda", "null"}; }
 
 // Makes OpenMP threads sleep at barriers instead of spinning: otherwise ranks that share processors, or other programs,
 // lose whole time slices at every barrier (measured: dev/LOG.md). OpenMP reads the setting when it is loaded, so the

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/enum_names.h"
 #include "core/shape.h"
 
 namespace llmc {
@@ -16,17 +17,7 @@ enum class ContextAttention : uint8_t {
   all_gather,  // every rank gathers them all (Llama Team 2024)
   ulysses,     // each rank computes some heads of whole sequences (Jacobs et al. 2023)
 };
-inline const char* name_of(ContextAttention a) {
-  constexpr const char* names[] = {"ring", "all-gather", "ulysses"};
-  return names[static_cast<int>(a)];
-}
-inline constexpr ContextAttention all_context_attentions[] = {ContextAttention::ring, ContextAttention::all_gather,
-                                                              ContextAttention::ulysses};
-inline ContextAttention context_attention_from_name(const std::string& name) {
-  for (const ContextAttention a : all_context_attentions)
-    if (name == name_of(a)) return a;
-  throw Error(formatted("--cp-attention {}: expected ring, all-gather or ulysses", name));
-}
+constexpr auto names_of_values(ContextAttention) { return std::array{"ring", "all-gather", "ulysses"}; }
 
 struct ContextParallel {
   int ranks = 1;

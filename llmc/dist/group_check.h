@@ -118,9 +118,10 @@ inline void check_groups(Groups& groups, Stream& compute, const std::function<st
     for (int rank = 0; rank < groups.ranks(); ++rank)
       if (detail::belong_together(row, groups.layout, groups.rank(), rank)) members.push_back(rank);
     Comm& group = groups[row.id];
-    CHECK(group.size() == static_cast<int>(members.size()) && members[static_cast<size_t>(group.rank())] == groups.rank(),
-          "the group {} of {}: this is rank {} of {}, expected one of {}", group.name(), name_of_rank(groups.rank()),
-          group.rank(), group.size(), members);
+    CHECK(
+        group.size() == static_cast<int>(members.size()) && members[static_cast<size_t>(group.rank())] == groups.rank(),
+        "the group {} of {}: this is rank {} of {}, expected one of {}", group.name(), name_of_rank(groups.rank()),
+        group.rank(), group.size(), members);
     if (row.traffic != Traffic::text)
       detail::check_group(group, ++number, members, groups.stream(row.lane, compute), name_of_rank);
   }

@@ -1,5 +1,5 @@
-// groups.h: one rank among all: its coordinates, its groups (comm/group_table.h), and the streams on which gradients are
-// reduced, weights gathered, activations exchanged and keys passed on while the compute stream computes.
+// groups.h: one rank among all: its coordinates, its groups (comm/group_table.h), and the streams on which gradients
+// are reduced, weights gathered, activations exchanged and keys passed on while the compute stream computes.
 #pragma once
 #include <algorithm>
 #include <array>

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/enum_names.h"
 #include "dist/comm/server.h"
 #include "dist/context_parallel.h"
 #include "dist/expert_parallel.h"
@@ -19,13 +20,7 @@ namespace llmc {
 // When gradients are reduced: once per step, after accumulation, or after every micro-batch. The two round differently
 // (contract 3 holds for each).
 enum class GradReduce : uint8_t { step, micro };
-inline const char* name_of(GradReduce r) { return r == GradReduce::step ? "step" : "micro"; }
-
-inline GradReduce grad_reduce_from_name(const std::string& name) {
-  if (name == "step") return GradReduce::step;
-  if (name == "micro") return GradReduce::micro;
-  throw Error(formatted("--grad-reduce {}: expected step or micro", name));
-}
+constexpr auto names_of_values(GradReduce) { return std::array{"step", "micro"}; }
 
 // Which state of a model is held: all that training needs, or only the weights, for generation.
 enum class Holds : uint8_t { training_state, weights };

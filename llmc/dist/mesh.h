@@ -8,16 +8,14 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/enum_names.h"
 
 namespace llmc {
 
 // Data parallelism is replicate x shard: the shard ranks of one replica together hold one copy of what ZeRO shards.
 // ep is an axis of another view of the same ranks (expert_parallel.h).
 enum class Axis : uint8_t { pp, replicate, shard, cp, tp, ep };
-inline const char* name_of(Axis axis) {
-  constexpr const char* names[] = {"pp", "replicate", "shard", "cp", "tp", "ep"};
-  return names[static_cast<int>(axis)];
-}
+constexpr auto names_of_values(Axis) { return std::array{"pp", "replicate", "shard", "cp", "tp", "ep"}; }
 
 // Some of the axes.
 class Axes {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/enum_names.h"
 
 namespace llmc {
 
@@ -27,17 +28,16 @@ enum class ActionKind : uint8_t {
   receive_gradients,
   update
 };
-inline const char* name_of(ActionKind kind) {
-  constexpr const char* names[] = {"forward",
-                                   "backward",
-                                   "input part of the backward",
-                                   "weight part of the backward",
-                                   "sending of activations",
-                                   "receiving of activations",
-                                   "sending of gradients",
-                                   "receiving of gradients",
-                                   "update"};
-  return names[static_cast<int>(kind)];
+constexpr auto names_of_values(ActionKind) {
+  return std::array{"forward",
+                    "backward",
+                    "input part of the backward",
+                    "weight part of the backward",
+                    "sending of activations",
+                    "receiving of activations",
+                    "sending of gradients",
+                    "receiving of gradients",
+                    "update"};
 }
 
 // chunk: a chunk of the stage whose list has the action; for a message, the chunk that has made it or waits for it.
@@ -50,19 +50,13 @@ struct Action {
 };
 
 enum class Schedule : uint8_t { gpipe, one_f_one_b, interleaved, zb_h1, zb_v, pipedream };
-inline constexpr const char* schedule_names[] = {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream"};
-inline const char* name_of(Schedule s) { return schedule_names[static_cast<int>(s)]; }
+constexpr auto names_of_values(Schedule) {
+  return std::array{"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream"};
+}
 // Do its stages have several chunks each?
 inline bool has_chunks(Schedule s) { return s == Schedule::interleaved || s == Schedule::zb_v; }
 // Can it take a micro-batch in token slices?
 inline bool has_slices(Schedule s) { return s == Schedule::gpipe || s == Schedule::one_f_one_b; }
-inline Schedule schedule_from_name(const std::string& name) {
-  for (const Schedule s : {Schedule::gpipe, Schedule::one_f_one_b, Schedule::interleaved, Schedule::zb_h1,
-                           Schedule::zb_v, Schedule::pipedream})
-    if (name == name_of(s)) return s;
-  throw Error(formatted("--schedule {}: expected gpipe, 1f1b, interleaved, zb-h1, zb-v or pipedream", name));
-}
-
 // The list for one rank that holds all chunks.
 // gpipe: all forwards, then all backwards, in the order of the micro-batches (Huang et al. 2019).
 // 1f1b: each backward as soon as it can run, so that one set of activations suffices (Narayanan et al. 2019,

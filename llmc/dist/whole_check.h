@@ -206,8 +206,8 @@ inline void require_whole_model(const ParamTable& table, bool tied, const ZeroCo
 inline void check_whole_model(const ModelState& state, const ParamTable& table, bool tied, const Mesh& mesh) {
   const Mesh view = expert_view(mesh, state.groups().layout.expert);
   std::vector<HeldByRank> ranks;
-  for (const std::string& text :
-       state.groups()[GroupName::control].gather_text(0, "parameters that the ranks hold", text_of(units_held(state)))) {
+  for (const std::string& text : state.groups()[GroupName::control].gather_text(0, "parameters that the ranks hold",
+                                                                                text_of(units_held(state)))) {
     const int rank = static_cast<int>(ranks.size());
     ranks.push_back({mesh.coordinate(rank, Axis::pp), mesh.coordinate(rank, Axis::tp), held_from_text(text),
                      view.coordinate(rank, Axis::ep)});

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/enum_names.h"
 #include "dist/comm/comm.h"
 #include "dist/comm/comm_processes.h"
 #include "dist/comm/comm_threads.h"
@@ -22,10 +23,7 @@ namespace llmc {
 // Who moves tensors between ranks: our ring through memory and, between processes, MPI or TCP; or NCCL between GPUs of
 // their own.
 enum class Backend : uint8_t { threads, mpi, tcp, nccl };
-inline const char* name_of(Backend b) {
-  constexpr const char* names[] = {"threads", "mpi", "tcp", "nccl"};
-  return names[static_cast<int>(b)];
-}
+constexpr auto names_of_values(Backend) { return std::array{"threads", "mpi", "tcp", "nccl"}; }
 
 // All ranks of a run. One object in each process, shared by the threads of its ranks. hooks: must outlive it.
 class World {

@@ -275,7 +275,8 @@ class ModelState {
   void sum_partial_gradients(const UnitState& unit, Stream& stream) {
     for (const auto& [range, copies] : unit.partial_sums()) {
       const Range r = overlap(range, unit.shard_range());
-      Comm& group = copies == groups_.layout.tensor.ranks ? groups_[GroupName::partial_gradients] : groups_[GroupName::head_gradients];
+      Comm& group = copies == groups_.layout.tensor.ranks ? groups_[GroupName::partial_gradients]
+                                                          : groups_[GroupName::head_gradients];
       if (r.size > 0) group.all_reduce(unit.gradients().slice(r.begin, {r.size}), stream);
     }
   }

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "core/enum_names.h"
 #include "device/arena.h"
 #include "dist/expert_exchange.h"
 #include "dist/schedule.h"
@@ -24,17 +25,7 @@ struct BatchShape {
 // same). Each level includes those before it. Whole blocks: Chen et al. 2016; large but cheap parts: Korthikanti et al.
 // 2022.
 enum class Recompute : uint8_t { none, activation, norm, block };
-inline const char* name_of(Recompute r) {
-  constexpr const char* names[] = {"none", "activation", "norm", "block"};
-  return names[static_cast<int>(r)];
-}
-inline constexpr Recompute all_recompute[] = {Recompute::none, Recompute::activation, Recompute::norm,
-                                              Recompute::block};
-inline Recompute recompute_from_name(const std::string& name) {
-  for (const Recompute r : all_recompute)
-    if (name == name_of(r)) return r;
-  throw Error(formatted("--recompute {}: expected one of none, activation, norm, block", name));
-}
+constexpr auto names_of_values(Recompute) { return std::array{"none", "activation", "norm", "block"}; }
 
 // Which layers of a model a set of activations is for. If some layers have experts and some do not, a set for any layer
 // has room for both.

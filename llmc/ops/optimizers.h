@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/enum_names.h"
 #include "core/rng.h"
 #include "ops/types.h"
 
@@ -49,15 +50,10 @@ inline constexpr OptimizerRule optimizer_rules[] = {
 };
 inline const OptimizerRule& rule_of(Optimizer optimizer) { return optimizer_rules[static_cast<size_t>(optimizer)]; }
 
-inline std::vector<std::string> optimizer_names() {
-  std::vector<std::string> names;
-  for (const OptimizerRule& rule : optimizer_rules) names.push_back(rule.name);
+constexpr auto names_of_values(Optimizer) {
+  std::array<const char*, std::size(optimizer_rules)> names{};
+  for (size_t i = 0; i < names.size(); ++i) names[i] = optimizer_rules[i].name;
   return names;
-}
-inline Optimizer optimizer_from_name(std::string_view name) {
-  for (size_t i = 0; i < std::size(optimizer_rules); ++i)
-    if (optimizer_rules[i].name == name) return static_cast<Optimizer>(i);
-  throw Error(formatted("--optimizer {}: there is no such optimizer", name));
 }
 
 // AdamW (Loshchilov & Hutter 2019), as torch.optim.AdamW computes it.

@@ -14,7 +14,6 @@
 
 namespace llmc {
 
-enum class OnFailure : uint8_t { retry, fail };
 enum class Because : uint8_t { rule, clock };  // clock: for --checkpoint-minutes alone
 
 // One per rank; all ranks call save() together.

@@ -162,7 +162,8 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   const detail::WritePlan plan(config, state);
   std::vector<TensorInfo> infos;
   for (size_t i = 0; i < plan.tensors.size(); ++i)
-    if (plan.writer[plan.unit[i]] == groups.rank()) infos.push_back({plan.tensors[i].name, dtype, plan.tensors[i].shape});
+    if (plan.writer[plan.unit[i]] == groups.rank())
+      infos.push_back({plan.tensors[i].name, dtype, plan.tensors[i].shape});
   std::optional<SafetensorsWriter> model;
   attempt([&] {
     if (!infos.empty()) model.emplace(temporary + "/" + plan.file(groups.rank()), infos);
@@ -179,7 +180,8 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
         std::vector<UnitSpec> held;
         for (int rank = 0; rank < n; ++rank) {
           const ParamTable all = {parameters[u]};
-          held.push_back(experts ? part_of(all, groups.layout.expert, rank)[0] : part_of(all, groups.layout.tensor, rank)[0]);
+          held.push_back(experts ? part_of(all, groups.layout.expert, rank)[0]
+                                 : part_of(all, groups.layout.tensor, rank)[0]);
         }
         for (size_t i = 0; i < plan.tensors.size(); ++i) {
           if (plan.unit[i] != u) continue;
@@ -203,7 +205,8 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   for (size_t u = 0; u < state.size(); ++u) {
     const Sharing sharing = state.sharing_of(u);
     const int shards = state.zero_config(sharing).owners();
-    owners = std::max(owners, shards * (sharing == Sharing::experts ? groups.layout.expert.ranks : groups.layout.tensor.ranks));
+    owners = std::max(owners,
+                      shards * (sharing == Sharing::experts ? groups.layout.expert.ranks : groups.layout.tensor.ranks));
     if (state.has(u) && groups.sharers(sharing).shard < shards) state.unit(u).append_to(table);
   }
   std::erase_if(table, [](const StateEntry& e) { return e.kind == StateKind::weight || !e.param->first_copy; });
@@ -213,8 +216,8 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
     infos.clear();
     for (const StateEntry& e : table)
       infos.push_back({detail::slice_range(e).tensor_name(detail::what_of(e)), e.tensor.dtype, {e.tensor.numel()}});
-    const std::string name =
-        formatted("optimizer-{:05}-of-{:05}.safetensors", groups.me.stage * owners + place + 1, groups.stages() * owners);
+    const std::string name = formatted("optimizer-{:05}-of-{:05}.safetensors", groups.me.stage * owners + place + 1,
+                                       groups.stages() * owners);
     SafetensorsWriter optimizer(temporary + "/" + name, infos);
     for (size_t i = 0; i < table.size(); ++i) {
       const HostView view(table[i].tensor, stream);

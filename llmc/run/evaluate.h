@@ -274,8 +274,8 @@ inline void require_same_evaluation(const Processes& processes, const Evaluation
   const Options& o = job.options;
   NamedValues found;
   together(processes, "files", [&] {
-    found = {{"the transport, of --comm " + o.comm, name_of(job.backend)},
-             {"the device, of --device " + o.device, name_of(job.device.kind)},
+    found = {{formatted("the transport, of --comm {}", o.comm), name_of(job.backend)},
+             {formatted("the device, of --device {}", o.device), name_of(job.device.kind)},
              {"what --model holds", detail::model_checksum(o, true)},
              {"the number of validation samples", std::to_string(job.inputs.samples)}};
     if (job.data) found.emplace_back("what --val-data holds", checksum(formatted("{}", job.data->checksums())));

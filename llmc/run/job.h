@@ -120,15 +120,15 @@ struct Job {
           from.path, recorded);
     if (!recorded.is_null() && step.layout.zero.reduce_by_stage) {
       StepConfig as_before = step;
-      as_before.layout.zero.grad_reduce = grad_reduce_from_name(recorded);
+      as_before.layout.zero.grad_reduce = *from_name<GradReduce>(recorded.get<std::string>());
       if (as_before.layout.zero.grad_reduce != step.layout.zero.grad_reduce) {
         const Plan planned = make_plan(as_before, rank_device);
         if (fits(planned, memory_limit(options, rank_device))) step = as_before, plan = planned;
         else
-          log.line(
-              formatted("notice: --grad-reduce {}, with which the run began, needs {}, which does not fit: "
-                        "it is now {}, which rounds differently",
-                        as_before.layout.zero.grad_reduce, human_bytes(planned.total_bytes()), step.layout.zero.grad_reduce));
+          log.line(formatted(
+              "notice: --grad-reduce {}, with which the run began, needs {}, which does not fit: "
+              "it is now {}, which rounds differently",
+              as_before.layout.zero.grad_reduce, human_bytes(planned.total_bytes()), step.layout.zero.grad_reduce));
       }
     }
     require_memory(options, step, plan, rank_device, Begun::yes);

@@ -26,12 +26,12 @@ inline void run_selftest_mode(const Options& o, const Processes& processes) {
   machine.device.threads = 1;
   machine.backend = choose_backend(o, machine.device);
   require_same(processes, "what was found",
-               {{"the transport, of --comm " + o.comm, name_of(machine.backend)},
-                {"the device, of --device " + o.device, name_of(machine.device.kind)}});
+               {{formatted("the transport, of --comm {}", o.comm), name_of(machine.backend)},
+                {formatted("the device, of --device {}", o.device), name_of(machine.device.kind)}});
   if (machine.device.kind == DeviceKind::cuda) machine.gpus = visible_gpus().count;
   if (!processes.alone()) machine.processes = &processes;
   std::vector<selftest::ModelLayouts> models = selftest::all_layouts(static_cast<int>(o.ranks));
-  if (o.selftest_layouts == "pairs") {
+  if (o.selftest_layouts == SelftestLayouts::pairs) {
     const int64_t all = selftest::count_layouts(models);
     models = selftest::every_pair(models);
     log.line(formatted(

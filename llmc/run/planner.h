@@ -83,7 +83,8 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
     for (const Comm* comm : groups.tensor_groups()) plan.step_traffic.emplace_back(comm->name(), comm->bytes_sent());
   }
   // With several chunks per stage, as many micro-batches are in flight as there are stages (forward_orders).
-  const int64_t in_flight = config.layout.pipeline.chunks() > config.layout.pipeline.stages ? config.layout.pipeline.stages : 1;
+  const int64_t in_flight =
+      config.layout.pipeline.chunks() > config.layout.pipeline.stages ? config.layout.pipeline.stages : 1;
   if (config.layout.zero.holds == Holds::training_state || !config.generates) trainer.evaluate(in_flight, 1, nothing);
   for (int64_t length = 1; length < config.batch.T; length *= 2) trainer.evaluate(in_flight, 1, nothing, {}, length);
   if (config.generates) {
@@ -138,7 +139,8 @@ inline void require_countable(const StepConfig& config) {
   const double L = static_cast<double>(m.n_layer), C = static_cast<double>(m.n_embd), F = static_cast<double>(m.n_ffn),
                V = static_cast<double>(m.vocab_size) + static_cast<double>(vocab_multiple),
                T = static_cast<double>(config.batch.T), N = static_cast<double>(config.batch.B) * T,
-               in_flight = config.layout.pipeline.schedule == Schedule::gpipe ? static_cast<double>(config.micro_batches) : 1;
+               in_flight =
+                   config.layout.pipeline.schedule == Schedule::gpipe ? static_cast<double>(config.micro_batches) : 1;
   const double experts = static_cast<double>(m.experts.count) * static_cast<double>(m.experts.width) * 3 * C;
   const double parameters = (2 * V + static_cast<double>(m.n_positions)) * C + L * (8 * C * C + 4 * C * F + experts);
   const double k = static_cast<double>(m.experts.per_token),

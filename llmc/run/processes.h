@@ -92,7 +92,7 @@ inline std::unique_ptr<Processes> meet(Options& o) {
                                                         .local_ranks = static_cast<int>(place.local_ranks),
                                                         .build = version_text(),
                                                         .agree = detail::options_to_agree_on(o)},
-                                               std::move(at), o.comm != "tcp", o.comm_timeout);
+                                               std::move(at), o.comm != CommChoice::tcp, o.comm_timeout);
   const ControlPlane& control = *processes->control();
   place.by_mpi = launch.by == Launched::By::mpi;
   place.ranks_on_host = control.local_processes() * place.local_ranks;

@@ -81,7 +81,7 @@ inline std::vector<DataChange> changed_data(const ResumePoint& from, const Job& 
     if (then[i] == job.data_checksums[i]) continue;
     const std::string shard = job.train.paths()[i], now = job.data_checksums[i],
                       before = then[i].is_string() ? then[i].get<std::string>() : then[i].dump();
-    CHECK(job.options.data_changed == "accept",
+    CHECK(job.options.data_changed == DataChanged::accept,
           "--train-data: {} has changed since the run began (checksum {}, in {}/trainer.json {}): restore its former "
           "contents to resume, take it as it is with --data-changed accept, or start a new run in another --out-dir",
           shard, now, from.path, shown(before));

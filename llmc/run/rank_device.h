@@ -7,6 +7,7 @@
 #include "core/shape.h"
 #include "device/gpu.h"
 #include "dist/comm/comm.h"
+#include "run/options/options.h"
 #include "run/options/place.h"
 
 namespace llmc {
@@ -36,10 +37,11 @@ inline Device rank_device(Device device, const Place& place, int64_t thread = 0)
 
 // Who moves the tensors of this many ranks with --comm: NCCL if ranks have GPUs of their own, even in a plan for GPUs
 // that are not here.
-inline Collectives collectives_of(const Device& device, int64_t ranks, const std::string& comm) {
+inline Collectives collectives_of(const Device& device, int64_t ranks, CommChoice comm) {
   const bool own_gpus = device.computes_as() == DeviceKind::cuda && device.sharers == 1 && ranks > 1;
   const bool found = built_with_nccl || is_gpu_elsewhere(device);
-  return own_gpus && found && (comm == "auto" || comm == "nccl") ? Collectives::library : Collectives::own;
+  return own_gpus && found && (comm == CommChoice::automatic || comm == CommChoice::nccl) ? Collectives::library
+                                                                                          : Collectives::own;
 }
 
 // The GPUs of this process's ranks, each once. The other GPUs that it sees belong to other processes: a context there

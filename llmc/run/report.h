@@ -84,7 +84,7 @@ inline std::string checkpoints_text(const Options& o) {
   std::string text = o.checkpoint_every > 0 ? formatted("every {} steps, ", o.checkpoint_every) : "";
   if (minutes > 0) text += formatted("{} minutes after the last one (two such are kept), ", minutes);
   text += "at the end and when it is stopped";
-  if (o.schedule == "pipedream")
+  if (o.schedule == Schedule::pipedream)
     text += "; none by the clock: pipedream empties its pipeline to save, which changes what it learns";
   return text;
 }
@@ -166,7 +166,7 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
     log.line(formatted(
         "notice: {} ranks share {} thread{} (--threads): fine for tests and for learning, not faster than one",
         o.place.local_ranks, device.threads, device.threads == 1 ? "" : "s"));
-  if (device.kind == DeviceKind::cpu && o.dtype == "bf16" && cpu::isa_in_use() < cpu::Isa::avx512_bf16)
+  if (device.kind == DeviceKind::cpu && o.dtype == WeightType::bf16 && cpu::isa_in_use() < cpu::Isa::avx512_bf16)
     log.line(
         "notice: this processor has no bf16 products, or --cpu-isa leaves them out: they are widened to fp32, correct "
         "but slow");

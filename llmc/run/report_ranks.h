@@ -13,7 +13,7 @@ namespace detail {
 
 // How tensors travel between the ranks, and why --comm auto chose this way.
 inline std::string transport_text(const Options& o, Backend backend) {
-  const bool chosen = o.comm == "auto", several = o.place.processes > 1;
+  const bool chosen = o.comm == CommChoice::automatic, several = o.place.processes > 1;
   const std::string within =
       o.place.local_ranks > 1 && several ? "; within a process, through its memory" : std::string();
   switch (backend) {

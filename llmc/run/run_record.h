@@ -17,7 +17,7 @@ inline Options with_recorded_defaults(Options o) {
   o.local_ranks = o.ranks;
   o.shuffle = o.shuffled();
   o.beta2 = o.beta2_in_use();
-  if (o.moe_dispatch == "capacity") o.moe_capacity_factor = o.capacity_factor();
+  if (o.moe_dispatch == Dispatch::capacity) o.moe_capacity_factor = o.capacity_factor();
   o.moe_aux_loss = o.moe_aux_loss.value_or(o.usual_aux_loss);
   return o;
 }

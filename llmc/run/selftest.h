@@ -74,14 +74,14 @@ inline void require_whole(Outcome& outcome, const StepConfig& step) {
   };
   std::map<std::string, Expected> expected;
   for (const UnitSpec& unit : part_of(parameter_table(step.model), step.layout.tensor, 0)) {
-    const ZeroConfig zero =
-        unit.sharing == Sharing::experts ? step.layout.expert_zero() : step.layout.zero;
+    const ZeroConfig zero = unit.sharing == Sharing::experts ? step.layout.expert_zero() : step.layout.zero;
     const int of_weights = zero.stage == 3 ? zero.replicas : zero.ranks(),
               of_state = zero.updates() == ZeroConfig::Updates::everyone       ? zero.ranks()
                          : zero.updates() == ZeroConfig::Updates::shard_owners ? zero.replicas
                                                                                : 1;
     for (const ParamSpec& p : unit.params) {
-      const bool twice = unit.name == "embedding" && step.model.tied && step.pipeline().stage_of(step.layout.pipeline.chunks() - 1) != 0;
+      const bool twice = unit.name == "embedding" && step.model.tied &&
+                         step.pipeline().stage_of(step.layout.pipeline.chunks() - 1) != 0;
       const int copies = p.copies * (twice ? 2 : 1);
       expected[p.name] = {copies * of_weights, copies * of_state};
     }
@@ -102,7 +102,8 @@ inline void require_whole(Outcome& outcome, const StepConfig& step) {
 inline HostBatch read_batch(const StepConfig& step, int reader, int64_t micro_batch) {
   HostBatch batch;
   const Philox rng(7, "self-test");
-  const int64_t T = step.batch.T, rows = step.batch.B * T, first = (micro_batch * step.layout.readers() + reader) * rows;
+  const int64_t T = step.batch.T, rows = step.batch.B * T,
+                first = (micro_batch * step.layout.readers() + reader) * rows;
   const uint64_t V = static_cast<uint64_t>(step.model.vocab_size);
   for (int64_t i = 0; i < rows; ++i) {
     const uint64_t token = static_cast<uint64_t>(first + i);

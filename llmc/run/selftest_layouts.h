@@ -164,7 +164,7 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
         if (ranks % (cp * tp) != 0 || m.n_positions % (2 * cp) != 0 || !can_share_out(m, tp)) continue;
         const TensorParallel tensor = tensor_parallel(m, tp);
         const int readers = ranks / (cp * tp);
-        for (const ContextAttention attention : all_context_attentions) {
+        for (const ContextAttention attention : all_values<ContextAttention>()) {
           if (attention == ContextAttention::ulysses && !can_share_heads(part_of(m, tensor), cp)) continue;
           for (int replicas = 1; replicas <= readers; ++replicas)
             for (const int stage : {0, 3})
@@ -186,7 +186,8 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
                {Schedule::gpipe, Schedule::one_f_one_b, Schedule::interleaved, Schedule::zb_h1, Schedule::zb_v}) {
             const int chunks = has_chunks(schedule) ? 2 : 1;
             if (pp * chunks > m.n_layer || (stage == 3 && schedule == Schedule::gpipe)) continue;
-            all.push_back({{.stage = stage, .shards = readers}, tensor_parallel(m, tp), {}, {}, {schedule, pp, chunks}});
+            all.push_back(
+                {{.stage = stage, .shards = readers}, tensor_parallel(m, tp), {}, {}, {schedule, pp, chunks}});
           }
       }
   };
@@ -234,7 +235,7 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
   }
   zero_layouts(ranks, {});
   for (const GradReduce reduce : {GradReduce::step, GradReduce::micro})
-    for (const DpSync sync : all_dp_syncs)
+    for (const DpSync sync : all_values<DpSync>())
       if (sequences % ranks == 0 && ranks > 1 && sync != DpSync::all_reduce)
         all.push_back({{.grad_reduce = reduce, .shards = ranks, .sync = sync}});
   return all;

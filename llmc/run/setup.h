@@ -32,15 +32,15 @@ inline int processors_of_process(const Options& o) {
 inline Device choose_device(const Options& o) {
   Device device{DeviceKind::cpu, o.threads > 0 ? static_cast<int>(o.threads) : processors_of_process(o)};
   device.tf32 = o.tf32 ? Tf32::yes : Tf32::no;
-  device.graphs = o.cuda_graphs == "on";
-  device.cudnn = o.attention == "cudnn";
+  device.graphs = o.cuda_graphs == OnOff::on;
+  device.cudnn = o.attention == GpuAttention::cudnn;
   CHECK(built_with_cudnn || !device.cudnn,
         "--attention cudnn: this train_gpt was built without cuDNN; build with `make USE_CUDNN=1`, or use --attention "
         "own");
-  if (o.device == "cpu") return device;
+  if (o.device == DeviceChoice::cpu) return device;
   const VisibleGpus gpus = visible_gpus();
-  const bool elsewhere = o.device == "cuda" && o.plan && gpus.count == 0;  // a plan for a GPU needs no GPU
-  CHECK(gpus.count > 0 || o.device == "auto" || elsewhere, "--device cuda: {}", gpus.why_none);
+  const bool elsewhere = o.device == DeviceChoice::cuda && o.plan && gpus.count == 0;  // a plan for a GPU needs no GPU
+  CHECK(gpus.count > 0 || o.device == DeviceChoice::automatic || elsewhere, "--device cuda: {}", gpus.why_none);
   CHECK(!elsewhere || !device.cudnn, "--attention cudnn: cuDNN's work space can only be planned on a GPU: {}",
         gpus.why_none);
   if (gpus.count > 0 || elsewhere) device.kind = DeviceKind::cuda;
@@ -51,7 +51,7 @@ inline Device choose_device(const Options& o) {
 // One rank per visible GPU; on a CPU, as few as --pp, --tp, --cp and --ep allow; in modes that use one rank, one.
 inline int64_t default_ranks(const Options& o) {
   if (o.generate || o.verify_data || o.print_schedule) return 1;
-  const int64_t gpus = o.device == "cpu" ? 0 : visible_gpus().count;
+  const int64_t gpus = o.device == DeviceChoice::cpu ? 0 : visible_gpus().count;
   return std::max(o.pp * std::lcm(o.tp * o.cp, o.ep), gpus);
 }
 
@@ -59,19 +59,20 @@ inline ModelConfig choose_model(const Options& o) {
   return resolve_model(o.model, {o.n_layer, o.n_head, o.n_kv_head, o.n_embd, o.n_ffn, o.vocab_size});
 }
 
-inline DType choose_dtype(const Options& o) { return o.dtype == "bf16" ? DType::bf16 : DType::fp32; }
+inline DType choose_dtype(const Options& o) { return o.dtype == WeightType::bf16 ? DType::bf16 : DType::fp32; }
 
 // How the ranks shard the state.
 inline ZeroConfig choose_zero(const Options& o) {
   ZeroConfig zero;
   zero.replicas = static_cast<int>(o.dp_replicate);
   zero.shards = static_cast<int>(o.ranks / o.tp / o.pp / o.dp_replicate);
-  zero.reduce_by_stage = o.grad_reduce == "auto";
+  zero.reduce_by_stage = o.grad_reduce == GradReduceChoice::automatic;
   zero.set_stage(static_cast<int>(o.zero_stage));
-  if (o.grad_reduce != "auto") zero.grad_reduce = grad_reduce_from_name(o.grad_reduce);
-  zero.master_weights = o.master_weights == "fp32";
-  zero.optimizer = optimizer_from_name(o.optimizer);
-  zero.sync = dp_sync_from_name(o.dp_sync);
+  if (!zero.reduce_by_stage)
+    zero.grad_reduce = o.grad_reduce == GradReduceChoice::micro ? GradReduce::micro : GradReduce::step;
+  zero.master_weights = o.master_weights == MasterWeights::fp32;
+  zero.optimizer = o.optimizer;
+  zero.sync = o.dp_sync;
   return zero;
 }
 
@@ -95,7 +96,7 @@ inline Device first_rank_device(const Device& device, const Options& o) {
 // The transport between the ranks.
 inline Backend choose_backend(const Options& o, const Device& rank_device) {
   const bool own_gpus = rank_device.kind == DeviceKind::cuda && rank_device.sharers == 1;
-  if (o.comm == "nccl") {
+  if (o.comm == CommChoice::nccl) {
     CHECK(built_for_gpus, "--comm nccl: {}", visible_gpus().why_none);
     CHECK(built_with_nccl, "--comm nccl: this train_gpt was built without NCCL; install libnccl-dev and rebuild");
     const bool take_turns = rank_device.kind == DeviceKind::cuda && o.place.local_ranks == 1 && nccl_shares_gpus();
@@ -107,24 +108,24 @@ inline Backend choose_backend(const Options& o, const Device& rank_device) {
     if (take_turns && o.ranks > 1) return Backend::nccl;
   }
   const bool several = o.place.processes > 1;
-  CHECK(o.comm != "threads" || !several,
+  CHECK(o.comm != CommChoice::threads || !several,
         "--comm threads is for the ranks of one process, and there are {} processes; use --comm auto",
         o.place.processes);
-  CHECK((o.comm != "mpi" && o.comm != "tcp") || several,
+  CHECK((o.comm != CommChoice::mpi && o.comm != CommChoice::tcp) || several,
         "--comm {} is for several processes, and this is the only one: start more, or use --comm auto", o.comm);
-  CHECK(o.comm != "mpi" || o.place.by_mpi,
+  CHECK(o.comm != CommChoice::mpi || o.place.by_mpi,
         "--comm mpi: MPI has not started these processes ({}), so it does not know them: start them with mpirun or "
         "srun --mpi=pmix, or use --comm tcp",
         o.place.started_by);
-  if ((o.comm == "auto" || o.comm == "nccl") && own_gpus && built_with_nccl && o.ranks > 1) return Backend::nccl;
-  return !several ? Backend::threads : o.place.by_mpi && o.comm != "tcp" ? Backend::mpi : Backend::tcp;
+  if ((o.comm == CommChoice::automatic || o.comm == CommChoice::nccl) && own_gpus && built_with_nccl && o.ranks > 1)
+    return Backend::nccl;
+  return !several ? Backend::threads : o.place.by_mpi && o.comm != CommChoice::tcp ? Backend::mpi : Backend::tcp;
 }
 
 // The stages of a pipeline and their chunks, which have no layers yet.
 inline PipelineParallel choose_pipeline(const Options& o) {
-  const Schedule schedule = schedule_from_name(o.schedule);
-  const int64_t chunks = o.pp_chunks.value_or(has_chunks(schedule) ? 2 : 1);
-  return {.schedule = schedule, .stages = static_cast<int>(o.pp), .chunks_per_stage = static_cast<int>(chunks)};
+  const int64_t chunks = o.pp_chunks.value_or(has_chunks(o.schedule) ? 2 : 1);
+  return {.schedule = o.schedule, .stages = static_cast<int>(o.pp), .chunks_per_stage = static_cast<int>(chunks)};
 }
 
 // The layers of each chunk of a pipeline; none without one.
@@ -135,7 +136,8 @@ inline std::vector<int64_t> choose_layers(const Options& o, const StepConfig& st
     case LayoutKind::even: return even_layers(step.model.n_layer, step.stages_of_chunks());
     case LayoutKind::balanced: return balanced_layers(count_costs(step), step.stages_of_chunks());
     case LayoutKind::list:
-      return listed_layers(layout.layers, step.model.n_layer, step.layout.pipeline.stages, step.layout.pipeline.chunks_per_stage);
+      return listed_layers(layout.layers, step.model.n_layer, step.layout.pipeline.stages,
+                           step.layout.pipeline.chunks_per_stage);
   }
   return {};
 }
@@ -168,8 +170,8 @@ inline ExpertOptions choose_experts(const Options& o, const ModelConfig& model) 
   CHECK(o.moe_imbalance <= static_cast<double>(o.ep),
         "--moe-imbalance {} with --ep {}: a rank gets at most {} times its equal share: use a number from 1 to that",
         o.moe_imbalance, o.ep, o.ep);
-  if (o.moe_dispatch == "capacity") experts.capacity_factor = o.capacity_factor();
-  CHECK(o.schedule != "pipedream" || o.pp == 1,
+  if (o.moe_dispatch == Dispatch::capacity) experts.capacity_factor = o.capacity_factor();
+  CHECK(o.schedule != Schedule::pipedream || o.pp == 1,
         "--schedule pipedream with --model {}, which has experts: not built yet; use --schedule 1f1b", o.model);
   const bool whole = token_slices(o) == 1;
   CHECK(whole || experts.aux_loss == 0,
@@ -186,8 +188,8 @@ inline ExpertOptions choose_experts(const Options& o, const ModelConfig& model) 
 // How the ranks divide the work. Rejects layouts that the model cannot have.
 inline Layout choose_layout(const Options& o, const ModelConfig& model) {
   Layout l{.zero = choose_zero(o), .pipeline = choose_pipeline(o)};
-  l.tensor = tensor_parallel(model, o.tp, o.sequence_parallel == "on", o.tp_overlap);
-  l.context = context_parallel(model, l.tensor, o.cp, context_attention_from_name(o.cp_attention));
+  l.tensor = tensor_parallel(model, o.tp, o.sequence_parallel == OnOff::on, o.tp_overlap);
+  l.context = context_parallel(model, l.tensor, o.cp, o.cp_attention);
   l.expert = expert_parallel(model, l.tensor, l.zero.shards, o.ep);
   CHECK(model.experts.count == 0 || l.zero.sync == DpSync::all_reduce,
         "--dp-sync {} with --model {}, which has experts: servers are for dense models: use --dp-sync all-reduce",
@@ -205,7 +207,7 @@ inline StepConfig choose_step(const Options& o) {
   StepConfig step{.model = choose_model(o),
                   .dtype = choose_dtype(o),
                   .batch = {o.batch_size, o.seq_len},
-                  .recompute = recompute_from_name(o.recompute),
+                  .recompute = o.recompute,
                   .generates = o.sample_every > 0,
                   .documents = o.mask_documents ? Documents::apart : Documents::together};
   CHECK(o.seq_len <= step.model.n_positions, "--seq-len {} exceeds the {} positions of --model {}: use at most {}",
@@ -213,7 +215,8 @@ inline StepConfig choose_step(const Options& o) {
   step.experts = choose_experts(o, step.model);
   step.layout = choose_layout(o, step.model);
   if (o.total_batch_size)
-    step.micro_batches = *o.total_batch_size / (step.batch.rows() * step.layout.readers());  // validated with the options
+    step.micro_batches =
+        *o.total_batch_size / (step.batch.rows() * step.layout.readers());  // validated with the options
   step.head_chunks = o.head_chunks;
   require_countable(step);
   step.layout.pipeline.layers = choose_layers(o, step);
@@ -232,7 +235,7 @@ inline StepConfig with_token_slices(StepConfig step, const Options& o, const Dev
 
 inline void require_gpu_for(const char* option, bool asked, const Device& device, const Options& o) {
   CHECK(!asked || device.kind == DeviceKind::cuda, "{} needs a GPU, and this run does not use one{}", option,
-        o.device == "cpu" ? " (--device cpu)" : ": " + visible_gpus().why_none);
+        o.device == DeviceChoice::cpu ? " (--device cpu)" : ": " + visible_gpus().why_none);
 }
 
 // Rejects --attention cudnn if cuDNN does not compute what the step needs.
@@ -295,7 +298,8 @@ inline bool take_recorded_matmuls(Run& run, const std::string& recorded, Log& lo
   const std::string here = matmul_choices(run.stream);  // nothing is chosen yet, so only the header
   const bool fits = !recorded.empty() && recorded.starts_with(here);
   bool all_fit = true;
-  for (const std::string& other : run.groups[GroupName::control].all_gather_text("matmul algorithms fit", fits ? "yes" : "no"))
+  for (const std::string& other :
+       run.groups[GroupName::control].all_gather_text("matmul algorithms fit", fits ? "yes" : "no"))
     all_fit &= other == "yes";
   if (all_fit) set_matmul_choices(recorded, run.stream);
   else if (!recorded.empty())

@@ -124,9 +124,9 @@ inline void require_same_everywhere(const Processes& processes, const Job& job,
   together(processes, "files", [&] {
     std::string tokenizer;
     for (const auto& [name, text] : job.tokenizer_files) tokenizer += name + '\n' + text;
-    found = {{"the transport, of --comm " + o.comm, name_of(job.backend)},
-             {"the device, of --device " + o.device, name_of(job.device.kind)},
-             {"the way of --grad-reduce " + o.grad_reduce, name_of(job.step.layout.zero.grad_reduce)},
+    found = {{formatted("the transport, of --comm {}", o.comm), name_of(job.backend)},
+             {formatted("the device, of --device {}", o.device), name_of(job.device.kind)},
+             {formatted("the way of --grad-reduce {}", o.grad_reduce), name_of(job.step.layout.zero.grad_reduce)},
              {"the number of steps", std::to_string(job.max_steps)},
              {"the number of validation samples", std::to_string(job.val_samples)},
              {"what --train-data holds", checksum(formatted("{}", job.data_checksums))},

@@ -47,7 +47,9 @@ class StepReport {
     between_.push_back(seconds_since(clock_));
     clock_ = std::chrono::steady_clock::now();
     step_seconds_ += between_.back();
-    if (between_.size() > static_cast<size_t>(job_.step.layout.pipeline.asynchronous() ? job_.step.layout.pipeline.stages : 1)) between_.pop_front();
+    if (between_.size() >
+        static_cast<size_t>(job_.step.layout.pipeline.asynchronous() ? job_.step.layout.pipeline.stages : 1))
+      between_.pop_front();
     const double seconds =
         std::accumulate(between_.begin(), between_.end(), 0.0) / static_cast<double>(between_.size());
     recent_.push_back(seconds);

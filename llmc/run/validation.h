@@ -80,8 +80,8 @@ class Validation {
   HostBatch read(int64_t m, const ValidationHooks& hooks) try {
     const StepConfig& step = trainer_.config();
     HostBatch host;
-    loader_->read_batch(0, m, {.rank = groups_.reader(), .ranks = step.layout.readers(), .batch_size = step.batch.B}, host.tokens,
-                        host.targets, host.positions);
+    loader_->read_batch(0, m, {.rank = groups_.reader(), .ranks = step.layout.readers(), .batch_size = step.batch.B},
+                        host.tokens, host.targets, host.positions);
     return host;
   } catch (const Error& error) {
     if (!hooks.cannot_read) throw;

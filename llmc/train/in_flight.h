@@ -69,8 +69,8 @@ class PassMemory {
     const Recompute recompute = config.recompute_for(purpose);
     const Backward backward = gradient_sets_.count() > 0 ? Backward::in_parts : Backward::whole;
     auto product_inputs = [&](const PassSets& sets, size_t set, ActionKind made_by) {
-      return BlockActivations::product_inputs(model, shape, sets.kind_of<Layers>(set), config.layout.tensor, config.dtype,
-                                              recompute, made_by, arena);
+      return BlockActivations::product_inputs(model, shape, sets.kind_of<Layers>(set), config.layout.tensor,
+                                              config.dtype, recompute, made_by, arena);
     };
     // The activations that are recomputed: one set for all blocks.
     const BlockActivations shared =
@@ -81,14 +81,15 @@ class PassMemory {
     for (size_t i = 0; i < input_sets_.count(); ++i)
       chunk_inputs_.push_back(arena.alloc("activations", "input of a chunk", config.dtype, stream_shape));
     for (const BatchShape& room : rooms_of_blocks(actions))
-      blocks_.push_back(BlockActivations::kept(model, room, block_sets_.kind_of<Layers>(blocks_.size()), config.layout.tensor,
-                                               config.dtype, recompute, backward, shared, arena));
+      blocks_.push_back(BlockActivations::kept(model, room, block_sets_.kind_of<Layers>(blocks_.size()),
+                                               config.layout.tensor, config.dtype, recompute, backward, shared, arena));
     if (sliced()) keys_of_slices(actions, all, arena);
     for (size_t i = 0; i < product_sets_.count(); ++i)
       products_.push_back(product_inputs(product_sets_, i, ActionKind::forward));
     for (size_t i = 0; i < gradient_sets_.count(); ++i) {
       recomputed_products_.push_back(product_inputs(gradient_sets_, i, ActionKind::backward_input));
-      gradients_.emplace_back(model, shape, gradient_sets_.kind_of<Layers>(i), config.layout.tensor, config.dtype, arena);
+      gradients_.emplace_back(model, shape, gradient_sets_.kind_of<Layers>(i), config.layout.tensor, config.dtype,
+                              arena);
     }
     if (purpose == Purpose::train)
       gradient_ = arena.alloc("gradients of activations", "gradient", config.dtype, stream_shape);

@@ -200,7 +200,8 @@ class Interpreter {
   bool replayable(const Action& action, const Pass& pass) const {
     if (pass.purpose != Purpose::train || pass.launch == Launch::enqueue) return false;
     if (config_.layout.zero.stage == 3 || config_.layout.zero.grad_reduce == GradReduce::micro) return false;
-    if (config_.layout.tensor.ranks > 1 || config_.layout.context.ranks > 1 || config_.layout.pipeline.stages > 1 || config_.layout.expert.ranks > 1)
+    if (config_.layout.tensor.ranks > 1 || config_.layout.context.ranks > 1 || config_.layout.pipeline.stages > 1 ||
+        config_.layout.expert.ranks > 1)
       return false;
     const bool reduces = action.kind == ActionKind::backward && is_last(action) && config_.layout.zero.ranks() > 1;
     return !reduces;

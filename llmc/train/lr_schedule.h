@@ -2,14 +2,17 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
-#include <string>
+#include <cstdint>
 
-#include "core/check.h"
+#include "core/enum_names.h"
 
 namespace llmc {
 
+enum class LrShape : uint8_t { constant, cosine, linear, wsd };
+constexpr auto names_of_values(LrShape) { return std::array{"constant", "cosine", "linear", "wsd"}; }
+
 struct LrSchedule {
-  std::string kind = "cosine";  // constant, cosine, linear, wsd
+  LrShape shape = LrShape::cosine;
   double peak = 3e-4;
   int64_t warmup_steps = 0;
   int64_t max_steps = 1;
@@ -28,13 +31,12 @@ inline double learning_rate(const LrSchedule& s, int64_t step) {
   if (step < s.warmup_steps) return s.peak * static_cast<double>(step) / static_cast<double>(s.warmup_steps);
   const double end = static_cast<double>(s.max_steps);
   double begin = static_cast<double>(std::max<int64_t>(1, s.warmup_steps));  // the last step at the peak
-  if (s.kind == "wsd") begin = std::max(begin, 0.8 * end);
-  if (s.kind == "constant" || static_cast<double>(step) <= begin) return s.peak;
+  if (s.shape == LrShape::wsd) begin = std::max(begin, 0.8 * end);
+  if (s.shape == LrShape::constant || static_cast<double>(step) <= begin) return s.peak;
   const double done = (static_cast<double>(step) - begin) / (end - begin), lowest = s.peak * s.final_frac;
   auto above_lowest = [&](double share) { return lowest + share * (s.peak - lowest); };
-  if (s.kind == "cosine") return above_lowest(0.5 * (1 + std::cos(3.14159265358979323846 * done)));
-  if (s.kind == "linear") return above_lowest(1 - done);
-  CHECK(s.kind == "wsd", "--lr-schedule {}: expected constant, cosine, linear or wsd", s.kind);
+  if (s.shape == LrShape::cosine) return above_lowest(0.5 * (1 + std::cos(3.14159265358979323846 * done)));
+  if (s.shape == LrShape::linear) return above_lowest(1 - done);
   return above_lowest(1 - std::sqrt(done));
 }
 

@@ -57,7 +57,8 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
     if (!found && !all_finite(e.tensor, stream))
       found = NotFinite{e.param->name, formatted("{}, before the step", e.name()), "", -1, -1, -1, {}};
   // If the state of one rank is bad already, no rank repeats the step.
-  for (const std::string& bad : trainer.state().groups()[GroupName::control].all_gather_text("bad state", found ? "yes" : ""))
+  for (const std::string& bad :
+       trainer.state().groups()[GroupName::control].all_gather_text("bad state", found ? "yes" : ""))
     if (!bad.empty()) return found;
   struct Inspection {
     Stream& stream;
@@ -87,18 +88,20 @@ template <class SampleOf>
 std::string describe(const NotFinite& first, const Trainer& trainer, SampleOf&& sample_of) {
   const Groups& groups = trainer.state().groups();
   if (first.micro_batch < 0)
-    return formatted("{} ({}) contains a non-finite number{}", first.tensor, first.op,
-                     groups.layout.tensor.ranks > 1 || groups.stages() > 1 ? formatted(" on rank {}", groups.rank()) : "");
+    return formatted(
+        "{} ({}) contains a non-finite number{}", first.tensor, first.op,
+        groups.layout.tensor.ranks > 1 || groups.stages() > 1 ? formatted(" on rank {}", groups.rank()) : "");
   std::vector<int64_t> samples;
   for (int64_t b = 0; b < trainer.config().batch.B; ++b)
     if (first.sequences.empty() ||
         std::find(first.sequences.begin(), first.sequences.end(), b) != first.sequences.end())
       samples.push_back(sample_of(first.micro_batch, b));
-  return formatted("the first non-finite number is in {}, written by {} in the {}, {}micro-batch {}{}, {} {}",
-                   first.tensor, first.op, first.place,
-                   groups.ranks() > 1 ? formatted("rank {}, ", groups.rank()) : std::string(), first.micro_batch,
-                   trainer.config().layout.pipeline.slices.size() > 1 ? formatted(", token slice {}", first.slice) : std::string(),
-                   samples.size() == 1 ? "sample" : "samples", samples);
+  return formatted(
+      "the first non-finite number is in {}, written by {} in the {}, {}micro-batch {}{}, {} {}", first.tensor,
+      first.op, first.place, groups.ranks() > 1 ? formatted("rank {}, ", groups.rank()) : std::string(),
+      first.micro_batch,
+      trainer.config().layout.pipeline.slices.size() > 1 ? formatted(", token slice {}", first.slice) : std::string(),
+      samples.size() == 1 ? "sample" : "samples", samples);
 }
 
 // The same, from the rank where it comes first: the others may have got it from there. The ranks of a stage go through
@@ -137,7 +140,7 @@ std::string where_not_finite(Trainer& trainer, const BatchSource& batches, Sampl
   if (!found.empty()) return found;
   // The versions of the weights that an asynchronous step has read are gone.
   return trainer.config().layout.pipeline.asynchronous() ? "repeated with the newest weights, it has none"
-                                         : "no tensor contains one: a sum overflowed";
+                                                         : "no tensor contains one: a sum overflowed";
 }
 
 }  // namespace llmc

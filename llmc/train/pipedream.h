@@ -74,7 +74,8 @@ class Pipedream {
     for (int64_t turn = begun_; turn < begun_ + config_.layout.pipeline.stages - 1; ++turn)
       run_turn(turn, [](int64_t) -> HostBatch { throw Error("a flush begins no micro-batch"); });
     state_.forget_old_versions(context_.compute);
-    context_.compute.wait(groups_.gather_stream().record());  // the compute stream is the next to use the group of all ranks
+    context_.compute.wait(
+        groups_.gather_stream().record());  // the compute stream is the next to use the group of all ranks
     begun_ = 0;
     pass_.reset();
     scope_.reset();
@@ -113,7 +114,8 @@ class Pipedream {
     const int64_t n = row.numel();
     copy(e.rows.slice(index * n, {n}), row, stream);
     group.all_gather(e.rows, stream);
-    combine_scalars(e.loss, e.square_sums, e.rows, config_.layout.zero.shards, config_.layout.tensor.ranks, stages, stream);
+    combine_scalars(e.loss, e.square_sums, e.rows, config_.layout.zero.shards, config_.layout.tensor.ranks, stages,
+                    stream);
     clip_control(control, e.square_sums, e.loss, rule, stream);
   }
 
@@ -123,7 +125,8 @@ class Pipedream {
     std::vector<Action> steady;
     const int64_t steps = 2 * (config_.layout.pipeline.stages - groups_.me.stage);
     for (int64_t turn = 0; turn < steps + config_.layout.pipeline.stages - 1; ++turn)
-      for (const Action& a : pipedream_turn(config_.layout.pipeline.stages, groups_.me.stage, turn, steps)) steady.push_back(a);
+      for (const Action& a : pipedream_turn(config_.layout.pipeline.stages, groups_.me.stage, turn, steps))
+        steady.push_back(a);
     scope_.emplace(context_.arena);
     pass_.emplace(interpreter_.begin(steady, {.purpose = Purpose::train, .shape = config_.batch}, steps));
   }
@@ -159,7 +162,8 @@ class Pipedream {
     compute.wait(report.free);
     copy(report.row, row_, compute);
     report.ready = compute.record();
-    combine(of_stage_, row_, groups_.rank() % groups_.ranks_of_stage(), groups_[GroupName::stage_scalars], 1, control_, step(k).rule, compute);
+    combine(of_stage_, row_, groups_.rank() % groups_.ranks_of_stage(), groups_[GroupName::stage_scalars], 1, control_,
+            step(k).rule, compute);
     state_.begin_version(compute);
     state_.update(control_, step(k).optimizer, compute);
   }
@@ -169,7 +173,8 @@ class Pipedream {
     Stream& stream = groups_.gather_stream();
     Report& report = reports_[static_cast<size_t>(k) % reports_.size()];
     stream.wait(report.ready);
-    combine(of_all_, report.row, groups_.rank(), groups_[GroupName::scalars], config_.layout.pipeline.stages, report_control_, {}, stream);
+    combine(of_all_, report.row, groups_.rank(), groups_[GroupName::scalars], config_.layout.pipeline.stages,
+            report_control_, {}, stream);
     report.free = stream.record();
     under_way_.front().result.enqueued(of_all_.loss, report_control_, interpreter_.take_headers(), stream);
     under_way_.pop_front();

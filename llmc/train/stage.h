@@ -142,7 +142,8 @@ class Stage {
   // they are on two stages, or if other micro-batches come between them and the buffer is for one micro-batch.
   bool reduces_tied_parts() const {
     if (!config_.model.tied || config_.layout.pipeline.stages == 1) return false;
-    return !is_here(0) || !is_here(config_.layout.pipeline.chunks() - 1) || config_.layout.zero.grad_reduce == GradReduce::micro;
+    return !is_here(0) || !is_here(config_.layout.pipeline.chunks() - 1) ||
+           config_.layout.zero.grad_reduce == GradReduce::micro;
   }
   // The unit of the embedding, if the head shares its table.
   const UnitState& acquire_tied() {

@@ -22,8 +22,8 @@ namespace llmc {
 struct Context {
   Arena& arena;
   Stream& compute;
-  Groups* groups = nullptr;    // none: this rank is the only one
-  Stream* copies = nullptr;    // uploads inputs to a GPU while it computes; none: the compute stream does
+  Groups* groups = nullptr;  // none: this rank is the only one
+  Stream* copies = nullptr;  // uploads inputs to a GPU while it computes; none: the compute stream does
 };
 
 // The purpose of running a list of actions.
@@ -118,7 +118,9 @@ struct StepConfig {
   BatchShape share(const BatchShape& all, Purpose purpose) const { return {all.B, context_for(purpose).share(all.T)}; }
   // How many token slices a sequence has; only training has them.
   int64_t slices_for(Purpose purpose) const {
-    return purpose == Purpose::train && !layout.pipeline.slices.empty() ? static_cast<int64_t>(layout.pipeline.slices.size()) : 1;
+    return purpose == Purpose::train && !layout.pipeline.slices.empty()
+               ? static_cast<int64_t>(layout.pipeline.slices.size())
+               : 1;
   }
   // The tokens of slice k.
   SequenceRows slice_rows(int k) const {

@@ -29,30 +29,34 @@ class Trainer {
                    : std::make_unique<Groups>(Layout{}, 0, context.compute.device(), Groups::null_groups(0))),
         groups_(context.groups ? *context.groups : *alone_),
         actions_(actions_of(config, groups_.me.stage)),
-        state_(table_of(config, groups_), config.dtype, config.layout.zero, groups_, context.arena, config.stage_units(),
-               blocks_open(actions_, config.model_chunks()),
+        state_(table_of(config, groups_), config.dtype, config.layout.zero, groups_, context.arena,
+               config.stage_units(), blocks_open(actions_, config.model_chunks()),
                config.layout.pipeline.asynchronous() ? weight_versions(config.pipeline(), groups_.me.stage) : 1),
         scalars_(scalar("scalars of all ranks", {groups_.ranks(), 1 + static_cast<int64_t>(state_.size())})),
         loss_(scalar("loss", {1})),
-        square_sums_(
-            scalar("square sums", {static_cast<int64_t>(state_.size()) * config.layout.zero.shards * config.layout.tensor.ranks})),
+        square_sums_(scalar("square sums", {static_cast<int64_t>(state_.size()) * config.layout.zero.shards *
+                                            config.layout.tensor.ranks})),
         control_(scalar("update control", {4})),
         experts_(config_, context_),
         stage_(config_, context_, state_, my_scalars().slice(0, {1}), experts_),
         interpreter_(config_, context_, state_, stage_),
         drain_(groups_, streams_of(context_)) {
-    if (config.layout.pipeline.asynchronous()) pipedream_.emplace(config_, context_, state_, interpreter_, my_scalars(), control_);
-    CHECK(groups_.ranks() == config.layout.ranks() && groups_.layout.tensor.ranks == config.layout.tensor.ranks && groups_.stages() == config.layout.pipeline.stages);
+    if (config.layout.pipeline.asynchronous())
+      pipedream_.emplace(config_, context_, state_, interpreter_, my_scalars(), control_);
+    CHECK(groups_.ranks() == config.layout.ranks() && groups_.layout.tensor.ranks == config.layout.tensor.ranks &&
+          groups_.stages() == config.layout.pipeline.stages);
     CHECK(config.layout.zero.stage >= 0 && config.layout.zero.stage <= 3);
-    CHECK(groups_.layout.context.ranks == config.layout.context.ranks && config.batch.T % config.layout.context.slices() == 0);
+    CHECK(groups_.layout.context.ranks == config.layout.context.ranks &&
+          config.batch.T % config.layout.context.slices() == 0);
     CHECK(config.layout.pipeline.slices.empty() ||
           (config.layout.context.ranks == 1 &&
-           std::accumulate(config.layout.pipeline.slices.begin(), config.layout.pipeline.slices.end(), int64_t{0}) == config.batch.T));
+           std::accumulate(config.layout.pipeline.slices.begin(), config.layout.pipeline.slices.end(), int64_t{0}) ==
+               config.batch.T));
     CHECK(groups_.layout.expert.ranks == config.layout.expert.ranks);
     CHECK(config.layout.tensor.head_copies == tensor_parallel(config.model, config.layout.tensor.ranks).head_copies);
     CHECK(config.layout.zero.sync == DpSync::all_reduce ||
-          (config.layout.zero.stage == 0 && config.layout.zero.replicas == 1 && config.layout.ranks() == config.layout.zero.ranks() &&
-           config.layout.context.ranks == 1));
+          (config.layout.zero.stage == 0 && config.layout.zero.replicas == 1 &&
+           config.layout.ranks() == config.layout.zero.ranks() && config.layout.context.ranks == 1));
     zero(control_, context_.compute);
     if (config.layout.expert.ranks > 1) {  // for the tables of the rows that are exchanged
       const int64_t bytes = config.layout.expert.count * config.layout.expert.ranks * size_of(DType::fp64);
@@ -137,7 +141,8 @@ class Trainer {
     accumulate_gradients(batches, Launch::enqueue);
     stream.synchronize();
     tune_matmuls(false, stream);
-    const std::string choices = groups_[GroupName::control].all_gather_text("matmul algorithms", matmul_choices(stream))[0];
+    const std::string choices =
+        groups_[GroupName::control].all_gather_text("matmul algorithms", matmul_choices(stream))[0];
     set_matmul_choices(choices, stream);
     return choices;
   }
@@ -149,7 +154,7 @@ class Trainer {
   // pad sequences.
   double evaluate(int64_t micro_batches, int64_t targets, const BatchSource& batches, const RowLosses& row_losses = {},
                   std::optional<int64_t> T = std::nullopt) {
-    require_flushed();                      // first, so that its error does not end the whole job
+    require_flushed();                          // first, so that its error does not end the whole job
     Drain drain(groups_, {&context_.compute});  // row_losses may refer to objects that live only as long as this call
     const BatchShape asked{config_.batch.B, T.value_or(config_.batch.T)};
     const BatchShape shape{asked.B, config_.layout.context.padded(asked.T)};
@@ -206,9 +211,9 @@ class Trainer {
   // The parameters of this rank's tensor-parallel part, with the experts that it has; a copy of the embedding is
   // counted where the embedding is.
   static ParamTable table_of(const StepConfig& config, const Groups& groups) {
-    ParamTable table =
-        part_of(part_of(parameter_table(config.model, config.layout.zero.optimizer), config.layout.tensor, groups.me.tensor),
-                config.layout.expert, groups.me.expert);
+    ParamTable table = part_of(
+        part_of(parameter_table(config.model, config.layout.zero.optimizer), config.layout.tensor, groups.me.tensor),
+        config.layout.expert, groups.me.expert);
     if (config.layout.pipeline.stages > 1 && config.stage_units().copy_of_embedding == groups.me.stage)
       for (ParamSpec& p : table.front().params) p.first_copy = false;
     return table;
@@ -219,7 +224,8 @@ class Trainer {
     Pipeline pipeline = config.pipeline();
     if (pipeline.schedule == Schedule::pipedream) pipeline.schedule = Schedule::one_f_one_b;
     if (config.layout.pipeline.stages == 1)
-      return training_actions(pipeline.schedule, config.layout.pipeline.chunks(), config.micro_batches, pipeline.slices);
+      return training_actions(pipeline.schedule, config.layout.pipeline.chunks(), config.micro_batches,
+                              pipeline.slices);
     return pipeline_actions(pipeline)[static_cast<size_t>(stage)];
   }
 
@@ -318,8 +324,8 @@ class Trainer {
   // loss_ and square_sums_ = the values combined over all ranks.
   void combine() {
     groups_[GroupName::scalars].all_gather(scalars_, context_.compute);
-    combine_scalars(loss_, square_sums_, scalars_, config_.layout.zero.shards, config_.layout.tensor.ranks, config_.layout.pipeline.stages,
-                    context_.compute);
+    combine_scalars(loss_, square_sums_, scalars_, config_.layout.zero.shards, config_.layout.tensor.ranks,
+                    config_.layout.pipeline.stages, context_.compute);
   }
 
   StepConfig config_;

@@ -285,7 +285,7 @@ TEST_CASE("what a mode has no use for is refused on the command line, and noted 
                 "leave them out");
   REQUIRE_ERROR(parse({"--verify-data", "--prompt", "x"}), "--prompt with --verify-data");
   REQUIRE_ERROR(parse({"--selftest", "--n-layer", "2"}), "--n-layer with --selftest");
-  REQUIRE(parse({"--selftest", "--selftest-layouts", "all"}).selftest_layouts == "all");
+  REQUIRE(parse({"--selftest", "--selftest-layouts", "all"}).selftest_layouts == SelftestLayouts::all);
   for (const std::string mode : {"--generate", "--verify-data", "--print-schedule", "--plan"})
     REQUIRE_ERROR(parse({mode, "--selftest-layouts", "all"}), "--selftest-layouts all is for --selftest: add it");
   REQUIRE_ERROR(parse({"--print-schedule", "--dtype", "bf16"}), "--dtype with --print-schedule");

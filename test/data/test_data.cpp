@@ -341,29 +341,29 @@ TEST_CASE("a shard that is replaced while a run reads it is detected") {
 
 TEST_CASE("the learning rate rises to its peak with the warm-up and reaches its final value at the last step") {
   const double tolerance = 1e-12;
-  LrSchedule s{.kind = "cosine", .peak = 2, .warmup_steps = 4, .max_steps = 14, .final_frac = 0.1};
+  LrSchedule s{.shape = LrShape::cosine, .peak = 2, .warmup_steps = 4, .max_steps = 14, .final_frac = 0.1};
   REQUIRE(learning_rate(s, 1) == 0.5);
   REQUIRE(learning_rate(s, 4) == 2);
   REQUIRE(std::abs(learning_rate(s, 5) - 1.955950864665638) < tolerance);  // 0.2 + 0.9 (1 + cos 18 degrees)
   REQUIRE(std::abs(learning_rate(s, 9) - 1.1) < tolerance);                // half way
-  s.kind = "linear";
+  s.shape = LrShape::linear;
   REQUIRE(std::abs(learning_rate(s, 5) - 1.82) < tolerance);
   REQUIRE(std::abs(learning_rate(s, 9) - 1.1) < tolerance);
-  s.kind = "constant";
+  s.shape = LrShape::constant;
   REQUIRE(learning_rate(s, 1) == 0.5);
   REQUIRE(learning_rate(s, 14) == 2);
-  s = {.kind = "wsd", .peak = 1, .warmup_steps = 0, .max_steps = 100, .final_frac = 0};
+  s = {.shape = LrShape::wsd, .peak = 1, .warmup_steps = 0, .max_steps = 100, .final_frac = 0};
   REQUIRE(learning_rate(s, 1) == 1);
   REQUIRE(learning_rate(s, 80) == 1);
   REQUIRE(std::abs(learning_rate(s, 85) - 0.5) < tolerance);  // a quarter into the decay
-  s = {.kind = "linear", .peak = 1, .warmup_steps = 0, .max_steps = 5, .final_frac = 0};
+  s = {.shape = LrShape::linear, .peak = 1, .warmup_steps = 0, .max_steps = 5, .final_frac = 0};
   for (const int64_t step : {1, 2, 3, 4, 5})
     REQUIRE(learning_rate(s, step) == 1 - 0.25 * static_cast<double>(step - 1));
 
-  for (const char* kind : {"cosine", "linear", "wsd"})
+  for (const LrShape shape : {LrShape::cosine, LrShape::linear, LrShape::wsd})
     for (const int64_t warmup : {0, 1, 3, 9}) {
-      s = {.kind = kind, .peak = 3e-4, .warmup_steps = warmup, .max_steps = 10, .final_frac = 0.1};
-      INFO(kind << ", warm-up " << warmup);
+      s = {.shape = shape, .peak = 3e-4, .warmup_steps = warmup, .max_steps = 10, .final_frac = 0.1};
+      INFO(name_of(shape) << ", warm-up " << warmup);
       REQUIRE(learning_rate(s, std::max<int64_t>(1, warmup)) == 3e-4);
       REQUIRE(learning_rate(s, 10) == 3e-4 * 0.1);
       s.warmup_steps = 10;

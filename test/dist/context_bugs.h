@@ -143,7 +143,8 @@ inline HostBatch positions_of_each_rank(const StepConfig& step, int reader, int6
 }
 inline HostBatch positions_of_each_slice(const StepConfig& step, int reader, int64_t micro_batch) {
   HostBatch batch = selftest::read_batch(step, reader, micro_batch);
-  for (int32_t& position : batch.positions) position %= static_cast<int32_t>(step.layout.context.slice_rows(step.batch.T));
+  for (int32_t& position : batch.positions)
+    position %= static_cast<int32_t>(step.layout.context.slice_rows(step.batch.T));
   return batch;
 }
 // Rank r reads slices 2 r and 2 r + 1.

@@ -76,7 +76,8 @@ struct Holder {
     return arena;
   }
   static ParamTable table_of(const StepConfig& step, const Groups& groups) {
-    return part_of(part_of(parameter_table(step.model), step.layout.tensor, groups.me.tensor), step.layout.expert, groups.me.expert);
+    return part_of(part_of(parameter_table(step.model), step.layout.tensor, groups.me.tensor), step.layout.expert,
+                   groups.me.expert);
   }
 };
 
@@ -105,7 +106,8 @@ inline float part_of_gradient(const std::string& name, int64_t element, int64_t 
 // rows. Experts: their ep group has seen the rows of all of its ranks.
 inline void add_gradients(const UnitState& unit, const Groups& groups, int64_t micro_batch) {
   const bool experts = unit.spec().sharing == Sharing::experts;
-  const int group = experts ? groups.layout.expert.ranks : groups.layout.tensor.ranks, place = groups.rank() % groups.ranks_of_stage();
+  const int group = experts ? groups.layout.expert.ranks : groups.layout.tensor.ranks,
+            place = groups.rank() % groups.ranks_of_stage();
   for (const ParamSpec& p : unit.spec().params) {
     if (p.partial && !p.first_copy) continue;
     float* const gradient = unit.gradient(p.name).data<float>();
@@ -159,7 +161,8 @@ inline selftest::Outcome given_step(const StepConfig& step, const Hooks& hooks =
         for (size_t u = 0; u < state.size(); ++u)
           state.square_sum_of(u, mine.slice(1 + static_cast<int64_t>(u), {1}), h.stream, shard);
         h.groups[GroupName::scalars].all_gather(s.gathered, h.stream);
-        combine_scalars(s.loss, s.square_sums, s.gathered, step.layout.zero.shards, step.layout.tensor.ranks, step.layout.pipeline.stages, h.stream);
+        combine_scalars(s.loss, s.square_sums, s.gathered, step.layout.zero.shards, step.layout.tensor.ranks,
+                        step.layout.pipeline.stages, h.stream);
         clip_control(s.control, s.square_sums, s.loss, {.max_norm = 1}, h.stream);
         state.update(s.control,
                      {.lr = 0.01f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 1},

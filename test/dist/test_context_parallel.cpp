@@ -17,7 +17,7 @@ constexpr Documents both[] = {Documents::together, Documents::apart};
 // Compares every way of attention on 2, 4 and 8 ranks. print: the distances, one line for each way.
 void compare(const Model& model, Documents documents, bool print = false) {
   const OneRank alone(model, documents);
-  for (const ContextAttention attention : all_context_attentions) {
+  for (const ContextAttention attention : all_values<ContextAttention>()) {
     std::string line;
     for (const int cp : {2, 4, 8}) {
       INFO(model.family << (model.tied ? ", tied, " : ", untied, ") << model.heads << " heads on " << model.kv_heads
@@ -78,10 +78,10 @@ void compare_stages(DType dtype, GradReduce reduce) {
     const Documents documents = gpt2 ? Documents::together : Documents::apart;
     const OneRank alone(model, documents);
     for (LayoutCase layout : {LayoutCase{2, ContextAttention::ring, one, {.shards = 2}},
-                          {2, ContextAttention::all_gather, two, {.shards = 2}},
-                          {4, ContextAttention::ulysses, two, {}},
-                          {2, ContextAttention::ring, two, {.replicas = 2}},
-                          {2, ContextAttention::ulysses, one, {.replicas = 2}}}) {
+                              {2, ContextAttention::all_gather, two, {.shards = 2}},
+                              {4, ContextAttention::ulysses, two, {}},
+                              {2, ContextAttention::ring, two, {.replicas = 2}},
+                              {2, ContextAttention::ulysses, one, {.replicas = 2}}}) {
       std::optional<Outcome> first;
       for (const int stage : {0, 1, 2, 3}) {
         layout.zero.stage = stage;
@@ -112,7 +112,7 @@ TEST_CASE("a group of three, and Ulysses on all ranks of a key-value head, agree
   const Model llama{"llama", true, DType::fp32, 6, 3}, one_head{"qwen3", false, DType::fp32, 8, 1};
   for (const Documents documents : both) {
     const OneRank of_llama(llama, documents), of_one_head(one_head, documents);
-    for (const ContextAttention attention : all_context_attentions)
+    for (const ContextAttention attention : all_values<ContextAttention>())
       require_close(llama, {3, attention}, documents, of_llama);
     require_close(one_head, {8, ContextAttention::ulysses}, documents, of_one_head);
     require_close(one_head, {4, ContextAttention::ulysses, 2}, documents, of_one_head);
@@ -179,7 +179,7 @@ TEST_CASE("scores whose exponentials would overflow cost context-parallel ranks 
     const bool fp32 = dtype == DType::fp32;
     const double least_bound = fp32 ? 1e-5 : 1e-7;
     const Distances alone(fp32 ? with_norm_weights(step_of(model_in(dtype), {}), weight) : exact, exact);
-    for (const ContextAttention attention : all_context_attentions)
+    for (const ContextAttention attention : all_values<ContextAttention>())
       for (const int cp : {2, 4, 8}) {
         const Distances d(with_norm_weights(step_of(model_in(dtype), {cp, attention}), weight), exact);
         INFO("largest score " << largest << ", " << name_of(dtype) << ", " << name_of(attention) << ", cp " << cp
@@ -219,7 +219,7 @@ TEST_CASE("the comparison with one rank finds bugs of context parallelism") {
     return found.fault != "" || !alone[model].allows(Distances(found, alone[model].outcome), false);
   };
   for (const int model : {0, 1})
-    for (const ContextAttention attention : all_context_attentions) REQUIRE_FALSE(wrong(model, attention, {}));
+    for (const ContextAttention attention : all_values<ContextAttention>()) REQUIRE_FALSE(wrong(model, attention, {}));
   struct Case {
     const char* bug;
     const Hooks& hooks;
@@ -245,7 +245,7 @@ TEST_CASE("the comparison with one rank finds bugs of context parallelism") {
       REQUIRE(wrong(0, attention, {.hooks = hooks}));
     }
   for (const int model : {0, 1})
-    for (const ContextAttention attention : all_context_attentions) {
+    for (const ContextAttention attention : all_values<ContextAttention>()) {
       INFO(models[model].family << ", " << name_of(attention));
       REQUIRE(wrong(model, attention, {.read = positions_of_each_rank}));
       REQUIRE(wrong(model, attention, {.read = positions_of_each_slice}));

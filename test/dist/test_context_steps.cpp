@@ -23,19 +23,21 @@ bool same_bits(const Outcome& a, const Outcome& b) {
 }  // namespace
 
 TEST_CASE("recomputation and the schedule change no bits on context-parallel ranks") {
-  for (const ContextAttention attention : all_context_attentions)
+  for (const ContextAttention attention : all_values<ContextAttention>())
     for (const DType dtype : {DType::fp32, DType::bf16}) {
       Model model = qwen3;
       model.dtype = dtype;
       StepConfig step = step_of(model, {4, attention}, Documents::apart, 1);
       const Outcome kept = run(step);
-      for (const Recompute recompute : all_recompute) {
+      for (const Recompute recompute : all_values<Recompute>()) {
         const bool gpipe = recompute == Recompute::none || recompute == Recompute::norm;
         step.recompute = recompute;
         step.layout.pipeline.schedule = gpipe ? Schedule::gpipe : Schedule::one_f_one_b;
-        step.layout.pipeline.chunks_per_stage = recompute == Recompute::none || recompute == Recompute::activation ? 1 : 3;
+        step.layout.pipeline.chunks_per_stage =
+            recompute == Recompute::none || recompute == Recompute::activation ? 1 : 3;
         INFO(name_of(attention) << ", " << name_of(dtype) << ", recompute " << name_of(recompute) << ", "
-                                << name_of(step.layout.pipeline.schedule) << ", " << step.layout.pipeline.chunks() << " chunks");
+                                << name_of(step.layout.pipeline.schedule) << ", " << step.layout.pipeline.chunks()
+                                << " chunks");
         REQUIRE(same_bits(run(step), kept));
       }
     }
@@ -44,7 +46,7 @@ TEST_CASE("recomputation and the schedule change no bits on context-parallel ran
 TEST_CASE("any division of a step into micro-batches, and of the head's rows into parts, agrees with one rank") {
   for (const Model& model : {qwen3, gpt2}) {
     const OneRank alone(model, Documents::apart);
-    for (const ContextAttention attention : all_context_attentions) {
+    for (const ContextAttention attention : all_values<ContextAttention>()) {
       for (const int64_t batch_size : {1, 4})
         require_close(run(step_of(model, {4, attention}, Documents::apart, batch_size)), alone, false);
       for (const int64_t chunks : {2, 5}) {
@@ -59,8 +61,9 @@ TEST_CASE("any division of a step into micro-batches, and of the head's rows int
 
 TEST_CASE("twenty steps of context-parallel ranks follow one rank") {
   const Outcome alone = selftest::run_layout(step_of(qwen3, {}), {}, {}, 20);
-  for (const LayoutCase& layout :
-       {LayoutCase{4}, {2, ContextAttention::all_gather, 1, {.stage = 3, .shards = 2}}, {4, ContextAttention::ulysses}}) {
+  for (const LayoutCase& layout : {LayoutCase{4},
+                                   {2, ContextAttention::all_gather, 1, {.stage = 3, .shards = 2}},
+                                   {4, ContextAttention::ulysses}}) {
     const Outcome found = selftest::run_layout(step_of(qwen3, layout), {}, {}, 20);
     const Distances d(found, alone);
     INFO(to_string(layout) << ": " << to_string(d));
@@ -96,10 +99,10 @@ TEST_CASE("the loss and its gradient are divided by the tokens of all ranks, whe
     for (const Documents documents : {Documents::together, Documents::apart}) {
       const Outcome alone = selftest::run_layout(step_of(gpt2, {}, documents), {}, {.read = read});
       for (const LayoutCase& layout : {LayoutCase{2},
-                                   {8},
-                                   {4, ContextAttention::all_gather},
-                                   {4, ContextAttention::ulysses},
-                                   {2, ContextAttention::ring, 1, {.stage = 3, .shards = 2}}}) {
+                                       {8},
+                                       {4, ContextAttention::all_gather},
+                                       {4, ContextAttention::ulysses},
+                                       {2, ContextAttention::ring, 1, {.stage = 3, .shards = 2}}}) {
         const Outcome found = selftest::run_layout(step_of(gpt2, layout, documents), {}, {.read = read});
         const Distances d(found, alone);
         INFO(to_string(layout) << ": " << to_string(d));
@@ -163,13 +166,13 @@ TEST_CASE("texts of any length have the loss of one rank, and every row its own,
     for (const int64_t T : {1, 5, 7, 16, 33, 48}) {
       const Evaluation alone = evaluate(step_of(model, {}, documents), T);
       for (const LayoutCase& layout : {LayoutCase{2},
-                                   {4},
-                                   {8},
-                                   {2, ContextAttention::ring, 1, {.shards = 2}},
-                                   {4, ContextAttention::all_gather},
-                                   {4, ContextAttention::ulysses},
-                                   {8, ContextAttention::ulysses},
-                                   {8, ContextAttention::all_gather}}) {
+                                       {4},
+                                       {8},
+                                       {2, ContextAttention::ring, 1, {.shards = 2}},
+                                       {4, ContextAttention::all_gather},
+                                       {4, ContextAttention::ulysses},
+                                       {8, ContextAttention::ulysses},
+                                       {8, ContextAttention::all_gather}}) {
         StepConfig step = step_of(model, layout, documents);
         step.head_chunks = layout.attention == ContextAttention::ring ? 3 : 0;
         const Evaluation found = evaluate(step, T);
@@ -195,10 +198,10 @@ TEST_CASE("multiple choice gives on context-parallel ranks what it gives on one"
     on_ranks(step_of(model, {}),
              [&](Run& run) { score = evaluate_choices(run.trainer, set, run.groups, [](int64_t, int64_t) {}); });
     for (const LayoutCase& layout : {LayoutCase{2},
-                                 {8},
-                                 {4, ContextAttention::all_gather},
-                                 {4, ContextAttention::ulysses},
-                                 {2, ContextAttention::ring, 2, {.shards = 2}}})
+                                     {8},
+                                     {4, ContextAttention::all_gather},
+                                     {4, ContextAttention::ulysses},
+                                     {2, ContextAttention::ring, 2, {.shards = 2}}})
       on_ranks(step_of(model, layout), [&](Run& run) {
         const ChoiceScore mine = evaluate_choices(run.trainer, set, run.groups, [](int64_t, int64_t) {});
         CHECK(mine.accuracy == score.accuracy && mine.normalized_accuracy == score.normalized_accuracy,
@@ -214,7 +217,8 @@ TEST_CASE("a text is generated from the same logits, bit for bit, on context-par
     on_ranks(step, [&](Run& run) {
       Continuation grown(run.trainer);
       for (size_t n = 1; n <= text.size(); ++n) {
-        of_rank[static_cast<size_t>(run.groups.rank())].push_back(run.trainer.next_token_logits(std::span(text).first(n)));
+        of_rank[static_cast<size_t>(run.groups.rank())].push_back(
+            run.trainer.next_token_logits(std::span(text).first(n)));
         of_rank[static_cast<size_t>(run.groups.rank())].push_back(grown.feed(std::span(text).subspan(n - 1, 1)));
       }
     });
@@ -225,14 +229,14 @@ TEST_CASE("a text is generated from the same logits, bit for bit, on context-par
     for (const int tp : {1, 2}) {
       const auto alone = logits_of(step_of(model, {1, ContextAttention::ring, tp}));
       REQUIRE(alone.size() == 2 * text.size());
-      for (const ContextAttention attention : all_context_attentions)
+      for (const ContextAttention attention : all_values<ContextAttention>())
         for (const Documents documents : {Documents::together, Documents::apart})
           REQUIRE(logits_of(step_of(model, {4, attention, tp}, documents)) == alone);
     }
 }
 
 TEST_CASE("the search for a number that is not finite names the sample, on the context-parallel rank that has it") {
-  for (const ContextAttention attention : all_context_attentions) {
+  for (const ContextAttention attention : all_values<ContextAttention>()) {
     StepConfig step = step_of(gpt2, {2, attention});
     step.batch.B = 4;
     step.micro_batches = 3;

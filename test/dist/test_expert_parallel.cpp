@@ -64,19 +64,19 @@ struct StaleExperts final : Comm {
 };
 
 const std::vector<LayoutCase> awkward_layouts = {{.ep = 2, .shards = 2},
-                                             {.ep = 2, .shards = 4},
-                                             {.ep = 4, .shards = 4},
-                                             {.ep = 2, .shards = 2, .replicas = 2},
-                                             {.ep = 1, .shards = 2, .tp = 2},
-                                             {.ep = 2, .shards = 2, .tp = 2},
-                                             {.ep = 4, .shards = 2, .tp = 2},
-                                             {.ep = 2, .shards = 2, .tp = 4},
-                                             {.ep = 2, .shards = 2, .cp = 2},
-                                             {.ep = 4, .shards = 2, .replicas = 2, .cp = 2},
-                                             {.ep = 8, .shards = 2, .tp = 2, .cp = 2},
-                                             {.ep = 2, .shards = 2, .pp = 2},
-                                             {.ep = 2, .tp = 2, .pp = 3},
-                                             {.ep = 2, .shards = 2, .replicas = 2, .tp = 2}};
+                                                 {.ep = 2, .shards = 4},
+                                                 {.ep = 4, .shards = 4},
+                                                 {.ep = 2, .shards = 2, .replicas = 2},
+                                                 {.ep = 1, .shards = 2, .tp = 2},
+                                                 {.ep = 2, .shards = 2, .tp = 2},
+                                                 {.ep = 4, .shards = 2, .tp = 2},
+                                                 {.ep = 2, .shards = 2, .tp = 4},
+                                                 {.ep = 2, .shards = 2, .cp = 2},
+                                                 {.ep = 4, .shards = 2, .replicas = 2, .cp = 2},
+                                                 {.ep = 8, .shards = 2, .tp = 2, .cp = 2},
+                                                 {.ep = 2, .shards = 2, .pp = 2},
+                                                 {.ep = 2, .tp = 2, .pp = 3},
+                                                 {.ep = 2, .shards = 2, .replicas = 2, .tp = 2}};
 
 // ---- Routes: tokens 5 and 21 have the same experts first, and then 6 before 2 or 2 before 6 -------------------------
 
@@ -114,7 +114,8 @@ std::vector<Layout> two_expert_ranks(int ranks, const ModelConfig*) {
 }  // namespace
 
 TEST_CASE("the ranks of an ep group are neighbours, of tp, then cp, then shard; the others share an expert") {
-  const Mesh mesh = step_of(small_model("qwen2_moe"), {.ep = 4, .shards = 2, .replicas = 2, .tp = 2, .cp = 2}).layout.mesh();
+  const Mesh mesh =
+      step_of(small_model("qwen2_moe"), {.ep = 4, .shards = 2, .replicas = 2, .tp = 2, .cp = 2}).layout.mesh();
   const Mesh view = expert_view(mesh, {.ranks = 4, .count = 8});
   REQUIRE((view.size() == 16 && view.size(Axis::shard) == 2 && view.size(Axis::ep) == 4));
   REQUIRE(view.group(5, {Axis::ep}) == std::vector<int>{4, 5, 6, 7});
@@ -227,7 +228,8 @@ TEST_CASE("models without experts have no further groups, and experts that are s
     const Groups all(step.layout, 0, Device{DeviceKind::cpu, 1}.on_paper(), Groups::null_groups(0));
     REQUIRE(all.layout.experts_apart() == (&all.sharers(Sharing::experts).gradients != &all[GroupName::gradients]));
     REQUIRE(&all.sharers(Sharing::dense).weights == &all[GroupName::weights]);
-    return std::tuple(all[GroupName::experts].size(), all[GroupName::expert_gradients].size(), all[GroupName::expert_weights].size());
+    return std::tuple(all[GroupName::experts].size(), all[GroupName::expert_gradients].size(),
+                      all[GroupName::expert_weights].size());
   };
   const ModelConfig dense = selftest::Model{"llama", false, DType::fp32, 8, 8}.config(),
                     sparse = small_model("mixtral");
@@ -256,7 +258,7 @@ TEST_CASE("an expert that no rank has, or that two ranks of an ep group have, is
   std::vector<HeldByRank> good(static_cast<size_t>(step.layout.ranks()));
   on_holders(step, [&](Holder& h) {
     good[static_cast<size_t>(h.groups.rank())] = {0, 0, held_from_text(text_of(units_held(h.state))),
-                                            view.coordinate(h.groups.rank(), Axis::ep)};
+                                                  view.coordinate(h.groups.rank(), Axis::ep)};
   });
   const auto refused = [&](const char* why, auto&& plant) {
     std::vector<HeldByRank> held = good;
@@ -334,11 +336,11 @@ TEST_CASE("a layout that sends a token to another expert is told from one rank b
 
   const TensorParallel tensor = tensor_parallel(narrow.config(), 2);
   const Layout simple = two_expert_ranks(2, nullptr)[0],
-                         all_axes{.zero = {.shards = 2},
-                                  .tensor = tensor,
-                                  .context = context_parallel(narrow.config(), tensor, 2),
-                                  .expert = {.ranks = 4},
-                                  .pipeline = {.stages = 2}};
+               all_axes{.zero = {.shards = 2},
+                        .tensor = tensor,
+                        .context = context_parallel(narrow.config(), tensor, 2),
+                        .expert = {.ranks = 4},
+                        .pipeline = {.stages = 2}};
   const selftest::Rerouted tie = found(narrow, all_axes, {.read = read_instead<twin>, .init = init_twins}),
                            same = found(wide, simple, {.read = read_instead<twin>, .init = init_twins}),
                            wrong = found(narrow, simple, {.read = read_instead<6>, .init = init_twins});

@@ -28,7 +28,7 @@ TEST_CASE("tensor-parallel ranks norm whole projections as one rank does") {
         INFO(kv_heads << " key-value heads, tp " << tp << ", by rows " << sequence);
         StepConfig step = step_of(QkNorm::by_projection, kv_heads, tp, sequence);
         selftest::Outcome first;
-        for (const Recompute recompute : all_recompute) {
+        for (const Recompute recompute : all_values<Recompute>()) {
           step.recompute = recompute;
           step.layout.tensor.overlap = recompute == Recompute::norm;
           const selftest::Outcome outcome = selftest::run_layout(step, {}, {.hooks = poison_hooks});
@@ -72,7 +72,7 @@ TEST_CASE("the norm of whole projections agrees with one rank in pipelines, over
 
 TEST_CASE("the norm of whole projections over ranks costs two numbers a row in each direction") {
   for (const int tp : {2, 4})
-    for (const Recompute recompute : all_recompute) {
+    for (const Recompute recompute : all_values<Recompute>()) {
       int64_t sent[2];
       for (const QkNorm norm : {QkNorm::by_head, QkNorm::by_projection}) {
         StepConfig step = step_of(norm, 2, tp, true, DType::bf16);

@@ -109,13 +109,13 @@ TEST_CASE("more that differs is listed, and counted") {
 TEST_CASE("in every layout each element is compared with all of its copies") {
   const ModelConfig gpt2 = small_model("gpt2", true, 0), sparse = small_model("qwen2_moe");
   for (const LayoutCase& layout : std::vector<LayoutCase>{{.shards = 2, .replicas = 2},
-                                                  {.shards = 3, .stage = 1, .replicas = 2},
-                                                  {.shards = 2, .stage = 2, .tp = 2, .cp = 2},
-                                                  {.shards = 2, .stage = 3, .replicas = 2, .tp = 2},
-                                                  {.shards = 2, .stage = 1, .tp = 4},
-                                                  {.shards = 2, .stage = 1, .tp = 2, .pp = 2},
-                                                  {.ep = 4, .shards = 4, .stage = 1, .replicas = 2},
-                                                  {.ep = 2, .shards = 2, .stage = 2, .tp = 2, .pp = 2}})
+                                                          {.shards = 3, .stage = 1, .replicas = 2},
+                                                          {.shards = 2, .stage = 2, .tp = 2, .cp = 2},
+                                                          {.shards = 2, .stage = 3, .replicas = 2, .tp = 2},
+                                                          {.shards = 2, .stage = 1, .tp = 4},
+                                                          {.shards = 2, .stage = 1, .tp = 2, .pp = 2},
+                                                          {.ep = 4, .shards = 4, .stage = 1, .replicas = 2},
+                                                          {.ep = 2, .shards = 2, .stage = 2, .tp = 2, .pp = 2}})
     for (const DType dtype : {DType::fp32, DType::bf16}) {
       const StepConfig step = step_of(layout.ep > 1 ? sparse : gpt2, layout, dtype);
       INFO(to_string(layout));

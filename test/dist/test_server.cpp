@@ -75,7 +75,7 @@ TEST_CASE("servers add in the order of the ranks, for any number of servers, and
 
 TEST_CASE("bytes through every rank's link match the law of --dp-sync, planned and between threads") {
   for (const int P : {2, 4})
-    for (const DpSync sync : all_dp_syncs)
+    for (const DpSync sync : all_values<DpSync>())
       for (const GradReduce reduce : {GradReduce::step, GradReduce::micro})
         for (const DType dtype : {DType::fp32, DType::bf16}) {
           const StepConfig step = step_of(P, sync, reduce, dtype);
@@ -96,8 +96,10 @@ TEST_CASE("bytes through every rank's link match the law of --dp-sync, planned a
             for (Stream* s : {&run.stream, &run.groups.reduce_stream(), &run.groups.gather_stream()}) s->synchronize();
             std::lock_guard lock(mutex);
             int found = 0;
-            const int64_t out = run.groups[GroupName::gradients].bytes_sent() + run.groups[GroupName::weights].bytes_sent(),
-                          in = run.groups[GroupName::gradients].bytes_received() + run.groups[GroupName::weights].bytes_received();
+            const int64_t out = run.groups[GroupName::gradients].bytes_sent() +
+                                run.groups[GroupName::weights].bytes_sent(),
+                          in = run.groups[GroupName::gradients].bytes_received() +
+                               run.groups[GroupName::weights].bytes_received();
             for (const LinkTraffic& link : law) {
               if (link.sync != sync || rank < link.first || rank > link.last) continue;
               ++found;
@@ -113,7 +115,8 @@ TEST_CASE("bytes through every rank's link match the law of --dp-sync, planned a
             if (rank > 1) return;  // plans are of ranks 0 and 1
             for (const GroupName id : {GroupName::gradients, GroupName::weights, GroupName::scalars})
               for (const auto& [group, bytes] : plan.of(rank).step_traffic)
-                if (group == run.groups[id].name() && bytes != run.groups[id].bytes_sent() && (rank == 0 || plan.others))
+                if (group == run.groups[id].name() && bytes != run.groups[id].bytes_sent() &&
+                    (rank == 0 || plan.others))
                   wrong += formatted("rank {}: {} bytes planned for {}\n", rank, bytes, group);
           });
           REQUIRE(wrong == "");

@@ -49,7 +49,7 @@ TEST_CASE("dense layers and layers with experts keep each only what they need") 
   model.experts.dense_layers = {0, 1, 3};
   constexpr int64_t micro_batches = 5;
   for (const Schedule schedule : {Schedule::gpipe, Schedule::one_f_one_b, Schedule::zb_h1})
-    for (const Recompute recompute : all_recompute) {
+    for (const Recompute recompute : all_values<Recompute>()) {
       INFO(name_of(schedule) << ", " << name_of(recompute));
       StepConfig step{.model = model, .batch = {2, 16}, .micro_batches = micro_batches, .recompute = recompute};
       step.generates = false;

@@ -191,11 +191,11 @@ void require_equal(const Outcome& a, const Outcome& b) {
 TEST_CASE("pipedream is bitwise a reference that keeps the stale weights by itself") {
   const std::set<int64_t> flushes = {1, 4, 17, 18};  // after fewer steps than stages, and after one
   for (const LayoutCase& l : {LayoutCase{2},
-                          {3, DType::bf16},
-                          {4},
-                          {4, DType::bf16, 2},
-                          {2, DType::fp32, 2, 1, 1, "gpt2"},
-                          {3, DType::bf16, 1, 1, 1, "gpt2", false}}) {
+                              {3, DType::bf16},
+                              {4},
+                              {4, DType::bf16, 2},
+                              {2, DType::fp32, 2, 1, 1, "gpt2"},
+                              {3, DType::bf16, 1, 1, 1, "gpt2", false}}) {
     INFO(l.stages << " stages, " << name_of(l.dtype) << ", dp " << l.dp << ", " << l.family);
     const StepConfig step = step_of(l);
     require_equal(run_pipedream(step, 0.5), reference(step, 0.5));

@@ -16,7 +16,11 @@ namespace {
 using Sizes = std::vector<int64_t>;
 
 StepConfig step_of(const ModelConfig& model, DType dtype, Schedule schedule, int stages, int chunks, Sizes layers) {
-  StepConfig step{.model = model, .dtype = dtype, .batch = {2, 16}, .micro_batches = 6, .layout = {.pipeline = {.schedule = schedule}}};
+  StepConfig step{.model = model,
+                  .dtype = dtype,
+                  .batch = {2, 16},
+                  .micro_batches = 6,
+                  .layout = {.pipeline = {.schedule = schedule}}};
   step.layout.pipeline.stages = stages;
   step.layout.pipeline.chunks_per_stage = chunks;
   step.layout.pipeline.layers = std::move(layers);
@@ -254,7 +258,8 @@ TEST_CASE("the header says what a pipeline idles on paper, and what would make i
           "would leave 16%");
   step.micro_batches = 16;
   REQUIRE(detail::pipeline_text(step) == "4 stages, 16 micro-batches: on paper each stage idles 16% of a step");
-  step.layout.pipeline.schedule = Schedule::zb_v, step.layout.pipeline.chunks_per_stage = 2, step.micro_batches = 2;  // too few for a law
+  step.layout.pipeline.schedule = Schedule::zb_v, step.layout.pipeline.chunks_per_stage = 2,
+  step.micro_batches = 2;  // too few for a law
   REQUIRE(detail::pipeline_text(step).ends_with("; 16 micro-batches (--total-batch-size 512) would leave 3%"));
   REQUIRE(detail::layout_text(step).find("zb-v, 2 chunks per stage") != std::string::npos);
 }
@@ -320,8 +325,8 @@ TEST_CASE("what the ranks of a layout hold is the whole model, and what is lost 
     std::mutex mutex;
     const Mesh mesh = step.layout.mesh();
     on_ranks(step, [&](Run& run) {
-      check_whole_model(run.trainer.state(), part_of(parameter_table(step.model), step.layout.tensor, 0), step.model.tied,
-                        mesh);
+      check_whole_model(run.trainer.state(), part_of(parameter_table(step.model), step.layout.tensor, 0),
+                        step.model.tied, mesh);
       std::lock_guard lock(mutex);
       const int rank = run.groups.rank();
       all[static_cast<size_t>(rank)] = {mesh.coordinate(rank, Axis::pp), mesh.coordinate(rank, Axis::tp),
@@ -330,8 +335,8 @@ TEST_CASE("what the ranks of a layout hold is the whole model, and what is lost 
     return all;
   };
   const auto require_whole = [](const StepConfig& step, const std::vector<HeldByRank>& held) {
-    require_whole_model(part_of(parameter_table(step.model), step.layout.tensor, 0), step.model.tied, step.layout.zero, step.layout.zero,
-                        held);
+    require_whole_model(part_of(parameter_table(step.model), step.layout.tensor, 0), step.model.tied, step.layout.zero,
+                        step.layout.zero, held);
   };
   for (const int zero : {0, 1, 2, 3})
     for (const bool tied : {false, true})

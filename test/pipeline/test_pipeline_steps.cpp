@@ -35,7 +35,7 @@ void compare(const Model& model, int64_t n_layer, const std::vector<LayoutCase>&
 TEST_CASE("every schedule computes bitwise what one stage does, whether the layers divide or not") {
   const DType dtype = GENERATE(DType::fp32, DType::bf16);
   const std::vector<LayoutCase> layouts = {{2, gpipe},       {2, one_f_one_b}, {2, interleaved, 2}, {2, interleaved, 3},
-                                       {3, one_f_one_b}, {3, gpipe},       {3, interleaved, 2}, {4, one_f_one_b}};
+                                           {3, one_f_one_b}, {3, gpipe},       {3, interleaved, 2}, {4, one_f_one_b}};
   compare({"gpt2", false, dtype, 8, 8}, 7, layouts);
   compare({"qwen3", true, dtype, 8, 2}, 6, layouts);
 }
@@ -78,11 +78,11 @@ TEST_CASE("pipelines of data-parallel ranks compute bitwise what one stage of th
 TEST_CASE("pipelines of tensor- and context-parallel ranks compute bitwise what one stage of them does") {
   const auto [tied, dtype] = GENERATE(std::pair{false, DType::fp32}, std::pair{true, DType::bf16});
   std::vector<LayoutCase> layouts = {{2, one_f_one_b, 1, {}, 2},
-                                 {2, interleaved, 2, {.stage = 3, .shards = 2}, 2},
-                                 {2, gpipe, 1, {.stage = 1, .shards = 2}, 2, 1, ContextAttention::ring, false}};
+                                     {2, interleaved, 2, {.stage = 3, .shards = 2}, 2},
+                                     {2, gpipe, 1, {.stage = 1, .shards = 2}, 2, 1, ContextAttention::ring, false}};
   compare({"llama", tied, dtype, 8, 4}, 5, layouts, 3);
   layouts.clear();
-  for (const ContextAttention attention : all_context_attentions)
+  for (const ContextAttention attention : all_values<ContextAttention>())
     layouts.push_back({2, one_f_one_b, 1, {}, 1, 2, attention});
   layouts.push_back({3, interleaved, 2, {.stage = 3}, 1, 2});
   layouts.push_back({2, one_f_one_b, 1, {.stage = 2, .grad_reduce = GradReduce::micro, .shards = 2}, 2, 2});
@@ -92,7 +92,7 @@ TEST_CASE("pipelines of tensor- and context-parallel ranks compute bitwise what 
 TEST_CASE("recomputation, and a head in parts, change no bits of a pipeline") {
   const Model model{"qwen2", false, DType::bf16, 8, 2};
   const Outcome alone = run(step_of(model, {}, 5));
-  for (const Recompute recompute : all_recompute)
+  for (const Recompute recompute : all_values<Recompute>())
     for (const LayoutCase& layout : {LayoutCase{2, one_f_one_b}, {2, interleaved, 2}}) {
       StepConfig step = step_of(model, layout, 5);
       step.recompute = recompute;
@@ -136,8 +136,10 @@ TEST_CASE("validation, multiple choice and sampling give with a pipeline what th
       for (size_t n = 1; n <= text.size(); ++n)
         logits.push_back(run.trainer.next_token_logits(std::span(text).first(n)));
     });
-    for (const LayoutCase& layout :
-         {LayoutCase{3, one_f_one_b}, {2, interleaved, 3}, {2, gpipe, 1, {.stage = 3, .shards = 1}}, {4, one_f_one_b}}) {
+    for (const LayoutCase& layout : {LayoutCase{3, one_f_one_b},
+                                     {2, interleaved, 3},
+                                     {2, gpipe, 1, {.stage = 3, .shards = 1}},
+                                     {4, one_f_one_b}}) {
       StepConfig step = step_of(model, layout, 6);
       if (layout.pp == 4) step.layout.pipeline.layers = {0, 3, 3, 0};  // the embedding, and the head, by themselves
       on_ranks(step, [&](Run& run) {

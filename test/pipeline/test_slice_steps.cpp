@@ -239,7 +239,11 @@ ModelConfig long_gpt2(int64_t T) {
   return m;
 }
 StepConfig long_step(int64_t T) {
-  return {.model = long_gpt2(T), .dtype = DType::bf16, .batch = {1, T}, .micro_batches = 2, .layout = {.pipeline = {.stages = 4}}};
+  return {.model = long_gpt2(T),
+          .dtype = DType::bf16,
+          .batch = {1, T},
+          .micro_batches = 2,
+          .layout = {.pipeline = {.stages = 4}}};
 }
 
 }  // namespace
@@ -253,7 +257,8 @@ TEST_CASE("the longer the sequence, the more slices are best and the smaller is 
     const TokenSlices cut = planned_token_slices(step, DeviceKind::cuda);
     // How long the lists take, and how long their stages idle.
     auto simulated = [&](const Lengths& lengths) {
-      const Pipeline p{Schedule::gpipe, step.layout.pipeline.stages, 1, step.micro_batches, static_cast<int>(lengths.size())};
+      const Pipeline p{Schedule::gpipe, step.layout.pipeline.stages, 1, step.micro_batches,
+                       static_cast<int>(lengths.size())};
       PassCosts costs{.forward = 1.0 / 3, .input = 1.0 / 3, .weight = 1.0 / 3};
       int64_t context = 0;
       for (const int64_t l : lengths) costs.slice.push_back(times(l, context)), context += l;

@@ -126,7 +126,7 @@ TEST_CASE("tensor- and context-parallel ranks gather again what the weight part 
 
 TEST_CASE("recomputation changes no bits of a backward in two parts") {
   for (const Schedule schedule : {zb_h1, zb_v})
-    for (const Recompute recompute : all_recompute) {
+    for (const Recompute recompute : all_values<Recompute>()) {
       compare({"qwen3", false, DType::bf16, 8, 2}, {3, schedule}, 7, 4, recompute);
       compare({"gpt2", false, DType::fp32, 8, 8},
               {2, schedule, {.stage = 3, .grad_reduce = every_micro_batch, .shards = 1}, 2}, 4, 3, recompute);
@@ -155,7 +155,7 @@ TEST_CASE("the planned activations of every stage are what the simulation counts
   const DType dtype = DType::bf16;
   const int64_t per_chunk = 2;  // layers
   for (const Schedule schedule : {Schedule::gpipe, Schedule::one_f_one_b, Schedule::interleaved, zb_h1, zb_v})
-    for (const Recompute recompute : all_recompute)
+    for (const Recompute recompute : all_values<Recompute>())
       for (const int pp : {2, 3, 4})
         for (const int64_t micro_batches : {1, 2, 3, 8}) {
           const LayoutCase layout{pp, schedule};

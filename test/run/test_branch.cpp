@@ -43,7 +43,7 @@ TEST_CASE("a branch keeps weights, moments and the data's position, says what it
   const std::string out = said(tiny(dir / "slower", slower + from));
   REQUIRE(out.find("notice: --lr was '0.01' and is now '0.005'") != std::string::npos);
   REQUIRE(out.find("notice: --grad-clip was '1' and is now '0.5'") != std::string::npos);
-  const LrSchedule before{"cosine", 1e-2, 0, 8, 0}, now{"cosine", 5e-3, 0, 8, 0};
+  const LrSchedule before{LrShape::cosine, 1e-2, 0, 8, 0}, now{LrShape::cosine, 5e-3, 0, 8, 0};
   REQUIRE(out.find(formatted("notice: the learning rate was {:.2e} at step 4 and is {:.2e} at step 5",
                              learning_rate(before, 4), learning_rate(now, 5))) != std::string::npos);
   REQUIRE(losses(dir / "slower").at(5) == losses(dir / "run").at(5));

@@ -144,7 +144,7 @@ TEST_CASE("--plan shows the memory of a parameter server and of the others, and 
   REQUIRE((server < others && others < sent && sent != std::string::npos));
   REQUIRE(r.out.substr(server, others - server).find("AdamW first moment") != std::string::npos);
   REQUIRE(r.out.substr(others, sent - others).find("AdamW") == std::string::npos);
-  for (const DpSync sync : all_dp_syncs) REQUIRE(r.out.find(name_of(sync), sent) != std::string::npos);
+  for (const DpSync sync : all_values<DpSync>()) REQUIRE(r.out.find(name_of(sync), sent) != std::string::npos);
 }
 
 TEST_CASE("a run that was begun is not advised to compute something else") {

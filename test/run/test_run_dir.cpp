@@ -229,7 +229,7 @@ TEST_CASE("a run that resumes with more steps is told what its learning rate doe
   const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 20 --final-lr-frac 0.1"));
   REQUIRE(r.status == 0);
   INFO(r.out);
-  const LrSchedule before{"cosine", 1e-2, 0, 10, 0.1}, now{"cosine", 1e-2, 0, 20, 0.1};
+  const LrSchedule before{LrShape::cosine, 1e-2, 0, 10, 0.1}, now{LrShape::cosine, 1e-2, 0, 20, 0.1};
   REQUIRE(r.out.find(formatted("notice: 20 steps instead of 10: the learning rate was {:.2e} at step 10 and is {:.2e} "
                                "at step 11, on its way to {:.2e} (cosine)\n",
                                learning_rate(before, 10), learning_rate(now, 11), learning_rate(now, 20))) !=

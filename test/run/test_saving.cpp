@@ -68,7 +68,7 @@ TEST_CASE("a checkpoint by the clock that cannot be written is tried again, and 
 TEST_CASE("by default a run saves every 15 minutes, but not an asynchronous pipeline") {
   Options o;
   REQUIRE(o.minutes_between_checkpoints() == 15);
-  o.schedule = "pipedream";
+  o.schedule = Schedule::pipedream;
   REQUIRE(o.minutes_between_checkpoints() == 0);
   const TempDir dir;
   REQUIRE(refused(tiny(dir / "run", "--total-batch-size 66 --schedule pipedream --checkpoint-minutes 5"))

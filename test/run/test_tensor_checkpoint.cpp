@@ -64,7 +64,8 @@ void on_ranks(const ModelConfig& model, DType dtype, const LayoutCase& layout, F
 
 // Writes a checkpoint with these numbers. Ranks that are not the first to have a part have others: only the first one's
 // may be written.
-void write_known(const ModelConfig& model, DType dtype, const LayoutCase& layout, const std::string& out, int64_t step) {
+void write_known(const ModelConfig& model, DType dtype, const LayoutCase& layout, const std::string& out,
+                 int64_t step) {
   on_ranks(model, dtype, layout, [&](ModelState& state, Stream& stream) {
     for (const StateEntry& e : state.state_table())
       for_each_value(e, [&]<class T>(T& element, T value) { element = e.param->first_copy ? value : T(-1.0f); });
@@ -73,7 +74,8 @@ void write_known(const ModelConfig& model, DType dtype, const LayoutCase& layout
 }
 
 // Reads it; returns what is wrong.
-std::set<std::string> read_known(const ModelConfig& model, DType dtype, const LayoutCase& layout, const std::string& path) {
+std::set<std::string> read_known(const ModelConfig& model, DType dtype, const LayoutCase& layout,
+                                 const std::string& path) {
   std::set<std::string> wrong;
   std::mutex mutex;
   on_ranks(model, dtype, layout, [&](ModelState& state, Stream& stream) {
@@ -131,7 +133,8 @@ TEST_CASE("any number of tensor-parallel ranks, in any ZeRO stage, reads what an
 }
 
 TEST_CASE("models with experts are read bit for bit from what any other layout wrote") {
-  const std::vector<LayoutCase> layouts = {{}, {.tp = 2}, {.tp = 4, .shards = 2, .stage = 3}, {.shards = 3, .stage = 2}};
+  const std::vector<LayoutCase> layouts = {
+      {}, {.tp = 2}, {.tp = 4, .shards = 2, .stage = 3}, {.shards = 3, .stage = 2}};
   require_exchangeable(small_model("mixtral", false), DType::bf16, layouts);
   require_exchangeable(small_model("qwen2_moe", true), DType::fp32, layouts);
   require_exchangeable(small_model("qwen3_moe", true), DType::bf16, {{}, {.tp = 8}, {.tp = 2, .replicas = 2}});

@@ -17,7 +17,8 @@ ModelConfig model_of(const char* family) {
   return model;
 }
 
-StepConfig step_of(const ModelConfig& model, const LayoutCase& l, const ExpertOptions& options, DType dtype = DType::fp32) {
+StepConfig step_of(const ModelConfig& model, const LayoutCase& l, const ExpertOptions& options,
+                   DType dtype = DType::fp32) {
   return expert_steps::step_of(model, l, options, dtype, {3, 20}, 4 / l.dp);
 }
 
@@ -178,9 +179,9 @@ TEST_CASE("all rows may go to one expert, or to the experts of one rank, and an 
     model.experts.per_token = routes.per_token;
     std::vector<StepResult> alone;
     for (const LayoutCase& layout : {LayoutCase{},
-                                 {.dp = 2, .ep = 2},
-                                 {.dp = 4, .stage = 3, .ep = 4, .recompute = Recompute::block},
-                                 {.dp = 2, .stage = 2, .tp = 2, .ep = 4}}) {
+                                     {.dp = 2, .ep = 2},
+                                     {.dp = 4, .stage = 3, .ep = 4, .recompute = Recompute::block},
+                                     {.dp = 2, .stage = 2, .tp = 2, .ep = 4}}) {
       INFO(routes.what << ", " << to_string(layout));
       const StepConfig step = step_of(model, layout, {.bias_rate = 1e-4});
       std::vector<float> biases(static_cast<size_t>(model.sparse_layers() * 8), 0);
@@ -217,10 +218,10 @@ TEST_CASE("the biases of experts are updated once a step, from the choices of al
   const ModelConfig model = model_of("mixtral");
   std::vector<float> alone;
   for (const LayoutCase& layout : {LayoutCase{},
-                               {.recompute = Recompute::block},
-                               {.dp = 4},
-                               {.tp = 2, .cp = 2, .ep = 4},
-                               {.dp = 2, .ep = 2, .pp = 2, .schedule = Schedule::zb_v}}) {
+                                   {.recompute = Recompute::block},
+                                   {.dp = 4},
+                                   {.tp = 2, .cp = 2, .ep = 4},
+                                   {.dp = 2, .ep = 2, .pp = 2, .schedule = Schedule::zb_v}}) {
     INFO(to_string(layout));
     const StepConfig step = step_of(model, layout, {.bias_rate = 0.125});
     const Plan plan = make_plan(step, {DeviceKind::cpu, 1});

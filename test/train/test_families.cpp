@@ -158,8 +158,10 @@ TEST_CASE("incremental decoding with a cache gives the logits of the whole seque
   for (const Family& family : families)
     for (const DType dtype : {DType::fp32, DType::bf16}) {
       INFO(family.model_type << " in " << name_of(dtype));
-      const StepConfig config{
-          .model = selftest::awkward_model(family.model_type), .dtype = dtype, .batch = {1, 19}, .layout = {.pipeline = {.chunks_per_stage = 2}}};
+      const StepConfig config{.model = selftest::awkward_model(family.model_type),
+                              .dtype = dtype,
+                              .batch = {1, 19},
+                              .layout = {.pipeline = {.chunks_per_stage = 2}}};
       World world{Mesh()};
       Run run(config, make_plan(config, {DeviceKind::cpu, 2}), {DeviceKind::cpu, 2}, world, 0);
       init_weights(run.trainer.state(), 5, run.stream);

@@ -104,7 +104,7 @@ TEST_CASE("recomputation is bitwise in every family; each level needs less memor
       c.layout.pipeline.chunks_per_stage = 2;
       const std::vector<double> reference = Fixture(c).train(2);
       int64_t bytes = std::numeric_limits<int64_t>::max(), calls = 0;
-      for (const Recompute recompute : all_recompute) {
+      for (const Recompute recompute : all_values<Recompute>()) {
         INFO(name_of(dtype) << " " << name_of(schedule) << ", recompute " << name_of(recompute));
         c.recompute = recompute;
         Fixture f(c);
@@ -140,7 +140,7 @@ TEST_CASE("the loss of a step is the mean over every target token, as evaluation
 
 TEST_CASE("the null device plans exactly the memory that the CPU uses") {
   for (const DType dtype : {DType::fp32, DType::bf16})
-    for (const Recompute recompute : all_recompute)
+    for (const Recompute recompute : all_values<Recompute>())
       for (const int64_t T : {1, 8, 19}) {
         StepConfig c = awkward_step(dtype, T == 1 ? "llama" : T == 8 ? "gpt2" : "qwen3");
         c.layout.pipeline.schedule = T == 8 ? Schedule::gpipe : Schedule::one_f_one_b;

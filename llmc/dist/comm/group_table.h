@@ -81,7 +81,12 @@ inline constexpr GroupRow group_table[] = {
     {GroupName::experts, "experts", Traffic::tensors, Lane::expert, {Axis::ep}, View::experts},
     {GroupName::expert_gradients, "expert gradients", Traffic::units, Lane::reduce, {Axis::shard}, View::experts},
     {GroupName::expert_weights, "expert weights", Traffic::units, Lane::gather, {Axis::shard}, View::experts},
-    {GroupName::sequences, "sequences", Traffic::numbers, Lane::compute, {Axis::cp, Axis::tp}, View::mesh,
+    {GroupName::sequences,
+     "sequences",
+     Traffic::numbers,
+     Lane::compute,
+     {Axis::cp, Axis::tp},
+     View::mesh,
      Needed::with_experts},
     {GroupName::keys_values, "keys and values", Traffic::tensors, Lane::context, {Axis::cp}},
     {GroupName::tied_gradients, "tied gradients", Traffic::tensors, Lane::reduce, {Axis::pp}, View::ends},
@@ -92,11 +97,13 @@ inline constexpr GroupRow group_table[] = {
     {GroupName::tensor_control, "tensor-parallel control", Traffic::text, Lane::host, {Axis::tp}},
     {GroupName::expert_control, "expert-parallel control", Traffic::text, Lane::host, {Axis::ep}, View::experts}};
 
-static_assert([] {
-  for (size_t i = 0; i < std::size(group_table); ++i)
-    if (group_table[i].id != static_cast<GroupName>(i)) return false;
-  return true;
-}(), "the rows of the table are in the order of GroupName");
+static_assert(
+    [] {
+      for (size_t i = 0; i < std::size(group_table); ++i)
+        if (group_table[i].id != static_cast<GroupName>(i)) return false;
+      return true;
+    }(),
+    "the rows of the table are in the order of GroupName");
 
 // What the group of this name moves; groups that are not in the table, such as those of the links between stages, move
 // tensors.

@@ -20,22 +20,15 @@
 #include <string>
 #include <vector>
 
+#include "core/enum_names.h"
 #include "dist/comm/ring.h"
 
 namespace llmc {
 
 // How data-parallel ranks keep their weights equal.
 enum class DpSync : uint8_t { all_reduce, parameter_server, parameter_server_chain, partitioned_server };
-inline constexpr DpSync all_dp_syncs[] = {DpSync::all_reduce, DpSync::parameter_server, DpSync::parameter_server_chain,
-                                          DpSync::partitioned_server};
-inline const char* name_of(DpSync sync) {
-  constexpr const char* names[] = {"all-reduce", "parameter-server", "parameter-server-chain", "partitioned-server"};
-  return names[static_cast<int>(sync)];
-}
-inline DpSync dp_sync_from_name(const std::string& name) {
-  for (const DpSync sync : all_dp_syncs)
-    if (name == name_of(sync)) return sync;
-  throw Error(formatted("--dp-sync {}: there is no such way to synchronise ranks", name));
+constexpr auto names_of_values(DpSync) {
+  return std::array{"all-reduce", "parameter-server", "parameter-server-chain", "partitioned-server"};
 }
 
 namespace server {

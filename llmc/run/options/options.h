@@ -8,16 +8,45 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/enum_names.h"
+#include "dist/layout.h"
+#include "model/activations.h"
 #include "ops/cpu/isa.h"
 #include "ops/optimizers.h"
 #include "run/options/place.h"
 #include "run/options/token_count.h"
+#include "train/lr_schedule.h"
 
 namespace llmc {
 
+// ---- The values of options that are words ---------------------------------------------------------------------------
+
+enum class DataChanged : uint8_t { refuse, accept };
+constexpr auto names_of_values(DataChanged) { return std::array{"refuse", "accept"}; }
+enum class OnFailure : uint8_t { retry, fail };
+constexpr auto names_of_values(OnFailure) { return std::array{"retry", "fail"}; }
+enum class WeightType : uint8_t { fp32, bf16 };
+constexpr auto names_of_values(WeightType) { return std::array{"fp32", "bf16"}; }
+enum class MasterWeights : uint8_t { fp32, none };
+constexpr auto names_of_values(MasterWeights) { return std::array{"fp32", "none"}; }
+enum class OnOff : uint8_t { on, off };
+constexpr auto names_of_values(OnOff) { return std::array{"on", "off"}; }
+enum class GradReduceChoice : uint8_t { automatic, step, micro };
+constexpr auto names_of_values(GradReduceChoice) { return std::array{"auto", "step", "micro"}; }
+enum class Dispatch : uint8_t { dropless, capacity };
+constexpr auto names_of_values(Dispatch) { return std::array{"dropless", "capacity"}; }
+enum class DeviceChoice : uint8_t { automatic, cpu, cuda };
+constexpr auto names_of_values(DeviceChoice) { return std::array{"auto", "cpu", "cuda"}; }
+enum class CommChoice : uint8_t { automatic, threads, mpi, tcp, nccl };
+constexpr auto names_of_values(CommChoice) { return std::array{"auto", "threads", "mpi", "tcp", "nccl"}; }
+enum class GpuAttention : uint8_t { own, cudnn };
+constexpr auto names_of_values(GpuAttention) { return std::array{"own", "cudnn"}; }
+enum class SelftestLayouts : uint8_t { pairs, all };
+constexpr auto names_of_values(SelftestLayouts) { return std::array{"pairs", "all"}; }
+
 struct Options {
   std::string train_data, val_data;
-  std::string data_changed = "refuse";
+  DataChanged data_changed = DataChanged::refuse;
   std::optional<bool> shuffle;  // none: as before on resume, otherwise true
   bool shuffled() const { return shuffle.value_or(true); }
   bool mask_documents = false;
@@ -41,17 +70,13 @@ struct Options {
   int64_t seed = 42;
   bool overfit_batch = false;
 
-  std::string optimizer = "adamw";
+  Optimizer optimizer = Optimizer::adamw;
   double lr = 3e-4;
   int64_t warmup_steps = 0;
-  std::string lr_schedule = "cosine";
+  LrShape lr_schedule = LrShape::cosine;
   double final_lr_frac = 0, weight_decay = 0.1, beta1 = 0.9, adam_eps = 1e-8, grad_clip = 1;
   std::optional<double> beta2;  // none: the optimizer's, if it has one
-  std::optional<double> beta2_in_use() const {
-    for (const OptimizerRule& rule : optimizer_rules)
-      if (!beta2 && optimizer == rule.name) return rule.usual_beta2;
-    return beta2;
-  }
+  std::optional<double> beta2_in_use() const { return beta2 ? beta2 : rule_of(optimizer).usual_beta2; }
   std::optional<double> skip_loss_z, skip_grad_z;  // none: outliers are not skipped
 
   int64_t val_every = 250;
@@ -66,32 +91,39 @@ struct Options {
 
   int64_t checkpoint_every = 0, keep_checkpoints = 0, keep_every = 0;
   std::optional<double> checkpoint_minutes;  // none: 15; with pipedream, never
-  double minutes_between_checkpoints() const { return checkpoint_minutes.value_or(schedule == "pipedream" ? 0 : 15); }
+  double minutes_between_checkpoints() const {
+    return checkpoint_minutes.value_or(schedule == Schedule::pipedream ? 0 : 15);
+  }
   bool keep_best = false;
-  std::string checkpoint_errors = "retry";
-  std::string dtype = "fp32";
-  std::string recompute = "none";
+  OnFailure checkpoint_errors = OnFailure::retry;
+  WeightType dtype = WeightType::fp32;
+  Recompute recompute = Recompute::none;
   int64_t head_chunks = 0;
-  std::string master_weights = "fp32";
+  MasterWeights master_weights = MasterWeights::fp32;
   std::optional<double> memory_limit;  // GiB; none: what the machine has
-  std::string schedule = "1f1b", token_slices = "1";
+  Schedule schedule = Schedule::one_f_one_b;
+  std::string token_slices = "1";
   int64_t pp = 1;
   std::optional<int64_t> pp_chunks;  // none: the fewest that --schedule has
   std::string pp_layout = "even";
   int64_t local_ranks = 0, zero_stage = 0, dp_replicate = 1;
   int64_t tp = 1, cp = 1, ep = 1;
-  std::string sequence_parallel = "on", cp_attention = "ring";
+  OnOff sequence_parallel = OnOff::on;
+  ContextAttention cp_attention = ContextAttention::ring;
   bool tp_overlap = false;
-  std::string dp_sync = "all-reduce", grad_reduce = "auto";
+  DpSync dp_sync = DpSync::all_reduce;
+  GradReduceChoice grad_reduce = GradReduceChoice::automatic;
   std::optional<double> moe_aux_loss;  // none: as transformers would for this config.json
   double moe_z_loss = 0, moe_bias_rate = 0;
-  std::string moe_dispatch = "dropless";
+  Dispatch moe_dispatch = Dispatch::dropless;
   std::optional<double> moe_capacity_factor;  // with capacity
   double capacity_factor() const { return moe_capacity_factor.value_or(1.25); }
   double moe_imbalance = 1;
-  std::string device = "auto", comm = "auto", attention = "own";
+  DeviceChoice device = DeviceChoice::automatic;
+  CommChoice comm = CommChoice::automatic;
+  GpuAttention attention = GpuAttention::own;
   bool tf32 = false, tune_matmul = false;
-  std::string cuda_graphs = "on";
+  OnOff cuda_graphs = OnOff::on;
   std::optional<double> peak_tflops;
   int64_t log_gpu_every = 0;
   int64_t threads = 0;
@@ -101,7 +133,7 @@ struct Options {
   double init_timeout = 600, comm_timeout = 300;  // seconds
   bool evaluate = false, generate = false, interactive = false, plan = false, selftest = false, verify_data = false,
        profile = false;
-  std::string selftest_layouts = "pairs";
+  SelftestLayouts selftest_layouts = SelftestLayouts::pairs;
   bool print_schedule = false, json = false;
   std::optional<int64_t> micro_batches;  // to draw; none: twice --pp
 
@@ -118,9 +150,8 @@ struct Options {
 // On resume an option must match, must match unless --branch-from begins another run, may change with a notice, or may
 // change freely.
 enum class ResumeRule { must_match, branch, warn, free };
-inline const char* name_of(ResumeRule rule) {
-  constexpr const char* names[] = {"must match", "must match, except in a branch", "warns", "free"};
-  return names[static_cast<int>(rule)];
+constexpr auto names_of_values(ResumeRule) {
+  return std::array{"must match", "must match, except in a branch", "warns", "free"};
 }
 
 inline constexpr int64_t usual_val_steps = 20;
@@ -134,6 +165,10 @@ inline Limits at_least(double min) { return {.min = min, .choices = {}}; }
 inline Limits above_zero() { return {.min = std::numeric_limits<double>::min(), .choices = {}}; }
 inline Limits between(double min, double max) { return {.min = min, .max = max, .choices = {}}; }
 inline Limits one_of(std::vector<std::string> choices) { return {.choices = std::move(choices)}; }
+template <NamedEnum E>
+Limits any_of() {
+  return one_of(all_names<E>());
+}
 inline std::vector<std::string> with_auto(std::vector<std::string> choices) {
   choices.insert(choices.begin(), "auto");
   return choices;
@@ -150,7 +185,7 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--train-data", "-i", o.train_data, Limits{}, must_match,
         "token shards to train on: a file or a quoted pattern ('data/*_train_*.bin')");
   visit("--val-data", "-j", o.val_data, Limits{}, warn, "token shards for validation; default: no validation");
-  visit("--data-changed", "", o.data_changed, one_of({"refuse", "accept"}), free,
+  visit("--data-changed", "", o.data_changed, any_of<DataChanged>(), free,
         "if shards of --train-data have other contents on resume than before: refuse: end; accept: take those that "
         "have as many tokens as before, such as a repaired one; the log, metrics.jsonl and trainer.json name them");
   visit("--shuffle", "", o.shuffle, Limits{}, must_match,
@@ -218,14 +253,14 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--overfit-batch", "-a", o.overfit_batch, Limits{}, must_match,
         "train on the first batch only: the loss must fall towards zero");
   visit("Optimizer");
-  visit("--optimizer", "", o.optimizer, one_of(optimizer_names()), must_match,
+  visit("--optimizer", "", o.optimizer, any_of<Optimizer>(), must_match,
         "adamw: two moments for each weight; sgd: momentum alone, as torch.optim.SGD; lion: the sign of a momentum, "
         "half of AdamW's state");
   visit("--lr", "-l", o.lr, between(0, 100), branch,
         "peak learning rate; Lion's is about a tenth of AdamW's, SGD's far larger");
   visit("--warmup-steps", "-u", o.warmup_steps, at_least(0), branch,
         "updates over which the learning rate rises to its peak");
-  visit("--lr-schedule", "-k", o.lr_schedule, one_of({"constant", "cosine", "linear", "wsd"}), branch,
+  visit("--lr-schedule", "-k", o.lr_schedule, any_of<LrShape>(), branch,
         "learning rate after the warm-up, down to --final-lr-frac at the last step; wsd: constant until the last fifth "
         "of the run");
   visit("--final-lr-frac", "-q", o.final_lr_frac, between(0, 1), branch,
@@ -281,25 +316,25 @@ void visit_options(O& o, Visitor&& visit) {
         "never delete checkpoints whose step is a multiple of this; 0: none");
   visit("--keep-best", "", o.keep_best, Limits{}, free,
         "save a checkpoint whenever the validation loss is the best so far, keep it, and link OUT/best to it");
-  visit("--checkpoint-errors", "", o.checkpoint_errors, one_of({"retry", "fail"}), free,
+  visit("--checkpoint-errors", "", o.checkpoint_errors, any_of<OnFailure>(), free,
         "if a checkpoint cannot be written, as on a full disk: retry: go on, and try again after 1, 2, 4 ... updates; "
         "only the last checkpoint must succeed; fail: end the run");
   visit("Numerics and layout");
-  visit("--dtype", "", o.dtype, one_of({"fp32", "bf16"}), must_match,
+  visit("--dtype", "", o.dtype, any_of<WeightType>(), must_match,
         "type of weights and activations; gradients and optimizer state are fp32");
-  visit("--master-weights", "-w", o.master_weights, one_of({"fp32", "none"}), must_match,
+  visit("--master-weights", "-w", o.master_weights, any_of<MasterWeights>(), must_match,
         "master copy of bf16 weights; none: the optimizer updates the bf16 weights with stochastic rounding, which "
         "saves 4 bytes per parameter");
   visit("--head-chunks", "", o.head_chunks, between(0, 1 << 20), warn,
         "compute the head in this many chunks of a micro-batch, so that the logits of only one exist at a time; 0: as "
         "few as keep them below 1 GiB");
-  visit("--recompute", "-r", o.recompute, one_of({"none", "activation", "norm", "block"}), free,
+  visit("--recompute", "-r", o.recompute, any_of<Recompute>(), free,
         "what the backward recomputes instead of keeping it: activation functions, also norms, or whole blocks; less "
         "memory, more time, the same numbers");
   visit("--memory-limit", "", o.memory_limit, between(0, 1 << 30), free,
         "GiB that each rank may use: a run that needs more is refused before it starts; default: the rank's share of "
         "the machine's memory, or of the GPU's free memory");
-  visit("--schedule", "", o.schedule, one_of({"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream"}), free,
+  visit("--schedule", "", o.schedule, any_of<Schedule>(), free,
         "order of forwards and backwards; 1f1b needs less memory than gpipe; the others are for pipelines and idle "
         "less: interleaved has more chunks, zb-h1 and zb-v compute weight gradients later. All compute the same "
         "numbers but pipedream: there every stage updates after each micro-batch without waiting for the others, and "
@@ -323,19 +358,18 @@ void visit_options(O& o, Visitor&& visit) {
         "equal --grad-reduce");
   visit("--dp-replicate", "", o.dp_replicate, between(1, 1 << 20), warn,
         "hybrid sharding: number of replicas; each is sharded over its part of the ranks");
-  visit("--dp-sync", "", o.dp_sync,
-        one_of({"all-reduce", "parameter-server", "parameter-server-chain", "partitioned-server"}), warn,
+  visit("--dp-sync", "", o.dp_sync, any_of<DpSync>(), warn,
         "how data-parallel ranks synchronise: all-reduce: in a ring; parameter-server: rank 0 alone keeps the "
         "optimizer state, adds all gradients, updates, and sends the weights to every rank; parameter-server-chain: "
         "the weights go from rank to rank; partitioned-server: every rank is the server of its shard. Servers add in "
         "another order than the ring and so round differently; they need --zero-stage 0");
-  visit("--grad-reduce", "", o.grad_reduce, one_of({"auto", "step", "micro"}), warn,
+  visit("--grad-reduce", "", o.grad_reduce, any_of<GradReduceChoice>(), warn,
         "reduce gradients across ranks once per step, or after every micro-batch, with less memory and more traffic; "
         "the two round differently; auto: as before on resume, otherwise step, or micro from ZeRO stage 2 on");
   visit("--tp", "", o.tp, between(1, 1 << 10), warn,
         "tensor parallelism: ranks that share every layer, each with some of its heads, feed-forward channels and "
         "vocabulary; neighbours, best on the fastest links; the others are data-parallel");
-  visit("--sequence-parallel", "", o.sequence_parallel, one_of({"on", "off"}), warn,
+  visit("--sequence-parallel", "", o.sequence_parallel, any_of<OnOff>(), warn,
         "with --tp, divide the rows of what lies between the parallel products, such as norms and residuals, among the "
         "ranks, instead of keeping all rows on each: less memory, a quarter more traffic");
   visit("--tp-overlap", "", o.tp_overlap, Limits{}, free,
@@ -344,7 +378,7 @@ void visit_options(O& o, Visitor&& visit) {
         "context parallelism: ranks that share every sequence, for long sequences: each rank has two of 2 N equal "
         "slices, an early and a late one, so that all do the same work; 2 N must divide --seq-len; generated text is "
         "not divided");
-  visit("--cp-attention", "", o.cp_attention, one_of({"ring", "all-gather", "ulysses"}), warn,
+  visit("--cp-attention", "", o.cp_attention, any_of<ContextAttention>(), warn,
         "with --cp, how queries meet the keys of other ranks: ring: keys and values travel from rank to rank during "
         "the computation; all-gather: every rank gathers all of them; ulysses: each rank computes some heads of whole "
         "sequences");
@@ -368,7 +402,7 @@ void visit_options(O& o, Visitor&& visit) {
         "for the weight; after every step it rises by this much if the expert was chosen less often than the mean, and "
         "falls if more often; 0.001 is usual; trainer.json keeps the biases for a resumed run and --evaluate; "
         "--generate and transformers choose without them; 0: no biases");
-  visit("--moe-dispatch", "", o.moe_dispatch, one_of({"dropless", "capacity"}), must_match,
+  visit("--moe-dispatch", "", o.moe_dispatch, any_of<Dispatch>(), must_match,
         "dropless: every expert computes all tokens that chose it, as the families define it; capacity: in training, "
         "an expert takes at most --moe-capacity-factor x T x k / E, rounded up, of the choices of a sequence of T "
         "tokens, in their order, and drops later ones, whose tokens go on without this expert; validation and "
@@ -385,7 +419,7 @@ void visit_options(O& o, Visitor&& visit) {
         "ranks as threads of this process; those of a --tp and --cp group share a --batch-size, others have their own; "
         "0: one if there are several processes; otherwise one per visible GPU; on a CPU as few as --tp, --cp, --pp and "
         "--ep need");
-  visit("--comm", "", o.comm, one_of({"auto", "threads", "mpi", "tcp", "nccl"}), warn,
+  visit("--comm", "", o.comm, any_of<CommChoice>(), warn,
         "transport between ranks; auto: NCCL if every rank has its own GPU; otherwise memory within a process, and MPI "
         "between processes that mpirun has started, TCP between others");
   visit("--rank", "", o.rank, between(0, largest_size), free,
@@ -400,11 +434,11 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--comm-timeout", "", o.comm_timeout, above_zero(), free,
         "seconds that the others wait for a rank before they name it and all processes end; from the second step on, "
         "and until then --init-timeout");
-  visit("--device", "", o.device, one_of({"auto", "cpu", "cuda"}), warn,
+  visit("--device", "", o.device, any_of<DeviceChoice>(), warn,
         "where to compute; auto: on GPUs if this build and this machine have them");
-  visit("--attention", "", o.attention, one_of({"own", "cudnn"}), warn,
+  visit("--attention", "", o.attention, any_of<GpuAttention>(), warn,
         "attention on GPUs: own kernels, or cuDNN's (bf16, in a build with USE_CUDNN=1)");
-  visit("--cuda-graphs", "", o.cuda_graphs, one_of({"on", "off"}), free,
+  visit("--cuda-graphs", "", o.cuda_graphs, any_of<OnOff>(), free,
         "on GPUs, launch the forward of a micro-batch, and its backward, as one CUDA graph where ranks do not "
         "communicate: not with --tp or --cp, ZeRO stage 3 or --grad-reduce micro, nor in the last backward of several "
         "ranks");
@@ -441,7 +475,7 @@ void visit_options(O& o, Visitor&& visit) {
         "object");
   visit("--selftest", "", o.selftest, Limits{}, free,
         "instead of training, compare layouts of up to --local-ranks ranks with one rank, on tiny models");
-  visit("--selftest-layouts", "", o.selftest_layouts, one_of({"pairs", "all"}), free,
+  visit("--selftest-layouts", "", o.selftest_layouts, any_of<SelftestLayouts>(), free,
         "pairs: a subset in which every pair of choices occurs (of axes, stages, schedules, families, in either "
         "dtype); all: every layout");
   visit("--verify-data", "", o.verify_data, Limits{}, free,

@@ -84,10 +84,10 @@ inline void validate_pipedream(const Options& o, int64_t readers) {
            "leave it out, or change --batch-size");
   refuse(o.zero_stage > 0, formatted("--zero-stage {}", o.zero_stage),
          "every rank keeps whole older versions of its stage's weights", "use --zero-stage 0");
-  refuse(o.dp_sync != "all-reduce", "--dp-sync " + o.dp_sync, "a server has no older versions of the weights",
-         "use --dp-sync all-reduce");
-  refuse(o.grad_reduce == "micro", "--grad-reduce micro", "a step is one micro-batch, whose gradients are reduced once",
-         "leave it out");
+  refuse(o.dp_sync != DpSync::all_reduce, formatted("--dp-sync {}", o.dp_sync),
+         "a server has no older versions of the weights", "use --dp-sync all-reduce");
+  refuse(o.grad_reduce == GradReduceChoice::micro, "--grad-reduce micro",
+         "a step is one micro-batch, whose gradients are reduced once", "leave it out");
   refuse(o.skip_loss_z || o.skip_grad_z, o.skip_loss_z ? "--skip-loss-z" : "--skip-grad-z",
          "the loss and the norm of the whole model tell outliers, and a stage updates before they are known",
          "leave it out");
@@ -114,13 +114,13 @@ inline void validate_layout(const Options& o) {
   CHECK(o.cp == 1 || o.seq_len % (2 * o.cp) == 0,
         "--cp {} cuts sequences into {} equal slices, and {} does not divide --seq-len {}: use {}, or another --cp",
         o.cp, 2 * o.cp, 2 * o.cp, o.seq_len, multiples_beside(o.seq_len, 2 * o.cp));
-  CHECK(o.cp_attention == "ring" || o.cp > 1,
+  CHECK(o.cp_attention == ContextAttention::ring || o.cp > 1,
         "--cp-attention {}: there is nothing to share with --cp 1; leave it out, or raise --cp", o.cp_attention);
-  CHECK(o.sequence_parallel == "on" || o.tp > 1,
+  CHECK(o.sequence_parallel == OnOff::on || o.tp > 1,
         "--sequence-parallel off: there is none with --tp 1; leave it out, or raise --tp");
   CHECK(!o.tp_overlap || o.tp > 1,
         "--tp-overlap: there is nothing to overlap with --tp 1; leave it out, or raise --tp");
-  if (o.dp_sync != "all-reduce") {
+  if (o.dp_sync != DpSync::all_reduce) {
     CHECK(together == 1, "--dp-sync {} with {}: servers are for data parallelism alone: use --dp-sync all-reduce",
           o.dp_sync, values);
     CHECK(o.zero_stage == 0,
@@ -132,7 +132,7 @@ inline void validate_layout(const Options& o) {
           "--dp-sync all-reduce",
           o.dp_sync, o.dp_replicate);
   }
-  if (o.schedule == "pipedream") validate_pipedream(o, readers);
+  if (o.schedule == Schedule::pipedream) validate_pipedream(o, readers);
   const int64_t micro = o.batch_size * o.seq_len * readers;
   CHECK(!o.total_batch_size || *o.total_batch_size % micro == 0,
         "--total-batch-size {} is not a multiple of --batch-size {} x --seq-len {} x {} {} = {} tokens: use {}, or "
@@ -155,7 +155,7 @@ inline std::optional<int64_t> token_slices(const Options& o) {
 }
 inline void validate_token_slices(const Options& o) {
   if (token_slices(o) == 1) return;
-  CHECK(o.schedule == "gpipe" || o.schedule == "1f1b",
+  CHECK(has_slices(o.schedule),
         "--token-slices {} with --schedule {}: only gpipe and 1f1b take a micro-batch in slices; leave out "
         "--token-slices, or use one of them",
         o.token_slices, o.schedule);
@@ -169,12 +169,12 @@ inline void validate_token_slices(const Options& o) {
 
 inline void validate_pipeline(const Options& o) {
   validate_token_slices(o);
-  const bool for_one_stage = o.schedule == "gpipe" || o.schedule == "1f1b" || o.schedule == "pipedream";
+  const bool for_one_stage = has_slices(o.schedule) || o.schedule == Schedule::pipedream;
   CHECK(for_one_stage || o.pp > 1, "--schedule {} is for the stages of a pipeline: give --pp, or use 1f1b", o.schedule);
-  CHECK(!o.pp_chunks || o.schedule == "interleaved" || *o.pp_chunks == (o.schedule == "zb-v" ? 2 : 1),
+  CHECK(!o.pp_chunks || o.schedule == Schedule::interleaved || *o.pp_chunks == (o.schedule == Schedule::zb_v ? 2 : 1),
         "--pp-chunks {} with --schedule {}, whose stages have {} each: use --schedule interleaved, or leave out "
         "--pp-chunks",
-        o.pp_chunks.value_or(1), o.schedule, o.schedule == "zb-v" ? "2 chunks" : "1 chunk");
+        o.pp_chunks.value_or(1), o.schedule, o.schedule == Schedule::zb_v ? "2 chunks" : "1 chunk");
   const PipelineLayout layout = pipeline_layout_from_name(o.pp_layout);
   CHECK(o.pp > 1 || layout.kind == LayoutKind::even,
         "--pp-layout {} is for the stages of a pipeline, and --pp 1 has one: give --pp, or leave out --pp-layout",
@@ -197,14 +197,14 @@ inline void validate_length(const Options& o) {
 }
 
 inline void validate_optimizer(const Options& o) {
-  CHECK(!o.beta2 || rule_of(optimizer_from_name(o.optimizer)).usual_beta2,
+  CHECK(!o.beta2 || rule_of(o.optimizer).usual_beta2,
         "--beta2 {} with --optimizer {}, which has no second moment: leave it out", o.beta2.value_or(0), o.optimizer);
-  CHECK(o.adam_eps == Options{}.adam_eps || o.optimizer == "adamw",
+  CHECK(o.adam_eps == Options{}.adam_eps || o.optimizer == Optimizer::adamw,
         "--adam-eps {} with --optimizer {}, which divides by nothing: leave it out", o.adam_eps, o.optimizer);
 }
 
 inline void validate_experts(const Options& o) {
-  CHECK(!o.moe_capacity_factor || o.moe_dispatch == "capacity",
+  CHECK(!o.moe_capacity_factor || o.moe_dispatch == Dispatch::capacity,
         "--moe-capacity-factor {} with --moe-dispatch dropless, which has no capacity: use --moe-dispatch capacity, or "
         "leave it out",
         o.moe_capacity_factor.value_or(0));
@@ -225,7 +225,7 @@ inline void validate_evaluation(const Options& o) {
         "--evaluate has nothing to evaluate on: give --val-data, --eval-choices or both");
   CHECK(o.val_steps.value_or(1) == 1 || !o.val_data.empty(), "--val-steps {} is a part of --val-data: give them",
         o.val_steps.value_or(0));
-  CHECK(o.schedule != "pipedream", "--schedule pipedream with --evaluate, which updates nothing: leave it out");
+  CHECK(o.schedule != Schedule::pipedream, "--schedule pipedream with --evaluate, which updates nothing: leave it out");
 }
 
 // Checks combinations, as far as the options alone decide.

@@ -43,7 +43,7 @@ template <class T>
 const char* type_text(const T& field) {
   if (is_flag(field)) return "";
   else if constexpr (std::is_same_v<T, double> || std::is_same_v<T, std::optional<double>>) return "NUMBER";
-  else if constexpr (std::is_same_v<T, std::string>) return "TEXT";
+  else if constexpr (std::is_same_v<T, std::string> || NamedEnum<T>) return "TEXT";
   else return "N";
 }
 
@@ -130,7 +130,7 @@ inline std::string config_text(const Options& options) {
                          if (value.empty()) return;  // absent
                          CHECK(value.find('\n') == std::string::npos,
                                "{}: a value with a line break cannot be written to a --config file", name);
-                         if constexpr (std::is_same_v<T, std::string>)
+                         if constexpr (std::is_same_v<T, std::string> || NamedEnum<T>)
                            text += formatted("{}=\"{}\"\n", name + 2, value);
                          else text += formatted("{}={}\n", name + 2, value);
                        }});

@@ -33,7 +33,14 @@ inline void parse_value(const std::string& name, const std::string& text, bool& 
   CHECK(text == "true" || text == "false", "{} '{}': expected true or false", name, shown(text));
   field = text == "true";
 }
+template <NamedEnum E>
+void parse_value(const std::string& name, const std::string& text, E& field) {
+  const std::optional<E> value = from_name<E>(text);
+  CHECK(value, "{} {}: expected one of {}", name, shown(text), all_names<E>());
+  field = *value;
+}
 template <class Number>
+requires std::is_arithmetic_v<Number>
 void parse_value(const std::string& name, const std::string& text, Number& field) {
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), field);
   const bool number = error == std::errc() && end == text.data() + text.size();
@@ -102,7 +109,7 @@ inline void check_limits(Options& o) {
                                  "{} {}: expected one of {}", name, shown(field), limits.choices);
                          } else if constexpr (detail::is_optional<T>) {
                            if (field) check_number(*field);
-                         } else if constexpr (!std::is_same_v<T, bool>) {
+                         } else if constexpr (!std::is_same_v<T, bool> && !NamedEnum<T>) {
                            check_number(field);
                          }
                        }});

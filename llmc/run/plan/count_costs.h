@@ -25,8 +25,9 @@ inline std::array<ModuleCost, 3> count_modules(StepConfig step, double flops_per
     return flops;
   };
   const std::vector<double> one = flops_with(1), two = flops_with(2);
-  const double message = static_cast<double>(step.layout.tensor.stream_rows(step.share(step.batch, Purpose::train).rows()) *
-                                             step.model.n_embd * size_of(step.dtype));
+  const double message =
+      static_cast<double>(step.layout.tensor.stream_rows(step.share(step.batch, Purpose::train).rows()) *
+                          step.model.n_embd * size_of(step.dtype));
   const ParamTable table = part_of(parameter_table(step.model), step.layout.tensor, 0);
   std::array<int64_t, 3> elements = {};
   for (size_t u = 0; u < table.size(); ++u)  // a layer may have two units

@@ -50,24 +50,30 @@ inline std::string layout_text(const StepConfig& step) {
     const std::vector<Chunk> chunks = step.model_chunks();
     for (size_t c = 0; c < chunks.size(); ++c)
       layers[static_cast<size_t>(step.pipeline().stage_of(static_cast<int>(c)))] += chunks[c].layers.size();
-    text = formatted("{} stages of {} layers, {}{}{}{}", step.layout.pipeline.stages, layers, step.layout.pipeline.schedule,
-                     step.layout.pipeline.chunks() > step.layout.pipeline.stages ? formatted(", {} chunks per stage", step.layout.pipeline.chunks() / step.layout.pipeline.stages) : "",
-                     step.layout.pipeline.asynchronous() ? formatted(" with up to {} versions of weights", step.layout.pipeline.stages) : "",
-                     text.empty() ? "" : ", each " + text);
+    text = formatted(
+        "{} stages of {} layers, {}{}{}{}", step.layout.pipeline.stages, layers, step.layout.pipeline.schedule,
+        step.layout.pipeline.chunks() > step.layout.pipeline.stages
+            ? formatted(", {} chunks per stage", step.layout.pipeline.chunks() / step.layout.pipeline.stages)
+            : "",
+        step.layout.pipeline.asynchronous()
+            ? formatted(" with up to {} versions of weights", step.layout.pipeline.stages)
+            : "",
+        text.empty() ? "" : ", each " + text);
   }
-  const std::string experts =
-      step.layout.expert.ranks > 1 ? formatted("; experts divided among groups of {} ranks", step.layout.expert.ranks) : "";
+  const std::string experts = step.layout.expert.ranks > 1
+                                  ? formatted("; experts divided among groups of {} ranks", step.layout.expert.ranks)
+                                  : "";
   if (step.layout.zero.ranks() == 1) return text + experts;
-  const std::string sharding =
-      formatted("{} replica(s) x {} shard(s){}, ZeRO stage {}{}{}", zero.replicas, zero.shards,
-                step.layout.context.ranks > 1 && step.layout.readers() > zero.replicas ? " of shard x cp" : "", zero.stage,
-                zero.holds == Holds::weights           ? ""
-                : zero.grad_reduce == GradReduce::step ? ", gradients reduced every step"
-                                                       : ", gradients reduced every micro-batch",
-                zero.sync == DpSync::all_reduce ? "" : formatted(", {}", zero.sync));
+  const std::string sharding = formatted(
+      "{} replica(s) x {} shard(s){}, ZeRO stage {}{}{}", zero.replicas, zero.shards,
+      step.layout.context.ranks > 1 && step.layout.readers() > zero.replicas ? " of shard x cp" : "", zero.stage,
+      zero.holds == Holds::weights           ? ""
+      : zero.grad_reduce == GradReduce::step ? ", gradients reduced every step"
+                                             : ", gradients reduced every micro-batch",
+      zero.sync == DpSync::all_reduce ? "" : formatted(", {}", zero.sync));
   if (step.layout.readers() == 1) return text + ": " + sharding + experts;
-  return formatted("{} data-parallel {}: {}{}", step.layout.readers(), text.empty() ? "ranks" : "groups of " + text, sharding,
-                   experts);
+  return formatted("{} data-parallel {}: {}{}", step.layout.readers(), text.empty() ? "ranks" : "groups of " + text,
+                   sharding, experts);
 }
 
 // The traffic of every --dp-sync beside that of the chosen one, where a run has the choice; with experts it has none.
@@ -165,14 +171,15 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
            m.experts.count == 0 ? "" : formatted(", of which a token uses {}", human_count(count_active_parameters(m))),
            human_flops(flops), human_flops(flops * static_cast<double>(step.tokens())))},
       {"numerics", formatted("{}, recompute {}", o.dtype, step.recompute)},
-      {"batch", formatted("{} tokens per step = {} micro-batch(es) x {} sequences x {} tokens x {} {}",
-                          human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.layout.readers(),
-                          step.layout.ranks() == step.layout.readers() ? "rank(s)" : "group(s) of ranks")},
+      {"batch",
+       formatted("{} tokens per step = {} micro-batch(es) x {} sequences x {} tokens x {} {}",
+                 human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.layout.readers(),
+                 step.layout.ranks() == step.layout.readers() ? "rank(s)" : "group(s) of ranks")},
       {"layout", layout_text(step)},
-      {"optimizer",
-       formatted("{}, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}",
-                 rule_of(step.layout.zero.optimizer).title, o.lr, o.lr_schedule, o.warmup_steps, o.weight_decay, o.grad_clip) +
-           (step.layout.pipeline.asynchronous() ? ", stage by stage by its own norm" : "")}};
+      {"optimizer", formatted("{}, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}",
+                              rule_of(step.layout.zero.optimizer).title, o.lr, o.lr_schedule, o.warmup_steps,
+                              o.weight_decay, o.grad_clip) +
+                        (step.layout.pipeline.asynchronous() ? ", stage by stage by its own norm" : "")}};
   if (o.preset_vocabulary > 0)
     rows.insert(
         rows.begin() + 1,
@@ -184,7 +191,8 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
   if (step.layout.pipeline.stages > 1) rows.insert(rows.end() - 1, {"pipeline", pipeline_text(step)});
   if (!step.layout.pipeline.slices.empty())
     rows.insert(rows.end() - 1,
-                {"token slices", formatted("{} of each sequence, of {} tokens", step.layout.pipeline.slices.size(), step.layout.pipeline.slices)});
+                {"token slices", formatted("{} of each sequence, of {} tokens", step.layout.pipeline.slices.size(),
+                                           step.layout.pipeline.slices)});
   return rows;
 }
 

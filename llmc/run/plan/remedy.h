@@ -163,8 +163,8 @@ class RemedySearch {
       step.recompute = recompute;
       return step;
     };
-    for (int stage = sharded ? std::max(step.layout.zero.stage, 1) : step.layout.zero.stage; stage <= (sharded ? 3 : stage);
-         ++stage) {
+    for (int stage = sharded ? std::max(step.layout.zero.stage, 1) : step.layout.zero.stage;
+         stage <= (sharded ? 3 : stage); ++stage) {
       set_stage(step, stage);
       if (!fits_on_paper(set(sizes.back(), Recompute::block))) {
         if (!sharded) break;
@@ -176,7 +176,7 @@ class RemedySearch {
         if (fits_on_paper(set(sizes[middle], Recompute::block))) smallest = middle;
         else largest = middle + 1;
       }
-      for (const Recompute recompute : all_recompute) {
+      for (const Recompute recompute : all_values<Recompute>()) {
         if (recompute < asked || !fits_on_paper(set(sizes[smallest], recompute))) continue;
         Plan plan = make_plan(step, device_for(step));  // with all micro-batches
         if (fits(plan, limit_for(step))) return Remedy{step, std::move(plan)};
@@ -222,17 +222,21 @@ inline std::string change_text(const StepConfig& from, const StepConfig& to) {
   if (to.dtype != from.dtype) text += formatted(" --dtype {}", to.dtype);
   if (to.layout.zero.master_weights != from.layout.zero.master_weights) text += " --master-weights none";
   if (to.layout.zero.ranks() != from.layout.zero.ranks()) text += formatted(" --local-ranks {}", to.layout.ranks());
-  if (to.layout.zero.replicas != from.layout.zero.replicas) text += formatted(" --dp-replicate {}", to.layout.zero.replicas);
+  if (to.layout.zero.replicas != from.layout.zero.replicas)
+    text += formatted(" --dp-replicate {}", to.layout.zero.replicas);
   if (to.batch.T != from.batch.T) text += formatted(" --seq-len {}", to.batch.T);
   if (to.batch.B != from.batch.B) text += formatted(" --batch-size {}", to.batch.B);
   const bool trains = from.layout.zero.holds == Holds::training_state;
-  if (trains && (to.batch.B != from.batch.B || to.batch.T != from.batch.T || to.layout.zero.ranks() != from.layout.zero.ranks()))
+  if (trains &&
+      (to.batch.B != from.batch.B || to.batch.T != from.batch.T || to.layout.zero.ranks() != from.layout.zero.ranks()))
     text += formatted(" --total-batch-size {}", to.tokens());
   if (to.layout.zero.sync != from.layout.zero.sync) text += formatted(" --dp-sync {}", to.layout.zero.sync);
   if (to.layout.zero.stage != from.layout.zero.stage) text += formatted(" --zero-stage {}", to.layout.zero.stage);
   if (to.recompute != from.recompute) text += formatted(" --recompute {}", to.recompute);
-  const bool alike = from.micro_batches == 1 && from.layout.pipeline.schedule != Schedule::pipedream;  // gpipe and 1f1b are then alike
-  if (to.layout.pipeline.schedule != from.layout.pipeline.schedule && !alike) text += formatted(" --schedule {}", to.layout.pipeline.schedule);
+  const bool alike =
+      from.micro_batches == 1 && from.layout.pipeline.schedule != Schedule::pipedream;  // gpipe and 1f1b are then alike
+  if (to.layout.pipeline.schedule != from.layout.pipeline.schedule && !alike)
+    text += formatted(" --schedule {}", to.layout.pipeline.schedule);
   return text;
 }
 
@@ -261,8 +265,10 @@ inline std::string price_text(const StepConfig& from, const Plan& before, const 
                       sent_before == 0 ? "" : " instead of " + human_bytes(sent_before));
   if (to.layout.zero.grad_reduce != from.layout.zero.grad_reduce)
     text += "; gradients are then reduced every micro-batch, which rounds differently";
-  if (to.layout.zero.sync != from.layout.zero.sync) text += "; gradients are then added in another order, which rounds differently";
-  if (to.dtype != from.dtype || to.layout.zero.master_weights != from.layout.zero.master_weights) text += "; less exact";
+  if (to.layout.zero.sync != from.layout.zero.sync)
+    text += "; gradients are then added in another order, which rounds differently";
+  if (to.dtype != from.dtype || to.layout.zero.master_weights != from.layout.zero.master_weights)
+    text += "; less exact";
   return text;
 }
 
@@ -272,9 +278,9 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
   if (limit == std::numeric_limits<int64_t>::max())
     return "there is no GPU here to compare with: --memory-limit says how many GiB of one a rank may use";
   const std::string where = device.computes_as() == DeviceKind::cuda ? "GPU" : "machine";
-  const std::string what = (o.memory_limit      ? std::string("--memory-limit ")
+  const std::string what = (o.memory_limit             ? std::string("--memory-limit ")
                             : step.layout.ranks() == 1 ? "this " + where + "'s "
-                                                : "a rank's share of this " + where + ", ") +
+                                                       : "a rank's share of this " + where + ", ") +
                            human_bytes(limit);
   if (fits(plan, limit)) return "fits into " + what;
   if (step.generates && step.layout.context.ranks > 1) {  // every rank has memory for whole texts

@@ -113,11 +113,12 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
   const std::string layers = alike ? "a layer 1" : formatted("a dense layer 1, a sparse one {:.2f}", sparse / dense);
   Rows rows = {{"work", formatted("{}, the embedding {:.2f}, the head {:.2f}", layers, costs.embedding.seconds / layer,
                                   costs.head.seconds / layer)},
-               {"slowest stage",
-                formatted("{} of {}: {:.1f}% more work than the mean", slowest - sim.busy.begin(), step.layout.pipeline.stages, above)},
+               {"slowest stage", formatted("{} of {}: {:.1f}% more work than the mean", slowest - sim.busy.begin(),
+                                           step.layout.pipeline.stages, above)},
                {"bubble", bubble}};
   // Some layers cannot be divided otherwise.
-  if (step.model.n_layer + 2 >= step.layout.pipeline.chunks() && (alike || step.layout.pipeline.chunks() == step.layout.pipeline.stages)) {
+  if (step.model.n_layer + 2 >= step.layout.pipeline.chunks() &&
+      (alike || step.layout.pipeline.chunks() == step.layout.pipeline.stages)) {
     const std::vector<int64_t> balanced = balanced_layers(costs, step.stages_of_chunks());
     std::vector<int64_t> used;
     for (const Chunk& chunk : step.model_chunks()) used.push_back(static_cast<int64_t>(chunk.layers.size()));
@@ -151,13 +152,14 @@ inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, co
   const size_t largest = plan.stage_with_most_memory();
   Rows rows = memory_rows(plan.of_stage(largest));
   rows.insert(rows.end(), more.begin(), more.end());
-  log.table(step.layout.ranks() == 1 ? std::string("memory")
-            : plan.others     ? "memory of rank 0, the server"
+  log.table(step.layout.ranks() == 1          ? std::string("memory")
+            : plan.others                     ? "memory of rank 0, the server"
             : step.layout.pipeline.stages > 1 ? formatted("memory per rank of stage {}, which needs most", largest)
-                              : "memory per rank",
+                                              : "memory per rank",
             rows);
   if (plan.others) log.table("memory of each other rank", memory_rows(*plan.others));
-  if (step.layout.pipeline.stages > 1) log.table("stages: layers; memory, work and traffic of a rank", stage_rows(step, plan));
+  if (step.layout.pipeline.stages > 1)
+    log.table("stages: layers; memory, work and traffic of a rank", stage_rows(step, plan));
 }
 
 // The time of a planned step, at the rates that its clock assumes. The clock does not cover servers, which do not run
@@ -174,17 +176,20 @@ inline Rows time_rows(const StepConfig& step, const Plan& whole, const Device& d
                             ? 0
                             : simulate_step(step, count_costs(step), device.computes_as()).bubble(slowest),
                ms = busy_ms / (1 - bubble);
-  Rows rows = {{"compute", formatted("{:.3f} ms{}", busy_ms - exposed_ms,
-                                     step.layout.pipeline.stages == 1 ? "" : formatted(", of stage {}, the slowest", slowest))}};
+  Rows rows = {
+      {"compute", formatted("{:.3f} ms{}", busy_ms - exposed_ms,
+                            step.layout.pipeline.stages == 1 ? "" : formatted(", of stage {}, the slowest", slowest))}};
   if (step.layout.ranks() > 1)
     rows.emplace_back("exposed communication", formatted("{:.3f} ms, which no computation hides", exposed_ms));
   if (step.layout.pipeline.stages > 1)
-    rows.emplace_back("bubble", step.layout.pipeline.asynchronous() ? "none between flushes" : formatted("{:.3f} ms", ms - busy_ms));
+    rows.emplace_back(
+        "bubble", step.layout.pipeline.asynchronous() ? "none between flushes" : formatted("{:.3f} ms", ms - busy_ms));
   rows.emplace_back("step", formatted("{:.3f} ms: {:.0f} tokens/s", ms, static_cast<double>(step.tokens()) / ms * 1e3));
   if (max_steps) rows.emplace_back("run", human_duration(ms * 1e-3 * static_cast<double>(*max_steps)));
-  const std::string link = step.layout.ranks() == 1 ? std::string()
-                                             : formatted(", {:.1f} GB/s of link and {:.1f} us for a message",
-                                                         rates->link_bytes_per_s * 1e-9, rates->link_latency_s * 1e6);
+  const std::string link = step.layout.ranks() == 1
+                               ? std::string()
+                               : formatted(", {:.1f} GB/s of link and {:.1f} us for a message",
+                                           rates->link_bytes_per_s * 1e-9, rates->link_latency_s * 1e6);
   rows.emplace_back("rates", formatted("{:.1f} TFLOP/s, {:.1f} GB/s of memory{}; no time for launches",
                                        rates->flops_per_s * 1e-12, rates->bytes_per_s * 1e-9, link));
   return rows;
@@ -230,9 +235,10 @@ inline void require_memory(const Options& o, const StepConfig& step, const Plan&
   std::string message =
       formatted("{} needs {} and {}",
                 step.layout.ranks() == 1 ? "the run"
-                : plan.others     ? "the server, rank 0,"
-                : step.layout.pipeline.stages > 1 ? formatted("each rank of stage {}, which needs most,", plan.stage_with_most_memory())
-                                  : "each rank",
+                : plan.others            ? "the server, rank 0,"
+                : step.layout.pipeline.stages > 1
+                    ? formatted("each rank of stage {}, which needs most,", plan.stage_with_most_memory())
+                    : "each rank",
                 human_bytes(plan.total_bytes()), detail::memory_verdict(o, step, plan, device, begun));
   const Plan& largest = plan.of_stage(plan.stage_with_most_memory());
   for (const auto& [name, value] : detail::memory_rows(largest)) message += formatted("\n  {:-22} {}", name, value);
@@ -278,8 +284,8 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
     const bool alike = !plan.others && (step.layout.tensor.ranks == 1 || step.layout.zero.shards == 1);
     const size_t most = plan.stage_with_most([](const Plan& p) { return p.bytes_sent(); });
     log.table(step.layout.pipeline.stages > 1 ? formatted("sent by a rank of stage {} per step, which sends most", most)
-              : alike         ? "sent per rank and step"
-                              : "sent by rank 0 per step",
+              : alike                         ? "sent per rank and step"
+                                              : "sent by rank 0 per step",
               rows(plan.of_stage(most)));
     if (plan.others) log.table("sent by rank 1 per step", rows(*plan.others));
     detail::report_links(log, step);
@@ -294,12 +300,14 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
     bytes += t.bytes;
   }
   ops.emplace_back("total", formatted("{:8}       {:12} {:12.3f} GB", "", human_flops(flops), bytes * 1e-9));
-  log.table(o.ranks == 1      ? std::string("work per step")
-            : plan.others     ? "work of rank 0 per step"
-            : step.layout.pipeline.stages > 1 ? formatted("work per step of a rank of stage {}, which has most", slowest)
-                              : "work per rank and step",
+  log.table(o.ranks == 1  ? std::string("work per step")
+            : plan.others ? "work of rank 0 per step"
+            : step.layout.pipeline.stages > 1
+                ? formatted("work per step of a rank of stage {}, which has most", slowest)
+                : "work per rank and step",
             ops);
-  if (step.layout.pipeline.stages > 1) log.table("balance of the stages, by counted flops", detail::balance_rows(step, device));
+  if (step.layout.pipeline.stages > 1)
+    log.table("balance of the stages, by counted flops", detail::balance_rows(step, device));
   if (const Rows time = detail::time_rows(step, plan, device, max_steps); !time.empty())
     log.table("time of a step on paper, by the GPU's datasheet", time);
   std::string notice;

@@ -72,7 +72,7 @@ TEST_CASE("ranks share a GPU, or have one each with NCCL between them", "[cuda][
       REQUIRE(same(outcome, stage0));  // contract 3
     }
     selftest::Outcome first;
-    for (const DpSync sync : all_dp_syncs) {
+    for (const DpSync sync : all_values<DpSync>()) {
       if (sync == DpSync::all_reduce) continue;
       if (sync > DpSync::parameter_server && machine.backend == Backend::threads) continue;  // as on a CPU
       CAPTURE(name_of(sync), name_of(machine.backend));
@@ -127,7 +127,7 @@ std::vector<std::function<bool()>> programs_with_waits() {
   shared_out.micro_batches = 1;
   shared_out.layout.tensor = tensor_parallel(shared_out.model, 2, true, true);
   find(shared_out, own_gpus(2));
-  for (const ContextAttention attention : all_context_attentions) {
+  for (const ContextAttention attention : all_values<ContextAttention>()) {
     StepConfig divided = tiny;
     divided.model.n_layer = 1;
     const bool ulysses = attention == ContextAttention::ulysses;
@@ -163,7 +163,8 @@ std::vector<std::function<bool()>> programs_with_waits() {
   StepConfig staged = tiny;  // tied: the table's gradients have two parts
   staged.model.n_layer = 2;
   staged.layout.pipeline.stages = 2;
-  staged.layout.pipeline.schedule = Schedule::gpipe;  // messages follow each other without an answer: two buffers are used again
+  staged.layout.pipeline.schedule =
+      Schedule::gpipe;  // messages follow each other without an answer: two buffers are used again
   staged.micro_batches = 3;
   find(staged, own_gpus(2), 1);
   staged.layout.pipeline.schedule = Schedule::pipedream;

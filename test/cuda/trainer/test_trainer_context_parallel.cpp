@@ -27,7 +27,8 @@ struct LayoutCase {
   ZeroConfig zero = {};  // shards and replicas of data parallelism alone
 };
 // One block, one micro-batch of two sequences.
-StepConfig step_of(const selftest::Model& model, const LayoutCase& layout = {}, Documents documents = Documents::apart) {
+StepConfig step_of(const selftest::Model& model, const LayoutCase& layout = {},
+                   Documents documents = Documents::apart) {
   ModelConfig config = model.config();
   config.n_layer = 1;
   const TensorParallel tensor = tensor_parallel(config, layout.tp);
@@ -107,7 +108,7 @@ TEST_CASE("context parallelism on GPUs matches one rank on the CPU in every layo
 #endif
   const auto [family, dtype] = GENERATE(std::pair{"gpt2", DType::fp32}, std::pair{"qwen3", DType::fp32},
                                         std::pair{"gpt2", DType::bf16}, std::pair{"qwen3", DType::bf16});
-  for (const ContextAttention attention : all_context_attentions)
+  for (const ContextAttention attention : all_values<ContextAttention>())
     for (const int cp : {2, 4})
       for (const Documents documents : {Documents::together, Documents::apart})
         compare(model_of(family, dtype), {cp, attention}, documents, machines_for(cp));
@@ -177,7 +178,7 @@ TEST_CASE("context-parallel ranks on GPUs evaluate and generate like one rank on
     return all;
   };
   const auto alone = computed(step({}), {});
-  for (const ContextAttention attention : all_context_attentions)
+  for (const ContextAttention attention : all_values<ContextAttention>())
     for (const selftest::Machine& machine : machines_for(2)) {
       CAPTURE(name_of(attention), name_of(machine.backend));
       const auto together = computed(step({2, attention}), machine);

@@ -28,7 +28,8 @@ ModelConfig model_of(const char* family, int64_t layers = 1) {
 }
 
 // Two micro-batches of two sequences of 8 tokens.
-StepConfig step_of(const ModelConfig& model, const LayoutCase& l, const ExpertOptions& options, DType dtype = DType::fp32) {
+StepConfig step_of(const ModelConfig& model, const LayoutCase& l, const ExpertOptions& options,
+                   DType dtype = DType::fp32) {
   return expert_steps::step_of(model, l, options, dtype, {l.dp == 4 ? 1 : 2, 8}, l.dp == 1 ? 2 : 1);
 }
 

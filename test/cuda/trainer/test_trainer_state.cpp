@@ -183,7 +183,7 @@ TEST_CASE("a process makes a context on the GPUs of its own ranks alone", "[cuda
   cuda_on_cpu::set_devices(form.visible, memory);
   cuda_on_cpu::set_context_bytes(context);
   Options o;
-  o.device = "cuda";
+  o.device = DeviceChoice::cuda;
   o.place = form.place;
   o.ranks = form.place.processes * form.place.local_ranks;
   const Device device = choose_device(o), first = rank_device(device, o.place);
@@ -224,8 +224,7 @@ TEST_CASE("NCCL's groups are made before the arena, with as many channels as the
       if (rank != 0) return;
       for (const Comm* group : run.groups.tensor_groups())
         if (group->size() > 1) channels += nccl_channels(traffic_of(group->name()));
-      small = 2 * Groups::scratch_bytes,
-      run.groups.links.for_each([&](StageLink&) { small += Groups::scratch_bytes; });
+      small = 2 * Groups::scratch_bytes, run.groups.links.for_each([&](StageLink&) { small += Groups::scratch_bytes; });
     });
   }
   const cuda_on_cpu::CommunicatorMemory found = cuda_on_cpu::communicator_memory(0);
@@ -324,7 +323,7 @@ TEST_CASE("an op that cannot be captured in a graph is named, with the option th
 
 TEST_CASE("--device auto uses the CPU if there is no GPU, and cuda says why there is none", "[cuda][trainer]") {
   Options automatic, cuda;
-  cuda.device = "cuda";
+  cuda.device = DeviceChoice::cuda;
   REQUIRE(choose_device(automatic).kind == DeviceKind::cuda);
   cuda_on_cpu::set_devices(0, 0, cudaErrorInsufficientDriver);
   const DeviceKind without = choose_device(automatic).kind;
@@ -353,7 +352,7 @@ TEST_CASE("a program without code for the GPU says so before it starts", "[cuda]
 TEST_CASE("without --local-ranks there is one rank per visible GPU", "[cuda][trainer]") {
   cuda_on_cpu::set_devices(3);
   Options cpu, generate;
-  cpu.device = "cpu";
+  cpu.device = DeviceChoice::cpu;
   generate.generate = true;
   const int64_t all = default_ranks({}), on_cpu = default_ranks(cpu), of_a_text = default_ranks(generate);
   cuda_on_cpu::set_devices(0, 0);

@@ -18,8 +18,7 @@ selftest::Model model_of(const char* family, DType dtype = DType::fp32) {
 StepConfig step_of(const selftest::Model& model, int tp = 1, bool sequence = true, const ZeroConfig& zero = {}) {
   ModelConfig config = model.config();
   config.n_layer = 1;
-  StepConfig step =
-      selftest::step_config(config, model.dtype, 1, Layout{zero, tensor_parallel(config, tp, sequence)});
+  StepConfig step = selftest::step_config(config, model.dtype, 1, Layout{zero, tensor_parallel(config, tp, sequence)});
   step.batch.T = 9;
   step.micro_batches = 1;
   return step;

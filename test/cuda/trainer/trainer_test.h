@@ -36,8 +36,9 @@ inline selftest::Outcome asynchronous_steps(const StepConfig& step, const selfte
     for (int k = 0; k < steps; ++k) begin_step(k);
     run.trainer.flush();
     std::vector<double> losses, norms;
-    losses.push_back(run.trainer.evaluate(2, 2 * step.batch.rows() * step.layout.readers(),
-                                          [&](int64_t m) { return selftest::read_batch(step, run.groups.reader(), m); }));
+    losses.push_back(run.trainer.evaluate(2, 2 * step.batch.rows() * step.layout.readers(), [&](int64_t m) {
+      return selftest::read_batch(step, run.groups.reader(), m);
+    }));
     begin_step(steps);
     run.trainer.flush();
     run.stream.synchronize();
