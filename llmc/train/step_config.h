@@ -86,16 +86,17 @@ struct StepConfig {
   // How many ranks, or groups of tensor- and context-parallel ranks, read samples of their own.
   int readers() const { return zero.ranks() / context.ranks; }
   // The shape of the part that one rank computes.
-  ModelConfig part() const {
-    ModelConfig part = part_of(model, tensor);
-    part.experts.ranks = expert.ranks;
-    part.experts.imbalance = experts.imbalance;
-    part.experts.sequence = batch.T;
-    part.experts.segment = context.ranks > 1 ? batch.T / (2 * context.ranks) : batch.T;
-    part.experts.spread = context.ranks > 1 || tensor.by_rows();
-    part.experts.cut = tensor.by_rows();
-    part.experts.capacity = experts.capacity(batch.T, model.experts);
-    return part;
+  ModelConfig part() const { return part_of(model, tensor); }
+  ExpertPlacement expert_placement() const {
+    return {.count = model.experts.count,
+            .per_token = model.experts.per_token,
+            .ranks = expert.ranks,
+            .imbalance = experts.imbalance,
+            .sequence = batch.T,
+            .segment = context.ranks > 1 ? batch.T / (2 * context.ranks) : batch.T,
+            .spread = context.ranks > 1 || tensor.by_rows(),
+            .cut = tensor.by_rows(),
+            .capacity = experts.capacity(batch.T, model.experts)};
   }
 
   // How many of a rank's S rows of the residual stream the head takes at a time: by head_chunks, or as many as have at
