@@ -31,12 +31,10 @@
 
 namespace llmc::parallel {
 
-// The tensors of attention. positions: an empty tensor, or those of the rows that this rank computes: its share (B T),
-// or whole sequences with ulysses (B P T)
 struct AttentionTensors {
-  Tensor out, lse;  // (B T, Hq D); room for (B, Hq, T) numbers, for the backward
-  Tensor qkv;       // (B T, (Hq + 2 Hkv) D)
-  Tensor positions;
+  Tensor out, lse;   // (B T, Hq D); room for (B, Hq, T) numbers, for the backward
+  Tensor qkv;        // (B T, (Hq + 2 Hkv) D)
+  Tensor positions;  // (B T), or (B P T) of whole sequences with ulysses; or an empty tensor
 };
 
 namespace detail {

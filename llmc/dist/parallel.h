@@ -50,10 +50,6 @@ inline Stream& after_compute(const Group& g) {
   g.ranks.exchange_stream->wait(g.compute.record());
   return *g.ranks.exchange_stream;
 }
-// The compute stream waits for all exchanges so far.
-inline void wait_for_exchanges(const Group& g) {
-  if (g.ranks.exchange_stream) g.compute.wait(g.ranks.exchange_stream->record());
-}
 
 // Slices of a matrix that are on their way from other ranks: one event for each of rank() - 1, rank() - 2, ...
 using Arrivals = std::vector<Event>;
@@ -103,33 +99,27 @@ void reduce_scatter(Tensor out, Tensor bias, const Group& g, Product&& product, 
   }
   product(slice(parts, r), r);
   meanwhile();
-  wait_for_exchanges(g);
+  if (g.ranks.exchange_stream) g.compute.wait(g.ranks.exchange_stream->record());
   merge_parts(out, parts.reshaped({P, S, C}), bias, g.compute);
 }
 
-// The same with all rows on every rank: out (R, C).
-template <class Product, class Meanwhile>
-void all_reduce(Tensor out, Tensor bias, const Group& g, Product&& product, Meanwhile&& meanwhile) {
-  const int64_t R = out.shape[0], C = out.shape[1], S = ceil_div(R, g.size());
-  auto scope = g.arena.scope();
-  const Tensor all = g.temporary("sum over the ranks", out.dtype, {S * g.size(), C});
-  reduce_scatter(rows_of(all, {S * g.rank(), S}), bias, g, product, meanwhile);
-  all_gather(all, g);
-  copy(out, rows_of(all, {0, R}), g.compute);
-}
-
 // out, rows of the residual stream = bias + the sum over the ranks of a product of R rows. product(piece, rows):
-// computes these rows of it.
+// computes these rows of it. Where every rank has all rows, the slices are gathered in the end.
 template <class Product, class Meanwhile>
 void reduce(Tensor out, int64_t R, Tensor bias, const Group& g, Product&& product, Meanwhile&& meanwhile) {
+  auto scope = g.arena.scope();
   const int64_t S = g.by_rows() ? out.shape[0] : ceil_div(R, g.size());
+  const Tensor all =
+      g.by_rows() ? Tensor{} : g.temporary("sum over the ranks", out.dtype, {S * g.size(), out.shape[1]});
   auto padded = [&](Tensor piece, int p) {
     const Range rows = slice_of(R, S, p);
     if (rows.size > 0) product(rows_of(piece, {0, rows.size}), rows);
     if (rows.size < S) zero(rows_of(piece, {rows.size, S - rows.size}), g.compute);
   };
-  if (g.by_rows()) reduce_scatter(out, bias, g, padded, meanwhile);
-  else all_reduce(out, bias, g, padded, meanwhile);
+  reduce_scatter(g.by_rows() ? out : rows_of(all, {S * g.rank(), S}), bias, g, padded, meanwhile);
+  if (g.by_rows()) return;
+  all_gather(all, g);
+  copy(out, rows_of(all, {0, R}), g.compute);
 }
 
 // ---- Rows ----------------------------------------------------------------------------------------------------------
@@ -151,14 +141,24 @@ inline Arrivals begin_gather_rows(Tensor room, Tensor x, const Group& g) {
   return begin_all_gather(room, g);
 }
 
-// room (P S, C) = the rows x (S, C) of all ranks. use(rows): enqueues the work that reads these rows; called only for
-// the first R.
-template <class Use>
-void gather_rows(Tensor room, Tensor x, int64_t R, const Group& g, Use&& use) {
+// Calls product(rows of out, the same rows of x) for all rows of x (S, C), as they arrive; or at once, where every rank
+// has all rows. room: where the gathered rows stay, or an empty tensor
+template <class Product>
+void with_all_rows(Tensor out, Tensor x, Tensor room, const char* name, const Group& g, Product&& product) {
+  if (!g.by_rows()) return product(out, x);
+  auto scope = g.arena.scope();
+  if (room.empty()) room = room_for_rows(name, x, g);
   as_they_arrive(begin_gather_rows(room, x, g), g, [&](int p) {
-    const Range rows = slice_of(R, x.shape[0], p);
-    if (rows.size > 0) use(rows);
+    const Range rows = slice_of(out.shape[0], x.shape[0], p);
+    if (rows.size > 0) product(rows_of(out, rows), rows_of(room, rows));
   });
+}
+// All rows of x: gathered from all ranks, or x itself where every rank has all rows.
+inline Tensor all_rows(const char* name, Tensor x, const Group& g) {
+  if (!g.by_rows()) return x;
+  const Tensor room = room_for_rows(name, x, g);
+  as_they_arrive(begin_gather_rows(room, x, g), g, [](int) {});
+  return room;
 }
 
 }  // namespace llmc::parallel

@@ -5,7 +5,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 
 #include "device/arena.h"
 #include "dist/expert_exchange.h"
@@ -61,30 +60,6 @@ struct BlockShape {
   bool has_sparse() const { return layers != Layers::dense && config.experts.count > 0; }
 };
 
-namespace detail {
-
-// An activation. from: the lowest level that recomputes it; none: it is always kept.
-struct Activation {
-  const char* name;
-  DType dtype;
-  Shape shape;
-  std::optional<Recompute> from;
-  bool product_input, of_experts;
-};
-
-// Sets a tensor, or leaves it.
-using Place = std::function<void(Tensor& t, const Activation& a)>;
-
-// Allocates the activations that are wanted, under a label for those of a block or one for those of its experts.
-inline Place in_arena(Arena& arena, const char* label, const char* label_of_experts,
-                      std::function<bool(const Activation&)> wanted) {
-  return [&arena, label, label_of_experts, wanted = std::move(wanted)](Tensor& t, const Activation& a) {
-    if (wanted(a)) t = arena.alloc(a.of_experts ? label_of_experts : label, a.name, a.dtype, a.shape);
-  };
-}
-
-}  // namespace detail
-
 // The tensors that the token slices of a micro-batch share in a block (slice_attention.h).
 struct SliceKeys {
   Tensor keys_values;  // (B T, 2 Hkv D) of whole sequences, as far as their slices have gone forward
@@ -128,8 +103,8 @@ struct BlockActivations {
 
   // The recomputed tensors: one set, reused by all blocks.
   static BlockActivations recomputed(const BlockShape& shape, Recompute recompute, Arena& arena) {
-    auto wanted = [=](const detail::Activation& a) { return a.from && *a.from <= recompute; };
-    BlockActivations all(shape, {}, detail::in_arena(arena, "recomputed", "recomputed of experts", wanted));
+    auto wanted = [=](const Activation& a) { return a.from && *a.from <= recompute; };
+    BlockActivations all(shape, {}, in_arena(arena, "recomputed", "recomputed of experts", wanted));
     if (recompute == Recompute::block) all.set_rounds(shape);
     return all;
   }
@@ -137,10 +112,10 @@ struct BlockActivations {
   // out.
   static BlockActivations kept(const BlockShape& shape, Recompute recompute, Backward backward,
                                const BlockActivations& shared, Arena& arena) {
-    auto wanted = [=](const detail::Activation& a) {
+    auto wanted = [=](const Activation& a) {
       return (!a.from || *a.from > recompute) && !(a.product_input && backward == Backward::in_parts);
     };
-    BlockActivations block(shape, shared, detail::in_arena(arena, "activations", "activations of experts", wanted));
+    BlockActivations block(shape, shared, in_arena(arena, "activations", "activations of experts", wanted));
     if (recompute < Recompute::block) block.set_rounds(shape);
     return block;
   }
@@ -148,14 +123,14 @@ struct BlockActivations {
   // recomputes.
   static BlockActivations product_inputs(const BlockShape& shape, Recompute recompute, ActionKind made_by,
                                          Arena& arena) {
-    auto wanted = [=](const detail::Activation& a) {
+    auto wanted = [=](const Activation& a) {
       return a.product_input && (*a.from <= recompute) == (made_by == ActionKind::backward_input);
     };
-    return {shape, {}, detail::in_arena(arena, "for the weight part", "for the weight part", wanted)};
+    return {shape, {}, in_arena(arena, "for the weight part", "for the weight part", wanted)};
   }
   // The same memory for a batch of at most as many rows, in a layer of a kind that the memory is for.
   static BlockActivations part_of(const BlockActivations& room, const BlockShape& shape) {
-    return {shape, room, [](Tensor& t, const detail::Activation& a) { t = t.slice(0, a.shape); }};
+    return {shape, room, [](Tensor& t, const Activation& a) { t = t.slice(0, a.shape); }};
   }
   // Takes those inputs of the products that `other` has.
   void take_product_inputs(const BlockActivations& other) {
@@ -174,14 +149,30 @@ struct BlockActivations {
   static int64_t most_segments(const BatchShape& s, int64_t S) { return std::min(S, 2 * s.B + 1); }
 
  private:
+  // An activation. from: the lowest level that recomputes it; none: it is always kept.
+  struct Activation {
+    const char* name;
+    DType dtype;
+    Shape shape;
+    std::optional<Recompute> from;
+    bool product_input, of_experts;
+  };
+  // Sets a tensor, or leaves it.
+  using Place = std::function<void(Tensor& t, const Activation& a)>;
+  // Allocates the activations that are wanted, under a label for those of a block or one for those of its experts.
+  template <class Wanted>
+  static Place in_arena(Arena& arena, const char* label, const char* label_of_experts, Wanted wanted) {
+    return [=, &arena](Tensor& t, const Activation& a) {
+      if (wanted(a)) t = arena.alloc(a.of_experts ? label_of_experts : label, a.name, a.dtype, a.shape);
+    };
+  }
   void set_rounds(const BlockShape& shape) {
     if (shape.has_sparse() && shape.placement.exchanged()) experts.rounds = std::make_shared<ExpertRounds>();
   }
   // Begins as a copy of `others`.
-  BlockActivations(const BlockShape& of, const BlockActivations& others, const detail::Place& place)
+  BlockActivations(const BlockShape& of, const BlockActivations& others, const Place& place)
       : BlockActivations(others) {
     const ModelConfig& c = of.config;
-    const BatchShape& s = of.batch;
     const int64_t N = of.rows(), S = of.stream_rows(), C = c.n_embd;
     const DType dtype = of.dtype, stat = accumulator_of(dtype);
     bool of_experts = false;
@@ -204,7 +195,7 @@ struct BlockActivations {
       heads = qkv;
     }
     alloc(attention, "attention", dtype, {N, c.q_size()}, block, product_input);
-    alloc(lse, "attention lse", stat, {s.B, c.n_head, s.T}, block);
+    alloc(lse, "attention lse", stat, {of.batch.B, c.n_head, of.batch.T}, block);
     alloc(middle, "middle", dtype, {S, C}, block);
     alloc(norm2, "norm2", dtype, {S, C}, norm, product_input);
     if (means) alloc(norm2_mean, "norm2 mean", stat, {S}, block);
@@ -216,7 +207,7 @@ struct BlockActivations {
     if (of.has_sparse()) {
       const Experts& e = c.experts;
       const ExpertPlacement& p = of.placement;
-      const int64_t k = e.per_token, segments = most_segments(s, S), R = p.room(S);
+      const int64_t k = e.per_token, segments = most_segments(of.batch, S), R = p.room(S);
       ExpertActivations& x = experts;
       ReceivedRows& r = x.received;
       const bool exchanged = p.exchanged();
@@ -259,23 +250,22 @@ struct OutputGradients {
     Tensor logits, up, outputs, shared_up, shared_out, gate_logits;
   } experts = {};
   OutputGradients() = default;
-  OutputGradients(const BlockShape& shape, Arena& arena) {
-    const ModelConfig& c = shape.config;
-    const int64_t N = shape.rows(), S = shape.stream_rows(), C = c.n_embd;
-    const DType dtype = shape.dtype, stat = accumulator_of(dtype);
-    auto of = [&](const char* name, DType d, const Shape& as) {
-      return arena.alloc("for the weight part", name, d, as);
+  OutputGradients(const BlockShape& of, Arena& arena) {
+    const ModelConfig& c = of.config;
+    const int64_t N = of.rows(), S = of.stream_rows(), C = c.n_embd;
+    const DType stat = accumulator_of(of.dtype);
+    auto alloc = [&](const char* name, const Shape& shape, std::optional<DType> other = {}) {
+      return arena.alloc("for the weight part", name, other.value_or(of.dtype), shape);
     };
-    auto alloc = [&](const char* name, const Shape& as) { return of(name, dtype, as); };
     qkv = alloc("gradient of qkv", {N, c.qkv_size()});
     middle = alloc("gradient of middle", {S, C});
     out = alloc("gradient of out", {S, C});
-    if (shape.has_dense()) up = alloc("gradient of up", {N, c.mlp_in_size()});
-    if (!shape.has_sparse()) return;
+    if (of.has_dense()) up = alloc("gradient of up", {N, c.mlp_in_size()});
+    if (!of.has_sparse()) return;
     const Experts& e = c.experts;
-    const int64_t R = shape.placement.room(S);
-    experts.logits = of("gradient of router logits", stat, {S, e.count});
-    if (!shape.placement.exchanged()) {
+    const int64_t R = of.placement.room(S);
+    experts.logits = alloc("gradient of router logits", {S, e.count}, stat);
+    if (!of.placement.exchanged()) {
       experts.up = alloc("gradient of up of experts", {R, 2 * e.width});
       experts.outputs = alloc("gradient of outputs of experts", {R, C});
     }
@@ -283,7 +273,7 @@ struct OutputGradients {
       experts.shared_up = alloc("gradient of up of the shared expert", {N, 2 * e.shared});
       experts.shared_out = alloc("gradient of the output of the shared expert", {S, C});
     }
-    if (e.shared_gate) experts.gate_logits = of("gradient of the gate of the shared expert", stat, {S, 1});
+    if (e.shared_gate) experts.gate_logits = alloc("gradient of the gate of the shared expert", {S, 1}, stat);
   }
 };
 

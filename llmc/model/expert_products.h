@@ -2,9 +2,6 @@
 // sent to them. If ranks share the experts of a layer (--ep), rows go to the ranks that have their experts and come
 // back (dist/expert_exchange.h), while the shared expert computes.
 #pragma once
-#include <algorithm>
-#include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -14,62 +11,55 @@
 namespace llmc {
 
 // The experts that a rank has, and R rows that were sent to them.
-class OwnExperts {
+class OwnExperts : SparseLayer {
  public:
-  OwnExperts(const SparseLayer& layer, const ReceivedRows& rows) : l_(layer), r_(rows) {}
+  OwnExperts(const SparseLayer& layer, const ReceivedRows& rows) : SparseLayer(layer), received_(rows) {}
 
   // out (R, C) = down(SwiGLU of gate and up) of the rows.
   void forward(Tensor out) const {
     interior();
-    grouped_linear_forward(out, r_.activated, weights().down, r_.offsets, stream());
+    grouped_linear_forward(out, received_.activated, weights().down, received_.offsets, stream());
   }
   // Without the last product.
   void interior() const {
-    grouped_linear_forward(r_.up, r_.rows, weights().gate_up, r_.offsets, stream());
+    grouped_linear_forward(received_.up, received_.rows, weights().gate_up, received_.offsets, stream());
     activation();
   }
-  void activation() const { swiglu_forward(r_.activated, r_.up, stream(), number_of_rows()); }
+  void activation() const { swiglu_forward(received_.activated, received_.up, stream(), number_of_rows()); }
 
   // drows (R, C) and dup (R, 2 F) = the gradients of the rows and of up, from the gradients of their outputs (R, C).
   void backward_input(Tensor drows, Tensor dup, Tensor doutputs) const {
-    auto scope = l_.group.arena.scope();
-    const Tensor dactivated =
-        l_.group.temporary("gradient of activated of experts", r_.activated.dtype, r_.activated.shape);
+    auto scope = group.arena.scope();
+    const Tensor dactivated = like("gradient of activated of experts", received_.activated);
     const Matrices m = weights();
-    grouped_linear_backward_input(dactivated, doutputs, m.down, r_.offsets, stream());
-    swiglu_backward(dup, dactivated, r_.up, stream(), number_of_rows());
-    grouped_linear_backward_input(drows, dup, m.gate_up, r_.offsets, stream());
+    grouped_linear_backward_input(dactivated, doutputs, m.down, received_.offsets, stream());
+    swiglu_backward(dup, dactivated, received_.up, stream(), number_of_rows());
+    grouped_linear_backward_input(drows, dup, m.gate_up, received_.offsets, stream());
   }
   // The gradients of the experts' matrices += ...
   void backward_weight(Tensor dup, Tensor doutputs) const {
-    const Matrices d = matrices([](const UnitState& unit, auto... which) { return unit.gradient(which...); });
-    grouped_linear_backward_weight(d.down, doutputs, r_.activated, r_.offsets, stream());
-    grouped_linear_backward_weight(d.gate_up, dup, r_.rows, r_.offsets, stream());
+    const Matrices d = matrices(&UnitState::gradient);
+    grouped_linear_backward_weight(d.down, doutputs, received_.activated, received_.offsets, stream());
+    grouped_linear_backward_weight(d.gate_up, dup, received_.rows, received_.offsets, stream());
   }
 
  private:
   struct Matrices {
     Tensor gate_up, down;  // (E, 2 F, C) (E, C, F), of the E experts that the rank has
   };
-  Matrices weights() const {
-    return matrices([](const UnitState& unit, auto... which) { return unit.weight(which...); });
-  }
-  // of(unit, name, fused): their weights, or their gradients
-  template <class Of>
-  Matrices matrices(Of&& of) const {
-    const UnitState& unit = l_.r.experts();
+  Matrices weights() const { return matrices(&UnitState::weight); }
+  Matrices matrices(Tensor (UnitState::*of)(const std::string& name, int fused) const) const {
+    const UnitState& unit = r.experts();
     const auto& params = unit.spec().params;  // gate and up of each expert, then all downs
     const int E = static_cast<int>(params.size() / 3);
-    const int64_t C = l_.config.n_embd, F = l_.config.experts.width;
-    return {of(unit, params[0].name, 2 * E).reshaped({E, 2 * F, C}),
-            of(unit, params[static_cast<size_t>(2 * E)].name, E).reshaped({E, C, F})};
+    const int64_t C = config.n_embd, F = config.experts.width;
+    return {(unit.*of)(params[0].name, 2 * E).reshaped({E, 2 * F, C}),
+            (unit.*of)(params[static_cast<size_t>(2 * E)].name, E).reshaped({E, C, F})};
   }
   // On the device.
-  Tensor number_of_rows() const { return r_.offsets.slice(r_.offsets.shape[0] - 1, {1}); }
-  Stream& stream() const { return l_.group.compute; }
+  Tensor number_of_rows() const { return received_.offsets.slice(received_.offsets.shape[0] - 1, {1}); }
 
-  const SparseLayer& l_;
-  const ReceivedRows& r_;
+  const ReceivedRows& received_;
 };
 
 // The rows of a layer between the ranks that share its experts.
@@ -88,20 +78,20 @@ class ExpertExchange : SparseLayer {
     auto scope = group.arena.scope();
     const Tensor sent = room_like("rows by expert", e.outputs);
     rows_by_expert(sent);
-    std::optional<ArrivingCounts> arriving;
-    if (padded_ > 0) arriving = send_counts();
-    *e.rounds = arriving ? ExpertRounds::padded(ranks_.size(), padded_) : exchange_counts();
+    std::optional<Arrival> counts;
+    if (padded_ > 0) counts = send_counts();
+    *e.rounds = counts ? ExpertRounds::padded(ranks_.size(), padded_) : exchange_counts();
     const int rounds = e.rounds->rounds();
     if (r.training && r.training->rounds) *r.training->rounds = std::max(*r.training->rounds, rounds);
     const Tensor out = room_like("outputs of experts", e.received.rows),
                  arrived = room_like("rows that arrive", e.received.rows);
-    const ReceivedRows further = arriving ? ReceivedRows{} : received_in_round();
+    const ReceivedRows further = counts ? ReceivedRows{} : received_in_round();
     for (int round = 0; round < rounds; ++round) {
       auto scope_of_round = group.arena.scope();
       const ReceivedRows& received = round == 0 ? e.received : further;
       const Arrival arrival = send_rows(arrived, sent, round);
       if (round == 0) meanwhile();
-      if (arriving) plan_arrival(received, *arriving);
+      if (counts) plan_arrival(received, *counts);
       else plan_arrival(received, round);
       take_rows(received.rows, arrival, received);
       OwnExperts(*this, received).forward(out);
@@ -192,13 +182,14 @@ class ExpertExchange : SparseLayer {
     return {std::move(counts), P, most};
   }
 
-  // If each rank sends the same number of rows to each other, with padding, only the device knows how many are real
-  // rows: the counts for each expert of this rank from each rank, (ranks, experts).
-  struct ArrivingCounts {
-    Tensor counts;
+  // A tensor that comes from the other ranks.
+  struct Arrival {
+    Tensor tensor;
     Event event;
   };
-  ArrivingCounts send_counts() const {
+  // If each rank sends the same number of rows to each other, with padding, only the device knows how many are real
+  // rows: the counts for each expert of this rank from each rank, (ranks, experts).
+  Arrival send_counts() const {
     const Shape shape = {ranks_.size(), r.placement.own()};
     const Tensor sent = room("rows for each expert", DType::int32, shape),
                  counts = room("rows that arrive for each expert", DType::int32, shape);
@@ -208,12 +199,8 @@ class ExpertExchange : SparseLayer {
     return {counts, travel_.record()};
   }
 
-  // Rows that are on their way to the experts of this rank, in the order of the ranks that sent them.
-  struct Arrival {
-    Tensor rows;  // (R, C)
-    Event event;
-  };
-  // Sends the rows of a round. sent: rows in the order of their experts; arrived (R, C): the rows that come
+  // Sends the rows of a round. sent: rows in the order of their experts; arrived (R, C): the rows that come, in the
+  // order of the ranks that sent them
   Arrival send_rows(Tensor arrived, Tensor sent, int round) const {
     travel_.wait(stream().record());
     ranks_.all_to_all_rows(arrived, sent, e.rounds->blocks_sent(ranks_.rank(), round),
@@ -229,14 +216,14 @@ class ExpertExchange : SparseLayer {
     upload(on_device, std::move(counts), stream());
     arrival_plan(received.places, received.offsets, on_device, 0, stream());
   }
-  void plan_arrival(const ReceivedRows& received, const ArrivingCounts& arriving) const {
-    stream().wait(arriving.event);
-    arrival_plan(received.places, received.offsets, arriving.counts, padded_, stream());
+  void plan_arrival(const ReceivedRows& received, const Arrival& counts) const {
+    stream().wait(counts.event);
+    arrival_plan(received.places, received.offsets, counts.tensor, padded_, stream());
   }
   // out (R, C) = the arrived rows in the order of the experts.
   void take_rows(Tensor out, const Arrival& arrival, const ReceivedRows& received) const {
     stream().wait(arrival.event);
-    dispatch_rows(out, arrival.rows, received.places, stream());
+    dispatch_rows(out, arrival.tensor, received.places, stream());
   }
   // Sends the results of a round back: to = the results of the ranks with the experts, `from` (R, C) on each of them.
   void return_rows(Tensor to, Tensor from, const ReceivedRows& received, int round) const {

@@ -129,36 +129,27 @@ struct Layer {
   }
 };
 
-// Norm `name` of a unit: layernorm or rmsnorm.
+// A norm: layernorm or rmsnorm.
 struct NormLayer {
-  const char* name;
   const ModelConfig& config;
-  const UnitState& unit;
+  parallel::Parameters p;
   Tensor mean, rstd;  // (S) each; no mean with rmsnorm
   Stream& stream;
 
+  bool is_rmsnorm() const { return config.family.norm == Norm::rmsnorm; }
   void forward(Tensor out, Tensor x) const {
-    if (is_rmsnorm()) rmsnorm_forward(out, rstd, x, weight(), config.norm_eps, stream);
-    else layernorm_forward(out, mean, rstd, x, weight(), bias(), config.norm_eps, stream);
+    if (is_rmsnorm()) rmsnorm_forward(out, rstd, x, p.weight(), config.norm_eps, stream);
+    else layernorm_forward(out, mean, rstd, x, p.weight(), p.bias(), config.norm_eps, stream);
   }
   // sum = x + branch, and its norm.
   void forward(Tensor out, Tensor sum, Tensor x, Tensor branch) const {
-    if (is_rmsnorm()) residual_rmsnorm_forward(out, rstd, sum, x, branch, weight(), config.norm_eps, stream);
-    else residual_layernorm_forward(out, mean, rstd, sum, x, branch, weight(), bias(), config.norm_eps, stream);
+    if (is_rmsnorm()) residual_rmsnorm_forward(out, rstd, sum, x, branch, p.weight(), config.norm_eps, stream);
+    else residual_layernorm_forward(out, mean, rstd, sum, x, branch, p.weight(), p.bias(), config.norm_eps, stream);
   }
   void backward(Tensor dx, Tensor dout, Tensor x, Accumulate accumulate_dx) const {
-    const Tensor dweight = unit.gradient(weight_name());
-    if (is_rmsnorm()) rmsnorm_backward(dx, dweight, dout, x, weight(), rstd, accumulate_dx, stream);
-    else
-      layernorm_backward(dx, dweight, unit.gradient(bias_name()), dout, x, weight(), mean, rstd, accumulate_dx, stream);
+    if (is_rmsnorm()) rmsnorm_backward(dx, p.dweight(), dout, x, p.weight(), rstd, accumulate_dx, stream);
+    else layernorm_backward(dx, p.dweight(), p.dbias(), dout, x, p.weight(), mean, rstd, accumulate_dx, stream);
   }
-
- private:
-  bool is_rmsnorm() const { return config.family.norm == Norm::rmsnorm; }
-  std::string weight_name() const { return std::string(name) + ".weight"; }
-  std::string bias_name() const { return std::string(name) + ".bias"; }
-  Tensor weight() const { return unit.weight(weight_name()); }
-  Tensor bias() const { return unit.weight(bias_name()); }
 };
 
 }  // namespace llmc

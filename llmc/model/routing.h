@@ -54,8 +54,7 @@ class ExpertRouter : SparseLayer {
   }
 
  private:
-  int64_t segments() const { return r.rows.segments.count(n); }
-  Tensor of_segments(const Tensor& t) const { return parallel::rows_of(t, {0, segments()}); }
+  Tensor of_segments(const Tensor& t) const { return parallel::rows_of(t, {0, r.rows.segments.count(n)}); }
 
   // Adds to the records of training, and keeps the counts over whole sequences that the balancing loss and the capacity
   // need.

@@ -58,7 +58,9 @@ class Attention : Layer {
   AttentionShape shape() const { return attention_shape(config, sequences.shape); }
   parallel::AttentionTensors tensors() const { return {a.attention, a.lse, a.heads, sequences.boundaries()}; }
   SliceAttention slice_attention() const { return {a.slice_keys, shape(), *sequences.slice, group}; }
-  parallel::ProjectionNorm projection_norm() const { return {unit, shape(), group}; }
+  parallel::Parameters q_norm() const { return {unit, "attn.q_norm"}; }
+  parallel::Parameters k_norm() const { return {unit, "attn.k_norm"}; }
+  parallel::ProjectionNorm projection_norm() const { return {q_norm(), k_norm(), shape(), group}; }
   std::optional<RotaryPositions> rotary() const {
     if (config.family.positions == Positions::learned) return {};
     return RotaryPositions{sequences.rotary_table, sequences.positions};
@@ -78,17 +80,16 @@ class Attention : Layer {
   void heads() const {
     const QkNorm norm = config.family.qk_norm;
     if (norm == QkNorm::by_head)
-      return qk_norm_forward(a.heads, a.heads_rstd, a.qkv, unit.weight("attn.q_norm.weight"),
-                             unit.weight("attn.k_norm.weight"), rotary(), config.norm_eps, shape(), stream());
+      return qk_norm_forward(a.heads, a.heads_rstd, a.qkv, q_norm().weight(), k_norm().weight(), rotary(),
+                             config.norm_eps, shape(), stream());
     if (norm == QkNorm::by_projection) projection_norm().forward(a.heads, a.heads_rstd, a.qkv, config.norm_eps);
     if (rotary()) rotary_embedding(a.heads, *rotary(), shape(), Turn::forward, stream());
   }
   void heads_backward(Tensor dqkv) const {
     const QkNorm norm = config.family.qk_norm;
     if (norm == QkNorm::by_head)
-      return qk_norm_backward(dqkv, unit.gradient("attn.q_norm.weight"), unit.gradient("attn.k_norm.weight"), a.qkv,
-                              unit.weight("attn.q_norm.weight"), unit.weight("attn.k_norm.weight"), a.heads_rstd,
-                              rotary(), shape(), stream());
+      return qk_norm_backward(dqkv, q_norm().dweight(), k_norm().dweight(), a.qkv, q_norm().weight(), k_norm().weight(),
+                              a.heads_rstd, rotary(), shape(), stream());
     if (rotary()) rotary_embedding(dqkv, *rotary(), shape(), Turn::backward, stream());
     if (norm == QkNorm::by_projection) projection_norm().backward(dqkv, a.qkv, a.heads_rstd);
   }
@@ -176,8 +177,8 @@ class Block : Layer {
   }
 
  private:
-  NormLayer norm1() const { return {"ln1", config, unit, a.norm1_mean, a.norm1_rstd, stream()}; }
-  NormLayer norm2() const { return {"ln2", config, unit, a.norm2_mean, a.norm2_rstd, stream()}; }
+  NormLayer norm1() const { return {config, {unit, "ln1"}, a.norm1_mean, a.norm1_rstd, stream()}; }
+  NormLayer norm2() const { return {config, {unit, "ln2"}, a.norm2_mean, a.norm2_rstd, stream()}; }
   Attention attention() const { return Attention(*this); }
   // Calls use() with the feed-forward of this layer.
   template <class Use>
@@ -222,10 +223,10 @@ struct HeadActivations {
 
 // logits = matrix(norm(x)), and their loss. The matrix is the token embedding if that is tied, and then `embedding` is
 // read.
-class Head {
- public:
-  Head(const ModelConfig& config, const UnitState& unit, const UnitState& embedding, const parallel::Group& group)
-      : config_(config), unit_(unit), embedding_(embedding), g_(group) {}
+struct Head {
+  const ModelConfig& config;
+  const UnitState &unit, &embedding;
+  const parallel::Group& g;
 
   void forward(const HeadActivations& a, Tensor x) const {
     norm(a).forward(a.norm, x);
@@ -233,28 +234,20 @@ class Head {
   }
   // With Gradient::yes the logits become their gradient, times `scale`.
   void loss(const HeadActivations& a, Tensor targets, double scale, Gradient gradient) const {
-    const Vocabulary part = parameters().unit.vocabulary(parameters().name + std::string(".weight"));
-    parallel::CrossEntropy{part, g_}(a.losses, a.logits, targets, scale, gradient);
+    const parallel::Parameters p = matrix().p;
+    parallel::CrossEntropy{p.unit.vocabulary(p.full(".weight")), g}(a.losses, a.logits, targets, scale, gradient);
   }
   // dx = ..., from a.logits, which already hold their gradient; the weight gradients += ...
   void backward(Tensor dx, const HeadActivations& a, Tensor x) const {
-    auto scope = g_.arena.scope();
-    const Tensor dnorm = g_.temporary("gradient of ln_f", x.dtype, x.shape);
+    auto scope = g.arena.scope();
+    const Tensor dnorm = g.temporary("gradient of ln_f", x.dtype, x.shape);
     matrix().backward(dnorm, a.logits, a.norm, a.gathered);
     norm(a).backward(dx, dnorm, x, Accumulate::no);
   }
-
- private:
-  parallel::LinearParameters parameters() const {
-    if (config_.tied) return {embedding_, "wte"};
-    return {unit_, "lm_head"};
+  parallel::ColumnLinear matrix() const {
+    return {config.tied ? parallel::Parameters{embedding, "wte"} : parallel::Parameters{unit, "lm_head"}, g};
   }
-  parallel::ColumnLinear matrix() const { return {parameters(), g_}; }
-  NormLayer norm(const HeadActivations& a) const { return {"ln_f", config_, unit_, a.mean, a.rstd, g_.compute}; }
-
-  const ModelConfig& config_;
-  const UnitState &unit_, &embedding_;
-  const parallel::Group& g_;
+  NormLayer norm(const HeadActivations& a) const { return {config, {unit, "ln_f"}, a.mean, a.rstd, g.compute}; }
 };
 
 }  // namespace llmc

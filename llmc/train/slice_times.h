@@ -59,9 +59,8 @@ class SliceTimes {
     // As if each rank had all experts: with --ep a rank computes equally many rows, and rows travel meanwhile.
     ExpertPlacement placement = config_.expert_placement();
     placement.ranks = 1;
-    BlockShape of{model_, shape, Layers::any, config_.tensor, config_.dtype, placement};
+    const BlockShape of{model_, shape, kind_, config_.tensor, config_.dtype, placement};
     const BlockActivations shared = BlockActivations::recomputed(of, recompute, arena_);
-    of.layers = kind_;
     BlockActivations acts = BlockActivations::kept(of, recompute, Backward::whole, shared, arena_);
     auto alloc = [&](DType dtype, const Shape& as) { return arena_.alloc("slices on paper", "a tensor", dtype, as); };
     const Shape keys{shape.B * T, 2 * model_.kv_size()};

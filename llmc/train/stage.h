@@ -101,8 +101,7 @@ class Stage {
     const Head head = acquire_head();
     if (pass.purpose == Purpose::evaluate) evaluate_head(x, head, slot, pass, micro_batch);
     else compute_logits(logits, x, head, pass);
-    state_.release(head_unit(), context_.compute);
-    release_tied();
+    release_head();
   }
 
   // Gradients of the chunk's weights += those of the micro-batch. `last_micro_batch`: they are then complete, and are
@@ -120,8 +119,8 @@ class Stage {
       const LayerUnits& units = units_of(c.layers[l]);
       const UnitState& unit = state_.unit(units.block);
       const ProfilerRange range = set_current("weight part of the backward of " + unit.spec().name);
-      Sequences sequence = sequences(slot, {Purpose::train, slot.shape}, c.layers[l]);
-      if (units.experts) sequence.routing.experts = [&]() -> const UnitState& { return state_.unit(*units.experts); };
+      const Sequences sequence = sequences(slot, {Purpose::train, slot.shape}, c.layers[l],
+                                           [&]() -> const UnitState& { return state_.unit(*units.experts); });
       for_units(units, [&](size_t u) { state_.resume_gradients(u); });
       Block({model_, unit, slot.blocks[l], sequence, parallel_, &slot.output_gradients[l]}).backward_weight();
       for_units(units, [&](size_t u) { state_.reduce_gradients(u, last_micro_batch, context_.compute); });
@@ -150,7 +149,8 @@ class Stage {
     const UnitState& head = state_.acquire(head_unit(), context_.compute);
     return {model_, head, config_.model.tied ? state_.acquire(embedding_unit, context_.compute) : head, parallel_};
   }
-  void release_tied() {
+  void release_head() {
+    state_.release(head_unit(), context_.compute);
     if (config_.model.tied) state_.release(embedding_unit, context_.compute);
   }
 
@@ -160,25 +160,23 @@ class Stage {
     return ProfilerRange(current_.c_str());
   }
 
-  // What a block needs besides its weights; a generated text is one document.
-  Sequences sequences(const Slot& slot, const Pass& pass, int64_t layer) const {
-    Sequences s{slot.shape,
-                slot.inputs.positions.slice(0, {slot.shape.rows()}),
-                rotary_table_,
-                pass.purpose == Purpose::generate ? Documents::together : config_.documents,
-                config_.context_for(pass.purpose),
-                slot.inputs.all_positions,
+  // What a block needs besides its weights; a generated text is one document. experts(): acquires their unit.
+  template <class AcquireExperts>
+  Sequences sequences(const Slot& slot, const Pass& pass, int64_t layer, AcquireExperts&& experts) const {
+    const ContextParallel context = config_.context_for(pass.purpose);
+    Sequences s{slot.shape,    slot.inputs.positions.slice(0, {slot.shape.rows()}),
+                rotary_table_, pass.purpose == Purpose::generate ? Documents::together : config_.documents,
+                context,       slot.inputs.all_positions,
                 slot.slice};
     if (pass.cache != nullptr) s.cache = {pass.cache->layers[static_cast<size_t>(layer)], pass.cache->rows};
-    if (units_of(layer).experts)
-      s.routing = {
-          stream_rows(slot, pass.purpose), placement_, experts_.bias_of(layer),
-          pass.purpose == Purpose::train ? std::optional(experts_.training_of(layer, slot.shape)) : std::nullopt};
+    if (!units_of(layer).experts) return s;
+    s.routing = {stream_rows_of(slot.shape, config_.tensor, context, state_.dp().tensor_rank),
+                 placement_,
+                 experts_.bias_of(layer),
+                 {},
+                 experts};
+    if (pass.purpose == Purpose::train) s.routing.training = experts_.training_of(layer, slot.shape);
     return s;
-  }
-  // The rows that this rank has of the residual stream.
-  StreamRows stream_rows(const Slot& slot, Purpose purpose) const {
-    return stream_rows_of(slot.shape, config_.tensor, config_.context_for(purpose), state_.dp().tensor_rank);
   }
 
   // A layer's units while it computes. The experts, the larger unit, are acquired only when they are needed, and so are
@@ -214,7 +212,7 @@ class Stage {
     Stream& stream = context_.compute;
     const ProfilerRange range = set_current("forward of the embedding");
     const UnitState& unit = state_.acquire(embedding_unit, stream);
-    parallel::Embedding(unit, parallel_).forward(out, slot.inputs.tokens, slot.inputs.positions);
+    parallel::Embedding{unit, parallel_}.forward(out, slot.inputs.tokens, slot.inputs.positions);
     state_.release(embedding_unit, stream);
   }
 
@@ -222,8 +220,7 @@ class Stage {
     HeldLayer held(units_of(layer), state_, context_.compute);
     const UnitState& unit = held.block();
     const ProfilerRange range = set_current("forward of " + unit.spec().name);
-    Sequences sequence = sequences(slot, pass, layer);
-    sequence.routing.experts = [&held]() -> const UnitState& { return held.experts(); };
+    const Sequences sequence = sequences(slot, pass, layer, [&]() -> const UnitState& { return held.experts(); });
     Block({model_, unit, acts, sequence, parallel_}).forward(x);
     held.release();
   }
@@ -235,23 +232,21 @@ class Stage {
         std::make_shared<std::vector<float>>(pass.row_losses ? static_cast<size_t>(pass.shape.rows()) : 0);
     const auto row_of_all = [context = config_.context, T = pass.shape.T, rank = state_.dp().context_rank](
                                 int64_t row) { return static_cast<size_t>(context.row_of_all(row, T, rank)); };
-    for_head_chunks(
-        x, slot,
-        [&](const HeadActivations& acts, const Tensor& part, const Tensor& targets, const std::vector<Range>& rows) {
-          head.forward(acts, part);
-          add_loss(head, acts, targets, Gradient::no);
-          if (!pass.row_losses) return;
-          const bool last = rows[0].end() == x.shape[0];
-          download(acts.losses, context_.compute,
-                   [losses, rows, R, last, micro_batch, row_of_all,
-                    report = pass.row_losses](const std::vector<float>& of_part) {
-                     auto from = of_part.begin();
-                     for (const Range& range : rows)
-                       for (int64_t row = range.begin; row < range.end(); ++row, ++from)
-                         if (row < R) (*losses)[row_of_all(row)] = *from;
-                     if (last) report(micro_batch, *losses);
-                   });
-        });
+    for_head_chunks(x, slot, [&](const HeadActivations& acts, Tensor part, Tensor targets, const auto& rows) {
+      head.forward(acts, part);
+      add_loss(head, acts, targets, Gradient::no);
+      if (!pass.row_losses) return;
+      const bool last = rows[0].end() == x.shape[0];
+      download(acts.losses, context_.compute,
+               [losses, rows, R, last, micro_batch, row_of_all,
+                report = pass.row_losses](const std::vector<float>& of_part) {
+                 auto from = of_part.begin();
+                 for (const Range& range : rows)
+                   for (int64_t row = range.begin; row < range.end(); ++row, ++from)
+                     if (row < R) (*losses)[row_of_all(row)] = *from;
+                 if (last) report(micro_batch, *losses);
+               });
+    });
   }
 
   // logits = the head on one row of x (S, C) only.
@@ -269,23 +264,19 @@ class Stage {
 
   // Final norm, logits and loss of x (S, C), forward and backward; slot.gradient = the gradient of x.
   void backward_head(const Tensor& x, const Slot& slot, bool last_micro_batch) {
-    Stream& stream = context_.compute;
     const ProfilerRange range = set_current("backward of the head");
     const Head head = acquire_head();
     start_gradients(head_unit(), slot);
     // A tied table gets its gradients in two parts, here and in backward_embedding(), which reduces them.
     if (config_.model.tied) start_gradients(embedding_unit, slot);
-    for_head_chunks(
-        x, slot,
-        [&](const HeadActivations& acts, const Tensor& part, const Tensor& targets, const std::vector<Range>& rows) {
-          head.forward(acts, part);
-          add_loss(head, acts, targets, Gradient::yes);
-          head.backward(slot.gradient.slice(rows[0].begin * x.shape[1], part.shape), acts, part);
-        });
+    for_head_chunks(x, slot, [&](const HeadActivations& acts, Tensor part, Tensor targets, const auto& rows) {
+      head.forward(acts, part);
+      add_loss(head, acts, targets, Gradient::yes);
+      head.backward(slot.gradient.slice(rows[0].begin * x.shape[1], part.shape), acts, part);
+    });
     reduce_gradients(head_unit(), slot, last_micro_batch);
     if (reduces_tied_parts()) reduce_gradients(embedding_unit, slot, last_micro_batch);
-    state_.release(head_unit(), stream);
-    release_tied();
+    release_head();
   }
 
   // Block `l` of the chunk. slot.gradient: on entry the gradient of its output, on return that of its input.
@@ -298,8 +289,7 @@ class Stage {
     const UnitState& unit = held.block();
     const ProfilerRange range =
         set_current((whole ? "backward of " : "input part of the backward of ") + unit.spec().name);
-    Sequences sequence = sequences(slot, pass, layer);
-    sequence.routing.experts = [&held]() -> const UnitState& { return held.experts(); };
+    Sequences sequence = sequences(slot, pass, layer, [&]() -> const UnitState& { return held.experts(); });
     if (sequence.routing.training) sequence.routing.training->records = false;
     for_units(units, [&](size_t u) { start_gradients(u, slot); });
     auto scope = context_.arena.scope();
@@ -318,7 +308,7 @@ class Stage {
     const ProfilerRange range = set_current("backward of the embedding");
     if (!config_.model.tied || reduces_tied_parts()) start_gradients(embedding_unit, slot);
     const UnitState& unit = state_.unit(embedding_unit);
-    parallel::Embedding(unit, parallel_).backward(slot.gradient, slot.inputs.tokens, slot.inputs.positions);
+    parallel::Embedding{unit, parallel_}.backward(slot.gradient, slot.inputs.tokens, slot.inputs.positions);
     reduce_gradients(embedding_unit, slot, last_micro_batch);
   }
 
