@@ -10,14 +10,15 @@
 // The backward of one communicates like the forward of the other. Bytes that a rank sends, with A the size of R rows of
 // C (padded) and f = (P - 1) / P:
 //
-//                                    sequence parallelism              without: all rows on every rank
-//   ColumnLinear   forward           f A: gather x                     nothing
-//                  backward_input    f A: reduce-scatter dx            2 f A: all-reduce dx
-//                  backward_weight   f A: gather x again, if x is gone nothing
-//   RowLinear      forward           f A: reduce-scatter out           2 f A: all-reduce out
-//                  backward          f A: gather dout                  nothing; in two parts: each of them
-//   Embedding      forward           f A                               2 f A
-//                  backward          f A                               nothing
+//                                    sequence parallelism                   without: all rows on every rank
+//   ColumnLinear   forward           f A: gather x                          nothing
+//                  backward_input    f A: reduce-scatter dx                 2 f A: all-reduce dx
+//                  backward_weight   f A: gather x again, unless it stayed  nothing
+//   RowLinear      forward           f A: reduce-scatter out                2 f A: all-reduce out
+//                  backward_input    f A: gather dout                       nothing
+//                  backward_weight   nothing, or f A if it comes later      nothing
+//   Embedding      forward           f A                                    2 f A
+//                  backward          f A                                    nothing
 //   CrossEntropy                     3 (P - 1) numbers a row, never a row of logits
 //   ProjectionNorm                   2 (P - 1) numbers a row, and as many in its backward
 //

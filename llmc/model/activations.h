@@ -1,5 +1,5 @@
 // activations.h: the tensors that a block keeps between its forward and its backward, and between the parts of its
-// backward; which of them are recomputed. Sizes: as in transformer.h.
+// backward; which of them are recomputed. Sizes: as in layer.h.
 #pragma once
 #include <functional>
 #include <memory>

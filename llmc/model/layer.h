@@ -89,8 +89,7 @@ inline AttentionShape attention_shape(const ModelConfig& c, const BatchShape& s)
   return {.B = s.B, .T = s.T, .Hq = c.n_head, .Hkv = c.n_kv_head, .D = c.head_size};
 }
 
-// The inputs of a block's column-parallel products, gathered from all ranks by its recomputation and kept for its
-// backward.
+// The inputs of a block's column-parallel products from all ranks: its recomputation keeps them for its backward.
 struct GatheredRows {
   Tensor norm1, norm2;  // (P S, C), or empty tensors
 };

@@ -20,15 +20,21 @@ class Attention : Layer {
  public:
   explicit Attention(const Layer& layer) : Layer(layer) {}
 
-  // Without the last product, which the backward does not need.
+  // a.attention, without the last product, which the backward does not need.
   void forward() const {
     qkv().forward(a.qkv, a.norm1, gathered.norm1);
     heads();
     attend();
   }
   void output(Tensor out) const { proj().forward(out, a.attention); }
-  void recompute() const {
-    if (config.family.qk_norm != QkNorm::none) heads();
+  // a.heads = the queries, keys and values that attention reads, from a.qkv; in place without query-key norm.
+  void heads() const {
+    const QkNorm norm = config.family.qk_norm;
+    if (norm == QkNorm::by_head)
+      return qk_norm_forward(a.heads, a.heads_rstd, a.qkv, q_norm().weight(), k_norm().weight(), rotary(),
+                             config.norm_eps, shape(), stream());
+    if (norm == QkNorm::by_projection) projection_norm().forward(a.heads, a.heads_rstd, a.qkv, config.norm_eps);
+    if (rotary()) rotary_embedding(a.heads, *rotary(), shape(), Turn::forward, stream());
   }
 
   struct Gradients {
@@ -76,15 +82,6 @@ class Attention : Layer {
     else parallel::attention_forward(tensors(), shape(), sequences.context, group);
   }
 
-  // a.heads = the queries, keys and values that attention reads, from a.qkv; in place without query-key norm.
-  void heads() const {
-    const QkNorm norm = config.family.qk_norm;
-    if (norm == QkNorm::by_head)
-      return qk_norm_forward(a.heads, a.heads_rstd, a.qkv, q_norm().weight(), k_norm().weight(), rotary(),
-                             config.norm_eps, shape(), stream());
-    if (norm == QkNorm::by_projection) projection_norm().forward(a.heads, a.heads_rstd, a.qkv, config.norm_eps);
-    if (rotary()) rotary_embedding(a.heads, *rotary(), shape(), Turn::forward, stream());
-  }
   void heads_backward(Tensor dqkv) const {
     const QkNorm norm = config.family.qk_norm;
     if (norm == QkNorm::by_head)
@@ -142,8 +139,8 @@ class Block : Layer {
     interior(x);
     auto scope = group.arena.scope();
     const Tensor branch = like("residual branch", a.out);
-    feed_forward([&](const auto& f) { f.output(branch); });
-    residual_forward(a.out, a.middle, branch, stream());
+    feed_forward([&](const auto& f) { f.output(branch); });  // down, or the sum of experts
+    residual_forward(a.out, a.middle, branch, stream());     // x2 = x1 + branch
   }
 
   // Recomputes the activations that the forward did not keep.
@@ -152,7 +149,7 @@ class Block : Layer {
     if (recompute == Recompute::block) return interior(x);
     if (recompute == Recompute::norm) {
       norm1().forward(a.norm1, x);
-      attention().recompute();
+      if (config.family.qk_norm != QkNorm::none) attention().heads();
       norm2().forward(a.norm2, a.middle);
     }
     feed_forward([&](const auto& f) { f.recompute(recompute); });
@@ -190,14 +187,14 @@ class Block : Layer {
   // The forward without the last product (or sum of experts) and residual addition, which the backward does not need.
   void interior(Tensor x) const {
     norm1().forward(a.norm1, x);
-    attention().forward();
+    attention().forward();  // attention(heads(qkv(norm1)))
     {
       auto scope = group.arena.scope();
       const Tensor branch = like("residual branch", x);
-      attention().output(branch);
-      norm2().forward(a.norm2, a.middle, x, branch);
+      attention().output(branch);                     // proj
+      norm2().forward(a.norm2, a.middle, x, branch);  // x1 = x + branch, and its norm
     }
-    feed_forward([](const auto& f) { f.forward(); });
+    feed_forward([](const auto& f) { f.forward(); });  // activation(up(norm2)), or experts
   }
 };
 
@@ -245,7 +242,8 @@ struct Head {
     norm(a).backward(dx, dnorm, x, Accumulate::no);
   }
   parallel::ColumnLinear matrix() const {
-    return {config.tied ? parallel::Parameters{embedding, "wte"} : parallel::Parameters{unit, "lm_head"}, g};
+    if (config.tied) return {{embedding, "wte"}, g};
+    return {{unit, "lm_head"}, g};
   }
   NormLayer norm(const HeadActivations& a) const { return {config, {unit, "ln_f"}, a.mean, a.rstd, g.compute}; }
 };

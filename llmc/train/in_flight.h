@@ -49,16 +49,31 @@ struct Slot {
   bool ends_backward() const { return !slice || slice->first == 0; }
 };
 
+struct KeyValueCache;
+
+// Whether the actions of a training step may be launched as CUDA graphs that were captured before.
+enum class Launch : uint8_t { replay, enqueue };
+
+// The purpose of one pass over a list of actions.
+struct Pass {
+  Purpose purpose;
+  BatchShape shape;  // of a micro-batch
+  Launch launch = Launch::replay;
+  RowLosses row_losses = {};       // evaluate: receives the loss of every row, if set
+  KeyValueCache* cache = nullptr;  // generate: of the text that the tokens continue; none: they begin one
+  int64_t logits_row = 0;          // generate: the row whose logits are computed
+};
+
 // The memory of a pass over a list of actions: as many sets of inputs, and of each block's activations, as are in use
 // at the same time. With a backward in parts, memory that only the input part needs is free after it. The token slices
 // of a micro-batch share one buffer of keys and values; there is one set of their gradients, for the one micro-batch
 // whose backward is in progress.
 class PassMemory {
  public:
-  // all: the shape of a micro-batch. period: micro-batch m uses the sets of micro-batch m modulo `period`; 0: the list
+  // period: micro-batch m uses the sets of micro-batch m modulo `period`; 0: the list
   // has all micro-batches
   PassMemory(const StepConfig& config, const std::vector<Chunk>& chunks, const std::vector<Action>& actions,
-             const BatchShape& all, Purpose purpose, Arena& arena, int64_t period = 0)
+             const Pass& pass, Arena& arena, int64_t period = 0)
       : config_(config),
         period_(period),
         chunks_(chunks),
@@ -68,7 +83,7 @@ class PassMemory {
         block_sets_(
             actions,
             [&](int c) {
-              if (purpose == Purpose::train) return kinds_of(c);
+              if (pass.purpose == Purpose::train) return kinds_of(c);
               return std::vector<Layers>(std::min<size_t>(kinds_of(c).size(), 2), Layers::any);
             },
             ActionKind::forward, is_backward),
@@ -76,13 +91,13 @@ class PassMemory {
             actions, [&](int c) { return std::vector<int>(has_own_input(c), 0); }, ActionKind::forward, is_backward),
         product_sets_(parts(actions, ActionKind::forward)),
         gradient_sets_(parts(actions, ActionKind::backward_input)) {
-    BatchShape shape = config.share(all, purpose, 0);  // of the largest slice
-    for (int k = 0; k < config.slices_for(purpose); ++k) {
-      shapes_.push_back(config.share(all, purpose, k));
+    BatchShape shape = config.share(pass.shape, pass.purpose, 0);  // of the largest slice
+    for (int k = 0; k < config.slices_for(pass.purpose); ++k) {
+      shapes_.push_back(config.share(pass.shape, pass.purpose, k));
       if (shapes_.back().T > shape.T) shape = shapes_.back();
     }
     const Shape stream_shape{config.tensor.stream_rows(shape.rows()), model_.n_embd};
-    const Recompute recompute = config.recompute_for(purpose);
+    const Recompute recompute = config.recompute_for(pass.purpose);
     const Backward backward = gradient_sets_.count() > 0 ? Backward::in_parts : Backward::whole;
     auto product_inputs = [&](const PassSets& sets, size_t set, ActionKind made_by) {
       return BlockActivations::product_inputs(block_shape(shape, sets.kind_of<Layers>(set)), recompute, made_by, arena);
@@ -91,20 +106,20 @@ class PassMemory {
     const BlockActivations shared = BlockActivations::recomputed(block_shape(shape, Layers::any), recompute, arena);
     for (int64_t i = 0; i < micro_batches_in_flight(actions); ++i)
       for (const BatchShape& slice : shapes_)
-        inputs_.emplace_back(slice.rows(), config.all_position_rows(all, purpose), config.tensor, arena);
+        inputs_.emplace_back(slice.rows(), config.all_position_rows(pass.shape, pass.purpose), config.tensor, arena);
     for (size_t i = 0; i < input_sets_.count(); ++i)
       chunk_inputs_.push_back(arena.alloc("activations", "input of a chunk", config.dtype, stream_shape));
     for (const BatchShape& room : rooms_of_blocks(actions))
       blocks_.push_back(BlockActivations::kept(block_shape(room, block_sets_.kind_of<Layers>(blocks_.size())),
                                                recompute, backward, shared, arena));
-    if (sliced()) keys_of_slices(actions, all, arena);
+    if (sliced()) keys_of_slices(actions, pass.shape, arena);
     for (size_t i = 0; i < product_sets_.count(); ++i)
       products_.push_back(product_inputs(product_sets_, i, ActionKind::forward));
     for (size_t i = 0; i < gradient_sets_.count(); ++i) {
       recomputed_products_.push_back(product_inputs(gradient_sets_, i, ActionKind::backward_input));
       gradients_.emplace_back(block_shape(shape, gradient_sets_.kind_of<Layers>(i)), arena);
     }
-    if (purpose == Purpose::train)
+    if (pass.purpose == Purpose::train)
       gradient_ = arena.alloc("gradients of activations", "gradient", config.dtype, stream_shape);
   }
 
@@ -324,19 +339,6 @@ struct KeyValueCache {
                                              {config.batch.T, 2 * config.part().kv_size()})
                                : Tensor{});
   }
-};
-
-// Whether the actions of a training step may be launched as CUDA graphs that were captured before.
-enum class Launch : uint8_t { replay, enqueue };
-
-// The purpose of one pass over a list of actions.
-struct Pass {
-  Purpose purpose;
-  BatchShape shape;  // of a micro-batch
-  Launch launch = Launch::replay;
-  RowLosses row_losses = {};       // evaluate: receives the loss of every row, if set
-  KeyValueCache* cache = nullptr;  // generate: of the text that the tokens continue; none: they begin one
-  int64_t logits_row = 0;          // generate: the row whose logits are computed
 };
 
 }  // namespace llmc

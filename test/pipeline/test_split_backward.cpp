@@ -244,7 +244,7 @@ TEST_CASE("a weight part before its input part, or without one, has nothing to w
   const std::vector<ActionList> lists = pipeline_actions(step.pipeline());
   auto plan_memory = [&](const ActionList& list) {
     Arena arena({DeviceKind::null});
-    PassMemory(step, step.model_chunks(), list, step.batch, Purpose::train, arena);
+    PassMemory(step, step.model_chunks(), list, {Purpose::train, step.batch}, arena);
   };
   for (ActionList list : lists) {
     plan_memory(list);
