@@ -7,7 +7,6 @@
 #pragma once
 #include <optional>
 
-#include "device/arena.h"
 #include "model/experts.h"
 #include "model/layer.h"
 #include "model/slice_attention.h"
