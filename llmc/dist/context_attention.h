@@ -31,6 +31,12 @@
 
 namespace llmc::parallel {
 
+struct AttentionTensors {
+  Tensor out, lse;   // (B T, Hq D); room for (B, Hq, T) numbers, for the backward
+  Tensor qkv;        // (B T, (Hq + 2 Hkv) D)
+  Tensor positions;  // (B T), or (B P T) of whole sequences with ulysses; or an empty tensor
+};
+
 namespace detail {
 
 // Common to the three algorithms: a rank's place in the group, and the shape of its rows.
@@ -123,24 +129,24 @@ class TravellingKeys {
   Event arrived_;
 };
 
-inline void ring_forward(Tensor out, Tensor lse, Tensor qkv, Tensor positions, const ContextGroup& c) {
-  const DType stat = c.sum_dtype(qkv);
+inline void ring_forward(const AttentionTensors& a, const ContextGroup& c) {
+  const DType stat = c.sum_dtype(a.qkv);
   const RunningAttention running{c.temporary("attention so far", stat, c.N, c.query_width),
-                                 c.g.temporary("largest scores", stat, lse.shape),
-                                 c.g.temporary("sums of exponentials", stat, lse.shape)};
+                                 c.g.temporary("largest scores", stat, a.lse.shape),
+                                 c.g.temporary("sums of exponentials", stat, a.lse.shape)};
   attention_begin(running, c.g.compute);
-  TravellingKeys keys(c, qkv);
+  TravellingKeys keys(c, a.qkv);
   for (int s = 0; s < c.P; ++s) {
     const Tensor kv = keys.at(s);
-    for_blocks(c, keys.owner(s),
-               [&](const AttentionBlock& block) { attention_merge(running, qkv, kv, positions, block, c.g.compute); });
+    for_blocks(c, keys.owner(s), [&](const AttentionBlock& block) {
+      attention_merge(running, a.qkv, kv, a.positions, block, c.g.compute);
+    });
   }
-  attention_finish(out, lse, running, c.g.compute);
+  attention_finish(a.out, a.lse, running, c.g.compute);
 }
 
-inline void ring_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, Tensor lse, Tensor positions,
-                          const ContextGroup& c) {
-  const DType stat = c.sum_dtype(qkv);
+inline void ring_backward(Tensor dqkv, Tensor dout, const AttentionTensors& a, const ContextGroup& c) {
+  const DType stat = c.sum_dtype(a.qkv);
   Stream& compute = c.g.compute;
   const Tensor dq = c.temporary("gradient of queries", stat, c.N, c.query_width);
   const Tensor home = c.temporary("gradient of own keys and values", stat, c.N, c.key_width);
@@ -149,16 +155,16 @@ inline void ring_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, Tens
   for (Tensor& t : parts) t = c.temporary("gradient of others' keys", stat, c.N, c.key_width);
   zero(dq, compute);
   zero(home, compute);
-  TravellingKeys keys(c, qkv);
+  TravellingKeys keys(c, a.qkv);
   Event arrived;
   auto block_backward = [&](const AttentionBlock& block, Tensor kv, Tensor dkv) {
-    attention_backward(dq, dkv, dout, out, qkv, kv, lse, positions, block, Accumulate::yes, compute);
+    attention_backward(dq, dkv, dout, a.out, a.qkv, kv, a.lse, a.positions, block, Accumulate::yes, compute);
   };
   keys.at(0);
   // This rank's own keys: some rows of the later slice against the earlier slice come first, while the first keys
   // travel; the other rows, and each slice against itself, come last, while the last gradients travel. The fraction
   // that comes first is that of the keys in all bytes that travel.
-  const int64_t size = size_of(qkv.dtype), rows_first = 2 * c.L * size / (size + size_of(stat));
+  const int64_t size = size_of(a.qkv.dtype), rows_first = 2 * c.L * size / (size + size_of(stat));
   auto own = [&](bool last) {
     for_blocks(c, c.r, [&](AttentionBlock block) {
       if (block.offset > 0 && last) {
@@ -168,7 +174,7 @@ inline void ring_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, Tens
       } else if (block.offset > 0) {
         block.queries.rows = rows_first;
       }
-      if (block.queries.rows > 0 && (last || block.offset > 0)) block_backward(block, qkv, home);
+      if (block.queries.rows > 0 && (last || block.offset > 0)) block_backward(block, a.qkv, home);
     });
   };
   own(false);
@@ -218,25 +224,24 @@ void for_slices(const ContextGroup& c, F&& f) {
   }
 }
 
-inline void all_gather_forward(Tensor out, Tensor lse, Tensor qkv, Tensor positions, const ContextGroup& c) {
-  const Tensor kv = gather_keys(qkv, c);
+inline void all_gather_forward(const AttentionTensors& a, const ContextGroup& c) {
+  const Tensor kv = gather_keys(a.qkv, c);
   for_slices(c, [&](const AttentionBlock& block) {
-    llmc::attention_forward(out, lse, qkv, kv, positions, block, c.g.compute);
+    llmc::attention_forward(a.out, a.lse, a.qkv, kv, a.positions, block, c.g.compute);
   });
 }
 
-inline void all_gather_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, Tensor lse, Tensor positions,
-                                const ContextGroup& c) {
-  const DType stat = c.sum_dtype(qkv);
+inline void all_gather_backward(Tensor dqkv, Tensor dout, const AttentionTensors& a, const ContextGroup& c) {
+  const DType stat = c.sum_dtype(a.qkv);
   Stream& compute = c.g.compute;
-  const Tensor kv = gather_keys(qkv, c);
+  const Tensor kv = gather_keys(a.qkv, c);
   const Tensor dq = c.temporary("gradient of queries", stat, c.N, c.query_width);
   const Tensor dkv = c.temporary("gradient of keys and values", stat, c.P * c.N, c.key_width);
   const Tensor shares = c.temporary("gradient of keys, by rank", stat, c.P * c.N, c.key_width);
   zero(dq, compute);
   zero(dkv, compute);
   for_slices(c, [&](const AttentionBlock& block) {
-    llmc::attention_backward(dq, dkv, dout, out, qkv, kv, lse, positions, block, Accumulate::yes, compute);
+    llmc::attention_backward(dq, dkv, dout, a.out, a.qkv, kv, a.lse, a.positions, block, Accumulate::yes, compute);
   });
   c.to_shares(shares, dkv);
   c.comm().reduce_scatter(shares, c.after_compute());
@@ -299,42 +304,42 @@ inline AttentionShape whole_shape(const HeadShares& heads, const ContextGroup& c
   return {c.shape.B, c.whole, heads.queries, heads.keys, c.shape.D};
 }
 
-inline void ulysses_forward(Tensor out, Tensor lse, Tensor qkv, Tensor positions, const ContextGroup& c) {
+inline void ulysses_forward(const AttentionTensors& a, const ContextGroup& c) {
   const HeadShares heads(c.shape, c.P);
   const AttentionShape shape = whole_shape(heads, c);
   const int64_t width = heads.queries * c.shape.D;
-  const Tensor all = heads_of_sequences(qkv, heads, c);
-  const Tensor result = c.temporary("attention of some heads", qkv.dtype, c.P * c.N, width);
-  llmc::attention_forward(result, lse.reshaped({shape.B, shape.Hq, shape.T}), all, all, positions,
+  const Tensor all = heads_of_sequences(a.qkv, heads, c);
+  const Tensor result = c.temporary("attention of some heads", a.qkv.dtype, c.P * c.N, width);
+  llmc::attention_forward(result, a.lse.reshaped({shape.B, shape.Hq, shape.T}), all, all, a.positions,
                           whole_sequences(shape), c.g.compute);
-  const Tensor shares = to_rows(result, qkv.dtype, c);
-  for (int p = 0; p < c.P; ++p) c.copy_columns(out, p * width, rows_of(shares, {p * c.N, c.N}), 0, width);
+  const Tensor shares = to_rows(result, a.qkv.dtype, c);
+  for (int p = 0; p < c.P; ++p) c.copy_columns(a.out, p * width, rows_of(shares, {p * c.N, c.N}), 0, width);
 }
 
-inline void ulysses_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, Tensor lse, Tensor positions,
-                             const ContextGroup& c) {
+inline void ulysses_backward(Tensor dqkv, Tensor dout, const AttentionTensors& a, const ContextGroup& c) {
   const HeadShares heads(c.shape, c.P);
   const AttentionShape shape = whole_shape(heads, c);
   const int64_t D = c.shape.D, width = heads.queries * D, keys = 2 * heads.keys * D;
   // Where several ranks have the same keys, their parts of the gradients stay in fp32.
   const bool parts = heads.copies > 1;
-  const DType sum = parts ? c.sum_dtype(qkv) : qkv.dtype;
-  const Tensor all = heads_of_sequences(qkv, heads, c);
+  const DType sum = parts ? c.sum_dtype(a.qkv) : a.qkv.dtype;
+  const Tensor all = heads_of_sequences(a.qkv, heads, c);
   const Tensor dq = c.temporary("gradient of query heads", sum, c.P * c.N, width);
   const Tensor dkv = c.temporary("gradient of key-value heads", sum, c.P * c.N, keys);
   {
     auto scope = c.g.arena.scope();
-    const Tensor result = c.temporary("attention of some heads", qkv.dtype, c.P * c.N, width);
-    const Tensor dresult = c.temporary("gradient of attention of some heads", qkv.dtype, c.P * c.N, width);
-    for (const auto& [whole, share] : {std::pair{result, out}, {dresult, dout}})
+    const Tensor result = c.temporary("attention of some heads", a.qkv.dtype, c.P * c.N, width);
+    const Tensor dresult = c.temporary("gradient of attention of some heads", a.qkv.dtype, c.P * c.N, width);
+    for (const auto& [whole, share] : {std::pair{result, a.out}, {dresult, dout}})
       to_heads(whole, c, [&](int p, Tensor room) { c.copy_columns(room, 0, share, p * width, width); });
     if (parts) zero(dq, c.g.compute), zero(dkv, c.g.compute);
-    llmc::attention_backward(dq, dkv, dresult, result, all, all, lse.reshaped({shape.B, shape.Hq, shape.T}), positions,
-                             whole_sequences(shape), parts ? Accumulate::yes : Accumulate::no, c.g.compute);
+    llmc::attention_backward(dq, dkv, dresult, result, all, all, a.lse.reshaped({shape.B, shape.Hq, shape.T}),
+                             a.positions, whole_sequences(shape), parts ? Accumulate::yes : Accumulate::no,
+                             c.g.compute);
   }
   {
     auto scope = c.g.arena.scope();
-    const Tensor shares = to_rows(dq, qkv.dtype, c);
+    const Tensor shares = to_rows(dq, a.qkv.dtype, c);
     for (int p = 0; p < c.P; ++p) c.copy_columns(dqkv, p * width, rows_of(shares, {p * c.N, c.N}), 0, width);
   }
   const Tensor shares = to_rows(dkv, sum, c);
@@ -355,33 +360,31 @@ inline void ulysses_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, T
 }  // namespace detail
 
 // attention_forward() over whole sequences; this rank has the rows of its share.
-// out (B T, Hq D); lse: room for (B, Hq, T) numbers, for the backward; qkv (B T, (Hq + 2 Hkv) D); positions: an empty
-// tensor, or those of the rows that this rank computes: its share (B T), or whole sequences with ulysses (B P T)
-inline void attention_forward(Tensor out, Tensor lse, Tensor qkv, Tensor positions, const AttentionShape& shape,
-                              const ContextParallel& context, const Group& g) {
+inline void attention_forward(const AttentionTensors& a, const AttentionShape& shape, const ContextParallel& context,
+                              const Group& g) {
   if (context.ranks == 1)
-    return llmc::attention_forward(out, lse, qkv, qkv, positions, whole_sequences(shape), g.compute);
+    return llmc::attention_forward(a.out, a.lse, a.qkv, a.qkv, a.positions, whole_sequences(shape), g.compute);
   auto scope = g.arena.scope();
   const detail::ContextGroup c{g, shape};
   switch (context.attention) {
-    case ContextAttention::ring: return detail::ring_forward(out, lse, qkv, positions, c);
-    case ContextAttention::all_gather: return detail::all_gather_forward(out, lse, qkv, positions, c);
-    case ContextAttention::ulysses: return detail::ulysses_forward(out, lse, qkv, positions, c);
+    case ContextAttention::ring: return detail::ring_forward(a, c);
+    case ContextAttention::all_gather: return detail::all_gather_forward(a, c);
+    case ContextAttention::ulysses: return detail::ulysses_forward(a, c);
   }
 }
 
 // dqkv = ... (overwrites all of it)
-inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, Tensor lse, Tensor positions,
-                               const AttentionShape& shape, const ContextParallel& context, const Group& g) {
+inline void attention_backward(Tensor dqkv, Tensor dout, const AttentionTensors& a, const AttentionShape& shape,
+                               const ContextParallel& context, const Group& g) {
   if (context.ranks == 1)
-    return llmc::attention_backward(dqkv, dqkv, dout, out, qkv, qkv, lse, positions, whole_sequences(shape),
+    return llmc::attention_backward(dqkv, dqkv, dout, a.out, a.qkv, a.qkv, a.lse, a.positions, whole_sequences(shape),
                                     Accumulate::no, g.compute);
   auto scope = g.arena.scope();
   const detail::ContextGroup c{g, shape};
   switch (context.attention) {
-    case ContextAttention::ring: return detail::ring_backward(dqkv, dout, out, qkv, lse, positions, c);
-    case ContextAttention::all_gather: return detail::all_gather_backward(dqkv, dout, out, qkv, lse, positions, c);
-    case ContextAttention::ulysses: return detail::ulysses_backward(dqkv, dout, out, qkv, lse, positions, c);
+    case ContextAttention::ring: return detail::ring_backward(dqkv, dout, a, c);
+    case ContextAttention::all_gather: return detail::all_gather_backward(dqkv, dout, a, c);
+    case ContextAttention::ulysses: return detail::ulysses_backward(dqkv, dout, a, c);
   }
 }
 

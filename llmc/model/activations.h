@@ -1,11 +1,10 @@
 // activations.h: the tensors that a block keeps between its forward and its backward, and between the parts of its
-// backward; which of them are recomputed. Sizes: as in transformer.h.
+// backward; which of them are recomputed. Sizes: as in layer.h.
 #pragma once
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 
 #include "core/enum_names.h"
 #include "device/arena.h"
@@ -33,36 +32,24 @@ enum class Layers : uint8_t { dense, sparse, any };
 inline Layers kind_of_layer(const ModelConfig& c, int64_t layer) {
   return c.is_sparse(layer) ? Layers::sparse : Layers::dense;
 }
-inline bool has_dense(const ModelConfig& c, Layers layers) {
-  return layers != Layers::sparse && c.sparse_layers() < c.n_layer;
-}
-inline bool has_sparse(const ModelConfig& c, Layers layers) { return layers != Layers::dense && c.experts.count > 0; }
 
 // Whether the backward of a block is done at once, or in two parts: the second, for the weights, comes later.
 enum class Backward : uint8_t { whole, in_parts };
 
-namespace detail {
+// The rows and the layers of a model that activations are for.
+struct BlockShape {
+  const ModelConfig& config;  // of this rank's part
+  BatchShape batch;           // of the rows that this rank has
+  Layers layers;
+  TensorParallel tensor = {};
+  DType dtype = DType::fp32;
+  ExpertPlacement placement = {};
 
-// Labels in the memory table: for the activations of a block, and for those of its experts.
-struct ActivationLabels {
-  const char *block, *experts;
+  int64_t rows() const { return batch.rows(); }                       // N
+  int64_t stream_rows() const { return tensor.stream_rows(rows()); }  // S
+  bool has_dense() const { return layers != Layers::sparse && config.sparse_layers() < config.n_layer; }
+  bool has_sparse() const { return layers != Layers::dense && config.experts.count > 0; }
 };
-
-// Sets a tensor, or leaves it. from: the lowest level that recomputes the tensor; none: it is always kept.
-using Place = std::function<void(Tensor& t, const char* name, DType dtype, const Shape& shape,
-                                 std::optional<Recompute> from, bool product_input, bool of_experts)>;
-
-// Allocates the activations that are wanted(from, product_input).
-inline Place in_arena(Arena& arena, const ActivationLabels& labels,
-                      std::function<bool(std::optional<Recompute> from, bool product_input)> wanted) {
-  return
-      [&arena, labels, wanted = std::move(wanted)](Tensor& t, const char* name, DType d, const Shape& shape,
-                                                   std::optional<Recompute> from, bool product_input, bool of_experts) {
-        if (wanted(from, product_input)) t = arena.alloc(of_experts ? labels.experts : labels.block, name, d, shape);
-      };
-}
-
-}  // namespace detail
 
 // The tensors that the token slices of a micro-batch share in a block (slice_attention.h).
 struct SliceKeys {
@@ -83,7 +70,7 @@ struct ExpertActivations {
   Tensor counts, starts;               // (segments, E) int32: how often each expert was chosen in the sequence, and
                                        // in its part before the segment; starts: empty where sequences are whole
   Tensor places, offsets;              // (S, k) (E + 1) int32: from dispatch_plan()
-  Tensor outputs;                      // (R', C) of the experts, in their order; R': Experts::sent()
+  Tensor outputs;                      // (R', C) of the experts, in their order; R': ExpertPlacement::sent()
   ReceivedRows received;               // of the experts that this rank has
   Tensor shared_up, shared_activated;  // (N, 2 Fs) (N, Fs); empty tensors without a shared expert
   Tensor shared_out, gate_logits;      // (S, C) (S, 1); empty tensors without the shared expert's gate
@@ -106,50 +93,35 @@ struct BlockActivations {
   SliceKeys slice_keys;                  // empty tensors without token slices
 
   // The recomputed tensors: one set, reused by all blocks.
-  static BlockActivations recomputed(const ModelConfig& c, const BatchShape& s, const TensorParallel& tensor,
-                                     DType dtype, Recompute recompute, Arena& arena) {
-    auto wanted = [=](std::optional<Recompute> from, bool) { return from && *from <= recompute; };
-    BlockActivations all(c, s, Layers::any, tensor, dtype, {},
-                         detail::in_arena(arena, {"recomputed", "recomputed of experts"}, wanted));
-    if (recompute == Recompute::block) all.set_rounds(c, Layers::any);
+  static BlockActivations recomputed(const BlockShape& shape, Recompute recompute, Arena& arena) {
+    auto wanted = [=](const Activation& a) { return a.from && *a.from <= recompute; };
+    BlockActivations all(shape, {}, in_arena(arena, "recomputed", "recomputed of experts", wanted));
+    if (recompute == Recompute::block) all.set_rounds(shape);
     return all;
   }
   // The tensors that each block keeps; the others are in `shared`. With a backward in parts, product_inputs() are left
   // out.
-  static BlockActivations kept(const ModelConfig& c, const BatchShape& s, Layers layers, const TensorParallel& tensor,
-                               DType dtype, Recompute recompute, Backward backward, const BlockActivations& shared,
-                               Arena& arena) {
-    auto wanted = [=](std::optional<Recompute> from, bool product_input) {
-      return (!from || *from > recompute) && !(product_input && backward == Backward::in_parts);
+  static BlockActivations kept(const BlockShape& shape, Recompute recompute, Backward backward,
+                               const BlockActivations& shared, Arena& arena) {
+    auto wanted = [=](const Activation& a) {
+      return (!a.from || *a.from > recompute) && !(a.product_input && backward == Backward::in_parts);
     };
-    BlockActivations block(c, s, layers, tensor, dtype, shared,
-                           detail::in_arena(arena, {"activations", "activations of experts"}, wanted));
-    if (recompute < Recompute::block) block.set_rounds(c, layers);
+    BlockActivations block(shape, shared, in_arena(arena, "activations", "activations of experts", wanted));
+    if (recompute < Recompute::block) block.set_rounds(shape);
     return block;
   }
   // The inputs of the products, for the weight part: those that the forward keeps for it, or those that the input part
   // recomputes.
-  static BlockActivations product_inputs(const ModelConfig& c, const BatchShape& s, Layers layers,
-                                         const TensorParallel& tensor, DType dtype, Recompute recompute,
-                                         ActionKind made_by, Arena& arena) {
-    auto wanted = [=](std::optional<Recompute> from, bool product_input) {
-      return product_input && (*from <= recompute) == (made_by == ActionKind::backward_input);
+  static BlockActivations product_inputs(const BlockShape& shape, Recompute recompute, ActionKind made_by,
+                                         Arena& arena) {
+    auto wanted = [=](const Activation& a) {
+      return a.product_input && (*a.from <= recompute) == (made_by == ActionKind::backward_input);
     };
-    return {c,
-            s,
-            layers,
-            tensor,
-            dtype,
-            {},
-            detail::in_arena(arena, {"for the weight part", "for the weight part"}, wanted)};
+    return {shape, {}, in_arena(arena, "for the weight part", "for the weight part", wanted)};
   }
   // The same memory for a batch of at most as many rows, in a layer of a kind that the memory is for.
-  static BlockActivations part_of(const BlockActivations& room, const ModelConfig& c, const BatchShape& s,
-                                  Layers layers, const TensorParallel& tensor) {
-    auto place = [](Tensor& t, const char*, DType, const Shape& shape, std::optional<Recompute>, bool, bool) {
-      t = t.slice(0, shape);
-    };
-    return {c, s, layers, tensor, room.out.dtype, room, place};
+  static BlockActivations part_of(const BlockActivations& room, const BlockShape& shape) {
+    return {shape, room, [](Tensor& t, const Activation& a) { t = t.slice(0, a.shape); }};
   }
   // Takes those inputs of the products that `other` has.
   void take_product_inputs(const BlockActivations& other) {
@@ -168,18 +140,37 @@ struct BlockActivations {
   static int64_t most_segments(const BatchShape& s, int64_t S) { return std::min(S, 2 * s.B + 1); }
 
  private:
-  void set_rounds(const ModelConfig& c, Layers layers) {
-    if (has_sparse(c, layers) && c.experts.ranks > 1) experts.rounds = std::make_shared<ExpertRounds>();
+  // An activation. from: the lowest level that recomputes it; none: it is always kept.
+  struct Activation {
+    const char* name;
+    DType dtype;
+    Shape shape;
+    std::optional<Recompute> from;
+    bool product_input, of_experts;
+  };
+  // Sets a tensor, or leaves it.
+  using Place = std::function<void(Tensor& t, const Activation& a)>;
+  // Allocates the activations that are wanted, under a label for those of a block or one for those of its experts.
+  template <class Wanted>
+  static Place in_arena(Arena& arena, const char* label, const char* label_of_experts, Wanted wanted) {
+    return [=, &arena](Tensor& t, const Activation& a) {
+      if (wanted(a)) t = arena.alloc(a.of_experts ? label_of_experts : label, a.name, a.dtype, a.shape);
+    };
+  }
+  void set_rounds(const BlockShape& shape) {
+    if (shape.has_sparse() && shape.placement.exchanged()) experts.rounds = std::make_shared<ExpertRounds>();
   }
   // Begins as a copy of `others`.
-  BlockActivations(const ModelConfig& c, const BatchShape& s, Layers layers, const TensorParallel& tensor, DType dtype,
-                   const BlockActivations& others, const detail::Place& place)
+  BlockActivations(const BlockShape& of, const BlockActivations& others, const Place& place)
       : BlockActivations(others) {
-    const int64_t N = s.rows(), S = tensor.stream_rows(N), C = c.n_embd;
-    const DType stat = accumulator_of(dtype);
+    const ModelConfig& c = of.config;
+    const int64_t N = of.rows(), S = of.stream_rows(), C = c.n_embd;
+    const DType dtype = of.dtype, stat = accumulator_of(dtype);
     bool of_experts = false;
     auto alloc = [&](Tensor& t, const char* name, DType d, const Shape& shape, std::optional<Recompute> from,
-                     bool product_input = false) { place(t, name, d, shape, from, product_input, of_experts); };
+                     bool product_input = false) {
+      place(t, {name, d, shape, from, product_input, of_experts});
+    };
     constexpr bool product_input = true;
     const bool means = c.family.norm == Norm::layernorm;
     using enum Recompute;
@@ -195,32 +186,33 @@ struct BlockActivations {
       heads = qkv;
     }
     alloc(attention, "attention", dtype, {N, c.q_size()}, block, product_input);
-    alloc(lse, "attention lse", stat, {s.B, c.n_head, s.T}, block);
+    alloc(lse, "attention lse", stat, {of.batch.B, c.n_head, of.batch.T}, block);
     alloc(middle, "middle", dtype, {S, C}, block);
     alloc(norm2, "norm2", dtype, {S, C}, norm, product_input);
     if (means) alloc(norm2_mean, "norm2 mean", stat, {S}, block);
     alloc(norm2_rstd, "norm2 rstd", stat, {S}, block);
-    if (has_dense(c, layers)) {
+    if (of.has_dense()) {
       alloc(up, "up", dtype, {N, c.mlp_in_size()}, block);
       alloc(activated, "activated", dtype, {N, c.n_ffn}, activation, product_input);
     }
-    if (has_sparse(c, layers)) {
+    if (of.has_sparse()) {
       const Experts& e = c.experts;
-      const int64_t k = e.per_token, segments = most_segments(s, S), R = e.room(S);
+      const ExpertPlacement& p = of.placement;
+      const int64_t k = e.per_token, segments = most_segments(of.batch, S), R = p.room(S);
       ExpertActivations& x = experts;
       ReceivedRows& r = x.received;
-      const bool exchanged = e.ranks > 1;
+      const bool exchanged = p.exchanged();
       of_experts = true;
       alloc(x.logits, "router logits", stat, {S, e.count}, block);
       alloc(x.choices, "experts chosen", DType::int32, {S, k}, block);
       alloc(x.weights, "weights of experts", stat, {S, k}, block);
       alloc(x.counts, "choices of each expert", DType::int32, {segments, e.count}, std::nullopt);
-      if (e.spread) alloc(x.starts, "choices before a segment", DType::int32, {segments, e.count}, std::nullopt);
+      if (p.spread) alloc(x.starts, "choices before a segment", DType::int32, {segments, e.count}, std::nullopt);
       alloc(x.places, "places of choices", DType::int32, {S, k}, block);
       alloc(x.offsets, "first rows of experts", DType::int32, {e.count + 1}, block, !exchanged);
-      alloc(x.outputs, "outputs of experts", dtype, {e.sent(S), C}, block);
+      alloc(x.outputs, "outputs of experts", dtype, {p.sent(S), C}, block);
       if (exchanged) {
-        alloc(r.offsets, "first received rows of experts", DType::int32, {e.own() + 1}, block);
+        alloc(r.offsets, "first received rows of experts", DType::int32, {p.own() + 1}, block);
         alloc(r.places, "places of received rows", DType::int32, {R, 1}, block);
       } else {
         r.offsets = x.offsets;
@@ -249,23 +241,22 @@ struct OutputGradients {
     Tensor logits, up, outputs, shared_up, shared_out, gate_logits;
   } experts = {};
   OutputGradients() = default;
-  OutputGradients(const ModelConfig& c, const BatchShape& s, Layers layers, const TensorParallel& tensor, DType dtype,
-                  Arena& arena) {
-    const int64_t N = s.rows(), S = tensor.stream_rows(N), C = c.n_embd;
-    const DType stat = accumulator_of(dtype);
-    auto of = [&](const char* name, DType d, const Shape& shape) {
-      return arena.alloc("for the weight part", name, d, shape);
+  OutputGradients(const BlockShape& of, Arena& arena) {
+    const ModelConfig& c = of.config;
+    const int64_t N = of.rows(), S = of.stream_rows(), C = c.n_embd;
+    const DType stat = accumulator_of(of.dtype);
+    auto alloc = [&](const char* name, const Shape& shape, std::optional<DType> other = {}) {
+      return arena.alloc("for the weight part", name, other.value_or(of.dtype), shape);
     };
-    auto alloc = [&](const char* name, const Shape& shape) { return of(name, dtype, shape); };
     qkv = alloc("gradient of qkv", {N, c.qkv_size()});
     middle = alloc("gradient of middle", {S, C});
     out = alloc("gradient of out", {S, C});
-    if (has_dense(c, layers)) up = alloc("gradient of up", {N, c.mlp_in_size()});
-    if (!has_sparse(c, layers)) return;
+    if (of.has_dense()) up = alloc("gradient of up", {N, c.mlp_in_size()});
+    if (!of.has_sparse()) return;
     const Experts& e = c.experts;
-    const int64_t R = e.room(S);
-    experts.logits = of("gradient of router logits", stat, {S, e.count});
-    if (e.ranks == 1) {
+    const int64_t R = of.placement.room(S);
+    experts.logits = alloc("gradient of router logits", {S, e.count}, stat);
+    if (!of.placement.exchanged()) {
       experts.up = alloc("gradient of up of experts", {R, 2 * e.width});
       experts.outputs = alloc("gradient of outputs of experts", {R, C});
     }
@@ -273,9 +264,8 @@ struct OutputGradients {
       experts.shared_up = alloc("gradient of up of the shared expert", {N, 2 * e.shared});
       experts.shared_out = alloc("gradient of the output of the shared expert", {S, C});
     }
-    if (e.shared_gate) experts.gate_logits = of("gradient of the gate of the shared expert", stat, {S, 1});
+    if (e.shared_gate) experts.gate_logits = alloc("gradient of the gate of the shared expert", {S, 1}, stat);
   }
-  bool empty() const { return out.empty(); }
 };
 
 }  // namespace llmc

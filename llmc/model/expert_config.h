@@ -26,15 +26,20 @@ struct Experts {
   std::vector<int64_t> dense_layers = {};  // except these
   double aux_loss = 0;                     // the coefficient of the balancing loss, as config.json has it
   bool adds_aux_loss = false;              // whether transformers adds that loss ("output_router_logits")
+};
 
-  // For the part that one rank computes. ranks: those that share the experts of a layer; imbalance: the rows that a
-  // rank has room for, divided by those that it gets if all experts are chosen equally often.
-  int64_t ranks = 1;
-  double imbalance = 1;
+// Where the experts of a layer are, and the rows of a rank that go to them: the ranks that share the experts, and how
+// many rows a rank has room for.
+struct ExpertPlacement {
+  int64_t count = 0, per_token = 0;      // as in Experts
+  int64_t ranks = 1;                     // those that share the experts of a layer
+  double imbalance = 1;                  // rows that a rank has room for, divided by an equal share of all choices
   int64_t sequence = 1, segment = 1;     // rows of a training sequence, and of a contiguous part that a rank has
   bool spread = false;                   // a sequence may be spread over ranks
   bool cut = false;                      // a rank's rows may begin within a segment
   std::optional<int64_t> capacity = {};  // rows of an expert from one training sequence; none: any number (dropless)
+
+  bool exchanged() const { return ranks > 1; }  // rows go to experts of other ranks
   int64_t own() const { return count / ranks; }
 
   // If every rank has S rows: the most rows that the capacity lets through from each rank to each other.

@@ -9,177 +9,160 @@
 //   combine    the sum of a row's k outputs with their weights, in the order of its choices
 //   shared     one more expert for all rows, perhaps times the sigmoid of a gate of its own
 //
-// Sizes: as in transformer.h and activations.h. The choice of experts for each row stays on the device.
+// Sizes: as in layer.h and activations.h. The choice of experts for each row stays on the device.
 #pragma once
-
 #include "model/expert_products.h"
 #include "model/routing.h"
 
-namespace llmc::detail {
+namespace llmc {
 
-// The shared expert's gate is a router of one expert, with sigmoid scores.
-inline constexpr Router shared_gate = {.E = 1, .k = 1, .scores = RouterScores::sigmoid, .normalised = false};
+// The expert that every row passes through; its output may be multiplied by the sigmoid of a gate.
+class SharedExpert : SparseLayer {
+ public:
+  explicit SharedExpert(const SparseLayer& layer) : SparseLayer(layer) {}
+  bool exists() const { return config.experts.shared > 0; }
 
-// The choices and weights of this router, from its logits. Every row has one choice, so the rows stay in their order.
-struct SharedGate {
-  Tensor choices, weights;  // (n, 1) each
-  SharedGate(Tensor logits, const parallel::Group& p) {
-    auto alloc = [&](DType dtype) {
-      return p.temporary("gate of the shared expert", dtype, {logits.shape[0], int64_t{1}});
-    };
-    choices = alloc(DType::int32);
-    weights = alloc(logits.dtype);
-    router_forward(choices, weights, logits, {}, shared_gate, p.compute);
+  // Without the last product if there is no gate: the backward does not need it.
+  void forward() const {
+    if (!exists()) return;
+    up().forward(e.shared_up, a.norm2, gathered.norm2);
+    activation();
+    if (!gated()) return;
+    down().forward(e.shared_out, e.shared_activated);
+    router_logits(rows(e.gate_logits), rows(a.norm2), unit.weight("moe.shared_gate.weight"), stream());
+  }
+  void activation() const {
+    if (exists()) swiglu_forward(e.shared_activated, e.shared_up, stream());
+  }
+  // out (S, C) += ...
+  void add_output(Tensor out) const {
+    auto scope = group.arena.scope();
+    if (gated()) return combine_rows(rows(out), rows(e.shared_out), gate().weights, {}, Accumulate::yes, stream());
+    if (!exists()) return;
+    const Tensor shared = like("output of the shared expert", out);
+    down().forward(shared, e.shared_activated);
+    residual_forward(out, out, shared, stream());
+  }
+  // dx (S, C) = ..., from dout; sets its part of d.
+  void backward(Tensor dx, const OutputGradients::OfExperts& d, Tensor dout) const {
+    if (!exists()) return;
+    auto scope = group.arena.scope();
+    if (gated()) {
+      const Tensor logits = rows(e.gate_logits);
+      const Tensor dgate = group.temporary("gradient of the gate", logits.dtype, {n, 1});
+      const Gate g = gate();
+      combine_backward(rows(d.shared_out), dgate, rows(dout), rows(e.shared_out), g.weights, {}, stream());
+      zero_padding(d.shared_out);
+      router_backward(rows(d.gate_logits), dgate, logits, g.choices, {}, gate_router, {}, r.rows.segments, stream());
+    } else if (d.shared_out.bytes != dout.bytes) {
+      copy(d.shared_out, dout, stream());
+    }
+    const Tensor dactivated =
+        group.temporary("gradient of activated of the shared expert", dx.dtype, e.shared_activated.shape);
+    down().backward_input(dactivated, d.shared_out);
+    swiglu_backward(d.shared_up, dactivated, e.shared_up, stream());
+    up().backward_input(dx, d.shared_up);
+  }
+  // dx (n, C) += the part of it that went through the gate.
+  void backward_gate(Tensor dx, const OutputGradients::OfExperts& d) const {
+    if (gated())
+      router_backward_input(dx, rows(d.gate_logits), unit.weight("moe.shared_gate.weight"), Accumulate::yes, stream());
+  }
+  void backward_weight(const OutputGradients::OfExperts& d) const {
+    if (!exists()) return;
+    down().backward_weight(d.shared_out, e.shared_activated);
+    up().backward_weight(d.shared_up, a.norm2, gathered.norm2);
+    if (gated())
+      router_backward_weight(unit.gradient("moe.shared_gate.weight"), rows(d.gate_logits), rows(a.norm2), stream());
+  }
+
+ private:
+  // The gate is a router of one expert, with sigmoid scores. Every row has one choice, so the rows stay in their order.
+  static constexpr Router gate_router = {.E = 1, .k = 1, .scores = RouterScores::sigmoid, .normalised = false};
+  struct Gate {
+    Tensor choices, weights;  // (n, 1) each
+  };
+  Gate gate() const {
+    auto alloc = [&](DType dtype) { return group.temporary("gate of the shared expert", dtype, {n, 1}); };
+    const Gate g{alloc(DType::int32), alloc(e.gate_logits.dtype)};
+    router_forward(g.choices, g.weights, rows(e.gate_logits), {}, gate_router, stream());
+    return g;
+  }
+  bool gated() const { return config.experts.shared_gate; }
+  parallel::ColumnLinear up() const { return column("moe.shared.gate", 2); }
+  parallel::RowLinear down() const { return row("moe.shared.down"); }
+};
+
+class ExpertLayer : SparseLayer {
+ public:
+  explicit ExpertLayer(const Layer& layer) : SparseLayer(layer) {}
+
+  // Without the sum of the outputs, which the backward does not need.
+  void forward() const {
+    router().forward();
+    if (exchanged()) return ExpertExchange(*this).forward([&] { shared().forward(); });
+    rows_by_expert(e.received.rows);
+    own().forward(e.outputs);
+    shared().forward();
+  }
+  // out (S, C) = the sum of the outputs.
+  void output(Tensor out) const {
+    combine_rows(rows(out), e.outputs, rows(e.weights), rows(e.places), Accumulate::no, stream());
+    zero_padding(out);
+    shared().add_output(out);
+  }
+  void recompute(Recompute recompute) const {
+    if (recompute == Recompute::norm && !exchanged()) rows_by_expert(e.received.rows);
+    own().activation();
+    shared().activation();
+  }
+
+  // dx = the gradient of norm2 (S, C), from dout, the gradient of the sum; the gradients of the units += ... It may
+  // overwrite the outputs of the experts with their gradients.
+  void backward(Tensor dx, Tensor dout) const {
+    auto scope = group.arena.scope();
+    const OutputGradients::OfExperts d = later != nullptr ? later->experts : gradients(dout);
+    const Tensor doutputs = exchanged() ? e.outputs : d.outputs;  // of the choices of this rank's rows
+    const Tensor dweights =
+        group.temporary("gradient of the weights of experts", e.weights.dtype, {n, config.experts.per_token});
+    combine_backward(doutputs, dweights, rows(dout), e.outputs, rows(e.weights), rows(e.places), stream());
+    const Tensor drows = like("gradient of rows by expert", e.outputs);
+    if (exchanged()) {
+      ExpertExchange(*this).backward(drows, doutputs, [&] { shared().backward(dx, d, dout); });
+    } else {
+      shared().backward(dx, d, dout);
+      own().backward_input(drows, d.up, d.outputs);
+    }
+    const Tensor dstream = rows(dx);
+    combine_rows(dstream, drows, {}, rows(e.places), shared().exists() ? Accumulate::yes : Accumulate::no, stream());
+    zero_padding(dx);
+    router().backward_input(dstream, d.logits, dweights);
+    shared().backward_gate(dstream, d);
+    if (later == nullptr) backward_weight(d);
+  }
+  void backward_weight() const { backward_weight(later->experts); }
+
+ private:
+  ExpertRouter router() const { return ExpertRouter(*this); }
+  SharedExpert shared() const { return SharedExpert(*this); }
+  OwnExperts own() const { return {*this, e.received}; }
+
+  // The gradients of the outputs of the products, if no weight part comes later.
+  OutputGradients::OfExperts gradients(Tensor dout) const {
+    auto of = [&](const char* name, const Tensor& t) { return t.empty() ? Tensor{} : like(name, t); };
+    return {.logits = of("gradient of router logits", e.logits),
+            .up = exchanged() ? Tensor{} : of("gradient of up of experts", e.received.up),
+            .outputs = e.outputs,
+            .shared_up = of("gradient of up of the shared expert", e.shared_up),
+            .shared_out = e.shared_out.empty() ? dout : of("gradient of the output of the shared expert", e.shared_out),
+            .gate_logits = of("gradient of the gate of the shared expert", e.gate_logits)};
+  }
+  // The gradients of the matrices that multiply rows of the residual stream or of an expert += ...
+  void backward_weight(const OutputGradients::OfExperts& d) const {
+    if (!exchanged()) own().backward_weight(d.up, d.outputs);  // otherwise ExpertExchange::backward() has done it
+    router().backward_weight(d.logits);
+    shared().backward_weight(d);
   }
 };
-inline void expert_activation(const ExpertActivations& a, Stream& stream) {
-  swiglu_forward(a.received.activated, a.received.up, stream, number_of_rows(a.received));
-  if (!a.shared_up.empty()) swiglu_forward(a.shared_activated, a.shared_up, stream);
-}
 
-// ---- Forward --------------------------------------------------------------------------------------------------------
-
-// The forward without the sum of the outputs, which the backward does not need.   x (S, C); gathered: room for the x of
-// all ranks, or an empty tensor
-inline void experts_interior(const ExpertActivations& a, Tensor x, Tensor gathered, const UnitState& unit,
-                             const ModelConfig& c, const Routing& r, const parallel::Group& p) {
-  const int64_t n = r.rows.count;
-  route(a, x, unit, c, r, p);
-  auto shared_expert = [&] {
-    if (a.shared_up.empty()) return;
-    parallel::column_linear(a.shared_up, x, unit.weight("moe.shared.gate.weight", 2), {}, gathered, p);
-    swiglu_forward(a.shared_activated, a.shared_up, p.compute);
-    if (a.shared_out.empty()) return;
-    parallel::row_linear(a.shared_out, a.shared_activated, unit.weight("moe.shared.down.weight"), {}, p);
-    router_logits(first_rows(a.gate_logits, n), first_rows(x, n), unit.weight("moe.shared_gate.weight"), p.compute);
-  };
-  if (c.experts.ranks > 1) return experts_of_all_ranks(a, x, c, r, p, shared_expert);
-  rows_by_expert(a.received.rows, a, x, r, p.compute);
-  experts_forward(a.outputs, a.received, ExpertMatrices(r.experts(), c, ExpertMatrices::Of::weights), p.compute);
-  shared_expert();
-}
-// The part of it that is recomputed together with the norm before it.
-inline void recompute_rows(const ExpertActivations& a, Tensor x, const ModelConfig& c, const Routing& r,
-                           Stream& stream) {
-  if (c.experts.ranks == 1) rows_by_expert(a.received.rows, a, x, r, stream);
-}
-
-// out (S, C) = the sum of the outputs.
-inline void experts_sum(Tensor out, const ExpertActivations& a, const UnitState& unit, const Routing& r,
-                        const parallel::Group& p) {
-  const int64_t n = r.rows.count;
-  combine_rows(first_rows(out, n), a.outputs, first_rows(a.weights, n), first_rows(a.places, n), Accumulate::no,
-               p.compute);
-  zero_padding(out, n, p.compute);
-  auto scope = p.arena.scope();
-  if (!a.shared_out.empty()) {
-    const SharedGate gate(first_rows(a.gate_logits, n), p);
-    combine_rows(first_rows(out, n), first_rows(a.shared_out, n), gate.weights, {}, Accumulate::yes, p.compute);
-  } else if (!a.shared_up.empty()) {
-    const Tensor shared = p.temporary("output of the shared expert", out.dtype, out.shape);
-    parallel::row_linear(shared, a.shared_activated, unit.weight("moe.shared.down.weight"), {}, p);
-    residual_forward(out, out, shared, p.compute);
-  }
-}
-
-// ---- Backward -------------------------------------------------------------------------------------------------------
-
-// The weight part: the gradients of the matrices that multiply rows of the residual stream or of an expert += ...
-// d: the gradients of the outputs of the products
-inline void experts_backward_weight(const OutputGradients::OfExperts& d, const ExpertActivations& a, Tensor x,
-                                    Tensor gathered, const UnitState& unit, const ModelConfig& c, const Routing& r,
-                                    const parallel::Group& p) {
-  const int64_t n = r.rows.count;
-  const Tensor rows = first_rows(x, n);
-  if (c.experts.ranks == 1)  // otherwise backward_of_all_ranks() has done it
-    experts_backward_matrices(d.outputs, d.up, a.received, {r.experts(), c, ExpertMatrices::Of::gradients}, p.compute);
-  router_backward_weight(unit.gradient("moe.router.weight"), first_rows(d.logits, n), rows, p.compute);
-  if (a.shared_activated.empty()) return;
-  parallel::row_linear_backward_weight(unit.gradient("moe.shared.down.weight"), {}, d.shared_out, a.shared_activated,
-                                       {}, p);
-  const Tensor dshared = unit.gradient("moe.shared.gate.weight", 2);
-  if (gathered.empty()) parallel::column_linear_backward_weight(dshared, {}, d.shared_up, x, p);
-  else linear_backward_weight(dshared, {}, d.shared_up, first_rows(gathered, d.shared_up.shape[0]), p.compute);
-  if (!d.gate_logits.empty())
-    router_backward_weight(unit.gradient("moe.shared_gate.weight"), first_rows(d.gate_logits, n), rows, p.compute);
-}
-
-// The shared expert: dx (S, C) = ..., from dout; sets its part of d.
-inline void shared_expert_backward(Tensor dx, const OutputGradients::OfExperts& d, Tensor dout,
-                                   const ExpertActivations& a, const UnitState& unit, const Routing& r,
-                                   const parallel::Group& p) {
-  auto scope = p.arena.scope();
-  const int64_t n = r.rows.count;
-  if (!a.shared_out.empty()) {
-    const Tensor logits = first_rows(a.gate_logits, n);
-    const Tensor dgate = p.temporary("gradient of the gate", logits.dtype, {n, 1});
-    const SharedGate gate(logits, p);
-    combine_backward(first_rows(d.shared_out, n), dgate, first_rows(dout, n), first_rows(a.shared_out, n), gate.weights,
-                     {}, p.compute);
-    zero_padding(d.shared_out, n, p.compute);
-    router_backward(first_rows(d.gate_logits, n), dgate, logits, gate.choices, {}, shared_gate, {}, r.rows.segments,
-                    p.compute);
-  } else if (d.shared_out.bytes != dout.bytes) {
-    copy(d.shared_out, dout, p.compute);
-  }
-  const Tensor dactivated =
-      p.temporary("gradient of activated of the shared expert", dx.dtype, a.shared_activated.shape);
-  parallel::row_linear_backward_input(dactivated, d.shared_out, unit.weight("moe.shared.down.weight"), {}, p);
-  swiglu_backward(d.shared_up, dactivated, a.shared_up, p.compute);
-  parallel::column_linear_backward_input(dx, d.shared_up, unit.weight("moe.shared.gate.weight", 2), p, [] {});
-}
-
-// dx = the gradient of x (S, C), from dout, the gradient of the sum; the gradients of the units += ... With `later`
-// only the input part runs, and sets *later. It may overwrite the outputs of the experts with their gradients.
-inline void experts_backward(Tensor dx, Tensor dout, const OutputGradients::OfExperts* later,
-                             const ExpertActivations& a, Tensor x, Tensor gathered, const UnitState& unit,
-                             const ModelConfig& c, const Routing& r, const parallel::Group& p) {
-  auto scope = p.arena.scope();
-  Stream& stream = p.compute;
-  const int64_t n = r.rows.count;
-  const bool exchanged = c.experts.ranks > 1, has_shared = !a.shared_up.empty();
-  auto like = [&](const char* name, const Tensor& t) {
-    return t.empty() ? Tensor{} : p.temporary(name, t.dtype, t.shape);
-  };
-  OutputGradients::OfExperts d;
-  if (later != nullptr) {
-    d = *later;
-  } else {
-    d = {.logits = like("gradient of router logits", a.logits),
-         .up = exchanged ? Tensor{} : like("gradient of up of experts", a.received.up),
-         .outputs = a.outputs,
-         .shared_up = like("gradient of up of the shared expert", a.shared_up),
-         .shared_out = a.shared_out.empty() ? dout : like("gradient of the output of the shared expert", a.shared_out),
-         .gate_logits = like("gradient of the gate of the shared expert", a.gate_logits)};
-  }
-  const Tensor doutputs = exchanged ? a.outputs : d.outputs;  // of the choices of this rank's rows
-  const Tensor dweights = p.temporary("gradient of the weights of experts", a.weights.dtype, {n, c.experts.per_token});
-  combine_backward(doutputs, dweights, first_rows(dout, n), a.outputs, first_rows(a.weights, n),
-                   first_rows(a.places, n), stream);
-  auto shared_expert = [&] {
-    if (has_shared) shared_expert_backward(dx, d, dout, a, unit, r, p);
-  };
-  const Tensor drows = like("gradient of rows by expert", a.outputs);
-  if (exchanged) {
-    backward_of_all_ranks(drows, doutputs, a, x, c, r, p, shared_expert);
-  } else {
-    shared_expert();
-    experts_backward_input(drows, d.up, d.outputs, a.received, {r.experts(), c, ExpertMatrices::Of::weights}, p);
-  }
-  const Tensor dstream = first_rows(dx, n);
-  combine_rows(dstream, drows, {}, first_rows(a.places, n), has_shared ? Accumulate::yes : Accumulate::no, stream);
-  zero_padding(dx, n, stream);
-
-  const RouterLosses losses = r.training ? r.training->losses : RouterLosses{};
-  const Tensor counts = losses.balance == 0 ? Tensor{} : first_rows(a.counts, r.rows.segments.count(n));
-  const Tensor dlogits = first_rows(d.logits, n);
-  router_backward(dlogits, dweights, first_rows(a.logits, n), first_rows(a.choices, n), counts, c.router(), losses,
-                  r.rows.segments, stream);
-  router_backward_input(dstream, dlogits, unit.weight("moe.router.weight"), Accumulate::yes, stream);
-  if (!d.gate_logits.empty())
-    router_backward_input(dstream, first_rows(d.gate_logits, n), unit.weight("moe.shared_gate.weight"), Accumulate::yes,
-                          stream);
-  if (later == nullptr) experts_backward_weight(d, a, x, gathered, unit, c, r, p);
-}
-
-}  // namespace llmc::detail
+}  // namespace llmc

@@ -12,65 +12,64 @@
 // Whole sequences compute the same pairs of queries and keys, and add them up in another order: the difference is
 // rounding (contract 5).
 #pragma once
-#include "dist/parallel.h"
+#include "dist/context_attention.h"
 #include "model/activations.h"
 #include "ops/ops.h"
 
 namespace llmc {
 
-namespace detail {
+// Attention of one slice.
+class SliceAttention {
+ public:
+  // shape: of the slice; slice: which tokens of each sequence
+  SliceAttention(const SliceKeys& keys, const AttentionShape& shape, const SequenceRows& slice,
+                 const parallel::Group& group)
+      : keys_(keys), shape_(shape), slice_(slice), g_(group) {}
 
-// The slice's queries against all keys up to its own. `shape`: of the slice
-inline AttentionBlock slice_block(const AttentionShape& shape, const SequenceRows& slice) {
-  return {.B = shape.B,
-          .Hq = shape.Hq,
-          .Hkv = shape.Hkv,
-          .D = shape.D,
-          .queries = {slice.rows, 0, slice.rows},
-          .keys = {slice.length, 0, slice.first + slice.rows},
-          .offset = slice.first};
-}
-// Where the slice's keys and values are, in a matrix of whole sequences and in one of the slice's rows; and how many.
-struct SliceBox {
-  BoxStrides in_sequences, in_slice;
-  BoxSizes sizes;
-  SliceBox(const AttentionShape& s, const SequenceRows& slice)
-      : SliceBox(s.B, 2 * s.Hkv * s.D, s.Hq * s.D, (s.Hq + 2 * s.Hkv) * s.D, slice) {}
+  // Appends the slice's keys and values to those of the slices before, and attends to all of them.
+  void forward(const parallel::AttentionTensors& a) const {
+    copy_box(keys_.keys_values, in_sequences(), a.qkv, in_slice(), box(), g_.compute);
+    attention_forward(a.out, a.lse, a.qkv, keys_.keys_values, a.positions, pairs(), g_.compute);
+  }
+  // dqkv (B T_k, (Hq + 2 Hkv) D) = ... (overwrites all of it); the gradient of the keys += ... for the slices before.
+  void backward(Tensor dqkv, Tensor dout, const parallel::AttentionTensors& a) const {
+    Stream& stream = g_.compute;
+    auto scope = g_.arena.scope();
+    const int64_t rows = shape_.B * shape_.T;
+    const Tensor dq = g_.temporary("gradient of queries", accumulator_of(a.qkv.dtype), {rows, query_width()});
+    zero(dq, stream);
+    if (slice_.first + slice_.rows == slice_.length) zero(keys_.gradient, stream);
+    attention_backward(dq, keys_.gradient, dout, a.out, a.qkv, keys_.keys_values, a.lse, a.positions, pairs(),
+                       Accumulate::yes, stream);
+    copy_box(dqkv, {0, dqkv.shape[1], 0}, dq, {0, query_width(), 0}, {rows, 1, query_width()}, stream);
+    copy_box(dqkv, in_slice(), keys_.gradient, in_sequences(), box(), stream);
+  }
 
  private:
-  SliceBox(int64_t B, int64_t keys, int64_t queries, int64_t width, const SequenceRows& slice)
-      : in_sequences{slice.first * keys, slice.length * keys, keys},
-        in_slice{queries, slice.rows * width, width},
-        sizes{B, slice.rows, keys} {}
+  // The slice's queries against all keys up to its own.
+  AttentionBlock pairs() const {
+    return {.B = shape_.B,
+            .Hq = shape_.Hq,
+            .Hkv = shape_.Hkv,
+            .D = shape_.D,
+            .queries = {slice_.rows, 0, slice_.rows},
+            .keys = {slice_.length, 0, slice_.first + slice_.rows},
+            .offset = slice_.first};
+  }
+  // Where the slice's keys and values are, in a matrix of whole sequences and in one of the slice's rows; and how many.
+  int64_t query_width() const { return shape_.Hq * shape_.D; }
+  int64_t key_width() const { return 2 * shape_.Hkv * shape_.D; }
+  BoxStrides in_sequences() const { return {slice_.first * key_width(), slice_.length * key_width(), key_width()}; }
+  BoxStrides in_slice() const {
+    const int64_t width = query_width() + key_width();
+    return {query_width(), slice_.rows * width, width};
+  }
+  BoxSizes box() const { return {shape_.B, slice_.rows, key_width()}; }
+
+  const SliceKeys& keys_;
+  AttentionShape shape_;
+  SequenceRows slice_;
+  const parallel::Group& g_;
 };
-
-}  // namespace detail
-
-// Appends the slice's keys and values to those of the slices before, and attends to all of them.
-// out (B T_k, Hq D); lse (B, Hq, T_k); qkv (B T_k, (Hq + 2 Hkv) D); positions (B T_k), or an empty tensor; shape: of
-// the slice; slice: which tokens of each sequence
-inline void slice_attention_forward(Tensor out, Tensor lse, Tensor qkv, const SliceKeys& keys, Tensor positions,
-                                    const AttentionShape& shape, const SequenceRows& slice, Stream& stream) {
-  const detail::SliceBox box(shape, slice);
-  copy_box(keys.keys_values, box.in_sequences, qkv, box.in_slice, box.sizes, stream);
-  attention_forward(out, lse, qkv, keys.keys_values, positions, detail::slice_block(shape, slice), stream);
-}
-
-// dqkv (B T_k, (Hq + 2 Hkv) D) = ... (overwrites all of it); keys.gradient += ... for the slices before.
-inline void slice_attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, Tensor lse,
-                                     const SliceKeys& keys, Tensor positions, const AttentionShape& shape,
-                                     const SequenceRows& slice, const parallel::Group& p) {
-  Stream& stream = p.compute;
-  auto scope = p.arena.scope();
-  const int64_t query_width = shape.Hq * shape.D;
-  const Tensor dq = p.temporary("gradient of queries", accumulator_of(qkv.dtype), {shape.B * shape.T, query_width});
-  zero(dq, stream);
-  if (slice.first + slice.rows == slice.length) zero(keys.gradient, stream);
-  attention_backward(dq, keys.gradient, dout, out, qkv, keys.keys_values, lse, positions,
-                     detail::slice_block(shape, slice), Accumulate::yes, stream);
-  copy_box(dqkv, {0, dqkv.shape[1], 0}, dq, {0, query_width, 0}, {shape.B * shape.T, 1, query_width}, stream);
-  const detail::SliceBox box(shape, slice);
-  copy_box(dqkv, box.in_slice, keys.gradient, box.in_sequences, box.sizes, stream);
-}
 
 }  // namespace llmc

@@ -23,7 +23,7 @@ class ExpertRecord {
     if (layers_ == 0) return;
     const int64_t E = model.experts.count;
     record_ = context.arena.alloc("balance of experts", "record of a step", DType::fp64, {others + layers_ * E});
-    if (config.part().experts.spread)
+    if (config.expert_placement().spread)
       for (int k = 0; k < config.slices_for(Purpose::train); ++k)
         order_segments(config.share(config.batch, Purpose::train, k), context);
     if (config.experts.bias_rate > 0) {
@@ -52,7 +52,6 @@ class ExpertRecord {
     return {.losses = {.balance = static_cast<float>(o.aux_loss * static_cast<double>(T) / (layers * tokens)),
                        .z = static_cast<float>(o.z_loss / (layers * tokens)),
                        .sequence = T},
-            .capacity = o.capacity(T, config_.model.experts),
             .totals = record_.slice(0, {others}),
             .chosen = record_.slice(others + index_of(layer) * E, {E}),
             .sequences = orders_.empty() ? std::nullopt : std::optional(orders_.at(shape.T)),

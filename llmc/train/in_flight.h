@@ -13,6 +13,22 @@
 
 namespace llmc {
 
+// The inputs of a micro-batch of N rows, on the device. Positions are an input, not the row's index: they count within
+// the whole sample, and with Documents::apart restart at 0 in each document.
+struct MicroBatch {
+  Tensor tokens, targets, positions;  // (N) int32; with sequence parallelism padded to a multiple of the ranks
+  Tensor all_positions;               // for `all_rows` rows of whole sequences; an empty tensor if 0
+  int64_t rows;                       // without the padding
+  MicroBatch(int64_t N, int64_t all_rows, const TensorParallel& tensor, Arena& arena) : rows(N) {
+    const int64_t padded = tensor.by_rows() ? tensor.padded_rows(N) : N;
+    auto input = [&](const char* name, int64_t n) { return arena.alloc("inputs", name, DType::int32, {n}); };
+    tokens = input("tokens", padded);
+    targets = input("targets", padded);
+    positions = input("positions", padded);
+    if (all_rows > 0) all_positions = input("positions of whole sequences", all_rows);
+  }
+};
+
 // The tensors of an action: the inputs of the micro-batch, or of a token slice of it, its activations in the action's
 // chunk and in the one before, if that is on the same rank, and the gradient of the residual stream (S, C), which goes
 // from chunk to chunk.
@@ -33,25 +49,41 @@ struct Slot {
   bool ends_backward() const { return !slice || slice->first == 0; }
 };
 
+struct KeyValueCache;
+
+// Whether the actions of a training step may be launched as CUDA graphs that were captured before.
+enum class Launch : uint8_t { replay, enqueue };
+
+// The purpose of one pass over a list of actions.
+struct Pass {
+  Purpose purpose;
+  BatchShape shape;  // of a micro-batch
+  Launch launch = Launch::replay;
+  RowLosses row_losses = {};       // evaluate: receives the loss of every row, if set
+  KeyValueCache* cache = nullptr;  // generate: of the text that the tokens continue; none: they begin one
+  int64_t logits_row = 0;          // generate: the row whose logits are computed
+};
+
 // The memory of a pass over a list of actions: as many sets of inputs, and of each block's activations, as are in use
 // at the same time. With a backward in parts, memory that only the input part needs is free after it. The token slices
 // of a micro-batch share one buffer of keys and values; there is one set of their gradients, for the one micro-batch
 // whose backward is in progress.
 class PassMemory {
  public:
-  // all: the shape of a micro-batch. period: micro-batch m uses the sets of micro-batch m modulo `period`; 0: the list
+  // period: micro-batch m uses the sets of micro-batch m modulo `period`; 0: the list
   // has all micro-batches
   PassMemory(const StepConfig& config, const std::vector<Chunk>& chunks, const std::vector<Action>& actions,
-             const BatchShape& all, Purpose purpose, Arena& arena, int64_t period = 0)
+             const Pass& pass, Arena& arena, int64_t period = 0)
       : config_(config),
         period_(period),
         chunks_(chunks),
         model_(config.part()),
+        placement_(config.expert_placement()),
         // Forward only: nothing is kept for a backward; the blocks of a chunk write to two outputs in turn.
         block_sets_(
             actions,
             [&](int c) {
-              if (purpose == Purpose::train) return kinds_of(c);
+              if (pass.purpose == Purpose::train) return kinds_of(c);
               return std::vector<Layers>(std::min<size_t>(kinds_of(c).size(), 2), Layers::any);
             },
             ActionKind::forward, is_backward),
@@ -59,39 +91,36 @@ class PassMemory {
             actions, [&](int c) { return std::vector<int>(has_own_input(c), 0); }, ActionKind::forward, is_backward),
         product_sets_(parts(actions, ActionKind::forward)),
         gradient_sets_(parts(actions, ActionKind::backward_input)) {
-    const ModelConfig& model = model_;
-    BatchShape shape = config.share(all, purpose, 0);  // of the largest slice
-    for (int k = 0; k < config.slices_for(purpose); ++k) {
-      shapes_.push_back(config.share(all, purpose, k));
+    BatchShape shape = config.share(pass.shape, pass.purpose, 0);  // of the largest slice
+    for (int k = 0; k < config.slices_for(pass.purpose); ++k) {
+      shapes_.push_back(config.share(pass.shape, pass.purpose, k));
       if (shapes_.back().T > shape.T) shape = shapes_.back();
     }
-    const Shape stream_shape{config.layout.tensor.stream_rows(shape.rows()), model.n_embd};
-    const Recompute recompute = config.recompute_for(purpose);
+    const Shape stream_shape{config.layout.tensor.stream_rows(shape.rows()), model_.n_embd};
+    const Recompute recompute = config.recompute_for(pass.purpose);
     const Backward backward = gradient_sets_.count() > 0 ? Backward::in_parts : Backward::whole;
     auto product_inputs = [&](const PassSets& sets, size_t set, ActionKind made_by) {
-      return BlockActivations::product_inputs(model, shape, sets.kind_of<Layers>(set), config.layout.tensor,
-                                              config.dtype, recompute, made_by, arena);
+      return BlockActivations::product_inputs(block_shape(shape, sets.kind_of<Layers>(set)), recompute, made_by, arena);
     };
     // The activations that are recomputed: one set for all blocks.
-    const BlockActivations shared =
-        BlockActivations::recomputed(model, shape, config.layout.tensor, config.dtype, recompute, arena);
+    const BlockActivations shared = BlockActivations::recomputed(block_shape(shape, Layers::any), recompute, arena);
     for (int64_t i = 0; i < micro_batches_in_flight(actions); ++i)
       for (const BatchShape& slice : shapes_)
-        inputs_.emplace_back(slice.rows(), config.all_position_rows(all, purpose), config.layout.tensor, arena);
+        inputs_.emplace_back(slice.rows(), config.all_position_rows(pass.shape, pass.purpose), config.layout.tensor,
+                             arena);
     for (size_t i = 0; i < input_sets_.count(); ++i)
       chunk_inputs_.push_back(arena.alloc("activations", "input of a chunk", config.dtype, stream_shape));
     for (const BatchShape& room : rooms_of_blocks(actions))
-      blocks_.push_back(BlockActivations::kept(model, room, block_sets_.kind_of<Layers>(blocks_.size()),
-                                               config.layout.tensor, config.dtype, recompute, backward, shared, arena));
-    if (sliced()) keys_of_slices(actions, all, arena);
+      blocks_.push_back(BlockActivations::kept(block_shape(room, block_sets_.kind_of<Layers>(blocks_.size())),
+                                               recompute, backward, shared, arena));
+    if (sliced()) keys_of_slices(actions, pass.shape, arena);
     for (size_t i = 0; i < product_sets_.count(); ++i)
       products_.push_back(product_inputs(product_sets_, i, ActionKind::forward));
     for (size_t i = 0; i < gradient_sets_.count(); ++i) {
       recomputed_products_.push_back(product_inputs(gradient_sets_, i, ActionKind::backward_input));
-      gradients_.emplace_back(model, shape, gradient_sets_.kind_of<Layers>(i), config.layout.tensor, config.dtype,
-                              arena);
+      gradients_.emplace_back(block_shape(shape, gradient_sets_.kind_of<Layers>(i)), arena);
     }
-    if (purpose == Purpose::train)
+    if (pass.purpose == Purpose::train)
       gradient_ = arena.alloc("gradients of activations", "gradient", config.dtype, stream_shape);
   }
 
@@ -121,7 +150,7 @@ class PassMemory {
       for (size_t l = 0; l < blocks.size(); ++l) blocks[l] = blocks_[set_of(sets, static_cast<int64_t>(l))];
     }
     for (size_t l = 0; sliced() && l < blocks.size(); ++l) {
-      blocks[l] = BlockActivations::part_of(blocks[l], model_, slot.shape, kinds_of(a.chunk)[l], config_.layout.tensor);
+      blocks[l] = BlockActivations::part_of(blocks[l], block_shape(slot.shape, kinds_of(a.chunk)[l]));
       blocks[l].slice_keys = {keys_[key_sets_.of(a.chunk, a.micro_batch)[l]],
                               key_gradients_[static_cast<size_t>(a.chunk)][l]};
     }
@@ -138,6 +167,9 @@ class PassMemory {
   }
 
  private:
+  BlockShape block_shape(const BatchShape& batch, Layers layers) const {
+    return {model_, batch, layers, config_.layout.tensor, config_.dtype, placement_};
+  }
   int64_t layers(int chunk) const { return static_cast<int64_t>(chunks_[static_cast<size_t>(chunk)].layers.size()); }
   // The kinds of a chunk's layers.
   std::vector<Layers> kinds_of(int chunk) const {
@@ -202,6 +234,7 @@ class PassMemory {
   int64_t period_;
   std::vector<Chunk> chunks_;  // of the model; those of other stages have no layers
   ModelConfig model_;          // this rank's part
+  ExpertPlacement placement_;
   PassSets block_sets_, input_sets_, product_sets_, gradient_sets_;
   std::vector<BatchShape> shapes_;  // by slice
   PassSets key_sets_;
@@ -307,19 +340,6 @@ struct KeyValueCache {
                                              {config.batch.T, 2 * config.part().kv_size()})
                                : Tensor{});
   }
-};
-
-// Whether the actions of a training step may be launched as CUDA graphs that were captured before.
-enum class Launch : uint8_t { replay, enqueue };
-
-// The purpose of one pass over a list of actions.
-struct Pass {
-  Purpose purpose;
-  BatchShape shape;  // of a micro-batch
-  Launch launch = Launch::replay;
-  RowLosses row_losses = {};       // evaluate: receives the loss of every row, if set
-  KeyValueCache* cache = nullptr;  // generate: of the text that the tokens continue; none: they begin one
-  int64_t logits_row = 0;          // generate: the row whose logits are computed
 };
 
 }  // namespace llmc

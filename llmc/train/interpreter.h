@@ -48,7 +48,7 @@ class Interpreter {
   // Begins a pass, with room for as many micro-batches in flight as these actions have; the caller opens a scope of the
   // arena. period: after this many micro-batches the use of memory repeats; 0: it does not
   OpenPass begin(const std::vector<Action>& actions, const Pass& pass, int64_t period = 0) {
-    PassMemory memory(config_, chunks_here(), actions, pass.shape, pass.purpose, context_.arena, period);
+    PassMemory memory(config_, chunks_here(), actions, pass, context_.arena, period);
     reserve_messages(actions, pass, memory);
     return {pass, std::move(memory)};
   }

@@ -29,7 +29,7 @@ class SliceTimes {
   // kind: of the device of a rank; time is only counted, on paper
   SliceTimes(const StepConfig& config, DeviceKind kind)
       : config_(config),
-        model_(with_all_experts(config.part())),
+        model_(config.part()),
         rates_(slice_rates(kind, config.dtype)),
         device_(device_of(kind, rates_.rates)),
         arena_(device_),
@@ -56,37 +56,37 @@ class SliceTimes {
     const BatchShape shape{config_.batch.B, length};
     const int64_t T = config_.batch.T;
     const Recompute recompute = config_.recompute;
-    BlockActivations acts = BlockActivations::kept(
-        model_, shape, kind_, config_.layout.tensor, config_.dtype, recompute, Backward::whole,
-        BlockActivations::recomputed(model_, shape, config_.layout.tensor, config_.dtype, recompute, arena_), arena_);
+    // As if each rank had all experts: with --ep a rank computes equally many rows, and rows travel meanwhile.
+    ExpertPlacement placement = config_.expert_placement();
+    placement.ranks = 1;
+    const BlockShape of{model_, shape, kind_, config_.layout.tensor, config_.dtype, placement};
+    const BlockActivations shared = BlockActivations::recomputed(of, recompute, arena_);
+    BlockActivations acts = BlockActivations::kept(of, recompute, Backward::whole, shared, arena_);
     auto alloc = [&](DType dtype, const Shape& as) { return arena_.alloc("slices on paper", "a tensor", dtype, as); };
     const Shape keys{shape.B * T, 2 * model_.kv_size()};
     acts.slice_keys = {alloc(config_.dtype, keys), alloc(accumulator_of(config_.dtype), keys)};
     const Tensor x = alloc(config_.dtype, acts.out.shape), dx = alloc(config_.dtype, acts.out.shape);
-    const Sequences sequences{
-        .shape = shape,
-        .positions = alloc(DType::int32, {shape.rows()}),
-        .rotary_table = alloc(accumulator_of(config_.dtype), {T, model_.head_size}),
-        .documents = config_.documents,
-        .slice = SequenceRows{T, context, length},
-        .routing = {.rows = {x.shape[0], {length}, T}, .experts = [this]() -> const UnitState& { return *experts_; }}};
+    const Sequences sequences{.shape = shape,
+                              .positions = alloc(DType::int32, {shape.rows()}),
+                              .rotary_table = alloc(accumulator_of(config_.dtype), {T, model_.head_size}),
+                              .documents = config_.documents,
+                              .slice = SequenceRows{T, context, length},
+                              .routing = {.rows = {x.shape[0], {length}, T},
+                                          .placement = placement,
+                                          .experts = [this]() -> const UnitState& { return *experts_; }}};
     const parallel::Group group{groups_, arena_, stream_};
     const double begin = stream_.seconds();
     ops_.clear();
-    block_forward(acts, x, block_, model_, sequences, group);
-    block_recompute(acts, x, {}, recompute, block_, model_, sequences, group);
-    block_backward(dx, {}, acts, x, {}, block_, model_, sequences, group);
+    const Block block({model_, block_, acts, sequences, group});
+    block.forward(x);
+    block.recompute(x, recompute);
+    block.backward(dx, x);
     double seconds = stream_.seconds() - begin;
     for (const auto& [name, totals] : ops_) seconds += static_cast<double>(totals.calls) * rates_.op_seconds;
     return static_cast<double>(blocks_) * seconds;
   }
 
  private:
-  // The model as if each rank had all experts: with --ep a rank computes equally many rows, and rows travel meanwhile.
-  static ModelConfig with_all_experts(ModelConfig part) {
-    part.experts.ranks = 1;
-    return part;
-  }
   // The first layer with experts, if there is one.
   static int64_t typical_layer(const ModelConfig& model) {
     for (int64_t l = 0; l < model.n_layer; ++l)

@@ -29,6 +29,7 @@ class Stage {
         context_(context),
         state_(state),
         model_(config.part()),
+        placement_(config.expert_placement()),
         parallel_{state.groups(), context.arena, context.compute},
         loss_sum_(loss_sum),
         experts_(experts),
@@ -97,11 +98,10 @@ class Stage {
       forward_block(c.layers[l], slot.blocks[l], slot.block_input(l), slot, pass);
     if (!c.has_head || pass.purpose == Purpose::train) return;
     const Tensor& x = slot.output();
-    const UnitState &head = state_.acquire(head_unit(), context_.compute), &embedding = acquire_tied();
-    if (pass.purpose == Purpose::evaluate) evaluate_head(x, head, embedding, slot, pass, micro_batch);
-    else compute_logits(logits, x, head, embedding, pass);
-    state_.release(head_unit(), context_.compute);
-    release_tied();
+    const Head head = acquire_head();
+    if (pass.purpose == Purpose::evaluate) evaluate_head(x, head, slot, pass, micro_batch);
+    else compute_logits(logits, x, head, pass);
+    release_head();
   }
 
   // Gradients of the chunk's weights += those of the micro-batch. `last_micro_batch`: they are then complete, and are
@@ -119,10 +119,10 @@ class Stage {
       const LayerUnits& units = units_of(c.layers[l]);
       const UnitState& unit = state_.unit(units.block);
       const ProfilerRange range = set_current("weight part of the backward of " + unit.spec().name);
-      Sequences sequence = sequences(slot, {Purpose::train, slot.shape}, c.layers[l]);
-      if (units.experts) sequence.routing.experts = [&]() -> const UnitState& { return state_.unit(*units.experts); };
+      const Sequences sequence = sequences(slot, {Purpose::train, slot.shape}, c.layers[l],
+                                           [&]() -> const UnitState& { return state_.unit(*units.experts); });
       for_units(units, [&](size_t u) { state_.resume_gradients(u); });
-      block_backward_weight(slot.output_gradients[l], slot.blocks[l], unit, model_, sequence, parallel_);
+      Block({model_, unit, slot.blocks[l], sequence, parallel_, &slot.output_gradients[l]}).backward_weight();
       for_units(units, [&](size_t u) { state_.reduce_gradients(u, last_micro_batch, context_.compute); });
     }
   }
@@ -145,12 +145,13 @@ class Stage {
     return !is_here(0) || !is_here(config_.layout.pipeline.chunks() - 1) ||
            config_.layout.zero.grad_reduce == GradReduce::micro;
   }
-  // The unit of the embedding, if the head shares its table.
-  const UnitState& acquire_tied() {
-    if (config_.model.tied) return state_.acquire(embedding_unit, context_.compute);
-    return state_.unit(state_.has(embedding_unit) ? embedding_unit : head_unit());  // is not read
+  // The head, with the unit of the embedding if it shares its table.
+  Head acquire_head() {
+    const UnitState& head = state_.acquire(head_unit(), context_.compute);
+    return {model_, head, config_.model.tied ? state_.acquire(embedding_unit, context_.compute) : head, parallel_};
   }
-  void release_tied() {
+  void release_head() {
+    state_.release(head_unit(), context_.compute);
     if (config_.model.tied) state_.release(embedding_unit, context_.compute);
   }
 
@@ -160,24 +161,23 @@ class Stage {
     return ProfilerRange(current_.c_str());
   }
 
-  // What a block needs besides its weights; a generated text is one document.
-  Sequences sequences(const Slot& slot, const Pass& pass, int64_t layer) const {
-    Sequences s{slot.shape,
-                slot.inputs.positions.slice(0, {slot.shape.rows()}),
-                rotary_table_,
-                pass.purpose == Purpose::generate ? Documents::together : config_.documents,
-                config_.context_for(pass.purpose),
-                slot.inputs.all_positions,
+  // What a block needs besides its weights; a generated text is one document. experts(): acquires their unit.
+  template <class AcquireExperts>
+  Sequences sequences(const Slot& slot, const Pass& pass, int64_t layer, AcquireExperts&& experts) const {
+    const ContextParallel context = config_.context_for(pass.purpose);
+    Sequences s{slot.shape,    slot.inputs.positions.slice(0, {slot.shape.rows()}),
+                rotary_table_, pass.purpose == Purpose::generate ? Documents::together : config_.documents,
+                context,       slot.inputs.all_positions,
                 slot.slice};
-    if (units_of(layer).experts)
-      s.routing = {
-          stream_rows(slot, pass.purpose), experts_.bias_of(layer),
-          pass.purpose == Purpose::train ? std::optional(experts_.training_of(layer, slot.shape)) : std::nullopt};
+    if (pass.cache != nullptr) s.cache = {pass.cache->layers[static_cast<size_t>(layer)], pass.cache->rows};
+    if (!units_of(layer).experts) return s;
+    s.routing = {stream_rows_of(slot.shape, config_.layout.tensor, context, state_.groups().me.tensor),
+                 placement_,
+                 experts_.bias_of(layer),
+                 {},
+                 experts};
+    if (pass.purpose == Purpose::train) s.routing.training = experts_.training_of(layer, slot.shape);
     return s;
-  }
-  // The rows that this rank has of the residual stream.
-  StreamRows stream_rows(const Slot& slot, Purpose purpose) const {
-    return stream_rows_of(slot.shape, config_.layout.tensor, config_.context_for(purpose), state_.groups().me.tensor);
   }
 
   // A layer's units while it computes. The experts, the larger unit, are acquired only when they are needed, and so are
@@ -213,9 +213,7 @@ class Stage {
     Stream& stream = context_.compute;
     const ProfilerRange range = set_current("forward of the embedding");
     const UnitState& unit = state_.acquire(embedding_unit, stream);
-    parallel::embedding(out, slot.inputs.tokens, slot.inputs.positions, unit.weight("wte.weight"),
-                        unit.has("wpe.weight") ? unit.weight("wpe.weight") : Tensor{}, unit.vocabulary("wte.weight"),
-                        parallel_);
+    parallel::Embedding{unit, parallel_}.forward(out, slot.inputs.tokens, slot.inputs.positions);
     state_.release(embedding_unit, stream);
   }
 
@@ -223,51 +221,43 @@ class Stage {
     HeldLayer held(units_of(layer), state_, context_.compute);
     const UnitState& unit = held.block();
     const ProfilerRange range = set_current("forward of " + unit.spec().name);
-    Sequences sequence = sequences(slot, pass, layer);
-    sequence.routing.experts = [&held]() -> const UnitState& { return held.experts(); };
-    if (pass.cache != nullptr)
-      block_forward_cached(acts, x, pass.cache->layers[static_cast<size_t>(layer)], pass.cache->rows, unit, model_,
-                           sequence, parallel_);
-    else block_forward(acts, x, unit, model_, sequence, parallel_);
+    const Sequences sequence = sequences(slot, pass, layer, [&]() -> const UnitState& { return held.experts(); });
+    Block({model_, unit, acts, sequence, parallel_}).forward(x);
     held.release();
   }
 
   // Adds the losses of x (S, C) to the sum, and passes the loss of every row to pass.row_losses if it is set.
-  void evaluate_head(const Tensor& x, const UnitState& head_state, const UnitState& embedding, const Slot& slot,
-                     const Pass& pass, int64_t micro_batch) {
+  void evaluate_head(const Tensor& x, const Head& head, const Slot& slot, const Pass& pass, int64_t micro_batch) {
     const int64_t R = config_.share(pass.shape, pass.purpose).rows();
     const auto losses =
         std::make_shared<std::vector<float>>(pass.row_losses ? static_cast<size_t>(pass.shape.rows()) : 0);
     const auto row_of_all = [context = config_.layout.context, T = pass.shape.T, rank = state_.groups().me.context](
                                 int64_t row) { return static_cast<size_t>(context.row_of_all(row, T, rank)); };
-    for_head_chunks(
-        x, slot,
-        [&](const HeadActivations& head, const Tensor& part, const Tensor& targets, const std::vector<Range>& rows) {
-          head_forward(head, part, head_state, embedding, model_, parallel_);
-          add_loss(head, targets, head_state, embedding, Gradient::no);
-          if (!pass.row_losses) return;
-          const bool last = rows[0].end() == x.shape[0];
-          download(head.losses, context_.compute,
-                   [losses, rows, R, last, micro_batch, row_of_all,
-                    report = pass.row_losses](const std::vector<float>& of_part) {
-                     auto from = of_part.begin();
-                     for (const Range& range : rows)
-                       for (int64_t row = range.begin; row < range.end(); ++row, ++from)
-                         if (row < R) (*losses)[row_of_all(row)] = *from;
-                     if (last) report(micro_batch, *losses);
-                   });
-        });
+    for_head_chunks(x, slot, [&](const HeadActivations& acts, Tensor part, Tensor targets, const auto& rows) {
+      head.forward(acts, part);
+      add_loss(head, acts, targets, Gradient::no);
+      if (!pass.row_losses) return;
+      const bool last = rows[0].end() == x.shape[0];
+      download(acts.losses, context_.compute,
+               [losses, rows, R, last, micro_batch, row_of_all,
+                report = pass.row_losses](const std::vector<float>& of_part) {
+                 auto from = of_part.begin();
+                 for (const Range& range : rows)
+                   for (int64_t row = range.begin; row < range.end(); ++row, ++from)
+                     if (row < R) (*losses)[row_of_all(row)] = *from;
+                 if (last) report(micro_batch, *losses);
+               });
+    });
   }
 
   // logits = the head on one row of x (S, C) only.
-  void compute_logits(const Tensor& logits, const Tensor& x, const UnitState& head_state, const UnitState& embedding,
-                      const Pass& pass) {
+  void compute_logits(const Tensor& logits, const Tensor& x, const Head& head, const Pass& pass) {
     auto scope = context_.arena.scope();
     const int64_t S = x.shape[0], C = x.shape[1];
-    const HeadActivations head(model_, 1, config_.layout.tensor, config_.dtype, context_.arena);
+    const HeadActivations acts(model_, 1, config_.layout.tensor, config_.dtype, context_.arena);
     // With sequence parallelism one rank has the row; the other ranks compute rows that are not used.
-    head_forward(head, x.slice(pass.logits_row % S * C, {1, C}), head_state, embedding, model_, parallel_);
-    const Tensor mine = head.logits.slice(pass.logits_row / S * head.logits.shape[1], {head.logits.shape[1]});
+    head.forward(acts, x.slice(pass.logits_row % S * C, {1, C}));
+    const Tensor mine = acts.logits.slice(pass.logits_row / S * acts.logits.shape[1], {acts.logits.shape[1]});
     copy(logits, parallel::gather_vocabulary(mine, parallel_), context_.compute);
   }
 
@@ -275,24 +265,19 @@ class Stage {
 
   // Final norm, logits and loss of x (S, C), forward and backward; slot.gradient = the gradient of x.
   void backward_head(const Tensor& x, const Slot& slot, bool last_micro_batch) {
-    Stream& stream = context_.compute;
     const ProfilerRange range = set_current("backward of the head");
-    const UnitState &unit = state_.acquire(head_unit(), stream), &embedding = acquire_tied();
+    const Head head = acquire_head();
     start_gradients(head_unit(), slot);
     // A tied table gets its gradients in two parts, here and in backward_embedding(), which reduces them.
     if (config_.model.tied) start_gradients(embedding_unit, slot);
-    for_head_chunks(
-        x, slot,
-        [&](const HeadActivations& head, const Tensor& part, const Tensor& targets, const std::vector<Range>& rows) {
-          head_forward(head, part, unit, embedding, model_, parallel_);
-          add_loss(head, targets, unit, embedding, Gradient::yes);
-          head_backward(slot.gradient.slice(rows[0].begin * x.shape[1], part.shape), head, part, unit, embedding,
-                        model_, parallel_);
-        });
+    for_head_chunks(x, slot, [&](const HeadActivations& acts, Tensor part, Tensor targets, const auto& rows) {
+      head.forward(acts, part);
+      add_loss(head, acts, targets, Gradient::yes);
+      head.backward(slot.gradient.slice(rows[0].begin * x.shape[1], part.shape), acts, part);
+    });
     reduce_gradients(head_unit(), slot, last_micro_batch);
     if (reduces_tied_parts()) reduce_gradients(embedding_unit, slot, last_micro_batch);
-    state_.release(head_unit(), stream);
-    release_tied();
+    release_head();
   }
 
   // Block `l` of the chunk. slot.gradient: on entry the gradient of its output, on return that of its input.
@@ -305,8 +290,7 @@ class Stage {
     const UnitState& unit = held.block();
     const ProfilerRange range =
         set_current((whole ? "backward of " : "input part of the backward of ") + unit.spec().name);
-    Sequences sequence = sequences(slot, pass, layer);
-    sequence.routing.experts = [&held]() -> const UnitState& { return held.experts(); };
+    Sequences sequence = sequences(slot, pass, layer, [&]() -> const UnitState& { return held.experts(); });
     if (sequence.routing.training) sequence.routing.training->records = false;
     for_units(units, [&](size_t u) { start_gradients(u, slot); });
     auto scope = context_.arena.scope();
@@ -314,9 +298,9 @@ class Stage {
     if (whole && config_.recompute == Recompute::block)
       gathered = {parallel::room_for_rows("gathered norm1", acts.norm1, parallel_),
                   parallel::room_for_rows("gathered norm2", acts.norm2, parallel_)};
-    block_recompute(acts, x, gathered, config_.recompute, unit, model_, sequence, parallel_);
-    block_backward(slot.gradient, whole ? OutputGradients() : slot.output_gradients[l], acts, x, gathered, unit, model_,
-                   sequence, parallel_);
+    const Block block({model_, unit, acts, sequence, parallel_, whole ? nullptr : &slot.output_gradients[l], gathered});
+    block.recompute(x, config_.recompute);
+    block.backward(slot.gradient, x);
     if (whole) for_units(units, [&](size_t u) { reduce_gradients(u, slot, last_micro_batch); });
     held.release();
   }
@@ -325,9 +309,7 @@ class Stage {
     const ProfilerRange range = set_current("backward of the embedding");
     if (!config_.model.tied || reduces_tied_parts()) start_gradients(embedding_unit, slot);
     const UnitState& unit = state_.unit(embedding_unit);
-    const Tensor dwpe = unit.has("wpe.weight") ? unit.gradient("wpe.weight") : Tensor{};
-    parallel::embedding_backward(unit.gradient("wte.weight"), dwpe, slot.gradient, slot.inputs.tokens,
-                                 slot.inputs.positions, unit.vocabulary("wte.weight"), parallel_);
+    parallel::Embedding{unit, parallel_}.backward(slot.gradient, slot.inputs.tokens, slot.inputs.positions);
     reduce_gradients(embedding_unit, slot, last_micro_batch);
   }
 
@@ -369,19 +351,16 @@ class Stage {
 
   // Adds the losses to the sum; with Gradient::yes the logits become the gradient of the step's mean loss (contract 9:
   // divided by the tokens of all ranks).
-  void add_loss(const HeadActivations& head, const Tensor& targets, const UnitState& head_state,
-                const UnitState& embedding, Gradient gradient) {
-    const Vocabulary part =
-        config_.model.tied ? embedding.vocabulary("wte.weight") : head_state.vocabulary("lm_head.weight");
-    parallel::cross_entropy(head.losses, head.logits, targets, part, 1.0 / static_cast<double>(config_.tokens()),
-                            gradient, parallel_);
-    add_losses(loss_sum_, head.losses, context_.compute);
+  void add_loss(const Head& head, const HeadActivations& acts, const Tensor& targets, Gradient gradient) {
+    head.loss(acts, targets, 1.0 / static_cast<double>(config_.tokens()), gradient);
+    add_losses(loss_sum_, acts.losses, context_.compute);
   }
 
   const StepConfig& config_;
   Context context_;
   ModelState& state_;
   ModelConfig model_;  // the shape of this rank's part
+  ExpertPlacement placement_;
   parallel::Group parallel_;
   Tensor loss_sum_;
   const ExpertRecord& experts_;

@@ -73,16 +73,17 @@ struct StepConfig {
     return stage_of;
   }
   // The shape of the part that one rank computes.
-  ModelConfig part() const {
-    ModelConfig part = part_of(model, layout.tensor);
-    part.experts.ranks = layout.expert.ranks;
-    part.experts.imbalance = experts.imbalance;
-    part.experts.sequence = batch.T;
-    part.experts.segment = layout.context.ranks > 1 ? batch.T / (2 * layout.context.ranks) : batch.T;
-    part.experts.spread = layout.context.ranks > 1 || layout.tensor.by_rows();
-    part.experts.cut = layout.tensor.by_rows();
-    part.experts.capacity = experts.capacity(batch.T, model.experts);
-    return part;
+  ModelConfig part() const { return part_of(model, layout.tensor); }
+  ExpertPlacement expert_placement() const {
+    return {.count = model.experts.count,
+            .per_token = model.experts.per_token,
+            .ranks = layout.expert.ranks,
+            .imbalance = experts.imbalance,
+            .sequence = batch.T,
+            .segment = layout.context.ranks > 1 ? batch.T / (2 * layout.context.ranks) : batch.T,
+            .spread = layout.context.ranks > 1 || layout.tensor.by_rows(),
+            .cut = layout.tensor.by_rows(),
+            .capacity = experts.capacity(batch.T, model.experts)};
   }
 
   // How many of a rank's S rows of the residual stream the head takes at a time: by head_chunks, or as many as have at

@@ -1,5 +1,5 @@
 // tensor_bugs.h: bugs of tensor parallelism that tests plant, in the manner of layout_bugs.h. The exchanges of
-// dist/parallel.h are told apart by the names of their buffers.
+// dist/tensor_layers.h are told apart by the names of their buffers.
 #pragma once
 #include <string_view>
 #include <utility>

@@ -65,7 +65,7 @@ TEST_CASE("with padding every rank has a block of rows for each") {
 }
 
 TEST_CASE("rows are padded where a capacity bounds them and there is room for as many from all ranks") {
-  Experts e{.count = 8, .per_token = 2, .ranks = 4, .sequence = 64, .segment = 64};
+  ExpertPlacement e{.count = 8, .per_token = 2, .ranks = 4, .sequence = 64, .segment = 64};
   REQUIRE((e.stride(128) == 0 && e.room(128) == 256 && e.sent(128) == 256));  // dropless
   e.capacity = 20;                                                            // 1.25 times its share
   REQUIRE((e.stride(128) == 2 * 2 * 20 && e.room(128) == 320 && e.sent(128) == 320));
@@ -102,8 +102,8 @@ TEST_CASE("the room for padded rows is what any choices need") {
               for (const int64_t slices : {1, 4}) {
                 CAPTURE(T, B, E, k, ranks, factor, slices);
                 const int64_t S = B * T * (slices == 1 ? 1 : 2) / slices;  // two of them
-                Experts e{.count = E, .per_token = k, .ranks = ranks, .sequence = T, .segment = T / slices};
-                e.capacity = ExpertOptions{.capacity_factor = factor}.capacity(T, e);
+                ExpertPlacement e{.count = E, .per_token = k, .ranks = ranks, .sequence = T, .segment = T / slices};
+                e.capacity = ExpertOptions{.capacity_factor = factor}.capacity(T, {.count = E, .per_token = k});
                 e.spread = slices > 1;
                 if (e.spread) {
                   const double needed = static_cast<double>(ranks * e.most_to_each(S)) / static_cast<double>(k * S);

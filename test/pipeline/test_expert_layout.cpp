@@ -63,7 +63,7 @@ TEST_CASE("dense layers and layers with experts keep each only what they need") 
       for (int stage = 0; stage < step.layout.pipeline.stages; ++stage) {
         auto bytes_of = [&](Layers layers) {
           Arena arena({DeviceKind::null});
-          BlockActivations::kept(model, step.batch, layers, {}, step.dtype, recompute,
+          BlockActivations::kept({model, step.batch, layers, {}, step.dtype, step.expert_placement()}, recompute,
                                  in_parts ? Backward::in_parts : Backward::whole, {}, arena);
           return arena.used();
         };

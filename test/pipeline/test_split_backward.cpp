@@ -171,18 +171,14 @@ TEST_CASE("the planned activations of every stage are what the simulation counts
             return arena.used();
           };
           const bool in_parts = pipeline.splits_backward();
+          const BlockShape shape{step.model, step.batch, Layers::any, {}, dtype};
           auto product_inputs = [&](ActionKind made_by) {
-            return bytes_of([&](Arena& arena) {
-              BlockActivations::product_inputs(step.model, step.batch, Layers::any, {}, dtype, recompute, made_by,
-                                               arena);
-            });
+            return bytes_of([&](Arena& arena) { BlockActivations::product_inputs(shape, recompute, made_by, arena); });
           };
           const int64_t block = bytes_of([&](Arena& arena) {
-            BlockActivations::kept(step.model, step.batch, Layers::any, {}, dtype, recompute,
-                                   in_parts ? Backward::in_parts : Backward::whole, {}, arena);
+            BlockActivations::kept(shape, recompute, in_parts ? Backward::in_parts : Backward::whole, {}, arena);
           });
-          const int64_t gradients =
-              bytes_of([&](Arena& arena) { OutputGradients(step.model, step.batch, Layers::any, {}, dtype, arena); });
+          const int64_t gradients = bytes_of([&](Arena& arena) { OutputGradients(shape, arena); });
           const int64_t stream = bytes_of([&](Arena& arena) {
             arena.alloc("", "", dtype, {step.batch.rows(), step.model.n_embd});
           });
@@ -246,7 +242,7 @@ TEST_CASE("a weight part before its input part, or without one, has nothing to w
   const std::vector<ActionList> lists = pipeline_actions(step.pipeline());
   auto plan_memory = [&](const ActionList& list) {
     Arena arena({DeviceKind::null});
-    PassMemory(step, step.model_chunks(), list, step.batch, Purpose::train, arena);
+    PassMemory(step, step.model_chunks(), list, {Purpose::train, step.batch}, arena);
   };
   for (ActionList list : lists) {
     plan_memory(list);

@@ -111,7 +111,7 @@ inline std::string pipeline_text(const StepConfig& step) {
 
 // What ranks that share a layer's experts send each other.
 inline std::string exchange_text(const StepConfig& step) {
-  const Experts e = step.part().experts;
+  const ExpertPlacement e = step.expert_placement();
   const int64_t S = step.layout.tensor.stream_rows(step.share(step.batch, Purpose::train).rows());
   if (const int64_t rows = e.stride(S); rows > 0)
     return formatted("{} rows from each rank to each other, some of them padding: no host waits for their number",
